@@ -1,0 +1,77 @@
+# bpf-memtools. `make demo` and `make test` are all the set-up there is: both install what is missing.
+#
+#   make build     release binaries, fully static, in target/release
+#   make demo      build, and run memleak on a program that leaks
+#   make test      everything that CI runs: style, lints, tests on this kernel and on five others in QEMU
+#   make test-vm KERNEL=6.1 TEST=memleak      the tests that match, on one of the five
+#   make install   PREFIX=/usr/local DESTDIR= SUFFIX=   (SUFFIX=-mt where a distribution has the names already)
+#   make bench     overhead beside peers, as ratios
+#   make clean
+
+PREFIX  ?= /usr/local
+DESTDIR ?=
+SUFFIX  ?=
+KERNEL  ?= 5.10 6.1 6.12 6.18 7.2
+TEST    ?=
+
+TOOLS  := $(shell sed -n '/^\[\[bin\]\]/{n;s/^name = "\(.*\)"/\1/p}' Cargo.toml)
+TARGET := $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
+OUT    := target/$(TARGET)/release
+
+# Static binaries: the C library too, and libelf and libz for libbpf. RUSTFLAGS would also reach
+# build scripts and procedural macros, which cannot be static, if there were no --target.
+export RUSTFLAGS = -C target-feature=+crt-static
+export LIBBPF_SYS_LIBRARY_PATH = $(dir $(shell $(CC) -print-file-name=libelf.a))
+CARGO = cargo
+FLAGS = --release --locked --features static --target $(TARGET)
+
+BUILD_PACKAGES = clang gcc libc6-dev libelf-dev zlib1g-dev libzstd-dev pkg-config
+TEST_PACKAGES  = clang-format g++ binutils
+
+.PHONY: build deps demo test lint test-host test-vm install bench clean vmlinux
+
+build: deps
+	$(CARGO) build $(FLAGS) --bins
+	install -d target/release
+	cp $(addprefix $(OUT)/,$(TOOLS)) target/release/
+
+deps:
+	@scripts/need $(BUILD_PACKAGES)
+	@command -v cargo >/dev/null || { echo "make: no cargo; install Rust 1.88 or later: https://rustup.rs" >&2; exit 1; }
+
+demo: build
+	scripts/demo
+
+test: lint test-host test-vm
+
+lint: deps
+	@scripts/need $(TEST_PACKAGES)
+	$(CARGO) fmt --check
+	clang-format --dry-run -Werror bpf/*.bpf.c bpf/include/*.[ch] tests/workload/*.[ch]
+	$(CARGO) clippy $(FLAGS) --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(FLAGS) --no-deps --lib --document-private-items
+
+test-host: build
+	@scripts/need $(TEST_PACKAGES)
+	scripts/test-host $(FLAGS) -- $(TEST)
+
+test-vm: build
+	scripts/test-vm "$(KERNEL)" $(FLAGS) -- $(TEST)
+
+install: build
+	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/share/man/man8 $(DESTDIR)$(PREFIX)/share/doc/bpf-memtools
+	for tool in $(TOOLS); do \
+		install -m 755 target/release/$$tool $(DESTDIR)$(PREFIX)/bin/$$tool$(SUFFIX) && \
+		install -m 644 tools/$$tool.8 $(DESTDIR)$(PREFIX)/share/man/man8/$$tool$(SUFFIX).8 || exit 1; \
+	done
+	install -m 644 README.md LICENSE tools/*_example.txt $(DESTDIR)$(PREFIX)/share/doc/bpf-memtools/
+
+bench: build
+	benches/run
+
+clean:
+	$(CARGO) clean
+
+vmlinux:
+	@scripts/need bpftool
+	bpftool btf dump file /sys/kernel/btf/vmlinux format c >bpf/vmlinux/$(shell uname -m)/vmlinux.h

@@ -1,0 +1,45 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * What every program of the suite includes first: kernel types, libbpf's
+ * helpers, and the counters of what was lost.
+ */
+#ifndef MEMTOOLS_BPF_H
+#define MEMTOOLS_BPF_H
+
+#include "vmlinux.h"
+#include <bpf/bpf_helpers.h>
+#include <bpf/bpf_core_read.h>
+#include <bpf/bpf_tracing.h>
+
+/*
+ * Nothing is lost silently: each failure to record something adds one to the
+ * counter of its reason, which user space reads and reports (src/losses.rs).
+ * An array with atomic adds rather than a per-CPU one: losses are rare, and a
+ * task may be preempted in the middle of an uprobe's program, which makes a
+ * plain add to a per-CPU counter inexact.
+ */
+struct losses {
+	__u64 events;	   /* ring buffer full */
+	__u64 entries;	   /* a map of live objects or totals full */
+	__u64 calls;	   /* calls in flight not followed: map full */
+	__u64 stacks;	   /* distinct stacks not stored: table full */
+	__u64 deep_stacks; /* stacks cut at the depth limit */
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct losses);
+} losses SEC(".maps");
+
+#define count_loss(reason)                                                                         \
+	({                                                                                         \
+		__u32 _first = 0;                                                                  \
+		struct losses *_losses = bpf_map_lookup_elem(&losses, &_first);                    \
+                                                                                                   \
+		if (_losses)                                                                       \
+			__sync_fetch_and_add(&_losses->reason, 1);                                 \
+	})
+
+#endif /* MEMTOOLS_BPF_H */

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: BSD-2-Clause
+/*
+ * No program: what the headers share with user space, so that the library has
+ * one generated definition of it (src/shared.rs) and no copy typed by hand.
+ */
+#include "stack.bpf.h"
+
+struct stack *unused_stack __attribute__((unused));

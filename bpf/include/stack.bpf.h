@@ -1,0 +1,176 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * User call stacks: walking one, and the table of distinct ones.
+ *
+ * The table is our own rather than BPF_MAP_TYPE_STACK_TRACE. That map drops
+ * or replaces a stack when two hash to the same bucket, and cannot grow a
+ * second unwinder. Here the key is a 64-bit hash of the frames, and the entry
+ * holds a second, independent one: only if both agree are two stacks the same.
+ *
+ * A stack is walked without storing it, to get its two hashes; only a stack
+ * that was never seen before is walked again, straight into its table entry.
+ * So the walk needs no scratch memory. That matters in uprobes, whose programs
+ * can be preempted and migrated: per-CPU scratch would be shared with whoever
+ * runs next, and since 6.13 so is the BPF stack itself of any (sub)program
+ * that uses 64 bytes of it or more (x86's private stacks). Every (sub)program
+ * here stays below that; tests/e2e/load.rs checks it.
+ */
+#ifndef MEMTOOLS_STACK_BPF_H
+#define MEMTOOLS_STACK_BPF_H
+
+#include "memtools.bpf.h"
+
+#define STACK_MAX_DEPTH 127
+
+/* Frames kept of each stack, at most STACK_MAX_DEPTH. */
+const volatile __u32 stack_depth = STACK_MAX_DEPTH;
+
+struct stack {
+	__u64 check;	 /* second hash of the frames; 0: being filled in */
+	__u32 depth;	 /* frames in pc[] */
+	__u32 truncated; /* 1: there were more than stack_depth */
+	__u64 pc[STACK_MAX_DEPTH];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 16384);
+	__type(key, __u64);
+	__type(value, struct stack);
+} stacks SEC(".maps");
+
+const volatile struct stack empty_stack;
+
+/* A frame record farther from the stack pointer than this is taken for a stray value. */
+#define STACK_MAX_FRAME_BYTES (16 << 20)
+#define NO_FRAME_POINTER      1
+
+/* What "push %rbp; mov %rsp,%rbp" leaves in memory at %rbp. */
+struct frame_record {
+	__u64 caller_fp;
+	__u64 return_address;
+};
+
+struct stack_hash {
+	__u64 id;
+	__u64 check;
+	__u32 depth;
+	__u32 truncated;
+};
+
+static __always_inline void stack_hash_add(struct stack_hash *hash, __u64 pc)
+{
+	hash->id = (hash->id ^ pc) * 0x9e3779b97f4a7c15ULL;
+	hash->id ^= hash->id >> 29;
+	hash->check = (hash->check + pc) * 0xd6e8feb86659fd93ULL;
+	hash->check ^= hash->check >> 32;
+}
+
+/*
+ * Walk the frame pointer chain that starts in `pc` and `fp`, leaf first.
+ *
+ * Hashes the frames into `hash`, and stores them into `out` if it is not NULL.
+ * The chain ends at a record that cannot be read, or that does not lead
+ * towards the stack's base: a frame pointer that grows is what keeps a
+ * register used for something else from being followed.
+ */
+static __noinline int stack_walk(__u64 pc, __u64 fp, struct stack_hash *hash, struct stack *out)
+{
+	struct frame_record record;
+	__u32 limit = stack_depth;
+	__u32 i;
+
+	hash->id = 0;
+	hash->check = 0;
+	hash->truncated = 0;
+	for (i = 0; i < STACK_MAX_DEPTH; i++) {
+		if (i >= limit)
+			break;
+		stack_hash_add(hash, pc);
+		if (out)
+			out->pc[i] = pc;
+		if (fp & 7 || bpf_probe_read_user(&record, sizeof(record), (void *)fp) ||
+		    !record.return_address) {
+			hash->depth = i + 1;
+			return 0;
+		}
+		pc = record.return_address;
+		fp = record.caller_fp > fp ? record.caller_fp : NO_FRAME_POINTER;
+	}
+	hash->depth = i;
+	hash->truncated = 1;
+	return 0;
+}
+
+/* Put a stack that is not in the table yet into it. Returns 0 if it is full. */
+static __noinline int stack_store(__u64 pc, __u64 fp, __u64 id)
+{
+	struct stack_hash hash;
+	struct stack *stack;
+
+	/* Another thread may have met the same stack at the same time: both fill in the same. */
+	bpf_map_update_elem(&stacks, &id, (const void *)&empty_stack, BPF_NOEXIST);
+	stack = bpf_map_lookup_elem(&stacks, &id);
+	if (!stack)
+		return 0;
+	stack_walk(pc, fp, &hash, stack);
+	stack->depth = hash.depth;
+	stack->truncated = hash.truncated;
+	stack->check = hash.check | 1;
+	return 1;
+}
+
+/*
+ * The id in the table of the user stack whose innermost frame is at `pc`, with
+ * these stack and frame pointers. Returns 0 if it could not be stored.
+ */
+static __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp)
+{
+	struct stack_hash hash;
+	struct stack *stack;
+
+	/* Code without frame pointers keeps whatever it likes in the register. */
+	if (fp < sp || fp - sp > STACK_MAX_FRAME_BYTES)
+		fp = NO_FRAME_POINTER;
+	stack_walk(pc, fp, &hash, NULL);
+	if (hash.truncated)
+		count_loss(deep_stacks);
+	if (!hash.id)
+		hash.id = 1;
+
+	/* Another stack with the same 64-bit id: the next id. */
+	for (int probe = 0; probe < 4; probe++) {
+		stack = bpf_map_lookup_elem(&stacks, &hash.id);
+		if (!stack) {
+			if (stack_store(pc, fp, hash.id))
+				return hash.id;
+			break;
+		}
+		if (!stack->check || stack->check == (hash.check | 1))
+			return hash.id;
+		hash.id++;
+	}
+	count_loss(stacks);
+	return 0;
+}
+
+/*
+ * The stack of the caller of a function that has just returned. The program
+ * counter is then the return address, so the caller is always there, even if
+ * neither it nor the function keeps a frame pointer.
+ */
+static __always_inline __u64 stack_of_caller_at_return(struct pt_regs *ctx)
+{
+	return stack_id(PT_REGS_IP(ctx), PT_REGS_SP(ctx), PT_REGS_FP(ctx));
+}
+
+/* The same at the function's entry, where the return address is on top of the stack. */
+static __always_inline __u64 stack_of_caller_at_entry(struct pt_regs *ctx)
+{
+	__u64 return_address = 0;
+
+	bpf_probe_read_user(&return_address, sizeof(return_address), (void *)PT_REGS_SP(ctx));
+	return stack_id(return_address, PT_REGS_SP(ctx), PT_REGS_FP(ctx));
+}
+
+#endif /* MEMTOOLS_STACK_BPF_H */

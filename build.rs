@@ -1,0 +1,70 @@
+//! Compiles every `bpf/<tool>.bpf.c` and generates its skeleton, `$OUT_DIR/<tool>.skel.rs`,
+//! beside the object itself, `$OUT_DIR/<tool>.bpf.o`.
+
+use std::env;
+use std::fs;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use libbpf_cargo::SkeletonBuilder;
+
+fn main() -> Result<()> {
+    let root = PathBuf::from(env::var("CARGO_MANIFEST_DIR")?);
+    let out = PathBuf::from(env::var("OUT_DIR")?);
+    let arch = env::var("CARGO_CFG_TARGET_ARCH")?;
+    // The name that bpf_tracing.h knows the architecture by.
+    let bpf_arch = match arch.as_str() {
+        "x86_64" => "x86",
+        "aarch64" => "arm64",
+        other => other,
+    };
+    let bpf = root.join("bpf");
+    println!("cargo:rerun-if-changed={}", bpf.display());
+    println!("cargo:rerun-if-env-changed=CLANG");
+
+    let mut sources: Vec<PathBuf> = fs::read_dir(&bpf)
+        .context("failed to list bpf/")?
+        .map(|entry| Ok(entry?.path()))
+        .collect::<Result<Vec<_>>>()?;
+    sources.retain(|path| path.to_string_lossy().ends_with(".bpf.c"));
+    sources.push(bpf.join("include/shared.bpf.c"));
+
+    for source in sources {
+        let file = source.file_name().unwrap_or_default().to_string_lossy();
+        let name = file.trim_end_matches(".bpf.c");
+        SkeletonBuilder::new()
+            .source(&source)
+            .obj(out.join(format!("{name}.bpf.o")))
+            .clang(env::var("CLANG").unwrap_or_else(|_| "clang".into()))
+            .clang_args([
+                format!("-D__TARGET_ARCH_{bpf_arch}"),
+                format!("-I{}", bpf.join("include").display()),
+                format!("-I{}", bpf.join("vmlinux").join(&arch).display()),
+                // vmlinux.h of 6.18 and later uses tagged anonymous structs.
+                "-fms-extensions".into(),
+                "-Wno-microsoft-anon-tag".into(),
+                "-Wall".into(),
+                "-Werror".into(),
+            ])
+            .build_and_generate(out.join(format!("{name}.skel.rs")))
+            .with_context(|| {
+                format!(
+                    "failed to compile {}; clang 14 or later is needed",
+                    source.display()
+                )
+            })?;
+    }
+
+    // Since 0.189 a static libelf wants zstd, which libbpf-sys does not link.
+    if env::var_os("CARGO_FEATURE_STATIC").is_some() {
+        println!("cargo:rerun-if-env-changed=LIBBPF_SYS_LIBRARY_PATH");
+        let folder = env::var("LIBBPF_SYS_LIBRARY_PATH").unwrap_or_default();
+        if folder
+            .split(':')
+            .any(|folder| PathBuf::from(folder).join("libzstd.a").exists())
+        {
+            println!("cargo:rustc-link-arg=-lzstd");
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,77 @@
+//! Kernel time stamps (CLOCK_MONOTONIC nanoseconds, as `bpf_ktime_get_ns` returns them) as wall time.
+
+use std::time::Duration;
+
+use jiff::{Timestamp, Zoned};
+use nix::time::{ClockId, clock_gettime};
+
+/// Converts CLOCK_MONOTONIC to wall time by the offset between the two when it was made.
+#[derive(Debug, Clone)]
+pub struct Clock {
+    /// Wall time minus monotonic time.
+    offset: Duration,
+}
+
+impl Clock {
+    /// Reads both clocks.
+    pub fn new() -> Self {
+        let wall = Duration::try_from(Timestamp::now().as_duration()).unwrap_or_default();
+        Self {
+            offset: wall.saturating_sub(Duration::from_nanos(monotonic_ns())),
+        }
+    }
+
+    /// Local wall time of a kernel time stamp.
+    pub fn local(&self, monotonic_ns: u64) -> Zoned {
+        let since_epoch = self.offset + Duration::from_nanos(monotonic_ns);
+        Timestamp::UNIX_EPOCH
+            .checked_add(since_epoch)
+            .unwrap_or(Timestamp::MAX)
+            .to_zoned(jiff::tz::TimeZone::system())
+    }
+}
+
+impl Default for Clock {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// CLOCK_MONOTONIC now, in nanoseconds.
+pub fn monotonic_ns() -> u64 {
+    let now = clock_gettime(ClockId::CLOCK_MONOTONIC)
+        .map(Duration::from)
+        .unwrap_or_default();
+    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// `HH:MM:SS`, the BCC tools' time of day.
+pub fn time_of_day(time: &Zoned) -> String {
+    time.strftime("%H:%M:%S").to_string()
+}
+
+/// RFC 3339 with microseconds and offset, for JSON.
+pub fn rfc3339(time: &Zoned) -> String {
+    time.strftime("%Y-%m-%dT%H:%M:%S.%6f%:z").to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn now_is_now() {
+        let now = Clock::new().local(monotonic_ns());
+        let apart = now.timestamp().as_millisecond() - Timestamp::now().as_millisecond();
+        assert!(apart.abs() < 1000, "{apart} ms apart");
+    }
+
+    #[test]
+    fn formats() {
+        let time: Zoned = "2026-11-20T04:05:06.0000075+01:00[+01:00]"
+            .parse()
+            .expect("a time");
+        assert_eq!(time_of_day(&time), "04:05:06");
+        assert_eq!(rfc3339(&time), "2026-11-20T04:05:06.000007+01:00");
+    }
+}

@@ -1,0 +1,149 @@
+//! Functions of an ELF file by name, and what kind of program it is.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::Read;
+use std::io::Seek;
+
+use anyhow::{Context, Result};
+use object::read::ReadCache;
+use object::read::elf::ElfFile64;
+use object::{Object, ObjectSection, ObjectSegment, ObjectSymbol, SymbolKind};
+
+/// A function that a file defines.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Function {
+    /// Its symbol, without version.
+    pub name: String,
+    /// Its first byte in the file, which is what a uprobe is placed on.
+    pub file_offset: u64,
+}
+
+/// The visible functions of `file` whose names `wanted` accepts, from `.dynsym` and `.symtab`.
+///
+/// Local functions are left out: a program's own static `free` is not the allocator's. A function
+/// with several accepted names is listed once for each.
+pub fn functions(file: &File, wanted: impl Fn(&str) -> bool) -> Result<Vec<Function>> {
+    let cache = ReadCache::new(file);
+    let elf = ElfFile64::<object::Endianness, _>::parse(&cache).context("not a 64-bit ELF file")?;
+    let mut offsets = HashMap::new();
+    for symbol in elf.dynamic_symbols().chain(elf.symbols()) {
+        if symbol.kind() != SymbolKind::Text || !symbol.is_definition() || symbol.is_local() {
+            continue;
+        }
+        let Ok(name) = symbol.name() else { continue };
+        let name = name.split('@').next().unwrap_or(name);
+        if wanted(name)
+            && let Some(offset) = file_offset(&elf, symbol.address())
+        {
+            offsets.insert((name.to_owned(), offset), ());
+        }
+    }
+    let mut functions: Vec<Function> = offsets
+        .into_keys()
+        .map(|(name, file_offset)| Function { name, file_offset })
+        .collect();
+    functions.sort_by(|a, b| (a.file_offset, &a.name).cmp(&(b.file_offset, &b.name)));
+    Ok(functions)
+}
+
+/// Where in the file a virtual address of its code is.
+fn file_offset<'data>(elf: &impl Object<'data>, address: u64) -> Option<u64> {
+    elf.segments().find_map(|segment| {
+        let (offset, size) = segment.file_range();
+        let within = address.checked_sub(segment.address())?;
+        (within < size).then_some(offset + within)
+    })
+}
+
+/// The first bytes of an ELF header that tell its class and machine.
+const HEADER_BYTES: usize = 20;
+
+/// Whether the program is for this machine's own 64-bit architecture.
+pub fn is_native(mut file: &File) -> Result<bool> {
+    const CLASS: usize = 4;
+    const CLASS_64: u8 = 2;
+    const MACHINE: usize = 18;
+    let machine = if cfg!(target_arch = "x86_64") {
+        object::elf::EM_X86_64
+    } else {
+        object::elf::EM_AARCH64
+    };
+    let mut header = [0; HEADER_BYTES];
+    file.rewind()
+        .and_then(|()| file.read_exact(&mut header))
+        .context("failed to read the program")?;
+    Ok(header.starts_with(b"\x7fELF")
+        && header[CLASS] == CLASS_64
+        && u16::from_le_bytes([header[MACHINE], header[MACHINE + 1]]) == machine.0)
+}
+
+/// Whether the Go toolchain linked the file. Its goroutines move their stacks, which a return
+/// probe, whose return address lies on the stack, does not survive.
+pub fn is_go(file: &File) -> bool {
+    let cache = ReadCache::new(file);
+    ElfFile64::<object::Endianness, _>::parse(&cache)
+        .is_ok_and(|elf| elf.section_by_name(".go.buildinfo").is_some())
+}
+
+/// The program interpreter (dynamic linker) that the file asks for, as the file spells it.
+pub fn interpreter(file: &File) -> Result<Option<Vec<u8>>> {
+    let cache = ReadCache::new(file);
+    let elf = ElfFile64::<object::Endianness, _>::parse(&cache).context("not a 64-bit ELF file")?;
+    let Some(section) = elf.section_by_name(".interp") else {
+        return Ok(None);
+    };
+    let mut path = section.data().context("failed to read .interp")?.to_vec();
+    path.truncate(
+        path.iter()
+            .position(|&byte| byte == 0)
+            .unwrap_or(path.len()),
+    );
+    Ok(Some(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn own_program() -> File {
+        File::open("/proc/self/exe").expect("our program")
+    }
+
+    #[unsafe(no_mangle)]
+    extern "C" fn memtools_elf_test_function() -> u32 {
+        41
+    }
+
+    #[test]
+    fn a_function_is_found_where_its_code_is() {
+        assert_eq!(memtools_elf_test_function(), 41);
+        let found = functions(&own_program(), |name| name == "memtools_elf_test_function")
+            .expect("our symbols");
+        let [function] = &found[..] else {
+            panic!("found {found:?}")
+        };
+        // The bytes in the file are the bytes in memory.
+        let mut bytes = [0; 8];
+        let mut file = own_program();
+        file.seek(std::io::SeekFrom::Start(function.file_offset))
+            .and_then(|_| file.read_exact(&mut bytes))
+            .expect("its code");
+        // SAFETY: the function is at least eight bytes of readable code, padding included.
+        let code = unsafe { *(memtools_elf_test_function as *const [u8; 8]) };
+        assert_eq!(bytes, code);
+    }
+
+    #[test]
+    fn we_are_native_and_not_go() {
+        assert!(is_native(&own_program()).expect("an ELF header"));
+        assert!(!is_go(&own_program()));
+    }
+
+    #[test]
+    fn a_text_file_is_no_elf_file() {
+        let file = File::open(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")).expect("a file");
+        assert!(!is_native(&file).expect("long enough"));
+        assert!(functions(&file, |_| true).is_err());
+    }
+}

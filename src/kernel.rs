@@ -1,0 +1,115 @@
+//! What this kernel and this user allow, and the remedy where they do not.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+
+const BTF: &str = "/sys/kernel/btf/vmlinux";
+
+/// Bits of a capability set, as in `linux/capability.h`.
+mod cap {
+    pub(super) const SYS_ADMIN: u64 = 1 << 21;
+    pub(super) const PERFMON: u64 = 1 << 38;
+    pub(super) const BPF: u64 = 1 << 39;
+}
+
+/// Checks what every tool needs before it loads anything, so that what is missing is named rather
+/// than seen as an errno from deep inside the load.
+///
+/// # Errors
+/// Says what is missing, and the command or setting that gives it.
+pub fn preflight() -> Result<()> {
+    let status = fs::read_to_string("/proc/self/status")
+        .context("failed to read /proc/self/status; is /proc mounted?")?;
+    check_capabilities(effective_capabilities(&status).unwrap_or(0))?;
+    check_lockdown(&fs::read_to_string("/sys/kernel/security/lockdown").unwrap_or_default())?;
+    if !Path::new(BTF).exists() {
+        bail!(
+            "no BTF ({BTF} is not there): this needs a kernel built with CONFIG_DEBUG_INFO_BTF=y, \
+             as distributions have built it since 2020, and /sys mounted"
+        );
+    }
+    Ok(())
+}
+
+/// Checks that uprobes can be opened, which tools on user functions need.
+pub fn preflight_uprobes() -> Result<()> {
+    if !Path::new("/sys/bus/event_source/devices/uprobe/type").exists() {
+        bail!("this kernel has no uprobes: it needs CONFIG_UPROBE_EVENTS=y, and /sys mounted");
+    }
+    Ok(())
+}
+
+/// Whether a type, function or enumerator of this name is in the kernel's BTF.
+///
+/// It says what the kernel was built from, not what it lets us do: attach to find that out.
+pub fn btf_has_name(name: &str) -> bool {
+    // Names are NUL-terminated in BTF's string section.
+    let needle = [b"\0", name.as_bytes(), b"\0"].concat();
+    fs::read(BTF).is_ok_and(|btf| btf.windows(needle.len()).any(|window| window == needle))
+}
+
+fn effective_capabilities(status: &str) -> Option<u64> {
+    let hex = status
+        .lines()
+        .find_map(|line| line.strip_prefix("CapEff:"))?;
+    u64::from_str_radix(hex.trim(), 16).ok()
+}
+
+fn check_capabilities(effective: u64) -> Result<()> {
+    if effective & cap::SYS_ADMIN != 0 {
+        return Ok(());
+    }
+    let missing: Vec<&str> = [(cap::BPF, "CAP_BPF"), (cap::PERFMON, "CAP_PERFMON")]
+        .into_iter()
+        .filter(|(bit, _)| effective & bit == 0)
+        .map(|(_, name)| name)
+        .collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    bail!(
+        "not permitted to load BPF programs ({} missing): run it as root, with sudo, or in a \
+         container with --privileged",
+        missing.join(" and ")
+    );
+}
+
+fn check_lockdown(lockdown: &str) -> Result<()> {
+    if lockdown.contains("[confidentiality]") {
+        bail!(
+            "the kernel is locked down ([confidentiality] in /sys/kernel/security/lockdown), which \
+             forbids BPF programs to read memory: boot with lockdown=integrity or without it"
+        );
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn capabilities_are_read_from_status() {
+        let status = "Name:\tx\nCapPrm:\t0\nCapEff:\t000001fffeffffff\n";
+        assert_eq!(effective_capabilities(status), Some(0x1ff_feff_ffff));
+        assert_eq!(effective_capabilities("Name:\tx\n"), None);
+    }
+
+    #[test]
+    fn root_or_the_two_capabilities_suffice() {
+        assert!(check_capabilities(cap::SYS_ADMIN).is_ok());
+        assert!(check_capabilities(cap::BPF | cap::PERFMON).is_ok());
+        let error = check_capabilities(cap::BPF).unwrap_err().to_string();
+        assert!(error.contains("CAP_PERFMON missing"), "{error}");
+        assert!(!error.contains("CAP_BPF"), "{error}");
+    }
+
+    #[test]
+    fn only_confidentiality_forbids() {
+        assert!(check_lockdown("none [integrity] confidentiality\n").is_ok());
+        assert!(check_lockdown("").is_ok());
+        assert!(check_lockdown("none integrity [confidentiality]\n").is_err());
+    }
+}

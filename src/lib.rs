@@ -1,0 +1,53 @@
+//! What the tools of bpf-memtools share: the nouns of tracing, and no knowledge of any one tool.
+//!
+//! # An event's life
+//!
+//! A hook fires; the handler in `bpf/<tool>.bpf.c` filters, and writes into a ring buffer or a map.
+//! The tool's loop waits in [`poll::Poller`]; [`events::Events`] turns the bytes into the type that
+//! the skeleton generated from the C struct; the tool makes a [`output::Row`] of it, and
+//! [`output::Output`] prints that as text or JSON and flushes once per wake-up. At the end the
+//! tool detaches, drains once more, prints its summary and reports its [`losses::Losses`].
+//!
+//! # Modules
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | [`cli`] | running a tool: arguments, exit status, errors |
+//! | [`kernel`] | what this kernel and this user allow, with the remedy where they do not |
+//! | [`attach`] | a ladder of variants of the same hook, tried from the best down |
+//! | [`process`] | a process to be traced: is it there, what is it, what has it mapped |
+//! | [`command`] | a command to be traced, held before exec until the probes are live |
+//! | [`elf`] | functions of an ELF file by name |
+//! | [`mappings`] | code mappings as processes make them, from the kernel's own log |
+//! | [`poll`] | one wait for events, ticks, signals and the target's end |
+//! | [`events`] | typed events from the ring buffer |
+//! | [`stack`] | the table of distinct call stacks |
+//! | [`symbolize`] | names for addresses, also of a process that has exited |
+//! | [`perf_map`] | names that JIT compilers write down |
+//! | [`folded`] | stacks as flame graph tools read them |
+//! | [`output`] | rows as text or JSON |
+//! | [`text`] | strings from elsewhere, made safe for a terminal |
+//! | [`clock`] | kernel time stamps as wall time |
+//! | [`losses`] | what could not be recorded |
+//! | [`shared`] | structs generated from the BPF headers |
+//!
+//! How to add a tool is in CONTRIBUTING.md.
+
+pub mod attach;
+pub mod cli;
+pub mod clock;
+pub mod command;
+pub mod elf;
+pub mod events;
+pub mod folded;
+pub mod kernel;
+pub mod losses;
+pub mod mappings;
+pub mod output;
+pub mod perf_map;
+pub mod poll;
+pub mod process;
+pub mod shared;
+pub mod stack;
+pub mod symbolize;
+pub mod text;

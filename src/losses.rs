@@ -1,0 +1,107 @@
+//! What a tool could not record, by reason. `bpf/include/memtools.bpf.h` counts it.
+
+use std::fmt;
+
+use anyhow::{Context, Result};
+use libbpf_rs::{MapCore, MapFlags};
+use serde::Serialize;
+
+use crate::shared;
+
+/// Counts since the start; all zero if the report is complete.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Losses {
+    /// Events dropped because the ring buffer was full.
+    pub events: u64,
+    /// Objects not recorded because their map was full.
+    pub entries: u64,
+    /// Calls not followed from entry to return because too many threads were in one.
+    pub calls: u64,
+    /// Times that a stack could not be stored because the table of stacks was full.
+    pub stacks: u64,
+    /// Times that a stack was cut at the depth limit.
+    pub deep_stacks: u64,
+}
+
+impl Losses {
+    /// Reads the skeleton's map `losses`.
+    pub fn read(map: &impl MapCore) -> Result<Self> {
+        let bytes = map
+            .lookup(&0u32.to_ne_bytes(), MapFlags::ANY)
+            .context("failed to read the counters of losses")?
+            .unwrap_or_default();
+        let shared::losses {
+            events,
+            entries,
+            calls,
+            stacks,
+            deep_stacks,
+        } = *shared::view(&bytes)?;
+        Ok(Self {
+            events,
+            entries,
+            calls,
+            stacks,
+            deep_stacks,
+        })
+    }
+
+    /// Whether anything was lost.
+    pub fn any(&self) -> bool {
+        *self != Self::default()
+    }
+}
+
+/// A sentence for stderr, with the remedy for each reason.
+impl fmt::Display for Losses {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let reasons = [
+            (
+                self.events,
+                "events (ring buffer full; narrow what is traced)",
+            ),
+            (
+                self.entries,
+                "entries (map full; narrow what is traced, or sample)",
+            ),
+            (self.calls, "calls (too many threads in one at once)"),
+            (
+                self.stacks,
+                "stacks (table full; raise --stack-storage-size)",
+            ),
+            (
+                self.deep_stacks,
+                "stack tails (deeper than --perf-max-stack-depth)",
+            ),
+        ];
+        f.write_str("lost")?;
+        let mut separator = " ";
+        for (count, reason) in reasons.into_iter().filter(|(count, _)| *count > 0) {
+            write!(f, "{separator}{count} {reason}")?;
+            separator = ", ";
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_reason_is_named_once() {
+        let losses = Losses {
+            events: 2,
+            stacks: 3,
+            ..Losses::default()
+        };
+        let text = losses.to_string();
+        assert!(
+            text.starts_with("lost 2 events (ring buffer full"),
+            "{text}"
+        );
+        assert!(text.contains(", 3 stacks (table full"), "{text}");
+        assert!(!text.contains("calls"), "{text}");
+        assert!(losses.any() && !Losses::default().any());
+    }
+}

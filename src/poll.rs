@@ -1,0 +1,224 @@
+//! One wait for everything that a tool reacts to: events, ticks, signals, the target's end, and a
+//! reader of our output that has gone.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::sys::time::TimeSpec;
+use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
+
+/// How long the ring buffer is left alone after a look at it. The kernel wakes the reader only for
+/// an event that finds the buffer empty, so a burst costs one wake-up per pause; the first event
+/// after it is seen at once.
+const PAUSE_BETWEEN_LOOKS: Duration = Duration::from_millis(10);
+
+/// Why the wait ended; several can be true at once.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Wake {
+    /// The ring buffer has events.
+    pub events: bool,
+    /// The interval has passed.
+    pub tick: bool,
+    /// SIGINT or SIGTERM came, or the reader of stdout has gone.
+    pub stop: bool,
+    /// The watched process has exited.
+    pub exited: bool,
+    /// The deadline of [`Poller::wait`] has passed.
+    pub deadline: bool,
+}
+
+/// Waits for all of it.
+pub struct Poller<'a> {
+    ring: Option<BorrowedFd<'a>>,
+    process: Option<BorrowedFd<'a>>,
+    signals: SignalFd,
+    ticks: Option<TimerFd>,
+    look_again: Instant,
+}
+
+impl<'a> Poller<'a> {
+    /// Takes over SIGINT and SIGTERM, which from now on are only seen by [`Poller::wait`].
+    ///
+    /// Call it before any thread is started, so that no other thread gets the signals.
+    pub fn new() -> Result<Self> {
+        let mut stop = SigSet::empty();
+        stop.add(Signal::SIGINT);
+        stop.add(Signal::SIGTERM);
+        stop.thread_block().context("failed to block signals")?;
+        let signals = SignalFd::with_flags(&stop, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
+            .context("failed to open a signalfd")?;
+        Ok(Self {
+            ring: None,
+            process: None,
+            signals,
+            ticks: None,
+            look_again: Instant::now(),
+        })
+    }
+
+    /// Wakes for events in this ring buffer.
+    pub fn watch_events(&mut self, ring: &'a impl AsFd) {
+        self.ring = Some(ring.as_fd());
+    }
+
+    /// Wakes when this process exits.
+    pub fn watch_exit(&mut self, process: &'a impl AsFd) {
+        self.process = Some(process.as_fd());
+    }
+
+    /// Wakes every `interval` from now on. A tick that nobody waited for in time is not repeated.
+    pub fn tick_every(&mut self, interval: Duration) -> Result<()> {
+        let timer = TimerFd::new(
+            ClockId::CLOCK_MONOTONIC,
+            TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK,
+        )
+        .context("failed to open a timerfd")?;
+        timer
+            .set(
+                Expiration::Interval(TimeSpec::from_duration(interval)),
+                TimerSetTimeFlags::empty(),
+            )
+            .context("failed to set the timer")?;
+        self.ticks = Some(timer);
+        Ok(())
+    }
+
+    /// Waits until something is to be done, or until `deadline`.
+    pub fn wait(&mut self, deadline: Option<Instant>) -> Result<Wake> {
+        loop {
+            let wake = self.wait_once(deadline)?;
+            if wake != Wake::default() {
+                return Ok(wake);
+            }
+        }
+    }
+
+    fn wait_once(&mut self, deadline: Option<Instant>) -> Result<Wake> {
+        let now = Instant::now();
+        let resting = self.ring.is_some() && now < self.look_again;
+        let until = match deadline {
+            Some(deadline) if !resting => Some(deadline),
+            Some(deadline) => Some(deadline.min(self.look_again)),
+            None => resting.then_some(self.look_again),
+        };
+        let timeout = match until {
+            // Rounded up, else the last millisecond is spent in a busy loop.
+            Some(until) => {
+                let left = until.saturating_duration_since(now) + Duration::from_micros(999);
+                PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
+            }
+            None => PollTimeout::NONE,
+        };
+
+        let stdout = io::stdout();
+        // An error is all that is asked of stdout: a pipe without a reader has one.
+        let mut sources = vec![
+            (Source::Signals, self.signals.as_fd(), PollFlags::POLLIN),
+            (Source::Stdout, stdout.as_fd(), PollFlags::empty()),
+        ];
+        let optional = [
+            (Source::Ring, self.ring.filter(|_| !resting)),
+            (Source::Process, self.process),
+            (Source::Ticks, self.ticks.as_ref().map(AsFd::as_fd)),
+        ];
+        for (source, fd) in optional {
+            sources.extend(fd.map(|fd| (source, fd, PollFlags::POLLIN)));
+        }
+        let mut fds: Vec<PollFd> = sources
+            .iter()
+            .map(|&(_, fd, flags)| PollFd::new(fd, flags))
+            .collect();
+        match poll(&mut fds, timeout) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(error) => return Err(error).context("failed to wait"),
+        }
+
+        let mut wake = Wake {
+            deadline: deadline.is_some_and(|deadline| deadline <= Instant::now()),
+            ..Wake::default()
+        };
+        for (fd, (source, ..)) in fds.iter().zip(&sources) {
+            if !fd.any().unwrap_or(false) {
+                continue;
+            }
+            match source {
+                Source::Signals => wake.stop |= matches!(self.signals.read_signal(), Ok(Some(_))),
+                Source::Stdout => wake.stop = true,
+                Source::Process => wake.exited = true,
+                Source::Ring => {
+                    wake.events = true;
+                    self.look_again = Instant::now() + PAUSE_BETWEEN_LOOKS;
+                }
+                Source::Ticks => {
+                    wake.tick = self
+                        .ticks
+                        .as_ref()
+                        .is_some_and(|ticks| ticks.wait().is_ok());
+                }
+            }
+        }
+        Ok(wake)
+    }
+}
+
+/// What a descriptor that is waited for stands for.
+#[derive(Clone, Copy)]
+enum Source {
+    Signals,
+    Stdout,
+    Ring,
+    Process,
+    Ticks,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ticks_deadlines_and_exits_are_told_apart() {
+        let mut child = std::process::Command::new("sleep")
+            .arg("0.2")
+            .spawn()
+            .expect("sleep");
+        let process = crate::process::Process::open(child.id()).expect("it runs");
+        let mut poller = Poller::new().expect("a poller");
+        poller.watch_exit(&process);
+        poller
+            .tick_every(Duration::from_millis(50))
+            .expect("a timer");
+
+        let wake = poller
+            .wait(Some(Instant::now() + Duration::from_millis(5)))
+            .expect("a wake");
+        assert_eq!(
+            wake,
+            Wake {
+                deadline: true,
+                ..Wake::default()
+            }
+        );
+        let wake = poller.wait(None).expect("a wake");
+        assert_eq!(
+            wake,
+            Wake {
+                tick: true,
+                ..Wake::default()
+            }
+        );
+        let start = Instant::now();
+        while !poller.wait(None).expect("a wake").exited {
+            assert!(
+                start.elapsed() < Duration::from_secs(10),
+                "its exit is not seen"
+            );
+        }
+        child.wait().expect("it has exited");
+    }
+}

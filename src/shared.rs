@@ -1,0 +1,53 @@
+//! The structs that `bpf/include/*.bpf.h` share with user space, generated from their BTF.
+
+use anyhow::{Result, anyhow};
+use plain::Plain;
+
+#[expect(
+    unreachable_pub,
+    clippy::undocumented_unsafe_blocks,
+    reason = "generated code"
+)]
+mod skeleton {
+    include!(concat!(env!("OUT_DIR"), "/shared.skel.rs"));
+}
+
+pub use skeleton::types::{losses, stack};
+
+// SAFETY: plain integers, generated from the C struct; every bit pattern is valid.
+unsafe impl Plain for losses {}
+// SAFETY: as above.
+unsafe impl Plain for stack {}
+
+/// A map's value as the struct that it is.
+///
+/// # Errors
+/// If the bytes are too few for it, which only a mismatch of program and binary can make.
+pub fn view<T: Plain>(bytes: &[u8]) -> Result<&T> {
+    plain::from_bytes(bytes)
+        .map_err(|error| anyhow!("a map's value has another layout than expected: {error:?}"))
+}
+
+/// Include a tool's skeleton as the module `bpf`, and let the named structs be read from bytes.
+///
+/// ```ignore
+/// memtools::skeleton!("memleak", plain: [event, block]);
+/// ```
+#[macro_export]
+macro_rules! skeleton {
+    ($tool:literal, plain: [$($plain:ident),*]) => {
+        #[allow(
+            missing_docs,
+            unreachable_pub,
+            dead_code,
+            clippy::all,
+            clippy::undocumented_unsafe_blocks,
+            reason = "generated code"
+        )]
+        mod bpf {
+            include!(concat!(env!("OUT_DIR"), "/", $tool, ".skel.rs"));
+            // SAFETY: generated from C structs of integers; every bit pattern is valid.
+            $(unsafe impl ::plain::Plain for types::$plain {})*
+        }
+    };
+}

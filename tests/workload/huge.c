@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: BSD-2-Clause
+/*
+ * Faults on huge pages (of 2 MB, reserved in vm.nr_hugepages): writes to PAGES
+ * private ones, one fault each. With COWS, a child then writes to so many of
+ * them, which copies them: one fault each, by the child. PAGES + COWS huge pages
+ * must be free.
+ *
+ * facts: pages, cows, addr, child (its pid; 0 without), child_faults (= cows),
+ *        minor (of the parent: = pages without COWS; fork adds some)
+ */
+#include "workload.h"
+
+int main(int argc, char **argv)
+{
+	struct faults before, after;
+	unsigned long pages, cows;
+	long child_faults = 0;
+	int status = 0;
+	pid_t child = 0;
+	char *at;
+
+	if (argc < 2 || argc > 3)
+		usage("PAGES [COWS]");
+	pages = count(argv[1]);
+	cows = argc > 2 ? count(argv[2]) : 0;
+	if (cows > pages)
+		die("cannot copy %lu of %lu pages; COWS is at most PAGES", cows, pages);
+	settle();
+	at = mmap(NULL, pages * HUGE_PAGE, PROT_READ | PROT_WRITE,
+		  MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB, -1, 0);
+	if (at == MAP_FAILED)
+		die("cannot map %lu huge pages: %s; echo %lu >/proc/sys/vm/nr_hugepages",
+		    pages, strerror(errno), pages + cows);
+	before = faults_now();
+	ready();
+	write_pages(at, pages, HUGE_PAGE);
+	if (cows) {
+		child = fork();
+		if (child < 0)
+			die("cannot fork: %s", strerror(errno));
+		if (!child) {
+			write_pages(at, cows, HUGE_PAGE);
+			_exit(0);
+		}
+		if (waitpid(child, &status, 0) != child || status)
+			die("the child could not copy; echo %lu >/proc/sys/vm/nr_hugepages",
+			    pages + cows);
+		child_faults = cows;
+	}
+	after = faults_now();
+	fact("pages", "%lu", pages);
+	fact("cows", "%lu", cows);
+	fact("addr", "%p", at);
+	fact("child", "%d", child);
+	fact("child_faults", "%ld", child_faults);
+	fact_faults(before, after);
+	done();
+	return 0;
+}

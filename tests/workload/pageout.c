@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: BSD-2-Clause
+/*
+ * Swap-in: PAGES anonymous pages are sent to swap by MADV_PAGEOUT (before
+ * "ready"), and then read back one after the other. Needs swap, with
+ * vm.page-cluster=0, or one read brings in its neighbours as well.
+ *
+ * facts: pages, addr, swapped (= pages; by pagemap, just before the reading),
+ *        major (= pages), minor (= 0), sum_ok
+ */
+#include "workload.h"
+
+/* How many of the pages are in swap: bit 62 of their entries in pagemap. */
+static unsigned long in_swap(const char *at, unsigned long pages)
+{
+	unsigned long swapped = 0, entry[512];
+	int fd = open("/proc/self/pagemap", O_RDONLY);
+
+	if (fd < 0)
+		die("cannot open /proc/self/pagemap: %s", strerror(errno));
+	for (unsigned long i = 0; i < pages; i += 512) {
+		unsigned long n = pages - i < 512 ? pages - i : 512;
+
+		if (pread(fd, entry, n * 8, ((unsigned long)at / PAGE + i) * 8) != (ssize_t)n * 8)
+			die("cannot read /proc/self/pagemap: %s", strerror(errno));
+		for (unsigned long j = 0; j < n; j++)
+			swapped += entry[j] >> 62 & 1;
+	}
+	close(fd);
+	return swapped;
+}
+
+int main(int argc, char **argv)
+{
+	struct faults before, after;
+	unsigned long pages, swapped = 0, sum;
+	char *at;
+
+	if (argc != 2)
+		usage("PAGES");
+	pages = count(argv[1]);
+	settle();
+	at = map_pages(pages);
+	write_pages(at, pages, PAGE);
+	/* A page that somebody else has hold of for a moment stays: ask again. */
+	for (int tries = 0; swapped < pages && tries < 50; tries++) {
+		if (madvise(at, pages * PAGE, MADV_PAGEOUT))
+			die("MADV_PAGEOUT: %s; it needs Linux 5.4", strerror(errno));
+		swapped = in_swap(at, pages);
+		if (swapped < pages)
+			usleep(20000);
+	}
+	if (swapped < pages)
+		die("only %lu of %lu pages went to swap; turn on enough of it", swapped, pages);
+	before = faults_now();
+	ready();
+	/* Again: something else may have read them in while we waited. */
+	swapped = in_swap(at, pages);
+	sum = read_pages(at, pages, PAGE);
+	after = faults_now();
+	fact("pages", "%lu", pages);
+	fact("addr", "%p", at);
+	fact("swapped", "%lu", swapped);
+	fact_faults(before, after);
+	fact("sum_ok", "%d", sum == sum_written(pages));
+	done();
+	return 0;
+}

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: BSD-2-Clause
+/*
+ * Transparent huge pages: asks for them by MADV_HUGEPAGE on REGIONS regions of
+ * 2 MB, and writes to each page of these. One fault a region where the kernel
+ * gives huge pages, 512 where it does not. With "dontneed", it then gives them
+ * all back by MADV_DONTNEED and writes once more.
+ *
+ * facts: regions, addr, minor, major, huge_kb (= 2048 * regions; by smaps, in the
+ *        end), madvise (the calls, see workload.h)
+ */
+#include "workload.h"
+
+static struct calls calls;
+
+static void advise(char *at, unsigned long length, int advice)
+{
+	int result = madvise(at, length, advice);
+
+	calls_add(&calls, result, 3, at, length, (unsigned long)advice);
+	if (result)
+		die("madvise: %s; does this kernel have transparent huge pages?", strerror(errno));
+}
+
+/* AnonHugePages of the mapping that begins at the address. */
+static unsigned long huge_kb(const char *at)
+{
+	static char text[1 << 20];
+	char want[32], *line;
+	size_t length = 0;
+	ssize_t n;
+	int fd = open("/proc/self/smaps", O_RDONLY);
+
+	while (fd >= 0 && (n = read(fd, text + length, sizeof(text) - 1 - length)) > 0)
+		length += n;
+	close(fd);
+	text[length] = 0;
+	snprintf(want, sizeof(want), "%lx-", (unsigned long)at);
+	line = strstr(text, want);
+	line = line ? strstr(line, "AnonHugePages:") : NULL;
+	return line ? strtoul(line + strlen("AnonHugePages:"), NULL, 10) : 0;
+}
+
+int main(int argc, char **argv)
+{
+	struct faults before, after;
+	unsigned long regions, length, kb;
+	bool dontneed;
+	char *at;
+
+	if (argc < 2 || argc > 3 || (argc == 3 && strcmp(argv[2], "dontneed")))
+		usage("REGIONS [dontneed]");
+	regions = count(argv[1]);
+	dontneed = argc == 3;
+	length = regions * HUGE_PAGE;
+	settle();
+	/* One region more than needed, cut to where a huge page can be. */
+	at = mmap(NULL, length + HUGE_PAGE, PROT_READ | PROT_WRITE,
+		  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	if (at == MAP_FAILED)
+		die("cannot map %lu regions: %s", regions, strerror(errno));
+	at = (char *)(((unsigned long)at + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1));
+	before = faults_now();
+	ready();
+	advise(at, length, MADV_HUGEPAGE);
+	write_pages(at, length / PAGE, PAGE);
+	if (dontneed) {
+		advise(at, length, MADV_DONTNEED);
+		write_pages(at, length / PAGE, PAGE);
+	}
+	after = faults_now();
+	kb = huge_kb(at);
+	fact("regions", "%lu", regions);
+	fact("addr", "%p", at);
+	fact_faults(before, after);
+	fact("huge_kb", "%lu", kb);
+	fact_calls("madvise", &calls);
+	done();
+	return 0;
+}

@@ -1,0 +1,273 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * The protocol of the workloads, and what several of them need.
+ *
+ * A test starts a program with counts of its choice (prime ones, so that no sum
+ * of something else hits them by accident) and talks to it over pipes:
+ *
+ *	program:  ready PID          set up; a tool can be attached now
+ *	test:     any line
+ *	program:  done KEY=VALUE...  the work is done; these are the facts
+ *	test:     any line, or closes the pipe
+ *	program:  exits with 0
+ *
+ * End of file counts as a line, so that a program run by hand with </dev/null
+ * goes straight through. What cannot be set up (no swap, no huge pages) is said
+ * on stderr, with the remedy, before "ready"; the status is then 1.
+ *
+ * Between "ready" and "done" a program makes only the system calls and page
+ * faults that it is for, and two of the protocol's own (write and read). Hence
+ * no stdio and no malloc here, and settle() below.
+ */
+#ifndef WORKLOAD_H
+#define WORKLOAD_H
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/types.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define PAGE 4096UL
+#define HUGE_PAGE (2UL << 20)
+
+/* A function of its own in every stack that goes through it. */
+#define STEP __attribute__((noinline, unused))
+
+/* Says why on stderr, and ends the program. */
+__attribute__((noreturn, format(printf, 1, 2)))
+static inline void die(const char *format, ...)
+{
+	char text[512];
+	va_list args;
+
+	va_start(args, format);
+	vsnprintf(text, sizeof(text), format, args);
+	va_end(args);
+	dprintf(2, "%s: %s\n", program_invocation_short_name, text);
+	_exit(1);
+}
+
+/* The program's usage line is wrong: show the right one. */
+__attribute__((noreturn))
+static inline void usage(const char *arguments)
+{
+	dprintf(2, "usage: %s %s\n", program_invocation_short_name, arguments);
+	_exit(2);
+}
+
+/* A count from the command line. */
+static inline unsigned long count(const char *text)
+{
+	char *end;
+	unsigned long value;
+
+	errno = 0;
+	value = strtoul(text, &end, 0);
+	if (errno || end == text || *end || *text == '-')
+		die("'%s' is no count", text);
+	return value;
+}
+
+static inline void say(const char *text, size_t length)
+{
+	while (length > 0) {
+		ssize_t written = write(1, text, length);
+
+		if (written < 0)
+			die("cannot write to stdout: %s", strerror(errno));
+		text += written;
+		length -= written;
+	}
+}
+
+static inline void wait_for_line(void)
+{
+	char byte;
+
+	while (read(0, &byte, 1) == 1 && byte != '\n')
+		;
+}
+
+/*
+ * Makes the rest of the program exact: all that is mapped now is brought in and
+ * kept in, so that the only faults from here on are those of memory mapped
+ * later; and there is one CPU, as pages waiting in the lists of another one
+ * cannot be reclaimed at once.
+ */
+static inline void settle(void)
+{
+	cpu_set_t cpu;
+
+	CPU_ZERO(&cpu);
+	CPU_SET(sched_getcpu(), &cpu);
+	if (sched_setaffinity(0, sizeof(cpu), &cpu))
+		die("cannot stay on one CPU: %s", strerror(errno));
+	if (mlockall(MCL_CURRENT))
+		die("cannot lock the program's memory: %s; run as root or raise ulimit -l",
+		    strerror(errno));
+}
+
+static inline void ready(void)
+{
+	char text[32];
+	int length = snprintf(text, sizeof(text), "ready %d\n", getpid());
+
+	say(text, length);
+	wait_for_line();
+}
+
+/* The line that done() will print. */
+static char facts[512 << 10] = "done";
+static size_t facts_length = 4;
+
+/* Adds one fact, "key=value", or a piece of one. */
+__attribute__((format(printf, 1, 2)))
+static inline void add(const char *format, ...)
+{
+	va_list args;
+	int length;
+
+	va_start(args, format);
+	length = vsnprintf(facts + facts_length, sizeof(facts) - facts_length, format, args);
+	va_end(args);
+	if (length < 0 || facts_length + length >= sizeof(facts))
+		die("the facts are too long; use smaller counts");
+	facts_length += length;
+}
+
+#define fact(key, format, ...) add(" " key "=" format, __VA_ARGS__)
+
+/* Prints the facts and waits for leave to go. Clean-up may follow. */
+static inline void done(void)
+{
+	add("\n");
+	say(facts, facts_length);
+	wait_for_line();
+}
+
+/* Page faults of this process and its threads so far. */
+struct faults {
+	long minor;
+	long major;
+};
+
+static inline struct faults faults_now(void)
+{
+	struct rusage usage;
+
+	getrusage(RUSAGE_SELF, &usage);
+	return (struct faults){ usage.ru_minflt, usage.ru_majflt };
+}
+
+static inline void fact_faults(struct faults before, struct faults after)
+{
+	fact("minor", "%ld", after.minor - before.minor);
+	fact("major", "%ld", after.major - before.major);
+}
+
+/*
+ * System calls with their arguments and result, for tools that print a line for
+ * each. As a fact: key=ARG:ARG:..:RESULT,..., arguments in hex (of an int, its 32
+ * bits), the result in hex or as -ENAME.
+ */
+struct call {
+	int arguments;
+	unsigned long argument[6];
+	long result;
+	int error;
+};
+
+struct calls {
+	unsigned long made;
+	struct call call[4096];
+};
+
+static inline void calls_add(struct calls *calls, long result, int arguments, ...)
+{
+	int error = errno;
+	struct call *call;
+	va_list args;
+
+	if (calls->made == sizeof(calls->call) / sizeof(*calls->call))
+		die("more than %lu calls to list; use a smaller count", calls->made);
+	call = &calls->call[calls->made++];
+	call->arguments = arguments;
+	call->result = result;
+	call->error = error;
+	va_start(args, arguments);
+	for (int i = 0; i < arguments; i++)
+		call->argument[i] = va_arg(args, unsigned long);
+	va_end(args);
+}
+
+static inline void fact_calls(const char *key, const struct calls *calls)
+{
+	add(" %s=", key);
+	for (unsigned long i = 0; i < calls->made; i++) {
+		const struct call *call = &calls->call[i];
+
+		add("%s", i ? "," : "");
+		for (int j = 0; j < call->arguments; j++)
+			add("0x%lx:", call->argument[j]);
+		if (call->result == -1)
+			add("-%s", strerrorname_np(call->error));
+		else
+			add("0x%lx", (unsigned long)call->result);
+	}
+}
+
+/*
+ * Anonymous memory whose pages come in one at a time. Map it after settle(),
+ * which would bring them in.
+ */
+static inline char *map_pages(unsigned long pages)
+{
+	char *at = mmap(NULL, pages * PAGE, PROT_READ | PROT_WRITE,
+			MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+
+	if (at == MAP_FAILED)
+		die("cannot map %lu pages: %s", pages, strerror(errno));
+	/* Or one fault brings in 512 pages at once. EINVAL: a kernel without. */
+	if (madvise(at, pages * PAGE, MADV_NOHUGEPAGE) && errno != EINVAL)
+		die("cannot refuse huge pages: %s", strerror(errno));
+	return at;
+}
+
+/* Writes to each page once; no two pages get the same contents. */
+STEP static void write_pages(char *at, unsigned long pages, unsigned long size)
+{
+	for (unsigned long i = 0; i < pages; i++)
+		*(volatile unsigned long *)(at + i * size) = i + 1;
+}
+
+/* Reads each page once, and the first word with it. */
+STEP static unsigned long read_pages(const char *at, unsigned long pages, unsigned long size)
+{
+	unsigned long sum = 0;
+
+	for (unsigned long i = 0; i < pages; i++)
+		sum += *(const volatile unsigned long *)(at + i * size);
+	return sum;
+}
+
+/* What read_pages() returns after write_pages(). */
+static inline unsigned long sum_written(unsigned long pages)
+{
+	return pages * (pages + 1) / 2;
+}
+
+#endif
