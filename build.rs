@@ -63,7 +63,7 @@ fn main() -> Result<()> {
             .split(':')
             .any(|folder| PathBuf::from(folder).join("libzstd.a").exists())
         {
-            println!("cargo:rustc-link-arg=-lzstd");
+            println!("cargo:rustc-link-arg=-l:libzstd.a");
         }
     }
     Ok(())

@@ -1,1 +1,24 @@
-fn main() {}
+//! End-to-end tests of all tools, in one binary that runs on this kernel and, copied, in the
+//! guests of tests/vm.
+
+mod harness;
+mod load;
+mod memleak;
+
+use std::process::ExitCode;
+
+use libtest_mimic::Arguments;
+
+fn main() -> ExitCode {
+    let mut arguments = Arguments::from_args();
+    // Tests wait more than they compute, but tracers slow each other's targets down.
+    arguments.test_threads = arguments.test_threads.or(Some(2));
+    if !arguments.list {
+        harness::prepare();
+    }
+    let tests = [memleak::tests(), load::tests()]
+        .into_iter()
+        .flatten()
+        .collect();
+    libtest_mimic::run(&arguments, tests).exit_code()
+}

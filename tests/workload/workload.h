@@ -214,6 +214,7 @@ static inline void calls_add(struct calls *calls, long result, int arguments, ..
 	va_end(args);
 }
 
+#ifdef __GLIBC__
 static inline void fact_calls(const char *key, const struct calls *calls)
 {
 	add(" %s=", key);
@@ -229,6 +230,7 @@ static inline void fact_calls(const char *key, const struct calls *calls)
 			add("0x%lx", (unsigned long)call->result);
 	}
 }
+#endif
 
 /*
  * Anonymous memory whose pages come in one at a time. Map it after settle(),
@@ -236,7 +238,7 @@ static inline void fact_calls(const char *key, const struct calls *calls)
  */
 static inline char *map_pages(unsigned long pages)
 {
-	char *at = mmap(NULL, pages * PAGE, PROT_READ | PROT_WRITE,
+	char *at = (char *)mmap(NULL, pages * PAGE, PROT_READ | PROT_WRITE,
 			MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 
 	if (at == MAP_FAILED)

@@ -1,0 +1,362 @@
+//! Starting workloads and tools, and talking to both.
+//!
+//! A workload (tests/workload) is held until the tool under test says that it is ready, does work
+//! of a known size, and is held again until the tool has reported.
+
+use std::collections::HashMap;
+use std::env;
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use libtest_mimic::{Completion, Failed, Trial};
+
+/// How long anything may take. Software emulation is a hundred times slower than the machine.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What a test needs of the kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(dead_code, reason = "for tools to come")]
+pub(crate) enum Need {
+    /// Kprobes, which some kernels are built without.
+    Kprobes,
+    /// A disk of our own, whose page cache may be dropped.
+    Disk,
+    /// A machine of our own, whose memory may be used up.
+    Guest,
+    /// 32-bit programs.
+    Compat,
+}
+
+impl Need {
+    /// Why it is not there, if it is not.
+    fn missing(self) -> Option<&'static str> {
+        let (there, reason) = match self {
+            Need::Kprobes => (
+                Path::new("/sys/bus/event_source/devices/kprobe/type").exists(),
+                "this kernel is built without kprobes",
+            ),
+            Need::Disk => (env::var_os("MEMTOOLS_DISK").is_some(), "no disk of our own"),
+            Need::Guest => (in_guest(), "would use up this machine's memory"),
+            Need::Compat => (runs_32_bit(), "this kernel runs no 32-bit programs"),
+        };
+        (!there).then_some(reason)
+    }
+}
+
+fn in_guest() -> bool {
+    env::var_os("MEMTOOLS_GUEST").is_some()
+}
+
+fn runs_32_bit() -> bool {
+    Command::new(workload("compat32"))
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .status()
+        .is_ok()
+}
+
+/// A test that runs where the kernel has what it needs, and says so by name where it has not.
+pub(crate) fn test(name: &str, needs: &'static [Need], run: fn() -> Result<()>) -> Trial {
+    let full_name = name.to_owned();
+    Trial::ignorable_test(name, move || {
+        let unmet = needs.iter().find_map(|need| need.missing());
+        if let Some(reason) = unmet {
+            eprintln!("not here: {full_name}: {reason}");
+            return Ok(Completion::ignored_with(reason));
+        }
+        if !nix::unistd::geteuid().is_root() {
+            if env::var_os("CI").is_some() {
+                return Err(Failed::from("needs root"));
+            }
+            eprintln!("not here: {full_name}: needs root");
+            return Ok(Completion::ignored_with("needs root"));
+        }
+        run()
+            .map(|()| Completion::Completed)
+            .map_err(|error| Failed::from(format!("{error:?}")))
+    })
+}
+
+/// Builds the workloads, unless they come ready-made, as in a guest.
+pub(crate) fn prepare() {
+    if env::var_os("MEMTOOLS_WORKLOADS").is_some() {
+        return;
+    }
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/workload");
+    let built = Command::new("make")
+        .args(["-s", "-j2", "-C", folder])
+        .arg(format!("OUT={}", workloads().display()))
+        .env_remove("RUSTFLAGS")
+        .env_remove("MAKEFLAGS")
+        .status();
+    assert!(
+        built.is_ok_and(|status| status.success()),
+        "failed to build tests/workload"
+    );
+}
+
+fn workloads() -> PathBuf {
+    env::var_os("MEMTOOLS_WORKLOADS").map_or_else(
+        || concat!(env!("CARGO_MANIFEST_DIR"), "/target/workload").into(),
+        PathBuf::from,
+    )
+}
+
+/// The path of a workload program.
+pub(crate) fn workload(name: &str) -> PathBuf {
+    workloads().join(name)
+}
+
+/// The path of a tool.
+pub(crate) fn tool(name: &str) -> PathBuf {
+    let folder = env::var_os("MEMTOOLS_BIN").map_or_else(
+        || {
+            Path::new(env!("CARGO_BIN_EXE_memleak"))
+                .parent()
+                .expect("a folder")
+                .to_owned()
+        },
+        PathBuf::from,
+    );
+    folder.join(name)
+}
+
+/// A workload that has said that it is ready.
+pub(crate) struct Workload {
+    child: Child,
+    pid: u32,
+    stdin: Option<ChildStdin>,
+    stdout: BufReader<ChildStdout>,
+}
+
+impl Workload {
+    /// Starts a program of tests/workload.
+    pub(crate) fn start(name: &str, args: &[&str]) -> Result<Self> {
+        Self::spawn(Command::new(workload(name)).args(args))
+    }
+
+    /// Starts a program that speaks the protocol, in whatever way.
+    pub(crate) fn spawn(command: &mut Command) -> Result<Self> {
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("failed to start {command:?}"))?;
+        let stdin = child.stdin.take();
+        let stdout = BufReader::new(child.stdout.take().context("no stdout")?);
+        let mut workload = Self {
+            pid: child.id(),
+            child,
+            stdin,
+            stdout,
+        };
+        let line = workload.line()?;
+        let pid = line
+            .strip_prefix("ready ")
+            .with_context(|| format!("it said {line:?}"))?;
+        // In a PID namespace of its own it knows itself by another number.
+        pid.parse::<u32>().context("no pid")?;
+        Ok(workload)
+    }
+
+    /// Its number in our PID namespace.
+    pub(crate) fn pid(&self) -> String {
+        self.pid.to_string()
+    }
+
+    /// Lets it do its work and waits until that is done. Returns the facts that it states.
+    pub(crate) fn work(&mut self) -> Result<HashMap<String, String>> {
+        self.go()?;
+        self.done()
+    }
+
+    /// Lets it go on.
+    pub(crate) fn go(&mut self) -> Result<()> {
+        let stdin = self.stdin.as_mut().context("already released")?;
+        stdin.write_all(b"\n").context("the workload has gone")
+    }
+
+    /// Waits until its work is done. Returns the facts that it states.
+    pub(crate) fn done(&mut self) -> Result<HashMap<String, String>> {
+        let line = self.line()?;
+        let facts = line
+            .strip_prefix("done")
+            .with_context(|| format!("it said {line:?}"))?;
+        Ok(facts
+            .split_whitespace()
+            .filter_map(|fact| fact.split_once('='))
+            .map(|(key, value)| (key.to_owned(), value.to_owned()))
+            .collect())
+    }
+
+    /// Lets it exit, and waits until it has.
+    pub(crate) fn finish(mut self) -> Result<ExitStatus> {
+        self.stdin = None;
+        self.child.wait().context("failed to wait for the workload")
+    }
+
+    fn line(&mut self) -> Result<String> {
+        let mut line = String::new();
+        self.stdout
+            .read_line(&mut line)
+            .context("failed to read from the workload")?;
+        ensure!(!line.is_empty(), "the workload has ended");
+        Ok(line.trim_end().to_owned())
+    }
+}
+
+impl Drop for Workload {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A running tool, its output collected as it comes.
+pub(crate) struct Tool {
+    child: Child,
+    stderr: Receiver<String>,
+    said: Vec<String>,
+    stdout: Option<JoinHandle<Vec<u8>>>,
+}
+
+/// A tool that has ended.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    /// All of its stdout.
+    pub(crate) stdout: String,
+    /// All of its stderr.
+    pub(crate) stderr: String,
+    /// Its exit status.
+    pub(crate) status: ExitStatus,
+}
+
+impl Tool {
+    /// Starts it.
+    pub(crate) fn start(name: &str, args: &[&str]) -> Result<Self> {
+        Self::spawn(Command::new(tool(name)).args(args).stdin(Stdio::null()))
+    }
+
+    /// Starts it in whatever way; stdout and stderr are ours.
+    pub(crate) fn spawn(command: &mut Command) -> Result<Self> {
+        let mut child = command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("failed to start {command:?}"))?;
+        let mut out = child.stdout.take().context("no stdout")?;
+        let stdout = thread::spawn(move || {
+            let mut bytes = Vec::new();
+            // What was read before an error is what there is.
+            let _ = out.read_to_end(&mut bytes);
+            bytes
+        });
+        let err = BufReader::new(child.stderr.take().context("no stderr")?);
+        let (sender, stderr) = channel();
+        thread::spawn(move || {
+            for line in err.lines().map_while(Result::ok) {
+                if sender.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        Ok(Self {
+            child,
+            stderr,
+            said: Vec::new(),
+            stdout: Some(stdout),
+        })
+    }
+
+    /// Its number.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Waits until a line on stderr contains `text`, as the line that says that probes are live.
+    pub(crate) fn wait_for(&mut self, text: &str) -> Result<()> {
+        let deadline = Instant::now() + PATIENCE;
+        while !self.said.iter().any(|line| line.contains(text)) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.stderr.recv_timeout(left) {
+                Ok(line) => self.said.push(line),
+                Err(_) => bail!("it never said {text:?}; it said:\n{}", self.said.join("\n")),
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends it a signal.
+    pub(crate) fn signal(&self, signal: nix::sys::signal::Signal) -> Result<()> {
+        let pid = nix::unistd::Pid::from_raw(self.child.id().cast_signed());
+        nix::sys::signal::kill(pid, signal).context("failed to signal the tool")
+    }
+
+    /// Presses Ctrl-C, and waits for its end.
+    pub(crate) fn interrupt(self) -> Result<Ended> {
+        self.signal(nix::sys::signal::Signal::SIGINT)?;
+        self.end()
+    }
+
+    /// Waits for its end.
+    pub(crate) fn end(mut self) -> Result<Ended> {
+        let deadline = Instant::now() + PATIENCE;
+        let status = loop {
+            if let Some(status) = self
+                .child
+                .try_wait()
+                .context("failed to wait for the tool")?
+            {
+                break status;
+            }
+            if Instant::now() > deadline {
+                bail!("it does not end; it said:\n{}", self.said.join("\n"));
+            }
+            thread::sleep(Duration::from_millis(5));
+        };
+        let stdout = self
+            .stdout
+            .take()
+            .context("no stdout")?
+            .join()
+            .unwrap_or_default();
+        self.said.extend(self.stderr.iter());
+        Ok(Ended {
+            stdout: String::from_utf8(stdout).context("stdout is not UTF-8")?,
+            stderr: self.said.join("\n"),
+            status,
+        })
+    }
+}
+
+impl Drop for Tool {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Runs a tool to its end.
+pub(crate) fn run(name: &str, args: &[&str]) -> Result<Ended> {
+    Tool::start(name, args)?.end()
+}
+
+/// A folder for one test, gone when it is dropped.
+pub(crate) fn scratch() -> Result<tempfile::TempDir> {
+    tempfile::tempdir().context("failed to make a folder")
+}
+
+/// Copies a file and keeps its mode.
+pub(crate) fn copy(from: &Path, to: &Path) -> Result<()> {
+    if let Some(folder) = to.parent() {
+        fs::create_dir_all(folder).context("failed to make a folder")?;
+    }
+    fs::copy(from, to).with_context(|| format!("failed to copy {}", from.display()))?;
+    Ok(())
+}

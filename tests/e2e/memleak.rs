@@ -1,0 +1,1169 @@
+//! memleak against programs whose leaks are known.
+
+use std::collections::HashMap;
+use std::fs;
+use std::io::Write;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use libtest_mimic::Trial;
+use nix::sys::signal::Signal;
+
+use crate::harness::{self, Ended, Need, Tool, Workload, test};
+
+/// All end-to-end tests of memleak.
+pub(crate) fn tests() -> Vec<Trial> {
+    let tests: [(&str, &'static [Need], fn() -> Result<()>); _] = [
+        ("every_function_is_exact", &[], every_function_is_exact),
+        (
+            "balanced_code_reports_nothing",
+            &[],
+            balanced_code_reports_nothing,
+        ),
+        ("realloc_corner_cases", &[], realloc_corner_cases),
+        (
+            "failed_calls_are_no_allocations",
+            &[],
+            failed_calls_are_no_allocations,
+        ),
+        ("big_blocks_count_once", &[], big_blocks_count_once),
+        (
+            "parts_of_mappings_are_unmapped",
+            &[],
+            parts_of_mappings_are_unmapped,
+        ),
+        ("threads_exact", &[], threads_exact),
+        (
+            "combined_totals_equal_the_blocks",
+            &[],
+            combined_totals_equal_the_blocks,
+        ),
+        ("target_exits_first", &[], target_exits_first),
+        (
+            "a_command_of_a_few_milliseconds",
+            &[],
+            a_command_of_a_few_milliseconds,
+        ),
+        (
+            "the_status_of_a_command_is_passed_on",
+            &[],
+            the_status_of_a_command_is_passed_on,
+        ),
+        (
+            "driven_as_bcc_drives_its_own",
+            &[],
+            driven_as_bcc_drives_its_own,
+        ),
+        ("builds_of_all_kinds", &[], builds_of_all_kinds),
+        ("cxx_names_are_demangled", &[], cxx_names_are_demangled),
+        ("rust_names_are_demangled", &[], rust_names_are_demangled),
+        (
+            "another_libc_in_another_mount_namespace",
+            &[],
+            another_libc_in_another_mount_namespace,
+        ),
+        (
+            "a_deleted_program_still_has_names",
+            &[],
+            a_deleted_program_still_has_names,
+        ),
+        (
+            "generated_code_has_its_perf_map_names",
+            &[],
+            generated_code_has_its_perf_map_names,
+        ),
+        (
+            "stacks_are_complete_with_frame_pointers",
+            &[],
+            stacks_are_complete_with_frame_pointers,
+        ),
+        (
+            "deep_stacks_are_cut_and_counted",
+            &[],
+            deep_stacks_are_cut_and_counted,
+        ),
+        (
+            "stacks_that_do_not_fit_are_counted",
+            &[],
+            stacks_that_do_not_fit_are_counted,
+        ),
+        ("json_agrees_with_text", &[], json_agrees_with_text),
+        ("folded_weighs_by_bytes", &[], folded_weighs_by_bytes),
+        ("sizes_are_filtered", &[], sizes_are_filtered),
+        ("sort_and_top", &[], sort_and_top),
+        ("age_is_filtered", &[], age_is_filtered),
+        ("trace_prints_every_call", &[], trace_prints_every_call),
+        (
+            "show_allocs_lists_every_block",
+            &[],
+            show_allocs_lists_every_block,
+        ),
+        ("objects_can_be_named", &[], objects_can_be_named),
+        ("a_tenth_is_recorded", &[], a_tenth_is_recorded),
+        (
+            "reports_come_at_their_interval",
+            &[],
+            reports_come_at_their_interval,
+        ),
+        ("silence_is_explained", &[], silence_is_explained),
+        (
+            "a_reader_that_leaves_ends_it",
+            &[],
+            a_reader_that_leaves_ends_it,
+        ),
+        ("bad_targets_are_named", &[], bad_targets_are_named),
+        (
+            "a_32_bit_process_is_refused",
+            &[Need::Compat],
+            a_32_bit_process_is_refused,
+        ),
+        (
+            "missing_privilege_is_named",
+            &[],
+            missing_privilege_is_named,
+        ),
+        ("missing_btf_is_named", &[], missing_btf_is_named),
+        (
+            "killed_it_leaves_nothing_behind",
+            &[],
+            killed_it_leaves_nothing_behind,
+        ),
+        (
+            "names_cannot_reach_the_terminal",
+            &[],
+            names_cannot_reach_the_terminal,
+        ),
+    ];
+    tests
+        .into_iter()
+        .map(|(name, needs, run)| test(&format!("memleak::{name}"), needs, run))
+        .collect()
+}
+
+const READY: &str = "probes in";
+/// Primes, so that no other sum hits them by accident.
+const COUNT: u64 = 31;
+const SIZE: u64 = 4093;
+
+/// One stack of a report.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Group {
+    bytes: u64,
+    allocations: u64,
+    /// Innermost first: `name+0xoffset [module]`.
+    frames: Vec<String>,
+}
+
+impl Group {
+    fn passes(&self, function: &str) -> bool {
+        self.frames.iter().any(|frame| name(frame) == function)
+    }
+}
+
+fn name(frame: &str) -> &str {
+    frame.split('+').next().unwrap_or(frame)
+}
+
+/// The groups of the last report of a text output.
+fn last_report(stdout: &str) -> Result<Vec<Group>> {
+    let start = stdout
+        .rfind("stacks with outstanding allocations:\n")
+        .context("no report")?;
+    let mut groups: Vec<Group> = Vec::new();
+    for line in stdout[start..].lines().skip(1) {
+        if let Some(frame) = line.strip_prefix("\t\t") {
+            let frame = frame.split_once('\t').map_or(frame, |(_, frame)| frame);
+            groups
+                .last_mut()
+                .context("a frame before any group")?
+                .frames
+                .push(frame.to_owned());
+        } else if line.contains(" bytes in ") {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            let number = |at: usize| words.get(at).and_then(|word| word.parse().ok());
+            groups.push(Group {
+                bytes: number(0).with_context(|| line.to_owned())?,
+                allocations: number(3).with_context(|| line.to_owned())?,
+                frames: Vec::new(),
+            });
+        } else if !line.trim_start().starts_with("addr =") {
+            bail!("a line that does not belong to a report: {line:?}");
+        }
+    }
+    Ok(groups)
+}
+
+/// What a function, and whatever it calls, has outstanding: bytes and allocations.
+fn outstanding(groups: &[Group], function: &str) -> (u64, u64) {
+    let through: Vec<&Group> = groups
+        .iter()
+        .filter(|group| group.passes(function))
+        .collect();
+    (
+        through.iter().map(|group| group.bytes).sum(),
+        through.iter().map(|group| group.allocations).sum(),
+    )
+}
+
+/// Starts memleak on a workload that is ready, and waits until its probes are live.
+fn attach(workload: &Workload, args: &[&str]) -> Result<Tool> {
+    let pid = workload.pid();
+    let args = [&["-p", &pid], args].concat();
+    let mut tool = Tool::start("memleak", &args)?;
+    tool.wait_for(READY)?;
+    Ok(tool)
+}
+
+/// Traces all of a workload's work, and stops memleak while the workload still holds.
+fn trace(program: &str, program_args: &[&str], args: &[&str]) -> Result<Ended> {
+    let mut workload = Workload::start(program, program_args)?;
+    let tool = attach(&workload, args)?;
+    workload.work()?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    workload.finish()?;
+    Ok(ended)
+}
+
+/// The groups of the last report of [`trace`], of all stacks and all ages.
+fn trace_all(program: &str, program_args: &[&str]) -> Result<Vec<Group>> {
+    last_report(&trace(program, program_args, &["-o", "0", "-T", "1000", "60"])?.stdout)
+}
+
+fn every_function_is_exact() -> Result<()> {
+    let groups = trace_all("alloc", &["leak", &COUNT.to_string(), &SIZE.to_string()])?;
+    for function in [
+        "malloc",
+        "calloc",
+        "realloc",
+        "reallocarray",
+        "posix_memalign",
+        "aligned_alloc",
+        "memalign",
+        "valloc",
+        "pvalloc",
+        "mmap",
+    ] {
+        let found = outstanding(&groups, &format!("leak_{function}"));
+        ensure!(found == (COUNT * SIZE, COUNT), "{function}: {found:?}");
+    }
+    let found = outstanding(&groups, "leak_mremap");
+    ensure!(found == (COUNT * 3 * SIZE, COUNT), "mremap: {found:?}");
+    ensure!(
+        groups.len() == 11,
+        "more than what leaks is reported: {groups:#?}"
+    );
+    Ok(())
+}
+
+fn balanced_code_reports_nothing() -> Result<()> {
+    let groups = trace_all("alloc", &["balanced", "10007", "211"])?;
+    ensure!(groups.is_empty(), "{groups:#?}");
+    Ok(())
+}
+
+fn realloc_corner_cases() -> Result<()> {
+    let groups = trace_all("alloc", &["realloc", "101"])?;
+    for (function, bytes) in [
+        ("realloc_grown", 1000),
+        ("realloc_shrunk", 100),
+        ("realloc_of_nothing", 70),
+        ("realloc_failed", 300),
+    ] {
+        let found = outstanding(&groups, function);
+        ensure!(found == (101 * bytes, 101), "{function}: {found:?}");
+    }
+    ensure!(
+        outstanding(&groups, "realloc_to_nothing") == (0, 0),
+        "{groups:#?}"
+    );
+    ensure!(groups.len() == 4, "{groups:#?}");
+    Ok(())
+}
+
+fn failed_calls_are_no_allocations() -> Result<()> {
+    let groups = trace_all("alloc", &["failing", "1009"])?;
+    ensure!(groups.is_empty(), "{groups:#?}");
+    Ok(())
+}
+
+fn big_blocks_count_once() -> Result<()> {
+    let groups = trace_all("alloc", &["big", "53", "1000003"])?;
+    ensure!(
+        outstanding(&groups, "big") == (53 * 1_000_003, 53),
+        "{groups:#?}"
+    );
+    ensure!(
+        groups.len() == 1,
+        "glibc's own mmap is counted too: {groups:#?}"
+    );
+    Ok(())
+}
+
+fn parts_of_mappings_are_unmapped() -> Result<()> {
+    const PAGE: u64 = 4096;
+    let groups = trace_all("alloc", &["munmap", "101"])?;
+    for (function, pages, calls) in [
+        ("unmap_parts", 98, 1),
+        ("unmap_fails", 101, 1),
+        // Two pages of the first mapping are the second one's now.
+        ("replaced", 101, 2),
+        ("shrunk", 1, 1),
+    ] {
+        let found = outstanding(&groups, function);
+        ensure!(
+            found == (pages * PAGE, calls),
+            "{function}: {found:?} in {groups:#?}"
+        );
+    }
+    Ok(())
+}
+
+/// Blocks allocated in one thread and freed in another, all at once. In guests there are fewer:
+/// the emulated machine takes milliseconds for what takes microseconds here.
+fn thread_workload() -> [&'static str; 5] {
+    let count = if std::env::var_os("MEMTOOLS_GUEST").is_some() {
+        "1009"
+    } else {
+        "100003"
+    };
+    ["threads", "8", count, "211", "97"]
+}
+
+fn threads_exact() -> Result<()> {
+    let groups = trace_all("alloc", &thread_workload())?;
+    let found = outstanding(&groups, "allocate_in_thread");
+    ensure!(found == (8 * 211 * 97, 8 * 211), "{found:?} in {groups:#?}");
+    let stacks = groups
+        .iter()
+        .filter(|group| group.passes("allocate_in_thread"))
+        .count();
+    ensure!(stacks == 1, "one call path became {stacks}: {groups:#?}");
+    Ok(())
+}
+
+fn combined_totals_equal_the_blocks() -> Result<()> {
+    let ended = trace(
+        "alloc",
+        &thread_workload(),
+        &["--combined-only", "-T", "1000", "60"],
+    )?;
+    let groups = last_report(&ended.stdout)?;
+    let found = outstanding(&groups, "allocate_in_thread");
+    ensure!(found == (8 * 211 * 97, 8 * 211), "{found:?} in {groups:#?}");
+
+    let ended = trace(
+        "alloc",
+        &["leak", "31", "4093"],
+        &["--combined-only", "-T", "1000", "60"],
+    )?;
+    let groups = last_report(&ended.stdout)?;
+    ensure!(
+        outstanding(&groups, "leak_malloc") == (31 * 4093, 31),
+        "{groups:#?}"
+    );
+    ensure!(
+        outstanding(&groups, "leak_mmap") == (31 * 4093, 31),
+        "{groups:#?}"
+    );
+    ensure!(groups.len() == 11, "{groups:#?}");
+    ensure!(
+        !ended.stdout.contains("\t\t0x"),
+        "BCC prints no addresses here: {}",
+        ended.stdout
+    );
+    Ok(())
+}
+
+fn target_exits_first() -> Result<()> {
+    let mut workload = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
+    let tool = attach(&workload, &["60"])?;
+    workload.work()?;
+    workload.finish()?;
+    let ended = tool.end()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    let groups = last_report(&ended.stdout)?;
+    ensure!(
+        outstanding(&groups, "leak_malloc") == (31 * 4093, 31),
+        "{groups:#?}"
+    );
+    ensure!(
+        groups.iter().all(|group| group.passes("main")),
+        "names are lost: {groups:#?}"
+    );
+    Ok(())
+}
+
+fn a_command_of_a_few_milliseconds() -> Result<()> {
+    // With /dev/null as stdin the workload does not wait for anybody.
+    let command = format!(
+        "'{}' one malloc 31 4093",
+        harness::workload("alloc").display()
+    );
+    let start = Instant::now();
+    let ended = harness::run("memleak", &["-c", &command, "60"])?;
+    ensure!(ended.status.success(), "{ended:?}");
+    ensure!(
+        start.elapsed() < Duration::from_secs(30),
+        "it did not notice the end"
+    );
+    ensure!(
+        ended.stdout.contains("\ndone\n"),
+        "its output is missing: {}",
+        ended.stdout
+    );
+    let report = ended.stdout.find('[').map_or("", |at| &ended.stdout[at..]);
+    let groups = last_report(report)?;
+    ensure!(
+        outstanding(&groups, "leak_malloc") == (31 * 4093, 31),
+        "{groups:#?}"
+    );
+    ensure!(
+        groups.iter().all(|group| group.passes("main")),
+        "names are lost: {groups:#?}"
+    );
+    Ok(())
+}
+
+fn the_status_of_a_command_is_passed_on() -> Result<()> {
+    let ended = harness::run("memleak", &["-c", "sh -c 'exit 42'"])?;
+    ensure!(ended.status.code() == Some(42), "{ended:?}");
+    let ended = harness::run("memleak", &["-c", "sh -c 'kill -KILL $$'"])?;
+    ensure!(ended.status.code() == Some(128 + 9), "{ended:?}");
+
+    // What we started ends with us, and that is no failure.
+    let pid_file = harness::scratch()?;
+    let path = pid_file.path().join("pid");
+    let command = format!("sh -c 'echo $$ >{}; exec sleep 1000'", path.display());
+    let mut tool = Tool::start("memleak", &["-c", &command, "1", "1"])?;
+    tool.wait_for(READY)?;
+    let ended = tool.end()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    let pid = fs::read_to_string(&path).context("the command did not run")?;
+    ensure!(
+        !Path::new("/proc").join(pid.trim()).exists(),
+        "the command still runs"
+    );
+    Ok(())
+}
+
+/// The protocol of the test that BCC has for its memleak: a report, a newline into the command's
+/// stdin, and the first number of the last line with "byte" in it.
+fn driven_as_bcc_drives_its_own() -> Result<()> {
+    for kind in [
+        "malloc",
+        "calloc",
+        "realloc",
+        "posix_memalign",
+        "valloc",
+        "memalign",
+        "pvalloc",
+        "aligned_alloc",
+    ] {
+        let command = format!(
+            "{} one {kind} 1 30000",
+            harness::workload("alloc").display()
+        );
+        let mut child = Command::new(harness::tool("memleak"))
+            .args(["-c", &command, "-T", "1", "1", "2"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()?;
+        let mut stdin = child.stdin.take().context("no stdin")?;
+        let mut stdout = std::io::BufReader::new(child.stdout.take().context("no stdout")?);
+        let mut line = String::new();
+        while !line.contains("with outstanding allocations") {
+            line.clear();
+            let read = std::io::BufRead::read_line(&mut stdout, &mut line)?;
+            ensure!(read > 0, "{kind}: no report");
+        }
+        stdin.write_all(b"\n")?;
+        let mut rest = String::new();
+        std::io::Read::read_to_string(&mut stdout, &mut rest)?;
+        child.wait()?;
+        let last = rest
+            .lines()
+            .rfind(|line| line.contains("byte"))
+            .context("nothing reported")?;
+        ensure!(
+            last.split_whitespace().next() == Some("30000"),
+            "{kind}: {last:?}"
+        );
+    }
+    Ok(())
+}
+
+fn builds_of_all_kinds() -> Result<()> {
+    for program in ["alloc", "alloc-nopie", "alloc-static"] {
+        let groups = trace_all(program, &["one", "malloc", "31", "4093"])?;
+        let found = outstanding(&groups, "leak_malloc");
+        ensure!(
+            found == (31 * 4093, 31),
+            "{program}: {found:?} in {groups:#?}"
+        );
+    }
+    let groups = trace_all("alloc-stripped", &["one", "malloc", "31", "4093"])?;
+    let [group] = &groups[..] else {
+        bail!("{groups:#?}")
+    };
+    ensure!(
+        (group.bytes, group.allocations) == (31 * 4093, 31),
+        "{group:#?}"
+    );
+    ensure!(
+        name(&group.frames[0]) == "alloc-stripped",
+        "a name where there is none: {group:#?}"
+    );
+    Ok(())
+}
+
+fn cxx_names_are_demangled() -> Result<()> {
+    let groups = trace_all("alloc-cxx", &["31", "4093"])?;
+    ensure!(groups.len() == 1, "{groups:#?}");
+    let found = outstanding(&groups, "operator new(unsigned long)");
+    ensure!(found == (31 * 4093, 31), "{groups:#?}");
+    Ok(())
+}
+
+fn rust_names_are_demangled() -> Result<()> {
+    let groups = trace_all("alloc-rust", &["31", "4093"])?;
+    let through = |group: &&Group| {
+        group
+            .frames
+            .iter()
+            .any(|frame| frame.contains("shop::leak_order"))
+    };
+    let group = groups
+        .iter()
+        .find(through)
+        .with_context(|| format!("{groups:#?}"))?;
+    ensure!(
+        (group.bytes, group.allocations) == (31 * 4093, 31),
+        "{group:#?}"
+    );
+    Ok(())
+}
+
+fn another_libc_in_another_mount_namespace() -> Result<()> {
+    // A root of its own that holds a program and musl, at paths that mean nothing out here.
+    let root = harness::scratch()?;
+    let linker = fs::read_dir("/lib")?
+        .filter_map(Result::ok)
+        .map(|entry| entry.path())
+        .find(|path| {
+            path.file_name()
+                .is_some_and(|name| name.to_string_lossy().starts_with("ld-musl-"))
+        })
+        .context("no musl in /lib")?;
+    let within = |path: &Path| root.path().join(path.strip_prefix("/").unwrap_or(path));
+    harness::copy(&linker.canonicalize()?, &within(&linker))?;
+    harness::copy(
+        &harness::workload("alloc-musl"),
+        &within(Path::new("/opt/program")),
+    )?;
+
+    let mut command = Command::new("/opt/program");
+    command.args(["leak", "31", "4093"]);
+    let new_root = root.path().to_owned();
+    // SAFETY: two system calls between fork and exec.
+    unsafe {
+        command.pre_exec(move || {
+            nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS)?;
+            nix::unistd::chroot(&new_root)?;
+            nix::unistd::chdir("/")?;
+            Ok(())
+        });
+    }
+    let mut workload = Workload::spawn(&mut command)?;
+    let tool = attach(&workload, &["-o", "0", "-T", "1000", "60"])?;
+    workload.work()?;
+    let ended = tool.interrupt()?;
+    let groups = last_report(&ended.stdout)?;
+    // musl's own posix_memalign and memalign call aligned_alloc: counted once all the same.
+    for function in [
+        "malloc",
+        "calloc",
+        "realloc",
+        "reallocarray",
+        "posix_memalign",
+        "aligned_alloc",
+        "memalign",
+        "mmap",
+    ] {
+        let found = outstanding(&groups, &format!("leak_{function}"));
+        ensure!(
+            found == (31 * 4093, 31),
+            "{function}: {found:?} in {groups:#?}"
+        );
+    }
+    ensure!(
+        outstanding(&groups, "leak_mremap") == (31 * 3 * 4093, 31),
+        "{groups:#?}"
+    );
+    ensure!(groups.len() == 9, "{groups:#?}");
+    Ok(())
+}
+
+fn a_deleted_program_still_has_names() -> Result<()> {
+    let folder = harness::scratch()?;
+    let program = folder.path().join("short-lived");
+    harness::copy(&harness::workload("alloc-static"), &program)?;
+    let mut workload =
+        Workload::spawn(Command::new(&program).args(["one", "malloc", "31", "4093"]))?;
+    fs::remove_file(&program)?;
+    // Another file in its place must not lend it names.
+    harness::copy(&harness::workload("alloc-stripped"), &program)?;
+    let tool = attach(&workload, &["-o", "0", "60"])?;
+    workload.work()?;
+    workload.finish()?;
+    let groups = last_report(&tool.end()?.stdout)?;
+    ensure!(
+        outstanding(&groups, "leak_malloc") == (31 * 4093, 31),
+        "{groups:#?}"
+    );
+    Ok(())
+}
+
+fn generated_code_has_its_perf_map_names() -> Result<()> {
+    let groups = trace_all("jit", &["31", "4093"])?;
+    ensure!(
+        outstanding(&groups, "compiled_by_hand") == (31 * 4093, 31),
+        "{groups:#?}"
+    );
+    ensure!(
+        groups.iter().any(|group| group.passes("main")),
+        "{groups:#?}"
+    );
+    Ok(())
+}
+
+fn stacks_are_complete_with_frame_pointers() -> Result<()> {
+    let groups = trace_all("alloc", &["deep", "100", "4093"])?;
+    let [group] = &groups[..] else {
+        bail!("{groups:#?}")
+    };
+    let names: Vec<&str> = group.frames.iter().map(|frame| name(frame)).collect();
+    ensure!(names[..101].iter().all(|&name| name == "deep"), "{names:?}");
+    ensure!(names[101] == "main", "{names:?}");
+    Ok(())
+}
+
+fn deep_stacks_are_cut_and_counted() -> Result<()> {
+    let ended = trace("alloc", &["deep", "300", "4093"], &["-o", "0", "60"])?;
+    let groups = last_report(&ended.stdout)?;
+    let [group] = &groups[..] else {
+        bail!("{groups:#?}")
+    };
+    ensure!(
+        group.frames.len() == 127 + 1,
+        "{} frames",
+        group.frames.len()
+    );
+    ensure!(
+        group.frames[127].starts_with("[truncated"),
+        "{}",
+        group.frames[127]
+    );
+    ensure!(
+        ended.stderr.contains("lost 1 stack tails"),
+        "{}",
+        ended.stderr
+    );
+
+    let args = ["-o", "0", "--perf-max-stack-depth", "7", "60"];
+    let groups = last_report(&trace("alloc", &["deep", "300", "4093"], &args)?.stdout)?;
+    ensure!(groups[0].frames.len() == 7 + 1, "{groups:#?}");
+    Ok(())
+}
+
+fn stacks_that_do_not_fit_are_counted() -> Result<()> {
+    let all = trace_all("alloc", &["stacks", "211"])?;
+    ensure!(all.len() == 211, "{} stacks", all.len());
+
+    let args = ["-o", "0", "-T", "1000", "--stack-storage-size", "101", "60"];
+    let ended = trace("alloc", &["stacks", "211"], &args)?;
+    let groups = last_report(&ended.stdout)?;
+    let allocations: u64 = groups.iter().map(|group| group.allocations).sum();
+    ensure!(
+        allocations == 211,
+        "allocations without a stack are left out: {allocations}"
+    );
+    let lost: Vec<&Group> = groups
+        .iter()
+        .filter(|group| group.frames == ["stack information lost"])
+        .collect();
+    let [lost] = &lost[..] else {
+        bail!("{lost:#?}")
+    };
+    ensure!(lost.allocations > 0, "{lost:#?}");
+    let counted = format!("lost {} stacks", lost.allocations);
+    ensure!(
+        ended.stderr.contains(&counted),
+        "not {counted:?} in {}",
+        ended.stderr
+    );
+    Ok(())
+}
+
+fn json_agrees_with_text() -> Result<()> {
+    let json = trace(
+        "alloc-nopie",
+        &["leak", "31", "4093"],
+        &["-j", "-o", "0", "-T", "1000", "60"],
+    )?;
+    let text = trace(
+        "alloc-nopie",
+        &["leak", "31", "4093"],
+        &["-o", "0", "-T", "1000", "60"],
+    )?;
+    let mut rows = Vec::new();
+    for line in json.stdout.lines() {
+        rows.push(
+            serde_json::from_str::<serde_json::Value>(line).with_context(|| line.to_owned())?,
+        );
+    }
+    let (head, stacks) = rows.split_first().context("no rows")?;
+    ensure!(head["type"] == "report" && head["stacks"] == 11, "{head}");
+    ensure!(
+        head["bytes"] == 10 * 31 * 4093 + 31 * 3 * 4093 && head["allocations"] == 11 * 31,
+        "{head}"
+    );
+    ensure!(
+        head["lost"]["events"] == 0 && head["comm"] == "alloc-nopie",
+        "{head}"
+    );
+    let time = head["time"].as_str().context("no time")?;
+    ensure!(
+        time.len() == "2026-11-20T04:05:06.000007+01:00".len(),
+        "{time}"
+    );
+
+    // The program is at the same addresses both times; libc is not, so its frames are left out.
+    let own = |frames: &[String]| -> Vec<String> {
+        frames
+            .iter()
+            .filter(|frame| frame.contains("[alloc-nopie]"))
+            .cloned()
+            .collect()
+    };
+    let from_json: Vec<(u64, Vec<String>)> = stacks
+        .iter()
+        .map(|stack| {
+            let frames = stack["frames"].as_array().map_or(&[][..], Vec::as_slice);
+            let frames: Vec<String> = frames
+                .iter()
+                .map(|frame| {
+                    let symbol = frame["symbol"].as_str().unwrap_or_default();
+                    let offset = frame["offset"].as_u64().unwrap_or_default();
+                    format!(
+                        "{symbol}+{offset:#x} [{}]",
+                        frame["module"].as_str().unwrap_or_default()
+                    )
+                })
+                .collect();
+            (stack["bytes"].as_u64().unwrap_or_default(), own(&frames))
+        })
+        .collect();
+    let from_text: Vec<(u64, Vec<String>)> = last_report(&text.stdout)?
+        .iter()
+        .map(|group| (group.bytes, own(&group.frames)))
+        .collect();
+    let sorted = |mut rows: Vec<(u64, Vec<String>)>| {
+        rows.sort();
+        rows
+    };
+    ensure!(
+        sorted(from_json.clone()) == sorted(from_text.clone()),
+        "{from_json:#?}\n{from_text:#?}"
+    );
+    Ok(())
+}
+
+fn folded_weighs_by_bytes() -> Result<()> {
+    let ended = trace("alloc", &["leak", "31", "4093"], &["-f", "-o", "0", "1"])?;
+    let mut weights = HashMap::new();
+    for line in ended.stdout.lines() {
+        let (stack, weight) = line.rsplit_once(' ').with_context(|| line.to_owned())?;
+        let frames: Vec<&str> = stack.split(';').collect();
+        ensure!(frames[0] == "alloc" && frames.contains(&"main"), "{line}");
+        let leaf = frames.last().context("no frames")?;
+        weights.insert(leaf.to_string(), weight.parse::<u64>()?);
+    }
+    ensure!(
+        weights.len() == 11,
+        "not one line a stack, once: {}",
+        ended.stdout
+    );
+    ensure!(weights["leak_malloc"] == 31 * 4093, "{weights:?}");
+    ensure!(weights["moved_mapping"] == 31 * 3 * 4093, "{weights:?}");
+    Ok(())
+}
+
+fn sizes_are_filtered() -> Result<()> {
+    let program = ["realloc", "101"]; // leaves 1000, 100, 70 and 300 bytes
+    for (args, expected) in [
+        (&["-z", "100"][..], vec![100, 300, 1000]),
+        (&["-Z", "299"], vec![70, 100]),
+        (&["-z", "100", "-Z", "300"], vec![100, 300]),
+    ] {
+        let args = [args, &["-o", "0", "-T", "1000", "60"]].concat();
+        let groups = last_report(&trace("alloc", &program, &args)?.stdout)?;
+        let sizes: Vec<u64> = groups.iter().map(|group| group.bytes / 101).collect();
+        ensure!(sizes == expected, "{args:?}: {groups:#?}");
+    }
+    Ok(())
+}
+
+fn sort_and_top() -> Result<()> {
+    let ended = trace(
+        "alloc",
+        &["leak", "31", "4093"],
+        &["-o", "0", "-T", "1", "60"],
+    )?;
+    let groups = last_report(&ended.stdout)?;
+    ensure!(
+        groups.len() == 1 && groups[0].passes("leak_mremap"),
+        "{groups:#?}"
+    );
+    ensure!(
+        ended.stdout.contains("] Top 1 stacks with"),
+        "{}",
+        ended.stdout
+    );
+    // The fewest bytes, but by far the most calls.
+    let ended = trace(
+        "alloc",
+        &["threads", "1", "1009", "1009", "1"],
+        &["-o", "0", "-T", "1", "--sort", "count", "60"],
+    )?;
+    let groups = last_report(&ended.stdout)?;
+    ensure!(
+        groups.len() == 1 && groups[0].allocations == 1009,
+        "{groups:#?}"
+    );
+    Ok(())
+}
+
+fn age_is_filtered() -> Result<()> {
+    let mut workload = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
+    let tool = attach(&workload, &["-o", "3600000", "60"])?;
+    workload.work()?;
+    let groups = last_report(&tool.interrupt()?.stdout)?;
+    ensure!(groups.is_empty(), "nothing is an hour old: {groups:#?}");
+    Ok(())
+}
+
+fn trace_prints_every_call() -> Result<()> {
+    let ended = trace(
+        "alloc",
+        &["one", "malloc", "31", "4093"],
+        &["-t", "-o", "0", "60"],
+    )?;
+    let count = |text: &str| {
+        ended
+            .stdout
+            .lines()
+            .filter(|line| line.contains(text))
+            .count()
+    };
+    ensure!(
+        count(": alloc entered, size = 4093") == 31,
+        "{}",
+        ended.stdout
+    );
+    ensure!(
+        count(": alloc exited, size = 4093, result = ") == 31,
+        "{}",
+        ended.stdout
+    );
+    let ended = trace("alloc", &["big", "53", "1000003"], &["-t", "-o", "0", "60"])?;
+    let freed = ended
+        .stdout
+        .lines()
+        .filter(|line| line.contains(": free entered, address = "))
+        .count();
+    ensure!(freed == 53, "{}", ended.stdout);
+    Ok(())
+}
+
+fn show_allocs_lists_every_block() -> Result<()> {
+    let ended = trace(
+        "alloc",
+        &["one", "malloc", "31", "4093"],
+        &["-a", "-o", "0", "60"],
+    )?;
+    let mut addresses: Vec<&str> = ended
+        .stdout
+        .lines()
+        .filter_map(|line| line.strip_prefix("\taddr = ")?.strip_suffix(" size = 4093"))
+        .collect();
+    addresses.sort_unstable();
+    addresses.dedup();
+    ensure!(addresses.len() == 31, "{}", ended.stdout);
+    Ok(())
+}
+
+fn objects_can_be_named() -> Result<()> {
+    let workload = Workload::start("alloc", &["hold"])?;
+    let libc = fs::read_to_string(format!("/proc/{}/maps", workload.pid()))?
+        .lines()
+        .find_map(|line| {
+            line.split_whitespace()
+                .nth(5)
+                .filter(|path| path.contains("/libc.so"))
+                .map(str::to_owned)
+        })
+        .context("no libc")?;
+    for object in ["c", "libc.so.6", &libc] {
+        let tool = attach(&workload, &["-O", object])?;
+        ensure!(tool.interrupt()?.status.success(), "{object}");
+    }
+    for (args, remedy) in [
+        (
+            &["-O", "jemalloc"][..],
+            "is not among the files that the process runs: alloc",
+        ),
+        (&["-S", "je_"], "defines je_malloc and je_free"),
+    ] {
+        let pid = workload.pid();
+        let args = [&["-p", &pid], args].concat();
+        let ended = harness::run("memleak", &args)?;
+        ensure!(
+            ended.status.code() == Some(1) && ended.stderr.contains(remedy),
+            "{ended:?}"
+        );
+    }
+    Ok(())
+}
+
+fn a_tenth_is_recorded() -> Result<()> {
+    let args = ["-s", "10", "-o", "0", "-T", "1000", "60"];
+    let ended = trace("alloc", &["threads", "1", "10007", "10007", "64"], &args)?;
+    let (_, allocations) = outstanding(&last_report(&ended.stdout)?, "allocate_in_thread");
+    // Ten standard deviations of a binomial distribution around 1000.7.
+    ensure!((700..1300).contains(&allocations), "{allocations} of 10007");
+    Ok(())
+}
+
+fn reports_come_at_their_interval() -> Result<()> {
+    let workload = Workload::start("alloc", &["hold"])?;
+    let tool = attach(&workload, &["1", "3"])?;
+    let start = Instant::now();
+    let ended = tool.end()?;
+    let took = start.elapsed();
+    let reports = ended
+        .stdout
+        .matches("stacks with outstanding allocations:")
+        .count();
+    ensure!(ended.status.success() && reports == 3, "{ended:?}");
+    ensure!(
+        took > Duration::from_millis(2500),
+        "three seconds took {took:?}"
+    );
+    ensure!(ended.stdout.starts_with('['), "{}", ended.stdout);
+    ensure!(
+        &ended.stdout[9..42] == "] Top 10 stacks with outstanding ",
+        "{}",
+        ended.stdout
+    );
+    Ok(())
+}
+
+fn silence_is_explained() -> Result<()> {
+    let workload = Workload::start("alloc", &["hold"])?;
+    let mut tool = attach(&workload, &["60"])?;
+    tool.wait_for("no allocation or free yet")?;
+    tool.interrupt()?;
+    Ok(())
+}
+
+fn a_reader_that_leaves_ends_it() -> Result<()> {
+    let workload = Workload::start("alloc", &["hold"])?;
+    let script = format!(
+        "'{}' -p {} 1 2>/dev/null | head -n 1; echo \"status ${{PIPESTATUS:-none}}\"",
+        harness::tool("memleak").display(),
+        workload.pid()
+    );
+    // A shell without PIPESTATUS cannot tell; then the tool writes its status itself.
+    let status = harness::scratch()?;
+    let file = status.path().join("status");
+    let script = script.replace(
+        "2>/dev/null |",
+        &format!(
+            "2>/dev/null && echo 0 >{0} || echo $? >{0}; }} |",
+            file.display()
+        ),
+    );
+    let output = Command::new("sh")
+        .arg("-c")
+        .arg(format!("{{ {script}"))
+        .output()?;
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    ensure!(
+        stdout
+            .lines()
+            .next()
+            .is_some_and(|line| line.contains("Top 10 stacks")),
+        "{output:?}"
+    );
+    ensure!(
+        fs::read_to_string(&file)?.trim() == "0",
+        "{}",
+        fs::read_to_string(&file)?
+    );
+    Ok(())
+}
+
+fn bad_targets_are_named() -> Result<()> {
+    let fails = |args: &[&str], code: i32, remedy: &str| -> Result<()> {
+        let ended = harness::run("memleak", args)?;
+        ensure!(ended.status.code() == Some(code), "{args:?}: {ended:?}");
+        ensure!(
+            ended.stderr.contains(remedy),
+            "{args:?}: not {remedy:?} in {}",
+            ended.stderr
+        );
+        ensure!(ended.stdout.is_empty(), "{args:?}: {ended:?}");
+        Ok(())
+    };
+    fails(&["-p", "4194305"], 1, "no process has PID 4194305")?;
+    fails(&["-p", "2"], 1, "is a kernel thread")?;
+    fails(&["-c", "no-such-command-here"], 1, "command not found")?;
+    fails(
+        &["-c", "/etc/passwd"],
+        1,
+        "is not a program that may be run",
+    )?;
+    fails(&["-c", "'open"], 1, "unbalanced quotes")?;
+    fails(
+        &["-p", "1", "-z", "5", "-Z", "4"],
+        2,
+        "--min-size (-z) 5 is larger than --max-size (-Z) 4",
+    )?;
+
+    let go = Workload::start("alloc-go", &["hold"])?;
+    fails(&["-p", &go.pid()], 1, "is a Go program")?;
+    let bare = Workload::start("alloc-static-stripped", &["hold"])?;
+    fails(
+        &["-p", &bare.pid()],
+        1,
+        "none of alloc-static-stripped defines malloc and free",
+    )?;
+
+    let mut threaded = Workload::start("alloc", &["threads", "1", "1", "1", "1"])?;
+    threaded.work()?;
+    let gone = threaded.pid();
+    threaded.finish()?;
+    fails(&["-p", &gone], 1, "no process has PID")?;
+    Ok(())
+}
+
+fn a_32_bit_process_is_refused() -> Result<()> {
+    let workload = Workload::start("compat32", &[])?;
+    let ended = harness::run("memleak", &["-p", &workload.pid()])?;
+    ensure!(ended.status.code() == Some(1), "{ended:?}");
+    ensure!(
+        ended.stderr.contains("is not an x86-64 program"),
+        "{ended:?}"
+    );
+    Ok(())
+}
+
+fn missing_privilege_is_named() -> Result<()> {
+    // Where nobody may go, too.
+    let folder = harness::scratch()?;
+    let tool = folder.path().join("memleak");
+    harness::copy(&harness::tool("memleak"), &tool)?;
+    fs::set_permissions(
+        folder.path(),
+        std::os::unix::fs::PermissionsExt::from_mode(0o755),
+    )?;
+    let mut command = Command::new(tool);
+    command.args(["-p", "1"]).uid(65534).gid(65534);
+    let ended = Tool::spawn(&mut command)?.end()?;
+    ensure!(ended.status.code() == Some(1), "{ended:?}");
+    ensure!(
+        ended.stderr.contains("CAP_BPF and CAP_PERFMON missing"),
+        "{ended:?}"
+    );
+    ensure!(ended.stderr.contains("run it as root"), "{ended:?}");
+    Ok(())
+}
+
+fn missing_btf_is_named() -> Result<()> {
+    let mut command = Command::new(harness::tool("memleak"));
+    command.args(["-p", "1"]);
+    // SAFETY: system calls between fork and exec.
+    unsafe {
+        command.pre_exec(|| {
+            use nix::mount::{MsFlags, mount};
+            const NONE: Option<&str> = None;
+            nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS)?;
+            mount(NONE, "/", NONE, MsFlags::MS_REC | MsFlags::MS_PRIVATE, NONE)?;
+            mount(
+                NONE,
+                "/sys/kernel/btf",
+                Some("tmpfs"),
+                MsFlags::empty(),
+                NONE,
+            )?;
+            Ok(())
+        });
+    }
+    let ended = Tool::spawn(&mut command)?.end()?;
+    ensure!(ended.status.code() == Some(1), "{ended:?}");
+    ensure!(
+        ended.stderr.contains("CONFIG_DEBUG_INFO_BTF=y"),
+        "{ended:?}"
+    );
+    Ok(())
+}
+
+fn killed_it_leaves_nothing_behind() -> Result<()> {
+    let untraced = {
+        let mut workload = Workload::start("alloc", &["balanced", "101", "211"])?;
+        let facts = workload.work()?;
+        (facts, workload.finish()?)
+    };
+    let mut workload = Workload::start("alloc", &["balanced", "101", "211"])?;
+    let tool = attach(&workload, &["60"])?;
+    let pid = tool.pid();
+    tool.signal(Signal::SIGKILL)?;
+    let ended = tool.end()?;
+    ensure!(!ended.status.success(), "{ended:?}");
+    // Nothing of it is left that could keep a probe: no process, no trace event.
+    ensure!(!Path::new(&format!("/proc/{pid}")).exists());
+    let events = fs::read_to_string("/sys/kernel/tracing/uprobe_events").unwrap_or_default();
+    ensure!(events.is_empty(), "{events}");
+    let traced = (workload.work()?, workload.finish()?);
+    ensure!(traced == untraced, "{traced:?} is not {untraced:?}");
+
+    let mut workload = Workload::start("alloc", &["balanced", "101", "211"])?;
+    let tool = attach(&workload, &["60"])?;
+    let traced = workload.work()?;
+    tool.interrupt()?;
+    let traced = (traced, workload.finish()?);
+    ensure!(traced == untraced, "{traced:?} is not {untraced:?}");
+    Ok(())
+}
+
+fn names_cannot_reach_the_terminal() -> Result<()> {
+    let folder = harness::scratch()?;
+    let program = folder.path().join("\x1b[31mred");
+    harness::copy(&harness::workload("alloc-stripped"), &program)?;
+    let mut workload =
+        Workload::spawn(Command::new(&program).args(["one", "malloc", "31", "4093"]))?;
+    let tool = attach(&workload, &["-t", "-o", "0", "60"])?;
+    workload.work()?;
+    let ended = tool.interrupt()?;
+    ensure!(
+        !ended.stdout.contains('\x1b') && !ended.stderr.contains('\x1b'),
+        "{ended:?}"
+    );
+    ensure!(ended.stdout.contains("[\\x1b[31mred]"), "{}", ended.stdout);
+    Ok(())
+}
