@@ -221,18 +221,32 @@ impl Tracer<'_> {
     /// Follows mappings, and prints the lines of --trace.
     fn take(&mut self, events: impl Iterator<Item = event>) -> Result<()> {
         for event in events {
-            match event.kind {
+            let (start, size) = (event.address, event.size);
+            let step = match event.kind {
                 Kind::EVENT_MAP => {
-                    self.regions
-                        .map(event.address, event.size, event.time_ns, event.stack)
+                    self.regions.map(start, size, event.time_ns, event.stack);
+                    Some(Step::AllocExited)
                 }
-                Kind::EVENT_MAP_IGNORED => self.regions.map_ignored(event.address, event.size),
-                Kind::EVENT_UNMAP => self.regions.unmap(event.tid, event.address, event.size),
-                Kind::EVENT_UNMAP_FAILED => self.regions.unmap_failed(event.tid),
-                _ => {}
-            }
+                Kind::EVENT_MAP_IGNORED => {
+                    self.regions.map_ignored(start, size);
+                    None
+                }
+                Kind::EVENT_UNMAP => {
+                    // The allocator's own mappings are none of ours.
+                    self.regions
+                        .unmap(event.tid, start, size)
+                        .then_some(Step::FreeEntered)
+                }
+                Kind::EVENT_UNMAP_FAILED => {
+                    self.regions.unmap_failed(event.tid);
+                    None
+                }
+                Kind::EVENT_ALLOC_ENTER => Some(Step::AllocEntered),
+                Kind::EVENT_ALLOC_EXIT => Some(Step::AllocExited),
+                _ => Some(Step::FreeEntered),
+            };
             if self.args.trace
-                && let Some(step) = step(event.kind)
+                && let Some(step) = step
             {
                 self.output.row(&Call {
                     time: self.clock.local(event.time_ns),
@@ -360,16 +374,6 @@ impl Tracer<'_> {
             calls: counter.count(region),
         })
         .collect()
-    }
-}
-
-/// The step that --trace shows for an event.
-fn step(kind: Kind) -> Option<Step> {
-    match kind {
-        Kind::EVENT_ALLOC_ENTER => Some(Step::AllocEntered),
-        Kind::EVENT_ALLOC_EXIT | Kind::EVENT_MAP => Some(Step::AllocExited),
-        Kind::EVENT_FREE_ENTER | Kind::EVENT_UNMAP => Some(Step::FreeEntered),
-        _ => None,
     }
 }
 

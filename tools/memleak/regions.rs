@@ -57,14 +57,16 @@ impl Regions {
         self.cut(start, size);
     }
 
-    /// The thread is about to unmap this.
-    pub(crate) fn unmap(&mut self, thread: u32, start: u64, size: u64) {
+    /// The thread is about to unmap this. Returns whether it takes anything of ours.
+    pub(crate) fn unmap(&mut self, thread: u32, start: u64, size: u64) -> bool {
         let taken = self.cut(start, size);
-        if taken.is_empty() {
-            self.unmapping.remove(&thread);
-        } else {
+        let any = !taken.is_empty();
+        if any {
             self.unmapping.insert(thread, taken);
+        } else {
+            self.unmapping.remove(&thread);
         }
+        any
     }
 
     /// The thread's last unmap failed: what it was to take is still there.
