@@ -1,5 +1,6 @@
 //! Compiles every `bpf/<tool>.bpf.c` and generates its skeleton, `$OUT_DIR/<tool>.skel.rs`,
-//! beside the object itself, `$OUT_DIR/<tool>.bpf.o`.
+//! beside the object itself, `$OUT_DIR/<tool>.bpf.o`. `$OUT_DIR/objects.rs` is the list of all
+//! objects, for the tests that load each.
 
 use std::env;
 use std::fs;
@@ -29,6 +30,7 @@ fn main() -> Result<()> {
     sources.retain(|path| path.to_string_lossy().ends_with(".bpf.c"));
     sources.push(bpf.join("include/shared.bpf.c"));
 
+    let mut objects = String::from("&[\n");
     for source in sources {
         let file = source.file_name().unwrap_or_default().to_string_lossy();
         let name = file.trim_end_matches(".bpf.c");
@@ -53,7 +55,9 @@ fn main() -> Result<()> {
                     source.display()
                 )
             })?;
+        objects += &format!("    ({name:?}, include_bytes!(\"{name}.bpf.o\")),\n");
     }
+    fs::write(out.join("objects.rs"), objects + "]\n").context("failed to list the objects")?;
 
     // Since 0.189 a static libelf wants zstd, which libbpf-sys does not link.
     if env::var_os("CARGO_FEATURE_STATIC").is_some() {

@@ -1,7 +1,222 @@
-//! Every program of every tool passes the verifier.
-use libtest_mimic::Trial;
+//! Every program of every tool passes the verifier of this kernel, or this kernel lacks what the
+//! program is for, and is known to.
+//!
+//! Each is loaded alone, with the options at their defaults and with all of them on: options are
+//! constants to the verifier, which leaves out what they switch off.
 
-/// One test a tool.
+use std::fs;
+use std::sync::Mutex;
+
+use anyhow::{Context, Result, bail, ensure};
+use libbpf_rs::btf::Btf;
+use libbpf_rs::btf::types::DataSec;
+use libbpf_rs::{ObjectBuilder, OpenObject, PrintLevel};
+use libtest_mimic::{Completion, Failed, Trial};
+
+/// Each tool's object, as build.rs compiled it.
+const OBJECTS: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/objects.rs"));
+
+/// Programs that load only where the kernel's BTF has this name.
+const ONLY_WITH: [(&str, &str); 3] = [
+    ("memleak/multi_entry", "BPF_TRACE_UPROBE_MULTI"),
+    ("memleak/multi_free", "BPF_TRACE_UPROBE_MULTI"),
+    ("memleak/multi_return", "BPF_TRACE_UPROBE_MULTI"),
+];
+
+/// From this many bytes of stack on, a program attached to a uprobe shares them with whatever
+/// preempts it: x86's private BPF stacks, 6.13 and later.
+const UPROBE_STACK_BYTES: u32 = 64;
+
+/// The verifier's statistics, as `log_level` asks for them.
+const BPF_LOG_STATS: u32 = 4;
+
+/// libbpf's messages of the load under way. They cannot be told apart by object.
+static LOG: Mutex<String> = Mutex::new(String::new());
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+/// One test a program.
 pub(crate) fn tests() -> Vec<Trial> {
-    Vec::new()
+    libbpf_rs::set_print(Some((PrintLevel::Debug, |_, message| {
+        if let Ok(mut log) = LOG.lock() {
+            log.push_str(&message);
+        }
+    })));
+    let mut trials = Vec::new();
+    for &(tool, object) in OBJECTS {
+        let open = ObjectBuilder::default()
+            .open_memory(object)
+            .expect("an object of ours");
+        for program in open.progs() {
+            let program = program.name().to_string_lossy().into_owned();
+            trials.push(Trial::ignorable_test(
+                format!("load::{tool}::{program}"),
+                move || {
+                    passes(tool, object, &program)
+                        .map_err(|error| Failed::from(format!("{error:?}")))
+                },
+            ));
+        }
+    }
+    trials
+}
+
+fn passes(tool: &str, object: &[u8], program: &str) -> Result<Completion> {
+    let _guard = ONE_AT_A_TIME.lock();
+    let full_name = format!("{tool}/{program}");
+    let name = format!("load::{tool}::{program}");
+    if let Some(reason) = not_here(&full_name, object, program)? {
+        eprintln!("not here: {name}: {reason}");
+        return Ok(Completion::ignored_with(reason));
+    }
+    for options in [Options::Defaults, Options::AllOn] {
+        let (section, log) = load(object, program, options)?;
+        let verdict = Verdict::parse(&log).with_context(|| format!("no statistics in:\n{log}"))?;
+        eprintln!("{full_name} ({options:?}): {verdict}");
+        ensure!(
+            !section.starts_with('u')
+                || verdict
+                    .stacks
+                    .iter()
+                    .all(|&bytes| bytes < UPROBE_STACK_BYTES),
+            "a program on a uprobe uses {UPROBE_STACK_BYTES} bytes of stack or more: {verdict}"
+        );
+    }
+    Ok(Completion::Completed)
+}
+
+/// Why this kernel cannot have the program, if it cannot.
+fn not_here(full_name: &str, object: &[u8], program: &str) -> Result<Option<String>> {
+    let btf = fs::read("/sys/kernel/btf/vmlinux").context("no BTF")?;
+    let has = |name: &str| {
+        let name = [b"\0", name.as_bytes(), b"\0"].concat();
+        btf.windows(name.len()).any(|window| window == name)
+    };
+    if let Some((_, needed)) = ONLY_WITH.iter().find(|(program, _)| *program == full_name)
+        && !has(needed)
+    {
+        return Ok(Some(format!("this kernel has no {needed}")));
+    }
+    let open = ObjectBuilder::default().open_memory(object)?;
+    let section = section(&open, program)?;
+    let section = section.trim_start_matches('?');
+    let Some((kind @ ("fentry" | "fexit" | "tp_btf"), target)) = section.split_once('/') else {
+        return Ok(None);
+    };
+    let target = if kind == "tp_btf" {
+        format!("btf_trace_{target}")
+    } else {
+        target.to_owned()
+    };
+    if !has(&target) {
+        return Ok(Some(format!("this kernel has no {target}")));
+    }
+    if kind != "tp_btf" && refuses_fentry() {
+        return Ok(Some("this kernel refuses fentry".to_owned()));
+    }
+    Ok(None)
+}
+
+/// Whether even the simplest fentry program is refused for lack of permission.
+fn refuses_fentry() -> bool {
+    fs::read_to_string("/sys/kernel/security/lockdown")
+        .is_ok_and(|lockdown| !lockdown.contains("[none]"))
+}
+
+fn section(open: &OpenObject, program: &str) -> Result<String> {
+    let found = open.progs().find(|candidate| candidate.name() == program);
+    Ok(found
+        .context("no such program")?
+        .section()
+        .to_string_lossy()
+        .into_owned())
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Options {
+    Defaults,
+    AllOn,
+}
+
+/// Loads one program. Returns its section and the verifier's statistics.
+fn load(object: &[u8], program: &str, options: Options) -> Result<(String, String)> {
+    let mut open = ObjectBuilder::default().open_memory(object)?;
+    let section = section(&open, program)?;
+    for mut candidate in open.progs_mut() {
+        let wanted = candidate.name() == program;
+        candidate.set_autoload(wanted);
+        candidate.set_log_level(BPF_LOG_STATS);
+    }
+    if options == Options::AllOn {
+        switch_on(&mut open, object)?;
+    }
+    if let Ok(mut log) = LOG.lock() {
+        log.clear();
+    }
+    let loaded = open.load();
+    let log = LOG.lock().map(|log| log.clone()).unwrap_or_default();
+    if let Err(error) = loaded {
+        bail!("{error} with the options {options:?}:\n{log}");
+    }
+    Ok((section, log))
+}
+
+/// Sets every option of one byte, which is what flags are.
+fn switch_on(open: &mut OpenObject, object: &[u8]) -> Result<()> {
+    let file = tempfile::NamedTempFile::new()?;
+    fs::write(file.path(), object)?;
+    let btf = Btf::from_path(file.path())?;
+    let flags: Vec<usize> = (1..btf.len() as u32)
+        .filter_map(|id| btf.type_by_id::<DataSec<'_>>(id.into()))
+        .filter(|section| section.name().is_some_and(|name| name == ".rodata"))
+        .flat_map(|section| {
+            let flags = section.iter().filter(|variable| variable.size == 1);
+            flags
+                .map(|variable| variable.offset as usize)
+                .collect::<Vec<_>>()
+        })
+        .collect();
+    for mut map in open.maps_mut() {
+        if map.name().to_string_lossy().ends_with(".rodata")
+            && let Some(value) = map.initial_value_mut()
+        {
+            for &offset in &flags {
+                value[offset] = 1;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What the verifier said of a program.
+struct Verdict {
+    instructions: u64,
+    /// Bytes of each function's frame.
+    stacks: Vec<u32>,
+}
+
+impl Verdict {
+    /// Reads `stack depth 8+48` and `processed 1234 insns`.
+    fn parse(log: &str) -> Option<Self> {
+        let after = |text: &str| {
+            let start = log.rfind(text)? + text.len();
+            log[start..].split_whitespace().next()
+        };
+        Some(Self {
+            instructions: after("processed ")?.parse().ok()?,
+            stacks: after("stack depth ")?
+                .split('+')
+                .map(|bytes| bytes.parse().ok())
+                .collect::<Option<_>>()?,
+        })
+    }
+}
+
+impl std::fmt::Display for Verdict {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "{} instructions processed, stack depth {:?}",
+            self.instructions, self.stacks
+        )
+    }
 }
