@@ -74,6 +74,7 @@ int main(int argc, char **argv)
 	at = mmap(NULL, pages * PAGE, write ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
 	if (at == MAP_FAILED)
 		die("cannot map %s: %s", argv[1], strerror(errno));
+	refuse_huge_pages(at, pages * PAGE);
 	if (random && madvise(at, pages * PAGE, MADV_RANDOM))
 		die("MADV_RANDOM: %s", strerror(errno));
 	/* A page that the kernel is still busy with stays: ask again. */

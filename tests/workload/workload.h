@@ -233,19 +233,28 @@ static inline void fact_calls(const char *key, const struct calls *calls)
 #endif
 
 /*
+ * Keeps a mapping to small pages: else one fault may bring in 512 of them, and
+ * khugepaged (also of a file, on 7.2) may bring in all while the program waits.
+ */
+static inline void refuse_huge_pages(char *at, unsigned long length)
+{
+	/* EINVAL: a kernel without huge pages. */
+	if (madvise(at, length, MADV_NOHUGEPAGE) && errno != EINVAL)
+		die("cannot refuse huge pages: %s", strerror(errno));
+}
+
+/*
  * Anonymous memory whose pages come in one at a time. Map it after settle(),
  * which would bring them in.
  */
 static inline char *map_pages(unsigned long pages)
 {
 	char *at = (char *)mmap(NULL, pages * PAGE, PROT_READ | PROT_WRITE,
-			MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+				MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 
 	if (at == MAP_FAILED)
 		die("cannot map %lu pages: %s", pages, strerror(errno));
-	/* Or one fault brings in 512 pages at once. EINVAL: a kernel without. */
-	if (madvise(at, pages * PAGE, MADV_NOHUGEPAGE) && errno != EINVAL)
-		die("cannot refuse huge pages: %s", strerror(errno));
+	refuse_huge_pages(at, pages * PAGE);
 	return at;
 }
 
