@@ -11,9 +11,12 @@ use std::error::Error;
 use std::fmt;
 use std::io;
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use clap::Parser;
+
+use crate::output::Format;
 
 /// Parse the arguments, run the tool, and turn its outcome into an exit status.
 pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
@@ -29,6 +32,47 @@ pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
                 ExitCode::FAILURE
             }
         }
+    }
+}
+
+/// Options of every tool.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct CommonArgs {
+    /// Stop after this many seconds, which may have a fraction [default: at Ctrl-C]
+    #[arg(short, long, value_name = "SECONDS", value_parser = seconds)]
+    pub duration: Option<Duration>,
+
+    /// Print one JSON object a line
+    #[arg(short, long)]
+    pub json: bool,
+
+    /// Tell on stderr how events are got at, with libbpf's messages
+    #[arg(short, long)]
+    pub verbose: bool,
+}
+
+impl CommonArgs {
+    /// When to stop, if the duration starts now.
+    pub fn deadline(&self) -> Option<Instant> {
+        Instant::now().checked_add(self.duration?)
+    }
+
+    /// How rows are printed.
+    pub fn format(&self) -> Format {
+        if self.json {
+            Format::Json
+        } else {
+            Format::Text
+        }
+    }
+}
+
+/// A number of seconds that is not 0, such as `10` or `0.5`.
+pub fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().map_err(|_| "not a number of seconds")?;
+    match Duration::try_from_secs_f64(seconds) {
+        Ok(duration) if !duration.is_zero() => Ok(duration),
+        _ => Err("must be more than 0".into()),
     }
 }
 
@@ -57,6 +101,15 @@ mod tests {
     use anyhow::Context;
 
     use super::*;
+
+    #[test]
+    fn seconds_may_have_a_fraction_but_not_be_none() {
+        assert_eq!(seconds("10"), Ok(Duration::from_secs(10)));
+        assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
+        for wrong in ["0", "-1", "NaN", "inf", "5s", "", "1e30"] {
+            assert!(seconds(wrong).is_err(), "{wrong}");
+        }
+    }
 
     #[test]
     fn a_broken_pipe_is_found_below_its_context() {

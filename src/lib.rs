@@ -14,6 +14,7 @@
 //! |---|---|
 //! | [`cli`] | running a tool: arguments, exit status, errors |
 //! | [`kernel`] | what this kernel and this user allow, with the remedy where they do not |
+//! | [`filter`] | which tasks are traced: processes, names, a cgroup |
 //! | [`attach`] | a ladder of variants of the same hook, tried from the best down |
 //! | [`process`] | a process to be traced: is it there, what is it, what has it mapped |
 //! | [`command`] | a command to be traced, held before exec until the probes are live |
@@ -27,6 +28,7 @@
 //! | [`folded`] | stacks as flame graph tools read them |
 //! | [`output`] | rows as text or JSON |
 //! | [`text`] | strings from elsewhere, made safe for a terminal |
+//! | [`errno`] | results of system calls, and errors by name |
 //! | [`clock`] | kernel time stamps as wall time |
 //! | [`losses`] | what could not be recorded |
 //! | [`shared`] | structs generated from the BPF headers |
@@ -38,7 +40,9 @@ pub mod cli;
 pub mod clock;
 pub mod command;
 pub mod elf;
+pub mod errno;
 pub mod events;
+pub mod filter;
 pub mod folded;
 pub mod kernel;
 pub mod losses;

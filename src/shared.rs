@@ -12,9 +12,11 @@ mod skeleton {
     include!(concat!(env!("OUT_DIR"), "/shared.skel.rs"));
 }
 
-pub use skeleton::types::{losses, stack};
+pub use skeleton::types::{filter, losses, stack};
 
 // SAFETY: plain integers, generated from the C struct; every bit pattern is valid.
+unsafe impl Plain for filter {}
+// SAFETY: as above.
 unsafe impl Plain for losses {}
 // SAFETY: as above.
 unsafe impl Plain for stack {}

@@ -1,0 +1,137 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * Which tasks are traced, and by what numbers they are known.
+ *
+ * User space (src/filter.rs) sets `filter` before load. The kernel's verifier
+ * knows the values then, and removes the tests that nobody asked for.
+ */
+#ifndef MEMTOOLS_FILTER_BPF_H
+#define MEMTOOLS_FILTER_BPF_H
+
+#include "memtools.bpf.h"
+
+#define FILTER_PIDS	     16
+#define COMM_BYTES	     16
+#define PID_NAMESPACE_LEVELS 33 /* MAX_PID_NS_LEVEL, and the initial one */
+
+struct filter {
+	/* Processes, if pid_count is not 0; a thread, if tid is not 0, and then whatever its
+	 * process. */
+	__u32 pids[FILTER_PIDS];
+	__u32 pid_count;
+	__u32 tid;
+	__u32 own_pid;	     /* the tool, which is never traced */
+	__u32 pid_namespace; /* inode of the tool's, 0: the initial one */
+	/* What comm is to contain: 0xff in the mask for each byte of it. */
+	__u8 name[COMM_BYTES];
+	__u8 name_mask[COMM_BYTES];
+	__u8 by_name;
+	__u8 by_cgroup;
+	__u8 reserved[6];
+};
+
+const volatile struct filter filter;
+
+/* The cgroup (v2) that tasks must be in or below, if by_cgroup. */
+struct {
+	__uint(type, BPF_MAP_TYPE_CGROUP_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, __u32);
+} filter_cgroup SEC(".maps");
+
+/* A task's numbers in the tool's PID namespace; 0 where it has none there. */
+struct task_ids {
+	__u32 pid; /* the process */
+	__u32 tid; /* the thread */
+};
+
+/*
+ * The number of a thread in the tool's PID namespace. bpf_get_ns_current_pid_tgid()
+ * knows it only of a task whose own namespace that is, not of one in a
+ * container below.
+ */
+static __noinline __u32 number_in_namespace(struct task_struct *task)
+{
+	struct pid *pid = BPF_CORE_READ(task, thread_pid);
+	__u32 level = BPF_CORE_READ(pid, level);
+	struct upid *numbers = (void *)pid + bpf_core_field_offset(pid->numbers);
+
+	for (__u32 i = 0; i < PID_NAMESPACE_LEVELS && i <= level; i++)
+		if (BPF_CORE_READ(&numbers[i], ns, ns.inum) == filter.pid_namespace)
+			return BPF_CORE_READ(&numbers[i], nr);
+	return 0;
+}
+
+/* The numbers of any task. */
+static __always_inline struct task_ids ids_of(struct task_struct *task)
+{
+	struct task_ids ids;
+
+	if (filter.pid_namespace) {
+		ids.pid = number_in_namespace(BPF_CORE_READ(task, group_leader));
+		ids.tid = number_in_namespace(task);
+	} else {
+		ids.pid = BPF_CORE_READ(task, tgid);
+		ids.tid = BPF_CORE_READ(task, pid);
+	}
+	return ids;
+}
+
+/* The numbers of the current task. */
+static __always_inline struct task_ids ids_of_current(void)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+	struct task_ids ids = {.pid = thread >> 32, .tid = (__u32)thread};
+
+	if (filter.pid_namespace)
+		ids = ids_of((struct task_struct *)bpf_get_current_task());
+	return ids;
+}
+
+static __always_inline bool filter_wants_pid(__u32 pid)
+{
+	for (__u32 i = 0; i < FILTER_PIDS; i++)
+		if (i < filter.pid_count && filter.pids[i] == pid)
+			return true;
+	return false;
+}
+
+/*
+ * Whether the current task's comm contains the name. All 16 places where it can
+ * begin are compared 16 bytes at a time and without a branch, which would
+ * double the verifier's work at each.
+ */
+static __noinline bool filter_wants_name(void)
+{
+	const volatile __u64 *name = (const volatile __u64 *)filter.name;
+	const volatile __u64 *mask = (const volatile __u64 *)filter.name_mask;
+	__u64 comm[2], found = 0;
+
+	bpf_get_current_comm(comm, sizeof(comm));
+	for (int i = 0; i < COMM_BYTES; i++) {
+		found |= !(((comm[0] ^ name[0]) & mask[0]) | ((comm[1] ^ name[1]) & mask[1]));
+		comm[0] = comm[0] >> 8 | comm[1] << 56;
+		comm[1] >>= 8;
+	}
+	return found;
+}
+
+/* Whether the options ask for the current task. Its numbers are in `ids` then. */
+static __always_inline bool filter_wants(struct task_ids *ids)
+{
+	*ids = ids_of_current();
+	if (ids->pid == filter.own_pid)
+		return false;
+	if (filter.tid) {
+		if (ids->tid != filter.tid)
+			return false;
+	} else if (filter.pid_count && !filter_wants_pid(ids->pid)) {
+		return false;
+	}
+	if (filter.by_name && !filter_wants_name())
+		return false;
+	return !filter.by_cgroup || bpf_current_task_under_cgroup(&filter_cgroup, 0) == 1;
+}
+
+#endif /* MEMTOOLS_FILTER_BPF_H */

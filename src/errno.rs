@@ -1,0 +1,55 @@
+//! Results of system calls, and errors by name.
+
+use std::borrow::Cow;
+
+use nix::errno::Errno;
+
+/// Values from here up to -1 are errors, by the kernel's convention for every system call.
+const LOWEST: i64 = -4095;
+
+/// What a system call returned, as its exit has it: its value, or its error (a positive errno).
+pub fn result(returned: i64) -> Result<u64, i32> {
+    if (LOWEST..0).contains(&returned) {
+        Err(-returned as i32)
+    } else {
+        Ok(returned.cast_unsigned())
+    }
+}
+
+/// `EINVAL` for 22.
+pub fn name(errno: i32) -> Cow<'static, str> {
+    // The kernel's own, which become EINTR or a new call before the program sees them.
+    match errno {
+        512 => return "ERESTARTSYS".into(),
+        513 => return "ERESTARTNOINTR".into(),
+        514 => return "ERESTARTNOHAND".into(),
+        516 => return "ERESTART_RESTARTBLOCK".into(),
+        524 => return "ENOTSUPP".into(),
+        _ => {}
+    }
+    match Errno::from_raw(errno) {
+        Errno::UnknownErrno => format!("errno {errno}").into(),
+        known => format!("{known:?}").into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_are_the_last_4095_values() {
+        assert_eq!(result(-22), Err(22));
+        assert_eq!(result(-4095), Err(4095));
+        assert_eq!(result(0), Ok(0));
+        assert_eq!(result(-4096), Ok(u64::MAX - 4095));
+    }
+
+    #[test]
+    fn errors_have_names() {
+        assert_eq!(name(libc::EINVAL), "EINVAL");
+        assert_eq!(name(libc::ENOMEM), "ENOMEM");
+        assert_eq!(name(512), "ERESTARTSYS");
+        assert_eq!(name(4000), "errno 4000");
+    }
+}

@@ -1,0 +1,277 @@
+//! Which tasks are traced: `-p`, `-n`, `--cgroup`, and `-t` where a tool has it.
+//!
+//! The tests are made in the kernel, by `bpf/include/filter.bpf.h`. The tool itself is never traced.
+//!
+//! ```ignore
+//! let filter = args.filter.resolve(args.tid)?;
+//! filter.set(&mut rodata.filter); // before load
+//! filter.set_cgroup(&skel.maps.filter_cgroup)?; // before attach
+//! ```
+
+use std::fs::{self, File};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::process;
+
+use anyhow::{Context, Result, bail};
+use libbpf_rs::{MapCore, MapFlags};
+use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, fstatfs};
+use plain::Plain;
+
+use crate::cli::UsageError;
+use crate::process::Process;
+use crate::{shared, text};
+
+/// Processes that `-p` takes at most; FILTER_PIDS of `filter.bpf.h`.
+const MAX_PIDS: usize = 16;
+/// Bytes of a task's name, the NUL not counted.
+const MAX_NAME: usize = 15;
+/// Inode of the initial PID namespace, the same on every kernel (PROC_PID_INIT_INO).
+const INITIAL_PID_NAMESPACE: u32 = 0xeffffffc;
+
+/// Options of every tool that traces tasks.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct FilterArgs {
+    /// Trace only these processes
+    #[arg(short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
+    pub pid: Vec<u32>,
+
+    /// Trace only tasks whose name (comm) contains this
+    #[arg(short, long, value_name = "NAME")]
+    pub name: Option<String>,
+
+    /// Trace only what runs in or below this cgroup (version 2), a path
+    #[arg(long, value_name = "PATH")]
+    pub cgroup: Option<PathBuf>,
+}
+
+impl FilterArgs {
+    /// Checks that what is asked for is there. `tid` is a tool's `-t`; it wins over `-p`.
+    ///
+    /// # Errors
+    /// If a process, thread or cgroup does not exist, or a name cannot be one.
+    pub fn resolve(&self, tid: Option<u32>) -> Result<Filter> {
+        if self.pid.len() > MAX_PIDS {
+            let message = format!(
+                "--pid (-p) takes at most {MAX_PIDS} processes, not {}: put them into a cgroup and \
+                 give --cgroup",
+                self.pid.len()
+            );
+            return Err(UsageError(message).into());
+        }
+        for &pid in &self.pid {
+            Process::open(pid)?;
+        }
+        if let Some(tid) = tid
+            && !Path::new(&format!("/proc/{tid}")).exists()
+        {
+            bail!("no thread has TID {tid}; list those of a process with: ps -L -p PID");
+        }
+        let cgroup = self.cgroup.as_deref().map(open_cgroup).transpose()?;
+        let (name, name_mask) = match &self.name {
+            Some(name) => name_and_mask(name.as_bytes())?,
+            None => Default::default(),
+        };
+
+        let mut options = shared::filter {
+            pid_count: self.pid.len() as u32,
+            tid: tid.unwrap_or(0),
+            own_pid: process::id(),
+            pid_namespace: pid_namespace()?,
+            name,
+            name_mask,
+            by_name: self.name.is_some().into(),
+            by_cgroup: cgroup.is_some().into(),
+            ..shared::filter::default()
+        };
+        options.pids[..self.pid.len()].copy_from_slice(&self.pid);
+        Ok(Filter { options, cgroup })
+    }
+}
+
+/// What the options ask for, as the kernel half wants it.
+#[derive(Debug)]
+pub struct Filter {
+    options: shared::filter,
+    cgroup: Option<OwnedFd>,
+}
+
+impl Filter {
+    /// Sets the skeleton's constant `filter`: the same C struct as ours, under the type's name in
+    /// that skeleton. To be done before load.
+    pub fn set<T: Plain>(&self, constant: &mut T) {
+        const {
+            assert!(size_of::<T>() == size_of::<shared::filter>());
+        }
+        // SAFETY: both are plain; the copy has the size of both.
+        let (from, to) = unsafe {
+            (
+                plain::as_bytes(&self.options),
+                plain::as_mut_bytes(constant),
+            )
+        };
+        to.copy_from_slice(from);
+    }
+
+    /// Puts the cgroup, if one is asked for, into the skeleton's map `filter_cgroup`. To be done
+    /// before attaching.
+    pub fn set_cgroup(&self, map: &impl MapCore) -> Result<()> {
+        let Some(cgroup) = &self.cgroup else {
+            return Ok(());
+        };
+        map.update(
+            &0u32.to_ne_bytes(),
+            &cgroup.as_raw_fd().to_ne_bytes(),
+            MapFlags::ANY,
+        )
+        .context("failed to filter by cgroup")
+    }
+}
+
+/// The name's bytes from the start of comm's, and 0xff for each.
+fn name_and_mask(name: &[u8]) -> Result<([u8; 16], [u8; 16])> {
+    if name.is_empty() || name.len() > MAX_NAME {
+        let message = format!(
+            "--name (-n) wants 1 to {MAX_NAME} bytes, as the kernel keeps of a task's name; see: ps \
+             -e -o comm"
+        );
+        return Err(UsageError(message).into());
+    }
+    let (mut bytes, mut mask) = ([0; 16], [0; 16]);
+    bytes[..name.len()].copy_from_slice(name);
+    mask[..name.len()].fill(0xff);
+    Ok((bytes, mask))
+}
+
+/// A cgroup of version 2. One of version 1 would be accepted by the kernel, and never match.
+fn open_cgroup(path: &Path) -> Result<OwnedFd> {
+    let name = path.display();
+    let remedy = || {
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+        match cgroup2_mount(&mounts) {
+            Some(mount) => format!("see: find {} -type d", text::escape(mount)),
+            None => "there is none yet: mount -t cgroup2 none DIRECTORY".into(),
+        }
+    };
+    let folder =
+        File::open(path).with_context(|| format!("failed to open cgroup {name}; {}", remedy()))?;
+    let kind = fstatfs(folder.as_fd()).context("failed to look at the cgroup")?;
+    if kind.filesystem_type() != CGROUP2_SUPER_MAGIC || !folder.metadata()?.is_dir() {
+        bail!("{name} is not a cgroup of version 2; {}", remedy());
+    }
+    Ok(folder.into())
+}
+
+/// Where cgroups of version 2 are, of the lines of /proc/self/mounts.
+fn cgroup2_mount(mounts: &str) -> Option<&str> {
+    mounts.lines().find_map(|line| {
+        let mut fields = line.split(' ').skip(1);
+        let mount = fields.next()?;
+        (fields.next()? == "cgroup2").then_some(mount)
+    })
+}
+
+/// The PID namespace whose numbers are ours; 0 for the initial one, whose numbers the kernel's are.
+fn pid_namespace() -> Result<u32> {
+    let link = fs::read_link("/proc/self/ns/pid")
+        .context("failed to read /proc/self/ns/pid; is /proc mounted?")?;
+    let inode = namespace_inode(&link.to_string_lossy())
+        .with_context(|| format!("{} names no namespace", link.display()))?;
+    Ok(if inode == INITIAL_PID_NAMESPACE {
+        0
+    } else {
+        inode
+    })
+}
+
+/// 4026531836 of `pid:[4026531836]`.
+fn namespace_inode(link: &str) -> Option<u32> {
+    link.strip_prefix("pid:[")?.strip_suffix(']')?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn resolve(args: &FilterArgs) -> Result<Filter> {
+        args.resolve(None)
+    }
+
+    #[test]
+    fn nothing_asked_for_filters_only_the_tool_itself() {
+        let options = resolve(&FilterArgs::default()).expect("valid").options;
+        assert_eq!(options.own_pid, process::id());
+        assert_eq!(
+            (
+                options.pid_count,
+                options.tid,
+                options.by_name,
+                options.by_cgroup
+            ),
+            (0, 0, 0, 0)
+        );
+    }
+
+    #[test]
+    fn processes_must_be_there_and_not_too_many() {
+        let args = |pid: Vec<u32>| FilterArgs {
+            pid,
+            ..FilterArgs::default()
+        };
+        let options = resolve(&args(vec![1, process::id()]))
+            .expect("valid")
+            .options;
+        assert_eq!(options.pid_count, 2);
+        assert_eq!(options.pids[..3], [1, process::id(), 0]);
+
+        let error = resolve(&args(vec![1, i32::MAX as u32])).unwrap_err();
+        assert!(error.to_string().contains("no process has PID"), "{error}");
+        let error = resolve(&args(vec![1; 17])).unwrap_err();
+        assert!(
+            error.is::<UsageError>() && error.to_string().contains("--cgroup"),
+            "{error}"
+        );
+        let error = args(Vec::new()).resolve(Some(i32::MAX as u32)).unwrap_err();
+        assert!(error.to_string().contains("ps -L"), "{error}");
+    }
+
+    #[test]
+    fn names_have_1_to_15_bytes() {
+        let (name, mask) = name_and_mask(b"sh").expect("valid");
+        assert_eq!(
+            (&name[..3], &mask[..3]),
+            (&b"sh\0"[..], &[0xff, 0xff, 0][..])
+        );
+        assert!(name_and_mask(&[b'x'; 15]).is_ok());
+        for wrong in [&b""[..], &[b'x'; 16]] {
+            assert!(name_and_mask(wrong).unwrap_err().is::<UsageError>());
+        }
+    }
+
+    #[test]
+    fn what_is_no_cgroup_is_refused_with_the_place_where_they_are() {
+        for wrong in ["/tmp", "/no/such/cgroup"] {
+            let error = open_cgroup(Path::new(wrong)).unwrap_err();
+            let text = format!("{error:#}");
+            assert!(text.contains(wrong), "{text}");
+            assert!(
+                text.contains("find /") || text.contains("mount -t cgroup2"),
+                "{text}"
+            );
+        }
+        let mounts = "cgroup /sys/fs/cgroup/cpu cgroup rw 0 0\n\
+                      cgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0\n";
+        assert_eq!(cgroup2_mount(mounts), Some("/sys/fs/cgroup/unified"));
+        assert_eq!(cgroup2_mount("proc /proc proc rw 0 0\n"), None);
+    }
+
+    #[test]
+    fn a_namespace_is_known_by_its_inode() {
+        assert_eq!(
+            namespace_inode("pid:[4026531836]"),
+            Some(INITIAL_PID_NAMESPACE)
+        );
+        assert_eq!(namespace_inode("pid:[x]"), None);
+        assert_eq!(namespace_inode("net:[1]"), None);
+    }
+}
