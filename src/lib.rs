@@ -25,6 +25,7 @@
 //! | [`symbolize`] | names for addresses, also of a process that has exited |
 //! | [`perf_map`] | names that JIT compilers write down |
 //! | [`folded`] | stacks as flame graph tools read them |
+//! | [`histogram`] | distributions by powers of two |
 //! | [`output`] | rows as text or JSON |
 //! | [`text`] | strings from elsewhere, made safe for a terminal |
 //! | [`clock`] | kernel time stamps as wall time |
@@ -40,6 +41,7 @@ pub mod command;
 pub mod elf;
 pub mod events;
 pub mod folded;
+pub mod histogram;
 pub mod kernel;
 pub mod losses;
 pub mod mappings;

@@ -3,6 +3,8 @@
  * No program: what the headers share with user space, so that the library has
  * one generated definition of it (src/shared.rs) and no copy typed by hand.
  */
+#include "histogram.bpf.h"
 #include "stack.bpf.h"
 
+struct histogram *unused_histogram __attribute__((unused));
 struct stack *unused_stack __attribute__((unused));
