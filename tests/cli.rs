@@ -1,1 +1,51 @@
+//! The command lines of all tools, without root and without BPF.
 
+use std::process::{Command, Output};
+
+/// The tools, with their paths.
+const TOOLS: &[(&str, &str)] = &[("memleak", env!("CARGO_BIN_EXE_memleak"))];
+
+fn run(path: &str, args: &[&str]) -> Output {
+    Command::new(path).args(args).output().expect("the tool starts")
+}
+
+#[test]
+fn help_and_version_succeed_on_stdout() {
+    for &(tool, path) in TOOLS {
+        for arg in ["--help", "-h", "--version"] {
+            let output = run(path, &[arg]);
+            assert!(output.status.success(), "{tool} {arg}: {output:?}");
+            assert!(output.stderr.is_empty(), "{tool} {arg}: {output:?}");
+            assert!(String::from_utf8_lossy(&output.stdout).contains(tool), "{tool} {arg}");
+        }
+    }
+}
+
+#[test]
+fn wrong_usage_is_status_2_and_names_the_argument() {
+    for &(tool, path) in TOOLS {
+        let output = run(path, &["--no-such-option"]);
+        assert_eq!(output.status.code(), Some(2), "{tool}: {output:?}");
+        assert!(output.stdout.is_empty(), "{tool}: {output:?}");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(stderr.contains("--no-such-option"), "{tool}: {stderr}");
+        assert!(stderr.contains("Usage:"), "{tool}: {stderr}");
+    }
+}
+
+#[test]
+fn memleak_names_what_is_missing() {
+    let (_, memleak) = TOOLS.iter().find(|(tool, _)| *tool == "memleak").expect("a tool");
+    let cases: [(&[&str], &str); 4] = [
+        (&[], "--pid <PID>|--command <COMMAND>"),
+        (&["-p", "1", "-s", "0"], "0 is not in 1.."),
+        (&["-p", "1", "-z", "9", "-Z", "8"], "--min-size (-z) 9 is larger than --max-size (-Z) 8"),
+        (&["-p", "1", "5", "1", "7"], "unexpected argument '7'"),
+    ];
+    for (args, message) in cases {
+        let output = run(memleak, args);
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {output:?}");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(stderr.contains(message), "{args:?}: {stderr}");
+    }
+}

@@ -1,1 +1,154 @@
+//! What every tool must come with. Each thing that one lacks is named in a sentence, so that
+//! nobody has to know the list.
 
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const ROOT: &str = env!("CARGO_MANIFEST_DIR");
+
+#[test]
+fn every_tool_is_complete() {
+    let lacks: Vec<String> = tools().iter().flat_map(|tool| lacks(Path::new(ROOT), tool)).collect();
+    assert!(lacks.is_empty(), "\n{}", lacks.join("\n"));
+}
+
+#[test]
+fn the_man_pages_describe_the_options() {
+    let mut wrong = Vec::new();
+    for tool in tools() {
+        let help = Command::new(program(&tool)).arg("--help").output().expect("the tool starts");
+        let help = String::from_utf8_lossy(&help.stdout).into_owned();
+        let page = fs::read_to_string(format!("{ROOT}/tools/{tool}.8")).unwrap_or_default();
+        wrong.extend(disagreements(&tool, &help, &page));
+    }
+    assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
+}
+
+/// Every name that a BPF source or a `[[bin]]` stanza announces.
+fn tools() -> BTreeSet<String> {
+    let sources = fs::read_dir(format!("{ROOT}/bpf")).expect("bpf/").filter_map(|entry| {
+        let name = entry.ok()?.file_name().into_string().ok()?;
+        Some(name.strip_suffix(".bpf.c")?.to_owned())
+    });
+    sources.chain(bins(Path::new(ROOT))).collect()
+}
+
+fn bins(root: &Path) -> Vec<String> {
+    let manifest = fs::read_to_string(root.join("Cargo.toml")).unwrap_or_default();
+    let stanzas = manifest.split("[[bin]]").skip(1);
+    let name = |stanza: &str| Some(stanza.split("name = \"").nth(1)?.split('"').next()?.to_owned());
+    stanzas.filter_map(name).collect()
+}
+
+/// The built program, which is beside this test's folder.
+fn program(tool: &str) -> PathBuf {
+    Path::new(env!("CARGO_BIN_EXE_memleak")).with_file_name(tool)
+}
+
+/// One sentence for everything that the tool lacks.
+fn lacks(root: &Path, tool: &str) -> Vec<String> {
+    let mut lacks = Vec::new();
+    let mut need = |there: bool, sentence: String| {
+        if !there {
+            lacks.push(sentence);
+        }
+    };
+    let exists = |path: &str| root.join(path).exists();
+    let contains = |path: &str, text: &str| {
+        fs::read_to_string(root.join(path)).is_ok_and(|content| content.contains(text))
+    };
+    need(
+        exists(&format!("bpf/{tool}.bpf.c")),
+        format!("{tool} lacks its BPF program: write bpf/{tool}.bpf.c"),
+    );
+    need(
+        bins(root).iter().any(|bin| bin == tool),
+        format!("{tool} lacks its [[bin]] stanza in Cargo.toml"),
+    );
+    need(
+        exists(&format!("tools/{tool}.rs")) || exists(&format!("tools/{tool}/main.rs")),
+        format!("{tool} lacks its program: write tools/{tool}.rs"),
+    );
+    need(
+        exists(&format!("tools/{tool}.8")),
+        format!("{tool} lacks its man page: write tools/{tool}.8"),
+    );
+    need(
+        contains(&format!("tools/{tool}_example.txt"), &format!("# {tool} ")),
+        format!("{tool} lacks a worked example: put real output of it into tools/{tool}_example.txt"),
+    );
+    need(
+        contains("README.md", &format!("| [{tool}](tools/{tool}_example.txt) |")),
+        format!("{tool} lacks its row in the table of README.md, linked to its example"),
+    );
+    need(
+        contains(&format!("tests/e2e/{tool}.rs"), "fn tests()")
+            && contains("tests/e2e/main.rs", &format!("{tool}::tests()")),
+        format!("{tool} lacks an end-to-end test: write tests/e2e/{tool}.rs and list it in main.rs"),
+    );
+    need(
+        contains("tests/cli.rs", &format!("(\"{tool}\", ")),
+        format!("{tool} lacks its row in TOOLS of tests/cli.rs"),
+    );
+    lacks
+}
+
+/// Options that only one of `--help` and the man page knows.
+fn disagreements(tool: &str, help: &str, page: &str) -> Vec<String> {
+    let in_help: BTreeSet<String> = help.lines().flat_map(help_options).collect();
+    let in_page: BTreeSet<String> = page.lines().flat_map(page_options).collect();
+    let undescribed = in_help
+        .difference(&in_page)
+        .map(|option| format!("{tool}'s man page does not describe {option}"));
+    let unknown = in_page
+        .difference(&in_help)
+        .map(|option| format!("{tool}'s man page describes {option}, which the tool does not have"));
+    undescribed.chain(unknown).collect()
+}
+
+/// The options of a line of clap's help, such as `  -p, --pid <PID>`.
+fn help_options(line: &str) -> Vec<String> {
+    let text = line.trim_start();
+    // Two spaces are before the description.
+    let names = text.split("  ").next().unwrap_or(text);
+    if line.starts_with("  ") && text.starts_with('-') { options(names) } else { Vec::new() }
+}
+
+/// The options of a line of a man page that names them, such as `.BR \-p ", " \-\-pid " " \fIPID\fR`.
+fn page_options(line: &str) -> Vec<String> {
+    let names_options = [".B \\-", ".BR \\-", ".BI \\-"].iter().any(|start| line.starts_with(start));
+    if names_options { options(&line.replace("\\-", "-")) } else { Vec::new() }
+}
+
+fn options(text: &str) -> Vec<String> {
+    text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '-'))
+        .filter(|word| {
+            let name = word.trim_start_matches('-');
+            matches!(word.len() - name.len(), 1 | 2) && !name.is_empty()
+        })
+        .map(str::to_owned)
+        .collect()
+}
+
+#[test]
+fn a_tool_that_lacks_everything_is_told_so() {
+    let lacks = lacks(Path::new("/nonexistent"), "newtool");
+    assert_eq!(lacks.len(), 8, "{lacks:#?}");
+    assert!(lacks.iter().all(|sentence| sentence.starts_with("newtool lacks ")), "{lacks:#?}");
+}
+
+#[test]
+fn options_are_compared_both_ways() {
+    let help = "Options:\n  -p, --pid <PID>  Trace -x\n  -h, --help  Print help\n";
+    let page = ".TP\n.BR \\-p \", \" \\-\\-pid \" \" \\fIPID\\fR\nSee \\-q.\n.TP\n.B \\-z\n";
+    assert_eq!(
+        disagreements("t", help, page),
+        [
+            "t's man page does not describe --help",
+            "t's man page does not describe -h",
+            "t's man page describes -z, which the tool does not have",
+        ]
+    );
+}
