@@ -5,26 +5,73 @@ use std::io::{self, Write};
 
 use crate::symbolize::Frame;
 
-/// Writes one line. `frames` come innermost first, as stacks are kept.
-pub fn write(
-    out: &mut dyn Write,
-    comm: &str,
-    frames: &[Frame],
-    truncated: bool,
-    weight: u64,
-) -> io::Result<()> {
-    write!(out, "{}", frame_name(comm))?;
-    if truncated {
-        write!(out, ";[truncated]")?;
-    }
-    for frame in frames.iter().rev() {
-        match (&frame.symbol, &frame.module) {
-            (Some((name, _)), _) => write!(out, ";{}", frame_name(name))?,
-            (None, Some((module, _))) => write!(out, ";[{}]", frame_name(module))?,
-            (None, None) => write!(out, ";[unknown]")?,
+/// The user's or the kernel's part of a stack, named.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// Innermost first, as stacks are kept; none if the stack was lost.
+    pub frames: Vec<Frame>,
+    /// Whether frames beyond the depth limit are missing at the end.
+    pub truncated: bool,
+}
+
+/// One line.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Line<'a> {
+    /// The root frame.
+    pub comm: &'a str,
+    /// Makes the root frame `comm-PID`, so that processes of one name stay apart.
+    pub pid: Option<u32>,
+    /// The user stack, unless it was not asked for or there is none.
+    pub user: Option<Part>,
+    /// The kernel stack, likewise; it goes on from the user stack, after a frame `-`.
+    pub kernel: Option<Part>,
+    /// Whether kernel frames end in `_[k]`, which flame graphs show in a colour of their own.
+    pub annotate: bool,
+    /// What the width of the frames means.
+    pub weight: u64,
+}
+
+impl Line<'_> {
+    /// Writes it, with its newline.
+    pub fn write(&self, out: &mut dyn Write) -> io::Result<()> {
+        write!(out, "{}", frame_name(self.comm))?;
+        if let Some(pid) = self.pid {
+            write!(out, "-{pid}")?;
         }
+        let suffix = if self.annotate { "_[k]" } else { "" };
+        if let Some(user) = &self.user {
+            user.write(out, suffix)?;
+        }
+        if let Some(kernel) = &self.kernel {
+            if self.user.is_some() {
+                write!(out, ";-")?;
+            }
+            kernel.write(out, suffix)?;
+        }
+        writeln!(out, " {}", self.weight)
     }
-    writeln!(out, " {weight}")
+}
+
+impl Part {
+    fn write(&self, out: &mut dyn Write, kernel_suffix: &str) -> io::Result<()> {
+        if self.frames.is_empty() {
+            write!(out, ";[lost]")?;
+        }
+        if self.truncated {
+            write!(out, ";[truncated]")?;
+        }
+        for frame in self.frames.iter().rev() {
+            match (&frame.symbol, &frame.module) {
+                (Some((name, _)), _) => write!(out, ";{}", frame_name(name))?,
+                (None, Some((module, _))) => write!(out, ";[{}]", frame_name(module))?,
+                (None, None) => write!(out, ";[unknown]")?,
+            }
+            if frame.kernel {
+                write!(out, "{kernel_suffix}")?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// A `;` would split the frame.
@@ -41,29 +88,88 @@ mod tests {
             address: 1,
             symbol: symbol.map(|name| (name.to_owned(), 0)),
             module: module.map(|name| (name.to_owned(), 0)),
+            kernel: module == Some("kernel"),
         }
+    }
+
+    fn part(frames: &[Frame]) -> Option<Part> {
+        Some(Part {
+            frames: frames.to_vec(),
+            truncated: false,
+        })
+    }
+
+    fn text(line: &Line<'_>) -> String {
+        let mut text = Vec::new();
+        line.write(&mut text).expect("memory");
+        String::from_utf8(text).expect("UTF-8")
     }
 
     #[test]
     fn root_first_without_offsets() {
-        let frames = [
-            frame(Some("leaf(int; int)"), Some("a")),
-            frame(None, Some("libb.so")),
-            frame(None, None),
-            frame(Some("main"), Some("a")),
-        ];
-        let mut line = Vec::new();
-        write(&mut line, "my prog", &frames, false, 4093).expect("memory");
+        let line = Line {
+            comm: "my prog",
+            user: part(&[
+                frame(Some("leaf(int; int)"), Some("a")),
+                frame(None, Some("libb.so")),
+                frame(None, None),
+                frame(Some("main"), Some("a")),
+            ]),
+            weight: 4093,
+            ..Line::default()
+        };
         assert_eq!(
-            String::from_utf8_lossy(&line),
+            text(&line),
             "my prog;main;[unknown];[libb.so];leaf(int: int) 4093\n"
         );
     }
 
     #[test]
+    fn the_kernel_goes_on_from_the_user() {
+        let mut line = Line {
+            comm: "p",
+            pid: Some(7),
+            user: part(&[frame(Some("brk"), Some("libc.so.6"))]),
+            kernel: part(&[
+                frame(Some("do_brk_flags"), Some("kernel")),
+                frame(Some("do_syscall_64"), Some("kernel")),
+            ]),
+            annotate: true,
+            weight: 1,
+        };
+        assert_eq!(
+            text(&line),
+            "p-7;brk;-;do_syscall_64_[k];do_brk_flags_[k] 1\n"
+        );
+        line.annotate = false;
+        line.user = None;
+        assert_eq!(text(&line), "p-7;do_syscall_64;do_brk_flags 1\n");
+    }
+
+    #[test]
     fn a_cut_stack_says_so_at_its_root() {
-        let mut line = Vec::new();
-        write(&mut line, "p", &[frame(Some("f"), None)], true, 1).expect("memory");
-        assert_eq!(String::from_utf8_lossy(&line), "p;[truncated];f 1\n");
+        let line = Line {
+            comm: "p",
+            user: Some(Part {
+                frames: vec![frame(Some("f"), None)],
+                truncated: true,
+            }),
+            weight: 1,
+            ..Line::default()
+        };
+        assert_eq!(text(&line), "p;[truncated];f 1\n");
+    }
+
+    #[test]
+    fn a_lost_stack_says_so_and_one_that_is_not_there_does_not() {
+        let mut line = Line {
+            comm: "p",
+            user: part(&[]),
+            weight: 1,
+            ..Line::default()
+        };
+        assert_eq!(text(&line), "p;[lost] 1\n");
+        line.user = None;
+        assert_eq!(text(&line), "p 1\n");
     }
 }

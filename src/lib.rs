@@ -23,7 +23,8 @@
 //! | [`poll`] | one wait for events, ticks, signals and the target's end |
 //! | [`events`] | typed events from the ring buffer |
 //! | [`stack`] | the table of distinct call stacks |
-//! | [`symbolize`] | names for addresses, also of a process that has exited |
+//! | [`symbolize`] | names for a stack's frames, also of a process that has exited |
+//! | [`kallsyms`] | the kernel's own names |
 //! | [`perf_map`] | names that JIT compilers write down |
 //! | [`folded`] | stacks as flame graph tools read them |
 //! | [`histogram`] | distributions by powers of two |
@@ -46,6 +47,7 @@ pub mod events;
 pub mod filter;
 pub mod folded;
 pub mod histogram;
+pub mod kallsyms;
 pub mod kernel;
 pub mod losses;
 pub mod mappings;

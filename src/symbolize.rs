@@ -1,9 +1,10 @@
-//! Names for user addresses, also of a process that has exited.
+//! Names for the frames of stacks: of the kernel, of a process, of a process that has exited.
 //!
 //! The mappings of each process of interest are remembered, with their files held open, from the
 //! moment that it is followed: its /proc is gone once it has exited. Names come from `.symtab` and
 //! `.dynsym` (blazesym), and for generated code from perf maps. An address that no symbol covers
-//! gets none: a wrong name is worse than `libfoo.so+0x1234`.
+//! gets none: a wrong name is worse than `libfoo.so+0x1234`. The kernel names its own functions
+//! ([`crate::kallsyms`]).
 
 use std::collections::HashMap;
 use std::fmt;
@@ -15,20 +16,25 @@ use anyhow::Result;
 use blazesym::symbolize::source::{Elf, Source};
 use blazesym::symbolize::{Input, Symbolized, Symbolizer as Blazesym};
 
+use crate::kallsyms::Kallsyms;
 use crate::mappings::{Change, MappingLog};
 use crate::perf_map::PerfMap;
 use crate::process::{FileId, MappedFile, Mapping, Process};
+use crate::stack::{Place, Side, Stack};
 use crate::text;
 
-/// A code address of some process, with what is known of it.
+/// A code address, with what is known of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
-    /// Absolute address in the process.
+    /// Absolute address, in the process or in the kernel.
     pub address: u64,
     /// The function, demangled and escaped, and the address's offset from its start.
     pub symbol: Option<(String, u64)>,
-    /// File name without folders, or a name such as `[vdso]`, and the offset in the file.
+    /// File name without folders, or a name such as `[vdso]`, and the offset in the file; for the
+    /// kernel's code `kernel` or the kernel module, and the address.
     pub module: Option<(String, u64)>,
+    /// Whether it is the kernel's.
+    pub kernel: bool,
 }
 
 /// `malloc+0x1d [libc.so.6]`, as BCC prints it; `libfoo.so+0x1234 [libfoo.so]` without a symbol.
@@ -59,6 +65,8 @@ pub struct Symbolizer {
     files: HashMap<FileId, Rc<MappedFile>>,
     /// By file and offset in it: what blazesym answered.
     names: HashMap<(FileId, u64), Option<(String, u64)>>,
+    /// Read when the first kernel frame is named.
+    kernel: Option<Kallsyms>,
 }
 
 impl Symbolizer {
@@ -75,6 +83,7 @@ impl Symbolizer {
             processes: HashMap::new(),
             files: HashMap::new(),
             names: HashMap::new(),
+            kernel: None,
         })
     }
 
@@ -137,28 +146,38 @@ impl Symbolizer {
         space.mappings.push((mapping, file));
     }
 
-    /// The function that a return address returns to: the one that holds the call before it.
-    pub fn return_address(&mut self, pid: u32, address: u64) -> Frame {
+    /// The stack's frames with their names, innermost first. `pid` is the process that a user
+    /// stack is of.
+    pub fn name(&mut self, pid: u32, stack: &Stack) -> Vec<Frame> {
+        let places = stack.places.iter();
+        match stack.side {
+            Side::User => places.map(|&place| self.user_frame(pid, place)).collect(),
+            Side::Kernel => places.map(|&place| self.kernel_frame(place)).collect(),
+        }
+    }
+
+    fn user_frame(&mut self, pid: u32, place: Place) -> Frame {
+        let (address, instruction) = (place.address(), place.instruction());
         let unknown = Frame {
             address,
             symbol: None,
             module: None,
+            kernel: false,
         };
         let Some(space) = self.processes.get(&pid) else {
             return unknown;
         };
-        let call = address.wrapping_sub(1);
         let Some((mapping, file)) = space
             .mappings
             .iter()
             .rev()
-            .find(|(mapping, _)| mapping.range.contains(&call))
+            .find(|(mapping, _)| mapping.range.contains(&instruction))
         else {
             return unknown;
         };
         let symbol = match (file, &space.perf_map) {
             (Some(file), _) => {
-                let offset = call - mapping.range.start + mapping.file_offset;
+                let offset = instruction - mapping.range.start + mapping.file_offset;
                 let blazesym = &self.blazesym;
                 self.names
                     .entry((mapping.file_id(), offset))
@@ -166,19 +185,50 @@ impl Symbolizer {
                     .clone()
             }
             (None, Some(map)) if mapping.inode == 0 => map
-                .find(call)
+                .find(instruction)
                 .map(|(name, offset)| (text::escape(name).into_owned(), offset)),
             _ => None,
         };
         let module = mapping.module();
         let offset = address - mapping.range.start + mapping.file_offset;
         Frame {
-            address,
             // Offsets are the return address's own, as all peers print them.
-            symbol: symbol.map(|(name, offset)| (name, offset + 1)),
+            symbol: symbol.map(|(name, offset)| (name, offset + (address - instruction))),
             module: (!module.is_empty()).then_some((module, offset)),
+            ..unknown
         }
     }
+
+    fn kernel_frame(&mut self, place: Place) -> Frame {
+        let (address, instruction) = (place.address(), place.instruction());
+        let found = self
+            .kernel
+            .get_or_insert_with(read_kallsyms)
+            .find(instruction);
+        let module = found.map_or("kernel", |(_, _, module)| module);
+        Frame {
+            address,
+            symbol: found
+                .map(|(name, offset, _)| (name.to_owned(), offset + (address - instruction))),
+            module: Some((module.to_owned(), address)),
+            kernel: true,
+        }
+    }
+}
+
+/// The kernel's names, or none, after saying so once.
+fn read_kallsyms() -> Kallsyms {
+    let symbols = Kallsyms::read().unwrap_or_else(|error| {
+        eprintln!("no names for kernel frames: failed to read /proc/kallsyms: {error}");
+        Kallsyms::default()
+    });
+    if symbols.hidden() {
+        eprintln!(
+            "no names for kernel frames: the kernel hides its addresses; to see them: \
+             sysctl kernel.kptr_restrict=1"
+        );
+    }
+    symbols
 }
 
 fn name_in_file(blazesym: &Blazesym, file: &File, offset: u64) -> Option<(String, u64)> {
@@ -210,6 +260,7 @@ mod tests {
             address: 0x1234,
             symbol: symbol.map(|name| (name.to_owned(), 0x1d)),
             module: module.map(|name| (name.to_owned(), 0x34)),
+            kernel: false,
         }
         .to_string()
     }

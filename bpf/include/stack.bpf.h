@@ -1,15 +1,17 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * User call stacks: walking one, and the table of distinct ones.
+ * User call stacks: walking one, and the table of distinct ones, which gives each
+ * an id. This is for uprobes; task_stack.bpf.h takes the user stack from programs
+ * of any other type, and kernel_stack.bpf.h puts the kernel's into the same table.
  *
  * The table is our own rather than BPF_MAP_TYPE_STACK_TRACE. That map drops
  * or replaces a stack when two hash to the same bucket, and cannot grow a
  * second unwinder. Here the key is a 64-bit hash of the frames, and the entry
  * holds a second, independent one: only if both agree are two stacks the same.
  *
- * A stack is walked without storing it, to get its two hashes; only a stack
- * that was never seen before is walked again, straight into its table entry.
- * So the walk needs no scratch memory. That matters in uprobes, whose programs
+ * A user stack is walked without storing it, to get its two hashes; only a
+ * stack that was never seen before is walked again, straight into its table
+ * entry. So the walk needs no scratch memory. That matters in uprobes, whose programs
  * can be preempted and migrated: per-CPU scratch would be shared with whoever
  * runs next, and since 6.13 so is the BPF stack itself of any (sub)program
  * that uses 64 bytes of it or more (x86's private stacks). Every (sub)program
@@ -25,10 +27,25 @@
 /* Frames kept of each stack, at most STACK_MAX_DEPTH. */
 const volatile __u32 stack_depth = STACK_MAX_DEPTH;
 
+/* Ids that are not in the table. */
+#define STACK_LOST 0 /* could not be taken or stored; counted */
+#define STACK_NONE 1 /* there is none: a kernel thread's user stack */
+#define STACK_SOME 2 /* the first that is in it */
+
+enum stack_flags {
+	STACK_TRUNCATED = 1, /* there were more frames than stack_depth */
+	STACK_KERNEL = 2,    /* addresses of the kernel */
+};
+
 struct stack {
-	__u64 check;	 /* second hash of the frames; 0: being filled in */
-	__u32 depth;	 /* frames in pc[] */
-	__u32 truncated; /* 1: there were more than stack_depth */
+	__u64 check; /* second hash of the frames; 0: being filled in */
+	__u32 depth; /* frames in pc[] */
+	__u32 flags; /* enum stack_flags */
+	/*
+	 * Bit i: pc[i] is the instruction that was interrupted. The others are
+	 * return addresses, whose call lies before them.
+	 */
+	__u64 interrupted[2];
 	__u64 pc[STACK_MAX_DEPTH];
 };
 
@@ -55,7 +72,7 @@ struct stack_hash {
 	__u64 id;
 	__u64 check;
 	__u32 depth;
-	__u32 truncated;
+	__u32 flags;
 };
 
 static __always_inline void stack_hash_add(struct stack_hash *hash, __u64 pc)
@@ -80,9 +97,6 @@ static __noinline int stack_walk(__u64 pc, __u64 fp, struct stack_hash *hash, st
 	__u32 limit = stack_depth;
 	__u32 i;
 
-	hash->id = 0;
-	hash->check = 0;
-	hash->truncated = 0;
 	for (i = 0; i < STACK_MAX_DEPTH; i++) {
 		if (i >= limit)
 			break;
@@ -98,14 +112,17 @@ static __noinline int stack_walk(__u64 pc, __u64 fp, struct stack_hash *hash, st
 		fp = record.caller_fp > fp ? record.caller_fp : NO_FRAME_POINTER;
 	}
 	hash->depth = i;
-	hash->truncated = 1;
+	hash->flags = STACK_TRUNCATED;
 	return 0;
 }
 
-/* Put a stack that is not in the table yet into it. Returns 0 if it is full. */
-static __noinline int stack_store(__u64 pc, __u64 fp, __u64 id)
+/*
+ * Put a user stack that is not in the table yet into it. Returns 0 if it is full.
+ * `interrupted` is 1 if `pc` is no return address.
+ */
+static __noinline int stack_store(__u64 pc, __u64 fp, __u64 id, __u64 interrupted)
 {
-	struct stack_hash hash;
+	struct stack_hash hash = {.id = interrupted};
 	struct stack *stack;
 
 	/* Another thread may have met the same stack at the same time: both fill in the same. */
@@ -115,43 +132,54 @@ static __noinline int stack_store(__u64 pc, __u64 fp, __u64 id)
 		return 0;
 	stack_walk(pc, fp, &hash, stack);
 	stack->depth = hash.depth;
-	stack->truncated = hash.truncated;
+	stack->flags = hash.flags;
+	stack->interrupted[0] = interrupted;
 	stack->check = hash.check | 1;
 	return 1;
 }
 
 /*
- * The id in the table of the user stack whose innermost frame is at `pc`, with
- * these stack and frame pointers. Returns 0 if it could not be stored.
+ * Where the stack with these hashes is, or where it is to be stored: `*found`
+ * tells which. Returns STACK_LOST if other stacks are in all the places for it.
  */
-static __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp)
+static __noinline __u64 stack_find(__u64 id, __u64 check, __u32 *found)
 {
-	struct stack_hash hash;
-	struct stack *stack;
+	if (id < STACK_SOME)
+		id = STACK_SOME;
+	/* Another stack with the same 64-bit id: the next id. */
+	for (int probe = 0; probe < 4; probe++) {
+		struct stack *stack = bpf_map_lookup_elem(&stacks, &id);
+
+		*found = stack != NULL;
+		if (!stack || !stack->check || stack->check == (check | 1))
+			return id;
+		id++;
+	}
+	return STACK_LOST;
+}
+
+/*
+ * The id in the table of the user stack whose innermost frame is at `pc`, with
+ * these stack and frame pointers. `interrupted` is 1 if the task was interrupted
+ * at `pc`, 0 if it returns there.
+ */
+static __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
+{
+	struct stack_hash hash = {.id = interrupted};
+	__u32 found = 0;
+	__u64 id;
 
 	/* Code without frame pointers keeps whatever it likes in the register. */
 	if (fp < sp || fp - sp > STACK_MAX_FRAME_BYTES)
 		fp = NO_FRAME_POINTER;
 	stack_walk(pc, fp, &hash, NULL);
-	if (hash.truncated)
+	if (hash.flags & STACK_TRUNCATED)
 		count_loss(deep_stacks);
-	if (!hash.id)
-		hash.id = 1;
-
-	/* Another stack with the same 64-bit id: the next id. */
-	for (int probe = 0; probe < 4; probe++) {
-		stack = bpf_map_lookup_elem(&stacks, &hash.id);
-		if (!stack) {
-			if (stack_store(pc, fp, hash.id))
-				return hash.id;
-			break;
-		}
-		if (!stack->check || stack->check == (hash.check | 1))
-			return hash.id;
-		hash.id++;
-	}
+	id = stack_find(hash.id, hash.check, &found);
+	if (id != STACK_LOST && (found || stack_store(pc, fp, id, interrupted)))
+		return id;
 	count_loss(stacks);
-	return 0;
+	return STACK_LOST;
 }
 
 /*
@@ -161,7 +189,7 @@ static __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp)
  */
 static __always_inline __u64 stack_of_caller_at_return(struct pt_regs *ctx)
 {
-	return stack_id(PT_REGS_IP(ctx), PT_REGS_SP(ctx), PT_REGS_FP(ctx));
+	return stack_id(PT_REGS_IP(ctx), PT_REGS_SP(ctx), PT_REGS_FP(ctx), 0);
 }
 
 /* The same at the function's entry, where the return address is on top of the stack. */
@@ -170,7 +198,7 @@ static __always_inline __u64 stack_of_caller_at_entry(struct pt_regs *ctx)
 	__u64 return_address = 0;
 
 	bpf_probe_read_user(&return_address, sizeof(return_address), (void *)PT_REGS_SP(ctx));
-	return stack_id(return_address, PT_REGS_SP(ctx), PT_REGS_FP(ctx));
+	return stack_id(return_address, PT_REGS_SP(ctx), PT_REGS_FP(ctx), 0);
 }
 
 #endif /* MEMTOOLS_STACK_BPF_H */

@@ -18,14 +18,15 @@ use memtools::cli::{self, UsageError};
 use memtools::clock::{self, Clock};
 use memtools::command::{self, HeldCommand};
 use memtools::events::Events;
+use memtools::folded::{Line, Part};
 use memtools::losses::Losses;
 use memtools::output::{Format, Output};
 use memtools::poll::Poller;
 use memtools::process::Process;
 use memtools::shared;
 use memtools::stack::Stacks;
-use memtools::symbolize::{Frame, Symbolizer};
-use memtools::{attach, folded, kernel, text};
+use memtools::symbolize::Symbolizer;
+use memtools::{attach, kernel, text};
 use nix::unistd::{SysconfVar, sysconf};
 
 use crate::args::Args;
@@ -342,14 +343,15 @@ impl Tracer<'_> {
     fn group(&mut self, stack_id: u64, total: Total) -> Result<()> {
         let stack = self.stacks.get(stack_id)?;
         let truncated = stack.as_ref().is_some_and(|stack| stack.truncated);
-        let addresses = stack.iter().flat_map(|stack| &stack.addresses);
-        let frames: Vec<Frame> = addresses
-            .map(|&address| self.symbolizer.return_address(self.pid, address))
-            .collect();
+        let frames = stack.map_or_else(Vec::new, |stack| self.symbolizer.name(self.pid, &stack));
         if self.args.folded {
-            return self
-                .output
-                .raw(|out| folded::write(out, &self.comm, &frames, truncated, total.bytes));
+            let line = Line {
+                comm: &self.comm,
+                user: Some(Part { frames, truncated }),
+                weight: total.bytes,
+                ..Line::default()
+            };
+            return self.output.raw(|out| line.write(out));
         }
         self.output.row(&Group {
             bytes: total.bytes,

@@ -286,6 +286,7 @@ mod tests {
             address: 0x55d0c8a01136,
             symbol: Some(("main".to_owned(), 0x6d)),
             module: Some(("allocs".to_owned(), 0x1136)),
+            kernel: false,
         };
         let mut group = Group {
             bytes: 80,
