@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use jiff::{Timestamp, Zoned};
 use nix::time::{ClockId, clock_gettime};
+use serde::Serializer;
 
 /// Converts CLOCK_MONOTONIC to wall time by the offset between the two when it was made.
 #[derive(Debug, Clone)]
@@ -53,6 +54,11 @@ pub fn time_of_day(time: &Zoned) -> String {
 /// RFC 3339 with microseconds and offset, for JSON.
 pub fn rfc3339(time: &Zoned) -> String {
     time.strftime("%Y-%m-%dT%H:%M:%S.%6f%:z").to_string()
+}
+
+/// [`rfc3339`] for the fields of a row.
+pub fn serialize<S: Serializer>(time: &Zoned, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&rfc3339(time))
 }
 
 #[cfg(test)]

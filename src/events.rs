@@ -17,18 +17,28 @@ pub struct Events<'map, T> {
 }
 
 impl<'map, T: Plain + Copy + 'map> Events<'map, T> {
-    /// Reads from the skeleton's map `events`.
+    /// Reads from the skeleton's map `events`, whose records begin with a `T`.
     pub fn new(map: &'map impl MapCore) -> Result<Self> {
+        // A ring buffer record starts on 8 bytes, as every event type does at most.
+        Self::decoding(map, |record| plain::from_bytes(record).ok().copied())
+    }
+}
+
+impl<'map, T: 'map> Events<'map, T> {
+    /// Reads from the skeleton's map `events`, whose records `decode` understands.
+    pub fn decoding(
+        map: &'map impl MapCore,
+        decode: impl Fn(&[u8]) -> Option<T> + 'map,
+    ) -> Result<Self> {
         let queue = Rc::new(RefCell::new(VecDeque::new()));
         let malformed = Rc::new(Cell::new(0));
         let (sink, bad) = (Rc::clone(&queue), Rc::clone(&malformed));
         let mut builder = RingBufferBuilder::new();
         builder
-            .add(map, move |bytes| {
-                // A ring buffer record starts on 8 bytes, as every event type does at most.
-                match plain::from_bytes::<T>(bytes) {
-                    Ok(event) => sink.borrow_mut().push_back(*event),
-                    Err(_) => bad.set(bad.get() + 1),
+            .add(map, move |record| {
+                match decode(record) {
+                    Some(event) => sink.borrow_mut().push_back(event),
+                    None => bad.set(bad.get() + 1),
                 }
                 0
             })

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
+use nix::mount::{MsFlags, mount};
 
 const BTF: &str = "/sys/kernel/btf/vmlinux";
 
@@ -39,6 +40,45 @@ pub fn preflight_uprobes() -> Result<()> {
         bail!("this kernel has no uprobes: it needs CONFIG_UPROBE_EVENTS=y, and /sys mounted");
     }
     Ok(())
+}
+
+/// Checks that tracepoints can be found by name. Where tracefs is not mounted yet, which systemd
+/// does when a system starts and nobody may do in a container, it is now, as perf does it too.
+pub fn preflight_tracepoints() -> Result<()> {
+    const TRACEFS: &str = "/sys/kernel/tracing";
+    if [
+        "/sys/kernel/tracing/events",
+        "/sys/kernel/debug/tracing/events",
+    ]
+    .iter()
+    .any(|events| Path::new(events).exists())
+    {
+        return Ok(());
+    }
+    let none: Option<&str> = None;
+    mount(
+        Some("tracefs"),
+        TRACEFS,
+        Some("tracefs"),
+        MsFlags::empty(),
+        none,
+    )
+    .with_context(|| {
+        format!("tracepoints are not to be found; as root: mount -t tracefs tracefs {TRACEFS}")
+    })
+}
+
+/// Whether the kernel has this tracepoint. Ask after [`preflight_tracepoints`].
+pub fn has_tracepoint(category: &str, name: &str) -> bool {
+    ["/sys/kernel/tracing", "/sys/kernel/debug/tracing"]
+        .iter()
+        .any(|tracefs| {
+            Path::new(tracefs)
+                .join("events")
+                .join(category)
+                .join(name)
+                .exists()
+        })
 }
 
 /// Whether a type, function or enumerator of this name is in the kernel's BTF.

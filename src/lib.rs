@@ -30,6 +30,8 @@
 //! | [`histogram`] | distributions by powers of two |
 //! | [`output`] | rows as text or JSON |
 //! | [`text`] | strings from elsewhere, made safe for a terminal |
+//! | [`file`] | names and paths of files, as the kernel half writes them |
+//! | [`flags`] | flag words by name |
 //! | [`errno`] | results of system calls, and errors by name |
 //! | [`clock`] | kernel time stamps as wall time |
 //! | [`losses`] | what could not be recorded |
@@ -44,7 +46,9 @@ pub mod command;
 pub mod elf;
 pub mod errno;
 pub mod events;
+pub mod file;
 pub mod filter;
+pub mod flags;
 pub mod folded;
 pub mod histogram;
 pub mod kallsyms;

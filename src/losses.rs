@@ -1,11 +1,13 @@
 //! What a tool could not record, by reason. `bpf/include/memtools.bpf.h` counts it.
 
 use std::fmt;
+use std::io::{self, Write};
 
 use anyhow::{Context, Result};
 use libbpf_rs::{MapCore, MapFlags};
 use serde::Serialize;
 
+use crate::output::{Output, Row};
 use crate::shared;
 
 /// Counts since the start; all zero if the report is complete.
@@ -46,9 +48,32 @@ impl Losses {
         })
     }
 
+    /// Says at the end what was lost, if anything: on stderr, and as a last object in JSON.
+    pub fn tell(tool: &str, map: &impl MapCore, output: &mut Output) -> Result<()> {
+        let lost = Self::read(map)?;
+        if lost.any() {
+            output.row(&LastRow { lost })?;
+            output.flush()?;
+            eprintln!("{tool}: {lost}");
+        }
+        Ok(())
+    }
+
     /// Whether anything was lost.
     pub fn any(&self) -> bool {
         *self != Self::default()
+    }
+}
+
+/// `{"lost":{...}}`; text has it on stderr.
+#[derive(Serialize)]
+struct LastRow {
+    lost: Losses,
+}
+
+impl Row for LastRow {
+    fn text(&self, _: &mut dyn Write) -> io::Result<()> {
+        Ok(())
     }
 }
 

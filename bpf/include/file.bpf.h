@@ -1,0 +1,115 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * Files: the one behind a descriptor, its name, its path.
+ *
+ * User space's half is src/file.rs.
+ */
+#ifndef MEMTOOLS_FILE_BPF_H
+#define MEMTOOLS_FILE_BPF_H
+
+#include "memtools.bpf.h"
+
+#define FILE_NAME_BYTES 256  /* NAME_MAX, and the NUL */
+#define FILE_PATH_BYTES 2048 /* of all names of a path, each with its NUL */
+#define FILE_PATH_STEPS 64   /* folders and mounts on the way up */
+
+/* The current task's file with this number, or NULL. It is not held: it can go at any time. */
+static __always_inline struct file *file_of_fd(int fd)
+{
+	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+	struct fdtable *table = BPF_CORE_READ(task, files, fdt);
+	struct file **files = BPF_CORE_READ(table, fd);
+	struct file *file = NULL;
+
+	if (fd < 0 || (__u32)fd >= BPF_CORE_READ(table, max_fds))
+		return NULL;
+	bpf_probe_read_kernel(&file, sizeof(file), &files[fd]);
+	return file;
+}
+
+/* The file's name without its folders. Returns its bytes with the NUL, or 0. */
+static __always_inline __u32 file_name(struct file *file, char name[FILE_NAME_BYTES])
+{
+	const unsigned char *from = BPF_CORE_READ(file, f_path.dentry, d_name.name);
+	long bytes = bpf_probe_read_kernel_str(name, FILE_NAME_BYTES, from);
+
+	return bytes < 0 ? 0 : bytes;
+}
+
+/* A way from a file up to the root of its process's files. */
+struct file_walk {
+	struct dentry *dentry;
+	struct mount *mount;
+	struct dentry *root; /* as chroot(2) has set it */
+	struct mount *root_mount;
+	__u32 bytes;	/* written so far */
+	__u32 complete; /* 1: arrived at the root, 2: at the end of what is in no folder */
+};
+
+static __always_inline struct mount *mount_of(struct vfsmount *mnt)
+{
+	return (struct mount *)((void *)mnt - bpf_core_field_offset(struct mount, mnt));
+}
+
+/*
+ * One step up. Returns 0 at the end. A function of its own, with all that
+ * changes in memory: 5.10's verifier forgets what a pointer into the ring buffer
+ * is when the compiler spills it.
+ */
+static __noinline int file_walk_step(struct file_walk *walk, char *names)
+{
+	struct dentry *dentry = walk->dentry, *parent;
+	struct mount *mount = walk->mount;
+	__u32 at = walk->bytes;
+	long bytes;
+
+	if (dentry == walk->root && mount == walk->root_mount) {
+		walk->complete = 1;
+		return 0;
+	}
+	if (dentry == BPF_CORE_READ(mount, mnt.mnt_root)) {
+		walk->mount = BPF_CORE_READ(mount, mnt_parent);
+		walk->dentry = BPF_CORE_READ(mount, mnt_mountpoint);
+		walk->complete = walk->mount == mount;
+		return !walk->complete;
+	}
+	if (at > FILE_PATH_BYTES - FILE_NAME_BYTES)
+		return 0;
+	bytes = bpf_probe_read_kernel_str(names + at, FILE_NAME_BYTES,
+					  BPF_CORE_READ(dentry, d_name.name));
+	if (bytes <= 0)
+		return 0;
+	walk->bytes = at + bytes;
+	parent = BPF_CORE_READ(dentry, d_parent);
+	if (parent == dentry) {
+		walk->complete = 2;
+		return 0;
+	}
+	walk->dentry = parent;
+	return 1;
+}
+
+/*
+ * The names on the way from the file up to the current task's root, each with
+ * its NUL. Returns how many bytes they are; `complete` says whether they lead
+ * to the root (1) or the file is in no folder, as of memfd_create(2) (2).
+ */
+static __always_inline __u32 file_path(struct file *file, char names[FILE_PATH_BYTES],
+				       __u32 *complete)
+{
+	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+	struct file_walk walk = {
+	    .dentry = BPF_CORE_READ(file, f_path.dentry),
+	    .mount = mount_of(BPF_CORE_READ(file, f_path.mnt)),
+	    .root = BPF_CORE_READ(task, fs, root.dentry),
+	    .root_mount = mount_of(BPF_CORE_READ(task, fs, root.mnt)),
+	};
+
+	for (int i = 0; i < FILE_PATH_STEPS; i++)
+		if (!file_walk_step(&walk, names))
+			break;
+	*complete = walk.complete;
+	return walk.bytes;
+}
+
+#endif /* MEMTOOLS_FILE_BPF_H */

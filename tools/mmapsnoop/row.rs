@@ -1,0 +1,292 @@
+//! One call, as it comes from the kernel and as it is printed.
+
+use std::borrow::Cow;
+use std::io::{self, Write};
+
+use jiff::Zoned;
+use memtools::clock::{self, Clock};
+use memtools::file::{self, Reach};
+use memtools::output::Hex;
+use memtools::{errno, output, text};
+use serde::Serialize;
+
+use crate::bits::{self, Bits};
+use crate::bpf::types::{call_kind as Kind, event, file_kind as FileKind};
+
+/// One record of the ring buffer.
+pub(crate) struct Record {
+    event: event,
+    file: Option<String>,
+}
+
+impl Record {
+    /// An event, and its file's name or names after it.
+    pub(crate) fn decode(record: &[u8]) -> Option<Self> {
+        let event: &event = plain::from_bytes(record).ok()?;
+        let names = record.get(size_of::<event>()..)?;
+        let names = names.get(..event.file_bytes as usize)?;
+        let file = match event.file {
+            FileKind::FILE_NAME => Some(file::name(names)),
+            FileKind::FILE_PATH => Some(file::path(names, Reach::Root)),
+            FileKind::FILE_PATH_CUT => Some(file::path(names, Reach::Cut)),
+            FileKind::FILE_PATH_IN_NO_FOLDER => Some(file::path(names, Reach::NoFolder)),
+            _ => None,
+        };
+        Some(Self {
+            event: *event,
+            file,
+        })
+    }
+}
+
+/// Columns that not everybody wants.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Columns {
+    pub(crate) time: bool,
+    /// Which call it is, and its address.
+    pub(crate) call: bool,
+    pub(crate) result: bool,
+    pub(crate) flags: bool,
+}
+
+impl Columns {
+    /// The line of column names.
+    pub(crate) fn header(self) -> String {
+        let mut header = String::new();
+        if self.time {
+            header += &format!("{:<8} ", "TIME");
+        }
+        header += &format!("{:<6} {:<14} ", "PID", "COMM");
+        if self.call {
+            header += &format!("{:<6} {:<14} ", "CALL", "ADDRESS");
+        }
+        header += &format!(
+            "{:<4} {:<5} {:<8} {:<8} ",
+            "PROT", "MAP", "OFFS(KB)", "SIZE(KB)"
+        );
+        if self.result {
+            header += &format!("{:<14} ", "RESULT");
+        }
+        if self.flags {
+            header += &format!("{:<32} ", "FLAGS");
+        }
+        header + "FILE"
+    }
+}
+
+/// One call. What it has no argument for is None.
+#[derive(Serialize)]
+pub(crate) struct Row {
+    #[serde(serialize_with = "clock::serialize")]
+    time: Zoned,
+    pid: u32,
+    tid: u32,
+    comm: String,
+    call: &'static str,
+    /// As asked for: where to map, what to unmap or to move.
+    address: Hex,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    old_size_bytes: Option<u64>,
+    size_bytes: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prot: Option<Bits>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    flags: Option<Bits>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fd: Option<i32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    offset_bytes: Option<u64>,
+    file: Option<String>,
+    /// The mapping's address, 0 of munmap; None if the call failed.
+    result: Option<Hex>,
+    error: Option<Cow<'static, str>>,
+    #[serde(skip)]
+    columns: Columns,
+}
+
+impl Row {
+    pub(crate) fn new(record: Record, clock: &Clock, columns: Columns) -> Self {
+        let Record { event, file } = record;
+        let [address, second, third, fourth, fifth, sixth] = event.args;
+        let outcome = errno::result(event.result);
+        let row = Self {
+            time: clock.local(event.time_ns),
+            pid: event.pid,
+            tid: event.tid,
+            comm: text::from_c(&event.comm),
+            call: "munmap",
+            address: Hex(address),
+            old_size_bytes: None,
+            size_bytes: second,
+            prot: None,
+            flags: None,
+            fd: None,
+            offset_bytes: None,
+            file,
+            result: outcome.ok().map(Hex),
+            error: outcome.err().map(errno::name),
+            columns,
+        };
+        match event.kind {
+            Kind::CALL_MMAP => Self {
+                call: "mmap",
+                prot: Some(Bits::Prot(third)),
+                flags: Some(Bits::Map(fourth)),
+                fd: (!bits::is_anonymous(fourth)).then_some(fifth as i32),
+                offset_bytes: Some(sixth),
+                ..row
+            },
+            Kind::CALL_MREMAP => Self {
+                call: "mremap",
+                old_size_bytes: Some(second),
+                size_bytes: third,
+                flags: Some(Bits::Mremap(fourth)),
+                ..row
+            },
+            _ => row,
+        }
+    }
+
+    /// The column FILE: what is anonymous says so, and what cannot be known is `-`.
+    fn file_column(&self) -> &str {
+        match (&self.file, self.call, self.fd) {
+            (Some(name), ..) => name,
+            (None, "mmap", None) => "[anon]",
+            _ => "-",
+        }
+    }
+}
+
+impl output::Row for Row {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        if self.columns.time {
+            write!(out, "{:<8} ", clock::time_of_day(&self.time))?;
+        }
+        write!(out, "{:<6} {:<14.14} ", self.pid, self.comm)?;
+        if self.columns.call {
+            write!(out, "{:<6} {:<14} ", self.call, self.address)?;
+        }
+        let letters = |bits: Option<Bits>| bits.map_or("-".into(), Bits::letters);
+        write!(out, "{:<4} ", letters(self.prot))?;
+        write!(out, "{:<5} ", letters(self.flags))?;
+        match self.offset_bytes {
+            Some(bytes) => write!(out, "{:<8} ", bytes / 1024)?,
+            None => write!(out, "{:<8} ", "-")?,
+        }
+        write!(out, "{:<8} ", self.size_bytes / 1024)?;
+        if self.columns.result {
+            match (&self.result, &self.error) {
+                (Some(value), _) => write!(out, "{value:<14} ")?,
+                (None, error) => write!(out, "{:<14} ", error.as_deref().unwrap_or("-"))?,
+            }
+        }
+        if self.columns.flags {
+            match self.flags {
+                Some(flags) => write!(out, "{flags:<32} ")?,
+                None => write!(out, "{:<32} ", "-")?,
+            }
+        }
+        writeln!(out, "{}", self.file_column())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use memtools::output::Row as _;
+
+    use super::*;
+
+    const BARE: Columns = Columns {
+        time: false,
+        call: false,
+        result: false,
+        flags: false,
+    };
+    const ALL: Columns = Columns {
+        time: true,
+        call: true,
+        result: true,
+        flags: true,
+    };
+
+    fn row(kind: Kind, args: [u64; 6], result: i64, file: Option<&str>, columns: Columns) -> Row {
+        let mut event = event {
+            args,
+            result,
+            kind,
+            pid: 6315,
+            ..event::default()
+        };
+        event.comm[..4].copy_from_slice(&b"java".map(u8::cast_signed));
+        let file = file.map(str::to_owned);
+        Row::new(Record { event, file }, &Clock::new(), columns)
+    }
+
+    fn line(row: &Row) -> String {
+        let mut line = Vec::new();
+        row.text(&mut line).expect("memory");
+        String::from_utf8(line).expect("UTF-8")
+    }
+
+    #[test]
+    fn the_book_s_columns() {
+        assert_eq!(
+            BARE.header(),
+            "PID    COMM           PROT MAP   OFFS(KB) SIZE(KB) FILE"
+        );
+        let args = [0, 2222 << 10, 5, 2, 3, 0];
+        let library = row(Kind::CALL_MMAP, args, 0x7f00, Some("libjava.so"), BARE);
+        assert_eq!(
+            line(&library),
+            "6315   java           R-E  -P--  0        2222     libjava.so\n"
+        );
+    }
+
+    #[test]
+    fn what_has_no_file_says_why() {
+        let file = |flags, fd| {
+            let args = [0, 4096, 3, flags, fd, 0];
+            let row = row(Kind::CALL_MMAP, args, -9, None, BARE);
+            row.file_column().to_owned()
+        };
+        assert_eq!(file(0x22, u64::MAX), "[anon]");
+        assert_eq!(file(0x02, 9999), "-");
+    }
+
+    #[test]
+    fn all_columns_line_up_with_their_names() {
+        let args = [0x7f12_3456_7000, 8192, 12288, 1, 0, 0];
+        let moved = row(Kind::CALL_MREMAP, args, -12, None, ALL);
+        let (header, line) = (ALL.header(), line(&moved));
+        let at = |name: &str| &line[header.find(name).expect(name)..];
+        assert!(at("CALL").starts_with("mremap 0x7f1234567000 "), "{line}");
+        assert!(at("SIZE(KB)").starts_with("12 "), "{line}");
+        assert!(at("RESULT").starts_with("ENOMEM "), "{line}");
+        assert!(at("FLAGS").starts_with("MAYMOVE "), "{line}");
+        assert_eq!(at("FILE"), "-\n");
+    }
+
+    #[test]
+    fn json_has_what_the_call_has() {
+        let args = [0, 4096, 3, 0x22, u64::MAX, 0];
+        let mapped = row(Kind::CALL_MMAP, args, 0x7f00, None, BARE);
+        let json = serde_json::to_value(&mapped).expect("JSON");
+        assert_eq!(json["prot"], serde_json::json!(["READ", "WRITE"]));
+        assert_eq!(json["flags"], serde_json::json!(["PRIVATE", "ANONYMOUS"]));
+        assert_eq!(json["result"], "0x7f00");
+        assert!(json["error"].is_null() && json["file"].is_null());
+        assert!(json.get("fd").is_none() && json.get("old_size_bytes").is_none());
+
+        let unmapped = row(Kind::CALL_MUNMAP, [4096, 8192, 0, 0, 0, 0], -22, None, BARE);
+        let json = serde_json::to_value(&unmapped).expect("JSON");
+        assert_eq!(
+            (&json["address"], &json["size_bytes"]),
+            (&"0x1000".into(), &8192.into())
+        );
+        assert_eq!(
+            (&json["result"], &json["error"]),
+            (&().into(), &"EINVAL".into())
+        );
+        assert!(json.get("flags").is_none());
+    }
+}
