@@ -26,6 +26,7 @@
 //! | [`symbolize`] | names for addresses, also of a process that has exited |
 //! | [`perf_map`] | names that JIT compilers write down |
 //! | [`folded`] | stacks as flame graph tools read them |
+//! | [`histogram`] | distributions by powers of two |
 //! | [`output`] | rows as text or JSON |
 //! | [`text`] | strings from elsewhere, made safe for a terminal |
 //! | [`errno`] | results of system calls, and errors by name |
@@ -44,6 +45,7 @@ pub mod errno;
 pub mod events;
 pub mod filter;
 pub mod folded;
+pub mod histogram;
 pub mod kernel;
 pub mod losses;
 pub mod mappings;

@@ -12,7 +12,7 @@ mod skeleton {
     include!(concat!(env!("OUT_DIR"), "/shared.skel.rs"));
 }
 
-pub use skeleton::types::{filter, losses, stack};
+pub use skeleton::types::{filter, histogram, losses, stack};
 
 // SAFETY: plain integers, generated from the C struct; every bit pattern is valid.
 unsafe impl Plain for filter {}
@@ -20,6 +20,8 @@ unsafe impl Plain for filter {}
 unsafe impl Plain for losses {}
 // SAFETY: as above.
 unsafe impl Plain for stack {}
+// SAFETY: as above.
+unsafe impl Plain for histogram {}
 
 /// A map's value as the struct that it is.
 ///

@@ -4,7 +4,9 @@
  * one generated definition of it (src/shared.rs) and no copy typed by hand.
  */
 #include "filter.bpf.h"
+#include "histogram.bpf.h"
 #include "stack.bpf.h"
 
 struct filter *unused_filter __attribute__((unused));
+struct histogram *unused_histogram __attribute__((unused));
 struct stack *unused_stack __attribute__((unused));
