@@ -36,11 +36,11 @@ enum function {
 };
 
 enum event_kind {
-	EVENT_MAP,	   /* [address, address + size) was mapped by the caller in `stack` */
-	EVENT_MAP_IGNORED, /* the same, but the options exclude it */
-	EVENT_UNMAP,	   /* it is about to be unmapped */
+	EVENT_MAP,	    /* [address, address + size) was mapped by the caller in `stack` */
+	EVENT_MAP_IGNORED,  /* the same, but the options exclude it */
+	EVENT_UNMAP,	    /* it is about to be unmapped */
 	EVENT_UNMAP_FAILED, /* the last EVENT_UNMAP of this thread did not happen */
-	EVENT_ALLOC_ENTER, /* --trace only, as the two below */
+	EVENT_ALLOC_ENTER,  /* --trace only, as the two below */
 	EVENT_ALLOC_EXIT,
 	EVENT_FREE_ENTER,
 };
@@ -71,7 +71,7 @@ struct call {
 	__u64 size;    /* bytes asked for; saturated where the product overflows */
 	__u64 pointer; /* old block (realloc), result's address (posix_memalign), flags (mmap) */
 	__u16 function;
-	__u8 recorded; /* the options want it */
+	__u8 recorded;	/* the options want it */
 	__u8 holds_old; /* `held` has the old block, until the outcome is known */
 };
 
@@ -195,9 +195,9 @@ static __noinline int total_subtract(__u64 stack, __u64 bytes)
 static __noinline int block_insert(__u64 address, __u64 size, __u64 stack)
 {
 	struct block block = {
-		.size = size,
-		.time_ns = bpf_ktime_get_ns(),
-		.stack = stack,
+	    .size = size,
+	    .time_ns = bpf_ktime_get_ns(),
+	    .stack = stack,
 	};
 
 	if (bpf_map_update_elem(&blocks, &address, &block, BPF_ANY)) {

@@ -6,7 +6,10 @@ use std::process::{Command, Output};
 const TOOLS: &[(&str, &str)] = &[("memleak", env!("CARGO_BIN_EXE_memleak"))];
 
 fn run(path: &str, args: &[&str]) -> Output {
-    Command::new(path).args(args).output().expect("the tool starts")
+    Command::new(path)
+        .args(args)
+        .output()
+        .expect("the tool starts")
 }
 
 #[test]
@@ -16,7 +19,10 @@ fn help_and_version_succeed_on_stdout() {
             let output = run(path, &[arg]);
             assert!(output.status.success(), "{tool} {arg}: {output:?}");
             assert!(output.stderr.is_empty(), "{tool} {arg}: {output:?}");
-            assert!(String::from_utf8_lossy(&output.stdout).contains(tool), "{tool} {arg}");
+            assert!(
+                String::from_utf8_lossy(&output.stdout).contains(tool),
+                "{tool} {arg}"
+            );
         }
     }
 }
@@ -35,11 +41,17 @@ fn wrong_usage_is_status_2_and_names_the_argument() {
 
 #[test]
 fn memleak_names_what_is_missing() {
-    let (_, memleak) = TOOLS.iter().find(|(tool, _)| *tool == "memleak").expect("a tool");
+    let (_, memleak) = TOOLS
+        .iter()
+        .find(|(tool, _)| *tool == "memleak")
+        .expect("a tool");
     let cases: [(&[&str], &str); 4] = [
         (&[], "--pid <PID>|--command <COMMAND>"),
         (&["-p", "1", "-s", "0"], "0 is not in 1.."),
-        (&["-p", "1", "-z", "9", "-Z", "8"], "--min-size (-z) 9 is larger than --max-size (-Z) 8"),
+        (
+            &["-p", "1", "-z", "9", "-Z", "8"],
+            "--min-size (-z) 9 is larger than --max-size (-Z) 8",
+        ),
         (&["-p", "1", "5", "1", "7"], "unexpected argument '7'"),
     ];
     for (args, message) in cases {

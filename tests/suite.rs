@@ -10,7 +10,10 @@ const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 #[test]
 fn every_tool_is_complete() {
-    let lacks: Vec<String> = tools().iter().flat_map(|tool| lacks(Path::new(ROOT), tool)).collect();
+    let lacks: Vec<String> = tools()
+        .iter()
+        .flat_map(|tool| lacks(Path::new(ROOT), tool))
+        .collect();
     assert!(lacks.is_empty(), "\n{}", lacks.join("\n"));
 }
 
@@ -18,7 +21,10 @@ fn every_tool_is_complete() {
 fn the_man_pages_describe_the_options() {
     let mut wrong = Vec::new();
     for tool in tools() {
-        let help = Command::new(program(&tool)).arg("--help").output().expect("the tool starts");
+        let help = Command::new(program(&tool))
+            .arg("--help")
+            .output()
+            .expect("the tool starts");
         let help = String::from_utf8_lossy(&help.stdout).into_owned();
         let page = fs::read_to_string(format!("{ROOT}/tools/{tool}.8")).unwrap_or_default();
         wrong.extend(disagreements(&tool, &help, &page));
@@ -28,17 +34,28 @@ fn the_man_pages_describe_the_options() {
 
 /// Every name that a BPF source or a `[[bin]]` stanza announces.
 fn tools() -> BTreeSet<String> {
-    let sources = fs::read_dir(format!("{ROOT}/bpf")).expect("bpf/").filter_map(|entry| {
-        let name = entry.ok()?.file_name().into_string().ok()?;
-        Some(name.strip_suffix(".bpf.c")?.to_owned())
-    });
+    let sources = fs::read_dir(format!("{ROOT}/bpf"))
+        .expect("bpf/")
+        .filter_map(|entry| {
+            let name = entry.ok()?.file_name().into_string().ok()?;
+            Some(name.strip_suffix(".bpf.c")?.to_owned())
+        });
     sources.chain(bins(Path::new(ROOT))).collect()
 }
 
 fn bins(root: &Path) -> Vec<String> {
     let manifest = fs::read_to_string(root.join("Cargo.toml")).unwrap_or_default();
     let stanzas = manifest.split("[[bin]]").skip(1);
-    let name = |stanza: &str| Some(stanza.split("name = \"").nth(1)?.split('"').next()?.to_owned());
+    let name = |stanza: &str| {
+        Some(
+            stanza
+                .split("name = \"")
+                .nth(1)?
+                .split('"')
+                .next()?
+                .to_owned(),
+        )
+    };
     stanzas.filter_map(name).collect()
 }
 
@@ -77,16 +94,23 @@ fn lacks(root: &Path, tool: &str) -> Vec<String> {
     );
     need(
         contains(&format!("tools/{tool}_example.txt"), &format!("# {tool} ")),
-        format!("{tool} lacks a worked example: put real output of it into tools/{tool}_example.txt"),
+        format!(
+            "{tool} lacks a worked example: put real output of it into tools/{tool}_example.txt"
+        ),
     );
     need(
-        contains("README.md", &format!("| [{tool}](tools/{tool}_example.txt) |")),
+        contains(
+            "README.md",
+            &format!("| [{tool}](tools/{tool}_example.txt) |"),
+        ),
         format!("{tool} lacks its row in the table of README.md, linked to its example"),
     );
     need(
         contains(&format!("tests/e2e/{tool}.rs"), "fn tests()")
             && contains("tests/e2e/main.rs", &format!("{tool}::tests()")),
-        format!("{tool} lacks an end-to-end test: write tests/e2e/{tool}.rs and list it in main.rs"),
+        format!(
+            "{tool} lacks an end-to-end test: write tests/e2e/{tool}.rs and list it in main.rs"
+        ),
     );
     need(
         contains("tests/cli.rs", &format!("(\"{tool}\", ")),
@@ -102,9 +126,9 @@ fn disagreements(tool: &str, help: &str, page: &str) -> Vec<String> {
     let undescribed = in_help
         .difference(&in_page)
         .map(|option| format!("{tool}'s man page does not describe {option}"));
-    let unknown = in_page
-        .difference(&in_help)
-        .map(|option| format!("{tool}'s man page describes {option}, which the tool does not have"));
+    let unknown = in_page.difference(&in_help).map(|option| {
+        format!("{tool}'s man page describes {option}, which the tool does not have")
+    });
     undescribed.chain(unknown).collect()
 }
 
@@ -113,13 +137,23 @@ fn help_options(line: &str) -> Vec<String> {
     let text = line.trim_start();
     // Two spaces are before the description.
     let names = text.split("  ").next().unwrap_or(text);
-    if line.starts_with("  ") && text.starts_with('-') { options(names) } else { Vec::new() }
+    if line.starts_with("  ") && text.starts_with('-') {
+        options(names)
+    } else {
+        Vec::new()
+    }
 }
 
 /// The options of a line of a man page that names them, such as `.BR \-p ", " \-\-pid " " \fIPID\fR`.
 fn page_options(line: &str) -> Vec<String> {
-    let names_options = [".B \\-", ".BR \\-", ".BI \\-"].iter().any(|start| line.starts_with(start));
-    if names_options { options(&line.replace("\\-", "-")) } else { Vec::new() }
+    let names_options = [".B \\-", ".BR \\-", ".BI \\-"]
+        .iter()
+        .any(|start| line.starts_with(start));
+    if names_options {
+        options(&line.replace("\\-", "-"))
+    } else {
+        Vec::new()
+    }
 }
 
 fn options(text: &str) -> Vec<String> {
@@ -136,7 +170,12 @@ fn options(text: &str) -> Vec<String> {
 fn a_tool_that_lacks_everything_is_told_so() {
     let lacks = lacks(Path::new("/nonexistent"), "newtool");
     assert_eq!(lacks.len(), 8, "{lacks:#?}");
-    assert!(lacks.iter().all(|sentence| sentence.starts_with("newtool lacks ")), "{lacks:#?}");
+    assert!(
+        lacks
+            .iter()
+            .all(|sentence| sentence.starts_with("newtool lacks ")),
+        "{lacks:#?}"
+    );
 }
 
 #[test]

@@ -60,7 +60,7 @@ const volatile struct stack empty_stack;
 
 /* A frame record farther from the stack pointer than this is taken for a stray value. */
 #define STACK_MAX_FRAME_BYTES (16 << 20)
-#define NO_FRAME_POINTER      1
+#define NO_FRAME_POINTER      1 /* or any odd number */
 
 /* What "push %rbp; mov %rsp,%rbp" leaves in memory at %rbp. */
 struct frame_record {
@@ -84,34 +84,45 @@ static __always_inline void stack_hash_add(struct stack_hash *hash, __u64 pc)
 }
 
 /*
- * Walk the frame pointer chain that starts in `pc` and `fp`, leaf first.
+ * One frame: hash its program counter, and go on to its caller. Returns 0 if
+ * there is none that can be found.
  *
- * Hashes the frames into `hash`, and stores them into `out` if it is not NULL.
  * The chain ends at a record that cannot be read, or that does not lead
  * towards the stack's base: a frame pointer that grows is what keeps a
  * register used for something else from being followed.
+ *
+ * A function of its own, because clang enters a loop with this body in its
+ * middle, which 5.10's verifier takes for an endless one.
+ */
+static __noinline int stack_step(__u64 *pc, __u64 *fp, struct stack_hash *hash)
+{
+	struct frame_record record;
+
+	stack_hash_add(hash, *pc);
+	if (*fp & 7 || bpf_probe_read_user(&record, sizeof(record), (void *)*fp) ||
+	    !record.return_address)
+		return 0;
+	*pc = record.return_address;
+	/* Odd, as NO_FRAME_POINTER is, unless it is greater; a branch would double the paths. */
+	*fp = record.caller_fp | (record.caller_fp - *fp - 1) >> 63;
+	return 1;
+}
+
+/*
+ * Walk the frame pointer chain that starts in `pc` and `fp`, leaf first. Hashes
+ * the frames into `hash`, and stores them into `out` if it is not NULL.
  */
 static __noinline int stack_walk(__u64 pc, __u64 fp, struct stack_hash *hash, struct stack *out)
 {
-	struct frame_record record;
 	__u32 limit = stack_depth;
-	__u32 i;
 
-	for (i = 0; i < STACK_MAX_DEPTH; i++) {
-		if (i >= limit)
-			break;
-		stack_hash_add(hash, pc);
+	for (__u32 i = 0; i < STACK_MAX_DEPTH && i < limit; i++) {
+		hash->depth = i + 1;
 		if (out)
 			out->pc[i] = pc;
-		if (fp & 7 || bpf_probe_read_user(&record, sizeof(record), (void *)fp) ||
-		    !record.return_address) {
-			hash->depth = i + 1;
+		if (!stack_step(&pc, &fp, hash))
 			return 0;
-		}
-		pc = record.return_address;
-		fp = record.caller_fp > fp ? record.caller_fp : NO_FRAME_POINTER;
 	}
-	hash->depth = i;
 	hash->flags = STACK_TRUNCATED;
 	return 0;
 }
@@ -162,8 +173,10 @@ static __noinline __u64 stack_find(__u64 id, __u64 check, __u32 *found)
  * The id in the table of the user stack whose innermost frame is at `pc`, with
  * these stack and frame pointers. `interrupted` is 1 if the task was interrupted
  * at `pc`, 0 if it returns there.
+ *
+ * Global, so that the verifier follows it once and not again for each call.
  */
-static __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
+__noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
 {
 	struct stack_hash hash = {.id = interrupted};
 	__u32 found = 0;
