@@ -99,7 +99,8 @@ fn run(args: Args) -> Result<ExitCode> {
     };
     poller.watch_events(&events);
     poller.watch_exit(&target.process);
-    poller.tick_every(Duration::from_secs(args.interval))?;
+    let interval = Duration::from_secs(args.interval);
+    poller.tick_every(interval)?;
 
     let mut reports_left = args.count;
     let mut quiet_until = Some(Instant::now() + QUIET);
@@ -130,6 +131,8 @@ fn run(args: Args) -> Result<ExitCode> {
             if last {
                 break;
             }
+            // What is younger than --older is left out, so reports are a whole interval apart.
+            poller.tick_every(interval)?;
         }
     }
 
