@@ -4,6 +4,7 @@
 mod harness;
 mod load;
 mod memleak;
+mod mmapsnoop;
 
 use std::process::ExitCode;
 
@@ -16,7 +17,7 @@ fn main() -> ExitCode {
     if !arguments.list {
         harness::prepare();
     }
-    let tests = [memleak::tests(), load::tests()]
+    let tests = [memleak::tests(), mmapsnoop::tests(), load::tests()]
         .into_iter()
         .flatten()
         .collect();
