@@ -114,6 +114,17 @@ mod tests {
     use super::*;
 
     #[test]
+    fn json_has_them_last() {
+        let lost = Losses {
+            events: 7,
+            ..Losses::default()
+        };
+        let json = serde_json::to_value(LastRow { lost }).expect("JSON");
+        assert_eq!(json["lost"]["events"], 7);
+        assert_eq!(json["lost"]["calls"], 0);
+    }
+
+    #[test]
     fn each_reason_is_named_once() {
         let losses = Losses {
             events: 2,

@@ -3,7 +3,11 @@
 use std::process::{Command, Output};
 
 /// The tools, with their paths.
-const TOOLS: &[(&str, &str)] = &[("memleak", env!("CARGO_BIN_EXE_memleak"))];
+const TOOLS: &[(&str, &str)] = &[
+    ("memleak", env!("CARGO_BIN_EXE_memleak")),
+    ("mmapsnoop", env!("CARGO_BIN_EXE_mmapsnoop")),
+    ("shmsnoop", env!("CARGO_BIN_EXE_shmsnoop")),
+];
 
 fn run(path: &str, args: &[&str]) -> Output {
     Command::new(path)

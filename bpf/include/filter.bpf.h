@@ -47,16 +47,17 @@ struct task_ids {
 };
 
 /*
- * The number of a thread in the tool's PID namespace. bpf_get_ns_current_pid_tgid()
- * knows it only of a task whose own namespace that is, not of one in a
- * container below.
+ * A number of the kernel's as the tool's PID namespace has it.
+ * bpf_get_ns_current_pid_tgid() knows it only of a task whose own namespace
+ * that is, not of one in a container below.
  */
-static __noinline __u32 number_in_namespace(struct task_struct *task)
+static __noinline __u32 number_in_namespace(struct pid *pid)
 {
-	struct pid *pid = BPF_CORE_READ(task, thread_pid);
 	__u32 level = BPF_CORE_READ(pid, level);
 	struct upid *numbers = (void *)pid + bpf_core_field_offset(pid->numbers);
 
+	if (!filter.pid_namespace)
+		return BPF_CORE_READ(numbers, nr);
 	for (__u32 i = 0; i < PID_NAMESPACE_LEVELS && i <= level; i++)
 		if (BPF_CORE_READ(&numbers[i], ns, ns.inum) == filter.pid_namespace)
 			return BPF_CORE_READ(&numbers[i], nr);
@@ -66,16 +67,10 @@ static __noinline __u32 number_in_namespace(struct task_struct *task)
 /* The numbers of any task. */
 static __always_inline struct task_ids ids_of(struct task_struct *task)
 {
-	struct task_ids ids;
-
-	if (filter.pid_namespace) {
-		ids.pid = number_in_namespace(BPF_CORE_READ(task, group_leader));
-		ids.tid = number_in_namespace(task);
-	} else {
-		ids.pid = BPF_CORE_READ(task, tgid);
-		ids.tid = BPF_CORE_READ(task, pid);
-	}
-	return ids;
+	return (struct task_ids){
+	    .pid = number_in_namespace(BPF_CORE_READ(task, group_leader, thread_pid)),
+	    .tid = number_in_namespace(BPF_CORE_READ(task, thread_pid)),
+	};
 }
 
 /* The numbers of the current task. */

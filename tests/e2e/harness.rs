@@ -9,6 +9,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -359,4 +360,40 @@ pub(crate) fn copy(from: &Path, to: &Path) -> Result<()> {
     }
     fs::copy(from, to).with_context(|| format!("failed to copy {}", from.display()))?;
     Ok(())
+}
+
+/// A cgroup (v2) of our own, gone when it is dropped.
+pub(crate) struct Cgroup(PathBuf);
+
+impl Cgroup {
+    /// Makes one below the root.
+    pub(crate) fn new() -> Result<Self> {
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        let mounts = fs::read_to_string("/proc/self/mounts")?;
+        let mount = mounts
+            .lines()
+            .map(|line| line.split(' ').collect::<Vec<_>>())
+            .find(|fields| fields[2] == "cgroup2")
+            .context("no cgroup2 is mounted")?[1];
+        let number = MADE.fetch_add(1, Ordering::Relaxed);
+        let path = Path::new(mount).join(format!("memtools-{}-{number}", std::process::id()));
+        fs::create_dir(&path).context("failed to make a cgroup")?;
+        Ok(Self(path))
+    }
+
+    /// Its folder.
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// Moves a process into it.
+    pub(crate) fn add(&self, pid: &str) -> Result<()> {
+        fs::write(self.0.join("cgroup.procs"), pid).context("failed to move into the cgroup")
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(&self.0);
+    }
 }

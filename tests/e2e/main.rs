@@ -4,6 +4,8 @@
 mod harness;
 mod load;
 mod memleak;
+mod mmapsnoop;
+mod shmsnoop;
 
 use std::process::ExitCode;
 
@@ -16,9 +18,14 @@ fn main() -> ExitCode {
     if !arguments.list {
         harness::prepare();
     }
-    let tests = [memleak::tests(), load::tests()]
-        .into_iter()
-        .flatten()
-        .collect();
+    let tests = [
+        memleak::tests(),
+        mmapsnoop::tests(),
+        shmsnoop::tests(),
+        load::tests(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
     libtest_mimic::run(&arguments, tests).exit_code()
 }

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: BSD-2-Clause
+/*
+ * shmsnoop: the system calls of System V shared memory.
+ *
+ * Hooks: their tracepoints. At entry the arguments are remembered by thread; at
+ * exit all goes to user space as one event, with the segment's state if that is
+ * asked for.
+ */
+#include "event.bpf.h"
+#include "filter.bpf.h"
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";
+
+#define IPC_SHM_IDS	   2
+#define IPC_INDEX_BITS	   15 /* of an id, the rest is a sequence number */
+#define IPC_INDEX_BITS_MAX 24 /* with ipcmni_extend on the kernel's command line */
+#define XA_NODE_TAG	   2
+#define XA_NODE_SLOTS	   64
+#define XA_LEVELS	   5
+
+enum call_kind {
+	CALL_SHMGET,
+	CALL_SHMAT,
+	CALL_SHMDT,
+	CALL_SHMCTL,
+};
+
+/* A segment, as ipcs(1) shows it. */
+struct segment {
+	__u64 size;	/* bytes */
+	__u64 attached; /* how many times */
+	__u32 creator_pid;
+	__u32 known; /* 0: there is none of that id, and nothing above holds */
+};
+
+struct event {
+	__u64 time_ns;	  /* CLOCK_MONOTONIC, at exit */
+	__u64 latency_ns; /* from entry to exit */
+	__u64 args[3];	  /* the system call's, in its order */
+	__s64 result;
+	struct segment segment; /* before shmctl, after shmget and shmat */
+	__u32 pid;
+	__u32 tid;
+	enum call_kind kind;
+	__u32 reserved;
+	char comm[COMM_BYTES];
+};
+struct event *unused_event __attribute__((unused));
+
+/* A call that some thread is in. */
+struct call {
+	__u64 begin_ns;
+	__u64 args[3];
+	struct segment segment;
+	struct task_ids ids;
+};
+
+/* Options, set before load. */
+const volatile __u8 with_segment;
+
+/* By thread: pid_tgid as bpf_get_current_pid_tgid() returns it. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 32768);
+	__type(key, __u64);
+	__type(value, struct call);
+} calls SEC(".maps");
+
+/* One step down the tree that the kernel keeps segments in: the entry of a node, by index. */
+static __noinline void *tree_step(void *entry, __u32 index)
+{
+	struct xa_node *node = entry - XA_NODE_TAG;
+	__u32 slot = (index >> (BPF_CORE_READ(node, shift) & 31)) % XA_NODE_SLOTS;
+	void **slots = (void *)node + bpf_core_field_offset(node->slots);
+	void *next = NULL;
+
+	bpf_probe_read_kernel(&next, sizeof(next), &slots[slot]);
+	return next;
+}
+
+static __noinline int segment_at(__u32 id, __u32 index, struct segment *segment)
+{
+	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+	struct ipc_namespace *namespace = BPF_CORE_READ(task, nsproxy, ipc_ns);
+	void *entry = BPF_CORE_READ(namespace, ids[IPC_SHM_IDS].ipcs_idr.idr_rt.xa_head);
+	struct shmid_kernel *shm;
+
+	for (int i = 0; i < XA_LEVELS && ((__u64)entry & 3) == XA_NODE_TAG; i++)
+		entry = tree_step(entry, index);
+	shm = entry - bpf_core_field_offset(struct shmid_kernel, shm_perm);
+	if (!entry || (__u32)BPF_CORE_READ(shm, shm_perm.id) != id)
+		return 0;
+	segment->size = BPF_CORE_READ(shm, shm_segsz);
+	segment->attached = BPF_CORE_READ(shm, shm_nattch);
+	segment->creator_pid = number_in_namespace(BPF_CORE_READ(shm, shm_cprid));
+	segment->known = 1;
+	return 1;
+}
+
+static __always_inline void segment_of(__u32 id, struct segment *segment)
+{
+	if (!segment_at(id, id % (1 << IPC_INDEX_BITS), segment))
+		segment_at(id, id % (1 << IPC_INDEX_BITS_MAX), segment);
+}
+
+static __always_inline void begin(struct call *call)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+
+	call->begin_ns = bpf_ktime_get_ns();
+	if (bpf_map_update_elem(&calls, &thread, call, BPF_ANY))
+		count_loss(calls);
+}
+
+static __always_inline int end(__u32 kind, long result)
+{
+	__u64 now = bpf_ktime_get_ns(), thread = bpf_get_current_pid_tgid();
+	struct call *call = bpf_map_lookup_elem(&calls, &thread);
+	struct event *event;
+
+	if (!call)
+		return 0;
+	if (with_segment && result >= 0) {
+		if (kind == CALL_SHMGET)
+			segment_of(result, &call->segment);
+		else if (kind == CALL_SHMAT)
+			segment_of(call->args[0], &call->segment);
+	}
+	event = event_reserve(sizeof(*event));
+	if (event) {
+		event->time_ns = now;
+		event->latency_ns = now - call->begin_ns;
+		__builtin_memcpy(event->args, call->args, sizeof(event->args));
+		event->result = result;
+		event->segment = call->segment;
+		event->pid = call->ids.pid;
+		event->tid = call->ids.tid;
+		event->kind = kind;
+		event->reserved = 0;
+		bpf_get_current_comm(event->comm, sizeof(event->comm));
+		bpf_ringbuf_submit(event, 0);
+	}
+	bpf_map_delete_elem(&calls, &thread);
+	return 0;
+}
+
+/* The arguments that are C ints: what a register holds beside their 32 bits means nothing. */
+#define INT(argument) ((__u32)(argument))
+
+SEC("tracepoint/syscalls/sys_enter_shmget")
+int shmget_enter(struct syscall_trace_enter *ctx)
+{
+	struct call call = {};
+
+	if (!filter_wants(&call.ids))
+		return 0;
+	call.args[0] = INT(ctx->args[0]);
+	call.args[1] = ctx->args[1];
+	call.args[2] = INT(ctx->args[2]);
+	begin(&call);
+	return 0;
+}
+
+SEC("tracepoint/syscalls/sys_exit_shmget")
+int shmget_exit(struct syscall_trace_exit *ctx)
+{
+	return end(CALL_SHMGET, ctx->ret);
+}
+
+SEC("tracepoint/syscalls/sys_enter_shmat")
+int shmat_enter(struct syscall_trace_enter *ctx)
+{
+	struct call call = {};
+
+	if (!filter_wants(&call.ids))
+		return 0;
+	call.args[0] = INT(ctx->args[0]);
+	call.args[1] = ctx->args[1];
+	call.args[2] = INT(ctx->args[2]);
+	begin(&call);
+	return 0;
+}
+
+SEC("tracepoint/syscalls/sys_exit_shmat")
+int shmat_exit(struct syscall_trace_exit *ctx)
+{
+	return end(CALL_SHMAT, ctx->ret);
+}
+
+SEC("tracepoint/syscalls/sys_enter_shmdt")
+int shmdt_enter(struct syscall_trace_enter *ctx)
+{
+	struct call call = {};
+
+	if (!filter_wants(&call.ids))
+		return 0;
+	call.args[0] = ctx->args[0];
+	begin(&call);
+	return 0;
+}
+
+SEC("tracepoint/syscalls/sys_exit_shmdt")
+int shmdt_exit(struct syscall_trace_exit *ctx)
+{
+	return end(CALL_SHMDT, ctx->ret);
+}
+
+SEC("tracepoint/syscalls/sys_enter_shmctl")
+int shmctl_enter(struct syscall_trace_enter *ctx)
+{
+	struct call call = {};
+
+	if (!filter_wants(&call.ids))
+		return 0;
+	call.args[0] = INT(ctx->args[0]);
+	call.args[1] = INT(ctx->args[1]);
+	call.args[2] = ctx->args[2];
+	/* Afterwards, IPC_RMID may have left nothing to look at. */
+	if (with_segment)
+		segment_of(call.args[0], &call.segment);
+	begin(&call);
+	return 0;
+}
+
+SEC("tracepoint/syscalls/sys_exit_shmctl")
+int shmctl_exit(struct syscall_trace_exit *ctx)
+{
+	return end(CALL_SHMCTL, ctx->ret);
+}
+
+/* A thread that is killed inside a call never gets to its exit. */
+SEC("raw_tp/sched_process_exit")
+int thread_exit(void *ctx)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+
+	bpf_map_delete_elem(&calls, &thread);
+	return 0;
+}

@@ -1,0 +1,294 @@
+//! shmsnoop, row by row against what tests/workload/shm.c did.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use serde_json::Value;
+
+use crate::harness::{self, Ended, Tool, Workload};
+
+/// Rounds of the workload: each shmget, shmat, shmctl, shmdt, shmctl.
+const ROUNDS: u64 = 101;
+
+pub(crate) fn tests() -> Vec<Trial> {
+    let test =
+        |name: &str, run: fn() -> Result<()>| harness::test(&format!("shmsnoop::{name}"), &[], run);
+    vec![
+        test("every_argument_and_result", every_argument_and_result),
+        test("bcc_s_lines", bcc_s_lines),
+        test("segments", segments),
+        test("segments_in_large_numbers", segments_in_large_numbers),
+        test("latency_and_time", latency_and_time),
+        test("threads_are_filtered", threads_are_filtered),
+        test("a_duration_ends_it", a_duration_ends_it),
+        test("what_is_not_there_is_named", what_is_not_there_is_named),
+    ]
+}
+
+/// Traces the workload. Returns its pid, its facts and what the tool printed.
+fn trace(args: &[&str]) -> Result<(String, HashMap<String, String>, Ended)> {
+    let mut workload = Workload::start("shm", &[&ROUNDS.to_string()])?;
+    let pid = workload.pid();
+    let mut tool = Tool::start("shmsnoop", &[&["-p", &pid], args].concat())?;
+    tool.wait_for("tracing shmget(2)")?;
+    let facts = workload.work()?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    ensure!(ended.stderr.lines().count() == 1, "{}", ended.stderr);
+    Ok((pid, facts, ended))
+}
+
+fn json_rows(ended: &Ended) -> Result<Vec<Value>> {
+    let row = |line: &str| serde_json::from_str(line).with_context(|| line.to_owned());
+    ended.stdout.lines().map(row).collect()
+}
+
+/// The calls of a fact, each as its arguments and its result or `-ERROR`.
+fn calls(fact: &str) -> Result<Vec<(Vec<u64>, &str)>> {
+    fact.split(',')
+        .map(|call| {
+            let (args, result) = call.rsplit_once(':').with_context(|| call.to_owned())?;
+            let args = args
+                .split(':')
+                .map(|arg| Ok(u64::from_str_radix(arg.trim_start_matches("0x"), 16)?))
+                .collect::<Result<_>>()?;
+            Ok((args, result))
+        })
+        .collect()
+}
+
+fn hex(value: u64) -> String {
+    format!("{value:#x}")
+}
+
+fn every_argument_and_result() -> Result<()> {
+    let (pid, facts, ended) = trace(&["-j"])?;
+    let rows = json_rows(&ended)?;
+    let mut seen = 0;
+    for (fact, call, count) in [
+        ("get", "shmget", ROUNDS + 3),
+        ("at", "shmat", ROUNDS + 2),
+        ("dt", "shmdt", ROUNDS + 2),
+        ("ctl", "shmctl", 2 * ROUNDS + 4),
+    ] {
+        let made = calls(&facts[fact])?;
+        let rows: Vec<&Value> = rows.iter().filter(|row| row["call"] == call).collect();
+        ensure!(
+            made.len() as u64 == count && rows.len() as u64 == count,
+            "{call}: {}",
+            rows.len()
+        );
+        seen += rows.len();
+        for (row, (args, result)) in rows.into_iter().zip(made) {
+            match result.strip_prefix('-') {
+                Some(error) => ensure!(
+                    row["error"] == error && row["result"].is_null(),
+                    "{row} {result}"
+                ),
+                None => ensure!(
+                    row["result"] == result && row["error"].is_null(),
+                    "{row} {result}"
+                ),
+            }
+            let same = match call {
+                "shmget" => {
+                    row["key"] == hex(args[0])
+                        && row["size_bytes"] == args[1]
+                        && row["shmflg"] == hex(args[2])
+                }
+                "shmat" => {
+                    row["shmid"] == args[0]
+                        && row["shmaddr"] == hex(args[1])
+                        && row["shmflg"] == hex(args[2])
+                }
+                "shmdt" => row["shmaddr"] == hex(args[0]),
+                _ => {
+                    let names = ["IPC_RMID", "IPC_SET", "IPC_STAT"];
+                    let name = *names.get(args[1] as usize).unwrap_or(&match args[1] {
+                        11 => "SHM_LOCK",
+                        _ => "SHM_UNLOCK",
+                    });
+                    row["shmid"] == args[0] && row["cmd"] == name && row["buf"] == hex(args[2])
+                }
+            };
+            ensure!(same, "{row}\nis not {call} {args:x?}");
+            ensure!(
+                row["pid"].to_string() == pid && row["comm"] == "shm",
+                "{row}"
+            );
+        }
+    }
+    ensure!(
+        seen == rows.len(),
+        "{} rows are of no call",
+        rows.len() - seen
+    );
+    Ok(())
+}
+
+fn bcc_s_lines() -> Result<()> {
+    let (pid, facts, ended) = trace(&[])?;
+    let (header, rows) = ended.stdout.split_once('\n').context("no header")?;
+    ensure!(
+        header == "PID    COMM                SYS              RET ARGs",
+        "{header}"
+    );
+    let rows: Vec<&str> = rows.lines().collect();
+    let gets = calls(&facts["get"])?;
+    let (args, id) = &gets[0];
+    let id = id.trim_start_matches("0x");
+    let expected = format!(
+        "{pid:<6} shm              SHMGET {id:>16} key: {:#x}, size: {}, shmflg: 0x380 (IPC_CREAT|0600)",
+        args[0], args[1]
+    );
+    ensure!(rows[0] == expected, "{}\nis not\n{expected}", rows[0]);
+    let ats = calls(&facts["at"])?;
+    let address = ats[0].1.trim_start_matches("0x");
+    let expected = format!(
+        "{pid:<6} shm               SHMAT {address:>16} shmid: 0x{id}, shmaddr: 0x0, shmflg: 0x0"
+    );
+    ensure!(rows[1] == expected, "{}\nis not\n{expected}", rows[1]);
+    let expected = format!(
+        "{pid:<6} shm               SHMDT {:>16} shmaddr: 0x{address}",
+        0
+    );
+    ensure!(rows[3] == expected, "{}\nis not\n{expected}", rows[3]);
+    let expected = format!(
+        "{pid:<6} shm              SHMCTL {:>16} shmid: 0x{id}, cmd: 0 (IPC_RMID), buf: 0x0",
+        0
+    );
+    ensure!(rows[4] == expected, "{}\nis not\n{expected}", rows[4]);
+    let exists = rows.iter().filter(|row| row.contains(" EEXIST key: "));
+    ensure!(exists.count() == 1, "{}", ended.stdout);
+    Ok(())
+}
+
+fn segments() -> Result<()> {
+    let (pid, facts, ended) = trace(&["-j"])?;
+    let rows = json_rows(&ended)?;
+    let gets = calls(&facts["get"])?;
+    for (round, (args, _)) in gets.iter().take(ROUNDS as usize).enumerate() {
+        // shmget, shmat, IPC_STAT, shmdt, IPC_RMID
+        let attached = [Some(0), Some(1), Some(1), None, Some(0)];
+        for (row, attached) in rows[5 * round..].iter().zip(attached) {
+            let expected = match attached {
+                Some(attached) => [attached.into(), args[1].into(), pid.parse::<u32>()?.into()],
+                None => [Value::Null, Value::Null, Value::Null],
+            };
+            let found = [&row["attached"], &row["segment_bytes"], &row["creator_pid"]];
+            ensure!(found == expected.each_ref(), "{row} is not of {expected:?}");
+        }
+    }
+    let (_, _, ended) = trace(&["-e"])?;
+    let row = ended.stdout.lines().nth(2).context("no row")?;
+    ensure!(
+        row.contains("      1          4 ") && row.contains(" shmid: "),
+        "{row}"
+    );
+    Ok(())
+}
+
+/// So many that the kernel's tree of them has more than one level.
+fn segments_in_large_numbers() -> Result<()> {
+    let ids: Vec<i32> = (0..331)
+        // SAFETY: makes a segment, which is removed below.
+        .map(|_| unsafe { libc::shmget(libc::IPC_PRIVATE, 4096, 0o600) })
+        .collect();
+    let traced = trace(&["-j"]);
+    for &id in &ids {
+        // SAFETY: removes what was made above.
+        unsafe { libc::shmctl(id, libc::IPC_RMID, std::ptr::null_mut()) };
+    }
+    ensure!(!ids.contains(&-1), "cannot make segments");
+    let (_, facts, ended) = traced?;
+    let rows = json_rows(&ended)?;
+    let gets = calls(&facts["get"])?;
+    let seen = rows.iter().filter(|row| row["call"] == "shmget").zip(gets);
+    for (row, (args, result)) in seen {
+        let expected = if result.starts_with('-') {
+            Value::Null
+        } else {
+            args[1].into()
+        };
+        ensure!(row["segment_bytes"] == expected, "{row} {expected}");
+    }
+    Ok(())
+}
+
+fn latency_and_time() -> Result<()> {
+    let begin = Instant::now();
+    let (_, _, ended) = trace(&["-T", "-L"])?;
+    let took = begin.elapsed().as_secs_f64();
+    let (header, rows) = ended.stdout.split_once('\n').context("no header")?;
+    ensure!(
+        header.starts_with("TIME(s)       PID    COMM ") && header.contains(" LAT(us) ARGs"),
+        "{header}"
+    );
+    let column = |row: &str, number: usize| -> Result<f64> {
+        let text = row.split_whitespace().nth(number).context("no column")?;
+        text.parse().with_context(|| row.to_owned())
+    };
+    let times = rows
+        .lines()
+        .map(|row| column(row, 0))
+        .collect::<Result<Vec<f64>>>()?;
+    ensure!(
+        times[0] == 0.0 && times.is_sorted() && times.iter().all(|&time| time < took),
+        "{times:?}"
+    );
+    for row in rows.lines() {
+        let latency = column(row, 5)?;
+        ensure!(latency > 0.0 && latency / 1e6 < took, "{row}");
+    }
+    Ok(())
+}
+
+fn threads_are_filtered() -> Result<()> {
+    let mut workloads = [
+        Workload::start("shm", &["2"])?,
+        Workload::start("shm", &["3"])?,
+    ];
+    // A thread's number wins over a process's.
+    let (other, wanted) = (workloads[0].pid(), workloads[1].pid());
+    let mut tool = Tool::start("shmsnoop", &["-p", &other, "-t", &wanted])?;
+    tool.wait_for("tracing shmget(2)")?;
+    for workload in &mut workloads {
+        workload.work()?;
+    }
+    let ended = tool.interrupt()?;
+    let (header, rows) = ended.stdout.split_once('\n').context("no header")?;
+    ensure!(header.starts_with("TID    COMM"), "{header}");
+    ensure!(
+        rows.lines()
+            .all(|row| row.starts_with(&format!("{wanted} "))),
+        "{rows}"
+    );
+    ensure!(rows.lines().count() == 5 * 3 + 11, "{rows}");
+    Ok(())
+}
+
+fn a_duration_ends_it() -> Result<()> {
+    let begin = Instant::now();
+    let ended = harness::run("shmsnoop", &["-d", "0.3", "-n", "no such name"])?;
+    ensure!(ended.status.success(), "{ended:?}");
+    ensure!(
+        begin.elapsed() >= Duration::from_millis(300),
+        "{:?}",
+        begin.elapsed()
+    );
+    ensure!(ended.stdout.lines().count() == 1, "{ended:?}");
+    Ok(())
+}
+
+fn what_is_not_there_is_named() -> Result<()> {
+    let ended = harness::run("shmsnoop", &["-t", "4194305"])?;
+    ensure!(ended.status.code() == Some(1), "{ended:?}");
+    ensure!(
+        ended.stderr.contains("no thread has TID 4194305"),
+        "{ended:?}"
+    );
+    ensure!(ended.stdout.is_empty(), "{ended:?}");
+    Ok(())
+}

@@ -1,0 +1,382 @@
+//! One call, with its arguments decoded.
+
+use std::borrow::Cow;
+use std::io::{self, Write};
+use std::time::Duration;
+
+use jiff::Zoned;
+use memtools::clock::{self, Clock};
+use memtools::output::Hex;
+use memtools::{errno, flags, output, text};
+use serde::Serialize;
+
+use crate::bpf::types::{call_kind as Kind, event, segment};
+
+const SHM_HUGETLB: u64 = 0o4000;
+
+const GET_FLAGS: [(u64, &str); 5] = [
+    (0o1000, "IPC_CREAT"),
+    (0o2000, "IPC_EXCL"),
+    (SHM_HUGETLB, "SHM_HUGETLB"),
+    (0o10000, "SHM_NORESERVE"),
+    (0o100000, "SHM_EXEC"),
+];
+
+const AT_FLAGS: [(u64, &str); 4] = [
+    (0o10000, "SHM_RDONLY"),
+    (0o20000, "SHM_RND"),
+    (0o40000, "SHM_REMAP"),
+    (0o100000, "SHM_EXEC"),
+];
+
+/// What a 32-bit C library adds to a command, to say that it means the newer structs.
+const IPC_64: u64 = 0x100;
+
+const COMMANDS: [(u64, &str); 9] = [
+    (0, "IPC_RMID"),
+    (1, "IPC_SET"),
+    (2, "IPC_STAT"),
+    (3, "IPC_INFO"),
+    (11, "SHM_LOCK"),
+    (12, "SHM_UNLOCK"),
+    (13, "SHM_STAT"),
+    (14, "SHM_INFO"),
+    (15, "SHM_STAT_ANY"),
+];
+
+/// Columns that not everybody wants.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Columns {
+    pub(crate) timestamp: bool,
+    /// Threads in place of processes.
+    pub(crate) tid: bool,
+    pub(crate) segment: bool,
+    pub(crate) latency: bool,
+}
+
+impl Columns {
+    /// The line of column names.
+    pub(crate) fn header(self) -> String {
+        let mut header = String::new();
+        if self.timestamp {
+            header += &format!("{:<14}", "TIME(s)");
+        }
+        let id = if self.tid { "TID" } else { "PID" };
+        header += &format!("{id:<6} {:<16} {:>6} {:>16} ", "COMM", "SYS", "RET");
+        if self.latency {
+            header += &format!("{:>8} ", "LAT(us)");
+        }
+        if self.segment {
+            header += &format!("{:>6} {:>10} {:>6} ", "NATTCH", "SIZE(KB)", "CPID");
+        }
+        header + "ARGs"
+    }
+}
+
+/// A call with what it was given.
+#[derive(Debug, Serialize)]
+#[serde(tag = "call", rename_all = "snake_case")]
+enum Call {
+    Shmget {
+        key: Hex,
+        size_bytes: u64,
+        shmflg: Hex,
+        flags: Vec<String>,
+    },
+    Shmat {
+        shmid: u64,
+        shmaddr: Hex,
+        shmflg: Hex,
+        flags: Vec<String>,
+    },
+    Shmdt {
+        shmaddr: Hex,
+    },
+    Shmctl {
+        shmid: u64,
+        cmd: Cow<'static, str>,
+        buf: Hex,
+    },
+}
+
+impl Call {
+    fn new(kind: Kind, [first, second, third]: [u64; 3]) -> Self {
+        match kind {
+            Kind::CALL_SHMGET => Self::Shmget {
+                key: Hex(first),
+                size_bytes: second,
+                shmflg: Hex(third),
+                flags: get_flags(third),
+            },
+            Kind::CALL_SHMAT => Self::Shmat {
+                shmid: first,
+                shmaddr: Hex(second),
+                shmflg: Hex(third),
+                flags: flag_names(third, &AT_FLAGS, None),
+            },
+            Kind::CALL_SHMDT => Self::Shmdt {
+                shmaddr: Hex(first),
+            },
+            _ => Self::Shmctl {
+                shmid: first,
+                cmd: command(second),
+                buf: Hex(third),
+            },
+        }
+    }
+
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Shmget { .. } => "SHMGET",
+            Self::Shmat { .. } => "SHMAT",
+            Self::Shmdt { .. } => "SHMDT",
+            Self::Shmctl { .. } => "SHMCTL",
+        }
+    }
+}
+
+fn get_flags(flags: u64) -> Vec<String> {
+    if flags & SHM_HUGETLB == 0 {
+        return flag_names(flags, &GET_FLAGS, None);
+    }
+    // A number of six bits, not bits: 2 MB and 1 GB have some in common.
+    let size = flags::huge_page_size(flags).map(|size| format!("SHM_HUGE_{size}"));
+    flag_names(flags & !flags::HUGE_MASK, &GET_FLAGS, size)
+}
+
+/// The names, and what is left, such as permissions, in octal.
+fn flag_names(flags: u64, table: &[(u64, &'static str)], more: Option<String>) -> Vec<String> {
+    let (names, rest) = flags::names(flags, table);
+    let rest = (rest != 0).then(|| format!("0{rest:o}"));
+    let names = names.into_iter().map(str::to_owned);
+    names.chain(more).chain(rest).collect()
+}
+
+fn command(cmd: u64) -> Cow<'static, str> {
+    let cmd = cmd & !IPC_64;
+    match COMMANDS.iter().find(|(number, _)| *number == cmd) {
+        Some((_, name)) => Cow::Borrowed(*name),
+        None => format!("{cmd:#x}").into(),
+    }
+}
+
+/// One row.
+#[derive(Debug, Serialize)]
+pub(crate) struct Row {
+    #[serde(serialize_with = "clock::serialize")]
+    time: Zoned,
+    pid: u32,
+    tid: u32,
+    comm: String,
+    #[serde(flatten)]
+    call: Call,
+    /// An id, an address, or 0; None if the call failed.
+    result: Option<Hex>,
+    error: Option<Cow<'static, str>>,
+    latency_ns: u64,
+    /// Of the segment; None where it is not known.
+    attached: Option<u64>,
+    segment_bytes: Option<u64>,
+    creator_pid: Option<u32>,
+    #[serde(skip)]
+    since_first: Duration,
+    /// shmctl's, as a number.
+    #[serde(skip)]
+    cmd: u64,
+    #[serde(skip)]
+    columns: Columns,
+}
+
+impl Row {
+    pub(crate) fn new(event: &event, first_ns: u64, clock: &Clock, columns: Columns) -> Self {
+        let outcome = errno::result(event.result);
+        let segment = Some(event.segment).filter(|segment: &segment| segment.known != 0);
+        Self {
+            time: clock.local(event.time_ns),
+            pid: event.pid,
+            tid: event.tid,
+            comm: text::from_c(&event.comm),
+            call: Call::new(event.kind, event.args),
+            result: outcome.ok().map(Hex),
+            error: outcome.err().map(errno::name),
+            latency_ns: event.latency_ns,
+            attached: segment.map(|segment| segment.attached),
+            segment_bytes: segment.map(|segment| segment.size),
+            creator_pid: segment.map(|segment| segment.creator_pid),
+            since_first: Duration::from_nanos(event.time_ns.saturating_sub(first_ns)),
+            cmd: event.args[1] & !IPC_64,
+            columns,
+        }
+    }
+}
+
+impl output::Row for Row {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let columns = self.columns;
+        if columns.timestamp {
+            write!(out, "{:<14.9}", self.since_first.as_secs_f64())?;
+        }
+        let id = if columns.tid { self.tid } else { self.pid };
+        write!(out, "{id:<6} {:<16} {:>6} ", self.comm, self.call.name())?;
+        match (self.result, &self.error) {
+            (Some(Hex(value)), _) => write!(out, "{value:>16x} ")?,
+            (None, error) => write!(out, "{:>16} ", error.as_deref().unwrap_or("-"))?,
+        }
+        if columns.latency {
+            write!(out, "{:>8.1} ", self.latency_ns as f64 / 1e3)?;
+        }
+        if columns.segment {
+            let known = |value: Option<u64>| value.map_or("-".into(), |value| value.to_string());
+            write!(
+                out,
+                "{:>6} {:>10} {:>6} ",
+                known(self.attached),
+                known(self.segment_bytes.map(|bytes| bytes.div_ceil(1024))),
+                known(self.creator_pid.map(u64::from)),
+            )?;
+        }
+        match &self.call {
+            Call::Shmget {
+                key,
+                size_bytes,
+                shmflg,
+                flags,
+            } => {
+                write!(out, "key: {key}, size: {size_bytes}, shmflg: {shmflg}")?;
+                write_names(out, flags)
+            }
+            Call::Shmat {
+                shmid,
+                shmaddr,
+                shmflg,
+                flags,
+            } => {
+                write!(
+                    out,
+                    "shmid: {shmid:#x}, shmaddr: {shmaddr}, shmflg: {shmflg}"
+                )?;
+                write_names(out, flags)
+            }
+            Call::Shmdt { shmaddr } => writeln!(out, "shmaddr: {shmaddr}"),
+            Call::Shmctl { shmid, cmd, buf } => {
+                writeln!(
+                    out,
+                    "shmid: {shmid:#x}, cmd: {} ({cmd}), buf: {buf}",
+                    self.cmd
+                )
+            }
+        }
+    }
+}
+
+fn write_names(out: &mut dyn Write, names: &[String]) -> io::Result<()> {
+    if names.is_empty() {
+        return writeln!(out);
+    }
+    writeln!(out, " ({})", names.join("|"))
+}
+
+#[cfg(test)]
+mod tests {
+    use memtools::output::Row as _;
+
+    use super::*;
+
+    const BARE: Columns = Columns {
+        timestamp: false,
+        tid: false,
+        segment: false,
+        latency: false,
+    };
+
+    fn line(kind: Kind, args: [u64; 3], result: i64, columns: Columns) -> String {
+        let mut event = event {
+            time_ns: 3_500_000_000,
+            latency_ns: 1234,
+            args,
+            result,
+            pid: 19813,
+            tid: 19814,
+            kind,
+            ..event::default()
+        };
+        event.comm[..6].copy_from_slice(&b"server".map(u8::cast_signed));
+        let row = Row::new(&event, 1_000_000_000, &Clock::new(), columns);
+        let mut line = Vec::new();
+        row.text(&mut line).expect("memory");
+        String::from_utf8(line).expect("UTF-8")
+    }
+
+    #[test]
+    fn bcc_s_columns() {
+        assert_eq!(
+            BARE.header(),
+            "PID    COMM                SYS              RET ARGs"
+        );
+        assert_eq!(
+            line(Kind::CALL_SHMGET, [0x7802_0001, 20, 0x3b6], 0x10000, BARE),
+            "19813  server           SHMGET            10000 key: 0x78020001, size: 20, \
+             shmflg: 0x3b6 (IPC_CREAT|0666)\n"
+        );
+        assert_eq!(
+            line(Kind::CALL_SHMDT, [0x7f4f_d8ee_7000, 0, 0], 0, BARE),
+            "19813  server            SHMDT                0 shmaddr: 0x7f4fd8ee7000\n"
+        );
+        assert_eq!(
+            line(Kind::CALL_SHMAT, [0x10000, 0, 0], 0x7f4f_d8ee_7000, BARE),
+            "19813  server            SHMAT     7f4fd8ee7000 shmid: 0x10000, shmaddr: 0x0, \
+             shmflg: 0x0\n"
+        );
+        assert_eq!(
+            line(Kind::CALL_SHMCTL, [0x10000, 0, 0], 0, BARE),
+            "19813  server           SHMCTL                0 shmid: 0x10000, cmd: 0 (IPC_RMID), \
+             buf: 0x0\n"
+        );
+    }
+
+    #[test]
+    fn errors_have_their_names() {
+        let line = line(Kind::CALL_SHMGET, [1, 4096, 0], -2, BARE);
+        assert!(line.contains("SHMGET           ENOENT key: 0x1,"), "{line}");
+    }
+
+    #[test]
+    fn further_columns_line_up_with_their_names() {
+        let columns = Columns {
+            timestamp: true,
+            tid: true,
+            segment: true,
+            latency: true,
+        };
+        let header = columns.header();
+        let line = line(Kind::CALL_SHMDT, [4096, 0, 0], 0, columns);
+        assert!(line.starts_with("2.500000000   19814  server "), "{line}");
+        let ends_with = |name: &str, value: &str| {
+            let end = header.find(name).expect(name) + name.len();
+            assert!(line[..end].ends_with(value), "{name}\n{header}\n{line}");
+        };
+        ends_with("LAT(us)", " 1.2");
+        ends_with("NATTCH", " -");
+        ends_with("SIZE(KB)", " -");
+        ends_with("CPID", " -");
+        assert_eq!(header.find("ARGs"), line.find("shmaddr"));
+    }
+
+    #[test]
+    fn huge_pages_have_one_size() {
+        let names = |flags| get_flags(flags).join("|");
+        assert_eq!(names(0o4600 | 21 << 26), "SHM_HUGETLB|SHM_HUGE_2MB|0600");
+        assert_eq!(names(0o4600 | 30 << 26), "SHM_HUGETLB|SHM_HUGE_1GB|0600");
+        assert_eq!(names(0o4600), "SHM_HUGETLB|0600");
+        assert_eq!(names(0o600 | 21 << 26), "012400000600");
+        assert_eq!(names(0), "");
+    }
+
+    #[test]
+    fn commands_are_known_with_ipc_64_too() {
+        assert_eq!(command(2), "IPC_STAT");
+        assert_eq!(command(0x102), "IPC_STAT");
+        assert_eq!(command(15), "SHM_STAT_ANY");
+        assert_eq!(command(99), "0x63");
+    }
+}
