@@ -20,6 +20,7 @@
 //! | [`command`] | a command to be traced, held before exec until the probes are live |
 //! | [`elf`] | functions of an ELF file by name |
 //! | [`mappings`] | code mappings as processes make them, from the kernel's own log |
+//! | [`address_space`] | what code processes have mapped, now and before |
 //! | [`poll`] | one wait for events, ticks, signals and the target's end |
 //! | [`events`] | typed events from the ring buffer |
 //! | [`stack`] | the table of distinct call stacks |
@@ -39,6 +40,7 @@
 //!
 //! How to add a tool is in CONTRIBUTING.md.
 
+pub mod address_space;
 pub mod attach;
 pub mod cli;
 pub mod clock;

@@ -23,6 +23,8 @@ const PAUSE_BETWEEN_LOOKS: Duration = Duration::from_millis(10);
 pub struct Wake {
     /// The ring buffer has events.
     pub events: bool,
+    /// The log of mappings is filling up.
+    pub mappings: bool,
     /// The interval has passed.
     pub tick: bool,
     /// SIGINT or SIGTERM came, or the reader of stdout has gone.
@@ -36,6 +38,7 @@ pub struct Wake {
 /// Waits for all of it.
 pub struct Poller<'a> {
     ring: Option<BorrowedFd<'a>>,
+    mappings: Option<BorrowedFd<'a>>,
     process: Option<BorrowedFd<'a>>,
     signals: SignalFd,
     ticks: Option<TimerFd>,
@@ -55,6 +58,7 @@ impl<'a> Poller<'a> {
             .context("failed to open a signalfd")?;
         Ok(Self {
             ring: None,
+            mappings: None,
             process: None,
             signals,
             ticks: None,
@@ -65,6 +69,11 @@ impl<'a> Poller<'a> {
     /// Wakes for events in this ring buffer.
     pub fn watch_events(&mut self, ring: &'a impl AsFd) {
         self.ring = Some(ring.as_fd());
+    }
+
+    /// Wakes when the log of mappings, a symbolizer's descriptor, should be read.
+    pub fn watch_mappings(&mut self, log: &'a impl AsFd) {
+        self.mappings = Some(log.as_fd());
     }
 
     /// Wakes when this process exits.
@@ -124,6 +133,7 @@ impl<'a> Poller<'a> {
         ];
         let optional = [
             (Source::Ring, self.ring.filter(|_| !resting)),
+            (Source::Mappings, self.mappings),
             (Source::Process, self.process),
             (Source::Ticks, self.ticks.as_ref().map(AsFd::as_fd)),
         ];
@@ -150,6 +160,7 @@ impl<'a> Poller<'a> {
             match source {
                 Source::Signals => wake.stop |= matches!(self.signals.read_signal(), Ok(Some(_))),
                 Source::Stdout => wake.stop = true,
+                Source::Mappings => wake.mappings = true,
                 Source::Process => wake.exited = true,
                 Source::Ring => {
                     wake.events = true;
@@ -173,6 +184,7 @@ enum Source {
     Signals,
     Stdout,
     Ring,
+    Mappings,
     Process,
     Ticks,
 }

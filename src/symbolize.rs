@@ -1,25 +1,24 @@
 //! Names for the frames of stacks: of the kernel, of a process, of a process that has exited.
 //!
-//! The mappings of each process of interest are remembered, with their files held open, from the
-//! moment that it is followed: its /proc is gone once it has exited. Names come from `.symtab` and
-//! `.dynsym` (blazesym), and for generated code from perf maps. An address that no symbol covers
-//! gets none: a wrong name is worse than `libfoo.so+0x1234`. The kernel names its own functions
-//! ([`crate::kallsyms`]).
+//! The images of processes are remembered ([`crate::address_space`]): /proc/PID is gone once the
+//! process has exited. Names come from `.symtab` and `.dynsym` (blazesym), and for generated code
+//! from perf maps. An address that no symbol covers gets none: a wrong name is worse than
+//! `libfoo.so+0x1234`. The kernel names its own functions ([`crate::kallsyms`]).
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::fs::{self, File};
-use std::os::fd::AsRawFd;
-use std::rc::Rc;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use blazesym::symbolize::source::{Elf, Source};
 use blazesym::symbolize::{Input, Symbolized, Symbolizer as Blazesym};
 
+use crate::address_space::{AddressSpaces, Image};
 use crate::kallsyms::Kallsyms;
-use crate::mappings::{Change, MappingLog};
+use crate::mappings::MappingLog;
 use crate::perf_map::PerfMap;
-use crate::process::{FileId, MappedFile, Mapping, Process};
+use crate::process::Process;
 use crate::stack::{Place, Side, Stack};
 use crate::text;
 
@@ -49,29 +48,34 @@ impl fmt::Display for Frame {
     }
 }
 
-/// What a process can execute.
-#[derive(Debug, Default)]
-struct AddressSpace {
-    /// In the order in which they were made; a later one covers an earlier one.
-    mappings: Vec<(Mapping, Option<Rc<MappedFile>>)>,
-    perf_map: Option<PerfMap>,
-}
-
-/// Names addresses of the processes that it follows.
+/// Names the frames of stacks.
 pub struct Symbolizer {
     log: MappingLog,
+    spaces: AddressSpaces,
     blazesym: Blazesym,
-    processes: HashMap<u32, AddressSpace>,
-    files: HashMap<FileId, Rc<MappedFile>>,
-    /// By file and offset in it: what blazesym answered.
-    names: HashMap<(FileId, u64), Option<(String, u64)>>,
+    /// By number of the file and offset in it: what blazesym answered.
+    names: HashMap<(u32, u64), Option<(String, u64)>>,
+    /// By process.
+    perf_maps: HashMap<u32, PerfMap>,
+    /// The processes whose perf maps were read since the last refresh.
+    perf_maps_read: HashSet<u32>,
     /// Read when the first kernel frame is named.
     kernel: Option<Kallsyms>,
 }
 
 impl Symbolizer {
-    /// Starts listening for new mappings, of all processes.
+    /// For processes that are yet to be named, by [`Symbolizer::follow`].
     pub fn new() -> Result<Self> {
+        Self::with(AddressSpaces::new(false))
+    }
+
+    /// For all processes: those that will start, and those that run when
+    /// [`Symbolizer::look_around`] is called.
+    pub fn of_all_processes() -> Result<Self> {
+        Self::with(AddressSpaces::new(true))
+    }
+
+    fn with(spaces: AddressSpaces) -> Result<Self> {
         let blazesym = Blazesym::builder()
             .enable_auto_reload(false)
             .enable_code_info(false)
@@ -79,10 +83,11 @@ impl Symbolizer {
             .build();
         Ok(Self {
             log: MappingLog::start()?,
+            spaces,
             blazesym,
-            processes: HashMap::new(),
-            files: HashMap::new(),
             names: HashMap::new(),
+            perf_maps: HashMap::new(),
+            perf_maps_read: HashSet::new(),
             kernel: None,
         })
     }
@@ -90,60 +95,54 @@ impl Symbolizer {
     /// Remembers what a running process has mapped, and from now on what it maps.
     pub fn follow(&mut self, process: &Process) -> Result<()> {
         self.follow_new(process.pid());
-        for mapping in process
-            .mappings()?
-            .into_iter()
-            .filter(|mapping| mapping.executable)
-        {
-            self.map(process.pid(), mapping);
-        }
-        Ok(())
+        self.spaces.look_at(process)
     }
 
     /// The same for a process that is about to call exec.
     pub fn follow_new(&mut self, pid: u32) {
-        self.processes.entry(pid).or_default();
+        self.spaces.choose(pid);
     }
 
-    /// Takes note of new mappings and of newly generated code. Call it before a report, and as
-    /// soon as a process has exited.
+    /// Remembers what all running processes have mapped. It takes some milliseconds, so call it
+    /// when the probes are live.
+    pub fn look_around(&mut self) {
+        self.spaces.look_at_all();
+    }
+
+    /// What [`crate::poll::Poller::watch_mappings`] waits for.
+    pub fn descriptor(&self) -> Result<OwnedFd> {
+        let log = self.log.as_fd().try_clone_to_owned();
+        log.context("failed to watch the log of mappings")
+    }
+
+    /// Takes note of new mappings and of newly generated code. Call it when the poller says that
+    /// there are mappings, before a report, and as soon as a process has exited.
     pub fn refresh(&mut self) {
         for change in self.log.drain() {
-            match change {
-                Change::Mapped(pid, mapping) if self.processes.contains_key(&pid) => {
-                    self.map(pid, mapping);
-                }
-                Change::Exec(pid) => {
-                    if let Some(space) = self.processes.get_mut(&pid) {
-                        *space = AddressSpace::default();
-                    }
-                }
-                Change::Mapped(..) => {}
-            }
+            self.spaces.apply(change);
         }
-        for (&pid, space) in &mut self.processes {
-            let generates_code = space.mappings.iter().any(|(mapping, _)| mapping.inode == 0);
-            if generates_code && let Some(map) = read_perf_map(pid) {
-                space.perf_map = Some(map);
+        self.perf_maps_read.clear();
+        for (pid, image) in self.spaces.chosen_images() {
+            if image.generates_code()
+                && let Some(map) = read_perf_map(pid)
+            {
+                self.perf_maps.insert(pid, map);
+                self.perf_maps_read.insert(pid);
             }
         }
     }
 
-    fn map(&mut self, pid: u32, mapping: Mapping) {
-        let Some(space) = self.processes.get_mut(&pid) else {
-            return;
-        };
-        let file = (mapping.inode != 0).then(|| {
-            let known = self.files.get(&mapping.file_id()).cloned();
-            known.or_else(|| MappedFile::open(pid, &mapping).ok().map(Rc::new))
-        });
-        let file = file.flatten();
-        if let Some(file) = &file {
-            self.files
-                .entry(mapping.file_id())
-                .or_insert_with(|| Rc::clone(file));
+    /// What has been missed, and may lack names therefore.
+    pub fn losses(&self) -> Option<String> {
+        match (self.log.lost(), self.spaces.forgotten()) {
+            (0, 0) => None,
+            (0, processes) => Some(format!(
+                "forgot {processes} processes that had exited: their frames may lack names"
+            )),
+            (records, _) => Some(format!(
+                "missed {records} mappings, made too fast: some frames may lack names"
+            )),
         }
-        space.mappings.push((mapping, file));
     }
 
     /// The stack's frames with their names, innermost first. `pid` is the process that a user
@@ -151,12 +150,18 @@ impl Symbolizer {
     pub fn name(&mut self, pid: u32, stack: &Stack) -> Vec<Frame> {
         let places = stack.places.iter();
         match stack.side {
-            Side::User => places.map(|&place| self.user_frame(pid, place)).collect(),
+            Side::User => {
+                let code: Vec<u64> = places.clone().map(|place| place.instruction()).collect();
+                let image = self.spaces.image_with(pid, &code).unwrap_or_default();
+                places
+                    .map(|&place| self.user_frame(pid, &image, place))
+                    .collect()
+            }
             Side::Kernel => places.map(|&place| self.kernel_frame(place)).collect(),
         }
     }
 
-    fn user_frame(&mut self, pid: u32, place: Place) -> Frame {
+    fn user_frame(&mut self, pid: u32, image: &Image, place: Place) -> Frame {
         let (address, instruction) = (place.address(), place.instruction());
         let unknown = Frame {
             address,
@@ -164,52 +169,48 @@ impl Symbolizer {
             module: None,
             kernel: false,
         };
-        let Some(space) = self.processes.get(&pid) else {
+        let Some(code) = image.find(instruction) else {
             return unknown;
         };
-        let Some((mapping, file)) = space
-            .mappings
-            .iter()
-            .rev()
-            .find(|(mapping, _)| mapping.range.contains(&instruction))
-        else {
-            return unknown;
+        let offset = instruction - code.range.start + code.file_offset;
+        let symbol = if code.file.is_generated() {
+            self.find_generated(pid, instruction)
+        } else {
+            let blazesym = &self.blazesym;
+            self.names
+                .entry((code.file.number, offset))
+                .or_insert_with(|| name_in_file(blazesym, &code.file.open()?.file, offset))
+                .clone()
         };
-        let symbol = match (file, &space.perf_map) {
-            (Some(file), _) => {
-                let offset = instruction - mapping.range.start + mapping.file_offset;
-                let blazesym = &self.blazesym;
-                self.names
-                    .entry((mapping.file_id(), offset))
-                    .or_insert_with(|| name_in_file(blazesym, &file.file, offset))
-                    .clone()
-            }
-            (None, Some(map)) if mapping.inode == 0 => map
-                .find(instruction)
-                .map(|(name, offset)| (text::escape(name).into_owned(), offset)),
-            _ => None,
-        };
-        let module = mapping.module();
-        let offset = address - mapping.range.start + mapping.file_offset;
+        let module = code.file.module();
+        // Offsets are the return address's own, as all peers print them.
+        let beyond = address - instruction;
         Frame {
-            // Offsets are the return address's own, as all peers print them.
-            symbol: symbol.map(|(name, offset)| (name, offset + (address - instruction))),
-            module: (!module.is_empty()).then_some((module, offset)),
+            symbol: symbol.map(|(name, offset)| (name, offset + beyond)),
+            module: (!module.is_empty()).then_some((module, offset + beyond)),
             ..unknown
         }
     }
 
+    fn find_generated(&mut self, pid: u32, address: u64) -> Option<(String, u64)> {
+        if self.perf_maps_read.insert(pid)
+            && let Some(map) = read_perf_map(pid)
+        {
+            self.perf_maps.insert(pid, map);
+        }
+        let (name, offset) = self.perf_maps.get(&pid)?.find(address)?;
+        Some((text::escape(name).into_owned(), offset))
+    }
+
     fn kernel_frame(&mut self, place: Place) -> Frame {
         let (address, instruction) = (place.address(), place.instruction());
-        let found = self
-            .kernel
-            .get_or_insert_with(read_kallsyms)
-            .find(instruction);
+        let kernel = self.kernel.get_or_insert_with(read_kallsyms);
+        let found = kernel.find(instruction);
+        let beyond = address - instruction;
         let module = found.map_or("kernel", |(_, _, module)| module);
         Frame {
             address,
-            symbol: found
-                .map(|(name, offset, _)| (name.to_owned(), offset + (address - instruction))),
+            symbol: found.map(|(name, offset, _)| (name.to_owned(), offset + beyond)),
             module: Some((module.to_owned(), address)),
             kernel: true,
         }

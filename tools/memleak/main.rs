@@ -97,7 +97,9 @@ fn run(args: Args) -> Result<ExitCode> {
         }),
         args: &args,
     };
+    let mappings = tracer.symbolizer.descriptor()?;
     poller.watch_events(&events);
+    poller.watch_mappings(&mappings);
     poller.watch_exit(&target.process);
     let interval = Duration::from_secs(args.interval);
     poller.tick_every(interval)?;
@@ -107,6 +109,9 @@ fn run(args: Args) -> Result<ExitCode> {
     loop {
         let wake = poller.wait(quiet_until)?;
         tracer.take(events.drain()?)?;
+        if wake.mappings {
+            tracer.symbolizer.refresh();
+        }
         if wake.deadline {
             quiet_until = None;
             if !skel

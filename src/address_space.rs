@@ -1,0 +1,378 @@
+//! What code processes have mapped, now and before: their images.
+//!
+//! A process has one image after another: the one that fork gave it, and one for each exec. Stacks
+//! are looked at when the process may have gone on to another image, or exited, or its number
+//! belongs to another one. So images are kept, and a stack tells by its addresses which it is of.
+
+use std::cell::{Cell, OnceCell};
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::fs;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::time::SystemTime;
+
+use anyhow::Result;
+
+use crate::mappings::Change;
+use crate::process::{FileId, MappedFile, Mapping, Process};
+
+/// Exited processes that are remembered, at a kilobyte or less each.
+const MAX_EXITED: usize = 16384;
+/// Images that are remembered of one process number.
+const MAX_IMAGES: usize = 8;
+
+/// A file, or other thing with a name, that code was mapped from.
+#[derive(Debug)]
+pub struct CodeFile {
+    /// A number of ours, never given to another file.
+    pub number: u32,
+    /// Where it was first seen; inode 0 for what is no file.
+    mapping: Mapping,
+    /// The process that mapped it last, and when.
+    seen: Cell<(u32, SystemTime)>,
+    opened: OnceCell<Option<MappedFile>>,
+}
+
+impl CodeFile {
+    /// Its name without folders, escaped; a name such as `[vdso]`; or empty.
+    pub fn module(&self) -> String {
+        self.mapping.module()
+    }
+
+    /// Whether its code was generated: there is no file, or one that only holds it (memfd).
+    pub fn is_generated(&self) -> bool {
+        let path = self.mapping.path.to_string_lossy();
+        (self.mapping.inode == 0 && !path.starts_with('[')) || path.starts_with("/memfd:")
+    }
+
+    /// The open file; None if it is no file, or cannot be found any more. Opened at the first call
+    /// and then held open, for its descriptor to name it.
+    pub fn open(&self) -> Option<&MappedFile> {
+        let open = || {
+            if self.mapping.inode == 0 {
+                return None;
+            }
+            let (pid, time) = self.seen.get();
+            let file = MappedFile::open(pid, &self.mapping).ok()?;
+            // Another file may be there now, even with the same inode number.
+            (changed(&file).ok()? <= time).then_some(file)
+        };
+        self.opened.get_or_init(open).as_ref()
+    }
+}
+
+/// When the file or its inode was changed last.
+fn changed(file: &MappedFile) -> io::Result<SystemTime> {
+    let meta = file.file.metadata()?;
+    let since_epoch = std::time::Duration::new(
+        meta.ctime().try_into().unwrap_or(0),
+        meta.ctime_nsec().try_into().unwrap_or(0),
+    );
+    Ok(SystemTime::UNIX_EPOCH + since_epoch)
+}
+
+/// Some of a file's code, at some addresses.
+#[derive(Debug, Clone)]
+pub struct MappedCode {
+    /// Addresses, in bytes.
+    pub range: Range<u64>,
+    /// Byte of the file that `range.start` shows.
+    pub file_offset: u64,
+    /// The file.
+    pub file: Rc<CodeFile>,
+}
+
+/// What a process could execute from one exec to the next.
+#[derive(Debug, Clone, Default)]
+pub struct Image {
+    /// In the order in which they were made; a later one covers an earlier one.
+    code: Rc<Vec<MappedCode>>,
+    number: u64,
+}
+
+impl Image {
+    /// The code that is at an address.
+    pub fn find(&self, address: u64) -> Option<&MappedCode> {
+        self.code
+            .iter()
+            .rev()
+            .find(|code| code.range.contains(&address))
+    }
+
+    /// Whether it has generated code.
+    pub fn generates_code(&self) -> bool {
+        self.code.iter().any(|code| code.file.is_generated())
+    }
+}
+
+/// The images of processes.
+pub struct AddressSpaces {
+    /// The processes of interest; None: all.
+    chosen: Option<HashSet<u32>>,
+    /// By process number, oldest first.
+    images: HashMap<u32, Vec<Image>>,
+    files: HashMap<(FileId, PathBuf), Rc<CodeFile>>,
+    /// Process numbers in the order in which they exited, each with its last image.
+    exited: VecDeque<(u32, u64)>,
+    images_made: u64,
+    forgotten: u64,
+}
+
+impl AddressSpaces {
+    /// Of all processes, or of those that are chosen later.
+    pub fn new(all: bool) -> Self {
+        Self {
+            chosen: (!all).then(HashSet::new),
+            images: HashMap::new(),
+            files: HashMap::new(),
+            exited: VecDeque::new(),
+            images_made: 0,
+            forgotten: 0,
+        }
+    }
+
+    /// Remembers from now on what this process maps.
+    pub fn choose(&mut self, pid: u32) {
+        if let Some(chosen) = &mut self.chosen {
+            chosen.insert(pid);
+        }
+    }
+
+    /// Remembers what a running process has mapped.
+    pub fn look_at(&mut self, process: &Process) -> Result<()> {
+        let pid = process.pid();
+        let mappings = process.mappings()?;
+        self.begin_image(pid, Rc::default());
+        for mapping in mappings.into_iter().filter(|mapping| mapping.executable) {
+            self.map(pid, mapping);
+        }
+        Ok(())
+    }
+
+    /// The same for all processes that run now and are not known yet.
+    pub fn look_at_all(&mut self) {
+        let Ok(entries) = fs::read_dir("/proc") else {
+            return;
+        };
+        let own_pid = std::process::id();
+        for entry in entries.flatten() {
+            let pid = entry.file_name().to_str().and_then(|pid| pid.parse().ok());
+            if let Some(pid) = pid
+                && pid != own_pid
+                && !self.images.contains_key(&pid)
+                && let Ok(process) = Process::open(pid)
+            {
+                // One that is gone has nothing to be remembered.
+                let _ = self.look_at(&process);
+            }
+        }
+    }
+
+    /// Takes note of what a process has done.
+    pub fn apply(&mut self, change: Change) {
+        let wanted = |pid| {
+            let chosen = self.chosen.as_ref();
+            chosen.is_none_or(|chosen| chosen.contains(pid))
+        };
+        match change {
+            Change::Mapped(pid, mapping) if wanted(&pid) => self.map(pid, mapping),
+            Change::Exec(pid) if wanted(&pid) => self.begin_image(pid, Rc::default()),
+            Change::Forked(parent, child) if wanted(&child) => {
+                let image = self.images.get(&parent).and_then(|images| images.last());
+                let code = image.map_or_else(Rc::default, |image| Rc::clone(&image.code));
+                self.begin_image(child, code);
+            }
+            Change::Exited(pid) => self.retire(pid),
+            _ => {}
+        }
+    }
+
+    fn begin_image(&mut self, pid: u32, code: Rc<Vec<MappedCode>>) {
+        self.images_made += 1;
+        let images = self.images.entry(pid).or_default();
+        if images.len() == MAX_IMAGES {
+            images.remove(0);
+        }
+        images.push(Image {
+            code,
+            number: self.images_made,
+        });
+    }
+
+    fn map(&mut self, pid: u32, mapping: Mapping) {
+        let (range, file_offset) = (mapping.range.clone(), mapping.file_offset);
+        let file = self.file(pid, mapping);
+        if !self.images.contains_key(&pid) {
+            self.begin_image(pid, Rc::default());
+        }
+        if let Some(image) = self
+            .images
+            .get_mut(&pid)
+            .and_then(|images| images.last_mut())
+        {
+            Rc::make_mut(&mut image.code).push(MappedCode {
+                range,
+                file_offset,
+                file,
+            });
+        }
+    }
+
+    fn file(&mut self, pid: u32, mapping: Mapping) -> Rc<CodeFile> {
+        let number = self.files.len() as u32;
+        let seen = (pid, SystemTime::now());
+        let file = self
+            .files
+            .entry((mapping.file_id(), mapping.path.clone()))
+            .or_insert_with(|| {
+                Rc::new(CodeFile {
+                    number,
+                    mapping,
+                    seen: Cell::new(seen),
+                    opened: OnceCell::new(),
+                })
+            });
+        file.seen.set(seen);
+        // The files of a few processes can be held open at once, and then have their names
+        // whatever becomes of them. Those of all would keep file systems from being unmounted.
+        if self.chosen.is_some() {
+            file.open();
+        }
+        Rc::clone(file)
+    }
+
+    /// Keeps the images of a process that has exited, until there are too many of them.
+    fn retire(&mut self, pid: u32) {
+        let Some(last) = self.images.get(&pid).and_then(|images| images.last()) else {
+            return;
+        };
+        self.exited.push_back((pid, last.number));
+        if self.exited.len() > MAX_EXITED
+            && let Some((oldest, last)) = self.exited.pop_front()
+            && let Some(images) = self.images.get_mut(&oldest)
+        {
+            images.retain(|image| image.number > last);
+            if images.is_empty() {
+                self.images.remove(&oldest);
+            }
+            self.forgotten += 1;
+        }
+    }
+
+    /// The image of a process that all these addresses are in, the newest if there are several; or
+    /// the one that most are in. A process that is not known yet is looked at now.
+    pub fn image_with(&mut self, pid: u32, addresses: &[u64]) -> Option<Image> {
+        if !self.images.contains_key(&pid) && self.chosen.is_none() {
+            let _ = Process::open(pid).and_then(|process| self.look_at(&process));
+        }
+        let missing = |image: &&Image| {
+            let here = |address: &&u64| image.find(**address).is_none();
+            addresses.iter().filter(here).count()
+        };
+        self.images
+            .get(&pid)?
+            .iter()
+            .rev()
+            .min_by_key(missing)
+            .cloned()
+    }
+
+    /// The newest image of each chosen process.
+    pub fn chosen_images(&self) -> impl Iterator<Item = (u32, &Image)> {
+        let chosen = self.chosen.iter().flatten();
+        chosen.filter_map(|pid| Some((*pid, self.images.get(pid)?.last()?)))
+    }
+
+    /// Exited processes whose images were forgotten.
+    pub fn forgotten(&self) -> u64 {
+        self.forgotten
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mapped(pid: u32, start: u64, name: &str) -> Change {
+        Change::Mapped(
+            pid,
+            Mapping {
+                range: start..start + 0x1000,
+                executable: true,
+                file_offset: 0,
+                device: (8, 1),
+                inode: 1,
+                path: name.into(),
+            },
+        )
+    }
+
+    fn at(spaces: &mut AddressSpaces, pid: u32, addresses: &[u64]) -> Vec<String> {
+        let image = spaces.image_with(pid, addresses).unwrap_or_default();
+        let module = |address| image.find(address).map(|code| code.file.module());
+        addresses
+            .iter()
+            .map(|&address| module(address).unwrap_or_default())
+            .collect()
+    }
+
+    /// A number that no process has.
+    const PID: u32 = i32::MAX as u32 - 1;
+
+    #[test]
+    fn a_stack_finds_the_image_that_it_is_of() {
+        let mut spaces = AddressSpaces::new(true);
+        spaces.apply(mapped(PID, 0x1000, "/bin/sh"));
+        spaces.apply(mapped(PID, 0x5000, "/lib/libc"));
+        spaces.apply(Change::Forked(PID, PID + 1));
+        spaces.apply(Change::Exec(PID + 1));
+        spaces.apply(mapped(PID + 1, 0x1000, "/bin/ls"));
+        spaces.apply(mapped(PID + 1, 0x7000, "/lib/libc"));
+        spaces.apply(Change::Exited(PID + 1));
+
+        assert_eq!(at(&mut spaces, PID, &[0x1000, 0x5fff]), ["sh", "libc"]);
+        assert_eq!(at(&mut spaces, PID, &[0x1000, 0x6000]), ["sh", ""]);
+        // Before its exec, the child was in its parent's code.
+        assert_eq!(at(&mut spaces, PID + 1, &[0x1000, 0x5000]), ["sh", "libc"]);
+        assert_eq!(at(&mut spaces, PID + 1, &[0x1000, 0x7000]), ["ls", "libc"]);
+        assert_eq!(at(&mut spaces, PID + 1, &[0x1000]), ["ls"]);
+    }
+
+    #[test]
+    fn a_number_is_given_to_another_process() {
+        let mut spaces = AddressSpaces::new(true);
+        spaces.apply(mapped(PID, 0x1000, "/bin/old"));
+        spaces.apply(Change::Exited(PID));
+        spaces.apply(Change::Forked(PID + 1, PID));
+        spaces.apply(Change::Exec(PID));
+        spaces.apply(mapped(PID, 0x2000, "/bin/new"));
+        assert_eq!(at(&mut spaces, PID, &[0x1000]), ["old"]);
+        assert_eq!(at(&mut spaces, PID, &[0x2000]), ["new"]);
+    }
+
+    #[test]
+    fn the_processes_that_exited_first_are_forgotten_first() {
+        let mut spaces = AddressSpaces::new(true);
+        let others = MAX_EXITED as u32;
+        for pid in PID - others..=PID {
+            spaces.apply(mapped(pid, 0x1000, "/bin/sh"));
+            spaces.apply(Change::Exited(pid));
+        }
+        assert_eq!(spaces.forgotten(), 1);
+        assert_eq!(at(&mut spaces, PID - others, &[0x1000]), [""]);
+        assert_eq!(at(&mut spaces, PID - others + 1, &[0x1000]), ["sh"]);
+    }
+
+    #[test]
+    fn only_what_is_chosen_is_remembered() {
+        let mut spaces = AddressSpaces::new(false);
+        spaces.choose(PID);
+        spaces.apply(mapped(PID, 0x1000, "/bin/sh"));
+        spaces.apply(mapped(PID + 1, 0x1000, "/bin/sh"));
+        assert_eq!(at(&mut spaces, PID, &[0x1000]), ["sh"]);
+        assert_eq!(at(&mut spaces, PID + 1, &[0x1000]), [""]);
+    }
+}
