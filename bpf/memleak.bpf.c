@@ -83,7 +83,6 @@ struct total {
 
 #define MAP_FIXED	 0x10
 #define MREMAP_DONTUNMAP 4
-#define DEFAULT_BLOCKS	 1000000
 
 /* Options, set before load. */
 const volatile __u64 min_size;
@@ -97,7 +96,7 @@ __u8 seen;
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, DEFAULT_BLOCKS);
+	__uint(max_entries, 1); /* --max-allocs */
 	__type(key, __u64); /* address */
 	__type(value, struct block);
 } blocks SEC(".maps");

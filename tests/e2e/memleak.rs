@@ -90,6 +90,16 @@ pub(crate) fn tests() -> Vec<Trial> {
             &[],
             stacks_that_do_not_fit_are_counted,
         ),
+        (
+            "blocks_that_do_not_fit_are_counted",
+            &[],
+            blocks_that_do_not_fit_are_counted,
+        ),
+        (
+            "events_that_do_not_fit_are_counted",
+            &[],
+            events_that_do_not_fit_are_counted,
+        ),
         ("json_agrees_with_text", &[], json_agrees_with_text),
         ("folded_weighs_by_bytes", &[], folded_weighs_by_bytes),
         ("sizes_are_filtered", &[], sizes_are_filtered),
@@ -696,6 +706,45 @@ fn stacks_that_do_not_fit_are_counted() -> Result<()> {
     ensure!(
         ended.stderr.contains(&counted),
         "not {counted:?} in {}",
+        ended.stderr
+    );
+    Ok(())
+}
+
+fn blocks_that_do_not_fit_are_counted() -> Result<()> {
+    let args = ["-o", "0", "--max-allocs", "101", "60"];
+    let ended = trace("alloc", &["one", "malloc", "211", "4093"], &args)?;
+    let groups = last_report(&ended.stdout)?;
+    let (_, followed) = outstanding(&groups, "leak_malloc");
+    ensure!((101..211).contains(&followed), "{followed} blocks");
+    let counted = format!("lost {} entries", 211 - followed);
+    ensure!(
+        ended.stderr.contains(&counted),
+        "not {counted:?} in {}",
+        ended.stderr
+    );
+    Ok(())
+}
+
+/// More mappings than the ring buffer holds, while memleak is kept from reading it.
+fn events_that_do_not_fit_are_counted() -> Result<()> {
+    const MAPPINGS: u64 = 60_013;
+    let mut workload = Workload::start("alloc", &["one", "mmap", &MAPPINGS.to_string(), "4096"])?;
+    let tool = attach(&workload, &["-j", "-o", "0", "60"])?;
+    tool.signal(Signal::SIGSTOP)?;
+    workload.work()?;
+    tool.signal(Signal::SIGCONT)?;
+    let ended = tool.interrupt()?;
+    let head = ended.stdout.lines().next().context("no report")?;
+    let head: serde_json::Value = serde_json::from_str(head)?;
+    let lost = head["lost"]["events"]
+        .as_u64()
+        .context("no count of lost events")?;
+    ensure!(lost > 0, "nothing was lost: {head}");
+    ensure!(head["allocations"] == MAPPINGS - lost, "{head}");
+    ensure!(
+        ended.stderr.contains(&format!("lost {lost} events")),
+        "{}",
         ended.stderr
     );
     Ok(())

@@ -106,6 +106,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 16384, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) stack_storage_size: u32,
 
+    /// Blocks to follow at once
+    #[arg(long, value_name = "N", default_value_t = 1_000_000, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) max_allocs: u32,
+
     /// Seconds between reports
     #[arg(default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) interval: u64,

@@ -345,6 +345,10 @@ fn open(args: &Args) -> Result<OpenMemleakSkel<'static>> {
         .stacks
         .set_max_entries(stacks)
         .context("failed to size the table of stacks")?;
+    open.maps
+        .blocks
+        .set_max_entries(args.max_allocs)
+        .context("failed to size the table of blocks")?;
     let totals = if args.combined_only { stacks } else { 1 };
     open.maps
         .totals
