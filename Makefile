@@ -47,7 +47,7 @@ test: lint test-host test-vm
 lint: deps
 	@scripts/need $(TEST_PACKAGES)
 	$(CARGO) fmt --check
-	clang-format --dry-run -Werror bpf/*.bpf.c bpf/include/*.[ch] tests/workload/*.[ch]
+	clang-format --dry-run -Werror bpf/*.bpf.c bpf/include/*.[ch] tests/workload/*.[ch] tests/workload/*.cc benches/*.c
 	$(CARGO) clippy $(FLAGS) --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(FLAGS) --no-deps --lib --document-private-items
 

@@ -97,7 +97,7 @@ __u8 seen;
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 1); /* --max-allocs */
-	__type(key, __u64); /* address */
+	__type(key, __u64);	/* address */
 	__type(value, struct block);
 } blocks SEC(".maps");
 
@@ -194,9 +194,9 @@ static __noinline int total_subtract(__u64 stack, __u64 bytes)
 static __noinline int block_insert(__u64 address, __u64 size, __u64 stack)
 {
 	struct block block = {
-	    .size = size,
-	    .time_ns = bpf_ktime_get_ns(),
-	    .stack = stack,
+		.size = size,
+		.time_ns = bpf_ktime_get_ns(),
+		.stack = stack,
 	};
 
 	if (bpf_map_update_elem(&blocks, &address, &block, BPF_ANY)) {

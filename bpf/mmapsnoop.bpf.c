@@ -159,7 +159,7 @@ static __always_inline int end(long result)
 SEC("tracepoint/syscalls/sys_enter_mmap")
 int mmap_enter(struct syscall_trace_enter *ctx)
 {
-	struct call call = {.kind = CALL_MMAP};
+	struct call call = { .kind = CALL_MMAP };
 
 	if (!filter_wants(&call.ids))
 		return 0;
@@ -185,7 +185,7 @@ int mmap_exit(struct syscall_trace_exit *ctx)
 SEC("tracepoint/syscalls/sys_enter_munmap")
 int munmap_enter(struct syscall_trace_enter *ctx)
 {
-	struct call call = {.kind = CALL_MUNMAP};
+	struct call call = { .kind = CALL_MUNMAP };
 
 	if (!filter_wants(&call.ids))
 		return 0;
@@ -204,7 +204,7 @@ int munmap_exit(struct syscall_trace_exit *ctx)
 SEC("tracepoint/syscalls/sys_enter_mremap")
 int mremap_enter(struct syscall_trace_enter *ctx)
 {
-	struct call call = {.kind = CALL_MREMAP};
+	struct call call = { .kind = CALL_MREMAP };
 
 	if (!filter_wants(&call.ids))
 		return 0;

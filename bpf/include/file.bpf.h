@@ -99,10 +99,10 @@ static __always_inline __u32 file_path(struct file *file, char names[FILE_PATH_B
 {
 	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
 	struct file_walk walk = {
-	    .dentry = BPF_CORE_READ(file, f_path.dentry),
-	    .mount = mount_of(BPF_CORE_READ(file, f_path.mnt)),
-	    .root = BPF_CORE_READ(task, fs, root.dentry),
-	    .root_mount = mount_of(BPF_CORE_READ(task, fs, root.mnt)),
+		.dentry = BPF_CORE_READ(file, f_path.dentry),
+		.mount = mount_of(BPF_CORE_READ(file, f_path.mnt)),
+		.root = BPF_CORE_READ(task, fs, root.dentry),
+		.root_mount = mount_of(BPF_CORE_READ(task, fs, root.mnt)),
 	};
 
 	for (int i = 0; i < FILE_PATH_STEPS; i++)

@@ -68,8 +68,8 @@ static __noinline __u32 number_in_namespace(struct pid *pid)
 static __always_inline struct task_ids ids_of(struct task_struct *task)
 {
 	return (struct task_ids){
-	    .pid = number_in_namespace(BPF_CORE_READ(task, group_leader, thread_pid)),
-	    .tid = number_in_namespace(BPF_CORE_READ(task, thread_pid)),
+		.pid = number_in_namespace(BPF_CORE_READ(task, group_leader, thread_pid)),
+		.tid = number_in_namespace(BPF_CORE_READ(task, thread_pid)),
 	};
 }
 
@@ -77,7 +77,7 @@ static __always_inline struct task_ids ids_of(struct task_struct *task)
 static __always_inline struct task_ids ids_of_current(void)
 {
 	__u64 thread = bpf_get_current_pid_tgid();
-	struct task_ids ids = {.pid = thread >> 32, .tid = (__u32)thread};
+	struct task_ids ids = { .pid = thread >> 32, .tid = (__u32)thread };
 
 	if (filter.pid_namespace)
 		ids = ids_of((struct task_struct *)bpf_get_current_task());

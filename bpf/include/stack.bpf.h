@@ -133,7 +133,7 @@ static __noinline int stack_walk(__u64 pc, __u64 fp, struct stack_hash *hash, st
  */
 static __noinline int stack_store(__u64 pc, __u64 fp, __u64 id, __u64 interrupted)
 {
-	struct stack_hash hash = {.id = interrupted};
+	struct stack_hash hash = { .id = interrupted };
 	struct stack *stack;
 
 	/* Another thread may have met the same stack at the same time: both fill in the same. */
@@ -178,7 +178,7 @@ static __noinline __u64 stack_find(__u64 id, __u64 check, __u32 *found)
  */
 __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
 {
-	struct stack_hash hash = {.id = interrupted};
+	struct stack_hash hash = { .id = interrupted };
 	__u32 found = 0;
 	__u64 id;
 

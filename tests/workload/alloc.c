@@ -359,7 +359,8 @@ int main(int argc, char **argv)
 		for (unsigned long i = 0; i < blocks; i++)
 			down(i, 16);
 	} else if (strcmp(what, "hold")) {
-		usage("leak|one KIND|balanced|realloc|failing|big|munmap|threads|deep|stacks|hold NUMBER...");
+		usage("leak|one KIND|balanced|realloc|failing|big|munmap|threads|deep|stacks|hold "
+		      "NUMBER...");
 	}
 	done();
 	return 0;

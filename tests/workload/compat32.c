@@ -5,7 +5,10 @@ static int call(int number, int a, const void *b, int c)
 {
 	int result;
 
-	__asm__ volatile("int $0x80" : "=a"(result) : "a"(number), "b"(a), "c"(b), "d"(c) : "memory");
+	__asm__ volatile("int $0x80"
+			 : "=a"(result)
+			 : "a"(number), "b"(a), "c"(b), "d"(c)
+			 : "memory");
 	return result;
 }
 

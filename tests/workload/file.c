@@ -71,7 +71,8 @@ int main(int argc, char **argv)
 		die("cannot make %s: %s", argv[1], strerror(errno));
 	fill(fd, argv[1], pages);
 	settle();
-	at = mmap(NULL, pages * PAGE, write ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
+	at =
+	    mmap(NULL, pages * PAGE, write ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
 	if (at == MAP_FAILED)
 		die("cannot map %s: %s", argv[1], strerror(errno));
 	refuse_huge_pages(at, pages * PAGE);

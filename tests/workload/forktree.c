@@ -15,7 +15,7 @@
 static struct {
 	unsigned int forks;
 	pid_t pid[MOST];
-} *tree;
+} * tree;
 
 static unsigned long width, pages;
 static char *at;

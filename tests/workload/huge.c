@@ -29,8 +29,8 @@ int main(int argc, char **argv)
 	at = mmap(NULL, pages * HUGE_PAGE, PROT_READ | PROT_WRITE,
 		  MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB, -1, 0);
 	if (at == MAP_FAILED)
-		die("cannot map %lu huge pages: %s; echo %lu >/proc/sys/vm/nr_hugepages",
-		    pages, strerror(errno), pages + cows);
+		die("cannot map %lu huge pages: %s; echo %lu >/proc/sys/vm/nr_hugepages", pages,
+		    strerror(errno), pages + cows);
 	before = faults_now();
 	ready();
 	write_pages(at, pages, HUGE_PAGE);

@@ -17,7 +17,8 @@ int main(int argc, char **argv)
 	if (argc != 3)
 		usage("COUNT SIZE");
 	unsigned long blocks = count(argv[1]), size = count(argv[2]);
-	void *at = mmap(NULL, PAGE, PROT_READ | PROT_WRITE | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	void *at = mmap(NULL, PAGE, PROT_READ | PROT_WRITE | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS,
+			-1, 0);
 
 	if (at == MAP_FAILED)
 		die("cannot map memory for code: %s", strerror(errno));

@@ -25,7 +25,7 @@
 #define MAP_FIXED_NOREPLACE 0x100000
 #endif
 #define READ_WRITE (PROT_READ | PROT_WRITE)
-#define ANONYMOUS (MAP_PRIVATE | MAP_ANONYMOUS)
+#define ANONYMOUS  (MAP_PRIVATE | MAP_ANONYMOUS)
 
 static struct calls calls;
 static unsigned long failed;

@@ -9,7 +9,7 @@
 #include "workload.h"
 #include <pthread.h>
 
-#define MOST 256
+#define MOST  256
 #define STACK (64 << 10)
 
 static pthread_barrier_t go, over;

@@ -41,15 +41,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define PAGE 4096UL
+#define PAGE	  4096UL
 #define HUGE_PAGE (2UL << 20)
 
 /* A function of its own in every stack that goes through it. */
 #define STEP __attribute__((noinline, unused))
 
 /* Says why on stderr, and ends the program. */
-__attribute__((noreturn, format(printf, 1, 2)))
-static inline void die(const char *format, ...)
+__attribute__((noreturn, format(printf, 1, 2))) static inline void die(const char *format, ...)
 {
 	char text[512];
 	va_list args;
@@ -62,8 +61,7 @@ static inline void die(const char *format, ...)
 }
 
 /* The program's usage line is wrong: show the right one. */
-__attribute__((noreturn))
-static inline void usage(const char *arguments)
+__attribute__((noreturn)) static inline void usage(const char *arguments)
 {
 	dprintf(2, "usage: %s %s\n", program_invocation_short_name, arguments);
 	_exit(2);
@@ -135,8 +133,7 @@ static char facts[512 << 10] = "done";
 static size_t facts_length = 4;
 
 /* Adds one fact, "key=value", or a piece of one. */
-__attribute__((format(printf, 1, 2)))
-static inline void add(const char *format, ...)
+__attribute__((format(printf, 1, 2))) static inline void add(const char *format, ...)
 {
 	va_list args;
 	int length;
