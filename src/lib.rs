@@ -31,7 +31,7 @@
 //! | [`histogram`] | distributions by powers of two |
 //! | [`output`] | rows as text or JSON |
 //! | [`text`] | strings from elsewhere, made safe for a terminal |
-//! | [`file`] | names and paths of files, as the kernel half writes them |
+//! | [`mod@file`] | names and paths of files, as the kernel half writes them |
 //! | [`flags`] | flag words by name |
 //! | [`errno`] | results of system calls, and errors by name |
 //! | [`clock`] | kernel time stamps as wall time |

@@ -5,7 +5,10 @@ use plain::Plain;
 
 #[expect(
     unreachable_pub,
+    clippy::match_single_binding,
+    clippy::never_loop,
     clippy::undocumented_unsafe_blocks,
+    clippy::unwrap_used,
     reason = "generated code"
 )]
 mod skeleton {
@@ -46,6 +49,7 @@ macro_rules! skeleton {
             dead_code,
             clippy::all,
             clippy::undocumented_unsafe_blocks,
+            clippy::unwrap_used,
             reason = "generated code"
         )]
         mod bpf {

@@ -115,7 +115,7 @@ fn every_argument_and_result() -> Result<()> {
             };
             ensure!(same, "{row}\nis not {call} {args:x?}");
             ensure!(
-                row["pid"].to_string() == pid && row["comm"] == "shm",
+                row["pid"].as_u64() == pid.parse().ok() && row["comm"] == "shm",
                 "{row}"
             );
         }

@@ -114,12 +114,8 @@ fn run(args: Args) -> Result<ExitCode> {
         }
         if wake.deadline {
             quiet_until = None;
-            if !skel
-                .maps
-                .bss_data
-                .as_deref()
-                .is_some_and(|bss| bss.seen != 0)
-            {
+            let seen = skel.maps.bss_data.as_deref().map(|bss| bss.seen);
+            if seen == Some(0) {
                 eprintln!("{}", target.why_quiet());
             }
         }
