@@ -68,6 +68,12 @@ fn passes(tool: &str, object: &[u8], program: &str) -> Result<Completion> {
         eprintln!("not here: {name}: {reason}");
         return Ok(Completion::ignored_with(reason));
     }
+    ensure!(
+        !on_uprobe(object, program)? || per_cpu_maps(object)?.is_empty(),
+        "a program on a uprobe has per-CPU maps beside it, which it would share with whatever \
+         preempts it: {:?}",
+        per_cpu_maps(object)?
+    );
     for options in [Options::Defaults, Options::AllOn] {
         let (section, log) = load(object, program, options)?;
         let verdict = Verdict::parse(&log).with_context(|| format!("no statistics in:\n{log}"))?;
@@ -82,6 +88,19 @@ fn passes(tool: &str, object: &[u8], program: &str) -> Result<Completion> {
         );
     }
     Ok(Completion::Completed)
+}
+
+fn on_uprobe(object: &[u8], program: &str) -> Result<bool> {
+    let open = ObjectBuilder::default().open_memory(object)?;
+    Ok(section(&open, program)?.starts_with('u'))
+}
+
+fn per_cpu_maps(object: &[u8]) -> Result<Vec<String>> {
+    let open = ObjectBuilder::default().open_memory(object)?;
+    let per_cpu = open.maps().filter(|map| map.map_type().is_percpu());
+    Ok(per_cpu
+        .map(|map| map.name().to_string_lossy().into_owned())
+        .collect())
 }
 
 /// Why this kernel cannot have the program, if it cannot.
