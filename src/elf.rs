@@ -4,19 +4,35 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read;
 use std::io::Seek;
+use std::os::unix::fs::FileExt;
 
 use anyhow::{Context, Result};
 use object::read::ReadCache;
 use object::read::elf::ElfFile64;
 use object::{Object, ObjectSection, ObjectSegment, ObjectSymbol, SymbolKind};
 
+/// Bytes of a function's code that are read; no allocator's function has as many.
+const MAX_CODE: u64 = 1 << 20;
+
 /// A function that a file defines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Function {
     /// Its symbol, without version.
     pub name: String,
-    /// Its first byte in the file, which is what a uprobe is placed on.
+    /// Its first byte in the file.
     pub file_offset: u64,
+    /// Its size in bytes, 0 if the symbol does not tell.
+    pub size: u64,
+}
+
+impl Function {
+    /// Its instructions, as they are in the file.
+    pub fn code(&self, file: &File) -> Result<Vec<u8>> {
+        let mut code = vec![0; self.size.min(MAX_CODE) as usize];
+        file.read_exact_at(&mut code, self.file_offset)
+            .with_context(|| format!("failed to read the code of {}", self.name))?;
+        Ok(code)
+    }
 }
 
 /// The visible functions of `file` whose names `wanted` accepts, from `.dynsym` and `.symtab`.
@@ -26,7 +42,7 @@ pub struct Function {
 pub fn functions(file: &File, wanted: impl Fn(&str) -> bool) -> Result<Vec<Function>> {
     let cache = ReadCache::new(file);
     let elf = ElfFile64::<object::Endianness, _>::parse(&cache).context("not a 64-bit ELF file")?;
-    let mut offsets = HashMap::new();
+    let mut sizes: HashMap<(String, u64), u64> = HashMap::new();
     for symbol in elf.dynamic_symbols().chain(elf.symbols()) {
         if symbol.kind() != SymbolKind::Text || !symbol.is_definition() || symbol.is_local() {
             continue;
@@ -36,12 +52,17 @@ pub fn functions(file: &File, wanted: impl Fn(&str) -> bool) -> Result<Vec<Funct
         if wanted(name)
             && let Some(offset) = file_offset(&elf, symbol.address())
         {
-            offsets.insert((name.to_owned(), offset), ());
+            let size = sizes.entry((name.to_owned(), offset)).or_default();
+            *size = symbol.size().max(*size);
         }
     }
-    let mut functions: Vec<Function> = offsets
-        .into_keys()
-        .map(|(name, file_offset)| Function { name, file_offset })
+    let mut functions: Vec<Function> = sizes
+        .into_iter()
+        .map(|((name, file_offset), size)| Function {
+            name,
+            file_offset,
+            size,
+        })
         .collect();
     functions.sort_by(|a, b| (a.file_offset, &a.name).cmp(&(b.file_offset, &b.name)));
     Ok(functions)

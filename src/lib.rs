@@ -19,6 +19,7 @@
 //! | [`process`] | a process to be traced: is it there, what is it, what has it mapped |
 //! | [`command`] | a command to be traced, held before exec until the probes are live |
 //! | [`elf`] | functions of an ELF file by name |
+//! | [`placement`] | where in a function a uprobe costs least |
 //! | [`mappings`] | code mappings as processes make them, from the kernel's own log |
 //! | [`address_space`] | what code processes have mapped, now and before |
 //! | [`poll`] | one wait for events, ticks, signals and the target's end |
@@ -59,6 +60,7 @@ pub mod losses;
 pub mod mappings;
 pub mod output;
 pub mod perf_map;
+pub mod placement;
 pub mod poll;
 pub mod process;
 pub mod shared;

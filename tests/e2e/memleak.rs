@@ -22,6 +22,16 @@ pub(crate) fn tests() -> Vec<Trial> {
     vec![
         test("every_function_is_exact", &[], every_function_is_exact),
         test(
+            "every_function_is_exact_at_its_entry",
+            &[],
+            every_function_is_exact_at_its_entry,
+        ),
+        test(
+            "costly_entries_are_not_probed",
+            &[],
+            costly_entries_are_not_probed,
+        ),
+        test(
             "balanced_code_reports_nothing",
             &[],
             balanced_code_reports_nothing,
@@ -243,7 +253,17 @@ fn trace_all(program: &str, program_args: &[&str]) -> Result<Vec<Group>> {
 }
 
 fn every_function_is_exact() -> Result<()> {
-    let groups = trace_all("alloc", &["leak", &COUNT.to_string(), &SIZE.to_string()])?;
+    leaks_of_every_function(&[])
+}
+
+fn every_function_is_exact_at_its_entry() -> Result<()> {
+    leaks_of_every_function(&["--no-placement"])
+}
+
+fn leaks_of_every_function(args: &[&str]) -> Result<()> {
+    let program = ["leak", &COUNT.to_string(), &SIZE.to_string()];
+    let args = [args, &["-o", "0", "-T", "1000", "60"]].concat();
+    let groups = last_report(&trace("alloc", &program, &args)?.stdout)?;
     for function in [
         "malloc",
         "calloc",
@@ -265,6 +285,23 @@ fn every_function_is_exact() -> Result<()> {
         groups.len() == 11,
         "more than what leaks is reported: {groups:#?}"
     );
+    Ok(())
+}
+
+/// glibc's free begins with an instruction that has to be single-stepped.
+fn costly_entries_are_not_probed() -> Result<()> {
+    let ended = trace("alloc", &["hold"], &["-v", "60"])?;
+    let place = |function: &str| {
+        let line = format!("is probed at {function}+0x");
+        let rest = ended.stderr.split(&line).nth(1)?;
+        u64::from_str_radix(rest.lines().next()?, 16).ok()
+    };
+    ensure!(
+        place("free").is_some_and(|beyond| beyond > 0),
+        "{}",
+        ended.stderr
+    );
+    ensure!(place("malloc").is_some(), "{}", ended.stderr);
     Ok(())
 }
 

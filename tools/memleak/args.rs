@@ -110,6 +110,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 1_000_000, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_allocs: u32,
 
+    /// Probe each function at its entry, even where a probe a few instructions on costs less
+    #[arg(long)]
+    pub(crate) no_placement: bool,
+
     /// Seconds between reports
     #[arg(default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) interval: u64,

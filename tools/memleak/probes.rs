@@ -9,7 +9,7 @@ use libbpf_rs::skel::{OpenSkel, SkelBuilder};
 use libbpf_rs::{Link, ProgramImpl, UprobeMultiOpts, UprobeOpts};
 use memtools::attach::{self, Variant};
 use memtools::process::{MappedFile, Process};
-use memtools::{command, elf, kernel};
+use memtools::{command, elf, kernel, placement};
 
 use crate::args::Args;
 use crate::bpf::types::function as Function;
@@ -43,27 +43,30 @@ pub(crate) struct Object {
     path: PathBuf,
     /// Its name for messages.
     pub(crate) module: String,
-    /// Each with the offset of its first instruction in the file. Where names share an address,
+    /// Each with the offset in the file of the instruction to probe. Where names share an address,
     /// as aligned_alloc and memalign do in glibc, one is here.
     functions: Vec<(Function, usize)>,
 }
 
 impl Object {
-    fn new(file: &File, path: &Path, module: String, prefix: &str) -> Result<Option<Self>> {
+    fn new(file: &MappedFile, args: &Args) -> Result<Option<Self>> {
         let by_name = |name: &str| {
             let allocator = name
-                .strip_prefix(prefix)
+                .strip_prefix(&args.symbols_prefix)
                 .and_then(|name| find(&ALLOCATOR, name));
             allocator.or_else(|| find(&MAPPING, name))
         };
-        let found = elf::functions(file, |name| by_name(name).is_some())
-            .with_context(|| format!("failed to read the symbols of {}", path.display()))?;
+        let found = elf::functions(&file.file, |name| by_name(name).is_some())
+            .with_context(|| format!("failed to read the symbols of {}", file.path.display()))?;
         let mut seen = HashSet::new();
-        let functions: Vec<_> = found
-            .iter()
-            .filter(|function| seen.insert(function.file_offset))
-            .filter_map(|function| Some((by_name(&function.name)?, function.file_offset as usize)))
-            .collect();
+        let mut functions = Vec::new();
+        for symbol in &found {
+            if let Some(function) = by_name(&symbol.name)
+                && seen.insert(symbol.file_offset)
+            {
+                functions.push((function, place(file, symbol, args)?));
+            }
+        }
         let allocates = functions
             .iter()
             .any(|(function, _)| *function == Function::FUNCTION_MALLOC);
@@ -71,8 +74,8 @@ impl Object {
             .iter()
             .any(|(function, _)| *function == Function::FUNCTION_FREE);
         Ok((allocates && frees).then(|| Self {
-            path: path.to_owned(),
-            module,
+            path: file.path.clone(),
+            module: file.module(),
             functions,
         }))
     }
@@ -94,6 +97,23 @@ impl Object {
     pub(crate) fn probes(&self) -> usize {
         2 * self.allocating().count() + self.freeing().count()
     }
+}
+
+/// The offset in the file of the instruction to probe.
+fn place(file: &MappedFile, symbol: &elf::Function, args: &Args) -> Result<usize> {
+    let beyond = if args.no_placement || cfg!(not(target_arch = "x86_64")) {
+        0
+    } else {
+        placement::offset(&symbol.code(&file.file)?)
+    };
+    if args.verbose {
+        eprintln!(
+            "memleak: {} is probed at {}+{beyond:#x}",
+            file.module(),
+            symbol.name
+        );
+    }
+    Ok((symbol.file_offset + beyond) as usize)
 }
 
 fn find(table: &[(&str, Function)], name: &str) -> Option<Function> {
@@ -154,12 +174,7 @@ fn choose(files: Vec<MappedFile>, args: &Args) -> Result<Vec<Object>> {
     let searched: Vec<&MappedFile> = files.iter().filter(|file| wanted(file)).collect();
     let mut objects = Vec::new();
     for file in &searched {
-        objects.extend(Object::new(
-            &file.file,
-            &file.path,
-            file.module(),
-            &args.symbols_prefix,
-        )?);
+        objects.extend(Object::new(file, args)?);
     }
     if !objects.is_empty() {
         return Ok(objects);
