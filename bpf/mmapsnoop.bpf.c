@@ -11,6 +11,7 @@
 #include "event.bpf.h"
 #include "file.bpf.h"
 #include "filter.bpf.h"
+#include "task_stack.bpf.h"
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
@@ -35,6 +36,7 @@ enum file_kind {
 struct event {
 	__u64 time_ns; /* CLOCK_MONOTONIC, at exit */
 	__u64 args[6]; /* the system call's, in its order */
+	__u64 stack;   /* of the caller, an id in `stacks`; 0: lost */
 	__s64 result;  /* address, 0, or -errno */
 	__u32 pid;
 	__u32 tid;
@@ -67,6 +69,7 @@ struct call {
 /* Options, set before load. */
 const volatile __u8 failed_only;
 const volatile __u8 full_path;
+const volatile __u8 with_stack;
 
 /* By thread: pid_tgid as bpf_get_current_pid_tgid() returns it. */
 struct {
@@ -84,10 +87,12 @@ static __always_inline void begin(struct call *call)
 		count_loss(calls);
 }
 
-static __always_inline void fill(struct event *event, const struct call *call, long result)
+static __always_inline void fill(struct event *event, const struct call *call, long result,
+				 __u64 stack)
 {
 	event->time_ns = bpf_ktime_get_ns();
 	__builtin_memcpy(event->args, call->args, sizeof(event->args));
+	event->stack = stack;
 	event->result = result;
 	event->pid = call->ids.pid;
 	event->tid = call->ids.tid;
@@ -97,38 +102,38 @@ static __always_inline void fill(struct event *event, const struct call *call, l
 	bpf_get_current_comm(event->comm, sizeof(event->comm));
 }
 
-static __noinline int emit(const struct call *call, long result)
+static __noinline int emit(const struct call *call, long result, __u64 stack)
 {
 	struct event *event = event_reserve(sizeof(*event));
 
 	if (event) {
-		fill(event, call, result);
+		fill(event, call, result, stack);
 		bpf_ringbuf_submit(event, 0);
 	}
 	return 0;
 }
 
-static __noinline int emit_with_name(const struct call *call, long result)
+static __noinline int emit_with_name(const struct call *call, long result, __u64 stack)
 {
 	struct event_with_name *record = event_reserve(sizeof(*record));
 
 	if (!record)
 		return 0;
-	fill(&record->event, call, result);
+	fill(&record->event, call, result, stack);
 	record->event.file = FILE_NAME;
 	record->event.file_bytes = file_name(call->file, record->name);
 	bpf_ringbuf_submit(record, 0);
 	return 0;
 }
 
-static __noinline int emit_with_path(const struct call *call, long result)
+static __noinline int emit_with_path(const struct call *call, long result, __u64 stack)
 {
 	struct event_with_path *record = event_reserve(sizeof(*record));
 	__u32 complete;
 
 	if (!record)
 		return 0;
-	fill(&record->event, call, result);
+	fill(&record->event, call, result, stack);
 	record->event.file_bytes = file_path(call->file, record->names, &complete);
 	record->event.file = complete == 1   ? FILE_PATH
 			     : complete == 2 ? FILE_PATH_IN_NO_FOLDER
@@ -145,12 +150,14 @@ static __always_inline int end(long result)
 	if (!call)
 		return 0;
 	if (!failed_only || (unsigned long)result >= (unsigned long)-MAX_ERRNO) {
+		__u64 stack = with_stack ? stack_of_task() : STACK_NONE;
+
 		if (!call->file)
-			emit(call, result);
+			emit(call, result, stack);
 		else if (full_path)
-			emit_with_path(call, result);
+			emit_with_path(call, result, stack);
 		else
-			emit_with_name(call, result);
+			emit_with_name(call, result, stack);
 	}
 	bpf_map_delete_elem(&calls, &thread);
 	return 0;

@@ -4,6 +4,7 @@
 //! kernels are built without kprobes, some refuse fentry. So each variant is tried for real, by
 //! loading and attaching it, and every failure is kept until one has worked.
 
+use std::env;
 use std::mem::MaybeUninit;
 use std::sync::Mutex;
 
@@ -12,6 +13,9 @@ use libbpf_rs::{Link, OpenObject, PrintLevel};
 
 /// What libbpf said since the last [`take_log`]: its warnings, the verifier's log among them.
 static LOG: Mutex<String> = Mutex::new(String::new());
+
+/// Names the only variant that is to be tried, so that tests reach those below the best.
+const ONLY: &str = "MEMTOOLS_ATTACH";
 
 /// The last lines of a log that a failed variant is reported with.
 const LOG_LINES: usize = 12;
@@ -68,7 +72,9 @@ pub fn first_that_works<'a, T: 'a>(
     variants: impl IntoIterator<Item = Variant<'a, T>>,
 ) -> Result<(&'static str, T)> {
     let mut failures = String::new();
-    for Variant { name, start } in variants {
+    let only = env::var(ONLY).ok();
+    let wanted = |name| only.as_ref().is_none_or(|only| only == name);
+    for Variant { name, start } in variants.into_iter().filter(|variant| wanted(variant.name)) {
         take_log();
         match start() {
             Ok(started) => return Ok((name, started)),

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::Trial;
 use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -26,6 +26,8 @@ pub(crate) fn tests() -> Vec<Trial> {
         test("only_failures", only_failures),
         test("the_book_s_columns", the_book_s_columns),
         test("all_columns", all_columns),
+        test("stacks_below_rows", stacks_below_rows),
+        test("folded_stacks", folded_stacks),
         test("paths", paths),
         test("long_paths_are_cut", long_paths_are_cut),
         test("processes_are_filtered", processes_are_filtered),
@@ -299,6 +301,59 @@ fn all_columns() -> Result<()> {
             ended.stdout
         );
     }
+    Ok(())
+}
+
+fn stacks_below_rows() -> Result<()> {
+    let (_, calls, ended) = trace(&["anon", "23"], &["--stack"])?;
+    let mut lines = ended.stdout.lines().skip(1).peekable();
+    for call in &calls {
+        let row = lines.next().context("a row is missing")?;
+        ensure!(
+            row.ends_with(&format!(" {:<8} [anon]", call.args[1] / 1024)),
+            "{row} {call:?}"
+        );
+        let mut frames = Vec::new();
+        while let Some(frame) = lines.next_if(|line| line.starts_with("    ")) {
+            frames.push(frame);
+        }
+        let from_main = frames.iter().any(|frame| frame.starts_with("    main+0x"));
+        ensure!(from_main && frames[0].ends_with(" [mmap]"), "{frames:?}");
+    }
+    ensure!(lines.next().is_none(), "{}", ended.stdout);
+    let (_, _, ended) = trace(&["anon", "3"], &["--stack", "-j"])?;
+    for row in json_rows(&ended)? {
+        ensure!(row["stack"].to_string().contains("main+0x"), "{row}");
+    }
+    Ok(())
+}
+
+fn folded_stacks() -> Result<()> {
+    for (args, by_calls) in [(&["-f"][..], false), (&["-f", "--calls"], true)] {
+        let mut workload = Workload::start("mmap", &["anon", "101"])?;
+        let tool = start(&[&["-p", &workload.pid()], args].concat())?;
+        let facts = workload.work()?;
+        // Names are known although it has gone.
+        workload.finish()?;
+        let ended = end(tool)?;
+        let bytes: u64 = calls(&facts["calls"])?
+            .iter()
+            .map(|call| call.args[1])
+            .sum();
+        let lines: Vec<&str> = ended.stdout.lines().collect();
+        let [line] = lines[..] else {
+            bail!("not one stack: {ended:?}")
+        };
+        let (stack, weight) = line.rsplit_once(' ').context("no weight")?;
+        let expected = if by_calls { 101 } else { bytes };
+        ensure!(weight == expected.to_string(), "{line}: not {expected}");
+        let frames: Vec<&str> = stack.split(';').collect();
+        ensure!(frames[0] == "mmap" && frames.contains(&"main"), "{line}");
+        ensure!(frames.last() == Some(&"mmap"), "{line}");
+    }
+    // What failed has mapped nothing.
+    let (_, _, ended) = trace(&["noreplace", "3"], &["-f"])?;
+    ensure!(ended.stdout.is_empty(), "{ended:?}");
     Ok(())
 }
 

@@ -6,19 +6,23 @@
 mod bits;
 mod row;
 
+use std::collections::HashMap;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Parser;
-use libbpf_rs::Link;
 use libbpf_rs::skel::{OpenSkel, SkelBuilder};
+use libbpf_rs::{Link, MapMut};
 use memtools::cli::{self, CommonArgs};
 use memtools::clock::Clock;
 use memtools::events::Events;
 use memtools::filter::{Filter, FilterArgs};
+use memtools::folded::{Line, Part};
 use memtools::losses::Losses;
 use memtools::output::Output;
 use memtools::poll::Poller;
+use memtools::stack::Stacks;
+use memtools::symbolize::Symbolizer;
 use memtools::{attach, kernel};
 
 use crate::bpf::{MmapsnoopSkel, MmapsnoopSkelBuilder};
@@ -39,7 +43,8 @@ examples:
   mmapsnoop -n java --path     of tasks named java, with the whole path of each file
   mmapsnoop -x                 only calls that fail, with the error
   mmapsnoop --munmap -r        unmapping and moving too, with addresses and results
-  mmapsnoop -j -d 10 | jq      ten seconds of all that is known"
+  mmapsnoop -j -d 10 | jq      ten seconds of all that is known
+  mmapsnoop -d 10 -f | flamegraph.pl --color=mem --countname=bytes >mmap.svg"
 )]
 struct Args {
     /// Add the time of day
@@ -66,6 +71,18 @@ struct Args {
     #[arg(long)]
     munmap: bool,
 
+    /// Print each call's user stack below its row
+    #[arg(long)]
+    stack: bool,
+
+    /// Print one line a stack for flame graphs, weighted by the bytes mapped, once at the end
+    #[arg(short, long, conflicts_with_all = ["json", "stack", "failed", "munmap"])]
+    folded: bool,
+
+    /// Weight the stacks of --folded by calls
+    #[arg(long, requires = "folded")]
+    calls: bool,
+
     #[command(flatten)]
     filter: FilterArgs,
 
@@ -84,40 +101,134 @@ fn run(args: Args) -> Result<ExitCode> {
     let mut poller = Poller::new()?;
     let filter = args.filter.resolve(None)?;
     let skel = load(&args, &filter)?;
+    let with_stacks = args.stack || args.folded;
+    let symbolizer = with_stacks.then(Symbolizer::of_all_processes).transpose()?;
     let events = Events::decoding(&skel.maps.events, Record::decode)?;
     let links = attach(&skel, args.munmap)?;
 
-    let columns = Columns {
-        time: args.time,
-        call: args.munmap,
-        result: args.result || args.failed,
-        flags: args.flags,
+    let mut tracer = Tracer {
+        events: &events,
+        stacks: Stacks::new(&skel.maps.stacks),
+        symbolizer,
+        clock: Clock::new(),
+        columns: Columns {
+            time: args.time,
+            call: args.munmap,
+            result: args.result || args.failed,
+            flags: args.flags,
+        },
+        output: Output::new(args.common.format()),
+        weights: HashMap::new(),
+        args: &args,
     };
-    let clock = Clock::new();
-    let mut output = Output::new(args.common.format());
-    output.header(&columns.header())?;
-    output.flush()?;
+    if !args.folded {
+        tracer.output.header(&tracer.columns.header())?;
+        tracer.output.flush()?;
+    }
+    if let Some(symbolizer) = &mut tracer.symbolizer {
+        symbolizer.look_around();
+    }
+    let mappings = tracer
+        .symbolizer
+        .as_ref()
+        .map(Symbolizer::descriptor)
+        .transpose()?;
     eprintln!("mmapsnoop: tracing mmap(2)... Ctrl-C to end");
 
     poller.watch_events(&events);
+    if let Some(mappings) = &mappings {
+        poller.watch_mappings(mappings);
+    }
     let deadline = args.common.deadline();
-    let print = |output: &mut Output| -> Result<()> {
-        for record in events.drain()? {
-            output.row(&Row::new(record, &clock, columns))?;
-        }
-        output.flush()
-    };
     loop {
         let wake = poller.wait(deadline)?;
-        print(&mut output)?;
+        tracer.take()?;
         if wake.stop || wake.deadline {
             break;
         }
     }
     attach::detach(links);
-    print(&mut output)?;
-    Losses::tell("mmapsnoop", &skel.maps.losses, &mut output)?;
+    tracer.take()?;
+    tracer.fold()?;
+    if let Some(missed) = tracer.symbolizer.as_ref().and_then(Symbolizer::losses) {
+        eprintln!("mmapsnoop: {missed}");
+    }
+    Losses::tell("mmapsnoop", &skel.maps.losses, &mut tracer.output)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// The state of the trace.
+struct Tracer<'a> {
+    events: &'a Events<'a, Record>,
+    stacks: Stacks<'a, MapMut<'static>>,
+    /// Where stacks are asked for.
+    symbolizer: Option<Symbolizer>,
+    clock: Clock,
+    columns: Columns,
+    output: Output,
+    /// By process, its name and stack: bytes or calls.
+    weights: HashMap<(u32, String, u64), u64>,
+    args: &'a Args,
+}
+
+impl Tracer<'_> {
+    /// Prints what has come, or adds it up.
+    fn take(&mut self) -> Result<()> {
+        let records = self.events.drain()?;
+        if let Some(symbolizer) = &mut self.symbolizer {
+            symbolizer.refresh();
+        }
+        for record in records {
+            if self.args.folded {
+                self.add(&record);
+                continue;
+            }
+            let part = self.name(record.pid(), record.stack())?;
+            let frames = part.map(|part| part.frames);
+            self.output
+                .row(&Row::new(record, frames, &self.clock, self.columns))?;
+        }
+        self.output.flush()
+    }
+
+    /// A call that failed mapped nothing.
+    fn add(&mut self, record: &Record) {
+        let Some(bytes) = record.mapped_bytes() else {
+            return;
+        };
+        let weight = if self.args.calls { 1 } else { bytes };
+        let key = (record.pid(), record.comm(), record.stack());
+        *self.weights.entry(key).or_default() += weight;
+    }
+
+    /// The stack's frames by name, if stacks are asked for.
+    fn name(&mut self, pid: u32, stack: u64) -> Result<Option<Part>> {
+        let Some(symbolizer) = &mut self.symbolizer else {
+            return Ok(None);
+        };
+        let stack = self.stacks.get(stack)?;
+        Ok(Some(stack.map_or_else(Part::default, |stack| Part {
+            frames: symbolizer.name(pid, &stack),
+            truncated: stack.truncated,
+        })))
+    }
+
+    /// Prints the stacks of --folded, the heaviest first.
+    fn fold(&mut self) -> Result<()> {
+        let mut weights: Vec<_> = self.weights.drain().collect();
+        weights.sort_by(|(a, a_weight), (b, b_weight)| (b_weight, a).cmp(&(a_weight, b)));
+        for ((pid, comm, stack), weight) in weights {
+            let user = self.name(pid, stack)?;
+            let line = Line {
+                comm: &comm,
+                user,
+                weight,
+                ..Line::default()
+            };
+            self.output.raw(|out| line.write(out))?;
+        }
+        self.output.flush()
+    }
 }
 
 fn load(args: &Args, filter: &Filter) -> Result<MmapsnoopSkel<'static>> {
@@ -132,6 +243,13 @@ fn load(args: &Args, filter: &Filter) -> Result<MmapsnoopSkel<'static>> {
     filter.set(&mut options.filter);
     options.failed_only = args.failed.into();
     options.full_path = args.path.into();
+    options.with_stack = (args.stack || args.folded).into();
+    if !(args.stack || args.folded) {
+        let stacks = &mut open.maps.stacks;
+        stacks
+            .set_max_entries(1)
+            .context("failed to size the table of stacks")?;
+    }
     for program in [
         &mut open.progs.munmap_enter,
         &mut open.progs.munmap_exit,
@@ -185,6 +303,8 @@ mod tests {
             &["mmapsnoop", "-p", "1,x"],
             &["mmapsnoop", "-d", "0"],
             &["mmapsnoop", "5"],
+            &["mmapsnoop", "-f", "-j"],
+            &["mmapsnoop", "--calls"],
         ] {
             let error = Args::try_parse_from(wrong).expect_err(&wrong.join(" "));
             assert_eq!(error.exit_code(), 2);

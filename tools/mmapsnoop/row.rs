@@ -7,6 +7,7 @@ use jiff::Zoned;
 use memtools::clock::{self, Clock};
 use memtools::file::{self, Reach};
 use memtools::output::Hex;
+use memtools::symbolize::Frame;
 use memtools::{errno, output, text};
 use serde::Serialize;
 
@@ -36,6 +37,25 @@ impl Record {
             event: *event,
             file,
         })
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.event.pid
+    }
+
+    pub(crate) fn comm(&self) -> String {
+        text::from_c(&self.event.comm)
+    }
+
+    /// The id of the caller's stack.
+    pub(crate) fn stack(&self) -> u64 {
+        self.event.stack
+    }
+
+    /// How much it mapped; None if it failed.
+    pub(crate) fn mapped_bytes(&self) -> Option<u64> {
+        errno::result(self.event.result).ok()?;
+        Some(self.event.args[1])
     }
 }
 
@@ -100,12 +120,20 @@ pub(crate) struct Row {
     /// The mapping's address, 0 of munmap; None if the call failed.
     result: Option<Hex>,
     error: Option<Cow<'static, str>>,
+    /// Innermost first; none if it was lost.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stack: Option<Vec<String>>,
     #[serde(skip)]
     columns: Columns,
 }
 
 impl Row {
-    pub(crate) fn new(record: Record, clock: &Clock, columns: Columns) -> Self {
+    pub(crate) fn new(
+        record: Record,
+        stack: Option<Vec<Frame>>,
+        clock: &Clock,
+        columns: Columns,
+    ) -> Self {
         let Record { event, file } = record;
         let [address, second, third, fourth, fifth, sixth] = event.args;
         let outcome = errno::result(event.result);
@@ -125,6 +153,7 @@ impl Row {
             file,
             result: outcome.ok().map(Hex),
             error: outcome.err().map(errno::name),
+            stack: stack.map(|frames| frames.iter().map(Frame::to_string).collect()),
             columns,
         };
         match event.kind {
@@ -186,7 +215,16 @@ impl output::Row for Row {
                 None => write!(out, "{:<32} ", "-")?,
             }
         }
-        writeln!(out, "{}", self.file_column())
+        writeln!(out, "{}", self.file_column())?;
+        let Some(frames) = &self.stack else {
+            return Ok(());
+        };
+        if frames.is_empty() {
+            writeln!(out, "    [lost]")?;
+        }
+        frames
+            .iter()
+            .try_for_each(|frame| writeln!(out, "    {frame}"))
     }
 }
 
@@ -219,7 +257,7 @@ mod tests {
         };
         event.comm[..4].copy_from_slice(&b"java".map(u8::cast_signed));
         let file = file.map(str::to_owned);
-        Row::new(Record { event, file }, &Clock::new(), columns)
+        Row::new(Record { event, file }, None, &Clock::new(), columns)
     }
 
     fn line(row: &Row) -> String {
