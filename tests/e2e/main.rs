@@ -1,6 +1,8 @@
 //! End-to-end tests of all tools, in one binary that runs on this kernel and, copied, in the
 //! guests of tests/vm.
 
+mod brkstack;
+mod faults;
 mod harness;
 mod load;
 mod memleak;
@@ -20,6 +22,8 @@ fn main() -> ExitCode {
     }
     let tests = [
         memleak::tests(),
+        brkstack::tests(),
+        faults::tests(),
         mmapsnoop::tests(),
         shmsnoop::tests(),
         load::tests(),
