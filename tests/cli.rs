@@ -7,6 +7,7 @@ const TOOLS: &[(&str, &str)] = &[
     ("memleak", env!("CARGO_BIN_EXE_memleak")),
     ("brkstack", env!("CARGO_BIN_EXE_brkstack")),
     ("faults", env!("CARGO_BIN_EXE_faults")),
+    ("ffaults", env!("CARGO_BIN_EXE_ffaults")),
     ("mmapsnoop", env!("CARGO_BIN_EXE_mmapsnoop")),
     ("shmsnoop", env!("CARGO_BIN_EXE_shmsnoop")),
 ];

@@ -3,6 +3,7 @@
 
 mod brkstack;
 mod faults;
+mod ffaults;
 mod harness;
 mod load;
 mod memleak;
@@ -24,6 +25,7 @@ fn main() -> ExitCode {
         memleak::tests(),
         brkstack::tests(),
         faults::tests(),
+        ffaults::tests(),
         mmapsnoop::tests(),
         shmsnoop::tests(),
         load::tests(),
