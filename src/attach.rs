@@ -6,10 +6,15 @@
 
 use std::env;
 use std::mem::MaybeUninit;
+use std::os::fd::IntoRawFd;
 use std::sync::Mutex;
 
-use anyhow::{Result, bail};
-use libbpf_rs::{Link, OpenObject, PrintLevel};
+use anyhow::{Context, Result, bail};
+use libbpf_rs::{Link, OpenObject, PrintLevel, ProgramMut};
+use perf_event::Builder;
+use perf_event::events::Software;
+
+use crate::mappings::online_cpus;
 
 /// What libbpf said since the last [`take_log`]: its warnings, the verifier's log among them.
 static LOG: Mutex<String> = Mutex::new(String::new());
@@ -102,6 +107,27 @@ pub fn first_that_works<'a, T: 'a>(
 /// and keeps the last until it exits, so the memory is never given back.
 pub fn object_storage() -> &'static mut MaybeUninit<OpenObject> {
     Box::leak(Box::new(MaybeUninit::uninit()))
+}
+
+/// Attaches a program to every single event of a kind that the kernel counts itself, such as page
+/// faults, on all CPUs that are online now.
+pub fn each_software_event(program: &ProgramMut<'_>, event: Software) -> Result<Vec<Link>> {
+    online_cpus()?
+        .into_iter()
+        .map(|cpu| {
+            let counter = Builder::new(event)
+                .any_pid()
+                .one_cpu(cpu)
+                .include_kernel()
+                .sample_period(1)
+                .build()
+                .with_context(|| format!("failed to open the perf event on CPU {cpu}"))?;
+            // The link closes it.
+            program
+                .attach_perf_event(counter.into_raw_fd())
+                .context("failed to attach to the perf event")
+        })
+        .collect()
 }
 
 /// Detaches all links at once. The kernel waits for a grace period for each, up to 0.1 s; waiting

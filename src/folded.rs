@@ -1,6 +1,7 @@
 //! Stacks as flame graph tools read them: one line a stack, root first, frames joined by `;`,
 //! a space, and a whole number.
 
+use std::fmt;
 use std::io::{self, Write};
 
 use crate::symbolize::Frame;
@@ -31,43 +32,50 @@ pub struct Line<'a> {
     pub weight: u64,
 }
 
-impl Line<'_> {
-    /// Writes it, with its newline.
-    pub fn write(&self, out: &mut dyn Write) -> io::Result<()> {
-        write!(out, "{}", frame_name(self.comm))?;
+/// All but the weight.
+impl fmt::Display for Line<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&frame_name(self.comm))?;
         if let Some(pid) = self.pid {
-            write!(out, "-{pid}")?;
+            write!(f, "-{pid}")?;
         }
         let suffix = if self.annotate { "_[k]" } else { "" };
         if let Some(user) = &self.user {
-            user.write(out, suffix)?;
+            user.fmt(f, suffix)?;
         }
         if let Some(kernel) = &self.kernel {
             if self.user.is_some() {
-                write!(out, ";-")?;
+                f.write_str(";-")?;
             }
-            kernel.write(out, suffix)?;
+            kernel.fmt(f, suffix)?;
         }
-        writeln!(out, " {}", self.weight)
+        Ok(())
+    }
+}
+
+impl Line<'_> {
+    /// Writes it, with its newline.
+    pub fn write(&self, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(out, "{self} {}", self.weight)
     }
 }
 
 impl Part {
-    fn write(&self, out: &mut dyn Write, kernel_suffix: &str) -> io::Result<()> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>, kernel_suffix: &str) -> fmt::Result {
         if self.frames.is_empty() {
-            write!(out, ";[lost]")?;
+            f.write_str(";[lost]")?;
         }
         if self.truncated {
-            write!(out, ";[truncated]")?;
+            f.write_str(";[truncated]")?;
         }
         for frame in self.frames.iter().rev() {
             match (&frame.symbol, &frame.module) {
-                (Some((name, _)), _) => write!(out, ";{}", frame_name(name))?,
-                (None, Some((module, _))) => write!(out, ";[{}]", frame_name(module))?,
-                (None, None) => write!(out, ";[unknown]")?,
+                (Some((name, _)), _) => write!(f, ";{}", frame_name(name))?,
+                (None, Some((module, _))) => write!(f, ";[{}]", frame_name(module))?,
+                (None, None) => f.write_str(";[unknown]")?,
             }
             if frame.kernel {
-                write!(out, "{kernel_suffix}")?;
+                f.write_str(kernel_suffix)?;
             }
         }
         Ok(())

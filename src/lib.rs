@@ -18,6 +18,7 @@
 //! | [`attach`] | a ladder of variants of the same hook, tried from the best down |
 //! | [`process`] | a process to be traced: is it there, what is it, what has it mapped |
 //! | [`command`] | a command to be traced, held before exec until the probes are live |
+//! | [`target`] | what is traced: what the filter lets through, or a command |
 //! | [`elf`] | functions of an ELF file by name |
 //! | [`placement`] | where in a function a uprobe costs least |
 //! | [`mappings`] | code mappings as processes make them, from the kernel's own log |
@@ -28,6 +29,7 @@
 //! | [`symbolize`] | names for a stack's frames, also of a process that has exited |
 //! | [`kallsyms`] | the kernel's own names |
 //! | [`perf_map`] | names that JIT compilers write down |
+//! | [`stack_count`] | counts by process and stack, kept in the kernel |
 //! | [`folded`] | stacks as flame graph tools read them |
 //! | [`histogram`] | distributions by powers of two |
 //! | [`output`] | rows as text or JSON |
@@ -65,5 +67,7 @@ pub mod poll;
 pub mod process;
 pub mod shared;
 pub mod stack;
+pub mod stack_count;
 pub mod symbolize;
+pub mod target;
 pub mod text;

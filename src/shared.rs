@@ -15,7 +15,7 @@ mod skeleton {
     include!(concat!(env!("OUT_DIR"), "/shared.skel.rs"));
 }
 
-pub use skeleton::types::{filter, histogram, losses, stack};
+pub use skeleton::types::{filter, histogram, losses, stack, stack_count, stack_count_key};
 
 // SAFETY: plain integers, generated from the C struct; every bit pattern is valid.
 unsafe impl Plain for filter {}
@@ -25,6 +25,10 @@ unsafe impl Plain for losses {}
 unsafe impl Plain for stack {}
 // SAFETY: as above.
 unsafe impl Plain for histogram {}
+// SAFETY: as above.
+unsafe impl Plain for stack_count {}
+// SAFETY: as above.
+unsafe impl Plain for stack_count_key {}
 
 /// A map's value as the struct that it is.
 ///

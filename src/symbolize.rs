@@ -13,6 +13,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use anyhow::{Context, Result};
 use blazesym::symbolize::source::{Elf, Source};
 use blazesym::symbolize::{Input, Symbolized, Symbolizer as Blazesym};
+use serde::ser::{Serialize, SerializeStruct, Serializer};
 
 use crate::address_space::{AddressSpaces, Image};
 use crate::kallsyms::Kallsyms;
@@ -45,6 +46,21 @@ impl fmt::Display for Frame {
             (None, Some((module, offset))) => write!(f, "{module}+{offset:#x} [{module}]"),
             (None, None) => f.write_str("[unknown]"),
         }
+    }
+}
+
+/// `{"address":"0x401136","symbol":"main","offset":109,"module":"allocs","module_offset":4406}`.
+impl Serialize for Frame {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let symbol = self.symbol.as_ref();
+        let module = self.module.as_ref();
+        let mut frame = serializer.serialize_struct("Frame", 5)?;
+        frame.serialize_field("address", &format_args!("{:#x}", self.address))?;
+        frame.serialize_field("symbol", &symbol.map(|(name, _)| name))?;
+        frame.serialize_field("offset", &symbol.map(|(_, offset)| offset))?;
+        frame.serialize_field("module", &module.map(|(name, _)| name))?;
+        frame.serialize_field("module_offset", &module.map(|(_, offset)| offset))?;
+        frame.end()
     }
 }
 

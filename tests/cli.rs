@@ -5,6 +5,9 @@ use std::process::{Command, Output};
 /// The tools, with their paths.
 const TOOLS: &[(&str, &str)] = &[
     ("memleak", env!("CARGO_BIN_EXE_memleak")),
+    ("brkstack", env!("CARGO_BIN_EXE_brkstack")),
+    ("faults", env!("CARGO_BIN_EXE_faults")),
+    ("ffaults", env!("CARGO_BIN_EXE_ffaults")),
     ("mmapsnoop", env!("CARGO_BIN_EXE_mmapsnoop")),
     ("shmsnoop", env!("CARGO_BIN_EXE_shmsnoop")),
 ];

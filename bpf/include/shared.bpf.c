@@ -6,7 +6,10 @@
 #include "filter.bpf.h"
 #include "histogram.bpf.h"
 #include "stack.bpf.h"
+#include "stack_count.bpf.h"
 
 struct filter *unused_filter __attribute__((unused));
 struct histogram *unused_histogram __attribute__((unused));
 struct stack *unused_stack __attribute__((unused));
+struct stack_count_key *unused_stack_count_key __attribute__((unused));
+struct stack_count *unused_stack_count __attribute__((unused));

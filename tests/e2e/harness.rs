@@ -32,6 +32,8 @@ pub(crate) enum Need {
     Guest,
     /// 32-bit programs.
     Compat,
+    /// Kernel stacks in the programs of system calls' tracepoints.
+    SyscallStacks,
 }
 
 impl Need {
@@ -45,9 +47,17 @@ impl Need {
             Need::Disk => (env::var_os("MEMTOOLS_DISK").is_some(), "no disk of our own"),
             Need::Guest => (in_guest(), "would use up this machine's memory"),
             Need::Compat => (runs_32_bit(), "this kernel runs no 32-bit programs"),
+            Need::SyscallStacks => (
+                !release().starts_with("5."),
+                "this kernel tells no kernel stack at a system call",
+            ),
         };
         (!there).then_some(reason)
     }
+}
+
+fn release() -> String {
+    fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default()
 }
 
 fn in_guest() -> bool {

@@ -1,6 +1,9 @@
 //! End-to-end tests of all tools, in one binary that runs on this kernel and, copied, in the
 //! guests of tests/vm.
 
+mod brkstack;
+mod faults;
+mod ffaults;
 mod harness;
 mod load;
 mod memleak;
@@ -20,6 +23,9 @@ fn main() -> ExitCode {
     }
     let tests = [
         memleak::tests(),
+        brkstack::tests(),
+        faults::tests(),
+        ffaults::tests(),
         mmapsnoop::tests(),
         shmsnoop::tests(),
         load::tests(),

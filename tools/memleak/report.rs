@@ -119,7 +119,6 @@ pub(crate) struct Group {
     #[serde(serialize_with = "hex")]
     pub(crate) stack_id: u64,
     /// Innermost first; none if the stack was lost.
-    #[serde(serialize_with = "frames")]
     pub(crate) frames: Vec<Frame>,
     /// Whether outer frames are missing because of the depth limit.
     pub(crate) truncated: bool,
@@ -201,25 +200,6 @@ fn rfc3339<S: Serializer>(time: &Zoned, serializer: S) -> Result<S::Ok, S::Error
 
 fn hex<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(&format_args!("{value:#x}"))
-}
-
-fn frames<S: Serializer>(frames: &[Frame], serializer: S) -> Result<S::Ok, S::Error> {
-    #[derive(Serialize)]
-    struct JsonFrame<'a> {
-        #[serde(serialize_with = "hex")]
-        address: u64,
-        symbol: Option<&'a str>,
-        offset: Option<u64>,
-        module: Option<&'a str>,
-        module_offset: Option<u64>,
-    }
-    serializer.collect_seq(frames.iter().map(|frame| JsonFrame {
-        address: frame.address,
-        symbol: frame.symbol.as_ref().map(|(name, _)| name.as_str()),
-        offset: frame.symbol.as_ref().map(|(_, offset)| *offset),
-        module: frame.module.as_ref().map(|(name, _)| name.as_str()),
-        module_offset: frame.module.as_ref().map(|(_, offset)| *offset),
-    }))
 }
 
 #[cfg(test)]

@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: BSD-2-Clause
+/*
+ * ffaults: page faults, by file.
+ *
+ * Hooks, the first of these that works: the return of handle_mm_fault, by fexit
+ * or by kprobe and kretprobe; else the software perf event page-faults with
+ * bpf_find_vma(), 5.17 and later. tools/ffaults/main.rs chooses.
+ */
+#include "file.bpf.h"
+#include "filter.bpf.h"
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";
+
+/* What memory a fault is on. */
+enum memory {
+	MEMORY_FILE,
+	MEMORY_ANONYMOUS,
+	MEMORY_HEAP,
+	MEMORY_STACK,
+	MEMORY_UNKNOWN, /* none, or being changed by another thread just then */
+};
+
+struct file_id {
+	__u64 inode;
+	__u32 device;
+	__u32 generation; /* inodes are used again */
+};
+
+struct count_key {
+	struct file_id file; /* of MEMORY_FILE */
+	enum memory memory;
+	__u32 pid; /* 0 and empty unless by_process */
+	char comm[16];
+};
+
+struct count {
+	__u64 faults;
+	__u64 major;
+	__u64 write;
+	__u64 exec;
+};
+
+/* A file's name, or the names of its path (file.bpf.h). */
+struct file_record {
+	__u32 bytes;
+	__u32 complete;
+	char names[FILE_PATH_BYTES];
+};
+
+struct count_key *unused_count_key __attribute__((unused));
+
+/* Options, set before load. */
+const volatile __u8 by_process;
+const volatile __u8 full_path;
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 16384);
+	__type(key, struct count_key);
+	__type(value, struct count);
+} counts SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 4096);
+	__type(key, struct file_id);
+	__type(value, struct file_record);
+} files SEC(".maps");
+
+const volatile struct count no_count;
+const volatile struct file_record no_record;
+
+/* A fault that some thread is in, by pid_tgid; for kretprobes, which know no arguments. */
+struct call {
+	struct vm_area_struct *vma;
+	__u64 flags;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 32768);
+	__type(key, __u64);
+	__type(value, struct call);
+} calls SEC(".maps");
+
+/* FAULT_FLAG_* of <linux/mm_types.h>: macros on 5.10, with the same values since. */
+#define FLAG_WRITE	 0x001
+#define FLAG_TRIED	 0x020
+#define FLAG_INSTRUCTION 0x100
+/* VM_FAULT_* likewise. */
+#define RESULT_MAJOR 0x000004
+#define RESULT_RETRY 0x000400
+
+/* Write down what the file is called, when it is seen for the first time. */
+static __noinline int remember_file(struct file *file, const struct file_id *id)
+{
+	struct file_record *record = bpf_map_lookup_elem(&files, id);
+
+	if (record)
+		return 0;
+	bpf_map_update_elem(&files, id, (const void *)&no_record, BPF_NOEXIST);
+	record = bpf_map_lookup_elem(&files, id);
+	if (!record) {
+		count_loss(entries);
+		return 0;
+	}
+	if (full_path)
+		record->bytes = file_path(file, record->names, &record->complete);
+	else
+		record->bytes = file_name(file, record->names);
+	return 0;
+}
+
+static __always_inline enum memory memory_of(struct vm_area_struct *vma)
+{
+	struct mm_struct *mm = BPF_CORE_READ(vma, vm_mm);
+	__u64 start = BPF_CORE_READ(vma, vm_start), end = BPF_CORE_READ(vma, vm_end);
+	__u64 stack = BPF_CORE_READ(mm, start_stack);
+
+	if (start <= BPF_CORE_READ(mm, brk) && end >= BPF_CORE_READ(mm, start_brk))
+		return MEMORY_HEAP;
+	if (start <= stack && end >= stack)
+		return MEMORY_STACK;
+	return MEMORY_ANONYMOUS;
+}
+
+static __noinline int count_fault(struct vm_area_struct *vma, __u32 pid, __u32 flags, __u32 major)
+{
+	struct count_key key = {.memory = MEMORY_UNKNOWN};
+	struct file *file = NULL;
+	struct count *count;
+
+	if (vma)
+		file = BPF_CORE_READ(vma, vm_file);
+	if (file) {
+		struct inode *inode = BPF_CORE_READ(file, f_inode);
+
+		key.memory = MEMORY_FILE;
+		key.file.inode = BPF_CORE_READ(inode, i_ino);
+		key.file.device = BPF_CORE_READ(inode, i_sb, s_dev);
+		key.file.generation = BPF_CORE_READ(inode, i_generation);
+		remember_file(file, &key.file);
+	} else if (vma) {
+		key.memory = memory_of(vma);
+	}
+	if (by_process) {
+		key.pid = pid;
+		bpf_get_current_comm(key.comm, sizeof(key.comm));
+	}
+	count = bpf_map_lookup_elem(&counts, &key);
+	if (!count) {
+		bpf_map_update_elem(&counts, &key, (const void *)&no_count, BPF_NOEXIST);
+		count = bpf_map_lookup_elem(&counts, &key);
+		if (!count) {
+			count_loss(entries);
+			return 0;
+		}
+	}
+	__sync_fetch_and_add(&count->faults, 1);
+	if (major)
+		__sync_fetch_and_add(&count->major, 1);
+	if (flags & FLAG_WRITE)
+		__sync_fetch_and_add(&count->write, 1);
+	if (flags & FLAG_INSTRUCTION)
+		__sync_fetch_and_add(&count->exec, 1);
+	return 0;
+}
+
+/*
+ * A fault can take several calls: the first gives up, to wait without the lock,
+ * or to go on with a larger one. The last is the one that does not ask for
+ * another. It is major if it, or one before it, waited: mm_account_fault().
+ */
+static __always_inline int finished(struct vm_area_struct *vma, __u32 flags, __u32 result)
+{
+	struct task_ids ids;
+
+	if (result & RESULT_RETRY || !filter_wants(&ids))
+		return 0;
+	return count_fault(vma, ids.pid, flags, result & RESULT_MAJOR || flags & FLAG_TRIED);
+}
+
+SEC("fexit/handle_mm_fault")
+int BPF_PROG(fault_fexit, struct vm_area_struct *vma, unsigned long address, unsigned int flags,
+	     struct pt_regs *regs, unsigned int result)
+{
+	return finished(vma, flags, result);
+}
+
+SEC("kprobe/handle_mm_fault")
+int BPF_KPROBE(fault_kprobe, struct vm_area_struct *vma, unsigned long address, unsigned int flags)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+	struct call call = {.vma = vma, .flags = flags};
+
+	if (bpf_map_update_elem(&calls, &thread, &call, BPF_ANY))
+		count_loss(calls);
+	return 0;
+}
+
+SEC("kretprobe/handle_mm_fault")
+int BPF_KRETPROBE(fault_kretprobe, unsigned int result)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+	struct call *found = bpf_map_lookup_elem(&calls, &thread);
+	struct call call;
+
+	if (!found)
+		return 0;
+	call = *found;
+	bpf_map_delete_elem(&calls, &thread);
+	return finished(call.vma, call.flags, result);
+}
+
+struct found {
+	__u32 pid;
+	__u32 major;
+};
+
+static long found_vma(struct task_struct *task, struct vm_area_struct *vma, struct found *found)
+{
+	return count_fault(vma, found->pid, 0, found->major);
+}
+
+/* The kernel looks for the memory only if nobody is changing what is mapped: else it is unknown. */
+static __always_inline int happened(struct bpf_perf_event_data *ctx, __u32 major)
+{
+	struct found found = {.major = major};
+	struct task_ids ids;
+
+	if (!filter_wants(&ids))
+		return 0;
+	found.pid = ids.pid;
+	if (bpf_find_vma(bpf_get_current_task_btf(), ctx->addr, found_vma, &found, 0))
+		count_fault(NULL, ids.pid, 0, major);
+	return 0;
+}
+
+SEC("perf_event")
+int fault_event(struct bpf_perf_event_data *ctx)
+{
+	return happened(ctx, 0);
+}
+
+SEC("perf_event")
+int major_fault_event(struct bpf_perf_event_data *ctx)
+{
+	return happened(ctx, 1);
+}

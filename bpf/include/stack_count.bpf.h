@@ -1,0 +1,67 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * Counts by process, user stack and kernel stack, kept in the kernel: what
+ * happens too often for an event each. src/stack_count.rs reads them.
+ */
+#ifndef MEMTOOLS_STACK_COUNT_BPF_H
+#define MEMTOOLS_STACK_COUNT_BPF_H
+
+#include "task_stack.bpf.h"
+#include "kernel_stack.bpf.h"
+
+/* Options, set before load. */
+const volatile __u8 with_user_stacks = 1;
+const volatile __u8 with_kernel_stacks;
+
+struct stack_count_key {
+	__u64 user; /* ids in `stacks`; STACK_NONE also if not asked for */
+	__u64 kernel;
+	__u32 pid;
+	__u32 reserved;
+	char comm[16];
+};
+
+struct stack_count {
+	__u64 events;
+	__u64 bytes;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 32768);
+	__type(key, struct stack_count_key);
+	__type(value, struct stack_count);
+} counts SEC(".maps");
+
+const volatile struct stack_count no_count;
+
+static __noinline int count_add(__u64 user, __u64 kernel, __u32 pid, __u64 bytes)
+{
+	struct stack_count_key key = {.user = user, .kernel = kernel, .pid = pid};
+	struct stack_count *count;
+
+	bpf_get_current_comm(key.comm, sizeof(key.comm));
+	count = bpf_map_lookup_elem(&counts, &key);
+	if (!count) {
+		bpf_map_update_elem(&counts, &key, (const void *)&no_count, BPF_NOEXIST);
+		count = bpf_map_lookup_elem(&counts, &key);
+		if (!count) {
+			count_loss(entries);
+			return 0;
+		}
+	}
+	__sync_fetch_and_add(&count->events, 1);
+	__sync_fetch_and_add(&count->bytes, bytes);
+	return 0;
+}
+
+/* Count one event of the current task, which `ctx` is the program's context of. */
+static __always_inline int count_stacks(void *ctx, __u32 pid, __u64 bytes)
+{
+	__u64 kernel = with_kernel_stacks ? stack_of_kernel(ctx) : STACK_NONE;
+	__u64 user = with_user_stacks ? stack_of_task() : STACK_NONE;
+
+	return count_add(user, kernel, pid, bytes);
+}
+
+#endif /* MEMTOOLS_STACK_COUNT_BPF_H */

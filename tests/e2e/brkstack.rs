@@ -1,0 +1,378 @@
+//! brkstack against a workload that makes known numbers of calls, each kind from a function of
+//! its own.
+
+use std::collections::HashMap;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use serde_json::Value;
+
+use crate::harness::{self, Ended, Need, Tool, Workload, workload};
+
+const LIVE: &str = "tracing brk(2)";
+
+/// Calls of each kind: grow, shrink, query.
+const CALLS: [&str; 3] = ["23", "7", "5"];
+
+pub(crate) fn tests() -> Vec<Trial> {
+    let tests: &[(&str, &'static [Need], fn() -> Result<()>)] = &[
+        (
+            "every_call_is_counted_by_stack",
+            &[],
+            every_call_is_counted_by_stack,
+        ),
+        ("growth_is_told_apart", &[], growth_is_told_apart),
+        (
+            "bytes_are_those_of_the_growth",
+            &[],
+            bytes_are_those_of_the_growth,
+        ),
+        ("events_have_a_line_each", &[], events_have_a_line_each),
+        ("text_is_stackcounts", &[], text_is_stackcounts),
+        (
+            "a_process_that_has_exited_has_names",
+            &[],
+            a_process_that_has_exited_has_names,
+        ),
+        (
+            "processes_can_be_kept_apart",
+            &[],
+            processes_can_be_kept_apart,
+        ),
+        (
+            "kernel_stacks_are_marked",
+            &[Need::SyscallStacks],
+            kernel_stacks_are_marked,
+        ),
+        ("intervals_add_up", &[], intervals_add_up),
+        ("a_count_ends_it", &[], a_count_ends_it),
+        (
+            "a_command_is_traced_from_its_start",
+            &[],
+            a_command_is_traced_from_its_start,
+        ),
+        (
+            "what_does_not_fit_is_counted",
+            &[],
+            what_does_not_fit_is_counted,
+        ),
+        ("json_agrees", &[], json_agrees),
+        ("the_largest_are_chosen", &[], the_largest_are_chosen),
+        ("a_flame_graph_is_drawn", &[], a_flame_graph_is_drawn),
+    ];
+    tests
+        .iter()
+        .map(|&(name, needs, run)| harness::test(&format!("brkstack::{name}"), needs, run))
+        .collect()
+}
+
+/// Traces the workload with these options, by its number.
+fn trace(options: &[&str]) -> Result<(Ended, HashMap<String, String>)> {
+    let mut program = Workload::start("brk", &CALLS)?;
+    let pid = program.pid();
+    let mut tool = Tool::start("brkstack", &[&["-p", &pid], options].concat())?;
+    tool.wait_for(LIVE)?;
+    let facts = program.work()?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    Ok((ended, facts))
+}
+
+/// The weight of each folded line, by its frames.
+fn folded(stdout: &str) -> Result<HashMap<Vec<&str>, u64>> {
+    let mut weights = HashMap::new();
+    for line in stdout.lines() {
+        let (stack, weight) = line.rsplit_once(' ').with_context(|| line.to_owned())?;
+        let old = weights.insert(stack.split(';').collect(), weight.parse::<u64>()?);
+        ensure!(old.is_none(), "twice: {line}");
+    }
+    Ok(weights)
+}
+
+/// The weights by the innermost frame, of a process whose root frame is this.
+fn by_leaf<'a>(stdout: &'a str, root: &str) -> Result<HashMap<&'a str, u64>> {
+    let mut leaves = HashMap::new();
+    for (stack, weight) in folded(stdout)? {
+        ensure!(stack[0] == root, "{stack:?}");
+        *leaves
+            .entry(*stack.last().context("no frames")?)
+            .or_insert(0) += weight;
+    }
+    Ok(leaves)
+}
+
+fn every_call_is_counted_by_stack() -> Result<()> {
+    let (ended, _) = trace(&[])?;
+    let leaves = by_leaf(&ended.stdout, "brk")?;
+    let expected = HashMap::from([("grow_heap", 23), ("shrink_heap", 7), ("ask_heap", 5)]);
+    ensure!(leaves == expected, "{leaves:?}");
+    let whole = |stack: &Vec<&str>| stack.contains(&"main");
+    ensure!(folded(&ended.stdout)?.keys().all(whole), "{}", ended.stdout);
+    ensure!(!ended.stderr.contains("lost"), "{}", ended.stderr);
+    Ok(())
+}
+
+fn growth_is_told_apart() -> Result<()> {
+    let (ended, _) = trace(&["--growth"])?;
+    let leaves = by_leaf(&ended.stdout, "brk")?;
+    ensure!(leaves == HashMap::from([("grow_heap", 23)]), "{leaves:?}");
+    Ok(())
+}
+
+fn bytes_are_those_of_the_growth() -> Result<()> {
+    let (ended, facts) = trace(&["--bytes"])?;
+    let leaves = by_leaf(&ended.stdout, "brk")?;
+    let bytes = 23 * facts["bytes"].parse::<u64>()?;
+    ensure!(
+        leaves == HashMap::from([("grow_heap", bytes)]),
+        "{leaves:?}"
+    );
+    Ok(())
+}
+
+fn events_have_a_line_each() -> Result<()> {
+    let (ended, facts) = trace(&["--events"])?;
+    let mut lines = ended.stdout.lines();
+    let header: Vec<&str> = lines
+        .next()
+        .context("no header")?
+        .split_whitespace()
+        .collect();
+    ensure!(
+        header == ["TIME", "PID", "COMM", "OLD", "NEW", "GROWTH"],
+        "{header:?}"
+    );
+    let page: i64 = facts["bytes"].parse()?;
+    let steps = [(23, page), (7, -page), (5, 0)];
+    let expected = steps
+        .iter()
+        .flat_map(|&(calls, growth)| vec![growth; calls]);
+    let mut end = facts["old"].clone();
+    for growth in expected {
+        let line = lines.next().context("a call is missing")?;
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        ensure!(
+            fields[2] == "brk" && fields[3] == end,
+            "{line}: not from {end}"
+        );
+        ensure!(fields[5] == growth.to_string(), "{line}: not by {growth}");
+        end = fields[4].to_owned();
+    }
+    ensure!(end == facts["new"], "{end} is not the end");
+    ensure!(lines.next().is_none(), "{}", ended.stdout);
+    Ok(())
+}
+
+fn text_is_stackcounts() -> Result<()> {
+    let (ended, _) = trace(&["--text"])?;
+    let blocks: Vec<&str> = ended.stdout.trim_end().split("\n\n").collect();
+    ensure!(blocks.len() == 3, "{}", ended.stdout);
+    // Ascending by count.
+    for (block, (leaf, calls)) in
+        blocks
+            .iter()
+            .zip([("ask_heap", 5), ("shrink_heap", 7), ("grow_heap", 23)])
+    {
+        ensure!(block.starts_with(&format!("  {leaf}\n  main\n")), "{block}");
+        ensure!(
+            block.ends_with(&format!("\n    brk\n    {calls}")),
+            "{block}"
+        );
+    }
+    Ok(())
+}
+
+/// Nothing but its name is known of it before it starts, and nothing but the log remembers it.
+fn a_process_that_has_exited_has_names() -> Result<()> {
+    let folder = harness::scratch()?;
+    let path = folder.path().join("brk-that-exits");
+    harness::copy(&workload("brk"), &path)?;
+    let mut tool = Tool::start("brkstack", &["-n", "brk-that"])?;
+    tool.wait_for(LIVE)?;
+    let mut program = Workload::spawn(Command::new(path).args(CALLS))?;
+    program.work()?;
+    program.finish()?;
+    let ended = tool.interrupt()?;
+    let leaves = by_leaf(&ended.stdout, "brk-that-exits")?;
+    // libc's start makes calls of its own.
+    let calls = ["grow_heap", "shrink_heap", "ask_heap"].map(|leaf| leaves.get(leaf).copied());
+    ensure!(calls == [Some(23), Some(7), Some(5)], "{leaves:?}");
+    Ok(())
+}
+
+fn processes_can_be_kept_apart() -> Result<()> {
+    for (options, apart) in [(&[][..], false), (&["-P"], true)] {
+        let mut programs = [
+            Workload::start("brk", &CALLS)?,
+            Workload::start("brk", &["11"])?,
+        ];
+        let pids = programs.each_ref().map(Workload::pid);
+        let mut tool = Tool::start("brkstack", &[&["-p", &pids.join(",")], options].concat())?;
+        tool.wait_for(LIVE)?;
+        for program in &mut programs {
+            program.work()?;
+        }
+        let ended = tool.interrupt()?;
+        let grown: HashMap<String, u64> = folded(&ended.stdout)?
+            .into_iter()
+            .filter(|(stack, _)| stack.contains(&"grow_heap"))
+            .map(|(stack, calls)| (stack[0].to_owned(), calls))
+            .collect();
+        let expected = if apart {
+            HashMap::from([
+                (format!("brk-{}", pids[0]), 23),
+                (format!("brk-{}", pids[1]), 11),
+            ])
+        } else {
+            HashMap::from([("brk".to_owned(), 34)])
+        };
+        ensure!(grown == expected, "{grown:?}");
+    }
+    Ok(())
+}
+
+fn kernel_stacks_are_marked() -> Result<()> {
+    let (ended, _) = trace(&["-UKa"])?;
+    for (stack, _) in folded(&ended.stdout)? {
+        let delimiter = stack.iter().position(|frame| *frame == "-");
+        let (user, kernel) = stack.split_at(delimiter.with_context(|| format!("{stack:?}"))?);
+        ensure!(user.contains(&"main"), "{user:?}");
+        ensure!(
+            kernel[1..].iter().all(|frame| frame.ends_with("_[k]")),
+            "{kernel:?}"
+        );
+        ensure!(kernel.contains(&"do_syscall_64_[k]"), "{kernel:?}");
+    }
+    let (ended, _) = trace(&["-K"])?;
+    let calls: u64 = folded(&ended.stdout)?.values().sum();
+    ensure!(
+        calls == 35 && !ended.stdout.contains("main"),
+        "{}",
+        ended.stdout
+    );
+    Ok(())
+}
+
+fn intervals_add_up() -> Result<()> {
+    let (ended, _) = trace(&["-T", "0.1"])?;
+    let calls = |name: &str| -> Result<u64> {
+        let blocks = ended.stdout.split("\n\n");
+        let counts = blocks.filter(|block| block.contains(&format!("  {name}\n")));
+        let count = |block: &str| {
+            block
+                .rsplit(' ')
+                .next()
+                .context("no count")?
+                .trim()
+                .parse::<u64>()
+                .context("no number")
+        };
+        counts.map(count).sum()
+    };
+    ensure!(
+        calls("grow_heap")? == 23 && calls("shrink_heap")? == 7,
+        "{}",
+        ended.stdout
+    );
+    Ok(())
+}
+
+fn a_count_ends_it() -> Result<()> {
+    let program = Workload::start("brk", &CALLS)?;
+    let ended = harness::run("brkstack", &["-p", &program.pid(), "-T", "0.05", "3"])?;
+    ensure!(ended.status.success(), "{ended:?}");
+    let times = ended
+        .stdout
+        .lines()
+        .filter(|line| line.matches(':').count() == 2);
+    ensure!(times.count() == 3, "{}", ended.stdout);
+    Ok(())
+}
+
+fn a_command_is_traced_from_its_start() -> Result<()> {
+    let command = format!("{} {}", workload("brk").display(), CALLS.join(" "));
+    let mut program = Command::new(harness::tool("brkstack"));
+    program.args(["-f", "-c", &command]).stdin(Stdio::null());
+    let ended = Tool::spawn(&mut program)?.end()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    // The command's own lines are there too.
+    let stacks = ended.stdout.lines().filter(|line| line.contains(';'));
+    let stacks = stacks.collect::<Vec<_>>().join("\n");
+    let leaves = by_leaf(&stacks, "brk")?;
+    ensure!(
+        leaves["grow_heap"] == 23 && leaves["shrink_heap"] == 7,
+        "{leaves:?}"
+    );
+
+    let ended = harness::run("brkstack", &["-c", "sh -c 'exit 7'"])?;
+    ensure!(ended.status.code() == Some(7), "{ended:?}");
+    Ok(())
+}
+
+fn what_does_not_fit_is_counted() -> Result<()> {
+    let (ended, _) = trace(&["--stack-storage-size", "1"])?;
+    let leaves = by_leaf(&ended.stdout, "brk")?;
+    let calls: u64 = leaves.values().sum();
+    let lost = leaves["[lost]"];
+    ensure!(calls == 35 && lost > 0 && lost < 35, "{leaves:?}");
+    ensure!(
+        ended.stderr.contains(&format!("lost {lost} stacks")),
+        "{}",
+        ended.stderr
+    );
+    Ok(())
+}
+
+fn json_agrees() -> Result<()> {
+    let (ended, facts) = trace(&["-j", "--bytes"])?;
+    let rows: Vec<Value> = ended
+        .stdout
+        .lines()
+        .map(serde_json::from_str)
+        .collect::<Result<_, _>>()?;
+    ensure!(rows.len() == 2, "{}", ended.stdout);
+    let bytes = 23 * facts["bytes"].parse::<u64>()?;
+    for row in &rows {
+        ensure!(row["count"] == 23 && row["bytes"] == bytes, "{row}");
+    }
+    ensure!(
+        rows[0]["type"] == "report" && rows[0]["stacks"] == 1,
+        "{}",
+        rows[0]
+    );
+    let stack = &rows[1];
+    ensure!(
+        stack["comm"] == "brk" && stack["kernel_frames"].is_null(),
+        "{stack}"
+    );
+    ensure!(stack["user_frames"][0]["symbol"] == "grow_heap", "{stack}");
+    ensure!(stack["user_frames"][1]["symbol"] == "main", "{stack}");
+    Ok(())
+}
+
+fn the_largest_are_chosen() -> Result<()> {
+    let (ended, _) = trace(&["--top", "2"])?;
+    let leaves = by_leaf(&ended.stdout, "brk")?;
+    ensure!(
+        leaves == HashMap::from([("grow_heap", 23), ("shrink_heap", 7)]),
+        "{leaves:?}"
+    );
+    Ok(())
+}
+
+fn a_flame_graph_is_drawn() -> Result<()> {
+    let (ended, _) = trace(&[])?;
+    let mut options = inferno::flamegraph::Options::default();
+    let mut image = Vec::new();
+    inferno::flamegraph::from_lines(&mut options, ended.stdout.lines(), &mut image)?;
+    let image = String::from_utf8(image)?;
+    for function in [
+        "grow_heap (23 samples",
+        "shrink_heap (7 samples",
+        "ask_heap (5 samples",
+    ] {
+        ensure!(image.contains(function), "{function} is not in:\n{image}");
+    }
+    Ok(())
+}

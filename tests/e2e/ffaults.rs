@@ -1,0 +1,245 @@
+//! ffaults against workloads that fault known numbers of times on known files.
+
+use std::collections::HashMap;
+use std::env;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use serde_json::Value;
+
+use crate::harness::{self, Ended, Need, Tool, Workload};
+
+const LIVE: &str = "tracing page faults";
+const PAGES: &str = "1009";
+const HOOKS: [&str; 3] = ["fexit", "kprobe", "event"];
+
+pub(crate) fn tests() -> Vec<Trial> {
+    let tests: &[(&str, &'static [Need], fn() -> Result<()>)] = &[
+        (
+            "anonymous_memory_has_its_own_line",
+            &[],
+            anonymous_memory_has_its_own_line,
+        ),
+        (
+            "cold_faults_are_counted_once_under_the_files_name",
+            &[Need::Disk],
+            cold_faults_are_counted_once_under_the_files_name,
+        ),
+        (
+            "every_hook_counts_the_same",
+            &[Need::Disk, Need::Kprobes],
+            every_hook_counts_the_same,
+        ),
+        ("paths_are_whole", &[Need::Disk], paths_are_whole),
+        (
+            "writes_are_told_apart",
+            &[Need::Disk],
+            writes_are_told_apart,
+        ),
+        (
+            "minor_faults_are_told_apart",
+            &[],
+            minor_faults_are_told_apart,
+        ),
+        ("processes_are_told_apart", &[], processes_are_told_apart),
+        (
+            "heap_and_stack_have_their_names",
+            &[],
+            heap_and_stack_have_their_names,
+        ),
+        ("intervals_add_up", &[], intervals_add_up),
+        ("json_agrees", &[], json_agrees),
+    ];
+    tests
+        .iter()
+        .map(|&(name, needs, run)| harness::test(&format!("ffaults::{name}"), needs, run))
+        .collect()
+}
+
+/// Traces a workload with these options, by its number.
+fn trace(program: &str, args: &[&str], options: &[&str]) -> Result<Ended> {
+    let mut program = Workload::start(program, args)?;
+    let pid = program.pid();
+    let mut tool = Tool::start("ffaults", &[&["-p", &pid], options].concat())?;
+    tool.wait_for(LIVE)?;
+    program.work()?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    ensure!(!ended.stderr.contains("lost"), "{}", ended.stderr);
+    Ok(ended)
+}
+
+/// The fields of each line but the header.
+fn rows(stdout: &str) -> Vec<Vec<&str>> {
+    let lines = stdout.lines().skip(1);
+    lines
+        .map(|line| line.split_whitespace().collect())
+        .collect()
+}
+
+/// A path for a file of this test on the disk.
+fn on_disk(name: &str) -> Result<PathBuf> {
+    Ok(PathBuf::from(env::var_os("MEMTOOLS_DISK").context("no disk")?).join(name))
+}
+
+fn anonymous_memory_has_its_own_line() -> Result<()> {
+    let ended = trace("minor", &[PAGES, "both"], &[])?;
+    ensure!(
+        rows(&ended.stdout) == [["[anon]", "2018"]],
+        "{}",
+        ended.stdout
+    );
+    ensure!(
+        ended
+            .stdout
+            .starts_with("FILE                          COUNT\n"),
+        "{}",
+        ended.stdout
+    );
+    Ok(())
+}
+
+fn cold_faults_are_counted_once_under_the_files_name() -> Result<()> {
+    let path = on_disk("known-file-a")?;
+    let ended = trace("file", &[&path.to_string_lossy(), "random", "1000"], &[])?;
+    ensure!(
+        rows(&ended.stdout) == [["known-file-a", "1000"]],
+        "{}",
+        ended.stdout
+    );
+    Ok(())
+}
+
+fn every_hook_counts_the_same() -> Result<()> {
+    let path = on_disk("known-file-b")?;
+    for hook in HOOKS {
+        if hook == "event" && !has_find_vma()? {
+            continue;
+        }
+        let ended = trace(
+            "file",
+            &[&path.to_string_lossy(), "random", "499"],
+            &["--hook", hook, "--type"],
+        )?;
+        let access = if hook == "event" { "-" } else { "0" };
+        let expected = ["known-file-b", "499", "0", "499", access, access];
+        ensure!(
+            rows(&ended.stdout) == [expected],
+            "{hook}: {}",
+            ended.stdout
+        );
+        let event = ended.stderr.contains("by perf event");
+        ensure!(event == (hook == "event"), "{hook}: {}", ended.stderr);
+    }
+    Ok(())
+}
+
+fn has_find_vma() -> Result<bool> {
+    let btf = std::fs::read("/sys/kernel/btf/vmlinux").context("no BTF")?;
+    let name = b"\0bpf_find_vma\0";
+    Ok(btf.windows(name.len()).any(|window| window == name))
+}
+
+fn paths_are_whole() -> Result<()> {
+    let path = on_disk("known-file-c")?;
+    let path = path.to_string_lossy();
+    let ended = trace("file", &[&path, "random", "101"], &["--path"])?;
+    ensure!(rows(&ended.stdout) == [[&*path, "101"]], "{}", ended.stdout);
+    Ok(())
+}
+
+fn writes_are_told_apart() -> Result<()> {
+    let path = on_disk("known-file-d")?;
+    let ended = trace(
+        "file",
+        &[&path.to_string_lossy(), "write", "101"],
+        &["--type"],
+    )?;
+    let rows = rows(&ended.stdout);
+    // A guest has a hook that knows the access.
+    ensure!(
+        rows.len() == 1 && rows[0][..2] == ["known-file-d", "101"],
+        "{}",
+        ended.stdout
+    );
+    ensure!(rows[0][4..] == ["101", "0"], "{}", ended.stdout);
+    Ok(())
+}
+
+fn minor_faults_are_told_apart() -> Result<()> {
+    let ended = trace("minor", &[PAGES], &["--type"])?;
+    let rows = rows(&ended.stdout);
+    ensure!(
+        rows.len() == 1 && rows[0][..4] == ["[anon]", PAGES, PAGES, "0"],
+        "{}",
+        ended.stdout
+    );
+    let write = rows[0][4];
+    ensure!(
+        write == PAGES || (write == "-" && ended.stderr.contains("perf event")),
+        "{}",
+        ended.stdout
+    );
+    Ok(())
+}
+
+fn processes_are_told_apart() -> Result<()> {
+    let mut programs = [
+        Workload::start("minor", &["23"])?,
+        Workload::start("minor", &["31"])?,
+    ];
+    let pids = programs.each_ref().map(Workload::pid);
+    let mut tool = Tool::start("ffaults", &["--by-process", "-p", &pids.join(",")])?;
+    tool.wait_for(LIVE)?;
+    for program in &mut programs {
+        program.work()?;
+    }
+    let ended = tool.interrupt()?;
+    let expected = [
+        [pids[0].as_str(), "minor", "[anon]", "23"],
+        [pids[1].as_str(), "minor", "[anon]", "31"],
+    ];
+    ensure!(rows(&ended.stdout) == expected, "{}", ended.stdout);
+    Ok(())
+}
+
+fn heap_and_stack_have_their_names() -> Result<()> {
+    let ended = harness::run("ffaults", &["-c", "ls -lR /proc/self/"])?;
+    for name in ["[heap]", "[stack]"] {
+        ensure!(
+            ended.stdout.contains(&format!("\n{name}")),
+            "{name}: {}",
+            ended.stdout
+        );
+    }
+    Ok(())
+}
+
+fn intervals_add_up() -> Result<()> {
+    let ended = trace("minor", &[PAGES], &["0.05"])?;
+    let lines = ended
+        .stdout
+        .lines()
+        .filter_map(|line| line.strip_prefix("[anon]"));
+    let counts = lines.map(|count| count.trim().parse::<u64>());
+    let sum: u64 = counts.sum::<Result<_, _>>()?;
+    ensure!(sum == 1009, "{}", ended.stdout);
+    Ok(())
+}
+
+fn json_agrees() -> Result<()> {
+    let ended = trace("minor", &[PAGES], &["-j"])?;
+    let rows: Vec<HashMap<String, Value>> = ended
+        .stdout
+        .lines()
+        .map(serde_json::from_str)
+        .collect::<Result<_, _>>()?;
+    ensure!(rows.len() == 1, "{}", ended.stdout);
+    ensure!(
+        rows[0]["file"] == "[anon]" && rows[0]["faults"] == 1009,
+        "{}",
+        ended.stdout
+    );
+    Ok(())
+}

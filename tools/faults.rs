@@ -1,0 +1,278 @@
+//! faults: page faults, by user stack and process.
+//!
+//! Hook: the kernel's own count of page faults, as a software perf event (`bpf/faults.bpf.c`).
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use jiff::Zoned;
+use libbpf_rs::MapCore;
+use libbpf_rs::skel::{OpenSkel, SkelBuilder};
+use memtools::cli::{self, CommonArgs};
+use memtools::filter::{Filter, FilterArgs};
+use memtools::output::{Output, Row};
+use memtools::poll::Poller;
+use memtools::stack_count::{Report, StackCountArgs, StackCounts, Weight};
+use memtools::target::Target;
+use memtools::{attach, clock, kernel};
+use nix::unistd::{SysconfVar, sysconf};
+use perf_event::events::Software;
+use serde::Serialize;
+
+use crate::bpf::{FaultsSkel, FaultsSkelBuilder};
+
+memtools::skeleton!("faults", plain: [filter]);
+
+/// Count page faults, by which processes grow, by user stack and process.
+#[derive(Debug, Parser)]
+#[command(
+    name = "faults",
+    version,
+    max_term_width = 100,
+    after_help = "\
+examples:
+  faults                       count all page faults until Ctrl-C, and print their stacks
+  faults -d 30 | flamegraph.pl --color=mem --countname=pages >faults.svg
+  faults -p 1234 5             those of process 1234, every 5 seconds
+  faults -M                    only those that waited for a disk or for swap
+  faults --by-process -d 10    who faults how often
+  faults -K                    what makes the kernel fault on user memory
+  faults -c './prog -x'        from the program's start"
+)]
+struct Args {
+    /// Run this command and trace it; its exit status becomes ours
+    #[arg(short, long, value_name = "COMMAND", conflicts_with = "pid")]
+    command: Option<String>,
+
+    /// Count only faults of user code; with -K count all, with both stacks
+    #[arg(short = 'U', long)]
+    user_stacks: bool,
+
+    /// Count only faults of the kernel on user memory, by kernel stack
+    #[arg(short = 'K', long)]
+    kernel_stacks: bool,
+
+    /// Count only major faults, which waited for a disk or for swap
+    #[arg(short = 'M', long)]
+    major: bool,
+
+    /// Count only minor faults
+    #[arg(short, long, conflicts_with = "major")]
+    minor: bool,
+
+    /// Count by process, without stacks
+    #[arg(long, conflicts_with_all = ["folded", "text", "perpid", "annotations"])]
+    by_process: bool,
+
+    /// Show bytes, a page for each fault, rather than faults
+    #[arg(long)]
+    bytes: bool,
+
+    #[command(flatten)]
+    filter: FilterArgs,
+
+    #[command(flatten)]
+    stacks: StackCountArgs,
+
+    #[command(flatten)]
+    common: CommonArgs,
+}
+
+fn main() -> ExitCode {
+    cli::main(run)
+}
+
+fn run(args: Args) -> Result<ExitCode> {
+    kernel::preflight()?;
+    attach::capture_log(args.common.verbose);
+    let mut poller = Poller::new()?;
+    let mut target = Target::choose(&args.filter, args.command.as_deref())?;
+    let skel = load(&args, target.filter())?;
+    let symbolizer = target.symbolizer()?;
+    let links = attach::each_software_event(&skel.progs.page_fault, args.event())?;
+    eprintln!("faults: tracing page faults... Ctrl-C to end");
+    target.release()?;
+
+    let maps = &skel.maps;
+    let mut counts = StackCounts::new(&maps.counts, &maps.stacks, &maps.losses, symbolizer);
+    let report = Report {
+        layout: args.stacks.layout(args.common.json),
+        weight: if args.bytes {
+            Weight::Bytes
+        } else {
+            Weight::Events
+        },
+        args: &args.stacks,
+    };
+    let mut output = Output::new(args.common.format());
+    let print = |output: &mut Output, counts: &mut StackCounts<'_, _>| {
+        if args.by_process {
+            print_processes(output, counts, &report)
+        } else {
+            counts.report(output, &report)
+        }
+    };
+
+    let mappings = counts.symbolizer().descriptor()?;
+    poller.watch_mappings(&mappings);
+    if let Some(process) = target.process() {
+        poller.watch_exit(process);
+    }
+    if let Some(interval) = args.stacks.interval {
+        poller.tick_every(interval)?;
+    }
+    counts.symbolizer().look_around();
+
+    let deadline = args.common.deadline();
+    let mut summaries_left = args.stacks.count;
+    loop {
+        let wake = poller.wait(deadline)?;
+        if wake.mappings {
+            counts.symbolizer().refresh();
+        }
+        if wake.stop || wake.deadline || wake.exited {
+            break;
+        }
+        if wake.tick {
+            summaries_left = summaries_left.map(|left| left - 1);
+            if summaries_left == Some(0) {
+                break;
+            }
+            print(&mut output, &mut counts)?;
+        }
+    }
+    attach::detach(links);
+    print(&mut output, &mut counts)?;
+    counts.tell_losses("faults", &mut output)?;
+    target.finish()
+}
+
+impl Args {
+    /// Which of the kernel's counts is meant.
+    fn event(&self) -> Software {
+        if self.major {
+            Software::PAGE_FAULTS_MAJ
+        } else if self.minor {
+            Software::PAGE_FAULTS_MIN
+        } else {
+            Software::PAGE_FAULTS
+        }
+    }
+
+    fn user_stacks(&self) -> bool {
+        !self.by_process && (self.user_stacks || !self.kernel_stacks)
+    }
+}
+
+fn load(args: &Args, filter: &Filter) -> Result<FaultsSkel<'static>> {
+    let mut open = FaultsSkelBuilder::default()
+        .open(attach::object_storage())
+        .context("failed to open the BPF object")?;
+    let options = open
+        .maps
+        .rodata_data
+        .as_deref_mut()
+        .context("the BPF object has no options")?;
+    filter.set(&mut options.filter);
+    options.user_mode_only = (args.user_stacks && !args.kernel_stacks).into();
+    options.kernel_mode_only = (args.kernel_stacks && !args.user_stacks).into();
+    options.with_user_stacks = args.user_stacks().into();
+    options.with_kernel_stacks = (args.kernel_stacks && !args.by_process).into();
+    options.page_bytes = page_bytes()?;
+    options.stack_depth = args.stacks.perf_max_stack_depth;
+    open.maps
+        .stacks
+        .set_max_entries(args.stacks.stack_storage_size)
+        .context("failed to size the table of stacks")?;
+    let skel = open.load().context("failed to load")?;
+    filter.set_cgroup(&skel.maps.filter_cgroup)?;
+    Ok(skel)
+}
+
+fn page_bytes() -> Result<u32> {
+    let page = sysconf(SysconfVar::PAGE_SIZE).ok().flatten();
+    page.and_then(|page| page.try_into().ok())
+        .context("no page size")
+}
+
+/// The table of --by-process.
+fn print_processes<M: MapCore>(
+    output: &mut Output,
+    counts: &mut StackCounts<'_, M>,
+    report: &Report<'_>,
+) -> Result<()> {
+    if report.args.timestamp {
+        let time = clock::time_of_day(&Zoned::now());
+        output.header(&format!("{time:<8}"))?;
+    }
+    let column = match report.weight {
+        Weight::Events => "FAULTS",
+        Weight::Bytes => "BYTES",
+    };
+    output.header(&format!("{:<7} {:<16} {column}", "PID", "COMM"))?;
+    for (pid, comm, sum) in counts.processes(report)? {
+        let (faults, bytes) = match report.weight {
+            Weight::Events => (Some(sum), None),
+            Weight::Bytes => (None, Some(sum)),
+        };
+        output.row(&Faulter {
+            pid,
+            comm,
+            faults,
+            bytes,
+        })?;
+    }
+    if report.args.interval.is_some() {
+        output.header("")?;
+    }
+    output.flush()
+}
+
+/// What one process did.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "process")]
+struct Faulter {
+    pid: u32,
+    comm: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    faults: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bytes: Option<u64>,
+}
+
+impl Row for Faulter {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let sum = self.faults.or(self.bytes).unwrap_or_default();
+        writeln!(out, "{:<7} {:<16} {sum}", self.pid, self.comm)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn wrong_usage_is_refused() {
+        for wrong in [
+            &["faults", "-M", "-m"][..],
+            &["faults", "--by-process", "-f"],
+            &["faults", "-p", "1", "-c", "true"],
+            &["faults", "-f", "-j"],
+            &["faults", "0"],
+        ] {
+            let error = Args::try_parse_from(wrong).expect_err(&wrong.join(" "));
+            assert_eq!(error.exit_code(), 2);
+        }
+        let args = Args::try_parse_from(["faults", "-MUKaP", "1", "5"]).expect("valid");
+        assert!(args.major && args.stacks.annotations && args.stacks.count == Some(5));
+    }
+}

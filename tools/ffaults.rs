@@ -1,0 +1,547 @@
+//! ffaults: page faults, by file.
+//!
+//! Hooks, the first of these that works: the return of handle_mm_fault, by fexit or by kprobes;
+//! else the kernel's own count of page faults, with bpf_find_vma() (`bpf/ffaults.bpf.c`).
+
+use std::cmp::Reverse;
+use std::collections::HashMap;
+use std::fmt::Write as _;
+use std::io::{self, Write};
+use std::ops::Range;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use clap::{Parser, ValueEnum};
+use jiff::Zoned;
+use libbpf_rs::skel::{OpenSkel, SkelBuilder};
+use libbpf_rs::{Link, MapCore, MapFlags, MapMut};
+use memtools::attach::Variant;
+use memtools::cli::{self, CommonArgs};
+use memtools::file::{self, Reach};
+use memtools::filter::{Filter, FilterArgs};
+use memtools::losses::Losses;
+use memtools::output::{Output, Row};
+use memtools::poll::Poller;
+use memtools::target::Target;
+use memtools::{attach, clock, kernel, shared, text};
+use perf_event::events::Software;
+use serde::Serialize;
+
+use crate::bpf::types::{count, count_key, file_record, memory as Memory};
+use crate::bpf::{FfaultsSkel, FfaultsSkelBuilder, OpenFfaultsSkel};
+
+memtools::skeleton!("ffaults", plain: [count, count_key, file_id, file_record, filter]);
+
+/// Entries read from a map at once.
+const BATCH: u32 = 1024;
+/// The width of the column of files: as wide as the widest, within these bounds.
+const FILE_COLUMN: Range<usize> = 24..64;
+
+/// Count page faults by file.
+#[derive(Debug, Parser)]
+#[command(
+    name = "ffaults",
+    version,
+    max_term_width = 100,
+    after_help = "\
+examples:
+  ffaults                      count all page faults until Ctrl-C, and print them by file
+  ffaults 1                    what happened, every second
+  ffaults --path -p 1234       those of process 1234, with the path of each file
+  ffaults --by-process -n java who faults on which file
+  ffaults --type -d 10         minor, major, write and execute faults apart
+  ffaults -c './prog -x'       from the program's start"
+)]
+struct Args {
+    /// Run this command and trace it; its exit status becomes ours
+    #[arg(short, long, value_name = "COMMAND", conflicts_with = "pid")]
+    command: Option<String>,
+
+    /// Show the whole path of each file, as the process that faulted first would name it
+    #[arg(long)]
+    path: bool,
+
+    /// Count each process apart
+    #[arg(long)]
+    by_process: bool,
+
+    /// Add how many were minor and major, and how many were for writing and for executing
+    #[arg(long)]
+    r#type: bool,
+
+    /// Use only this hook, rather than the first that works
+    #[arg(long, value_name = "HOOK", value_enum)]
+    hook: Option<Hook>,
+
+    /// Show only the N with the most faults
+    #[arg(long, value_name = "N")]
+    top: Option<usize>,
+
+    /// Print the time before each summary
+    #[arg(short = 'T', long)]
+    timestamp: bool,
+
+    #[command(flatten)]
+    filter: FilterArgs,
+
+    #[command(flatten)]
+    common: CommonArgs,
+
+    /// Print a summary every so many seconds, of what was counted in them [default: one at the end]
+    #[arg(value_parser = cli::seconds)]
+    interval: Option<Duration>,
+
+    /// Summaries before it exits [default: until Ctrl-C]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    count: Option<u64>,
+}
+
+/// Where faults are seen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Hook {
+    /// The return of handle_mm_fault, by BPF trampoline
+    Fexit,
+    /// The same, by kprobe and kretprobe
+    Kprobe,
+    /// The kernel's own count, with bpf_find_vma() (5.17 and later)
+    Event,
+}
+
+fn main() -> ExitCode {
+    cli::main(run)
+}
+
+fn run(args: Args) -> Result<ExitCode> {
+    kernel::preflight()?;
+    attach::capture_log(args.common.verbose);
+    let mut poller = Poller::new()?;
+    let mut target = Target::choose(&args.filter, args.command.as_deref())?;
+    let (how, Attached { skel, links, knows }) = attach(&args, target.filter())?;
+    eprintln!("ffaults: tracing page faults by {how}... Ctrl-C to end");
+    target.release()?;
+
+    if let Some(process) = target.process() {
+        poller.watch_exit(process);
+    }
+    if let Some(interval) = args.interval {
+        poller.tick_every(interval)?;
+    }
+    let mut report = Report {
+        counts: &skel.maps.counts,
+        files: &skel.maps.files,
+        names: HashMap::new(),
+        before: HashMap::new(),
+        knows,
+        args: &args,
+    };
+    let mut output = Output::new(args.common.format());
+    let deadline = args.common.deadline();
+    let mut summaries_left = args.count;
+    loop {
+        let wake = poller.wait(deadline)?;
+        if wake.stop || wake.deadline || wake.exited {
+            break;
+        }
+        if wake.tick {
+            summaries_left = summaries_left.map(|left| left - 1);
+            if summaries_left == Some(0) {
+                break;
+            }
+            report.print(&mut output)?;
+        }
+    }
+    attach::detach(links);
+    report.print(&mut output)?;
+    Losses::tell("ffaults", &skel.maps.losses, &mut output)?;
+    target.finish()
+}
+
+/// Live probes, and what they can tell.
+struct Attached {
+    skel: FfaultsSkel<'static>,
+    links: Vec<Link>,
+    knows: Knows,
+}
+
+/// What a hook knows of a fault besides the memory.
+#[derive(Debug, Clone, Copy)]
+struct Knows {
+    /// Whether it was major.
+    major: bool,
+    /// What the access was.
+    access: bool,
+}
+
+fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
+    let function = Knows {
+        major: true,
+        access: true,
+    };
+    let fexit = move || {
+        let skel = load(args, filter, &["fault_fexit"])?;
+        let links = vec![skel.progs.fault_fexit.attach()?];
+        Ok(Attached {
+            skel,
+            links,
+            knows: function,
+        })
+    };
+    let kprobe = move || {
+        let skel = load(args, filter, &["fault_kprobe", "fault_kretprobe"])?;
+        // The return first: a fault that is seen at its entry must be seen at its return.
+        let links = vec![
+            skel.progs.fault_kretprobe.attach()?,
+            skel.progs.fault_kprobe.attach()?,
+        ];
+        Ok(Attached {
+            skel,
+            links,
+            knows: function,
+        })
+    };
+    // The kernel counts minor and major faults when they are done, and all where they begin: what
+    // is mapped is less often being changed then.
+    let event = move || {
+        let knows = Knows {
+            major: args.r#type,
+            access: false,
+        };
+        let programs: &[&str] = if knows.major {
+            &["fault_event", "major_fault_event"]
+        } else {
+            &["fault_event"]
+        };
+        let skel = load(args, filter, programs)?;
+        let mut each = Vec::new();
+        if knows.major {
+            each.push((&skel.progs.fault_event, Software::PAGE_FAULTS_MIN));
+            each.push((&skel.progs.major_fault_event, Software::PAGE_FAULTS_MAJ));
+        } else {
+            each.push((&skel.progs.fault_event, Software::PAGE_FAULTS));
+        }
+        let mut links = Vec::new();
+        for (program, event) in each {
+            links.extend(attach::each_software_event(program, event)?);
+        }
+        Ok(Attached { skel, links, knows })
+    };
+    let variants = [
+        (Hook::Fexit, Variant::new("fexit of handle_mm_fault", fexit)),
+        (
+            Hook::Kprobe,
+            Variant::new("kprobe of handle_mm_fault", kprobe),
+        ),
+        (Hook::Event, Variant::new("perf event", event)),
+    ];
+    let wanted = variants
+        .into_iter()
+        .filter(|(hook, _)| args.hook.is_none_or(|only| only == *hook));
+    attach::first_that_works(args.common.verbose, wanted.map(|(_, variant)| variant))
+}
+
+/// The skeleton with the options in it, loaded with these programs only.
+fn load(args: &Args, filter: &Filter, programs: &[&str]) -> Result<FfaultsSkel<'static>> {
+    let mut open: OpenFfaultsSkel<'_> = FfaultsSkelBuilder::default()
+        .open(attach::object_storage())
+        .context("failed to open the BPF object")?;
+    let options = open
+        .maps
+        .rodata_data
+        .as_deref_mut()
+        .context("the BPF object has no options")?;
+    filter.set(&mut options.filter);
+    options.by_process = args.by_process.into();
+    options.full_path = args.path.into();
+    for mut program in open.open_object_mut().progs_mut() {
+        let name = program.name().to_string_lossy();
+        let wanted = programs.contains(&&*name);
+        program.set_autoload(wanted);
+    }
+    let skel = open.load().context("failed to load")?;
+    filter.set_cgroup(&skel.maps.filter_cgroup)?;
+    Ok(skel)
+}
+
+/// What faults are counted by, as it is printed.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+struct Key {
+    file: String,
+    pid: u32,
+    comm: String,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Count {
+    faults: u64,
+    major: u64,
+    write: u64,
+    exec: u64,
+}
+
+/// Reads the counts, and prints what has been added since the last time.
+struct Report<'a> {
+    counts: &'a MapMut<'static>,
+    files: &'a MapMut<'static>,
+    /// Of files, by the bytes of their ids.
+    names: HashMap<Vec<u8>, String>,
+    before: HashMap<Key, Count>,
+    knows: Knows,
+    args: &'a Args,
+}
+
+impl Report<'_> {
+    fn print(&mut self, output: &mut Output) -> Result<()> {
+        let now = self.read()?;
+        let mut rows: Vec<(Key, Count)> = now
+            .iter()
+            .map(|(key, count)| {
+                let before = self.before.get(key).copied().unwrap_or_default();
+                (key.clone(), count.since(before))
+            })
+            .filter(|(_, count)| count.faults > 0)
+            .collect();
+        self.before = now;
+        rows.sort_by_cached_key(|(key, count)| (count.faults, Reverse(key.clone())));
+        let skip = self
+            .args
+            .top
+            .map_or(0, |top| rows.len().saturating_sub(top));
+
+        if self.args.timestamp {
+            output.header(&clock::time_of_day(&Zoned::now()))?;
+        }
+        let widest = rows.iter().skip(skip).map(|(key, _)| key.file.len()).max();
+        let columns = Columns {
+            by_process: self.args.by_process,
+            types: self.args.r#type,
+            file: widest
+                .unwrap_or(0)
+                .clamp(FILE_COLUMN.start, FILE_COLUMN.end),
+        };
+        output.header(&columns.header())?;
+        for (key, count) in rows.into_iter().skip(skip) {
+            output.row(&FileFaults::new(key, count, self.knows, columns))?;
+        }
+        if self.args.interval.is_some() {
+            output.header("")?;
+        }
+        output.flush()
+    }
+
+    fn read(&mut self) -> Result<HashMap<Key, Count>> {
+        let batches = self
+            .counts
+            .lookup_batch(BATCH, MapFlags::ANY, MapFlags::ANY)
+            .context("failed to read the counts")?;
+        let mut sums: HashMap<Key, Count> = HashMap::new();
+        for (key, value) in batches {
+            let key: &count_key = shared::view(&key)?;
+            let value: &count = shared::view(&value)?;
+            let file = match key.memory {
+                Memory::MEMORY_FILE => self.name(key)?,
+                Memory::MEMORY_ANONYMOUS => "[anon]".to_owned(),
+                Memory::MEMORY_HEAP => "[heap]".to_owned(),
+                Memory::MEMORY_STACK => "[stack]".to_owned(),
+                _ => "[unknown]".to_owned(),
+            };
+            let key = Key {
+                file,
+                pid: key.pid,
+                comm: text::from_c(&key.comm),
+            };
+            // Files of one name are one, unless whole paths tell them apart.
+            let sum = sums.entry(key).or_default();
+            sum.faults += value.faults;
+            sum.major += value.major;
+            sum.write += value.write;
+            sum.exec += value.exec;
+        }
+        Ok(sums)
+    }
+
+    fn name(&mut self, key: &count_key) -> Result<String> {
+        let id = id_bytes(key);
+        if let Some(name) = self.names.get(&id) {
+            return Ok(name.clone());
+        }
+        let Some(bytes) = self
+            .files
+            .lookup(&id, MapFlags::ANY)
+            .context("failed to read a file's name")?
+        else {
+            return Ok("[lost]".to_owned());
+        };
+        let record: &file_record = shared::view(&bytes)?;
+        let length = (record.bytes as usize).min(record.names.len());
+        if length == 0 {
+            return Ok("[lost]".to_owned());
+        }
+        let names: Vec<u8> = record.names[..length]
+            .iter()
+            .map(|&c| c.cast_unsigned())
+            .collect();
+        let name = if self.args.path {
+            // As file_path() of bpf/include/file.bpf.h has it.
+            let reach = match record.complete {
+                1 => Reach::Root,
+                2 => Reach::NoFolder,
+                _ => Reach::Cut,
+            };
+            file::path(&names, reach)
+        } else {
+            file::name(&names)
+        };
+        self.names.insert(id, name.clone());
+        Ok(name)
+    }
+}
+
+/// A file's id as the key of the map of names.
+fn id_bytes(key: &count_key) -> Vec<u8> {
+    let mut bytes = key.file.inode.to_ne_bytes().to_vec();
+    bytes.extend(key.file.device.to_ne_bytes());
+    bytes.extend(key.file.generation.to_ne_bytes());
+    bytes
+}
+
+impl Count {
+    fn since(self, before: Self) -> Self {
+        Self {
+            faults: self.faults.saturating_sub(before.faults),
+            major: self.major.saturating_sub(before.major),
+            write: self.write.saturating_sub(before.write),
+            exec: self.exec.saturating_sub(before.exec),
+        }
+    }
+}
+
+/// Which columns there are.
+#[derive(Debug, Clone, Copy)]
+struct Columns {
+    by_process: bool,
+    types: bool,
+    /// The width of the file's.
+    file: usize,
+}
+
+impl Columns {
+    fn header(self) -> String {
+        let mut line = String::new();
+        // Writing to a String does not fail.
+        if self.by_process {
+            let _ = write!(line, "{:<7} {:<16} ", "PID", "COMM");
+        }
+        let _ = write!(line, "{:<1$} {2:>10}", "FILE", self.file, "COUNT");
+        if self.types {
+            let _ = write!(
+                line,
+                " {:>10} {:>10} {:>10} {:>10}",
+                "MINOR", "MAJOR", "WRITE", "EXEC"
+            );
+        }
+        line
+    }
+}
+
+/// The faults on one file.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "file")]
+struct FileFaults {
+    file: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pid: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    comm: Option<String>,
+    faults: u64,
+    /// What this kernel's hook cannot tell is null.
+    minor: Option<u64>,
+    major: Option<u64>,
+    write: Option<u64>,
+    exec: Option<u64>,
+    #[serde(skip)]
+    columns: Columns,
+}
+
+impl FileFaults {
+    fn new(key: Key, count: Count, knows: Knows, columns: Columns) -> Self {
+        Self {
+            file: key.file,
+            pid: columns.by_process.then_some(key.pid),
+            comm: columns.by_process.then_some(key.comm),
+            faults: count.faults,
+            minor: knows.major.then(|| count.faults - count.major),
+            major: knows.major.then_some(count.major),
+            write: knows.access.then_some(count.write),
+            exec: knows.access.then_some(count.exec),
+            columns,
+        }
+    }
+}
+
+impl Row for FileFaults {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        if let (Some(pid), Some(comm)) = (self.pid, &self.comm) {
+            write!(out, "{pid:<7} {comm:<16} ")?;
+        }
+        write!(
+            out,
+            "{:<1$} {2:>10}",
+            self.file, self.columns.file, self.faults
+        )?;
+        if self.columns.types {
+            for count in [self.minor, self.major, self.write, self.exec] {
+                let count = count.map_or("-".to_owned(), |count| count.to_string());
+                write!(out, " {count:>10}")?;
+            }
+        }
+        writeln!(out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn columns_line_up_and_what_is_not_known_is_a_dash() {
+        let columns = Columns {
+            by_process: true,
+            types: true,
+            file: 32,
+        };
+        let key = Key {
+            file: "libc.so.6".to_owned(),
+            pid: 7,
+            comm: "sh".to_owned(),
+        };
+        let count = Count {
+            faults: 23,
+            major: 5,
+            ..Count::default()
+        };
+        let knows = Knows {
+            major: true,
+            access: false,
+        };
+        let row = FileFaults::new(key, count, knows, columns);
+        let mut line = Vec::new();
+        row.text(&mut line).expect("memory");
+        assert_eq!(
+            format!("{}\n{}", columns.header(), String::from_utf8_lossy(&line)),
+            "PID     COMM             FILE                                  COUNT      MINOR      MAJOR      WRITE       EXEC\n\
+             7       sh               libc.so.6                                23         18          5          -          -\n"
+        );
+        assert_eq!(
+            serde_json::to_string(&row).expect("JSON"),
+            r#"{"type":"file","file":"libc.so.6","pid":7,"comm":"sh","faults":23,"minor":18,"major":5,"write":null,"exec":null}"#
+        );
+    }
+}
