@@ -7,7 +7,7 @@
 use std::fs;
 use std::sync::Mutex;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use libbpf_rs::btf::Btf;
 use libbpf_rs::btf::types::DataSec;
 use libbpf_rs::{ObjectBuilder, OpenObject, PrintLevel};
@@ -77,7 +77,15 @@ fn passes(tool: &str, object: &[u8], program: &str) -> Result<Completion> {
         per_cpu_maps(object)?
     );
     for options in [Options::Defaults, Options::AllOn] {
-        let (section, log) = load(object, program, options)?;
+        let (section, loaded) = load(object, program, options)?;
+        let log = match loaded {
+            Err(error) if refuses_kind(&section, &error) => {
+                let reason = "this kernel refuses fentry";
+                eprintln!("not here: {name}: {reason}");
+                return Ok(Completion::ignored_with(reason));
+            }
+            loaded => loaded?,
+        };
         let verdict = Verdict::parse(&log).with_context(|| format!("no statistics in:\n{log}"))?;
         eprintln!("{full_name} ({options:?}): {verdict}");
         ensure!(
@@ -131,16 +139,15 @@ fn not_here(full_name: &str, object: &[u8], program: &str) -> Result<Option<Stri
     if !has(&target) {
         return Ok(Some(format!("this kernel has no {target}")));
     }
-    if kind != "tp_btf" && refuses_fentry() {
-        return Ok(Some("this kernel refuses fentry".to_owned()));
-    }
     Ok(None)
 }
 
-/// Whether even the simplest fentry program is refused for lack of permission.
-fn refuses_fentry() -> bool {
-    fs::read_to_string("/sys/kernel/security/lockdown")
-        .is_ok_and(|lockdown| !lockdown.contains("[none]"))
+/// Whether it is the kernel that refuses all programs of this kind, for lack of permission, and not
+/// the verifier that refuses this one: that says EACCES or EINVAL.
+fn refuses_kind(section: &str, error: &anyhow::Error) -> bool {
+    let section = section.trim_start_matches('?');
+    let kind = section.split_once('/').map_or(section, |(kind, _)| kind);
+    ["fentry", "fexit"].contains(&kind) && error.to_string().starts_with("Operation not permitted")
 }
 
 fn section(open: &OpenObject, program: &str) -> Result<String> {
@@ -159,7 +166,7 @@ enum Options {
 }
 
 /// Loads one program. Returns its section and the verifier's statistics.
-fn load(object: &[u8], program: &str, options: Options) -> Result<(String, String)> {
+fn load(object: &[u8], program: &str, options: Options) -> Result<(String, Result<String>)> {
     let mut open = ObjectBuilder::default().open_memory(object)?;
     let section = section(&open, program)?;
     for mut candidate in open.progs_mut() {
@@ -175,10 +182,8 @@ fn load(object: &[u8], program: &str, options: Options) -> Result<(String, Strin
     }
     let loaded = open.load();
     let log = LOG.lock().map(|log| log.clone()).unwrap_or_default();
-    if let Err(error) = loaded {
-        bail!("{error} with the options {options:?}:\n{log}");
-    }
-    Ok((section, log))
+    let loaded = loaded.map_err(|error| anyhow!("{error} with the options {options:?}:\n{log}"));
+    Ok((section, loaded.map(|_| log)))
 }
 
 /// Sets every option of one byte, which is what flags are.
