@@ -48,11 +48,8 @@ impl Target {
         }
         let mut symbolizer = Symbolizer::new()?;
         for process in &self.processes {
-            if self.command.is_some() {
-                symbolizer.follow_new(process.pid());
-            } else {
-                symbolizer.follow(process)?;
-            }
+            // Also a held command, which is still a copy of us.
+            symbolizer.follow(process)?;
         }
         Ok(symbolizer)
     }

@@ -100,11 +100,9 @@ struct Args {
 /// Where faults are seen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Hook {
-    /// The return of handle_mm_fault, by BPF trampoline
+    // No help texts of their own here: they would make clap's help twice as long.
     Fexit,
-    /// The same, by kprobe and kretprobe
     Kprobe,
-    /// The kernel's own count, with bpf_find_vma() (5.17 and later)
     Event,
 }
 

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Need, Tool, Workload, workload};
+use crate::harness::{self, Ended, Need, Test, Tool, Workload, workload};
 
 const LIVE: &str = "tracing brk(2)";
 
@@ -16,7 +16,7 @@ const LIVE: &str = "tracing brk(2)";
 const CALLS: [&str; 3] = ["23", "7", "5"];
 
 pub(crate) fn tests() -> Vec<Trial> {
-    let tests: &[(&str, &'static [Need], fn() -> Result<()>)] = &[
+    let tests: &[Test] = &[
         (
             "every_call_is_counted_by_stack",
             &[],

@@ -9,13 +9,13 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Need, Tool, Workload, workload};
+use crate::harness::{self, Ended, Need, Test, Tool, Workload, workload};
 
 const LIVE: &str = "tracing page faults";
 const PAGES: &str = "1009";
 
 pub(crate) fn tests() -> Vec<Trial> {
-    let tests: &[(&str, &'static [Need], fn() -> Result<()>)] = &[
+    let tests: &[Test] = &[
         (
             "counts_are_those_of_getrusage",
             &[],

@@ -8,14 +8,14 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Need, Tool, Workload};
+use crate::harness::{self, Ended, Need, Test, Tool, Workload};
 
 const LIVE: &str = "tracing page faults";
 const PAGES: &str = "1009";
 const HOOKS: [&str; 3] = ["fexit", "kprobe", "event"];
 
 pub(crate) fn tests() -> Vec<Trial> {
-    let tests: &[(&str, &'static [Need], fn() -> Result<()>)] = &[
+    let tests: &[Test] = &[
         (
             "anonymous_memory_has_its_own_line",
             &[],

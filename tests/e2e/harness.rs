@@ -72,6 +72,9 @@ fn runs_32_bit() -> bool {
         .is_ok()
 }
 
+/// A test's name, its needs, and what it does.
+pub(crate) type Test = (&'static str, &'static [Need], fn() -> Result<()>);
+
 /// A test that runs where the kernel has what it needs, and says so by name where it has not.
 pub(crate) fn test(name: &str, needs: &'static [Need], run: fn() -> Result<()>) -> Trial {
     let full_name = name.to_owned();
