@@ -126,7 +126,7 @@ static __always_inline enum memory memory_of(struct vm_area_struct *vma)
 
 static __noinline int count_fault(struct vm_area_struct *vma, __u32 pid, __u32 flags, __u32 major)
 {
-	struct count_key key = {.memory = MEMORY_UNKNOWN};
+	struct count_key key = { .memory = MEMORY_UNKNOWN };
 	struct file *file = NULL;
 	struct count *count;
 
@@ -191,7 +191,7 @@ SEC("kprobe/handle_mm_fault")
 int BPF_KPROBE(fault_kprobe, struct vm_area_struct *vma, unsigned long address, unsigned int flags)
 {
 	__u64 thread = bpf_get_current_pid_tgid();
-	struct call call = {.vma = vma, .flags = flags};
+	struct call call = { .vma = vma, .flags = flags };
 
 	if (bpf_map_update_elem(&calls, &thread, &call, BPF_ANY))
 		count_loss(calls);
@@ -225,7 +225,7 @@ static long found_vma(struct task_struct *task, struct vm_area_struct *vma, stru
 /* The kernel looks for the memory only if nobody is changing what is mapped: else it is unknown. */
 static __always_inline int happened(struct bpf_perf_event_data *ctx, __u32 major)
 {
-	struct found found = {.major = major};
+	struct found found = { .major = major };
 	struct task_ids ids;
 
 	if (!filter_wants(&ids))

@@ -81,6 +81,11 @@ pub fn has_tracepoint(category: &str, name: &str) -> bool {
         })
 }
 
+/// Whether the kernel is built with kprobes.
+pub fn has_kprobes() -> bool {
+    Path::new("/sys/bus/event_source/devices/kprobe/type").exists()
+}
+
 /// Whether a type, function or enumerator of this name is in the kernel's BTF.
 ///
 /// It says what the kernel was built from, not what it lets us do: attach to find that out.

@@ -40,7 +40,7 @@ pub struct StackCountArgs {
     #[arg(short = 'P', long)]
     pub perpid: bool,
 
-    /// Mark the kernel's frames with _[k]
+    /// Mark the frames of the kernel, for flame graphs to colour them
     #[arg(short, long)]
     pub annotations: bool,
 

@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::{Parser, ValueEnum};
 use jiff::Zoned;
 use libbpf_rs::skel::{OpenSkel, SkelBuilder};
@@ -186,6 +186,9 @@ fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
         })
     };
     let kprobe = move || {
+        if !kernel::has_kprobes() {
+            bail!("this kernel is built without kprobes");
+        }
         let skel = load(args, filter, &["fault_kprobe", "fault_kretprobe"])?;
         // The return first: a fault that is seen at its entry must be seen at its return.
         let links = vec![
@@ -251,6 +254,12 @@ fn load(args: &Args, filter: &Filter, programs: &[&str]) -> Result<FfaultsSkel<'
     filter.set(&mut options.filter);
     options.by_process = args.by_process.into();
     options.full_path = args.path.into();
+    if !programs.contains(&"fault_kprobe") {
+        let calls = &mut open.maps.calls;
+        calls
+            .set_max_entries(1)
+            .context("failed to size the map of calls")?;
+    }
     for mut program in open.open_object_mut().progs_mut() {
         let name = program.name().to_string_lossy();
         let wanted = programs.contains(&&*name);

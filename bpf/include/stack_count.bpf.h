@@ -37,7 +37,7 @@ const volatile struct stack_count no_count;
 
 static __noinline int count_add(__u64 user, __u64 kernel, __u32 pid, __u64 bytes)
 {
-	struct stack_count_key key = {.user = user, .kernel = kernel, .pid = pid};
+	struct stack_count_key key = { .user = user, .kernel = kernel, .pid = pid };
 	struct stack_count *count;
 
 	bpf_get_current_comm(key.comm, sizeof(key.comm));
