@@ -77,18 +77,15 @@ pub(crate) type Test = (&'static str, &'static [Need], fn() -> Result<()>);
 
 /// A test that runs where the kernel has what it needs, and says so by name where it has not.
 pub(crate) fn test(name: &str, needs: &'static [Need], run: fn() -> Result<()>) -> Trial {
-    let full_name = name.to_owned();
     Trial::ignorable_test(name, move || {
         let unmet = needs.iter().find_map(|need| need.missing());
         if let Some(reason) = unmet {
-            eprintln!("not here: {full_name}: {reason}");
             return Ok(Completion::ignored_with(reason));
         }
         if !nix::unistd::geteuid().is_root() {
             if env::var_os("CI").is_some() {
                 return Err(Failed::from("needs root"));
             }
-            eprintln!("not here: {full_name}: needs root");
             return Ok(Completion::ignored_with("needs root"));
         }
         run()

@@ -36,6 +36,17 @@ const BPF_LOG_STATS: u32 = 4;
 static LOG: Mutex<String> = Mutex::new(String::new());
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
+/// A line for each program that has passed.
+static VERDICTS: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+/// Prints what the verifier said of the programs, once all tests are done: the harness is not to
+/// be interrupted in the middle of its lines.
+pub(crate) fn print_verdicts() {
+    for verdict in VERDICTS.lock().iter().flat_map(|verdicts| verdicts.iter()) {
+        println!("{verdict}");
+    }
+}
+
 /// One test a program.
 pub(crate) fn tests() -> Vec<Trial> {
     libbpf_rs::set_print(Some((PrintLevel::Debug, |_, message| {
@@ -65,9 +76,7 @@ pub(crate) fn tests() -> Vec<Trial> {
 fn passes(tool: &str, object: &[u8], program: &str) -> Result<Completion> {
     let _guard = ONE_AT_A_TIME.lock();
     let full_name = format!("{tool}/{program}");
-    let name = format!("load::{tool}::{program}");
     if let Some(reason) = not_here(&full_name, object, program)? {
-        eprintln!("not here: {name}: {reason}");
         return Ok(Completion::ignored_with(reason));
     }
     ensure!(
@@ -80,14 +89,14 @@ fn passes(tool: &str, object: &[u8], program: &str) -> Result<Completion> {
         let (section, loaded) = load(object, program, options)?;
         let log = match loaded {
             Err(error) if refuses_kind(&section, &error) => {
-                let reason = "this kernel refuses fentry";
-                eprintln!("not here: {name}: {reason}");
-                return Ok(Completion::ignored_with(reason));
+                return Ok(Completion::ignored_with("this kernel refuses fentry"));
             }
             loaded => loaded?,
         };
         let verdict = Verdict::parse(&log).with_context(|| format!("no statistics in:\n{log}"))?;
-        eprintln!("{full_name} ({options:?}): {verdict}");
+        if let Ok(mut verdicts) = VERDICTS.lock() {
+            verdicts.push(format!("{full_name} ({options:?}): {verdict}"));
+        }
         ensure!(
             !section.starts_with('u')
                 || verdict

@@ -33,5 +33,7 @@ fn main() -> ExitCode {
     .into_iter()
     .flatten()
     .collect();
-    libtest_mimic::run(&arguments, tests).exit_code()
+    let conclusion = libtest_mimic::run(&arguments, tests);
+    load::print_verdicts();
+    conclusion.exit_code()
 }
