@@ -13,6 +13,8 @@ use libbpf_rs::btf::types::DataSec;
 use libbpf_rs::{ObjectBuilder, OpenObject, PrintLevel};
 use libtest_mimic::{Completion, Failed, Trial};
 
+use crate::harness;
+
 /// Each tool's object, as build.rs compiled it.
 const OBJECTS: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/objects.rs"));
 
@@ -64,8 +66,10 @@ pub(crate) fn tests() -> Vec<Trial> {
             trials.push(Trial::ignorable_test(
                 format!("load::{tool}::{program}"),
                 move || {
-                    passes(tool, object, &program)
-                        .map_err(|error| Failed::from(format!("{error:?}")))
+                    harness::without_root().unwrap_or_else(|| {
+                        passes(tool, object, &program)
+                            .map_err(|error| Failed::from(format!("{error:?}")))
+                    })
                 },
             ));
         }
