@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
+use memchr::memmem;
 use nix::mount::{MsFlags, mount};
 
 const BTF: &str = "/sys/kernel/btf/vmlinux";
@@ -92,7 +93,7 @@ pub fn has_kprobes() -> bool {
 pub fn btf_has_name(name: &str) -> bool {
     // Names are NUL-terminated in BTF's string section.
     let needle = [b"\0", name.as_bytes(), b"\0"].concat();
-    fs::read(BTF).is_ok_and(|btf| btf.windows(needle.len()).any(|window| window == needle))
+    fs::read(BTF).is_ok_and(|btf| memmem::find(&btf, &needle).is_some())
 }
 
 fn effective_capabilities(status: &str) -> Option<u64> {

@@ -30,6 +30,7 @@
 //! | [`kallsyms`] | the kernel's own names |
 //! | [`perf_map`] | names that JIT compilers write down |
 //! | [`stack_count`] | counts by process and stack, kept in the kernel |
+//! | [`counts`] | counts by key, as what has come since the last look
 //! | [`folded`] | stacks as flame graph tools read them |
 //! | [`histogram`] | distributions by powers of two |
 //! | [`output`] | rows as text or JSON |
@@ -48,6 +49,7 @@ pub mod attach;
 pub mod cli;
 pub mod clock;
 pub mod command;
+pub mod counts;
 pub mod elf;
 pub mod errno;
 pub mod events;

@@ -23,6 +23,8 @@ pub struct Losses {
     pub stacks: u64,
     /// Times that a stack was cut at the depth limit.
     pub deep_stacks: u64,
+    /// Page faults whose mapping could not be looked up, as the process was changing its mappings.
+    pub lookups: u64,
 }
 
 impl Losses {
@@ -38,6 +40,7 @@ impl Losses {
             calls,
             stacks,
             deep_stacks,
+            lookups,
         } = *shared::view(&bytes)?;
         Ok(Self {
             events,
@@ -45,6 +48,7 @@ impl Losses {
             calls,
             stacks,
             deep_stacks,
+            lookups,
         })
     }
 
@@ -97,6 +101,10 @@ impl fmt::Display for Losses {
             (
                 self.deep_stacks,
                 "stack tails (deeper than --perf-max-stack-depth)",
+            ),
+            (
+                self.lookups,
+                "page faults (of whatever kind: the process was changing its mappings)",
             ),
         ];
         f.write_str("lost")?;

@@ -24,6 +24,7 @@ struct losses {
 	__u64 calls;	   /* calls in flight not followed: map full */
 	__u64 stacks;	   /* distinct stacks not stored: table full */
 	__u64 deep_stacks; /* stacks cut at the depth limit */
+	__u64 lookups;	   /* page faults whose mapping could not be looked up */
 };
 
 struct {

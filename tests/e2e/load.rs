@@ -19,9 +19,10 @@ use crate::harness;
 const OBJECTS: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/objects.rs"));
 
 /// Programs that load only where the kernel's BTF has this name.
-const ONLY_WITH: [(&str, &str); 5] = [
+const ONLY_WITH: [(&str, &str); 6] = [
     ("ffaults/fault_event", "bpf_find_vma"),
     ("ffaults/major_fault_event", "bpf_find_vma"),
+    ("hfaults/fault_event", "bpf_find_vma"),
     ("memleak/multi_entry", "BPF_TRACE_UPROBE_MULTI"),
     ("memleak/multi_free", "BPF_TRACE_UPROBE_MULTI"),
     ("memleak/multi_return", "BPF_TRACE_UPROBE_MULTI"),

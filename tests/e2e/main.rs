@@ -5,10 +5,12 @@ mod brkstack;
 mod faults;
 mod ffaults;
 mod harness;
+mod hfaults;
 mod load;
 mod memleak;
 mod mmapsnoop;
 mod shmsnoop;
+mod swapin;
 
 use std::process::ExitCode;
 
@@ -22,12 +24,14 @@ fn main() -> ExitCode {
         harness::prepare();
     }
     let tests = [
+        hfaults::tests(),
         memleak::tests(),
         brkstack::tests(),
         faults::tests(),
         ffaults::tests(),
         mmapsnoop::tests(),
         shmsnoop::tests(),
+        swapin::tests(),
         load::tests(),
     ]
     .into_iter()

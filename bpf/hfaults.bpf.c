@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: BSD-2-Clause
+/*
+ * hfaults: faults on huge pages, by process.
+ *
+ * Hooks, of which tools/hfaults chooses what is asked for and possible:
+ *   hugetlb_fault                  fentry, else kprobe
+ *   page-faults software event     where neither can be had: 5.17 and later, as
+ *                                  the fault's mapping must be looked up
+ *   hugetlb_wp, alloc_hugetlb_folio and their older names: why a page faulted
+ *   do_huge_pmd_anonymous_page     entry and return: transparent huge pages
+ *   sys_enter_madvise              who asks for these
+ */
+#include "count.bpf.h"
+#include "filter.bpf.h"
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";
+
+#define VM_HUGETLB	  0x00400000
+#define VM_FAULT_FALLBACK 0x00000800
+#define MADV_HUGEPAGE	  14
+#define EBUSY		  16
+
+enum reason {
+	REASON_UNKNOWN,
+	REASON_NO_PAGE,	      /* there was none yet */
+	REASON_COPY_ON_WRITE, /* written to, and shared with another process */
+	REASON_THP,	      /* transparent, and there was a huge page for it */
+	REASON_THP_FALLBACK,  /* transparent, and small pages had to do */
+};
+
+struct fault_key {
+	__u32 pid;
+	enum reason reason;
+	__u32 page_shift; /* binary logarithm of the page's size; 0: not known */
+	char comm[COMM_BYTES];
+};
+struct fault_key *unused_fault_key __attribute__((unused));
+
+/* A fault that some thread is in, or was in last. */
+struct fault {
+	struct fault_key key;
+	__u32 allocated; /* a page was allocated for it */
+};
+
+/* Options, set before load. */
+const volatile __u8 by_size;
+const volatile __u8 by_reason;
+const volatile __u32 page_shift_base = 12;
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, COUNT_KEYS);
+	__type(key, struct fault_key);
+	__type(value, __u64);
+} counts SEC(".maps");
+
+/* By thread; used with by_reason. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 32768);
+	__type(key, __u64);
+	__type(value, struct fault);
+} faults SEC(".maps");
+
+static __always_inline bool begin(struct fault_key *key)
+{
+	struct task_ids ids;
+
+	if (!filter_wants(&ids))
+		return false;
+	key->pid = ids.pid;
+	bpf_get_current_comm(key->comm, sizeof(key->comm));
+	return true;
+}
+
+/* Mappings of huge pages all have a file, on a hugetlbfs that has one size of pages. */
+static __always_inline __u32 page_shift_of(struct vm_area_struct *vma)
+{
+	struct hugetlbfs_sb_info *info = BPF_CORE_READ(vma, vm_file, f_inode, i_sb, s_fs_info);
+
+	return page_shift_base + BPF_CORE_READ(info, hstate, order);
+}
+
+static __always_inline int hugetlb_fault_begins(struct vm_area_struct *vma)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+	struct fault fault = {};
+
+	if (!begin(&fault.key))
+		return 0;
+	if (by_size)
+		fault.key.page_shift = page_shift_of(vma);
+	if (by_reason) {
+		fault.key.reason = REASON_NO_PAGE;
+		if (bpf_map_update_elem(&faults, &thread, &fault, BPF_ANY))
+			count_loss(calls);
+	}
+	count_add(&counts, &fault.key, 1);
+	return 0;
+}
+
+SEC("?fentry/hugetlb_fault")
+int BPF_PROG(fault_fentry, struct mm_struct *mm, struct vm_area_struct *vma)
+{
+	return hugetlb_fault_begins(vma);
+}
+
+SEC("?kprobe/hugetlb_fault")
+int BPF_KPROBE(fault_kprobe, struct mm_struct *mm, struct vm_area_struct *vma)
+{
+	return hugetlb_fault_begins(vma);
+}
+
+static __always_inline int page_is_allocated(void)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+	struct fault *fault = bpf_map_lookup_elem(&faults, &thread);
+
+	if (fault)
+		fault->allocated = 1;
+	return 0;
+}
+
+/*
+ * The function for write faults is also called for a page that has just been
+ * brought in, to spare a second fault. If none has been allocated before, the
+ * page was there, and the fault is counted where it belongs.
+ */
+static __always_inline int page_is_write_protected(void)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+	struct fault *fault = bpf_map_lookup_elem(&faults, &thread);
+	struct fault_key key;
+
+	if (!fault || fault->allocated || fault->key.reason != REASON_NO_PAGE)
+		return 0;
+	key = fault->key;
+	count_add(&counts, &key, -1);
+	key.reason = REASON_COPY_ON_WRITE;
+	fault->key.reason = REASON_COPY_ON_WRITE;
+	count_add(&counts, &key, 1);
+	return 0;
+}
+
+/* clang-format off */
+#define REASON_PROBES(function, what)                                                              \
+	SEC("?fentry/" #function) int function##_fentry(void *ctx) { return what(); }              \
+	SEC("?kprobe/" #function) int function##_kprobe(void *ctx) { return what(); }
+
+/* alloc_huge_page became alloc_hugetlb_folio, and hugetlb_cow hugetlb_wp. */
+REASON_PROBES(alloc_hugetlb_folio, page_is_allocated)
+REASON_PROBES(alloc_huge_page, page_is_allocated)
+REASON_PROBES(hugetlb_wp, page_is_write_protected)
+REASON_PROBES(hugetlb_cow, page_is_write_protected)
+/* clang-format on */
+
+/* A thread's last fault must not be that of the next one with its number. */
+SEC("?raw_tp/sched_process_exit")
+int thread_exit(void *ctx)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+
+	bpf_map_delete_elem(&faults, &thread);
+	return 0;
+}
+
+static long is_huge(struct task_struct *task, struct vm_area_struct *vma, struct fault_key *key)
+{
+	if (!(BPF_CORE_READ(vma, vm_flags) & VM_HUGETLB))
+		return 0;
+	if (by_size)
+		key->page_shift = page_shift_of(vma);
+	count_add(&counts, key, 1);
+	return 0;
+}
+
+/* The mapping is not among what the event tells, and is looked up. */
+SEC("?perf_event")
+int fault_event(struct bpf_perf_event_data *ctx)
+{
+	struct fault_key key = {};
+	long found;
+
+	if (!begin(&key))
+		return 0;
+	found = bpf_find_vma(bpf_get_current_task_btf(), ctx->addr, is_huge, &key, 0);
+	/* Another thread changes the mappings, or waits to. */
+	if (found == -EBUSY)
+		count_loss(lookups);
+	return 0;
+}
+
+static __always_inline int thp_fault_ends(unsigned long result)
+{
+	struct fault_key key = {};
+
+	if (!begin(&key))
+		return 0;
+	key.reason = result & VM_FAULT_FALLBACK ? REASON_THP_FALLBACK : REASON_THP;
+	count_add(&counts, &key, 1);
+	return 0;
+}
+
+SEC("?fexit/do_huge_pmd_anonymous_page")
+int BPF_PROG(thp_fexit, struct vm_fault *vmf, unsigned int result)
+{
+	return thp_fault_ends(result);
+}
+
+SEC("?kretprobe/do_huge_pmd_anonymous_page")
+int BPF_KRETPROBE(thp_kretprobe, unsigned int result)
+{
+	return thp_fault_ends(result);
+}
+
+SEC("?tracepoint/syscalls/sys_enter_madvise")
+int madvise_enter(struct syscall_trace_enter *ctx)
+{
+	struct fault_key key = {};
+
+	if ((__u32)ctx->args[2] == MADV_HUGEPAGE && begin(&key))
+		count_add(&counts, &key, 1);
+	return 0;
+}

@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: BSD-2-Clause
+/*
+ * swapin: pages read back from swap, by process.
+ *
+ * Hooks, each by fentry or else by kprobe; tools/swapin.rs chooses:
+ *   swap_readpage, later swap_read_folio    the reading of pages
+ *   do_swap_page, entry and return          how long the task was held up
+ *   swap_writepage, later swap_writeout     the writing, with --out
+ */
+#include "count.bpf.h"
+#include "filter.bpf.h"
+#include "histogram.bpf.h"
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";
+
+struct task_key {
+	__u32 pid;
+	char comm[COMM_BYTES];
+};
+struct task_key *unused_task_key __attribute__((unused));
+
+/* A swap fault that some thread is in. */
+struct fault {
+	__u64 begin_ns;
+	__u32 read; /* it came to the reading of a page */
+	__u32 reserved;
+};
+
+/* Pages read, pages written, and nanoseconds spent, by process. */
+#define COUNTS(name)                                                                               \
+	struct {                                                                                   \
+		__uint(type, BPF_MAP_TYPE_HASH);                                                   \
+		__uint(max_entries, COUNT_KEYS);                                                   \
+		__type(key, struct task_key);                                                      \
+		__type(value, __u64);                                                              \
+	} name SEC(".maps")
+
+COUNTS(pages_in);
+COUNTS(pages_out);
+COUNTS(held_up_ns);
+
+/* By thread: pid_tgid as bpf_get_current_pid_tgid() returns it. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 32768);
+	__type(key, __u64);
+	__type(value, struct fault);
+} faults SEC(".maps");
+
+/* Of the swap faults that came to a reading. */
+struct histogram latency_ns;
+
+/* Options, set before load. */
+const volatile __u8 with_latency;
+
+static __always_inline bool begin(struct task_key *key)
+{
+	struct task_ids ids;
+
+	if (!filter_wants(&ids))
+		return false;
+	key->pid = ids.pid;
+	bpf_get_current_comm(key->comm, sizeof(key->comm));
+	return true;
+}
+
+/* Where kernels keep how many pages a large folio has. */
+struct folio___nr_pages {
+	unsigned int _nr_pages;
+};
+
+struct folio___folio_nr_pages {
+	unsigned int _folio_nr_pages;
+};
+
+/* 5.10: in the second struct page of a compound one. */
+struct page___compound_order {
+	unsigned char compound_order;
+};
+
+/* The pages of what begins with this struct page, which a struct folio does too. */
+static __always_inline __u64 pages_of(const void *first)
+{
+	__u64 head = 1ULL << bpf_core_enum_value(enum pageflags, PG_head);
+	__u64 flags = 0;
+
+	/* The flags are the first word, whatever type they are of. */
+	bpf_probe_read_kernel(&flags, sizeof(flags), first);
+	if (!(flags & head))
+		return 1;
+	if (bpf_core_field_exists(struct folio___nr_pages, _nr_pages))
+		return BPF_CORE_READ((struct folio___nr_pages *)first, _nr_pages);
+	if (bpf_core_field_exists(struct folio___folio_nr_pages, _folio_nr_pages))
+		return BPF_CORE_READ((struct folio___folio_nr_pages *)first, _folio_nr_pages);
+	if (bpf_core_field_exists(struct page___compound_order, compound_order)) {
+		struct page___compound_order *second =
+		    (void *)first + bpf_core_type_size(struct page);
+
+		return 1ULL << (BPF_CORE_READ(second, compound_order) & 31);
+	}
+	return 1;
+}
+
+static __always_inline int pages_are_read(const void *first)
+{
+	struct task_key key = {};
+
+	if (!begin(&key))
+		return 0;
+	count_add(&pages_in, &key, pages_of(first));
+	if (with_latency) {
+		__u64 thread = bpf_get_current_pid_tgid();
+		struct fault *fault = bpf_map_lookup_elem(&faults, &thread);
+
+		if (fault)
+			fault->read = 1;
+	}
+	return 0;
+}
+
+static __always_inline int pages_are_written(const void *first)
+{
+	struct task_key key = {};
+
+	if (begin(&key))
+		count_add(&pages_out, &key, pages_of(first));
+	return 0;
+}
+
+static __always_inline int fault_begins(void)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+	struct fault fault = { .begin_ns = bpf_ktime_get_ns() };
+
+	/* One that is still there: its return was not seen (too many kretprobes at once). */
+	if (bpf_map_lookup_elem(&faults, &thread))
+		count_loss(calls);
+	if (bpf_map_update_elem(&faults, &thread, &fault, BPF_ANY))
+		count_loss(calls);
+	return 0;
+}
+
+static __always_inline int fault_ends(void)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+	struct fault *fault = bpf_map_lookup_elem(&faults, &thread);
+	struct task_key key = {};
+	__u64 took;
+
+	if (!fault)
+		return 0;
+	if (fault->read && begin(&key)) {
+		took = bpf_ktime_get_ns() - fault->begin_ns;
+		count_add(&held_up_ns, &key, took);
+		histogram_add(&latency_ns, took);
+	}
+	bpf_map_delete_elem(&faults, &thread);
+	return 0;
+}
+
+/* clang-format off */
+#define READS(function)                                                                            \
+	SEC("?fentry/" #function)                                                                  \
+	int BPF_PROG(function##_fentry, const void *first) { return pages_are_read(first); }       \
+	SEC("?kprobe/" #function)                                                                  \
+	int BPF_KPROBE(function##_kprobe, const void *first) { return pages_are_read(first); }
+
+#define WRITES(function)                                                                           \
+	SEC("?fentry/" #function)                                                                  \
+	int BPF_PROG(function##_fentry, const void *first) { return pages_are_written(first); }    \
+	SEC("?kprobe/" #function)                                                                  \
+	int BPF_KPROBE(function##_kprobe, const void *first) { return pages_are_written(first); }
+
+READS(swap_readpage)
+READS(swap_read_folio)
+WRITES(swap_writepage)
+WRITES(swap_writeout)
+/* clang-format on */
+
+SEC("?fentry/do_swap_page")
+int begin_fentry(void *ctx)
+{
+	return fault_begins();
+}
+
+SEC("?fexit/do_swap_page")
+int end_fentry(void *ctx)
+{
+	return fault_ends();
+}
+
+SEC("?kprobe/do_swap_page")
+int begin_kprobe(void *ctx)
+{
+	return fault_begins();
+}
+
+SEC("?kretprobe/do_swap_page")
+int end_kprobe(void *ctx)
+{
+	return fault_ends();
+}
+
+/* A thread that is killed in its fault must not leave it to the next one with its number. */
+SEC("?raw_tp/sched_process_exit")
+int thread_exit(void *ctx)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+
+	bpf_map_delete_elem(&faults, &thread);
+	return 0;
+}

@@ -1,0 +1,305 @@
+//! hfaults against programs that fault a known number of huge pages in, in every way to attach
+//! that the kernel has.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use nix::mount::{MsFlags, mount, umount};
+use serde_json::{Value, json};
+
+use crate::harness::{self, Ended, Need, Tool, Workload};
+
+pub(crate) fn tests() -> Vec<Trial> {
+    let test = |name: &str, needs: &'static [Need], run: fn() -> Result<()>| {
+        harness::test(&format!("hfaults::{name}"), needs, run)
+    };
+    vec![
+        test(
+            "a_command_is_traced_to_its_end",
+            &[],
+            a_command_is_traced_to_its_end,
+        ),
+        test("processes_are_counted", &[], processes_are_counted),
+        test("files_are_counted", &[], files_are_counted),
+        test("processes_are_filtered", &[], processes_are_filtered),
+        test(
+            "reasons_are_told_apart",
+            &[Need::Kprobes],
+            reasons_are_told_apart,
+        ),
+        test("transparent_pages", &[Need::Kprobes], transparent_pages),
+        test(
+            "who_asks_for_transparent_pages",
+            &[],
+            who_asks_for_transparent_pages,
+        ),
+        test(
+            "reports_come_at_their_interval",
+            &[],
+            reports_come_at_their_interval,
+        ),
+        test("every_attempt_is_named", &[], every_attempt_is_named),
+    ]
+}
+
+/// Huge pages of our own, given back when it is dropped.
+struct HugePages {
+    before: String,
+    _one_at_a_time: MutexGuard<'static, ()>,
+}
+
+const RESERVED: &str = "/proc/sys/vm/nr_hugepages";
+
+impl HugePages {
+    fn reserve(pages: u64) -> Result<Self> {
+        static IN_USE: Mutex<()> = Mutex::new(());
+        let one_at_a_time = IN_USE.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = fs::read_to_string(RESERVED)?;
+        let all = before.trim().parse::<u64>()? + pages;
+        fs::write(RESERVED, all.to_string())?;
+        let reserved = fs::read_to_string(RESERVED)?;
+        ensure!(
+            reserved.trim() == all.to_string(),
+            "only {reserved} huge pages can be had"
+        );
+        Ok(Self {
+            before,
+            _one_at_a_time: one_at_a_time,
+        })
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        let _ = fs::write(RESERVED, &self.before);
+    }
+}
+
+/// The ways to attach that this kernel has.
+fn ways() -> Vec<&'static str> {
+    let kprobes = Path::new("/sys/bus/event_source/devices/kprobe/type").exists();
+    let btf = fs::read("/sys/kernel/btf/vmlinux").unwrap_or_default();
+    let find_vma = b"\0BPF_FUNC_find_vma\0";
+    let lookups = btf.windows(find_vma.len()).any(|window| window == find_vma);
+    // Kernels of ours that have kprobes have fentry too.
+    let mut ways = if kprobes {
+        vec!["fentry", "kprobe"]
+    } else {
+        Vec::new()
+    };
+    ways.extend(lookups.then_some("page-fault event"));
+    ways
+}
+
+fn start(way: &str, args: &[&str]) -> Result<Tool> {
+    let mut command = Command::new(harness::tool("hfaults"));
+    command.args(args).env("MEMTOOLS_ATTACH", way);
+    let mut tool = Tool::spawn(&mut command)?;
+    tool.wait_for(&format!("({way})"))?;
+    Ok(tool)
+}
+
+fn end(tool: Tool) -> Result<Ended> {
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    Ok(ended)
+}
+
+fn json_rows(ended: &Ended) -> Result<Vec<Value>> {
+    let row = |line: &str| serde_json::from_str(line).with_context(|| line.to_owned());
+    ended.stdout.lines().map(row).collect()
+}
+
+fn processes_are_counted() -> Result<()> {
+    let _pages = HugePages::reserve(10)?;
+    let ways = ways();
+    ensure!(!ways.is_empty(), "no way to attach");
+    for way in ways {
+        let mut workload = Workload::start("huge", &["7", "3"])?;
+        let tool = start(way, &["-n", "huge"])?;
+        let facts = workload.work()?;
+        let ended = end(tool)?;
+        // Ascending.
+        let expected = format!(
+            "@[{}, huge]: 3\n@[{}, huge]: 7\n\n",
+            facts["child"],
+            workload.pid()
+        );
+        ensure!(
+            ended.stdout == expected,
+            "{way}: {ended:?}\nis not\n{expected}"
+        );
+    }
+    Ok(())
+}
+
+fn files_are_counted() -> Result<()> {
+    let _pages = HugePages::reserve(5)?;
+    let folder = harness::scratch()?;
+    mount(
+        Some("none"),
+        folder.path(),
+        Some("hugetlbfs"),
+        MsFlags::empty(),
+        None::<&str>,
+    )?;
+    let path = folder.path().join("file");
+    let counted = (|| {
+        for way in ways() {
+            let mut workload = Workload::start("hugefile", &["5", &path.to_string_lossy()])?;
+            let tool = start(way, &["-j", "-p", &workload.pid()])?;
+            workload.work()?;
+            let ended = end(tool)?;
+            workload.finish()?;
+            let rows = json_rows(&ended)?;
+            ensure!(rows.len() == 1 && rows[0]["count"] == 5, "{way}: {ended:?}");
+        }
+        Ok(())
+    })();
+    umount(folder.path())?;
+    counted
+}
+
+fn processes_are_filtered() -> Result<()> {
+    let _pages = HugePages::reserve(10)?;
+    for way in ways() {
+        let mut workloads = [
+            Workload::start("huge", &["3"])?,
+            Workload::start("huge", &["7"])?,
+        ];
+        let tool = start(way, &["-p", &workloads[1].pid()])?;
+        for workload in &mut workloads {
+            workload.work()?;
+        }
+        let ended = end(tool)?;
+        let expected = format!("@[{}, huge]: 7\n\n", workloads[1].pid());
+        ensure!(ended.stdout == expected, "{way}: {ended:?}");
+    }
+    Ok(())
+}
+
+fn reasons_are_told_apart() -> Result<()> {
+    let _pages = HugePages::reserve(10)?;
+    for way in ["fentry", "kprobe"] {
+        let mut workload = Workload::start("huge", &["7", "3"])?;
+        let tool = start(way, &["-e", "-n", "huge"])?;
+        let facts = workload.work()?;
+        let ended = end(tool)?;
+        let expected = format!(
+            "@[{}, huge, 2MB, copy on write]: 3\n@[{}, huge, 2MB, no page]: 7\n\n",
+            facts["child"],
+            workload.pid()
+        );
+        ensure!(
+            ended.stdout == expected,
+            "{way}: {ended:?}\nis not\n{expected}"
+        );
+    }
+    // The fallback knows the size only.
+    if ways().contains(&"page-fault event") {
+        let mut workload = Workload::start("huge", &["7"])?;
+        let tool = start("page-fault event", &["-e", "-j", "-p", &workload.pid()])?;
+        workload.work()?;
+        let rows = json_rows(&end(tool)?)?;
+        ensure!(rows.len() == 1, "{rows:?}");
+        let found = json!([rows[0]["page_bytes"], rows[0]["reason"], rows[0]["count"]]);
+        ensure!(found == json!([2 << 20, null, 7]), "{rows:?}");
+    }
+    Ok(())
+}
+
+fn transparent_pages() -> Result<()> {
+    for way in ["fexit", "kretprobe"] {
+        let mut workload = Workload::start("thp", &["5", "dontneed"])?;
+        let tool = start(way, &["--thp", "-p", &workload.pid()])?;
+        let facts = workload.work()?;
+        let ended = end(tool)?;
+        // Each region once before and once after MADV_DONTNEED.
+        ensure!(
+            facts["huge_kb"] == "10240",
+            "no transparent huge pages: {facts:?}"
+        );
+        let expected = format!("@[{}, thp, huge page]: 10\n\n", workload.pid());
+        ensure!(
+            ended.stdout == expected,
+            "{way}: {ended:?}\nis not\n{expected}"
+        );
+    }
+    Ok(())
+}
+
+fn who_asks_for_transparent_pages() -> Result<()> {
+    let mut workload = Workload::start("thp", &["3", "dontneed"])?;
+    let mut tool = Tool::start("hfaults", &["--madvise", "-p", &workload.pid()])?;
+    tool.wait_for("tracing madvise(MADV_HUGEPAGE)")?;
+    // MADV_DONTNEED is no such call.
+    workload.work()?;
+    let ended = end(tool)?;
+    ensure!(
+        ended.stdout == format!("@[{}, thp]: 1\n\n", workload.pid()),
+        "{ended:?}"
+    );
+    Ok(())
+}
+
+fn a_command_is_traced_to_its_end() -> Result<()> {
+    let _pages = HugePages::reserve(7)?;
+    let command = format!("'{}' 7", harness::workload("huge").display());
+    let ended = harness::run("hfaults", &["-j", "-c", &command])?;
+    ensure!(ended.status.success(), "{ended:?}");
+    // Its own output is there too.
+    let row = ended.stdout.lines().find(|line| line.starts_with('{'));
+    let row: Value = serde_json::from_str(row.context("no row")?)?;
+    ensure!(row["count"] == 7 && row["comm"] == "huge", "{ended:?}");
+    Ok(())
+}
+
+fn reports_come_at_their_interval() -> Result<()> {
+    let _pages = HugePages::reserve(7)?;
+    let mut workload = Workload::start("huge", &["7"])?;
+    let way = ways()[0];
+    let tool = start(way, &["-T", "-p", &workload.pid(), "0.5", "3"])?;
+    let begin = Instant::now();
+    workload.work()?;
+    let ended = tool.end()?;
+    ensure!(
+        begin.elapsed() > Duration::from_millis(1000),
+        "{:?}",
+        begin.elapsed()
+    );
+    let blocks: Vec<&str> = ended.stdout.split_terminator("\n\n").collect();
+    ensure!(ended.status.success() && blocks.len() == 3, "{ended:?}");
+    // Counted once, not again in each report.
+    let counted = ended.stdout.lines().filter(|line| line.starts_with("@["));
+    let total: u64 = counted
+        .filter_map(|line| line.rsplit_once(": ")?.1.parse::<u64>().ok())
+        .sum();
+    ensure!(total == 7, "{ended:?}");
+    ensure!(
+        blocks.iter().all(|block| block.as_bytes()[2] == b':'),
+        "{ended:?}"
+    );
+    Ok(())
+}
+
+fn every_attempt_is_named() -> Result<()> {
+    let tool = Tool::start("hfaults", &["--thp", "-d", "0.1"])?;
+    let ended = tool.end()?;
+    if ways().contains(&"kprobe") {
+        ensure!(ended.status.success(), "{ended:?}");
+    } else {
+        ensure!(
+            ended.status.code() == Some(1) && ended.stdout.is_empty(),
+            "{ended:?}"
+        );
+        for attempt in ["\n  fexit: ", "\n  kretprobe: "] {
+            ensure!(ended.stderr.contains(attempt), "{ended:?}");
+        }
+    }
+    Ok(())
+}

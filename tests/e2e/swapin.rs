@@ -1,0 +1,239 @@
+//! swapin against a program whose pages go to swap and come back, and against /proc/vmstat.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use serde_json::Value;
+
+use crate::harness::{self, Ended, Need, Tool, Workload};
+
+/// Pages of the workload.
+const PAGES: u64 = 1999;
+const WAYS: [&str; 2] = ["fentry", "kprobe"];
+
+pub(crate) fn tests() -> Vec<Trial> {
+    let test = |name: &str, needs: &'static [Need], run: fn() -> Result<()>| {
+        harness::test(&format!("swapin::{name}"), needs, run)
+    };
+    const SWAP: &[Need] = &[Need::Kprobes, Need::Guest];
+    vec![
+        test("every_page_is_counted", SWAP, every_page_is_counted),
+        test("latency", SWAP, latency),
+        test("pages_written", SWAP, pages_written),
+        test("processes_are_filtered", SWAP, processes_are_filtered),
+        test("bcc_s_report", &[Need::Kprobes], bcc_s_report),
+        test("every_attempt_is_named", &[], every_attempt_is_named),
+    ]
+}
+
+/// Swap on compressed memory, as long as it lives.
+struct Swap;
+
+impl Swap {
+    fn on() -> Result<Self> {
+        let made = Command::new("sh")
+            .args(["-c", ". /vmrun/lib.sh; zram_swap 256M"])
+            .status()?;
+        ensure!(made.success(), "no swap");
+        Ok(Self)
+    }
+}
+
+impl Drop for Swap {
+    fn drop(&mut self) {
+        let _ = Command::new("swapoff").arg("/dev/zram0").status();
+    }
+}
+
+fn vmstat(name: &str) -> Result<u64> {
+    let vmstat = fs::read_to_string("/proc/vmstat")?;
+    let line = vmstat
+        .lines()
+        .find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    Ok(line.context("not in vmstat")?.parse()?)
+}
+
+fn start(way: &str, args: &[&str]) -> Result<Tool> {
+    let mut command = Command::new(harness::tool("swapin"));
+    command.args(args).env("MEMTOOLS_ATTACH", way);
+    let mut tool = Tool::spawn(&mut command)?;
+    tool.wait_for(&format!("tracing swap ins ({way})"))?;
+    Ok(tool)
+}
+
+fn end(tool: Tool) -> Result<Ended> {
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    Ok(ended)
+}
+
+fn json_rows(ended: &Ended) -> Result<Vec<Value>> {
+    let row = |line: &str| serde_json::from_str(line).with_context(|| line.to_owned());
+    ended.stdout.lines().map(row).collect()
+}
+
+/// The sum of a field over the rows of one process, or of all.
+fn sum(rows: &[Value], field: &str, pid: Option<&str>) -> u64 {
+    rows.iter()
+        .filter(|row| pid.is_none_or(|pid| row["pid"].as_u64() == pid.parse().ok()))
+        .filter_map(|row| row[field].as_u64())
+        .sum()
+}
+
+fn every_page_is_counted() -> Result<()> {
+    let _swap = Swap::on()?;
+    for way in WAYS {
+        let mut workload = Workload::start("pageout", &[&PAGES.to_string()])?;
+        let before = vmstat("pswpin")?;
+        let tool = start(way, &["-j"])?;
+        let facts = workload.work()?;
+        let ended = end(tool)?;
+        let read = vmstat("pswpin")? - before;
+        let rows = json_rows(&ended)?;
+        ensure!(facts["swapped"] == PAGES.to_string(), "{facts:?}");
+        let pid = workload.pid();
+        ensure!(
+            sum(&rows, "pages_in", Some(&pid)) == PAGES,
+            "{way}: {ended:?}"
+        );
+        ensure!(
+            sum(&rows, "pages_in", None) == read,
+            "{way}: not {read}: {ended:?}"
+        );
+        ensure!(
+            rows.iter().all(|row| row["pages_out"].is_null()),
+            "{ended:?}"
+        );
+        ensure!(!ended.stdout.contains("lost"), "{ended:?}");
+    }
+    Ok(())
+}
+
+fn latency() -> Result<()> {
+    let _swap = Swap::on()?;
+    for way in WAYS {
+        let mut workload = Workload::start("pageout", &[&PAGES.to_string()])?;
+        let tool = start(way, &["-j", "-s", "-p", &workload.pid()])?;
+        let begin = Instant::now();
+        let facts = workload.work()?;
+        let took = begin.elapsed();
+        let ended = end(tool)?;
+        let rows = json_rows(&ended)?;
+        let (last, rows) = rows.split_last().context("no rows")?;
+        // Each major fault was one wait.
+        let buckets = last["latency_ns"].as_array().context("no histogram")?;
+        let waits: u64 = buckets
+            .iter()
+            .filter_map(|bucket| bucket["count"].as_u64())
+            .sum();
+        ensure!(
+            waits == PAGES && facts["major"] == PAGES.to_string(),
+            "{way}: {last} {facts:?}"
+        );
+        let held_up = Duration::from_nanos(sum(rows, "held_up_ns", None));
+        ensure!(
+            !held_up.is_zero() && held_up < took,
+            "{way}: {held_up:?} of {took:?}"
+        );
+        // No wait is shorter than its bucket.
+        let least: u64 = buckets
+            .iter()
+            .filter_map(|bucket| Some(bucket["min"].as_u64()? * bucket["count"].as_u64()?))
+            .sum();
+        ensure!(
+            Duration::from_nanos(least) <= held_up,
+            "{least} ns in {held_up:?}"
+        );
+    }
+    Ok(())
+}
+
+fn pages_written() -> Result<()> {
+    let _swap = Swap::on()?;
+    for way in WAYS {
+        let before = vmstat("pswpout")?;
+        let tool = start(way, &["-j", "--out"])?;
+        // It sends its pages to swap before it is ready.
+        let mut workload = Workload::start("pageout", &[&PAGES.to_string()])?;
+        let pid = workload.pid();
+        workload.work()?;
+        let ended = end(tool)?;
+        let written = vmstat("pswpout")? - before;
+        let rows = json_rows(&ended)?;
+        ensure!(
+            sum(&rows, "pages_out", None) == written,
+            "{way}: not {written}: {ended:?}"
+        );
+        ensure!(
+            sum(&rows, "pages_out", Some(&pid)) >= PAGES,
+            "{way}: {ended:?}"
+        );
+        ensure!(
+            sum(&rows, "pages_in", Some(&pid)) == PAGES,
+            "{way}: {ended:?}"
+        );
+    }
+    Ok(())
+}
+
+fn processes_are_filtered() -> Result<()> {
+    let _swap = Swap::on()?;
+    let mut workloads = [
+        Workload::start("pageout", &["499"])?,
+        Workload::start("pageout", &["997"])?,
+    ];
+    let tool = start("fentry", &["-T", "-p", &workloads[1].pid(), "60"])?;
+    for workload in &mut workloads {
+        workload.work()?;
+    }
+    let ended = end(tool)?;
+    let pid = workloads[1].pid();
+    let expected = format!("COMM             PID     COUNT\npageout          {pid:<7} 997\n\n");
+    ensure!(ended.stdout == expected, "{ended:?}\nis not\n{expected}");
+    Ok(())
+}
+
+fn bcc_s_report() -> Result<()> {
+    let begin = Instant::now();
+    let ended = harness::run("swapin", &["-n", "no such name", "0.3", "3"])?;
+    ensure!(ended.status.success(), "{ended:?}");
+    ensure!(
+        begin.elapsed() >= Duration::from_millis(900),
+        "{:?}",
+        begin.elapsed()
+    );
+    let lines: Vec<&str> = ended.stdout.lines().collect();
+    ensure!(lines.len() == 9, "{ended:?}");
+    for block in lines.chunks(3) {
+        let [time, header, empty] = block else {
+            unreachable!()
+        };
+        ensure!(time.len() == 8 && time.as_bytes()[2] == b':', "{ended:?}");
+        ensure!(
+            *header == "COMM             PID     COUNT" && empty.is_empty(),
+            "{ended:?}"
+        );
+    }
+    Ok(())
+}
+
+fn every_attempt_is_named() -> Result<()> {
+    let ended = harness::run("swapin", &["0.1", "1"])?;
+    if Path::new("/sys/bus/event_source/devices/kprobe/type").exists() {
+        ensure!(ended.status.success(), "{ended:?}");
+        return Ok(());
+    }
+    ensure!(
+        ended.status.code() == Some(1) && ended.stdout.is_empty(),
+        "{ended:?}"
+    );
+    for attempt in ["\n  fentry: ", "\n  kprobe: "] {
+        ensure!(ended.stderr.contains(attempt), "{ended:?}");
+    }
+    ensure!(ended.stderr.contains("os error"), "{ended:?}");
+    Ok(())
+}

@@ -1,0 +1,347 @@
+//! hfaults: faults on huge pages, by process.
+//!
+//! Hooks (`bpf/hfaults.bpf.c`): the kernel's function for such faults, by fentry or kprobe; where
+//! neither can be had, the page-fault event, with a look at the mapping.
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use jiff::Zoned;
+use libbpf_rs::Link;
+use libbpf_rs::skel::{OpenSkel, Skel, SkelBuilder};
+use memtools::attach::{self, Variant};
+use memtools::cli::{self, CommonArgs};
+use memtools::clock::{self, Clock};
+use memtools::counts::Counts;
+use memtools::filter::{Filter, FilterArgs};
+use memtools::losses::Losses;
+use memtools::output::{self, Output};
+use memtools::poll::Poller;
+use memtools::target::Target;
+use memtools::{kernel, text};
+use nix::unistd::{SysconfVar, sysconf};
+use perf_event::events::Software;
+use serde::Serialize;
+
+use crate::bpf::types::{fault_key, reason as Reason};
+use crate::bpf::{HfaultsSkel, HfaultsSkelBuilder};
+
+memtools::skeleton!("hfaults", plain: [fault_key, filter]);
+
+/// Count faults on huge pages, by process.
+#[derive(Debug, Parser)]
+#[command(
+    name = "hfaults",
+    version,
+    max_term_width = 100,
+    after_help = "\
+examples:
+  hfaults                      faults on reserved huge pages (hugetlbfs), until Ctrl-C
+  hfaults 1 10                 every second, ten times
+  hfaults -e                   by the size of the page, and why it faulted
+  hfaults --thp -d 10          transparent huge pages: given, and refused
+  hfaults --madvise            who asks for transparent huge pages by madvise(2)"
+)]
+struct Args {
+    /// Run this command and trace it; its exit status becomes ours
+    #[arg(short, long, value_name = "COMMAND", conflicts_with = "pid")]
+    command: Option<String>,
+
+    /// Count by the size of the page too, and by why it faulted
+    #[arg(short, long)]
+    extended: bool,
+
+    /// Count faults that could be answered with a transparent huge page, and whether they were
+    #[arg(long, conflicts_with_all = ["extended", "madvise"])]
+    thp: bool,
+
+    /// Count calls of madvise(2) with MADV_HUGEPAGE
+    #[arg(long, conflicts_with = "extended")]
+    madvise: bool,
+
+    /// Print the time of day before each report
+    #[arg(short = 'T', long)]
+    timestamp: bool,
+
+    #[command(flatten)]
+    filter: FilterArgs,
+
+    #[command(flatten)]
+    common: CommonArgs,
+
+    /// Seconds between reports [default: one report, at the end]
+    #[arg(value_parser = cli::seconds)]
+    interval: Option<Duration>,
+
+    /// Reports before it exits [default: until Ctrl-C]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    count: Option<u64>,
+}
+
+fn main() -> ExitCode {
+    cli::main(run)
+}
+
+fn run(args: Args) -> Result<ExitCode> {
+    kernel::preflight()?;
+    attach::capture_log(args.common.verbose);
+    let mut poller = Poller::new()?;
+    let mut target = Target::choose(&args.filter, args.command.as_deref())?;
+    let (how, Attached { skel, links }) = attach(&args, target.filter())?;
+    let maps = &skel.maps;
+    let mut counts: Counts<'_, _, fault_key> = Counts::new(&maps.counts);
+    let clock = Clock::new();
+    let mut output = Output::new(args.common.format());
+    eprintln!("hfaults: tracing {} ({how})... Ctrl-C to end", args.what());
+    target.release()?;
+
+    if let Some(process) = target.process() {
+        poller.watch_exit(process);
+    }
+    if let Some(interval) = args.interval {
+        poller.tick_every(interval)?;
+    }
+    let deadline = args.common.deadline();
+    let mut reports_left = args.count;
+    loop {
+        let wake = poller.wait(deadline)?;
+        if wake.tick {
+            reports_left = reports_left.map(|left| left - 1);
+        }
+        let last = wake.stop || wake.deadline || wake.exited || reports_left == Some(0);
+        if wake.tick || last {
+            let time = clock.local(clock::monotonic_ns());
+            if args.timestamp {
+                output.header(&clock::time_of_day(&time))?;
+            }
+            for (key, count) in counts.since_last()? {
+                output.row(&Row::new(&key, count, &time, &args))?;
+            }
+            output.header("")?;
+            output.flush()?;
+        }
+        if last {
+            break;
+        }
+    }
+    attach::detach(links);
+    Losses::tell("hfaults", &maps.losses, &mut output)?;
+    target.finish()
+}
+
+impl Args {
+    fn what(&self) -> &'static str {
+        match (self.thp, self.madvise) {
+            (true, _) => "transparent huge page faults",
+            (_, true) => "madvise(MADV_HUGEPAGE)",
+            _ => "huge page faults",
+        }
+    }
+}
+
+struct Attached {
+    skel: HfaultsSkel<'static>,
+    /// Of the page-fault event, one for each CPU; the skeleton holds all others.
+    links: Vec<Link>,
+}
+
+/// Starts what is asked for, in the best way that this kernel has.
+fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
+    if args.madvise {
+        kernel::preflight_tracepoints()?;
+        let attached = load(args, filter, &["madvise_enter"])?;
+        return Ok(("tracepoint", attached));
+    }
+    let start = |programs: Vec<String>| {
+        let programs: Vec<&str> = programs.iter().map(String::as_str).collect();
+        load(args, filter, &programs)
+    };
+    if args.thp {
+        let variants = [("fexit", "thp_fexit"), ("kretprobe", "thp_kretprobe")];
+        let variants =
+            variants.map(|(name, program)| Variant::new(name, move || start(vec![program.into()])));
+        return attach::first_that_works(args.common.verbose, variants);
+    }
+    let variants = [
+        Variant::new("fentry", move || start(fault_programs(args, "fentry"))),
+        Variant::new("kprobe", move || start(fault_programs(args, "kprobe"))),
+        Variant::new("page-fault event", move || {
+            start(vec!["fault_event".into()])
+        }),
+    ];
+    attach::first_that_works(args.common.verbose, variants)
+}
+
+/// The programs for faults on reserved pages, each in the form of this kind.
+fn fault_programs(args: &Args, kind: &str) -> Vec<String> {
+    let mut programs = vec![format!("fault_{kind}")];
+    if args.extended {
+        // The functions' names, the newer first.
+        for names in [
+            ["alloc_hugetlb_folio", "alloc_huge_page"],
+            ["hugetlb_wp", "hugetlb_cow"],
+        ] {
+            let name = names.into_iter().find(|name| kernel::btf_has_name(name));
+            programs.extend(name.map(|name| format!("{name}_{kind}")));
+        }
+        programs.push("thread_exit".into());
+    }
+    programs
+}
+
+/// Loads and attaches these programs.
+fn load(args: &Args, filter: &Filter, programs: &[&str]) -> Result<Attached> {
+    let mut open = HfaultsSkelBuilder::default()
+        .open(attach::object_storage())
+        .context("failed to open the BPF object")?;
+    let options = open
+        .maps
+        .rodata_data
+        .as_deref_mut()
+        .context("the BPF object has no options")?;
+    filter.set(&mut options.filter);
+    options.by_size = args.extended.into();
+    // Write faults are seen by a program of their own.
+    options.by_reason = (programs.len() == 4).into();
+    options.page_shift_base = page_shift()?;
+    for mut program in open.open_object_mut().progs_mut() {
+        let name = program.name().to_string_lossy();
+        program.set_autoload(programs.contains(&&*name));
+    }
+    let mut skel = open.load().context("failed to load")?;
+    filter.set_cgroup(&skel.maps.filter_cgroup)?;
+    skel.attach().context("failed to attach")?;
+    let links = if programs == ["fault_event"] {
+        attach::each_software_event(&skel.progs.fault_event, Software::PAGE_FAULTS)?
+    } else {
+        Vec::new()
+    };
+    Ok(Attached { skel, links })
+}
+
+fn page_shift() -> Result<u32> {
+    let page = sysconf(SysconfVar::PAGE_SIZE)
+        .ok()
+        .flatten()
+        .context("no page size")?;
+    Ok(page.cast_unsigned().trailing_zeros())
+}
+
+/// The faults of one process, or of one kind of it.
+#[derive(Serialize)]
+struct Row<'a> {
+    #[serde(serialize_with = "clock::serialize")]
+    time: &'a Zoned,
+    pid: u32,
+    comm: String,
+    /// None where it was not asked for, or is not known.
+    page_bytes: Option<u64>,
+    reason: Option<&'static str>,
+    count: u64,
+    #[serde(skip)]
+    extended: bool,
+}
+
+impl<'a> Row<'a> {
+    fn new(key: &fault_key, count: u64, time: &'a Zoned, args: &Args) -> Self {
+        Self {
+            time,
+            pid: key.pid,
+            comm: text::from_c(&key.comm),
+            page_bytes: (key.page_shift != 0).then(|| 1 << key.page_shift),
+            reason: match key.reason {
+                Reason::REASON_NO_PAGE => Some("no page"),
+                Reason::REASON_COPY_ON_WRITE => Some("copy on write"),
+                Reason::REASON_THP => Some("huge page"),
+                Reason::REASON_THP_FALLBACK => Some("fallback"),
+                _ => None,
+            },
+            count,
+            extended: args.extended,
+        }
+    }
+}
+
+impl output::Row for Row<'_> {
+    /// `@[pid, comm]: N`, as bpftrace prints a map, and as the book's tool does.
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        write!(out, "@[{}, {}", self.pid, self.comm)?;
+        if self.extended {
+            match self.page_bytes {
+                Some(bytes) if bytes >= 1 << 30 => write!(out, ", {}GB", bytes >> 30)?,
+                Some(bytes) if bytes >= 1 << 20 => write!(out, ", {}MB", bytes >> 20)?,
+                Some(bytes) => write!(out, ", {}KB", bytes >> 10)?,
+                None => write!(out, ", -")?,
+            }
+        }
+        match self.reason {
+            Some(reason) => write!(out, ", {reason}")?,
+            None if self.extended => write!(out, ", -")?,
+            None => {}
+        }
+        writeln!(out, "]: {}", self.count)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+    use memtools::output::Row as _;
+
+    use super::*;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn wrong_usage_is_refused() {
+        for wrong in [
+            &["hfaults", "0"][..],
+            &["hfaults", "1", "0"],
+            &["hfaults", "--thp", "--madvise"],
+            &["hfaults", "--thp", "-e"],
+        ] {
+            let error = Args::try_parse_from(wrong).expect_err(&wrong.join(" "));
+            assert_eq!(error.exit_code(), 2);
+        }
+    }
+
+    #[test]
+    fn lines_are_those_of_bpftrace() {
+        let line = |args: &[&str], page_shift, reason| {
+            let mut key = fault_key {
+                pid: 884,
+                page_shift,
+                reason,
+                ..fault_key::default()
+            };
+            key.comm[..4].copy_from_slice(&b"java".map(u8::cast_signed));
+            let args = Args::try_parse_from(args).expect("valid");
+            let time = Clock::new().local(0);
+            let mut line = Vec::new();
+            Row::new(&key, 8, &time, &args)
+                .text(&mut line)
+                .expect("memory");
+            String::from_utf8(line).expect("UTF-8")
+        };
+        let unknown = Reason::REASON_UNKNOWN;
+        assert_eq!(line(&["hfaults"], 0, unknown), "@[884, java]: 8\n");
+        assert_eq!(
+            line(&["hfaults", "-e"], 21, Reason::REASON_COPY_ON_WRITE),
+            "@[884, java, 2MB, copy on write]: 8\n"
+        );
+        assert_eq!(
+            line(&["hfaults", "-e"], 30, unknown),
+            "@[884, java, 1GB, -]: 8\n"
+        );
+        assert_eq!(
+            line(&["hfaults", "--thp"], 0, Reason::REASON_THP_FALLBACK),
+            "@[884, java, fallback]: 8\n"
+        );
+    }
+}
