@@ -10,6 +10,7 @@ const TOOLS: &[(&str, &str)] = &[
     ("ffaults", env!("CARGO_BIN_EXE_ffaults")),
     ("mmapsnoop", env!("CARGO_BIN_EXE_mmapsnoop")),
     ("shmsnoop", env!("CARGO_BIN_EXE_shmsnoop")),
+    ("vmscan", env!("CARGO_BIN_EXE_vmscan")),
 ];
 
 fn run(path: &str, args: &[&str]) -> Output {

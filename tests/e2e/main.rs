@@ -8,7 +8,9 @@ mod harness;
 mod load;
 mod memleak;
 mod mmapsnoop;
+mod pressure;
 mod shmsnoop;
+mod vmscan;
 
 use std::process::ExitCode;
 
@@ -28,6 +30,7 @@ fn main() -> ExitCode {
         ffaults::tests(),
         mmapsnoop::tests(),
         shmsnoop::tests(),
+        vmscan::tests(),
         load::tests(),
     ]
     .into_iter()
