@@ -4,6 +4,7 @@ use std::process::{Command, Output};
 
 /// The tools, with their paths.
 const TOOLS: &[(&str, &str)] = &[
+    ("drsnoop", env!("CARGO_BIN_EXE_drsnoop")),
     ("memleak", env!("CARGO_BIN_EXE_memleak")),
     ("brkstack", env!("CARGO_BIN_EXE_brkstack")),
     ("faults", env!("CARGO_BIN_EXE_faults")),

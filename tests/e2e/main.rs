@@ -2,6 +2,7 @@
 //! guests of tests/vm.
 
 mod brkstack;
+mod drsnoop;
 mod faults;
 mod ffaults;
 mod harness;
@@ -24,6 +25,7 @@ fn main() -> ExitCode {
         harness::prepare();
     }
     let tests = [
+        drsnoop::tests(),
         memleak::tests(),
         brkstack::tests(),
         faults::tests(),
