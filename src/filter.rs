@@ -163,7 +163,7 @@ fn open_cgroup(path: &Path) -> Result<OwnedFd> {
 }
 
 /// Where cgroups of version 2 are, of the lines of /proc/self/mounts.
-fn cgroup2_mount(mounts: &str) -> Option<&str> {
+pub(crate) fn cgroup2_mount(mounts: &str) -> Option<&str> {
     mounts.lines().find_map(|line| {
         let mut fields = line.split(' ').skip(1);
         let mount = fields.next()?;

@@ -4,8 +4,11 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
+use libbpf_rs::btf::types::{FuncProto, Typedef};
+use libbpf_rs::btf::{Btf, BtfType};
 use memchr::memmem;
 use nix::mount::{MsFlags, mount};
+use nix::unistd::{SysconfVar, sysconf};
 
 const BTF: &str = "/sys/kernel/btf/vmlinux";
 
@@ -87,6 +90,15 @@ pub fn has_kprobes() -> bool {
     Path::new("/sys/bus/event_source/devices/kprobe/type").exists()
 }
 
+/// Bytes of a page.
+pub fn page_bytes() -> Result<u64> {
+    let page = sysconf(SysconfVar::PAGE_SIZE)
+        .ok()
+        .flatten()
+        .context("no page size")?;
+    Ok(page.cast_unsigned())
+}
+
 /// Whether a type, function or enumerator of this name is in the kernel's BTF.
 ///
 /// It says what the kernel was built from, not what it lets us do: attach to find that out.
@@ -94,6 +106,47 @@ pub fn btf_has_name(name: &str) -> bool {
     // Names are NUL-terminated in BTF's string section.
     let needle = [b"\0", name.as_bytes(), b"\0"].concat();
     fs::read(BTF).is_ok_and(|btf| memmem::find(&btf, &needle).is_some())
+}
+
+/// Names of the kernel's own tracepoints, sorted; those of modules are not among them.
+pub fn tracepoints() -> Result<Vec<String>> {
+    let btf = fs::read(BTF).with_context(|| format!("failed to read {BTF}"))?;
+    Ok(tracepoints_in(&btf))
+}
+
+/// The type names of a tracepoint's arguments, in their order, pointers and qualifiers left out:
+/// `gfp_t`, `int`, `task_struct`. None if the kernel has no such tracepoint.
+///
+/// Programs on raw tracepoints get the arguments by position, and positions change.
+pub fn tracepoint_arguments(tracepoint: &str) -> Result<Option<Vec<String>>> {
+    let btf = Btf::from_vmlinux().context("failed to read the kernel's BTF")?;
+    let Some(handler) = btf.type_by_name::<Typedef<'_>>(&format!("btf_trace_{tracepoint}")) else {
+        return Ok(None);
+    };
+    // A pointer to a function, whose first argument is the tracepoint's own data.
+    let function = handler.next_type().and_then(|pointer| pointer.next_type());
+    let function = function.and_then(|function| FuncProto::try_from(function).ok());
+    let function = function.context("a tracepoint's handler is no function")?;
+    let names = function.iter().skip(1).map(|argument| {
+        let mut argument = btf.type_by_id::<BtfType<'_>>(argument.ty);
+        while let Some(unnamed) = argument.filter(|kind| kind.name().is_none()) {
+            argument = unnamed.next_type();
+        }
+        let name = argument.and_then(|kind| kind.name());
+        name.unwrap_or_default().to_string_lossy().into_owned()
+    });
+    Ok(Some(names.collect()))
+}
+
+/// Each tracepoint has a type for its arguments, `btf_trace_NAME`.
+fn tracepoints_in(btf: &[u8]) -> Vec<String> {
+    let names = btf.split(|&byte| byte == 0);
+    let mut tracepoints: Vec<String> = names
+        .filter_map(|name| name.strip_prefix(b"btf_trace_"))
+        .map(|name| String::from_utf8_lossy(name).into_owned())
+        .collect();
+    tracepoints.sort();
+    tracepoints
 }
 
 fn effective_capabilities(status: &str) -> Option<u64> {
@@ -150,6 +203,12 @@ mod tests {
         let error = check_capabilities(cap::BPF).unwrap_err().to_string();
         assert!(error.contains("CAP_PERFMON missing"), "{error}");
         assert!(!error.contains("CAP_BPF"), "{error}");
+    }
+
+    #[test]
+    fn tracepoints_are_types_in_btf() {
+        let strings = b"\x9f\xeb\0int\0btf_trace_oom\0not_btf_trace_x\0btf_trace_mm_a\0";
+        assert_eq!(tracepoints_in(strings), ["mm_a", "oom"]);
     }
 
     #[test]

@@ -32,6 +32,8 @@
 //! | [`stack_count`] | counts by process and stack, kept in the kernel |
 //! | [`counts`] | counts by key, as what has come since the last look
 //! | [`folded`] | stacks as flame graph tools read them |
+//! | [`cgroup`] | cgroups by their ids |
+//! | [`gfp`] | allocation flags by name |
 //! | [`histogram`] | distributions by powers of two |
 //! | [`output`] | rows as text or JSON |
 //! | [`text`] | strings from elsewhere, made safe for a terminal |
@@ -46,6 +48,7 @@
 
 pub mod address_space;
 pub mod attach;
+pub mod cgroup;
 pub mod cli;
 pub mod clock;
 pub mod command;
@@ -57,6 +60,7 @@ pub mod file;
 pub mod filter;
 pub mod flags;
 pub mod folded;
+pub mod gfp;
 pub mod histogram;
 pub mod kallsyms;
 pub mod kernel;

@@ -64,6 +64,24 @@ impl Serialize for Frame {
     }
 }
 
+/// The frames without the innermost ones that are our own tracing: the BPF program, and what calls
+/// it at a tracepoint or at a function's entry.
+pub fn without_tracer(frames: &[Frame]) -> &[Frame] {
+    const TRACER: [&str; 5] = [
+        "bpf_prog_",
+        "bpf_trace_run",
+        "__bpf_trace_",
+        "__traceiter_",
+        "bpf_trampoline_",
+    ];
+    let ours = |frame: &Frame| {
+        let name = frame.symbol.as_ref().map_or("", |(name, _)| name);
+        frame.kernel && TRACER.iter().any(|prefix| name.starts_with(prefix))
+    };
+    let first = frames.iter().position(|frame| !ours(frame));
+    &frames[first.unwrap_or(frames.len())..]
+}
+
 /// Names the frames of stacks.
 pub struct Symbolizer {
     log: MappingLog,

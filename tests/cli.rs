@@ -5,13 +5,16 @@ use std::process::{Command, Output};
 /// The tools, with their paths.
 const TOOLS: &[(&str, &str)] = &[
     ("hfaults", env!("CARGO_BIN_EXE_hfaults")),
+    ("drsnoop", env!("CARGO_BIN_EXE_drsnoop")),
     ("memleak", env!("CARGO_BIN_EXE_memleak")),
     ("brkstack", env!("CARGO_BIN_EXE_brkstack")),
     ("faults", env!("CARGO_BIN_EXE_faults")),
     ("ffaults", env!("CARGO_BIN_EXE_ffaults")),
     ("mmapsnoop", env!("CARGO_BIN_EXE_mmapsnoop")),
+    ("oomkill", env!("CARGO_BIN_EXE_oomkill")),
     ("shmsnoop", env!("CARGO_BIN_EXE_shmsnoop")),
     ("swapin", env!("CARGO_BIN_EXE_swapin")),
+    ("vmscan", env!("CARGO_BIN_EXE_vmscan")),
 ];
 
 fn run(path: &str, args: &[&str]) -> Output {

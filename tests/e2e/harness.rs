@@ -214,6 +214,11 @@ impl Workload {
             .collect())
     }
 
+    /// Waits until it has ended, by whatever end.
+    pub(crate) fn wait(&mut self) -> Result<ExitStatus> {
+        self.child.wait().context("failed to wait for the workload")
+    }
+
     /// Lets it exit, and waits until it has.
     pub(crate) fn finish(mut self) -> Result<ExitStatus> {
         self.stdin = None;
@@ -309,6 +314,11 @@ impl Tool {
             }
         }
         Ok(())
+    }
+
+    /// What it has said on stderr while it was waited for.
+    pub(crate) fn said(&self) -> &[String] {
+        &self.said
     }
 
     /// Sends it a signal.

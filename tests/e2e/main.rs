@@ -2,6 +2,7 @@
 //! guests of tests/vm.
 
 mod brkstack;
+mod drsnoop;
 mod faults;
 mod ffaults;
 mod harness;
@@ -9,8 +10,11 @@ mod hfaults;
 mod load;
 mod memleak;
 mod mmapsnoop;
+mod oomkill;
+mod pressure;
 mod shmsnoop;
 mod swapin;
+mod vmscan;
 
 use std::process::ExitCode;
 
@@ -25,13 +29,16 @@ fn main() -> ExitCode {
     }
     let tests = [
         hfaults::tests(),
+        drsnoop::tests(),
         memleak::tests(),
         brkstack::tests(),
         faults::tests(),
         ffaults::tests(),
         mmapsnoop::tests(),
+        oomkill::tests(),
         shmsnoop::tests(),
         swapin::tests(),
+        vmscan::tests(),
         load::tests(),
     ]
     .into_iter()

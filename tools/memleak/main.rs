@@ -27,7 +27,6 @@ use memtools::shared;
 use memtools::stack::Stacks;
 use memtools::symbolize::Symbolizer;
 use memtools::{attach, kernel, text};
-use nix::unistd::{SysconfVar, sysconf};
 
 use crate::args::Args;
 use crate::bpf::types::{block, event, event_kind as Kind, total};
@@ -87,7 +86,7 @@ fn run(args: Args) -> Result<ExitCode> {
         totals: &skel.maps.totals,
         losses: &skel.maps.losses,
         stacks: Stacks::new(&skel.maps.stacks),
-        regions: Regions::new(page_bytes()?),
+        regions: Regions::new(kernel::page_bytes()?),
         symbolizer,
         clock: Clock::new(),
         output: Output::new(if args.json {
@@ -197,14 +196,6 @@ impl Target {
             modules.join(", ")
         )
     }
-}
-
-fn page_bytes() -> Result<u64> {
-    let page = sysconf(SysconfVar::PAGE_SIZE)
-        .ok()
-        .flatten()
-        .context("no page size")?;
-    Ok(page.cast_unsigned())
 }
 
 /// The state of the trace, and what is printed of it.

@@ -1,0 +1,428 @@
+// SPDX-License-Identifier: BSD-2-Clause
+/*
+ * vmscan: time and events of page reclaim.
+ *
+ * Hooks: tracepoints of the groups vmscan and compaction, as raw tracepoints.
+ * Those need no tracefs, which containers seldom have, and of their arguments
+ * only such are read as are the same on all kernels from 5.10 to 7.2: the first
+ * of mm_shrink_slab_start, the first and the third of mm_shrink_slab_end.
+ *
+ * What an operation took is added up when it ends. The totals only grow; user
+ * space reads them every second and prints the difference.
+ */
+#include "histogram.bpf.h"
+#include "filter.bpf.h"
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";
+
+/* What is counted; the keys of `totals`. */
+enum operation {
+	OPERATION_SHRINK_SLAB,
+	OPERATION_DIRECT_RECLAIM,
+	OPERATION_MEMCG_RECLAIM,
+	OPERATION_KSWAPD,
+	OPERATION_COMPACTION,
+	OPERATION_KSWAPD_WAKEUP, /* this one and the next take no time */
+	OPERATION_WRITE_PAGE,
+	OPERATIONS,
+};
+enum operation unused_operation __attribute__((unused));
+
+struct total {
+	__u64 count;
+	__u64 time_ns;
+	struct histogram latency_ns;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, OPERATIONS);
+	__type(key, __u32); /* enum operation */
+	__type(value, struct total);
+} totals SEC(".maps");
+struct total *unused_total __attribute__((unused));
+
+/* An operation that a thread is in. */
+struct call {
+	__u64 thread; /* as bpf_get_current_pid_tgid() returns it */
+	__u32 operation;
+	__u32 reserved;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 32768);
+	__type(key, struct call);
+	__type(value, __u64); /* since when */
+} calls SEC(".maps");
+
+/*
+ * Shrinkers that a thread is in, outermost first. They nest where a shrinker
+ * allocates: under drop_caches, for one, that may reclaim again.
+ */
+#define SHRINK_DEPTH 4
+
+struct shrink {
+	__u64 shrinker;
+	__u64 since_ns;
+	__u64 level_ns; /* spent at this depth since the shrinker above was entered */
+};
+
+struct shrinks {
+	struct shrink at[SHRINK_DEPTH + 1];
+	__u64 depth;
+};
+
+const volatile struct shrinks no_shrinks;
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 32768);
+	__type(key, __u64); /* thread */
+	__type(value, struct shrinks);
+} shrinking SEC(".maps");
+
+/* With --by-shrinker, by the address of its function scan_objects. */
+struct shrinker_total {
+	__u64 count;
+	__u64 time_ns; /* without the time in other shrinkers */
+	__u64 freed;   /* objects */
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 1024);
+	__type(key, __u64);
+	__type(value, struct shrinker_total);
+} shrinkers SEC(".maps");
+struct shrinker_total *unused_shrinker_total __attribute__((unused));
+
+const volatile struct shrinker_total no_shrinker_total;
+
+/* With --by-cgroup. */
+struct cgroup_key {
+	__u64 cgroup; /* id in the version 2 hierarchy */
+	__u32 operation;
+	__u32 reserved;
+};
+
+struct cgroup_total {
+	__u64 count;
+	__u64 time_ns;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 16384);
+	__type(key, struct cgroup_key);
+	__type(value, struct cgroup_total);
+} cgroups SEC(".maps");
+struct cgroup_key *unused_cgroup_key __attribute__((unused));
+struct cgroup_total *unused_cgroup_total __attribute__((unused));
+
+const volatile struct cgroup_total no_cgroup_total;
+
+/* With --counts, by the number of the program: how often it ran. */
+#define COUNTERS 64
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, COUNTERS);
+	__type(key, __u32);
+	__type(value, __u64);
+} counts SEC(".maps");
+
+/* Options, set before load. */
+const volatile __u8 by_shrinker;
+const volatile __u8 by_cgroup;
+
+static __always_inline bool wanted(void)
+{
+	struct task_ids ids;
+
+	return filter_wants(&ids);
+}
+
+static __always_inline struct total *total_of(__u32 operation)
+{
+	return bpf_map_lookup_elem(&totals, &operation);
+}
+
+static __always_inline void count_one(__u32 operation)
+{
+	struct total *total = total_of(operation);
+
+	if (total && wanted())
+		__sync_fetch_and_add(&total->count, 1);
+}
+
+static __noinline int add_to_cgroup(__u32 operation, __u64 time_ns)
+{
+	struct cgroup_key key = {
+		.cgroup = bpf_get_current_cgroup_id(),
+		.operation = operation,
+	};
+	struct cgroup_total *total = bpf_map_lookup_elem(&cgroups, &key);
+
+	if (!total) {
+		bpf_map_update_elem(&cgroups, &key, (const void *)&no_cgroup_total, BPF_NOEXIST);
+		total = bpf_map_lookup_elem(&cgroups, &key);
+		if (!total) {
+			count_loss(entries);
+			return 0;
+		}
+	}
+	__sync_fetch_and_add(&total->count, 1);
+	__sync_fetch_and_add(&total->time_ns, time_ns);
+	return 0;
+}
+
+/* An operation took `latency_ns`, of which `time_ns` are not counted elsewhere. */
+static __noinline int add(__u32 operation, __u64 latency_ns, __u64 time_ns)
+{
+	struct total *total = total_of(operation);
+
+	if (!total)
+		return 0;
+	__sync_fetch_and_add(&total->count, 1);
+	__sync_fetch_and_add(&total->time_ns, time_ns);
+	histogram_add(&total->latency_ns, latency_ns);
+	if (by_cgroup)
+		add_to_cgroup(operation, time_ns);
+	return 0;
+}
+
+static __noinline int begin(__u32 operation)
+{
+	struct call call = {
+		.thread = bpf_get_current_pid_tgid(),
+		.operation = operation,
+	};
+	__u64 now = bpf_ktime_get_ns();
+
+	if (wanted() && bpf_map_update_elem(&calls, &call, &now, BPF_ANY))
+		count_loss(calls);
+	return 0;
+}
+
+/* Not begun: it was not wanted, or began before we did. */
+static __noinline int end(__u32 operation)
+{
+	struct call call = {
+		.thread = bpf_get_current_pid_tgid(),
+		.operation = operation,
+	};
+	__u64 *since = bpf_map_lookup_elem(&calls, &call);
+	__u64 time_ns;
+
+	if (!since)
+		return 0;
+	time_ns = bpf_ktime_get_ns() - *since;
+	bpf_map_delete_elem(&calls, &call);
+	return add(operation, time_ns, time_ns);
+}
+
+SEC("raw_tp/mm_vmscan_direct_reclaim_begin")
+int direct_reclaim_begin(void *ctx)
+{
+	return begin(OPERATION_DIRECT_RECLAIM);
+}
+
+SEC("raw_tp/mm_vmscan_direct_reclaim_end")
+int direct_reclaim_end(void *ctx)
+{
+	return end(OPERATION_DIRECT_RECLAIM);
+}
+
+SEC("raw_tp/mm_vmscan_memcg_reclaim_begin")
+int memcg_reclaim_begin(void *ctx)
+{
+	return begin(OPERATION_MEMCG_RECLAIM);
+}
+
+SEC("raw_tp/mm_vmscan_memcg_reclaim_end")
+int memcg_reclaim_end(void *ctx)
+{
+	return end(OPERATION_MEMCG_RECLAIM);
+}
+
+SEC("raw_tp/mm_compaction_begin")
+int compaction_begin(void *ctx)
+{
+	return begin(OPERATION_COMPACTION);
+}
+
+SEC("raw_tp/mm_compaction_end")
+int compaction_end(void *ctx)
+{
+	return end(OPERATION_COMPACTION);
+}
+
+/* 7.2 and later: what kswapd does, and nothing else. */
+SEC("raw_tp/mm_vmscan_balance_pgdat_begin")
+int balance_begin(void *ctx)
+{
+	return begin(OPERATION_KSWAPD);
+}
+
+SEC("raw_tp/mm_vmscan_balance_pgdat_end")
+int balance_end(void *ctx)
+{
+	return end(OPERATION_KSWAPD);
+}
+
+/*
+ * Before that: from one wake-up to the next or to sleep. kswapd naps for up to
+ * 0.1 s before it sleeps, and that is in it.
+ */
+SEC("raw_tp/mm_vmscan_kswapd_wake")
+int kswapd_wake(void *ctx)
+{
+	end(OPERATION_KSWAPD);
+	return begin(OPERATION_KSWAPD);
+}
+
+SEC("raw_tp/mm_vmscan_kswapd_sleep")
+int kswapd_sleep(void *ctx)
+{
+	return end(OPERATION_KSWAPD);
+}
+
+SEC("raw_tp/mm_vmscan_wakeup_kswapd")
+int kswapd_wakeup(void *ctx)
+{
+	count_one(OPERATION_KSWAPD_WAKEUP);
+	return 0;
+}
+
+/* mm_vmscan_writepage or mm_vmscan_write_folio, whichever there is. */
+SEC("raw_tp")
+int write_page(void *ctx)
+{
+	count_one(OPERATION_WRITE_PAGE);
+	return 0;
+}
+
+SEC("raw_tp/mm_shrink_slab_start")
+int shrink_slab_start(struct bpf_raw_tracepoint_args *ctx)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+	struct shrinks *shrinks;
+	struct shrink *shrink;
+	__u64 depth;
+
+	if (!wanted())
+		return 0;
+	shrinks = bpf_map_lookup_elem(&shrinking, &thread);
+	if (!shrinks) {
+		bpf_map_update_elem(&shrinking, &thread, (const void *)&no_shrinks, BPF_NOEXIST);
+		shrinks = bpf_map_lookup_elem(&shrinking, &thread);
+		if (!shrinks) {
+			count_loss(calls);
+			return 0;
+		}
+	}
+	depth = shrinks->depth++;
+	/* Else clang computes an address from the value before the test, which is not bounded. */
+	barrier_var(depth);
+	if (depth >= SHRINK_DEPTH) {
+		count_loss(calls);
+		return 0;
+	}
+	shrink = &shrinks->at[depth];
+	shrink->shrinker = ctx->args[0];
+	shrink->since_ns = bpf_ktime_get_ns();
+	shrink[1].level_ns = 0;
+	return 0;
+}
+
+static __noinline int add_to_shrinker(struct shrinker *shrinker, __u64 time_ns, __u64 freed)
+{
+	__u64 function = (__u64)BPF_CORE_READ(shrinker, scan_objects);
+	struct shrinker_total *total = bpf_map_lookup_elem(&shrinkers, &function);
+
+	if (!total) {
+		bpf_map_update_elem(&shrinkers, &function, (const void *)&no_shrinker_total,
+				    BPF_NOEXIST);
+		total = bpf_map_lookup_elem(&shrinkers, &function);
+		if (!total) {
+			count_loss(entries);
+			return 0;
+		}
+	}
+	__sync_fetch_and_add(&total->count, 1);
+	__sync_fetch_and_add(&total->time_ns, time_ns);
+	__sync_fetch_and_add(&total->freed, freed);
+	return 0;
+}
+
+SEC("raw_tp/mm_shrink_slab_end")
+int shrink_slab_end(struct bpf_raw_tracepoint_args *ctx)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+	struct shrinks *shrinks = bpf_map_lookup_elem(&shrinking, &thread);
+	__u64 depth, latency_ns, time_ns;
+	struct shrink *shrink;
+
+	if (!shrinks)
+		return 0;
+	depth = --shrinks->depth;
+	barrier_var(depth);
+	if (depth >= SHRINK_DEPTH)
+		return 0; /* too deep for us; the start was counted as lost */
+	shrink = &shrinks->at[depth];
+	if (shrink->shrinker != ctx->args[0]) {
+		/* A start or an end did not reach us, so nothing in here can be trusted. */
+		bpf_map_delete_elem(&shrinking, &thread);
+		count_loss(calls);
+		return 0;
+	}
+	latency_ns = bpf_ktime_get_ns() - shrink->since_ns;
+	time_ns = latency_ns - shrink[1].level_ns;
+	shrink->level_ns += latency_ns;
+	if (depth == 0)
+		bpf_map_delete_elem(&shrinking, &thread);
+	add(OPERATION_SHRINK_SLAB, latency_ns, time_ns);
+	if (by_shrinker)
+		add_to_shrinker((struct shrinker *)ctx->args[0], time_ns, (__u32)ctx->args[2]);
+	return 0;
+}
+
+static __noinline int count_tracepoint(__u32 number)
+{
+	__u64 *count = bpf_map_lookup_elem(&counts, &number);
+
+	if (count && wanted())
+		__sync_fetch_and_add(count, 1);
+	return 0;
+}
+
+/*
+ * A program cannot ask which raw tracepoint has called it (before 6.10), so each
+ * tracepoint of --counts gets one of its own. They are numbered in octal: count_00
+ * to count_77.
+ */
+#define COUNTER(number)                                                                            \
+	SEC("raw_tp")                                                                              \
+	int count_##number(void *ctx)                                                              \
+	{                                                                                          \
+		return count_tracepoint(0##number);                                                \
+	}
+#define COUNTERS_OF_8(digit)                                                                       \
+	COUNTER(digit##0)                                                                          \
+	COUNTER(digit##1)                                                                          \
+	COUNTER(digit##2)                                                                          \
+	COUNTER(digit##3)                                                                          \
+	COUNTER(digit##4)                                                                          \
+	COUNTER(digit##5)                                                                          \
+	COUNTER(digit##6)                                                                          \
+	COUNTER(digit##7)
+
+COUNTERS_OF_8(0)
+COUNTERS_OF_8(1)
+COUNTERS_OF_8(2)
+COUNTERS_OF_8(3)
+COUNTERS_OF_8(4)
+COUNTERS_OF_8(5)
+COUNTERS_OF_8(6)
+COUNTERS_OF_8(7)

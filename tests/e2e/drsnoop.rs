@@ -1,0 +1,237 @@
+//! drsnoop against programs that the kernel makes reclaim, and against its own record of that.
+
+use std::collections::BTreeSet;
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use regex_lite::Regex;
+use serde_json::Value;
+
+use crate::harness::{self, Ended, Need, Tool, Workload, workload};
+use crate::pressure::{Group, Recording, Swap, Watermark, Writer, vmstat};
+
+pub(crate) fn tests() -> Vec<Trial> {
+    let test = |name: &str, needs: &'static [Need], run: fn() -> Result<()>| {
+        harness::test(&format!("drsnoop::{name}"), needs, run)
+    };
+    vec![
+        test("columns_are_bccs", &[], columns_are_bccs),
+        test("users_are_filtered", &[], users_are_filtered),
+        test("stacks_show_who_stalled", &[], stacks_show_who_stalled),
+        test(
+            "memcg_rows_equal_the_tracepoints",
+            &[Need::Guest],
+            memcg_rows_equal_the_tracepoints,
+        ),
+        test(
+            "direct_rows_equal_the_tracepoints",
+            &[Need::Guest],
+            direct_rows_equal_the_tracepoints,
+        ),
+    ]
+}
+
+fn start(args: &[&str]) -> Result<Tool> {
+    let mut tool = Tool::start("drsnoop", args)?;
+    tool.wait_for("tracing")?;
+    Ok(tool)
+}
+
+fn rows(ended: &Ended) -> Result<Vec<Value>> {
+    ensure!(ended.status.success(), "{ended:?}");
+    let objects = ended.stdout.lines().map(serde_json::from_str::<Value>);
+    let objects: Vec<Value> = objects.collect::<Result<_, _>>().context("no JSON")?;
+    ensure!(
+        objects.iter().all(|object| object["type"] == "reclaim"),
+        "{ended:?}"
+    );
+    Ok(objects)
+}
+
+fn columns_are_bccs() -> Result<()> {
+    let mut writer = Writer::start("memtools-columns")?;
+    let tool = start(&["--memcg", "-p", &writer.pid(), "-TUv", "--hist"])?;
+    let before = vmstat("nr_free_pages")?;
+    writer.write()?;
+    let after = vmstat("nr_free_pages")?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    let mut lines = ended.stdout.lines();
+    ensure!(
+        lines.next()
+            == Some("TIME(s)       UID   COMM           PID     LAT(ms) PAGES  FREE(KB) KIND"),
+        "{ended:?}"
+    );
+    let row = Regex::new(
+        r"^(\d+\.\d{6}000) +0     head           (\d+) +(\d+\.\d\d) +(\d+) +(\d+) memcg$",
+    )?;
+    let (mut rows, mut last) = (0, -1.0);
+    for line in lines.by_ref().take_while(|line| !line.is_empty()) {
+        let fields = row.captures(line).with_context(|| format!("{line:?}"))?;
+        let time: f64 = fields[1].parse()?;
+        ensure!(
+            time > last || rows == 0 && time == 0.0,
+            "{line} after {last}"
+        );
+        last = time;
+        rows += 1;
+        // Other programs run too; a quarter is more than they take and give back.
+        let free = fields[5].parse::<u64>()? / 4;
+        let (low, high) = (before.min(after), before.max(after));
+        ensure!(
+            free > low - low / 4 && free < high + high / 4,
+            "{free} pages free, but {before} before and {after} after"
+        );
+    }
+    ensure!(rows >= 50, "only {rows} rows: {ended:?}");
+    ensure!(lines.next() == Some("@latency_ns:"), "{ended:?}");
+    let counts = lines.filter_map(|line| line.split_once(" |")?.0.split(' ').next_back());
+    let counted: u64 = counts.map(|count| count.parse::<u64>().unwrap_or(0)).sum();
+    ensure!(counted == rows, "{counted} in the histogram, {rows} rows");
+    Ok(())
+}
+
+fn users_are_filtered() -> Result<()> {
+    for (uid, expected) in [("0", true), ("12345", false)] {
+        let mut writer = Writer::start("memtools-users")?;
+        let tool = start(&["--memcg", "-j", "-p", &writer.pid(), "-u", uid])?;
+        writer.write()?;
+        let rows = rows(&tool.interrupt()?)?;
+        ensure!(
+            rows.is_empty() != expected,
+            "uid {uid}: {} rows",
+            rows.len()
+        );
+    }
+    Ok(())
+}
+
+fn symbol(frame: &Value) -> &str {
+    frame["symbol"].as_str().unwrap_or_default()
+}
+
+fn stacks_show_who_stalled() -> Result<()> {
+    let mut writer = Writer::start("memtools-stacks")?;
+    let tool = start(&["--memcg", "-j", "-p", &writer.pid(), "--stack"])?;
+    writer.write()?;
+    let rows = rows(&tool.interrupt()?)?;
+    ensure!(rows.len() >= 50, "only {} rows", rows.len());
+    for row in &rows {
+        let frames = row["kernel_stack"].as_array().context("no kernel stack")?;
+        let first = frames.first().map_or("", |frame| symbol(frame));
+        ensure!(first == "try_to_free_mem_cgroup_pages", "{row}");
+        let write = |frame| symbol(frame).ends_with("sys_write");
+        ensure!(frames.iter().any(write), "{row}");
+        ensure!(
+            row["user_stack"]
+                .as_array()
+                .is_some_and(|stack| !stack.is_empty()),
+            "{row}"
+        );
+    }
+    Ok(())
+}
+
+/// Each row of a workload is what the kernel recorded of that reclaim, in the same order.
+fn equal_the_tracepoints(
+    mut workload: Workload,
+    kind: &str,
+    work: impl FnOnce(&mut Workload) -> Result<()>,
+) -> Result<Vec<Value>> {
+    let pid = workload.pid();
+    let recording = Recording::start("drsnoop", &["vmscan"], pid.parse()?)?;
+    let tool = start(&["--memcg", "-j", "-p", &pid])?;
+    work(&mut workload)?;
+    let ended = tool.interrupt()?;
+    let rows = rows(&ended)?;
+    let trace = recording.read()?;
+
+    let mut traced = Vec::new();
+    let mut begun = None;
+    for line in &trace {
+        let name = line.name.strip_prefix("mm_vmscan_").unwrap_or_default();
+        match name {
+            "direct_reclaim_begin" | "memcg_reclaim_begin" => begun = Some(line),
+            "direct_reclaim_end" | "memcg_reclaim_end" => {
+                let begin = begun.take().context("an end without its beginning")?;
+                traced.push((name.trim_end_matches("_reclaim_end"), begin, line));
+            }
+            _ => {}
+        }
+    }
+    ensure!(traced.len() >= 10, "only {} reclaims", traced.len());
+    ensure!(
+        rows.len() == traced.len(),
+        "{} rows of {}",
+        rows.len(),
+        traced.len()
+    );
+    for (row, (kind, begin, end)) in rows.iter().zip(&traced) {
+        let text = |field: &str| row[field].as_str().unwrap_or_default().to_owned();
+        let number = |field: &str| row[field].as_u64().unwrap_or(u64::MAX);
+        ensure!(text("kind") == *kind, "{row}: {end:?}");
+        ensure!(row["pid"] == pid.parse::<u64>()?, "{row}");
+        ensure!(
+            number("reclaimed_pages") == end.field("nr_reclaimed")?.parse::<u64>()?,
+            "{row}: {end:?}"
+        );
+        ensure!(
+            number("order") == begin.field("order")?.parse::<u64>()?,
+            "{row}: {begin:?}"
+        );
+        let names = |flags: &str| flags.split('|').map(str::to_owned).collect::<BTreeSet<_>>();
+        ensure!(
+            names(&text("gfp_flags")) == names(begin.field("gfp_flags")?),
+            "{row}: {begin:?}"
+        );
+    }
+    let ours: u64 = rows
+        .iter()
+        .filter_map(|row| row["latency_ns"].as_u64())
+        .sum();
+    let theirs: u64 = traced
+        .iter()
+        .map(|(_, begin, end)| end.time_ns - begin.time_ns)
+        .sum();
+    ensure!(
+        ours > theirs / 2 && ours < theirs * 2,
+        "{ours} ns, but {theirs} by the trace"
+    );
+    let of_kind = rows.iter().filter(|row| row["kind"] == kind).count();
+    ensure!(of_kind >= 10, "only {of_kind} of {kind}");
+    Ok(rows)
+}
+
+fn memcg_rows_equal_the_tracepoints() -> Result<()> {
+    let _swap = Swap::on("128M")?;
+    let group = Group::new("memtools-drsnoop", 16 << 20)?;
+    let thrash = Workload::spawn(&mut group.command(&workload("thrash"), &["6007", "1"]))?;
+    let rows = equal_the_tracepoints(thrash, "memcg", |thrash| thrash.work().map(drop))?;
+    ensure!(
+        rows.iter().all(|row| row["cgroup"] == "/memtools-drsnoop"),
+        "{:?}",
+        rows.first()
+    );
+    Ok(())
+}
+
+fn direct_rows_equal_the_tracepoints() -> Result<()> {
+    let _swap = Swap::on("256M")?;
+    let hog = Workload::start("hog", &["251", "900"])?;
+    let before = vmstat("pgsteal_direct")?;
+    let rows = equal_the_tracepoints(hog, "direct", |hog| {
+        let _watermark = Watermark::leave(100)?;
+        hog.work().map(drop)
+    })?;
+    // Of all tasks, but nearly all of it is the hog's.
+    let stolen = vmstat("pgsteal_direct")? - before;
+    let pages: u64 = rows
+        .iter()
+        .filter_map(|row| row["reclaimed_pages"].as_u64())
+        .sum();
+    ensure!(
+        pages > stolen / 10 * 8 && pages < stolen / 10 * 12,
+        "{pages} pages, but {stolen} by /proc/vmstat"
+    );
+    Ok(())
+}

@@ -1,0 +1,281 @@
+//! Making memory short, and what the kernel itself records of that.
+
+use std::env;
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+
+const CGROUP2: &str = "/sys/fs/cgroup";
+const CGROUP1: &str = "/sys/fs/cgroup/memory";
+const TRACEFS: &str = "/sys/kernel/tracing";
+
+/// A memory cgroup with a limit, removed when it is dropped.
+pub(crate) struct Group {
+    path: PathBuf,
+}
+
+impl Group {
+    /// Of version 2 where that has the memory controller, else of version 1.
+    pub(crate) fn new(name: &str, limit_bytes: u64) -> Result<Self> {
+        let controllers =
+            fs::read_to_string(format!("{CGROUP2}/cgroup.controllers")).unwrap_or_default();
+        let (root, limit) = if controllers.split_whitespace().any(|name| name == "memory") {
+            (CGROUP2, "memory.max")
+        } else {
+            (CGROUP1, "memory.limit_in_bytes")
+        };
+        let path = Path::new(root).join(name);
+        fs::create_dir_all(&path).with_context(|| format!("failed to make {}", path.display()))?;
+        let group = Self { path };
+        group.set(limit, &limit_bytes.to_string())?;
+        Ok(group)
+    }
+
+    /// Writes one of its files.
+    pub(crate) fn set(&self, file: &str, value: &str) -> Result<()> {
+        fs::write(self.path.join(file), value).with_context(|| format!("failed to set {file}"))
+    }
+
+    /// Permits no swap, where that can be said. (Version 1 counts it only if it was booted so.)
+    pub(crate) fn forbid_swap(&self) -> Result<()> {
+        if self.path.join("memory.swap.max").exists() {
+            self.set("memory.swap.max", "0")?;
+        }
+        Ok(())
+    }
+
+    /// Its path in the file system.
+    pub(crate) fn path(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    /// A program that runs in it.
+    pub(crate) fn command(&self, program: &Path, args: &[&str]) -> Command {
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", r#"echo $$ >"$0/cgroup.procs" && exec "$@""#])
+            .arg(&self.path)
+            .arg(program)
+            .args(args);
+        command
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(&self.path);
+    }
+}
+
+/// Swap on compressed memory; only in a guest.
+pub(crate) struct Swap;
+
+impl Swap {
+    pub(crate) fn on(size: &str) -> Result<Self> {
+        shell(&format!(". /vmrun/lib.sh && zram_swap {size}"))?;
+        Ok(Self)
+    }
+}
+
+impl Drop for Swap {
+    fn drop(&mut self) {
+        let _ = shell("swapoff /dev/zram0");
+    }
+}
+
+/// The free memory below which tasks must reclaim, raised so far that a small program gets there;
+/// only in a guest.
+pub(crate) struct Watermark {
+    before: String,
+}
+
+const WATERMARK: &str = "/proc/sys/vm/min_free_kbytes";
+
+impl Watermark {
+    /// Leaves about this much to allocate above it.
+    pub(crate) fn leave(megabytes: u64) -> Result<Self> {
+        let before = fs::read_to_string(WATERMARK).context("no watermark")?;
+        let meminfo = fs::read_to_string("/proc/meminfo").context("no meminfo")?;
+        let free: u64 = meminfo
+            .lines()
+            .find_map(|line| line.strip_prefix("MemFree:")?.split_whitespace().next())
+            .context("no MemFree")?
+            .parse()?;
+        let watermark = free.saturating_sub(megabytes << 10);
+        fs::write(WATERMARK, watermark.to_string()).context("failed to raise the watermark")?;
+        Ok(Self { before })
+    }
+}
+
+impl Drop for Watermark {
+    fn drop(&mut self) {
+        let _ = fs::write(WATERMARK, &self.before);
+    }
+}
+
+/// A program that is held until it may write 64 MB to a disk, in a memory cgroup of 8 MB: it then
+/// has to reclaim, without swap, and without using up this machine's memory.
+pub(crate) struct Writer {
+    child: Child,
+    pub(crate) group: Group,
+    _folder: tempfile::TempDir,
+}
+
+impl Writer {
+    pub(crate) fn start(group: &str) -> Result<Self> {
+        // A guest's /tmp is no disk.
+        let parent = env::var_os("MEMTOOLS_DISK").map_or_else(env::temp_dir, PathBuf::from);
+        let folder = tempfile::tempdir_in(parent).context("failed to make a folder")?;
+        let group = Group::new(group, 8 << 20)?;
+        let script = "read go && exec head -c 67108864 /dev/zero";
+        let child = group
+            .command("sh".as_ref(), &["-c", script])
+            .stdin(Stdio::piped())
+            .stdout(File::create(folder.path().join("written"))?)
+            .spawn()
+            .context("failed to start a writer")?;
+        Ok(Self {
+            child,
+            group,
+            _folder: folder,
+        })
+    }
+
+    pub(crate) fn pid(&self) -> String {
+        self.child.id().to_string()
+    }
+
+    /// Lets it write, and waits for its end.
+    pub(crate) fn write(&mut self) -> Result<()> {
+        let mut stdin = self.child.stdin.take().context("already released")?;
+        stdin.write_all(b"\n").context("the writer has gone")?;
+        let status = self.child.wait()?;
+        ensure!(status.success(), "the writer failed: {status}");
+        Ok(())
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Runs commands, which must succeed.
+pub(crate) fn shell(commands: &str) -> Result<String> {
+    let output = Command::new("sh").args(["-c", commands]).output()?;
+    ensure!(output.status.success(), "{commands}: {output:?}");
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// A counter of /proc/vmstat, or the sum of those that begin with it if it ends in `_`.
+pub(crate) fn vmstat(name: &str) -> Result<u64> {
+    let vmstat = fs::read_to_string("/proc/vmstat").context("no vmstat")?;
+    let mut found = false;
+    let mut sum = 0;
+    for line in vmstat.lines() {
+        let (key, value) = line.split_once(' ').context("no value")?;
+        if key == name || name.ends_with('_') && key.starts_with(name) {
+            found = true;
+            sum += value.parse::<u64>()?;
+        }
+    }
+    ensure!(found, "/proc/vmstat has no {name}");
+    Ok(sum)
+}
+
+/// Tracepoints as the kernel records them by itself, for one process, in an own tracefs instance.
+pub(crate) struct Recording {
+    instance: PathBuf,
+}
+
+/// One line of a trace.
+#[derive(Debug)]
+pub(crate) struct Traced {
+    /// `hog-194`
+    pub(crate) task: String,
+    /// Name of the tracepoint.
+    pub(crate) name: String,
+    pub(crate) time_ns: u64,
+    /// The rest.
+    pub(crate) text: String,
+}
+
+impl Traced {
+    /// What follows `key=` or `key ` in the text, up to the next space.
+    pub(crate) fn field(&self, key: &str) -> Result<&str> {
+        let (_, rest) = self
+            .text
+            .split_once(key)
+            .with_context(|| format!("no {key} in {:?}", self.text))?;
+        let rest = rest.trim_start_matches(['=', ' ', ':']);
+        Ok(rest.split([' ', ',']).next().unwrap_or(rest))
+    }
+}
+
+impl Recording {
+    /// Records these, `group/name` or `group` for all of a group, of this process (0: of all).
+    pub(crate) fn start(name: &str, events: &[&str], pid: u32) -> Result<Self> {
+        let instance = Path::new(TRACEFS).join("instances").join(name);
+        fs::create_dir(&instance).context("failed to make a tracefs instance")?;
+        let recording = Self { instance };
+        recording.set("buffer_size_kb", "8192")?;
+        if pid != 0 {
+            recording.set("set_event_pid", &pid.to_string())?;
+        }
+        for event in events {
+            recording.set(&format!("events/{event}/enable"), "1")?;
+        }
+        Ok(recording)
+    }
+
+    /// All that was recorded so far.
+    pub(crate) fn read(&self) -> Result<Vec<Traced>> {
+        for cpu in fs::read_dir(self.instance.join("per_cpu"))? {
+            let stats = fs::read_to_string(cpu?.path().join("stats"))?;
+            if let Some(lost) = stats.lines().find(|line| line.starts_with("overrun:")) {
+                ensure!(lost == "overrun: 0", "the trace lost events: {lost}");
+            }
+        }
+        let trace = fs::read_to_string(self.instance.join("trace")).context("no trace")?;
+        trace
+            .lines()
+            .filter(|line| !line.starts_with('#'))
+            .map(|line| parse(line).with_context(|| format!("cannot read {line:?}")))
+            .collect()
+    }
+
+    fn set(&self, file: &str, value: &str) -> Result<()> {
+        fs::write(self.instance.join(file), value).with_context(|| format!("failed to set {file}"))
+    }
+}
+
+impl Drop for Recording {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(&self.instance);
+    }
+}
+
+/// `  hog-194  [001] .....  12.345678: mm_vmscan_direct_reclaim_end: nr_reclaimed=32`
+fn parse(line: &str) -> Result<Traced> {
+    // A name may have spaces in it, but not this.
+    let Some((task, rest)) = line.split_once(" [0") else {
+        bail!("no CPU");
+    };
+    let mut words = rest.split_ascii_whitespace().skip(1);
+    let _flags = words.next().context("no flags")?;
+    let rest = words.collect::<Vec<_>>().join(" ");
+    let (time, rest) = rest.split_once(':').context("no time")?;
+    let (seconds, micros) = time.trim().split_once('.').context("no time")?;
+    let (name, text) = rest.trim_start().split_once(':').context("no name")?;
+    Ok(Traced {
+        task: task.trim().to_owned(),
+        name: name.to_owned(),
+        time_ns: seconds.parse::<u64>()? * 1_000_000_000 + micros.parse::<u64>()? * 1000,
+        text: text.trim().to_owned(),
+    })
+}

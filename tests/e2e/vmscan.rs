@@ -1,0 +1,325 @@
+//! vmscan against programs that make the kernel reclaim, and against its own record of that.
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use anyhow::{Context, Result, bail, ensure};
+use libtest_mimic::Trial;
+use regex_lite::Regex;
+use serde_json::Value;
+
+use crate::harness::{self, Ended, Need, Tool, Workload, workload};
+use crate::pressure::{Group, Recording, Swap, Watermark, Writer, shell};
+
+pub(crate) fn tests() -> Vec<Trial> {
+    let test = |name: &str, needs: &'static [Need], run: fn() -> Result<()>| {
+        harness::test(&format!("vmscan::{name}"), needs, run)
+    };
+    vec![
+        test("rows_are_the_books", &[], rows_are_the_books),
+        test("the_header_comes_again", &[], the_header_comes_again),
+        test("a_small_cgroup_reclaims", &[], a_small_cgroup_reclaims),
+        test(
+            "memcg_reclaim_equals_the_tracepoints",
+            &[Need::Guest],
+            memcg_reclaim_equals_the_tracepoints,
+        ),
+        test(
+            "direct_reclaim_equals_the_tracepoints",
+            &[Need::Guest],
+            direct_reclaim_equals_the_tracepoints,
+        ),
+        test(
+            "shrinkers_are_named_and_add_up",
+            &[Need::Guest, Need::Disk],
+            shrinkers_are_named_and_add_up,
+        ),
+        test(
+            "counts_are_of_all_tracepoints",
+            &[Need::Guest],
+            counts_are_of_all_tracepoints,
+        ),
+    ]
+}
+
+const HEADER: &str = "TIME         S-SLABms  D-RECLAIMms  M-RECLAIMms KSWAPD WRITEPAGE";
+
+fn start(args: &[&str]) -> Result<Tool> {
+    let mut tool = Tool::start("vmscan", args)?;
+    tool.wait_for("tracing")?;
+    Ok(tool)
+}
+
+/// The objects of a JSON output.
+fn objects(ended: &Ended) -> Result<Vec<Value>> {
+    ensure!(ended.status.success(), "{ended:?}");
+    ended
+        .stdout
+        .lines()
+        .map(|line| serde_json::from_str(line).with_context(|| format!("no JSON: {line}")))
+        .collect()
+}
+
+fn of_type<'a>(objects: &'a [Value], kind: &'a str) -> impl Iterator<Item = &'a Value> {
+    objects.iter().filter(move |object| object["type"] == kind)
+}
+
+/// The sum over all intervals of what a JSON pointer names.
+fn sum(objects: &[Value], pointer: &str) -> Result<u64> {
+    of_type(objects, "interval")
+        .map(|interval| {
+            let value = interval.pointer(pointer).and_then(Value::as_u64);
+            value.with_context(|| format!("no {pointer} in {interval}"))
+        })
+        .sum()
+}
+
+/// Values that a histogram counts; 0 if it was empty and not printed.
+fn in_histogram(objects: &[Value], name: &str) -> u64 {
+    of_type(objects, "histogram")
+        .filter(|histogram| histogram["name"] == name)
+        .flat_map(|histogram| histogram["buckets"].as_array().into_iter().flatten())
+        .filter_map(|bucket| bucket["count"].as_u64())
+        .sum()
+}
+
+fn rows_are_the_books() -> Result<()> {
+    let ended = harness::run("vmscan", &["1", "2"])?;
+    ensure!(ended.status.success(), "{ended:?}");
+    let lines: Vec<&str> = ended.stdout.lines().collect();
+    ensure!(lines.first() == Some(&HEADER), "{ended:?}");
+    let row =
+        Regex::new(r"^\d\d:\d\d:\d\d   [ \d]{9}\d [ \d]{11}\d [ \d]{11}\d [ \d]{5}\d [ \d]{8}\d$")?;
+    ensure!(
+        lines[1..3].iter().all(|line| row.is_match(line)),
+        "{ended:?}"
+    );
+    ensure!(
+        lines.get(3).is_none_or(|line| !row.is_match(line)),
+        "{ended:?}"
+    );
+    Ok(())
+}
+
+fn the_header_comes_again() -> Result<()> {
+    for (every, headers) in [("2", 2), ("0", 1)] {
+        let ended = harness::run("vmscan", &["--header-every", every, "1", "3"])?;
+        let found = ended.stdout.lines().filter(|line| *line == HEADER).count();
+        ensure!(found == headers, "every {every}: {ended:?}");
+    }
+    Ok(())
+}
+
+/// Everything that is printed of the same operations agrees. This much also works where no memory
+/// may be used up: the cgroup has 8 MB for the page cache of a file of 64 MB.
+fn a_small_cgroup_reclaims() -> Result<()> {
+    let mut writer = Writer::start("memtools-vmscan")?;
+    let pid = writer.pid();
+    let tool = start(&["-j", "-p", &pid, "--by-shrinker", "--by-cgroup"])?;
+    writer.write()?;
+    let ended = tool.interrupt()?;
+
+    let objects = objects(&ended)?;
+    let reclaims = sum(&objects, "/memcg_reclaim/count")?;
+    let time = sum(&objects, "/memcg_reclaim/time_ns")?;
+    ensure!(
+        reclaims >= 50 && time > 0,
+        "{reclaims} in {time} ns: {ended:?}"
+    );
+    ensure!(
+        in_histogram(&objects, "memcg_reclaim_ns") == reclaims,
+        "{ended:?}"
+    );
+    let shrinks = sum(&objects, "/shrink_slab/count")?;
+    ensure!(
+        in_histogram(&objects, "shrink_slab_ns") == shrinks,
+        "{ended:?}"
+    );
+    let by_shrinker: u64 = of_type(&objects, "shrinker")
+        .filter_map(|shrinker| shrinker["count"].as_u64())
+        .sum();
+    ensure!(
+        by_shrinker == shrinks,
+        "{by_shrinker} of {shrinks}: {ended:?}"
+    );
+    let by_cgroup: u64 = of_type(&objects, "cgroup")
+        .filter_map(|cgroup| cgroup.pointer("/memcg_reclaim/count")?.as_u64())
+        .sum();
+    ensure!(
+        by_cgroup == reclaims,
+        "{by_cgroup} of {reclaims}: {ended:?}"
+    );
+    if writer.group.path().starts_with("/sys/fs/cgroup/memtools") {
+        ensure!(
+            of_type(&objects, "cgroup").any(|cgroup| cgroup["path"] == "/memtools-vmscan"),
+            "{ended:?}"
+        );
+    }
+    Ok(())
+}
+
+/// What vmscan says of a workload equals what the kernel recorded of it.
+fn equals_the_tracepoints(
+    mut workload: Workload,
+    work: impl FnOnce(&mut Workload) -> Result<()>,
+    busy: &str,
+) -> Result<()> {
+    let pid = workload.pid();
+    let recording = Recording::start("vmscan", &["vmscan"], pid.parse()?)?;
+    let tool = start(&["-j", "-p", &pid])?;
+    work(&mut workload)?;
+    let ended = tool.interrupt()?;
+    let trace = recording.read()?;
+    let traced = |name: &str| trace.iter().filter(|line| line.name == name).count() as u64;
+
+    let objects = objects(&ended)?;
+    let written = traced("mm_vmscan_write_folio") + traced("mm_vmscan_writepage");
+    for (pointer, expected) in [
+        (
+            "/memcg_reclaim/count",
+            traced("mm_vmscan_memcg_reclaim_end"),
+        ),
+        (
+            "/direct_reclaim/count",
+            traced("mm_vmscan_direct_reclaim_end"),
+        ),
+        ("/shrink_slab/count", traced("mm_shrink_slab_end")),
+        ("/kswapd_wakeups", traced("mm_vmscan_wakeup_kswapd")),
+        ("/pages_written", written),
+    ] {
+        let counted = sum(&objects, pointer)?;
+        ensure!(
+            counted == expected,
+            "{pointer}: {counted} of {expected}; {ended:?}"
+        );
+    }
+    let reclaims = sum(&objects, &format!("/{busy}/count"))?;
+    ensure!(reclaims >= 10, "only {reclaims} of {busy}: {ended:?}");
+    ensure!(
+        in_histogram(&objects, &format!("{busy}_ns")) == reclaims,
+        "{ended:?}"
+    );
+
+    // The two take their times at slightly different places.
+    let ours = sum(&objects, &format!("/{busy}/time_ns"))?;
+    let (mut theirs, mut begun) = (0, 0);
+    for line in &trace {
+        if line.name == format!("mm_vmscan_{busy}_begin") {
+            begun = line.time_ns;
+        } else if line.name == format!("mm_vmscan_{busy}_end") {
+            theirs += line.time_ns - begun;
+        }
+    }
+    ensure!(
+        ours > theirs / 2 && ours < theirs * 2,
+        "{ours} ns, but {theirs} ns by the trace"
+    );
+    Ok(())
+}
+
+fn memcg_reclaim_equals_the_tracepoints() -> Result<()> {
+    let _swap = Swap::on("128M")?;
+    let group = Group::new("memtools-vmscan", 16 << 20)?;
+    let thrash = Workload::spawn(&mut group.command(&workload("thrash"), &["6007", "1"]))?;
+    let work = |thrash: &mut Workload| thrash.work().map(drop);
+    equals_the_tracepoints(thrash, work, "memcg_reclaim")
+}
+
+fn direct_reclaim_equals_the_tracepoints() -> Result<()> {
+    let _swap = Swap::on("256M")?;
+    let hog = Workload::start("hog", &["251", "900"])?;
+    let work = |hog: &mut Workload| {
+        let _watermark = Watermark::leave(100)?;
+        hog.work().map(drop)
+    };
+    equals_the_tracepoints(hog, work, "direct_reclaim")
+}
+
+fn shrinkers_are_named_and_add_up() -> Result<()> {
+    let disk = std::env::var("MEMTOOLS_DISK")?;
+    let mut slab = Workload::start("slab", &[&format!("{disk}/memtools-slab"), "2003"])?;
+    slab.work()?;
+    let recording = Recording::start("vmscan", &["vmscan"], 0)?;
+    let tool = start(&["-j", "-n", "memtools-drop", "--by-shrinker"])?;
+    // The first time they may only be found to have been used lately.
+    let folder = harness::scratch()?;
+    let script = folder.path().join("memtools-drop");
+    fs::write(
+        &script,
+        "#!/bin/sh\nfor i in 1 2 3; do echo 2 >/proc/sys/vm/drop_caches; done\n",
+    )?;
+    shell(&format!("chmod +x {0} && exec {0}", script.display()))?;
+    let ended = tool.interrupt()?;
+    let trace = recording.read()?;
+
+    let objects = objects(&ended)?;
+    let mut functions = BTreeMap::new();
+    for shrinker in of_type(&objects, "shrinker") {
+        let field = |name| shrinker[name].as_u64().context("no number");
+        let name = shrinker["function"].as_str().context("no name")?;
+        functions.insert(name, (field("count")?, field("objects_freed")?));
+    }
+    let mut expected: BTreeMap<&str, (u64, u64)> = BTreeMap::new();
+    for line in &trace {
+        // `super_cache_scan+0x0/0x1f0 000000001: nid: 0 unused scan count ...`
+        if line.name == "mm_shrink_slab_end" && line.task.starts_with("memtools-drop-") {
+            let function = line.text.split(['+', ' ']).next().unwrap_or_default();
+            let freed = line.field("last shrinker return val")?.parse::<u64>()?;
+            let sums = expected.entry(function).or_default();
+            *sums = (sums.0 + 1, sums.1 + freed);
+        }
+    }
+    ensure!(
+        functions == expected,
+        "{functions:?}, but by the trace {expected:?}"
+    );
+    let Some((_, freed)) = functions.get("super_cache_scan") else {
+        bail!("no inodes were freed: {functions:?}");
+    };
+    // An inode and a dentry each.
+    ensure!(*freed >= 2 * 2003, "{freed} objects freed");
+    Ok(())
+}
+
+fn counts_are_of_all_tracepoints() -> Result<()> {
+    let mut names = Vec::new();
+    for group in ["vmscan", "compaction", "migrate"] {
+        for entry in fs::read_dir(format!("/sys/kernel/tracing/events/{group}"))? {
+            let entry = entry?;
+            if entry.file_type()?.is_dir() {
+                names.push(format!("{group}:{}", entry.file_name().to_string_lossy()));
+            }
+        }
+    }
+    names.sort();
+
+    let _swap = Swap::on("128M")?;
+    let group = Group::new("memtools-vmscan", 16 << 20)?;
+    let mut thrash = Workload::spawn(&mut group.command(&workload("thrash"), &["6007", "1"]))?;
+    let pid = thrash.pid();
+    let recording = Recording::start("vmscan", &["vmscan", "compaction", "migrate"], pid.parse()?)?;
+    let tool = start(&["--counts", "-j", "-p", &pid])?;
+    thrash.work()?;
+    let ended = tool.interrupt()?;
+    let trace = recording.read()?;
+
+    let objects = objects(&ended)?;
+    ensure!(objects.len() == 1, "{ended:?}");
+    let counts = objects[0]["tracepoints"].as_object().context("no counts")?;
+    let mut counted: Vec<&String> = counts.keys().collect();
+    counted.sort();
+    ensure!(
+        counted.iter().copied().eq(&names),
+        "{counted:?}, but there are {names:?}"
+    );
+    for (name, count) in counts {
+        let (_, tracepoint) = name.split_once(':').context("no group")?;
+        let traced = trace.iter().filter(|line| line.name == tracepoint).count() as u64;
+        ensure!(
+            count.as_u64() == Some(traced),
+            "{name}: {count} of {traced}"
+        );
+    }
+    ensure!(trace.len() > 1000, "only {} events", trace.len());
+    Ok(())
+}

@@ -1,0 +1,91 @@
+//! The command line.
+
+use clap::Parser;
+use memtools::cli::CommonArgs;
+use memtools::filter::FilterArgs;
+
+/// Show tasks that had to reclaim memory themselves before they got any, with the time it took.
+#[derive(Debug, Parser)]
+#[command(
+    name = "drsnoop",
+    version,
+    max_term_width = 100,
+    mut_arg("verbose", |verbose| verbose.help("Add FREE(KB), the machine's free memory when it began")),
+    after_help = "\
+examples:
+  drsnoop                      a line for each direct reclaim
+  drsnoop -Tp 1234             those of process 1234, with the time since the first
+  drsnoop -U -v                with user ids and free memory
+  drsnoop --memcg -e           also for a memory cgroup's limit, with order, flags and cgroup
+  drsnoop --stack -n java      what the stalled tasks were doing
+  drsnoop --hist -d 60         a minute, and the latencies' histogram"
+)]
+pub(crate) struct Args {
+    /// Add TIME(s), the seconds since the first reclaim ended
+    #[arg(short = 'T', long)]
+    pub(crate) timestamp: bool,
+
+    /// Add UID, the user's number
+    #[arg(short = 'U', long)]
+    pub(crate) print_uid: bool,
+
+    /// Trace only tasks of this user
+    #[arg(short, long, value_name = "UID")]
+    pub(crate) uid: Option<u32>,
+
+    /// Trace only this thread, and show thread ids; wins over --pid
+    #[arg(short, long, value_name = "TID", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) tid: Option<u32>,
+
+    /// Add what was asked for: KIND, ORDER (of pages), GFP (flags) and CGROUP (version 2)
+    #[arg(short, long)]
+    pub(crate) extended: bool,
+
+    /// Also show reclaim because a memory cgroup is at its limit; KIND tells which
+    #[arg(long)]
+    pub(crate) memcg: bool,
+
+    /// Show the kernel and user stack of each
+    #[arg(long)]
+    pub(crate) stack: bool,
+
+    /// Print a histogram of the latencies at the end
+    #[arg(long)]
+    pub(crate) hist: bool,
+
+    #[command(flatten)]
+    pub(crate) filter: FilterArgs,
+
+    #[command(flatten)]
+    pub(crate) common: CommonArgs,
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn short_flags_cluster_as_in_bcc() {
+        let args = Args::try_parse_from(["drsnoop", "-TUvp", "1,2", "-d", "0.5"]).expect("valid");
+        assert!(args.timestamp && args.print_uid && args.common.verbose);
+        assert_eq!(args.filter.pid, [1, 2]);
+    }
+
+    #[test]
+    fn wrong_usage_is_refused() {
+        for wrong in [&["-t", "0"][..], &["-u", "root"], &["-d", "0"], &["1"]] {
+            let line = ["drsnoop"].iter().chain(wrong);
+            assert_eq!(
+                Args::try_parse_from(line).expect_err("wrong").exit_code(),
+                2
+            );
+        }
+    }
+}

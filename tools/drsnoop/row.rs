@@ -1,0 +1,277 @@
+//! One line for each reclaim.
+
+use std::io::{self, Write};
+
+use jiff::Zoned;
+use memtools::clock;
+use memtools::gfp::Gfp;
+use memtools::histogram::Histogram;
+use memtools::output;
+use memtools::symbolize::Frame;
+use serde::{Serialize, Serializer};
+
+/// Characters of the name that BCC's column has room for.
+const NAME_CHARACTERS: usize = 14;
+
+/// What a line has besides BCC's four columns.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Columns {
+    pub(crate) timestamp: bool,
+    pub(crate) uid: bool,
+    /// Thread ids in place of process ids.
+    pub(crate) tid: bool,
+    pub(crate) free: bool,
+    pub(crate) kind: bool,
+    pub(crate) extended: bool,
+}
+
+impl Columns {
+    pub(crate) fn header(self) -> String {
+        let mut line = String::new();
+        if self.timestamp {
+            line += &format!("{:<14}", "TIME(s)");
+        }
+        if self.uid {
+            line += &format!("{:<6}", "UID");
+        }
+        let id = if self.tid { "TID" } else { "PID" };
+        line += &format!("{:<14} {id:<6} {:>8} {:>5}", "COMM", "LAT(ms)", "PAGES");
+        if self.free {
+            line += &format!("{:>10}", "FREE(KB)");
+        }
+        if self.kind {
+            line += &format!(" {:<6}", "KIND");
+        }
+        if self.extended {
+            line += &format!(" {:>5} {:<44} CGROUP", "ORDER", "GFP");
+        }
+        line.trim_end().to_owned()
+    }
+}
+
+/// Why memory had to be reclaimed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Kind {
+    /// The machine, or a node of it, was short of free memory.
+    Direct,
+    /// A memory cgroup was at its limit.
+    Memcg,
+}
+
+/// One reclaim.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "reclaim")]
+pub(crate) struct Row {
+    /// When it ended.
+    #[serde(serialize_with = "rfc3339")]
+    pub(crate) time: Zoned,
+    pub(crate) comm: String,
+    pub(crate) pid: u32,
+    pub(crate) tid: u32,
+    pub(crate) uid: u32,
+    pub(crate) kind: Kind,
+    pub(crate) latency_ns: u64,
+    pub(crate) reclaimed_pages: u64,
+    /// Free memory of the machine when it began.
+    pub(crate) free_kb: Option<u64>,
+    /// The logarithm of how many pages together were wanted.
+    pub(crate) order: i32,
+    #[serde(serialize_with = "gfp")]
+    pub(crate) gfp_flags: Gfp,
+    /// Of version 2, below its mount.
+    pub(crate) cgroup: Option<String>,
+    /// With --stack, innermost first.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) kernel_stack: Option<Vec<Frame>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) user_stack: Option<Vec<Frame>>,
+    /// Since the first event.
+    #[serde(skip)]
+    pub(crate) microseconds: u64,
+    #[serde(skip)]
+    pub(crate) columns: Columns,
+}
+
+impl output::Row for Row {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let columns = self.columns;
+        if columns.timestamp {
+            write!(out, "{:<14.9}", self.microseconds as f64 / 1e6)?;
+        }
+        if columns.uid {
+            write!(out, "{:<6}", self.uid)?;
+        }
+        let id = if columns.tid { self.tid } else { self.pid };
+        let name: String = self.comm.chars().take(NAME_CHARACTERS).collect();
+        let milliseconds = self.latency_ns as f64 / 1e6;
+        let pages = self.reclaimed_pages;
+        write!(out, "{name:<14} {id:<6} {milliseconds:>8.2} {pages:>5}")?;
+        if columns.free {
+            match self.free_kb {
+                Some(free) => write!(out, "{free:>10}")?,
+                None => write!(out, "{:>10}", "-")?,
+            }
+        }
+        if columns.kind {
+            let kind = match self.kind {
+                Kind::Direct => "direct",
+                Kind::Memcg => "memcg",
+            };
+            write!(out, " {kind}")?;
+        }
+        if columns.extended {
+            // "memcg" is the shorter of the two kinds.
+            let width = if self.kind == Kind::Memcg { 7 } else { 6 };
+            let cgroup = self.cgroup.as_deref().unwrap_or("-");
+            write!(
+                out,
+                "{:>width$} {:<44} {cgroup}",
+                self.order, self.gfp_flags
+            )?;
+        }
+        writeln!(out)?;
+        let kernel = self.kernel_stack.iter().flatten();
+        let user = self.user_stack.iter().flatten();
+        if self.kernel_stack.is_some() {
+            for frame in kernel {
+                writeln!(out, "    {frame}")?;
+            }
+            writeln!(out, "    --")?;
+            for frame in user {
+                writeln!(out, "    {frame}")?;
+            }
+            writeln!(out)?;
+        }
+        Ok(())
+    }
+}
+
+/// `--hist`.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "histogram")]
+pub(crate) struct Latencies {
+    pub(crate) name: &'static str,
+    pub(crate) buckets: Histogram,
+}
+
+impl output::Row for Latencies {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(out)?;
+        self.buckets.text(self.name, out)
+    }
+}
+
+fn rfc3339<S: Serializer>(time: &Zoned, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&clock::rfc3339(time))
+}
+
+fn gfp<S: Serializer>(flags: &Gfp, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(flags)
+}
+
+#[cfg(test)]
+mod tests {
+    use memtools::output::Row as _;
+
+    use super::*;
+
+    fn row(columns: Columns) -> Row {
+        Row {
+            time: "2019-08-01T21:30:25+00:00[+00:00]".parse().expect("a time"),
+            comm: "a-very-long-name".into(),
+            pid: 17678,
+            tid: 17679,
+            uid: 1000,
+            kind: Kind::Memcg,
+            latency_ns: 30_695_000,
+            reclaimed_pages: 38,
+            free_kb: Some(176_604),
+            order: 0,
+            gfp_flags: Gfp(0x100cca),
+            cgroup: Some("/db.service".into()),
+            kernel_stack: None,
+            user_stack: None,
+            microseconds: 1_204_567,
+            columns,
+        }
+    }
+
+    fn frame(name: &str, offset: u64, module: &str) -> Frame {
+        Frame {
+            address: 0x1000 + offset,
+            symbol: Some((name.into(), offset)),
+            module: Some((module.into(), offset)),
+            kernel: module == "kernel",
+        }
+    }
+
+    fn text(row: &Row) -> String {
+        let mut text = Vec::new();
+        row.text(&mut text).expect("memory");
+        String::from_utf8(text).expect("UTF-8")
+    }
+
+    #[test]
+    fn columns_are_bccs() {
+        let columns = Columns::default();
+        assert_eq!(
+            format!("{}\n{}", columns.header(), text(&row(columns))),
+            "COMM           PID     LAT(ms) PAGES\n\
+             a-very-long-na 17678     30.70    38\n"
+        );
+        let columns = Columns {
+            timestamp: true,
+            uid: true,
+            tid: true,
+            free: true,
+            ..columns
+        };
+        assert_eq!(
+            format!("{}\n{}", columns.header(), text(&row(columns))),
+            "TIME(s)       UID   COMM           TID     LAT(ms) PAGES  FREE(KB)\n\
+             1.204567000   1000  a-very-long-na 17679     30.70    38    176604\n"
+        );
+    }
+
+    #[test]
+    fn extended_columns_come_after_bccs() {
+        let columns = Columns {
+            kind: true,
+            extended: true,
+            free: true,
+            ..Columns::default()
+        };
+        let row = Row {
+            free_kb: None,
+            cgroup: None,
+            ..row(columns)
+        };
+        assert_eq!(
+            format!("{}\n{}", columns.header(), text(&row)),
+            "COMM           PID     LAT(ms) PAGES  FREE(KB) KIND   ORDER GFP                                          CGROUP\n\
+             a-very-long-na 17678     30.70    38         - memcg      0 GFP_HIGHUSER_MOVABLE                         -\n"
+        );
+    }
+
+    #[test]
+    fn stacks_stand_below_their_row_the_kernels_first() {
+        let mut row = row(Columns::default());
+        row.kernel_stack = Some(vec![frame("try_to_free_pages", 0x1, "kernel")]);
+        row.user_stack = Some(vec![frame("main", 0x2, "app")]);
+        assert!(
+            text(&row).ends_with(
+                "38\n    try_to_free_pages+0x1 [kernel]\n    --\n    main+0x2 [app]\n\n"
+            )
+        );
+    }
+
+    #[test]
+    fn json_has_units_and_names() {
+        let json = serde_json::to_string(&row(Columns::default())).expect("JSON");
+        assert_eq!(
+            json,
+            r#"{"type":"reclaim","time":"2019-08-01T21:30:25.000000+00:00","comm":"a-very-long-name","pid":17678,"tid":17679,"uid":1000,"kind":"memcg","latency_ns":30695000,"reclaimed_pages":38,"free_kb":176604,"order":0,"gfp_flags":"GFP_HIGHUSER_MOVABLE","cgroup":"/db.service"}"#
+        );
+    }
+}

@@ -1,0 +1,118 @@
+//! The command line.
+
+use clap::Parser;
+use memtools::cli::CommonArgs;
+use memtools::filter::FilterArgs;
+
+/// Rows between headers on a terminal, whose first one scrolls away.
+const TERMINAL_HEADER_EVERY: u64 = 20;
+
+/// Show the time and events of page reclaim, a row a second, and histograms at the end.
+#[derive(Debug, Parser)]
+#[command(
+    name = "vmscan",
+    version,
+    max_term_width = 100,
+    after_help = "\
+examples:
+  vmscan                       a row a second until Ctrl-C, then the histograms
+  vmscan -d 600                for ten minutes
+  vmscan 10 6                  six rows, 10 seconds apart
+  vmscan --by-shrinker         and which caches were shrunk, at the end
+  vmscan --cgroup /sys/fs/cgroup/db.service
+  vmscan --counts -d 10        count all tracepoints of vmscan, compaction and migrate"
+)]
+pub(crate) struct Args {
+    /// Add KSWAPDms, the time that kswapd itself took
+    #[arg(short, long, conflicts_with = "counts")]
+    pub(crate) kswapd: bool,
+
+    /// Add COMPACTms, the time of memory compaction, and its histogram
+    #[arg(long, conflicts_with = "counts")]
+    pub(crate) compaction: bool,
+
+    /// At the end list shrinkers with their time and what they freed
+    #[arg(long, conflicts_with = "counts")]
+    pub(crate) by_shrinker: bool,
+
+    /// At the end list the cgroups (version 2) of the tasks that had to reclaim
+    #[arg(long, conflicts_with = "counts")]
+    pub(crate) by_cgroup: bool,
+
+    /// Count every tracepoint of vmscan, compaction and migrate instead, at the end or each interval
+    #[arg(long)]
+    pub(crate) counts: bool,
+
+    /// Repeat the header after this many rows, 0: never [default: 20 on a terminal, else 0]
+    #[arg(long, value_name = "ROWS", conflicts_with_all = ["counts", "json"])]
+    pub(crate) header_every: Option<u64>,
+
+    #[command(flatten)]
+    pub(crate) filter: FilterArgs,
+
+    #[command(flatten)]
+    pub(crate) common: CommonArgs,
+
+    /// Seconds between rows [default: 1]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) interval: Option<u64>,
+
+    /// Rows before it exits [default: until Ctrl-C]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) count: Option<u64>,
+}
+
+impl Args {
+    /// Rows between headers; None for only one header.
+    pub(crate) fn rows_per_header(&self, terminal: bool) -> Option<u64> {
+        let default = if terminal { TERMINAL_HEADER_EVERY } else { 0 };
+        Some(self.header_every.unwrap_or(default)).filter(|&rows| rows > 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    fn parse(line: &str) -> Result<Args, clap::Error> {
+        Args::try_parse_from(line.split_whitespace())
+    }
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn interval_and_count_are_positional() {
+        let args = parse("vmscan -k 10 6").expect("valid");
+        assert_eq!((args.interval, args.count), (Some(10), Some(6)));
+    }
+
+    #[test]
+    fn the_header_comes_again_on_a_terminal_or_when_asked_for() {
+        let rows = |line, terminal| parse(line).expect("valid").rows_per_header(terminal);
+        assert_eq!(rows("vmscan", true), Some(20));
+        assert_eq!(rows("vmscan", false), None);
+        assert_eq!(rows("vmscan --header-every 7", false), Some(7));
+        assert_eq!(rows("vmscan --header-every 0", true), None);
+    }
+
+    #[test]
+    fn wrong_usage_is_refused() {
+        for wrong in [
+            "vmscan 0",
+            "vmscan 1 0",
+            "vmscan 1 2 3",
+            "vmscan -d 0",
+            "vmscan -p 0",
+            "vmscan --counts --compaction",
+            "vmscan --counts --by-shrinker",
+            "vmscan --json --header-every 3",
+        ] {
+            assert_eq!(parse(wrong).expect_err(wrong).exit_code(), 2);
+        }
+    }
+}

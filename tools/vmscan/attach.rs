@@ -1,0 +1,265 @@
+//! Which tracepoints there are on this kernel, and the programs on them.
+
+use std::ffi::OsStr;
+
+use anyhow::{Context, Result, bail};
+use libbpf_rs::skel::{OpenSkel, Skel, SkelBuilder};
+use libbpf_rs::{Link, ProgramMut};
+use memtools::attach::{self, Variant};
+use memtools::filter::Filter;
+use memtools::kernel;
+
+use crate::args::Args;
+use crate::bpf::{OpenVmscanSkel, VmscanSkel, VmscanSkelBuilder};
+use crate::report::Columns;
+
+/// Tracepoints that --counts can count; COUNTERS of the BPF program.
+const COUNTERS: usize = 64;
+
+/// The programs while they are live.
+pub(crate) struct Attached {
+    pub(crate) skel: VmscanSkel<'static>,
+    pub(crate) links: Vec<Link>,
+    pub(crate) has: Has,
+}
+
+/// What this kernel has tracepoints for, or was asked for.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Has {
+    pub(crate) shrink_slab: bool,
+    pub(crate) direct_reclaim: bool,
+    pub(crate) memcg_reclaim: bool,
+    pub(crate) kswapd_wakeups: bool,
+    pub(crate) pages_written: bool,
+    pub(crate) kswapd: bool,
+    pub(crate) compaction: bool,
+}
+
+/// Attaches what there is, on whatever kernel.
+pub(crate) fn start(args: &Args, filter: &Filter, columns: Columns) -> Result<Attached> {
+    let way = Variant::new("raw tracepoints", || try_start(args, filter, columns));
+    let (_, attached) = attach::first_that_works(args.common.verbose, [way])?;
+    Ok(attached)
+}
+
+/// Attaches what there is. A tracepoint that is missing costs its column, and a line on stderr.
+fn try_start(args: &Args, filter: &Filter, columns: Columns) -> Result<Attached> {
+    let mut open = open(filter)?;
+    let options = open
+        .maps
+        .rodata_data
+        .as_deref_mut()
+        .context("the BPF object has no options")?;
+    options.by_shrinker = args.by_shrinker.into();
+    options.by_cgroup = args.by_cgroup.into();
+    for mut program in open.open_object_mut().progs_mut() {
+        if number(program.name()).is_some() {
+            program.set_autoload(false);
+        }
+    }
+    let skel = open.load().context("failed to load")?;
+    filter.set_cgroup(&skel.maps.filter_cgroup)?;
+
+    let mut links = Vec::new();
+    let programs = &skel.progs;
+    // The end first: an operation seen to begin must be seen to end.
+    let mut pair = |end: (&ProgramMut<'_>, &str), begin: (&ProgramMut<'_>, &str)| {
+        let mut both = Vec::new();
+        for (program, tracepoint) in [end, begin] {
+            both.extend(program.attach_raw_tracepoint(tracepoint).ok());
+        }
+        let there = both.len() == 2;
+        if there {
+            links.append(&mut both);
+        }
+        there
+    };
+    let mut has = Has {
+        shrink_slab: pair(
+            (&programs.shrink_slab_end, "mm_shrink_slab_end"),
+            (&programs.shrink_slab_start, "mm_shrink_slab_start"),
+        ),
+        direct_reclaim: pair(
+            (&programs.direct_reclaim_end, "mm_vmscan_direct_reclaim_end"),
+            (
+                &programs.direct_reclaim_begin,
+                "mm_vmscan_direct_reclaim_begin",
+            ),
+        ),
+        memcg_reclaim: pair(
+            (&programs.memcg_reclaim_end, "mm_vmscan_memcg_reclaim_end"),
+            (
+                &programs.memcg_reclaim_begin,
+                "mm_vmscan_memcg_reclaim_begin",
+            ),
+        ),
+        ..Has::default()
+    };
+    if columns.compaction {
+        has.compaction = pair(
+            (&programs.compaction_end, "mm_compaction_end"),
+            (&programs.compaction_begin, "mm_compaction_begin"),
+        );
+    }
+    if columns.kswapd {
+        has.kswapd = pair(
+            (&programs.balance_end, "mm_vmscan_balance_pgdat_end"),
+            (&programs.balance_begin, "mm_vmscan_balance_pgdat_begin"),
+        ) || pair(
+            (&programs.kswapd_sleep, "mm_vmscan_kswapd_sleep"),
+            (&programs.kswapd_wake, "mm_vmscan_kswapd_wake"),
+        );
+    }
+    let mut one = |program: &ProgramMut<'_>, names: &[&str]| {
+        let link = names
+            .iter()
+            .find_map(|name| program.attach_raw_tracepoint(name).ok());
+        let there = link.is_some();
+        links.extend(link);
+        there
+    };
+    has.kswapd_wakeups = one(&programs.kswapd_wakeup, &["mm_vmscan_wakeup_kswapd"]);
+    // Renamed when reclaim was taught folios; 5.10 has the old name, 6.1 the new one.
+    has.pages_written = one(
+        &programs.write_page,
+        &["mm_vmscan_write_folio", "mm_vmscan_writepage"],
+    );
+
+    if links.is_empty() {
+        bail!(
+            "this kernel has none of the tracepoints of vmscan: it is built without \
+             CONFIG_TRACEPOINTS, or does not permit BPF to use them"
+        );
+    }
+    let missing: Vec<&str> = [
+        (has.shrink_slab, "S-SLABms"),
+        (has.direct_reclaim, "D-RECLAIMms"),
+        (has.memcg_reclaim, "M-RECLAIMms"),
+        (has.kswapd_wakeups, "KSWAPD"),
+        (has.pages_written, "WRITEPAGE"),
+        (has.kswapd || !columns.kswapd, "KSWAPDms"),
+        (has.compaction || !columns.compaction, "COMPACTms"),
+    ]
+    .into_iter()
+    .filter_map(|(there, column)| (!there).then_some(column))
+    .collect();
+    if !missing.is_empty() {
+        eprintln!(
+            "vmscan: this kernel has no tracepoints for {}",
+            missing.join(", ")
+        );
+    }
+    Ok(Attached { skel, links, has })
+}
+
+/// The programs of --counts while they are live.
+pub(crate) struct Counting {
+    pub(crate) skel: VmscanSkel<'static>,
+    pub(crate) links: Vec<Link>,
+    /// What is counted at each index of the map, as tracefs and perf call it:
+    /// `vmscan:mm_vmscan_kswapd_wake`.
+    pub(crate) tracepoints: Vec<(usize, String)>,
+}
+
+/// Counts each of the tracepoints that this kernel has.
+pub(crate) fn start_counting(args: &Args, filter: &Filter) -> Result<Counting> {
+    let way = Variant::new("raw tracepoints", || try_start_counting(filter));
+    let (_, counting) = attach::first_that_works(args.common.verbose, [way])?;
+    Ok(counting)
+}
+
+fn try_start_counting(filter: &Filter) -> Result<Counting> {
+    let wanted: Vec<(&str, String)> = kernel::tracepoints()?
+        .into_iter()
+        .filter_map(|tracepoint| Some((group(&tracepoint)?, tracepoint)))
+        .collect();
+    let mut open = open(filter)?;
+    for mut program in open.open_object_mut().progs_mut() {
+        let used = number(program.name()).is_some_and(|number| number < wanted.len());
+        program.set_autoload(used);
+    }
+    let mut skel = open.load().context("failed to load")?;
+    filter.set_cgroup(&skel.maps.filter_cgroup)?;
+
+    let (mut links, mut tracepoints) = (Vec::new(), Vec::new());
+    for program in skel.object_mut().progs_mut() {
+        let Some(number) = number(program.name()) else {
+            continue;
+        };
+        // What BTF has a type of can still have been left out of the kernel.
+        if let Some((group, tracepoint)) = wanted.get(number)
+            && let Ok(link) = program.attach_raw_tracepoint(tracepoint)
+        {
+            links.push(link);
+            tracepoints.push((number, format!("{group}:{tracepoint}")));
+        }
+    }
+    if links.is_empty() {
+        bail!("this kernel has no tracepoint of vmscan, compaction or migrate");
+    }
+    if wanted.len() > COUNTERS {
+        let left_out: Vec<&str> = wanted[COUNTERS..].iter().map(|(_, name)| &**name).collect();
+        eprintln!("vmscan: not counted: {}", left_out.join(", "));
+    }
+    Ok(Counting {
+        skel,
+        links,
+        tracepoints,
+    })
+}
+
+/// The number of a program that counts a tracepoint: 10 of `count_12`, which is octal.
+fn number(program: &OsStr) -> Option<usize> {
+    let digits = program.to_str()?.strip_prefix("count_")?;
+    usize::from_str_radix(digits, 8).ok()
+}
+
+fn open(filter: &Filter) -> Result<OpenVmscanSkel<'static>> {
+    let mut open = VmscanSkelBuilder::default()
+        .open(attach::object_storage())
+        .context("failed to open the BPF object")?;
+    let options = open
+        .maps
+        .rodata_data
+        .as_deref_mut()
+        .context("the BPF object has no options")?;
+    filter.set(&mut options.filter);
+    Ok(open)
+}
+
+/// The group that a tracepoint is in, if it is one of ours. BTF does not know groups, but all of
+/// these keep to their prefixes.
+fn group(tracepoint: &str) -> Option<&'static str> {
+    let groups = [
+        ("mm_vmscan_", "vmscan"),
+        ("mm_shrink_slab_", "vmscan"),
+        ("mm_compaction_", "compaction"),
+        ("mm_migrate_", "migrate"),
+        ("set_migration_pte", "migrate"),
+        ("remove_migration_pte", "migrate"),
+    ];
+    groups
+        .iter()
+        .find_map(|(prefix, group)| tracepoint.starts_with(prefix).then_some(*group))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_are_numbered_in_octal() {
+        assert_eq!(number(OsStr::new("count_00")), Some(0));
+        assert_eq!(number(OsStr::new("count_77")), Some(COUNTERS - 1));
+        assert_eq!(number(OsStr::new("kswapd_wake")), None);
+    }
+
+    #[test]
+    fn groups_are_those_of_tracefs() {
+        assert_eq!(group("mm_shrink_slab_end"), Some("vmscan"));
+        assert_eq!(group("mm_migrate_pages_start"), Some("migrate"));
+        assert_eq!(group("mm_compaction_begin"), Some("compaction"));
+        assert_eq!(group("mm_page_alloc"), None);
+        assert_eq!(group("set_migration_pmd"), None);
+    }
+}

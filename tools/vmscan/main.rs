@@ -1,0 +1,343 @@
+//! vmscan: time and events of page reclaim.
+//!
+//! Hooks: tracepoints of vmscan and compaction (`bpf/vmscan.bpf.c`), whichever this kernel has
+//! ([`attach`]). They add up in a BPF map; each interval's row is the difference ([`report`]).
+//! Histograms and tables follow at the end.
+
+mod args;
+mod attach;
+mod report;
+
+use std::io::{self, IsTerminal};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use libbpf_rs::{MapCore, MapFlags, MapMut};
+use memtools::cgroup::Cgroups;
+use memtools::cli;
+use memtools::clock::{self, Clock};
+use memtools::histogram::Histogram;
+use memtools::kallsyms::Kallsyms;
+use memtools::kernel;
+use memtools::losses::Losses;
+use memtools::output::Output;
+use memtools::poll::Poller;
+use memtools::shared;
+
+use crate::args::Args;
+use crate::attach::{Attached, Counting, Has};
+use crate::bpf::types::{cgroup_key, cgroup_total, operation as Operation, shrinker_total, total};
+use crate::report::{Cgroup, Columns, Counts, Interval, Latencies, Shrinker, Timed};
+
+memtools::skeleton!(
+    "vmscan",
+    plain: [total, shrinker_total, cgroup_key, cgroup_total, filter]
+);
+
+/// Entries read from a map at once.
+const BATCH: u32 = 1024;
+
+fn main() -> ExitCode {
+    cli::main(run)
+}
+
+fn run(args: Args) -> Result<ExitCode> {
+    kernel::preflight()?;
+    memtools::attach::capture_log(args.common.verbose);
+    let filter = args.filter.resolve(None)?;
+    let poller = Poller::new()?;
+    let output = Output::new(args.common.format());
+    if args.counts {
+        count(
+            &args,
+            attach::start_counting(&args, &filter)?,
+            poller,
+            output,
+        )?;
+    } else {
+        let columns = Columns {
+            kswapd: args.kswapd,
+            compaction: args.compaction,
+        };
+        let attached = attach::start(&args, &filter, columns)?;
+        watch(&args, columns, attached, poller, output)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints a row each interval, and the rest at the end.
+fn watch(
+    args: &Args,
+    columns: Columns,
+    attached: Attached,
+    mut poller: Poller<'_>,
+    mut output: Output,
+) -> Result<()> {
+    let Attached { skel, links, has } = attached;
+    let clock = Clock::new();
+    let rows_per_header = args.rows_per_header(io::stdout().is_terminal());
+    let mut rows = 0;
+    let mut before = Totals::default();
+    let mut row = |output: &mut Output, partial: bool| -> Result<()> {
+        let now = Totals::read(&skel.maps.totals)?;
+        let interval = now.since(&before, has, columns, &clock);
+        before = now;
+        if partial && !interval.any() {
+            return Ok(());
+        }
+        if rows_per_header.is_some_and(|every| rows > 0 && rows % every == 0) {
+            output.header(&columns.header())?;
+        }
+        rows += 1;
+        output.row(&interval)?;
+        output.flush()
+    };
+
+    output.header(&columns.header())?;
+    output.flush()?;
+    eprintln!("vmscan: tracing page reclaim, Ctrl-C to end");
+    each_interval(args, &mut poller, Some(Duration::from_secs(1)), || {
+        row(&mut output, false)
+    })?;
+    memtools::attach::detach(links);
+    // What ended after the last full interval, so that nothing is missing from the rows.
+    row(&mut output, true)?;
+
+    if !args.common.json {
+        output.raw(|out| writeln!(out))?;
+    }
+    let totals = Totals::read(&skel.maps.totals)?;
+    for (name, operation) in [
+        ("compaction_ns", Operation::OPERATION_COMPACTION),
+        ("direct_reclaim_ns", Operation::OPERATION_DIRECT_RECLAIM),
+        ("kswapd_ns", Operation::OPERATION_KSWAPD),
+        ("memcg_reclaim_ns", Operation::OPERATION_MEMCG_RECLAIM),
+        ("shrink_slab_ns", Operation::OPERATION_SHRINK_SLAB),
+    ] {
+        let buckets = totals.latencies(operation);
+        if buckets.count() > 0 {
+            output.row(&Latencies { name, buckets })?;
+        }
+    }
+    if args.by_shrinker {
+        output.header(&Shrinker::header())?;
+        for shrinker in read_shrinkers(&skel.maps.shrinkers)? {
+            output.row(&shrinker)?;
+        }
+    }
+    if args.by_cgroup {
+        output.header(&Cgroup::header())?;
+        for cgroup in read_cgroups(&skel.maps.cgroups)? {
+            output.row(&cgroup)?;
+        }
+    }
+    output.flush()?;
+    Losses::tell("vmscan", &skel.maps.losses, &mut output)
+}
+
+/// Counts tracepoints; once at the end if there is no interval.
+fn count(
+    args: &Args,
+    counting: Counting,
+    mut poller: Poller<'_>,
+    mut output: Output,
+) -> Result<()> {
+    let clock = Clock::new();
+    let Counting {
+        skel,
+        links,
+        tracepoints,
+    } = counting;
+    let mut before = vec![0; tracepoints.len()];
+    let mut report = |output: &mut Output| -> Result<()> {
+        let mut counts = Vec::with_capacity(tracepoints.len());
+        for ((number, name), before) in tracepoints.iter().zip(&mut before) {
+            let key = (*number as u32).to_ne_bytes();
+            let value = skel.maps.counts.lookup(&key, MapFlags::ANY);
+            let value = value
+                .context("failed to read the counts")?
+                .unwrap_or_default();
+            let now = *shared::view::<u64>(&value)?;
+            counts.push((name.clone(), now - *before));
+            *before = now;
+        }
+        output.row(&Counts {
+            time: clock.local(clock::monotonic_ns()),
+            tracepoints: counts,
+            timed: args.interval.is_some(),
+        })?;
+        output.flush()
+    };
+
+    eprintln!(
+        "vmscan: tracing {} tracepoints, Ctrl-C to end",
+        tracepoints.len()
+    );
+    let at_the_end = each_interval(args, &mut poller, None, || report(&mut output))?;
+    if at_the_end {
+        report(&mut output)?;
+    }
+    memtools::attach::detach(links);
+    Ok(())
+}
+
+/// Calls `report` at each interval until it is time to end. Returns whether that came between two.
+fn each_interval(
+    args: &Args,
+    poller: &mut Poller<'_>,
+    default: Option<Duration>,
+    mut report: impl FnMut() -> Result<()>,
+) -> Result<bool> {
+    let interval = args.interval.map(Duration::from_secs).or(default);
+    if let Some(interval) = interval {
+        poller.tick_every(interval)?;
+    }
+    let deadline = args.common.deadline();
+    let mut left = args.count;
+    loop {
+        let wake = poller.wait(deadline)?;
+        if wake.tick {
+            report()?;
+            left = left.map(|left| left - 1);
+            if left == Some(0) {
+                return Ok(false);
+            }
+        }
+        if wake.stop || wake.deadline {
+            return Ok(!wake.tick);
+        }
+    }
+}
+
+/// The map `totals` at some moment.
+#[derive(Default)]
+struct Totals(Vec<total>);
+
+impl Totals {
+    fn read(map: &MapMut<'_>) -> Result<Self> {
+        let operations = 0..Operation::OPERATIONS.0;
+        let totals = operations.map(|operation| {
+            let value = map
+                .lookup(&operation.to_ne_bytes(), MapFlags::ANY)
+                .context("failed to read the totals")?
+                .unwrap_or_default();
+            Ok(*shared::view::<total>(&value)?)
+        });
+        totals.collect::<Result<_>>().map(Self)
+    }
+
+    fn of(&self, operation: Operation) -> Timed {
+        let total = self.0.get(operation.0 as usize);
+        total.map_or_else(Timed::default, |total| Timed {
+            count: total.count,
+            time_ns: total.time_ns,
+        })
+    }
+
+    fn latencies(&self, operation: Operation) -> Histogram {
+        let total = self.0.get(operation.0 as usize);
+        total.map_or_else(Histogram::new, |total| total.latency_ns.slots.into())
+    }
+
+    /// What has ended since.
+    fn since(&self, before: &Self, has: Has, columns: Columns, clock: &Clock) -> Interval {
+        let timed = |operation| {
+            let (now, before) = (self.of(operation), before.of(operation));
+            Timed {
+                count: now.count - before.count,
+                time_ns: now.time_ns - before.time_ns,
+            }
+        };
+        let count = |operation| timed(operation).count;
+        Interval {
+            time: clock.local(clock::monotonic_ns()),
+            shrink_slab: has
+                .shrink_slab
+                .then(|| timed(Operation::OPERATION_SHRINK_SLAB)),
+            direct_reclaim: has
+                .direct_reclaim
+                .then(|| timed(Operation::OPERATION_DIRECT_RECLAIM)),
+            memcg_reclaim: has
+                .memcg_reclaim
+                .then(|| timed(Operation::OPERATION_MEMCG_RECLAIM)),
+            kswapd_wakeups: has
+                .kswapd_wakeups
+                .then(|| count(Operation::OPERATION_KSWAPD_WAKEUP)),
+            pages_written: has
+                .pages_written
+                .then(|| count(Operation::OPERATION_WRITE_PAGE)),
+            kswapd: has.kswapd.then(|| timed(Operation::OPERATION_KSWAPD)),
+            compaction: has
+                .compaction
+                .then(|| timed(Operation::OPERATION_COMPACTION)),
+            columns,
+        }
+    }
+}
+
+/// Shrinkers, the one that took longest last.
+fn read_shrinkers(map: &MapMut<'_>) -> Result<Vec<Shrinker>> {
+    let symbols = Kallsyms::read().context("failed to read /proc/kallsyms")?;
+    let batches = map
+        .lookup_batch(BATCH, MapFlags::ANY, MapFlags::ANY)
+        .context("failed to read the shrinkers")?;
+    let mut shrinkers = Vec::new();
+    for (key, value) in batches {
+        let address = *shared::view::<u64>(&key)?;
+        let total: &shrinker_total = shared::view(&value)?;
+        shrinkers.push(Shrinker {
+            function: function_name(&symbols, address),
+            count: total.count,
+            time_ns: total.time_ns,
+            objects_freed: total.freed,
+        });
+    }
+    shrinkers.sort_by(|a, b| (a.time_ns, &a.function).cmp(&(b.time_ns, &b.function)));
+    Ok(shrinkers)
+}
+
+/// `super_cache_scan`, or with its module where that is not the kernel itself.
+fn function_name(symbols: &Kallsyms, address: u64) -> String {
+    match symbols.find(address) {
+        Some((name, 0, "kernel")) => name.to_owned(),
+        Some((name, 0, module)) => format!("{name} [{module}]"),
+        _ => format!("{address:#x}"),
+    }
+}
+
+/// Cgroups, the one that reclaimed longest last.
+fn read_cgroups(map: &MapMut<'_>) -> Result<Vec<Cgroup>> {
+    let mut paths = Cgroups::new();
+    let batches = map
+        .lookup_batch(BATCH, MapFlags::ANY, MapFlags::ANY)
+        .context("failed to read the cgroups")?;
+    let mut cgroups: Vec<Cgroup> = Vec::new();
+    for (key, value) in batches {
+        let key: &cgroup_key = shared::view(&key)?;
+        let total: &cgroup_total = shared::view(&value)?;
+        let timed = Timed {
+            count: total.count,
+            time_ns: total.time_ns,
+        };
+        let index = cgroups
+            .iter()
+            .position(|cgroup| cgroup.id == key.cgroup)
+            .unwrap_or_else(|| {
+                cgroups.push(Cgroup {
+                    id: key.cgroup,
+                    path: paths.path(key.cgroup).map(str::to_owned),
+                    ..Cgroup::default()
+                });
+                cgroups.len() - 1
+            });
+        match Operation(key.operation) {
+            Operation::OPERATION_SHRINK_SLAB => cgroups[index].shrink_slab = timed,
+            Operation::OPERATION_DIRECT_RECLAIM => cgroups[index].direct_reclaim = timed,
+            Operation::OPERATION_MEMCG_RECLAIM => cgroups[index].memcg_reclaim = timed,
+            _ => {}
+        }
+    }
+    cgroups.sort_by_key(|cgroup| (cgroup.reclaim_ns(), cgroup.id));
+    Ok(cgroups)
+}

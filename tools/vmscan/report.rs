@@ -1,0 +1,362 @@
+//! What is printed: a row each interval, histograms and tables at the end.
+
+use std::io::{self, Write};
+
+use jiff::Zoned;
+use memtools::clock;
+use memtools::histogram::Histogram;
+use memtools::output::Row;
+use serde::{Serialize, Serializer};
+
+/// Which columns there are besides the six of the book.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Columns {
+    pub(crate) kswapd: bool,
+    pub(crate) compaction: bool,
+}
+
+impl Columns {
+    /// The first line, and every few rows on a terminal.
+    pub(crate) fn header(self) -> String {
+        let mut line = format!(
+            "{:<10} {:>10} {:>12} {:>12} {:>6} {:>9}",
+            "TIME", "S-SLABms", "D-RECLAIMms", "M-RECLAIMms", "KSWAPD", "WRITEPAGE"
+        );
+        for (there, name, width) in [
+            (self.kswapd, "KSWAPDms", 9),
+            (self.compaction, "COMPACTms", 10),
+        ] {
+            if there {
+                line.push_str(&format!(" {name:>width$}"));
+            }
+        }
+        line
+    }
+}
+
+/// Operations that ended in an interval.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Timed {
+    pub(crate) count: u64,
+    /// Summed over all CPUs.
+    pub(crate) time_ns: u64,
+}
+
+/// One interval. What this kernel has no tracepoint for is None.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "interval")]
+pub(crate) struct Interval {
+    /// When it ended.
+    #[serde(serialize_with = "rfc3339")]
+    pub(crate) time: Zoned,
+    pub(crate) shrink_slab: Option<Timed>,
+    pub(crate) direct_reclaim: Option<Timed>,
+    pub(crate) memcg_reclaim: Option<Timed>,
+    /// Times that kswapd was asked to wake up.
+    pub(crate) kswapd_wakeups: Option<u64>,
+    /// Pages (folios) that reclaim began to write out.
+    pub(crate) pages_written: Option<u64>,
+    /// With --kswapd.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) kswapd: Option<Timed>,
+    /// With --compaction.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) compaction: Option<Timed>,
+    #[serde(skip)]
+    pub(crate) columns: Columns,
+}
+
+impl Interval {
+    /// Whether anything ended in it.
+    pub(crate) fn any(&self) -> bool {
+        let timed = [
+            self.shrink_slab,
+            self.direct_reclaim,
+            self.memcg_reclaim,
+            self.kswapd,
+            self.compaction,
+        ];
+        timed.iter().flatten().any(|timed| timed.count > 0)
+            || self.kswapd_wakeups.is_some_and(|count| count > 0)
+            || self.pages_written.is_some_and(|count| count > 0)
+    }
+}
+
+impl Row for Interval {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        write!(
+            out,
+            "{}   {:>10} {:>12} {:>12} {:>6} {:>9}",
+            clock::time_of_day(&self.time),
+            milliseconds(self.shrink_slab),
+            milliseconds(self.direct_reclaim),
+            milliseconds(self.memcg_reclaim),
+            or_dash(self.kswapd_wakeups),
+            or_dash(self.pages_written),
+        )?;
+        if self.columns.kswapd {
+            write!(out, " {:>9}", milliseconds(self.kswapd))?;
+        }
+        if self.columns.compaction {
+            write!(out, " {:>10}", milliseconds(self.compaction))?;
+        }
+        writeln!(out)
+    }
+}
+
+fn milliseconds(timed: Option<Timed>) -> String {
+    or_dash(timed.map(|timed| timed.time_ns / 1_000_000))
+}
+
+fn or_dash(value: Option<u64>) -> String {
+    value.map_or_else(|| "-".to_owned(), |value| value.to_string())
+}
+
+/// How long each operation of a kind took.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "histogram")]
+pub(crate) struct Latencies {
+    /// Ends in the unit.
+    pub(crate) name: &'static str,
+    pub(crate) buckets: Histogram,
+}
+
+impl Row for Latencies {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        self.buckets.text(self.name, out)
+    }
+}
+
+/// One line of --by-shrinker.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+#[serde(tag = "type", rename = "shrinker")]
+pub(crate) struct Shrinker {
+    /// Its function that frees objects.
+    pub(crate) function: String,
+    pub(crate) count: u64,
+    /// Without the time in other shrinkers that it caused.
+    pub(crate) time_ns: u64,
+    pub(crate) objects_freed: u64,
+}
+
+impl Row for Shrinker {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(
+            out,
+            "{:<40} {:>10} {:>10} {:>12}",
+            self.function,
+            self.count,
+            self.time_ns / 1_000_000,
+            self.objects_freed
+        )
+    }
+}
+
+impl Shrinker {
+    /// Above the lines.
+    pub(crate) fn header() -> String {
+        format!(
+            "{:<40} {:>10} {:>10} {:>12}",
+            "SHRINKER", "CALLS", "TIMEms", "FREED"
+        )
+    }
+}
+
+/// One line of --by-cgroup: what tasks in a cgroup had to do.
+#[derive(Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(tag = "type", rename = "cgroup")]
+pub(crate) struct Cgroup {
+    /// Below the mount; None if it had gone.
+    pub(crate) path: Option<String>,
+    pub(crate) id: u64,
+    pub(crate) shrink_slab: Timed,
+    pub(crate) direct_reclaim: Timed,
+    pub(crate) memcg_reclaim: Timed,
+}
+
+impl Cgroup {
+    /// Above the lines.
+    pub(crate) fn header() -> String {
+        format!(
+            "{:>10} {:>12} {:>12} CGROUP",
+            "S-SLABms", "D-RECLAIMms", "M-RECLAIMms"
+        )
+    }
+
+    /// What the lines are ordered by. Shrinking is part of both kinds of reclaim.
+    pub(crate) fn reclaim_ns(&self) -> u64 {
+        self.direct_reclaim.time_ns + self.memcg_reclaim.time_ns
+    }
+}
+
+impl Row for Cgroup {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        write!(
+            out,
+            "{:>10} {:>12} {:>12} ",
+            self.shrink_slab.time_ns / 1_000_000,
+            self.direct_reclaim.time_ns / 1_000_000,
+            self.memcg_reclaim.time_ns / 1_000_000,
+        )?;
+        match &self.path {
+            Some(path) => writeln!(out, "{path}"),
+            None => writeln!(out, "[gone: id {}]", self.id),
+        }
+    }
+}
+
+/// Tracepoints and how often each was passed: --counts.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "counts")]
+pub(crate) struct Counts {
+    #[serde(serialize_with = "rfc3339")]
+    pub(crate) time: Zoned,
+    /// Also those with 0, which the text leaves out.
+    #[serde(serialize_with = "as_object")]
+    pub(crate) tracepoints: Vec<(String, u64)>,
+    /// Whether the text says when; not needed for a single report at the end.
+    #[serde(skip)]
+    pub(crate) timed: bool,
+}
+
+impl Row for Counts {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        if self.timed {
+            writeln!(out, "{}", clock::time_of_day(&self.time))?;
+        }
+        writeln!(out, "{:<52} {:>10}", "TRACEPOINT", "COUNT")?;
+        let mut seen: Vec<&(String, u64)> = self
+            .tracepoints
+            .iter()
+            .filter(|(_, count)| *count > 0)
+            .collect();
+        seen.sort_by_key(|(name, count)| (*count, name));
+        for (name, count) in seen {
+            writeln!(out, "{name:<52} {count:>10}")?;
+        }
+        if self.timed {
+            writeln!(out)?;
+        }
+        Ok(())
+    }
+}
+
+fn rfc3339<S: Serializer>(time: &Zoned, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&clock::rfc3339(time))
+}
+
+fn as_object<S: Serializer>(pairs: &[(String, u64)], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(pairs.iter().map(|(name, count)| (name, count)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(row: &impl Row) -> String {
+        let mut text = Vec::new();
+        row.text(&mut text).expect("memory");
+        String::from_utf8(text).expect("UTF-8")
+    }
+
+    fn timed(time_ns: u64) -> Option<Timed> {
+        Some(Timed { count: 1, time_ns })
+    }
+
+    fn interval() -> Interval {
+        Interval {
+            time: "2019-08-01T21:30:25+00:00[+00:00]".parse().expect("a time"),
+            shrink_slab: timed(276_999_999),
+            direct_reclaim: timed(555_000_000),
+            memcg_reclaim: timed(999_999),
+            kswapd_wakeups: Some(2),
+            pages_written: Some(1),
+            kswapd: None,
+            compaction: None,
+            columns: Columns::default(),
+        }
+    }
+
+    #[test]
+    fn rows_are_the_books() {
+        assert_eq!(
+            format!("{}\n{}", Columns::default().header(), text(&interval())),
+            "TIME         S-SLABms  D-RECLAIMms  M-RECLAIMms KSWAPD WRITEPAGE\n\
+             21:30:25          276          555            0      2         1\n"
+        );
+    }
+
+    #[test]
+    fn more_columns_stand_below_their_names_and_what_is_not_known_is_a_dash() {
+        let columns = Columns {
+            kswapd: true,
+            compaction: true,
+        };
+        let row = Interval {
+            pages_written: None,
+            memcg_reclaim: None,
+            kswapd: timed(7_000_000),
+            compaction: timed(8_000_000),
+            columns,
+            ..interval()
+        };
+        assert_eq!(
+            format!("{}\n{}", columns.header(), text(&row)),
+            "TIME         S-SLABms  D-RECLAIMms  M-RECLAIMms KSWAPD WRITEPAGE  KSWAPDms  COMPACTms\n\
+             21:30:25          276          555            -      2         -         7          8\n"
+        );
+    }
+
+    #[test]
+    fn an_interval_in_which_nothing_ended_is_known() {
+        assert!(interval().any());
+        let nothing = Interval {
+            shrink_slab: Some(Timed::default()),
+            direct_reclaim: None,
+            memcg_reclaim: None,
+            kswapd_wakeups: Some(0),
+            pages_written: Some(0),
+            ..interval()
+        };
+        assert!(!nothing.any());
+        assert!(
+            Interval {
+                pages_written: Some(1),
+                ..nothing
+            }
+            .any()
+        );
+    }
+
+    #[test]
+    fn json_has_nanoseconds_and_counts() {
+        assert_eq!(
+            serde_json::to_string(&interval()).expect("JSON"),
+            r#"{"type":"interval","time":"2019-08-01T21:30:25.000000+00:00","shrink_slab":{"count":1,"time_ns":276999999},"direct_reclaim":{"count":1,"time_ns":555000000},"memcg_reclaim":{"count":1,"time_ns":999999},"kswapd_wakeups":2,"pages_written":1}"#
+        );
+    }
+
+    #[test]
+    fn counts_ascend_and_zeros_are_left_out() {
+        let counts = Counts {
+            time: interval().time,
+            tracepoints: vec![
+                ("vmscan:b".into(), 7),
+                ("vmscan:a".into(), 0),
+                ("migrate:c".into(), 2),
+            ],
+            timed: false,
+        };
+        assert_eq!(
+            text(&counts),
+            "TRACEPOINT                                                COUNT\n\
+             migrate:c                                                     2\n\
+             vmscan:b                                                      7\n"
+        );
+        let json = serde_json::to_string(&counts).expect("JSON");
+        assert!(
+            json.contains(r#""tracepoints":{"vmscan:b":7,"vmscan:a":0,"migrate:c":2}"#),
+            "{json}"
+        );
+    }
+}
