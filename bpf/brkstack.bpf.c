@@ -53,7 +53,7 @@ int brk_enter(struct trace_event_raw_sys_enter *ctx)
 	if (!filter_wants(&ids))
 		return 0;
 	if (!with_result)
-		return count_stacks(ctx, ids.pid, 0);
+		return count_stacks(ctx, 0, ids.pid, 0);
 	call.requested = ctx->args[0];
 	call.old_end = BPF_CORE_READ(task, mm, brk);
 	if (bpf_map_update_elem(&calls, &thread, &call, BPF_ANY))
@@ -98,5 +98,5 @@ int brk_exit(struct trace_event_raw_sys_exit *ctx)
 	ids = ids_of_current();
 	if (each_call)
 		return emit(&call, new_end, ids.pid, ids.tid);
-	return count_stacks(ctx, ids.pid, growth);
+	return count_stacks(ctx, 0, ids.pid, growth);
 }

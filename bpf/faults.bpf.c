@@ -26,5 +26,5 @@ int page_fault(struct bpf_perf_event_data *ctx)
 		return 0;
 	if (!filter_wants(&ids))
 		return 0;
-	return count_stacks(ctx, ids.pid, page_bytes);
+	return count_stacks(ctx, 1, ids.pid, page_bytes);
 }

@@ -61,15 +61,19 @@ static __noinline int stack_hash_all(const struct stack *stack, struct stack_has
 	return 0;
 }
 
-/* The id of the kernel stack in `stack`, whose frames take `bytes` of it. */
-static __always_inline __u64 stack_id_of_kernel(struct stack *stack, __u64 bytes)
+/*
+ * The id of the kernel stack in `stack`, whose frames take `bytes` of it.
+ * `interrupted` is 1 if the first is no return address.
+ */
+static __always_inline __u64 stack_id_of_kernel(struct stack *stack, __u64 bytes, __u64 interrupted)
 {
 	__u32 depth = bytes / sizeof(stack->pc[0]);
-	struct stack_hash hash = {};
+	struct stack_hash hash = { .id = interrupted };
 	__u32 found = 0;
 	__u64 id;
 
 	stack->flags = STACK_KERNEL;
+	stack->interrupted[0] = interrupted;
 	if (depth >= stack_depth) {
 		depth = stack_depth;
 		stack->flags |= STACK_TRUNCATED;
@@ -86,11 +90,7 @@ static __always_inline __u64 stack_id_of_kernel(struct stack *stack, __u64 bytes
 	return id;
 }
 
-/*
- * The kernel stack of what the program is attached to; `ctx` is the program's
- * context. STACK_NONE if that is not in kernel mode: a page fault of user code.
- */
-static __always_inline __u64 stack_of_kernel(void *ctx)
+static __always_inline __u64 stack_of_kernel_from(void *ctx, __u64 interrupted)
 {
 	struct stack_slot *slot = stack_slot_take();
 	__u64 id = STACK_NONE;
@@ -102,9 +102,24 @@ static __always_inline __u64 stack_of_kernel(void *ctx)
 	}
 	bytes = bpf_get_stack(ctx, slot->stack.pc, sizeof(slot->stack.pc), 0);
 	if (bytes > 0)
-		id = stack_id_of_kernel(&slot->stack, bytes);
+		id = stack_id_of_kernel(&slot->stack, bytes, interrupted);
 	__sync_fetch_and_add(&slot->holders, -1);
 	return id;
+}
+
+/*
+ * The kernel stack of what the program is attached to; `ctx` is the program's
+ * context. STACK_NONE if that is not in kernel mode: a page fault of user code.
+ */
+static __always_inline __u64 stack_of_kernel(void *ctx)
+{
+	return stack_of_kernel_from(ctx, 0);
+}
+
+/* The same in a program of a perf event or a kprobe: it begins with the instruction itself. */
+static __always_inline __u64 stack_of_kernel_interrupted(void *ctx)
+{
+	return stack_of_kernel_from(ctx, 1);
 }
 
 #endif /* MEMTOOLS_KERNEL_STACK_BPF_H */

@@ -55,10 +55,13 @@ static __noinline int count_add(__u64 user, __u64 kernel, __u32 pid, __u64 bytes
 	return 0;
 }
 
-/* Count one event of the current task, which `ctx` is the program's context of. */
-static __always_inline int count_stacks(void *ctx, __u32 pid, __u64 bytes)
+/*
+ * Count one event of the current task, which `ctx` is the program's context of;
+ * `interrupted` is 1 in programs of perf events and kprobes.
+ */
+static __always_inline int count_stacks(void *ctx, __u64 interrupted, __u32 pid, __u64 bytes)
 {
-	__u64 kernel = with_kernel_stacks ? stack_of_kernel(ctx) : STACK_NONE;
+	__u64 kernel = with_kernel_stacks ? stack_of_kernel_from(ctx, interrupted) : STACK_NONE;
 	__u64 user = with_user_stacks ? stack_of_task() : STACK_NONE;
 
 	return count_add(user, kernel, pid, bytes);
