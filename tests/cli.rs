@@ -10,6 +10,7 @@ const TOOLS: &[(&str, &str)] = &[
     ("faults", env!("CARGO_BIN_EXE_faults")),
     ("ffaults", env!("CARGO_BIN_EXE_ffaults")),
     ("mmapsnoop", env!("CARGO_BIN_EXE_mmapsnoop")),
+    ("oomkill", env!("CARGO_BIN_EXE_oomkill")),
     ("shmsnoop", env!("CARGO_BIN_EXE_shmsnoop")),
     ("vmscan", env!("CARGO_BIN_EXE_vmscan")),
 ];

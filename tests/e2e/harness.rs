@@ -22,7 +22,6 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// What a test needs of the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(dead_code, reason = "for tools to come")]
 pub(crate) enum Need {
     /// Kprobes, which some kernels are built without.
     Kprobes,

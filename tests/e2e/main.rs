@@ -9,6 +9,7 @@ mod harness;
 mod load;
 mod memleak;
 mod mmapsnoop;
+mod oomkill;
 mod pressure;
 mod shmsnoop;
 mod vmscan;
@@ -31,6 +32,7 @@ fn main() -> ExitCode {
         faults::tests(),
         ffaults::tests(),
         mmapsnoop::tests(),
+        oomkill::tests(),
         shmsnoop::tests(),
         vmscan::tests(),
         load::tests(),

@@ -1,0 +1,107 @@
+//! Who could have been killed instead: the tasks that the kernel ranks highest now.
+
+use std::fs;
+
+use memtools::text;
+use serde::Serialize;
+
+/// How many are shown.
+const TOP: usize = 5;
+
+/// A process with the kernel's opinion of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct Candidate {
+    pub(crate) pid: u32,
+    pub(crate) comm: String,
+    /// `/proc/PID/oom_score`: the highest is killed first.
+    pub(crate) oom_score: i64,
+    pub(crate) oom_score_adj: i64,
+    pub(crate) rss_kb: u64,
+}
+
+/// The highest ranked of all processes, or of those in or below a cgroup. The victim of a moment
+/// ago is left out: it may still be there.
+pub(crate) fn now(cgroup: Option<&str>, victim: u32) -> Vec<Candidate> {
+    let pids = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let mut candidates: Vec<Candidate> = pids
+        .filter(|&pid: &u32| pid != victim)
+        .filter(|pid| cgroup.is_none_or(|cgroup| is_in(*pid, cgroup)))
+        .filter_map(look_at)
+        .collect();
+    candidates.sort_by_key(|candidate| (-candidate.oom_score, candidate.pid));
+    candidates.truncate(TOP);
+    candidates
+}
+
+fn look_at(pid: u32) -> Option<Candidate> {
+    let read = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).ok();
+    let oom_score_adj = read("oom_score_adj")?.trim().parse().ok()?;
+    // The kernel never kills these.
+    if oom_score_adj == -1000 {
+        return None;
+    }
+    let status = read("status")?;
+    Some(Candidate {
+        pid,
+        comm: text::escape(read("comm")?.trim_end_matches('\n')).into_owned(),
+        oom_score: read("oom_score")?.trim().parse().ok()?,
+        oom_score_adj,
+        // A kernel thread has no memory of its own.
+        rss_kb: rss_kb(&status)?,
+    })
+}
+
+fn rss_kb(status: &str) -> Option<u64> {
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
+fn is_in(pid: u32, cgroup: &str) -> bool {
+    let groups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+    names_cgroup(&groups, cgroup)
+}
+
+/// Whether the line for version 2 names the cgroup or one below it.
+fn names_cgroup(groups: &str, cgroup: &str) -> bool {
+    let own = groups.lines().find_map(|line| line.strip_prefix("0::"));
+    own.and_then(|own| own.strip_prefix(cgroup.trim_end_matches('/')))
+        .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cgroup_contains_itself_and_what_is_below() {
+        let groups = "4:memory:/x\n0::/a/b\n";
+        for (cgroup, expected) in [
+            ("/a", true),
+            ("/a/b", true),
+            ("/", true),
+            ("/a/bc", false),
+            ("/b", false),
+        ] {
+            assert_eq!(names_cgroup(groups, cgroup), expected, "{cgroup}");
+        }
+        assert!(!names_cgroup("4:memory:/a\n", "/a"));
+    }
+
+    #[test]
+    fn resident_memory_is_in_status() {
+        assert_eq!(rss_kb("VmPeak:\t  9 kB\nVmRSS:\t    1234 kB\n"), Some(1234));
+        assert_eq!(rss_kb("Name:\tkthreadd\n"), None);
+    }
+
+    #[test]
+    fn this_process_is_a_candidate_unless_it_was_the_victim() {
+        let own = std::process::id();
+        let seen = look_at(own).expect("it runs");
+        assert!(seen.pid == own && seen.rss_kb > 0, "{seen:?}");
+        assert!(now(None, own).iter().all(|candidate| candidate.pid != own));
+        assert!(now(None, 0).len() <= TOP);
+    }
+}

@@ -1,0 +1,305 @@
+//! What is printed of a kill.
+
+use std::io::{self, Write};
+
+use jiff::Zoned;
+use memtools::clock;
+use memtools::gfp::Gfp;
+use memtools::output;
+use memtools::symbolize::Frame;
+use serde::{Serialize, Serializer};
+
+use crate::candidates::Candidate;
+
+/// Whose limit was reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Kind {
+    /// The machine's memory is used up.
+    Global,
+    /// A memory cgroup's.
+    Memcg,
+    /// The nodes' that a cpuset or a memory policy permits.
+    Cpuset,
+    /// Nobody's: somebody asked for a kill.
+    Sysrq,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Global => "global",
+            Self::Memcg => "memcg",
+            Self::Cpuset => "cpuset",
+            Self::Sysrq => "sysrq",
+        }
+    }
+}
+
+/// Who was killed. None is what could not be had.
+#[derive(Debug, Clone, Default, Serialize)]
+pub(crate) struct Victim {
+    pub(crate) pid: u32,
+    pub(crate) comm: Option<String>,
+    pub(crate) uid: Option<u32>,
+    pub(crate) oom_score_adj: Option<i32>,
+    pub(crate) anon_kb: Option<u64>,
+    pub(crate) file_kb: Option<u64>,
+    pub(crate) shmem_kb: Option<u64>,
+    pub(crate) swap_kb: Option<u64>,
+    pub(crate) page_tables_kb: Option<u64>,
+    pub(crate) total_vm_kb: Option<u64>,
+    pub(crate) cgroup: Option<String>,
+}
+
+/// A process was killed.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "kill")]
+pub(crate) struct Kill {
+    #[serde(serialize_with = "rfc3339")]
+    pub(crate) time: Zoned,
+    /// Who wanted the memory that there was not.
+    pub(crate) pid: u32,
+    pub(crate) tid: u32,
+    pub(crate) comm: String,
+    pub(crate) victim: Victim,
+    /// What there is in all where it ran out, with swap: the machine's memory, or the limit.
+    pub(crate) total_pages: Option<u64>,
+    pub(crate) kind: Option<Kind>,
+    /// The cgroup that is at its limit, and the limit.
+    pub(crate) limit_cgroup: Option<String>,
+    pub(crate) limit_kb: Option<u64>,
+    pub(crate) order: Option<i32>,
+    #[serde(serialize_with = "gfp")]
+    pub(crate) gfp_flags: Option<Gfp>,
+    pub(crate) loadavg: Option<String>,
+    /// Who is ranked highest now that the victim is dead.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) candidates: Option<Vec<Candidate>>,
+    /// Of the task that wanted memory, innermost first.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) kernel_stack: Option<Vec<Frame>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) user_stack: Option<Vec<Frame>>,
+    #[serde(skip)]
+    pub(crate) extended: bool,
+}
+
+/// A value, or `-` for one that could not be had.
+fn dash<T: ToString>(value: Option<T>) -> String {
+    value.map_or_else(|| "-".to_owned(), |value| value.to_string())
+}
+
+impl output::Row for Kill {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let victim = &self.victim;
+        write!(
+            out,
+            "{} Triggered by PID {} (\"{}\"), OOM kill of PID {} (\"{}\"), {} pages",
+            clock::time_of_day(&self.time),
+            self.pid,
+            self.comm,
+            victim.pid,
+            dash(victim.comm.as_ref()),
+            dash(self.total_pages),
+        )?;
+        match &self.loadavg {
+            Some(loadavg) => writeln!(out, ", loadavg: {loadavg}")?,
+            None => writeln!(out)?,
+        }
+        if self.extended {
+            self.details(out)
+        } else {
+            Ok(())
+        }
+    }
+}
+
+impl Kill {
+    fn details(&self, out: &mut dyn Write) -> io::Result<()> {
+        let victim = &self.victim;
+        writeln!(
+            out,
+            "    kind {}, cgroup {}, limit {} KB, order {}, gfp {}",
+            dash(self.kind.map(Kind::name)),
+            dash(self.limit_cgroup.as_ref()),
+            dash(self.limit_kb),
+            dash(self.order),
+            dash(self.gfp_flags),
+        )?;
+        writeln!(
+            out,
+            "    victim: uid {}, oom_score_adj {}, anon {} KB, file {} KB, shmem {} KB, swap {} KB, \
+             page tables {} KB, cgroup {}",
+            dash(victim.uid),
+            dash(victim.oom_score_adj),
+            dash(victim.anon_kb),
+            dash(victim.file_kb),
+            dash(victim.shmem_kb),
+            dash(victim.swap_kb),
+            dash(victim.page_tables_kb),
+            dash(victim.cgroup.as_ref()),
+        )?;
+        for candidate in self.candidates.iter().flatten() {
+            writeln!(
+                out,
+                "    next: PID {} (\"{}\"), oom_score {}, oom_score_adj {}, rss {} KB",
+                candidate.pid,
+                candidate.comm,
+                candidate.oom_score,
+                candidate.oom_score_adj,
+                candidate.rss_kb,
+            )?;
+        }
+        if self.kernel_stack.is_some() {
+            for frame in self.kernel_stack.iter().flatten() {
+                writeln!(out, "    {frame}")?;
+            }
+            writeln!(out, "    --")?;
+            for frame in self.user_stack.iter().flatten() {
+                writeln!(out, "    {frame}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A process that was killed because another one was: with its cgroup (memory.oom.group), or
+/// because it shares the memory.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "also_killed")]
+pub(crate) struct AlsoKilled {
+    #[serde(serialize_with = "rfc3339")]
+    pub(crate) time: Zoned,
+    /// Who wanted the memory.
+    pub(crate) pid: u32,
+    pub(crate) comm: String,
+    pub(crate) victim: Victim,
+}
+
+impl output::Row for AlsoKilled {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let victim = &self.victim;
+        let comm = dash(victim.comm.as_ref());
+        writeln!(out, "    also killed: PID {} (\"{comm}\")", victim.pid)
+    }
+}
+
+fn rfc3339<S: Serializer>(time: &Zoned, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&clock::rfc3339(time))
+}
+
+fn gfp<S: Serializer>(flags: &Option<Gfp>, serializer: S) -> Result<S::Ok, S::Error> {
+    match flags {
+        Some(flags) => serializer.collect_str(flags),
+        None => serializer.serialize_none(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use memtools::output::Row;
+
+    use super::*;
+
+    fn kill() -> Kill {
+        Kill {
+            time: "2019-08-01T21:03:39+00:00[+00:00]".parse().expect("a time"),
+            pid: 3297,
+            tid: 3297,
+            comm: "ntpd".into(),
+            victim: Victim {
+                pid: 22516,
+                comm: Some("perl".into()),
+                ..Victim::default()
+            },
+            total_pages: Some(3_850_642),
+            kind: None,
+            limit_cgroup: None,
+            limit_kb: None,
+            order: None,
+            gfp_flags: None,
+            loadavg: Some("0.99 0.39 0.30 3/282 22724".into()),
+            candidates: None,
+            kernel_stack: None,
+            user_stack: None,
+            extended: false,
+        }
+    }
+
+    fn frame(name: &str, offset: u64, module: &str) -> Frame {
+        Frame {
+            address: 0x1000 + offset,
+            symbol: Some((name.into(), offset)),
+            module: Some((module.into(), offset)),
+            kernel: module == "kernel",
+        }
+    }
+
+    fn text(row: &impl Row) -> String {
+        let mut text = Vec::new();
+        row.text(&mut text).expect("memory");
+        String::from_utf8(text).expect("UTF-8")
+    }
+
+    #[test]
+    fn the_line_is_bccs() {
+        assert_eq!(
+            text(&kill()),
+            "21:03:39 Triggered by PID 3297 (\"ntpd\"), OOM kill of PID 22516 (\"perl\"), \
+             3850642 pages, loadavg: 0.99 0.39 0.30 3/282 22724\n"
+        );
+    }
+
+    #[test]
+    fn what_is_not_known_is_a_dash_or_null() {
+        let kill = Kill {
+            total_pages: None,
+            loadavg: None,
+            extended: true,
+            victim: Victim {
+                pid: 7,
+                ..Victim::default()
+            },
+            ..kill()
+        };
+        assert_eq!(
+            text(&kill),
+            "21:03:39 Triggered by PID 3297 (\"ntpd\"), OOM kill of PID 7 (\"-\"), - pages\n    \
+             kind -, cgroup -, limit - KB, order -, gfp -\n    victim: uid -, oom_score_adj -, anon - \
+             KB, file - KB, shmem - KB, swap - KB, page tables - KB, cgroup -\n"
+        );
+        let json = serde_json::to_string(&kill).expect("JSON");
+        assert!(json.contains(r#""total_pages":null,"kind":null"#), "{json}");
+    }
+
+    #[test]
+    fn details_come_below() {
+        let kill = Kill {
+            kind: Some(Kind::Memcg),
+            limit_cgroup: Some("/db.service".into()),
+            limit_kb: Some(8192),
+            order: Some(0),
+            gfp_flags: Some(Gfp(0xcc0)),
+            candidates: Some(vec![Candidate {
+                pid: 5,
+                comm: "sh".into(),
+                oom_score: 667,
+                oom_score_adj: 0,
+                rss_kb: 900,
+            }]),
+            kernel_stack: Some(vec![frame("oom_kill_process", 0x1, "kernel")]),
+            user_stack: Some(vec![frame("main", 0x2, "ntpd")]),
+            extended: true,
+            ..kill()
+        };
+        let text = text(&kill);
+        for line in [
+            "\n    kind memcg, cgroup /db.service, limit 8192 KB, order 0, gfp GFP_KERNEL\n",
+            "\n    next: PID 5 (\"sh\"), oom_score 667, oom_score_adj 0, rss 900 KB\n",
+            "\n    oom_kill_process+0x1 [kernel]\n    --\n    main+0x2 [ntpd]\n",
+        ] {
+            assert!(text.contains(line), "{text}");
+        }
+    }
+}
