@@ -20,9 +20,48 @@ use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork, pipe2, read, write};
 
 use crate::elf;
+use crate::text;
 
-/// A shell-like command line, as words.
-pub fn split(line: &str) -> Result<Vec<String>> {
+/// A command line that can be run.
+#[derive(Debug)]
+pub struct CommandLine {
+    line: String,
+    words: Vec<String>,
+    program: PathBuf,
+}
+
+impl CommandLine {
+    /// Takes words and quotes as a shell does, and finds the program.
+    ///
+    /// # Errors
+    /// If a quote is open, or there is no such program.
+    pub fn parse(line: &str) -> Result<Self> {
+        let words = split(line)?;
+        let program = find_program(&words[0])?;
+        let line = line.to_owned();
+        Ok(Self {
+            line,
+            words,
+            program,
+        })
+    }
+
+    /// The file to run.
+    pub fn program(&self) -> &Path {
+        &self.program
+    }
+
+    /// Starts it, held before exec, and says so on stderr as BCC does.
+    pub fn start(&self) -> Result<HeldCommand> {
+        eprintln!(
+            "Executing '{}' and tracing the resulting process.",
+            text::escape(&self.line)
+        );
+        HeldCommand::start(&self.program, &self.words)
+    }
+}
+
+fn split(line: &str) -> Result<Vec<String>> {
     let words = shell_words::split(line).context("unbalanced quotes in the command")?;
     if words.is_empty() {
         bail!("the command is empty");
@@ -31,7 +70,7 @@ pub fn split(line: &str) -> Result<Vec<String>> {
 }
 
 /// The file that a command's first word names, by PATH if it holds no slash.
-pub fn find_program(name: &str) -> Result<PathBuf> {
+fn find_program(name: &str) -> Result<PathBuf> {
     let runnable = |path: &Path| {
         path.metadata()
             .is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
@@ -146,7 +185,7 @@ pub struct HeldCommand {
 
 impl HeldCommand {
     /// Forks the child. It has our stdin, stdout, stderr and environment.
-    pub fn start(program: &Path, words: &[String]) -> Result<Self> {
+    fn start(program: &Path, words: &[String]) -> Result<Self> {
         let to_c = |word: &OsStr| {
             CString::new(word.as_bytes()).map_err(|_| anyhow!("the command has a NUL byte in it"))
         };

@@ -5,11 +5,10 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 
-use crate::command::{self, HeldCommand};
+use crate::command::{CommandLine, HeldCommand};
 use crate::filter::{Filter, FilterArgs};
 use crate::process::Process;
 use crate::symbolize::Symbolizer;
-use crate::text;
 
 /// It, before it is traced.
 pub struct Target {
@@ -24,7 +23,9 @@ impl Target {
     /// [`Target::release`]. Only the command's own process is traced then.
     pub fn choose(args: &FilterArgs, command: Option<&str>) -> Result<Self> {
         let mut args = args.clone();
-        let command = command.map(start).transpose()?;
+        let command = command
+            .map(|line| CommandLine::parse(line)?.start())
+            .transpose()?;
         if let Some(command) = &command {
             args.pid = vec![command.pid()];
         }
@@ -72,14 +73,4 @@ impl Target {
         let status = self.command.as_mut().map(HeldCommand::finish).transpose()?;
         Ok(status.flatten().map_or(ExitCode::SUCCESS, ExitCode::from))
     }
-}
-
-fn start(line: &str) -> Result<HeldCommand> {
-    let words = command::split(line)?;
-    let program = command::find_program(&words[0])?;
-    eprintln!(
-        "Executing '{}' and tracing the resulting process.",
-        text::escape(line)
-    );
-    HeldCommand::start(&program, &words)
 }

@@ -16,7 +16,7 @@ use anyhow::{Context, Result};
 use libbpf_rs::{MapCore, MapFlags, MapMut};
 use memtools::cli::{self, UsageError};
 use memtools::clock::{self, Clock};
-use memtools::command::{self, HeldCommand};
+use memtools::command::{CommandLine, HeldCommand};
 use memtools::events::Events;
 use memtools::folded::{Line, Part};
 use memtools::losses::Losses;
@@ -157,14 +157,9 @@ struct Target {
 impl Target {
     fn choose(args: &Args) -> Result<Self> {
         if let Some(line) = &args.command {
-            let words = command::split(line)?;
-            let program = command::find_program(&words[0])?;
-            let objects = probes::objects_of_command(&program, args)?;
-            eprintln!(
-                "Executing '{}' and tracing the resulting process.",
-                text::escape(line)
-            );
-            let command = HeldCommand::start(&program, &words)?;
+            let line = CommandLine::parse(line)?;
+            let objects = probes::objects_of_command(line.program(), args)?;
+            let command = line.start()?;
             return Ok(Self {
                 process: Process::open(command.pid())?,
                 objects,

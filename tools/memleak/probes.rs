@@ -126,18 +126,7 @@ fn find(table: &[(&str, Function)], name: &str) -> Option<Function> {
 /// The allocators of a running process: every file that it executes code from and that defines
 /// malloc and free.
 pub(crate) fn objects_of_process(process: &Process, args: &Args) -> Result<Vec<Object>> {
-    let files = process.code_files()?;
-    if files
-        .first()
-        .is_some_and(|program| elf::is_go(&program.file))
-    {
-        bail!(
-            "process {} is a Go program: its runtime moves stacks, which return probes corrupt; use \
-             Go's own heap profile: go tool pprof http://HOST/debug/pprof/heap",
-            process.pid()
-        );
-    }
-    choose(files, args)
+    choose(process.code_files()?, args)
 }
 
 /// The allocators that a command will run with.
@@ -152,20 +141,20 @@ pub(crate) fn objects_of_command(program: &Path, args: &Args) -> Result<Vec<Obje
             name: path,
         });
     }
-    if files
-        .first()
-        .is_some_and(|program| elf::is_go(&program.file))
+    choose(files, args)
+}
+
+/// `files` begins with the program itself.
+fn choose(files: Vec<MappedFile>, args: &Args) -> Result<Vec<Object>> {
+    if let Some(program) = files.first()
+        && elf::is_go(&program.file)
     {
         bail!(
             "{} is a Go program: its runtime moves stacks, which return probes corrupt; use Go's own \
              heap profile: go tool pprof http://HOST/debug/pprof/heap",
-            program.display()
+            program.module()
         );
     }
-    choose(files, args)
-}
-
-fn choose(files: Vec<MappedFile>, args: &Args) -> Result<Vec<Object>> {
     let wanted = |file: &MappedFile| {
         args.obj
             .as_deref()
@@ -237,19 +226,7 @@ pub(crate) fn attach(
 
 /// One link for each role and file, the function in the cookie.
 fn attach_multi(pid: u32, objects: &[Object], args: &Args) -> Result<Attached> {
-    let mut open = open(args)?;
-    for mut program in open.open_object_mut().progs_mut() {
-        let name = program.name().to_string_lossy();
-        let wanted = name.starts_with("multi_") || name == "thread_exit";
-        program.set_autoload(wanted);
-    }
-    let skel = open.load().context("failed to load")?;
-    let mut links = vec![
-        skel.progs
-            .thread_exit
-            .attach()
-            .context("failed to watch exits")?,
-    ];
+    let Attached { skel, mut links } = load(args, |program| program.starts_with("multi_"))?;
     for object in objects {
         let attach =
             |program: &ProgramImpl<'_, _>, functions: Vec<&(Function, usize)>, retprobe| {
@@ -287,18 +264,7 @@ fn attach_multi(pid: u32, objects: &[Object], args: &Args) -> Result<Attached> {
 
 /// One link for each function's entry and return.
 fn attach_perf(pid: u32, objects: &[Object], args: &Args) -> Result<Attached> {
-    let mut open = open(args)?;
-    for mut program in open.open_object_mut().progs_mut() {
-        let multi = program.name().to_string_lossy().starts_with("multi_");
-        program.set_autoload(!multi);
-    }
-    let skel = open.load().context("failed to load")?;
-    let mut links = vec![
-        skel.progs
-            .thread_exit
-            .attach()
-            .context("failed to watch exits")?,
-    ];
+    let Attached { skel, mut links } = load(args, |program| !program.starts_with("multi_"))?;
     for object in objects {
         for &(function, offset) in &object.functions {
             let programs = &skel.progs;
@@ -336,6 +302,20 @@ fn attach_perf(pid: u32, objects: &[Object], args: &Args) -> Result<Attached> {
             }
         }
     }
+    Ok(Attached { skel, links })
+}
+
+/// Loads the programs that are wanted, and attaches what every variant needs.
+fn load(args: &Args, wanted: impl Fn(&str) -> bool) -> Result<Attached> {
+    let mut open = open(args)?;
+    for mut program in open.open_object_mut().progs_mut() {
+        let load = wanted(&program.name().to_string_lossy());
+        program.set_autoload(load);
+    }
+    open.progs.thread_exit.set_autoload(true);
+    let skel = open.load().context("failed to load")?;
+    let exits = skel.progs.thread_exit.attach();
+    let links = vec![exits.context("failed to watch exits")?];
     Ok(Attached { skel, links })
 }
 
