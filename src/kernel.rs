@@ -1,6 +1,7 @@
 //! What this kernel and this user allow, and the remedy where they do not.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::{self, Read};
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
@@ -105,7 +106,27 @@ pub fn page_bytes() -> Result<u64> {
 pub fn btf_has_name(name: &str) -> bool {
     // Names are NUL-terminated in BTF's string section.
     let needle = [b"\0", name.as_bytes(), b"\0"].concat();
-    fs::read(BTF).is_ok_and(|btf| memmem::find(&btf, &needle).is_some())
+    File::open(BTF).is_ok_and(|btf| contains(btf, &needle).unwrap_or(false))
+}
+
+/// Whether the bytes are in a file, of which only a piece is in memory at a time: BTF has six
+/// megabytes, more than all else that a tool holds.
+fn contains(mut file: impl Read, needle: &[u8]) -> io::Result<bool> {
+    let mut piece = vec![0; 256 << 10];
+    let mut kept = 0;
+    loop {
+        let read = file.read(&mut piece[kept..])?;
+        if read == 0 {
+            return Ok(false);
+        }
+        let filled = kept + read;
+        if memmem::find(&piece[..filled], needle).is_some() {
+            return Ok(true);
+        }
+        // What is looked for may go on in the next piece.
+        kept = filled.min(needle.len() - 1);
+        piece.copy_within(filled - kept..filled, 0);
+    }
 }
 
 /// Names of the kernel's own tracepoints, sorted; those of modules are not among them.
@@ -188,6 +209,18 @@ fn check_lockdown(lockdown: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bytes_are_found_across_pieces() {
+        let piece = 256 << 10;
+        for at in [0, 1, piece - 3, piece - 1, piece, 2 * piece - 2] {
+            let mut bytes = vec![b'.'; 3 * piece];
+            bytes[at..at + 4].copy_from_slice(b"name");
+            assert!(contains(&bytes[..], b"name").unwrap(), "at {at}");
+            assert!(!contains(&bytes[..], b"nane").unwrap(), "at {at}");
+        }
+        assert!(!contains(&b""[..], b"name").unwrap());
+    }
 
     #[test]
     fn capabilities_are_read_from_status() {
