@@ -47,7 +47,7 @@ impl Need {
             Need::Guest => (in_guest(), "would use up this machine's memory"),
             Need::Compat => (runs_32_bit(), "this kernel runs no 32-bit programs"),
             Need::SyscallStacks => (
-                !release().starts_with("5."),
+                !["5.", "6.1."].iter().any(|old| release().starts_with(old)),
                 "this kernel tells no kernel stack at a system call",
             ),
         };
@@ -55,7 +55,8 @@ impl Need {
     }
 }
 
-fn release() -> String {
+/// The version of this kernel, such as `6.1.0-56-cloud-amd64`.
+pub(crate) fn release() -> String {
     fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default()
 }
 
