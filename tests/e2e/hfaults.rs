@@ -187,12 +187,12 @@ fn reasons_are_told_apart() -> Result<()> {
     let _pages = HugePages::reserve(10)?;
     // 6.1 refuses fentry on hugetlb_wp() with ENOTSUPP; the tool takes kprobes there.
     let refused = harness::release().starts_with("6.1.");
-    let ways = if refused {
+    let hooks = if refused {
         &["kprobe"][..]
     } else {
         &["fentry", "kprobe"]
     };
-    for &way in ways {
+    for &way in hooks {
         let mut workload = Workload::start("huge", &["7", "3"])?;
         let tool = start(way, &["-e", "-n", "huge"])?;
         let facts = workload.work()?;
