@@ -129,8 +129,9 @@ impl Writer {
         // A guest's /tmp is no disk.
         let parent = env::var_os("MEMTOOLS_DISK").map_or_else(env::temp_dir, PathBuf::from);
         let folder = tempfile::tempdir_in(parent).context("failed to make a folder")?;
-        let group = Group::new(group, 8 << 20)?;
-        let script = "read go && exec head -c 67108864 /dev/zero";
+        // With a lower limit a slow disk does not clean pages fast enough, and the writer is killed.
+        let group = Group::new(group, 32 << 20)?;
+        let script = "read go && exec head -c 100663296 /dev/zero";
         let child = group
             .command("sh".as_ref(), &["-c", script])
             .stdin(Stdio::piped())
