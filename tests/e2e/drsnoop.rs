@@ -63,7 +63,7 @@ fn columns_are_bccs() -> Result<()> {
         "{ended:?}"
     );
     let row = Regex::new(
-        r"^(\d+\.\d{6}000) +0     head           (\d+) +(\d+\.\d\d) +(\d+) +(\d+) memcg$",
+        r"^(\d+\.\d{6}000) +0     dd             (\d+) +(\d+\.\d\d) +(\d+) +(\d+) memcg$",
     )?;
     let (mut rows, mut last) = (0, -1.0);
     for line in lines.by_ref().take_while(|line| !line.is_empty()) {

@@ -3,6 +3,7 @@
 use std::env;
 use std::fs::{self, File};
 use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
@@ -116,8 +117,10 @@ impl Drop for Watermark {
     }
 }
 
-/// A program that is held until it may write 64 MB to a disk, in a memory cgroup of 8 MB: it then
-/// has to reclaim, without swap, and without using up this machine's memory.
+/// A program that is held until it may write 96 MB to a disk, in a memory cgroup of 32 MB: it then
+/// has to reclaim, without swap, and without using up this machine's memory. Each megabyte is on
+/// the disk before the next is written, else a slow disk cleans no pages in time, and the writer is
+/// killed.
 pub(crate) struct Writer {
     child: Child,
     pub(crate) group: Group,
@@ -129,13 +132,18 @@ impl Writer {
         // A guest's /tmp is no disk.
         let parent = env::var_os("MEMTOOLS_DISK").map_or_else(env::temp_dir, PathBuf::from);
         let folder = tempfile::tempdir_in(parent).context("failed to make a folder")?;
-        // With a lower limit a slow disk does not clean pages fast enough, and the writer is killed.
+        let file = File::options()
+            .create(true)
+            .write(true)
+            .truncate(true)
+            .custom_flags(libc::O_DSYNC)
+            .open(folder.path().join("written"))?;
         let group = Group::new(group, 32 << 20)?;
-        let script = "read go && exec head -c 100663296 /dev/zero";
+        let script = "read go && exec dd if=/dev/zero bs=1048576 count=96 2>/dev/null";
         let child = group
             .command("sh".as_ref(), &["-c", script])
             .stdin(Stdio::piped())
-            .stdout(File::create(folder.path().join("written"))?)
+            .stdout(file)
             .spawn()
             .context("failed to start a writer")?;
         Ok(Self {
