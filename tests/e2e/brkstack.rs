@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Need, Test, Tool, Workload, workload};
+use crate::harness::{self, Ended, Tool, Workload, workload};
 
 const LIVE: &str = "tracing brk(2)";
 
@@ -16,55 +16,23 @@ const LIVE: &str = "tracing brk(2)";
 const CALLS: [&str; 3] = ["23", "7", "5"];
 
 pub(crate) fn tests() -> Vec<Trial> {
-    let tests: &[Test] = &[
-        (
-            "every_call_is_counted_by_stack",
-            &[],
-            every_call_is_counted_by_stack,
-        ),
-        ("growth_is_told_apart", &[], growth_is_told_apart),
-        (
-            "bytes_are_those_of_the_growth",
-            &[],
-            bytes_are_those_of_the_growth,
-        ),
-        ("events_have_a_line_each", &[], events_have_a_line_each),
-        ("text_is_stackcounts", &[], text_is_stackcounts),
-        (
-            "a_process_that_has_exited_has_names",
-            &[],
-            a_process_that_has_exited_has_names,
-        ),
-        (
-            "processes_can_be_kept_apart",
-            &[],
-            processes_can_be_kept_apart,
-        ),
-        (
-            "kernel_stacks_are_marked",
-            &[Need::SyscallStacks],
-            kernel_stacks_are_marked,
-        ),
-        ("intervals_add_up", &[], intervals_add_up),
-        ("a_count_ends_it", &[], a_count_ends_it),
-        (
-            "a_command_is_traced_from_its_start",
-            &[],
-            a_command_is_traced_from_its_start,
-        ),
-        (
-            "what_does_not_fit_is_counted",
-            &[],
-            what_does_not_fit_is_counted,
-        ),
-        ("json_agrees", &[], json_agrees),
-        ("the_largest_are_chosen", &[], the_largest_are_chosen),
-        ("a_flame_graph_is_drawn", &[], a_flame_graph_is_drawn),
-    ];
-    tests
-        .iter()
-        .map(|&(name, needs, run)| harness::test(&format!("brkstack::{name}"), needs, run))
-        .collect()
+    harness::tests! { "brkstack":
+        every_call_is_counted_by_stack,
+        growth_is_told_apart,
+        bytes_are_those_of_the_growth,
+        events_have_a_line_each,
+        text_is_stackcounts,
+        a_process_that_has_exited_has_names,
+        processes_can_be_kept_apart,
+        kernel_stacks_are_marked [SyscallStacks],
+        intervals_add_up,
+        a_count_ends_it,
+        a_command_is_traced_from_its_start,
+        what_does_not_fit_is_counted,
+        json_agrees,
+        the_largest_are_chosen,
+        a_flame_graph_is_drawn,
+    }
 }
 
 /// Traces the workload with these options, by its number.

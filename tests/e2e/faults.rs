@@ -9,61 +9,25 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Need, Test, Tool, Workload, workload};
+use crate::harness::{self, Ended, Tool, Workload, workload};
 
 const LIVE: &str = "tracing page faults";
 const PAGES: &str = "1009";
 
 pub(crate) fn tests() -> Vec<Trial> {
-    let tests: &[Test] = &[
-        (
-            "counts_are_those_of_getrusage",
-            &[],
-            counts_are_those_of_getrusage,
-        ),
-        (
-            "minor_and_major_are_told_apart",
-            &[],
-            minor_and_major_are_told_apart,
-        ),
-        (
-            "major_faults_are_counted",
-            &[Need::Disk],
-            major_faults_are_counted,
-        ),
-        (
-            "user_and_kernel_are_told_apart",
-            &[],
-            user_and_kernel_are_told_apart,
-        ),
-        ("bytes_are_pages", &[], bytes_are_pages),
-        (
-            "processes_are_counted_without_stacks",
-            &[],
-            processes_are_counted_without_stacks,
-        ),
-        (
-            "forked_children_that_have_exited_have_names",
-            &[],
-            forked_children_that_have_exited_have_names,
-        ),
-        (
-            "a_command_is_traced_from_its_start",
-            &[],
-            a_command_is_traced_from_its_start,
-        ),
-        ("intervals_add_up", &[], intervals_add_up),
-        ("json_agrees", &[], json_agrees),
-        (
-            "a_process_that_exits_ends_it",
-            &[],
-            a_process_that_exits_ends_it,
-        ),
-    ];
-    tests
-        .iter()
-        .map(|&(name, needs, run)| harness::test(&format!("faults::{name}"), needs, run))
-        .collect()
+    harness::tests! { "faults":
+        counts_are_those_of_getrusage,
+        minor_and_major_are_told_apart,
+        major_faults_are_counted [Disk],
+        user_and_kernel_are_told_apart,
+        bytes_are_pages,
+        processes_are_counted_without_stacks,
+        forked_children_that_have_exited_have_names,
+        a_command_is_traced_from_its_start,
+        intervals_add_up,
+        json_agrees,
+        a_process_that_exits_ends_it,
+    }
 }
 
 /// Traces a workload with these options, by its number.

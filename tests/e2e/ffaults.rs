@@ -8,53 +8,25 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Need, Test, Tool, Workload};
+use crate::harness::{self, Ended, Tool, Workload};
 
 const LIVE: &str = "tracing page faults";
 const PAGES: &str = "1009";
 const HOOKS: [&str; 3] = ["fexit", "kprobe", "event"];
 
 pub(crate) fn tests() -> Vec<Trial> {
-    let tests: &[Test] = &[
-        (
-            "anonymous_memory_has_its_own_line",
-            &[],
-            anonymous_memory_has_its_own_line,
-        ),
-        (
-            "cold_faults_are_counted_once_under_the_files_name",
-            &[Need::Disk],
-            cold_faults_are_counted_once_under_the_files_name,
-        ),
-        (
-            "every_hook_counts_the_same",
-            &[Need::Disk, Need::Kprobes],
-            every_hook_counts_the_same,
-        ),
-        ("paths_are_whole", &[Need::Disk], paths_are_whole),
-        (
-            "writes_are_told_apart",
-            &[Need::Disk],
-            writes_are_told_apart,
-        ),
-        (
-            "minor_faults_are_told_apart",
-            &[],
-            minor_faults_are_told_apart,
-        ),
-        ("processes_are_told_apart", &[], processes_are_told_apart),
-        (
-            "heap_and_stack_have_their_names",
-            &[],
-            heap_and_stack_have_their_names,
-        ),
-        ("intervals_add_up", &[], intervals_add_up),
-        ("json_agrees", &[], json_agrees),
-    ];
-    tests
-        .iter()
-        .map(|&(name, needs, run)| harness::test(&format!("ffaults::{name}"), needs, run))
-        .collect()
+    harness::tests! { "ffaults":
+        anonymous_memory_has_its_own_line,
+        cold_faults_are_counted_once_under_the_files_name [Disk],
+        every_hook_counts_the_same [Disk, Kprobes],
+        paths_are_whole [Disk],
+        writes_are_told_apart [Disk],
+        minor_faults_are_told_apart,
+        processes_are_told_apart,
+        heap_and_stack_have_their_names,
+        intervals_add_up,
+        json_agrees,
+    }
 }
 
 /// Traces a workload with these options, by its number.

@@ -72,8 +72,17 @@ fn runs_32_bit() -> bool {
         .is_ok()
 }
 
-/// A test's name, its needs, and what it does.
-pub(crate) type Test = (&'static str, &'static [Need], fn() -> Result<()>);
+/// A tool's tests, each named after its function, with what it needs in brackets.
+macro_rules! tests {
+    ($tool:literal: $($name:ident $([$($need:ident),+])?),+ $(,)?) => {
+        vec![$($crate::harness::test(
+            concat!($tool, "::", stringify!($name)),
+            &[$($($crate::harness::Need::$need),+)?],
+            $name,
+        )),+]
+    };
+}
+pub(crate) use tests;
 
 /// A test that runs where the kernel has what it needs, and says so by name where it has not.
 pub(crate) fn test(name: &str, needs: &'static [Need], run: fn() -> Result<()>) -> Trial {

@@ -12,6 +12,7 @@ use libbpf_rs::btf::Btf;
 use libbpf_rs::btf::types::DataSec;
 use libbpf_rs::{ObjectBuilder, OpenObject, PrintLevel};
 use libtest_mimic::{Completion, Failed, Trial};
+use memtools::kernel;
 
 use crate::harness;
 
@@ -140,13 +141,8 @@ fn per_cpu_maps(object: &[u8]) -> Result<Vec<String>> {
 
 /// Why this kernel cannot have the program, if it cannot.
 fn not_here(full_name: &str, object: &[u8], program: &str) -> Result<Option<String>> {
-    let btf = fs::read("/sys/kernel/btf/vmlinux").context("no BTF")?;
-    let has = |name: &str| {
-        let name = [b"\0", name.as_bytes(), b"\0"].concat();
-        btf.windows(name.len()).any(|window| window == name)
-    };
     if let Some((_, needed)) = ONLY_WITH.iter().find(|(program, _)| *program == full_name)
-        && !has(needed)
+        && !kernel::btf_has_name(needed)
     {
         return Ok(Some(format!("this kernel has no {needed}")));
     }
@@ -161,7 +157,7 @@ fn not_here(full_name: &str, object: &[u8], program: &str) -> Result<Option<Stri
     } else {
         target.to_owned()
     };
-    if !has(&target) {
+    if !kernel::btf_has_name(&target) {
         return Ok(Some(format!("this kernel has no {target}")));
     }
     Ok(None)

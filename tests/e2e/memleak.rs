@@ -12,154 +12,55 @@ use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::Trial;
 use nix::sys::signal::Signal;
 
-use crate::harness::{self, Ended, Need, Tool, Workload};
+use crate::harness::{self, Ended, Tool, Workload};
 
 /// All end-to-end tests of memleak.
 pub(crate) fn tests() -> Vec<Trial> {
-    let test = |name: &str, needs: &'static [Need], run: fn() -> Result<()>| {
-        harness::test(&format!("memleak::{name}"), needs, run)
-    };
-    vec![
-        test("every_function_is_exact", &[], every_function_is_exact),
-        test(
-            "every_function_is_exact_at_its_entry",
-            &[],
-            every_function_is_exact_at_its_entry,
-        ),
-        test(
-            "costly_entries_are_not_probed",
-            &[],
-            costly_entries_are_not_probed,
-        ),
-        test(
-            "balanced_code_reports_nothing",
-            &[],
-            balanced_code_reports_nothing,
-        ),
-        test("realloc_corner_cases", &[], realloc_corner_cases),
-        test(
-            "failed_calls_are_no_allocations",
-            &[],
-            failed_calls_are_no_allocations,
-        ),
-        test("big_blocks_count_once", &[], big_blocks_count_once),
-        test(
-            "parts_of_mappings_are_unmapped",
-            &[],
-            parts_of_mappings_are_unmapped,
-        ),
-        test("threads_exact", &[], threads_exact),
-        test(
-            "combined_totals_equal_the_blocks",
-            &[],
-            combined_totals_equal_the_blocks,
-        ),
-        test("target_exits_first", &[], target_exits_first),
-        test(
-            "a_command_of_a_few_milliseconds",
-            &[],
-            a_command_of_a_few_milliseconds,
-        ),
-        test(
-            "the_status_of_a_command_is_passed_on",
-            &[],
-            the_status_of_a_command_is_passed_on,
-        ),
-        test(
-            "driven_as_bcc_drives_its_own",
-            &[],
-            driven_as_bcc_drives_its_own,
-        ),
-        test("builds_of_all_kinds", &[], builds_of_all_kinds),
-        test("cxx_names_are_demangled", &[], cxx_names_are_demangled),
-        test("rust_names_are_demangled", &[], rust_names_are_demangled),
-        test(
-            "another_libc_in_another_mount_namespace",
-            &[],
-            another_libc_in_another_mount_namespace,
-        ),
-        test(
-            "a_deleted_program_still_has_names",
-            &[],
-            a_deleted_program_still_has_names,
-        ),
-        test(
-            "generated_code_has_its_perf_map_names",
-            &[],
-            generated_code_has_its_perf_map_names,
-        ),
-        test(
-            "stacks_are_complete_with_frame_pointers",
-            &[],
-            stacks_are_complete_with_frame_pointers,
-        ),
-        test(
-            "deep_stacks_are_cut_and_counted",
-            &[],
-            deep_stacks_are_cut_and_counted,
-        ),
-        test(
-            "stacks_that_do_not_fit_are_counted",
-            &[],
-            stacks_that_do_not_fit_are_counted,
-        ),
-        test(
-            "blocks_that_do_not_fit_are_counted",
-            &[],
-            blocks_that_do_not_fit_are_counted,
-        ),
-        test(
-            "events_that_do_not_fit_are_counted",
-            &[],
-            events_that_do_not_fit_are_counted,
-        ),
-        test("json_agrees_with_text", &[], json_agrees_with_text),
-        test("folded_weighs_by_bytes", &[], folded_weighs_by_bytes),
-        test("sizes_are_filtered", &[], sizes_are_filtered),
-        test("sort_and_top", &[], sort_and_top),
-        test("age_is_filtered", &[], age_is_filtered),
-        test("trace_prints_every_call", &[], trace_prints_every_call),
-        test(
-            "show_allocs_lists_every_block",
-            &[],
-            show_allocs_lists_every_block,
-        ),
-        test("objects_can_be_named", &[], objects_can_be_named),
-        test("a_tenth_is_recorded", &[], a_tenth_is_recorded),
-        test(
-            "reports_come_at_their_interval",
-            &[],
-            reports_come_at_their_interval,
-        ),
-        test("silence_is_explained", &[], silence_is_explained),
-        test(
-            "a_reader_that_leaves_ends_it",
-            &[],
-            a_reader_that_leaves_ends_it,
-        ),
-        test("bad_targets_are_named", &[], bad_targets_are_named),
-        test(
-            "a_32_bit_process_is_refused",
-            &[Need::Compat],
-            a_32_bit_process_is_refused,
-        ),
-        test(
-            "missing_privilege_is_named",
-            &[],
-            missing_privilege_is_named,
-        ),
-        test("missing_btf_is_named", &[], missing_btf_is_named),
-        test(
-            "killed_it_leaves_nothing_behind",
-            &[],
-            killed_it_leaves_nothing_behind,
-        ),
-        test(
-            "names_cannot_reach_the_terminal",
-            &[],
-            names_cannot_reach_the_terminal,
-        ),
-    ]
+    harness::tests! { "memleak":
+        every_function_is_exact,
+        every_function_is_exact_at_its_entry,
+        costly_entries_are_not_probed,
+        balanced_code_reports_nothing,
+        realloc_corner_cases,
+        failed_calls_are_no_allocations,
+        big_blocks_count_once,
+        parts_of_mappings_are_unmapped,
+        threads_exact,
+        combined_totals_equal_the_blocks,
+        target_exits_first,
+        a_command_of_a_few_milliseconds,
+        the_status_of_a_command_is_passed_on,
+        driven_as_bcc_drives_its_own,
+        builds_of_all_kinds,
+        cxx_names_are_demangled,
+        rust_names_are_demangled,
+        another_libc_in_another_mount_namespace,
+        a_deleted_program_still_has_names,
+        generated_code_has_its_perf_map_names,
+        stacks_are_complete_with_frame_pointers,
+        deep_stacks_are_cut_and_counted,
+        stacks_that_do_not_fit_are_counted,
+        blocks_that_do_not_fit_are_counted,
+        events_that_do_not_fit_are_counted,
+        json_agrees_with_text,
+        folded_weighs_by_bytes,
+        sizes_are_filtered,
+        sort_and_top,
+        age_is_filtered,
+        trace_prints_every_call,
+        show_allocs_lists_every_block,
+        objects_can_be_named,
+        a_tenth_is_recorded,
+        reports_come_at_their_interval,
+        silence_is_explained,
+        a_reader_that_leaves_ends_it,
+        bad_targets_are_named,
+        a_32_bit_process_is_refused [Compat],
+        missing_privilege_is_named,
+        missing_btf_is_named,
+        killed_it_leaves_nothing_behind,
+        names_cannot_reach_the_terminal,
+    }
 }
 
 const READY: &str = "probes in";
