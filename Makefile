@@ -26,7 +26,8 @@ CARGO = cargo
 FLAGS = --release --locked --features static --target $(TARGET)
 
 BUILD_PACKAGES = clang gcc libc6-dev libelf-dev zlib1g-dev libzstd-dev pkg-config
-TEST_PACKAGES  = clang-format g++ binutils
+LINT_PACKAGES  = clang-format
+TEST_PACKAGES  = g++ binutils musl-tools libjemalloc-dev libtcmalloc-minimal4 libmimalloc2.0 redis-tools python3
 
 .PHONY: build deps demo test lint test-host test-vm install bench clean vmlinux
 
@@ -45,9 +46,9 @@ demo: build
 test: lint test-host test-vm
 
 lint: deps
-	@scripts/need $(TEST_PACKAGES)
+	@scripts/need $(LINT_PACKAGES)
 	$(CARGO) fmt --check
-	clang-format --dry-run -Werror bpf/*.bpf.c bpf/include/*.[ch] tests/workload/*.[ch] tests/workload/*.cc benches/*.c
+	clang-format --dry-run -Werror bpf/*.bpf.c bpf/include/*.[ch] tests/workload/*.[ch] tests/workload/*.cc benches/*.[ch]
 	$(CARGO) clippy $(FLAGS) --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(FLAGS) --no-deps --lib --document-private-items
 
@@ -56,6 +57,7 @@ test-host: build
 	scripts/test-host $(FLAGS) -- $(TEST)
 
 test-vm: build
+	@scripts/need $(TEST_PACKAGES)
 	scripts/test-vm "$(KERNEL)" $(FLAGS) -- $(TEST)
 
 install: build
@@ -68,6 +70,12 @@ install: build
 
 bench: build
 	benches/run
+	benches/live
+	benches/kernel
+	benches/events
+	benches/start
+	benches/stacks
+	benches/faults
 
 clean:
 	$(CARGO) clean

@@ -29,17 +29,21 @@ fn main() -> Result<()> {
         .collect::<Result<Vec<_>>>()?;
     sources.retain(|path| path.to_string_lossy().ends_with(".bpf.c"));
     sources.push(bpf.join("include/shared.bpf.c"));
+    sources.push(bpf.join("include/follow.bpf.c"));
 
     let mut objects = String::from("&[\n");
     for source in sources {
         let file = source.file_name().unwrap_or_default().to_string_lossy();
         let name = file.trim_end_matches(".bpf.c");
+        // Compare-and-exchange, of the programs that use it, is of the third instruction set.
+        let cpu = if name == "memleak" { "v3" } else { "v2" };
         SkeletonBuilder::new()
             .source(&source)
             .obj(out.join(format!("{name}.bpf.o")))
             .clang(env::var("CLANG").unwrap_or_else(|_| "clang".into()))
             .clang_args([
                 format!("-D__TARGET_ARCH_{bpf_arch}"),
+                format!("-mcpu={cpu}"),
                 format!("-I{}", bpf.join("include").display()),
                 format!("-I{}", bpf.join("vmlinux").join(&arch).display()),
                 // vmlinux.h of 6.18 and later uses tagged anonymous structs.
@@ -55,7 +59,10 @@ fn main() -> Result<()> {
                     source.display()
                 )
             })?;
-        objects += &format!("    ({name:?}, include_bytes!(\"{name}.bpf.o\")),\n");
+        // The types that tools share have no programs of their own.
+        if name != "shared" {
+            objects += &format!("    ({name:?}, include_bytes!(\"{name}.bpf.o\")),\n");
+        }
     }
     fs::write(out.join("objects.rs"), objects + "]\n").context("failed to list the objects")?;
 

@@ -1,58 +1,68 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * pairs COUNT: malloc and free of 64 bytes, COUNT times, from eight functions
- * deep. Prints the nanoseconds of a pair. tests/workload/workload.h has the
- * protocol: it is held until the tool beside it is ready.
+ * pairs COUNT [THREADS]: malloc and free of 64 bytes, COUNT times in each of
+ * THREADS threads (1), from eight functions deep. Prints the nanoseconds of a
+ * pair. tests/workload/workload.h has the protocol: it is held until the tool
+ * beside it is ready.
  */
-#include "../tests/workload/workload.h"
+#include "bench.h"
 
-#include <time.h>
+#include <pthread.h>
 
-static unsigned long pairs;
+/* Before it counts, for tools that do more at their start: pairs, and microseconds to wait. */
+#define WARM_UP_PAIRS 1009
+#define WARM_UP_US    500000
+
+static pthread_barrier_t barrier;
 
 STEP static void innermost(void)
 {
-	for (unsigned long i = 0; i < pairs; i++) {
+	for (unsigned long i = 0; i < operations; i++) {
 		void *volatile block = malloc(64);
 
 		free(block);
 	}
 }
 
-#define LEVEL(name, below)                                                                         \
-	STEP static void name(void)                                                                \
-	{                                                                                          \
-		below();                                                                           \
-		__asm__ volatile("");                                                              \
-	}
-
-LEVEL(level7, innermost)
-LEVEL(level6, level7)
-LEVEL(level5, level6)
-LEVEL(level4, level5)
-LEVEL(level3, level4)
-LEVEL(level2, level3)
-LEVEL(level1, level2)
-
-static double now(void)
+static void *thread(void *unused)
 {
-	struct timespec time;
+	pthread_barrier_wait(&barrier);
+	level1();
+	return unused;
+}
 
-	clock_gettime(CLOCK_MONOTONIC, &time);
-	return time.tv_sec * 1e9 + time.tv_nsec;
+static double nanoseconds_of(unsigned long threads)
+{
+	pthread_t others[threads];
+	double start;
+
+	if (pthread_barrier_init(&barrier, NULL, threads))
+		die("cannot make a barrier");
+	for (unsigned long i = 1; i < threads; i++)
+		if (pthread_create(&others[i], NULL, thread, NULL))
+			die("cannot start a thread");
+	pthread_barrier_wait(&barrier);
+	start = now();
+	level1();
+	for (unsigned long i = 1; i < threads; i++)
+		pthread_join(others[i], NULL);
+	return now() - start;
 }
 
 int main(int argc, char **argv)
 {
-	if (argc != 2)
-		usage("COUNT");
-	pairs = count(argv[1]);
+	unsigned long threads = 1;
+
+	if (argc == 3)
+		threads = count(argv[2]);
+	if (argc < 2 || argc > 3 || !threads)
+		usage("COUNT [THREADS]");
 	ready();
-
-	double start = now();
-
+	operations = WARM_UP_PAIRS;
 	level1();
-	fact("ns", "%.1f", (now() - start) / pairs);
+	usleep(WARM_UP_US);
+	operations = count(argv[1]);
+	fact("ns", "%.1f", nanoseconds_of(threads) / operations);
 	done();
 	return 0;
 }

@@ -127,8 +127,7 @@ static __always_inline int begin(struct bpf_raw_tracepoint_args *ctx)
 		return 0;
 	reclaim.gfp_flags = gfp_first ? first : second;
 	reclaim.order = gfp_first ? second : first;
-	if (want_free_pages)
-		reclaim.free_pages = free_pages();
+	reclaim.free_pages = want_free_pages ? free_pages() : FREE_PAGES_UNKNOWN;
 	reclaim.since_ns = bpf_ktime_get_ns();
 	if (bpf_map_update_elem(&reclaims, &thread, &reclaim, BPF_ANY))
 		count_loss(calls);

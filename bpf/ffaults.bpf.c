@@ -6,6 +6,7 @@
  * or by kprobe and kretprobe; else the software perf event page-faults with
  * bpf_find_vma(), 5.17 and later. tools/ffaults/main.rs chooses.
  */
+#include "count.bpf.h"
 #include "file.bpf.h"
 #include "filter.bpf.h"
 
@@ -53,12 +54,7 @@ struct count_key *unused_count_key __attribute__((unused));
 const volatile __u8 by_process;
 const volatile __u8 full_path;
 
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 16384);
-	__type(key, struct count_key);
-	__type(value, struct count);
-} counts SEC(".maps");
+COUNTS(counts, struct count_key, struct count, COUNT_KEYS);
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
@@ -147,15 +143,9 @@ static __noinline int count_fault(struct vm_area_struct *vma, __u32 pid, __u32 f
 		key.pid = pid;
 		bpf_get_current_comm(key.comm, sizeof(key.comm));
 	}
-	count = bpf_map_lookup_elem(&counts, &key);
-	if (!count) {
-		bpf_map_update_elem(&counts, &key, (const void *)&no_count, BPF_NOEXIST);
-		count = bpf_map_lookup_elem(&counts, &key);
-		if (!count) {
-			count_loss(entries);
-			return 0;
-		}
-	}
+	count = count_of(&counts, &key, (const void *)&no_count);
+	if (!count)
+		return 0;
 	__sync_fetch_and_add(&count->faults, 1);
 	if (major)
 		__sync_fetch_and_add(&count->major, 1);

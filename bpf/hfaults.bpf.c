@@ -3,7 +3,7 @@
  * hfaults: faults on huge pages, by process.
  *
  * Hooks, of which tools/hfaults chooses what is asked for and possible:
- *   hugetlb_fault                  fentry, else kprobe
+ *   hugetlb_fault                  fentry, else kprobe; with -e also its return
  *   page-faults software event     where neither can be had: 5.17 and later, as
  *                                  the fault's mapping must be looked up
  *   hugetlb_wp, alloc_hugetlb_folio and their older names: why a page faulted
@@ -36,7 +36,7 @@ struct fault_key {
 };
 struct fault_key *unused_fault_key __attribute__((unused));
 
-/* A fault that some thread is in, or was in last. */
+/* A fault that some thread is in. */
 struct fault {
 	struct fault_key key;
 	__u32 allocated; /* a page was allocated for it */
@@ -47,12 +47,7 @@ const volatile __u8 by_size;
 const volatile __u8 by_reason;
 const volatile __u32 page_shift_base = 12;
 
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, COUNT_KEYS);
-	__type(key, struct fault_key);
-	__type(value, __u64);
-} counts SEC(".maps");
+COUNTS(counts, struct fault_key, __u64, COUNT_KEYS);
 
 /* By thread; used with by_reason. */
 struct {
@@ -90,12 +85,28 @@ static __always_inline int hugetlb_fault_begins(struct vm_area_struct *vma)
 		return 0;
 	if (by_size)
 		fault.key.page_shift = page_shift_of(vma);
-	if (by_reason) {
-		fault.key.reason = REASON_NO_PAGE;
-		if (bpf_map_update_elem(&faults, &thread, &fault, BPF_ANY))
-			count_loss(calls);
+	if (!by_reason) {
+		count_add(&counts, &fault.key, 1);
+		return 0;
 	}
-	count_add(&counts, &fault.key, 1);
+	fault.key.reason = REASON_NO_PAGE;
+	if (bpf_map_update_elem(&faults, &thread, &fault, BPF_ANY))
+		count_loss(calls);
+	return 0;
+}
+
+/* With by_reason: then it is known. */
+static __always_inline int hugetlb_fault_ends(void)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+	struct fault *fault = bpf_map_lookup_elem(&faults, &thread);
+	struct fault_key key;
+
+	if (!fault)
+		return 0;
+	key = fault->key;
+	bpf_map_delete_elem(&faults, &thread);
+	count_add(&counts, &key, 1);
 	return 0;
 }
 
@@ -111,6 +122,18 @@ int BPF_KPROBE(fault_kprobe, struct mm_struct *mm, struct vm_area_struct *vma)
 	return hugetlb_fault_begins(vma);
 }
 
+SEC("?fexit/hugetlb_fault")
+int fault_end_fentry(void *ctx)
+{
+	return hugetlb_fault_ends();
+}
+
+SEC("?kretprobe/hugetlb_fault")
+int fault_end_kprobe(void *ctx)
+{
+	return hugetlb_fault_ends();
+}
+
 static __always_inline int page_is_allocated(void)
 {
 	__u64 thread = bpf_get_current_pid_tgid();
@@ -124,21 +147,15 @@ static __always_inline int page_is_allocated(void)
 /*
  * The function for write faults is also called for a page that has just been
  * brought in, to spare a second fault. If none has been allocated before, the
- * page was there, and the fault is counted where it belongs.
+ * page was there.
  */
 static __always_inline int page_is_write_protected(void)
 {
 	__u64 thread = bpf_get_current_pid_tgid();
 	struct fault *fault = bpf_map_lookup_elem(&faults, &thread);
-	struct fault_key key;
 
-	if (!fault || fault->allocated || fault->key.reason != REASON_NO_PAGE)
-		return 0;
-	key = fault->key;
-	count_add(&counts, &key, -1);
-	key.reason = REASON_COPY_ON_WRITE;
-	fault->key.reason = REASON_COPY_ON_WRITE;
-	count_add(&counts, &key, 1);
+	if (fault && !fault->allocated)
+		fault->key.reason = REASON_COPY_ON_WRITE;
 	return 0;
 }
 
@@ -154,7 +171,7 @@ REASON_PROBES(hugetlb_wp, page_is_write_protected)
 REASON_PROBES(hugetlb_cow, page_is_write_protected)
 /* clang-format on */
 
-/* A thread's last fault must not be that of the next one with its number. */
+/* A thread whose return was not seen must not leave its fault to the next one with its number. */
 SEC("?raw_tp/sched_process_exit")
 int thread_exit(void *ctx)
 {

@@ -1,45 +1,76 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
- * memleak: memory that was allocated and not freed, by call stack.
+ * memleak: memory that processes allocated and did not free, by call stack.
  *
- * Hooks: uprobes on the allocation functions of the target (entry and return),
- * on free (entry), and sched_process_exit to forget a thread's call in flight.
+ * Hooks: uprobes on the target's functions that allocate and map (entry and
+ * return) and that free (entry); sched_process_exec and sched_process_exit.
  *
- * Blocks of the allocator live in the map `blocks`, keyed by address. Mappings
- * (mmap, munmap, mremap) can be unmapped in part, which takes an ordered map:
- * they go to user space as events, in order, and are kept there.
+ * Live blocks are in the maps of live.bpf.h. Mappings (mmap, munmap, mremap)
+ * can be unmapped in part, which takes an ordered map: they go to user space as
+ * events, in order, and are kept there.
  *
- * Every handler exists twice, for one perf uprobe per function and for one
- * multi-uprobe link per role with the function in its cookie (6.13 and later);
- * tools/memleak/probes.rs chooses.
+ * The handlers are attached in three ways, from the best down; tools/memleak/
+ * probes.rs chooses: one uprobe session link for all functions of a file, with
+ * their signatures in its cookies (6.13 and later); a perf uprobe for each
+ * entry and return, with cookies (5.15); the same with the signatures in entry_0
+ * to entry_15, and all blocks in a hash map.
  */
 #include "event.bpf.h"
+#include "filter.bpf.h"
 #include "stack.bpf.h"
+
+/* The process that a block belongs to, in the tool's PID namespace. */
+static __always_inline __u32 process_of_current(void)
+{
+	return ids_of_current().pid;
+}
+
+#include "live.bpf.h"
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
-/* The functions probed; tools/memleak/probes.rs has their names. */
-enum function {
-	FUNCTION_MALLOC,
-	FUNCTION_CALLOC,
-	FUNCTION_REALLOC,
-	FUNCTION_REALLOCARRAY,
-	FUNCTION_POSIX_MEMALIGN,
-	FUNCTION_ALIGNED_ALLOC,
-	FUNCTION_MEMALIGN,
-	FUNCTION_VALLOC,
-	FUNCTION_PVALLOC,
-	FUNCTION_MMAP,
-	FUNCTION_MUNMAP,
-	FUNCTION_MREMAP,
+/* What a probed function does. */
+enum function_kind {
+	FUNCTION_ALLOCATE,
 	FUNCTION_FREE,
+	FUNCTION_MAP,
+	FUNCTION_UNMAP,
+	FUNCTION_REMAP,
 };
+
+/*
+ * How a call of a probed function is read: 4 bits each for its kind, for the
+ * number of the argument, from 1, that has what the shift names (0: none), and
+ * for flags. tools/memleak/signature.rs packs it.
+ */
+enum signature_shift {
+	SIGNATURE_KIND = 0,
+	SIGNATURE_SIZE = 4, /* bytes, or bytes of each of the count */
+	SIGNATURE_COUNT = 8,
+	SIGNATURE_ADDRESS = 12, /* the block that it frees, resizes or unmaps */
+	SIGNATURE_RESULT = 16,	/* where it stores the new block, and returns an errno */
+	SIGNATURE_WRAPS = 20,	/* 1 if it may free by calling another probed function */
+};
+enum signature_shift unused_shift __attribute__((unused));
+
+/* mmap, munmap and mremap are what they are everywhere. */
+#define MAP_FIXED	 0x10
+#define MREMAP_DONTUNMAP 4
+
+#define SIGNATURES 16
+
+/* Bytes before and behind a function that frees, where only the allocator's own code is. */
+#define BESIDE_FREE 4096ULL
 
 enum event_kind {
 	EVENT_MAP,	    /* [address, address + size) was mapped by the caller in `stack` */
 	EVENT_MAP_IGNORED,  /* the same, but the options exclude it */
 	EVENT_UNMAP,	    /* it is about to be unmapped */
 	EVENT_UNMAP_FAILED, /* the last EVENT_UNMAP of this thread did not happen */
+	EVENT_EXEC,	    /* the process is another program; its execs are in `size` */
+	EVENT_EXIT,	    /* it is gone, and so is the process */
+	EVENT_FREED_TWICE,  /* the address was freed and not allocated since */
+	EVENT_CROWDED,	    /* live blocks will want another map soon */
 	EVENT_ALLOC_ENTER,  /* --trace only, as the two below */
 	EVENT_ALLOC_EXIT,
 	EVENT_FREE_ENTER,
@@ -53,83 +84,155 @@ struct event {
 	__u32 pid;
 	__u32 tid;
 	enum event_kind kind;
-	enum function function;
+	__u32 level; /* of sampling, at which it was recorded */
 	char comm[16];
 };
 struct event *unused_event __attribute__((unused));
 
-/* A live block. Its address is the key. */
-struct block {
-	__u64 size;    /* bytes asked for */
-	__u64 time_ns; /* CLOCK_MONOTONIC at allocation */
-	__u64 stack;   /* id in `stacks`, 0: lost */
+/* A thread of the target. Its call is the outermost that allocates or maps. */
+struct thread {
+	__u64 sp;		/* stack pointer at the call's entry; 0: in none */
+	__u64 size;		/* bytes asked for; saturated where the product overflows */
+	__u64 address;		/* of the old block (realloc) or mapping */
+	__u64 result;		/* where the new address will be stored (posix_memalign), or 0 */
+	__u64 freed;		/* the last address given to a function that calls free */
+	struct live_block held; /* the old block, until the outcome is known */
+	enum function_kind kind;
+	__u8 recorded; /* the options want it */
+	__u8 replaces; /* `held` is one; a mapping is being unmapped; MAP_FIXED */
+	__u8 level;    /* of sampling, at which that was decided */
+	__u8 reserved;
+};
+struct thread *unused_thread __attribute__((unused));
+
+/* What is added up by stack with --combined-only and --mode. */
+struct total_key {
+	__u64 stack;
+	__u32 pid;
+	__u32 execs; /* how often its thread or an ancestor of that has called exec */
 };
 
-/* An allocation function that some thread is in. */
-struct call {
-	__u64 sp;      /* stack pointer at entry */
-	__u64 size;    /* bytes asked for; saturated where the product overflows */
-	__u64 pointer; /* old block (realloc), result's address (posix_memalign), flags (mmap) */
-	__u16 function;
-	__u8 recorded;	/* the options want it */
-	__u8 holds_old; /* `held` has the old block, until the outcome is known */
-};
-
-/* Blocks allocated by one stack and not freed. */
 struct total {
 	__u64 bytes;
 	__u64 count;
+	/* As they were at the peak with this number; if that is not the last one, they still are.
+	 */
+	__u64 bytes_at_peak;
+	__u64 count_at_peak;
+	__u64 peak;
 };
-
-#define MAP_FIXED	 0x10
-#define MREMAP_DONTUNMAP 4
 
 /* Options, set before load. */
 const volatile __u64 min_size;
 const volatile __u64 max_size = ~0ULL;
 const volatile __u32 sample_rate = 1;
+const volatile __u32 sample_bytes; /* mean distance between records, 0: off */
+const volatile __u32 level_bytes;  /* the same at level 0 if levels can be raised, else 0 */
+const volatile __u32 signatures[SIGNATURES]; /* of entry_0 and so on */
+const volatile __u64 churn_ns;		     /* add up what was freed at a lesser age */
 const volatile __u8 trace_calls;
-const volatile __u8 keep_totals;
+const volatile __u8 keep_totals; /* add up what is live */
+const volatile __u8 only_totals; /* add up what is allocated, and keep no block */
+const volatile __u8 follow_peak; /* keep totals, and what they were when they were most */
 
-/* Set by the first probe that fires. */
-__u8 seen;
+/*
+ * Runs of the programs on probes. CPUs count beside each other: one word for
+ * all would cost each run a cache miss. A CPU that has another one's number
+ * modulo HIT_SHARDS shares its word, which is why it is added to atomically.
+ */
+#define HIT_SHARDS 64
+struct hits {
+	__u64 count;
+	__u64 recorded; /* of these, entries of calls that are to be recorded */
+	__u64 rest_of_line[6];
+} hits[HIT_SHARDS] __attribute__((aligned(64)));
 
+/* Calls of free and the like. */
+struct {
+	__u64 unknown;	/* of what was not recorded, such as what is older than the trace */
+	__u64 twice;	/* of what was freed before */
+	__u64 replaced; /* that were not seen: the address was allocated again */
+} frees;
+
+/*
+ * When most was outstanding, for --mode peak. No stack is looked at then: what it
+ * had is noted by whoever changes it next.
+ */
+struct peak {
+	__u64 outstanding; /* bytes now */
+	__u64 bytes;	   /* the most so far */
+	__u64 number;	   /* of times that there were more than ever */
+	__u64 time_ns;	   /* of the last one, CLOCK_MONOTONIC */
+	__u64 execs;	   /* then */
+} peak;
+
+/* By thread, as bpf_get_current_pid_tgid() returns it. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 1); /* --max-allocs */
-	__type(key, __u64);	/* address */
-	__type(value, struct block);
-} blocks SEC(".maps");
-
-/* By thread: pid_tgid as bpf_get_current_pid_tgid() returns it. */
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 32768);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(max_entries, 65536);
 	__type(key, __u64);
-	__type(value, struct call);
-} calls SEC(".maps");
+	__type(value, struct thread);
+} threads SEC(".maps");
+
+/* A map of its own, as user space must be able to write it at any time. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, __u32);
+} sampling_level SEC(".maps");
+
+/* So many fit above BORN_TIME_BITS. */
+#define MAX_LEVELS 32
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 32768);
-	__type(key, __u64);
-	__type(value, struct block);
-} held SEC(".maps");
-
-/* By stack; used with --combined-only. */
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
 	__uint(max_entries, 16384);
-	__type(key, __u64);
+	__type(key, struct total_key);
 	__type(value, struct total);
 } totals SEC(".maps");
 
+const volatile struct thread no_thread;
 const volatile struct total no_total;
 
-static __always_inline bool wanted(__u64 size)
+static __always_inline struct hits *hits_of_cpu(void)
 {
+	return &hits[bpf_get_smp_processor_id() % HIT_SHARDS];
+}
+
+static __always_inline void count_hit(void)
+{
+	__sync_fetch_and_add(&hits_of_cpu()->count, 1);
+}
+
+/* The level at which user space wants to have it sampled now. */
+static __always_inline __u32 current_level(void)
+{
+	__u32 zero = 0, *level;
+
+	if (!level_bytes)
+		return 0;
+	level = bpf_map_lookup_elem(&sampling_level, &zero);
+	return level ? *level % MAX_LEVELS : 0;
+}
+
+/* The mean distance between records; tools/memleak/sampling.rs has the same. */
+static __always_inline __u64 distance(__u32 level)
+{
+	return level ? (__u64)level_bytes << level : sample_bytes;
+}
+
+static __always_inline bool wanted(__u64 size, __u32 level)
+{
+	__u64 bytes = distance(level);
+
 	if (size < min_size || size > max_size)
 		return false;
+	/* With a probability in proportion to the size; tools/memleak/sampling.rs counts on it. */
+	if (size < bytes)
+		return bpf_get_prandom_u32() < (size << 32) / bytes;
 	return sample_rate <= 1 || bpf_get_prandom_u32() % sample_rate == 0;
 }
 
@@ -143,322 +246,508 @@ static __always_inline __u64 product(__u64 count, __u64 size)
 	return size > limit ? ~0ULL : count * size;
 }
 
-static __noinline int emit(__u32 kind, __u32 function, __u64 address, __u64 size, __u64 stack)
+static __always_inline __u32 field(__u64 signature, __u32 shift)
+{
+	return signature >> shift & 15;
+}
+
+/* The argument with this number. Registers are read at constant offsets, as the verifier wants. */
+static __noinline __u64 argument(struct pt_regs *ctx, __u32 number)
+{
+	__u64 value = 0;
+
+	if (number == 1)
+		value = PT_REGS_PARM1(ctx);
+	barrier_var(value);
+	if (number == 2)
+		value = PT_REGS_PARM2(ctx);
+	barrier_var(value);
+	if (number == 3)
+		value = PT_REGS_PARM3(ctx);
+	barrier_var(value);
+	if (number == 4)
+		value = PT_REGS_PARM4(ctx);
+	barrier_var(value);
+	if (number == 5)
+		value = PT_REGS_PARM5(ctx);
+	barrier_var(value);
+	if (number == 6)
+		value = PT_REGS_PARM6(ctx);
+	return value;
+}
+
+static __noinline int emit_sampled(__u32 kind, __u64 address, __u64 size, __u64 stack, __u32 level)
 {
 	struct event *event = event_reserve(sizeof(*event));
-	__u64 thread = bpf_get_current_pid_tgid();
+	struct task_ids ids;
 
 	if (!event)
 		return 0;
+	ids = ids_of_current();
 	event->time_ns = bpf_ktime_get_ns();
 	event->address = address;
 	event->size = size;
 	event->stack = stack;
-	event->pid = thread >> 32;
-	event->tid = (__u32)thread;
+	event->pid = ids.pid;
+	event->tid = ids.tid;
 	event->kind = kind;
-	event->function = function;
+	event->level = level;
 	bpf_get_current_comm(event->comm, sizeof(event->comm));
 	bpf_ringbuf_submit(event, 0);
 	return 0;
 }
 
+static __always_inline int emit(__u32 kind, __u64 address, __u64 size, __u64 stack)
+{
+	return emit_sampled(kind, address, size, stack, 0);
+}
+
+static int ask_for_room(void)
+{
+	return emit(EVENT_CROWDED, 0, 0, 0);
+}
+
+static __always_inline __u32 execs_of_current(void)
+{
+	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+
+	return BPF_CORE_READ(task, self_exec_id);
+}
+
+static __always_inline struct total_key total_key_of(__u64 stack)
+{
+	return (struct total_key){
+		.stack = stack,
+		.pid = process_of_current(),
+		.execs = execs_of_current(),
+	};
+}
+
+/* A total is about to change. */
+static __always_inline void note_peak(struct total *total)
+{
+	if (!follow_peak || total->peak == peak.number)
+		return;
+	total->bytes_at_peak = total->bytes;
+	total->count_at_peak = total->count;
+	total->peak = peak.number;
+}
+
+/* It has changed. */
+static __always_inline void outstanding_changes(__u64 bytes)
+{
+	if (!follow_peak)
+		return;
+	__sync_fetch_and_add(&peak.outstanding, bytes);
+	if (peak.outstanding <= peak.bytes)
+		return;
+	peak.bytes = peak.outstanding;
+	peak.time_ns = bpf_ktime_get_ns();
+	peak.execs = execs_of_current();
+	__sync_fetch_and_add(&peak.number, 1);
+}
+
 static __noinline int total_add(__u64 stack, __u64 bytes)
 {
-	struct total *total = bpf_map_lookup_elem(&totals, &stack);
+	struct total_key key = total_key_of(stack);
+	struct total *total = bpf_map_lookup_elem(&totals, &key);
 
 	if (!total) {
-		bpf_map_update_elem(&totals, &stack, (const void *)&no_total, BPF_NOEXIST);
-		total = bpf_map_lookup_elem(&totals, &stack);
+		bpf_map_update_elem(&totals, &key, (const void *)&no_total, BPF_NOEXIST);
+		total = bpf_map_lookup_elem(&totals, &key);
 		if (!total) {
 			count_loss(entries);
 			return 0;
 		}
 	}
+	note_peak(total);
 	__sync_fetch_and_add(&total->bytes, bytes);
 	__sync_fetch_and_add(&total->count, 1);
+	outstanding_changes(bytes);
 	return 0;
 }
 
 static __noinline int total_subtract(__u64 stack, __u64 bytes)
 {
-	struct total *total = bpf_map_lookup_elem(&totals, &stack);
+	struct total_key key = total_key_of(stack);
+	struct total *total = bpf_map_lookup_elem(&totals, &key);
 
 	if (total) {
+		note_peak(total);
 		__sync_fetch_and_add(&total->bytes, -bytes);
 		__sync_fetch_and_add(&total->count, -1);
+		outstanding_changes(-bytes);
 	}
 	return 0;
 }
 
-static __noinline int block_insert(__u64 address, __u64 size, __u64 stack)
+/* A block has left the live ones. */
+static __always_inline void block_freed(const struct live_block *block)
 {
-	struct block block = {
-		.size = size,
-		.time_ns = bpf_ktime_get_ns(),
-		.stack = stack,
-	};
-
-	if (bpf_map_update_elem(&blocks, &address, &block, BPF_ANY)) {
-		count_loss(entries);
-		return 0;
-	}
 	if (keep_totals)
-		total_add(stack, size);
-	return 0;
-}
-
-/* Forget the block at `address`. Returns 0 if there was none. */
-static __noinline int block_remove(__u64 address)
-{
-	struct block *block = bpf_map_lookup_elem(&blocks, &address);
-	__u64 stack, size;
-
-	if (!block)
-		return 0;
-	stack = block->stack;
-	size = block->size;
-	if (bpf_map_delete_elem(&blocks, &address))
-		return 0;
-	if (keep_totals)
-		total_subtract(stack, size);
-	return 1;
-}
-
-/*
- * realloc takes the old block away before it returns, and another thread may
- * be given its address at once. So the block leaves the table at entry, and
- * comes back if realloc fails.
- */
-static __noinline int block_hold(__u64 address)
-{
-	__u64 thread = bpf_get_current_pid_tgid();
-	struct block *block = bpf_map_lookup_elem(&blocks, &address);
-
-	if (!block)
-		return 0;
-	if (bpf_map_update_elem(&held, &thread, block, BPF_ANY)) {
-		count_loss(calls);
-		return 0;
-	}
-	return block_remove(address);
-}
-
-static __noinline int block_restore(__u64 address)
-{
-	__u64 thread = bpf_get_current_pid_tgid();
-	struct block *block = bpf_map_lookup_elem(&held, &thread);
-
-	if (!block)
-		return 0;
-	if (bpf_map_update_elem(&blocks, &address, block, BPF_ANY))
-		count_loss(entries);
-	else if (keep_totals)
+		total_subtract(block->stack, block->size);
+	if (churn_ns && bpf_ktime_get_ns() - (block->born & BORN_TIME) < churn_ns)
 		total_add(block->stack, block->size);
-	return 0;
+}
+
+static __always_inline void block_allocated(__u64 address, const struct thread *thread, __u64 stack,
+					    bool use_table)
+{
+	__u64 born, size = thread->size;
+	struct live_block old;
+
+	if (only_totals) {
+		total_add(stack, size);
+		return;
+	}
+	if (live_take(address, &old, use_table) == LIVE_FOUND) {
+		__sync_fetch_and_add(&frees.replaced, 1);
+		if (keep_totals)
+			total_subtract(old.stack, old.size);
+	}
+	born = bpf_ktime_get_ns() | (__u64)thread->level << BORN_TIME_BITS;
+	if (live_put(address, size, stack, born, use_table) && keep_totals)
+		total_add(stack, size);
 }
 
 /*
  * A call made by the allocator itself, such as the mmap of a large malloc: its
  * stack pointer is below that of the outer call. A record that is not below
  * was left behind by a call that never returned (longjmp).
+ *
+ * For this a call that is not recorded is followed to its return too, although
+ * a session could skip that and save a third of what is left. Nothing else
+ * tells exactly that it is over: its return address stays on the stack, where a
+ * caller that takes its next frames below it (alloca) leaves it for ever; and
+ * libc maps memory for others than its allocator.
  */
-static __always_inline bool nested(const struct call *outer, __u64 sp)
+static __always_inline bool nested(const struct thread *thread, __u64 sp)
 {
-	return outer && sp < outer->sp;
+	return thread && sp < thread->sp;
 }
 
-static __noinline int begin(__u64 sp, __u32 function, __u64 size, __u64 pointer, __u64 old_size)
+static __noinline struct thread *thread_of_current(void)
 {
-	__u64 thread = bpf_get_current_pid_tgid();
-	struct call *outer = bpf_map_lookup_elem(&calls, &thread);
-	struct call call = {};
+	__u64 id = bpf_get_current_pid_tgid();
+	struct thread *thread = bpf_map_lookup_elem(&threads, &id);
 
-	if (nested(outer, sp))
-		return 0;
-	call.sp = sp;
-	call.size = size;
-	call.pointer = pointer;
-	call.function = function;
-	call.recorded = function != FUNCTION_MUNMAP && wanted(size);
-
-	if (trace_calls && call.recorded)
-		emit(EVENT_ALLOC_ENTER, function, 0, size, 0);
-	if (function == FUNCTION_REALLOC || function == FUNCTION_REALLOCARRAY)
-		call.holds_old = pointer && block_hold(pointer);
-	if (old_size) {
-		emit(EVENT_UNMAP, function, pointer, old_size, 0);
-		call.holds_old = 1;
+	if (!thread) {
+		bpf_map_update_elem(&threads, &id, (const void *)&no_thread, BPF_NOEXIST);
+		thread = bpf_map_lookup_elem(&threads, &id);
+		if (!thread)
+			count_loss(calls);
 	}
-	if (bpf_map_update_elem(&calls, &thread, &call, BPF_ANY))
-		count_loss(calls);
-	return 0;
+	return thread;
 }
 
-static __noinline int mapped(struct pt_regs *ctx, struct call *call)
+/*
+ * The current thread has entered a function that allocates or maps. Returns its
+ * record, or NULL if the call is not to be followed to its return.
+ */
+static __noinline struct thread *begin(struct pt_regs *ctx, __u32 signature)
+{
+	struct thread *thread = thread_of_current();
+	__u64 size = argument(ctx, field(signature, SIGNATURE_SIZE));
+	__u32 count = field(signature, SIGNATURE_COUNT);
+	__u64 sp = PT_REGS_SP(ctx);
+
+	/* Read once: clang would add the offset to the context, which the verifier refuses. */
+	barrier_var(sp);
+	if (!thread || nested(thread, sp))
+		return NULL;
+	if (count)
+		size = product(argument(ctx, count), size);
+	thread->sp = sp;
+	thread->size = size;
+	thread->address = argument(ctx, field(signature, SIGNATURE_ADDRESS));
+	thread->result = argument(ctx, field(signature, SIGNATURE_RESULT));
+	thread->kind = field(signature, SIGNATURE_KIND);
+	thread->level = current_level();
+	thread->recorded = thread->kind != FUNCTION_UNMAP && wanted(size, thread->level);
+	thread->replaces = 0;
+	if (thread->recorded)
+		__sync_fetch_and_add(&hits_of_cpu()->recorded, 1);
+	if (trace_calls && thread->recorded)
+		emit(EVENT_ALLOC_ENTER, 0, size, 0);
+	return thread;
+}
+
+static __noinline int begin_mapping(struct pt_regs *ctx, struct thread *thread)
+{
+	__u64 flags = PT_REGS_PARM4(ctx);
+
+	if (thread->kind == FUNCTION_MAP) {
+		thread->replaces = !!(flags & MAP_FIXED);
+		return 0;
+	}
+	/* mremap(old, 0, ...) and MREMAP_DONTUNMAP leave the old mapping there. */
+	if (!PT_REGS_PARM2(ctx) || (thread->kind == FUNCTION_REMAP && flags & MREMAP_DONTUNMAP))
+		return 0;
+	thread->replaces = 1;
+	return emit(EVENT_UNMAP, thread->address, PT_REGS_PARM2(ctx), 0);
+}
+
+static __noinline int mapped(struct pt_regs *ctx, struct thread *thread)
 {
 	__u64 address = PT_REGS_RC(ctx);
 
 	if (address == ~0ULL) { /* MAP_FAILED; the -1 of munmap */
-		if (call->holds_old)
-			emit(EVENT_UNMAP_FAILED, call->function, 0, 0, 0);
+		if (thread->kind != FUNCTION_MAP && thread->replaces)
+			emit(EVENT_UNMAP_FAILED, 0, 0, 0);
 		return 0;
 	}
-	if (call->recorded)
-		emit(EVENT_MAP, call->function, address, call->size,
-		     stack_of_caller_at_return(ctx));
-	else if (call->function == FUNCTION_MREMAP ||
-		 (call->function == FUNCTION_MMAP && call->pointer & MAP_FIXED))
-		emit(EVENT_MAP_IGNORED, call->function, address, call->size, 0);
+	if (thread->recorded)
+		emit_sampled(EVENT_MAP, address, thread->size, stack_of_caller_at_return(ctx),
+			     thread->level);
+	else if (thread->kind == FUNCTION_REMAP ||
+		 (thread->kind == FUNCTION_MAP && thread->replaces))
+		emit(EVENT_MAP_IGNORED, address, thread->size, 0);
 	return 0;
 }
 
-static __noinline int allocated(struct pt_regs *ctx, struct call *call)
+/* What an allocation function returned; 0 if it failed. */
+static __always_inline __u64 result_of(struct pt_regs *ctx, const struct thread *thread)
 {
 	__u64 address = PT_REGS_RC(ctx);
 
-	if (call->function == FUNCTION_POSIX_MEMALIGN) {
-		if ((__u32)address) /* an errno */
-			return 0;
-		bpf_probe_read_user(&address, sizeof(address), (void *)call->pointer);
-	}
-	if (trace_calls && call->recorded)
-		emit(EVENT_ALLOC_EXIT, call->function, address, call->size, 0);
-	if (!address) {
+	if (!thread->result)
+		return address;
+	if ((__u32)address) /* an errno */
+		return 0;
+	bpf_probe_read_user(&address, sizeof(address), (void *)thread->result);
+	return address;
+}
+
+static __always_inline void allocated(struct pt_regs *ctx, struct thread *thread, bool use_table)
+{
+	__u64 address = result_of(ctx, thread);
+
+	if (trace_calls && thread->recorded)
+		emit(EVENT_ALLOC_EXIT, address, thread->size, 0);
+	if (thread->replaces) {
 		/* realloc(p, 0) frees p and may return NULL; otherwise NULL leaves it alone. */
-		if (call->holds_old && call->size)
-			block_restore(call->pointer);
+		if (address || !thread->size)
+			block_freed(&thread->held);
+		else
+			live_put(thread->address, thread->held.size, thread->held.stack,
+				 thread->held.born, use_table);
+	}
+	if (address && thread->recorded)
+		block_allocated(address, thread, stack_of_caller_at_return(ctx), use_table);
+}
+
+/*
+ * Whether the allocator called its own free. When a thread ends, glibc frees once
+ * more what the thread has freed into its cache, from tcache_thread_shutdown(),
+ * which is within a few hundred bytes of free.
+ */
+static __noinline int called_by_allocator(struct pt_regs *ctx)
+{
+	__u64 ip = PT_REGS_IP(ctx), sp = PT_REGS_SP(ctx), caller = 0;
+
+	barrier_var(ip);
+	bpf_probe_read_user(&caller, sizeof(caller), (void *)sp);
+	return caller - ip + BESIDE_FREE < 2 * BESIDE_FREE;
+}
+
+/* A free of what is not live. */
+static __noinline int freed_unknown(struct pt_regs *ctx, __u32 signature, __u64 address, int state)
+{
+	struct thread *thread;
+
+	/* Of what the options leave out nothing is known. */
+	if (sample_rate > 1 || sample_bytes || level_bytes || min_size || max_size != ~0ULL)
+		return 0;
+	thread = thread_of_current();
+	/* The allocator's own, or that of a function above that counts already. */
+	if (!thread || nested(thread, PT_REGS_SP(ctx)) || thread->freed == address) {
+		if (thread)
+			thread->freed = 0;
 		return 0;
 	}
-	if (call->recorded)
-		block_insert(address, call->size, stack_of_caller_at_return(ctx));
-	return 0;
-}
-
-static __noinline int leave(struct pt_regs *ctx)
-{
-	__u64 thread = bpf_get_current_pid_tgid();
-	struct call *call = bpf_map_lookup_elem(&calls, &thread);
-
-	/* The return has popped the return address that was on top of the stack at entry. */
-	if (!call || PT_REGS_SP(ctx) != call->sp + sizeof(long))
+	if (field(signature, SIGNATURE_WRAPS) || called_by_allocator(ctx))
 		return 0;
-
-	if (call->function >= FUNCTION_MMAP)
-		mapped(ctx, call);
-	else
-		allocated(ctx, call);
-	bpf_map_delete_elem(&calls, &thread);
-	return 0;
-}
-
-static __always_inline int enter(struct pt_regs *ctx, __u64 function)
-{
-	__u64 sp = PT_REGS_SP(ctx);
-	__u64 a = PT_REGS_PARM1(ctx), b = PT_REGS_PARM2(ctx);
-	__u64 c = PT_REGS_PARM3(ctx), d = PT_REGS_PARM4(ctx);
-
-	seen = 1;
-	switch (function) {
-	case FUNCTION_MALLOC:
-	case FUNCTION_VALLOC:
-	case FUNCTION_PVALLOC:
-		return begin(sp, function, a, 0, 0);
-	case FUNCTION_ALIGNED_ALLOC:
-	case FUNCTION_MEMALIGN:
-		return begin(sp, function, b, 0, 0);
-	case FUNCTION_CALLOC:
-		return begin(sp, function, product(a, b), 0, 0);
-	case FUNCTION_REALLOC:
-		return begin(sp, function, b, a, 0);
-	case FUNCTION_REALLOCARRAY:
-		return begin(sp, function, product(b, c), a, 0);
-	case FUNCTION_POSIX_MEMALIGN:
-		return begin(sp, function, c, a, 0);
-	case FUNCTION_MMAP:
-		return begin(sp, function, b, d, 0);
-	case FUNCTION_MUNMAP:
-		return begin(sp, function, 0, a, b);
-	case FUNCTION_MREMAP:
-		/* mremap(old, 0, ...) and MREMAP_DONTUNMAP leave the old mapping there. */
-		return begin(sp, function, c, a, d & MREMAP_DONTUNMAP ? 0 : b);
+	if (state != LIVE_FREED) {
+		__sync_fetch_and_add(&frees.unknown, 1);
+		return 0;
 	}
-	return 0;
+	__sync_fetch_and_add(&frees.twice, 1);
+	return emit(EVENT_FREED_TWICE, address, 0, stack_of_caller_at_entry(ctx));
 }
 
-static __always_inline int release(struct pt_regs *ctx)
+static __always_inline void release(struct pt_regs *ctx, __u32 signature, bool use_table)
 {
-	__u64 address = PT_REGS_PARM1(ctx);
+	__u64 address = argument(ctx, field(signature, SIGNATURE_ADDRESS));
+	struct live_block block;
+	int state;
 
-	seen = 1;
 	if (!address)
-		return 0;
-	if (trace_calls) {
-		struct block *block = bpf_map_lookup_elem(&blocks, &address);
-
-		if (block)
-			emit(EVENT_FREE_ENTER, FUNCTION_FREE, address, block->size, 0);
+		return;
+	state = live_take(address, &block, use_table);
+	if (state != LIVE_FOUND) {
+		freed_unknown(ctx, signature, address, state);
+		return;
 	}
-	block_remove(address);
+	block_freed(&block);
+	if (trace_calls)
+		emit(EVENT_FREE_ENTER, address, block.size, 0);
+	if (field(signature, SIGNATURE_WRAPS)) {
+		struct thread *thread = thread_of_current();
+
+		if (thread)
+			thread->freed = address;
+	}
+}
+
+/* Returns 1 if the function's return is to be seen. */
+static __always_inline int enter(struct pt_regs *ctx, __u32 signature, bool use_table)
+{
+	struct task_ids ids;
+	struct thread *thread;
+
+	count_hit();
+	if (!filter_wants(&ids))
+		return 0;
+	if (field(signature, SIGNATURE_KIND) == FUNCTION_FREE) {
+		release(ctx, signature, use_table);
+		return 0;
+	}
+	thread = begin(ctx, signature);
+	if (!thread)
+		return 0;
+	if (thread->kind != FUNCTION_ALLOCATE)
+		begin_mapping(ctx, thread);
+	/*
+	 * realloc takes the old block away before it returns, and another thread may
+	 * be given its address at once. So the block leaves the live ones at entry,
+	 * and comes back if realloc fails.
+	 */
+	else if (thread->address && !only_totals)
+		thread->replaces =
+		    live_take(thread->address, &thread->held, use_table) == LIVE_FOUND;
+	return 1;
+}
+
+static __always_inline int leave(struct pt_regs *ctx, bool use_table)
+{
+	__u64 id = bpf_get_current_pid_tgid();
+	struct thread *thread = bpf_map_lookup_elem(&threads, &id);
+
+	count_hit();
+	/* The return has popped the return address that was on top of the stack at entry. */
+	if (!thread || PT_REGS_SP(ctx) != thread->sp + sizeof(long))
+		return 0;
+	thread->sp = 0;
+	if (thread->kind == FUNCTION_ALLOCATE)
+		allocated(ctx, thread, use_table);
+	else
+		mapped(ctx, thread);
 	return 0;
 }
 
-#define PERF_ENTRY(name, function)                                                                 \
-	SEC("uprobe")                                                                              \
-	int name##_entry(struct pt_regs *ctx)                                                      \
-	{                                                                                          \
-		return enter(ctx, function);                                                       \
-	}
+/* The same for all programs with the table, and for all without. */
+static __noinline int enter_with_table(struct pt_regs *ctx, __u32 signature)
+{
+	return enter(ctx, signature, true);
+}
 
-PERF_ENTRY(malloc, FUNCTION_MALLOC)
-PERF_ENTRY(calloc, FUNCTION_CALLOC)
-PERF_ENTRY(realloc, FUNCTION_REALLOC)
-PERF_ENTRY(reallocarray, FUNCTION_REALLOCARRAY)
-PERF_ENTRY(posix_memalign, FUNCTION_POSIX_MEMALIGN)
-PERF_ENTRY(aligned_alloc, FUNCTION_ALIGNED_ALLOC)
-PERF_ENTRY(memalign, FUNCTION_MEMALIGN)
-PERF_ENTRY(valloc, FUNCTION_VALLOC)
-PERF_ENTRY(pvalloc, FUNCTION_PVALLOC)
-PERF_ENTRY(mmap, FUNCTION_MMAP)
-PERF_ENTRY(munmap, FUNCTION_MUNMAP)
-PERF_ENTRY(mremap, FUNCTION_MREMAP)
+static __noinline int enter_without_table(struct pt_regs *ctx, __u32 signature)
+{
+	return enter(ctx, signature, false);
+}
+
+/* Later kernels (7.2) want the context; what is behind ___ is no part of the name. */
+extern bool bpf_session_is_return___in(void *ctx) __ksym __weak;
+extern bool bpf_session_is_return(void) __ksym __weak;
+
+static __always_inline bool is_return(void *ctx)
+{
+	if (bpf_ksym_exists(bpf_session_is_return___in))
+		return bpf_session_is_return___in(ctx);
+	return bpf_session_is_return();
+}
+
+SEC("uprobe.session")
+int session_call(struct pt_regs *ctx)
+{
+	if (is_return(ctx))
+		return leave(ctx, true);
+	return !enter_with_table(ctx, bpf_get_attach_cookie(ctx));
+}
 
 SEC("uprobe")
-int free_entry(struct pt_regs *ctx)
+int cookie_entry(struct pt_regs *ctx)
 {
-	return release(ctx);
+	enter_with_table(ctx, bpf_get_attach_cookie(ctx));
+	return 0;
 }
+
+SEC("uretprobe")
+int cookie_return(struct pt_regs *ctx)
+{
+	return leave(ctx, true);
+}
+
+#define ENTRY(number)                                                                              \
+	SEC("uprobe")                                                                              \
+	int entry_##number(struct pt_regs *ctx)                                                    \
+	{                                                                                          \
+		enter_without_table(ctx, signatures[number]);                                      \
+		return 0;                                                                          \
+	}
+
+ENTRY(0)
+ENTRY(1)
+ENTRY(2)
+ENTRY(3)
+ENTRY(4)
+ENTRY(5)
+ENTRY(6)
+ENTRY(7)
+ENTRY(8)
+ENTRY(9)
+ENTRY(10)
+ENTRY(11)
+ENTRY(12)
+ENTRY(13)
+ENTRY(14)
+ENTRY(15)
 
 SEC("uretprobe")
 int any_return(struct pt_regs *ctx)
 {
-	return leave(ctx);
+	return leave(ctx, false);
 }
 
-SEC("uprobe.multi")
-int multi_entry(struct pt_regs *ctx)
+static __always_inline void forget_call(void)
 {
-	return enter(ctx, bpf_get_attach_cookie(ctx));
+	__u64 thread = bpf_get_current_pid_tgid();
+
+	bpf_map_delete_elem(&threads, &thread);
 }
 
-SEC("uprobe.multi")
-int multi_free(struct pt_regs *ctx)
+SEC("raw_tp/sched_process_exec")
+int process_exec(void *ctx)
 {
-	return release(ctx);
-}
+	struct task_ids ids;
 
-SEC("uretprobe.multi")
-int multi_return(struct pt_regs *ctx)
-{
-	return leave(ctx);
+	forget_call();
+	if (filter_wants(&ids)) {
+		peak.outstanding = 0;
+		emit(EVENT_EXEC, 0, execs_of_current(), 0);
+	}
+	return 0;
 }
 
 /* A thread that ends inside a call must not leave it to the next one with its id. */
 SEC("raw_tp/sched_process_exit")
 int thread_exit(void *ctx)
 {
-	__u64 thread = bpf_get_current_pid_tgid();
+	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+	struct task_ids ids;
 
-	bpf_map_delete_elem(&calls, &thread);
+	forget_call();
+	if (filter_wants(&ids) && !BPF_CORE_READ(task, signal, live.counter))
+		emit(EVENT_EXIT, 0, 0, 0);
 	return 0;
 }

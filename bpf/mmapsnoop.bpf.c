@@ -3,20 +3,26 @@
  * mmapsnoop: every mmap(2), with its file and its result; munmap(2) and
  * mremap(2) where asked for.
  *
- * Hooks: the system calls' tracepoints. At entry the arguments and the file are
- * remembered by thread; at exit all goes to user space as one event. The file
- * comes from the table of descriptors at that moment, so it does not matter
- * when and by whom it was opened.
+ * Hooks: the tracepoints of the system calls' exits. The arguments are still there
+ * then, in the registers that the task entered the kernel with: nothing has to be
+ * kept from the entry, which would double the cost. The file comes from the table of
+ * descriptors at that moment, so it does not matter when and by whom it was opened.
+ *
+ * The calls of 32-bit programs pass by those (ARCH_TRACE_IGNORE_COMPAT_SYSCALLS);
+ * the tracepoint of all system calls has them, at a cost for each of these.
  */
 #include "event.bpf.h"
 #include "file.bpf.h"
 #include "filter.bpf.h"
+#include "registers.bpf.h"
 #include "task_stack.bpf.h"
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
 #define MAP_ANONYMOUS 0x20
 #define MAX_ERRNO     4095
+#define TS_COMPAT     0x2 /* the thread is in a system call of the 32-bit table */
+#define PAGE_SHIFT_32 12  /* of mmap2's offset, whatever a page is */
 
 enum call_kind {
 	CALL_MMAP,
@@ -58,9 +64,11 @@ struct event_with_path {
 	char names[FILE_PATH_BYTES];
 };
 
-/* A call that some thread is in. */
+/* A call that has returned. */
 struct call {
 	__u64 args[6];
+	__s64 result;
+	__u64 stack; /* as in event */
 	struct file *file;
 	struct task_ids ids;
 	enum call_kind kind;
@@ -69,31 +77,15 @@ struct call {
 /* Options, set before load. */
 const volatile __u8 failed_only;
 const volatile __u8 full_path;
+const volatile __u8 with_munmap;
 const volatile __u8 with_stack;
 
-/* By thread: pid_tgid as bpf_get_current_pid_tgid() returns it. */
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 32768);
-	__type(key, __u64);
-	__type(value, struct call);
-} calls SEC(".maps");
-
-static __always_inline void begin(struct call *call)
-{
-	__u64 thread = bpf_get_current_pid_tgid();
-
-	if (bpf_map_update_elem(&calls, &thread, call, BPF_ANY))
-		count_loss(calls);
-}
-
-static __always_inline void fill(struct event *event, const struct call *call, long result,
-				 __u64 stack)
+static __always_inline void fill(struct event *event, const struct call *call)
 {
 	event->time_ns = bpf_ktime_get_ns();
 	__builtin_memcpy(event->args, call->args, sizeof(event->args));
-	event->stack = stack;
-	event->result = result;
+	event->stack = call->stack;
+	event->result = call->result;
 	event->pid = call->ids.pid;
 	event->tid = call->ids.tid;
 	event->kind = call->kind;
@@ -102,38 +94,38 @@ static __always_inline void fill(struct event *event, const struct call *call, l
 	bpf_get_current_comm(event->comm, sizeof(event->comm));
 }
 
-static __noinline int emit(const struct call *call, long result, __u64 stack)
+static __noinline int emit(const struct call *call)
 {
 	struct event *event = event_reserve(sizeof(*event));
 
 	if (event) {
-		fill(event, call, result, stack);
+		fill(event, call);
 		bpf_ringbuf_submit(event, 0);
 	}
 	return 0;
 }
 
-static __noinline int emit_with_name(const struct call *call, long result, __u64 stack)
+static __noinline int emit_with_name(const struct call *call)
 {
 	struct event_with_name *record = event_reserve(sizeof(*record));
 
 	if (!record)
 		return 0;
-	fill(&record->event, call, result, stack);
+	fill(&record->event, call);
 	record->event.file = FILE_NAME;
 	record->event.file_bytes = file_name(call->file, record->name);
 	bpf_ringbuf_submit(record, 0);
 	return 0;
 }
 
-static __noinline int emit_with_path(const struct call *call, long result, __u64 stack)
+static __noinline int emit_with_path(const struct call *call)
 {
 	struct event_with_path *record = event_reserve(sizeof(*record));
 	__u32 complete;
 
 	if (!record)
 		return 0;
-	fill(&record->event, call, result, stack);
+	fill(&record->event, call);
 	record->event.file_bytes = file_path(call->file, record->names, &complete);
 	record->event.file = complete == 1   ? FILE_PATH
 			     : complete == 2 ? FILE_PATH_IN_NO_FOLDER
@@ -142,100 +134,132 @@ static __noinline int emit_with_path(const struct call *call, long result, __u64
 	return 0;
 }
 
-static __always_inline int end(long result)
+/* Whether the options ask for the call; its numbers are in it then. */
+static __always_inline bool wanted(struct call *call)
 {
-	__u64 thread = bpf_get_current_pid_tgid();
-	struct call *call = bpf_map_lookup_elem(&calls, &thread);
+	if (failed_only && (__u64)call->result < (__u64)-MAX_ERRNO)
+		return false;
+	return filter_wants(&call->ids);
+}
 
-	if (!call)
-		return 0;
-	if (!failed_only || (unsigned long)result >= (unsigned long)-MAX_ERRNO) {
-		__u64 stack = with_stack ? stack_of_task() : STACK_NONE;
+/* When the arguments are in the call. */
+static __always_inline int returned(struct call *call)
+{
+	if (with_stack)
+		call->stack = stack_of_task();
+	/* The kernel does not look at the descriptor of an anonymous mapping either. */
+	if (call->kind == CALL_MMAP && !(call->args[3] & MAP_ANONYMOUS))
+		call->file = file_of_fd(call->args[4]);
+	if (!call->file)
+		return emit(call);
+	return full_path ? emit_with_path(call) : emit_with_name(call);
+}
 
-		if (!call->file)
-			emit(call, result, stack);
-		else if (full_path)
-			emit_with_path(call, result, stack);
-		else
-			emit_with_name(call, result, stack);
+/* Those of the system call that the task is in. */
+static __noinline int native_arguments(__u64 args[6])
+{
+	struct pt_regs *regs;
+
+	if (has_register_helpers()) {
+		regs = registers_by_helpers();
+		args[0] = regs->di;
+		args[1] = regs->si;
+		args[2] = regs->dx;
+		args[3] = regs->r10;
+		args[4] = regs->r8;
+		args[5] = regs->r9;
+	} else {
+		regs = registers_on_stack();
+		args[0] = BPF_CORE_READ(regs, di);
+		args[1] = BPF_CORE_READ(regs, si);
+		args[2] = BPF_CORE_READ(regs, dx);
+		args[3] = BPF_CORE_READ(regs, r10);
+		args[4] = BPF_CORE_READ(regs, r8);
+		args[5] = BPF_CORE_READ(regs, r9);
 	}
-	bpf_map_delete_elem(&calls, &thread);
 	return 0;
 }
 
-SEC("tracepoint/syscalls/sys_enter_mmap")
-int mmap_enter(struct syscall_trace_enter *ctx)
+static __always_inline int native(enum call_kind kind, long result)
 {
-	struct call call = { .kind = CALL_MMAP };
+	struct call call = { .kind = kind, .result = result };
 
-	if (!filter_wants(&call.ids))
+	if (!wanted(&call))
 		return 0;
-	call.args[0] = ctx->args[0];
-	call.args[1] = ctx->args[1];
-	call.args[2] = ctx->args[2];
-	call.args[3] = ctx->args[3];
-	call.args[4] = ctx->args[4];
-	call.args[5] = ctx->args[5];
-	/* The kernel does not look at the descriptor of an anonymous mapping either. */
-	if (!(call.args[3] & MAP_ANONYMOUS))
-		call.file = file_of_fd(call.args[4]);
-	begin(&call);
-	return 0;
+	native_arguments(call.args);
+	return returned(&call);
 }
 
 SEC("tracepoint/syscalls/sys_exit_mmap")
 int mmap_exit(struct syscall_trace_exit *ctx)
 {
-	return end(ctx->ret);
-}
-
-SEC("tracepoint/syscalls/sys_enter_munmap")
-int munmap_enter(struct syscall_trace_enter *ctx)
-{
-	struct call call = { .kind = CALL_MUNMAP };
-
-	if (!filter_wants(&call.ids))
-		return 0;
-	call.args[0] = ctx->args[0];
-	call.args[1] = ctx->args[1];
-	begin(&call);
-	return 0;
+	return native(CALL_MMAP, ctx->ret);
 }
 
 SEC("tracepoint/syscalls/sys_exit_munmap")
 int munmap_exit(struct syscall_trace_exit *ctx)
 {
-	return end(ctx->ret);
-}
-
-SEC("tracepoint/syscalls/sys_enter_mremap")
-int mremap_enter(struct syscall_trace_enter *ctx)
-{
-	struct call call = { .kind = CALL_MREMAP };
-
-	if (!filter_wants(&call.ids))
-		return 0;
-	call.args[0] = ctx->args[0];
-	call.args[1] = ctx->args[1];
-	call.args[2] = ctx->args[2];
-	call.args[3] = ctx->args[3];
-	call.args[4] = ctx->args[4];
-	begin(&call);
-	return 0;
+	return native(CALL_MUNMAP, ctx->ret);
 }
 
 SEC("tracepoint/syscalls/sys_exit_mremap")
 int mremap_exit(struct syscall_trace_exit *ctx)
 {
-	return end(ctx->ret);
+	return native(CALL_MREMAP, ctx->ret);
 }
 
-/* A thread that is killed inside a call never gets to its exit. */
-SEC("raw_tp/sched_process_exit")
-int thread_exit(void *ctx)
-{
-	__u64 thread = bpf_get_current_pid_tgid();
+/* Numbers of i386's system calls. */
+enum compat_number {
+	COMPAT_MMAP = 90, /* its arguments are in memory */
+	COMPAT_MUNMAP = 91,
+	COMPAT_MREMAP = 163,
+	COMPAT_MMAP2 = 192, /* the offset is in pages */
+};
 
-	bpf_map_delete_elem(&calls, &thread);
-	return 0;
+static __always_inline bool in_compat_call(void)
+{
+	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+
+	return BPF_CORE_READ(task, thread_info.status) & TS_COMPAT;
+}
+
+static __always_inline void compat_arguments(struct call *call, struct pt_regs *regs, __u64 number)
+{
+	__u32 in_memory[6] = {};
+
+	if (number == COMPAT_MMAP) {
+		bpf_probe_read_user(in_memory, sizeof(in_memory),
+				    (void *)(__u64)(__u32)BPF_CORE_READ(regs, bx));
+		for (int i = 0; i < 6; i++)
+			call->args[i] = in_memory[i];
+		return;
+	}
+	call->args[0] = (__u32)BPF_CORE_READ(regs, bx);
+	call->args[1] = (__u32)BPF_CORE_READ(regs, cx);
+	call->args[2] = (__u32)BPF_CORE_READ(regs, dx);
+	call->args[3] = (__u32)BPF_CORE_READ(regs, si);
+	call->args[4] = (__u32)BPF_CORE_READ(regs, di);
+	call->args[5] = (__u64)(__u32)BPF_CORE_READ(regs, bp) << PAGE_SHIFT_32;
+}
+
+SEC("raw_tp/sys_exit")
+int compat_exit(struct bpf_raw_tracepoint_args *ctx)
+{
+	struct pt_regs *regs = (struct pt_regs *)ctx->args[0];
+	struct call call = { .kind = CALL_MMAP, .result = ctx->args[1] };
+	__u64 number;
+
+	if (!in_compat_call())
+		return 0;
+	number = BPF_CORE_READ(regs, orig_ax);
+	if (number == COMPAT_MUNMAP && with_munmap)
+		call.kind = CALL_MUNMAP;
+	else if (number == COMPAT_MREMAP && with_munmap)
+		call.kind = CALL_MREMAP;
+	else if (number != COMPAT_MMAP && number != COMPAT_MMAP2)
+		return 0;
+	if (!wanted(&call))
+		return 0;
+	compat_arguments(&call, regs, number);
+	return returned(&call);
 }

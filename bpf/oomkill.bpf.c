@@ -9,7 +9,9 @@
  * victim, but does not know why.
  *
  * mark_victim's argument was the pid alone; since 6.9 (72ba14deb40a, which stable
- * kernels have too) it is the task. User space looks that up in BTF.
+ * kernels have too) it is the task. User space looks that up in BTF, and takes the
+ * pid from the tracepoint's record if there is no task: the record has it on all
+ * kernels, so that this can be tested on all of them.
  */
 #include "event.bpf.h"
 #include "filter.bpf.h"
@@ -73,7 +75,6 @@ struct event *unused_event __attribute__((unused));
 /* Options, set before load. */
 const volatile __u8 filtered;
 const volatile __u8 want_stacks;
-const volatile __u8 victim_is_task;
 const volatile __u8 only_victims; /* mark_victim is alone */
 
 /* Until 6.1; then an array of percpu_counter. */
@@ -225,14 +226,25 @@ int BPF_KPROBE(kill_kprobe, struct oom_control *oc)
 SEC("raw_tp/mark_victim")
 int mark_victim(struct bpf_raw_tracepoint_args *ctx)
 {
-	__u64 victim = ctx->args[0];
 	struct event *event = event_of_current(ctx, EVENT_VICTIM);
 
 	if (!event)
 		return 0;
-	if (victim_is_task)
-		describe(&event->victim, (struct task_struct *)victim);
-	else if (!filter.pid_namespace)
+	describe(&event->victim, (struct task_struct *)ctx->args[0]);
+	bpf_ringbuf_submit(event, 0);
+	return 0;
+}
+
+SEC("tracepoint/oom/mark_victim")
+int mark_victim_pid(struct trace_event_raw_mark_victim *ctx)
+{
+	__u32 victim = ctx->pid;
+	struct event *event = event_of_current(ctx, EVENT_VICTIM);
+
+	if (!event)
+		return 0;
+	/* It is the initial namespace's number; of the task there is nothing to translate it by. */
+	if (!filter.pid_namespace)
 		event->victim.pid = victim;
 	bpf_ringbuf_submit(event, 0);
 	return 0;

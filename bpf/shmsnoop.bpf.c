@@ -17,6 +17,7 @@ char LICENSE[] SEC("license") = "Dual BSD/GPL";
 #define XA_NODE_TAG	   2
 #define XA_NODE_SLOTS	   64
 #define XA_LEVELS	   5
+#define EBUSY		   16
 
 enum call_kind {
 	CALL_SHMGET,
@@ -38,7 +39,7 @@ struct event {
 	__u64 latency_ns; /* from entry to exit */
 	__u64 args[3];	  /* the system call's, in its order */
 	__s64 result;
-	struct segment segment; /* before shmctl, after shmget and shmat */
+	struct segment segment; /* before shmdt and shmctl, after shmget and shmat */
 	__u32 pid;
 	__u32 tid;
 	enum call_kind kind;
@@ -92,7 +93,8 @@ static __noinline int segment_at(__u32 id, __u32 index, struct segment *segment)
 		return 0;
 	segment->size = BPF_CORE_READ(shm, shm_segsz);
 	segment->attached = BPF_CORE_READ(shm, shm_nattch);
-	segment->creator_pid = number_in_namespace(BPF_CORE_READ(shm, shm_cprid));
+	segment->creator_pid =
+	    number_in_namespace(BPF_CORE_READ(shm, shm_cprid), filter.pid_namespace);
 	segment->known = 1;
 	return 1;
 }
@@ -103,13 +105,14 @@ static __always_inline void segment_of(__u32 id, struct segment *segment)
 		segment_at(id, id % (1 << IPC_INDEX_BITS_MAX), segment);
 }
 
-static __always_inline void begin(struct call *call)
+static __always_inline int begin(struct call *call)
 {
 	__u64 thread = bpf_get_current_pid_tgid();
 
 	call->begin_ns = bpf_ktime_get_ns();
 	if (bpf_map_update_elem(&calls, &thread, call, BPF_ANY))
 		count_loss(calls);
+	return 0;
 }
 
 static __always_inline int end(__u32 kind, long result)
@@ -120,11 +123,13 @@ static __always_inline int end(__u32 kind, long result)
 
 	if (!call)
 		return 0;
-	if (with_segment && result >= 0) {
-		if (kind == CALL_SHMGET)
+	if (with_segment) {
+		if (kind == CALL_SHMGET && result >= 0)
 			segment_of(result, &call->segment);
-		else if (kind == CALL_SHMAT)
+		else if (kind == CALL_SHMAT && result >= 0)
 			segment_of(call->args[0], &call->segment);
+		else if (kind == CALL_SHMDT && result < 0) /* it was no segment's */
+			call->segment.known = 0;
 	}
 	event = event_reserve(sizeof(*event));
 	if (event) {
@@ -157,8 +162,7 @@ int shmget_enter(struct syscall_trace_enter *ctx)
 	call.args[0] = INT(ctx->args[0]);
 	call.args[1] = ctx->args[1];
 	call.args[2] = INT(ctx->args[2]);
-	begin(&call);
-	return 0;
+	return begin(&call);
 }
 
 SEC("tracepoint/syscalls/sys_exit_shmget")
@@ -177,14 +181,31 @@ int shmat_enter(struct syscall_trace_enter *ctx)
 	call.args[0] = INT(ctx->args[0]);
 	call.args[1] = ctx->args[1];
 	call.args[2] = INT(ctx->args[2]);
-	begin(&call);
-	return 0;
+	return begin(&call);
 }
 
 SEC("tracepoint/syscalls/sys_exit_shmat")
 int shmat_exit(struct syscall_trace_exit *ctx)
 {
 	return end(CALL_SHMAT, ctx->ret);
+}
+
+/*
+ * shmdt(2) names no segment, but where one is attached. There, its mapping begins with
+ * its first page, and the file's inode has the id for a number. A file of another sort
+ * is no matter: the call fails then.
+ */
+static __always_inline void segment_mapped(__u64 pgoff, struct file *file, struct segment *segment)
+{
+	if (!pgoff && file)
+		segment_of(BPF_CORE_READ(file, f_inode, i_ino), segment);
+}
+
+static long found_vma(struct task_struct *task, struct vm_area_struct *vma, struct call *call)
+{
+	if (vma->vm_start == call->args[0])
+		segment_mapped(vma->vm_pgoff, vma->vm_file, &call->segment);
+	return 0;
 }
 
 SEC("tracepoint/syscalls/sys_enter_shmdt")
@@ -195,8 +216,73 @@ int shmdt_enter(struct syscall_trace_enter *ctx)
 	if (!filter_wants(&call.ids))
 		return 0;
 	call.args[0] = ctx->args[0];
-	begin(&call);
+	/* It does not wait for a thread that is changing what is mapped. */
+	if (with_segment &&
+	    bpf_find_vma(bpf_get_current_task_btf(), call.args[0], found_vma, &call, 0) == -EBUSY)
+		count_loss(lookups);
+	return begin(&call);
+}
+
+/* Up to 6.0 a process's mappings are in a red-black tree. */
+struct vm_area_struct___in_tree {
+	unsigned long vm_start;
+	unsigned long vm_pgoff;
+	struct rb_node vm_rb;
+	struct file *vm_file;
+};
+
+struct mm_struct___with_tree {
+	struct rb_root mm_rb;
+};
+
+/* Of the tree of 2^16 mappings, which is what a process may have; twice what it has if balanced. */
+#define MAPPINGS_LEVELS 34
+
+static __always_inline struct vm_area_struct___in_tree *vma_of_node(struct rb_node *node)
+{
+	return (void *)node - bpf_core_field_offset(struct vm_area_struct___in_tree, vm_rb);
+}
+
+/* The node of the mapping that begins at the address: one step on the way there. */
+static __noinline struct rb_node *mappings_step(struct rb_node *node, __u64 address)
+{
+	__u64 start = BPF_CORE_READ(vma_of_node(node), vm_start);
+
+	if (address < start)
+		return BPF_CORE_READ(node, rb_left);
+	return address > start ? BPF_CORE_READ(node, rb_right) : node;
+}
+
+static __noinline int segment_in_tree(__u64 address, struct segment *segment)
+{
+	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+	struct mm_struct___with_tree *mm = (void *)BPF_CORE_READ(task, mm);
+	struct vm_area_struct___in_tree *vma;
+	struct rb_node *node;
+
+	if (!bpf_core_field_exists(mm->mm_rb))
+		return 0;
+	node = BPF_CORE_READ(mm, mm_rb.rb_node);
+	for (int i = 0; i < MAPPINGS_LEVELS && node; i++)
+		node = mappings_step(node, address);
+	vma = vma_of_node(node);
+	if (node && BPF_CORE_READ(vma, vm_start) == address)
+		segment_mapped(BPF_CORE_READ(vma, vm_pgoff), BPF_CORE_READ(vma, vm_file), segment);
 	return 0;
+}
+
+/* The same where there is no bpf_find_vma(), before 5.17. */
+SEC("tracepoint/syscalls/sys_enter_shmdt")
+int shmdt_enter_by_tree(struct syscall_trace_enter *ctx)
+{
+	struct call call = {};
+
+	if (!filter_wants(&call.ids))
+		return 0;
+	call.args[0] = ctx->args[0];
+	if (with_segment)
+		segment_in_tree(call.args[0], &call.segment);
+	return begin(&call);
 }
 
 SEC("tracepoint/syscalls/sys_exit_shmdt")
@@ -218,8 +304,7 @@ int shmctl_enter(struct syscall_trace_enter *ctx)
 	/* Afterwards, IPC_RMID may have left nothing to look at. */
 	if (with_segment)
 		segment_of(call.args[0], &call.segment);
-	begin(&call);
-	return 0;
+	return begin(&call);
 }
 
 SEC("tracepoint/syscalls/sys_exit_shmctl")

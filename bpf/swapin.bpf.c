@@ -4,6 +4,7 @@
  *
  * Hooks, each by fentry or else by kprobe; tools/swapin.rs chooses:
  *   swap_readpage, later swap_read_folio    the reading of pages
+ *   zswap_load, return (6.6 and later)   whether zswap had them
  *   do_swap_page, entry and return          how long the task was held up
  *   swap_writepage, later swap_writeout     the writing, with --out
  */
@@ -26,18 +27,26 @@ struct fault {
 	__u32 reserved;
 };
 
-/* Pages read, pages written, and nanoseconds spent, by process. */
-#define COUNTS(name)                                                                               \
-	struct {                                                                                   \
-		__uint(type, BPF_MAP_TYPE_HASH);                                                   \
-		__uint(max_entries, COUNT_KEYS);                                                   \
-		__type(key, struct task_key);                                                      \
-		__type(value, __u64);                                                              \
-	} name SEC(".maps")
+/* What is counted of a process. */
+struct total {
+	__u64 pages_in;
+	__u64 pages_zswap; /* of these */
+	__u64 pages_out;
+	__u64 held_up_ns;
+};
+struct total *unused_total __attribute__((unused));
 
-COUNTS(pages_in);
-COUNTS(pages_out);
-COUNTS(held_up_ns);
+COUNTS(totals, struct task_key, struct total, COUNT_KEYS);
+
+const volatile struct total no_total;
+
+/* The pages that some thread is reading; with_zswap. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 32768);
+	__type(key, __u64); /* thread */
+	__type(value, __u64);
+} reading SEC(".maps");
 
 /* By thread: pid_tgid as bpf_get_current_pid_tgid() returns it. */
 struct {
@@ -52,16 +61,21 @@ struct histogram latency_ns;
 
 /* Options, set before load. */
 const volatile __u8 with_latency;
+const volatile __u8 with_zswap;
+/* Whether zswap says "true" of what it has, or 0 (and an error of what it has not). */
+const volatile __u8 zswap_says_bool;
 
-static __always_inline bool begin(struct task_key *key)
+/* The current process's counts, if they are wanted. */
+static __noinline struct total *total_of_current(void)
 {
+	struct task_key key = {};
 	struct task_ids ids;
 
 	if (!filter_wants(&ids))
-		return false;
-	key->pid = ids.pid;
-	bpf_get_current_comm(key->comm, sizeof(key->comm));
-	return true;
+		return NULL;
+	key.pid = ids.pid;
+	bpf_get_current_comm(key.comm, sizeof(key.comm));
+	return count_of(&totals, &key, (const void *)&no_total);
 }
 
 /* Where kernels keep how many pages a large folio has. */
@@ -103,27 +117,46 @@ static __always_inline __u64 pages_of(const void *first)
 
 static __always_inline int pages_are_read(const void *first)
 {
-	struct task_key key = {};
+	__u64 thread = bpf_get_current_pid_tgid(), pages = pages_of(first);
+	struct total *total = total_of_current();
 
-	if (!begin(&key))
+	if (!total)
 		return 0;
-	count_add(&pages_in, &key, pages_of(first));
+	__sync_fetch_and_add(&total->pages_in, pages);
 	if (with_latency) {
-		__u64 thread = bpf_get_current_pid_tgid();
 		struct fault *fault = bpf_map_lookup_elem(&faults, &thread);
 
 		if (fault)
 			fault->read = 1;
 	}
+	if (with_zswap && bpf_map_update_elem(&reading, &thread, &pages, BPF_ANY))
+		count_loss(calls);
+	return 0;
+}
+
+/* zswap was asked for the pages that the thread is reading. */
+static __always_inline int zswap_answers(__u64 result)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+	__u64 *pages = bpf_map_lookup_elem(&reading, &thread);
+	bool had = zswap_says_bool ? result & 1 : !(__u32)result;
+	struct total *total;
+
+	if (!pages)
+		return 0;
+	total = had ? total_of_current() : NULL;
+	if (total)
+		__sync_fetch_and_add(&total->pages_zswap, *pages);
+	bpf_map_delete_elem(&reading, &thread);
 	return 0;
 }
 
 static __always_inline int pages_are_written(const void *first)
 {
-	struct task_key key = {};
+	struct total *total = total_of_current();
 
-	if (begin(&key))
-		count_add(&pages_out, &key, pages_of(first));
+	if (total)
+		__sync_fetch_and_add(&total->pages_out, pages_of(first));
 	return 0;
 }
 
@@ -144,14 +177,15 @@ static __always_inline int fault_ends(void)
 {
 	__u64 thread = bpf_get_current_pid_tgid();
 	struct fault *fault = bpf_map_lookup_elem(&faults, &thread);
-	struct task_key key = {};
+	struct total *total;
 	__u64 took;
 
 	if (!fault)
 		return 0;
-	if (fault->read && begin(&key)) {
+	total = fault->read ? total_of_current() : NULL;
+	if (total) {
 		took = bpf_ktime_get_ns() - fault->begin_ns;
-		count_add(&held_up_ns, &key, took);
+		__sync_fetch_and_add(&total->held_up_ns, took);
 		histogram_add(&latency_ns, took);
 	}
 	bpf_map_delete_elem(&faults, &thread);
@@ -177,6 +211,18 @@ WRITES(swap_writepage)
 WRITES(swap_writeout)
 /* clang-format on */
 
+SEC("?fexit/zswap_load")
+int BPF_PROG(zswap_load_fentry, void *folio, __u64 result)
+{
+	return zswap_answers(result);
+}
+
+SEC("?kretprobe/zswap_load")
+int BPF_KRETPROBE(zswap_load_kprobe, __u64 result)
+{
+	return zswap_answers(result);
+}
+
 SEC("?fentry/do_swap_page")
 int begin_fentry(void *ctx)
 {
@@ -201,12 +247,13 @@ int end_kprobe(void *ctx)
 	return fault_ends();
 }
 
-/* A thread that is killed in its fault must not leave it to the next one with its number. */
+/* A thread whose return was not seen must not leave its fault to the next one with its number. */
 SEC("?raw_tp/sched_process_exit")
 int thread_exit(void *ctx)
 {
 	__u64 thread = bpf_get_current_pid_tgid();
 
 	bpf_map_delete_elem(&faults, &thread);
+	bpf_map_delete_elem(&reading, &thread);
 	return 0;
 }

@@ -5,11 +5,14 @@
  * Hooks: tracepoints of the groups vmscan and compaction, as raw tracepoints.
  * Those need no tracefs, which containers seldom have, and of their arguments
  * only such are read as are the same on all kernels from 5.10 to 7.2: the first
- * of mm_shrink_slab_start, the first and the third of mm_shrink_slab_end.
+ * of mm_shrink_slab_start, the first and the third of mm_shrink_slab_end, the first
+ * two of mm_compaction_finished. Those of mm_compaction_end have moved, and it has a
+ * program for each order.
  *
  * What an operation took is added up when it ends. The totals only grow; user
  * space reads them every second and prints the difference.
  */
+#include "event.bpf.h"
 #include "histogram.bpf.h"
 #include "filter.bpf.h"
 
@@ -131,6 +134,31 @@ struct {
 	__type(key, __u32);
 	__type(value, __u64);
 } counts SEC(".maps");
+
+/* With --trace-compaction: a compaction, of one zone of memory. */
+struct compaction {
+	__u64 time_ns; /* when it began, CLOCK_MONOTONIC */
+	__u64 latency_ns;
+	__u32 pid;
+	__u32 tid;
+	__s32 order; /* of the pages that it is for; -1: all that can be had */
+	__s32 node;
+	enum compact_result status;
+	__u32 sync; /* it waits for pages that are being written, and for locks */
+	char comm[COMM_BYTES];
+	char zone[16];
+};
+struct compaction *unused_compaction __attribute__((unused));
+
+const volatile struct compaction no_compaction;
+
+/* By thread, while it is at it. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 8192);
+	__type(key, __u64);
+	__type(value, struct compaction);
+} compacting SEC(".maps");
 
 /* Options, set before load. */
 const volatile __u8 by_shrinker;
@@ -386,6 +414,79 @@ int shrink_slab_end(struct bpf_raw_tracepoint_args *ctx)
 	if (by_shrinker)
 		add_to_shrinker((struct shrinker *)ctx->args[0], time_ns, (__u32)ctx->args[2]);
 	return 0;
+}
+
+SEC("raw_tp/mm_compaction_begin")
+int trace_compaction_begin(void *ctx)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+	struct compaction *compaction;
+	struct task_ids ids;
+
+	if (!filter_wants(&ids))
+		return 0;
+	bpf_map_update_elem(&compacting, &thread, (const void *)&no_compaction, BPF_ANY);
+	compaction = bpf_map_lookup_elem(&compacting, &thread);
+	if (!compaction) {
+		count_loss(calls);
+		return 0;
+	}
+	compaction->pid = ids.pid;
+	compaction->tid = ids.tid;
+	bpf_get_current_comm(compaction->comm, sizeof(compaction->comm));
+	compaction->time_ns = bpf_ktime_get_ns();
+	return 0;
+}
+
+/* Whether it is to go on: asked at least once in each. Here it is told what it is about. */
+SEC("raw_tp/mm_compaction_finished")
+int trace_compaction_zone(struct bpf_raw_tracepoint_args *ctx)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+	struct compaction *compaction = bpf_map_lookup_elem(&compacting, &thread);
+	struct zone *zone = (void *)ctx->args[0];
+
+	if (!compaction || compaction->zone[0])
+		return 0;
+	compaction->order = ctx->args[1];
+	if (bpf_core_field_exists(zone->node))
+		compaction->node = BPF_CORE_READ(zone, node);
+	bpf_probe_read_kernel_str(compaction->zone, sizeof(compaction->zone),
+				  BPF_CORE_READ(zone, name));
+	return 0;
+}
+
+static __always_inline int compaction_ended(__u32 sync, __u32 status)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+	struct compaction *compaction = bpf_map_lookup_elem(&compacting, &thread), *event;
+
+	if (!compaction)
+		return 0;
+	event = event_reserve(sizeof(*event));
+	if (event) {
+		__builtin_memcpy(event, compaction, sizeof(*event));
+		event->latency_ns = bpf_ktime_get_ns() - event->time_ns;
+		event->sync = sync;
+		event->status = status;
+		bpf_ringbuf_submit(event, 0);
+	}
+	bpf_map_delete_elem(&compacting, &thread);
+	return 0;
+}
+
+/* 5.10: (zone_start, migrate_pfn, free_pfn, zone_end, sync, status) */
+SEC("raw_tp/mm_compaction_end")
+int trace_compaction_end_6(struct bpf_raw_tracepoint_args *ctx)
+{
+	return compaction_ended(ctx->args[4], ctx->args[5]);
+}
+
+/* 6.1: (cc, zone_start, zone_end, sync, status) */
+SEC("raw_tp/mm_compaction_end")
+int trace_compaction_end_5(struct bpf_raw_tracepoint_args *ctx)
+{
+	return compaction_ended(ctx->args[3], ctx->args[4]);
 }
 
 static __noinline int count_tracepoint(__u32 number)

@@ -6,7 +6,6 @@
 
 use std::cell::{Cell, OnceCell};
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::fs;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
@@ -17,7 +16,7 @@ use std::time::SystemTime;
 use anyhow::Result;
 
 use crate::mappings::Change;
-use crate::process::{FileId, MappedFile, Mapping, Process};
+use crate::process::{self, FileId, MappedFile, Mapping, Process};
 
 /// Exited processes that are remembered, at a kilobyte or less each.
 const MAX_EXITED: usize = 16384;
@@ -102,16 +101,37 @@ impl Image {
             .find(|code| code.range.contains(&address))
     }
 
+    /// Whether nothing is known of it.
+    pub fn is_empty(&self) -> bool {
+        self.code.is_empty()
+    }
+
+    /// The files that code is from, in the order in which they were mapped.
+    pub fn files(&self) -> impl Iterator<Item = Rc<CodeFile>> {
+        self.code.iter().map(|code| Rc::clone(&code.file))
+    }
+
     /// Whether it has generated code.
     pub fn generates_code(&self) -> bool {
         self.code.iter().any(|code| code.file.is_generated())
     }
 }
 
+/// Whose images are remembered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wanted {
+    /// Those of the processes that are chosen.
+    Chosen,
+    /// And of what these start, and so on.
+    Descendants,
+    /// Those of all processes.
+    All,
+}
+
 /// The images of processes.
 pub struct AddressSpaces {
-    /// The processes of interest; None: all.
-    chosen: Option<HashSet<u32>>,
+    wanted: Wanted,
+    chosen: HashSet<u32>,
     /// By process number, oldest first.
     images: HashMap<u32, Vec<Image>>,
     files: HashMap<(FileId, PathBuf), Rc<CodeFile>>,
@@ -122,10 +142,11 @@ pub struct AddressSpaces {
 }
 
 impl AddressSpaces {
-    /// Of all processes, or of those that are chosen later.
-    pub fn new(all: bool) -> Self {
+    /// Of these processes; the chosen ones are named later.
+    pub fn of(wanted: Wanted) -> Self {
         Self {
-            chosen: (!all).then(HashSet::new),
+            wanted,
+            chosen: HashSet::new(),
             images: HashMap::new(),
             files: HashMap::new(),
             exited: VecDeque::new(),
@@ -136,9 +157,7 @@ impl AddressSpaces {
 
     /// Remembers from now on what this process maps.
     pub fn choose(&mut self, pid: u32) {
-        if let Some(chosen) = &mut self.chosen {
-            chosen.insert(pid);
-        }
+        self.chosen.insert(pid);
     }
 
     /// Remembers what a running process has mapped.
@@ -154,14 +173,9 @@ impl AddressSpaces {
 
     /// The same for all processes that run now and are not known yet.
     pub fn look_at_all(&mut self) {
-        let Ok(entries) = fs::read_dir("/proc") else {
-            return;
-        };
         let own_pid = std::process::id();
-        for entry in entries.flatten() {
-            let pid = entry.file_name().to_str().and_then(|pid| pid.parse().ok());
-            if let Some(pid) = pid
-                && pid != own_pid
+        for pid in process::all().unwrap_or_default() {
+            if pid != own_pid
                 && !self.images.contains_key(&pid)
                 && let Ok(process) = Process::open(pid)
             {
@@ -173,10 +187,16 @@ impl AddressSpaces {
 
     /// Takes note of what a process has done.
     pub fn apply(&mut self, change: Change) {
-        let wanted = |pid| {
-            let chosen = self.chosen.as_ref();
-            chosen.is_none_or(|chosen| chosen.contains(pid))
-        };
+        if let Change::Forked(parent, child) = change
+            && self.wanted == Wanted::Descendants
+        {
+            if self.chosen.contains(&parent) {
+                self.choose(child);
+            } else {
+                self.chosen.remove(&child);
+            }
+        }
+        let wanted = |pid| self.wanted == Wanted::All || self.chosen.contains(pid);
         match change {
             Change::Mapped(pid, mapping) if wanted(&pid) => self.map(pid, mapping),
             Change::Exec(pid) if wanted(&pid) => self.begin_image(pid, Rc::default()),
@@ -238,7 +258,7 @@ impl AddressSpaces {
         file.seen.set(seen);
         // The files of a few processes can be held open at once, and then have their names
         // whatever becomes of them. Those of all would keep file systems from being unmounted.
-        if self.chosen.is_some() {
+        if self.wanted != Wanted::All {
             file.open();
         }
         Rc::clone(file)
@@ -250,22 +270,34 @@ impl AddressSpaces {
             return;
         };
         self.exited.push_back((pid, last.number));
-        if self.exited.len() > MAX_EXITED
-            && let Some((oldest, last)) = self.exited.pop_front()
-            && let Some(images) = self.images.get_mut(&oldest)
-        {
-            images.retain(|image| image.number > last);
-            if images.is_empty() {
-                self.images.remove(&oldest);
-            }
+        if self.exited.len() > MAX_EXITED {
+            self.forget_oldest();
             self.forgotten += 1;
         }
+    }
+
+    /// Forgets those that have exited, when all is named that they have done.
+    pub fn forget_exited(&mut self) {
+        while self.forget_oldest() {}
+    }
+
+    fn forget_oldest(&mut self) -> bool {
+        let Some((pid, last)) = self.exited.pop_front() else {
+            return false;
+        };
+        if let Some(images) = self.images.get_mut(&pid) {
+            images.retain(|image| image.number > last);
+            if images.is_empty() {
+                self.images.remove(&pid);
+            }
+        }
+        true
     }
 
     /// The image of a process that all these addresses are in, the newest if there are several; or
     /// the one that most are in. A process that is not known yet is looked at now.
     pub fn image_with(&mut self, pid: u32, addresses: &[u64]) -> Option<Image> {
-        if !self.images.contains_key(&pid) && self.chosen.is_none() {
+        if !self.images.contains_key(&pid) && self.wanted == Wanted::All {
             let _ = Process::open(pid).and_then(|process| self.look_at(&process));
         }
         let missing = |image: &&Image| {
@@ -282,8 +314,15 @@ impl AddressSpaces {
 
     /// The newest image of each chosen process.
     pub fn chosen_images(&self) -> impl Iterator<Item = (u32, &Image)> {
-        let chosen = self.chosen.iter().flatten();
+        let chosen = self.chosen.iter();
         chosen.filter_map(|pid| Some((*pid, self.images.get(pid)?.last()?)))
+    }
+
+    /// The newest image of each process whose images are remembered for its own sake.
+    pub fn wanted_images(&self) -> impl Iterator<Item = (u32, &Image)> {
+        let wanted = |pid| self.wanted == Wanted::All || self.chosen.contains(pid);
+        let images = self.images.iter().filter(move |(pid, _)| wanted(pid));
+        images.filter_map(|(&pid, images)| Some((pid, images.last()?)))
     }
 
     /// Exited processes whose images were forgotten.
@@ -324,7 +363,7 @@ mod tests {
 
     #[test]
     fn a_stack_finds_the_image_that_it_is_of() {
-        let mut spaces = AddressSpaces::new(true);
+        let mut spaces = AddressSpaces::of(Wanted::All);
         spaces.apply(mapped(PID, 0x1000, "/bin/sh"));
         spaces.apply(mapped(PID, 0x5000, "/lib/libc"));
         spaces.apply(Change::Forked(PID, PID + 1));
@@ -343,7 +382,7 @@ mod tests {
 
     #[test]
     fn a_number_is_given_to_another_process() {
-        let mut spaces = AddressSpaces::new(true);
+        let mut spaces = AddressSpaces::of(Wanted::All);
         spaces.apply(mapped(PID, 0x1000, "/bin/old"));
         spaces.apply(Change::Exited(PID));
         spaces.apply(Change::Forked(PID + 1, PID));
@@ -355,7 +394,7 @@ mod tests {
 
     #[test]
     fn the_processes_that_exited_first_are_forgotten_first() {
-        let mut spaces = AddressSpaces::new(true);
+        let mut spaces = AddressSpaces::of(Wanted::All);
         let others = MAX_EXITED as u32;
         for pid in PID - others..=PID {
             spaces.apply(mapped(pid, 0x1000, "/bin/sh"));
@@ -367,12 +406,53 @@ mod tests {
     }
 
     #[test]
+    fn who_has_exited_can_be_forgotten_without_loss() {
+        let mut spaces = AddressSpaces::of(Wanted::All);
+        spaces.apply(mapped(PID, 0x1000, "/bin/old"));
+        spaces.apply(mapped(PID + 1, 0x1000, "/bin/sh"));
+        spaces.apply(Change::Exited(PID));
+        spaces.apply(Change::Forked(PID + 1, PID));
+        spaces.apply(mapped(PID, 0x2000, "/bin/new"));
+        spaces.forget_exited();
+        assert_eq!(at(&mut spaces, PID, &[0x1000]), ["sh"]);
+        assert_eq!(at(&mut spaces, PID, &[0x2000]), ["new"]);
+        assert_eq!(spaces.forgotten(), 0);
+    }
+
+    #[test]
     fn only_what_is_chosen_is_remembered() {
-        let mut spaces = AddressSpaces::new(false);
+        let mut spaces = AddressSpaces::of(Wanted::Chosen);
         spaces.choose(PID);
         spaces.apply(mapped(PID, 0x1000, "/bin/sh"));
         spaces.apply(mapped(PID + 1, 0x1000, "/bin/sh"));
         assert_eq!(at(&mut spaces, PID, &[0x1000]), ["sh"]);
         assert_eq!(at(&mut spaces, PID + 1, &[0x1000]), [""]);
+    }
+
+    #[test]
+    fn descendants_are_remembered_and_who_has_their_numbers_later_is_not() {
+        let mut spaces = AddressSpaces::of(Wanted::Descendants);
+        let (child, grandchild, other) = (PID - 1, PID - 2, PID - 3);
+        spaces.choose(PID);
+        spaces.apply(mapped(PID, 0x1000, "/bin/make"));
+        spaces.apply(Change::Forked(PID, child));
+        spaces.apply(Change::Forked(child, grandchild));
+        spaces.apply(Change::Forked(other, other - 1));
+        spaces.apply(Change::Exec(grandchild));
+        spaces.apply(mapped(grandchild, 0x1000, "/bin/cc"));
+        spaces.apply(mapped(other - 1, 0x1000, "/bin/sh"));
+        // Its first thread exits, and another one calls exec.
+        spaces.apply(Change::Exited(grandchild));
+        spaces.apply(Change::Exec(grandchild));
+        spaces.apply(mapped(grandchild, 0x3000, "/bin/ld"));
+        spaces.apply(Change::Exited(child));
+        spaces.apply(Change::Forked(other, child));
+        spaces.apply(mapped(child, 0x2000, "/bin/sh"));
+
+        assert_eq!(at(&mut spaces, child, &[0x1000]), ["make"]);
+        assert_eq!(at(&mut spaces, child, &[0x2000]), [""]);
+        assert_eq!(at(&mut spaces, grandchild, &[0x1000]), ["cc"]);
+        assert_eq!(at(&mut spaces, grandchild, &[0x3000]), ["ld"]);
+        assert_eq!(at(&mut spaces, other - 1, &[0x1000]), [""]);
     }
 }

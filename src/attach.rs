@@ -2,19 +2,27 @@
 //!
 //! That the kernel's BTF lists a function or a link type does not mean that it can be used: some
 //! kernels are built without kprobes, some refuse fentry. So each variant is tried for real, by
-//! loading and attaching it, and every failure is kept until one has worked.
+//! loading and attaching it, and every failure is kept until one has worked. Only what the kernel
+//! refuses as a whole is asked for first: to find that out by loading takes 25 ms.
 
 use std::env;
+use std::fmt;
 use std::mem::MaybeUninit;
 use std::os::fd::IntoRawFd;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, bail};
-use libbpf_rs::{Link, OpenObject, PrintLevel, ProgramMut};
+use libbpf_rs::skel::SkelBuilder;
+use libbpf_rs::{Link, Object, OpenObject, PrintLevel, ProgramMut, ProgramType};
 use perf_event::Builder;
 use perf_event::events::Software;
 
+use crate::kernel;
 use crate::mappings::online_cpus;
+
+/// Whether --verbose was given.
+static VERBOSE: AtomicBool = AtomicBool::new(false);
 
 /// What libbpf said since the last [`take_log`]: its warnings, the verifier's log among them.
 static LOG: Mutex<String> = Mutex::new(String::new());
@@ -28,6 +36,7 @@ const LOG_LINES: usize = 12;
 /// Keeps libbpf's messages for the report of a failure instead of printing them. With `verbose`
 /// all of them, down to debug, go to stderr as they come.
 pub fn capture_log(verbose: bool) {
+    VERBOSE.store(verbose, Ordering::Relaxed);
     fn keep(_level: PrintLevel, message: String) {
         if let Ok(mut log) = LOG.lock() {
             log.push_str(&message);
@@ -43,16 +52,50 @@ pub fn capture_log(verbose: bool) {
     }
 }
 
+/// Says something on stderr, if that is wanted.
+pub fn verbose(what: fmt::Arguments<'_>) {
+    if VERBOSE.load(Ordering::Relaxed) {
+        eprintln!("{what}");
+    }
+}
+
 fn take_log() -> String {
     LOG.lock()
         .map(|mut log| std::mem::take(&mut *log))
         .unwrap_or_default()
 }
 
+/// What a kernel gives or refuses as a whole.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Means {
+    /// Programs on the entry and exit of kernel functions.
+    Fentry,
+    /// Breakpoints in the kernel.
+    Kprobes,
+}
+
+impl Means {
+    /// Says why it is not to be had, if it is not.
+    fn check(self) -> Result<()> {
+        match self {
+            // libbpf loads a program of two instructions. What it cannot tell is tried.
+            Self::Fentry if !ProgramType::Tracing.is_supported().unwrap_or(true) => {
+                bail!("this kernel refuses fentry")
+            }
+            Self::Kprobes if !kernel::has_kprobes() => {
+                bail!("this kernel is built without kprobes (CONFIG_KPROBES)")
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
 /// One variant: its name for messages, and what opens, loads and attaches it.
 pub struct Variant<'a, T> {
     /// How the variant is called in messages.
     pub name: &'static str,
+    /// What it is not tried without.
+    pub needs: Option<Means>,
     /// Does everything up to live probes.
     pub start: Box<dyn FnOnce() -> Result<T> + 'a>,
 }
@@ -62,8 +105,15 @@ impl<'a, T> Variant<'a, T> {
     pub fn new(name: &'static str, start: impl FnOnce() -> Result<T> + 'a) -> Self {
         Self {
             name,
+            needs: None,
             start: Box::new(start),
         }
+    }
+
+    /// The same, but not even tried where the kernel does not give this.
+    pub fn needing(self, means: Means) -> Self {
+        let needs = Some(means);
+        Self { needs, ..self }
     }
 }
 
@@ -79,9 +129,10 @@ pub fn first_that_works<'a, T: 'a>(
     let mut failures = String::new();
     let only = env::var(ONLY).ok();
     let wanted = |name| only.as_ref().is_none_or(|only| only == name);
-    for Variant { name, start } in variants.into_iter().filter(|variant| wanted(variant.name)) {
+    for variant in variants.into_iter().filter(|variant| wanted(variant.name)) {
+        let Variant { name, needs, start } = variant;
         take_log();
-        match start() {
+        match needs.map_or(Ok(()), Means::check).and_then(|()| start()) {
             Ok(started) => return Ok((name, started)),
             Err(error) => {
                 let log = take_log();
@@ -101,12 +152,66 @@ pub fn first_that_works<'a, T: 'a>(
     bail!("no way to attach works on this kernel:{failures}");
 }
 
+/// Opens a tool's skeleton, to be given its options and to be loaded.
+pub fn open<B: SkelBuilder<'static> + Default>() -> Result<B::Output> {
+    B::default()
+        .open(object_storage())
+        .context("failed to open the BPF object")
+}
+
+/// The options of an opened skeleton, its `maps.rodata_data`.
+pub fn options<'open, T>(constants: &'open mut Option<&mut T>) -> Result<&'open mut T> {
+    constants
+        .as_deref_mut()
+        .context("the BPF object has no options")
+}
+
 /// Memory for one opened skeleton.
 ///
 /// A skeleton borrows it for as long as it lives. A tool opens as many as its ladder has variants
 /// and keeps the last until it exits, so the memory is never given back.
 pub fn object_storage() -> &'static mut MaybeUninit<OpenObject> {
     Box::leak(Box::new(MaybeUninit::uninit()))
+}
+
+/// Has only the programs with these names loaded.
+pub fn load_only(object: &mut OpenObject, names: &[&str]) {
+    for mut program in object.progs_mut() {
+        let wanted = names.iter().any(|name| program.name() == *name);
+        // Those of src/unwind are beside whatever takes user stacks.
+        let unwinds = program.name().to_string_lossy().starts_with("unwind_");
+        program.set_autoload(wanted || unwinds);
+    }
+}
+
+/// Attaches the programs with these names, in this order. What sees the end of something belongs
+/// before what sees its beginning.
+pub fn by_name(object: &mut Object, names: &[&str]) -> Result<Vec<Link>> {
+    let attach = |name: &&str| {
+        let program = object.progs_mut().find(|program| program.name() == *name);
+        let program = program.with_context(|| format!("there is no program {name}"))?;
+        let attached = program.attach();
+        attached.with_context(|| format!("failed to attach {name}"))
+    };
+    names.iter().map(attach).collect()
+}
+
+/// What must be said where a system call's tracepoint is not to be had.
+pub const SYSCALLS: &str = "; this needs a kernel with CONFIG_FTRACE_SYSCALLS=y";
+
+/// Attaches programs in their order: those for the exit of something before those for its entry,
+/// as what is seen to begin must be seen to end.
+///
+/// # Errors
+/// At the first that cannot be attached; `remedy` ends the message.
+pub fn all(programs: &[&ProgramMut<'_>], remedy: &str) -> Result<Vec<Link>> {
+    let attach = |program: &&ProgramMut<'_>| {
+        program.attach().with_context(|| {
+            let name = program.name().to_string_lossy();
+            format!("failed to attach {name}{remedy}")
+        })
+    };
+    programs.iter().map(attach).collect()
 }
 
 /// Attaches a program to every single event of a kind that the kernel counts itself, such as page

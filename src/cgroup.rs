@@ -5,8 +5,27 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use anyhow::{Context, Result};
+
 use crate::filter;
 use crate::text;
+
+/// The processes that are in a cgroup or below it now, by the path of its folder.
+///
+/// # Errors
+/// If it is no cgroup.
+pub fn processes_below(folder: &Path) -> Result<Vec<u32>> {
+    let list = fs::read_to_string(folder.join("cgroup.procs"))
+        .with_context(|| format!("{} is no cgroup of version 2", folder.display()))?;
+    let mut pids: Vec<u32> = list.lines().filter_map(|line| line.parse().ok()).collect();
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        // One that has gone meanwhile has no processes.
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            pids.extend(processes_below(&entry.path()).unwrap_or_default());
+        }
+    }
+    Ok(pids)
+}
 
 /// Paths of cgroups, also of such as have gone since they were last looked at.
 #[derive(Debug, Default)]

@@ -76,6 +76,14 @@ pub fn seconds(text: &str) -> Result<Duration, String> {
     }
 }
 
+/// A number of bytes, such as `4096`, `512K` or `1G`, in powers of 1024.
+pub fn bytes(text: &str) -> Result<u64, String> {
+    let sizes = parse_size::Config::new().with_binary();
+    sizes
+        .parse_size(text)
+        .map_err(|error| format!("not a number of bytes: {error}"))
+}
+
 /// Arguments that are wrong together; exit status 2.
 #[derive(Debug)]
 pub struct UsageError(pub String);
@@ -108,6 +116,15 @@ mod tests {
         assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
         for wrong in ["0", "-1", "NaN", "inf", "5s", "", "1e30"] {
             assert!(seconds(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn bytes_are_in_powers_of_1024() {
+        assert_eq!(bytes("4093"), Ok(4093));
+        assert_eq!((bytes("512K"), bytes("1G")), (Ok(512 << 10), Ok(1 << 30)));
+        for wrong in ["", "-1", "K", "1X"] {
+            assert!(bytes(wrong).is_err(), "{wrong}");
         }
     }
 

@@ -1,81 +1,49 @@
 //! Counts by key, which `bpf/include/count.bpf.h` adds to, as what has come since the last look.
 
-use std::collections::HashMap;
 use std::marker::PhantomData;
+use std::os::fd::AsRawFd;
 
 use anyhow::{Context, Result};
 use libbpf_rs::{MapCore, MapFlags};
 use plain::Plain;
 
-use crate::shared;
+use crate::{entries, shared};
 
-/// Entries read from a map at once.
-const BATCH: u32 = 4096;
-
-/// The counts of one map, whose keys are `K`.
-pub struct Counts<'map, M, K> {
-    map: &'map M,
-    before: HashMap<Vec<u8>, u64>,
-    key: PhantomData<K>,
+/// The counts of one kind: values `V` by keys `K`.
+pub struct Counts<'map, M, K, V> {
+    holder: &'map M,
+    /// The first is counted in, the second is empty.
+    maps: [&'map M; 2],
+    types: PhantomData<(K, V)>,
 }
 
-impl<'map, M: MapCore, K: Plain + Copy> Counts<'map, M, K> {
-    /// The counts of this map of the skeleton.
-    pub fn new(map: &'map M) -> Self {
+impl<'map, M: MapCore, K: Plain + Copy, V: Plain + Copy> Counts<'map, M, K, V> {
+    /// The counts of these maps of the skeleton, `name`, `name_a` and `name_b`.
+    pub fn new(holder: &'map M, a: &'map M, b: &'map M) -> Self {
         Self {
-            map,
-            before: HashMap::new(),
-            key: PhantomData,
+            holder,
+            maps: [a, b],
+            types: PhantomData,
         }
     }
 
-    /// What was counted since the last call, the largest count last.
-    pub fn since_last(&mut self) -> Result<Vec<(K, u64)>> {
-        let batches = self
-            .map
-            .lookup_batch(BATCH, MapFlags::ANY, MapFlags::ANY)
-            .context("failed to read the counts")?;
+    /// What was counted since the last call, and from now on is forgotten.
+    pub fn take(&mut self) -> Result<Vec<(K, V)>> {
+        self.maps.swap(0, 1);
+        let [counted_in, full] = self.maps;
+        // It takes a grace period: then nobody counts in the other any more.
+        self.holder
+            .update(
+                &0u32.to_ne_bytes(),
+                &counted_in.as_fd().as_raw_fd().to_ne_bytes(),
+                MapFlags::ANY,
+            )
+            .context("failed to exchange the maps of counts")?;
         let mut counts = Vec::new();
-        for (key, value) in batches {
-            let now = u64::from_ne_bytes(value[..].try_into().context("a value is not a count")?);
-            let new = grown(&mut self.before, &key, now);
-            if new > 0 {
-                counts.push((*shared::view::<K>(&key)?, new));
-            }
-        }
-        counts.sort_by_key(|(_, count)| *count);
+        entries::take(full, |key, value| {
+            counts.push((*shared::view(key)?, *shared::view(value)?));
+            Ok(())
+        })?;
         Ok(counts)
-    }
-}
-
-/// By how much the key's count is larger than when it was last seen. One that is smaller was moved
-/// to another key since; what comes next makes up for it.
-fn grown(before: &mut HashMap<Vec<u8>, u64>, key: &[u8], now: u64) -> u64 {
-    match before.get_mut(key) {
-        Some(before) => {
-            let new = now.saturating_sub(*before);
-            *before += new;
-            new
-        }
-        None => {
-            before.insert(key.to_vec(), now);
-            now
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_what_has_come_since_is_counted() {
-        let mut before = HashMap::new();
-        assert_eq!(grown(&mut before, b"a", 5), 5);
-        assert_eq!(grown(&mut before, b"b", 1), 1);
-        assert_eq!(grown(&mut before, b"a", 5), 0);
-        assert_eq!(grown(&mut before, b"a", 12), 7);
-        assert_eq!(grown(&mut before, b"a", 11), 0);
-        assert_eq!(grown(&mut before, b"a", 13), 1);
     }
 }

@@ -7,6 +7,7 @@ use std::io::Seek;
 use std::os::unix::fs::FileExt;
 
 use anyhow::{Context, Result};
+use memmap2::Mmap;
 use object::read::ReadCache;
 use object::read::elf::ElfFile64;
 use object::{Object, ObjectSection, ObjectSegment, ObjectSymbol, SymbolKind};
@@ -35,21 +36,32 @@ impl Function {
     }
 }
 
-/// The visible functions of `file` whose names `wanted` accepts, from `.dynsym` and `.symtab`.
+/// The file's bytes, for what is read in many small parts: to read each symbol's name takes two
+/// system calls.
 ///
-/// Local functions are left out: a program's own static `free` is not the allocator's. A function
-/// with several accepted names is listed once for each.
-pub fn functions(file: &File, wanted: impl Fn(&str) -> bool) -> Result<Vec<Function>> {
-    let cache = ReadCache::new(file);
-    let elf = ElfFile64::<object::Endianness, _>::parse(&cache).context("not a 64-bit ELF file")?;
+/// A file that is made shorter by somebody else meanwhile ends the process (SIGBUS). Those that are
+/// executed are replaced instead.
+pub fn map(file: &File) -> Result<Mmap> {
+    // SAFETY: whatever the bytes are, and become, they are read as untrusted.
+    unsafe { Mmap::map(file) }.context("failed to map the file")
+}
+
+/// The functions of `file` that `wanted` accepts, from `.dynsym` and `.symtab`. It is given the name,
+/// and whether the symbol is local, as that of a program's own static `free` is.
+///
+/// A function with several accepted names is listed once for each.
+pub fn functions(file: &File, wanted: impl Fn(&str, bool) -> bool) -> Result<Vec<Function>> {
+    let bytes = map(file)?;
+    let elf =
+        ElfFile64::<object::Endianness, _>::parse(&*bytes).context("not a 64-bit ELF file")?;
     let mut sizes: HashMap<(String, u64), u64> = HashMap::new();
     for symbol in elf.dynamic_symbols().chain(elf.symbols()) {
-        if symbol.kind() != SymbolKind::Text || !symbol.is_definition() || symbol.is_local() {
+        if symbol.kind() != SymbolKind::Text || !symbol.is_definition() {
             continue;
         }
         let Ok(name) = symbol.name() else { continue };
         let name = name.split('@').next().unwrap_or(name);
-        if wanted(name)
+        if wanted(name, symbol.is_local())
             && let Some(offset) = file_offset(&elf, symbol.address())
         {
             let size = sizes.entry((name.to_owned(), offset)).or_default();
@@ -66,6 +78,69 @@ pub fn functions(file: &File, wanted: impl Fn(&str) -> bool) -> Result<Vec<Funct
         .collect();
     functions.sort_by(|a, b| (a.file_offset, &a.name).cmp(&(b.file_offset, &b.name)));
     Ok(functions)
+}
+
+/// A part of a file that is mapped to be executed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CodeSegment {
+    /// Its first byte in the file's own address space.
+    pub address: u64,
+    /// Its first byte in the file.
+    pub file_offset: u64,
+    /// Its size in bytes.
+    pub size: u64,
+}
+
+impl CodeSegment {
+    /// Whether this address is in it.
+    pub fn has(&self, address: u64) -> bool {
+        (self.address..self.address + self.size).contains(&address)
+    }
+
+    /// Reads it in pieces of `length` bytes, which overlap by `overlap`; `each` is given the
+    /// address of a piece and its bytes.
+    pub fn read(
+        &self,
+        file: &File,
+        (length, overlap): (usize, usize),
+        mut each: impl FnMut(u64, &[u8]),
+    ) -> Result<()> {
+        let mut bytes = vec![0; length];
+        let mut at = 0;
+        while at < self.size {
+            let piece = &mut bytes[..length.min((self.size - at) as usize)];
+            file.read_exact_at(piece, self.file_offset + at)
+                .context("failed to read the code of a file")?;
+            each(self.address + at, piece);
+            at += (length - overlap) as u64;
+        }
+        Ok(())
+    }
+}
+
+/// The parts of a file that are mapped to be executed.
+pub fn code_segments(file: &File) -> Result<Vec<CodeSegment>> {
+    let cache = ReadCache::new(file);
+    let elf = ElfFile64::<object::Endianness, _>::parse(&cache).context("not a 64-bit ELF file")?;
+    let segments = elf.segments().filter_map(|segment| {
+        let executable = segment.permissions().executable();
+        let (file_offset, size) = segment.file_range();
+        let address = segment.address();
+        executable.then_some(CodeSegment {
+            address,
+            file_offset,
+            size,
+        })
+    });
+    Ok(segments.collect())
+}
+
+/// Where code that is here in a file is in the file's own address space, which jumps are relative to.
+pub fn address(segments: &[CodeSegment], file_offset: u64) -> Option<u64> {
+    segments.iter().find_map(|segment| {
+        let within = file_offset.checked_sub(segment.file_offset)?;
+        (within < segment.size).then_some(segment.address + within)
+    })
 }
 
 /// Where in the file a virtual address of its code is.
@@ -139,8 +214,10 @@ mod tests {
     #[test]
     fn a_function_is_found_where_its_code_is() {
         assert_eq!(memtools_elf_test_function(), 41);
-        let found = functions(&own_program(), |name| name == "memtools_elf_test_function")
-            .expect("our symbols");
+        let found = functions(&own_program(), |name, _| {
+            name == "memtools_elf_test_function"
+        })
+        .expect("our symbols");
         let [function] = &found[..] else {
             panic!("found {found:?}")
         };
@@ -165,6 +242,6 @@ mod tests {
     fn a_text_file_is_no_elf_file() {
         let file = File::open(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")).expect("a file");
         assert!(!is_native(&file).expect("long enough"));
-        assert!(functions(&file, |_| true).is_err());
+        assert!(functions(&file, |_, _| true).is_err());
     }
 }

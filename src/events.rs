@@ -2,12 +2,17 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
+use std::collections::vec_deque::IntoIter;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::rc::Rc;
+use std::time::Instant;
 
 use anyhow::{Context, Result};
-use libbpf_rs::{MapCore, RingBuffer, RingBufferBuilder};
+use libbpf_rs::{Link, MapCore, RingBuffer, RingBufferBuilder};
 use plain::Plain;
+
+use crate::attach;
+use crate::poll::Poller;
 
 /// The events of one tool, in the order in which their handlers reserved them.
 pub struct Events<'map, T> {
@@ -52,11 +57,32 @@ impl<'map, T: 'map> Events<'map, T> {
     }
 
     /// Everything that is in the buffer now.
-    pub fn drain(&self) -> Result<impl Iterator<Item = T> + use<T>> {
+    pub fn drain(&self) -> Result<IntoIter<T>> {
         self.ring
             .consume()
             .context("failed to read the ring buffer")?;
         Ok(self.queue.take().into_iter())
+    }
+
+    /// Gives `each` all events as they come, until what the poller watches or the deadline ends the
+    /// trace. Then it detaches the links, and gives what came before they were gone.
+    pub fn follow<'a>(
+        &'a self,
+        mut poller: Poller<'a>,
+        deadline: Option<Instant>,
+        links: Vec<Link>,
+        mut each: impl FnMut(IntoIter<T>) -> Result<()>,
+    ) -> Result<()> {
+        poller.watch_events(self);
+        loop {
+            let wake = poller.wait(deadline)?;
+            each(self.drain()?)?;
+            if wake.stop || wake.deadline || wake.exited {
+                break;
+            }
+        }
+        attach::detach(links);
+        each(self.drain()?)
     }
 
     /// Records too short for the event type; only a mismatch of program and binary makes them.

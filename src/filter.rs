@@ -14,11 +14,12 @@ use std::path::{Path, PathBuf};
 use std::process;
 
 use anyhow::{Context, Result, bail};
-use libbpf_rs::{MapCore, MapFlags};
+use libbpf_rs::{MapCore, MapFlags, OpenMapMut};
 use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, fstatfs};
 use plain::Plain;
 
 use crate::cli::UsageError;
+use crate::follow::Follower;
 use crate::process::Process;
 use crate::{shared, text};
 
@@ -85,7 +86,11 @@ impl FilterArgs {
             ..shared::filter::default()
         };
         options.pids[..self.pid.len()].copy_from_slice(&self.pid);
-        Ok(Filter { options, cgroup })
+        Ok(Filter {
+            options,
+            cgroup,
+            follower: None,
+        })
     }
 }
 
@@ -94,9 +99,29 @@ impl FilterArgs {
 pub struct Filter {
     options: shared::filter,
     cgroup: Option<OwnedFd>,
+    follower: Option<Follower>,
 }
 
 impl Filter {
+    /// Lets through what the processes of `-p` start from now on, too, and what these start. The
+    /// tool has to call [`Filter::share_maps`] then.
+    pub fn follow(&mut self) -> Result<()> {
+        self.options.follow = 1;
+        self.follower = Some(Follower::start(self)?);
+        Ok(())
+    }
+
+    /// Makes the skeleton's maps `filter_followed` and `losses` those of the follower, if there is
+    /// one. To be done before load.
+    pub fn share_maps(
+        &self,
+        followed: &mut OpenMapMut<'_>,
+        losses: &mut OpenMapMut<'_>,
+    ) -> Result<()> {
+        let follower = self.follower.as_ref();
+        follower.map_or(Ok(()), |follower| follower.share_maps(followed, losses))
+    }
+
     /// Sets the skeleton's constant `filter`: the same C struct as ours, under the type's name in
     /// that skeleton. To be done before load.
     pub fn set<T: Plain>(&self, constant: &mut T) {
@@ -172,7 +197,7 @@ pub(crate) fn cgroup2_mount(mounts: &str) -> Option<&str> {
 }
 
 /// The PID namespace whose numbers are ours; 0 for the initial one, whose numbers the kernel's are.
-fn pid_namespace() -> Result<u32> {
+pub(crate) fn pid_namespace() -> Result<u32> {
     let link = fs::read_link("/proc/self/ns/pid")
         .context("failed to read /proc/self/ns/pid; is /proc mounted?")?;
     let inode = namespace_inode(&link.to_string_lossy())

@@ -11,8 +11,8 @@ use crate::symbolize::Frame;
 pub struct Part {
     /// Innermost first, as stacks are kept; none if the stack was lost.
     pub frames: Vec<Frame>,
-    /// Whether frames beyond the depth limit are missing at the end.
-    pub truncated: bool,
+    /// Why frames are missing at the root, if they are.
+    pub truncated: Option<String>,
 }
 
 /// One line.
@@ -35,6 +35,14 @@ pub struct Line<'a> {
 /// All but the weight.
 impl fmt::Display for Line<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut stack = String::new();
+        self.write_frames(&mut stack)?;
+        f.write_str(&without_number(stack))
+    }
+}
+
+impl Line<'_> {
+    fn write_frames(&self, f: &mut impl fmt::Write) -> fmt::Result {
         f.write_str(&frame_name(self.comm))?;
         if let Some(pid) = self.pid {
             write!(f, "-{pid}")?;
@@ -51,9 +59,7 @@ impl fmt::Display for Line<'_> {
         }
         Ok(())
     }
-}
 
-impl Line<'_> {
     /// Writes it, with its newline.
     pub fn write(&self, out: &mut dyn Write) -> io::Result<()> {
         writeln!(out, "{self} {}", self.weight)
@@ -61,12 +67,12 @@ impl Line<'_> {
 }
 
 impl Part {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>, kernel_suffix: &str) -> fmt::Result {
+    fn fmt(&self, f: &mut impl fmt::Write, kernel_suffix: &str) -> fmt::Result {
         if self.frames.is_empty() {
             f.write_str(";[lost]")?;
         }
-        if self.truncated {
-            f.write_str(";[truncated]")?;
+        if let Some(reason) = &self.truncated {
+            write!(f, ";[truncated: {}]", frame_name(reason))?;
         }
         for frame in self.frames.iter().rev() {
             match (&frame.symbol, &frame.module) {
@@ -87,6 +93,18 @@ fn frame_name(name: &str) -> String {
     name.replace(';', ":")
 }
 
+/// A number after a space at the end would be taken for the weight, and the weight for that of a
+/// stack to compare with: flamegraph.pl draws differences.
+fn without_number(mut stack: String) -> String {
+    let digits = stack.trim_end_matches(|c: char| c.is_ascii_digit() || c == '.');
+    let end = digits.len();
+    let last = digits.chars().next_back();
+    if let Some(space) = last.filter(|c| end < stack.len() && c.is_whitespace()) {
+        stack.replace_range(end - space.len_utf8()..end, "_");
+    }
+    stack
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -103,7 +121,7 @@ mod tests {
     fn part(frames: &[Frame]) -> Option<Part> {
         Some(Part {
             frames: frames.to_vec(),
-            truncated: false,
+            truncated: None,
         })
     }
 
@@ -154,18 +172,62 @@ mod tests {
         assert_eq!(text(&line), "p-7;do_syscall_64;do_brk_flags 1\n");
     }
 
+    /// Whatever the names are: one stack, one number, and as many frames.
+    #[test]
+    fn flame_graph_tools_understand_it() {
+        let odd = [
+            "main",
+            "f(int, 7)",
+            "a;b",
+            "operator new 12",
+            "x 1.5",
+            "v 3 4",
+        ];
+        for name in odd {
+            for frames in [
+                &[][..],
+                &[frame(Some(name), None)],
+                &[frame(None, Some(name))],
+            ] {
+                let line = Line {
+                    comm: name,
+                    user: (!frames.is_empty()).then(|| part(frames)).flatten(),
+                    weight: 4093,
+                    ..Line::default()
+                };
+                let text = text(&line);
+                let words: Vec<&str> = text.trim_end().rsplitn(3, char::is_whitespace).collect();
+                assert_eq!(words[0], "4093", "{text}");
+                // The word before it is no number.
+                assert!(
+                    words.len() < 3 || words[1].parse::<f64>().is_err(),
+                    "{text}"
+                );
+                let stack = text.trim_end().strip_suffix(" 4093").expect("a weight");
+                assert_eq!(stack.split(';').count(), 1 + frames.len(), "{text}");
+
+                let mut image = Vec::new();
+                let mut options = inferno::flamegraph::Options::default();
+                inferno::flamegraph::from_lines(&mut options, text.lines(), &mut image)
+                    .expect("a flame graph");
+                let image = String::from_utf8_lossy(&image);
+                assert!(image.contains("(4,093 samples, 100%)"), "{text}{image}");
+            }
+        }
+    }
+
     #[test]
     fn a_cut_stack_says_so_at_its_root() {
         let line = Line {
             comm: "p",
             user: Some(Part {
                 frames: vec![frame(Some("f"), None)],
-                truncated: true,
+                truncated: Some("no unwind info: libf.so".into()),
             }),
             weight: 1,
             ..Line::default()
         };
-        assert_eq!(text(&line), "p;[truncated];f 1\n");
+        assert_eq!(text(&line), "p;[truncated: no unwind info: libf.so];f 1\n");
     }
 
     #[test]

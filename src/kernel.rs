@@ -5,9 +5,10 @@ use std::io::{self, Read};
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
-use libbpf_rs::btf::types::{FuncProto, Typedef};
+use libbpf_rs::btf::types::{Func, FuncProto, Typedef};
 use libbpf_rs::btf::{Btf, BtfType};
 use memchr::memmem;
+use memmap2::Mmap;
 use nix::mount::{MsFlags, mount};
 use nix::unistd::{SysconfVar, sysconf};
 
@@ -100,13 +101,26 @@ pub fn page_bytes() -> Result<u64> {
     Ok(page.cast_unsigned())
 }
 
+/// Binary logarithm of the bytes of a page.
+pub fn page_shift() -> Result<u32> {
+    Ok(page_bytes()?.trailing_zeros())
+}
+
 /// Whether a type, function or enumerator of this name is in the kernel's BTF.
 ///
 /// It says what the kernel was built from, not what it lets us do: attach to find that out.
 pub fn btf_has_name(name: &str) -> bool {
     // Names are NUL-terminated in BTF's string section.
     let needle = [b"\0", name.as_bytes(), b"\0"].concat();
-    File::open(BTF).is_ok_and(|btf| contains(btf, &needle).unwrap_or(false))
+    let Ok(btf) = File::open(BTF) else {
+        return false;
+    };
+    // From 6.16 on it can be mapped. By reading it comes in pages.
+    // SAFETY: the kernel never changes it.
+    match unsafe { Mmap::map(&btf) } {
+        Ok(bytes) => memmem::find(&bytes, &needle).is_some(),
+        Err(_) => contains(btf, &needle).unwrap_or(false),
+    }
 }
 
 /// Whether the bytes are in a file, of which only a piece is in memory at a time: BTF has six
@@ -157,6 +171,16 @@ pub fn tracepoint_arguments(tracepoint: &str) -> Result<Option<Vec<String>>> {
         name.unwrap_or_default().to_string_lossy().into_owned()
     });
     Ok(Some(names.collect()))
+}
+
+/// The type name of what a function of the kernel returns, such as `int` or `bool`.
+pub fn function_result(function: &str) -> Result<String> {
+    let btf = Btf::from_vmlinux().context("failed to read the kernel's BTF")?;
+    let types = btf.type_by_name::<Func<'_>>(function);
+    let types = types.and_then(|function| function.next_type());
+    let result = types.and_then(|types| types.next_type());
+    let name = result.and_then(|result| Some(result.name()?.to_string_lossy().into_owned()));
+    name.with_context(|| format!("the kernel's BTF does not say what {function} returns"))
 }
 
 /// Each tracepoint has a type for its arguments, `btf_trace_NAME`.

@@ -2,13 +2,14 @@
 
 use std::fmt;
 use std::io::{self, Write};
+use std::os::fd::AsFd;
 
 use anyhow::{Context, Result};
 use libbpf_rs::{MapCore, MapFlags};
 use serde::Serialize;
 
 use crate::output::{Output, Row};
-use crate::shared;
+use crate::{run_time, shared};
 
 /// Counts since the start; all zero if the report is complete.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -23,8 +24,13 @@ pub struct Losses {
     pub stacks: u64,
     /// Times that a stack was cut at the depth limit.
     pub deep_stacks: u64,
-    /// Page faults whose mapping could not be looked up, as the process was changing its mappings.
+    /// Mappings, of page faults or segments, that could not be looked up, as the process was
+    /// changing its mappings.
     pub lookups: u64,
+    /// Processes of a command that were not followed because there were too many at once.
+    pub processes: u64,
+    /// Times at most that the kernel skipped a program, as it would have interrupted itself.
+    pub runs: u64,
 }
 
 impl Losses {
@@ -41,6 +47,7 @@ impl Losses {
             stacks,
             deep_stacks,
             lookups,
+            processes,
         } = *shared::view(&bytes)?;
         Ok(Self {
             events,
@@ -49,7 +56,17 @@ impl Losses {
             stacks,
             deep_stacks,
             lookups,
+            processes,
+            runs: 0,
         })
+    }
+
+    /// The same, with the runs that the kernel skipped of these programs.
+    pub fn and_runs<P: AsFd>(self, programs: impl IntoIterator<Item = P>) -> Self {
+        Self {
+            runs: programs.into_iter().map(skipped_runs).sum(),
+            ..self
+        }
     }
 
     /// Says at the end what was lost, if anything: on stderr, and as a last object in JSON.
@@ -67,6 +84,14 @@ impl Losses {
     pub fn any(&self) -> bool {
         *self != Self::default()
     }
+}
+
+/// How often the kernel has skipped a program. Kernels that do not count it (before 5.12) skip none
+/// of those on raw tracepoints.
+fn skipped_runs(program: impl AsFd) -> u64 {
+    run_time::fdinfo_of(program)
+        .number("recursion_misses")
+        .unwrap_or(0)
 }
 
 /// `{"lost":{...}}`; text has it on stderr.
@@ -87,7 +112,7 @@ impl fmt::Display for Losses {
         let reasons = [
             (
                 self.events,
-                "events (ring buffer full; narrow what is traced)",
+                "events (ring buffer full; narrow what is traced, or run this under nice -n -20)",
             ),
             (
                 self.entries,
@@ -104,7 +129,15 @@ impl fmt::Display for Losses {
             ),
             (
                 self.lookups,
-                "page faults (of whatever kind: the process was changing its mappings)",
+                "lookups of a mapping (the process was changing its mappings)",
+            ),
+            (
+                self.processes,
+                "processes of the command, and what these started (too many at once)",
+            ),
+            (
+                self.runs,
+                "program runs, at most (they would have interrupted themselves)",
             ),
         ];
         f.write_str("lost")?;

@@ -7,77 +7,227 @@
 //! code built for control-flow protection begins with `endbr64`, which is too.
 //!
 //! So the probe goes to the first instruction that can be emulated, if until there nothing that a
-//! handler reads at a function's entry has changed: arguments, stack pointer, frame pointer, return
-//! address; and if nothing but the entry leads there. Else it stays at the entry.
+//! handler reads at a function's entry has been lost: arguments, stack pointer, frame pointer,
+//! return address; and if nothing but the entry leads there. Else it stays at the entry. An
+//! argument may have been copied to another argument's register before its own is used for
+//! something else, as mimalloc's `malloc` does; then that is where the handler has to read it.
 
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::LazyLock;
+
+use anyhow::{Context, Result};
 use iced_x86::{
     Code, Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, Mnemonic,
-    OpAccess, OpKind, Register,
+    OpAccess, OpKind, Register, UsedMemory,
 };
 
-/// How far from the entry a probe may go.
-const MAX_OFFSET: u64 = 32;
+use crate::elf::{self, CodeSegment, Function};
+use crate::kernel;
 
-/// What a handler at a function's entry relies on.
-const READ_AT_ENTRY: [Register; 8] = [
+/// How far from the entry a probe may go. jemalloc's `free` has its first jump 48 bytes on.
+const MAX_OFFSET: u64 = 128;
+/// What a jump of two bytes reaches, before and behind it.
+const SHORT_REACH: u64 = 128 + 2;
+/// Bytes of code that are searched at once for jumps, and how many of them once more with the next.
+const PIECE: (usize, usize) = (256 << 10, FAR_JUMP - 1);
+/// The longest jump with four bytes of distance: two of opcode.
+const FAR_JUMP: usize = 6;
+
+/// The registers of the arguments from the first on.
+const ARGUMENT_REGISTERS: [Register; 6] = [
     Register::RDI,
     Register::RSI,
     Register::RDX,
     Register::RCX,
     Register::R8,
     Register::R9,
-    Register::RSP,
-    Register::RBP,
 ];
 
-/// The offset from the function's entry of the instruction to probe. `code` is the whole function,
-/// as x86-64 code.
-pub fn offset(code: &[u8]) -> u64 {
-    let chosen = straight_line(code)
-        .take_while(|instruction| instruction.ip() <= MAX_OFFSET)
-        .find(is_emulated)
-        .map_or(0, |instruction| instruction.ip());
-    if chosen > 0 && !only_reached_from_entry(code, chosen) {
-        return 0;
-    }
-    chosen
+/// What unwinding the stack begins with.
+const FRAME_REGISTERS: [Register; 2] = [Register::RSP, Register::RBP];
+
+/// Whether a `nop` of five bytes becomes a call, which costs no trap: 6.18 and later.
+static NOP5_IS_CHEAP: LazyLock<bool> =
+    LazyLock::new(|| kernel::btf_has_name("arch_uprobe_optimize"));
+
+/// The instruction of a function to probe.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// Its offset from the entry, in bytes.
+    pub offset: u64,
+    held_by: [u8; ARGUMENT_REGISTERS.len()],
 }
 
-/// The instructions from the entry on, up to and including the first that may change what a
-/// handler reads, or that does not always go on to the next.
-fn straight_line(code: &[u8]) -> impl Iterator<Item = Instruction> {
-    let mut information = InstructionInfoFactory::new();
-    let mut over = false;
-    let mut decoder = Decoder::with_ip(64, code, 0, DecoderOptions::NONE);
-    std::iter::from_fn(move || {
-        if over || !decoder.can_decode() {
-            return None;
-        }
-        let instruction = decoder.decode();
-        if instruction.is_invalid() {
-            return None;
-        }
-        over = instruction.flow_control() != FlowControl::Next
-            || !leaves_entry_state(&mut information, &instruction);
-        Some(instruction)
-    })
-}
-
-fn leaves_entry_state(information: &mut InstructionInfoFactory, instruction: &Instruction) -> bool {
-    let writes = |access: OpAccess| {
-        !matches!(
-            access,
-            OpAccess::None | OpAccess::Read | OpAccess::CondRead | OpAccess::NoMemAccess
-        )
+impl Place {
+    /// Where all is as it should be.
+    pub const ENTRY: Self = Self {
+        offset: 0,
+        held_by: [1, 2, 3, 4, 5, 6],
     };
+
+    /// The number of the argument whose register holds this argument there. Numbers begin with 1.
+    pub fn register_of(&self, argument: u8) -> u8 {
+        let index = usize::from(argument).wrapping_sub(1);
+        self.held_by.get(index).copied().unwrap_or(argument)
+    }
+}
+
+/// The places to probe functions of a file at, each given with the numbers of the arguments that
+/// its handler reads.
+pub fn places(file: &File, functions: &[(&Function, Vec<u8>)]) -> Result<Vec<Place>> {
+    let segments = elf::code_segments(file)?;
+    let nop5_is_cheap = *NOP5_IS_CHEAP;
+    let mut places = Vec::new();
+    for (function, arguments) in functions {
+        let place = match elf::address(&segments, function.file_offset) {
+            Some(address) => candidate(&function.code(file)?, address, arguments, nop5_is_cheap),
+            None => Place::ENTRY,
+        };
+        places.push(place);
+    }
+    // Behind the entry, up to and including the probe: where no jump may lead.
+    let mut windows: Vec<(Range<u64>, usize)> = places
+        .iter()
+        .enumerate()
+        .filter(|(_, place)| place.offset > 0)
+        .filter_map(|(index, place)| {
+            let entry = elf::address(&segments, functions[index].0.file_offset)?;
+            Some((entry + 1..entry + place.offset + 1, index))
+        })
+        .collect();
+    windows.sort_by_key(|(window, _)| window.start);
+    for index in jumped_into(file, &segments, &windows)? {
+        places[index] = Place::ENTRY;
+    }
+    Ok(places)
+}
+
+/// The best place in a function as far as its own code tells.
+fn candidate(code: &[u8], address: u64, arguments: &[u8], nop5_is_cheap: bool) -> Place {
+    if jumps_anywhere(code) {
+        return Place::ENTRY;
+    }
+    let mut information = InstructionInfoFactory::new();
+    let mut held = Held::at_entry();
+    let mut decoder = Decoder::with_ip(64, code, 0, DecoderOptions::NONE);
+    while decoder.can_decode() {
+        let instruction = decoder.decode();
+        if instruction.is_invalid() || instruction.ip() > MAX_OFFSET {
+            break;
+        }
+        let cheap = is_emulated(&instruction)
+            || nop5_is_cheap && is_optimised_nop(&instruction, address + instruction.ip());
+        if cheap && let Some(held_by) = held.held_by(arguments) {
+            return Place {
+                offset: instruction.ip(),
+                held_by,
+            };
+        }
+        let goes_on = instruction.flow_control() == FlowControl::Next;
+        if !goes_on || !spares_the_frame(&mut information, &instruction) {
+            break;
+        }
+        held = held.after(&mut information, &instruction);
+    }
+    Place::ENTRY
+}
+
+/// What registers hold, by their numbers in the instruction set: the number of the argument whose
+/// value it was at entry, or something else.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Held([Option<u8>; 16]);
+
+impl Held {
+    pub(crate) fn at_entry() -> Self {
+        let mut held = Self([None; 16]);
+        for (register, argument) in ARGUMENT_REGISTERS.iter().zip(1..) {
+            held.0[register.number()] = Some(argument);
+        }
+        held
+    }
+
+    /// What the register of this argument holds.
+    pub(crate) fn in_register_of(&self, argument: u8) -> Option<u8> {
+        let index = usize::from(argument.checked_sub(1)?);
+        self.0[ARGUMENT_REGISTERS.get(index)?.number()]
+    }
+
+    /// Where each of these arguments is; None if one of them is in no argument's register.
+    fn held_by(&self, arguments: &[u8]) -> Option<[u8; ARGUMENT_REGISTERS.len()]> {
+        let mut held_by = Place::ENTRY.held_by;
+        for &argument in arguments {
+            // Its own register, if it is still there.
+            let holder = [argument, 1, 2, 3, 4, 5, 6]
+                .into_iter()
+                .find(|&holder| self.in_register_of(holder) == Some(argument))?;
+            *held_by.get_mut(usize::from(argument) - 1)? = holder;
+        }
+        Some(held_by)
+    }
+
+    /// Follows one instruction.
+    pub(crate) fn after(
+        mut self,
+        information: &mut InstructionInfoFactory,
+        instruction: &Instruction,
+    ) -> Self {
+        let copies = instruction.mnemonic() == Mnemonic::Mov
+            && instruction.op0_kind() == OpKind::Register
+            && instruction.op1_kind() == OpKind::Register
+            && instruction.op0_register().is_gpr64();
+        let source = copies.then(|| instruction.op1_register());
+        let source = source.and_then(|source| self.0[source.number()]);
+        for used in information.info(instruction).used_registers() {
+            if writes(used.access()) && used.register().is_gpr() {
+                self.0[used.register().full_register().number()] = source;
+            }
+        }
+        self
+    }
+
+    /// Follows a call, which leaves some registers as they are.
+    pub(crate) fn after_call(mut self) -> Self {
+        const KEPT: [Register; 6] = [
+            Register::RBX,
+            Register::RBP,
+            Register::R12,
+            Register::R13,
+            Register::R14,
+            Register::R15,
+        ];
+        for (number, held) in self.0.iter_mut().enumerate() {
+            if !KEPT.iter().any(|register| register.number() == number) {
+                *held = None;
+            }
+        }
+        self
+    }
+}
+
+/// Whether an instruction leaves the stack and its registers as they are.
+fn spares_the_frame(information: &mut InstructionInfoFactory, instruction: &Instruction) -> bool {
     let info = information.info(instruction);
-    let registers = info.used_registers().iter();
-    let mut changed = registers
-        .filter(|used| writes(used.access()))
-        .map(|used| used.register());
-    !changed.any(|register| READ_AT_ENTRY.contains(&register.full_register()))
-        // The return address is in memory.
-        && !info.used_memory().iter().any(|used| writes(used.access()))
+    let mut registers = info.used_registers().iter();
+    // The return address is in memory.
+    let mut memory = info.used_memory().iter();
+    !registers.any(|used| {
+        writes(used.access()) && FRAME_REGISTERS.contains(&used.register().full_register())
+    }) && memory.all(|used| !writes(used.access()) || spares_the_stack(used))
+}
+
+/// Whether an instruction that uses a register or memory in this way may change it.
+pub(crate) fn writes(access: OpAccess) -> bool {
+    !matches!(
+        access,
+        OpAccess::None | OpAccess::Read | OpAccess::CondRead | OpAccess::NoMemAccess
+    )
+}
+
+/// Whether it is a variable of the file's own: no register has a part in the address.
+fn spares_the_stack(used: &UsedMemory) -> bool {
+    used.base() == Register::None && used.index() == Register::None || used.base() == Register::RIP
 }
 
 /// Whether the kernels from 5.10 on emulate it: `push` of a register, `nop` of one byte, and direct
@@ -102,21 +252,95 @@ fn is_emulated(instruction: &Instruction) -> bool {
     }
 }
 
-/// Whether no jump in the function leads past its entry, up to and including `chosen`.
-fn only_reached_from_entry(code: &[u8], chosen: u64) -> bool {
+/// Whether it is a `nop` that the kernel can make a call: of five bytes, and within one page.
+fn is_optimised_nop(instruction: &Instruction, address: u64) -> bool {
+    const PAGE: u64 = 4096;
+    instruction.code() == Code::Nop_rm32 && instruction.len() == 5 && address % PAGE + 5 <= PAGE
+}
+
+/// Whether a function has a jump through a table or a register, whose targets are not in the code.
+/// One through a variable of the file's own goes to another function.
+fn jumps_anywhere(code: &[u8]) -> bool {
     let decoder = Decoder::with_ip(64, code, 0, DecoderOptions::NONE);
-    decoder.into_iter().all(|instruction| {
-        let direct = matches!(
-            instruction.op0_kind(),
-            OpKind::NearBranch16 | OpKind::NearBranch32 | OpKind::NearBranch64
-        );
-        match instruction.flow_control() {
-            // A jump through a table or register may lead anywhere.
-            FlowControl::IndirectBranch => false,
-            _ if direct => !(1..=chosen).contains(&instruction.near_branch_target()),
-            _ => true,
-        }
+    decoder.into_iter().any(|instruction| {
+        instruction.flow_control() == FlowControl::IndirectBranch
+            && !(instruction.op0_kind() == OpKind::Memory
+                && instruction.memory_base() == Register::RIP)
     })
+}
+
+/// Those of `windows` that a direct jump leads into, from anywhere in the file: a function's cold
+/// part is elsewhere and comes back, and functions written by hand share their ends.
+fn jumped_into(
+    file: &File,
+    segments: &[CodeSegment],
+    windows: &[(Range<u64>, usize)],
+) -> Result<Vec<usize>> {
+    let (Some((first, _)), Some((last, _))) = (windows.first(), windows.last()) else {
+        return Ok(Vec::new());
+    };
+    let all = first.start..last.end;
+    let mut hit = Vec::new();
+    let mut mark = |target: u64| {
+        if all.contains(&target) {
+            let before = windows.partition_point(|(window, _)| window.start <= target);
+            let near = windows[..before].iter().rev();
+            let near = near.take_while(|(window, _)| window.start + MAX_OFFSET >= target);
+            hit.extend(
+                near.filter(|(window, _)| window.contains(&target))
+                    .map(|(_, index)| *index),
+            );
+        }
+    };
+    for segment in segments {
+        segment.read(file, PIECE, |address, bytes| {
+            far_targets(address, bytes, &mut mark);
+        })?;
+        for (window, _) in windows {
+            let from = window
+                .start
+                .saturating_sub(SHORT_REACH)
+                .max(segment.address);
+            let to = (window.end + SHORT_REACH).min(segment.address + segment.size);
+            if from < to {
+                let mut bytes = vec![0; (to - from) as usize];
+                file.read_exact_at(&mut bytes, segment.file_offset + from - segment.address)
+                    .context("failed to read code")?;
+                short_targets(from, &bytes, &mut mark);
+            }
+        }
+    }
+    Ok(hit)
+}
+
+/// Where the jumps and calls with four bytes of distance lead. Whatever looks like one is taken for
+/// one, be it in the middle of another instruction: a distance that leads just here by accident is
+/// one in a hundred million.
+fn far_targets(address: u64, bytes: &[u8], mark: &mut impl FnMut(u64)) {
+    for (at, window) in bytes.windows(FAR_JUMP).enumerate() {
+        let jump = matches!(window[1], 0xe8 | 0xe9);
+        let conditional = window[0] == 0x0f && matches!(window[1], 0x80..=0x8f);
+        if jump || conditional {
+            let distance = i32::from_le_bytes([window[2], window[3], window[4], window[5]]);
+            let next = address + (at + FAR_JUMP) as u64;
+            mark(next.wrapping_add_signed(distance.into()));
+        }
+    }
+}
+
+/// Where the jumps with one byte of distance lead. Where instructions begin is not known outside of
+/// a function, so all beginnings are tried: after a few instructions they agree.
+fn short_targets(address: u64, bytes: &[u8], mark: &mut impl FnMut(u64)) {
+    const LONGEST: usize = 15;
+    for start in 0..LONGEST.min(bytes.len()) {
+        let from = address + start as u64;
+        let decoder = Decoder::with_ip(64, &bytes[start..], from, DecoderOptions::NONE);
+        for instruction in decoder {
+            if instruction.op0_kind() == OpKind::NearBranch64 && instruction.len() <= 3 {
+                mark(instruction.near_branch_target());
+            }
+        }
+    }
 }
 
 #[cfg(test)]
@@ -125,8 +349,13 @@ mod tests {
 
     const RET: u8 = 0xc3;
 
+    /// With all arguments read.
     fn offset_of(code: &[&[u8]]) -> u64 {
-        offset(&[&code.concat()[..], &[RET]].concat())
+        place_of(code, &[1, 2, 3, 4, 5, 6]).offset
+    }
+
+    fn place_of(code: &[&[u8]], arguments: &[u8]) -> Place {
+        candidate(&[&code.concat()[..], &[RET]].concat(), 0, arguments, false)
     }
 
     const PUSH_RBP: &[u8] = &[0x55];
@@ -136,11 +365,16 @@ mod tests {
     const ENDBR64: &[u8] = &[0xf3, 0x0f, 0x1e, 0xfa];
     const MOV_RDI_TO_RAX: &[u8] = &[0x48, 0x89, 0xf8];
     const MOV_RAX_TO_RDI: &[u8] = &[0x48, 0x89, 0xc7];
+    const MOV_RDI_TO_RSI: &[u8] = &[0x48, 0x89, 0xfe];
+    const MOV_EDI_TO_ESI: &[u8] = &[0x89, 0xfe];
+    const XOR_EDI: &[u8] = &[0x31, 0xff];
     const XOR_ESI: &[u8] = &[0x31, 0xf6];
     const SUB_RSP: &[u8] = &[0x48, 0x83, 0xec, 0x18];
     const MOV_RDI_TO_STACK: &[u8] = &[0x48, 0x89, 0x3c, 0x24];
+    const MOV_RDI_TO_VARIABLE: &[u8] = &[0x48, 0x89, 0x3d, 0x00, 0x10, 0x00, 0x00];
     const NOP: &[u8] = &[0x90];
     const LONG_NOP: &[u8] = &[0x0f, 0x1f, 0x40, 0x00];
+    const NOP5: &[u8] = &[0x0f, 0x1f, 0x44, 0x00, 0x00];
 
     #[test]
     fn an_entry_that_can_be_emulated_is_kept() {
@@ -162,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_handler_reads_must_not_have_changed() {
+    fn what_a_handler_reads_must_not_be_lost() {
         assert_eq!(offset_of(&[MOV_RDI_TO_RAX, PUSH_RBP]), 3);
         for changes in [MOV_RAX_TO_RDI, XOR_ESI, SUB_RSP, MOV_RDI_TO_STACK] {
             assert_eq!(offset_of(&[changes, PUSH_RBP]), 0, "{changes:x?}");
@@ -171,16 +405,81 @@ mod tests {
         assert_eq!(offset_of(&[&[0x58], PUSH_RBP]), 0);
         // A call comes back with anything.
         assert_eq!(offset_of(&[&[0xe8, 0, 0, 0, 0], PUSH_RBP]), 0);
+        // A variable is not the stack.
+        assert_eq!(offset_of(&[MOV_RDI_TO_VARIABLE, PUSH_RBP]), 7);
     }
 
     #[test]
-    fn a_place_that_a_loop_comes_back_to_is_not_taken() {
-        // test %rdi,%rdi; je +2; jmp back to the je
-        assert_eq!(offset_of(&[TEST_RDI, JE_2, &[0xeb, 0xfc]]), 0);
-        // jmp *%rax could lead anywhere.
+    fn what_it_does_not_read_may_be_lost() {
+        assert_eq!(place_of(&[XOR_ESI, PUSH_RBP], &[1]).offset, 2);
+        assert_eq!(place_of(&[XOR_ESI, PUSH_RBP], &[1, 2]), Place::ENTRY);
+        assert_eq!(place_of(&[SUB_RSP, PUSH_RBP], &[]), Place::ENTRY);
+    }
+
+    #[test]
+    fn an_argument_may_be_in_another_ones_register() {
+        let place = place_of(&[MOV_RDI_TO_RSI, XOR_EDI, PUSH_RBP], &[1]);
+        assert_eq!((place.offset, place.register_of(1)), (5, 2));
+        // Its own register, as long as it is there.
+        let place = place_of(&[MOV_RDI_TO_RSI, TEST_RDI, JE_2], &[1]);
+        assert_eq!((place.offset, place.register_of(1)), (6, 1));
+        // Half of it is no copy.
+        let place = place_of(&[MOV_EDI_TO_ESI, XOR_EDI, PUSH_RBP], &[1]);
+        assert_eq!(place, Place::ENTRY);
+        assert_eq!(
+            place_of(&[MOV_RDI_TO_RSI, XOR_EDI, XOR_ESI, PUSH_RBP], &[1]),
+            Place::ENTRY
+        );
+        // What was the second argument is lost.
+        let place = place_of(&[MOV_RDI_TO_RSI, XOR_EDI, PUSH_RBP], &[1, 2]);
+        assert_eq!(place, Place::ENTRY);
+    }
+
+    #[test]
+    fn jumps_without_a_target_could_lead_anywhere() {
+        // jmp *%rax
         assert_eq!(offset_of(&[TEST_RDI, JE_2, &[0xff, 0xe0]]), 0);
-        // A loop over the whole function enters it again at its entry.
-        assert_eq!(offset_of(&[TEST_RDI, JE_2, &[0xeb, 0xf9]]), 3);
+        // jmp *0x1000(%rip)
+        assert_eq!(
+            offset_of(&[TEST_RDI, JE_2, &[0xff, 0x25, 0, 0x10, 0, 0]]),
+            3
+        );
+    }
+
+    #[test]
+    fn a_long_nop_costs_least_where_the_kernel_puts_a_call_there() {
+        let code = [ENDBR64, NOP5, PUSH_RBP].concat();
+        let offset = |address, cheap| candidate(&code, address, &[1], cheap).offset;
+        assert_eq!(offset(0, true), 4);
+        assert_eq!(offset(0, false), 9);
+        // Across two pages.
+        assert_eq!(offset(4096 - 8, true), 9);
+        assert_eq!(offset(4096 - 9, true), 4);
+    }
+
+    #[test]
+    fn jumps_are_found_wherever_they_are() {
+        let targets = |code: &[u8]| {
+            let mut targets = Vec::new();
+            far_targets(0x1000, code, &mut |target| targets.push(target));
+            short_targets(0x1000, code, &mut |target| targets.push(target));
+            targets.sort_unstable();
+            targets.dedup();
+            targets
+        };
+        // test %rdi,%rdi; je +2; jmp back to the je
+        assert_eq!(
+            targets(&[TEST_RDI, JE_2, &[0xeb, 0xfc]].concat()),
+            [0x1003, 0x1007]
+        );
+        // nop; jne -6; nop; jmp +0x100; nop; call -6
+        let far = [
+            &[
+                0x90, 0x0f, 0x85, 0xfa, 0xff, 0xff, 0xff, 0x90, 0xe9, 0, 1, 0, 0,
+            ][..],
+            &[0x90, 0xe8, 0xfa, 0xff, 0xff, 0xff],
+        ];
+        assert_eq!(targets(&far.concat()), [0x1001, 0x100d, 0x110d]);
     }
 
     #[test]
@@ -192,8 +491,8 @@ mod tests {
 
     #[test]
     fn no_code_and_code_that_does_not_decode() {
-        assert_eq!(offset(&[]), 0);
-        assert_eq!(offset(&[0x06]), 0);
-        assert_eq!(offset(&[0x48, 0x85, 0xff, 0x06]), 0);
+        assert_eq!(candidate(&[], 0, &[1], false), Place::ENTRY);
+        assert_eq!(candidate(&[0x06], 0, &[1], false), Place::ENTRY);
+        assert_eq!(offset_of(&[TEST_RDI, &[0x06]]), 0);
     }
 }

@@ -29,7 +29,7 @@ pub struct Wake {
     pub tick: bool,
     /// SIGINT or SIGTERM came, or the reader of stdout has gone.
     pub stop: bool,
-    /// The watched process has exited.
+    /// The last of the watched processes has exited.
     pub exited: bool,
     /// The deadline of [`Poller::wait`] has passed.
     pub deadline: bool,
@@ -39,7 +39,7 @@ pub struct Wake {
 pub struct Poller<'a> {
     ring: Option<BorrowedFd<'a>>,
     mappings: Option<BorrowedFd<'a>>,
-    process: Option<BorrowedFd<'a>>,
+    processes: Vec<BorrowedFd<'a>>,
     signals: SignalFd,
     ticks: Option<TimerFd>,
     look_again: Instant,
@@ -59,7 +59,7 @@ impl<'a> Poller<'a> {
         Ok(Self {
             ring: None,
             mappings: None,
-            process: None,
+            processes: Vec::new(),
             signals,
             ticks: None,
             look_again: Instant::now(),
@@ -76,9 +76,9 @@ impl<'a> Poller<'a> {
         self.mappings = Some(log.as_fd());
     }
 
-    /// Wakes when this process exits.
+    /// Wakes when this process, and all others that this was called with, have exited.
     pub fn watch_exit(&mut self, process: &'a impl AsFd) {
-        self.process = Some(process.as_fd());
+        self.processes.push(process.as_fd());
     }
 
     /// Wakes every `interval` from now on. A tick that nobody waited for in time is not repeated.
@@ -134,12 +134,13 @@ impl<'a> Poller<'a> {
         let optional = [
             (Source::Ring, self.ring.filter(|_| !resting)),
             (Source::Mappings, self.mappings),
-            (Source::Process, self.process),
             (Source::Ticks, self.ticks.as_ref().map(AsFd::as_fd)),
         ];
         for (source, fd) in optional {
             sources.extend(fd.map(|fd| (source, fd, PollFlags::POLLIN)));
         }
+        let processes = self.processes.iter().enumerate();
+        sources.extend(processes.map(|(at, &fd)| (Source::Process(at), fd, PollFlags::POLLIN)));
         let mut fds: Vec<PollFd> = sources
             .iter()
             .map(|&(_, fd, flags)| PollFd::new(fd, flags))
@@ -153,6 +154,7 @@ impl<'a> Poller<'a> {
             deadline: deadline.is_some_and(|deadline| deadline <= Instant::now()),
             ..Wake::default()
         };
+        let mut exited = Vec::new();
         for (fd, (source, ..)) in fds.iter().zip(&sources) {
             if !fd.any().unwrap_or(false) {
                 continue;
@@ -161,7 +163,7 @@ impl<'a> Poller<'a> {
                 Source::Signals => wake.stop |= matches!(self.signals.read_signal(), Ok(Some(_))),
                 Source::Stdout => wake.stop = true,
                 Source::Mappings => wake.mappings = true,
-                Source::Process => wake.exited = true,
+                Source::Process(at) => exited.push(*at),
                 Source::Ring => {
                     wake.events = true;
                     self.look_again = Instant::now() + PAUSE_BETWEEN_LOOKS;
@@ -174,6 +176,10 @@ impl<'a> Poller<'a> {
                 }
             }
         }
+        for at in exited.into_iter().rev() {
+            self.processes.remove(at);
+            wake.exited = self.processes.is_empty();
+        }
         Ok(wake)
     }
 }
@@ -185,7 +191,7 @@ enum Source {
     Stdout,
     Ring,
     Mappings,
-    Process,
+    Process(usize),
     Ticks,
 }
 

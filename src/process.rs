@@ -16,6 +16,15 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use crate::elf;
 use crate::text;
 
+/// The numbers of all processes that run now in our PID namespace.
+pub fn all() -> Result<Vec<u32>> {
+    let entries = fs::read_dir("/proc").context("failed to list /proc")?;
+    let numbers = entries.flatten().map(|entry| entry.file_name());
+    Ok(numbers
+        .filter_map(|name| name.to_str()?.parse().ok())
+        .collect())
+}
+
 /// A running process, held by a pidfd so that its number cannot come to mean another one.
 #[derive(Debug)]
 pub struct Process {
@@ -272,6 +281,12 @@ impl MappedFile {
             path: through_mapping,
             name: name.clone(),
         })
+    }
+
+    /// What tells it from other files that we have opened.
+    pub fn identity(&self) -> io::Result<(u64, u64)> {
+        let metadata = self.file.metadata()?;
+        Ok((metadata.dev(), metadata.ino()))
     }
 
     /// The file's name without its folders, escaped.

@@ -5,8 +5,6 @@ use plain::Plain;
 
 #[expect(
     unreachable_pub,
-    clippy::match_single_binding,
-    clippy::never_loop,
     clippy::undocumented_unsafe_blocks,
     clippy::unwrap_used,
     reason = "generated code"
@@ -15,7 +13,10 @@ mod skeleton {
     include!(concat!(env!("OUT_DIR"), "/shared.skel.rs"));
 }
 
-pub use skeleton::types::{filter, histogram, losses, stack, stack_count, stack_count_key};
+pub use skeleton::types::{
+    filter, histogram, losses, stack, stack_count, stack_count_key, stack_end, stack_slot,
+    unwind_frame_pointer, unwind_kind, unwind_mode,
+};
 
 // SAFETY: plain integers, generated from the C struct; every bit pattern is valid.
 unsafe impl Plain for filter {}
@@ -23,6 +24,8 @@ unsafe impl Plain for filter {}
 unsafe impl Plain for losses {}
 // SAFETY: as above.
 unsafe impl Plain for stack {}
+// SAFETY: as above.
+unsafe impl Plain for stack_slot {}
 // SAFETY: as above.
 unsafe impl Plain for histogram {}
 // SAFETY: as above.
@@ -37,6 +40,12 @@ unsafe impl Plain for stack_count_key {}
 pub fn view<T: Plain>(bytes: &[u8]) -> Result<&T> {
     plain::from_bytes(bytes)
         .map_err(|error| anyhow!("a map's value has another layout than expected: {error:?}"))
+}
+
+/// A struct as the bytes of a map's key or value.
+pub fn bytes_of<T: Plain>(value: &T) -> &[u8] {
+    // SAFETY: generated from a C struct whose padding, if any, is a field of its own.
+    unsafe { plain::as_bytes(value) }
 }
 
 /// Include a tool's skeleton as the module `bpf`, and let the named structs be read from bytes.

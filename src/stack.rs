@@ -1,11 +1,11 @@
 //! The table of distinct call stacks, which `bpf/include/stack.bpf.h` and its siblings fill.
 
-use std::collections::HashMap;
 use std::rc::Rc;
 
-use anyhow::{Context, Result};
-use libbpf_rs::{MapCore, MapFlags};
+use anyhow::Result;
+use libbpf_rs::MapCore;
 
+use crate::recorded::Recorded;
 use crate::shared;
 
 /// Frames that the table holds of a stack at most.
@@ -14,11 +14,8 @@ pub const MAX_DEPTH: u32 = 127;
 /// The id of "no stack": the user stack of a kernel thread, the kernel stack of user code.
 const NO_STACK: u64 = 1;
 
-/// Bits of an entry's flags, `enum stack_flags` in C.
-mod flag {
-    pub(super) const TRUNCATED: u32 = 1;
-    pub(super) const KERNEL: u32 = 2;
-}
+/// The bit of an entry's flags for addresses of the kernel, `enum stack_flags` in C.
+const KERNEL: u8 = 1;
 
 /// Whose code a stack goes through.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,8 +59,58 @@ pub struct Stack {
     pub side: Side,
     /// The frames.
     pub places: Vec<Place>,
-    /// Whether frames beyond the depth limit are missing at the end.
-    pub truncated: bool,
+    /// Why there is no further frame.
+    pub end: End,
+    /// Whether each frame is known to be in code; frame pointers alone do not tell.
+    pub checked: bool,
+}
+
+/// Where a walk up a stack has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// At the outermost frame; or, by frame pointers alone, as that was asked for, at the last.
+    Root,
+    /// At the depth limit.
+    Depth,
+    /// At the last frame pointer, as there were no tables.
+    NoTables,
+    /// In code without unwind information.
+    NoRule,
+    /// Before a frame in no code that the process is known to have mapped.
+    NoCode,
+    /// Where the stack could not be read.
+    Unreadable,
+    /// Before a frame that would be nearer to the stack's top.
+    Backwards,
+}
+
+impl End {
+    fn read(end: u8) -> Self {
+        match shared::stack_end(end.into()) {
+            shared::stack_end::STACK_END_ROOT | shared::stack_end::STACK_END_FRAME_POINTER => {
+                Self::Root
+            }
+            shared::stack_end::STACK_END_DEPTH => Self::Depth,
+            shared::stack_end::STACK_END_NO_TABLES => Self::NoTables,
+            shared::stack_end::STACK_END_NO_RULE => Self::NoRule,
+            shared::stack_end::STACK_END_UNREADABLE => Self::Unreadable,
+            shared::stack_end::STACK_END_BACKWARDS => Self::Backwards,
+            _ => Self::NoCode,
+        }
+    }
+
+    /// Why frames are missing, if they are. `module` is where the last one's code is.
+    pub fn truncated(self, module: Option<&str>) -> Option<String> {
+        Some(match self {
+            Self::Root => return None,
+            Self::Depth => "deeper than --perf-max-stack-depth".into(),
+            Self::NoTables => "by frame pointers alone".into(),
+            Self::NoRule => format!("no unwind info: {}", module.unwrap_or("generated code")),
+            Self::NoCode => "called from no known code".into(),
+            Self::Unreadable => "stack not readable".into(),
+            Self::Backwards => "stack makes no sense".into(),
+        })
+    }
 }
 
 impl Stack {
@@ -78,21 +125,26 @@ impl Stack {
             }
         };
         Self {
-            side: if entry.flags & flag::KERNEL != 0 {
+            side: if entry.flags & KERNEL != 0 {
                 Side::Kernel
             } else {
                 Side::User
             },
             places: entry.pc[..depth].iter().enumerate().map(place).collect(),
-            truncated: entry.flags & flag::TRUNCATED != 0,
+            end: End::read(entry.end),
+            checked: ![
+                shared::stack_end::STACK_END_FRAME_POINTER,
+                shared::stack_end::STACK_END_NO_TABLES,
+            ]
+            .contains(&shared::stack_end(entry.end.into())),
         }
     }
 }
 
 /// Reads stacks by id, each from the kernel once.
 pub struct Stacks<'map, M> {
-    map: &'map M,
-    read: HashMap<u64, Rc<Stack>>,
+    recorded: Recorded<'map, M, Rc<Stack>>,
+    none: Rc<Stack>,
 }
 
 impl<'map, M: MapCore> Stacks<'map, M> {
@@ -101,34 +153,29 @@ impl<'map, M: MapCore> Stacks<'map, M> {
         let none = Stack {
             side: Side::User,
             places: Vec::new(),
-            truncated: false,
+            end: End::Root,
+            checked: true,
         };
         Self {
-            map,
-            read: HashMap::from([(NO_STACK, Rc::new(none))]),
+            recorded: Recorded::new(map),
+            none: Rc::new(none),
         }
     }
 
-    /// The stack with this id; None if the id is 0 (it was lost) or its frames are just being
-    /// written.
+    /// The stack with this id; None if the id is 0: it was lost.
     pub fn get(&mut self, id: u64) -> Result<Option<Rc<Stack>>> {
-        if let Some(stack) = self.read.get(&id) {
-            return Ok(Some(Rc::clone(stack)));
+        if id == NO_STACK {
+            return Ok(Some(Rc::clone(&self.none)));
         }
-        let Some(bytes) = self
-            .map
-            .lookup(&id.to_ne_bytes(), MapFlags::ANY)
-            .context("failed to read a stack")?
-        else {
-            return Ok(None);
-        };
-        let entry: &shared::stack = shared::view(&bytes)?;
-        if entry.check == 0 {
-            return Ok(None);
-        }
-        let stack = Rc::new(Stack::read(entry));
-        self.read.insert(id, Rc::clone(&stack));
-        Ok(Some(stack))
+        self.recorded.get(&id.to_ne_bytes(), |bytes| {
+            let entry: &shared::stack = shared::view(bytes)?;
+            Ok(Some(Rc::new(Stack::read(entry))))
+        })
+    }
+
+    /// Removes those from the kernel that were not asked for since the last call.
+    pub fn forget_unused(&mut self) -> Result<()> {
+        self.recorded.end_round()
     }
 }
 
@@ -141,13 +188,13 @@ mod tests {
         let mut entry = shared::stack {
             check: 1,
             depth: 3,
-            flags: flag::TRUNCATED,
+            end: shared::stack_end::STACK_END_DEPTH.0 as u8,
             ..Default::default()
         };
         entry.interrupted = [0b101, 0];
         entry.pc[..4].copy_from_slice(&[10, 20, 30, 40]);
         let stack = Stack::read(&entry);
-        assert_eq!((stack.side, stack.truncated), (Side::User, true));
+        assert_eq!((stack.side, stack.end), (Side::User, End::Depth));
         assert_eq!(
             stack.places,
             [
@@ -159,10 +206,11 @@ mod tests {
         assert_eq!(stack.places[1].instruction(), 19);
         assert_eq!(stack.places[2].instruction(), 30);
 
-        entry.flags = flag::KERNEL;
+        entry.flags = KERNEL;
+        entry.end = shared::stack_end::STACK_END_ROOT.0 as u8;
         entry.depth = u32::MAX;
         let stack = Stack::read(&entry);
-        assert_eq!((stack.side, stack.truncated), (Side::Kernel, false));
+        assert_eq!((stack.side, stack.end), (Side::Kernel, End::Root));
         assert_eq!(stack.places.len(), MAX_DEPTH as usize);
     }
 }

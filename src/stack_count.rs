@@ -7,23 +7,25 @@ use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use jiff::Zoned;
-use libbpf_rs::{MapCore, MapFlags};
+use libbpf_rs::{Link, MapCore};
 use serde::Serialize;
 
-use crate::cli;
+use crate::attach;
+use crate::cli::{self, CommonArgs};
 use crate::clock;
+use crate::counts::Counts;
 use crate::folded::{Line, Part};
 use crate::losses::Losses;
 use crate::output::{Output, Row};
+use crate::poll::Poller;
+use crate::reports::{Due, Reports};
 use crate::shared;
 use crate::stack::{MAX_DEPTH, Stacks};
 use crate::symbolize::{Frame, Symbolizer};
 use crate::text;
-
-/// Entries read from a map at once.
-const BATCH: u32 = 4096;
+use crate::unwind::{UnwindArgs, Unwinder};
 
 /// Options of the tools that count by stack.
 #[derive(Debug, Clone, clap::Args)]
@@ -59,6 +61,10 @@ pub struct StackCountArgs {
     /// Distinct stacks to keep
     #[arg(long, value_name = "N", default_value_t = 16384, value_parser = clap::value_parser!(u32).range(1..))]
     pub stack_storage_size: u32,
+
+    /// How stacks are walked.
+    #[command(flatten)]
+    pub unwind: UnwindArgs,
 
     /// Print a summary every so many seconds, of what was counted in them [default: one at the end]
     #[arg(value_parser = cli::seconds)]
@@ -136,32 +142,84 @@ struct Count {
     bytes: u64,
 }
 
-/// Reads the counts, and prints what has been added since the last time.
+/// Reads the counts, and prints what has come since the last time.
 pub struct StackCounts<'map, M> {
-    map: &'map M,
+    counts: Counts<'map, M, shared::stack_count_key, shared::stack_count>,
     losses: &'map M,
     stacks: Stacks<'map, M>,
     symbolizer: Symbolizer,
-    /// As of the last report. The kernel's own counts only ever grow: to take entries out while
-    /// they are counted in would lose counts.
-    before: HashMap<Key, Count>,
+    /// If there are user stacks.
+    unwinder: Option<Unwinder>,
+}
+
+/// The skeleton's maps that they are made of.
+#[derive(Debug)]
+pub struct StackCountMaps<'map, M> {
+    /// `counts`, `counts_a` and `counts_b`.
+    pub counts: [&'map M; 3],
+    /// `stacks`.
+    pub stacks: &'map M,
+    /// `losses`.
+    pub losses: &'map M,
 }
 
 impl<'map, M: MapCore> StackCounts<'map, M> {
-    /// The skeleton's maps `counts`, `stacks` and `losses`.
-    pub fn new(counts: &'map M, stacks: &'map M, losses: &'map M, symbolizer: Symbolizer) -> Self {
+    /// Nothing has been counted yet.
+    pub fn new(
+        maps: &StackCountMaps<'map, M>,
+        symbolizer: Symbolizer,
+        unwinder: Option<Unwinder>,
+    ) -> Self {
+        let [counts, a, b] = maps.counts;
         Self {
-            map: counts,
-            losses,
-            stacks: Stacks::new(stacks),
+            counts: Counts::new(counts, a, b),
+            losses: maps.losses,
+            stacks: Stacks::new(maps.stacks),
             symbolizer,
-            before: HashMap::new(),
+            unwinder,
         }
     }
 
-    /// The symbolizer, which wants to be refreshed.
-    pub fn symbolizer(&mut self) -> &mut Symbolizer {
-        &mut self.symbolizer
+    /// Reports at each interval, and when the probes have been detached at the end; and then tells
+    /// what could not be counted or named.
+    pub fn run(
+        mut self,
+        tool: &str,
+        poller: Poller<'_>,
+        common: &CommonArgs,
+        args: &StackCountArgs,
+        links: Vec<Link>,
+        mut print: impl FnMut(&mut Self, &mut Output) -> Result<()>,
+    ) -> Result<()> {
+        let mut output = Output::new(common.format());
+        let mappings = self.symbolizer.descriptor()?;
+        let mut poller = poller;
+        poller.watch_mappings(&mappings);
+        self.symbolizer.look_around();
+        let deadline = common.deadline();
+        let mut reports = Reports::start(&mut poller, args.interval, args.count, deadline)?;
+        loop {
+            let (wake, due) = reports.wait(&mut poller)?;
+            if wake.mappings {
+                self.symbolizer.refresh();
+            }
+            match due {
+                Due::Nothing => {}
+                Due::Report => {
+                    print(&mut self, &mut output)?;
+                    self.stacks.forget_unused()?;
+                    self.symbolizer.forget_exited();
+                }
+                Due::Last => break,
+            }
+        }
+        attach::detach(links);
+        print(&mut self, &mut output)?;
+        self.tell_losses(tool, &mut output)?;
+        match self.unwinder {
+            Some(unwinder) => unwinder.tell(tool, &mut output),
+            None => Ok(()),
+        }
     }
 
     /// Prints what was counted since the last report.
@@ -232,13 +290,15 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             );
             let count = counts.get(&key).copied().unwrap_or_default();
             let parts = [&user, &kernel];
-            let truncated = parts.into_iter().flatten().any(|part| part.truncated);
+            let reason = |part: &Option<Part>| part.as_ref()?.truncated.clone();
+            let truncated_because = parts.into_iter().find_map(reason);
             output.row(&Entry {
                 pid: key.pid,
                 comm: &key.comm,
                 count: count.events,
                 bytes: weight.bytes(count.bytes),
-                truncated,
+                truncated: truncated_because.is_some(),
+                truncated_because,
                 user_frames: user.map(|part| part.frames),
                 kernel_frames: kernel.map(|part| part.frames),
             })?;
@@ -261,42 +321,32 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         let Some(stack) = self.stacks.get(id)? else {
             return Ok(Some(Part::default()));
         };
-        Ok((!stack.places.is_empty()).then(|| Part {
-            frames: self.symbolizer.name(pid, &stack),
-            truncated: stack.truncated,
-        }))
+        Ok((!stack.places.is_empty()).then(|| self.symbolizer.part(pid, &stack)))
     }
 
-    /// What has been added since the last call.
+    /// What has come since the last call.
     fn take(&mut self) -> Result<HashMap<Key, Count>> {
-        let batches = self
-            .map
-            .lookup_batch(BATCH, MapFlags::ANY, MapFlags::ANY)
-            .context("failed to read the counts")?;
-        let mut now = HashMap::new();
-        for (key, value) in batches {
-            let key: &shared::stack_count_key = shared::view(&key)?;
-            let value: &shared::stack_count = shared::view(&value)?;
-            now.insert(
-                Key {
-                    user: key.user,
-                    kernel: key.kernel,
-                    pid: key.pid,
-                    comm: text::from_c(&key.comm),
-                },
-                Count {
-                    events: value.events,
-                    bytes: value.bytes,
-                },
-            );
+        let mut counts: HashMap<Key, Count> = HashMap::new();
+        for (key, value) in self.counts.take()? {
+            // Also those that will not be printed must not be forgotten.
+            self.stacks.get(key.user)?;
+            self.stacks.get(key.kernel)?;
+            let key = Key {
+                user: key.user,
+                kernel: key.kernel,
+                pid: key.pid,
+                comm: text::from_c(&key.comm),
+            };
+            // Names that differ in what is escaped become one.
+            let count = counts.entry(key).or_default();
+            count.events += value.events;
+            count.bytes += value.bytes;
         }
-        let new = added(&self.before, &now);
-        self.before = now;
-        Ok(new)
+        Ok(counts)
     }
 
     /// Says what could not be counted or named, at the end.
-    pub fn tell_losses(&self, tool: &str, output: &mut Output) -> Result<()> {
+    fn tell_losses(&self, tool: &str, output: &mut Output) -> Result<()> {
         Losses::tell(tool, self.losses, output)?;
         if let Some(lost) = self.symbolizer.losses() {
             eprintln!("{tool}: {lost}");
@@ -334,6 +384,8 @@ struct Entry<'a> {
     user_frames: Option<Vec<Frame>>,
     kernel_frames: Option<Vec<Frame>>,
     truncated: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    truncated_because: Option<String>,
 }
 
 /// JSON only: text is not a row for each.
@@ -356,20 +408,6 @@ impl Count {
             Weight::Bytes => self.bytes,
         }
     }
-}
-
-/// What is in `now` and was not in `before`.
-fn added(before: &HashMap<Key, Count>, now: &HashMap<Key, Count>) -> HashMap<Key, Count> {
-    now.iter()
-        .filter_map(|(key, count)| {
-            let old = before.get(key).copied().unwrap_or_default();
-            let new = Count {
-                events: count.events.saturating_sub(old.events),
-                bytes: count.bytes.saturating_sub(old.bytes),
-            };
-            (new.events > 0).then(|| (key.clone(), new))
-        })
-        .collect()
 }
 
 /// The largest `top`, or all, the largest last; what is equal by name.
@@ -400,8 +438,8 @@ fn block(line: &Line<'_>) -> String {
         if part.frames.is_empty() {
             block.push_str("  [lost]\n");
         }
-        if part.truncated {
-            block.push_str("  [truncated]\n");
+        if let Some(reason) = &part.truncated {
+            let _ = writeln!(block, "  [truncated: {reason}]");
         }
     }
     let _ = match line.pid {
@@ -424,31 +462,6 @@ fn name(frame: &Frame) -> String {
 mod tests {
     use super::*;
 
-    fn key(user: u64) -> Key {
-        Key {
-            user,
-            kernel: 1,
-            pid: 7,
-            comm: "sh".to_owned(),
-        }
-    }
-
-    fn count(events: u64) -> Count {
-        Count {
-            events,
-            bytes: events * 10,
-        }
-    }
-
-    #[test]
-    fn only_what_was_added_is_reported() {
-        let before = HashMap::from([(key(2), count(3)), (key(3), count(1))]);
-        let now = HashMap::from([(key(2), count(5)), (key(3), count(1)), (key(4), count(2))]);
-        let new = added(&before, &now);
-        assert_eq!(new, HashMap::from([(key(2), count(2)), (key(4), count(2))]));
-        assert_eq!(new[&key(2)].weight(Weight::Bytes), 20);
-    }
-
     #[test]
     fn the_largest_come_last_and_what_is_nothing_not_at_all() {
         let sums = || HashMap::from([("b", 2), ("a", 2), ("c", 9), ("none", 0)]);
@@ -469,20 +482,20 @@ mod tests {
             pid: Some(12),
             user: Some(Part {
                 frames: vec![frame(Some("__brk"), "libc.so.6"), frame(None, "cat")],
-                truncated: true,
+                truncated: Some("stack not readable".into()),
             }),
             ..Line::default()
         };
         assert_eq!(
             block(&line),
-            "  __brk\n  cat+0x34\n  [truncated]\n    cat [12]\n"
+            "  __brk\n  cat+0x34\n  [truncated: stack not readable]\n    cat [12]\n"
         );
         line.pid = None;
         line.annotate = true;
         line.user = Some(Part::default());
         line.kernel = Some(Part {
             frames: vec![frame(Some("do_syscall_64"), "kernel")],
-            truncated: false,
+            truncated: None,
         });
         assert_eq!(
             block(&line),

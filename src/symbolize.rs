@@ -9,13 +9,15 @@ use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::fs::{self, File};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::rc::Rc;
 
 use anyhow::{Context, Result};
 use blazesym::symbolize::source::{Elf, Source};
 use blazesym::symbolize::{Input, Symbolized, Symbolizer as Blazesym};
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 
-use crate::address_space::{AddressSpaces, Image};
+use crate::address_space::{AddressSpaces, CodeFile, Image, Wanted};
+use crate::folded::Part;
 use crate::kallsyms::Kallsyms;
 use crate::mappings::MappingLog;
 use crate::perf_map::PerfMap;
@@ -93,20 +95,53 @@ pub struct Symbolizer {
     perf_maps: HashMap<u32, PerfMap>,
     /// The processes whose perf maps were read since the last refresh.
     perf_maps_read: HashSet<u32>,
-    /// Read when the first kernel frame is named.
-    kernel: Option<Kallsyms>,
+    kernel: KernelNames,
+}
+
+/// Names the frames of the kernel's stacks, which is all that a tool without user stacks needs.
+#[derive(Debug, Default)]
+pub struct KernelNames {
+    /// Read when the first frame is named.
+    symbols: Option<Kallsyms>,
+}
+
+impl KernelNames {
+    /// The stack's frames with their names, innermost first.
+    pub fn name(&mut self, stack: &Stack) -> Vec<Frame> {
+        let places = stack.places.iter();
+        places.map(|&place| self.frame(place)).collect()
+    }
+
+    fn frame(&mut self, place: Place) -> Frame {
+        let (address, instruction) = (place.address(), place.instruction());
+        let symbols = self.symbols.get_or_insert_with(read_kallsyms);
+        let found = symbols.find(instruction);
+        let beyond = address - instruction;
+        let module = found.map_or("kernel", |(_, _, module)| module);
+        Frame {
+            address,
+            symbol: found.map(|(name, offset, _)| (name.to_owned(), offset + beyond)),
+            module: Some((module.to_owned(), address)),
+            kernel: true,
+        }
+    }
 }
 
 impl Symbolizer {
     /// For processes that are yet to be named, by [`Symbolizer::follow`].
     pub fn new() -> Result<Self> {
-        Self::with(AddressSpaces::new(false))
+        Self::with(AddressSpaces::of(Wanted::Chosen))
+    }
+
+    /// For processes that are yet to be named, and what these start.
+    pub fn of_descendants() -> Result<Self> {
+        Self::with(AddressSpaces::of(Wanted::Descendants))
     }
 
     /// For all processes: those that will start, and those that run when
     /// [`Symbolizer::look_around`] is called.
     pub fn of_all_processes() -> Result<Self> {
-        Self::with(AddressSpaces::new(true))
+        Self::with(AddressSpaces::of(Wanted::All))
     }
 
     fn with(spaces: AddressSpaces) -> Result<Self> {
@@ -122,7 +157,7 @@ impl Symbolizer {
             names: HashMap::new(),
             perf_maps: HashMap::new(),
             perf_maps_read: HashSet::new(),
-            kernel: None,
+            kernel: KernelNames::default(),
         })
     }
 
@@ -166,6 +201,21 @@ impl Symbolizer {
         }
     }
 
+    /// Forgets the processes that had exited at the last refresh: all that they did is named.
+    pub fn forget_exited(&mut self) {
+        self.spaces.forget_exited();
+    }
+
+    /// The files that the processes that are followed execute code from, as of the last refresh;
+    /// each as often as it is mapped.
+    pub fn code_files(&self) -> Vec<(u32, Rc<CodeFile>)> {
+        let of = |(pid, image): (u32, &Image)| {
+            let files: Vec<_> = image.files().map(|file| (pid, file)).collect();
+            files
+        };
+        self.spaces.wanted_images().flat_map(of).collect()
+    }
+
     /// What has been missed, and may lack names therefore.
     pub fn losses(&self) -> Option<String> {
         match (self.log.lost(), self.spaces.forgotten()) {
@@ -179,6 +229,14 @@ impl Symbolizer {
         }
     }
 
+    /// The stack's frames with their names, and why there are no more of them.
+    pub fn part(&mut self, pid: u32, stack: &Stack) -> Part {
+        let frames = self.name(pid, stack);
+        let last = frames.last().and_then(|frame| frame.module.as_ref());
+        let truncated = stack.end.truncated(last.map(|(module, _)| module.as_str()));
+        Part { frames, truncated }
+    }
+
     /// The stack's frames with their names, innermost first. `pid` is the process that a user
     /// stack is of.
     pub fn name(&mut self, pid: u32, stack: &Stack) -> Vec<Frame> {
@@ -187,11 +245,22 @@ impl Symbolizer {
             Side::User => {
                 let code: Vec<u64> = places.clone().map(|place| place.instruction()).collect();
                 let image = self.spaces.image_with(pid, &code).unwrap_or_default();
+                // A frame pointer can be any number: what leads out of all code is no frame.
+                let real = if stack.checked || image.is_empty() {
+                    code.len()
+                } else {
+                    1 + code
+                        .iter()
+                        .skip(1)
+                        .take_while(|&&code| image.find(code).is_some())
+                        .count()
+                };
                 places
+                    .take(real)
                     .map(|&place| self.user_frame(pid, &image, place))
                     .collect()
             }
-            Side::Kernel => places.map(|&place| self.kernel_frame(place)).collect(),
+            Side::Kernel => self.kernel.name(stack),
         }
     }
 
@@ -234,20 +303,6 @@ impl Symbolizer {
         }
         let (name, offset) = self.perf_maps.get(&pid)?.find(address)?;
         Some((text::escape(name).into_owned(), offset))
-    }
-
-    fn kernel_frame(&mut self, place: Place) -> Frame {
-        let (address, instruction) = (place.address(), place.instruction());
-        let kernel = self.kernel.get_or_insert_with(read_kallsyms);
-        let found = kernel.find(instruction);
-        let beyond = address - instruction;
-        let module = found.map_or("kernel", |(_, _, module)| module);
-        Frame {
-            address,
-            symbol: found.map(|(name, offset, _)| (name.to_owned(), offset + beyond)),
-            module: Some((module.to_owned(), address)),
-            kernel: true,
-        }
     }
 }
 

@@ -58,7 +58,7 @@ fn memleak_names_what_is_missing() {
         .find(|(tool, _)| *tool == "memleak")
         .expect("a tool");
     let cases: [(&[&str], &str); 4] = [
-        (&[], "--pid <PID>|--command <COMMAND>"),
+        (&["-p", "1", "--by-cache"], "add --kernel (-k)"),
         (&["-p", "1", "-s", "0"], "0 is not in 1.."),
         (
             &["-p", "1", "-z", "9", "-Z", "8"],

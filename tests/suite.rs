@@ -38,7 +38,9 @@ fn tools() -> BTreeSet<String> {
         .expect("bpf/")
         .filter_map(|entry| {
             let name = entry.ok()?.file_name().into_string().ok()?;
-            Some(name.strip_suffix(".bpf.c")?.to_owned())
+            let name = name.strip_suffix(".bpf.c")?;
+            // A tool's second object, such as memleak_kernel.
+            Some(name.split('_').next().unwrap_or(name).to_owned())
         });
     sources.chain(bins(Path::new(ROOT))).collect()
 }

@@ -1,6 +1,6 @@
 //! brkstack: calls of brk(2), by user stack and process.
 //!
-//! Hooks: the tracepoints of the system call (`bpf/brkstack.bpf.c`). They are counted in the
+//! Hooks: the tracepoints of the system call, for kernel stacks those of all (`bpf/brkstack.bpf.c`). They are counted in the
 //! kernel; only with --events each comes here.
 
 use std::io::{self, Write};
@@ -10,17 +10,18 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use jiff::Zoned;
 use libbpf_rs::Link;
-use libbpf_rs::skel::{OpenSkel, SkelBuilder};
+use libbpf_rs::skel::{OpenSkel, Skel, SkelBuilder};
 use memtools::cli::{self, CommonArgs};
 use memtools::clock::{self, Clock};
 use memtools::events::Events;
-use memtools::filter::{Filter, FilterArgs};
+use memtools::filter::Filter;
 use memtools::losses::Losses;
 use memtools::output::{Hex, Output, Row};
 use memtools::poll::Poller;
-use memtools::stack_count::{Report, StackCountArgs, StackCounts, Weight};
+use memtools::stack_count::{Report, StackCountArgs, StackCountMaps, StackCounts, Weight};
 use memtools::symbolize::Symbolizer;
-use memtools::target::Target;
+use memtools::target::{Target, TargetArgs};
+use memtools::unwind::Unwinder;
 use memtools::{attach, kernel, text};
 use serde::Serialize;
 
@@ -45,10 +46,6 @@ examples:
   brkstack --growth -c './prog -x'   only calls that grow the heap, from the program's start"
 )]
 struct Args {
-    /// Run this command and trace it; its exit status becomes ours
-    #[arg(short, long, value_name = "COMMAND", conflicts_with = "pid")]
-    command: Option<String>,
-
     /// Count only calls that grow the heap, not those that shrink it or ask for its end
     #[arg(long)]
     growth: bool,
@@ -70,7 +67,7 @@ struct Args {
     kernel_stacks: bool,
 
     #[command(flatten)]
-    filter: FilterArgs,
+    target: TargetArgs,
 
     #[command(flatten)]
     stacks: StackCountArgs,
@@ -88,20 +85,23 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel::preflight_tracepoints()?;
     attach::capture_log(args.common.verbose);
     let mut poller = Poller::new()?;
-    let mut target = Target::choose(&args.filter, args.command.as_deref())?;
-    let skel = load(&args, target.filter())?;
+    let mut target = Target::choose(&args.target)?;
+    let mut skel = load(&args, target.filter())?;
     let symbolizer = target.symbolizer()?;
-    let links = attach(&skel, args.with_result())?;
+    let unwinder = args
+        .user_stacks()
+        .then(|| target.unwinder(args.stacks.unwind, memtools::unwind_parts!(skel)))
+        .transpose()?;
+    let links = attach::by_name(skel.object_mut(), args.programs())
+        .context("no tracepoint of brk(2): this needs a kernel with CONFIG_FTRACE_SYSCALLS=y")?;
     eprintln!("brkstack: tracing brk(2)... Ctrl-C to end");
     target.release()?;
 
-    if let Some(process) = target.process() {
-        poller.watch_exit(process);
-    }
+    target.watch_exit(&mut poller);
     if args.events {
         print_calls(&args, &skel, links, poller)?;
     } else {
-        count_stacks(&args, &skel, links, poller, symbolizer)?;
+        count_stacks(&args, &skel, links, poller, symbolizer, unwinder)?;
     }
     target.finish()
 }
@@ -118,24 +118,12 @@ fn print_calls(
     let mut output = Output::new(args.common.format());
     output.header(Call::HEADER)?;
     output.flush()?;
-    let print = |output: &mut Output| -> Result<()> {
-        for event in events.drain()? {
+    events.follow(poller, args.common.deadline(), links, |events| {
+        for event in events {
             output.row(&Call::new(&event, &clock))?;
         }
         output.flush()
-    };
-    let mut poller = poller;
-    poller.watch_events(&events);
-    let deadline = args.common.deadline();
-    loop {
-        let wake = poller.wait(deadline)?;
-        print(&mut output)?;
-        if wake.stop || wake.deadline || wake.exited {
-            break;
-        }
-    }
-    attach::detach(links);
-    print(&mut output)?;
+    })?;
     Losses::tell("brkstack", &skel.maps.losses, &mut output)
 }
 
@@ -146,9 +134,14 @@ fn count_stacks(
     links: Vec<Link>,
     poller: Poller<'_>,
     symbolizer: Symbolizer,
+    unwinder: Option<Unwinder>,
 ) -> Result<()> {
     let maps = &skel.maps;
-    let mut counts = StackCounts::new(&maps.counts, &maps.stacks, &maps.losses, symbolizer);
+    let maps = StackCountMaps {
+        counts: [&maps.counts, &maps.counts_a, &maps.counts_b],
+        stacks: &maps.stacks,
+        losses: &maps.losses,
+    };
     let report = Report {
         layout: args.stacks.layout(args.common.json),
         weight: if args.bytes {
@@ -158,42 +151,36 @@ fn count_stacks(
         },
         args: &args.stacks,
     };
-    let mut output = Output::new(args.common.format());
-    let mappings = counts.symbolizer().descriptor()?;
-    let mut poller = poller;
-    poller.watch_mappings(&mappings);
-    if let Some(interval) = args.stacks.interval {
-        poller.tick_every(interval)?;
-    }
-    counts.symbolizer().look_around();
-
-    let deadline = args.common.deadline();
-    let mut summaries_left = args.stacks.count;
-    loop {
-        let wake = poller.wait(deadline)?;
-        if wake.mappings {
-            counts.symbolizer().refresh();
-        }
-        if wake.stop || wake.deadline || wake.exited {
-            break;
-        }
-        if wake.tick {
-            summaries_left = summaries_left.map(|left| left - 1);
-            if summaries_left == Some(0) {
-                break;
-            }
-            counts.report(&mut output, &report)?;
-        }
-    }
-    attach::detach(links);
-    counts.report(&mut output, &report)?;
-    counts.tell_losses("brkstack", &mut output)
+    StackCounts::new(&maps, symbolizer, unwinder).run(
+        "brkstack",
+        poller,
+        &args.common,
+        &args.stacks,
+        links,
+        |counts, output| counts.report(output, &report),
+    )
 }
 
 impl Args {
+    /// Whether there are to be any.
+    fn user_stacks(&self) -> bool {
+        !self.events && (self.user_stacks || !self.kernel_stacks)
+    }
+
     /// Whether it matters what a call has done.
     fn with_result(&self) -> bool {
         self.growth || self.bytes || self.events
+    }
+
+    /// What is needed to see calls, in the order in which it is to be attached: a call that is seen
+    /// at its entry must be seen at its exit.
+    fn programs(&self) -> &'static [&'static str] {
+        match (self.kernel_stacks, self.with_result()) {
+            (false, false) => &["brk_enter"],
+            (false, true) => &["brk_exit", "brk_enter"],
+            (true, false) => &["any_enter"],
+            (true, true) => &["any_exit", "any_enter"],
+        }
     }
 }
 
@@ -209,31 +196,21 @@ fn load(args: &Args, filter: &Filter) -> Result<BrkstackSkel<'static>> {
     filter.set(&mut options.filter);
     options.with_result = args.with_result().into();
     options.growth_only = (args.growth || args.bytes).into();
+    options.brk_number = libc::SYS_brk as u32;
     options.each_call = args.events.into();
-    options.with_user_stacks = (args.user_stacks || !args.kernel_stacks).into();
+    options.with_user_stacks = args.user_stacks().into();
     options.with_kernel_stacks = args.kernel_stacks.into();
+    memtools::set_unwind_options!(options, args.stacks.unwind);
     options.stack_depth = args.stacks.perf_max_stack_depth;
     open.maps
         .stacks
         .set_max_entries(args.stacks.stack_storage_size)
         .context("failed to size the table of stacks")?;
-    open.progs.brk_exit.set_autoload(args.with_result());
+    attach::load_only(open.open_object_mut(), args.programs());
+    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
     let skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
     Ok(skel)
-}
-
-/// The exit first: a call that is seen at its entry must be seen at its exit.
-fn attach(skel: &BrkstackSkel<'_>, with_result: bool) -> Result<Vec<Link>> {
-    let exit = with_result.then_some(&skel.progs.brk_exit);
-    exit.into_iter()
-        .chain([&skel.progs.brk_enter])
-        .map(|program| {
-            program.attach().context(
-                "failed to attach to brk(2); this needs a kernel with CONFIG_FTRACE_SYSCALLS=y",
-            )
-        })
-        .collect()
 }
 
 /// One call of brk(2).
@@ -301,6 +278,32 @@ mod tests {
     }
 
     #[test]
+    fn calls_stand_below_their_columns() {
+        let mut event = event {
+            requested: 0x5581_4f0c_2000,
+            old_end: 0x5581_4f0a_1000,
+            new_end: 0x5581_4f0c_2000,
+            pid: 4961,
+            tid: 4962,
+            ..event::default()
+        };
+        event.comm[..2].copy_from_slice(&b"sh".map(u8::cast_signed));
+        let mut call = Call::new(&event, &Clock::new());
+        call.time = "2026-11-20T04:05:06+01:00[+01:00]".parse().expect("a time");
+        let mut line = Vec::new();
+        call.text(&mut line).expect("memory");
+        assert_eq!(
+            format!("{}\n{}", Call::HEADER, String::from_utf8_lossy(&line)),
+            "TIME     PID     COMM             OLD                NEW                    GROWTH\n\
+             04:05:06 4961    sh               0x55814f0a1000     0x55814f0c2000         135168\n"
+        );
+        assert_eq!(
+            serde_json::to_string(&call).expect("JSON"),
+            r#"{"type":"call","time":"2026-11-20T04:05:06.000000+01:00","pid":4961,"tid":4962,"comm":"sh","requested":"0x55814f0c2000","old":"0x55814f0a1000","new":"0x55814f0c2000","growth_bytes":135168}"#
+        );
+    }
+
+    #[test]
     fn wrong_usage_is_refused() {
         for wrong in [
             &["brkstack", "--events", "--bytes"][..],
@@ -314,6 +317,6 @@ mod tests {
             assert_eq!(error.exit_code(), 2);
         }
         let args = Args::try_parse_from(["brkstack", "-UKaPp", "1,2", "0.5"]).expect("valid");
-        assert!(args.kernel_stacks && args.filter.pid == [1, 2]);
+        assert!(args.kernel_stacks && args.target.filter.pid == [1, 2]);
     }
 }

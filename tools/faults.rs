@@ -11,13 +11,12 @@ use jiff::Zoned;
 use libbpf_rs::MapCore;
 use libbpf_rs::skel::{OpenSkel, SkelBuilder};
 use memtools::cli::{self, CommonArgs};
-use memtools::filter::{Filter, FilterArgs};
+use memtools::filter::Filter;
 use memtools::output::{Output, Row};
 use memtools::poll::Poller;
-use memtools::stack_count::{Report, StackCountArgs, StackCounts, Weight};
-use memtools::target::Target;
+use memtools::stack_count::{Report, StackCountArgs, StackCountMaps, StackCounts, Weight};
+use memtools::target::{Target, TargetArgs};
 use memtools::{attach, clock, kernel};
-use nix::unistd::{SysconfVar, sysconf};
 use perf_event::events::Software;
 use serde::Serialize;
 
@@ -42,10 +41,6 @@ examples:
   faults -c './prog -x'        from the program's start"
 )]
 struct Args {
-    /// Run this command and trace it; its exit status becomes ours
-    #[arg(short, long, value_name = "COMMAND", conflicts_with = "pid")]
-    command: Option<String>,
-
     /// Count only faults of user code; with -K count all, with both stacks
     #[arg(short = 'U', long)]
     user_stacks: bool,
@@ -71,7 +66,7 @@ struct Args {
     bytes: bool,
 
     #[command(flatten)]
-    filter: FilterArgs,
+    target: TargetArgs,
 
     #[command(flatten)]
     stacks: StackCountArgs,
@@ -88,15 +83,24 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel::preflight()?;
     attach::capture_log(args.common.verbose);
     let mut poller = Poller::new()?;
-    let mut target = Target::choose(&args.filter, args.command.as_deref())?;
+    let mut target = Target::choose(&args.target)?;
     let skel = load(&args, target.filter())?;
     let symbolizer = target.symbolizer()?;
+    let unwinder = args
+        .user_stacks()
+        .then(|| target.unwinder(args.stacks.unwind, memtools::unwind_parts!(skel)))
+        .transpose()?;
     let links = attach::each_software_event(&skel.progs.page_fault, args.event())?;
     eprintln!("faults: tracing page faults... Ctrl-C to end");
     target.release()?;
 
+    target.watch_exit(&mut poller);
     let maps = &skel.maps;
-    let mut counts = StackCounts::new(&maps.counts, &maps.stacks, &maps.losses, symbolizer);
+    let maps = StackCountMaps {
+        counts: [&maps.counts, &maps.counts_a, &maps.counts_b],
+        stacks: &maps.stacks,
+        losses: &maps.losses,
+    };
     let report = Report {
         layout: args.stacks.layout(args.common.json),
         weight: if args.bytes {
@@ -106,46 +110,20 @@ fn run(args: Args) -> Result<ExitCode> {
         },
         args: &args.stacks,
     };
-    let mut output = Output::new(args.common.format());
-    let print = |output: &mut Output, counts: &mut StackCounts<'_, _>| {
-        if args.by_process {
-            print_processes(output, counts, &report)
-        } else {
-            counts.report(output, &report)
-        }
-    };
-
-    let mappings = counts.symbolizer().descriptor()?;
-    poller.watch_mappings(&mappings);
-    if let Some(process) = target.process() {
-        poller.watch_exit(process);
-    }
-    if let Some(interval) = args.stacks.interval {
-        poller.tick_every(interval)?;
-    }
-    counts.symbolizer().look_around();
-
-    let deadline = args.common.deadline();
-    let mut summaries_left = args.stacks.count;
-    loop {
-        let wake = poller.wait(deadline)?;
-        if wake.mappings {
-            counts.symbolizer().refresh();
-        }
-        if wake.stop || wake.deadline || wake.exited {
-            break;
-        }
-        if wake.tick {
-            summaries_left = summaries_left.map(|left| left - 1);
-            if summaries_left == Some(0) {
-                break;
+    StackCounts::new(&maps, symbolizer, unwinder).run(
+        "faults",
+        poller,
+        &args.common,
+        &args.stacks,
+        links,
+        |counts, output| {
+            if args.by_process {
+                print_processes(output, counts, &report)
+            } else {
+                counts.report(output, &report)
             }
-            print(&mut output, &mut counts)?;
-        }
-    }
-    attach::detach(links);
-    print(&mut output, &mut counts)?;
-    counts.tell_losses("faults", &mut output)?;
+        },
+    )?;
     target.finish()
 }
 
@@ -180,21 +158,17 @@ fn load(args: &Args, filter: &Filter) -> Result<FaultsSkel<'static>> {
     options.kernel_mode_only = (args.kernel_stacks && !args.user_stacks).into();
     options.with_user_stacks = args.user_stacks().into();
     options.with_kernel_stacks = (args.kernel_stacks && !args.by_process).into();
-    options.page_bytes = page_bytes()?;
+    options.page_bytes = kernel::page_bytes()? as u32;
+    memtools::set_unwind_options!(options, args.stacks.unwind);
     options.stack_depth = args.stacks.perf_max_stack_depth;
     open.maps
         .stacks
         .set_max_entries(args.stacks.stack_storage_size)
         .context("failed to size the table of stacks")?;
+    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
     let skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
     Ok(skel)
-}
-
-fn page_bytes() -> Result<u32> {
-    let page = sysconf(SysconfVar::PAGE_SIZE).ok().flatten();
-    page.and_then(|page| page.try_into().ok())
-        .context("no page size")
 }
 
 /// The table of --by-process.

@@ -11,19 +11,22 @@ use std::ops::Range;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::{Parser, ValueEnum};
 use jiff::Zoned;
 use libbpf_rs::skel::{OpenSkel, SkelBuilder};
-use libbpf_rs::{Link, MapCore, MapFlags, MapMut};
-use memtools::attach::Variant;
+use libbpf_rs::{Link, MapMut};
+use memtools::attach::{Means, Variant};
 use memtools::cli::{self, CommonArgs};
+use memtools::counts::Counts;
 use memtools::file::{self, Reach};
-use memtools::filter::{Filter, FilterArgs};
+use memtools::filter::Filter;
 use memtools::losses::Losses;
 use memtools::output::{Output, Row};
 use memtools::poll::Poller;
-use memtools::target::Target;
+use memtools::recorded::Recorded;
+use memtools::reports::{Due, Reports};
+use memtools::target::{Target, TargetArgs};
 use memtools::{attach, clock, kernel, shared, text};
 use perf_event::events::Software;
 use serde::Serialize;
@@ -33,8 +36,6 @@ use crate::bpf::{FfaultsSkel, FfaultsSkelBuilder, OpenFfaultsSkel};
 
 memtools::skeleton!("ffaults", plain: [count, count_key, file_id, file_record, filter]);
 
-/// Entries read from a map at once.
-const BATCH: u32 = 1024;
 /// The width of the column of files: as wide as the widest, within these bounds.
 const FILE_COLUMN: Range<usize> = 24..64;
 
@@ -54,10 +55,6 @@ examples:
   ffaults -c './prog -x'       from the program's start"
 )]
 struct Args {
-    /// Run this command and trace it; its exit status becomes ours
-    #[arg(short, long, value_name = "COMMAND", conflicts_with = "pid")]
-    command: Option<String>,
-
     /// Show the whole path of each file, as the process that faulted first would name it
     #[arg(long)]
     path: bool,
@@ -83,7 +80,7 @@ struct Args {
     timestamp: bool,
 
     #[command(flatten)]
-    filter: FilterArgs,
+    target: TargetArgs,
 
     #[command(flatten)]
     common: CommonArgs,
@@ -114,44 +111,32 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel::preflight()?;
     attach::capture_log(args.common.verbose);
     let mut poller = Poller::new()?;
-    let mut target = Target::choose(&args.filter, args.command.as_deref())?;
+    let mut target = Target::choose(&args.target)?;
     let (how, Attached { skel, links, knows }) = attach(&args, target.filter())?;
     eprintln!("ffaults: tracing page faults by {how}... Ctrl-C to end");
     target.release()?;
 
-    if let Some(process) = target.process() {
-        poller.watch_exit(process);
-    }
-    if let Some(interval) = args.interval {
-        poller.tick_every(interval)?;
-    }
+    target.watch_exit(&mut poller);
+    let maps = &skel.maps;
     let mut report = Report {
-        counts: &skel.maps.counts,
-        files: &skel.maps.files,
-        names: HashMap::new(),
-        before: HashMap::new(),
+        counts: Counts::new(&maps.counts, &maps.counts_a, &maps.counts_b),
+        names: Recorded::new(&maps.files),
         knows,
         args: &args,
     };
     let mut output = Output::new(args.common.format());
     let deadline = args.common.deadline();
-    let mut summaries_left = args.count;
+    let mut reports = Reports::start(&mut poller, args.interval, args.count, deadline)?;
     loop {
-        let wake = poller.wait(deadline)?;
-        if wake.stop || wake.deadline || wake.exited {
-            break;
-        }
-        if wake.tick {
-            summaries_left = summaries_left.map(|left| left - 1);
-            if summaries_left == Some(0) {
-                break;
-            }
-            report.print(&mut output)?;
+        match reports.wait(&mut poller)?.1 {
+            Due::Nothing => {}
+            Due::Report => report.print(&mut output)?,
+            Due::Last => break,
         }
     }
     attach::detach(links);
     report.print(&mut output)?;
-    Losses::tell("ffaults", &skel.maps.losses, &mut output)?;
+    Losses::tell("ffaults", &maps.losses, &mut output)?;
     target.finish()
 }
 
@@ -186,9 +171,6 @@ fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
         })
     };
     let kprobe = move || {
-        if !kernel::has_kprobes() {
-            bail!("this kernel is built without kprobes");
-        }
         let skel = load(args, filter, &["fault_kprobe", "fault_kretprobe"])?;
         // The return first: a fault that is seen at its entry must be seen at its return.
         let links = vec![
@@ -228,10 +210,13 @@ fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
         Ok(Attached { skel, links, knows })
     };
     let variants = [
-        (Hook::Fexit, Variant::new("fexit of handle_mm_fault", fexit)),
+        (
+            Hook::Fexit,
+            Variant::new("fexit of handle_mm_fault", fexit).needing(Means::Fentry),
+        ),
         (
             Hook::Kprobe,
-            Variant::new("kprobe of handle_mm_fault", kprobe),
+            Variant::new("kprobe of handle_mm_fault", kprobe).needing(Means::Kprobes),
         ),
         (Hook::Event, Variant::new("perf event", event)),
     ];
@@ -260,11 +245,8 @@ fn load(args: &Args, filter: &Filter, programs: &[&str]) -> Result<FfaultsSkel<'
             .set_max_entries(1)
             .context("failed to size the map of calls")?;
     }
-    for mut program in open.open_object_mut().progs_mut() {
-        let name = program.name().to_string_lossy();
-        let wanted = programs.contains(&&*name);
-        program.set_autoload(wanted);
-    }
+    attach::load_only(open.open_object_mut(), programs);
+    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
     let skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
     Ok(skel)
@@ -286,29 +268,17 @@ struct Count {
     exec: u64,
 }
 
-/// Reads the counts, and prints what has been added since the last time.
+/// Reads the counts, and prints what has come since the last time.
 struct Report<'a> {
-    counts: &'a MapMut<'static>,
-    files: &'a MapMut<'static>,
-    /// Of files, by the bytes of their ids.
-    names: HashMap<Vec<u8>, String>,
-    before: HashMap<Key, Count>,
+    counts: Counts<'a, MapMut<'static>, count_key, count>,
+    names: Recorded<'a, MapMut<'static>, String>,
     knows: Knows,
     args: &'a Args,
 }
 
 impl Report<'_> {
     fn print(&mut self, output: &mut Output) -> Result<()> {
-        let now = self.read()?;
-        let mut rows: Vec<(Key, Count)> = now
-            .iter()
-            .map(|(key, count)| {
-                let before = self.before.get(key).copied().unwrap_or_default();
-                (key.clone(), count.since(before))
-            })
-            .filter(|(_, count)| count.faults > 0)
-            .collect();
-        self.before = now;
+        let mut rows: Vec<(Key, Count)> = self.take()?.into_iter().collect();
         rows.sort_by_cached_key(|(key, count)| (count.faults, Reverse(key.clone())));
         let skip = self
             .args
@@ -336,17 +306,11 @@ impl Report<'_> {
         output.flush()
     }
 
-    fn read(&mut self) -> Result<HashMap<Key, Count>> {
-        let batches = self
-            .counts
-            .lookup_batch(BATCH, MapFlags::ANY, MapFlags::ANY)
-            .context("failed to read the counts")?;
+    fn take(&mut self) -> Result<HashMap<Key, Count>> {
         let mut sums: HashMap<Key, Count> = HashMap::new();
-        for (key, value) in batches {
-            let key: &count_key = shared::view(&key)?;
-            let value: &count = shared::view(&value)?;
+        for (key, value) in self.counts.take()? {
             let file = match key.memory {
-                Memory::MEMORY_FILE => self.name(key)?,
+                Memory::MEMORY_FILE => self.name(&key)?,
                 Memory::MEMORY_ANONYMOUS => "[anon]".to_owned(),
                 Memory::MEMORY_HEAP => "[heap]".to_owned(),
                 Memory::MEMORY_STACK => "[stack]".to_owned(),
@@ -364,44 +328,39 @@ impl Report<'_> {
             sum.write += value.write;
             sum.exec += value.exec;
         }
+        self.names.end_round()?;
         Ok(sums)
     }
 
     fn name(&mut self, key: &count_key) -> Result<String> {
-        let id = id_bytes(key);
-        if let Some(name) = self.names.get(&id) {
-            return Ok(name.clone());
-        }
-        let Some(bytes) = self
-            .files
-            .lookup(&id, MapFlags::ANY)
-            .context("failed to read a file's name")?
-        else {
-            return Ok("[lost]".to_owned());
-        };
-        let record: &file_record = shared::view(&bytes)?;
-        let length = (record.bytes as usize).min(record.names.len());
-        if length == 0 {
-            return Ok("[lost]".to_owned());
-        }
-        let names: Vec<u8> = record.names[..length]
-            .iter()
-            .map(|&c| c.cast_unsigned())
-            .collect();
-        let name = if self.args.path {
-            // As file_path() of bpf/include/file.bpf.h has it.
-            let reach = match record.complete {
-                1 => Reach::Root,
-                2 => Reach::NoFolder,
-                _ => Reach::Cut,
-            };
-            file::path(&names, reach)
-        } else {
-            file::name(&names)
-        };
-        self.names.insert(id, name.clone());
-        Ok(name)
+        let path = self.args.path;
+        let name = self.names.get(&id_bytes(key), |record| {
+            name_of(shared::view(record)?, path)
+        })?;
+        Ok(name.unwrap_or_else(|| "[lost]".to_owned()))
     }
+}
+
+/// The name or the path; None if it is just being written, or could not be.
+fn name_of(record: &file_record, path: bool) -> Result<Option<String>> {
+    let length = (record.bytes as usize).min(record.names.len());
+    if length == 0 {
+        return Ok(None);
+    }
+    let names: Vec<u8> = record.names[..length]
+        .iter()
+        .map(|&c| c.cast_unsigned())
+        .collect();
+    if !path {
+        return Ok(Some(file::name(&names)));
+    }
+    // As file_path() of bpf/include/file.bpf.h has it.
+    let reach = match record.complete {
+        1 => Reach::Root,
+        2 => Reach::NoFolder,
+        _ => Reach::Cut,
+    };
+    Ok(Some(file::path(&names, reach)))
 }
 
 /// A file's id as the key of the map of names.
@@ -410,17 +369,6 @@ fn id_bytes(key: &count_key) -> Vec<u8> {
     bytes.extend(key.file.device.to_ne_bytes());
     bytes.extend(key.file.generation.to_ne_bytes());
     bytes
-}
-
-impl Count {
-    fn since(self, before: Self) -> Self {
-        Self {
-            faults: self.faults.saturating_sub(before.faults),
-            major: self.major.saturating_sub(before.major),
-            write: self.write.saturating_sub(before.write),
-            exec: self.exec.saturating_sub(before.exec),
-        }
-    }
 }
 
 /// Which columns there are.

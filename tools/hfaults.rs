@@ -10,19 +10,19 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use clap::Parser;
 use jiff::Zoned;
-use libbpf_rs::Link;
 use libbpf_rs::skel::{OpenSkel, Skel, SkelBuilder};
-use memtools::attach::{self, Variant};
+use libbpf_rs::{Link, MapCore};
+use memtools::attach::{self, Means, Variant};
 use memtools::cli::{self, CommonArgs};
 use memtools::clock::{self, Clock};
 use memtools::counts::Counts;
-use memtools::filter::{Filter, FilterArgs};
+use memtools::filter::Filter;
 use memtools::losses::Losses;
 use memtools::output::{self, Output};
 use memtools::poll::Poller;
-use memtools::target::Target;
+use memtools::reports::{Due, Reports};
+use memtools::target::{Target, TargetArgs};
 use memtools::{kernel, text};
-use nix::unistd::{SysconfVar, sysconf};
 use perf_event::events::Software;
 use serde::Serialize;
 
@@ -46,10 +46,6 @@ examples:
   hfaults --madvise            who asks for transparent huge pages by madvise(2)"
 )]
 struct Args {
-    /// Run this command and trace it; its exit status becomes ours
-    #[arg(short, long, value_name = "COMMAND", conflicts_with = "pid")]
-    command: Option<String>,
-
     /// Count by the size of the page too, and by why it faulted
     #[arg(short, long)]
     extended: bool,
@@ -67,7 +63,7 @@ struct Args {
     timestamp: bool,
 
     #[command(flatten)]
-    filter: FilterArgs,
+    target: TargetArgs,
 
     #[command(flatten)]
     common: CommonArgs,
@@ -89,45 +85,27 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel::preflight()?;
     attach::capture_log(args.common.verbose);
     let mut poller = Poller::new()?;
-    let mut target = Target::choose(&args.filter, args.command.as_deref())?;
+    let mut target = Target::choose(&args.target)?;
     let (how, Attached { skel, links }) = attach(&args, target.filter())?;
     let maps = &skel.maps;
-    let mut counts: Counts<'_, _, fault_key> = Counts::new(&maps.counts);
+    let mut counts = Counts::new(&maps.counts, &maps.counts_a, &maps.counts_b);
     let clock = Clock::new();
     let mut output = Output::new(args.common.format());
     eprintln!("hfaults: tracing {} ({how})... Ctrl-C to end", args.what());
     target.release()?;
 
-    if let Some(process) = target.process() {
-        poller.watch_exit(process);
-    }
-    if let Some(interval) = args.interval {
-        poller.tick_every(interval)?;
-    }
+    target.watch_exit(&mut poller);
     let deadline = args.common.deadline();
-    let mut reports_left = args.count;
+    let mut reports = Reports::start(&mut poller, args.interval, args.count, deadline)?;
     loop {
-        let wake = poller.wait(deadline)?;
-        if wake.tick {
-            reports_left = reports_left.map(|left| left - 1);
-        }
-        let last = wake.stop || wake.deadline || wake.exited || reports_left == Some(0);
-        if wake.tick || last {
-            let time = clock.local(clock::monotonic_ns());
-            if args.timestamp {
-                output.header(&clock::time_of_day(&time))?;
-            }
-            for (key, count) in counts.since_last()? {
-                output.row(&Row::new(&key, count, &time, &args))?;
-            }
-            output.header("")?;
-            output.flush()?;
-        }
-        if last {
-            break;
+        match reports.wait(&mut poller)?.1 {
+            Due::Nothing => {}
+            Due::Report => print(&mut counts, &args, &clock, &mut output)?,
+            Due::Last => break,
         }
     }
     attach::detach(links);
+    print(&mut counts, &args, &clock, &mut output)?;
     Losses::tell("hfaults", &maps.losses, &mut output)?;
     target.finish()
 }
@@ -144,7 +122,6 @@ impl Args {
 
 struct Attached {
     skel: HfaultsSkel<'static>,
-    /// Of the page-fault event, one for each CPU; the skeleton holds all others.
     links: Vec<Link>,
 }
 
@@ -155,44 +132,60 @@ fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
         let attached = load(args, filter, &["madvise_enter"])?;
         return Ok(("tracepoint", attached));
     }
-    let start = |programs: Vec<String>| {
-        let programs: Vec<&str> = programs.iter().map(String::as_str).collect();
-        load(args, filter, &programs)
-    };
     if args.thp {
-        let variants = [("fexit", "thp_fexit"), ("kretprobe", "thp_kretprobe")];
-        let variants =
-            variants.map(|(name, program)| Variant::new(name, move || start(vec![program.into()])));
+        let by_return = |name, program| Variant::new(name, move || load(args, filter, &[program]));
+        let variants = [
+            by_return("fexit", "thp_fexit").needing(Means::Fentry),
+            by_return("kretprobe", "thp_kretprobe").needing(Means::Kprobes),
+        ];
         return attach::first_that_works(args.common.verbose, variants);
     }
+    let by_function = |kind: &'static str| {
+        Variant::new(kind, move || {
+            let programs = fault_programs(args, kind);
+            let programs: Vec<&str> = programs.iter().map(String::as_str).collect();
+            load(args, filter, &programs)
+        })
+    };
+    let by_event = Variant::new("page-fault event", move || {
+        let mut attached = load(args, filter, &["fault_event"])?;
+        let program = &attached.skel.progs.fault_event;
+        attached.links = attach::each_software_event(program, Software::PAGE_FAULTS)?;
+        Ok(attached)
+    });
     let variants = [
-        Variant::new("fentry", move || start(fault_programs(args, "fentry"))),
-        Variant::new("kprobe", move || start(fault_programs(args, "kprobe"))),
-        Variant::new("page-fault event", move || {
-            start(vec!["fault_event".into()])
-        }),
+        by_function("fentry").needing(Means::Fentry),
+        by_function("kprobe").needing(Means::Kprobes),
+        by_event,
     ];
     attach::first_that_works(args.common.verbose, variants)
 }
 
 /// The programs for faults on reserved pages, each in the form of this kind.
 fn fault_programs(args: &Args, kind: &str) -> Vec<String> {
-    let mut programs = vec![format!("fault_{kind}")];
-    if args.extended {
-        // The functions' names, the newer first.
-        for names in [
-            ["alloc_hugetlb_folio", "alloc_huge_page"],
-            ["hugetlb_wp", "hugetlb_cow"],
-        ] {
-            let name = names.into_iter().find(|name| kernel::btf_has_name(name));
-            programs.extend(name.map(|name| format!("{name}_{kind}")));
-        }
+    let mut programs = Vec::new();
+    if args.extended
+        && let Some(reasons) = reason_functions()
+    {
         programs.push("thread_exit".into());
+        programs.push(format!("fault_end_{kind}"));
+        programs.extend(reasons.map(|function| format!("{function}_{kind}")));
     }
+    programs.push(format!("fault_{kind}"));
     programs
 }
 
-/// Loads and attaches these programs.
+/// The functions by which the kernel allocates a page and handles a write, if it has both.
+fn reason_functions() -> Option<[&'static str; 2]> {
+    // The newer names first.
+    let there =
+        |names: [&'static str; 2]| names.into_iter().find(|name| kernel::btf_has_name(name));
+    let allocates = there(["alloc_hugetlb_folio", "alloc_huge_page"])?;
+    let writes = there(["hugetlb_wp", "hugetlb_cow"])?;
+    Some([allocates, writes])
+}
+
+/// Loads these programs and attaches those that are attached by their names.
 fn load(args: &Args, filter: &Filter, programs: &[&str]) -> Result<Attached> {
     let mut open = HfaultsSkelBuilder::default()
         .open(attach::object_storage())
@@ -204,30 +197,39 @@ fn load(args: &Args, filter: &Filter, programs: &[&str]) -> Result<Attached> {
         .context("the BPF object has no options")?;
     filter.set(&mut options.filter);
     options.by_size = args.extended.into();
-    // Write faults are seen by a program of their own.
-    options.by_reason = (programs.len() == 4).into();
-    options.page_shift_base = page_shift()?;
-    for mut program in open.open_object_mut().progs_mut() {
-        let name = program.name().to_string_lossy();
-        program.set_autoload(programs.contains(&&*name));
-    }
+    options.by_reason = programs.contains(&"thread_exit").into();
+    options.page_shift_base = kernel::page_shift()?;
+    attach::load_only(open.open_object_mut(), programs);
+    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
     let mut skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
-    skel.attach().context("failed to attach")?;
-    let links = if programs == ["fault_event"] {
-        attach::each_software_event(&skel.progs.fault_event, Software::PAGE_FAULTS)?
-    } else {
-        Vec::new()
-    };
+    let by_name: Vec<&str> = programs
+        .iter()
+        .copied()
+        .filter(|program| *program != "fault_event")
+        .collect();
+    let links = attach::by_name(skel.object_mut(), &by_name)?;
     Ok(Attached { skel, links })
 }
 
-fn page_shift() -> Result<u32> {
-    let page = sysconf(SysconfVar::PAGE_SIZE)
-        .ok()
-        .flatten()
-        .context("no page size")?;
-    Ok(page.cast_unsigned().trailing_zeros())
+/// Prints what has come since the last report.
+fn print<M: MapCore>(
+    counts: &mut Counts<'_, M, fault_key, u64>,
+    args: &Args,
+    clock: &Clock,
+    output: &mut Output,
+) -> Result<()> {
+    let time = clock.local(clock::monotonic_ns());
+    if args.timestamp {
+        output.header(&clock::time_of_day(&time))?;
+    }
+    let mut counts = counts.take()?;
+    counts.sort_by_key(|(_, count)| *count);
+    for (key, count) in counts {
+        output.row(&Row::new(&key, count, &time, args))?;
+    }
+    output.header("")?;
+    output.flush()
 }
 
 /// The faults of one process, or of one kind of it.

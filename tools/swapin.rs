@@ -3,7 +3,6 @@
 //! Hooks (`bpf/swapin.bpf.c`): the kernel's function that reads pages from swap, by fentry or
 //! kprobe; with -s also the fault that waits for it, with --out the function that writes them.
 
-use std::collections::HashMap;
 use std::io::{self, Write};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -11,24 +10,26 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use clap::Parser;
 use jiff::Zoned;
+use libbpf_rs::Link;
 use libbpf_rs::skel::{OpenSkel, Skel, SkelBuilder};
-use memtools::attach::{self, Variant};
+use memtools::attach::{self, Means, Variant};
 use memtools::cli::{self, CommonArgs};
 use memtools::clock::{self, Clock};
 use memtools::counts::Counts;
-use memtools::filter::{Filter, FilterArgs};
+use memtools::filter::Filter;
 use memtools::histogram::Histogram;
 use memtools::losses::Losses;
 use memtools::output::{self, Output};
 use memtools::poll::Poller;
-use memtools::target::Target;
+use memtools::reports::{Due, Reports};
+use memtools::target::{Target, TargetArgs};
 use memtools::{kernel, text};
 use serde::Serialize;
 
-use crate::bpf::types::task_key;
+use crate::bpf::types::{task_key, total};
 use crate::bpf::{SwapinSkel, SwapinSkelBuilder};
 
-memtools::skeleton!("swapin", plain: [task_key, filter]);
+memtools::skeleton!("swapin", plain: [task_key, total, filter]);
 
 /// Count pages read back from swap, by process.
 #[derive(Debug, Parser)]
@@ -41,13 +42,11 @@ examples:
   swapin                       every second, who reads pages back from swap
   swapin 10 6                  for a minute, every ten seconds
   swapin -s                    also how long processes were held up by it
+  swapin --zswap               also how many of the pages were in memory still, compressed
+  swapin -c 'make -j8'         those of a command, and of what it starts
   swapin --out                 also who writes pages to swap"
 )]
 struct Args {
-    /// Run this command and trace it; its exit status becomes ours
-    #[arg(short, long, value_name = "COMMAND", conflicts_with = "pid")]
-    command: Option<String>,
-
     /// Leave out the time of day
     #[arg(short = 'T', long)]
     notime: bool,
@@ -56,12 +55,16 @@ struct Args {
     #[arg(short = 's', long)]
     latency: bool,
 
+    /// Count apart what zswap had, compressed in memory, so that no device was read
+    #[arg(long)]
+    zswap: bool,
+
     /// Count pages written to swap too; mostly by kswapd, not by whose they are
     #[arg(long)]
     out: bool,
 
     #[command(flatten)]
-    filter: FilterArgs,
+    target: TargetArgs,
 
     #[command(flatten)]
     common: CommonArgs,
@@ -78,6 +81,7 @@ struct Args {
 /// Names of the kernel's functions, the newer first.
 const READ: [&str; 2] = ["swap_read_folio", "swap_readpage"];
 const WRITE: [&str; 2] = ["swap_writeout", "swap_writepage"];
+const ZSWAP: &str = "zswap_load";
 
 fn main() -> ExitCode {
     cli::main(run)
@@ -87,72 +91,102 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel::preflight()?;
     attach::capture_log(args.common.verbose);
     let mut poller = Poller::new()?;
-    let mut target = Target::choose(&args.filter, args.command.as_deref())?;
-    let (how, skel) = attach(&args, target.filter())?;
-    let mut totals = Totals {
-        pages_in: Counts::new(&skel.maps.pages_in),
-        pages_out: Counts::new(&skel.maps.pages_out),
-        held_up_ns: Counts::new(&skel.maps.held_up_ns),
-    };
+    let mut target = Target::choose(&args.target)?;
+    let zswap = zswap(&args)?;
+    let (how, Attached { skel, links }) = attach(&args, zswap, target.filter())?;
+    let maps = &skel.maps;
+    let mut counts = Counts::new(&maps.totals, &maps.totals_a, &maps.totals_b);
     let columns = Columns {
+        zswap: args.zswap,
         latency: args.latency,
         out: args.out,
     };
     let clock = Clock::new();
     let mut output = Output::new(args.common.format());
-    eprintln!("swapin: tracing swap ins ({how})... Ctrl-C to end");
-    target.release()?;
-
-    if let Some(process) = target.process() {
-        poller.watch_exit(process);
-    }
-    poller.tick_every(args.interval)?;
-    let deadline = args.common.deadline();
-    let mut reports_left = args.count;
-    loop {
-        let wake = poller.wait(deadline)?;
-        if wake.tick {
-            reports_left = reports_left.map(|left| left - 1);
-        }
+    let mut print = |output: &mut Output| -> Result<()> {
         let time = clock.local(clock::monotonic_ns());
         if !args.notime {
             output.header(&clock::time_of_day(&time))?;
         }
         output.header(&columns.header())?;
-        for row in totals.rows(&time, columns)? {
+        for row in rows(counts.take()?, &time, columns, zswap.is_some()) {
             output.row(&row)?;
         }
         output.header("")?;
-        output.flush()?;
-        if wake.stop || wake.deadline || wake.exited || reports_left == Some(0) {
-            break;
+        output.flush()
+    };
+    eprintln!("swapin: tracing swap ins ({how})... Ctrl-C to end");
+    target.release()?;
+
+    target.watch_exit(&mut poller);
+    let deadline = args.common.deadline();
+    let mut reports = Reports::start(&mut poller, Some(args.interval), args.count, deadline)?;
+    loop {
+        match reports.wait(&mut poller)?.1 {
+            Due::Nothing => {}
+            Due::Report => print(&mut output)?,
+            Due::Last => break,
         }
     }
+    attach::detach(links);
+    print(&mut output)?;
     if args.latency {
-        let bss = skel.maps.bss_data.as_deref();
+        let bss = maps.bss_data.as_deref();
         let slots = bss.context("the BPF object has no data")?.latency_ns.slots;
         output.row(&Latency {
             latency_ns: slots.into(),
         })?;
         output.flush()?;
     }
-    Losses::tell("swapin", &skel.maps.losses, &mut output)?;
+    Losses::tell("swapin", &maps.losses, &mut output)?;
     target.finish()
 }
 
-fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, SwapinSkel<'static>)> {
-    let variants = ["fentry", "kprobe"].map(|kind| {
-        Variant::new(kind, move || {
-            let mut programs = vec![format!("{}_{kind}", function(READ)?)];
-            if args.out {
-                programs.push(format!("{}_{kind}", function(WRITE)?));
+struct Attached {
+    skel: SwapinSkel<'static>,
+    links: Vec<Link>,
+}
+
+/// How zswap answers, if that is wanted and the kernel has the function by which it is asked.
+fn zswap(args: &Args) -> Result<Option<Zswap>> {
+    if !args.zswap {
+        return Ok(None);
+    }
+    if !kernel::btf_has_name(ZSWAP) {
+        eprintln!("swapin: this kernel has no {ZSWAP} (6.6 and later, with CONFIG_ZSWAP)");
+        return Ok(None);
+    }
+    let result = kernel::function_result(ZSWAP)?;
+    Ok(Some(Zswap {
+        says_bool: ["bool", "_Bool"].contains(&result.as_str()),
+    }))
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Zswap {
+    /// Whether it says "true" of what it has, or 0 as for success.
+    says_bool: bool,
+}
+
+fn attach(args: &Args, zswap: Option<Zswap>, filter: &Filter) -> Result<(&'static str, Attached)> {
+    let variants = [("fentry", Means::Fentry), ("kprobe", Means::Kprobes)];
+    let variants = variants.map(|(kind, means)| {
+        let variant = Variant::new(kind, move || {
+            let mut programs = Vec::new();
+            if args.latency || zswap.is_some() {
+                programs.push("thread_exit".to_owned());
             }
             if args.latency {
                 programs.extend([format!("end_{kind}"), format!("begin_{kind}")]);
-                programs.push("thread_exit".into());
             }
-            load(args, filter, &programs)
-        })
+            programs.extend(zswap.map(|_| format!("{ZSWAP}_{kind}")));
+            if args.out {
+                programs.push(format!("{}_{kind}", function(WRITE)?));
+            }
+            programs.push(format!("{}_{kind}", function(READ)?));
+            load(args, zswap, filter, &programs)
+        });
+        variant.needing(means)
     });
     attach::first_that_works(args.common.verbose, variants)
 }
@@ -169,7 +203,13 @@ fn function(names: [&'static str; 2]) -> Result<&'static str> {
 }
 
 /// Loads and attaches these programs.
-fn load(args: &Args, filter: &Filter, programs: &[String]) -> Result<SwapinSkel<'static>> {
+fn load(
+    args: &Args,
+    zswap: Option<Zswap>,
+    filter: &Filter,
+    programs: &[String],
+) -> Result<Attached> {
+    let programs: Vec<&str> = programs.iter().map(String::as_str).collect();
     let mut open = SwapinSkelBuilder::default()
         .open(attach::object_storage())
         .context("failed to open the BPF object")?;
@@ -180,60 +220,42 @@ fn load(args: &Args, filter: &Filter, programs: &[String]) -> Result<SwapinSkel<
         .context("the BPF object has no options")?;
     filter.set(&mut options.filter);
     options.with_latency = args.latency.into();
-    for mut program in open.open_object_mut().progs_mut() {
-        let name = program.name().to_string_lossy();
-        program.set_autoload(programs.iter().any(|wanted| *wanted == name));
-    }
+    options.with_zswap = zswap.is_some().into();
+    options.zswap_says_bool = zswap.is_some_and(|zswap| zswap.says_bool).into();
+    attach::load_only(open.open_object_mut(), &programs);
+    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
     let mut skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
-    skel.attach().context("failed to attach")?;
-    Ok(skel)
+    let links = attach::by_name(skel.object_mut(), &programs)?;
+    Ok(Attached { skel, links })
 }
 
-/// What is counted, by process.
-struct Totals<'map, M> {
-    pages_in: Counts<'map, M, task_key>,
-    pages_out: Counts<'map, M, task_key>,
-    held_up_ns: Counts<'map, M, task_key>,
-}
-
-impl<M: libbpf_rs::MapCore> Totals<'_, M> {
-    /// What has come since the last call, who read the most last.
-    fn rows<'a>(&mut self, time: &'a Zoned, columns: Columns) -> Result<Vec<Row<'a>>> {
-        let mut rows: HashMap<(u32, [i8; 16]), Row<'a>> = HashMap::new();
-        let counted = [
-            self.pages_in.since_last()?,
-            self.pages_out.since_last()?,
-            self.held_up_ns.since_last()?,
-        ];
-        for (which, counts) in counted.into_iter().enumerate() {
-            for (key, count) in counts {
-                let row = rows.entry((key.pid, key.comm)).or_insert_with(|| Row {
-                    time,
-                    pid: key.pid,
-                    comm: text::from_c(&key.comm),
-                    pages_in: 0,
-                    pages_out: columns.out.then_some(0),
-                    held_up_ns: columns.latency.then_some(0),
-                });
-                match which {
-                    0 => row.pages_in = count,
-                    1 => row.pages_out = Some(count),
-                    _ => row.held_up_ns = Some(count),
-                }
-            }
-        }
-        let mut rows: Vec<Row<'a>> = rows.into_values().collect();
-        rows.sort_by(|a, b| {
-            (a.pages_in, a.pages_out, a.pid).cmp(&(b.pages_in, b.pages_out, b.pid))
-        });
-        Ok(rows)
-    }
+/// The counts of one interval, who read the most last.
+fn rows(
+    counts: Vec<(task_key, total)>,
+    time: &Zoned,
+    columns: Columns,
+    zswap: bool,
+) -> Vec<Row<'_>> {
+    let row = |(key, total): (task_key, total)| Row {
+        time,
+        pid: key.pid,
+        comm: text::from_c(&key.comm),
+        pages_in: total.pages_in,
+        pages_zswap: zswap.then_some(total.pages_zswap),
+        pages_out: columns.out.then_some(total.pages_out),
+        held_up_ns: columns.latency.then_some(total.held_up_ns),
+        columns,
+    };
+    let mut rows: Vec<Row<'_>> = counts.into_iter().map(row).collect();
+    rows.sort_by_key(|row| (row.pages_in, row.pages_out, row.pid));
+    rows
 }
 
 /// Columns that not everybody wants.
 #[derive(Debug, Clone, Copy)]
 struct Columns {
+    zswap: bool,
     latency: bool,
     out: bool,
 }
@@ -241,6 +263,9 @@ struct Columns {
 impl Columns {
     fn header(self) -> String {
         let mut header = format!("{:<16} {:<7} {:<8}", "COMM", "PID", "COUNT");
+        if self.zswap {
+            header += &format!(" {:<8}", "ZSWAP");
+        }
         if self.out {
             header += &format!(" {:<8}", "OUT");
         }
@@ -259,14 +284,22 @@ struct Row<'a> {
     pid: u32,
     comm: String,
     pages_in: u64,
+    /// Of these. None where they are not counted, or cannot be.
+    pages_zswap: Option<u64>,
     /// None where they are not counted.
     pages_out: Option<u64>,
     held_up_ns: Option<u64>,
+    #[serde(skip)]
+    columns: Columns,
 }
 
 impl output::Row for Row<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let mut line = format!("{:<16} {:<7} {:<8}", self.comm, self.pid, self.pages_in);
+        if self.columns.zswap {
+            let pages = self.pages_zswap.map(|pages| pages.to_string());
+            line += &format!(" {:<8}", pages.as_deref().unwrap_or("-"));
+        }
         if let Some(pages) = self.pages_out {
             line += &format!(" {pages:<8}");
         }
@@ -315,29 +348,40 @@ mod tests {
 
     #[test]
     fn columns_are_bcc_s_and_line_up() {
-        let line = |pages_out, held_up_ns| {
+        let text = |zswap, latency, out, pages_zswap| {
+            let columns = Columns {
+                zswap,
+                latency,
+                out,
+            };
             let row = Row {
                 time: &Clock::new().local(0),
                 pid: 4536,
                 comm: "gnome-shell".into(),
                 pages_in: 14,
-                pages_out,
-                held_up_ns,
+                pages_zswap,
+                pages_out: out.then_some(3),
+                held_up_ns: latency.then_some(1_500_000),
+                columns,
             };
             let mut line = Vec::new();
             row.text(&mut line).expect("memory");
-            String::from_utf8(line).expect("UTF-8")
+            format!("{}\n{}", columns.header(), String::from_utf8_lossy(&line))
         };
-        let columns = |out, latency| Columns { latency, out }.header();
-        assert_eq!(columns(false, false), "COMM             PID     COUNT");
-        assert_eq!(line(None, None), "gnome-shell      4536    14\n");
         assert_eq!(
-            columns(true, true),
-            "COMM             PID     COUNT    OUT      HELD(ms)"
+            text(false, false, false, None),
+            "COMM             PID     COUNT\n\
+             gnome-shell      4536    14\n"
         );
         assert_eq!(
-            line(Some(3), Some(1_500_000)),
-            "gnome-shell      4536    14       3        1.50\n"
+            text(true, true, true, Some(11)),
+            "COMM             PID     COUNT    ZSWAP    OUT      HELD(ms)\n\
+             gnome-shell      4536    14       11       3        1.50\n"
+        );
+        assert_eq!(
+            text(true, false, false, None),
+            "COMM             PID     COUNT    ZSWAP\n\
+             gnome-shell      4536    14       -\n"
         );
     }
 }

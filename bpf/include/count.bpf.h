@@ -1,8 +1,13 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Counts by key, which only grow: src/counts.rs reads them and takes the
- * difference. Emptying the map at each interval would lose what is counted
- * between the reading of an entry and its removal.
+ * Counts by key, in two maps: while one is counted in, user space reads the other
+ * and empties it (src/counts.rs), so that what has gone takes no room for long.
+ * To empty the one that is counted in would lose what is added between the
+ * reading of an entry and its removal.
+ *
+ * Which of the two it is says the map that holds it. The kernel returns from an
+ * update of such a map when no program is left that has seen the old one (4.20,
+ * 1ae80cf31938).
  */
 #ifndef MEMTOOLS_COUNT_BPF_H
 #define MEMTOOLS_COUNT_BPF_H
@@ -11,21 +16,49 @@
 
 #define COUNT_KEYS 16384
 
-/* Add to the key's count in a hash of __u64. */
-static __always_inline void count_add(void *map, const void *key, __u64 add)
+/* The maps: `name` holds `name`_a or `name`_b, which have values of `value_type` by `key_type`. */
+#define COUNTS(name, key_type, value_type, entries)                                                \
+	struct name##_hash {                                                                       \
+		__uint(type, BPF_MAP_TYPE_HASH);                                                   \
+		__uint(max_entries, entries);                                                      \
+		__type(key, key_type);                                                             \
+		__type(value, value_type);                                                         \
+	} name##_a SEC(".maps"), name##_b SEC(".maps");                                            \
+	struct {                                                                                   \
+		__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);                                          \
+		__uint(max_entries, 1);                                                            \
+		__type(key, __u32);                                                                \
+		__array(values, struct name##_hash);                                               \
+	} name SEC(".maps") = { .values = { &name##_a } }
+
+/* The key's value, at first a copy of `zero`; NULL, which is counted, if there is no room for it.
+ */
+static __always_inline void *count_of(void *maps, const void *key, const void *zero)
+{
+	void *count, *map;
+	__u32 first = 0;
+
+	map = bpf_map_lookup_elem(maps, &first);
+	if (!map)
+		return NULL;
+	count = bpf_map_lookup_elem(map, key);
+	if (count)
+		return count;
+	bpf_map_update_elem(map, key, zero, BPF_NOEXIST);
+	count = bpf_map_lookup_elem(map, key);
+	if (!count)
+		count_loss(entries);
+	return count;
+}
+
+/* Add to the key's count, where that is a __u64. */
+static __always_inline void count_add(void *maps, const void *key, __u64 add)
 {
 	__u64 zero = 0;
-	__u64 *count = bpf_map_lookup_elem(map, key);
+	__u64 *count = count_of(maps, key, &zero);
 
-	if (!count) {
-		bpf_map_update_elem(map, key, &zero, BPF_NOEXIST);
-		count = bpf_map_lookup_elem(map, key);
-		if (!count) {
-			count_loss(entries);
-			return;
-		}
-	}
-	__sync_fetch_and_add(count, add);
+	if (count)
+		__sync_fetch_and_add(count, add);
 }
 
 #endif /* MEMTOOLS_COUNT_BPF_H */

@@ -7,13 +7,17 @@
  * to its end, so the reader leaves the buffer alone for some milliseconds after
  * each look (src/poll.rs): a single event is seen at once, a burst costs one
  * wake-up per look. The buffer must hold what can happen in between.
+ *
+ * 2 MB are 5,500 of mmapsnoop's events with a file's name: in a pause of 10 ms,
+ * half a million a second. The buffer is mapped twice over, so that no record is
+ * split, and counts twice as the tool's memory.
  */
 #ifndef MEMTOOLS_EVENT_BPF_H
 #define MEMTOOLS_EVENT_BPF_H
 
 #include "memtools.bpf.h"
 
-#define EVENT_BUFFER_BYTES (4 << 20)
+#define EVENT_BUFFER_BYTES (2 << 20)
 
 struct {
 	__uint(type, BPF_MAP_TYPE_RINGBUF);

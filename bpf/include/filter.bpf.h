@@ -9,10 +9,10 @@
 #define MEMTOOLS_FILTER_BPF_H
 
 #include "memtools.bpf.h"
+#include "task_ids.bpf.h"
 
-#define FILTER_PIDS	     16
-#define COMM_BYTES	     16
-#define PID_NAMESPACE_LEVELS 33 /* MAX_PID_NS_LEVEL, and the initial one */
+#define FILTER_PIDS 16
+#define COMM_BYTES  16
 
 struct filter {
 	/* Processes, if pid_count is not 0; a thread, if tid is not 0, and then whatever its
@@ -27,7 +27,8 @@ struct filter {
 	__u8 name_mask[COMM_BYTES];
 	__u8 by_name;
 	__u8 by_cgroup;
-	__u8 reserved[6];
+	__u8 follow; /* also the processes that those in `pids` have started, and these */
+	__u8 reserved[5];
 };
 
 const volatile struct filter filter;
@@ -40,37 +41,22 @@ struct {
 	__type(value, __u32);
 } filter_cgroup SEC(".maps");
 
-/* A task's numbers in the tool's PID namespace; 0 where it has none there. */
-struct task_ids {
-	__u32 pid; /* the process */
-	__u32 tid; /* the thread */
-};
-
 /*
- * A number of the kernel's as the tool's PID namespace has it.
- * bpf_get_ns_current_pid_tgid() knows it only of a task whose own namespace
- * that is, not of one in a container below.
+ * Processes that are followed, by the address of their signal_struct: a process
+ * has its own from its fork to its end, whichever of its threads calls exec. Its
+ * number can change hands before the last is heard of it. Filled by follow.bpf.c.
  */
-static __noinline __u32 number_in_namespace(struct pid *pid)
-{
-	__u32 level = BPF_CORE_READ(pid, level);
-	struct upid *numbers = (void *)pid + bpf_core_field_offset(pid->numbers);
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 1); /* src/follow.rs brings a larger one */
+	__type(key, __u64);
+	__type(value, __u8);
+} filter_followed SEC(".maps");
 
-	if (!filter.pid_namespace)
-		return BPF_CORE_READ(numbers, nr);
-	for (__u32 i = 0; i < PID_NAMESPACE_LEVELS && i <= level; i++)
-		if (BPF_CORE_READ(&numbers[i], ns, ns.inum) == filter.pid_namespace)
-			return BPF_CORE_READ(&numbers[i], nr);
-	return 0;
-}
-
-/* The numbers of any task. */
+/* The numbers of any task in the tool's PID namespace. */
 static __always_inline struct task_ids ids_of(struct task_struct *task)
 {
-	return (struct task_ids){
-		.pid = number_in_namespace(BPF_CORE_READ(task, group_leader, thread_pid)),
-		.tid = number_in_namespace(BPF_CORE_READ(task, thread_pid)),
-	};
+	return task_ids_in(task, filter.pid_namespace);
 }
 
 /* The numbers of the current task. */
@@ -90,6 +76,19 @@ static __always_inline bool filter_wants_pid(__u32 pid)
 		if (i < filter.pid_count && filter.pids[i] == pid)
 			return true;
 	return false;
+}
+
+/* The process of a task, as `filter_followed` knows it. */
+static __always_inline __u64 filter_process_of(struct task_struct *task)
+{
+	return (__u64)BPF_CORE_READ(task, signal);
+}
+
+static __always_inline bool filter_follows_current(void)
+{
+	__u64 process = filter_process_of((struct task_struct *)bpf_get_current_task());
+
+	return bpf_map_lookup_elem(&filter_followed, &process);
 }
 
 /*
@@ -121,7 +120,8 @@ static __always_inline bool filter_wants(struct task_ids *ids)
 	if (filter.tid) {
 		if (ids->tid != filter.tid)
 			return false;
-	} else if (filter.pid_count && !filter_wants_pid(ids->pid)) {
+	} else if (filter.pid_count && !filter_wants_pid(ids->pid) &&
+		   !(filter.follow && filter_follows_current())) {
 		return false;
 	}
 	if (filter.by_name && !filter_wants_name())

@@ -24,7 +24,8 @@ struct losses {
 	__u64 calls;	   /* calls in flight not followed: map full */
 	__u64 stacks;	   /* distinct stacks not stored: table full */
 	__u64 deep_stacks; /* stacks cut at the depth limit */
-	__u64 lookups;	   /* page faults whose mapping could not be looked up */
+	__u64 lookups;	   /* mappings, of page faults or segments, that could not be looked up */
+	__u64 processes;   /* processes not followed: map full */
 };
 
 struct {

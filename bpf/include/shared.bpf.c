@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
- * No program: what the headers share with user space, so that the library has
+ * No tool: what the headers share with user space, so that the library has
  * one generated definition of it (src/shared.rs) and no copy typed by hand.
  */
 #include "filter.bpf.h"
@@ -13,3 +13,8 @@ struct histogram *unused_histogram __attribute__((unused));
 struct stack *unused_stack __attribute__((unused));
 struct stack_count_key *unused_stack_count_key __attribute__((unused));
 struct stack_count *unused_stack_count __attribute__((unused));
+enum unwind_kind *unused_unwind_kind __attribute__((unused));
+enum unwind_frame_pointer *unused_unwind_frame_pointer __attribute__((unused));
+enum stack_end *unused_stack_end __attribute__((unused));
+struct stack_slot *unused_stack_slot __attribute__((unused));
+enum unwind_mode *unused_unwind_mode __attribute__((unused));

@@ -1,198 +1,368 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * User call stacks: walking one, and the table of distinct ones, which gives each
- * an id. This is for uprobes; task_stack.bpf.h takes the user stack from programs
- * of any other type, and kernel_stack.bpf.h puts the kernel's into the same table.
+ * User call stacks. This is for uprobes; task_stack.bpf.h takes the user stack
+ * from programs of any other type, and kernel_stack.bpf.h puts the kernel's into
+ * the same table.
  *
- * The table is our own rather than BPF_MAP_TYPE_STACK_TRACE. That map drops
- * or replaces a stack when two hash to the same bucket, and cannot grow a
- * second unwinder. Here the key is a 64-bit hash of the frames, and the entry
- * holds a second, independent one: only if both agree are two stacks the same.
+ * Most code is built without frame pointers. Its callers are found by the rules
+ * of unwind.bpf.h; where there are none (generated code, a process that user space
+ * has not looked at yet, no room for a file's), by frame pointers. An address that is in no code of
+ * the process ends the walk: it is not taken for a frame.
  *
- * A user stack is walked without storing it, to get its two hashes; only a
- * stack that was never seen before is walked again, straight into its table
- * entry. So the walk needs no scratch memory. That matters in uprobes, whose programs
- * can be preempted and migrated: per-CPU scratch would be shared with whoever
- * runs next, and since 6.13 so is the BPF stack itself of any (sub)program
- * that uses 64 bytes of it or more (x86's private stacks). Every (sub)program
- * here stays below that; tests/e2e/load.rs checks it.
+ * The stack's memory is read in pieces of 2 KiB: that takes 1.6 times as long
+ * as eight bytes do, and serves a dozen frames.
  */
 #ifndef MEMTOOLS_STACK_BPF_H
 #define MEMTOOLS_STACK_BPF_H
 
-#include "memtools.bpf.h"
-
-#define STACK_MAX_DEPTH 127
-
-/* Frames kept of each stack, at most STACK_MAX_DEPTH. */
-const volatile __u32 stack_depth = STACK_MAX_DEPTH;
-
-/* Ids that are not in the table. */
-#define STACK_LOST 0 /* could not be taken or stored; counted */
-#define STACK_NONE 1 /* there is none: a kernel thread's user stack */
-#define STACK_SOME 2 /* the first that is in it */
-
-enum stack_flags {
-	STACK_TRUNCATED = 1, /* there were more frames than stack_depth */
-	STACK_KERNEL = 2,    /* addresses of the kernel */
-};
-
-struct stack {
-	__u64 check; /* second hash of the frames; 0: being filled in */
-	__u32 depth; /* frames in pc[] */
-	__u32 flags; /* enum stack_flags */
-	/*
-	 * Bit i: pc[i] is the instruction that was interrupted. The others are
-	 * return addresses, whose call lies before them.
-	 */
-	__u64 interrupted[2];
-	__u64 pc[STACK_MAX_DEPTH];
-};
-
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 16384);
-	__type(key, __u64);
-	__type(value, struct stack);
-} stacks SEC(".maps");
-
-const volatile struct stack empty_stack;
+#include "stack_table.bpf.h"
+#include "unwind.bpf.h"
 
 /* A frame record farther from the stack pointer than this is taken for a stray value. */
 #define STACK_MAX_FRAME_BYTES (16 << 20)
 #define NO_FRAME_POINTER      1 /* or any odd number */
 
-/* What "push %rbp; mov %rsp,%rbp" leaves in memory at %rbp. */
-struct frame_record {
-	__u64 caller_fp;
-	__u64 return_address;
-};
+/* Steps of a walk: a frame may take a second one, for a return probe. */
+#define STACK_MAX_STEPS (STACK_MAX_DEPTH + 33)
 
-struct stack_hash {
-	__u64 id;
-	__u64 check;
-	__u32 depth;
-	__u32 flags;
-};
+/* Return probes that a thread can be in at once; the kernel allows 64. */
+#define RETURN_PROBES 64
 
-static __always_inline void stack_hash_add(struct stack_hash *hash, __u64 pc)
+/* What is on the stack of a signal handler, above its return address: struct ucontext. */
+#define SIGNAL_FP 120
+#define SIGNAL_SP 160
+#define SIGNAL_PC 168
+
+/* Read the stack around `address` into the window. Returns 0 if it cannot be read. */
+static __noinline int stack_fill(struct stack_slot *slot, __u64 address)
 {
-	hash->id = (hash->id ^ pc) * 0x9e3779b97f4a7c15ULL;
-	hash->id ^= hash->id >> 29;
-	hash->check = (hash->check + pc) * 0xd6e8feb86659fd93ULL;
-	hash->check ^= hash->check >> 32;
+	struct stack_walk *walk = &slot->walk;
+	__u64 from = address - 128, bytes;
+
+	/* What is below is of frames that have been walked. */
+	if (from < walk->sp || from > address)
+		from = walk->sp > address ? address : walk->sp;
+	walk->window_at = from;
+	walk->window_places = STACK_WINDOW_BYTES - 7;
+	if (!bpf_probe_read_user(slot->window, STACK_WINDOW_BYTES, (void *)from))
+		return 1;
+	/* The base of the stack is near: up to the end of the page. */
+	bytes = 4096 - (from & 4095);
+	if (bytes >= 8 && bytes < STACK_WINDOW_BYTES && address - from <= bytes - 8) {
+		/* Else clang compares something else, of which 5.10's verifier learns nothing. */
+		barrier_var(bytes);
+		bytes &= STACK_WINDOW_BYTES - 1;
+		if (!bpf_probe_read_user(slot->window, bytes, (void *)from)) {
+			walk->window_places = bytes - 7;
+			return 1;
+		}
+	}
+	walk->window_at = address;
+	walk->window_places = 1;
+	if (!bpf_probe_read_user(slot->window, 8, (void *)address))
+		return 1;
+	walk->window_places = 0;
+	return 0;
 }
 
-/*
- * One frame: hash its program counter, and go on to its caller. Returns 0 if
- * there is none that can be found.
- *
- * The chain ends at a record that cannot be read, or that does not lead
- * towards the stack's base: a frame pointer that grows is what keeps a
- * register used for something else from being followed.
- *
- * A function of its own, because clang enters a loop with this body in its
- * middle, which 5.10's verifier takes for an endless one.
- */
-static __noinline int stack_step(__u64 *pc, __u64 *fp, struct stack_hash *hash)
+/* Read a word of the stack into walk.word. Returns 0 if it cannot be read. */
+static __always_inline int stack_word(struct stack_slot *slot, __u64 address)
 {
-	struct frame_record record;
+	struct stack_walk *walk = &slot->walk;
+	__u64 offset = address - walk->window_at;
 
-	stack_hash_add(hash, *pc);
-	if (*fp & 7 || bpf_probe_read_user(&record, sizeof(record), (void *)*fp) ||
-	    !record.return_address)
+	if (offset >= walk->window_places) {
+		if (!stack_fill(slot, address))
+			return 0;
+		offset = address - walk->window_at;
+	}
+	barrier_var(offset);
+	if (offset > STACK_WINDOW_BYTES - 8)
 		return 0;
-	*pc = record.return_address;
-	/* Odd, as NO_FRAME_POINTER is, unless it is greater; a branch would double the paths. */
-	*fp = record.caller_fp | (record.caller_fp - *fp - 1) >> 63;
+	walk->word = *(__u64 *)(slot->window + offset);
 	return 1;
 }
 
-/*
- * Walk the frame pointer chain that starts in `pc` and `fp`, leaf first. Hashes
- * the frames into `hash`, and stores them into `out` if it is not NULL.
- */
-static __noinline int stack_walk(__u64 pc, __u64 fp, struct stack_hash *hash, struct stack *out)
+/* The walk is over. */
+static __always_inline int stack_end(struct stack_slot *slot, __u8 end)
 {
-	__u32 limit = stack_depth;
-
-	for (__u32 i = 0; i < STACK_MAX_DEPTH && i < limit; i++) {
-		hash->depth = i + 1;
-		if (out)
-			out->pc[i] = pc;
-		if (!stack_step(&pc, &fp, hash))
-			return 0;
-	}
-	hash->flags = STACK_TRUNCATED;
+	slot->stack.end = end;
 	return 0;
 }
 
 /*
- * Put a user stack that is not in the table yet into it. Returns 0 if it is full.
- * `interrupted` is 1 if `pc` is no return address.
+ * Where the return address that was at `address` would return to: a pending
+ * return probe (uretprobe) has put its own there. 0 if there is none.
  */
-static __noinline int stack_store(__u64 pc, __u64 fp, __u64 id, __u64 interrupted)
+__noinline __u64 stack_of_return_probes(__u64 address)
 {
-	struct stack_hash hash = { .id = interrupted };
-	struct stack *stack;
+	struct task_struct *task = (void *)bpf_get_current_task();
+	struct return_instance *instance = BPF_CORE_READ(task, utask, return_instances);
 
-	/* Another thread may have met the same stack at the same time: both fill in the same. */
-	bpf_map_update_elem(&stacks, &id, (const void *)&empty_stack, BPF_NOEXIST);
-	stack = bpf_map_lookup_elem(&stacks, &id);
-	if (!stack)
-		return 0;
-	stack_walk(pc, fp, &hash, stack);
-	stack->depth = hash.depth;
-	stack->flags = hash.flags;
-	stack->interrupted[0] = interrupted;
-	stack->check = hash.check | 1;
+	for (int i = 0; i < RETURN_PROBES && instance; i++) {
+		if (BPF_CORE_READ(instance, stack) == address)
+			return BPF_CORE_READ(instance, orig_ret_vaddr);
+		instance = BPF_CORE_READ(instance, next);
+	}
+	return 0;
+}
+
+/* Add the frame that the walk has come to. Returns 0 if there is no room for it. */
+static __noinline int stack_push(struct stack_slot *slot)
+{
+	struct stack_walk *walk = &slot->walk;
+	struct stack *stack = &slot->stack;
+	__u64 depth = stack->depth;
+
+	if (depth >= stack_depth)
+		return stack_end(slot, STACK_END_DEPTH);
+	barrier_var(depth);
+	if (depth >= STACK_MAX_DEPTH)
+		return stack_end(slot, STACK_END_DEPTH);
+	stack->pc[depth] = walk->pc;
+	if (walk->interrupted)
+		stack->interrupted[depth >> 6 & 1] |= 1ULL << (depth & 63);
+	stack->depth = depth + 1;
+	stack_hash_add(&walk->id, &walk->check, walk->pc + walk->interrupted);
 	return 1;
 }
 
-/*
- * Where the stack with these hashes is, or where it is to be stored: `*found`
- * tells which. Returns STACK_LOST if other stacks are in all the places for it.
- */
-static __noinline __u64 stack_find(__u64 id, __u64 check, __u32 *found)
+/* No rule tells where the caller is. */
+static __noinline int stack_without_rule(struct stack_slot *slot, __u64 row)
 {
-	if (id < STACK_SOME)
-		id = STACK_SOME;
-	/* Another stack with the same 64-bit id: the next id. */
-	for (int probe = 0; probe < 4; probe++) {
-		struct stack *stack = bpf_map_lookup_elem(&stacks, &id);
+	unwind_count_missing(row >> 32);
+	return stack_end(slot, STACK_END_NO_RULE);
+}
 
-		*found = stack != NULL;
-		if (!stack || !stack->check || stack->check == (check | 1))
-			return id;
-		id++;
+/* To the caller, by what "push %rbp; mov %rsp,%rbp" leaves in memory at %rbp. */
+static __noinline int stack_by_frame_pointer(struct stack_slot *slot, __u64 row)
+{
+	struct stack_walk *walk = &slot->walk;
+	__u64 fp = walk->fp, sp = walk->sp, caller_fp;
+
+	/* As the ABI has it of the outermost frame; but where there are rules, it is any number. */
+	if (!fp && walk->process && (row & 0xf) == UNWIND_NO_RULE)
+		return stack_end(slot, STACK_END_ROOT);
+	if (!walk->process && unwind_mode == UNWIND_MODE_DWARF)
+		goto none;
+	if (fp & 7 || fp < sp || fp - sp > STACK_MAX_FRAME_BYTES)
+		goto none;
+	if (!stack_word(slot, fp))
+		goto none;
+	caller_fp = walk->word;
+	if (!stack_word(slot, fp + 8) || !walk->word)
+		goto none;
+	walk->pc = walk->word;
+	walk->pc_at = fp + 8;
+	walk->sp = fp + 16;
+	walk->fp = caller_fp;
+	walk->interrupted = 0;
+	slot->stack.frame_pointer_steps++;
+	return 1;
+none:
+	if (!walk->process)
+		return stack_end(slot, unwind_mode == UNWIND_MODE_FP ? STACK_END_FRAME_POINTER
+								     : STACK_END_NO_TABLES);
+	return stack_without_rule(slot, row);
+}
+
+/* To what a signal has interrupted. */
+static __noinline int stack_by_signal(struct stack_slot *slot)
+{
+	struct stack_walk *walk = &slot->walk;
+	__u64 sp = walk->sp;
+
+	if (!stack_word(slot, sp + SIGNAL_FP))
+		return stack_end(slot, STACK_END_UNREADABLE);
+	walk->fp = walk->word;
+	if (!stack_word(slot, sp + SIGNAL_PC))
+		return stack_end(slot, STACK_END_UNREADABLE);
+	walk->pc = walk->word;
+	if (!stack_word(slot, sp + SIGNAL_SP))
+		return stack_end(slot, STACK_END_UNREADABLE);
+	/* It can be another stack than the handler's (sigaltstack). */
+	walk->sp = walk->word;
+	walk->pc_at = 0;
+	walk->interrupted = 1;
+	return 1;
+}
+
+/* The CFA that a rule gives; 0: none. */
+static __always_inline __u64 stack_cfa(struct stack_slot *slot, __u64 row)
+{
+	struct stack_walk *walk = &slot->walk;
+	__u64 kind = row & 0xf, base = walk->sp;
+	long offset = (long)(row << 32) >> 48;
+
+	if (kind == UNWIND_BY_SP)
+		return base + offset * 8;
+	if (kind == UNWIND_PLT)
+		return base + 8 + ((long)(walk->pc & 15) >= offset ? 8 : 0);
+	if (kind == UNWIND_BY_FP || kind == UNWIND_THROUGH_FP) {
+		base = walk->fp;
+		if (base & 7)
+			return 0;
 	}
-	return STACK_LOST;
+	if (kind == UNWIND_BY_FP)
+		return base + offset * 8;
+	if (!stack_word(slot, base + (offset >> 8) * 8))
+		return 0;
+	return walk->word + ((long)(row << 40) >> 56) * 8;
+}
+
+/* To the caller, by a rule. Returns 0 if there is none. */
+static __noinline int stack_by_rule(struct stack_slot *slot, __u64 row)
+{
+	struct stack_walk *walk = &slot->walk;
+	__u64 cfa = stack_cfa(slot, row), fp = walk->fp;
+	__u64 fp_rule = row >> 4 & 0xf, fp_at;
+
+	if (!cfa)
+		return stack_end(slot, STACK_END_UNREADABLE);
+	if (cfa <= walk->sp || cfa & 7)
+		return stack_end(slot, STACK_END_BACKWARDS);
+	if (fp_rule == UNWIND_FP_AT_CFA || fp_rule == UNWIND_FP_AT_FP) {
+		fp_at = (fp_rule == UNWIND_FP_AT_CFA ? cfa : fp) + ((long)(row << 48) >> 56) * 8;
+		if (!stack_word(slot, fp_at))
+			return stack_end(slot, STACK_END_UNREADABLE);
+		fp = walk->word;
+	} else if (fp_rule == UNWIND_FP_FORGOTTEN) {
+		fp = NO_FRAME_POINTER;
+	}
+	if (!stack_word(slot, cfa - 8))
+		return stack_end(slot, STACK_END_UNREADABLE);
+	walk->pc = walk->word;
+	walk->pc_at = cfa - 8;
+	walk->sp = cfa;
+	walk->fp = fp;
+	walk->interrupted = 0;
+	return walk->pc ? 1 : stack_end(slot, STACK_END_ROOT);
+}
+
+/* The walk has come to where no code is known. Returns 0 if that is its end. */
+static __noinline int stack_out_of_code(struct stack_slot *slot)
+{
+	struct stack_walk *walk = &slot->walk;
+	__u64 returns_to = walk->pc_at ? stack_of_return_probes(walk->pc_at) : 0;
+
+	if (returns_to) {
+		walk->pc = returns_to;
+		walk->pc_at = 0;
+		return 1;
+	}
+	/* It was mapped just now. User space drops what is not in that either. */
+	if (walk->outdated) {
+		walk->process = 0;
+		return 1;
+	}
+	/* A register's is code, whatever we know. */
+	if (!walk->pc_at && !stack_push(slot))
+		return 0;
+	return stack_end(slot, STACK_END_NO_CODE);
+}
+
+/*
+ * One step: add the frame, and go on to its caller. Returns 0 at the end.
+ *
+ * Global, so that the verifier follows it once and not again for each frame.
+ */
+__noinline int stack_step(__u32 index)
+{
+	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
+	struct stack_walk *walk;
+	__u64 row = UNWIND_NO_RULE, kind;
+
+	if (!slot)
+		return 0;
+	walk = &slot->walk;
+	if (walk->process) {
+		/* A call can be the last instruction of its function. */
+		row = unwind_row(walk->process, walk->pc - !walk->interrupted);
+		if ((row & 0xf) == UNWIND_NO_CODE)
+			return stack_out_of_code(slot);
+	}
+	if (!stack_push(slot))
+		return 0;
+	kind = row & 0xf;
+	/* The frame pointer of such code is any number: from here on it may skip frames. */
+	if (kind == UNWIND_NO_ROOM)
+		walk->process = 0;
+	if (kind == UNWIND_NO_RULE || kind == UNWIND_NO_ROOM)
+		return stack_by_frame_pointer(slot, row);
+	if (kind == UNWIND_STRANGE)
+		return stack_without_rule(slot, row);
+	if (kind == UNWIND_ROOT)
+		return stack_end(slot, STACK_END_ROOT);
+	if (kind == UNWIND_SIGNAL)
+		return stack_by_signal(slot);
+	return stack_by_rule(slot, row);
+}
+
+/* Begin a walk. */
+static __noinline int stack_begin(struct stack_slot *slot, __u64 pc, __u64 sp, __u64 fp,
+				  __u64 interrupted)
+{
+	struct stack_walk *walk = &slot->walk;
+	struct stack *stack = &slot->stack;
+
+	walk->pc = pc;
+	walk->sp = sp;
+	walk->fp = fp;
+	walk->pc_at = 0;
+	walk->process = unwind_mode == UNWIND_MODE_FP ? 0 : unwind_process(&walk->outdated);
+	walk->window_places = 0;
+	walk->interrupted = interrupted;
+	walk->id = 0;
+	walk->check = 0;
+	stack->depth = 0;
+	stack->flags = 0;
+	stack->end = STACK_END_NO_CODE;
+	stack->frame_pointer_steps = 0;
+	stack->interrupted[0] = 0;
+	stack->interrupted[1] = 0;
+	return 0;
+}
+
+/* Count the walk, and store the stack. Returns its id. */
+static __noinline __u64 stack_finish(struct stack_slot *slot)
+{
+	struct stack_walk *walk = &slot->walk;
+	__u64 end = slot->stack.end;
+
+	if (end == STACK_END_DEPTH)
+		count_loss(deep_stacks);
+	barrier_var(end);
+	if (end < STACK_ENDS)
+		slot->ends[end]++;
+	if (walk->process)
+		slot->frame_pointer_steps += slot->stack.frame_pointer_steps;
+	/* Of two that differ in it only, one was walked before its tables were there. */
+	stack_hash_add(&walk->id, &walk->check, end);
+	return stack_put(&slot->stack, walk->id, walk->check);
 }
 
 /*
  * The id in the table of the user stack whose innermost frame is at `pc`, with
  * these stack and frame pointers. `interrupted` is 1 if the task was interrupted
  * at `pc`, 0 if it returns there.
- *
- * Global, so that the verifier follows it once and not again for each call.
  */
 __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
 {
-	struct stack_hash hash = { .id = interrupted };
-	__u32 found = 0;
+	__u32 index = stack_slot_take();
+	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
 	__u64 id;
 
-	/* Code without frame pointers keeps whatever it likes in the register. */
-	if (fp < sp || fp - sp > STACK_MAX_FRAME_BYTES)
-		fp = NO_FRAME_POINTER;
-	stack_walk(pc, fp, &hash, NULL);
-	if (hash.flags & STACK_TRUNCATED)
-		count_loss(deep_stacks);
-	id = stack_find(hash.id, hash.check, &found);
-	if (id != STACK_LOST && (found || stack_store(pc, fp, id, interrupted)))
-		return id;
-	count_loss(stacks);
-	return STACK_LOST;
+	if (!slot) {
+		count_loss(stacks);
+		return STACK_LOST;
+	}
+	stack_begin(slot, pc, sp, fp, interrupted);
+	for (int i = 0; i < STACK_MAX_STEPS; i++)
+		if (!stack_step(index))
+			break;
+	id = stack_finish(slot);
+	stack_slot_give_back(slot);
+	return id;
 }
 
 /*
@@ -208,10 +378,10 @@ static __always_inline __u64 stack_of_caller_at_return(struct pt_regs *ctx)
 /* The same at the function's entry, where the return address is on top of the stack. */
 static __always_inline __u64 stack_of_caller_at_entry(struct pt_regs *ctx)
 {
-	__u64 return_address = 0;
+	__u64 return_address = 0, sp = PT_REGS_SP(ctx);
 
-	bpf_probe_read_user(&return_address, sizeof(return_address), (void *)PT_REGS_SP(ctx));
-	return stack_id(return_address, PT_REGS_SP(ctx), PT_REGS_FP(ctx), 0);
+	bpf_probe_read_user(&return_address, sizeof(return_address), (void *)sp);
+	return stack_id(return_address, sp + sizeof(long), PT_REGS_FP(ctx), 0);
 }
 
 #endif /* MEMTOOLS_STACK_BPF_H */

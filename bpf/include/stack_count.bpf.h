@@ -6,6 +6,7 @@
 #ifndef MEMTOOLS_STACK_COUNT_BPF_H
 #define MEMTOOLS_STACK_COUNT_BPF_H
 
+#include "count.bpf.h"
 #include "task_stack.bpf.h"
 #include "kernel_stack.bpf.h"
 
@@ -26,30 +27,19 @@ struct stack_count {
 	__u64 bytes;
 };
 
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 32768);
-	__type(key, struct stack_count_key);
-	__type(value, struct stack_count);
-} counts SEC(".maps");
+COUNTS(counts, struct stack_count_key, struct stack_count, COUNT_KEYS);
 
 const volatile struct stack_count no_count;
 
-static __noinline int count_add(__u64 user, __u64 kernel, __u32 pid, __u64 bytes)
+static __noinline int stack_count_add(__u64 user, __u64 kernel, __u32 pid, __u64 bytes)
 {
 	struct stack_count_key key = { .user = user, .kernel = kernel, .pid = pid };
 	struct stack_count *count;
 
 	bpf_get_current_comm(key.comm, sizeof(key.comm));
-	count = bpf_map_lookup_elem(&counts, &key);
-	if (!count) {
-		bpf_map_update_elem(&counts, &key, (const void *)&no_count, BPF_NOEXIST);
-		count = bpf_map_lookup_elem(&counts, &key);
-		if (!count) {
-			count_loss(entries);
-			return 0;
-		}
-	}
+	count = count_of(&counts, &key, (const void *)&no_count);
+	if (!count)
+		return 0;
 	__sync_fetch_and_add(&count->events, 1);
 	__sync_fetch_and_add(&count->bytes, bytes);
 	return 0;
@@ -64,7 +54,7 @@ static __always_inline int count_stacks(void *ctx, __u64 interrupted, __u32 pid,
 	__u64 kernel = with_kernel_stacks ? stack_of_kernel_from(ctx, interrupted) : STACK_NONE;
 	__u64 user = with_user_stacks ? stack_of_task() : STACK_NONE;
 
-	return count_add(user, kernel, pid, bytes);
+	return stack_count_add(user, kernel, pid, bytes);
 }
 
 #endif /* MEMTOOLS_STACK_COUNT_BPF_H */

@@ -6,6 +6,7 @@
 #ifndef MEMTOOLS_TASK_STACK_BPF_H
 #define MEMTOOLS_TASK_STACK_BPF_H
 
+#include "registers.bpf.h"
 #include "stack.bpf.h"
 
 /* What the task was doing in user mode when it last entered the kernel. */
@@ -17,33 +18,21 @@ struct user_registers {
 };
 
 #define PF_KTHREAD	    0x00200000
-#define THREAD_BYTES	    (16 << 10)
 #define CODE_SEGMENT_RING   3
 #define CODE_SEGMENT_32_BIT 0x23
 
-/*
- * The registers are at the top of the task's kernel stack. The helpers know
- * where that is since 5.15 (5.11 for the task). On 5.10 we compute it: later
- * kernels can have padding above (CONFIG_X86_FRED), 5.10 has none on x86-64. The
- * test is a constant after relocation, so the verifier never sees the branch
- * whose helpers are not there.
- */
 static __noinline int read_user_registers(struct user_registers *registers)
 {
-	if (bpf_core_enum_value_exists(enum bpf_func_id, BPF_FUNC_task_pt_regs) &&
-	    bpf_core_enum_value_exists(enum bpf_func_id, BPF_FUNC_get_current_task_btf)) {
-		struct pt_regs *regs =
-		    (struct pt_regs *)bpf_task_pt_regs(bpf_get_current_task_btf());
+	struct pt_regs *regs;
 
+	if (has_register_helpers()) {
+		regs = registers_by_helpers();
 		registers->pc = regs->ip;
 		registers->sp = regs->sp;
 		registers->fp = regs->bp;
 		registers->cs = regs->cs;
 	} else {
-		struct task_struct *task = (void *)bpf_get_current_task();
-		struct pt_regs *regs =
-		    BPF_CORE_READ(task, stack) + THREAD_BYTES - bpf_core_type_size(struct pt_regs);
-
+		regs = registers_on_stack();
 		registers->pc = BPF_CORE_READ(regs, ip);
 		registers->sp = BPF_CORE_READ(regs, sp);
 		registers->fp = BPF_CORE_READ(regs, bp);

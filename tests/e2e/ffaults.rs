@@ -24,6 +24,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         minor_faults_are_told_apart,
         processes_are_told_apart,
         heap_and_stack_have_their_names,
+        shared_memory_has_its_names,
         intervals_add_up,
         json_agrees,
     }
@@ -185,6 +186,24 @@ fn heap_and_stack_have_their_names() -> Result<()> {
             ended.stdout
         );
     }
+    Ok(())
+}
+
+fn shared_memory_has_its_names() -> Result<()> {
+    let mut program = Workload::start("shared", &["23", "31", "41"])?;
+    let mut tool = Tool::start("ffaults", &["-p", &program.pid()])?;
+    tool.wait_for(LIVE)?;
+    let facts = program.work()?;
+    let ended = tool.interrupt()?;
+    let faults = facts["minor"].parse::<u64>()? + facts["major"].parse::<u64>()?;
+    ensure!(faults == 95, "{facts:?}");
+    // The kernel's name for anonymous memory that is shared: what it was once mapped from.
+    let expected = [
+        ["memfd:known-memfd", "23"],
+        [facts["shm"].as_str(), "31"],
+        ["dev/zero", "41"],
+    ];
+    ensure!(rows(&ended.stdout) == expected, "{}", ended.stdout);
     Ok(())
 }
 

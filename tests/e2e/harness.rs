@@ -7,10 +7,12 @@ use std::collections::HashMap;
 use std::env;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -18,7 +20,12 @@ use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::{Completion, Failed, Trial};
 
 /// How long anything may take. Software emulation is a hundred times slower than the machine.
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(180);
+
+/// How many tests are named at the end for the time that they took.
+const SLOWEST: usize = 20;
+
+static DURATIONS: Mutex<Vec<(Duration, String)>> = Mutex::new(Vec::new());
 
 /// What a test needs of the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,10 +36,14 @@ pub(crate) enum Need {
     Disk,
     /// A machine of our own, whose memory may be used up.
     Guest,
+    /// The programs of a whole system.
+    Host,
     /// 32-bit programs.
     Compat,
-    /// Kernel stacks in the programs of system calls' tracepoints.
-    SyscallStacks,
+    /// Tools of other projects, which scripts/test-vm takes from Debian's packages.
+    Peers,
+    /// Swap compressed in memory.
+    Zswap,
 }
 
 impl Need {
@@ -45,11 +56,13 @@ impl Need {
             ),
             Need::Disk => (env::var_os("MEMTOOLS_DISK").is_some(), "no disk of our own"),
             Need::Guest => (in_guest(), "would use up this machine's memory"),
-            Need::Compat => (runs_32_bit(), "this kernel runs no 32-bit programs"),
-            Need::SyscallStacks => (
-                !["5.", "6.1."].iter().any(|old| release().starts_with(old)),
-                "this kernel tells no kernel stack at a system call",
+            Need::Zswap => (
+                Path::new("/sys/module/zswap").exists(),
+                "this kernel is built without zswap",
             ),
+            Need::Host => (!in_guest(), "a guest has only our own programs"),
+            Need::Compat => (runs_32_bit(), "this kernel runs no 32-bit programs"),
+            Need::Peers => (workload("peers").exists(), "no peers beside the workloads"),
         };
         (!there).then_some(reason)
     }
@@ -60,7 +73,8 @@ pub(crate) fn release() -> String {
     fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default()
 }
 
-fn in_guest() -> bool {
+/// Whether this is a guest of tests/vm, which is emulated: a hundred times slower.
+pub(crate) fn in_guest() -> bool {
     env::var_os("MEMTOOLS_GUEST").is_some()
 }
 
@@ -86,6 +100,7 @@ pub(crate) use tests;
 
 /// A test that runs where the kernel has what it needs, and says so by name where it has not.
 pub(crate) fn test(name: &str, needs: &'static [Need], run: fn() -> Result<()>) -> Trial {
+    let own_name = name.to_owned();
     Trial::ignorable_test(name, move || {
         let unmet = needs.iter().find_map(|need| need.missing());
         if let Some(reason) = unmet {
@@ -94,10 +109,29 @@ pub(crate) fn test(name: &str, needs: &'static [Need], run: fn() -> Result<()>) 
         if let Some(outcome) = without_root() {
             return outcome;
         }
-        run()
+        let started = Instant::now();
+        let result = run();
+        let took = (started.elapsed(), own_name);
+        if let Ok(mut durations) = DURATIONS.lock() {
+            durations.push(took);
+        }
+        result
             .map(|()| Completion::Completed)
             .map_err(|error| Failed::from(format!("{error:?}")))
     })
+}
+
+/// Prints which tests took longest, after the last one.
+pub(crate) fn print_slowest() {
+    let Ok(mut durations) = DURATIONS.lock() else {
+        return;
+    };
+    durations.sort_unstable_by(|one, other| other.cmp(one));
+    let all: Duration = durations.iter().map(|(took, _)| *took).sum();
+    println!("{} tests took {} s:", durations.len(), all.as_secs());
+    for (took, name) in durations.iter().take(SLOWEST) {
+        println!("  {:5.1} s  {name}", took.as_secs_f64());
+    }
 }
 
 /// What becomes of a test that we may not run: in CI it fails, elsewhere it is named. None for root.
@@ -184,13 +218,19 @@ impl Workload {
             stdin,
             stdout,
         };
-        let line = workload.line()?;
+        workload.ready()?;
+        Ok(workload)
+    }
+
+    /// Waits until it is ready, at its start or as another program after exec. Returns the number
+    /// that it gives itself.
+    pub(crate) fn ready(&mut self) -> Result<u32> {
+        let line = self.line()?;
         let pid = line
             .strip_prefix("ready ")
             .with_context(|| format!("it said {line:?}"))?;
         // In a PID namespace of its own it knows itself by another number.
-        pid.parse::<u32>().context("no pid")?;
-        Ok(workload)
+        pid.parse().context("no pid")
     }
 
     /// Its number in our PID namespace.
@@ -256,7 +296,10 @@ pub(crate) struct Tool {
     child: Child,
     stderr: Receiver<String>,
     said: Vec<String>,
-    stdout: Option<JoinHandle<Vec<u8>>>,
+    reader: Option<JoinHandle<()>>,
+    stdout: Arc<Mutex<Vec<u8>>>,
+    /// How much of stdout was waited for.
+    awaited: usize,
 }
 
 /// A tool that has ended.
@@ -276,6 +319,35 @@ impl Tool {
         Self::spawn(Command::new(tool(name)).args(args).stdin(Stdio::null()))
     }
 
+    /// Starts it with only one of its ways to attach, as its ladder names it.
+    pub(crate) fn start_by(way: &str, name: &str, args: &[&str]) -> Result<Self> {
+        let mut command = Command::new(tool(name));
+        command.args(args).env("MEMTOOLS_ATTACH", way);
+        let mut tool = Self::spawn(command.stdin(Stdio::null()))?;
+        tool.wait_for(&format!("({way})"))?;
+        Ok(tool)
+    }
+
+    /// Starts another project's tool. Such say nothing through a pipe until they end: it is ready
+    /// when it waits for events.
+    pub(crate) fn start_peer(name: &str, args: &[&str]) -> Result<Self> {
+        let program = workload("peers").join(name);
+        let mut peer = Self::spawn(Command::new(program).args(args).stdin(Stdio::null()))?;
+        let deadline = Instant::now() + PATIENCE;
+        let epoll_wait = format!("{} ", libc::SYS_epoll_wait);
+        let epoll_pwait = format!("{} ", libc::SYS_epoll_pwait);
+        loop {
+            let call = fs::read_to_string(format!("/proc/{}/syscall", peer.pid()))?;
+            if call.starts_with(&epoll_wait) || call.starts_with(&epoll_pwait) {
+                return Ok(peer);
+            }
+            if Instant::now() > deadline || peer.child.try_wait()?.is_some() {
+                bail!("the peer {name} does not start: {:?}", peer.end()?);
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     /// Starts it in whatever way; stdout and stderr are ours.
     pub(crate) fn spawn(command: &mut Command) -> Result<Self> {
         let mut child = command
@@ -284,11 +356,16 @@ impl Tool {
             .spawn()
             .with_context(|| format!("failed to start {command:?}"))?;
         let mut out = child.stdout.take().context("no stdout")?;
-        let stdout = thread::spawn(move || {
-            let mut bytes = Vec::new();
+        let stdout = Arc::new(Mutex::new(Vec::new()));
+        let sink = Arc::clone(&stdout);
+        let reader = thread::spawn(move || {
+            let mut bytes = [0; 16 << 10];
             // What was read before an error is what there is.
-            let _ = out.read_to_end(&mut bytes);
-            bytes
+            while let Ok(length @ 1..) = out.read(&mut bytes) {
+                if let Ok(mut all) = sink.lock() {
+                    all.extend_from_slice(&bytes[..length]);
+                }
+            }
         });
         let err = BufReader::new(child.stderr.take().context("no stderr")?);
         let (sender, stderr) = channel();
@@ -303,7 +380,9 @@ impl Tool {
             child,
             stderr,
             said: Vec::new(),
-            stdout: Some(stdout),
+            reader: Some(reader),
+            stdout,
+            awaited: 0,
         })
     }
 
@@ -325,15 +404,54 @@ impl Tool {
         Ok(())
     }
 
-    /// What it has said on stderr while it was waited for.
-    pub(crate) fn said(&self) -> &[String] {
-        &self.said
+    /// Waits until stdout has `text`, after where it was found the last time.
+    pub(crate) fn wait_for_output(&mut self, text: &str) -> Result<()> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let output = self.stdout.lock().map(|output| output.clone());
+            let output = output.unwrap_or_default();
+            let found = memchr::memmem::find(&output[self.awaited..], text.as_bytes());
+            if let Some(at) = found {
+                self.awaited += at + text.len();
+                return Ok(());
+            }
+            ensure!(
+                Instant::now() < deadline,
+                "it never printed {text:?}; it printed:\n{}",
+                String::from_utf8_lossy(&output)
+            );
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// The complete lines that it has printed so far.
+    pub(crate) fn stdout(&self) -> String {
+        let stdout = self.stdout.lock().map(|stdout| stdout.clone());
+        let mut stdout = String::from_utf8_lossy(&stdout.unwrap_or_default()).into_owned();
+        stdout.truncate(stdout.rfind('\n').map_or(0, |end| end + 1));
+        stdout
+    }
+
+    /// Waits until what it has printed is as wanted.
+    pub(crate) fn wait_until(&self, wanted: impl Fn(&str) -> bool) -> Result<()> {
+        let deadline = Instant::now() + PATIENCE;
+        while !wanted(&self.stdout()) {
+            ensure!(Instant::now() < deadline, "not yet in {}", self.stdout());
+            thread::sleep(Duration::from_millis(20));
+        }
+        Ok(())
     }
 
     /// Sends it a signal.
     pub(crate) fn signal(&self, signal: nix::sys::signal::Signal) -> Result<()> {
         let pid = nix::unistd::Pid::from_raw(self.child.id().cast_signed());
         nix::sys::signal::kill(pid, signal).context("failed to signal the tool")
+    }
+
+    /// Whether it has ended by itself.
+    pub(crate) fn has_ended(&mut self) -> Result<bool> {
+        let status = self.child.try_wait();
+        Ok(status.context("failed to wait for the tool")?.is_some())
     }
 
     /// Presses Ctrl-C, and waits for its end.
@@ -358,15 +476,12 @@ impl Tool {
             }
             thread::sleep(Duration::from_millis(5));
         };
-        let stdout = self
-            .stdout
-            .take()
-            .context("no stdout")?
-            .join()
-            .unwrap_or_default();
+        let reader = self.reader.take().context("no stdout")?;
+        let _ = reader.join();
+        let stdout = self.stdout.lock().map(|mut all| std::mem::take(&mut *all));
         self.said.extend(self.stderr.iter());
         Ok(Ended {
-            stdout: String::from_utf8(stdout).context("stdout is not UTF-8")?,
+            stdout: String::from_utf8(stdout.unwrap_or_default()).context("stdout is not UTF-8")?,
             stderr: self.said.join("\n"),
             status,
         })
@@ -380,9 +495,33 @@ impl Drop for Tool {
     }
 }
 
+/// Waits until `condition` holds; `what` says what that is.
+pub(crate) fn eventually(what: &str, condition: impl Fn() -> Result<bool>) -> Result<()> {
+    let deadline = Instant::now() + PATIENCE;
+    while !condition()? {
+        ensure!(Instant::now() < deadline, "in vain: {what}");
+        thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
+}
+
 /// Runs a tool to its end.
 pub(crate) fn run(name: &str, args: &[&str]) -> Result<Ended> {
     Tool::start(name, args)?.end()
+}
+
+/// Has a command run in a mount namespace of its own, with this folder as its root.
+pub(crate) fn in_root(command: &mut Command, root: &Path) {
+    let root = root.to_owned();
+    // SAFETY: system calls between fork and exec.
+    unsafe {
+        command.pre_exec(move || {
+            nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS)?;
+            nix::unistd::chroot(&root)?;
+            nix::unistd::chdir("/")?;
+            Ok(())
+        });
+    }
 }
 
 /// A folder for one test, gone when it is dropped.

@@ -3,7 +3,6 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -97,11 +96,7 @@ fn ways() -> Vec<&'static str> {
 }
 
 fn start(way: &str, args: &[&str]) -> Result<Tool> {
-    let mut command = Command::new(harness::tool("hfaults"));
-    command.args(args).env("MEMTOOLS_ATTACH", way);
-    let mut tool = Tool::spawn(&mut command)?;
-    tool.wait_for(&format!("({way})"))?;
-    Ok(tool)
+    Tool::start_by(way, "hfaults", args)
 }
 
 fn end(tool: Tool) -> Result<Ended> {

@@ -17,20 +17,22 @@ use memtools::kernel;
 use crate::harness;
 
 /// Each tool's object, as build.rs compiled it.
-const OBJECTS: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/objects.rs"));
+pub(crate) const OBJECTS: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/objects.rs"));
 
 /// Programs that load only where the kernel's BTF has this name.
-const ONLY_WITH: [(&str, &str); 6] = [
+const ONLY_WITH: [(&str, &str); 7] = [
     ("ffaults/fault_event", "bpf_find_vma"),
     ("ffaults/major_fault_event", "bpf_find_vma"),
     ("hfaults/fault_event", "bpf_find_vma"),
-    ("memleak/multi_entry", "BPF_TRACE_UPROBE_MULTI"),
-    ("memleak/multi_free", "BPF_TRACE_UPROBE_MULTI"),
-    ("memleak/multi_return", "BPF_TRACE_UPROBE_MULTI"),
+    // Cookies came with 5.15, after the compare-and-exchange of 5.12.
+    ("memleak/cookie_entry", "bpf_perf_link"),
+    ("memleak/cookie_return", "bpf_perf_link"),
+    ("memleak/session_call", "BPF_TRACE_UPROBE_SESSION"),
+    ("shmsnoop/shmdt_enter", "bpf_find_vma"),
 ];
 
-/// Programs of which there are many that differ in one number: `PREFIX00` stands for all.
-const COPIES: [(&str, &str); 1] = [("vmscan", "count_")];
+/// Programs of which there are many that differ in one number: the first stands for all.
+const COPIES: [(&str, &str); 2] = [("memleak", "entry_"), ("vmscan", "count_")];
 
 /// From this many bytes of stack on, a program attached to a uprobe shares them with whatever
 /// preempts it: x86's private BPF stacks, 6.13 and later.
@@ -73,7 +75,7 @@ pub(crate) fn tests() -> Vec<Trial> {
                     .then(|| program.strip_prefix(prefix))
                     .flatten()
             });
-            if number.is_some_and(|number| number != "00") {
+            if number.is_some_and(|number| !number.trim_matches('0').is_empty()) {
                 continue;
             }
             trials.push(Trial::ignorable_test(

@@ -1,19 +1,25 @@
 //! End-to-end tests of all tools, in one binary that runs on this kernel and, copied, in the
 //! guests of tests/vm.
 
+mod allocators;
 mod brkstack;
 mod drsnoop;
 mod faults;
 mod ffaults;
+mod follow;
 mod harness;
 mod hfaults;
 mod load;
 mod memleak;
+mod memleak_kernel;
+mod memleak_processes;
+mod memleak_views;
 mod mmapsnoop;
 mod oomkill;
 mod pressure;
 mod shmsnoop;
 mod swapin;
+mod unwind;
 mod vmscan;
 
 use std::process::ExitCode;
@@ -31,13 +37,19 @@ fn main() -> ExitCode {
         hfaults::tests(),
         drsnoop::tests(),
         memleak::tests(),
+        memleak_kernel::tests(),
+        memleak_processes::tests(),
+        memleak_views::tests(),
+        allocators::tests(),
         brkstack::tests(),
         faults::tests(),
         ffaults::tests(),
+        follow::tests(),
         mmapsnoop::tests(),
         oomkill::tests(),
         shmsnoop::tests(),
         swapin::tests(),
+        unwind::tests(),
         vmscan::tests(),
         load::tests(),
     ]
@@ -46,5 +58,8 @@ fn main() -> ExitCode {
     .collect();
     let conclusion = libtest_mimic::run(&arguments, tests);
     load::print_verdicts();
+    if !arguments.list {
+        harness::print_slowest();
+    }
     conclusion.exit_code()
 }

@@ -3,46 +3,26 @@
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::Trial;
 use regex_lite::Regex;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Need, Tool, Workload, workload};
+use crate::harness::{self, Ended, Tool, Workload, workload};
 use crate::pressure::{Group, shell, vmstat};
 
 pub(crate) fn tests() -> Vec<Trial> {
-    let test = |name: &str, needs: &'static [Need], run: fn() -> Result<()>| {
-        harness::test(&format!("oomkill::{name}"), needs, run)
-    };
-    vec![
-        test("it_starts_and_ends", &[], it_starts_and_ends),
-        test(
-            "a_cgroups_kill_has_bccs_line",
-            &[],
-            a_cgroups_kill_has_bccs_line,
-        ),
-        test(
-            "a_cgroups_kill_is_explained",
-            &[Need::Guest],
-            a_cgroups_kill_is_explained,
-        ),
-        test(
-            "a_whole_cgroup_is_killed",
-            &[Need::Guest],
-            a_whole_cgroup_is_killed,
-        ),
-        test(
-            "the_machines_kill_is_global",
-            &[Need::Guest],
-            the_machines_kill_is_global,
-        ),
-        test(
-            "a_kill_can_be_asked_for",
-            &[Need::Guest],
-            a_kill_can_be_asked_for,
-        ),
-    ]
+    harness::tests!("oomkill":
+        it_starts_and_ends,
+        a_cgroups_kill_has_bccs_line,
+        by_kprobe_it_is_the_same [Kprobes],
+        a_peer_sees_the_same [Kprobes, Peers],
+        what_mark_victim_alone_knows,
+        a_cgroups_kill_is_explained [Guest],
+        a_whole_cgroup_is_killed [Guest],
+        the_machines_kill_is_global [Guest],
+        a_kill_can_be_asked_for [Guest],
+    )
 }
 
 fn start(args: &[&str]) -> Result<Tool> {
@@ -63,7 +43,9 @@ fn kill(hog: &mut Workload) -> Result<()> {
 fn objects(ended: &Ended) -> Result<Vec<Value>> {
     ensure!(ended.status.success(), "{ended:?}");
     let objects = ended.stdout.lines().map(serde_json::from_str::<Value>);
-    objects.collect::<Result<_, _>>().context("no JSON")
+    let mut objects: Vec<Value> = objects.collect::<Result<_, _>>().context("no JSON")?;
+    objects.retain(|object| object["type"] != "unwinding");
+    Ok(objects)
 }
 
 fn it_starts_and_ends() -> Result<()> {
@@ -75,27 +57,128 @@ fn it_starts_and_ends() -> Result<()> {
     Ok(())
 }
 
-/// Also where memory may not be used up: 64 MB are wanted where 8 MB are permitted.
-fn a_cgroups_kill_has_bccs_line() -> Result<()> {
-    let group = Group::new("memtools-oomkill", 8 << 20)?;
+/// Lets a hog be killed that wants 64 MB where 8 MB are permitted, also where memory may not be used
+/// up, and returns its pid and what the tool printed of it.
+fn traced_kill(way: Option<&str>, args: &[&str]) -> Result<(String, Ended)> {
+    // Another test may be at the same.
+    let name = way.unwrap_or("the best way").replace(' ', "-");
+    let group = Group::new(&format!("memtools-{name}"), 8 << 20)?;
     group.forbid_swap()?;
-    let mut hog = Workload::spawn(&mut group.command(&workload("hog"), &["64"]))?;
+    let mut hog = Workload::spawn(&mut group.command(&workload("hog"), &["64", "77"]))?;
     let pid = hog.pid();
-    let tool = start(&["-p", &pid])?;
-    let how = tool.said().join("\n");
+    let args = [args, &["-p", &pid]].concat();
+    let tool = match way {
+        Some(way) => Tool::start_by(way, "oomkill", &args)?,
+        None => start(&args)?,
+    };
     kill(&mut hog)?;
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
-    let pages = if how.contains("mark_victim alone") {
-        "-"
-    } else {
-        "2048"
-    };
+    Ok((pid, ended))
+}
+
+/// BCC's line of a kill of the hog, for its own sake; the pages as they are known.
+fn is_bccs_line(pid: &str, ended: &Ended, pages: &str) -> Result<()> {
     let line = Regex::new(&format!(
         "^\\d\\d:\\d\\d:\\d\\d Triggered by PID {pid} \\(\"hog\"\\), OOM kill of PID {pid} \\(\"hog\"\\), \
          {pages} pages, loadavg: [\\d.]+ [\\d.]+ [\\d.]+ \\d+/\\d+ \\d+\n$"
     ))?;
     ensure!(line.is_match(&ended.stdout), "{ended:?}");
+    Ok(())
+}
+
+fn a_cgroups_kill_has_bccs_line() -> Result<()> {
+    let (pid, ended) = traced_kill(None, &[])?;
+    let alone = ended.stderr.contains("mark_victim alone");
+    is_bccs_line(&pid, &ended, if alone { "-" } else { "2048" })
+}
+
+fn by_kprobe_it_is_the_same() -> Result<()> {
+    let (pid, ended) = traced_kill(Some("kprobe"), &[])?;
+    is_bccs_line(&pid, &ended, "2048")?;
+    let (_, ended) = traced_kill(Some("kprobe"), &["-j"])?;
+    let objects = objects(&ended)?;
+    let [kill] = &objects[..] else {
+        bail!("not one kill: {ended:?}")
+    };
+    ensure!(
+        kill["kind"] == "memcg" && kill["limit_kb"] == 8192,
+        "{kill}"
+    );
+    ensure!(kill["victim"]["oom_score_adj"] == 77, "{kill}");
+    let has = |name: &str| kill["kernel_stack"].to_string().contains(name);
+    ensure!(has("oom_kill_process") && has("out_of_memory"), "{kill}");
+    Ok(())
+}
+
+/// BCC's own, of libbpf-tools.
+fn a_peer_sees_the_same() -> Result<()> {
+    let peer = Tool::start_peer("oomkill", &[])?;
+    let (_, ended) = traced_kill(None, &[])?;
+    let peer = peer.interrupt()?;
+    // Kernels of ours that have kprobes have fentry too.
+    ensure!(ended.stderr.contains("(fentry)"), "{ended:?}");
+    // But for the time, which both take when they print.
+    let lines = |ended: &Ended| -> Vec<String> {
+        let lines = ended.stdout.lines().filter_map(|line| {
+            let (_, kill) = line.split_once(" Triggered ")?;
+            Some(kill.split_once(" loadavg: ")?.0.to_owned())
+        });
+        lines.collect()
+    };
+    ensure!(
+        lines(&ended).len() == 1 && lines(&ended) == lines(&peer),
+        "{ended:?}\nbut the peer:\n{peer:?}"
+    );
+    Ok(())
+}
+
+/// What it does not carry is null, whether it comes with the task or, as once, with a number.
+fn what_mark_victim_alone_knows() -> Result<()> {
+    let (pid, ended) = traced_kill(Some("mark_victim alone"), &[])?;
+    is_bccs_line(&pid, &ended, "-")?;
+    for way in ["mark_victim alone", "mark_victim's pid alone"] {
+        let (pid, ended) = traced_kill(Some(way), &["-j"])?;
+        let objects = objects(&ended)?;
+        let [kill] = &objects[..] else {
+            bail!("{way}: not one kill: {ended:?}")
+        };
+        let pid: u32 = pid.parse()?;
+        ensure!(
+            kill["pid"] == pid && kill["victim"]["pid"] == pid,
+            "{way}: {kill}"
+        );
+        for unknown in [
+            "kind",
+            "total_pages",
+            "limit_cgroup",
+            "limit_kb",
+            "order",
+            "gfp_flags",
+        ] {
+            ensure!(kill[unknown].is_null(), "{way}: {unknown} of {kill}");
+        }
+        let victim = &kill["victim"];
+        if way == "mark_victim alone" {
+            ensure!(victim["comm"] == "hog" && victim["uid"] == 0, "{kill}");
+            ensure!(victim["oom_score_adj"] == 77, "{kill}");
+            ensure!(
+                victim["anon_kb"].as_u64().is_some_and(|kb| kb > 4096),
+                "{kill}"
+            );
+        } else {
+            // Its name is still in /proc, or no longer.
+            ensure!(
+                victim["comm"] == "hog" || victim["comm"].is_null(),
+                "{kill}"
+            );
+            let others = victim.as_object().into_iter().flatten();
+            let mut others = others.filter(|(name, _)| !["pid", "comm"].contains(&name.as_str()));
+            ensure!(others.all(|(_, value)| value.is_null()), "{kill}");
+        }
+        let has = |name: &str| kill["kernel_stack"].to_string().contains(name);
+        ensure!(has("out_of_memory"), "{way}: {kill}");
+    }
     Ok(())
 }
 

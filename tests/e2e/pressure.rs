@@ -99,6 +99,8 @@ impl Watermark {
     /// Leaves about this much to allocate above it.
     pub(crate) fn leave(megabytes: u64) -> Result<Self> {
         let before = fs::read_to_string(WATERMARK).context("no watermark")?;
+        // Else kswapd might free as much in time, at no cost.
+        shell("sync && echo 3 >/proc/sys/vm/drop_caches")?;
         let meminfo = fs::read_to_string("/proc/meminfo").context("no meminfo")?;
         let free: u64 = meminfo
             .lines()
@@ -129,9 +131,7 @@ pub(crate) struct Writer {
 
 impl Writer {
     pub(crate) fn start(group: &str) -> Result<Self> {
-        // A guest's /tmp is no disk.
-        let parent = env::var_os("MEMTOOLS_DISK").map_or_else(env::temp_dir, PathBuf::from);
-        let folder = tempfile::tempdir_in(parent).context("failed to make a folder")?;
+        let folder = folder_on_disk()?;
         let file = File::options()
             .create(true)
             .write(true)
@@ -172,6 +172,12 @@ impl Drop for Writer {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// A folder whose files can be written out: a guest's /tmp is no disk.
+pub(crate) fn folder_on_disk() -> Result<tempfile::TempDir> {
+    let parent = env::var_os("MEMTOOLS_DISK").map_or_else(env::temp_dir, PathBuf::from);
+    tempfile::tempdir_in(parent).context("failed to make a folder")
 }
 
 /// Runs commands, which must succeed.

@@ -1,11 +1,12 @@
 //! shmsnoop, row by row against what tests/workload/shm.c did.
 
 use std::collections::HashMap;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::harness::{self, Ended, Tool, Workload};
 
@@ -13,18 +14,17 @@ use crate::harness::{self, Ended, Tool, Workload};
 const ROUNDS: u64 = 101;
 
 pub(crate) fn tests() -> Vec<Trial> {
-    let test =
-        |name: &str, run: fn() -> Result<()>| harness::test(&format!("shmsnoop::{name}"), &[], run);
-    vec![
-        test("every_argument_and_result", every_argument_and_result),
-        test("bcc_s_lines", bcc_s_lines),
-        test("segments", segments),
-        test("segments_in_large_numbers", segments_in_large_numbers),
-        test("latency_and_time", latency_and_time),
-        test("threads_are_filtered", threads_are_filtered),
-        test("a_duration_ends_it", a_duration_ends_it),
-        test("what_is_not_there_is_named", what_is_not_there_is_named),
-    ]
+    harness::tests!("shmsnoop":
+        every_argument_and_result,
+        bcc_s_lines,
+        segments,
+        segments_of_a_container,
+        segments_in_large_numbers,
+        latency_and_time,
+        threads_are_filtered,
+        a_duration_ends_it,
+        what_is_not_there_is_named,
+    )
 }
 
 /// Traces the workload. Returns its pid, its facts and what the tool printed.
@@ -165,28 +165,64 @@ fn bcc_s_lines() -> Result<()> {
     Ok(())
 }
 
+fn segment(row: &Value) -> [&Value; 3] {
+    [&row["attached"], &row["segment_bytes"], &row["creator_pid"]]
+}
+
 fn segments() -> Result<()> {
     let (pid, facts, ended) = trace(&["-j"])?;
     let rows = json_rows(&ended)?;
     let gets = calls(&facts["get"])?;
     for (round, (args, _)) in gets.iter().take(ROUNDS as usize).enumerate() {
         // shmget, shmat, IPC_STAT, shmdt, IPC_RMID
-        let attached = [Some(0), Some(1), Some(1), None, Some(0)];
-        for (row, attached) in rows[5 * round..].iter().zip(attached) {
-            let expected = match attached {
-                Some(attached) => [attached.into(), args[1].into(), pid.parse::<u32>()?.into()],
-                None => [Value::Null, Value::Null, Value::Null],
-            };
-            let found = [&row["attached"], &row["segment_bytes"], &row["creator_pid"]];
-            ensure!(found == expected.each_ref(), "{row} is not of {expected:?}");
+        for (row, attached) in rows[5 * round..].iter().zip([0, 1, 1, 1, 0]) {
+            let expected = [json!(attached), json!(args[1]), json!(pid.parse::<u32>()?)];
+            ensure!(
+                segment(row) == expected.each_ref(),
+                "{row} is not of {expected:?}"
+            );
         }
     }
+    // The one at an address of its own choice is found; what is at the other is no segment.
+    let detached = rows
+        .iter()
+        .filter(|row| row["call"] == "shmdt")
+        .skip(ROUNDS as usize);
+    let detached: Vec<_> = detached.map(segment).collect();
+    ensure!(
+        detached[0][..2] == [&json!(1), &json!(7 * 4096)],
+        "{detached:?}"
+    );
+    ensure!(detached[1..] == [[&Value::Null; 3]], "{detached:?}");
     let (_, _, ended) = trace(&["-e"])?;
     let row = ended.stdout.lines().nth(2).context("no row")?;
     ensure!(
         row.contains("      1          4 ") && row.contains(" shmid: "),
         "{row}"
     );
+    Ok(())
+}
+
+/// Its ids are those of an IPC namespace of its own.
+fn segments_of_a_container() -> Result<()> {
+    let shm = harness::workload("shm");
+    let mut workload = Workload::spawn(Command::new("unshare").arg("-i").arg(shm).arg("23"))?;
+    let pid: u32 = workload.pid().parse()?;
+    let mut tool = Tool::start("shmsnoop", &["-j", "-n", "shm"])?;
+    tool.wait_for("tracing shmget(2)")?;
+    let facts = workload.work()?;
+    let rows = json_rows(&tool.interrupt()?)?;
+    let mut detached = rows
+        .iter()
+        .filter(|row| row["pid"] == pid && row["call"] == "shmdt");
+    for (args, _) in calls(&facts["get"])?.iter().take(23) {
+        let row = detached.next().context("a row is missing")?;
+        let expected = [json!(1), json!(args[1]), json!(pid)];
+        ensure!(
+            segment(row) == expected.each_ref(),
+            "{row} is not of {expected:?}"
+        );
+    }
     Ok(())
 }
 

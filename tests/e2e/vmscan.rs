@@ -2,14 +2,18 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use libbpf_rs::{MapCore, MapFlags, ObjectBuilder, ProgramInput};
 use libtest_mimic::Trial;
+use memtools::attach;
 use regex_lite::Regex;
 use serde_json::Value;
 
 use crate::harness::{self, Ended, Need, Tool, Workload, workload};
-use crate::pressure::{Group, Recording, Swap, Watermark, Writer, shell};
+use crate::load;
+use crate::pressure::{Group, Recording, Swap, Watermark, Writer, folder_on_disk, shell};
 
 pub(crate) fn tests() -> Vec<Trial> {
     let test = |name: &str, needs: &'static [Need], run: fn() -> Result<()>| {
@@ -19,6 +23,21 @@ pub(crate) fn tests() -> Vec<Trial> {
         test("rows_are_the_books", &[], rows_are_the_books),
         test("the_header_comes_again", &[], the_header_comes_again),
         test("a_small_cgroup_reclaims", &[], a_small_cgroup_reclaims),
+        test(
+            "what_a_command_starts_reclaims",
+            &[],
+            what_a_command_starts_reclaims,
+        ),
+        test(
+            "shrinkers_that_nest_keep_their_start",
+            &[],
+            shrinkers_that_nest_keep_their_start,
+        ),
+        test(
+            "each_compaction_has_a_line",
+            &[Need::Guest],
+            each_compaction_has_a_line,
+        ),
         test(
             "memcg_reclaim_equals_the_tracepoints",
             &[Need::Guest],
@@ -158,6 +177,131 @@ fn a_small_cgroup_reclaims() -> Result<()> {
     Ok(())
 }
 
+/// The shell itself has nothing to reclaim.
+fn what_a_command_starts_reclaims() -> Result<()> {
+    let group = Group::new("memtools-vmscan-c", 32 << 20)?;
+    let folder = folder_on_disk()?;
+    let script = folder.path().join("script");
+    // Written out piece by piece: dirty pages cannot be reclaimed.
+    let write = format!(
+        "echo $$ >{}/cgroup.procs && cd {} || exit
+         for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24; do
+             dd if=/dev/zero of=written$i bs=1048576 count=4 conv=fsync 2>/dev/null || exit
+         done",
+        group.path(),
+        folder.path().display()
+    );
+    fs::write(&script, write)?;
+    let command = format!("sh {}", script.display());
+    let ended = start(&["-j", "-c", &command])?.end()?;
+    let reclaims = sum(&objects(&ended)?, "/memcg_reclaim/count")?;
+    ensure!(reclaims >= 50, "{reclaims}: {ended:?}");
+
+    let ended = start(&["--counts", "-c", "sh -c 'exit 7'"])?.end()?;
+    ensure!(ended.status.code() == Some(7), "{ended:?}");
+    Ok(())
+}
+
+/// The kernel seldom nests them, so the programs are run by hand, on this thread: one shrinker in
+/// another one.
+fn shrinkers_that_nest_keep_their_start() -> Result<()> {
+    let (_, object) = load::OBJECTS
+        .iter()
+        .find(|(tool, _)| *tool == "vmscan")
+        .context("no object")?;
+    let mut open = ObjectBuilder::default().open_memory(object)?;
+    attach::load_only(&mut open, &["shrink_slab_start", "shrink_slab_end"]);
+    let object = open.load()?;
+    let run = |name: &str, shrinker: u64| -> Result<()> {
+        let program = object.progs_mut().find(|program| program.name() == name);
+        // (shrinker, ..., what was freed, ...)
+        let mut arguments = [shrinker, 0, 0, 0, 0, 0, 0].map(u64::to_ne_bytes).concat();
+        program.context("no program")?.test_run(ProgramInput {
+            context_in: Some(&mut arguments),
+            ..ProgramInput::default()
+        })?;
+        Ok(())
+    };
+    let begin = Instant::now();
+    let busy_until = |milliseconds| while begin.elapsed() < Duration::from_millis(milliseconds) {};
+    run("shrink_slab_start", 1)?;
+    busy_until(11);
+    run("shrink_slab_start", 2)?;
+    busy_until(31);
+    run("shrink_slab_end", 2)?;
+    busy_until(41);
+    run("shrink_slab_end", 1)?;
+    let took = begin.elapsed().as_nanos() as u64;
+
+    // The first total is that of shrinking: count, time_ns, and a histogram by bits.
+    let totals = object.maps().find(|map| map.name() == "totals");
+    let value = totals
+        .context("no totals")?
+        .lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?
+        .context("no total")?;
+    let numbers: Vec<u64> = value
+        .chunks_exact(8)
+        .map(|bytes| bytes.try_into().map(u64::from_ne_bytes))
+        .collect::<Result<_, _>>()?;
+    let (count, time_ns, slots) = (numbers[0], numbers[1], &numbers[2..]);
+    // The first call began a little after the clock was read.
+    ensure!(
+        count == 2 && time_ns > 35_000_000 && time_ns <= took,
+        "{count} shrinkers in {time_ns} of {took} ns"
+    );
+    let bits = |ns: u64| (u64::BITS - ns.leading_zeros()) as usize;
+    let outer = slots.iter().rposition(|&count| count > 0);
+    ensure!(
+        slots.iter().sum::<u64>() == 2 && outer >= Some(bits(35_000_000)),
+        "{slots:?}"
+    );
+    Ok(())
+}
+
+/// Equal to what the kernel recorded, in its order.
+fn each_compaction_has_a_line() -> Result<()> {
+    let recording = Recording::start("vmscan", &["compaction"], 0)?;
+    let command = "sh -c 'echo 1 >/proc/sys/vm/compact_memory'";
+    let begin = Instant::now();
+    let ended = start(&["--trace-compaction", "-j", "-c", command])?.end()?;
+    let took = begin.elapsed().as_nanos() as u64;
+    let trace = recording.read()?;
+
+    let mut expected = Vec::new();
+    for line in &trace {
+        if line.name == "mm_compaction_end" && line.task.starts_with("sh-") {
+            expected.push((
+                line.field("mode")? == "sync",
+                line.field("status")?.to_owned(),
+            ));
+        }
+    }
+    let mut found = Vec::new();
+    let mut time = 0;
+    for row in objects(&ended)? {
+        let status = row["status"].as_str().context("no status")?;
+        found.push((row["sync"] == true, status.to_owned()));
+        time += row["latency_ns"].as_u64().context("no latency")?;
+        ensure!(row["comm"] == "sh" && row["order"] == -1, "{row}");
+    }
+    ensure!(
+        found == expected && !found.is_empty(),
+        "{found:?}, not {expected:?}"
+    );
+    ensure!(time > 0 && time < took, "{time} of {took} ns");
+    // A zone has a name of letters, and digits.
+    let zones = fs::read_to_string("/proc/zoneinfo")?;
+    for row in objects(&ended)? {
+        let zone = format!(
+            "Node {}, zone {:>8}\n",
+            row["node"],
+            row["zone"].as_str().context("no zone")?
+        );
+        ensure!(zones.contains(&zone), "{zone} is not in {zones}");
+    }
+    Ok(())
+}
+
 /// What vmscan says of a workload equals what the kernel recorded of it.
 fn equals_the_tracepoints(
     mut workload: Workload,
@@ -194,7 +338,8 @@ fn equals_the_tracepoints(
         );
     }
     let reclaims = sum(&objects, &format!("/{busy}/count"))?;
-    ensure!(reclaims >= 10, "only {reclaims} of {busy}: {ended:?}");
+    // kswapd does the rest, and it can be nearly all.
+    ensure!(reclaims > 0, "no {busy}: {ended:?}");
     ensure!(
         in_histogram(&objects, &format!("{busy}_ns")) == reclaims,
         "{ended:?}"
@@ -229,7 +374,7 @@ fn direct_reclaim_equals_the_tracepoints() -> Result<()> {
     let _swap = Swap::on("256M")?;
     let hog = Workload::start("hog", &["251", "900"])?;
     let work = |hog: &mut Workload| {
-        let _watermark = Watermark::leave(100)?;
+        let _watermark = Watermark::leave(40)?;
         hog.work().map(drop)
     };
     equals_the_tracepoints(hog, work, "direct_reclaim")

@@ -6,6 +6,7 @@
  *                              from a function of its own: leak_malloc, leak_calloc, ...
  *   alloc one KIND COUNT SIZE  only leak_KIND
  *   alloc balanced COUNT SIZE  the same, and everything is freed again
+ *   alloc mixed COUNT SIZE     both of these
  *   alloc realloc COUNT        the corner cases of realloc; realloc_* say what is left
  *   alloc failing COUNT        calls that fail, and leave nothing
  *   alloc big COUNT SIZE       blocks that malloc takes from mmap, COUNT kept and COUNT freed
@@ -13,6 +14,8 @@
  *   alloc threads THREADS COUNT KEEP SIZE
  *                              each thread allocates COUNT blocks and frees all but KEEP of its
  *                              neighbour's, while the others do the same
+ *   alloc pool COUNT SIZE      the same from a pool of the program's own: pool_take, pool_store
+ *                              (COUNT blocks of two SIZEs each), pool_resize, and pool_give
  *   alloc deep DEPTH SIZE      one block from DEPTH calls down
  *   alloc stacks COUNT         one block from each of COUNT different stacks
  *   alloc hold                 nothing
@@ -21,6 +24,16 @@
 
 #include <malloc.h>
 #include <pthread.h>
+
+/* jemalloc has none: glibc's would be called, and jemalloc's free crash on what it returns. */
+#if defined(__GLIBC__) && !defined(JEMALLOC)
+#define PVALLOC
+#endif
+
+/* With a prefix, reallocarray would still be glibc's. */
+#ifndef PREFIXED
+#define REALLOCARRAY
+#endif
 
 #ifdef GO
 /* What tells a program of the Go toolchain from others. */
@@ -61,7 +74,9 @@ static void *moved_mapping(void)
 LEAK(malloc, malloc(size))
 LEAK(calloc, calloc(1, size))
 LEAK(realloc, realloc(malloc(10), size))
+#ifdef REALLOCARRAY
 LEAK(reallocarray, reallocarray(NULL, 1, size))
+#endif
 LEAK(posix_memalign, aligned())
 LEAK(aligned_alloc, aligned_alloc(64, size))
 LEAK(memalign, memalign(64, size))
@@ -69,6 +84,8 @@ LEAK(mmap, mmap(NULL, size, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))
 LEAK(mremap, moved_mapping())
 #ifdef __GLIBC__
 LEAK(valloc, valloc(size))
+#endif
+#ifdef PVALLOC
 LEAK(pvalloc, pvalloc(size))
 #endif
 
@@ -79,7 +96,9 @@ static const struct {
 	{ "malloc", leak_malloc },
 	{ "calloc", leak_calloc },
 	{ "realloc", leak_realloc },
+#ifdef REALLOCARRAY
 	{ "reallocarray", leak_reallocarray },
+#endif
 	{ "posix_memalign", leak_posix_memalign },
 	{ "aligned_alloc", leak_aligned_alloc },
 	{ "memalign", leak_memalign },
@@ -87,6 +106,8 @@ static const struct {
 	{ "mremap", leak_mremap },
 #ifdef __GLIBC__
 	{ "valloc", leak_valloc },
+#endif
+#ifdef PVALLOC
 	{ "pvalloc", leak_pvalloc },
 #endif
 };
@@ -115,12 +136,16 @@ STEP static void balanced(void)
 		free(malloc(size));
 		free(calloc(1, size));
 		free(realloc(malloc(10), size));
+#ifdef REALLOCARRAY
 		free(reallocarray(NULL, 1, size));
+#endif
 		free(aligned());
 		free(aligned_alloc(64, size));
 		free(memalign(64, size));
 #ifdef __GLIBC__
 		free(valloc(size));
+#endif
+#ifdef PVALLOC
 		free(pvalloc(size));
 #endif
 		munmap(mapped, size);
@@ -286,6 +311,66 @@ STEP static void threads(unsigned long number, unsigned long count, unsigned lon
 		pthread_join(ids[i], NULL);
 }
 
+/* Gives its room away from the start on; a block is never given again. */
+struct pool {
+	char room[16 << 20];
+	unsigned long used;
+};
+
+static struct pool pool;
+
+STEP void *pool_take(struct pool *from, unsigned long bytes)
+{
+	void *block = from->room + from->used;
+
+	from->used += (bytes + 15) & ~15UL;
+	if (from->used > sizeof(from->room))
+		die("the pool is empty; use smaller counts");
+	return block;
+}
+
+STEP int pool_store(struct pool *from, void **block, unsigned long number, unsigned long bytes)
+{
+	*block = from->room + from->used;
+	from->used += (number * bytes + 15) & ~15UL;
+	return 0;
+}
+
+STEP void *pool_resize(struct pool *from, void *block, unsigned long bytes)
+{
+	from->used += (bytes + 15) & ~15UL;
+	return memmove(from->room + from->used - ((bytes + 15) & ~15UL), block, 1);
+}
+
+STEP void pool_give(struct pool *to, void *block)
+{
+	__asm__ volatile("" : : "r"(to), "r"(block) : "memory");
+}
+
+STEP static void leak_taken(void)
+{
+	for (unsigned long i = 0; i < blocks; i++) {
+		kept = pool_take(&pool, size);
+		pool_give(&pool, pool_take(&pool, size));
+	}
+}
+
+STEP static void leak_stored(void)
+{
+	for (unsigned long i = 0; i < blocks; i++) {
+		void *block;
+
+		pool_store(&pool, &block, 2, size);
+		kept = block;
+	}
+}
+
+STEP static void leak_resized(void)
+{
+	for (unsigned long i = 0; i < blocks; i++)
+		kept = pool_resize(&pool, pool_take(&pool, 7), size);
+}
+
 /* Not a tail call, or there is only one frame. */
 STEP static void deep(unsigned long depth)
 {
@@ -339,6 +424,9 @@ int main(int argc, char **argv)
 		leak(argv[2]);
 	} else if (!strcmp(what, "balanced") && numbers == 2) {
 		balanced();
+	} else if (!strcmp(what, "mixed") && numbers == 2) {
+		leak(NULL);
+		balanced();
 	} else if (!strcmp(what, "realloc") && numbers == 1) {
 		reallocs();
 	} else if (!strcmp(what, "failing") && numbers == 1) {
@@ -353,14 +441,18 @@ int main(int argc, char **argv)
 	} else if (!strcmp(what, "threads") && numbers == 4) {
 		size = count(number[3]);
 		threads(blocks, count(number[1]), count(number[2]));
+	} else if (!strcmp(what, "pool") && numbers == 2) {
+		leak_taken();
+		leak_stored();
+		leak_resized();
 	} else if (!strcmp(what, "deep") && numbers == 2) {
 		deep(blocks);
 	} else if (!strcmp(what, "stacks") && numbers == 1) {
 		for (unsigned long i = 0; i < blocks; i++)
 			down(i, 16);
 	} else if (strcmp(what, "hold")) {
-		usage("leak|one KIND|balanced|realloc|failing|big|munmap|threads|deep|stacks|hold "
-		      "NUMBER...");
+		usage("leak|one KIND|balanced|mixed|realloc|failing|big|munmap|threads|pool|deep|"
+		      "stacks|hold NUMBER...");
 	}
 	done();
 	return 0;

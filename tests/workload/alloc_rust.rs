@@ -1,5 +1,10 @@
 // SPDX-License-Identifier: BSD-2-Clause
 //! alloc-rust COUNT SIZE: boxes leaked by a Rust program, with the protocol of workload.h.
+//!
+//! With `--cfg own_allocator` it has that of alloc_rust_own.rs.
+
+#[cfg(own_allocator)]
+extern crate alloc_rust_own;
 
 use std::io::{BufRead, Write};
 

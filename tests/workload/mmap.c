@@ -5,7 +5,9 @@
  * anon      private anonymous memory		populate   the same, brought in at once
  * shared    shared anonymous memory		exec       the same, executable, read only
  * stack     MAP_GROWSDOWN MAP_STACK		hugetlb    2 MB pages, to be reserved before
+ * locked    kept in memory, below 2 GB		huge2mb    the same, asked for by their size
  * file      PATH, private, read only, from page 0, 1, 2...	sharedfile  PATH, shared
+ * validate  PATH, shared, unknown flags refused
  * fixed     MAP_FIXED over what was mapped before
  * noreplace MAP_FIXED_NOREPLACE on what is mapped: each fails with EEXIST
  * fail      calls that fail, in turn: EINVAL (no length), EINVAL (offset within a
@@ -103,6 +105,13 @@ static void one_call(const char *kind, unsigned long i, char *before, int fd)
 		    ANONYMOUS | MAP_GROWSDOWN | MAP_STACK | MAP_NORESERVE, -1, 0);
 	else if (!strcmp(kind, "hugetlb"))
 		map(NULL, HUGE_PAGE, READ_WRITE, ANONYMOUS | MAP_HUGETLB, -1, 0);
+	else if (!strcmp(kind, "huge2mb"))
+		map(NULL, HUGE_PAGE, READ_WRITE, ANONYMOUS | MAP_HUGETLB | 21 << MAP_HUGE_SHIFT, -1,
+		    0);
+	else if (!strcmp(kind, "locked"))
+		map(NULL, size_of(i), READ_WRITE, ANONYMOUS | MAP_LOCKED | MAP_32BIT, -1, 0);
+	else if (!strcmp(kind, "validate"))
+		map(NULL, size_of(i), PROT_READ, MAP_SHARED_VALIDATE, fd, i * PAGE);
 	else if (!strcmp(kind, "file"))
 		map(NULL, size_of(i), PROT_READ, MAP_PRIVATE, fd, i * PAGE);
 	else if (!strcmp(kind, "sharedfile"))
@@ -142,7 +151,8 @@ int main(int argc, char **argv)
 	if (n > 2000)
 		die("at most 2000 calls, or their memory gets too large");
 	writes = !strcmp(kind, "sharedfile");
-	with_file = writes || !strcmp(kind, "file") || !strcmp(kind, "fail");
+	with_file =
+	    writes || !strcmp(kind, "file") || !strcmp(kind, "fail") || !strcmp(kind, "validate");
 	if (with_file != (argc == 4))
 		die(with_file ? "the kind '%s' wants a PATH" : "the kind '%s' takes no PATH", kind);
 	if (with_file) {

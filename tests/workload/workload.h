@@ -148,11 +148,12 @@ __attribute__((format(printf, 1, 2))) static inline void add(const char *format,
 
 #define fact(key, format, ...) add(" " key "=" format, __VA_ARGS__)
 
-/* Prints the facts and waits for leave to go. Clean-up may follow. */
+/* Prints the facts and waits for leave to go. Clean-up may follow, or more work, and its facts. */
 static inline void done(void)
 {
 	add("\n");
 	say(facts, facts_length);
+	facts_length = strlen("done");
 	wait_for_line();
 }
 

@@ -3,6 +3,7 @@
 use clap::Parser;
 use memtools::cli::CommonArgs;
 use memtools::filter::FilterArgs;
+use memtools::unwind::UnwindArgs;
 
 /// Show tasks that had to reclaim memory themselves before they got any, with the time it took.
 #[derive(Debug, Parser)]
@@ -52,6 +53,9 @@ pub(crate) struct Args {
     /// Print a histogram of the latencies at the end
     #[arg(long)]
     pub(crate) hist: bool,
+
+    #[command(flatten)]
+    pub(crate) unwind: UnwindArgs,
 
     #[command(flatten)]
     pub(crate) filter: FilterArgs,

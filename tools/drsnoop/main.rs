@@ -11,7 +11,7 @@ use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use libbpf_rs::skel::{OpenSkel, SkelBuilder};
+use libbpf_rs::skel::OpenSkel;
 use libbpf_rs::{Link, MapMut};
 use memtools::attach::{self, Variant};
 use memtools::cgroup::Cgroups;
@@ -19,6 +19,7 @@ use memtools::cli;
 use memtools::clock::Clock;
 use memtools::events::Events;
 use memtools::filter::Filter;
+use memtools::folded::Part;
 use memtools::gfp::Gfp;
 use memtools::histogram::Histogram;
 use memtools::kernel;
@@ -26,8 +27,9 @@ use memtools::losses::Losses;
 use memtools::output::Output;
 use memtools::poll::Poller;
 use memtools::stack::Stacks;
-use memtools::symbolize::{self, Frame, Symbolizer};
+use memtools::symbolize::{self, Symbolizer};
 use memtools::text;
+use memtools::unwind::Unwinder;
 
 use crate::args::Args;
 use crate::bpf::types::{event, reclaim_kind};
@@ -49,8 +51,18 @@ fn run(args: Args) -> Result<ExitCode> {
     let filter = args.filter.resolve(args.tid)?;
     let mut poller = Poller::new()?;
     let symbolizer = args.stack.then(Symbolizer::of_all_processes).transpose()?;
-    let way = Variant::new("raw tracepoints", || start(&args, &filter));
-    let (how, (skel, links)) = attach::first_that_works(args.common.verbose, [way])?;
+    let start = |zones| start(&args, &filter, zones);
+    // Without memory cgroups (CONFIG_MEMCG) there is no way to the zones, and the first does not load.
+    let variants = [
+        ("raw tracepoints", true),
+        ("raw tracepoints, free memory from /proc/vmstat", false),
+    ]
+    .map(|(name, zones)| Variant::new(name, move || start(zones)));
+    let (how, (skel, links)) = attach::first_that_works(args.common.verbose, variants)?;
+    let unwinder = args
+        .stack
+        .then(|| Unwinder::start(args.unwind, memtools::unwind_parts!(skel), &args.filter.pid))
+        .transpose()?;
     let events: Events<event> = Events::new(&skel.maps.events)?;
 
     let columns = Columns {
@@ -76,29 +88,22 @@ fn run(args: Args) -> Result<ExitCode> {
     printer.output.header(&columns.header())?;
     printer.output.flush()?;
 
-    poller.watch_events(&events);
     let mappings = printer.look_around()?;
     if let Some(mappings) = &mappings {
         poller.watch_mappings(mappings);
     }
     eprintln!("drsnoop: tracing direct reclaim ({how}), Ctrl-C to end");
     let deadline = args.common.deadline();
-    loop {
-        let wake = poller.wait(deadline)?;
-        printer.refresh();
-        printer.print(events.drain()?)?;
-        if wake.stop || wake.deadline {
-            break;
-        }
-    }
-    attach::detach(links);
-    printer.print(events.drain()?)?;
+    events.follow(poller, deadline, links, |events| printer.print(events))?;
     if let Some(buckets) = printer.latencies.take() {
         let name = "latency_ns";
         printer.output.row(&Latencies { name, buckets })?;
         printer.output.flush()?;
     }
     Losses::tell("drsnoop", &skel.maps.losses, &mut printer.output)?;
+    if let Some(unwinder) = unwinder {
+        unwinder.tell("drsnoop", &mut printer.output)?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -108,19 +113,15 @@ impl Args {
     }
 }
 
-fn start(args: &Args, filter: &Filter) -> Result<(DrsnoopSkel<'static>, Vec<Link>)> {
-    let mut open = DrsnoopSkelBuilder::default()
-        .open(attach::object_storage())
-        .context("failed to open the BPF object")?;
-    let options = open
-        .maps
-        .rodata_data
-        .as_deref_mut()
-        .context("the BPF object has no options")?;
+/// Loads and attaches. With `zones` the kernel half adds up the free memory of these itself.
+fn start(args: &Args, filter: &Filter, zones: bool) -> Result<(DrsnoopSkel<'static>, Vec<Link>)> {
+    let mut open = attach::open::<DrsnoopSkelBuilder>()?;
+    let options = attach::options(&mut open.maps.rodata_data)?;
     filter.set(&mut options.filter);
     options.by_uid = args.uid.is_some().into();
     options.only_uid = args.uid.unwrap_or(0);
-    options.want_free_pages = (args.common.verbose || args.common.json).into();
+    options.want_free_pages = (zones && (args.common.verbose || args.common.json)).into();
+    memtools::set_unwind_options!(options, args.unwind);
     options.want_stacks = args.stack.into();
     let arguments = kernel::tracepoint_arguments("mm_vmscan_direct_reclaim_begin")?
         .context("this kernel has no tracepoint mm_vmscan_direct_reclaim_begin")?;
@@ -133,31 +134,16 @@ fn start(args: &Args, filter: &Filter) -> Result<(DrsnoopSkel<'static>, Vec<Link
     let skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
 
-    // The end first: a reclaim that is seen to begin must be seen to end.
     let programs = &skel.progs;
-    let mut wanted = vec![&programs.direct_end, &programs.direct_begin];
+    let mut links = attach::all(&[&programs.direct_end, &programs.direct_begin], "")?;
     if args.memcg {
-        wanted.extend([&programs.memcg_end, &programs.memcg_begin]);
+        links.extend(attach::all(
+            &[&programs.memcg_end, &programs.memcg_begin],
+            "; --memcg needs a kernel with CONFIG_MEMCG=y",
+        )?);
     }
-    let links = wanted
-        .into_iter()
-        .map(|program| {
-            let name = program.name().to_string_lossy();
-            program.attach().with_context(|| {
-                let remedy = if name.starts_with("memcg") {
-                    "; --memcg needs a kernel with CONFIG_MEMCG=y"
-                } else {
-                    ""
-                };
-                format!("failed to attach {name}{remedy}")
-            })
-        })
-        .collect::<Result<_>>()?;
     Ok((skel, links))
 }
-
-/// The frames of a stack, if they are wanted and there.
-type Frames = Option<Vec<Frame>>;
 
 /// Turns events into rows.
 struct Printer<'a> {
@@ -185,13 +171,10 @@ impl Printer<'_> {
         symbolizer.descriptor().map(Some)
     }
 
-    fn refresh(&mut self) {
+    fn print(&mut self, events: impl Iterator<Item = event>) -> Result<()> {
         if let Some(symbolizer) = &mut self.symbolizer {
             symbolizer.refresh();
         }
-    }
-
-    fn print(&mut self, events: impl Iterator<Item = event>) -> Result<()> {
         for event in events {
             if let Some(latencies) = &mut self.latencies {
                 latencies.add(event.latency_ns);
@@ -202,7 +185,7 @@ impl Printer<'_> {
                 .as_mut()
                 .and_then(|cgroups| cgroups.path(event.cgroup));
             let cgroup = path.map(str::to_owned);
-            let (kernel_stack, user_stack) = self.name_stacks(&event)?;
+            let (kernel, user) = self.name_stacks(&event)?;
             let row = Row {
                 time: self.clock.local(event.time_ns),
                 comm: text::from_c(&event.comm),
@@ -219,8 +202,9 @@ impl Printer<'_> {
                 order: event.order,
                 gfp_flags: Gfp(event.gfp_flags),
                 cgroup,
-                kernel_stack,
-                user_stack,
+                kernel_stack: kernel.map(|part| part.frames),
+                user_stack_truncated: user.as_ref().and_then(|part| part.truncated.clone()),
+                user_stack: user.map(|part| part.frames),
                 microseconds: event.time_ns.saturating_sub(first) / 1000,
                 columns: self.columns,
             };
@@ -236,7 +220,8 @@ impl Printer<'_> {
         if !self.told_of_free {
             self.told_of_free = true;
             eprintln!(
-                "drsnoop: memory cgroups are off, so FREE(KB) is that of the moment of printing"
+                "drsnoop: free memory cannot be had from inside the kernel here: FREE(KB) is that of \
+                 the moment of printing"
             );
         }
         let vmstat = fs::read_to_string("/proc/vmstat").ok()?;
@@ -247,17 +232,20 @@ impl Printer<'_> {
     }
 
     /// The kernel's and the user's frames, if --stack asks for them.
-    fn name_stacks(&mut self, event: &event) -> Result<(Frames, Frames)> {
+    fn name_stacks(&mut self, event: &event) -> Result<(Option<Part>, Option<Part>)> {
         let Some(symbolizer) = &mut self.symbolizer else {
             return Ok((None, None));
         };
-        let mut frames = |id| -> Result<Frames> {
+        let mut part = |id| -> Result<Option<Part>> {
             let stack = self.stacks.get(id)?;
             Ok(stack.map(|stack| {
-                let frames = symbolizer.name(event.pid, &stack);
-                symbolize::without_tracer(&frames).to_vec()
+                let part = symbolizer.part(event.pid, &stack);
+                Part {
+                    frames: symbolize::without_tracer(&part.frames).to_vec(),
+                    ..part
+                }
             }))
         };
-        Ok((frames(event.kernel_stack)?, frames(event.user_stack)?))
+        Ok((part(event.kernel_stack)?, part(event.user_stack)?))
     }
 }

@@ -86,6 +86,9 @@ pub(crate) struct Row {
     pub(crate) kernel_stack: Option<Vec<Frame>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) user_stack: Option<Vec<Frame>>,
+    /// Why outer frames of the user stack are missing, if they are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) user_stack_truncated: Option<String>,
     /// Since the first event.
     #[serde(skip)]
     pub(crate) microseconds: u64,
@@ -141,6 +144,9 @@ impl output::Row for Row {
             for frame in user {
                 writeln!(out, "    {frame}")?;
             }
+            if let Some(reason) = &self.user_stack_truncated {
+                writeln!(out, "    [truncated: {reason}]")?;
+            }
             writeln!(out)?;
         }
         Ok(())
@@ -192,6 +198,7 @@ mod tests {
             cgroup: Some("/db.service".into()),
             kernel_stack: None,
             user_stack: None,
+            user_stack_truncated: None,
             microseconds: 1_204_567,
             columns,
         }

@@ -2,15 +2,20 @@
 
 use std::path::PathBuf;
 
-use clap::{ArgGroup, Parser, ValueEnum};
+use clap::{Parser, ValueEnum};
+use memtools::cli::{self, UsageError};
+use memtools::output::Format;
+use memtools::unwind::UnwindArgs;
 
-/// Show memory that a process allocated and has not freed, by the call stack that allocated it.
+use crate::kmem::args::KernelArgs;
+use crate::pool::{Allocates, Frees, Named};
+
+/// Show memory that a process or the kernel allocated and has not freed, by call stack.
 #[derive(Debug, Parser)]
 #[command(
     name = "memleak",
     version,
     max_term_width = 100,
-    group = ArgGroup::new("target").required(true).args(["pid", "command"]),
     after_help = "\
 examples:
   memleak -p 1234              report what process 1234 has not freed, every 5 seconds
@@ -18,17 +23,35 @@ examples:
   memleak -ap 1234             list every outstanding block too
   memleak -c './prog -x' 1     start a command, and trace it from its first instruction
   memleak -p 1234 -s 20        record about every 20th allocation: less overhead
+  memleak -p 1234 --max-overhead 5%
+                               record as many as that allows, and estimate the rest
+  memleak -p 1234 --alloc 'server:pool_get(size=arg1)' --free server:pool_put
+                               blocks of the program's own pool too
   memleak -p 1234 -o 60000     only what is older than a minute
-  memleak -fp 1234 60 1 | flamegraph.pl --color=mem --countname=bytes >leak.svg"
+  memleak -fp 1234 60 1 | flamegraph.pl --color=mem --countname=bytes >leak.svg
+  memleak                      what the kernel itself has not freed, by kernel stack
+  memleak --by-cache -kp 1234  objects that it made for process 1234, by slab cache"
 )]
 pub(crate) struct Args {
-    /// Trace this process
-    #[arg(short, long, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
-    pub(crate) pid: Option<u32>,
+    /// Trace these processes
+    #[arg(short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) pid: Vec<u32>,
 
     /// Run this command and trace it; its exit status becomes ours
-    #[arg(short, long, value_name = "COMMAND")]
+    #[arg(short, long, value_name = "COMMAND", conflicts_with = "pid")]
     pub(crate) command: Option<String>,
+
+    /// Trace the processes whose name (comm) contains this
+    #[arg(short, long, visible_alias = "comm", value_name = "NAME")]
+    pub(crate) name: Option<String>,
+
+    /// Trace the processes in or below this cgroup (version 2), a path
+    #[arg(long, value_name = "PATH", conflicts_with = "command")]
+    pub(crate) cgroup: Option<PathBuf>,
+
+    /// Also trace the processes that those of -p or -c start from now on
+    #[arg(long)]
+    pub(crate) children: bool,
 
     /// Print a line for every allocation and free
     #[arg(short, long)]
@@ -49,6 +72,14 @@ pub(crate) struct Args {
     /// Record about one of N allocations, chosen at random
     #[arg(short, long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) sample_rate: u32,
+
+    /// Record a block of S bytes with the probability S/BYTES, and report estimates of all
+    #[arg(long, value_name = "BYTES", value_parser = sampling_distance, conflicts_with_all = ["sample_rate", "combined_only", "mode", "trace"])]
+    pub(crate) sample_bytes: Option<u32>,
+
+    /// Sample ever more blocks by bytes until recording takes at most this part of the target's CPU time
+    #[arg(long, value_name = "PERCENT", value_parser = percent, conflicts_with_all = ["sample_rate", "combined_only", "mode", "trace", "children", "name", "cgroup"])]
+    pub(crate) max_overhead: Option<f64>,
 
     /// Show this many stacks
     #[arg(short = 'T', long, value_name = "N", default_value_t = 10)]
@@ -86,6 +117,25 @@ pub(crate) struct Args {
     )]
     pub(crate) symbols_prefix: String,
 
+    /// Also probe this function of a pool of the program's own, as `server:pool_get(size=arg1)`; or
+    /// `size=arg3,count=arg2`; `old=arg1` if it resizes; `ret=arg1` if it stores the block there
+    #[arg(long, value_name = "OBJECT:SYMBOL(size=argN,...)")]
+    pub(crate) alloc: Vec<Allocates>,
+
+    /// Also probe this function that takes a block back, as `server:pool_put(ptr=arg1)`
+    #[arg(long, value_name = "OBJECT:SYMBOL(ptr=argN)")]
+    pub(crate) free: Vec<Frees>,
+
+    /// Also show how old the blocks of each stack are, and how they grow
+    #[arg(short, long)]
+    pub(crate) extended: bool,
+
+    /// What to report: `leak` is what is outstanding; `alloc` what was allocated since the last
+    /// report, freed or not; `churn` what was freed and had lived for less than an interval; `peak`
+    /// what was outstanding when it was most
+    #[arg(long, value_name = "MODE", value_enum, default_value_t = Mode::Leak, hide_possible_values = true, conflicts_with_all = ["combined_only", "show_allocs", "older"])]
+    pub(crate) mode: Mode,
+
     /// Print one line a stack for flame graphs, weighted by bytes, once at the end
     #[arg(short, long, conflicts_with_all = ["json", "show_allocs", "trace"])]
     pub(crate) folded: bool,
@@ -106,13 +156,23 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 16384, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) stack_storage_size: u32,
 
-    /// Blocks to follow at once
-    #[arg(long, value_name = "N", default_value_t = 1_000_000, value_parser = clap::value_parser!(u32).range(1..))]
-    pub(crate) max_allocs: u32,
+    #[command(flatten)]
+    pub(crate) unwind: UnwindArgs,
+
+    /// Blocks to follow at once, with memory for them set aside [default: as many as --mem-limit allows]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) max_allocs: Option<u32>,
+
+    /// Memory of the kernel that following blocks may take
+    #[arg(long, value_name = "BYTES", default_value = "512M", value_parser = cli::bytes)]
+    pub(crate) mem_limit: u64,
 
     /// Probe each function at its entry, even where a probe a few instructions on costs less
     #[arg(long)]
     pub(crate) no_placement: bool,
+
+    #[command(flatten)]
+    pub(crate) kernel: KernelArgs,
 
     /// Seconds between reports
     #[arg(default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..))]
@@ -123,6 +183,97 @@ pub(crate) struct Args {
     pub(crate) count: Option<u64>,
 }
 
+impl Args {
+    /// Refuses options that make no sense together, where that is more than a conflict of two.
+    pub(crate) fn check(&self) -> Result<(), UsageError> {
+        if self.min_size > self.max_size {
+            return Err(UsageError(format!(
+                "--min-size (-z) {} is larger than --max-size (-Z) {}",
+                self.min_size, self.max_size
+            )));
+        }
+        let one_process = self.pid.len() <= 1 && !self.any_process();
+        if self.mode == Mode::Peak && !(one_process && self.records_all()) {
+            return Err(UsageError(
+                "--mode peak is of all blocks of one process: name it with -p or -c alone".into(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// How rows are printed.
+    pub(crate) fn format(&self) -> Format {
+        if self.json {
+            Format::Json
+        } else {
+            Format::Text
+        }
+    }
+
+    /// Whether processes are to be traced, rather than the kernel.
+    pub(crate) fn chooses_processes(&self) -> bool {
+        !self.pid.is_empty()
+            || self.command.is_some()
+            || self.name.is_some()
+            || self.cgroup.is_some()
+            || self.children
+    }
+
+    /// Whether every block is recorded.
+    pub(crate) fn records_all(&self) -> bool {
+        self.mode != Mode::Alloc
+            && self.sample_rate == 1
+            && self.sample_bytes.is_none()
+            && self.max_overhead.is_none()
+            && (self.min_size, self.max_size) == (0, u64::MAX)
+    }
+
+    /// Whether it is not known beforehand which processes that will be.
+    pub(crate) fn any_process(&self) -> bool {
+        self.children || self.name.is_some() || self.cgroup.is_some()
+    }
+
+    /// The functions that --alloc and --free name.
+    pub(crate) fn named(&self) -> impl Iterator<Item = &Named> {
+        let allocate = self.alloc.iter().map(|Allocates(named)| named);
+        allocate.chain(self.free.iter().map(|Frees(named)| named))
+    }
+
+    /// Whether the ages of blocks are looked at.
+    pub(crate) fn wants_ages(&self) -> bool {
+        self.extended || self.json || self.sort == SortKey::Age
+    }
+}
+
+/// A number of bytes from 1 to 4G - 1.
+fn sampling_distance(text: &str) -> Result<u32, String> {
+    match u32::try_from(cli::bytes(text)?) {
+        Ok(bytes @ 1..) => Ok(bytes),
+        _ => Err("must be from 1 byte to less than 4G".into()),
+    }
+}
+
+/// A part such as `5%` or `0.5`, of a hundred.
+fn percent(text: &str) -> Result<f64, String> {
+    match text.strip_suffix('%').unwrap_or(text).trim_end().parse() {
+        Ok(percent) if percent > 0.0 && percent <= 100.0 => Ok(percent),
+        _ => Err("must be a percentage above 0, such as 5%".into()),
+    }
+}
+
+/// What is added up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Mode {
+    /// What is live
+    Leak,
+    /// What is allocated
+    Alloc,
+    /// What is freed soon
+    Churn,
+    /// What was live when most was
+    Peak,
+}
+
 /// What stacks are ordered by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum SortKey {
@@ -130,6 +281,12 @@ pub(crate) enum SortKey {
     Size,
     /// Outstanding allocations
     Count,
+    /// Age of the oldest block
+    Age,
+    /// Growth in bytes since the last report
+    Growth,
+    /// Growth in bytes a second since the first report
+    Rate,
 }
 
 #[cfg(test)]
@@ -148,22 +305,58 @@ mod tests {
         let args = Args::try_parse_from(["memleak", "-ap", "12", "10"]).expect("valid");
         assert_eq!(
             (args.pid, args.show_allocs, args.interval, args.count),
-            (Some(12), true, 10, None)
+            (vec![12], true, 10, None)
         );
+    }
+
+    #[test]
+    fn a_peak_is_of_all_blocks_of_one_process() {
+        let check = |args: &[&str]| {
+            let args = [&["memleak", "--mode", "peak"], args].concat();
+            Args::try_parse_from(args).expect("valid").check().is_ok()
+        };
+        assert!(check(&["-p", "1"]) && check(&["-c", "true"]));
+        for wrong in [
+            &["-p", "1,2"][..],
+            &["-p", "1", "--children"],
+            &["-n", "name"],
+            &["-p", "1", "-z", "2"],
+            &["-p", "1", "-s", "2"],
+        ] {
+            assert!(!check(wrong), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn a_limit_is_a_percentage() {
+        assert_eq!(percent("5%"), Ok(5.0));
+        assert_eq!(percent("0.5 %"), Ok(0.5));
+        assert_eq!(percent("100"), Ok(100.0));
+        for wrong in ["", "%", "-1%", "101%", "5%%", "inf"] {
+            assert!(percent(wrong).is_err(), "{wrong}");
+        }
     }
 
     #[test]
     fn wrong_usage_is_refused() {
         for wrong in [
-            &["memleak"][..],
-            &["memleak", "-p", "1", "-c", "true"],
+            &["memleak", "-p", "1", "-c", "true"][..],
             &["memleak", "-p", "1", "-s", "0"],
+            &["memleak", "-p", "1", "--sample-bytes", "0"],
+            &["memleak", "-p", "1", "--sample-bytes", "4G"],
+            &["memleak", "-p", "1", "--max-overhead", "0%"],
+            &["memleak", "-p", "1", "--max-overhead", "NaN"],
+            &["memleak", "-p", "1", "--max-overhead", "5%", "-s", "2"],
             &["memleak", "-p", "0"],
             &["memleak", "-p", "1", "5", "2", "3"],
             &["memleak", "-p", "1", "0"],
-            &["memleak", "-p", "1", "--sort", "age"],
+            &["memleak", "-p", "1", "--sort", "name"],
             &["memleak", "-p", "1", "--perf-max-stack-depth", "128"],
             &["memleak", "-p", "1", "-f", "-j"],
+            &["memleak", "--cache", "filp", "--pages"],
+            &["memleak", "--by-cache", "-f"],
+            &["memleak", "-p", "1", "--alloc", "server:pool_get"],
+            &["memleak", "-p", "1", "--free", "pool_put"],
         ] {
             let error = Args::try_parse_from(wrong).expect_err(&wrong.join(" "));
             assert_eq!(error.exit_code(), 2);

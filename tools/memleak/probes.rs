@@ -1,326 +1,258 @@
-//! The allocator's functions in the target, and the probes on them.
-
-use std::collections::HashSet;
-use std::fs::File;
-use std::path::{Path, PathBuf};
+//! Loads the program and places the probes.
 
 use anyhow::{Context, Result, bail};
-use libbpf_rs::skel::{OpenSkel, SkelBuilder};
-use libbpf_rs::{Link, ProgramImpl, UprobeMultiOpts, UprobeOpts};
+use libbpf_rs::skel::{OpenSkel, Skel, SkelBuilder};
+use libbpf_rs::{Link, MapCore, Program, ProgramImpl, UprobeMultiOpts, UprobeOpts};
 use memtools::attach::{self, Variant};
-use memtools::process::{MappedFile, Process};
-use memtools::{command, elf, kernel, placement};
+use memtools::cli::UsageError;
+use memtools::kernel;
+use memtools::unwind::Unwinder;
 
-use crate::args::Args;
-use crate::bpf::types::function as Function;
+use crate::args::{Args, Mode};
+use crate::bpf::types::block_bucket;
 use crate::bpf::{MemleakSkel, MemleakSkelBuilder, OpenMemleakSkel};
+use crate::objects::{Function, Object};
+use crate::sampling::Sampling;
+use crate::signature::Signature;
+use crate::target::Target;
 
-/// Functions of an allocator, which can have a prefix.
-const ALLOCATOR: [(&str, Function); 10] = [
-    ("malloc", Function::FUNCTION_MALLOC),
-    ("calloc", Function::FUNCTION_CALLOC),
-    ("realloc", Function::FUNCTION_REALLOC),
-    ("reallocarray", Function::FUNCTION_REALLOCARRAY),
-    ("posix_memalign", Function::FUNCTION_POSIX_MEMALIGN),
-    ("aligned_alloc", Function::FUNCTION_ALIGNED_ALLOC),
-    ("memalign", Function::FUNCTION_MEMALIGN),
-    ("valloc", Function::FUNCTION_VALLOC),
-    ("pvalloc", Function::FUNCTION_PVALLOC),
-    ("free", Function::FUNCTION_FREE),
-];
+/// Blocks that the table has slots for; what is more goes to the map `overflow` and its successors.
+const DEFAULT_BLOCKS: u32 = 1 << 17;
+/// Blocks in a bucket; BUCKET_BLOCKS of `bpf/include/live.bpf.h`.
+const BUCKET_BLOCKS: u32 = 8;
+/// What a block in such a map takes of the kernel's memory: key, value, and the kernel's own.
+const OVERFLOW_BLOCK_BYTES: u64 = 112;
+/// Blocks of the first such map and of the second, which are made when they are needed, at most, and
+/// the part of all that they have then. The third has what is left.
+const OVERFLOW_STEPS: [(u32, u32); 2] = [(1 << 17, 32), (1 << 20, 4)];
 
-/// Functions of the C library, which have none.
-const MAPPING: [(&str, Function); 3] = [
-    ("mmap", Function::FUNCTION_MMAP),
-    ("munmap", Function::FUNCTION_MUNMAP),
-    ("mremap", Function::FUNCTION_MREMAP),
-];
-
-/// A file of the target with functions to probe.
-#[derive(Debug)]
-pub(crate) struct Object {
-    /// Where the kernel finds it.
-    path: PathBuf,
-    /// Its name for messages.
-    pub(crate) module: String,
-    /// Each with the offset in the file of the instruction to probe. Where names share an address,
-    /// as aligned_alloc and memalign do in glibc, one is here.
-    functions: Vec<(Function, usize)>,
-}
-
-impl Object {
-    fn new(file: &MappedFile, args: &Args) -> Result<Option<Self>> {
-        let by_name = |name: &str| {
-            let allocator = name
-                .strip_prefix(&args.symbols_prefix)
-                .and_then(|name| find(&ALLOCATOR, name));
-            allocator.or_else(|| find(&MAPPING, name))
-        };
-        let found = elf::functions(&file.file, |name| by_name(name).is_some())
-            .with_context(|| format!("failed to read the symbols of {}", file.path.display()))?;
-        let mut seen = HashSet::new();
-        let mut functions = Vec::new();
-        for symbol in &found {
-            if let Some(function) = by_name(&symbol.name)
-                && seen.insert(symbol.file_offset)
-            {
-                functions.push((function, place(file, symbol, args)?));
-            }
-        }
-        let allocates = functions
-            .iter()
-            .any(|(function, _)| *function == Function::FUNCTION_MALLOC);
-        let frees = functions
-            .iter()
-            .any(|(function, _)| *function == Function::FUNCTION_FREE);
-        Ok((allocates && frees).then(|| Self {
-            path: file.path.clone(),
-            module: file.module(),
-            functions,
-        }))
-    }
-
-    /// Functions that have a return worth seeing: all but free.
-    fn allocating(&self) -> impl Iterator<Item = &(Function, usize)> {
-        self.functions
-            .iter()
-            .filter(|(function, _)| *function != Function::FUNCTION_FREE)
-    }
-
-    fn freeing(&self) -> impl Iterator<Item = &(Function, usize)> {
-        self.functions
-            .iter()
-            .filter(|(function, _)| *function == Function::FUNCTION_FREE)
-    }
-
-    /// How many probes it gets.
-    pub(crate) fn probes(&self) -> usize {
-        2 * self.allocating().count() + self.freeing().count()
-    }
-}
-
-/// The offset in the file of the instruction to probe.
-fn place(file: &MappedFile, symbol: &elf::Function, args: &Args) -> Result<usize> {
-    let beyond = if args.no_placement || cfg!(not(target_arch = "x86_64")) {
-        0
-    } else {
-        placement::offset(&symbol.code(&file.file)?)
-    };
-    if args.verbose {
-        eprintln!(
-            "memleak: {} is probed at {}+{beyond:#x}",
-            file.module(),
-            symbol.name
-        );
-    }
-    Ok((symbol.file_offset + beyond) as usize)
-}
-
-fn find(table: &[(&str, Function)], name: &str) -> Option<Function> {
-    table
-        .iter()
-        .find(|(known, _)| *known == name)
-        .map(|(_, function)| *function)
-}
-
-/// The allocators of a running process: every file that it executes code from and that defines
-/// malloc and free.
-pub(crate) fn objects_of_process(process: &Process, args: &Args) -> Result<Vec<Object>> {
-    choose(process.code_files()?, args)
-}
-
-/// The allocators that a command will run with.
-pub(crate) fn objects_of_command(program: &Path, args: &Args) -> Result<Vec<Object>> {
-    let mut files = Vec::new();
-    for path in command::code_files(program)? {
-        let file =
-            File::open(&path).with_context(|| format!("failed to open {}", path.display()))?;
-        files.push(MappedFile {
-            file,
-            path: path.clone(),
-            name: path,
-        });
-    }
-    choose(files, args)
-}
-
-/// `files` begins with the program itself.
-fn choose(files: Vec<MappedFile>, args: &Args) -> Result<Vec<Object>> {
-    if let Some(program) = files.first()
-        && elf::is_go(&program.file)
-    {
-        bail!(
-            "{} is a Go program: its runtime moves stacks, which return probes corrupt; use Go's own \
-             heap profile: go tool pprof http://HOST/debug/pprof/heap",
-            program.module()
-        );
-    }
-    let wanted = |file: &MappedFile| {
-        args.obj
-            .as_deref()
-            .is_none_or(|object| is_named(file, object))
-    };
-    let searched: Vec<&MappedFile> = files.iter().filter(|file| wanted(file)).collect();
-    let mut objects = Vec::new();
-    for file in &searched {
-        objects.extend(Object::new(file, args)?);
-    }
-    if !objects.is_empty() {
-        return Ok(objects);
-    }
-    if searched.is_empty()
-        && let Some(object) = &args.obj
-    {
-        let names: Vec<String> = files.iter().map(MappedFile::module).collect();
-        bail!(
-            "{} is not among the files that the process runs: {}",
-            object.display(),
-            names.join(", ")
-        );
-    }
-    let names: Vec<String> = searched.iter().map(|file| file.module()).collect();
-    bail!(
-        "no allocator found: none of {} defines {prefix}malloc and {prefix}free. If its functions \
-         have a prefix, name it (-S je_); a program stripped of its symbols and linked statically \
-         cannot be traced",
-        names.join(", "),
-        prefix = args.symbols_prefix
-    );
-}
-
-/// Whether the user means this file: by its path, its name, or as `c` means libc.so.6.
-fn is_named(file: &MappedFile, object: &Path) -> bool {
-    if object.components().count() > 1 {
-        return file.name == object || object.canonicalize().is_ok_and(|path| path == file.name);
-    }
-    let (module, object) = (file.module(), object.to_string_lossy());
-    let library = module
-        .strip_prefix("lib")
-        .and_then(|rest| rest.strip_prefix(&*object));
-    module == *object || library.is_some_and(|rest| rest.starts_with(['.', '-', '_']))
-}
-
-/// Everything that is live once the probes are.
+/// The loaded program, for placing its probes.
 pub(crate) struct Attached {
     pub(crate) skel: MemleakSkel<'static>,
-    pub(crate) links: Vec<Link>,
+    /// The way's name.
+    pub(crate) how: &'static str,
+    /// How many blocks each map has room for that takes what the table has not.
+    pub(crate) overflow: Vec<u32>,
+    way: Way,
+    /// Those of entry_0 and so on.
+    signatures: Vec<Signature>,
+}
+
+/// Runs of the programs.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) struct Hits {
+    pub(crate) count: u64,
+    /// Of these, entries of calls that are recorded.
+    pub(crate) recorded: u64,
+}
+
+/// It, its links, which the probes end with, and what unwinds its stacks.
+type Started = (Attached, Vec<Link>, Unwinder);
+
+/// Whether an address that is freed twice is noticed. It takes the table, and a record of all.
+pub(crate) fn notices_double_frees(skel: &MemleakSkel<'static>, args: &Args) -> bool {
+    skel.maps.table.max_entries() > 1 && args.records_all()
+}
+
+/// The ways to attach, from the best down.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// One link for each file, with a cookie for each function.
+    Session,
+    /// A link for each entry and return, with cookies.
+    Cookies,
+    /// The same without cookies: a program for each signature.
+    Plain,
+}
+
+impl Way {
+    fn programs(self) -> fn(&str) -> bool {
+        match self {
+            Self::Session => |program| program == "session_call",
+            Self::Cookies => |program| program.starts_with("cookie_"),
+            Self::Plain => |program| program.starts_with("entry_") || program == "any_return",
+        }
+    }
 }
 
 /// Loads the program and places the probes, in the best way that this kernel has.
-pub(crate) fn attach(
-    pid: u32,
-    objects: &[Object],
-    args: &Args,
-) -> Result<(&'static str, Attached)> {
-    let multi = Variant::new("uprobe multi", || {
-        // The multi link of some kernels from 6.6 to 6.9 sees only one thread of the process. The
-        // session link came after the fix (6.13), and its name tells which kernel this is.
+pub(crate) fn attach(target: &Target, args: &Args) -> Result<Started> {
+    let session = Variant::new("uprobe session", || {
+        // The pid filter of multi links sees only one thread of the process on some kernels from
+        // 6.6 to 6.9; session links came after the fix, with 6.13.
         if !kernel::btf_has_name("BPF_TRACE_UPROBE_SESSION") {
             bail!("not on this kernel (6.13 and later)");
         }
-        attach_multi(pid, objects, args)
+        start(Way::Session, target, args)
     });
-    let perf = Variant::new("perf uprobes", || attach_perf(pid, objects, args));
-    attach::first_that_works(args.verbose, [multi, perf])
+    let cookies = Variant::new("perf uprobes", || start(Way::Cookies, target, args));
+    let plain = Variant::new("perf uprobes without cookies", || {
+        start(Way::Plain, target, args)
+    });
+    let variants = [session, cookies, plain];
+    let (how, (attached, links, unwinder)) = attach::first_that_works(args.verbose, variants)?;
+    Ok((Attached { how, ..attached }, links, unwinder))
 }
 
-/// One link for each role and file, the function in the cookie.
-fn attach_multi(pid: u32, objects: &[Object], args: &Args) -> Result<Attached> {
-    let Attached { skel, mut links } = load(args, |program| program.starts_with("multi_"))?;
-    for object in objects {
-        let attach =
-            |program: &ProgramImpl<'_, _>, functions: Vec<&(Function, usize)>, retprobe| {
-                let opts = UprobeMultiOpts {
-                    offsets: functions.iter().map(|(_, offset)| *offset).collect(),
-                    cookies: functions
-                        .iter()
-                        .map(|(function, _)| u64::from(function.0))
-                        .collect(),
-                    retprobe,
-                    ..UprobeMultiOpts::default()
-                };
-                program
-                    .attach_uprobe_multi_with_opts(pid.cast_signed(), &object.path, "", opts)
-                    .with_context(|| format!("failed to probe {}", object.module))
-            };
-        links.push(attach(
-            &skel.progs.multi_return,
-            object.allocating().collect(),
-            true,
-        )?);
-        links.push(attach(
-            &skel.progs.multi_entry,
-            object.allocating().collect(),
-            false,
-        )?);
-        links.push(attach(
-            &skel.progs.multi_free,
-            object.freeing().collect(),
-            false,
-        )?);
+fn start(way: Way, target: &Target, args: &Args) -> Result<Started> {
+    let (attached, mut links, unwinder) = load(way, target, args)?;
+    for (pid, object) in target.objects() {
+        links.extend(attached.probe(pid, object)?);
     }
-    Ok(Attached { skel, links })
+    Ok((attached, links, unwinder))
 }
 
-/// One link for each function's entry and return.
-fn attach_perf(pid: u32, objects: &[Object], args: &Args) -> Result<Attached> {
-    let Attached { skel, mut links } = load(args, |program| !program.starts_with("multi_"))?;
-    for object in objects {
-        for &(function, offset) in &object.functions {
-            let programs = &skel.progs;
-            let entry = match function {
-                Function::FUNCTION_MALLOC => &programs.malloc_entry,
-                Function::FUNCTION_CALLOC => &programs.calloc_entry,
-                Function::FUNCTION_REALLOC => &programs.realloc_entry,
-                Function::FUNCTION_REALLOCARRAY => &programs.reallocarray_entry,
-                Function::FUNCTION_POSIX_MEMALIGN => &programs.posix_memalign_entry,
-                Function::FUNCTION_ALIGNED_ALLOC => &programs.aligned_alloc_entry,
-                Function::FUNCTION_MEMALIGN => &programs.memalign_entry,
-                Function::FUNCTION_VALLOC => &programs.valloc_entry,
-                Function::FUNCTION_PVALLOC => &programs.pvalloc_entry,
-                Function::FUNCTION_MMAP => &programs.mmap_entry,
-                Function::FUNCTION_MUNMAP => &programs.munmap_entry,
-                Function::FUNCTION_MREMAP => &programs.mremap_entry,
-                _ => &programs.free_entry,
-            };
-            let returns = (function != Function::FUNCTION_FREE).then_some(&programs.any_return);
-            // The return probe first: a call seen at entry must be seen at its return.
-            for (program, retprobe) in returns
-                .map(|program| (program, true))
-                .into_iter()
-                .chain([(entry, false)])
-            {
-                let opts = UprobeOpts {
-                    retprobe,
-                    ..UprobeOpts::default()
-                };
-                links.push(
-                    program
-                        .attach_uprobe_with_opts(pid.cast_signed(), &object.path, offset, opts)
-                        .with_context(|| format!("failed to probe {}", object.module))?,
-                );
-            }
+impl Attached {
+    /// The programs that probes run.
+    pub(crate) fn handlers(&self) -> impl Iterator<Item = Program<'_>> {
+        let runs = self.way.programs();
+        let programs = self.skel.object().progs();
+        programs.filter(move |program| runs(&program.name().to_string_lossy()))
+    }
+
+    /// How often they have run.
+    pub(crate) fn hits(&self) -> Hits {
+        let bss = self.skel.maps.bss_data.as_deref();
+        let of_cpus = bss.map_or(&[][..], |bss| &bss.hits);
+        Hits {
+            count: of_cpus.iter().map(|hits| hits.count).sum(),
+            recorded: of_cpus.iter().map(|hits| hits.recorded).sum(),
         }
     }
-    Ok(Attached { skel, links })
+
+    /// Places the probes of one file in one process.
+    pub(crate) fn probe(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
+        let links = match self.way {
+            Way::Session => self.session(pid, object).map(|link| vec![link]),
+            way => self.perf(way, pid, object),
+        };
+        links.with_context(|| format!("failed to probe {}", object.module))
+    }
+
+    fn session(&self, pid: i32, object: &Object) -> Result<Link> {
+        let functions = &object.functions;
+        let opts = UprobeMultiOpts {
+            offsets: functions.iter().map(|of| of.offset).collect(),
+            cookies: functions
+                .iter()
+                .map(|of| of.signature.packed().into())
+                .collect(),
+            session: true,
+            ..UprobeMultiOpts::default()
+        };
+        let program = &self.skel.progs.session_call;
+        Ok(program.attach_uprobe_multi_with_opts(pid, &object.path, "", opts)?)
+    }
+
+    fn perf(&self, way: Way, pid: i32, object: &Object) -> Result<Vec<Link>> {
+        let mut links = Vec::new();
+        for &Function { signature, offset } in &object.functions {
+            let programs = &self.skel.progs;
+            let (entry, returns) = match way {
+                Way::Plain => (
+                    entry_with(&self.skel, &self.signatures, signature)?,
+                    &programs.any_return,
+                ),
+                _ => (&programs.cookie_entry, &programs.cookie_return),
+            };
+            let returns = signature.returns().then_some((returns, true));
+            // The return probe first: a call seen at entry must be seen at its return.
+            for (program, retprobe) in returns.into_iter().chain([(entry, false)]) {
+                let opts = UprobeOpts {
+                    retprobe,
+                    cookie: match way {
+                        Way::Plain => 0,
+                        _ => signature.packed().into(),
+                    },
+                    ..UprobeOpts::default()
+                };
+                links.push(program.attach_uprobe_with_opts(pid, &object.path, offset, opts)?);
+            }
+        }
+        Ok(links)
+    }
 }
 
-/// Loads the programs that are wanted, and attaches what every variant needs.
-fn load(args: &Args, wanted: impl Fn(&str) -> bool) -> Result<Attached> {
-    let mut open = open(args)?;
+/// The program that reads calls by this signature.
+fn entry_with<'skel>(
+    skel: &'skel MemleakSkel<'static>,
+    signatures: &[Signature],
+    signature: Signature,
+) -> Result<&'skel ProgramImpl<'static, libbpf_rs::Mut>> {
+    let programs = &skel.progs;
+    let entries = [
+        &programs.entry_0,
+        &programs.entry_1,
+        &programs.entry_2,
+        &programs.entry_3,
+        &programs.entry_4,
+        &programs.entry_5,
+        &programs.entry_6,
+        &programs.entry_7,
+        &programs.entry_8,
+        &programs.entry_9,
+        &programs.entry_10,
+        &programs.entry_11,
+        &programs.entry_12,
+        &programs.entry_13,
+        &programs.entry_14,
+        &programs.entry_15,
+    ];
+    let number = signatures.iter().position(|known| *known == signature);
+    number
+        .and_then(|number| entries.get(number).copied())
+        .context("this kernel can tell only 16 kinds of functions apart; name fewer with --alloc")
+}
+
+/// Loads the programs that are wanted, and attaches what every way needs.
+fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
+    let size = match way {
+        Way::Plain => Size::without_table(args),
+        _ => Size::with_table(args)?,
+    };
+    let mut open = open(&size, target, args)?;
+    let wanted = way.programs();
     for mut program in open.open_object_mut().progs_mut() {
         let load = wanted(&program.name().to_string_lossy());
         program.set_autoload(load);
     }
+    open.progs.process_exec.set_autoload(true);
     open.progs.thread_exit.set_autoload(true);
+    for program in [
+        &mut open.progs.unwind_exec,
+        &mut open.progs.unwind_fork,
+        &mut open.progs.unwind_exit,
+        &mut open.progs.unwind_mmap,
+    ] {
+        program.set_autoload(true);
+    }
     let skel = open.load().context("failed to load")?;
-    let exits = skel.progs.thread_exit.attach();
-    let links = vec![exits.context("failed to watch exits")?];
-    Ok(Attached { skel, links })
+    target.filter.set_cgroup(&skel.maps.filter_cgroup)?;
+    let links = [&skel.progs.process_exec, &skel.progs.thread_exit].map(|program| {
+        program
+            .attach()
+            .context("failed to watch execs and exits of processes")
+    });
+    let parts = memtools::unwind_parts!(skel);
+    let pids = target.processes.iter().map(|traced| traced.process.pid());
+    let pids: Vec<u32> = pids.collect();
+    let unwinder = match (&args.command, &pids[..]) {
+        (Some(line), &[pid]) => Unwinder::start_for_command(args.unwind, parts, pid, line),
+        _ => Unwinder::start(args.unwind, parts, &pids),
+    }?;
+    let attached = Attached {
+        skel,
+        how: "",
+        overflow: size.overflow,
+        way,
+        signatures: target.signatures(),
+    };
+    let links = links.into_iter().collect::<Result<_>>()?;
+    Ok((attached, links, unwinder))
 }
 
 /// The skeleton with the options in it, before load.
-fn open(args: &Args) -> Result<OpenMemleakSkel<'static>> {
+fn open(size: &Size, target: &Target, args: &Args) -> Result<OpenMemleakSkel<'static>> {
     let mut open = MemleakSkelBuilder::default()
         .open(attach::object_storage())
         .context("failed to open the BPF object")?;
@@ -332,22 +264,168 @@ fn open(args: &Args) -> Result<OpenMemleakSkel<'static>> {
     options.min_size = args.min_size;
     options.max_size = args.max_size;
     options.sample_rate = args.sample_rate;
+    if let Some(sampling) = Sampling::of(args) {
+        options.sample_bytes = sampling.sample_bytes;
+        options.level_bytes = sampling.level_bytes;
+    }
     options.trace_calls = args.trace.into();
-    options.keep_totals = args.combined_only.into();
+    options.keep_totals = (args.combined_only || args.mode == Mode::Peak).into();
+    options.follow_peak = (args.mode == Mode::Peak).into();
+    options.only_totals = (args.mode == Mode::Alloc).into();
+    if args.mode == Mode::Churn {
+        options.churn_ns = args.interval.saturating_mul(1_000_000_000);
+    }
     options.stack_depth = args.perf_max_stack_depth;
-    let stacks = args.stack_storage_size;
-    open.maps
-        .stacks
-        .set_max_entries(stacks)
-        .context("failed to size the table of stacks")?;
-    open.maps
-        .blocks
-        .set_max_entries(args.max_allocs)
+    memtools::set_unwind_options!(options, args.unwind);
+    options.bucket_count = size.buckets;
+    let [first, rest @ ..] = &size.overflow[..] else {
+        bail!("no map for blocks");
+    };
+    if !rest.is_empty() {
+        options.overflow_crowded = u64::from(first / 2);
+    }
+    target.filter.set(&mut options.filter);
+    for (to, signature) in options.signatures.iter_mut().zip(target.signatures()) {
+        *to = signature.packed();
+    }
+
+    let maps = &mut open.maps;
+    target
+        .filter
+        .share_maps(&mut maps.filter_followed, &mut maps.losses)?;
+    maps.table
+        .set_max_entries(size.buckets)
         .context("failed to size the table of blocks")?;
-    let totals = if args.combined_only { stacks } else { 1 };
-    open.maps
-        .totals
-        .set_max_entries(totals)
+    maps.overflow
+        .set_max_entries(*first)
+        .context("failed to size the map of blocks")?;
+    maps.stacks
+        .set_max_entries(args.stack_storage_size)
+        .context("failed to size the table of stacks")?;
+    maps.totals
+        .set_max_entries(args.stack_storage_size)
         .context("failed to size the table of totals")?;
     Ok(open)
+}
+
+/// How large the maps of live blocks are.
+#[derive(Debug, PartialEq, Eq)]
+struct Size {
+    /// Of the table.
+    buckets: u32,
+    /// Blocks in the maps that take what the table has no room for.
+    overflow: Vec<u32>,
+}
+
+impl Size {
+    fn with_table(args: &Args) -> Result<Self> {
+        let Some(blocks) = args.max_allocs else {
+            let buckets = buckets_for(DEFAULT_BLOCKS).min(buckets_within(args.mem_limit / 2));
+            let rest = args.mem_limit.saturating_sub(table_bytes(buckets));
+            return Ok(Self {
+                buckets,
+                overflow: steps(blocks_within(rest)),
+            });
+        };
+        let buckets = buckets_for(blocks);
+        let bytes = table_bytes(buckets);
+        if bytes > args.mem_limit {
+            let message = format!(
+                "--max-allocs {blocks} takes {bytes} bytes of memory: raise --mem-limit, which is {}",
+                args.mem_limit
+            );
+            return Err(UsageError(message).into());
+        }
+        Ok(Self {
+            buckets,
+            overflow: vec![(blocks / 16).max(1)],
+        })
+    }
+
+    fn without_table(args: &Args) -> Self {
+        let within_limit = blocks_within(args.mem_limit);
+        Self {
+            buckets: 1,
+            overflow: args.max_allocs.map_or_else(
+                || steps(within_limit),
+                |blocks| vec![blocks.min(within_limit)],
+            ),
+        }
+    }
+}
+
+/// The sizes of the maps for so many blocks that are made one after the other.
+fn steps(blocks: u32) -> Vec<u32> {
+    let steps = OVERFLOW_STEPS.map(|(most, part)| most.min(blocks / part));
+    let rest = blocks - steps.iter().sum::<u32>();
+    let steps = steps.into_iter().chain([rest]);
+    steps.filter(|blocks| *blocks > 0).collect()
+}
+
+/// Two thirds of the slots are for blocks: with more, too many find both their buckets full.
+fn buckets_for(blocks: u32) -> u32 {
+    let slots = u64::from(blocks) * 3 / 2;
+    let buckets = slots.div_ceil(u64::from(BUCKET_BLOCKS)).max(1);
+    buckets.try_into().unwrap_or(u32::MAX)
+}
+
+fn table_bytes(buckets: u32) -> u64 {
+    u64::from(buckets) * size_of::<block_bucket>() as u64
+}
+
+fn buckets_within(bytes: u64) -> u32 {
+    let buckets = (bytes / size_of::<block_bucket>() as u64).max(1);
+    buckets.try_into().unwrap_or(u32::MAX)
+}
+
+fn blocks_within(bytes: u64) -> u32 {
+    let blocks = (bytes / OVERFLOW_BLOCK_BYTES).max(1);
+    blocks.try_into().unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    /// MORE_OVERFLOW of `bpf/include/live.bpf.h`.
+    const MORE_OVERFLOW: usize = 2;
+
+    fn size(args: &[&str]) -> Result<Size> {
+        let args = [&["memleak", "-p", "1"], args].concat();
+        Size::with_table(&Args::try_parse_from(args)?)
+    }
+
+    fn overflow_bytes(size: &Size) -> u64 {
+        let blocks: u64 = size.overflow.iter().copied().map(u64::from).sum();
+        blocks * OVERFLOW_BLOCK_BYTES
+    }
+
+    #[test]
+    fn a_block_takes_less_than_64_bytes() {
+        let blocks: u64 = 10_000_007;
+        let size = size(&["--max-allocs", "10000007"]).expect("within the limit");
+        let table = table_bytes(size.buckets);
+        let overflow = overflow_bytes(&size);
+        assert!(table + overflow <= blocks * 64, "{table} + {overflow}");
+        assert!(u64::from(size.buckets * BUCKET_BLOCKS) > blocks);
+    }
+
+    #[test]
+    fn memory_is_limited() {
+        let default = size(&[]).expect("within the limit");
+        let table = table_bytes(default.buckets);
+        let overflow = overflow_bytes(&default);
+        let all = 511 << 20..=512 << 20;
+        assert!(all.contains(&(table + overflow)), "{table} + {overflow}");
+        assert_eq!(default.overflow.len(), 1 + MORE_OVERFLOW);
+        let smallest = Size {
+            buckets: 1,
+            overflow: vec![1],
+        };
+        assert_eq!(size(&["--mem-limit", "1"]).expect("rounded up"), smallest);
+        let error = size(&["--max-allocs", "1000000", "--mem-limit", "1M"]).unwrap_err();
+        assert!(error.to_string().contains("raise --mem-limit"), "{error}");
+    }
 }

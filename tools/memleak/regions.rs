@@ -14,6 +14,8 @@ pub(crate) struct Region {
     pub(crate) time_ns: u64,
     /// Id of the stack that made the call.
     pub(crate) stack: u64,
+    /// The sampling level at which it was recorded.
+    pub(crate) level: u32,
 }
 
 /// All of a process's mappings that were made while it was traced.
@@ -37,7 +39,7 @@ impl Regions {
     }
 
     /// A call has mapped `size` bytes, in place of whatever was there.
-    pub(crate) fn map(&mut self, start: u64, size: u64, time_ns: u64, stack: u64) {
+    pub(crate) fn map(&mut self, start: u64, size: u64, time_ns: u64, stack: u64, level: u32) {
         self.cut(start, size);
         self.calls += 1;
         let range = start..start.saturating_add(size);
@@ -48,6 +50,7 @@ impl Regions {
                 call: self.calls,
                 time_ns,
                 stack,
+                level,
             },
         );
     }
@@ -144,7 +147,7 @@ mod tests {
     fn regions(of: &[(u64, u64)]) -> Regions {
         let mut regions = Regions::new(PAGE);
         for &(start, size) in of {
-            regions.map(start, size, 0, start);
+            regions.map(start, size, 0, start, 0);
         }
         regions
     }
@@ -219,7 +222,7 @@ mod tests {
     #[test]
     fn a_fixed_mapping_replaces_what_was_there() {
         let mut regions = regions(&[(0x10000, 4 * PAGE)]);
-        regions.map(0x11000, PAGE, 0, 2);
+        regions.map(0x11000, PAGE, 0, 2, 0);
         assert_eq!(
             ranges(&regions),
             [(0x10000, 0x11000), (0x11000, 0x12000), (0x12000, 0x14000)]

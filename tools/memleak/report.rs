@@ -1,103 +1,308 @@
 //! What is outstanding, grouped by stack, and how it is printed.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::io::{self, Write};
 
 use jiff::Zoned;
 use memtools::clock;
+use memtools::folded::Part;
 use memtools::losses::Losses;
-use memtools::output::Row;
+use memtools::output::{Output, Row};
 use memtools::symbolize::Frame;
 use serde::{Serialize, Serializer};
 
-use crate::args::SortKey;
+use crate::args::{Args, SortKey};
 
 /// An allocation that was not freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Allocation {
+    pub(crate) pid: u32,
     pub(crate) address: u64,
     /// Bytes asked for.
     pub(crate) size: u64,
     /// Id of the stack that made it.
     pub(crate) stack: u64,
+    /// CLOCK_MONOTONIC when it was made.
+    pub(crate) time_ns: u64,
     /// How many calls it stands for: 1, or 0 for a further part of a mapping that has a hole.
     pub(crate) calls: u64,
+    /// The sampling level at which it was recorded.
+    pub(crate) level: u32,
 }
 
-/// What one stack has outstanding.
+/// Who allocates: a call path of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Path {
+    pub(crate) pid: u32,
+    /// Id of the stack.
+    pub(crate) stack: u64,
+}
+
+/// What one path has outstanding, or has allocated.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Total {
     pub(crate) bytes: u64,
     pub(crate) allocations: u64,
+    /// Of the kernel's memory: what was asked for, where `bytes` is what it takes.
+    pub(crate) requested_bytes: u64,
 }
 
-/// Totals by stack id.
-pub(crate) type Totals = HashMap<u64, Total>;
+/// Totals by path.
+pub(crate) type Totals = HashMap<Path, Total>;
 
-/// Adds up allocations by stack.
+/// Adds up allocations by path.
 pub(crate) fn add_up<'a>(
     totals: &mut Totals,
     allocations: impl IntoIterator<Item = &'a Allocation>,
 ) {
     for allocation in allocations {
-        let total = totals.entry(allocation.stack).or_default();
+        let &Allocation { pid, stack, .. } = allocation;
+        let total = totals.entry(Path { pid, stack }).or_default();
         total.bytes += allocation.size;
         total.allocations += allocation.calls;
     }
 }
 
-/// The `top` stacks with the most outstanding, the largest last.
-pub(crate) fn largest(totals: &Totals, key: SortKey, top: usize) -> Vec<(u64, Total)> {
-    let mut stacks: Vec<(u64, Total)> = totals
-        .iter()
-        .filter(|(_, total)| total.allocations > 0)
-        .map(|(&stack, &total)| (stack, total))
-        .collect();
-    stacks.sort_by_key(|&(stack, Total { bytes, allocations })| match key {
-        SortKey::Size => (bytes, allocations, stack),
-        SortKey::Count => (allocations, bytes, stack),
+/// What came to each path's total since an earlier look; paths to which nothing came are left out.
+pub(crate) fn since(earlier: &Totals, now: &Totals) -> Totals {
+    let added = now.iter().map(|(&path, total)| {
+        let before = earlier.get(&path).copied().unwrap_or_default();
+        let added = Total {
+            bytes: total.bytes.saturating_sub(before.bytes),
+            allocations: total.allocations.saturating_sub(before.allocations),
+            requested_bytes: total.requested_bytes.saturating_sub(before.requested_bytes),
+        };
+        (path, added)
     });
-    stacks.split_off(stacks.len().saturating_sub(top))
+    added.filter(|(_, total)| total.allocations > 0).collect()
+}
+
+/// When each path's outstanding blocks were allocated.
+#[derive(Debug, Default)]
+pub(crate) struct Ages(HashMap<Path, Vec<u64>>);
+
+impl Ages {
+    pub(crate) fn of<'a>(allocations: impl IntoIterator<Item = &'a Allocation>) -> Self {
+        let mut times: HashMap<Path, Vec<u64>> = HashMap::new();
+        for &Allocation {
+            pid,
+            stack,
+            time_ns,
+            ..
+        } in allocations
+        {
+            times.entry(Path { pid, stack }).or_default().push(time_ns);
+        }
+        Self(times)
+    }
+
+    /// The oldest and the median age of a path's blocks at a time, in milliseconds.
+    pub(crate) fn at(&mut self, now_ns: u64, path: Path) -> Option<Age> {
+        let times = self.0.get_mut(&path)?;
+        let oldest = *times.iter().min()?;
+        let middle = times.len() / 2;
+        let median = *times.select_nth_unstable(middle).1;
+        let ms = |time_ns: u64| now_ns.saturating_sub(time_ns) / 1_000_000;
+        Some(Age {
+            oldest_age_ms: ms(oldest),
+            median_age_ms: ms(median),
+        })
+    }
+}
+
+/// How old a path's outstanding blocks are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(crate) struct Age {
+    pub(crate) oldest_age_ms: u64,
+    pub(crate) median_age_ms: u64,
+}
+
+/// How a path's outstanding bytes have changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(crate) struct Growth {
+    /// Since the last report.
+    pub(crate) growth_bytes: i64,
+    /// Since the first.
+    pub(crate) growth_bytes_in_all: i64,
+    /// A second, since the first.
+    pub(crate) growth_bytes_per_second: i64,
+}
+
+/// The reports that growth is measured from.
+#[derive(Debug, Default)]
+pub(crate) struct History {
+    first: Option<(u64, Totals)>,
+    last: Totals,
+}
+
+impl History {
+    /// Takes note of what a report at this time shows.
+    pub(crate) fn add(&mut self, time_ns: u64, totals: Totals) {
+        self.first.get_or_insert_with(|| (time_ns, totals.clone()));
+        self.last = totals;
+    }
+
+    /// What was outstanding, or had been allocated, at the last report.
+    pub(crate) fn last(&self) -> &Totals {
+        &self.last
+    }
+
+    /// Growth up to this time; None at the first report.
+    pub(crate) fn growth(&self, time_ns: u64, path: Path, bytes: u64) -> Option<Growth> {
+        let (first_ns, first) = self.first.as_ref()?;
+        let grown = |from: &Totals| {
+            let before = from.get(&path).map_or(0, |total| total.bytes);
+            bytes.cast_signed().wrapping_sub(before.cast_signed())
+        };
+        let elapsed_ns = i128::from(time_ns.saturating_sub(*first_ns)).max(1);
+        let in_all = grown(first);
+        Some(Growth {
+            growth_bytes: grown(&self.last),
+            growth_bytes_in_all: in_all,
+            growth_bytes_per_second: (i128::from(in_all) * 1_000_000_000 / elapsed_ns)
+                .try_into()
+                .unwrap_or(i64::MAX),
+        })
+    }
+}
+
+/// What one path has outstanding, with what paths are ordered by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Entry {
+    pub(crate) path: Path,
+    pub(crate) total: Total,
+    /// How far off the bytes may be, if they are an estimate.
+    pub(crate) error_bytes: Option<u64>,
+    pub(crate) age: Option<Age>,
+    pub(crate) growth: Option<Growth>,
+}
+
+/// The `top` entries with the most of what the key says, the largest last.
+pub(crate) fn largest(mut entries: Vec<Entry>, key: SortKey, top: usize) -> Vec<Entry> {
+    entries.retain(|entry| entry.total.allocations > 0);
+    entries.sort_by_key(|entry| {
+        let Total {
+            bytes, allocations, ..
+        } = entry.total;
+        let growth = |of: fn(Growth) -> i64| entry.growth.map_or(i64::MIN, of);
+        let first = match key {
+            SortKey::Size => i64::MIN,
+            SortKey::Count => allocations.cast_signed(),
+            SortKey::Age => entry.age.map_or(0, |age| age.oldest_age_ms.cast_signed()),
+            SortKey::Growth => growth(|growth| growth.growth_bytes),
+            SortKey::Rate => growth(|growth| growth.growth_bytes_per_second),
+        };
+        (first, bytes, allocations, entry.path)
+    });
+    entries.split_off(entries.len().saturating_sub(top))
 }
 
 /// The head of a report, and in JSON its sums.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "report")]
 pub(crate) struct Head {
-    #[serde(serialize_with = "rfc3339")]
+    #[serde(serialize_with = "clock::serialize")]
     pub(crate) time: Zoned,
-    pub(crate) pid: u32,
-    pub(crate) comm: String,
-    /// Stacks asked for.
+    /// The process, if it is one.
+    #[serde(flatten)]
+    pub(crate) process: Option<ProcessName>,
+    /// When most was outstanding, if the numbers are of then.
+    #[serde(
+        serialize_with = "rfc3339_if_any",
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub(crate) peak_time: Option<Zoned>,
+    /// Groups asked for.
     #[serde(skip)]
     pub(crate) top: usize,
-    /// Stacks with anything outstanding.
-    pub(crate) stacks: usize,
+    /// What they are chosen by.
+    #[serde(skip)]
+    pub(crate) view: View,
+    /// Groups with anything outstanding.
+    #[serde(flatten)]
+    pub(crate) groups: Groups,
     pub(crate) bytes: u64,
+    /// Half of the interval in which the truth is in 95 % of all cases, if it is an estimate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) error_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) requested_bytes: Option<u64>,
     pub(crate) allocations: u64,
+    /// Frees of what was not recorded, such as what is older than the trace.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) unknown_frees: Option<u64>,
+    /// Frees of what had been freed, and was not allocated since.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) double_frees: Option<u64>,
+    /// Frees that were not seen: their addresses were allocated again.
+    pub(crate) unseen_frees: u64,
     pub(crate) lost: Losses,
 }
 
 impl Row for Head {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let time = clock::time_of_day(&self.time);
-        writeln!(
-            out,
-            "[{time}] Top {} stacks with outstanding allocations:",
-            self.top
-        )
+        let groups = match self.groups {
+            Groups::Stacks(_) => "stacks",
+            Groups::Caches(_) => "slab caches",
+        };
+        write!(out, "[{time}] Top {} {groups} {}", self.top, self.view)?;
+        if let Some(time) = &self.peak_time {
+            write!(out, " ({})", clock::time_of_day(time))?;
+        }
+        writeln!(out, ":")
     }
+}
+
+/// What a report groups by, and how many groups it has.
+#[derive(Debug, Clone, Copy, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Groups {
+    Stacks(usize),
+    Caches(usize),
+}
+
+/// What the numbers of a report are of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum View {
+    /// What is live.
+    Outstanding,
+    /// What was allocated since the last report.
+    Allocated,
+    /// What was freed since the last report, and lived for less than an interval.
+    Churned,
+    /// What was live when most was.
+    Peak,
+}
+
+impl fmt::Display for View {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Outstanding => "with outstanding allocations",
+            Self::Allocated => "with allocations since the last report",
+            Self::Churned => "with allocations freed within an interval",
+            Self::Peak => "when most was outstanding",
+        })
+    }
+}
+
+/// A process as rows name it.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct ProcessName {
+    pub(crate) pid: u32,
+    pub(crate) comm: String,
 }
 
 /// An outstanding block of `--show-allocs`.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "allocation")]
-pub(crate) struct Block {
+struct Block {
     #[serde(serialize_with = "hex")]
-    pub(crate) address: u64,
-    pub(crate) size_bytes: u64,
+    address: u64,
+    size_bytes: u64,
     #[serde(serialize_with = "hex")]
-    pub(crate) stack_id: u64,
+    stack_id: u64,
 }
 
 impl Row for Block {
@@ -110,30 +315,128 @@ impl Row for Block {
     }
 }
 
+/// Prints the rows of `--show-allocs`.
+pub(crate) fn list(output: &mut Output, allocations: &[Allocation]) -> anyhow::Result<()> {
+    for allocation in allocations {
+        output.row(&Block {
+            address: allocation.address,
+            size_bytes: allocation.size,
+            stack_id: allocation.stack,
+        })?;
+    }
+    Ok(())
+}
+
+/// A free of what had been freed before.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "double_free")]
+pub(crate) struct Freed {
+    #[serde(serialize_with = "clock::serialize")]
+    pub(crate) time: Zoned,
+    #[serde(flatten)]
+    pub(crate) process: Option<ProcessName>,
+    #[serde(serialize_with = "hex")]
+    pub(crate) address: u64,
+    pub(crate) frames: Vec<Frame>,
+}
+
+/// For stderr: a report on stdout has BCC's lines only.
+impl fmt::Display for Freed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "memleak: {:#x} was freed, and not for the first time, from stack",
+            self.address
+        )?;
+        for frame in &self.frames {
+            writeln!(f, "\t\t0x{:016x}\t{frame}", frame.address)?;
+        }
+        Ok(())
+    }
+}
+
+impl Row for Freed {
+    fn text(&self, _: &mut dyn Write) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 /// One stack with what it has outstanding.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "stack")]
 pub(crate) struct Group {
     pub(crate) bytes: u64,
+    /// Half of the interval in which the truth is in 95 % of all cases, if it is an estimate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) error_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) requested_bytes: Option<u64>,
     pub(crate) allocations: u64,
+    /// The process, if there are several.
+    #[serde(flatten)]
+    pub(crate) process: Option<ProcessName>,
+    #[serde(flatten)]
+    pub(crate) age: Option<Age>,
+    #[serde(flatten)]
+    pub(crate) growth: Option<Growth>,
     #[serde(serialize_with = "hex")]
     pub(crate) stack_id: u64,
     /// Innermost first; none if the stack was lost.
     pub(crate) frames: Vec<Frame>,
-    /// Whether outer frames are missing because of the depth limit.
+    /// Whether outer frames are missing, and why.
     pub(crate) truncated: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) truncated_because: Option<String>,
     /// Whether addresses are printed, which the BCC tool leaves out with --combined-only.
     #[serde(skip)]
     pub(crate) addresses: bool,
+    /// Whether age and growth are printed.
+    #[serde(skip)]
+    pub(crate) extended: bool,
+}
+
+impl Group {
+    /// Of this entry, whose stack has these names.
+    pub(crate) fn new(entry: &Entry, part: Part, args: &Args) -> Self {
+        let Entry { path, total, .. } = *entry;
+        Self {
+            bytes: total.bytes,
+            error_bytes: entry.error_bytes,
+            requested_bytes: None,
+            allocations: total.allocations,
+            process: None,
+            age: entry.age,
+            growth: entry.growth,
+            stack_id: path.stack,
+            frames: part.frames,
+            truncated: part.truncated.is_some(),
+            truncated_because: part.truncated,
+            addresses: !args.combined_only,
+            extended: args.extended,
+        }
+    }
 }
 
 impl Row for Group {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
-        writeln!(
+        write!(
             out,
             "\t{} bytes in {} allocations from stack",
             self.bytes, self.allocations
         )?;
+        if let Some(ProcessName { pid, comm }) = &self.process {
+            write!(out, " of PID {pid} ({comm})")?;
+        }
+        if let Some(requested) = self.requested_bytes.filter(|bytes| *bytes != self.bytes) {
+            write!(out, " ({requested} requested)")?;
+        }
+        if let Some(error) = self.error_bytes {
+            write!(out, " (estimated, within {error} bytes)")?;
+        }
+        writeln!(out)?;
+        if self.extended {
+            self.text_of_age_and_growth(out)?;
+        }
         for frame in &self.frames {
             if self.addresses {
                 writeln!(out, "\t\t0x{:016x}\t{frame}", frame.address)?;
@@ -143,10 +446,34 @@ impl Row for Group {
         }
         if self.frames.is_empty() {
             writeln!(out, "\t\tstack information lost")?;
-        } else if self.truncated {
-            writeln!(out, "\t\t[truncated: deeper than --perf-max-stack-depth]")?;
+        } else if let Some(reason) = &self.truncated_because {
+            writeln!(out, "\t\t[truncated: {reason}]")?;
         }
         Ok(())
+    }
+}
+
+impl Group {
+    fn text_of_age_and_growth(&self, out: &mut dyn Write) -> io::Result<()> {
+        let seconds = |ms: u64| format!("{}.{} s", ms / 1000, ms / 100 % 10);
+        let mut parts = Vec::new();
+        if let Some(age) = self.age {
+            parts.push(format!(
+                "oldest {}, median {}",
+                seconds(age.oldest_age_ms),
+                seconds(age.median_age_ms)
+            ));
+        }
+        if let Some(growth) = self.growth {
+            parts.push(format!(
+                "{:+} bytes since the last report, {:+} since the first, {:+} a second",
+                growth.growth_bytes, growth.growth_bytes_in_all, growth.growth_bytes_per_second
+            ));
+        }
+        if parts.is_empty() {
+            return Ok(());
+        }
+        writeln!(out, "\t  {}", parts.join("; "))
     }
 }
 
@@ -154,7 +481,7 @@ impl Row for Group {
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "call")]
 pub(crate) struct Call {
-    #[serde(serialize_with = "rfc3339")]
+    #[serde(serialize_with = "clock::serialize")]
     pub(crate) time: Zoned,
     pub(crate) pid: u32,
     pub(crate) tid: u32,
@@ -194,8 +521,8 @@ impl Row for Call {
     }
 }
 
-fn rfc3339<S: Serializer>(time: &Zoned, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(&clock::rfc3339(time))
+fn rfc3339_if_any<S: Serializer>(time: &Option<Zoned>, serializer: S) -> Result<S::Ok, S::Error> {
+    time.as_ref().map(clock::rfc3339).serialize(serializer)
 }
 
 fn hex<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
@@ -206,30 +533,56 @@ fn hex<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
 mod tests {
     use super::*;
 
-    fn totals() -> Totals {
-        let allocation = |stack, size| Allocation {
+    const PID: u32 = 7;
+
+    fn path(stack: u64) -> Path {
+        Path { pid: PID, stack }
+    }
+
+    fn allocation(stack: u64, size: u64, time_ns: u64) -> Allocation {
+        Allocation {
+            pid: PID,
             address: 0,
             size,
             stack,
+            time_ns,
             calls: 1,
-        };
+            level: 0,
+        }
+    }
+
+    fn totals(allocations: &[Allocation]) -> Totals {
         let mut totals = Totals::new();
-        add_up(
-            &mut totals,
-            &[
-                allocation(1, 100),
-                allocation(2, 10),
-                allocation(2, 20),
-                allocation(3, 50),
-            ],
-        );
+        add_up(&mut totals, allocations);
         totals
     }
 
+    /// The stacks of what is left and in its order, of four blocks from three stacks. Growth is
+    /// measured against an earlier look at two of them.
     fn order(key: SortKey, top: usize) -> Vec<u64> {
-        largest(&totals(), key, top)
+        const SECOND: u64 = 1_000_000_000;
+        let blocks = [
+            allocation(1, 100, 2 * SECOND),
+            allocation(2, 10, SECOND),
+            allocation(2, 20, 4 * SECOND),
+            allocation(3, 50, 3 * SECOND),
+        ];
+        let mut ages = Ages::of(&blocks);
+        let mut history = History::default();
+        history.add(
+            3 * SECOND,
+            totals(&[allocation(1, 100, 0), allocation(2, 26, 0)]),
+        );
+        let entries = totals(&blocks).into_iter().map(|(path, total)| Entry {
+            path,
+            total,
+            error_bytes: None,
+            age: ages.at(5 * SECOND, path),
+            growth: history.growth(5 * SECOND, path, total.bytes),
+        });
+        largest(entries.collect(), key, top)
             .into_iter()
-            .map(|(stack, _)| stack)
+            .map(|entry| entry.path.stack)
             .collect()
     }
 
@@ -238,24 +591,76 @@ mod tests {
         assert_eq!(order(SortKey::Size, 10), [2, 3, 1]);
         assert_eq!(order(SortKey::Size, 1), [1]);
         assert_eq!(order(SortKey::Count, 10), [3, 1, 2]);
+        assert_eq!(order(SortKey::Age, 10), [3, 1, 2]);
+        assert_eq!(order(SortKey::Growth, 10), [1, 2, 3]);
+        assert_eq!(order(SortKey::Rate, 10), [1, 2, 3]);
         assert_eq!(order(SortKey::Size, 0), [0; 0]);
+    }
+
+    #[test]
+    fn ages_are_of_the_oldest_and_of_the_middle() {
+        let ms = 1_000_000;
+        let blocks = [5, 1, 9, 7, 3].map(|time| allocation(1, 8, time * ms));
+        let age = Ages::of(&blocks).at(10 * ms, path(1));
+        let expected = Age {
+            oldest_age_ms: 9,
+            median_age_ms: 5,
+        };
+        assert_eq!(age, Some(expected));
+        assert_eq!(Ages::default().at(0, path(1)), None);
+    }
+
+    #[test]
+    fn growth_is_from_the_last_and_from_the_first_report() {
+        const SECOND: u64 = 1_000_000_000;
+        let mut history = History::default();
+        assert_eq!(history.growth(0, path(1), 100), None);
+        history.add(0, totals(&[allocation(1, 100, 0)]));
+        history.add(SECOND, totals(&[allocation(1, 400, 0)]));
+        let expected = Growth {
+            growth_bytes: -100,
+            growth_bytes_in_all: 200,
+            growth_bytes_per_second: 50,
+        };
+        assert_eq!(history.growth(4 * SECOND, path(1), 300), Some(expected));
+    }
+
+    #[test]
+    fn what_came_since_is_the_difference() {
+        let earlier = totals(&[allocation(1, 100, 0), allocation(2, 5, 0)]);
+        let now = totals(&[
+            allocation(1, 100, 0),
+            allocation(1, 30, 0),
+            allocation(2, 5, 0),
+            allocation(3, 7, 0),
+        ]);
+        let added = since(&earlier, &now);
+        let total = |bytes| Total {
+            bytes,
+            allocations: 1,
+            ..Total::default()
+        };
+        assert_eq!(
+            added,
+            HashMap::from([(path(1), total(30)), (path(3), total(7))])
+        );
     }
 
     #[test]
     fn parts_of_one_mapping_count_once() {
         let mut totals = Totals::new();
         let part = |calls| Allocation {
-            address: 0,
-            size: 4096,
-            stack: 1,
             calls,
+            level: 0,
+            ..allocation(1, 4096, 0)
         };
         add_up(&mut totals, &[part(1), part(0)]);
         assert_eq!(
-            totals[&1],
+            totals[&path(1)],
             Total {
                 bytes: 8192,
-                allocations: 1
+                allocations: 1,
+                ..Total::default()
             }
         );
     }
@@ -270,11 +675,18 @@ mod tests {
         };
         let mut group = Group {
             bytes: 80,
+            error_bytes: None,
+            requested_bytes: None,
             allocations: 5,
+            process: None,
+            age: None,
+            growth: None,
             stack_id: 0x1f,
             frames: vec![frame],
             truncated: false,
+            truncated_because: None,
             addresses: true,
+            extended: false,
         };
         let mut text = Vec::new();
         group.text(&mut text).expect("memory");

@@ -1,6 +1,6 @@
 //! mmapsnoop: every mmap(2), with its file and its result.
 //!
-//! Hooks: the tracepoints of the system calls (`bpf/mmapsnoop.bpf.c`). An event comes at a call's
+//! Hooks: the tracepoints of the system calls' exits (`bpf/mmapsnoop.bpf.c`). An event comes at a call's
 //! exit, and becomes one row ([`row`]).
 
 mod bits;
@@ -11,7 +11,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Parser;
-use libbpf_rs::skel::{OpenSkel, SkelBuilder};
+use libbpf_rs::skel::OpenSkel;
 use libbpf_rs::{Link, MapMut};
 use memtools::cli::{self, CommonArgs};
 use memtools::clock::Clock;
@@ -23,6 +23,7 @@ use memtools::output::Output;
 use memtools::poll::Poller;
 use memtools::stack::Stacks;
 use memtools::symbolize::Symbolizer;
+use memtools::unwind::{UnwindArgs, Unwinder};
 use memtools::{attach, kernel};
 
 use crate::bpf::{MmapsnoopSkel, MmapsnoopSkelBuilder};
@@ -71,6 +72,10 @@ struct Args {
     #[arg(long)]
     munmap: bool,
 
+    /// Also show the calls of 32-bit programs, which slows all system calls down a little
+    #[arg(long)]
+    compat: bool,
+
     /// Print each call's user stack below its row
     #[arg(long)]
     stack: bool,
@@ -82,6 +87,9 @@ struct Args {
     /// Weight the stacks of --folded by calls
     #[arg(long, requires = "folded")]
     calls: bool,
+
+    #[command(flatten)]
+    unwind: UnwindArgs,
 
     #[command(flatten)]
     filter: FilterArgs,
@@ -103,11 +111,13 @@ fn run(args: Args) -> Result<ExitCode> {
     let skel = load(&args, &filter)?;
     let with_stacks = args.stack || args.folded;
     let symbolizer = with_stacks.then(Symbolizer::of_all_processes).transpose()?;
+    let unwinder = with_stacks
+        .then(|| Unwinder::start(args.unwind, memtools::unwind_parts!(skel), &args.filter.pid))
+        .transpose()?;
     let events = Events::decoding(&skel.maps.events, Record::decode)?;
-    let links = attach(&skel, args.munmap)?;
+    let links = attach(&skel, &args)?;
 
     let mut tracer = Tracer {
-        events: &events,
         stacks: Stacks::new(&skel.maps.stacks),
         symbolizer,
         clock: Clock::new(),
@@ -135,31 +145,24 @@ fn run(args: Args) -> Result<ExitCode> {
         .transpose()?;
     eprintln!("mmapsnoop: tracing mmap(2)... Ctrl-C to end");
 
-    poller.watch_events(&events);
     if let Some(mappings) = &mappings {
         poller.watch_mappings(mappings);
     }
     let deadline = args.common.deadline();
-    loop {
-        let wake = poller.wait(deadline)?;
-        tracer.take()?;
-        if wake.stop || wake.deadline {
-            break;
-        }
-    }
-    attach::detach(links);
-    tracer.take()?;
+    events.follow(poller, deadline, links, |records| tracer.take(records))?;
     tracer.fold()?;
     if let Some(missed) = tracer.symbolizer.as_ref().and_then(Symbolizer::losses) {
         eprintln!("mmapsnoop: {missed}");
     }
     Losses::tell("mmapsnoop", &skel.maps.losses, &mut tracer.output)?;
+    if let Some(unwinder) = unwinder {
+        unwinder.tell("mmapsnoop", &mut tracer.output)?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 
 /// The state of the trace.
 struct Tracer<'a> {
-    events: &'a Events<'a, Record>,
     stacks: Stacks<'a, MapMut<'static>>,
     /// Where stacks are asked for.
     symbolizer: Option<Symbolizer>,
@@ -173,8 +176,7 @@ struct Tracer<'a> {
 
 impl Tracer<'_> {
     /// Prints what has come, or adds it up.
-    fn take(&mut self) -> Result<()> {
-        let records = self.events.drain()?;
+    fn take(&mut self, records: impl Iterator<Item = Record>) -> Result<()> {
         if let Some(symbolizer) = &mut self.symbolizer {
             symbolizer.refresh();
         }
@@ -183,10 +185,9 @@ impl Tracer<'_> {
                 self.add(&record);
                 continue;
             }
-            let part = self.name(record.pid(), record.stack())?;
-            let frames = part.map(|part| part.frames);
+            let stack = self.name(record.pid(), record.stack())?;
             self.output
-                .row(&Row::new(record, frames, &self.clock, self.columns))?;
+                .row(&Row::new(record, stack, &self.clock, self.columns))?;
         }
         self.output.flush()
     }
@@ -207,9 +208,8 @@ impl Tracer<'_> {
             return Ok(None);
         };
         let stack = self.stacks.get(stack)?;
-        Ok(Some(stack.map_or_else(Part::default, |stack| Part {
-            frames: symbolizer.name(pid, &stack),
-            truncated: stack.truncated,
+        Ok(Some(stack.map_or_else(Part::default, |stack| {
+            symbolizer.part(pid, &stack)
         })))
     }
 
@@ -232,57 +232,38 @@ impl Tracer<'_> {
 }
 
 fn load(args: &Args, filter: &Filter) -> Result<MmapsnoopSkel<'static>> {
-    let mut open = MmapsnoopSkelBuilder::default()
-        .open(attach::object_storage())
-        .context("failed to open the BPF object")?;
-    let options = open
-        .maps
-        .rodata_data
-        .as_deref_mut()
-        .context("the BPF object has no options")?;
+    let mut open = attach::open::<MmapsnoopSkelBuilder>()?;
+    let options = attach::options(&mut open.maps.rodata_data)?;
     filter.set(&mut options.filter);
     options.failed_only = args.failed.into();
     options.full_path = args.path.into();
+    options.with_munmap = args.munmap.into();
     options.with_stack = (args.stack || args.folded).into();
+    memtools::set_unwind_options!(options, args.unwind);
     if !(args.stack || args.folded) {
         let stacks = &mut open.maps.stacks;
         stacks
             .set_max_entries(1)
             .context("failed to size the table of stacks")?;
     }
-    for program in [
-        &mut open.progs.munmap_enter,
-        &mut open.progs.munmap_exit,
-        &mut open.progs.mremap_enter,
-        &mut open.progs.mremap_exit,
-    ] {
-        program.set_autoload(args.munmap);
-    }
+    open.progs.compat_exit.set_autoload(args.compat);
+    open.progs.munmap_exit.set_autoload(args.munmap);
+    open.progs.mremap_exit.set_autoload(args.munmap);
     let skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
     Ok(skel)
 }
 
-/// Exits first: a call that is seen at its entry must be seen at its exit.
-fn attach(skel: &MmapsnoopSkel<'_>, munmap: bool) -> Result<Vec<Link>> {
+fn attach(skel: &MmapsnoopSkel<'_>, args: &Args) -> Result<Vec<Link>> {
     let programs = &skel.progs;
-    let mut wanted = vec![&programs.thread_exit, &programs.mmap_exit];
-    if munmap {
+    let mut wanted = vec![&programs.mmap_exit];
+    if args.munmap {
         wanted.extend([&programs.munmap_exit, &programs.mremap_exit]);
-        wanted.extend([&programs.munmap_enter, &programs.mremap_enter]);
     }
-    wanted.push(&programs.mmap_enter);
-    wanted
-        .into_iter()
-        .map(|program| {
-            program.attach().with_context(|| {
-                format!(
-                    "failed to attach {}; this needs a kernel with CONFIG_FTRACE_SYSCALLS=y",
-                    program.name().to_string_lossy()
-                )
-            })
-        })
-        .collect()
+    if args.compat {
+        wanted.push(&programs.compat_exit);
+    }
+    attach::all(&wanted, attach::SYSCALLS)
 }
 
 #[cfg(test)]

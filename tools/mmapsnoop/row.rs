@@ -6,6 +6,7 @@ use std::io::{self, Write};
 use jiff::Zoned;
 use memtools::clock::{self, Clock};
 use memtools::file::{self, Reach};
+use memtools::folded::Part;
 use memtools::output::Hex;
 use memtools::symbolize::Frame;
 use memtools::{errno, output, text};
@@ -123,6 +124,9 @@ pub(crate) struct Row {
     /// Innermost first; none if it was lost.
     #[serde(skip_serializing_if = "Option::is_none")]
     stack: Option<Vec<String>>,
+    /// Why outer frames are missing, if they are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stack_truncated: Option<String>,
     #[serde(skip)]
     columns: Columns,
 }
@@ -130,7 +134,7 @@ pub(crate) struct Row {
 impl Row {
     pub(crate) fn new(
         record: Record,
-        stack: Option<Vec<Frame>>,
+        stack: Option<Part>,
         clock: &Clock,
         columns: Columns,
     ) -> Self {
@@ -153,7 +157,8 @@ impl Row {
             file,
             result: outcome.ok().map(Hex),
             error: outcome.err().map(errno::name),
-            stack: stack.map(|frames| frames.iter().map(Frame::to_string).collect()),
+            stack_truncated: stack.as_ref().and_then(|part| part.truncated.clone()),
+            stack: stack.map(|part| part.frames.iter().map(Frame::to_string).collect()),
             columns,
         };
         match event.kind {
@@ -222,9 +227,13 @@ impl output::Row for Row {
         if frames.is_empty() {
             writeln!(out, "    [lost]")?;
         }
-        frames
-            .iter()
-            .try_for_each(|frame| writeln!(out, "    {frame}"))
+        for frame in frames {
+            writeln!(out, "    {frame}")?;
+        }
+        match &self.stack_truncated {
+            Some(reason) => writeln!(out, "    [truncated: {reason}]"),
+            None => Ok(()),
+        }
     }
 }
 

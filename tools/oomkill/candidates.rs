@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use memtools::text;
+use memtools::{process, text};
 use serde::Serialize;
 
 /// How many are shown.
@@ -22,9 +22,9 @@ pub(crate) struct Candidate {
 /// The highest ranked of all processes, or of those in or below a cgroup. The victim of a moment
 /// ago is left out: it may still be there.
 pub(crate) fn now(cgroup: Option<&str>, victim: u32) -> Vec<Candidate> {
-    let pids = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    let mut candidates: Vec<Candidate> = pids
+    let mut candidates: Vec<Candidate> = process::all()
+        .unwrap_or_default()
+        .into_iter()
         .filter(|&pid: &u32| pid != victim)
         .filter(|pid| cgroup.is_none_or(|cgroup| is_in(*pid, cgroup)))
         .filter_map(look_at)

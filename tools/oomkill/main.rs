@@ -1,7 +1,7 @@
 //! oomkill: processes that the kernel kills because memory has run out.
 //!
-//! Hooks: `oom_kill_process()` by fentry or by a kprobe, else the tracepoint `mark_victim` alone
-//! (`bpf/oomkill.bpf.c`). An event becomes a row ([`row`]); with --extended what can be read from
+//! Hooks: `oom_kill_process()` by fentry or by a kprobe, else the tracepoint `mark_victim` alone,
+//! with the victim or with its pid (`bpf/oomkill.bpf.c`). An event becomes a row ([`row`]); with --extended what can be read from
 //! /proc at that moment comes with it ([`candidates`]).
 
 mod candidates;
@@ -11,24 +11,26 @@ use std::fs;
 use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::Parser;
-use libbpf_rs::skel::{OpenSkel, SkelBuilder};
+use libbpf_rs::skel::OpenSkel;
 use libbpf_rs::{Link, MapMut};
-use memtools::attach::{self, Variant};
+use memtools::attach::{self, Means, Variant};
 use memtools::cgroup::Cgroups;
 use memtools::cli::{self, CommonArgs};
 use memtools::clock::Clock;
 use memtools::events::Events;
 use memtools::filter::{Filter, FilterArgs};
+use memtools::folded::Part;
 use memtools::gfp::Gfp;
 use memtools::kernel;
 use memtools::losses::Losses;
 use memtools::output::Output;
 use memtools::poll::Poller;
 use memtools::stack::Stacks;
-use memtools::symbolize::{self, Frame, Symbolizer};
+use memtools::symbolize::{self, Symbolizer};
 use memtools::text;
+use memtools::unwind::{UnwindArgs, Unwinder};
 
 use crate::bpf::types::{event, event_kind, oom_kind, task};
 use crate::bpf::{OomkillSkel, OomkillSkelBuilder};
@@ -61,6 +63,9 @@ struct Args {
     extended: bool,
 
     #[command(flatten)]
+    unwind: UnwindArgs,
+
+    #[command(flatten)]
     filter: FilterArgs,
 
     #[command(flatten)]
@@ -78,10 +83,21 @@ fn run(args: Args) -> Result<ExitCode> {
     let mut poller = Poller::new()?;
     let extended = args.extended || args.common.json;
     let symbolizer = extended.then(Symbolizer::of_all_processes).transpose()?;
-    let start = |rung| start(&args, &filter, rung);
-    let variants = [Rung::Fentry, Rung::Kprobe, Rung::Tracepoint]
-        .map(|rung| Variant::new(rung.name(), move || start(rung)));
+    let arguments = kernel::tracepoint_arguments("mark_victim")?
+        .context("this kernel has no tracepoint mark_victim")?;
+    let with_task = arguments.first().is_some_and(|name| name == "task_struct");
+    let start = |rung| start(&args, &filter, rung, with_task);
+    let variant = |rung: Rung| Variant::new(rung.name(), move || start(rung));
+    let variants = [
+        variant(Rung::Fentry).needing(Means::Fentry),
+        variant(Rung::Kprobe).needing(Means::Kprobes),
+        variant(Rung::Victim),
+        variant(Rung::Pid),
+    ];
     let (how, (skel, links)) = attach::first_that_works(args.common.verbose, variants)?;
+    let unwinder = extended
+        .then(|| Unwinder::start(args.unwind, memtools::unwind_parts!(skel), &args.filter.pid))
+        .transpose()?;
     let events: Events<event> = Events::new(&skel.maps.events)?;
 
     let mut printer = Printer {
@@ -91,29 +107,22 @@ fn run(args: Args) -> Result<ExitCode> {
         stacks: Stacks::new(&skel.maps.stacks),
         symbolizer,
         page_kb: kernel::page_bytes()? / 1024,
-        alone: how == Rung::Tracepoint.name(),
+        alone: [Rung::Victim, Rung::Pid].map(Rung::name).contains(&how),
         extended,
         last: None,
     };
 
-    poller.watch_events(&events);
     let mappings = printer.look_around()?;
     if let Some(mappings) = &mappings {
         poller.watch_mappings(mappings);
     }
     eprintln!("oomkill: tracing OOM kills ({how}), Ctrl-C to end");
     let deadline = args.common.deadline();
-    loop {
-        let wake = poller.wait(deadline)?;
-        printer.refresh();
-        printer.print(events.drain()?)?;
-        if wake.stop || wake.deadline {
-            break;
-        }
-    }
-    attach::detach(links);
-    printer.print(events.drain()?)?;
+    events.follow(poller, deadline, links, |events| printer.print(events))?;
     Losses::tell("oomkill", &skel.maps.losses, &mut printer.output)?;
+    if let Some(unwinder) = unwinder {
+        unwinder.tell("oomkill", &mut printer.output)?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -122,7 +131,10 @@ fn run(args: Args) -> Result<ExitCode> {
 enum Rung {
     Fentry,
     Kprobe,
-    Tracepoint,
+    /// mark_victim with the task.
+    Victim,
+    /// mark_victim with its number.
+    Pid,
 }
 
 impl Rung {
@@ -130,56 +142,56 @@ impl Rung {
         match self {
             Self::Fentry => "fentry",
             Self::Kprobe => "kprobe",
-            Self::Tracepoint => "mark_victim alone",
+            Self::Victim => "mark_victim alone",
+            Self::Pid => "mark_victim's pid alone",
         }
     }
 }
 
-fn start(args: &Args, filter: &Filter, rung: Rung) -> Result<(OomkillSkel<'static>, Vec<Link>)> {
-    let mut open = OomkillSkelBuilder::default()
-        .open(attach::object_storage())
-        .context("failed to open the BPF object")?;
-    let options = open
-        .maps
-        .rodata_data
-        .as_deref_mut()
-        .context("the BPF object has no options")?;
+/// Loads and attaches one rung. `with_task`: what mark_victim comes with.
+fn start(
+    args: &Args,
+    filter: &Filter,
+    rung: Rung,
+    with_task: bool,
+) -> Result<(OomkillSkel<'static>, Vec<Link>)> {
+    ensure!(
+        rung != Rung::Victim || with_task,
+        "mark_victim has only the pid on this kernel"
+    );
+    let with_task = with_task && rung != Rung::Pid;
+    if !with_task {
+        kernel::preflight_tracepoints()?;
+    }
+    let mut open = attach::open::<OomkillSkelBuilder>()?;
+    let options = attach::options(&mut open.maps.rodata_data)?;
     filter.set(&mut options.filter);
     let FilterArgs { pid, name, cgroup } = &args.filter;
     options.filtered = (!pid.is_empty() || name.is_some() || cgroup.is_some()).into();
+    memtools::set_unwind_options!(options, args.unwind);
     options.want_stacks = (args.extended || args.common.json).into();
-    options.only_victims = (rung == Rung::Tracepoint).into();
-    let arguments = kernel::tracepoint_arguments("mark_victim")?
-        .context("this kernel has no tracepoint mark_victim")?;
-    options.victim_is_task = arguments
-        .first()
-        .is_some_and(|name| name == "task_struct")
-        .into();
+    options.only_victims = matches!(rung, Rung::Victim | Rung::Pid).into();
     open.progs.kill_fentry.set_autoload(rung == Rung::Fentry);
     open.progs.kill_kprobe.set_autoload(rung == Rung::Kprobe);
+    open.progs.mark_victim.set_autoload(with_task);
+    open.progs.mark_victim_pid.set_autoload(!with_task);
     let skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
 
     let programs = &skel.progs;
-    let function = match rung {
-        Rung::Fentry => Some(&programs.kill_fentry),
-        Rung::Kprobe => Some(&programs.kill_kprobe),
-        Rung::Tracepoint => None,
+    let mut wanted = match rung {
+        Rung::Fentry => vec![&programs.kill_fentry],
+        Rung::Kprobe => vec![&programs.kill_kprobe],
+        Rung::Victim | Rung::Pid => Vec::new(),
     };
-    let wanted = function.into_iter().chain([&programs.mark_victim]);
-    let links = wanted
-        .map(|program| {
-            let name = program.name().to_string_lossy();
-            program
-                .attach()
-                .with_context(|| format!("failed to attach {name}"))
-        })
-        .collect::<Result<_>>()?;
+    wanted.push(if with_task {
+        &programs.mark_victim
+    } else {
+        &programs.mark_victim_pid
+    });
+    let links = attach::all(&wanted, "")?;
     Ok((skel, links))
 }
-
-/// The frames of a stack, if they are wanted and there.
-type Frames = Option<Vec<Frame>>;
 
 /// Turns events into rows.
 struct Printer<'a> {
@@ -207,13 +219,10 @@ impl Printer<'_> {
         symbolizer.descriptor().map(Some)
     }
 
-    fn refresh(&mut self) {
+    fn print(&mut self, events: impl Iterator<Item = event>) -> Result<()> {
         if let Some(symbolizer) = &mut self.symbolizer {
             symbolizer.refresh();
         }
-    }
-
-    fn print(&mut self, events: impl Iterator<Item = event>) -> Result<()> {
         for event in events {
             if event.event == event_kind::EVENT_KILL || self.alone {
                 let kill = self.kill(&event)?;
@@ -245,7 +254,7 @@ impl Printer<'_> {
             let cgroup = limit_cgroup.as_deref().filter(|_| event.limit_cgroup != 0);
             candidates::now(cgroup, event.victim.pid)
         });
-        let (kernel_stack, user_stack) = self.name_stacks(event)?;
+        let (kernel, user) = self.name_stacks(event)?;
         Ok(Kill {
             time: self.clock.local(event.time_ns),
             pid: event.pid,
@@ -264,8 +273,9 @@ impl Printer<'_> {
             gfp_flags: kind.map(|_| Gfp(event.gfp_flags)),
             loadavg: loadavg(),
             candidates,
-            kernel_stack,
-            user_stack,
+            kernel_stack: kernel.map(|part| part.frames),
+            user_stack_truncated: user.as_ref().and_then(|part| part.truncated.clone()),
+            user_stack: user.map(|part| part.frames),
             extended: self.extended,
         })
     }
@@ -312,18 +322,21 @@ impl Printer<'_> {
     }
 
     /// The kernel's and the user's frames of the task that wanted memory.
-    fn name_stacks(&mut self, event: &event) -> Result<(Frames, Frames)> {
+    fn name_stacks(&mut self, event: &event) -> Result<(Option<Part>, Option<Part>)> {
         let Some(symbolizer) = &mut self.symbolizer else {
             return Ok((None, None));
         };
-        let mut frames = |id| -> Result<Frames> {
+        let mut part = |id| -> Result<Option<Part>> {
             let stack = self.stacks.get(id)?;
             Ok(stack.map(|stack| {
-                let frames = symbolizer.name(event.pid, &stack);
-                symbolize::without_tracer(&frames).to_vec()
+                let part = symbolizer.part(event.pid, &stack);
+                Part {
+                    frames: symbolize::without_tracer(&part.frames).to_vec(),
+                    ..part
+                }
             }))
         };
-        Ok((frames(event.kernel_stack)?, frames(event.user_stack)?))
+        Ok((part(event.kernel_stack)?, part(event.user_stack)?))
     }
 }
 
@@ -350,8 +363,13 @@ mod tests {
     #[test]
     fn every_rung_has_its_own_name() {
         assert_eq!(
-            [Rung::Fentry, Rung::Kprobe, Rung::Tracepoint].map(Rung::name),
-            ["fentry", "kprobe", "mark_victim alone"]
+            [Rung::Fentry, Rung::Kprobe, Rung::Victim, Rung::Pid].map(Rung::name),
+            [
+                "fentry",
+                "kprobe",
+                "mark_victim alone",
+                "mark_victim's pid alone"
+            ]
         );
     }
 }

@@ -56,7 +56,7 @@ pub(crate) struct Victim {
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "kill")]
 pub(crate) struct Kill {
-    #[serde(serialize_with = "rfc3339")]
+    #[serde(serialize_with = "clock::serialize")]
     pub(crate) time: Zoned,
     /// Who wanted the memory that there was not.
     pub(crate) pid: u32,
@@ -81,6 +81,9 @@ pub(crate) struct Kill {
     pub(crate) kernel_stack: Option<Vec<Frame>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) user_stack: Option<Vec<Frame>>,
+    /// Why outer frames of the user stack are missing, if they are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) user_stack_truncated: Option<String>,
     #[serde(skip)]
     pub(crate) extended: bool,
 }
@@ -159,6 +162,9 @@ impl Kill {
             for frame in self.user_stack.iter().flatten() {
                 writeln!(out, "    {frame}")?;
             }
+            if let Some(reason) = &self.user_stack_truncated {
+                writeln!(out, "    [truncated: {reason}]")?;
+            }
         }
         Ok(())
     }
@@ -169,7 +175,7 @@ impl Kill {
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "also_killed")]
 pub(crate) struct AlsoKilled {
-    #[serde(serialize_with = "rfc3339")]
+    #[serde(serialize_with = "clock::serialize")]
     pub(crate) time: Zoned,
     /// Who wanted the memory.
     pub(crate) pid: u32,
@@ -183,10 +189,6 @@ impl output::Row for AlsoKilled {
         let comm = dash(victim.comm.as_ref());
         writeln!(out, "    also killed: PID {} (\"{comm}\")", victim.pid)
     }
-}
-
-fn rfc3339<S: Serializer>(time: &Zoned, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(&clock::rfc3339(time))
 }
 
 fn gfp<S: Serializer>(flags: &Option<Gfp>, serializer: S) -> Result<S::Ok, S::Error> {
@@ -223,6 +225,7 @@ mod tests {
             candidates: None,
             kernel_stack: None,
             user_stack: None,
+            user_stack_truncated: None,
             extended: false,
         }
     }

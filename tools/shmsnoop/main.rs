@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::Parser;
 use libbpf_rs::Link;
-use libbpf_rs::skel::{OpenSkel, SkelBuilder};
+use libbpf_rs::skel::OpenSkel;
 use memtools::cli::{self, CommonArgs};
 use memtools::clock::Clock;
 use memtools::events::Events;
@@ -72,7 +72,7 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel::preflight()?;
     kernel::preflight_tracepoints()?;
     attach::capture_log(args.common.verbose);
-    let mut poller = Poller::new()?;
+    let poller = Poller::new()?;
     let filter = args.filter.resolve(args.tid)?;
     let columns = Columns {
         timestamp: args.timestamp,
@@ -80,9 +80,8 @@ fn run(args: Args) -> Result<ExitCode> {
         segment: args.extended,
         latency: args.latency,
     };
-    let skel = load(&filter, args.extended || args.common.json)?;
+    let (skel, links) = start(&filter, args.extended || args.common.json)?;
     let events: Events<event> = Events::new(&skel.maps.events)?;
-    let links = attach(&skel)?;
 
     let clock = Clock::new();
     let mut output = Output::new(args.common.format());
@@ -90,49 +89,32 @@ fn run(args: Args) -> Result<ExitCode> {
     output.flush()?;
     eprintln!("shmsnoop: tracing shmget(2), shmat(2), shmdt(2), shmctl(2)... Ctrl-C to end");
 
-    poller.watch_events(&events);
-    let deadline = args.common.deadline();
     let mut first_ns = None;
-    let mut print = |output: &mut Output| -> Result<()> {
-        for event in events.drain()? {
+    events.follow(poller, args.common.deadline(), links, |events| {
+        for event in events {
             let first_ns = *first_ns.get_or_insert(event.time_ns);
             output.row(&Row::new(&event, first_ns, &clock, columns))?;
         }
         output.flush()
-    };
-    loop {
-        let wake = poller.wait(deadline)?;
-        print(&mut output)?;
-        if wake.stop || wake.deadline {
-            break;
-        }
-    }
-    attach::detach(links);
-    print(&mut output)?;
+    })?;
     Losses::tell("shmsnoop", &skel.maps.losses, &mut output)?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn load(filter: &Filter, with_segment: bool) -> Result<ShmsnoopSkel<'static>> {
-    let mut open = ShmsnoopSkelBuilder::default()
-        .open(attach::object_storage())
-        .context("failed to open the BPF object")?;
-    let options = open
-        .maps
-        .rodata_data
-        .as_deref_mut()
-        .context("the BPF object has no options")?;
+/// Loads the programs, and attaches them.
+fn start(filter: &Filter, with_segment: bool) -> Result<(ShmsnoopSkel<'static>, Vec<Link>)> {
+    let mut open = attach::open::<ShmsnoopSkelBuilder>()?;
+    let options = attach::options(&mut open.maps.rodata_data)?;
     filter.set(&mut options.filter);
     options.with_segment = with_segment.into();
+    let find_vma = kernel::btf_has_name("bpf_find_vma");
+    open.progs.shmdt_enter.set_autoload(find_vma);
+    open.progs.shmdt_enter_by_tree.set_autoload(!find_vma);
     let skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
-    Ok(skel)
-}
 
-/// Exits first: a call that is seen at its entry must be seen at its exit.
-fn attach(skel: &ShmsnoopSkel<'_>) -> Result<Vec<Link>> {
     let programs = &skel.progs;
-    [
+    let wanted = [
         &programs.thread_exit,
         &programs.shmget_exit,
         &programs.shmat_exit,
@@ -140,20 +122,16 @@ fn attach(skel: &ShmsnoopSkel<'_>) -> Result<Vec<Link>> {
         &programs.shmctl_exit,
         &programs.shmget_enter,
         &programs.shmat_enter,
-        &programs.shmdt_enter,
+        if find_vma {
+            &programs.shmdt_enter
+        } else {
+            &programs.shmdt_enter_by_tree
+        },
         &programs.shmctl_enter,
-    ]
-    .into_iter()
-    .map(|program| {
-        program.attach().with_context(|| {
-            format!(
-                "failed to attach {}; this needs a kernel with CONFIG_FTRACE_SYSCALLS=y and \
-                 CONFIG_SYSVIPC=y",
-                program.name().to_string_lossy()
-            )
-        })
-    })
-    .collect()
+    ];
+    let remedy = "; this needs a kernel with CONFIG_FTRACE_SYSCALLS=y and CONFIG_SYSVIPC=y";
+    let links = attach::all(&wanted, remedy)?;
+    Ok((skel, links))
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use clap::Parser;
 use memtools::cli::CommonArgs;
-use memtools::filter::FilterArgs;
+use memtools::target::TargetArgs;
 
 /// Rows between headers on a terminal, whose first one scrolls away.
 const TERMINAL_HEADER_EVERY: u64 = 20;
@@ -20,6 +20,8 @@ examples:
   vmscan 10 6                  six rows, 10 seconds apart
   vmscan --by-shrinker         and which caches were shrunk, at the end
   vmscan --cgroup /sys/fs/cgroup/db.service
+  vmscan --compaction -c 'make -j8'   while a command runs, what it and what it starts had to do
+  vmscan --trace-compaction    a line for each compaction: who, how long, with what result
   vmscan --counts -d 10        count all tracepoints of vmscan, compaction and migrate"
 )]
 pub(crate) struct Args {
@@ -30,6 +32,10 @@ pub(crate) struct Args {
     /// Add COMPACTms, the time of memory compaction, and its histogram
     #[arg(long, conflicts_with = "counts")]
     pub(crate) compaction: bool,
+
+    /// Print a line for each compaction of a zone of memory instead, when it ends
+    #[arg(long, conflicts_with_all = ["kswapd", "compaction", "by_shrinker", "by_cgroup", "counts", "header_every", "interval"])]
+    pub(crate) trace_compaction: bool,
 
     /// At the end list shrinkers with their time and what they freed
     #[arg(long, conflicts_with = "counts")]
@@ -48,7 +54,7 @@ pub(crate) struct Args {
     pub(crate) header_every: Option<u64>,
 
     #[command(flatten)]
-    pub(crate) filter: FilterArgs,
+    pub(crate) target: TargetArgs,
 
     #[command(flatten)]
     pub(crate) common: CommonArgs,
@@ -108,8 +114,11 @@ mod tests {
             "vmscan 1 2 3",
             "vmscan -d 0",
             "vmscan -p 0",
+            "vmscan -p 1 -c true",
             "vmscan --counts --compaction",
             "vmscan --counts --by-shrinker",
+            "vmscan --trace-compaction 1",
+            "vmscan --trace-compaction --compaction",
             "vmscan --json --header-every 3",
         ] {
             assert_eq!(parse(wrong).expect_err(wrong).exit_code(), 2);

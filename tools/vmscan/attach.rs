@@ -44,7 +44,7 @@ pub(crate) fn start(args: &Args, filter: &Filter, columns: Columns) -> Result<At
 
 /// Attaches what there is. A tracepoint that is missing costs its column, and a line on stderr.
 fn try_start(args: &Args, filter: &Filter, columns: Columns) -> Result<Attached> {
-    let mut open = open(filter)?;
+    let mut open = without_events(open(filter)?)?;
     let options = open
         .maps
         .rodata_data
@@ -53,9 +53,9 @@ fn try_start(args: &Args, filter: &Filter, columns: Columns) -> Result<Attached>
     options.by_shrinker = args.by_shrinker.into();
     options.by_cgroup = args.by_cgroup.into();
     for mut program in open.open_object_mut().progs_mut() {
-        if number(program.name()).is_some() {
-            program.set_autoload(false);
-        }
+        let name = program.name().to_string_lossy();
+        let others = number(program.name()).is_some() || name.starts_with("trace_");
+        program.set_autoload(!others);
     }
     let skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
@@ -152,6 +152,37 @@ fn try_start(args: &Args, filter: &Filter, columns: Columns) -> Result<Attached>
     Ok(Attached { skel, links, has })
 }
 
+/// The programs of --trace-compaction while they are live.
+pub(crate) struct Tracing {
+    pub(crate) skel: VmscanSkel<'static>,
+    pub(crate) links: Vec<Link>,
+}
+
+/// Traces each compaction.
+pub(crate) fn start_tracing_compaction(args: &Args, filter: &Filter) -> Result<Tracing> {
+    let way = Variant::new("raw tracepoints", || try_start_tracing_compaction(filter));
+    let (_, tracing) = attach::first_that_works(args.common.verbose, [way])?;
+    Ok(tracing)
+}
+
+fn try_start_tracing_compaction(filter: &Filter) -> Result<Tracing> {
+    let Some(arguments) = kernel::tracepoint_arguments("mm_compaction_end")? else {
+        bail!("this kernel has no tracepoints of compaction (CONFIG_COMPACTION)");
+    };
+    let end = match arguments.len() {
+        5 => "trace_compaction_end_5",
+        6 => "trace_compaction_end_6",
+        _ => bail!("the arguments of mm_compaction_end are unknown: {arguments:?}"),
+    };
+    let programs = [end, "trace_compaction_zone", "trace_compaction_begin"];
+    let mut open = open(filter)?;
+    attach::load_only(open.open_object_mut(), &programs);
+    let mut skel = open.load().context("failed to load")?;
+    filter.set_cgroup(&skel.maps.filter_cgroup)?;
+    let links = attach::by_name(skel.object_mut(), &programs)?;
+    Ok(Tracing { skel, links })
+}
+
 /// The programs of --counts while they are live.
 pub(crate) struct Counting {
     pub(crate) skel: VmscanSkel<'static>,
@@ -173,7 +204,7 @@ fn try_start_counting(filter: &Filter) -> Result<Counting> {
         .into_iter()
         .filter_map(|tracepoint| Some((group(&tracepoint)?, tracepoint)))
         .collect();
-    let mut open = open(filter)?;
+    let mut open = without_events(open(filter)?)?;
     for mut program in open.open_object_mut().progs_mut() {
         let used = number(program.name()).is_some_and(|number| number < wanted.len());
         program.set_autoload(used);
@@ -214,6 +245,14 @@ fn number(program: &OsStr) -> Option<usize> {
     usize::from_str_radix(digits, 8).ok()
 }
 
+/// With the smallest ring buffer that there is: nothing is put into it.
+fn without_events(mut open: OpenVmscanSkel<'static>) -> Result<OpenVmscanSkel<'static>> {
+    let page = kernel::page_bytes()? as u32;
+    let sized = open.maps.events.set_max_entries(page);
+    sized.context("failed to size the ring buffer")?;
+    Ok(open)
+}
+
 fn open(filter: &Filter) -> Result<OpenVmscanSkel<'static>> {
     let mut open = VmscanSkelBuilder::default()
         .open(attach::object_storage())
@@ -224,6 +263,7 @@ fn open(filter: &Filter) -> Result<OpenVmscanSkel<'static>> {
         .as_deref_mut()
         .context("the BPF object has no options")?;
     filter.set(&mut options.filter);
+    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
     Ok(open)
 }
 

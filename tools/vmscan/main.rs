@@ -6,6 +6,7 @@
 
 mod args;
 mod attach;
+mod compaction;
 mod report;
 
 use std::io::{self, IsTerminal};
@@ -17,13 +18,16 @@ use libbpf_rs::{MapCore, MapFlags, MapMut};
 use memtools::cgroup::Cgroups;
 use memtools::cli;
 use memtools::clock::{self, Clock};
+use memtools::entries;
 use memtools::histogram::Histogram;
 use memtools::kallsyms::Kallsyms;
 use memtools::kernel;
 use memtools::losses::Losses;
 use memtools::output::Output;
 use memtools::poll::Poller;
+use memtools::reports::{Due, Reports};
 use memtools::shared;
+use memtools::target::Target;
 
 use crate::args::Args;
 use crate::attach::{Attached, Counting, Has};
@@ -32,11 +36,8 @@ use crate::report::{Cgroup, Columns, Counts, Interval, Latencies, Shrinker, Time
 
 memtools::skeleton!(
     "vmscan",
-    plain: [total, shrinker_total, cgroup_key, cgroup_total, filter]
+    plain: [total, shrinker_total, cgroup_key, cgroup_total, compaction, filter]
 );
-
-/// Entries read from a map at once.
-const BATCH: u32 = 1024;
 
 fn main() -> ExitCode {
     cli::main(run)
@@ -45,25 +46,30 @@ fn main() -> ExitCode {
 fn run(args: Args) -> Result<ExitCode> {
     kernel::preflight()?;
     memtools::attach::capture_log(args.common.verbose);
-    let filter = args.filter.resolve(None)?;
-    let poller = Poller::new()?;
+    let mut poller = Poller::new()?;
+    let mut target = Target::choose(&args.target)?;
     let output = Output::new(args.common.format());
-    if args.counts {
-        count(
-            &args,
-            attach::start_counting(&args, &filter)?,
-            poller,
-            output,
-        )?;
+    if args.trace_compaction {
+        let tracing = attach::start_tracing_compaction(&args, target.filter())?;
+        target.release()?;
+        target.watch_exit(&mut poller);
+        compaction::trace(&args, tracing, poller, output)?;
+    } else if args.counts {
+        let counting = attach::start_counting(&args, target.filter())?;
+        target.release()?;
+        target.watch_exit(&mut poller);
+        count(&args, counting, poller, output)?;
     } else {
         let columns = Columns {
             kswapd: args.kswapd,
             compaction: args.compaction,
         };
-        let attached = attach::start(&args, &filter, columns)?;
+        let attached = attach::start(&args, target.filter(), columns)?;
+        target.release()?;
+        target.watch_exit(&mut poller);
         watch(&args, columns, attached, poller, output)?;
     }
-    Ok(ExitCode::SUCCESS)
+    target.finish()
 }
 
 /// Prints a row each interval, and the rest at the end.
@@ -190,21 +196,13 @@ fn each_interval(
     mut report: impl FnMut() -> Result<()>,
 ) -> Result<bool> {
     let interval = args.interval.map(Duration::from_secs).or(default);
-    if let Some(interval) = interval {
-        poller.tick_every(interval)?;
-    }
-    let deadline = args.common.deadline();
-    let mut left = args.count;
+    let mut reports = Reports::start(poller, interval, args.count, args.common.deadline())?;
     loop {
-        let wake = poller.wait(deadline)?;
+        let (wake, due) = reports.wait(poller)?;
         if wake.tick {
             report()?;
-            left = left.map(|left| left - 1);
-            if left == Some(0) {
-                return Ok(false);
-            }
         }
-        if wake.stop || wake.deadline {
+        if due == Due::Last {
             return Ok(!wake.tick);
         }
     }
@@ -279,20 +277,18 @@ impl Totals {
 /// Shrinkers, the one that took longest last.
 fn read_shrinkers(map: &MapMut<'_>) -> Result<Vec<Shrinker>> {
     let symbols = Kallsyms::read().context("failed to read /proc/kallsyms")?;
-    let batches = map
-        .lookup_batch(BATCH, MapFlags::ANY, MapFlags::ANY)
-        .context("failed to read the shrinkers")?;
     let mut shrinkers = Vec::new();
-    for (key, value) in batches {
-        let address = *shared::view::<u64>(&key)?;
-        let total: &shrinker_total = shared::view(&value)?;
+    entries::read(map, |key, value| {
+        let address = *shared::view::<u64>(key)?;
+        let total: &shrinker_total = shared::view(value)?;
         shrinkers.push(Shrinker {
             function: function_name(&symbols, address),
             count: total.count,
             time_ns: total.time_ns,
             objects_freed: total.freed,
         });
-    }
+        Ok(())
+    })?;
     shrinkers.sort_by(|a, b| (a.time_ns, &a.function).cmp(&(b.time_ns, &b.function)));
     Ok(shrinkers)
 }
@@ -309,13 +305,10 @@ fn function_name(symbols: &Kallsyms, address: u64) -> String {
 /// Cgroups, the one that reclaimed longest last.
 fn read_cgroups(map: &MapMut<'_>) -> Result<Vec<Cgroup>> {
     let mut paths = Cgroups::new();
-    let batches = map
-        .lookup_batch(BATCH, MapFlags::ANY, MapFlags::ANY)
-        .context("failed to read the cgroups")?;
     let mut cgroups: Vec<Cgroup> = Vec::new();
-    for (key, value) in batches {
-        let key: &cgroup_key = shared::view(&key)?;
-        let total: &cgroup_total = shared::view(&value)?;
+    entries::read(map, |key, value| {
+        let key: &cgroup_key = shared::view(key)?;
+        let total: &cgroup_total = shared::view(value)?;
         let timed = Timed {
             count: total.count,
             time_ns: total.time_ns,
@@ -337,7 +330,8 @@ fn read_cgroups(map: &MapMut<'_>) -> Result<Vec<Cgroup>> {
             Operation::OPERATION_MEMCG_RECLAIM => cgroups[index].memcg_reclaim = timed,
             _ => {}
         }
-    }
+        Ok(())
+    })?;
     cgroups.sort_by_key(|cgroup| (cgroup.reclaim_ns(), cgroup.id));
     Ok(cgroups)
 }

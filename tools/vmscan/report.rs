@@ -47,7 +47,7 @@ pub(crate) struct Timed {
 #[serde(tag = "type", rename = "interval")]
 pub(crate) struct Interval {
     /// When it ended.
-    #[serde(serialize_with = "rfc3339")]
+    #[serde(serialize_with = "clock::serialize")]
     pub(crate) time: Zoned,
     pub(crate) shrink_slab: Option<Timed>,
     pub(crate) direct_reclaim: Option<Timed>,
@@ -209,7 +209,7 @@ impl Row for Cgroup {
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "counts")]
 pub(crate) struct Counts {
-    #[serde(serialize_with = "rfc3339")]
+    #[serde(serialize_with = "clock::serialize")]
     pub(crate) time: Zoned,
     /// Also those with 0, which the text leaves out.
     #[serde(serialize_with = "as_object")]
@@ -239,10 +239,6 @@ impl Row for Counts {
         }
         Ok(())
     }
-}
-
-fn rfc3339<S: Serializer>(time: &Zoned, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(&clock::rfc3339(time))
 }
 
 fn as_object<S: Serializer>(pairs: &[(String, u64)], serializer: S) -> Result<S::Ok, S::Error> {

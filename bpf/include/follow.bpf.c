@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: BSD-2-Clause
+/*
+ * Fills the map of followed processes (filter.bpf.h), which the object of the
+ * tool shares: src/follow.rs.
+ *
+ * Hooks: sched_process_fork, before the child has run, and sched_process_free,
+ * when the last thread of a process has gone.
+ */
+#include "filter.bpf.h"
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";
+
+/* Threads too are made by fork; these are of their maker's process. */
+SEC("raw_tp/sched_process_fork")
+int process_fork(struct bpf_raw_tracepoint_args *ctx)
+{
+	struct task_struct *child = (void *)ctx->args[1];
+	__u64 process = filter_process_of(child);
+	struct task_ids ids = ids_of_current();
+	__u8 here = 1;
+
+	if (process == filter_process_of((void *)bpf_get_current_task()))
+		return 0;
+	if (filter_wants_pid(ids.pid) || filter_follows_current()) {
+		if (bpf_map_update_elem(&filter_followed, &process, &here, BPF_ANY))
+			count_loss(processes);
+	} else {
+		/* In case that the one that was here before could not be removed. */
+		bpf_map_delete_elem(&filter_followed, &process);
+	}
+	return 0;
+}
+
+/* A process's first thread is the last to be freed. */
+SEC("raw_tp/sched_process_free")
+int process_free(struct bpf_raw_tracepoint_args *ctx)
+{
+	struct task_struct *task = (void *)ctx->args[0];
+	__u64 process = filter_process_of(task);
+
+	if (BPF_CORE_READ(task, group_leader) == task)
+		bpf_map_delete_elem(&filter_followed, &process);
+	return 0;
+}

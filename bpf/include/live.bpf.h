@@ -1,0 +1,288 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * memleak's live blocks, by process and address.
+ *
+ * They are in two maps. `table` is an array that user space maps and reads as
+ * one plain copy: at a million blocks that takes milliseconds, where walking a
+ * hash map by its keys takes seconds. It costs 50 bytes a block. Each block has
+ * two buckets where it can be; what finds neither free goes to hash maps, at
+ * about 110 bytes a block. A hash map's buckets are all made at its start, so
+ * user space adds larger ones as they are needed: `overflow` is the first, and
+ * `more_overflow` has the others in their order. New blocks go to the last one
+ * that has room.
+ *
+ * A slot of the table is claimed with a compare-and-exchange. Kernels before
+ * 5.12 have none in BPF, and refuse a program that contains one, even where it
+ * is never run; so each function here is told by a constant whether its program
+ * uses the table, and all is in `overflow` there.
+ */
+#ifndef MEMTOOLS_LIVE_BPF_H
+#define MEMTOOLS_LIVE_BPF_H
+
+#include "memtools.bpf.h"
+
+/*
+ * A slot of the table. User addresses have their upper bits clear; they mark
+ * what is no live block: 0, never used; SLOT_CLAIMED, being written;
+ * SLOT_FREED with an address, a block that was freed.
+ */
+struct block {
+	__u64 address;
+	__u64 stack; /* id in `stacks` */
+	__u64 born;  /* see BORN_TIME_BITS */
+	__u64 owner; /* bytes asked for << BLOCK_PID_BITS | process */
+};
+
+#define SLOT_CLAIMED   (1ULL << 63)
+#define SLOT_FREED     (1ULL << 62)
+#define BLOCK_PID_BITS 22 /* PID_MAX_LIMIT is 1 << 22 */
+/* What has no room in `owner`, such as an overcommitted calloc, goes to `overflow`. */
+#define BLOCK_MAX_SIZE ((1ULL << (64 - BLOCK_PID_BITS)) - 1)
+
+/* CLOCK_MONOTONIC at allocation, 18 years of it, and the sampling level that it was recorded at. */
+#define BORN_TIME_BITS 59
+#define BORN_TIME      ((1ULL << BORN_TIME_BITS) - 1)
+
+#define BUCKET_BLOCKS 8
+
+struct block_bucket {
+	__u64 was_full; /* a block that belongs here may be in its second bucket, or overflow */
+	struct block blocks[BUCKET_BLOCKS];
+};
+
+struct live_key {
+	__u64 address;
+	__u64 pid;
+};
+
+struct live_block {
+	__u64 size; /* bytes asked for */
+	__u64 stack;
+	__u64 born;
+};
+
+/* What is known of an address that is freed. */
+enum live_state {
+	LIVE_UNKNOWN, /* allocated before the trace, not recorded, or freed long ago */
+	LIVE_FOUND,
+	LIVE_FREED, /* freed already, and not allocated since */
+};
+
+const volatile __u32 bucket_count = 1;
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct block_bucket);
+} table SEC(".maps");
+
+/*
+ * The sizes alone: with types, which maps made later have not, 6.1 does not take
+ * one for the other.
+ */
+struct overflow {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(max_entries, 1);
+	__uint(key_size, sizeof(struct live_key));
+	__uint(value_size, sizeof(struct live_block));
+} overflow SEC(".maps");
+struct live_key *unused_live_key __attribute__((unused));
+struct live_block *unused_live_block __attribute__((unused));
+
+#define MORE_OVERFLOW 2
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
+	__uint(max_entries, MORE_OVERFLOW);
+	__type(key, __u32);
+	__array(values, struct overflow);
+} more_overflow SEC(".maps");
+
+/* Blocks that were put into these maps, less those that were taken out again. */
+__u64 overflow_blocks;
+/* At so many, user space is asked for the next map, once; from then on it looks by itself. */
+const volatile __u64 overflow_crowded = ~0ULL;
+__u8 asked_for_room;
+
+/* Ask for it. */
+static int ask_for_room(void);
+
+static __always_inline struct block_bucket *bucket_of(__u64 address, __u64 pid, __u32 choice)
+{
+	__u64 hash = (address ^ pid << 48) * 0x9e3779b97f4a7c15ULL;
+	__u32 index;
+
+	/* One multiplication would crowd addresses at regular distances together. */
+	hash = (hash ^ hash >> 32) * 0xbf58476d1ce4e5b9ULL;
+	index = (choice ? (__u32)hash : hash >> 32) * bucket_count >> 32;
+	return bpf_map_lookup_elem(&table, &index);
+}
+
+/* Put a block into a bucket. Returns 0 if that is full. */
+static __noinline int bucket_put(struct block_bucket *bucket, __u64 address, __u64 owner,
+				 __u64 stack, __u64 born)
+{
+	for (int i = 0; i < BUCKET_BLOCKS; i++) {
+		struct block *block = &bucket->blocks[i];
+		__u64 was = block->address;
+
+		if (was && !(was & SLOT_FREED))
+			continue;
+		if (__sync_val_compare_and_swap(&block->address, was, SLOT_CLAIMED) != was)
+			continue;
+		block->stack = stack;
+		block->born = born;
+		block->owner = owner;
+		barrier();
+		block->address = address;
+		return 1;
+	}
+	bucket->was_full = 1;
+	return 0;
+}
+
+/* Take a block out of a bucket into `taken`. Returns an enum live_state. */
+static __noinline int bucket_take(struct block_bucket *bucket, __u64 address, __u64 pid,
+				  struct live_block *taken)
+{
+	int state = LIVE_UNKNOWN;
+
+	for (int i = 0; i < BUCKET_BLOCKS; i++) {
+		struct block *block = &bucket->blocks[i];
+		__u64 owner = block->owner;
+
+		if ((block->address & ~SLOT_FREED) != address ||
+		    (owner & ((1 << BLOCK_PID_BITS) - 1)) != pid)
+			continue;
+		if (__sync_val_compare_and_swap(&block->address, address, SLOT_CLAIMED) !=
+		    address) {
+			state = LIVE_FREED;
+			continue;
+		}
+		/* While it was not claimed, it could become another process's at the same address.
+		 */
+		if (block->owner != owner) {
+			block->address = address;
+			continue;
+		}
+		taken->size = owner >> BLOCK_PID_BITS;
+		taken->stack = block->stack;
+		taken->born = block->born;
+		block->address = address | SLOT_FREED;
+		return LIVE_FOUND;
+	}
+	return state;
+}
+
+static __noinline int overflow_put(__u64 address, __u64 size, __u64 stack, __u64 born)
+{
+	struct live_key key = { .address = address, .pid = process_of_current() };
+	struct live_block block = { .size = size, .stack = stack, .born = born };
+	long error = -1;
+
+	for (int i = MORE_OVERFLOW - 1; i >= 0 && error; i--) {
+		__u32 number = i;
+		void *map = bpf_map_lookup_elem(&more_overflow, &number);
+
+		if (map)
+			error = bpf_map_update_elem(map, &key, &block, BPF_ANY);
+	}
+	if (error && bpf_map_update_elem(&overflow, &key, &block, BPF_ANY)) {
+		count_loss(entries);
+		return 0;
+	}
+	__sync_fetch_and_add(&overflow_blocks, 1);
+	if (overflow_blocks >= overflow_crowded && !asked_for_room) {
+		asked_for_room = 1;
+		ask_for_room();
+	}
+	return 1;
+}
+
+static __always_inline int take_from(void *map, const struct live_key *key,
+				     struct live_block *taken)
+{
+	struct live_block *block = bpf_map_lookup_elem(map, key);
+
+	if (!block)
+		return LIVE_UNKNOWN;
+	*taken = *block;
+	if (bpf_map_delete_elem(map, key))
+		return LIVE_FREED;
+	__sync_fetch_and_add(&overflow_blocks, -1);
+	return LIVE_FOUND;
+}
+
+static __noinline int overflow_take(__u64 address, struct live_block *taken)
+{
+	struct live_key key = { .address = address, .pid = process_of_current() };
+	int state = take_from(&overflow, &key, taken);
+
+	for (__u32 i = 0; i < MORE_OVERFLOW && state != LIVE_FOUND; i++) {
+		__u32 number = i;
+		void *map = bpf_map_lookup_elem(&more_overflow, &number);
+
+		if (!map)
+			break;
+		state = take_from(map, &key, taken);
+	}
+	return state;
+}
+
+static __noinline int table_put(__u64 address, __u64 size, __u64 stack, __u64 born)
+{
+	__u64 pid = process_of_current();
+	struct block_bucket *bucket;
+
+	if (size > BLOCK_MAX_SIZE)
+		return 0;
+	for (__u32 choice = 0; choice < 2; choice++) {
+		bucket = bucket_of(address, pid, choice);
+		if (bucket &&
+		    bucket_put(bucket, address, size << BLOCK_PID_BITS | pid, stack, born))
+			return 1;
+	}
+	return 0;
+}
+
+static __noinline int table_take(__u64 address, struct live_block *taken)
+{
+	__u64 pid = process_of_current();
+	int state = LIVE_UNKNOWN;
+
+	for (__u32 choice = 0; choice < 2; choice++) {
+		struct block_bucket *bucket = bucket_of(address, pid, choice);
+		int found = bucket ? bucket_take(bucket, address, pid, taken) : LIVE_UNKNOWN;
+
+		if (found == LIVE_FOUND)
+			return found;
+		state |= found;
+		if (!bucket || !bucket->was_full)
+			break;
+	}
+	return state;
+}
+
+/* Remember a block of the current process that was not live before. Returns 0 if it is lost. */
+static __always_inline int live_put(__u64 address, __u64 size, __u64 stack, __u64 born,
+				    bool use_table)
+{
+	return (use_table && table_put(address, size, stack, born)) ||
+	       overflow_put(address, size, stack, born);
+}
+
+/* Forget a block of the current process, which is then in `taken`. Returns an enum live_state. */
+static __always_inline int live_take(__u64 address, struct live_block *taken, bool use_table)
+{
+	int state = use_table ? table_take(address, taken) : LIVE_UNKNOWN;
+
+	if (state != LIVE_FOUND && (!use_table || overflow_blocks) &&
+	    overflow_take(address, taken) == LIVE_FOUND)
+		return LIVE_FOUND;
+	return state;
+}
+
+#endif /* MEMTOOLS_LIVE_BPF_H */

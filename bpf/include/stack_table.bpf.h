@@ -1,0 +1,180 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * The table of distinct call stacks, which gives each an id.
+ *
+ * It is our own rather than BPF_MAP_TYPE_STACK_TRACE. That map drops or
+ * replaces a stack when two hash to the same bucket, and takes stacks from the
+ * kernel's own walk only. Here the key is a 64-bit hash of the frames, and the
+ * entry holds a second, independent one: only if both agree are two stacks the
+ * same.
+ *
+ * A stack is put together in a slot: memory that belongs to whoever holds it,
+ * however long it is preempted, and whatever interrupts it. Per-CPU memory would
+ * be shared with both: uprobes' programs can be preempted and migrated. Since
+ * 6.13 so is the BPF stack itself of any (sub)program that uses 64 bytes of it
+ * or more (x86's private stacks). Every (sub)program here stays below that;
+ * tests/e2e/load.rs checks it.
+ */
+#ifndef MEMTOOLS_STACK_TABLE_BPF_H
+#define MEMTOOLS_STACK_TABLE_BPF_H
+
+#include "memtools.bpf.h"
+
+#define STACK_MAX_DEPTH	   127
+#define STACK_WINDOW_BYTES 2048
+
+/* Frames kept of each stack, at most STACK_MAX_DEPTH. */
+const volatile __u32 stack_depth = STACK_MAX_DEPTH;
+
+/* Ids that are not in the table. */
+#define STACK_LOST 0 /* could not be taken or stored; counted */
+#define STACK_NONE 1 /* there is none: a kernel thread's user stack */
+#define STACK_SOME 2 /* the first that is in it */
+
+enum stack_flags {
+	STACK_KERNEL = 1, /* addresses of the kernel */
+};
+
+/* Why there is no further frame. */
+enum stack_end {
+	STACK_END_ROOT,		 /* the last one is the outermost */
+	STACK_END_DEPTH,	 /* there are more than stack_depth */
+	STACK_END_FRAME_POINTER, /* no further frame pointer, and only these were asked for */
+	STACK_END_NO_TABLES,	 /* the same, as there were no tables for the process */
+	STACK_END_NO_RULE,	 /* no unwind information for the last one's code */
+	STACK_END_NO_CODE,	 /* it would be in no code that is known of the process */
+	STACK_END_UNREADABLE,	 /* the stack's memory could not be read */
+	STACK_END_BACKWARDS,	 /* it would be farther from the stack's base than the last one */
+	STACK_ENDS,
+};
+
+struct stack {
+	__u64 check; /* second hash of the frames */
+	__u32 depth; /* frames in pc[] */
+	__u8 flags;  /* enum stack_flags */
+	__u8 end;    /* enum stack_end */
+	__u16 frame_pointer_steps;
+	/*
+	 * Bit i: pc[i] is the instruction that was interrupted. The others are
+	 * return addresses, whose call lies before them.
+	 */
+	__u64 interrupted[2];
+	__u64 pc[STACK_MAX_DEPTH];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 16384);
+	__type(key, __u64);
+	__type(value, struct stack);
+} stacks SEC(".maps");
+
+/* A walk up a user stack: the frame that it has come to. */
+struct stack_walk {
+	__u64 pc;
+	__u64 sp;
+	__u64 fp;
+	__u64 pc_at;   /* where on the stack the pc was read; 0: it is a register's */
+	__u64 process; /* of unwind_processes; 0: only frame pointers to go by */
+	__u64 word;    /* what stack_word() has read */
+	/* What was read of the stack, in one piece. */
+	__u64 window_at;
+	__u32 window_places; /* at which eight bytes can be read; 0: nothing was read */
+	__u32 interrupted;   /* 1: pc is no return address */
+	__u32 outdated;	     /* the process has mapped code that there may be no rules for yet */
+	__u32 reserved;
+	__u64 id; /* two hashes of the frames so far */
+	__u64 check;
+};
+
+#define STACK_SLOTS 256
+
+struct stack_slot {
+	__u64 holders; /* 1: held; more: others who tried, and will go away */
+	/* User stacks that were put together here, by enum stack_end. */
+	__u64 ends[STACK_ENDS];
+	__u64 frame_pointer_steps; /* of those that are not walked by frame pointers alone */
+	struct stack_walk walk;
+	struct stack stack;
+	__u8 window[STACK_WINDOW_BYTES];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, STACK_SLOTS);
+	__type(key, __u32);
+	__type(value, struct stack_slot);
+} stack_slots SEC(".maps");
+
+/* The thread's own slot, or one beside it. STACK_SLOTS if all these are held. */
+static __noinline __u32 stack_slot_take(void)
+{
+	__u32 thread = (__u32)bpf_get_current_pid_tgid();
+
+	for (__u32 probe = 0; probe < 4; probe++) {
+		__u32 index = (thread + probe) % STACK_SLOTS;
+		struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
+
+		if (!slot)
+			break;
+		/*
+		 * 5.10 has no atomic that returns the old value. Of those who add
+		 * at the same time, who reads 1 is alone; the rest step back.
+		 */
+		__sync_fetch_and_add(&slot->holders, 1);
+		if (*(volatile __u64 *)&slot->holders == 1)
+			return index;
+		__sync_fetch_and_add(&slot->holders, -1);
+	}
+	return STACK_SLOTS;
+}
+
+static __always_inline void stack_slot_give_back(struct stack_slot *slot)
+{
+	__sync_fetch_and_add(&slot->holders, -1);
+}
+
+static __always_inline void stack_hash_add(__u64 *id, __u64 *check, __u64 pc)
+{
+	*id = (*id ^ pc) * 0x9e3779b97f4a7c15ULL;
+	*id ^= *id >> 29;
+	*check = (*check + pc) * 0xd6e8feb86659fd93ULL;
+	*check ^= *check >> 32;
+}
+
+/*
+ * Where the stack with these hashes is, or where it is to be stored: `*found`
+ * tells which. Returns STACK_LOST if other stacks are in all the places for it.
+ */
+static __noinline __u64 stack_find(__u64 id, __u64 check, __u32 *found)
+{
+	if (id < STACK_SOME)
+		id = STACK_SOME;
+	/* Another stack with the same 64-bit id: the next id. */
+	for (int probe = 0; probe < 4; probe++) {
+		struct stack *stack = bpf_map_lookup_elem(&stacks, &id);
+
+		*found = stack != NULL;
+		if (!stack || stack->check == check)
+			return id;
+		id++;
+	}
+	return STACK_LOST;
+}
+
+/* The id of the stack that is in the slot, with these hashes; it is stored if it is new. */
+static __noinline __u64 stack_put(struct stack *stack, __u64 id, __u64 check)
+{
+	__u32 found = 0;
+
+	stack->check = check;
+	id = stack_find(id, check, &found);
+	/* Another thread may have met the same stack at the same time: both store the same. */
+	if (id != STACK_LOST && !found && bpf_map_update_elem(&stacks, &id, stack, BPF_ANY))
+		id = STACK_LOST;
+	if (id == STACK_LOST)
+		count_loss(stacks);
+	return id;
+}
+
+#endif /* MEMTOOLS_STACK_TABLE_BPF_H */

@@ -1,0 +1,75 @@
+//! The processes that a traced command starts, and what these start.
+//!
+//! `bpf/include/follow.bpf.c` writes them down as they are forked. It is an object of its own, so
+//! that a tool has one however many variants it tries; its maps are shared with each.
+
+use std::fmt;
+use std::os::fd::AsFd;
+
+use anyhow::{Context, Result};
+use libbpf_rs::skel::{OpenSkel, SkelBuilder};
+use libbpf_rs::{Link, OpenMapMut};
+
+use crate::attach;
+use crate::filter::Filter;
+
+use bpf::{FollowSkel, FollowSkelBuilder};
+
+crate::skeleton!("follow", plain: [filter]);
+
+/// Processes that can be followed at a time: the largest PID is 32768 on small systems.
+const PROCESSES: u32 = 32768;
+
+/// Follows as long as it lives.
+pub struct Follower {
+    skel: FollowSkel<'static>,
+    _links: [Link; 2],
+}
+
+impl Follower {
+    /// Follows what the processes of the filter start from now on.
+    pub(crate) fn start(filter: &Filter) -> Result<Self> {
+        let mut open = FollowSkelBuilder::default()
+            .open(attach::object_storage())
+            .context("failed to open the BPF object")?;
+        let options = open.maps.rodata_data.as_deref_mut();
+        filter.set(&mut options.context("the BPF object has no options")?.filter);
+        let followed = &mut open.maps.filter_followed;
+        followed
+            .set_max_entries(PROCESSES)
+            .context("failed to size the map of processes")?;
+        let skel = open
+            .load()
+            .context("failed to load what follows processes")?;
+        let attach = || -> libbpf_rs::Result<[Link; 2]> {
+            Ok([
+                skel.progs.process_free.attach()?,
+                skel.progs.process_fork.attach()?,
+            ])
+        };
+        let links = attach().context("failed to attach what follows processes")?;
+        Ok(Self {
+            skel,
+            _links: links,
+        })
+    }
+
+    /// Puts its maps in the place of a tool's.
+    pub(crate) fn share_maps(
+        &self,
+        followed: &mut OpenMapMut<'_>,
+        losses: &mut OpenMapMut<'_>,
+    ) -> Result<()> {
+        let own = &self.skel.maps;
+        followed
+            .reuse_fd(own.filter_followed.as_fd())
+            .and_then(|()| losses.reuse_fd(own.losses.as_fd()))
+            .context("failed to share the map of processes")
+    }
+}
+
+impl fmt::Debug for Follower {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Follower")
+    }
+}

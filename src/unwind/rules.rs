@@ -1,0 +1,499 @@
+//! The rules by which code is unwound, from a file's `.eh_frame`, as rows of eight bytes.
+//!
+//! `.eh_frame` is a program for each function; it is run here once, and what it says of the stack
+//! pointer, the frame pointer and the return address is written down for each range of addresses.
+//! `bpf/include/unwind.bpf.h` has the format. What no row can hold becomes a row that says so.
+
+use std::fs::File;
+use std::ops::Range;
+
+use anyhow::{Context, Result, bail, ensure};
+use gimli::{
+    BaseAddresses, CfaRule, CieOrFde, EhFrame, EhFrameHdr, EndianSlice, FrameDescriptionEntry,
+    LittleEndian, Operation, Register, RegisterRule, UnwindContext, UnwindExpression,
+    UnwindSection, X86_64,
+};
+use object::read::elf::{ElfFile64, ProgramHeader};
+use object::read::{ReadCache, ReadRef};
+use object::{Object, ObjectSection, elf};
+
+use crate::shared::{unwind_frame_pointer as FramePointer, unwind_kind as Kind};
+
+type Slice<'a> = EndianSlice<'a, LittleEndian>;
+type Fde<'a> = FrameDescriptionEntry<Slice<'a>>;
+type Expression = UnwindExpression<usize>;
+
+/// Addresses are 32 bits of a row.
+const MAX_ADDRESS: u64 = 1 << 32;
+/// Bytes of code that share an entry of the index, as a power of two; `UNWIND_PAGE_SHIFT`.
+const PAGE_SHIFT: u32 = 8;
+/// Between two functions there is padding to a multiple of this, which is no code of its own.
+const ALIGNMENT: u64 = 16;
+/// How often a byte of `.eh_frame` may be run: a CIE, 24 bytes or so, is run for each of its FDEs.
+const MAX_RUNS: usize = 64;
+
+/// The rows of one file, and an index to them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Rules {
+    /// Ascending by address. Each is valid up to the next one.
+    pub rows: Vec<u64>,
+    /// The page of code that the index begins with: an address divided by 256.
+    pub first_page: u32,
+    /// The rows that are valid somewhere in each page.
+    pub pages: Vec<Range<u32>>,
+    /// The code: bytes of the file, and the address of the first of them.
+    pub segments: Vec<(Range<u64>, u64)>,
+}
+
+impl Rules {
+    /// The rules in an ELF file. Those of a file without any are empty.
+    ///
+    /// # Errors
+    /// If it is no ELF file, or its unwind information makes no sense.
+    pub fn of_file(file: &File) -> Result<Self> {
+        let bytes = file.metadata().context("failed to look at the file")?.len();
+        Self::read(&ReadCache::new(file), bytes)
+    }
+
+    /// The rules in an ELF image that is in memory, such as the vdso.
+    pub fn of_image(image: &[u8]) -> Result<Self> {
+        Self::read(image, image.len() as u64)
+    }
+
+    fn read<'data, R: ReadRef<'data>>(data: R, bytes: u64) -> Result<Self> {
+        let file =
+            ElfFile64::<object::Endianness, R>::parse(data).context("not a 64-bit ELF file")?;
+        let code = code_segments(&file, bytes)?;
+        let segments: Vec<_> = code
+            .iter()
+            .map(|segment| (segment.offset..segment.offset + segment.size, segment.start))
+            .collect();
+        let Some((address, frames)) = eh_frame(&file)? else {
+            return Ok(Self {
+                segments,
+                ..Self::default()
+            });
+        };
+        let text = file
+            .section_by_name(".text")
+            .map_or(0, |section| section.address());
+        let bases = BaseAddresses::default()
+            .set_eh_frame(address)
+            .set_text(text);
+        let addresses: Vec<_> = code
+            .iter()
+            .map(|segment| segment.start..segment.start + segment.size)
+            .collect();
+        let rows = rows(frames, &bases, &addresses)?;
+        Ok(Self {
+            segments,
+            ..Self::index(rows)
+        })
+    }
+
+    fn index(rows: Vec<u64>) -> Self {
+        let (Some(&first), Some(&last)) = (rows.first(), rows.last()) else {
+            return Self::default();
+        };
+        let page_of = |row: u64| address_of(row) >> PAGE_SHIFT;
+        let mut pages = Vec::with_capacity((page_of(last) - page_of(first) + 1) as usize);
+        let mut next = 0;
+        for page in page_of(first)..=page_of(last) {
+            // The row before is still valid where the page begins, unless a row begins there.
+            let begins = rows.get(next).map(|&row| address_of(row)) == Some(page << PAGE_SHIFT);
+            let start = if begins { next } else { next.saturating_sub(1) };
+            while rows.get(next).is_some_and(|&row| page_of(row) == page) {
+                next += 1;
+            }
+            pages.push(start as u32..next as u32);
+        }
+        Self {
+            first_page: page_of(first) as u32,
+            rows,
+            pages,
+            segments: Vec::new(),
+        }
+    }
+
+    /// The row that is valid at an address.
+    pub fn find(&self, address: u64) -> Option<u64> {
+        let page = (address >> PAGE_SHIFT).checked_sub(self.first_page.into())?;
+        let rows = self.pages.get(usize::try_from(page).ok()?)?;
+        let rows = self.rows.get(rows.start as usize..rows.end as usize)?;
+        let after = rows.partition_point(|&row| address_of(row) <= address);
+        rows.get(after.checked_sub(1)?).copied()
+    }
+}
+
+/// The address from which a row is valid.
+pub fn address_of(row: u64) -> u64 {
+    row >> 32
+}
+
+/// Code that can be run.
+struct Segment {
+    /// Its address, as the file has it.
+    start: u64,
+    size: u64,
+    /// Its first byte in the file.
+    offset: u64,
+}
+
+fn code_segments<'data, R: ReadRef<'data>>(
+    file: &ElfFile64<'data, object::Endianness, R>,
+    bytes: u64,
+) -> Result<Vec<Segment>> {
+    let endian = file.endian();
+    let mut code = Vec::new();
+    for segment in file.elf_program_headers() {
+        if segment.p_type(endian) != elf::PT_LOAD || !segment.p_flags(endian).contains(elf::PF_X) {
+            continue;
+        }
+        let segment = Segment {
+            start: segment.p_vaddr(endian),
+            size: segment.p_filesz(endian),
+            offset: segment.p_offset(endian),
+        };
+        let is_below = |start: u64, limit| {
+            let end = start.checked_add(segment.size);
+            end.is_some_and(|end| end <= limit)
+        };
+        ensure!(
+            is_below(segment.start, MAX_ADDRESS) && is_below(segment.offset, bytes),
+            "its code is said to be where it cannot be"
+        );
+        code.push(segment);
+    }
+    let start = code.iter().map(|segment| segment.start).min();
+    let end = code
+        .iter()
+        .map(|segment| segment.start + segment.size)
+        .max();
+    // The index is of all that lies between.
+    ensure!(
+        end.unwrap_or(0) - start.unwrap_or(0) <= bytes.saturating_mul(2).saturating_add(64 << 20),
+        "its code is spread too far"
+    );
+    Ok(code)
+}
+
+/// The section's address and contents; through its header where the sections were stripped.
+fn eh_frame<'data, R: ReadRef<'data>>(
+    file: &ElfFile64<'data, object::Endianness, R>,
+) -> Result<Option<(u64, &'data [u8])>> {
+    if let Some(section) = file.section_by_name(".eh_frame") {
+        let frames = section.data().context("failed to read .eh_frame")?;
+        return Ok(Some((section.address(), frames)));
+    }
+    let (endian, data) = (file.endian(), file.data());
+    let segments = file.elf_program_headers();
+    let Some(header) = segments
+        .iter()
+        .find(|segment| segment.p_type(endian) == elf::PT_GNU_EH_FRAME)
+    else {
+        return Ok(None);
+    };
+    let bytes = header
+        .data(endian, data)
+        .ok()
+        .context("failed to read the header of .eh_frame")?;
+    let bases = BaseAddresses::default().set_eh_frame_hdr(header.p_vaddr(endian));
+    let header = EhFrameHdr::new(bytes, LittleEndian)
+        .parse(&bases, 8)
+        .context("failed to understand the header of .eh_frame")?;
+    let gimli::Pointer::Direct(address) = header.eh_frame_ptr() else {
+        bail!("its .eh_frame is somewhere else");
+    };
+    for segment in segments {
+        let start = segment.p_vaddr(endian);
+        if segment.p_type(endian) == elf::PT_LOAD
+            && let Some(within) = address.checked_sub(start)
+            && within < segment.p_filesz(endian)
+            && let Ok(contents) = segment.data(endian, data)
+            && let Some(frames) = contents.get(within as usize..)
+        {
+            return Ok(Some((address, frames)));
+        }
+    }
+    bail!("its .eh_frame is nowhere in the file");
+}
+
+/// All rows, ascending.
+fn rows(frames: &[u8], bases: &BaseAddresses, code: &[Range<u64>]) -> Result<Vec<u64>> {
+    let section = {
+        let mut section = EhFrame::new(frames, LittleEndian);
+        section.set_address_size(8);
+        section
+    };
+    let mut functions: Vec<Fde<'_>> = Vec::with_capacity(frames.len() / 64);
+    let mut runs = 0;
+    let mut cies = std::collections::HashMap::new();
+    let mut entries = section.entries(bases);
+    while let Some(entry) = entries.next().context("failed to understand .eh_frame")? {
+        let CieOrFde::Fde(partial) = entry else {
+            continue;
+        };
+        let function = partial
+            .parse(|section, bases, offset| {
+                if let Some(cie) = cies.get(&offset) {
+                    return Ok(gimli::CommonInformationEntry::clone(cie));
+                }
+                let cie = section.cie_from_offset(bases, offset)?;
+                cies.insert(offset, cie.clone());
+                Ok(cie)
+            })
+            .context("failed to understand a function's unwind information")?;
+        runs += function.entry_len() + function.cie().entry_len();
+        ensure!(
+            runs <= frames.len().saturating_mul(MAX_RUNS),
+            "its .eh_frame repeats itself"
+        );
+        let (start, end) = (function.initial_address(), function.end_address());
+        // What the linker has left out stands at 0, or wherever.
+        let inside = |segment: &Range<u64>| segment.start <= start && end <= segment.end;
+        if start < end && code.iter().any(inside) {
+            functions.push(function);
+        }
+    }
+    functions.sort_by_key(|function| (function.initial_address(), function.end_address()));
+
+    let mut builder = Builder {
+        rows: Vec::with_capacity(frames.len() / 8),
+        section,
+    };
+    let mut context = UnwindContext::new();
+    let mut end = 0;
+    for function in &functions {
+        if function.initial_address() < end {
+            continue;
+        }
+        if function.initial_address() >= end + ALIGNMENT && end > 0 {
+            builder.push(end, word(Kind::UNWIND_NO_RULE, 0, None));
+        }
+        builder.run(function, bases, &mut context);
+        end = function.end_address();
+    }
+    if end > 0 && end < MAX_ADDRESS {
+        builder.push(end, word(Kind::UNWIND_NO_RULE, 0, None));
+    }
+    Ok(builder.rows)
+}
+
+/// Rows as they are made.
+struct Builder<'a> {
+    rows: Vec<u64>,
+    section: EhFrame<Slice<'a>>,
+}
+
+impl<'a> Builder<'a> {
+    /// From here on the rule is this. A row that says what the one before it says is none.
+    fn push(&mut self, address: u64, rule: u32) {
+        match self.rows.last().copied() {
+            Some(last) if last as u32 == rule => {}
+            // A rule for no instruction.
+            Some(last) if address_of(last) == address => {
+                self.rows.pop();
+                self.push(address, rule);
+            }
+            _ => self.rows.push(address << 32 | u64::from(rule)),
+        }
+    }
+
+    fn run(
+        &mut self,
+        function: &Fde<'a>,
+        bases: &BaseAddresses,
+        context: &mut UnwindContext<usize>,
+    ) {
+        let start = function.initial_address();
+        let strange = word(Kind::UNWIND_STRANGE, 0, None);
+        if function.is_signal_trampoline() {
+            return self.push(start, word(Kind::UNWIND_SIGNAL, 0, None));
+        }
+        let section = self.section;
+        let Ok(mut table) = function.rows(&section, bases, context) else {
+            return self.push(start, strange);
+        };
+        let mut reached = start;
+        loop {
+            match table.next_row() {
+                Ok(Some(row)) => {
+                    let (from, to) = (row.start_address(), row.end_address());
+                    if from < reached || to > function.end_address() {
+                        return self.push(reached, strange);
+                    }
+                    let cfa = row.cfa().clone();
+                    let registers =
+                        [X86_64::RBP, X86_64::RA].map(|register| row.register(register));
+                    let rule = self.rule(function, &cfa, &registers);
+                    self.push(from, rule);
+                    reached = to;
+                }
+                Ok(None) => return,
+                // What it said up to there holds.
+                Err(_) => return self.push(reached.min(function.end_address() - 1), strange),
+            }
+        }
+    }
+
+    fn rule(
+        &self,
+        function: &Fde<'a>,
+        cfa: &CfaRule<usize>,
+        [fp, return_address]: &[Option<RegisterRule<usize>>; 2],
+    ) -> u32 {
+        let strange = word(Kind::UNWIND_STRANGE, 0, None);
+        match return_address {
+            Some(RegisterRule::Offset(-8)) => {}
+            Some(RegisterRule::Undefined) => return word(Kind::UNWIND_ROOT, 0, None),
+            _ => return strange,
+        }
+        let Some(fp) = self.frame_pointer(function, fp.as_ref()) else {
+            return strange;
+        };
+        let (kind, offset) = match *cfa {
+            CfaRule::RegisterAndOffset {
+                register: register @ (X86_64::RSP | X86_64::RBP),
+                offset,
+            } => {
+                let kind = if register == X86_64::RSP {
+                    Kind::UNWIND_BY_SP
+                } else {
+                    Kind::UNWIND_BY_FP
+                };
+                (
+                    kind,
+                    words(offset).and_then(|words| i16::try_from(words).ok()),
+                )
+            }
+            CfaRule::Expression(ref expression) => {
+                match self.cfa_expression(function, expression) {
+                    Some((kind, offset)) => (kind, Some(offset)),
+                    None => return strange,
+                }
+            }
+            CfaRule::RegisterAndOffset { .. } => return strange,
+        };
+        offset.map_or(strange, |offset| word(kind, offset, Some(fp)))
+    }
+
+    /// What becomes of the frame pointer, and the offset in words. None: it fits no row.
+    fn frame_pointer(
+        &self,
+        function: &Fde<'a>,
+        rule: Option<&RegisterRule<usize>>,
+    ) -> Option<(FramePointer, i8)> {
+        let within = |offset| i8::try_from(words(offset)?).ok();
+        Some(match rule {
+            // It is a register that functions preserve.
+            None | Some(RegisterRule::SameValue) => (FramePointer::UNWIND_FP_KEPT, 0),
+            Some(&RegisterRule::Offset(offset)) => {
+                (FramePointer::UNWIND_FP_AT_CFA, within(offset)?)
+            }
+            Some(RegisterRule::Expression(expression)) => {
+                let (base, offset, steps) = self.base_and_steps(function, expression)?;
+                if base != X86_64::RBP || steps != Steps::None {
+                    return None;
+                }
+                (FramePointer::UNWIND_FP_AT_FP, within(offset)?)
+            }
+            _ => (FramePointer::UNWIND_FP_FORGOTTEN, 0),
+        })
+    }
+
+    /// The kinds of expression that compilers and linkers make for the CFA.
+    fn cfa_expression(&self, function: &Fde<'a>, expression: &Expression) -> Option<(Kind, i16)> {
+        // Of a PLT: rsp + 8 + ((rip & 15) >= byte) * 8; the byte is that after the push.
+        if let [
+            0x77,
+            8,
+            0x80,
+            0,
+            0x3f,
+            0x1a,
+            literal @ 0x30..=0x3f,
+            0x2a,
+            0x33,
+            0x24,
+            0x22,
+        ] = *expression.get(&self.section).ok()?.0.slice()
+        {
+            return Some((Kind::UNWIND_PLT, i16::from(literal - 0x30)));
+        }
+        let (base, offset, steps) = self.base_and_steps(function, expression)?;
+        let Steps::Through(beyond) = steps else {
+            return None;
+        };
+        let within = |offset| i8::try_from(words(offset)?).ok();
+        let kind = match base {
+            X86_64::RBP => Kind::UNWIND_THROUGH_FP,
+            X86_64::RSP => Kind::UNWIND_THROUGH_SP,
+            _ => return None,
+        };
+        Some((
+            kind,
+            i16::from_be_bytes([
+                within(offset)?.cast_unsigned(),
+                within(beyond)?.cast_unsigned(),
+            ]),
+        ))
+    }
+
+    /// An expression that is a register and an offset, or goes through the word that is there.
+    fn base_and_steps(
+        &self,
+        function: &Fde<'a>,
+        expression: &Expression,
+    ) -> Option<(Register, i64, Steps)> {
+        let expression = expression.get(&self.section).ok()?;
+        let mut operations = expression.operations(function.cie().encoding());
+        let Operation::RegisterOffset {
+            register, offset, ..
+        } = operations.next().ok()??
+        else {
+            return None;
+        };
+        let steps = match operations.next().ok()? {
+            None => Steps::None,
+            Some(Operation::Deref {
+                size: 8,
+                space: false,
+                ..
+            }) => match operations.next().ok()? {
+                None => Steps::Through(0),
+                Some(Operation::PlusConstant { value }) => {
+                    Steps::Through(i64::try_from(value).ok()?)
+                }
+                _ => return None,
+            },
+            _ => return None,
+        };
+        operations
+            .next()
+            .ok()?
+            .is_none()
+            .then_some((register, offset, steps))
+    }
+}
+
+/// What an expression does with the sum of its register and offset.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Steps {
+    None,
+    /// It takes the word there, and adds so many bytes.
+    Through(i64),
+}
+
+/// An offset in words, if it is a whole number of them.
+fn words(bytes: i64) -> Option<i64> {
+    (bytes % 8 == 0).then_some(bytes / 8)
+}
+
+/// A row without its address.
+fn word(kind: Kind, offset: i16, fp: Option<(FramePointer, i8)>) -> u32 {
+    let (fp, fp_offset) = fp.unwrap_or((FramePointer::UNWIND_FP_KEPT, 0));
+    u32::from(offset.cast_unsigned()) << 16
+        | u32::from(fp_offset.cast_unsigned()) << 8
+        | fp.0 << 4
+        | kind.0
+}

@@ -1,0 +1,281 @@
+//! Functions that only pass a call on to another one.
+//!
+//! C++'s `operator new` in libstdc++ returns what `malloc` returned; mimalloc's `mi_free_size` jumps
+//! to its `mi_free`. Where the other one is probed, a probe on these tells nothing more and costs as
+//! much again. But an `operator new` with an allocator of its own inside has to be probed. The code
+//! tells which it is: all its ways are followed, and each has to go through the other function.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use anyhow::{Context, Result};
+use iced_x86::{
+    Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpKind,
+    Register,
+};
+use object::read::elf::ElfFile64;
+use object::{Object, ObjectSymbol, ObjectSymbolTable, RelocationTarget};
+
+use crate::elf::{self, CodeSegment, Function};
+use crate::placement::{Held, writes};
+
+/// Instructions that are followed in one function. A function that only passes a call on is short.
+const MAX_INSTRUCTIONS: usize = 512;
+/// Bytes of code read at once, and the longest instruction.
+const PIECE: usize = 1024;
+const LONGEST: usize = 15;
+
+/// Functions that do not return, by which a way ends.
+const NO_RETURN: [&str; 5] = [
+    "__cxa_throw",
+    "_ZSt17__throw_bad_allocv",
+    "_Unwind_Resume",
+    "__stack_chk_fail",
+    "abort",
+];
+
+/// A function that another one calls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Callee<'a> {
+    /// One of the same file, by its first byte in the file.
+    Own(u64),
+    /// One that the dynamic linker is to find by this name.
+    Import(&'a str),
+}
+
+/// What a function has in common with the one that it passes a call on to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Passes {
+    /// What it returns, as `operator new`.
+    Result,
+    /// What it is given, as `operator delete`.
+    Arguments,
+}
+
+/// Whether a function passes its calls on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Passing {
+    /// It does not call the other one, as far as the code tells.
+    Never,
+    /// It can call it, and return without.
+    Sometimes,
+    /// It never returns without.
+    Always,
+}
+
+/// The code of a file, for following calls in it.
+pub struct Calls<'a> {
+    file: &'a File,
+    segments: Vec<CodeSegment>,
+    /// By the address of the pointer that the dynamic linker sets.
+    imports: HashMap<u64, String>,
+}
+
+/// What a function gives to the one that it calls: for an argument of that, the number of its own
+/// argument that it is.
+#[derive(Debug, Clone, Copy)]
+pub struct Given(Held);
+
+impl Given {
+    /// None if it is something else.
+    pub fn as_argument(&self, argument: u8) -> Option<u8> {
+        self.0.in_register_of(argument)
+    }
+}
+
+/// How far a way through a function is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum State {
+    /// The other function was not called, or what it returned is gone.
+    Before(Held),
+    /// It was called, and all is as it left it.
+    Passed(Held),
+}
+
+impl<'a> Calls<'a> {
+    /// Of this file.
+    pub fn of(file: &'a File) -> Result<Self> {
+        let bytes = elf::map(file)?;
+        let elf =
+            ElfFile64::<object::Endianness, _>::parse(&*bytes).context("not a 64-bit ELF file")?;
+        let symbols = elf.dynamic_symbol_table();
+        let relocations = elf.dynamic_relocations().into_iter().flatten();
+        let imports = relocations.filter_map(|(address, relocation)| {
+            let RelocationTarget::Symbol(index) = relocation.target() else {
+                return None;
+            };
+            let symbol = symbols.as_ref()?.symbol_by_index(index).ok()?;
+            Some((address, symbol.name().ok()?.to_owned()))
+        });
+        Ok(Self {
+            imports: imports.collect(),
+            segments: elf::code_segments(file)?,
+            file,
+        })
+    }
+
+    /// Whether a function passes its calls on to one of `others`, which is told what that is given.
+    pub fn passing(
+        &self,
+        function: &Function,
+        passes: Passes,
+        others: impl Fn(Callee<'_>, Given) -> bool,
+    ) -> Passing {
+        let Some(entry) = elf::address(&self.segments, function.file_offset) else {
+            return Passing::Never;
+        };
+        let mut code = Code::new(self);
+        let mut information = InstructionInfoFactory::new();
+        let mut ways = vec![(entry, State::Before(Held::at_entry()))];
+        let mut seen = HashSet::new();
+        let (mut always, mut ever) = (true, false);
+        while let Some((address, state)) = ways.pop() {
+            if !seen.insert((address, state)) {
+                continue;
+            }
+            let instruction = code.at(address).filter(|_| seen.len() <= MAX_INSTRUCTIONS);
+            let Some(instruction) = instruction else {
+                always = false;
+                continue;
+            };
+            let next = instruction.next_ip();
+            let callee = self.callee(&mut code, &instruction);
+            let held = state.held();
+            let passed = callee.is_some_and(|callee| others(callee, Given(held)));
+            ever |= passed;
+            match instruction.flow_control() {
+                FlowControl::Next => {
+                    ways.push((next, state.after(&mut information, &instruction, passes)));
+                }
+                FlowControl::ConditionalBranch => {
+                    ways.push((next, state));
+                    ways.push((instruction.near_branch_target(), state));
+                }
+                // The last call of a function can be a jump.
+                FlowControl::UnconditionalBranch if passed => {}
+                FlowControl::UnconditionalBranch => {
+                    ways.push((instruction.near_branch_target(), state));
+                }
+                FlowControl::IndirectBranch => always &= passed,
+                FlowControl::Call | FlowControl::IndirectCall => {
+                    let ends =
+                        matches!(callee, Some(Callee::Import(name)) if NO_RETURN.contains(&name));
+                    let held = held.after_call();
+                    let after = match (passed, state, passes) {
+                        (true, ..) => State::Passed(held),
+                        // What was freed stays so.
+                        (false, State::Passed(_), Passes::Arguments) => State::Passed(held),
+                        _ => State::Before(held),
+                    };
+                    if !ends {
+                        ways.push((next, after));
+                    }
+                }
+                FlowControl::Return => always &= matches!(state, State::Passed(_)),
+                // Traps: the process ends.
+                FlowControl::Interrupt | FlowControl::Exception => {}
+                FlowControl::XbeginXabortXend => always = false,
+            }
+        }
+        match (ever, always) {
+            (false, _) => Passing::Never,
+            (true, false) => Passing::Sometimes,
+            (true, true) => Passing::Always,
+        }
+    }
+
+    /// What a call or a jump goes to, if the code says it.
+    fn callee(&self, code: &mut Code<'_>, instruction: &Instruction) -> Option<Callee<'_>> {
+        match instruction.flow_control() {
+            FlowControl::Call | FlowControl::UnconditionalBranch => {
+                let target = instruction.near_branch_target();
+                // An entry of the procedure linkage table is a jump through a pointer.
+                let mut stub = code.at(target)?;
+                if stub.mnemonic() == Mnemonic::Endbr64 {
+                    stub = code.at(stub.next_ip())?;
+                }
+                if stub.flow_control() == FlowControl::IndirectBranch
+                    && let Some(name) = self.import(&stub)
+                {
+                    return Some(Callee::Import(name));
+                }
+                let segment = self.segments.iter().find(|segment| segment.has(target))?;
+                Some(Callee::Own(target - segment.address + segment.file_offset))
+            }
+            FlowControl::IndirectBranch | FlowControl::IndirectCall => {
+                Some(Callee::Import(self.import(instruction)?))
+            }
+            _ => None,
+        }
+    }
+
+    /// The function that the dynamic linker finds for the pointer that an instruction uses.
+    fn import(&self, instruction: &Instruction) -> Option<&str> {
+        let by_pointer =
+            instruction.op0_kind() == OpKind::Memory && instruction.memory_base() == Register::RIP;
+        let pointer = by_pointer.then(|| instruction.memory_displacement64())?;
+        self.imports.get(&pointer).map(String::as_str)
+    }
+}
+
+impl State {
+    fn held(self) -> Held {
+        let (Self::Before(held) | Self::Passed(held)) = self;
+        held
+    }
+
+    /// After an instruction that is no jump.
+    fn after(
+        self,
+        information: &mut InstructionInfoFactory,
+        instruction: &Instruction,
+        passes: Passes,
+    ) -> Self {
+        let held = self.held().after(information, instruction);
+        let used = information.info(instruction).used_registers().iter();
+        let mut changed = used.filter(|used| writes(used.access()));
+        let result_is_lost = passes == Passes::Result
+            && changed.any(|used| used.register().full_register() == Register::RAX);
+        match self {
+            Self::Passed(_) if !result_is_lost => Self::Passed(held),
+            _ => Self::Before(held),
+        }
+    }
+}
+
+/// Reads instructions, a piece of the file at a time.
+struct Code<'a> {
+    file: &'a File,
+    segments: &'a [CodeSegment],
+    start: u64,
+    bytes: Vec<u8>,
+}
+
+impl<'a> Code<'a> {
+    fn new(calls: &'a Calls<'_>) -> Self {
+        Self {
+            file: calls.file,
+            segments: &calls.segments,
+            start: 0,
+            bytes: Vec::new(),
+        }
+    }
+
+    fn at(&mut self, address: u64) -> Option<Instruction> {
+        let segment = self.segments.iter().find(|segment| segment.has(address))?;
+        let left = (segment.address + segment.size - address) as usize;
+        let held = |start: u64, bytes: &[u8]| {
+            address >= start && start + bytes.len() as u64 >= address + left.min(LONGEST) as u64
+        };
+        if !held(self.start, &self.bytes) {
+            self.bytes.resize(left.min(PIECE), 0);
+            let offset = segment.file_offset + (address - segment.address);
+            self.file.read_exact_at(&mut self.bytes, offset).ok()?;
+            self.start = address;
+        }
+        let bytes = &self.bytes[(address - self.start) as usize..];
+        let instruction = Decoder::with_ip(64, bytes, address, DecoderOptions::NONE).decode();
+        (!instruction.is_invalid()).then_some(instruction)
+    }
+}

@@ -1,0 +1,394 @@
+//! memleak with each allocator that it knows, and with those that it is told of.
+
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use serde_json::Value;
+
+use crate::harness::{self, Tool, Workload, workload};
+use crate::memleak;
+
+/// Tests of memleak, by allocator.
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "memleak":
+        jemalloc_is_exact,
+        jemalloc_in_the_program_is_exact,
+        jemalloc_beside_glibc_is_exact,
+        tcmalloc_is_exact,
+        mimalloc_is_exact,
+        musl_in_the_program_is_exact,
+        thread_storms_leave_nothing,
+        operators_of_cxx_are_exact,
+        a_rust_program_with_its_own_allocator,
+        a_pool_of_the_programs_own,
+        an_allocator_that_is_loaded_later,
+        an_allocator_that_one_of_many_loads_later,
+        redis_is_traced_unharmed [Host],
+        python_is_traced_unharmed [Host],
+    }
+}
+
+/// Primes, so that no other sum hits them by accident.
+const COUNT: u64 = 31;
+const SIZE: u64 = 4093;
+
+/// Of `operator new`, by the names of alloc_cxx.cc.
+const CXX_FORMS: [&str; 8] = [
+    "new",
+    "new_array",
+    "new_nothrow",
+    "new_array_nothrow",
+    "new_aligned",
+    "new_array_aligned",
+    "new_aligned_nothrow",
+    "new_array_aligned_nothrow",
+];
+
+/// What a report has, and what was said before it.
+struct Report {
+    head: Value,
+    stacks: Vec<Value>,
+    stderr: String,
+}
+
+impl Report {
+    /// Of all blocks of all ages, when `tool` is interrupted now.
+    fn of(tool: Tool) -> Result<Self> {
+        let ended = tool.interrupt()?;
+        ensure!(ended.status.success(), "{ended:?}");
+        let rows = ended
+            .stdout
+            .lines()
+            .map(|line| serde_json::from_str(line).with_context(|| line.to_owned()));
+        let mut rows: Vec<Value> = rows.collect::<Result<_>>()?;
+        ensure!(!rows.is_empty(), "no report");
+        let head = rows.remove(0);
+        rows.retain(|row| row["type"] == "stack");
+        Ok(Self {
+            head,
+            stacks: rows,
+            stderr: ended.stderr,
+        })
+    }
+
+    /// Bytes and allocations outstanding of a function and what it calls.
+    fn of_function(&self, function: &str) -> (u64, u64) {
+        let passes = |stack: &&Value| {
+            let frames = stack["frames"].as_array().map_or(&[][..], Vec::as_slice);
+            let mut names = frames.iter().filter_map(|frame| frame["symbol"].as_str());
+            names.any(|name| name.split('(').next() == Some(function))
+        };
+        self.stacks
+            .iter()
+            .filter(passes)
+            .fold((0, 0), |sum, stack| {
+                let number = |key: &str| stack[key].as_u64().unwrap_or_default();
+                (sum.0 + number("bytes"), sum.1 + number("allocations"))
+            })
+    }
+
+    /// Nothing was freed that was not allocated, no free was missed, and nothing lost.
+    fn adds_up(&self) -> Result<()> {
+        for key in ["unknown_frees", "double_frees", "unseen_frees"] {
+            let told = key != "double_frees" || memleak::has_table();
+            ensure!(!told || self.head[key] == 0, "{key} in {}", self.head);
+        }
+        let lost = self.head["lost"].as_object().context("no losses")?;
+        ensure!(lost.values().all(|lost| lost == 0), "{}", self.head);
+        Ok(())
+    }
+}
+
+/// Starts memleak on a workload that is ready.
+fn attach(workload: &Workload, args: &[&str]) -> Result<Tool> {
+    start(&[&["-p", &workload.pid()], args].concat())
+}
+
+fn start(args: &[&str]) -> Result<Tool> {
+    let args = [&["-j", "-o", "0", "-T", "1000"], args, &["60"]].concat();
+    let mut tool = Tool::start("memleak", &args)?;
+    tool.wait_for("probes in")?;
+    Ok(tool)
+}
+
+fn trace(program: &str, program_args: &[&str], args: &[&str]) -> Result<Report> {
+    let mut workload = Workload::start(program, program_args)?;
+    let tool = attach(&workload, args)?;
+    workload.work()?;
+    let report = Report::of(tool)?;
+    ensure!(workload.finish()?.success(), "the program was harmed");
+    Ok(report)
+}
+
+/// Each function of a program leaks what it is to leak, and nothing else does. `allocator` is what
+/// memleak finds in it; those of `without` it has not.
+fn is_exact(program: &str, allocator: &str, without: &[&str]) -> Result<()> {
+    let args = ["mixed", &COUNT.to_string(), &SIZE.to_string()];
+    let report = trace(program, &args, &[])?;
+    let found = format!("memleak: allocator: {allocator}");
+    ensure!(report.stderr.contains(&found), "{}", report.stderr);
+    let functions = [
+        ("malloc", SIZE),
+        ("calloc", SIZE),
+        ("realloc", SIZE),
+        ("reallocarray", SIZE),
+        ("posix_memalign", SIZE),
+        ("aligned_alloc", SIZE),
+        ("memalign", SIZE),
+        ("valloc", SIZE),
+        // By contract it rounds up to whole pages; these tell their other functions so.
+        ("pvalloc", SIZE.next_multiple_of(4096)),
+        ("mmap", SIZE),
+        ("mremap", 3 * SIZE),
+    ];
+    let there = functions.iter().filter(|(name, _)| !without.contains(name));
+    for (function, size) in there.clone() {
+        let found = report.of_function(&format!("leak_{function}"));
+        ensure!(found == (COUNT * size, COUNT), "{function}: {found:?}");
+    }
+    let stacks = report.stacks.len();
+    ensure!(
+        stacks == there.count(),
+        "more than what leaks: {:#?}",
+        report.stacks
+    );
+    report.adds_up()
+}
+
+fn jemalloc_is_exact() -> Result<()> {
+    is_exact("alloc-jemalloc", "jemalloc, ", &["pvalloc"])
+}
+
+fn jemalloc_in_the_program_is_exact() -> Result<()> {
+    is_exact("alloc-jemalloc-static", "jemalloc (static), ", &["pvalloc"])
+}
+
+/// With the prefix je_.
+fn jemalloc_beside_glibc_is_exact() -> Result<()> {
+    let without = ["pvalloc", "reallocarray"];
+    is_exact("alloc-je", "jemalloc (static), ", &without)
+}
+
+fn tcmalloc_is_exact() -> Result<()> {
+    is_exact("alloc-tcmalloc", "tcmalloc, ", &[])
+}
+
+fn mimalloc_is_exact() -> Result<()> {
+    is_exact("alloc-mimalloc", "mimalloc, ", &[])
+}
+
+fn musl_in_the_program_is_exact() -> Result<()> {
+    let without = ["valloc", "pvalloc"];
+    is_exact("alloc-musl-static", "musl (static), ", &without)
+}
+
+/// Thirty threads that free what their neighbours allocate.
+fn thread_storms_leave_nothing() -> Result<()> {
+    let programs = [
+        "alloc",
+        "alloc-musl-static",
+        "alloc-jemalloc",
+        "alloc-tcmalloc",
+        "alloc-mimalloc",
+    ];
+    let (count, programs) = if harness::in_guest() {
+        ("101", &programs[..2])
+    } else {
+        ("10007", &programs[..])
+    };
+    for program in programs {
+        let report = trace(program, &["threads", "30", count, "0", "97"], &[])?;
+        let found = report.of_function("work");
+        ensure!(found == (0, 0), "{program}: {found:?}");
+        // The threads' arrays.
+        let array = 8 * count.parse::<u64>()?;
+        let found = report.of_function("threads");
+        ensure!(
+            found.0 >= 30 * array && found.1 >= 30,
+            "{program}: {found:?}"
+        );
+        report
+            .adds_up()
+            .with_context(|| format!("with {program}"))?;
+    }
+    Ok(())
+}
+
+fn operators_of_cxx_are_exact() -> Result<()> {
+    for (program, own_operators) in [
+        // Their operators call malloc, and have no frame pointers: their callers are not in stacks.
+        ("alloc-cxx", false),
+        ("alloc-cxx-static", false),
+        ("alloc-cxx-jemalloc", true),
+        ("alloc-cxx-tcmalloc", true),
+        ("alloc-cxx-mimalloc", true),
+    ] {
+        let args = ["forms", &COUNT.to_string(), &SIZE.to_string()];
+        let report = trace(program, &args, &[])?;
+        for form in CXX_FORMS.iter().filter(|_| own_operators) {
+            let found = report.of_function(&format!("leak_{form}"));
+            let expected = (COUNT * SIZE, COUNT);
+            ensure!(found == expected, "{program}: {form}: {found:?}");
+        }
+        let found = (&report.head["bytes"], &report.head["allocations"]);
+        let forms = CXX_FORMS.len() as u64;
+        ensure!(
+            *found.0 == forms * COUNT * SIZE && *found.1 == forms * COUNT,
+            "{program}: {}",
+            report.head
+        );
+        report
+            .adds_up()
+            .with_context(|| format!("with {program}"))?;
+    }
+    Ok(())
+}
+
+fn a_rust_program_with_its_own_allocator() -> Result<()> {
+    let args = [&*COUNT.to_string(), &SIZE.to_string()];
+    let report = trace("alloc-rust-own", &args, &[])?;
+    let found = report.of_function("alloc_rust::shop::leak_order");
+    ensure!(found == (COUNT * SIZE, COUNT), "{found:?}");
+    Ok(())
+}
+
+fn a_pool_of_the_programs_own() -> Result<()> {
+    let program = ["pool", &COUNT.to_string(), &SIZE.to_string()];
+    let report = trace("alloc", &program, &[])?;
+    ensure!(report.stacks.is_empty(), "{:#?}", report.stacks);
+
+    let args = [
+        "--alloc=alloc:pool_take(size=arg2,ret=ptr)",
+        "--alloc=alloc:pool_store(size=arg4,count=arg3,ret=arg2)",
+        "--alloc=alloc:pool_resize(old=arg2,size=arg3)",
+        "--free=alloc:pool_give(ptr=arg2)",
+    ];
+    let report = trace("alloc", &program, &args)?;
+    for (function, size) in [
+        ("leak_taken", SIZE),
+        ("leak_stored", 2 * SIZE),
+        ("leak_resized", SIZE),
+    ] {
+        let found = report.of_function(function);
+        ensure!(found == (COUNT * size, COUNT), "{function}: {found:?}");
+    }
+    ensure!(report.stacks.len() == 3, "{:#?}", report.stacks);
+    report.adds_up()?;
+
+    let unknown = ["--alloc=alloc:pool_lend(size=arg1)"];
+    let report = trace("alloc", &["hold"], &unknown)?;
+    ensure!(
+        report.stderr.contains("no pool_lend in any alloc"),
+        "{}",
+        report.stderr
+    );
+    Ok(())
+}
+
+fn an_allocator_that_is_loaded_later() -> Result<()> {
+    loads_an_allocator(&workload("loaded"), |workload| attach(workload, &[]))
+}
+
+/// It has a name of its own: other tests run the same program.
+fn an_allocator_that_one_of_many_loads_later() -> Result<()> {
+    let folder = harness::scratch()?;
+    let program = folder.path().join("loads-later");
+    harness::copy(&workload("loaded"), &program)?;
+    harness::copy(
+        &workload("libloaded.so"),
+        &folder.path().join("libloaded.so"),
+    )?;
+    loads_an_allocator(&program, |_| start(&["-n", "loads-later"]))
+}
+
+fn loads_an_allocator(program: &Path, trace: fn(&Workload) -> Result<Tool>) -> Result<()> {
+    let args = [&*COUNT.to_string(), &SIZE.to_string()];
+    let mut workload = Workload::spawn(Command::new(program).args(args))?;
+    let mut tool = trace(&workload)?;
+    workload.work()?;
+    tool.wait_for("probes in libloaded.so")?;
+    workload.work()?;
+    let report = Report::of(tool)?;
+    let found = report.of_function("leak_loaded");
+    ensure!(found == (COUNT * SIZE, COUNT), "{found:?}");
+    report.adds_up()
+}
+
+/// A database of 1009 values of 4093 bytes, with jemalloc.
+fn redis_is_traced_unharmed() -> Result<()> {
+    let folder = harness::scratch()?;
+    let socket = folder.path().join("socket");
+    let log = folder.path().join("log");
+    // The same program, without a service that the system would start.
+    let mut server = Command::new("redis-check-rdb")
+        .arg0("redis-server")
+        .args(["--port", "0", "--save", ""])
+        .arg("--unixsocket")
+        .arg(&socket)
+        .arg("--logfile")
+        .arg(&log)
+        .stdout(Stdio::null())
+        .spawn()
+        .context("failed to start redis; run: scripts/need redis-tools")?;
+    let ask = |words: &[&str]| -> Result<String> {
+        let output = Command::new("redis-cli")
+            .arg("-s")
+            .arg(&socket)
+            .args(words)
+            .output()?;
+        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let traced = (|| {
+        harness::eventually("redis answers", || Ok(ask(&["ping"])? == "PONG"))?;
+        let pid = server.id().to_string();
+        let mut tool = Tool::start("memleak", &["-p", &pid, "-j", "-o", "0", "60"])?;
+        tool.wait_for("probes in")?;
+        ask(&[
+            "eval",
+            "for i = 1, 1009 do redis.call('set', i, string.rep('x', 4093)) end",
+            "0",
+        ])?;
+        let report = Report::of(tool)?;
+        ensure!(
+            report.stderr.contains("allocator: jemalloc"),
+            "{}",
+            report.stderr
+        );
+        let bytes = report.head["bytes"].as_u64().context("no bytes")?;
+        // Each value has its key and a few bytes of its own beside it.
+        let values = 1009 * 4093;
+        ensure!((values..2 * values).contains(&bytes), "{}", report.head);
+        ensure!(ask(&["dbsize"])? == "1009");
+        ensure!(ask(&["strlen", "1009"])? == "4093");
+        Ok(())
+    })();
+    server.kill()?;
+    server.wait()?;
+    traced
+}
+
+fn python_is_traced_unharmed() -> Result<()> {
+    const PROGRAM: &str = "\
+import os, sys
+print('ready', os.getpid(), flush=True)
+sys.stdin.readline()
+kept = [bytes([i % 251]) * 100003 for i in range(211)]
+print('done', 'sum=%d' % sum(map(sum, kept)), flush=True)
+sys.stdin.readline()
+";
+    let mut workload = Workload::spawn(Command::new("python3").args(["-c", PROGRAM]))?;
+    let tool = attach(&workload, &[])?;
+    let facts = workload.work()?;
+    let report = Report::of(tool)?;
+    let bytes = report.head["bytes"].as_u64().context("no bytes")?;
+    // An object of bytes has a header of 33 bytes.
+    let kept = 211 * (100_003 + 33);
+    ensure!((kept..kept + kept / 10).contains(&bytes), "{}", report.head);
+    let sum: u64 = (0..211).map(|i| i % 251 * 100_003).sum();
+    ensure!(facts["sum"] == sum.to_string(), "{facts:?}");
+    ensure!(workload.finish()?.success(), "python was harmed");
+    Ok(())
+}

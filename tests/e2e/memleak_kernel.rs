@@ -1,0 +1,493 @@
+//! memleak's kernel mode against programs that make the kernel allocate a known number of things.
+
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use serde_json::Value;
+
+use crate::harness::{self, Cgroup, Ended, Tool, Workload, tool};
+
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "memleak_kernel":
+        objects_are_counted_by_cache_until_they_are_freed,
+        sizes_are_what_was_asked_for_and_what_it_takes,
+        pages_of_objects_count_once,
+        pages_are_counted_until_they_are_freed,
+        percpu_memory_is_counted_on_all_cpus,
+        frees_in_interrupts_are_seen,
+        frees_in_bulk_are_seen [Kprobes],
+        frees_that_are_not_seen_are_told,
+        only_what_is_filtered_is_counted,
+        combined_totals_equal_the_blocks,
+        text_has_stacks_and_caches,
+        folded_stacks_begin_with_the_kernel,
+        blocks_that_do_not_fit_are_counted_lost,
+        what_is_not_the_kernels_is_refused,
+    }
+}
+
+/// Starts memleak on what the kernel does for a workload, which is ready.
+fn attach(workload: &Workload, args: &[&str]) -> Result<Tool> {
+    let pid = workload.pid();
+    let older = if args.contains(&"-C") {
+        &[][..]
+    } else {
+        &["-o", "0"]
+    };
+    start(&[&["-k", "-p", &pid], older, args].concat())
+}
+
+/// With few blocks, whose memory a guest takes seconds to set aside.
+fn start(args: &[&str]) -> Result<Tool> {
+    let blocks = if args.contains(&"--max-allocs") {
+        &[][..]
+    } else {
+        &["--max-allocs", "65536"]
+    };
+    let mut tool = Tool::start("memleak", &[args, blocks].concat())?;
+    tool.wait_for("memleak: tracing")?;
+    Ok(tool)
+}
+
+/// A report in JSON.
+#[derive(Debug, Default)]
+struct Report {
+    head: Value,
+    groups: Vec<Value>,
+}
+
+/// What of a report is meant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Sum {
+    allocations: u64,
+    bytes: u64,
+    requested: u64,
+}
+
+impl Report {
+    /// All that are complete in an output.
+    fn all(stdout: &str) -> Result<Vec<Self>> {
+        let mut reports: Vec<Self> = Vec::new();
+        for line in stdout.lines() {
+            let object: Value = serde_json::from_str(line).with_context(|| line.to_owned())?;
+            if object["type"] == "report" {
+                reports.push(Self {
+                    head: object,
+                    groups: Vec::new(),
+                });
+            } else {
+                let report = reports.last_mut().context("a group before any report")?;
+                report.groups.push(object);
+            }
+        }
+        Ok(reports)
+    }
+
+    fn last(ended: &Ended) -> Result<Self> {
+        ensure!(ended.status.success(), "{ended:?}");
+        let last = Self::all(&ended.stdout)?.pop().context("no report")?;
+        ensure!(last.head["lost"]["entries"] == 0, "{}", last.head);
+        Ok(last)
+    }
+
+    fn sum<'a>(groups: impl Iterator<Item = &'a Value>) -> Sum {
+        let mut sum = Sum {
+            allocations: 0,
+            bytes: 0,
+            requested: 0,
+        };
+        for group in groups {
+            let number = |key: &str| group[key].as_u64().unwrap_or(u64::MAX / 4);
+            sum.allocations += number("allocations");
+            sum.bytes += number("bytes");
+            sum.requested += number("requested_bytes");
+        }
+        sum
+    }
+
+    /// What a cache has outstanding.
+    fn cache(&self, name: &str) -> Sum {
+        Self::sum(self.groups.iter().filter(|group| group["cache"] == name))
+    }
+
+    /// What stacks through a function have outstanding.
+    fn through(&self, function: &str) -> Sum {
+        let passes = |group: &&Value| {
+            let mut frames = group["frames"].as_array().into_iter().flatten();
+            frames.any(|frame| {
+                let symbol = frame["symbol"].as_str().unwrap_or_default();
+                symbol.split('.').next() == Some(function)
+            })
+        };
+        Self::sum(self.groups.iter().filter(passes))
+    }
+}
+
+/// Traces all of a workload's work, and stops memleak while the workload still holds it.
+fn trace(workload: &mut Workload, args: &[&str]) -> Result<Report> {
+    let tool = attach(workload, &[args, &["-j", "-T", "100000", "3600"]].concat())?;
+    workload.work()?;
+    Report::last(&tool.interrupt()?)
+}
+
+/// The same until the workload has undone it, and nothing of that is left. Returns the reports
+/// before and after.
+fn trace_to_nothing(workload: &mut Workload, args: &[&str]) -> Result<(Report, Report)> {
+    let tool = attach(workload, &[args, &["-j", "-T", "100000", "1"]].concat())?;
+    workload.work()?;
+    let reports = |stdout: &str| Report::all(stdout).unwrap_or_default();
+    // The first after this was begun after the work was done.
+    let seen = reports(&tool.stdout()).len();
+    tool.wait_until(|stdout| reports(stdout).len() > seen + 1)?;
+    let before = reports(&tool.stdout()).swap_remove(seen + 1);
+    workload.work()?;
+    tool.wait_until(|stdout| {
+        let last = reports(stdout).pop();
+        last.is_some_and(|report| report.head["allocations"] == 0)
+    })
+    .with_context(|| format!("before it was {before:?}"))?;
+    Ok((before, Report::last(&tool.interrupt()?)?))
+}
+
+fn objects_are_counted_by_cache_until_they_are_freed() -> Result<()> {
+    for (what, count, caches) in [
+        (
+            "pipes",
+            101,
+            &[("filp", 202), ("inode_cache", 101), ("dentry", 101)][..],
+        ),
+        (
+            "sockets",
+            103,
+            &[("filp", 103), ("sock_inode_cache", 103), ("dentry", 103)],
+        ),
+        ("files", 107, &[("filp", 107)]),
+    ] {
+        let mut workload = Workload::start("kmem", &[what, &count.to_string()])?;
+        let report = trace(&mut workload, &["--slab", "--by-cache"])?;
+        for &(cache, objects) in caches {
+            let found = report.cache(cache);
+            ensure!(
+                found.allocations == objects && found.bytes >= found.requested,
+                "{what}: {found:?} in {cache}, not {objects}: {:#?}",
+                report.groups
+            );
+        }
+        workload.finish()?;
+
+        let mut workload = Workload::start("kmem", &[what, &count.to_string()])?;
+        let (before, _) = trace_to_nothing(&mut workload, &["--cache", "filp"])?;
+        let files = before.head["allocations"].as_u64();
+        ensure!(files == Some(caches[0].1), "{what}: {before:?}");
+    }
+    Ok(())
+}
+
+/// A message has a header of 48 bytes and its text; a large pipe 40 bytes for each page.
+fn sizes_are_what_was_asked_for_and_what_it_takes() -> Result<()> {
+    let mut workload = Workload::start("kmem", &["messages", "13", "1009"])?;
+    // Without what the slab allocator allocates for itself on the way.
+    let sum = trace(&mut workload, &["-z", "2048"])?.through("load_msg");
+    let expected = Sum {
+        allocations: 13,
+        bytes: 13 * 2048,
+        requested: 13 * (48 + 1009),
+    };
+    ensure!(sum == expected, "{sum:?}, not {expected:?}");
+
+    let expected = Sum {
+        allocations: 1,
+        bytes: 4 * 4096,
+        requested: 256 * 40,
+    };
+    for (args, cache) in [(&[][..], "[kmalloc-large]"), (&["--pages"], "[pages]")] {
+        let mut workload = Workload::start("kmem", &["ring", "256"])?;
+        let report = trace(&mut workload, &[args, &["--by-cache"]].concat())?;
+        let sum = report.cache(cache);
+        ensure!(
+            sum.allocations == expected.allocations && sum.bytes == expected.bytes,
+            "{args:?}: {report:?}"
+        );
+        let asked = if cache == "[pages]" {
+            sum.bytes
+        } else {
+            expected.requested
+        };
+        ensure!(sum.requested == asked, "{args:?}: {report:?}");
+        let other =
+            report.cache("[pages]").allocations + report.cache("[kmalloc-large]").allocations;
+        ensure!(other == 1, "counted twice: {report:?}");
+    }
+    Ok(())
+}
+
+/// With its objects, the pages of a slab are not counted; without, they are.
+fn pages_of_objects_count_once() -> Result<()> {
+    const FILES: u64 = 3001;
+    let slab_pages = |args: &[&str]| -> Result<(Report, Sum)> {
+        let mut workload = Workload::start("kmem", &["files", &FILES.to_string()])?;
+        let report = trace(&mut workload, args)?;
+        let pages = report.groups.iter().filter(|group| {
+            let frames = group["frames"].as_array().into_iter().flatten();
+            let mut names = frames.filter_map(|frame| frame["symbol"].as_str());
+            names.next().is_some_and(|leaf| leaf.contains("pages"))
+                && names.any(|name| name.contains("alloc_empty_file"))
+        });
+        let sum = Report::sum(pages);
+        Ok((report, sum))
+    };
+    let (_, alone) = slab_pages(&["--pages"])?;
+    let (both, beside) = slab_pages(&[])?;
+    ensure!(alone.bytes > FILES * 128, "{alone:?} without objects");
+    // What the allocator has taken ahead, and nothing was made of yet.
+    ensure!(
+        beside.bytes <= 16 * 4096 && beside.bytes < alone.bytes / 4,
+        "{beside:?} beside objects, {alone:?} without"
+    );
+    ensure!(
+        both.through("alloc_empty_file").allocations >= FILES,
+        "{both:?}"
+    );
+    Ok(())
+}
+
+fn pages_are_counted_until_they_are_freed() -> Result<()> {
+    for (what, pages) in [("buffers", 211), ("memory", 223)] {
+        let mut workload = Workload::start("kmem", &[what, &pages.to_string()])?;
+        let (before, _) = trace_to_nothing(&mut workload, &["--pages", "-z", "4096"])?;
+        let through = [
+            "pipe_write",
+            "anon_pipe_write",
+            "shmem_get_folio_gfp",
+            "shmem_getpage_gfp",
+        ];
+        let found: Vec<Sum> = through
+            .iter()
+            .map(|function| before.through(function))
+            .filter(|sum| sum.allocations > 0)
+            .collect();
+        ensure!(
+            found
+                .iter()
+                .any(|sum| sum.allocations == pages && sum.bytes == pages * 4096),
+            "{what}: {found:?} of {:#?}",
+            before.groups
+        );
+    }
+    Ok(())
+}
+
+fn percpu_memory_is_counted_on_all_cpus() -> Result<()> {
+    let cpus = libbpf_rs::num_possible_cpus()? as u64;
+    let mut workload = Workload::start("kmem", &["slots", "23"])?;
+    let (before, _) = trace_to_nothing(&mut workload, &["--percpu"])?;
+    let sum = before.through("array_map_alloc");
+    ensure!(
+        sum.allocations == 23 && sum.requested == 23 * 8 && sum.bytes >= 23 * 8 * cpus,
+        "{sum:?} on {cpus} CPUs: {before:?}"
+    );
+    Ok(())
+}
+
+/// The objects of closed files are freed by RCU, thousands at a time, in interrupts that come while
+/// other frees are traced.
+fn frees_in_interrupts_are_seen() -> Result<()> {
+    let mut workload = Workload::start("kmem", &["churn", "20011"])?;
+    let (before, after) = trace_to_nothing(&mut workload, &["--cache", "filp"])?;
+    ensure!(
+        before.head["unseen_frees"] == 0 && after.head["unseen_frees"] == 0,
+        "{before:?} {after:?}"
+    );
+    Ok(())
+}
+
+fn frees_in_bulk_are_seen() -> Result<()> {
+    let mut workload = Workload::start("kmem", &["members", "13"])?;
+    let (before, _) = trace_to_nothing(&mut workload, &["--slab", "-Z", "64"])?;
+    ensure!(
+        before.through("sock_kmalloc").allocations == 13,
+        "{before:?}"
+    );
+    Ok(())
+}
+
+/// Without the programs on functions, what kfree_rcu() frees is not seen; that is said, and counted
+/// when it is noticed.
+fn frees_that_are_not_seen_are_told() -> Result<()> {
+    let mut workload = Workload::start("kmem", &["members", "13"])?;
+    let pid = workload.pid();
+    let mut tool = Tool::spawn(
+        Command::new(tool("memleak"))
+            .args(["-k", "-p", &pid, "-j", "-o", "0", "--slab", "-T", "1000"])
+            .env("MEMTOOLS_ATTACH", "tracepoints")
+            .stdin(Stdio::null()),
+    )?;
+    tool.wait_for("memleak: tracing")?;
+    tool.wait_for("what it frees in bulk")?;
+    workload.work()?;
+    workload.work()?;
+    let report = Report::last(&tool.interrupt()?)?;
+    ensure!(report.head["unseen_frees"].is_u64(), "{}", report.head);
+    ensure!(
+        report.through("sock_kmalloc").allocations == 13,
+        "{report:?}"
+    );
+    Ok(())
+}
+
+fn only_what_is_filtered_is_counted() -> Result<()> {
+    let cgroup = Cgroup::new()?;
+    let path = cgroup.path().to_string_lossy().into_owned();
+    for (args, expected) in [
+        (&["-n", "kmem"][..], 53),
+        (&["-n", "kmemm"], 0),
+        (&["--cgroup", &path], 53),
+        (&["-p", "1"], 0),
+        (&["-n", "kmem", "-z", "4096"], 0),
+        (&["-n", "kmem", "--cache", "dentry"], 53),
+        (&["-n", "kmem", "--cache", "dentr"], 0),
+    ] {
+        let mut workload = Workload::start("kmem", &["sockets", "53"])?;
+        cgroup.add(&workload.pid())?;
+        let slab = if args.contains(&"--cache") {
+            &[][..]
+        } else {
+            &["--slab"]
+        };
+        let common = ["-k", "-j", "-o", "0", "--by-cache", "-T", "1000", "3600"];
+        let tool = start(&[args, slab, &common].concat())?;
+        workload.work()?;
+        let report = Report::last(&tool.interrupt()?)?;
+        let cache = if expected == 53 {
+            "dentry"
+        } else {
+            "sock_inode_cache"
+        };
+        let found = report.cache(cache).allocations;
+        ensure!(found == expected, "{args:?}: {found} in {report:?}");
+        workload.finish()?;
+    }
+    Ok(())
+}
+
+fn combined_totals_equal_the_blocks() -> Result<()> {
+    for args in [&["--by-cache"][..], &[]] {
+        let of = |combined: &[&str]| -> Result<Sum> {
+            let mut workload = Workload::start("kmem", &["pipes", "101"])?;
+            let report = trace(
+                &mut workload,
+                &[args, combined, &["--cache", "filp"]].concat(),
+            )?;
+            Ok(Report::sum(report.groups.iter()))
+        };
+        let (blocks, totals) = (of(&[])?, of(&["-C"])?);
+        ensure!(
+            blocks == totals && blocks.allocations == 202,
+            "{args:?}: {blocks:?} {totals:?}"
+        );
+    }
+    // What was freed is taken off again.
+    let mut workload = Workload::start("kmem", &["pipes", "101"])?;
+    trace_to_nothing(&mut workload, &["-C", "--cache", "filp"])?;
+    Ok(())
+}
+
+fn text_has_stacks_and_caches() -> Result<()> {
+    let text = |args: &[&str]| -> Result<String> {
+        let mut workload = Workload::start("kmem", &["messages", "13", "1009"])?;
+        let tool = attach(&workload, &[args, &["--slab", "-T", "3", "3600"]].concat())?;
+        workload.work()?;
+        Ok(tool.interrupt()?.stdout)
+    };
+    let stacks = text(&[])?;
+    ensure!(
+        stacks.contains("] Top 3 stacks with outstanding allocations:\n")
+            && stacks.contains(
+                "\t26624 bytes in 13 allocations from stack (13741 requested)\n\t\t0xffff"
+            )
+            && stacks.contains("\tload_msg+0x"),
+        "{stacks}"
+    );
+    ensure!(
+        !stacks.contains("bpf_trace_run"),
+        "our own frames: {stacks}"
+    );
+    let caches = text(&["--by-cache"])?;
+    let mut lines = caches.lines();
+    ensure!(
+        lines
+            .next()
+            .is_some_and(|line| line.ends_with("] Top 3 slab caches with outstanding allocations:"))
+            && lines
+                .next()
+                .is_some_and(|line| line.starts_with("\tCACHE  ")),
+        "{caches}"
+    );
+    let row = lines
+        .find(|line| line.contains(" 13741 "))
+        .with_context(|| caches.clone())?;
+    let fields: Vec<&str> = row.split_whitespace().collect();
+    ensure!(
+        fields.len() == 6 && fields[1..4] == ["13", "26624", "13741"] && fields[0].ends_with("2k"),
+        "{row}"
+    );
+    // Also of others.
+    ensure!(
+        fields[4].starts_with(['+', '-']),
+        "no change in slabinfo: {row}"
+    );
+    Ok(())
+}
+
+fn folded_stacks_begin_with_the_kernel() -> Result<()> {
+    let mut workload = Workload::start("kmem", &["messages", "13", "1009"])?;
+    let tool = attach(&workload, &["-f", "--slab", "3600"])?;
+    workload.work()?;
+    let ended = tool.interrupt()?;
+    let message = |line: &str| line.contains(";load_msg;") && line.ends_with(" 26624");
+    let found = ended.stdout.lines().find(|line| message(line));
+    let line = found.with_context(|| format!("{ended:?}"))?;
+    ensure!(line.starts_with("kernel;"), "{line}");
+    Ok(())
+}
+
+fn blocks_that_do_not_fit_are_counted_lost() -> Result<()> {
+    let mut workload = Workload::start("kmem", &["files", "211"])?;
+    let tool = attach(
+        &workload,
+        &["-j", "--cache", "filp", "--max-allocs", "16", "3600"],
+    )?;
+    workload.work()?;
+    let ended = tool.interrupt()?;
+    let report = Report::all(&ended.stdout)?.pop().context("no report")?;
+    let (kept, lost) = (&report.head["allocations"], &report.head["lost"]["entries"]);
+    ensure!(
+        kept.as_u64()
+            .zip(lost.as_u64())
+            .is_some_and(|(kept, lost)| kept + lost == 211 && lost > 0),
+        "{}",
+        report.head
+    );
+    ensure!(
+        ended.stderr.contains("larger --max-allocs"),
+        "{}",
+        ended.stderr
+    );
+    Ok(())
+}
+
+fn what_is_not_the_kernels_is_refused() -> Result<()> {
+    for (args, message) in [
+        (&["-k", "-c", "true"][..], "--command (-c) is for"),
+        (&["-p", "1", "--slab"], "add --kernel (-k)"),
+        (&["--max-allocs", "100000000"], "lower --max-allocs"),
+    ] {
+        let ended = harness::run("memleak", args)?;
+        ensure!(
+            ended.status.code() == Some(2) && ended.stderr.contains(message),
+            "{args:?}: {ended:?}"
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,194 @@
+//! memleak over several processes, and over a process that becomes another program.
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+
+use crate::harness::{self, Cgroup, Tool, Workload};
+use crate::memleak::{self, Group, READY};
+
+/// All of these tests.
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "memleak::processes":
+        each_of_two_has_its_own,
+        children_are_followed,
+        children_of_a_command_are_followed,
+        without_children_only_the_parent_is_traced,
+        those_in_a_cgroup_are_traced,
+        those_of_a_name_are_traced,
+        an_exec_forgets,
+        an_exec_forgets_totals,
+        children_want_a_parent,
+    }
+}
+
+const ALL: [&str; 5] = ["-o", "0", "-T", "1000", "60"];
+
+/// What a process has outstanding from a function: bytes and allocations.
+fn of(groups: &[Group], pid: &str, function: &str) -> (u64, u64) {
+    let groups: Vec<&Group> = groups
+        .iter()
+        .filter(|group| group.pid.as_deref() == Some(pid) && group.passes(function))
+        .collect();
+    (
+        groups.iter().map(|group| group.bytes).sum(),
+        groups.iter().map(|group| group.allocations).sum(),
+    )
+}
+
+fn start(args: &[&str]) -> Result<Tool> {
+    let mut tool = Tool::start("memleak", &[args, &ALL].concat())?;
+    tool.wait_for(READY)?;
+    Ok(tool)
+}
+
+fn groups_at_end(tool: Tool) -> Result<Vec<Group>> {
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    memleak::last_report(&ended.stdout)
+}
+
+fn each_of_two_has_its_own() -> Result<()> {
+    let mut one = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
+    let mut other = Workload::start("alloc", &["one", "malloc", "37", "211"])?;
+    let tool = start(&["-p", &format!("{},{}", one.pid(), other.pid())])?;
+    one.work()?;
+    other.work()?;
+    let groups = groups_at_end(tool)?;
+    let found = of(&groups, &one.pid(), "leak_malloc");
+    ensure!(found == (31 * 4093, 31), "{found:?} in {groups:#?}");
+    let found = of(&groups, &other.pid(), "leak_malloc");
+    ensure!(found == (37 * 211, 37), "{found:?} in {groups:#?}");
+    ensure!(groups.len() == 2, "{groups:#?}");
+    Ok(())
+}
+
+/// A parent leaks, and two children, which inherit its blocks and free them, leak more.
+fn children_are_followed() -> Result<()> {
+    let mut workload = Workload::start("lives", &["fork", "101", "97"])?;
+    let pid = workload.pid();
+    let tool = start(&["--children", "-p", &pid])?;
+    let facts = workload.work()?;
+    let groups = groups_at_end(tool)?;
+    let child = |key: &str| facts.get(key).context("no child");
+    for (pid, times) in [(&pid, 1), (child("twice")?, 2), (child("thrice")?, 3)] {
+        let found = of(&groups, pid, "in_process");
+        ensure!(
+            found == (times * 101 * 97, times * 101),
+            "{times}: {found:?} in {groups:#?}"
+        );
+    }
+    Ok(())
+}
+
+fn children_of_a_command_are_followed() -> Result<()> {
+    // With /dev/null as stdin it does not wait for anybody.
+    let command = format!("'{}' fork 101 97", harness::workload("lives").display());
+    let args = ["--children", "--mode", "alloc", "-j", "-T", "1000", "-c"];
+    let ended = harness::run("memleak", &[&args[..], &[&command, "60"]].concat())?;
+    ensure!(ended.status.success(), "{ended:?}");
+    let stacks = ended.stdout.lines().filter_map(|line| {
+        let row: serde_json::Value = serde_json::from_str(line).ok()?;
+        let frames = row["frames"].to_string();
+        frames.contains("in_process").then_some(row)
+    });
+    let mut found: Vec<_> = stacks.map(|row| row["allocations"].as_u64()).collect();
+    found.sort_unstable();
+    ensure!(
+        found == [Some(101), Some(202), Some(303)],
+        "{}",
+        ended.stdout
+    );
+    Ok(())
+}
+
+fn without_children_only_the_parent_is_traced() -> Result<()> {
+    let args = ["-o", "0", "-T", "1000", "60"];
+    let ended = memleak::trace("lives", &["fork", "101", "97"], &args)?;
+    let groups = memleak::last_report(&ended.stdout)?;
+    let found = memleak::outstanding(&groups, "in_process");
+    ensure!(found == (101 * 97, 101), "{found:?} in {groups:#?}");
+    Ok(())
+}
+
+/// Of two programs only one is in the cgroup, and a third one comes into it later.
+fn those_in_a_cgroup_are_traced() -> Result<()> {
+    let cgroup = Cgroup::new()?;
+    let mut inside = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
+    let mut outside = Workload::start("alloc", &["one", "malloc", "37", "211"])?;
+    cgroup.add(&inside.pid())?;
+    let tool = start(&["--cgroup", &cgroup.path().to_string_lossy()])?;
+    let mut later = Workload::start("alloc", &["one", "malloc", "41", "89"])?;
+    cgroup.add(&later.pid())?;
+    for workload in [&mut inside, &mut outside, &mut later] {
+        workload.work()?;
+    }
+    let groups = groups_at_end(tool)?;
+    let found = of(&groups, &inside.pid(), "leak_malloc");
+    ensure!(found == (31 * 4093, 31), "{found:?} in {groups:#?}");
+    let found = of(&groups, &later.pid(), "leak_malloc");
+    ensure!(found == (41 * 89, 41), "{found:?} in {groups:#?}");
+    let foreign = groups.iter().any(|group| group.pid == Some(outside.pid()));
+    ensure!(!foreign, "{groups:#?}");
+    Ok(())
+}
+
+fn those_of_a_name_are_traced() -> Result<()> {
+    let mut named = Workload::start("alloc-nopie", &["one", "malloc", "31", "4093"])?;
+    let mut other = Workload::start("alloc", &["one", "malloc", "37", "211"])?;
+    let tool = start(&["--comm", "oc-nopi"])?;
+    named.work()?;
+    other.work()?;
+    let groups = groups_at_end(tool)?;
+    let found = of(&groups, &named.pid(), "leak_malloc");
+    ensure!(found == (31 * 4093, 31), "{found:?} in {groups:#?}");
+    let foreign = groups.iter().any(|group| group.pid == Some(other.pid()));
+    ensure!(!foreign, "{groups:#?}");
+    Ok(())
+}
+
+/// A process that leaks, and becomes another program that does.
+fn becomes_another(args: &[&str]) -> Result<Vec<Group>> {
+    let program = harness::workload("alloc");
+    let program = program.to_string_lossy();
+    let mut workload = Workload::start(
+        "lives",
+        &["exec", "31", "4093", &program, "one", "malloc", "41", "89"],
+    )?;
+    let tool = memleak::attach(&workload, &[args, &["-T", "1000", "60"]].concat())?;
+    workload.go()?;
+    workload.ready()?;
+    workload.work()?;
+    groups_at_end(tool)
+}
+
+fn an_exec_forgets() -> Result<()> {
+    let groups = becomes_another(&["-o", "0"])?;
+    let found = memleak::outstanding(&groups, "leak_malloc");
+    ensure!(found == (41 * 89, 41), "{found:?} in {groups:#?}");
+    ensure!(
+        memleak::outstanding(&groups, "grown") == (0, 0),
+        "blocks of the program before: {groups:#?}"
+    );
+    Ok(())
+}
+
+fn an_exec_forgets_totals() -> Result<()> {
+    let groups = becomes_another(&["--combined-only"])?;
+    let found = memleak::outstanding(&groups, "leak_malloc");
+    ensure!(found == (41 * 89, 41), "{found:?} in {groups:#?}");
+    ensure!(
+        memleak::outstanding(&groups, "grown") == (0, 0),
+        "totals of the program before: {groups:#?}"
+    );
+    Ok(())
+}
+
+fn children_want_a_parent() -> Result<()> {
+    let ended = harness::run("memleak", &["--children", "--comm", "x"])?;
+    ensure!(ended.status.code() == Some(2), "{ended:?}");
+    ensure!(ended.stderr.contains("-p or -c"), "{}", ended.stderr);
+    let ended = harness::run("memleak", &["--comm", "no-such-name"])?;
+    ensure!(ended.status.code() == Some(1), "{ended:?}");
+    ensure!(ended.stderr.contains("start one"), "{}", ended.stderr);
+    Ok(())
+}

@@ -1,0 +1,294 @@
+//! What else memleak shows of blocks than that they are there: their ages, their growth, how many
+//! were allocated, how many were freed soon, and frees that were wrong.
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use serde_json::Value;
+
+use crate::harness::{self, Ended, Tool, Workload};
+use crate::memleak;
+
+/// All of these tests.
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "memleak::views":
+        allocations_are_counted_freed_or_not,
+        what_is_freed_soon_is_counted,
+        growth_is_from_report_to_report,
+        the_oldest_and_the_median_age_are_shown,
+        the_peak_is_shown_with_its_stacks,
+        double_frees_are_counted_with_their_stack,
+        unknown_frees_are_counted,
+        samples_by_bytes_stand_for_all,
+        hits_and_what_they_cost_are_told,
+        sampling_is_raised_to_keep_a_limit,
+        what_the_table_has_no_room_for_is_kept_elsewhere,
+        room_is_made_as_it_is_needed,
+    }
+}
+
+fn rows(ended: &Ended) -> Result<Vec<Value>> {
+    let rows = ended.stdout.lines().map(serde_json::from_str);
+    rows.collect::<Result<_, _>>().context("no JSON")
+}
+
+/// The rows of stacks through a function.
+fn stacks<'a>(rows: &'a [Value], function: &str) -> Vec<&'a Value> {
+    let through = |row: &&Value| {
+        let frames = row["frames"].as_array();
+        frames.is_some_and(|frames| frames.iter().any(|frame| frame["symbol"] == function))
+    };
+    rows.iter()
+        .filter(|row| row["type"] == "stack")
+        .filter(through)
+        .collect()
+}
+
+/// One stack through a function, with these sums.
+fn expect(rows: &[Value], function: &str, bytes: u64, allocations: u64) -> Result<()> {
+    let stacks = stacks(rows, function);
+    ensure!(
+        stacks.len() == 1 && stacks[0]["bytes"] == bytes && stacks[0]["allocations"] == allocations,
+        "{function}: not {bytes} bytes in {allocations} in {stacks:?}"
+    );
+    Ok(())
+}
+
+fn allocations_are_counted_freed_or_not() -> Result<()> {
+    let program = ["churn", "10007", "89", "211"];
+    let args = ["--mode", "alloc", "-j", "-T", "1000", "60"];
+    let rows = rows(&memleak::trace("lives", &program, &args)?)?;
+    expect(&rows, "churned", 10007 * 89, 10007)?;
+    expect(&rows, "kept_on", 211 * 89, 211)
+}
+
+fn what_is_freed_soon_is_counted() -> Result<()> {
+    let program = ["churn", "10007", "89", "211"];
+    let args = ["--mode", "churn", "-j", "-T", "1000", "3600"];
+    let rows = rows(&memleak::trace("lives", &program, &args)?)?;
+    expect(&rows, "churned", 10007 * 89, 10007)?;
+    ensure!(stacks(&rows, "kept_on").is_empty(), "{rows:?}");
+    Ok(())
+}
+
+/// Two reports, with 31 blocks before the first and 41 between them.
+fn growth_is_from_report_to_report() -> Result<()> {
+    let mut workload = Workload::start("lives", &["grow", "97", "31", "41"])?;
+    let mut tool = memleak::attach(&workload, &["-e", "-j", "-o", "0", "1"])?;
+    workload.work()?;
+    tool.wait_for_output(r#""allocations":31"#)?;
+    workload.work()?;
+    tool.wait_for_output(r#""allocations":72"#)?;
+    let rows = rows(&tool.interrupt()?)?;
+    let grown = stacks(&rows, "grown");
+    let first = grown
+        .iter()
+        .find(|row| row["allocations"] == 31)
+        .context("no first")?;
+    ensure!(
+        first["growth_bytes"].is_null() || first["growth_bytes"] == 31 * 97,
+        "{first}"
+    );
+    let second = grown
+        .iter()
+        .find(|row| row["allocations"] == 72)
+        .context("no second")?;
+    ensure!(second["growth_bytes"] == 41 * 97, "{second}");
+    let last = grown.last().context("no last")?;
+    ensure!(
+        last["growth_bytes"] == 0 || last["allocations"] != 72 || *last == *second,
+        "{last}"
+    );
+    Ok(())
+}
+
+fn the_oldest_and_the_median_age_are_shown() -> Result<()> {
+    let mut workload = Workload::start("lives", &["grow", "97", "31", "211"])?;
+    let mut tool = memleak::attach(&workload, &["-j", "-o", "0", "1"])?;
+    workload.work()?;
+    // Of two reports, between which a second goes by, the head and the stack.
+    for _ in 0..4 {
+        tool.wait_for_output(r#""allocations":31"#)?;
+    }
+    workload.work()?;
+    let rows = rows(&tool.interrupt()?)?;
+    let last = *stacks(&rows, "grown").last().context("no stack")?;
+    let ms = |key: &str| {
+        last[key]
+            .as_u64()
+            .with_context(|| format!("no {key}: {last}"))
+    };
+    // The younger ones are the greater part.
+    ensure!(ms("oldest_age_ms")? >= 1000, "{last}");
+    ensure!(ms("median_age_ms")? < ms("oldest_age_ms")?, "{last}");
+    Ok(())
+}
+
+fn double_frees_are_counted_with_their_stack() -> Result<()> {
+    let ended = memleak::trace("lives", &["twice", "53"], &["-j", "-o", "0", "60"])?;
+    let rows = rows(&ended)?;
+    let head = rows
+        .iter()
+        .find(|row| row["type"] == "report")
+        .context("no report")?;
+    if !memleak::has_table() {
+        ensure!(head["double_frees"].is_null(), "{head}");
+        return Ok(());
+    }
+    ensure!(head["double_frees"] == 53, "{head}");
+    let told: Vec<_> = rows
+        .iter()
+        .filter(|row| row["type"] == "double_free")
+        .collect();
+    ensure!(told.len() == 1, "each stack is told of once: {told:?}");
+    ensure!(
+        told[0]["frames"].to_string().contains("free_twice"),
+        "{told:?}"
+    );
+    Ok(())
+}
+
+fn unknown_frees_are_counted() -> Result<()> {
+    let ended = memleak::trace("lives", &["unknown", "101"], &["-j", "-o", "0", "60"])?;
+    let rows = rows(&ended)?;
+    let head = rows
+        .iter()
+        .find(|row| row["type"] == "report")
+        .context("no report")?;
+    ensure!(head["unknown_frees"] == 101, "{head}");
+    ensure!(head["double_frees"].as_u64().unwrap_or(0) == 0, "{head}");
+    Ok(())
+}
+
+/// What is below the distance is an estimate, within a few times the interval that is told; what is
+/// above it is exact.
+fn samples_by_bytes_stand_for_all() -> Result<()> {
+    let sampled = |size: &str| -> Result<Value> {
+        let args = ["--sample-bytes", "8K", "-j", "-o", "0", "60"];
+        let ended = memleak::trace("lives", &["grow", size, "10007"], &args)?;
+        let rows = rows(&ended)?;
+        let stacks = stacks(&rows, "grown");
+        ensure!(stacks.len() == 1, "{rows:?}");
+        Ok(stacks[0].clone())
+    };
+    let number = |row: &Value, key: &str| {
+        row[key]
+            .as_u64()
+            .with_context(|| format!("no {key}: {row}"))
+    };
+
+    let small = sampled("211")?;
+    let (bytes, error) = (number(&small, "bytes")?, number(&small, "error_bytes")?);
+    let truth = 10007 * 211;
+    // About 258 records: 12 % to both sides.
+    ensure!((truth / 20..truth / 5).contains(&error), "{small}");
+    ensure!(bytes.abs_diff(truth) <= 3 * error, "{small}");
+    ensure!(bytes != truth, "nothing was left out: {small}");
+
+    let large = sampled("8209")?;
+    ensure!(number(&large, "bytes")? == 10007 * 8209, "{large}");
+    ensure!(number(&large, "allocations")? == 10007, "{large}");
+    ensure!(number(&large, "error_bytes")? == 0, "{large}");
+    Ok(())
+}
+
+/// A pair of malloc and free is three hits: two entries and a return. What else a process does
+/// between attaching and its end is the same in every run.
+fn hits_and_what_they_cost_are_told() -> Result<()> {
+    let summary = |pairs: u64| -> Result<Value> {
+        let program = ["churn", &pairs.to_string(), "64", "1"];
+        let ended = memleak::trace("lives", &program, &["-j", "60"])?;
+        let line = ended.stderr.lines().find(|line| line.contains(" hits; "));
+        line.with_context(|| format!("no hits in {}", ended.stderr))?;
+        let rows = rows(&ended)?;
+        let probes = rows.into_iter().find(|row| row["type"] == "probes");
+        probes.context("no row of the probes")
+    };
+    let (few, many) = (summary(7)?, summary(10_007)?);
+    let hits = |row: &Value| row["hits"].as_u64().context("no hits");
+    ensure!(hits(&few)? == 3 * 7 + 2, "{few}");
+    ensure!(hits(&many)? == 3 * 10_007 + 2, "{many}");
+    let share = many["cpu_percent"].as_f64().context("no share")?;
+    ensure!(share > 0.0, "{many}");
+    ensure!(many["hit_ns"].as_u64().is_some_and(|ns| ns > 0), "{many}");
+    Ok(())
+}
+
+/// A program that does little else than allocate is over any limit. The first blocks are all
+/// recorded, later ones are sampled, and what stands for all of them is within a few times the
+/// interval that is told.
+fn sampling_is_raised_to_keep_a_limit() -> Result<()> {
+    let (size, count, steps) = (211, 2003, 7);
+    let program = ["outgrow", &size.to_string(), &count.to_string(), "7"];
+    let mut workload = Workload::start("lives", &program)?;
+    let mut tool = memleak::attach(
+        &workload,
+        &["--max-overhead", "0.1%", "-j", "-o", "0", "60"],
+    )?;
+    workload.work()?;
+    tool.wait_for("from now on blocks are recorded as with --sample-bytes")?;
+    for _ in 1..steps {
+        workload.work()?;
+    }
+    let ended = tool.interrupt()?;
+    let rows = rows(&ended)?;
+    let stacks = stacks(&rows, "grown");
+    ensure!(stacks.len() == 1, "{rows:?}");
+    let number = |key: &str| stacks[0][key].as_u64().context("no number");
+    let (bytes, error) = (number("bytes")?, number("error_bytes")?);
+    let truth = steps * count * size;
+    ensure!((1..truth).contains(&error), "{rows:?}");
+    ensure!(
+        bytes.abs_diff(truth) <= 3 * error,
+        "{bytes}, not {truth}: {rows:?}"
+    );
+    ensure!(bytes != truth, "nothing was left out: {rows:?}");
+    Ok(())
+}
+
+/// The table has 15,016 places, and from 12,000 blocks on some find both their buckets full.
+fn what_the_table_has_no_room_for_is_kept_elsewhere() -> Result<()> {
+    let blocks = if memleak::has_table() { 13_009 } else { 10_007 };
+    let count = blocks.to_string();
+    let args = ["--max-allocs", "10007", "-j", "-o", "0", "60"];
+    let ended = memleak::trace("lives", &["grow", "97", &count], &args)?;
+    expect(&rows(&ended)?, "grown", blocks * 97, blocks)?;
+    // And they are found there again.
+    let ended = memleak::trace("lives", &["shrink", "97", &count, "211"], &args)?;
+    expect(&rows(&ended)?, "grown", 211 * 97, 211)
+}
+
+/// At the end less is outstanding, and of other stacks.
+fn the_peak_is_shown_with_its_stacks() -> Result<()> {
+    let args = ["--mode", "peak", "-j", "60"];
+    let rows = rows(&memleak::trace("lives", &["climb", "211", "97"], &args)?)?;
+    let head = rows.iter().find(|row| row["type"] == "report");
+    let head = head.context("no report")?;
+    let bases = 3 * 211 * 8;
+    ensure!(head["bytes"] == 211 * 3 * 97 + bases, "{head}");
+    ensure!(head["allocations"] == 211 * 2 + 1, "{head}");
+    ensure!(head["peak_time"].as_str() < head["time"].as_str(), "{head}");
+    expect(&rows, "in_process", 211 * 97, 211)?;
+    expect(&rows, "on_the_hill", 211 * 2 * 97, 211)?;
+    ensure!(stacks(&rows, "after_the_hill").is_empty(), "{rows:?}");
+    Ok(())
+}
+
+/// Of 9362 blocks, the first map has room for 292, the second for 2340, the third for the rest.
+fn room_is_made_as_it_is_needed() -> Result<()> {
+    let program = ["grow", "97", "199", "2003", "7103"];
+    let mut workload = Workload::start("lives", &program)?;
+    let args = ["--mem-limit", "1M", "-vj", "-o", "0", "-p"];
+    let pid = workload.pid();
+    let way = "perf uprobes without cookies";
+    let mut tool = Tool::start_by(way, "memleak", &[&args[..], &[&pid, "60"]].concat())?;
+    tool.wait_for(memleak::READY)?;
+    for more in [2340, 6730] {
+        workload.work()?;
+        tool.wait_for(&format!("made room for {more} blocks more"))?;
+    }
+    workload.work()?;
+    let blocks = 199 + 2003 + 7103;
+    let ended = tool.interrupt()?;
+    ensure!(!ended.stderr.contains("lost"), "{}", ended.stderr);
+    expect(&rows(&ended)?, "grown", blocks * 97, blocks)
+}

@@ -1,0 +1,466 @@
+//! Where probes are placed, held against real libraries.
+//!
+//! [`placement::places`] claims that at the instruction it chooses, what a handler reads is where
+//! it says, as it was at the function's entry, and that no way but the entry leads there. Both are
+//! checked for every function of every allocator, of the C and the C++ library: the first by
+//! running the function up to there, one instruction at a time, with random values in its
+//! registers; the second by what objdump, which is not our decoder, finds in the whole file.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::num::NonZeroUsize;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::process::Command;
+
+use libc::user_regs_struct as Registers;
+use memtools::placement::{self, Place};
+use memtools::{elf, kernel};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous};
+use nix::sys::ptrace;
+use nix::sys::signal::{Signal, kill, raise};
+use nix::sys::wait::{WaitStatus, waitpid};
+use nix::unistd::{ForkResult, Pid, fork};
+use object::read::elf::ElfFile64;
+use object::{Object, ObjectSegment};
+
+const LIBRARIES: [&str; 6] = [
+    "libc.so.6",
+    "libstdc++.so.6",
+    "libjemalloc.so.2",
+    "libtcmalloc_minimal.so.4",
+    "libmimalloc.so.2",
+    "ld-musl-x86_64.so.1",
+];
+
+const FOLDERS: [&str; 2] = ["/usr/lib/x86_64-linux-gnu", "/lib"];
+
+/// The arguments that a function's handler may read.
+const ARGUMENTS: [&[u8]; 3] = [&[1], &[1, 2], &[1, 2, 3, 4, 5, 6]];
+
+/// How often each function is run.
+const TRIALS: usize = 3;
+
+const PAGE: usize = 4096;
+
+/// A function with the offset of the instruction to probe.
+struct Placed {
+    name: String,
+    /// Of its entry, in the file's own address space.
+    address: u64,
+    place: Place,
+}
+
+struct Library {
+    path: String,
+    file: File,
+    /// Addresses, and where in the file what is there begins.
+    segments: Vec<(std::ops::Range<u64>, std::ops::Range<u64>)>,
+    functions: Vec<Placed>,
+}
+
+impl Library {
+    fn open(name: &str, arguments: &[u8]) -> Self {
+        let path = FOLDERS
+            .iter()
+            .map(|folder| format!("{folder}/{name}"))
+            .find(|path| Path::new(path).exists())
+            .unwrap_or_else(|| {
+                panic!(
+                    "no {name}; run: scripts/need g++ musl libjemalloc2 libtcmalloc-minimal4 \
+                     libmimalloc2.0"
+                )
+            });
+        let bytes = std::fs::read(&path).expect("the library");
+        let parsed = ElfFile64::<object::Endianness>::parse(&*bytes).expect("an ELF file");
+        let segments: Vec<_> = parsed
+            .segments()
+            .map(|segment| {
+                let (start, size) = segment.file_range();
+                let address = segment.address();
+                (address..address + segment.size(), start..start + size)
+            })
+            .collect();
+        let file = File::open(&path).expect("the library");
+        let address = |offset: u64| {
+            let (addresses, bytes) = segments
+                .iter()
+                .find(|(_, bytes)| bytes.contains(&offset))
+                .expect("a segment");
+            addresses.start + offset - bytes.start
+        };
+        let symbols = elf::functions(&file, |_, local| !local).expect("symbols");
+        let asked: Vec<_> = symbols
+            .iter()
+            .map(|function| (function, arguments.to_vec()))
+            .collect();
+        let places = placement::places(&file, &asked).expect("places");
+        let functions = symbols
+            .iter()
+            .zip(places)
+            .map(|(function, place)| Placed {
+                name: function.name.clone(),
+                address: address(function.file_offset),
+                place,
+            })
+            .collect();
+        Self {
+            path,
+            file,
+            segments,
+            functions,
+        }
+    }
+}
+
+/// What objdump makes of a library.
+struct Disassembly {
+    /// By address.
+    lines: BTreeMap<u64, Line>,
+    /// Where jumps and calls lead.
+    targets: BTreeSet<u64>,
+    nop5_is_cheap: bool,
+}
+
+/// One instruction, and where it leads if that is written in it.
+struct Line {
+    mnemonic: String,
+    operands: String,
+    target: Option<u64>,
+}
+
+impl Disassembly {
+    fn of(library: &Library) -> Self {
+        let output = Command::new("objdump")
+            .args(["-d", "--no-show-raw-insn", &library.path])
+            .output()
+            .expect("objdump, of the package binutils");
+        let text = String::from_utf8_lossy(&output.stdout);
+        let lines: BTreeMap<u64, Line> = text.lines().filter_map(Line::parse).collect();
+        Self {
+            targets: lines.values().filter_map(|line| line.target).collect(),
+            lines,
+            nop5_is_cheap: kernel::btf_has_name("arch_uprobe_optimize"),
+        }
+    }
+
+    /// Whether every kernel from 5.10 on emulates what is there, or this one does better.
+    fn is_cheap_at(&self, address: u64) -> bool {
+        let mut lines = self.lines.range(address..);
+        let Some((_, line)) = lines.next().filter(|(at, _)| **at == address) else {
+            return false;
+        };
+        let length = lines.next().map_or(0, |(next, _)| next - address);
+        match line.mnemonic.as_str() {
+            "push" => line.operands.starts_with("%r"),
+            "nop" => length == 1,
+            "nopl" => length == 5 && self.nop5_is_cheap,
+            mnemonic => mnemonic.starts_with('j') && line.target.is_some(),
+        }
+    }
+}
+
+impl Line {
+    /// `  98ef3:\tje     98fb8 <cfree+0xc8>`
+    fn parse(line: &str) -> Option<(u64, Self)> {
+        let (address, instruction) = line.trim_start().split_once(":\t")?;
+        let address = u64::from_str_radix(address, 16).ok()?;
+        let instruction = instruction.split('#').next()?.trim();
+        let instruction = instruction.trim_start_matches("bnd ");
+        let (mnemonic, operands) = instruction.split_once(' ').unwrap_or((instruction, ""));
+        let (mnemonic, operands) = (mnemonic.to_owned(), operands.trim().to_owned());
+        let leads = ["j", "call", "loop", "xbegin"]
+            .iter()
+            .any(|kind| mnemonic.starts_with(kind));
+        let target = operands.split_whitespace().next().filter(|_| leads);
+        let target = target.and_then(|target| u64::from_str_radix(target, 16).ok());
+        let line = Self {
+            mnemonic,
+            operands,
+            target,
+        };
+        Some((address, line))
+    }
+}
+
+#[test]
+fn only_the_entry_leads_to_a_probe() {
+    for name in LIBRARIES {
+        let code = Disassembly::of(&Library::open(name, &[]));
+        for arguments in ARGUMENTS {
+            let library = Library::open(name, arguments);
+            let mut cheap = 0;
+            for function in &library.functions {
+                let (entry, offset) = (function.address, function.place.offset);
+                let emulated = code.is_cheap_at(entry + offset);
+                cheap += usize::from(emulated);
+                let function = &function.name;
+                assert!(
+                    emulated || offset == 0,
+                    "{name}: {function}+{offset:#x} is not an instruction that kernels emulate"
+                );
+                let within = code.targets.range(entry + 1..entry + offset + 1).next();
+                assert!(
+                    within.is_none(),
+                    "{name}: a jump leads to {within:x?}, before the probe at \
+                     {function}+{offset:#x}"
+                );
+            }
+            println!(
+                "{name}: {cheap} of {} functions are probed where it is cheap if {} arguments are \
+                 read",
+                library.functions.len(),
+                arguments.len(),
+            );
+            assert!(cheap > 0, "{name}: nothing was checked");
+        }
+    }
+}
+
+#[test]
+fn at_a_probe_all_is_as_at_the_entry() {
+    for (name, arguments) in LIBRARIES
+        .iter()
+        .flat_map(|name| ARGUMENTS.map(|all| (name, all)))
+    {
+        let library = Library::open(name, arguments);
+        let mut stepper = Stepper::new(&library);
+        let moved = library
+            .functions
+            .iter()
+            .filter(|function| function.place.offset > 0);
+        let (reached, faulted): (Vec<&Placed>, Vec<&Placed>) = moved.partition(|function| {
+            let arrivals = (0..TRIALS).filter(|_| stepper.check(function, arguments));
+            arrivals.count() > 0
+        });
+        println!(
+            "{name}: {} probes beyond the entry were reached if {} arguments are read, {} not",
+            reached.len(),
+            arguments.len(),
+            faulted.len()
+        );
+        let names: Vec<&str> = faulted.iter().map(|placed| &*placed.name).collect();
+        assert!(
+            reached.len() > 10 * faulted.len(),
+            "{name}: too few probes are reached, not those in {names:?}"
+        );
+    }
+}
+
+/// What a program that does little but allocate calls.
+#[test]
+fn the_busiest_functions_are_probed_where_it_is_cheap() {
+    for name in LIBRARIES {
+        let library = Library::open(name, &[1]);
+        let code = Disassembly::of(&library);
+        for busy in ["malloc", "free", "_Znwm", "_ZdlPv", "_ZdlPvm"] {
+            for function in library
+                .functions
+                .iter()
+                .filter(|placed| placed.name == busy)
+            {
+                let offset = function.place.offset;
+                println!("{name}: {busy}+{offset:#x}");
+                assert!(
+                    code.is_cheap_at(function.address + offset),
+                    "{name}: {busy}+{offset:#x}"
+                );
+            }
+        }
+    }
+}
+
+/// A child that has the library mapped, stopped, for us to run its code step by step.
+struct Stepper {
+    child: Pid,
+    idle: Registers,
+    base: u64,
+    arena: u64,
+    stack: u64,
+    random: u64,
+}
+
+const ARENA: usize = 1 << 20;
+const STACK: usize = 64 << 10;
+
+impl Stepper {
+    fn new(library: &Library) -> Self {
+        let base = map(library);
+        let arena = room(ARENA);
+        // Whatever is taken for a pointer there is one.
+        let words = arena as *mut u64;
+        for index in 0..ARENA / 8 {
+            // SAFETY: within the mapping just made.
+            unsafe { words.add(index).write(arena + (ARENA / 2) as u64) };
+        }
+        let stack = room(STACK);
+        // SAFETY: the child makes system calls only.
+        let child = match unsafe { fork() }.expect("a child") {
+            ForkResult::Parent { child } => child,
+            ForkResult::Child => {
+                let _ = ptrace::traceme().and_then(|()| raise(Signal::SIGSTOP));
+                // SAFETY: ends the process at once.
+                unsafe { libc::_exit(0) }
+            }
+        };
+        let stopped = waitpid(child, None).expect("our child");
+        assert_eq!(stopped, WaitStatus::Stopped(child, Signal::SIGSTOP));
+        ptrace::setoptions(child, ptrace::Options::PTRACE_O_EXITKILL).expect("a tracee");
+        let mut idle = ptrace::getregs(child).expect("registers");
+        // No system call is to be started again.
+        idle.orig_rax = u64::MAX;
+        Self {
+            child,
+            idle,
+            base,
+            arena,
+            stack,
+            random: 0x9e37_79b9_7f4a_7c15,
+        }
+    }
+
+    /// Xorshift.
+    fn random(&mut self) -> u64 {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        self.random
+    }
+
+    /// A value for a register: an address in the arena, most often.
+    fn value(&mut self) -> u64 {
+        let random = self.random();
+        if random.is_multiple_of(16) {
+            return random >> 32;
+        }
+        let middle = (ARENA / 4) as u64;
+        (self.arena + middle + random % (ARENA as u64 / 2)) & !15
+    }
+
+    /// Runs a function from its entry to its probe. Returns whether it got there; a load through
+    /// an argument that is no pointer does not.
+    fn check(&mut self, function: &Placed, arguments: &[u8]) -> bool {
+        let mut entry = self.idle;
+        for register in [
+            &mut entry.rdi,
+            &mut entry.rsi,
+            &mut entry.rdx,
+            &mut entry.rcx,
+            &mut entry.r8,
+            &mut entry.r9,
+            &mut entry.rbp,
+            &mut entry.rax,
+            &mut entry.rbx,
+            &mut entry.r10,
+            &mut entry.r11,
+            &mut entry.r12,
+            &mut entry.r13,
+            &mut entry.r14,
+            &mut entry.r15,
+        ] {
+            *register = self.value();
+        }
+        entry.rip = self.base + function.address;
+        entry.rsp = self.stack + (STACK / 2) as u64 + 8;
+        let return_address = self.random().cast_signed();
+        ptrace::setregs(self.child, entry).expect("registers");
+        ptrace::write(self.child, entry.rsp as *mut _, return_address).expect("its stack");
+
+        let probe = entry.rip + function.place.offset;
+        let mut now = entry;
+        while now.rip != probe {
+            ptrace::step(self.child, None).expect("a step");
+            let Ok(WaitStatus::Stopped(_, Signal::SIGTRAP)) = waitpid(self.child, None) else {
+                return false;
+            };
+            now = ptrace::getregs(self.child).expect("registers");
+            assert!(
+                (entry.rip..=probe).contains(&now.rip),
+                "{} goes elsewhere before its probe",
+                function.name
+            );
+        }
+        let now_returns_to = ptrace::read(self.child, now.rsp as *mut _).expect("its stack");
+        assert_eq!(
+            (now.rsp, now.rbp, now_returns_to),
+            (entry.rsp, entry.rbp, return_address),
+            "{}+{:#x}",
+            function.name,
+            function.place.offset
+        );
+        for &argument in arguments {
+            let holder = function.place.register_of(argument);
+            assert_eq!(
+                argument_of(&now, holder),
+                argument_of(&entry, argument),
+                "{}+{:#x}: argument {argument} in the register of {holder}",
+                function.name,
+                function.place.offset
+            );
+        }
+        true
+    }
+}
+
+impl Drop for Stepper {
+    fn drop(&mut self) {
+        let _ = kill(self.child, Signal::SIGKILL);
+        let _ = waitpid(self.child, None);
+    }
+}
+
+fn argument_of(registers: &Registers, number: u8) -> u64 {
+    match number {
+        1 => registers.rdi,
+        2 => registers.rsi,
+        3 => registers.rdx,
+        4 => registers.rcx,
+        5 => registers.r8,
+        _ => registers.r9,
+    }
+}
+
+/// Fresh memory.
+fn room(bytes: usize) -> u64 {
+    let length = NonZeroUsize::new(bytes).expect("some");
+    let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+    // SAFETY: the kernel chooses the place.
+    let at = unsafe { mmap_anonymous(None, length, access, MapFlags::MAP_PRIVATE) };
+    at.expect("memory").as_ptr() as u64
+}
+
+/// Maps a library as a dynamic linker would, but links nothing. Returns where its address 0 is.
+fn map(library: &Library) -> u64 {
+    let end = library
+        .segments
+        .iter()
+        .map(|(addresses, _)| addresses.end as usize);
+    let span = end.max().expect("segments").next_multiple_of(PAGE);
+    let base = room(span);
+    let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE | ProtFlags::PROT_EXEC;
+    for (addresses, bytes) in &library.segments {
+        let before = addresses.start as usize % PAGE;
+        let length = before + (bytes.end - bytes.start) as usize;
+        let (Some(at), Some(length)) = (
+            NonZeroUsize::new(base as usize + addresses.start as usize - before),
+            NonZeroUsize::new(length),
+        ) else {
+            continue;
+        };
+        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_FIXED;
+        let offset = bytes.start as i64 - before as i64;
+        // SAFETY: within the room just made.
+        unsafe {
+            mmap(
+                Some(at),
+                length,
+                access,
+                flags,
+                library.file.as_fd(),
+                offset,
+            )
+        }
+        .expect("the segment");
+    }
+    base
+}

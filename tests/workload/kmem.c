@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: BSD-2-Clause
+/*
+ * Kmem: makes the kernel allocate, holds that until it is told to go on, and then
+ * undoes it:
+ *
+ *	pipes COUNT          pipes: each two files, an inode and a dentry
+ *	sockets COUNT        UNIX sockets: each a file, an inode and a dentry
+ *	files COUNT          open files of /dev/null
+ *	messages COUNT SIZE  System V messages of SIZE bytes behind their headers
+ *	members COUNT        memberships in a multicast group, freed by kfree_rcu()
+ *	ring PAGES           a pipe with room for as many pages: one object if large
+ *	buffers PAGES        as many pages in pipes, 16 in each
+ *	memory PAGES         as many pages of a memory file
+ *	slots COUNT          per-CPU values of 8 bytes, of a BPF map
+ *	churn COUNT          opens and closes a file as often; undoing does nothing
+ *
+ * facts: allocated: COUNT or PAGES
+ */
+#include "workload.h"
+
+#include <arpa/inet.h>
+#include <linux/bpf.h>
+#include <netinet/in.h>
+#include <sys/ipc.h>
+#include <sys/msg.h>
+#include <sys/socket.h>
+
+#define MAX_FDS	     4096
+#define PIPE_BUFFERS 16
+
+static int fds[MAX_FDS];
+static unsigned long opened;
+static char page[PAGE];
+
+/* Keeps a descriptor until undo(). */
+static int keep(int fd, const char *of)
+{
+	if (fd < 0)
+		die("cannot make %s: %s", of, strerror(errno));
+	if (opened == MAX_FDS)
+		die("more than %d descriptors; use a smaller count", MAX_FDS);
+	fds[opened++] = fd;
+	return fd;
+}
+
+static int make_pipe(void)
+{
+	int ends[2];
+
+	if (pipe(ends))
+		die("cannot make a pipe: %s", strerror(errno));
+	keep(ends[0], "a pipe");
+	return keep(ends[1], "a pipe");
+}
+
+static int make_queue(void)
+{
+	int queue = msgget(IPC_PRIVATE, 0600);
+
+	if (queue < 0)
+		die("cannot make a message queue: %s", strerror(errno));
+	return queue;
+}
+
+static void send_message(int queue, unsigned long size)
+{
+	static struct {
+		long type;
+		char text[8192];
+	} message = { 1, "" };
+
+	if (size > sizeof(message.text) || msgsnd(queue, &message, size, IPC_NOWAIT))
+		die("cannot send a message of %lu bytes: %s; a queue holds 16384", size,
+		    strerror(errno));
+}
+
+static const struct ip_mreq group = {
+	.imr_multiaddr = { 0xfb0000e0 }, /* 224.0.0.251 */
+	.imr_interface = { 0x0100007f }, /* 127.0.0.1 */
+};
+
+static void set_membership(int fd, int option)
+{
+	if (setsockopt(fd, IPPROTO_IP, option, &group, sizeof(group)))
+		die("cannot change a multicast membership of lo: %s", strerror(errno));
+}
+
+static int make_slots(unsigned long count)
+{
+	/* Kernels before 5.11 charge maps against it. */
+	struct rlimit unlimited = { RLIM_INFINITY, RLIM_INFINITY };
+	union bpf_attr attr = {
+		.map_type = BPF_MAP_TYPE_PERCPU_ARRAY,
+		.key_size = 4,
+		.value_size = 8,
+		.max_entries = count,
+	};
+
+	setrlimit(RLIMIT_MEMLOCK, &unlimited);
+	return syscall(SYS_bpf, BPF_MAP_CREATE, &attr, sizeof(attr));
+}
+
+static void write_page(int fd)
+{
+	if (write(fd, page, sizeof(page)) != sizeof(page))
+		die("cannot write a page: %s", strerror(errno));
+}
+
+int main(int argc, char **argv)
+{
+	unsigned long number, size;
+	const char *what;
+	int queue = -1, fd = -1;
+
+	if (argc < 3 || argc > 4)
+		usage("WHAT COUNT [SIZE]");
+	what = argv[1];
+	number = count(argv[2]);
+	size = argc > 3 ? count(argv[3]) : 0;
+	settle();
+	if (!strcmp(what, "messages"))
+		queue = make_queue();
+	/* Room for all descriptors, so that the table of files does not grow. */
+	if (dup2(0, 2 * MAX_FDS - 1) < 0) {
+		struct rlimit limit = { 2 * MAX_FDS, 2 * MAX_FDS };
+
+		if (setrlimit(RLIMIT_NOFILE, &limit) || dup2(0, 2 * MAX_FDS - 1) < 0)
+			die("cannot have %lu descriptors: %s", 2UL * MAX_FDS, strerror(errno));
+	}
+	if (!strcmp(what, "members"))
+		for (unsigned long i = 0; i < number; i++)
+			keep(socket(AF_INET, SOCK_DGRAM, 0), "a socket");
+	if (!strcmp(what, "buffers"))
+		for (unsigned long i = 0; i < number; i += PIPE_BUFFERS)
+			make_pipe();
+	if (!strcmp(what, "memory"))
+		fd = keep(memfd_create("kmem", 0), "a memory file");
+	if (!strcmp(what, "ring"))
+		fd = make_pipe();
+	ready();
+
+	for (unsigned long i = 0; i < number; i++) {
+		if (!strcmp(what, "pipes"))
+			make_pipe();
+		else if (!strcmp(what, "sockets"))
+			keep(socket(AF_UNIX, SOCK_STREAM, 0), "a socket");
+		else if (!strcmp(what, "files"))
+			keep(open("/dev/null", O_RDONLY), "a file");
+		else if (!strcmp(what, "messages"))
+			send_message(queue, size);
+		else if (!strcmp(what, "members"))
+			set_membership(fds[i], IP_ADD_MEMBERSHIP);
+		else if (!strcmp(what, "buffers"))
+			write_page(fds[i / PIPE_BUFFERS * 2 + 1]);
+		else if (!strcmp(what, "memory"))
+			write_page(fd);
+		else if (!strcmp(what, "churn"))
+			close(open("/dev/null", O_RDONLY));
+	}
+	if (!strcmp(what, "ring") && fcntl(fd, F_SETPIPE_SZ, number * PAGE) < 0)
+		die("cannot resize a pipe: %s", strerror(errno));
+	if (!strcmp(what, "slots"))
+		keep(make_slots(number), "a BPF map");
+	fact("allocated", "%lu", number);
+	done();
+
+	if (!strcmp(what, "members"))
+		for (unsigned long i = 0; i < number; i++)
+			set_membership(fds[i], IP_DROP_MEMBERSHIP);
+	else
+		while (opened)
+			close(fds[--opened]);
+	if (queue >= 0)
+		msgctl(queue, IPC_RMID, NULL);
+	done();
+	return 0;
+}

@@ -1,0 +1,223 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * Blocks over time, and over processes.
+ *
+ *   lives churn COUNT SIZE KEEP     COUNT blocks from churned() freed at once, KEEP from kept_on()
+ *   lives twice COUNT               free_twice() frees COUNT blocks twice
+ *   lives unknown COUNT             frees COUNT blocks that it allocated before it was ready
+ *   lives grow SIZE COUNT...        grown() allocates the first COUNT blocks of SIZE bytes at the
+ *                                   first line, says "done", and so on for each
+ *   lives outgrow SIZE COUNT STEPS  grown() allocates COUNT blocks at each of STEPS lines; then
+ *                                   malloc and free for half a second
+ *   lives shrink SIZE COUNT KEEP    grown() allocates COUNT blocks; all but the last KEEP are freed
+ *   lives climb COUNT SIZE          COUNT blocks of SIZE from in_process(), as many twice as large
+ *                                   from on_the_hill(); of these all are freed, and of those the
+ *                                   second half; then after_the_hill() allocates for a while
+ *   lives fork COUNT SIZE           leaks COUNT blocks, and two children, which inherit them and
+ *                                   free them, leak twice and three times as many; in_process()
+ *   lives exec COUNT SIZE PROGRAM ARGUMENT...
+ *                                   leaks COUNT blocks, and becomes another program
+ */
+#include "workload.h"
+
+#include <time.h>
+
+/* What is leaked stays reachable, so that no optimiser drops it. */
+static void *volatile kept;
+
+static unsigned long size;
+
+STEP static void churned(void)
+{
+	kept = malloc(size);
+	free(kept);
+}
+
+STEP static void kept_on(void)
+{
+	kept = malloc(size);
+}
+
+STEP static void free_twice(void)
+{
+	volatile unsigned long *block = malloc(64);
+
+	free((void *)block);
+	/* The mark by which glibc knows that a block is free. */
+	block[1] = 0;
+	free((void *)block);
+	/* Two blocks at one address are one too many: take both and forget them. */
+	kept = malloc(64);
+	kept = malloc(64);
+}
+
+STEP static void grown(unsigned long count)
+{
+	for (unsigned long i = 0; i < count; i++)
+		kept = malloc(size);
+}
+
+STEP static void churn_for(double seconds)
+{
+	struct timespec start, now;
+
+	clock_gettime(CLOCK_MONOTONIC, &start);
+	do {
+		for (int i = 0; i < 100; i++)
+			churned();
+		clock_gettime(CLOCK_MONOTONIC, &now);
+	} while (now.tv_sec - start.tv_sec + (now.tv_nsec - start.tv_nsec) / 1e9 < seconds);
+}
+
+STEP static void shrink(unsigned long count, unsigned long keep)
+{
+	void **blocks = mmap(NULL, count * sizeof(void *), PROT_READ | PROT_WRITE,
+			     MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+	for (unsigned long i = 0; i < count; i++) {
+		grown(1);
+		blocks[i] = kept;
+	}
+	for (unsigned long i = 0; i + keep < count; i++)
+		free(blocks[i]);
+}
+
+STEP static void in_process(void **blocks, unsigned long count)
+{
+	for (unsigned long i = 0; i < count; i++)
+		blocks[i] = malloc(size);
+}
+
+/* Frees all of the blocks but some. */
+static void thin_out(void **blocks, unsigned long count, unsigned long keep)
+{
+	for (unsigned long i = keep; i < count; i++)
+		free(blocks[i]);
+}
+
+STEP static void on_the_hill(void **blocks, unsigned long count)
+{
+	for (unsigned long i = 0; i < count; i++)
+		blocks[i] = malloc(2 * size);
+}
+
+STEP static void after_the_hill(void **blocks, unsigned long count)
+{
+	for (unsigned long i = 0; i < count; i++)
+		blocks[i] = malloc(3 * size);
+}
+
+/* At the peak there are `count` blocks of in_process() and as many of on_the_hill(), twice as
+ * large. */
+static void climb(unsigned long count)
+{
+	size_t bytes = count * sizeof(void *);
+	void **base = calloc(3, bytes), **hill = base + count, **after = hill + count;
+
+	in_process(base, count);
+	on_the_hill(hill, count);
+	thin_out(hill, count, 0);
+	thin_out(base, count, count / 2);
+	/* Another hill, not as high. */
+	after_the_hill(after, count / 2);
+	thin_out(after, count / 2, 1);
+}
+
+/* The children wait on `hold` for the parent's end. */
+STEP static void fork_children(unsigned long count)
+{
+	void **inherited = calloc(count, sizeof(void *));
+	int told[2], hold[2];
+	char byte;
+
+	if (pipe(told) || pipe(hold))
+		die("cannot make a pipe: %s", strerror(errno));
+	in_process(inherited, count);
+	for (unsigned long times = 2; times <= 3; times++) {
+		pid_t child = fork();
+
+		if (child < 0)
+			die("cannot fork: %s", strerror(errno));
+		if (!child) {
+			void **own = calloc(times * count, sizeof(void *));
+
+			for (unsigned long i = 0; i < count; i++)
+				free(inherited[i]);
+			in_process(own, times * count);
+			close(hold[1]);
+			if (write(told[1], "", 1) != 1 || read(hold[0], &byte, 1))
+				_exit(1);
+			_exit(0);
+		}
+		if (times == 2)
+			fact("twice", "%d", child);
+		else
+			fact("thrice", "%d", child);
+		if (read(told[0], &byte, 1) != 1)
+			die("a child failed");
+	}
+}
+
+int main(int argc, char **argv)
+{
+	const char *what = argc > 1 ? argv[1] : "";
+	unsigned long first = argc > 2 ? count(argv[2]) : 0;
+	void **before = NULL;
+
+	if (!strcmp(what, "unknown")) {
+		before = calloc(first, sizeof(void *));
+		for (unsigned long i = 0; i < first; i++)
+			before[i] = malloc(100);
+	}
+	ready();
+	if (!strcmp(what, "churn") && argc == 5) {
+		size = count(argv[3]);
+		for (unsigned long i = 0; i < first; i++)
+			churned();
+		for (unsigned long i = count(argv[4]); i; i--)
+			kept_on();
+	} else if (!strcmp(what, "twice") && argc == 3) {
+		for (unsigned long i = 0; i < first; i++)
+			free_twice();
+	} else if (before && argc == 3) {
+		for (unsigned long i = 0; i < first; i++)
+			free(before[i]);
+	} else if (!strcmp(what, "grow") && argc > 3) {
+		size = first;
+		for (int i = 3; i < argc; i++) {
+			grown(count(argv[i]));
+			if (i + 1 < argc) {
+				say("done\n", 5);
+				wait_for_line();
+			}
+		}
+	} else if (!strcmp(what, "outgrow") && argc == 5) {
+		size = first;
+		for (unsigned long step = count(argv[4]); step; step--) {
+			grown(count(argv[3]));
+			churn_for(0.5);
+			if (step > 1) {
+				say("done\n", 5);
+				wait_for_line();
+			}
+		}
+	} else if (!strcmp(what, "shrink") && argc == 5) {
+		size = first;
+		shrink(count(argv[3]), count(argv[4]));
+	} else if (!strcmp(what, "fork") && argc == 4) {
+		size = count(argv[3]);
+		fork_children(first);
+	} else if (!strcmp(what, "climb") && argc == 4) {
+		size = count(argv[3]);
+		climb(first);
+	} else if (!strcmp(what, "exec") && argc > 4) {
+		size = count(argv[3]);
+		grown(first);
+		execv(argv[4], argv + 4);
+		die("cannot execute %s: %s", argv[4], strerror(errno));
+	} else {
+		usage("churn|twice|unknown|grow|outgrow|shrink|climb|fork|exec NUMBER...");
+	}
+	done();
+	return 0;
+}

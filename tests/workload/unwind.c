@@ -1,0 +1,424 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * Stacks that only unwind information leads through: built without frame
+ * pointers, from functions that keep their frames in all the ways that compilers
+ * have, and with other people's code in between.
+ *
+ *   unwind malloc COUNT        COUNT blocks, kept
+ *   unwind brk COUNT           COUNT calls of brk(2)
+ *   unwind fault COUNT         COUNT pages written to
+ *   unwind signal COUNT        COUNT blocks, each from a signal's handler
+ *   unwind plugin COUNT        COUNT blocks, each from a library that is loaded after "ready";
+ *                              after "done", as many again
+ *   unwind threads COUNT       COUNT blocks by each of 16 threads
+ *   unwind nested COUNT        COUNT calls of brk(2), each from malloc
+ *   unwind fork COUNT          COUNT calls of brk(2) by a child, and as many once it has called
+ *                              exec and was "ready" again
+ *   unwind deep COUNT          COUNT calls of brk(2), each below 300 calls of one function
+ *   unwind mmap COUNT          COUNT pages mapped
+ *   unwind write COUNT         COUNT megabytes written to stderr
+ *   unwind grow COUNT          COUNT pages written to after "done", to be killed for
+ *   unwind liar COUNT          COUNT calls of brk(2) below a function that returns to where no code
+ *                              is, as it says
+ *   unwind step COUNT          a call of brk(2) after each instruction, by a signal's handler
+ *
+ * The fact "stack" is where the frames return to, by libgcc's own unwinder, called
+ * from the same place as malloc, brk or the write; of step it is all of them, "stacks".
+ */
+#include "workload.h"
+
+#include <alloca.h>
+#include <dlfcn.h>
+#include <malloc.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <ucontext.h>
+#include <unwind.h>
+
+#define THREADS 16
+#define DEEP	300
+#define FRAMES	512
+
+/* Something the optimiser cannot see through, so that no call is the last thing done. */
+#define KEEP(pointer) __asm__ volatile("" : : "r"(pointer) : "memory")
+
+/* In the flags register: a signal after each instruction. */
+#define TRAP_FLAG 0x100
+
+static void *volatile kept;
+static unsigned long blocks;
+static void (*leaf)(void);
+
+static unsigned long stack[FRAMES];
+static unsigned frames;
+
+static _Unwind_Reason_Code add_frame(struct _Unwind_Context *context, void *unused)
+{
+	(void)unused;
+	if (frames < FRAMES)
+		stack[frames++] = _Unwind_GetIP(context);
+	return _URC_NO_REASON;
+}
+
+/* The first frame is this function's own caller, the last one address 0 or _start. */
+STEP static void note_stack(void)
+{
+	frames = 0;
+	_Unwind_Backtrace(add_frame, NULL);
+}
+
+STEP static void leaf_malloc(void)
+{
+	note_stack();
+	kept = malloc(113);
+	KEEP(&kept);
+}
+
+STEP static void leaf_brk(void)
+{
+	note_stack();
+	syscall(SYS_brk, 0);
+	KEEP(&kept);
+}
+
+static char *page;
+
+STEP static void leaf_fault(void)
+{
+	note_stack();
+	*(volatile char *)page = 1;
+	page += PAGE;
+	KEEP(&kept);
+}
+
+/* Each block more than the heap has left. */
+STEP static void leaf_nested(void)
+{
+	note_stack();
+	kept = malloc(100 << 10);
+	KEEP(&kept);
+}
+
+STEP static void leaf_mmap(void)
+{
+	note_stack();
+	kept = mmap(NULL, PAGE, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	KEEP(&kept);
+}
+
+static char megabyte[1 << 20];
+
+STEP static void leaf_write(void)
+{
+	note_stack();
+	if (write(2, megabyte, sizeof(megabyte)) != sizeof(megabyte))
+		_exit(1);
+	KEEP(&kept);
+}
+
+/* The frames as a fact, or a piece of one. */
+static void add_stack(void)
+{
+	for (unsigned i = 0; i < frames; i++)
+		add("%s0x%lx", i ? "," : "", stack[i]);
+}
+
+/* Its end is to be seen, so it says before where it is. */
+STEP static void leaf_grow(void)
+{
+	note_stack();
+	add(" stack=");
+	add_stack();
+	done();
+	write_pages(page, blocks, PAGE);
+	KEEP(&kept);
+}
+
+static int compare(const void *a, const void *b)
+{
+	leaf();
+	KEEP(a);
+	return *(const int *)a - *(const int *)b;
+}
+
+/* Through libc, which has no frame pointers either. */
+STEP static void through_qsort(void)
+{
+	int numbers[2] = { 2, 1 };
+
+	qsort(numbers, 2, sizeof(*numbers), compare);
+	KEEP(numbers);
+}
+
+STEP static void with_alloca(unsigned long bytes)
+{
+	char *memory = (char *)alloca(bytes);
+
+	memory[bytes / 2] = 1;
+	KEEP(memory);
+	through_qsort();
+	KEEP(memory);
+}
+
+STEP static void with_large_frame(unsigned long bytes)
+{
+	char memory[5000];
+
+	memory[bytes] = 1;
+	KEEP(memory);
+	with_alloca(bytes);
+	KEEP(memory);
+}
+
+/* gcc reaches its caller's frame through %r10 and a word on the stack. */
+STEP static void with_aligned_frame(unsigned long bytes)
+{
+	char memory[64] __attribute__((aligned(64)));
+
+	memory[bytes & 63] = 1;
+	KEEP(memory);
+	with_large_frame(bytes);
+	KEEP(memory);
+}
+
+/* %rbp and all other registers that survive calls hold numbers. */
+STEP static void with_busy_registers(unsigned long a, unsigned long b, unsigned long c,
+				     unsigned long d, unsigned long e)
+{
+	for (unsigned long i = 0; i < 1; i++) {
+		with_aligned_frame(a & 127);
+		KEEP((a += b, b += c, c += d, d += e, e += a));
+	}
+	KEEP(a ^ b ^ c ^ d ^ e);
+}
+
+STEP static void chain(void)
+{
+	with_busy_registers(0x1357, 0x2468, 0x369c, 0x48ae, 0x5af1);
+	KEEP(&kept);
+}
+
+STEP static void recurse(unsigned long calls)
+{
+	if (calls > 1)
+		recurse(calls - 1);
+	else
+		leaf();
+	KEEP(calls);
+}
+
+STEP static void deep(void)
+{
+	recurse(DEEP);
+	KEEP(&kept);
+}
+
+/* Each thread's stack looks the same. */
+static void *thread(void *unused)
+{
+	(void)unused;
+	for (unsigned long i = 0; i < blocks; i++)
+		chain();
+	KEEP(&kept);
+	return NULL;
+}
+
+STEP static void run_threads(void)
+{
+	pthread_t threads[THREADS];
+
+	for (int i = 0; i < THREADS; i++)
+		if (pthread_create(&threads[i], NULL, thread, NULL))
+			die("cannot start a thread");
+	for (int i = 0; i < THREADS; i++)
+		pthread_join(threads[i], NULL);
+}
+
+STEP static void on_signal(int signal)
+{
+	(void)signal;
+	chain();
+	KEEP(&kept);
+}
+
+STEP static void raise_signal(void)
+{
+	raise(SIGUSR1);
+	KEEP(&kept);
+}
+
+static void leaf_nothing(void)
+{
+	KEEP(&kept);
+}
+
+/* Calls `what`. By its unwind information it returns to `address`. */
+void liar(void (*what)(void), const void *address);
+__asm__(".text\n"
+	".type liar, @function\n"
+	"liar:\n"
+	".cfi_startproc\n"
+	"sub $24, %rsp\n"
+	".cfi_def_cfa_offset 24\n"
+	"mov %rsi, 16(%rsp)\n"
+	"call *%rdi\n"
+	"add $24, %rsp\n"
+	"ret\n"
+	".cfi_endproc\n"
+	".size liar, . - liar\n");
+
+/* The program's own code is between them. */
+extern const char __executable_start, etext;
+
+static volatile bool stepping;
+/* Not only in the program's own code. */
+static volatile bool everywhere;
+
+/* What it sets, the processor has when the handler returns. */
+static void on_step(int signal, siginfo_t *info, void *context)
+{
+	greg_t *registers = ((ucontext_t *)context)->uc_mcontext.gregs;
+	greg_t *flags = &registers[REG_EFL];
+	const char *pc = (const char *)registers[REG_RIP];
+
+	(void)signal;
+	(void)info;
+	if (stepping)
+		*flags |= TRAP_FLAG;
+	else
+		*flags &= ~TRAP_FLAG;
+	if (!everywhere && (pc < &__executable_start || pc >= &etext))
+		return;
+	leaf_brk();
+	add_stack();
+	add(";");
+}
+
+/*
+ * What is bound lazily is bound the first time, by thousands of instructions, of
+ * which only the program's own are of interest.
+ */
+STEP static void step(void)
+{
+	struct sigaction action = { .sa_sigaction = on_step, .sa_flags = SA_SIGINFO };
+
+	sigaction(SIGTRAP, &action, NULL);
+	add(" stacks=");
+	stepping = true;
+	raise(SIGTRAP);
+	chain();
+	everywhere = true;
+	chain();
+	stepping = false;
+	KEEP(&kept);
+}
+
+STEP static void call_plugin(const char *program)
+{
+	char path[4096];
+	void (*through_plugin)(void (*)(void));
+	void *library;
+
+	snprintf(path, sizeof(path), "%s-plugin.so", program);
+	library = dlopen(path, RTLD_NOW);
+	if (!library)
+		die("cannot load %s: %s", path, dlerror());
+	*(void **)&through_plugin = dlsym(library, "through_plugin");
+	for (unsigned long i = 0; i < 2 * blocks; i++) {
+		if (i == blocks)
+			done();
+		through_plugin(chain);
+	}
+	KEEP(library);
+}
+
+STEP static void repeat(void (*what)(void))
+{
+	for (unsigned long i = 0; i < blocks; i++)
+		what();
+	KEEP(&kept);
+}
+
+/*
+ * A process has its tables when a stack of it was asked for after it had mapped all its
+ * code, and that some milliseconds after the last time.
+ */
+STEP static void be_looked_at(void)
+{
+	for (int i = 0; i < 20; i++) {
+		usleep(5000);
+		syscall(SYS_brk, 0);
+	}
+}
+
+STEP static void fork_and_exec(const char *name, const char *count)
+{
+	pid_t child = fork();
+
+	if (child == 0) {
+		repeat(chain);
+		execl("/proc/self/exe", name, "exec", count, (char *)NULL);
+		_exit(1);
+	}
+	if (child < 0 || waitpid(child, NULL, 0) != child)
+		die("cannot run a child");
+}
+
+int main(int argc, char **argv)
+{
+	const char *mode = argc == 3 ? argv[1] : "";
+	struct sigaction action = { .sa_handler = on_signal };
+
+	if (argc != 3)
+		usage("malloc|brk|fault|signal|plugin|threads|nested|fork|deep|mmap|write|grow|"
+		      "liar|step COUNT");
+	blocks = count(argv[2]);
+	leaf = !strcmp(mode, "brk") || !strcmp(mode, "deep") || !strcmp(mode, "fork") ||
+		       !strcmp(mode, "exec")
+		   ? leaf_brk
+	       : !strcmp(mode, "fault")	 ? leaf_fault
+	       : !strcmp(mode, "nested") ? leaf_nested
+	       : !strcmp(mode, "mmap")	 ? leaf_mmap
+	       : !strcmp(mode, "write")	 ? leaf_write
+	       : !strcmp(mode, "grow")	 ? leaf_grow
+	       : !strcmp(mode, "step")	 ? leaf_nothing
+					 : leaf_malloc;
+	if (!strcmp(mode, "exec")) {
+		/* Else it is called exe. */
+		prctl(PR_SET_NAME, basename(argv[0]));
+		be_looked_at();
+		ready();
+		repeat(chain);
+		return 0;
+	}
+	sigaction(SIGUSR1, &action, NULL);
+	mallopt(M_MMAP_THRESHOLD, 1 << 30);
+	mallopt(M_TOP_PAD, 0);
+	page = map_pages(blocks);
+	note_stack();
+	ready();
+	if (!strcmp(mode, "signal"))
+		repeat(raise_signal);
+	else if (!strcmp(mode, "plugin"))
+		call_plugin(argv[0]);
+	else if (!strcmp(mode, "threads"))
+		run_threads();
+	else if (!strcmp(mode, "fork"))
+		fork_and_exec(argv[0], argv[2]);
+	else if (!strcmp(mode, "deep"))
+		repeat(deep);
+	else if (!strcmp(mode, "step"))
+		step();
+	else if (!strcmp(mode, "grow"))
+		chain();
+	else if (!strcmp(mode, "liar"))
+		for (unsigned long i = 0; i < blocks; i++)
+			liar(leaf_brk, stack);
+	else
+		repeat(chain);
+	add(" stack=");
+	add_stack();
+	done();
+	return 0;
+}

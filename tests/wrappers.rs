@@ -1,0 +1,105 @@
+//! Which functions only pass their calls on, held against real libraries.
+
+use std::fs::File;
+
+use memtools::elf;
+use memtools::wrappers::{Callee, Calls, Passes, Passing};
+
+/// What a library's function does with the calls of another one that it imports.
+fn passing(library: &str, function: &str, passes: Passes, other: &str) -> Passing {
+    let file = File::open(format!("/usr/lib/x86_64-linux-gnu/{library}"))
+        .unwrap_or_else(|error| panic!("{library}: {error}; see TEST_PACKAGES in the Makefile"));
+    let found = elf::functions(&file, |name, _| name == function).expect("symbols");
+    let [function] = &found[..] else {
+        panic!("{library} has {found:?}")
+    };
+    let calls = Calls::of(&file).expect("its code");
+    calls.passing(function, passes, |callee, given| {
+        // Of a free that is given something else nothing is known.
+        let freed = passes == Passes::Result || given.as_argument(1) == Some(1);
+        callee == Callee::Import(other) && freed
+    })
+}
+
+#[test]
+fn the_standard_librarys_operators_pass_on() {
+    for (operator, other) in [
+        ("_Znwm", "malloc"),
+        ("_Znam", "_Znwm"),
+        ("_ZnwmRKSt9nothrow_t", "_Znwm"),
+    ] {
+        assert_eq!(
+            passing("libstdc++.so.6", operator, Passes::Result, other),
+            Passing::Always,
+            "{operator}"
+        );
+    }
+    for (operator, other) in [
+        ("_ZdlPv", "free"),
+        ("_ZdlPvm", "_ZdlPv"),
+        ("_ZdaPv", "_ZdlPv"),
+        ("_ZdlPvSt11align_val_t", "free"),
+    ] {
+        assert_eq!(
+            passing("libstdc++.so.6", operator, Passes::Arguments, other),
+            Passing::Always,
+            "{operator}"
+        );
+    }
+    // It has nothing to do with this one.
+    assert_eq!(
+        passing("libstdc++.so.6", "_Znwm", Passes::Result, "calloc"),
+        Passing::Never
+    );
+}
+
+#[test]
+fn allocators_own_operators_do_not() {
+    let tcmalloc = "libtcmalloc_minimal.so.4";
+    assert_eq!(
+        passing(tcmalloc, "_Znwm", Passes::Result, "malloc"),
+        Passing::Never
+    );
+    assert_eq!(
+        passing(tcmalloc, "_ZdlPv", Passes::Arguments, "free"),
+        Passing::Never
+    );
+    // jemalloc's calls malloc only when memory has run out; its delete is a jump to free.
+    let jemalloc = "libjemalloc.so.2";
+    assert_eq!(
+        passing(jemalloc, "_Znwm", Passes::Result, "malloc"),
+        Passing::Sometimes
+    );
+    assert_eq!(
+        passing(jemalloc, "_ZdlPv", Passes::Arguments, "free"),
+        Passing::Always
+    );
+    assert_eq!(
+        passing(
+            "libmimalloc.so.2",
+            "mi_free_size",
+            Passes::Arguments,
+            "mi_free"
+        ),
+        Passing::Always
+    );
+}
+
+#[test]
+fn a_function_that_returns_something_else_passes_nothing_on() {
+    // It returns the pointer to a copy in the block, or NULL.
+    let library = "libstdc++.so.6";
+    assert_eq!(
+        passing(
+            library,
+            "__cxa_allocate_exception",
+            Passes::Result,
+            "malloc"
+        ),
+        Passing::Sometimes
+    );
+    assert_eq!(
+        passing("libc.so.6", "malloc", Passes::Result, "malloc"),
+        Passing::Never
+    );
+}

@@ -1,0 +1,198 @@
+//! The options of kernel mode, and what of the others makes no sense in it.
+
+use anyhow::Result;
+use memtools::cli::UsageError;
+use memtools::filter::FilterArgs;
+
+use crate::args::{Args, Mode};
+
+/// Bytes of a slab cache's name, the NUL not counted; CACHE_NAME_BYTES of the BPF program.
+const MAX_CACHE_NAME: usize = 31;
+
+/// Options of kernel mode only.
+#[derive(Debug, Clone, Default, clap::Args)]
+#[command(next_help_heading = "Kernel mode")]
+pub(crate) struct KernelArgs {
+    /// Trace the kernel's own allocations: the default if no process is chosen; else those made for the chosen
+    #[arg(short, long)]
+    pub(crate) kernel: bool,
+
+    /// Trace slab objects: kmalloc and kmem_cache_alloc [default: these and pages]
+    #[arg(long)]
+    pub(crate) slab: bool,
+
+    /// Trace pages; without --slab also those that hold slab objects
+    #[arg(long)]
+    pub(crate) pages: bool,
+
+    /// Trace per-CPU memory, which is left out by default
+    #[arg(short = 'P', long)]
+    pub(crate) percpu: bool,
+
+    /// Trace only objects of this slab cache, such as dentry
+    #[arg(long, value_name = "CACHE", conflicts_with_all = ["pages", "percpu"])]
+    pub(crate) cache: Option<String>,
+
+    /// Report slab caches instead of stacks, beside the change of /proc/slabinfo
+    #[arg(long, conflicts_with_all = ["folded", "show_allocs", "extended"])]
+    pub(crate) by_cache: bool,
+
+    /// Take an allocation of what is still recorded for a free that was missed: always done
+    #[arg(short = 'F', long)]
+    pub(crate) wa_missing_free: bool,
+}
+
+/// What is traced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Kinds {
+    pub(super) slab: bool,
+    pub(super) pages: bool,
+    pub(super) percpu: bool,
+}
+
+impl KernelArgs {
+    /// The first of these options that was given.
+    fn given(&self) -> Option<&'static str> {
+        let given = [
+            ("--slab", self.slab),
+            ("--pages", self.pages),
+            ("--percpu (-P)", self.percpu),
+            ("--cache", self.cache.is_some()),
+            ("--by-cache", self.by_cache),
+            ("--wa-missing-free (-F)", self.wa_missing_free),
+        ];
+        first(&given)
+    }
+
+    pub(super) fn kinds(&self) -> Kinds {
+        let chosen = self.slab || self.pages || self.percpu;
+        Kinds {
+            slab: self.slab || !chosen,
+            pages: self.pages || !(chosen || self.cache.is_some()),
+            percpu: self.percpu,
+        }
+    }
+}
+
+/// Whether it is the kernel that is to be traced.
+///
+/// # Errors
+/// If an option was given that the mode does not have.
+pub(crate) fn wanted(args: &Args) -> Result<bool> {
+    if !args.kernel.kernel && args.chooses_processes() {
+        return match args.kernel.given() {
+            Some(option) => usage(format!(
+                "{option} is for the kernel's allocations: add --kernel (-k) to trace those"
+            )),
+            None => Ok(false),
+        };
+    }
+    let refused = [
+        ("--command (-c)", args.command.is_some()),
+        ("--children", args.children),
+        ("--trace (-t)", args.trace),
+        ("--mode", args.mode != Mode::Leak),
+        ("--obj (-O)", args.obj.is_some()),
+        ("--symbols-prefix (-S)", !args.symbols_prefix.is_empty()),
+        ("--sample-bytes", args.sample_bytes.is_some()),
+        ("--max-overhead", args.max_overhead.is_some()),
+        ("--alloc", !args.alloc.is_empty()),
+        ("--free", !args.free.is_empty()),
+        ("--no-placement", args.no_placement),
+    ];
+    if let Some(option) = first(&refused) {
+        return usage(format!(
+            "{option} is for the allocations of a process, not of the kernel: name one with -p, \
+             without --kernel (-k)"
+        ));
+    }
+    if let Some(cache) = &args.kernel.cache
+        && !(1..=MAX_CACHE_NAME).contains(&cache.len())
+    {
+        return usage(format!(
+            "--cache wants a name of 1 to {MAX_CACHE_NAME} bytes; see the first column of \
+             /proc/slabinfo"
+        ));
+    }
+    Ok(true)
+}
+
+fn first(options: &[(&'static str, bool)]) -> Option<&'static str> {
+    let found = options.iter().find(|(_, given)| *given);
+    found.map(|(option, _)| *option)
+}
+
+fn usage<T>(message: String) -> Result<T> {
+    Err(UsageError(message).into())
+}
+
+/// Whose allocations are traced.
+pub(super) fn filter(args: &Args) -> FilterArgs {
+    FilterArgs {
+        pid: args.pid.clone(),
+        name: args.name.clone(),
+        cgroup: args.cgroup.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    fn parse(line: &str) -> Args {
+        Args::try_parse_from(line.split_whitespace()).expect(line)
+    }
+
+    #[test]
+    fn without_a_process_it_is_the_kernel() {
+        for (line, kernel) in [
+            ("memleak", true),
+            ("memleak -kn sshd 10 3", true),
+            ("memleak -n sshd 10 3", false),
+            ("memleak --cgroup /sys/fs/cgroup/x", false),
+            ("memleak -kp 1", true),
+            ("memleak -p 1", false),
+            ("memleak -c true", false),
+        ] {
+            assert_eq!(wanted(&parse(line)).expect(line), kernel, "{line}");
+        }
+    }
+
+    #[test]
+    fn options_of_the_other_mode_are_refused_with_the_way_out() {
+        for (line, message) in [
+            ("memleak -p 1 --by-cache", "--by-cache is for the kernel's"),
+            ("memleak -c true -P", "add --kernel (-k)"),
+            ("memleak -k -c true", "--command (-c) is for"),
+            ("memleak -O c", "--obj (-O) is for"),
+            ("memleak -t", "--trace (-t) is for"),
+            (
+                "memleak --cache 0123456789abcdef0123456789abcdef",
+                "1 to 31",
+            ),
+        ] {
+            let error = wanted(&parse(line)).expect_err(line);
+            assert!(error.is::<UsageError>(), "{line}");
+            assert!(error.to_string().contains(message), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn objects_and_pages_unless_told_otherwise() {
+        let kinds = |line: &str| {
+            let Kinds {
+                slab,
+                pages,
+                percpu,
+            } = parse(line).kernel.kinds();
+            (slab, pages, percpu)
+        };
+        assert_eq!(kinds("memleak"), (true, true, false));
+        assert_eq!(kinds("memleak --pages"), (false, true, false));
+        assert_eq!(kinds("memleak --percpu"), (false, false, true));
+        assert_eq!(kinds("memleak --slab --percpu"), (true, false, true));
+        assert_eq!(kinds("memleak --cache dentry"), (true, false, false));
+    }
+}

@@ -1,0 +1,307 @@
+//! The programs of kernel mode, on the tracepoints that this kernel has.
+
+use std::io;
+
+use anyhow::{Context, Result, bail};
+use libbpf_rs::skel::{OpenSkel, Skel, SkelBuilder};
+use libbpf_rs::{Link, MapCore, MapFlags, Program, ProgramMut};
+use memtools::attach::{self, Variant};
+use memtools::cli::UsageError;
+use memtools::filter::Filter;
+use memtools::losses::Losses;
+use memtools::{kernel, shared};
+use nix::fcntl::{FcntlArg, fcntl};
+
+use super::args::Kinds;
+use super::bpf::types::turn;
+use super::bpf::{MemleakKernelSkel, MemleakKernelSkelBuilder, OpenMemleakKernelSkel};
+use crate::args::Args;
+
+/// Room in a pipe for which the kernel allocates one object of LEARN_ORDER (2) pages: 256 buffers of
+/// 40 bytes, which is more than the largest slab cache of kmalloc has.
+const LEARNING_PIPE_BYTES: i32 = 1 << 20;
+/// An interrupt can come in between.
+const LEARNING_ATTEMPTS: usize = 3;
+
+/// Blocks that are followed at once, without --max-allocs.
+const DEFAULT_BLOCKS: u32 = 1_000_000;
+/// Memory that each takes from the start: an entry of a preallocated hash map, and its bucket.
+const BLOCK_BYTES: u64 = 112;
+
+/// What the name of a program's understudy ends in: TRACED of the BPF program.
+const UNDERSTUDY: &str = "_nested";
+
+/// A tracepoint's program, and its understudy.
+type Pair<'a> = [&'a ProgramMut<'a>; 2];
+
+/// The programs while they are live.
+pub(super) struct Attached {
+    pub(super) skel: MemleakKernelSkel<'static>,
+    pub(super) links: Vec<Link>,
+    /// The tracepoints of allocations.
+    pub(super) tracepoints: Vec<&'static str>,
+}
+
+/// How frees in bulk are seen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Bulk {
+    Kprobe,
+    Unseen,
+}
+
+/// Attaches to what is asked for.
+pub(super) fn start(args: &Args, filter: &Filter, kinds: Kinds) -> Result<Attached> {
+    blocks(args)?;
+    let way = |name, bulk| Variant::new(name, move || try_start(args, filter, kinds, bulk));
+    let mut ways = Vec::new();
+    if kinds.slab {
+        ways.push(way("bulk frees by kprobe", Bulk::Kprobe));
+    }
+    ways.push(way("tracepoints", Bulk::Unseen));
+    let (way, attached) = attach::first_that_works(args.verbose, ways)?;
+    eprintln!(
+        "memleak: tracing {} ({way})",
+        attached.tracepoints.join(", ")
+    );
+    if kinds.slab && way == "tracepoints" {
+        eprintln!(
+            "memleak: this kernel lets nobody see what it frees in bulk, as by kfree_rcu(): that \
+             stays in the reports until its memory is used again"
+        );
+    }
+    Ok(attached)
+}
+
+fn try_start(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk) -> Result<Attached> {
+    if bulk == Bulk::Kprobe && !kernel::has_kprobes() {
+        bail!("this kernel is built without kprobes");
+    }
+    let sheaves = kernel::btf_has_name("__kfree_rcu_sheaf");
+    let learns = kinds.slab && (kinds.pages || with_caches(args));
+    let mut open = open(args, filter, kinds)?;
+    options(&mut open)?.learns = learns.into();
+    let wanted = |program: &str| match program.trim_end_matches(UNDERSTUDY) {
+        "kmalloc" | "cache_alloc" | "kfree" | "cache_free" => kinds.slab,
+        "page_alloc" | "page_free" => kinds.pages,
+        "percpu_alloc" | "percpu_free" => kinds.percpu,
+        "learn_page" => learns,
+        "bulk_free" => bulk == Bulk::Kprobe,
+        _ => bulk == Bulk::Kprobe && sheaves,
+    };
+    for mut program in open.open_object_mut().progs_mut() {
+        let load = wanted(&program.name().to_string_lossy());
+        program.set_autoload(load);
+    }
+    let skel = open.load().context("failed to load")?;
+    filter.set_cgroup(&skel.maps.filter_cgroup)?;
+
+    let (mut links, mut tracepoints) = (Vec::new(), Vec::new());
+    let programs = &skel.progs;
+    // Frees first: what is seen to be allocated must be seen to be freed.
+    let in_bulk = [&programs.bulk_free, &programs.rcu_free];
+    for program in in_bulk.into_iter().filter(|program| program.autoload()) {
+        let name = program.name().to_string_lossy();
+        let link = program.attach();
+        links.push(link.with_context(|| format!("failed to attach {name}"))?);
+    }
+    let mut attach = |pair: Pair<'_>, tracepoint: &str| -> Result<()> {
+        // The understudy is called after the other, as it was attached after it.
+        for program in pair {
+            let link = program.attach_raw_tracepoint(tracepoint);
+            links.push(link.with_context(|| format!("failed to attach to {tracepoint}"))?);
+        }
+        Ok(())
+    };
+    let mut allocations: Vec<(Pair<'_>, &'static str)> = Vec::new();
+    if kinds.slab {
+        attach([&programs.kfree, &programs.kfree_nested], "kfree")?;
+        attach(
+            [&programs.cache_free, &programs.cache_free_nested],
+            "kmem_cache_free",
+        )?;
+        let kmalloc = [&programs.kmalloc, &programs.kmalloc_nested];
+        let cache_alloc = [&programs.cache_alloc, &programs.cache_alloc_nested];
+        allocations.push((kmalloc, "kmalloc"));
+        allocations.push((cache_alloc, "kmem_cache_alloc"));
+        // One with the above from 6.1 on.
+        if kernel::btf_has_name("btf_trace_kmalloc_node") {
+            allocations.push((kmalloc, "kmalloc_node"));
+            allocations.push((cache_alloc, "kmem_cache_alloc_node"));
+        }
+    }
+    if kinds.pages {
+        attach(
+            [&programs.page_free, &programs.page_free_nested],
+            "mm_page_free",
+        )?;
+        let page_alloc = [&programs.page_alloc, &programs.page_alloc_nested];
+        allocations.push((page_alloc, "mm_page_alloc"));
+    }
+    if kinds.percpu {
+        attach(
+            [&programs.percpu_free, &programs.percpu_free_nested],
+            "percpu_free_percpu",
+        )?;
+        let percpu_alloc = [&programs.percpu_alloc, &programs.percpu_alloc_nested];
+        allocations.push((percpu_alloc, "percpu_alloc_percpu"));
+    }
+    for (pair, tracepoint) in allocations {
+        attach(pair, tracepoint)?;
+        tracepoints.push(tracepoint);
+    }
+    let attached = Attached {
+        skel,
+        links,
+        tracepoints,
+    };
+    if learns && !attached.learn()? {
+        eprintln!(
+            "memleak: cannot tell which pages hold which objects: caches are not known, and pages \
+             of slab objects count twice"
+        );
+    }
+    Ok(attached)
+}
+
+impl Attached {
+    /// What could not be recorded.
+    pub(super) fn losses(&self) -> Result<Losses> {
+        // Of a tracepoint's two programs it is enough that one was called.
+        let decides = |program: &Program<'_>| {
+            let name = program.name().to_string_lossy();
+            program.autoload() && (name.ends_with(UNDERSTUDY) || name.contains("k_free"))
+        };
+        let programs = self.skel.object().progs().filter(decides);
+        let losses = Losses::read(&self.skel.maps.losses)?.and_runs(programs);
+        Ok(Losses {
+            runs: losses.runs.saturating_sub(self.spared()?),
+            ..losses
+        })
+    }
+
+    /// Frees that were not seen: their memory was allocated again.
+    pub(super) fn unseen_frees(&self) -> u64 {
+        let counters = self.skel.maps.bss_data.as_deref();
+        counters.map_or(0, |counters| counters.unseen_frees)
+    }
+
+    /// How often an understudy was not called and need not have been.
+    fn spared(&self) -> Result<u64> {
+        let turns = &self.skel.maps.turns;
+        let mut spared = 0;
+        for key in turns.keys() {
+            let cpus = turns.lookup_percpu(&key, MapFlags::ANY);
+            for value in cpus
+                .context("failed to read the turns")?
+                .unwrap_or_default()
+            {
+                spared += shared::view::<turn>(&value)?.spared;
+            }
+        }
+        Ok(spared)
+    }
+
+    /// Has the programs learn where the struct page of an address is. Returns whether they have.
+    fn learn(&self) -> Result<bool> {
+        let pages = self
+            .skel
+            .progs
+            .learn_page
+            .attach_raw_tracepoint("mm_page_alloc");
+        let _pages = pages.context("failed to attach to mm_page_alloc")?;
+        for _ in 0..LEARNING_ATTEMPTS {
+            let (_reader, writer) = io::pipe().context("failed to make a pipe")?;
+            // If that is refused (pipe-max-size), nothing is learned.
+            let _ = fcntl(&writer, FcntlArg::F_SETPIPE_SZ(LEARNING_PIPE_BYTES));
+            let learned = self.skel.maps.bss_data.as_deref();
+            if learned.is_some_and(|bss| bss.page_bias != 0) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+}
+
+/// How many blocks there is to be room for.
+fn blocks(args: &Args) -> Result<u32> {
+    let blocks = args.max_allocs.unwrap_or(DEFAULT_BLOCKS);
+    let bytes = u64::from(blocks) * BLOCK_BYTES;
+    if bytes > args.mem_limit {
+        let message = format!(
+            "{blocks} blocks take {bytes} bytes of memory: lower --max-allocs, or raise --mem-limit, \
+             which is {}",
+            args.mem_limit
+        );
+        return Err(UsageError(message).into());
+    }
+    Ok(blocks)
+}
+
+/// Whether the cache of each object has to be known.
+fn with_caches(args: &Args) -> bool {
+    args.kernel.by_cache || args.kernel.cache.is_some()
+}
+
+/// The skeleton with the options in it, before load.
+fn open(args: &Args, filter: &Filter, kinds: Kinds) -> Result<OpenMemleakKernelSkel<'static>> {
+    let mut open = MemleakKernelSkelBuilder::default()
+        .open(attach::object_storage())
+        .context("failed to open the BPF object")?;
+    let cpus = libbpf_rs::num_possible_cpus().context("failed to count the CPUs")?;
+    let options = options(&mut open)?;
+    filter.set(&mut options.filter);
+    options.min_size = args.min_size;
+    options.max_size = args.max_size;
+    options.sample_rate = args.sample_rate;
+    options.stack_depth = args.perf_max_stack_depth;
+    options.page_shift = kernel::page_bytes()?.trailing_zeros();
+    options.possible_cpus = cpus as u32;
+    options.keep_totals = args.combined_only.into();
+    options.by_cache = args.kernel.by_cache.into();
+    options.with_caches = with_caches(args).into();
+    options.with_pages = kinds.pages.into();
+    if let Some(cache) = &args.kernel.cache {
+        options.one_cache = 1;
+        for (to, from) in options.cache_name.iter_mut().zip(cache.bytes()) {
+            *to = from.cast_signed();
+        }
+    }
+    let arguments = |tracepoint| -> Result<Vec<String>> {
+        Ok(kernel::tracepoint_arguments(tracepoint)?.unwrap_or_default())
+    };
+    let tells_cache = arguments("kmem_cache_alloc")?
+        .iter()
+        .any(|name| name == "kmem_cache");
+    options.tells_cache = tells_cache.into();
+    // The call site comes first since the bytes are told, too.
+    let tells_bytes = arguments("percpu_alloc_percpu")?
+        .first()
+        .is_some_and(|name| name != "bool");
+    options.tells_percpu_bytes = tells_bytes.into();
+
+    let blocks = blocks(args)?;
+    let sizes = [
+        (&mut open.maps.stacks, args.stack_storage_size),
+        (&mut open.maps.blocks, blocks),
+        (
+            &mut open.maps.totals,
+            if args.combined_only {
+                args.stack_storage_size
+            } else {
+                1
+            },
+        ),
+    ];
+    for (map, entries) in sizes {
+        map.set_max_entries(entries)
+            .with_context(|| format!("failed to size the map {}", map.name().to_string_lossy()))?;
+    }
+    Ok(open)
+}
+
+fn options<'a>(
+    open: &'a mut OpenMemleakKernelSkel<'static>,
+) -> Result<&'a mut super::bpf::types::rodata> {
+    let options = open.maps.rodata_data.as_deref_mut();
+    options.context("the BPF object has no options")
+}

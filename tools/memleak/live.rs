@@ -1,0 +1,168 @@
+//! The blocks that are live, read from the kernel's maps (`bpf/include/live.bpf.h`).
+
+use std::collections::HashMap;
+use std::mem::offset_of;
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::atomic::Ordering;
+
+use anyhow::{Context, Result};
+use libbpf_rs::libbpf_sys::BPF_F_NO_PREALLOC;
+use libbpf_rs::{MapCore, MapFlags, MapHandle, MapMut, MapType};
+use memtools::mapped_array::MappedArray;
+use memtools::{entries, maps, shared};
+
+use crate::bpf::types::{block, block_bucket, live_block, live_key};
+use crate::probes::Attached;
+use crate::report::Allocation;
+
+/// BLOCK_PID_BITS.
+const PID_BITS: u32 = 22;
+/// BORN_TIME_BITS.
+const TIME_BITS: u32 = 59;
+/// Addresses from here on are the marks of slots without a live block, SLOT_FREED the lower.
+const MARKS: u64 = 1 << 62;
+
+/// The table, and what it has no room for.
+pub(crate) struct LiveBlocks<'a> {
+    table: MappedArray,
+    first: &'a MapMut<'static>,
+    /// The map `more_overflow`.
+    more: &'a MapMut<'static>,
+    /// The maps in it.
+    added: Vec<MapHandle>,
+    /// Blocks that each map has room for, `first` and those in `more`, whether they are there yet.
+    rooms: Vec<u32>,
+    /// Blocks that were taken out of these maps here, which the programs do not count.
+    dropped: u64,
+}
+
+impl<'a> LiveBlocks<'a> {
+    pub(crate) fn new(attached: &'a Attached) -> Result<Self> {
+        let maps = &attached.skel.maps;
+        Ok(Self {
+            table: MappedArray::new(&maps.table)?,
+            first: &maps.overflow,
+            more: &maps.more_overflow,
+            added: Vec::new(),
+            rooms: attached.overflow.clone(),
+            dropped: 0,
+        })
+    }
+
+    /// Adds the next map where those that are there have `blocks` in them, as the programs count,
+    /// and are half full.
+    /// Returns for how many more.
+    pub(crate) fn make_room(&mut self, blocks: u64) -> Result<Option<u32>> {
+        let made = 1 + self.added.len();
+        let room: u64 = self.rooms.iter().take(made).copied().map(u64::from).sum();
+        let Some(&next) = self.rooms.get(made) else {
+            return Ok(None);
+        };
+        if blocks.saturating_sub(self.dropped) < room / 2 {
+            return Ok(None);
+        }
+        let sizes = (size_of::<live_key>(), size_of::<live_block>());
+        let map = maps::create(MapType::Hash, "overflow", sizes, next, BPF_F_NO_PREALLOC)
+            .context("no room for more blocks; lower --mem-limit")?;
+        let number = self.added.len() as u32;
+        let fd = map.as_fd().as_raw_fd();
+        self.more
+            .update(&number.to_ne_bytes(), &fd.to_ne_bytes(), MapFlags::ANY)
+            .context("failed to add a map for more blocks")?;
+        self.added.push(map);
+        Ok(Some(next))
+    }
+
+    /// All of them. What is allocated or freed meanwhile may be missing or not.
+    ///
+    /// What a process had allocated before the time at which its memory was `gone` is dropped.
+    pub(crate) fn read(&mut self, gone: &HashMap<u32, u64>) -> Result<Vec<Allocation>> {
+        let is_gone = |block: &Allocation| {
+            let time_ns = gone.get(&block.pid);
+            time_ns.is_some_and(|&time_ns| block.time_ns < time_ns)
+        };
+        let mut blocks = Vec::new();
+        for bucket in 0..self.table.len() {
+            let copy: block_bucket = self.table.get(bucket)?;
+            for (slot, block) in copy.blocks.iter().enumerate() {
+                // The address is written last and taken away first: with the same before and after,
+                // what is between belongs to it.
+                if !is_live(block) || self.address(bucket, slot)? != block.address {
+                    continue;
+                }
+                let allocation = Allocation {
+                    pid: pid_of(block),
+                    address: block.address,
+                    size: block.owner >> PID_BITS,
+                    stack: block.stack,
+                    time_ns: time_of(block.born),
+                    calls: 1,
+                    level: level_of(block.born),
+                };
+                if is_gone(&allocation) {
+                    self.table
+                        .replace(bucket, address_offset(slot), block.address, 0)?;
+                } else {
+                    blocks.push(allocation);
+                }
+            }
+        }
+        let first: &dyn MapCore = self.first;
+        let added = self.added.iter().map(|map| map as &dyn MapCore);
+        for map in [first].into_iter().chain(added) {
+            let mut dropped = Vec::new();
+            entries::read(map, |key, value| {
+                let (key, value): (&live_key, &live_block) =
+                    (shared::view(key)?, shared::view(value)?);
+                let allocation = Allocation {
+                    pid: key.pid as u32,
+                    address: key.address,
+                    size: value.size,
+                    stack: value.stack,
+                    time_ns: time_of(value.born),
+                    calls: 1,
+                    level: level_of(value.born),
+                };
+                if is_gone(&allocation) {
+                    dropped.push(*key);
+                } else {
+                    blocks.push(allocation);
+                }
+                Ok(())
+            })?;
+            self.dropped += dropped.len() as u64;
+            for key in dropped {
+                // Nobody else removes it.
+                map.delete(shared::bytes_of(&key))
+                    .context("failed to drop the blocks of an exited process")?;
+            }
+        }
+        Ok(blocks)
+    }
+
+    fn address(&self, bucket: usize, slot: usize) -> Result<u64> {
+        let word = self.table.word(bucket, address_offset(slot))?;
+        Ok(word.load(Ordering::Acquire))
+    }
+}
+
+fn is_live(block: &block) -> bool {
+    block.address != 0 && block.address < MARKS
+}
+
+fn pid_of(block: &block) -> u32 {
+    (block.owner & ((1 << PID_BITS) - 1)) as u32
+}
+
+fn time_of(born: u64) -> u64 {
+    born & ((1 << TIME_BITS) - 1)
+}
+
+fn level_of(born: u64) -> u32 {
+    (born >> TIME_BITS) as u32
+}
+
+/// Where a slot's address is in its bucket.
+fn address_offset(slot: usize) -> usize {
+    offset_of!(block_bucket, blocks) + slot * size_of::<block>() + offset_of!(block, address)
+}

@@ -1,0 +1,255 @@
+//! `--sample-bytes` and `--max-overhead`: each block is recorded with a probability in proportion to its size, and what
+//! was recorded stands for what was not.
+//!
+//! This is Poisson sampling: whether one block is recorded does not depend on others. A block of S
+//! bytes, with a mean distance of M bytes between records, is recorded with the probability
+//! P = min(1, S/M), and then counts 1/P times (Horvitz and Thompson's estimator). The sum of sizes
+//! so weighted has no bias, and an unbiased estimate of its variance is the sum of
+//! S² (1 - P) / P². Large blocks are exact, and small ones count as M bytes each.
+//!
+//! With `--max-overhead` M can grow, by levels. A record carries the level by which the kernel half
+//! decided on it, so its P is known whenever that was. The choice of a level depends on what was
+//! before, never on the block; so the sum still has no bias.
+
+use std::collections::HashMap;
+
+use crate::args::Args;
+use crate::report::{Allocation, Path, Total, Totals};
+
+/// How many standard deviations to both sides hold the truth in 95 % of all cases.
+const DEVIATIONS: f64 = 1.96;
+
+/// The distance that levels begin from, unless `--sample-bytes` says so: less than most blocks.
+const LEVEL_BYTES: u32 = 16;
+/// Levels go up to this distance, in bytes. Hardly anything is recorded from there on.
+const FARTHEST: u64 = 512 << 10;
+
+/// The mean distance in bytes between records, by level.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Sampling {
+    /// At level 0; 0 records all.
+    pub(crate) sample_bytes: u32,
+    /// Each level doubles this; 0 if there are no levels.
+    pub(crate) level_bytes: u32,
+}
+
+impl Sampling {
+    /// That of the options, if there is any.
+    pub(crate) fn of(args: &Args) -> Option<Self> {
+        let first = args.sample_bytes.unwrap_or(LEVEL_BYTES);
+        let sampling = Self {
+            sample_bytes: args.sample_bytes.unwrap_or(0),
+            level_bytes: args.max_overhead.map_or(0, |_| first),
+        };
+        (args.sample_bytes.is_some() || args.max_overhead.is_some()).then_some(sampling)
+    }
+
+    /// The mean distance at a level, as the kernel half has it.
+    pub(crate) fn distance(self, level: u32) -> u64 {
+        match level {
+            0 => self.sample_bytes.into(),
+            _ => u64::from(self.level_bytes) << level,
+        }
+    }
+
+    /// The last level that there is.
+    pub(crate) fn highest_level(self) -> u32 {
+        let doublings = FARTHEST.checked_div(self.level_bytes.into());
+        doublings.and_then(u64::checked_ilog2).unwrap_or(0)
+    }
+
+    /// The probability that a block of this size is recorded, exactly as the kernel half has it:
+    /// in units of 2^-32.
+    fn probability(self, size: u64, level: u32) -> f64 {
+        const ONE: u64 = 1 << 32;
+        let distance = self.distance(level);
+        let threshold = if size >= distance {
+            ONE
+        } else {
+            size * ONE / distance
+        };
+        threshold as f64 / ONE as f64
+    }
+
+    /// What the recorded allocations stand for, and how far off that may be.
+    pub(crate) fn estimate(self, recorded: &[Allocation]) -> (Totals, HashMap<Path, Error>) {
+        let mut sums: HashMap<Path, Sum> = HashMap::new();
+        for allocation in recorded {
+            let &Allocation {
+                pid,
+                stack,
+                size,
+                calls,
+                level,
+                ..
+            } = allocation;
+            let probability = self.probability(size, level);
+            // What is too small ever to be recorded was recorded before it was cut down.
+            if probability > 0.0 {
+                let sum = sums.entry(Path { pid, stack }).or_default();
+                sum.bytes += size as f64 / probability;
+                sum.allocations += calls as f64 / probability;
+                sum.variance += (size as f64 / probability).powi(2) * (1.0 - probability);
+            }
+        }
+        let total = |sum: &Sum| Total {
+            bytes: sum.bytes.round() as u64,
+            allocations: sum.allocations.round() as u64,
+            ..Total::default()
+        };
+        let totals = sums.iter().map(|(&path, sum)| (path, total(sum)));
+        let errors = sums.iter().map(|(&path, sum)| (path, Error::of(sum)));
+        (totals.collect(), errors.collect())
+    }
+}
+
+#[derive(Debug, Default)]
+struct Sum {
+    bytes: f64,
+    allocations: f64,
+    variance: f64,
+}
+
+/// Half of the interval around a number of bytes in which the truth is, in 95 % of all cases.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(crate) struct Error {
+    variance: f64,
+}
+
+impl Error {
+    fn of(sum: &Sum) -> Self {
+        Self {
+            variance: sum.variance,
+        }
+    }
+
+    pub(crate) fn bytes(self) -> u64 {
+        (self.variance.sqrt() * DEVIATIONS).ceil() as u64
+    }
+
+    /// That of all together.
+    pub(crate) fn sum<'a>(errors: impl Iterator<Item = &'a Self>) -> Self {
+        Self {
+            variance: errors.map(|error| error.variance).sum(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PATH: Path = Path { pid: 1, stack: 2 };
+
+    fn by(sample_bytes: u32) -> Sampling {
+        Sampling {
+            sample_bytes,
+            level_bytes: 0,
+        }
+    }
+
+    fn allocation(size: u64) -> Allocation {
+        recorded_at(0, size)
+    }
+
+    fn recorded_at(level: u32, size: u64) -> Allocation {
+        Allocation {
+            pid: PATH.pid,
+            address: 0,
+            size,
+            stack: PATH.stack,
+            time_ns: 0,
+            calls: 1,
+            level,
+        }
+    }
+
+    /// A sequence of numbers below 2^32 that is the same in every run (splitmix64).
+    struct Random(u64);
+
+    impl Random {
+        fn next(&mut self) -> u64 {
+            self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+            (mixed ^ mixed >> 31) >> 32
+        }
+    }
+
+    #[test]
+    fn a_large_block_is_exact_and_a_small_one_stands_for_the_mean() {
+        let (totals, errors) = by(4096).estimate(&[allocation(5000)]);
+        assert_eq!((totals[&PATH].bytes, totals[&PATH].allocations), (5000, 1));
+        assert_eq!(errors[&PATH].bytes(), 0);
+        let (totals, errors) = by(4096).estimate(&[allocation(64)]);
+        assert_eq!((totals[&PATH].bytes, totals[&PATH].allocations), (4096, 64));
+        assert!(errors[&PATH].bytes() > 4096);
+    }
+
+    /// Of a thousand runs, in each of which these blocks, of a size and at a level, are sampled, the
+    /// truth is in the interval as often as it claims; and the mean of all estimates is the truth.
+    fn expect_the_truth(sampling: Sampling, random: &mut Random, blocks: &[(u64, u32)]) {
+        let truth: u64 = blocks.iter().map(|(size, _)| size).sum();
+        let (mut held, mut sum) = (0, 0.0);
+        for _ in 0..1000 {
+            let recorded: Vec<Allocation> = blocks
+                .iter()
+                .filter(|&&(size, level)| {
+                    let threshold = sampling.probability(size, level) * (1_u64 << 32) as f64;
+                    (random.next() as f64) < threshold
+                })
+                .map(|&(size, level)| recorded_at(level, size))
+                .collect();
+            let (totals, errors) = sampling.estimate(&recorded);
+            let bytes = totals[&PATH].bytes;
+            held += u32::from(bytes.abs_diff(truth) <= errors[&PATH].bytes());
+            sum += bytes as f64;
+        }
+        assert!((930..=970).contains(&held), "{held} of 1000");
+        let bias = sum / 1000.0 / truth as f64 - 1.0;
+        assert!(bias.abs() < 0.002, "{bias}");
+    }
+
+    /// 2003 blocks of all sizes.
+    #[test]
+    fn estimates_have_no_bias_and_their_intervals_hold_the_truth() {
+        let sampling = by(10_007);
+        let mut random = Random(1);
+        let sizes: Vec<u64> = (0..2003).map(|_| 1 + random.next() % 20_011).collect();
+        let blocks: Vec<_> = sizes.into_iter().map(|size| (size, 0)).collect();
+        expect_the_truth(sampling, &mut random, &blocks);
+    }
+
+    /// Every third block is of a time when all was recorded; the others are sampled ever more.
+    #[test]
+    fn levels_can_change_in_between() {
+        let sampling = Sampling {
+            sample_bytes: 0,
+            level_bytes: 16,
+        };
+        let mut random = Random(2);
+        let sizes: Vec<u64> = (0..2003).map(|_| random.next() % 1009).collect();
+        let levels = (0..).map(|block| match block % 3 {
+            0 => 0,
+            _ => block * 10 / 2003,
+        });
+        let blocks: Vec<_> = sizes.into_iter().zip(levels).collect();
+        expect_the_truth(sampling, &mut random, &blocks);
+    }
+
+    #[test]
+    fn levels_end_where_nothing_is_left_to_save() {
+        let levels = |level_bytes| Sampling {
+            sample_bytes: 0,
+            level_bytes,
+        };
+        let sampling = levels(LEVEL_BYTES);
+        assert_eq!(sampling.distance(0), 0);
+        assert_eq!(sampling.distance(1), 32);
+        assert_eq!(sampling.distance(sampling.highest_level()), FARTHEST);
+        assert_eq!(levels(0).highest_level(), 0);
+        assert_eq!(levels(u32::MAX).highest_level(), 0);
+        assert_eq!(levels(300 << 10).highest_level(), 0);
+        assert_eq!(levels(200 << 10).highest_level(), 1);
+    }
+}

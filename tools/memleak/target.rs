@@ -1,0 +1,242 @@
+//! What is traced: processes, and the functions of each to probe.
+
+use std::collections::HashSet;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+
+use anyhow::{Result, bail};
+use memtools::cgroup;
+use memtools::cli::UsageError;
+use memtools::command::{CommandLine, HeldCommand};
+use memtools::filter::{Filter, FilterArgs};
+use memtools::process::Process;
+use memtools::symbolize::Symbolizer;
+
+use crate::args::Args;
+use crate::objects::{self, Found, Object};
+use crate::signature::Signature;
+
+/// All processes, where libbpf wants one.
+const EVERY_PROCESS: i32 = -1;
+
+/// It, before it is traced.
+pub(crate) struct Target {
+    pub(crate) processes: Vec<Traced>,
+    pub(crate) filter: Filter,
+    /// The command that the process is to become, if we start it.
+    pub(crate) command: Option<HeldCommand>,
+    /// Files to probe in every process that maps them, if processes can join later: the filter, in
+    /// the kernel, tells then which are meant.
+    shared: Option<Vec<Object>>,
+    /// Whether the trace ends with these processes.
+    ends_with_them: bool,
+}
+
+/// A process, and the files of it that have functions to probe.
+pub(crate) struct Traced {
+    pub(crate) process: Process,
+    pub(crate) objects: Vec<Object>,
+    /// The files that they were found in, or not.
+    pub(crate) looked_through: HashSet<(u64, u64)>,
+}
+
+impl Traced {
+    fn new(process: Process, found: Found) -> Self {
+        Self {
+            process,
+            objects: found.objects,
+            looked_through: found.looked_through,
+        }
+    }
+}
+
+impl Target {
+    /// Finds the processes and their allocators; starts the command, which is then held.
+    pub(crate) fn choose(args: &Args) -> Result<Self> {
+        if args.children && args.pid.is_empty() && args.command.is_none() {
+            let message =
+                "--children wants the processes whose children are meant: -p or -c".into();
+            return Err(UsageError(message).into());
+        }
+        if let Some(line) = &args.command {
+            let line = CommandLine::parse(line)?;
+            let found = objects::of_command(line.program(), args)?;
+            let command = line.start()?;
+            let process = Process::open(command.pid())?;
+            return Self::new(vec![Traced::new(process, found)], Some(command), args);
+        }
+        if args.pid.is_empty() {
+            return Self::new(matching(args)?, None, args);
+        }
+        let mut processes = Vec::new();
+        for pid in args.pid.iter().copied().collect::<HashSet<u32>>() {
+            let process = Process::open(pid)?;
+            process.expect_native_program()?;
+            let found = objects::of_process(&process, args)?;
+            eprintln!("Attaching to pid {pid}, Ctrl+C to quit.");
+            processes.push(Traced::new(process, found));
+        }
+        Self::new(processes, None, args)
+    }
+
+    fn new(mut processes: Vec<Traced>, command: Option<HeldCommand>, args: &Args) -> Result<Self> {
+        let named = command.is_some() || !args.pid.is_empty();
+        let pids = processes.iter().map(|traced| traced.process.pid());
+        let filter = FilterArgs {
+            pid: if named { pids.collect() } else { Vec::new() },
+            name: args.name.clone(),
+            cgroup: args.cgroup.clone(),
+        };
+        let mut filter = filter.resolve(None)?;
+        if args.children {
+            filter.follow()?;
+        }
+        let shared = args.any_process().then(|| {
+            let objects = processes.iter_mut().flat_map(|of| of.objects.drain(..));
+            each_once(objects)
+        });
+        Ok(Self {
+            filter,
+            processes,
+            command,
+            shared,
+            ends_with_them: named,
+        })
+    }
+
+    /// Each file to probe, with the process to probe it in as libbpf wants it.
+    pub(crate) fn objects(&self) -> impl Iterator<Item = (i32, &Object)> {
+        let own = self.processes.iter().flat_map(|traced| {
+            let pid = traced.process.pid().cast_signed();
+            traced.objects.iter().map(move |object| (pid, object))
+        });
+        let shared = self.shared.iter().flatten();
+        own.chain(shared.map(|object| (EVERY_PROCESS, object)))
+    }
+
+    /// The files alone.
+    pub(crate) fn files(&self) -> impl Iterator<Item = &Object> {
+        self.objects().map(|(_, object)| object)
+    }
+
+    /// The signatures of all functions to probe, each once.
+    pub(crate) fn signatures(&self) -> Vec<Signature> {
+        let mut signatures = Vec::new();
+        for function in self.files().flat_map(|object| &object.functions) {
+            if !signatures.contains(&function.signature) {
+                signatures.push(function.signature);
+            }
+        }
+        signatures
+    }
+
+    /// A symbolizer that knows what is traced. Make it before the probes are live.
+    pub(crate) fn symbolizer(&self) -> Result<Symbolizer> {
+        let mut symbolizer = match (&self.shared, self.ends_with_them) {
+            (None, _) => Symbolizer::new()?,
+            (Some(_), true) => Symbolizer::of_descendants()?,
+            (Some(_), false) => {
+                let mut symbolizer = Symbolizer::of_all_processes()?;
+                symbolizer.look_around();
+                return Ok(symbolizer);
+            }
+        };
+        for Traced { process, .. } in &self.processes {
+            if self.command.is_some() {
+                symbolizer.follow_new(process.pid());
+            } else {
+                symbolizer.follow(process)?;
+            }
+        }
+        Ok(symbolizer)
+    }
+
+    /// The processes whose end, when it has come for all, is the end of the trace.
+    pub(crate) fn watched(&self) -> impl Iterator<Item = &Process> {
+        let watched = self.processes.iter().filter(|_| self.ends_with_them);
+        watched.map(|traced| &traced.process)
+    }
+
+    /// The process to probe a file in that this one has loaded, as libbpf wants it.
+    pub(crate) fn probed_in(&self, pid: u32) -> i32 {
+        match self.shared {
+            Some(_) => EVERY_PROCESS,
+            None => pid.cast_signed(),
+        }
+    }
+
+    /// Whether a process, of which the symbolizer knows, is traced.
+    pub(crate) fn has(&self, pid: u32, args: &Args) -> bool {
+        let in_cgroup =
+            |folder| cgroup::processes_below(folder).is_ok_and(|all| all.contains(&pid));
+        // The symbolizer knows the named ones, and what these start; else all there are.
+        self.ends_with_them
+            || (described(pid, args).is_some() && args.cgroup.as_deref().is_none_or(in_cgroup))
+    }
+
+    /// Whether all processes are known, as none can join.
+    pub(crate) fn is_fixed(&self) -> bool {
+        self.shared.is_none()
+    }
+
+    /// Whether rows have to say which process they are of.
+    pub(crate) fn is_several(&self) -> bool {
+        self.shared.is_some() || self.processes.len() > 1
+    }
+
+    /// Why there can be no event at all.
+    pub(crate) fn why_quiet(&self) -> String {
+        let modules: Vec<&str> = self.files().map(|object| object.module.as_str()).collect();
+        format!(
+            "memleak: no allocation or free yet: the process may be idle, or allocate by functions \
+             other than those of {} (name its allocator with -O and -S)",
+            modules.join(", ")
+        )
+    }
+}
+
+/// The running processes that the options describe. Those without an allocator that can be probed
+/// are left out.
+fn matching(args: &Args) -> Result<Vec<Traced>> {
+    let pids = match &args.cgroup {
+        Some(folder) => cgroup::processes_below(folder)?,
+        None => memtools::process::all()?,
+    };
+    let mut processes = Vec::new();
+    for pid in pids {
+        let Some(process) = described(pid, args) else {
+            continue;
+        };
+        if let Ok(found) = objects::of_process(&process, args) {
+            processes.push(Traced::new(process, found));
+        }
+    }
+    if processes.is_empty() {
+        bail!(
+            "no process with an allocator that can be probed is there yet: start one, or start it \
+             with -c"
+        );
+    }
+    Ok(processes)
+}
+
+/// The process, if its name is as wanted and it can be traced.
+fn described(pid: u32, args: &Args) -> Option<Process> {
+    // It may be a thread's number of another namespace, or have exited.
+    let process = Process::open(pid).ok()?;
+    let named = args.name.as_ref();
+    let described = pid != std::process::id()
+        && named.is_none_or(|name| process.comm().contains(name))
+        && process.expect_native_program().is_ok();
+    described.then_some(process)
+}
+
+/// Of objects of the same file one.
+fn each_once(objects: impl Iterator<Item = Object>) -> Vec<Object> {
+    let mut seen = HashSet::new();
+    let mut first_of_file = |object: &Object| match fs::metadata(&object.path) {
+        Ok(file) => seen.insert((file.dev(), file.ino())),
+        Err(_) => true,
+    };
+    objects.filter(|object| first_of_file(object)).collect()
+}

@@ -1,0 +1,515 @@
+//! The state of a trace, and what is printed of it.
+
+use std::collections::{HashMap, HashSet};
+use std::ptr;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use libbpf_rs::MapMut;
+use memtools::clock::{self, Clock};
+use memtools::entries;
+use memtools::folded::{Line, Part};
+use memtools::kernel;
+use memtools::losses::Losses;
+use memtools::output::Output;
+use memtools::process::Process;
+use memtools::shared;
+use memtools::stack::Stacks;
+use memtools::symbolize::Symbolizer;
+use memtools::text;
+
+use crate::args::{Args, Mode};
+use crate::bpf::MemleakSkel;
+use crate::bpf::types::{event, event_kind as Kind, peak, total, total_key};
+use crate::live::LiveBlocks;
+use crate::probes::{self, Attached};
+use crate::regions::{CallCounter, Regions};
+use crate::report::{
+    self, Ages, Allocation, Call, Entry, Freed, Group, Groups, Head, History, Path, ProcessName,
+    Step, Total, Totals, View,
+};
+use crate::sampling::{self, Sampling};
+use crate::target::Target;
+
+/// How often at most to read the totals, which are those of a peak if no higher one comes meanwhile.
+const PEAK_TRIES: usize = 8;
+
+/// Age in milliseconds below which a block is left out, unless --older says otherwise.
+const DEFAULT_OLDER: u64 = 500;
+
+pub(crate) struct Tracer<'a> {
+    skel: &'a MemleakSkel<'static>,
+    args: &'a Args,
+    /// Whether rows say which process they are of.
+    several: bool,
+    /// The processes that were named and still run.
+    named: HashSet<u32>,
+    /// Names by process.
+    names: HashMap<u32, String>,
+    /// Processes whose memory was gone at a time, by exec or exit.
+    gone: HashMap<u32, u64>,
+    blocks: LiveBlocks<'a>,
+    stacks: Stacks<'a, MapMut<'static>>,
+    regions: HashMap<u32, Regions>,
+    /// How often a process has called exec, as the kernel counts; none is as large where it exited.
+    execs: HashMap<u32, u64>,
+    /// What --mode alloc has seen mapped.
+    mapped: Totals,
+    /// The stacks that freed a block twice.
+    told_of: HashSet<Path>,
+    history: History,
+    pub(crate) symbolizer: Symbolizer,
+    clock: Clock,
+    pub(crate) output: Output,
+    page_bytes: u64,
+}
+
+impl<'a> Tracer<'a> {
+    pub(crate) fn new(
+        attached: &'a Attached,
+        target: &Target,
+        symbolizer: Symbolizer,
+        args: &'a Args,
+    ) -> Result<Self> {
+        let skel = &attached.skel;
+        let processes = target.processes.iter().map(|traced| &traced.process);
+        Ok(Self {
+            skel,
+            args,
+            several: target.is_several(),
+            named: target.watched().map(Process::pid).collect(),
+            gone: HashMap::new(),
+            names: processes
+                .map(|process| (process.pid(), process.comm()))
+                .collect(),
+            blocks: LiveBlocks::new(attached)?,
+            stacks: Stacks::new(&skel.maps.stacks),
+            regions: HashMap::new(),
+            execs: HashMap::new(),
+            mapped: Totals::new(),
+            told_of: HashSet::new(),
+            history: History::default(),
+            symbolizer,
+            clock: Clock::new(),
+            output: Output::new(args.format()),
+            page_bytes: kernel::page_bytes()?,
+        })
+    }
+
+    /// Follows mappings and the ends of processes, and prints the lines of --trace.
+    pub(crate) fn take(&mut self, events: impl Iterator<Item = event>) -> Result<()> {
+        for event in events {
+            let step = self.follow(&event)?;
+            if self.args.trace
+                && let Some(step) = step
+            {
+                self.output.row(&Call {
+                    time: self.clock.local(event.time_ns),
+                    pid: event.pid,
+                    tid: event.tid,
+                    comm: text::from_c(&event.comm),
+                    step,
+                    size_bytes: event.size,
+                    address: event.address,
+                })?;
+            }
+        }
+        self.output.flush()
+    }
+
+    /// Makes room for blocks before it is needed.
+    pub(crate) fn make_room(&mut self) -> Result<()> {
+        let bss = self.skel.maps.bss_data.as_deref();
+        let blocks = bss.map_or(0, |bss| bss.overflow_blocks);
+        if let Some(more) = self.blocks.make_room(blocks)?
+            && self.args.verbose
+        {
+            eprintln!("memleak: made room for {more} blocks more");
+        }
+        Ok(())
+    }
+
+    fn follow(&mut self, event: &event) -> Result<Option<Step>> {
+        let &event {
+            pid,
+            tid,
+            address: start,
+            size,
+            time_ns,
+            stack,
+            ..
+        } = event;
+        let page_bytes = self.page_bytes;
+        let regions = self
+            .regions
+            .entry(pid)
+            .or_insert_with(|| Regions::new(page_bytes));
+        Ok(match event.kind {
+            Kind::EVENT_MAP if self.args.mode == Mode::Alloc => {
+                let total = self.mapped.entry(Path { pid, stack }).or_default();
+                total.bytes += size;
+                total.allocations += 1;
+                Some(Step::AllocExited)
+            }
+            Kind::EVENT_MAP => {
+                regions.map(start, size, time_ns, stack, event.level);
+                Some(Step::AllocExited)
+            }
+            Kind::EVENT_MAP_IGNORED => {
+                regions.map_ignored(start, size);
+                None
+            }
+            // The allocator's own mappings are none of ours.
+            Kind::EVENT_UNMAP => regions.unmap(tid, start, size).then_some(Step::FreeEntered),
+            Kind::EVENT_UNMAP_FAILED => {
+                regions.unmap_failed(tid);
+                None
+            }
+            Kind::EVENT_EXEC => {
+                self.names.insert(pid, text::from_c(&event.comm));
+                self.execs.insert(pid, size);
+                self.forget(pid, time_ns);
+                None
+            }
+            Kind::EVENT_EXIT => {
+                // With the last one that was named the trace ends, and its memory is reported.
+                let last = self.named.remove(&pid) && self.named.is_empty();
+                if !last {
+                    self.execs.insert(pid, u64::MAX);
+                    self.forget(pid, time_ns);
+                }
+                None
+            }
+            Kind::EVENT_FREED_TWICE => {
+                self.freed_twice(event)?;
+                None
+            }
+            // Whoever waited for it has been woken.
+            Kind::EVENT_CROWDED => None,
+            Kind::EVENT_ALLOC_ENTER => Some(Step::AllocEntered),
+            Kind::EVENT_ALLOC_EXIT => Some(Step::AllocExited),
+            _ => Some(Step::FreeEntered),
+        })
+    }
+
+    /// A process's memory is gone.
+    fn forget(&mut self, pid: u32, time_ns: u64) {
+        self.regions.remove(&pid);
+        self.gone.insert(pid, time_ns);
+    }
+
+    /// Tells of each stack once; the report has the count.
+    fn freed_twice(&mut self, event: &event) -> Result<()> {
+        let path = Path {
+            pid: event.pid,
+            stack: event.stack,
+        };
+        if !self.told_of.insert(path) {
+            return Ok(());
+        }
+        self.symbolizer.refresh();
+        let frames = match self.stacks.get(event.stack)? {
+            Some(stack) => self.symbolizer.name(event.pid, &stack),
+            None => Vec::new(),
+        };
+        let freed = Freed {
+            time: self.clock.local(event.time_ns),
+            process: Some(self.process(event.pid)),
+            address: event.address,
+            frames,
+        };
+        if self.args.json {
+            self.output.row(&freed)
+        } else {
+            eprint!("{freed}");
+            Ok(())
+        }
+    }
+
+    /// Prints what is outstanding now. Once the process has exited its age no longer matters:
+    /// nothing of it will be freed.
+    pub(crate) fn report(&mut self, exited: bool) -> Result<()> {
+        let now = clock::monotonic_ns();
+        self.symbolizer.refresh();
+        let (mut totals, mut allocations) = match self.args.mode {
+            Mode::Leak => self.outstanding(now, exited)?,
+            Mode::Peak => (self.read_peak()?, Vec::new()),
+            _ => (self.read_totals()?, Vec::new()),
+        };
+        let mut errors = None;
+        if let Some(sampling) = Sampling::of(self.args) {
+            let estimate = sampling.estimate(&allocations);
+            totals = estimate.0;
+            errors = Some(estimate.1);
+        }
+        // With --folded there is one report, of all.
+        let shown = match self.args.mode {
+            Mode::Alloc | Mode::Churn if !self.args.folded => {
+                report::since(self.history.last(), &totals)
+            }
+            _ => totals.clone(),
+        };
+        let sums = sums_of(&shown);
+        let error_bytes = errors
+            .as_ref()
+            .map(|errors| sampling::Error::sum(errors.values()).bytes());
+        let mut entries = self.entries(now, shown, &allocations);
+        for entry in &mut entries {
+            let error = errors.as_ref().and_then(|errors| errors.get(&entry.path));
+            entry.error_bytes = error.map(|error| error.bytes());
+        }
+        if self.args.folded {
+            self.folded(entries)?;
+        } else {
+            self.head(now, sums, error_bytes)?;
+            if self.args.show_allocs {
+                allocations
+                    .sort_unstable_by_key(|allocation| (allocation.size, allocation.address));
+                report::list(&mut self.output, &allocations)?;
+            }
+            for entry in report::largest(entries, self.args.sort, self.args.top) {
+                self.group(entry)?;
+            }
+        }
+        self.history.add(now, totals);
+        self.output.flush()?;
+
+        let losses = Losses::read(&self.skel.maps.losses)?;
+        if losses.any() {
+            eprintln!("memleak: {losses}");
+        }
+        if losses.entries > 0 {
+            eprintln!(
+                "memleak: blocks have room for more with a larger --mem-limit or --max-allocs"
+            );
+        }
+        Ok(())
+    }
+
+    fn outstanding(&mut self, now: u64, exited: bool) -> Result<(Totals, Vec<Allocation>)> {
+        let default_older = if exited || self.args.combined_only {
+            0
+        } else {
+            DEFAULT_OLDER
+        };
+        let older_ms = self.args.older.unwrap_or(default_older);
+        let born_before = now.saturating_sub(older_ms.saturating_mul(1_000_000));
+
+        let (mut totals, mut allocations) = (Totals::new(), self.live_regions());
+        if self.args.combined_only {
+            totals = self.read_totals()?;
+        } else {
+            let start = Instant::now();
+            let blocks = self.blocks.read(&self.gone)?;
+            self.gone.clear();
+            if self.args.verbose {
+                let time = start.elapsed();
+                eprintln!("memleak: {} blocks read in {time:.1?}", blocks.len());
+            }
+            allocations.extend(blocks);
+        }
+        allocations.retain(|allocation| allocation.time_ns <= born_before);
+        report::add_up(&mut totals, &allocations);
+        Ok((totals, allocations))
+    }
+
+    fn entries(&self, now: u64, totals: Totals, allocations: &[Allocation]) -> Vec<Entry> {
+        let mut ages = if self.args.wants_ages() {
+            Ages::of(allocations)
+        } else {
+            Ages::default()
+        };
+        let entries = totals.into_iter().map(|(path, total)| Entry {
+            path,
+            total,
+            error_bytes: None,
+            age: ages.at(now, path),
+            growth: match self.args.mode {
+                Mode::Leak => self.history.growth(now, path, total.bytes),
+                _ => None,
+            },
+        });
+        entries.collect()
+    }
+
+    fn head(
+        &mut self,
+        now: u64,
+        (stacks, total): (usize, Total),
+        error_bytes: Option<u64>,
+    ) -> Result<()> {
+        let only = self.names.keys().next().copied();
+        let process = only.filter(|_| !self.several).map(|pid| self.process(pid));
+        let frees = self.skel.maps.bss_data.as_deref().map(|bss| &bss.frees);
+        let peak = self.skel.maps.bss_data.as_deref().map(|bss| bss.peak);
+        let peak = peak.filter(|peak| self.args.mode == Mode::Peak && peak.number > 0);
+        self.output.row(&Head {
+            time: self.clock.local(now),
+            process,
+            peak_time: peak.map(|peak| self.clock.local(peak.time_ns)),
+            top: self.args.top,
+            view: match self.args.mode {
+                Mode::Leak => View::Outstanding,
+                Mode::Alloc => View::Allocated,
+                Mode::Churn => View::Churned,
+                Mode::Peak => View::Peak,
+            },
+            groups: Groups::Stacks(stacks),
+            bytes: total.bytes,
+            error_bytes,
+            requested_bytes: None,
+            allocations: total.allocations,
+            unknown_frees: frees
+                .filter(|_| self.args.records_all())
+                .map(|frees| frees.unknown),
+            double_frees: frees
+                .filter(|_| probes::notices_double_frees(self.skel, self.args))
+                .map(|frees| frees.twice),
+            unseen_frees: frees.map_or(0, |frees| frees.replaced),
+            lost: Losses::read(&self.skel.maps.losses)?,
+        })
+    }
+
+    fn folded(&mut self, entries: Vec<Entry>) -> Result<()> {
+        for Entry { path, total, .. } in report::largest(entries, self.args.sort, usize::MAX) {
+            let part = self.part(path)?;
+            let ProcessName { comm, .. } = self.process(path.pid);
+            let line = Line {
+                comm: &comm,
+                user: Some(part),
+                weight: total.bytes,
+                ..Line::default()
+            };
+            self.output.raw(|out| line.write(out))?;
+        }
+        Ok(())
+    }
+
+    fn group(&mut self, entry: Entry) -> Result<()> {
+        let Path { pid, .. } = entry.path;
+        let part = self.part(entry.path)?;
+        let process = self.several.then(|| self.process(pid));
+        self.output.row(&Group {
+            process,
+            ..Group::new(&entry, part, self.args)
+        })
+    }
+
+    /// The stack's frames by name, and whether it was cut.
+    fn part(&mut self, path: Path) -> Result<Part> {
+        let stack = self.stacks.get(path.stack)?;
+        Ok(stack.map_or_else(Part::default, |stack| {
+            self.symbolizer.part(path.pid, &stack)
+        }))
+    }
+
+    fn process(&mut self, pid: u32) -> ProcessName {
+        // One that was forked, and has called no exec.
+        let look = || Process::open(pid).map_or_else(|_| String::new(), |process| process.comm());
+        let comm = self.names.entry(pid).or_insert_with(look).clone();
+        ProcessName { pid, comm }
+    }
+
+    fn live_regions(&self) -> Vec<Allocation> {
+        let mut allocations = Vec::new();
+        for (&pid, regions) in &self.regions {
+            let mut counter = CallCounter::default();
+            allocations.extend(regions.iter().map(|region| Allocation {
+                pid,
+                address: region.range.start,
+                size: region.range.end - region.range.start,
+                stack: region.stack,
+                time_ns: region.time_ns,
+                calls: counter.count(region),
+                level: region.level,
+            }));
+        }
+        allocations
+    }
+
+    /// What each stack had when most was outstanding.
+    fn read_peak(&self) -> Result<Totals> {
+        let bss = self.skel.maps.bss_data.as_deref();
+        let bss = bss.context("the BPF object has no variables")?;
+        // SAFETY: a reference, and any bytes are a peak; volatile, for the programs write there.
+        let peak = || unsafe { ptr::from_ref(&bss.peak).read_volatile() };
+        let mut tries = PEAK_TRIES;
+        let (peak, totals) = loop {
+            let before = peak();
+            let totals = self.totals_at(&before)?;
+            tries -= 1;
+            if peak().number == before.number || tries == 0 {
+                break (before, totals);
+            }
+        };
+        let (_, sum) = sums_of(&totals);
+        if sum.bytes != peak.bytes {
+            eprintln!(
+                "memleak: {} bytes were outstanding, but the stacks have {}: threads allocated \
+                 at the same time, or there was more meanwhile",
+                peak.bytes, sum.bytes
+            );
+        }
+        Ok(totals)
+    }
+
+    fn totals_at(&self, peak: &peak) -> Result<Totals> {
+        let mut totals = Totals::new();
+        entries::read(&self.skel.maps.totals, |key, value| {
+            let (key, value): (&total_key, &total) = (shared::view(key)?, shared::view(value)?);
+            let (bytes, allocations) = if value.peak == peak.number {
+                (value.bytes_at_peak, value.count_at_peak)
+            } else {
+                (value.bytes, value.count)
+            };
+            // All else is of another program, before or after an exec.
+            if u64::from(key.execs) == peak.execs {
+                let path = Path {
+                    pid: key.pid,
+                    stack: key.stack,
+                };
+                let total = totals.entry(path).or_default();
+                total.bytes += bytes;
+                total.allocations += allocations;
+            }
+            Ok(())
+        })?;
+        Ok(totals)
+    }
+
+    /// What the kernel has added up, and what of --mode alloc was mapped.
+    fn read_totals(&self) -> Result<Totals> {
+        let mut totals = self.mapped.clone();
+        entries::read(&self.skel.maps.totals, |key, value| {
+            let (key, value): (&total_key, &total) = (shared::view(key)?, shared::view(value)?);
+            let &total_key { pid, stack, execs } = key;
+            // What another program had, before the process called exec, it has no more.
+            let current = self
+                .execs
+                .get(&pid)
+                .is_none_or(|&now| u64::from(execs) >= now);
+            if self.args.combined_only && !current {
+                return Ok(());
+            }
+            let path = Path { pid, stack };
+            let total = totals.entry(path).or_default();
+            total.bytes += value.bytes;
+            total.allocations += value.count;
+            Ok(())
+        })?;
+        Ok(totals)
+    }
+}
+
+/// How many stacks there are, and what they have together.
+pub(crate) fn sums_of(totals: &Totals) -> (usize, Total) {
+    let mut sum = Total::default();
+    let mut stacks = 0;
+    for total in totals.values() {
+        stacks += usize::from(total.allocations > 0);
+        sum.bytes += total.bytes;
+        sum.allocations += total.allocations;
+        sum.requested_bytes += total.requested_bytes;
+    }
+    (stacks, sum)
+}
