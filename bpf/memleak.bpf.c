@@ -105,7 +105,7 @@ struct thread {
 };
 struct thread *unused_thread __attribute__((unused));
 
-/* What is added up by stack with --combined-only and --mode. */
+/* By what is added up by stack with --combined-only and --mode, and unknown frees are. */
 struct total_key {
 	__u64 stack;
 	__u32 pid;
@@ -131,9 +131,10 @@ const volatile __u32 level_bytes;  /* the same at level 0 if levels can be raise
 const volatile __u32 signatures[SIGNATURES]; /* of entry_0 and so on */
 const volatile __u64 churn_ns;		     /* add up what was freed at a lesser age */
 const volatile __u8 trace_calls;
-const volatile __u8 keep_totals; /* add up what is live */
-const volatile __u8 only_totals; /* add up what is allocated, and keep no block */
-const volatile __u8 follow_peak; /* keep totals, and what they were when they were most */
+const volatile __u8 keep_totals;	 /* add up what is live */
+const volatile __u8 only_totals;	 /* add up what is allocated, and keep no block */
+const volatile __u8 count_unknown_frees; /* by stack */
+const volatile __u8 follow_peak;	 /* keep totals, and what they were when they were most */
 
 /*
  * Runs of the programs on probes. CPUs count beside each other: one word for
@@ -193,6 +194,15 @@ struct {
 	__type(key, struct total_key);
 	__type(value, struct total);
 } totals SEC(".maps");
+
+/* How often a stack has freed what was not recorded. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(max_entries, 16384);
+	__type(key, struct total_key);
+	__type(value, __u64);
+} unknown_frees SEC(".maps");
 
 const volatile struct thread no_thread;
 const volatile struct total no_total;
@@ -378,6 +388,23 @@ static __noinline int total_subtract(__u64 stack, __u64 bytes)
 		__sync_fetch_and_add(&total->count, -1);
 		outstanding_changes(-bytes);
 	}
+	return 0;
+}
+
+static __noinline int unknown_free_by(__u64 stack)
+{
+	struct total_key key = total_key_of(stack);
+	__u64 *count = bpf_map_lookup_elem(&unknown_frees, &key), zero = 0;
+
+	if (!count) {
+		bpf_map_update_elem(&unknown_frees, &key, &zero, BPF_NOEXIST);
+		count = bpf_map_lookup_elem(&unknown_frees, &key);
+		if (!count) {
+			count_loss(entries);
+			return 0;
+		}
+	}
+	__sync_fetch_and_add(count, 1);
 	return 0;
 }
 
@@ -569,7 +596,7 @@ static __noinline int freed_unknown(struct pt_regs *ctx, __u32 signature, __u64 
 		return 0;
 	if (state != LIVE_FREED) {
 		__sync_fetch_and_add(&frees.unknown, 1);
-		return 0;
+		return count_unknown_frees ? unknown_free_by(stack_of_caller_at_entry(ctx)) : 0;
 	}
 	__sync_fetch_and_add(&frees.twice, 1);
 	return emit(EVENT_FREED_TWICE, address, 0, stack_of_caller_at_entry(ctx));

@@ -17,7 +17,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         the_oldest_and_the_median_age_are_shown,
         the_peak_is_shown_with_its_stacks,
         double_frees_are_counted_with_their_stack,
-        unknown_frees_are_counted,
+        unknown_frees_are_counted_with_their_stack,
         samples_by_bytes_stand_for_all,
         hits_and_what_they_cost_are_told,
         sampling_is_raised_to_keep_a_limit,
@@ -147,8 +147,8 @@ fn double_frees_are_counted_with_their_stack() -> Result<()> {
     Ok(())
 }
 
-fn unknown_frees_are_counted() -> Result<()> {
-    let ended = memleak::trace("lives", &["unknown", "101"], &["-j", "-o", "0", "60"])?;
+fn unknown_frees_are_counted_with_their_stack() -> Result<()> {
+    let ended = memleak::trace("lives", &["unknown", "101"], &["-ej", "-o", "0", "60"])?;
     let rows = rows(&ended)?;
     let head = rows
         .iter()
@@ -156,6 +156,14 @@ fn unknown_frees_are_counted() -> Result<()> {
         .context("no report")?;
     ensure!(head["unknown_frees"] == 101, "{head}");
     ensure!(head["double_frees"].as_u64().unwrap_or(0) == 0, "{head}");
+    let of_type = |row: &&Value| row["type"] == "unknown_frees";
+    let by_stack: Vec<_> = rows.iter().filter(of_type).collect();
+    ensure!(
+        by_stack.len() == 1
+            && by_stack[0]["frees"] == 101
+            && by_stack[0]["frames"].to_string().contains("free_unknown"),
+        "{by_stack:?}"
+    );
     Ok(())
 }
 

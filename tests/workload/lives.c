@@ -4,19 +4,16 @@
  *
  *   lives churn COUNT SIZE KEEP     COUNT blocks from churned() freed at once, KEEP from kept_on()
  *   lives twice COUNT               free_twice() frees COUNT blocks twice
- *   lives unknown COUNT             frees COUNT blocks that it allocated before it was ready
- *   lives grow SIZE COUNT...        grown() allocates the first COUNT blocks of SIZE bytes at the
- *                                   first line, says "done", and so on for each
- *   lives outgrow SIZE COUNT STEPS  grown() allocates COUNT blocks at each of STEPS lines; then
- *                                   malloc and free for half a second
- *   lives shrink SIZE COUNT KEEP    grown() allocates COUNT blocks; all but the last KEEP are freed
- *   lives climb COUNT SIZE          COUNT blocks of SIZE from in_process(), as many twice as large
- *                                   from on_the_hill(); of these all are freed, and of those the
- *                                   second half; then after_the_hill() allocates for a while
- *   lives fork COUNT SIZE           leaks COUNT blocks, and two children, which inherit them and
- *                                   free them, leak twice and three times as many; in_process()
- *   lives exec COUNT SIZE PROGRAM ARGUMENT...
- *                                   leaks COUNT blocks, and becomes another program
+ *   lives unknown COUNT             free_unknown() frees COUNT blocks that it allocated before it
+ * was ready lives grow SIZE COUNT...        grown() allocates the first COUNT blocks of SIZE bytes
+ * at the first line, says "done", and so on for each lives outgrow SIZE COUNT STEPS  grown()
+ * allocates COUNT blocks at each of STEPS lines; then malloc and free for half a second lives
+ * shrink SIZE COUNT KEEP    grown() allocates COUNT blocks; all but the last KEEP are freed lives
+ * climb COUNT SIZE          COUNT blocks of SIZE from in_process(), as many twice as large from
+ * on_the_hill(); of these all are freed, and of those the second half; then after_the_hill()
+ * allocates for a while lives fork COUNT SIZE           leaks COUNT blocks, and two children, which
+ * inherit them and free them, leak twice and three times as many; in_process() lives exec COUNT
+ * SIZE PROGRAM ARGUMENT... leaks COUNT blocks, and becomes another program
  */
 #include "workload.h"
 
@@ -36,6 +33,12 @@ STEP static void churned(void)
 STEP static void kept_on(void)
 {
 	kept = malloc(size);
+}
+
+STEP static void free_unknown(void *block)
+{
+	free(block);
+	__asm__ volatile(""); /* or the call would be a jump */
 }
 
 STEP static void free_twice(void)
@@ -181,7 +184,7 @@ int main(int argc, char **argv)
 			free_twice();
 	} else if (before && argc == 3) {
 		for (unsigned long i = 0; i < first; i++)
-			free(before[i]);
+			free_unknown(before[i]);
 	} else if (!strcmp(what, "grow") && argc > 3) {
 		size = first;
 		for (int i = 3; i < argc; i++) {

@@ -74,11 +74,11 @@ pub(crate) struct Args {
     pub(crate) sample_rate: u32,
 
     /// Record a block of S bytes with the probability S/BYTES, and report estimates of all
-    #[arg(long, value_name = "BYTES", value_parser = sampling_distance, conflicts_with_all = ["sample_rate", "combined_only", "mode", "trace"])]
+    #[arg(long, value_name = "BYTES", value_parser = sampling_distance, conflicts_with_all = ["sample_rate", "combined_only", "mode", "churn", "peak", "trace"])]
     pub(crate) sample_bytes: Option<u32>,
 
     /// Sample ever more blocks by bytes until recording takes at most this part of the target's CPU time
-    #[arg(long, value_name = "PERCENT", value_parser = percent, conflicts_with_all = ["sample_rate", "combined_only", "mode", "trace", "children", "name", "cgroup"])]
+    #[arg(long, value_name = "PERCENT", value_parser = percent, conflicts_with_all = ["sample_rate", "combined_only", "mode", "churn", "peak", "trace", "children", "name", "cgroup"])]
     pub(crate) max_overhead: Option<f64>,
 
     /// Show this many stacks
@@ -126,7 +126,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "OBJECT:SYMBOL(ptr=argN)")]
     pub(crate) free: Vec<Frees>,
 
-    /// Also show how old the blocks of each stack are, and how they grow
+    /// Also show how old the blocks of each stack are, how they grow, and who freed unknown ones
     #[arg(short, long)]
     pub(crate) extended: bool,
 
@@ -135,6 +135,14 @@ pub(crate) struct Args {
     /// what was outstanding when it was most
     #[arg(long, value_name = "MODE", value_enum, default_value_t = Mode::Leak, hide_possible_values = true, conflicts_with_all = ["combined_only", "show_allocs", "older"])]
     pub(crate) mode: Mode,
+
+    /// The same as --mode churn
+    #[arg(long, conflicts_with_all = ["mode", "peak", "combined_only", "show_allocs", "older"])]
+    churn: bool,
+
+    /// The same as --mode peak
+    #[arg(long, conflicts_with_all = ["mode", "combined_only", "show_allocs", "older"])]
+    peak: bool,
 
     /// Print one line a stack for flame graphs, weighted by bytes, once at the end
     #[arg(short, long, conflicts_with_all = ["json", "show_allocs", "trace"])]
@@ -184,8 +192,14 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// Refuses options that make no sense together, where that is more than a conflict of two.
-    pub(crate) fn check(&self) -> Result<(), UsageError> {
+    /// Settles what can be said in two ways, and refuses options that make no sense together, where
+    /// that is more than a conflict of two.
+    pub(crate) fn check(mut self) -> Result<Self, UsageError> {
+        if self.churn {
+            self.mode = Mode::Churn;
+        } else if self.peak {
+            self.mode = Mode::Peak;
+        }
         if self.min_size > self.max_size {
             return Err(UsageError(format!(
                 "--min-size (-z) {} is larger than --max-size (-Z) {}",
@@ -195,10 +209,11 @@ impl Args {
         let one_process = self.pid.len() <= 1 && !self.any_process();
         if self.mode == Mode::Peak && !(one_process && self.records_all()) {
             return Err(UsageError(
-                "--mode peak is of all blocks of one process: name it with -p or -c alone".into(),
+                "--peak (--mode peak) is of all blocks of one process: name it with -p or -c alone"
+                    .into(),
             ));
         }
-        Ok(())
+        Ok(self)
     }
 
     /// How rows are printed.
@@ -312,7 +327,7 @@ mod tests {
     #[test]
     fn a_peak_is_of_all_blocks_of_one_process() {
         let check = |args: &[&str]| {
-            let args = [&["memleak", "--mode", "peak"], args].concat();
+            let args = [&["memleak", "--peak"], args].concat();
             Args::try_parse_from(args).expect("valid").check().is_ok()
         };
         assert!(check(&["-p", "1"]) && check(&["-c", "true"]));
@@ -325,6 +340,18 @@ mod tests {
         ] {
             assert!(!check(wrong), "{wrong:?}");
         }
+    }
+
+    #[test]
+    fn two_modes_have_options_of_their_own() {
+        let mode = |args: &[&str]| {
+            let args = Args::try_parse_from([&["memleak", "-p", "1"], args].concat());
+            args.map(|args| args.check().expect("valid").mode)
+        };
+        assert_eq!(mode(&["--churn"]).expect("valid"), Mode::Churn);
+        assert_eq!(mode(&["--peak"]).expect("valid"), Mode::Peak);
+        assert!(mode(&["--peak", "--churn"]).is_err());
+        assert!(mode(&["--peak", "--mode", "alloc"]).is_err());
     }
 
     #[test]

@@ -52,7 +52,7 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args) -> Result<ExitCode> {
-    args.check()?;
+    let args = args.check()?;
     if kmem::args::wanted(&args)? {
         return kmem::run(&args);
     }
@@ -70,8 +70,8 @@ fn run(args: Args) -> Result<ExitCode> {
     for object in target.files() {
         eprintln!("memleak: {} ({})", object.found(), attached.how);
     }
-    let mut tracer = Tracer::new(&attached, &target, symbolizer, &args)?;
     let mut command = target.command.take();
+    let mut tracer = Tracer::new(&attached, &target, symbolizer, &args)?;
     command.as_mut().map_or(Ok(()), HeldCommand::release)?;
 
     let mappings = tracer.symbolizer.descriptor()?;

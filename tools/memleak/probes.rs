@@ -270,6 +270,7 @@ fn open(size: &Size, target: &Target, args: &Args) -> Result<OpenMemleakSkel<'st
     }
     options.trace_calls = args.trace.into();
     options.keep_totals = (args.combined_only || args.mode == Mode::Peak).into();
+    options.count_unknown_frees = args.extended.into();
     options.follow_peak = (args.mode == Mode::Peak).into();
     options.only_totals = (args.mode == Mode::Alloc).into();
     if args.mode == Mode::Churn {
@@ -305,6 +306,14 @@ fn open(size: &Size, target: &Target, args: &Args) -> Result<OpenMemleakSkel<'st
     maps.totals
         .set_max_entries(args.stack_storage_size)
         .context("failed to size the table of totals")?;
+    let who_frees = if args.extended {
+        args.stack_storage_size
+    } else {
+        1
+    };
+    maps.unknown_frees
+        .set_max_entries(who_frees)
+        .context("failed to size the table of frees")?;
     Ok(open)
 }
 

@@ -361,6 +361,58 @@ impl Row for Freed {
     }
 }
 
+/// A stack that freed what was not recorded.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "unknown_frees")]
+pub(crate) struct UnknownFrees {
+    /// How often, since the start.
+    pub(crate) frees: u64,
+    #[serde(flatten)]
+    pub(crate) process: Option<ProcessName>,
+    /// Innermost first; none if the stack was lost.
+    pub(crate) frames: Vec<Frame>,
+    /// Why outer frames are missing, if they are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) truncated_because: Option<String>,
+}
+
+impl Row for UnknownFrees {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        write!(out, "\t{} frees of unknown blocks from stack", self.frees)?;
+        text_of_process(self.process.as_ref(), out)?;
+        writeln!(out)?;
+        text_of_frames(&self.frames, self.truncated_because.as_deref(), true, out)
+    }
+}
+
+fn text_of_process(process: Option<&ProcessName>, out: &mut dyn Write) -> io::Result<()> {
+    let Some(ProcessName { pid, comm }) = process else {
+        return Ok(());
+    };
+    write!(out, " of PID {pid} ({comm})")
+}
+
+fn text_of_frames(
+    frames: &[Frame],
+    truncated_because: Option<&str>,
+    addresses: bool,
+    out: &mut dyn Write,
+) -> io::Result<()> {
+    for frame in frames {
+        if addresses {
+            writeln!(out, "\t\t0x{:016x}\t{frame}", frame.address)?;
+        } else {
+            writeln!(out, "\t\t{frame}")?;
+        }
+    }
+    if frames.is_empty() {
+        writeln!(out, "\t\tstack information lost")?;
+    } else if let Some(reason) = truncated_because {
+        writeln!(out, "\t\t[truncated: {reason}]")?;
+    }
+    Ok(())
+}
+
 /// One stack with what it has outstanding.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "stack")]
@@ -424,9 +476,7 @@ impl Row for Group {
             "\t{} bytes in {} allocations from stack",
             self.bytes, self.allocations
         )?;
-        if let Some(ProcessName { pid, comm }) = &self.process {
-            write!(out, " of PID {pid} ({comm})")?;
-        }
+        text_of_process(self.process.as_ref(), out)?;
         if let Some(requested) = self.requested_bytes.filter(|bytes| *bytes != self.bytes) {
             write!(out, " ({requested} requested)")?;
         }
@@ -437,19 +487,8 @@ impl Row for Group {
         if self.extended {
             self.text_of_age_and_growth(out)?;
         }
-        for frame in &self.frames {
-            if self.addresses {
-                writeln!(out, "\t\t0x{:016x}\t{frame}", frame.address)?;
-            } else {
-                writeln!(out, "\t\t{frame}")?;
-            }
-        }
-        if self.frames.is_empty() {
-            writeln!(out, "\t\tstack information lost")?;
-        } else if let Some(reason) = &self.truncated_because {
-            writeln!(out, "\t\t[truncated: {reason}]")?;
-        }
-        Ok(())
+        let reason = self.truncated_because.as_deref();
+        text_of_frames(&self.frames, reason, self.addresses, out)
     }
 }
 

@@ -6,8 +6,10 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use libbpf_rs::MapMut;
+use libbpf_rs::skel::Skel;
 use memtools::clock::{self, Clock};
 use memtools::entries;
+use memtools::filter::Filter;
 use memtools::folded::{Line, Part};
 use memtools::kernel;
 use memtools::losses::Losses;
@@ -26,7 +28,7 @@ use crate::probes::{self, Attached};
 use crate::regions::{CallCounter, Regions};
 use crate::report::{
     self, Ages, Allocation, Call, Entry, Freed, Group, Groups, Head, History, Path, ProcessName,
-    Step, Total, Totals, View,
+    Step, Total, Totals, UnknownFrees, View,
 };
 use crate::sampling::{self, Sampling};
 use crate::target::Target;
@@ -39,6 +41,7 @@ const DEFAULT_OLDER: u64 = 500;
 
 pub(crate) struct Tracer<'a> {
     skel: &'a MemleakSkel<'static>,
+    filter: &'a Filter,
     args: &'a Args,
     /// Whether rows say which process they are of.
     several: bool,
@@ -67,7 +70,7 @@ pub(crate) struct Tracer<'a> {
 impl<'a> Tracer<'a> {
     pub(crate) fn new(
         attached: &'a Attached,
-        target: &Target,
+        target: &'a Target,
         symbolizer: Symbolizer,
         args: &'a Args,
     ) -> Result<Self> {
@@ -75,6 +78,7 @@ impl<'a> Tracer<'a> {
         let processes = target.processes.iter().map(|traced| &traced.process);
         Ok(Self {
             skel,
+            filter: &target.filter,
             args,
             several: target.is_several(),
             named: target.watched().map(Process::pid).collect(),
@@ -270,11 +274,14 @@ impl<'a> Tracer<'a> {
             for entry in report::largest(entries, self.args.sort, self.args.top) {
                 self.group(entry)?;
             }
+            if self.args.extended && self.args.records_all() {
+                self.unknown_frees()?;
+            }
         }
         self.history.add(now, totals);
         self.output.flush()?;
 
-        let losses = Losses::read(&self.skel.maps.losses)?;
+        let losses = Losses::of(self.skel.object(), self.filter)?;
         if losses.any() {
             eprintln!("memleak: {losses}");
         }
@@ -366,7 +373,7 @@ impl<'a> Tracer<'a> {
                 .filter(|_| probes::notices_double_frees(self.skel, self.args))
                 .map(|frees| frees.twice),
             unseen_frees: frees.map_or(0, |frees| frees.replaced),
-            lost: Losses::read(&self.skel.maps.losses)?,
+            lost: Losses::of(self.skel.object(), self.filter)?,
         })
     }
 
@@ -393,6 +400,30 @@ impl<'a> Tracer<'a> {
             process,
             ..Group::new(&entry, part, self.args)
         })
+    }
+
+    /// Who has freed what was not recorded, most often last.
+    fn unknown_frees(&mut self) -> Result<()> {
+        let mut counts: HashMap<Path, u64> = HashMap::new();
+        entries::read(&self.skel.maps.unknown_frees, |key, count| {
+            let &total_key { pid, stack, .. } = shared::view(key)?;
+            *counts.entry(Path { pid, stack }).or_default() += shared::view::<u64>(count)?;
+            Ok(())
+        })?;
+        let mut counts: Vec<(Path, u64)> = counts.into_iter().collect();
+        counts.sort_unstable_by_key(|&(Path { pid, stack }, frees)| (frees, pid, stack));
+        let skipped = counts.len().saturating_sub(self.args.top);
+        for (path, frees) in counts.into_iter().skip(skipped) {
+            let part = self.part(path)?;
+            let process = self.several.then(|| self.process(path.pid));
+            self.output.row(&UnknownFrees {
+                frees,
+                process,
+                frames: part.frames,
+                truncated_because: part.truncated,
+            })?;
+        }
+        Ok(())
     }
 
     /// The stack's frames by name, and whether it was cut.
