@@ -61,7 +61,9 @@ struct {
 
 /*
  * Shrinkers that a thread is in, outermost first. They nest where a shrinker
- * allocates: under drop_caches, for one, that may reclaim again.
+ * allocates: under drop_caches, for one, that may reclaim again. What reclaims is
+ * not made to reclaim once more, so that two are as deep as it gets; the rest is
+ * room for ends that did not reach us.
  */
 #define SHRINK_DEPTH 4
 
@@ -350,13 +352,14 @@ int shrink_slab_start(struct bpf_raw_tracepoint_args *ctx)
 			return 0;
 		}
 	}
-	depth = shrinks->depth++;
+	depth = shrinks->depth;
 	/* Else clang computes an address from the value before the test, which is not bounded. */
 	barrier_var(depth);
 	if (depth >= SHRINK_DEPTH) {
-		count_loss(calls);
-		return 0;
+		count_losses(calls, SHRINK_DEPTH);
+		depth = 0;
 	}
+	shrinks->depth = depth + 1;
 	shrink = &shrinks->at[depth];
 	shrink->shrinker = ctx->args[0];
 	shrink->since_ns = bpf_ktime_get_ns();
@@ -397,7 +400,7 @@ int shrink_slab_end(struct bpf_raw_tracepoint_args *ctx)
 	depth = --shrinks->depth;
 	barrier_var(depth);
 	if (depth >= SHRINK_DEPTH)
-		return 0; /* too deep for us; the start was counted as lost */
+		return 0;
 	shrink = &shrinks->at[depth];
 	if (shrink->shrinker != ctx->args[0]) {
 		/* A start or an end did not reach us, so nothing in here can be trusted. */

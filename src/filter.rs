@@ -122,6 +122,12 @@ impl Filter {
         follower.map_or(Ok(()), |follower| follower.share_maps(followed, losses))
     }
 
+    /// How often the kernel has skipped a program of the follower's: each may be a process that is not
+    /// followed.
+    pub(crate) fn skipped_runs(&self) -> u64 {
+        self.follower.as_ref().map_or(0, Follower::skipped_runs)
+    }
+
     /// Sets the skeleton's constant `filter`: the same C struct as ours, under the type's name in
     /// that skeleton. To be done before load.
     pub fn set<T: Plain>(&self, constant: &mut T) {

@@ -7,11 +7,12 @@ use std::fmt;
 use std::os::fd::AsFd;
 
 use anyhow::{Context, Result};
-use libbpf_rs::skel::{OpenSkel, SkelBuilder};
+use libbpf_rs::skel::{OpenSkel, Skel, SkelBuilder};
 use libbpf_rs::{Link, OpenMapMut};
 
 use crate::attach;
 use crate::filter::Filter;
+use crate::run_time;
 
 use bpf::{FollowSkel, FollowSkelBuilder};
 
@@ -65,6 +66,10 @@ impl Follower {
             .reuse_fd(own.filter_followed.as_fd())
             .and_then(|()| losses.reuse_fd(own.losses.as_fd()))
             .context("failed to share the map of processes")
+    }
+
+    pub(crate) fn skipped_runs(&self) -> u64 {
+        run_time::skipped(self.skel.object().progs())
     }
 }
 

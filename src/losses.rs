@@ -5,9 +5,10 @@ use std::io::{self, Write};
 use std::os::fd::AsFd;
 
 use anyhow::{Context, Result};
-use libbpf_rs::{MapCore, MapFlags};
+use libbpf_rs::{MapCore, MapFlags, Object, Program};
 use serde::Serialize;
 
+use crate::filter::Filter;
 use crate::output::{Output, Row};
 use crate::{run_time, shared};
 
@@ -29,14 +30,25 @@ pub struct Losses {
     pub lookups: u64,
     /// Processes of a command that were not followed because there were too many at once.
     pub processes: u64,
-    /// Times at most that the kernel skipped a program, as it would have interrupted itself.
+    /// Times at most that the kernel skipped a program, as it was already running on that CPU: for a
+    /// task that was interrupted or, from about 7.0 on, preempted.
     pub runs: u64,
 }
 
 impl Losses {
-    /// Reads the skeleton's map `losses`.
-    pub fn read(map: &impl MapCore) -> Result<Self> {
+    /// What its programs have counted themselves, in the map `losses`, and what the kernel has counted
+    /// of them, and of those that follow processes for the filter.
+    pub fn of(object: &Object, filter: &Filter) -> Result<Self> {
+        let lost = Self::counted(object)?.and_runs(object.progs().filter(Program::autoload));
+        let runs = lost.runs + filter.skipped_runs();
+        Ok(Self { runs, ..lost })
+    }
+
+    /// Reads the map `losses`.
+    pub fn counted(object: &Object) -> Result<Self> {
+        let map = object.maps().find(|map| map.name() == "losses");
         let bytes = map
+            .context("the BPF object has no map of losses")?
             .lookup(&0u32.to_ne_bytes(), MapFlags::ANY)
             .context("failed to read the counters of losses")?
             .unwrap_or_default();
@@ -64,14 +76,14 @@ impl Losses {
     /// The same, with the runs that the kernel skipped of these programs.
     pub fn and_runs<P: AsFd>(self, programs: impl IntoIterator<Item = P>) -> Self {
         Self {
-            runs: programs.into_iter().map(skipped_runs).sum(),
+            runs: run_time::skipped(programs),
             ..self
         }
     }
 
     /// Says at the end what was lost, if anything: on stderr, and as a last object in JSON.
-    pub fn tell(tool: &str, map: &impl MapCore, output: &mut Output) -> Result<()> {
-        let lost = Self::read(map)?;
+    pub fn tell(tool: &str, object: &Object, filter: &Filter, output: &mut Output) -> Result<()> {
+        let lost = Self::of(object, filter)?;
         if lost.any() {
             output.row(&LastRow { lost })?;
             output.flush()?;
@@ -84,14 +96,6 @@ impl Losses {
     pub fn any(&self) -> bool {
         *self != Self::default()
     }
-}
-
-/// How often the kernel has skipped a program. Kernels that do not count it (before 5.12) skip none
-/// of those on raw tracepoints.
-fn skipped_runs(program: impl AsFd) -> u64 {
-    run_time::fdinfo_of(program)
-        .number("recursion_misses")
-        .unwrap_or(0)
 }
 
 /// `{"lost":{...}}`; text has it on stderr.
@@ -118,7 +122,10 @@ impl fmt::Display for Losses {
                 self.entries,
                 "entries (map full; narrow what is traced, or sample)",
             ),
-            (self.calls, "calls (too many threads in one at once)"),
+            (
+                self.calls,
+                "calls (too many threads in one at once, or an end that did not reach us)",
+            ),
             (
                 self.stacks,
                 "stacks (table full; raise --stack-storage-size)",
@@ -137,7 +144,7 @@ impl fmt::Display for Losses {
             ),
             (
                 self.runs,
-                "program runs, at most (they would have interrupted themselves)",
+                "program runs, at most (the program was already running on that CPU)",
             ),
         ];
         f.write_str("lost")?;

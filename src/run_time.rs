@@ -82,10 +82,17 @@ impl Sub for Runs {
     }
 }
 
-/// What the kernel says of a program.
-pub(crate) struct FdInfo(String);
+/// How often the kernel has skipped these programs, as they were already running on that CPU. Kernels
+/// that do not count it (before 5.12) skip none of those on raw tracepoints.
+pub(crate) fn skipped<P: AsFd>(programs: impl IntoIterator<Item = P>) -> u64 {
+    let skipped = |program| fdinfo_of(program).number("recursion_misses");
+    programs.into_iter().filter_map(skipped).sum()
+}
 
-pub(crate) fn fdinfo_of(program: impl AsFd) -> FdInfo {
+/// What the kernel says of a program.
+struct FdInfo(String);
+
+fn fdinfo_of(program: impl AsFd) -> FdInfo {
     let descriptor = program.as_fd().as_raw_fd();
     let info = fs::read_to_string(format!("/proc/self/fdinfo/{descriptor}"));
     FdInfo(info.unwrap_or_default())
@@ -93,7 +100,7 @@ pub(crate) fn fdinfo_of(program: impl AsFd) -> FdInfo {
 
 impl FdInfo {
     /// The value of a field, if this kernel has it.
-    pub(crate) fn number(&self, field: &str) -> Option<u64> {
+    fn number(&self, field: &str) -> Option<u64> {
         let mut fields = self.0.lines().filter_map(|line| line.split_once(':'));
         let (_, value) = fields.find(|(name, _)| *name == field)?;
         value.trim().parse().ok()

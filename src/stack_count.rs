@@ -9,13 +9,14 @@ use std::time::Duration;
 
 use anyhow::Result;
 use jiff::Zoned;
-use libbpf_rs::{Link, MapCore};
+use libbpf_rs::{Link, MapCore, Object};
 use serde::Serialize;
 
 use crate::attach;
 use crate::cli::{self, CommonArgs};
 use crate::clock;
 use crate::counts::Counts;
+use crate::filter::Filter;
 use crate::folded::{Line, Part};
 use crate::losses::Losses;
 use crate::output::{Output, Row};
@@ -145,7 +146,8 @@ struct Count {
 /// Reads the counts, and prints what has come since the last time.
 pub struct StackCounts<'map, M> {
     counts: Counts<'map, M, shared::stack_count_key, shared::stack_count>,
-    losses: &'map M,
+    object: &'map Object,
+    filter: &'map Filter,
     stacks: Stacks<'map, M>,
     symbolizer: Symbolizer,
     /// If there are user stacks.
@@ -159,21 +161,23 @@ pub struct StackCountMaps<'map, M> {
     pub counts: [&'map M; 3],
     /// `stacks`.
     pub stacks: &'map M,
-    /// `losses`.
-    pub losses: &'map M,
+    /// All of them.
+    pub object: &'map Object,
 }
 
 impl<'map, M: MapCore> StackCounts<'map, M> {
     /// Nothing has been counted yet.
     pub fn new(
         maps: &StackCountMaps<'map, M>,
+        filter: &'map Filter,
         symbolizer: Symbolizer,
         unwinder: Option<Unwinder>,
     ) -> Self {
         let [counts, a, b] = maps.counts;
         Self {
             counts: Counts::new(counts, a, b),
-            losses: maps.losses,
+            object: maps.object,
+            filter,
             stacks: Stacks::new(maps.stacks),
             symbolizer,
             unwinder,
@@ -277,7 +281,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             stacks: counts.len(),
             count: counts.values().map(|count| count.events).sum(),
             bytes: weight.bytes(counts.values().map(|count| count.bytes).sum()),
-            lost: Losses::read(self.losses)?,
+            lost: Losses::of(self.object, self.filter)?,
         })?;
         let weights: HashMap<Key, u64> = counts
             .iter()
@@ -347,7 +351,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
 
     /// Says what could not be counted or named, at the end.
     fn tell_losses(&self, tool: &str, output: &mut Output) -> Result<()> {
-        Losses::tell(tool, self.losses, output)?;
+        Losses::tell(tool, self.object, self.filter, output)?;
         if let Some(lost) = self.symbolizer.losses() {
             eprintln!("{tool}: {lost}");
         }

@@ -99,9 +99,17 @@ fn run(args: Args) -> Result<ExitCode> {
 
     target.watch_exit(&mut poller);
     if args.events {
-        print_calls(&args, &skel, links, poller)?;
+        print_calls(&args, target.filter(), &skel, links, poller)?;
     } else {
-        count_stacks(&args, &skel, links, poller, symbolizer, unwinder)?;
+        count_stacks(
+            &args,
+            target.filter(),
+            &skel,
+            links,
+            poller,
+            symbolizer,
+            unwinder,
+        )?;
     }
     target.finish()
 }
@@ -109,6 +117,7 @@ fn run(args: Args) -> Result<ExitCode> {
 /// The loop of --events.
 fn print_calls(
     args: &Args,
+    filter: &Filter,
     skel: &BrkstackSkel<'static>,
     links: Vec<Link>,
     poller: Poller<'_>,
@@ -124,12 +133,13 @@ fn print_calls(
         }
         output.flush()
     })?;
-    Losses::tell("brkstack", &skel.maps.losses, &mut output)
+    Losses::tell("brkstack", skel.object(), filter, &mut output)
 }
 
 /// The loop of everything else.
 fn count_stacks(
     args: &Args,
+    filter: &Filter,
     skel: &BrkstackSkel<'static>,
     links: Vec<Link>,
     poller: Poller<'_>,
@@ -140,7 +150,7 @@ fn count_stacks(
     let maps = StackCountMaps {
         counts: [&maps.counts, &maps.counts_a, &maps.counts_b],
         stacks: &maps.stacks,
-        losses: &maps.losses,
+        object: skel.object(),
     };
     let report = Report {
         layout: args.stacks.layout(args.common.json),
@@ -151,7 +161,7 @@ fn count_stacks(
         },
         args: &args.stacks,
     };
-    StackCounts::new(&maps, symbolizer, unwinder).run(
+    StackCounts::new(&maps, filter, symbolizer, unwinder).run(
         "brkstack",
         poller,
         &args.common,

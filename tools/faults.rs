@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use jiff::Zoned;
 use libbpf_rs::MapCore;
-use libbpf_rs::skel::{OpenSkel, SkelBuilder};
+use libbpf_rs::skel::{OpenSkel, Skel, SkelBuilder};
 use memtools::cli::{self, CommonArgs};
 use memtools::filter::Filter;
 use memtools::output::{Output, Row};
@@ -99,7 +99,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let maps = StackCountMaps {
         counts: [&maps.counts, &maps.counts_a, &maps.counts_b],
         stacks: &maps.stacks,
-        losses: &maps.losses,
+        object: skel.object(),
     };
     let report = Report {
         layout: args.stacks.layout(args.common.json),
@@ -110,7 +110,7 @@ fn run(args: Args) -> Result<ExitCode> {
         },
         args: &args.stacks,
     };
-    StackCounts::new(&maps, symbolizer, unwinder).run(
+    StackCounts::new(&maps, target.filter(), symbolizer, unwinder).run(
         "faults",
         poller,
         &args.common,

@@ -14,7 +14,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use clap::{Parser, ValueEnum};
 use jiff::Zoned;
-use libbpf_rs::skel::{OpenSkel, SkelBuilder};
+use libbpf_rs::skel::{OpenSkel, Skel, SkelBuilder};
 use libbpf_rs::{Link, MapMut};
 use memtools::attach::{Means, Variant};
 use memtools::cli::{self, CommonArgs};
@@ -136,7 +136,7 @@ fn run(args: Args) -> Result<ExitCode> {
     }
     attach::detach(links);
     report.print(&mut output)?;
-    Losses::tell("ffaults", &maps.losses, &mut output)?;
+    Losses::tell("ffaults", skel.object(), target.filter(), &mut output)?;
     target.finish()
 }
 

@@ -106,7 +106,7 @@ fn run(args: Args) -> Result<ExitCode> {
     }
     attach::detach(links);
     print(&mut counts, &args, &clock, &mut output)?;
-    Losses::tell("hfaults", &maps.losses, &mut output)?;
+    Losses::tell("hfaults", skel.object(), target.filter(), &mut output)?;
     target.finish()
 }
 

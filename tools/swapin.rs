@@ -138,7 +138,7 @@ fn run(args: Args) -> Result<ExitCode> {
         })?;
         output.flush()?;
     }
-    Losses::tell("swapin", &maps.losses, &mut output)?;
+    Losses::tell("swapin", skel.object(), target.filter(), &mut output)?;
     target.finish()
 }
 

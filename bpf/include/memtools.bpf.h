@@ -35,13 +35,14 @@ struct {
 	__type(value, struct losses);
 } losses SEC(".maps");
 
-#define count_loss(reason)                                                                         \
+#define count_losses(reason, count)                                                                \
 	({                                                                                         \
 		__u32 _first = 0;                                                                  \
 		struct losses *_losses = bpf_map_lookup_elem(&losses, &_first);                    \
                                                                                                    \
 		if (_losses)                                                                       \
-			__sync_fetch_and_add(&_losses->reason, 1);                                 \
+			__sync_fetch_and_add(&_losses->reason, (count));                           \
 	})
+#define count_loss(reason) count_losses(reason, 1)
 
 #endif /* MEMTOOLS_BPF_H */

@@ -11,7 +11,7 @@ use regex_lite::Regex;
 use serde_json::Value;
 
 use crate::harness::{self, Ended, Tool, Workload, workload};
-use crate::pressure::{Group, Recording, Swap, Watermark, Writer, vmstat};
+use crate::pressure::{Group, Recording, Scarcity, Swap, Writer, vmstat};
 
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests!("drsnoop":
@@ -248,12 +248,12 @@ fn memcg_rows_equal_the_tracepoints() -> Result<()> {
 
 /// Also what libbpf-tools' drsnoop shows of the same reclaims.
 fn direct_rows_equal_the_tracepoints_and_a_peer_s() -> Result<()> {
-    let _swap = Swap::on("256M")?;
-    let hog = Workload::start("hog", &["251", "900"])?;
+    let _swap = Swap::on("512M")?;
+    let hog = Workload::start("hog", &["127", "900"])?;
     let peer = Tool::start_peer("drsnoop", &["-p", &hog.pid()])?;
     let before = vmstat("pgsteal_direct")?;
     let rows = equal_the_tracepoints(hog, "direct", |hog| {
-        let _watermark = Watermark::leave(100)?;
+        let _scarcity = Scarcity::begin()?;
         hog.work().map(drop)
     })?;
     // Of all tasks, but nearly all of it is the hog's.

@@ -87,36 +87,44 @@ impl Drop for Swap {
     }
 }
 
-/// The free memory below which tasks must reclaim, raised so far that a small program gets there;
-/// only in a guest.
-pub(crate) struct Watermark {
-    before: String,
+/// Little free memory, so that a task that wants more has to reclaim, swapping out its own; only in a
+/// guest, and with swap for all of it, so that nobody is killed.
+pub(crate) struct Scarcity {
+    watermark: String,
 }
 
 const WATERMARK: &str = "/proc/sys/vm/min_free_kbytes";
+const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
 
-impl Watermark {
-    /// Leaves about this much to allocate above it.
-    pub(crate) fn leave(megabytes: u64) -> Result<Self> {
-        let before = fs::read_to_string(WATERMARK).context("no watermark")?;
-        // Else kswapd might free as much in time, at no cost.
+impl Scarcity {
+    const FREE_KB: u64 = 96 << 10;
+    const WATERMARK_KB: u64 = 32 << 10;
+
+    pub(crate) fn begin() -> Result<Self> {
         shell("sync && echo 3 >/proc/sys/vm/drop_caches")?;
-        let meminfo = fs::read_to_string("/proc/meminfo").context("no meminfo")?;
-        let free: u64 = meminfo
-            .lines()
-            .find_map(|line| line.strip_prefix("MemFree:")?.split_whitespace().next())
-            .context("no MemFree")?
-            .parse()?;
-        let watermark = free.saturating_sub(megabytes << 10);
-        fs::write(WATERMARK, watermark.to_string()).context("failed to raise the watermark")?;
-        Ok(Self { before })
+        // Set aside in huge pages. With a watermark near all memory, kswapd would swap out whatever
+        // there is: it works towards one and a half times as much.
+        let rest = free_kb()?.saturating_sub(Self::FREE_KB);
+        fs::write(HUGE_PAGES, (rest / 2048).to_string()).context("failed to set memory aside")?;
+        let watermark = fs::read_to_string(WATERMARK).context("no watermark")?;
+        fs::write(WATERMARK, Self::WATERMARK_KB.to_string()).context("failed to set it")?;
+        Ok(Self { watermark })
     }
 }
 
-impl Drop for Watermark {
+impl Drop for Scarcity {
     fn drop(&mut self) {
-        let _ = fs::write(WATERMARK, &self.before);
+        let _ = fs::write(WATERMARK, &self.watermark);
+        let _ = fs::write(HUGE_PAGES, "0");
     }
+}
+
+fn free_kb() -> Result<u64> {
+    let meminfo = fs::read_to_string("/proc/meminfo").context("no meminfo")?;
+    let free = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemFree:")?.split_whitespace().next());
+    Ok(free.context("no MemFree")?.parse()?)
 }
 
 /// A program that is held until it may write 96 MB to a disk, in a memory cgroup of 32 MB: it then

@@ -11,7 +11,7 @@ use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use libbpf_rs::skel::OpenSkel;
+use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{Link, MapMut};
 use memtools::attach::{self, Variant};
 use memtools::cgroup::Cgroups;
@@ -100,7 +100,7 @@ fn run(args: Args) -> Result<ExitCode> {
         printer.output.row(&Latencies { name, buckets })?;
         printer.output.flush()?;
     }
-    Losses::tell("drsnoop", &skel.maps.losses, &mut printer.output)?;
+    Losses::tell("drsnoop", skel.object(), &filter, &mut printer.output)?;
     if let Some(unwinder) = unwinder {
         unwinder.tell("drsnoop", &mut printer.output)?;
     }

@@ -11,7 +11,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Parser;
-use libbpf_rs::skel::OpenSkel;
+use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{Link, MapMut};
 use memtools::cli::{self, CommonArgs};
 use memtools::clock::Clock;
@@ -154,7 +154,7 @@ fn run(args: Args) -> Result<ExitCode> {
     if let Some(missed) = tracer.symbolizer.as_ref().and_then(Symbolizer::losses) {
         eprintln!("mmapsnoop: {missed}");
     }
-    Losses::tell("mmapsnoop", &skel.maps.losses, &mut tracer.output)?;
+    Losses::tell("mmapsnoop", skel.object(), &filter, &mut tracer.output)?;
     if let Some(unwinder) = unwinder {
         unwinder.tell("mmapsnoop", &mut tracer.output)?;
     }

@@ -13,7 +13,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
-use libbpf_rs::skel::OpenSkel;
+use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{Link, MapMut};
 use memtools::attach::{self, Means, Variant};
 use memtools::cgroup::Cgroups;
@@ -119,7 +119,7 @@ fn run(args: Args) -> Result<ExitCode> {
     eprintln!("oomkill: tracing OOM kills ({how}), Ctrl-C to end");
     let deadline = args.common.deadline();
     events.follow(poller, deadline, links, |events| printer.print(events))?;
-    Losses::tell("oomkill", &skel.maps.losses, &mut printer.output)?;
+    Losses::tell("oomkill", skel.object(), &filter, &mut printer.output)?;
     if let Some(unwinder) = unwinder {
         unwinder.tell("oomkill", &mut printer.output)?;
     }

@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::Parser;
 use libbpf_rs::Link;
-use libbpf_rs::skel::OpenSkel;
+use libbpf_rs::skel::{OpenSkel, Skel};
 use memtools::cli::{self, CommonArgs};
 use memtools::clock::Clock;
 use memtools::events::Events;
@@ -97,7 +97,7 @@ fn run(args: Args) -> Result<ExitCode> {
         }
         output.flush()
     })?;
-    Losses::tell("shmsnoop", &skel.maps.losses, &mut output)?;
+    Losses::tell("shmsnoop", skel.object(), &filter, &mut output)?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -4,8 +4,10 @@ use std::io::{self, Write};
 
 use anyhow::Result;
 use jiff::Zoned;
+use libbpf_rs::skel::Skel;
 use memtools::clock::{self, Clock};
 use memtools::events::Events;
+use memtools::filter::Filter;
 use memtools::losses::Losses;
 use memtools::output::{Output, Row};
 use memtools::poll::Poller;
@@ -19,6 +21,7 @@ use crate::bpf::types::{compact_result as Status, compaction};
 /// Prints them as they end, in the columns of BCC's compactsnoop.
 pub(crate) fn trace(
     args: &Args,
+    filter: &Filter,
     tracing: Tracing,
     poller: Poller<'_>,
     mut output: Output,
@@ -35,7 +38,7 @@ pub(crate) fn trace(
         }
         output.flush()
     })?;
-    Losses::tell("vmscan", &skel.maps.losses, &mut output)
+    Losses::tell("vmscan", skel.object(), filter, &mut output)
 }
 
 /// The compaction of a zone.

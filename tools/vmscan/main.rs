@@ -14,11 +14,13 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use libbpf_rs::skel::Skel;
 use libbpf_rs::{MapCore, MapFlags, MapMut};
 use memtools::cgroup::Cgroups;
 use memtools::cli;
 use memtools::clock::{self, Clock};
 use memtools::entries;
+use memtools::filter::Filter;
 use memtools::histogram::Histogram;
 use memtools::kallsyms::Kallsyms;
 use memtools::kernel;
@@ -53,12 +55,12 @@ fn run(args: Args) -> Result<ExitCode> {
         let tracing = attach::start_tracing_compaction(&args, target.filter())?;
         target.release()?;
         target.watch_exit(&mut poller);
-        compaction::trace(&args, tracing, poller, output)?;
+        compaction::trace(&args, target.filter(), tracing, poller, output)?;
     } else if args.counts {
         let counting = attach::start_counting(&args, target.filter())?;
         target.release()?;
         target.watch_exit(&mut poller);
-        count(&args, counting, poller, output)?;
+        count(&args, target.filter(), counting, poller, output)?;
     } else {
         let columns = Columns {
             kswapd: args.kswapd,
@@ -67,7 +69,7 @@ fn run(args: Args) -> Result<ExitCode> {
         let attached = attach::start(&args, target.filter(), columns)?;
         target.release()?;
         target.watch_exit(&mut poller);
-        watch(&args, columns, attached, poller, output)?;
+        watch(&args, target.filter(), columns, attached, poller, output)?;
     }
     target.finish()
 }
@@ -75,6 +77,7 @@ fn run(args: Args) -> Result<ExitCode> {
 /// Prints a row each interval, and the rest at the end.
 fn watch(
     args: &Args,
+    filter: &Filter,
     columns: Columns,
     attached: Attached,
     mut poller: Poller<'_>,
@@ -139,12 +142,13 @@ fn watch(
         }
     }
     output.flush()?;
-    Losses::tell("vmscan", &skel.maps.losses, &mut output)
+    Losses::tell("vmscan", skel.object(), filter, &mut output)
 }
 
 /// Counts tracepoints; once at the end if there is no interval.
 fn count(
     args: &Args,
+    filter: &Filter,
     counting: Counting,
     mut poller: Poller<'_>,
     mut output: Output,
@@ -185,7 +189,7 @@ fn count(
         report(&mut output)?;
     }
     memtools::attach::detach(links);
-    Ok(())
+    Losses::tell("vmscan", skel.object(), filter, &mut output)
 }
 
 /// Calls `report` at each interval until it is time to end. Returns whether that came between two.
