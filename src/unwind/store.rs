@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use anyhow::{Context, Result};
 use libbpf_rs::libbpf_sys::BPF_F_MMAPABLE;
 use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType};
-use memmap2::{MmapMut, MmapOptions};
+use memmap2::MmapOptions;
 
 use crate::maps;
 
@@ -24,14 +24,9 @@ const WORD: usize = size_of::<u64>();
 pub(super) struct Store {
     /// The map of maps.
     map: MapHandle,
-    shards: Vec<Shard>,
+    shards: Vec<MapHandle>,
     max_shards: usize,
     free: FreeList,
-}
-
-struct Shard {
-    map: MapHandle,
-    memory: MmapMut,
 }
 
 impl Store {
@@ -62,19 +57,27 @@ impl Store {
         Ok(found.and_then(|first| u32::try_from(first).ok()))
     }
 
-    /// Writes to room that was taken and that no program knows of yet.
-    pub(super) fn write(&mut self, first: u32, words: &[u64]) {
+    /// Writes to room that was taken and that no program knows of yet. It is mapped meanwhile only,
+    /// or all tables would count as memory of ours.
+    pub(super) fn write(&mut self, first: u32, words: &[u64]) -> Result<()> {
         let (mut at, mut rest) = (first as usize, words);
         while !rest.is_empty() {
             let (shard, word) = (at / SHARD_WORDS, at % SHARD_WORDS);
             let (here, later) = rest.split_at(rest.len().min(SHARD_WORDS - word));
-            let memory = &mut self.shards[shard].memory[word * WORD..][..here.len() * WORD];
+            let place = MmapOptions::new()
+                .offset((word * WORD) as u64)
+                .len(here.len() * WORD)
+                .to_owned();
+            // SAFETY: the memory is the map's, whose size never changes; others only read it.
+            let memory = unsafe { place.map_mut(self.shards[shard].as_fd().as_raw_fd()) };
+            let mut memory = memory.context("failed to map memory for unwind tables")?;
             for (bytes, word) in memory.chunks_exact_mut(WORD).zip(here) {
                 bytes.copy_from_slice(&word.to_ne_bytes());
             }
             at += here.len();
             rest = later;
         }
+        Ok(())
     }
 
     /// Gives words back that no program can be reading.
@@ -100,7 +103,7 @@ impl Store {
             return Ok(());
         }
         for _ in 0..more {
-            self.shards.push(Shard::new()?);
+            self.shards.push(shard()?);
         }
         // Each waits for a grace period: together they take no longer than one.
         let this = &*self;
@@ -118,34 +121,24 @@ impl Store {
         Ok(())
     }
 
-    fn set(&self, number: usize, shard: &Shard) -> Result<()> {
+    fn set(&self, number: usize, shard: &MapHandle) -> Result<()> {
         let key = (number as u32).to_ne_bytes();
-        let fd = shard.map.as_fd().as_raw_fd().to_ne_bytes();
+        let fd = shard.as_fd().as_raw_fd().to_ne_bytes();
         let set = self.map.update(&key, &fd, MapFlags::ANY);
         set.context("failed to add memory for unwind tables")
     }
 }
 
-impl Shard {
-    fn new() -> Result<Self> {
-        let sizes = (size_of::<u32>(), WORD);
-        let entries = SHARD_WORDS as u32;
-        let map = maps::create(
-            MapType::Array,
-            "unwind_shard",
-            sizes,
-            entries,
-            BPF_F_MMAPABLE,
-        )?;
-        // SAFETY: the memory is the map's, whose size never changes; others only read it.
-        let memory = unsafe {
-            MmapOptions::new()
-                .len(SHARD_WORDS * WORD)
-                .map_mut(map.as_fd().as_raw_fd())
-        };
-        let memory = memory.context("failed to map memory for unwind tables")?;
-        Ok(Self { map, memory })
-    }
+fn shard() -> Result<MapHandle> {
+    let sizes = (size_of::<u32>(), WORD);
+    let entries = SHARD_WORDS as u32;
+    maps::create(
+        MapType::Array,
+        "unwind_shard",
+        sizes,
+        entries,
+        BPF_F_MMAPABLE,
+    )
 }
 
 /// Free ranges: by start, their end. No two of them touch.

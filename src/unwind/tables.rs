@@ -246,7 +246,7 @@ impl Tables {
             return Arc::new(file);
         };
         let words = rules.rows.len() + rules.pages.len();
-        let Ok(Some(first)) = self.room(words) else {
+        let Ok(Some(first)) = self.put(&rules) else {
             file.left_out = words > 0;
             self.no_room += u64::from(file.left_out);
             return Arc::new(file);
@@ -256,14 +256,22 @@ impl Tables {
         let pages = first + rules.rows.len() as u32;
         file.words = first..first + words as u32;
         file.pages = pages..file.words.end;
+        Arc::new(file)
+    }
+
+    /// Puts a file's rows and then its pages there, if there is room. Returns where.
+    fn put(&mut self, rules: &Rules) -> Result<Option<u32>> {
+        let Some(first) = self.room(rules.rows.len() + rules.pages.len())? else {
+            return Ok(None);
+        };
         let index = rules.pages.iter().map(|rows| {
             let count = u64::from(rows.end - rows.start);
             u64::from(first + rows.start) | count << 32
         });
-        let mut content = rules.rows;
-        content.extend(index);
-        self.store.write(first, &content);
-        Arc::new(file)
+        let index: Vec<u64> = index.collect();
+        self.store.write(first, &rules.rows)?;
+        self.store.write(first + rules.rows.len() as u32, &index)?;
+        Ok(Some(first))
     }
 
     /// Room for so many words, of what is no longer used if need be.
@@ -300,7 +308,7 @@ impl Tables {
         let Some(first) = self.room(words.len())? else {
             return Ok(Refreshed::Same);
         };
-        self.store.write(first, &words);
+        self.store.write(first, &words)?;
         let entry =
             u64::from(first) | (mappings.len() as u64) << 32 | u64::from(self.generation) << 48;
         self.lists.insert(

@@ -24,7 +24,7 @@ const MARKS: u64 = 1 << 62;
 
 /// The table, and what it has no room for.
 pub(crate) struct LiveBlocks<'a> {
-    table: MappedArray,
+    table: &'a MapMut<'static>,
     first: &'a MapMut<'static>,
     /// The map `more_overflow`.
     more: &'a MapMut<'static>,
@@ -37,16 +37,16 @@ pub(crate) struct LiveBlocks<'a> {
 }
 
 impl<'a> LiveBlocks<'a> {
-    pub(crate) fn new(attached: &'a Attached) -> Result<Self> {
+    pub(crate) fn new(attached: &'a Attached) -> Self {
         let maps = &attached.skel.maps;
-        Ok(Self {
-            table: MappedArray::new(&maps.table)?,
+        Self {
+            table: &maps.table,
             first: &maps.overflow,
             more: &maps.more_overflow,
             added: Vec::new(),
             rooms: attached.overflow.clone(),
             dropped: 0,
-        })
+        }
     }
 
     /// Adds the next map where those that are there have `blocks` in them, as the programs count,
@@ -82,12 +82,14 @@ impl<'a> LiveBlocks<'a> {
             time_ns.is_some_and(|&time_ns| block.time_ns < time_ns)
         };
         let mut blocks = Vec::new();
-        for bucket in 0..self.table.len() {
-            let copy: block_bucket = self.table.get(bucket)?;
+        // Meanwhile only, or it would count as memory of ours.
+        let table = MappedArray::new(self.table)?;
+        for bucket in 0..table.len() {
+            let copy: block_bucket = table.get(bucket)?;
             for (slot, block) in copy.blocks.iter().enumerate() {
                 // The address is written last and taken away first: with the same before and after,
                 // what is between belongs to it.
-                if !is_live(block) || self.address(bucket, slot)? != block.address {
+                if !is_live(block) || address_at(&table, bucket, slot)? != block.address {
                     continue;
                 }
                 let allocation = Allocation {
@@ -100,8 +102,7 @@ impl<'a> LiveBlocks<'a> {
                     level: level_of(block.born),
                 };
                 if is_gone(&allocation) {
-                    self.table
-                        .replace(bucket, address_offset(slot), block.address, 0)?;
+                    table.replace(bucket, address_offset(slot), block.address, 0)?;
                 } else {
                     blocks.push(allocation);
                 }
@@ -139,11 +140,11 @@ impl<'a> LiveBlocks<'a> {
         }
         Ok(blocks)
     }
+}
 
-    fn address(&self, bucket: usize, slot: usize) -> Result<u64> {
-        let word = self.table.word(bucket, address_offset(slot))?;
-        Ok(word.load(Ordering::Acquire))
-    }
+fn address_at(table: &MappedArray, bucket: usize, slot: usize) -> Result<u64> {
+    let word = table.word(bucket, address_offset(slot))?;
+    Ok(word.load(Ordering::Acquire))
 }
 
 fn is_live(block: &block) -> bool {

@@ -54,6 +54,10 @@ pub(crate) fn notices_double_frees(skel: &MemleakSkel<'static>, args: &Args) -> 
     skel.maps.table.max_entries() > 1 && args.records_all()
 }
 
+/// Of the buffer, where events are only of mappings and processes: 12,000. It counts twice as memory
+/// of ours, as all of its kind.
+const MAPPING_EVENT_BYTES: u32 = 1 << 20;
+
 /// The ways to attach, from the best down.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
@@ -311,6 +315,11 @@ fn open(size: &Size, target: &Target, args: &Args) -> Result<OpenMemleakSkel<'st
     } else {
         1
     };
+    if !args.trace {
+        maps.events
+            .set_max_entries(MAPPING_EVENT_BYTES)
+            .context("failed to size the buffer of events")?;
+    }
     maps.unknown_frees
         .set_max_entries(who_frees)
         .context("failed to size the table of frees")?;

@@ -86,7 +86,7 @@ impl<'a> Tracer<'a> {
             names: processes
                 .map(|process| (process.pid(), process.comm()))
                 .collect(),
-            blocks: LiveBlocks::new(attached)?,
+            blocks: LiveBlocks::new(attached),
             stacks: Stacks::new(&skel.maps.stacks),
             regions: HashMap::new(),
             execs: HashMap::new(),
