@@ -97,8 +97,8 @@ const WATERMARK: &str = "/proc/sys/vm/min_free_kbytes";
 const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
 
 impl Scarcity {
-    const FREE_KB: u64 = 96 << 10;
-    const WATERMARK_KB: u64 = 32 << 10;
+    const FREE_KB: u64 = 48 << 10;
+    const WATERMARK_KB: u64 = 16 << 10;
 
     pub(crate) fn begin() -> Result<Self> {
         shell("sync && echo 3 >/proc/sys/vm/drop_caches")?;

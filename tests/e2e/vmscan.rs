@@ -380,7 +380,7 @@ fn memcg_reclaim_equals_the_tracepoints() -> Result<()> {
 
 fn direct_reclaim_equals_the_tracepoints() -> Result<()> {
     let _swap = Swap::on("512M")?;
-    let hog = Workload::start("hog", &["127", "900"])?;
+    let hog = Workload::start("hog", &["61", "900"])?;
     let work = |hog: &mut Workload| {
         let _scarcity = Scarcity::begin()?;
         hog.work().map(drop)
