@@ -380,9 +380,9 @@ fn memcg_reclaim_equals_the_tracepoints() -> Result<()> {
 
 fn direct_reclaim_equals_the_tracepoints() -> Result<()> {
     let _swap = Swap::on("512M")?;
-    let hog = Workload::start("hog", &["61", "900"])?;
+    let hog = Workload::start("hog", &["109", "900"])?;
     let work = |hog: &mut Workload| {
-        let _scarcity = Scarcity::begin()?;
+        let _scarcity = Scarcity::for_process(&hog.pid())?;
         hog.work().map(drop)
     };
     equals_the_tracepoints(hog, work, "direct_reclaim")
