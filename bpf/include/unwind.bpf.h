@@ -332,7 +332,7 @@ struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 1);
 	__type(key, __u32);
-	__type(value, __u32);
+	__type(value, __u32); /* 1 from where it is stopped until it is let go on */
 } unwind_held SEC(".maps");
 
 #define SIGSTOP	  19
@@ -341,8 +341,11 @@ struct {
 
 static __noinline int unwind_hold(__u32 pid)
 {
-	if (!bpf_map_lookup_elem(&unwind_held, &pid))
+	__u32 *stopped = bpf_map_lookup_elem(&unwind_held, &pid);
+
+	if (!stopped)
 		return 0;
+	*stopped = 1;
 	bpf_send_signal(SIGSTOP);
 	bpf_map_delete_elem(&unwind_asked, &pid);
 	return unwind_ask(pid);

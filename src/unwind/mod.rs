@@ -49,7 +49,7 @@ const MILLISECOND: u64 = 1_000_000;
 /// After how many milliseconds a process that has mapped code is looked at again: it may be starting.
 const LOOK_AGAIN: u8 = 1;
 /// A command that has mapped no code for so many milliseconds has started.
-const STARTED: u8 = 100;
+const STARTED: u8 = 250;
 
 /// How callers are found.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
@@ -293,11 +293,15 @@ fn answer_until(
         pids.extend(requests.drain()?);
         for pid in pids {
             let key = pid.to_ne_bytes();
+            // Asked before the look, which then has what it was stopped for. Before that, the command
+            // is still a copy of us.
+            let starting = starting.as_mut();
+            let stopped = starting.filter(|starting| starting.pid == pid && starting.is_stopped());
             let begun = Instant::now();
             let refreshed = tables.refresh(pid);
             let took = begun.elapsed();
-            if let Some(starting) = starting.as_mut().filter(|starting| starting.pid == pid) {
-                starting.go_on();
+            if let Some(starting) = stopped {
+                starting.go_on()?;
             }
             match refreshed? {
                 Refreshed::Changed => {
@@ -339,18 +343,36 @@ impl Starting {
     fn hold(pid: u32, parts: &Parts<'_>) -> Result<Self> {
         let held = handle(parts.held)?;
         let link = attach(parts.mmap)?;
-        held.update(&pid.to_ne_bytes(), &pid.to_ne_bytes(), MapFlags::ANY)
-            .context("failed to hold the command")?;
-        Ok(Self {
+        let starting = Self {
             pid,
             began: false,
             held,
             _link: link,
-        })
+        };
+        starting.mark(0).context("failed to hold the command")?;
+        Ok(starting)
     }
 
-    fn go_on(&mut self) {
+    /// Sets its value in the map.
+    fn mark(&self, stopped: u32) -> libbpf_rs::Result<()> {
+        let key = self.pid.to_ne_bytes();
+        self.held
+            .update(&key, &stopped.to_ne_bytes(), MapFlags::ANY)
+    }
+
+    fn is_stopped(&self) -> bool {
+        let value = self.held.lookup(&self.pid.to_ne_bytes(), MapFlags::ANY);
+        value.is_ok_and(|value| value == Some(1u32.to_ne_bytes().into()))
+    }
+
+    fn go_on(&mut self) -> Result<()> {
         self.began = true;
+        self.mark(0).context("failed to let the command go on")?;
+        self.wake();
+        Ok(())
+    }
+
+    fn wake(&self) {
         // One that is gone needs no leave.
         let _ = kill(Pid::from_raw(self.pid.cast_signed()), Signal::SIGCONT);
     }
@@ -358,10 +380,11 @@ impl Starting {
 
 impl Drop for Starting {
     fn drop(&mut self) {
+        let began = self.began || self.is_stopped();
         // It is there, as we have put it there.
         let _ = self.held.delete(&self.pid.to_ne_bytes());
-        if self.began {
-            self.go_on();
+        if began {
+            self.wake();
         }
     }
 }
