@@ -7,8 +7,8 @@ use std::fmt;
 use std::os::fd::AsFd;
 
 use anyhow::{Context, Result};
-use libbpf_rs::skel::{OpenSkel, Skel, SkelBuilder};
-use libbpf_rs::{Link, OpenMapMut};
+use libbpf_rs::skel::{OpenSkel, SkelBuilder};
+use libbpf_rs::{Link, OpenMapMut, ProgramMut};
 
 use crate::attach;
 use crate::filter::Filter;
@@ -24,7 +24,7 @@ const PROCESSES: u32 = 32768;
 /// Follows as long as it lives.
 pub struct Follower {
     skel: FollowSkel<'static>,
-    _links: [Link; 2],
+    _links: [Link; 4],
 }
 
 impl Follower {
@@ -42,10 +42,12 @@ impl Follower {
         let skel = open
             .load()
             .context("failed to load what follows processes")?;
-        let attach = || -> libbpf_rs::Result<[Link; 2]> {
+        let attach = || -> libbpf_rs::Result<[Link; 4]> {
             Ok([
                 skel.progs.process_free.attach()?,
+                skel.progs.process_free_too.attach()?,
                 skel.progs.process_fork.attach()?,
+                skel.progs.process_fork_too.attach()?,
             ])
         };
         let links = attach().context("failed to attach what follows processes")?;
@@ -68,8 +70,17 @@ impl Follower {
             .context("failed to share the map of processes")
     }
 
+    /// How often, at most, both programs of a hook were skipped.
     pub(crate) fn skipped_runs(&self) -> u64 {
-        run_time::skipped(self.skel.object().progs())
+        let programs = &self.skel.progs;
+        let pairs = [
+            [&programs.process_fork, &programs.process_fork_too],
+            [&programs.process_free, &programs.process_free_too],
+        ];
+        let both = |[one, other]: [&ProgramMut<'_>; 2]| {
+            run_time::skipped([one]).min(run_time::skipped([other]))
+        };
+        pairs.into_iter().map(both).sum()
     }
 }
 

@@ -37,9 +37,13 @@ pub struct Losses {
 
 impl Losses {
     /// What its programs have counted themselves, in the map `losses`, and what the kernel has counted
-    /// of them, and of those that follow processes for the filter.
+    /// of them, and of those that follow processes for the filter. Not of those that keep unwind tables
+    /// up to date: a stack itself says what it lacks.
     pub fn of(object: &Object, filter: &Filter) -> Result<Self> {
-        let lost = Self::counted(object)?.and_runs(object.progs().filter(Program::autoload));
+        let records = |program: &Program<'_>| {
+            program.autoload() && !program.name().as_encoded_bytes().starts_with(b"unwind_")
+        };
+        let lost = Self::counted(object)?.and_runs(object.progs().filter(records));
         let runs = lost.runs + filter.skipped_runs();
         Ok(Self { runs, ..lost })
     }

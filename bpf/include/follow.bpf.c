@@ -4,15 +4,16 @@
  * tool shares: src/follow.rs.
  *
  * Hooks: sched_process_fork, before the child has run, and sched_process_free,
- * when the last thread of a process has gone.
+ * when the last thread of a process has gone. Each has two programs that do the
+ * same, as the kernel skips one that is running on that CPU already, for a task
+ * that was preempted in it (from about 7.0 on): the second then does it.
  */
 #include "filter.bpf.h"
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
 /* Threads too are made by fork; these are of their maker's process. */
-SEC("raw_tp/sched_process_fork")
-int process_fork(struct bpf_raw_tracepoint_args *ctx)
+static __noinline int forked(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct task_struct *child = (void *)ctx->args[1];
 	__u64 process = filter_process_of(child);
@@ -31,9 +32,20 @@ int process_fork(struct bpf_raw_tracepoint_args *ctx)
 	return 0;
 }
 
+SEC("raw_tp/sched_process_fork")
+int process_fork(struct bpf_raw_tracepoint_args *ctx)
+{
+	return forked(ctx);
+}
+
+SEC("raw_tp/sched_process_fork")
+int process_fork_too(struct bpf_raw_tracepoint_args *ctx)
+{
+	return forked(ctx);
+}
+
 /* A process's first thread is the last to be freed. */
-SEC("raw_tp/sched_process_free")
-int process_free(struct bpf_raw_tracepoint_args *ctx)
+static __noinline int freed(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct task_struct *task = (void *)ctx->args[0];
 	__u64 process = filter_process_of(task);
@@ -41,4 +53,16 @@ int process_free(struct bpf_raw_tracepoint_args *ctx)
 	if (BPF_CORE_READ(task, group_leader) == task)
 		bpf_map_delete_elem(&filter_followed, &process);
 	return 0;
+}
+
+SEC("raw_tp/sched_process_free")
+int process_free(struct bpf_raw_tracepoint_args *ctx)
+{
+	return freed(ctx);
+}
+
+SEC("raw_tp/sched_process_free")
+int process_free_too(struct bpf_raw_tracepoint_args *ctx)
+{
+	return freed(ctx);
 }
