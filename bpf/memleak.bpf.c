@@ -360,15 +360,11 @@ static __always_inline void outstanding_changes(__u64 bytes)
 static __noinline int total_add(__u64 stack, __u64 bytes)
 {
 	struct total_key key = total_key_of(stack);
-	struct total *total = bpf_map_lookup_elem(&totals, &key);
+	struct total *total = value_of(&totals, &key, (const void *)&no_total);
 
 	if (!total) {
-		bpf_map_update_elem(&totals, &key, (const void *)&no_total, BPF_NOEXIST);
-		total = bpf_map_lookup_elem(&totals, &key);
-		if (!total) {
-			count_loss(entries);
-			return 0;
-		}
+		count_loss(entries);
+		return 0;
 	}
 	note_peak(total);
 	__sync_fetch_and_add(&total->bytes, bytes);
@@ -394,15 +390,11 @@ static __noinline int total_subtract(__u64 stack, __u64 bytes)
 static __noinline int unknown_free_by(__u64 stack)
 {
 	struct total_key key = total_key_of(stack);
-	__u64 *count = bpf_map_lookup_elem(&unknown_frees, &key), zero = 0;
+	__u64 zero = 0, *count = value_of(&unknown_frees, &key, &zero);
 
 	if (!count) {
-		bpf_map_update_elem(&unknown_frees, &key, &zero, BPF_NOEXIST);
-		count = bpf_map_lookup_elem(&unknown_frees, &key);
-		if (!count) {
-			count_loss(entries);
-			return 0;
-		}
+		count_loss(entries);
+		return 0;
 	}
 	__sync_fetch_and_add(count, 1);
 	return 0;
@@ -456,14 +448,10 @@ static __always_inline bool nested(const struct thread *thread, __u64 sp)
 static __noinline struct thread *thread_of_current(void)
 {
 	__u64 id = bpf_get_current_pid_tgid();
-	struct thread *thread = bpf_map_lookup_elem(&threads, &id);
+	struct thread *thread = value_of(&threads, &id, (const void *)&no_thread);
 
-	if (!thread) {
-		bpf_map_update_elem(&threads, &id, (const void *)&no_thread, BPF_NOEXIST);
-		thread = bpf_map_lookup_elem(&threads, &id);
-		if (!thread)
-			count_loss(calls);
-	}
+	if (!thread)
+		count_loss(calls);
 	return thread;
 }
 

@@ -175,15 +175,11 @@ struct page___info {
 
 static __noinline int total_add(__u64 group, __u64 allocated, __u64 requested, __u64 count)
 {
-	struct total *total = bpf_map_lookup_elem(&totals, &group);
+	struct total *total = value_of(&totals, &group, (const void *)&no_total);
 
 	if (!total) {
-		bpf_map_update_elem(&totals, &group, (const void *)&no_total, BPF_NOEXIST);
-		total = bpf_map_lookup_elem(&totals, &group);
-		if (!total) {
-			count_loss(entries);
-			return 0;
-		}
+		count_loss(entries);
+		return 0;
 	}
 	__sync_fetch_and_add(&total->allocated, allocated);
 	__sync_fetch_and_add(&total->requested, requested);

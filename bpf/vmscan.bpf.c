@@ -192,15 +192,11 @@ static __noinline int add_to_cgroup(__u32 operation, __u64 time_ns)
 		.cgroup = bpf_get_current_cgroup_id(),
 		.operation = operation,
 	};
-	struct cgroup_total *total = bpf_map_lookup_elem(&cgroups, &key);
+	struct cgroup_total *total = value_of(&cgroups, &key, (const void *)&no_cgroup_total);
 
 	if (!total) {
-		bpf_map_update_elem(&cgroups, &key, (const void *)&no_cgroup_total, BPF_NOEXIST);
-		total = bpf_map_lookup_elem(&cgroups, &key);
-		if (!total) {
-			count_loss(entries);
-			return 0;
-		}
+		count_loss(entries);
+		return 0;
 	}
 	__sync_fetch_and_add(&total->count, 1);
 	__sync_fetch_and_add(&total->time_ns, time_ns);
@@ -343,14 +339,10 @@ int shrink_slab_start(struct bpf_raw_tracepoint_args *ctx)
 
 	if (!wanted())
 		return 0;
-	shrinks = bpf_map_lookup_elem(&shrinking, &thread);
+	shrinks = value_of(&shrinking, &thread, (const void *)&no_shrinks);
 	if (!shrinks) {
-		bpf_map_update_elem(&shrinking, &thread, (const void *)&no_shrinks, BPF_NOEXIST);
-		shrinks = bpf_map_lookup_elem(&shrinking, &thread);
-		if (!shrinks) {
-			count_loss(calls);
-			return 0;
-		}
+		count_loss(calls);
+		return 0;
 	}
 	depth = shrinks->depth;
 	/* Else clang computes an address from the value before the test, which is not bounded. */
@@ -370,16 +362,12 @@ int shrink_slab_start(struct bpf_raw_tracepoint_args *ctx)
 static __noinline int add_to_shrinker(struct shrinker *shrinker, __u64 time_ns, __u64 freed)
 {
 	__u64 function = (__u64)BPF_CORE_READ(shrinker, scan_objects);
-	struct shrinker_total *total = bpf_map_lookup_elem(&shrinkers, &function);
+	struct shrinker_total *total =
+	    value_of(&shrinkers, &function, (const void *)&no_shrinker_total);
 
 	if (!total) {
-		bpf_map_update_elem(&shrinkers, &function, (const void *)&no_shrinker_total,
-				    BPF_NOEXIST);
-		total = bpf_map_lookup_elem(&shrinkers, &function);
-		if (!total) {
-			count_loss(entries);
-			return 0;
-		}
+		count_loss(entries);
+		return 0;
 	}
 	__sync_fetch_and_add(&total->count, 1);
 	__sync_fetch_and_add(&total->time_ns, time_ns);

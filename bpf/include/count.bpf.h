@@ -41,11 +41,7 @@ static __always_inline void *count_of(void *maps, const void *key, const void *z
 	map = bpf_map_lookup_elem(maps, &first);
 	if (!map)
 		return NULL;
-	count = bpf_map_lookup_elem(map, key);
-	if (count)
-		return count;
-	bpf_map_update_elem(map, key, zero, BPF_NOEXIST);
-	count = bpf_map_lookup_elem(map, key);
+	count = value_of(map, key, zero);
 	if (!count)
 		count_loss(entries);
 	return count;

@@ -45,4 +45,15 @@ struct {
 	})
 #define count_loss(reason) count_losses(reason, 1)
 
+/* The key's value, at first a copy of `zero`; NULL if the map has no room for it. */
+static __always_inline void *value_of(void *map, const void *key, const void *zero)
+{
+	void *value = bpf_map_lookup_elem(map, key);
+
+	if (value)
+		return value;
+	bpf_map_update_elem(map, key, zero, BPF_NOEXIST);
+	return bpf_map_lookup_elem(map, key);
+}
+
 #endif /* MEMTOOLS_BPF_H */

@@ -312,12 +312,8 @@ static __noinline __u64 unwind_process(__u32 *outdated)
 
 static __noinline int unwind_count_missing(__u32 file)
 {
-	__u64 *count = bpf_map_lookup_elem(&unwind_missing, &file), zero = 0;
+	__u64 zero = 0, *count = value_of(&unwind_missing, &file, &zero);
 
-	if (!count) {
-		bpf_map_update_elem(&unwind_missing, &file, &zero, BPF_NOEXIST);
-		count = bpf_map_lookup_elem(&unwind_missing, &file);
-	}
 	if (count)
 		__sync_fetch_and_add(count, 1);
 	return 0;
