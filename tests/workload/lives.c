@@ -4,16 +4,19 @@
  *
  *   lives churn COUNT SIZE KEEP     COUNT blocks from churned() freed at once, KEEP from kept_on()
  *   lives twice COUNT               free_twice() frees COUNT blocks twice
- *   lives unknown COUNT             free_unknown() frees COUNT blocks that it allocated before it
- * was ready lives grow SIZE COUNT...        grown() allocates the first COUNT blocks of SIZE bytes
- * at the first line, says "done", and so on for each lives outgrow SIZE COUNT STEPS  grown()
- * allocates COUNT blocks at each of STEPS lines; then malloc and free for half a second lives
- * shrink SIZE COUNT KEEP    grown() allocates COUNT blocks; all but the last KEEP are freed lives
- * climb COUNT SIZE          COUNT blocks of SIZE from in_process(), as many twice as large from
- * on_the_hill(); of these all are freed, and of those the second half; then after_the_hill()
- * allocates for a while lives fork COUNT SIZE           leaks COUNT blocks, and two children, which
- * inherit them and free them, leak twice and three times as many; in_process() lives exec COUNT
- * SIZE PROGRAM ARGUMENT... leaks COUNT blocks, and becomes another program
+ *   lives unknown COUNT             free_unknown() frees COUNT blocks from before it was ready
+ *   lives grow SIZE COUNT...        grown() allocates the first COUNT blocks of SIZE bytes at the
+ *                                   first line, says "done", and so on for each
+ *   lives outgrow SIZE COUNT STEPS  grown() allocates COUNT blocks at each of STEPS lines; then
+ *                                   malloc and free for half a second
+ *   lives shrink SIZE COUNT KEEP    grown() allocates COUNT blocks; all but the last KEEP are freed
+ *   lives climb COUNT SIZE          COUNT blocks of SIZE from in_process(), as many twice as large
+ *                                   from on_the_hill(); of these all are freed, and of those the
+ *                                   second half; then after_the_hill() allocates for a while
+ *   lives fork COUNT SIZE           leaks COUNT blocks, and two children, which inherit them and
+ *                                   free them, leak twice and three times as many; in_process()
+ *   lives exec COUNT SIZE PROGRAM ARGUMENT...
+ *                                   leaks COUNT blocks, and becomes another program
  */
 #include "workload.h"
 
