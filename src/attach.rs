@@ -13,12 +13,13 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, bail};
-use libbpf_rs::skel::SkelBuilder;
+use libbpf_rs::skel::{OpenSkel, SkelBuilder};
 use libbpf_rs::{Link, Object, OpenObject, PrintLevel, ProgramMut, ProgramType};
 use perf_event::Builder;
 use perf_event::events::Software;
 
 use crate::kernel;
+use crate::kernel_types::KernelTypes;
 use crate::mappings::online_cpus;
 
 /// Whether --verbose was given.
@@ -154,9 +155,15 @@ pub fn first_that_works<'a, T: 'a>(
 
 /// Opens a tool's skeleton, to be given its options and to be loaded.
 pub fn open<B: SkelBuilder<'static> + Default>() -> Result<B::Output> {
-    B::default()
+    let mut builder = B::default();
+    let mut types = KernelTypes::for_object(builder.object_builder_mut())?;
+    let open = builder
         .open(object_storage())
-        .context("failed to open the BPF object")
+        .context("failed to open the BPF object")?;
+    types.write(open.open_object())?;
+    // The load, whenever that is, reads it.
+    std::mem::forget(types);
+    Ok(open)
 }
 
 /// The options of an opened skeleton, its `maps.rodata_data`.
@@ -170,7 +177,7 @@ pub fn options<'open, T>(constants: &'open mut Option<&mut T>) -> Result<&'open 
 ///
 /// A skeleton borrows it for as long as it lives. A tool opens as many as its ladder has variants
 /// and keeps the last until it exits, so the memory is never given back.
-pub fn object_storage() -> &'static mut MaybeUninit<OpenObject> {
+fn object_storage() -> &'static mut MaybeUninit<OpenObject> {
     Box::leak(Box::new(MaybeUninit::uninit()))
 }
 

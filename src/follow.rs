@@ -7,7 +7,7 @@ use std::fmt;
 use std::os::fd::AsFd;
 
 use anyhow::{Context, Result};
-use libbpf_rs::skel::{OpenSkel, SkelBuilder};
+use libbpf_rs::skel::OpenSkel;
 use libbpf_rs::{Link, OpenMapMut, ProgramMut};
 
 use crate::attach;
@@ -30,11 +30,8 @@ pub struct Follower {
 impl Follower {
     /// Follows what the processes of the filter start from now on.
     pub(crate) fn start(filter: &Filter) -> Result<Self> {
-        let mut open = FollowSkelBuilder::default()
-            .open(attach::object_storage())
-            .context("failed to open the BPF object")?;
-        let options = open.maps.rodata_data.as_deref_mut();
-        filter.set(&mut options.context("the BPF object has no options")?.filter);
+        let mut open = attach::open::<FollowSkelBuilder>()?;
+        filter.set(&mut attach::options(&mut open.maps.rodata_data)?.filter);
         let followed = &mut open.maps.filter_followed;
         followed
             .set_max_entries(PROCESSES)

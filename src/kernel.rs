@@ -5,14 +5,16 @@ use std::io::{self, Read};
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
-use libbpf_rs::btf::types::{Func, FuncProto, Typedef};
-use libbpf_rs::btf::{Btf, BtfType};
+use libbpf_rs::btf::BtfKind;
 use memchr::memmem;
-use memmap2::Mmap;
+use memmap2::{Mmap, MmapOptions};
 use nix::mount::{MsFlags, mount};
 use nix::unistd::{SysconfVar, sysconf};
 
+use crate::btf::Types;
+
 const BTF: &str = "/sys/kernel/btf/vmlinux";
+const NOT_READ: &str = "failed to read the kernel's BTF, /sys/kernel/btf/vmlinux";
 
 /// Bits of a capability set, as in `linux/capability.h`.
 mod cap {
@@ -115,12 +117,27 @@ pub fn btf_has_name(name: &str) -> bool {
     let Ok(btf) = File::open(BTF) else {
         return false;
     };
-    // From 6.16 on it can be mapped. By reading it comes in pages.
-    // SAFETY: the kernel never changes it.
-    match unsafe { Mmap::map(&btf) } {
+    match map(&btf) {
         Ok(bytes) => memmem::find(&bytes, &needle).is_some(),
         Err(_) => contains(btf, &needle).unwrap_or(false),
     }
+}
+
+/// What a function makes of the kernel's BTF.
+pub(crate) fn with_btf<T>(look_at: impl FnOnce(&[u8]) -> T) -> Result<T> {
+    let mut btf = File::open(BTF).context(NOT_READ)?;
+    if let Ok(bytes) = map(&btf) {
+        return Ok(look_at(&bytes));
+    }
+    let mut bytes = Vec::new();
+    btf.read_to_end(&mut bytes).context(NOT_READ)?;
+    Ok(look_at(&bytes))
+}
+
+/// The kernel's BTF without a copy, as kernels have it from 6.16 on.
+fn map(btf: &File) -> io::Result<Mmap> {
+    // SAFETY: the kernel never changes it. It refuses to share it.
+    unsafe { MmapOptions::new().map_copy_read_only(btf) }
 }
 
 /// Whether the bytes are in a file, of which only a piece is in memory at a time: BTF has six
@@ -145,8 +162,7 @@ fn contains(mut file: impl Read, needle: &[u8]) -> io::Result<bool> {
 
 /// Names of the kernel's own tracepoints, sorted; those of modules are not among them.
 pub fn tracepoints() -> Result<Vec<String>> {
-    let btf = fs::read(BTF).with_context(|| format!("failed to read {BTF}"))?;
-    Ok(tracepoints_in(&btf))
+    with_btf(tracepoints_in)
 }
 
 /// The type names of a tracepoint's arguments, in their order, pointers and qualifiers left out:
@@ -154,33 +170,29 @@ pub fn tracepoints() -> Result<Vec<String>> {
 ///
 /// Programs on raw tracepoints get the arguments by position, and positions change.
 pub fn tracepoint_arguments(tracepoint: &str) -> Result<Option<Vec<String>>> {
-    let btf = Btf::from_vmlinux().context("failed to read the kernel's BTF")?;
-    let Some(handler) = btf.type_by_name::<Typedef<'_>>(&format!("btf_trace_{tracepoint}")) else {
-        return Ok(None);
-    };
-    // A pointer to a function, whose first argument is the tracepoint's own data.
-    let function = handler.next_type().and_then(|pointer| pointer.next_type());
-    let function = function.and_then(|function| FuncProto::try_from(function).ok());
-    let function = function.context("a tracepoint's handler is no function")?;
-    let names = function.iter().skip(1).map(|argument| {
-        let mut argument = btf.type_by_id::<BtfType<'_>>(argument.ty);
-        while let Some(unnamed) = argument.filter(|kind| kind.name().is_none()) {
-            argument = unnamed.next_type();
-        }
-        let name = argument.and_then(|kind| kind.name());
-        name.unwrap_or_default().to_string_lossy().into_owned()
+    let arguments = with_btf(|btf| {
+        let types = Types::parse(btf)?;
+        let handler = format!("btf_trace_{tracepoint}");
+        let Some(handler) = types.find(BtfKind::Typedef, &handler) else {
+            return Some(None);
+        };
+        // A pointer to a function, whose first argument is the tracepoint's own data.
+        let function = types.base(&types.base(&handler)?)?;
+        let arguments = types.arguments(&function)?;
+        Some(Some(arguments.into_iter().skip(1).collect()))
     });
-    Ok(Some(names.collect()))
+    arguments?
+        .with_context(|| format!("the kernel's BTF does not tell the arguments of {tracepoint}"))
 }
 
 /// The type name of what a function of the kernel returns, such as `int` or `bool`.
 pub fn function_result(function: &str) -> Result<String> {
-    let btf = Btf::from_vmlinux().context("failed to read the kernel's BTF")?;
-    let types = btf.type_by_name::<Func<'_>>(function);
-    let types = types.and_then(|function| function.next_type());
-    let result = types.and_then(|types| types.next_type());
-    let name = result.and_then(|result| Some(result.name()?.to_string_lossy().into_owned()));
-    name.with_context(|| format!("the kernel's BTF does not say what {function} returns"))
+    let result = with_btf(|btf| {
+        let types = Types::parse(btf)?;
+        let function = types.base(&types.find(BtfKind::Func, function)?)?;
+        types.unqualified_name(function.size_or_type)
+    });
+    result?.with_context(|| format!("the kernel's BTF does not say what {function} returns"))
 }
 
 /// Each tracepoint has a type for its arguments, `btf_trace_NAME`.

@@ -57,6 +57,7 @@
 
 pub mod address_space;
 pub mod attach;
+pub(crate) mod btf;
 pub mod cgroup;
 pub mod cli;
 pub mod clock;
@@ -75,6 +76,7 @@ pub mod gfp;
 pub mod histogram;
 pub mod kallsyms;
 pub mod kernel;
+pub mod kernel_types;
 pub mod losses;
 pub mod mapped_array;
 pub mod mappings;

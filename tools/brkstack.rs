@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use jiff::Zoned;
 use libbpf_rs::Link;
-use libbpf_rs::skel::{OpenSkel, Skel, SkelBuilder};
+use libbpf_rs::skel::{OpenSkel, Skel};
 use memtools::cli::{self, CommonArgs};
 use memtools::clock::{self, Clock};
 use memtools::events::Events;
@@ -195,14 +195,8 @@ impl Args {
 }
 
 fn load(args: &Args, filter: &Filter) -> Result<BrkstackSkel<'static>> {
-    let mut open = BrkstackSkelBuilder::default()
-        .open(attach::object_storage())
-        .context("failed to open the BPF object")?;
-    let options = open
-        .maps
-        .rodata_data
-        .as_deref_mut()
-        .context("the BPF object has no options")?;
+    let mut open = attach::open::<BrkstackSkelBuilder>()?;
+    let options = attach::options(&mut open.maps.rodata_data)?;
     filter.set(&mut options.filter);
     options.with_result = args.with_result().into();
     options.growth_only = (args.growth || args.bytes).into();

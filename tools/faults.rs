@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use jiff::Zoned;
 use libbpf_rs::MapCore;
-use libbpf_rs::skel::{OpenSkel, Skel, SkelBuilder};
+use libbpf_rs::skel::{OpenSkel, Skel};
 use memtools::cli::{self, CommonArgs};
 use memtools::filter::Filter;
 use memtools::output::{Output, Row};
@@ -145,14 +145,8 @@ impl Args {
 }
 
 fn load(args: &Args, filter: &Filter) -> Result<FaultsSkel<'static>> {
-    let mut open = FaultsSkelBuilder::default()
-        .open(attach::object_storage())
-        .context("failed to open the BPF object")?;
-    let options = open
-        .maps
-        .rodata_data
-        .as_deref_mut()
-        .context("the BPF object has no options")?;
+    let mut open = attach::open::<FaultsSkelBuilder>()?;
+    let options = attach::options(&mut open.maps.rodata_data)?;
     filter.set(&mut options.filter);
     options.user_mode_only = (args.user_stacks && !args.kernel_stacks).into();
     options.kernel_mode_only = (args.kernel_stacks && !args.user_stacks).into();

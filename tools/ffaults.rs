@@ -14,7 +14,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use clap::{Parser, ValueEnum};
 use jiff::Zoned;
-use libbpf_rs::skel::{OpenSkel, Skel, SkelBuilder};
+use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{Link, MapMut};
 use memtools::attach::{Means, Variant};
 use memtools::cli::{self, CommonArgs};
@@ -228,14 +228,8 @@ fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
 
 /// The skeleton with the options in it, loaded with these programs only.
 fn load(args: &Args, filter: &Filter, programs: &[&str]) -> Result<FfaultsSkel<'static>> {
-    let mut open: OpenFfaultsSkel<'_> = FfaultsSkelBuilder::default()
-        .open(attach::object_storage())
-        .context("failed to open the BPF object")?;
-    let options = open
-        .maps
-        .rodata_data
-        .as_deref_mut()
-        .context("the BPF object has no options")?;
+    let mut open: OpenFfaultsSkel<'_> = attach::open::<FfaultsSkelBuilder>()?;
+    let options = attach::options(&mut open.maps.rodata_data)?;
     filter.set(&mut options.filter);
     options.by_process = args.by_process.into();
     options.full_path = args.path.into();

@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use clap::Parser;
 use jiff::Zoned;
-use libbpf_rs::skel::{OpenSkel, Skel, SkelBuilder};
+use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{Link, MapCore};
 use memtools::attach::{self, Means, Variant};
 use memtools::cli::{self, CommonArgs};
@@ -187,14 +187,8 @@ fn reason_functions() -> Option<[&'static str; 2]> {
 
 /// Loads these programs and attaches those that are attached by their names.
 fn load(args: &Args, filter: &Filter, programs: &[&str]) -> Result<Attached> {
-    let mut open = HfaultsSkelBuilder::default()
-        .open(attach::object_storage())
-        .context("failed to open the BPF object")?;
-    let options = open
-        .maps
-        .rodata_data
-        .as_deref_mut()
-        .context("the BPF object has no options")?;
+    let mut open = attach::open::<HfaultsSkelBuilder>()?;
+    let options = attach::options(&mut open.maps.rodata_data)?;
     filter.set(&mut options.filter);
     options.by_size = args.extended.into();
     options.by_reason = programs.contains(&"thread_exit").into();

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 use clap::Parser;
 use jiff::Zoned;
 use libbpf_rs::Link;
-use libbpf_rs::skel::{OpenSkel, Skel, SkelBuilder};
+use libbpf_rs::skel::{OpenSkel, Skel};
 use memtools::attach::{self, Means, Variant};
 use memtools::cli::{self, CommonArgs};
 use memtools::clock::{self, Clock};
@@ -210,14 +210,8 @@ fn load(
     programs: &[String],
 ) -> Result<Attached> {
     let programs: Vec<&str> = programs.iter().map(String::as_str).collect();
-    let mut open = SwapinSkelBuilder::default()
-        .open(attach::object_storage())
-        .context("failed to open the BPF object")?;
-    let options = open
-        .maps
-        .rodata_data
-        .as_deref_mut()
-        .context("the BPF object has no options")?;
+    let mut open = attach::open::<SwapinSkelBuilder>()?;
+    let options = attach::options(&mut open.maps.rodata_data)?;
     filter.set(&mut options.filter);
     options.with_latency = args.latency.into();
     options.with_zswap = zswap.is_some().into();

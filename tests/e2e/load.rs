@@ -1,5 +1,5 @@
 //! Every program of every tool passes the verifier of this kernel, or this kernel lacks what the
-//! program is for, and is known to.
+//! program is for, and is known to; and reads the fields of this kernel.
 //!
 //! Each is loaded alone, with the options at their defaults and with all of them on: options are
 //! constants to the verifier, which leaves out what they switch off.
@@ -10,9 +10,10 @@ use std::sync::Mutex;
 use anyhow::{Context, Result, anyhow, ensure};
 use libbpf_rs::btf::Btf;
 use libbpf_rs::btf::types::DataSec;
-use libbpf_rs::{ObjectBuilder, OpenObject, PrintLevel};
+use libbpf_rs::{AsRawLibbpf, ObjectBuilder, OpenObject, PrintLevel, libbpf_sys};
 use libtest_mimic::{Completion, Failed, Trial};
 use memtools::kernel;
+use memtools::kernel_types::KernelTypes;
 
 use crate::harness;
 
@@ -65,6 +66,9 @@ pub(crate) fn tests() -> Vec<Trial> {
     })));
     let mut trials = Vec::new();
     for &(tool, object) in OBJECTS {
+        trials.push(trial(format!("load::{tool}"), move || {
+            fields_are_those_of_the_whole_btf(object)
+        }));
         let open = ObjectBuilder::default()
             .open_memory(object)
             .expect("an object of ours");
@@ -78,22 +82,80 @@ pub(crate) fn tests() -> Vec<Trial> {
             if number.is_some_and(|number| !number.trim_matches('0').is_empty()) {
                 continue;
             }
-            trials.push(Trial::ignorable_test(
-                format!("load::{tool}::{program}"),
-                move || {
-                    harness::without_root().unwrap_or_else(|| {
-                        passes(tool, object, &program)
-                            .map_err(|error| Failed::from(format!("{error:?}")))
-                    })
-                },
-            ));
+            trials.push(trial(format!("load::{tool}::{program}"), move || {
+                passes(tool, object, &program)
+            }));
         }
     }
     trials
 }
 
+fn trial(name: String, test: impl FnOnce() -> Result<Completion> + Send + 'static) -> Trial {
+    Trial::ignorable_test(name, move || {
+        harness::without_root().unwrap_or_else(|| {
+            let _guard = ONE_AT_A_TIME.lock();
+            test().map_err(|error| Failed::from(format!("{error:?}")))
+        })
+    })
+}
+
+/// That programs read every field at the place at which they would if libbpf had all of the kernel's
+/// types before it: after relocation their instructions are the same.
+fn fields_are_those_of_the_whole_btf(object: &[u8]) -> Result<Completion> {
+    let whole = ObjectBuilder::default().open_memory(object)?;
+    let whole = relocated(&whole).context("with the whole")?;
+    let part = relocated(&open(object)?).context("with a part")?;
+    for ((program, whole), (_, part)) in whole.iter().zip(&part) {
+        let differs = whole
+            .iter()
+            .zip(part)
+            .position(|(whole, part)| whole != part);
+        ensure!(
+            differs.is_none() && whole.len() == part.len(),
+            "{program} differs from instruction {differs:?} on"
+        );
+    }
+    ensure!(
+        !whole.is_empty() && whole.len() == part.len(),
+        "no programs"
+    );
+    Ok(Completion::Completed)
+}
+
+/// Opens an object as the tools do.
+fn open(object: &[u8]) -> Result<OpenObject> {
+    let mut builder = ObjectBuilder::default();
+    let mut types = KernelTypes::for_object(&mut builder)?;
+    let open = builder.open_memory(object)?;
+    types.write(&open)?;
+    // The load reads it.
+    std::mem::forget(types);
+    Ok(open)
+}
+
+/// The programs' instructions as libbpf gives them to the kernel, but for the numbers of maps.
+fn relocated(open: &OpenObject) -> Result<Vec<(String, Vec<u64>)>> {
+    const LOAD_64_BITS: u8 = 0x18;
+    // SAFETY: the object lives, and has been neither prepared nor loaded.
+    let result = unsafe { libbpf_sys::bpf_object__prepare(open.as_libbpf_object().as_ptr()) };
+    ensure!(result == 0, "failed to prepare: {result}");
+    let programs = open.progs().map(|program| {
+        let instructions = program.insns().iter().map(|instruction| {
+            let registers = instruction.dst_reg() << 4 | instruction.src_reg();
+            let of_map = instruction.code == LOAD_64_BITS && instruction.src_reg() != 0;
+            let immediate = if of_map { 0 } else { instruction.imm };
+            u64::from(instruction.code) << 56
+                | u64::from(registers) << 48
+                | u64::from(instruction.off.cast_unsigned()) << 32
+                | u64::from(immediate.cast_unsigned())
+        });
+        let name = program.name().to_string_lossy().into_owned();
+        (name, instructions.collect())
+    });
+    Ok(programs.collect())
+}
+
 fn passes(tool: &str, object: &[u8], program: &str) -> Result<Completion> {
-    let _guard = ONE_AT_A_TIME.lock();
     let full_name = format!("{tool}/{program}");
     if let Some(reason) = not_here(&full_name, object, program)? {
         return Ok(Completion::ignored_with(reason));
@@ -190,7 +252,7 @@ enum Options {
 
 /// Loads one program. Returns its section and the verifier's statistics.
 fn load(object: &[u8], program: &str, options: Options) -> Result<(String, Result<String>)> {
-    let mut open = ObjectBuilder::default().open_memory(object)?;
+    let mut open = open(object)?;
     let section = section(&open, program)?;
     for mut candidate in open.progs_mut() {
         let wanted = candidate.name() == program;

@@ -1,7 +1,7 @@
 //! Loads the program and places the probes.
 
 use anyhow::{Context, Result, bail};
-use libbpf_rs::skel::{OpenSkel, Skel, SkelBuilder};
+use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{Link, MapCore, Program, ProgramImpl, UprobeMultiOpts, UprobeOpts};
 use memtools::attach::{self, Variant};
 use memtools::cli::UsageError;
@@ -257,14 +257,8 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
 
 /// The skeleton with the options in it, before load.
 fn open(size: &Size, target: &Target, args: &Args) -> Result<OpenMemleakSkel<'static>> {
-    let mut open = MemleakSkelBuilder::default()
-        .open(attach::object_storage())
-        .context("failed to open the BPF object")?;
-    let options = open
-        .maps
-        .rodata_data
-        .as_deref_mut()
-        .context("the BPF object has no options")?;
+    let mut open = attach::open::<MemleakSkelBuilder>()?;
+    let options = attach::options(&mut open.maps.rodata_data)?;
     options.min_size = args.min_size;
     options.max_size = args.max_size;
     options.sample_rate = args.sample_rate;

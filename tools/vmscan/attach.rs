@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 
 use anyhow::{Context, Result, bail};
-use libbpf_rs::skel::{OpenSkel, Skel, SkelBuilder};
+use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{Link, ProgramMut};
 use memtools::attach::{self, Variant};
 use memtools::filter::Filter;
@@ -45,11 +45,7 @@ pub(crate) fn start(args: &Args, filter: &Filter, columns: Columns) -> Result<At
 /// Attaches what there is. A tracepoint that is missing costs its column, and a line on stderr.
 fn try_start(args: &Args, filter: &Filter, columns: Columns) -> Result<Attached> {
     let mut open = without_events(open(filter)?)?;
-    let options = open
-        .maps
-        .rodata_data
-        .as_deref_mut()
-        .context("the BPF object has no options")?;
+    let options = attach::options(&mut open.maps.rodata_data)?;
     options.by_shrinker = args.by_shrinker.into();
     options.by_cgroup = args.by_cgroup.into();
     for mut program in open.open_object_mut().progs_mut() {
@@ -254,14 +250,8 @@ fn without_events(mut open: OpenVmscanSkel<'static>) -> Result<OpenVmscanSkel<'s
 }
 
 fn open(filter: &Filter) -> Result<OpenVmscanSkel<'static>> {
-    let mut open = VmscanSkelBuilder::default()
-        .open(attach::object_storage())
-        .context("failed to open the BPF object")?;
-    let options = open
-        .maps
-        .rodata_data
-        .as_deref_mut()
-        .context("the BPF object has no options")?;
+    let mut open = attach::open::<VmscanSkelBuilder>()?;
+    let options = attach::options(&mut open.maps.rodata_data)?;
     filter.set(&mut options.filter);
     filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
     Ok(open)

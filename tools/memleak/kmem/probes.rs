@@ -3,7 +3,7 @@
 use std::io;
 
 use anyhow::{Context, Result, bail};
-use libbpf_rs::skel::{OpenSkel, Skel, SkelBuilder};
+use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{Link, MapCore, MapFlags, Program, ProgramMut};
 use memtools::attach::{self, Variant};
 use memtools::cli::UsageError;
@@ -79,7 +79,7 @@ fn try_start(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk) -> Result<A
     let sheaves = kernel::btf_has_name("__kfree_rcu_sheaf");
     let learns = kinds.slab && (kinds.pages || with_caches(args));
     let mut open = open(args, filter, kinds)?;
-    options(&mut open)?.learns = learns.into();
+    attach::options(&mut open.maps.rodata_data)?.learns = learns.into();
     let wanted = |program: &str| match program.trim_end_matches(UNDERSTUDY) {
         "kmalloc" | "cache_alloc" | "kfree" | "cache_free" => kinds.slab,
         "page_alloc" | "page_free" => kinds.pages,
@@ -244,11 +244,9 @@ fn with_caches(args: &Args) -> bool {
 
 /// The skeleton with the options in it, before load.
 fn open(args: &Args, filter: &Filter, kinds: Kinds) -> Result<OpenMemleakKernelSkel<'static>> {
-    let mut open = MemleakKernelSkelBuilder::default()
-        .open(attach::object_storage())
-        .context("failed to open the BPF object")?;
+    let mut open = attach::open::<MemleakKernelSkelBuilder>()?;
     let cpus = libbpf_rs::num_possible_cpus().context("failed to count the CPUs")?;
-    let options = options(&mut open)?;
+    let options = attach::options(&mut open.maps.rodata_data)?;
     filter.set(&mut options.filter);
     options.min_size = args.min_size;
     options.max_size = args.max_size;
@@ -297,11 +295,4 @@ fn open(args: &Args, filter: &Filter, kinds: Kinds) -> Result<OpenMemleakKernelS
             .with_context(|| format!("failed to size the map {}", map.name().to_string_lossy()))?;
     }
     Ok(open)
-}
-
-fn options<'a>(
-    open: &'a mut OpenMemleakKernelSkel<'static>,
-) -> Result<&'a mut super::bpf::types::rodata> {
-    let options = open.maps.rodata_data.as_deref_mut();
-    options.context("the BPF object has no options")
 }

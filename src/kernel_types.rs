@@ -1,0 +1,185 @@
+//! The kernel's types for one BPF object: of the kernel's BTF the small part that tells where the
+//! fields are that its programs read.
+//!
+//! libbpf looks for each type that a program uses among all types of the kernel, of which there are
+//! more than a hundred thousand; that was a fifth of memleak's start. Here they are gone through
+//! once, for all names at a time, and libbpf is given what was found: the types with these names,
+//! and what they hold by value. What a pointer points to is left out, as a program names the type
+//! that it expects there. Programs that attach by BTF (fentry, `tp_btf`) still have the whole.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::AsRawFd;
+
+use anyhow::{Context, Result};
+use libbpf_rs::btf::{Btf, BtfKind, BtfType};
+use libbpf_rs::{AsRawLibbpf, ObjectBuilder, OpenObject};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+
+use crate::btf::{self, Types, VOID, WORD_BYTES, Word, word, words};
+use crate::kernel;
+
+/// A file in memory that an object is opened with; the types must be in it when it is loaded.
+#[derive(Debug)]
+pub struct KernelTypes(File);
+
+impl KernelTypes {
+    /// The file, still empty, for an object that is yet to be opened.
+    ///
+    /// # Errors
+    /// If the kernel gives no such file.
+    pub fn for_object(builder: &mut ObjectBuilder) -> Result<Self> {
+        let file = memfd_create(c"memtools-types", MFdFlags::MFD_CLOEXEC);
+        let file = File::from(file.context("failed to create a file for the kernel's types")?);
+        builder.btf_custom_path(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+        Ok(Self(file))
+    }
+
+    /// Writes the kernel's types that the opened object names; all of them, if this kernel's BTF is
+    /// not as it is known here.
+    ///
+    /// # Errors
+    /// If the kernel's BTF cannot be read.
+    pub fn write(&mut self, object: &OpenObject) -> Result<()> {
+        // SAFETY: libbpf keeps it for as long as the object is there, which is borrowed.
+        let object = unsafe { object.as_libbpf_object().as_ref() };
+        let own = Btf::from_bpf_object(object)?.context("the BPF object has no types")?;
+        let names = names(&own);
+        kernel::with_btf(|kernel| match part(kernel, &names) {
+            Some(part) => self.0.write_all(&part),
+            None => self.0.write_all(kernel),
+        })?
+        .context("failed to write down the kernel's types")
+    }
+}
+
+/// The names by which libbpf looks for an object's types in the kernel.
+fn names(own: &Btf<'_>) -> HashSet<Vec<u8>> {
+    let types = (1..own.len() as u32).filter_map(|id| own.type_by_id::<BtfType<'_>>(id.into()));
+    types
+        .filter(|of| looked_for(of.kind()))
+        .filter_map(|of| Some(in_kernel(of.name()?.as_encoded_bytes()).to_vec()))
+        .collect()
+}
+
+/// Whether libbpf looks for types of this kind.
+fn looked_for(kind: BtfKind) -> bool {
+    use BtfKind::{Enum, Enum64, Struct, Typedef, Union};
+    matches!(kind, Struct | Union | Enum | Enum64 | Typedef)
+}
+
+/// What a type of which a program knows several shapes is called in the kernel: `folio` for
+/// `folio___old`.
+fn in_kernel(name: &[u8]) -> &[u8] {
+    let flavor = name.windows(3).rposition(|part| part == b"___");
+    &name[..flavor.unwrap_or(name.len())]
+}
+
+/// The types with these names, and those that they hold by value, as BTF of its own. None if the
+/// kernel's BTF is not as it is known here.
+fn part(kernel: &[u8], names: &HashSet<Vec<u8>>) -> Option<Vec<u8>> {
+    let kernel = Types::parse(kernel)?;
+    let mut part = Part::new(&kernel);
+    for id in kernel.ids() {
+        let of = kernel.get(id)?;
+        if looked_for(of.kind) && names.contains(kernel.name(of.name)?) {
+            part.number(id)?;
+        }
+    }
+    // Each that is added can have others numbered.
+    let mut added = 0;
+    while let Some(&id) = part.ids.get(added) {
+        part.add(id)?;
+        added += 1;
+    }
+    Some(part.into_bytes())
+}
+
+/// Types taken over from the kernel's, numbered anew. The first is the pointer to void, which all
+/// pointers become.
+struct Part<'kernel> {
+    kernel: &'kernel Types<'kernel>,
+    /// The kernel's numbers of the types after the pointer.
+    ids: Vec<u32>,
+    /// Their numbers here, by those.
+    numbers: HashMap<u32, u32>,
+    /// Where names are here, by where they are in the kernel's.
+    offsets: HashMap<u32, u32>,
+    types: Vec<u8>,
+    names: Vec<u8>,
+}
+
+const POINTER: u32 = 1;
+
+impl<'kernel> Part<'kernel> {
+    fn new(kernel: &'kernel Types<'kernel>) -> Self {
+        let pointer = [0, (BtfKind::Ptr as u32) << 24, VOID];
+        Self {
+            kernel,
+            ids: Vec::new(),
+            numbers: HashMap::new(),
+            // What has no name is at 0.
+            offsets: HashMap::from([(0, 0)]),
+            types: pointer.into_iter().flat_map(u32::to_ne_bytes).collect(),
+            names: vec![0],
+        }
+    }
+
+    /// The number here of a type of the kernel, which is to be added if it is not yet.
+    fn number(&mut self, id: u32) -> Option<u32> {
+        if id == VOID {
+            return Some(VOID);
+        }
+        match self.kernel.get(id)?.kind {
+            BtfKind::Ptr => return Some(POINTER),
+            // Only pointed to.
+            BtfKind::FuncProto => return Some(VOID),
+            _ => {}
+        }
+        let next = POINTER + 1 + self.ids.len() as u32;
+        Some(*self.numbers.entry(id).or_insert_with(|| {
+            self.ids.push(id);
+            next
+        }))
+    }
+
+    /// Where a name of the kernel's is here.
+    fn name(&mut self, at: u32) -> Option<u32> {
+        if let Some(&known) = self.offsets.get(&at) {
+            return Some(known);
+        }
+        let here = self.names.len() as u32;
+        self.names.extend(self.kernel.name(at)?);
+        self.names.push(0);
+        self.offsets.insert(at, here);
+        Some(here)
+    }
+
+    /// Adds a type of the kernel, with the numbers and names that it has here.
+    fn add(&mut self, id: u32) -> Option<()> {
+        let of = self.kernel.get(id)?;
+        let (third, each) = words(of.kind);
+        self.add_word(of.name, Word::Name)?;
+        self.add_word(of.info, Word::Number)?;
+        self.add_word(of.size_or_type, third)?;
+        for (index, &what) in (0..of.rest.len() / WORD_BYTES).zip(each.iter().cycle()) {
+            self.add_word(word(of.rest, index * WORD_BYTES)?, what)?;
+        }
+        Some(())
+    }
+
+    fn add_word(&mut self, word: u32, what: Word) -> Option<()> {
+        let word = match what {
+            Word::Number => word,
+            Word::Name => self.name(word)?,
+            Word::Type => self.number(word)?,
+        };
+        self.types.extend(word.to_ne_bytes());
+        Some(())
+    }
+
+    fn into_bytes(self) -> Vec<u8> {
+        btf::from_parts(&self.types, &self.names)
+    }
+}
