@@ -204,3 +204,38 @@ pub(crate) fn from_parts(types: &[u8], names: &[u8]) -> Vec<u8> {
     bytes.extend(names);
     bytes
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_are_named_through_pointers_and_qualifiers() {
+        let names = b"\0folio\0gfp_t\0";
+        let types = [
+            [1, 7 << 24, 0],      // 1: struct folio;
+            [0, 10 << 24, 1],     // 2: const of it
+            [0, 2 << 24, 2],      // 3: pointer to that
+            [7, 8 << 24, 0],      // 4: gfp_t
+            [0, 2 << 24, VOID],   // 5: void *
+            [0, 13 << 24 | 3, 4], // 6: gfp_t (void *, const struct folio *, gfp_t)
+            [0, 5, 0],            // a name and a type each
+            [3, 0, 4],
+            [1, 12 << 24, 6], // 7: function folio
+        ];
+        let types: Vec<u8> = types
+            .iter()
+            .flatten()
+            .flat_map(|word: &u32| word.to_ne_bytes())
+            .collect();
+        let btf = from_parts(&types, names);
+        let types = Types::parse(&btf).expect("BTF");
+        let function = types.find(BtfKind::Func, "folio").expect("a function");
+        let prototype = types.base(&function).expect("its prototype");
+        let arguments = types.arguments(&prototype).expect("arguments");
+        assert_eq!(arguments, ["", "folio", "gfp_t"]);
+        let result = types.unqualified_name(prototype.size_or_type);
+        assert_eq!(result.as_deref(), Some("gfp_t"));
+        assert!(types.arguments(&function).is_none());
+    }
+}

@@ -183,3 +183,71 @@ impl<'kernel> Part<'kernel> {
         btf::from_parts(&self.types, &self.names)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A type's first three words, and those that follow.
+    fn record(name: u32, kind: u32, members: u32, third: u32, rest: &[u32]) -> Vec<u8> {
+        let words = [name, kind << 24 | members, third];
+        let words = words.iter().chain(rest);
+        words.flat_map(|word| word.to_ne_bytes()).collect()
+    }
+
+    const NAMES: &[u8] = b"\0int\0inner\0outer\0a\0b\0other\0";
+    const INT: u32 = 1;
+    const INNER: u32 = 5;
+    const OUTER: u32 = 11;
+    const A: u32 = 17;
+    const B: u32 = 19;
+    const OTHER: u32 = 21;
+
+    /// `struct other { int a; }`, `int`, `struct inner { int a; }`,
+    /// `struct outer { struct inner a; struct other *b; }`, and the pointer.
+    fn kernel() -> Vec<u8> {
+        let types = [
+            record(OTHER, 4, 1, 4, &[A, 2, 0]),
+            record(INT, 1, 0, 4, &[0x0100_0020]),
+            record(INNER, 4, 1, 4, &[A, 2, 0]),
+            record(OUTER, 4, 2, 16, &[A, 3, 0, B, 5, 64]),
+            record(0, 2, 0, 1, &[]),
+        ];
+        btf::from_parts(&types.concat(), NAMES)
+    }
+
+    fn only(name: &str) -> HashSet<Vec<u8>> {
+        HashSet::from([name.into()])
+    }
+
+    #[test]
+    fn a_type_comes_with_what_it_holds_but_not_with_what_it_points_to() {
+        let part = part(&kernel(), &only("outer")).expect("BTF");
+        let types = [
+            record(0, 2, 0, VOID, &[]),
+            record(1, 4, 2, 16, &[7, 3, 0, 9, 1, 64]),
+            record(11, 4, 1, 4, &[7, 4, 0]),
+            record(17, 1, 0, 4, &[0x0100_0020]),
+        ];
+        let names = b"\0outer\0a\0b\0inner\0int\0";
+        assert_eq!(part, btf::from_parts(&types.concat(), names));
+    }
+
+    #[test]
+    fn btf_with_something_unknown_is_left_alone() {
+        let unknown = record(OTHER, 31, 0, 0, &[]);
+        assert_eq!(
+            part(&btf::from_parts(&unknown, NAMES), &only("outer")),
+            None
+        );
+        let mut cut = kernel();
+        cut.pop();
+        assert_eq!(part(&cut, &only("outer")), None);
+    }
+
+    #[test]
+    fn shapes_of_a_type_have_one_name() {
+        assert_eq!(in_kernel(b"folio___nr_pages"), b"folio");
+        assert_eq!(in_kernel(b"mem_cgroup"), b"mem_cgroup");
+    }
+}
