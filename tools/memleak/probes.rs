@@ -1,11 +1,14 @@
 //! Loads the program and places the probes.
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use libbpf_rs::skel::{OpenSkel, Skel};
-use libbpf_rs::{Link, MapCore, Program, ProgramImpl, UprobeMultiOpts, UprobeOpts};
+use libbpf_rs::{
+    Link, MapCore, Program, ProgramAttachType, ProgramImpl, UprobeMultiOpts, UprobeOpts,
+};
 use memtools::attach::{self, Variant};
 use memtools::cli::UsageError;
 use memtools::kernel;
+use memtools::process::Process;
 use memtools::unwind::Unwinder;
 
 use crate::args::{Args, Mode};
@@ -63,6 +66,8 @@ const MAPPING_EVENT_BYTES: u32 = 1 << 20;
 enum Way {
     /// One link for each file, with a cookie for each function.
     Session,
+    /// Two, one for entries and one for returns.
+    Multi,
     /// A link for each entry and return, with cookies.
     Cookies,
     /// The same without cookies: a program for each signature.
@@ -73,7 +78,7 @@ impl Way {
     fn programs(self) -> fn(&str) -> bool {
         match self {
             Self::Session => |program| program == "session_call",
-            Self::Cookies => |program| program.starts_with("cookie_"),
+            Self::Multi | Self::Cookies => |program| program.starts_with("cookie_"),
             Self::Plain => |program| program.starts_with("entry_") || program == "any_return",
         }
     }
@@ -82,24 +87,31 @@ impl Way {
 /// Loads the program and places the probes, in the best way that this kernel has.
 pub(crate) fn attach(target: &Target, args: &Args) -> Result<Started> {
     let session = Variant::new("uprobe session", || {
-        // The pid filter of multi links sees only one thread of the process on some kernels from
-        // 6.6 to 6.9; session links came after the fix, with 6.13.
         if !kernel::btf_has_name("BPF_TRACE_UPROBE_SESSION") {
             bail!("not on this kernel (6.13 and later)");
         }
         start(Way::Session, target, args)
     });
+    let multi = Variant::new("uprobe multi", || {
+        if !kernel::btf_has_name("BPF_TRACE_UPROBE_MULTI") {
+            bail!("not on this kernel (6.6 and later)");
+        }
+        start(Way::Multi, target, args)
+    });
     let cookies = Variant::new("perf uprobes", || start(Way::Cookies, target, args));
     let plain = Variant::new("perf uprobes without cookies", || {
         start(Way::Plain, target, args)
     });
-    let variants = [session, cookies, plain];
+    let variants = [session, multi, cookies, plain];
     let (how, (attached, links, unwinder)) = attach::first_that_works(args.verbose, variants)?;
     Ok((Attached { how, ..attached }, links, unwinder))
 }
 
 fn start(way: Way, target: &Target, args: &Args) -> Result<Started> {
     let (attached, mut links, unwinder) = load(way, target, args)?;
+    if way == Way::Multi {
+        links.push(try_with_a_thread(&attached.skel)?);
+    }
     for (pid, object) in target.objects() {
         links.extend(attached.probe(pid, object)?);
     }
@@ -127,25 +139,42 @@ impl Attached {
     /// Places the probes of one file in one process.
     pub(crate) fn probe(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
         let links = match self.way {
-            Way::Session => self.session(pid, object).map(|link| vec![link]),
+            Way::Session => self.session(pid, object),
+            Way::Multi => self.multi(pid, object),
             way => self.perf(way, pid, object),
         };
         links.with_context(|| format!("failed to probe {}", object.module))
     }
 
-    fn session(&self, pid: i32, object: &Object) -> Result<Link> {
-        let functions = &object.functions;
+    fn session(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
         let opts = UprobeMultiOpts {
-            offsets: functions.iter().map(|of| of.offset).collect(),
-            cookies: functions
-                .iter()
-                .map(|of| of.signature.packed().into())
-                .collect(),
             session: true,
-            ..UprobeMultiOpts::default()
+            ..places(&object.functions)
         };
         let program = &self.skel.progs.session_call;
-        Ok(program.attach_uprobe_multi_with_opts(pid, &object.path, "", opts)?)
+        let link = program.attach_uprobe_multi_with_opts(pid, &object.path, "", opts)?;
+        Ok(vec![link])
+    }
+
+    fn multi(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
+        let (entry, exit) = (
+            &self.skel.progs.cookie_entry,
+            &self.skel.progs.cookie_return,
+        );
+        let entries = places(&object.functions);
+        let returning = object.functions.iter().filter(|of| of.signature.returns());
+        let returns = UprobeMultiOpts {
+            retprobe: true,
+            ..places(returning)
+        };
+        // Returns first: a call seen at entry must be seen at its return.
+        [(exit, returns), (entry, entries)]
+            .into_iter()
+            .filter(|(_, opts)| !opts.offsets.is_empty())
+            .map(|(program, opts)| {
+                Ok(program.attach_uprobe_multi_with_opts(pid, &object.path, "", opts)?)
+            })
+            .collect()
     }
 
     fn perf(&self, way: Way, pid: i32, object: &Object) -> Result<Vec<Link>> {
@@ -175,6 +204,52 @@ impl Attached {
         }
         Ok(links)
     }
+}
+
+/// Where the probes of functions are, with their cookies.
+fn places<'a>(functions: impl IntoIterator<Item = &'a Function>) -> UprobeMultiOpts {
+    let places = functions.into_iter();
+    let (offsets, cookies) = places
+        .map(|of| (of.offset, u64::from(of.signature.packed())))
+        .unzip();
+    UprobeMultiOpts {
+        offsets,
+        cookies,
+        ..UprobeMultiOpts::default()
+    }
+}
+
+/// Probes a function of our own by a link as for a target, and has another thread call it: on some
+/// kernels before 6.12 such a link sees one thread of the process alone. The link is to be kept, as
+/// to end it takes time.
+fn try_with_a_thread(skel: &MemleakSkel<'static>) -> Result<Link> {
+    let called = called_by_a_thread as extern "C" fn();
+    let address = called as usize as u64;
+    let own = Process::open(std::process::id())?;
+    let mappings = own.mappings()?;
+    let code = mappings.iter().find(|code| code.range.contains(&address));
+    let code = code.context("memleak's own code is not mapped")?;
+    let opts = UprobeMultiOpts {
+        offsets: vec![(address - code.range.start + code.file_offset) as usize],
+        ..UprobeMultiOpts::default()
+    };
+    let pid = own.pid().cast_signed();
+    let program = &skel.progs.trial;
+    let link = program.attach_uprobe_multi_with_opts(pid, "/proc/self/exe", "", opts)?;
+    let thread = std::thread::spawn(move || called());
+    ensure!(thread.join().is_ok(), "a thread of memleak's own failed");
+    let bss = skel.maps.bss_data.as_deref();
+    let calls = bss.map_or(0, |bss| bss.trial_calls);
+    ensure!(
+        calls == 1,
+        "on this kernel it sees one thread of a process alone"
+    );
+    Ok(link)
+}
+
+#[inline(never)]
+extern "C" fn called_by_a_thread() {
+    std::hint::black_box(());
 }
 
 /// The program that reads calls by this signature.
@@ -219,6 +294,12 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
     for mut program in open.open_object_mut().progs_mut() {
         let load = wanted(&program.name().to_string_lossy());
         program.set_autoload(load);
+    }
+    if way == Way::Multi {
+        open.progs.trial.set_autoload(true);
+        for program in [&mut open.progs.cookie_entry, &mut open.progs.cookie_return] {
+            program.set_attach_type(ProgramAttachType::TraceUprobeMulti);
+        }
     }
     open.progs.process_exec.set_autoload(true);
     open.progs.thread_exit.set_autoload(true);
