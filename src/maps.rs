@@ -1,5 +1,7 @@
 //! BPF maps that are made while a tool runs; all others are their skeleton's.
 
+use std::os::fd::{AsFd, AsRawFd};
+
 use anyhow::{Context, Result};
 use libbpf_rs::libbpf_sys::bpf_map_create_opts;
 use libbpf_rs::{MapHandle, MapType};
@@ -13,9 +15,32 @@ pub fn create(
     flags: u32,
 ) -> Result<MapHandle> {
     let options = bpf_map_create_opts {
-        sz: size_of::<bpf_map_create_opts>() as _,
         map_flags: flags,
         ..Default::default()
+    };
+    create_with(kind, name, (key_bytes, value_bytes), entries, options)
+}
+
+/// Creates an array of so many maps that are like this one.
+pub fn create_array_of(like: &MapHandle, name: &str, entries: u32) -> Result<MapHandle> {
+    let options = bpf_map_create_opts {
+        inner_map_fd: like.as_fd().as_raw_fd().cast_unsigned(),
+        ..Default::default()
+    };
+    let sizes = (size_of::<u32>(), size_of::<u32>());
+    create_with(MapType::ArrayOfMaps, name, sizes, entries, options)
+}
+
+fn create_with(
+    kind: MapType,
+    name: &str,
+    (key_bytes, value_bytes): (usize, usize),
+    entries: u32,
+    options: bpf_map_create_opts,
+) -> Result<MapHandle> {
+    let options = bpf_map_create_opts {
+        sz: size_of::<bpf_map_create_opts>() as _,
+        ..options
     };
     let (key_bytes, value_bytes) = (key_bytes as u32, value_bytes as u32);
     MapHandle::create(kind, Some(name), key_bytes, value_bytes, entries, &options)

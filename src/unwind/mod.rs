@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
-use libbpf_rs::{Link, MapCore, MapFlags, MapHandle, MapMut, ProgramMut};
+use libbpf_rs::{Link, MapCore, MapFlags, MapHandle, MapMut, OpenMapMut, ProgramMut};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, kill};
@@ -92,6 +92,24 @@ impl UnwindArgs {
     }
 }
 
+/// Memory for unwind tables, of which some is there when a skeleton has been loaded: to add it takes a
+/// grace period of the kernel, as long as a load.
+pub struct Memory(Store);
+
+impl Memory {
+    /// In the place of an opened skeleton's map `unwind_shards`; None if no tables are used.
+    ///
+    /// # Errors
+    /// If the kernel refuses the maps.
+    pub fn before_load(args: UnwindArgs, shards: &mut OpenMapMut<'_>) -> Result<Option<Self>> {
+        if args.mode == Mode::Fp {
+            return Ok(None);
+        }
+        let store = Store::before_load(shards, args.memory << 20)?;
+        Ok(Some(Self(store)))
+    }
+}
+
 /// Sets the constants of an opened skeleton that say how stacks are unwound, before load.
 #[macro_export]
 macro_rules! set_unwind_options {
@@ -106,6 +124,7 @@ macro_rules! set_unwind_options {
 macro_rules! unwind_parts {
     ($skel:expr) => {
         $crate::unwind::Parts {
+            memory: None,
             shards: &$skel.maps.unwind_shards,
             processes: &$skel.maps.unwind_processes,
             requests: &$skel.maps.unwind_requests,
@@ -126,6 +145,8 @@ macro_rules! unwind_parts {
 /// What [`unwind_parts!`] makes.
 #[expect(missing_docs, reason = "named as in the skeleton")]
 pub struct Parts<'a> {
+    /// That was made before load, if any was.
+    pub memory: Option<Memory>,
     pub shards: &'a MapMut<'static>,
     pub processes: &'a MapMut<'static>,
     pub requests: &'a MapMut<'static>,
@@ -188,7 +209,7 @@ impl Unwinder {
 
     fn start_with(
         args: UnwindArgs,
-        parts: Parts<'_>,
+        mut parts: Parts<'_>,
         command: Option<u32>,
         prepare: impl FnOnce(&mut Tables) -> Result<()>,
     ) -> Result<Self> {
@@ -202,7 +223,10 @@ impl Unwinder {
         if args.mode == Mode::Fp {
             return Ok(unwinder);
         }
-        let store = Store::new(handle(parts.shards)?, args.memory << 20);
+        let store = match parts.memory.take() {
+            Some(Memory(store)) => store,
+            None => Store::new(handle(parts.shards)?, args.memory << 20),
+        };
         let mut tables = Tables::new(store, handle(parts.processes)?);
         for program in parts.programs {
             unwinder.links.push(attach(program)?);

@@ -8,10 +8,11 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
+use std::thread::{self, JoinHandle};
 
 use anyhow::{Context, Result};
 use libbpf_rs::libbpf_sys::BPF_F_MMAPABLE;
-use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType};
+use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType, OpenMapMut};
 use memmap2::MmapOptions;
 
 use crate::maps;
@@ -25,6 +26,8 @@ pub(super) struct Store {
     /// The map of maps.
     map: MapHandle,
     shards: Vec<MapHandle>,
+    /// Put the last of them into the map.
+    adding: Vec<JoinHandle<Result<()>>>,
     max_shards: usize,
     free: FreeList,
 }
@@ -36,9 +39,21 @@ impl Store {
         Self {
             map,
             shards: Vec::new(),
+            adding: Vec::new(),
             max_shards,
             free: FreeList::default(),
         }
+    }
+
+    /// The same before load, for which the map is not made yet. The first shard is added meanwhile.
+    pub(super) fn before_load(map: &mut OpenMapMut<'_>, max_bytes: usize) -> Result<Self> {
+        let name = map.name().to_string_lossy();
+        let own = maps::create_array_of(&shard()?, &name, map.max_entries())?;
+        map.reuse_fd(own.as_fd())
+            .context("failed to replace a map before load")?;
+        let mut store = Self::new(own, max_bytes);
+        store.grow(1)?;
+        Ok(store)
     }
 
     /// Bytes in use by the kernel.
@@ -47,7 +62,7 @@ impl Store {
     }
 
     /// Takes room for words. Returns the number of the first, which is never 0; None if there is no
-    /// room.
+    /// room. Before a program is to know of it, call [`Store::settle`].
     pub(super) fn take(&mut self, words: usize) -> Result<Option<u32>> {
         let mut found = self.free.take(words);
         if found.is_none() {
@@ -85,11 +100,20 @@ impl Store {
         self.free.give(words.start as usize..words.end as usize);
     }
 
+    /// Waits until programs see all memory that was taken.
+    pub(super) fn settle(&mut self) -> Result<()> {
+        self.adding.drain(..).try_for_each(|thread| {
+            let panicked = |_| Err(io::Error::other("a thread panicked").into());
+            thread.join().unwrap_or_else(panicked)
+        })
+    }
+
     /// Waits until all programs have ended that run now. The kernel does so for whoever changes a
     /// map of maps.
-    pub(super) fn synchronize(&self) -> Result<()> {
+    pub(super) fn synchronize(&mut self) -> Result<()> {
+        self.settle()?;
         match self.shards.first() {
-            Some(shard) => self.set(0, shard),
+            Some(shard) => set(&self.map, 0, shard),
             None => Ok(()),
         }
     }
@@ -102,31 +126,31 @@ impl Store {
         if first + more > self.max_shards {
             return Ok(());
         }
-        for _ in 0..more {
-            self.shards.push(shard()?);
+        for number in first..first + more {
+            let shard = shard()?;
+            // It can be written to at once; to put it into the map takes a grace period, as long as
+            // it takes to make a table.
+            let handles = (copy(&self.map)?, copy(&shard)?);
+            let add = move || set(&handles.0, number, &handles.1);
+            self.adding.push(thread::spawn(add));
+            self.shards.push(shard);
         }
-        // Each waits for a grace period: together they take no longer than one.
-        let this = &*self;
-        std::thread::scope(|scope| {
-            let set = |number| scope.spawn(move || this.set(number, &this.shards[number]));
-            let threads: Vec<_> = (first..first + more).map(set).collect();
-            let mut results = threads.into_iter().map(|thread| thread.join());
-            results.try_for_each(|result| {
-                result.unwrap_or_else(|_| Err(io::Error::other("panicked").into()))
-            })
-        })?;
         // Word 0 is none.
         let start = (first * SHARD_WORDS).max(1);
         self.free.give(start..(first + more) * SHARD_WORDS);
         Ok(())
     }
+}
 
-    fn set(&self, number: usize, shard: &MapHandle) -> Result<()> {
-        let key = (number as u32).to_ne_bytes();
-        let fd = shard.as_fd().as_raw_fd().to_ne_bytes();
-        let set = self.map.update(&key, &fd, MapFlags::ANY);
-        set.context("failed to add memory for unwind tables")
-    }
+fn copy(map: &MapHandle) -> Result<MapHandle> {
+    MapHandle::try_from(map).context("failed to open a map again")
+}
+
+fn set(map: &MapHandle, number: usize, shard: &MapHandle) -> Result<()> {
+    let key = (number as u32).to_ne_bytes();
+    let fd = shard.as_fd().as_raw_fd().to_ne_bytes();
+    let set = map.update(&key, &fd, MapFlags::ANY);
+    set.context("failed to add memory for unwind tables")
 }
 
 fn shard() -> Result<MapHandle> {

@@ -318,6 +318,7 @@ impl Tables {
                 _files: mappings.iter().map(|(_, file)| Arc::clone(file)).collect(),
             },
         );
+        self.store.settle()?;
         self.entries
             .update(&pid.to_ne_bytes(), &entry.to_ne_bytes(), MapFlags::ANY)
             .context("failed to publish a process's mappings")?;

@@ -9,7 +9,7 @@ use memtools::attach::{self, Variant};
 use memtools::cli::UsageError;
 use memtools::kernel;
 use memtools::process::Process;
-use memtools::unwind::Unwinder;
+use memtools::unwind::{Memory, Parts, Unwinder};
 
 use crate::args::{Args, Mode};
 use crate::bpf::types::block_bucket;
@@ -311,6 +311,7 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
     ] {
         program.set_autoload(true);
     }
+    let memory = Memory::before_load(args.unwind, &mut open.maps.unwind_shards)?;
     let skel = open.load().context("failed to load")?;
     target.filter.set_cgroup(&skel.maps.filter_cgroup)?;
     let links = [&skel.progs.process_exec, &skel.progs.thread_exit].map(|program| {
@@ -318,7 +319,10 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
             .attach()
             .context("failed to watch execs and exits of processes")
     });
-    let parts = memtools::unwind_parts!(skel);
+    let parts = Parts {
+        memory,
+        ..memtools::unwind_parts!(skel)
+    };
     let pids = target.processes.iter().map(|traced| traced.process.pid());
     let pids: Vec<u32> = pids.collect();
     let unwinder = match (&args.command, &pids[..]) {
