@@ -336,6 +336,12 @@ __noinline int parts_mark(__u64 key, __u32 word, __u64 bits)
 	return 1;
 }
 
+/* The same with 64 that may be beside so many from the first. */
+__noinline int parts_mark_within(__u64 key, __u32 word, __u32 first, __u32 pages)
+{
+	return word * 64 >= first && word * 64 < first + pages ? parts_mark(key, word, ~0ULL) : 0;
+}
+
 /* Mark so many from the first as freed. */
 static __always_inline int parts_mark_all(__u64 key, __u32 first, __u32 pages)
 {
@@ -344,8 +350,7 @@ static __always_inline int parts_mark_all(__u64 key, __u32 first, __u32 pages)
 	if (pages < 64)
 		return parts_mark(key, first / 64, ((1ULL << pages) - 1) << (first & 63));
 	for (__u32 word = 0; word < PARTS_WORDS; word++)
-		if (word * 64 >= first && word * 64 < first + pages)
-			marked = parts_mark(key, word, ~0ULL);
+		marked |= parts_mark_within(key, word, first, pages);
 	return marked;
 }
 

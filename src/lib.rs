@@ -17,6 +17,7 @@
 //! | [`filter`] | which tasks are traced: processes, names, a cgroup |
 //! | [`follow`] | the processes that a traced command starts |
 //! | [`attach`] | a ladder of variants of the same hook, tried from the best down |
+//! | [`kernel_types`] | the kernel's types that a BPF object is fitted to |
 //! | [`process`] | a process to be traced: is it there, what is it, what has it mapped |
 //! | [`command`] | a command to be traced, held before exec until the probes are live |
 //! | [`target`] | what is traced: what the filter lets through, or a command |

@@ -295,8 +295,10 @@ fn a_stall_in_reclaim() -> Result<()> {
     complete(&report, report.stacks.len() as u64)
 }
 
+/// In a page fault, seen by programs of several kinds.
 fn a_kill() -> Result<()> {
     killed(None)?;
+    killed(Some("mark_victim alone"))?;
     killed(Some("mark_victim's pid alone"))
 }
 
@@ -556,6 +558,10 @@ fn frame_pointers_alone_invent_nothing() -> Result<()> {
             "{entry:x?}\nis not of\n{own:x?}"
         );
     }
+    // Its frame pointer leads to where no code is.
+    let (report, _) = trace("brkstack", &["--unwind", "fp"], "liar")?;
+    let entry = report.only(COUNT)?;
+    ensure!(entry.symbols == ["syscall"] && entry.truncated, "{entry:x?}");
     Ok(())
 }
 

@@ -19,7 +19,7 @@
  *   unwind write COUNT         COUNT megabytes written to stderr
  *   unwind grow COUNT          COUNT pages written to after "done", to be killed for
  *   unwind liar COUNT          COUNT calls of brk(2) below a function that returns to where no code
- *                              is, as it says
+ *                              is, as its unwind information and its frame pointer say
  *   unwind step COUNT          a call of brk(2) after each instruction, by a signal's handler
  *
  * The fact "stack" is where the frames return to, by libgcc's own unwinder, called
@@ -257,17 +257,22 @@ static void leaf_nothing(void)
 	KEEP(&kept);
 }
 
-/* Calls `what`. By its unwind information it returns to `address`. */
+/* Calls `what`. By its unwind information and by its frame pointer it returns to `address`. */
 void liar(void (*what)(void), const void *address);
 __asm__(".text\n"
 	".type liar, @function\n"
 	"liar:\n"
 	".cfi_startproc\n"
-	"sub $24, %rsp\n"
+	"sub $40, %rsp\n"
 	".cfi_def_cfa_offset 24\n"
 	"mov %rsi, 16(%rsp)\n"
+	"mov %rbp, 24(%rsp)\n"
+	"movq $0, (%rsp)\n"
+	"mov %rsi, 8(%rsp)\n"
+	"mov %rsp, %rbp\n"
 	"call *%rdi\n"
-	"add $24, %rsp\n"
+	"mov 24(%rsp), %rbp\n"
+	"add $40, %rsp\n"
 	"ret\n"
 	".cfi_endproc\n"
 	".size liar, . - liar\n");
