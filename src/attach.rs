@@ -156,13 +156,11 @@ pub fn first_that_works<'a, T: 'a>(
 /// Opens a tool's skeleton, to be given its options and to be loaded.
 pub fn open<B: SkelBuilder<'static> + Default>() -> Result<B::Output> {
     let mut builder = B::default();
-    let mut types = KernelTypes::for_object(builder.object_builder_mut())?;
+    let types = KernelTypes::for_object(builder.object_builder_mut())?;
     let open = builder
         .open(object_storage())
         .context("failed to open the BPF object")?;
     types.write(open.open_object())?;
-    // The load, whenever that is, reads it.
-    std::mem::forget(types);
     Ok(open)
 }
 

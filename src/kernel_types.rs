@@ -10,7 +10,7 @@
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::Write;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, IntoRawFd};
 
 use anyhow::{Context, Result};
 use libbpf_rs::btf::{Btf, BtfKind, BtfType};
@@ -37,11 +37,11 @@ impl KernelTypes {
     }
 
     /// Writes the kernel's types that the opened object names; all of them, if this kernel's BTF is
-    /// not as it is known here.
+    /// not as it is known here. They are there until we exit, as the object can be loaded at any time.
     ///
     /// # Errors
     /// If the kernel's BTF cannot be read.
-    pub fn write(&mut self, object: &OpenObject) -> Result<()> {
+    pub fn write(mut self, object: &OpenObject) -> Result<()> {
         // SAFETY: libbpf keeps it for as long as the object is there, which is borrowed.
         let object = unsafe { object.as_libbpf_object().as_ref() };
         let own = Btf::from_bpf_object(object)?.context("the BPF object has no types")?;
@@ -50,7 +50,9 @@ impl KernelTypes {
             Some(part) => self.0.write_all(&part),
             None => self.0.write_all(kernel),
         })?
-        .context("failed to write down the kernel's types")
+        .context("failed to write down the kernel's types")?;
+        let _stays_open = self.0.into_raw_fd();
+        Ok(())
     }
 }
 

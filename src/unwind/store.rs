@@ -47,12 +47,12 @@ impl Store {
 
     /// The same before load, for which the map is not made yet. The first shard is added meanwhile.
     pub(super) fn before_load(map: &mut OpenMapMut<'_>, max_bytes: usize) -> Result<Self> {
-        let name = map.name().to_string_lossy();
-        let own = maps::create_array_of(&shard()?, &name, map.max_entries())?;
+        let (name, first) = (map.name().to_string_lossy(), shard()?);
+        let own = maps::create_array_of(&first, &name, map.max_entries())?;
         map.reuse_fd(own.as_fd())
             .context("failed to replace a map before load")?;
         let mut store = Self::new(own, max_bytes);
-        store.grow(1)?;
+        store.add(first)?;
         Ok(store)
     }
 
@@ -126,18 +126,23 @@ impl Store {
         if first + more > self.max_shards {
             return Ok(());
         }
-        for number in first..first + more {
-            let shard = shard()?;
-            // It can be written to at once; to put it into the map takes a grace period, as long as
-            // it takes to make a table.
-            let handles = (copy(&self.map)?, copy(&shard)?);
-            let add = move || set(&handles.0, number, &handles.1);
-            self.adding.push(thread::spawn(add));
-            self.shards.push(shard);
+        for _ in 0..more {
+            self.add(shard()?)?;
         }
+        Ok(())
+    }
+
+    fn add(&mut self, shard: MapHandle) -> Result<()> {
+        let number = self.shards.len();
+        // It can be written to at once; to put it into the map takes a grace period, as long as it
+        // takes to make a table.
+        let handles = (copy(&self.map)?, copy(&shard)?);
+        let set = move || set(&handles.0, number, &handles.1);
+        self.adding.push(thread::spawn(set));
+        self.shards.push(shard);
         // Word 0 is none.
-        let start = (first * SHARD_WORDS).max(1);
-        self.free.give(start..(first + more) * SHARD_WORDS);
+        let start = (number * SHARD_WORDS).max(1);
+        self.free.give(start..(number + 1) * SHARD_WORDS);
         Ok(())
     }
 }

@@ -39,6 +39,10 @@ const COPIES: [(&str, &str); 2] = [("memleak", "entry_"), ("vmscan", "count_")];
 /// preempts it: x86's private BPF stacks, 6.13 and later.
 const UPROBE_STACK_BYTES: u32 = 64;
 
+/// That the verifier may follow for a program, a fraction of a second's work: tools are to start in
+/// milliseconds. The kernel's own limit is a million.
+const MOST_INSTRUCTIONS: u64 = 150_000;
+
 /// The verifier's statistics, as `log_level` asks for them.
 const BPF_LOG_STATS: u32 = 4;
 
@@ -125,11 +129,9 @@ fn fields_are_those_of_the_whole_btf(object: &[u8]) -> Result<Completion> {
 /// Opens an object as the tools do.
 fn open(object: &[u8]) -> Result<OpenObject> {
     let mut builder = ObjectBuilder::default();
-    let mut types = KernelTypes::for_object(&mut builder)?;
+    let types = KernelTypes::for_object(&mut builder)?;
     let open = builder.open_memory(object)?;
     types.write(&open)?;
-    // The load reads it.
-    std::mem::forget(types);
     Ok(open)
 }
 
@@ -178,6 +180,11 @@ fn passes(tool: &str, object: &[u8], program: &str) -> Result<Completion> {
         if let Ok(mut verdicts) = VERDICTS.lock() {
             verdicts.push(format!("{full_name} ({options:?}): {verdict}"));
         }
+        ensure!(
+            verdict.instructions <= MOST_INSTRUCTIONS,
+            "the verifier had to follow {} instructions",
+            verdict.instructions
+        );
         ensure!(
             !section.starts_with('u')
                 || verdict
