@@ -413,7 +413,7 @@ static __always_inline void block_allocated(__u64 address, const struct thread *
 					    bool use_table)
 {
 	__u64 born, size = thread->size;
-	struct live_block old;
+	struct live_block old = {};
 
 	if (only_totals) {
 		total_add(stack, size);
@@ -593,7 +593,7 @@ static __noinline int freed_unknown(struct pt_regs *ctx, __u32 signature, __u64 
 static __always_inline void release(struct pt_regs *ctx, __u32 signature, bool use_table)
 {
 	__u64 address = argument(ctx, field(signature, SIGNATURE_ADDRESS));
-	struct live_block block;
+	struct live_block block = {};
 	int state;
 
 	if (!address)
