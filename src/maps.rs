@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, AsRawFd};
 
 use anyhow::{Context, Result};
 use libbpf_rs::libbpf_sys::bpf_map_create_opts;
-use libbpf_rs::{MapHandle, MapType};
+use libbpf_rs::{MapHandle, MapType, OpenMapMut};
 
 /// Creates a map for so many entries of these sizes in bytes; `flags` are BPF_F_*.
 pub fn create(
@@ -19,6 +19,27 @@ pub fn create(
         ..Default::default()
     };
     create_with(kind, name, (key_bytes, value_bytes), entries, options)
+}
+
+/// Makes a map of an opened skeleton now, and not at load.
+pub fn create_before_load(map: &mut OpenMapMut<'_>) -> Result<MapHandle> {
+    let name = map.name().to_string_lossy();
+    let sizes = (map.key_size() as usize, map.value_size() as usize);
+    let made = create(
+        map.map_type(),
+        &name,
+        sizes,
+        map.max_entries(),
+        map.map_flags(),
+    )?;
+    use_instead(map, &made)?;
+    Ok(made)
+}
+
+/// Has a skeleton use this map instead of one that it would make at load.
+pub fn use_instead(map: &mut OpenMapMut<'_>, made: &MapHandle) -> Result<()> {
+    map.reuse_fd(made.as_fd())
+        .context("failed to replace a map before load")
 }
 
 /// Creates an array of so many maps that are like this one.

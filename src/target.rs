@@ -10,7 +10,7 @@ use crate::filter::{Filter, FilterArgs};
 use crate::poll::Poller;
 use crate::process::Process;
 use crate::symbolize::Symbolizer;
-use crate::unwind::{Parts, UnwindArgs, Unwinder};
+use crate::unwind::{Parts, UnwindArgs, Unwinder, Whose};
 
 /// Options that choose it.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -81,13 +81,14 @@ impl Target {
 
     /// What unwinds the stacks of what is traced. Make it before the probes are live.
     pub fn unwinder(&self, args: UnwindArgs, parts: Parts<'_>) -> Result<Unwinder> {
-        match &self.command {
-            Some((line, command)) => Unwinder::start_for_command(args, parts, command.pid(), line),
-            None => {
-                let pids: Vec<u32> = self.processes.iter().map(Process::pid).collect();
-                Unwinder::start(args, parts, &pids)
-            }
-        }
+        let whose = match &self.command {
+            Some((line, command)) => Whose::Command {
+                pid: command.pid(),
+                line: line.clone(),
+            },
+            None => Whose::Processes(self.processes.iter().map(Process::pid).collect()),
+        };
+        Unwinder::start(args, parts, &whose)
     }
 
     /// Wakes the poller at the end of the process that is the only one named: that is the end of the

@@ -37,6 +37,7 @@ use crate::clock;
 use crate::command::{self, CommandLine};
 use crate::events::Events;
 use crate::filter;
+use crate::maps;
 use crate::output::Output;
 use crate::shared::unwind_mode;
 
@@ -92,21 +93,87 @@ impl UnwindArgs {
     }
 }
 
-/// Memory for unwind tables, of which some is there when a skeleton has been loaded: to add it takes a
-/// grace period of the kernel, as long as a load.
-pub struct Memory(Store);
+/// Whose tables are made before anything is traced.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Whose {
+    /// Processes that run.
+    Processes(Vec<u32>),
+    /// A command that is held before exec.
+    Command {
+        /// The process that it is to become.
+        pid: u32,
+        /// As the user gave it.
+        line: String,
+    },
+}
 
-impl Memory {
-    /// In the place of an opened skeleton's map `unwind_shards`; None if no tables are used.
+impl Whose {
+    /// Those of the files that a command is going to map.
+    fn expect(&self, tables: &mut Tables) -> Result<()> {
+        let Self::Command { line, .. } = self else {
+            return Ok(());
+        };
+        let line = CommandLine::parse(line)?;
+        // A program of another architecture has none.
+        for path in command::code_files(line.program()).unwrap_or_default() {
+            if let Ok(file) = File::open(&path) {
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                tables.expect(&name, &file)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Those of processes that run, as far as they are not there.
+    fn refresh(&self, tables: &mut Tables) -> Result<()> {
+        let Self::Processes(pids) = self else {
+            return Ok(());
+        };
+        for &pid in pids {
+            let begun = Instant::now();
+            if tables.refresh(pid)? == Refreshed::Changed {
+                tell(tables, pid, begun.elapsed());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Tables that are made while a skeleton is loaded: both take as long, and memory for tables comes
+/// after a grace period of the kernel.
+pub struct Early(JoinHandle<Result<Tables>>);
+
+impl Early {
+    /// In the place of an opened skeleton's maps `unwind_shards` and `unwind_processes`; None if no
+    /// tables are used.
     ///
     /// # Errors
     /// If the kernel refuses the maps.
-    pub fn before_load(args: UnwindArgs, shards: &mut OpenMapMut<'_>) -> Result<Option<Self>> {
+    pub fn start(
+        args: UnwindArgs,
+        shards: &mut OpenMapMut<'_>,
+        processes: &mut OpenMapMut<'_>,
+        whose: &Whose,
+    ) -> Result<Option<Self>> {
         if args.mode == Mode::Fp {
             return Ok(None);
         }
         let store = Store::before_load(shards, args.memory << 20)?;
-        Ok(Some(Self(store)))
+        let mut tables = Tables::new(store, maps::create_before_load(processes)?);
+        let whose = whose.clone();
+        let thread = thread::spawn(move || {
+            whose.expect(&mut tables)?;
+            whose.refresh(&mut tables)?;
+            Ok(tables)
+        });
+        Ok(Some(Self(thread)))
+    }
+
+    fn finish(self) -> Result<Tables> {
+        match self.0.join() {
+            Ok(tables) => tables,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
     }
 }
 
@@ -124,7 +191,7 @@ macro_rules! set_unwind_options {
 macro_rules! unwind_parts {
     ($skel:expr) => {
         $crate::unwind::Parts {
-            memory: None,
+            early: None,
             shards: &$skel.maps.unwind_shards,
             processes: &$skel.maps.unwind_processes,
             requests: &$skel.maps.unwind_requests,
@@ -145,8 +212,8 @@ macro_rules! unwind_parts {
 /// What [`unwind_parts!`] makes.
 #[expect(missing_docs, reason = "named as in the skeleton")]
 pub struct Parts<'a> {
-    /// That was made before load, if any was.
-    pub memory: Option<Memory>,
+    /// Tables that were begun before load.
+    pub early: Option<Early>,
     pub shards: &'a MapMut<'static>,
     pub processes: &'a MapMut<'static>,
     pub requests: &'a MapMut<'static>,
@@ -174,45 +241,9 @@ struct Worker {
 }
 
 impl Unwinder {
-    /// Makes the tables of these processes, and from now on of whatever else is met. To be called
-    /// after load and before the probes are live; what is to be forked must have been.
-    pub fn start(args: UnwindArgs, parts: Parts<'_>, pids: &[u32]) -> Result<Self> {
-        Self::start_with(args, parts, None, |tables| {
-            for &pid in pids {
-                let begun = Instant::now();
-                tables.refresh(pid)?;
-                tell(tables, pid, begun.elapsed());
-            }
-            Ok(())
-        })
-    }
-
-    /// The same for a command that is held before exec.
-    pub fn start_for_command(
-        args: UnwindArgs,
-        parts: Parts<'_>,
-        pid: u32,
-        line: &str,
-    ) -> Result<Self> {
-        Self::start_with(args, parts, Some(pid), |tables| {
-            let line = CommandLine::parse(line)?;
-            // A program of another architecture has none.
-            for path in command::code_files(line.program()).unwrap_or_default() {
-                if let Ok(file) = File::open(&path) {
-                    let name = path.file_name().unwrap_or_default().to_string_lossy();
-                    tables.expect(&name, &file)?;
-                }
-            }
-            Ok(())
-        })
-    }
-
-    fn start_with(
-        args: UnwindArgs,
-        mut parts: Parts<'_>,
-        command: Option<u32>,
-        prepare: impl FnOnce(&mut Tables) -> Result<()>,
-    ) -> Result<Self> {
+    /// Makes these tables, and from now on those of whatever else is met. To be called after load and
+    /// before the probes are live; what is to be forked must have been.
+    pub fn start(args: UnwindArgs, mut parts: Parts<'_>, whose: &Whose) -> Result<Self> {
         let mut unwinder = Self {
             mode: args.mode,
             slots: handle(parts.slots)?,
@@ -223,16 +254,24 @@ impl Unwinder {
         if args.mode == Mode::Fp {
             return Ok(unwinder);
         }
-        let store = match parts.memory.take() {
-            Some(Memory(store)) => store,
-            None => Store::new(handle(parts.shards)?, args.memory << 20),
+        let mut tables = match parts.early.take() {
+            Some(early) => early.finish()?,
+            None => {
+                let store = Store::new(handle(parts.shards)?, args.memory << 20);
+                let mut tables = Tables::new(store, handle(parts.processes)?);
+                whose.expect(&mut tables)?;
+                tables
+            }
         };
-        let mut tables = Tables::new(store, handle(parts.processes)?);
         for program in parts.programs {
             unwinder.links.push(attach(program)?);
         }
-        prepare(&mut tables)?;
-        let starting = command.map(|pid| Starting::hold(pid, &parts)).transpose()?;
+        // What changes from here on is followed.
+        whose.refresh(&mut tables)?;
+        let starting = match whose {
+            Whose::Command { pid, .. } => Some(Starting::hold(*pid, &parts)?),
+            Whose::Processes(_) => None,
+        };
         unwinder.worker = Some(Worker::start(tables, parts, starting)?);
         Ok(unwinder)
     }

@@ -49,8 +49,7 @@ impl Store {
     pub(super) fn before_load(map: &mut OpenMapMut<'_>, max_bytes: usize) -> Result<Self> {
         let (name, first) = (map.name().to_string_lossy(), shard()?);
         let own = maps::create_array_of(&first, &name, map.max_entries())?;
-        map.reuse_fd(own.as_fd())
-            .context("failed to replace a map before load")?;
+        maps::use_instead(map, &own)?;
         let mut store = Self::new(own, max_bytes);
         store.add(first)?;
         Ok(store)

@@ -29,7 +29,7 @@ use memtools::poll::Poller;
 use memtools::stack::Stacks;
 use memtools::symbolize::{self, Symbolizer};
 use memtools::text;
-use memtools::unwind::Unwinder;
+use memtools::unwind::{Unwinder, Whose};
 
 use crate::args::Args;
 use crate::bpf::types::{event, reclaim_kind};
@@ -61,7 +61,10 @@ fn run(args: Args) -> Result<ExitCode> {
     let (how, (skel, links)) = attach::first_that_works(args.common.verbose, variants)?;
     let unwinder = args
         .stack
-        .then(|| Unwinder::start(args.unwind, memtools::unwind_parts!(skel), &args.filter.pid))
+        .then(|| {
+            let named = Whose::Processes(args.filter.pid.clone());
+            Unwinder::start(args.unwind, memtools::unwind_parts!(skel), &named)
+        })
         .transpose()?;
     let events: Events<event> = Events::new(&skel.maps.events)?;
 

@@ -1,5 +1,9 @@
 //! Loads the program and places the probes.
 
+use std::ffi::CString;
+use std::fs;
+use std::thread;
+
 use anyhow::{Context, Result, bail, ensure};
 use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{
@@ -9,7 +13,9 @@ use memtools::attach::{self, Variant};
 use memtools::cli::UsageError;
 use memtools::kernel;
 use memtools::process::Process;
-use memtools::unwind::{Memory, Parts, Unwinder};
+use memtools::unwind::{Early, Parts, Unwinder};
+use perf_event::events::Software;
+use perf_event::{Builder, Counter};
 
 use crate::args::{Args, Mode};
 use crate::bpf::types::block_bucket;
@@ -60,6 +66,9 @@ pub(crate) fn notices_double_frees(skel: &MemleakSkel<'static>, args: &Args) -> 
 /// Of the buffer, where events are only of mappings and processes: 12,000. It counts twice as memory
 /// of ours, as all of its kind.
 const MAPPING_EVENT_BYTES: u32 = 1 << 20;
+
+/// The file of our own functions.
+const OWN_PROGRAM: &str = "/proc/self/exe";
 
 /// The ways to attach, from the best down.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -219,24 +228,36 @@ fn places<'a>(functions: impl IntoIterator<Item = &'a Function>) -> UprobeMultiO
     }
 }
 
+/// Has the kernel take a first uprobe while the program is loaded. For that it waits for a grace
+/// period, 12 to 30 ms; those that follow within another one need not wait.
+pub(crate) fn wake_uprobes() {
+    let probe = || -> Result<Counter> {
+        let kind = fs::read_to_string("/sys/bus/event_source/devices/uprobe/type")?;
+        let path = CString::new(OWN_PROGRAM)?;
+        let mut probe = Builder::new(Software::DUMMY);
+        let attributes = probe.attrs_mut();
+        attributes.type_ = kind.trim().parse()?;
+        attributes.config = 0;
+        attributes.uprobe_path = path.as_ptr().expose_provenance() as u64;
+        attributes.probe_offset = own_function()?;
+        Ok(probe.build()?)
+    };
+    // Without it the probes are as live, later.
+    thread::spawn(move || probe().ok());
+}
+
 /// Probes a function of our own by a link as for a target, and has another thread call it: on some
 /// kernels before 6.12 such a link sees one thread of the process alone. The link is to be kept, as
 /// to end it takes time.
 fn try_with_a_thread(skel: &MemleakSkel<'static>) -> Result<Link> {
-    let called = called_by_a_thread as extern "C" fn();
-    let address = called as usize as u64;
-    let own = Process::open(std::process::id())?;
-    let mappings = own.mappings()?;
-    let code = mappings.iter().find(|code| code.range.contains(&address));
-    let code = code.context("memleak's own code is not mapped")?;
     let opts = UprobeMultiOpts {
-        offsets: vec![(address - code.range.start + code.file_offset) as usize],
+        offsets: vec![own_function()? as usize],
         ..UprobeMultiOpts::default()
     };
-    let pid = own.pid().cast_signed();
+    let pid = std::process::id().cast_signed();
     let program = &skel.progs.trial;
-    let link = program.attach_uprobe_multi_with_opts(pid, "/proc/self/exe", "", opts)?;
-    let thread = std::thread::spawn(move || called());
+    let link = program.attach_uprobe_multi_with_opts(pid, OWN_PROGRAM, "", opts)?;
+    let thread = thread::spawn(|| called_by_a_thread());
     ensure!(thread.join().is_ok(), "a thread of memleak's own failed");
     let bss = skel.maps.bss_data.as_deref();
     let calls = bss.map_or(0, |bss| bss.trial_calls);
@@ -250,6 +271,15 @@ fn try_with_a_thread(skel: &MemleakSkel<'static>) -> Result<Link> {
 #[inline(never)]
 extern "C" fn called_by_a_thread() {
     std::hint::black_box(());
+}
+
+/// Where it is in [`OWN_PROGRAM`].
+fn own_function() -> Result<u64> {
+    let address = called_by_a_thread as extern "C" fn() as usize as u64;
+    let mappings = Process::open(std::process::id())?.mappings()?;
+    let code = mappings.iter().find(|code| code.range.contains(&address));
+    let code = code.context("memleak's own code is not mapped")?;
+    Ok(address - code.range.start + code.file_offset)
 }
 
 /// The program that reads calls by this signature.
@@ -311,7 +341,9 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
     ] {
         program.set_autoload(true);
     }
-    let memory = Memory::before_load(args.unwind, &mut open.maps.unwind_shards)?;
+    let (whose, maps) = (target.whose_tables(args), &mut open.maps);
+    let (shards, processes) = (&mut maps.unwind_shards, &mut maps.unwind_processes);
+    let early = Early::start(args.unwind, shards, processes, &whose)?;
     let skel = open.load().context("failed to load")?;
     target.filter.set_cgroup(&skel.maps.filter_cgroup)?;
     let links = [&skel.progs.process_exec, &skel.progs.thread_exit].map(|program| {
@@ -320,15 +352,10 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
             .context("failed to watch execs and exits of processes")
     });
     let parts = Parts {
-        memory,
+        early,
         ..memtools::unwind_parts!(skel)
     };
-    let pids = target.processes.iter().map(|traced| traced.process.pid());
-    let pids: Vec<u32> = pids.collect();
-    let unwinder = match (&args.command, &pids[..]) {
-        (Some(line), &[pid]) => Unwinder::start_for_command(args.unwind, parts, pid, line),
-        _ => Unwinder::start(args.unwind, parts, &pids),
-    }?;
+    let unwinder = Unwinder::start(args.unwind, parts, &whose)?;
     let attached = Attached {
         skel,
         how: "",

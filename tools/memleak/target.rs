@@ -11,6 +11,7 @@ use memtools::command::{CommandLine, HeldCommand};
 use memtools::filter::{Filter, FilterArgs};
 use memtools::process::Process;
 use memtools::symbolize::Symbolizer;
+use memtools::unwind::Whose;
 
 use crate::args::Args;
 use crate::objects::{self, Found, Object};
@@ -149,6 +150,18 @@ impl Target {
             }
         }
         Ok(symbolizer)
+    }
+
+    /// Whose unwind tables are there when the probes are live.
+    pub(crate) fn whose_tables(&self, args: &Args) -> Whose {
+        let pids = self.processes.iter().map(|traced| traced.process.pid());
+        match (&args.command, &pids.collect::<Vec<u32>>()[..]) {
+            (Some(line), &[pid]) => Whose::Command {
+                pid,
+                line: line.clone(),
+            },
+            (_, pids) => Whose::Processes(pids.to_vec()),
+        }
     }
 
     /// The processes whose end, when it has come for all, is the end of the trace.
