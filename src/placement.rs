@@ -22,6 +22,7 @@ use iced_x86::{
     Code, Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, Mnemonic,
     OpAccess, OpKind, Register, UsedMemory,
 };
+use memchr::memchr3_iter;
 
 use crate::elf::{self, CodeSegment, Function};
 use crate::kernel;
@@ -317,13 +318,15 @@ fn jumped_into(
 /// one, be it in the middle of another instruction: a distance that leads just here by accident is
 /// one in a hundred million.
 fn far_targets(address: u64, bytes: &[u8], mark: &mut impl FnMut(u64)) {
-    for (at, window) in bytes.windows(FAR_JUMP).enumerate() {
-        let jump = matches!(window[1], 0xe8 | 0xe9);
-        let conditional = window[0] == 0x0f && matches!(window[1], 0x80..=0x8f);
-        if jump || conditional {
-            let distance = i32::from_le_bytes([window[2], window[3], window[4], window[5]]);
-            let next = address + (at + FAR_JUMP) as u64;
-            mark(next.wrapping_add_signed(distance.into()));
+    for at in memchr3_iter(0xe8, 0xe9, 0x0f, bytes) {
+        let opcode = match bytes[at..] {
+            [0x0f, 0x80..=0x8f, ..] => 2,
+            [0x0f, ..] => continue,
+            _ => 1,
+        };
+        if let Some(distance) = bytes[at + opcode..].first_chunk() {
+            let next = address + (at + opcode + distance.len()) as u64;
+            mark(next.wrapping_add_signed(i32::from_le_bytes(*distance).into()));
         }
     }
 }

@@ -7,13 +7,13 @@
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
-use std::os::unix::fs::FileExt;
 
 use anyhow::{Context, Result};
 use iced_x86::{
     Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpKind,
     Register,
 };
+use memmap2::Mmap;
 use object::read::elf::ElfFile64;
 use object::{Object, ObjectSymbol, ObjectSymbolTable, RelocationTarget};
 
@@ -22,9 +22,8 @@ use crate::placement::{Held, writes};
 
 /// Instructions that are followed in one function. A function that only passes a call on is short.
 const MAX_INSTRUCTIONS: usize = 512;
-/// Bytes of code read at once, and the longest instruction.
-const PIECE: usize = 1024;
-const LONGEST: usize = 15;
+/// Bytes of the longest instruction.
+const LONGEST: u64 = 15;
 
 /// Functions that do not return, by which a way ends.
 const NO_RETURN: [&str; 5] = [
@@ -65,8 +64,8 @@ pub enum Passing {
 }
 
 /// The code of a file, for following calls in it.
-pub struct Calls<'a> {
-    file: &'a File,
+pub struct Calls {
+    bytes: Mmap,
     segments: Vec<CodeSegment>,
     /// By the address of the pointer that the dynamic linker sets.
     imports: HashMap<u64, String>,
@@ -93,9 +92,9 @@ enum State {
     Passed(Held),
 }
 
-impl<'a> Calls<'a> {
+impl Calls {
     /// Of this file.
-    pub fn of(file: &'a File) -> Result<Self> {
+    pub fn of(file: &File) -> Result<Self> {
         let bytes = elf::map(file)?;
         let elf =
             ElfFile64::<object::Endianness, _>::parse(&*bytes).context("not a 64-bit ELF file")?;
@@ -108,10 +107,11 @@ impl<'a> Calls<'a> {
             let symbol = symbols.as_ref()?.symbol_by_index(index).ok()?;
             Some((address, symbol.name().ok()?.to_owned()))
         });
+        let imports = imports.collect();
         Ok(Self {
-            imports: imports.collect(),
+            imports,
             segments: elf::code_segments(file)?,
-            file,
+            bytes,
         })
     }
 
@@ -125,7 +125,6 @@ impl<'a> Calls<'a> {
         let Some(entry) = elf::address(&self.segments, function.file_offset) else {
             return Passing::Never;
         };
-        let mut code = Code::new(self);
         let mut information = InstructionInfoFactory::new();
         let mut ways = vec![(entry, State::Before(Held::at_entry()))];
         let mut seen = HashSet::new();
@@ -134,13 +133,15 @@ impl<'a> Calls<'a> {
             if !seen.insert((address, state)) {
                 continue;
             }
-            let instruction = code.at(address).filter(|_| seen.len() <= MAX_INSTRUCTIONS);
+            let instruction = self
+                .instruction(address)
+                .filter(|_| seen.len() <= MAX_INSTRUCTIONS);
             let Some(instruction) = instruction else {
                 always = false;
                 continue;
             };
             let next = instruction.next_ip();
-            let callee = self.callee(&mut code, &instruction);
+            let callee = self.callee(&instruction);
             let held = state.held();
             let passed = callee.is_some_and(|callee| others(callee, Given(held)));
             ever |= passed;
@@ -186,14 +187,14 @@ impl<'a> Calls<'a> {
     }
 
     /// What a call or a jump goes to, if the code says it.
-    fn callee(&self, code: &mut Code<'_>, instruction: &Instruction) -> Option<Callee<'_>> {
+    fn callee(&self, instruction: &Instruction) -> Option<Callee<'_>> {
         match instruction.flow_control() {
             FlowControl::Call | FlowControl::UnconditionalBranch => {
                 let target = instruction.near_branch_target();
                 // An entry of the procedure linkage table is a jump through a pointer.
-                let mut stub = code.at(target)?;
+                let mut stub = self.instruction(target)?;
                 if stub.mnemonic() == Mnemonic::Endbr64 {
-                    stub = code.at(stub.next_ip())?;
+                    stub = self.instruction(stub.next_ip())?;
                 }
                 if stub.flow_control() == FlowControl::IndirectBranch
                     && let Some(name) = self.import(&stub)
@@ -208,6 +209,17 @@ impl<'a> Calls<'a> {
             }
             _ => None,
         }
+    }
+
+    /// The one at this address.
+    fn instruction(&self, address: u64) -> Option<Instruction> {
+        let segment = self.segments.iter().find(|segment| segment.has(address))?;
+        let within = address - segment.address;
+        let start = usize::try_from(segment.file_offset + within).ok()?;
+        let length = (segment.size - within).min(LONGEST) as usize;
+        let bytes = self.bytes.get(start..start.checked_add(length)?)?;
+        let instruction = Decoder::with_ip(64, bytes, address, DecoderOptions::NONE).decode();
+        (!instruction.is_invalid()).then_some(instruction)
     }
 
     /// The function that the dynamic linker finds for the pointer that an instruction uses.
@@ -241,41 +253,5 @@ impl State {
             Self::Passed(_) if !result_is_lost => Self::Passed(held),
             _ => Self::Before(held),
         }
-    }
-}
-
-/// Reads instructions, a piece of the file at a time.
-struct Code<'a> {
-    file: &'a File,
-    segments: &'a [CodeSegment],
-    start: u64,
-    bytes: Vec<u8>,
-}
-
-impl<'a> Code<'a> {
-    fn new(calls: &'a Calls<'_>) -> Self {
-        Self {
-            file: calls.file,
-            segments: &calls.segments,
-            start: 0,
-            bytes: Vec::new(),
-        }
-    }
-
-    fn at(&mut self, address: u64) -> Option<Instruction> {
-        let segment = self.segments.iter().find(|segment| segment.has(address))?;
-        let left = (segment.address + segment.size - address) as usize;
-        let held = |start: u64, bytes: &[u8]| {
-            address >= start && start + bytes.len() as u64 >= address + left.min(LONGEST) as u64
-        };
-        if !held(self.start, &self.bytes) {
-            self.bytes.resize(left.min(PIECE), 0);
-            let offset = segment.file_offset + (address - segment.address);
-            self.file.read_exact_at(&mut self.bytes, offset).ok()?;
-            self.start = address;
-        }
-        let bytes = &self.bytes[(address - self.start) as usize..];
-        let instruction = Decoder::with_ip(64, bytes, address, DecoderOptions::NONE).decode();
-        (!instruction.is_invalid()).then_some(instruction)
     }
 }
