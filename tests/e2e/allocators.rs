@@ -158,35 +158,35 @@ fn is_exact(program: &str, allocator: &str, without: &[&str]) -> Result<()> {
     report.adds_up()
 }
 
-fn jemalloc_is_exact() -> Result<()> {
+pub(crate) fn jemalloc_is_exact() -> Result<()> {
     is_exact("alloc-jemalloc", "jemalloc, ", &["pvalloc"])
 }
 
-fn jemalloc_in_the_program_is_exact() -> Result<()> {
+pub(crate) fn jemalloc_in_the_program_is_exact() -> Result<()> {
     is_exact("alloc-jemalloc-static", "jemalloc (static), ", &["pvalloc"])
 }
 
 /// With the prefix je_.
-fn jemalloc_beside_glibc_is_exact() -> Result<()> {
+pub(crate) fn jemalloc_beside_glibc_is_exact() -> Result<()> {
     let without = ["pvalloc", "reallocarray"];
     is_exact("alloc-je", "jemalloc (static), ", &without)
 }
 
-fn tcmalloc_is_exact() -> Result<()> {
+pub(crate) fn tcmalloc_is_exact() -> Result<()> {
     is_exact("alloc-tcmalloc", "tcmalloc, ", &[])
 }
 
-fn mimalloc_is_exact() -> Result<()> {
+pub(crate) fn mimalloc_is_exact() -> Result<()> {
     is_exact("alloc-mimalloc", "mimalloc, ", &[])
 }
 
-fn musl_in_the_program_is_exact() -> Result<()> {
+pub(crate) fn musl_in_the_program_is_exact() -> Result<()> {
     let without = ["valloc", "pvalloc"];
     is_exact("alloc-musl-static", "musl (static), ", &without)
 }
 
 /// Thirty threads that free what their neighbours allocate.
-fn thread_storms_leave_nothing() -> Result<()> {
+pub(crate) fn thread_storms_leave_nothing() -> Result<()> {
     let programs = [
         "alloc",
         "alloc-musl-static",
@@ -217,7 +217,7 @@ fn thread_storms_leave_nothing() -> Result<()> {
     Ok(())
 }
 
-fn operators_of_cxx_are_exact() -> Result<()> {
+pub(crate) fn operators_of_cxx_are_exact() -> Result<()> {
     for (program, own_operators) in [
         // Their operators call malloc, and have no frame pointers: their callers are not in stacks.
         ("alloc-cxx", false),
@@ -247,7 +247,7 @@ fn operators_of_cxx_are_exact() -> Result<()> {
     Ok(())
 }
 
-fn a_rust_program_with_its_own_allocator() -> Result<()> {
+pub(crate) fn a_rust_program_with_its_own_allocator() -> Result<()> {
     let args = [&*COUNT.to_string(), &SIZE.to_string()];
     let report = trace("alloc-rust-own", &args, &[])?;
     let found = report.of_function("alloc_rust::shop::leak_order");
@@ -255,7 +255,7 @@ fn a_rust_program_with_its_own_allocator() -> Result<()> {
     Ok(())
 }
 
-fn a_pool_of_the_programs_own() -> Result<()> {
+pub(crate) fn a_pool_of_the_programs_own() -> Result<()> {
     let program = ["pool", &COUNT.to_string(), &SIZE.to_string()];
     let report = trace("alloc", &program, &[])?;
     ensure!(report.stacks.is_empty(), "{:#?}", report.stacks);

@@ -3,6 +3,7 @@
 //! A workload (tests/workload) is held until the tool under test says that it is ready, does work
 //! of a known size, and is held again until the tool has reported.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::env;
 use std::fs;
@@ -87,20 +88,49 @@ fn runs_32_bit() -> bool {
         .is_ok()
 }
 
-/// A tool's tests, each named after its function, with what it needs in brackets.
+/// Where memleak probes functions in a test.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Probes {
+    /// Where they cost least.
+    Placed,
+    /// At their entries (--no-placement).
+    AtEntries,
+}
+
+thread_local! {
+    /// In the test that this thread runs.
+    static PROBES: Cell<Probes> = const { Cell::new(Probes::Placed) };
+}
+
+/// A tool's tests, each named after its function, with what it needs in brackets. After their name,
+/// where memleak is to probe functions in them, if it is not where it likes.
 macro_rules! tests {
-    ($tool:literal: $($name:ident $([$($need:ident),+])?),+ $(,)?) => {
-        vec![$($crate::harness::test(
+    ($tool:literal: $($rest:tt)+) => {
+        $crate::harness::tests! { $tool, Placed: $($rest)+ }
+    };
+    ($tool:literal, $probes:ident: $($name:ident $([$($need:ident),+])?),+ $(,)?) => {
+        vec![$($crate::harness::test_with(
             concat!($tool, "::", stringify!($name)),
             &[$($($crate::harness::Need::$need),+)?],
+            $crate::harness::Probes::$probes,
             $name,
         )),+]
     };
 }
 pub(crate) use tests;
 
-/// A test that runs where the kernel has what it needs, and says so by name where it has not.
+/// A test in which memleak probes functions where it likes.
 pub(crate) fn test(name: &str, needs: &'static [Need], run: fn() -> Result<()>) -> Trial {
+    test_with(name, needs, Probes::Placed, run)
+}
+
+/// A test that runs where the kernel has what it needs, and says so by name where it has not.
+pub(crate) fn test_with(
+    name: &str,
+    needs: &'static [Need],
+    probes: Probes,
+    run: fn() -> Result<()>,
+) -> Trial {
     let own_name = name.to_owned();
     Trial::ignorable_test(name, move || {
         let unmet = needs.iter().find_map(|need| need.missing());
@@ -110,6 +140,7 @@ pub(crate) fn test(name: &str, needs: &'static [Need], run: fn() -> Result<()>) 
         if let Some(outcome) = without_root() {
             return outcome;
         }
+        PROBES.set(probes);
         let started = Instant::now();
         let result = run();
         let took = (started.elapsed(), own_name);
@@ -351,6 +382,14 @@ impl Tool {
 
     /// Starts it in whatever way; stdout and stderr are ours.
     pub(crate) fn spawn(command: &mut Command) -> Result<Self> {
+        if PROBES.get() == Probes::AtEntries
+            && command
+                .get_program()
+                .as_encoded_bytes()
+                .ends_with(b"/memleak")
+        {
+            command.arg("--no-placement");
+        }
         let mut child = command
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

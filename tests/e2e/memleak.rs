@@ -19,7 +19,6 @@ use crate::harness::{self, Ended, Tool, Workload};
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak":
         every_function_is_exact,
-        every_function_is_exact_at_its_entry,
         costly_entries_are_not_probed,
         balanced_code_reports_nothing,
         realloc_corner_cases,
@@ -175,18 +174,8 @@ pub(crate) fn trace_all(program: &str, program_args: &[&str]) -> Result<Vec<Grou
     last_report(&trace(program, program_args, &["-o", "0", "-T", "1000", "60"])?.stdout)
 }
 
-fn every_function_is_exact() -> Result<()> {
-    leaks_of_every_function(&[])
-}
-
-fn every_function_is_exact_at_its_entry() -> Result<()> {
-    leaks_of_every_function(&["--no-placement"])
-}
-
-fn leaks_of_every_function(args: &[&str]) -> Result<()> {
-    let program = ["leak", &COUNT.to_string(), &SIZE.to_string()];
-    let args = [args, &["-o", "0", "-T", "1000", "60"]].concat();
-    let groups = last_report(&trace("alloc", &program, &args)?.stdout)?;
+pub(crate) fn every_function_is_exact() -> Result<()> {
+    let groups = trace_all("alloc", &["leak", &COUNT.to_string(), &SIZE.to_string()])?;
     for function in [
         "malloc",
         "calloc",
@@ -228,13 +217,13 @@ fn costly_entries_are_not_probed() -> Result<()> {
     Ok(())
 }
 
-fn balanced_code_reports_nothing() -> Result<()> {
+pub(crate) fn balanced_code_reports_nothing() -> Result<()> {
     let groups = trace_all("alloc", &["balanced", "10007", "211"])?;
     ensure!(groups.is_empty(), "{groups:#?}");
     Ok(())
 }
 
-fn realloc_corner_cases() -> Result<()> {
+pub(crate) fn realloc_corner_cases() -> Result<()> {
     let groups = trace_all("alloc", &["realloc", "101"])?;
     for (function, bytes) in [
         ("realloc_grown", 1000),
@@ -253,13 +242,13 @@ fn realloc_corner_cases() -> Result<()> {
     Ok(())
 }
 
-fn failed_calls_are_no_allocations() -> Result<()> {
+pub(crate) fn failed_calls_are_no_allocations() -> Result<()> {
     let groups = trace_all("alloc", &["failing", "1009"])?;
     ensure!(groups.is_empty(), "{groups:#?}");
     Ok(())
 }
 
-fn big_blocks_count_once() -> Result<()> {
+pub(crate) fn big_blocks_count_once() -> Result<()> {
     let groups = trace_all("alloc", &["big", "53", "1000003"])?;
     ensure!(
         outstanding(&groups, "big") == (53 * 1_000_003, 53),
@@ -272,7 +261,7 @@ fn big_blocks_count_once() -> Result<()> {
     Ok(())
 }
 
-fn parts_of_mappings_are_unmapped() -> Result<()> {
+pub(crate) fn parts_of_mappings_are_unmapped() -> Result<()> {
     const PAGE: u64 = 4096;
     let groups = trace_all("alloc", &["munmap", "101"])?;
     for (function, pages, calls) in [
@@ -302,7 +291,7 @@ fn thread_workload() -> [&'static str; 5] {
     ["threads", "8", count, "211", "97"]
 }
 
-fn threads_exact() -> Result<()> {
+pub(crate) fn threads_exact() -> Result<()> {
     let groups = trace_all("alloc", &thread_workload())?;
     let found = outstanding(&groups, "allocate_in_thread");
     ensure!(found == (8 * 211 * 97, 8 * 211), "{found:?} in {groups:#?}");
@@ -314,7 +303,7 @@ fn threads_exact() -> Result<()> {
     Ok(())
 }
 
-fn combined_totals_equal_the_blocks() -> Result<()> {
+pub(crate) fn combined_totals_equal_the_blocks() -> Result<()> {
     let ended = trace(
         "alloc",
         &thread_workload(),
@@ -347,7 +336,7 @@ fn combined_totals_equal_the_blocks() -> Result<()> {
     Ok(())
 }
 
-fn target_exits_first() -> Result<()> {
+pub(crate) fn target_exits_first() -> Result<()> {
     let mut workload = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
     let tool = attach(&workload, &["60"])?;
     workload.work()?;
@@ -366,7 +355,7 @@ fn target_exits_first() -> Result<()> {
     Ok(())
 }
 
-fn a_command_of_a_few_milliseconds() -> Result<()> {
+pub(crate) fn a_command_of_a_few_milliseconds() -> Result<()> {
     // With /dev/null as stdin the workload does not wait for anybody.
     let command = format!(
         "'{}' one malloc 31 4093",
@@ -830,7 +819,7 @@ fn folded_weighs_by_bytes() -> Result<()> {
     Ok(())
 }
 
-fn sizes_are_filtered() -> Result<()> {
+pub(crate) fn sizes_are_filtered() -> Result<()> {
     let program = ["realloc", "101"]; // leaves 1000, 100, 70 and 300 bytes
     for (args, expected) in [
         (&["-z", "100"][..], vec![100, 300, 1000]),
@@ -884,7 +873,7 @@ fn age_is_filtered() -> Result<()> {
     Ok(())
 }
 
-fn trace_prints_every_call() -> Result<()> {
+pub(crate) fn trace_prints_every_call() -> Result<()> {
     let ended = trace(
         "alloc",
         &["one", "malloc", "31", "4093"],
@@ -967,7 +956,7 @@ fn objects_can_be_named() -> Result<()> {
     Ok(())
 }
 
-fn a_tenth_is_recorded() -> Result<()> {
+pub(crate) fn a_tenth_is_recorded() -> Result<()> {
     let args = ["-s", "10", "-o", "0", "-T", "1000", "60"];
     let ended = trace("alloc", &["threads", "1", "10007", "10007", "64"], &args)?;
     let (_, allocations) = outstanding(&last_report(&ended.stdout)?, "allocate_in_thread");

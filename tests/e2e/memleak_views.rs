@@ -53,7 +53,7 @@ fn expect(rows: &[Value], function: &str, bytes: u64, allocations: u64) -> Resul
     Ok(())
 }
 
-fn allocations_are_counted_freed_or_not() -> Result<()> {
+pub(crate) fn allocations_are_counted_freed_or_not() -> Result<()> {
     let program = ["churn", "10007", "89", "211"];
     let args = ["--mode", "alloc", "-j", "-T", "1000", "60"];
     let rows = rows(&memleak::trace("lives", &program, &args)?)?;
@@ -123,7 +123,7 @@ fn the_oldest_and_the_median_age_are_shown() -> Result<()> {
     Ok(())
 }
 
-fn double_frees_are_counted_with_their_stack() -> Result<()> {
+pub(crate) fn double_frees_are_counted_with_their_stack() -> Result<()> {
     let ended = memleak::trace("lives", &["twice", "53"], &["-j", "-o", "0", "60"])?;
     let rows = rows(&ended)?;
     let head = rows
@@ -147,7 +147,7 @@ fn double_frees_are_counted_with_their_stack() -> Result<()> {
     Ok(())
 }
 
-fn unknown_frees_are_counted_with_their_stack() -> Result<()> {
+pub(crate) fn unknown_frees_are_counted_with_their_stack() -> Result<()> {
     let ended = memleak::trace("lives", &["unknown", "101"], &["-ej", "-o", "0", "60"])?;
     let rows = rows(&ended)?;
     let head = rows
@@ -169,7 +169,7 @@ fn unknown_frees_are_counted_with_their_stack() -> Result<()> {
 
 /// What is below the distance is an estimate, within a few times the interval that is told; what is
 /// above it is exact.
-fn samples_by_bytes_stand_for_all() -> Result<()> {
+pub(crate) fn samples_by_bytes_stand_for_all() -> Result<()> {
     let sampled = |size: &str| -> Result<Value> {
         let args = ["--sample-bytes", "8K", "-j", "-o", "0", "60"];
         let ended = memleak::trace("lives", &["grow", size, "10007"], &args)?;
