@@ -96,6 +96,7 @@ struct thread {
 	__u64 address;		/* of the old block (realloc) or mapping */
 	__u64 result;		/* where the new address will be stored (posix_memalign), or 0 */
 	__u64 freed;		/* the last address given to a function that calls free */
+	__u64 returns_to;	/* of a call that is not followed to its return: to where; else 0 */
 	struct live_block held; /* the old block, until the outcome is known */
 	enum function_kind kind;
 	__u8 recorded; /* the options want it */
@@ -131,8 +132,9 @@ const volatile __u32 level_bytes;  /* the same at level 0 if levels can be raise
 const volatile __u32 signatures[SIGNATURES]; /* of entry_0 and so on */
 const volatile __u64 churn_ns;		     /* add up what was freed at a lesser age */
 const volatile __u8 trace_calls;
-const volatile __u8 keep_totals;	 /* add up what is live */
-const volatile __u8 only_totals;	 /* add up what is allocated, and keep no block */
+const volatile __u8 skips_returns; /* a program can tell at entry that it does without the return */
+const volatile __u8 keep_totals;   /* add up what is live */
+const volatile __u8 only_totals;   /* add up what is allocated, and keep no block */
 const volatile __u8 count_unknown_frees; /* by stack */
 const volatile __u8 follow_peak;	 /* keep totals, and what they were when they were most */
 
@@ -430,19 +432,33 @@ static __always_inline void block_allocated(__u64 address, const struct thread *
 }
 
 /*
+ * Whether the thread's last call is still going on, although its return is not
+ * seen. Then its return address is on the stack, or where a return probe has put
+ * it. Both can be true for long after it: of a caller that takes its next frames
+ * below (alloca). So the stack is walked up to there.
+ */
+static __always_inline int goes_on(struct pt_regs *ctx, struct thread *thread)
+{
+	__u64 sp = PT_REGS_SP(ctx), fp = PT_REGS_FP(ctx), found = 0, caller = 0;
+
+	barrier_var(sp);
+	bpf_probe_read_user(&found, sizeof(found), (void *)thread->sp);
+	if (found != thread->returns_to && stack_of_return_probes(thread->sp) != thread->returns_to)
+		return 0;
+	bpf_probe_read_user(&caller, sizeof(caller), (void *)sp);
+	return stack_comes_from(caller, sp + sizeof(long), fp, thread->sp);
+}
+
+/*
  * A call made by the allocator itself, such as the mmap of a large malloc: its
  * stack pointer is below that of the outer call. A record that is not below
  * was left behind by a call that never returned (longjmp).
- *
- * For this a call that is not recorded is followed to its return too, although
- * a session could skip that and save a third of what is left. Nothing else
- * tells exactly that it is over: its return address stays on the stack, where a
- * caller that takes its next frames below it (alloca) leaves it for ever; and
- * libc maps memory for others than its allocator.
  */
-static __always_inline bool nested(const struct thread *thread, __u64 sp)
+static __always_inline bool nested(struct pt_regs *ctx, struct thread *thread, __u64 sp)
 {
-	return thread && sp < thread->sp;
+	if (!thread || sp >= thread->sp)
+		return false;
+	return !skips_returns || !thread->returns_to || goes_on(ctx, thread);
 }
 
 static __noinline struct thread *thread_of_current(void)
@@ -468,7 +484,7 @@ static __noinline struct thread *begin(struct pt_regs *ctx, __u32 signature)
 
 	/* Read once: clang would add the offset to the context, which the verifier refuses. */
 	barrier_var(sp);
-	if (!thread || nested(thread, sp))
+	if (!thread || nested(ctx, thread, sp))
 		return NULL;
 	if (count)
 		size = product(argument(ctx, count), size);
@@ -480,6 +496,7 @@ static __noinline struct thread *begin(struct pt_regs *ctx, __u32 signature)
 	thread->level = current_level();
 	thread->recorded = thread->kind != FUNCTION_UNMAP && wanted(size, thread->level);
 	thread->replaces = 0;
+	thread->returns_to = 0;
 	if (thread->recorded)
 		__sync_fetch_and_add(&hits_of_cpu()->recorded, 1);
 	if (trace_calls && thread->recorded)
@@ -575,7 +592,7 @@ static __noinline int freed_unknown(struct pt_regs *ctx, __u32 signature, __u64 
 		return 0;
 	thread = thread_of_current();
 	/* The allocator's own, or that of a function above that counts already. */
-	if (!thread || nested(thread, PT_REGS_SP(ctx)) || thread->freed == address) {
+	if (!thread || nested(ctx, thread, PT_REGS_SP(ctx)) || thread->freed == address) {
 		if (thread)
 			thread->freed = 0;
 		return 0;
@@ -614,6 +631,19 @@ static __always_inline void release(struct pt_regs *ctx, __u32 signature, bool u
 	}
 }
 
+/*
+ * Whether a call can do without its return, as nothing will be recorded of it.
+ * Half of what such a call costs is its return.
+ */
+static __noinline int skips_return(struct pt_regs *ctx, struct thread *thread)
+{
+	if (!skips_returns || thread->kind != FUNCTION_ALLOCATE || thread->recorded ||
+	    thread->replaces)
+		return 0;
+	bpf_probe_read_user(&thread->returns_to, sizeof(thread->returns_to), (void *)thread->sp);
+	return thread->returns_to != 0;
+}
+
 /* Returns 1 if the function's return is to be seen. */
 static __always_inline int enter(struct pt_regs *ctx, __u32 signature, bool use_table)
 {
@@ -640,7 +670,7 @@ static __always_inline int enter(struct pt_regs *ctx, __u32 signature, bool use_
 	else if (thread->address && !only_totals)
 		thread->replaces =
 		    live_take(thread->address, &thread->held, use_table) == LIVE_FOUND;
-	return 1;
+	return !skips_return(ctx, thread);
 }
 
 static __always_inline int leave(struct pt_regs *ctx, bool use_table)

@@ -366,6 +366,34 @@ __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
 }
 
 /*
+ * Whether the call whose return address is at `address` is among the callers of
+ * the frame that stack_id() would begin with. 1 also if the walk ends before, and
+ * nobody can tell.
+ */
+__noinline int stack_comes_from(__u64 pc, __u64 sp, __u64 fp, __u64 address)
+{
+	__u32 index = stack_slot_take();
+	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
+	int comes = 1;
+
+	if (!slot)
+		return 1;
+	stack_begin(slot, pc, sp, fp, 0);
+	for (int i = 0; i < STACK_MAX_STEPS && slot->walk.pc_at != address; i++) {
+		if (slot->walk.sp > address) {
+			comes = 0;
+			break;
+		}
+		if (!stack_step(index)) {
+			comes = slot->stack.end != STACK_END_ROOT;
+			break;
+		}
+	}
+	stack_slot_give_back(slot);
+	return comes;
+}
+
+/*
  * The stack of the caller of a function that has just returned. The program
  * counter is then the return address, so the caller is always there, even if
  * neither it nor the function keeps a frame pointer.

@@ -24,6 +24,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         realloc_corner_cases,
         failed_calls_are_no_allocations,
         big_blocks_count_once,
+        calls_that_are_not_recorded_are_known_to_go_on,
         parts_of_mappings_are_unmapped,
         threads_exact,
         combined_totals_equal_the_blocks,
@@ -245,6 +246,25 @@ pub(crate) fn realloc_corner_cases() -> Result<()> {
 pub(crate) fn failed_calls_are_no_allocations() -> Result<()> {
     let groups = trace_all("alloc", &["failing", "1009"])?;
     ensure!(groups.is_empty(), "{groups:#?}");
+    Ok(())
+}
+
+/// Whether a mapping is the allocator's own must be known of a call, too, whose return is not looked at.
+pub(crate) fn calls_that_are_not_recorded_are_known_to_go_on() -> Result<()> {
+    let of = |program: &[&str], at_least: &str| {
+        let args = ["-z", at_least, "-o", "0", "-T", "1000", "60"];
+        last_report(&trace("alloc", program, &args)?.stdout)
+    };
+    let groups = of(&["big", "53", "1000003"], "1000004")?;
+    ensure!(
+        groups.is_empty(),
+        "glibc's own mmap is counted: {groups:#?}"
+    );
+    let groups = of(&["hole", "53"], "1000004")?;
+    ensure!(
+        outstanding(&groups, "map_below_hole") == (53 << 20, 53) && groups.len() == 1,
+        "{groups:#?}"
+    );
     Ok(())
 }
 

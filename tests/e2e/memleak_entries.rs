@@ -12,9 +12,10 @@ use crate::allocators::{
 };
 use crate::memleak::{
     a_command_of_a_few_milliseconds, a_tenth_is_recorded, balanced_code_reports_nothing,
-    big_blocks_count_once, combined_totals_equal_the_blocks, every_function_is_exact,
-    failed_calls_are_no_allocations, parts_of_mappings_are_unmapped, realloc_corner_cases,
-    sizes_are_filtered, target_exits_first, threads_exact, trace_prints_every_call,
+    big_blocks_count_once, calls_that_are_not_recorded_are_known_to_go_on,
+    combined_totals_equal_the_blocks, every_function_is_exact, failed_calls_are_no_allocations,
+    parts_of_mappings_are_unmapped, realloc_corner_cases, sizes_are_filtered, target_exits_first,
+    threads_exact, trace_prints_every_call,
 };
 use crate::memleak_processes::{an_exec_forgets, children_are_followed, each_of_two_has_its_own};
 use crate::memleak_views::{
@@ -32,6 +33,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         realloc_corner_cases,
         failed_calls_are_no_allocations,
         big_blocks_count_once,
+        calls_that_are_not_recorded_are_known_to_go_on,
         parts_of_mappings_are_unmapped,
         threads_exact,
         combined_totals_equal_the_blocks,

@@ -10,6 +10,8 @@
  *   alloc realloc COUNT        the corner cases of realloc; realloc_* say what is left
  *   alloc failing COUNT        calls that fail, and leave nothing
  *   alloc big COUNT SIZE       blocks that malloc takes from mmap, COUNT kept and COUNT freed
+ *   alloc hole COUNT           mappings of 1 MiB, from below where malloc has just returned: its
+ *                              return address is still on the stack
  *   alloc munmap PAGES         parts of mappings unmapped, moved and replaced
  *   alloc threads THREADS COUNT KEEP SIZE
  *                              each thread allocates COUNT blocks and frees all but KEEP of its
@@ -22,6 +24,7 @@
  */
 #include "workload.h"
 
+#include <alloca.h>
 #include <malloc.h>
 #include <pthread.h>
 
@@ -231,6 +234,20 @@ STEP static char *map(unsigned long pages)
 	return mmap(NULL, pages * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 }
 
+STEP static void map_below_hole(volatile char *hole)
+{
+	kept = map(256);
+	hole[0] = 1;
+}
+
+/* What alloca() takes begins where malloc's return address was. */
+STEP static void hole(void)
+{
+	kept = malloc(16);
+	map_below_hole(alloca(PAGE));
+	free(malloc(24));
+}
+
 /* Keeps all but three pages: one at each end and one in the middle. */
 STEP static void unmap_parts(unsigned long pages)
 {
@@ -433,6 +450,9 @@ int main(int argc, char **argv)
 		failing();
 	} else if (!strcmp(what, "big") && numbers == 2) {
 		big();
+	} else if (!strcmp(what, "hole") && numbers == 1) {
+		for (unsigned long i = 0; i < blocks; i++)
+			hole();
 	} else if (!strcmp(what, "munmap") && numbers == 1) {
 		unmap_parts(blocks);
 		unmap_fails(blocks);

@@ -320,6 +320,8 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
         _ => Size::with_table(args)?,
     };
     let mut open = open(&size, target, args)?;
+    let skips_returns = way == Way::Session && !args.records_all();
+    attach::options(&mut open.maps.rodata_data)?.skips_returns = skips_returns.into();
     let wanted = way.programs();
     for mut program in open.open_object_mut().progs_mut() {
         let load = wanted(&program.name().to_string_lossy());
