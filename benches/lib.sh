@@ -5,7 +5,8 @@
 #	program_of VARIANT     sets `run`, a command that speaks the protocol of tests/workload and
 #	                       states the fact ns
 #	tracer VARIANT PID     becomes the tracer; a variant of `untraced` has none
-#	is_live VARIANT        returns 0 when the tracer's output, "$work/log", says that it traces
+#	is_live VARIANT        returns 0 when the tracer, process $tracer with its output in "$work/log",
+#	                       traces
 # and then calls compare.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -52,7 +53,7 @@ measure() {
 			sleep 0.05
 		done
 		# Peers say that they attach, not that they have.
-		[[ $variant = ${ours%% *}* || $variant = floor ]] || sleep 3
+		[[ $variant = ${ours%% *}* || $variant = floor* ]] || sleep 3
 	fi
 	echo >&3
 	hear "done"
