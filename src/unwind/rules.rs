@@ -4,14 +4,15 @@
 //! pointer, the frame pointer and the return address is written down for each range of addresses.
 //! `bpf/include/unwind.bpf.h` has the format. What no row can hold becomes a row that says so.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::ops::Range;
 
 use anyhow::{Context, Result, bail, ensure};
 use gimli::{
-    BaseAddresses, CfaRule, CieOrFde, EhFrame, EhFrameHdr, EndianSlice, FrameDescriptionEntry,
-    LittleEndian, Operation, Register, RegisterRule, UnwindContext, UnwindExpression,
-    UnwindSection, X86_64,
+    BaseAddresses, CfaRule, CieOrFde, CommonInformationEntry, EhFrame, EhFrameHdr, EhFrameOffset,
+    EndianSlice, FrameDescriptionEntry, LittleEndian, Operation, Register, RegisterRule,
+    UnwindContext, UnwindExpression, UnwindSection, X86_64,
 };
 use object::read::elf::{ElfFile64, ProgramHeader};
 use object::read::{ReadCache, ReadRef};
@@ -220,63 +221,92 @@ fn eh_frame<'data, R: ReadRef<'data>>(
 
 /// All rows, ascending.
 fn rows(frames: &[u8], bases: &BaseAddresses, code: &[Range<u64>]) -> Result<Vec<u64>> {
-    let section = {
-        let mut section = EhFrame::new(frames, LittleEndian);
-        section.set_address_size(8);
-        section
-    };
-    let mut functions: Vec<Fde<'_>> = Vec::with_capacity(frames.len() / 64);
-    let mut runs = 0;
-    let mut cies = std::collections::HashMap::new();
-    let mut entries = section.entries(bases);
-    while let Some(entry) = entries.next().context("failed to understand .eh_frame")? {
-        let CieOrFde::Fde(partial) = entry else {
-            continue;
-        };
-        let function = partial
-            .parse(|section, bases, offset| {
-                if let Some(cie) = cies.get(&offset) {
-                    return Ok(gimli::CommonInformationEntry::clone(cie));
-                }
-                let cie = section.cie_from_offset(bases, offset)?;
-                cies.insert(offset, cie.clone());
-                Ok(cie)
-            })
-            .context("failed to understand a function's unwind information")?;
-        runs += function.entry_len() + function.cie().entry_len();
-        ensure!(
-            runs <= frames.len().saturating_mul(MAX_RUNS),
-            "its .eh_frame repeats itself"
-        );
-        let (start, end) = (function.initial_address(), function.end_address());
-        // What the linker has left out stands at 0, or wherever.
-        let inside = |segment: &Range<u64>| segment.start <= start && end <= segment.end;
-        if start < end && code.iter().any(inside) {
-            functions.push(function);
-        }
-    }
-    functions.sort_by_key(|function| (function.initial_address(), function.end_address()));
-
+    let mut functions = Functions::new(frames, bases);
     let mut builder = Builder {
         rows: Vec::with_capacity(frames.len() / 8),
-        section,
+        section: functions.section,
     };
     let mut context = UnwindContext::new();
     let mut end = 0;
-    for function in &functions {
+    for (.., offset) in functions.in_order(code)? {
+        let function = functions.at(offset)?;
         if function.initial_address() < end {
             continue;
         }
         if function.initial_address() >= end + ALIGNMENT && end > 0 {
             builder.push(end, word(Kind::UNWIND_NO_RULE, 0, None));
         }
-        builder.run(function, bases, &mut context);
+        builder.run(&function, bases, &mut context);
         end = function.end_address();
     }
     if end > 0 && end < MAX_ADDRESS {
         builder.push(end, word(Kind::UNWIND_NO_RULE, 0, None));
     }
     Ok(builder.rows)
+}
+
+/// The functions that `.eh_frame` describes. To keep all that gimli makes of them took 8 MB for a
+/// compiler, so each is parsed again when it is needed.
+struct Functions<'a> {
+    section: EhFrame<Slice<'a>>,
+    bytes: usize,
+    bases: &'a BaseAddresses,
+    cies: HashMap<EhFrameOffset, CommonInformationEntry<Slice<'a>>>,
+}
+
+impl<'a> Functions<'a> {
+    fn new(frames: &'a [u8], bases: &'a BaseAddresses) -> Self {
+        let mut section = EhFrame::new(frames, LittleEndian);
+        section.set_address_size(8);
+        Self {
+            section,
+            bytes: frames.len(),
+            bases,
+            cies: HashMap::new(),
+        }
+    }
+
+    /// Those of this code, ascending: start, end, and where in the section they are.
+    fn in_order(&mut self, code: &[Range<u64>]) -> Result<Vec<(u32, u32, u32)>> {
+        let mut functions = Vec::with_capacity(self.bytes / 64);
+        let mut runs = 0;
+        let mut entries = self.section.entries(self.bases);
+        while let Some(entry) = entries.next().context("failed to understand .eh_frame")? {
+            let CieOrFde::Fde(function) = entry else {
+                continue;
+            };
+            let offset = u32::try_from(function.offset())?;
+            let function = self.at(offset)?;
+            runs += function.entry_len() + function.cie().entry_len();
+            ensure!(
+                runs <= self.bytes.saturating_mul(MAX_RUNS),
+                "its .eh_frame repeats itself"
+            );
+            let (start, end) = (function.initial_address(), function.end_address());
+            // What the linker has left out stands at 0, or wherever.
+            let inside = |segment: &Range<u64>| segment.start <= start && end <= segment.end;
+            if start < end && code.iter().any(inside) {
+                functions.push((start as u32, end as u32, offset));
+            }
+        }
+        functions.sort_unstable();
+        Ok(functions)
+    }
+
+    fn at(&mut self, offset: u32) -> Result<Fde<'a>> {
+        let (offset, cies) = (EhFrameOffset(offset as usize), &mut self.cies);
+        let function =
+            self.section
+                .fde_from_offset(self.bases, offset, |section, bases, offset| {
+                    if let Some(cie) = cies.get(&offset) {
+                        return Ok(CommonInformationEntry::clone(cie));
+                    }
+                    let cie = section.cie_from_offset(bases, offset)?;
+                    cies.insert(offset, cie.clone());
+                    Ok(cie)
+                });
+        function.context("failed to understand a function's unwind information")
+    }
 }
 
 /// Rows as they are made.
