@@ -367,8 +367,8 @@ __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
 
 /*
  * Whether the call whose return address is at `address` is among the callers of
- * the frame that stack_id() would begin with. 1 also if the walk ends before, and
- * nobody can tell.
+ * the frame that stack_id() would begin with. 1 also where nobody can tell: if the
+ * walk ends before, or went by frame pointers, which skip frames.
  */
 __noinline int stack_comes_from(__u64 pc, __u64 sp, __u64 fp, __u64 address)
 {
@@ -381,7 +381,7 @@ __noinline int stack_comes_from(__u64 pc, __u64 sp, __u64 fp, __u64 address)
 	stack_begin(slot, pc, sp, fp, 0);
 	for (int i = 0; i < STACK_MAX_STEPS && slot->walk.pc_at != address; i++) {
 		if (slot->walk.sp > address) {
-			comes = 0;
+			comes = slot->stack.frame_pointer_steps != 0;
 			break;
 		}
 		if (!stack_step(index)) {

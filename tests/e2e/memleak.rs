@@ -251,20 +251,22 @@ pub(crate) fn failed_calls_are_no_allocations() -> Result<()> {
 
 /// Whether a mapping is the allocator's own must be known of a call, too, whose return is not looked at.
 pub(crate) fn calls_that_are_not_recorded_are_known_to_go_on() -> Result<()> {
-    let of = |program: &[&str], at_least: &str| {
-        let args = ["-z", at_least, "-o", "0", "-T", "1000", "60"];
-        last_report(&trace("alloc", program, &args)?.stdout)
-    };
-    let groups = of(&["big", "53", "1000003"], "1000004")?;
-    ensure!(
-        groups.is_empty(),
-        "glibc's own mmap is counted: {groups:#?}"
-    );
-    let groups = of(&["hole", "53"], "1000004")?;
-    ensure!(
-        outstanding(&groups, "map_below_hole") == (53 << 20, 53) && groups.len() == 1,
-        "{groups:#?}"
-    );
+    for unwind in ["auto", "fp"] {
+        let args = [
+            "-z", "1000004", "--unwind", unwind, "-o", "0", "-T", "1000", "60",
+        ];
+        let of = |program: &[&str]| last_report(&trace("alloc", program, &args)?.stdout);
+        let groups = of(&["big", "53", "1000003"])?;
+        ensure!(
+            groups.is_empty(),
+            "{unwind}: glibc's own mmap is counted: {groups:#?}"
+        );
+        let groups = of(&["hole", "53"])?;
+        ensure!(
+            outstanding(&groups, "map_below_hole") == (53 << 20, 53) && groups.len() == 1,
+            "{unwind}: {groups:#?}"
+        );
+    }
     Ok(())
 }
 

@@ -13,7 +13,7 @@ use memtools::attach::{self, Variant};
 use memtools::cli::UsageError;
 use memtools::kernel;
 use memtools::process::Process;
-use memtools::unwind::{Early, Parts, Unwinder};
+use memtools::unwind::{self, Early, Parts, Unwinder};
 use perf_event::events::Software;
 use perf_event::{Builder, Counter};
 
@@ -320,7 +320,9 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
         _ => Size::with_table(args)?,
     };
     let mut open = open(&size, target, args)?;
-    let skips_returns = way == Way::Session && !args.records_all();
+    // Without a return it takes a walk by tables to know that a call goes on.
+    let has_tables = args.unwind.mode != unwind::Mode::Fp;
+    let skips_returns = way == Way::Session && !args.records_all() && has_tables;
     attach::options(&mut open.maps.rodata_data)?.skips_returns = skips_returns.into();
     let wanted = way.programs();
     for mut program in open.open_object_mut().progs_mut() {
