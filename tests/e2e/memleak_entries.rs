@@ -11,16 +11,15 @@ use crate::allocators::{
     thread_storms_leave_nothing,
 };
 use crate::memleak::{
-    a_command_of_a_few_milliseconds, a_tenth_is_recorded, balanced_code_reports_nothing,
-    big_blocks_count_once, calls_that_are_not_recorded_are_known_to_go_on,
-    combined_totals_equal_the_blocks, every_function_is_exact, failed_calls_are_no_allocations,
-    parts_of_mappings_are_unmapped, realloc_corner_cases, sizes_are_filtered, target_exits_first,
-    threads_exact, trace_prints_every_call,
+    a_tenth_is_recorded, balanced_code_reports_nothing, big_blocks_count_once,
+    calls_that_are_not_recorded_are_known_to_go_on, combined_totals_equal_the_blocks,
+    every_function_is_exact, failed_calls_are_no_allocations, parts_of_mappings_are_unmapped,
+    realloc_corner_cases, threads_exact, trace_prints_every_call,
 };
-use crate::memleak_processes::{an_exec_forgets, children_are_followed, each_of_two_has_its_own};
+use crate::memleak_processes::each_of_two_has_its_own;
 use crate::memleak_views::{
     allocations_are_counted_freed_or_not, double_frees_are_counted_with_their_stack,
-    samples_by_bytes_stand_for_all, unknown_frees_are_counted_with_their_stack,
+    unknown_frees_are_counted_with_their_stack,
 };
 use crate::{harness, memleak};
 
@@ -37,10 +36,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         parts_of_mappings_are_unmapped,
         threads_exact,
         combined_totals_equal_the_blocks,
-        target_exits_first,
-        a_command_of_a_few_milliseconds,
         trace_prints_every_call,
-        sizes_are_filtered,
         a_tenth_is_recorded,
         jemalloc_is_exact,
         jemalloc_in_the_program_is_exact,
@@ -53,12 +49,9 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_rust_program_with_its_own_allocator,
         a_pool_of_the_programs_own,
         each_of_two_has_its_own,
-        children_are_followed,
-        an_exec_forgets,
         allocations_are_counted_freed_or_not,
         double_frees_are_counted_with_their_stack,
         unknown_frees_are_counted_with_their_stack,
-        samples_by_bytes_stand_for_all,
     }
 }
 

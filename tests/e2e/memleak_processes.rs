@@ -63,7 +63,7 @@ pub(crate) fn each_of_two_has_its_own() -> Result<()> {
 }
 
 /// A parent leaks, and two children, which inherit its blocks and free them, leak more.
-pub(crate) fn children_are_followed() -> Result<()> {
+fn children_are_followed() -> Result<()> {
     let mut workload = Workload::start("lives", &["fork", "101", "97"])?;
     let pid = workload.pid();
     let tool = start(&["--children", "-p", &pid])?;
@@ -161,7 +161,7 @@ fn becomes_another(args: &[&str]) -> Result<Vec<Group>> {
     groups_at_end(tool)
 }
 
-pub(crate) fn an_exec_forgets() -> Result<()> {
+fn an_exec_forgets() -> Result<()> {
     let groups = becomes_another(&["-o", "0"])?;
     let found = memleak::outstanding(&groups, "leak_malloc");
     ensure!(found == (41 * 89, 41), "{found:?} in {groups:#?}");

@@ -169,7 +169,7 @@ pub(crate) fn unknown_frees_are_counted_with_their_stack() -> Result<()> {
 
 /// What is below the distance is an estimate, within a few times the interval that is told; what is
 /// above it is exact.
-pub(crate) fn samples_by_bytes_stand_for_all() -> Result<()> {
+fn samples_by_bytes_stand_for_all() -> Result<()> {
     let sampled = |size: &str| -> Result<Value> {
         let args = ["--sample-bytes", "8K", "-j", "-o", "0", "60"];
         let ended = memleak::trace("lives", &["grow", size, "10007"], &args)?;
