@@ -217,7 +217,7 @@ pub(crate) fn thread_storms_leave_nothing() -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn operators_of_cxx_are_exact() -> Result<()> {
+fn operators_of_cxx_are_exact() -> Result<()> {
     for (program, own_operators) in [
         // Their operators call malloc, and have no frame pointers: their callers are not in stacks.
         ("alloc-cxx", false),

@@ -250,7 +250,7 @@ pub(crate) fn failed_calls_are_no_allocations() -> Result<()> {
 }
 
 /// Whether a mapping is the allocator's own must be known of a call, too, whose return is not looked at.
-pub(crate) fn calls_that_are_not_recorded_are_known_to_go_on() -> Result<()> {
+fn calls_that_are_not_recorded_are_known_to_go_on() -> Result<()> {
     for unwind in ["auto", "fp"] {
         let args = [
             "-z", "1000004", "--unwind", unwind, "-o", "0", "-T", "1000", "60",

@@ -7,14 +7,13 @@ use libtest_mimic::Trial;
 use crate::allocators::{
     a_pool_of_the_programs_own, a_rust_program_with_its_own_allocator,
     jemalloc_beside_glibc_is_exact, jemalloc_in_the_program_is_exact, jemalloc_is_exact,
-    mimalloc_is_exact, musl_in_the_program_is_exact, operators_of_cxx_are_exact, tcmalloc_is_exact,
+    mimalloc_is_exact, musl_in_the_program_is_exact, tcmalloc_is_exact,
     thread_storms_leave_nothing,
 };
 use crate::memleak::{
     a_tenth_is_recorded, balanced_code_reports_nothing, big_blocks_count_once,
-    calls_that_are_not_recorded_are_known_to_go_on, combined_totals_equal_the_blocks,
-    every_function_is_exact, failed_calls_are_no_allocations, parts_of_mappings_are_unmapped,
-    realloc_corner_cases, threads_exact, trace_prints_every_call,
+    combined_totals_equal_the_blocks, every_function_is_exact, failed_calls_are_no_allocations,
+    parts_of_mappings_are_unmapped, realloc_corner_cases, threads_exact, trace_prints_every_call,
 };
 use crate::memleak_processes::each_of_two_has_its_own;
 use crate::memleak_views::{
@@ -32,7 +31,6 @@ pub(crate) fn tests() -> Vec<Trial> {
         realloc_corner_cases,
         failed_calls_are_no_allocations,
         big_blocks_count_once,
-        calls_that_are_not_recorded_are_known_to_go_on,
         parts_of_mappings_are_unmapped,
         threads_exact,
         combined_totals_equal_the_blocks,
@@ -45,7 +43,6 @@ pub(crate) fn tests() -> Vec<Trial> {
         mimalloc_is_exact,
         musl_in_the_program_is_exact,
         thread_storms_leave_nothing,
-        operators_of_cxx_are_exact,
         a_rust_program_with_its_own_allocator,
         a_pool_of_the_programs_own,
         each_of_two_has_its_own,
