@@ -36,6 +36,15 @@ hear() {
 # says TEXT: whether the tracer has said it.
 says() { grep -q "$1" "$work/log"; }
 
+# sleeps: whether the tracer does, as one that traces; for those whose output stays in a buffer until they end.
+sleeps() {
+	local clock_nanosleep=230
+	grep -q "^$clock_nanosleep " "/proc/$tracer/syscall"
+}
+
+# Sets LIBBPF_TOOLS_MEMLEAK, the path of BCC's memleak, unless it is set; empty is none.
+need_bcc_memleak() { : "${LIBBPF_TOOLS_MEMLEAK=$(benches/bcc-memleak)}"; }
+
 # Prints the nanoseconds that the program states under a variant.
 measure() {
 	local variant=$1 pid tracer='' line run

@@ -439,14 +439,13 @@ static __always_inline void block_allocated(__u64 address, const struct thread *
  */
 static __always_inline int goes_on(struct pt_regs *ctx, struct thread *thread)
 {
-	__u64 sp = PT_REGS_SP(ctx), fp = PT_REGS_FP(ctx), found = 0, caller = 0;
+	__u64 sp = PT_REGS_SP(ctx), found = 0;
 
-	barrier_var(sp);
 	bpf_probe_read_user(&found, sizeof(found), (void *)thread->sp);
 	if (found != thread->returns_to && stack_of_return_probes(thread->sp) != thread->returns_to)
 		return 0;
-	bpf_probe_read_user(&caller, sizeof(caller), (void *)sp);
-	return stack_comes_from(caller, sp + sizeof(long), fp, thread->sp);
+	return stack_comes_from(stack_return_address(ctx), sp + sizeof(long), PT_REGS_FP(ctx),
+				thread->sp);
 }
 
 /*
@@ -575,11 +574,10 @@ static __always_inline void allocated(struct pt_regs *ctx, struct thread *thread
  */
 static __noinline int called_by_allocator(struct pt_regs *ctx)
 {
-	__u64 ip = PT_REGS_IP(ctx), sp = PT_REGS_SP(ctx), caller = 0;
+	__u64 ip = PT_REGS_IP(ctx);
 
 	barrier_var(ip);
-	bpf_probe_read_user(&caller, sizeof(caller), (void *)sp);
-	return caller - ip + BESIDE_FREE < 2 * BESIDE_FREE;
+	return stack_return_address(ctx) - ip + BESIDE_FREE < 2 * BESIDE_FREE;
 }
 
 /* A free of what is not live. */
@@ -632,15 +630,15 @@ static __always_inline void release(struct pt_regs *ctx, __u32 signature, bool u
 }
 
 /*
- * Whether a call can do without its return, as nothing will be recorded of it.
- * Half of what such a call costs is its return.
+ * Do without the return of a call if nothing will be recorded of it: half of what
+ * such a call costs is its return. Returns 1 if so.
  */
-static __noinline int skips_return(struct pt_regs *ctx, struct thread *thread)
+static __noinline int skip_return(struct pt_regs *ctx, struct thread *thread)
 {
 	if (!skips_returns || thread->kind != FUNCTION_ALLOCATE || thread->recorded ||
 	    thread->replaces)
 		return 0;
-	bpf_probe_read_user(&thread->returns_to, sizeof(thread->returns_to), (void *)thread->sp);
+	thread->returns_to = stack_return_address(ctx);
 	return thread->returns_to != 0;
 }
 
@@ -670,7 +668,7 @@ static __always_inline int enter(struct pt_regs *ctx, __u32 signature, bool use_
 	else if (thread->address && !only_totals)
 		thread->replaces =
 		    live_take(thread->address, &thread->held, use_table) == LIVE_FOUND;
-	return !skips_return(ctx, thread);
+	return !skip_return(ctx, thread);
 }
 
 static __always_inline int leave(struct pt_regs *ctx, bool use_table)

@@ -4,7 +4,6 @@
 //! that a tool has one however many variants it tries; its maps are shared with each.
 
 use std::fmt;
-use std::os::fd::AsFd;
 
 use anyhow::{Context, Result};
 use libbpf_rs::skel::OpenSkel;
@@ -12,6 +11,7 @@ use libbpf_rs::{Link, OpenMapMut, ProgramMut};
 
 use crate::attach;
 use crate::filter::Filter;
+use crate::maps;
 use crate::run_time;
 
 use bpf::{FollowSkel, FollowSkelBuilder};
@@ -61,10 +61,8 @@ impl Follower {
         losses: &mut OpenMapMut<'_>,
     ) -> Result<()> {
         let own = &self.skel.maps;
-        followed
-            .reuse_fd(own.filter_followed.as_fd())
-            .and_then(|()| losses.reuse_fd(own.losses.as_fd()))
-            .context("failed to share the map of processes")
+        maps::use_instead(followed, &own.filter_followed)?;
+        maps::use_instead(losses, &own.losses)
     }
 
     /// How often, at most, both programs of a hook were skipped.

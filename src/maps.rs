@@ -37,7 +37,7 @@ pub fn create_before_load(map: &mut OpenMapMut<'_>) -> Result<MapHandle> {
 }
 
 /// Has a skeleton use this map instead of one that it would make at load.
-pub fn use_instead(map: &mut OpenMapMut<'_>, made: &MapHandle) -> Result<()> {
+pub fn use_instead(map: &mut OpenMapMut<'_>, made: &impl AsFd) -> Result<()> {
     map.reuse_fd(made.as_fd())
         .context("failed to replace a map before load")
 }

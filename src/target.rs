@@ -88,7 +88,7 @@ impl Target {
             },
             None => Whose::Processes(self.processes.iter().map(Process::pid).collect()),
         };
-        Unwinder::start(args, parts, &whose)
+        Unwinder::start(args, parts, whose)
     }
 
     /// Wakes the poller at the end of the process that is the only one named: that is the end of the

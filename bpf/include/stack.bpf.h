@@ -393,6 +393,16 @@ __noinline int stack_comes_from(__u64 pc, __u64 sp, __u64 fp, __u64 address)
 	return comes;
 }
 
+/* Where a function returns to, at its entry: that is on top of the stack. 0 if it cannot be read.
+ */
+static __always_inline __u64 stack_return_address(struct pt_regs *ctx)
+{
+	__u64 return_address = 0, sp = PT_REGS_SP(ctx);
+
+	bpf_probe_read_user(&return_address, sizeof(return_address), (void *)sp);
+	return return_address;
+}
+
 /*
  * The stack of the caller of a function that has just returned. The program
  * counter is then the return address, so the caller is always there, even if
@@ -403,13 +413,11 @@ static __always_inline __u64 stack_of_caller_at_return(struct pt_regs *ctx)
 	return stack_id(PT_REGS_IP(ctx), PT_REGS_SP(ctx), PT_REGS_FP(ctx), 0);
 }
 
-/* The same at the function's entry, where the return address is on top of the stack. */
+/* The same at the function's entry. */
 static __always_inline __u64 stack_of_caller_at_entry(struct pt_regs *ctx)
 {
-	__u64 return_address = 0, sp = PT_REGS_SP(ctx);
-
-	bpf_probe_read_user(&return_address, sizeof(return_address), (void *)sp);
-	return stack_id(return_address, sp + sizeof(long), PT_REGS_FP(ctx), 0);
+	return stack_id(stack_return_address(ctx), PT_REGS_SP(ctx) + sizeof(long), PT_REGS_FP(ctx),
+			0);
 }
 
 #endif /* MEMTOOLS_STACK_BPF_H */

@@ -107,6 +107,12 @@ pub enum Whose {
     },
 }
 
+impl From<&[u32]> for Whose {
+    fn from(pids: &[u32]) -> Self {
+        Self::Processes(pids.to_vec())
+    }
+}
+
 impl Whose {
     /// Those of the files that a command is going to map.
     fn expect(&self, tables: &mut Tables) -> Result<()> {
@@ -153,14 +159,13 @@ impl Early {
         args: UnwindArgs,
         shards: &mut OpenMapMut<'_>,
         processes: &mut OpenMapMut<'_>,
-        whose: &Whose,
+        whose: Whose,
     ) -> Result<Option<Self>> {
         if args.mode == Mode::Fp {
             return Ok(None);
         }
         let store = Store::before_load(shards, args.memory << 20)?;
         let mut tables = Tables::new(store, maps::create_before_load(processes)?);
-        let whose = whose.clone();
         let thread = thread::spawn(move || {
             whose.expect(&mut tables)?;
             whose.refresh(&mut tables)?;
@@ -168,12 +173,13 @@ impl Early {
         });
         Ok(Some(Self(thread)))
     }
+}
 
-    fn finish(self) -> Result<Tables> {
-        match self.0.join() {
-            Ok(tables) => tables,
-            Err(panic) => std::panic::resume_unwind(panic),
-        }
+/// What a thread returns, when it has ended.
+fn join<T>(thread: JoinHandle<T>) -> T {
+    match thread.join() {
+        Ok(returned) => returned,
+        Err(panic) => std::panic::resume_unwind(panic),
     }
 }
 
@@ -243,7 +249,8 @@ struct Worker {
 impl Unwinder {
     /// Makes these tables, and from now on those of whatever else is met. To be called after load and
     /// before the probes are live; what is to be forked must have been.
-    pub fn start(args: UnwindArgs, mut parts: Parts<'_>, whose: &Whose) -> Result<Self> {
+    pub fn start(args: UnwindArgs, mut parts: Parts<'_>, whose: impl Into<Whose>) -> Result<Self> {
+        let whose = whose.into();
         let mut unwinder = Self {
             mode: args.mode,
             slots: handle(parts.slots)?,
@@ -255,7 +262,7 @@ impl Unwinder {
             return Ok(unwinder);
         }
         let mut tables = match parts.early.take() {
-            Some(early) => early.finish()?,
+            Some(Early(thread)) => join(thread)?,
             None => {
                 let store = Store::new(handle(parts.shards)?, args.memory << 20);
                 let mut tables = Tables::new(store, handle(parts.processes)?);
@@ -269,7 +276,7 @@ impl Unwinder {
         // What changes from here on is followed.
         whose.refresh(&mut tables)?;
         let starting = match whose {
-            Whose::Command { pid, .. } => Some(Starting::hold(*pid, &parts)?),
+            Whose::Command { pid, .. } => Some(Starting::hold(pid, &parts)?),
             Whose::Processes(_) => None,
         };
         unwinder.worker = Some(Worker::start(tables, parts, starting)?);
@@ -298,10 +305,7 @@ impl Worker {
 
     fn stop(self) -> Tables {
         drop(self.stop);
-        match self.thread.join() {
-            Ok(tables) => tables,
-            Err(panic) => std::panic::resume_unwind(panic),
-        }
+        join(self.thread)
     }
 }
 

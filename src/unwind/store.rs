@@ -5,7 +5,6 @@
 //! memory back takes [`Store::synchronize`] first.
 
 use std::collections::BTreeMap;
-use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
 use std::thread::{self, JoinHandle};
@@ -101,10 +100,7 @@ impl Store {
 
     /// Waits until programs see all memory that was taken.
     pub(super) fn settle(&mut self) -> Result<()> {
-        self.adding.drain(..).try_for_each(|thread| {
-            let panicked = |_| Err(io::Error::other("a thread panicked").into());
-            thread.join().unwrap_or_else(panicked)
-        })
+        self.adding.drain(..).try_for_each(super::join)
     }
 
     /// Waits until all programs have ended that run now. The kernel does so for whoever changes a

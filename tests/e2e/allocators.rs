@@ -14,16 +14,16 @@ use crate::memleak;
 /// Tests of memleak, by allocator.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak":
-        jemalloc_is_exact,
-        jemalloc_in_the_program_is_exact,
-        jemalloc_beside_glibc_is_exact,
-        tcmalloc_is_exact,
-        mimalloc_is_exact,
-        musl_in_the_program_is_exact,
-        thread_storms_leave_nothing,
+        jemalloc_is_exact: at_entries,
+        jemalloc_in_the_program_is_exact: at_entries,
+        jemalloc_beside_glibc_is_exact: at_entries,
+        tcmalloc_is_exact: at_entries,
+        mimalloc_is_exact: at_entries,
+        musl_in_the_program_is_exact: at_entries,
+        thread_storms_leave_nothing: at_entries,
         operators_of_cxx_are_exact,
-        a_rust_program_with_its_own_allocator,
-        a_pool_of_the_programs_own,
+        a_rust_program_with_its_own_allocator: at_entries,
+        a_pool_of_the_programs_own: at_entries,
         an_allocator_that_is_loaded_later,
         an_allocator_that_one_of_many_loads_later,
         redis_is_traced_unharmed [Host],
@@ -158,35 +158,35 @@ fn is_exact(program: &str, allocator: &str, without: &[&str]) -> Result<()> {
     report.adds_up()
 }
 
-pub(crate) fn jemalloc_is_exact() -> Result<()> {
+fn jemalloc_is_exact() -> Result<()> {
     is_exact("alloc-jemalloc", "jemalloc, ", &["pvalloc"])
 }
 
-pub(crate) fn jemalloc_in_the_program_is_exact() -> Result<()> {
+fn jemalloc_in_the_program_is_exact() -> Result<()> {
     is_exact("alloc-jemalloc-static", "jemalloc (static), ", &["pvalloc"])
 }
 
 /// With the prefix je_.
-pub(crate) fn jemalloc_beside_glibc_is_exact() -> Result<()> {
+fn jemalloc_beside_glibc_is_exact() -> Result<()> {
     let without = ["pvalloc", "reallocarray"];
     is_exact("alloc-je", "jemalloc (static), ", &without)
 }
 
-pub(crate) fn tcmalloc_is_exact() -> Result<()> {
+fn tcmalloc_is_exact() -> Result<()> {
     is_exact("alloc-tcmalloc", "tcmalloc, ", &[])
 }
 
-pub(crate) fn mimalloc_is_exact() -> Result<()> {
+fn mimalloc_is_exact() -> Result<()> {
     is_exact("alloc-mimalloc", "mimalloc, ", &[])
 }
 
-pub(crate) fn musl_in_the_program_is_exact() -> Result<()> {
+fn musl_in_the_program_is_exact() -> Result<()> {
     let without = ["valloc", "pvalloc"];
     is_exact("alloc-musl-static", "musl (static), ", &without)
 }
 
 /// Thirty threads that free what their neighbours allocate.
-pub(crate) fn thread_storms_leave_nothing() -> Result<()> {
+fn thread_storms_leave_nothing() -> Result<()> {
     let programs = [
         "alloc",
         "alloc-musl-static",
@@ -247,7 +247,7 @@ fn operators_of_cxx_are_exact() -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn a_rust_program_with_its_own_allocator() -> Result<()> {
+fn a_rust_program_with_its_own_allocator() -> Result<()> {
     let args = [&*COUNT.to_string(), &SIZE.to_string()];
     let report = trace("alloc-rust-own", &args, &[])?;
     let found = report.of_function("alloc_rust::shop::leak_order");
@@ -255,7 +255,7 @@ pub(crate) fn a_rust_program_with_its_own_allocator() -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn a_pool_of_the_programs_own() -> Result<()> {
+fn a_pool_of_the_programs_own() -> Result<()> {
     let program = ["pool", &COUNT.to_string(), &SIZE.to_string()];
     let report = trace("alloc", &program, &[])?;
     ensure!(report.stacks.is_empty(), "{:#?}", report.stacks);

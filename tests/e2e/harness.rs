@@ -88,48 +88,45 @@ fn runs_32_bit() -> bool {
         .is_ok()
 }
 
-/// Where memleak probes functions in a test.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Probes {
-    /// Where they cost least.
-    Placed,
-    /// At their entries (--no-placement).
-    AtEntries,
-}
-
 thread_local! {
-    /// In the test that this thread runs.
-    static PROBES: Cell<Probes> = const { Cell::new(Probes::Placed) };
+    /// Whether memleak is to probe functions at their entries in the test that this thread runs.
+    static AT_ENTRIES: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A tool's tests, each named after its function, with what it needs in brackets. After their name,
-/// where memleak is to probe functions in them, if it is not where it likes.
+/// Has memleak probe functions at their entries (--no-placement) for the rest of this test.
+pub(crate) fn probe_entries() {
+    AT_ENTRIES.set(true);
+}
+
+/// A tool's tests, each named after its function, with what it needs in brackets. What needs nothing
+/// can run once more, as the function behind its colon says: [`at_entries`].
 macro_rules! tests {
-    ($tool:literal: $($rest:tt)+) => {
-        $crate::harness::tests! { $tool, Placed: $($rest)+ }
-    };
-    ($tool:literal, $probes:ident: $($name:ident $([$($need:ident),+])?),+ $(,)?) => {
-        vec![$($crate::harness::test_with(
-            concat!($tool, "::", stringify!($name)),
-            &[$($($crate::harness::Need::$need),+)?],
-            $crate::harness::Probes::$probes,
-            $name,
-        )),+]
+    ($tool:literal: $($name:ident $([$($need:ident),+])? $(: $again:ident)?),+ $(,)?) => {
+        vec![$(
+            $crate::harness::test(
+                concat!($tool, "::", stringify!($name)),
+                &[$($($crate::harness::Need::$need),+)?],
+                $name,
+            ),
+            $($crate::harness::$again($tool, stringify!($name), $name),)?
+        )+]
     };
 }
 pub(crate) use tests;
 
-/// A test in which memleak probes functions where it likes.
-pub(crate) fn test(name: &str, needs: &'static [Need], run: fn() -> Result<()>) -> Trial {
-    test_with(name, needs, Probes::Placed, run)
+/// A test with memleak's probes at entries: no number may depend on where it places them.
+pub(crate) fn at_entries(tool: &str, name: &str, run: fn() -> Result<()>) -> Trial {
+    test(&format!("{tool}::at_entries::{name}"), &[], move || {
+        probe_entries();
+        run()
+    })
 }
 
 /// A test that runs where the kernel has what it needs, and says so by name where it has not.
-pub(crate) fn test_with(
+pub(crate) fn test(
     name: &str,
     needs: &'static [Need],
-    probes: Probes,
-    run: fn() -> Result<()>,
+    run: impl FnOnce() -> Result<()> + Send + 'static,
 ) -> Trial {
     let own_name = name.to_owned();
     Trial::ignorable_test(name, move || {
@@ -140,7 +137,7 @@ pub(crate) fn test_with(
         if let Some(outcome) = without_root() {
             return outcome;
         }
-        PROBES.set(probes);
+        AT_ENTRIES.set(false);
         let started = Instant::now();
         let result = run();
         let took = (started.elapsed(), own_name);
@@ -382,7 +379,7 @@ impl Tool {
 
     /// Starts it in whatever way; stdout and stderr are ours.
     pub(crate) fn spawn(command: &mut Command) -> Result<Self> {
-        if PROBES.get() == Probes::AtEntries
+        if AT_ENTRIES.get()
             && command
                 .get_program()
                 .as_encoded_bytes()

@@ -11,7 +11,6 @@ mod harness;
 mod hfaults;
 mod load;
 mod memleak;
-mod memleak_entries;
 mod memleak_kernel;
 mod memleak_processes;
 mod memleak_views;
@@ -38,7 +37,6 @@ fn main() -> ExitCode {
         hfaults::tests(),
         drsnoop::tests(),
         memleak::tests(),
-        memleak_entries::tests(),
         memleak_kernel::tests(),
         memleak_processes::tests(),
         memleak_views::tests(),

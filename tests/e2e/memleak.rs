@@ -18,16 +18,17 @@ use crate::harness::{self, Ended, Tool, Workload};
 /// All end-to-end tests of memleak.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak":
-        every_function_is_exact,
+        every_function_is_exact: at_entries,
         costly_entries_are_not_probed,
-        balanced_code_reports_nothing,
-        realloc_corner_cases,
-        failed_calls_are_no_allocations,
-        big_blocks_count_once,
+        entries_are_probed_when_asked_for,
+        balanced_code_reports_nothing: at_entries,
+        realloc_corner_cases: at_entries,
+        failed_calls_are_no_allocations: at_entries,
+        big_blocks_count_once: at_entries,
         calls_that_are_not_recorded_are_known_to_go_on,
-        parts_of_mappings_are_unmapped,
-        threads_exact,
-        combined_totals_equal_the_blocks,
+        parts_of_mappings_are_unmapped: at_entries,
+        threads_exact: at_entries,
+        combined_totals_equal_the_blocks: at_entries,
         target_exits_first,
         a_command_of_a_few_milliseconds,
         the_status_of_a_command_is_passed_on,
@@ -49,10 +50,10 @@ pub(crate) fn tests() -> Vec<Trial> {
         sizes_are_filtered,
         sort_and_top,
         age_is_filtered,
-        trace_prints_every_call,
+        trace_prints_every_call: at_entries,
         show_allocs_lists_every_block,
         objects_can_be_named,
-        a_tenth_is_recorded,
+        a_tenth_is_recorded: at_entries,
         reports_come_at_their_interval,
         silence_is_explained,
         a_reader_that_leaves_ends_it,
@@ -175,7 +176,7 @@ pub(crate) fn trace_all(program: &str, program_args: &[&str]) -> Result<Vec<Grou
     last_report(&trace(program, program_args, &["-o", "0", "-T", "1000", "60"])?.stdout)
 }
 
-pub(crate) fn every_function_is_exact() -> Result<()> {
+fn every_function_is_exact() -> Result<()> {
     let groups = trace_all("alloc", &["leak", &COUNT.to_string(), &SIZE.to_string()])?;
     for function in [
         "malloc",
@@ -218,13 +219,25 @@ fn costly_entries_are_not_probed() -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn balanced_code_reports_nothing() -> Result<()> {
+fn entries_are_probed_when_asked_for() -> Result<()> {
+    harness::probe_entries();
+    let ended = trace("alloc", &["hold"], &["-v", "60"])?;
+    let places: Vec<&str> = ended.stderr.split("is probed at ").skip(1).collect();
+    ensure!(places.len() > 2, "{}", ended.stderr);
+    for place in places {
+        let place = place.lines().next().unwrap_or_default();
+        ensure!(place.ends_with("+0x0"), "{place}");
+    }
+    Ok(())
+}
+
+fn balanced_code_reports_nothing() -> Result<()> {
     let groups = trace_all("alloc", &["balanced", "2003", "211"])?;
     ensure!(groups.is_empty(), "{groups:#?}");
     Ok(())
 }
 
-pub(crate) fn realloc_corner_cases() -> Result<()> {
+fn realloc_corner_cases() -> Result<()> {
     let groups = trace_all("alloc", &["realloc", "101"])?;
     for (function, bytes) in [
         ("realloc_grown", 1000),
@@ -243,7 +256,7 @@ pub(crate) fn realloc_corner_cases() -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn failed_calls_are_no_allocations() -> Result<()> {
+fn failed_calls_are_no_allocations() -> Result<()> {
     let groups = trace_all("alloc", &["failing", "1009"])?;
     ensure!(groups.is_empty(), "{groups:#?}");
     Ok(())
@@ -270,7 +283,7 @@ fn calls_that_are_not_recorded_are_known_to_go_on() -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn big_blocks_count_once() -> Result<()> {
+fn big_blocks_count_once() -> Result<()> {
     let groups = trace_all("alloc", &["big", "53", "1000003"])?;
     ensure!(
         outstanding(&groups, "big") == (53 * 1_000_003, 53),
@@ -283,7 +296,7 @@ pub(crate) fn big_blocks_count_once() -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn parts_of_mappings_are_unmapped() -> Result<()> {
+fn parts_of_mappings_are_unmapped() -> Result<()> {
     const PAGE: u64 = 4096;
     let groups = trace_all("alloc", &["munmap", "101"])?;
     for (function, pages, calls) in [
@@ -313,7 +326,7 @@ fn thread_workload() -> [&'static str; 5] {
     ["threads", "8", count, "211", "97"]
 }
 
-pub(crate) fn threads_exact() -> Result<()> {
+fn threads_exact() -> Result<()> {
     let groups = trace_all("alloc", &thread_workload())?;
     let found = outstanding(&groups, "allocate_in_thread");
     ensure!(found == (8 * 211 * 97, 8 * 211), "{found:?} in {groups:#?}");
@@ -325,7 +338,7 @@ pub(crate) fn threads_exact() -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn combined_totals_equal_the_blocks() -> Result<()> {
+fn combined_totals_equal_the_blocks() -> Result<()> {
     let ended = trace(
         "alloc",
         &thread_workload(),
@@ -895,7 +908,7 @@ fn age_is_filtered() -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn trace_prints_every_call() -> Result<()> {
+fn trace_prints_every_call() -> Result<()> {
     let ended = trace(
         "alloc",
         &["one", "malloc", "31", "4093"],
@@ -978,7 +991,7 @@ fn objects_can_be_named() -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn a_tenth_is_recorded() -> Result<()> {
+fn a_tenth_is_recorded() -> Result<()> {
     let args = ["-s", "10", "-o", "0", "-T", "1000", "60"];
     let ended = trace("alloc", &["threads", "1", "10007", "10007", "64"], &args)?;
     let (_, allocations) = outstanding(&last_report(&ended.stdout)?, "allocate_in_thread");

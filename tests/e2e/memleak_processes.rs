@@ -9,7 +9,7 @@ use crate::memleak::{self, Group, READY};
 /// All of these tests.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::processes":
-        each_of_two_has_its_own,
+        each_of_two_has_its_own: at_entries,
         children_are_followed,
         children_of_a_command_are_followed,
         without_children_only_the_parent_is_traced,
@@ -47,7 +47,7 @@ fn groups_at_end(tool: Tool) -> Result<Vec<Group>> {
     memleak::last_report(&ended.stdout)
 }
 
-pub(crate) fn each_of_two_has_its_own() -> Result<()> {
+fn each_of_two_has_its_own() -> Result<()> {
     let mut one = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
     let mut other = Workload::start("alloc", &["one", "malloc", "37", "211"])?;
     let tool = start(&["-p", &format!("{},{}", one.pid(), other.pid())])?;

@@ -11,13 +11,13 @@ use crate::memleak;
 /// All of these tests.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::views":
-        allocations_are_counted_freed_or_not,
+        allocations_are_counted_freed_or_not: at_entries,
         what_is_freed_soon_is_counted,
         growth_is_from_report_to_report,
         the_oldest_and_the_median_age_are_shown,
         the_peak_is_shown_with_its_stacks,
-        double_frees_are_counted_with_their_stack,
-        unknown_frees_are_counted_with_their_stack,
+        double_frees_are_counted_with_their_stack: at_entries,
+        unknown_frees_are_counted_with_their_stack: at_entries,
         samples_by_bytes_stand_for_all,
         hits_and_what_they_cost_are_told,
         sampling_is_raised_to_keep_a_limit,
@@ -53,7 +53,7 @@ fn expect(rows: &[Value], function: &str, bytes: u64, allocations: u64) -> Resul
     Ok(())
 }
 
-pub(crate) fn allocations_are_counted_freed_or_not() -> Result<()> {
+fn allocations_are_counted_freed_or_not() -> Result<()> {
     let program = ["churn", "10007", "89", "211"];
     let args = ["--mode", "alloc", "-j", "-T", "1000", "60"];
     let rows = rows(&memleak::trace("lives", &program, &args)?)?;
@@ -123,7 +123,7 @@ fn the_oldest_and_the_median_age_are_shown() -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn double_frees_are_counted_with_their_stack() -> Result<()> {
+fn double_frees_are_counted_with_their_stack() -> Result<()> {
     let ended = memleak::trace("lives", &["twice", "53"], &["-j", "-o", "0", "60"])?;
     let rows = rows(&ended)?;
     let head = rows
@@ -147,7 +147,7 @@ pub(crate) fn double_frees_are_counted_with_their_stack() -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn unknown_frees_are_counted_with_their_stack() -> Result<()> {
+fn unknown_frees_are_counted_with_their_stack() -> Result<()> {
     let ended = memleak::trace("lives", &["unknown", "101"], &["-ej", "-o", "0", "60"])?;
     let rows = rows(&ended)?;
     let head = rows

@@ -29,7 +29,7 @@ use memtools::poll::Poller;
 use memtools::stack::Stacks;
 use memtools::symbolize::{self, Symbolizer};
 use memtools::text;
-use memtools::unwind::{Unwinder, Whose};
+use memtools::unwind::Unwinder;
 
 use crate::args::Args;
 use crate::bpf::types::{event, reclaim_kind};
@@ -62,8 +62,8 @@ fn run(args: Args) -> Result<ExitCode> {
     let unwinder = args
         .stack
         .then(|| {
-            let named = Whose::Processes(args.filter.pid.clone());
-            Unwinder::start(args.unwind, memtools::unwind_parts!(skel), &named)
+            let named = args.filter.pid.as_slice();
+            Unwinder::start(args.unwind, memtools::unwind_parts!(skel), named)
         })
         .transpose()?;
     let events: Events<event> = Events::new(&skel.maps.events)?;

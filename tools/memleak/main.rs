@@ -61,7 +61,6 @@ fn run(args: Args) -> Result<ExitCode> {
     attach::capture_log(args.verbose);
     let mut poller = Poller::new()?;
     let mut target = Target::choose(&args)?;
-    probes::wake_uprobes();
     let symbolizer = target.symbolizer()?;
     let (attached, mut links, unwinder) = probes::attach(&target, &args)?;
     let skel = &attached.skel;

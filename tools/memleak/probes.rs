@@ -95,6 +95,7 @@ impl Way {
 
 /// Loads the program and places the probes, in the best way that this kernel has.
 pub(crate) fn attach(target: &Target, args: &Args) -> Result<Started> {
+    wake_uprobes();
     let session = Variant::new("uprobe session", || {
         if !kernel::btf_has_name("BPF_TRACE_UPROBE_SESSION") {
             bail!("not on this kernel (6.13 and later)");
@@ -230,7 +231,7 @@ fn places<'a>(functions: impl IntoIterator<Item = &'a Function>) -> UprobeMultiO
 
 /// Has the kernel take a first uprobe while the program is loaded. For that it waits for a grace
 /// period, 12 to 30 ms; those that follow within another one need not wait.
-pub(crate) fn wake_uprobes() {
+fn wake_uprobes() {
     let probe = || -> Result<Counter> {
         let kind = fs::read_to_string("/sys/bus/event_source/devices/uprobe/type")?;
         let path = CString::new(OWN_PROGRAM)?;
@@ -319,11 +320,7 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
         Way::Plain => Size::without_table(args),
         _ => Size::with_table(args)?,
     };
-    let mut open = open(&size, target, args)?;
-    // Without a return it takes a walk by tables to know that a call goes on.
-    let has_tables = args.unwind.mode != unwind::Mode::Fp;
-    let skips_returns = way == Way::Session && !args.records_all() && has_tables;
-    attach::options(&mut open.maps.rodata_data)?.skips_returns = skips_returns.into();
+    let mut open = open(way, &size, target, args)?;
     let wanted = way.programs();
     for mut program in open.open_object_mut().progs_mut() {
         let load = wanted(&program.name().to_string_lossy());
@@ -347,7 +344,7 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
     }
     let (whose, maps) = (target.whose_tables(args), &mut open.maps);
     let (shards, processes) = (&mut maps.unwind_shards, &mut maps.unwind_processes);
-    let early = Early::start(args.unwind, shards, processes, &whose)?;
+    let early = Early::start(args.unwind, shards, processes, whose.clone())?;
     let skel = open.load().context("failed to load")?;
     target.filter.set_cgroup(&skel.maps.filter_cgroup)?;
     let links = [&skel.progs.process_exec, &skel.progs.thread_exit].map(|program| {
@@ -359,7 +356,7 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
         early,
         ..memtools::unwind_parts!(skel)
     };
-    let unwinder = Unwinder::start(args.unwind, parts, &whose)?;
+    let unwinder = Unwinder::start(args.unwind, parts, whose)?;
     let attached = Attached {
         skel,
         how: "",
@@ -372,7 +369,7 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
 }
 
 /// The skeleton with the options in it, before load.
-fn open(size: &Size, target: &Target, args: &Args) -> Result<OpenMemleakSkel<'static>> {
+fn open(way: Way, size: &Size, target: &Target, args: &Args) -> Result<OpenMemleakSkel<'static>> {
     let mut open = attach::open::<MemleakSkelBuilder>()?;
     let options = attach::options(&mut open.maps.rodata_data)?;
     options.min_size = args.min_size;
@@ -383,6 +380,9 @@ fn open(size: &Size, target: &Target, args: &Args) -> Result<OpenMemleakSkel<'st
         options.level_bytes = sampling.level_bytes;
     }
     options.trace_calls = args.trace.into();
+    // Without a return it takes a walk by tables to know that a call goes on.
+    let has_tables = args.unwind.mode != unwind::Mode::Fp;
+    options.skips_returns = (way == Way::Session && !args.records_all() && has_tables).into();
     options.keep_totals = (args.combined_only || args.mode == Mode::Peak).into();
     options.count_unknown_frees = args.extended.into();
     options.follow_peak = (args.mode == Mode::Peak).into();

@@ -154,13 +154,15 @@ impl Target {
 
     /// Whose unwind tables are there when the probes are live.
     pub(crate) fn whose_tables(&self, args: &Args) -> Whose {
-        let pids = self.processes.iter().map(|traced| traced.process.pid());
-        match (&args.command, &pids.collect::<Vec<u32>>()[..]) {
-            (Some(line), &[pid]) => Whose::Command {
-                pid,
+        match (&args.command, &self.command) {
+            (Some(line), Some(command)) => Whose::Command {
+                pid: command.pid(),
                 line: line.clone(),
             },
-            (_, pids) => Whose::Processes(pids.to_vec()),
+            _ => {
+                let pids = self.processes.iter().map(|traced| traced.process.pid());
+                Whose::Processes(pids.collect())
+            }
         }
     }
 

@@ -23,7 +23,7 @@ use memtools::output::Output;
 use memtools::poll::Poller;
 use memtools::stack::Stacks;
 use memtools::symbolize::Symbolizer;
-use memtools::unwind::{UnwindArgs, Unwinder, Whose};
+use memtools::unwind::{UnwindArgs, Unwinder};
 use memtools::{attach, kernel};
 
 use crate::bpf::{MmapsnoopSkel, MmapsnoopSkelBuilder};
@@ -113,8 +113,8 @@ fn run(args: Args) -> Result<ExitCode> {
     let symbolizer = with_stacks.then(Symbolizer::of_all_processes).transpose()?;
     let unwinder = with_stacks
         .then(|| {
-            let named = Whose::Processes(args.filter.pid.clone());
-            Unwinder::start(args.unwind, memtools::unwind_parts!(skel), &named)
+            let named = args.filter.pid.as_slice();
+            Unwinder::start(args.unwind, memtools::unwind_parts!(skel), named)
         })
         .transpose()?;
     let events = Events::decoding(&skel.maps.events, Record::decode)?;

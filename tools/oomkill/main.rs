@@ -30,7 +30,7 @@ use memtools::poll::Poller;
 use memtools::stack::Stacks;
 use memtools::symbolize::{self, Symbolizer};
 use memtools::text;
-use memtools::unwind::{UnwindArgs, Unwinder, Whose};
+use memtools::unwind::{UnwindArgs, Unwinder};
 
 use crate::bpf::types::{event, event_kind, oom_kind, task};
 use crate::bpf::{OomkillSkel, OomkillSkelBuilder};
@@ -97,8 +97,8 @@ fn run(args: Args) -> Result<ExitCode> {
     let (how, (skel, links)) = attach::first_that_works(args.common.verbose, variants)?;
     let unwinder = extended
         .then(|| {
-            let named = Whose::Processes(args.filter.pid.clone());
-            Unwinder::start(args.unwind, memtools::unwind_parts!(skel), &named)
+            let named = args.filter.pid.as_slice();
+            Unwinder::start(args.unwind, memtools::unwind_parts!(skel), named)
         })
         .transpose()?;
     let events: Events<event> = Events::new(&skel.maps.events)?;
