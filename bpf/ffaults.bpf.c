@@ -143,7 +143,7 @@ static __noinline int count_fault(struct vm_area_struct *vma, __u32 pid, __u32 f
 		key.pid = pid;
 		bpf_get_current_comm(key.comm, sizeof(key.comm));
 	}
-	count = count_of(&counts, &key, (const void *)&no_count);
+	count = count_of(counts, &key, (const void *)&no_count);
 	if (!count)
 		return 0;
 	__sync_fetch_and_add(&count->faults, 1);

@@ -86,7 +86,7 @@ static __always_inline int hugetlb_fault_begins(struct vm_area_struct *vma)
 	if (by_size)
 		fault.key.page_shift = page_shift_of(vma);
 	if (!by_reason) {
-		count_add(&counts, &fault.key, 1);
+		count_add(counts, &fault.key, 1);
 		return 0;
 	}
 	fault.key.reason = REASON_NO_PAGE;
@@ -106,7 +106,7 @@ static __always_inline int hugetlb_fault_ends(void)
 		return 0;
 	key = fault->key;
 	bpf_map_delete_elem(&faults, &thread);
-	count_add(&counts, &key, 1);
+	count_add(counts, &key, 1);
 	return 0;
 }
 
@@ -187,7 +187,7 @@ static long is_huge(struct task_struct *task, struct vm_area_struct *vma, struct
 		return 0;
 	if (by_size)
 		key->page_shift = page_shift_of(vma);
-	count_add(&counts, key, 1);
+	count_add(counts, key, 1);
 	return 0;
 }
 
@@ -214,7 +214,7 @@ static __always_inline int thp_fault_ends(unsigned long result)
 	if (!begin(&key))
 		return 0;
 	key.reason = result & VM_FAULT_FALLBACK ? REASON_THP_FALLBACK : REASON_THP;
-	count_add(&counts, &key, 1);
+	count_add(counts, &key, 1);
 	return 0;
 }
 
@@ -236,6 +236,6 @@ int madvise_enter(struct syscall_trace_enter *ctx)
 	struct fault_key key = {};
 
 	if ((__u32)ctx->args[2] == MADV_HUGEPAGE && begin(&key))
-		count_add(&counts, &key, 1);
+		count_add(counts, &key, 1);
 	return 0;
 }

@@ -75,7 +75,7 @@ static __noinline struct total *total_of_current(void)
 		return NULL;
 	key.pid = ids.pid;
 	bpf_get_current_comm(key.comm, sizeof(key.comm));
-	return count_of(&totals, &key, (const void *)&no_total);
+	return count_of(totals, &key, (const void *)&no_total);
 }
 
 /* Where kernels keep how many pages a large folio has. */

@@ -11,6 +11,7 @@ use crate::{entries, shared};
 
 /// The counts of one kind: values `V` by keys `K`.
 pub struct Counts<'map, M, K, V> {
+    /// Empty until the first call of [`Counts::take`], which stands for the first of `maps`.
     holder: &'map M,
     /// The first is counted in, the second is empty.
     maps: [&'map M; 2],

@@ -37,7 +37,7 @@ static __noinline int stack_count_add(__u64 user, __u64 kernel, __u32 pid, __u64
 	struct stack_count *count;
 
 	bpf_get_current_comm(key.comm, sizeof(key.comm));
-	count = count_of(&counts, &key, (const void *)&no_count);
+	count = count_of(counts, &key, (const void *)&no_count);
 	if (!count)
 		return 0;
 	__sync_fetch_and_add(&count->events, 1);
