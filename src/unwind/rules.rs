@@ -14,15 +14,17 @@ use gimli::{
     EndianSlice, FrameDescriptionEntry, LittleEndian, Operation, Register, RegisterRule,
     UnwindContext, UnwindExpression, UnwindSection, X86_64,
 };
+use memmap2::UncheckedAdvice;
 use object::read::elf::{ElfFile64, ProgramHeader};
-use object::read::{ReadCache, ReadRef};
-use object::{Object, ObjectSection, elf};
+use object::{Endianness, Object, ObjectSection, elf};
 
+use crate::elf::map;
 use crate::shared::{unwind_frame_pointer as FramePointer, unwind_kind as Kind};
 
 type Slice<'a> = EndianSlice<'a, LittleEndian>;
 type Fde<'a> = FrameDescriptionEntry<Slice<'a>>;
 type Expression = UnwindExpression<usize>;
+type Elf<'a> = ElfFile64<'a, Endianness>;
 
 /// Addresses are 32 bits of a row.
 const MAX_ADDRESS: u64 = 1 << 32;
@@ -33,15 +35,14 @@ const ALIGNMENT: u64 = 16;
 /// How often a byte of `.eh_frame` may be run: a CIE, 24 bytes or so, is run for each of its FDEs.
 const MAX_RUNS: usize = 64;
 
-/// The rows of one file, and an index to them.
+/// After how many functions the pages of a file that were read are given back.
+const FORGET_EVERY: usize = 4096;
+
+/// The rows of one file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rules {
     /// Ascending by address. Each is valid up to the next one.
     pub rows: Vec<u64>,
-    /// The page of code that the index begins with: an address divided by 256.
-    pub first_page: u32,
-    /// The rows that are valid somewhere in each page.
-    pub pages: Vec<Range<u32>>,
     /// The code: bytes of the file, and the address of the first of them.
     pub segments: Vec<(Range<u64>, u64)>,
 }
@@ -52,20 +53,25 @@ impl Rules {
     /// # Errors
     /// If it is no ELF file, or its unwind information makes no sense.
     pub fn of_file(file: &File) -> Result<Self> {
-        let bytes = file.metadata().context("failed to look at the file")?.len();
-        Self::read(&ReadCache::new(file), bytes)
+        let bytes = map(file)?;
+        Self::read(&bytes, || {
+            // A compiler's `.eh_frame` is 2 MB.
+            // SAFETY: nobody writes to the mapping, so that its pages are the file's also when they
+            // are read again.
+            let _ = unsafe { bytes.unchecked_advise(UncheckedAdvice::DontNeed) };
+        })
     }
 
     /// The rules in an ELF image that is in memory, such as the vdso.
     pub fn of_image(image: &[u8]) -> Result<Self> {
-        Self::read(image, image.len() as u64)
+        Self::read(image, || {})
     }
 
-    fn read<'data, R: ReadRef<'data>>(data: R, bytes: u64) -> Result<Self> {
-        let file =
-            ElfFile64::<object::Endianness, R>::parse(data).context("not a 64-bit ELF file")?;
-        let code = code_segments(&file, bytes)?;
-        let segments: Vec<_> = code
+    /// Calls `forget` when it is not going to read again soon what it has read.
+    fn read(data: &[u8], forget: impl Fn()) -> Result<Self> {
+        let file = Elf::parse(data).context("not a 64-bit ELF file")?;
+        let code = code_segments(&file)?;
+        let segments = code
             .iter()
             .map(|segment| (segment.offset..segment.offset + segment.size, segment.start))
             .collect();
@@ -85,45 +91,58 @@ impl Rules {
             .iter()
             .map(|segment| segment.start..segment.start + segment.size)
             .collect();
-        let rows = rows(frames, &bases, &addresses)?;
-        Ok(Self {
-            segments,
-            ..Self::index(rows)
-        })
+        let rows = rows(frames, &bases, &addresses, forget)?;
+        Ok(Self { rows, segments })
     }
 
-    fn index(rows: Vec<u64>) -> Self {
-        let (Some(&first), Some(&last)) = (rows.first(), rows.last()) else {
-            return Self::default();
-        };
-        let page_of = |row: u64| address_of(row) >> PAGE_SHIFT;
-        let mut pages = Vec::with_capacity((page_of(last) - page_of(first) + 1) as usize);
-        let mut next = 0;
-        for page in page_of(first)..=page_of(last) {
-            // The row before is still valid where the page begins, unless a row begins there.
-            let begins = rows.get(next).map(|&row| address_of(row)) == Some(page << PAGE_SHIFT);
-            let start = if begins { next } else { next.saturating_sub(1) };
-            while rows.get(next).is_some_and(|&row| page_of(row) == page) {
-                next += 1;
-            }
-            pages.push(start as u32..next as u32);
-        }
-        Self {
-            first_page: page_of(first) as u32,
-            rows,
-            pages,
-            segments: Vec::new(),
-        }
+    /// The page of code that [`Rules::pages`] begins with: an address divided by 256.
+    pub fn first_page(&self) -> u32 {
+        self.rows.first().map_or(0, |&row| page_of(row))
     }
 
-    /// The row that is valid at an address.
-    pub fn find(&self, address: u64) -> Option<u64> {
-        let page = (address >> PAGE_SHIFT).checked_sub(self.first_page.into())?;
-        let rows = self.pages.get(usize::try_from(page).ok()?)?;
-        let rows = self.rows.get(rows.start as usize..rows.end as usize)?;
-        let after = rows.partition_point(|&row| address_of(row) <= address);
-        rows.get(after.checked_sub(1)?).copied()
+    /// An index to the rows: those that are valid somewhere in each page.
+    pub fn pages(&self) -> Pages<'_> {
+        let after = self.rows.last().map_or(0, |&row| page_of(row) + 1);
+        Pages {
+            rows: &self.rows,
+            left: self.first_page()..after,
+            next: 0,
+        }
     }
+}
+
+/// See [`Rules::pages`].
+#[derive(Debug, Clone)]
+pub struct Pages<'a> {
+    rows: &'a [u64],
+    left: Range<u32>,
+    /// The first row that begins in the first page that is left, or later.
+    next: usize,
+}
+
+impl Iterator for Pages<'_> {
+    type Item = Range<u32>;
+
+    fn next(&mut self) -> Option<Range<u32>> {
+        let page = self.left.next()?;
+        // The row before is still valid where the page begins, unless a row begins there.
+        let first = self.rows.get(self.next).map(|&row| address_of(row));
+        let begins = first == Some(u64::from(page) << PAGE_SHIFT);
+        let start = self.next - usize::from(!begins && self.next > 0);
+        let here = self.rows[self.next..].iter();
+        self.next += here.take_while(|&&row| page_of(row) == page).count();
+        Some(start as u32..self.next as u32)
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        self.left.size_hint()
+    }
+}
+
+impl ExactSizeIterator for Pages<'_> {}
+
+fn page_of(row: u64) -> u32 {
+    (address_of(row) >> PAGE_SHIFT) as u32
 }
 
 /// The address from which a row is valid.
@@ -140,11 +159,8 @@ struct Segment {
     offset: u64,
 }
 
-fn code_segments<'data, R: ReadRef<'data>>(
-    file: &ElfFile64<'data, object::Endianness, R>,
-    bytes: u64,
-) -> Result<Vec<Segment>> {
-    let endian = file.endian();
+fn code_segments(file: &Elf<'_>) -> Result<Vec<Segment>> {
+    let (endian, bytes) = (file.endian(), file.data().len() as u64);
     let mut code = Vec::new();
     for segment in file.elf_program_headers() {
         if segment.p_type(endian) != elf::PT_LOAD || !segment.p_flags(endian).contains(elf::PF_X) {
@@ -179,9 +195,7 @@ fn code_segments<'data, R: ReadRef<'data>>(
 }
 
 /// The section's address and contents; through its header where the sections were stripped.
-fn eh_frame<'data, R: ReadRef<'data>>(
-    file: &ElfFile64<'data, object::Endianness, R>,
-) -> Result<Option<(u64, &'data [u8])>> {
+fn eh_frame<'data>(file: &Elf<'data>) -> Result<Option<(u64, &'data [u8])>> {
     if let Some(section) = file.section_by_name(".eh_frame") {
         let frames = section.data().context("failed to read .eh_frame")?;
         return Ok(Some((section.address(), frames)));
@@ -220,7 +234,12 @@ fn eh_frame<'data, R: ReadRef<'data>>(
 }
 
 /// All rows, ascending.
-fn rows(frames: &[u8], bases: &BaseAddresses, code: &[Range<u64>]) -> Result<Vec<u64>> {
+fn rows(
+    frames: &[u8],
+    bases: &BaseAddresses,
+    code: &[Range<u64>],
+    forget: impl Fn(),
+) -> Result<Vec<u64>> {
     let mut functions = Functions::new(frames, bases);
     let mut builder = Builder {
         rows: Vec::with_capacity(frames.len() / 8),
@@ -228,7 +247,10 @@ fn rows(frames: &[u8], bases: &BaseAddresses, code: &[Range<u64>]) -> Result<Vec
     };
     let mut context = UnwindContext::new();
     let mut end = 0;
-    for (.., offset) in functions.in_order(code)? {
+    for (number, (.., offset)) in functions.in_order(code)?.into_iter().enumerate() {
+        if number % FORGET_EVERY == 0 {
+            forget();
+        }
         let function = functions.at(offset)?;
         if function.initial_address() < end {
             continue;

@@ -19,6 +19,8 @@ use crate::maps;
 /// Words of a shard; `UNWIND_SHARD_WORDS`.
 const SHARD_WORDS: usize = 1 << 18;
 const WORD: usize = size_of::<u64>();
+/// Words that are written at a time; a shard is a multiple of it.
+const PIECE_WORDS: usize = 1 << 13;
 
 /// What shards make of it.
 pub(super) struct Store {
@@ -71,24 +73,27 @@ impl Store {
     }
 
     /// Writes to room that was taken and that no program knows of yet. It is mapped meanwhile only,
-    /// or all tables would count as memory of ours.
-    pub(super) fn write(&mut self, first: u32, words: &[u64]) -> Result<()> {
-        let (mut at, mut rest) = (first as usize, words);
-        while !rest.is_empty() {
+    /// a piece at a time, or all tables would count as memory of ours.
+    pub(super) fn write(
+        &mut self,
+        first: u32,
+        words: impl ExactSizeIterator<Item = u64>,
+    ) -> Result<()> {
+        let (mut at, mut words) = (first as usize, words);
+        while words.len() > 0 {
             let (shard, word) = (at / SHARD_WORDS, at % SHARD_WORDS);
-            let (here, later) = rest.split_at(rest.len().min(SHARD_WORDS - word));
+            let here = words.len().min(PIECE_WORDS - word % PIECE_WORDS);
             let place = MmapOptions::new()
                 .offset((word * WORD) as u64)
-                .len(here.len() * WORD)
+                .len(here * WORD)
                 .to_owned();
             // SAFETY: the memory is the map's, whose size never changes; others only read it.
             let memory = unsafe { place.map_mut(self.shards[shard].as_fd().as_raw_fd()) };
             let mut memory = memory.context("failed to map memory for unwind tables")?;
-            for (bytes, word) in memory.chunks_exact_mut(WORD).zip(here) {
+            for (bytes, word) in memory.chunks_exact_mut(WORD).zip(words.by_ref()) {
                 bytes.copy_from_slice(&word.to_ne_bytes());
             }
-            at += here.len();
-            rest = later;
+            at += here;
         }
         Ok(())
     }

@@ -245,32 +245,32 @@ impl Tables {
         let Ok(rules) = rules else {
             return Arc::new(file);
         };
-        let words = rules.rows.len() + rules.pages.len();
+        let words = rules.rows.len() + rules.pages().len();
         let Ok(Some(first)) = self.put(&rules) else {
             file.left_out = words > 0;
             self.no_room += u64::from(file.left_out);
             return Arc::new(file);
         };
-        file.segments = rules.segments;
-        file.first_page = rules.first_page;
+        file.first_page = rules.first_page();
         let pages = first + rules.rows.len() as u32;
         file.words = first..first + words as u32;
         file.pages = pages..file.words.end;
+        file.segments = rules.segments;
         Arc::new(file)
     }
 
     /// Puts a file's rows and then its pages there, if there is room. Returns where.
     fn put(&mut self, rules: &Rules) -> Result<Option<u32>> {
-        let Some(first) = self.room(rules.rows.len() + rules.pages.len())? else {
+        let (rows, pages) = (rules.rows.iter().copied(), rules.pages());
+        let Some(first) = self.room(rows.len() + pages.len())? else {
             return Ok(None);
         };
-        let index = rules.pages.iter().map(|rows| {
+        self.store.write(first, rows)?;
+        let index = pages.map(|rows| {
             let count = u64::from(rows.end - rows.start);
             u64::from(first + rows.start) | count << 32
         });
-        let index: Vec<u64> = index.collect();
-        self.store.write(first, &rules.rows)?;
-        self.store.write(first + rules.rows.len() as u32, &index)?;
+        self.store.write(first + rules.rows.len() as u32, index)?;
         Ok(Some(first))
     }
 
@@ -305,16 +305,17 @@ impl Tables {
                 u64::from(file.first_page) | u64::from(file.number) << 32,
             ]);
         }
+        let length = words.len() as u32;
         let Some(first) = self.room(words.len())? else {
             return Ok(Refreshed::Same);
         };
-        self.store.write(first, &words)?;
+        self.store.write(first, words.into_iter())?;
         let entry =
             u64::from(first) | (mappings.len() as u64) << 32 | u64::from(self.generation) << 48;
         self.lists.insert(
             first,
             List {
-                words: first..first + words.len() as u32,
+                words: first..first + length,
                 _files: mappings.iter().map(|(_, file)| Arc::clone(file)).collect(),
             },
         );
