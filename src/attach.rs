@@ -18,6 +18,7 @@ use libbpf_rs::{Link, Object, OpenObject, PrintLevel, ProgramMut, ProgramType};
 use perf_event::Builder;
 use perf_event::events::Software;
 
+use crate::fentry;
 use crate::kernel;
 use crate::kernel_types::KernelTypes;
 use crate::mappings::online_cpus;
@@ -195,7 +196,7 @@ pub fn by_name(object: &mut Object, names: &[&str]) -> Result<Vec<Link>> {
     let attach = |name: &&str| {
         let program = object.progs_mut().find(|program| program.name() == *name);
         let program = program.with_context(|| format!("there is no program {name}"))?;
-        let attached = program.attach();
+        let attached = fentry::attach(&program);
         attached.with_context(|| format!("failed to attach {name}"))
     };
     names.iter().map(attach).collect()
@@ -211,7 +212,7 @@ pub const SYSCALLS: &str = "; this needs a kernel with CONFIG_FTRACE_SYSCALLS=y"
 /// At the first that cannot be attached; `remedy` ends the message.
 pub fn all(programs: &[&ProgramMut<'_>], remedy: &str) -> Result<Vec<Link>> {
     let attach = |program: &&ProgramMut<'_>| {
-        program.attach().with_context(|| {
+        fentry::attach(program).with_context(|| {
             let name = program.name().to_string_lossy();
             format!("failed to attach {name}{remedy}")
         })

@@ -2,6 +2,8 @@
 //! and their names. All of it is words in the order of the machine's bytes, but for the first of
 //! the header.
 
+use std::iter;
+
 use libbpf_rs::btf::BtfKind;
 use memchr::memchr;
 
@@ -18,6 +20,9 @@ pub(crate) const WORD_BYTES: usize = 4;
 /// What each type begins with: its name, its kind with the number of its members, and its size or
 /// the type that it is made of.
 const TYPE_BYTES: usize = 3 * WORD_BYTES;
+
+/// Of how many types one is looked for from the beginning of the first.
+const STRIDE: usize = 16;
 
 /// What a word of a type stands for.
 #[derive(Debug, Clone, Copy)]
@@ -68,8 +73,8 @@ pub(crate) fn word(bytes: &[u8], at: usize) -> Option<u32> {
 pub(crate) struct Types<'btf> {
     types: &'btf [u8],
     names: &'btf [u8],
-    /// Where each type begins.
-    offsets: Vec<usize>,
+    /// Where every sixteenth type begins, from the first on. All would take half a megabyte.
+    offsets: Vec<u32>,
 }
 
 pub(crate) struct Type<'btf> {
@@ -84,6 +89,10 @@ pub(crate) struct Type<'btf> {
 }
 
 impl Type<'_> {
+    fn bytes(&self) -> usize {
+        TYPE_BYTES + self.rest.len()
+    }
+
     /// The number of the type that it is made of.
     fn base(&self) -> Option<u32> {
         let (third, _) = words(self.kind);
@@ -107,10 +116,13 @@ impl<'btf> Types<'btf> {
             names: section(16)?,
             offsets: Vec::new(),
         };
-        let mut at = 0;
+        let (mut at, mut count) = (0, 0);
         while at < all.types.len() {
-            all.offsets.push(at);
-            at += TYPE_BYTES + all.at(at)?.rest.len();
+            if count % STRIDE == 0 {
+                all.offsets.push(u32::try_from(at).ok()?);
+            }
+            at += all.at(at)?.bytes();
+            count += 1;
         }
         Some(all)
     }
@@ -136,13 +148,24 @@ impl<'btf> Types<'btf> {
         })
     }
 
-    /// The numbers of all types.
-    pub(crate) fn ids(&self) -> impl Iterator<Item = u32> + use<> {
-        1..=self.offsets.len() as u32
+    /// All types with their numbers.
+    pub(crate) fn all(&self) -> impl Iterator<Item = (u32, Type<'btf>)> {
+        (1..).zip(self.from(0))
+    }
+
+    /// Those from this offset on.
+    fn from(&self, mut at: usize) -> impl Iterator<Item = Type<'btf>> {
+        iter::from_fn(move || {
+            let of = self.at(at)?;
+            at += of.bytes();
+            Some(of)
+        })
     }
 
     pub(crate) fn get(&self, id: u32) -> Option<Type<'btf>> {
-        self.at(*self.offsets.get(id.checked_sub(1)? as usize)?)
+        let index = id.checked_sub(1)? as usize;
+        let before = *self.offsets.get(index / STRIDE)?;
+        self.from(before as usize).nth(index % STRIDE)
     }
 
     pub(crate) fn name(&self, at: u32) -> Option<&'btf [u8]> {
@@ -152,9 +175,8 @@ impl<'btf> Types<'btf> {
 
     /// The first type of a kind that has this name.
     pub(crate) fn find(&self, kind: BtfKind, name: &str) -> Option<Type<'btf>> {
-        self.ids()
-            .filter_map(|id| self.get(id))
-            .find(|of| of.kind == kind && self.name(of.name) == Some(name.as_bytes()))
+        let mut types = self.from(0);
+        types.find(|of| of.kind == kind && self.name(of.name) == Some(name.as_bytes()))
     }
 
     /// The type that one is made of: what a pointer points to, a function's prototype.

@@ -21,6 +21,7 @@ use crate::output::Format;
 /// Parse the arguments, run the tool, and turn its outcome into an exit status.
 pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
     let args = A::parse();
+    give_memory_back();
     match run(args) {
         Ok(status) => status,
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
@@ -33,6 +34,14 @@ pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
             }
         }
     }
+}
+
+/// Has what is large go back to the kernel as soon as it is freed. glibc otherwise keeps up to twice
+/// the largest that there was, which is the kernel's BTF or a compiler's unwind rules.
+fn give_memory_back() {
+    const LARGE: i32 = 128 << 10;
+    // SAFETY: there is no other thread yet. If it is refused, more memory is kept.
+    unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE) };
 }
 
 /// Options of every tool.

@@ -5,7 +5,7 @@
 //! more than a hundred thousand; that was a fifth of memleak's start. Here they are gone through
 //! once, for all names at a time, and libbpf is given what was found: the types with these names,
 //! and what they hold by value. What a pointer points to is left out, as a program names the type
-//! that it expects there. Programs that attach by BTF (fentry, `tp_btf`) still have the whole.
+//! that it expects there. The functions that programs are on (fentry, fexit) are found on the way.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -18,7 +18,7 @@ use libbpf_rs::{AsRawLibbpf, ObjectBuilder, OpenObject};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use crate::btf::{self, Types, VOID, WORD_BYTES, Word, word, words};
-use crate::kernel;
+use crate::{fentry, kernel};
 
 /// A file in memory that an object is opened with; the types must be in it when it is loaded.
 #[derive(Debug)]
@@ -30,6 +30,7 @@ impl KernelTypes {
     /// # Errors
     /// If the kernel gives no such file.
     pub fn for_object(builder: &mut ObjectBuilder) -> Result<Self> {
+        fentry::register();
         let file = memfd_create(c"memtools-types", MFdFlags::MFD_CLOEXEC);
         let file = File::from(file.context("failed to create a file for the kernel's types")?);
         builder.btf_custom_path(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
@@ -42,11 +43,15 @@ impl KernelTypes {
     /// # Errors
     /// If the kernel's BTF cannot be read.
     pub fn write(mut self, object: &OpenObject) -> Result<()> {
+        let functions: HashSet<&[u8]> = object
+            .progs()
+            .filter_map(|program| fentry::target(program.section().as_encoded_bytes()))
+            .collect();
         // SAFETY: libbpf keeps it for as long as the object is there, which is borrowed.
         let object = unsafe { object.as_libbpf_object().as_ref() };
         let own = Btf::from_bpf_object(object)?.context("the BPF object has no types")?;
         let names = names(&own);
-        kernel::with_btf(|kernel| match part(kernel, &names) {
+        kernel::with_btf(|kernel| match part(kernel, &names, &functions) {
             Some(part) => self.0.write_all(&part),
             None => self.0.write_all(kernel),
         })?
@@ -78,15 +83,16 @@ fn in_kernel(name: &[u8]) -> &[u8] {
     &name[..flavor.unwrap_or(name.len())]
 }
 
-/// The types with these names, and those that they hold by value, as BTF of its own. None if the
-/// kernel's BTF is not as it is known here.
-fn part(kernel: &[u8], names: &HashSet<Vec<u8>>) -> Option<Vec<u8>> {
+/// The types with these names, and those that they hold by value, as BTF of its own. Of these functions
+/// it learns the numbers. None if the kernel's BTF is not as it is known here.
+fn part(kernel: &[u8], names: &HashSet<Vec<u8>>, functions: &HashSet<&[u8]>) -> Option<Vec<u8>> {
     let kernel = Types::parse(kernel)?;
     let mut part = Part::new(&kernel);
-    for id in kernel.ids() {
-        let of = kernel.get(id)?;
+    for (id, of) in kernel.all() {
         if looked_for(of.kind) && names.contains(kernel.name(of.name)?) {
             part.number(id)?;
+        } else if of.kind == BtfKind::Func && functions.contains(kernel.name(of.name)?) {
+            fentry::learn(kernel.name(of.name)?, id);
         }
     }
     // Each that is added can have others numbered.
@@ -224,7 +230,7 @@ mod tests {
 
     #[test]
     fn a_type_comes_with_what_it_holds_but_not_with_what_it_points_to() {
-        let part = part(&kernel(), &only("outer")).expect("BTF");
+        let part = part(&kernel(), &only("outer"), &HashSet::new()).expect("BTF");
         let types = [
             record(0, 2, 0, VOID, &[]),
             record(1, 4, 2, 16, &[7, 3, 0, 9, 1, 64]),
@@ -236,15 +242,34 @@ mod tests {
     }
 
     #[test]
+    fn functions_are_found_with_their_numbers() {
+        let types = [
+            record(INNER, 12, 0, 2, &[]),
+            record(0, 13, 0, 0, &[]),
+            record(A, 12, 0, 2, &[]),
+            record(B, 1, 0, 4, &[0x0100_0020]),
+        ];
+        let kernel = btf::from_parts(&types.concat(), NAMES);
+        let functions: HashSet<&[u8]> = HashSet::from([&b"a"[..], b"b"]);
+        part(&kernel, &HashSet::new(), &functions).expect("BTF");
+        let numbers = ["inner", "a", "b"].map(|name| fentry::number(name.as_bytes()));
+        assert_eq!(numbers, [None, Some(3), None]);
+    }
+
+    #[test]
     fn btf_with_something_unknown_is_left_alone() {
         let unknown = record(OTHER, 31, 0, 0, &[]);
         assert_eq!(
-            part(&btf::from_parts(&unknown, NAMES), &only("outer")),
+            part(
+                &btf::from_parts(&unknown, NAMES),
+                &only("outer"),
+                &HashSet::new()
+            ),
             None
         );
         let mut cut = kernel();
         cut.pop();
-        assert_eq!(part(&cut, &only("outer")), None);
+        assert_eq!(part(&cut, &only("outer"), &HashSet::new()), None);
     }
 
     #[test]

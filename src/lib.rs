@@ -68,6 +68,7 @@ pub mod elf;
 pub mod entries;
 pub mod errno;
 pub mod events;
+mod fentry;
 pub mod file;
 pub mod filter;
 pub mod flags;

@@ -163,7 +163,7 @@ fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
     };
     let fexit = move || {
         let skel = load(args, filter, &["fault_fexit"])?;
-        let links = vec![skel.progs.fault_fexit.attach()?];
+        let links = attach::all(&[&skel.progs.fault_fexit], "")?;
         Ok(Attached {
             skel,
             links,
@@ -173,10 +173,7 @@ fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
     let kprobe = move || {
         let skel = load(args, filter, &["fault_kprobe", "fault_kretprobe"])?;
         // The return first: a fault that is seen at its entry must be seen at its return.
-        let links = vec![
-            skel.progs.fault_kretprobe.attach()?,
-            skel.progs.fault_kprobe.attach()?,
-        ];
+        let links = attach::all(&[&skel.progs.fault_kretprobe, &skel.progs.fault_kprobe], "")?;
         Ok(Attached {
             skel,
             links,

@@ -14,6 +14,7 @@ mod memleak;
 mod memleak_kernel;
 mod memleak_processes;
 mod memleak_views;
+mod memory;
 mod mmapsnoop;
 mod oomkill;
 mod pressure;
@@ -40,6 +41,7 @@ fn main() -> ExitCode {
         memleak_kernel::tests(),
         memleak_processes::tests(),
         memleak_views::tests(),
+        memory::tests(),
         allocators::tests(),
         brkstack::tests(),
         faults::tests(),
