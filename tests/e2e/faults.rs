@@ -29,7 +29,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_command_is_traced_from_its_start,
         intervals_add_up,
         nothing_is_kept_of_what_was_reported,
-        json_agrees,
+        json_agrees [Once],
         a_process_that_exits_ends_it,
     }
 }

@@ -26,7 +26,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         heap_and_stack_have_their_names,
         shared_memory_has_its_names,
         intervals_add_up,
-        json_agrees,
+        json_agrees [Once],
     }
 }
 

@@ -40,6 +40,8 @@ pub(crate) enum Need {
     Guest,
     /// The programs of a whole system.
     Host,
+    /// To be run once: the kernel has no part in what it shows, and an emulated one much time.
+    Once,
     /// 32-bit programs.
     Compat,
     /// Tools of other projects, which scripts/test-vm takes from Debian's packages.
@@ -63,6 +65,7 @@ impl Need {
                 "this kernel is built without zswap",
             ),
             Need::Host => (!in_guest(), "a guest has only our own programs"),
+            Need::Once => (!in_guest(), "the same on every kernel; runs on the host"),
             Need::Compat => (runs_32_bit(), "this kernel runs no 32-bit programs"),
             Need::Peers => (workload("peers").exists(), "no peers beside the workloads"),
         };

@@ -22,7 +22,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         segments_in_large_numbers,
         latency_and_time,
         threads_are_filtered,
-        a_duration_ends_it,
+        a_duration_ends_it [Once],
         what_is_not_there_is_named,
     )
 }
