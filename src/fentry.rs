@@ -76,7 +76,8 @@ unsafe extern "C" fn tell_number(
     }
 }
 
-/// Attaches a program as its section says.
+/// Attaches a program as its section says. libbpf has forgotten the section of one whose type has
+/// become another at load.
 pub(crate) fn attach(program: &ProgramMut<'_>) -> libbpf_rs::Result<Link> {
     if program.prog_type() == ProgramType::Tracing {
         program.attach_trace()

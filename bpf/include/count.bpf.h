@@ -32,8 +32,9 @@
 		__array(values, struct name##_hash);                                               \
 	} name SEC(".maps")
 
-/* The key's value in COUNTS(name), at first a copy of `zero`; NULL, which is counted, if there is
- * no room for it.
+/*
+ * The key's value in COUNTS(name), at first a copy of `zero`; NULL, which is counted,
+ * if there is no room for it.
  */
 #define count_of(name, key, zero) count_in(&name, &name##_a, key, zero)
 

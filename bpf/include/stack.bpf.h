@@ -393,8 +393,7 @@ __noinline int stack_comes_from(__u64 pc, __u64 sp, __u64 fp, __u64 address)
 	return comes;
 }
 
-/* Where a function returns to, at its entry: that is on top of the stack. 0 if it cannot be read.
- */
+/* At a function's entry, where it returns to: the top of the stack. 0 if that is not readable. */
 static __always_inline __u64 stack_return_address(struct pt_regs *ctx)
 {
 	__u64 return_address = 0, sp = PT_REGS_SP(ctx);

@@ -305,17 +305,16 @@ impl Tables {
                 u64::from(file.first_page) | u64::from(file.number) << 32,
             ]);
         }
-        let length = words.len() as u32;
         let Some(first) = self.room(words.len())? else {
             return Ok(Refreshed::Same);
         };
-        self.store.write(first, words.into_iter())?;
+        self.store.write(first, words.iter().copied())?;
         let entry =
             u64::from(first) | (mappings.len() as u64) << 32 | u64::from(self.generation) << 48;
         self.lists.insert(
             first,
             List {
-                words: first..first + length,
+                words: first..first + words.len() as u32,
                 _files: mappings.iter().map(|(_, file)| Arc::clone(file)).collect(),
             },
         );

@@ -6,8 +6,12 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 
 use crate::harness::{self, Tool, Workload};
+use crate::memleak;
 
 const MOST_KIB: u64 = 10 << 10;
+
+/// What all tools but memleak say when they trace.
+const READY: &str = "Ctrl-C to end";
 
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memory":
@@ -17,14 +21,10 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Starts a tool until it traces; its peak of resident memory is no more than that.
-fn needs_no_more(tool: &str, args: &[&str]) -> Result<()> {
+/// Starts a tool until it says that it traces; its peak of resident memory is no more than that.
+fn needs_no_more(tool: &str, args: &[&str], ready: &str) -> Result<()> {
     let mut running = Tool::start(tool, args)?;
-    running.wait_for(if tool == "memleak" {
-        "probes in"
-    } else {
-        "Ctrl-C to end"
-    })?;
+    running.wait_for(ready)?;
     let status = fs::read_to_string(format!("/proc/{}/status", running.pid()))?;
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
     let peak = peak.and_then(|peak| peak.trim().strip_suffix("kB"));
@@ -38,7 +38,7 @@ fn needs_no_more(tool: &str, args: &[&str]) -> Result<()> {
 
 fn memleak_needs_no_more() -> Result<()> {
     let workload = Workload::start("alloc", &["hold"])?;
-    needs_no_more("memleak", &["-p", &workload.pid()])
+    needs_no_more("memleak", &["-p", &workload.pid()], memleak::READY)
 }
 
 fn tools_need_no_more() -> Result<()> {
@@ -53,11 +53,11 @@ fn tools_need_no_more() -> Result<()> {
         "hfaults",
         "oomkill",
     ] {
-        needs_no_more(tool, &[])?;
+        needs_no_more(tool, &[], READY)?;
     }
     Ok(())
 }
 
 fn swapin_needs_no_more() -> Result<()> {
-    needs_no_more("swapin", &[])
+    needs_no_more("swapin", &[], READY)
 }
