@@ -24,7 +24,7 @@ const PROCESSES: u32 = 32768;
 /// Follows as long as it lives.
 pub struct Follower {
     skel: FollowSkel<'static>,
-    _links: [Link; 4],
+    _links: [Link; 5],
 }
 
 impl Follower {
@@ -39,12 +39,13 @@ impl Follower {
         let skel = open
             .load()
             .context("failed to load what follows processes")?;
-        let attach = || -> libbpf_rs::Result<[Link; 4]> {
+        let attach = || -> libbpf_rs::Result<[Link; 5]> {
             Ok([
                 skel.progs.process_free.attach()?,
                 skel.progs.process_free_too.attach()?,
                 skel.progs.process_fork.attach()?,
                 skel.progs.process_fork_too.attach()?,
+                skel.progs.process_fork_again.attach()?,
             ])
         };
         let links = attach().context("failed to attach what follows processes")?;
@@ -65,18 +66,22 @@ impl Follower {
         maps::use_instead(losses, &own.losses)
     }
 
-    /// How often, at most, both programs of a hook were skipped.
+    /// How often, at most, all programs of a hook were skipped.
     pub(crate) fn skipped_runs(&self) -> u64 {
         let programs = &self.skel.progs;
-        let pairs = [
-            [&programs.process_fork, &programs.process_fork_too],
-            [&programs.process_free, &programs.process_free_too],
+        let forks = [
+            &programs.process_fork,
+            &programs.process_fork_too,
+            &programs.process_fork_again,
         ];
-        let both = |[one, other]: [&ProgramMut<'_>; 2]| {
-            run_time::skipped([one]).min(run_time::skipped([other]))
-        };
-        pairs.into_iter().map(both).sum()
+        skipped_by_all(&forks)
+            + skipped_by_all(&[&programs.process_free, &programs.process_free_too])
     }
+}
+
+fn skipped_by_all(programs: &[&ProgramMut<'_>]) -> u64 {
+    let runs = programs.iter().map(|program| run_time::skipped([program]));
+    runs.min().unwrap_or_default()
 }
 
 impl fmt::Debug for Follower {
