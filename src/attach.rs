@@ -7,14 +7,17 @@
 
 use std::env;
 use std::fmt;
+use std::fs;
 use std::mem::MaybeUninit;
-use std::os::fd::IntoRawFd;
+use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, bail};
 use libbpf_rs::skel::{OpenSkel, SkelBuilder};
 use libbpf_rs::{Link, Object, OpenObject, PrintLevel, ProgramMut, ProgramType};
+use nix::fcntl::OFlag;
+use nix::unistd::{ForkResult, close, fork, pipe2, read, setsid};
 use perf_event::Builder;
 use perf_event::events::Software;
 
@@ -249,6 +252,59 @@ pub fn detach(links: Vec<Link>) {
             scope.spawn(move || drop(link));
         }
     });
+}
+
+/// The same for links with perf events of their own, such as perf uprobes. The kernel takes one of
+/// those away after the other, 0.1 s each; a process of its own waits for that, and ends with the
+/// last. When this returns, they are disabled.
+pub fn detach_in_background(links: Vec<Link>) {
+    let Ok(held) = hold_links() else {
+        return detach(links);
+    };
+    // This disables the events, but closes none: they are open there, too.
+    drop(links);
+    drop(held);
+}
+
+/// What such a link consists of, as `/proc/PID/fd` has it.
+const HELD: [&str; 2] = ["anon_inode:[perf_event]", "anon_inode:bpf_link"];
+
+/// Starts a process that has our perf events and links open, and nothing else, until what this
+/// returns is dropped.
+fn hold_links() -> Result<OwnedFd> {
+    let (until, held) = pipe2(OFlag::O_CLOEXEC)?;
+    let (has_closed, closes) = pipe2(OFlag::O_CLOEXEC)?;
+    let mut others = Vec::new();
+    for entry in fs::read_dir("/proc/self/fd")? {
+        let entry = entry?;
+        let file: RawFd = entry.file_name().to_string_lossy().parse()?;
+        let what = fs::read_link(entry.path())?;
+        if !HELD.iter().any(|held| what.as_os_str() == *held)
+            && ![until.as_raw_fd(), closes.as_raw_fd()].contains(&file)
+        {
+            others.push(file);
+        }
+    }
+    // SAFETY: of several threads the child has this one only, so another can have left a lock taken
+    // for ever. The child takes none: all it does is system calls.
+    match unsafe { fork() }? {
+        ForkResult::Parent { .. } => {
+            // Nothing of ours may be closed by the child at last: that can take long.
+            drop(closes);
+            read(&has_closed, &mut [0])?;
+            Ok(held)
+        }
+        ForkResult::Child => {
+            for file in &others {
+                let _ = close(*file);
+            }
+            drop(closes);
+            let _ = setsid();
+            let _ = read(&until, &mut [0]);
+            // SAFETY: it ends this process, and runs nothing of ours.
+            unsafe { libc::_exit(0) }
+        }
+    }
 }
 
 #[cfg(test)]

@@ -62,6 +62,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         missing_privilege_is_named,
         missing_btf_is_named,
         killed_it_leaves_nothing_behind,
+        perf_uprobes_are_taken_away_behind_its_back,
         names_cannot_reach_the_terminal [Once],
     }
 }
@@ -1199,6 +1200,40 @@ fn killed_it_leaves_nothing_behind() -> Result<()> {
     tool.interrupt()?;
     let traced = (traced, workload.finish()?);
     ensure!(traced == untraced, "{traced:?} is not {untraced:?}");
+    Ok(())
+}
+
+/// A process of its own waits for that, which ends, too.
+fn perf_uprobes_are_taken_away_behind_its_back() -> Result<()> {
+    let mut workload = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
+    let args = ["-p", &workload.pid(), "-o", "0", "60"];
+    let tool = Tool::start_by("perf uprobes without cookies", "memleak", &args)?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    // It is the first of its session, as none that was started by a test.
+    let is_left = || -> Result<bool> {
+        for entry in fs::read_dir("/proc")? {
+            let stat = fs::read_to_string(entry?.path().join("stat")).unwrap_or_default();
+            let Some((pid, rest)) = stat.split_once(" (memleak) ") else {
+                continue;
+            };
+            let fields: Vec<&str> = rest.split(' ').collect();
+            if fields[0] != "Z" && fields[3] == pid {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    };
+    harness::eventually("no process of it is left", || Ok(!is_left()?))?;
+
+    let tool = attach(&workload, &["-o", "0", "60"])?;
+    workload.work()?;
+    let ended = tool.interrupt()?;
+    ensure!(
+        ended.stdout.contains("126883 bytes in 31 allocations"),
+        "{ended:?}"
+    );
+    ensure!(workload.finish()?.success());
     Ok(())
 }
 

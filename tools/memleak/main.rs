@@ -129,7 +129,7 @@ fn run(args: Args) -> Result<ExitCode> {
 
     cost.end_slice();
     links.extend(loaded.links);
-    attach::detach(links);
+    attached.detach(links);
     cost.tell(&mut tracer.output)?;
     unwinder.tell("memleak", &mut tracer.output)?;
     let status = command.as_mut().map(HeldCommand::finish).transpose()?;

@@ -156,6 +156,14 @@ impl Attached {
         links.with_context(|| format!("failed to probe {}", object.module))
     }
 
+    /// Takes the probes away.
+    pub(crate) fn detach(&self, links: Vec<Link>) {
+        match self.way {
+            Way::Session | Way::Multi => attach::detach(links),
+            Way::Cookies | Way::Plain => attach::detach_in_background(links),
+        }
+    }
+
     fn session(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
         let opts = UprobeMultiOpts {
             session: true,
