@@ -111,11 +111,10 @@ impl<'a> LiveBlocks<'a> {
         let first: &dyn MapCore = self.first;
         let added = self.added.iter().map(|map| map as &dyn MapCore);
         for map in [first].into_iter().chain(added) {
-            let mut dropped = Vec::new();
-            entries::read(map, |key, value| {
+            let mut read = entries::collect(map, |key, value| {
                 let (key, value): (&live_key, &live_block) =
                     (shared::view(key)?, shared::view(value)?);
-                let allocation = Allocation {
+                Ok(Allocation {
                     pid: key.pid as u32,
                     address: key.address,
                     size: value.size,
@@ -123,20 +122,19 @@ impl<'a> LiveBlocks<'a> {
                     time_ns: time_of(value.born),
                     calls: 1,
                     level: level_of(value.born),
-                };
-                if is_gone(&allocation) {
-                    dropped.push(*key);
-                } else {
-                    blocks.push(allocation);
-                }
-                Ok(())
+                })
             })?;
-            self.dropped += dropped.len() as u64;
-            for key in dropped {
+            for block in read.extract_if(.., |block| is_gone(block)) {
+                let key = live_key {
+                    address: block.address,
+                    pid: block.pid.into(),
+                };
                 // Nobody else removes it.
                 map.delete(shared::bytes_of(&key))
                     .context("failed to drop the blocks of an exited process")?;
+                self.dropped += 1;
             }
+            blocks = entries::join(blocks, read);
         }
         Ok(blocks)
     }
