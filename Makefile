@@ -74,6 +74,7 @@ bench: build
 	benches/kernel
 	benches/events
 	benches/start
+	benches/start-guest
 	benches/stacks
 	benches/faults
 

@@ -42,9 +42,6 @@ sleeps() {
 	grep -q "^$clock_nanosleep " "/proc/$tracer/syscall"
 }
 
-# Sets LIBBPF_TOOLS_MEMLEAK, the path of BCC's memleak, unless it is set; empty is none.
-need_bcc_memleak() { : "${LIBBPF_TOOLS_MEMLEAK=$(benches/bcc-memleak)}"; }
-
 # Prints the nanoseconds that the program states under a variant.
 measure() {
 	local variant=$1 pid tracer='' line run

@@ -1,6 +1,11 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
-/* maps COUNT: mmap(2) and munmap(2) of one page, COUNT times. Prints the nanoseconds of a pair. */
+/*
+ * maps COUNT WORK: mmap(2) and munmap(2) of one page, COUNT times, and WORK
+ * nanoseconds of something else after each. Prints the nanoseconds of it all.
+ */
 #include "bench.h"
+
+static unsigned long work_ns;
 
 STEP static void innermost(void)
 {
@@ -9,10 +14,16 @@ STEP static void innermost(void)
 
 		if (at == MAP_FAILED || munmap(at, PAGE))
 			die("cannot map and unmap a page: %s", strerror(errno));
+		if (work_ns)
+			for (double begin = now(); now() - begin < work_ns;)
+				;
 	}
 }
 
 int main(int argc, char **argv)
 {
-	return bench(argc, argv);
+	if (argc != 3)
+		usage("COUNT WORK");
+	work_ns = count(argv[2]);
+	return bench(2, argv);
 }
