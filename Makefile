@@ -74,9 +74,9 @@ bench: build
 	benches/kernel
 	benches/events
 	benches/start
-	benches/start-guest
 	benches/stacks
 	benches/faults
+	benches/start-guest
 
 clean:
 	$(CARGO) clean
