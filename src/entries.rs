@@ -49,8 +49,9 @@ pub fn take(
 }
 
 /// What `parse` makes of every key and its value, in any order. Several threads read a part each of
-/// a large map: most of the time they wait for memory. What is added or removed meanwhile may be missing;
-/// what is removed can also come twice, if two read it at the same time; all else comes once.
+/// a large map: most of the time they wait for memory. What is added or removed meanwhile may be
+/// missing; what is removed can also come twice, if two read it at the same time; all else comes
+/// once.
 ///
 /// # Errors
 /// As [`read`].
