@@ -87,13 +87,16 @@ static unsigned int number_in(const char *path)
 	return number;
 }
 
-static void attach(int program, struct perf_event_attr *attributes, pid_t pid, int cpu)
+/*
+ * To a process, or to all, for which an event on one CPU is enough: the program
+ * runs on all. False with errno if it cannot be.
+ */
+static bool attach(int program, struct perf_event_attr *attributes, pid_t pid)
 {
-	int event = syscall(SYS_perf_event_open, attributes, pid, cpu, -1, 0);
+	int event = syscall(SYS_perf_event_open, attributes, pid, pid < 0 ? 0 : -1, -1, 0);
 
-	if (event < 0 || ioctl(event, PERF_EVENT_IOC_SET_BPF, program) ||
-	    ioctl(event, PERF_EVENT_IOC_ENABLE, 0))
-		die("cannot attach: %s", strerror(errno));
+	return event >= 0 && !ioctl(event, PERF_EVENT_IOC_SET_BPF, program) &&
+	       !ioctl(event, PERF_EVENT_IOC_ENABLE, 0);
 }
 
 static void attach_uprobe(int program, pid_t pid, const char *path, const char *place)
@@ -106,10 +109,10 @@ static void attach_uprobe(int program, pid_t pid, const char *path, const char *
 		.probe_offset = count(*place == 'r' ? place + 1 : place),
 	};
 
-	attach(program, &attributes, pid, -1);
+	if (!attach(program, &attributes, pid))
+		die("cannot probe %s at %s: %s", path, place, strerror(errno));
 }
 
-/* An event on one CPU is enough: the program runs on all. */
 static void attach_tracepoint(int program, const char *name)
 {
 	char path[256];
@@ -120,7 +123,8 @@ static void attach_tracepoint(int program, const char *name)
 
 	snprintf(path, sizeof(path), "/sys/kernel/tracing/events/%s/id", name);
 	attributes.config = number_in(path);
-	attach(program, &attributes, -1, 0);
+	if (!attach(program, &attributes, -1))
+		die("cannot attach to %s: %s", name, strerror(errno));
 }
 
 int main(int argc, char **argv)

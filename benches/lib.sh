@@ -79,16 +79,23 @@ median_of() { grep "^$1	" "$work/results" | cut -f 2 | median; }
 # The median of the numbers on stdin.
 median() { sort -n | awk '{ value[NR] = $1 } END { print value[int((NR + 1) / 2)] }'; }
 
-# compare OURS WHAT UNIT: runs all variants in turn, so that what else the machine does hits all of them, and
-# prints the medians of what each adds, with the range, and the ratio to that of OURS.
-compare() {
-	local ours=$1 what=$2 unit=$3 round variant stated
+# Runs all variants in turn, so that what else the machine does hits all of them: what measure prints of each is a line of
+# "$work/results", after the variant and a tab.
+measure_all() {
+	local round variant stated
 	for ((round = 1; round <= rounds; round++)); do
 		for variant in "${variants[@]}"; do
 			stated=$(measure "$variant")
 			echo "$variant	$stated"
 		done
 	done >"$work/results"
+}
+
+# compare OURS WHAT UNIT: measures all variants, and prints the medians of what each adds, with the range, and the
+# ratio to that of OURS.
+compare() {
+	local ours=$1 what=$2 unit=$3
+	measure_all
 	echo "$(date +%F), $(uname -r), $(nproc) CPUs, $rounds rounds of $what; ns added to one $unit"
 	echo
 	echo "| variant | median | range | to $ours |"
