@@ -23,18 +23,23 @@ OUT    := target/$(TARGET)/release
 export RUSTFLAGS = -C target-feature=+crt-static
 export LIBBPF_SYS_LIBRARY_PATH = $(dir $(shell $(CC) -print-file-name=libelf.a))
 CARGO = cargo
+
+# Those of `make install`. libbpf's own Makefile, which cargo runs, would install by them.
+unexport DESTDIR PREFIX SUFFIX
+MAKEOVERRIDES =
+
 FLAGS = --release --locked --features static --target $(TARGET)
 
 BUILD_PACKAGES = clang gcc libc6-dev libelf-dev zlib1g-dev libzstd-dev pkg-config
 LINT_PACKAGES  = clang-format
-TEST_PACKAGES  = g++ binutils musl-tools libjemalloc-dev libtcmalloc-minimal4 libmimalloc2.0 redis-tools python3
+TEST_PACKAGES  = g++ binutils musl-tools libjemalloc-dev libtcmalloc-minimal4 libmimalloc2.0 redis-tools python3 golang-go tzdata
 
 .PHONY: build deps demo test lint test-host test-vm install bench clean vmlinux
 
 build: deps
 	$(CARGO) build $(FLAGS) --bins
 	install -d target/release
-	cp $(addprefix $(OUT)/,$(TOOLS)) target/release/
+	install $(addprefix $(OUT)/,$(TOOLS)) target/release/
 
 deps:
 	@scripts/need $(BUILD_PACKAGES)
@@ -48,7 +53,7 @@ test: lint test-host test-vm
 lint: deps
 	@scripts/need $(LINT_PACKAGES)
 	$(CARGO) fmt --check
-	clang-format --dry-run -Werror bpf/*.bpf.c bpf/include/*.[ch] tests/workload/*.[ch] tests/workload/*.cc benches/*.[ch]
+	clang-format --dry-run -Werror bpf/*.bpf.c bpf/include/*.[ch] tests/workload/*.[ch] tests/workload/*.cc tests/hostile/*.c benches/*.[ch]
 	$(CARGO) clippy $(FLAGS) --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(FLAGS) --no-deps --lib --document-private-items
 

@@ -5,7 +5,9 @@
  * Hooks: the tracepoints syscalls:sys_enter_brk and, if the result matters,
  * sys_exit_brk. Their programs are told no kernel stack on 5.10 and 6.1; for these
  * the raw tracepoints sys_enter and sys_exit, which cost every other system call
- * 0.1 us as well.
+ * 0.1 us as well. From 7.2 on a task can be preempted in a program on any of these,
+ * which is skipped for all other tasks on that CPU meanwhile: there, kprobes of the
+ * system call's function (src/bpf/attach.rs).
  */
 #include "event.bpf.h"
 #include "filter.bpf.h"
@@ -19,6 +21,8 @@ struct event {
 	__u64 requested; /* where the heap was to end; 0: only asked */
 	__u64 old_end;
 	__u64 new_end;
+	__u64 user_stack; /* ids in `stacks`; STACK_NONE also if not asked for */
+	__u64 kernel_stack;
 	__u32 pid;
 	__u32 tid;
 	char comm[16];
@@ -45,7 +49,7 @@ struct {
 	__type(value, struct call);
 } calls SEC(".maps");
 
-static __always_inline int begins(void *ctx, __u64 requested)
+static __always_inline int begins(void *ctx, __u64 interrupted, __u64 requested)
 {
 	struct task_struct *task = (void *)bpf_get_current_task();
 	__u64 thread = bpf_get_current_pid_tgid();
@@ -55,7 +59,7 @@ static __always_inline int begins(void *ctx, __u64 requested)
 	if (!filter_wants(&ids))
 		return 0;
 	if (!with_result)
-		return count_stacks(ctx, 0, ids.pid, 0);
+		return count_stacks(ctx, interrupted, ids.pid, 0);
 	call.requested = requested;
 	call.old_end = BPF_CORE_READ(task, mm, brk);
 	if (bpf_map_update_elem(&calls, &thread, &call, BPF_ANY))
@@ -63,18 +67,22 @@ static __always_inline int begins(void *ctx, __u64 requested)
 	return 0;
 }
 
-static __noinline int emit(const struct call *call, __u64 new_end, __u32 pid, __u32 tid)
+static __noinline int emit(const struct call *call, __u64 new_end, __u64 user, __u64 kernel)
 {
 	struct event *event = event_reserve(sizeof(*event));
+	struct task_ids ids;
 
 	if (!event)
 		return 0;
+	ids = ids_of_current();
 	event->time_ns = bpf_ktime_get_ns();
 	event->requested = call->requested;
 	event->old_end = call->old_end;
 	event->new_end = new_end;
-	event->pid = pid;
-	event->tid = tid;
+	event->user_stack = user;
+	event->kernel_stack = kernel;
+	event->pid = ids.pid;
+	event->tid = ids.tid;
 	bpf_get_current_comm(event->comm, sizeof(event->comm));
 	bpf_ringbuf_submit(event, 0);
 	return 0;
@@ -86,7 +94,7 @@ static __always_inline int ends(void *ctx, __u64 new_end)
 {
 	__u64 thread = bpf_get_current_pid_tgid(), growth;
 	struct call *found = bpf_map_lookup_elem(&calls, &thread);
-	struct task_ids ids;
+	__u64 user, kernel;
 	struct call call;
 
 	if (!found)
@@ -96,22 +104,37 @@ static __always_inline int ends(void *ctx, __u64 new_end)
 	growth = new_end > call.old_end ? new_end - call.old_end : 0;
 	if (growth_only && !growth)
 		return 0;
-	ids = ids_of_current();
-	if (each_call)
-		return emit(&call, new_end, ids.pid, ids.tid);
-	return count_stacks(ctx, 0, ids.pid, growth);
+	if (!each_call)
+		return count_stacks(ctx, 0, ids_of_current().pid, growth);
+	kernel = with_kernel_stacks ? stack_of_kernel(ctx) : STACK_NONE;
+	user = with_user_stacks ? stack_of_task() : STACK_NONE;
+	return emit(&call, new_end, user, kernel);
 }
 
 SEC("?tracepoint/syscalls/sys_enter_brk")
 int brk_enter(struct trace_event_raw_sys_enter *ctx)
 {
-	return begins(ctx, ctx->args[0]);
+	return begins(ctx, 0, ctx->args[0]);
 }
 
 SEC("?tracepoint/syscalls/sys_exit_brk")
 int brk_exit(struct trace_event_raw_sys_exit *ctx)
 {
 	return ends(ctx, ctx->ret);
+}
+
+SEC("?kprobe/" SYSTEM_CALL "brk")
+int brk_enter_function(struct pt_regs *ctx)
+{
+	struct pt_regs *regs = PT_REGS_SYSCALL_REGS(ctx);
+
+	return begins(ctx, 1, PT_REGS_PARM1_CORE_SYSCALL(regs));
+}
+
+SEC("?kretprobe/" SYSTEM_CALL "brk")
+int brk_exit_function(struct pt_regs *ctx)
+{
+	return ends(ctx, PT_REGS_RC(ctx));
 }
 
 #define TS_COMPAT 0x2 /* the system call is a 32-bit one, which has another number */
@@ -128,7 +151,7 @@ int any_enter(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct pt_regs *regs = (void *)ctx->args[0];
 
-	return is_brk(ctx->args[1]) ? begins(ctx, PT_REGS_PARM1_CORE_SYSCALL(regs)) : 0;
+	return is_brk(ctx->args[1]) ? begins(ctx, 0, PT_REGS_PARM1_CORE_SYSCALL(regs)) : 0;
 }
 
 SEC("?raw_tp/sys_exit")

@@ -4,15 +4,17 @@
  * any, and how long that took.
  *
  * Hooks: mm_vmscan_direct_reclaim_begin and _end, with --memcg also
- * mm_vmscan_memcg_reclaim_begin and _end, as raw tracepoints: these need no
- * tracefs, which containers seldom have. Their arguments come by position, and
- * 7.2 swaps the two of begin. User space looks up in the kernel's BTF which of
- * them is the gfp_t (`gfp_first`), so nothing depends on the version; the end's
- * first argument is the number of pages on all kernels.
+ * mm_vmscan_memcg_reclaim_begin and _end. Where there is no tracefs, as in most
+ * containers, they are raw tracepoints. From 7.0 on a task can be preempted in a
+ * program on one of those, and the program is skipped for all other tasks on that
+ * CPU meanwhile. The arguments of raw tracepoints come by position, and 7.2 swaps
+ * the two of begin. User space looks up in the kernel's BTF which of them is the
+ * gfp_t (`gfp_first`); the end's first argument is the number of pages on all kernels.
  */
 #include "event.bpf.h"
 #include "filter.bpf.h"
 #include "kernel_stack.bpf.h"
+#include "reclaim.bpf.h"
 #include "task_stack.bpf.h"
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
@@ -30,7 +32,8 @@ struct event {
 	__u64 latency_ns;
 	__u64 reclaimed_pages;
 	__u64 free_pages; /* of the whole machine, at the beginning */
-	__u64 cgroup;	  /* id in the version 2 hierarchy */
+	__u64 cgroup;	  /* the task's, by its id in the version 2 hierarchy */
+	__u64 limited;	  /* whose limit it reclaimed for, or 0 */
 	__u64 kernel_stack;
 	__u64 user_stack;
 	__u32 gfp_flags;
@@ -53,8 +56,8 @@ struct reclaim {
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 32768);
-	__type(key, __u64); /* thread, as bpf_get_current_pid_tgid() returns it */
+	__uint(max_entries, 8192); /* set aside: 96 bytes each */
+	__type(key, __u64);	   /* thread, as bpf_get_current_pid_tgid() returns it */
 	__type(value, struct reclaim);
 } reclaims SEC(".maps");
 
@@ -114,10 +117,9 @@ static __noinline __u64 free_pages(void)
 	return FREE_PAGES_UNKNOWN;
 }
 
-static __always_inline int begin(struct bpf_raw_tracepoint_args *ctx)
+static __always_inline int begin(__u32 gfp_flags, __s32 order)
 {
 	__u64 thread = bpf_get_current_pid_tgid();
-	__u64 first = ctx->args[0], second = ctx->args[1];
 	struct reclaim reclaim = {};
 	struct task_ids ids;
 
@@ -125,8 +127,8 @@ static __always_inline int begin(struct bpf_raw_tracepoint_args *ctx)
 		return 0;
 	if (by_uid && (__u32)bpf_get_current_uid_gid() != only_uid)
 		return 0;
-	reclaim.gfp_flags = gfp_first ? first : second;
-	reclaim.order = gfp_first ? second : first;
+	reclaim.gfp_flags = gfp_flags;
+	reclaim.order = order;
 	reclaim.free_pages = want_free_pages ? free_pages() : FREE_PAGES_UNKNOWN;
 	reclaim.since_ns = bpf_ktime_get_ns();
 	if (bpf_map_update_elem(&reclaims, &thread, &reclaim, BPF_ANY))
@@ -134,7 +136,7 @@ static __always_inline int begin(struct bpf_raw_tracepoint_args *ctx)
 	return 0;
 }
 
-static __always_inline int end(struct bpf_raw_tracepoint_args *ctx, enum reclaim_kind kind)
+static __always_inline int end(void *ctx, __u64 pages, enum reclaim_kind kind)
 {
 	__u64 now = bpf_ktime_get_ns();
 	__u64 thread = bpf_get_current_pid_tgid();
@@ -154,9 +156,10 @@ static __always_inline int end(struct bpf_raw_tracepoint_args *ctx, enum reclaim
 		ids = ids_of_current();
 		event->time_ns = now;
 		event->latency_ns = now - reclaim->since_ns;
-		event->reclaimed_pages = ctx->args[0];
+		event->reclaimed_pages = pages;
 		event->free_pages = reclaim->free_pages;
 		event->cgroup = bpf_get_current_cgroup_id();
+		event->limited = reclaim_limited_cgroup();
 		event->kernel_stack = kernel_stack;
 		event->user_stack = user_stack;
 		event->gfp_flags = reclaim->gfp_flags;
@@ -172,26 +175,34 @@ static __always_inline int end(struct bpf_raw_tracepoint_args *ctx, enum reclaim
 	return 0;
 }
 
-SEC("raw_tp/mm_vmscan_direct_reclaim_begin")
-int direct_begin(struct bpf_raw_tracepoint_args *ctx)
+static __always_inline int begin_by_position(struct bpf_raw_tracepoint_args *ctx)
 {
-	return begin(ctx);
+	__u64 first = ctx->args[0], second = ctx->args[1];
+
+	return gfp_first ? begin(first, second) : begin(second, first);
 }
 
-SEC("raw_tp/mm_vmscan_direct_reclaim_end")
-int direct_end(struct bpf_raw_tracepoint_args *ctx)
-{
-	return end(ctx, RECLAIM_DIRECT);
-}
+#define RECLAIM(kind, name)                                                                        \
+	SEC("tracepoint/vmscan/mm_vmscan_" #name "_reclaim_begin")                                 \
+	int name##_begin(struct trace_event_raw_mm_vmscan_direct_reclaim_begin_template *ctx)      \
+	{                                                                                          \
+		return begin(ctx->gfp_flags, ctx->order);                                          \
+	}                                                                                          \
+	SEC("tracepoint/vmscan/mm_vmscan_" #name "_reclaim_end")                                   \
+	int name##_end(struct trace_event_raw_mm_vmscan_direct_reclaim_end_template *ctx)          \
+	{                                                                                          \
+		return end(ctx, ctx->nr_reclaimed, kind);                                          \
+	}                                                                                          \
+	SEC("raw_tp/mm_vmscan_" #name "_reclaim_begin")                                            \
+	int name##_begin_raw(struct bpf_raw_tracepoint_args *ctx)                                  \
+	{                                                                                          \
+		return begin_by_position(ctx);                                                     \
+	}                                                                                          \
+	SEC("raw_tp/mm_vmscan_" #name "_reclaim_end")                                              \
+	int name##_end_raw(struct bpf_raw_tracepoint_args *ctx)                                    \
+	{                                                                                          \
+		return end(ctx, ctx->args[0], kind);                                               \
+	}
 
-SEC("raw_tp/mm_vmscan_memcg_reclaim_begin")
-int memcg_begin(struct bpf_raw_tracepoint_args *ctx)
-{
-	return begin(ctx);
-}
-
-SEC("raw_tp/mm_vmscan_memcg_reclaim_end")
-int memcg_end(struct bpf_raw_tracepoint_args *ctx)
-{
-	return end(ctx, RECLAIM_MEMCG);
-}
+RECLAIM(RECLAIM_DIRECT, direct)
+RECLAIM(RECLAIM_MEMCG, memcg)

@@ -2,9 +2,9 @@
 /*
  * ffaults: page faults, by file.
  *
- * Hooks, the first of these that works: the return of handle_mm_fault, by fexit
- * or by kprobe and kretprobe; else the software perf event page-faults with
- * bpf_find_vma(), 5.17 and later. tools/ffaults/main.rs chooses.
+ * Hooks, of which tools/ffaults.rs chooses: the return of handle_mm_fault, by fexit
+ * or by kprobe and kretprobe; the software perf event page-faults with
+ * bpf_find_vma(), 5.17 and later.
  */
 #include "count.bpf.h"
 #include "file.bpf.h"
@@ -161,20 +161,21 @@ static __noinline int count_fault(struct vm_area_struct *vma, __u32 pid, __u32 f
  * or to go on with a larger one. The last is the one that does not ask for
  * another. It is major if it, or one before it, waited: mm_account_fault().
  */
-static __always_inline int finished(struct vm_area_struct *vma, __u32 flags, __u32 result)
+static __always_inline int finished(struct vm_area_struct *vma, __u32 flags, __u32 result,
+				    __u32 pid)
 {
-	struct task_ids ids;
-
-	if (result & RESULT_RETRY || !filter_wants(&ids))
+	if (result & RESULT_RETRY)
 		return 0;
-	return count_fault(vma, ids.pid, flags, result & RESULT_MAJOR || flags & FLAG_TRIED);
+	return count_fault(vma, pid, flags, result & RESULT_MAJOR || flags & FLAG_TRIED);
 }
 
 SEC("fexit/handle_mm_fault")
 int BPF_PROG(fault_fexit, struct vm_area_struct *vma, unsigned long address, unsigned int flags,
 	     struct pt_regs *regs, unsigned int result)
 {
-	return finished(vma, flags, result);
+	struct task_ids ids;
+
+	return filter_wants(&ids) ? finished(vma, flags, result, ids.pid) : 0;
 }
 
 SEC("kprobe/handle_mm_fault")
@@ -182,7 +183,13 @@ int BPF_KPROBE(fault_kprobe, struct vm_area_struct *vma, unsigned long address, 
 {
 	__u64 thread = bpf_get_current_pid_tgid();
 	struct call call = { .vma = vma, .flags = flags };
+	struct task_ids ids;
 
+	if (!filter_wants(&ids))
+		return 0;
+	/* One that is still there: its return was not seen (too many kretprobes at once). */
+	if (bpf_map_lookup_elem(&calls, &thread))
+		count_loss(calls);
 	if (bpf_map_update_elem(&calls, &thread, &call, BPF_ANY))
 		count_loss(calls);
 	return 0;
@@ -199,7 +206,18 @@ int BPF_KRETPROBE(fault_kretprobe, unsigned int result)
 		return 0;
 	call = *found;
 	bpf_map_delete_elem(&calls, &thread);
-	return finished(call.vma, call.flags, result);
+	return finished(call.vma, call.flags, result, ids_of_current().pid);
+}
+
+/* A thread whose return was not seen must not leave its fault to the next one with its number. */
+SEC("raw_tp/sched_process_exit")
+int thread_exit(void *ctx)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+
+	if (!bpf_map_delete_elem(&calls, &thread))
+		count_loss(calls);
+	return 0;
 }
 
 struct found {

@@ -16,7 +16,11 @@
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
 #define VM_HUGETLB	  0x00400000
+#define VM_FAULT_SIGBUS	  0x00000002
+#define VM_FAULT_RETRY	  0x00000400
 #define VM_FAULT_FALLBACK 0x00000800
+#define VM_FAULT_FAILED	  0x00000073 /* VM_FAULT_ERROR, but for VM_FAULT_FALLBACK */
+#define FAULT_FLAG_WRITE  0x01
 #define MADV_HUGEPAGE	  14
 #define EBUSY		  16
 
@@ -26,6 +30,8 @@ enum reason {
 	REASON_COPY_ON_WRITE, /* written to, and shared with another process */
 	REASON_THP,	      /* transparent, and there was a huge page for it */
 	REASON_THP_FALLBACK,  /* transparent, and small pages had to do */
+	REASON_THP_ZERO,      /* transparent, and only read: the one huge page of zeroes */
+	REASON_EXHAUSTED,     /* there was none yet, nor any left in the pool: SIGBUS */
 };
 
 struct fault_key {
@@ -39,13 +45,15 @@ struct fault_key *unused_fault_key __attribute__((unused));
 /* A fault that some thread is in. */
 struct fault {
 	struct fault_key key;
-	__u32 allocated; /* a page was allocated for it */
+	__u32 allocated; /* a page was asked for */
 };
 
 /* Options, set before load. */
 const volatile __u8 by_size;
 const volatile __u8 by_reason;
 const volatile __u32 page_shift_base = 12;
+const volatile __u64 huge_page_bytes = 2 << 20; /* of a transparent one */
+const volatile __u8 uses_zero_page = 1;
 
 COUNTS(counts, struct fault_key, __u64, COUNT_KEYS);
 
@@ -96,7 +104,7 @@ static __always_inline int hugetlb_fault_begins(struct vm_area_struct *vma)
 }
 
 /* With by_reason: then it is known. */
-static __always_inline int hugetlb_fault_ends(void)
+static __always_inline int hugetlb_fault_ends(__u32 result)
 {
 	__u64 thread = bpf_get_current_pid_tgid();
 	struct fault *fault = bpf_map_lookup_elem(&faults, &thread);
@@ -105,7 +113,12 @@ static __always_inline int hugetlb_fault_ends(void)
 	if (!fault)
 		return 0;
 	key = fault->key;
+	if (fault->allocated && result & VM_FAULT_SIGBUS)
+		key.reason = REASON_EXHAUSTED;
 	bpf_map_delete_elem(&faults, &thread);
+	/* It is to be tried again, with another lock. */
+	if (result & VM_FAULT_RETRY)
+		return 0;
 	count_add(counts, &key, 1);
 	return 0;
 }
@@ -123,15 +136,16 @@ int BPF_KPROBE(fault_kprobe, struct mm_struct *mm, struct vm_area_struct *vma)
 }
 
 SEC("?fexit/hugetlb_fault")
-int fault_end_fentry(void *ctx)
+int BPF_PROG(fault_end_fentry, struct mm_struct *mm, struct vm_area_struct *vma,
+	     unsigned long address, unsigned int flags, unsigned int result)
 {
-	return hugetlb_fault_ends();
+	return hugetlb_fault_ends(result);
 }
 
 SEC("?kretprobe/hugetlb_fault")
-int fault_end_kprobe(void *ctx)
+int BPF_KRETPROBE(fault_end_kprobe, unsigned int result)
 {
-	return hugetlb_fault_ends();
+	return hugetlb_fault_ends(result);
 }
 
 static __always_inline int page_is_allocated(void)
@@ -207,27 +221,84 @@ int fault_event(struct bpf_perf_event_data *ctx)
 	return 0;
 }
 
-static __always_inline int thp_fault_ends(unsigned long result)
-{
-	struct fault_key key = {};
+/* 5.10 has the flags as a number, later kernels as an enum, of which they are bits. */
+struct vm_fault___number {
+	unsigned int flags;
+} __attribute__((preserve_access_index));
 
-	if (!begin(&key))
+static __always_inline __u32 flags_of(struct vm_fault *vmf)
+{
+	struct vm_fault___number *old = (void *)vmf;
+
+	if (bpf_core_field_exists(old->flags))
+		return BPF_CORE_READ(old, flags);
+	return BPF_CORE_READ(vmf, flags);
+}
+
+/*
+ * What a fault is counted as if it succeeds. REASON_UNKNOWN: it is not counted, as the
+ * mapping has no room for a huge page there; the kernel tries all the same, and tells
+ * nobody (thp_fault_fallback of /proc/vmstat is of pages that were not to be had).
+ */
+static __always_inline enum reason thp_reason(struct vm_fault *vmf)
+{
+	__u64 start = BPF_CORE_READ(vmf, address) & -huge_page_bytes;
+
+	if (start < BPF_CORE_READ(vmf, vma, vm_start) ||
+	    start + huge_page_bytes > BPF_CORE_READ(vmf, vma, vm_end))
+		return REASON_UNKNOWN;
+	if (uses_zero_page && !(flags_of(vmf) & FAULT_FLAG_WRITE))
+		return REASON_THP_ZERO;
+	return REASON_THP;
+}
+
+static __always_inline int thp_fault_ends(struct fault_key *key, __u32 result)
+{
+	if (result & (VM_FAULT_FAILED | VM_FAULT_RETRY) || key->reason == REASON_UNKNOWN)
 		return 0;
-	key.reason = result & VM_FAULT_FALLBACK ? REASON_THP_FALLBACK : REASON_THP;
-	count_add(counts, &key, 1);
+	if (result & VM_FAULT_FALLBACK)
+		key->reason = REASON_THP_FALLBACK;
+	count_add(counts, key, 1);
 	return 0;
 }
 
 SEC("?fexit/do_huge_pmd_anonymous_page")
 int BPF_PROG(thp_fexit, struct vm_fault *vmf, unsigned int result)
 {
-	return thp_fault_ends(result);
+	struct fault_key key = {};
+
+	if (!begin(&key))
+		return 0;
+	key.reason = thp_reason(vmf);
+	return thp_fault_ends(&key, result);
+}
+
+SEC("?kprobe/do_huge_pmd_anonymous_page")
+int BPF_KPROBE(thp_kprobe, struct vm_fault *vmf)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+	struct fault fault = {};
+
+	if (!begin(&fault.key))
+		return 0;
+	fault.key.reason = thp_reason(vmf);
+	if (bpf_map_update_elem(&faults, &thread, &fault, BPF_ANY))
+		count_loss(calls);
+	return 0;
 }
 
 SEC("?kretprobe/do_huge_pmd_anonymous_page")
 int BPF_KRETPROBE(thp_kretprobe, unsigned int result)
 {
-	return thp_fault_ends(result);
+	__u64 thread = bpf_get_current_pid_tgid();
+	struct fault *fault = bpf_map_lookup_elem(&faults, &thread);
+	struct fault_key key;
+
+	if (!fault)
+		return 0;
+	key = fault->key;
+	bpf_map_delete_elem(&faults, &thread);
+	return thp_fault_ends(&key, result);
 }
 
 SEC("?tracepoint/syscalls/sys_enter_madvise")

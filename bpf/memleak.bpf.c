@@ -3,7 +3,8 @@
  * memleak: memory that processes allocated and did not free, by call stack.
  *
  * Hooks: uprobes on the target's functions that allocate and map (entry and
- * return) and that free (entry); sched_process_exec and sched_process_exit.
+ * return) and that free (entry); sched_process_fork, sched_process_exec and
+ * sched_process_exit.
  *
  * Live blocks are in the maps of live.bpf.h. Mappings (mmap, munmap, mremap)
  * can be unmapped in part, which takes an ordered map: they go to user space as
@@ -19,9 +20,34 @@
 #include "filter.bpf.h"
 #include "stack.bpf.h"
 
-/* The process that a block belongs to, in the tool's PID namespace. */
-static __always_inline __u32 process_of_current(void)
+/* How many processes that wait for each other's vfork() are looked through. */
+#define VFORKS 4
+
+/* The process whose memory a child of vfork() uses until it calls exec or exits. */
+static __noinline __u32 process_that_vforked(void)
 {
+	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+
+	for (int i = 0; i < VFORKS && BPF_CORE_READ(task, vfork_done); i++) {
+		struct task_struct *parent = BPF_CORE_READ(task, real_parent);
+
+		if (BPF_CORE_READ(parent, mm) != BPF_CORE_READ(task, mm))
+			break;
+		task = parent;
+	}
+	return ids_of(task).pid;
+}
+
+/*
+ * The process that a block belongs to, in the tool's PID namespace: the first one
+ * with this address space. Not inline, for the callers' stacks.
+ */
+static __noinline __u32 process_of_current(void)
+{
+	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+
+	if (BPF_CORE_READ(task, vfork_done))
+		return process_that_vforked();
 	return ids_of_current().pid;
 }
 
@@ -49,7 +75,7 @@ enum signature_shift {
 	SIGNATURE_COUNT = 8,
 	SIGNATURE_ADDRESS = 12, /* the block that it frees, resizes or unmaps */
 	SIGNATURE_RESULT = 16,	/* where it stores the new block, and returns an errno */
-	SIGNATURE_WRAPS = 20,	/* 1 if it may free by calling another probed function */
+	SIGNATURE_WRAPS = 20,	/* 1 if it may call another probed function that frees */
 };
 enum signature_shift unused_shift __attribute__((unused));
 
@@ -91,11 +117,14 @@ struct event *unused_event __attribute__((unused));
 
 /* A thread of the target. Its call is the outermost that allocates or maps. */
 struct thread {
-	__u64 sp;		/* stack pointer at the call's entry; 0: in none */
-	__u64 size;		/* bytes asked for; saturated where the product overflows */
-	__u64 address;		/* of the old block (realloc) or mapping */
-	__u64 result;		/* where the new address will be stored (posix_memalign), or 0 */
-	__u64 freed;		/* the last address given to a function that calls free */
+	__u64 sp;      /* stack pointer at the call's entry; 0: in none */
+	__u64 size;    /* bytes asked for; saturated where the product overflows */
+	__u64 address; /* of the old block (realloc) or mapping */
+	__u64 result;  /* where the new address will be stored (posix_memalign), or 0 */
+	/* The last outermost call of a function that frees and may call another that does. */
+	__u64 freeing_sp;	  /* stack pointer at its entry; 0: none */
+	__u64 freeing_ip;	  /* of the probe */
+	__u64 freeing_returns_to; /* its return address */
 	__u64 returns_to;	/* of a call that is not followed to its return: to where; else 0 */
 	struct live_block held; /* the old block, until the outcome is known */
 	enum function_kind kind;
@@ -147,7 +176,9 @@ const volatile __u8 follow_peak;	 /* keep totals, and what they were when they w
 struct hits {
 	__u64 count;
 	__u64 recorded; /* of these, entries of calls that are to be recorded */
-	__u64 rest_of_line[6];
+	__u64 measured; /* runs whose time is in `measured_ns` */
+	__u64 measured_ns;
+	__u64 rest_of_line[4];
 } hits[HIT_SHARDS] __attribute__((aligned(64)));
 
 /* Calls of free and the like. */
@@ -178,13 +209,23 @@ struct {
 	__type(value, struct thread);
 } threads SEC(".maps");
 
-/* A map of its own, as user space must be able to write it at any time. */
+enum steering {
+	STEERING_LEVEL,	   /* of sampling */
+	STEERING_MEASURES, /* 1: runs are timed */
+	STEERINGS,
+};
+enum steering unused_steering __attribute__((unused));
+
+/* What user space changes while the programs run. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, 1);
+	__uint(max_entries, STEERINGS);
 	__type(key, __u32);
 	__type(value, __u32);
-} sampling_level SEC(".maps");
+} steering SEC(".maps");
+
+/* No run takes so long. One that seems to was held up: a hypervisor ran something else. */
+#define LONGEST_RUN_NS 1000000
 
 /* So many fit above BORN_TIME_BITS. */
 #define MAX_LEVELS 32
@@ -206,6 +247,9 @@ struct {
 	__type(value, __u64);
 } unknown_frees SEC(".maps");
 
+/* When a process of the target last made one that shares its memory, CLOCK_MONOTONIC. */
+__u64 shared_memory_ns;
+
 const volatile struct thread no_thread;
 const volatile struct total no_total;
 
@@ -219,14 +263,53 @@ static __always_inline void count_hit(void)
 	__sync_fetch_and_add(&hits_of_cpu()->count, 1);
 }
 
-/* The level at which user space wants to have it sampled now. */
-static __always_inline __u32 current_level(void)
+/*
+ * A run that is timed: when it began, and below that how often its task had lost the
+ * CPU by then. The kernel's own statistics count the time in which a program is
+ * preempted, too: on a busy machine 862 % of the CPU time that the target had. In one
+ * number, for the stacks of the programs (tests/e2e/load.rs).
+ */
+#define SWITCHES_BITS 16
+
+static __always_inline __u64 timing_now(void)
 {
-	__u32 zero = 0, *level;
+	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+	__u16 switches = BPF_CORE_READ(task, nivcsw);
+
+	return bpf_ktime_get_ns() << SWITCHES_BITS | switches;
+}
+
+/* Returns 0 if this run is not timed. */
+static __noinline __u64 timing_start(void)
+{
+	__u32 key = STEERING_MEASURES, *measures = bpf_map_lookup_elem(&steering, &key);
+
+	return measures && *measures ? timing_now() : 0;
+}
+
+static __noinline int timing_end(__u64 start)
+{
+	__u64 now, ns;
+
+	if (!start)
+		return 0;
+	now = timing_now();
+	ns = (now - start) >> SWITCHES_BITS;
+	if (ns > LONGEST_RUN_NS || (__u16)now != (__u16)start)
+		return 0;
+	__sync_fetch_and_add(&hits_of_cpu()->measured, 1);
+	__sync_fetch_and_add(&hits_of_cpu()->measured_ns, ns);
+	return 0;
+}
+
+/* The level at which user space wants to have it sampled now. */
+static __noinline __u32 current_level(void)
+{
+	__u32 key = STEERING_LEVEL, *level;
 
 	if (!level_bytes)
 		return 0;
-	level = bpf_map_lookup_elem(&sampling_level, &zero);
+	level = bpf_map_lookup_elem(&steering, &key);
 	return level ? *level % MAX_LEVELS : 0;
 }
 
@@ -236,7 +319,7 @@ static __always_inline __u64 distance(__u32 level)
 	return level ? (__u64)level_bytes << level : sample_bytes;
 }
 
-static __always_inline bool wanted(__u64 size, __u32 level)
+static __noinline bool wanted(__u64 size, __u32 level)
 {
 	__u64 bytes = distance(level);
 
@@ -288,20 +371,32 @@ static __noinline __u64 argument(struct pt_regs *ctx, __u32 number)
 	return value;
 }
 
+/* Execs and exits are of the child of a vfork() itself. */
+static __noinline __u32 process_of_event(__u32 kind)
+{
+	if (kind == EVENT_EXEC || kind == EVENT_EXIT)
+		return ids_of_current().pid;
+	return process_of_current();
+}
+
+/* Not inline, for the callers' stacks. */
+static __noinline __u32 tid_of_current(void)
+{
+	return ids_of_current().tid;
+}
+
 static __noinline int emit_sampled(__u32 kind, __u64 address, __u64 size, __u64 stack, __u32 level)
 {
 	struct event *event = event_reserve(sizeof(*event));
-	struct task_ids ids;
 
 	if (!event)
 		return 0;
-	ids = ids_of_current();
 	event->time_ns = bpf_ktime_get_ns();
 	event->address = address;
 	event->size = size;
 	event->stack = stack;
-	event->pid = ids.pid;
-	event->tid = ids.tid;
+	event->pid = process_of_event(kind);
+	event->tid = tid_of_current();
 	event->kind = kind;
 	event->level = level;
 	bpf_get_current_comm(event->comm, sizeof(event->comm));
@@ -432,20 +527,21 @@ static __always_inline void block_allocated(__u64 address, const struct thread *
 }
 
 /*
- * Whether the thread's last call is still going on, although its return is not
- * seen. Then its return address is on the stack, or where a return probe has put
- * it. Both can be true for long after it: of a caller that takes its next frames
- * below (alloca). So the stack is walked up to there.
+ * Whether a call, which had this stack pointer at its entry, is still going on,
+ * although its return is not seen. Then its return address is on the stack, or
+ * where a return probe has put it. Both can be true for long after it: of a caller
+ * that takes its next frames below (alloca). So the stack is walked up to there.
  */
-static __always_inline int goes_on(struct pt_regs *ctx, struct thread *thread)
+static __always_inline int goes_on(struct pt_regs *ctx, __u64 call_sp, __u64 returns_to)
 {
 	__u64 sp = PT_REGS_SP(ctx), found = 0;
 
-	bpf_probe_read_user(&found, sizeof(found), (void *)thread->sp);
-	if (found != thread->returns_to && stack_of_return_probes(thread->sp) != thread->returns_to)
+	barrier_var(sp);
+	bpf_probe_read_user(&found, sizeof(found), (void *)call_sp);
+	if (found != returns_to && stack_of_return_probes(call_sp) != returns_to)
 		return 0;
 	return stack_comes_from(stack_return_address(ctx), sp + sizeof(long), PT_REGS_FP(ctx),
-				thread->sp);
+				call_sp);
 }
 
 /*
@@ -457,7 +553,8 @@ static __always_inline bool nested(struct pt_regs *ctx, struct thread *thread, _
 {
 	if (!thread || sp >= thread->sp)
 		return false;
-	return !skips_returns || !thread->returns_to || goes_on(ctx, thread);
+	return !skips_returns || !thread->returns_to ||
+	       goes_on(ctx, thread->sp, thread->returns_to);
 }
 
 static __noinline struct thread *thread_of_current(void)
@@ -477,29 +574,29 @@ static __noinline struct thread *thread_of_current(void)
 static __noinline struct thread *begin(struct pt_regs *ctx, __u32 signature)
 {
 	struct thread *thread = thread_of_current();
-	__u64 size = argument(ctx, field(signature, SIGNATURE_SIZE));
-	__u32 count = field(signature, SIGNATURE_COUNT);
 	__u64 sp = PT_REGS_SP(ctx);
+	__u32 count;
 
 	/* Read once: clang would add the offset to the context, which the verifier refuses. */
 	barrier_var(sp);
 	if (!thread || nested(ctx, thread, sp))
 		return NULL;
-	if (count)
-		size = product(argument(ctx, count), size);
 	thread->sp = sp;
-	thread->size = size;
+	thread->size = argument(ctx, field(signature, SIGNATURE_SIZE));
+	count = field(signature, SIGNATURE_COUNT);
+	if (count)
+		thread->size = product(argument(ctx, count), thread->size);
 	thread->address = argument(ctx, field(signature, SIGNATURE_ADDRESS));
 	thread->result = argument(ctx, field(signature, SIGNATURE_RESULT));
 	thread->kind = field(signature, SIGNATURE_KIND);
 	thread->level = current_level();
-	thread->recorded = thread->kind != FUNCTION_UNMAP && wanted(size, thread->level);
+	thread->recorded = thread->kind != FUNCTION_UNMAP && wanted(thread->size, thread->level);
 	thread->replaces = 0;
 	thread->returns_to = 0;
 	if (thread->recorded)
 		__sync_fetch_and_add(&hits_of_cpu()->recorded, 1);
 	if (trace_calls && thread->recorded)
-		emit(EVENT_ALLOC_ENTER, 0, size, 0);
+		emit(EVENT_ALLOC_ENTER, 0, thread->size, 0);
 	return thread;
 }
 
@@ -580,24 +677,62 @@ static __noinline int called_by_allocator(struct pt_regs *ctx)
 	return stack_return_address(ctx) - ip + BESIDE_FREE < 2 * BESIDE_FREE;
 }
 
-/* A free of what is not live. */
-static __noinline int freed_unknown(struct pt_regs *ctx, __u32 signature, __u64 address, int state)
+/* Whether the options leave nothing out. Else nothing is known of a free of what is not live. */
+static __always_inline bool records_all(void)
 {
-	struct thread *thread;
+	return sample_rate <= 1 && !sample_bytes && !level_bytes && !min_size && max_size == ~0ULL;
+}
 
-	/* Of what the options leave out nothing is known. */
-	if (sample_rate > 1 || sample_bytes || level_bytes || min_size || max_size != ~0ULL)
+/*
+ * Whether a function that frees was called by another one, which counts already:
+ * libc_malloc_debug's free() calls glibc's.
+ */
+static __always_inline int within_free(struct pt_regs *ctx, struct thread *thread)
+{
+	__u64 sp = PT_REGS_SP(ctx), ip = PT_REGS_IP(ctx), outer_sp = thread->freeing_sp;
+
+	barrier_var(sp);
+	barrier_var(ip);
+	if (!outer_sp || sp > outer_sp)
 		return 0;
-	thread = thread_of_current();
-	/* The allocator's own, or that of a function above that counts already. */
-	if (!thread || nested(ctx, thread, PT_REGS_SP(ctx)) || thread->freed == address) {
-		if (thread)
-			thread->freed = 0;
+	if (sp < outer_sp)
+		return goes_on(ctx, outer_sp, thread->freeing_returns_to);
+	/* By a jump, as its last call: no other function is called from there. */
+	return ip != thread->freeing_ip && stack_return_address(ctx) == thread->freeing_returns_to;
+}
+
+/* A function that frees was called, and may call another one. */
+static __noinline int begin_freeing(struct pt_regs *ctx)
+{
+	struct thread *thread = thread_of_current();
+	__u64 sp = PT_REGS_SP(ctx);
+
+	barrier_var(sp);
+	if (!thread || within_free(ctx, thread))
 		return 0;
-	}
-	if (field(signature, SIGNATURE_WRAPS) || called_by_allocator(ctx))
-		return 0;
-	if (state != LIVE_FREED) {
+	thread->freeing_sp = sp;
+	thread->freeing_ip = PT_REGS_IP(ctx);
+	thread->freeing_returns_to = stack_return_address(ctx);
+	return 0;
+}
+
+/*
+ * Whether a free is the allocator's own, or by a function above that counts already.
+ * A function of its own, as the verifier allows eight frames.
+ */
+static __noinline int nested_free(struct pt_regs *ctx)
+{
+	struct thread *thread = thread_of_current();
+
+	return !thread || nested(ctx, thread, PT_REGS_SP(ctx)) || within_free(ctx, thread) ||
+	       called_by_allocator(ctx);
+}
+
+/* A free of what is not live. If it was freed before, it was allocated at `born`. */
+static __noinline int freed_unknown(struct pt_regs *ctx, __u64 address, __u64 born, int state)
+{
+	/* A process that shares the memory can have allocated it again, and not be traced. */
+	if (state != LIVE_FREED || (born & BORN_TIME) < shared_memory_ns) {
 		__sync_fetch_and_add(&frees.unknown, 1);
 		return count_unknown_frees ? unknown_free_by(stack_of_caller_at_entry(ctx)) : 0;
 	}
@@ -614,19 +749,15 @@ static __always_inline void release(struct pt_regs *ctx, __u32 signature, bool u
 	if (!address)
 		return;
 	state = live_take(address, &block, use_table);
-	if (state != LIVE_FOUND) {
-		freed_unknown(ctx, signature, address, state);
-		return;
+	if (state == LIVE_FOUND) {
+		block_freed(&block);
+		if (trace_calls)
+			emit(EVENT_FREE_ENTER, address, block.size, 0);
+	} else if (records_all() && !nested_free(ctx)) {
+		freed_unknown(ctx, address, block.born, state);
 	}
-	block_freed(&block);
-	if (trace_calls)
-		emit(EVENT_FREE_ENTER, address, block.size, 0);
-	if (field(signature, SIGNATURE_WRAPS)) {
-		struct thread *thread = thread_of_current();
-
-		if (thread)
-			thread->freed = address;
-	}
+	if (records_all() && field(signature, SIGNATURE_WRAPS))
+		begin_freeing(ctx);
 }
 
 /*
@@ -712,9 +843,15 @@ static __always_inline bool is_return(struct pt_regs *ctx)
 SEC("uprobe.session")
 int session_call(struct pt_regs *ctx)
 {
+	__u64 start = timing_start();
+	int result = 0;
+
 	if (is_return(ctx))
-		return leave(ctx, true);
-	return !enter_with_table(ctx, bpf_get_attach_cookie(ctx));
+		leave(ctx, true);
+	else
+		result = !enter_with_table(ctx, bpf_get_attach_cookie(ctx));
+	timing_end(start);
+	return result;
 }
 
 /*
@@ -734,21 +871,31 @@ int trial(struct pt_regs *ctx)
 SEC("uprobe")
 int cookie_entry(struct pt_regs *ctx)
 {
+	__u64 start = timing_start();
+
 	enter_with_table(ctx, bpf_get_attach_cookie(ctx));
+	timing_end(start);
 	return 0;
 }
 
 SEC("uretprobe")
 int cookie_return(struct pt_regs *ctx)
 {
-	return leave(ctx, true);
+	__u64 start = timing_start();
+
+	leave(ctx, true);
+	timing_end(start);
+	return 0;
 }
 
 #define ENTRY(number)                                                                              \
 	SEC("uprobe")                                                                              \
 	int entry_##number(struct pt_regs *ctx)                                                    \
 	{                                                                                          \
+		__u64 start = timing_start();                                                      \
+                                                                                                   \
 		enter_without_table(ctx, signatures[number]);                                      \
+		timing_end(start);                                                                 \
 		return 0;                                                                          \
 	}
 
@@ -772,7 +919,11 @@ ENTRY(15)
 SEC("uretprobe")
 int any_return(struct pt_regs *ctx)
 {
-	return leave(ctx, false);
+	__u64 start = timing_start();
+
+	leave(ctx, false);
+	timing_end(start);
+	return 0;
 }
 
 static __always_inline void forget_call(void)
@@ -780,6 +931,22 @@ static __always_inline void forget_call(void)
 	__u64 thread = bpf_get_current_pid_tgid();
 
 	bpf_map_delete_elem(&threads, &thread);
+}
+
+/*
+ * A child of vfork() that is not traced can allocate and free what its parent then
+ * frees or allocates.
+ */
+SEC("raw_tp/sched_process_fork")
+int process_shares(struct bpf_raw_tracepoint_args *ctx)
+{
+	struct task_struct *parent = (void *)ctx->args[0], *child = (void *)ctx->args[1];
+	struct task_ids ids;
+
+	if (BPF_CORE_READ(child, mm) == BPF_CORE_READ(parent, mm) &&
+	    BPF_CORE_READ(child, signal) != BPF_CORE_READ(parent, signal) && filter_wants(&ids))
+		shared_memory_ns = bpf_ktime_get_ns();
+	return 0;
 }
 
 SEC("raw_tp/sched_process_exec")

@@ -7,6 +7,9 @@
  * then, in the registers that the task entered the kernel with: nothing has to be
  * kept from the entry, which would double the cost. The file comes from the table of
  * descriptors at that moment, so it does not matter when and by whom it was opened.
+ * From 7.2 on a task can be preempted in a program on these tracepoints, which is
+ * skipped for all other tasks on that CPU meanwhile: there, kretprobes of the system
+ * calls' functions (src/bpf/attach.rs).
  *
  * The calls of 32-bit programs pass by those (ARCH_TRACE_IGNORE_COMPAT_SYSCALLS);
  * the tracepoint of all system calls has them, at a cost for each of these.
@@ -207,6 +210,17 @@ int mremap_exit(struct syscall_trace_exit *ctx)
 {
 	return native(CALL_MREMAP, ctx->ret);
 }
+
+#define RETURNS(name, kind)                                                                        \
+	SEC("?kretprobe/" SYSTEM_CALL #name)                                                       \
+	int name##_exit_function(struct pt_regs *ctx)                                              \
+	{                                                                                          \
+		return native(kind, PT_REGS_RC(ctx));                                              \
+	}
+
+RETURNS(mmap, CALL_MMAP)
+RETURNS(munmap, CALL_MUNMAP)
+RETURNS(mremap, CALL_MREMAP)
 
 /* Numbers of i386's system calls. */
 enum compat_number {

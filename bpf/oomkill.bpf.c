@@ -67,13 +67,14 @@ struct event {
 	__s32 order;
 	enum event_kind event;
 	enum oom_kind kind;
+	__u32 wanted; /* the options ask for the task; if not, perhaps for the victim */
+	__u32 reserved;
 	char comm[COMM_BYTES];
 	char limit_name[CGROUP_NAME_BYTES]; /* the last part of its path */
 };
 struct event *unused_event __attribute__((unused));
 
 /* Options, set before load. */
-const volatile __u8 filtered;
 const volatile __u8 want_stacks;
 const volatile __u8 only_victims; /* mark_victim is alone */
 
@@ -168,16 +169,25 @@ static __noinline int explain(struct event *event, struct oom_control *oc)
 	return 0;
 }
 
-/* An event with what is known of the current task, or NULL if it is not wanted. */
+/* Adds what is known of the victim, who is asked for if it is a process that is followed. */
+static __always_inline void add_victim(struct event *event, struct task_struct *victim)
+{
+	describe(&event->victim, victim);
+	if (filter.follow && filter_follows(victim))
+		event->wanted = true;
+}
+
+/*
+ * An event with what is known of the current task. A task that the options do not ask
+ * for can have a victim that they do ask for: user space looks at both.
+ */
 static __always_inline struct event *event_of_current(void *ctx, enum event_kind kind)
 {
-	struct task_ids ids = ids_of_current();
 	__u64 kernel_stack = 0, user_stack = 0;
+	struct task_ids ids = {};
+	bool wanted = filter_wants(&ids);
 	struct event *event;
 
-	/* A kill for the tool's own sake is one too. */
-	if (filtered && !filter_wants(&ids))
-		return NULL;
 	if (want_stacks && (kind == EVENT_KILL || only_victims)) {
 		kernel_stack = stack_of_kernel(ctx);
 		user_stack = stack_of_task();
@@ -193,6 +203,7 @@ static __always_inline struct event *event_of_current(void *ctx, enum event_kind
 	event->limit_pages = UNKNOWN;
 	event->kernel_stack = kernel_stack;
 	event->user_stack = user_stack;
+	event->wanted = wanted;
 	event->pid = ids.pid;
 	event->tid = ids.tid;
 	bpf_get_current_comm(event->comm, sizeof(event->comm));
@@ -206,7 +217,7 @@ static __always_inline int kill(void *ctx, struct oom_control *oc)
 	if (!event)
 		return 0;
 	explain(event, oc);
-	describe(&event->victim, BPF_CORE_READ(oc, chosen));
+	add_victim(event, BPF_CORE_READ(oc, chosen));
 	bpf_ringbuf_submit(event, 0);
 	return 0;
 }
@@ -230,7 +241,7 @@ int mark_victim(struct bpf_raw_tracepoint_args *ctx)
 
 	if (!event)
 		return 0;
-	describe(&event->victim, (struct task_struct *)ctx->args[0]);
+	add_victim(event, (struct task_struct *)ctx->args[0]);
 	bpf_ringbuf_submit(event, 0);
 	return 0;
 }

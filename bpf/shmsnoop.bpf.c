@@ -4,10 +4,13 @@
  *
  * Hooks: their tracepoints. At entry the arguments are remembered by thread; at
  * exit all goes to user space as one event, with the segment's state if that is
- * asked for.
+ * asked for. From 7.2 on a task can be preempted in a program on these tracepoints,
+ * which is skipped for all other tasks on that CPU meanwhile: there, kprobes of the
+ * system calls' functions (src/bpf/attach.rs).
  */
 #include "event.bpf.h"
 #include "filter.bpf.h"
+#include "mapping_tree.bpf.h"
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
@@ -18,6 +21,12 @@ char LICENSE[] SEC("license") = "Dual BSD/GPL";
 #define XA_NODE_SLOTS	   64
 #define XA_LEVELS	   5
 #define EBUSY		   16
+
+/* Commands of shmctl() whose first argument is no id. */
+#define IPC_INFO     3	/* nothing */
+#define SHM_STAT     13 /* an index; the call returns the id */
+#define SHM_INFO     14 /* nothing */
+#define SHM_STAT_ANY 15 /* an index, as with SHM_STAT */
 
 enum call_kind {
 	CALL_SHMGET,
@@ -39,7 +48,7 @@ struct event {
 	__u64 latency_ns; /* from entry to exit */
 	__u64 args[3];	  /* the system call's, in its order */
 	__s64 result;
-	struct segment segment; /* before shmdt and shmctl, after shmget and shmat */
+	struct segment segment; /* before shmdt and shmctl (an id), after all else */
 	__u32 pid;
 	__u32 tid;
 	enum call_kind kind;
@@ -105,6 +114,16 @@ static __always_inline void segment_of(__u32 id, struct segment *segment)
 		segment_at(id, id % (1 << IPC_INDEX_BITS_MAX), segment);
 }
 
+static __always_inline bool takes_index(__u32 command)
+{
+	return command == SHM_STAT || command == SHM_STAT_ANY;
+}
+
+static __always_inline bool takes_id(__u32 command)
+{
+	return command != IPC_INFO && command != SHM_INFO && !takes_index(command);
+}
+
 static __always_inline int begin(struct call *call)
 {
 	__u64 thread = bpf_get_current_pid_tgid();
@@ -130,6 +149,8 @@ static __always_inline int end(__u32 kind, long result)
 			segment_of(call->args[0], &call->segment);
 		else if (kind == CALL_SHMDT && result < 0) /* it was no segment's */
 			call->segment.known = 0;
+		else if (kind == CALL_SHMCTL && takes_index(call->args[1]) && result >= 0)
+			segment_of(result, &call->segment);
 	}
 	event = event_reserve(sizeof(*event));
 	if (event) {
@@ -152,43 +173,60 @@ static __always_inline int end(__u32 kind, long result)
 /* The arguments that are C ints: what a register holds beside their 32 bits means nothing. */
 #define INT(argument) ((__u32)(argument))
 
-SEC("tracepoint/syscalls/sys_enter_shmget")
-int shmget_enter(struct syscall_trace_enter *ctx)
+/*
+ * A system call's entry is what `name`_begins makes of its first three arguments, and
+ * its exit end(): on its tracepoints, and on its function.
+ */
+#define ENTRY(name)                                                                                \
+	SEC("tracepoint/syscalls/sys_enter_" #name)                                                \
+	int name##_enter(struct syscall_trace_enter *ctx)                                          \
+	{                                                                                          \
+		return name##_begins(ctx->args[0], ctx->args[1], ctx->args[2]);                    \
+	}                                                                                          \
+	ENTRY_OF_FUNCTION(name)
+
+#define ENTRY_OF_FUNCTION(name)                                                                    \
+	SEC("?kprobe/" SYSTEM_CALL #name)                                                          \
+	int name##_enter_function(struct pt_regs *ctx)                                             \
+	{                                                                                          \
+		struct pt_regs *regs = PT_REGS_SYSCALL_REGS(ctx);                                  \
+                                                                                                   \
+		return name##_begins(PT_REGS_PARM1_CORE_SYSCALL(regs),                             \
+				     PT_REGS_PARM2_CORE_SYSCALL(regs),                             \
+				     PT_REGS_PARM3_CORE_SYSCALL(regs));                            \
+	}
+
+#define EXIT(name, kind)                                                                           \
+	SEC("tracepoint/syscalls/sys_exit_" #name)                                                 \
+	int name##_exit(struct syscall_trace_exit *ctx)                                            \
+	{                                                                                          \
+		return end(kind, ctx->ret);                                                        \
+	}                                                                                          \
+	SEC("?kretprobe/" SYSTEM_CALL #name)                                                       \
+	int name##_exit_function(struct pt_regs *ctx)                                              \
+	{                                                                                          \
+		return end(kind, PT_REGS_RC(ctx));                                                 \
+	}
+
+static __always_inline int shmget_begins(__u64 key, __u64 size, __u64 flags)
 {
-	struct call call = {};
+	struct call call = { .args = { INT(key), size, INT(flags) } };
 
-	if (!filter_wants(&call.ids))
-		return 0;
-	call.args[0] = INT(ctx->args[0]);
-	call.args[1] = ctx->args[1];
-	call.args[2] = INT(ctx->args[2]);
-	return begin(&call);
+	return filter_wants(&call.ids) ? begin(&call) : 0;
 }
+ENTRY(shmget)
 
-SEC("tracepoint/syscalls/sys_exit_shmget")
-int shmget_exit(struct syscall_trace_exit *ctx)
+EXIT(shmget, CALL_SHMGET)
+
+static __always_inline int shmat_begins(__u64 id, __u64 address, __u64 flags)
 {
-	return end(CALL_SHMGET, ctx->ret);
-}
+	struct call call = { .args = { INT(id), address, INT(flags) } };
 
-SEC("tracepoint/syscalls/sys_enter_shmat")
-int shmat_enter(struct syscall_trace_enter *ctx)
-{
-	struct call call = {};
-
-	if (!filter_wants(&call.ids))
-		return 0;
-	call.args[0] = INT(ctx->args[0]);
-	call.args[1] = ctx->args[1];
-	call.args[2] = INT(ctx->args[2]);
-	return begin(&call);
+	return filter_wants(&call.ids) ? begin(&call) : 0;
 }
+ENTRY(shmat)
 
-SEC("tracepoint/syscalls/sys_exit_shmat")
-int shmat_exit(struct syscall_trace_exit *ctx)
-{
-	return end(CALL_SHMAT, ctx->ret);
-}
+EXIT(shmat, CALL_SHMAT)
 
 /*
  * shmdt(2) names no segment, but where one is attached. There, its mapping begins with
@@ -208,70 +246,32 @@ static long found_vma(struct task_struct *task, struct vm_area_struct *vma, stru
 	return 0;
 }
 
-SEC("tracepoint/syscalls/sys_enter_shmdt")
-int shmdt_enter(struct syscall_trace_enter *ctx)
+static __always_inline int shmdt_begins(__u64 address, __u64 none, __u64 also_none)
 {
-	struct call call = {};
+	struct call call = { .args = { address } };
 
 	if (!filter_wants(&call.ids))
 		return 0;
-	call.args[0] = ctx->args[0];
 	/* It does not wait for a thread that is changing what is mapped. */
 	if (with_segment &&
 	    bpf_find_vma(bpf_get_current_task_btf(), call.args[0], found_vma, &call, 0) == -EBUSY)
 		count_loss(lookups);
 	return begin(&call);
 }
-
-/* Up to 6.0 a process's mappings are in a red-black tree. */
-struct vm_area_struct___in_tree {
-	unsigned long vm_start;
-	unsigned long vm_pgoff;
-	struct rb_node vm_rb;
-	struct file *vm_file;
-};
-
-struct mm_struct___with_tree {
-	struct rb_root mm_rb;
-};
-
-/* Of the tree of 2^16 mappings, which is what a process may have; twice what it has if balanced. */
-#define MAPPINGS_LEVELS 34
-
-static __always_inline struct vm_area_struct___in_tree *vma_of_node(struct rb_node *node)
-{
-	return (void *)node - bpf_core_field_offset(struct vm_area_struct___in_tree, vm_rb);
-}
-
-/* The node of the mapping that begins at the address: one step on the way there. */
-static __noinline struct rb_node *mappings_step(struct rb_node *node, __u64 address)
-{
-	__u64 start = BPF_CORE_READ(vma_of_node(node), vm_start);
-
-	if (address < start)
-		return BPF_CORE_READ(node, rb_left);
-	return address > start ? BPF_CORE_READ(node, rb_right) : node;
-}
+ENTRY(shmdt)
 
 static __noinline int segment_in_tree(__u64 address, struct segment *segment)
 {
 	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
-	struct mm_struct___with_tree *mm = (void *)BPF_CORE_READ(task, mm);
-	struct vm_area_struct___in_tree *vma;
-	struct rb_node *node;
+	struct vm_area_struct *vma =
+	    (void *)mapping_in_tree((__u64)BPF_CORE_READ(task, mm), address);
 
-	if (!bpf_core_field_exists(mm->mm_rb))
-		return 0;
-	node = BPF_CORE_READ(mm, mm_rb.rb_node);
-	for (int i = 0; i < MAPPINGS_LEVELS && node; i++)
-		node = mappings_step(node, address);
-	vma = vma_of_node(node);
-	if (node && BPF_CORE_READ(vma, vm_start) == address)
+	if (vma && BPF_CORE_READ(vma, vm_start) == address)
 		segment_mapped(BPF_CORE_READ(vma, vm_pgoff), BPF_CORE_READ(vma, vm_file), segment);
 	return 0;
 }
 
-/* The same where there is no bpf_find_vma(), before 5.17. */
+/* The entry of shmdt(2) where there is no bpf_find_vma(), before 5.17. */
 SEC("tracepoint/syscalls/sys_enter_shmdt")
 int shmdt_enter_by_tree(struct syscall_trace_enter *ctx)
 {
@@ -285,33 +285,21 @@ int shmdt_enter_by_tree(struct syscall_trace_enter *ctx)
 	return begin(&call);
 }
 
-SEC("tracepoint/syscalls/sys_exit_shmdt")
-int shmdt_exit(struct syscall_trace_exit *ctx)
-{
-	return end(CALL_SHMDT, ctx->ret);
-}
+EXIT(shmdt, CALL_SHMDT)
 
-SEC("tracepoint/syscalls/sys_enter_shmctl")
-int shmctl_enter(struct syscall_trace_enter *ctx)
+static __always_inline int shmctl_begins(__u64 id, __u64 command, __u64 buffer)
 {
-	struct call call = {};
+	struct call call = { .args = { INT(id), INT(command), buffer } };
 
 	if (!filter_wants(&call.ids))
 		return 0;
-	call.args[0] = INT(ctx->args[0]);
-	call.args[1] = INT(ctx->args[1]);
-	call.args[2] = ctx->args[2];
 	/* Afterwards, IPC_RMID may have left nothing to look at. */
-	if (with_segment)
+	if (with_segment && takes_id(call.args[1]))
 		segment_of(call.args[0], &call.segment);
 	return begin(&call);
 }
-
-SEC("tracepoint/syscalls/sys_exit_shmctl")
-int shmctl_exit(struct syscall_trace_exit *ctx)
-{
-	return end(CALL_SHMCTL, ctx->ret);
-}
+ENTRY(shmctl)
+EXIT(shmctl, CALL_SHMCTL)
 
 /* A thread that is killed inside a call never gets to its exit. */
 SEC("raw_tp/sched_process_exit")

@@ -5,7 +5,9 @@
  * Hooks, each by fentry or else by kprobe; tools/swapin.rs chooses:
  *   swap_readpage, later swap_read_folio    the reading of pages
  *   zswap_load, return (6.6 and later)   whether zswap had them
- *   do_swap_page, entry and return          how long the task was held up
+ *   do_swap_page, entry and return          how long the task was held up; for shared
+ *                                           memory shmem_swapin_folio, before 5.18
+ *                                           shmem_swapin_page
  *   swap_writepage, later swap_writeout     the writing, with --out
  */
 #include "count.bpf.h"
@@ -164,7 +166,10 @@ static __always_inline int fault_begins(void)
 {
 	__u64 thread = bpf_get_current_pid_tgid();
 	struct fault fault = { .begin_ns = bpf_ktime_get_ns() };
+	struct task_ids ids;
 
+	if (!filter_wants(&ids))
+		return 0;
 	/* One that is still there: its return was not seen (too many kretprobes at once). */
 	if (bpf_map_lookup_elem(&faults, &thread))
 		count_loss(calls);
@@ -223,29 +228,18 @@ int BPF_KRETPROBE(zswap_load_kprobe, __u64 result)
 	return zswap_answers(result);
 }
 
-SEC("?fentry/do_swap_page")
-int begin_fentry(void *ctx)
-{
-	return fault_begins();
-}
+/* clang-format off */
+#define HOLDS_UP(function)                                                                         \
+	SEC("?kprobe/" #function) int function##_begin_kprobe(void *ctx) { return fault_begins(); } \
+	SEC("?kretprobe/" #function) int function##_end_kprobe(void *ctx) { return fault_ends(); }
 
-SEC("?fexit/do_swap_page")
-int end_fentry(void *ctx)
-{
-	return fault_ends();
-}
-
-SEC("?kprobe/do_swap_page")
-int begin_kprobe(void *ctx)
-{
-	return fault_begins();
-}
-
-SEC("?kretprobe/do_swap_page")
-int end_kprobe(void *ctx)
-{
-	return fault_ends();
-}
+SEC("?fentry/do_swap_page") int do_swap_page_begin_fentry(void *ctx) { return fault_begins(); }
+SEC("?fexit/do_swap_page") int do_swap_page_end_fentry(void *ctx) { return fault_ends(); }
+HOLDS_UP(do_swap_page)
+/* Seven arguments, and fexit takes no more than six before 6.6. */
+HOLDS_UP(shmem_swapin_folio)
+HOLDS_UP(shmem_swapin_page)
+/* clang-format on */
 
 /* A thread whose return was not seen must not leave its fault to the next one with its number. */
 SEC("?raw_tp/sched_process_exit")

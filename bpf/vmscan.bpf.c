@@ -2,19 +2,26 @@
 /*
  * vmscan: time and events of page reclaim.
  *
- * Hooks: tracepoints of the groups vmscan and compaction, as raw tracepoints.
- * Those need no tracefs, which containers seldom have, and of their arguments
+ * Hooks: tracepoints of the groups vmscan and compaction. Where there is no
+ * tracefs, as in most containers, they are raw tracepoints. From 7.0 on a task can
+ * be preempted in a program on one of those, and the program is skipped for all
+ * other tasks on that CPU meanwhile. The same programs do for both: user space
+ * (tools/vmscan/attach.rs) gives them their type, and says by `by_record` which of the
+ * two contexts they have. Of raw tracepoints' arguments
  * only such are read as are the same on all kernels from 5.10 to 7.2: the first
  * of mm_shrink_slab_start, the first and the third of mm_shrink_slab_end, the first
  * two of mm_compaction_finished. Those of mm_compaction_end have moved, and it has a
  * program for each order.
  *
  * What an operation took is added up when it ends. The totals only grow; user
- * space reads them every second and prints the difference.
+ * space reads them every second and prints the difference. As kswapd can be at it for
+ * many seconds, user space adds what its operation took so far, out of `calls`.
  */
 #include "event.bpf.h"
 #include "histogram.bpf.h"
 #include "filter.bpf.h"
+#include "kernel_stack.bpf.h"
+#include "reclaim.bpf.h"
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
@@ -58,6 +65,7 @@ struct {
 	__type(key, struct call);
 	__type(value, __u64); /* since when */
 } calls SEC(".maps");
+struct call *unused_call __attribute__((unused));
 
 /*
  * Shrinkers that a thread is in, outermost first. They nest where a shrinker
@@ -106,7 +114,8 @@ const volatile struct shrinker_total no_shrinker_total;
 
 /* With --by-cgroup. */
 struct cgroup_key {
-	__u64 cgroup; /* id in the version 2 hierarchy */
+	__u64 cgroup;  /* the task's, by its id in the version 2 hierarchy */
+	__u64 limited; /* whose limit it reclaimed for, or 0 */
 	__u32 operation;
 	__u32 reserved;
 };
@@ -137,22 +146,40 @@ struct {
 	__type(value, __u64);
 } counts SEC(".maps");
 
+/* What this kernel does not tell of a zone. */
+#define PAGES_UNKNOWN	      (~0ULL)
+#define FRAGMENTATION_UNKNOWN (-0x7fffffff)
+
 /* With --trace-compaction: a compaction, of one zone of memory. */
 struct compaction {
 	__u64 time_ns; /* when it began, CLOCK_MONOTONIC */
 	__u64 latency_ns;
+	__u64 kernel_stack; /* an id in `stacks` */
+	/* The zone's watermarks and free pages, before anything was moved. */
+	__u64 min_pages;
+	__u64 low_pages;
+	__u64 high_pages;
+	__u64 free_pages;
 	__u32 pid;
 	__u32 tid;
 	__s32 order; /* of the pages that it is for; -1: all that can be had */
 	__s32 node;
+	__s32 fragmentation; /* the zone's index for this order, in thousandths */
 	enum compact_result status;
 	__u32 sync; /* it waits for pages that are being written, and for locks */
+	__u32 reserved;
 	char comm[COMM_BYTES];
 	char zone[16];
 };
 struct compaction *unused_compaction __attribute__((unused));
 
-const volatile struct compaction no_compaction;
+const volatile struct compaction no_compaction = {
+	.min_pages = PAGES_UNKNOWN,
+	.low_pages = PAGES_UNKNOWN,
+	.high_pages = PAGES_UNKNOWN,
+	.free_pages = PAGES_UNKNOWN,
+	.fragmentation = FRAGMENTATION_UNKNOWN,
+};
 
 /* By thread, while it is at it. */
 struct {
@@ -165,6 +192,9 @@ struct {
 /* Options, set before load. */
 const volatile __u8 by_shrinker;
 const volatile __u8 by_cgroup;
+const volatile __u8 by_record; /* programs' contexts are records of tracepoints */
+const volatile __u8 with_kernel_stacks;
+const volatile __u8 with_zone_state;
 
 static __always_inline bool wanted(void)
 {
@@ -190,6 +220,7 @@ static __noinline int add_to_cgroup(__u32 operation, __u64 time_ns)
 {
 	struct cgroup_key key = {
 		.cgroup = bpf_get_current_cgroup_id(),
+		.limited = reclaim_limited_cgroup(),
 		.operation = operation,
 	};
 	struct cgroup_total *total = value_of(&cgroups, &key, (const void *)&no_cgroup_total);
@@ -330,7 +361,7 @@ int write_page(void *ctx)
 }
 
 SEC("raw_tp/mm_shrink_slab_start")
-int shrink_slab_start(struct bpf_raw_tracepoint_args *ctx)
+int shrink_slab_start(void *ctx)
 {
 	__u64 thread = bpf_get_current_pid_tgid();
 	struct shrinks *shrinks;
@@ -353,7 +384,10 @@ int shrink_slab_start(struct bpf_raw_tracepoint_args *ctx)
 	}
 	shrinks->depth = depth + 1;
 	shrink = &shrinks->at[depth];
-	shrink->shrinker = ctx->args[0];
+	if (by_record)
+		shrink->shrinker = (__u64)((struct trace_event_raw_mm_shrink_slab_start *)ctx)->shr;
+	else
+		shrink->shrinker = ((struct bpf_raw_tracepoint_args *)ctx)->args[0];
 	shrink->since_ns = bpf_ktime_get_ns();
 	shrink[1].level_ns = 0;
 	return 0;
@@ -376,21 +410,29 @@ static __noinline int add_to_shrinker(struct shrinker *shrinker, __u64 time_ns, 
 }
 
 SEC("raw_tp/mm_shrink_slab_end")
-int shrink_slab_end(struct bpf_raw_tracepoint_args *ctx)
+int shrink_slab_end(void *ctx)
 {
 	__u64 thread = bpf_get_current_pid_tgid();
 	struct shrinks *shrinks = bpf_map_lookup_elem(&shrinking, &thread);
-	__u64 depth, latency_ns, time_ns;
+	__u64 depth, latency_ns, time_ns, shrinker;
 	struct shrink *shrink;
+	__u32 freed;
 
 	if (!shrinks)
 		return 0;
+	if (by_record) {
+		shrinker = (__u64)((struct trace_event_raw_mm_shrink_slab_end *)ctx)->shr;
+		freed = ((struct trace_event_raw_mm_shrink_slab_end *)ctx)->retval;
+	} else {
+		shrinker = ((struct bpf_raw_tracepoint_args *)ctx)->args[0];
+		freed = ((struct bpf_raw_tracepoint_args *)ctx)->args[2];
+	}
 	depth = --shrinks->depth;
 	barrier_var(depth);
 	if (depth >= SHRINK_DEPTH)
 		return 0;
 	shrink = &shrinks->at[depth];
-	if (shrink->shrinker != ctx->args[0]) {
+	if (shrink->shrinker != shrinker) {
 		/* A start or an end did not reach us, so nothing in here can be trusted. */
 		bpf_map_delete_elem(&shrinking, &thread);
 		count_loss(calls);
@@ -403,7 +445,7 @@ int shrink_slab_end(struct bpf_raw_tracepoint_args *ctx)
 		bpf_map_delete_elem(&shrinking, &thread);
 	add(OPERATION_SHRINK_SLAB, latency_ns, time_ns);
 	if (by_shrinker)
-		add_to_shrinker((struct shrinker *)ctx->args[0], time_ns, (__u32)ctx->args[2]);
+		add_to_shrinker((struct shrinker *)shrinker, time_ns, freed);
 	return 0;
 }
 
@@ -429,7 +471,73 @@ int trace_compaction_begin(void *ctx)
 	return 0;
 }
 
-/* Whether it is to go on: asked at least once in each. Here it is told what it is about. */
+/* Sizes of free blocks that a zone has lists for: 11, or 14 with pages of 64 KiB. */
+#define MAX_ORDERS 32
+
+/*
+ * The zone's fragmentation index for an order, as fragmentation_index() of mm/vmstat.c has it, in
+ * thousandths: near 0 an allocation fails for lack of memory, near 1000 for fragmentation. -1000:
+ * there is a block for it.
+ */
+static __noinline int fragmentation_index(struct zone *zone, int order)
+{
+	void *area = (void *)zone + bpf_core_field_offset(zone->free_area);
+	__u32 orders = bpf_core_field_size(zone->free_area) / bpf_core_type_size(struct free_area);
+	__u64 all = 0, pages = 0, suitable = 0;
+
+	if (order < 0 || order >= MAX_ORDERS)
+		return FRAGMENTATION_UNKNOWN;
+	for (int i = 0; i < MAX_ORDERS; i++) {
+		__u64 blocks;
+
+		if (i >= orders)
+			break;
+		blocks = BPF_CORE_READ((struct free_area *)area, nr_free);
+		all += blocks;
+		pages += blocks << i;
+		if (i >= order)
+			suitable += blocks;
+		area += bpf_core_type_size(struct free_area);
+	}
+	if (!all)
+		return 0;
+	if (suitable)
+		return -1000;
+	return 1000 - (int)((1000 + (pages * 1000 >> order)) / all);
+}
+
+static __noinline __u64 watermark(struct zone *zone, __u32 which)
+{
+	__u64 pages = 0;
+
+	if (!bpf_core_field_exists(zone->_watermark) ||
+	    !bpf_core_field_exists(zone->watermark_boost))
+		return PAGES_UNKNOWN;
+	bpf_core_read(&pages, sizeof(pages), &zone->_watermark[which & 3]);
+	/* All of them are raised by it for a while after pages of different mobility were mixed. */
+	return pages + BPF_CORE_READ(zone, watermark_boost);
+}
+
+static __noinline int read_zone_state(struct compaction *compaction, struct zone *zone)
+{
+	__u32 counter = bpf_core_enum_value(enum zone_stat_item, NR_FREE_PAGES);
+	long pages = 0;
+
+	compaction->min_pages = watermark(zone, WMARK_MIN);
+	compaction->low_pages = watermark(zone, WMARK_LOW);
+	compaction->high_pages = watermark(zone, WMARK_HIGH);
+	bpf_core_read(&pages, sizeof(pages), &zone->vm_stat[counter]);
+	/* What a CPU has taken and not yet told can exceed what there is. */
+	compaction->free_pages = pages > 0 ? pages : 0;
+	if (bpf_core_field_exists(zone->free_area))
+		compaction->fragmentation = fragmentation_index(zone, compaction->order);
+	return 0;
+}
+
+/*
+ * Whether it is to go on: asked at least once in each, first before anything is moved. Here it is
+ * told what it is about.
+ */
 SEC("raw_tp/mm_compaction_finished")
 int trace_compaction_zone(struct bpf_raw_tracepoint_args *ctx)
 {
@@ -444,20 +552,26 @@ int trace_compaction_zone(struct bpf_raw_tracepoint_args *ctx)
 		compaction->node = BPF_CORE_READ(zone, node);
 	bpf_probe_read_kernel_str(compaction->zone, sizeof(compaction->zone),
 				  BPF_CORE_READ(zone, name));
+	if (with_zone_state)
+		read_zone_state(compaction, zone);
 	return 0;
 }
 
-static __always_inline int compaction_ended(__u32 sync, __u32 status)
+static __always_inline int compaction_ended(void *ctx, __u32 sync, __u32 status)
 {
-	__u64 thread = bpf_get_current_pid_tgid();
+	__u64 thread = bpf_get_current_pid_tgid(), now = bpf_ktime_get_ns();
 	struct compaction *compaction = bpf_map_lookup_elem(&compacting, &thread), *event;
+	__u64 kernel_stack = STACK_NONE;
 
 	if (!compaction)
 		return 0;
+	if (with_kernel_stacks)
+		kernel_stack = stack_of_kernel(ctx);
 	event = event_reserve(sizeof(*event));
 	if (event) {
 		__builtin_memcpy(event, compaction, sizeof(*event));
-		event->latency_ns = bpf_ktime_get_ns() - event->time_ns;
+		event->latency_ns = now - event->time_ns;
+		event->kernel_stack = kernel_stack;
 		event->sync = sync;
 		event->status = status;
 		bpf_ringbuf_submit(event, 0);
@@ -470,14 +584,14 @@ static __always_inline int compaction_ended(__u32 sync, __u32 status)
 SEC("raw_tp/mm_compaction_end")
 int trace_compaction_end_6(struct bpf_raw_tracepoint_args *ctx)
 {
-	return compaction_ended(ctx->args[4], ctx->args[5]);
+	return compaction_ended(ctx, ctx->args[4], ctx->args[5]);
 }
 
 /* 6.1: (cc, zone_start, zone_end, sync, status) */
 SEC("raw_tp/mm_compaction_end")
 int trace_compaction_end_5(struct bpf_raw_tracepoint_args *ctx)
 {
-	return compaction_ended(ctx->args[3], ctx->args[4]);
+	return compaction_ended(ctx, ctx->args[3], ctx->args[4]);
 }
 
 static __noinline int count_tracepoint(__u32 number)

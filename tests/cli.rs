@@ -11,6 +11,7 @@ const TOOLS: &[(&str, &str)] = &[
     ("faults", env!("CARGO_BIN_EXE_faults")),
     ("ffaults", env!("CARGO_BIN_EXE_ffaults")),
     ("mmapsnoop", env!("CARGO_BIN_EXE_mmapsnoop")),
+    ("memtriage", env!("CARGO_BIN_EXE_memtriage")),
     ("oomkill", env!("CARGO_BIN_EXE_oomkill")),
     ("shmsnoop", env!("CARGO_BIN_EXE_shmsnoop")),
     ("swapin", env!("CARGO_BIN_EXE_swapin")),
@@ -51,6 +52,52 @@ fn wrong_usage_is_status_2_and_names_the_argument() {
     }
 }
 
+/// Gives every option values that are wrong for some.
+#[test]
+fn wrong_usage_is_told_in_plain_words() {
+    for &(tool, path) in TOOLS {
+        let help = run(path, &["--help"]);
+        let help = String::from_utf8_lossy(&help.stdout).into_owned();
+        let options = help
+            .lines()
+            .filter_map(|line| line.trim_start().strip_prefix('-'));
+        let with_value = options.filter_map(|line| line.split_once(" <"));
+        let mut options: Vec<&str> = with_value
+            .filter_map(|(names, _)| names.split("--").nth(1))
+            .collect();
+        assert!(options.len() > 1, "{tool}: {options:?}");
+        // The interval.
+        options.push("");
+        for option in options {
+            for value in ["x", "0", "-1", "1e99", "", "4294967296", "inf", "é"] {
+                let given = if option.is_empty() {
+                    value.to_owned()
+                } else {
+                    format!("--{option}={value}")
+                };
+                let output = run(path, &[&given, "--no-such-option"]);
+                let stderr = String::from_utf8_lossy(&output.stderr);
+                assert_eq!(output.status.code(), Some(2), "{tool} {given}: {stderr}");
+                assert!(
+                    stderr.starts_with(&format!("{tool}: ")),
+                    "{tool} {given}: {stderr}"
+                );
+                for rust in [
+                    "..=",
+                    "not in",
+                    "invalid digit",
+                    "parse",
+                    "Err",
+                    "os error",
+                    "whole buffer",
+                ] {
+                    assert!(!stderr.contains(rust), "{tool} {given}: {stderr}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn memleak_names_what_is_missing() {
     let (_, memleak) = TOOLS
@@ -59,7 +106,7 @@ fn memleak_names_what_is_missing() {
         .expect("a tool");
     let cases: [(&[&str], &str); 4] = [
         (&["-p", "1", "--by-cache"], "add --kernel (-k)"),
-        (&["-p", "1", "-s", "0"], "0 is not in 1.."),
+        (&["-p", "1", "-s", "0"], "must be a whole number above 0"),
         (
             &["-p", "1", "-z", "9", "-Z", "8"],
             "--min-size (-z) 9 is larger than --max-size (-Z) 8",

@@ -1,6 +1,6 @@
 //! Where probes are placed, held against real libraries.
 //!
-//! [`placement::places`] claims that at the instruction it chooses, what a handler reads is where
+//! [`probe_place::places`] claims that at the instruction it chooses, what a handler reads is where
 //! it says, as it was at the function's entry, and that no way but the entry leads there. Both are
 //! checked for every function of every allocator, of the C and the C++ library: the first by
 //! running the function up to there, one instruction at a time, with random values in its
@@ -14,8 +14,8 @@ use std::path::Path;
 use std::process::Command;
 
 use libc::user_regs_struct as Registers;
-use memtools::placement::{self, Place};
-use memtools::{elf, kernel};
+use memtools::code::elf;
+use memtools::code::probe_place::{self, Place, Wish};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 use nix::sys::ptrace;
 use nix::sys::signal::{Signal, kill, raise};
@@ -46,7 +46,7 @@ const PAGE: usize = 4096;
 /// A function with the offset of the instruction to probe.
 struct Placed {
     name: String,
-    /// Of its entry, in the file's own address space.
+    /// The entry's address in the file's own address space.
     address: u64,
     place: Place,
 }
@@ -94,14 +94,16 @@ impl Library {
             .iter()
             .map(|function| (function, arguments.to_vec()))
             .collect();
-        let places = placement::places(&file, &asked).expect("places");
+        let places = probe_place::places(&file, &asked, Wish::Cheap).expect("places");
         let functions = symbols
             .iter()
             .zip(places)
-            .map(|(function, place)| Placed {
-                name: function.name.clone(),
-                address: address(function.file_offset),
-                place,
+            .filter_map(|(function, place)| {
+                Some(Placed {
+                    name: function.name.clone(),
+                    address: address(function.file_offset),
+                    place: place?,
+                })
             })
             .collect();
         Self {
@@ -119,7 +121,6 @@ struct Disassembly {
     lines: BTreeMap<u64, Line>,
     /// Where jumps and calls lead.
     targets: BTreeSet<u64>,
-    nop5_is_cheap: bool,
 }
 
 /// One instruction, and where it leads if that is written in it.
@@ -140,11 +141,10 @@ impl Disassembly {
         Self {
             targets: lines.values().filter_map(|line| line.target).collect(),
             lines,
-            nop5_is_cheap: kernel::btf_has_name("arch_uprobe_optimize"),
         }
     }
 
-    /// Whether every kernel from 5.10 on emulates what is there, or this one does better.
+    /// Whether every kernel from 5.10 on emulates what is there.
     fn is_cheap_at(&self, address: u64) -> bool {
         let mut lines = self.lines.range(address..);
         let Some((_, line)) = lines.next().filter(|(at, _)| **at == address) else {
@@ -154,7 +154,6 @@ impl Disassembly {
         match line.mnemonic.as_str() {
             "push" => line.operands.starts_with("%r"),
             "nop" => length == 1,
-            "nopl" => length == 5 && self.nop5_is_cheap,
             mnemonic => mnemonic.starts_with('j') && line.target.is_some(),
         }
     }

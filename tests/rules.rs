@@ -7,8 +7,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use memtools::shared::{unwind_frame_pointer as FramePointer, unwind_kind as Kind};
-use memtools::unwind::rules::{Rules, address_of};
+use memtools::bpf::types::{unwind_frame_pointer as FramePointer, unwind_kind as Kind};
+use memtools::stacks::unwind::rules::{Rules, address_of};
 use proptest::prelude::*;
 
 /// Where this machine has a library.

@@ -6,6 +6,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+/// Tools that trace nothing.
+const WITHOUT_BPF: [&str; 1] = ["memtriage"];
+
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 #[test]
@@ -17,19 +20,122 @@ fn every_tool_is_complete() {
     assert!(lacks.is_empty(), "\n{}", lacks.join("\n"));
 }
 
+/// What a tool's --help prints, and its man page; empty if it has none.
+fn help_and_page(tool: &str) -> (String, String) {
+    let help = Command::new(program(tool))
+        .arg("--help")
+        .output()
+        .expect("the tool starts");
+    let help = String::from_utf8_lossy(&help.stdout).into_owned();
+    let page = fs::read_to_string(format!("{ROOT}/tools/{tool}.8")).unwrap_or_default();
+    (help, page)
+}
+
 #[test]
 fn the_man_pages_describe_the_options() {
     let mut wrong = Vec::new();
     for tool in tools() {
-        let help = Command::new(program(&tool))
-            .arg("--help")
-            .output()
-            .expect("the tool starts");
-        let help = String::from_utf8_lossy(&help.stdout).into_owned();
-        let page = fs::read_to_string(format!("{ROOT}/tools/{tool}.8")).unwrap_or_default();
+        let (help, page) = help_and_page(&tool);
         wrong.extend(disagreements(&tool, &help, &page));
     }
     assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn the_man_pages_have_their_sections_and_the_help_s_examples() {
+    let mut wrong = Vec::new();
+    for tool in tools() {
+        let (help, page) = help_and_page(&tool);
+        for section in [
+            "NAME",
+            "SYNOPSIS",
+            "DESCRIPTION",
+            "OPTIONS",
+            "WHAT CAN BE LOST",
+            "SIGNALS",
+            "EXIT STATUS",
+            "REQUIREMENTS",
+            "EXAMPLES",
+            "SEE ALSO",
+        ] {
+            // What only looks, and has no program in the kernel, loses nothing.
+            let looks_only = !Path::new(&format!("{ROOT}/bpf/{tool}.bpf.c")).exists();
+            if looks_only && section == "WHAT CAN BE LOST" {
+                continue;
+            }
+            if !page.contains(&format!(".SH {section}\n")) {
+                wrong.push(format!("{tool}'s man page lacks the section {section}"));
+            }
+        }
+        let page = page.replace("\\-", "-").replace("\\(aq", "'");
+        let (_, examples) = help.split_once("examples:\n").unwrap_or_default();
+        if examples.is_empty() || !page.contains(examples.trim_end()) {
+            wrong.push(format!("{tool}'s man page lacks the examples of --help"));
+        }
+    }
+    assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
+}
+
+/// Runs the Makefile in a folder of its own, with a cargo that writes down what it is given.
+#[test]
+fn make_builds_while_a_tool_runs_and_keeps_install_s_variables_from_cargo() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name);
+    for file in ["Makefile", "Cargo.toml"] {
+        fs::copy(format!("{ROOT}/{file}"), path(file)).expect("a copy");
+    }
+    fs::create_dir(path("scripts")).expect("a folder");
+    let script = |name: &str, text: &str| {
+        fs::write(path(name), text).expect("a script");
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        fs::set_permissions(path(name), mode).expect("it can be run");
+    };
+    script("scripts/need", "#!/bin/sh\n");
+    script(
+        "cargo",
+        "#!/bin/sh -e
+        env >environment
+        out=$(echo target/*-*/release)
+        for tool in $(sed -n '/^\\[\\[bin\\]\\]/{n;s/^name = \"\\(.*\\)\"/\\1/p}' Cargo.toml); do
+            cp \"$(command -v sleep)\" \"$out/$tool\"
+        done
+        ",
+    );
+    let rustc = Command::new("rustc")
+        .arg("-vV")
+        .output()
+        .expect("rustc runs");
+    let rustc = String::from_utf8_lossy(&rustc.stdout).into_owned();
+    let host = rustc.lines().find_map(|line| line.strip_prefix("host: "));
+    let out = format!("target/{}/release", host.expect("a host"));
+    fs::create_dir_all(path(&out)).expect("a folder");
+
+    let build = || {
+        let output = Command::new("make")
+            .args([
+                "build",
+                "DESTDIR=/nowhere",
+                "PREFIX=/nowhere",
+                "CARGO=./cargo",
+            ])
+            .env("SUFFIX", "nowhere")
+            .env_remove("MAKEFLAGS")
+            .current_dir(folder.path())
+            .output()
+            .expect("make runs");
+        assert!(output.status.success(), "{output:?}");
+    };
+    build();
+    let environment = fs::read_to_string(path("environment")).expect("cargo ran");
+    assert!(!environment.contains("nowhere"), "{environment}");
+
+    let mut running = Command::new(path("target/release/memleak"))
+        .arg("3600")
+        .spawn()
+        .expect("it runs");
+    build();
+    running.kill().expect("it ran");
+    running.wait().expect("it has ended");
 }
 
 /// Every name that a BPF source or a `[[bin]]` stanza announces.
@@ -79,7 +185,7 @@ fn lacks(root: &Path, tool: &str) -> Vec<String> {
         fs::read_to_string(root.join(path)).is_ok_and(|content| content.contains(text))
     };
     need(
-        exists(&format!("bpf/{tool}.bpf.c")),
+        WITHOUT_BPF.contains(&tool) || exists(&format!("bpf/{tool}.bpf.c")),
         format!("{tool} lacks its BPF program: write bpf/{tool}.bpf.c"),
     );
     need(
@@ -192,4 +298,46 @@ fn options_are_compared_both_ways() {
             "t's man page describes -z, which the tool does not have",
         ]
     );
+}
+
+/// Rustdoc shows each doc comment alone: one that begins so means whatever stands above it.
+#[test]
+fn doc_comments_stand_alone() {
+    let leaning = [
+        "It ", "Its ", "Those ", "That of ", "Of ", "They ", "Their ",
+    ];
+    let mut wrong = Vec::new();
+    for file in rust_files() {
+        let text = fs::read_to_string(&file).expect("a source file");
+        let mut before = "";
+        for (number, line) in (1..).zip(text.lines().map(str::trim_start)) {
+            let first = !before.starts_with("//");
+            before = line;
+            let sentence = ["/// ", "//! "]
+                .iter()
+                .find_map(|mark| line.strip_prefix(mark));
+            let leans = |sentence: &str| leaning.iter().any(|word| sentence.starts_with(word));
+            if first && sentence.is_some_and(leans) {
+                wrong.push(format!("{}:{number}: {line}", file.display()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
+}
+
+/// All Rust sources that git knows of.
+fn rust_files() -> Vec<PathBuf> {
+    let list = Command::new("git")
+        .args(["ls-files", "*.rs"])
+        .current_dir(ROOT)
+        .output()
+        .expect("git");
+    assert!(list.status.success(), "{list:?}");
+    let list = String::from_utf8_lossy(&list.stdout).into_owned();
+    let files: Vec<PathBuf> = list
+        .lines()
+        .map(|path| Path::new(ROOT).join(path))
+        .collect();
+    assert!(files.len() > 50, "{files:?}");
+    files
 }

@@ -2,8 +2,8 @@
 
 use std::fs::File;
 
-use memtools::elf;
-use memtools::wrappers::{Callee, Calls, Passes, Passing};
+use memtools::code::elf;
+use memtools::code::wrappers::{Callee, Calls, Passes, Passing};
 
 /// What a library's function does with the calls of another one that it imports.
 fn passing(library: &str, function: &str, passes: Passes, other: &str) -> Passing {

@@ -1,7 +1,7 @@
 //! brkstack: calls of brk(2), by user stack and process.
 //!
-//! Hooks: the tracepoints of the system call, for kernel stacks those of all (`bpf/brkstack.bpf.c`). They are counted in the
-//! kernel; only with --events each comes here.
+//! Hooks: the tracepoints of the system call, for kernel stacks those of all, or its function
+//! (`bpf/brkstack.bpf.c`). Calls are counted in the kernel; only with --events each comes here.
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -9,20 +9,26 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::Parser;
 use jiff::Zoned;
-use libbpf_rs::Link;
 use libbpf_rs::skel::{OpenSkel, Skel};
-use memtools::cli::{self, CommonArgs};
-use memtools::clock::{self, Clock};
-use memtools::events::Events;
-use memtools::filter::Filter;
-use memtools::losses::Losses;
-use memtools::output::{Hex, Output, Row};
-use memtools::poll::Poller;
-use memtools::stack_count::{Report, StackCountArgs, StackCountMaps, StackCounts, Weight};
-use memtools::symbolize::Symbolizer;
-use memtools::target::{Target, TargetArgs};
-use memtools::unwind::Unwinder;
-use memtools::{attach, kernel, text};
+use libbpf_rs::{Link, MapMut};
+use memtools::bpf::attach;
+use memtools::bpf::kernel_support;
+use memtools::bpf::ring::Events;
+use memtools::export::profile::Value;
+use memtools::export::text::{below_row, part_below_row};
+use memtools::print::clock::{self, Clock};
+use memtools::print::output::{Format, Hex, Output, Row};
+use memtools::print::text;
+use memtools::process::filter::{Filter, Tasks};
+use memtools::run::cli::{self, CommonArgs};
+use memtools::run::count_stacks::{Report, StackCountArgs, StackCounts, Weight};
+use memtools::run::losses::Losses;
+use memtools::run::poll::Poller;
+use memtools::run::target::{self, Target, TargetArgs};
+use memtools::stacks::named::{NamedStack, StackIds};
+use memtools::stacks::symbolize::Symbolizer;
+use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
+use memtools::stacks::unwind::Unwinder;
 use serde::Serialize;
 
 use crate::bpf::types::event;
@@ -39,10 +45,11 @@ memtools::skeleton!("brkstack", plain: [event, filter]);
     after_help = "\
 examples:
   brkstack                     count all calls until Ctrl-C, and print their stacks
-  brkstack -d 10 | flamegraph.pl --color=mem --countname=calls >brk.svg
+  brkstack -d 10 --flame brk.svg      draw them as a flame graph
   brkstack --bytes -p 1234     the bytes by which the heap of process 1234 grows
   brkstack 1                   what happened, every second
   brkstack --events -n python  a line for each call of tasks named python
+  brkstack --events -U -p 1234 with its user stack below each line
   brkstack --growth -c './prog -x'   only calls that grow the heap, from the program's start"
 )]
 struct Args {
@@ -55,10 +62,10 @@ struct Args {
     bytes: bool,
 
     /// Print a line for each call instead
-    #[arg(long, conflicts_with_all = ["bytes", "folded", "text", "user_stacks", "kernel_stacks", "perpid", "annotations", "top", "interval"])]
+    #[arg(long, conflicts_with_all = ["bytes", "folded", "text", "perpid", "annotations", "top", "interval", "interval_option", "offsets", "addresses", "flame", "pprof"])]
     events: bool,
 
-    /// Show user stacks; the default without -K
+    /// Show user stacks; the default without -K or --events
     #[arg(short = 'U', long)]
     user_stacks: bool,
 
@@ -81,37 +88,57 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args) -> Result<ExitCode> {
-    kernel::preflight()?;
-    kernel::preflight_tracepoints()?;
+    kernel_support::preflight()?;
+    kernel_support::preflight_tracepoints()?;
     attach::capture_log(args.common.verbose);
-    let mut poller = Poller::new()?;
-    let mut target = Target::choose(&args.target)?;
+    let exports = args
+        .stacks
+        .export
+        .prepare("brkstack", args.target.to_string())?;
+    let (mut poller, output) = args.common.start_as(args.format())?;
+    let mut target = Target::choose(&args.target, Tasks::Programs)?;
+    target::doubt_interval("brkstack", args.stacks.interval(), &args.target.filter.pid);
     let mut skel = load(&args, target.filter())?;
     let symbolizer = target.symbolizer()?;
     let unwinder = args
         .user_stacks()
         .then(|| target.unwinder(args.stacks.unwind, memtools::unwind_parts!(skel)))
         .transpose()?;
-    let links = attach::by_name(skel.object_mut(), args.programs())
-        .context("no tracepoint of brk(2): this needs a kernel with CONFIG_FTRACE_SYSCALLS=y")?;
+    let links = attach::system_calls(
+        skel.object_mut(),
+        args.programs(),
+        args.programs_on_functions(),
+    )?;
     eprintln!("brkstack: tracing brk(2)... Ctrl-C to end");
     target.release()?;
 
     target.watch_exit(&mut poller);
     if args.events {
-        print_calls(&args, target.filter(), &skel, links, poller)?;
-    } else {
-        count_stacks(
+        let names = Names {
+            symbolizer: args.event_stacks().any().then_some(symbolizer),
+            unwinder,
+        };
+        print_calls(
             &args,
             target.filter(),
             &skel,
+            names,
             links,
-            poller,
-            symbolizer,
-            unwinder,
+            (poller, output),
         )?;
+    } else {
+        let maps = memtools::stack_count_maps!(skel);
+        let filter = target.filter();
+        let counts = StackCounts::new(maps, filter, symbolizer, unwinder, exports, &args.stacks)?;
+        count_stacks(&args, counts, links, (poller, output))?;
     }
     target.finish()
+}
+
+/// What names and unwinds the stacks of --events, if any are asked for.
+struct Names {
+    symbolizer: Option<Symbolizer>,
+    unwinder: Option<Unwinder>,
 }
 
 /// The loop of --events.
@@ -119,67 +146,164 @@ fn print_calls(
     args: &Args,
     filter: &Filter,
     skel: &BrkstackSkel<'static>,
+    names: Names,
     links: Vec<Link>,
-    poller: Poller<'_>,
+    (mut poller, output): (Poller<'_>, Output),
 ) -> Result<()> {
     let events: Events<event> = Events::new(&skel.maps.events)?;
-    let clock = Clock::new();
-    let mut output = Output::new(args.common.format());
-    output.header(Call::HEADER)?;
-    output.flush()?;
-    events.follow(poller, args.common.deadline(), links, |events| {
-        for event in events {
-            output.row(&Call::new(&event, &clock))?;
+    let Names {
+        symbolizer,
+        unwinder,
+    } = names;
+    let mut calls = Calls {
+        stacks: Stacks::new(memtools::stack_maps!(skel), MAX_OF_EVENTS)?,
+        symbolizer,
+        shown: args.event_stacks(),
+        clock: Clock::new(),
+        output,
+    };
+    if let Some(symbolizer) = &mut calls.symbolizer {
+        symbolizer.look_around();
+    }
+    let symbolizer = calls.symbolizer.as_ref();
+    let mappings = symbolizer.map(Symbolizer::descriptor).transpose()?;
+    if let Some(mappings) = &mappings {
+        poller.watch_mappings(mappings);
+    }
+    calls.output.header(Call::HEADER)?;
+    calls.output.flush()?;
+    let deadline = args.common.deadline();
+    events.follow(poller, deadline, links, |events| calls.print(events))?;
+    if let Some(missed) = calls.symbolizer.as_ref().and_then(Symbolizer::losses) {
+        eprintln!("brkstack: {missed}");
+    }
+    Losses::tell("brkstack", skel.object(), filter, &mut calls.output)?;
+    if let Some(unwinder) = unwinder {
+        unwinder.tell("brkstack", &mut calls.output)?;
+    }
+    Ok(())
+}
+
+/// Which parts of its stack each line has below it.
+#[derive(Debug, Default, Clone, Copy)]
+struct Shown {
+    user: bool,
+    kernel: bool,
+}
+
+impl Shown {
+    fn any(self) -> bool {
+        self.user || self.kernel
+    }
+}
+
+/// Turns events into lines.
+struct Calls<'a> {
+    stacks: Stacks<'a, MapMut<'static>>,
+    symbolizer: Option<Symbolizer>,
+    shown: Shown,
+    clock: Clock,
+    output: Output,
+}
+
+impl Calls<'_> {
+    fn print(&mut self, events: impl Iterator<Item = event>) -> Result<()> {
+        if let Some(symbolizer) = &mut self.symbolizer {
+            symbolizer.refresh();
         }
-        output.flush()
-    })?;
-    Losses::tell("brkstack", skel.object(), filter, &mut output)
+        for event in events {
+            let mut call = Call::new(&event, &self.clock);
+            call.stack = self.named(&event, &call.comm)?;
+            call.shown = self.shown;
+            self.output.row(&call)?;
+        }
+        self.stacks.renew_for_events()?;
+        self.output.flush()
+    }
+
+    /// The parts of the stack that are asked for, with their names.
+    fn named(&mut self, event: &event, comm: &str) -> Result<Option<NamedStack>> {
+        let Some(symbolizer) = &mut self.symbolizer else {
+            return Ok(None);
+        };
+        let ids = StackIds {
+            pid: event.pid,
+            comm,
+            user: self.shown.user.then_some(event.user_stack),
+            kernel: self.shown.kernel.then_some(event.kernel_stack),
+        };
+        NamedStack::read(&ids, &mut self.stacks, symbolizer).map(Some)
+    }
 }
 
 /// The loop of everything else.
 fn count_stacks(
     args: &Args,
-    filter: &Filter,
-    skel: &BrkstackSkel<'static>,
+    counts: StackCounts<'_, MapMut<'static>>,
     links: Vec<Link>,
-    poller: Poller<'_>,
-    symbolizer: Symbolizer,
-    unwinder: Option<Unwinder>,
+    (poller, output): (Poller<'_>, Output),
 ) -> Result<()> {
-    let maps = &skel.maps;
-    let maps = StackCountMaps {
-        counts: [&maps.counts, &maps.counts_a, &maps.counts_b],
-        stacks: &maps.stacks,
-        object: skel.object(),
-    };
     let report = Report {
-        layout: args.stacks.layout(args.common.json),
+        format: args.format(),
+        by_process: false,
         weight: if args.bytes {
             Weight::Bytes
         } else {
             Weight::Events
         },
+        subject: if args.growth_only() {
+            "calls of brk(2) that grow the heap"
+        } else {
+            "calls of brk(2)"
+        },
+        values: (
+            Value::count("brk_calls", "calls"),
+            args.growth_only().then_some(Value::bytes("growth")),
+        ),
         args: &args.stacks,
     };
-    StackCounts::new(&maps, filter, symbolizer, unwinder).run(
+    counts.run(
         "brkstack",
-        poller,
+        (poller, output),
         &args.common,
-        &args.stacks,
+        &report,
         links,
         |counts, output| counts.report(output, &report),
     )
 }
 
 impl Args {
+    /// How it is printed.
+    fn format(&self) -> Format {
+        if self.events {
+            self.common.format()
+        } else {
+            self.stacks
+                .format(self.common.json, self.common.is_terminal())
+        }
+    }
+
     /// Whether there are to be any.
     fn user_stacks(&self) -> bool {
-        !self.events && (self.user_stacks || !self.kernel_stacks)
+        self.user_stacks || !self.kernel_stacks && !self.events
+    }
+
+    /// What is below each line of --events.
+    fn event_stacks(&self) -> Shown {
+        Shown {
+            user: self.user_stacks,
+            kernel: self.kernel_stacks,
+        }
+    }
+
+    /// Whether only calls that grow the heap are counted, each with the bytes.
+    fn growth_only(&self) -> bool {
+        self.growth || self.bytes
     }
 
     /// Whether it matters what a call has done.
     fn with_result(&self) -> bool {
-        self.growth || self.bytes || self.events
+        self.growth_only() || self.events
     }
 
     /// What is needed to see calls, in the order in which it is to be attached: a call that is seen
@@ -192,6 +316,15 @@ impl Args {
             (true, true) => &["any_exit", "any_enter"],
         }
     }
+
+    /// The programs to load where they are on the system call's function.
+    fn programs_on_functions(&self) -> &'static [&'static str] {
+        if self.with_result() {
+            &["brk_exit_function", "brk_enter_function"]
+        } else {
+            &["brk_enter_function"]
+        }
+    }
 }
 
 fn load(args: &Args, filter: &Filter) -> Result<BrkstackSkel<'static>> {
@@ -199,18 +332,30 @@ fn load(args: &Args, filter: &Filter) -> Result<BrkstackSkel<'static>> {
     let options = attach::options(&mut open.maps.rodata_data)?;
     filter.set(&mut options.filter);
     options.with_result = args.with_result().into();
-    options.growth_only = (args.growth || args.bytes).into();
+    options.growth_only = args.growth_only().into();
     options.brk_number = libc::SYS_brk as u32;
     options.each_call = args.events.into();
     options.with_user_stacks = args.user_stacks().into();
     options.with_kernel_stacks = args.kernel_stacks.into();
     memtools::set_unwind_options!(options, args.stacks.unwind);
     options.stack_depth = args.stacks.perf_max_stack_depth;
-    open.maps
-        .stacks
-        .set_max_entries(args.stacks.stack_storage_size)
-        .context("failed to size the table of stacks")?;
-    attach::load_only(open.open_object_mut(), args.programs());
+    let (maps, page) = (&mut open.maps, kernel_support::page_bytes()? as u32);
+    let sizes = if args.events && !args.event_stacks().any() {
+        vec![(&mut maps.stacks, 1), (&mut maps.stack_slots, 1)]
+    } else if args.events {
+        vec![(&mut maps.stacks, args.stacks.first_entries())]
+    } else {
+        // A ring buffer has a page at least.
+        vec![
+            (&mut maps.stacks, args.stacks.first_entries()),
+            (&mut maps.events, page),
+        ]
+    };
+    for (map, size) in sizes {
+        map.set_max_entries(size).context("failed to size a map")?;
+    }
+    let programs = attach::programs_on_system_calls(args.programs(), args.programs_on_functions());
+    attach::load_only(open.open_object_mut(), &programs);
     filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
     let skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
@@ -233,6 +378,11 @@ struct Call {
     new: Hex,
     /// Negative if it has shrunk.
     growth_bytes: i64,
+    /// With -U or -K.
+    #[serde(flatten)]
+    stack: Option<NamedStack>,
+    #[serde(skip)]
+    shown: Shown,
 }
 
 impl Call {
@@ -251,6 +401,8 @@ impl Call {
             old: Hex(event.old_end),
             new: Hex(event.new_end),
             growth_bytes: event.new_end.wrapping_sub(event.old_end).cast_signed(),
+            stack: None,
+            shown: Shown::default(),
         }
     }
 }
@@ -266,12 +418,19 @@ impl Row for Call {
             self.old,
             self.new,
             self.growth_bytes
-        )
+        )?;
+        match &self.stack {
+            Some(stack) if self.shown.user && self.shown.kernel => below_row(stack, out),
+            Some(stack) => part_below_row(stack.user.as_ref().or(stack.kernel.as_ref()), out),
+            None => Ok(()),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use clap::CommandFactory;
 
     use super::*;
@@ -312,6 +471,9 @@ mod tests {
         for wrong in [
             &["brkstack", "--events", "--bytes"][..],
             &["brkstack", "--events", "1"],
+            &["brkstack", "--events", "-i", "1"],
+            &["brkstack", "-i", "1", "2"],
+            &["brkstack", "-s", "-f"],
             &["brkstack", "-p", "1", "-c", "true"],
             &["brkstack", "-f", "-j"],
             &["brkstack", "-f", "-T"],
@@ -322,5 +484,16 @@ mod tests {
         }
         let args = Args::try_parse_from(["brkstack", "-UKaPp", "1,2", "0.5"]).expect("valid");
         assert!(args.kernel_stacks && args.target.filter.pid == [1, 2]);
+        let args = Args::try_parse_from(["brkstack", "-UsPTi", "5", "-D", "10"]).expect("valid");
+        assert_eq!(
+            (args.stacks.interval(), args.common.duration),
+            (Some(Duration::from_secs(5)), Some(Duration::from_secs(10)))
+        );
+        for (line, user, kernel) in [("", false, false), ("-U", true, false), ("-K", false, true)] {
+            let args = ["brkstack", "--events", line];
+            let args = args.iter().filter(|word| !word.is_empty());
+            let args = Args::try_parse_from(args).expect("valid");
+            assert_eq!((args.user_stacks(), args.kernel_stacks), (user, kernel));
+        }
     }
 }

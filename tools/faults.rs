@@ -10,13 +10,15 @@ use clap::Parser;
 use jiff::Zoned;
 use libbpf_rs::MapCore;
 use libbpf_rs::skel::{OpenSkel, Skel};
-use memtools::cli::{self, CommonArgs};
-use memtools::filter::Filter;
-use memtools::output::{Output, Row};
-use memtools::poll::Poller;
-use memtools::stack_count::{Report, StackCountArgs, StackCountMaps, StackCounts, Weight};
-use memtools::target::{Target, TargetArgs};
-use memtools::{attach, clock, kernel};
+use memtools::bpf::attach;
+use memtools::bpf::kernel_support;
+use memtools::export::profile::Value;
+use memtools::print::clock;
+use memtools::print::output::{Format, Output, Row};
+use memtools::process::filter::{Filter, Tasks};
+use memtools::run::cli::{self, CommonArgs};
+use memtools::run::count_stacks::{Report, StackCountArgs, StackCounts, Weight};
+use memtools::run::target::{self, Target, TargetArgs};
 use perf_event::events::Software;
 use serde::Serialize;
 
@@ -33,7 +35,7 @@ memtools::skeleton!("faults", plain: [filter]);
     after_help = "\
 examples:
   faults                       count all page faults until Ctrl-C, and print their stacks
-  faults -d 30 | flamegraph.pl --color=mem --countname=pages >faults.svg
+  faults -d 30 --flame faults.svg       draw them as a flame graph
   faults -p 1234 5             those of process 1234, every 5 seconds
   faults -M                    only those that waited for a disk or for swap
   faults --by-process -d 10    who faults how often
@@ -57,8 +59,8 @@ struct Args {
     #[arg(short, long, conflicts_with = "major")]
     minor: bool,
 
-    /// Count by process, without stacks
-    #[arg(long, conflicts_with_all = ["folded", "text", "perpid", "annotations"])]
+    /// Count by process, without stacks: a line for each, with or without --text and -P
+    #[arg(long, conflicts_with_all = ["folded", "annotations", "offsets", "addresses", "flame", "pprof"])]
     by_process: bool,
 
     /// Show bytes, a page for each fault, rather than faults
@@ -80,10 +82,15 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args) -> Result<ExitCode> {
-    kernel::preflight()?;
+    kernel_support::preflight()?;
     attach::capture_log(args.common.verbose);
-    let mut poller = Poller::new()?;
-    let mut target = Target::choose(&args.target)?;
+    let exports = args
+        .stacks
+        .export
+        .prepare("faults", args.target.to_string())?;
+    let (mut poller, output) = args.common.start_as(args.format())?;
+    let mut target = Target::choose(&args.target, Tasks::Programs)?;
+    target::doubt_interval("faults", args.stacks.interval(), &args.target.filter.pid);
     let skel = load(&args, target.filter())?;
     let symbolizer = target.symbolizer()?;
     let unwinder = args
@@ -95,26 +102,28 @@ fn run(args: Args) -> Result<ExitCode> {
     target.release()?;
 
     target.watch_exit(&mut poller);
-    let maps = &skel.maps;
-    let maps = StackCountMaps {
-        counts: [&maps.counts, &maps.counts_a, &maps.counts_b],
-        stacks: &maps.stacks,
-        object: skel.object(),
-    };
+    let maps = memtools::stack_count_maps!(skel);
     let report = Report {
-        layout: args.stacks.layout(args.common.json),
+        format: args.format(),
+        by_process: args.by_process,
         weight: if args.bytes {
             Weight::Bytes
         } else {
             Weight::Events
         },
+        subject: args.subject(),
+        values: (
+            Value::count("faults", "faults"),
+            Some(Value::bytes("space")),
+        ),
         args: &args.stacks,
     };
-    StackCounts::new(&maps, target.filter(), symbolizer, unwinder).run(
+    let filter = target.filter();
+    StackCounts::new(maps, filter, symbolizer, unwinder, exports, &args.stacks)?.run(
         "faults",
-        poller,
+        (poller, output),
         &args.common,
-        &args.stacks,
+        &report,
         links,
         |counts, output| {
             if args.by_process {
@@ -139,6 +148,24 @@ impl Args {
         }
     }
 
+    fn subject(&self) -> &'static str {
+        match (self.major, self.minor) {
+            (true, _) => "major page faults",
+            (_, true) => "minor page faults",
+            _ => "page faults",
+        }
+    }
+
+    /// A table of processes is no stacks.
+    fn format(&self) -> Format {
+        if self.by_process {
+            self.common.format()
+        } else {
+            self.stacks
+                .format(self.common.json, self.common.is_terminal())
+        }
+    }
+
     fn user_stacks(&self) -> bool {
         !self.by_process && (self.user_stacks || !self.kernel_stacks)
     }
@@ -152,12 +179,12 @@ fn load(args: &Args, filter: &Filter) -> Result<FaultsSkel<'static>> {
     options.kernel_mode_only = (args.kernel_stacks && !args.user_stacks).into();
     options.with_user_stacks = args.user_stacks().into();
     options.with_kernel_stacks = (args.kernel_stacks && !args.by_process).into();
-    options.page_bytes = kernel::page_bytes()? as u32;
+    options.page_bytes = kernel_support::page_bytes()? as u32;
     memtools::set_unwind_options!(options, args.stacks.unwind);
     options.stack_depth = args.stacks.perf_max_stack_depth;
     open.maps
         .stacks
-        .set_max_entries(args.stacks.stack_storage_size)
+        .set_max_entries(args.stacks.first_entries())
         .context("failed to size the table of stacks")?;
     filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
     let skel = open.load().context("failed to load")?;
@@ -180,7 +207,7 @@ fn print_processes<M: MapCore>(
         Weight::Bytes => "BYTES",
     };
     output.header(&format!("{:<7} {:<16} {column}", "PID", "COMM"))?;
-    for (pid, comm, sum) in counts.processes(report)? {
+    for (pid, comm, sum) in counts.processes(report) {
         let (faults, bytes) = match report.weight {
             Weight::Events => (Some(sum), None),
             Weight::Bytes => (None, Some(sum)),
@@ -192,7 +219,7 @@ fn print_processes<M: MapCore>(
             bytes,
         })?;
     }
-    if report.args.interval.is_some() {
+    if report.args.interval().is_some() {
         output.header("")?;
     }
     output.flush()
@@ -233,6 +260,7 @@ mod tests {
         for wrong in [
             &["faults", "-M", "-m"][..],
             &["faults", "--by-process", "-f"],
+            &["faults", "--by-process", "-s"],
             &["faults", "-p", "1", "-c", "true"],
             &["faults", "-f", "-j"],
             &["faults", "0"],

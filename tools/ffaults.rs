@@ -1,7 +1,7 @@
 //! ffaults: page faults, by file.
 //!
-//! Hooks, the first of these that works: the return of handle_mm_fault, by fexit or by kprobes;
-//! else the kernel's own count of page faults, with bpf_find_vma() (`bpf/ffaults.bpf.c`).
+//! Hooks (`bpf/ffaults.bpf.c`): the return of handle_mm_fault, by fexit or by kprobes, or the kernel's own
+//! count of page faults, with bpf_find_vma(); the first that works, those that miss nothing before others.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -16,18 +16,21 @@ use clap::{Parser, ValueEnum};
 use jiff::Zoned;
 use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{Link, MapMut};
-use memtools::attach::{Means, Variant};
-use memtools::cli::{self, CommonArgs};
-use memtools::counts::Counts;
-use memtools::file::{self, Reach};
-use memtools::filter::Filter;
-use memtools::losses::Losses;
-use memtools::output::{Output, Row};
-use memtools::poll::Poller;
-use memtools::recorded::Recorded;
-use memtools::reports::{Due, Reports};
-use memtools::target::{Target, TargetArgs};
-use memtools::{attach, clock, kernel, shared, text};
+use memtools::bpf::attach;
+use memtools::bpf::attach::{Means, Variant};
+use memtools::bpf::kernel_support;
+use memtools::bpf::map_cache::Recorded;
+use memtools::bpf::map_counts::Counts;
+use memtools::bpf::types;
+use memtools::print::clock;
+use memtools::print::file_path::{self, Reach};
+use memtools::print::output::{Output, Row};
+use memtools::print::text;
+use memtools::process::filter::{Filter, Tasks};
+use memtools::run::cli::{self, CommonArgs};
+use memtools::run::losses::Losses;
+use memtools::run::schedule::{Due, Reports};
+use memtools::run::target::{self, Target, TargetArgs};
 use perf_event::events::Software;
 use serde::Serialize;
 
@@ -72,7 +75,7 @@ struct Args {
     hook: Option<Hook>,
 
     /// Show only the N with the most faults
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = cli::count::<usize>)]
     top: Option<usize>,
 
     /// Print the time before each summary
@@ -90,7 +93,7 @@ struct Args {
     interval: Option<Duration>,
 
     /// Summaries before it exits [default: until Ctrl-C]
-    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(value_parser = cli::count::<u64>)]
     count: Option<u64>,
 }
 
@@ -108,10 +111,11 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args) -> Result<ExitCode> {
-    kernel::preflight()?;
+    kernel_support::preflight()?;
     attach::capture_log(args.common.verbose);
-    let mut poller = Poller::new()?;
-    let mut target = Target::choose(&args.target)?;
+    let (mut poller, mut output) = args.common.start()?;
+    let mut target = Target::choose(&args.target, Tasks::Programs)?;
+    target::doubt_interval("ffaults", args.interval, &args.target.filter.pid);
     let (how, Attached { skel, links, knows }) = attach(&args, target.filter())?;
     eprintln!("ffaults: tracing page faults by {how}... Ctrl-C to end");
     target.release()?;
@@ -124,7 +128,6 @@ fn run(args: Args) -> Result<ExitCode> {
         knows,
         args: &args,
     };
-    let mut output = Output::new(args.common.format());
     let deadline = args.common.deadline();
     let mut reports = Reports::start(&mut poller, args.interval, args.count, deadline)?;
     loop {
@@ -171,9 +174,19 @@ fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
         })
     };
     let kprobe = move || {
-        let skel = load(args, filter, &["fault_kprobe", "fault_kretprobe"])?;
+        let skel = load(
+            args,
+            filter,
+            &["thread_exit", "fault_kprobe", "fault_kretprobe"],
+        )?;
+        let programs = &skel.progs;
         // The return first: a fault that is seen at its entry must be seen at its return.
-        let links = attach::all(&[&skel.progs.fault_kretprobe, &skel.progs.fault_kprobe], "")?;
+        let programs = [
+            &programs.thread_exit,
+            &programs.fault_kretprobe,
+            &programs.fault_kprobe,
+        ];
+        let links = attach::all(&programs, "")?;
         Ok(Attached {
             skel,
             links,
@@ -219,8 +232,9 @@ fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
     ];
     let wanted = variants
         .into_iter()
-        .filter(|(hook, _)| args.hook.is_none_or(|only| only == *hook));
-    attach::first_that_works(args.common.verbose, wanted.map(|(_, variant)| variant))
+        .filter(|(hook, _)| args.hook.is_none_or(|only| only == *hook))
+        .map(|(_, variant)| variant);
+    attach::first_that_works(args.common.verbose, attach::exact_first(wanted.collect()))
 }
 
 /// The skeleton with the options in it, loaded with these programs only.
@@ -325,9 +339,9 @@ impl Report<'_> {
 
     fn name(&mut self, key: &count_key) -> Result<String> {
         let path = self.args.path;
-        let name = self.names.get(&id_bytes(key), |record| {
-            name_of(shared::view(record)?, path)
-        })?;
+        let name = self
+            .names
+            .get(&id_bytes(key), |record| name_of(types::view(record)?, path))?;
         Ok(name.unwrap_or_else(|| "[lost]".to_owned()))
     }
 }
@@ -343,7 +357,7 @@ fn name_of(record: &file_record, path: bool) -> Result<Option<String>> {
         .map(|&c| c.cast_unsigned())
         .collect();
     if !path {
-        return Ok(Some(file::name(&names)));
+        return Ok(Some(file_path::name(&names)));
     }
     // As file_path() of bpf/include/file.bpf.h has it.
     let reach = match record.complete {
@@ -351,7 +365,7 @@ fn name_of(record: &file_record, path: bool) -> Result<Option<String>> {
         2 => Reach::NoFolder,
         _ => Reach::Cut,
     };
-    Ok(Some(file::path(&names, reach)))
+    Ok(Some(file_path::path(&names, reach)))
 }
 
 /// A file's id as the key of the map of names.

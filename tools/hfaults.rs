@@ -3,6 +3,7 @@
 //! Hooks (`bpf/hfaults.bpf.c`): the kernel's function for such faults, by fentry or kprobe; where
 //! neither can be had, the page-fault event, with a look at the mapping.
 
+use std::fs;
 use std::io::{self, Write};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -12,17 +13,17 @@ use clap::Parser;
 use jiff::Zoned;
 use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{Link, MapCore};
-use memtools::attach::{self, Means, Variant};
-use memtools::cli::{self, CommonArgs};
-use memtools::clock::{self, Clock};
-use memtools::counts::Counts;
-use memtools::filter::Filter;
-use memtools::losses::Losses;
-use memtools::output::{self, Output};
-use memtools::poll::Poller;
-use memtools::reports::{Due, Reports};
-use memtools::target::{Target, TargetArgs};
-use memtools::{kernel, text};
+use memtools::bpf::attach::{self, Means, Variant};
+use memtools::bpf::kernel_support;
+use memtools::bpf::map_counts::Counts;
+use memtools::print::clock::{self, Clock};
+use memtools::print::output::{self, Output};
+use memtools::print::text;
+use memtools::process::filter::{Filter, Tasks};
+use memtools::run::cli::{self, CommonArgs};
+use memtools::run::losses::Losses;
+use memtools::run::schedule::{Due, Reports};
+use memtools::run::target::{self, Target, TargetArgs};
 use perf_event::events::Software;
 use serde::Serialize;
 
@@ -73,7 +74,7 @@ struct Args {
     interval: Option<Duration>,
 
     /// Reports before it exits [default: until Ctrl-C]
-    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(value_parser = cli::count::<u64>)]
     count: Option<u64>,
 }
 
@@ -82,15 +83,15 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args) -> Result<ExitCode> {
-    kernel::preflight()?;
+    kernel_support::preflight()?;
     attach::capture_log(args.common.verbose);
-    let mut poller = Poller::new()?;
-    let mut target = Target::choose(&args.target)?;
+    let (mut poller, mut output) = args.common.start()?;
+    let mut target = Target::choose(&args.target, Tasks::Programs)?;
+    target::doubt_interval("hfaults", args.interval, &args.target.filter.pid);
     let (how, Attached { skel, links }) = attach(&args, target.filter())?;
     let maps = &skel.maps;
     let mut counts = Counts::new(&maps.counts, &maps.counts_a, &maps.counts_b);
     let clock = Clock::new();
-    let mut output = Output::new(args.common.format());
     eprintln!("hfaults: tracing {} ({how})... Ctrl-C to end", args.what());
     target.release()?;
 
@@ -128,17 +129,19 @@ struct Attached {
 /// Starts what is asked for, in the best way that this kernel has.
 fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
     if args.madvise {
-        kernel::preflight_tracepoints()?;
+        kernel_support::preflight_tracepoints()?;
         let attached = load(args, filter, &["madvise_enter"])?;
         return Ok(("tracepoint", attached));
     }
     if args.thp {
-        let by_return = |name, program| Variant::new(name, move || load(args, filter, &[program]));
+        let fexit = move || load(args, filter, &["thp_fexit"]);
+        let kprobes = ["thread_exit", "thp_kretprobe", "thp_kprobe"];
+        let kretprobe = move || load(args, filter, &kprobes);
         let variants = [
-            by_return("fexit", "thp_fexit").needing(Means::Fentry),
-            by_return("kretprobe", "thp_kretprobe").needing(Means::Kprobes),
+            Variant::new("fexit", fexit).needing(Means::Fentry),
+            Variant::new("kretprobe", kretprobe).needing(Means::Kprobes),
         ];
-        return attach::first_that_works(args.common.verbose, variants);
+        return attach::first_that_works(args.common.verbose, attach::exact_first(variants.into()));
     }
     let by_function = |kind: &'static str| {
         Variant::new(kind, move || {
@@ -153,11 +156,12 @@ fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
         attached.links = attach::each_software_event(program, Software::PAGE_FAULTS)?;
         Ok(attached)
     });
-    let variants = [
+    let mut variants = attach::exact_first(vec![
         by_function("fentry").needing(Means::Fentry),
         by_function("kprobe").needing(Means::Kprobes),
-        by_event,
-    ];
+    ]);
+    // The last, as it knows no reasons.
+    variants.push(by_event);
     attach::first_that_works(args.common.verbose, variants)
 }
 
@@ -178,8 +182,11 @@ fn fault_programs(args: &Args, kind: &str) -> Vec<String> {
 /// The functions by which the kernel allocates a page and handles a write, if it has both.
 fn reason_functions() -> Option<[&'static str; 2]> {
     // The newer names first.
-    let there =
-        |names: [&'static str; 2]| names.into_iter().find(|name| kernel::btf_has_name(name));
+    let there = |names: [&'static str; 2]| {
+        names
+            .into_iter()
+            .find(|name| kernel_support::btf_has_name(name))
+    };
     let allocates = there(["alloc_hugetlb_folio", "alloc_huge_page"])?;
     let writes = there(["hugetlb_wp", "hugetlb_cow"])?;
     Some([allocates, writes])
@@ -192,7 +199,15 @@ fn load(args: &Args, filter: &Filter, programs: &[&str]) -> Result<Attached> {
     filter.set(&mut options.filter);
     options.by_size = args.extended.into();
     options.by_reason = programs.contains(&"thread_exit").into();
-    options.page_shift_base = kernel::page_shift()?;
+    if args.thp {
+        let setting = |name: &str| {
+            let file = format!("/sys/kernel/mm/transparent_hugepage/{name}");
+            fs::read_to_string(file).ok()?.trim().parse::<u64>().ok()
+        };
+        options.huge_page_bytes = setting("hpage_pmd_size").unwrap_or(2 << 20);
+        options.uses_zero_page = (setting("use_zero_page") != Some(0)).into();
+    }
+    options.page_shift_base = kernel_support::page_shift()?;
     attach::load_only(open.open_object_mut(), programs);
     filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
     let mut skel = open.load().context("failed to load")?;
@@ -253,6 +268,8 @@ impl<'a> Row<'a> {
                 Reason::REASON_COPY_ON_WRITE => Some("copy on write"),
                 Reason::REASON_THP => Some("huge page"),
                 Reason::REASON_THP_FALLBACK => Some("fallback"),
+                Reason::REASON_THP_ZERO => Some("zero page"),
+                Reason::REASON_EXHAUSTED => Some("pool exhausted"),
                 _ => None,
             },
             count,
@@ -285,7 +302,7 @@ impl output::Row for Row<'_> {
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory;
-    use memtools::output::Row as _;
+    use memtools::print::output::Row as _;
 
     use super::*;
 

@@ -12,18 +12,19 @@ use clap::Parser;
 use jiff::Zoned;
 use libbpf_rs::Link;
 use libbpf_rs::skel::{OpenSkel, Skel};
-use memtools::attach::{self, Means, Variant};
-use memtools::cli::{self, CommonArgs};
-use memtools::clock::{self, Clock};
-use memtools::counts::Counts;
-use memtools::filter::Filter;
-use memtools::histogram::Histogram;
-use memtools::losses::Losses;
-use memtools::output::{self, Output};
-use memtools::poll::Poller;
-use memtools::reports::{Due, Reports};
-use memtools::target::{Target, TargetArgs};
-use memtools::{kernel, text};
+use memtools::bpf::attach::{self, Means, Variant};
+use memtools::bpf::kernel_support;
+use memtools::bpf::map_counts::Counts;
+use memtools::print::clock::{self, Clock};
+use memtools::print::histogram::Histogram;
+use memtools::print::output::{self, Output};
+use memtools::print::text;
+use memtools::process::filter::{Filter, Tasks};
+use memtools::run::cli::{self, CommonArgs};
+use memtools::run::losses::Losses;
+use memtools::run::protect;
+use memtools::run::schedule::{Due, Reports};
+use memtools::run::target::{self, Target, TargetArgs};
 use serde::Serialize;
 
 use crate::bpf::types::{task_key, total};
@@ -74,7 +75,7 @@ struct Args {
     interval: Duration,
 
     /// Reports before it exits [default: until Ctrl-C]
-    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(value_parser = cli::count::<u64>)]
     count: Option<u64>,
 }
 
@@ -82,18 +83,28 @@ struct Args {
 const READ: [&str; 2] = ["swap_read_folio", "swap_readpage"];
 const WRITE: [&str; 2] = ["swap_writeout", "swap_writepage"];
 const ZSWAP: &str = "zswap_load";
+/// What waits for pages that are read: of anonymous memory, and of shared memory.
+const ANONYMOUS: &str = "do_swap_page";
+const SHARED: [&str; 2] = ["shmem_swapin_folio", "shmem_swapin_page"];
 
 fn main() -> ExitCode {
     cli::main(run)
 }
 
 fn run(args: Args) -> Result<ExitCode> {
-    kernel::preflight()?;
+    kernel_support::preflight()?;
     attach::capture_log(args.common.verbose);
-    let mut poller = Poller::new()?;
-    let mut target = Target::choose(&args.target)?;
+    let (mut poller, mut output) = args.common.start()?;
+    let mut target = Target::choose(&args.target, Tasks::All)?;
+    target::doubt_interval("swapin", Some(args.interval), &args.target.filter.pid);
     let zswap = zswap(&args)?;
     let (how, Attached { skel, links }) = attach(&args, zswap, target.filter())?;
+    if args.latency && shared().is_none() {
+        eprintln!(
+            "swapin: this kernel has no {} for kprobes: HELD(ms) is without shared memory",
+            SHARED[0]
+        );
+    }
     let maps = &skel.maps;
     let mut counts = Counts::new(&maps.totals, &maps.totals_a, &maps.totals_b);
     let columns = Columns {
@@ -102,7 +113,6 @@ fn run(args: Args) -> Result<ExitCode> {
         out: args.out,
     };
     let clock = Clock::new();
-    let mut output = Output::new(args.common.format());
     let mut print = |output: &mut Output| -> Result<()> {
         let time = clock.local(clock::monotonic_ns());
         if !args.notime {
@@ -115,6 +125,7 @@ fn run(args: Args) -> Result<ExitCode> {
         output.header("")?;
         output.flush()
     };
+    protect::from_lack_of_memory("swapin");
     eprintln!("swapin: tracing swap ins ({how})... Ctrl-C to end");
     target.release()?;
 
@@ -152,11 +163,11 @@ fn zswap(args: &Args) -> Result<Option<Zswap>> {
     if !args.zswap {
         return Ok(None);
     }
-    if !kernel::btf_has_name(ZSWAP) {
+    if !kernel_support::btf_has_name(ZSWAP) {
         eprintln!("swapin: this kernel has no {ZSWAP} (6.6 and later, with CONFIG_ZSWAP)");
         return Ok(None);
     }
-    let result = kernel::function_result(ZSWAP)?;
+    let result = kernel_support::function_result(ZSWAP)?;
     Ok(Some(Zswap {
         says_bool: ["bool", "_Bool"].contains(&result.as_str()),
     }))
@@ -177,7 +188,12 @@ fn attach(args: &Args, zswap: Option<Zswap>, filter: &Filter) -> Result<(&'stati
                 programs.push("thread_exit".to_owned());
             }
             if args.latency {
-                programs.extend([format!("end_{kind}"), format!("begin_{kind}")]);
+                if let Some(function) = shared() {
+                    programs.push(format!("{function}_end_kprobe"));
+                    programs.push(format!("{function}_begin_kprobe"));
+                }
+                programs.push(format!("{ANONYMOUS}_end_{kind}"));
+                programs.push(format!("{ANONYMOUS}_begin_{kind}"));
             }
             programs.extend(zswap.map(|_| format!("{ZSWAP}_{kind}")));
             if args.out {
@@ -188,12 +204,21 @@ fn attach(args: &Args, zswap: Option<Zswap>, filter: &Filter) -> Result<(&'stati
         });
         variant.needing(means)
     });
-    attach::first_that_works(args.common.verbose, variants)
+    attach::first_that_works(args.common.verbose, attach::exact_first(variants.into()))
+}
+
+/// The function that waits for shared memory, if this kernel has it by itself, and kprobes for it.
+fn shared() -> Option<&'static str> {
+    let there = |name: &&str| kernel_support::has_kprobes() && kernel_support::btf_has_name(name);
+    SHARED.into_iter().find(there)
 }
 
 /// What this kernel calls the function.
 fn function(names: [&'static str; 2]) -> Result<&'static str> {
-    match names.into_iter().find(|name| kernel::btf_has_name(name)) {
+    match names
+        .into_iter()
+        .find(|name| kernel_support::btf_has_name(name))
+    {
         Some(name) => Ok(name),
         None => bail!(
             "this kernel has no function {}; it may be built without swap (CONFIG_SWAP)",
@@ -278,7 +303,7 @@ struct Row<'a> {
     pid: u32,
     comm: String,
     pages_in: u64,
-    /// Of these. None where they are not counted, or cannot be.
+    /// How many of the pages came from zswap. None where they are not counted, or cannot be.
     pages_zswap: Option<u64>,
     /// None where they are not counted.
     pages_out: Option<u64>,
@@ -319,7 +344,7 @@ impl output::Row for Latency {
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory;
-    use memtools::output::Row as _;
+    use memtools::print::output::Row as _;
 
     use super::*;
 

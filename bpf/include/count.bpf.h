@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
  * Counts by key, in two maps: while one is counted in, user space reads the other
- * and empties it (src/counts.rs), so that what has gone takes no room for long.
+ * and empties it (src/bpf/map_counts.rs), so that what has gone takes no room for long.
  * To empty the one that is counted in would lose what is added between the
  * reading of an entry and its removal.
  *
@@ -24,6 +24,21 @@
 		__uint(max_entries, entries);                                                      \
 		__type(key, key_type);                                                             \
 		__type(value, value_type);                                                         \
+	} name##_a SEC(".maps"), name##_b SEC(".maps");                                            \
+	struct {                                                                                   \
+		__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);                                          \
+		__uint(max_entries, 1);                                                            \
+		__type(key, __u32);                                                                \
+		__array(values, struct name##_hash);                                               \
+	} name SEC(".maps")
+
+/* COUNTS by the sizes of keys and values alone: such maps can be replaced by larger ones. */
+#define COUNTS_OF_SIZES(name, key_bytes, value_bytes, entries)                                     \
+	struct name##_hash {                                                                       \
+		__uint(type, BPF_MAP_TYPE_HASH);                                                   \
+		__uint(max_entries, entries);                                                      \
+		__uint(key_size, key_bytes);                                                       \
+		__uint(value_size, value_bytes);                                                   \
 	} name##_a SEC(".maps"), name##_b SEC(".maps");                                            \
 	struct {                                                                                   \
 		__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);                                          \

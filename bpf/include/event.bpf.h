@@ -5,7 +5,7 @@
  * Waking the reader costs several microseconds, an order of magnitude more than
  * the event. The kernel wakes it only for an event that finds the buffer read
  * to its end, so the reader leaves the buffer alone for some milliseconds after
- * each look (src/poll.rs): a single event is seen at once, a burst costs one
+ * each look (src/run/poll.rs): a single event is seen at once, a burst costs one
  * wake-up per look. The buffer must hold what can happen in between.
  *
  * 2 MB are 5,500 of mmapsnoop's events with a file's name: in a pause of 10 ms,

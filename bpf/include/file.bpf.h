@@ -2,7 +2,7 @@
 /*
  * Files: the one behind a descriptor, its name, its path.
  *
- * User space's half is src/file.rs.
+ * User space's half is src/print/file_path.rs.
  */
 #ifndef MEMTOOLS_FILE_BPF_H
 #define MEMTOOLS_FILE_BPF_H
@@ -12,6 +12,9 @@
 #define FILE_NAME_BYTES 256  /* NAME_MAX, and the NUL */
 #define FILE_PATH_BYTES 2048 /* of all names of a path, each with its NUL */
 #define FILE_PATH_STEPS 64   /* folders and mounts on the way up */
+
+#define MNT_NS_INTERNAL ((void *)-22) /* the namespace of mounts that are in no folder */
+#define SB_KERNMOUNT	(1 << 22) /* a file system of the kernel's own, as for memfd_create(2) */
 
 /* The current task's file with this number, or NULL. It is not held: it can go at any time. */
 static __always_inline struct file *file_of_fd(int fd)
@@ -90,6 +93,36 @@ static __noinline int file_walk_step(struct file_walk *walk, char *names)
 }
 
 /*
+ * Whether a file is that of a layer, which overlayfs has mapped in place of its own:
+ * it is on a private copy of the layer's mount. FMODE_BACKING says so, too, but is
+ * not the same bit on all kernels.
+ */
+static __always_inline bool is_backing_file(struct file *file)
+{
+	struct mount *mount = mount_of(BPF_CORE_READ(file, f_path.mnt));
+
+	return BPF_CORE_READ(mount, mnt_ns) == MNT_NS_INTERNAL &&
+	       !(BPF_CORE_READ(mount, mnt.mnt_sb, s_flags) & SB_KERNMOUNT);
+}
+
+/*
+ * The path by which the file of overlayfs was opened. A function of its own: clang
+ * computes the offset before the test that there is one.
+ */
+static __noinline struct path *path_of_user(struct file *backing)
+{
+	return (void *)backing + bpf_core_field_offset(struct backing_file, user_path);
+}
+
+/* Up to 6.6, a layer's file itself has the path by which it was opened. */
+static __always_inline struct path *path_of(struct file *file)
+{
+	if (bpf_core_field_exists(struct backing_file, user_path) && is_backing_file(file))
+		return path_of_user(file);
+	return (void *)file + bpf_core_field_offset(struct file, f_path);
+}
+
+/*
  * The names on the way from the file up to the current task's root, each with
  * its NUL. Returns how many bytes they are; `complete` says whether they lead
  * to the root (1) or the file is in no folder, as of memfd_create(2) (2).
@@ -98,9 +131,10 @@ static __always_inline __u32 file_path(struct file *file, char names[FILE_PATH_B
 				       __u32 *complete)
 {
 	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+	struct path *path = path_of(file);
 	struct file_walk walk = {
-		.dentry = BPF_CORE_READ(file, f_path.dentry),
-		.mount = mount_of(BPF_CORE_READ(file, f_path.mnt)),
+		.dentry = BPF_CORE_READ(path, dentry),
+		.mount = mount_of(BPF_CORE_READ(path, mnt)),
 		.root = BPF_CORE_READ(task, fs, root.dentry),
 		.root_mount = mount_of(BPF_CORE_READ(task, fs, root.mnt)),
 	};

@@ -2,7 +2,7 @@
 /*
  * Which tasks are traced, and by what numbers they are known.
  *
- * User space (src/filter.rs) sets `filter` before load. The kernel's verifier
+ * User space (src/process/filter.rs) sets `filter` before load. The kernel's verifier
  * knows the values then, and removes the tests that nobody asked for.
  */
 #ifndef MEMTOOLS_FILTER_BPF_H
@@ -11,16 +11,21 @@
 #include "memtools.bpf.h"
 #include "task_ids.bpf.h"
 
-#define FILTER_PIDS 16
-#define COMM_BYTES  16
+#define FILTER_SLOT_BITS 11
+#define FILTER_SLOTS	 (1 << FILTER_SLOT_BITS)
+#define FILTER_PROBES	 8
+#define COMM_BYTES	 16
 
 struct filter {
 	/* Processes, if pid_count is not 0; a thread, if tid is not 0, and then whatever its
-	 * process. */
-	__u32 pids[FILTER_PIDS];
+	 * process. Each is in one of FILTER_PROBES slots, from that of its hash on; the rest
+	 * are 0. */
+	__u32 pids[FILTER_SLOTS];
+	__u32 pid_factor;
 	__u32 pid_count;
+	__u32 only_pid; /* if pid_count is 1 */
 	__u32 tid;
-	__u32 own_pid;	     /* the tool, which is never traced */
+	__u32 own_pid;	     /* the tool, which is never traced: own_events counts it */
 	__u32 pid_namespace; /* inode of the tool's, 0: the initial one */
 	/* What comm is to contain: 0xff in the mask for each byte of it. */
 	__u8 name[COMM_BYTES];
@@ -48,7 +53,7 @@ struct {
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 1); /* src/follow.rs brings a larger one */
+	__uint(max_entries, 1); /* src/process/follow.rs brings a larger one */
 	__type(key, __u64);
 	__type(value, __u8);
 } filter_followed SEC(".maps");
@@ -72,9 +77,18 @@ static __always_inline struct task_ids ids_of_current(void)
 
 static __always_inline bool filter_wants_pid(__u32 pid)
 {
-	for (__u32 i = 0; i < FILTER_PIDS; i++)
-		if (i < filter.pid_count && filter.pids[i] == pid)
+	__u32 slot = pid * filter.pid_factor >> (32 - FILTER_SLOT_BITS);
+
+	if (filter.pid_count == 1)
+		return pid == filter.only_pid;
+	for (__u32 i = 0; i < FILTER_PROBES; i++) {
+		__u32 here = filter.pids[(slot + i) & (FILTER_SLOTS - 1)];
+
+		if (here == pid)
 			return true;
+		if (!here)
+			return false;
+	}
 	return false;
 }
 
@@ -84,9 +98,10 @@ static __always_inline __u64 filter_process_of(struct task_struct *task)
 	return (__u64)BPF_CORE_READ(task, signal);
 }
 
-static __always_inline bool filter_follows_current(void)
+/* Whether a task is of a process that is followed. */
+static __always_inline bool filter_follows(struct task_struct *task)
 {
-	__u64 process = filter_process_of((struct task_struct *)bpf_get_current_task());
+	__u64 process = filter_process_of(task);
 
 	return bpf_map_lookup_elem(&filter_followed, &process);
 }
@@ -111,22 +126,42 @@ static __noinline bool filter_wants_name(void)
 	return found;
 }
 
-/* Whether the options ask for the current task. Its numbers are in `ids` then. */
+static __always_inline bool filter_wants_cgroup(void)
+{
+	return !filter.by_cgroup || bpf_current_task_under_cgroup(&filter_cgroup, 0) == 1;
+}
+
+/* Counts an event of the tool's own if the options would ask for it of anybody else. */
+static __noinline void filter_leave_out_own(void)
+{
+	if (filter.tid || filter.pid_count || (filter.by_name && !filter_wants_name()))
+		return;
+	if (filter_wants_cgroup())
+		count_loss(own_events);
+}
+
+/*
+ * Whether the options ask for the current task. Its numbers are in `ids` then. The
+ * tool itself is left out, and what is left out is counted.
+ */
 static __always_inline bool filter_wants(struct task_ids *ids)
 {
 	*ids = ids_of_current();
-	if (ids->pid == filter.own_pid)
+	if (ids->pid == filter.own_pid) {
+		filter_leave_out_own();
 		return false;
+	}
 	if (filter.tid) {
 		if (ids->tid != filter.tid)
 			return false;
 	} else if (filter.pid_count && !filter_wants_pid(ids->pid) &&
-		   !(filter.follow && filter_follows_current())) {
+		   !(filter.follow &&
+		     filter_follows((struct task_struct *)bpf_get_current_task()))) {
 		return false;
 	}
 	if (filter.by_name && !filter_wants_name())
 		return false;
-	return !filter.by_cgroup || bpf_current_task_under_cgroup(&filter_cgroup, 0) == 1;
+	return filter_wants_cgroup();
 }
 
 #endif /* MEMTOOLS_FILTER_BPF_H */

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
  * Fills the map of followed processes (filter.bpf.h), which the object of the
- * tool shares: src/follow.rs.
+ * tool shares: src/process/follow.rs.
  *
  * Hooks: sched_process_fork, before the child has run, and sched_process_free,
  * when the last thread of a process has gone. Each has programs that do the
@@ -17,13 +17,14 @@ char LICENSE[] SEC("license") = "Dual BSD/GPL";
 static __noinline int forked(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct task_struct *child = (void *)ctx->args[1];
+	struct task_struct *parent = (void *)bpf_get_current_task();
 	__u64 process = filter_process_of(child);
 	struct task_ids ids = ids_of_current();
 	__u8 here = 1;
 
-	if (process == filter_process_of((void *)bpf_get_current_task()))
+	if (process == filter_process_of(parent))
 		return 0;
-	if (filter_wants_pid(ids.pid) || filter_follows_current()) {
+	if (filter_wants_pid(ids.pid) || filter_follows(parent)) {
 		if (bpf_map_update_elem(&filter_followed, &process, &here, BPF_ANY))
 			count_loss(processes);
 	} else {

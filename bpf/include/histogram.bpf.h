@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Histograms by powers of two, as bpftrace's hist() has them; src/histogram.rs
+ * Histograms by powers of two, as bpftrace's hist() has them; src/print/histogram.rs
  * prints them.
  */
 #ifndef MEMTOOLS_HISTOGRAM_BPF_H

@@ -151,7 +151,10 @@ __noinline int bucket_put(struct block_bucket *bucket, __u64 address, __u64 owne
 	return 0;
 }
 
-/* Take a block out of a bucket into `taken`. Returns an enum live_state. */
+/*
+ * Take a block out of a bucket into `taken`; of one that was freed, when it was
+ * allocated. Returns an enum live_state.
+ */
 __noinline int bucket_take(struct block_bucket *bucket, __u64 address, __u64 pid,
 			   struct live_block *taken)
 {
@@ -168,6 +171,7 @@ __noinline int bucket_take(struct block_bucket *bucket, __u64 address, __u64 pid
 			continue;
 		if (__sync_val_compare_and_swap(&block->address, address, SLOT_CLAIMED) !=
 		    address) {
+			taken->born = block->born;
 			state = LIVE_FREED;
 			continue;
 		}

@@ -13,7 +13,7 @@
 
 /*
  * Nothing is lost silently: each failure to record something adds one to the
- * counter of its reason, which user space reads and reports (src/losses.rs).
+ * counter of its reason, which user space reads and reports (src/run/losses.rs).
  * An array with atomic adds rather than a per-CPU one: losses are rare, and a
  * task may be preempted in the middle of an uprobe's program, which makes a
  * plain add to a per-CPU counter inexact.
@@ -26,6 +26,7 @@ struct losses {
 	__u64 deep_stacks; /* stacks cut at the depth limit */
 	__u64 lookups;	   /* mappings, of page faults or segments, that could not be looked up */
 	__u64 processes;   /* processes not followed: map full */
+	__u64 own_events;  /* no loss: the tool's own, which the options would ask for */
 };
 
 struct {
@@ -44,6 +45,13 @@ struct {
 			__sync_fetch_and_add(&_losses->reason, (count));                           \
 	})
 #define count_loss(reason) count_losses(reason, 1)
+
+/* What the kernel's functions of system calls begin with. */
+#ifdef __TARGET_ARCH_arm64
+#define SYSTEM_CALL "__arm64_sys_"
+#else
+#define SYSTEM_CALL "__x64_sys_"
+#endif
 
 /* The key's value, at first a copy of `zero`; NULL if the map has no room for it. */
 static __always_inline void *value_of(void *map, const void *key, const void *zero)

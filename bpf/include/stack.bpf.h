@@ -5,7 +5,7 @@
  * the same table.
  *
  * Most code is built without frame pointers. Its callers are found by the rules
- * of unwind.bpf.h; where there are none (generated code, a process that user space
+ * of unwind.bpf.h; where there are none (generated code, a file that user space
  * has not looked at yet, no room for a file's), by frame pointers. An address that is in no code of
  * the process ends the walk: it is not taken for a frame.
  *
@@ -154,6 +154,11 @@ static __noinline int stack_by_frame_pointer(struct stack_slot *slot, __u64 row)
 	caller_fp = walk->word;
 	if (!stack_word(slot, fp + 8) || !walk->word)
 		goto none;
+	if (walk->process && row == UNWIND_NO_RULE && !walk->generated_depth) {
+		walk->generated_id = walk->id;
+		walk->generated_check = walk->check;
+		walk->generated_depth = slot->stack.depth;
+	}
 	walk->pc = walk->word;
 	walk->pc_at = fp + 8;
 	walk->sp = fp + 16;
@@ -241,26 +246,44 @@ static __noinline int stack_by_rule(struct stack_slot *slot, __u64 row)
 	return walk->pc ? 1 : stack_end(slot, STACK_END_ROOT);
 }
 
-/* The walk has come to where no code is known. Returns 0 if that is its end. */
-static __noinline int stack_out_of_code(struct stack_slot *slot)
+/* Whether a return probe has put the return address there that the walk has come to. */
+static __noinline int stack_return_probed(struct stack_slot *slot)
 {
 	struct stack_walk *walk = &slot->walk;
 	__u64 returns_to = walk->pc_at ? stack_of_return_probes(walk->pc_at) : 0;
 
-	if (returns_to) {
-		walk->pc = returns_to;
-		walk->pc_at = 0;
+	if (!returns_to)
+		return 0;
+	walk->pc = returns_to;
+	walk->pc_at = 0;
+	return 1;
+}
+
+/* The walk has come to where no code is. Returns 0 if that is its end. */
+static __always_inline int stack_out_of_code(struct stack_slot *slot)
+{
+	struct stack_walk *walk = &slot->walk;
+
+	if (stack_return_probed(slot))
 		return 1;
-	}
-	/* It was mapped just now. User space drops what is not in that either. */
-	if (walk->outdated) {
-		walk->process = 0;
-		return 1;
-	}
 	/* A register's is code, whatever we know. */
 	if (!walk->pc_at && !stack_push(slot))
 		return 0;
 	return stack_end(slot, STACK_END_NO_CODE);
+}
+
+/*
+ * The walk has come through generated code to HotSpot: so that was HotSpot's, and its
+ * frame pointers have skipped callers. Cut the stack where they were first followed.
+ */
+static __noinline int stack_cut_generated(struct stack_slot *slot)
+{
+	struct stack_walk *walk = &slot->walk;
+
+	walk->id = walk->generated_id;
+	walk->check = walk->generated_check;
+	slot->stack.depth = walk->generated_depth;
+	return stack_without_rule(slot, UNWIND_NO_RULE);
 }
 
 /*
@@ -278,22 +301,32 @@ __noinline int stack_step(__u32 index)
 		return 0;
 	walk = &slot->walk;
 	if (walk->process) {
-		/* A call can be the last instruction of its function. */
-		row = unwind_row(walk->process, walk->pc - !walk->interrupted);
+		row = unwind_row(walk->process, walk->pc << 1 | walk->interrupted, index);
 		if ((row & 0xf) == UNWIND_NO_CODE)
 			return stack_out_of_code(slot);
+		/* The page of the return probes is of no file, as generated code is. */
+		if (row == UNWIND_NO_RULE && stack_return_probed(slot))
+			return 1;
+		if (walk->generated_depth && row >> 32 & UNWIND_HOTSPOT)
+			return stack_cut_generated(slot);
 	}
+	kind = row & 0xf;
+	/* It begins there: it is not what is before. */
+	if (kind == UNWIND_FIBER_END)
+		walk->interrupted = 1;
 	if (!stack_push(slot))
 		return 0;
-	kind = row & 0xf;
+	/* Here and not where it is found: programs may be eight calls deep. */
+	if (kind == UNWIND_NO_TABLE)
+		unwind_ask(index);
 	/* The frame pointer of such code is any number: from here on it may skip frames. */
-	if (kind == UNWIND_NO_ROOM)
+	if (kind == UNWIND_NO_ROOM || kind == UNWIND_NO_TABLE)
 		walk->process = 0;
-	if (kind == UNWIND_NO_RULE || kind == UNWIND_NO_ROOM)
+	if (kind == UNWIND_NO_RULE || !walk->process)
 		return stack_by_frame_pointer(slot, row);
 	if (kind == UNWIND_STRANGE)
 		return stack_without_rule(slot, row);
-	if (kind == UNWIND_ROOT)
+	if (kind == UNWIND_ROOT || kind == UNWIND_FIBER_END)
 		return stack_end(slot, STACK_END_ROOT);
 	if (kind == UNWIND_SIGNAL)
 		return stack_by_signal(slot);
@@ -311,11 +344,12 @@ static __noinline int stack_begin(struct stack_slot *slot, __u64 pc, __u64 sp, _
 	walk->sp = sp;
 	walk->fp = fp;
 	walk->pc_at = 0;
-	walk->process = unwind_mode == UNWIND_MODE_FP ? 0 : unwind_process(&walk->outdated);
+	walk->process = unwind_mode == UNWIND_MODE_FP ? 0 : unwind_space();
 	walk->window_places = 0;
 	walk->interrupted = interrupted;
 	walk->id = 0;
 	walk->check = 0;
+	walk->generated_depth = 0;
 	stack->depth = 0;
 	stack->flags = 0;
 	stack->end = STACK_END_NO_CODE;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
  * Counts by process, user stack and kernel stack, kept in the kernel: what
- * happens too often for an event each. src/stack_count.rs reads them.
+ * happens too often for an event each. src/run/count_stacks.rs reads them.
  */
 #ifndef MEMTOOLS_STACK_COUNT_BPF_H
 #define MEMTOOLS_STACK_COUNT_BPF_H
@@ -27,9 +27,30 @@ struct stack_count {
 	__u64 bytes;
 };
 
-COUNTS(counts, struct stack_count_key, struct stack_count, COUNT_KEYS);
+/* The first size of the maps, COUNT_ENTRIES in src/run/count_stacks.rs. */
+#define STACK_COUNTS 4096
+
+COUNTS_OF_SIZES(counts, sizeof(struct stack_count_key), sizeof(struct stack_count), STACK_COUNTS);
 
 const volatile struct stack_count no_count;
+
+static __noinline struct stack_count *stack_count_of(const struct stack_count_key *key)
+{
+	struct stack_count *count;
+	void *map;
+	__u32 first = 0;
+
+	map = bpf_map_lookup_elem(&counts, &first) ?: (void *)&counts_a;
+	count = bpf_map_lookup_elem(map, key);
+	if (count)
+		return count;
+	count = value_of(map, key, (const void *)&no_count);
+	if (count)
+		room_take(ROOM_COUNTS);
+	else
+		count_loss(entries);
+	return count;
+}
 
 static __noinline int stack_count_add(__u64 user, __u64 kernel, __u32 pid, __u64 bytes)
 {
@@ -37,7 +58,7 @@ static __noinline int stack_count_add(__u64 user, __u64 kernel, __u32 pid, __u64
 	struct stack_count *count;
 
 	bpf_get_current_comm(key.comm, sizeof(key.comm));
-	count = count_of(counts, &key, (const void *)&no_count);
+	count = stack_count_of(&key);
 	if (!count)
 		return 0;
 	__sync_fetch_and_add(&count->events, 1);

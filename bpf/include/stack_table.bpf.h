@@ -8,17 +8,22 @@
  * entry holds a second, independent one: only if both agree are two stacks the
  * same.
  *
+ * The table starts small. Before it is full, user space puts another one in its
+ * place, and has the stacks that are still referred to copied there; the rest is
+ * forgotten (src/stacks/table.rs). A program that meets a stack meanwhile stores it
+ * once more: the id is the same.
+ *
  * A stack is put together in a slot: memory that belongs to whoever holds it,
  * however long it is preempted, and whatever interrupts it. Per-CPU memory would
  * be shared with both: uprobes' programs can be preempted and migrated. Since
- * 6.13 so is the BPF stack itself of any (sub)program that uses 64 bytes of it
- * or more (x86's private stacks). Every (sub)program here stays below that;
- * tests/e2e/load.rs checks it.
+ * 6.13 so is the BPF stack itself of any (sub)program that uses more than 48
+ * bytes of it (x86's private stacks: 64 bytes and more, after the kernel has
+ * rounded up to 16). No (sub)program here does; tests/e2e/load.rs checks it.
  */
 #ifndef MEMTOOLS_STACK_TABLE_BPF_H
 #define MEMTOOLS_STACK_TABLE_BPF_H
 
-#include "memtools.bpf.h"
+#include "room.bpf.h"
 
 #define STACK_MAX_DEPTH	   127
 #define STACK_WINDOW_BYTES 2048
@@ -62,12 +67,24 @@ struct stack {
 	__u64 pc[STACK_MAX_DEPTH];
 };
 
-struct {
+/* STACK_ENTRIES in src/stacks/table.rs. */
+#define STACK_ENTRIES 4096
+
+/* The sizes alone, as of `overflow` in live.bpf.h. */
+struct stack_map {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 16384);
-	__type(key, __u64);
-	__type(value, struct stack);
+	__uint(max_entries, STACK_ENTRIES);
+	__uint(key_size, sizeof(__u64));
+	__uint(value_size, sizeof(struct stack));
 } stacks SEC(".maps");
+
+/* The one in use; `stacks` while it is empty. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__array(values, struct stack_map);
+} stack_maps SEC(".maps");
 
 /* A walk up a user stack: the frame that it has come to. */
 struct stack_walk {
@@ -75,16 +92,20 @@ struct stack_walk {
 	__u64 sp;
 	__u64 fp;
 	__u64 pc_at;   /* where on the stack the pc was read; 0: it is a register's */
-	__u64 process; /* of unwind_processes; 0: only frame pointers to go by */
+	__u64 process; /* what it has mapped, as unwind_space() has it; 0: only frame pointers to go
+			  by */
 	__u64 word;    /* what stack_word() has read */
 	/* What was read of the stack, in one piece. */
 	__u64 window_at;
 	__u32 window_places; /* at which eight bytes can be read; 0: nothing was read */
 	__u32 interrupted;   /* 1: pc is no return address */
-	__u32 outdated;	     /* the process has mapped code that there may be no rules for yet */
-	__u32 reserved;
-	__u64 id; /* two hashes of the frames so far */
+	__u64 id;	     /* two hashes of the frames so far */
 	__u64 check;
+	/* The same where a frame pointer was first followed out of generated code. */
+	__u64 generated_id;
+	__u64 generated_check;
+	__u32 generated_depth; /* 0: nowhere yet */
+	__u32 reserved;
 };
 
 #define STACK_SLOTS 256
@@ -142,17 +163,39 @@ static __always_inline void stack_hash_add(__u64 *id, __u64 *check, __u64 pc)
 	*check ^= *check >> 32;
 }
 
+/* The table that user space has put in the place of `stacks`, if it has. */
+static __always_inline void *stack_map(void)
+{
+	__u32 first = 0;
+
+	return bpf_map_lookup_elem(&stack_maps, &first);
+}
+
+/*
+ * The entry with this id. Two calls, each with one kind of map: else the verifier
+ * cannot make them direct ones.
+ */
+static __always_inline struct stack *stack_entry(void *map, __u64 *id)
+{
+	if (map)
+		return bpf_map_lookup_elem(map, id);
+	barrier();
+	return bpf_map_lookup_elem(&stacks, id);
+}
+
 /*
  * Where the stack with these hashes is, or where it is to be stored: `*found`
  * tells which. Returns STACK_LOST if other stacks are in all the places for it.
  */
 static __noinline __u64 stack_find(__u64 id, __u64 check, __u32 *found)
 {
+	void *map = stack_map();
+
 	if (id < STACK_SOME)
 		id = STACK_SOME;
 	/* Another stack with the same 64-bit id: the next id. */
 	for (int probe = 0; probe < 4; probe++) {
-		struct stack *stack = bpf_map_lookup_elem(&stacks, &id);
+		struct stack *stack = stack_entry(map, &id);
 
 		*found = stack != NULL;
 		if (!stack || stack->check == check)
@@ -160,6 +203,17 @@ static __noinline __u64 stack_find(__u64 id, __u64 check, __u32 *found)
 		id++;
 	}
 	return STACK_LOST;
+}
+
+/* Store a new stack. Returns 0 if there is no room for it. */
+static __noinline int stack_store(struct stack *stack, __u64 id)
+{
+	void *map = stack_map();
+
+	if (bpf_map_update_elem(map ?: &stacks, &id, stack, BPF_ANY))
+		return 0;
+	room_take(ROOM_STACKS);
+	return 1;
 }
 
 /* The id of the stack that is in the slot, with these hashes; it is stored if it is new. */
@@ -170,7 +224,7 @@ static __noinline __u64 stack_put(struct stack *stack, __u64 id, __u64 check)
 	stack->check = check;
 	id = stack_find(id, check, &found);
 	/* Another thread may have met the same stack at the same time: both store the same. */
-	if (id != STACK_LOST && !found && bpf_map_update_elem(&stacks, &id, stack, BPF_ANY))
+	if (id != STACK_LOST && !found && !stack_store(stack, id))
 		id = STACK_LOST;
 	if (id == STACK_LOST)
 		count_loss(stacks);

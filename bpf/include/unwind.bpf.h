@@ -1,23 +1,28 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * What user space knows of how to unwind code: from .eh_frame, for every
- * instruction of every file that a process has mapped, the rule by which its
- * caller is found.
+ * How code is unwound: from .eh_frame, for every instruction of every file that
+ * is executed, the rule by which its caller is found.
  *
- * src/unwind builds it and keeps it up to date. Everything is in words of eight
- * bytes, in shards of one size that are added as they are needed. Nothing that a
- * program can reach is ever changed: a process's mappings are written anew,
- * and then its entry in `unwind_processes` is replaced.
+ * What is at an address is looked up where the kernel does, among the mappings
+ * of the process (mapping.bpf.h); a file's rules are found by its inode. So a file
+ * whose rules are there serves every process from its first instruction on,
+ * however short its life. User space (src/stacks/unwind) makes the rules of a file
+ * once, when it is mapped by a process that was named, or first met here.
+ *
+ * Rules are words of eight bytes, in shards of one size that are added as they
+ * are needed. Nothing that a program can reach is ever changed: a file's entry
+ * is deleted, and what it leads to is used again after a grace period.
  */
 #ifndef MEMTOOLS_UNWIND_BPF_H
 #define MEMTOOLS_UNWIND_BPF_H
 
+#include "mapping.bpf.h"
 #include "task_ids.bpf.h"
 
 /* Options, set before load. */
 enum unwind_mode {
 	UNWIND_MODE_FP,	   /* by frame pointers alone */
-	UNWIND_MODE_AUTO,  /* by tables, or by frame pointers in a process that has none yet */
+	UNWIND_MODE_AUTO,  /* by tables, or by frame pointers from code on that has none yet */
 	UNWIND_MODE_DWARF, /* by tables, or not at all */
 };
 const volatile __u8 unwind_mode;
@@ -25,20 +30,24 @@ const volatile __u32 unwind_namespace; /* inode of the tool's PID namespace, 0: 
 
 #define UNWIND_SHARD_WORDS   (1 << 18)
 #define UNWIND_SHARDS	     128
-#define UNWIND_PROCESSES     4096
+#define UNWIND_FILES	     8192
 #define UNWIND_CACHED	     16384
 #define UNWIND_REQUEST_BYTES (16 << 10)
 #define UNWIND_PAGE_SHIFT    8	/* of code, by which rows are found */
-#define UNWIND_MAPPING_STEPS 13 /* 8191 mappings */
 #define UNWIND_ROW_STEPS     10 /* a row for each byte of a page, and more */
 /* How long user space gets for an answer, before it is asked again. */
 #define UNWIND_PATIENCE_NS (20 * 1000000ULL)
+/*
+ * What is known of a process is looked at anew after so many jiffies, as a power
+ * of two: one second where HZ is 1000, ten where it is 100.
+ */
+#define UNWIND_EPOCH_SHIFT 10
 
 /*
  * How to get from a frame to its caller's. CFA is where its stack pointer was
  * before the call; the return address is at CFA - 8.
  *
- *	bits 63:32  the address in the file from which the rule is valid; where a
+ *	bits 63:32  the byte of the file from which the rule is valid; where a
  *	            rule has been looked up, the number of the file
  *	     31:16  offset of CFA in words
  *	     15:8   offset of the saved frame pointer in words
@@ -55,8 +64,10 @@ enum unwind_kind {
 	UNWIND_THROUGH_FP, /* CFA = the word at fp + offset's upper byte, + offset's lower byte */
 	UNWIND_THROUGH_SP, /* the same with sp */
 	UNWIND_STRANGE,	   /* a rule that no row can hold */
-	UNWIND_NO_CODE,	   /* nothing that the process has mapped is there, as far as is known */
+	UNWIND_NO_CODE,	   /* nothing that the process has mapped is there */
 	UNWIND_NO_ROOM,	   /* there are rules, for which there was no room */
+	UNWIND_NO_TABLE,   /* user space has not looked at the file yet */
+	UNWIND_FIBER_END,  /* no call returns there: where a fiber has been told to end */
 };
 
 enum unwind_frame_pointer {
@@ -82,36 +93,29 @@ struct {
 } unwind_shards SEC(".maps");
 
 /*
- * By process, where its mappings are:
- *
- *	bits 31:0   the first word, never 0
- *	     47:32  how many mappings
- *	     63:48  generation: different for each list, so that none is mistaken
- *	            for what was in the same place before
- *
- * and there: a word with the generation (15:0) and how many pages of code the
- * process had (63:16); the start of each mapping, ascending; then for each
- *
- *	its end
- *	what is to be subtracted from its addresses to have those in the file
- *	first word (31:0) and number (63:32) of the file's pages, 0 without a table,
- *	UNWIND_TABLE_LEFT_OUT if there was no room for it
- *	number of the first of these pages (31:0), number of the file (63:32)
- *
- * A page's word has the first row (31:0) and number (63:32) of the rows that
- * are valid somewhere in it.
+ * A file whose rules user space has looked for. A page's word has the first row
+ * (31:0) and number (63:32) of the rows that are valid somewhere in it.
  */
+struct unwind_file {
+	__u64 pages;	  /* first word (31:0) and number (63:32); 0: there are no rules */
+	__u32 first_page; /* number of the first of these pages */
+	__u32 number;	  /* of the file, for its name, and UNWIND_HOTSPOT; 0: generated code */
+	__u64 used_ns;	  /* CLOCK_MONOTONIC when a rule was last looked for */
+};
+
+/* In `number`: the file is HotSpot's, whose generated code keeps no frame pointers. */
+#define UNWIND_HOTSPOT (1U << 31)
+
+#define UNWIND_TABLE_LEFT_OUT 1 /* in place of pages: there was no room for them */
+
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, UNWIND_PROCESSES);
-	__type(key, __u32);
-	__type(value, __u64);
-} unwind_processes SEC(".maps");
+	__uint(max_entries, UNWIND_FILES);
+	__type(key, struct mapping_file);
+	__type(value, struct unwind_file);
+} unwind_files SEC(".maps");
 
-#define UNWIND_MAPPING_WORDS  4
-#define UNWIND_TABLE_LEFT_OUT 1
-
-/* Rules that were looked up, by a mix of the process's entry and the address. */
+/* Rules that were looked up, by a mix of what is mapped and the address. */
 struct unwind_cached {
 	__u64 check; /* the mix, xor the row: half of another's entry never fits */
 	__u64 row;
@@ -124,17 +128,25 @@ struct {
 	__type(value, struct unwind_cached);
 } unwind_cache SEC(".maps");
 
-/* Processes whose mappings user space is to look at. */
+/* A mapping whose file user space is to look at. */
+struct unwind_request {
+	__u64 file;  /* a hash of what identifies it; 0: look at all that the process has mapped */
+	__u64 start; /* of the mapping */
+	__u64 end;
+	__u32 pid;
+	__u32 reserved;
+};
+
 struct {
 	__uint(type, BPF_MAP_TYPE_RINGBUF);
 	__uint(max_entries, UNWIND_REQUEST_BYTES);
 } unwind_requests SEC(".maps");
 
-/* By process, CLOCK_MONOTONIC before which it is not to be asked about again. */
+/* By hash of the file, CLOCK_MONOTONIC before which it is not to be asked about again. */
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
-	__uint(max_entries, UNWIND_PROCESSES);
-	__type(key, __u32);
+	__uint(max_entries, 4096);
+	__type(key, __u64);
 	__type(value, __u64);
 } unwind_asked SEC(".maps");
 
@@ -169,28 +181,20 @@ static __always_inline __u64 unwind_read(__u64 number)
 }
 
 /*
- * One word. Global as the other two below, so that the verifier follows it once:
- * scalars in, scalars out. Not more of them: programs may be eight calls deep.
+ * Which of `count` rows from `first` on, ascending, is the last that begins no
+ * later than `address`: its number. 0: none. Global, so that the verifier follows
+ * it once: scalars in, scalars out.
  */
-__noinline __u64 unwind_word(__u64 number)
-{
-	return unwind_read(number);
-}
-
-/*
- * Which of `count` words from `first` on, ascending, is the last that is not
- * greater: its number. 0: none. Their lower bits, `ignored`, do not count.
- */
-__noinline __u64 unwind_search(__u64 first, __u64 count, __u64 value, __u64 ignored)
+__noinline __u64 unwind_search(__u64 first, __u64 count, __u64 address)
 {
 	__u64 low = first, high = first + count;
 
-	for (int i = 0; i < UNWIND_MAPPING_STEPS; i++) {
+	for (int i = 0; i < UNWIND_ROW_STEPS; i++) {
 		__u64 middle = (low + high) / 2;
 
 		if (low >= high)
 			break;
-		if (unwind_read(middle) >> ignored <= value)
+		if (unwind_read(middle) >> 32 <= address)
 			low = middle + 1;
 		else
 			high = middle;
@@ -198,20 +202,94 @@ __noinline __u64 unwind_search(__u64 first, __u64 count, __u64 value, __u64 igno
 	return low > first ? low - 1 : 0;
 }
 
-/* The rule of a mapping, whose description is at `mapping`, for an address in it. */
-static __always_inline __u64 unwind_rule(__u64 mapping, __u64 pc)
+/*
+ * What is known of the file of the mapping that was found last (mapping.bpf.h):
+ * callers are often in the same one.
+ */
+struct unwind_place {
+	__u64 space; /* that it is of; 0: none */
+	__u64 start; /* of the mapping */
+	__u64 end;
+	__u64 base;
+	struct unwind_file file;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, MAPPINGS);
+	__type(key, __u32);
+	__type(value, struct unwind_place);
+} unwind_places SEC(".maps");
+
+/* Ask user space to look at the mapping that was found last, unless it was asked just now. */
+static __noinline int unwind_ask(__u32 index)
 {
-	__u64 address = pc - unwind_word(mapping + 1), pages = unwind_word(mapping + 2);
-	__u64 first = unwind_word(mapping + 3), file = first & 0xffffffff00000000ULL;
-	__u64 page = (address >> UNWIND_PAGE_SHIFT) - (__u32)first, row;
+	struct mapping *mapping = bpf_map_lookup_elem(&mappings, &index);
+	struct unwind_request *request;
+	__u64 now = bpf_ktime_get_ns(), file, *not_before;
+
+	if (!mapping)
+		return 0;
+	file = mapping_file_hash(&mapping->file);
+	not_before = bpf_map_lookup_elem(&unwind_asked, &file);
+	if (not_before && now < *not_before)
+		return 0;
+	now += UNWIND_PATIENCE_NS;
+	bpf_map_update_elem(&unwind_asked, &file, &now, BPF_ANY);
+	request = bpf_ringbuf_reserve(&unwind_requests, sizeof(*request), 0);
+	if (!request)
+		return 0;
+	request->file = file;
+	request->start = mapping->start;
+	request->end = mapping->end;
+	request->pid = unwind_process_of_current();
+	request->reserved = 0;
+	bpf_ringbuf_submit(request, 0);
+	return 0;
+}
+
+/*
+ * Find the mapping that is at `pc`, and what is known of its file. Returns a row
+ * that says why not, or 0.
+ */
+__noinline __u64 unwind_locate(__u64 space, __u64 pc, __u32 index)
+{
+	struct unwind_place *place = bpf_map_lookup_elem(&unwind_places, &index);
+	struct mapping *mapping = mapping_find(index, pc);
+	struct unwind_file *file;
+
+	if (!place || !mapping || !mapping->executable)
+		return UNWIND_NO_CODE;
+	place->space = 0;
+	place->start = mapping->start;
+	place->end = mapping->end;
+	place->base = mapping->base;
+	if (mapping->file.inode) {
+		file = bpf_map_lookup_elem(&unwind_files, &mapping->file);
+		if (!file)
+			return UNWIND_NO_TABLE;
+		file->used_ns = bpf_ktime_get_ns();
+		place->file = *file;
+	} else {
+		__builtin_memset(&place->file, 0, sizeof(place->file));
+	}
+	place->space = space;
+	return 0;
+}
+
+/* The rule of a file for a byte of it. */
+static __always_inline __u64 unwind_rule(const struct unwind_file *file, __u64 offset)
+{
+	__u64 number = (__u64)file->number << 32, pages = file->pages;
+	__u64 page = (offset >> UNWIND_PAGE_SHIFT) - file->first_page, row;
 
 	if (pages == UNWIND_TABLE_LEFT_OUT)
-		return file | UNWIND_NO_ROOM;
+		return number | UNWIND_NO_ROOM;
 	if (page >= pages >> 32)
-		return file | UNWIND_NO_RULE;
-	row = unwind_word((__u32)pages + page);
-	row = unwind_search((__u32)row, row >> 32, address, 32);
-	return file | (row ? (__u32)unwind_word(row) : UNWIND_NO_RULE);
+		return number | UNWIND_NO_RULE;
+	row = unwind_read((__u32)pages + page);
+	row = unwind_search((__u32)row, row >> 32, offset);
+	return number | (row ? (__u32)unwind_read(row) : UNWIND_NO_RULE);
 }
 
 /*
@@ -220,94 +298,111 @@ static __always_inline __u64 unwind_rule(__u64 mapping, __u64 pc)
  */
 #define SIGRETURN_CODE 0x0f0000000fc0c748ULL
 
-static __always_inline __u64 unwind_find(__u64 process, __u64 pc)
+/*
+ * Whether a call returns to `pc`: before it are E8 and a distance, or FF /2 and its
+ * operand. No call does to where a fiber is told to end, by a return address on its
+ * new stack (boost.context). 1 if the code cannot be read.
+ */
+static __always_inline int unwind_call_returns_to(__u64 pc)
 {
-	__u64 first = (__u32)process + 1, count = process >> 32 & 0xffff;
-	__u64 mapping = unwind_search(first, count, pc, 0), row, code = 0;
+	__u64 code; /* the byte at pc - 8 is the lowest */
 
-	if (!mapping)
-		return UNWIND_NO_CODE;
-	mapping = first + count + (mapping - first) * UNWIND_MAPPING_WORDS;
-	if (pc >= unwind_word(mapping))
-		return UNWIND_NO_CODE;
-	row = unwind_rule(mapping, pc);
+	if (bpf_probe_read_user(&code, sizeof(code), (void *)(pc - sizeof(code))))
+		return 1;
+	return (code >> 24 & 0xff) == 0xe8 || (code >> 48 & 0x38ff) == 0x10ff ||
+	       (code >> 40 & 0x38ff) == 0x10ff || (code >> 32 & 0x38ff) == 0x10ff ||
+	       (code >> 16 & 0x38ff) == 0x10ff || (code >> 8 & 0x38ff) == 0x10ff;
+}
+
+/* The row, or what the code tells better. */
+static __noinline __u64 unwind_by_code(__u64 row, __u64 at)
+{
+	__u64 code = 0, pc = (at + 1) >> 1;
+
 	if ((row & 0xf) == UNWIND_NO_RULE &&
-	    !bpf_probe_read_user(&code, sizeof(code), (void *)(pc + 1)) && code == SIGRETURN_CODE)
+	    !bpf_probe_read_user(&code, sizeof(code), (void *)pc) && code == SIGRETURN_CODE)
 		row |= UNWIND_SIGNAL;
+	/* Generated code may return in any way. */
+	if (!(at & 1) && row >> 32 && (row & 0xf) != UNWIND_SIGNAL && !unwind_call_returns_to(pc))
+		row = (row >> 32) << 32 | UNWIND_FIBER_END;
 	return row;
 }
 
-/* The rule for an address of the process, and the number of the file that it is of. */
-__noinline __u64 unwind_row(__u64 process, __u64 pc)
+static __always_inline __u64 unwind_find(__u64 space, __u64 at, __u32 index)
 {
-	__u64 key = (pc ^ process * 0x9e3779b97f4a7c15ULL) * 0xd6e8feb86659fd93ULL;
-	__u32 place = key >> 50; /* UNWIND_CACHED */
-	volatile struct unwind_cached *cached = bpf_map_lookup_elem(&unwind_cache, &place);
-	__u64 row;
+	struct unwind_place *place = bpf_map_lookup_elem(&unwind_places, &index);
+	/* A call can be the last instruction of its function: its last byte is looked up. */
+	__u64 row, address = (at - 1) >> 1;
+
+	if (!place)
+		return UNWIND_NO_CODE;
+	if (place->space != space || address < place->start || address >= place->end) {
+		row = unwind_locate(space, address, index);
+		if (row)
+			return row;
+	}
+	return unwind_by_code(unwind_rule(&place->file, address - place->base), at);
+}
+
+/*
+ * The rule for an address of the current process, and the number of the file that
+ * it is of. `at` is twice the address, and one more if it is no return address.
+ */
+__noinline __u64 unwind_row(__u64 space, __u64 at, __u32 index)
+{
+	__u64 key = (at ^ space * 0x9e3779b97f4a7c15ULL) * 0xd6e8feb86659fd93ULL;
+	__u32 number = key >> 50; /* UNWIND_CACHED */
+	volatile struct unwind_cached *cached = bpf_map_lookup_elem(&unwind_cache, &number);
+	__u64 row, kind;
 
 	if (!cached)
 		return UNWIND_NO_CODE;
 	row = cached->row;
 	if ((cached->check ^ row) == key)
 		return row;
-	row = unwind_find(process, pc);
-	if ((row & 0xf) != UNWIND_NO_CODE) {
+	row = unwind_find(space, at, index);
+	kind = row & 0xf;
+	if (kind != UNWIND_NO_CODE && kind != UNWIND_NO_TABLE) {
 		cached->check = key ^ row;
 		cached->row = row;
 	}
 	return row;
 }
 
-/* Ask user space for the mappings of a process, unless it was asked just now. */
-static __noinline int unwind_ask(__u32 pid)
-{
-	__u64 now = bpf_ktime_get_ns();
-	__u64 *not_before = bpf_map_lookup_elem(&unwind_asked, &pid);
-
-	if (not_before && now < *not_before)
-		return 0;
-	now += UNWIND_PATIENCE_NS;
-	bpf_map_update_elem(&unwind_asked, &pid, &now, BPF_ANY);
-	bpf_ringbuf_output(&unwind_requests, &pid, sizeof(pid), 0);
-	return 0;
-}
-
 /*
- * How many pages of code the current task's process has mapped. It changes with
- * all that can make a list of mappings outdated: dlopen(3), dlclose(3), exec.
+ * A number for what the current process has mapped; 0: nothing, as it is a
+ * kernel thread. Another one whenever it has called exec or has more or less code
+ * mapped, and from time to time, in case that there is as much of other code.
  */
-static __noinline __u64 pages_of_code(void)
+static __noinline __u64 unwind_space(void)
 {
-	struct task_struct *task;
+	__u64 process = bpf_get_current_pid_tgid() >> 32, epoch;
+	__u64 pages, stack, code, data;
 
+	epoch = bpf_jiffies64() >> UNWIND_EPOCH_SHIFT;
 	/* As in task_stack.bpf.h; by the verifier's own loads it takes a tenth of the time. */
 	if (bpf_core_enum_value_exists(enum bpf_func_id, BPF_FUNC_get_current_task_btf)) {
 		struct mm_struct *mm = bpf_get_current_task_btf()->mm;
 
-		return mm ? mm->exec_vm : 0;
+		if (!mm)
+			return 0;
+		pages = mm->exec_vm;
+		stack = mm->start_stack;
+		code = mm->end_code;
+		data = mm->start_data;
+	} else {
+		struct task_struct *task = (void *)bpf_get_current_task();
+		struct mm_struct *mm = BPF_CORE_READ(task, mm);
+
+		if (!mm)
+			return 0;
+		pages = BPF_CORE_READ(mm, exec_vm);
+		stack = BPF_CORE_READ(mm, start_stack);
+		code = BPF_CORE_READ(mm, end_code);
+		data = BPF_CORE_READ(mm, start_data);
 	}
-	task = (void *)bpf_get_current_task();
-	return BPF_CORE_READ(task, mm, exec_vm);
-}
-
-/*
- * The current process's entry in unwind_processes; 0 if there is none that is of
- * any use. `*outdated` tells whether the process has other code mapped since.
- */
-static __noinline __u64 unwind_process(__u32 *outdated)
-{
-	__u32 pid = unwind_process_of_current();
-	__u64 *found = bpf_map_lookup_elem(&unwind_processes, &pid);
-	__u64 process = found ? *found : 0, head = 0;
-
-	if (process)
-		head = unwind_word((__u32)process);
-	if ((head & 0xffff) != process >> 48)
-		process = 0;
-	*outdated = !process || head >> 16 != pages_of_code();
-	if (*outdated)
-		unwind_ask(pid);
-	return process >> 32 & 0xffff ? process : 0;
+	stack = (stack ^ code) * 0x9e3779b97f4a7c15ULL ^ (data + pages);
+	return (stack ^ (process << 32 | (__u32)epoch)) * 0xd6e8feb86659fd93ULL | 1;
 }
 
 static __noinline int unwind_count_missing(__u32 file)
@@ -320,93 +415,81 @@ static __noinline int unwind_count_missing(__u32 file)
 }
 
 /*
+ * User space has the rules of a file: it has mapped that, runs this program, and
+ * says at which address. So the entry is of the file that was read, whatever is
+ * where the name of it leads by now. Returns 0; 1 if nothing is there, 2 if there is no room.
+ */
+SEC("raw_tp")
+int unwind_publish(struct bpf_raw_tracepoint_args *ctx)
+{
+	struct mapping *mapping = mapping_find(MAPPING_OF_US, ctx->args[0]);
+	struct unwind_file file = {
+		.pages = ctx->args[1],
+		.first_page = ctx->args[2],
+		.number = ctx->args[2] >> 32,
+		.used_ns = bpf_ktime_get_ns(),
+	};
+
+	if (!mapping || !mapping->file.inode)
+		return 1;
+	return bpf_map_update_elem(&unwind_files, &mapping->file, &file, BPF_ANY) ? 2 : 0;
+}
+
+/*
  * The command that is being started, if it is we who start it. It is stopped
  * whenever it maps code, until user space has the tables for that and lets it
- * go on, so that its very first stacks are complete.
+ * go on, so that its very first stacks are complete. An array, whose values are
+ * changed in place: when a process is held no more, and all programs that could
+ * still see it have ended, HELD_STOPPED tells for certain whether it was stopped
+ * here (src/stacks/unwind/starting.rs).
  */
+enum unwind_held_key {
+	HELD_PROCESS, /* its number, 0: none is held */
+	HELD_STOPPED, /* 1 from where it is stopped until it is let go on */
+	HELD_KEYS,
+};
+
 struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 1);
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, HELD_KEYS);
 	__type(key, __u32);
-	__type(value, __u32); /* 1 from where it is stopped until it is let go on */
+	__type(value, __u32);
 } unwind_held SEC(".maps");
 
 #define SIGSTOP	  19
 #define SYS_MMAP  9
 #define PROT_EXEC 4
 
-static __noinline int unwind_hold(__u32 pid)
+static __noinline int unwind_hold(void)
 {
-	__u32 *stopped = bpf_map_lookup_elem(&unwind_held, &pid);
+	struct unwind_request request = { .pid = unwind_process_of_current() };
+	__u32 key = HELD_PROCESS, *held = bpf_map_lookup_elem(&unwind_held, &key), *stopped;
 
-	if (!stopped)
+	if (!held || !request.pid || *held != request.pid)
 		return 0;
-	*stopped = 1;
-	bpf_send_signal(SIGSTOP);
-	bpf_map_delete_elem(&unwind_asked, &pid);
-	return unwind_ask(pid);
-}
-
-/*
- * The programs that keep `unwind_processes` true between a process's doing and
- * user space's hearing of it. Raw tracepoints: they take no memory of their own.
- */
-
-/* A child has its parent's mappings. */
-SEC("raw_tp/sched_process_fork")
-int unwind_fork(struct bpf_raw_tracepoint_args *ctx)
-{
-	struct task_struct *child = (void *)ctx->args[1];
-	__u32 pid = unwind_process_of_current(), child_pid;
-	__u64 *found, process;
-
-	child_pid = task_ids_in(child, unwind_namespace).pid;
-	if (child_pid == pid) /* a thread */
-		return 0;
-	found = bpf_map_lookup_elem(&unwind_processes, &pid);
-	if (found) {
-		process = *found;
-		bpf_map_update_elem(&unwind_processes, &child_pid, &process, BPF_ANY);
-	}
+	key = HELD_STOPPED;
+	stopped = bpf_map_lookup_elem(&unwind_held, &key);
+	/* Sent first: whoever reads the 1 can take the signal back by SIGCONT. */
+	if (stopped && !bpf_send_signal(SIGSTOP))
+		*stopped = 1;
+	bpf_ringbuf_output(&unwind_requests, &request, sizeof(request), 0);
 	return 0;
 }
 
-/* None of them is left. Whoever had any is likely to be asked about again. */
+/* These two are attached only while a command starts: all system calls come through the second. */
 SEC("raw_tp/sched_process_exec")
 int unwind_exec(void *ctx)
 {
-	__u32 pid = unwind_process_of_current();
-
-	if (!bpf_map_delete_elem(&unwind_processes, &pid)) {
-		bpf_map_delete_elem(&unwind_asked, &pid);
-		unwind_ask(pid);
-	}
-	unwind_hold(pid);
-	return 0;
+	return unwind_hold();
 }
 
-/* Attached only while a command starts: all system calls come through here. */
 SEC("raw_tp/sys_exit")
 int unwind_mmap(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct pt_regs *regs = (struct pt_regs *)ctx->args[0];
 
 	if (BPF_CORE_READ(regs, orig_ax) == SYS_MMAP && BPF_CORE_READ(regs, dx) & PROT_EXEC)
-		unwind_hold(unwind_process_of_current());
-	return 0;
-}
-
-SEC("raw_tp/sched_process_exit")
-int unwind_exit(void *ctx)
-{
-	struct task_struct *task = (void *)bpf_get_current_task();
-	__u32 pid;
-
-	if (BPF_CORE_READ(task, signal, live.counter)) /* not the last thread */
-		return 0;
-	pid = unwind_process_of_current();
-	bpf_map_delete_elem(&unwind_processes, &pid);
-	bpf_map_delete_elem(&unwind_asked, &pid);
+		return unwind_hold();
 	return 0;
 }
 

@@ -1,11 +1,13 @@
 //! memleak with each allocator that it knows, and with those that it is told of.
 
+use std::fs;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use memtools::code::elf;
 use serde_json::Value;
 
 use crate::harness::{self, Tool, Workload, workload};
@@ -24,6 +26,9 @@ pub(crate) fn tests() -> Vec<Trial> {
         operators_of_cxx_are_exact,
         a_rust_program_with_its_own_allocator: at_entries,
         a_pool_of_the_programs_own: at_entries,
+        forked_children_live: at_entries,
+        a_probe_beside_another_tracers_counter,
+        a_free_within_a_free_counts_once [Host],
         an_allocator_that_is_loaded_later,
         an_allocator_that_one_of_many_loads_later,
         redis_is_traced_unharmed [Host],
@@ -35,7 +40,7 @@ pub(crate) fn tests() -> Vec<Trial> {
 const COUNT: u64 = 31;
 const SIZE: u64 = 4093;
 
-/// Of `operator new`, by the names of alloc_cxx.cc.
+/// The forms of `operator new`, by the names of alloc_cxx.cc.
 const CXX_FORMS: [&str; 8] = [
     "new",
     "new_array",
@@ -55,7 +60,7 @@ struct Report {
 }
 
 impl Report {
-    /// Of all blocks of all ages, when `tool` is interrupted now.
+    /// The report of all blocks of all ages, when `tool` is interrupted now.
     fn of(tool: Tool) -> Result<Self> {
         let ended = tool.interrupt()?;
         ensure!(ended.status.success(), "{ended:?}");
@@ -288,11 +293,129 @@ fn a_pool_of_the_programs_own() -> Result<()> {
     Ok(())
 }
 
+/// Each of glibc's debugging allocators has a free of its own that calls glibc's.
+fn a_free_within_a_free_counts_once() -> Result<()> {
+    for library in ["libc_malloc_debug.so.0", "libmemusage.so"] {
+        let mut workload = Workload::spawn(
+            Command::new(workload("alloc"))
+                .args(["balanced", "1009", "61"])
+                .env("LD_PRELOAD", library)
+                .stderr(Stdio::null()),
+        )?;
+        let maps = fs::read_to_string(format!("/proc/{}/maps", workload.pid()))?;
+        let stem = library.split('.').next().unwrap_or(library);
+        ensure!(
+            maps.contains(stem),
+            "{library}, of libc6 or libc-devtools, was not loaded"
+        );
+        let tool = attach(&workload, &[])?;
+        workload.work()?;
+        let report = Report::of(tool)?;
+        report.adds_up().with_context(|| library.to_owned())?;
+        ensure!(report.stacks.is_empty(), "{library}: {:#?}", report.stacks);
+    }
+    Ok(())
+}
+
+/// Where the kernel makes the nop under a probe a call, forked children die of it.
+fn forked_children_live() -> Result<()> {
+    const TAKEN: u64 = 1009;
+    let mut workload = Workload::start("nops", &[&TAKEN.to_string(), "61", "23"])?;
+    let pool = [
+        "--alloc=nops:nop_take(size=arg1)",
+        "--alloc=nops:nop_spin(size=arg1)",
+        "--free=nops:nop_give(ptr=arg1)",
+    ];
+    let tool = attach(&workload, &pool)?;
+    let facts = workload.work()?;
+    ensure!(facts["died"] == "0", "{facts:?} children of 23 died");
+    let report = Report::of(tool)?;
+    let found = report.of_function("take_and_give");
+    let changes_nops = fs::read_to_string("/proc/kallsyms")?.contains(" arch_uprobe_optimize\n");
+    // Kernels that leave nops as they are can have both.
+    let spun = if changes_nops { (0, 0) } else { (1, 1) };
+    ensure!(
+        found == (TAKEN * 61 + spun.0, TAKEN + spun.1),
+        "{found:?} in {:#?}",
+        report.stacks
+    );
+    let left_out = report
+        .stderr
+        .contains("nop_spin is not probed: forked children");
+    ensure!(left_out == changes_nops, "{}", report.stderr);
+    Ok(())
+}
+
+/// A probe of another tracer on an instruction of a workload, with a reference counter as USDT's have it.
+struct CountedProbe;
+
+impl CountedProbe {
+    const EVENTS: &str = "/sys/kernel/tracing/uprobe_events";
+    const ENABLE: &str = "/sys/kernel/tracing/events/memtools_test/enable";
+
+    fn at(program: &Path, function: &str, offset: u64) -> Result<Self> {
+        let file = fs::File::open(program)?;
+        let found = elf::functions(&file, |name, _| name == function)?;
+        let at = found.first().context("no such function")?.file_offset + offset;
+        // No mapping that can be written has the counter, so that nothing is ever written.
+        let event = format!(
+            "p:memtools_test/counted {}:{at:#x}(0x10)\n",
+            program.display()
+        );
+        harness::change_events(Self::EVENTS, &event).context("no uprobe of our own")?;
+        let probe = Self;
+        // Perf uprobes of a memleak before, which have no counter, go away behind its back.
+        harness::eventually("the probe is live", || {
+            Ok(fs::write(Self::ENABLE, "1").is_ok())
+        })?;
+        Ok(probe)
+    }
+}
+
+impl Drop for CountedProbe {
+    fn drop(&mut self) {
+        // What cannot be taken away makes the next run fail.
+        fs::write(Self::ENABLE, "0").ok();
+        harness::change_events(Self::EVENTS, "-:memtools_test/counted\n").ok();
+    }
+}
+
+/// The kernel takes no probe without a counter on an instruction that has one with.
+fn a_probe_beside_another_tracers_counter() -> Result<()> {
+    const TAKEN: u64 = 1009;
+    let pool = [
+        "--alloc=pool:pool_take(size=arg1)",
+        "--free=pool:pool_give(ptr=arg1)",
+    ];
+    let program = workload("pool");
+    // pool_give is probed at its jump, so the entry is left.
+    let other = CountedProbe::at(&program, "pool_give", 3)?;
+    let mut process = Workload::start("pool", &[&TAKEN.to_string(), "61"])?;
+    let tool = attach(&process, &pool)?;
+    process.work()?;
+    let report = Report::of(tool)?;
+    let found = report.of_function("take_and_give");
+    ensure!(found == (TAKEN * 61, TAKEN), "{found:?}: {}", report.stderr);
+    let why = "pool is probed at the functions' entries";
+    ensure!(report.stderr.contains(why), "{}", report.stderr);
+    drop(other);
+
+    // pool_take has only its entry.
+    let _other = CountedProbe::at(&program, "pool_take", 0)?;
+    let mut process = Workload::start("pool", &[&TAKEN.to_string(), "61"])?;
+    let ended = harness::run("memleak", &[&["-p", &process.pid()], &pool[..]].concat())?;
+    ensure!(ended.status.code() == Some(1), "{ended:?}");
+    let why = "another tracer has a probe with a reference counter";
+    ensure!(ended.stderr.matches(why).count() == 1, "{}", ended.stderr);
+    process.work()?;
+    Ok(())
+}
+
 fn an_allocator_that_is_loaded_later() -> Result<()> {
     loads_an_allocator(&workload("loaded"), |workload| attach(workload, &[]))
 }
 
-/// It has a name of its own: other tests run the same program.
+/// The program has a name of its own, as other tests run the same one.
 fn an_allocator_that_one_of_many_loads_later() -> Result<()> {
     let folder = harness::scratch()?;
     let program = folder.path().join("loads-later");

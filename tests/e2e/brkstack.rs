@@ -3,9 +3,11 @@
 
 use std::collections::HashMap;
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::harness::{self, Ended, Tool, Workload, workload};
@@ -21,17 +23,21 @@ pub(crate) fn tests() -> Vec<Trial> {
         growth_is_told_apart,
         bytes_are_those_of_the_growth,
         events_have_a_line_each,
+        each_event_has_its_own_stack,
         text_is_stackcounts [Once],
         a_process_that_has_exited_has_names,
         processes_can_be_kept_apart [Once],
         kernel_stacks_are_marked,
         intervals_add_up,
         a_count_ends_it [Once],
+        stackcounts_options_mean_the_same [Once],
+        summaries_are_apart [Once],
         a_command_is_traced_from_its_start,
         what_does_not_fit_is_counted,
         json_agrees [Once],
         the_largest_are_chosen [Once],
         a_flame_graph_is_drawn,
+        threads_at_once_are_all_counted,
     }
 }
 
@@ -45,6 +51,39 @@ fn trace(options: &[&str]) -> Result<(Ended, HashMap<String, String>)> {
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
     Ok((ended, facts))
+}
+
+/// Eight on two CPUs, which preempt one another in our programs, where the kernel lets them.
+fn threads_at_once_are_all_counted() -> Result<()> {
+    for options in [&[][..], &["-K"], &["--events"], &["--events", "-j", "-UK"]] {
+        let mut program = Workload::start("contend", &["8", "1009", "brk"])?;
+        let pid = program.pid();
+        let mut tool = Tool::start("brkstack", &[&["-p", &pid], options].concat())?;
+        tool.wait_for(LIVE)?;
+        let facts = program.work()?;
+        let ended = tool.interrupt()?;
+        ensure!(facts["operations"] == "8072", "{facts:?}");
+        let counted: u64 = if options == ["--events"] {
+            ended.stdout.lines().count() as u64 - 1
+        } else if options.contains(&"--events") {
+            // Each with a stack that was not lost.
+            let whole = |line: &&str| is_call(line) && !line.contains("_stack\":[]");
+            ended.stdout.lines().filter(whole).count() as u64
+        } else {
+            folded(&ended.stdout)?.values().sum()
+        };
+        ensure!(
+            counted == 8072 && !ended.stderr.contains("lost"),
+            "{options:?}: {counted}: {}",
+            ended.stderr
+        );
+    }
+    Ok(())
+}
+
+/// Whether a line of JSON is a call; the last one says how stacks were walked.
+fn is_call(line: &&str) -> bool {
+    line.starts_with(r#"{"type":"call","#)
 }
 
 /// The weight of each folded line, by its frames.
@@ -132,10 +171,79 @@ fn events_have_a_line_each() -> Result<()> {
     Ok(())
 }
 
+/// The function that each call was made from, in the order of the calls, by what is below its line or in
+/// its object.
+fn each_event_has_its_own_stack() -> Result<()> {
+    let calls = [(23, "grow_heap"), (7, "shrink_heap"), (5, "ask_heap")];
+    let expected = calls
+        .map(|(calls, function)| vec![function; calls])
+        .concat();
+    for options in [&["-U"][..], &["-K"], &["-UK"]] {
+        let user = options[0].contains('U');
+        let kernel = options[0].contains('K');
+        let (ended, _) = trace(&[&["--events", "-j"], options].concat())?;
+        let calls = ended.stdout.lines().filter(is_call);
+        let calls = calls.map(serde_json::from_str::<Value>);
+        let calls: Vec<Value> = calls.collect::<Result<_, _>>()?;
+        ensure!(calls.len() == 35, "{ended:?}");
+        for (call, function) in calls.iter().zip(&expected) {
+            let frames = &call["user_stack"];
+            ensure!(
+                if user {
+                    frames[0]["symbol"] == *function
+                } else {
+                    frames.is_null()
+                },
+                "{options:?}, {function}: {call}"
+            );
+            let frames = call["kernel_stack"].as_array();
+            let entry = |frame: &Value| frame["symbol"] == "do_syscall_64";
+            ensure!(
+                frames.is_some_and(|frames| frames.iter().any(entry)) == kernel,
+                "{options:?}: {call}"
+            );
+        }
+
+        let (ended, _) = trace(&[&["--events"], options].concat())?;
+        let frame = |name: &str| format!("    {name}+0x");
+        let lines = ended.stdout.lines().filter(|line| line.starts_with("    "));
+        let functions = lines.clone().filter_map(|line| {
+            expected
+                .iter()
+                .find(|function| line.starts_with(&frame(function)))
+        });
+        let of_user = if user { expected.clone() } else { Vec::new() };
+        ensure!(functions.copied().eq(of_user), "{options:?}: {ended:?}");
+        let count = |wanted: &str| {
+            lines
+                .clone()
+                .filter(|line| line.starts_with(wanted))
+                .count()
+        };
+        ensure!(
+            count(&frame("do_syscall_64")) == if kernel { 35 } else { 0 }
+                && count("    --") == if user && kernel { 35 } else { 0 },
+            "{options:?}: {ended:?}"
+        );
+    }
+    Ok(())
+}
+
 fn text_is_stackcounts() -> Result<()> {
     let (ended, _) = trace(&["--text"])?;
     let blocks: Vec<&str> = ended.stdout.trim_end().split("\n\n").collect();
-    ensure!(blocks.len() == 3, "{}", ended.stdout);
+    ensure!(blocks.len() == 4, "{}", ended.stdout);
+    ensure!(
+        blocks[3] == "total 35 calls in 3 stacks, shown 3",
+        "{}",
+        ended.stdout
+    );
+    let (top, _) = trace(&["--text", "--top", "1"])?;
+    ensure!(
+        top.stdout
+            .ends_with("    23\n\ntotal 35 calls in 3 stacks, shown 1\n"),
+        "{top:?}"
+    );
     // Ascending by count.
     for (block, (leaf, calls)) in
         blocks
@@ -245,6 +353,93 @@ fn intervals_add_up() -> Result<()> {
         "{}",
         ended.stdout
     );
+    Ok(())
+}
+
+/// -s, -i and -D; and the addresses of stackcount's -v.
+fn stackcounts_options_mean_the_same() -> Result<()> {
+    let (json, _) = trace(&["-j"])?;
+    let mut expected = Vec::new();
+    for line in json.stdout.lines() {
+        let object: Value = serde_json::from_str(line)?;
+        for frame in object["user_frames"].as_array().into_iter().flatten() {
+            let symbol = frame["symbol"].as_str().context("no symbol")?;
+            let offset = frame["offset"].as_u64().context("no offset")?;
+            let address = frame["address"].as_str().context("no address")?;
+            let within_page = address[address.len() - 3..].to_owned();
+            expected.push((format!("{symbol}+{offset:#x}"), within_page));
+        }
+    }
+    let (ended, _) = trace(&["-s", "--addresses"])?;
+    let frames = ended.stdout.lines().filter(|line| line.contains("+0x"));
+    let mut found = Vec::new();
+    for line in frames {
+        let (address, name) = line.trim_start().split_once(' ').context("no address")?;
+        ensure!(line[..2] == *"  " && line[18..].starts_with(' '), "{line}");
+        let within_page = address[address.len() - 3..].to_owned();
+        found.push((name.trim_start().to_owned(), within_page));
+    }
+    expected.sort();
+    found.sort();
+    ensure!(
+        found == expected && found.iter().any(|(name, _)| name.starts_with("grow_heap+")),
+        "{found:?}, not {expected:?}"
+    );
+    let (ended, _) = trace(&["-s"])?;
+    ensure!(
+        found
+            .iter()
+            .all(|(name, _)| ended.stdout.contains(&format!("  {name}\n"))),
+        "{ended:?}"
+    );
+
+    let program = Workload::start("brk", &CALLS)?;
+    let begin = Instant::now();
+    let ended = harness::run("brkstack", &["-p", &program.pid(), "-TD", "1", "-i", "0.3"])?;
+    let took = begin.elapsed();
+    let times = ended
+        .stdout
+        .lines()
+        .filter(|line| line.matches(':').count() == 2);
+    ensure!(
+        ended.status.success() && took >= Duration::from_secs(1),
+        "{took:?}: {ended:?}"
+    );
+    ensure!((3..=4).contains(&times.count()), "{ended:?}");
+    Ok(())
+}
+
+fn summaries_are_apart() -> Result<()> {
+    for (option, times) in [("-f", 0), ("-T", 2)] {
+        let mut programs = [
+            Workload::start("brk", &CALLS)?,
+            Workload::start("brk", &["11"])?,
+        ];
+        let pids = programs.each_ref().map(Workload::pid).join(",");
+        let mut tool = Tool::start("brkstack", &["-p", &pids, option])?;
+        tool.wait_for(LIVE)?;
+        programs[0].work()?;
+        tool.signal(Signal::SIGUSR1)?;
+        tool.wait_until(|output| output.contains(" 23\n"))?;
+        programs[1].work()?;
+        let ended = tool.interrupt()?;
+        let paragraphs: Vec<&str> = ended.stdout.split("\n\n").collect();
+        let (first, second) = match option {
+            "-f" => (paragraphs[0], *paragraphs.get(1).context("one summary")?),
+            _ => ended
+                .stdout
+                .split_once("\n\ntotal 35 calls in 3 stacks, shown 3\n\n")
+                .with_context(|| ended.stdout.clone())?,
+        };
+        ensure!(
+            first.contains(" 23") && second.contains(" 11"),
+            "{}",
+            ended.stdout
+        );
+        let is_time = |line: &&str| line.matches(':').count() == 2 && line.len() == 8;
+        let found = ended.stdout.lines().filter(is_time).count();
+        ensure!(found == times, "{}", ended.stdout);
+    }
     Ok(())
 }
 

@@ -1,6 +1,7 @@
 //! drsnoop against programs that the kernel makes reclaim, and against its own record of that.
 
 use std::collections::BTreeSet;
+use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -16,10 +17,13 @@ use crate::pressure::{Group, Recording, Scarcity, Swap, Writer, vmstat};
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests!("drsnoop":
         columns_are_bccs,
+        it_outlives_a_lack_of_memory,
         free_memory_without_memory_cgroups,
         users_are_filtered,
         stacks_show_who_stalled,
         memcg_rows_equal_the_tracepoints [Guest],
+        a_limit_is_that_of_the_cgroup_above [Guest],
+        threads_at_once_are_all_shown [Guest],
         direct_rows_equal_the_tracepoints_and_a_peer_s [Guest, Peers],
     )
 }
@@ -42,13 +46,17 @@ fn rows(ended: &Ended) -> Result<Vec<Value>> {
     Ok(objects)
 }
 
+fn it_outlives_a_lack_of_memory() -> Result<()> {
+    harness::outlives_a_lack_of_memory(start(&[])?)
+}
+
 fn columns_are_bccs() -> Result<()> {
     let mut writer = Writer::start("memtools-columns")?;
     let tool = start(&["--memcg", "-p", &writer.pid(), "-TUv", "--hist"])?;
     columns_are_right(&mut writer, tool).map(drop)
 }
 
-/// As on a kernel without memory cgroups, by which the kernel half gets to the zones.
+/// A kernel without memory cgroups, by which the kernel half gets to the zones, is played here.
 fn free_memory_without_memory_cgroups() -> Result<()> {
     let mut writer = Writer::start("memtools-free")?;
     let args = ["--memcg", "-p", &writer.pid(), "-TUv", "--hist"];
@@ -131,6 +139,8 @@ fn users_are_filtered() -> Result<()> {
             "uid {uid}: {} rows",
             rows.len()
         );
+        let limited = |row: &Value| row["limited"] == "/memtools-users";
+        ensure!(rows.iter().all(limited), "{:?}", rows.first());
     }
     Ok(())
 }
@@ -141,7 +151,11 @@ fn symbol(frame: &Value) -> &str {
 
 fn stacks_show_who_stalled() -> Result<()> {
     let mut writer = Writer::start("memtools-stacks")?;
-    let tool = start(&["--memcg", "-j", "-p", &writer.pid(), "--stack"])?;
+    let folder = harness::scratch()?;
+    let flame = folder.path().join("a.svg");
+    let flame = flame.to_str().context("not UTF-8")?;
+    let options = ["--memcg", "-j", "--stack", "--flame", flame];
+    let tool = start(&[&options[..], &["-p", &writer.pid()]].concat())?;
     writer.write()?;
     let rows = rows(&tool.interrupt()?)?;
     let mut in_write = 0;
@@ -160,6 +174,11 @@ fn stacks_show_who_stalled() -> Result<()> {
         );
     }
     ensure!(in_write >= 50, "{in_write} of {} rows", rows.len());
+    let delays = rows.iter().filter_map(|row| row["latency_ns"].as_u64());
+    let all = format!("{} ns", delays.sum::<u64>());
+    let image = fs::read_to_string(flame)?;
+    ensure!(image.contains(&all), "no {all} in {image}");
+    ensure!(image.contains("try_to_free_mem_cgroup_pages ("));
     Ok(())
 }
 
@@ -241,6 +260,64 @@ fn memcg_rows_equal_the_tracepoints() -> Result<()> {
         rows.iter().all(|row| row["cgroup"] == "/memtools-drsnoop"),
         "{:?}",
         rows.first()
+    );
+    Ok(())
+}
+
+/// The task is in a cgroup without a limit, below one that has it: both are told, and there are as many
+/// rows as the kernel counted hits of that limit.
+fn a_limit_is_that_of_the_cgroup_above() -> Result<()> {
+    let _swap = Swap::on("128M")?;
+    let above = Group::new("memtools-over", 16 << 20)?;
+    let below = above.child("below")?;
+    let mut thrash = Workload::spawn(&mut below.command(&workload("thrash"), &["6007", "1"]))?;
+    let before = above.limit_hits()?;
+    let args = ["--memcg", "-e", "-p", &thrash.pid()];
+    let (text, json) = (start(&args)?, start(&[&args[..], &["-j"]].concat())?);
+    thrash.work()?;
+    let (text, rows) = (text.interrupt()?, rows(&json.interrupt()?)?);
+    let hits = (above.limit_hits()? - before) as usize;
+
+    let own = |row: &&Value| row["kind"] == "memcg";
+    let of_limit = rows.iter().filter(own).count();
+    ensure!(of_limit == hits && hits > 10, "{of_limit} rows of {hits}");
+    for row in &rows {
+        ensure!(row["cgroup"] == "/memtools-over/below", "{row}");
+        let expected = own(&row).then_some("/memtools-over");
+        ensure!(row["limited"].as_str() == expected, "{row}");
+        ensure!(row["limited_id"].is_u64() == own(&row), "{row}");
+    }
+    let named = " /memtools-over/below     /memtools-over";
+    let named = text.stdout.lines().filter(|line| line.ends_with(named));
+    ensure!(named.count() == hits, "{hits}: {text:?}");
+    ensure!(below.limit_hits()? == 0, "it has no limit");
+    Ok(())
+}
+
+/// Eight at once on two CPUs, which preempt one another in our programs, where the kernel lets them.
+fn threads_at_once_are_all_shown() -> Result<()> {
+    let _swap = Swap::on("128M")?;
+    let group = Group::new("memtools-stalls", 16 << 20)?;
+    let start_one = |_| Workload::spawn(&mut group.command(&workload("thrash"), &["2003", "1"]));
+    let mut all: Vec<Workload> = (0..8).map(start_one).collect::<Result<_>>()?;
+    let recording = Recording::start("stalls", &["vmscan/mm_vmscan_memcg_reclaim_end"], 0)?;
+    let tool = start(&["--memcg", "-j", "-n", "thrash"])?;
+    for one in &mut all {
+        one.go()?;
+    }
+    for one in &mut all {
+        one.done()?;
+    }
+    let ended = tool.interrupt()?;
+    let rows = rows(&ended)?.len();
+    let trace = recording.read()?;
+    let traced = trace.iter().filter(|line| line.task.starts_with("thrash-"));
+    let traced = traced.count();
+    ensure!(traced >= 100, "only {traced} stalls");
+    ensure!(
+        rows == traced,
+        "{rows} rows, {traced} stalls: {}",
+        ended.stderr
     );
     Ok(())
 }

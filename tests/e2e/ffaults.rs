@@ -9,6 +9,7 @@ use libtest_mimic::Trial;
 use serde_json::Value;
 
 use crate::harness::{self, Ended, Tool, Workload};
+use crate::pressure::{folder_on_disk, shell};
 
 const LIVE: &str = "tracing page faults";
 const PAGES: &str = "1009";
@@ -20,12 +21,15 @@ pub(crate) fn tests() -> Vec<Trial> {
         cold_faults_are_counted_once_under_the_files_name [Disk],
         every_hook_counts_the_same [Disk, Kprobes],
         paths_are_whole [Disk],
+        paths_on_overlayfs_are_those_of_the_container [Overlay],
         writes_are_told_apart [Disk],
         minor_faults_are_told_apart,
         processes_are_told_apart,
         heap_and_stack_have_their_names,
         shared_memory_has_its_names,
         intervals_add_up,
+        threads_at_once_are_all_counted [Disk],
+        threads_in_new_memory_are_all_counted,
         json_agrees [Once],
     }
 }
@@ -108,6 +112,45 @@ fn every_hook_counts_the_same() -> Result<()> {
     Ok(())
 }
 
+/// Twenty on two CPUs, which wait for a disk in more faults than perf's kretprobes can see return, and
+/// preempt one another in our programs, where the kernel lets them.
+fn threads_at_once_are_all_counted() -> Result<()> {
+    let path = on_disk("contended")?;
+    for hook in [None, Some("kprobe")] {
+        let options = hook.map_or(vec![], |hook| vec!["--hook", hook]);
+        let path = path.to_string_lossy();
+        let mut program = Workload::start("contend", &["20", "1009", "fault", &path])?;
+        let mut tool = Tool::start("ffaults", &[&["-p", &program.pid()], &*options].concat())?;
+        tool.wait_for(LIVE)?;
+        let facts = program.work()?;
+        let ended = tool.interrupt()?;
+        ensure!(facts["major"] == "20180", "{facts:?}");
+        ensure!(
+            rows(&ended.stdout) == [["contended", "20180"]],
+            "{hook:?}: {ended:?}"
+        );
+        ensure!(!ended.stderr.contains("lost"), "{hook:?}: {ended:?}");
+    }
+    let definitions = std::fs::read_to_string("/sys/kernel/tracing/kprobe_events")?;
+    ensure!(!definitions.contains("memtools"), "{definitions}");
+    Ok(())
+}
+
+fn threads_in_new_memory_are_all_counted() -> Result<()> {
+    let mut program = Workload::start("contend", &["20", "4001", "touch"])?;
+    let mut tool = Tool::start("ffaults", &["-p", &program.pid()])?;
+    tool.wait_for(LIVE)?;
+    let facts = program.work()?;
+    let ended = tool.interrupt()?;
+    ensure!(facts["minor"] == "80020", "{facts:?}");
+    let [row] = &rows(&ended.stdout)[..] else {
+        anyhow::bail!("{}", ended.stdout);
+    };
+    ensure!(row[..] == ["[anon]", "80020"], "{ended:?}");
+    ensure!(!ended.stderr.contains("lost"), "{ended:?}");
+    Ok(())
+}
+
 fn has_find_vma() -> Result<bool> {
     let btf = std::fs::read("/sys/kernel/btf/vmlinux").context("no BTF")?;
     let name = b"\0bpf_find_vma\0";
@@ -118,6 +161,23 @@ fn paths_are_whole() -> Result<()> {
     let path = on_disk("known-file-c")?;
     let path = path.to_string_lossy();
     let ended = trace("file", &[&path, "random", "101"], &["--path"])?;
+    ensure!(rows(&ended.stdout) == [[&*path, "101"]], "{}", ended.stdout);
+    Ok(())
+}
+
+/// The mapped file is that of a layer, whose own mount is in no folder.
+fn paths_on_overlayfs_are_those_of_the_container() -> Result<()> {
+    let folder = folder_on_disk()?;
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    shell(&format!(
+        "cd {} && mkdir lower upper work merged &&
+         mount -t overlay overlay -o lowerdir=lower,upperdir=upper,workdir=work merged",
+        folder.path().display()
+    ))?;
+    let path = at("merged/known-file");
+    let ended = trace("file", &[&path, "random", "101"], &["--path"]);
+    shell(&format!("umount {}", at("merged")))?;
+    let ended = ended?;
     ensure!(rows(&ended.stdout) == [[&*path, "101"]], "{}", ended.stdout);
     Ok(())
 }

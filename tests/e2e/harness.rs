@@ -6,8 +6,8 @@
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::env;
-use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::fs::{self, OpenOptions};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::{Completion, Failed, Trial};
+use nix::sys::signal::{SigHandler, Signal};
 use regex_lite::Regex;
 
 /// How long anything may take. Software emulation is a hundred times slower than the machine.
@@ -48,6 +49,8 @@ pub(crate) enum Need {
     Peers,
     /// Swap compressed in memory.
     Zswap,
+    /// File systems in layers, as containers have.
+    Overlay,
 }
 
 impl Need {
@@ -63,6 +66,11 @@ impl Need {
             Need::Zswap => (
                 Path::new("/sys/module/zswap").exists(),
                 "this kernel is built without zswap",
+            ),
+            Need::Overlay => (
+                fs::read_to_string("/proc/filesystems")
+                    .is_ok_and(|list| list.contains("\toverlay\n")),
+                "this kernel has no overlayfs, or not loaded",
             ),
             Need::Host => (!in_guest(), "a guest has only our own programs"),
             Need::Once => (!in_guest(), "the same on every kernel; runs on the host"),
@@ -177,6 +185,21 @@ pub(crate) fn without_root() -> Option<Result<Completion, Failed>> {
     }
 }
 
+/// Has the signals that end a tool end it, also where the tests' caller ignores them: a shell's job in
+/// the background and nohup(1) do, and tools keep to that. To be called before there is a thread.
+pub(crate) fn heed_signals() {
+    for signal in [
+        Signal::SIGINT,
+        Signal::SIGTERM,
+        Signal::SIGHUP,
+        Signal::SIGQUIT,
+    ] {
+        // SAFETY: sets the default action, which runs nothing of ours.
+        let set = unsafe { nix::sys::signal::signal(signal, SigHandler::SigDfl) };
+        assert!(set.is_ok(), "{signal}: {set:?}");
+    }
+}
+
 /// Builds the workloads, unless they come ready-made, as in a guest.
 pub(crate) fn prepare() {
     if env::var_os("MEMTOOLS_WORKLOADS").is_some() {
@@ -265,7 +288,7 @@ impl Workload {
         pid.parse().context("no pid")
     }
 
-    /// Its number in our PID namespace.
+    /// The workload's number in our PID namespace.
     pub(crate) fn pid(&self) -> String {
         self.pid.to_string()
     }
@@ -341,7 +364,7 @@ pub(crate) struct Ended {
     pub(crate) stdout: String,
     /// All of its stderr.
     pub(crate) stderr: String,
-    /// Its exit status.
+    /// The tool's exit status.
     pub(crate) status: ExitStatus,
 }
 
@@ -426,19 +449,28 @@ impl Tool {
         })
     }
 
-    /// Its number.
+    /// The tool's number.
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
 
     /// Waits until a line on stderr contains `text`, as the line that says that probes are live.
     pub(crate) fn wait_for(&mut self, text: &str) -> Result<()> {
+        self.wait_for_any(&[text])
+    }
+
+    /// Waits until a line on stderr contains one of these.
+    pub(crate) fn wait_for_any(&mut self, texts: &[&str]) -> Result<()> {
         let deadline = Instant::now() + PATIENCE;
-        while !self.said.iter().any(|line| line.contains(text)) {
+        let wanted = |line: &String| texts.iter().any(|text| line.contains(text));
+        while !self.said.iter().any(wanted) {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.stderr.recv_timeout(left) {
                 Ok(line) => self.said.push(line),
-                Err(_) => bail!("it never said {text:?}; it said:\n{}", self.said.join("\n")),
+                Err(_) => bail!(
+                    "it never said {texts:?}; it said:\n{}",
+                    self.said.join("\n")
+                ),
             }
         }
         Ok(())
@@ -483,7 +515,7 @@ impl Tool {
     }
 
     /// Sends it a signal.
-    pub(crate) fn signal(&self, signal: nix::sys::signal::Signal) -> Result<()> {
+    pub(crate) fn signal(&self, signal: Signal) -> Result<()> {
         let pid = nix::unistd::Pid::from_raw(self.child.id().cast_signed());
         nix::sys::signal::kill(pid, signal).context("failed to signal the tool")
     }
@@ -496,7 +528,7 @@ impl Tool {
 
     /// Presses Ctrl-C, and waits for its end.
     pub(crate) fn interrupt(self) -> Result<Ended> {
-        self.signal(nix::sys::signal::Signal::SIGINT)?;
+        self.signal(Signal::SIGINT)?;
         self.end()
     }
 
@@ -591,6 +623,13 @@ pub(crate) fn in_root(command: &mut Command, root: &Path) {
     }
 }
 
+/// Adds to, or with `-:` takes from, one of tracefs's lists of probes. To cut such a list short, as
+/// fs::write does, would take away those of others.
+pub(crate) fn change_events(list: &str, line: &str) -> io::Result<()> {
+    let mut list = OpenOptions::new().append(true).open(list)?;
+    list.write_all(line.as_bytes())
+}
+
 /// A folder for one test, gone when it is dropped.
 pub(crate) fn scratch() -> Result<tempfile::TempDir> {
     tempfile::tempdir().context("failed to make a folder")
@@ -624,7 +663,7 @@ impl Cgroup {
         Ok(Self(path))
     }
 
-    /// Its folder.
+    /// The folder's path.
     pub(crate) fn path(&self) -> &Path {
         &self.0
     }
@@ -639,4 +678,56 @@ impl Drop for Cgroup {
     fn drop(&mut self) {
         let _ = fs::remove_dir(&self.0);
     }
+}
+
+/// The number of the capability to have others killed first.
+const CAP_SYS_RESOURCE: u32 = 24;
+
+/// A tool that traces already has its memory locked, and is killed after all others where it may ask
+/// for that, or says that it may not.
+pub(crate) fn outlives_a_lack_of_memory(tool: Tool) -> Result<()> {
+    let read = |file: &str| fs::read_to_string(format!("/proc/{}/{file}", tool.pid()));
+    let score = read("oom_score_adj")?;
+    let unlocked = unlocked_mappings(&read("smaps")?);
+    ensure!(unlocked.is_empty(), "not locked: {unlocked:#?}");
+    let own = fs::read_to_string("/proc/self/status")?;
+    let capabilities = own.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let capabilities = u64::from_str_radix(capabilities.context("no capabilities")?.trim(), 16)?;
+    let may_be_spared = capabilities >> CAP_SYS_RESOURCE & 1 == 1;
+    let expected = if may_be_spared { "-1000\n" } else { "0\n" };
+    ensure!(score == expected, "{score}");
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    let told = ended.stderr.contains("failed to set oom_score_adj");
+    ensure!(told != may_be_spared, "{ended:?}");
+    Ok(())
+}
+
+/// Mappings of /proc/PID/smaps that have pages, and are not locked in memory. Maps of BPF, buffers of
+/// perf events and the vDSO with its data are the kernel's own memory, which is never taken away.
+fn unlocked_mappings(smaps: &str) -> Vec<String> {
+    let mut unlocked = Vec::new();
+    let (mut mapping, mut resident) = ("", false);
+    for line in smaps.lines() {
+        let (name, rest) = line.split_once(' ').unwrap_or((line, ""));
+        match name {
+            "Rss:" => resident = rest.trim() != "0 kB",
+            "VmFlags:" => {
+                let locked = rest.split_whitespace().any(|flag| flag == "lo");
+                let kernel_s = [
+                    "anon_inode:bpf-map",
+                    "anon_inode:[perf_event]",
+                    "[vdso]",
+                    "[vvar",
+                ];
+                let is_kernel_s = kernel_s.iter().any(|name| mapping.contains(name));
+                if resident && !locked && !is_kernel_s {
+                    unlocked.push(mapping.to_owned());
+                }
+            }
+            name if !name.ends_with(':') => mapping = line,
+            _ => {}
+        }
+    }
+    unlocked
 }

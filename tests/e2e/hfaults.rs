@@ -11,7 +11,8 @@ use libtest_mimic::Trial;
 use nix::mount::{MsFlags, mount, umount};
 use serde_json::{Value, json};
 
-use crate::harness::{self, Ended, Need, Tool, Workload};
+use crate::harness::{self, Ended, Need, Tool, Workload, workload};
+use crate::pressure::Group;
 
 pub(crate) fn tests() -> Vec<Trial> {
     let test = |name: &str, needs: &'static [Need], run: fn() -> Result<()>| {
@@ -32,6 +33,21 @@ pub(crate) fn tests() -> Vec<Trial> {
             reasons_are_told_apart,
         ),
         test("transparent_pages", &[Need::Kprobes], transparent_pages),
+        test(
+            "transparent_pages_are_those_of_vmstat",
+            &[Need::Kprobes, Need::Guest],
+            transparent_pages_are_those_of_vmstat,
+        ),
+        test(
+            "transparent_pages_that_cannot_be_had",
+            &[Need::Kprobes, Need::Guest],
+            transparent_pages_that_cannot_be_had,
+        ),
+        test(
+            "an_exhausted_pool_is_told",
+            &[Need::Kprobes, Need::Guest],
+            an_exhausted_pool_is_told,
+        ),
         test(
             "who_asks_for_transparent_pages",
             &[],
@@ -93,6 +109,14 @@ fn ways() -> Vec<&'static str> {
     };
     ways.extend(lookups.then_some("page-fault event"));
     ways
+}
+
+/// The ways that tell why a page faulted. 6.1 refuses fentry on hugetlb_wp(), of seven arguments, with
+/// ENOTSUPP; the tool takes kprobes there.
+fn ways_with_reasons() -> Vec<&'static str> {
+    let refused = harness::release().starts_with("6.1.");
+    let ways = ["fentry", "kprobe"].into_iter();
+    ways.filter(|&way| !refused || way == "kprobe").collect()
 }
 
 fn start(way: &str, args: &[&str]) -> Result<Tool> {
@@ -180,14 +204,7 @@ fn processes_are_filtered() -> Result<()> {
 
 fn reasons_are_told_apart() -> Result<()> {
     let _pages = HugePages::reserve(10)?;
-    // 6.1 refuses fentry on hugetlb_wp() with ENOTSUPP; the tool takes kprobes there.
-    let refused = harness::release().starts_with("6.1.");
-    let hooks = if refused {
-        &["kprobe"][..]
-    } else {
-        &["fentry", "kprobe"]
-    };
-    for &way in hooks {
+    for way in ways_with_reasons() {
         let mut workload = Workload::start("huge", &["7", "3"])?;
         let tool = start(way, &["-e", "-n", "huge"])?;
         let facts = workload.work()?;
@@ -227,6 +244,101 @@ fn transparent_pages() -> Result<()> {
             "no transparent huge pages: {facts:?}"
         );
         let expected = format!("@[{}, thp, huge page]: 10\n\n", workload.pid());
+        ensure!(
+            ended.stdout == expected,
+            "{way}: {ended:?}\nis not\n{expected}"
+        );
+    }
+    Ok(())
+}
+
+/// What /proc/vmstat counts: not a region that has no room for a huge page, nor one that is only read.
+fn transparent_pages_are_those_of_vmstat() -> Result<()> {
+    for way in ["fexit", "kretprobe"] {
+        let mut workload = Workload::start("thp", &["7", "odd"])?;
+        let pid = workload.pid();
+        let tool = start(way, &["--thp", "-p", &pid])?;
+        let before = of_this_size()?;
+        let facts = workload.work()?;
+        is_told_by_size(before, (7, 0))?;
+        let ended = end(tool)?;
+        ensure!(
+            facts["alloc"] == "7" && facts["fallback"] == "0",
+            "{facts:?}"
+        );
+        let expected = format!("@[{pid}, thp, zero page]: 1\n@[{pid}, thp, huge page]: 7\n\n");
+        ensure!(
+            ended.stdout == expected && !ended.stderr.contains("lost"),
+            "{way}: {ended:?}\nis not\n{expected}"
+        );
+    }
+    Ok(())
+}
+
+/// What the kernel counts of anonymous pages of this size, given and not to be had; None before 6.10.
+fn of_this_size() -> Result<Option<(u64, u64)>> {
+    let stats = Path::new("/sys/kernel/mm/transparent_hugepage/hugepages-2048kB/stats");
+    if !stats.exists() {
+        return Ok(None);
+    }
+    let read =
+        |name: &str| -> Result<u64> { Ok(fs::read_to_string(stats.join(name))?.trim().parse()?) };
+    Ok(Some((
+        read("anon_fault_alloc")?,
+        read("anon_fault_fallback")?,
+    )))
+}
+
+/// Since then it has counted so many.
+fn is_told_by_size(before: Option<(u64, u64)>, expected: (u64, u64)) -> Result<()> {
+    let (Some(before), Some(after)) = (before, of_this_size()?) else {
+        return Ok(());
+    };
+    let counted = (after.0 - before.0, after.1 - before.1);
+    ensure!(counted == expected, "{counted:?}, not {expected:?}");
+    Ok(())
+}
+
+/// A cgroup's limit permits some; the others are of a small page each, for which there is room.
+fn transparent_pages_that_cannot_be_had() -> Result<()> {
+    let group = Group::new("memtools-hfaults", 10 << 20)?;
+    group.forbid_swap()?;
+    for way in ["fexit", "kretprobe"] {
+        let mut workload = Workload::spawn(&mut group.command(&workload("thp"), &["7", "first"]))?;
+        let pid = workload.pid();
+        let tool = start(way, &["--thp", "-p", &pid])?;
+        let before = of_this_size()?;
+        let facts = workload.work()?;
+        let (given, refused) = (facts["alloc"].parse()?, facts["fallback"].parse()?);
+        is_told_by_size(before, (given, refused))?;
+        ensure!(
+            given > 0 && refused > 0 && given + refused == 7,
+            "{facts:?}"
+        );
+        let ended = end(tool)?;
+        let mut rows = [(given, "huge page"), (refused, "fallback")];
+        rows.sort_unstable();
+        let rows = rows.map(|(count, what)| format!("@[{pid}, thp, {what}]: {count}\n"));
+        let expected = rows.concat() + "\n";
+        ensure!(
+            ended.stdout == expected && !ended.stderr.contains("lost"),
+            "{way}: {ended:?}\nis not\n{expected}"
+        );
+    }
+    Ok(())
+}
+
+fn an_exhausted_pool_is_told() -> Result<()> {
+    for way in ways_with_reasons() {
+        let _pages = HugePages::reserve(5)?;
+        let mut workload = Workload::start("huge", &["5", "beyond"])?;
+        let pid = workload.pid();
+        let tool = start(way, &["-e", "-p", &pid])?;
+        let facts = workload.work()?;
+        let ended = end(tool)?;
+        ensure!(facts["sigbus"] == "1", "{facts:?}");
+        let expected =
+            format!("@[{pid}, huge, 2MB, pool exhausted]: 1\n@[{pid}, huge, 2MB, no page]: 5\n\n");
         ensure!(
             ended.stdout == expected,
             "{way}: {ended:?}\nis not\n{expected}"

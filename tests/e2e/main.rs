@@ -2,22 +2,28 @@
 //! guests of tests/vm.
 
 mod allocators;
+mod attaching;
 mod brkstack;
 mod drsnoop;
+mod export;
 mod faults;
 mod ffaults;
 mod follow;
 mod harness;
 mod hfaults;
+mod hostile;
 mod load;
 mod memleak;
 mod memleak_kernel;
 mod memleak_processes;
 mod memleak_views;
 mod memory;
+mod memtriage;
 mod mmapsnoop;
 mod oomkill;
 mod pressure;
+mod readme;
+mod running;
 mod shmsnoop;
 mod swapin;
 mod unwind;
@@ -28,6 +34,7 @@ use std::process::ExitCode;
 use libtest_mimic::Arguments;
 
 fn main() -> ExitCode {
+    harness::heed_signals();
     let mut arguments = Arguments::from_args();
     // Tests wait more than they compute, but tracers slow each other's targets down.
     arguments.test_threads = arguments.test_threads.or(Some(2));
@@ -36,19 +43,25 @@ fn main() -> ExitCode {
     }
     let tests = [
         hfaults::tests(),
+        hostile::tests(),
         drsnoop::tests(),
+        export::tests(),
         memleak::tests(),
         memleak_kernel::tests(),
         memleak_processes::tests(),
         memleak_views::tests(),
         memory::tests(),
+        memtriage::tests(),
         allocators::tests(),
+        attaching::tests(),
         brkstack::tests(),
         faults::tests(),
         ffaults::tests(),
         follow::tests(),
         mmapsnoop::tests(),
         oomkill::tests(),
+        readme::tests(),
+        running::tests(),
         shmsnoop::tests(),
         swapin::tests(),
         unwind::tests(),

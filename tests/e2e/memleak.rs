@@ -9,8 +9,10 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use libbpf_rs::query::MapInfoIter;
+use libbpf_rs::{MapCore, MapHandle};
 use libtest_mimic::Trial;
-use memtools::kernel;
+use memtools::bpf::kernel_support;
 use nix::sys::signal::Signal;
 
 use crate::harness::{self, Ended, Tool, Workload};
@@ -42,6 +44,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         stacks_are_complete_with_frame_pointers,
         deep_stacks_are_cut_and_counted,
         tens_of_thousands_of_stacks,
+        stacks_of_what_is_gone_make_room,
         stacks_that_do_not_fit_are_counted,
         blocks_that_do_not_fit_are_counted,
         events_that_do_not_fit_are_counted,
@@ -93,7 +96,7 @@ impl Group {
 
 /// Whether blocks are in a table, where double frees are noticed: from 5.15 on, as of cookies.
 pub(crate) fn has_table() -> bool {
-    kernel::btf_has_name("bpf_perf_link")
+    kernel_support::btf_has_name("bpf_perf_link")
 }
 
 fn name(frame: &str) -> &str {
@@ -114,6 +117,8 @@ pub(crate) fn last_report(stdout: &str) -> Result<Vec<Group>> {
                 .context("a frame before any group")?
                 .frames
                 .push(frame.to_owned());
+        } else if line.starts_with("\ttotal ") || line.starts_with("\tof these ") {
+            // What all groups have together.
         } else if line.contains(" bytes in ") {
             let words: Vec<&str> = line.split_whitespace().collect();
             let number = |at: usize| words.get(at).and_then(|word| word.parse().ok());
@@ -686,12 +691,84 @@ fn tens_of_thousands_of_stacks() -> Result<()> {
     Ok(())
 }
 
+/// The stacks in the table in use of the tool whose table has this size.
+fn stacks_in_use(size: u32) -> usize {
+    let maps = MapInfoIter::default().filter(|info| info.max_entries == size);
+    let newest = maps.map(|info| info.id).max();
+    let map = newest.and_then(|id| MapHandle::from_map_id(id).ok());
+    map.map_or(usize::MAX, |map| map.keys().count())
+}
+
+/// Ten times as many as there is room for, of which few have live blocks.
+fn stacks_of_what_is_gone_make_room() -> Result<()> {
+    const ROUNDS: usize = 29;
+    const STACKS: usize = 1499;
+    // By which the table is known among others.
+    const SIZE: u32 = 4099;
+    let (rounds, stacks) = (ROUNDS.to_string(), STACKS.to_string());
+    let mut workload = Workload::start("alloc", &["churn", &rounds, &stacks])?;
+    let size = SIZE.to_string();
+    let args = [
+        "-j",
+        "-o",
+        "0",
+        "-T",
+        "100",
+        "--stack-storage-size",
+        &size,
+        "60",
+    ];
+    let tool = attach(&workload, &args)?;
+    for round in 1..=ROUNDS {
+        workload.go()?;
+        if round < ROUNDS {
+            workload.ready()?;
+        } else {
+            workload.done()?;
+        }
+        // A program that only allocates is faster than any reader.
+        let has_room = || stacks_in_use(SIZE) < SIZE as usize - STACKS;
+        harness::eventually("there is room", || Ok(has_room()))?;
+    }
+    let ended = tool.interrupt()?;
+    ensure!(!ended.stderr.contains("lost"), "{}", ended.stderr);
+    let rows = ended.stdout.lines().map(serde_json::from_str);
+    let rows: Vec<serde_json::Value> = rows.collect::<Result<_, _>>()?;
+    ensure!(rows[0]["stacks"] == ROUNDS, "{}", rows[0]);
+    let mut different = HashSet::new();
+    for row in rows.iter().filter(|row| row["type"] == "stack") {
+        let frames = row["frames"].as_array().map_or(0, Vec::len);
+        ensure!(
+            row["allocations"] == 1 && row["truncated"] == false && frames > 20,
+            "{row}"
+        );
+        different.insert(row["frames"].to_string());
+    }
+    ensure!(different.len() == ROUNDS, "{} stacks", different.len());
+    ensure!(workload.finish()?.success());
+    Ok(())
+}
+
 fn stacks_that_do_not_fit_are_counted() -> Result<()> {
     let all = trace_all("alloc", &["stacks", "211"])?;
     ensure!(all.len() == 211, "{} stacks", all.len());
 
-    let args = ["-o", "0", "-T", "1000", "--stack-storage-size", "101", "60"];
-    let ended = trace("alloc", &["stacks", "211"], &args)?;
+    // Before the table is renewed, and when it has been, which has no room for all of them either.
+    for (interval, count) in [("60", "1"), ("1", "3")] {
+        let mut workload = Workload::start("alloc", &["stacks", "211"])?;
+        let args = ["-o", "0", "-T", "1000", "--stack-storage-size", "101"];
+        let tool = attach(&workload, &[&args[..], &[interval, count]].concat())?;
+        workload.work()?;
+        let ended = match count {
+            "1" => tool.interrupt()?,
+            _ => tool.end()?,
+        };
+        stacks_that_do_not_fit_are_one_group(&ended)?;
+    }
+    Ok(())
+}
+
+fn stacks_that_do_not_fit_are_one_group(ended: &Ended) -> Result<()> {
     let groups = last_report(&ended.stdout)?;
     let allocations: u64 = groups.iter().map(|group| group.allocations).sum();
     ensure!(
@@ -886,6 +963,22 @@ fn sort_and_top() -> Result<()> {
         "{}",
         ended.stdout
     );
+    // The line has what is not shown, too.
+    let all = trace(
+        "alloc",
+        &["leak", "31", "4093"],
+        &["-o", "0", "-T", "100", "60"],
+    )?;
+    let groups = last_report(&all.stdout)?;
+    let blocks: u64 = groups.iter().map(|group| group.allocations).sum();
+    let whole = format!(" in {blocks} blocks of {} stacks, shown 1", groups.len());
+    let line = ended
+        .stdout
+        .lines()
+        .find(|line| line.starts_with("\ttotal "));
+    let line = line.with_context(|| format!("no total: {}", ended.stdout))?;
+    ensure!(groups.len() > 1 && line.contains(&whole), "{line} {whole}");
+    ensure!(line.contains("; resident "), "{line}");
     // The fewest bytes, but by far the most calls.
     let ended = trace(
         "alloc",
@@ -1097,8 +1190,12 @@ fn bad_targets_are_named() -> Result<()> {
         "--min-size (-z) 5 is larger than --max-size (-Z) 4",
     )?;
 
-    let go = Workload::start("alloc-go", &["hold"])?;
-    fails(&["-p", &go.pid()], 1, "is a Go program")?;
+    let go = Workload::start("alloc-go-bare", &["hold"])?;
+    fails(
+        &["-p", &go.pid()],
+        1,
+        "is a Go program without an allocator of C",
+    )?;
     let bare = Workload::start("alloc-static-stripped", &["hold"])?;
     fails(
         &["-p", &bare.pid()],

@@ -15,6 +15,9 @@ pub(crate) fn tests() -> Vec<Trial> {
         without_children_only_the_parent_is_traced,
         those_in_a_cgroup_are_traced,
         those_of_a_name_are_traced,
+        what_children_left_when_they_exited_is_shown,
+        what_children_left_is_in_totals_and_estimates,
+        a_vforked_child_shares_its_parents_blocks,
         an_exec_forgets,
         an_exec_forgets_totals,
         children_want_a_parent,
@@ -110,7 +113,7 @@ fn without_children_only_the_parent_is_traced() -> Result<()> {
     Ok(())
 }
 
-/// Of two programs only one is in the cgroup, and a third one comes into it later.
+/// Two programs run, of which one is in the cgroup; a third one comes into it later.
 fn those_in_a_cgroup_are_traced() -> Result<()> {
     let cgroup = Cgroup::new()?;
     let mut inside = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
@@ -143,6 +146,82 @@ fn those_of_a_name_are_traced() -> Result<()> {
     ensure!(found == (31 * 4093, 31), "{found:?} in {groups:#?}");
     let foreign = groups.iter().any(|group| group.pid == Some(other.pid()));
     ensure!(!foreign, "{groups:#?}");
+    Ok(())
+}
+
+/// Each of some children leaks and exits before the first report; two later reports have it.
+fn what_children_left_when_they_exited_is_shown() -> Result<()> {
+    let mut workload = Workload::start("lives", &["leave", "101", "97", "7"])?;
+    let args = [
+        "--children",
+        "-p",
+        &workload.pid(),
+        "-o",
+        "0",
+        "-T",
+        "1000",
+        "1",
+    ];
+    let mut tool = Tool::start("memleak", &args)?;
+    tool.wait_for(READY)?;
+    let facts = workload.work()?;
+    let children: Vec<&str> = facts["children"].split(',').collect();
+    ensure!(children.len() == 7, "{facts:?}");
+    for _ in 0..2 {
+        tool.wait_for_output(&format!("of PID {} (lives)", children[6]))?;
+        tool.wait_for_output("] Top")?;
+    }
+    let groups = groups_at_end(tool)?;
+    for child in children {
+        let found = of(&groups, child, "in_process");
+        ensure!(
+            found == (101 * 97, 101),
+            "{child}: {found:?} in {groups:#?}"
+        );
+    }
+    Ok(())
+}
+
+fn what_children_left_is_in_totals_and_estimates() -> Result<()> {
+    // Each block is larger than the distance between samples, so estimates are exact.
+    for args in [&["-C"][..], &["--sample-bytes", "64", "-o", "0"]] {
+        let mut workload = Workload::start("lives", &["leave", "101", "97", "7"])?;
+        let children = ["--children", "-p", &workload.pid(), "-T", "1000", "60"];
+        let mut tool = Tool::start("memleak", &[args, &children].concat())?;
+        tool.wait_for(READY)?;
+        let facts = workload.work()?;
+        let groups = groups_at_end(tool)?;
+        for child in facts["children"].split(',') {
+            let found = of(&groups, child, "in_process");
+            ensure!(
+                found == (101 * 97, 101),
+                "{args:?}: {found:?} in {groups:#?}"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// With --children all is seen that either does with the memory; without, no free is called a
+/// second one that is not.
+fn a_vforked_child_shares_its_parents_blocks() -> Result<()> {
+    for children in [&["--children"][..], &[]] {
+        let mut workload = Workload::start("lives", &["vfork", "101"])?;
+        let args = ["-j", "-o", "0", "-T", "1000", "-p", &workload.pid(), "60"];
+        let mut tool = Tool::start("memleak", &[children, &args].concat())?;
+        tool.wait_for(READY)?;
+        workload.work()?;
+        let ended = tool.interrupt()?;
+        let head = ended.stdout.lines().next().context("no report")?;
+        let head: serde_json::Value = serde_json::from_str(head)?;
+        ensure!(head["double_frees"].as_u64().unwrap_or(0) == 0, "{head}");
+        if children.is_empty() {
+            continue;
+        }
+        for key in ["allocations", "unknown_frees", "unseen_frees"] {
+            ensure!(head[key] == 0, "{key} in {}", ended.stdout);
+        }
+    }
     Ok(())
 }
 

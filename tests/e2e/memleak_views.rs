@@ -20,6 +20,8 @@ pub(crate) fn tests() -> Vec<Trial> {
         unknown_frees_are_counted_with_their_stack: at_entries,
         samples_by_bytes_stand_for_all,
         hits_and_what_they_cost_are_told,
+        memleak_is_raised_and_its_command_is_not [Host],
+        a_limit_is_kept_for_a_program_that_is_mostly_idle,
         sampling_is_raised_to_keep_a_limit,
         what_the_table_has_no_room_for_is_kept_elsewhere,
         room_is_made_as_it_is_needed,
@@ -216,7 +218,7 @@ fn hits_and_what_they_cost_are_told() -> Result<()> {
     ensure!(hits(&few)? == 3 * 7 + 2, "{few}");
     ensure!(hits(&many)? == 3 * 10_007 + 2, "{many}");
     let share = many["cpu_percent"].as_f64().context("no share")?;
-    ensure!(share > 0.0, "{many}");
+    ensure!(share > 0.0 && share <= 100.0, "{many}");
     ensure!(many["hit_ns"].as_u64().is_some_and(|ns| ns > 0), "{many}");
     Ok(())
 }
@@ -253,6 +255,36 @@ fn sampling_is_raised_to_keep_a_limit() -> Result<()> {
     Ok(())
 }
 
+/// nice(1) without arguments prints its own.
+fn memleak_is_raised_and_its_command_is_not() -> Result<()> {
+    let ended = harness::run("memleak", &["-j", "-c", "nice", "60"])?;
+    ensure!(ended.stdout.lines().any(|line| line == "0"), "{ended:?}");
+    let workload = Workload::start("lives", &["churn", "7", "64", "1"])?;
+    let tool = memleak::attach(&workload, &["-j", "60"])?;
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", tool.pid()))?;
+    let fields = stat.rsplit_once(')').context("no name")?.1;
+    // The 19th, counted from the number; behind the name is the third.
+    let nice = fields.split_whitespace().nth(16).context("no nice value")?;
+    ensure!(nice == "-10", "{stat}");
+    Ok(())
+}
+
+/// A program that runs for a thirtieth of the time is judged all the same.
+fn a_limit_is_kept_for_a_program_that_is_mostly_idle() -> Result<()> {
+    let mut workload = Workload::start("lives", &["bursts", "4001"])?;
+    let args = ["--max-overhead", "0.1%", "-j", "60"];
+    let tool = memleak::attach(&workload, &args)?;
+    workload.work()?;
+    let ended = tool.interrupt()?;
+    for line in [
+        "over the limit: from now on blocks are recorded as with --sample-bytes",
+        "--max-overhead 0.1 % was not kept over the whole trace: ",
+    ] {
+        ensure!(ended.stderr.contains(line), "{}", ended.stderr);
+    }
+    Ok(())
+}
+
 /// The table has 15,016 places, and from 12,000 blocks on some find both their buckets full.
 fn what_the_table_has_no_room_for_is_kept_elsewhere() -> Result<()> {
     let blocks = if memleak::has_table() { 13_009 } else { 10_007 };
@@ -281,11 +313,12 @@ fn the_peak_is_shown_with_its_stacks() -> Result<()> {
     Ok(())
 }
 
-/// Of 9362 blocks, the first map has room for 292, the second for 2340, the third for the rest.
+/// Room for 9362 blocks is for 292 in the first map, 2340 in the second, the rest in the third.
 fn room_is_made_as_it_is_needed() -> Result<()> {
     let program = ["grow", "97", "199", "2003", "7103"];
     let mut workload = Workload::start("lives", &program)?;
-    let args = ["--mem-limit", "1M", "-vj", "-o", "0", "-p"];
+    // Three quarters, 1 MiB, are for blocks.
+    let args = ["--mem-limit", "1398102", "-vj", "-o", "0", "-p"];
     let pid = workload.pid();
     let way = "perf uprobes without cookies";
     let mut tool = Tool::start_by(way, "memleak", &[&args[..], &[&pid, "60"]].concat())?;

@@ -1,6 +1,7 @@
 //! oomkill against programs that the kernel kills, and against the kernel's log of that.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::ExitStatusExt;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -18,7 +19,10 @@ pub(crate) fn tests() -> Vec<Trial> {
         by_kprobe_it_is_the_same [Kprobes],
         a_peer_sees_the_same [Kprobes, Peers],
         what_mark_victim_alone_knows,
+        it_outlives_a_lack_of_memory,
+        victims_are_chosen_too [Guest],
         a_cgroups_kill_is_explained [Guest],
+        stacks_of_victims_are_complete [Guest],
         a_whole_cgroup_is_killed [Guest],
         the_machines_kill_is_global [Guest],
         a_kill_can_be_asked_for [Guest],
@@ -57,6 +61,45 @@ fn it_starts_and_ends() -> Result<()> {
     Ok(())
 }
 
+fn it_outlives_a_lack_of_memory() -> Result<()> {
+    harness::outlives_a_lack_of_memory(start(&["-e"])?)
+}
+
+/// One that is killed for another's sake.
+fn victims_are_chosen_too() -> Result<()> {
+    let group = Group::new("memtools-victim", 24 << 20)?;
+    group.forbid_swap()?;
+    let spawn = |args: &[&str]| Workload::spawn(&mut group.command(&workload("hog"), args));
+    for choice in ["-p", "-n", "--cgroup"] {
+        let mut victim = spawn(&["8", "1000"])?;
+        let mut hog = Workload::spawn(&mut group.command(&workload("minor"), &["8009"]))?;
+        let (pid, path) = (victim.pid(), group.path());
+        let value = match choice {
+            "-p" => pid.as_str(),
+            "-n" => "hog",
+            _ => path.as_str(),
+        };
+        let tool = start(&["-j", choice, value])?;
+        victim.work()?;
+        hog.go()?;
+        ensure!(
+            victim.wait()?.signal() == Some(9),
+            "the victim has survived"
+        );
+        // It may be killed next, for lack of others.
+        let _ = hog.wait()?;
+        let ended = tool.interrupt()?;
+        let objects = objects(&ended)?;
+        let of_victim = objects
+            .iter()
+            .filter(|kill| kill["victim"]["pid"].as_u64() == pid.parse().ok());
+        ensure!(of_victim.count() == 1, "{choice}: {ended:?}");
+        let others = objects.len() - 1;
+        ensure!(choice == "--cgroup" || others == 0, "{choice}: {ended:?}");
+    }
+    Ok(())
+}
+
 /// Lets a hog be killed that wants 64 MB where 8 MB are permitted, also where memory may not be used
 /// up, and returns its pid and what the tool printed of it.
 fn traced_kill(way: Option<&str>, args: &[&str]) -> Result<(String, Ended)> {
@@ -77,11 +120,16 @@ fn traced_kill(way: Option<&str>, args: &[&str]) -> Result<(String, Ended)> {
     Ok((pid, ended))
 }
 
-/// BCC's line of a kill of the hog, for its own sake; the pages as they are known.
+/// BCC's line of a kill of the hog, for its own sake; the pages as they are known. With them comes the cgroup.
 fn is_bccs_line(pid: &str, ended: &Ended, pages: &str) -> Result<()> {
+    let cgroup = if pages == "-" {
+        ""
+    } else {
+        r#", CGROUP (\d+ \("/|- \(")memtools-[a-z-]+"\)"#
+    };
     let line = Regex::new(&format!(
         "^\\d\\d:\\d\\d:\\d\\d Triggered by PID {pid} \\(\"hog\"\\), OOM kill of PID {pid} \\(\"hog\"\\), \
-         {pages} pages, loadavg: [\\d.]+ [\\d.]+ [\\d.]+ \\d+/\\d+ \\d+\n$"
+         {pages} pages, loadavg: [\\d.]+ [\\d.]+ [\\d.]+ \\d+/\\d+ \\d+{cgroup}\n$"
     ))?;
     ensure!(line.is_match(&ended.stdout), "{ended:?}");
     Ok(())
@@ -215,6 +263,8 @@ fn a_cgroups_kill_is_explained() -> Result<()> {
         "{kill}"
     );
     ensure!(kill["limit_cgroup"] == "/memtools-oomkill", "{kill}");
+    let id = fs::metadata(group.path())?.ino();
+    ensure!(kill["limit_cgroup_id"] == id, "{id}: {kill}");
     ensure!(
         kill["limit_kb"] == 8192 && kill["total_pages"] == 2048,
         "{kill}"
@@ -261,6 +311,42 @@ fn a_cgroups_kill_is_explained() -> Result<()> {
     ensure!(has("oom_kill_process") && has("out_of_memory"), "{kill}");
     // It was killed for its own sake, and its names are still known.
     ensure!(kill["user_stack"][0]["symbol"] == "write_pages", "{kill}");
+    Ok(())
+}
+
+/// The death of a process is the first that is seen of it, whether it was there before the tool or came
+/// later.
+fn stacks_of_victims_are_complete() -> Result<()> {
+    const EACH: usize = 3;
+    let group = Group::new("memtools-complete", 8 << 20)?;
+    group.forbid_swap()?;
+    let hog = || Workload::spawn(&mut group.command(&workload("hog"), &["64", "900"]));
+    let mut hogs: Vec<Workload> = (0..EACH).map(|_| hog()).collect::<Result<_>>()?;
+    let tool = start(&["-j"])?;
+    for _ in 0..EACH {
+        hogs.push(hog()?);
+    }
+    for hog in &mut hogs {
+        // Another one of them can have been killed for it.
+        let _ = hog.go();
+        let _ = hog.done();
+        ensure!(hog.wait()?.signal() == Some(9), "a hog has survived");
+    }
+    let kills = objects(&tool.interrupt()?)?;
+    ensure!(kills.len() == hogs.len(), "{kills:?}");
+    for kill in &kills {
+        ensure!(kill["user_stack_truncated"].is_null(), "{kill}");
+        let frames = kill["user_stack"].as_array().context("no user stack")?;
+        let symbols: Vec<&str> = frames
+            .iter()
+            .map(|frame| frame["symbol"].as_str().unwrap_or_default())
+            .collect();
+        ensure!(
+            symbols.contains(&"main") || symbols.contains(&"__libc_start_call_main"),
+            "{symbols:?}"
+        );
+        ensure!(symbols.last() == Some(&"_start"), "{symbols:?}");
+    }
     Ok(())
 }
 

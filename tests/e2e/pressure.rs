@@ -21,7 +21,7 @@ pub(crate) struct Group {
 }
 
 impl Group {
-    /// Of version 2 where that has the memory controller, else of version 1.
+    /// A cgroup of version 2 where that has the memory controller, else of version 1.
     pub(crate) fn new(name: &str, limit_bytes: u64) -> Result<Self> {
         let controllers =
             fs::read_to_string(format!("{CGROUP2}/cgroup.controllers")).unwrap_or_default();
@@ -37,6 +37,21 @@ impl Group {
         Ok(group)
     }
 
+    /// A cgroup below it that has the memory controller, and no limit; only with version 2.
+    pub(crate) fn child(&self, name: &str) -> Result<Self> {
+        self.set("cgroup.subtree_control", "+memory")?;
+        let path = self.path.join(name);
+        fs::create_dir_all(&path).with_context(|| format!("failed to make {}", path.display()))?;
+        Ok(Self { path })
+    }
+
+    /// How often its own limit was hit, and had its tasks reclaim; only with version 2.
+    pub(crate) fn limit_hits(&self) -> Result<u64> {
+        let events = fs::read_to_string(self.path.join("memory.events")).context("no events")?;
+        let hits = events.lines().find_map(|line| line.strip_prefix("max "));
+        Ok(hits.context("no max")?.parse()?)
+    }
+
     /// Writes one of its files.
     pub(crate) fn set(&self, file: &str, value: &str) -> Result<()> {
         fs::write(self.path.join(file), value).with_context(|| format!("failed to set {file}"))
@@ -50,7 +65,7 @@ impl Group {
         Ok(())
     }
 
-    /// Its path in the file system.
+    /// The cgroup's path in the file system.
     pub(crate) fn path(&self) -> String {
         self.path.display().to_string()
     }
@@ -95,6 +110,31 @@ impl Drop for Swap {
 pub(crate) struct Scarcity {
     watermark: String,
     kswapd: String,
+}
+
+/// A value below /proc/sys that is another until this is dropped; only in a guest.
+pub(crate) struct Setting {
+    path: &'static str,
+    before: String,
+}
+
+impl Setting {
+    pub(crate) fn change(path: &'static str, value: &str) -> Result<Self> {
+        let before = fs::read_to_string(path).with_context(|| format!("no {path}"))?;
+        fs::write(path, value).with_context(|| format!("failed to set {path}"))?;
+        Ok(Self { path, before })
+    }
+
+    /// A watermark raised to what is free now, so that kswapd has to free half as much again.
+    pub(crate) fn high_watermark() -> Result<Self> {
+        Self::change(WATERMARK, &free_kb()?.to_string())
+    }
+}
+
+impl Drop for Setting {
+    fn drop(&mut self) {
+        let _ = fs::write(self.path, &self.before);
+    }
 }
 
 const WATERMARK: &str = "/proc/sys/vm/min_free_kbytes";

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::Trial;
 use serde_json::{Value, json};
 
@@ -24,6 +24,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         threads_are_filtered,
         a_duration_ends_it [Once],
         what_is_not_there_is_named,
+        threads_at_once_are_all_shown,
     )
 }
 
@@ -43,6 +44,20 @@ fn trace(args: &[&str]) -> Result<(String, HashMap<String, String>, Ended)> {
 fn json_rows(ended: &Ended) -> Result<Vec<Value>> {
     let row = |line: &str| serde_json::from_str(line).with_context(|| line.to_owned());
     ended.stdout.lines().map(row).collect()
+}
+
+/// Eight on two CPUs, which preempt one another in our programs, where the kernel lets them.
+fn threads_at_once_are_all_shown() -> Result<()> {
+    let mut workload = Workload::start("contend", &["8", "1009", "shmget"])?;
+    let mut tool = Tool::start("shmsnoop", &["-j", "-p", &workload.pid()])?;
+    tool.wait_for("tracing shmget(2)")?;
+    let facts = workload.work()?;
+    let ended = tool.interrupt()?;
+    let rows = json_rows(&ended)?;
+    ensure!(facts["operations"] == "8072", "{facts:?}");
+    ensure!(rows.len() == 8072, "{} rows, {}", rows.len(), ended.stderr);
+    ensure!(!ended.stderr.contains("lost"), "{}", ended.stderr);
+    Ok(())
 }
 
 /// The calls of a fact, each as its arguments and its result or `-ERROR`.
@@ -71,7 +86,7 @@ fn every_argument_and_result() -> Result<()> {
         ("get", "shmget", ROUNDS + 3),
         ("at", "shmat", ROUNDS + 2),
         ("dt", "shmdt", ROUNDS + 2),
-        ("ctl", "shmctl", 2 * ROUNDS + 4),
+        ("ctl", "shmctl", 2 * ROUNDS + 8),
     ] {
         let made = calls(&facts[fact])?;
         let rows: Vec<&Value> = rows.iter().filter(|row| row["call"] == call).collect();
@@ -105,11 +120,17 @@ fn every_argument_and_result() -> Result<()> {
                 }
                 "shmdt" => row["shmaddr"] == hex(args[0]),
                 _ => {
-                    let names = ["IPC_RMID", "IPC_SET", "IPC_STAT"];
-                    let name = *names.get(args[1] as usize).unwrap_or(&match args[1] {
+                    let name = match args[1] {
+                        0 => "IPC_RMID",
+                        2 => "IPC_STAT",
+                        3 => "IPC_INFO",
                         11 => "SHM_LOCK",
-                        _ => "SHM_UNLOCK",
-                    });
+                        12 => "SHM_UNLOCK",
+                        13 => "SHM_STAT",
+                        14 => "SHM_INFO",
+                        0x102 => "IPC_STAT|IPC_64",
+                        other => bail!("{other}"),
+                    };
                     row["shmid"] == args[0] && row["cmd"] == name && row["buf"] == hex(args[2])
                 }
             };
@@ -194,6 +215,19 @@ fn segments() -> Result<()> {
         "{detached:?}"
     );
     ensure!(detached[1..] == [[&Value::Null; 3]], "{detached:?}");
+    // Commands about all segments are of none, although the call names one; an index is not an id.
+    let of_command = |name: &str| {
+        let row = rows.iter().find(|row| row["cmd"] == name);
+        row.map(segment).with_context(|| format!("no {name}"))
+    };
+    for about_all in ["IPC_INFO", "SHM_INFO", "IPC_STAT|IPC_64"] {
+        ensure!(of_command(about_all)? == [&Value::Null; 3], "{about_all}");
+    }
+    ensure!(
+        of_command("SHM_STAT")?[..2] == [&json!(1), &json!(7 * 4096)],
+        "{:?}",
+        of_command("SHM_STAT")?
+    );
     let (_, _, ended) = trace(&["-e"])?;
     let row = ended.stdout.lines().nth(2).context("no row")?;
     ensure!(
@@ -203,7 +237,7 @@ fn segments() -> Result<()> {
     Ok(())
 }
 
-/// Its ids are those of an IPC namespace of its own.
+/// A container's ids are those of an IPC namespace of its own.
 fn segments_of_a_container() -> Result<()> {
     let shm = harness::workload("shm");
     let mut workload = Workload::spawn(Command::new("unshare").arg("-i").arg(shm).arg("23"))?;
@@ -301,7 +335,7 @@ fn threads_are_filtered() -> Result<()> {
             .all(|row| row.starts_with(&format!("{wanted} "))),
         "{rows}"
     );
-    ensure!(rows.lines().count() == 5 * 3 + 11, "{rows}");
+    ensure!(rows.lines().count() == 5 * 3 + 15, "{rows}");
     Ok(())
 }
 

@@ -23,6 +23,11 @@ pub(crate) fn tests() -> Vec<Trial> {
     vec![
         test("every_page_is_counted", SWAP, every_page_is_counted),
         test("latency", SWAP, latency),
+        test(
+            "shared_memory_holds_up_too",
+            SWAP,
+            shared_memory_holds_up_too,
+        ),
         test("pages_written", SWAP, pages_written),
         test("processes_are_filtered", SWAP, processes_are_filtered),
         test("a_command_is_traced", SWAP, a_command_is_traced),
@@ -32,6 +37,11 @@ pub(crate) fn tests() -> Vec<Trial> {
             what_zswap_had_is_told,
         ),
         test("bcc_s_report", &[Need::Kprobes], bcc_s_report),
+        test(
+            "it_outlives_a_lack_of_memory",
+            &[Need::Kprobes],
+            it_outlives_a_lack_of_memory,
+        ),
         test("every_attempt_is_named", &[], every_attempt_is_named),
     ]
 }
@@ -111,6 +121,27 @@ fn every_page_is_counted() -> Result<()> {
             "{ended:?}"
         );
         ensure!(!ended.stdout.contains("lost"), "{ended:?}");
+    }
+    Ok(())
+}
+
+fn shared_memory_holds_up_too() -> Result<()> {
+    let _swap = Swap::on()?;
+    for way in WAYS {
+        let mut workload = Workload::start("pageout", &[&PAGES.to_string(), "shared"])?;
+        let tool = start(way, &["-j", "-s", "-p", &workload.pid()])?;
+        let facts = workload.work()?;
+        let ended = end(tool)?;
+        ensure!(facts["major"] == PAGES.to_string(), "{facts:?}");
+        let rows = json_rows(&ended)?;
+        let (last, rows) = rows.split_last().context("no rows")?;
+        ensure!(sum(rows, "pages_in", None) == PAGES, "{way}: {ended:?}");
+        let buckets = last["latency_ns"].as_array().context("no histogram")?;
+        let waits: u64 = buckets
+            .iter()
+            .filter_map(|bucket| bucket["count"].as_u64())
+            .sum();
+        ensure!(waits == PAGES, "{way}: {waits} waits: {ended:?}");
     }
     Ok(())
 }
@@ -299,6 +330,12 @@ fn bcc_s_report() -> Result<()> {
         );
     }
     Ok(())
+}
+
+fn it_outlives_a_lack_of_memory() -> Result<()> {
+    let mut tool = Tool::start("swapin", &[])?;
+    tool.wait_for("tracing swap ins")?;
+    harness::outlives_a_lack_of_memory(tool)
 }
 
 fn every_attempt_is_named() -> Result<()> {

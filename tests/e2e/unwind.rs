@@ -28,8 +28,10 @@ pub(crate) fn tests() -> Vec<Trial> {
         the_handler_of_a_signal,
         a_library_that_is_loaded_later,
         threads_have_one_stack,
+        a_fiber_ends_where_it_began,
         pending_return_probes,
         children_and_what_they_execute,
+        processes_that_end_at_once,
         a_process_that_is_met_later,
         a_command_from_its_start,
         every_instruction,
@@ -38,6 +40,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         no_room_for_a_table,
         a_caller_in_no_code_is_not_shown,
         generated_code_is_walked_by_frame_pointers,
+        hotspot_s_generated_code_ends_a_stack,
         calls_that_are_bound_lazily,
         deep_recursion_is_cut,
         tables_alone_are_enough,
@@ -307,7 +310,7 @@ fn a_kill_by_kprobe_and_fentry() -> Result<()> {
     killed(Some("fentry"))
 }
 
-/// Of the victim for whose own sake it is killed.
+/// The stack of a victim that is killed for its own allocation.
 fn killed(way: Option<&str>) -> Result<()> {
     let name = way.unwrap_or("the best way").replace(' ', "-");
     let group = Group::new(&format!("memtools-unwind-{name}"), 8 << 20)?;
@@ -396,6 +399,13 @@ fn pending_return_probes() -> Result<()> {
     complete(&report, calls)
 }
 
+/// A fiber's first function is to return into code that no call is before, and that has no rules.
+fn a_fiber_ends_where_it_began() -> Result<()> {
+    let (report, own) = trace_malloc("fiber")?;
+    report.only(COUNT)?.expect("leaf_malloc", &own)?;
+    complete(&report, COUNT)
+}
+
 /// Starts a workload that nobody knows before, and waits until brkstack, which has met it when its
 /// dynamic linker called brk(2), has its tables. The program is in the folder.
 fn meet(name: &str, mode: &str) -> Result<(Tool, Workload, TempDir)> {
@@ -412,12 +422,11 @@ fn meet(name: &str, mode: &str) -> Result<(Tool, Workload, TempDir)> {
     Ok((tool, program, folder))
 }
 
-/// The child of a fork has its parent's tables at once, and others soon after exec.
+/// A file's tables serve the child of a fork and what it executes at once.
 fn children_and_what_they_execute() -> Result<()> {
-    let (mut tool, mut program, _folder) = meet("unwind-child", "fork")?;
+    let (tool, mut program, _folder) = meet("unwind-child", "fork")?;
     program.go()?;
-    let child = program.ready()?;
-    tool.wait_for(&format!("unwind tables for process {child}: 4 files"))?;
+    program.ready()?;
     program.work()?;
     let report = Report::read(&tool.interrupt()?)?;
     let calls = |of: &dyn Fn(&Entry) -> bool| -> u64 {
@@ -432,6 +441,29 @@ fn children_and_what_they_execute() -> Result<()> {
         (in_child, in_exec) == (COUNT, COUNT),
         "{:#?}",
         report.stacks
+    );
+    Ok(())
+}
+
+/// Processes that end before anybody could look at them, which call brk(2) while they start: only
+/// the first one of them is met before there are tables.
+fn processes_that_end_at_once() -> Result<()> {
+    const RUNS: u64 = 101;
+    /// Calls of the first, of which four are its dynamic linker's at the most.
+    const OF_THE_FIRST: u64 = 20 + 4;
+    let (tool, program, folder) = meet("unwind-short", "brk")?;
+    for _ in 0..RUNS {
+        let mut run = Command::new(folder.path().join("unwind-short"));
+        run.arg("no-such-mode").stdin(Stdio::null()).output()?;
+    }
+    let report = Report::read(&tool.interrupt()?)?;
+    drop(program);
+    let of = |what: &str| report.unwinding[what].as_u64().context("no count");
+    let (stacks, complete) = (of("stacks")?, of("complete")?);
+    ensure!(
+        stacks > 2 * RUNS && stacks - complete <= OF_THE_FIRST,
+        "{}",
+        report.unwinding
     );
     Ok(())
 }
@@ -536,7 +568,7 @@ fn every_instruction() -> Result<()> {
     Ok(())
 }
 
-/// They skip frames, but each that they show is one, in its order.
+/// Frame pointers skip frames, but each that they show is one, in its order.
 fn frame_pointers_alone_invent_nothing() -> Result<()> {
     for (tool, args, mode, leaf) in [
         ("brkstack", &[][..], "brk", "leaf_brk"),
@@ -620,6 +652,34 @@ fn no_room_for_a_table() -> Result<()> {
     Ok(())
 }
 
+/// HotSpot's compiled functions have no frame pointers, unless it is told so: a caller is skipped.
+fn hotspot_s_generated_code_ends_a_stack() -> Result<()> {
+    let count = COUNT.to_string();
+    let traced = |option: &[&str]| {
+        let mut program = Workload::start("hotspot", &[&[count.as_str()][..], option].concat())?;
+        let mut tool = Tool::start("memleak", &["-j", "-o", "0", "-p", &program.pid(), "60"])?;
+        tool.wait_for(live("memleak"))?;
+        program.work()?;
+        tool.interrupt()
+    };
+    let ended = traced(&[])?;
+    let report = Report::read(&ended)?;
+    let entry = report.only(COUNT)?;
+    ensure!(
+        entry.addresses.len() == 1 && entry.truncated_because == "no unwind info: generated code",
+        "{entry:x?}"
+    );
+    let unwinding = &report.unwinding;
+    ensure!(
+        unwinding["complete"] == 0 && unwinding["truncated"]["no_unwind_info"] == COUNT,
+        "{unwinding}"
+    );
+    let report = Report::read(&traced(&["-XX:+PreserveFramePointer"])?)?;
+    let entry = report.only(COUNT)?;
+    ensure!(entry.symbols.contains(&"main".to_owned()), "{entry:?}");
+    complete(&report, COUNT)
+}
+
 fn generated_code_is_walked_by_frame_pointers() -> Result<()> {
     let mut program = Workload::start("jit", &[&COUNT.to_string(), "113"])?;
     let mut tool = Tool::start("memleak", &["-j", "-o", "0", "-p", &program.pid(), "60"])?;
@@ -691,7 +751,7 @@ fn tables_alone_are_enough() -> Result<()> {
     complete(&report, COUNT)
 }
 
-/// Of the program and its libraries only the mappings are left.
+/// Only the mappings are left of the program and its libraries.
 fn a_root_of_its_own_whose_files_are_deleted() -> Result<()> {
     let outside = Workload::start("unwind", &["malloc", "1"])?;
     let maps = fs::read_to_string(format!("/proc/{}/maps", outside.pid()))?;

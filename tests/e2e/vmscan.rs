@@ -1,20 +1,25 @@
 //! vmscan against programs that make the kernel reclaim, and against its own record of that.
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use libbpf_rs::{MapCore, MapFlags, ObjectBuilder, ProgramInput};
 use libtest_mimic::Trial;
-use memtools::attach;
-use memtools::losses::Losses;
+use memtools::bpf::attach;
+use memtools::run::losses::Losses;
+use nix::fcntl::{FallocateFlags, fallocate};
 use regex_lite::Regex;
 use serde_json::Value;
 
 use crate::harness::{self, Ended, Need, Tool, Workload, workload};
 use crate::load;
-use crate::pressure::{Group, Recording, Scarcity, Swap, Writer, folder_on_disk, shell};
+use crate::pressure::{
+    Group, Recording, Scarcity, Setting, Swap, Traced, Writer, folder_on_disk, shell,
+};
 
 pub(crate) fn tests() -> Vec<Trial> {
     let test = |name: &str, needs: &'static [Need], run: fn() -> Result<()>| {
@@ -23,6 +28,12 @@ pub(crate) fn tests() -> Vec<Trial> {
     vec![
         test("rows_are_the_books", &[], rows_are_the_books),
         test("the_header_comes_again", &[], the_header_comes_again),
+        test("tables_are_apart", &[], tables_are_apart),
+        test(
+            "it_outlives_a_lack_of_memory",
+            &[],
+            it_outlives_a_lack_of_memory,
+        ),
         test("a_small_cgroup_reclaims", &[], a_small_cgroup_reclaims),
         test(
             "what_a_command_starts_reclaims",
@@ -40,9 +51,24 @@ pub(crate) fn tests() -> Vec<Trial> {
             each_compaction_has_a_line,
         ),
         test(
+            "a_compaction_shows_the_zone_and_who_asked",
+            &[Need::Guest],
+            a_compaction_shows_the_zone_and_who_asked,
+        ),
+        test(
+            "fragmentation_is_the_kernels_own_index",
+            &[Need::Guest, Need::Kprobes],
+            fragmentation_is_the_kernels_own_index,
+        ),
+        test(
             "memcg_reclaim_equals_the_tracepoints",
             &[Need::Guest],
             memcg_reclaim_equals_the_tracepoints,
+        ),
+        test(
+            "a_limit_is_that_of_the_cgroup_above",
+            &[Need::Guest],
+            a_limit_is_that_of_the_cgroup_above,
         ),
         test(
             "direct_reclaim_equals_the_tracepoints",
@@ -58,6 +84,12 @@ pub(crate) fn tests() -> Vec<Trial> {
             "counts_are_of_all_tracepoints",
             &[Need::Guest],
             counts_are_of_all_tracepoints,
+        ),
+        // Last, as it has nearly all memory swapped out.
+        test(
+            "kswapd_is_booked_while_it_works",
+            &[Need::Guest],
+            kswapd_is_booked_while_it_works,
         ),
     ]
 }
@@ -130,6 +162,24 @@ fn the_header_comes_again() -> Result<()> {
     Ok(())
 }
 
+fn tables_are_apart() -> Result<()> {
+    let ended = harness::run("vmscan", &["--by-shrinker", "--by-cgroup", "1", "1"])?;
+    let lines: Vec<&str> = ended.stdout.lines().collect();
+    for table in ["SHRINKER ", "  S-SLABms  D-RECLAIMms  M-RECLAIMms CGROUP"] {
+        let at = lines.iter().position(|line| line.starts_with(table));
+        let at = at.with_context(|| format!("no {table}: {ended:?}"))?;
+        ensure!(at > 0 && lines[at - 1].is_empty(), "{table}: {ended:?}");
+    }
+    Ok(())
+}
+
+fn it_outlives_a_lack_of_memory() -> Result<()> {
+    for way in [&[][..], &["--counts"], &["--trace-compaction"]] {
+        harness::outlives_a_lack_of_memory(start(way)?)?;
+    }
+    Ok(())
+}
+
 /// Everything that is printed of the same operations agrees. This much also works where no memory
 /// may be used up: the cgroup has 8 MB for the page cache of a file of 64 MB.
 fn a_small_cgroup_reclaims() -> Result<()> {
@@ -175,6 +225,10 @@ fn a_small_cgroup_reclaims() -> Result<()> {
             "{ended:?}"
         );
     }
+    let limited = of_type(&objects, "cgroup")
+        .filter(|cgroup| cgroup["limited"] == "/memtools-vmscan")
+        .filter_map(|cgroup| cgroup.pointer("/memcg_reclaim/count")?.as_u64());
+    ensure!(limited.sum::<u64>() == reclaims, "{ended:?}");
     Ok(())
 }
 
@@ -310,6 +364,192 @@ fn each_compaction_has_a_line() -> Result<()> {
     Ok(())
 }
 
+/// Watermarks and free pages of each zone, in a copy of /proc/zoneinfo.
+fn zones(path: &Path) -> Result<BTreeMap<String, [u64; 4]>> {
+    let text = fs::read_to_string(path)?;
+    let mut zones = BTreeMap::new();
+    for zone in text.split("Node ").skip(1) {
+        let (title, values) = zone.split_once('\n').context("a zone without values")?;
+        let value = |name: &str| {
+            let mut lines = values.lines().map(str::split_whitespace);
+            lines.find_map(|mut words| (words.next() == Some(name)).then(|| words.next())?)
+        };
+        let number = |name: &str| value(name).with_context(|| format!("no {name} in {zone}"));
+        let free = values
+            .lines()
+            .find_map(|line| line.trim_start().strip_prefix("pages free"));
+        let title = title.split_whitespace().collect::<Vec<_>>().join(" ");
+        let numbers = [
+            number("min")?.parse()?,
+            number("low")?.parse()?,
+            number("high")?.parse()?,
+            free.context("no free pages")?.trim().parse()?,
+        ];
+        zones.insert(title, numbers);
+    }
+    Ok(zones)
+}
+
+/// Watermarks and free pages are those of /proc/zoneinfo; the latter where compaction has left them as
+/// they were. The stack goes back to the write that asked for it.
+fn a_compaction_shows_the_zone_and_who_asked() -> Result<()> {
+    let folder = harness::scratch()?;
+    let [before, after] = ["before", "after"].map(|name| folder.path().join(name));
+    // No watermark is raised meanwhile.
+    let _boost = Setting::change("/proc/sys/vm/watermark_boost_factor", "0")?;
+    let command = format!(
+        "sh -c 'cat /proc/zoneinfo >{}; echo 1 >/proc/sys/vm/compact_memory; cat /proc/zoneinfo >{}'",
+        before.display(),
+        after.display()
+    );
+    let ended = start(&["--trace-compaction", "-Kj", "-c", &command])?.end()?;
+    let (before, after) = (zones(&before)?, zones(&after)?);
+
+    let (rows, mut unchanged) = (objects(&ended)?, 0);
+    ensure!(!rows.is_empty(), "{ended:?}");
+    for row in &rows {
+        let zone = format!(
+            "{}, zone {}",
+            row["node"],
+            row["zone"].as_str().context("no zone")?
+        );
+        let expected = before
+            .get(&zone)
+            .with_context(|| format!("no {zone} in {before:?}"))?;
+        let names = ["min_pages", "low_pages", "high_pages", "free_pages"];
+        let found = names.map(|name| row[name].as_u64().unwrap_or_default());
+        ensure!(
+            found[..3] == expected[..3],
+            "{found:?}, not {expected:?}: {row}"
+        );
+        if after
+            .get(&zone)
+            .is_some_and(|after| after[3] == expected[3])
+        {
+            unchanged += 1;
+            ensure!(found == *expected, "{found:?}, not {expected:?}: {row}");
+        }
+        ensure!(row["fragmentation_index"].is_null(), "{row}");
+        let stack = row["kernel_stack"].as_array().context("no stack")?;
+        let innermost = stack.first().and_then(|frame| frame["symbol"].as_str());
+        ensure!(
+            innermost.is_some_and(|name| name.contains("compact")),
+            "{row}"
+        );
+        ensure!(
+            stack
+                .iter()
+                .any(|frame| frame["symbol"] == "sysctl_compaction_handler"),
+            "{row}"
+        );
+    }
+    ensure!(unchanged > 0, "{before:?}, {after:?}");
+
+    let ended = start(&["--trace-compaction", "-e", "-K", "-c", &command])?.end()?;
+    let line = Regex::new(
+        r"SYNC    -        \d+ +\d+ +\d+ +\d+ +\d+\.\d{3} +\w+\n(    \S+\+0x[0-9a-f]+ \[kernel\]\n)+\n",
+    )?;
+    ensure!(
+        line.find_iter(&ended.stdout).count() == rows.len(),
+        "{ended:?}"
+    );
+    Ok(())
+}
+
+/// A kretprobe that has what the kernel's own function says, as compactsnoop asks it.
+struct OwnIndex;
+
+impl OwnIndex {
+    const DEFINITIONS: &str = "/sys/kernel/tracing/kprobe_events";
+
+    fn start() -> Result<Self> {
+        let definition = "r:memtools/own_index fragmentation_index index=$retval:s32";
+        harness::change_events(Self::DEFINITIONS, definition)
+            .context("failed to define a kretprobe")?;
+        Ok(Self)
+    }
+}
+
+impl Drop for OwnIndex {
+    fn drop(&mut self) {
+        let _ = harness::change_events(Self::DEFINITIONS, "-:memtools/own_index");
+    }
+}
+
+/// Free memory in pieces of 64 pages: a file in memory, of which every other piece is given back.
+struct Fragmented(tempfile::TempDir);
+
+impl Fragmented {
+    const BYTES: usize = 800 << 20;
+
+    fn new() -> Result<Self> {
+        let folder = harness::scratch()?;
+        let path = folder.path().display();
+        shell(&format!("mount -t tmpfs -o size=1G none {path}"))?;
+        let fragmented = Self(folder);
+        let mut file = File::create(fragmented.0.path().join("pages"))?;
+        let piece = [1; 64 * 4096];
+        for _ in 0..Self::BYTES / piece.len() {
+            file.write_all(&piece)?;
+        }
+        let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+        for at in (0..Self::BYTES).step_by(2 * piece.len()) {
+            fallocate(&file, punch, at as i64, piece.len() as i64)?;
+        }
+        Ok(fragmented)
+    }
+}
+
+impl Drop for Fragmented {
+    fn drop(&mut self) {
+        let _ = fs::write("/proc/sys/vm/nr_hugepages", "0");
+        let _ = shell(&format!("umount {}", self.0.path().display()));
+    }
+}
+
+/// Before each compaction for huge pages the kernel computes it too, a moment earlier.
+fn fragmentation_is_the_kernels_own_index() -> Result<()> {
+    let _fragmented = Fragmented::new()?;
+    let own = OwnIndex::start()?;
+    let events = ["memtools/own_index", "compaction/mm_compaction_begin"];
+    let recording = Recording::start("vmscan-index", &events, 0)?;
+    let command = "sh -c 'echo 600 >/proc/sys/vm/nr_hugepages'";
+    let ended = start(&["--trace-compaction", "-j", "-c", command])?.end()?;
+    let trace = recording.read()?;
+    drop((recording, own));
+
+    let (mut expected, mut last) = (Vec::new(), None);
+    for line in trace.iter().filter(|line| line.task.starts_with("sh-")) {
+        match line.name.as_str() {
+            "mm_compaction_begin" => expected.push(last.take().context("no index before it")?),
+            _ => last = Some(line.field("index=")?.parse::<i64>()?),
+        }
+    }
+    let rows = objects(&ended)?;
+    let found: Vec<i64> = rows
+        .iter()
+        .map(|row| {
+            row["fragmentation_index"]
+                .as_f64()
+                .map(|index| (index * 1000.0).round() as i64)
+        })
+        .collect::<Option<_>>()
+        .context("a row without an index")?;
+    ensure!(
+        found.len() >= 5 && found.iter().any(|&index| index > 0) && rows[0]["order"] == 9,
+        "{found:?}"
+    );
+    // In that moment kcompactd can have made a block, and the other CPU may have taken or freed some: once in 61 on
+    // 7.2.
+    let near = |(a, b): &(&i64, &i64)| (*a - *b).abs() <= 1;
+    let agree = found.iter().zip(&expected).filter(near).count();
+    ensure!(
+        found.len() == expected.len() && agree * 10 >= found.len() * 9,
+        "{found:?}, not {expected:?}"
+    );
+    Ok(())
+}
+
 /// What vmscan says of a workload equals what the kernel recorded of it.
 fn equals_the_tracepoints(
     mut workload: Workload,
@@ -378,6 +618,39 @@ fn memcg_reclaim_equals_the_tracepoints() -> Result<()> {
     equals_the_tracepoints(thrash, work, "memcg_reclaim")
 }
 
+/// The task is in a cgroup without a limit, below one that has it: both are told, and how often is what
+/// the kernel counted for each.
+fn a_limit_is_that_of_the_cgroup_above() -> Result<()> {
+    let _swap = Swap::on("128M")?;
+    let above = Group::new("memtools-above", 16 << 20)?;
+    let below = above.child("below")?;
+    let mut thrash = Workload::spawn(&mut below.command(&workload("thrash"), &["6007", "1"]))?;
+    let before = above.limit_hits()?;
+    let tool = start(&["-j", "-p", &thrash.pid(), "--by-cgroup"])?;
+    thrash.work()?;
+    let ended = tool.interrupt()?;
+    let hits = above.limit_hits()? - before;
+
+    let objects = objects(&ended)?;
+    let reclaims = sum(&objects, "/memcg_reclaim/count")?;
+    ensure!(below.limit_hits()? == 0, "it has no limit");
+    ensure!(
+        reclaims == hits && hits > 10,
+        "{reclaims} of {hits}: {ended:?}"
+    );
+    for cgroup in of_type(&objects, "cgroup") {
+        ensure!(cgroup["path"] == "/memtools-above/below", "{cgroup}");
+        // Nobody reclaims for the machine, but that can have a task do so.
+        let memcg = &cgroup["memcg_reclaim"]["count"];
+        if cgroup["limited"] == "/memtools-above" {
+            ensure!(*memcg == hits, "{hits}: {cgroup}");
+        } else {
+            ensure!(cgroup["limited_id"].is_null() && *memcg == 0, "{cgroup}");
+        }
+    }
+    Ok(())
+}
+
 fn direct_reclaim_equals_the_tracepoints() -> Result<()> {
     let _swap = Swap::on("512M")?;
     let hog = Workload::start("hog", &["109", "900"])?;
@@ -386,6 +659,95 @@ fn direct_reclaim_equals_the_tracepoints() -> Result<()> {
         hog.work().map(drop)
     };
     equals_the_tracepoints(hog, work, "direct_reclaim")
+}
+
+/// What kswapd was at, by the kernel's record: its work from 7.2 on, before from one wake-up to the
+/// next or to sleep.
+fn operations_of_kswapd(trace: &[Traced]) -> Vec<u64> {
+    let exact = trace.iter().any(|line| line.name.contains("balance_pgdat"));
+    let (mut operations, mut since) = (Vec::new(), None);
+    for line in trace {
+        let (ends, begins) = match line.name.as_str() {
+            "mm_vmscan_balance_pgdat_end" => (exact, false),
+            "mm_vmscan_balance_pgdat_begin" => (false, exact),
+            "mm_vmscan_kswapd_wake" => (!exact, !exact),
+            "mm_vmscan_kswapd_sleep" => (!exact, false),
+            _ => (false, false),
+        };
+        if let Some(since) = since.take_if(|_| ends) {
+            operations.push(line.time_ns - since);
+        }
+        if begins {
+            since = Some(line.time_ns);
+        }
+    }
+    operations
+}
+
+/// No interval has more than its own length, though kswapd is at one operation for longer, and the sum
+/// is what the kernel recorded.
+fn kswapd_is_booked_while_it_works() -> Result<()> {
+    const AT_ONCE: u64 = 2_000_000_000;
+    let _swap = Swap::on("600M")?;
+    let mut hog = Workload::start("hog", &["500", "900"])?;
+    hog.work()?;
+    let there = |name: &&str| Path::new("/sys/kernel/tracing/events").join(name).exists();
+    let events = [
+        "vmscan/mm_vmscan_kswapd_wake",
+        "vmscan/mm_vmscan_kswapd_sleep",
+        "vmscan/mm_vmscan_balance_pgdat_begin",
+        "vmscan/mm_vmscan_balance_pgdat_end",
+    ];
+    let events: Vec<&str> = events.into_iter().filter(there).collect();
+    let recording = Recording::start("kswapd", &events, 0)?;
+    let tool = start(&["-j", "-k"])?;
+    let watermark = Setting::high_watermark()?;
+    harness::eventually("kswapd has worked, and sleeps", || {
+        // More than the lowest zone has beyond its own watermark: this wakes it up.
+        shell("dd if=/dev/zero of=/dev/null bs=33554432 count=1 2>/dev/null")?;
+        let trace = recording.read()?;
+        let last = trace.iter().rfind(|line| line.name.contains("kswapd_"));
+        let sleeps = last.is_some_and(|line| line.name.ends_with("sleep"));
+        Ok(sleeps && operations_of_kswapd(&trace).iter().sum::<u64>() > AT_ONCE)
+    })?;
+    drop(watermark);
+    let ended = tool.interrupt()?;
+    let operations = operations_of_kswapd(&recording.read()?);
+    let longest = operations.iter().max().copied().unwrap_or_default();
+    ensure!(longest > AT_ONCE, "{operations:?} are too short");
+
+    let objects = objects(&ended)?;
+    let mut before: Option<jiff::Timestamp> = None;
+    for interval in of_type(&objects, "interval") {
+        let time: jiff::Timestamp = interval["time"].as_str().context("no time")?.parse()?;
+        let booked = interval["kswapd"]["time_ns"]
+            .as_u64()
+            .context("no kswapd")?;
+        if let Some(before) = before {
+            // The totals are read a moment before the time.
+            let most = time.duration_since(before) + jiff::SignedDuration::from_millis(20);
+            ensure!(
+                i128::from(booked) <= most.as_nanos(),
+                "{most:?}: {interval}"
+            );
+        }
+        before = Some(time);
+    }
+    let count = sum(&objects, "/kswapd/count")?;
+    let (ours, theirs) = (
+        sum(&objects, "/kswapd/time_ns")?,
+        operations.iter().sum::<u64>(),
+    );
+    ensure!(
+        count == operations.len() as u64,
+        "{count}, not {operations:?}"
+    );
+    ensure!(in_histogram(&objects, "kswapd_ns") == count, "{ended:?}");
+    ensure!(
+        ours.abs_diff(theirs) <= theirs / 100 + 10_000_000,
+        "{ours} ns, but {theirs} by the trace: {ended:?}"
+    );
+    Ok(())
 }
 
 fn shrinkers_are_named_and_add_up() -> Result<()> {

@@ -20,6 +20,8 @@
  *                              (COUNT blocks of two SIZEs each), pool_resize, and pool_give
  *   alloc deep DEPTH SIZE      one block from DEPTH calls down
  *   alloc stacks COUNT         one block from each of COUNT different stacks
+ *   alloc churn ROUNDS COUNT   in each of ROUNDS one block from each of COUNT other stacks,
+ *                              freed at once but for the round's first; asks between rounds
  *   alloc hold                 nothing
  */
 #include "workload.h"
@@ -424,6 +426,19 @@ STEP static void right(unsigned long path, int bits)
 	__asm__ volatile("");
 }
 
+static void churn(unsigned long rounds, unsigned long stacks)
+{
+	for (unsigned long round = 0; round < rounds; round++) {
+		for (unsigned long i = 0; i < stacks; i++) {
+			down(round * stacks + i, 20);
+			if (i)
+				free(kept);
+		}
+		if (round + 1 < rounds)
+			ready();
+	}
+}
+
 int main(int argc, char **argv)
 {
 	const char *what = argc > 1 ? argv[1] : "";
@@ -470,9 +485,11 @@ int main(int argc, char **argv)
 	} else if (!strcmp(what, "stacks") && numbers == 1) {
 		for (unsigned long i = 0; i < blocks; i++)
 			down(i, 16);
+	} else if (!strcmp(what, "churn") && numbers == 2) {
+		churn(blocks, size);
 	} else if (strcmp(what, "hold")) {
 		usage("leak|one KIND|balanced|mixed|realloc|failing|big|munmap|threads|pool|deep|"
-		      "stacks|hold NUMBER...");
+		      "stacks|churn|hold NUMBER...");
 	}
 	done();
 	return 0;

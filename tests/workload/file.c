@@ -16,42 +16,10 @@
  */
 #include "workload.h"
 
-static void fill(int fd, const char *path, unsigned long pages)
-{
-	static unsigned long page[PAGE / sizeof(long)];
-
-	for (unsigned long i = 0; i < pages; i++) {
-		page[0] = i + 1;
-		if (write(fd, page, PAGE) != (ssize_t)PAGE) {
-			int error = errno;
-
-			unlink(path);
-			die("cannot write to %s: %s", path, strerror(error));
-		}
-	}
-}
-
-/* Page cache pages behind the mapping. */
-static unsigned long cached(char *at, unsigned long pages)
-{
-	unsigned long found = 0;
-	unsigned char in[512];
-
-	for (unsigned long i = 0; i < pages; i += sizeof(in)) {
-		unsigned long n = pages - i < sizeof(in) ? pages - i : sizeof(in);
-
-		if (mincore(at + i * PAGE, n * PAGE, in))
-			die("mincore: %s", strerror(errno));
-		for (unsigned long j = 0; j < n; j++)
-			found += in[j] & 1;
-	}
-	return found;
-}
-
 int main(int argc, char **argv)
 {
 	struct faults before, after;
-	unsigned long pages, left = 1, sum;
+	unsigned long pages, sum;
 	bool random, write;
 	char *at, *name;
 	int fd;
@@ -69,7 +37,7 @@ int main(int argc, char **argv)
 	fd = open(argv[1], O_CREAT | O_RDWR | O_TRUNC, 0600);
 	if (fd < 0)
 		die("cannot make %s: %s", argv[1], strerror(errno));
-	fill(fd, argv[1], pages);
+	fill_file(fd, argv[1], pages);
 	settle();
 	at =
 	    mmap(NULL, pages * PAGE, write ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
@@ -78,18 +46,7 @@ int main(int argc, char **argv)
 	refuse_huge_pages(at, pages * PAGE);
 	if (random && madvise(at, pages * PAGE, MADV_RANDOM))
 		die("MADV_RANDOM: %s", strerror(errno));
-	/* A page that the kernel is still busy with stays: ask again. */
-	for (int tries = 0; left && tries < 50; tries++) {
-		if (fsync(fd) || posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED))
-			die("cannot drop %s from the cache: %s", argv[1], strerror(errno));
-		left = cached(at, pages);
-		if (left)
-			usleep(20000);
-	}
-	if (left) {
-		unlink(argv[1]);
-		die("%lu pages of %s stay in the cache; name a file on a disk", left, argv[1]);
-	}
+	drop_from_cache(fd, at, pages, argv[1]);
 	before = faults_now();
 	ready();
 	if (write) {

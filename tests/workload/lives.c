@@ -15,8 +15,11 @@
  *                                   second half; then after_the_hill() allocates for a while
  *   lives fork COUNT SIZE           leaks COUNT blocks, and two children, which inherit them and
  *                                   free them, leak twice and three times as many; in_process()
- *   lives exec COUNT SIZE PROGRAM ARGUMENT...
- *                                   leaks COUNT blocks, and becomes another program
+ *   lives leave COUNT SIZE CHILDREN each of CHILDREN leaks COUNT blocks from in_process() and exits
+ *   lives vfork COUNT               COUNT times, a child of vfork() frees a block of the parent's,
+ *                                   the parent one of a child's, and both what they have themselves
+ *   lives bursts MS                 malloc and free for a ten-thousandth of a second in 1/300, for
+ * MS lives exec COUNT SIZE PROGRAM ARGUMENT... leaks COUNT blocks, and becomes another program
  */
 #include "workload.h"
 
@@ -164,6 +167,65 @@ STEP static void fork_children(unsigned long count)
 	}
 }
 
+static void leave_behind(unsigned long count, unsigned long children)
+{
+	for (unsigned long i = 0; i < children; i++) {
+		void **own = calloc(count, sizeof(void *));
+		pid_t child = fork();
+		int status;
+
+		if (child < 0)
+			die("cannot fork: %s", strerror(errno));
+		if (!child) {
+			in_process(own, count);
+			_exit(0);
+		}
+		if (waitpid(child, &status, 0) != child || status)
+			die("a child failed");
+		add("%s%d", i ? "," : " children=", child);
+		free(own);
+	}
+}
+
+/* A child that uses its parent's memory frees this, and allocates that. */
+STEP static void borrow(void *frees, void *volatile *allocates)
+{
+	pid_t child = vfork();
+
+	if (child < 0)
+		die("cannot fork: %s", strerror(errno));
+	if (!child) {
+		free(frees);
+		*allocates = malloc(1009);
+		free(malloc(499));
+		_exit(0);
+	}
+	if (waitpid(child, NULL, 0) != child)
+		die("a child failed");
+}
+
+static void share(unsigned long times)
+{
+	for (unsigned long i = 0; i < times; i++) {
+		void *parents = malloc(97);
+		void *volatile childs = malloc(1009);
+
+		/* So that the child is given an address that was freed before. */
+		free(childs);
+		borrow(parents, &childs);
+		free(childs);
+		free(malloc(97));
+	}
+}
+
+STEP static void burst(unsigned long ms)
+{
+	for (unsigned long i = 0; i < ms / 3; i++) {
+		churn_for(0.0001);
+		usleep(3000);
+	}
+}
+
 int main(int argc, char **argv)
 {
 	const char *what = argc > 1 ? argv[1] : "";
@@ -213,6 +275,14 @@ int main(int argc, char **argv)
 	} else if (!strcmp(what, "fork") && argc == 4) {
 		size = count(argv[3]);
 		fork_children(first);
+	} else if (!strcmp(what, "leave") && argc == 5) {
+		size = count(argv[3]);
+		leave_behind(first, count(argv[4]));
+	} else if (!strcmp(what, "vfork") && argc == 3) {
+		share(first);
+	} else if (!strcmp(what, "bursts") && argc == 3) {
+		size = 64;
+		burst(first);
 	} else if (!strcmp(what, "climb") && argc == 4) {
 		size = count(argv[3]);
 		climb(first);
@@ -222,7 +292,8 @@ int main(int argc, char **argv)
 		execv(argv[4], argv + 4);
 		die("cannot execute %s: %s", argv[4], strerror(errno));
 	} else {
-		usage("churn|twice|unknown|grow|outgrow|shrink|climb|fork|exec NUMBER...");
+		usage("churn|twice|unknown|grow|outgrow|shrink|climb|fork|leave|vfork|bursts|exec "
+		      "NUMBER...");
 	}
 	done();
 	return 0;

@@ -2,19 +2,28 @@
 /*
  * Swap-in: PAGES anonymous pages are sent to swap by MADV_PAGEOUT (before
  * "ready"), and then read back one after the other. Needs swap, with
- * vm.page-cluster=0, or one read brings in its neighbours as well.
+ * vm.page-cluster=0, or one read brings in its neighbours as well. With "shared", the
+ * pages are those of a memfd, mapped shared.
  *
  * facts: pages, addr, swapped (= pages; by pagemap, just before the reading),
  *        major (= pages), minor (= 0), sum_ok
  */
 #include "workload.h"
 
-/* How many of the pages are in swap: bit 62 of their entries in pagemap. */
-static unsigned long in_swap(const char *at, unsigned long pages)
+static bool shared;
+
+/*
+ * How many of the pages are in swap: bit 62 of their entries in pagemap, which has none
+ * of shared ones. Those are not in memory.
+ */
+static unsigned long in_swap(char *at, unsigned long pages)
 {
 	unsigned long swapped = 0, entry[512];
-	int fd = open("/proc/self/pagemap", O_RDONLY);
+	int fd;
 
+	if (shared)
+		return pages - cached(at, pages);
+	fd = open("/proc/self/pagemap", O_RDONLY);
 	if (fd < 0)
 		die("cannot open /proc/self/pagemap: %s", strerror(errno));
 	for (unsigned long i = 0; i < pages; i += 512) {
@@ -29,17 +38,32 @@ static unsigned long in_swap(const char *at, unsigned long pages)
 	return swapped;
 }
 
+static char *map_memfd(unsigned long pages)
+{
+	int fd = memfd_create("pageout", 0);
+	char *at = MAP_FAILED;
+
+	if (fd >= 0 && !ftruncate(fd, pages * PAGE))
+		at = mmap(NULL, pages * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	if (at == MAP_FAILED)
+		die("cannot map %lu shared pages: %s", pages, strerror(errno));
+	close(fd);
+	refuse_huge_pages(at, pages * PAGE);
+	return at;
+}
+
 int main(int argc, char **argv)
 {
 	struct faults before, after;
 	unsigned long pages, swapped = 0, sum;
 	char *at;
 
-	if (argc != 2)
-		usage("PAGES");
+	if (argc < 2 || argc > 3 || (argc == 3 && strcmp(argv[2], "shared")))
+		usage("PAGES [shared]");
 	pages = count(argv[1]);
+	shared = argc == 3;
 	settle();
-	at = map_pages(pages);
+	at = shared ? map_memfd(pages) : map_pages(pages);
 	write_pages(at, pages, PAGE);
 	/* A page that somebody else has hold of for a moment stays: ask again. */
 	for (int tries = 0; swapped < pages && tries < 50; tries++) {

@@ -4,11 +4,12 @@
  *	shmget shmat shmctl(IPC_STAT) shmdt shmctl(IPC_RMID)
  * with sizes and flags that differ from round to round. After the rounds come,
  * once: a segment with a key, asked for twice (the second time EEXIST), attached
- * at a chosen address, locked and removed; and one failing call of each kind.
+ * at a chosen address, locked, looked at by its index, and removed, between calls
+ * that ask about all segments; and one failing call of each kind, two of shmctl.
  *
  * facts: get, at, dt, ctl (the calls, see workload.h), and how many of each:
  *        shmget (= rounds + 3), shmat (= rounds + 2), shmdt (= rounds + 2),
- *        shmctl (= 2 * rounds + 4)
+ *        shmctl (= 2 * rounds + 8)
  */
 #include "workload.h"
 #include <sys/ipc.h>
@@ -41,7 +42,7 @@ static int dt(char *address)
 	return result;
 }
 
-static int ctl(int id, int command, struct shmid_ds *buffer)
+static int ctl(int id, int command, void *buffer)
 {
 	int result = shmctl(id, command, buffer);
 
@@ -69,6 +70,21 @@ static bool one_round(unsigned long i)
 	return good;
 }
 
+/* Commands that take no id: what is first in the call is ignored, or an index. */
+static bool about_all(int id)
+{
+	struct shminfo limits;
+	struct shm_info used;
+	struct shmid_ds status;
+	int index = id % 32768;
+	bool good;
+
+	good = ctl(id, IPC_INFO, &limits) >= 0;
+	good &= ctl(id, SHM_INFO, &used) >= index && used.used_ids > 0;
+	good &= ctl(index, SHM_STAT, &status) == id && status.shm_segsz == 7 * PAGE;
+	return good;
+}
+
 static bool with_key(key_t key, char *address)
 {
 	int id = get(key, 7 * PAGE, IPC_CREAT | IPC_EXCL | 0640);
@@ -80,6 +96,7 @@ static bool with_key(key_t key, char *address)
 	/* One byte too far: SHM_RND rounds down to the page. */
 	good &= at(id, address + 1, SHM_RND | SHM_REMAP) == address;
 	good &= ctl(id, SHM_LOCK, NULL) == 0;
+	good &= about_all(id);
 	good &= dt(address) == 0;
 	good &= ctl(id, SHM_UNLOCK, NULL) == 0;
 	good &= ctl(id, IPC_RMID, NULL) == 0;
@@ -94,6 +111,8 @@ static bool failing(key_t key, char *address)
 	good &= at(-1, NULL, 0) == (char *)-1 && errno == EINVAL;
 	good &= dt(address + 1) == -1 && errno == EINVAL;
 	good &= ctl(-1, IPC_STAT, NULL) == -1 && errno == EINVAL;
+	/* With a bit that 64-bit kernels take from 32-bit processes only. */
+	good &= ctl(-1, IPC_STAT | 0x100, NULL) == -1 && errno == EINVAL;
 	return good;
 }
 

@@ -3,10 +3,12 @@
  * Transparent huge pages: asks for them by MADV_HUGEPAGE on REGIONS regions of
  * 2 MB, and writes to each page of these. One fault a region where the kernel
  * gives huge pages, 512 where it does not. With "dontneed", it then gives them
- * all back by MADV_DONTNEED and writes once more.
+ * all back by MADV_DONTNEED and writes once more. With "odd", it reads one more region,
+ * and writes to the half of another that is all of its mapping. With "first", it writes to
+ * the first page of each region only.
  *
- * facts: regions, addr, minor, major, huge_kb (= 2048 * regions; by smaps, in the
- *        end), madvise (the calls, see workload.h)
+ * facts: alloc, fallback (of /proc/vmstat, of all processes meanwhile), regions, addr, minor,
+ * major, huge_kb (= 2048 * regions; by smaps, in the end), madvise (the calls, see workload.h)
  */
 #include "workload.h"
 
@@ -40,34 +42,74 @@ static unsigned long huge_kb(const char *at)
 	return line ? strtoul(line + strlen("AnonHugePages:"), NULL, 10) : 0;
 }
 
+/* What /proc/vmstat counts under a name. */
+static unsigned long vmstat(const char *name)
+{
+	static char text[64 << 10];
+	size_t length = 0;
+	char *line = text;
+	ssize_t n;
+	int fd = open("/proc/vmstat", O_RDONLY);
+
+	while (fd >= 0 && (n = read(fd, text + length, sizeof(text) - 1 - length)) > 0)
+		length += n;
+	close(fd);
+	text[length] = 0;
+	while ((line = strstr(line, name)) && line[strlen(name)] != ' ')
+		line++;
+	return line ? strtoul(line + strlen(name), NULL, 10) : 0;
+}
+
 int main(int argc, char **argv)
 {
 	struct faults before, after;
-	unsigned long regions, length, kb;
-	bool dontneed;
+	unsigned long regions, length, kb, alloc, fallback;
+	bool dontneed, odd, first;
 	char *at;
 
-	if (argc < 2 || argc > 3 || (argc == 3 && strcmp(argv[2], "dontneed")))
-		usage("REGIONS [dontneed]");
+	dontneed = argc == 3 && !strcmp(argv[2], "dontneed");
+	odd = argc == 3 && !strcmp(argv[2], "odd");
+	first = argc == 3 && !strcmp(argv[2], "first");
+	if (argc < 2 || argc > 3 || (argc == 3 && !dontneed && !odd && !first))
+		usage("REGIONS [dontneed|odd|first]");
 	regions = count(argv[1]);
-	dontneed = argc == 3;
 	length = regions * HUGE_PAGE;
 	settle();
-	/* One region more than needed, cut to where a huge page can be. */
-	at = mmap(NULL, length + HUGE_PAGE, PROT_READ | PROT_WRITE,
+	/* Four regions more than needed, cut to where a huge page can be. */
+	at = mmap(NULL, length + 4 * HUGE_PAGE, PROT_READ | PROT_WRITE,
 		  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	if (at == MAP_FAILED)
 		die("cannot map %lu regions: %s", regions, strerror(errno));
 	at = (char *)(((unsigned long)at + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1));
 	before = faults_now();
 	ready();
+	alloc = vmstat("thp_fault_alloc");
+	fallback = vmstat("thp_fault_fallback");
 	advise(at, length, MADV_HUGEPAGE);
-	write_pages(at, length / PAGE, PAGE);
+	if (first)
+		write_pages(at, regions, HUGE_PAGE);
+	else
+		write_pages(at, length / PAGE, PAGE);
 	if (dontneed) {
 		advise(at, length, MADV_DONTNEED);
 		write_pages(at, length / PAGE, PAGE);
 	}
+	if (odd) {
+		/* A hole on either side makes a mapping of its own. */
+		char *half = at + length + 2 * HUGE_PAGE;
+
+		munmap(at + length + HUGE_PAGE, HUGE_PAGE);
+		munmap(half + HUGE_PAGE / 2, HUGE_PAGE / 2);
+		advise(at, length + HUGE_PAGE, MADV_HUGEPAGE);
+		advise(half, HUGE_PAGE / 2, MADV_HUGEPAGE);
+		read_pages(at + length, HUGE_PAGE / PAGE, PAGE);
+		write_pages(half, HUGE_PAGE / PAGE / 2, PAGE);
+	}
 	after = faults_now();
+	alloc = vmstat("thp_fault_alloc") - alloc;
+	fallback = vmstat("thp_fault_fallback") - fallback;
+	fact("alloc", "%lu", alloc);
+	fact("fallback", "%lu", fallback);
 	kb = huge_kb(at);
 	fact("regions", "%lu", regions);
 	fact("addr", "%p", at);

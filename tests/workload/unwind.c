@@ -20,6 +20,7 @@
  *   unwind grow COUNT          COUNT pages written to after "done", to be killed for
  *   unwind liar COUNT          COUNT calls of brk(2) below a function that returns to where no code
  *                              is, as its unwind information and its frame pointer say
+ *   unwind fiber COUNT         COUNT blocks, on a stack of its own, as boost.context makes them
  *   unwind step COUNT          a call of brk(2) after each instruction, by a signal's handler
  *
  * The fact "stack" is where the frames return to, by libgcc's own unwinder, called
@@ -350,8 +351,8 @@ STEP static void repeat(void (*what)(void))
 }
 
 /*
- * A process has its tables when a stack of it was asked for after it had mapped all its
- * code, and that some milliseconds after the last time.
+ * There are tables of all its files when a stack of it was asked for after it had mapped
+ * them, and that some milliseconds after the last time.
  */
 STEP static void be_looked_at(void)
 {
@@ -359,6 +360,52 @@ STEP static void be_looked_at(void)
 		usleep(5000);
 		syscall(SYS_brk, 0);
 	}
+}
+
+/* The calling thread goes on with another stack, where it was left as this one is. */
+void switch_stacks(void **from, void *to);
+extern const char fiber_end;
+__asm__(".text\n"
+	".type switch_stacks, @function\n"
+	"switch_stacks:\n"
+	"push %rbp\n"
+	"push %rbx\n"
+	"push %r12\n"
+	"push %r13\n"
+	"push %r14\n"
+	"push %r15\n"
+	"mov %rsp, (%rdi)\n"
+	"mov %rsi, %rsp\n"
+	"pop %r15\n"
+	"pop %r14\n"
+	"pop %r13\n"
+	"pop %r12\n"
+	"pop %rbx\n"
+	"pop %rbp\n"
+	"ret\n"
+	".size switch_stacks, . - switch_stacks\n"
+	"fiber_end:\n"
+	"hlt\n");
+
+static void *caller, *fiber;
+
+static void run_fiber(void)
+{
+	repeat(chain);
+	switch_stacks(&fiber, caller);
+}
+
+/* Prepares a fiber that returns to fiber_end, with any number for a frame pointer. */
+STEP static void switch_to_fiber(void)
+{
+	static unsigned long memory[8192] __attribute__((aligned(16)));
+	unsigned long *top = memory + 8192 - 3;
+
+	top[0] = (unsigned long)&fiber_end;
+	top[-1] = (unsigned long)run_fiber;
+	top[-2] = 1;
+	switch_stacks(&caller, top - 7);
+	KEEP(&kept);
 }
 
 STEP static void fork_and_exec(const char *name, const char *count)
@@ -381,7 +428,7 @@ int main(int argc, char **argv)
 
 	if (argc != 3)
 		usage("malloc|brk|fault|signal|plugin|threads|nested|fork|deep|mmap|write|grow|"
-		      "liar|step COUNT");
+		      "liar|fiber|step COUNT");
 	blocks = count(argv[2]);
 	leaf = !strcmp(mode, "brk") || !strcmp(mode, "deep") || !strcmp(mode, "fork") ||
 		       !strcmp(mode, "exec")
@@ -405,6 +452,8 @@ int main(int argc, char **argv)
 	mallopt(M_MMAP_THRESHOLD, 1 << 30);
 	mallopt(M_TOP_PAD, 0);
 	page = map_pages(blocks);
+	if (leaf == leaf_brk)
+		be_looked_at();
 	note_stack();
 	ready();
 	if (!strcmp(mode, "signal"))
@@ -417,6 +466,8 @@ int main(int argc, char **argv)
 		fork_and_exec(argv[0], argv[2]);
 	else if (!strcmp(mode, "deep"))
 		repeat(deep);
+	else if (!strcmp(mode, "fiber"))
+		switch_to_fiber();
 	else if (!strcmp(mode, "step"))
 		step();
 	else if (!strcmp(mode, "grow"))

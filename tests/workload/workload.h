@@ -279,4 +279,56 @@ static inline unsigned long sum_written(unsigned long pages)
 	return pages * (pages + 1) / 2;
 }
 
+/* Gives the file so many pages, of which no two have the same contents. */
+static inline void fill_file(int fd, const char *path, unsigned long pages)
+{
+	static unsigned long page[PAGE / sizeof(long)];
+
+	for (unsigned long i = 0; i < pages; i++) {
+		page[0] = i + 1;
+		if (write(fd, page, PAGE) != (ssize_t)PAGE) {
+			int error = errno;
+
+			unlink(path);
+			die("cannot write to %s: %s", path, strerror(error));
+		}
+	}
+}
+
+/* How many pages of a mapping are in memory. */
+static inline unsigned long cached(char *at, unsigned long pages)
+{
+	unsigned long found = 0;
+	unsigned char in[512];
+
+	for (unsigned long i = 0; i < pages; i += sizeof(in)) {
+		unsigned long n = pages - i < sizeof(in) ? pages - i : sizeof(in);
+
+		if (mincore(at + i * PAGE, n * PAGE, in))
+			die("mincore: %s", strerror(errno));
+		for (unsigned long j = 0; j < n; j++)
+			found += in[j] & 1;
+	}
+	return found;
+}
+
+/* Drops a file, which is mapped whole, from the page cache. */
+static inline void drop_from_cache(int fd, char *at, unsigned long pages, const char *path)
+{
+	unsigned long left = 1;
+
+	/* A page that the kernel is still busy with stays: ask again. */
+	for (int tries = 0; left && tries < 50; tries++) {
+		if (fsync(fd) || posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED))
+			die("cannot drop %s from the cache: %s", path, strerror(errno));
+		left = cached(at, pages);
+		if (left)
+			usleep(20000);
+	}
+	if (left) {
+		unlink(path);
+		die("%lu pages of %s stay in the cache; name a file on a disk", left, path);
+	}
+}
+
 #endif

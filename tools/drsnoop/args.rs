@@ -1,9 +1,10 @@
 //! The command line.
 
 use clap::Parser;
-use memtools::cli::CommonArgs;
-use memtools::filter::FilterArgs;
-use memtools::unwind::UnwindArgs;
+use memtools::export::files::ExportArgs;
+use memtools::run::cli::{self, CommonArgs};
+use memtools::run::target::TargetArgs;
+use memtools::stacks::unwind::UnwindArgs;
 
 /// Show tasks that had to reclaim memory themselves before they got any, with the time it took.
 #[derive(Debug, Parser)]
@@ -17,8 +18,9 @@ examples:
   drsnoop                      a line for each direct reclaim
   drsnoop -Tp 1234             those of process 1234, with the time since the first
   drsnoop -U -v                with user ids and free memory
-  drsnoop --memcg -e           also for a memory cgroup's limit, with order, flags and cgroup
+  drsnoop --memcg -e           also for a memory cgroup's limit, with order, flags and cgroups
   drsnoop --stack -n java      what the stalled tasks were doing
+  drsnoop --flame stalls.svg   the time lost, drawn by stack
   drsnoop --hist -d 60         a minute, and the latencies' histogram"
 )]
 pub(crate) struct Args {
@@ -31,14 +33,14 @@ pub(crate) struct Args {
     pub(crate) print_uid: bool,
 
     /// Trace only tasks of this user
-    #[arg(short, long, value_name = "UID")]
+    #[arg(short, long, value_name = "UID", value_parser = cli::number::<u32>)]
     pub(crate) uid: Option<u32>,
 
     /// Trace only this thread, and show thread ids; wins over --pid
-    #[arg(short, long, value_name = "TID", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(short, long, value_name = "TID", value_parser = cli::pid)]
     pub(crate) tid: Option<u32>,
 
-    /// Add what was asked for: KIND, ORDER (of pages), GFP (flags) and CGROUP (version 2)
+    /// Add what was asked for: KIND, ORDER (of pages), GFP (flags), CGROUP (version 2) and, with --memcg, LIMITED, whose limit it was
     #[arg(short, long)]
     pub(crate) extended: bool,
 
@@ -58,7 +60,10 @@ pub(crate) struct Args {
     pub(crate) unwind: UnwindArgs,
 
     #[command(flatten)]
-    pub(crate) filter: FilterArgs,
+    pub(crate) export: ExportArgs,
+
+    #[command(flatten)]
+    pub(crate) target: TargetArgs,
 
     #[command(flatten)]
     pub(crate) common: CommonArgs,
@@ -79,7 +84,7 @@ mod tests {
     fn short_flags_cluster_as_in_bcc() {
         let args = Args::try_parse_from(["drsnoop", "-TUvp", "1,2", "-d", "0.5"]).expect("valid");
         assert!(args.timestamp && args.print_uid && args.common.verbose);
-        assert_eq!(args.filter.pid, [1, 2]);
+        assert_eq!(args.target.filter.pid, [1, 2]);
     }
 
     #[test]

@@ -6,6 +6,7 @@
 mod args;
 mod row;
 
+use std::collections::HashMap;
 use std::fs;
 use std::os::fd::OwnedFd;
 use std::process::ExitCode;
@@ -13,23 +14,25 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{Link, MapMut};
-use memtools::attach::{self, Variant};
-use memtools::cgroup::Cgroups;
-use memtools::cli;
-use memtools::clock::Clock;
-use memtools::events::Events;
-use memtools::filter::Filter;
-use memtools::folded::Part;
-use memtools::gfp::Gfp;
-use memtools::histogram::Histogram;
-use memtools::kernel;
-use memtools::losses::Losses;
-use memtools::output::Output;
-use memtools::poll::Poller;
-use memtools::stack::Stacks;
-use memtools::symbolize::{self, Symbolizer};
-use memtools::text;
-use memtools::unwind::Unwinder;
+use memtools::bpf::attach::{self, Variant};
+use memtools::bpf::kernel_support;
+use memtools::bpf::ring::Events;
+use memtools::export::files::{Exports, Subject};
+use memtools::export::profile::{Sample, Value};
+use memtools::print::clock::Clock;
+use memtools::print::gfp::Gfp;
+use memtools::print::histogram::Histogram;
+use memtools::print::output::Output;
+use memtools::print::text;
+use memtools::process::cgroup::Cgroups;
+use memtools::process::filter::{Filter, Tasks};
+use memtools::run::cli;
+use memtools::run::losses::Losses;
+use memtools::run::protect;
+use memtools::run::target::Target;
+use memtools::stacks::named::{NamedStack, StackIds};
+use memtools::stacks::symbolize::Symbolizer;
+use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
 
 use crate::args::Args;
 use crate::bpf::types::{event, reclaim_kind};
@@ -46,56 +49,70 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args) -> Result<ExitCode> {
-    kernel::preflight()?;
+    kernel_support::preflight()?;
     attach::capture_log(false);
-    let filter = args.filter.resolve(args.tid)?;
-    let mut poller = Poller::new()?;
-    let symbolizer = args.stack.then(Symbolizer::of_all_processes).transpose()?;
-    let start = |zones| start(&args, &filter, zones);
-    // Without memory cgroups (CONFIG_MEMCG) there is no way to the zones, and the first does not load.
+    let exports = args.export.prepare("drsnoop", args.traced())?;
+    let (mut poller, output) = args.common.start()?;
+    let mut target = Target::choose_thread(&args.target, args.tid, Tasks::All)?;
+    let symbolizer = args
+        .wants_stacks()
+        .then(Symbolizer::of_all_processes)
+        .transpose()?;
+    // Without memory cgroups (CONFIG_MEMCG) there is no way to the zones, and what takes it does not load.
     let variants = [
-        ("raw tracepoints", true),
-        ("raw tracepoints, free memory from /proc/vmstat", false),
+        ("tracepoints", "", true),
+        ("tracepoints, free memory from /proc/vmstat", "", false),
+        ("raw tracepoints", "_raw", true),
+        (
+            "raw tracepoints, free memory from /proc/vmstat",
+            "_raw",
+            false,
+        ),
     ]
-    .map(|(name, zones)| Variant::new(name, move || start(zones)));
+    .map(|(name, kind, zones)| {
+        let (args, filter) = (&args, target.filter());
+        Variant::new(name, move || start(args, filter, kind, zones))
+    });
     let (how, (skel, links)) = attach::first_that_works(args.common.verbose, variants)?;
     let unwinder = args
-        .stack
-        .then(|| {
-            let named = args.filter.pid.as_slice();
-            Unwinder::start(args.unwind, memtools::unwind_parts!(skel), named)
-        })
+        .wants_stacks()
+        .then(|| target.unwinder(args.unwind, memtools::unwind_parts!(skel)))
         .transpose()?;
+    if args.wants_limited() {
+        kernel_support::tell_if_limits_are_unknown("drsnoop");
+    }
     let events: Events<event> = Events::new(&skel.maps.events)?;
 
-    let columns = Columns {
-        timestamp: args.timestamp,
-        uid: args.print_uid,
-        tid: args.tid.is_some(),
-        free: args.common.verbose,
-        kind: args.memcg || args.extended,
-        extended: args.extended,
-    };
+    let columns = args.columns();
     let mut printer = Printer {
-        output: Output::new(args.common.format()),
+        output,
         clock: Clock::new(),
         cgroups: args.wants_cgroups().then(Cgroups::new),
+        limited: args.wants_limited().then(Cgroups::of_memory),
         first_ns: None,
         latencies: args.hist.then(Histogram::new),
-        stacks: Stacks::new(&skel.maps.stacks),
+        stacks: Stacks::new(memtools::stack_maps!(skel), MAX_OF_EVENTS)?,
         symbolizer,
-        page_kb: kernel::page_bytes()? / 1024,
+        print_stacks: args.stack,
+        stalls: HashMap::new(),
+        exports,
+        page_kb: kernel_support::page_bytes()? / 1024,
+        shows_free: args.shows_free(),
         told_of_free: false,
         columns,
     };
-    printer.output.header(&columns.header())?;
-    printer.output.flush()?;
 
     let mappings = printer.look_around()?;
     if let Some(mappings) = &mappings {
         poller.watch_mappings(mappings);
     }
+    printer.exports.begin();
+    protect::from_lack_of_memory("drsnoop");
     eprintln!("drsnoop: tracing direct reclaim ({how}), Ctrl-C to end");
+    printer.output.header(&columns.header())?;
+    printer.output.flush()?;
+    target.release()?;
+    target.watch_exit(&mut poller);
     let deadline = args.common.deadline();
     events.follow(poller, deadline, links, |events| printer.print(events))?;
     if let Some(buckets) = printer.latencies.take() {
@@ -103,49 +120,116 @@ fn run(args: Args) -> Result<ExitCode> {
         printer.output.row(&Latencies { name, buckets })?;
         printer.output.flush()?;
     }
-    Losses::tell("drsnoop", skel.object(), &filter, &mut printer.output)?;
+    Losses::tell(
+        "drsnoop",
+        skel.object(),
+        target.filter(),
+        &mut printer.output,
+    )?;
     if let Some(unwinder) = unwinder {
         unwinder.tell("drsnoop", &mut printer.output)?;
     }
-    Ok(ExitCode::SUCCESS)
+    printer.export();
+    printer.exports.finish()?;
+    target.finish()
 }
 
 impl Args {
+    fn columns(&self) -> Columns {
+        Columns {
+            timestamp: self.timestamp,
+            uid: self.print_uid,
+            tid: self.tid.is_some(),
+            free: self.common.verbose,
+            kind: self.memcg || self.extended,
+            extended: self.extended,
+            limited: self.extended && self.memcg,
+        }
+    }
+
+    fn wants_stacks(&self) -> bool {
+        self.stack || self.export.any()
+    }
+
+    /// What is traced, in words.
+    fn traced(&self) -> String {
+        let user = self.uid.map(|uid| format!("user {uid}"));
+        match self.tid.map(|tid| format!("thread {tid}")).or(user) {
+            Some(some) => format!("{some}, {}", self.target),
+            None => self.target.to_string(),
+        }
+    }
+
     fn wants_cgroups(&self) -> bool {
         self.extended || self.common.json
     }
+
+    fn wants_limited(&self) -> bool {
+        self.memcg && self.wants_cgroups()
+    }
+
+    fn shows_free(&self) -> bool {
+        self.common.verbose || self.common.json
+    }
 }
 
-/// Loads and attaches. With `zones` the kernel half adds up the free memory of these itself.
-fn start(args: &Args, filter: &Filter, zones: bool) -> Result<(DrsnoopSkel<'static>, Vec<Link>)> {
+/// Loads and attaches the programs of this kind. With `zones` the kernel half adds up the free memory of
+/// these itself.
+fn start(
+    args: &Args,
+    filter: &Filter,
+    kind: &str,
+    zones: bool,
+) -> Result<(DrsnoopSkel<'static>, Vec<Link>)> {
+    let reclaims = if args.memcg {
+        &["direct", "memcg"][..]
+    } else {
+        &["direct"]
+    };
+    // The end first: a reclaim that is seen to begin must be seen to end.
+    let programs: Vec<String> = reclaims
+        .iter()
+        .flat_map(|reclaim| ["end", "begin"].map(|moment| format!("{reclaim}_{moment}{kind}")))
+        .collect();
+    let programs: Vec<&str> = programs.iter().map(String::as_str).collect();
     let mut open = attach::open::<DrsnoopSkelBuilder>()?;
     let options = attach::options(&mut open.maps.rodata_data)?;
     filter.set(&mut options.filter);
     options.by_uid = args.uid.is_some().into();
     options.only_uid = args.uid.unwrap_or(0);
-    options.want_free_pages = (zones && (args.common.verbose || args.common.json)).into();
+    options.want_free_pages = (zones && args.shows_free()).into();
     memtools::set_unwind_options!(options, args.unwind);
-    options.want_stacks = args.stack.into();
-    let arguments = kernel::tracepoint_arguments("mm_vmscan_direct_reclaim_begin")?
-        .context("this kernel has no tracepoint mm_vmscan_direct_reclaim_begin")?;
-    options.gfp_first = arguments.first().is_some_and(|name| name == "gfp_t").into();
-    if !args.stack {
+    options.want_stacks = args.wants_stacks().into();
+    if kind == "_raw" {
+        let begin = kernel_support::tracepoint_arguments("mm_vmscan_direct_reclaim_begin")?
+            .context("this kernel has no tracepoint mm_vmscan_direct_reclaim_begin")?;
+        options.gfp_first = begin.first().is_some_and(|name| name == "gfp_t").into();
+    } else {
+        kernel_support::preflight_tracepoints()?;
+    }
+    if !args.wants_stacks() {
         for map in [&mut open.maps.stacks, &mut open.maps.stack_slots] {
             map.set_max_entries(1).context("failed to size a map")?;
         }
     }
-    let skel = open.load().context("failed to load")?;
+    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
+    attach::load_only(open.open_object_mut(), &programs);
+    let mut skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
-
-    let programs = &skel.progs;
-    let mut links = attach::all(&[&programs.direct_end, &programs.direct_begin], "")?;
-    if args.memcg {
-        links.extend(attach::all(
-            &[&programs.memcg_end, &programs.memcg_begin],
-            "; --memcg needs a kernel with CONFIG_MEMCG=y",
-        )?);
-    }
+    let links = attach::by_name(skel.object_mut(), &programs).with_context(|| {
+        if args.memcg {
+            "--memcg needs a kernel with CONFIG_MEMCG=y"
+        } else {
+            "no tracepoint of direct reclaim"
+        }
+    })?;
     Ok((skel, links))
+}
+
+/// The path of a cgroup, if it is wanted and still there.
+fn path_in(cgroups: &mut Option<Cgroups>, id: u64) -> Option<String> {
+    let cgroups = cgroups.as_mut().filter(|_| id != 0)?;
+    cgroups.path(id).map(str::to_owned)
 }
 
 /// Turns events into rows.
@@ -153,18 +237,25 @@ struct Printer<'a> {
     output: Output,
     clock: Clock,
     cgroups: Option<Cgroups>,
+    /// The cgroups that memory is limited in.
+    limited: Option<Cgroups>,
     /// When the first reclaim ended.
     first_ns: Option<u64>,
     latencies: Option<Histogram>,
     stacks: Stacks<'a, MapMut<'static>>,
     symbolizer: Option<Symbolizer>,
+    print_stacks: bool,
+    /// What the files show, by process, its name and the ids of its stacks.
+    stalls: HashMap<(u32, String, u64, u64), Sample>,
+    exports: Exports,
     page_kb: u64,
+    shows_free: bool,
     told_of_free: bool,
     columns: Columns,
 }
 
 impl Printer<'_> {
-    /// Remembers what processes execute, if --stack is to name it. Returns what to wait for to hear
+    /// Remembers what processes execute, if stacks are to be named. Returns what to wait for to hear
     /// of changes.
     fn look_around(&mut self) -> Result<Option<OwnedFd>> {
         let Some(symbolizer) = &mut self.symbolizer else {
@@ -183,12 +274,14 @@ impl Printer<'_> {
                 latencies.add(event.latency_ns);
             }
             let first = *self.first_ns.get_or_insert(event.time_ns);
-            let path = self
-                .cgroups
-                .as_mut()
-                .and_then(|cgroups| cgroups.path(event.cgroup));
-            let cgroup = path.map(str::to_owned);
-            let (kernel, user) = self.name_stacks(&event)?;
+            let cgroup = path_in(&mut self.cgroups, event.cgroup);
+            let limited = path_in(&mut self.limited, event.limited);
+            let stack = self.named(&event)?;
+            if self.exports.any()
+                && let Some(stack) = &stack
+            {
+                self.add(&event, stack);
+            }
             let row = Row {
                 time: self.clock.local(event.time_ns),
                 comm: text::from_c(&event.comm),
@@ -201,18 +294,22 @@ impl Printer<'_> {
                 },
                 latency_ns: event.latency_ns,
                 reclaimed_pages: event.reclaimed_pages,
-                free_kb: self.free_kb(event.free_pages),
+                free_kb: self
+                    .shows_free
+                    .then(|| self.free_kb(event.free_pages))
+                    .flatten(),
                 order: event.order,
                 gfp_flags: Gfp(event.gfp_flags),
                 cgroup,
-                kernel_stack: kernel.map(|part| part.frames),
-                user_stack_truncated: user.as_ref().and_then(|part| part.truncated.clone()),
-                user_stack: user.map(|part| part.frames),
+                limited,
+                limited_id: Some(event.limited).filter(|&id| id != 0),
+                stack: stack.filter(|_| self.print_stacks),
                 microseconds: event.time_ns.saturating_sub(first) / 1000,
                 columns: self.columns,
             };
             self.output.row(&row)?;
         }
+        self.stacks.renew_for_events()?;
         self.output.flush()
     }
 
@@ -234,21 +331,52 @@ impl Printer<'_> {
         Some(line.parse::<u64>().ok()? * self.page_kb)
     }
 
-    /// The kernel's and the user's frames, if --stack asks for them.
-    fn name_stacks(&mut self, event: &event) -> Result<(Option<Part>, Option<Part>)> {
+    fn add(&mut self, event: &event, stack: &NamedStack) {
+        let key = (
+            event.pid,
+            stack.comm.clone(),
+            event.user_stack,
+            event.kernel_stack,
+        );
+        let sample = self.stalls.entry(key).or_insert_with(|| Sample {
+            stack: stack.clone(),
+            values: vec![0, 0],
+        });
+        for (sum, more) in sample.values.iter_mut().zip([1, event.latency_ns]) {
+            *sum += more;
+        }
+    }
+
+    /// Writes all stacks into the files that are asked for.
+    fn export(&mut self) {
+        if self.exports.any() {
+            let delay = Value {
+                kind: "delay",
+                unit: "nanoseconds",
+                counted: "ns",
+            };
+            let subject = Subject {
+                name: "time in direct reclaim".to_owned(),
+                values: vec![Value::count("reclaim_stalls", "stalls"), delay],
+                main: 1,
+                remarks: Vec::new(),
+            };
+            let samples = self.stalls.drain().map(|(_, sample)| sample).collect();
+            self.exports.write(subject, samples);
+        }
+    }
+
+    /// The kernel's and the user's stack with their names, if they are asked for.
+    fn named(&mut self, event: &event) -> Result<Option<NamedStack>> {
         let Some(symbolizer) = &mut self.symbolizer else {
-            return Ok((None, None));
+            return Ok(None);
         };
-        let mut part = |id| -> Result<Option<Part>> {
-            let stack = self.stacks.get(id)?;
-            Ok(stack.map(|stack| {
-                let part = symbolizer.part(event.pid, &stack);
-                Part {
-                    frames: symbolize::without_tracer(&part.frames).to_vec(),
-                    ..part
-                }
-            }))
+        let ids = StackIds {
+            pid: event.pid,
+            comm: &text::from_c(&event.comm),
+            user: Some(event.user_stack),
+            kernel: Some(event.kernel_stack),
         };
-        Ok((part(event.kernel_stack)?, part(event.user_stack)?))
+        NamedStack::read(&ids, &mut self.stacks, symbolizer).map(Some)
     }
 }

@@ -3,11 +3,12 @@
 use std::io::{self, Write};
 
 use jiff::Zoned;
-use memtools::clock;
-use memtools::gfp::Gfp;
-use memtools::histogram::Histogram;
-use memtools::output;
-use memtools::symbolize::Frame;
+use memtools::export::text::below_row;
+use memtools::print::clock;
+use memtools::print::gfp::Gfp;
+use memtools::print::histogram::Histogram;
+use memtools::print::output;
+use memtools::stacks::named::NamedStack;
 use serde::{Serialize, Serializer};
 
 /// Characters of the name that BCC's column has room for.
@@ -23,6 +24,8 @@ pub(crate) struct Columns {
     pub(crate) free: bool,
     pub(crate) kind: bool,
     pub(crate) extended: bool,
+    /// Whose limit it was for.
+    pub(crate) limited: bool,
 }
 
 impl Columns {
@@ -43,7 +46,10 @@ impl Columns {
             line += &format!(" {:<6}", "KIND");
         }
         if self.extended {
-            line += &format!(" {:>5} {:<44} CGROUP", "ORDER", "GFP");
+            line += &format!(" {:>5} {:<44} {:<24}", "ORDER", "GFP", "CGROUP");
+        }
+        if self.limited {
+            line += " LIMITED";
         }
         line.trim_end().to_owned()
     }
@@ -79,16 +85,16 @@ pub(crate) struct Row {
     pub(crate) order: i32,
     #[serde(serialize_with = "gfp")]
     pub(crate) gfp_flags: Gfp,
-    /// Of version 2, below its mount.
+    /// The task's cgroup of version 2, as its path below the mount.
     pub(crate) cgroup: Option<String>,
-    /// With --stack, innermost first.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) kernel_stack: Option<Vec<Frame>>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) user_stack: Option<Vec<Frame>>,
-    /// Why outer frames of the user stack are missing, if they are.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) user_stack_truncated: Option<String>,
+    /// The cgroup whose limit it was for: the task's or one above it, below the mount of those that memory
+    /// is limited in. None for direct reclaim, or if it has gone.
+    pub(crate) limited: Option<String>,
+    /// The id of that cgroup. None for direct reclaim.
+    pub(crate) limited_id: Option<u64>,
+    /// With --stack.
+    #[serde(flatten)]
+    pub(crate) stack: Option<NamedStack>,
     /// Since the first event.
     #[serde(skip)]
     pub(crate) microseconds: u64,
@@ -127,26 +133,17 @@ impl output::Row for Row {
             // "memcg" is the shorter of the two kinds.
             let width = if self.kind == Kind::Memcg { 7 } else { 6 };
             let cgroup = self.cgroup.as_deref().unwrap_or("-");
-            write!(
-                out,
-                "{:>width$} {:<44} {cgroup}",
-                self.order, self.gfp_flags
-            )?;
+            write!(out, "{:>width$} {:<44} ", self.order, self.gfp_flags)?;
+            match (columns.limited, &self.limited, self.limited_id) {
+                (false, ..) => write!(out, "{cgroup}")?,
+                (true, Some(limited), _) => write!(out, "{cgroup:<24} {limited}")?,
+                (true, None, Some(id)) => write!(out, "{cgroup:<24} [gone: id {id}]")?,
+                (true, None, None) => write!(out, "{cgroup:<24} -")?,
+            }
         }
         writeln!(out)?;
-        let kernel = self.kernel_stack.iter().flatten();
-        let user = self.user_stack.iter().flatten();
-        if self.kernel_stack.is_some() {
-            for frame in kernel {
-                writeln!(out, "    {frame}")?;
-            }
-            writeln!(out, "    --")?;
-            for frame in user {
-                writeln!(out, "    {frame}")?;
-            }
-            if let Some(reason) = &self.user_stack_truncated {
-                writeln!(out, "    [truncated: {reason}]")?;
-            }
+        if let Some(stack) = &self.stack {
+            below_row(stack, out)?;
             writeln!(out)?;
         }
         Ok(())
@@ -178,7 +175,8 @@ fn gfp<S: Serializer>(flags: &Gfp, serializer: S) -> Result<S::Ok, S::Error> {
 
 #[cfg(test)]
 mod tests {
-    use memtools::output::Row as _;
+    use memtools::print::output::Row as _;
+    use memtools::stacks::named::{Frame, Part};
 
     use super::*;
 
@@ -195,10 +193,10 @@ mod tests {
             free_kb: Some(176_604),
             order: 0,
             gfp_flags: Gfp(0x100cca),
-            cgroup: Some("/db.service".into()),
-            kernel_stack: None,
-            user_stack: None,
-            user_stack_truncated: None,
+            cgroup: Some("/db.service/worker".into()),
+            limited: Some("/db.service".into()),
+            limited_id: Some(4321),
+            stack: None,
             microseconds: 1_204_567,
             columns,
         }
@@ -210,6 +208,7 @@ mod tests {
             symbol: Some((name.into(), offset)),
             module: Some((module.into(), offset)),
             kernel: module == "kernel",
+            ..Frame::default()
         }
     }
 
@@ -262,10 +261,37 @@ mod tests {
     }
 
     #[test]
+    fn whose_limit_it_was_for_comes_last() {
+        let columns = Columns {
+            kind: true,
+            extended: true,
+            limited: true,
+            ..Columns::default()
+        };
+        let mut row = row(columns);
+        assert_eq!(
+            format!("{}\n{}", columns.header(), text(&row)),
+            "COMM           PID     LAT(ms) PAGES KIND   ORDER GFP                                          CGROUP                   LIMITED\n\
+             a-very-long-na 17678     30.70    38 memcg      0 GFP_HIGHUSER_MOVABLE                         /db.service/worker       /db.service\n"
+        );
+        row.limited = None;
+        assert!(text(&row).ends_with(" /db.service/worker       [gone: id 4321]\n"));
+        row.limited_id = None;
+        assert!(text(&row).ends_with(" /db.service/worker       -\n"));
+    }
+
+    #[test]
     fn stacks_stand_below_their_row_the_kernels_first() {
         let mut row = row(Columns::default());
-        row.kernel_stack = Some(vec![frame("try_to_free_pages", 0x1, "kernel")]);
-        row.user_stack = Some(vec![frame("main", 0x2, "app")]);
+        let part = |frame| Part {
+            frames: vec![frame],
+            truncated: None,
+        };
+        row.stack = Some(NamedStack {
+            kernel: Some(part(frame("try_to_free_pages", 0x1, "kernel"))),
+            user: Some(part(frame("main", 0x2, "app"))),
+            ..NamedStack::default()
+        });
         assert!(
             text(&row).ends_with(
                 "38\n    try_to_free_pages+0x1 [kernel]\n    --\n    main+0x2 [app]\n\n"
@@ -278,7 +304,7 @@ mod tests {
         let json = serde_json::to_string(&row(Columns::default())).expect("JSON");
         assert_eq!(
             json,
-            r#"{"type":"reclaim","time":"2019-08-01T21:30:25.000000+00:00","comm":"a-very-long-name","pid":17678,"tid":17679,"uid":1000,"kind":"memcg","latency_ns":30695000,"reclaimed_pages":38,"free_kb":176604,"order":0,"gfp_flags":"GFP_HIGHUSER_MOVABLE","cgroup":"/db.service"}"#
+            r#"{"type":"reclaim","time":"2019-08-01T21:30:25.000000+00:00","comm":"a-very-long-name","pid":17678,"tid":17679,"uid":1000,"kind":"memcg","latency_ns":30695000,"reclaimed_pages":38,"free_kb":176604,"order":0,"gfp_flags":"GFP_HIGHUSER_MOVABLE","cgroup":"/db.service/worker","limited":"/db.service","limited_id":4321}"#
         );
     }
 }

@@ -84,7 +84,7 @@ const NEW: [&str; 8] = [
     "St11align_val_tRKSt9nothrow_t12__hot_cold_t",
 ];
 
-/// The same for `operator delete`, whose `m` is the size.
+/// Mangled names of `operator delete`, whose `m` is the size.
 const DELETE: [&str; 6] = [
     "",
     "m",
@@ -113,11 +113,15 @@ const MAPPING: [(&str, Signature); 3] = [
 ];
 
 /// Functions that tell whose the others are.
-const MARKERS: [(&str, &str); 5] = [
+const MARKERS: [(&str, &str); 8] = [
     ("dallocx", "jemalloc"),
     ("tc_version", "tcmalloc"),
     ("mi_version", "mimalloc"),
-    ("mallopt", "glibc"),
+    ("__asan_init", "AddressSanitizer"),
+    ("__hwasan_init", "HWAddressSanitizer"),
+    ("__tsan_init", "ThreadSanitizer"),
+    // mallopt is also in what stands in for malloc, such as Chromium's and the sanitizers'.
+    ("__libc_mallopt", "glibc"),
     ("__malloc_donate", "musl"),
 ];
 
@@ -308,7 +312,12 @@ mod tests {
 
     #[test]
     fn allocators_are_told_apart() {
-        assert_eq!(name(&["malloc", "free", "mallopt"], "libc.so.6"), "glibc");
+        assert_eq!(name(&["malloc", "__libc_mallopt"], "libc.so.6"), "glibc");
+        assert_eq!(name(&["malloc", "mallopt"], "chrome"), "malloc");
+        assert_eq!(
+            name(&["__asan_init", "malloc", "mallopt"], "libasan.so.8"),
+            "AddressSanitizer"
+        );
         assert_eq!(
             name(&["je_malloc", "je_dallocx"], "redis-server"),
             "jemalloc"

@@ -1,14 +1,24 @@
 //! The command line.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
+use anyhow::Result;
 use clap::{Parser, ValueEnum};
-use memtools::cli::{self, UsageError};
-use memtools::output::Format;
-use memtools::unwind::UnwindArgs;
+use memtools::export::files::ExportArgs;
+use memtools::print::output::{Format, Output};
+use memtools::process::filter::{FilterArgs, cgroup_path};
+use memtools::run::cli::{self, UsageError};
+use memtools::run::poll::Poller;
+use memtools::run::target::TargetArgs;
+use memtools::stacks::table;
+use memtools::stacks::unwind::UnwindArgs;
 
 use crate::kmem::args::KernelArgs;
 use crate::pool::{Allocates, Frees, Named};
+
+/// The part of --mem-limit that stacks may take: a quarter.
+const STACKS_PART: u64 = 4;
 
 /// Show memory that a process or the kernel allocated and has not freed, by call stack.
 #[derive(Debug, Parser)]
@@ -28,13 +38,14 @@ examples:
   memleak -p 1234 --alloc 'server:pool_get(size=arg1)' --free server:pool_put
                                blocks of the program's own pool too
   memleak -p 1234 -o 60000     only what is older than a minute
-  memleak -fp 1234 60 1 | flamegraph.pl --color=mem --countname=bytes >leak.svg
+  memleak -p 1234 60 1 --flame leak.svg --pprof leak.pb.gz
+                               draw it, and keep it for `go tool pprof`
   memleak                      what the kernel itself has not freed, by kernel stack
   memleak --by-cache -kp 1234  objects that it made for process 1234, by slab cache"
 )]
 pub(crate) struct Args {
     /// Trace these processes
-    #[arg(short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = cli::pid)]
     pub(crate) pid: Vec<u32>,
 
     /// Run this command and trace it; its exit status becomes ours
@@ -46,7 +57,7 @@ pub(crate) struct Args {
     pub(crate) name: Option<String>,
 
     /// Trace the processes in or below this cgroup (version 2), a path
-    #[arg(long, value_name = "PATH", conflicts_with = "command")]
+    #[arg(long, value_name = "PATH", value_parser = cgroup_path, conflicts_with = "command")]
     pub(crate) cgroup: Option<PathBuf>,
 
     /// Also trace the processes that those of -p or -c start from now on
@@ -62,7 +73,7 @@ pub(crate) struct Args {
     pub(crate) show_allocs: bool,
 
     /// Leave out blocks younger than this many milliseconds [default: 500; 0 once the process has exited]
-    #[arg(short, long, value_name = "MS", conflicts_with = "combined_only")]
+    #[arg(short, long, value_name = "MS", value_parser = cli::number::<u64>, conflicts_with = "combined_only")]
     pub(crate) older: Option<u64>,
 
     /// Keep totals by stack in the kernel and report only these, whatever the blocks' age
@@ -70,7 +81,7 @@ pub(crate) struct Args {
     pub(crate) combined_only: bool,
 
     /// Record about one of N allocations, chosen at random
-    #[arg(short, long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(short, long, value_name = "N", default_value_t = 1, value_parser = cli::count::<u32>)]
     pub(crate) sample_rate: u32,
 
     /// Record a block of S bytes with the probability S/BYTES, and report estimates of all
@@ -82,7 +93,7 @@ pub(crate) struct Args {
     pub(crate) max_overhead: Option<f64>,
 
     /// Show this many stacks
-    #[arg(short = 'T', long, value_name = "N", default_value_t = 10)]
+    #[arg(short = 'T', long, value_name = "N", default_value_t = 10, value_parser = cli::count::<usize>)]
     pub(crate) top: usize,
 
     /// Record only allocations of at least this many bytes
@@ -91,12 +102,13 @@ pub(crate) struct Args {
         long,
         value_name = "BYTES",
         default_value_t = 0,
-        hide_default_value = true
+        hide_default_value = true,
+        value_parser = cli::bytes
     )]
     pub(crate) min_size: u64,
 
     /// Record only allocations of at most this many bytes
-    #[arg(short = 'Z', long, value_name = "BYTES", default_value_t = u64::MAX, hide_default_value = true)]
+    #[arg(short = 'Z', long, value_name = "BYTES", default_value_t = u64::MAX, hide_default_value = true, value_parser = cli::bytes)]
     pub(crate) max_size: u64,
 
     /// What to order the stacks by, the largest last
@@ -152,26 +164,34 @@ pub(crate) struct Args {
     #[arg(short, long)]
     pub(crate) json: bool,
 
+    /// Print into this file rather than on stdout
+    #[arg(long, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+
     /// Tell on stderr what is probed and how, with libbpf's messages
     #[arg(short, long)]
     pub(crate) verbose: bool,
 
     /// Frames to keep of each stack
-    #[arg(long, value_name = "N", default_value_t = memtools::stack::MAX_DEPTH, value_parser = clap::value_parser!(u32).range(1..=i64::from(memtools::stack::MAX_DEPTH)))]
+    #[arg(long, value_name = "N", default_value_t = table::MAX_DEPTH, value_parser = cli::stack_depth)]
     pub(crate) perf_max_stack_depth: u32,
 
-    /// Distinct stacks to keep
-    #[arg(long, value_name = "N", default_value_t = 16384, value_parser = clap::value_parser!(u32).range(1..))]
-    pub(crate) stack_storage_size: u32,
+    /// Distinct stacks to keep at most, with memory for them set aside [default: as many as a quarter
+    /// of --mem-limit allows, with memory as they come]
+    #[arg(long, value_name = "N", value_parser = cli::count::<u32>)]
+    pub(crate) stack_storage_size: Option<u32>,
 
     #[command(flatten)]
     pub(crate) unwind: UnwindArgs,
 
+    #[command(flatten)]
+    pub(crate) export: ExportArgs,
+
     /// Blocks to follow at once, with memory for them set aside [default: as many as --mem-limit allows]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", value_parser = cli::count::<u32>)]
     pub(crate) max_allocs: Option<u32>,
 
-    /// Memory of the kernel that following blocks may take
+    /// Memory of the kernel that following blocks, and their stacks, may take
     #[arg(long, value_name = "BYTES", default_value = "512M", value_parser = cli::bytes)]
     pub(crate) mem_limit: u64,
 
@@ -183,15 +203,33 @@ pub(crate) struct Args {
     pub(crate) kernel: KernelArgs,
 
     /// Seconds between reports
-    #[arg(default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..))]
-    pub(crate) interval: u64,
+    #[arg(default_value = "5", value_parser = cli::seconds)]
+    pub(crate) interval: Duration,
 
     /// Reports before it exits [default: until Ctrl-C]
-    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(value_parser = cli::count::<u64>)]
     pub(crate) count: Option<u64>,
 }
 
 impl Args {
+    /// Distinct stacks that are kept at most.
+    pub(crate) fn max_stacks(&self) -> u32 {
+        let within_limit = (self.mem_limit / STACKS_PART / table::ENTRY_BYTES).max(1);
+        self.stack_storage_size
+            .unwrap_or_else(|| within_limit.try_into().unwrap_or(u32::MAX))
+    }
+
+    /// Entries that the table of stacks begins with.
+    pub(crate) fn first_stacks(&self) -> u32 {
+        let first = || self.max_stacks().min(table::FIRST_ENTRIES);
+        self.stack_storage_size.unwrap_or_else(first)
+    }
+
+    /// Bytes that following blocks may take, of which --max-allocs says nothing.
+    pub(crate) fn bytes_for_blocks(&self) -> u64 {
+        self.mem_limit - self.mem_limit / STACKS_PART
+    }
+
     /// Settles what can be said in two ways, and refuses options that make no sense together, where
     /// that is more than a conflict of two.
     pub(crate) fn check(mut self) -> Result<Self, UsageError> {
@@ -218,11 +256,30 @@ impl Args {
 
     /// How rows are printed.
     pub(crate) fn format(&self) -> Format {
-        if self.json {
-            Format::Json
-        } else {
-            Format::Text
+        match (self.json, self.folded) {
+            (true, _) => Format::Json,
+            (_, true) => Format::Folded,
+            _ => Format::Text,
         }
+    }
+
+    /// What is traced, in words.
+    pub(crate) fn target(&self) -> String {
+        let target = TargetArgs {
+            command: self.command.clone(),
+            children: self.children,
+            filter: FilterArgs {
+                pid: self.pid.clone(),
+                name: self.name.clone(),
+                cgroup: self.cgroup.clone(),
+            },
+        };
+        target.to_string()
+    }
+
+    /// What the tool begins with: [`cli::start`].
+    pub(crate) fn start<'a>(&self) -> Result<(Poller<'a>, Output)> {
+        cli::start(self.format(), self.output.as_deref())
     }
 
     /// Whether processes are to be traced, rather than the kernel.
@@ -272,7 +329,7 @@ fn sampling_distance(text: &str) -> Result<u32, String> {
 fn percent(text: &str) -> Result<f64, String> {
     match text.strip_suffix('%').unwrap_or(text).trim_end().parse() {
         Ok(percent) if percent > 0.0 && percent <= 100.0 => Ok(percent),
-        _ => Err("must be a percentage above 0, such as 5%".into()),
+        _ => Err("must be above 0 % and at most 100 %, such as 5%".into()),
     }
 }
 
@@ -320,7 +377,7 @@ mod tests {
         let args = Args::try_parse_from(["memleak", "-ap", "12", "10"]).expect("valid");
         assert_eq!(
             (args.pid, args.show_allocs, args.interval, args.count),
-            (vec![12], true, 10, None)
+            (vec![12], true, Duration::from_secs(10), None)
         );
     }
 

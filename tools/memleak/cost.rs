@@ -1,64 +1,76 @@
 //! What tracing costs the target, as memleak says it at the end:
 //! `memleak: probes: 1,204,331 hits; their programs: ~310 ns each, 3.1 % of the target's CPU time`.
 //!
-//! The programs count each hit. The time that they take is the kernel's own statistics, without the
-//! kernel's handling of the probe. Those cost about 40 ns a run, 10 % of what a hit costs in all; so
-//! they are on in one [`SLICE`] of [`SLICES`], and what a hit took there it is taken to take until
-//! the next one.
+//! The programs count each hit. In one [`SLICE`] of [`SLICES`] they also time themselves, which
+//! takes them two looks at the clock, about 40 ns a hit; what a hit took there it is taken to take
+//! until the next one. A run in which its task lost the CPU is left out: that time is not the
+//! target's. The kernel's handling of the probe is not in it.
 
 use std::fmt;
 use std::io::{self, Write};
 use std::time::{Duration, Instant};
 
-use memtools::output::{Output, Row};
-use memtools::run_time::{Counting, Runs};
+use memtools::print::output::{Output, Row};
+use memtools::print::text;
 use nix::sys::time::TimeValLike;
 use nix::time::ClockId;
 use nix::unistd::Pid;
 use serde::Serialize;
 
+use crate::bpf::types::steering;
 use crate::probes::{Attached, Hits};
 use crate::target::Target;
 
-/// How long the kernel measures, or does not, at a time.
+/// How long runs are timed, or are not, at a time.
 const SLICE: Duration = Duration::from_millis(200);
-/// Of so many it measures the first.
+/// How many slices there are to one that is timed, the first of them.
 const SLICES: u32 = 10;
 
-/// CPU time of the target in a slice from which its share can be told.
+/// CPU time of the target from which its share can be told.
 const ENOUGH_NS: u64 = 10_000_000;
 
-/// Measures it.
+/// Measures what the programs cost.
 pub(crate) struct Cost<'a> {
     attached: &'a Attached,
     clocks: Clocks,
-    /// While the kernel measures: what it had counted, and the target's CPU time, before.
-    measuring: Option<Measuring>,
+    /// Whether runs are timed now.
+    measuring: bool,
     slices: u32,
     ends: Instant,
     spent: Spent,
     /// When the target's CPU time was known last.
     used: Used,
+    /// When a share was told last.
+    told: Used,
 }
 
 /// The time that all hits took, from what some took.
 #[derive(Debug, Default, Clone, Copy)]
 struct Spent {
     hits: u64,
-    /// That of those before `unknown`, in nanoseconds.
+    /// Runs that were timed, and the nanoseconds that these took.
+    measured: (u64, u64),
+    /// Nanoseconds of all hits but those in `unknown`.
     ns: f64,
-    /// Hits before the first that was measured.
+    /// Hits before the first that was timed.
     unknown: u64,
-    /// What one took in the last slice that was measured.
+    /// What one took in the last slice that was timed.
     hit_ns: Option<f64>,
 }
 
 impl Spent {
-    /// So many hits there were until now, and these runs of the last ones were measured.
-    fn add(&mut self, hits: u64, measured: Option<Runs>) {
-        self.unknown += hits - self.hits;
-        self.hits = hits;
-        self.hit_ns = measured.and_then(Runs::mean_ns).or(self.hit_ns);
+    /// So many hits there were until now.
+    fn add(&mut self, hits: Hits) {
+        let (runs, ns) = (
+            hits.measured - self.measured.0,
+            hits.measured_ns - self.measured.1,
+        );
+        self.measured = (hits.measured, hits.measured_ns);
+        self.unknown += hits.count - self.hits;
+        self.hits = hits.count;
+        if runs > 0 {
+            self.hit_ns = Some(ns as f64 / runs as f64);
+        }
         if let Some(hit_ns) = self.hit_ns {
             self.ns += self.unknown as f64 * hit_ns;
             self.unknown = 0;
@@ -70,19 +82,12 @@ impl Spent {
     }
 }
 
-struct Measuring {
-    /// The kernel measures until this is dropped.
-    _counting: Counting,
-    runs: Runs,
-    used: Used,
-}
-
-/// What was measured in a slice.
-#[derive(Debug, Clone, Copy)]
+/// What was measured in some time.
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Share {
-    /// Of the target's CPU time, in the programs.
+    /// The programs' part of the target's CPU time, in percent.
     pub(crate) percent: f64,
-    /// Of the hits, those by which a call came to be recorded.
+    /// The part of the hits by which a call came to be recorded.
     pub(crate) recorded: f64,
 }
 
@@ -96,73 +101,74 @@ struct Used {
 }
 
 impl<'a> Cost<'a> {
-    /// Begins with a slice that is measured.
-    pub(crate) fn new(attached: &'a Attached, target: &Target) -> Self {
+    /// Begins with a slice that is timed.
+    pub(crate) fn new(attached: &'a Attached, target: &Target) -> anyhow::Result<Self> {
         let mut cost = Self {
             attached,
             clocks: Clocks::new(target),
-            measuring: None,
+            measuring: false,
             slices: 0,
             ends: Instant::now(),
             spent: Spent::default(),
             used: Used::default(),
+            told: Used::default(),
         };
-        cost.begin_slice();
-        cost
+        cost.begin_slice()?;
+        Ok(cost)
     }
 
-    /// Call it several times a second. Returns what a slice has shown when it has ended.
-    pub(crate) fn look(&mut self) -> Option<Share> {
+    /// Call it several times a second. Returns what has shown since it last did, once the target has
+    /// used enough CPU time for that: one that is idle most of the time does so in many slices.
+    pub(crate) fn look(&mut self) -> anyhow::Result<Option<Share>> {
         if Instant::now() < self.ends {
-            return None;
+            return Ok(None);
         }
-        let share = self.end_slice();
-        self.begin_slice();
-        share
+        self.end_slice();
+        self.begin_slice()?;
+        let share = self.used.since(&self.told);
+        if share.is_some() {
+            self.told = self.used;
+        }
+        Ok(share)
     }
 
-    fn begin_slice(&mut self) {
-        if self.slices.is_multiple_of(SLICES) || self.spent.hit_ns.is_none() {
-            self.measure();
-        }
+    fn begin_slice(&mut self) -> anyhow::Result<()> {
+        let measure = self.slices.is_multiple_of(SLICES) || self.spent.hit_ns.is_none();
         self.slices += 1;
         self.ends = Instant::now() + SLICE;
+        self.set_measuring(measure)
     }
 
-    /// Has this slice measured, whichever it is. Call it at its beginning.
-    pub(crate) fn measure(&mut self) {
-        let (runs, used) = (self.runs(), self.used);
-        // Without the privilege, hits are all that can be told.
-        let counting = Counting::start().ok();
-        self.measuring = counting.map(|_counting| Measuring {
-            _counting,
-            runs,
-            used,
-        });
+    fn set_measuring(&mut self, measure: bool) -> anyhow::Result<()> {
+        if measure != self.measuring {
+            let what = steering::STEERING_MEASURES;
+            self.attached.steer(what, measure.into())?;
+            self.measuring = measure;
+        }
+        Ok(())
+    }
+
+    /// Has this slice timed, whichever it is, as hits will now take another time; what there was
+    /// until now is forgotten. Call it at the slice's beginning.
+    pub(crate) fn measure(&mut self) -> anyhow::Result<()> {
+        self.told = self.used;
+        self.slices = 1;
+        self.set_measuring(true)
     }
 
     /// Call it before the probes are removed.
-    pub(crate) fn end_slice(&mut self) -> Option<Share> {
-        let before = self.measuring.take();
-        let runs = before.as_ref().map(|before| self.runs() - before.runs);
+    pub(crate) fn end_slice(&mut self) {
         let hits = self.attached.hits();
-        self.spent.add(hits.count, runs);
+        self.spent.add(hits);
         if let Some(cpu_ns) = self.clocks.read_ns() {
             let ns = self.spent.hit_ns.map(|_| self.spent.ns);
             self.used = Used { hits, ns, cpu_ns };
         }
-        let (before, runs) = (before?, runs?);
-        let cpu_ns = self.used.cpu_ns - before.used.cpu_ns;
-        let hits = self.used.hits.count - before.used.hits.count;
-        let recorded = self.used.hits.recorded - before.used.hits.recorded;
-        (cpu_ns >= ENOUGH_NS && hits > 0).then(|| Share {
-            percent: runs.time_ns as f64 / cpu_ns as f64 * 100.0,
-            recorded: recorded as f64 / hits as f64,
-        })
     }
 
-    fn runs(&self) -> Runs {
-        Runs::of(self.attached.handlers())
+    /// The share of the target's CPU time in the programs, since the start.
+    pub(crate) fn percent(&self) -> Option<f64> {
+        self.used.percent()
     }
 
     /// Says it on stderr, and as an object in JSON.
@@ -185,9 +191,26 @@ impl<'a> Cost<'a> {
 
 impl Used {
     fn percent(self) -> Option<f64> {
-        let share = self.ns? / self.cpu_ns as f64;
-        (self.cpu_ns > 0).then_some((share * 1000.0).round() / 10.0)
+        let percent = percent(self.ns?, self.cpu_ns);
+        (self.cpu_ns > 0).then_some((percent * 10.0).round() / 10.0)
     }
+
+    /// None if the target has used too little CPU time since then.
+    fn since(&self, earlier: &Self) -> Option<Share> {
+        let cpu_ns = self.cpu_ns - earlier.cpu_ns;
+        let hits = self.hits.count - earlier.hits.count;
+        let recorded = self.hits.recorded - earlier.hits.recorded;
+        let ns = self.ns? - earlier.ns.unwrap_or(0.0);
+        (cpu_ns >= ENOUGH_NS && hits > 0).then(|| Share {
+            percent: percent(ns, cpu_ns),
+            recorded: recorded as f64 / hits as f64,
+        })
+    }
+}
+
+/// The programs run within the target's time. A mean of some runs can be above that of all.
+fn percent(ns: f64, cpu_ns: u64) -> f64 {
+    (ns / cpu_ns as f64 * 100.0).min(100.0)
 }
 
 /// The CPU time that processes use.
@@ -256,7 +279,7 @@ struct Summary {
     /// What our program took at one of them, on average.
     #[serde(skip_serializing_if = "Option::is_none")]
     hit_ns: Option<u64>,
-    /// That, of the CPU time of the processes.
+    /// The programs' part of the processes' CPU time, in percent.
     #[serde(skip_serializing_if = "Option::is_none")]
     cpu_percent: Option<f64>,
 }
@@ -269,7 +292,7 @@ impl Row for Summary {
 
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} hits", grouped(self.hits))?;
+        write!(f, "{} hits", text::grouped(self.hits))?;
         if let Some(ns) = self.hit_ns {
             write!(f, "; their programs: ~{ns} ns each")?;
         }
@@ -278,19 +301,6 @@ impl fmt::Display for Summary {
         }
         Ok(())
     }
-}
-
-/// `1204331` as `1,204,331`.
-fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (at, digit) in digits.chars().enumerate() {
-        if at > 0 && (digits.len() - at).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
 }
 
 #[cfg(test)]
@@ -315,12 +325,6 @@ mod tests {
     }
 
     #[test]
-    fn digits_are_grouped() {
-        let texts = [0, 999, 1000, 123_456, 1_000_000].map(grouped);
-        assert_eq!(texts, ["0", "999", "1,000", "123,456", "1,000,000"]);
-    }
-
-    #[test]
     fn the_share_is_of_what_the_target_used() {
         let used = Used {
             ns: Some(311_000.0),
@@ -334,17 +338,52 @@ mod tests {
     }
 
     #[test]
+    fn no_share_is_above_a_hundred() {
+        let used = Used {
+            ns: Some(86_200_000.0),
+            cpu_ns: 10_000_000,
+            ..Used::default()
+        };
+        assert_eq!(used.percent(), Some(100.0));
+    }
+
+    #[test]
+    fn a_share_waits_until_the_target_has_run_for_long_enough() {
+        let at = |count, ns, cpu_ns| Used {
+            hits: Hits {
+                count,
+                recorded: count / 4,
+                ..Hits::default()
+            },
+            ns: Some(ns),
+            cpu_ns,
+        };
+        let start = Used::default();
+        assert_eq!(at(1000, 800_000.0, 4_000_000).since(&start), None);
+        let share = at(3000, 2_400_000.0, 12_000_000).since(&start);
+        let expected = Share {
+            percent: 20.0,
+            recorded: 0.25,
+        };
+        assert_eq!(share, Some(expected));
+        assert_eq!(at(0, 0.0, 12_000_000).since(&start), None);
+    }
+
+    #[test]
     fn what_is_not_measured_costs_as_much_as_what_was_last() {
-        let runs = |count, time_ns| Some(Runs { count, time_ns });
+        let mut hits = Hits::default();
         let mut spent = Spent::default();
-        spent.add(10, None);
-        assert_eq!(spent.mean_ns(), None);
-        spent.add(20, runs(10, 1000));
-        assert_eq!(spent.mean_ns(), Some(100.0));
-        spent.add(30, runs(0, 0));
-        assert_eq!(spent.mean_ns(), Some(100.0));
-        spent.add(40, runs(5, 2500));
-        spent.add(60, None);
-        assert_eq!(spent.mean_ns(), Some((30.0 * 100.0 + 30.0 * 500.0) / 60.0));
+        let mut add = |count, measured, measured_ns| {
+            hits.count += count;
+            hits.measured += measured;
+            hits.measured_ns += measured_ns;
+            spent.add(hits);
+            spent.mean_ns()
+        };
+        assert_eq!(add(10, 0, 0), None);
+        assert_eq!(add(10, 10, 1000), Some(100.0));
+        assert_eq!(add(10, 0, 0), Some(100.0));
+        add(10, 5, 2500);
+        assert_eq!(add(20, 0, 0), Some((30.0 * 100.0 + 30.0 * 500.0) / 60.0));
     }
 }

@@ -8,18 +8,28 @@ pub(crate) mod args;
 mod caches;
 mod probes;
 
+use std::collections::HashSet;
 use std::process::ExitCode;
-use std::time::Duration;
 
 use anyhow::{Context, Result};
+use libbpf_rs::skel::Skel;
 use libbpf_rs::{MapCore, MapFlags, MapMut};
-use memtools::clock::{self, Clock};
-use memtools::folded::{Line, Part};
-use memtools::output::Output;
-use memtools::poll::Poller;
-use memtools::stack::Stacks;
-use memtools::symbolize::{self, KernelNames};
-use memtools::{attach, kernel, shared, text};
+use memtools::bpf::attach;
+use memtools::bpf::kernel_support;
+use memtools::bpf::map_batch;
+use memtools::bpf::ring::Events;
+use memtools::bpf::types;
+use memtools::export::files::Exports;
+use memtools::export::folded::Folded;
+use memtools::print::clock::{self, Clock};
+use memtools::print::output::Output;
+use memtools::print::text;
+use memtools::process::filter::Tasks;
+use memtools::run::cli::UsageError;
+use memtools::run::losses::{self, Losses};
+use memtools::stacks::named::{NamedStack, StackIds};
+use memtools::stacks::symbolize::KernelNames;
+use memtools::stacks::table::Stacks;
 
 use self::bpf::types::{block, cache, kind as Kind, total};
 use self::caches::{CacheRow, Slabinfo};
@@ -29,41 +39,53 @@ use crate::report::{
     self, Ages, Allocation, Entry, Group, Groups, Head, History, Path, Totals, View,
 };
 use crate::tracer::sums_of;
+use crate::whole::Whole;
 
 memtools::skeleton!("memleak_kernel", plain: [block, cache, total, turn, filter]);
 
 /// Age in milliseconds below which a block is left out, unless --older says otherwise.
 const DEFAULT_OLDER: u64 = 500;
-/// Entries read from a map at once.
-const BATCH: u32 = 16384;
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
-    kernel::preflight()?;
+    kernel_support::preflight()?;
     attach::capture_log(args.verbose);
-    let mut poller = Poller::new()?;
-    let filter = args::filter(args).resolve(None)?;
+    let exports = args.export.prepare("memleak", args.target())?;
+    let (mut poller, output) = args.start()?;
+    let filter = args::filter(args).resolve(None, Tasks::All)?;
+    check_cache(args.kernel.cache.as_deref())?;
     let slabinfo = args.kernel.by_cache.then(Slabinfo::read);
     eprintln!("Attaching to kernel allocators, Ctrl+C to quit.");
     let attached = probes::start(args, &filter, args.kernel.kinds())?;
 
     let mut tracer = Tracer {
         attached: &attached,
-        stacks: Stacks::new(&attached.skel.maps.stacks),
+        stacks: Stacks::new(memtools::stack_maps!(attached.skel), args.max_stacks())?,
         names: KernelNames::default(),
         slabinfo: slabinfo.unwrap_or_default(),
         history: History::default(),
         clock: Clock::new(),
-        output: Output::new(args.format()),
+        output,
+        exports,
         args,
     };
-    let interval = Duration::from_secs(args.interval);
+    tracer.exports.begin();
+    let requests: Events<u32> = Events::new(&attached.skel.maps.room_requests)?;
+    poller.watch_room(&requests);
+    let interval = args.interval;
     poller.tick_every(interval)?;
     let mut reports_left = args.count;
     loop {
         let wake = poller.wait(None)?;
+        if wake.room {
+            requests.drain()?;
+            tracer.renew_stacks()?;
+        }
         if wake.stop {
             tracer.report()?;
             break;
+        }
+        if wake.report {
+            tracer.report()?;
         }
         if wake.tick {
             reports_left = reports_left.map(|left| left - 1);
@@ -78,7 +100,10 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
             poller.tick_every(interval)?;
         }
     }
+    losses::tell_own_events("memleak", attached.skel.object(), &mut tracer.output)?;
+    let exports = tracer.exports;
     attach::detach(attached.links);
+    exports.finish()?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -87,24 +112,45 @@ struct Tracer<'a> {
     attached: &'a Attached,
     stacks: Stacks<'a, MapMut<'static>>,
     names: KernelNames,
-    /// As it was when the trace began.
+    /// /proc/slabinfo as it was when the trace began.
     slabinfo: Slabinfo,
     history: History,
     clock: Clock,
     output: Output,
+    exports: Exports,
     args: &'a Args,
+}
+
+/// Refuses a slab cache that there is none of: nothing would ever be shown.
+fn check_cache(cache: Option<&str>) -> Result<()> {
+    let caches = Slabinfo::read();
+    match cache {
+        Some(cache) if !caches.is_empty() && !caches.has(cache) => {
+            let cache = text::escape(cache);
+            Err(UsageError(format!(
+                "there is no slab cache {cache}; /proc/slabinfo lists them. Caches that are alike are \
+                 one, as /sys/kernel/slab shows, with the first one's name"
+            ))
+            .into())
+        }
+        _ => Ok(()),
+    }
 }
 
 impl Tracer<'_> {
     /// Prints what is outstanding now.
     fn report(&mut self) -> Result<()> {
         let now = clock::monotonic_ns();
-        let (totals, mut allocations) = if self.args.combined_only {
+        let (mut totals, mut allocations) = if self.args.combined_only {
             (self.totals()?, Vec::new())
         } else {
             self.outstanding(now)?
         };
+        if !self.args.kernel.by_cache {
+            report::merge_lost(&mut self.stacks, &mut totals, &mut allocations)?;
+        }
         let entries = self.entries(now, &totals, &allocations);
+        self.export(&entries)?;
         if self.args.folded {
             for entry in report::largest(entries, self.args.sort, usize::MAX) {
                 self.print_folded(entry)?;
@@ -117,6 +163,7 @@ impl Tracer<'_> {
                 report::list(&mut self.output, &allocations)?;
             }
             let largest = report::largest(entries, self.args.sort, self.args.top);
+            let shown = largest.len();
             if self.args.kernel.by_cache {
                 self.print_caches(&largest)?;
             } else {
@@ -124,11 +171,14 @@ impl Tracer<'_> {
                     self.print_stack(entry)?;
                 }
             }
+            if !self.args.json {
+                self.print_whole(&totals, shown)?;
+            }
         }
         self.history.add(now, totals);
         self.output.flush()?;
 
-        let losses = self.attached.losses()?;
+        let losses = self.losses()?;
         if losses.any() {
             eprintln!("memleak: {losses}");
         }
@@ -143,6 +193,11 @@ impl Tracer<'_> {
             );
         }
         Ok(())
+    }
+
+    /// What could not be recorded, or kept.
+    fn losses(&self) -> Result<Losses> {
+        Ok(self.attached.losses()?.and_stacks(self.stacks.lost()))
     }
 
     fn entries(&self, now: u64, totals: &Totals, allocations: &[Allocation]) -> Vec<Entry> {
@@ -181,39 +236,66 @@ impl Tracer<'_> {
             unknown_frees: None,
             double_frees: None,
             unseen_frees: self.attached.unseen_frees(),
-            lost: self.attached.losses()?,
+            lost: self.losses()?,
         })
     }
 
-    /// The stack's frames, and whether it was cut.
-    fn part(&mut self, stack_id: u64) -> Result<Part> {
-        let Some(stack) = self.stacks.get(stack_id)? else {
-            return Ok(Part::default());
+    /// The kernel stack with its names.
+    fn named(&mut self, stack: u64) -> Result<NamedStack> {
+        let ids = StackIds {
+            comm: "kernel",
+            kernel: Some(stack),
+            ..StackIds::default()
         };
-        let frames = self.names.name(&stack);
-        Ok(Part {
-            frames: symbolize::without_tracer(&frames).to_vec(),
-            truncated: stack.end.truncated(None),
-        })
+        NamedStack::read(&ids, &mut self.stacks, &mut self.names)
     }
 
     fn print_folded(&mut self, Entry { path, total, .. }: Entry) -> Result<()> {
-        let part = self.part(path.stack)?;
-        let line = Line {
-            comm: "kernel",
-            kernel: Some(part),
-            weight: total.bytes,
-            ..Line::default()
-        };
-        self.output.raw(|out| line.write(out))
+        let stack = self.named(path.stack)?;
+        let line = Folded::new(&stack);
+        self.output.raw(|out| line.write(total.bytes, out))
+    }
+
+    /// Writes all stacks into the files that are asked for.
+    fn export(&mut self, entries: &[Entry]) -> Result<()> {
+        if !self.exports.any() {
+            return Ok(());
+        }
+        let mut samples = Vec::new();
+        for entry in entries {
+            let stack = self.named(entry.path.stack)?;
+            samples.push(entry.total.sample(stack));
+        }
+        let subject = report::subject(View::Outstanding, self.args);
+        self.exports.write(subject, samples);
+        Ok(())
     }
 
     fn print_stack(&mut self, entry: Entry) -> Result<()> {
-        let part = self.part(entry.path.stack)?;
+        let part = self.named(entry.path.stack)?.kernel.unwrap_or_default();
         self.output.row(&Group {
             requested_bytes: Some(entry.total.requested_bytes),
             ..Group::new(&entry, part, self.args)
         })
+    }
+
+    /// Prints the sums that a text report ends with. JSON has them at the head.
+    fn print_whole(&mut self, totals: &Totals, shown: usize) -> Result<()> {
+        let (groups, sum) = sums_of(totals);
+        let mut whole = Whole {
+            bytes: sum.bytes,
+            allocations: sum.allocations,
+            groups,
+            shown,
+            ..Whole::default()
+        };
+        if self.args.kernel.by_cache {
+            return self.output.raw(|out| whole.write("slab cache", out));
+        }
+        for (path, total) in totals {
+            whole.note_stack(self.stacks.get(path.stack)?.as_deref(), total.bytes);
+        }
+        self.output.raw(|out| whole.write("stack", out))
     }
 
     fn print_caches(&mut self, largest: &[Entry]) -> Result<()> {
@@ -253,12 +335,33 @@ impl Tracer<'_> {
                 let value = caches.lookup(&address.to_ne_bytes(), MapFlags::ANY);
                 let value = value.context("failed to read a slab cache's name")?;
                 return match value {
-                    Some(value) => Ok(text::from_c(&shared::view::<cache>(&value)?.name)),
+                    Some(value) => Ok(text::from_c(&types::view::<cache>(&value)?.name)),
                     None => Ok("-".into()),
                 };
             }
         };
         Ok(name.into())
+    }
+
+    /// Has the table of stacks forget whatever no block and no sum refers to.
+    fn renew_stacks(&mut self) -> Result<()> {
+        if !self.stacks.is_crowded()? {
+            return Ok(());
+        }
+        self.stacks.renew()?;
+        let maps = &self.attached.skel.maps;
+        let mut referred_to = HashSet::new();
+        map_batch::read(&maps.blocks, |_, value| {
+            referred_to.insert(types::view::<block>(value)?.stack);
+            Ok(())
+        })?;
+        map_batch::read(&maps.totals, |key, _| {
+            referred_to.insert(*types::view::<u64>(key)?);
+            Ok(())
+        })?;
+        self.stacks.keep(referred_to)?;
+        self.stacks.forget_read();
+        Ok(())
     }
 
     /// What a block is added up by, in the place of the stack.
@@ -274,15 +377,11 @@ impl Tracer<'_> {
     fn outstanding(&self, now: u64) -> Result<(Totals, Vec<Allocation>)> {
         let older_ms = self.args.older.unwrap_or(DEFAULT_OLDER);
         let born_before = now.saturating_sub(older_ms.saturating_mul(1_000_000));
-        let blocks = &self.attached.skel.maps.blocks;
-        let batches = blocks
-            .lookup_batch(BATCH, MapFlags::ANY, MapFlags::ANY)
-            .context("failed to read the live blocks")?;
         let (mut totals, mut allocations) = (Totals::new(), Vec::new());
-        for (key, value) in batches {
-            let block: &block = shared::view(&value)?;
+        map_batch::read(&self.attached.skel.maps.blocks, |key, value| {
+            let block: &block = types::view(value)?;
             if block.time_ns > born_before {
-                continue;
+                return Ok(());
             }
             let path = self.path(block);
             let total = totals.entry(path).or_default();
@@ -291,32 +390,32 @@ impl Tracer<'_> {
             total.requested_bytes += u64::from(block.requested);
             allocations.push(Allocation {
                 pid: path.pid,
-                address: u64::from_ne_bytes(key[..].try_into().context("a key is no address")?),
+                address: *types::view(key)?,
                 size: block.allocated.into(),
                 stack: path.stack,
                 time_ns: block.time_ns,
                 calls: 1,
                 level: 0,
             });
-        }
+            Ok(())
+        })
+        .context("failed to read the live blocks")?;
         Ok((totals, allocations))
     }
 
     /// The sums that were kept in the kernel.
     fn totals(&self) -> Result<Totals> {
-        let totals = &self.attached.skel.maps.totals;
-        let batches = totals
-            .lookup_batch(BATCH, MapFlags::ANY, MapFlags::ANY)
-            .context("failed to read the totals")?;
         let mut totals = Totals::new();
-        for (key, value) in batches {
-            let stack = u64::from_ne_bytes(key[..].try_into().context("a key is no number")?);
-            let value: &total = shared::view(&value)?;
+        map_batch::read(&self.attached.skel.maps.totals, |key, value| {
+            let stack = *types::view(key)?;
+            let value: &total = types::view(value)?;
             let total = totals.entry(Path { pid: 0, stack }).or_default();
             total.bytes = value.allocated;
             total.allocations = value.count;
             total.requested_bytes = value.requested;
-        }
+            Ok(())
+        })
+        .context("failed to read the totals")?;
         Ok(totals)
     }
 }

@@ -8,10 +8,13 @@ use std::sync::atomic::Ordering;
 use anyhow::{Context, Result};
 use libbpf_rs::libbpf_sys::BPF_F_NO_PREALLOC;
 use libbpf_rs::{MapCore, MapFlags, MapHandle, MapMut, MapType};
-use memtools::mapped_array::MappedArray;
-use memtools::{entries, maps, shared};
+use memtools::bpf::map_batch;
+use memtools::bpf::map_create;
+use memtools::bpf::map_mmap::MappedArray;
+use memtools::bpf::types;
 
 use crate::bpf::types::{block, block_bucket, live_block, live_key};
+use crate::ended::{Ends, Fate};
 use crate::probes::Attached;
 use crate::report::Allocation;
 
@@ -62,7 +65,7 @@ impl<'a> LiveBlocks<'a> {
             return Ok(None);
         }
         let sizes = (size_of::<live_key>(), size_of::<live_block>());
-        let map = maps::create(MapType::Hash, "overflow", sizes, next, BPF_F_NO_PREALLOC)
+        let map = map_create::create(MapType::Hash, "overflow", sizes, next, BPF_F_NO_PREALLOC)
             .context("no room for more blocks; lower --mem-limit")?;
         let number = self.added.len() as u32;
         let fd = map.as_fd().as_raw_fd();
@@ -73,15 +76,29 @@ impl<'a> LiveBlocks<'a> {
         Ok(Some(next))
     }
 
-    /// All of them. What is allocated or freed meanwhile may be missing or not.
+    /// The blocks that are live, and those that processes which have exited left. What is allocated
+    /// or freed meanwhile may be missing or not.
     ///
-    /// What a process had allocated before the time at which its memory was `gone` is dropped.
-    pub(crate) fn read(&mut self, gone: &HashMap<u32, u64>) -> Result<Vec<Allocation>> {
-        let is_gone = |block: &Allocation| {
-            let time_ns = gone.get(&block.pid);
-            time_ns.is_some_and(|&time_ns| block.time_ns < time_ns)
+    /// Blocks of memory that has ended are in the kernel's maps no more after this, and are not
+    /// returned again. Of those that exited processes left, only what was at least `older_ns` old
+    /// at the exit is returned.
+    pub(crate) fn read(
+        &mut self,
+        ends: &HashMap<u32, Ends>,
+        older_ns: u64,
+    ) -> Result<(Vec<Allocation>, Vec<Allocation>)> {
+        let fate = |block: &Allocation| {
+            let ends = ends.get(&block.pid);
+            ends.map_or(Fate::Live, |ends| ends.fate(block.time_ns))
         };
-        let mut blocks = Vec::new();
+        let (mut blocks, mut left) = (Vec::new(), Vec::new());
+        let mut leave = |block: Allocation, fate: Fate| {
+            if let Fate::Left(time_ns) = fate
+                && block.time_ns.saturating_add(older_ns) <= time_ns
+            {
+                left.push(block);
+            }
+        };
         // Meanwhile only, or it would count as memory of ours.
         let table = MappedArray::new(self.table)?;
         for bucket in 0..table.len() {
@@ -101,19 +118,21 @@ impl<'a> LiveBlocks<'a> {
                     calls: 1,
                     level: level_of(block.born),
                 };
-                if is_gone(&allocation) {
-                    table.replace(bucket, address_offset(slot), block.address, 0)?;
-                } else {
-                    blocks.push(allocation);
+                match fate(&allocation) {
+                    Fate::Live => blocks.push(allocation),
+                    fate => {
+                        table.replace(bucket, address_offset(slot), block.address, 0)?;
+                        leave(allocation, fate);
+                    }
                 }
             }
         }
         let first: &dyn MapCore = self.first;
         let added = self.added.iter().map(|map| map as &dyn MapCore);
         for map in [first].into_iter().chain(added) {
-            let mut read = entries::collect(map, |key, value| {
+            let mut read = map_batch::collect(map, |key, value| {
                 let (key, value): (&live_key, &live_block) =
-                    (shared::view(key)?, shared::view(value)?);
+                    (types::view(key)?, types::view(value)?);
                 Ok(Allocation {
                     pid: key.pid as u32,
                     address: key.address,
@@ -124,19 +143,20 @@ impl<'a> LiveBlocks<'a> {
                     level: level_of(value.born),
                 })
             })?;
-            for block in read.extract_if(.., |block| is_gone(block)) {
+            for block in read.extract_if(.., |block| fate(block) != Fate::Live) {
                 let key = live_key {
                     address: block.address,
                     pid: block.pid.into(),
                 };
                 // Nobody else removes it.
-                map.delete(shared::bytes_of(&key))
+                map.delete(types::bytes_of(&key))
                     .context("failed to drop the blocks of an exited process")?;
                 self.dropped += 1;
+                leave(block, fate(&block));
             }
-            blocks = entries::join(blocks, read);
+            blocks = map_batch::join(blocks, read);
         }
-        Ok(blocks)
+        Ok((blocks, left))
     }
 }
 

@@ -4,24 +4,30 @@ use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use std::time::Duration;
 
+use anyhow::Result;
 use libbpf_rs::Link;
-use memtools::address_space::CodeFile;
-use memtools::process::MappedFile;
+use memtools::process::address_space::CodeFile;
+use memtools::process::mapped_file::MappedFile;
+use memtools::process::proc::FileId;
 
 use crate::args::Args;
 use crate::objects::{self, Object};
 use crate::probes::Attached;
-use crate::target::Target;
+use crate::target::{Target, Traced};
 
 /// Time between two looks, and what is allocated in it from a new allocator is not seen.
 pub(crate) const PAUSE: Duration = Duration::from_millis(200);
+/// Time from an exec to a look: by then a program has mapped its libraries, as a rule.
+pub(crate) const AFTER_EXEC: Duration = Duration::from_millis(5);
 
 /// What is known of the files that processes execute code from.
 pub(crate) struct Loaded {
     /// Files that were looked through, by the process that they are probed in.
     looked_through: HashMap<i32, HashSet<(u64, u64)>>,
-    /// The same by the symbolizer's numbers, which need no look at the file.
+    /// Files that were looked through, by the symbolizer's numbers, which need no look at the file.
     seen: HashSet<(u32, u32)>,
+    /// Files that the command had mapped when it was stopped.
+    seen_stopped: HashSet<FileId>,
     pub(crate) links: Vec<Link>,
 }
 
@@ -36,6 +42,7 @@ impl Loaded {
         Self {
             looked_through,
             seen: HashSet::new(),
+            seen_stopped: HashSet::new(),
             links: Vec::new(),
         }
     }
@@ -48,8 +55,19 @@ impl Loaded {
         attached: &Attached,
         args: &Args,
     ) {
+        // What is stopped is about to be looked at by look_at_stopped().
+        let stopped = |traced: &&Traced| target.is_command && traced.process.is_stopped();
+        let stopped: Vec<u32> = target
+            .processes
+            .iter()
+            .filter(stopped)
+            .map(|of| of.process.pid())
+            .collect();
         for (pid, file) in files {
-            if !self.seen.insert((pid, file.number)) || !target.has(pid, args) {
+            if stopped.contains(&pid)
+                || !self.seen.insert((pid, file.number))
+                || !target.has(pid, args)
+            {
                 continue;
             }
             let pid = target.probed_in(pid);
@@ -58,7 +76,7 @@ impl Loaded {
             if !file.identity().is_ok_and(|identity| known.insert(identity)) {
                 continue;
             }
-            match self.probe(pid, file, attached, args) {
+            match self.probe(pid, file, false, attached, args) {
                 Ok(None) => {}
                 Ok(Some(object)) => eprintln!(
                     "memleak: {} ({}), loaded within the last {} ms: what it allocated until \
@@ -67,7 +85,77 @@ impl Loaded {
                     attached.how,
                     PAUSE.as_millis()
                 ),
-                Err(error) => eprintln!("memleak: {} is not traced: {error:#}", file.module()),
+                Err(error) => {
+                    objects::tell_once(&format!("{} is not traced: {error:#}", file.module()))
+                }
+            }
+        }
+    }
+
+    /// Probes what the command has mapped, which is stopped until this is done: nothing that it
+    /// allocates is missed.
+    ///
+    /// # Errors
+    /// If it has become a translator, which must not be probed.
+    pub(crate) fn look_at_stopped(
+        &mut self,
+        target: &Target,
+        attached: &Attached,
+        args: &Args,
+    ) -> Result<()> {
+        for Traced { process, .. } in &target.processes {
+            let pid = target.probed_in(process.pid());
+            // One that has ended meanwhile has nothing mapped.
+            let mut code = process.mappings().unwrap_or_default();
+            code.retain(|mapping| mapping.executable && mapping.inode != 0);
+            objects::expect_no_translator(process, code.iter().map(|code| code.path.as_path()))?;
+            for (number, mapping) in code.iter().enumerate() {
+                // A program of 200 libraries is stopped 200 times: each file is opened at one of them.
+                if !self.seen_stopped.insert(mapping.file_id()) {
+                    continue;
+                }
+                let Ok(file) = MappedFile::open(process.pid(), mapping) else {
+                    continue;
+                };
+                let known = self.looked_through.entry(pid).or_default();
+                if !file.identity().is_ok_and(|identity| known.insert(identity)) {
+                    continue;
+                }
+                match self.probe(pid, &file, number == 0, attached, args) {
+                    Ok(None) => {}
+                    Ok(Some(object)) => eprintln!("memleak: {} ({})", object.found(), attached.how),
+                    Err(error) => {
+                        objects::tell_once(&format!("{} is not traced: {error:#}", file.module()));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Names the allocators that processes have mapped and ended with before anybody looked.
+    pub(crate) fn tell_missed(
+        &mut self,
+        files: Vec<(u32, Rc<CodeFile>)>,
+        target: &Target,
+        args: &Args,
+    ) {
+        for (pid, file) in files {
+            if self.seen.contains(&(pid, file.number)) || !target.has(pid, args) {
+                continue;
+            }
+            let known = self
+                .looked_through
+                .entry(target.probed_in(pid))
+                .or_default();
+            let Some(file) = file.open() else { continue };
+            let new = file.identity().is_ok_and(|identity| known.insert(identity));
+            if new && let Ok(Some(object)) = objects::of_loaded(file, false, args) {
+                eprintln!(
+                    "memleak: {}: the process ended before it was probed, so that nothing of what it \
+                     allocated is known",
+                    object.found()
+                );
             }
         }
     }
@@ -76,14 +164,14 @@ impl Loaded {
         &mut self,
         pid: i32,
         file: &MappedFile,
+        is_program: bool,
         attached: &Attached,
         args: &Args,
-    ) -> anyhow::Result<Option<Object>> {
-        // What is no ELF file has no functions.
-        let Ok(Some(object)) = objects::of_loaded(file, args) else {
+    ) -> Result<Option<Object>> {
+        let Some(object) = objects::of_loaded(file, is_program, args)? else {
             return Ok(None);
         };
-        self.links.extend(attached.probe(pid, &object)?);
+        self.links.extend(attached.probe(pid, &object, args)?);
         Ok(Some(object))
     }
 }

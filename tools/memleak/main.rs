@@ -10,6 +10,7 @@
 mod allocators;
 mod args;
 mod cost;
+mod ended;
 mod kmem;
 mod live;
 mod loaded;
@@ -21,28 +22,31 @@ mod regions;
 mod report;
 mod sampling;
 mod signature;
+mod stopped;
 mod target;
 mod tracer;
+mod whole;
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use memtools::cli;
-use memtools::command::HeldCommand;
-use memtools::events::Events;
-use memtools::poll::Poller;
-use memtools::{attach, kernel};
+use memtools::bpf::attach;
+use memtools::bpf::kernel_support;
+use memtools::bpf::ring::Events;
+use memtools::process::command::HeldCommand;
+use memtools::run::cli;
+use memtools::run::priority;
 
 use crate::args::Args;
-use crate::bpf::types::event;
+use crate::bpf::types::{event, event_kind as Kind};
 use crate::cost::Cost;
 use crate::loaded::Loaded;
 use crate::overhead::Limit;
 use crate::target::Target;
 use crate::tracer::Tracer;
 
-memtools::skeleton!("memleak", plain: [block_bucket, event, filter, live_block, live_key, total, total_key]);
+memtools::skeleton!("memleak", plain: [block_bucket, event, filter, live_block, live_key, thread, total, total_key]);
 
 /// How long nothing may happen at all before we say why that can be.
 const QUIET: Duration = Duration::from_secs(2);
@@ -56,31 +60,36 @@ fn run(args: Args) -> Result<ExitCode> {
     if kmem::args::wanted(&args)? {
         return kmem::run(&args);
     }
-    kernel::preflight()?;
-    kernel::preflight_uprobes()?;
+    kernel_support::preflight()?;
+    kernel_support::preflight_uprobes()?;
     attach::capture_log(args.verbose);
-    let mut poller = Poller::new()?;
+    let exports = args.export.prepare("memleak", args.target())?;
+    let (mut poller, output) = args.start()?;
     let mut target = Target::choose(&args)?;
+    priority::raise();
     let symbolizer = target.symbolizer()?;
     let (attached, mut links, unwinder) = probes::attach(&target, &args)?;
     let skel = &attached.skel;
     let events: Events<event> = Events::new(&skel.maps.events)?;
-    let mut limit = Limit::of(&args, &attached)?;
-    let mut cost = Cost::new(&attached, &target);
+    let mut limit = Limit::of(&args, &attached);
+    let mut cost = Cost::new(&attached, &target)?;
     for object in target.files() {
         eprintln!("memleak: {} ({})", object.found(), attached.how);
     }
     let mut command = target.command.take();
-    let mut tracer = Tracer::new(&attached, &target, symbolizer, &args)?;
+    let mut tracer = Tracer::new(&attached, &target, symbolizer, output, &args, exports)?;
     command.as_mut().map_or(Ok(()), HeldCommand::release)?;
 
     let mappings = tracer.symbolizer.descriptor()?;
     poller.watch_events(&events);
     poller.watch_mappings(&mappings);
+    poller.watch_questions(&attached.questions);
+    let requests: Events<u32> = Events::new(&skel.maps.room_requests)?;
+    poller.watch_room(&requests);
     for process in target.watched() {
         poller.watch_exit(process);
     }
-    let interval = Duration::from_secs(args.interval);
+    let interval = args.interval;
     poller.tick_every(interval)?;
 
     let mut reports_left = args.count;
@@ -89,13 +98,26 @@ fn run(args: Args) -> Result<ExitCode> {
     let mut look_at = Instant::now() + loaded::PAUSE;
     loop {
         let wake = poller.wait(Some(look_at))?;
-        tracer.take(events.drain()?)?;
-        tracer.make_room()?;
-        if let Some(share) = cost.look()
+        if wake.asked {
+            let mut looked = Ok(());
+            let look = || looked = loaded.look_at_stopped(&target, &attached, &args);
+            attached.questions.answer(look);
+            looked?;
+        }
+        let new: Vec<event> = events.drain()?.collect();
+        if new.iter().any(|event| event.kind == Kind::EVENT_EXEC) {
+            look_at = look_at.min(Instant::now() + loaded::AFTER_EXEC);
+        }
+        tracer.take(new.into_iter())?;
+        if wake.room {
+            requests.drain()?;
+        }
+        tracer.make_room(&events)?;
+        if let Some(share) = cost.look()?
             && let Some(limit) = &mut limit
             && limit.hold(share)?
         {
-            cost.measure();
+            cost.measure()?;
         }
         let now = Instant::now();
         if wake.mappings || now >= look_at {
@@ -109,9 +131,16 @@ fn run(args: Args) -> Result<ExitCode> {
                 eprintln!("{}", target.why_quiet());
             }
         }
+        if wake.exited {
+            tracer.symbolizer.refresh();
+            loaded.tell_missed(tracer.symbolizer.code_files(), &target, &args);
+        }
         if wake.exited || wake.stop {
             tracer.report(wake.exited)?;
             break;
+        }
+        if wake.report {
+            tracer.report(false)?;
         }
         if wake.tick {
             reports_left = reports_left.map(|left| left - 1);
@@ -130,8 +159,12 @@ fn run(args: Args) -> Result<ExitCode> {
     cost.end_slice();
     links.extend(loaded.links);
     attached.detach(links);
+    if let Some(limit) = &limit {
+        limit.tell(cost.percent());
+    }
     cost.tell(&mut tracer.output)?;
     unwinder.tell("memleak", &mut tracer.output)?;
     let status = command.as_mut().map(HeldCommand::finish).transpose()?;
+    tracer.exports.finish()?;
     Ok(status.flatten().map_or(ExitCode::SUCCESS, ExitCode::from))
 }

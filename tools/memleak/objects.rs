@@ -1,15 +1,20 @@
 //! Which functions of which files are probed.
 
 use std::cell::Cell;
-use std::collections::{HashMap, HashSet};
-use std::fs::File;
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
-use anyhow::{Context, Result, bail};
-use memtools::placement::{self, Place};
-use memtools::process::{MappedFile, Process};
-use memtools::wrappers::{Callee, Calls, Given, Passes, Passing};
-use memtools::{command, elf};
+use anyhow::{Context, Result, bail, ensure};
+use memtools::code::elf;
+use memtools::code::instruction::{self, Code};
+use memtools::code::probe_place::{self, Place, Wish};
+use memtools::code::wrappers::{Callee, Calls, Given, Passes, Passing};
+use memtools::print::text;
+use memtools::process::command;
+use memtools::process::mapped_file::MappedFile;
+use memtools::process::proc::{CodeFiles, Process};
+use memtools::process::translator;
 
 use crate::allocators;
 use crate::args::{Args, Mode};
@@ -19,9 +24,9 @@ use crate::signature::Signature;
 /// A file of the target with functions to probe.
 #[derive(Debug)]
 pub(crate) struct Object {
-    /// Where the kernel finds it.
-    pub(crate) path: PathBuf,
-    /// Its name for messages.
+    /// Held open: probes are attached through its descriptor.
+    pub(crate) file: MappedFile,
+    /// The file's name for messages.
     pub(crate) module: String,
     /// What the allocator in it is called.
     allocator: &'static str,
@@ -40,6 +45,8 @@ pub(crate) struct Function {
     pub(crate) signature: Signature,
     /// Offset in the file of the instruction to probe.
     pub(crate) offset: usize,
+    /// The instruction, and what follows it.
+    code: Code,
 }
 
 /// A function as the file has it.
@@ -47,6 +54,25 @@ type Symbol<'a> = (&'a elf::Function, Signature);
 
 impl Object {
     fn new(file: &MappedFile, is_program: bool, args: &Args) -> Result<Option<Self>> {
+        let wish = match args.no_placement {
+            true => Wish::Entry,
+            false => Wish::Cheap,
+        };
+        Self::with_probes(file, is_program, wish, args)
+    }
+
+    /// This file with its functions probed at their entries or as near behind them as is safe.
+    pub(crate) fn at_entries(&self, args: &Args) -> Result<Self> {
+        let object = Self::with_probes(&self.file, self.is_program, Wish::Entry, args)?;
+        object.with_context(|| format!("{} was changed while it was searched", self.module))
+    }
+
+    fn with_probes(
+        file: &MappedFile,
+        is_program: bool,
+        wish: Wish,
+        args: &Args,
+    ) -> Result<Option<Self>> {
         let named: Vec<&Named> = args
             .named()
             .filter(|named| is_named(file, &named.object))
@@ -65,20 +91,23 @@ impl Object {
             searched.then(known).flatten()
         };
         // In a static program the linker can make them local, as it does for Rust.
-        let is_static = is_program && elf::interpreter(&file.file)?.is_none();
+        let is_static = is_program && elf::interpreter(file.file())?.is_none();
         let wanted = |name: &str, local: bool| {
             let usable = !local || is_static || !allocators::is_common_name(name);
             let known = by_name(name).is_some() || allocators::is_marker(name);
             by_user(name).is_some() || usable && known
         };
-        let found = elf::functions(&file.file, wanted)
-            .with_context(|| format!("failed to read the symbols of {}", file.path.display()))?;
+        let found = elf::functions(file.file(), wanted).context("failed to read its symbols")?;
+        let found = with_code(file, found);
         let names: Vec<&str> = found.iter().map(|symbol| symbol.name.as_str()).collect();
         let rust_has_none = allocators::is_rusts_default(&names);
-        let by_user: Vec<Symbol<'_>> = found
+        let mut by_user: Vec<Symbol<'_>> = found
             .iter()
             .filter_map(|symbol| Some((symbol, by_user(&symbol.name)?)))
             .collect();
+        if elf::is_go(file.file()) {
+            without_returns_to_go(file, &mut by_user);
+        }
         let mut seen: HashSet<u64> = by_user
             .iter()
             .map(|(symbol, _)| symbol.file_offset)
@@ -116,12 +145,25 @@ impl Object {
             symbols.retain(|(_, signature)| !signature.only_ends());
         }
         Ok(Some(Self {
-            path: file.path.clone(),
+            file: file.clone(),
             module: file.module(),
             allocator,
             is_program,
-            functions: place(file, &symbols, args)?,
+            functions: place(file, &symbols, wish, args)?,
         }))
+    }
+
+    /// Fails if the file has other instructions now than when it was searched: a breakpoint in the
+    /// middle of one changes what the program does.
+    pub(crate) fn expect_unchanged(&self) -> Result<()> {
+        for function in &self.functions {
+            let now = instruction::code_at(self.file.file(), function.offset as u64)?;
+            ensure!(
+                now == function.code,
+                "its code was changed while it was searched; try again"
+            );
+        }
+        Ok(())
     }
 
     /// What was found, in a few words.
@@ -139,6 +181,43 @@ impl Object {
     }
 }
 
+/// Leaves out symbols at which there is no instruction, and names one: a symbol at an impossible place,
+/// or in data, must keep neither the file's other functions nor the process's other files from being
+/// probed.
+fn with_code(file: &MappedFile, found: Vec<elf::Function>) -> Vec<elf::Function> {
+    let has_code = |symbol: &elf::Function| {
+        let code = instruction::code_at(file.file(), symbol.file_offset);
+        code.is_ok_and(|code| instruction::begins(&code))
+    };
+    let (usable, unusable): (Vec<_>, Vec<_>) = found.into_iter().partition(has_code);
+    if let Some(first) = unusable.first() {
+        eprintln!(
+            "memleak: {} is not probed at {} (1 of {} such symbols): no instruction is there",
+            file.module(),
+            text::escape(&first.name),
+            unusable.len()
+        );
+    }
+    usable
+}
+
+/// Leaves out, by name, functions that the user has named in a Go program and that need a return
+/// probe: goroutines move their stacks, where the return address is. C functions, of cgo, are on a
+/// thread's own stack, which stays where it is.
+fn without_returns_to_go(file: &MappedFile, by_user: &mut Vec<Symbol<'_>>) {
+    by_user.retain(|(symbol, signature)| {
+        if signature.returns() {
+            eprintln!(
+                "memleak: {} is not probed at {}, as it is Go's: its runtime moves stacks, which \
+                 return probes corrupt",
+                file.module(),
+                text::escape(&symbol.name)
+            );
+        }
+        !signature.returns()
+    });
+}
+
 /// Leaves out what only passes its calls on to another function that is probed, here or in another
 /// file. The rest that may call one that frees is marked.
 fn without_wrappers<'a>(
@@ -146,7 +225,7 @@ fn without_wrappers<'a>(
     symbols: Vec<Symbol<'a>>,
     args: &Args,
 ) -> Result<Vec<Symbol<'a>>> {
-    let calls = Calls::of(&file.file)?;
+    let calls = Calls::of(file.file())?;
     let known: HashMap<u64, Signature> = symbols
         .iter()
         .map(|(symbol, signature)| (symbol.file_offset, *signature))
@@ -185,7 +264,11 @@ fn without_wrappers<'a>(
                 symbol.name
             ),
             Passing::Always => {}
-            _ if signature.frees() && frees_by_call.get() => {
+            _ if signature.frees() && (frees_by_call.get() || calls.leaves_the_file(symbol)) => {
+                if args.verbose {
+                    let (module, name) = (file.module(), &symbol.name);
+                    eprintln!("memleak: {module}'s {name} may call another function that frees");
+                }
                 kept.push((symbol, signature.wrapping()));
             }
             _ => kept.push((symbol, signature)),
@@ -194,39 +277,57 @@ fn without_wrappers<'a>(
     Ok(kept)
 }
 
-/// Where to probe each of these functions of a file.
+/// Where to probe each of these functions of a file. Those that cannot be probed without harm to
+/// the target are left out by name.
 fn place(
     file: &MappedFile,
     symbols: &[(&elf::Function, Signature)],
+    wish: Wish,
     args: &Args,
 ) -> Result<Vec<Function>> {
-    let places = if args.no_placement || cfg!(not(target_arch = "x86_64")) {
-        vec![Place::ENTRY; symbols.len()]
+    let places = if cfg!(not(target_arch = "x86_64")) {
+        vec![Some(Place::ENTRY); symbols.len()]
     } else {
         let asked: Vec<_> = symbols
             .iter()
             .map(|(symbol, signature)| (*symbol, signature.arguments()))
             .collect();
-        placement::places(&file.file, &asked)?
+        let mut places = probe_place::places(file.file(), &asked, wish)?;
+        let moved = |(place, (_, signature)): (&Option<Place>, &(_, Signature))| {
+            place.is_some_and(|place| signature.at(place).is_none())
+        };
+        if places.iter().zip(symbols).any(moved) {
+            let entries = probe_place::places(file.file(), &asked, Wish::Entry)?;
+            for ((place, at_entry), symbol) in places.iter_mut().zip(entries).zip(symbols) {
+                if moved((place, symbol)) {
+                    *place = at_entry;
+                }
+            }
+        }
+        places
     };
-    let functions = symbols
-        .iter()
-        .zip(places)
-        .map(|((symbol, signature), place)| {
-            let (signature, place) = match signature.at(place) {
-                Some(moved) => (moved, place),
-                None => (*signature, Place::ENTRY),
-            };
-            if args.verbose {
-                let (module, name) = (file.module(), &symbol.name);
-                eprintln!("memleak: {module} is probed at {name}+{:#x}", place.offset);
-            }
-            Function {
-                signature,
-                offset: (symbol.file_offset + place.offset) as usize,
-            }
+    let mut functions = Vec::new();
+    for ((symbol, signature), place) in symbols.iter().zip(places) {
+        let (module, name) = (file.module(), &symbol.name);
+        let moved = place.and_then(|place| Some((place, signature.at(place)?)));
+        let Some((place, signature)) = moved else {
+            eprintln!(
+                "memleak: {module}'s {name} is not probed: forked children of the target would \
+                 die of it on this kernel"
+            );
+            continue;
+        };
+        if args.verbose {
+            eprintln!("memleak: {module} is probed at {name}+{:#x}", place.offset);
+        }
+        let offset = symbol.file_offset + place.offset;
+        functions.push(Function {
+            signature,
+            offset: offset as usize,
+            code: instruction::code_at(file.file(), offset)?,
         });
-    Ok(functions.collect())
+    }
+    Ok(functions)
 }
 
 /// What there is to probe in a process.
@@ -238,26 +339,62 @@ pub(crate) struct Found {
 
 /// The allocators of a running process: in every file that it executes code from.
 pub(crate) fn of_process(process: &Process, args: &Args) -> Result<Found> {
-    choose(process.code_files()?, args)
+    let CodeFiles { files, refused } = process.code_files()?;
+    expect_no_translator(process, files.iter().map(MappedFile::name))?;
+    for error in &refused {
+        tell_once(&format!("{error:#}"));
+    }
+    match refused.into_iter().next() {
+        Some(error) if files.is_empty() => Err(error),
+        _ => choose(files, args),
+    }
+}
+
+/// Fails if a process, which executes code from these files, is run by a translator.
+pub(crate) fn expect_no_translator<'a>(
+    process: &Process,
+    files: impl IntoIterator<Item = &'a Path>,
+) -> Result<()> {
+    if let Some(translator) = translator::among(files) {
+        bail!(
+            "process {} ({}) runs under {translator}, which reads the program's code as data: \
+             breakpoints in it would end it (SIGTRAP)",
+            process.pid(),
+            process.comm()
+        );
+    }
+    Ok(())
 }
 
 /// The allocators that a command will run with.
 pub(crate) fn of_command(program: &Path, args: &Args) -> Result<Found> {
     let open = |path: PathBuf| {
-        let file = File::open(&path);
-        Ok(MappedFile {
-            file: file.with_context(|| format!("failed to open {}", path.display()))?,
-            path: path.clone(),
-            name: path,
-        })
+        let failed = || format!("failed to open {}", path.display());
+        MappedFile::open_path(&path).with_context(failed)
     };
-    let files = command::code_files(program)?.into_iter().map(open);
+    let paths = command::code_files(program)?;
+    // Debian's valgrind is a script.
+    let names = [program]
+        .into_iter()
+        .chain(paths.iter().map(PathBuf::as_path));
+    if let Some(translator) = translator::among(names) {
+        bail!(
+            "{} is {translator}, which reads the code of what it runs as data: breakpoints in it \
+             would end it (SIGTRAP)",
+            program.display()
+        );
+    }
+    let files = paths.into_iter().map(open);
     choose(files.collect::<Result<_>>()?, args)
 }
 
 /// What there is to probe in a file that a process has loaded by itself.
-pub(crate) fn of_loaded(file: &MappedFile, args: &Args) -> Result<Option<Object>> {
-    Object::new(file, false, args)
+pub(crate) fn of_loaded(
+    file: &MappedFile,
+    is_program: bool,
+    args: &Args,
+) -> Result<Option<Object>> {
+    Object::new(file, is_program, args)
 }
 
 /// `files` begins with the program itself.
@@ -268,28 +405,24 @@ fn choose(mut files: Vec<MappedFile>, args: &Args) -> Result<Found> {
         file.identity()
             .is_ok_and(|identity| looked_through.insert(identity))
     });
-    if let Some(program) = files.first()
-        && elf::is_go(&program.file)
-    {
-        bail!(
-            "{} is a Go program: its runtime moves stacks, which return probes corrupt; use Go's own \
-             heap profile: go tool pprof http://HOST/debug/pprof/heap",
-            program.module()
-        );
-    }
+    let go = files.first().filter(|program| elf::is_go(program.file()));
     let wanted = |file: &MappedFile| {
         let object = args.obj.as_deref();
         object.is_none_or(|object| is_named(file, object))
     };
     let mut objects = Vec::new();
     for file in &files {
-        let is_program = file.name == files[0].name;
-        objects.extend(Object::new(file, is_program, args)?);
+        let is_program = file.name() == files[0].name();
+        match Object::new(file, is_program, args) {
+            Ok(object) => objects.extend(object),
+            // Its other files have the allocator, as a rule.
+            Err(error) => tell_once(&format!("{} is not searched: {error:#}", file.module())),
+        }
     }
     for named in args.named() {
         let there = |file: &MappedFile| {
             is_named(file, &named.object)
-                && elf::functions(&file.file, |name, _| name == named.symbol)
+                && elf::functions(file.file(), |name, _| name == named.symbol)
                     .is_ok_and(|found| !found.is_empty())
         };
         if !files.iter().any(there) {
@@ -302,6 +435,13 @@ fn choose(mut files: Vec<MappedFile>, args: &Args) -> Result<Found> {
     }
     let searched: Vec<&MappedFile> = files.iter().filter(|file| wanted(file)).collect();
     if !objects.is_empty() {
+        if let Some(program) = go {
+            tell_once(&format!(
+                "{} is a Go program: what its C code allocates is traced, what its Go code does is \
+                 not; for that: go tool pprof http://HOST/debug/pprof/heap",
+                program.module()
+            ));
+        }
         return Ok(Found {
             objects,
             looked_through,
@@ -317,6 +457,13 @@ fn choose(mut files: Vec<MappedFile>, args: &Args) -> Result<Found> {
             names.join(", ")
         );
     }
+    if let Some(program) = go {
+        bail!(
+            "{} is a Go program without an allocator of C; use Go's own heap profile: go tool pprof \
+             http://HOST/debug/pprof/heap",
+            program.module()
+        );
+    }
     let names: Vec<String> = searched.iter().map(|file| file.module()).collect();
     bail!(
         "no allocator found: none of {} defines {prefix}malloc and {prefix}free. If its functions \
@@ -327,10 +474,20 @@ fn choose(mut files: Vec<MappedFile>, args: &Args) -> Result<Found> {
     );
 }
 
+/// Tells why a file is left out, once for all processes that have it mapped.
+pub(crate) fn tell_once(reason: &str) {
+    static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+    if told.insert(reason.to_owned()) {
+        eprintln!("memleak: {reason}");
+    }
+}
+
 /// Whether the user means this file: by its path, its name, or as `c` means libc.so.6.
 fn is_named(file: &MappedFile, object: &Path) -> bool {
     if object.components().count() > 1 {
-        return file.name == object || object.canonicalize().is_ok_and(|path| path == file.name);
+        return file.name() == object
+            || object.canonicalize().is_ok_and(|path| path == file.name());
     }
     let (module, object) = (file.module(), object.to_string_lossy());
     let library = module

@@ -1,10 +1,9 @@
 //! `--max-overhead`: sampling is raised until recording takes no more of the target's CPU time.
 
 use anyhow::{Context, Result};
-use libbpf_rs::{MapCore, MapFlags};
-use memtools::run_time::Counting;
 
 use crate::args::Args;
+use crate::bpf::types::steering;
 use crate::cost::Share;
 use crate::probes::Attached;
 use crate::sampling::Sampling;
@@ -18,7 +17,7 @@ const FEW: f64 = 0.01;
 pub(crate) struct Limit<'a> {
     attached: &'a Attached,
     sampling: Sampling,
-    /// Of the target's CPU time, at most.
+    /// The programs' part of the target's CPU time at most, in percent.
     percent: f64,
     level: u32,
     told_of_rest: bool,
@@ -26,21 +25,14 @@ pub(crate) struct Limit<'a> {
 
 impl<'a> Limit<'a> {
     /// The one that the options set, if they do.
-    ///
-    /// # Errors
-    /// If the kernel does not let us measure.
-    pub(crate) fn of(args: &Args, attached: &'a Attached) -> Result<Option<Self>> {
-        let (Some(percent), Some(sampling)) = (args.max_overhead, Sampling::of(args)) else {
-            return Ok(None);
-        };
-        Counting::start().context("--max-overhead cannot be kept")?;
-        Ok(Some(Self {
+    pub(crate) fn of(args: &Args, attached: &'a Attached) -> Option<Self> {
+        Some(Self {
             attached,
-            sampling,
-            percent,
+            sampling: Sampling::of(args)?,
+            percent: args.max_overhead?,
             level: 0,
             told_of_rest: false,
-        }))
+        })
     }
 
     /// Raises sampling if the target's share is too much, and says so. Returns whether it did.
@@ -61,9 +53,8 @@ impl<'a> Limit<'a> {
             }
             return Ok(false);
         }
-        let zero = 0_u32.to_ne_bytes();
-        let map = &self.attached.skel.maps.sampling_level;
-        map.update(&zero, &level.to_ne_bytes(), MapFlags::ANY)
+        self.attached
+            .steer(steering::STEERING_LEVEL, level)
             .context("failed to raise sampling")?;
         self.level = level;
         eprintln!(
@@ -72,6 +63,24 @@ impl<'a> Limit<'a> {
             self.sampling.distance(level)
         );
         Ok(true)
+    }
+
+    /// Says so if the whole trace took more than the limit: until sampling was raised, or as it
+    /// cannot be raised any further.
+    pub(crate) fn tell(&self, percent: Option<f64>) {
+        match percent {
+            Some(percent) if percent > self.percent => eprintln!(
+                "memleak: --max-overhead {} % was not kept over the whole trace: {percent:.1} % of \
+                 the target's CPU time",
+                self.percent
+            ),
+            Some(_) => {}
+            None => eprintln!(
+                "memleak: whether --max-overhead {} % was kept is not known: the target ended, or \
+                 used too little CPU time",
+                self.percent
+            ),
+        }
     }
 }
 

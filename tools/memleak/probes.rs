@@ -5,28 +5,33 @@ use std::fs;
 use std::thread;
 
 use anyhow::{Context, Result, bail, ensure};
-use libbpf_rs::skel::{OpenSkel, Skel};
+use libbpf_rs::skel::OpenSkel;
 use libbpf_rs::{
-    Link, MapCore, Program, ProgramAttachType, ProgramImpl, UprobeMultiOpts, UprobeOpts,
+    Link, MapCore, MapFlags, ProgramAttachType, ProgramImpl, UprobeMultiOpts, UprobeOpts,
 };
-use memtools::attach::{self, Variant};
-use memtools::cli::UsageError;
-use memtools::kernel;
-use memtools::process::Process;
-use memtools::unwind::{self, Early, Parts, Unwinder};
+use memtools::bpf::attach::{self, NoVariantHelps, Variant};
+use memtools::bpf::kernel_support;
+use memtools::host::kernel_log;
+use memtools::print::clock;
+use memtools::process::proc::Process;
+use memtools::run::cli::UsageError;
+use memtools::stacks::unwind::{self, Early, Parts, Unwinder};
 use perf_event::events::Software;
 use perf_event::{Builder, Counter};
 
 use crate::args::{Args, Mode};
-use crate::bpf::types::block_bucket;
+use crate::bpf::types::{block_bucket, steering};
 use crate::bpf::{MemleakSkel, MemleakSkelBuilder, OpenMemleakSkel};
-use crate::objects::{Function, Object};
+use crate::objects::{self, Function, Object};
 use crate::sampling::Sampling;
 use crate::signature::Signature;
+use crate::stopped::{self, Questions};
 use crate::target::Target;
 
 /// Blocks that the table has slots for; what is more goes to the map `overflow` and its successors.
 const DEFAULT_BLOCKS: u32 = 1 << 17;
+/// Sums by process and stack, unless --stack-storage-size says otherwise.
+const MAX_TOTALS: u32 = 1 << 18;
 /// Blocks in a bucket; BUCKET_BLOCKS of `bpf/include/live.bpf.h`.
 const BUCKET_BLOCKS: u32 = 8;
 /// What a block in such a map takes of the kernel's memory: key, value, and the kernel's own.
@@ -42,8 +47,10 @@ pub(crate) struct Attached {
     pub(crate) how: &'static str,
     /// How many blocks each map has room for that takes what the table has not.
     pub(crate) overflow: Vec<u32>,
+    /// What is asked while a command starts.
+    pub(crate) questions: Questions,
     way: Way,
-    /// Those of entry_0 and so on.
+    /// Signatures of the programs entry_0 and so on.
     signatures: Vec<Signature>,
 }
 
@@ -51,11 +58,15 @@ pub(crate) struct Attached {
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Hits {
     pub(crate) count: u64,
-    /// Of these, entries of calls that are recorded.
+    /// How many were entries of calls that are recorded.
     pub(crate) recorded: u64,
+    /// The runs that were timed.
+    pub(crate) measured: u64,
+    /// What these took, in nanoseconds of CPU time.
+    pub(crate) measured_ns: u64,
 }
 
-/// It, its links, which the probes end with, and what unwinds its stacks.
+/// The attached program, its links, which the probes end with, and what unwinds its stacks.
 type Started = (Attached, Vec<Link>, Unwinder);
 
 /// Whether an address that is freed twice is noticed. It takes the table, and a record of all.
@@ -63,7 +74,7 @@ pub(crate) fn notices_double_frees(skel: &MemleakSkel<'static>, args: &Args) -> 
     skel.maps.table.max_entries() > 1 && args.records_all()
 }
 
-/// Of the buffer, where events are only of mappings and processes: 12,000. It counts twice as memory
+/// Size of the buffer where events are only of mappings and processes: 12,000. It counts twice as memory
 /// of ours, as all of its kind.
 const MAPPING_EVENT_BYTES: u32 = 1 << 20;
 
@@ -79,7 +90,7 @@ enum Way {
     Multi,
     /// A link for each entry and return, with cookies.
     Cookies,
-    /// The same without cookies: a program for each signature.
+    /// A link for each entry and return, without cookies: a program for each signature.
     Plain,
 }
 
@@ -97,13 +108,13 @@ impl Way {
 pub(crate) fn attach(target: &Target, args: &Args) -> Result<Started> {
     wake_uprobes();
     let session = Variant::new("uprobe session", || {
-        if !kernel::btf_has_name("BPF_TRACE_UPROBE_SESSION") {
+        if !kernel_support::btf_has_name("BPF_TRACE_UPROBE_SESSION") {
             bail!("not on this kernel (6.13 and later)");
         }
         start(Way::Session, target, args)
     });
     let multi = Variant::new("uprobe multi", || {
-        if !kernel::btf_has_name("BPF_TRACE_UPROBE_MULTI") {
+        if !kernel_support::btf_has_name("BPF_TRACE_UPROBE_MULTI") {
             bail!("not on this kernel (6.6 and later)");
         }
         start(Way::Multi, target, args)
@@ -123,19 +134,12 @@ fn start(way: Way, target: &Target, args: &Args) -> Result<Started> {
         links.push(try_with_a_thread(&attached.skel)?);
     }
     for (pid, object) in target.objects() {
-        links.extend(attached.probe(pid, object)?);
+        links.extend(attached.probe(pid, object, args)?);
     }
     Ok((attached, links, unwinder))
 }
 
 impl Attached {
-    /// The programs that probes run.
-    pub(crate) fn handlers(&self) -> impl Iterator<Item = Program<'_>> {
-        let runs = self.way.programs();
-        let programs = self.skel.object().progs();
-        programs.filter(move |program| runs(&program.name().to_string_lossy()))
-    }
-
     /// How often they have run.
     pub(crate) fn hits(&self) -> Hits {
         let bss = self.skel.maps.bss_data.as_deref();
@@ -143,17 +147,53 @@ impl Attached {
         Hits {
             count: of_cpus.iter().map(|hits| hits.count).sum(),
             recorded: of_cpus.iter().map(|hits| hits.recorded).sum(),
+            measured: of_cpus.iter().map(|hits| hits.measured).sum(),
+            measured_ns: of_cpus.iter().map(|hits| hits.measured_ns).sum(),
         }
     }
 
+    /// Changes what the programs do from their next run on.
+    pub(crate) fn steer(&self, what: steering, value: u32) -> Result<()> {
+        let map = &self.skel.maps.steering;
+        map.update(&what.0.to_ne_bytes(), &value.to_ne_bytes(), MapFlags::ANY)
+            .context("failed to steer the programs")
+    }
+
     /// Places the probes of one file in one process.
-    pub(crate) fn probe(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
-        let links = match self.way {
+    ///
+    /// The kernel keeps one reference counter for all probes of an instruction, as USDT has them: while
+    /// another tracer's probe there has one, ours is refused, as it has none. A function that is probed
+    /// behind its entry is probed at the entry then.
+    pub(crate) fn probe(&self, pid: i32, object: &Object, args: &Args) -> Result<Vec<Link>> {
+        let started = clock::monotonic_ns();
+        let mut links = self.place(pid, object);
+        if links.as_ref().is_err_and(is_invalid) && !args.no_placement {
+            let at_entries = object.at_entries(args)?;
+            links = self.place(pid, &at_entries);
+            if links.is_ok() {
+                objects::tell_once(&format!(
+                    "{} is probed at the functions' entries, as the kernel refused other places{}",
+                    object.module,
+                    why_invalid(started).unwrap_or_default()
+                ));
+            }
+        }
+        let failed = || format!("failed to probe {}", object.module);
+        if links.as_ref().is_err_and(is_invalid)
+            && let Some(why) = why_invalid(started)
+        {
+            bail!(NoVariantHelps(format!("{}{why}", failed())));
+        }
+        links.with_context(failed)
+    }
+
+    fn place(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
+        object.expect_unchanged()?;
+        match self.way {
             Way::Session => self.session(pid, object),
             Way::Multi => self.multi(pid, object),
             way => self.perf(way, pid, object),
-        };
-        links.with_context(|| format!("failed to probe {}", object.module))
+        }
     }
 
     /// Takes the probes away.
@@ -170,7 +210,7 @@ impl Attached {
             ..places(&object.functions)
         };
         let program = &self.skel.progs.session_call;
-        let link = program.attach_uprobe_multi_with_opts(pid, &object.path, "", opts)?;
+        let link = program.attach_uprobe_multi_with_opts(pid, object.file.path(), "", opts)?;
         Ok(vec![link])
     }
 
@@ -190,14 +230,17 @@ impl Attached {
             .into_iter()
             .filter(|(_, opts)| !opts.offsets.is_empty())
             .map(|(program, opts)| {
-                Ok(program.attach_uprobe_multi_with_opts(pid, &object.path, "", opts)?)
+                Ok(program.attach_uprobe_multi_with_opts(pid, object.file.path(), "", opts)?)
             })
             .collect()
     }
 
     fn perf(&self, way: Way, pid: i32, object: &Object) -> Result<Vec<Link>> {
         let mut links = Vec::new();
-        for &Function { signature, offset } in &object.functions {
+        for &Function {
+            signature, offset, ..
+        } in &object.functions
+        {
             let programs = &self.skel.progs;
             let (entry, returns) = match way {
                 Way::Plain => (
@@ -217,11 +260,32 @@ impl Attached {
                     },
                     ..UprobeOpts::default()
                 };
-                links.push(program.attach_uprobe_with_opts(pid, &object.path, offset, opts)?);
+                links.push(program.attach_uprobe_with_opts(
+                    pid,
+                    object.file.path(),
+                    offset,
+                    opts,
+                )?);
             }
         }
         Ok(links)
     }
+}
+
+/// Whether the kernel found a probe invalid (EINVAL).
+fn is_invalid(error: &anyhow::Error) -> bool {
+    let error = error.downcast_ref::<libbpf_rs::Error>();
+    error.is_some_and(|error| error.kind() == libbpf_rs::ErrorKind::InvalidInput)
+}
+
+/// What the kernel's log has of another tracer's probes since then, as the end of a sentence.
+fn why_invalid(since_ns: u64) -> Option<String> {
+    let message = kernel_log::last_with("ref_ctr_offset mismatch", since_ns)?;
+    Some(format!(
+        ": another tracer has a probe with a reference counter at an instruction of ours, beside which \
+         the kernel takes none without; /sys/kernel/tracing/uprobe_events or `bpftool link` may have \
+         whose it is (kernel log: {message})"
+    ))
 }
 
 /// Where the probes of functions are, with their cookies.
@@ -340,28 +404,39 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
             program.set_attach_type(ProgramAttachType::TraceUprobeMulti);
         }
     }
+    // Where other processes are traced too, what they share is known.
+    let only_named = !args.any_process();
+    open.progs.process_shares.set_autoload(only_named);
     open.progs.process_exec.set_autoload(true);
     open.progs.thread_exit.set_autoload(true);
     for program in [
+        &mut open.progs.unwind_publish,
         &mut open.progs.unwind_exec,
-        &mut open.progs.unwind_fork,
-        &mut open.progs.unwind_exit,
         &mut open.progs.unwind_mmap,
     ] {
         program.set_autoload(true);
     }
-    let (whose, maps) = (target.whose_tables(args), &mut open.maps);
-    let (shards, processes) = (&mut maps.unwind_shards, &mut maps.unwind_processes);
-    let early = Early::start(args.unwind, shards, processes, whose.clone())?;
+    let whose = target.whose_tables(args);
+    let early = Early::start(args.unwind, &mut open.maps.unwind_shards, whose.clone())?;
     let skel = open.load().context("failed to load")?;
     target.filter.set_cgroup(&skel.maps.filter_cgroup)?;
-    let links = [&skel.progs.process_exec, &skel.progs.thread_exit].map(|program| {
+    let progs = &skel.progs;
+    let watching = [
+        &progs.process_exec,
+        &progs.thread_exit,
+        &progs.process_shares,
+    ];
+    let watching = watching.into_iter().filter(|program| program.autoload());
+    let links = watching.map(|program| {
         program
             .attach()
-            .context("failed to watch execs and exits of processes")
+            .context("failed to watch forks, execs and exits of processes")
     });
+    let links = links.collect::<Result<_>>()?;
+    let (while_stopped, questions) = stopped::questions()?;
     let parts = Parts {
         early,
+        while_stopped: Some(while_stopped),
         ..memtools::unwind_parts!(skel)
     };
     let unwinder = Unwinder::start(args.unwind, parts, whose)?;
@@ -369,10 +444,10 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
         skel,
         how: "",
         overflow: size.overflow,
+        questions,
         way,
         signatures: target.signatures(),
     };
-    let links = links.into_iter().collect::<Result<_>>()?;
     Ok((attached, links, unwinder))
 }
 
@@ -396,7 +471,7 @@ fn open(way: Way, size: &Size, target: &Target, args: &Args) -> Result<OpenMemle
     options.follow_peak = (args.mode == Mode::Peak).into();
     options.only_totals = (args.mode == Mode::Alloc).into();
     if args.mode == Mode::Churn {
-        options.churn_ns = args.interval.saturating_mul(1_000_000_000);
+        options.churn_ns = u64::try_from(args.interval.as_nanos()).unwrap_or(u64::MAX);
     }
     options.stack_depth = args.perf_max_stack_depth;
     memtools::set_unwind_options!(options, args.unwind);
@@ -423,16 +498,17 @@ fn open(way: Way, size: &Size, target: &Target, args: &Args) -> Result<OpenMemle
         .set_max_entries(*first)
         .context("failed to size the map of blocks")?;
     maps.stacks
-        .set_max_entries(args.stack_storage_size)
+        .set_max_entries(args.first_stacks())
         .context("failed to size the table of stacks")?;
-    maps.totals
-        .set_max_entries(args.stack_storage_size)
-        .context("failed to size the table of totals")?;
-    let who_frees = if args.extended {
-        args.stack_storage_size
-    } else {
-        1
+    // Entries are made as they are needed, but buckets at once.
+    let by_stack = |wanted| {
+        let most = args.stack_storage_size.unwrap_or(MAX_TOTALS);
+        if wanted { most } else { 1 }
     };
+    maps.totals
+        .set_max_entries(by_stack(args.mode != Mode::Leak || args.combined_only))
+        .context("failed to size the table of totals")?;
+    let who_frees = by_stack(args.extended);
     if !args.trace {
         maps.events
             .set_max_entries(MAPPING_EVENT_BYTES)
@@ -447,7 +523,7 @@ fn open(way: Way, size: &Size, target: &Target, args: &Args) -> Result<OpenMemle
 /// How large the maps of live blocks are.
 #[derive(Debug, PartialEq, Eq)]
 struct Size {
-    /// Of the table.
+    /// Buckets of the table.
     buckets: u32,
     /// Blocks in the maps that take what the table has no room for.
     overflow: Vec<u32>,
@@ -456,8 +532,9 @@ struct Size {
 impl Size {
     fn with_table(args: &Args) -> Result<Self> {
         let Some(blocks) = args.max_allocs else {
-            let buckets = buckets_for(DEFAULT_BLOCKS).min(buckets_within(args.mem_limit / 2));
-            let rest = args.mem_limit.saturating_sub(table_bytes(buckets));
+            let bytes = args.bytes_for_blocks();
+            let buckets = buckets_for(DEFAULT_BLOCKS).min(buckets_within(bytes / 2));
+            let rest = bytes.saturating_sub(table_bytes(buckets));
             return Ok(Self {
                 buckets,
                 overflow: steps(blocks_within(rest)),
@@ -479,7 +556,7 @@ impl Size {
     }
 
     fn without_table(args: &Args) -> Self {
-        let within_limit = blocks_within(args.mem_limit);
+        let within_limit = blocks_within(args.bytes_for_blocks());
         Self {
             buckets: 1,
             overflow: args.max_allocs.map_or_else(
@@ -522,6 +599,7 @@ fn blocks_within(bytes: u64) -> u32 {
 #[cfg(test)]
 mod tests {
     use clap::Parser;
+    use memtools::stacks::table;
 
     use super::*;
 
@@ -553,8 +631,11 @@ mod tests {
         let default = size(&[]).expect("within the limit");
         let table = table_bytes(default.buckets);
         let overflow = overflow_bytes(&default);
+        let parsed = Args::try_parse_from(["memleak", "-p", "1"]).expect("valid");
+        let stacks = u64::from(parsed.max_stacks()) * table::ENTRY_BYTES;
         let all = 511 << 20..=512 << 20;
-        assert!(all.contains(&(table + overflow)), "{table} + {overflow}");
+        let sum = table + overflow + stacks;
+        assert!(all.contains(&sum), "{table} + {overflow} + {stacks}");
         assert_eq!(default.overflow.len(), 1 + MORE_OVERFLOW);
         let smallest = Size {
             buckets: 1,

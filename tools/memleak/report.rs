@@ -3,13 +3,18 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::io::{self, Write};
+use std::mem;
 
+use anyhow::Result;
 use jiff::Zoned;
-use memtools::clock;
-use memtools::folded::Part;
-use memtools::losses::Losses;
-use memtools::output::{Output, Row};
-use memtools::symbolize::Frame;
+use libbpf_rs::MapCore;
+use memtools::export::files::Subject;
+use memtools::export::profile::{Sample, Value};
+use memtools::print::clock;
+use memtools::print::output::{Output, Row};
+use memtools::run::losses::Losses;
+use memtools::stacks::named::{Frame, NamedStack, Part};
+use memtools::stacks::table::Stacks;
 use serde::{Serialize, Serializer};
 
 use crate::args::{Args, SortKey};
@@ -44,8 +49,53 @@ pub(crate) struct Path {
 pub(crate) struct Total {
     pub(crate) bytes: u64,
     pub(crate) allocations: u64,
-    /// Of the kernel's memory: what was asked for, where `bytes` is what it takes.
+    /// What was asked for of the kernel's memory, where `bytes` is what that takes.
     pub(crate) requested_bytes: u64,
+}
+
+impl Total {
+    /// The numbers that [`subject`] names, for the files of other formats.
+    pub(crate) fn sample(self, stack: NamedStack) -> Sample {
+        Sample {
+            stack,
+            values: vec![self.allocations, self.bytes],
+        }
+    }
+}
+
+/// What the numbers of a view are called in files of other formats: as in Go's heap profiles, as far
+/// as those have them.
+pub(crate) fn subject(view: View, args: &Args) -> Subject {
+    let (name, objects, space) = match view {
+        View::Outstanding => ("outstanding allocations", "inuse_objects", "inuse_space"),
+        View::Peak => (
+            "allocations when most was outstanding",
+            "inuse_objects",
+            "inuse_space",
+        ),
+        View::Allocated => ("allocations", "alloc_objects", "alloc_space"),
+        View::Churned => (
+            "allocations freed within an interval",
+            "churn_objects",
+            "churn_space",
+        ),
+    };
+    let mut remarks = Vec::new();
+    if args.sample_bytes.is_some() || args.max_overhead.is_some() {
+        remarks.push("estimated from a sample".to_owned());
+    }
+    if args.sample_rate > 1 {
+        remarks.push(format!(
+            "about one of {} allocations was recorded, and stands for itself alone",
+            args.sample_rate
+        ));
+    }
+    Subject {
+        name: name.to_owned(),
+        values: vec![Value::count(objects, "allocations"), Value::bytes(space)],
+        main: 1,
+        remarks,
+    }
 }
 
 /// Totals by path.
@@ -62,6 +112,28 @@ pub(crate) fn add_up<'a>(
         total.bytes += allocation.size;
         total.allocations += allocation.calls;
     }
+}
+
+/// Counts what has a stack that the table had no room for at a renewal as having one lost stack.
+pub(crate) fn merge_lost<M: MapCore>(
+    stacks: &mut Stacks<'_, M>,
+    totals: &mut Totals,
+    allocations: &mut [Allocation],
+) -> Result<()> {
+    if stacks.lost() == 0 {
+        return Ok(());
+    }
+    for allocation in allocations {
+        allocation.stack = stacks.found(allocation.stack)?;
+    }
+    for (path, more) in mem::take(totals) {
+        let stack = stacks.found(path.stack)?;
+        let total = totals.entry(Path { stack, ..path }).or_default();
+        total.bytes += more.bytes;
+        total.requested_bytes += more.requested_bytes;
+        total.allocations += more.allocations;
+    }
+    Ok(())
 }
 
 /// What came to each path's total since an earlier look; paths to which nothing came are left out.
@@ -316,7 +388,7 @@ impl Row for Block {
 }
 
 /// Prints the rows of `--show-allocs`.
-pub(crate) fn list(output: &mut Output, allocations: &[Allocation]) -> anyhow::Result<()> {
+pub(crate) fn list(output: &mut Output, allocations: &[Allocation]) -> Result<()> {
     for allocation in allocations {
         output.row(&Block {
             address: allocation.address,
@@ -448,7 +520,7 @@ pub(crate) struct Group {
 }
 
 impl Group {
-    /// Of this entry, whose stack has these names.
+    /// The group of this entry, whose stack has these names.
     pub(crate) fn new(entry: &Entry, part: Part, args: &Args) -> Self {
         let Entry { path, total, .. } = *entry;
         Self {
@@ -480,7 +552,7 @@ impl Row for Group {
         if let Some(requested) = self.requested_bytes.filter(|bytes| *bytes != self.bytes) {
             write!(out, " ({requested} requested)")?;
         }
-        if let Some(error) = self.error_bytes {
+        if let Some(error) = self.error_bytes.filter(|error| *error > 0) {
             write!(out, " (estimated, within {error} bytes)")?;
         }
         writeln!(out)?;
@@ -710,7 +782,7 @@ mod tests {
             address: 0x55d0c8a01136,
             symbol: Some(("main".to_owned(), 0x6d)),
             module: Some(("allocs".to_owned(), 0x1136)),
-            kernel: false,
+            ..Frame::default()
         };
         let mut group = Group {
             bytes: 80,

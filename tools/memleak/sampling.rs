@@ -34,7 +34,7 @@ pub(crate) struct Sampling {
 }
 
 impl Sampling {
-    /// That of the options, if there is any.
+    /// The sampling that the options ask for, if they do.
     pub(crate) fn of(args: &Args) -> Option<Self> {
         let first = args.sample_bytes.unwrap_or(LEVEL_BYTES);
         let sampling = Self {
@@ -127,7 +127,12 @@ impl Error {
         (self.variance.sqrt() * DEVIATIONS).ceil() as u64
     }
 
-    /// That of all together.
+    /// Takes in the error of other bytes.
+    pub(crate) fn add(&mut self, other: Self) {
+        self.variance += other.variance;
+    }
+
+    /// The error of all together.
     pub(crate) fn sum<'a>(errors: impl Iterator<Item = &'a Self>) -> Self {
         Self {
             variance: errors.map(|error| error.variance).sum(),
@@ -186,7 +191,7 @@ mod tests {
         assert!(errors[&PATH].bytes() > 4096);
     }
 
-    /// Of a thousand runs, in each of which these blocks, of a size and at a level, are sampled, the
+    /// A thousand runs, in each of which these blocks, of a size and at a level, are sampled, show that the
     /// truth is in the interval as often as it claims; and the mean of all estimates is the truth.
     fn expect_the_truth(sampling: Sampling, random: &mut Random, blocks: &[(u64, u32)]) {
         let truth: u64 = blocks.iter().map(|(size, _)| size).sum();

@@ -1,6 +1,6 @@
 //! How a call of a probed function is read from its registers.
 
-use memtools::placement::Place;
+use memtools::code::probe_place::Place;
 
 use crate::bpf::types::{function_kind as FunctionKind, signature_shift as Shift};
 
@@ -76,17 +76,17 @@ impl Signature {
         Self { count, ..self }
     }
 
-    /// It resizes or replaces the block in this argument, as realloc.
+    /// The function resizes or replaces the block in this argument, as realloc.
     pub(crate) const fn replacing(self, address: u8) -> Self {
         Self { address, ..self }
     }
 
-    /// It stores the new block where this argument points to, as posix_memalign.
+    /// The function stores the new block where this argument points to, as posix_memalign.
     pub(crate) const fn storing(self, result: u8) -> Self {
         Self { result, ..self }
     }
 
-    /// The same with one more argument before the others.
+    /// This signature with one more argument before the others.
     pub(crate) fn one_further(self) -> Self {
         let further = |argument: u8| if argument == 0 { 0 } else { argument + 1 };
         Self {
@@ -98,7 +98,7 @@ impl Signature {
         }
     }
 
-    /// It may free by calling another function that is probed as well.
+    /// The function may free by calling another one that is probed as well.
     pub(crate) const fn wrapping(self) -> Self {
         Self {
             wraps: true,
@@ -126,7 +126,7 @@ impl Signature {
         self.kind == FunctionKind::FUNCTION_FREE
     }
 
-    /// The same for a function that calls this one, by which of its own arguments each of this
+    /// The signature of a function that calls this one, by which of its own arguments each of this
     /// one's is. None if one of them is something else.
     pub(crate) fn given(self, by: impl Fn(u8) -> Option<u8>) -> Option<Self> {
         let argument = |number: u8| if number == 0 { Some(0) } else { by(number) };
@@ -170,7 +170,7 @@ impl Signature {
         (moved == self || !is_mapping).then_some(moved)
     }
 
-    /// As `bpf/memleak.bpf.c` reads it.
+    /// The signature as `bpf/memleak.bpf.c` reads it.
     pub(crate) fn packed(self) -> u32 {
         let fields = [
             (Shift::SIGNATURE_KIND, self.kind.0),

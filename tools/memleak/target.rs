@@ -1,17 +1,17 @@
 //! What is traced: processes, and the functions of each to probe.
 
 use std::collections::HashSet;
-use std::fs;
-use std::os::unix::fs::MetadataExt;
 
 use anyhow::{Result, bail};
-use memtools::cgroup;
-use memtools::cli::UsageError;
-use memtools::command::{CommandLine, HeldCommand};
-use memtools::filter::{Filter, FilterArgs};
-use memtools::process::Process;
-use memtools::symbolize::Symbolizer;
-use memtools::unwind::Whose;
+use memtools::process::cgroup;
+use memtools::process::command::{CommandLine, HeldCommand};
+use memtools::process::filter::{Filter, FilterArgs, Tasks};
+use memtools::process::proc::Process;
+use memtools::process::translator;
+use memtools::run::cli::UsageError;
+use memtools::run::target::doubt_interval;
+use memtools::stacks::symbolize::Symbolizer;
+use memtools::stacks::unwind::Whose;
 
 use crate::args::Args;
 use crate::objects::{self, Found, Object};
@@ -20,12 +20,14 @@ use crate::signature::Signature;
 /// All processes, where libbpf wants one.
 const EVERY_PROCESS: i32 = -1;
 
-/// It, before it is traced.
+/// The options' targets, checked and held until they are traced.
 pub(crate) struct Target {
     pub(crate) processes: Vec<Traced>,
     pub(crate) filter: Filter,
     /// The command that the process is to become, if we start it.
     pub(crate) command: Option<HeldCommand>,
+    /// Whether we start it.
+    pub(crate) is_command: bool,
     /// Files to probe in every process that maps them, if processes can join later: the filter, in
     /// the kernel, tells then which are meant.
     shared: Option<Vec<Object>>,
@@ -69,6 +71,7 @@ impl Target {
         if args.pid.is_empty() {
             return Self::new(matching(args)?, None, args);
         }
+        doubt_interval("memleak", Some(args.interval), &args.pid);
         let mut processes = Vec::new();
         for pid in args.pid.iter().copied().collect::<HashSet<u32>>() {
             let process = Process::open(pid)?;
@@ -88,7 +91,7 @@ impl Target {
             name: args.name.clone(),
             cgroup: args.cgroup.clone(),
         };
-        let mut filter = filter.resolve(None)?;
+        let mut filter = filter.resolve(None, Tasks::Programs)?;
         if args.children {
             filter.follow()?;
         }
@@ -96,9 +99,13 @@ impl Target {
             let objects = processes.iter_mut().flat_map(|of| of.objects.drain(..));
             each_once(objects)
         });
+        if let Some(objects) = &shared {
+            expect_no_translator(objects)?;
+        }
         Ok(Self {
             filter,
             processes,
+            is_command: command.is_some(),
             command,
             shared,
             ends_with_them: named,
@@ -215,7 +222,7 @@ impl Target {
 fn matching(args: &Args) -> Result<Vec<Traced>> {
     let pids = match &args.cgroup {
         Some(folder) => cgroup::processes_below(folder)?,
-        None => memtools::process::all()?,
+        None => memtools::process::proc::all()?,
     };
     let mut processes = Vec::new();
     for pid in pids {
@@ -246,11 +253,41 @@ fn described(pid: u32, args: &Args) -> Option<Process> {
     described.then_some(process)
 }
 
-/// Of objects of the same file one.
+/// Fails if a translator that runs now has one of these files mapped: probes in a file are there for
+/// whoever maps it, and what the translator runs would end.
+fn expect_no_translator(objects: &[Object]) -> Result<()> {
+    for pid in memtools::process::proc::all()? {
+        // One that has ended meanwhile cannot be harmed.
+        let Ok(process) = Process::open(pid) else {
+            continue;
+        };
+        let mappings = process.mappings().unwrap_or_default();
+        let names = mappings.iter().map(|mapping| mapping.path.as_path());
+        let Some(translator) = translator::among(names) else {
+            continue;
+        };
+        let reads = |object: &&Object| {
+            let inode = object.file.identity().map(|(_, inode)| inode);
+            inode.is_ok_and(|inode| mappings.iter().any(|mapping| mapping.inode == inode))
+        };
+        if let Some(object) = objects.iter().find(reads) {
+            bail!(
+                "process {pid} ({}) runs under {translator} and reads {}, where probes for processes \
+                 that can join later would end it (SIGTRAP): name the processes to trace with -p, \
+                 without --children, or wait for its end",
+                process.comm(),
+                object.module
+            );
+        }
+    }
+    Ok(())
+}
+
+/// One of each file's objects.
 fn each_once(objects: impl Iterator<Item = Object>) -> Vec<Object> {
     let mut seen = HashSet::new();
-    let mut first_of_file = |object: &Object| match fs::metadata(&object.path) {
-        Ok(file) => seen.insert((file.dev(), file.ino())),
+    let mut first_of_file = |object: &Object| match object.file.identity() {
+        Ok(identity) => seen.insert(identity),
         Err(_) => true,
     };
     objects.filter(|object| first_of_file(object)).collect()

@@ -1,5 +1,7 @@
 //! The state of a trace, and what is printed of it.
 
+mod renewal;
+
 use std::collections::{HashMap, HashSet};
 use std::ptr;
 use std::time::Instant;
@@ -7,22 +9,26 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use libbpf_rs::MapMut;
 use libbpf_rs::skel::Skel;
-use memtools::clock::{self, Clock};
-use memtools::entries;
-use memtools::filter::Filter;
-use memtools::folded::{Line, Part};
-use memtools::kernel;
-use memtools::losses::Losses;
-use memtools::output::Output;
-use memtools::process::Process;
-use memtools::shared;
-use memtools::stack::Stacks;
-use memtools::symbolize::Symbolizer;
-use memtools::text;
+use memtools::bpf::kernel_support;
+use memtools::bpf::map_batch;
+use memtools::bpf::ring::Events;
+use memtools::bpf::types;
+use memtools::export::files::Exports;
+use memtools::export::folded::Folded;
+use memtools::print::clock::{self, Clock};
+use memtools::print::output::Output;
+use memtools::print::text;
+use memtools::process::filter::Filter;
+use memtools::process::proc::Process;
+use memtools::run::losses::Losses;
+use memtools::stacks::named::{NamedStack, Part, StackIds};
+use memtools::stacks::symbolize::Symbolizer;
+use memtools::stacks::table::Stacks;
 
 use crate::args::{Args, Mode};
 use crate::bpf::MemleakSkel;
 use crate::bpf::types::{event, event_kind as Kind, peak, total, total_key};
+use crate::ended::{End, Ended, Ends};
 use crate::live::LiveBlocks;
 use crate::probes::{self, Attached};
 use crate::regions::{CallCounter, Regions};
@@ -32,6 +38,8 @@ use crate::report::{
 };
 use crate::sampling::{self, Sampling};
 use crate::target::Target;
+use crate::whole::Whole;
+use renewal::{MORE_STACKS, Renewal};
 
 /// How often at most to read the totals, which are those of a peak if no higher one comes meanwhile.
 const PEAK_TRIES: usize = 8;
@@ -49,12 +57,15 @@ pub(crate) struct Tracer<'a> {
     named: HashSet<u32>,
     /// Names by process.
     names: HashMap<u32, String>,
-    /// Processes whose memory was gone at a time, by exec or exit.
-    gone: HashMap<u32, u64>,
+    /// The ends of processes' memory whose blocks are still to be taken out of the kernel's maps.
+    ends: HashMap<u32, Ends>,
+    /// What those had that have exited.
+    ended: Ended,
     blocks: LiveBlocks<'a>,
     stacks: Stacks<'a, MapMut<'static>>,
+    renewal: Renewal,
     regions: HashMap<u32, Regions>,
-    /// How often a process has called exec, as the kernel counts; none is as large where it exited.
+    /// How often a process has called exec, as the kernel counts.
     execs: HashMap<u32, u64>,
     /// What --mode alloc has seen mapped.
     mapped: Totals,
@@ -64,6 +75,7 @@ pub(crate) struct Tracer<'a> {
     pub(crate) symbolizer: Symbolizer,
     clock: Clock,
     pub(crate) output: Output,
+    pub(crate) exports: Exports,
     page_bytes: u64,
 }
 
@@ -72,8 +84,11 @@ impl<'a> Tracer<'a> {
         attached: &'a Attached,
         target: &'a Target,
         symbolizer: Symbolizer,
+        output: Output,
         args: &'a Args,
+        mut exports: Exports,
     ) -> Result<Self> {
+        exports.begin();
         let skel = &attached.skel;
         let processes = target.processes.iter().map(|traced| &traced.process);
         Ok(Self {
@@ -82,12 +97,14 @@ impl<'a> Tracer<'a> {
             args,
             several: target.is_several(),
             named: target.watched().map(Process::pid).collect(),
-            gone: HashMap::new(),
+            ends: HashMap::new(),
+            ended: Ended::default(),
             names: processes
                 .map(|process| (process.pid(), process.comm()))
                 .collect(),
             blocks: LiveBlocks::new(attached),
-            stacks: Stacks::new(&skel.maps.stacks),
+            stacks: Stacks::new(memtools::stack_maps!(skel), args.max_stacks())?,
+            renewal: Renewal::default(),
             regions: HashMap::new(),
             execs: HashMap::new(),
             mapped: Totals::new(),
@@ -95,8 +112,9 @@ impl<'a> Tracer<'a> {
             history: History::default(),
             symbolizer,
             clock: Clock::new(),
-            output: Output::new(args.format()),
-            page_bytes: kernel::page_bytes()?,
+            output,
+            exports,
+            page_bytes: kernel_support::page_bytes()?,
         })
     }
 
@@ -121,8 +139,11 @@ impl<'a> Tracer<'a> {
         self.output.flush()
     }
 
-    /// Makes room for blocks before it is needed.
-    pub(crate) fn make_room(&mut self) -> Result<()> {
+    /// Makes room for blocks and stacks before it is needed.
+    pub(crate) fn make_room(&mut self, events: &Events<event>) -> Result<()> {
+        if self.wants_stacks_renewed()? {
+            self.renew_stacks(events)?;
+        }
         let bss = self.skel.maps.bss_data.as_deref();
         let blocks = bss.map_or(0, |bss| bss.overflow_blocks);
         if let Some(more) = self.blocks.make_room(blocks)?
@@ -172,15 +193,16 @@ impl<'a> Tracer<'a> {
             Kind::EVENT_EXEC => {
                 self.names.insert(pid, text::from_c(&event.comm));
                 self.execs.insert(pid, size);
-                self.forget(pid, time_ns);
+                self.end(pid, time_ns, End::Exec);
                 None
             }
             Kind::EVENT_EXIT => {
                 // With the last one that was named the trace ends, and its memory is reported.
                 let last = self.named.remove(&pid) && self.named.is_empty();
                 if !last {
-                    self.execs.insert(pid, u64::MAX);
-                    self.forget(pid, time_ns);
+                    let comm = || text::from_c(&event.comm);
+                    self.names.entry(pid).or_insert_with(comm);
+                    self.end(pid, time_ns, End::Exit);
                 }
                 None
             }
@@ -196,10 +218,23 @@ impl<'a> Tracer<'a> {
         })
     }
 
-    /// A process's memory is gone.
-    fn forget(&mut self, pid: u32, time_ns: u64) {
-        self.regions.remove(&pid);
-        self.gone.insert(pid, time_ns);
+    /// A process's memory has ended.
+    fn end(&mut self, pid: u32, time_ns: u64, end: End) {
+        if let Some(regions) = self.regions.remove(&pid)
+            && end == End::Exit
+        {
+            let mut left = allocations_of(pid, &regions);
+            left.retain(|region| region.time_ns.saturating_add(self.older_at_end()) <= time_ns);
+            self.ended.add(&left, Sampling::of(self.args));
+        }
+        self.ends.entry(pid).or_default().add(time_ns, end);
+    }
+
+    /// How old a block has to be at its process's end, in nanoseconds. It will not be freed any more,
+    /// however young it is; so only the option leaves any out.
+    fn older_at_end(&self) -> u64 {
+        let older_ms = self.args.older.unwrap_or(0);
+        older_ms.saturating_mul(1_000_000)
     }
 
     /// Tells of each stack once; the report has the count.
@@ -212,10 +247,7 @@ impl<'a> Tracer<'a> {
             return Ok(());
         }
         self.symbolizer.refresh();
-        let frames = match self.stacks.get(event.stack)? {
-            Some(stack) => self.symbolizer.name(event.pid, &stack),
-            None => Vec::new(),
-        };
+        let frames = self.part(path)?.frames;
         let freed = Freed {
             time: self.clock.local(event.time_ns),
             process: Some(self.process(event.pid)),
@@ -238,13 +270,21 @@ impl<'a> Tracer<'a> {
         let (mut totals, mut allocations) = match self.args.mode {
             Mode::Leak => self.outstanding(now, exited)?,
             Mode::Peak => (self.read_peak()?, Vec::new()),
-            _ => (self.read_totals()?, Vec::new()),
+            _ => {
+                self.drop_ended()?;
+                (self.read_totals()?, Vec::new())
+            }
         };
+        report::merge_lost(&mut self.stacks, &mut totals, &mut allocations)?;
         let mut errors = None;
         if let Some(sampling) = Sampling::of(self.args) {
             let estimate = sampling.estimate(&allocations);
             totals = estimate.0;
             errors = Some(estimate.1);
+        }
+        if self.args.mode == Mode::Leak {
+            self.ended.add_to(&mut totals, errors.as_mut());
+            report::merge_lost(&mut self.stacks, &mut totals, &mut [])?;
         }
         // With --folded there is one report, of all.
         let shown = match self.args.mode {
@@ -257,11 +297,16 @@ impl<'a> Tracer<'a> {
         let error_bytes = errors
             .as_ref()
             .map(|errors| sampling::Error::sum(errors.values()).bytes());
+        let bytes_by_stack: Vec<(u64, u64)> = shown
+            .iter()
+            .map(|(path, total)| (path.stack, total.bytes))
+            .collect();
         let mut entries = self.entries(now, shown, &allocations);
         for entry in &mut entries {
             let error = errors.as_ref().and_then(|errors| errors.get(&entry.path));
             entry.error_bytes = error.map(|error| error.bytes());
         }
+        self.export(&totals)?;
         if self.args.folded {
             self.folded(entries)?;
         } else {
@@ -271,8 +316,20 @@ impl<'a> Tracer<'a> {
                     .sort_unstable_by_key(|allocation| (allocation.size, allocation.address));
                 report::list(&mut self.output, &allocations)?;
             }
-            for entry in report::largest(entries, self.args.sort, self.args.top) {
+            let largest = report::largest(entries, self.args.sort, self.args.top);
+            let whole = Whole {
+                bytes: sums.1.bytes,
+                error_bytes,
+                allocations: sums.1.allocations,
+                groups: sums.0,
+                shown: largest.len(),
+                ..Whole::default()
+            };
+            for entry in largest {
                 self.group(entry)?;
+            }
+            if !self.args.json {
+                self.whole(whole, &bytes_by_stack)?;
             }
             if self.args.extended && self.args.records_all() {
                 self.unknown_frees()?;
@@ -281,13 +338,23 @@ impl<'a> Tracer<'a> {
         self.history.add(now, totals);
         self.output.flush()?;
 
-        let losses = Losses::of(self.skel.object(), self.filter)?;
+        let losses = self.losses()?;
         if losses.any() {
             eprintln!("memleak: {losses}");
         }
         if losses.entries > 0 {
             eprintln!(
                 "memleak: blocks have room for more with a larger --mem-limit or --max-allocs"
+            );
+        }
+        if losses.stacks > 0 {
+            eprintln!("memleak: stacks were lost: {MORE_STACKS}");
+        }
+        if let Some(rest) = self.ended.rest() {
+            eprintln!(
+                "memleak: {} bytes in {} allocations of exited processes are not shown: of so many \
+                 processes and stacks only those with most are kept",
+                rest.bytes, rest.allocations
             );
         }
         Ok(())
@@ -304,11 +371,11 @@ impl<'a> Tracer<'a> {
 
         let (mut totals, mut allocations) = (Totals::new(), self.live_regions());
         if self.args.combined_only {
+            self.drop_ended()?;
             totals = self.read_totals()?;
         } else {
             let start = Instant::now();
-            let blocks = self.blocks.read(&self.gone)?;
-            self.gone.clear();
+            let blocks = self.read_blocks()?;
             if self.args.verbose {
                 let time = start.elapsed();
                 eprintln!("memleak: {} blocks read in {time:.1?}", blocks.len());
@@ -318,6 +385,26 @@ impl<'a> Tracer<'a> {
         allocations.retain(|allocation| allocation.time_ns <= born_before);
         report::add_up(&mut totals, &allocations);
         Ok((totals, allocations))
+    }
+
+    /// Takes the blocks of memory that has ended out of the kernel's maps, where totals are shown.
+    fn drop_ended(&mut self) -> Result<()> {
+        if !self.ends.is_empty() {
+            self.read_blocks()?;
+        }
+        Ok(())
+    }
+
+    /// The blocks that are live. Those of memory that has ended are taken out of the kernel's maps,
+    /// and what exited processes left is kept here.
+    fn read_blocks(&mut self) -> Result<Vec<Allocation>> {
+        let (blocks, left) = self.blocks.read(&self.ends, self.older_at_end())?;
+        self.ends.clear();
+        // All other reports are of the kernel's totals, which have these already.
+        if self.args.mode == Mode::Leak && !self.args.combined_only {
+            self.ended.add(&left, Sampling::of(self.args));
+        }
+        Ok(blocks)
     }
 
     fn entries(&self, now: u64, totals: Totals, allocations: &[Allocation]) -> Vec<Entry> {
@@ -355,12 +442,7 @@ impl<'a> Tracer<'a> {
             process,
             peak_time: peak.map(|peak| self.clock.local(peak.time_ns)),
             top: self.args.top,
-            view: match self.args.mode {
-                Mode::Leak => View::Outstanding,
-                Mode::Alloc => View::Allocated,
-                Mode::Churn => View::Churned,
-                Mode::Peak => View::Peak,
-            },
+            view: self.view(),
             groups: Groups::Stacks(stacks),
             bytes: total.bytes,
             error_bytes,
@@ -373,23 +455,60 @@ impl<'a> Tracer<'a> {
                 .filter(|_| probes::notices_double_frees(self.skel, self.args))
                 .map(|frees| frees.twice),
             unseen_frees: frees.map_or(0, |frees| frees.replaced),
-            lost: Losses::of(self.skel.object(), self.filter)?,
+            lost: self.losses()?,
         })
+    }
+
+    /// What could not be recorded, or kept.
+    fn losses(&self) -> Result<Losses> {
+        Ok(Losses::of(self.skel.object(), self.filter)?.and_stacks(self.stacks.lost()))
+    }
+
+    /// Prints the sums that a text report ends with. JSON has them at the head.
+    fn whole(&mut self, mut whole: Whole, bytes_by_stack: &[(u64, u64)]) -> Result<()> {
+        for &(stack, bytes) in bytes_by_stack {
+            whole.note_stack(self.stacks.get(stack)?.as_deref(), bytes);
+        }
+        if self.args.mode == Mode::Leak && !self.several {
+            let pid = self.names.keys().next().copied();
+            let process = pid.and_then(|pid| Process::open(pid).ok());
+            whole.resident_bytes = process.and_then(|process| process.resident_bytes());
+        }
+        self.output.raw(|out| whole.write("stack", out))
     }
 
     fn folded(&mut self, entries: Vec<Entry>) -> Result<()> {
         for Entry { path, total, .. } in report::largest(entries, self.args.sort, usize::MAX) {
-            let part = self.part(path)?;
-            let ProcessName { comm, .. } = self.process(path.pid);
-            let line = Line {
-                comm: &comm,
-                user: Some(part),
-                weight: total.bytes,
-                ..Line::default()
-            };
-            self.output.raw(|out| line.write(out))?;
+            let stack = self.named(path)?;
+            let line = Folded::new(&stack);
+            self.output.raw(|out| line.write(total.bytes, out))?;
         }
         Ok(())
+    }
+
+    /// Writes all stacks into the files that are asked for. With --mode alloc and churn that is all
+    /// that came since the start.
+    fn export(&mut self, totals: &Totals) -> Result<()> {
+        if !self.exports.any() {
+            return Ok(());
+        }
+        let mut samples = Vec::new();
+        for (&path, &total) in totals {
+            let stack = self.named(path)?;
+            samples.push(total.sample(stack));
+        }
+        let subject = report::subject(self.view(), self.args);
+        self.exports.write(subject, samples);
+        Ok(())
+    }
+
+    fn view(&self) -> View {
+        match self.args.mode {
+            Mode::Leak => View::Outstanding,
+            Mode::Alloc => View::Allocated,
+            Mode::Churn => View::Churned,
+            Mode::Peak => View::Peak,
+        }
     }
 
     fn group(&mut self, entry: Entry) -> Result<()> {
@@ -405,9 +524,9 @@ impl<'a> Tracer<'a> {
     /// Who has freed what was not recorded, most often last.
     fn unknown_frees(&mut self) -> Result<()> {
         let mut counts: HashMap<Path, u64> = HashMap::new();
-        entries::read(&self.skel.maps.unknown_frees, |key, count| {
-            let &total_key { pid, stack, .. } = shared::view(key)?;
-            *counts.entry(Path { pid, stack }).or_default() += shared::view::<u64>(count)?;
+        map_batch::read(&self.skel.maps.unknown_frees, |key, count| {
+            let &total_key { pid, stack, .. } = types::view(key)?;
+            *counts.entry(Path { pid, stack }).or_default() += types::view::<u64>(count)?;
             Ok(())
         })?;
         let mut counts: Vec<(Path, u64)> = counts.into_iter().collect();
@@ -426,12 +545,21 @@ impl<'a> Tracer<'a> {
         Ok(())
     }
 
-    /// The stack's frames by name, and whether it was cut.
+    /// A path's stack with its names.
+    fn named(&mut self, path: Path) -> Result<NamedStack> {
+        let ProcessName { pid, comm } = self.process(path.pid);
+        let ids = StackIds {
+            pid,
+            comm: &comm,
+            user: Some(path.stack),
+            kernel: None,
+        };
+        NamedStack::read(&ids, &mut self.stacks, &mut self.symbolizer)
+    }
+
+    /// The frames of a path's stack by name, and whether it was cut.
     fn part(&mut self, path: Path) -> Result<Part> {
-        let stack = self.stacks.get(path.stack)?;
-        Ok(stack.map_or_else(Part::default, |stack| {
-            self.symbolizer.part(path.pid, &stack)
-        }))
+        Ok(self.named(path)?.user.unwrap_or_default())
     }
 
     fn process(&mut self, pid: u32) -> ProcessName {
@@ -442,20 +570,10 @@ impl<'a> Tracer<'a> {
     }
 
     fn live_regions(&self) -> Vec<Allocation> {
-        let mut allocations = Vec::new();
-        for (&pid, regions) in &self.regions {
-            let mut counter = CallCounter::default();
-            allocations.extend(regions.iter().map(|region| Allocation {
-                pid,
-                address: region.range.start,
-                size: region.range.end - region.range.start,
-                stack: region.stack,
-                time_ns: region.time_ns,
-                calls: counter.count(region),
-                level: region.level,
-            }));
-        }
-        allocations
+        let regions = self.regions.iter();
+        regions
+            .flat_map(|(&pid, regions)| allocations_of(pid, regions))
+            .collect()
     }
 
     /// What each stack had when most was outstanding.
@@ -486,8 +604,8 @@ impl<'a> Tracer<'a> {
 
     fn totals_at(&self, peak: &peak) -> Result<Totals> {
         let mut totals = Totals::new();
-        entries::read(&self.skel.maps.totals, |key, value| {
-            let (key, value): (&total_key, &total) = (shared::view(key)?, shared::view(value)?);
+        map_batch::read(&self.skel.maps.totals, |key, value| {
+            let (key, value): (&total_key, &total) = (types::view(key)?, types::view(value)?);
             let (bytes, allocations) = if value.peak == peak.number {
                 (value.bytes_at_peak, value.count_at_peak)
             } else {
@@ -511,8 +629,8 @@ impl<'a> Tracer<'a> {
     /// What the kernel has added up, and what of --mode alloc was mapped.
     fn read_totals(&self) -> Result<Totals> {
         let mut totals = self.mapped.clone();
-        entries::read(&self.skel.maps.totals, |key, value| {
-            let (key, value): (&total_key, &total) = (shared::view(key)?, shared::view(value)?);
+        map_batch::read(&self.skel.maps.totals, |key, value| {
+            let (key, value): (&total_key, &total) = (types::view(key)?, types::view(value)?);
             let &total_key { pid, stack, execs } = key;
             // What another program had, before the process called exec, it has no more.
             let current = self
@@ -530,6 +648,21 @@ impl<'a> Tracer<'a> {
         })?;
         Ok(totals)
     }
+}
+
+/// A process's mappings as allocations.
+fn allocations_of(pid: u32, regions: &Regions) -> Vec<Allocation> {
+    let mut counter = CallCounter::default();
+    let allocations = regions.iter().map(|region| Allocation {
+        pid,
+        address: region.range.start,
+        size: region.range.end - region.range.start,
+        stack: region.stack,
+        time_ns: region.time_ns,
+        calls: counter.count(region),
+        level: region.level,
+    });
+    allocations.collect()
 }
 
 /// How many stacks there are, and what they have together.

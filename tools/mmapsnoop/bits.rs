@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use memtools::flags;
+use memtools::print::flags;
 use serde::{Serialize, Serializer};
 
 const PROT: [(u64, &str); 6] = [

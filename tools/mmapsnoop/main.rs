@@ -10,21 +10,25 @@ use std::collections::HashMap;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use clap::Parser;
+use clap::{ArgGroup, Parser};
 use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{Link, MapMut};
-use memtools::cli::{self, CommonArgs};
-use memtools::clock::Clock;
-use memtools::events::Events;
-use memtools::filter::{Filter, FilterArgs};
-use memtools::folded::{Line, Part};
-use memtools::losses::Losses;
-use memtools::output::Output;
-use memtools::poll::Poller;
-use memtools::stack::Stacks;
-use memtools::symbolize::Symbolizer;
-use memtools::unwind::{UnwindArgs, Unwinder};
-use memtools::{attach, kernel};
+use memtools::bpf::attach;
+use memtools::bpf::kernel_support;
+use memtools::bpf::ring::Events;
+use memtools::export::files::{ExportArgs, Exports, Subject};
+use memtools::export::folded::Folded;
+use memtools::export::profile::{Sample, Value};
+use memtools::print::clock::Clock;
+use memtools::print::output::{Format, Output};
+use memtools::process::filter::{Filter, Tasks};
+use memtools::run::cli::{self, CommonArgs};
+use memtools::run::losses::Losses;
+use memtools::run::target::{Target, TargetArgs};
+use memtools::stacks::named::{NamedStack, StackIds};
+use memtools::stacks::symbolize::Symbolizer;
+use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
+use memtools::stacks::unwind::UnwindArgs;
 
 use crate::bpf::{MmapsnoopSkel, MmapsnoopSkelBuilder};
 use crate::row::{Columns, Record, Row};
@@ -37,6 +41,7 @@ memtools::skeleton!("mmapsnoop", plain: [event, filter]);
     name = "mmapsnoop",
     version,
     max_term_width = 100,
+    group(ArgGroup::new("weighted").args(["folded", "flame", "pprof"]).multiple(true)),
     after_help = "\
 examples:
   mmapsnoop                    every mapping of every process
@@ -45,7 +50,7 @@ examples:
   mmapsnoop -x                 only calls that fail, with the error
   mmapsnoop --munmap -r        unmapping and moving too, with addresses and results
   mmapsnoop -j -d 10 | jq      ten seconds of all that is known
-  mmapsnoop -d 10 -f | flamegraph.pl --color=mem --countname=bytes >mmap.svg"
+  mmapsnoop -d 10 --flame mmap.svg >/dev/null   draw what was mapped, by stack"
 )]
 struct Args {
     /// Add the time of day
@@ -53,7 +58,7 @@ struct Args {
     time: bool,
 
     /// Show only calls that fail, with the error
-    #[arg(short = 'x', long)]
+    #[arg(short = 'x', long, conflicts_with_all = ["flame", "pprof"])]
     failed: bool,
 
     /// Add the result: the address that was mapped, or the error
@@ -84,15 +89,18 @@ struct Args {
     #[arg(short, long, conflicts_with_all = ["json", "stack", "failed", "munmap"])]
     folded: bool,
 
-    /// Weight the stacks of --folded by calls
-    #[arg(long, requires = "folded")]
+    /// Weight the stacks of --folded and --flame by calls
+    #[arg(long, requires = "weighted")]
     calls: bool,
 
     #[command(flatten)]
     unwind: UnwindArgs,
 
     #[command(flatten)]
-    filter: FilterArgs,
+    export: ExportArgs,
+
+    #[command(flatten)]
+    target: TargetArgs,
 
     #[command(flatten)]
     common: CommonArgs,
@@ -103,25 +111,26 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args) -> Result<ExitCode> {
-    kernel::preflight()?;
-    kernel::preflight_tracepoints()?;
+    kernel_support::preflight()?;
+    kernel_support::preflight_tracepoints()?;
     attach::capture_log(args.common.verbose);
-    let mut poller = Poller::new()?;
-    let filter = args.filter.resolve(None)?;
-    let skel = load(&args, &filter)?;
-    let with_stacks = args.stack || args.folded;
-    let symbolizer = with_stacks.then(Symbolizer::of_all_processes).transpose()?;
-    let unwinder = with_stacks
-        .then(|| {
-            let named = args.filter.pid.as_slice();
-            Unwinder::start(args.unwind, memtools::unwind_parts!(skel), named)
-        })
+    let exports = args.export.prepare("mmapsnoop", args.target.to_string())?;
+    let (mut poller, output) = args.common.start_as(args.format())?;
+    let mut target = Target::choose(&args.target, Tasks::Programs)?;
+    let mut skel = load(&args, target.filter())?;
+    let symbolizer = args
+        .with_stacks()
+        .then(|| target.symbolizer())
         .transpose()?;
+    let unwinder = args
+        .with_stacks()
+        .then(|| target.unwinder(args.unwind, memtools::unwind_parts!(skel)))
+        .transpose()?;
+    let links = attach(&mut skel, &args)?;
     let events = Events::decoding(&skel.maps.events, Record::decode)?;
-    let links = attach(&skel, &args)?;
 
     let mut tracer = Tracer {
-        stacks: Stacks::new(&skel.maps.stacks),
+        stacks: Stacks::new(memtools::stack_maps!(skel), MAX_OF_EVENTS)?,
         symbolizer,
         clock: Clock::new(),
         columns: Columns {
@@ -130,14 +139,11 @@ fn run(args: Args) -> Result<ExitCode> {
             result: args.result || args.failed,
             flags: args.flags,
         },
-        output: Output::new(args.common.format()),
+        output,
         weights: HashMap::new(),
+        exports,
         args: &args,
     };
-    if !args.folded {
-        tracer.output.header(&tracer.columns.header())?;
-        tracer.output.flush()?;
-    }
     if let Some(symbolizer) = &mut tracer.symbolizer {
         symbolizer.look_around();
     }
@@ -146,7 +152,12 @@ fn run(args: Args) -> Result<ExitCode> {
         .as_ref()
         .map(Symbolizer::descriptor)
         .transpose()?;
+    tracer.exports.begin();
     eprintln!("mmapsnoop: tracing mmap(2)... Ctrl-C to end");
+    tracer.output.header(&tracer.columns.header())?;
+    tracer.output.flush()?;
+    target.release()?;
+    target.watch_exit(&mut poller);
 
     if let Some(mappings) = &mappings {
         poller.watch_mappings(mappings);
@@ -157,11 +168,24 @@ fn run(args: Args) -> Result<ExitCode> {
     if let Some(missed) = tracer.symbolizer.as_ref().and_then(Symbolizer::losses) {
         eprintln!("mmapsnoop: {missed}");
     }
-    Losses::tell("mmapsnoop", skel.object(), &filter, &mut tracer.output)?;
+    Losses::tell(
+        "mmapsnoop",
+        skel.object(),
+        target.filter(),
+        &mut tracer.output,
+    )?;
     if let Some(unwinder) = unwinder {
         unwinder.tell("mmapsnoop", &mut tracer.output)?;
     }
-    Ok(ExitCode::SUCCESS)
+    tracer.exports.finish()?;
+    target.finish()
+}
+
+/// What calls from one stack have mapped.
+#[derive(Debug, Default, Clone, Copy)]
+struct Mapped {
+    calls: u64,
+    bytes: u64,
 }
 
 /// The state of the trace.
@@ -172,8 +196,9 @@ struct Tracer<'a> {
     clock: Clock,
     columns: Columns,
     output: Output,
-    /// By process, its name and stack: bytes or calls.
-    weights: HashMap<(u32, String, u64), u64>,
+    /// By process, its name and stack.
+    weights: HashMap<(u32, String, u64), Mapped>,
+    exports: Exports,
     args: &'a Args,
 }
 
@@ -184,53 +209,101 @@ impl Tracer<'_> {
             symbolizer.refresh();
         }
         for record in records {
+            if self.args.folded || self.exports.any() {
+                self.add(&record)?;
+            }
             if self.args.folded {
-                self.add(&record);
                 continue;
             }
-            let stack = self.name(record.pid(), record.stack())?;
+            let stack = if self.args.stack {
+                self.named(record.pid(), &record.comm(), record.stack())?
+            } else {
+                None
+            };
             self.output
                 .row(&Row::new(record, stack, &self.clock, self.columns))?;
         }
+        self.stacks.renew_for_events()?;
         self.output.flush()
     }
 
-    /// A call that failed mapped nothing.
-    fn add(&mut self, record: &Record) {
+    /// A call that failed mapped nothing. The stack is named at the end, when the table may be another.
+    fn add(&mut self, record: &Record) -> Result<()> {
         let Some(bytes) = record.mapped_bytes() else {
-            return;
+            return Ok(());
         };
-        let weight = if self.args.calls { 1 } else { bytes };
+        self.stacks.get(record.stack())?;
         let key = (record.pid(), record.comm(), record.stack());
-        *self.weights.entry(key).or_default() += weight;
+        let mapped = self.weights.entry(key).or_default();
+        mapped.calls += 1;
+        mapped.bytes += bytes;
+        Ok(())
     }
 
-    /// The stack's frames by name, if stacks are asked for.
-    fn name(&mut self, pid: u32, stack: u64) -> Result<Option<Part>> {
+    /// The stack with its names, if stacks are asked for.
+    fn named(&mut self, pid: u32, comm: &str, stack: u64) -> Result<Option<NamedStack>> {
         let Some(symbolizer) = &mut self.symbolizer else {
             return Ok(None);
         };
-        let stack = self.stacks.get(stack)?;
-        Ok(Some(stack.map_or_else(Part::default, |stack| {
-            symbolizer.part(pid, &stack)
-        })))
+        let ids = StackIds {
+            pid,
+            comm,
+            user: Some(stack),
+            kernel: None,
+        };
+        NamedStack::read(&ids, &mut self.stacks, symbolizer).map(Some)
     }
 
-    /// Prints the stacks of --folded, the heaviest first.
+    /// Prints the stacks of --folded, the heaviest first, and writes them into the files that are
+    /// asked for.
     fn fold(&mut self) -> Result<()> {
+        let calls = self.args.calls;
+        let weight = |mapped: Mapped| if calls { mapped.calls } else { mapped.bytes };
         let mut weights: Vec<_> = self.weights.drain().collect();
-        weights.sort_by(|(a, a_weight), (b, b_weight)| (b_weight, a).cmp(&(a_weight, b)));
-        for ((pid, comm, stack), weight) in weights {
-            let user = self.name(pid, stack)?;
-            let line = Line {
-                comm: &comm,
-                user,
-                weight,
-                ..Line::default()
+        weights.sort_by(|(a, a_mapped), (b, b_mapped)| {
+            (weight(*b_mapped), a).cmp(&(weight(*a_mapped), b))
+        });
+        let mut samples = Vec::new();
+        for ((pid, comm, stack), mapped) in weights {
+            let Some(stack) = self.named(pid, &comm, stack)? else {
+                continue;
             };
-            self.output.raw(|out| line.write(out))?;
+            if self.args.folded {
+                let line = Folded::new(&stack);
+                self.output.raw(|out| line.write(weight(mapped), out))?;
+            }
+            let values = vec![mapped.calls, mapped.bytes];
+            samples.push(Sample { stack, values });
         }
-        self.output.flush()
+        self.output.flush()?;
+        if self.exports.any() {
+            let subject = Subject {
+                name: "memory mapped by mmap(2)".to_owned(),
+                values: vec![
+                    Value::count("mmap_calls", "calls"),
+                    Value::bytes("mmap_space"),
+                ],
+                main: usize::from(!calls),
+                remarks: Vec::new(),
+            };
+            self.exports.write(subject, samples);
+        }
+        Ok(())
+    }
+}
+
+impl Args {
+    /// Whether anything is made of stacks.
+    fn with_stacks(&self) -> bool {
+        self.stack || self.folded || self.export.any()
+    }
+
+    fn format(&self) -> Format {
+        if self.folded {
+            Format::Folded
+        } else {
+            self.common.format()
+        }
     }
 }
 
@@ -241,32 +314,53 @@ fn load(args: &Args, filter: &Filter) -> Result<MmapsnoopSkel<'static>> {
     options.failed_only = args.failed.into();
     options.full_path = args.path.into();
     options.with_munmap = args.munmap.into();
-    options.with_stack = (args.stack || args.folded).into();
+    options.with_stack = args.with_stacks().into();
     memtools::set_unwind_options!(options, args.unwind);
-    if !(args.stack || args.folded) {
-        let stacks = &mut open.maps.stacks;
-        stacks
-            .set_max_entries(1)
-            .context("failed to size the table of stacks")?;
+    if !args.with_stacks() {
+        for map in [&mut open.maps.stacks, &mut open.maps.stack_slots] {
+            map.set_max_entries(1).context("failed to size a map")?;
+        }
     }
-    open.progs.compat_exit.set_autoload(args.compat);
-    open.progs.munmap_exit.set_autoload(args.munmap);
-    open.progs.mremap_exit.set_autoload(args.munmap);
+    let mut programs =
+        attach::programs_on_system_calls(args.programs(), args.programs_on_functions());
+    if args.compat {
+        programs.push(COMPAT);
+    }
+    attach::load_only(open.open_object_mut(), &programs);
+    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
     let skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
     Ok(skel)
 }
 
-fn attach(skel: &MmapsnoopSkel<'_>, args: &Args) -> Result<Vec<Link>> {
-    let programs = &skel.progs;
-    let mut wanted = vec![&programs.mmap_exit];
-    if args.munmap {
-        wanted.extend([&programs.munmap_exit, &programs.mremap_exit]);
-    }
+fn attach(skel: &mut MmapsnoopSkel<'_>, args: &Args) -> Result<Vec<Link>> {
+    let object = skel.object_mut();
+    let mut links = attach::system_calls(object, args.programs(), args.programs_on_functions())?;
     if args.compat {
-        wanted.push(&programs.compat_exit);
+        links.extend(attach::by_name(object, &[COMPAT])?);
     }
-    attach::all(&wanted, attach::SYSCALLS)
+    Ok(links)
+}
+
+/// The program for 32-bit calls.
+const COMPAT: &str = "compat_exit";
+
+impl Args {
+    /// The programs on tracepoints.
+    fn programs(&self) -> &'static [&'static str] {
+        let all = &["mmap_exit", "munmap_exit", "mremap_exit"];
+        if self.munmap { all } else { &all[..1] }
+    }
+
+    /// The programs to load where they are on the system calls' functions.
+    fn programs_on_functions(&self) -> &'static [&'static str] {
+        let all = &[
+            "mmap_exit_function",
+            "munmap_exit_function",
+            "mremap_exit_function",
+        ];
+        if self.munmap { all } else { &all[..1] }
+    }
 }
 
 #[cfg(test)]
@@ -289,11 +383,12 @@ mod tests {
             &["mmapsnoop", "5"],
             &["mmapsnoop", "-f", "-j"],
             &["mmapsnoop", "--calls"],
+            &["mmapsnoop", "-x", "--flame", "f.svg"],
         ] {
             let error = Args::try_parse_from(wrong).expect_err(&wrong.join(" "));
             assert_eq!(error.exit_code(), 2);
         }
         let args = Args::try_parse_from(["mmapsnoop", "-Txp", "1,2"]).expect("valid");
-        assert!(args.time && args.failed && args.filter.pid == [1, 2]);
+        assert!(args.time && args.failed && args.target.filter.pid == [1, 2]);
     }
 }

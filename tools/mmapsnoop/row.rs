@@ -4,12 +4,13 @@ use std::borrow::Cow;
 use std::io::{self, Write};
 
 use jiff::Zoned;
-use memtools::clock::{self, Clock};
-use memtools::file::{self, Reach};
-use memtools::folded::Part;
-use memtools::output::Hex;
-use memtools::symbolize::Frame;
-use memtools::{errno, output, text};
+use memtools::print::clock::{self, Clock};
+use memtools::print::errno;
+use memtools::print::file_path::{self, Reach};
+use memtools::print::output;
+use memtools::print::output::{Exact, Hex};
+use memtools::print::text;
+use memtools::stacks::named::{Frame, NamedStack};
 use serde::Serialize;
 
 use crate::bits::{self, Bits};
@@ -28,10 +29,10 @@ impl Record {
         let names = record.get(size_of::<event>()..)?;
         let names = names.get(..event.file_bytes as usize)?;
         let file = match event.file {
-            FileKind::FILE_NAME => Some(file::name(names)),
-            FileKind::FILE_PATH => Some(file::path(names, Reach::Root)),
-            FileKind::FILE_PATH_CUT => Some(file::path(names, Reach::Cut)),
-            FileKind::FILE_PATH_IN_NO_FOLDER => Some(file::path(names, Reach::NoFolder)),
+            FileKind::FILE_NAME => Some(file_path::name(names)),
+            FileKind::FILE_PATH => Some(file_path::path(names, Reach::Root)),
+            FileKind::FILE_PATH_CUT => Some(file_path::path(names, Reach::Cut)),
+            FileKind::FILE_PATH_IN_NO_FOLDER => Some(file_path::path(names, Reach::NoFolder)),
             _ => None,
         };
         Some(Self {
@@ -53,8 +54,11 @@ impl Record {
         self.event.stack
     }
 
-    /// How much it mapped; None if it failed.
+    /// How much it mapped; None if it failed, or is another call.
     pub(crate) fn mapped_bytes(&self) -> Option<u64> {
+        if self.event.kind != Kind::CALL_MMAP {
+            return None;
+        }
         errno::result(self.event.result).ok()?;
         Some(self.event.args[1])
     }
@@ -104,11 +108,11 @@ pub(crate) struct Row {
     tid: u32,
     comm: String,
     call: &'static str,
-    /// As asked for: where to map, what to unmap or to move.
+    /// The address that was asked for: where to map, what to unmap or to move.
     address: Hex,
     #[serde(skip_serializing_if = "Option::is_none")]
-    old_size_bytes: Option<u64>,
-    size_bytes: u64,
+    old_size_bytes: Option<Exact>,
+    size_bytes: Exact,
     #[serde(skip_serializing_if = "Option::is_none")]
     prot: Option<Bits>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -116,7 +120,7 @@ pub(crate) struct Row {
     #[serde(skip_serializing_if = "Option::is_none")]
     fd: Option<i32>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    offset_bytes: Option<u64>,
+    offset_bytes: Option<Exact>,
     file: Option<String>,
     /// The mapping's address, 0 of munmap; None if the call failed.
     result: Option<Hex>,
@@ -134,13 +138,14 @@ pub(crate) struct Row {
 impl Row {
     pub(crate) fn new(
         record: Record,
-        stack: Option<Part>,
+        stack: Option<NamedStack>,
         clock: &Clock,
         columns: Columns,
     ) -> Self {
         let Record { event, file } = record;
         let [address, second, third, fourth, fifth, sixth] = event.args;
         let outcome = errno::result(event.result);
+        let stack = stack.map(|stack| stack.user.unwrap_or_default());
         let row = Self {
             time: clock.local(event.time_ns),
             pid: event.pid,
@@ -149,7 +154,7 @@ impl Row {
             call: "munmap",
             address: Hex(address),
             old_size_bytes: None,
-            size_bytes: second,
+            size_bytes: Exact(second),
             prot: None,
             flags: None,
             fd: None,
@@ -167,13 +172,13 @@ impl Row {
                 prot: Some(Bits::Prot(third)),
                 flags: Some(Bits::Map(fourth)),
                 fd: (!bits::is_anonymous(fourth)).then_some(fifth as i32),
-                offset_bytes: Some(sixth),
+                offset_bytes: Some(Exact(sixth)),
                 ..row
             },
             Kind::CALL_MREMAP => Self {
                 call: "mremap",
-                old_size_bytes: Some(second),
-                size_bytes: third,
+                old_size_bytes: Some(Exact(second)),
+                size_bytes: Exact(third),
                 flags: Some(Bits::Mremap(fourth)),
                 ..row
             },
@@ -191,6 +196,25 @@ impl Row {
     }
 }
 
+/// Digits that the columns in KiB have room for: up to 95 GiB.
+const KIB_DIGITS: usize = 8;
+
+/// A number of bytes in KiB. If that is too long for a column, in the first larger unit, which is then
+/// named, that it fits in without a rest; else in KiB all the same.
+fn kibibytes(bytes: u64) -> String {
+    let kibibytes = bytes / 1024;
+    let plain = kibibytes.to_string();
+    if plain.len() <= KIB_DIGITS {
+        return plain;
+    }
+    [(10, 'M'), (20, 'G'), (30, 'T')]
+        .into_iter()
+        .filter(|(shift, _)| kibibytes.trailing_zeros() >= *shift)
+        .map(|(shift, unit)| format!("{}{unit}", kibibytes >> shift))
+        .find(|text| text.len() <= KIB_DIGITS)
+        .unwrap_or(plain)
+}
+
 impl output::Row for Row {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         if self.columns.time {
@@ -204,10 +228,10 @@ impl output::Row for Row {
         write!(out, "{:<4} ", letters(self.prot))?;
         write!(out, "{:<5} ", letters(self.flags))?;
         match self.offset_bytes {
-            Some(bytes) => write!(out, "{:<8} ", bytes / 1024)?,
+            Some(Exact(bytes)) => write!(out, "{:<8} ", kibibytes(bytes))?,
             None => write!(out, "{:<8} ", "-")?,
         }
-        write!(out, "{:<8} ", self.size_bytes / 1024)?;
+        write!(out, "{:<8} ", kibibytes(self.size_bytes.0))?;
         if self.columns.result {
             match (&self.result, &self.error) {
                 (Some(value), _) => write!(out, "{value:<14} ")?,
@@ -239,7 +263,7 @@ impl output::Row for Row {
 
 #[cfg(test)]
 mod tests {
-    use memtools::output::Row as _;
+    use memtools::print::output::Row as _;
 
     use super::*;
 
@@ -286,6 +310,32 @@ mod tests {
         assert_eq!(
             line(&library),
             "6315   java           R-E  -P--  0        2222     libjava.so\n"
+        );
+    }
+
+    #[test]
+    fn large_sizes_stay_in_their_column() {
+        let texts = [
+            95 << 30,
+            96 << 30,
+            1 << 40,
+            (1 << 40) + 4096,
+            128 << 40,
+            1 << 63,
+            u64::MAX,
+        ]
+        .map(kibibytes);
+        assert_eq!(
+            texts,
+            [
+                "99614720",
+                "98304M",
+                "1048576M",
+                "1073741828",
+                "131072G",
+                "8388608T",
+                "18014398509481983"
+            ]
         );
     }
 

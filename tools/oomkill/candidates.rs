@@ -2,7 +2,8 @@
 
 use std::fs;
 
-use memtools::{process, text};
+use memtools::print::text;
+use memtools::process::proc;
 use serde::Serialize;
 
 /// How many are shown.
@@ -22,7 +23,7 @@ pub(crate) struct Candidate {
 /// The highest ranked of all processes, or of those in or below a cgroup. The victim of a moment
 /// ago is left out: it may still be there.
 pub(crate) fn now(cgroup: Option<&str>, victim: u32) -> Vec<Candidate> {
-    let mut candidates: Vec<Candidate> = process::all()
+    let mut candidates: Vec<Candidate> = proc::all()
         .unwrap_or_default()
         .into_iter()
         .filter(|&pid: &u32| pid != victim)

@@ -9,28 +9,32 @@ mod row;
 
 use std::fs;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{Link, MapMut};
-use memtools::attach::{self, Means, Variant};
-use memtools::cgroup::Cgroups;
-use memtools::cli::{self, CommonArgs};
-use memtools::clock::Clock;
-use memtools::events::Events;
-use memtools::filter::{Filter, FilterArgs};
-use memtools::folded::Part;
-use memtools::gfp::Gfp;
-use memtools::kernel;
-use memtools::losses::Losses;
-use memtools::output::Output;
-use memtools::poll::Poller;
-use memtools::stack::Stacks;
-use memtools::symbolize::{self, Symbolizer};
-use memtools::text;
-use memtools::unwind::{UnwindArgs, Unwinder};
+use memtools::bpf::attach::{self, Means, Variant};
+use memtools::bpf::kernel_support;
+use memtools::bpf::ring::Events;
+use memtools::export::files::{ExportArgs, Exports, Subject};
+use memtools::export::profile::{Sample, Value};
+use memtools::print::clock::Clock;
+use memtools::print::gfp::Gfp;
+use memtools::print::output::Output;
+use memtools::print::text;
+use memtools::process::cgroup::Cgroups;
+use memtools::process::filter::{Filter, Tasks};
+use memtools::run::cli::{self, CommonArgs};
+use memtools::run::losses::Losses;
+use memtools::run::protect;
+use memtools::run::target::{Target, TargetArgs};
+use memtools::stacks::named::{NamedStack, StackIds};
+use memtools::stacks::symbolize::Symbolizer;
+use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
+use memtools::stacks::unwind::UnwindArgs;
 
 use crate::bpf::types::{event, event_kind, oom_kind, task};
 use crate::bpf::{OomkillSkel, OomkillSkelBuilder};
@@ -66,7 +70,10 @@ struct Args {
     unwind: UnwindArgs,
 
     #[command(flatten)]
-    filter: FilterArgs,
+    export: ExportArgs,
+
+    #[command(flatten)]
+    target: TargetArgs,
 
     #[command(flatten)]
     common: CommonArgs,
@@ -77,16 +84,20 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args) -> Result<ExitCode> {
-    kernel::preflight()?;
+    kernel_support::preflight()?;
     attach::capture_log(args.common.verbose);
-    let filter = args.filter.resolve(None)?;
-    let mut poller = Poller::new()?;
+    let exports = args.export.prepare("oomkill", args.target.to_string())?;
+    let (mut poller, output) = args.common.start()?;
+    let mut target = Target::choose(&args.target, Tasks::All)?;
     let extended = args.extended || args.common.json;
-    let symbolizer = extended.then(Symbolizer::of_all_processes).transpose()?;
-    let arguments = kernel::tracepoint_arguments("mark_victim")?
+    let symbolizer = args
+        .wants_stacks()
+        .then(Symbolizer::of_all_processes)
+        .transpose()?;
+    let arguments = kernel_support::tracepoint_arguments("mark_victim")?
         .context("this kernel has no tracepoint mark_victim")?;
     let with_task = arguments.first().is_some_and(|name| name == "task_struct");
-    let start = |rung| start(&args, &filter, rung, with_task);
+    let start = |rung| start(&args, target.filter(), rung, with_task);
     let variant = |rung: Rung| Variant::new(rung.name(), move || start(rung));
     let variants = [
         variant(Rung::Fentry).needing(Means::Fentry),
@@ -95,38 +106,56 @@ fn run(args: Args) -> Result<ExitCode> {
         variant(Rung::Pid),
     ];
     let (how, (skel, links)) = attach::first_that_works(args.common.verbose, variants)?;
-    let unwinder = extended
+    let unwinder = args
+        .wants_stacks()
         .then(|| {
-            let named = args.filter.pid.as_slice();
-            Unwinder::start(args.unwind, memtools::unwind_parts!(skel), named)
+            // The victim is often who wanted the memory, and its death the first that is seen of it: the
+            // tables of those that are most likely to be killed are made before.
+            let likely = candidates::now(None, 0).into_iter();
+            let likely: Vec<u32> = likely.map(|candidate| candidate.pid).collect();
+            target.unwinder_and(args.unwind, memtools::unwind_parts!(skel), &likely)
         })
         .transpose()?;
     let events: Events<event> = Events::new(&skel.maps.events)?;
 
     let mut printer = Printer {
-        output: Output::new(args.common.format()),
+        output,
         clock: Clock::new(),
         cgroups: Cgroups::new(),
-        stacks: Stacks::new(&skel.maps.stacks),
+        stacks: Stacks::new(memtools::stack_maps!(skel), MAX_OF_EVENTS)?,
         symbolizer,
-        page_kb: kernel::page_bytes()? / 1024,
+        kills: Vec::new(),
+        exports,
+        page_kb: kernel_support::page_bytes()? / 1024,
         alone: [Rung::Victim, Rung::Pid].map(Rung::name).contains(&how),
         extended,
         last: None,
+        choice: Choice::of(&args.target, &target),
     };
 
     let mappings = printer.look_around()?;
     if let Some(mappings) = &mappings {
         poller.watch_mappings(mappings);
     }
+    printer.exports.begin();
+    protect::from_lack_of_memory("oomkill");
     eprintln!("oomkill: tracing OOM kills ({how}), Ctrl-C to end");
+    target.release()?;
+    target.watch_exit(&mut poller);
     let deadline = args.common.deadline();
     events.follow(poller, deadline, links, |events| printer.print(events))?;
-    Losses::tell("oomkill", skel.object(), &filter, &mut printer.output)?;
+    Losses::tell(
+        "oomkill",
+        skel.object(),
+        target.filter(),
+        &mut printer.output,
+    )?;
     if let Some(unwinder) = unwinder {
         unwinder.tell("oomkill", &mut printer.output)?;
     }
-    Ok(ExitCode::SUCCESS)
+    printer.export();
+    printer.exports.finish()?;
+    target.finish()
 }
 
 /// How the kernel can be asked, the best way first.
@@ -164,20 +193,19 @@ fn start(
     );
     let with_task = with_task && rung != Rung::Pid;
     if !with_task {
-        kernel::preflight_tracepoints()?;
+        kernel_support::preflight_tracepoints()?;
     }
     let mut open = attach::open::<OomkillSkelBuilder>()?;
     let options = attach::options(&mut open.maps.rodata_data)?;
     filter.set(&mut options.filter);
-    let FilterArgs { pid, name, cgroup } = &args.filter;
-    options.filtered = (!pid.is_empty() || name.is_some() || cgroup.is_some()).into();
     memtools::set_unwind_options!(options, args.unwind);
-    options.want_stacks = (args.extended || args.common.json).into();
+    options.want_stacks = args.wants_stacks().into();
     options.only_victims = matches!(rung, Rung::Victim | Rung::Pid).into();
     open.progs.kill_fentry.set_autoload(rung == Rung::Fentry);
     open.progs.kill_kprobe.set_autoload(rung == Rung::Kprobe);
     open.progs.mark_victim.set_autoload(with_task);
     open.progs.mark_victim_pid.set_autoload(!with_task);
+    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
     let skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
 
@@ -196,6 +224,12 @@ fn start(
     Ok((skel, links))
 }
 
+impl Args {
+    fn wants_stacks(&self) -> bool {
+        self.extended || self.common.json || self.export.any()
+    }
+}
+
 /// Turns events into rows.
 struct Printer<'a> {
     output: Output,
@@ -203,12 +237,40 @@ struct Printer<'a> {
     cgroups: Cgroups,
     stacks: Stacks<'a, MapMut<'static>>,
     symbolizer: Option<Symbolizer>,
+    /// What the files show.
+    kills: Vec<Sample>,
+    exports: Exports,
     page_kb: u64,
     /// Whether there is nothing but mark_victim.
     alone: bool,
     extended: bool,
-    /// Of the last kill, the thread that wanted memory, and the victim.
+    /// The thread that wanted memory at the last kill, and the victim.
     last: Option<(u32, u32)>,
+    /// None: all.
+    choice: Option<Choice>,
+}
+
+/// Which victims the options ask for.
+struct Choice {
+    pids: Vec<u32>,
+    name: Option<String>,
+    /// The id of the cgroup.
+    cgroup: Option<u64>,
+}
+
+impl Choice {
+    fn of(args: &TargetArgs, target: &Target) -> Option<Self> {
+        args.is_some().then(|| Self {
+            pids: target.pids(),
+            name: args.filter.name.clone(),
+            // It was opened before: what has gone since has no victims.
+            cgroup: args
+                .filter
+                .cgroup
+                .as_ref()
+                .map(|path| fs::metadata(path).map_or(0, |folder| folder.ino())),
+        })
+    }
 }
 
 impl Printer<'_> {
@@ -219,6 +281,8 @@ impl Printer<'_> {
             return Ok(None);
         };
         symbolizer.look_around();
+        // There may be no memory for them later.
+        symbolizer.read_kernel_names();
         symbolizer.descriptor().map(Some)
     }
 
@@ -227,6 +291,9 @@ impl Printer<'_> {
             symbolizer.refresh();
         }
         for event in events {
+            if !self.wants(&event) {
+                continue;
+            }
             if event.event == event_kind::EVENT_KILL || self.alone {
                 let kill = self.kill(&event)?;
                 self.last = Some((event.tid, event.victim.pid));
@@ -241,7 +308,43 @@ impl Printer<'_> {
                 self.output.row(&row)?;
             }
         }
+        self.stacks.renew_for_events()?;
         self.output.flush()
+    }
+
+    /// Writes the stacks of all kills into the files that are asked for.
+    fn export(&mut self) {
+        if self.exports.any() {
+            let subject = Subject {
+                name: "OOM kills".to_owned(),
+                values: vec![Value::count("oom_kills", "kills")],
+                main: 0,
+                remarks: Vec::new(),
+            };
+            self.exports.write(subject, std::mem::take(&mut self.kills));
+        }
+    }
+
+    /// Whether the options ask for the task that wanted memory, or for the victim.
+    fn wants(&mut self, event: &event) -> bool {
+        let Some(choice) = &self.choice else {
+            return true;
+        };
+        let below = |path: Option<&str>, folder: &str| {
+            path.and_then(|path| path.strip_prefix(folder.trim_end_matches('/')))
+                .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+        };
+        let victim = &event.victim;
+        event.wanted != 0
+            || (choice.pids.is_empty() || choice.pids.contains(&victim.pid))
+                && choice
+                    .name
+                    .as_ref()
+                    .is_none_or(|name| text::from_c(&victim.comm).contains(name))
+                && choice.cgroup.is_none_or(|folder| {
+                    let folder = self.cgroups.path(folder).map(str::to_owned);
+                    folder.is_some_and(|folder| below(self.cgroups.path(victim.cgroup), &folder))
+                })
     }
 
     fn kill(&mut self, event: &event) -> Result<Kill> {
@@ -257,7 +360,15 @@ impl Printer<'_> {
             let cgroup = limit_cgroup.as_deref().filter(|_| event.limit_cgroup != 0);
             candidates::now(cgroup, event.victim.pid)
         });
-        let (kernel, user) = self.name_stacks(event)?;
+        let stack = self.named(event)?;
+        if self.exports.any()
+            && let Some(stack) = &stack
+        {
+            self.kills.push(Sample {
+                stack: stack.clone(),
+                values: vec![1],
+            });
+        }
         Ok(Kill {
             time: self.clock.local(event.time_ns),
             pid: event.pid,
@@ -267,6 +378,7 @@ impl Printer<'_> {
             total_pages: known(event.total_pages),
             kind,
             limit_cgroup,
+            limit_cgroup_id: Some(event.limit_cgroup).filter(|&id| id != 0),
             limit_kb: self
                 .kb(event.limit_pages)
                 .filter(|&limit| limit < NO_LIMIT_KB),
@@ -276,9 +388,7 @@ impl Printer<'_> {
             gfp_flags: kind.map(|_| Gfp(event.gfp_flags)),
             loadavg: loadavg(),
             candidates,
-            kernel_stack: kernel.map(|part| part.frames),
-            user_stack_truncated: user.as_ref().and_then(|part| part.truncated.clone()),
-            user_stack: user.map(|part| part.frames),
+            stack,
             extended: self.extended,
         })
     }
@@ -324,22 +434,18 @@ impl Printer<'_> {
         known(pages).map(|pages| pages.saturating_mul(self.page_kb))
     }
 
-    /// The kernel's and the user's frames of the task that wanted memory.
-    fn name_stacks(&mut self, event: &event) -> Result<(Option<Part>, Option<Part>)> {
+    /// The stacks of the task that wanted memory, with their names, if --extended asks for them.
+    fn named(&mut self, event: &event) -> Result<Option<NamedStack>> {
         let Some(symbolizer) = &mut self.symbolizer else {
-            return Ok((None, None));
+            return Ok(None);
         };
-        let mut part = |id| -> Result<Option<Part>> {
-            let stack = self.stacks.get(id)?;
-            Ok(stack.map(|stack| {
-                let part = symbolizer.part(event.pid, &stack);
-                Part {
-                    frames: symbolize::without_tracer(&part.frames).to_vec(),
-                    ..part
-                }
-            }))
+        let ids = StackIds {
+            pid: event.pid,
+            comm: &text::from_c(&event.comm),
+            user: Some(event.user_stack),
+            kernel: Some(event.kernel_stack),
         };
-        Ok((part(event.kernel_stack)?, part(event.user_stack)?))
+        NamedStack::read(&ids, &mut self.stacks, symbolizer).map(Some)
     }
 }
 

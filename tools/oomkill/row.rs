@@ -3,10 +3,11 @@
 use std::io::{self, Write};
 
 use jiff::Zoned;
-use memtools::clock;
-use memtools::gfp::Gfp;
-use memtools::output;
-use memtools::symbolize::Frame;
+use memtools::export::text::below_row;
+use memtools::print::clock;
+use memtools::print::gfp::Gfp;
+use memtools::print::output;
+use memtools::stacks::named::NamedStack;
 use serde::{Serialize, Serializer};
 
 use crate::candidates::Candidate;
@@ -66,8 +67,9 @@ pub(crate) struct Kill {
     /// What there is in all where it ran out, with swap: the machine's memory, or the limit.
     pub(crate) total_pages: Option<u64>,
     pub(crate) kind: Option<Kind>,
-    /// The cgroup that is at its limit, and the limit.
+    /// The cgroup that is at its limit, its id, which those of version 1 have none of, and the limit.
     pub(crate) limit_cgroup: Option<String>,
+    pub(crate) limit_cgroup_id: Option<u64>,
     pub(crate) limit_kb: Option<u64>,
     pub(crate) order: Option<i32>,
     #[serde(serialize_with = "gfp")]
@@ -76,14 +78,9 @@ pub(crate) struct Kill {
     /// Who is ranked highest now that the victim is dead.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) candidates: Option<Vec<Candidate>>,
-    /// Of the task that wanted memory, innermost first.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) kernel_stack: Option<Vec<Frame>>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) user_stack: Option<Vec<Frame>>,
-    /// Why outer frames of the user stack are missing, if they are.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) user_stack_truncated: Option<String>,
+    /// The stacks of the task that wanted memory.
+    #[serde(flatten)]
+    pub(crate) stack: Option<NamedStack>,
     #[serde(skip)]
     pub(crate) extended: bool,
 }
@@ -91,6 +88,11 @@ pub(crate) struct Kill {
 /// A value, or `-` for one that could not be had.
 fn dash<T: ToString>(value: Option<T>) -> String {
     value.map_or_else(|| "-".to_owned(), |value| value.to_string())
+}
+
+/// So many KB, or a dash.
+fn kilobytes(number: Option<u64>) -> String {
+    dash(number.map(|number| format!("{number} KB")))
 }
 
 impl output::Row for Kill {
@@ -106,10 +108,15 @@ impl output::Row for Kill {
             dash(victim.comm.as_ref()),
             dash(self.total_pages),
         )?;
-        match &self.loadavg {
-            Some(loadavg) => writeln!(out, ", loadavg: {loadavg}")?,
-            None => writeln!(out)?,
+        if let Some(loadavg) = &self.loadavg {
+            write!(out, ", loadavg: {loadavg}")?;
         }
+        // Spelled as oomkill.bt has it, but behind all of BCC's line, which is thus left as it is.
+        if let Some(cgroup) = &self.limit_cgroup {
+            let id = dash(self.limit_cgroup_id);
+            write!(out, ", CGROUP {id} (\"{cgroup}\")")?;
+        }
+        writeln!(out)?;
         if self.extended {
             self.details(out)
         } else {
@@ -123,24 +130,24 @@ impl Kill {
         let victim = &self.victim;
         writeln!(
             out,
-            "    kind {}, cgroup {}, limit {} KB, order {}, gfp {}",
+            "    kind {}, cgroup {}, limit {}, order {}, gfp {}",
             dash(self.kind.map(Kind::name)),
             dash(self.limit_cgroup.as_ref()),
-            dash(self.limit_kb),
+            kilobytes(self.limit_kb),
             dash(self.order),
             dash(self.gfp_flags),
         )?;
         writeln!(
             out,
-            "    victim: uid {}, oom_score_adj {}, anon {} KB, file {} KB, shmem {} KB, swap {} KB, \
-             page tables {} KB, cgroup {}",
+            "    victim: uid {}, oom_score_adj {}, anon {}, file {}, shmem {}, swap {}, page tables {}, \
+             cgroup {}",
             dash(victim.uid),
             dash(victim.oom_score_adj),
-            dash(victim.anon_kb),
-            dash(victim.file_kb),
-            dash(victim.shmem_kb),
-            dash(victim.swap_kb),
-            dash(victim.page_tables_kb),
+            kilobytes(victim.anon_kb),
+            kilobytes(victim.file_kb),
+            kilobytes(victim.shmem_kb),
+            kilobytes(victim.swap_kb),
+            kilobytes(victim.page_tables_kb),
             dash(victim.cgroup.as_ref()),
         )?;
         for candidate in self.candidates.iter().flatten() {
@@ -154,19 +161,10 @@ impl Kill {
                 candidate.rss_kb,
             )?;
         }
-        if self.kernel_stack.is_some() {
-            for frame in self.kernel_stack.iter().flatten() {
-                writeln!(out, "    {frame}")?;
-            }
-            writeln!(out, "    --")?;
-            for frame in self.user_stack.iter().flatten() {
-                writeln!(out, "    {frame}")?;
-            }
-            if let Some(reason) = &self.user_stack_truncated {
-                writeln!(out, "    [truncated: {reason}]")?;
-            }
+        match &self.stack {
+            Some(stack) => below_row(stack, out),
+            None => Ok(()),
         }
-        Ok(())
     }
 }
 
@@ -200,7 +198,8 @@ fn gfp<S: Serializer>(flags: &Option<Gfp>, serializer: S) -> Result<S::Ok, S::Er
 
 #[cfg(test)]
 mod tests {
-    use memtools::output::Row;
+    use memtools::print::output::Row;
+    use memtools::stacks::named::{Frame, Part};
 
     use super::*;
 
@@ -218,14 +217,13 @@ mod tests {
             total_pages: Some(3_850_642),
             kind: None,
             limit_cgroup: None,
+            limit_cgroup_id: None,
             limit_kb: None,
             order: None,
             gfp_flags: None,
             loadavg: Some("0.99 0.39 0.30 3/282 22724".into()),
             candidates: None,
-            kernel_stack: None,
-            user_stack: None,
-            user_stack_truncated: None,
+            stack: None,
             extended: false,
         }
     }
@@ -236,6 +234,7 @@ mod tests {
             symbol: Some((name.into(), offset)),
             module: Some((module.into(), offset)),
             kernel: module == "kernel",
+            ..Frame::default()
         }
     }
 
@@ -255,6 +254,18 @@ mod tests {
     }
 
     #[test]
+    fn a_cgroup_at_its_limit_comes_behind_bccs_line() {
+        let mut kill = Kill {
+            limit_cgroup: Some("/db.service".into()),
+            limit_cgroup_id: Some(4321),
+            ..kill()
+        };
+        assert!(text(&kill).ends_with(" 3/282 22724, CGROUP 4321 (\"/db.service\")\n"));
+        kill.limit_cgroup_id = None;
+        assert!(text(&kill).ends_with(" 3/282 22724, CGROUP - (\"/db.service\")\n"));
+    }
+
+    #[test]
     fn what_is_not_known_is_a_dash_or_null() {
         let kill = Kill {
             total_pages: None,
@@ -269,8 +280,8 @@ mod tests {
         assert_eq!(
             text(&kill),
             "21:03:39 Triggered by PID 3297 (\"ntpd\"), OOM kill of PID 7 (\"-\"), - pages\n    \
-             kind -, cgroup -, limit - KB, order -, gfp -\n    victim: uid -, oom_score_adj -, anon - \
-             KB, file - KB, shmem - KB, swap - KB, page tables - KB, cgroup -\n"
+             kind -, cgroup -, limit -, order -, gfp -\n    victim: uid -, oom_score_adj -, anon -, \
+             file -, shmem -, swap -, page tables -, cgroup -\n"
         );
         let json = serde_json::to_string(&kill).expect("JSON");
         assert!(json.contains(r#""total_pages":null,"kind":null"#), "{json}");
@@ -278,6 +289,10 @@ mod tests {
 
     #[test]
     fn details_come_below() {
+        let part = |frame| Part {
+            frames: vec![frame],
+            truncated: None,
+        };
         let kill = Kill {
             kind: Some(Kind::Memcg),
             limit_cgroup: Some("/db.service".into()),
@@ -291,8 +306,11 @@ mod tests {
                 oom_score_adj: 0,
                 rss_kb: 900,
             }]),
-            kernel_stack: Some(vec![frame("oom_kill_process", 0x1, "kernel")]),
-            user_stack: Some(vec![frame("main", 0x2, "ntpd")]),
+            stack: Some(NamedStack {
+                kernel: Some(part(frame("oom_kill_process", 0x1, "kernel"))),
+                user: Some(part(frame("main", 0x2, "ntpd"))),
+                ..NamedStack::default()
+            }),
             extended: true,
             ..kill()
         };

@@ -11,14 +11,14 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use libbpf_rs::Link;
 use libbpf_rs::skel::{OpenSkel, Skel};
-use memtools::cli::{self, CommonArgs};
-use memtools::clock::Clock;
-use memtools::events::Events;
-use memtools::filter::{Filter, FilterArgs};
-use memtools::losses::Losses;
-use memtools::output::Output;
-use memtools::poll::Poller;
-use memtools::{attach, kernel};
+use memtools::bpf::attach;
+use memtools::bpf::kernel_support;
+use memtools::bpf::ring::Events;
+use memtools::print::clock::Clock;
+use memtools::process::filter::{Filter, Tasks};
+use memtools::run::cli::{self, CommonArgs};
+use memtools::run::losses::Losses;
+use memtools::run::target::{Target, TargetArgs};
 
 use crate::bpf::types::event;
 use crate::bpf::{ShmsnoopSkel, ShmsnoopSkelBuilder};
@@ -46,7 +46,7 @@ struct Args {
     timestamp: bool,
 
     /// Trace only this thread, whatever --pid says, and show thread numbers
-    #[arg(short, long, value_name = "TID", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(short, long, value_name = "TID", value_parser = cli::pid)]
     tid: Option<u32>,
 
     /// Add the segment's attach count, size and creator
@@ -58,7 +58,7 @@ struct Args {
     latency: bool,
 
     #[command(flatten)]
-    filter: FilterArgs,
+    target: TargetArgs,
 
     #[command(flatten)]
     common: CommonArgs,
@@ -69,25 +69,26 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args) -> Result<ExitCode> {
-    kernel::preflight()?;
-    kernel::preflight_tracepoints()?;
+    kernel_support::preflight()?;
+    kernel_support::preflight_tracepoints()?;
     attach::capture_log(args.common.verbose);
-    let poller = Poller::new()?;
-    let filter = args.filter.resolve(args.tid)?;
+    let (mut poller, mut output) = args.common.start()?;
+    let mut target = Target::choose_thread(&args.target, args.tid, Tasks::Programs)?;
     let columns = Columns {
         timestamp: args.timestamp,
         tid: args.tid.is_some(),
         segment: args.extended,
         latency: args.latency,
     };
-    let (skel, links) = start(&filter, args.extended || args.common.json)?;
+    let (skel, links) = start(target.filter(), args.extended || args.common.json)?;
     let events: Events<event> = Events::new(&skel.maps.events)?;
 
     let clock = Clock::new();
-    let mut output = Output::new(args.common.format());
+    eprintln!("shmsnoop: tracing shmget(2), shmat(2), shmdt(2), shmctl(2)... Ctrl-C to end");
     output.header(&columns.header())?;
     output.flush()?;
-    eprintln!("shmsnoop: tracing shmget(2), shmat(2), shmdt(2), shmctl(2)... Ctrl-C to end");
+    target.release()?;
+    target.watch_exit(&mut poller);
 
     let mut first_ns = None;
     events.follow(poller, args.common.deadline(), links, |events| {
@@ -97,8 +98,8 @@ fn run(args: Args) -> Result<ExitCode> {
         }
         output.flush()
     })?;
-    Losses::tell("shmsnoop", skel.object(), &filter, &mut output)?;
-    Ok(ExitCode::SUCCESS)
+    Losses::tell("shmsnoop", skel.object(), target.filter(), &mut output)?;
+    target.finish()
 }
 
 /// Loads the programs, and attaches them.
@@ -107,32 +108,47 @@ fn start(filter: &Filter, with_segment: bool) -> Result<(ShmsnoopSkel<'static>, 
     let options = attach::options(&mut open.maps.rodata_data)?;
     filter.set(&mut options.filter);
     options.with_segment = with_segment.into();
-    let find_vma = kernel::btf_has_name("bpf_find_vma");
-    open.progs.shmdt_enter.set_autoload(find_vma);
-    open.progs.shmdt_enter_by_tree.set_autoload(!find_vma);
-    let skel = open.load().context("failed to load")?;
+    let find_vma = kernel_support::btf_has_name("bpf_find_vma");
+    let tracepoints = [
+        EXITS,
+        &["shmget_enter", "shmat_enter", "shmctl_enter"],
+        if find_vma {
+            &["shmdt_enter"]
+        } else {
+            &["shmdt_enter_by_tree"]
+        },
+    ]
+    .concat();
+    let programs = attach::programs_on_system_calls(&tracepoints, FUNCTIONS);
+    attach::load_only(
+        open.open_object_mut(),
+        &[&programs[..], &["thread_exit"]].concat(),
+    );
+    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
+    let mut skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
 
-    let programs = &skel.progs;
-    let wanted = [
-        &programs.thread_exit,
-        &programs.shmget_exit,
-        &programs.shmat_exit,
-        &programs.shmdt_exit,
-        &programs.shmctl_exit,
-        &programs.shmget_enter,
-        &programs.shmat_enter,
-        if find_vma {
-            &programs.shmdt_enter
-        } else {
-            &programs.shmdt_enter_by_tree
-        },
-        &programs.shmctl_enter,
-    ];
-    let remedy = "; this needs a kernel with CONFIG_FTRACE_SYSCALLS=y and CONFIG_SYSVIPC=y";
-    let links = attach::all(&wanted, remedy)?;
+    let object = skel.object_mut();
+    let mut links = attach::by_name(object, &["thread_exit"])?;
+    let calls = attach::system_calls(object, &tracepoints, FUNCTIONS);
+    links.extend(calls.context("is System V shared memory (CONFIG_SYSVIPC) missing?")?);
     Ok((skel, links))
 }
+
+/// The programs on the exits' tracepoints.
+const EXITS: &[&str] = &["shmget_exit", "shmat_exit", "shmdt_exit", "shmctl_exit"];
+
+/// The programs on the system calls' functions, those for their returns first.
+const FUNCTIONS: &[&str] = &[
+    "shmget_exit_function",
+    "shmat_exit_function",
+    "shmdt_exit_function",
+    "shmctl_exit_function",
+    "shmget_enter_function",
+    "shmat_enter_function",
+    "shmdt_enter_function",
+    "shmctl_enter_function",
+];
 
 #[cfg(test)]
 mod tests {
@@ -148,7 +164,7 @@ mod tests {
     #[test]
     fn short_flags_cluster_as_in_bcc() {
         let args = Args::try_parse_from(["shmsnoop", "-Tp", "181", "-d", "10"]).expect("valid");
-        assert!(args.timestamp && args.filter.pid == [181] && !args.extended);
+        assert!(args.timestamp && args.target.filter.pid == [181] && !args.extended);
         for wrong in [&["shmsnoop", "-t", "0"][..], &["shmsnoop", "-p", ""]] {
             let error = Args::try_parse_from(wrong).expect_err(&wrong.join(" "));
             assert_eq!(error.exit_code(), 2);

@@ -5,9 +5,12 @@ use std::io::{self, Write};
 use std::time::Duration;
 
 use jiff::Zoned;
-use memtools::clock::{self, Clock};
-use memtools::output::Hex;
-use memtools::{errno, flags, output, text};
+use memtools::print::clock::{self, Clock};
+use memtools::print::errno;
+use memtools::print::flags;
+use memtools::print::output;
+use memtools::print::output::{Exact, Hex};
+use memtools::print::text;
 use serde::Serialize;
 
 use crate::bpf::types::{call_kind as Kind, event, segment};
@@ -29,7 +32,8 @@ const AT_FLAGS: [(u64, &str); 4] = [
     (0o100000, "SHM_EXEC"),
 ];
 
-/// What a 32-bit C library adds to a command, to say that it means the newer structs.
+/// What a 32-bit C library adds to a command, to say that it means the newer structs. The kernel knows
+/// no such command of a 64-bit process, whose call fails with EINVAL.
 const IPC_64: u64 = 0x100;
 
 const COMMANDS: [(u64, &str); 9] = [
@@ -79,7 +83,7 @@ impl Columns {
 enum Call {
     Shmget {
         key: Hex,
-        size_bytes: u64,
+        size_bytes: Exact,
         shmflg: Hex,
         flags: Vec<String>,
     },
@@ -104,7 +108,7 @@ impl Call {
         match kind {
             Kind::CALL_SHMGET => Self::Shmget {
                 key: Hex(first),
-                size_bytes: second,
+                size_bytes: Exact(second),
                 shmflg: Hex(third),
                 flags: get_flags(third),
             },
@@ -153,9 +157,12 @@ fn flag_names(flags: u64, table: &[(u64, &'static str)], more: Option<String>) -
 }
 
 fn command(cmd: u64) -> Cow<'static, str> {
-    let cmd = cmd & !IPC_64;
-    match COMMANDS.iter().find(|(number, _)| *number == cmd) {
-        Some((_, name)) => Cow::Borrowed(*name),
+    let named = |cmd| COMMANDS.iter().find(|(number, _)| *number == cmd);
+    if let Some((_, name)) = named(cmd) {
+        return Cow::Borrowed(*name);
+    }
+    match named(cmd & !IPC_64) {
+        Some((_, name)) => format!("{name}|IPC_64").into(),
         None => format!("{cmd:#x}").into(),
     }
 }
@@ -174,7 +181,7 @@ pub(crate) struct Row {
     result: Option<Hex>,
     error: Option<Cow<'static, str>>,
     latency_ns: u64,
-    /// Of the segment; None where it is not known.
+    /// How often the segment is attached; None where it is not known.
     attached: Option<u64>,
     segment_bytes: Option<u64>,
     creator_pid: Option<u32>,
@@ -204,7 +211,7 @@ impl Row {
             segment_bytes: segment.map(|segment| segment.size),
             creator_pid: segment.map(|segment| segment.creator_pid),
             since_first: Duration::from_nanos(event.time_ns.saturating_sub(first_ns)),
-            cmd: event.args[1] & !IPC_64,
+            cmd: event.args[1],
             columns,
         }
     }
@@ -238,11 +245,11 @@ impl output::Row for Row {
         match &self.call {
             Call::Shmget {
                 key,
-                size_bytes,
+                size_bytes: Exact(size),
                 shmflg,
                 flags,
             } => {
-                write!(out, "key: {key}, size: {size_bytes}, shmflg: {shmflg}")?;
+                write!(out, "key: {key}, size: {size}, shmflg: {shmflg}")?;
                 write_names(out, flags)
             }
             Call::Shmat {
@@ -278,7 +285,7 @@ fn write_names(out: &mut dyn Write, names: &[String]) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use memtools::output::Row as _;
+    use memtools::print::output::Row as _;
 
     use super::*;
 
@@ -373,9 +380,14 @@ mod tests {
     }
 
     #[test]
-    fn commands_are_known_with_ipc_64_too() {
+    fn commands_are_shown_as_they_were_given() {
         assert_eq!(command(2), "IPC_STAT");
-        assert_eq!(command(0x102), "IPC_STAT");
+        assert_eq!(command(0x102), "IPC_STAT|IPC_64");
+        let line = line(Kind::CALL_SHMCTL, [0, 0x102, 0], -22, BARE);
+        assert!(
+            line.contains(" EINVAL shmid: 0x0, cmd: 258 (IPC_STAT|IPC_64), "),
+            "{line}"
+        );
         assert_eq!(command(15), "SHM_STAT_ANY");
         assert_eq!(command(99), "0x63");
     }

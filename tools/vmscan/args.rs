@@ -1,8 +1,10 @@
 //! The command line.
 
+use std::time::Duration;
+
 use clap::Parser;
-use memtools::cli::CommonArgs;
-use memtools::target::TargetArgs;
+use memtools::run::cli::{self, CommonArgs};
+use memtools::run::target::TargetArgs;
 
 /// Rows between headers on a terminal, whose first one scrolls away.
 const TERMINAL_HEADER_EVERY: u64 = 20;
@@ -22,6 +24,7 @@ examples:
   vmscan --cgroup /sys/fs/cgroup/db.service
   vmscan --compaction -c 'make -j8'   while a command runs, what it and what it starts had to do
   vmscan --trace-compaction    a line for each compaction: who, how long, with what result
+  vmscan --trace-compaction -eK    and in what state the zone was, and for whom
   vmscan --counts -d 10        count all tracepoints of vmscan, compaction and migrate"
 )]
 pub(crate) struct Args {
@@ -37,11 +40,19 @@ pub(crate) struct Args {
     #[arg(long, conflicts_with_all = ["kswapd", "compaction", "by_shrinker", "by_cgroup", "counts", "header_every", "interval"])]
     pub(crate) trace_compaction: bool,
 
+    /// Add the kernel stack of each compaction, with --trace-compaction
+    #[arg(short = 'K', long, requires = "trace_compaction")]
+    pub(crate) kernel_stacks: bool,
+
+    /// Add the zone's state before each compaction, with --trace-compaction: fragmentation, watermarks, free pages
+    #[arg(short, long, requires = "trace_compaction")]
+    pub(crate) extended: bool,
+
     /// At the end list shrinkers with their time and what they freed
     #[arg(long, conflicts_with = "counts")]
     pub(crate) by_shrinker: bool,
 
-    /// At the end list the cgroups (version 2) of the tasks that had to reclaim
+    /// At the end list the cgroups (version 2) of the tasks that had to reclaim, with those whose limit it was for
     #[arg(long, conflicts_with = "counts")]
     pub(crate) by_cgroup: bool,
 
@@ -50,7 +61,7 @@ pub(crate) struct Args {
     pub(crate) counts: bool,
 
     /// Repeat the header after this many rows, 0: never [default: 20 on a terminal, else 0]
-    #[arg(long, value_name = "ROWS", conflicts_with_all = ["counts", "json"])]
+    #[arg(long, value_name = "ROWS", value_parser = cli::number::<u64>, conflicts_with_all = ["counts", "json"])]
     pub(crate) header_every: Option<u64>,
 
     #[command(flatten)]
@@ -60,11 +71,11 @@ pub(crate) struct Args {
     pub(crate) common: CommonArgs,
 
     /// Seconds between rows [default: 1]
-    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
-    pub(crate) interval: Option<u64>,
+    #[arg(value_parser = cli::seconds)]
+    pub(crate) interval: Option<Duration>,
 
     /// Rows before it exits [default: until Ctrl-C]
-    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(value_parser = cli::count::<u64>)]
     pub(crate) count: Option<u64>,
 }
 
@@ -73,6 +84,11 @@ impl Args {
     pub(crate) fn rows_per_header(&self, terminal: bool) -> Option<u64> {
         let default = if terminal { TERMINAL_HEADER_EVERY } else { 0 };
         Some(self.header_every.unwrap_or(default)).filter(|&rows| rows > 0)
+    }
+
+    /// Whether rows show the state of the zone.
+    pub(crate) fn wants_zone_state(&self) -> bool {
+        self.extended || self.common.json
     }
 }
 
@@ -94,7 +110,10 @@ mod tests {
     #[test]
     fn interval_and_count_are_positional() {
         let args = parse("vmscan -k 10 6").expect("valid");
-        assert_eq!((args.interval, args.count), (Some(10), Some(6)));
+        assert_eq!(
+            (args.interval, args.count),
+            (Some(Duration::from_secs(10)), Some(6))
+        );
     }
 
     #[test]
@@ -119,6 +138,8 @@ mod tests {
             "vmscan --counts --by-shrinker",
             "vmscan --trace-compaction 1",
             "vmscan --trace-compaction --compaction",
+            "vmscan -K",
+            "vmscan -e",
             "vmscan --json --header-every 3",
         ] {
             assert_eq!(parse(wrong).expect_err(wrong).exit_code(), 2);

@@ -4,10 +4,10 @@ use std::ffi::OsStr;
 
 use anyhow::{Context, Result, bail};
 use libbpf_rs::skel::{OpenSkel, Skel};
-use libbpf_rs::{Link, ProgramMut};
-use memtools::attach::{self, Variant};
-use memtools::filter::Filter;
-use memtools::kernel;
+use libbpf_rs::{Link, OpenProgramMut, ProgramMut, ProgramType, TracepointCategory};
+use memtools::bpf::attach::{self, Variant};
+use memtools::bpf::kernel_support;
+use memtools::process::filter::Filter;
 
 use crate::args::Args;
 use crate::bpf::{OpenVmscanSkel, VmscanSkel, VmscanSkelBuilder};
@@ -35,23 +35,66 @@ pub(crate) struct Has {
     pub(crate) compaction: bool,
 }
 
+/// How programs get at tracepoints.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// As perf does, by their names in tracefs; with preemption off.
+    Tracefs,
+    /// As raw tracepoints.
+    Raw,
+}
+
+impl Way {
+    /// Gives a program the type that it needs, before it is loaded.
+    fn prepare(self, program: &mut OpenProgramMut<'_>) {
+        if self == Way::Tracefs {
+            program.set_prog_type(ProgramType::Tracepoint);
+        }
+    }
+
+    fn attach(self, program: &ProgramMut<'_>, tracepoint: &str) -> Result<Link> {
+        Ok(match self {
+            Way::Tracefs => {
+                let group = group(tracepoint).context("a tracepoint of no known group")?;
+                let group = TracepointCategory::Custom(group.to_owned());
+                program.attach_tracepoint(group, tracepoint)?
+            }
+            Way::Raw => program.attach_raw_tracepoint(tracepoint)?,
+        })
+    }
+}
+
+/// Starts something by tracefs, or else as raw tracepoints.
+fn in_best_way<T>(args: &Args, start: impl Fn(Way) -> Result<T> + Copy) -> Result<T> {
+    let by_tracefs = Variant::new("tracepoints", move || {
+        kernel_support::preflight_tracepoints()?;
+        start(Way::Tracefs)
+    });
+    let raw = Variant::new("raw tracepoints", move || start(Way::Raw));
+    let (_, started) = attach::first_that_works(args.common.verbose, [by_tracefs, raw])?;
+    Ok(started)
+}
+
 /// Attaches what there is, on whatever kernel.
 pub(crate) fn start(args: &Args, filter: &Filter, columns: Columns) -> Result<Attached> {
-    let way = Variant::new("raw tracepoints", || try_start(args, filter, columns));
-    let (_, attached) = attach::first_that_works(args.common.verbose, [way])?;
-    Ok(attached)
+    in_best_way(args, |way| try_start(args, filter, columns, way))
 }
 
 /// Attaches what there is. A tracepoint that is missing costs its column, and a line on stderr.
-fn try_start(args: &Args, filter: &Filter, columns: Columns) -> Result<Attached> {
+fn try_start(args: &Args, filter: &Filter, columns: Columns, way: Way) -> Result<Attached> {
     let mut open = without_events(open(filter)?)?;
+    if args.by_cgroup {
+        kernel_support::tell_if_limits_are_unknown("vmscan");
+    }
     let options = attach::options(&mut open.maps.rodata_data)?;
     options.by_shrinker = args.by_shrinker.into();
     options.by_cgroup = args.by_cgroup.into();
+    options.by_record = (way == Way::Tracefs).into();
     for mut program in open.open_object_mut().progs_mut() {
         let name = program.name().to_string_lossy();
         let others = number(program.name()).is_some() || name.starts_with("trace_");
         program.set_autoload(!others);
+        way.prepare(&mut program);
     }
     let skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
@@ -62,7 +105,7 @@ fn try_start(args: &Args, filter: &Filter, columns: Columns) -> Result<Attached>
     let mut pair = |end: (&ProgramMut<'_>, &str), begin: (&ProgramMut<'_>, &str)| {
         let mut both = Vec::new();
         for (program, tracepoint) in [end, begin] {
-            both.extend(program.attach_raw_tracepoint(tracepoint).ok());
+            both.extend(way.attach(program, tracepoint).ok());
         }
         let there = both.len() == 2;
         if there {
@@ -107,9 +150,7 @@ fn try_start(args: &Args, filter: &Filter, columns: Columns) -> Result<Attached>
         );
     }
     let mut one = |program: &ProgramMut<'_>, names: &[&str]| {
-        let link = names
-            .iter()
-            .find_map(|name| program.attach_raw_tracepoint(name).ok());
+        let link = names.iter().find_map(|name| way.attach(program, name).ok());
         let there = link.is_some();
         links.extend(link);
         there
@@ -156,13 +197,15 @@ pub(crate) struct Tracing {
 
 /// Traces each compaction.
 pub(crate) fn start_tracing_compaction(args: &Args, filter: &Filter) -> Result<Tracing> {
-    let way = Variant::new("raw tracepoints", || try_start_tracing_compaction(filter));
+    let way = Variant::new("raw tracepoints", || {
+        try_start_tracing_compaction(args, filter)
+    });
     let (_, tracing) = attach::first_that_works(args.common.verbose, [way])?;
     Ok(tracing)
 }
 
-fn try_start_tracing_compaction(filter: &Filter) -> Result<Tracing> {
-    let Some(arguments) = kernel::tracepoint_arguments("mm_compaction_end")? else {
+fn try_start_tracing_compaction(args: &Args, filter: &Filter) -> Result<Tracing> {
+    let Some(arguments) = kernel_support::tracepoint_arguments("mm_compaction_end")? else {
         bail!("this kernel has no tracepoints of compaction (CONFIG_COMPACTION)");
     };
     let end = match arguments.len() {
@@ -172,6 +215,12 @@ fn try_start_tracing_compaction(filter: &Filter) -> Result<Tracing> {
     };
     let programs = [end, "trace_compaction_zone", "trace_compaction_begin"];
     let mut open = open(filter)?;
+    let options = attach::options(&mut open.maps.rodata_data)?;
+    options.with_kernel_stacks = args.kernel_stacks.into();
+    options.with_zone_state = args.wants_zone_state().into();
+    if !args.kernel_stacks {
+        without_stacks(&mut open)?;
+    }
     attach::load_only(open.open_object_mut(), &programs);
     let mut skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
@@ -190,13 +239,11 @@ pub(crate) struct Counting {
 
 /// Counts each of the tracepoints that this kernel has.
 pub(crate) fn start_counting(args: &Args, filter: &Filter) -> Result<Counting> {
-    let way = Variant::new("raw tracepoints", || try_start_counting(filter));
-    let (_, counting) = attach::first_that_works(args.common.verbose, [way])?;
-    Ok(counting)
+    in_best_way(args, |way| try_start_counting(filter, way))
 }
 
-fn try_start_counting(filter: &Filter) -> Result<Counting> {
-    let wanted: Vec<(&str, String)> = kernel::tracepoints()?
+fn try_start_counting(filter: &Filter, way: Way) -> Result<Counting> {
+    let wanted: Vec<(&str, String)> = kernel_support::tracepoints()?
         .into_iter()
         .filter_map(|tracepoint| Some((group(&tracepoint)?, tracepoint)))
         .collect();
@@ -204,6 +251,7 @@ fn try_start_counting(filter: &Filter) -> Result<Counting> {
     for mut program in open.open_object_mut().progs_mut() {
         let used = number(program.name()).is_some_and(|number| number < wanted.len());
         program.set_autoload(used);
+        way.prepare(&mut program);
     }
     let mut skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
@@ -215,7 +263,7 @@ fn try_start_counting(filter: &Filter) -> Result<Counting> {
         };
         // What BTF has a type of can still have been left out of the kernel.
         if let Some((group, tracepoint)) = wanted.get(number)
-            && let Ok(link) = program.attach_raw_tracepoint(tracepoint)
+            && let Ok(link) = way.attach(&program, tracepoint)
         {
             links.push(link);
             tracepoints.push((number, format!("{group}:{tracepoint}")));
@@ -241,12 +289,21 @@ fn number(program: &OsStr) -> Option<usize> {
     usize::from_str_radix(digits, 8).ok()
 }
 
-/// With the smallest ring buffer that there is: nothing is put into it.
+/// With the smallest ring buffer that there is: nothing is put into it. Nor are there stacks.
 fn without_events(mut open: OpenVmscanSkel<'static>) -> Result<OpenVmscanSkel<'static>> {
-    let page = kernel::page_bytes()? as u32;
+    let page = kernel_support::page_bytes()? as u32;
     let sized = open.maps.events.set_max_entries(page);
     sized.context("failed to size the ring buffer")?;
+    without_stacks(&mut open)?;
     Ok(open)
+}
+
+/// Sets nothing aside for stacks.
+fn without_stacks(open: &mut OpenVmscanSkel<'static>) -> Result<()> {
+    for map in [&mut open.maps.stacks, &mut open.maps.stack_slots] {
+        map.set_max_entries(1).context("failed to size a map")?;
+    }
+    Ok(())
 }
 
 fn open(filter: &Filter) -> Result<OpenVmscanSkel<'static>> {

@@ -4,19 +4,31 @@ use std::io::{self, Write};
 
 use anyhow::Result;
 use jiff::Zoned;
+use libbpf_rs::MapMut;
 use libbpf_rs::skel::Skel;
-use memtools::clock::{self, Clock};
-use memtools::events::Events;
-use memtools::filter::Filter;
-use memtools::losses::Losses;
-use memtools::output::{Output, Row};
-use memtools::poll::Poller;
-use memtools::text;
-use serde::Serialize;
+use memtools::bpf::ring::Events;
+use memtools::export::text::part_below_row;
+use memtools::print::clock::{self, Clock};
+use memtools::print::output::{Output, Row};
+use memtools::print::text;
+use memtools::process::filter::Filter;
+use memtools::run::losses::Losses;
+use memtools::run::poll::Poller;
+use memtools::run::protect;
+use memtools::stacks::named::{Frame, NamedStack, Part, StackIds};
+use memtools::stacks::symbolize::KernelNames;
+use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
+use serde::{Serialize, Serializer};
 
 use crate::args::Args;
 use crate::attach::Tracing;
 use crate::bpf::types::{compact_result as Status, compaction};
+
+/// What the kernel half says of pages that it cannot count; PAGES_UNKNOWN.
+const PAGES_UNKNOWN: u64 = u64::MAX;
+
+/// What it says where there is no index; FRAGMENTATION_UNKNOWN.
+const FRAGMENTATION_UNKNOWN: i32 = -i32::MAX;
 
 /// Prints them as they end, in the columns of BCC's compactsnoop.
 pub(crate) fn trace(
@@ -24,21 +36,65 @@ pub(crate) fn trace(
     filter: &Filter,
     tracing: Tracing,
     poller: Poller<'_>,
-    mut output: Output,
+    output: Output,
 ) -> Result<()> {
     let Tracing { skel, links } = tracing;
     let events: Events<'_, compaction> = Events::new(&skel.maps.events)?;
-    let clock = Clock::new();
-    output.header(Compaction::HEADER)?;
-    output.flush()?;
+    let mut printer = Printer {
+        output,
+        clock: Clock::new(),
+        stacks: Stacks::new(memtools::stack_maps!(skel), MAX_OF_EVENTS)?,
+        names: KernelNames::default(),
+        with_stacks: args.kernel_stacks,
+        extended: args.extended,
+        told_of_state: false,
+    };
+    protect::from_lack_of_memory("vmscan");
     eprintln!("vmscan: tracing compaction, Ctrl-C to end");
-    events.follow(poller, args.common.deadline(), links, |events| {
+    printer.output.header(&header(args.extended))?;
+    printer.output.flush()?;
+    let deadline = args.common.deadline();
+    events.follow(poller, deadline, links, |events| printer.print(events))?;
+    Losses::tell("vmscan", skel.object(), filter, &mut printer.output)
+}
+
+/// Turns events into rows.
+struct Printer<'a> {
+    output: Output,
+    clock: Clock,
+    stacks: Stacks<'a, MapMut<'static>>,
+    names: KernelNames,
+    with_stacks: bool,
+    extended: bool,
+    told_of_state: bool,
+}
+
+impl Printer<'_> {
+    fn print(&mut self, events: impl Iterator<Item = compaction>) -> Result<()> {
         for event in events {
-            output.row(&Compaction::new(&event, &clock))?;
+            let mut row = Compaction::new(&event, &self.clock);
+            row.extended = self.extended;
+            if self.with_stacks {
+                row.kernel_stack = Some(self.stack(&event)?);
+            }
+            if self.extended && row.state.lacks_pages() && !self.told_of_state {
+                self.told_of_state = true;
+                eprintln!("vmscan: this kernel does not tell the watermarks of a zone: - is shown");
+            }
+            self.output.row(&row)?;
         }
-        output.flush()
-    })?;
-    Losses::tell("vmscan", skel.object(), filter, &mut output)
+        self.stacks.renew_for_events()?;
+        self.output.flush()
+    }
+
+    fn stack(&mut self, event: &compaction) -> Result<Part> {
+        let ids = StackIds {
+            kernel: Some(event.kernel_stack),
+            ..StackIds::default()
+        };
+        let stack = NamedStack::read(&ids, &mut self.stacks, &mut self.names)?;
+        Ok(stack.kernel.unwrap_or_default())
+    }
 }
 
 /// The compaction of a zone.
@@ -53,20 +109,92 @@ struct Compaction {
     comm: String,
     node: i32,
     zone: String,
-    /// Of the pages that are wanted; -1: all that can be had.
+    /// The order of the pages that are wanted; -1: all that can be had.
     order: i32,
     sync: bool,
+    #[serde(flatten)]
+    state: ZoneState,
     latency_ns: u64,
     /// None if it is unknown to us.
     status: Option<&'static str>,
+    /// With --kernel-stacks: innermost first, none if it was lost.
+    #[serde(serialize_with = "frames", skip_serializing_if = "Option::is_none")]
+    kernel_stack: Option<Part>,
+    #[serde(skip)]
+    extended: bool,
+}
+
+/// The zone before anything in it was moved. What the kernel does not tell is None.
+#[derive(Debug, Serialize)]
+struct ZoneState {
+    /// The index for the order, of 1; None also if there is no one order.
+    fragmentation_index: Option<f64>,
+    min_pages: Option<u64>,
+    low_pages: Option<u64>,
+    high_pages: Option<u64>,
+    free_pages: Option<u64>,
+}
+
+impl ZoneState {
+    fn new(event: &compaction) -> Self {
+        let known = |pages: u64| (pages != PAGES_UNKNOWN).then_some(pages);
+        let thousandths = event.fragmentation;
+        Self {
+            fragmentation_index: (thousandths != FRAGMENTATION_UNKNOWN)
+                .then(|| f64::from(thousandths) / 1000.0),
+            min_pages: known(event.min_pages),
+            low_pages: known(event.low_pages),
+            high_pages: known(event.high_pages),
+            free_pages: known(event.free_pages),
+        }
+    }
+
+    fn pages(&self) -> [Option<u64>; 4] {
+        [
+            self.min_pages,
+            self.low_pages,
+            self.high_pages,
+            self.free_pages,
+        ]
+    }
+
+    fn lacks_pages(&self) -> bool {
+        self.pages().contains(&None)
+    }
+
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        match self.fragmentation_index {
+            Some(index) => write!(out, "{index:<8.3} ")?,
+            None => write!(out, "{:<8} ", "-")?,
+        }
+        for pages in self.pages() {
+            match pages {
+                Some(pages) => write!(out, "{pages:<8} ")?,
+                None => write!(out, "{:<8} ", "-")?,
+            }
+        }
+        Ok(())
+    }
+}
+
+fn frames<S: Serializer>(part: &Option<Part>, serializer: S) -> Result<S::Ok, S::Error> {
+    let frames: Option<&[Frame]> = part.as_ref().map(|part| part.frames.as_slice());
+    frames.serialize(serializer)
+}
+
+/// The line of column names.
+fn header(extended: bool) -> String {
+    let state = if extended {
+        "FRAGIDX  MIN      LOW      HIGH     FREE     "
+    } else {
+        ""
+    };
+    format!(
+        "TIME     COMM           PID    NODE ZONE         ORDER MODE    {state}  LAT(ms)           STATUS"
+    )
 }
 
 impl Compaction {
-    const HEADER: &'static str = concat!(
-        "TIME     COMM           PID    NODE ZONE         ORDER MODE   ",
-        "   LAT(ms)           STATUS"
-    );
-
     fn new(event: &compaction, clock: &Clock) -> Self {
         Self {
             time: clock.local(event.time_ns + event.latency_ns),
@@ -77,13 +205,16 @@ impl Compaction {
             zone: text::from_c(&event.zone),
             order: event.order,
             sync: event.sync != 0,
+            state: ZoneState::new(event),
             latency_ns: event.latency_ns,
             status: name(event.status),
+            kernel_stack: None,
+            extended: false,
         }
     }
 }
 
-/// As the kernel's own tracepoint prints it.
+/// The status as the kernel's own tracepoint prints it.
 fn name(status: Status) -> Option<&'static str> {
     Some(match status {
         Status::COMPACT_NOT_SUITABLE_ZONE => "not_suitable_zone",
@@ -101,9 +232,9 @@ fn name(status: Status) -> Option<&'static str> {
 
 impl Row for Compaction {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
-        writeln!(
+        write!(
             out,
-            "{:<8} {:<14.14} {:<6} {:<4} {:<12} {:<5} {:<7} {:>9.3} {:>16}",
+            "{:<8} {:<14.14} {:<6} {:<4} {:<12} {:<5} {:<7} ",
             clock::time_of_day(&self.time),
             self.comm,
             self.pid,
@@ -111,9 +242,21 @@ impl Row for Compaction {
             self.zone,
             self.order,
             if self.sync { "SYNC" } else { "ASYNC" },
+        )?;
+        if self.extended {
+            self.state.text(out)?;
+        }
+        writeln!(
+            out,
+            "{:>9.3} {:>16}",
             self.latency_ns as f64 / 1e6,
             self.status.unwrap_or("-"),
-        )
+        )?;
+        if self.kernel_stack.is_some() {
+            part_below_row(self.kernel_stack.as_ref(), out)?;
+            writeln!(out)?;
+        }
+        Ok(())
     }
 }
 
@@ -121,8 +264,7 @@ impl Row for Compaction {
 mod tests {
     use super::*;
 
-    #[test]
-    fn columns_are_those_of_compactsnoop() {
+    fn event() -> compaction {
         let mut event = compaction {
             latency_ns: 25_400,
             pid: 23685,
@@ -130,19 +272,51 @@ mod tests {
             order: -1,
             sync: 1,
             status: Status::COMPACT_COMPLETE,
+            fragmentation: FRAGMENTATION_UNKNOWN,
+            min_pages: 11284,
+            low_pages: 14105,
+            high_pages: 16926,
+            free_pages: PAGES_UNKNOWN,
             ..compaction::default()
         };
         event.comm[..3].copy_from_slice(&b"zsh".map(u8::cast_signed));
         event.zone[..3].copy_from_slice(&b"DMA".map(u8::cast_signed));
-        let mut row = Compaction::new(&event, &Clock::new());
+        event
+    }
+
+    fn printed(event: &compaction, extended: bool) -> String {
+        let mut row = Compaction::new(event, &Clock::new());
         row.time = "2019-08-01T21:30:25+00:00[+00:00]".parse().expect("a time");
+        row.extended = extended;
         let mut line = Vec::new();
         row.text(&mut line).expect("memory");
+        format!("{}\n{}", header(extended), String::from_utf8_lossy(&line))
+    }
+
+    #[test]
+    fn columns_are_those_of_compactsnoop() {
         assert_eq!(
-            format!("{}\n{}", Compaction::HEADER, String::from_utf8_lossy(&line)),
+            printed(&event(), false),
             "TIME     COMM           PID    NODE ZONE         ORDER MODE      LAT(ms)           STATUS\n\
              21:30:25 zsh            23685  0    DMA          -1    SYNC        0.025         complete\n"
         );
         assert_eq!(name(Status(99)), None);
+    }
+
+    #[test]
+    fn what_a_zone_does_not_tell_is_a_dash() {
+        let mut event = event();
+        assert_eq!(
+            printed(&event, true),
+            "TIME     COMM           PID    NODE ZONE         ORDER MODE    FRAGIDX  MIN      LOW      HIGH     FREE       LAT(ms)           STATUS\n\
+             21:30:25 zsh            23685  0    DMA          -1    SYNC    -        11284    14105    16926    -            0.025         complete\n"
+        );
+        event.fragmentation = -1000;
+        assert!(printed(&event, true).contains(" SYNC    -1.000   11284 "));
+        event.fragmentation = 728;
+        let row = Compaction::new(&event, &Clock::new());
+        let json = serde_json::to_value(row).expect("JSON");
+        assert_eq!(json["fragmentation_index"], 0.728);
+        assert!(json["free_pages"].is_null() && json.get("kernel_stack").is_none());
     }
 }

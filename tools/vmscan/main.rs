@@ -7,38 +7,41 @@
 mod args;
 mod attach;
 mod compaction;
+mod kswapd;
 mod report;
 
-use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use jiff::Zoned;
 use libbpf_rs::skel::Skel;
 use libbpf_rs::{MapCore, MapFlags, MapMut};
-use memtools::cgroup::Cgroups;
-use memtools::cli;
-use memtools::clock::{self, Clock};
-use memtools::entries;
-use memtools::filter::Filter;
-use memtools::histogram::Histogram;
-use memtools::kallsyms::Kallsyms;
-use memtools::kernel;
-use memtools::losses::Losses;
-use memtools::output::Output;
-use memtools::poll::Poller;
-use memtools::reports::{Due, Reports};
-use memtools::shared;
-use memtools::target::Target;
+use memtools::bpf::kernel_support;
+use memtools::bpf::map_batch;
+use memtools::bpf::types;
+use memtools::print::clock::{self, Clock};
+use memtools::print::histogram::Histogram;
+use memtools::print::output::Output;
+use memtools::process::cgroup::Cgroups;
+use memtools::process::filter::{Filter, Tasks};
+use memtools::run::cli;
+use memtools::run::losses::Losses;
+use memtools::run::poll::Poller;
+use memtools::run::protect;
+use memtools::run::schedule::{Due, Reports};
+use memtools::run::target::{self, Target};
+use memtools::stacks::kallsyms::Kallsyms;
 
 use crate::args::Args;
 use crate::attach::{Attached, Counting, Has};
 use crate::bpf::types::{cgroup_key, cgroup_total, operation as Operation, shrinker_total, total};
+use crate::kswapd::Booked;
 use crate::report::{Cgroup, Columns, Counts, Interval, Latencies, Shrinker, Timed};
 
 memtools::skeleton!(
     "vmscan",
-    plain: [total, shrinker_total, cgroup_key, cgroup_total, compaction, filter]
+    plain: [total, call, shrinker_total, cgroup_key, cgroup_total, compaction, filter]
 );
 
 fn main() -> ExitCode {
@@ -46,11 +49,11 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args) -> Result<ExitCode> {
-    kernel::preflight()?;
-    memtools::attach::capture_log(args.common.verbose);
-    let mut poller = Poller::new()?;
-    let mut target = Target::choose(&args.target)?;
-    let output = Output::new(args.common.format());
+    kernel_support::preflight()?;
+    memtools::bpf::attach::capture_log(args.common.verbose);
+    let (mut poller, output) = args.common.start()?;
+    let mut target = Target::choose(&args.target, Tasks::All)?;
+    target::doubt_interval("vmscan", args.interval, &args.target.filter.pid);
     if args.trace_compaction {
         let tracing = attach::start_tracing_compaction(&args, target.filter())?;
         target.release()?;
@@ -85,12 +88,19 @@ fn watch(
 ) -> Result<()> {
     let Attached { skel, links, has } = attached;
     let clock = Clock::new();
-    let rows_per_header = args.rows_per_header(io::stdout().is_terminal());
+    let rows_per_header = args.rows_per_header(args.common.is_terminal());
     let mut rows = 0;
-    let mut before = Totals::default();
+    let (mut before, mut booked) = (Totals::default(), Booked::default());
     let mut row = |output: &mut Output, partial: bool| -> Result<()> {
-        let now = Totals::read(&skel.maps.totals)?;
-        let interval = now.since(&before, has, columns, &clock);
+        let (now, kswapd_ns, time_ns) = if has.kswapd {
+            kswapd::totals_and_time(&skel.maps.totals, &skel.maps.calls)?
+        } else {
+            (Totals::read(&skel.maps.totals)?, 0, clock::monotonic_ns())
+        };
+        let mut interval = now.since(&before, has, columns, clock.local(time_ns));
+        if let Some(kswapd) = &mut interval.kswapd {
+            kswapd.time_ns = booked.book(kswapd_ns);
+        }
         before = now;
         if partial && !interval.any() {
             return Ok(());
@@ -103,14 +113,15 @@ fn watch(
         output.flush()
     };
 
+    protect::from_lack_of_memory("vmscan");
+    eprintln!("vmscan: tracing page reclaim, Ctrl-C to end");
     output.header(&columns.header())?;
     output.flush()?;
-    eprintln!("vmscan: tracing page reclaim, Ctrl-C to end");
     each_interval(args, &mut poller, Some(Duration::from_secs(1)), || {
         row(&mut output, false)
     })?;
-    memtools::attach::detach(links);
-    // What ended after the last full interval, so that nothing is missing from the rows.
+    memtools::bpf::attach::detach(links);
+    // What came after the last full interval, so that nothing is missing from the rows.
     row(&mut output, true)?;
 
     if !args.common.json {
@@ -136,6 +147,9 @@ fn watch(
         }
     }
     if args.by_cgroup {
+        if args.by_shrinker {
+            output.header("")?;
+        }
         output.header(&Cgroup::header())?;
         for cgroup in read_cgroups(&skel.maps.cgroups)? {
             output.row(&cgroup)?;
@@ -168,7 +182,7 @@ fn count(
             let value = value
                 .context("failed to read the counts")?
                 .unwrap_or_default();
-            let now = *shared::view::<u64>(&value)?;
+            let now = *types::view::<u64>(&value)?;
             counts.push((name.clone(), now - *before));
             *before = now;
         }
@@ -180,6 +194,7 @@ fn count(
         output.flush()
     };
 
+    protect::from_lack_of_memory("vmscan");
     eprintln!(
         "vmscan: tracing {} tracepoints, Ctrl-C to end",
         tracepoints.len()
@@ -188,7 +203,7 @@ fn count(
     if at_the_end {
         report(&mut output)?;
     }
-    memtools::attach::detach(links);
+    memtools::bpf::attach::detach(links);
     Losses::tell("vmscan", skel.object(), filter, &mut output)
 }
 
@@ -199,11 +214,11 @@ fn each_interval(
     default: Option<Duration>,
     mut report: impl FnMut() -> Result<()>,
 ) -> Result<bool> {
-    let interval = args.interval.map(Duration::from_secs).or(default);
+    let interval = args.interval.or(default);
     let mut reports = Reports::start(poller, interval, args.count, args.common.deadline())?;
     loop {
         let (wake, due) = reports.wait(poller)?;
-        if wake.tick {
+        if wake.tick || wake.report {
             report()?;
         }
         if due == Due::Last {
@@ -214,22 +229,22 @@ fn each_interval(
 
 /// The map `totals` at some moment.
 #[derive(Default)]
-struct Totals(Vec<total>);
+pub(crate) struct Totals(Vec<total>);
 
 impl Totals {
-    fn read(map: &MapMut<'_>) -> Result<Self> {
+    pub(crate) fn read(map: &MapMut<'_>) -> Result<Self> {
         let operations = 0..Operation::OPERATIONS.0;
         let totals = operations.map(|operation| {
             let value = map
                 .lookup(&operation.to_ne_bytes(), MapFlags::ANY)
                 .context("failed to read the totals")?
                 .unwrap_or_default();
-            Ok(*shared::view::<total>(&value)?)
+            Ok(*types::view::<total>(&value)?)
         });
         totals.collect::<Result<_>>().map(Self)
     }
 
-    fn of(&self, operation: Operation) -> Timed {
+    pub(crate) fn of(&self, operation: Operation) -> Timed {
         let total = self.0.get(operation.0 as usize);
         total.map_or_else(Timed::default, |total| Timed {
             count: total.count,
@@ -243,7 +258,7 @@ impl Totals {
     }
 
     /// What has ended since.
-    fn since(&self, before: &Self, has: Has, columns: Columns, clock: &Clock) -> Interval {
+    fn since(&self, before: &Self, has: Has, columns: Columns, time: Zoned) -> Interval {
         let timed = |operation| {
             let (now, before) = (self.of(operation), before.of(operation));
             Timed {
@@ -253,7 +268,7 @@ impl Totals {
         };
         let count = |operation| timed(operation).count;
         Interval {
-            time: clock.local(clock::monotonic_ns()),
+            time,
             shrink_slab: has
                 .shrink_slab
                 .then(|| timed(Operation::OPERATION_SHRINK_SLAB)),
@@ -282,9 +297,9 @@ impl Totals {
 fn read_shrinkers(map: &MapMut<'_>) -> Result<Vec<Shrinker>> {
     let symbols = Kallsyms::read().context("failed to read /proc/kallsyms")?;
     let mut shrinkers = Vec::new();
-    entries::read(map, |key, value| {
-        let address = *shared::view::<u64>(key)?;
-        let total: &shrinker_total = shared::view(value)?;
+    map_batch::read(map, |key, value| {
+        let address = *types::view::<u64>(key)?;
+        let total: &shrinker_total = types::view(value)?;
         shrinkers.push(Shrinker {
             function: function_name(&symbols, address),
             count: total.count,
@@ -308,22 +323,25 @@ fn function_name(symbols: &Kallsyms, address: u64) -> String {
 
 /// Cgroups, the one that reclaimed longest last.
 fn read_cgroups(map: &MapMut<'_>) -> Result<Vec<Cgroup>> {
-    let mut paths = Cgroups::new();
+    let (mut paths, mut limits) = (Cgroups::new(), Cgroups::of_memory());
     let mut cgroups: Vec<Cgroup> = Vec::new();
-    entries::read(map, |key, value| {
-        let key: &cgroup_key = shared::view(key)?;
-        let total: &cgroup_total = shared::view(value)?;
+    map_batch::read(map, |key, value| {
+        let key: &cgroup_key = types::view(key)?;
+        let total: &cgroup_total = types::view(value)?;
         let timed = Timed {
             count: total.count,
             time_ns: total.time_ns,
         };
+        let limited_id = Some(key.limited).filter(|&id| id != 0);
         let index = cgroups
             .iter()
-            .position(|cgroup| cgroup.id == key.cgroup)
+            .position(|cgroup| (cgroup.id, cgroup.limited_id) == (key.cgroup, limited_id))
             .unwrap_or_else(|| {
                 cgroups.push(Cgroup {
                     id: key.cgroup,
                     path: paths.path(key.cgroup).map(str::to_owned),
+                    limited: limited_id.and_then(|id| limits.path(id).map(str::to_owned)),
+                    limited_id,
                     ..Cgroup::default()
                 });
                 cgroups.len() - 1
@@ -336,6 +354,6 @@ fn read_cgroups(map: &MapMut<'_>) -> Result<Vec<Cgroup>> {
         }
         Ok(())
     })?;
-    cgroups.sort_by_key(|cgroup| (cgroup.reclaim_ns(), cgroup.id));
+    cgroups.sort_by_key(|cgroup| (cgroup.reclaim_ns(), cgroup.id, cgroup.limited_id));
     Ok(cgroups)
 }

@@ -3,9 +3,9 @@
 use std::io::{self, Write};
 
 use jiff::Zoned;
-use memtools::clock;
-use memtools::histogram::Histogram;
-use memtools::output::Row;
+use memtools::print::clock;
+use memtools::print::histogram::Histogram;
+use memtools::print::output::Row;
 use serde::{Serialize, Serializer};
 
 /// Which columns there are besides the six of the book.
@@ -56,7 +56,7 @@ pub(crate) struct Interval {
     pub(crate) kswapd_wakeups: Option<u64>,
     /// Pages (folios) that reclaim began to write out.
     pub(crate) pages_written: Option<u64>,
-    /// With --kswapd.
+    /// With --kswapd: what it was at in the interval, also of operations that go on.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) kswapd: Option<Timed>,
     /// With --compaction.
@@ -67,7 +67,7 @@ pub(crate) struct Interval {
 }
 
 impl Interval {
-    /// Whether anything ended in it.
+    /// Whether anything ended in it, or kswapd was at work.
     pub(crate) fn any(&self) -> bool {
         let timed = [
             self.shrink_slab,
@@ -76,7 +76,8 @@ impl Interval {
             self.kswapd,
             self.compaction,
         ];
-        timed.iter().flatten().any(|timed| timed.count > 0)
+        let any = |timed: &Timed| timed.count > 0 || timed.time_ns > 0;
+        timed.iter().flatten().any(any)
             || self.kswapd_wakeups.is_some_and(|count| count > 0)
             || self.pages_written.is_some_and(|count| count > 0)
     }
@@ -131,7 +132,7 @@ impl Row for Latencies {
 #[derive(Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "type", rename = "shrinker")]
 pub(crate) struct Shrinker {
-    /// Its function that frees objects.
+    /// The shrinker's function that frees objects.
     pub(crate) function: String,
     pub(crate) count: u64,
     /// Without the time in other shrinkers that it caused.
@@ -169,6 +170,11 @@ pub(crate) struct Cgroup {
     /// Below the mount; None if it had gone.
     pub(crate) path: Option<String>,
     pub(crate) id: u64,
+    /// The cgroup whose limit they reclaimed for, the same or one above it; None if for the machine, or if
+    /// it had gone.
+    pub(crate) limited: Option<String>,
+    /// The id of that cgroup. None if they reclaimed for the machine.
+    pub(crate) limited_id: Option<u64>,
     pub(crate) shrink_slab: Timed,
     pub(crate) direct_reclaim: Timed,
     pub(crate) memcg_reclaim: Timed,
@@ -178,8 +184,8 @@ impl Cgroup {
     /// Above the lines.
     pub(crate) fn header() -> String {
         format!(
-            "{:>10} {:>12} {:>12} CGROUP",
-            "S-SLABms", "D-RECLAIMms", "M-RECLAIMms"
+            "{:>10} {:>12} {:>12} {:<24} LIMITED",
+            "S-SLABms", "D-RECLAIMms", "M-RECLAIMms", "CGROUP"
         )
     }
 
@@ -198,10 +204,17 @@ impl Row for Cgroup {
             self.direct_reclaim.time_ns / 1_000_000,
             self.memcg_reclaim.time_ns / 1_000_000,
         )?;
-        match &self.path {
-            Some(path) => writeln!(out, "{path}"),
-            None => writeln!(out, "[gone: id {}]", self.id),
-        }
+        let name = |path: &Option<String>, id: Option<u64>| match (path, id) {
+            (Some(path), _) => path.clone(),
+            (None, Some(id)) => format!("[gone: id {id}]"),
+            (None, None) => "-".to_owned(),
+        };
+        writeln!(
+            out,
+            "{:<24} {}",
+            name(&self.path, Some(self.id)),
+            name(&self.limited, self.limited_id)
+        )
     }
 }
 
@@ -330,6 +343,26 @@ mod tests {
             serde_json::to_string(&interval()).expect("JSON"),
             r#"{"type":"interval","time":"2019-08-01T21:30:25.000000+00:00","shrink_slab":{"count":1,"time_ns":276999999},"direct_reclaim":{"count":1,"time_ns":555000000},"memcg_reclaim":{"count":1,"time_ns":999999},"kswapd_wakeups":2,"pages_written":1}"#
         );
+    }
+
+    #[test]
+    fn cgroups_are_named_with_those_whose_limit_it_was() {
+        let mut cgroup = Cgroup {
+            path: Some("/db.service/worker".into()),
+            id: 7,
+            limited: Some("/db.service".into()),
+            limited_id: Some(6),
+            ..Cgroup::default()
+        };
+        assert_eq!(
+            format!("{}\n{}", Cgroup::header(), text(&cgroup)),
+            "  S-SLABms  D-RECLAIMms  M-RECLAIMms CGROUP                   LIMITED\n         \
+             0            0            0 /db.service/worker       /db.service\n"
+        );
+        (cgroup.path, cgroup.limited) = (None, None);
+        assert!(text(&cgroup).ends_with(" [gone: id 7]             [gone: id 6]\n"));
+        cgroup.limited_id = None;
+        assert!(text(&cgroup).ends_with(" [gone: id 7]             -\n"));
     }
 
     #[test]

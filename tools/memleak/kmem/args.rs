@@ -1,8 +1,8 @@
 //! The options of kernel mode, and what of the others makes no sense in it.
 
 use anyhow::Result;
-use memtools::cli::UsageError;
-use memtools::filter::FilterArgs;
+use memtools::process::filter::FilterArgs;
+use memtools::run::cli::UsageError;
 
 use crate::args::{Args, Mode};
 
@@ -34,7 +34,7 @@ pub(crate) struct KernelArgs {
     pub(crate) cache: Option<String>,
 
     /// Report slab caches instead of stacks, beside the change of /proc/slabinfo
-    #[arg(long, conflicts_with_all = ["folded", "show_allocs", "extended"])]
+    #[arg(long, conflicts_with_all = ["folded", "show_allocs", "extended", "flame", "pprof"])]
     pub(crate) by_cache: bool,
 
     /// Take an allocation of what is still recorded for a free that was missed: always done

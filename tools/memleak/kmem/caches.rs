@@ -1,66 +1,13 @@
 //! Slab caches: what is outstanding in each, and what the kernel's own statistics say.
 
-use std::collections::HashMap;
-use std::fs;
 use std::io::{self, Write};
 
-use memtools::kernel;
-use memtools::output::Row;
-use memtools::text;
+pub(super) use memtools::host::slabinfo::Slabinfo;
+use memtools::host::slabinfo::Usage;
+use memtools::print::output::Row;
 use serde::Serialize;
 
 use crate::report::{Age, Growth};
-
-/// /proc/slabinfo at one moment, by cache.
-#[derive(Debug, Default)]
-pub(super) struct Slabinfo(HashMap<String, Usage>);
-
-/// What a cache holds.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub(super) struct Usage {
-    /// In use, or ready for use on some CPU.
-    pub(super) objects: i64,
-    /// Of the pages that hold them.
-    pub(super) bytes: i64,
-}
-
-impl Slabinfo {
-    /// As it is now; empty if it cannot be read.
-    pub(super) fn read() -> Self {
-        let page_bytes = kernel::page_bytes().unwrap_or_default();
-        let text = fs::read_to_string("/proc/slabinfo").unwrap_or_default();
-        Self::parse(&text, page_bytes.cast_signed())
-    }
-
-    /// `filp 2176 2208 256 16 1 : tunables 0 0 0 : slabdata 138 138 0`, after two lines of headers.
-    fn parse(text: &str, page_bytes: i64) -> Self {
-        let usage = |line: &str| {
-            let fields: Vec<&str> = line.split_whitespace().collect();
-            let number = |at: usize| fields.get(at)?.parse::<i64>().ok();
-            let usage = Usage {
-                objects: number(1)?,
-                bytes: number(14)? * number(5)? * page_bytes,
-            };
-            Some((text::escape(fields[0]).into_owned(), usage))
-        };
-        Self(text.lines().filter_map(usage).collect())
-    }
-
-    /// How the cache has changed until `now`; None if it is in neither. Of caches that are alike the
-    /// kernel makes one, which has the first one's name here.
-    pub(super) fn change(&self, now: &Self, cache: &str) -> Option<Usage> {
-        let (before, now) = (self.0.get(cache), now.0.get(cache));
-        before.or(now)?;
-        let (before, now) = (
-            before.copied().unwrap_or_default(),
-            now.copied().unwrap_or_default(),
-        );
-        Some(Usage {
-            objects: now.objects - before.objects,
-            bytes: now.bytes - before.bytes,
-        })
-    }
-}
 
 /// What is outstanding in one cache.
 #[derive(Debug, Serialize)]
@@ -107,31 +54,6 @@ impl Row for CacheRow {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const BEFORE: &str = "\
-slabinfo - version: 2.1
-# name            <active_objs> <num_objs> <objsize> <objperslab> <pagesperslab> : tunables <limit>
-filp                2176   2208    256   16    1 : tunables    0    0    0 : slabdata    138    138      0
-gone                   8      8   1024    8    2 : tunables    0    0    0 : slabdata      1      1      0
-";
-    const AFTER: &str = "\
-filp                2000   2000    256   16    1 : tunables    0    0    0 : slabdata    125    125      0
-new                    9     16   1024    8    2 : tunables    0    0    0 : slabdata      2      2      0
-";
-
-    #[test]
-    fn the_change_is_of_objects_and_of_their_pages() {
-        let (before, after) = (Slabinfo::parse(BEFORE, 4096), Slabinfo::parse(AFTER, 4096));
-        assert_eq!((before.0.len(), after.0.len()), (2, 2));
-        let change = |cache| {
-            let change = before.change(&after, cache)?;
-            Some((change.objects, change.bytes))
-        };
-        assert_eq!(change("filp"), Some((-176, -13 * 4096)));
-        assert_eq!(change("gone"), Some((-8, -8192)));
-        assert_eq!(change("new"), Some((9, 16384)));
-        assert_eq!(change("[pages]"), None);
-    }
 
     #[test]
     fn rows_stand_below_their_header() {

@@ -5,11 +5,12 @@ use std::io;
 use anyhow::{Context, Result, bail};
 use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{Link, MapCore, MapFlags, Program, ProgramMut};
-use memtools::attach::{self, Variant};
-use memtools::cli::UsageError;
-use memtools::filter::Filter;
-use memtools::losses::Losses;
-use memtools::{kernel, shared};
+use memtools::bpf::attach::{self, Variant};
+use memtools::bpf::kernel_support;
+use memtools::bpf::types;
+use memtools::process::filter::Filter;
+use memtools::run::cli::UsageError;
+use memtools::run::losses::Losses;
 use nix::fcntl::{FcntlArg, fcntl};
 
 use super::args::Kinds;
@@ -23,6 +24,8 @@ const LEARNING_PIPE_BYTES: i32 = 1 << 20;
 /// An interrupt can come in between.
 const LEARNING_ATTEMPTS: usize = 3;
 
+/// Sums by stack, unless --stack-storage-size says otherwise.
+const DEFAULT_TOTALS: u32 = 16384;
 /// Blocks that are followed at once, without --max-allocs.
 const DEFAULT_BLOCKS: u32 = 1_000_000;
 /// Memory that each takes from the start: an entry of a preallocated hash map, and its bucket.
@@ -73,10 +76,10 @@ pub(super) fn start(args: &Args, filter: &Filter, kinds: Kinds) -> Result<Attach
 }
 
 fn try_start(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk) -> Result<Attached> {
-    if bulk == Bulk::Kprobe && !kernel::has_kprobes() {
+    if bulk == Bulk::Kprobe && !kernel_support::has_kprobes() {
         bail!("this kernel is built without kprobes");
     }
-    let sheaves = kernel::btf_has_name("__kfree_rcu_sheaf");
+    let sheaves = kernel_support::btf_has_name("__kfree_rcu_sheaf");
     let learns = kinds.slab && (kinds.pages || with_caches(args));
     let mut open = open(args, filter, kinds)?;
     attach::options(&mut open.maps.rodata_data)?.learns = learns.into();
@@ -124,7 +127,7 @@ fn try_start(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk) -> Result<A
         allocations.push((kmalloc, "kmalloc"));
         allocations.push((cache_alloc, "kmem_cache_alloc"));
         // One with the above from 6.1 on.
-        if kernel::btf_has_name("btf_trace_kmalloc_node") {
+        if kernel_support::btf_has_name("btf_trace_kmalloc_node") {
             allocations.push((kmalloc, "kmalloc_node"));
             allocations.push((cache_alloc, "kmem_cache_alloc_node"));
         }
@@ -195,7 +198,7 @@ impl Attached {
                 .context("failed to read the turns")?
                 .unwrap_or_default()
             {
-                spared += shared::view::<turn>(&value)?.spared;
+                spared += types::view::<turn>(&value)?.spared;
             }
         }
         Ok(spared)
@@ -252,7 +255,7 @@ fn open(args: &Args, filter: &Filter, kinds: Kinds) -> Result<OpenMemleakKernelS
     options.max_size = args.max_size;
     options.sample_rate = args.sample_rate;
     options.stack_depth = args.perf_max_stack_depth;
-    options.page_shift = kernel::page_bytes()?.trailing_zeros();
+    options.page_shift = kernel_support::page_bytes()?.trailing_zeros();
     options.possible_cpus = cpus as u32;
     options.keep_totals = args.combined_only.into();
     options.by_cache = args.kernel.by_cache.into();
@@ -265,7 +268,7 @@ fn open(args: &Args, filter: &Filter, kinds: Kinds) -> Result<OpenMemleakKernelS
         }
     }
     let arguments = |tracepoint| -> Result<Vec<String>> {
-        Ok(kernel::tracepoint_arguments(tracepoint)?.unwrap_or_default())
+        Ok(kernel_support::tracepoint_arguments(tracepoint)?.unwrap_or_default())
     };
     let tells_cache = arguments("kmem_cache_alloc")?
         .iter()
@@ -279,12 +282,12 @@ fn open(args: &Args, filter: &Filter, kinds: Kinds) -> Result<OpenMemleakKernelS
 
     let blocks = blocks(args)?;
     let sizes = [
-        (&mut open.maps.stacks, args.stack_storage_size),
+        (&mut open.maps.stacks, args.first_stacks()),
         (&mut open.maps.blocks, blocks),
         (
             &mut open.maps.totals,
             if args.combined_only {
-                args.stack_storage_size
+                args.stack_storage_size.unwrap_or(DEFAULT_TOTALS)
             } else {
                 1
             },

@@ -1,0 +1,54 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * How full the tables are that user space empties, or replaces by larger ones, while
+ * programs add to them (src/bpf/room.rs). Such a table starts small. At a part of its
+ * size user space is asked, once, and what is added meanwhile has the rest of it.
+ */
+#ifndef MEMTOOLS_ROOM_BPF_H
+#define MEMTOOLS_ROOM_BPF_H
+
+#include "memtools.bpf.h"
+
+enum room_of {
+	ROOM_STACKS,
+	ROOM_COUNTS,
+	ROOMS,
+};
+
+struct room {
+	__u64 taken;  /* entries added since user space has set it to 0 */
+	__u64 enough; /* at so many user space is asked; 0: never */
+	__u64 asked;  /* 1 from then until user space has set it to 0 */
+};
+
+/* User space reads and writes it at any time. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, ROOMS);
+	__type(key, __u32);
+	__type(value, struct room);
+} rooms SEC(".maps");
+
+/* An enum room_of each, for user space to wait for. */
+struct {
+	__uint(type, BPF_MAP_TYPE_RINGBUF);
+	__uint(max_entries, 4096);
+} room_requests SEC(".maps");
+
+/* An entry was added. */
+static __noinline int room_take(__u32 which)
+{
+	struct room *room = bpf_map_lookup_elem(&rooms, &which);
+
+	if (!room)
+		return 0;
+	__sync_fetch_and_add(&room->taken, 1);
+	if (!room->enough || room->taken < room->enough || room->asked)
+		return 0;
+	room->asked = 1;
+	bpf_ringbuf_output(&room_requests, &which, sizeof(which), 0);
+	return 0;
+}
+
+#endif /* MEMTOOLS_ROOM_BPF_H */

@@ -1,0 +1,281 @@
+//! The kernel's types for one BPF object: of the kernel's BTF the small part that tells where the
+//! fields are that its programs read.
+//!
+//! libbpf looks for each type that a program uses among all types of the kernel, of which there are
+//! more than a hundred thousand; that was a fifth of memleak's start. Here they are gone through
+//! once, for all names at a time, and libbpf is given what was found: the types with these names,
+//! and what they hold by value. What a pointer points to is left out, as a program names the type
+//! that it expects there. The functions that programs are on (fentry, fexit) are found on the way.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::{AsRawFd, IntoRawFd};
+
+use anyhow::{Context, Result};
+use libbpf_rs::btf::{Btf, BtfKind, BtfType};
+use libbpf_rs::{AsRawLibbpf, ObjectBuilder, OpenObject};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+
+use crate::bpf::btf::{self, Types, VOID, WORD_BYTES, Word, word, words};
+use crate::bpf::fentry_id;
+use crate::bpf::kernel_support;
+
+/// A file in memory that an object is opened with; the types must be in it when it is loaded.
+#[derive(Debug)]
+pub struct KernelTypes(File);
+
+impl KernelTypes {
+    /// The file, still empty, for an object that is yet to be opened.
+    ///
+    /// # Errors
+    /// If the kernel gives no such file.
+    pub fn for_object(builder: &mut ObjectBuilder) -> Result<Self> {
+        fentry_id::register();
+        let file = memfd_create(c"memtools-types", MFdFlags::MFD_CLOEXEC);
+        let file = File::from(file.context("failed to create a file for the kernel's types")?);
+        builder.btf_custom_path(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+        Ok(Self(file))
+    }
+
+    /// Writes the kernel's types that the opened object names; all of them, if this kernel's BTF is
+    /// not as it is known here. They are there until we exit, as the object can be loaded at any time.
+    ///
+    /// # Errors
+    /// If the kernel's BTF cannot be read.
+    pub fn write(mut self, object: &OpenObject) -> Result<()> {
+        let functions: HashSet<&[u8]> = object
+            .progs()
+            .filter_map(|program| fentry_id::target(program.section().as_encoded_bytes()))
+            .collect();
+        // SAFETY: libbpf keeps it for as long as the object is there, which is borrowed.
+        let object = unsafe { object.as_libbpf_object().as_ref() };
+        let own = Btf::from_bpf_object(object)?.context("the BPF object has no types")?;
+        let names = names(&own);
+        kernel_support::with_btf(|kernel| match part(kernel, &names, &functions) {
+            Some(part) => self.0.write_all(&part),
+            None => self.0.write_all(kernel),
+        })?
+        .context("failed to write down the kernel's types")?;
+        let _stays_open = self.0.into_raw_fd();
+        Ok(())
+    }
+}
+
+/// The names by which libbpf looks for an object's types in the kernel.
+fn names(own: &Btf<'_>) -> HashSet<Vec<u8>> {
+    let types = (1..own.len() as u32).filter_map(|id| own.type_by_id::<BtfType<'_>>(id.into()));
+    types
+        .filter(|of| looked_for(of.kind()))
+        .filter_map(|of| Some(in_kernel(of.name()?.as_encoded_bytes()).to_vec()))
+        .collect()
+}
+
+/// Whether libbpf looks for types of this kind.
+fn looked_for(kind: BtfKind) -> bool {
+    use BtfKind::{Enum, Enum64, Struct, Typedef, Union};
+    matches!(kind, Struct | Union | Enum | Enum64 | Typedef)
+}
+
+/// What a type of which a program knows several shapes is called in the kernel: `folio` for
+/// `folio___old`.
+fn in_kernel(name: &[u8]) -> &[u8] {
+    let flavor = name.windows(3).rposition(|part| part == b"___");
+    &name[..flavor.unwrap_or(name.len())]
+}
+
+/// The types with these names, and those that they hold by value, as BTF of its own. Of these functions
+/// it learns the numbers. None if the kernel's BTF is not as it is known here.
+fn part(kernel: &[u8], names: &HashSet<Vec<u8>>, functions: &HashSet<&[u8]>) -> Option<Vec<u8>> {
+    let kernel = Types::parse(kernel)?;
+    let mut part = Part::new(&kernel);
+    for (id, of) in kernel.all() {
+        if looked_for(of.kind) && names.contains(kernel.name(of.name)?) {
+            part.number(id)?;
+        } else if of.kind == BtfKind::Func && functions.contains(kernel.name(of.name)?) {
+            fentry_id::learn(kernel.name(of.name)?, id);
+        }
+    }
+    // Each that is added can have others numbered.
+    let mut added = 0;
+    while let Some(&id) = part.ids.get(added) {
+        part.add(id)?;
+        added += 1;
+    }
+    Some(part.into_bytes())
+}
+
+/// Types taken over from the kernel's, numbered anew. The first is the pointer to void, which all
+/// pointers become.
+struct Part<'kernel> {
+    kernel: &'kernel Types<'kernel>,
+    /// The kernel's numbers of the types after the pointer.
+    ids: Vec<u32>,
+    /// The types' numbers here, by their numbers in the kernel.
+    numbers: HashMap<u32, u32>,
+    /// Where names are here, by where they are in the kernel's.
+    offsets: HashMap<u32, u32>,
+    types: Vec<u8>,
+    names: Vec<u8>,
+}
+
+const POINTER: u32 = 1;
+
+impl<'kernel> Part<'kernel> {
+    fn new(kernel: &'kernel Types<'kernel>) -> Self {
+        let pointer = [0, (BtfKind::Ptr as u32) << 24, VOID];
+        Self {
+            kernel,
+            ids: Vec::new(),
+            numbers: HashMap::new(),
+            // What has no name is at 0.
+            offsets: HashMap::from([(0, 0)]),
+            types: pointer.into_iter().flat_map(u32::to_ne_bytes).collect(),
+            names: vec![0],
+        }
+    }
+
+    /// The number here of a type of the kernel, which is to be added if it is not yet.
+    fn number(&mut self, id: u32) -> Option<u32> {
+        if id == VOID {
+            return Some(VOID);
+        }
+        match self.kernel.get(id)?.kind {
+            BtfKind::Ptr => return Some(POINTER),
+            // Only pointed to.
+            BtfKind::FuncProto => return Some(VOID),
+            _ => {}
+        }
+        let next = POINTER + 1 + self.ids.len() as u32;
+        Some(*self.numbers.entry(id).or_insert_with(|| {
+            self.ids.push(id);
+            next
+        }))
+    }
+
+    /// Where a name of the kernel's is here.
+    fn name(&mut self, at: u32) -> Option<u32> {
+        if let Some(&known) = self.offsets.get(&at) {
+            return Some(known);
+        }
+        let here = self.names.len() as u32;
+        self.names.extend(self.kernel.name(at)?);
+        self.names.push(0);
+        self.offsets.insert(at, here);
+        Some(here)
+    }
+
+    /// Adds a type of the kernel, with the numbers and names that it has here.
+    fn add(&mut self, id: u32) -> Option<()> {
+        let of = self.kernel.get(id)?;
+        let (third, each) = words(of.kind);
+        self.add_word(of.name, Word::Name)?;
+        self.add_word(of.info, Word::Number)?;
+        self.add_word(of.size_or_type, third)?;
+        for (index, &what) in (0..of.rest.len() / WORD_BYTES).zip(each.iter().cycle()) {
+            self.add_word(word(of.rest, index * WORD_BYTES)?, what)?;
+        }
+        Some(())
+    }
+
+    fn add_word(&mut self, word: u32, what: Word) -> Option<()> {
+        let word = match what {
+            Word::Number => word,
+            Word::Name => self.name(word)?,
+            Word::Type => self.number(word)?,
+        };
+        self.types.extend(word.to_ne_bytes());
+        Some(())
+    }
+
+    fn into_bytes(self) -> Vec<u8> {
+        btf::from_parts(&self.types, &self.names)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A type's first three words, and those that follow.
+    fn record(name: u32, kind: u32, members: u32, third: u32, rest: &[u32]) -> Vec<u8> {
+        let words = [name, kind << 24 | members, third];
+        let words = words.iter().chain(rest);
+        words.flat_map(|word| word.to_ne_bytes()).collect()
+    }
+
+    const NAMES: &[u8] = b"\0int\0inner\0outer\0a\0b\0other\0";
+    const INT: u32 = 1;
+    const INNER: u32 = 5;
+    const OUTER: u32 = 11;
+    const A: u32 = 17;
+    const B: u32 = 19;
+    const OTHER: u32 = 21;
+
+    /// `struct other { int a; }`, `int`, `struct inner { int a; }`,
+    /// `struct outer { struct inner a; struct other *b; }`, and the pointer.
+    fn kernel() -> Vec<u8> {
+        let types = [
+            record(OTHER, 4, 1, 4, &[A, 2, 0]),
+            record(INT, 1, 0, 4, &[0x0100_0020]),
+            record(INNER, 4, 1, 4, &[A, 2, 0]),
+            record(OUTER, 4, 2, 16, &[A, 3, 0, B, 5, 64]),
+            record(0, 2, 0, 1, &[]),
+        ];
+        btf::from_parts(&types.concat(), NAMES)
+    }
+
+    fn only(name: &str) -> HashSet<Vec<u8>> {
+        HashSet::from([name.into()])
+    }
+
+    #[test]
+    fn a_type_comes_with_what_it_holds_but_not_with_what_it_points_to() {
+        let part = part(&kernel(), &only("outer"), &HashSet::new()).expect("BTF");
+        let types = [
+            record(0, 2, 0, VOID, &[]),
+            record(1, 4, 2, 16, &[7, 3, 0, 9, 1, 64]),
+            record(11, 4, 1, 4, &[7, 4, 0]),
+            record(17, 1, 0, 4, &[0x0100_0020]),
+        ];
+        let names = b"\0outer\0a\0b\0inner\0int\0";
+        assert_eq!(part, btf::from_parts(&types.concat(), names));
+    }
+
+    #[test]
+    fn functions_are_found_with_their_numbers() {
+        let types = [
+            record(INNER, 12, 0, 2, &[]),
+            record(0, 13, 0, 0, &[]),
+            record(A, 12, 0, 2, &[]),
+            record(B, 1, 0, 4, &[0x0100_0020]),
+        ];
+        let kernel = btf::from_parts(&types.concat(), NAMES);
+        let functions: HashSet<&[u8]> = HashSet::from([&b"a"[..], b"b"]);
+        part(&kernel, &HashSet::new(), &functions).expect("BTF");
+        let numbers = ["inner", "a", "b"].map(|name| fentry_id::number(name.as_bytes()));
+        assert_eq!(numbers, [None, Some(3), None]);
+    }
+
+    #[test]
+    fn btf_with_something_unknown_is_left_alone() {
+        let unknown = record(OTHER, 31, 0, 0, &[]);
+        assert_eq!(
+            part(
+                &btf::from_parts(&unknown, NAMES),
+                &only("outer"),
+                &HashSet::new()
+            ),
+            None
+        );
+        let mut cut = kernel();
+        cut.pop();
+        assert_eq!(part(&cut, &only("outer"), &HashSet::new()), None);
+    }
+
+    #[test]
+    fn shapes_of_a_type_have_one_name() {
+        assert_eq!(in_kernel(b"folio___nr_pages"), b"folio");
+        assert_eq!(in_kernel(b"mem_cgroup"), b"mem_cgroup");
+    }
+}

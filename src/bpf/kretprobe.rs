@@ -1,0 +1,148 @@
+//! Programs on the return of kernel functions that many threads are in at once.
+//!
+//! A kretprobe has an instance for each thread that is in the function. The return of a thread that
+//! finds none left is not seen. perf's kretprobes have one for each CPU, with preemption two but at
+//! least ten: of 20 threads that waited for a disk in page faults, up to a third were missed. tracefs
+//! lets the number be chosen, so kretprobes are defined there.
+//!
+//! A definition stays until it is removed, but does nothing without a program. It is removed with the
+//! links, or by the next tool if its own was killed.
+
+use std::ffi::OsStr;
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write};
+use std::path::Path;
+use std::process;
+use std::sync::Mutex;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use libbpf_rs::{Link, ProgramMut, TracepointCategory};
+
+use crate::bpf::kernel_support;
+
+/// Instances of each, the kernel's most (`KRETPROBE_MAXACTIVE_MAX`). They take 0.3 MB.
+const INSTANCES: u32 = 4096;
+
+/// The group of our definitions.
+const GROUP: &str = "memtools";
+
+/// How often to try to remove a definition whose link has just been closed.
+const TRIES: u32 = 10;
+
+/// Definitions that this process has made.
+static DEFINED: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+/// The function that a program of this section is on the return of.
+pub(crate) fn target(section: &OsStr) -> Option<&str> {
+    section.to_str()?.strip_prefix("kretprobe/")
+}
+
+/// Attaches a program to the return of a function, with as many instances as the kernel permits; where
+/// tracefs is not to be had, with perf's few.
+///
+/// # Errors
+/// If the kernel has no kprobe for the function.
+pub(crate) fn attach(program: &ProgramMut<'_>, function: &str) -> Result<Link> {
+    match define(function).and_then(|name| {
+        let group = TracepointCategory::Custom(GROUP.into());
+        Ok(program.attach_tracepoint(group, name)?)
+    }) {
+        Ok(link) => Ok(link),
+        Err(error) => {
+            super::attach::verbose(format_args!(
+                "few instances for the return of {function}: {error:#}"
+            ));
+            Ok(program.attach_kprobe(true, function)?)
+        }
+    }
+}
+
+/// Defines the kretprobe of a function, and returns its name.
+fn define(function: &str) -> Result<String> {
+    kernel_support::preflight_tracepoints()?;
+    let name = format!("{function}_{}", process::id());
+    let file = file()?;
+    for killed in fs::read_to_string(file)?.lines().filter_map(definition) {
+        if !Path::new("/proc").join(killed.1.to_string()).exists() {
+            let _ = write(&format!("-:{GROUP}/{}", killed.0));
+        }
+    }
+    write(&format!("r{INSTANCES}:{GROUP}/{name} {function}"))
+        .with_context(|| format!("failed to define a kretprobe of {function}"))?;
+    if let Ok(mut defined) = DEFINED.lock() {
+        defined.push(name.clone());
+    }
+    Ok(name)
+}
+
+/// Whether this process has defined any.
+pub(crate) fn any() -> bool {
+    DEFINED.lock().is_ok_and(|defined| !defined.is_empty())
+}
+
+/// Removes what this process has defined, once its links are closed.
+pub(crate) fn remove() {
+    let defined = DEFINED.lock().map(|mut all| std::mem::take(&mut *all));
+    for name in defined.unwrap_or_default() {
+        // The kernel may still be about to let go of it.
+        for _ in 0..TRIES {
+            match write(&format!("-:{GROUP}/{name}")) {
+                Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
+                    thread::sleep(Duration::from_millis(10));
+                }
+                _ => break,
+            }
+        }
+    }
+}
+
+/// The name and the process of one of our definitions, from its line in the file of all.
+fn definition(line: &str) -> Option<(&str, u32)> {
+    let (_, rest) = line.split_once(':')?;
+    let name = rest.strip_prefix(GROUP)?.strip_prefix('/')?;
+    let name = name.split(' ').next()?;
+    let (_, pid) = name.rsplit_once('_')?;
+    Some((name, pid.parse().ok()?))
+}
+
+fn file() -> io::Result<&'static Path> {
+    let files = [
+        "/sys/kernel/tracing/kprobe_events",
+        "/sys/kernel/debug/tracing/kprobe_events",
+    ];
+    let there = files.map(Path::new).into_iter().find(|file| file.exists());
+    there.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))
+}
+
+/// Adds a line to the definitions. To open the file for anything but appending removes all of them.
+fn write(line: &str) -> io::Result<()> {
+    let mut file = OpenOptions::new().append(true).open(file()?)?;
+    file.write_all(format!("{line}\n").as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn our_definitions_are_told_by_their_group_and_process() {
+        let ours = "r4096:memtools/handle_mm_fault_77 handle_mm_fault";
+        assert_eq!(definition(ours), Some(("handle_mm_fault_77", 77)));
+        for other in [
+            "p:kprobes/handle_mm_fault_77 handle_mm_fault",
+            "r:memtools/handle_mm_fault handle_mm_fault",
+            "r4:memtoolsx/a_1 a",
+            "",
+        ] {
+            assert_eq!(definition(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn programs_on_returns_are_told_by_their_section() {
+        assert_eq!(target(OsStr::new("kretprobe/a")), Some("a"));
+        assert_eq!(target(OsStr::new("kprobe/a")), None);
+    }
+}

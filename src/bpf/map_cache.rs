@@ -1,0 +1,147 @@
+//! Entries of a map that the kernel half writes once and refers to by their keys, such as names.
+//!
+//! Each is read once. In long runs those that are not referred to any more are removed, lest the
+//! map be full of what has gone. A program can find an entry just before it is removed, and
+//! refer to it just after that; so what is removed is still known here for another round.
+
+use std::collections::HashMap;
+
+use anyhow::{Context, Result};
+use libbpf_rs::{MapCore, MapFlags};
+
+/// The entries of one map, as `V`.
+pub struct Recorded<'map, M, V> {
+    map: &'map M,
+    known: HashMap<Vec<u8>, Known<V>>,
+    round: u64,
+}
+
+struct Known<V> {
+    value: V,
+    /// The round in which it was last asked for.
+    asked_for: u64,
+    removed: bool,
+}
+
+impl<'map, M: MapCore, V: Clone> Recorded<'map, M, V> {
+    /// The entries of this map of the skeleton.
+    pub fn new(map: &'map M) -> Self {
+        Self {
+            map,
+            known: HashMap::new(),
+            round: 0,
+        }
+    }
+
+    /// The entry as `understand` has it, which returns None for one that is just being written;
+    /// None if there is none.
+    pub fn get(
+        &mut self,
+        key: &[u8],
+        understand: impl FnOnce(&[u8]) -> Result<Option<V>>,
+    ) -> Result<Option<V>> {
+        let round = self.round;
+        if let Some(known) = self.known.get_mut(key) {
+            known.asked_for = round;
+            if !known.removed {
+                return Ok(Some(known.value.clone()));
+            }
+        }
+        let bytes = self.map.lookup(key, MapFlags::ANY);
+        let bytes = bytes.context("failed to read an entry of a map")?;
+        let Some(value) = bytes.map(|bytes| understand(&bytes)).transpose()?.flatten() else {
+            return Ok(self.known.get(key).map(|known| known.value.clone()));
+        };
+        let known = Known {
+            value: value.clone(),
+            asked_for: round,
+            removed: false,
+        };
+        self.known.insert(key.to_vec(), known);
+        Ok(Some(value))
+    }
+
+    /// Ends a round: removes what was not asked for in it.
+    pub fn end_round(&mut self) -> Result<()> {
+        let (map, round) = (self.map, self.round);
+        let mut failed = None;
+        self.known.retain(|key, known| {
+            if known.asked_for == round {
+                return true;
+            }
+            if known.removed {
+                return false;
+            }
+            known.removed = true;
+            if let Err(error) = map.delete(key) {
+                failed = Some(error);
+            }
+            true
+        });
+        self.round += 1;
+        failed.map_or(Ok(()), |error| {
+            Err(error).context("failed to remove an entry of a map")
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use libbpf_rs::{MapHandle, MapType, libbpf_sys};
+
+    use super::*;
+
+    /// A map with the numbers up to this as keys, and as values; None where we may make none.
+    fn numbers(count: u64) -> Option<MapHandle> {
+        let options = libbpf_sys::bpf_map_create_opts {
+            sz: size_of::<libbpf_sys::bpf_map_create_opts>() as _,
+            ..Default::default()
+        };
+        let map = MapHandle::create(MapType::Hash, Some("numbers"), 8, 8, 16, &options);
+        let map = match map {
+            Ok(map) => map,
+            Err(_) if !nix::unistd::geteuid().is_root() => return None,
+            Err(error) => panic!("{error}"),
+        };
+        for number in (0..count).map(u64::to_ne_bytes) {
+            map.update(&number, &number, MapFlags::ANY).expect("room");
+        }
+        Some(map)
+    }
+
+    #[test]
+    fn what_is_not_asked_for_is_removed_and_known_for_another_round() {
+        let Some(map) = numbers(2) else { return };
+        let mut recorded: Recorded<'_, _, Vec<u8>> = Recorded::new(&map);
+        let get = |recorded: &mut Recorded<'_, _, Vec<u8>>, number: u64| {
+            let number = number.to_ne_bytes();
+            recorded
+                .get(&number, |bytes| Ok(Some(bytes.to_vec())))
+                .expect("it is read")
+        };
+        let there = |number: u64| {
+            let value = map.lookup(&number.to_ne_bytes(), MapFlags::ANY);
+            value.expect("it is looked up").is_some()
+        };
+
+        assert!(get(&mut recorded, 0).is_some() && get(&mut recorded, 1).is_some());
+        assert_eq!(get(&mut recorded, 2), None);
+        recorded.end_round().expect("nothing fails");
+        assert!(there(0) && there(1), "both were asked for");
+        assert!(get(&mut recorded, 1).is_some());
+        recorded.end_round().expect("nothing fails");
+        assert!(!there(0) && there(1));
+        assert!(get(&mut recorded, 0).is_some(), "found just before");
+        recorded.end_round().expect("it is not removed again");
+        recorded.end_round().expect("nothing fails");
+        assert_eq!(get(&mut recorded, 0), None);
+        assert!(!there(1));
+
+        // It comes back, and is one that is there.
+        let one = 1u64.to_ne_bytes();
+        map.update(&one, &one, MapFlags::ANY).expect("room");
+        assert!(get(&mut recorded, 1).is_some());
+        recorded.end_round().expect("nothing fails");
+        assert!(there(1));
+    }
+}

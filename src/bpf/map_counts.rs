@@ -1,0 +1,90 @@
+//! Counts by key, which `bpf/include/count.bpf.h` adds to, as what has come since the last look.
+
+use std::marker::PhantomData;
+use std::os::fd::AsRawFd;
+
+use anyhow::{Context, Result};
+use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType};
+use plain::Plain;
+
+use crate::bpf::map_batch;
+use crate::bpf::map_create;
+use crate::bpf::types;
+
+/// The counts of one kind: values `V` by keys `K`.
+pub struct Counts<'map, M, K, V> {
+    /// Empty until the first call of [`Counts::take`], which stands for the first of `maps`.
+    holder: &'map M,
+    /// The first is counted in, the second is empty.
+    maps: [Counted<'map, M>; 2],
+    types: PhantomData<(K, V)>,
+}
+
+/// A map of the skeleton, or a larger one in its place.
+enum Counted<'map, M> {
+    Skeleton(&'map M),
+    Made(MapHandle),
+}
+
+impl<M: MapCore> Counted<'_, M> {
+    fn map(&self) -> &dyn MapCore {
+        match self {
+            Self::Skeleton(map) => *map,
+            Self::Made(map) => map,
+        }
+    }
+}
+
+impl<'map, M: MapCore, K: Plain + Copy, V: Plain + Copy> Counts<'map, M, K, V> {
+    /// The counts of these maps of the skeleton, `name`, `name_a` and `name_b`.
+    pub fn new(holder: &'map M, a: &'map M, b: &'map M) -> Self {
+        Self {
+            holder,
+            maps: [Counted::Skeleton(a), Counted::Skeleton(b)],
+            types: PhantomData,
+        }
+    }
+
+    /// What was counted since the last call, and from now on is forgotten.
+    pub fn take(&mut self) -> Result<Vec<(K, V)>> {
+        self.maps.swap(0, 1);
+        let [counted_in, full] = self.maps.each_ref().map(Counted::map);
+        // A replacement takes a grace period: then nobody counts in the other map any more.
+        self.holder
+            .update(
+                &0u32.to_ne_bytes(),
+                &counted_in.as_fd().as_raw_fd().to_ne_bytes(),
+                MapFlags::ANY,
+            )
+            .context("failed to exchange the maps of counts")?;
+        let mut counts = Vec::new();
+        map_batch::take(full, |key, value| {
+            counts.push((*types::view(key)?, *types::view(value)?));
+            Ok(())
+        })?;
+        Ok(counts)
+    }
+
+    /// How many keys the map has room for that is counted in.
+    pub fn entries(&self) -> u32 {
+        self.maps[0].map().max_entries()
+    }
+
+    /// How many keys the map has room for that the next call of [`Counts::take`] begins to count in.
+    pub fn next_entries(&self) -> u32 {
+        self.maps[1].map().max_entries()
+    }
+
+    /// Has the next call of [`Counts::take`] begin to count in a map with room for so many keys, for
+    /// maps that the kernel half knows by their sizes alone.
+    pub fn enlarge(&mut self, entries: u32) -> Result<()> {
+        let [_, empty] = &mut self.maps;
+        if empty.map().max_entries() < entries {
+            let sizes = (size_of::<K>(), size_of::<V>());
+            let map = map_create::create(MapType::Hash, "counts", sizes, entries, 0)
+                .context("no room for more counts")?;
+            *empty = Counted::Made(map);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,33 @@
+//! Room `bpf`: BPF objects, their maps and hooks, and what this kernel allows.
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | [`kernel_support`] | what this kernel and this user allow, with the remedy where they do not |
+//! | [`attach`] | a ladder of variants of the same hook, tried from the best down |
+//! | `kretprobe` | programs on the return of kernel functions, for many threads at once |
+//! | [`btf_subset`] | the kernel's types that a BPF object is fitted to |
+//! | [`types`] | structs generated from the BPF headers |
+//! | [`ring`] | typed events from the ring buffer |
+//! | [`map_create`] | maps that are made while a tool runs |
+//! | [`map_batch`] | all entries of a map |
+//! | [`map_counts`] | counts by key, as what has come since the last look |
+//! | [`map_cache`] | what the kernel half writes once and refers to: names |
+//! | [`room`] | how full the tables are that programs add to, and when they are to grow |
+//! | [`map_mmap`] | arrays that are read without system calls |
+//! | [`program_stats`] | how often the kernel has skipped BPF programs |
+
+pub mod attach;
+pub(crate) mod btf;
+pub mod btf_subset;
+mod fentry_id;
+pub mod kernel_support;
+pub(crate) mod kretprobe;
+pub mod map_batch;
+pub mod map_cache;
+pub mod map_counts;
+pub mod map_create;
+pub mod map_mmap;
+pub mod program_stats;
+pub mod ring;
+pub mod room;
+pub mod types;

@@ -1,0 +1,105 @@
+//! Typed events from the ring buffer of `bpf/include/event.bpf.h`.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::collections::vec_deque::IntoIter;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::rc::Rc;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use libbpf_rs::{Link, MapCore, RingBuffer, RingBufferBuilder};
+use plain::Plain;
+
+use crate::bpf::attach;
+use crate::run::poll::Poller;
+
+/// The events of one tool, in the order in which their handlers reserved them.
+pub struct Events<'map, T> {
+    ring: RingBuffer<'map>,
+    queue: Rc<RefCell<VecDeque<T>>>,
+    malformed: Rc<Cell<u64>>,
+}
+
+impl<'map, T: Plain + Copy + 'map> Events<'map, T> {
+    /// Reads from the skeleton's map `events`, whose records begin with a `T`.
+    pub fn new(map: &'map impl MapCore) -> Result<Self> {
+        // A ring buffer record starts on 8 bytes, as every event type does at most.
+        Self::decoding(map, |record| plain::from_bytes(record).ok().copied())
+    }
+}
+
+impl<'map, T: 'map> Events<'map, T> {
+    /// Reads from the skeleton's map `events`, whose records `decode` understands.
+    pub fn decoding(
+        map: &'map impl MapCore,
+        decode: impl Fn(&[u8]) -> Option<T> + 'map,
+    ) -> Result<Self> {
+        let queue = Rc::new(RefCell::new(VecDeque::new()));
+        let malformed = Rc::new(Cell::new(0));
+        let (sink, bad) = (Rc::clone(&queue), Rc::clone(&malformed));
+        let mut builder = RingBufferBuilder::new();
+        builder
+            .add(map, move |record| {
+                match decode(record) {
+                    Some(event) => sink.borrow_mut().push_back(event),
+                    None => bad.set(bad.get() + 1),
+                }
+                0
+            })
+            .context("failed to map the ring buffer")?;
+        let ring = builder.build().context("failed to map the ring buffer")?;
+        Ok(Self {
+            ring,
+            queue,
+            malformed,
+        })
+    }
+
+    /// Everything that is in the buffer now.
+    pub fn drain(&self) -> Result<IntoIter<T>> {
+        self.ring
+            .consume()
+            .context("failed to read the ring buffer")?;
+        Ok(self.queue.take().into_iter())
+    }
+
+    /// Gives `each` all events as they come, until what the poller watches or the deadline ends the
+    /// trace. Then it detaches the links, and gives what came before they were gone.
+    pub fn follow<'a>(
+        &'a self,
+        mut poller: Poller<'a>,
+        deadline: Option<Instant>,
+        links: Vec<Link>,
+        mut each: impl FnMut(IntoIter<T>) -> Result<()>,
+    ) -> Result<()> {
+        poller.watch_events(self);
+        loop {
+            let wake = poller.wait(deadline)?;
+            each(self.drain()?)?;
+            if wake.stop || wake.deadline || wake.exited {
+                break;
+            }
+        }
+        attach::detach(links);
+        each(self.drain()?)
+    }
+
+    /// Records too short for the event type; only a mismatch of program and binary makes them.
+    pub fn malformed(&self) -> u64 {
+        self.malformed.get()
+    }
+}
+
+impl<T> AsFd for Events<'_, T> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the ring buffer owns its epoll descriptor, which stays open as long as `self`.
+        unsafe { BorrowedFd::borrow_raw(self.ring.epoll_fd()) }
+    }
+}
+
+impl<T> AsRawFd for Events<'_, T> {
+    fn as_raw_fd(&self) -> i32 {
+        self.ring.epoll_fd()
+    }
+}

@@ -1,0 +1,78 @@
+//! The structs that `bpf/include/*.bpf.h` share with user space, generated from their BTF.
+
+use anyhow::{Result, anyhow};
+use plain::Plain;
+
+#[expect(
+    unreachable_pub,
+    clippy::undocumented_unsafe_blocks,
+    clippy::unwrap_used,
+    reason = "generated code"
+)]
+mod skeleton {
+    include!(concat!(env!("OUT_DIR"), "/shared.skel.rs"));
+}
+
+pub use skeleton::types::{
+    filter, histogram, losses, room, room_of, stack, stack_count, stack_count_key, stack_end,
+    stack_slot, unwind_file, unwind_frame_pointer, unwind_kind, unwind_mode, unwind_request,
+};
+
+// SAFETY: plain integers, generated from the C struct; every bit pattern is valid.
+unsafe impl Plain for filter {}
+// SAFETY: as above.
+unsafe impl Plain for losses {}
+// SAFETY: as above.
+unsafe impl Plain for stack {}
+// SAFETY: as above.
+unsafe impl Plain for stack_slot {}
+// SAFETY: as above.
+unsafe impl Plain for unwind_file {}
+// SAFETY: as above.
+unsafe impl Plain for unwind_request {}
+// SAFETY: as above.
+unsafe impl Plain for histogram {}
+// SAFETY: as above.
+unsafe impl Plain for stack_count {}
+// SAFETY: as above.
+unsafe impl Plain for stack_count_key {}
+
+/// A map's value as the struct that it is.
+///
+/// # Errors
+/// If the bytes are too few for it, which only a mismatch of program and binary can make.
+pub fn view<T: Plain>(bytes: &[u8]) -> Result<&T> {
+    plain::from_bytes(bytes)
+        .map_err(|error| anyhow!("a map's value has another layout than expected: {error:?}"))
+}
+
+/// A struct as the bytes of a map's key or value.
+pub fn bytes_of<T: Plain>(value: &T) -> &[u8] {
+    // SAFETY: generated from a C struct whose padding, if any, is a field of its own.
+    unsafe { plain::as_bytes(value) }
+}
+
+/// Include a tool's skeleton as the module `bpf`, and let the named structs be read from bytes.
+///
+/// ```ignore
+/// memtools::skeleton!("memleak", plain: [event, block]);
+/// ```
+#[macro_export]
+macro_rules! skeleton {
+    ($tool:literal, plain: [$($plain:ident),*]) => {
+        #[allow(
+            missing_docs,
+            unreachable_pub,
+            dead_code,
+            clippy::all,
+            clippy::undocumented_unsafe_blocks,
+            clippy::unwrap_used,
+            reason = "generated code"
+        )]
+        mod bpf {
+            include!(concat!(env!("OUT_DIR"), "/", $tool, ".skel.rs"));
+            // SAFETY: generated from C structs of integers; every bit pattern is valid.
+            $(unsafe impl ::plain::Plain for types::$plain {})*
+        }
+    };
+}

@@ -1,0 +1,286 @@
+//! What is asked of ELF files, of whatever user: functions by name, code, and what kind of program
+//! they are.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use anyhow::{Context, Result, ensure};
+use memchr::memmem;
+use object::elf as raw;
+
+use crate::code::elf_file::{Elf, c_string, read_at};
+use crate::code::limits::{self, Deadline};
+
+/// Bytes of a function's code that are read; no allocator's function has as many.
+const MAX_FUNCTION: u64 = 1 << 20;
+/// Bytes of the names of what a file exports and needs.
+const MAX_DYNAMIC_NAMES: u64 = 16 << 20;
+/// Bytes of symbols' names that are kept in memory at a time.
+const NAMES: u64 = 32 << 20;
+
+/// A function that a file defines.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Function {
+    /// The function's symbol, without version.
+    pub name: String,
+    /// Offset in the file of the first byte.
+    pub file_offset: u64,
+    /// Size in bytes, 0 if the symbol does not tell.
+    pub size: u64,
+}
+
+impl Function {
+    /// The function's instructions, as they are in the file.
+    pub fn code(&self, file: &File) -> Result<Vec<u8>> {
+        let length = self.size.min(MAX_FUNCTION) as usize;
+        read_at(file, self.file_offset, length)
+            .with_context(|| format!("failed to read the code of {}", self.name))
+    }
+}
+
+/// The file's build id, which its linker made of what it holds.
+pub fn build_id(file: &File) -> Option<Vec<u8>> {
+    /// Bytes of the note: its header, "GNU", and a hash.
+    const MAX_NOTE: u64 = 4096;
+    const HEADER: [u8; 8] = *b"\x03\0\0\0GNU\0";
+    let elf = Elf::read(file).ok()?;
+    let note = elf.section(".note.gnu.build-id")?;
+    let note = elf.contents(note, MAX_NOTE).ok()?;
+    let (sizes, rest) = note.split_at_checked(8)?;
+    let length = u32::from_le_bytes(*sizes.last_chunk()?) as usize;
+    Some(rest.strip_prefix(&HEADER)?.get(..length)?.to_vec())
+}
+
+/// The functions of `file` that `wanted` accepts, from `.dynsym` and `.symtab`. It is given the name,
+/// and whether the symbol is local, as that of a program's own static `free` is.
+///
+/// A function with several accepted names is listed once for each.
+///
+/// # Errors
+/// If it is no 64-bit ELF file, or one that is over the limits.
+pub fn functions(file: &File, wanted: impl Fn(&str, bool) -> bool) -> Result<Vec<Function>> {
+    let elf = Elf::read(file)?.expect_64_bit()?;
+    let mut sizes: HashMap<(String, u64), u64> = HashMap::new();
+    for kind in [raw::SHT_DYNSYM, raw::SHT_SYMTAB] {
+        let Some((table, names)) = elf.symbol_table(kind) else {
+            continue;
+        };
+        ensure!(
+            names.size <= limits::MAX_SYMBOLS,
+            "the names of its functions have more than {} MiB",
+            limits::MAX_SYMBOLS >> 20
+        );
+        // Of many names a part at a time, and the table as often.
+        for start in (0..names.size).step_by(NAMES as usize) {
+            let length = (names.size - start).min(NAMES + limits::MAX_NAME as u64) as usize;
+            let names = elf.bytes(names.file_offset + start, length)?;
+            elf.each_function(table, |symbol| {
+                let Some(at) = u64::from(symbol.name).checked_sub(start) else {
+                    return Ok(());
+                };
+                let name = names.get(at as usize..).filter(|_| at < NAMES);
+                let Some(Ok(name)) = name.and_then(c_string).map(str::from_utf8) else {
+                    return Ok(());
+                };
+                let name = name.split('@').next().unwrap_or(name);
+                if !symbol.resolves
+                    && wanted(name, symbol.local)
+                    && let Some(offset) = elf.file_offset(symbol.address)
+                {
+                    let size = sizes.entry((name.to_owned(), offset)).or_default();
+                    *size = symbol.size.max(*size);
+                    ensure!(
+                        sizes.len() <= limits::MAX_FOUND,
+                        "it has more than {} functions of such names",
+                        limits::MAX_FOUND
+                    );
+                }
+                Ok(())
+            })?;
+        }
+    }
+    let mut functions: Vec<Function> = sizes
+        .into_iter()
+        .map(|((name, file_offset), size)| Function {
+            name,
+            file_offset,
+            size,
+        })
+        .collect();
+    functions.sort_by(|a, b| (a.file_offset, &a.name).cmp(&(b.file_offset, &b.name)));
+    Ok(functions)
+}
+
+/// A part of a file that is mapped to be executed. Neither its addresses nor its offsets wrap.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CodeSegment {
+    /// The first byte's address in the file's own address space.
+    pub address: u64,
+    /// Offset in the file of the first byte.
+    pub file_offset: u64,
+    /// Size in bytes.
+    pub size: u64,
+}
+
+impl CodeSegment {
+    /// Whether this address is in it.
+    pub fn has(&self, address: u64) -> bool {
+        (self.address..self.address + self.size).contains(&address)
+    }
+
+    /// Reads it in pieces of `length` bytes, which overlap by `overlap`; `each` is given the
+    /// address of a piece and its bytes.
+    ///
+    /// # Errors
+    /// If the file has not all of it, or it takes too long.
+    pub fn read(
+        &self,
+        file: &File,
+        (length, overlap): (usize, usize),
+        mut each: impl FnMut(u64, &[u8]),
+    ) -> Result<()> {
+        let deadline = Deadline::start();
+        let mut bytes = vec![0; length];
+        let mut at = 0;
+        while at < self.size {
+            deadline.check()?;
+            let piece = &mut bytes[..length.min((self.size - at) as usize)];
+            file.read_exact_at(piece, self.file_offset + at)
+                .context("failed to read the code of a file")?;
+            each(self.address + at, piece);
+            at += (length - overlap) as u64;
+        }
+        Ok(())
+    }
+}
+
+/// The parts of a file that are mapped to be executed.
+///
+/// # Errors
+/// If it is no 64-bit ELF file, or one that is over the limits.
+pub fn code_segments(file: &File) -> Result<Vec<CodeSegment>> {
+    Elf::read(file)?.expect_64_bit()?.code()
+}
+
+/// Where code that is here in a file is in the file's own address space, which jumps are relative to.
+pub fn address(segments: &[CodeSegment], file_offset: u64) -> Option<u64> {
+    segments.iter().find_map(|segment| {
+        let within = file_offset.checked_sub(segment.file_offset)?;
+        (within < segment.size).then_some(segment.address + within)
+    })
+}
+
+/// The first bytes of an ELF header that tell its class and machine.
+const HEADER_BYTES: usize = 20;
+
+/// Whether the program is for this machine's own 64-bit architecture.
+pub fn is_native(file: &File) -> Result<bool> {
+    const CLASS: usize = 4;
+    const CLASS_64: u8 = 2;
+    const MACHINE: usize = 18;
+    let machine = if cfg!(target_arch = "x86_64") {
+        raw::EM_X86_64
+    } else {
+        raw::EM_AARCH64
+    };
+    let mut header = [0; HEADER_BYTES];
+    file.read_exact_at(&mut header, 0)
+        .context("failed to read the program")?;
+    Ok(header.starts_with(b"\x7fELF")
+        && header[CLASS] == CLASS_64
+        && u16::from_le_bytes([header[MACHINE], header[MACHINE + 1]]) == machine.0)
+}
+
+/// Whether the Go toolchain linked the file. Its goroutines move their stacks, which a return
+/// probe, whose return address lies on the stack, does not survive.
+pub fn is_go(file: &File) -> bool {
+    Elf::read(file).is_ok_and(|elf| elf.section(".go.buildinfo").is_some())
+}
+
+/// Whether it is HotSpot, the Java virtual machine, by what that has for debuggers.
+pub fn is_hotspot(file: &File) -> bool {
+    const NAMES: &str = ".dynstr";
+    let has_structs = |elf: &Elf<'_>| {
+        let names = elf.contents(elf.section(NAMES)?, MAX_DYNAMIC_NAMES).ok()?;
+        memmem::find(&names, b"\0gHotSpotVMStructs\0")
+    };
+    Elf::read(file).is_ok_and(|elf| has_structs(&elf).is_some())
+}
+
+/// The program interpreter (dynamic linker) that the file asks for, as the file spells it.
+pub fn interpreter(file: &File) -> Result<Option<Vec<u8>>> {
+    let elf = Elf::read(file)?.expect_64_bit()?;
+    let mut segments = elf.segments.iter();
+    let Some(segment) = segments.find(|segment| segment.kind == raw::PT_INTERP) else {
+        return Ok(None);
+    };
+    let length = segment.size.min(libc::PATH_MAX as u64) as usize;
+    let path = elf
+        .bytes(segment.file_offset, length)
+        .context("failed to read which interpreter it asks for")?;
+    Ok(Some(c_string(&path).unwrap_or(&path).to_vec()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn own_program() -> File {
+        File::open("/proc/self/exe").expect("our program")
+    }
+
+    #[unsafe(no_mangle)]
+    extern "C" fn memtools_elf_test_function() -> u32 {
+        41
+    }
+
+    #[test]
+    fn a_function_is_found_where_its_code_is() {
+        assert_eq!(memtools_elf_test_function(), 41);
+        let found = functions(&own_program(), |name, _| {
+            name == "memtools_elf_test_function"
+        })
+        .expect("our symbols");
+        let [function] = &found[..] else {
+            panic!("found {found:?}")
+        };
+        // The bytes in the file are the bytes in memory.
+        let mut bytes = [0; 8];
+        own_program()
+            .read_exact_at(&mut bytes, function.file_offset)
+            .expect("its code");
+        // SAFETY: the function is at least eight bytes of readable code, padding included.
+        let code = unsafe { *(memtools_elf_test_function as *const [u8; 8]) };
+        assert_eq!(bytes, code);
+    }
+
+    #[test]
+    fn we_are_native_and_not_go() {
+        assert!(is_native(&own_program()).expect("an ELF header"));
+        assert!(!is_go(&own_program()));
+    }
+
+    #[test]
+    fn a_build_id_is_what_readelf_says() {
+        let library = "/usr/lib/x86_64-linux-gnu/libc.so.6";
+        let read = std::process::Command::new("readelf")
+            .args(["-n", library])
+            .output();
+        let read = String::from_utf8(read.expect("binutils").stdout).expect("text");
+        let said = read
+            .lines()
+            .find_map(|line| line.trim().strip_prefix("Build ID: "));
+        let file = File::open(library).expect("the C library");
+        let id = build_id(&file).expect("a build id");
+        let id: String = id.iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(Some(&*id), said);
+    }
+
+    #[test]
+    fn a_text_file_is_no_elf_file() {
+        let file = File::open(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")).expect("a file");
+        assert!(!is_native(&file).expect("long enough"));
+        assert!(functions(&file, |_, _| true).is_err());
+    }
+}

@@ -1,0 +1,404 @@
+//! The headers of ELF files, of whatever user, and what is read by them.
+//!
+//! Nothing is mapped: a file that is cut short by its owner would end the process (SIGBUS), and one
+//! that he changes meanwhile would be read twice with two results. Each part is read once, into
+//! memory of our own, within the [limits].
+
+use std::collections::HashMap;
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use anyhow::{Context, Result, bail, ensure};
+use object::elf as raw;
+use object::pod::{Pod, from_bytes, slice_from_all_bytes};
+use object::read::elf::{FileHeader, ProgramHeader, Rela, SectionHeader, Sym};
+use object::{Endianness, elf::FileHeader32, elf::FileHeader64};
+
+use crate::code::elf::CodeSegment;
+use crate::code::limits::{self, Deadline};
+
+/// Bytes of a table that are read at a time.
+const CHUNK: usize = 1 << 20;
+
+/// What is wrong with a file of another kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NotElf;
+
+impl fmt::Display for NotElf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("not an ELF file")
+    }
+}
+
+impl std::error::Error for NotElf {}
+
+/// Bytes that an ELF file is read from: a file, or memory.
+pub trait Source {
+    /// How many there are.
+    fn length(&self) -> io::Result<u64>;
+    /// Fills the buffer from there on.
+    fn read(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
+}
+
+impl Source for File {
+    fn length(&self) -> io::Result<u64> {
+        Ok(self.metadata()?.len())
+    }
+
+    fn read(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        self.read_exact_at(buffer, offset)
+    }
+}
+
+impl Source for &[u8] {
+    fn length(&self) -> io::Result<u64> {
+        Ok(self.len() as u64)
+    }
+
+    fn read(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        let start = usize::try_from(offset).ok();
+        let bytes = start.and_then(|start| self.get(start..)?.get(..buffer.len()));
+        buffer.copy_from_slice(bytes.ok_or(io::ErrorKind::UnexpectedEof)?);
+        Ok(())
+    }
+}
+
+/// A segment of an ELF file, whose address and offset do not wrap.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Segment {
+    pub(crate) kind: raw::ProgramType,
+    pub(crate) executable: bool,
+    /// The first byte's address in the file's own address space.
+    pub(crate) address: u64,
+    pub(crate) file_offset: u64,
+    /// Bytes of it that are in the file.
+    pub(crate) size: u64,
+}
+
+/// A section of an ELF file, whose place in the file does not wrap.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Section {
+    pub(crate) name: Vec<u8>,
+    pub(crate) kind: raw::SectionType,
+    pub(crate) address: u64,
+    pub(crate) file_offset: u64,
+    pub(crate) size: u64,
+    /// The number of the section that it refers to.
+    link: u32,
+}
+
+/// A symbol of a function that is defined.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Symbol {
+    /// Where its name begins among the names.
+    pub(crate) name: u32,
+    pub(crate) address: u64,
+    pub(crate) size: u64,
+    pub(crate) local: bool,
+    /// Whether it is a resolver (IFUNC): its code chooses the function, and is not it.
+    pub(crate) resolves: bool,
+}
+
+/// An ELF file's headers, and where its parts are read from.
+pub(crate) struct Elf<'a> {
+    source: &'a dyn Source,
+    endian: Endianness,
+    is_64: bool,
+    pub(crate) segments: Vec<Segment>,
+    /// Numbered as in the file; one that makes no sense is empty.
+    pub(crate) sections: Vec<Section>,
+    pub(crate) deadline: Deadline,
+}
+
+impl<'a> Elf<'a> {
+    /// Reads the headers. Sections that make no sense are none: the program runs without them.
+    ///
+    /// # Errors
+    /// If it is no ELF file, or its segments are over the limits.
+    pub(crate) fn read(source: &'a dyn Source) -> Result<Self> {
+        const CLASS: usize = 4;
+        let ident = read_at(source, 0, size_of::<raw::Ident>()).map_err(|_| NotElf)?;
+        match ident[CLASS] {
+            1 => Self::read_as::<FileHeader32<Endianness>>(source),
+            _ => Self::read_as::<FileHeader64<Endianness>>(source),
+        }
+    }
+
+    fn read_as<Header: FileHeader<Endian = Endianness>>(source: &'a dyn Source) -> Result<Self> {
+        let bytes = read_at(source, 0, size_of::<Header>()).map_err(|_| NotElf)?;
+        let (header, _) = from_bytes::<Header>(&bytes).map_err(|()| NotElf)?;
+        ensure!(header.is_supported(), NotElf);
+        let endian = header.endian().map_err(|_| NotElf)?;
+        let count = usize::from(header.e_phnum(endian));
+        ensure!(
+            count <= limits::MAX_SEGMENTS,
+            "it has more than {} segments",
+            limits::MAX_SEGMENTS
+        );
+        let length = count * size_of::<Header::ProgramHeader>();
+        let bytes = read_at(source, header.e_phoff(endian).into(), length)
+            .context("failed to read its segments")?;
+        let headers = slice_from_all_bytes::<Header::ProgramHeader>(&bytes).unwrap_or_default();
+        let segments = headers.iter().map(|header| Segment {
+            kind: header.p_type(endian),
+            executable: header.p_flags(endian).contains(raw::PF_X),
+            address: header.p_vaddr(endian).into(),
+            file_offset: header.p_offset(endian).into(),
+            size: header.p_filesz(endian).into(),
+        });
+        Ok(Self {
+            source,
+            endian,
+            is_64: header.is_type_64(),
+            segments: segments.filter(Segment::makes_sense).collect(),
+            sections: sections(source, header, endian).unwrap_or_default(),
+            deadline: Deadline::start(),
+        })
+    }
+
+    /// # Errors
+    /// If it is one of another word size.
+    pub(crate) fn expect_64_bit(self) -> Result<Self> {
+        ensure!(self.is_64, "not a 64-bit ELF file");
+        Ok(self)
+    }
+
+    /// The section of this name.
+    pub(crate) fn section(&self, name: &str) -> Option<&Section> {
+        let mut sections = self.sections.iter();
+        sections.find(|section| section.name == name.as_bytes() && section.size > 0)
+    }
+
+    /// What is in a section.
+    ///
+    /// # Errors
+    /// If it has more bytes than this, or they are not there.
+    pub(crate) fn contents(&self, section: &Section, limit: u64) -> Result<Vec<u8>> {
+        let name = || section.name.escape_ascii().to_string();
+        ensure!(
+            section.size <= limit,
+            "its {} has {} MiB, and {} is the limit",
+            name(),
+            section.size >> 20,
+            limit >> 20
+        );
+        self.bytes(section.file_offset, section.size as usize)
+            .with_context(|| format!("failed to read its {}", name()))
+    }
+
+    /// Bytes of the file.
+    pub(crate) fn bytes(&self, offset: u64, length: usize) -> Result<Vec<u8>> {
+        read_at(self.source, offset, length)
+    }
+
+    /// The parts that are mapped to be executed.
+    ///
+    /// # Errors
+    /// If they are larger than any program's code.
+    pub(crate) fn code(&self) -> Result<Vec<CodeSegment>> {
+        let loaded = self.segments.iter().filter(|segment| segment.is_loaded());
+        let code: Vec<CodeSegment> = loaded
+            .filter(|segment| segment.executable)
+            .map(|segment| CodeSegment {
+                address: segment.address,
+                file_offset: segment.file_offset,
+                size: segment.size,
+            })
+            .collect();
+        let sum = |sum: u64, segment: &CodeSegment| sum.saturating_add(segment.size);
+        ensure!(
+            code.iter().fold(0, sum) <= limits::MAX_CODE,
+            "it has more than {} MiB of code",
+            limits::MAX_CODE >> 20
+        );
+        Ok(code)
+    }
+
+    /// Where in the file the byte at a virtual address is.
+    pub(crate) fn file_offset(&self, address: u64) -> Option<u64> {
+        let mut loaded = self.segments.iter().filter(|segment| segment.is_loaded());
+        loaded.find_map(|segment| {
+            let within = address.checked_sub(segment.address)?;
+            (within < segment.size).then_some(segment.file_offset + within)
+        })
+    }
+
+    /// The first table of symbols of a kind, and their names.
+    pub(crate) fn symbol_table(&self, kind: raw::SectionType) -> Option<(&Section, &Section)> {
+        let mut sections = self.sections.iter();
+        let table = sections.find(|section| section.kind == kind)?;
+        let names = self.sections.get(table.link as usize)?;
+        Some((table, names))
+    }
+
+    /// Calls `each` with every function that a table of symbols defines.
+    pub(crate) fn each_function(
+        &self,
+        table: &Section,
+        mut each: impl FnMut(Symbol) -> Result<()>,
+    ) -> Result<()> {
+        let mut defined = |symbol: Symbol, section: raw::SymbolSection| match section {
+            raw::SHN_UNDEF => Ok(()),
+            section if section.is_reserved() && section != raw::SHN_XINDEX => Ok(()),
+            _ => each(symbol),
+        };
+        let endian = self.endian;
+        if self.is_64 {
+            self.each::<raw::Sym64<Endianness>>(table, limits::MAX_SYMBOLS, |symbol| {
+                function(symbol, endian)
+                    .map_or(Ok(()), |found| defined(found, symbol.st_shndx(endian)))
+            })
+        } else {
+            self.each::<raw::Sym32<Endianness>>(table, limits::MAX_SYMBOLS, |symbol| {
+                function(symbol, endian)
+                    .map_or(Ok(()), |found| defined(found, symbol.st_shndx(endian)))
+            })
+        }
+    }
+
+    /// The functions that the dynamic linker finds for the file, each with the address of the
+    /// pointer that it sets.
+    pub(crate) fn imports(&self) -> Result<HashMap<u64, String>> {
+        let mut imports = HashMap::new();
+        let Some((symbols, names)) = self.symbol_table(raw::SHT_DYNSYM) else {
+            return Ok(imports);
+        };
+        let symbols = self.contents(symbols, limits::MAX_MEMORY as u64 / 4)?;
+        let names = self.contents(names, limits::MAX_MEMORY as u64 / 4)?;
+        let symbols = slice_from_all_bytes::<raw::Sym64<Endianness>>(&symbols).unwrap_or_default();
+        let relocations = self.sections.iter();
+        for section in relocations.filter(|section| section.kind == raw::SHT_RELA) {
+            self.each::<raw::Rela64<Endianness>>(section, limits::MAX_RELOCATIONS, |relocation| {
+                let index = relocation.r_sym(self.endian, false) as usize;
+                let symbol = symbols.get(index).filter(|_| index > 0);
+                let name = symbol.and_then(|symbol| {
+                    let name = c_string(names.get(symbol.st_name(self.endian) as usize..)?)?;
+                    str::from_utf8(name).ok()
+                });
+                let Some(name) = name else { return Ok(()) };
+                imports.insert(relocation.r_offset(self.endian), name.to_owned());
+                ensure!(
+                    imports.len() <= limits::MAX_IMPORTS,
+                    "it imports more than {} functions",
+                    limits::MAX_IMPORTS
+                );
+                Ok(())
+            })?;
+        }
+        Ok(imports)
+    }
+
+    /// Calls `each` with every entry of a section, of which a part at a time is in memory.
+    fn each<Entry: Pod>(
+        &self,
+        section: &Section,
+        limit: u64,
+        mut each: impl FnMut(&Entry) -> Result<()>,
+    ) -> Result<()> {
+        ensure!(
+            section.size <= limit,
+            "its {} has {} MiB, and {} is the limit",
+            section.name.escape_ascii(),
+            section.size >> 20,
+            limit >> 20
+        );
+        let count = section.size as usize / size_of::<Entry>();
+        let at_a_time = CHUNK / size_of::<Entry>();
+        for first in (0..count).step_by(at_a_time) {
+            self.deadline.check()?;
+            let length = at_a_time.min(count - first) * size_of::<Entry>();
+            let offset = section.file_offset + (first * size_of::<Entry>()) as u64;
+            let bytes = self
+                .bytes(offset, length)
+                .with_context(|| format!("failed to read its {}", section.name.escape_ascii()))?;
+            let entries = slice_from_all_bytes::<Entry>(&bytes).unwrap_or_default();
+            entries.iter().try_for_each(&mut each)?;
+        }
+        Ok(())
+    }
+}
+
+impl Segment {
+    fn makes_sense(&self) -> bool {
+        self.address.checked_add(self.size).is_some()
+            && self.file_offset.checked_add(self.size).is_some()
+    }
+
+    pub(crate) fn is_loaded(&self) -> bool {
+        self.kind == raw::PT_LOAD
+    }
+}
+
+/// The sections, numbered as in the file.
+fn sections<Header: FileHeader<Endian = Endianness>>(
+    source: &dyn Source,
+    header: &Header,
+    endian: Endianness,
+) -> Result<Vec<Section>> {
+    let count = usize::from(header.e_shnum(endian));
+    ensure!(count <= limits::MAX_SECTIONS, "it has too many sections");
+    let length = count * size_of::<Header::SectionHeader>();
+    let bytes = read_at(source, header.e_shoff(endian).into(), length)?;
+    let headers = slice_from_all_bytes::<Header::SectionHeader>(&bytes).unwrap_or_default();
+    let names = headers.get(usize::from(header.e_shstrndx(endian).0));
+    let names = names.map(|names| (names.sh_offset(endian).into(), names.sh_size(endian).into()));
+    let names = match names {
+        Some((offset, size)) if size <= limits::MAX_SECTION_NAMES => {
+            read_at(source, offset, size as usize)?
+        }
+        _ => bail!("its sections have no names"),
+    };
+    let section = |header: &Header::SectionHeader| {
+        let name = names.get(header.sh_name(endian) as usize..);
+        let (file_offset, size) = (
+            header.sh_offset(endian).into(),
+            header.sh_size(endian).into(),
+        );
+        let is_in_file = header.sh_type(endian) != raw::SHT_NOBITS;
+        let makes_sense = is_in_file && u64::checked_add(file_offset, size).is_some();
+        Section {
+            name: name.and_then(c_string).unwrap_or_default().to_vec(),
+            kind: header.sh_type(endian),
+            address: header.sh_addr(endian).into(),
+            file_offset: if makes_sense { file_offset } else { 0 },
+            size: if makes_sense { size } else { 0 },
+            link: header.sh_link(endian),
+        }
+    };
+    Ok(headers.iter().map(section).collect())
+}
+
+/// What a symbol says, if it is a function's.
+fn function<Symbol_: Sym<Endian = Endianness>>(
+    symbol: &Symbol_,
+    endian: Endianness,
+) -> Option<Symbol> {
+    let is_function = matches!(symbol.st_type(), raw::STT_FUNC | raw::STT_GNU_IFUNC);
+    is_function.then(|| Symbol {
+        name: symbol.st_name(endian),
+        address: symbol.st_value(endian).into(),
+        size: symbol.st_size(endian).into(),
+        local: symbol.st_bind() == raw::STB_LOCAL,
+        resolves: symbol.st_type() == raw::STT_GNU_IFUNC,
+    })
+}
+
+/// Bytes of a file. It is asked for its length first: memory for what is not there is not taken.
+pub(crate) fn read_at(source: &dyn Source, offset: u64, length: usize) -> Result<Vec<u8>> {
+    let end = offset.checked_add(length as u64);
+    let there = end.is_some_and(|end| source.length().is_ok_and(|all| end <= all));
+    ensure!(there, "the file is too short");
+    let mut bytes = vec![0; length];
+    source
+        .read(&mut bytes, offset)
+        .context("failed to read the file")?;
+    Ok(bytes)
+}
+
+/// The bytes before the first NUL; None if there is none, or not soon.
+pub(crate) fn c_string(bytes: &[u8]) -> Option<&[u8]> {
+    let bytes = &bytes[..bytes.len().min(limits::MAX_NAME)];
+    Some(&bytes[..memchr::memchr(0, bytes)?])
+}

@@ -1,0 +1,67 @@
+//! The instruction at a place in a file.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use anyhow::{Context, Result};
+#[cfg(target_arch = "x86_64")]
+use iced_x86::{Decoder, DecoderOptions};
+
+/// Bytes of the longest instruction of x86-64.
+const LONGEST: usize = 15;
+
+/// The bytes of a file from a place on that can be one instruction; zero behind the file's end.
+pub type Code = [u8; LONGEST];
+
+/// Reads what is at this offset of a file.
+///
+/// # Errors
+/// If the file has nothing there.
+pub fn code_at(file: &File, offset: u64) -> Result<Code> {
+    let mut code = [0; LONGEST];
+    let length = file.read_at(&mut code, offset).context("failed to read")?;
+    (length > 0)
+        .then_some(code)
+        .with_context(|| format!("the file ends before {offset:#x}"))
+}
+
+/// Whether these bytes begin with an instruction, as far as they tell.
+#[cfg(target_arch = "x86_64")]
+pub fn begins(code: &Code) -> bool {
+    !Decoder::new(64, code, DecoderOptions::NONE)
+        .decode()
+        .is_invalid()
+}
+
+/// Whether these bytes begin with an instruction: any can.
+#[cfg(not(target_arch = "x86_64"))]
+pub fn begins(_code: &Code) -> bool {
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn instructions_and_what_is_none() {
+        let mut code = Code::default();
+        code[..4].copy_from_slice(&[0xf3, 0x0f, 0x1e, 0xfa]);
+        assert!(begins(&code), "endbr64");
+        // push %es is of 32-bit code.
+        assert!(!begins(&[0x06; LONGEST]));
+    }
+
+    #[test]
+    fn nothing_is_behind_the_end_of_a_file() {
+        let file = File::open("/proc/self/exe").expect("our program");
+        assert!(code_at(&file, 0).expect("a header").starts_with(b"\x7fELF"));
+        let end = file.metadata().expect("a size").len();
+        assert_eq!(
+            code_at(&file, end - 1).expect("a byte")[1..],
+            [0; LONGEST - 1]
+        );
+        assert!(code_at(&file, end).is_err());
+        assert!(code_at(&file, u64::MAX).is_err());
+    }
+}

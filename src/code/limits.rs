@@ -1,0 +1,64 @@
+//! What the reading of one file of another user may take.
+//!
+//! Whoever owns a file can make each size, count and depth in it as large as he likes: a section of
+//! 64 GiB is a hole on his disk. So there is a limit to each, and a file that is over one is left out
+//! with the reason. The limits are above what the largest programs of distributions have.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use nix::time::{ClockId, clock_gettime};
+
+/// Bytes of memory for one file at a time.
+pub const MAX_MEMORY: usize = 64 << 20;
+/// CPU time for one file. A compiler of 109 MB takes 0.05 s.
+const MAX_TIME: Duration = Duration::from_secs(1);
+
+/// Bytes of what is executed: Chromium has 200 MB of it.
+pub(crate) const MAX_CODE: u64 = 512 << 20;
+/// Program headers: the kernel executes no program with more of them (64 KiB).
+pub(crate) const MAX_SEGMENTS: usize = 1170;
+/// Section headers: what a 16-bit index reaches.
+pub(crate) const MAX_SECTIONS: usize = 0xff00;
+/// Bytes of all names of sections.
+pub(crate) const MAX_SECTION_NAMES: u64 = 4 << 20;
+/// Bytes of a table of symbols, or of their names: a debug build of Chromium has 300 MB of these.
+pub(crate) const MAX_SYMBOLS: u64 = 512 << 20;
+/// Bytes of a symbol's name. C++ makes them of 10 KB.
+pub(crate) const MAX_NAME: usize = 16 << 10;
+/// Functions of a file that have one of the names looked for: more than all that libstdc++ exports.
+pub(crate) const MAX_FOUND: usize = 1 << 14;
+/// Bytes of `.eh_frame`: a web browser has 20 MB of it.
+pub(crate) const MAX_EH_FRAME: u64 = 40 << 20;
+/// Functions that a file takes from others.
+pub(crate) const MAX_IMPORTS: usize = 1 << 18;
+/// Bytes of a table of relocations.
+pub(crate) const MAX_RELOCATIONS: u64 = 64 << 20;
+
+/// The end of the time that one file may take, in CPU time of the thread that reads it: how busy the
+/// machine is does not matter.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Deadline(Duration);
+
+impl Deadline {
+    /// Begins to read a file.
+    pub(crate) fn start() -> Self {
+        Self(cpu_time() + MAX_TIME)
+    }
+
+    /// # Errors
+    /// If the time is over.
+    pub(crate) fn check(self) -> Result<()> {
+        ensure!(
+            cpu_time() <= self.0,
+            "it takes more than {} s to read",
+            MAX_TIME.as_secs()
+        );
+        Ok(())
+    }
+}
+
+/// CPU time of this thread. Without a clock there is no deadline.
+fn cpu_time() -> Duration {
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
+}

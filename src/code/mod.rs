@@ -1,0 +1,21 @@
+//! Room `code`: machine code and the ELF files that it comes from.
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | [`elf`] | what is asked of ELF files: functions by name, code, kind of program |
+//! | [`elf_file`] | the headers of an ELF file, and what is read by them |
+//! | [`instruction`] | the instruction at a place in a file |
+//! | [`limits`] | what the reading of one file of another user may take |
+//! | [`probe_place`] | where in a function a uprobe costs least |
+//! | `symbol_copy` | a copy of a file's symbols, which blazesym can read |
+//! | [`symbols`] | the function that an offset in a file is in |
+//! | [`wrappers`] | functions that only pass a call on to another one |
+
+pub mod elf;
+pub mod elf_file;
+pub mod instruction;
+pub mod limits;
+pub mod probe_place;
+mod symbol_copy;
+pub mod symbols;
+pub mod wrappers;

@@ -1,0 +1,342 @@
+//! A copy of what names the functions of an ELF file, which blazesym can read.
+//!
+//! blazesym maps its files, whole: one that its owner cuts short would end the process (SIGBUS). Of
+//! several symbols at an address it takes any of the largest, and walks through all of them each time;
+//! sums of what the file says may overflow. So it is not given the file, but one in memory (memfd)
+//! that nobody can change: segments, functions and names, read once and checked, each function in
+//! order and of one name. The names keep their places: what no function needs is a hole.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use anyhow::{Context, Result, ensure};
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use object::elf as raw;
+use object::pod::{bytes_of, bytes_of_slice};
+use object::{NativeEndian, U16, U32, U64};
+
+use crate::code::elf_file::{Elf, Section, Symbol};
+use crate::code::limits;
+
+/// Bytes that blazesym takes for a function: the symbol, and its number in the order of addresses.
+const FUNCTION: usize = size_of::<Sym>() + size_of::<usize>();
+/// Bytes of names that are copied at a time. A name that may be shown ends in the block in which it
+/// begins, or in the next one.
+const BLOCK: usize = limits::MAX_NAME;
+/// Underscores before a name that are told apart.
+const MOST_UNDERSCORES: usize = 4;
+/// Functions that are written at a time.
+const CHUNK: usize = 1 << 14;
+/// The names of the copy's sections, each after a NUL.
+const SECTION_NAMES: &[u8] = b"\0.shstrtab\0.symtab\0.strtab\0.dynsym\0.dynstr\0";
+/// The number of the section that has them.
+const SECTION_NAMES_INDEX: u16 = 1;
+/// Sections: none, their names, and two tables with their names.
+const MAX_SECTIONS: usize = 6;
+
+type Sym = raw::Sym64<NativeEndian>;
+type FileHeader = raw::FileHeader64<NativeEndian>;
+type ProgramHeader = raw::ProgramHeader64<NativeEndian>;
+type SectionHeader = raw::SectionHeader64<NativeEndian>;
+
+/// The copy, sealed.
+#[derive(Debug)]
+pub(crate) struct SymbolCopy {
+    pub(crate) file: File,
+    /// Memory that it takes, with what blazesym makes of it.
+    pub(crate) bytes: usize,
+}
+
+/// What a name is written for.
+#[derive(Debug, Clone, Copy)]
+struct Function {
+    address: u64,
+    /// Never 0, and never up to behind the last address.
+    size: u32,
+    /// Where its name begins among the names.
+    name: u32,
+}
+
+struct Writer<'a> {
+    elf: &'a Elf<'a>,
+    file: File,
+    end: u64,
+    bytes: usize,
+    sections: Vec<SectionHeader>,
+}
+
+/// Names of which some are copied.
+struct Names<'a> {
+    section: &'a Section,
+    /// Where they are in the copy.
+    to: u64,
+    /// For each block that is copied, what follows the last NUL in it; 0 if it has none.
+    blocks: Vec<Option<usize>>,
+}
+
+impl SymbolCopy {
+    /// Copies what names functions; None if there are none.
+    ///
+    /// # Errors
+    /// If the file's owner has it take more than the limits, or it has changed.
+    pub(crate) fn of(elf: &Elf<'_>) -> Result<Option<Self>> {
+        let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
+        let file = memfd_create(c"memtools-symbols", flags);
+        let file = File::from(file.context("failed to create a file for its symbols")?);
+        let mut writer = Writer {
+            elf,
+            file,
+            end: 0,
+            bytes: 0,
+            sections: vec![section_header(b"", raw::SHT_NULL, 0, 0)],
+        };
+        let headers = size_of::<FileHeader>()
+            + elf.segments.len() * size_of::<ProgramHeader>()
+            + MAX_SECTIONS * size_of::<SectionHeader>();
+        writer.place(headers as u64);
+        let at = writer.place(SECTION_NAMES.len() as u64);
+        writer.file.write_all_at(SECTION_NAMES, at)?;
+        let length = SECTION_NAMES.len() as u64;
+        writer.add(section_header(b".shstrtab", raw::SHT_STRTAB, at, length));
+        writer.table(raw::SHT_SYMTAB, [b".symtab", b".strtab"])?;
+        writer.table(raw::SHT_DYNSYM, [b".dynsym", b".dynstr"])?;
+        if writer.bytes == 0 {
+            return Ok(None);
+        }
+        writer.finish().map(Some)
+    }
+}
+
+impl Writer<'_> {
+    /// Room of so many bytes, aligned as blazesym wants it.
+    fn place(&mut self, length: u64) -> u64 {
+        let at = self.end.next_multiple_of(BLOCK as u64);
+        self.end = at + length;
+        at
+    }
+
+    fn add(&mut self, section: SectionHeader) {
+        self.sections.push(section);
+    }
+
+    /// Copies the functions of a table of symbols, and their names.
+    fn table(&mut self, kind: raw::SectionType, titles: [&[u8]; 2]) -> Result<()> {
+        let Some((table, names)) = self.elf.symbol_table(kind) else {
+            return Ok(());
+        };
+        ensure!(
+            names.size <= limits::MAX_SYMBOLS,
+            "its names of symbols have {} MiB, and {} is the limit",
+            names.size >> 20,
+            limits::MAX_SYMBOLS >> 20
+        );
+        let most = (limits::MAX_MEMORY - self.bytes) / FUNCTION;
+        let mut functions = Vec::new();
+        self.elf.each_function(table, |symbol| {
+            ensure!(functions.len() < most, "it has too many functions");
+            functions.extend(Function::new(symbol, names.size));
+            Ok(())
+        })?;
+        functions.sort_by_key(|function| function.address);
+        for aliases in functions.chunk_by_mut(|one, other| one.address == other.address) {
+            self.put_plainest_first(aliases, names)?;
+        }
+        functions.dedup_by_key(|function| function.address);
+        self.take(functions.len() * FUNCTION)?;
+
+        let length = (functions.len() * size_of::<Sym>()) as u64;
+        let at = self.place(length);
+        let mut to = at;
+        for chunk in functions.chunks(CHUNK) {
+            let symbols: Vec<Sym> = chunk.iter().map(Function::symbol).collect();
+            self.file.write_all_at(bytes_of_slice(&symbols), to)?;
+            to += size_of_val(&*symbols) as u64;
+        }
+        self.add(section_header(titles[0], kind, at, length));
+        let to = self.place(names.size);
+        self.add(section_header(titles[1], raw::SHT_STRTAB, to, names.size));
+        self.names(names, to, &functions)
+    }
+
+    /// Puts the name first that users know, which has fewest underscores before it: `mmap`, not `__mmap`.
+    /// Among such, the first one in the file is the function's name.
+    fn put_plainest_first(&self, aliases: &mut [Function], names: &Section) -> Result<()> {
+        if aliases.len() < 2 {
+            return Ok(());
+        }
+        let mut plainest = (usize::MAX, 0);
+        for (number, alias) in aliases.iter().enumerate() {
+            self.elf.deadline.check()?;
+            let at = u64::from(alias.name);
+            let length = names.size.saturating_sub(at).min(MOST_UNDERSCORES as u64);
+            let start = self
+                .elf
+                .bytes(names.file_offset + at, length as usize)
+                .context("failed to read its names of symbols")?;
+            let underscores = start.iter().take_while(|&&byte| byte == b'_').count();
+            plainest = plainest.min((underscores, number));
+        }
+        aliases.swap(0, plainest.1);
+        Ok(())
+    }
+
+    fn names(&mut self, section: &Section, to: u64, functions: &[Function]) -> Result<()> {
+        let count = section.size.div_ceil(BLOCK as u64) as usize;
+        let mut names = Names {
+            section,
+            to,
+            blocks: vec![None; count],
+        };
+        for function in functions {
+            let (block, start) = (
+                function.name as usize / BLOCK,
+                function.name as usize % BLOCK,
+            );
+            if self.block(&mut names, block)? <= start && block + 1 < count {
+                self.block(&mut names, block + 1)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies a block of names unless it is there. Returns what follows its last NUL.
+    fn block(&mut self, names: &mut Names<'_>, number: usize) -> Result<usize> {
+        if let Some(known) = names.blocks[number] {
+            return Ok(known);
+        }
+        self.elf.deadline.check()?;
+        self.take(BLOCK)?;
+        let start = (number * BLOCK) as u64;
+        let length = (names.section.size - start).min(BLOCK as u64) as usize;
+        let bytes = self.elf.bytes(names.section.file_offset + start, length);
+        let bytes = bytes.context("failed to read its names of symbols")?;
+        self.file.write_all_at(&bytes, names.to + start)?;
+        let after = memchr::memrchr(0, &bytes).map_or(0, |last| last + 1);
+        names.blocks[number] = Some(after);
+        Ok(after)
+    }
+
+    /// Takes memory, if there is so much left for one file.
+    fn take(&mut self, bytes: usize) -> Result<()> {
+        self.bytes += bytes;
+        ensure!(
+            self.bytes <= limits::MAX_MEMORY,
+            "its functions and their names take more than {} MiB",
+            limits::MAX_MEMORY >> 20
+        );
+        Ok(())
+    }
+
+    /// Writes the headers, and lets nobody write any more.
+    fn finish(self) -> Result<SymbolCopy> {
+        let e = NativeEndian;
+        let loaded = self
+            .elf
+            .segments
+            .iter()
+            .filter(|segment| segment.is_loaded());
+        let segments: Vec<ProgramHeader> = loaded
+            .map(|segment| ProgramHeader {
+                p_type: U32::new(e, raw::PT_LOAD),
+                p_flags: U32::new(e, raw::PF_R),
+                p_offset: U64::new(e, segment.file_offset),
+                p_vaddr: U64::new(e, segment.address),
+                p_paddr: U64::new(e, segment.address),
+                p_filesz: U64::new(e, segment.size),
+                p_memsz: U64::new(e, segment.size),
+                p_align: U64::new(e, 1),
+            })
+            .collect();
+        let segments_at = size_of::<FileHeader>() as u64;
+        let sections_at = segments_at + size_of_val(&*segments) as u64;
+        let header = FileHeader {
+            e_ident: raw::Ident {
+                magic: raw::ELFMAG,
+                class: raw::ELFCLASS64,
+                data: if cfg!(target_endian = "little") {
+                    raw::ELFDATA2LSB
+                } else {
+                    raw::ELFDATA2MSB
+                },
+                version: raw::EV_CURRENT,
+                os_abi: raw::ELFOSABI_NONE,
+                abi_version: 0,
+                padding: [0; 7],
+            },
+            e_type: U16::new(e, raw::ET_DYN),
+            e_machine: U16::new(e, raw::EM_NONE),
+            e_version: U32::new(e, raw::EV_CURRENT.0.into()),
+            e_entry: U64::new(e, 0),
+            e_phoff: U64::new(e, segments_at),
+            e_shoff: U64::new(e, sections_at),
+            e_flags: U32::new(e, raw::FileFlags(0)),
+            e_ehsize: U16::new(e, size_of::<FileHeader>() as u16),
+            e_phentsize: U16::new(e, size_of::<ProgramHeader>() as u16),
+            e_phnum: U16::new(e, segments.len() as u16),
+            e_shentsize: U16::new(e, size_of::<SectionHeader>() as u16),
+            e_shnum: U16::new(e, self.sections.len() as u16),
+            e_shstrndx: U16::new(e, raw::SymbolSection(SECTION_NAMES_INDEX)),
+        };
+        self.file.write_all_at(bytes_of(&header), 0)?;
+        let file = self.file;
+        file.write_all_at(bytes_of_slice(&segments), segments_at)?;
+        file.write_all_at(bytes_of_slice(&self.sections), sections_at)?;
+        file.set_len(self.end)?;
+        let seals = SealFlag::F_SEAL_SHRINK
+            | SealFlag::F_SEAL_GROW
+            | SealFlag::F_SEAL_WRITE
+            | SealFlag::F_SEAL_SEAL;
+        fcntl(&file, FcntlArg::F_ADD_SEALS(seals)).context("failed to seal its symbols")?;
+        Ok(SymbolCopy {
+            file,
+            bytes: self.bytes,
+        })
+    }
+}
+
+impl Function {
+    /// None for one that does not tell its size, or has no name.
+    fn new(symbol: Symbol, names: u64) -> Option<Self> {
+        let size = symbol.size.min(u64::MAX - symbol.address);
+        let size = size.try_into().unwrap_or(u32::MAX);
+        (size > 0 && u64::from(symbol.name) < names).then_some(Self {
+            address: symbol.address,
+            size,
+            name: symbol.name,
+        })
+    }
+
+    fn symbol(&self) -> Sym {
+        let e = NativeEndian;
+        Sym {
+            st_name: U32::new(e, self.name),
+            st_info: raw::SymbolInfo::new(raw::STB_GLOBAL, raw::STT_FUNC),
+            st_other: raw::SymbolOther(0),
+            // Any that is defined.
+            st_shndx: U16::new(e, raw::SymbolSection(SECTION_NAMES_INDEX)),
+            st_value: U64::new(e, self.address),
+            st_size: U64::new(e, self.size.into()),
+        }
+    }
+}
+
+/// The header of one of the copy's sections.
+fn section_header(title: &[u8], kind: raw::SectionType, at: u64, length: u64) -> SectionHeader {
+    let e = NativeEndian;
+    let name = memchr::memmem::find(SECTION_NAMES, title).unwrap_or(0);
+    let is_table = kind == raw::SHT_SYMTAB || kind == raw::SHT_DYNSYM;
+    let entry = if is_table { size_of::<Sym>() } else { 0 };
+    SectionHeader {
+        sh_name: U32::new(e, name as u32),
+        sh_type: U32::new(e, kind),
+        sh_flags: U64::new(e, raw::SectionFlags(0)),
+        sh_addr: U64::new(e, 0),
+        sh_offset: U64::new(e, at),
+        sh_size: U64::new(e, length),
+        sh_link: U32::new(e, 0),
+        sh_info: U32::new(e, 0),
+        sh_addralign: U64::new(e, BLOCK as u64),
+        sh_entsize: U64::new(e, entry as u64),
+    }
+}

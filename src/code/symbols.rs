@@ -1,0 +1,138 @@
+//! The function that an offset in a file is in, by the file's tables of symbols.
+//!
+//! blazesym looks it up, in a copy of these tables (`symbol_copy`). A name is never
+//! given past its symbol's end.
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+
+use anyhow::Result;
+use blazesym::symbolize::source::{self, Source};
+use blazesym::symbolize::{Input, Symbolized, Symbolizer};
+
+use crate::code::elf_file::Elf;
+use crate::code::limits;
+use crate::code::symbol_copy::SymbolCopy;
+
+/// Memory for a file beside its symbols. Each also takes two descriptors and a mapping, so that this
+/// bounds how many are kept.
+const OVERHEAD: usize = 512 << 10;
+
+/// The functions of a file by address.
+#[derive(Debug, Default)]
+pub struct Symbols(Option<Names>);
+
+#[derive(Debug)]
+struct Names {
+    /// For this file alone: blazesym forgets it when it is dropped.
+    blazesym: Symbolizer,
+    copy: SymbolCopy,
+}
+
+/// The name of a function that an offset is in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Name {
+    /// As the file has it, mangled; without its end if it has none within 16 KiB.
+    pub text: String,
+    /// Whether it is all of the name.
+    pub is_whole: bool,
+    /// The offset from the function's start.
+    pub offset: u64,
+}
+
+impl Symbols {
+    /// Reads the tables of an ELF file of either word size.
+    ///
+    /// # Errors
+    /// If it is no ELF file, or one that is over the limits.
+    pub fn of_file(file: &File) -> Result<Self> {
+        let copy = SymbolCopy::of(&Elf::read(file)?)?;
+        let names = copy.map(|copy| Names {
+            blazesym: Symbolizer::builder()
+                .enable_auto_reload(false)
+                .enable_code_info(false)
+                .enable_inlined_fns(false)
+                .enable_demangling(false)
+                .build(),
+            copy,
+        });
+        Ok(Self(names))
+    }
+
+    /// Bytes of memory that they take.
+    pub fn bytes(&self) -> usize {
+        let names = self.0.as_ref();
+        names.map_or(0, |names| OVERHEAD + names.copy.bytes)
+    }
+
+    /// The function that this offset in the file is in.
+    pub fn find(&self, file_offset: u64) -> Option<Name> {
+        let Names { blazesym, copy } = self.0.as_ref()?;
+        let mut elf = source::Elf::new(format!("/proc/self/fd/{}", copy.file.as_raw_fd()));
+        elf.debug_syms = false;
+        let found = blazesym.symbolize_single(&Source::Elf(elf), Input::FileOffset(file_offset));
+        let Ok(Symbolized::Sym(symbol)) = found else {
+            return None;
+        };
+        let is_in_it = symbol.offset < symbol.size.unwrap_or(0);
+        // Names that have no end soon may go on with those of other functions.
+        let mut length = symbol.name.len().min(limits::MAX_NAME);
+        while !symbol.name.is_char_boundary(length) {
+            length -= 1;
+        }
+        is_in_it.then(|| Name {
+            text: symbol.name[..length].to_owned(),
+            is_whole: symbol.name.len() < limits::MAX_NAME,
+            offset: symbol.offset as u64,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+    use crate::code::elf;
+
+    #[unsafe(no_mangle)]
+    extern "C" fn memtools_symbols_test_function(value: u32) -> u32 {
+        value.rotate_left(3) ^ 41
+    }
+
+    #[test]
+    fn a_function_is_found_by_where_its_code_is() {
+        // Linked only if it is used.
+        std::hint::black_box(memtools_symbols_test_function as extern "C" fn(u32) -> u32);
+        let file = File::open("/proc/self/exe").expect("our program");
+        let symbols = Symbols::of_file(&file).expect("our symbols");
+        let name = "memtools_symbols_test_function";
+        let found = elf::functions(&file, |found, _| found == name).expect("our symbols");
+        let function = found.first().expect("our function");
+        let first = symbols.find(function.file_offset).expect("a name");
+        assert_eq!((&*first.text, first.offset), (name, 0));
+        assert!(first.is_whole);
+        let last = function.size - 1;
+        let last = symbols.find(function.file_offset + last);
+        assert_eq!(last.expect("a name").offset, function.size - 1);
+        assert!(symbols.find(u64::MAX).is_none());
+        // The ELF header is no function.
+        assert!(symbols.find(0).is_none());
+    }
+
+    #[test]
+    fn names_outlast_the_file() {
+        let program = std::fs::read("/proc/self/exe").expect("our program");
+        let file = tempfile::tempfile().expect("a file");
+        file.write_all_at(&program, 0).expect("room");
+        let symbols = Symbols::of_file(&file).expect("its symbols");
+        // A file that is mapped would end us with SIGBUS.
+        file.set_len(0).expect("an empty file");
+        let own = File::open("/proc/self/exe").expect("our program");
+        let name = "memtools_symbols_test_function";
+        let found = elf::functions(&own, |found, _| found == name).expect("our symbols");
+        let start = found.first().expect("our function").file_offset;
+        assert_eq!(symbols.find(start).expect("a name").text, name);
+        assert!(Symbols::of_file(&file).is_err());
+    }
+}

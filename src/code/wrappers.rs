@@ -1,0 +1,293 @@
+//! Functions that only pass a call on to another one.
+//!
+//! C++'s `operator new` in libstdc++ returns what `malloc` returned; mimalloc's `mi_free_size` jumps
+//! to its `mi_free`. Where the other one is probed, a probe on these tells nothing more and costs as
+//! much again. But an `operator new` with an allocator of its own inside has to be probed. The code
+//! tells which it is: all its ways are followed, and each has to go through the other function.
+
+use std::cell::RefCell;
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use anyhow::{Context, Result};
+use iced_x86::{
+    Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpKind,
+    Register,
+};
+
+use crate::code::elf::{self, CodeSegment, Function};
+use crate::code::elf_file::Elf;
+use crate::code::probe_place::{Held, writes};
+
+/// Instructions that are followed in one function. A function that only passes a call on is short.
+const MAX_INSTRUCTIONS: usize = 512;
+/// Bytes of the longest instruction.
+const LONGEST: u64 = 15;
+/// Bytes of a file that are read at a time.
+const PAGE: u64 = 4096;
+
+/// Functions that do not return, by which a way ends.
+const NO_RETURN: [&str; 5] = [
+    "__cxa_throw",
+    "_ZSt17__throw_bad_allocv",
+    "_Unwind_Resume",
+    "__stack_chk_fail",
+    "abort",
+];
+
+/// A function that another one calls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Callee<'a> {
+    /// One of the same file, by its first byte in the file.
+    Own(u64),
+    /// One that the dynamic linker is to find by this name.
+    Import(&'a str),
+}
+
+/// What a function has in common with the one that it passes a call on to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Passes {
+    /// What it returns, as `operator new`.
+    Result,
+    /// What it is given, as `operator delete`.
+    Arguments,
+}
+
+/// Whether a function passes its calls on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Passing {
+    /// The function does not call the other one, as far as the code tells.
+    Never,
+    /// The function calls the other one on some ways, and returns without a call on others.
+    Sometimes,
+    /// The function calls the other one on every way to its return.
+    Always,
+}
+
+/// The code of a file, for following calls in it.
+pub struct Calls {
+    file: File,
+    /// Parts of the file that were read, by the number of their first page.
+    pages: RefCell<HashMap<u64, Vec<u8>>>,
+    segments: Vec<CodeSegment>,
+    /// By the address of the pointer that the dynamic linker sets.
+    imports: HashMap<u64, String>,
+}
+
+/// What a function gives to the one that it calls: for an argument of that, the number of its own
+/// argument that it is.
+#[derive(Debug, Clone, Copy)]
+pub struct Given(Held);
+
+impl Given {
+    /// None if it is something else.
+    pub fn as_argument(&self, argument: u8) -> Option<u8> {
+        self.0.in_register_of(argument)
+    }
+}
+
+/// How far a way through a function is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum State {
+    /// The other function was not called, or what it returned is gone.
+    Before(Held),
+    /// The other function was called, and all is as that left it.
+    Passed(Held),
+}
+
+impl Calls {
+    /// The calls in this file's code.
+    pub fn of(file: &File) -> Result<Self> {
+        let elf = Elf::read(file)?.expect_64_bit()?;
+        Ok(Self {
+            imports: elf.imports()?,
+            segments: elf.code()?,
+            pages: RefCell::default(),
+            file: file.try_clone().context("failed to keep the file open")?,
+        })
+    }
+
+    /// Whether a function passes its calls on to one of `others`, which is told what that is given.
+    pub fn passing(
+        &self,
+        function: &Function,
+        passes: Passes,
+        others: impl Fn(Callee<'_>, Given) -> bool,
+    ) -> Passing {
+        let Some(entry) = elf::address(&self.segments, function.file_offset) else {
+            return Passing::Never;
+        };
+        let mut information = InstructionInfoFactory::new();
+        let mut ways = vec![(entry, State::Before(Held::at_entry()))];
+        let mut seen = HashSet::new();
+        let (mut always, mut ever) = (true, false);
+        while let Some((address, state)) = ways.pop() {
+            if !seen.insert((address, state)) {
+                continue;
+            }
+            let instruction = self
+                .instruction(address)
+                .filter(|_| seen.len() <= MAX_INSTRUCTIONS);
+            let Some(instruction) = instruction else {
+                always = false;
+                continue;
+            };
+            let next = instruction.next_ip();
+            let callee = self.callee(&instruction);
+            let held = state.held();
+            let passed = callee.is_some_and(|callee| others(callee, Given(held)));
+            ever |= passed;
+            match instruction.flow_control() {
+                FlowControl::Next => {
+                    ways.push((next, state.after(&mut information, &instruction, passes)));
+                }
+                FlowControl::ConditionalBranch => {
+                    ways.push((next, state));
+                    ways.push((instruction.near_branch_target(), state));
+                }
+                // The last call of a function can be a jump.
+                FlowControl::UnconditionalBranch if passed => {}
+                FlowControl::UnconditionalBranch => {
+                    ways.push((instruction.near_branch_target(), state));
+                }
+                FlowControl::IndirectBranch => always &= passed,
+                FlowControl::Call | FlowControl::IndirectCall => {
+                    let ends =
+                        matches!(callee, Some(Callee::Import(name)) if NO_RETURN.contains(&name));
+                    let held = held.after_call();
+                    let after = match (passed, state, passes) {
+                        (true, ..) => State::Passed(held),
+                        // What was freed stays so.
+                        (false, State::Passed(_), Passes::Arguments) => State::Passed(held),
+                        _ => State::Before(held),
+                    };
+                    if !ends {
+                        ways.push((next, after));
+                    }
+                }
+                FlowControl::Return => always &= matches!(state, State::Passed(_)),
+                // Traps: the process ends.
+                FlowControl::Interrupt | FlowControl::Exception => {}
+                FlowControl::XbeginXabortXend => always = false,
+            }
+        }
+        match (ever, always) {
+            (false, _) => Passing::Never,
+            (true, false) => Passing::Sometimes,
+            (true, true) => Passing::Always,
+        }
+    }
+
+    /// Whether a function can call one of another file, or one that its code does not name.
+    pub fn leaves_the_file(&self, function: &Function) -> bool {
+        let Some(entry) = elf::address(&self.segments, function.file_offset) else {
+            return true;
+        };
+        let (mut ways, mut seen) = (vec![entry], HashSet::new());
+        while let Some(address) = ways.pop() {
+            if !seen.insert(address) {
+                continue;
+            }
+            let instruction = self
+                .instruction(address)
+                .filter(|_| seen.len() <= MAX_INSTRUCTIONS);
+            let Some(instruction) = instruction else {
+                return true;
+            };
+            let (next, target) = (instruction.next_ip(), instruction.near_branch_target());
+            match (instruction.flow_control(), self.callee(&instruction)) {
+                (_, Some(Callee::Import(name))) if NO_RETURN.contains(&name) => {}
+                (_, Some(Callee::Import(_))) => return true,
+                (FlowControl::IndirectCall | FlowControl::IndirectBranch, None) => return true,
+                (FlowControl::ConditionalBranch, _) => ways.extend([next, target]),
+                (FlowControl::UnconditionalBranch, _) => ways.push(target),
+                (FlowControl::Next | FlowControl::Call, _) => ways.push(next),
+                _ => {}
+            }
+        }
+        false
+    }
+
+    /// What a call or a jump goes to, if the code says it.
+    fn callee(&self, instruction: &Instruction) -> Option<Callee<'_>> {
+        match instruction.flow_control() {
+            FlowControl::Call | FlowControl::UnconditionalBranch => {
+                let target = instruction.near_branch_target();
+                // An entry of the procedure linkage table is a jump through a pointer.
+                let mut stub = self.instruction(target)?;
+                if stub.mnemonic() == Mnemonic::Endbr64 {
+                    stub = self.instruction(stub.next_ip())?;
+                }
+                if stub.flow_control() == FlowControl::IndirectBranch
+                    && let Some(name) = self.import(&stub)
+                {
+                    return Some(Callee::Import(name));
+                }
+                let segment = self.segments.iter().find(|segment| segment.has(target))?;
+                Some(Callee::Own(target - segment.address + segment.file_offset))
+            }
+            FlowControl::IndirectBranch | FlowControl::IndirectCall => {
+                Some(Callee::Import(self.import(instruction)?))
+            }
+            _ => None,
+        }
+    }
+
+    /// The one at this address.
+    fn instruction(&self, address: u64) -> Option<Instruction> {
+        let segment = self.segments.iter().find(|segment| segment.has(address))?;
+        let within = address - segment.address;
+        let start = segment.file_offset + within;
+        let length = (segment.size - within).min(LONGEST);
+        let mut pages = self.pages.borrow_mut();
+        let page = pages
+            .entry(start / PAGE)
+            .or_insert_with(|| self.page(start / PAGE));
+        let start = (start % PAGE) as usize;
+        let bytes = page.get(start..start + length as usize)?;
+        let instruction = Decoder::with_ip(64, bytes, address, DecoderOptions::NONE).decode();
+        (!instruction.is_invalid()).then_some(instruction)
+    }
+
+    /// A page of the file with what begins in it, as far as the file goes.
+    fn page(&self, number: u64) -> Vec<u8> {
+        let mut page = vec![0; (PAGE + LONGEST) as usize];
+        let length = self.file.read_at(&mut page, number * PAGE).unwrap_or(0);
+        page.truncate(length);
+        page
+    }
+
+    /// The function that the dynamic linker finds for the pointer that an instruction uses.
+    fn import(&self, instruction: &Instruction) -> Option<&str> {
+        let by_pointer =
+            instruction.op0_kind() == OpKind::Memory && instruction.memory_base() == Register::RIP;
+        let pointer = by_pointer.then(|| instruction.memory_displacement64())?;
+        self.imports.get(&pointer).map(String::as_str)
+    }
+}
+
+impl State {
+    fn held(self) -> Held {
+        let (Self::Before(held) | Self::Passed(held)) = self;
+        held
+    }
+
+    /// After an instruction that is no jump.
+    fn after(
+        self,
+        information: &mut InstructionInfoFactory,
+        instruction: &Instruction,
+        passes: Passes,
+    ) -> Self {
+        let held = self.held().after(information, instruction);
+        let used = information.info(instruction).used_registers().iter();
+        let mut changed = used.filter(|used| writes(used.access()));
+        let result_is_lost = passes == Passes::Result
+            && changed.any(|used| used.register().full_register() == Register::RAX);
+        match self {
+            Self::Passed(_) if !result_is_lost => Self::Passed(held),
+            _ => Self::Before(held),
+        }
+    }
+}

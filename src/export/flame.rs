@@ -1,0 +1,238 @@
+//! Flame graphs: one SVG that any browser shows, zooms and searches, without a network.
+
+use std::io::Write;
+
+use anyhow::{Context, Result};
+use inferno::flamegraph::color::{BasicPalette, Color, Palette, PaletteMap};
+use inferno::flamegraph::{self, Options, TextTruncateDirection};
+use nix::unistd;
+
+use crate::export::folded::{self, Folded};
+use crate::export::profile::Profile;
+use crate::print::{clock, text};
+use crate::stacks::named::NamedStack;
+
+/// What frames of the kernel are coloured in, apart from the program's, which are green.
+const KERNEL: Color = Color {
+    r: 240,
+    g: 170,
+    b: 80,
+};
+/// What stands for frames that are not there.
+const MISSING: Color = Color {
+    r: 170,
+    g: 170,
+    b: 170,
+};
+
+/// Writes the flame graph of the profile's main value.
+///
+/// # Errors
+/// If `out` cannot be written to.
+pub fn write(profile: &Profile, out: &mut dyn Write) -> Result<()> {
+    let mut colors = PaletteMap::default();
+    let mut lines = Vec::new();
+    for sample in &profile.samples {
+        let weight = sample.values.get(profile.main).copied().unwrap_or_default();
+        if weight > 0 {
+            color(&sample.stack, &mut colors);
+            let line = Folded {
+                pid: false,
+                annotate: true,
+                stack: &sample.stack,
+            };
+            lines.push(valid_xml(format!("{line} {weight}")));
+        }
+    }
+    if lines.is_empty() {
+        return write_empty(profile, out);
+    }
+    let mut options = Options::default();
+    options.colors = Palette::Basic(BasicPalette::Mem);
+    // The same function has the same colour in every graph.
+    options.deterministic = true;
+    options.palette_map = Some(&mut colors);
+    options.title = valid_xml(title(profile));
+    options.subtitle = Some(valid_xml(subtitle(profile)));
+    options.count_name = counted(profile).to_owned();
+    options.text_truncate_direction = TextTruncateDirection::Right;
+    flamegraph::from_lines(&mut options, lines.iter().map(String::as_str), out)
+        .context("failed to draw the flame graph")
+}
+
+fn counted(profile: &Profile) -> &'static str {
+    let main = profile.values.get(profile.main);
+    main.map_or("", |value| value.counted)
+}
+
+/// `memleak: outstanding allocations of pid 1234 (demo)`.
+fn title(profile: &Profile) -> String {
+    let Profile {
+        tool,
+        subject,
+        target,
+        ..
+    } = profile;
+    format!("{tool}: {subject} of {target}")
+}
+
+/// Host, time and sum; and what a reader has to know of the numbers.
+fn subtitle(profile: &Profile) -> String {
+    let host = unistd::gethostname().unwrap_or_default();
+    let host = text::escape_bytes(host.as_encoded_bytes());
+    let mut line = format!(
+        "{host}, {} {} to {}, {} {}",
+        profile.until.date(),
+        clock::time_of_day(&profile.since),
+        clock::time_of_day(&profile.until),
+        profile.total(profile.main),
+        counted(profile),
+    );
+    for remark in &profile.remarks {
+        line += "; ";
+        line += remark;
+    }
+    line
+}
+
+/// Chooses colours for the frames that are not the program's own code, under the names that
+/// [`Folded`] gives them.
+fn color(stack: &NamedStack, colors: &mut PaletteMap) {
+    for part in [&stack.user, &stack.kernel].into_iter().flatten() {
+        if let Some(missing) = part.missing() {
+            colors.insert(folded::escape(&missing), MISSING);
+        }
+        for frame in part.frames.iter().filter(|frame| frame.kernel) {
+            colors.insert(folded::name(frame) + folded::KERNEL_MARK, KERNEL);
+        }
+    }
+}
+
+/// Two characters that UTF-8 has and XML has not; control characters are escaped before.
+fn valid_xml(line: String) -> String {
+    if line.contains(['\u{fffe}', '\u{ffff}']) {
+        line.replace(['\u{fffe}', '\u{ffff}'], "\u{fffd}")
+    } else {
+        line
+    }
+}
+
+/// There is no flame graph of nothing.
+fn write_empty(profile: &Profile, out: &mut dyn Write) -> Result<()> {
+    let xml = |line: String| {
+        let line = valid_xml(line);
+        let line = line.replace('&', "&amp;").replace('<', "&lt;");
+        line.replace('>', "&gt;")
+    };
+    write!(
+        out,
+        "<?xml version=\"1.0\" standalone=\"no\"?>\n\
+         <svg version=\"1.1\" width=\"1200\" height=\"80\" xmlns=\"http://www.w3.org/2000/svg\" \
+         font-family=\"monospace\" font-size=\"12\">\n\
+         <text x=\"10\" y=\"24\">{}</text>\n<text x=\"10\" y=\"48\">{}</text>\n</svg>\n",
+        xml(title(profile)),
+        xml(subtitle(profile)),
+    )
+    .context("failed to write")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::export::profile::{Sample, Value};
+    use crate::stacks::named::{Frame, Part};
+
+    fn profile(samples: Vec<Sample>) -> Profile {
+        let time = "2026-11-22T12:55:15+00:00[+00:00]";
+        Profile {
+            tool: "brkstack",
+            target: "command ./a <b> & 'c' \u{ffff}".into(),
+            subject: "calls of brk(2)".into(),
+            since: time.parse().expect("a time"),
+            until: time.parse().expect("a time"),
+            values: vec![Value::count("brk_calls", "calls"), Value::bytes("growth")],
+            main: 0,
+            samples,
+            remarks: vec!["estimated".into()],
+        }
+    }
+
+    fn sample(user: Part, kernel: Option<Part>, values: [u64; 2]) -> Sample {
+        Sample {
+            stack: NamedStack {
+                comm: "p".into(),
+                user: Some(user),
+                kernel,
+                ..NamedStack::default()
+            },
+            values: values.to_vec(),
+        }
+    }
+
+    fn part(names: &[&str], kernel: bool, truncated: Option<&str>) -> Part {
+        let frame = |name: &&str| Frame {
+            symbol: Some(((*name).to_owned(), 0)),
+            kernel,
+            ..Frame::default()
+        };
+        Part {
+            frames: names.iter().map(frame).collect(),
+            truncated: truncated.map(str::to_owned),
+        }
+    }
+
+    fn draw(profile: &Profile) -> String {
+        let mut image = Vec::new();
+        write(profile, &mut image).expect("memory");
+        String::from_utf8(image).expect("UTF-8")
+    }
+
+    /// The colour of the box with this title.
+    fn color(image: &str, title: &str) -> String {
+        let at = image.find(title).unwrap_or_else(|| panic!("no {title}"));
+        let fill = image[at..].split("fill=\"").nth(1).expect("a colour");
+        fill.split('"').next().expect("an end").to_owned()
+    }
+
+    #[test]
+    fn what_is_missing_and_what_is_the_kernels_is_told_apart() {
+        let kernel = part(&["do_brk_flags"], true, None);
+        let image = draw(&profile(vec![
+            sample(part(&["grow", "main"], false, None), Some(kernel), [23, 92]),
+            sample(part(&["do_brk_flags"], false, Some("deep")), None, [7, 28]),
+            sample(Part::default(), None, [5, 20]),
+            sample(part(&["never"], false, None), None, [0, 4]),
+        ]));
+        for title in [
+            "main (23 calls, 65.71%)",
+            "do_brk_flags (23 calls, 65.71%)",
+            "[truncated: deep] (7 calls, 20.00%)",
+            "[lost] (5 calls, 14.29%)",
+            "all (35 calls, 100%)",
+        ] {
+            assert!(image.contains(title), "no {title} in {image}");
+        }
+        assert!(!image.contains("never"));
+        assert_eq!(color(&image, "do_brk_flags (23"), "rgb(240,170,80)");
+        assert_ne!(color(&image, "do_brk_flags (7"), "rgb(240,170,80)");
+        for missing in ["[lost] (", "[truncated: deep] ("] {
+            assert_eq!(color(&image, missing), "rgb(170,170,170)");
+        }
+        assert!(image.contains("brkstack: calls of brk(2) of command ./a &lt;b&gt; &amp; "));
+        assert!(image.contains("12:55:15, 35 calls; estimated"));
+        assert!(!image.contains('\u{ffff}'));
+    }
+
+    #[test]
+    fn the_same_stacks_are_drawn_in_the_same_colours() {
+        let profile = profile(vec![sample(part(&["a", "b"], false, None), None, [1, 1])]);
+        assert_eq!(draw(&profile), draw(&profile));
+    }
+
+    #[test]
+    fn nothing_is_drawn_as_nothing() {
+        let image = draw(&profile(Vec::new()));
+        assert!(image.contains(", 0 calls; estimated</text>"), "{image}");
+        assert!(image.contains("./a &lt;b&gt; &amp; 'c'"), "{image}");
+    }
+}

@@ -1,0 +1,238 @@
+//! Stacks as flame graph tools read them: one line a stack, root first, frames joined by `;`,
+//! a space, and a whole number.
+
+use std::fmt;
+use std::io::{self, Write};
+
+use crate::stacks::named::{Frame, NamedStack, Part};
+
+/// What the names of kernel frames end in, for flame graphs to colour them.
+pub(super) const KERNEL_MARK: &str = "_[k]";
+
+/// A stack as a line without its weight: `comm;main;f`.
+#[derive(Debug, Clone, Copy)]
+pub struct Folded<'a> {
+    /// The stack. The kernel's part goes on from the user's, after a frame `-`.
+    pub stack: &'a NamedStack,
+    /// Makes the root frame `comm-PID`, so that processes of one name stay apart.
+    pub pid: bool,
+    /// Whether kernel frames end in `_[k]`, which flame graphs show in a colour of their own.
+    pub annotate: bool,
+}
+
+impl fmt::Display for Folded<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut line = String::new();
+        self.write_frames(&mut line)?;
+        f.write_str(&without_number(line))
+    }
+}
+
+impl<'a> Folded<'a> {
+    /// The stack alone, without marks.
+    pub fn new(stack: &'a NamedStack) -> Self {
+        Self {
+            stack,
+            pid: false,
+            annotate: false,
+        }
+    }
+
+    /// Writes the line, with its weight and its newline.
+    ///
+    /// # Errors
+    /// If `out` cannot be written to.
+    pub fn write(&self, weight: u64, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(out, "{self} {weight}")
+    }
+
+    fn write_frames(&self, f: &mut impl fmt::Write) -> fmt::Result {
+        let stack = self.stack;
+        f.write_str(&escape(&stack.comm))?;
+        if self.pid {
+            write!(f, "-{}", stack.pid)?;
+        }
+        let suffix = if self.annotate { KERNEL_MARK } else { "" };
+        if let Some(user) = &stack.user {
+            write_part(user, f, suffix)?;
+        }
+        if let Some(kernel) = &stack.kernel {
+            if stack.user.is_some() {
+                f.write_str(";-")?;
+            }
+            write_part(kernel, f, suffix)?;
+        }
+        Ok(())
+    }
+}
+
+fn write_part(part: &Part, f: &mut impl fmt::Write, kernel_suffix: &str) -> fmt::Result {
+    if let Some(missing) = part.missing() {
+        write!(f, ";{}", escape(&missing))?;
+    }
+    for frame in part.frames.iter().rev() {
+        write!(f, ";{}", name(frame))?;
+        if frame.kernel {
+            f.write_str(kernel_suffix)?;
+        }
+    }
+    Ok(())
+}
+
+/// The frame's function, or else its module in brackets.
+pub(super) fn name(frame: &Frame) -> String {
+    match (&frame.symbol, &frame.module) {
+        (Some((name, _)), _) => escape(name),
+        (None, Some((module, _))) => format!("[{}]", escape(module)),
+        (None, None) => "[unknown]".to_owned(),
+    }
+}
+
+/// A `;` would split the frame.
+pub(super) fn escape(name: &str) -> String {
+    name.replace(';', ":")
+}
+
+/// A number after a space at the end would be taken for the weight, and the weight for that of a
+/// stack to compare with: flamegraph.pl draws differences.
+fn without_number(mut stack: String) -> String {
+    let digits = stack.trim_end_matches(|c: char| c.is_ascii_digit() || c == '.');
+    let end = digits.len();
+    let last = digits.chars().next_back();
+    if let Some(space) = last.filter(|c| end < stack.len() && c.is_whitespace()) {
+        stack.replace_range(end - space.len_utf8()..end, "_");
+    }
+    stack
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn frame(symbol: Option<&str>, module: Option<&str>) -> Frame {
+        Frame {
+            address: 1,
+            symbol: symbol.map(|name| (name.to_owned(), 0)),
+            module: module.map(|name| (name.to_owned(), 0)),
+            kernel: module == Some("kernel"),
+            ..Frame::default()
+        }
+    }
+
+    fn part(frames: &[Frame]) -> Option<Part> {
+        Some(Part {
+            frames: frames.to_vec(),
+            truncated: None,
+        })
+    }
+
+    fn stack(comm: &str, user: Option<Part>) -> NamedStack {
+        NamedStack {
+            pid: 7,
+            comm: comm.to_owned(),
+            user,
+            ..NamedStack::default()
+        }
+    }
+
+    fn text(line: Folded<'_>, weight: u64) -> String {
+        let mut text = Vec::new();
+        line.write(weight, &mut text).expect("memory");
+        String::from_utf8(text).expect("UTF-8")
+    }
+
+    #[test]
+    fn root_first_without_offsets() {
+        let frames = [
+            frame(Some("leaf(int; int)"), Some("a")),
+            frame(None, Some("libb.so")),
+            frame(None, None),
+            frame(Some("main"), Some("a")),
+        ];
+        assert_eq!(
+            text(Folded::new(&stack("my prog", part(&frames))), 4093),
+            "my prog;main;[unknown];[libb.so];leaf(int: int) 4093\n"
+        );
+    }
+
+    #[test]
+    fn the_kernel_goes_on_from_the_user() {
+        let mut stack = stack("p", part(&[frame(Some("brk"), Some("libc.so.6"))]));
+        stack.kernel = part(&[
+            frame(Some("do_brk_flags"), Some("kernel")),
+            frame(Some("do_syscall_64"), Some("kernel")),
+        ]);
+        let marked = Folded {
+            pid: true,
+            annotate: true,
+            ..Folded::new(&stack)
+        };
+        assert_eq!(
+            text(marked, 1),
+            "p-7;brk;-;do_syscall_64_[k];do_brk_flags_[k] 1\n"
+        );
+        stack.user = None;
+        let with_pid = Folded {
+            pid: true,
+            ..Folded::new(&stack)
+        };
+        assert_eq!(text(with_pid, 1), "p-7;do_syscall_64;do_brk_flags 1\n");
+    }
+
+    /// Whatever the names are: one stack, one number, and as many frames.
+    #[test]
+    fn flame_graph_tools_understand_it() {
+        let odd = [
+            "main",
+            "f(int, 7)",
+            "a;b",
+            "operator new 12",
+            "x 1.5",
+            "v 3 4",
+        ];
+        for name in odd {
+            for frames in [
+                &[][..],
+                &[frame(Some(name), None)],
+                &[frame(None, Some(name))],
+            ] {
+                let user = (!frames.is_empty()).then(|| part(frames)).flatten();
+                let text = text(Folded::new(&stack(name, user)), 4093);
+                let words: Vec<&str> = text.trim_end().rsplitn(3, char::is_whitespace).collect();
+                assert_eq!(words[0], "4093", "{text}");
+                // The word before it is no number.
+                assert!(
+                    words.len() < 3 || words[1].parse::<f64>().is_err(),
+                    "{text}"
+                );
+                let stack = text.trim_end().strip_suffix(" 4093").expect("a weight");
+                assert_eq!(stack.split(';').count(), 1 + frames.len(), "{text}");
+
+                let mut image = Vec::new();
+                let mut options = inferno::flamegraph::Options::default();
+                inferno::flamegraph::from_lines(&mut options, text.lines(), &mut image)
+                    .expect("a flame graph");
+                let image = String::from_utf8_lossy(&image);
+                assert!(image.contains("(4,093 samples, 100%)"), "{text}{image}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_cut_stack_says_so_at_its_root() {
+        let cut = Part {
+            frames: vec![frame(Some("f"), None)],
+            truncated: Some("no unwind info: libf.so".into()),
+        };
+        assert_eq!(
+            text(Folded::new(&stack("p", Some(cut))), 1),
+            "p;[truncated: no unwind info: libf.so];f 1\n"
+        );
+    }
+
+    #[test]
+    fn a_lost_stack_says_so_and_one_that_is_not_there_does_not() {
+        assert_eq!(text(Folded::new(&stack("p", part(&[]))), 1), "p;[lost] 1\n");
+        assert_eq!(text(Folded::new(&stack("p", None)), 1), "p 1\n");
+    }
+}

@@ -1,0 +1,20 @@
+//! Room `export`: named stacks in the formats that people read and that other programs take in.
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | [`text`] | stacks below a row, and as stackcount of BCC prints them |
+//! | [`folded`] | stacks as flame graph tools read them |
+//! | [`files`] | the options that write files, and the files of a run |
+//! | [`profile`] | what a report is about, for the formats that are files of their own |
+//! | [`flame`] | flame graphs |
+//! | [`pprof`] | profiles as `go tool pprof` and others read them |
+//! | [`replace`] | files that are written whole or not at all |
+
+pub mod files;
+pub mod flame;
+pub mod folded;
+pub mod pprof;
+mod pprof_message;
+pub mod profile;
+pub mod replace;
+pub mod text;

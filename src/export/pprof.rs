@@ -1,0 +1,423 @@
+//! Profiles in pprof's format, which `go tool pprof`, Pyroscope, Parca, speedscope, Perfetto and
+//! Grafana read: one message of google/pprof's `proto/profile.proto`, compressed.
+//!
+//! Stacks of one program that runs several times, at other addresses each time, share locations: an
+//! address is that of the file's code where it was first seen.
+
+use std::collections::HashMap;
+use std::io::Write;
+
+use anyhow::{Context, Result};
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use jiff::Zoned;
+use prost::Message;
+
+use crate::export::pprof_message as message;
+use crate::export::profile::{Profile, Sample};
+use crate::process::address_space::MappedCode;
+use crate::stacks::named::{Frame, NamedStack, Part};
+
+/// The part of the address space that is the kernel's on x86-64 and arm64.
+const KERNEL_START: u64 = 1 << 63;
+
+/// Writes the profile with all its values.
+///
+/// # Errors
+/// If `out` cannot be written to.
+pub fn write(profile: &Profile, out: &mut dyn Write) -> Result<()> {
+    let mut gzip = GzEncoder::new(out, Compression::default());
+    let message = Builder::build(profile).encode_to_vec();
+    gzip.write_all(&message).context("failed to write")?;
+    gzip.finish().context("failed to write")?;
+    Ok(())
+}
+
+/// The tables of a message, each thing in them once. Numbers of mappings, functions and locations
+/// begin at 1.
+#[derive(Default)]
+struct Builder {
+    message: message::Profile,
+    strings: HashMap<String, i64>,
+    mappings: HashMap<Code, u64>,
+    functions: HashMap<(i64, i64), u64>,
+    locations: HashMap<LocationKey, u64>,
+}
+
+/// What is mapped: a part of a file by the file's number and offset, or a module of the kernel.
+#[derive(PartialEq, Eq, Hash)]
+enum Code {
+    File { number: u32, offset: u64 },
+    Kernel(String),
+}
+
+/// What tells locations apart: generated code has other functions at the same addresses in other
+/// processes.
+#[derive(PartialEq, Eq, Hash)]
+struct LocationKey {
+    mapping: u64,
+    address: u64,
+    function: u64,
+}
+
+impl Builder {
+    fn build(profile: &Profile) -> message::Profile {
+        let mut builder = Self::default();
+        builder.string("");
+        // The first mapping is the program's.
+        if let Some(program) = largest_program(profile) {
+            builder.mapping_of(program);
+        }
+        for sample in profile.samples.iter().filter(|sample| !is_empty(sample)) {
+            builder.sample(sample);
+        }
+        builder.head(profile);
+        builder.message
+    }
+
+    fn head(&mut self, profile: &Profile) {
+        let types: Vec<_> = profile
+            .values
+            .iter()
+            .map(|value| self.value_type(value.kind, value.unit))
+            .collect();
+        if let Some(main) = profile.values.get(profile.main) {
+            self.message.default_sample_type = self.string(main.kind);
+            self.message.period_type = Some(self.value_type("space", "bytes"));
+        }
+        self.message.sample_type = types;
+        self.message.period = 1;
+        let nanos = |time: &Zoned| time.timestamp().as_nanosecond();
+        let (since, until) = (nanos(&profile.since), nanos(&profile.until));
+        self.message.time_nanos = i64::try_from(until).unwrap_or_default();
+        self.message.duration_nanos = i64::try_from(until - since).unwrap_or_default();
+        let what = format!(
+            "{} {}: {} of {}",
+            profile.tool,
+            env!("CARGO_PKG_VERSION"),
+            profile.subject,
+            profile.target
+        );
+        let comments = std::iter::once(&what).chain(&profile.remarks);
+        self.message.comment = comments.map(|comment| self.string(comment)).collect();
+    }
+
+    fn value_type(&mut self, kind: &str, unit: &str) -> message::ValueType {
+        message::ValueType {
+            kind: self.string(kind),
+            unit: self.string(unit),
+        }
+    }
+
+    fn sample(&mut self, sample: &Sample) {
+        let NamedStack {
+            pid,
+            comm,
+            user,
+            kernel,
+            ..
+        } = &sample.stack;
+        let mut locations = Vec::new();
+        for part in [kernel, user].into_iter().flatten() {
+            self.part(part, &mut locations);
+        }
+        let mut labels = Vec::new();
+        if *pid != 0 {
+            labels.push(message::Label {
+                key: self.string("pid"),
+                num: (*pid).into(),
+                ..message::Label::default()
+            });
+        }
+        labels.push(message::Label {
+            key: self.string("comm"),
+            str: self.string(comm),
+            ..message::Label::default()
+        });
+        let values = sample.values.iter();
+        self.message.sample.push(message::Sample {
+            location_id: locations,
+            value: values
+                .map(|&value| i64::try_from(value).unwrap_or(i64::MAX))
+                .collect(),
+            label: labels,
+        });
+    }
+
+    fn part(&mut self, part: &Part, locations: &mut Vec<u64>) {
+        for frame in &part.frames {
+            let location = self.frame(frame);
+            locations.push(location);
+        }
+        if let Some(missing) = part.missing() {
+            let function = self.function(&missing, "");
+            locations.push(self.location(0, 0, function));
+        }
+    }
+
+    fn frame(&mut self, frame: &Frame) -> u64 {
+        let (mapping, address) = match &frame.code {
+            Some(code) => {
+                let mapping = self.mapping_of(code);
+                let start = self.start_of(mapping);
+                (mapping, frame.instruction - code.range.start + start)
+            }
+            None if frame.kernel => {
+                let module = frame.module.as_ref().map_or("kernel", |(name, _)| name);
+                (self.kernel_mapping(module), frame.instruction)
+            }
+            None => (0, frame.instruction),
+        };
+        let function = match &frame.symbol {
+            Some((name, _)) => self.function(name, ""),
+            // Whoever reads it may know the file by its build id, and name it.
+            None => 0,
+        };
+        self.location(mapping, address, function)
+    }
+
+    fn location(&mut self, mapping: u64, address: u64, function: u64) -> u64 {
+        let locations = &mut self.message.location;
+        let key = LocationKey {
+            mapping,
+            address,
+            function,
+        };
+        *self.locations.entry(key).or_insert_with(|| {
+            let line = message::Line {
+                function_id: function,
+                ..message::Line::default()
+            };
+            let id = locations.len() as u64 + 1;
+            locations.push(message::Location {
+                id,
+                mapping_id: mapping,
+                address,
+                line: if function == 0 { vec![] } else { vec![line] },
+            });
+            id
+        })
+    }
+
+    fn function(&mut self, name: &str, file: &str) -> u64 {
+        let (name, filename) = (self.string(name), self.string(file));
+        let functions = &mut self.message.function;
+        *self.functions.entry((name, filename)).or_insert_with(|| {
+            let id = functions.len() as u64 + 1;
+            functions.push(message::Function {
+                id,
+                name,
+                system_name: name,
+                filename,
+                start_line: 0,
+            });
+            id
+        })
+    }
+
+    fn mapping_of(&mut self, code: &MappedCode) -> u64 {
+        let key = Code::File {
+            number: code.file.number,
+            offset: code.file_offset,
+        };
+        if let Some(&id) = self.mappings.get(&key) {
+            return id;
+        }
+        let path = code.file.path();
+        let build_id = code.file.build_id().unwrap_or_default();
+        let build_id: String = build_id.iter().map(|byte| format!("{byte:02x}")).collect();
+        let mapping = message::Mapping {
+            memory_start: code.range.start,
+            memory_limit: code.range.end,
+            file_offset: code.file_offset,
+            filename: self.string(&path),
+            build_id: self.string(&build_id),
+            has_functions: true,
+            ..message::Mapping::default()
+        };
+        self.add_mapping(key, mapping)
+    }
+
+    fn kernel_mapping(&mut self, module: &str) -> u64 {
+        let key = Code::Kernel(module.to_owned());
+        if let Some(&id) = self.mappings.get(&key) {
+            return id;
+        }
+        let mapping = message::Mapping {
+            memory_start: KERNEL_START,
+            memory_limit: u64::MAX,
+            filename: self.string(&format!("[{module}]")),
+            has_functions: true,
+            ..message::Mapping::default()
+        };
+        self.add_mapping(key, mapping)
+    }
+
+    fn add_mapping(&mut self, key: Code, mapping: message::Mapping) -> u64 {
+        let id = self.message.mapping.len() as u64 + 1;
+        self.message
+            .mapping
+            .push(message::Mapping { id, ..mapping });
+        self.mappings.insert(key, id);
+        id
+    }
+
+    fn start_of(&self, mapping: u64) -> u64 {
+        let mapping = self.message.mapping.get(mapping as usize - 1);
+        mapping.map_or(0, |mapping| mapping.memory_start)
+    }
+
+    fn string(&mut self, text: &str) -> i64 {
+        if let Some(&index) = self.strings.get(text) {
+            return index;
+        }
+        let index = self.message.string_table.len() as i64;
+        self.message.string_table.push(text.to_owned());
+        self.strings.insert(text.to_owned(), index);
+        index
+    }
+}
+
+fn is_empty(sample: &Sample) -> bool {
+    sample.values.iter().all(|&value| value == 0)
+}
+
+/// The program that most of the main value is of.
+fn largest_program(profile: &Profile) -> Option<&MappedCode> {
+    let mut sums: HashMap<u32, (u64, &MappedCode)> = HashMap::new();
+    for sample in &profile.samples {
+        if let Some(program) = &sample.stack.program {
+            let sum = sums.entry(program.file.number).or_insert((0, program));
+            sum.0 += sample.values.get(profile.main).copied().unwrap_or_default();
+        }
+    }
+    let largest = sums
+        .into_iter()
+        .max_by_key(|&(number, (sum, _))| (sum, number));
+    largest.map(|(_, (_, program))| program)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use flate2::read::GzDecoder;
+
+    use super::*;
+    use crate::export::profile::Value;
+
+    fn frame(name: Option<&str>, address: u64, kernel: bool) -> Frame {
+        Frame {
+            address,
+            instruction: address - 1,
+            symbol: name.map(|name| (name.to_owned(), 0)),
+            module: kernel.then(|| ("kernel".to_owned(), address)),
+            kernel,
+            ..Frame::default()
+        }
+    }
+
+    fn sample(frames: &[Frame], kernel: &[Frame], values: [u64; 2]) -> Sample {
+        let part = |frames: &[Frame], truncated: Option<&str>| Part {
+            frames: frames.to_vec(),
+            truncated: truncated.map(str::to_owned),
+        };
+        Sample {
+            stack: NamedStack {
+                pid: 7,
+                comm: "p".into(),
+                user: Some(part(frames, Some("deep"))),
+                kernel: (!kernel.is_empty()).then(|| part(kernel, None)),
+                program: None,
+            },
+            values: values.to_vec(),
+        }
+    }
+
+    fn decoded(samples: Vec<Sample>) -> message::Profile {
+        let profile = Profile {
+            tool: "memleak",
+            target: "pid 7".into(),
+            subject: "allocations".into(),
+            since: "2026-11-22T12:55:15+00:00[+00:00]".parse().expect("a time"),
+            until: "2026-11-22T12:55:18+00:00[+00:00]".parse().expect("a time"),
+            values: vec![
+                Value::count("alloc_objects", "allocations"),
+                Value::bytes("alloc_space"),
+            ],
+            main: 1,
+            samples,
+            remarks: vec!["estimated".into()],
+        };
+        let mut file = Vec::new();
+        write(&profile, &mut file).expect("memory");
+        let mut bytes = Vec::new();
+        GzDecoder::new(&file[..])
+            .read_to_end(&mut bytes)
+            .expect("a whole file");
+        message::Profile::decode(&bytes[..]).expect("a message")
+    }
+
+    /// The names of a sample's functions, innermost first; an address for what has none.
+    fn names(profile: &message::Profile, sample: &message::Sample) -> Vec<String> {
+        let name = |id: &u64| {
+            let location = &profile.location[*id as usize - 1];
+            assert_eq!(location.id, *id);
+            match location.line.first() {
+                Some(line) => {
+                    let function = &profile.function[line.function_id as usize - 1];
+                    profile.string_table[function.name as usize].clone()
+                }
+                None => format!("{:#x}", location.address),
+            }
+        };
+        sample.location_id.iter().map(name).collect()
+    }
+
+    #[test]
+    fn stacks_begin_with_the_kernel_and_end_with_what_is_missing() {
+        let main = frame(Some("main"), 0x200, false);
+        let user = [
+            frame(Some("f"), 0x100, false),
+            frame(None, 0x300, false),
+            main,
+        ];
+        let kernel = [frame(Some("do_brk_flags"), u64::MAX - 9, true)];
+        let profile = decoded(vec![
+            sample(&user, &kernel, [23, 92]),
+            sample(&user[..1], &[], [7, 28]),
+            sample(&[], &[], [5, 20]),
+            sample(&user, &[], [0, 0]),
+        ]);
+        let stacks: Vec<Vec<String>> = profile
+            .sample
+            .iter()
+            .map(|sample| names(&profile, sample))
+            .collect();
+        let truncated = "[truncated: deep]";
+        assert_eq!(stacks[0], ["do_brk_flags", "f", "0x2ff", "main", truncated]);
+        assert_eq!(stacks[1], ["f", truncated]);
+        assert_eq!(stacks[2], ["[lost]"]);
+        assert_eq!(profile.sample[0].value, [23, 92]);
+        assert_eq!(stacks.len(), 3, "one without any number is left out");
+        // What is the same is there once: f, an unknown one, main, the kernel's, and two missing.
+        assert_eq!((profile.location.len(), profile.function.len()), (6, 5));
+    }
+
+    #[test]
+    fn the_head_says_what_the_numbers_are() {
+        let profile = decoded(Vec::new());
+        let text = |index: i64| profile.string_table[index as usize].as_str();
+        let types = profile.sample_type.iter();
+        let types: Vec<_> = types.map(|of| (text(of.kind), text(of.unit))).collect();
+        assert_eq!(
+            types,
+            [("alloc_objects", "count"), ("alloc_space", "bytes")]
+        );
+        assert_eq!(text(profile.default_sample_type), "alloc_space");
+        assert_eq!((text(0), profile.duration_nanos), ("", 3_000_000_000));
+        assert_eq!(profile.time_nanos, 1_795_352_118_000_000_000);
+        let mut comments = profile.comment.iter().map(|&index| text(index));
+        assert!(comments.next_back() == Some("estimated"));
+    }
+}

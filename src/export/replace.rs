@@ -1,0 +1,155 @@
+//! Files that are written whole or not at all: beside the old one, which is then replaced.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+
+use crate::print::text;
+
+/// A file that is replaced at each report.
+#[derive(Debug)]
+pub struct Replaced {
+    path: PathBuf,
+    /// What is written, until it is complete.
+    draft: PathBuf,
+}
+
+impl Replaced {
+    /// Checks that a file can be written at `path`, before anything is traced.
+    ///
+    /// # Errors
+    /// If there is something else than a file, such as a device, which would be lost; or if the
+    /// folder cannot be written to.
+    pub fn at(path: &Path) -> Result<Self> {
+        // Where a symbolic link leads to, not the link, is what is replaced.
+        let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        let shown = text::escape_bytes(path.as_os_str().as_encoded_bytes());
+        let name = path
+            .file_name()
+            .with_context(|| format!("failed to write {shown}: not the name of a file"))?;
+        if let Ok(there) = fs::metadata(&path) {
+            ensure!(
+                there.is_file(),
+                "failed to write {shown}: it is there, and no file; name another one"
+            );
+        }
+        let mut draft = std::ffi::OsString::from(".");
+        draft.push(name);
+        draft.push(format!(".{}", std::process::id()));
+        let file = Self {
+            draft: path.with_file_name(draft),
+            path,
+        };
+        let check = || -> io::Result<()> {
+            drop(file.create()?);
+            fs::remove_file(&file.draft)
+        };
+        check().with_context(|| format!("failed to write {shown}"))?;
+        Ok(file)
+    }
+
+    /// The file's path, escaped.
+    pub fn name(&self) -> String {
+        text::escape_bytes(self.path.as_os_str().as_encoded_bytes())
+    }
+
+    /// Writes the whole file, and puts it in the place of the old one.
+    ///
+    /// # Errors
+    /// If that fails, the old one is still there.
+    pub fn write(&self, content: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<()> {
+        let write = || -> Result<()> {
+            let mut out = BufWriter::new(self.create()?);
+            content(&mut out)?;
+            out.into_inner()?.sync_all()?;
+            Ok(fs::rename(&self.draft, &self.path)?)
+        };
+        write().inspect_err(|_| {
+            // What failed is told; that the draft stays as well changes nothing.
+            let _ = fs::remove_file(&self.draft);
+        })
+    }
+
+    /// Makes the draft as a new file: a link that somebody put at its name is not followed.
+    fn create(&self) -> io::Result<File> {
+        let new = || {
+            let mut options = OpenOptions::new();
+            options.write(true).create_new(true).open(&self.draft)
+        };
+        match new() {
+            // An earlier tool with our number left it, which was killed.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                fs::remove_file(&self.draft)?;
+                new()
+            }
+            outcome => outcome,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use anyhow::bail;
+
+    use super::*;
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = fs::read_dir(folder).expect("a folder");
+        let name = |entry: io::Result<fs::DirEntry>| entry.expect("an entry").file_name();
+        let mut names: Vec<String> = entries
+            .map(|entry| name(entry).into_string().expect("UTF-8"))
+            .collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn it_is_there_whole_or_as_before() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("a.svg");
+        let file = Replaced::at(&path).expect("writable");
+        assert_eq!(
+            names(folder.path()),
+            [""; 0],
+            "nothing is left of the check"
+        );
+        file.write(|out| Ok(out.write_all(b"one")?)).expect("room");
+        let half = file.write(|out| {
+            out.write_all(b"tw")?;
+            bail!("no more")
+        });
+        assert_eq!(half.expect_err("it failed").to_string(), "no more");
+        assert_eq!(fs::read(&path).expect("a file"), b"one");
+        file.write(|out| Ok(out.write_all(b"two")?)).expect("room");
+        assert_eq!(fs::read(&path).expect("a file"), b"two");
+        assert_eq!(names(folder.path()), ["a.svg"]);
+    }
+
+    #[test]
+    fn what_cannot_be_written_is_told_at_once() {
+        let folder = tempfile::tempdir().expect("a folder");
+        for wrong in ["/dev/null", "/", "/proc/x.svg", "/nonexistent/x.svg"] {
+            let error = Replaced::at(Path::new(wrong)).expect_err(wrong);
+            assert!(format!("{error:#}").contains(wrong), "{error:#}");
+        }
+        assert!(Replaced::at(folder.path()).is_err());
+    }
+
+    #[test]
+    fn a_link_stays_and_its_file_is_replaced() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (file, link) = (folder.path().join("file"), folder.path().join("link"));
+        fs::write(&file, "old").expect("room");
+        symlink(&file, &link).expect("a link");
+        let replaced = Replaced::at(&link).expect("writable");
+        replaced
+            .write(|out| Ok(out.write_all(b"new")?))
+            .expect("room");
+        assert_eq!(fs::read(&file).expect("a file"), b"new");
+        assert!(fs::symlink_metadata(&link).expect("a link").is_symlink());
+    }
+}

@@ -1,0 +1,15 @@
+//! Room `host`: what the kernel tells about memory by itself, in /proc and in cgroups, with nothing traced.
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | [`values`] | files of named numbers: meminfo, vmstat, memory.stat |
+//! | [`pressure`] | how long tasks were held up for want of memory |
+//! | [`slabinfo`] | slab caches and the bytes of their pages |
+//! | [`memory_cgroups`] | memory cgroups of both versions: what they use, and their limits |
+//! | [`kernel_log`] | OOM kills and other messages in the kernel's log |
+
+pub mod kernel_log;
+pub mod memory_cgroups;
+pub mod pressure;
+pub mod slabinfo;
+pub mod values;

@@ -1,0 +1,68 @@
+//! Pressure stall information: how long tasks were held up because memory was short.
+//!
+//! From 4.20 on, where the kernel is built with CONFIG_PSI and not started with psi=0.
+
+use std::fs;
+use std::path::Path;
+
+/// One line: the share of time in which tasks waited for memory.
+#[derive(Debug, Default, Clone, Copy, PartialEq)]
+pub struct Stalled {
+    /// Percent of the last ten seconds.
+    pub avg10: f64,
+    /// Percent of the last minute.
+    pub avg60: f64,
+    /// Microseconds since the start.
+    pub total_us: u64,
+}
+
+/// Memory pressure of the host or of a cgroup.
+#[derive(Debug, Default, Clone, Copy, PartialEq)]
+pub struct Pressure {
+    /// At least one task waited.
+    pub some: Stalled,
+    /// All tasks that were not idle waited.
+    pub full: Stalled,
+}
+
+impl Pressure {
+    /// The pressure that a file such as `/proc/pressure/memory` has. None where the kernel does not tell.
+    pub fn read(path: impl AsRef<Path>) -> Option<Self> {
+        Self::parse(&fs::read_to_string(path).ok()?)
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let line = |kind: &str| {
+            let fields = text.lines().find_map(|line| line.strip_prefix(kind))?;
+            let field = |name: &str| {
+                let mut fields = fields.split_ascii_whitespace();
+                fields.find_map(|field| field.strip_prefix(name)?.strip_prefix('='))
+            };
+            Some(Stalled {
+                avg10: field("avg10")?.parse().ok()?,
+                avg60: field("avg60")?.parse().ok()?,
+                total_us: field("total")?.parse().ok()?,
+            })
+        };
+        Some(Self {
+            some: line("some")?,
+            full: line("full")?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_lines_are_read() {
+        let text = "some avg10=12.50 avg60=3.25 avg300=0.10 total=123456\n\
+                    full avg10=1.00 avg60=0.50 avg300=0.00 total=99\n";
+        let pressure = Pressure::parse(text).expect("it is one");
+        assert_eq!((pressure.some.avg10, pressure.some.avg60), (12.5, 3.25));
+        assert_eq!((pressure.full.avg10, pressure.full.total_us), (1.0, 99));
+        assert_eq!(Pressure::parse("some avg10=1 avg60=1 total=1\n"), None);
+        assert_eq!(Pressure::parse(""), None);
+    }
+}

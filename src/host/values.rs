@@ -1,0 +1,100 @@
+//! Files of named numbers, one a line: `/proc/meminfo`, `/proc/vmstat`, `/proc/PID/status`,
+//! `memory.stat`, `memory.events`.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+/// The numbers of one file by their names. What a newer kernel has added is there, too.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Values(HashMap<String, u64>);
+
+impl Values {
+    /// The numbers of a file of /proc, /sys or a cgroup.
+    ///
+    /// # Errors
+    /// If the file cannot be read.
+    pub fn read(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let text = fs::read(path).with_context(|| format!("failed to read {}", path.display()))?;
+        Ok(Self::parse(&String::from_utf8_lossy(&text)))
+    }
+
+    /// The numbers of lines such as `MemTotal:  24684084 kB` and `pgfault 1317`. Numbers in kB become
+    /// bytes. Lines of another form are left out.
+    pub fn parse(text: &str) -> Self {
+        let value = |line: &str| -> Option<(String, u64)> {
+            let mut words = line.split_ascii_whitespace();
+            let name = words.next()?.trim_end_matches(':');
+            let number = words.next()?.parse::<u64>().ok()?;
+            let number = match words.next() {
+                Some("kB") => number.checked_mul(1024)?,
+                Some(_) => return None,
+                None => number,
+            };
+            Some((name.to_owned(), number))
+        };
+        Self(text.lines().filter_map(value).collect())
+    }
+
+    /// The number of this name, in bytes where the file has it in kB. None if this kernel has none.
+    pub fn get(&self, name: &str) -> Option<u64> {
+        self.0.get(name).copied()
+    }
+
+    /// The number of this name, 0 if this kernel has none.
+    pub fn of(&self, name: &str) -> u64 {
+        self.get(name).unwrap_or_default()
+    }
+
+    /// The sum of all numbers whose names begin so: `allocstall_` has one for each zone.
+    pub fn sum_of(&self, prefix: &str) -> u64 {
+        let with_prefix = self.0.iter().filter(|(name, _)| name.starts_with(prefix));
+        with_prefix.map(|(_, number)| number).sum()
+    }
+}
+
+/// Free pages that wait in lists of single CPUs, of `/proc/zoneinfo`: `MemFree` does not count them.
+pub fn pages_in_cpu_lists(zoneinfo: &str) -> u64 {
+    let count = |line: &str| {
+        let count = line.trim_start().strip_prefix("count:")?;
+        count.trim().parse::<u64>().ok()
+    };
+    zoneinfo.lines().filter_map(count).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_known_by_name_and_kilobytes_are_bytes() {
+        let values = Values::parse(
+            "MemTotal:       24684084 kB\nHugePages_Total:       3\npgfault 1317\n\
+             Name:\tsh\nallocstall_dma 1\nallocstall_normal 4\nodd 1 MB\n\n:\n",
+        );
+        assert_eq!(values.get("MemTotal"), Some(24_684_084 << 10));
+        assert_eq!(values.get("HugePages_Total"), Some(3));
+        assert_eq!(values.get("pgfault"), Some(1317));
+        assert_eq!(values.sum_of("allocstall_"), 5);
+        assert_eq!(
+            (values.get("Name"), values.get("odd"), values.of("none")),
+            (None, None, 0)
+        );
+    }
+
+    #[test]
+    fn a_number_that_overflows_is_left_out() {
+        let values = Values::parse("VmSize: 18446744073709551615 kB\nx 99999999999999999999\n");
+        assert_eq!(values, Values::default());
+    }
+
+    #[test]
+    fn free_pages_of_all_cpus_and_zones_are_added() {
+        let zoneinfo = "Node 0, zone      DMA\n  pagesets\n    cpu: 0\n              count:    12\n\
+                        \x20             high:  0\n    cpu: 1\n              count: 345\n";
+        assert_eq!(pages_in_cpu_lists(zoneinfo), 357);
+    }
+}

@@ -1,0 +1,59 @@
+//! File names as `bpf/include/file.bpf.h` writes them.
+
+use crate::print::text;
+
+/// What is known of a path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reach {
+    /// All of it, up to the root of the process's files.
+    Root,
+    /// The file is in no folder, as memfd_create(2) makes them.
+    NoFolder,
+    /// Folders at the beginning are missing: it is too long.
+    Cut,
+}
+
+/// A file's name, escaped. `record` is the name, with its NUL and what may follow.
+pub fn name(record: &[u8]) -> String {
+    let end = record.iter().position(|&byte| byte == 0);
+    text::escape_bytes(&record[..end.unwrap_or(record.len())])
+}
+
+/// A file's path, escaped. `record` holds its names from the file upwards, each with its NUL.
+pub fn path(record: &[u8], reach: Reach) -> String {
+    let names = record.strip_suffix(b"\0").unwrap_or(record);
+    let mut path = String::new();
+    if reach == Reach::Cut {
+        path.push_str("...");
+    }
+    for name in names.split(|&byte| byte == 0).rev() {
+        if reach != Reach::NoFolder {
+            path.push('/');
+        }
+        path.push_str(&text::escape_bytes(name));
+    }
+    path
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_ends_at_its_nul() {
+        assert_eq!(name(b"libc.so.6\0rest"), "libc.so.6");
+        assert_eq!(name(b"\x1b[m"), "\\x1b[m");
+        assert_eq!(name(b""), "");
+    }
+
+    #[test]
+    fn a_path_is_written_from_the_root() {
+        assert_eq!(
+            path(b"libc.so.6\0lib\0usr\0", Reach::Root),
+            "/usr/lib/libc.so.6"
+        );
+        assert_eq!(path(b"memfd:x\0", Reach::NoFolder), "memfd:x");
+        assert_eq!(path(b"file\0deep\0", Reach::Cut), ".../deep/file");
+        assert_eq!(path(b"", Reach::Root), "/");
+    }
+}

@@ -1,0 +1,264 @@
+//! Rows on stdout or in a file, as text or as JSON, one object a line.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{self, BufWriter, Stdout, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signalfd::SignalFd;
+use serde::{Serialize, Serializer};
+
+/// Bytes that a pipe has room for whenever it is writable at all (PIPE_BUF).
+const PIECE: usize = 4096;
+/// How long a reader that does not read is waited for after Ctrl-C.
+const LAST_CHANCE: Duration = Duration::from_secs(1);
+
+/// Something that a tool prints. Its fields are its JSON; `text` writes the line or lines of the
+/// default format, each with its newline.
+pub trait Row: Serialize {
+    /// Writes the text form.
+    fn text(&self, out: &mut dyn Write) -> io::Result<()>;
+}
+
+/// How rows are printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// The BCC tools' columns.
+    Text,
+    /// One JSON object a line.
+    Json,
+    /// One line a stack, for flame graphs; there is nothing else on stdout then.
+    Folded,
+}
+
+/// Buffered stdout, or a file. Nothing reaches the reader before [`Output::flush`], so that a burst of
+/// rows is one write.
+pub struct Output {
+    format: Format,
+    out: BufWriter<Sink>,
+}
+
+impl Output {
+    /// Prints on stdout in this format. While nobody reads it, the signals of `stop`, which are
+    /// blocked, end the wait: what is printed then fails with [`Unread`].
+    pub fn stdout(format: Format, stop: SignalFd) -> Self {
+        Self::to(format, Sink::Stdout(Pipe::new(stop)))
+    }
+
+    /// Prints into a new file, or one that is emptied.
+    ///
+    /// # Errors
+    /// If it cannot be written to.
+    pub fn file(format: Format, path: &Path) -> Result<Self> {
+        let file = File::create(path)
+            .with_context(|| format!("failed to open {} for --output", path.display()))?;
+        Ok(Self::to(format, Sink::File(file)))
+    }
+
+    fn to(format: Format, sink: Sink) -> Self {
+        Self {
+            format,
+            out: BufWriter::with_capacity(64 << 10, sink),
+        }
+    }
+
+    /// Whether it is stdout, whose reader can leave.
+    pub fn is_stdout(&self) -> bool {
+        matches!(self.out.get_ref(), Sink::Stdout(_))
+    }
+
+    /// Prints one row.
+    pub fn row(&mut self, row: &impl Row) -> Result<()> {
+        match self.format {
+            Format::Text => row.text(&mut self.out),
+            Format::Json => serde_json::to_writer(&mut self.out, row)
+                .map_err(io::Error::from)
+                .and_then(|()| self.out.write_all(b"\n")),
+            Format::Folded => Ok(()),
+        }
+        .context("failed to print")
+    }
+
+    /// Prints the line of column names, which only text has.
+    pub fn header(&mut self, line: &str) -> Result<()> {
+        if self.format == Format::Text {
+            writeln!(self.out, "{line}").context("failed to print")?;
+        }
+        Ok(())
+    }
+
+    /// Prints what is no row, such as a folded stack.
+    pub fn raw(&mut self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
+        write(&mut self.out).context("failed to print")
+    }
+
+    /// Hands what was printed to the reader; once per wake-up.
+    pub fn flush(&mut self) -> Result<()> {
+        self.out.flush().context("failed to print")
+    }
+}
+
+/// Where an output goes.
+enum Sink {
+    Stdout(Pipe),
+    File(File),
+}
+
+impl Write for Sink {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Self::Stdout(pipe) => pipe.write(bytes),
+            Self::File(file) => file.write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        match self {
+            Self::Stdout(pipe) => pipe.out.flush(),
+            Self::File(file) => file.flush(),
+        }
+    }
+}
+
+/// Stdout as something that can be full.
+struct Pipe {
+    out: Stdout,
+    stop: SignalFd,
+    given_up: bool,
+}
+
+impl Pipe {
+    fn new(stop: SignalFd) -> Self {
+        Self {
+            out: io::stdout(),
+            stop,
+            given_up: false,
+        }
+    }
+
+    /// A write that could block is made only when there is room for all of it.
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let piece = &bytes[..bytes.len().min(PIECE)];
+        if self.given_up || !wait_for_room(self.out.as_fd(), self.stop.as_fd())? {
+            self.given_up = true;
+            return Err(io::Error::other(Unread));
+        }
+        // By the descriptor: Rust's stdout would keep what comes after the last newline.
+        nix::unistd::write(&self.out, piece).map_err(io::Error::from)
+    }
+}
+
+/// Waits until there is room in `out`, or an error that the write will meet. Returns false if a
+/// signal comes that ends the run, and still there is none a second later.
+fn wait_for_room(out: BorrowedFd<'_>, stop: BorrowedFd<'_>) -> io::Result<bool> {
+    let mut give_up_at: Option<Instant> = None;
+    loop {
+        let mut sources = [
+            PollFd::new(out, PollFlags::POLLOUT),
+            PollFd::new(stop, PollFlags::POLLIN),
+        ];
+        let (awaited, patience) = match give_up_at {
+            None => (2, PollTimeout::NONE),
+            Some(at) => {
+                let left = at.saturating_duration_since(Instant::now());
+                (1, PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX))
+            }
+        };
+        match poll(&mut sources[..awaited], patience) {
+            Ok(0) => return Ok(false),
+            Ok(_) if sources[0].any() != Some(false) => return Ok(true),
+            Ok(_) => give_up_at = Some(Instant::now() + LAST_CHANCE),
+            Err(Errno::EINTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Nobody has read the output, and the run was to end.
+#[derive(Debug)]
+pub struct Unread;
+
+impl fmt::Display for Unread {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("nobody reads it: the rest of the output is lost")
+    }
+}
+
+impl std::error::Error for Unread {}
+
+/// A number that is written in hexadecimal, such as an address: `0x7f12`, in JSON as a string.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hex(pub u64);
+
+impl fmt::Display for Hex {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&format!("{:#x}", self.0))
+    }
+}
+
+impl Serialize for Hex {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// A number of 64 bits that a program chose. JSON has it as a string from 2^53 on, where a reader that
+/// keeps numbers as doubles would round it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Exact(pub u64);
+
+impl Serialize for Exact {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if self.0 < 1 << f64::MANTISSA_DIGITS {
+            serializer.serialize_u64(self.0)
+        } else {
+            serializer.collect_str(&self.0)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::fcntl::OFlag;
+    use nix::sys::signal::{SigSet, Signal, raise};
+    use nix::unistd::pipe2;
+
+    use super::*;
+
+    #[test]
+    fn numbers_that_a_double_would_round_are_strings() {
+        let texts = [0, (1 << 53) - 1, 1 << 53, u64::MAX].map(|number| {
+            let json = serde_json::to_string(&Exact(number));
+            json.expect("JSON")
+        });
+        assert_eq!(
+            texts,
+            [
+                "0",
+                "9007199254740991",
+                "\"9007199254740992\"",
+                "\"18446744073709551615\""
+            ]
+        );
+    }
+
+    #[test]
+    fn a_full_pipe_is_given_up_after_a_signal_and_not_before() {
+        let (_reader, writer) = pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK).expect("a pipe");
+        let mut set = SigSet::empty();
+        set.add(Signal::SIGWINCH);
+        set.thread_block().expect("it is blocked");
+        let stop = SignalFd::new(&set).expect("a signalfd");
+        let room = || wait_for_room(writer.as_fd(), stop.as_fd()).expect("a wait");
+        assert!(room());
+        raise(Signal::SIGWINCH).expect("a signal");
+        assert!(room(), "there is room all the same");
+        while nix::unistd::write(&writer, &[0; PIECE]).is_ok() {}
+        assert!(!room());
+    }
+}

@@ -1,0 +1,182 @@
+//! Strings that come from other processes, made safe for a terminal.
+//!
+//! A process chooses its own name, its file names and its symbols, and can put terminal escape
+//! sequences into them.
+
+use std::borrow::Cow;
+use std::ffi::c_char;
+use std::fmt::Write;
+
+/// Bytes of a symbol's name that are shown. C++ has longer ones, but not to be read.
+pub const MAX_NAME: usize = 4096;
+
+/// `name` with control characters as `\xNN`, and others that are not seen but change how a line is
+/// shown as `\u{NNNN}`.
+pub fn escape(name: &str) -> Cow<'_, str> {
+    if !name.chars().any(|c| c.is_control() || rearranges(c)) {
+        return Cow::Borrowed(name);
+    }
+    let mut safe = String::with_capacity(name.len() + 8);
+    for c in name.chars() {
+        if c.is_control() {
+            // Writing to a String does not fail.
+            let _ = write!(safe, "\\x{:02x}", u32::from(c));
+        } else if rearranges(c) {
+            let _ = write!(safe, "{}", c.escape_unicode());
+        } else {
+            safe.push(c);
+        }
+    }
+    Cow::Owned(safe)
+}
+
+/// Whether it has text run from right to left, or begins a line: names would seem to be others.
+fn rearranges(c: char) -> bool {
+    matches!(
+        c,
+        '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}'
+    )
+}
+
+/// A symbol's name as it is shown: escaped, and cut where it is too long, which is marked.
+pub fn shown(name: &str) -> String {
+    let cut = cut(name, MAX_NAME);
+    let mark = if cut.len() < name.len() { "[...]" } else { "" };
+    format!("{}{mark}", escape(cut))
+}
+
+/// The beginning of a text, in whole characters, of so many bytes at most.
+pub fn cut(text: &str, bytes: usize) -> &str {
+    let mut end = bytes.min(text.len());
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
+}
+
+/// [`escape`] for bytes that need not be UTF-8.
+pub fn escape_bytes(name: &[u8]) -> String {
+    let mut safe = String::with_capacity(name.len());
+    for chunk in name.utf8_chunks() {
+        safe.push_str(&escape(chunk.valid()));
+        for byte in chunk.invalid() {
+            let _ = write!(safe, "\\x{byte:02x}");
+        }
+    }
+    safe
+}
+
+/// The text up to the first NUL of a C string's array, escaped.
+pub fn from_c(array: &[c_char]) -> String {
+    let bytes: Vec<u8> = array
+        .iter()
+        .map(|&c| c.cast_unsigned())
+        .take_while(|&byte| byte != 0)
+        .collect();
+    escape_bytes(&bytes)
+}
+
+/// `1204331` as `1,204,331`.
+pub fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// A number of things for people: `1 block`, `1,204,331 blocks`.
+pub fn counted(number: u64, thing: &str) -> String {
+    let plural = if number == 1 { "" } else { "s" };
+    format!("{} {thing}{plural}", grouped(number))
+}
+
+/// A number of bytes for people, in powers of 1000: `999 bytes`, `5.2 MB`.
+pub fn bytes(bytes: u64) -> String {
+    const UNITS: [&str; 6] = ["kB", "MB", "GB", "TB", "PB", "EB"];
+    let (mut value, mut unit) = (bytes as f64, "bytes");
+    for larger in UNITS {
+        // What would be rounded up to 1000 belongs to the next unit.
+        if value < 999.95 {
+            break;
+        }
+        (value, unit) = (value / 1000.0, larger);
+    }
+    match unit {
+        "bytes" => counted(bytes, "byte"),
+        unit => format!("{value:.1} {unit}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn control_characters_are_shown_not_sent() {
+        assert_eq!(escape("plain name"), "plain name");
+        assert_eq!(escape("red\x1b[31m\n"), "red\\x1b[31m\\x0a");
+        assert_eq!(escape("c1 \u{9b}31m"), "c1 \\x9b31m");
+        assert_eq!(escape("größe"), "größe");
+    }
+
+    #[test]
+    fn what_rearranges_a_line_is_shown() {
+        assert_eq!(escape("a\u{202e}b\u{2066}c"), "a\\u{202e}b\\u{2066}c");
+        assert_eq!(
+            escape("line\u{2028}line\u{2029}"),
+            "line\\u{2028}line\\u{2029}"
+        );
+        assert_eq!(escape("שלום"), "שלום");
+    }
+
+    #[test]
+    fn a_long_name_is_cut_between_characters() {
+        assert_eq!(shown("short"), "short");
+        let long = "ö".repeat(MAX_NAME);
+        let shown = shown(&format!("x{long}"));
+        assert_eq!(shown.len(), MAX_NAME - 1 + "[...]".len());
+        assert!(shown.ends_with("ö[...]"));
+    }
+
+    #[test]
+    fn digits_are_grouped() {
+        let texts = [0, 999, 1000, 123_456, 1_000_000].map(grouped);
+        assert_eq!(texts, ["0", "999", "1,000", "123,456", "1,000,000"]);
+        let texts = [0, 1, 1000].map(|number| counted(number, "block"));
+        assert_eq!(texts, ["0 blocks", "1 block", "1,000 blocks"]);
+    }
+
+    #[test]
+    fn bytes_are_in_the_unit_that_fits() {
+        let texts = [0, 999, 1000, 5_242_880, 999_949, 999_950, u64::MAX].map(bytes);
+        assert_eq!(
+            texts,
+            [
+                "0 bytes",
+                "999 bytes",
+                "1.0 kB",
+                "5.2 MB",
+                "999.9 kB",
+                "1.0 MB",
+                "18.4 EB"
+            ]
+        );
+    }
+
+    #[test]
+    fn bytes_that_are_not_utf8_are_shown_one_by_one() {
+        assert_eq!(escape_bytes(b"a\xff\xfeb\x07"), "a\\xff\\xfeb\\x07");
+    }
+
+    #[test]
+    fn a_c_string_ends_at_its_nul() {
+        let comm = *b"sh\0garbage";
+        assert_eq!(from_c(&comm.map(|b| b as c_char)), "sh");
+        assert_eq!(from_c(&b"full".map(|b| b as c_char)), "full");
+    }
+}

@@ -1,0 +1,381 @@
+//! A command to be traced: started, but held before exec until the probes are live.
+
+use std::convert::Infallible;
+use std::env;
+use std::ffi::{CString, OsStr, OsString, c_char};
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::ptr;
+
+use anyhow::{Context, Result, anyhow, bail};
+use nix::errno::Errno;
+use nix::fcntl::OFlag;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::{ForkResult, Pid, fork, pipe2, read, write};
+
+use crate::code::elf;
+use crate::print::text;
+use crate::process::inherited;
+use crate::process::proc::Process;
+
+/// How long a command that is to end is waited for, in milliseconds.
+const TIME_TO_END: u16 = 3000;
+
+/// A command line that can be run.
+#[derive(Debug)]
+pub struct CommandLine {
+    line: String,
+    words: Vec<String>,
+    program: PathBuf,
+}
+
+impl CommandLine {
+    /// Takes words and quotes as a shell does, and finds the program.
+    ///
+    /// # Errors
+    /// If a quote is open, or there is no such program.
+    pub fn parse(line: &str) -> Result<Self> {
+        let words = split(line)?;
+        let program = find_program(&words[0])?;
+        let line = line.to_owned();
+        Ok(Self {
+            line,
+            words,
+            program,
+        })
+    }
+
+    /// The file to run.
+    pub fn program(&self) -> &Path {
+        &self.program
+    }
+
+    /// Starts it, held before exec, and says so on stderr as BCC does.
+    pub fn start(&self) -> Result<HeldCommand> {
+        eprintln!(
+            "Executing '{}' and tracing the resulting process.",
+            text::escape(&self.line)
+        );
+        HeldCommand::start(&self.program, &self.words)
+    }
+}
+
+fn split(line: &str) -> Result<Vec<String>> {
+    let words = shell_words::split(line).context("unbalanced quotes in the command")?;
+    if words.is_empty() {
+        bail!("the command is empty");
+    }
+    Ok(words)
+}
+
+/// The file that a command's first word names, by PATH if it holds no slash.
+fn find_program(name: &str) -> Result<PathBuf> {
+    let runnable = |path: &Path| {
+        path.metadata()
+            .is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
+    };
+    if name.contains('/') {
+        let path = PathBuf::from(name);
+        if !path.exists() {
+            bail!("{name}: no such file");
+        }
+        if !runnable(&path) {
+            bail!("{name} is not a program that may be run; see: ls -l {name}");
+        }
+        return Ok(path);
+    }
+    let path = env::var_os("PATH").unwrap_or_else(|| "/usr/local/bin:/usr/bin:/bin".into());
+    env::split_paths(&path)
+        .map(|folder| folder.join(name))
+        .find(|path| runnable(path))
+        .with_context(|| format!("{name}: command not found in PATH"))
+}
+
+/// The files that running `program` will execute code from: itself, or what its `#!` names, and
+/// the libraries that its dynamic linker lists. Nothing of the program itself is run for that.
+pub fn code_files(program: &Path) -> Result<Vec<PathBuf>> {
+    let program = script_interpreter(program)?.unwrap_or_else(|| program.to_owned());
+    let file =
+        File::open(&program).with_context(|| format!("failed to open {}", program.display()))?;
+    if !elf::is_native(&file)? {
+        bail!(
+            "{} is not an x86-64 program: only 64-bit programs of this machine's architecture can \
+             be traced",
+            program.display()
+        );
+    }
+    let mut files = vec![program.clone()];
+    if let Some(linker) = elf::interpreter(&file)? {
+        let linker = PathBuf::from(OsString::from_vec(linker));
+        files.extend(libraries(&linker, &program)?);
+        files.push(linker);
+    }
+    Ok(files)
+}
+
+/// What a script's first line runs.
+fn script_interpreter(program: &Path) -> Result<Option<PathBuf>> {
+    let mut head = Vec::new();
+    File::open(program)
+        .and_then(|file| file.take(256).read_to_end(&mut head))
+        .with_context(|| format!("failed to read {}", program.display()))?;
+    let Some(line) = head.strip_prefix(b"#!") else {
+        return Ok(None);
+    };
+    let line = line
+        .split(|&byte| byte == b'\n')
+        .next()
+        .unwrap_or_default()
+        .trim_ascii();
+    let mut words = line.split(u8::is_ascii_whitespace);
+    let interpreter = words.next().unwrap_or_default();
+    // #!/usr/bin/env NAME replaces itself by NAME.
+    let run = match words.next() {
+        Some(name) if interpreter.ends_with(b"/env") => {
+            find_program(&String::from_utf8_lossy(name))?
+        }
+        _ => PathBuf::from(OsStr::from_bytes(interpreter)),
+    };
+    Ok(Some(run))
+}
+
+/// Asks the dynamic linker, glibc's or musl's, what it would load.
+fn libraries(linker: &Path, program: &Path) -> Result<Vec<PathBuf>> {
+    let listing = Command::new(linker)
+        .arg("--list")
+        .arg(program)
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("failed to run the dynamic linker {}", linker.display()))?;
+    if !listing.status.success() {
+        bail!(
+            "{} cannot be run: {}",
+            program.display(),
+            String::from_utf8_lossy(&listing.stderr).trim()
+        );
+    }
+    // "\tlibc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x00007f...)"
+    Ok(listing
+        .stdout
+        .split(|&byte| byte == b'\n')
+        .filter_map(|line| {
+            let line = line.trim_ascii();
+            let end = line.windows(4).rposition(|window| window == b" (0x")?;
+            let start = line[..end]
+                .windows(4)
+                .position(|window| window == b" => ")
+                .map_or(0, |at| at + 4);
+            line[start..end]
+                .starts_with(b"/")
+                .then(|| PathBuf::from(OsStr::from_bytes(&line[start..end])))
+        })
+        .collect())
+}
+
+/// A child that waits to become the command.
+///
+/// Dropping it before [`HeldCommand::release`] ends the child without the command having run.
+pub struct HeldCommand {
+    pid: Pid,
+    release: Option<OwnedFd>,
+    exec_error: OwnedFd,
+    reaped: bool,
+}
+
+impl HeldCommand {
+    /// Forks the child. It has our stdin, stdout, stderr and environment.
+    fn start(program: &Path, words: &[String]) -> Result<Self> {
+        let to_c = |word: &OsStr| {
+            CString::new(word.as_bytes()).map_err(|_| anyhow!("the command has a NUL byte in it"))
+        };
+        let path = to_c(program.as_os_str())?;
+        let args = words
+            .iter()
+            .map(|word| to_c(OsStr::new(word)))
+            .collect::<Result<Vec<_>>>()?;
+        let mut argv: Vec<*const c_char> = args.iter().map(|arg| arg.as_ptr()).collect();
+        argv.push(ptr::null());
+        let (wait_for_release, release) =
+            pipe2(OFlag::O_CLOEXEC).context("failed to open a pipe")?;
+        let (exec_error, report_error) =
+            pipe2(OFlag::O_CLOEXEC).context("failed to open a pipe")?;
+
+        // SAFETY: the child makes system calls only, and allocates nothing before exec.
+        match unsafe { fork() }.context("failed to fork")? {
+            ForkResult::Parent { child } => Ok(Self {
+                pid: child,
+                release: Some(release),
+                exec_error,
+                reaped: false,
+            }),
+            ForkResult::Child => {
+                drop(release);
+                let Err(errno) = become_command(&wait_for_release, &path, &argv);
+                let _ = write(&report_error, &(errno as i32).to_ne_bytes());
+                // SAFETY: ends the child at once, without running the parent's exit handlers.
+                unsafe { libc::_exit(127) }
+            }
+        }
+    }
+
+    /// The process's number, before and after it has become the command.
+    pub fn pid(&self) -> u32 {
+        self.pid.as_raw().cast_unsigned()
+    }
+
+    /// Lets it become the command, and waits until it has.
+    pub fn release(&mut self) -> Result<()> {
+        if let Some(release) = self.release.take() {
+            write(&release, b"g").context("the held command has gone")?;
+        }
+        let mut errno = [0; 4];
+        match read(&self.exec_error, &mut errno) {
+            Ok(0) => Ok(()),
+            Ok(_) => Err(io::Error::from_raw_os_error(i32::from_ne_bytes(errno)))
+                .context("failed to run the command"),
+            Err(error) => Err(error).context("failed to start the command"),
+        }
+    }
+
+    /// Ends the command if it still runs, as what we started ends with us, and reaps it. One that
+    /// does not heed SIGTERM is left to run, and named.
+    ///
+    /// Returns its own exit status, as a shell gives it; None if it was we who ended it.
+    pub fn finish(&mut self) -> Result<Option<u8>> {
+        let now = || waitpid(self.pid, Some(WaitPidFlag::WNOHANG)).context("failed to wait");
+        let status = now()?;
+        self.reaped = true;
+        if status != WaitStatus::StillAlive {
+            return Ok(Some(match status {
+                WaitStatus::Exited(_, code) => code as u8,
+                WaitStatus::Signaled(_, signal, _) => 128 + signal as u8,
+                _ => 0,
+            }));
+        }
+        let process = Process::open(self.pid())?;
+        let _ = kill(self.pid, Signal::SIGTERM);
+        // One that is stopped does not hear of it before.
+        let _ = kill(self.pid, Signal::SIGCONT);
+        let mut ended = [PollFd::new(process.as_fd(), PollFlags::POLLIN)];
+        while poll(&mut ended, PollTimeout::from(TIME_TO_END)) == Err(Errno::EINTR) {}
+        if now()? == WaitStatus::StillAlive {
+            eprintln!(
+                "the command, process {0}, has not ended on SIGTERM and is left to run; to end it: \
+                 kill -KILL {0}",
+                self.pid()
+            );
+        }
+        Ok(None)
+    }
+}
+
+impl Drop for HeldCommand {
+    fn drop(&mut self) {
+        // Without the word, the child reads the end of its pipe and exits.
+        self.release = None;
+        if !self.reaped {
+            let _ = self.finish();
+        }
+    }
+}
+
+/// In the child: set signals as the caller had them, wait for the word, exec.
+fn become_command(
+    wait_for_release: &OwnedFd,
+    path: &CString,
+    argv: &[*const c_char],
+) -> Result<Infallible, Errno> {
+    inherited::give_back()?;
+    // What follows is done once in vain, so that its code is there: page faults of ours, which a fork
+    // takes again on each file page, would be counted as the command's.
+    let mut word = [0; 1];
+    let _ = read(wait_for_release, &mut word[..0]);
+    // SAFETY: as below; there is no file of no name.
+    unsafe { libc::execv(c"".as_ptr(), argv.as_ptr()) };
+    let _ = Errno::last();
+    if read(wait_for_release, &mut word)? == 0 {
+        return Err(Errno::ECANCELED);
+    }
+    // SAFETY: `argv` points to C strings that outlive the call, and ends with a null pointer.
+    unsafe { libc::execv(path.as_ptr(), argv.as_ptr()) };
+    Err(Errno::last())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn command_lines_are_split_as_a_shell_would() {
+        assert_eq!(
+            split("prog 'two words' \"a b\" c\\ d").expect("words"),
+            ["prog", "two words", "a b", "c d"]
+        );
+        assert!(split("prog 'open").is_err());
+        assert!(split("  ").is_err());
+    }
+
+    #[test]
+    fn a_missing_command_is_named() {
+        let error = find_program("no-such-command-here")
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("no-such-command-here: command not found"),
+            "{error}"
+        );
+        assert!(find_program("/no/such/file").is_err());
+        assert!(find_program(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")).is_err());
+    }
+
+    #[test]
+    fn a_dynamic_program_lists_its_libc() {
+        let shell = find_program("sh").expect("a shell");
+        let files = code_files(&shell).expect("its files");
+        assert!(
+            files
+                .iter()
+                .any(|file| file.to_string_lossy().contains("libc.so")),
+            "{files:?}"
+        );
+    }
+
+    #[test]
+    fn a_script_is_traced_as_its_interpreter() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let script = folder.path().join("script");
+        std::fs::write(&script, "#!/usr/bin/env sh\necho\n").expect("a script");
+        assert_eq!(
+            code_files(&script).expect("its files")[0],
+            find_program("sh").expect("sh")
+        );
+    }
+
+    #[test]
+    fn the_command_runs_only_when_released_and_its_status_is_passed_on() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let trace = folder.path().join("ran");
+        let words = split(&format!("sh -c 'echo > {}; exit 7'", trace.display())).expect("words");
+        let program = find_program(&words[0]).expect("sh");
+
+        let held = HeldCommand::start(&program, &words).expect("a child");
+        drop(held);
+        assert!(!trace.exists(), "it ran without having been released");
+
+        let mut command = HeldCommand::start(&program, &words).expect("a child");
+        let process = crate::process::proc::Process::open(command.pid()).expect("it is there");
+        command.release().expect("it runs");
+        while !process.exited() {
+            std::thread::yield_now();
+        }
+        assert_eq!(command.finish().expect("it has ended"), Some(7));
+        assert!(trace.exists());
+    }
+}

@@ -1,0 +1,421 @@
+//! Which tasks are traced: `-p`, `-n`, `--cgroup`, and `-t` where a tool has it.
+//!
+//! The tests are made in the kernel, by `bpf/include/filter.bpf.h`. The tool itself is never traced.
+//!
+//! ```ignore
+//! let filter = args.filter.resolve(args.tid)?;
+//! filter.set(&mut rodata.filter); // before load
+//! filter.set_cgroup(&skel.maps.filter_cgroup)?; // before attach
+//! ```
+
+use std::convert::Infallible;
+use std::fmt;
+use std::fs::{self, File};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::process;
+
+use anyhow::{Context, Result, bail};
+use libbpf_rs::{MapCore, MapFlags, OpenMapMut};
+use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, fstatfs};
+use plain::Plain;
+
+use crate::bpf::types;
+use crate::print::text;
+use crate::process::follow::Follower;
+use crate::process::proc::Process;
+use crate::run::cli::{self, UsageError};
+
+/// Processes that `-p` takes at most.
+const MAX_PIDS: usize = 512;
+/// The kernel half's hash table of them, FILTER_SLOT_BITS and FILTER_PROBES of `filter.bpf.h`: four
+/// slots for each, so that hardly any factor fails to place them all.
+const SLOT_BITS: u32 = 11;
+const SLOTS: usize = 1 << SLOT_BITS;
+const PROBES: usize = 8;
+/// Bytes of a task's name, the NUL not counted.
+const MAX_NAME: usize = 15;
+/// Inode of the initial PID namespace, the same on every kernel (PROC_PID_INIT_INO).
+const INITIAL_PID_NAMESPACE: u32 = 0xeffffffc;
+
+/// Options of every tool that traces tasks.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct FilterArgs {
+    /// Trace only these processes
+    #[arg(short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = cli::pid)]
+    pub pid: Vec<u32>,
+
+    /// Trace only tasks whose name (comm) contains this
+    #[arg(short, long, value_name = "NAME")]
+    pub name: Option<String>,
+
+    /// Trace only what runs in or below this cgroup (version 2), a path
+    #[arg(long, value_name = "PATH", value_parser = cgroup_path)]
+    pub cgroup: Option<PathBuf>,
+}
+
+/// What is traced, in words and escaped, such as `pid 1234`.
+impl fmt::Display for FilterArgs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut parts = Vec::new();
+        if !self.pid.is_empty() {
+            let comm = |pid: &u32| {
+                let comm = Process::open(*pid).map(|process| process.comm());
+                comm.map_or_else(
+                    |_| format!("pid {pid}"),
+                    |comm| format!("pid {pid} ({comm})"),
+                )
+            };
+            parts.push(self.pid.iter().map(comm).collect::<Vec<_>>().join(", "));
+        }
+        if let Some(name) = &self.name {
+            parts.push(format!("tasks named {}", text::escape(name)));
+        }
+        if let Some(cgroup) = &self.cgroup {
+            let path = text::escape_bytes(cgroup.as_os_str().as_bytes());
+            parts.push(format!("cgroup {path}"));
+        }
+        if parts.is_empty() {
+            parts.push("the whole system".to_owned());
+        }
+        f.write_str(&parts.join(", "))
+    }
+}
+
+impl FilterArgs {
+    /// Checks that what is asked for is there. `tid` is a tool's `-t`; it wins over `-p`.
+    ///
+    /// # Errors
+    /// If a process, thread or cgroup does not exist, or is of a kind that does not do what is
+    /// traced, or a name cannot be one.
+    pub fn resolve(&self, tid: Option<u32>, tasks: Tasks) -> Result<Filter> {
+        for &pid in &self.pid {
+            tasks.expect(&Process::open(pid)?)?;
+        }
+        if let Some(tid) = tid {
+            tasks.expect(&Process::of_thread(tid)?)?;
+        }
+        let cgroup = self.cgroup.as_deref().map(open_cgroup).transpose()?;
+        let (name, name_mask) = match &self.name {
+            Some(name) => name_and_mask(name.as_bytes())?,
+            None => Default::default(),
+        };
+        let (pid_factor, pids) = place(&self.pid)?;
+
+        Ok(Filter {
+            options: types::filter {
+                pids,
+                pid_factor,
+                pid_count: self.pid.len() as u32,
+                only_pid: self.pid.first().copied().unwrap_or(0),
+                tid: tid.unwrap_or(0),
+                own_pid: process::id(),
+                pid_namespace: pid_namespace()?,
+                name,
+                name_mask,
+                by_name: self.name.is_some().into(),
+                by_cgroup: cgroup.is_some().into(),
+                ..types::filter::default()
+            },
+            cgroup,
+            follower: None,
+        })
+    }
+}
+
+/// Which tasks can do what a tool traces.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tasks {
+    /// Tasks of programs, which have user memory.
+    Programs,
+    /// Kernel threads too.
+    All,
+}
+
+impl Tasks {
+    fn expect(self, process: &Process) -> Result<()> {
+        match self {
+            Self::Programs => process.expect_program(),
+            Self::All => process.expect_running(),
+        }
+    }
+}
+
+/// The hash table of these processes, with the factor of its hash: each in one of the slots from
+/// `pid * factor >> (32 - SLOT_BITS)` on, with no empty one between.
+fn place(pids: &[u32]) -> Result<(u32, [u32; SLOTS])> {
+    if pids.len() > MAX_PIDS {
+        let message = format!(
+            "--pid (-p) takes at most {MAX_PIDS} processes, not {}: put them into a cgroup and give \
+             --cgroup",
+            pids.len()
+        );
+        return Err(UsageError(message).into());
+    }
+    // Multiples of an odd number that has no pattern in its bits.
+    let factors = (1..1000u32).map(|n| n.wrapping_mul(0x9e37_79b1) | 1);
+    let mut placed = factors.filter_map(|factor| Some((factor, place_by(factor, pids)?)));
+    placed
+        .next()
+        .context("failed to place the processes of --pid (-p): give fewer")
+}
+
+fn place_by(factor: u32, pids: &[u32]) -> Option<[u32; SLOTS]> {
+    let mut slots = [0; SLOTS];
+    for &pid in pids {
+        let first = (pid.wrapping_mul(factor) >> (32 - SLOT_BITS)) as usize;
+        let mut probes = (first..first + PROBES).map(|slot| slot % SLOTS);
+        let slot = probes.find(|&slot| slots[slot] == 0 || slots[slot] == pid)?;
+        slots[slot] = pid;
+    }
+    Some(slots)
+}
+
+/// What the options ask for, as the kernel half wants it.
+#[derive(Debug)]
+pub struct Filter {
+    options: types::filter,
+    cgroup: Option<OwnedFd>,
+    follower: Option<Follower>,
+}
+
+impl Filter {
+    /// Lets through what the processes of `-p` start from now on, too, and what these start. The
+    /// tool has to call [`Filter::share_maps`] then.
+    pub fn follow(&mut self) -> Result<()> {
+        self.options.follow = 1;
+        self.follower = Some(Follower::start(self)?);
+        Ok(())
+    }
+
+    /// Makes the skeleton's maps `filter_followed` and `losses` those of the follower, if there is
+    /// one. To be done before load.
+    pub fn share_maps(
+        &self,
+        followed: &mut OpenMapMut<'_>,
+        losses: &mut OpenMapMut<'_>,
+    ) -> Result<()> {
+        let follower = self.follower.as_ref();
+        follower.map_or(Ok(()), |follower| follower.share_maps(followed, losses))
+    }
+
+    /// How often the kernel has skipped a program of the follower's: each may be a process that is not
+    /// followed.
+    pub(crate) fn skipped_runs(&self) -> u64 {
+        self.follower.as_ref().map_or(0, Follower::skipped_runs)
+    }
+
+    /// Sets the skeleton's constant `filter`: the same C struct as ours, under the type's name in
+    /// that skeleton. To be done before load.
+    pub fn set<T: Plain>(&self, constant: &mut T) {
+        const {
+            assert!(size_of::<T>() == size_of::<types::filter>());
+        }
+        // SAFETY: both are plain; the copy has the size of both.
+        let (from, to) = unsafe {
+            (
+                plain::as_bytes(&self.options),
+                plain::as_mut_bytes(constant),
+            )
+        };
+        to.copy_from_slice(from);
+    }
+
+    /// Puts the cgroup, if one is asked for, into the skeleton's map `filter_cgroup`. To be done
+    /// before attaching.
+    pub fn set_cgroup(&self, map: &impl MapCore) -> Result<()> {
+        let Some(cgroup) = &self.cgroup else {
+            return Ok(());
+        };
+        map.update(
+            &0u32.to_ne_bytes(),
+            &cgroup.as_raw_fd().to_ne_bytes(),
+            MapFlags::ANY,
+        )
+        .context("failed to filter by cgroup")
+    }
+}
+
+/// The name's bytes from the start of comm's, and 0xff for each.
+fn name_and_mask(name: &[u8]) -> Result<([u8; 16], [u8; 16])> {
+    if name.is_empty() || name.len() > MAX_NAME {
+        let message = format!(
+            "--name (-n) wants 1 to {MAX_NAME} bytes, as the kernel keeps of a task's name; see: ps \
+             -e -o comm"
+        );
+        return Err(UsageError(message).into());
+    }
+    let (mut bytes, mut mask) = ([0; 16], [0; 16]);
+    bytes[..name.len()].copy_from_slice(name);
+    mask[..name.len()].fill(0xff);
+    Ok((bytes, mask))
+}
+
+/// The folder of a cgroup, which can also be named as tools print it: by its path below the mount.
+pub fn cgroup_path(name: &str) -> Result<PathBuf, Infallible> {
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let path = PathBuf::from(name);
+    let below_mount = || {
+        let below = Path::new(cgroup2_mount(&mounts)?).join(name.trim_start_matches('/'));
+        below.is_dir().then_some(below)
+    };
+    Ok(if path.is_dir() {
+        path
+    } else {
+        below_mount().unwrap_or(path)
+    })
+}
+
+/// A cgroup of version 2. One of version 1 would be accepted by the kernel, and never match.
+fn open_cgroup(path: &Path) -> Result<OwnedFd> {
+    let name = path.display();
+    let remedy = || {
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+        match cgroup2_mount(&mounts) {
+            Some(mount) => format!("see: find {} -type d", text::escape(mount)),
+            None => "there is none yet: mount -t cgroup2 none DIRECTORY".into(),
+        }
+    };
+    let folder =
+        File::open(path).with_context(|| format!("failed to open cgroup {name}; {}", remedy()))?;
+    let kind = fstatfs(folder.as_fd()).context("failed to look at the cgroup")?;
+    if kind.filesystem_type() != CGROUP2_SUPER_MAGIC || !folder.metadata()?.is_dir() {
+        bail!("{name} is not a cgroup of version 2; {}", remedy());
+    }
+    Ok(folder.into())
+}
+
+/// Where cgroups of version 2 are, of the lines of /proc/self/mounts.
+pub(crate) fn cgroup2_mount(mounts: &str) -> Option<&str> {
+    mounts.lines().find_map(|line| {
+        let mut fields = line.split(' ').skip(1);
+        let mount = fields.next()?;
+        (fields.next()? == "cgroup2").then_some(mount)
+    })
+}
+
+/// The PID namespace whose numbers are ours; 0 for the initial one, whose numbers the kernel's are.
+pub(crate) fn pid_namespace() -> Result<u32> {
+    let link = fs::read_link("/proc/self/ns/pid")
+        .context("failed to read /proc/self/ns/pid; is /proc mounted?")?;
+    let inode = namespace_inode(&link.to_string_lossy())
+        .with_context(|| format!("{} names no namespace", link.display()))?;
+    Ok(if inode == INITIAL_PID_NAMESPACE {
+        0
+    } else {
+        inode
+    })
+}
+
+/// 4026531836 of `pid:[4026531836]`.
+fn namespace_inode(link: &str) -> Option<u32> {
+    link.strip_prefix("pid:[")?.strip_suffix(']')?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn resolve(args: &FilterArgs) -> Result<Filter> {
+        args.resolve(None, Tasks::Programs)
+    }
+
+    #[test]
+    fn nothing_asked_for_filters_only_the_tool_itself() {
+        let options = resolve(&FilterArgs::default()).expect("valid").options;
+        assert_eq!(options.own_pid, process::id());
+        assert_eq!(
+            (
+                options.pid_count,
+                options.tid,
+                options.by_name,
+                options.by_cgroup
+            ),
+            (0, 0, 0, 0)
+        );
+    }
+
+    #[test]
+    fn processes_must_be_there_and_not_too_many() {
+        let args = |pid: Vec<u32>| FilterArgs {
+            pid,
+            ..FilterArgs::default()
+        };
+        let options = resolve(&args(vec![1, process::id()]))
+            .expect("valid")
+            .options;
+        assert_eq!(options.pid_count, 2);
+        let mut placed = options.pids.to_vec();
+        placed.retain(|&pid| pid != 0);
+        placed.sort_unstable();
+        assert_eq!(placed, [1, process::id()]);
+
+        let error = resolve(&args(vec![1, i32::MAX as u32])).unwrap_err();
+        assert!(error.to_string().contains("no process has PID"), "{error}");
+        let error = resolve(&args(vec![1; 513])).unwrap_err();
+        assert!(
+            error.is::<UsageError>() && error.to_string().contains("--cgroup"),
+            "{error}"
+        );
+        let error = args(Vec::new())
+            .resolve(Some(i32::MAX as u32), Tasks::Programs)
+            .unwrap_err();
+        assert!(error.to_string().contains("ps -L"), "{error}");
+    }
+
+    #[test]
+    fn all_processes_find_a_slot() {
+        for step in [1, 2, 16, 2048, 8191] {
+            let pids: Vec<u32> = (1..=MAX_PIDS as u32).map(|n| n * step).collect();
+            let (factor, slots) = place(&pids).expect("room");
+            for pid in pids {
+                let first = (pid.wrapping_mul(factor) >> (32 - SLOT_BITS)) as usize;
+                // As the kernel half looks for it.
+                let mut probes = (first..first + PROBES).map(|slot| slots[slot % SLOTS]);
+                let found = probes.find(|&here| here == 0 || here == pid);
+                assert_eq!(found, Some(pid), "of every {step}th");
+            }
+        }
+    }
+
+    #[test]
+    fn names_have_1_to_15_bytes() {
+        let (name, mask) = name_and_mask(b"sh").expect("valid");
+        assert_eq!(
+            (&name[..3], &mask[..3]),
+            (&b"sh\0"[..], &[0xff, 0xff, 0][..])
+        );
+        assert!(name_and_mask(&[b'x'; 15]).is_ok());
+        for wrong in [&b""[..], &[b'x'; 16]] {
+            assert!(name_and_mask(wrong).unwrap_err().is::<UsageError>());
+        }
+    }
+
+    #[test]
+    fn what_is_no_cgroup_is_refused_with_the_place_where_they_are() {
+        for wrong in ["/tmp", "/no/such/cgroup"] {
+            let error = open_cgroup(Path::new(wrong)).unwrap_err();
+            let text = format!("{error:#}");
+            assert!(text.contains(wrong), "{text}");
+            assert!(
+                text.contains("find /") || text.contains("mount -t cgroup2"),
+                "{text}"
+            );
+        }
+        let mounts = "cgroup /sys/fs/cgroup/cpu cgroup rw 0 0\n\
+                      cgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0\n";
+        assert_eq!(cgroup2_mount(mounts), Some("/sys/fs/cgroup/unified"));
+        assert_eq!(cgroup2_mount("proc /proc proc rw 0 0\n"), None);
+    }
+
+    #[test]
+    fn a_namespace_is_known_by_its_inode() {
+        assert_eq!(
+            namespace_inode("pid:[4026531836]"),
+            Some(INITIAL_PID_NAMESPACE)
+        );
+        assert_eq!(namespace_inode("pid:[x]"), None);
+        assert_eq!(namespace_inode("net:[1]"), None);
+    }
+}

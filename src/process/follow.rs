@@ -1,0 +1,93 @@
+//! The processes that a traced command starts, and what these start.
+//!
+//! `bpf/include/follow.bpf.c` writes them down as they are forked. It is an object of its own, so
+//! that a tool has one however many variants it tries; its maps are shared with each.
+
+use std::fmt;
+
+use anyhow::{Context, Result};
+use libbpf_rs::skel::OpenSkel;
+use libbpf_rs::{Link, OpenMapMut, ProgramMut};
+
+use crate::bpf::attach;
+use crate::bpf::map_create;
+use crate::bpf::program_stats;
+use crate::process::filter::Filter;
+
+use bpf::{FollowSkel, FollowSkelBuilder};
+
+crate::skeleton!("follow", plain: [filter]);
+
+/// Processes that can be followed at a time: the largest PID is 32768 on small systems.
+const PROCESSES: u32 = 32768;
+
+/// Follows as long as it lives.
+pub struct Follower {
+    skel: FollowSkel<'static>,
+    _links: [Link; 5],
+}
+
+impl Follower {
+    /// Follows what the processes of the filter start from now on.
+    pub(crate) fn start(filter: &Filter) -> Result<Self> {
+        let mut open = attach::open::<FollowSkelBuilder>()?;
+        filter.set(&mut attach::options(&mut open.maps.rodata_data)?.filter);
+        let followed = &mut open.maps.filter_followed;
+        followed
+            .set_max_entries(PROCESSES)
+            .context("failed to size the map of processes")?;
+        let skel = open
+            .load()
+            .context("failed to load what follows processes")?;
+        let attach = || -> libbpf_rs::Result<[Link; 5]> {
+            Ok([
+                skel.progs.process_free.attach()?,
+                skel.progs.process_free_too.attach()?,
+                skel.progs.process_fork.attach()?,
+                skel.progs.process_fork_too.attach()?,
+                skel.progs.process_fork_again.attach()?,
+            ])
+        };
+        let links = attach().context("failed to attach what follows processes")?;
+        Ok(Self {
+            skel,
+            _links: links,
+        })
+    }
+
+    /// Puts its maps in the place of a tool's.
+    pub(crate) fn share_maps(
+        &self,
+        followed: &mut OpenMapMut<'_>,
+        losses: &mut OpenMapMut<'_>,
+    ) -> Result<()> {
+        let own = &self.skel.maps;
+        map_create::use_instead(followed, &own.filter_followed)?;
+        map_create::use_instead(losses, &own.losses)
+    }
+
+    /// How often, at most, all programs of a hook were skipped.
+    pub(crate) fn skipped_runs(&self) -> u64 {
+        let programs = &self.skel.progs;
+        let forks = [
+            &programs.process_fork,
+            &programs.process_fork_too,
+            &programs.process_fork_again,
+        ];
+        skipped_by_all(&forks)
+            + skipped_by_all(&[&programs.process_free, &programs.process_free_too])
+    }
+}
+
+fn skipped_by_all(programs: &[&ProgramMut<'_>]) -> u64 {
+    let runs = programs
+        .iter()
+        .map(|program| program_stats::skipped([program]));
+    runs.min().unwrap_or_default()
+}
+
+impl fmt::Debug for Follower {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Follower")
+    }
+}

@@ -1,0 +1,364 @@
+//! A process to be traced: whether it is there, what it is, what it has mapped.
+
+use std::collections::HashSet;
+use std::ffi::OsStr;
+use std::fs;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use crate::bpf::kernel_support;
+use crate::code::elf;
+use crate::print::text;
+use crate::process::mapped_file::{self, MappedFile};
+
+/// The numbers of all processes that run now in our PID namespace.
+pub fn all() -> Result<Vec<u32>> {
+    let entries = fs::read_dir("/proc").context("failed to list /proc")?;
+    let numbers = entries.flatten().map(|entry| entry.file_name());
+    Ok(numbers
+        .filter_map(|name| name.to_str()?.parse().ok())
+        .collect())
+}
+
+/// A running process, held by a pidfd so that its number cannot come to mean another one.
+#[derive(Debug)]
+pub struct Process {
+    pid: u32,
+    pidfd: OwnedFd,
+}
+
+impl Process {
+    /// The process with this number in our PID namespace.
+    ///
+    /// # Errors
+    /// If there is none, or the number is a thread's.
+    pub fn open(pid: u32) -> Result<Self> {
+        match pidfd_open(pid) {
+            Ok(pidfd) => Ok(Self { pid, pidfd }),
+            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {
+                bail!("no process has PID {pid}; list the running ones with: ps -e")
+            }
+            Err(error)
+                if error.raw_os_error() == Some(libc::EINVAL)
+                    || error.raw_os_error() == Some(libc::ENOENT) =>
+            {
+                bail!(
+                    "{pid} is not a process but one of its threads; its process: grep Tgid /proc/{pid}/status"
+                )
+            }
+            Err(error) => Err(error).with_context(|| format!("failed to open process {pid}")),
+        }
+    }
+
+    /// The process that this thread is of.
+    ///
+    /// # Errors
+    /// If there is no such thread.
+    pub fn of_thread(tid: u32) -> Result<Self> {
+        let status = fs::read_to_string(format!("/proc/{tid}/status")).unwrap_or_default();
+        let process = status.lines().find_map(|line| line.strip_prefix("Tgid:"));
+        match process.and_then(|pid| pid.trim().parse().ok()) {
+            Some(pid) => Self::open(pid),
+            None => bail!("no thread has TID {tid}; list those of a process with: ps -L -p PID"),
+        }
+    }
+
+    /// The process's number in our PID namespace.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Fails if it has exited, and only its parent has not taken note of that.
+    pub fn expect_running(&self) -> Result<()> {
+        if self.exited() {
+            bail!("process {} ({}) has exited", self.pid, self.comm());
+        }
+        Ok(())
+    }
+
+    /// Fails unless it runs a program, saying what it is instead.
+    pub fn expect_program(&self) -> Result<()> {
+        self.expect_running()?;
+        if self.is_kernel_thread()? {
+            bail!(
+                "{} ({}) is a kernel thread: it has no user memory; give the PID of a program",
+                self.pid,
+                self.comm()
+            );
+        }
+        Ok(())
+    }
+
+    /// Fails unless it is a 64-bit user program, saying what it is instead.
+    pub fn expect_native_program(&self) -> Result<()> {
+        let pid = self.pid;
+        self.expect_program()?;
+        let exe = mapped_file::open_regular(&self.file("exe"))
+            .with_context(|| format!("failed to open the program of process {pid}"))?;
+        if !elf::is_native(&exe)? {
+            bail!(
+                "process {pid} ({}) is not an x86-64 program: only 64-bit programs of this \
+                 machine's architecture can be traced",
+                self.comm()
+            );
+        }
+        Ok(())
+    }
+
+    /// The process's name, as the kernel keeps it: up to 15 bytes.
+    pub fn comm(&self) -> String {
+        let comm = fs::read(self.file("comm")).unwrap_or_default();
+        text::escape_bytes(comm.strip_suffix(b"\n").unwrap_or(&comm))
+    }
+
+    /// Bytes of its memory that are resident; None once it has exited.
+    pub fn resident_bytes(&self) -> Option<u64> {
+        let sizes = fs::read_to_string(self.file("statm")).ok()?;
+        let pages: u64 = sizes.split(' ').nth(1)?.parse().ok()?;
+        let bytes = pages * kernel_support::page_bytes().ok()?;
+        (bytes > 0).then_some(bytes)
+    }
+
+    /// Whether it has exited, reaped or not.
+    pub fn exited(&self) -> bool {
+        let mut fds = [PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)];
+        matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..))
+    }
+
+    /// Whether it is stopped, by a signal.
+    pub fn is_stopped(&self) -> bool {
+        let stat = fs::read(self.file("stat")).unwrap_or_default();
+        // The name is in parentheses and can hold anything, parentheses too.
+        let name_ends = stat.iter().rposition(|&byte| byte == b')').unwrap_or(0);
+        stat.get(name_ends + 2) == Some(&b'T')
+    }
+
+    /// What the process has mapped now; empty after its exit.
+    pub fn mappings(&self) -> Result<Vec<Mapping>> {
+        let maps = fs::read(self.file("maps"))
+            .with_context(|| format!("failed to read the mappings of process {}", self.pid))?;
+        Ok(Mapping::parse_list(&maps).collect())
+    }
+
+    /// The files that it executes code from, each once. Devices and files that are gone are left out;
+    /// what else cannot be opened is `refused`, each with the reason.
+    pub fn code_files(&self) -> Result<CodeFiles> {
+        let mut seen = HashSet::new();
+        let mut found = CodeFiles::default();
+        for mapping in self.mappings()? {
+            if !mapping.executable || mapping.inode == 0 || !seen.insert(mapping.file_id()) {
+                continue;
+            }
+            match MappedFile::open(self.pid, &mapping) {
+                Ok(file) => found.files.push(file),
+                Err(error)
+                    if [io::ErrorKind::NotFound, io::ErrorKind::InvalidInput]
+                        .contains(&error.kind()) => {}
+                Err(error) => {
+                    let name = text::escape_bytes(mapping.path.as_os_str().as_bytes());
+                    let error = anyhow::Error::new(error).context(format!(
+                        "failed to open {name}, which process {} has mapped",
+                        self.pid
+                    ));
+                    found.refused.push(error);
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    /// The process's number in its own PID namespace, which is what it names its files after.
+    pub fn pid_in_its_namespace(&self) -> u32 {
+        let status = fs::read_to_string(self.file("status")).unwrap_or_default();
+        let ids = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+        ids.and_then(|ids| ids.split_whitespace().next_back()?.parse().ok())
+            .unwrap_or(self.pid)
+    }
+
+    /// The user that it runs as (effective); None if it has exited.
+    pub fn user(&self) -> Option<u32> {
+        let status = fs::read_to_string(self.file("status")).ok()?;
+        let ids = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+        ids.split_whitespace().nth(1)?.parse().ok()
+    }
+
+    /// PF_KTHREAD of the flags in /proc/PID/stat.
+    fn is_kernel_thread(&self) -> Result<bool> {
+        const PF_KTHREAD: u64 = 0x0020_0000;
+        const FLAGS_AFTER_COMM: usize = 6;
+        let stat = fs::read(self.file("stat"))
+            .with_context(|| format!("process {} has exited", self.pid))?;
+        // The name is in parentheses and can hold anything, parentheses too.
+        let after_comm = stat
+            .iter()
+            .rposition(|&byte| byte == b')')
+            .map_or(0, |at| at + 1);
+        let flags = String::from_utf8_lossy(&stat[after_comm..])
+            .split_whitespace()
+            .nth(FLAGS_AFTER_COMM)
+            .and_then(|flags| flags.parse::<u64>().ok())
+            .context("failed to read the flags of the process")?;
+        Ok(flags & PF_KTHREAD != 0)
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        PathBuf::from(format!("/proc/{}/{name}", self.pid))
+    }
+}
+
+impl AsFd for Process {
+    /// The pidfd, which becomes readable when the process exits.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+}
+
+fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
+    // SAFETY: takes two integers; returns a new descriptor or -1.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor was just made for us.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
+}
+
+/// One line of /proc/PID/maps, or one mapping event of the kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mapping {
+    /// Addresses, in bytes.
+    pub range: Range<u64>,
+    /// Whether its code can run.
+    pub executable: bool,
+    /// Byte of the file that `range.start` shows.
+    pub file_offset: u64,
+    /// Major and minor number of the file's device.
+    pub device: (u32, u32),
+    /// The file's inode; 0 if there is none.
+    pub inode: u64,
+    /// The file in the process's own mount namespace, or a name such as `[heap]`, or empty.
+    pub path: PathBuf,
+}
+
+impl Mapping {
+    /// The mappings in the text of a `maps` file.
+    pub(crate) fn parse_list(maps: &[u8]) -> impl Iterator<Item = Self> {
+        let lines = maps.split(|&byte| byte == b'\n');
+        lines.filter_map(Self::parse)
+    }
+
+    fn parse(line: &[u8]) -> Option<Self> {
+        // 55d0c8a00000-55d0c8a21000 r-xp 00002000 fe:00 1234    /usr/bin/cat
+        let mut rest = line;
+        let mut field = || {
+            let start = rest.iter().position(|&byte| byte != b' ')?;
+            let end = rest[start..]
+                .iter()
+                .position(|&byte| byte == b' ')
+                .map_or(rest.len(), |n| start + n);
+            let field = str::from_utf8(&rest[start..end]).ok()?;
+            rest = &rest[end..];
+            Some(field)
+        };
+        let hex = |digits: &str| u64::from_str_radix(digits, 16).ok();
+        let (start, end) = field()?.split_once('-')?;
+        let permissions = field()?;
+        let file_offset = hex(field()?)?;
+        let (major, minor) = field()?.split_once(':')?;
+        let inode = field()?.parse().ok()?;
+        Some(Self {
+            range: hex(start)?..hex(end)?,
+            executable: permissions.as_bytes().get(2) == Some(&b'x'),
+            file_offset,
+            device: (hex(major)? as u32, hex(minor)? as u32),
+            inode,
+            path: PathBuf::from(OsStr::from_bytes(rest.trim_ascii_start())),
+        })
+    }
+
+    /// What tells one mapped file from another.
+    pub fn file_id(&self) -> FileId {
+        (self.device, self.inode)
+    }
+
+    /// The file's name without its folders, escaped; a name such as `[vdso]` as it is.
+    pub fn module(&self) -> String {
+        let path = self.path.as_os_str().as_bytes();
+        let path = path.strip_suffix(b" (deleted)").unwrap_or(path);
+        text::escape_bytes(path.rsplit(|&byte| byte == b'/').next().unwrap_or(path))
+    }
+}
+
+/// The files that a process executes code from.
+#[derive(Debug, Default)]
+pub struct CodeFiles {
+    /// The open files, the program itself first if it is among them.
+    pub files: Vec<MappedFile>,
+    /// Why the others are not open.
+    pub refused: Vec<anyhow::Error>,
+}
+
+/// Device and inode.
+pub type FileId = ((u32, u32), u64);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn maps_lines() {
+        let line =
+            b"7f00-8000 r-xp 00002000 fe:1a 1234                    /usr/lib/my lib.so (deleted)";
+        let mapping = Mapping::parse(line).expect("a mapping");
+        assert_eq!(mapping.range, 0x7f00..0x8000);
+        assert!(mapping.executable);
+        assert_eq!(mapping.file_offset, 0x2000);
+        assert_eq!(mapping.device, (0xfe, 0x1a));
+        assert_eq!(mapping.inode, 1234);
+        assert_eq!(mapping.module(), "my lib.so");
+
+        let anonymous = Mapping::parse(b"1000-2000 rw-p 00000000 00:00 0 ").expect("a mapping");
+        assert_eq!(
+            (anonymous.executable, anonymous.path.as_os_str().is_empty()),
+            (false, true)
+        );
+        assert_eq!(Mapping::parse(b""), None);
+        assert_eq!(Mapping::parse(b"garbage"), None);
+    }
+
+    #[test]
+    fn damaged_lists_are_read_as_far_as_they_make_sense() {
+        let list = include_bytes!("../../tests/hostile/corpus/maps");
+        assert_eq!(Mapping::parse_list(list).count(), 6);
+        for end in 0..list.len() {
+            Mapping::parse_list(&list[..end]).for_each(drop);
+            let mut damaged = list.to_vec();
+            for byte in [0, b' ', b'-', b'\n', 0xff] {
+                damaged[end] = byte;
+                Mapping::parse_list(&damaged).for_each(drop);
+            }
+        }
+    }
+
+    #[test]
+    fn our_own_process_is_a_native_program() {
+        let process = Process::open(std::process::id()).expect("we run");
+        process.expect_native_program().expect("we are native");
+        assert!(!process.exited());
+        let CodeFiles { files, .. } = process.code_files().expect("our files");
+        let exe = std::env::current_exe().expect("our program");
+        assert!(files.iter().any(|file| file.name() == exe), "{files:?}");
+    }
+
+    #[test]
+    fn a_number_that_no_process_has() {
+        let error = Process::open(i32::MAX as u32).unwrap_err().to_string();
+        assert!(error.contains("no process has PID"), "{error}");
+    }
+}

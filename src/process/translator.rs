@@ -1,0 +1,95 @@
+//! Programs that read other programs' code as data, to run a translation of it.
+//!
+//! A uprobe is a breakpoint in the code of a file, for whoever has it mapped. A translator does not
+//! execute it but reads it as an instruction of the program, which then ends by SIGTRAP.
+
+use std::path::Path;
+
+/// Processors that QEMU's user mode translates programs of, as its own names begin; behind `qemu-`
+/// there are also tools (qemu-img) and whole machines (qemu-system-x86_64).
+const QEMU_USER: [&str; 22] = [
+    "aarch64",
+    "alpha",
+    "arm",
+    "cris",
+    "hexagon",
+    "hppa",
+    "i386",
+    "loongarch64",
+    "m68k",
+    "microblaze",
+    "mips",
+    "nios2",
+    "or1k",
+    "ppc",
+    "riscv",
+    "s390x",
+    "sh4",
+    "sparc",
+    "tilegx",
+    "x86_64",
+    "xtensa",
+    "sparc64",
+];
+
+/// Names of programs and of what they load, by which others are known.
+const NAMES: [(&str, &str); 9] = [
+    ("box64", "box64"),
+    ("box86", "box86"),
+    ("FEXInterpreter", "FEX"),
+    ("FEXLoader", "FEX"),
+    ("FEX", "FEX"),
+    ("libdynamorio.so", "DynamoRIO"),
+    ("drrun", "DynamoRIO"),
+    ("pinbin", "Pin"),
+    ("librrpreload.so", "rr"),
+];
+
+/// The translator that is among the files that a process executes code from.
+pub fn among<'a>(files: impl IntoIterator<Item = &'a Path>) -> Option<&'static str> {
+    files.into_iter().find_map(of_file)
+}
+
+fn of_file(path: &Path) -> Option<&'static str> {
+    let name = path.file_name()?.to_str()?;
+    if let Some(machine) = name.strip_prefix("qemu-") {
+        let known = |name: &&str| machine.starts_with(*name);
+        return QEMU_USER.iter().any(known).then_some("QEMU");
+    }
+    // /usr/bin/valgrind, /usr/libexec/valgrind/memcheck-amd64-linux
+    let in_valgrind = path
+        .parent()
+        .is_some_and(|folder| folder.ends_with("valgrind"));
+    if in_valgrind || name == "valgrind" || name == "valgrind.bin" {
+        return Some("valgrind");
+    }
+    let known = NAMES.iter().find(|(known, _)| *known == name);
+    known.map(|(_, translator)| *translator)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn translators_are_known_by_what_they_map() {
+        for (file, translator) in [
+            ("/usr/bin/qemu-aarch64-static", Some("QEMU")),
+            ("/usr/bin/qemu-x86_64", Some("QEMU")),
+            ("/usr/bin/qemu-system-x86_64", None),
+            ("/usr/bin/qemu-img", None),
+            (
+                "/usr/libexec/valgrind/memcheck-amd64-linux",
+                Some("valgrind"),
+            ),
+            ("/usr/bin/valgrind.bin", Some("valgrind")),
+            ("/usr/lib/rr/librrpreload.so", Some("rr")),
+            ("/usr/local/bin/box64", Some("box64")),
+            ("/usr/bin/python3", None),
+            ("/", None),
+        ] {
+            let files = ["/lib/libc.so.6", file].map(Path::new);
+            assert_eq!(among(files), translator, "{file}");
+        }
+    }
+}

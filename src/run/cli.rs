@@ -1,0 +1,292 @@
+//! Running a tool: arguments in, exit status out.
+//!
+//! | status | meaning |
+//! |---|---|
+//! | 0 | stopped by Ctrl-C or another signal, by its duration or count, or because the reader of its output left |
+//! | 1 | it could not run; stderr has the reason and the remedy |
+//! | 2 | wrong usage |
+//! | any | with `-c COMMAND`, the command's own status |
+
+use std::error::Error;
+use std::fmt;
+use std::io::{self, IsTerminal};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+
+use crate::bpf::kretprobe;
+use crate::print::output::{Format, Output, Unread};
+use crate::process::inherited;
+use crate::run::poll::Poller;
+use crate::stacks::table::MAX_DEPTH;
+
+/// Parse the arguments, run the tool, and turn its outcome into an exit status.
+pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
+    let args = match A::try_parse() {
+        Ok(args) => args,
+        Err(error) => return usage::<A>(&error),
+    };
+    inherited::take_over();
+    give_memory_back();
+    let outcome = run(args);
+    // Whatever could not be started has left them.
+    kretprobe::remove();
+    match outcome {
+        Ok(status) => status,
+        Err(error) if is_reader_gone(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            if !is_unread(&error) || can_be_printed(io::stderr().as_fd()) {
+                let message = in_plain_words(&format!("{error:#}"));
+                eprintln!("{}: {message}", A::command().get_name());
+            }
+            if error.is::<UsageError>() {
+                ExitCode::from(2)
+            } else {
+                ExitCode::FAILURE
+            }
+        }
+    }
+}
+
+/// A message without what Rust adds to the system's words.
+fn in_plain_words(message: &str) -> String {
+    let message = message.replace("failed to fill whole buffer", "it ends too early");
+    let mut parts = message.split(" (os error ");
+    let mut plain = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        plain.push_str(
+            part.trim_start_matches(|c: char| c.is_ascii_digit())
+                .trim_start_matches(')'),
+        );
+    }
+    plain
+}
+
+/// Prints what clap has to say: the help that was asked for, or what is wrong with the arguments.
+fn usage<A: Parser>(said: &clap::Error) -> ExitCode {
+    if !said.use_stderr() {
+        // Without a reader, nobody misses it.
+        let _ = said.print();
+        return ExitCode::SUCCESS;
+    }
+    let message = said.render().to_string();
+    let message = message.strip_prefix("error: ").unwrap_or(&message);
+    eprint!("{}: {message}", A::command().get_name());
+    ExitCode::from(2)
+}
+
+/// Has what is large go back to the kernel as soon as it is freed. glibc otherwise keeps up to twice
+/// the largest that there was, which is the kernel's BTF or a compiler's unwind rules.
+fn give_memory_back() {
+    const LARGE: i32 = 128 << 10;
+    // SAFETY: there is no other thread yet. If it is refused, more memory is kept.
+    unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE) };
+}
+
+/// Options of every tool.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct CommonArgs {
+    /// Stop after this many seconds, which may have a fraction [default: at Ctrl-C]
+    #[arg(short, short_alias = 'D', long, value_name = "SECONDS", value_parser = seconds)]
+    pub duration: Option<Duration>,
+
+    /// Print one JSON object a line
+    #[arg(short, long)]
+    pub json: bool,
+
+    /// Print into this file rather than on stdout
+    #[arg(short, long, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+
+    /// Tell on stderr how events are got at, with libbpf's messages
+    #[arg(short, long)]
+    pub verbose: bool,
+}
+
+impl CommonArgs {
+    /// When to stop, if the duration starts now.
+    pub fn deadline(&self) -> Option<Instant> {
+        Instant::now().checked_add(self.duration?)
+    }
+
+    /// How rows are printed.
+    pub fn format(&self) -> Format {
+        if self.json {
+            Format::Json
+        } else {
+            Format::Text
+        }
+    }
+
+    /// Whether somebody looks at what is printed as it comes.
+    pub fn is_terminal(&self) -> bool {
+        self.output.is_none() && io::stdout().is_terminal()
+    }
+
+    /// What a tool begins with: [`start`].
+    pub fn start<'a>(&self) -> Result<(Poller<'a>, Output)> {
+        self.start_as(self.format())
+    }
+
+    /// [`CommonArgs::start`] with another format.
+    pub fn start_as<'a>(&self, format: Format) -> Result<(Poller<'a>, Output)> {
+        start(format, self.output.as_deref())
+    }
+}
+
+/// Takes over the signals that end a run, and opens the output, before anything is traced.
+///
+/// # Errors
+/// If the file cannot be written to.
+pub fn start<'a>(format: Format, file: Option<&Path>) -> Result<(Poller<'a>, Output)> {
+    let mut poller = Poller::new()?;
+    let output = match file {
+        Some(path) => Output::file(format, path)?,
+        None => {
+            let stop = SignalFd::with_flags(&inherited::stopping(), SfdFlags::SFD_CLOEXEC);
+            Output::stdout(format, stop.context("failed to open a signalfd")?)
+        }
+    };
+    if output.is_stdout() {
+        poller.watch_stdout();
+    }
+    Ok((poller, output))
+}
+
+/// A number of seconds that is not 0, such as `10` or `0.5`.
+pub fn seconds(text: &str) -> Result<Duration, String> {
+    // More than the kernel's timers take is as good as for ever.
+    const MOST: f64 = 1e9;
+    match text.parse() {
+        Ok(seconds) if (1e-3..=MOST).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+        Ok(_) => Err("must be from 0.001 to 1000000000 seconds".into()),
+        Err(_) => Err("not a number of seconds, such as 10 or 0.5".into()),
+    }
+}
+
+/// A whole number that is not 0.
+pub fn count<N: FromStr + PartialOrd + Default>(text: &str) -> Result<N, String> {
+    match text.parse::<N>() {
+        Ok(number) if number > N::default() => Ok(number),
+        _ => Err("must be a whole number above 0".into()),
+    }
+}
+
+/// A whole number, which may be 0.
+pub fn number<N: FromStr>(text: &str) -> Result<N, String> {
+    text.parse()
+        .map_err(|_| "must be a whole number, not too large".into())
+}
+
+/// Frames of a stack.
+pub fn stack_depth(text: &str) -> Result<u32, String> {
+    match text.parse() {
+        Ok(depth @ 1..=MAX_DEPTH) => Ok(depth),
+        _ => Err(format!("must be from 1 to {MAX_DEPTH}")),
+    }
+}
+
+/// The number of a process or thread.
+pub fn pid(text: &str) -> Result<u32, String> {
+    count(text).map_err(|_| "must be the number of a process, as ps -e shows it".into())
+}
+
+/// A number of bytes, such as `4096`, `512K` or `1G`, in powers of 1024.
+pub fn bytes(text: &str) -> Result<u64, String> {
+    let sizes = parse_size::Config::new().with_binary();
+    sizes
+        .parse_size(text)
+        .map_err(|_| "not a number of bytes, such as 4096, 512K or 1G".into())
+}
+
+/// Arguments that are wrong together; exit status 2.
+#[derive(Debug)]
+pub struct UsageError(pub String);
+
+impl fmt::Display for UsageError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl Error for UsageError {}
+
+/// Whether the reader of our output has gone, as `head` does when it has enough, and a terminal that
+/// is closed (EIO).
+fn is_reader_gone(error: &anyhow::Error) -> bool {
+    let mut causes = error
+        .chain()
+        .filter_map(|cause| cause.downcast_ref::<io::Error>());
+    causes.any(|cause| {
+        cause.kind() == io::ErrorKind::BrokenPipe || cause.raw_os_error() == Some(libc::EIO)
+    })
+}
+
+/// Whether a reader that does not read has kept us from ending.
+fn is_unread(error: &anyhow::Error) -> bool {
+    let mut causes = error
+        .chain()
+        .filter_map(|cause| cause.downcast_ref::<io::Error>()?.get_ref());
+    causes.any(|cause| cause.is::<Unread>())
+}
+
+/// Whether a line can be printed here without waiting for a reader.
+fn can_be_printed(file: BorrowedFd<'_>) -> bool {
+    let mut room = [PollFd::new(file, PollFlags::POLLOUT)];
+    matches!(poll(&mut room, PollTimeout::ZERO), Ok(1..))
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::Context;
+
+    use super::*;
+
+    #[test]
+    fn seconds_may_have_a_fraction_but_not_be_none() {
+        assert_eq!(seconds("10"), Ok(Duration::from_secs(10)));
+        assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
+        for wrong in ["0", "-1", "NaN", "inf", "5s", "", "1e30"] {
+            assert!(seconds(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn messages_are_the_system_s() {
+        let error = anyhow::Error::from(io::Error::from_raw_os_error(libc::ENOENT));
+        let error = error.context("failed to open x");
+        assert_eq!(
+            in_plain_words(&format!("{error:#}; see: y")),
+            "failed to open x: No such file or directory; see: y"
+        );
+    }
+
+    #[test]
+    fn bytes_are_in_powers_of_1024() {
+        assert_eq!(bytes("4093"), Ok(4093));
+        assert_eq!((bytes("512K"), bytes("1G")), (Ok(512 << 10), Ok(1 << 30)));
+        assert_eq!((bytes("4k"), bytes("4KiB")), (Ok(4 << 10), Ok(4 << 10)));
+        for wrong in ["", "-1", "K", "1X"] {
+            assert!(bytes(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_broken_pipe_is_found_below_its_context() {
+        let broken = Err::<(), _>(io::Error::from(io::ErrorKind::BrokenPipe));
+        assert!(is_reader_gone(
+            &broken.context("failed to print").unwrap_err()
+        ));
+        let other = Err::<(), _>(io::Error::from(io::ErrorKind::NotFound));
+        assert!(!is_reader_gone(
+            &other.context("failed to print").unwrap_err()
+        ));
+    }
+}

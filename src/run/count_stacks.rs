@@ -1,0 +1,514 @@
+//! Counts by process and stack, which `bpf/include/stack_count.bpf.h` keeps in the kernel. They are
+//! taken from there whenever its maps fill, and added up here until they are reported.
+
+mod report;
+
+use std::collections::HashMap;
+use std::hash::Hash;
+use std::mem;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use libbpf_rs::{Link, MapCore, Object};
+
+use crate::bpf::attach;
+use crate::bpf::map_counts::Counts;
+use crate::bpf::ring::Events;
+use crate::bpf::room::{self, Filled, Room, Table};
+use crate::bpf::types;
+use crate::export::files::{ExportArgs, Exports};
+use crate::export::folded::Folded;
+use crate::export::profile::Value;
+use crate::export::text::{BlockStyle, block};
+use crate::print::output::{Format, Output};
+use crate::print::text;
+use crate::process::filter::Filter;
+use crate::run::cli::{self, CommonArgs};
+use crate::run::losses::Losses;
+use crate::run::poll::Poller;
+use crate::run::priority;
+use crate::run::schedule::{Due, Reports};
+use crate::run::stack_sums::{Count, Key, LOST_STACK, Sums, WideHashes, largest};
+use crate::stacks::named::{NamedStack, Part, StackIds};
+use crate::stacks::symbolize::Symbolizer;
+use crate::stacks::table::{self, MAX_DEPTH, StackMaps, Stacks};
+use crate::stacks::unwind::{UnwindArgs, Unwinder};
+
+/// Distinct stacks that are kept at most, unless --stack-storage-size says otherwise.
+const MAX_STACKS: u32 = 1 << 18;
+/// Entries that a map in the kernel may grow to, since it is emptied again and again: 72 MB of stacks.
+const MAX_IN_KERNEL: u32 = 1 << 16;
+
+/// Stacks that a report in text shows, unless --top says otherwise.
+const TOP_AS_TEXT: usize = 50;
+
+/// Options of the tools that count by stack.
+#[derive(Debug, Clone, clap::Args)]
+pub struct StackCountArgs {
+    /// Print one line a stack for flame graphs; the default if stdout is not a terminal
+    #[arg(short, long, conflicts_with = "json")]
+    pub folded: bool,
+
+    /// Print stacks as text even if stdout is not a terminal
+    #[arg(long, conflicts_with_all = ["json", "folded"])]
+    pub text: bool,
+
+    /// Keep processes of the same name apart
+    #[arg(short = 'P', long)]
+    pub perpid: bool,
+
+    /// Mark the frames of the kernel, for flame graphs to colour them
+    #[arg(short, long)]
+    pub annotations: bool,
+
+    /// Print stacks as text, with the place in each function, which keeps stacks apart by it
+    #[arg(short = 's', long, conflicts_with_all = ["json", "folded"])]
+    pub offsets: bool,
+
+    /// Print stacks as text, with the address of each frame, which keeps processes apart
+    #[arg(long, conflicts_with_all = ["json", "folded"])]
+    pub addresses: bool,
+
+    /// Show only the N largest [default: 50 as text, else all]
+    #[arg(long, value_name = "N", value_parser = cli::count::<usize>)]
+    pub top: Option<usize>,
+
+    /// Print the time before each summary
+    #[arg(short = 'T', long, conflicts_with = "folded")]
+    pub timestamp: bool,
+
+    /// Frames to keep of each stack
+    #[arg(long, value_name = "N", default_value_t = MAX_DEPTH, value_parser = cli::stack_depth)]
+    pub perf_max_stack_depth: u32,
+
+    /// Distinct stacks to keep at most, with memory for them set aside [default: 262144, with memory
+    /// as they come]
+    #[arg(long, value_name = "N", value_parser = cli::count::<u32>)]
+    pub stack_storage_size: Option<u32>,
+
+    /// How stacks are walked.
+    #[command(flatten)]
+    pub unwind: UnwindArgs,
+
+    /// The files that reports are written into.
+    #[command(flatten)]
+    pub export: ExportArgs,
+
+    /// The same as INTERVAL, as stackcount has it
+    #[arg(short = 'i', long = "interval", value_name = "SECONDS", value_parser = cli::seconds, conflicts_with = "interval")]
+    pub interval_option: Option<Duration>,
+
+    /// Print a summary every so many seconds, of what was counted in them [default: one at the end]
+    #[arg(value_parser = cli::seconds)]
+    interval: Option<Duration>,
+
+    /// Summaries before it exits [default: until Ctrl-C]
+    #[arg(value_parser = cli::count::<u64>)]
+    pub count: Option<u64>,
+}
+
+impl StackCountArgs {
+    /// How far summaries are apart; None for one at the end.
+    pub fn interval(&self) -> Option<Duration> {
+        self.interval.or(self.interval_option)
+    }
+
+    /// Entries that the table of stacks begins with.
+    pub fn first_entries(&self) -> u32 {
+        self.stack_storage_size
+            .map_or(table::FIRST_ENTRIES, |stacks| stacks.min(MAX_IN_KERNEL))
+    }
+
+    /// How many of so many stacks are not shown.
+    fn hidden(&self, format: Format, stacks: usize) -> usize {
+        let as_text = (format == Format::Text).then_some(TOP_AS_TEXT);
+        let shown = self.top.or(as_text);
+        shown.map_or(0, |shown| stacks.saturating_sub(shown))
+    }
+
+    /// Whether an option is for text alone.
+    fn wants_text(&self) -> bool {
+        self.text || self.timestamp || self.offsets || self.addresses
+    }
+
+    /// What reports look like, with the tool's `--json`, on a terminal or not.
+    pub fn format(&self, json: bool, terminal: bool) -> Format {
+        if json {
+            Format::Json
+        } else if self.folded || !(self.wants_text() || terminal) {
+            Format::Folded
+        } else {
+            Format::Text
+        }
+    }
+}
+
+/// What the sums are of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Weight {
+    /// How often it happened.
+    Events,
+    /// The bytes that were given with each.
+    Bytes,
+}
+
+impl Weight {
+    fn bytes(self, bytes: u64) -> Option<u64> {
+        (self == Weight::Bytes).then_some(bytes)
+    }
+}
+
+/// What is to be reported, and how.
+#[derive(Debug, Clone, Copy)]
+pub struct Report<'a> {
+    /// What it looks like.
+    pub format: Format,
+    /// Whether processes are counted, whatever their stacks.
+    pub by_process: bool,
+    /// What its sums are of.
+    pub weight: Weight,
+    /// What is counted, in words, such as `page faults`.
+    pub subject: &'static str,
+    /// What the events are called, and the bytes where they are known.
+    pub values: (Value, Option<Value>),
+    /// The rest of the options.
+    pub args: &'a StackCountArgs,
+}
+
+impl Report<'_> {
+    /// Whether what is printed the same is one: processes of one name have the same code at different
+    /// addresses.
+    fn by_line(&self) -> bool {
+        !self.by_process && self.format != Format::Json
+    }
+
+    /// What is printed of a stack, without its sum, and what it lacks.
+    fn line(&self, stack: &NamedStack) -> (String, Option<String>) {
+        let &StackCountArgs {
+            perpid: pid,
+            annotations: annotate,
+            offsets,
+            addresses,
+            ..
+        } = self.args;
+        let text = match self.format {
+            Format::Folded => Folded {
+                stack,
+                pid,
+                annotate,
+            }
+            .to_string(),
+            _ => block(
+                stack,
+                BlockStyle {
+                    pid,
+                    annotate,
+                    offsets,
+                    addresses,
+                },
+            ),
+        };
+        let parts = [&stack.user, &stack.kernel];
+        let lost = parts
+            .iter()
+            .any(|part| part.as_ref().is_some_and(Part::is_lost));
+        let truncated = stack.truncated();
+        let truncated = truncated.map(|reason| format!("[truncated: {reason}]"));
+        (
+            text,
+            if lost {
+                Some(LOST_STACK.to_owned())
+            } else {
+                truncated
+            },
+        )
+    }
+}
+
+/// Reads the counts, and prints what has come since the last time.
+pub struct StackCounts<'map, M> {
+    counts: Counts<'map, M, types::stack_count_key, types::stack_count>,
+    room: Room,
+    requests: &'map M,
+    object: &'map Object,
+    filter: &'map Filter,
+    stacks: Stacks<'map, M>,
+    symbolizer: Symbolizer,
+    /// If there are user stacks.
+    unwinder: Option<Unwinder>,
+    exports: Exports,
+    sums: Sums,
+    places: WideHashes,
+    /// Stacks that the sums may have.
+    most: u32,
+    /// Events whose stacks the sums had no room for.
+    without_stack: u64,
+    /// When the counts were collected last.
+    collected: Instant,
+    /// Events that were not counted, as of the last report.
+    told: u64,
+    /// Whether there was a report.
+    has_reported: bool,
+}
+
+/// The skeleton's maps that they are made of.
+#[derive(Debug)]
+pub struct StackCountMaps<'map, M> {
+    /// `counts`, `counts_a` and `counts_b`.
+    pub counts: [&'map M; 3],
+    /// The table of stacks.
+    pub stacks: StackMaps<'map, M>,
+    /// `room_requests`.
+    pub requests: &'map M,
+    /// All of them.
+    pub object: &'map Object,
+}
+
+/// The maps of a loaded skeleton that stacks are counted in.
+#[macro_export]
+macro_rules! stack_count_maps {
+    ($skel:expr) => {
+        $crate::run::count_stacks::StackCountMaps {
+            counts: [
+                &$skel.maps.counts,
+                &$skel.maps.counts_a,
+                &$skel.maps.counts_b,
+            ],
+            stacks: $crate::stack_maps!($skel),
+            requests: &$skel.maps.room_requests,
+            object: $skel.object(),
+        }
+    };
+}
+
+impl<'map, M: MapCore> StackCounts<'map, M> {
+    /// Nothing has been counted yet.
+    pub fn new(
+        maps: StackCountMaps<'map, M>,
+        filter: &'map Filter,
+        symbolizer: Symbolizer,
+        unwinder: Option<Unwinder>,
+        exports: Exports,
+        args: &StackCountArgs,
+    ) -> Result<Self> {
+        let [counts, a, b] = maps.counts;
+        let (counts, room) = (
+            Counts::new(counts, a, b),
+            Room::new(maps.stacks.rooms, Table::Counts)?,
+        );
+        room.begin(room.taken()?, room::enough(0, counts.entries()))?;
+        let most = args.stack_storage_size.unwrap_or(MAX_STACKS);
+        Ok(Self {
+            counts,
+            room,
+            requests: maps.requests,
+            object: maps.object,
+            filter,
+            stacks: Stacks::new(maps.stacks, most.min(MAX_IN_KERNEL))?,
+            symbolizer,
+            unwinder,
+            exports,
+            sums: Sums::default(),
+            places: WideHashes::default(),
+            most,
+            without_stack: 0,
+            collected: Instant::now(),
+            told: 0,
+            has_reported: false,
+        })
+    }
+
+    /// Reports at each interval, and when the probes have been detached at the end; and then tells
+    /// what could not be counted or named.
+    pub fn run(
+        mut self,
+        tool: &str,
+        (mut poller, mut output): (Poller<'_>, Output),
+        common: &CommonArgs,
+        report: &Report<'_>,
+        links: Vec<Link>,
+        mut print: impl FnMut(&mut Self, &mut Output) -> Result<()>,
+    ) -> Result<()> {
+        let args = report.args;
+        let mappings = self.symbolizer.descriptor()?;
+        let requests: Events<u32> = Events::new(self.requests)?;
+        priority::raise();
+        poller.watch_mappings(&mappings);
+        poller.watch_room(&requests);
+        self.symbolizer.look_around();
+        self.exports.begin();
+        let deadline = common.deadline();
+        // Much may have come since the probes are live.
+        if self.room.is_crowded()? {
+            self.collect(report, true)?;
+        }
+        let mut reports = Reports::start(&mut poller, args.interval(), args.count, deadline)?;
+        loop {
+            let (wake, due) = reports.wait(&mut poller)?;
+            if wake.mappings {
+                self.symbolizer.refresh();
+            }
+            if wake.room {
+                requests.drain()?;
+            }
+            match due {
+                Due::Nothing if wake.room => self.collect(report, true)?,
+                Due::Nothing => {}
+                Due::Report => {
+                    self.collect(report, true)?;
+                    print(&mut self, &mut output)?;
+                    self.stacks.forget_read();
+                    self.symbolizer.forget_exited();
+                }
+                Due::Last => break,
+            }
+        }
+        attach::detach(links);
+        self.collect(report, false)?;
+        print(&mut self, &mut output)?;
+        self.tell_losses(tool, &mut output)?;
+        if let Some(unwinder) = self.unwinder {
+            unwinder.tell(tool, &mut output)?;
+        }
+        self.exports.finish()
+    }
+
+    /// What was counted since the last report, by process, whatever the stack; the largest last.
+    pub fn processes(&mut self, report: &Report<'_>) -> Vec<(u32, String, u64)> {
+        let mut sums: HashMap<(u32, String), u64> = HashMap::new();
+        for (key, count) in self.sums.take().counts {
+            *sums.entry((key.pid, key.comm)).or_default() += count.weight(report.weight);
+        }
+        let largest = largest(sums, report.args.top).into_iter();
+        largest.map(|((pid, comm), sum)| (pid, comm, sum)).collect()
+    }
+
+    /// Takes what the kernel half has counted, so that its maps are empty again.
+    ///
+    /// If it goes on, the maps are made larger where they filled too fast.
+    fn collect(&mut self, report: &Report<'_>, goes_on: bool) -> Result<()> {
+        // Whoever has exited by now has all its counts in what is taken.
+        self.symbolizer.refresh();
+        if goes_on {
+            self.make_room()?;
+        }
+        for (key, value) in self.counts.take()? {
+            let key = Key {
+                user: key.user,
+                kernel: key.kernel,
+                pid: key.pid,
+                comm: text::from_c(&key.comm),
+            };
+            let count = Count {
+                events: value.events,
+                bytes: value.bytes,
+            };
+            let by_line = report.by_line();
+            if !by_line || self.exports.any() {
+                let whole = self.add(&key, count)?;
+                // Of a line it is counted below.
+                if !whole && !by_line {
+                    self.without_stack += count.events;
+                }
+            }
+            if by_line {
+                self.add_line(report, key, count)?;
+            }
+        }
+        // Nothing in the kernel refers to a stack of the last table any more.
+        self.stacks.keep([])?;
+        if report.by_line() && !self.exports.any() {
+            self.stacks.forget_read();
+            self.symbolizer.forget_exited();
+        }
+        Ok(())
+    }
+
+    /// Replaces whatever has filled, the stacks first: a count may refer to the table that was there
+    /// before it or to the one after.
+    fn make_room(&mut self) -> Result<()> {
+        if self.stacks.is_crowded()? {
+            self.stacks.renew()?;
+        }
+        let now = Instant::now();
+        let filled = Filled {
+            entries: self.counts.entries(),
+            taken: self.room.taken()?,
+            kept: 0,
+            for_time: now - mem::replace(&mut self.collected, now),
+        };
+        if self.room.is_crowded()? {
+            self.counts
+                .enlarge(filled.next(self.most.min(MAX_IN_KERNEL)))?;
+        }
+        self.room
+            .begin(0, room::enough(0, self.counts.next_entries()))
+    }
+
+    fn add_line(&mut self, report: &Report<'_>, key: Key, count: Count) -> Result<()> {
+        let weight = count.weight(report.weight);
+        let place = self.place(report, &key)?;
+        if place.is_some_and(|place| self.sums.add_at(place, weight)) {
+            return Ok(());
+        }
+        let line = report.line(&self.named(&key)?);
+        if !self.sums.add_line(line, place, weight, self.most) {
+            self.without_stack += count.events;
+            let line = report.line(&self.named(&key.without_stacks())?);
+            self.sums.add_line(line, None, weight, self.most);
+        }
+        Ok(())
+    }
+
+    /// A hash of all that the line of a count is made of, where that is known without names.
+    fn place(&mut self, report: &Report<'_>, key: &Key) -> Result<Option<u128>> {
+        let mut hasher = self.places.begin();
+        // A file is at other addresses in each process.
+        let by_process = report.args.perpid || report.args.addresses;
+        let pid = by_process.then_some(key.pid);
+        // The kernel's addresses are the same in all its stacks, and so are the ids of these.
+        (&key.comm, pid, key.kernel).hash(&mut hasher);
+        let Some(user) = self.stacks.get(key.user)? else {
+            return Ok(None);
+        };
+        let known = self.symbolizer.hash_places(key.pid, &user, &mut hasher);
+        Ok(known.then(|| hasher.finish_wide()))
+    }
+
+    /// Adds to the key's count. Returns false if it is without its stacks.
+    fn add(&mut self, key: &Key, count: Count) -> Result<bool> {
+        // Named when it is printed; by then the table may be another.
+        self.stacks.get(key.user)?;
+        self.stacks.get(key.kernel)?;
+        let has_room = self.sums.has_room_for(key, self.most);
+        let key = key.clone();
+        let key = if has_room { key } else { key.without_stacks() };
+        self.sums.add(key, count);
+        Ok(has_room)
+    }
+
+    /// The two stacks of a key with their names.
+    fn named(&mut self, key: &Key) -> Result<NamedStack> {
+        let ids = StackIds {
+            pid: key.pid,
+            comm: &key.comm,
+            user: Some(key.user),
+            kernel: Some(key.kernel),
+        };
+        NamedStack::read(&ids, &mut self.stacks, &mut self.symbolizer)
+    }
+
+    /// What is missing since the start.
+    fn losses(&self) -> Result<Losses> {
+        Ok(Losses::of(self.object, self.filter)?.and_stacks(self.without_stack))
+    }
+
+    /// Says what could not be counted or named, at the end.
+    fn tell_losses(&self, tool: &str, output: &mut Output) -> Result<()> {
+        self.losses()?.tell_all(tool, self.object, output)?;
+        if let Some(lost) = self.symbolizer.losses() {
+            eprintln!("{tool}: {lost}");
+        }
+        Ok(())
+    }
+}

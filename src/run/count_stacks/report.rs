@@ -1,0 +1,213 @@
+//! Reports of counts by process and stack: as text, folded, as JSON, and as files of their own.
+
+use std::collections::HashMap;
+use std::io::{self, Write};
+use std::{iter, mem};
+
+use anyhow::Result;
+use jiff::Zoned;
+use libbpf_rs::MapCore;
+use serde::Serialize;
+
+use super::{Report, StackCounts, Weight};
+use crate::export::files::Subject;
+use crate::export::profile::Sample;
+use crate::print::clock;
+use crate::print::output::{Format, Output, Row};
+use crate::print::text;
+use crate::run::losses::Losses;
+use crate::run::stack_sums::{Count, Key, largest};
+use crate::stacks::named::Frame;
+
+impl<M: MapCore> StackCounts<'_, M> {
+    /// Prints what was counted since the last report.
+    pub fn report(&mut self, output: &mut Output, report: &Report<'_>) -> Result<()> {
+        let &Report {
+            format,
+            weight,
+            args,
+            ..
+        } = report;
+        let time = Zoned::now();
+        let sums = self.sums.take();
+        self.export(report, &sums.counts)?;
+        if format == Format::Json {
+            return self.report_json(output, report, sums.counts, time);
+        }
+        let gaps = sums.gaps();
+        let mut lines = largest(sums.into_lines(), None);
+        let whole = Whole {
+            sum: lines.iter().map(|(_, sum)| sum).sum(),
+            stacks: lines.len(),
+        };
+        let shown = lines.split_off(args.hidden(format, lines.len()));
+        let uncounted = self.uncounted()?;
+        let has_time = format == Format::Text && args.timestamp;
+        let says_something = has_time || !shown.is_empty() || uncounted > 0;
+        if says_something && mem::replace(&mut self.has_reported, true) {
+            // Reports are apart like paragraphs.
+            output.raw(|out| writeln!(out))?;
+        }
+        if has_time {
+            output.raw(|out| writeln!(out, "{:<8}", clock::time_of_day(&time)))?;
+        }
+        for (stack, sum) in &shown {
+            output.raw(|out| match format {
+                Format::Folded => writeln!(out, "{stack} {sum}"),
+                _ => writeln!(out, "{stack}    {sum}\n"),
+            })?;
+        }
+        if format == Format::Folded {
+            // How many bytes it was, nobody knows.
+            if uncounted > 0 && weight == Weight::Events {
+                output.raw(|out| writeln!(out, "[lost] {uncounted}"))?;
+            }
+            return output.flush();
+        }
+        output.raw(|out| whole.write(report, shown.len(), out))?;
+        for (gap, sum) in gaps {
+            output.raw(|out| writeln!(out, "{gap}    {sum}"))?;
+        }
+        if uncounted > 0 {
+            output.raw(|out| writeln!(out, "[not counted]    {uncounted}"))?;
+        }
+        output.flush()
+    }
+
+    /// Writes all stacks into the files that are asked for.
+    fn export(&mut self, report: &Report<'_>, counts: &HashMap<Key, Count>) -> Result<()> {
+        if !self.exports.any() {
+            return Ok(());
+        }
+        let (events, bytes) = report.values;
+        let mut samples = Vec::new();
+        for (key, count) in counts {
+            let mut values = vec![count.events];
+            values.extend(bytes.map(|_| count.bytes));
+            let stack = self.named(key)?;
+            samples.push(Sample { stack, values });
+        }
+        let subject = Subject {
+            name: report.subject.to_owned(),
+            values: iter::once(events).chain(bytes).collect(),
+            main: match report.weight {
+                Weight::Events => 0,
+                Weight::Bytes => 1,
+            },
+            remarks: Vec::new(),
+        };
+        self.exports.write(subject, samples);
+        self.exports.begin();
+        Ok(())
+    }
+
+    /// Events that no map had room for, since the last report.
+    fn uncounted(&mut self) -> Result<u64> {
+        let lost = Losses::counted(self.object)?.entries;
+        let told = mem::replace(&mut self.told, lost);
+        Ok(lost - told)
+    }
+
+    fn report_json(
+        &mut self,
+        output: &mut Output,
+        report: &Report<'_>,
+        counts: HashMap<Key, Count>,
+        time: Zoned,
+    ) -> Result<()> {
+        let weight = report.weight;
+        output.row(&Head {
+            time,
+            stacks: counts.len(),
+            count: counts.values().map(|count| count.events).sum(),
+            bytes: weight.bytes(counts.values().map(|count| count.bytes).sum()),
+            lost: self.losses()?,
+        })?;
+        let weights = counts
+            .iter()
+            .map(|(key, count)| (key.clone(), count.weight(weight)));
+        for (key, _) in largest(weights, report.args.top) {
+            let stack = self.named(&key)?;
+            let count = counts.get(&key).copied().unwrap_or_default();
+            let truncated_because = stack.truncated().map(str::to_owned);
+            output.row(&Entry {
+                pid: key.pid,
+                comm: &key.comm,
+                count: count.events,
+                bytes: weight.bytes(count.bytes),
+                truncated: truncated_because.is_some(),
+                truncated_because,
+                user_frames: stack.user.map(|part| part.frames),
+                kernel_frames: stack.kernel.map(|part| part.frames),
+            })?;
+        }
+        output.flush()
+    }
+}
+
+/// All that a report in text shows a part of.
+struct Whole {
+    sum: u64,
+    stacks: usize,
+}
+
+impl Whole {
+    /// Writes a line with all, unless there is nothing.
+    fn write(&self, report: &Report<'_>, shown: usize, out: &mut dyn Write) -> io::Result<()> {
+        if self.stacks == 0 {
+            return Ok(());
+        }
+        let sum = match report.weight {
+            Weight::Events => format!("{} {}", text::grouped(self.sum), report.values.0.counted),
+            Weight::Bytes => text::bytes(self.sum),
+        };
+        let stacks = text::counted(self.stacks as u64, "stack");
+        writeln!(out, "total {sum} in {stacks}, shown {shown}")
+    }
+}
+
+/// The head of a report in JSON.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "report")]
+struct Head {
+    #[serde(serialize_with = "clock::serialize")]
+    time: Zoned,
+    /// Stacks and processes that something was counted for.
+    stacks: usize,
+    count: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bytes: Option<u64>,
+    /// Since the start.
+    lost: Losses,
+}
+
+/// What was counted for one stack of one process.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "stack")]
+struct Entry<'a> {
+    pid: u32,
+    comm: &'a str,
+    count: u64,
+    /// If these are what is asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bytes: Option<u64>,
+    /// Innermost first; empty if the stack was lost, null if there is none.
+    user_frames: Option<Vec<Frame>>,
+    kernel_frames: Option<Vec<Frame>>,
+    truncated: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    truncated_because: Option<String>,
+}
+
+/// JSON only: text is not a row for each.
+impl Row for Head {
+    fn text(&self, _out: &mut dyn Write) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Row for Entry<'_> {
+    fn text(&self, _out: &mut dyn Write) -> io::Result<()> {
+        Ok(())
+    }
+}

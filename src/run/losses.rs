@@ -1,0 +1,238 @@
+//! What a tool could not record, by reason. `bpf/include/memtools.bpf.h` counts it.
+
+use std::fmt;
+use std::io::{self, Write};
+use std::os::fd::AsFd;
+
+use anyhow::{Context, Result};
+use libbpf_rs::{MapCore, MapFlags, Object, Program};
+use serde::Serialize;
+
+use crate::bpf::program_stats;
+use crate::bpf::types;
+use crate::print::output::{Output, Row};
+use crate::process::filter::Filter;
+
+/// Counts since the start; all zero if the report is complete.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Losses {
+    /// Events dropped because the ring buffer was full.
+    pub events: u64,
+    /// Objects not recorded because their map was full.
+    pub entries: u64,
+    /// Calls not followed from entry to return because too many threads were in one.
+    pub calls: u64,
+    /// Times that a stack could not be stored because the table of stacks was full.
+    pub stacks: u64,
+    /// Times that a stack was cut at the depth limit.
+    pub deep_stacks: u64,
+    /// Mappings, of page faults or segments, that could not be looked up, as the process was
+    /// changing its mappings.
+    pub lookups: u64,
+    /// Processes of a command that were not followed because there were too many at once.
+    pub processes: u64,
+    /// Times at most that the kernel skipped a program, as it was already running on that CPU: for a
+    /// task that was interrupted or, from about 7.0 on, preempted.
+    pub runs: u64,
+}
+
+impl Losses {
+    /// What its programs have counted themselves, in the map `losses`, and what the kernel has counted
+    /// of them, and of those that follow processes for the filter. Not of those that keep unwind tables
+    /// up to date: a stack itself says what it lacks.
+    pub fn of(object: &Object, filter: &Filter) -> Result<Self> {
+        let records = |program: &Program<'_>| {
+            program.autoload() && !program.name().as_encoded_bytes().starts_with(b"unwind_")
+        };
+        let lost = Self::counted(object)?.and_runs(object.progs().filter(records));
+        let runs = lost.runs + filter.skipped_runs();
+        Ok(Self { runs, ..lost })
+    }
+
+    /// Reads the map `losses`.
+    pub fn counted(object: &Object) -> Result<Self> {
+        let types::losses {
+            events,
+            entries,
+            calls,
+            stacks,
+            deep_stacks,
+            lookups,
+            processes,
+            own_events: _,
+        } = counters(object)?;
+        Ok(Self {
+            events,
+            entries,
+            calls,
+            stacks,
+            deep_stacks,
+            lookups,
+            processes,
+            runs: 0,
+        })
+    }
+
+    /// These losses, with the runs that the kernel skipped of `programs`.
+    pub fn and_runs<P: AsFd>(self, programs: impl IntoIterator<Item = P>) -> Self {
+        Self {
+            runs: program_stats::skipped(programs),
+            ..self
+        }
+    }
+
+    /// These losses, with so many more stacks, which user space had no room for.
+    pub fn and_stacks(self, stacks: u64) -> Self {
+        Self {
+            stacks: self.stacks + stacks,
+            ..self
+        }
+    }
+
+    /// Says at the end what was lost, and how many events of the tool's own were left out, if any:
+    /// on stderr, and as last objects in JSON.
+    pub fn tell(tool: &str, object: &Object, filter: &Filter, output: &mut Output) -> Result<()> {
+        Self::of(object, filter)?.tell_all(tool, object, output)
+    }
+
+    /// Says what these losses are, and how many events of the tool's own `object` left out, if any:
+    /// on stderr, and as last objects in JSON.
+    pub fn tell_all(self, tool: &str, object: &Object, output: &mut Output) -> Result<()> {
+        tell_own_events(tool, object, output)?;
+        if self.any() {
+            output.row(&LostRow { lost: self })?;
+            output.flush()?;
+            eprintln!("{tool}: {self}");
+        }
+        Ok(())
+    }
+
+    /// Whether anything was lost.
+    pub fn any(&self) -> bool {
+        *self != Self::default()
+    }
+}
+
+/// Says how many events of the tool's own were left out that the options would have asked for, if any:
+/// on stderr, and as an object in JSON.
+pub fn tell_own_events(tool: &str, object: &Object, output: &mut Output) -> Result<()> {
+    let own_events = counters(object)?.own_events;
+    if own_events > 0 {
+        output.row(&OwnRow { own_events })?;
+        output.flush()?;
+        eprintln!("{tool}: left out {own_events} events of its own");
+    }
+    Ok(())
+}
+
+/// The counters of the object's map `losses`.
+fn counters(object: &Object) -> Result<types::losses> {
+    let map = object.maps().find(|map| map.name() == "losses");
+    let bytes = map
+        .context("the BPF object has no map of losses")?
+        .lookup(&0u32.to_ne_bytes(), MapFlags::ANY)
+        .context("failed to read the counters of losses")?
+        .unwrap_or_default();
+    Ok(*types::view(&bytes)?)
+}
+
+/// `{"lost":{...}}`; text has it on stderr.
+#[derive(Serialize)]
+struct LostRow {
+    lost: Losses,
+}
+
+impl Row for LostRow {
+    fn text(&self, _: &mut dyn Write) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// `{"own_events":N}`; text has it on stderr.
+#[derive(Serialize)]
+struct OwnRow {
+    own_events: u64,
+}
+
+impl Row for OwnRow {
+    fn text(&self, _: &mut dyn Write) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A sentence for stderr, with the remedy for each reason.
+impl fmt::Display for Losses {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let reasons = [
+            (
+                self.events,
+                "events (ring buffer full; narrow what is traced, or run this under nice -n -20)",
+            ),
+            (
+                self.entries,
+                "entries (map full; narrow what is traced, or sample)",
+            ),
+            (
+                self.calls,
+                "calls (too many threads in one at once, or an end that did not reach us)",
+            ),
+            (self.stacks, "stacks (table full)"),
+            (
+                self.deep_stacks,
+                "stack tails (deeper than --perf-max-stack-depth)",
+            ),
+            (
+                self.lookups,
+                "lookups of a mapping (the process was changing its mappings)",
+            ),
+            (
+                self.processes,
+                "processes of the command, and what these started (too many at once)",
+            ),
+            (
+                self.runs,
+                "program runs, at most (the program was already running on that CPU)",
+            ),
+        ];
+        f.write_str("lost")?;
+        let mut separator = " ";
+        for (count, reason) in reasons.into_iter().filter(|(count, _)| *count > 0) {
+            write!(f, "{separator}{count} {reason}")?;
+            separator = ", ";
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn json_has_them_last() {
+        let lost = Losses {
+            events: 7,
+            ..Losses::default()
+        };
+        let json = serde_json::to_value(LostRow { lost }).expect("JSON");
+        assert_eq!(json["lost"]["events"], 7);
+        assert_eq!(json["lost"]["calls"], 0);
+    }
+
+    #[test]
+    fn each_reason_is_named_once() {
+        let losses = Losses {
+            events: 2,
+            stacks: 3,
+            ..Losses::default()
+        };
+        let text = losses.to_string();
+        assert!(
+            text.starts_with("lost 2 events (ring buffer full"),
+            "{text}"
+        );
+        assert!(text.contains(", 3 stacks (table full"), "{text}");
+        assert!(!text.contains("calls"), "{text}");
+        assert!(losses.any() && !Losses::default().any());
+    }
+}

@@ -1,0 +1,23 @@
+//! Room `run`: what the frontend of a tool does from its arguments to its exit status.
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | [`cli`] | running a tool: arguments, exit status, errors |
+//! | [`target`] | what is traced: what the filter lets through, or a command |
+//! | [`poll`] | one wait for events, ticks, signals and the target's end |
+//! | [`schedule`] | when a tool that counts reports |
+//! | [`count_stacks`] | counts by process and stack, kept in the kernel |
+//! | `stack_sums` | what of these a report tells apart |
+//! | [`losses`] | what could not be recorded |
+//! | [`priority`] | a tool's priority, above what it traces |
+//! | [`protect`] | working on when memory has run out |
+
+pub mod cli;
+pub mod count_stacks;
+pub mod losses;
+pub mod poll;
+pub mod priority;
+pub mod protect;
+pub mod schedule;
+mod stack_sums;
+pub mod target;

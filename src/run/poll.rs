@@ -1,0 +1,283 @@
+//! One wait for everything that a tool reacts to: events, ticks, signals, the target's end, and a
+//! reader of our output that has gone.
+
+use std::io::{self, Stdout};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::Signal;
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::sys::time::TimeSpec;
+use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
+
+use crate::process::inherited;
+
+/// How long the ring buffer is left alone after a look at it. The kernel wakes the reader only for
+/// an event that finds the buffer empty, so a burst costs one wake-up per pause; the first event
+/// after it is seen at once.
+const PAUSE_BETWEEN_LOOKS: Duration = Duration::from_millis(10);
+
+const SIGUSR1: u32 = Signal::SIGUSR1 as u32;
+
+/// Why the wait ended; several can be true at once.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Wake {
+    /// The ring buffer has events.
+    pub events: bool,
+    /// The log of mappings is filling up.
+    pub mappings: bool,
+    /// Another thread asks for something.
+    pub asked: bool,
+    /// A table of the kernel half wants more room.
+    pub room: bool,
+    /// The interval has passed.
+    pub tick: bool,
+    /// A signal came that ends the run, such as SIGINT, or the reader of stdout has gone.
+    pub stop: bool,
+    /// SIGUSR1 came: a report is wanted now.
+    pub report: bool,
+    /// The last of the watched processes has exited.
+    pub exited: bool,
+    /// The deadline of [`Poller::wait`] has passed.
+    pub deadline: bool,
+}
+
+/// Waits for all of it.
+pub struct Poller<'a> {
+    ring: Option<BorrowedFd<'a>>,
+    mappings: Option<BorrowedFd<'a>>,
+    questions: Option<BorrowedFd<'a>>,
+    room: Option<BorrowedFd<'a>>,
+    processes: Vec<BorrowedFd<'a>>,
+    signals: SignalFd,
+    ticks: Option<TimerFd>,
+    stdout: Option<Stdout>,
+    look_again: Instant,
+}
+
+impl<'a> Poller<'a> {
+    /// Takes over SIGUSR1 and the signals that end a run, which from now on are only seen by
+    /// [`Poller::wait`].
+    ///
+    /// Call it before any thread is started, so that no other thread gets the signals.
+    pub fn new() -> Result<Self> {
+        let mut taken = inherited::stopping();
+        taken.add(Signal::SIGUSR1);
+        taken.thread_block().context("failed to block signals")?;
+        let signals = SignalFd::with_flags(&taken, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
+            .context("failed to open a signalfd")?;
+        Ok(Self {
+            ring: None,
+            mappings: None,
+            questions: None,
+            room: None,
+            processes: Vec::new(),
+            signals,
+            ticks: None,
+            stdout: None,
+            look_again: Instant::now(),
+        })
+    }
+
+    /// Wakes to stop when the reader of stdout has gone.
+    pub fn watch_stdout(&mut self) {
+        self.stdout = Some(io::stdout());
+    }
+
+    /// Wakes for events in this ring buffer.
+    pub fn watch_events(&mut self, ring: &'a impl AsFd) {
+        self.ring = Some(ring.as_fd());
+    }
+
+    /// Wakes when the log of mappings, a symbolizer's descriptor, should be read.
+    pub fn watch_mappings(&mut self, log: &'a impl AsFd) {
+        self.mappings = Some(log.as_fd());
+    }
+
+    /// Wakes when a thread of ours asks for something by this descriptor.
+    pub fn watch_questions(&mut self, questions: &'a impl AsFd) {
+        self.questions = Some(questions.as_fd());
+    }
+
+    /// Wakes when a program asks for more room in a table, in the ring buffer `room_requests`. Whoever
+    /// is woken has to read it.
+    pub fn watch_room(&mut self, requests: &'a impl AsFd) {
+        self.room = Some(requests.as_fd());
+    }
+
+    /// Wakes when this process, and all others that this was called with, have exited.
+    pub fn watch_exit(&mut self, process: &'a impl AsFd) {
+        self.processes.push(process.as_fd());
+    }
+
+    /// Wakes every `interval` from now on. A tick that nobody waited for in time is not repeated.
+    pub fn tick_every(&mut self, interval: Duration) -> Result<()> {
+        let timer = TimerFd::new(
+            ClockId::CLOCK_MONOTONIC,
+            TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK,
+        )
+        .context("failed to open a timerfd")?;
+        timer
+            .set(
+                Expiration::Interval(TimeSpec::from_duration(interval)),
+                TimerSetTimeFlags::empty(),
+            )
+            .context("failed to set the timer")?;
+        self.ticks = Some(timer);
+        Ok(())
+    }
+
+    /// Waits until something is to be done, or until `deadline`.
+    pub fn wait(&mut self, deadline: Option<Instant>) -> Result<Wake> {
+        loop {
+            let wake = self.wait_once(deadline)?;
+            if wake != Wake::default() {
+                return Ok(wake);
+            }
+        }
+    }
+
+    fn wait_once(&mut self, deadline: Option<Instant>) -> Result<Wake> {
+        let now = Instant::now();
+        let resting = self.ring.is_some() && now < self.look_again;
+        let until = match deadline {
+            Some(deadline) if !resting => Some(deadline),
+            Some(deadline) => Some(deadline.min(self.look_again)),
+            None => resting.then_some(self.look_again),
+        };
+        let timeout = match until {
+            // Rounded up, else the last millisecond is spent in a busy loop.
+            Some(until) => {
+                let left = until.saturating_duration_since(now) + Duration::from_micros(999);
+                PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
+            }
+            None => PollTimeout::NONE,
+        };
+
+        let mut sources = vec![(Source::Signals, self.signals.as_fd(), PollFlags::POLLIN)];
+        if let Some(stdout) = &self.stdout {
+            // An error is all that is asked of it: a pipe without a reader has one.
+            sources.push((Source::Stdout, stdout.as_fd(), PollFlags::empty()));
+        }
+        let optional = [
+            (Source::Ring, self.ring.filter(|_| !resting)),
+            (Source::Mappings, self.mappings),
+            (Source::Questions, self.questions),
+            (Source::Room, self.room),
+            (Source::Ticks, self.ticks.as_ref().map(AsFd::as_fd)),
+        ];
+        for (source, fd) in optional {
+            sources.extend(fd.map(|fd| (source, fd, PollFlags::POLLIN)));
+        }
+        let processes = self.processes.iter().enumerate();
+        sources.extend(processes.map(|(at, &fd)| (Source::Process(at), fd, PollFlags::POLLIN)));
+        let mut fds: Vec<PollFd> = sources
+            .iter()
+            .map(|&(_, fd, flags)| PollFd::new(fd, flags))
+            .collect();
+        match poll(&mut fds, timeout) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(error) => return Err(error).context("failed to wait"),
+        }
+
+        let mut wake = Wake {
+            deadline: deadline.is_some_and(|deadline| deadline <= Instant::now()),
+            ..Wake::default()
+        };
+        let mut exited = Vec::new();
+        for (fd, (source, ..)) in fds.iter().zip(&sources) {
+            if !fd.any().unwrap_or(false) {
+                continue;
+            }
+            match source {
+                Source::Signals => match self.signals.read_signal() {
+                    Ok(Some(signal)) if signal.ssi_signo == SIGUSR1 => wake.report = true,
+                    Ok(Some(_)) => wake.stop = true,
+                    _ => {}
+                },
+                Source::Stdout => wake.stop = true,
+                Source::Mappings => wake.mappings = true,
+                Source::Questions => wake.asked = true,
+                Source::Room => wake.room = true,
+                Source::Process(at) => exited.push(*at),
+                Source::Ring => {
+                    wake.events = true;
+                    self.look_again = Instant::now() + PAUSE_BETWEEN_LOOKS;
+                }
+                Source::Ticks => {
+                    wake.tick = self
+                        .ticks
+                        .as_ref()
+                        .is_some_and(|ticks| ticks.wait().is_ok());
+                }
+            }
+        }
+        for at in exited.into_iter().rev() {
+            self.processes.remove(at);
+            wake.exited = self.processes.is_empty();
+        }
+        Ok(wake)
+    }
+}
+
+/// What a descriptor that is waited for stands for.
+#[derive(Clone, Copy)]
+enum Source {
+    Signals,
+    Stdout,
+    Ring,
+    Mappings,
+    Questions,
+    Room,
+    Process(usize),
+    Ticks,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ticks_deadlines_and_exits_are_told_apart() {
+        let mut child = std::process::Command::new("sleep")
+            .arg("0.2")
+            .spawn()
+            .expect("sleep");
+        let process = crate::process::proc::Process::open(child.id()).expect("it runs");
+        let mut poller = Poller::new().expect("a poller");
+        poller.watch_exit(&process);
+        poller
+            .tick_every(Duration::from_millis(50))
+            .expect("a timer");
+
+        let wake = poller
+            .wait(Some(Instant::now() + Duration::from_millis(5)))
+            .expect("a wake");
+        assert_eq!(
+            wake,
+            Wake {
+                deadline: true,
+                ..Wake::default()
+            }
+        );
+        let wake = poller.wait(None).expect("a wake");
+        assert_eq!(
+            wake,
+            Wake {
+                tick: true,
+                ..Wake::default()
+            }
+        );
+        let start = Instant::now();
+        while !poller.wait(None).expect("a wake").exited {
+            assert!(
+                start.elapsed() < Duration::from_secs(10),
+                "its exit is not seen"
+            );
+        }
+        child.wait().expect("it has exited");
+    }
+}

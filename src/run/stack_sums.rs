@@ -1,0 +1,256 @@
+//! What was counted by process and stack since the last report, as far as that tells it apart.
+//!
+//! Counts are taken out of the kernel whenever its maps fill, so a thousand runs of a compiler, whose
+//! addresses all differ, pass through small maps. Here what has the same name is one.
+
+use std::cmp::Reverse;
+use std::collections::HashMap;
+use std::hash::{BuildHasher, DefaultHasher, Hasher, RandomState};
+use std::mem;
+
+use crate::run::count_stacks::Weight;
+
+/// What a line lacks whose stack is lost.
+pub(crate) const LOST_STACK: &str = "[lost]";
+
+/// The id of a stack that could not be stored.
+const LOST: u64 = 0;
+/// The id where there is no stack, or none was asked for.
+const NONE: u64 = 1;
+
+/// What is counted apart in the kernel.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Key {
+    /// Ids of stacks.
+    pub(crate) user: u64,
+    pub(crate) kernel: u64,
+    pub(crate) pid: u32,
+    pub(crate) comm: String,
+}
+
+impl Key {
+    /// This process, with its stacks lost.
+    pub(crate) fn without_stacks(self) -> Self {
+        let lose = |id| if id == NONE { NONE } else { LOST };
+        Self {
+            user: lose(self.user),
+            kernel: lose(self.kernel),
+            ..self
+        }
+    }
+}
+
+/// How many events were counted, and of how many bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Count {
+    pub(crate) events: u64,
+    pub(crate) bytes: u64,
+}
+
+impl Count {
+    pub(crate) fn weight(self, weight: Weight) -> u64 {
+        match weight {
+            Weight::Events => self.events,
+            Weight::Bytes => self.bytes,
+        }
+    }
+}
+
+/// Makes hashes of 128 bits, of which two are taken for one thing if they are equal.
+#[derive(Debug, Default)]
+pub(crate) struct WideHashes([RandomState; 2]);
+
+impl WideHashes {
+    pub(crate) fn begin(&self) -> WideHasher {
+        WideHasher(self.0.each_ref().map(RandomState::build_hasher))
+    }
+}
+
+/// A hash of 128 bits in the making.
+pub(crate) struct WideHasher([DefaultHasher; 2]);
+
+impl WideHasher {
+    pub(crate) fn finish_wide(&self) -> u128 {
+        let [high, low] = self.0.each_ref().map(Hasher::finish);
+        u128::from(high) << 64 | u128::from(low)
+    }
+}
+
+impl Hasher for WideHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        for half in &mut self.0 {
+            half.write(bytes);
+        }
+    }
+
+    fn finish(&self) -> u64 {
+        self.0[0].finish()
+    }
+}
+
+/// A line of a report: a folded stack, or a stack in text.
+#[derive(Debug)]
+struct Line {
+    text: String,
+    sum: u64,
+    /// What the stack lacks, `[lost]` or `[truncated: ...]`.
+    gap: Option<String>,
+}
+
+/// The sums of one report.
+#[derive(Debug, Default)]
+pub(crate) struct Sums {
+    lines: Vec<Line>,
+    /// Lines of stacks that are not lost.
+    stacks: u32,
+    /// Numbers of lines by their text.
+    by_text: HashMap<String, usize>,
+    /// Numbers of lines by where the code of their frames is, so that a stack is named only once.
+    by_place: HashMap<u128, usize>,
+    /// By process and stack, where these are objects of their own.
+    pub(crate) counts: HashMap<Key, Count>,
+}
+
+impl Sums {
+    /// Adds to the line of the stacks at this place. Returns false if it is not known yet.
+    pub(crate) fn add_at(&mut self, place: u128, weight: u64) -> bool {
+        let Some(&number) = self.by_place.get(&place) else {
+            return false;
+        };
+        self.lines[number].sum += weight;
+        true
+    }
+
+    /// Adds to a line; `place` is where its stack is, if that is known. Returns false if there may be
+    /// only so many lines of stacks, and this is one more.
+    pub(crate) fn add_line(
+        &mut self,
+        (text, gap): (String, Option<String>),
+        place: Option<u128>,
+        weight: u64,
+        most: u32,
+    ) -> bool {
+        let new = self.lines.len();
+        let lost = gap.as_deref() == Some(LOST_STACK);
+        if !lost && self.stacks >= most && !self.by_text.contains_key(&text) {
+            return false;
+        }
+        let number = *self.by_text.entry(text.clone()).or_insert(new);
+        if number == new {
+            self.stacks += u32::from(!lost);
+            self.lines.push(Line { text, sum: 0, gap });
+        }
+        self.lines[number].sum += weight;
+        if let Some(place) = place {
+            self.by_place.insert(place, number);
+        }
+        true
+    }
+
+    /// Whether there is room for this key, if there may be so many.
+    pub(crate) fn has_room_for(&self, key: &Key, most: u32) -> bool {
+        self.counts.len() < most as usize || self.counts.contains_key(key)
+    }
+
+    /// Adds to the key's count.
+    pub(crate) fn add(&mut self, key: Key, count: Count) {
+        let sum = self.counts.entry(key).or_default();
+        sum.events += count.events;
+        sum.bytes += count.bytes;
+    }
+
+    /// The sums, which begin anew.
+    pub(crate) fn take(&mut self) -> Self {
+        mem::take(self)
+    }
+
+    /// The lines with their sums.
+    pub(crate) fn into_lines(self) -> impl Iterator<Item = (String, u64)> {
+        self.lines.into_iter().map(|line| (line.text, line.sum))
+    }
+
+    /// Sums of what is not whole, by what it lacks; the largest last.
+    pub(crate) fn gaps(&self) -> Vec<(String, u64)> {
+        let mut gaps: HashMap<String, u64> = HashMap::new();
+        for line in &self.lines {
+            if let Some(gap) = &line.gap {
+                *gaps.entry(gap.clone()).or_default() += line.sum;
+            }
+        }
+        largest(gaps, None)
+    }
+}
+
+/// The largest `top`, or all, the largest last; what is equal by name.
+pub(crate) fn largest<K: Clone + Ord>(
+    sums: impl IntoIterator<Item = (K, u64)>,
+    top: Option<usize>,
+) -> Vec<(K, u64)> {
+    let mut sums: Vec<(K, u64)> = sums.into_iter().filter(|(_, sum)| *sum > 0).collect();
+    sums.sort_by_cached_key(|(key, sum)| (*sum, Reverse(key.clone())));
+    let skip = top.map_or(0, |top| sums.len().saturating_sub(top));
+    sums.split_off(skip)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_come_last_and_what_is_nothing_not_at_all() {
+        let sums = || HashMap::from([("b", 2), ("a", 2), ("c", 9), ("none", 0)]);
+        assert_eq!(largest(sums(), None), [("b", 2), ("a", 2), ("c", 9)]);
+        assert_eq!(largest(sums(), Some(1)), [("c", 9)]);
+    }
+
+    #[test]
+    fn what_has_no_room_loses_its_stack_and_not_its_count() {
+        let mut sums = Sums::default();
+        let key = |user| Key {
+            user,
+            kernel: NONE,
+            pid: 7,
+            comm: "cc1".into(),
+        };
+        let count = Count {
+            events: 3,
+            bytes: 5,
+        };
+        sums.add(key(100), count);
+        assert!(sums.has_room_for(&key(100), 1) && !sums.has_room_for(&key(101), 1));
+        let lost = key(101).without_stacks();
+        assert_eq!(lost, key(LOST));
+        sums.add(lost.clone(), count);
+        sums.add(lost, count);
+        assert_eq!(sums.counts[&key(LOST)].events, 6);
+        assert_eq!(sums.take().counts.len(), 2);
+        assert!(sums.counts.is_empty());
+    }
+
+    #[test]
+    fn gaps_are_told_by_weight() {
+        let mut sums = Sums::default();
+        let line = |text: &str, gap: Option<&str>| (text.to_owned(), gap.map(str::to_owned));
+        let by_fp = Some("[truncated: by frame pointers alone]");
+        assert!(sums.add_line(line("p;[lost]", Some(LOST_STACK)), None, 3, 2));
+        assert!(sums.add_line(line("p;main", None), Some(1), 7, 2));
+        assert!(sums.add_line(line("p;f", by_fp), Some(2), 2, 2));
+        assert!(!sums.add_line(line("p;g", None), Some(3), 2, 2));
+        assert!(sums.add_line(line("p;f", by_fp), Some(4), 2, 2));
+        assert!(sums.add_at(4, 1) && sums.add_at(1, 1) && !sums.add_at(3, 1));
+        let gaps = sums.gaps();
+        let gaps: Vec<_> = gaps.iter().map(|(gap, sum)| (gap.as_str(), *sum)).collect();
+        assert_eq!(
+            gaps,
+            [("[lost]", 3), ("[truncated: by frame pointers alone]", 5)]
+        );
+        let lines = sums.into_lines();
+        let lines: Vec<_> = largest(lines, None);
+        let lines: Vec<_> = lines
+            .iter()
+            .map(|(text, sum)| (text.as_str(), *sum))
+            .collect();
+        assert_eq!(lines, [("p;[lost]", 3), ("p;f", 5), ("p;main", 8)]);
+        assert!(Sums::default().gaps().is_empty());
+    }
+}

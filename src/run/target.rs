@@ -1,0 +1,220 @@
+//! What a tool traces that can trace the whole system: what its filter lets through, or a command
+//! that it starts.
+
+use std::fmt;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Result;
+
+use crate::print::text;
+use crate::process::command::{CommandLine, HeldCommand};
+use crate::process::filter::{Filter, FilterArgs, Tasks};
+use crate::process::proc::Process;
+use crate::run::cli::UsageError;
+use crate::run::poll::Poller;
+use crate::stacks::symbolize::Symbolizer;
+use crate::stacks::unwind::{Parts, UnwindArgs, Unwinder, Whose};
+
+/// Options that choose it.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct TargetArgs {
+    /// Run this command and trace it and what it starts; its exit status becomes ours
+    #[arg(short, long, value_name = "COMMAND", conflicts_with = "pid")]
+    pub command: Option<String>,
+
+    /// Also trace the processes that those of -p start from now on, as is always done with -c
+    #[arg(long)]
+    pub children: bool,
+
+    /// What is traced of the system, if there is no command.
+    #[command(flatten)]
+    pub filter: FilterArgs,
+}
+
+/// What is traced, in words and escaped.
+impl fmt::Display for TargetArgs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.command {
+            Some(command) => write!(f, "command {}", text::escape(command)),
+            None => self.filter.fmt(f),
+        }
+    }
+}
+
+impl TargetArgs {
+    /// Whether they leave anything out.
+    pub fn is_some(&self) -> bool {
+        let FilterArgs { pid, name, cgroup } = &self.filter;
+        self.command.is_some() || !pid.is_empty() || name.is_some() || cgroup.is_some()
+    }
+}
+
+/// The options' target, checked and held, before it is traced.
+pub struct Target {
+    filter: Filter,
+    /// The processes that were named.
+    processes: Vec<Process>,
+    /// Whether what these start is traced, too.
+    follows: bool,
+    /// With its line.
+    command: Option<(String, HeldCommand)>,
+}
+
+impl Target {
+    /// Checks that what the options name is there, or starts the command, held until
+    /// [`Target::release`].
+    pub fn choose(args: &TargetArgs, tasks: Tasks) -> Result<Self> {
+        Self::choose_thread(args, None, tasks)
+    }
+
+    /// [`Target::choose`] with a tool's `-t`, which wins over `-p`.
+    pub fn choose_thread(args: &TargetArgs, tid: Option<u32>, tasks: Tasks) -> Result<Self> {
+        let mut filter_args = args.filter.clone();
+        let line = args.command.as_deref();
+        if args.children && line.is_none() && filter_args.pid.is_empty() {
+            let message = "--children wants the processes whose children are meant: -p or -c";
+            return Err(UsageError(message.into()).into());
+        }
+        if line.is_some() && tid.is_some() {
+            let message = "--tid (-t) is of a thread that runs; what -c starts has none yet";
+            return Err(UsageError(message.into()).into());
+        }
+        let command = line
+            .map(|line| -> Result<_> { Ok((line.to_owned(), CommandLine::parse(line)?.start()?)) })
+            .transpose()?;
+        if let Some((_, command)) = &command {
+            filter_args.pid = vec![command.pid()];
+        }
+        let mut filter = filter_args.resolve(tid, tasks)?;
+        let processes = match tid {
+            Some(tid) => vec![Process::of_thread(tid)?],
+            None => {
+                let named = filter_args.pid.iter().map(|&pid| Process::open(pid));
+                named.collect::<Result<_>>()?
+            }
+        };
+        let follows = command.is_some() || args.children;
+        if follows {
+            filter.follow()?;
+        }
+        Ok(Self {
+            filter,
+            processes,
+            follows,
+            command,
+        })
+    }
+
+    /// What the kernel half tests.
+    pub fn filter(&self) -> &Filter {
+        &self.filter
+    }
+
+    /// A symbolizer that knows what is traced. Make it before the probes are live.
+    pub fn symbolizer(&self) -> Result<Symbolizer> {
+        if self.processes.is_empty() {
+            return Symbolizer::of_all_processes();
+        }
+        let mut symbolizer = if self.follows {
+            Symbolizer::of_descendants()?
+        } else {
+            Symbolizer::new()?
+        };
+        for process in &self.processes {
+            // Also a held command, which is still a copy of us.
+            symbolizer.follow(process)?;
+        }
+        Ok(symbolizer)
+    }
+
+    /// The numbers of the processes that are named; of a command, that of its process.
+    pub fn pids(&self) -> Vec<u32> {
+        self.processes.iter().map(Process::pid).collect()
+    }
+
+    /// What unwinds the stacks of what is traced. Make it before the probes are live.
+    pub fn unwinder(&self, args: UnwindArgs, parts: Parts<'_>) -> Result<Unwinder> {
+        self.unwinder_and(args, parts, &[])
+    }
+
+    /// What unwinds the stacks of what is traced, with tables from the start for `likely`, too, unless a
+    /// command is traced.
+    pub fn unwinder_and(
+        &self,
+        args: UnwindArgs,
+        parts: Parts<'_>,
+        likely: &[u32],
+    ) -> Result<Unwinder> {
+        let whose = match &self.command {
+            Some((line, command)) => Whose::Command {
+                pid: command.pid(),
+                line: line.clone(),
+            },
+            None => Whose::Processes([&self.pids(), likely].concat()),
+        };
+        Unwinder::start(args, parts, whose)
+    }
+
+    /// Wakes the poller at the end of the last of the processes that were named: that is the end of
+    /// the trace.
+    pub fn watch_exit<'a>(&'a self, poller: &mut Poller<'a>) {
+        for process in &self.processes {
+            poller.watch_exit(process);
+        }
+    }
+
+    /// Lets the command begin.
+    pub fn release(&mut self) -> Result<()> {
+        let command = self.command.as_mut();
+        command.map_or(Ok(()), |(_, command)| command.release())
+    }
+
+    /// Ends the command if it still runs. Returns its exit status, or success.
+    pub fn finish(&mut self) -> Result<ExitCode> {
+        let command = self.command.as_mut();
+        let status = command.map(|(_, command)| command.finish()).transpose()?;
+        Ok(status.flatten().map_or(ExitCode::SUCCESS, ExitCode::from))
+    }
+}
+
+/// Says what an interval after `-p` that is the number of a process probably means.
+pub fn doubt_interval(tool: &str, interval: Option<Duration>, named: &[u32]) {
+    if let Some(pid) = interval.and_then(|interval| meant_pid(interval, named)) {
+        eprintln!(
+            "{tool}: {pid} is taken for the seconds between reports; if process {pid} is meant, too: \
+             -p {},{pid}",
+            named
+                .iter()
+                .map(u32::to_string)
+                .collect::<Vec<_>>()
+                .join(",")
+        );
+    }
+}
+
+/// The process whose number an interval is, if it is of a running program other than init, and there
+/// are others that it could have been named with.
+fn meant_pid(interval: Duration, named: &[u32]) -> Option<u32> {
+    let pid = u32::try_from(interval.as_secs()).ok()?;
+    let whole = interval.subsec_nanos() == 0;
+    let is_program = || Process::open(pid).and_then(|process| process.expect_program());
+    (!named.is_empty() && whole && pid > 1 && is_program().is_ok()).then_some(pid)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_interval_that_is_a_program_s_number_is_doubted() {
+        let own = std::process::id();
+        let seconds = |seconds| Duration::from_secs(seconds);
+        assert_eq!(meant_pid(seconds(own.into()), &[1]), Some(own));
+        assert_eq!(meant_pid(seconds(own.into()), &[]), None);
+        assert_eq!(meant_pid(seconds(1), &[1]), None);
+        let fraction = Duration::from_millis(1);
+        assert_eq!(meant_pid(seconds(own.into()) + fraction, &[1]), None);
+        assert_eq!(meant_pid(seconds(i32::MAX as u64), &[1]), None);
+    }
+}

@@ -1,0 +1,113 @@
+//! Names of the functions in files that processes have mapped, within bounded memory.
+
+use std::collections::HashMap;
+
+use crate::code::elf_file::NotElf;
+use crate::code::symbols::Symbols;
+use crate::print::demangle::demangle;
+use crate::print::text;
+use crate::process::address_space::CodeFile;
+
+/// Bytes of symbol tables that are kept: one of the largest.
+const MAX_TABLES: usize = 64 << 20;
+/// Bytes of names that are kept.
+const MAX_NAMES: usize = 16 << 20;
+/// Files that are told to have no names: whoever makes many of them would fill the screen.
+const MAX_TOLD: u32 = 16;
+/// Bytes that a name takes beside its own.
+const OVERHEAD: usize = 64;
+
+/// A function's name, and an offset from its start.
+pub(crate) type Named = (String, u64);
+
+/// Names of functions by file and offset.
+#[derive(Debug, Default)]
+pub(crate) struct FileNames {
+    /// By the file's number.
+    tables: HashMap<u32, Table>,
+    table_bytes: usize,
+    /// By the file's number and the offset in it.
+    names: HashMap<(u32, u64), Option<Named>>,
+    name_bytes: usize,
+    uses: u64,
+    told: u32,
+}
+
+#[derive(Debug)]
+struct Table {
+    symbols: Symbols,
+    used: u64,
+}
+
+impl FileNames {
+    /// The function that an offset in a file is in, demangled and escaped.
+    pub(crate) fn find(&mut self, file: &CodeFile, offset: u64) -> Option<Named> {
+        let key = (file.number, offset);
+        if let Some(known) = self.names.get(&key) {
+            return known.clone();
+        }
+        let name = self.look_up(file, offset);
+        let bytes = OVERHEAD + name.as_ref().map_or(0, |(name, _)| name.len());
+        if self.name_bytes + bytes > MAX_NAMES {
+            self.names.clear();
+            self.name_bytes = 0;
+        }
+        self.name_bytes += bytes;
+        self.names.insert(key, name.clone());
+        name
+    }
+
+    fn look_up(&mut self, file: &CodeFile, offset: u64) -> Option<Named> {
+        if !self.tables.contains_key(&file.number) {
+            let opened = file.open()?.file();
+            let symbols = Symbols::of_file(opened).unwrap_or_else(|error| {
+                self.tell(file, &error);
+                Symbols::default()
+            });
+            self.keep(file.number, symbols);
+        }
+        self.uses += 1;
+        let table = self.tables.get_mut(&file.number)?;
+        table.used = self.uses;
+        let name = table.symbols.find(offset)?;
+        let shown = match name.is_whole {
+            true => text::shown(&demangle(&name.text)),
+            false => text::shown(&name.text),
+        };
+        Some((shown, name.offset))
+    }
+
+    /// Says why a file's functions have no names. One that is no ELF file has none.
+    fn tell(&mut self, file: &CodeFile, error: &anyhow::Error) {
+        if error.is::<NotElf>() || self.told == MAX_TOLD {
+            return;
+        }
+        self.told += 1;
+        eprintln!("no names for frames in {}: {error:#}", file.module());
+        if self.told == MAX_TOLD {
+            eprintln!("no names for frames in other files: not told any more");
+        }
+    }
+
+    /// Keeps a table, and makes room by what has not been used for longest.
+    fn keep(&mut self, number: u32, symbols: Symbols) {
+        self.table_bytes += symbols.bytes();
+        while self.table_bytes > MAX_TABLES
+            && let Some(oldest) = self.least_used()
+            && let Some(table) = self.tables.remove(&oldest)
+        {
+            self.table_bytes -= table.symbols.bytes();
+        }
+        let used = self.uses;
+        self.tables.insert(number, Table { symbols, used });
+    }
+
+    fn least_used(&self) -> Option<u32> {
+        let with_bytes = self
+            .tables
+            .iter()
+            .filter(|(_, table)| table.symbols.bytes() > 0);
+        let oldest = with_bytes.min_by_key(|(_, table)| table.used);
+        oldest.map(|(&number, _)| number)
+    }
+}

@@ -1,0 +1,149 @@
+//! Names of the kernel's functions, from /proc/kallsyms, with the modules that they are of.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader};
+
+/// What the kernel itself is called in frames, where a module has its name.
+const KERNEL: &str = "kernel";
+
+/// The kernel's functions by address.
+#[derive(Debug, Default)]
+pub struct Kallsyms {
+    /// Sorted by address, each once.
+    functions: Vec<Function>,
+    names: String,
+    modules: Vec<String>,
+    hidden: bool,
+}
+
+#[derive(Debug)]
+struct Function {
+    address: u64,
+    /// First byte in `names`; it ends where the next line begins.
+    name: u32,
+    length: u16,
+    module: u16,
+}
+
+impl Kallsyms {
+    /// Reads the running kernel's.
+    pub fn read() -> io::Result<Self> {
+        Self::parse(BufReader::with_capacity(
+            64 << 10,
+            File::open("/proc/kallsyms")?,
+        ))
+    }
+
+    fn parse(mut lines: impl BufRead) -> io::Result<Self> {
+        let mut symbols = Self {
+            modules: vec![KERNEL.to_owned()],
+            ..Self::default()
+        };
+        let mut line = String::new();
+        while lines.read_line(&mut line)? > 0 {
+            symbols.add(&line);
+            line.clear();
+        }
+        // The first of several names of one address is the one that the kernel itself uses.
+        symbols
+            .functions
+            .sort_by_key(|function| (function.address, function.name));
+        symbols.functions.dedup_by_key(|function| function.address);
+        symbols.names.shrink_to_fit();
+        Ok(symbols)
+    }
+
+    /// `ffffffff81000000 T _text`, or `ffffffffc0001000 t nft_do_chain\t[nf_tables]`.
+    fn add(&mut self, line: &str) {
+        let mut words = line.split_ascii_whitespace();
+        let (Some(address), Some("t" | "T" | "w" | "W"), Some(name)) =
+            (words.next(), words.next(), words.next())
+        else {
+            return;
+        };
+        let Ok(address) = u64::from_str_radix(address, 16) else {
+            return;
+        };
+        if address == 0 {
+            self.hidden = true;
+            return;
+        }
+        let module = words
+            .next()
+            .map_or(KERNEL, |module| module.trim_matches(['[', ']']));
+        // Modules come one after the other.
+        if self.modules.last().is_none_or(|last| last != module) {
+            self.modules.push(module.to_owned());
+        }
+        self.functions.push(Function {
+            address,
+            name: self.names.len() as u32,
+            length: name.len() as u16,
+            module: (self.modules.len() - 1) as u16,
+        });
+        self.names.push_str(name);
+    }
+
+    /// Whether the kernel keeps its addresses to itself.
+    pub fn hidden(&self) -> bool {
+        self.functions.is_empty() && self.hidden
+    }
+
+    /// The function that the address is in, the offset from its start, and the module, or
+    /// `kernel`.
+    pub fn find(&self, address: u64) -> Option<(&str, u64, &str)> {
+        let after = self
+            .functions
+            .partition_point(|function| function.address <= address);
+        let function = self.functions.get(after.checked_sub(1)?)?;
+        let start = function.name as usize;
+        Some((
+            self.names
+                .get(start..start + usize::from(function.length))?,
+            address - function.address,
+            self.modules.get(usize::from(function.module))?,
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn functions_are_found_with_their_module() {
+        let symbols = Kallsyms::parse(
+            "ffffffff81000000 T _text\n\
+             ffffffff81000000 T alias\n\
+             ffffffff82000000 D a_variable\n\
+             ffffffff81000100 t do_brk_flags\n\
+             ffffffffc0001000 t nft_do_chain\t[nf_tables]\n\
+             garbage\n"
+                .as_bytes(),
+        )
+        .expect("memory");
+        assert!(!symbols.hidden());
+        assert_eq!(
+            symbols.find(0xffff_ffff_8100_0004),
+            Some(("_text", 4, "kernel"))
+        );
+        assert_eq!(
+            symbols.find(0xffff_ffff_8100_0100),
+            Some(("do_brk_flags", 0, "kernel"))
+        );
+        assert_eq!(
+            symbols.find(0xffff_ffff_c000_1010),
+            Some(("nft_do_chain", 0x10, "nf_tables"))
+        );
+        assert_eq!(symbols.find(0xffff), None);
+    }
+
+    #[test]
+    fn hidden_addresses_are_noticed() {
+        let symbols =
+            Kallsyms::parse("0000000000000000 T _text\n0000000000000000 t f\n".as_bytes())
+                .expect("memory");
+        assert!(symbols.hidden());
+        assert_eq!(symbols.find(0xffff_ffff_8100_0004), None);
+    }
+}

@@ -1,0 +1,19 @@
+//! Room `stacks`: call stacks, from the kernel half's walk to names.
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | [`table`] | the table of distinct call stacks |
+//! | [`unwind`] | tables by which user stacks are walked without frame pointers |
+//! | [`named`] | a stack with names, which every format is made of |
+//! | [`symbolize`] | names for a stack's frames, also of a process that has exited |
+//! | `file_names` | names of functions in files, within bounded memory |
+//! | [`kallsyms`] | the kernel's own names |
+//! | [`perf_map`] | names that JIT compilers write down |
+
+mod file_names;
+pub mod kallsyms;
+pub mod named;
+pub mod perf_map;
+pub mod symbolize;
+pub mod table;
+pub mod unwind;

@@ -1,0 +1,232 @@
+//! Stacks with names: what every output format is made of.
+
+use std::fmt;
+
+use anyhow::Result;
+use libbpf_rs::MapCore;
+use serde::ser::{Serialize, SerializeStruct, Serializer};
+
+use crate::process::address_space::MappedCode;
+use crate::stacks::table::{Stack, Stacks};
+
+/// A code address, with what is known of it.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Frame {
+    /// Absolute address, in the process or in the kernel.
+    pub address: u64,
+    /// An address within the instruction that the frame is in: of a caller, the byte before
+    /// `address`.
+    pub instruction: u64,
+    /// The function, demangled and escaped, and the address's offset from its start.
+    pub symbol: Option<(String, u64)>,
+    /// File name without folders, or a name such as `[vdso]`, and the offset in the file; for the
+    /// kernel's code `kernel` or the kernel module, and the address.
+    pub module: Option<(String, u64)>,
+    /// The mapping that the instruction is in, with its file; None of the kernel's code.
+    pub code: Option<MappedCode>,
+    /// Whether it is the kernel's.
+    pub kernel: bool,
+}
+
+/// `malloc+0x1d [libc.so.6]`, as BCC prints it; `libfoo.so+0x1234 [libfoo.so]` without a symbol.
+impl fmt::Display for Frame {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (&self.symbol, &self.module) {
+            (Some((name, offset)), Some((module, _))) => write!(f, "{name}+{offset:#x} [{module}]"),
+            (Some((name, offset)), None) => write!(f, "{name}+{offset:#x}"),
+            (None, Some((module, offset))) => write!(f, "{module}+{offset:#x} [{module}]"),
+            (None, None) => f.write_str("[unknown]"),
+        }
+    }
+}
+
+/// `{"address":"0x401136","symbol":"main","offset":109,"module":"allocs","module_offset":4406}`.
+impl Serialize for Frame {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let symbol = self.symbol.as_ref();
+        let module = self.module.as_ref();
+        let mut frame = serializer.serialize_struct("Frame", 5)?;
+        frame.serialize_field("address", &format_args!("{:#x}", self.address))?;
+        frame.serialize_field("symbol", &symbol.map(|(name, _)| name))?;
+        frame.serialize_field("offset", &symbol.map(|(_, offset)| offset))?;
+        frame.serialize_field("module", &module.map(|(name, _)| name))?;
+        frame.serialize_field("module_offset", &module.map(|(_, offset)| offset))?;
+        frame.end()
+    }
+}
+
+/// The user's or the kernel's part of a stack, named.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// Innermost first, as stacks are kept; none if the stack was lost.
+    pub frames: Vec<Frame>,
+    /// Why frames are missing at the root, if they are.
+    pub truncated: Option<String>,
+}
+
+/// The stack of an event or of a count, with its process.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct NamedStack {
+    /// The process.
+    pub pid: u32,
+    /// The name of the process or thread, escaped.
+    pub comm: String,
+    /// The user stack, unless it was not asked for or there is none.
+    pub user: Option<Part>,
+    /// The kernel stack, unless it was not asked for or there is none.
+    pub kernel: Option<Part>,
+    /// The program that the process runs, if there is a user stack.
+    pub program: Option<MappedCode>,
+}
+
+/// `{"kernel_stack":[...],"user_stack":[...]}`, to be flattened into an event's row: innermost frames
+/// first; no frames if the stack was lost, null if there is none. `user_stack_truncated` says why
+/// outer frames of the user's are missing, if they are.
+impl Serialize for NamedStack {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let truncated = self.user.as_ref().and_then(|part| part.truncated.as_ref());
+        let mut stack = serializer.serialize_struct("NamedStack", 3)?;
+        stack.serialize_field(
+            "kernel_stack",
+            &self.kernel.as_ref().map(|part| &part.frames),
+        )?;
+        if let Some(reason) = truncated {
+            stack.serialize_field("user_stack_truncated", reason)?;
+        }
+        stack.serialize_field("user_stack", &self.user.as_ref().map(|part| &part.frames))?;
+        stack.end()
+    }
+}
+
+/// A stack by the ids that the kernel half gave its two parts.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct StackIds<'a> {
+    /// The process.
+    pub pid: u32,
+    /// The name of the process or thread, escaped.
+    pub comm: &'a str,
+    /// The user stack, if it was asked for.
+    pub user: Option<u64>,
+    /// The kernel stack, if it was asked for.
+    pub kernel: Option<u64>,
+}
+
+/// What can name the frames of stacks.
+pub trait Names {
+    /// The stack's frames with their names, innermost first, and why there are no more of them.
+    /// `pid` is the process that a user stack is of.
+    fn part(&mut self, pid: u32, stack: &Stack) -> Part;
+
+    /// The code of the program that a process runs, if that is known.
+    fn program(&self, _pid: u32) -> Option<MappedCode> {
+        None
+    }
+}
+
+impl NamedStack {
+    /// Reads the stacks with these ids, and names their frames.
+    ///
+    /// # Errors
+    /// If the table of stacks cannot be read.
+    pub fn read<M: MapCore>(
+        ids: &StackIds<'_>,
+        stacks: &mut Stacks<'_, M>,
+        names: &mut impl Names,
+    ) -> Result<Self> {
+        let mut part = |id: Option<u64>| -> Result<Option<Part>> {
+            let Some(id) = id else { return Ok(None) };
+            let Some(stack) = stacks.get(id)? else {
+                return Ok(Some(Part::default()));
+            };
+            let named = (!stack.places.is_empty()).then(|| names.part(ids.pid, &stack));
+            Ok(named.map(Part::without_tracer))
+        };
+        Ok(Self {
+            pid: ids.pid,
+            comm: ids.comm.to_owned(),
+            user: part(ids.user)?,
+            kernel: part(ids.kernel)?,
+            program: ids.user.and_then(|_| names.program(ids.pid)),
+        })
+    }
+
+    /// Why frames are missing at the root of either part, if they are.
+    pub fn truncated(&self) -> Option<&str> {
+        let parts = [&self.user, &self.kernel].into_iter().flatten();
+        parts.filter_map(|part| part.truncated.as_deref()).next()
+    }
+}
+
+impl Part {
+    /// Whether the stack could not be stored.
+    pub fn is_lost(&self) -> bool {
+        self.frames.is_empty()
+    }
+
+    /// The part without the innermost frames that are our own tracing: the BPF program, and what
+    /// calls it at a tracepoint or at a function's entry.
+    fn without_tracer(mut self) -> Self {
+        const TRACER: [&str; 5] = [
+            "bpf_prog_",
+            "bpf_trace_run",
+            "__bpf_trace_",
+            "__traceiter_",
+            "bpf_trampoline_",
+        ];
+        let ours = |frame: &Frame| {
+            let name = frame.symbol.as_ref().map_or("", |(name, _)| name);
+            frame.kernel && TRACER.iter().any(|prefix| name.starts_with(prefix))
+        };
+        let others = self.frames.iter().position(|frame| !ours(frame));
+        self.frames.drain(..others.unwrap_or(self.frames.len()));
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn frame(symbol: Option<&str>, module: Option<&str>) -> Frame {
+        Frame {
+            address: 0x1234,
+            symbol: symbol.map(|name| (name.to_owned(), 0x1d)),
+            module: module.map(|name| (name.to_owned(), 0x34)),
+            kernel: module == Some("kernel"),
+            ..Frame::default()
+        }
+    }
+
+    #[test]
+    fn frames_print_as_bcc_prints_them() {
+        let text = |symbol, module| frame(symbol, module).to_string();
+        assert_eq!(text(Some("f"), Some("libf.so")), "f+0x1d [libf.so]");
+        assert_eq!(text(Some("jit"), None), "jit+0x1d");
+        assert_eq!(text(None, Some("libf.so")), "libf.so+0x34 [libf.so]");
+        assert_eq!(text(None, None), "[unknown]");
+    }
+
+    #[test]
+    fn our_own_frames_are_left_out_and_others_of_such_names_are_not() {
+        let names = |frames: &[(&str, &str)]| -> Vec<String> {
+            let frames = frames.iter().map(|&(name, of)| frame(Some(name), Some(of)));
+            let part = Part {
+                frames: frames.collect(),
+                truncated: None,
+            };
+            let frames = part.without_tracer().frames.into_iter();
+            frames.filter_map(|frame| Some(frame.symbol?.0)).collect()
+        };
+        let traced = [
+            ("bpf_prog_1234_direct_end", "kernel"),
+            ("bpf_trace_run1", "kernel"),
+            ("try_to_free_pages", "kernel"),
+            ("bpf_prog_run_pin_on_cpu", "kernel"),
+        ];
+        assert_eq!(
+            names(&traced),
+            ["try_to_free_pages", "bpf_prog_run_pin_on_cpu"]
+        );
+        assert_eq!(names(&[("bpf_prog_load", "libbpf.so")]), ["bpf_prog_load"]);
+    }
+}

@@ -1,0 +1,303 @@
+//! Names that JIT compilers write down: `/tmp/perf-PID.map`, one `START SIZE NAME` a line.
+//!
+//! Everybody can write to `/tmp`, so that the file is read only if it is a regular one of the
+//! process's own user, reached without a link of his; else he could have root read, and print, the
+//! files of others. It is read from where the last reading ended, and kept within bounds.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
+
+use crate::print::text::{self, MAX_NAME};
+use crate::process::mapped_file;
+use crate::process::proc::Process;
+
+/// Bytes of all maps that are kept.
+const MAX_KEPT: usize = 64 << 20;
+/// Bytes that a function takes beside its name.
+const OVERHEAD: usize = 48;
+/// Bytes of a file that are read in one go; what is behind them is read the next time.
+const MAX_READ: u64 = 64 << 20;
+/// Bytes of a file that are read at all.
+const MAX_FILE: u64 = 256 << 20;
+/// Bytes that are read at a time.
+const CHUNK: usize = 256 << 10;
+/// Bytes of a line: two numbers and a name. The rest of a longer one is skipped.
+const MAX_LINE: usize = 40 + MAX_NAME;
+
+/// Functions of generated code by address.
+#[derive(Debug, Default)]
+struct PerfMap {
+    /// By first address: bytes and name. A later line for the same address replaces the earlier.
+    functions: BTreeMap<u64, (u64, Box<str>)>,
+    /// Bytes of memory.
+    kept: usize,
+    /// Device, inode, and how far it was read: to behind the last whole line.
+    file: (u64, u64),
+    read: u64,
+    /// Whether what was read last ends in a line that is too long.
+    skipping: bool,
+    /// Whether there was no room for more of it.
+    full: bool,
+}
+
+impl PerfMap {
+    /// Reads what has been added to the file. What does not parse is skipped: the compiler may be
+    /// writing.
+    fn read(&mut self, file: &File) -> io::Result<()> {
+        let metadata = file.metadata()?;
+        let identity = (metadata.dev(), metadata.ino());
+        if self.file != identity || metadata.len() < self.read {
+            *self = Self {
+                file: identity,
+                ..Self::default()
+            };
+        }
+        let end = metadata.len().min(self.read + MAX_READ).min(MAX_FILE);
+        let mut chunk = vec![0; CHUNK];
+        while self.read < end && !self.full {
+            let wanted = CHUNK.min((end - self.read) as usize);
+            let length = file.read_at(&mut chunk[..wanted], self.read)?;
+            let is_last = self.read + length as u64 >= end;
+            let used = self.take(&chunk[..length], is_last);
+            // It was cut short, or nothing but the beginning of a line is left.
+            if used == 0 {
+                break;
+            }
+            self.read += used as u64;
+        }
+        Ok(())
+    }
+
+    /// Takes the lines of a part of the file. Returns how many bytes are done with: all whole lines. A
+    /// last one may have no end yet, and is read again later.
+    fn take(&mut self, bytes: &[u8], is_last: bool) -> usize {
+        let mut used = 0;
+        for line in bytes.split_inclusive(|&byte| byte == b'\n') {
+            let is_whole = line.ends_with(b"\n");
+            if !self.skipping && (is_whole || is_last || line.len() > MAX_LINE) {
+                self.add(&line[..line.len().min(MAX_LINE)]);
+            }
+            // What is too long is not kept for when its end is there.
+            if is_whole || self.skipping || line.len() > MAX_LINE {
+                used += line.len();
+                self.skipping = !is_whole;
+            }
+        }
+        used
+    }
+
+    fn add(&mut self, line: &[u8]) {
+        let line = String::from_utf8_lossy(line);
+        let Some((start, size, name)) = parse(line.trim_end_matches(['\n', '\r'])) else {
+            return;
+        };
+        let bytes = OVERHEAD + name.len();
+        if self.kept + bytes > MAX_KEPT {
+            self.full = true;
+            return;
+        }
+        self.kept += bytes;
+        if let Some((_, old)) = self.functions.insert(start, (size, name.into())) {
+            self.kept -= OVERHEAD + old.len();
+        }
+    }
+
+    /// The function that the address is in, and the offset from its start.
+    fn find(&self, address: u64) -> Option<(&str, u64)> {
+        let (start, (size, name)) = self.functions.range(..=address).next_back()?;
+        let offset = address - start;
+        (offset < *size).then_some((name, offset))
+    }
+}
+
+fn parse(line: &str) -> Option<(u64, u64, &str)> {
+    let (start, rest) = line.split_once(' ')?;
+    let (size, name) = rest.split_once(' ')?;
+    let hex =
+        |digits: &str| u64::from_str_radix(digits.strip_prefix("0x").unwrap_or(digits), 16).ok();
+    Some((hex(start)?, hex(size)?, name))
+}
+
+/// The maps of processes.
+#[derive(Debug, Default)]
+pub struct PerfMaps {
+    /// By process, each with when it was read last.
+    maps: HashMap<u32, (u64, PerfMap)>,
+    reads: u64,
+    told: bool,
+}
+
+impl PerfMaps {
+    /// Reads what a process has added to its map.
+    pub fn refresh(&mut self, pid: u32) {
+        let Ok(file) = open(pid) else { return };
+        self.reads += 1;
+        let (used, map) = self.maps.entry(pid).or_default();
+        *used = self.reads;
+        // What was read before an error is there.
+        let _ = map.read(&file);
+        if map.full && !self.told {
+            self.told = true;
+            eprintln!(
+                "some names of generated code are left out: process {pid} has more than {} MiB \
+                 of them",
+                MAX_KEPT >> 20
+            );
+        }
+        self.make_room();
+    }
+
+    /// The function of a process that the address is in, escaped, and the offset from its start.
+    pub fn find(&self, pid: u32, address: u64) -> Option<(String, u64)> {
+        let (_, map) = self.maps.get(&pid)?;
+        let (name, offset) = map.find(address)?;
+        Some((text::shown(name), offset))
+    }
+
+    /// Forgets the maps that were read longest ago, if there is too much of all.
+    fn make_room(&mut self) {
+        while self.maps.values().map(|(_, map)| map.kept).sum::<usize>() > MAX_KEPT {
+            let oldest = self.maps.iter().min_by_key(|(_, (used, _))| *used);
+            let Some(pid) = oldest.map(|(&pid, _)| pid) else {
+                return;
+            };
+            self.maps.remove(&pid);
+        }
+    }
+}
+
+/// The process's own map, by the number that it knows itself by.
+fn open(pid: u32) -> io::Result<File> {
+    let process = Process::open(pid).map_err(io::Error::other)?;
+    let name = format!("tmp/perf-{}.map", process.pid_in_its_namespace());
+    let file = mapped_file::open_own(mapped_file::root_of(pid)?, Path::new(&name))?;
+    let owner = file.metadata()?.uid();
+    match process.user() {
+        Some(user) if user == owner => Ok(file),
+        _ => Err(io::ErrorKind::PermissionDenied.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn map(text: &[u8]) -> PerfMap {
+        let mut file = tempfile::tempfile().expect("a file");
+        file.write_all(text).expect("room");
+        let mut map = PerfMap::default();
+        map.read(&file).expect("its text");
+        map
+    }
+
+    #[test]
+    fn names_end_where_the_function_ends() {
+        let map = map(b"1000 20 LazyCompile:~f a.js:1\n0x2000 0x8 g\nbroken\n3000 zz h\n");
+        assert_eq!(map.find(0x1000), Some(("LazyCompile:~f a.js:1", 0)));
+        assert_eq!(map.find(0x101f), Some(("LazyCompile:~f a.js:1", 0x1f)));
+        assert_eq!(map.find(0x1020), None);
+        assert_eq!(map.find(0x2007), Some(("g", 7)));
+        assert_eq!(map.find(0xfff), None);
+        assert_eq!(map.find(0x3000), None);
+    }
+
+    #[test]
+    fn code_compiled_again_at_the_same_place_has_its_new_name() {
+        let map = map(b"1000 20 old\n1000 10 new\n");
+        assert_eq!(map.find(0x1008), Some(("new", 8)));
+        assert_eq!(map.find(0x1018), None);
+    }
+
+    #[test]
+    fn only_what_was_added_is_read_again() {
+        let mut file = tempfile::tempfile().expect("a file");
+        let mut map = PerfMap::default();
+        file.write_all(b"1000 10 first\n2000 10 sec").expect("room");
+        map.read(&file).expect("its text");
+        assert_eq!(map.find(0x2000), Some(("sec", 0)));
+        assert_eq!(map.read, "1000 10 first\n".len() as u64);
+        // What was read is not looked at any more.
+        file.write_all_at(b"1000 10 FIRST", 0).expect("room");
+        file.write_all(b"ond\n3000 10 third\n").expect("room");
+        map.read(&file).expect("its text");
+        assert_eq!(map.find(0x1000), Some(("first", 0)));
+        assert_eq!(map.find(0x2000), Some(("second", 0)));
+        assert_eq!(map.find(0x3000), Some(("third", 0)));
+        // One that is shorter is another one.
+        file.set_len(14).expect("a shorter file");
+        map.read(&file).expect("its text");
+        assert_eq!(map.find(0x1000), Some(("FIRST", 0)));
+        assert_eq!(map.find(0x3000), None);
+    }
+
+    #[test]
+    fn a_long_line_is_cut_and_a_hole_is_no_line() {
+        let long = "n".repeat(3 * CHUNK);
+        let text = map(format!("1000 10 {long}\n2000 10 next\n").as_bytes());
+        let (name, _) = text.find(0x1000).expect("a name");
+        assert!(name.len() <= MAX_LINE && name.starts_with("nnn"));
+        assert_eq!(text.find(0x2000), Some(("next", 0)));
+
+        let hole = tempfile::tempfile().expect("a file");
+        hole.set_len(16 << 30).expect("a hole");
+        let mut map = PerfMap::default();
+        for _ in 0..9 {
+            map.read(&hole).expect("zeros");
+        }
+        assert_eq!((map.read, map.kept), (MAX_FILE, 0));
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_read_in_parts_is_what_is_read_at_once(
+            text in proptest::collection::vec(
+                prop_oneof![Just(b'\n'), Just(b' '), Just(b'1'), Just(b'f'), any::<u8>()], 0..400,
+            ),
+            ends in proptest::collection::vec(0_usize..400, 0..5),
+        ) {
+            let corpus = include_bytes!("../../tests/hostile/corpus/perf.map");
+            let text = [&corpus[..], &text].concat();
+            let whole = map(&text);
+            let mut file = tempfile::tempfile().expect("a file");
+            let mut parts = PerfMap::default();
+            let mut written = 0;
+            for end in ends.into_iter().chain([text.len()]) {
+                let end = end.clamp(written, text.len());
+                file.write_all(&text[written..end]).expect("room");
+                parts.read(&file).expect("its text");
+                written = end;
+            }
+            // A line that was not all there can have had another address: it is of no more use.
+            for (start, function) in &whole.functions {
+                prop_assert_eq!(parts.functions.get(start), Some(function));
+            }
+        }
+    }
+
+    #[test]
+    fn memory_is_bounded() {
+        let mut file = tempfile::tempfile().expect("a file");
+        let mut map = PerfMap::default();
+        let mut line = 0_u64;
+        while !map.full {
+            let lines = (line..line + 200_000).map(|line| format!("{line:x} 1 f{line:0200}\n"));
+            file.write_all(lines.collect::<String>().as_bytes())
+                .expect("room");
+            line += 200_000;
+            map.read(&file).expect("its text");
+        }
+        assert!(map.kept <= MAX_KEPT && map.kept > MAX_KEPT - MAX_LINE - OVERHEAD);
+        let kept = map
+            .functions
+            .values()
+            .map(|(_, name)| OVERHEAD + name.len());
+        assert_eq!(kept.sum::<usize>(), map.kept);
+    }
+}

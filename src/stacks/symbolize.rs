@@ -1,0 +1,276 @@
+//! Names for the frames of stacks: of the kernel, of a process, of a process that has exited.
+//!
+//! The images of processes are remembered ([`crate::process::address_space`]): /proc/PID is gone once the
+//! process has exited. Names come from `.symtab` and `.dynsym` ([`crate::code::symbols`]), and for generated code
+//! from perf maps. An address that no symbol covers gets none: a wrong name is worse than
+//! `libfoo.so+0x1234`. The kernel names its own functions ([`crate::stacks::kallsyms`]).
+
+use std::collections::HashSet;
+use std::hash::{Hash, Hasher};
+use std::os::fd::{AsFd, OwnedFd};
+use std::rc::Rc;
+
+use anyhow::{Context, Result};
+
+use crate::process::address_space::{AddressSpaces, CodeFile, Image, MappedCode, Wanted};
+use crate::process::mapping_log::MappingLog;
+use crate::process::proc::Process;
+use crate::stacks::file_names::FileNames;
+use crate::stacks::kallsyms::Kallsyms;
+use crate::stacks::named::{Frame, Names, Part};
+use crate::stacks::perf_map::PerfMaps;
+use crate::stacks::table::{Place, Side, Stack};
+
+/// Names the frames of stacks.
+pub struct Symbolizer {
+    log: MappingLog,
+    spaces: AddressSpaces,
+    names: FileNames,
+    perf_maps: PerfMaps,
+    /// The processes whose perf maps were read since the last refresh.
+    perf_maps_read: HashSet<u32>,
+    kernel: KernelNames,
+}
+
+/// Names the frames of the kernel's stacks, which is all that a tool without user stacks needs.
+#[derive(Debug, Default)]
+pub struct KernelNames {
+    /// Read when the first frame is named.
+    symbols: Option<Kallsyms>,
+}
+
+impl Names for KernelNames {
+    fn part(&mut self, _pid: u32, stack: &Stack) -> Part {
+        let places = stack.places.iter();
+        Part {
+            frames: places.map(|&place| self.frame(place)).collect(),
+            truncated: stack.end.truncated(None),
+        }
+    }
+}
+
+impl KernelNames {
+    fn frame(&mut self, place: Place) -> Frame {
+        let (address, instruction) = (place.address(), place.instruction());
+        let symbols = self.symbols.get_or_insert_with(read_kallsyms);
+        let found = symbols.find(instruction);
+        let beyond = address - instruction;
+        let module = found.map_or("kernel", |(_, _, module)| module);
+        Frame {
+            address,
+            instruction,
+            symbol: found.map(|(name, offset, _)| (name.to_owned(), offset + beyond)),
+            module: Some((module.to_owned(), address)),
+            code: None,
+            kernel: true,
+        }
+    }
+}
+
+impl Symbolizer {
+    /// For processes that are yet to be named, by [`Symbolizer::follow`].
+    pub fn new() -> Result<Self> {
+        Self::with(AddressSpaces::of(Wanted::Chosen))
+    }
+
+    /// For processes that are yet to be named, and what these start.
+    pub fn of_descendants() -> Result<Self> {
+        Self::with(AddressSpaces::of(Wanted::Descendants))
+    }
+
+    /// For all processes: those that will start, and those that run when
+    /// [`Symbolizer::look_around`] is called.
+    pub fn of_all_processes() -> Result<Self> {
+        Self::with(AddressSpaces::of(Wanted::All))
+    }
+
+    fn with(spaces: AddressSpaces) -> Result<Self> {
+        Ok(Self {
+            log: MappingLog::start()?,
+            spaces,
+            names: FileNames::default(),
+            perf_maps: PerfMaps::default(),
+            perf_maps_read: HashSet::new(),
+            kernel: KernelNames::default(),
+        })
+    }
+
+    /// Remembers what a running process has mapped, and from now on what it maps.
+    pub fn follow(&mut self, process: &Process) -> Result<()> {
+        self.follow_new(process.pid());
+        self.spaces.look_at(process)
+    }
+
+    /// Remembers what a process maps from now on that is about to call exec.
+    pub fn follow_new(&mut self, pid: u32) {
+        self.spaces.choose(pid);
+    }
+
+    /// Remembers what all running processes have mapped. It takes some milliseconds, so call it
+    /// when the probes are live.
+    pub fn look_around(&mut self) {
+        self.spaces.look_at_all();
+    }
+
+    /// Reads the kernel's symbols now, and not when the first is asked for.
+    pub fn read_kernel_names(&mut self) {
+        self.kernel.symbols.get_or_insert_with(read_kallsyms);
+    }
+
+    /// What [`crate::run::poll::Poller::watch_mappings`] waits for.
+    pub fn descriptor(&self) -> Result<OwnedFd> {
+        let log = self.log.as_fd().try_clone_to_owned();
+        log.context("failed to watch the log of mappings")
+    }
+
+    /// Takes note of new mappings and of newly generated code. Call it when the poller says that
+    /// there are mappings, before a report, and as soon as a process has exited.
+    pub fn refresh(&mut self) {
+        for change in self.log.drain() {
+            self.spaces.apply(change);
+        }
+        self.perf_maps_read.clear();
+        for (pid, image) in self.spaces.chosen_images() {
+            if image.generates_code() {
+                self.perf_maps.refresh(pid);
+                self.perf_maps_read.insert(pid);
+            }
+        }
+    }
+
+    /// Forgets the processes that had exited at the last refresh: all that they did is named.
+    pub fn forget_exited(&mut self) {
+        self.spaces.forget_exited();
+    }
+
+    /// The files that the processes that are followed execute code from, as of the last refresh;
+    /// each as often as it is mapped.
+    pub fn code_files(&self) -> Vec<(u32, Rc<CodeFile>)> {
+        let of = |(pid, image): (u32, &Image)| {
+            let files: Vec<_> = image.files().map(|file| (pid, file)).collect();
+            files
+        };
+        self.spaces.wanted_images().flat_map(of).collect()
+    }
+
+    /// What has been missed, and may lack names therefore.
+    pub fn losses(&self) -> Option<String> {
+        match (self.log.lost(), self.spaces.forgotten()) {
+            (0, 0) => None,
+            (0, processes) => Some(format!(
+                "forgot {processes} processes that had exited: their frames may lack names"
+            )),
+            (records, _) => Some(format!(
+                "missed {records} mappings, made too fast: some frames may lack names"
+            )),
+        }
+    }
+
+    fn user_frames(&mut self, pid: u32, stack: &Stack) -> Vec<Frame> {
+        let places = stack.places.iter();
+        let code: Vec<u64> = places.clone().map(|place| place.instruction()).collect();
+        let image = self.spaces.image_with(pid, &code).unwrap_or_default();
+        // A frame pointer can be any number: what leads out of all code is no frame.
+        let real = if stack.checked || image.is_empty() {
+            code.len()
+        } else {
+            1 + code
+                .iter()
+                .skip(1)
+                .take_while(|&&code| image.find(code).is_some())
+                .count()
+        };
+        places
+            .take(real)
+            .map(|&place| self.user_frame(pid, &image, place))
+            .collect()
+    }
+
+    /// Hashes the files and offsets that a user stack's frames are at, and why there are no more: all
+    /// that its names are made of, and the same in each process that runs these files. Returns false
+    /// where more is needed: for generated code, and what is in no mapping.
+    pub fn hash_places(&mut self, pid: u32, stack: &Stack, hasher: &mut impl Hasher) -> bool {
+        let places = stack.places.iter();
+        let code: Vec<u64> = places.map(|place| place.instruction()).collect();
+        let image = self.spaces.image_with(pid, &code).unwrap_or_default();
+        for (frame, &address) in code.iter().enumerate() {
+            match image.find(address) {
+                Some(code) if code.file.is_generated() => return false,
+                Some(code) => {
+                    let offset = address - code.range.start + code.file_offset;
+                    (code.file.number, offset).hash(hasher);
+                }
+                // As user_frames() has it.
+                None if frame > 0 && !stack.checked && !image.is_empty() => break,
+                None => return false,
+            }
+        }
+        stack.end.hash(hasher);
+        true
+    }
+
+    fn user_frame(&mut self, pid: u32, image: &Image, place: Place) -> Frame {
+        let (address, instruction) = (place.address(), place.instruction());
+        let unknown = Frame {
+            address,
+            instruction,
+            ..Frame::default()
+        };
+        let Some(code) = image.find(instruction) else {
+            return unknown;
+        };
+        let offset = instruction - code.range.start + code.file_offset;
+        let symbol = if code.file.is_generated() {
+            self.find_generated(pid, instruction)
+        } else {
+            self.names.find(&code.file, offset)
+        };
+        let module = code.file.module();
+        // Offsets are the return address's own, as all peers print them.
+        let beyond = address - instruction;
+        Frame {
+            symbol: symbol.map(|(name, offset)| (name, offset + beyond)),
+            module: (!module.is_empty()).then_some((module, offset + beyond)),
+            code: Some(code.clone()),
+            ..unknown
+        }
+    }
+
+    fn find_generated(&mut self, pid: u32, address: u64) -> Option<(String, u64)> {
+        if self.perf_maps_read.insert(pid) {
+            self.perf_maps.refresh(pid);
+        }
+        self.perf_maps.find(pid, address)
+    }
+}
+
+impl Names for Symbolizer {
+    fn part(&mut self, pid: u32, stack: &Stack) -> Part {
+        if stack.side == Side::Kernel {
+            return self.kernel.part(pid, stack);
+        }
+        let frames = self.user_frames(pid, stack);
+        let last = frames.last().and_then(|frame| frame.module.as_ref());
+        let truncated = stack.end.truncated(last.map(|(module, _)| module.as_str()));
+        Part { frames, truncated }
+    }
+
+    fn program(&self, pid: u32) -> Option<MappedCode> {
+        self.spaces.newest_image(pid)?.program().cloned()
+    }
+}
+
+/// The kernel's names, or none, after saying so once.
+fn read_kallsyms() -> Kallsyms {
+    let symbols = Kallsyms::read().unwrap_or_else(|error| {
+        eprintln!("no names for kernel frames: failed to read /proc/kallsyms: {error}");
+        Kallsyms::default()
+    });
+    if symbols.hidden() {
+        eprintln!(
+            "no names for kernel frames: the kernel hides its addresses; to see them: \
+             sysctl kernel.kptr_restrict=1"
+        );
+    }
+    symbols
+}

@@ -1,0 +1,52 @@
+//! Whether HotSpot's generated code can be walked by frame pointers: it keeps them if it was started
+//! with `-XX:+PreserveFramePointer`.
+
+use std::fs;
+
+use memchr::memmem;
+
+use super::Whose;
+
+const OPTION: &[u8] = b"PreserveFramePointer";
+
+/// Whether all these processes were told to. Of those that nobody has named, one may not have been.
+pub(super) fn keep_frame_pointers(whose: &Whose) -> bool {
+    match whose {
+        Whose::Processes(pids) => !pids.is_empty() && pids.iter().all(|&pid| keeps(pid, "")),
+        Whose::Command { pid, line } => keeps(*pid, line),
+    }
+}
+
+/// By a process's environment (`JAVA_TOOL_OPTIONS`) and command line, and what it is to execute.
+fn keeps(pid: u32, line: &str) -> bool {
+    let of_process = |what| fs::read(format!("/proc/{pid}/{what}")).unwrap_or_default();
+    is_on(
+        &[
+            &of_process("environ"),
+            &of_process("cmdline"),
+            line.as_bytes(),
+        ]
+        .concat(),
+    )
+}
+
+/// Whether the option is given, and the last time on.
+fn is_on(options: &[u8]) -> bool {
+    let last = memmem::rfind(options, OPTION);
+    last.is_some_and(|at| options[..at].ends_with(b"-XX:+"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_on;
+
+    #[test]
+    fn the_last_option_counts() {
+        let command =
+            b"JAVA_TOOL_OPTIONS=-XX:-PreserveFramePointer\0java\0-XX:+PreserveFramePointer\0A";
+        assert!(is_on(command));
+        assert!(!is_on(&command[..45]));
+        assert!(!is_on(b"java\0A\0PreserveFramePointer"));
+        assert!(!is_on(b""));
+    }
+}

@@ -1,0 +1,309 @@
+//! Complete user stacks through code that was built without frame pointers.
+//!
+//! Files tell in `.eh_frame` how their code is unwound ([`rules`]). Of every file in which the kernel
+//! half meets a frame, that is put as a table into memory that it reads (`store`), and it is told
+//! which file that is the table of (`publish`). It looks itself at what a process has mapped, so
+//! that a table serves every process from its first instruction on. `bpf/include/unwind.bpf.h` looks
+//! it up, and `bpf/include/stack.bpf.h` walks by it.
+//!
+//! Tables are made of the files of the processes that are named on the command line before anything
+//! is traced, as far as that takes no longer than half a second; of others when the kernel half meets
+//! them first and asks. A thread of its own answers (`worker`), so that it waits for nothing that the
+//! tool prints.
+
+mod hotspot;
+mod publish;
+pub mod rules;
+mod starting;
+mod store;
+mod summary;
+mod tables;
+mod worker;
+
+use std::fs::File;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use clap::ValueEnum;
+use libbpf_rs::{Link, MapHandle, MapMut, OpenMapMut, ProgramMut};
+
+use self::publish::Publisher;
+use self::starting::Starting;
+use self::store::Store;
+pub use self::summary::Summary;
+use self::tables::Tables;
+use self::worker::{Queue, Worker};
+use crate::bpf::types::unwind_mode;
+use crate::print::output::Output;
+use crate::process::command::{self, CommandLine};
+use crate::process::filter;
+use crate::process::proc::Process;
+use crate::run::cli;
+
+/// Memory for tables, where --unwind-memory says nothing, in MiB.
+const DEFAULT_MEMORY: usize = 64;
+/// How long the tool's start may wait for tables. The others are made beside it.
+const START_WITHIN: Duration = Duration::from_millis(500);
+
+/// How callers are found.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum Mode {
+    /// By unwind tables; by frame pointers in a process that has none yet
+    #[default]
+    Auto,
+    /// By unwind tables only
+    Dwarf,
+    /// By frame pointers only
+    Fp,
+}
+
+/// Options of the tools that show user stacks.
+#[derive(Debug, Clone, Copy, clap::Args)]
+pub struct UnwindArgs {
+    /// How the callers of a function are found
+    #[arg(id = "unwind", long, value_name = "HOW", value_enum, default_value_t = Mode::Auto)]
+    pub mode: Mode,
+
+    /// Memory for unwind tables at most, in MiB
+    #[arg(id = "unwind_memory", long = "unwind-memory", value_name = "MIB", default_value_t = DEFAULT_MEMORY, value_parser = cli::number::<usize>)]
+    pub memory: usize,
+}
+
+impl UnwindArgs {
+    /// The skeleton's constant `unwind_mode`.
+    pub fn mode(&self) -> u8 {
+        match self.mode {
+            Mode::Fp => unwind_mode::UNWIND_MODE_FP,
+            Mode::Auto => unwind_mode::UNWIND_MODE_AUTO,
+            Mode::Dwarf => unwind_mode::UNWIND_MODE_DWARF,
+        }
+        .0 as u8
+    }
+
+    /// The skeleton's constant `unwind_namespace`.
+    pub fn namespace(&self) -> Result<u32> {
+        filter::pid_namespace()
+    }
+}
+
+/// Whose tables are made before anything is traced.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Whose {
+    /// Processes that run.
+    Processes(Vec<u32>),
+    /// A command that is held before exec.
+    Command {
+        /// The process that it is to become.
+        pid: u32,
+        /// The command line, as the user gave it.
+        line: String,
+    },
+}
+
+impl From<&[u32]> for Whose {
+    fn from(pids: &[u32]) -> Self {
+        Self::Processes(pids.to_vec())
+    }
+}
+
+impl Whose {
+    /// Makes the tables that are wanted before anything is traced. Returns what there was no time for.
+    fn begin(&self, store: Store) -> Result<(Tables, Queue)> {
+        let mut tables = Tables::new(store, hotspot::keep_frame_pointers(self));
+        self.expect(&mut tables)?;
+        let queue = self.look_at(&mut tables)?;
+        Ok((tables, queue))
+    }
+
+    /// Makes the tables of the files that a command is going to map.
+    fn expect(&self, tables: &mut Tables) -> Result<()> {
+        let Self::Command { line, .. } = self else {
+            return Ok(());
+        };
+        let line = CommandLine::parse(line)?;
+        // A program of another architecture has none.
+        for path in command::code_files(line.program()).unwrap_or_default() {
+            if let Ok(file) = File::open(&path) {
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                tables.expect(&name, &file)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the tables of processes that run. Returns what there was no time for.
+    fn look_at(&self, tables: &mut Tables) -> Result<Queue> {
+        let mut queue = Queue::default();
+        let Self::Processes(pids) = self else {
+            return Ok(queue);
+        };
+        let begun = Instant::now();
+        for &pid in pids {
+            queue.add(tables, pid);
+        }
+        while begun.elapsed() < START_WITHIN
+            && let Some(waiting) = queue.pop()
+        {
+            tables.look_at(waiting, false)?;
+        }
+        for &pid in pids {
+            tell(tables, pid, begun.elapsed());
+        }
+        Ok(queue)
+    }
+}
+
+/// Tables that are made while a skeleton is loaded: both take as long, and memory for tables comes
+/// after a grace period of the kernel.
+pub struct Early(JoinHandle<Result<(Tables, Queue)>>);
+
+impl Early {
+    /// In the place of an opened skeleton's map `unwind_shards`; None if no tables are used.
+    ///
+    /// # Errors
+    /// If the kernel refuses the maps.
+    pub fn start(
+        args: UnwindArgs,
+        shards: &mut OpenMapMut<'_>,
+        whose: Whose,
+    ) -> Result<Option<Self>> {
+        if args.mode == Mode::Fp {
+            return Ok(None);
+        }
+        let store = Store::before_load(shards, args.memory << 20)?;
+        let thread = thread::spawn(move || whose.begin(store));
+        Ok(Some(Self(thread)))
+    }
+}
+
+/// What a thread returns, when it has ended.
+fn join<T>(thread: JoinHandle<T>) -> T {
+    match thread.join() {
+        Ok(returned) => returned,
+        Err(panic) => std::panic::resume_unwind(panic),
+    }
+}
+
+/// Sets the constants of an opened skeleton that say how stacks are unwound, before load.
+#[macro_export]
+macro_rules! set_unwind_options {
+    ($options:expr, $args:expr) => {
+        $options.unwind_mode = $args.mode();
+        $options.unwind_namespace = $args.namespace()?;
+    };
+}
+
+/// The maps and programs of a loaded skeleton that an [`Unwinder`] works with.
+#[macro_export]
+macro_rules! unwind_parts {
+    ($skel:expr) => {
+        $crate::stacks::unwind::Parts {
+            early: None,
+            while_stopped: None,
+            shards: &$skel.maps.unwind_shards,
+            files: &$skel.maps.unwind_files,
+            requests: &$skel.maps.unwind_requests,
+            asked: &$skel.maps.unwind_asked,
+            held: &$skel.maps.unwind_held,
+            missing: &$skel.maps.unwind_missing,
+            slots: &$skel.maps.stack_slots,
+            publish: &$skel.progs.unwind_publish,
+            holds: [&$skel.progs.unwind_exec, &$skel.progs.unwind_mmap],
+        }
+    };
+}
+
+/// See [`Parts::while_stopped`].
+pub type WhileStopped = Box<dyn FnMut() + Send>;
+
+/// What [`unwind_parts!`] makes.
+#[expect(missing_docs, reason = "named as in the skeleton")]
+pub struct Parts<'a> {
+    /// Tables that were begun before load.
+    pub early: Option<Early>,
+    /// What is done, on the unwinder's thread, while the command that is started is stopped because
+    /// it has mapped code. It must end by itself.
+    pub while_stopped: Option<WhileStopped>,
+    pub shards: &'a MapMut<'static>,
+    pub files: &'a MapMut<'static>,
+    pub requests: &'a MapMut<'static>,
+    pub asked: &'a MapMut<'static>,
+    pub held: &'a MapMut<'static>,
+    pub missing: &'a MapMut<'static>,
+    pub slots: &'a MapMut<'static>,
+    pub publish: &'a ProgramMut<'static>,
+    /// What stops a command that starts.
+    pub holds: [&'a ProgramMut<'static>; 2],
+}
+
+/// Keeps the tables up to date while it lives.
+pub struct Unwinder {
+    mode: Mode,
+    slots: MapHandle,
+    missing: MapHandle,
+    worker: Option<Worker>,
+}
+
+impl Unwinder {
+    /// Makes these tables, and from now on those of whatever else is met. To be called after load and
+    /// before the probes are live; what is to be forked must have been.
+    pub fn start(args: UnwindArgs, mut parts: Parts<'_>, whose: impl Into<Whose>) -> Result<Self> {
+        let whose = whose.into();
+        let mut unwinder = Self {
+            mode: args.mode,
+            slots: handle(parts.slots)?,
+            missing: handle(parts.missing)?,
+            worker: None,
+        };
+        if args.mode == Mode::Fp {
+            return Ok(unwinder);
+        }
+        let (mut tables, queue) = match parts.early.take() {
+            Some(Early(thread)) => join(thread)?,
+            None => whose.begin(Store::new(handle(parts.shards)?, args.memory << 20))?,
+        };
+        tables.publish_by(Publisher::new(parts.publish)?, handle(parts.files)?)?;
+        let starting = match whose {
+            Whose::Command { pid, .. } => Some(Starting::hold(
+                pid,
+                handle(parts.held)?,
+                attach(parts.holds)?,
+            )?),
+            Whose::Processes(_) => None,
+        };
+        unwinder.worker = Some(Worker::start(tables, queue, parts, starting)?);
+        Ok(unwinder)
+    }
+
+    /// Says at the end how complete the stacks were: on stderr, and as an object in JSON.
+    pub fn tell(mut self, tool: &str, output: &mut Output) -> Result<()> {
+        let tables = self.worker.take().map(Worker::stop);
+        let summary = Summary::read(self.mode, &self.slots, &self.missing, tables.as_ref())?;
+        summary.tell(tool, output)
+    }
+}
+
+/// With --verbose, says that a process's tables are there, and how long that took.
+fn tell(tables: &Tables, pid: u32, took: Duration) {
+    let mappings = Process::open(pid).and_then(|process| process.mappings());
+    let (words, files) = tables.size_of(&mappings.unwrap_or_default());
+    crate::bpf::attach::verbose(format_args!(
+        "unwind tables for process {pid}: {files} files, {} KiB in {:.1} ms",
+        words / 128,
+        took.as_secs_f64() * 1e3
+    ));
+}
+
+/// Attaches what stops a command that starts.
+fn attach([exec, mmap]: [&ProgramMut<'static>; 2]) -> Result<Vec<Link>> {
+    [(exec, "sched_process_exec"), (mmap, "sys_exit")]
+        .map(|(program, tracepoint)| program.attach_raw_tracepoint(tracepoint))
+        .into_iter()
+        .collect::<Result<_, _>>()
+        .context("failed to watch the command")
+}
+
+fn handle(map: &MapMut<'_>) -> Result<MapHandle> {
+    MapHandle::try_from(map).context("failed to open a map a second time")
+}

@@ -1,0 +1,411 @@
+//! The tables of all files that were asked about, and what the kernel half knows of them.
+//!
+//! Rules are kept once for each file, whatever number of processes have it mapped, and
+//! published for all of them. When there is no more room, the files in which nobody has looked for
+//! a rule for some time make some; the others stay, whoever wants it.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::{File, Metadata};
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use libbpf_rs::{MapCore, MapFlags, MapHandle};
+
+use super::publish::{Entry, Published, Publisher};
+use super::rules::Rules;
+use super::store::Store;
+use super::worker::Waiting;
+use crate::bpf::types;
+use crate::code::elf;
+use crate::print::clock;
+use crate::process::proc::{FileId, Mapping, Process};
+
+/// Instead of a table, where there was no room for it.
+const UNWIND_TABLE_LEFT_OUT: u64 = 1;
+/// In a file's number: it is HotSpot's, whose generated code skips frames.
+const UNWIND_HOTSPOT: u32 = 1 << 31;
+/// Numbers of files, below the flag.
+const MAX_NUMBER: u32 = UNWIND_HOTSPOT - 1;
+/// The vdso is two pages long, or some more.
+const MAX_VDSO: u64 = 1 << 20;
+/// A file in which no rule was looked for since can make room. The kernel half looks again for
+/// each that it uses within ten seconds at the most.
+const UNUSED: Duration = Duration::from_secs(30);
+/// Files are not looked through for such more often than this.
+const COLLECT_AGAIN: Duration = Duration::from_secs(5);
+
+/// What became of a file that was to have a table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Looked {
+    /// The file has been read.
+    New,
+    /// The file was known.
+    Known,
+    /// There is no such file, or it cannot be opened, or its process has gone.
+    Vain,
+}
+
+pub(super) struct Tables {
+    store: Store,
+    /// Whether HotSpot's generated code has frame pointers in all processes that are traced.
+    hotspot_keeps_frame_pointers: bool,
+    /// What publishes them, after load.
+    publisher: Option<Publisher>,
+    /// Files that were read before load.
+    to_publish: Vec<(File, Arc<CodeFile>)>,
+    files: HashMap<FileKey, Arc<CodeFile>>,
+    /// Files by what processes' lists of mappings say of them.
+    seen: HashMap<FileId, Arc<CodeFile>>,
+    /// Names of files by their number; 0 is code that was generated.
+    names: HashMap<u32, String>,
+    next_number: u32,
+    /// The skeleton's map `unwind_files`.
+    entries: Option<MapHandle>,
+    collected: Option<Instant>,
+    /// Files for whose rules there was no room, now or before.
+    no_room: HashSet<FileKey>,
+}
+
+/// Device, inode, time of change, size.
+type FileKey = (u64, u64, i64, i64, u64);
+
+/// A file with its rules in the store.
+#[derive(Debug, Default)]
+struct CodeFile {
+    number: u32,
+    /// All its words; none without rules.
+    words: Range<u32>,
+    /// Where in `words` the index begins.
+    pages: Range<u32>,
+    first_page: u32,
+    /// There was no room for its rules.
+    left_out: bool,
+}
+
+impl Tables {
+    pub(super) fn new(store: Store, hotspot_keeps_frame_pointers: bool) -> Self {
+        Self {
+            store,
+            hotspot_keeps_frame_pointers,
+            publisher: None,
+            to_publish: Vec::new(),
+            files: HashMap::new(),
+            seen: HashMap::new(),
+            names: HashMap::from([(0, "generated code".to_owned())]),
+            next_number: 1,
+            entries: None,
+            collected: None,
+            no_room: HashSet::new(),
+        }
+    }
+
+    /// Publishes what was read, and from now on what will be.
+    pub(super) fn publish_by(&mut self, publisher: Publisher, entries: MapHandle) -> Result<()> {
+        self.publisher = Some(publisher);
+        self.entries = Some(entries);
+        self.publish_vdso()?;
+        for (file, code) in std::mem::take(&mut self.to_publish) {
+            self.publish(&file, &code)?;
+        }
+        Ok(())
+    }
+
+    /// Bytes of memory in the kernel.
+    pub(super) fn bytes(&self) -> usize {
+        self.store.bytes()
+    }
+
+    /// Files whose rules are there.
+    pub(super) fn files(&self) -> usize {
+        let has_rules = |file: &&Arc<CodeFile>| !file.words.is_empty();
+        self.files.values().filter(has_rules).count()
+    }
+
+    /// How many words of tables these mappings refer to, and in how many files.
+    pub(super) fn size_of(&self, mappings: &[Mapping]) -> (usize, usize) {
+        let files = mappings.iter().filter(|mapping| is_code(mapping));
+        let files = files.filter_map(|mapping| self.seen.get(&mapping.file_id()));
+        let files: HashMap<u32, usize> = files
+            .filter(|file| !file.words.is_empty())
+            .map(|file| (file.number, file.words.len()))
+            .collect();
+        (files.values().sum(), files.len())
+    }
+
+    /// Whether such a file was looked at, perhaps with other contents.
+    pub(super) fn has_seen(&self, mapping: &Mapping) -> bool {
+        self.seen.contains_key(&mapping.file_id())
+    }
+
+    /// Files for whose rules there was no room.
+    pub(super) fn no_room(&self) -> u64 {
+        self.no_room.len() as u64
+    }
+
+    /// The name of a file.
+    pub(super) fn name(&self, number: u32) -> &str {
+        let name = self.names.get(&number);
+        name.map_or("a file", String::as_str)
+    }
+
+    /// Keeps the rules of a file that is going to be mapped.
+    pub(super) fn expect(&mut self, name: &str, file: &File) -> Result<()> {
+        self.file(name, file, None, false).map(drop)
+    }
+
+    /// Keeps the rules of a file that a process has mapped. `asked` says that the kernel half does not
+    /// know it.
+    pub(super) fn look_at(&mut self, waiting: Waiting, asked: bool) -> Result<Looked> {
+        let Waiting { mapping, file } = waiting;
+        if mapping.path.to_string_lossy().starts_with("/memfd:") {
+            self.seen.insert(mapping.file_id(), Arc::default());
+            self.publish(file.file(), &Arc::default())?;
+            return Ok(Looked::Known);
+        }
+        let id = Some(mapping.file_id());
+        self.file(&mapping.module(), file.file(), id, asked)
+    }
+
+    fn file(
+        &mut self,
+        name: &str,
+        file: &File,
+        id: Option<FileId>,
+        publish: bool,
+    ) -> Result<Looked> {
+        let Ok(meta) = file.metadata() else {
+            return Ok(Looked::Vain);
+        };
+        if !meta.is_file() {
+            return Ok(Looked::Vain);
+        }
+        let key = key_of(&meta);
+        if let Some(code) = self.files.get(&key) {
+            let code = Arc::clone(code);
+            self.seen.extend(id.map(|id| (id, Arc::clone(&code))));
+            if publish {
+                self.publish(file, &code)?;
+            }
+            return Ok(Looked::Known);
+        }
+        let skips = !self.hotspot_keeps_frame_pointers && elf::is_hotspot(file);
+        let flags = if skips { UNWIND_HOTSPOT } else { 0 };
+        let code = self.load(name, Rules::of_file(file), key, flags)?;
+        self.files.insert(key, Arc::clone(&code));
+        self.seen.extend(id.map(|id| (id, Arc::clone(&code))));
+        self.publish(file, &code)?;
+        Ok(Looked::New)
+    }
+
+    /// Puts rules into the store. The file's number has these flags.
+    fn load(
+        &mut self,
+        name: &str,
+        rules: Result<Rules>,
+        key: FileKey,
+        flags: u32,
+    ) -> Result<Arc<CodeFile>> {
+        let number = self.next_number | flags;
+        self.next_number = (self.next_number % MAX_NUMBER) + 1;
+        self.names.insert(number, name.to_owned());
+        let mut file = CodeFile {
+            number,
+            ..CodeFile::default()
+        };
+        // A file that cannot be understood is one without rules; a stack that needs them says so.
+        let Ok(rules) = rules.and_then(Rules::by_file_offset) else {
+            return Ok(Arc::new(file));
+        };
+        let words = rules.rows.len() + rules.pages().len();
+        let Some(first) = self.put(&rules)? else {
+            file.left_out = words > 0;
+            if file.left_out {
+                self.no_room.insert(key);
+            }
+            return Ok(Arc::new(file));
+        };
+        file.first_page = rules.first_page();
+        let pages = first + rules.rows.len() as u32;
+        file.words = first..first + words as u32;
+        file.pages = pages..file.words.end;
+        Ok(Arc::new(file))
+    }
+
+    /// Puts a file's rows and then its pages there, if there is room. Returns where.
+    fn put(&mut self, rules: &Rules) -> Result<Option<u32>> {
+        let (rows, pages) = (rules.rows.iter().copied(), rules.pages());
+        let Some(first) = self.room(rows.len() + pages.len())? else {
+            return Ok(None);
+        };
+        self.store.write(first, rows)?;
+        let index = pages.map(|rows| {
+            let count = u64::from(rows.end - rows.start);
+            u64::from(first + rows.start) | count << 32
+        });
+        self.store.write(first + rules.rows.len() as u32, index)?;
+        Ok(Some(first))
+    }
+
+    /// Room for so many words, of what is no longer used if need be.
+    fn room(&mut self, words: usize) -> Result<Option<u32>> {
+        if words == 0 {
+            return Ok(None);
+        }
+        if let Some(first) = self.store.take(words)? {
+            return Ok(Some(first));
+        }
+        self.collect()?;
+        self.store.take(words)
+    }
+
+    /// Tells the kernel half of a file, as soon as that is there.
+    fn publish(&mut self, file: &File, code: &Arc<CodeFile>) -> Result<()> {
+        let Some(publisher) = &self.publisher else {
+            let file = file.try_clone().context("failed to hold a file open")?;
+            self.to_publish.push((file, Arc::clone(code)));
+            return Ok(());
+        };
+        self.store.settle()?;
+        if publisher.file(file, code.entry())? == Published::NoRoom && self.collect()? {
+            // If there is still no room, stacks are flagged, and the kernel half asks again.
+            if let Some(publisher) = &self.publisher {
+                publisher.file(file, code.entry())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The vdso is the same in all processes.
+    fn publish_vdso(&mut self) -> Result<()> {
+        let own = Process::open(std::process::id())?;
+        let mappings = own.mappings()?;
+        let is_vdso = |mapping: &&Mapping| mapping.path.as_os_str() == "[vdso]";
+        let Some(vdso) = mappings.iter().find(is_vdso) else {
+            return Ok(());
+        };
+        let rules = read_own(&vdso.range).and_then(|image| Rules::of_image(&image));
+        let code = self.load("[vdso]", rules, (0, 0, 0, 0, 0), 0)?;
+        self.store.settle()?;
+        if let Some(publisher) = &self.publisher {
+            publisher.at(vdso.range.start, code.entry())?;
+        }
+        self.seen.insert(vdso.file_id(), Arc::clone(&code));
+        self.files.insert((0, 0, 0, 0, 0), code);
+        Ok(())
+    }
+
+    /// Whether files that had no room may have some now.
+    pub(super) fn may_recover(&self) -> bool {
+        self.files.values().any(|file| file.left_out)
+    }
+
+    /// Gives back the room of files that are no longer used. The kernel half asks again for those that
+    /// had none. Returns whether there is any more.
+    pub(super) fn collect(&mut self) -> Result<bool> {
+        let Some(entries) = &self.entries else {
+            return Ok(false);
+        };
+        let recently = |time: &Instant| time.elapsed() < COLLECT_AGAIN;
+        if self.collected.as_ref().is_some_and(recently) {
+            return Ok(false);
+        }
+        self.collected = Some(Instant::now());
+        let now = clock::monotonic_ns();
+        let known = published(entries)?;
+        let is_used = |entry: &types::unwind_file| {
+            entry.used_ns.saturating_add(UNUSED.as_nanos() as u64) > now
+        };
+        let used: HashSet<u32> = known
+            .iter()
+            .filter(|(_, entry)| is_used(entry))
+            .map(|(_, entry)| entry.number)
+            .collect();
+        let is_vdso = |key: &FileKey| key.1 == 0;
+        let kept = |key: &FileKey, file: &CodeFile| {
+            (used.contains(&file.number) && !file.left_out) || is_vdso(key)
+        };
+        let keep: HashSet<u32> = self
+            .files
+            .iter()
+            .filter(|(key, file)| kept(key, file))
+            .map(|(_, file)| file.number)
+            .collect();
+        let mut more = false;
+        for (key, entry) in &known {
+            let keep = keep.contains(&entry.number) || (entry.number == 0 && is_used(entry));
+            if !keep {
+                entries
+                    .delete(key)
+                    .context("failed to take back a file's unwind table")?;
+                more = true;
+            }
+        }
+        if !more {
+            return Ok(false);
+        }
+        // A program that has found one of them has ended then.
+        self.store.synchronize()?;
+        self.seen
+            .retain(|_, file| file.number != 0 && keep.contains(&file.number));
+        let (store, names) = (&mut self.store, &mut self.names);
+        self.files.retain(|_, file| {
+            let keep = keep.contains(&file.number);
+            if !keep {
+                store.give_back(file.words.clone());
+                names.remove(&file.number);
+            }
+            keep
+        });
+        Ok(true)
+    }
+}
+
+impl CodeFile {
+    /// What the kernel half is told of it.
+    fn entry(&self) -> Entry {
+        let pages = if self.left_out {
+            UNWIND_TABLE_LEFT_OUT
+        } else {
+            u64::from(self.pages.start) | u64::from(self.pages.end - self.pages.start) << 32
+        };
+        Entry {
+            pages,
+            first_page: self.first_page,
+            number: self.number,
+        }
+    }
+}
+
+/// Whether a mapping can have a table.
+pub(super) fn is_code(mapping: &Mapping) -> bool {
+    mapping.executable && (mapping.inode != 0 || mapping.path.as_os_str() == "[vdso]")
+}
+
+fn key_of(meta: &Metadata) -> FileKey {
+    let changed = (meta.mtime(), meta.mtime_nsec());
+    (meta.dev(), meta.ino(), changed.0, changed.1, meta.len())
+}
+
+/// What the kernel half knows: keys, and what is there.
+fn published(entries: &MapHandle) -> Result<Vec<(Vec<u8>, types::unwind_file)>> {
+    let mut known = Vec::new();
+    for key in entries.keys() {
+        let entry = entries.lookup(&key, MapFlags::ANY);
+        if let Some(entry) = entry.context("failed to read which unwind tables are used")? {
+            known.push((key, *types::view(&entry)?));
+        }
+    }
+    Ok(known)
+}
+
+fn read_own(range: &Range<u64>) -> Result<Vec<u8>> {
+    let length = (range.end - range.start).min(MAX_VDSO) as usize;
+    let mut image = vec![0; length];
+    File::open("/proc/self/mem")
+        .and_then(|memory| memory.read_exact_at(&mut image, range.start))
+        .context("failed to read our own memory")?;
+    Ok(image)
+}

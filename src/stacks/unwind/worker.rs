@@ -1,0 +1,293 @@
+//! The thread that makes tables while the tool traces: of the files that the kernel half asks for at
+//! once, of others that their processes have mapped when there is nothing else to do.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::io::{PipeReader, PipeWriter, pipe};
+use std::os::fd::AsFd;
+use std::thread::{self, JoinHandle};
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use libbpf_rs::{MapCore, MapFlags, MapHandle};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::starting::Starting;
+use super::tables::{Looked, Tables, is_code};
+use super::{Parts, WhileStopped, handle, join, tell};
+use crate::bpf::ring::Events;
+use crate::bpf::types::unwind_request as Request;
+use crate::print::clock;
+use crate::process::mapped_file::MappedFile;
+use crate::process::proc::{Mapping, Process};
+
+/// The longest time for which a file that was looked at in vain is not asked for again, as a power of
+/// two in milliseconds.
+const MAX_PATIENCE: u32 = 14;
+/// The shortest such time, as UNWIND_PATIENCE_NS.
+const MIN_PATIENCE: u32 = 4;
+const MILLISECOND: u64 = 1_000_000;
+/// Files that were looked at in vain and are remembered as such.
+const MAX_IN_VAIN: usize = 4096;
+/// Files that wait, each held open. The kernel half asks for what is beyond.
+const MAX_QUEUE: usize = 256;
+/// By how much the thread is preferred to others: whose file it is to open may end soon.
+const NICE: i32 = -10;
+/// After how many milliseconds a process that has mapped code is looked at again: it may be starting.
+const LOOK_AGAIN: u16 = 1;
+/// A command that has mapped no code for so many milliseconds has started.
+const STARTED: u16 = 250;
+/// After how many milliseconds there may be room for the tables of files that had none.
+const RECOVER: u16 = 10_000;
+
+/// A file that is to have a table.
+#[derive(Debug)]
+pub(super) struct Waiting {
+    pub(super) mapping: Mapping,
+    pub(super) file: MappedFile,
+}
+
+/// Files that are to have tables, in the order in which they are to be read.
+#[derive(Debug, Default)]
+pub(super) struct Queue(VecDeque<Waiting>);
+
+impl Queue {
+    /// Adds what a process has mapped, as far as nobody has looked at it yet. The files are opened at
+    /// once: the process may end sooner than one of them is read.
+    pub(super) fn add(&mut self, tables: &Tables, pid: u32) {
+        // Of one that is gone there is nothing to look at.
+        let mappings = Process::open(pid).and_then(|process| process.mappings());
+        self.add_mappings(tables, pid, mappings.unwrap_or_default());
+    }
+
+    fn add_mappings(&mut self, tables: &Tables, pid: u32, mappings: Vec<Mapping>) {
+        for mapping in mappings {
+            let wanted = is_code(&mapping) && mapping.inode != 0 && !tables.has_seen(&mapping);
+            if wanted
+                && self.0.len() < MAX_QUEUE
+                && !self.has(&mapping)
+                && let Ok(file) = MappedFile::open(pid, &mapping)
+            {
+                self.0.push_back(Waiting { mapping, file });
+            }
+        }
+    }
+
+    fn has(&self, mapping: &Mapping) -> bool {
+        let mut waiting = self.0.iter();
+        waiting.any(|waiting| waiting.mapping.file_id() == mapping.file_id())
+    }
+
+    pub(super) fn pop(&mut self) -> Option<Waiting> {
+        self.0.pop_front()
+    }
+
+    fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
+/// The thread.
+pub(super) struct Worker {
+    /// The end of a pipe whose closing, when this is dropped, stops the thread.
+    stop: PipeWriter,
+    thread: JoinHandle<Tables>,
+}
+
+impl Worker {
+    pub(super) fn start(
+        tables: Tables,
+        queue: Queue,
+        parts: Parts<'_>,
+        starting: Option<Starting>,
+    ) -> Result<Self> {
+        let (requests, asked) = (handle(parts.requests)?, handle(parts.asked)?);
+        let (stopped, stop) = pipe().context("failed to open a pipe")?;
+        let mut answers = Answers {
+            tables,
+            queue,
+            asked,
+            in_vain: HashMap::new(),
+            busy: HashMap::new(),
+            starting,
+            while_stopped: parts.while_stopped,
+        };
+        let thread = thread::Builder::new()
+            .name("unwind".into())
+            .spawn(move || {
+                raise_priority();
+                if let Err(error) = answers.until(&stopped, &requests) {
+                    eprintln!("unwind tables are no longer kept up to date: {error:#}");
+                }
+                answers.tables
+            })
+            .context("failed to start a thread")?;
+        Ok(Self { stop, thread })
+    }
+
+    pub(super) fn stop(self) -> Tables {
+        drop(self.stop);
+        join(self.thread)
+    }
+}
+
+/// Prefers this thread to others, if that is allowed.
+fn raise_priority() {
+    // SAFETY: takes three integers; 0 is the calling thread, as each has a priority of its own here.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
+}
+
+/// What the thread knows.
+struct Answers {
+    tables: Tables,
+    queue: Queue,
+    /// The skeleton's map `unwind_asked`.
+    asked: MapHandle,
+    /// By the kernel half's hash of a file, how often it was looked at in vain.
+    in_vain: HashMap<u64, u32>,
+    /// Processes that may be mapping code still, and are soon to be looked at again; since when.
+    busy: HashMap<u32, Instant>,
+    starting: Option<Starting>,
+    while_stopped: Option<WhileStopped>,
+}
+
+impl Answers {
+    /// Looks at whatever the kernel half asks for, until `stopped` is closed.
+    fn until(&mut self, stopped: &PipeReader, requests: &MapHandle) -> Result<()> {
+        let requests: Events<Request> = Events::new(requests)?;
+        loop {
+            let mut sources = [
+                PollFd::new(stopped.as_fd(), PollFlags::POLLIN),
+                PollFd::new(requests.as_fd(), PollFlags::POLLIN),
+            ];
+            match poll(&mut sources, self.patience()) {
+                Ok(0) => self.idle()?,
+                Ok(_) | Err(Errno::EINTR) => {}
+                Err(error) => return Err(error).context("failed to wait for requests"),
+            }
+            if sources[0].any() == Some(true) {
+                return Ok(());
+            }
+            let mut answered = HashSet::new();
+            for request in requests.drain()? {
+                if request.file == 0 {
+                    self.held(request.pid)?;
+                } else if answered.insert(request.file) {
+                    self.asked(&request)?;
+                }
+            }
+        }
+    }
+
+    /// How long to wait for a request.
+    fn patience(&self) -> PollTimeout {
+        if !self.queue.is_empty() {
+            PollTimeout::ZERO
+        } else if !self.busy.is_empty() {
+            PollTimeout::from(LOOK_AGAIN)
+        } else if self.starting.as_ref().is_some_and(Starting::has_begun) {
+            PollTimeout::from(STARTED)
+        } else if self.tables.may_recover() {
+            PollTimeout::from(RECOVER)
+        } else {
+            PollTimeout::NONE
+        }
+    }
+
+    /// Does what there is to do when nothing was asked for so long.
+    fn idle(&mut self) -> Result<()> {
+        if let Some(waiting) = self.queue.pop() {
+            self.tables.look_at(waiting, false)?;
+        } else if !self.busy.is_empty() {
+            for (pid, since) in std::mem::take(&mut self.busy) {
+                let before = self.queue.len();
+                self.queue.add(&self.tables, pid);
+                if self.queue.len() > before {
+                    self.busy.insert(pid, since);
+                } else {
+                    tell(&self.tables, pid, since.elapsed());
+                }
+            }
+        } else if self.starting.as_ref().is_some_and(Starting::has_begun) {
+            self.starting = None;
+        } else {
+            self.tables.collect()?;
+        }
+        Ok(())
+    }
+
+    /// Looks at the command, which has mapped something and waits, if it is still starting.
+    fn held(&mut self, pid: u32) -> Result<()> {
+        let mut starting = self.starting.take();
+        // Asked before the look, which then has what it was stopped for. Before that, the command
+        // is still a copy of us.
+        let stopped = starting
+            .as_mut()
+            .filter(|starting| starting.has_stopped(pid));
+        if stopped.is_some()
+            && let Some(work) = &mut self.while_stopped
+        {
+            work();
+        }
+        let begun = Instant::now();
+        let mut queue = Queue::default();
+        queue.add(&self.tables, pid);
+        while let Some(waiting) = queue.pop() {
+            self.tables.look_at(waiting, false)?;
+        }
+        tell(&self.tables, pid, begun.elapsed());
+        if let Some(starting) = stopped {
+            starting.go_on()?;
+        }
+        self.starting = starting;
+        Ok(())
+    }
+
+    /// Looks at a file that the kernel half has met.
+    fn asked(&mut self, request: &Request) -> Result<()> {
+        let pid = request.pid;
+        let mappings = Process::open(pid).and_then(|process| process.mappings());
+        let mut mappings = mappings.unwrap_or_default();
+        let is_asked =
+            |mapping: &Mapping| is_code(mapping) && mapping.range.contains(&request.start);
+        let at = mappings.iter().position(is_asked);
+        let asked = at.map(|at| mappings.swap_remove(at));
+        let asked = asked.and_then(|mapping| {
+            let file = MappedFile::open(pid, &mapping).ok()?;
+            Some(Waiting { mapping, file })
+        });
+        self.queue.add_mappings(&self.tables, pid, mappings);
+        let looked = match asked {
+            Some(waiting) => self.tables.look_at(waiting, true)?,
+            None => Looked::Vain,
+        };
+        if looked == Looked::Vain {
+            return self.put_off(request.file);
+        }
+        self.in_vain.remove(&request.file);
+        self.busy.entry(pid).or_insert_with(Instant::now);
+        Ok(())
+    }
+
+    /// Has a file not asked for again at once.
+    fn put_off(&mut self, file: u64) -> Result<()> {
+        if self.in_vain.len() >= MAX_IN_VAIN {
+            self.in_vain.clear();
+        }
+        let times = self.in_vain.entry(file).or_default();
+        let patience = MILLISECOND << (MIN_PATIENCE + *times).min(MAX_PATIENCE);
+        *times += 1;
+        let not_before = clock::monotonic_ns() + patience;
+        self.asked
+            .update(
+                &file.to_ne_bytes(),
+                &not_before.to_ne_bytes(),
+                MapFlags::ANY,
+            )
+            .context("failed to put off a request")
+    }
+}

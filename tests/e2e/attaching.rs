@@ -1,0 +1,242 @@
+//! memleak's attaching: that probes are where they are meant to be and nowhere else, whatever the
+//! target has mapped.
+
+use std::fs;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+
+use crate::harness::{self, Cgroup, Tool, Workload, workload};
+use crate::memleak::{self, READY};
+
+/// All of these tests.
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "memleak::attaching":
+        a_file_that_is_swapped_takes_no_probes_elsewhere,
+        what_is_no_elf_file_is_left_out,
+        a_symbol_where_no_instruction_is_is_left_out,
+        a_command_that_becomes_another_misses_nothing [Host],
+        a_command_that_preloads_an_allocator_misses_nothing [Host],
+        what_ended_before_it_was_probed_is_told [Host],
+        a_go_program_is_traced_by_its_c_functions,
+        a_translator_is_refused [Host],
+    }
+}
+
+/// Opens of the file after which it is swapped: the first few are what memleak does before it attaches.
+const OPENS: std::ops::RangeInclusive<u32> = 1..=5;
+
+/// A process has a library of its own mapped, in which malloc and free are where another library has
+/// the middle of an instruction, and links to that other library as soon as somebody opens it.
+fn a_file_that_is_swapped_takes_no_probes_elsewhere() -> Result<()> {
+    let library = workload("libvictim.so");
+    let library = library.to_string_lossy();
+    let victim_args = ["victim", &library, "1009"];
+    let mut attached = 0;
+    for opens in OPENS {
+        for how in ["name", "cgroup", "children"] {
+            let folder = harness::scratch()?;
+            let decoy = folder.path().join("libdecoy.so");
+            harness::copy(&workload("libdecoy.so"), &decoy)?;
+            let mut victim = Workload::start("swap", &victim_args)?;
+            // Under a name of its own, as the victim is of the same program.
+            let program = folder.path().join("attacker");
+            harness::copy(&workload("swap"), &program)?;
+            let (file, count) = (decoy.to_string_lossy(), opens.to_string());
+            let args = ["attack", &file, &library, &count];
+            let mut attacker = Workload::spawn(Command::new(&program).args(args))?;
+            let cgroup = Cgroup::new()?;
+            cgroup.add(&attacker.pid())?;
+            let (path, pid) = (cgroup.path().to_string_lossy(), attacker.pid());
+            let args = match how {
+                "name" => vec!["-n", "attacker"],
+                "cgroup" => vec!["--cgroup", &path],
+                _ => vec!["--children", "-p", &pid],
+            };
+            let mut tool = Tool::start("memleak", &[&args[..], &["60"]].concat())?;
+            tool.wait_for(READY)?;
+            let facts = victim.work()?;
+            let wrong = facts.get("wrong").context("no result")?;
+            ensure!(wrong == "0", "{wrong} results after {opens} opens, {how}");
+            let swapped = attacker.work()?["swapped"] == "1";
+            let ended = tool.interrupt()?;
+            let decoyed = ended.stderr.contains("probes in libdecoy.so");
+            attached += u32::from(swapped && decoyed);
+            attacker.finish()?;
+        }
+    }
+    ensure!(attached >= 3, "no attack was as it should be");
+    Ok(())
+}
+
+fn what_is_no_elf_file_is_left_out() -> Result<()> {
+    let folder = harness::scratch()?;
+    for kind in ["memfd", "sysv", "file", "deleted", "zero"] {
+        let file = folder.path().join("te\x1bxt");
+        fs::write(&file, "no ELF file\n".repeat(1009))?;
+        let args = [kind, &file.to_string_lossy(), "31", "4093"];
+        let mut odd = Workload::start("odd", &args)?;
+        let args = ["-o", "0", "-T", "1000", "-p", &odd.pid(), "60"];
+        let mut tool = Tool::start("memleak", &args)?;
+        tool.wait_for(READY).context(kind)?;
+        odd.work()?;
+        let ended = tool.interrupt()?;
+        let groups = memleak::last_report(&ended.stdout)?;
+        let found = memleak::outstanding(&groups, "leak_odd");
+        ensure!(found == (31 * 4093, 31), "{kind}: {found:?} in {groups:#?}");
+        let named = ended.stderr.matches("is not searched").count();
+        // A device is left out, and so is shared memory of number 0, as if it were no file.
+        let expected = match kind {
+            "zero" => 0..=0,
+            "sysv" => 0..=1,
+            _ => 1..=1,
+        };
+        ensure!(expected.contains(&named), "{kind}: {}", ended.stderr);
+        ensure!(!ended.stderr.contains('\x1b'), "{kind}: {}", ended.stderr);
+    }
+    Ok(())
+}
+
+/// A library says that its malloc and free are behind its end, and the program's others are probed.
+fn a_symbol_where_no_instruction_is_is_left_out() -> Result<()> {
+    let folder = harness::scratch()?;
+    let file = folder.path().join("libdecoy.so");
+    let mut bytes = fs::read(workload("libdecoy.so"))?;
+    // The code becomes instructions of 32-bit programs alone.
+    let constant = 0x1122334455667788_u64.to_le_bytes();
+    let at = memchr::memmem::find(&bytes, &constant).context("no constant")?;
+    bytes[at..at + 8].fill(0x06);
+    fs::write(&file, bytes)?;
+    let args = ["file", &file.to_string_lossy(), "31", "4093"];
+    let mut odd = Workload::start("odd", &args)?;
+    let args = ["-o", "0", "-T", "1000", "-p", &odd.pid(), "60"];
+    let mut tool = Tool::start("memleak", &args)?;
+    tool.wait_for(READY)?;
+    odd.work()?;
+    let ended = tool.interrupt()?;
+    let groups = memleak::last_report(&ended.stdout)?;
+    let found = memleak::outstanding(&groups, "leak_odd");
+    ensure!(found == (31 * 4093, 31), "{found:?} in {groups:#?}");
+    let named = "libdecoy.so is not probed at malloc (1 of 2 such symbols)";
+    let named = named.replace(
+        "malloc",
+        if ended.stderr.contains("at free") {
+            "free"
+        } else {
+            "malloc"
+        },
+    );
+    ensure!(ended.stderr.contains(&named), "{}", ended.stderr);
+    Ok(())
+}
+
+/// All of what a program leaks from its first instruction on, with jemalloc and musl, which are not what
+/// the command begins with. With /dev/null as stdin a workload waits for nobody.
+fn a_command_that_becomes_another_misses_nothing() -> Result<()> {
+    let folder = harness::scratch()?;
+    let script = folder.path().join("script");
+    for program in ["alloc-jemalloc", "alloc-musl-static"] {
+        let program = workload(program);
+        let program = program.to_string_lossy();
+        let work = format!("{program} one malloc 1009 4093");
+        fs::write(&script, format!("#!/bin/sh\nexec {work}\n"))?;
+        for command in [
+            format!("env X=1 {work}"),
+            format!("sh -c 'exec {work}'"),
+            format!("sh {}", script.display()),
+        ] {
+            misses_nothing(&command)?;
+        }
+    }
+    Ok(())
+}
+
+/// Traces a command that leaks 1009 blocks of 4093 bytes, and sees them all.
+fn misses_nothing(command: &str) -> Result<()> {
+    let ended = harness::run("memleak", &["-o", "0", "-c", command, "60"])?;
+    ensure!(ended.status.success(), "{command}: {ended:?}");
+    let groups = memleak::last_report(&ended.stdout)?;
+    let found = memleak::outstanding(&groups, "leak_malloc");
+    ensure!(
+        found == (1009 * 4093, 1009),
+        "{command}: {found:?} {ended:?}"
+    );
+    Ok(())
+}
+
+fn a_command_that_preloads_an_allocator_misses_nothing() -> Result<()> {
+    let program = workload("alloc");
+    let program = program.to_string_lossy();
+    for library in ["libjemalloc.so.2", "libmimalloc.so.2"] {
+        let command = format!("env LD_PRELOAD={library} {program} one malloc 1009 4093");
+        misses_nothing(&command)?;
+    }
+    Ok(())
+}
+
+/// Without unwind tables a command is not stopped when it maps code, and ends too early.
+fn what_ended_before_it_was_probed_is_told() -> Result<()> {
+    let program = workload("alloc-jemalloc");
+    let command = format!("env X=1 {} one malloc 31 4093", program.display());
+    let args = ["--unwind", "fp", "-o", "0", "-c", &command, "60"];
+    let ended = harness::run("memleak", &args)?;
+    ensure!(ended.status.success(), "{ended:?}");
+    let groups = memleak::last_report(&ended.stdout)?;
+    let complete = memleak::outstanding(&groups, "leak_malloc") == (31 * 4093, 31);
+    let told = ended
+        .stderr
+        .contains("nothing of what it allocated is known")
+        || ended
+            .stderr
+            .contains("what it allocated until now is not known");
+    ensure!(complete || told, "{ended:?}");
+    Ok(())
+}
+
+fn a_go_program_is_traced_by_its_c_functions() -> Result<()> {
+    let mut workload = Workload::start("alloc-go", &["one", "malloc", "31", "4093"])?;
+    let named = ["--alloc", "alloc-go:leak_calloc(size=arg1)"];
+    let args = ["-o", "0", "-p", &workload.pid(), "60"];
+    let mut tool = Tool::start("memleak", &[&named[..], &args].concat())?;
+    tool.wait_for(READY)?;
+    workload.work()?;
+    let ended = tool.interrupt()?;
+    let groups = memleak::last_report(&ended.stdout)?;
+    let found = memleak::outstanding(&groups, "leak_malloc");
+    ensure!(found == (31 * 4093, 31), "{found:?} in {groups:#?}");
+    for told in [
+        "what its C code allocates is traced",
+        "not probed at leak_calloc, as it is Go's",
+    ] {
+        ensure!(ended.stderr.contains(told), "{ended:?}");
+    }
+    Ok(())
+}
+
+/// A program of a translator's name, which has a library mapped. It is static: other tests, which run
+/// beside this one, trace whoever has the libc mapped.
+fn a_translator_is_refused() -> Result<()> {
+    let folder = harness::scratch()?;
+    let program = folder.path().join("qemu-x86_64");
+    harness::copy(&workload("odd-static"), &program)?;
+    let library = folder.path().join("libloaded.so");
+    harness::copy(&workload("libloaded.so"), &library)?;
+    let odd = ["file", &library.to_string_lossy(), "31", "4093"];
+    let translator = Workload::spawn(Command::new(&program).args(odd))?;
+    let reader = folder.path().join("also-reads");
+    harness::copy(&workload("odd"), &reader)?;
+    let other = Workload::spawn(Command::new(&reader).args(odd))?;
+    let command = format!("'{}' {}", program.display(), odd.join(" "));
+    for args in [
+        ["-p", &translator.pid()].as_slice(),
+        &["-c", &command],
+        &["--children", "-p", &other.pid()],
+        &["-n", "also-reads"],
+    ] {
+        let ended = harness::run("memleak", &[args, &["60"]].concat())?;
+        ensure!(ended.status.code() == Some(1), "{args:?}: {ended:?}");
+        ensure!(ended.stderr.contains("QEMU"), "{args:?}: {ended:?}");
+    }
+    Ok(())
+}

@@ -1,0 +1,440 @@
+//! Flame graphs and profiles, read by programs that are not ours: `go tool pprof` and an XML parser.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use nix::mount::{MsFlags, mount, umount};
+use serde_json::Value;
+
+use crate::harness::{self, Ended, Tool, Workload};
+
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "export":
+        a_heap_is_what_was_reported [Once],
+        allocations_are_all_since_the_start [Once],
+        the_kernels_heap_is_what_was_reported [Once],
+        calls_and_bytes_of_brk [Once],
+        kernel_frames_are_told_apart [Once],
+        faults_have_both_numbers [Once],
+        mappings_have_both_numbers [Once],
+        what_cannot_be_written_is_told_at_the_start [Once],
+        a_full_disk_keeps_the_old_file [Once],
+        nothing_at_all_is_a_file_too [Once],
+    }
+}
+
+/// The files that a tool has written, in a folder of their own.
+struct Files(tempfile::TempDir);
+
+impl Files {
+    fn new() -> Result<Self> {
+        Ok(Self(harness::scratch()?))
+    }
+
+    fn path(&self, name: &str) -> Result<String> {
+        let path = self.0.path().join(name);
+        Ok(path.to_str().context("not UTF-8")?.to_owned())
+    }
+
+    /// The options that ask for both.
+    fn options(&self) -> Result<[String; 4]> {
+        let (flame, pprof) = (self.path("a.svg")?, self.path("a.pb.gz")?);
+        Ok(["--flame".into(), flame, "--pprof".into(), pprof])
+    }
+
+    /// The flame graph, which another program finds to be well-formed.
+    fn flame(&self) -> Result<String> {
+        let path = self.path("a.svg")?;
+        let parsed = Command::new("python3")
+            .args([
+                "-c",
+                "import sys, xml.dom.minidom as x; x.parse(sys.argv[1])",
+            ])
+            .arg(&path)
+            .output()?;
+        ensure!(parsed.status.success(), "{parsed:?}");
+        Ok(fs::read_to_string(path)?)
+    }
+
+    /// What `go tool pprof` makes of the profile: each function's own number of this value, and all.
+    fn top(&self, value: &str) -> Result<(HashMap<String, u64>, u64)> {
+        let text = self.pprof(&["-top", &format!("-sample_index={value}")])?;
+        // Showing nodes accounting for 126883B, 100% of 126883B total
+        let number = |text: &str| -> Result<u64> {
+            let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+            digits.parse().with_context(|| text.to_owned())
+        };
+        let (_, total) = text.split_once("% of ").with_context(|| text.clone())?;
+        let total = number(total.split(' ').next().unwrap_or_default())?;
+        let rows = text.lines().skip_while(|line| !line.contains("flat%"));
+        let mut flat = HashMap::new();
+        for row in rows.skip(1) {
+            let fields: Vec<&str> = row.split_whitespace().collect();
+            ensure!(fields.len() >= 6, "{row}");
+            *flat.entry(fields[5..].join(" ")).or_insert(0) += number(fields[0])?;
+        }
+        flat.retain(|_, flat| *flat > 0);
+        Ok((flat, total))
+    }
+
+    fn pprof(&self, options: &[&str]) -> Result<String> {
+        let shown = Command::new("go")
+            .args([
+                "tool",
+                "pprof",
+                "-symbolize=none",
+                "-nodefraction=0",
+                "-nodecount=100000",
+            ])
+            .args(["-unit=B"])
+            .args(options)
+            .arg(self.path("a.pb.gz")?)
+            .env("HOME", self.0.path())
+            .output()
+            .context("no go: install golang-go")?;
+        ensure!(shown.status.success(), "{shown:?}");
+        Ok(String::from_utf8(shown.stdout)?)
+    }
+}
+
+/// Traces a workload to its end, from when the tool says that it is live.
+fn trace(
+    tool: &str,
+    live: &str,
+    workload: &[&str],
+    options: &[&str],
+    files: &Files,
+) -> Result<Ended> {
+    let mut program = Workload::start(workload[0], &workload[1..])?;
+    let pid = program.pid();
+    let export = files.options()?;
+    let export: Vec<&str> = export.iter().map(String::as_str).collect();
+    let args = [&["-p", &pid], &export[..], options].concat();
+    let mut tool = Tool::start(tool, &args)?;
+    tool.wait_for(live)?;
+    program.work()?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    Ok(ended)
+}
+
+fn rows(ended: &Ended, kind: &str) -> Result<Vec<Value>> {
+    let rows = ended.stdout.lines().map(serde_json::from_str::<Value>);
+    let rows: Vec<Value> = rows.collect::<Result<_, _>>()?;
+    Ok(rows.into_iter().filter(|row| row["type"] == kind).collect())
+}
+
+/// The sum of a number over all rows.
+fn sum(rows: &[Value], field: &str) -> u64 {
+    rows.iter().filter_map(|row| row[field].as_u64()).sum()
+}
+
+/// A number by the innermost user frame, as `go tool pprof` names it.
+fn by_leaf(rows: &[Value], field: &str, frames: &str) -> Result<HashMap<String, u64>> {
+    let mut sums = HashMap::new();
+    for row in rows {
+        let frame = &row[frames][0];
+        let leaf = match (frame["symbol"].as_str(), frame["module"].as_str()) {
+            (Some(name), _) => name.to_owned(),
+            (None, module) => format!("[{}]", module.with_context(|| row.to_string())?),
+        };
+        *sums.entry(leaf).or_insert(0) += row[field].as_u64().context("no number")?;
+    }
+    sums.retain(|_, sum| *sum > 0);
+    Ok(sums)
+}
+
+fn a_heap_is_what_was_reported() -> Result<()> {
+    let files = Files::new()?;
+    let options = ["-j", "-o", "0", "-T", "1000", "60"];
+    let workload = ["alloc", "leak", "31", "4093"];
+    let ended = trace("memleak", "probes in", &workload, &options, &files)?;
+    let (reports, stacks) = (rows(&ended, "report")?, rows(&ended, "stack")?);
+    for (value, field) in [("inuse_space", "bytes"), ("inuse_objects", "allocations")] {
+        let (flat, total) = files.top(value)?;
+        ensure!(
+            total == sum(&reports, field),
+            "{total} {value}: {reports:?}"
+        );
+        ensure!(
+            flat == by_leaf(&stacks, field, "frames")?,
+            "{flat:?}: {stacks:#?}"
+        );
+    }
+    let (flat, _) = files.top("inuse_space")?;
+    ensure!(flat["leak_malloc"] == 31 * 4093, "{flat:?}");
+    ensure!(files.pprof(&["-top"])?.contains("Type: inuse_space"));
+
+    let raw = files.pprof(&["-raw"])?;
+    let mappings = raw.split("Mappings\n").nth(1).context("no mappings")?;
+    let program = mappings.lines().next().context("no program")?;
+    ensure!(
+        program.contains("/alloc ") && program.contains("[FN]"),
+        "{program}"
+    );
+    let id = Command::new("readelf")
+        .arg("-n")
+        .arg(harness::workload("alloc"))
+        .output()?;
+    let id = String::from_utf8(id.stdout)?;
+    let id = id.split("Build ID: ").nth(1).context("no build id")?;
+    let id = id.split_whitespace().next().context("no build id")?;
+    ensure!(program.contains(id), "{program}: not {id}");
+
+    let image = files.flame()?;
+    let bytes = "leak_malloc (126,883 bytes, ";
+    ensure!(image.contains(bytes), "no {bytes}");
+    let all = format!("{} bytes", sum(&reports, "bytes"));
+    ensure!(
+        image.contains("memleak: outstanding allocations of pid "),
+        "no title"
+    );
+    ensure!(image.contains(&all), "no {all}");
+    Ok(())
+}
+
+fn allocations_are_all_since_the_start() -> Result<()> {
+    let files = Files::new()?;
+    let options = ["-j", "--mode", "alloc", "-T", "1000", "1"];
+    let workload = ["alloc", "balanced", "31", "4093"];
+    let mut program = Workload::start(workload[0], &workload[1..])?;
+    let pid = program.pid();
+    let export = files.options()?;
+    let export: Vec<&str> = export.iter().map(String::as_str).collect();
+    let mut tool = Tool::start("memleak", &[&["-p", &pid], &export[..], &options].concat())?;
+    tool.wait_for("probes in")?;
+    program.work()?;
+    // All has been reported, and then nothing.
+    for _ in 0..3 {
+        tool.wait_for_output("\"type\":\"report\"")?;
+    }
+    let ended = tool.interrupt()?;
+    let reports = rows(&ended, "report")?;
+    for (value, field) in [("alloc_space", "bytes"), ("alloc_objects", "allocations")] {
+        let (_, total) = files.top(value)?;
+        ensure!(
+            total > 0 && total == sum(&reports, field),
+            "{total} {value}: {reports:?}"
+        );
+    }
+    Ok(())
+}
+
+fn the_kernels_heap_is_what_was_reported() -> Result<()> {
+    let files = Files::new()?;
+    let options = ["-k", "-j", "-o", "0", "-T", "100000", "60"];
+    let workload = ["kmem", "pipes", "101"];
+    let ended = trace("memleak", "memleak: tracing", &workload, &options, &files)?;
+    let reports = rows(&ended, "report")?;
+    let image = files.flame()?;
+    let all = format!("{} bytes", sum(&reports, "bytes"));
+    ensure!(image.contains(&all), "no {all}");
+    let (_, total) = files.top("inuse_space")?;
+    ensure!(
+        total > 0 && total == sum(&reports, "bytes"),
+        "{total}: {reports:?}"
+    );
+    Ok(())
+}
+
+fn calls_and_bytes_of_brk() -> Result<()> {
+    let files = Files::new()?;
+    let workload = ["brk", "23", "7", "5"];
+    trace("brkstack", "tracing brk(2)", &workload, &[], &files)?;
+    let (flat, total) = files.top("brk_calls")?;
+    let expected = [("grow_heap", 23), ("shrink_heap", 7), ("ask_heap", 5)];
+    let expected = expected.map(|(name, calls)| (name.to_owned(), calls));
+    ensure!(flat == HashMap::from(expected) && total == 35, "{flat:?}");
+    let image = files.flame()?;
+    for box_ in [
+        "grow_heap (23 calls, ",
+        "shrink_heap (7 calls, ",
+        "ask_heap (5 calls, ",
+    ] {
+        ensure!(image.contains(box_), "no {box_}");
+    }
+
+    let ended = trace(
+        "brkstack",
+        "tracing brk(2)",
+        &workload,
+        &["--bytes", "-j"],
+        &files,
+    )?;
+    let reports = rows(&ended, "report")?;
+    let (flat, total) = files.top("growth")?;
+    ensure!(
+        total == sum(&reports, "bytes") && flat["grow_heap"] == total,
+        "{flat:?}"
+    );
+    ensure!(files.top("brk_calls")?.1 == 23);
+    ensure!(files.pprof(&["-tags"])?.contains("brk"), "no process");
+    Ok(())
+}
+
+fn kernel_frames_are_told_apart() -> Result<()> {
+    let files = Files::new()?;
+    let workload = ["brk", "23", "7", "5"];
+    trace("brkstack", "tracing brk(2)", &workload, &["-UK"], &files)?;
+    let (flat, total) = files.top("brk_calls")?;
+    ensure!(total == 35, "{flat:?}");
+    let raw = files.pprof(&["-raw"])?;
+    ensure!(
+        raw.contains("[kernel] ") || raw.contains("[kernel]\n"),
+        "{raw}"
+    );
+    let image = files.flame()?;
+    ensure!(image.contains("grow_heap (23 calls, "), "no grow_heap");
+    // Kernel frames have a colour of their own, and no mark in their names.
+    ensure!(
+        image.contains("rgb(240,170,80)") && !image.contains("_[k]"),
+        "{image}"
+    );
+    Ok(())
+}
+
+fn faults_have_both_numbers() -> Result<()> {
+    let files = Files::new()?;
+    let ended = trace(
+        "faults",
+        "tracing page faults",
+        &["minor", "101"],
+        &["-j"],
+        &files,
+    )?;
+    let (reports, stacks) = (rows(&ended, "report")?, rows(&ended, "stack")?);
+    let (_, faults) = files.top("faults")?;
+    ensure!(
+        faults >= 101 && faults == sum(&reports, "count"),
+        "{faults}: {reports:?}"
+    );
+    ensure!(files.top("space")?.1 == faults * 4096);
+    ensure!(files.top("faults")?.0 == by_leaf(&stacks, "count", "user_frames")?);
+    let image = files.flame()?;
+    ensure!(image.contains("faults: page faults of pid "), "no title");
+    Ok(())
+}
+
+fn mappings_have_both_numbers() -> Result<()> {
+    let files = Files::new()?;
+    let options = ["-j", "--stack", "--munmap"];
+    let ended = trace(
+        "mmapsnoop",
+        "tracing mmap(2)",
+        &["alloc", "leak", "31", "4093"],
+        &options,
+        &files,
+    )?;
+    let rows = ended.stdout.lines().map(serde_json::from_str::<Value>);
+    let rows: Vec<Value> = rows.collect::<Result<_, _>>()?;
+    let mapped = rows.into_iter().filter(|row| row["call"] == "mmap");
+    let mapped: Vec<Value> = mapped.filter(|row| row["error"].is_null()).collect();
+    ensure!(
+        files.top("mmap_calls")?.1 == mapped.len() as u64,
+        "{mapped:?}"
+    );
+    let bytes = files.top("mmap_space")?.1;
+    ensure!(bytes > 0 && bytes == sum(&mapped, "size_bytes"), "{bytes}");
+    let image = files.flame()?;
+    ensure!(image.contains(&format!("{bytes} bytes")), "no {bytes}");
+    ensure!(image.contains("leak_mmap (126,883 bytes, "), "no leak_mmap");
+    Ok(())
+}
+
+fn what_cannot_be_written_is_told_at_the_start() -> Result<()> {
+    for tool in [
+        "memleak",
+        "brkstack",
+        "faults",
+        "mmapsnoop",
+        "drsnoop",
+        "oomkill",
+    ] {
+        for option in ["--flame", "--pprof"] {
+            for path in ["/nonexistent/x", "/dev/null", "/proc/x"] {
+                let ended = harness::run(tool, &[option, path])?;
+                ensure!(
+                    ended.status.code() == Some(1),
+                    "{tool} {option} {path}: {ended:?}"
+                );
+                let told = ended.stderr.contains("failed to write") && ended.stderr.contains(path);
+                ensure!(
+                    told && ended.stdout.is_empty(),
+                    "{tool} {option} {path}: {ended:?}"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A file system with one page of room, gone when it is dropped.
+struct Tiny<'a>(&'a Path);
+
+impl<'a> Tiny<'a> {
+    fn new(at: &'a Path) -> Result<Self> {
+        mount(
+            Some("tmpfs"),
+            at,
+            Some("tmpfs"),
+            MsFlags::empty(),
+            Some("size=4k"),
+        )?;
+        Ok(Self(at))
+    }
+}
+
+impl Drop for Tiny<'_> {
+    fn drop(&mut self) {
+        let _ = umount(self.0);
+    }
+}
+
+fn a_full_disk_keeps_the_old_file() -> Result<()> {
+    let folder = harness::scratch()?;
+    let disk = Tiny::new(folder.path())?;
+    let path = folder.path().join("a.svg");
+    fs::write(&path, "as before")?;
+    let mut program = Workload::start("brk", &["23", "7", "5"])?;
+    let (pid, file) = (program.pid(), path.to_str().context("not UTF-8")?);
+    let mut tool = Tool::start("brkstack", &["-p", &pid, "--flame", file])?;
+    tool.wait_for("tracing brk(2)")?;
+    program.work()?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.code() == Some(1), "{ended:?}");
+    ensure!(ended.stdout.contains("grow_heap 23"), "{ended:?}");
+    ensure!(
+        ended.stderr.contains("No space left on device"),
+        "{ended:?}"
+    );
+    ensure!(fs::read_to_string(&path)? == "as before");
+    ensure!(
+        fs::read_dir(folder.path())?.count() == 1,
+        "half a file is left"
+    );
+    drop(disk);
+    Ok(())
+}
+
+fn nothing_at_all_is_a_file_too() -> Result<()> {
+    let files = Files::new()?;
+    trace(
+        "brkstack",
+        "tracing brk(2)",
+        &["alloc", "hold"],
+        &[],
+        &files,
+    )?;
+    let image = files.flame()?;
+    ensure!(
+        image.contains("calls of brk(2)") && image.contains("0 calls"),
+        "{image}"
+    );
+    // go tool pprof refuses a profile without samples only where it has no types.
+    ensure!(files.pprof(&["-raw"])?.contains("brk_calls/count"));
+    Ok(())
+}

@@ -1,0 +1,231 @@
+//! Tools that run as root, on targets of an unprivileged user who has put something hostile where they
+//! look (tests/hostile). What they trace is complete all the same, and they end when they are told to.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use nix::errno::Errno;
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
+use tempfile::TempDir;
+
+use crate::harness::{self, Ended, Tool, Workload};
+
+const LIVE: &str = "tracing brk(2)";
+/// Who owns what is hostile.
+const NOBODY: u32 = 65534;
+const CALLS: &str = "101";
+/// What root alone may read.
+const SECRET: &str = "0 7fffffffffffffff secret_of_root\n";
+
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "hostile":
+        what_is_no_regular_file_is_not_opened,
+        a_file_that_is_cut_short_ends_no_tool [Once],
+        a_file_that_changes_ends_no_tool [Once],
+        a_perf_map_is_read_only_if_it_is_the_users_own,
+        a_perf_map_that_is_a_hole_takes_no_memory [Once],
+        names_obey_no_terminal,
+        code_mapped_for_ever_takes_no_memory [Once],
+    }
+}
+
+/// A folder of the unprivileged user, with a copy of a tool as the library that is mapped.
+fn library() -> Result<(TempDir, PathBuf)> {
+    let folder = harness::scratch()?;
+    let path = folder.path().join("l.so");
+    harness::copy(&harness::tool("memleak"), &path)?;
+    for path in [folder.path(), &path] {
+        chown(path, Some(NOBODY), Some(NOBODY)).context("failed to give a file away")?;
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755))?;
+    }
+    Ok((folder, path))
+}
+
+/// A file that root alone may read, in a folder that all may see.
+fn secret() -> Result<(TempDir, PathBuf)> {
+    let folder = harness::scratch()?;
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755))?;
+    let path = folder.path().join("secret");
+    File::create(&path)?.write_all(SECRET.as_bytes())?;
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o600))?;
+    Ok((folder, path))
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap_or_default()
+}
+
+/// Has brkstack count the calls of a workload, with these options.
+fn count(mut program: Workload, options: &[&str]) -> Result<Ended> {
+    let mut tool = Tool::start("brkstack", options)?;
+    tool.wait_for(LIVE)?;
+    let facts = program.work()?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    let counted = ended
+        .stdout
+        .lines()
+        .filter(|line| line.starts_with("hostile-"));
+    let weights = counted.map(|line| {
+        line.rsplit(' ')
+            .next()
+            .context("no weight")?
+            .parse::<u64>()
+            .context("no number")
+    });
+    let sum: u64 = weights.sum::<Result<_>>()?;
+    ensure!(
+        sum.to_string() == facts["brk"],
+        "{sum} of {}: {ended:?}",
+        facts["brk"]
+    );
+    Ok(ended)
+}
+
+/// The most memory that a tool has had, in KiB.
+fn peak_memory(tool: &Tool) -> Result<u64> {
+    let status = fs::read_to_string(format!("/proc/{}/status", tool.pid()))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib = line.context("no peak")?.trim().trim_end_matches(" kB");
+    kib.parse().context("no number")
+}
+
+/// Whether somebody has opened the file since it is watched. An open of the path alone (O_PATH) is none.
+fn was_opened(watch: &Inotify) -> Result<bool> {
+    match watch.read_events() {
+        Ok(events) => Ok(!events.is_empty()),
+        Err(Errno::EAGAIN) => Ok(false),
+        Err(error) => Err(error).context("failed to read who opened the file"),
+    }
+}
+
+fn what_is_no_regular_file_is_not_opened() -> Result<()> {
+    let (_secret_folder, secret) = secret()?;
+    let link = format!("link={}", text(&secret));
+    for action in ["fifo", "link=/dev/ptmx", &link] {
+        for all_processes in [false, true] {
+            let (folder, file) = library()?;
+            // Under a name of its own, as other tests run the same program.
+            let own = folder.path().join("hostile-irregular");
+            harness::copy(&harness::workload("hostile-mapped"), &own)?;
+            let args = [action, text(&file), CALLS];
+            let program = Workload::spawn(Command::new(&own).args(args))?;
+            let watch = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)?;
+            watch.add_watch(&secret, AddWatchFlags::IN_OPEN)?;
+            let pid = program.pid();
+            let options: &[&str] = if all_processes {
+                &["-n", "hostile-irregul"]
+            } else {
+                &["-p", &pid]
+            };
+            count(program, options).with_context(|| action.to_owned())?;
+            ensure!(!was_opened(&watch)?, "{action}: a link was followed");
+        }
+        // memleak looks for functions in all that is mapped.
+        let (_folder, file) = library()?;
+        let mut program = Workload::start("hostile-mapped", &[action, text(&file), CALLS])?;
+        let mut tool = Tool::start("memleak", &["-p", &program.pid(), "60"])?;
+        tool.wait_for("allocator: glibc")?;
+        program.work()?;
+        ensure!(tool.interrupt()?.status.success(), "{action}");
+    }
+    Ok(())
+}
+
+fn a_file_that_is_cut_short_ends_no_tool() -> Result<()> {
+    let (_folder, file) = library()?;
+    let program = Workload::start("hostile-mapped", &["shrink", text(&file), CALLS])?;
+    let pid = program.pid();
+    count(program, &["-p", &pid])?;
+    let length = fs::metadata(&file)?.len();
+    ensure!(
+        length == 4096,
+        "{length} bytes are left: nobody has opened it"
+    );
+
+    let (_folder, file) = library()?;
+    let mut program = Workload::start("hostile-mapped", &["shrink", text(&file), CALLS])?;
+    let mut tool = Tool::start("memleak", &["-p", &program.pid(), "60"])?;
+    tool.wait_for("allocator: glibc")?;
+    let facts = program.work()?;
+    ensure!(facts["seen"] != "0", "nobody has opened it");
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    Ok(())
+}
+
+fn a_file_that_changes_ends_no_tool() -> Result<()> {
+    for _ in 0..5 {
+        let (_folder, file) = library()?;
+        let program = Workload::start("hostile-mapped", &["flip", text(&file), CALLS])?;
+        let pid = program.pid();
+        count(program, &["-p", &pid])?;
+    }
+    Ok(())
+}
+
+fn a_perf_map_is_read_only_if_it_is_the_users_own() -> Result<()> {
+    let (_secret_folder, secret) = secret()?;
+    let link = format!("link={}", text(&secret));
+    for what in ["fifo", "link=/dev/zero", &link] {
+        let program = Workload::start("hostile-perf_map", &[what, CALLS])?;
+        let pid = program.pid();
+        let ended = count(program, &["-p", &pid]).with_context(|| what.to_owned())?;
+        ensure!(!ended.stdout.contains("secret_of_root"), "{ended:?}");
+    }
+    // The same line in a file of his own names the code.
+    let program = Workload::start("hostile-perf_map", &["name=compiled", CALLS])?;
+    let pid = program.pid();
+    let ended = count(program, &["-p", &pid])?;
+    ensure!(ended.stdout.contains(";compiled 101"), "{ended:?}");
+    Ok(())
+}
+
+fn a_perf_map_that_is_a_hole_takes_no_memory() -> Result<()> {
+    let mut program = Workload::start("hostile-perf_map", &["hole=16", CALLS])?;
+    let mut tool = Tool::start("brkstack", &["-p", &program.pid(), "1"])?;
+    tool.wait_for(LIVE)?;
+    program.work()?;
+    tool.wait_until(|output| output.contains("hostile-perf_ma;"))?;
+    let memory = peak_memory(&tool)?;
+    ensure!(memory < 64 << 10, "{memory} KiB");
+    ensure!(tool.interrupt()?.status.success(), "it failed");
+    Ok(())
+}
+
+fn names_obey_no_terminal() -> Result<()> {
+    let name = "name=a\x1b]0;P\x07;b\u{9b}31m\u{202e}c\u{2028}d";
+    for options in [&[][..], &["--text"], &["--json"]] {
+        let mut program = Workload::start("hostile-perf_map", &[name, CALLS])?;
+        let mut tool = Tool::start("brkstack", &[&["-p", &program.pid()], options].concat())?;
+        tool.wait_for(LIVE)?;
+        program.work()?;
+        let ended = tool.interrupt()?;
+        ensure!(
+            ended.stdout.contains("202e"),
+            "the name is missing: {ended:?}"
+        );
+        let raw = |c: char| c != '\n' && (c.is_control() || "\u{202e}\u{2028}".contains(c));
+        let of_his: String = ended.stdout.replace('\t', " ");
+        ensure!(!of_his.contains(raw), "{ended:?}");
+    }
+    Ok(())
+}
+
+fn code_mapped_for_ever_takes_no_memory() -> Result<()> {
+    let mut program = Workload::start("hostile-remap", &["1000003"])?;
+    let mut tool = Tool::start("brkstack", &["-p", &program.pid()])?;
+    tool.wait_for(LIVE)?;
+    let before = peak_memory(&tool)?;
+    program.work()?;
+    let grown = peak_memory(&tool)? - before;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    ensure!(grown < 16 << 10, "by {grown} KiB");
+    Ok(())
+}

@@ -1,0 +1,215 @@
+//! memtriage: parts that add up, and findings that the machine is made to have.
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::ptr;
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use serde_json::Value;
+
+use crate::harness::{self, Ended, Workload, tool, workload};
+use crate::pressure::Group;
+
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "memtriage":
+        parts_and_the_rest_are_all_of_memory,
+        little_is_unaccounted_for [Guest],
+        a_cgroup_near_its_limit_is_found,
+        a_kill_is_found,
+        shared_memory_that_nobody_has_is_found [Guest],
+        without_privilege_it_shows_what_it_may,
+        it_reports_as_often_as_asked [Once],
+    }
+}
+
+/// The objects that it prints, and the end that it has.
+fn triage(args: &[&str]) -> Result<(Vec<Value>, Ended)> {
+    let ended = harness::run("memtriage", &[&["-j", "--all"], args].concat())?;
+    let lines = ended.stdout.lines();
+    let objects = lines.map(serde_json::from_str).collect::<Result<_, _>>();
+    Ok((objects.with_context(|| format!("{ended:?}"))?, ended))
+}
+
+fn of_type<'a>(objects: &'a [Value], kind: &str) -> Vec<&'a Value> {
+    let all = objects.iter().filter(|object| object["type"] == kind);
+    all.collect()
+}
+
+fn accounting(objects: &[Value]) -> Result<&Value> {
+    let tables = of_type(objects, "accounting");
+    ensure!(tables.len() == 1, "{tables:?}");
+    Ok(tables[0])
+}
+
+fn part(accounting: &Value, name: &str) -> Result<u64> {
+    let parts = accounting["parts"].as_array().context("no parts")?;
+    let part = parts.iter().find(|part| part["name"] == name);
+    let bytes = part.and_then(|part| part["bytes"].as_u64());
+    bytes.with_context(|| format!("no part {name} in {accounting}"))
+}
+
+/// The findings of a rule, with their evidence.
+fn findings<'a>(objects: &'a [Value], rule: &str) -> Vec<&'a Value> {
+    let findings = of_type(objects, "finding").into_iter();
+    findings.filter(|finding| finding["rule"] == rule).collect()
+}
+
+fn memory_total() -> Result<u64> {
+    let meminfo = fs::read_to_string("/proc/meminfo")?;
+    let total = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemTotal:"));
+    let kilobytes = total.and_then(|total| total.trim().strip_suffix(" kB"));
+    Ok(kilobytes.context("no total")?.parse::<u64>()? << 10)
+}
+
+fn parts_and_the_rest_are_all_of_memory() -> Result<()> {
+    let (objects, ended) = triage(&[])?;
+    let table = accounting(&objects)?;
+    let parts = table["parts"].as_array().context("no parts")?;
+    let sum: i64 = parts.iter().filter_map(|part| part["bytes"].as_i64()).sum();
+    let rest = table["unaccounted_bytes"].as_i64().context("no rest")?;
+    ensure!(table["total_bytes"] == memory_total()?, "{table}");
+    ensure!(table["total_bytes"] == sum + rest, "{table}");
+    let to_look_at = of_type(&objects, "finding").into_iter();
+    let healthy = to_look_at
+        .clone()
+        .all(|finding| finding["level"] == "healthy");
+    ensure!(to_look_at.count() >= 18, "{ended:?}");
+    let expected = if healthy { 0 } else { 3 };
+    ensure!(ended.status.code() == Some(expected), "{ended:?}");
+    Ok(())
+}
+
+/// Memory of several kinds is in its part, and 2 % at most in none.
+fn little_is_unaccounted_for() -> Result<()> {
+    const MIB: u64 = 1 << 20;
+    let mut hog = Workload::start("hog", &["67"])?;
+    hog.work()?;
+    let file = tempfile::NamedTempFile::new_in("/dev/shm").context("no file in memory")?;
+    let byte = [1; MIB as usize];
+    for _ in 0..61 {
+        file.as_file().write_all(&byte)?;
+    }
+    let (objects, _) = triage(&[])?;
+    let table = accounting(&objects)?;
+    ensure!(part(table, "anonymous")? >= 67 * MIB, "{table}");
+    ensure!(part(table, "shmem and tmpfs")? >= 61 * MIB, "{table}");
+    let rest = table["unaccounted_bytes"].as_i64().context("no rest")?;
+    ensure!(rest.unsigned_abs() * 50 <= memory_total()?, "{table}");
+
+    let pid: u32 = hog.pid().parse()?;
+    let processes = of_type(&objects, "process");
+    let hog = processes.iter().find(|row| row["pid"] == pid);
+    let hog = hog.with_context(|| format!("no hog in {processes:?}"))?;
+    // The kernel adds a process's pages up now and then: 64 of a thread before 6.2, 32 of a CPU since.
+    let anon = hog["anon_bytes"].as_u64().unwrap_or_default();
+    ensure!((66 * MIB..69 * MIB).contains(&anon), "{hog}");
+    ensure!(hog["pss_bytes"].as_u64() >= Some(67 * MIB), "{hog}");
+    Ok(())
+}
+
+fn a_cgroup_near_its_limit_is_found() -> Result<()> {
+    let group = Group::new("memtools-triage", 32 << 20)?;
+    group.forbid_swap()?;
+    let mut hog = Workload::spawn(&mut group.command(&workload("hog"), &["31"]))?;
+    hog.work()?;
+    let (objects, ended) = triage(&[])?;
+    let near = findings(&objects, "cgroup-limit");
+    let ours = near.iter().find(|finding| {
+        let evidence = finding["evidence"].as_str().unwrap_or_default();
+        evidence.starts_with("/memtools-triage uses 9") && evidence.contains("of its 32.0M")
+    });
+    ensure!(ours.is_some(), "{near:?}");
+    ensure!(ended.status.code() == Some(3), "{ended:?}");
+    Ok(())
+}
+
+fn a_kill_is_found() -> Result<()> {
+    let group = Group::new("memtools-triage-kill", 8 << 20)?;
+    group.forbid_swap()?;
+    let mut hog = Workload::spawn(&mut group.command(&workload("hog"), &["64", "77"]))?;
+    hog.go()?;
+    hog.wait()?;
+    let (objects, ended) = triage(&[])?;
+    let kills = findings(&objects, "oom-kills");
+    ensure!(kills.len() == 1 && kills[0]["level"] == "act", "{kills:?}");
+    ensure!(kills[0]["next"] == "oomkill -e", "{kills:?}");
+    // Another test's hog can be killed after ours.
+    let evidence = kills[0]["evidence"].as_str().unwrap_or_default();
+    let count = evidence
+        .split(' ')
+        .next()
+        .and_then(|count| count.parse::<u32>().ok());
+    ensure!(
+        count >= Some(1) && evidence.contains("hog (pid "),
+        "{evidence}"
+    );
+    ensure!(ended.status.code() == Some(3), "{ended:?}");
+    Ok(())
+}
+
+/// A System V segment, removed when it is dropped.
+struct Segment(i32);
+
+impl Segment {
+    /// A segment that was written to, and that nobody has attached any more.
+    fn orphaned(bytes: usize) -> Result<Self> {
+        // SAFETY: a new segment of that size, which no other code knows the address of.
+        unsafe {
+            let id = libc::shmget(libc::IPC_PRIVATE, bytes, libc::IPC_CREAT | 0o600);
+            ensure!(id >= 0, "no segment: {}", std::io::Error::last_os_error());
+            let segment = Self(id);
+            let at = libc::shmat(id, ptr::null(), 0);
+            ensure!(at.addr() != usize::MAX, "not attached");
+            ptr::write_bytes(at.cast::<u8>(), 1, bytes);
+            ensure!(libc::shmdt(at) == 0, "not detached");
+            Ok(segment)
+        }
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        // SAFETY: only the number is used.
+        unsafe { libc::shmctl(self.0, libc::IPC_RMID, ptr::null_mut()) };
+    }
+}
+
+fn shared_memory_that_nobody_has_is_found() -> Result<()> {
+    let bytes = usize::try_from(memory_total()? / 40)?;
+    let _segment = Segment::orphaned(bytes)?;
+    let (objects, _) = triage(&[])?;
+    let orphans = findings(&objects, "orphaned-shm");
+    ensure!(
+        orphans.len() == 1 && orphans[0]["level"] == "look",
+        "{orphans:?}"
+    );
+    ensure!(orphans[0]["next"] == "shmsnoop -e -d 60", "{orphans:?}");
+    Ok(())
+}
+
+fn without_privilege_it_shows_what_it_may() -> Result<()> {
+    let output = Command::new(tool("memtriage"))
+        .args(["--all"])
+        .uid(65534)
+        .gid(65534)
+        .output()
+        .context("it does not start")?;
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    ensure!(matches!(output.status.code(), Some(0 | 3)), "{output:?}");
+    ensure!(output.stderr.is_empty(), "{output:?}");
+    ensure!(stdout.contains("\nMemTotal "), "{stdout}");
+    ensure!(stdout.contains("OOM kills since the start"), "{stdout}");
+    Ok(())
+}
+
+fn it_reports_as_often_as_asked() -> Result<()> {
+    let (objects, _) = triage(&["0.1", "3"])?;
+    ensure!(of_type(&objects, "host").len() == 3, "{objects:?}");
+    ensure!(of_type(&objects, "accounting").len() == 3, "{objects:?}");
+    Ok(())
+}

@@ -1,0 +1,94 @@
+//! Every command of README.md's tables, once: what it promises can be run.
+
+use std::collections::BTreeSet;
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+
+use crate::harness::{self, Cgroup, Tool, Workload, workload};
+
+const README: &str = include_str!("../../README.md");
+
+/// What needs a hook that some kernels lack.
+const BY_KPROBES: [&str; 2] = ["swapin", "hfaults --thp"];
+
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "readme":
+        its_commands_run [Once],
+        its_commands_by_kprobes_run [Kprobes],
+    }
+}
+
+/// The commands in code of tables, without what they are piped into; each once.
+fn commands() -> BTreeSet<&'static str> {
+    let tables = README.lines().filter(|line| line.starts_with('|'));
+    let code = tables.flat_map(|line| line.split('`').skip(1).step_by(2));
+    let commands = code.map(|code| code.split("\\|").next().unwrap_or(code).trim());
+    let tools: Vec<&str> = README
+        .lines()
+        .filter_map(|line| line.strip_prefix("| [")?.split(']').next())
+        .collect();
+    commands
+        .filter(|command| {
+            tools
+                .iter()
+                .any(|tool| command.split(' ').next() == Some(tool))
+        })
+        .collect()
+}
+
+/// Starts each, and ends it when it traces.
+fn run(wanted: impl Fn(&str) -> bool) -> Result<usize> {
+    let target = Workload::start("alloc", &["hold"])?;
+    let other = Workload::start("alloc", &["hold"])?;
+    let cgroup = Cgroup::new()?;
+    cgroup.add(&target.pid())?;
+    let program = format!("{} hold", workload("alloc").display());
+    let mut ran = 0;
+    for command in commands().into_iter().filter(|command| wanted(command)) {
+        let words = command.split(' ').map(|word| match word {
+            "PID" => target.pid(),
+            "PID,PID" => format!("{},{}", target.pid(), other.pid()),
+            "PATH" => cgroup.path().display().to_string(),
+            "COMMAND" => program.clone(),
+            word => word.to_owned(),
+        });
+        let words: Vec<String> = words.collect();
+        let args: Vec<&str> = words[1..].iter().map(String::as_str).collect();
+        if words[0] == "memtriage" {
+            // It traces nothing, and its status says whether it has found something.
+            let ended = harness::run(&words[0], &args)?;
+            ensure!(matches!(ended.status.code(), Some(0 | 3)), "{ended:?}");
+            ran += 1;
+            continue;
+        }
+        let mut tool = Tool::start(&words[0], &args)?;
+        tool.wait_for_any(&["Ctrl-C to end", "allocator: ", "Attaching to kernel"])
+            .with_context(|| command.to_owned())?;
+        let ended = if command.contains("COMMAND") {
+            tool.end()?
+        } else {
+            tool.interrupt()?
+        };
+        ensure!(ended.status.success(), "{command}: {ended:?}");
+        ran += 1;
+    }
+    drop((target, other));
+    Ok(ran)
+}
+
+fn by_kprobes(command: &str) -> bool {
+    BY_KPROBES.iter().any(|start| command.starts_with(start))
+}
+
+fn its_commands_run() -> Result<()> {
+    let ran = run(|command| !by_kprobes(command))?;
+    ensure!(ran >= 30, "{ran} of {:?}", commands());
+    Ok(())
+}
+
+fn its_commands_by_kprobes_run() -> Result<()> {
+    let ran = run(by_kprobes)?;
+    ensure!(ran >= 3, "{ran} of {:?}", commands());
+    Ok(())
+}

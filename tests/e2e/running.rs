@@ -1,0 +1,508 @@
+//! How a run begins and ends, whatever becomes of the tool, its command, its target and its reader.
+//! The tools share the code; those that start here stand for all, but where each is named.
+
+use std::fs;
+use std::io::{Read, pipe};
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use nix::sys::signal::{SigHandler, SigSet, Signal, kill, signal};
+use nix::unistd::Pid;
+
+use crate::harness::{self, Cgroup, PATIENCE, Tool, Workload, eventually, tool};
+
+/// Tools that trace processes and need nothing of the kernel but tracepoints and counters.
+const TOOLS: [&str; 9] = [
+    "brkstack",
+    "drsnoop",
+    "faults",
+    "ffaults",
+    "memleak",
+    "mmapsnoop",
+    "oomkill",
+    "shmsnoop",
+    "vmscan",
+];
+
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "running":
+        a_command_goes_on_when_the_tool_is_killed [Once],
+        a_command_that_stops_itself_is_left_stopped [Once],
+        a_command_inherits_from_the_caller [Once],
+        a_command_that_does_not_end_is_left [Once],
+        every_tool_runs_a_command,
+        every_tool_ends_with_its_target,
+        children_of_named_processes_are_traced,
+        every_signal_that_ends_it_reports,
+        a_report_can_be_asked_for,
+        what_nohup_ignores_is_ignored,
+        a_reader_that_does_not_read_does_not_keep_it [Once],
+        the_output_can_be_a_file,
+        hundreds_of_processes,
+        who_cannot_be_traced_is_told [Host],
+        the_tool_s_own_faults_are_not_the_command_s,
+        a_cgroup_can_be_named_as_it_is_printed,
+        time_is_that_of_the_place [Host],
+    }
+}
+
+/// The state of a process, such as `T` for stopped; None if it has gone or waits to be reaped.
+fn state(pid: u32) -> Option<char> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let state = stat.rsplit(") ").next()?.chars().next()?;
+    (state != 'Z').then_some(state)
+}
+
+fn children(pid: u32) -> Vec<u32> {
+    let list = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
+    let list = list.unwrap_or_default();
+    list.split_whitespace()
+        .filter_map(|pid| pid.parse().ok())
+        .collect()
+}
+
+fn stopped_child(tool: &Tool) -> Option<u32> {
+    let mut children = children(tool.pid()).into_iter();
+    children.find(|&child| state(child) == Some('T'))
+}
+
+/// Kills a tool while its command is stopped for it.
+fn a_command_goes_on_when_the_tool_is_killed() -> Result<()> {
+    for end in [Signal::SIGKILL, Signal::SIGHUP] {
+        let mut caught = 0;
+        let deadline = Instant::now() + PATIENCE;
+        while caught < 11 {
+            ensure!(Instant::now() < deadline, "only {caught} were met stopped");
+            let mut tool = Tool::start("brkstack", &["-f", "-c", "sh -c 'exit 7'"])?;
+            let command = loop {
+                if let Some(pid) = stopped_child(&tool) {
+                    break Some(pid);
+                }
+                if tool.has_ended()? {
+                    break None;
+                }
+            };
+            let Some(command) = command else { continue };
+            tool.signal(end)?;
+            tool.end()?;
+            eventually("the command ends", || Ok(state(command).is_none()))?;
+            caught += 1;
+        }
+    }
+    Ok(())
+}
+
+fn a_command_that_stops_itself_is_left_stopped() -> Result<()> {
+    let mut tool = Tool::start("brkstack", &["-f", "-c", "sh -c 'kill -STOP $$; exit 5'"])?;
+    tool.wait_for("tracing brk(2)")?;
+    // The other child lets it go on while it starts, and ends when it has started.
+    eventually("it has started", || Ok(children(tool.pid()).len() == 1))?;
+    let command = stopped_child(&tool).context("it runs")?;
+    kill(Pid::from_raw(command.cast_signed()), Signal::SIGCONT)?;
+    let ended = tool.end()?;
+    ensure!(ended.status.code() == Some(5), "{ended:?}");
+    Ok(())
+}
+
+/// A tool that is started with a signal blocked, another ignored, and few files that it may open.
+fn with_odd_caller(args: &[&str]) -> Result<Tool> {
+    let mut command = Command::new(tool("faults"));
+    command.args(args).stdin(Stdio::null());
+    let few =
+        || nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE, 67, 4099);
+    // SAFETY: system calls between fork and exec.
+    unsafe {
+        command.pre_exec(move || {
+            signal(Signal::SIGCHLD, SigHandler::SigIgn)?;
+            let mut blocked = SigSet::empty();
+            blocked.add(Signal::SIGUSR2);
+            blocked.thread_set_mask()?;
+            Ok(few()?)
+        });
+    }
+    Tool::spawn(&mut command)
+}
+
+fn a_command_inherits_from_the_caller() -> Result<()> {
+    let command = "sh -c 'echo files $(ulimit -n); exit 7'";
+    let ended = with_odd_caller(&["--by-process", "-c", command])?.end()?;
+    ensure!(ended.status.code() == Some(7), "{ended:?}");
+    ensure!(ended.stdout.contains("files 67\n"), "{ended:?}");
+
+    // A shell would change some.
+    let command = "grep ^Sig /proc/self/status";
+    let ended = with_odd_caller(&["--by-process", "-c", command])?.end()?;
+    let value = |name: &str| {
+        let line = ended
+            .stdout
+            .lines()
+            .find_map(|line| line.strip_prefix(name));
+        line.map(str::trim)
+    };
+    let bit = |signal: Signal| 1u64 << (signal as u32 - 1);
+    let mask = |signals: u64| format!("{signals:016x}");
+    ensure!(
+        value("SigBlk:") == Some(&mask(bit(Signal::SIGUSR2))),
+        "{ended:?}"
+    );
+    let ignored = ignored_here()? & !bit(Signal::SIGPIPE) | bit(Signal::SIGCHLD);
+    ensure!(value("SigIgn:") == Some(&mask(ignored)), "{ended:?}");
+    Ok(())
+}
+
+/// The signals that this process ignores, as a mask. Some are inherited: glibc's posix_spawn() has
+/// signal 32, which is its own, ignored in the child of a process that cancels threads. SIGPIPE is
+/// ignored by Rust's runtime, and given back to a command.
+fn ignored_here() -> Result<u64> {
+    let status = fs::read_to_string("/proc/self/status")?;
+    let mask = status
+        .lines()
+        .find_map(|line| line.strip_prefix("SigIgn:"))
+        .context("no SigIgn in /proc/self/status")?;
+    Ok(u64::from_str_radix(mask.trim(), 16)?)
+}
+
+fn a_command_that_does_not_end_is_left() -> Result<()> {
+    let command = "sh -c 'trap \"\" TERM; echo began; while :; do read x; done </dev/zero'";
+    let mut tool = Tool::start("brkstack", &["-f", "-c", command])?;
+    tool.wait_for("tracing brk(2)")?;
+    tool.wait_for_output("began\n")?;
+    let command = children(tool.pid());
+    tool.signal(Signal::SIGINT)?;
+    tool.wait_for("is left to run")?;
+    for pid in command {
+        let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL);
+    }
+    ensure!(tool.end()?.status.success());
+    Ok(())
+}
+
+/// The exit status is the command's own, and what it prints is there.
+fn every_tool_runs_a_command() -> Result<()> {
+    for name in TOOLS {
+        let folder = harness::scratch()?;
+        let trace = folder.path().join("ran");
+        let command = format!("sh -c 'echo > {}; exit 7'", trace.display());
+        let ended = harness::run(name, &["-c", &command])?;
+        ensure!(ended.status.code() == Some(7), "{name}: {ended:?}");
+        ensure!(trace.exists(), "{name}: {ended:?}");
+    }
+    let command = format!("'{}' anon 23", harness::workload("mmap").display());
+    let ended = harness::run("mmapsnoop", &["-c", &command])?;
+    let rows = ended.stdout.lines().filter(|line| line.contains(" mmap "));
+    ensure!(rows.count() >= 23, "{ended:?}");
+    Ok(())
+}
+
+fn every_tool_ends_with_its_target() -> Result<()> {
+    for name in TOOLS {
+        let first = Workload::start("alloc", &["hold"])?;
+        let second = Workload::start("alloc", &["hold"])?;
+        let pids = format!("{},{}", first.pid(), second.pid());
+        let mut tool = Tool::start(name, &["-p", &pids])?;
+        tool.wait_for(match name {
+            "memleak" => "allocator: ",
+            _ => "Ctrl-C to end",
+        })?;
+        first.finish()?;
+        ensure!(!tool.has_ended()?, "{name} ends with the first of two");
+        second.finish()?;
+        let ended = tool.end()?;
+        ensure!(ended.status.success(), "{name}: {ended:?}");
+    }
+    Ok(())
+}
+
+fn children_of_named_processes_are_traced() -> Result<()> {
+    let mut parent = Workload::start("forktree", &["2", "2", "11"])?;
+    let pid = parent.pid();
+    let mut tool = Tool::start("faults", &["--by-process", "--children", "-p", &pid])?;
+    tool.wait_for("tracing page faults")?;
+    parent.work()?;
+    let ended = tool.interrupt()?;
+    let rows = ended
+        .stdout
+        .lines()
+        .filter(|line| line.contains("forktree"));
+    // Two children, and two of each.
+    ensure!(rows.count() == 7, "{ended:?}");
+
+    let ended = harness::run("faults", &["--children"])?;
+    ensure!(ended.status.code() == Some(2), "{ended:?}");
+    ensure!(ended.stderr.contains("-p or -c"), "{ended:?}");
+    Ok(())
+}
+
+/// brkstack on a workload of 23 calls that have been made.
+fn brkstack(args: &[&str]) -> Result<(Workload, Tool)> {
+    let mut workload = Workload::start("brk", &["23"])?;
+    let pid = workload.pid();
+    let mut tool = Tool::start("brkstack", &[&["-f", "-p", &pid], args].concat())?;
+    tool.wait_for("tracing brk(2)")?;
+    workload.work()?;
+    Ok((workload, tool))
+}
+
+/// The calls of a folded report.
+fn calls(report: &str) -> u64 {
+    let lines = report.lines().filter(|line| line.contains("grow_heap"));
+    lines
+        .filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok())
+        .sum()
+}
+
+fn every_signal_that_ends_it_reports() -> Result<()> {
+    for end in [
+        Signal::SIGINT,
+        Signal::SIGTERM,
+        Signal::SIGHUP,
+        Signal::SIGQUIT,
+    ] {
+        let (_workload, tool) = brkstack(&[])?;
+        tool.signal(end)?;
+        let ended = tool.end()?;
+        ensure!(ended.status.success(), "{end}: {ended:?}");
+        ensure!(calls(&ended.stdout) == 23, "{end}: {ended:?}");
+    }
+    Ok(())
+}
+
+fn a_report_can_be_asked_for() -> Result<()> {
+    let (_workload, tool) = brkstack(&[])?;
+    tool.signal(Signal::SIGUSR1)?;
+    tool.wait_until(|report| calls(report) == 23)?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    ensure!(calls(&ended.stdout) == 23, "twice: {ended:?}");
+
+    let mut target = Workload::start("alloc", &["one", "malloc", "23", "4093"])?;
+    let pid = target.pid();
+    let mut tool = Tool::start("memleak", &["-p", &pid, "-o", "0", "3600"])?;
+    tool.wait_for("allocator: ")?;
+    target.work()?;
+    tool.signal(Signal::SIGUSR1)?;
+    tool.wait_until(|report| report.contains("94139 bytes in 23 allocations"))?;
+    ensure!(tool.interrupt()?.status.success());
+    Ok(())
+}
+
+fn what_nohup_ignores_is_ignored() -> Result<()> {
+    let mut workload = Workload::start("brk", &["23"])?;
+    let pid = workload.pid();
+    let mut command = Command::new(tool("brkstack"));
+    command.args(["-f", "-p", &pid]).stdin(Stdio::null());
+    // SAFETY: a system call between fork and exec.
+    unsafe {
+        command.pre_exec(|| {
+            signal(Signal::SIGHUP, SigHandler::SigIgn)?;
+            Ok(())
+        });
+    }
+    let mut tool = Tool::spawn(&mut command)?;
+    tool.wait_for("tracing brk(2)")?;
+    workload.work()?;
+    // Of two signals the lower number is taken first.
+    tool.signal(Signal::SIGHUP)?;
+    tool.signal(Signal::SIGUSR1)?;
+    tool.wait_until(|report| calls(report) == 23)?;
+    ensure!(!tool.has_ended()?, "it has ended");
+    ensure!(tool.interrupt()?.status.success());
+    Ok(())
+}
+
+/// Ctrl-C ends a tool whose reader does not read, and the target is traced no more.
+fn a_reader_that_does_not_read_does_not_keep_it() -> Result<()> {
+    let (mut reader, writer) = pipe().context("no pipe")?;
+    let (mut messages, stderr) = pipe().context("no pipe")?;
+    let mut tool = Command::new(tool("vmscan"))
+        .args(["0.001"])
+        .stdin(Stdio::null())
+        .stdout(writer)
+        .stderr(stderr)
+        .spawn()
+        .context("no vmscan")?;
+    let pid = Pid::from_raw(tool.id().cast_signed());
+    // It is stuck when it waits in poll(2) for stdout, rather than for signals alone: there is no
+    // other thread, and a row of a millisecond is always due.
+    let full = || -> Result<bool> {
+        let mut bytes = 0;
+        // SAFETY: the kernel writes an integer.
+        let asked = unsafe {
+            libc::ioctl(
+                std::os::fd::AsRawFd::as_raw_fd(&reader),
+                libc::FIONREAD,
+                &mut bytes,
+            )
+        };
+        Ok(asked == 0 && bytes >= 60 << 10)
+    };
+    eventually("the pipe is full", full)?;
+    kill(pid, Signal::SIGINT)?;
+    let deadline = Instant::now() + PATIENCE;
+    let status = loop {
+        if let Some(status) = tool.try_wait()? {
+            break status;
+        }
+        if Instant::now() > deadline {
+            tool.kill()?;
+            tool.wait()?;
+            anyhow::bail!("it does not end");
+        }
+        thread::sleep(Duration::from_millis(5));
+    };
+    let mut said = String::new();
+    messages.read_to_string(&mut said)?;
+    ensure!(status.code() == Some(1), "{status} {said}");
+    ensure!(
+        said.contains("vmscan: failed to print: nobody reads it"),
+        "{said}"
+    );
+    let mut rows = Vec::new();
+    reader.read_to_end(&mut rows)?;
+    Ok(())
+}
+
+fn the_output_can_be_a_file() -> Result<()> {
+    let folder = harness::scratch()?;
+    let file = folder.path().join("report");
+    let path = file.display().to_string();
+    let command = "sh -c 'echo from the command'";
+    for (name, option) in
+        TOOLS.map(|name| (name, if name == "memleak" { "--output" } else { "-o" }))
+    {
+        let ended = harness::run(name, &["-j", option, &path, "-c", command])?;
+        ensure!(ended.status.success(), "{name}: {ended:?}");
+        ensure!(ended.stdout == "from the command\n", "{name}: {ended:?}");
+        ensure!(file.exists(), "{name}: {ended:?}");
+        let report = fs::read_to_string(&file)?;
+        for line in report.lines() {
+            serde_json::from_str::<serde_json::Value>(line).with_context(|| line.to_owned())?;
+        }
+        let counts = ["brkstack", "faults", "ffaults", "memleak", "mmapsnoop"];
+        ensure!(!report.is_empty() || !counts.contains(&name), "{name}");
+
+        let missing = folder.path().join("no/such/folder").display().to_string();
+        let trace = folder.path().join("ran");
+        let command = format!("sh -c 'echo > {}'", trace.display());
+        let ended = harness::run(name, &[option, &missing, "-c", &command])?;
+        ensure!(ended.status.code() == Some(1), "{name}: {ended:?}");
+        ensure!(
+            ended.stderr.contains("failed to open") && !trace.exists(),
+            "{name}: {ended:?}"
+        );
+        fs::remove_file(&file)?;
+    }
+    Ok(())
+}
+
+/// More than one of them is counted, and no other process.
+fn hundreds_of_processes() -> Result<()> {
+    let mut sleepers = Vec::new();
+    for _ in 0..211 {
+        let sleeper = Command::new("sleep").arg("3600").spawn();
+        sleepers.push(sleeper.context("no sleep")?);
+    }
+    let result = (|| {
+        let mut named = Workload::start("minor", &["23"])?;
+        let mut other = Workload::start("minor", &["29"])?;
+        let mut pids: Vec<String> = sleepers
+            .iter()
+            .map(|child| child.id().to_string())
+            .collect();
+        pids.insert(101, named.pid());
+        let mut tool = Tool::start("faults", &["--by-process", "-p", &pids.join(",")])?;
+        tool.wait_for("tracing page faults")?;
+        named.work()?;
+        other.work()?;
+        let ended = tool.interrupt()?;
+        let rows: Vec<&str> = ended.stdout.lines().skip(1).collect();
+        ensure!(
+            rows.len() == 1 && rows[0].starts_with(&named.pid()),
+            "{ended:?}"
+        );
+        Ok(())
+    })();
+    for mut sleeper in sleepers {
+        sleeper.kill()?;
+        sleeper.wait()?;
+    }
+    result
+}
+
+fn who_cannot_be_traced_is_told() -> Result<()> {
+    let mut zombie = Command::new("true").spawn().context("no true")?;
+    let pid = zombie.id();
+    eventually("it has exited", || Ok(state(pid).is_none()))?;
+    for name in TOOLS {
+        let ended = harness::run(name, &["-p", &pid.to_string()])?;
+        ensure!(
+            ended.status.code() == Some(1) && ended.stderr.contains("has exited"),
+            "{name}: {ended:?}"
+        );
+    }
+    zombie.wait()?;
+    // kthreadd; memory can be short for it, too.
+    for name in TOOLS
+        .into_iter()
+        .filter(|name| !["drsnoop", "oomkill", "vmscan"].contains(name))
+    {
+        let ended = harness::run(name, &["-p", "2"])?;
+        ensure!(
+            ended.status.code() == Some(1) && ended.stderr.contains("kernel thread"),
+            "{name}: {ended:?}"
+        );
+    }
+    let target = Workload::start("alloc", &["hold"])?;
+    let (pid, own) = (target.pid(), std::process::id().to_string());
+    for name in ["brkstack", "faults", "ffaults", "memleak", "vmscan"] {
+        let mut tool = Tool::start(name, &["-p", &pid, &own])?;
+        tool.wait_for(&format!("-p {pid},{own}"))?;
+        let ended = tool.interrupt()?;
+        ensure!(ended.status.success(), "{ended:?}");
+    }
+    Ok(())
+}
+
+/// Faults of a process between fork and exec are the tool's own.
+fn the_tool_s_own_faults_are_not_the_command_s() -> Result<()> {
+    let command = format!("'{}' 23", harness::workload("minor").display());
+    let ended = harness::run("faults", &["--by-process", "-c", &command])?;
+    let rows = |name: &str| {
+        let rows = ended.stdout.lines();
+        rows.filter(|row| row.split_whitespace().nth(1) == Some(name))
+            .count()
+    };
+    ensure!((rows("minor"), rows("faults")) == (1, 0), "{ended:?}");
+    Ok(())
+}
+
+fn a_cgroup_can_be_named_as_it_is_printed() -> Result<()> {
+    let cgroup = Cgroup::new()?;
+    let mut inside = Workload::start("minor", &["23"])?;
+    let mut outside = Workload::start("minor", &["29"])?;
+    cgroup.add(&inside.pid())?;
+    let name = cgroup.path().file_name().context("no name")?.display();
+    let mut tool = Tool::start("faults", &["--by-process", "--cgroup", &format!("/{name}")])?;
+    tool.wait_for("tracing page faults")?;
+    inside.work()?;
+    outside.work()?;
+    let ended = tool.interrupt()?;
+    let rows: Vec<&str> = ended.stdout.lines().skip(1).collect();
+    ensure!(
+        rows.len() == 1 && rows[0].starts_with(&inside.pid()),
+        "{ended:?}"
+    );
+    Ok(())
+}
+
+fn time_is_that_of_the_place() -> Result<()> {
+    let mut command = Command::new(tool("vmscan"));
+    command.args(["-j", "0.01", "1"]).env("TZ", "Asia/Tokyo");
+    let ended = Tool::spawn(command.stdin(Stdio::null()))?.end()?;
+    ensure!(ended.stdout.contains("+09:00\""), "{ended:?}");
+    Ok(())
+}

@@ -1,0 +1,251 @@
+//! Files of other users, given to all that reads them: hostile ones (tests/hostile), and thousands
+//! that are damaged at random. Each ends in a result or a refusal, within the time and memory that one
+//! file may take.
+
+#[path = "hostile/elf_file.rs"]
+mod elf_file;
+#[path = "hostile/mutate.rs"]
+mod mutate;
+
+use std::env;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use elf_file::{KINDS, Kind, TEXT};
+use memtools::code::elf;
+use memtools::code::elf_file::NotElf;
+use memtools::code::probe_place;
+use memtools::code::symbols::Symbols;
+use memtools::code::wrappers::{Calls, Passes};
+use memtools::print::demangle::demangle;
+use memtools::print::text::{self, MAX_NAME};
+use memtools::stacks::unwind::rules::Rules;
+use mutate::Random;
+use nix::time::{ClockId, clock_gettime};
+
+/// Files that are damaged at random.
+const DAMAGED: u64 = 5000;
+/// CPU time that each parser may take for a file, and what it takes to notice that it is over.
+const MAX_TIME: Duration = Duration::from_millis(1500);
+/// Memory that a file may take, in KiB, beside what the test itself has.
+const MAX_MEMORY: u64 = 64 << 10;
+
+const CORPUS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/hostile/corpus");
+
+fn cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID);
+    time.expect("the kernel has this clock").into()
+}
+
+/// The most memory that was resident so far, in KiB.
+fn peak_memory() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").expect("our status");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let number = line.and_then(|line| line.trim().strip_suffix(" kB"));
+    number.and_then(|kib| kib.parse().ok()).expect("a number")
+}
+
+/// Runs a parser, whose result is up to it, but not its time.
+fn timed<T>(what: &str, parse: impl FnOnce() -> T) -> T {
+    let start = cpu_time();
+    let result = parse();
+    let took = cpu_time() - start;
+    assert!(took < MAX_TIME, "{what} took {took:?}");
+    result
+}
+
+/// Everything that is read of files that processes have mapped. Returns whether all could be read.
+fn read_all(file: &File) -> bool {
+    let native = timed("is_native", || elf::is_native(file)).is_ok();
+    timed("is_go", || elf::is_go(file));
+    let interpreter = timed("interpreter", || elf::interpreter(file)).is_ok();
+    let wanted = |name: &str, _| ["malloc", "free", "je_malloc", "operator_new"].contains(&name);
+    let functions = timed("functions", || elf::functions(file, wanted));
+    let calls = timed("calls", || Calls::of(file));
+    if let (Ok(functions), Ok(calls)) = (&functions, &calls) {
+        for function in functions.iter().take(16) {
+            timed("passing", || {
+                calls.passing(function, Passes::Result, |_, given| {
+                    given.as_argument(1) == Some(1)
+                })
+            });
+        }
+    }
+    if let Ok(functions) = &functions {
+        let read: Vec<_> = functions.iter().map(|one| (one, vec![1, 2])).collect();
+        // What cannot be read is probed nowhere.
+        let _ = timed("places", || {
+            probe_place::places(file, &read, probe_place::Wish::Cheap)
+        });
+    }
+    let rules = timed("rules", || {
+        let rules = Rules::of_file(file)?;
+        // All of the index.
+        anyhow::Ok(rules.pages().map(|rows| u64::from(rows.end)).sum::<u64>())
+    });
+    let symbols = timed("symbols", || Symbols::of_file(file));
+    if let Ok(symbols) = &symbols {
+        let length = file.metadata().expect("a length").len();
+        for number in 0..64 {
+            let name = timed("find", || symbols.find(TEXT + number * (length / 64)));
+            let name = name.map(|name| name.text).unwrap_or_default();
+            let shown = timed("demangle", || text::shown(&demangle(&name)));
+            check_shown(&shown);
+        }
+    }
+    native && interpreter && functions.is_ok() && calls.is_ok() && rules.is_ok() && symbols.is_ok()
+}
+
+/// What is printed is short, and has nothing that a terminal would obey.
+fn check_shown(shown: &str) {
+    // An escaped character takes up to eight bytes.
+    assert!(shown.len() <= 8 * MAX_NAME, "{} bytes", shown.len());
+    assert!(!shown.chars().any(char::is_control), "{shown:?}");
+}
+
+/// Damages the file of this seed, and reads it.
+fn read_damaged(originals: &[Vec<u8>], seed: u64, file: &File) {
+    let mut random = Random::new(seed);
+    let original = &originals[random.below(originals.len())];
+    let damaged = mutate::elf(original, &mut random);
+    file.set_len(0).expect("an empty file");
+    file.write_all_at(&damaged, 0).expect("room");
+    read_all(file);
+}
+
+/// Runs one of the tests below in a process of its own, for its memory, and within some time.
+fn alone(test: &str, argument: &str) {
+    let program = env::current_exe().expect("our program");
+    let mut command = Command::new("timeout");
+    command.args(["-s", "KILL", "300"]).arg(program);
+    command.args(["--exact", test, "--ignored", "--nocapture"]);
+    let ended = command
+        .env("FOREIGN", argument)
+        .output()
+        .expect("timeout(1)");
+    let said = String::from_utf8_lossy(&ended.stdout);
+    let complained = String::from_utf8_lossy(&ended.stderr);
+    assert!(
+        ended.status.success() && said.contains("1 passed"),
+        "{argument}: {}\n{said}\n{complained}",
+        ended.status
+    );
+}
+
+fn argument() -> String {
+    env::var("FOREIGN").expect("to be run by another test")
+}
+
+#[test]
+fn hostile_files_take_bounded_time_and_memory() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for kind in KINDS {
+        let path = folder.path().join(format!("{kind:?}"));
+        let file = File::create(&path).expect("a file");
+        elf_file::write(kind, &file).expect("room");
+        alone("one_hostile_file", path.to_str().expect("a name"));
+        fs::remove_file(&path).expect("our own");
+    }
+}
+
+#[test]
+#[ignore = "run by hostile_files_take_bounded_time_and_memory, each in a process of its own"]
+fn one_hostile_file() {
+    let path = argument();
+    let file = File::open(&path).expect("a file");
+    let before = peak_memory();
+    let is_read = read_all(&file);
+    let memory = peak_memory() - before;
+    assert!(memory <= MAX_MEMORY, "{memory} KiB");
+    let name = Path::new(&path).file_name().expect("a name");
+    // These are strange, but not too large.
+    let harmless = [Kind::Functions, Kind::Wraps, Kind::LongName];
+    let is_harmless = harmless.iter().any(|kind| *name == *format!("{kind:?}"));
+    assert_eq!(is_read, is_harmless, "{name:?}");
+}
+
+#[test]
+fn what_is_too_large_is_refused_by_name() {
+    let refusals = [
+        (Kind::SymbolHole, "its .dynsym has 65536 MiB"),
+        (Kind::NameHole, "more than 512 MiB"),
+        (Kind::Mallocs, "more than 16384 functions of such names"),
+        (Kind::Segments, "more than 1170 segments"),
+    ];
+    for (kind, reason) in refusals {
+        let file = tempfile::tempfile().expect("a file");
+        elf_file::write(kind, &file).expect("room");
+        let refused = elf::functions(&file, |name, _| name == "malloc");
+        let refused = format!("{:#}", refused.expect_err("too large"));
+        assert!(refused.contains(reason), "{kind:?}: {refused}");
+    }
+    for (kind, reason) in [
+        (Kind::FrameHole, "its .eh_frame has 65536 MiB"),
+        (Kind::LongCie, ""),
+        (Kind::CodeHole, "more than 512 MiB of code"),
+    ] {
+        let file = tempfile::tempfile().expect("a file");
+        elf_file::write(kind, &file).expect("room");
+        let refused = format!("{:#}", Rules::of_file(&file).expect_err("too large"));
+        assert!(refused.contains(reason), "{kind:?}: {refused}");
+    }
+    let text = File::open(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")).expect("a file");
+    assert!(
+        Symbols::of_file(&text)
+            .expect_err("no ELF file")
+            .is::<NotElf>()
+    );
+}
+
+#[test]
+fn damaged_files_do_no_harm() {
+    alone("many_damaged_files", CORPUS);
+}
+
+#[test]
+#[ignore = "run by damaged_files_do_no_harm, in a process of its own"]
+fn many_damaged_files() {
+    let library = fs::read(format!("{}/small.so", argument())).expect("the corpus");
+    let originals = [library];
+    let whole = tempfile::tempfile().expect("a file");
+    whole.write_all_at(&originals[0], 0).expect("room");
+    assert!(read_all(&whole), "undamaged");
+    let before = peak_memory();
+    let file = tempfile::tempfile().expect("a file");
+    for seed in 0..DAMAGED {
+        println!("seed {seed}");
+        read_damaged(&originals, seed, &file);
+        let memory = peak_memory() - before;
+        assert!(memory <= MAX_MEMORY, "{memory} KiB");
+    }
+    // In CI, others each time; MEMTOOLS_FUZZ_SEED repeats what failed there.
+    let setting = |name| Some(env::var(name).ok()?.parse().expect("a number"));
+    let seconds = Duration::from_secs(setting("MEMTOOLS_FUZZ_SECONDS").unwrap_or(0));
+    let first = setting("MEMTOOLS_FUZZ_SEED").unwrap_or(u64::from(std::process::id()) << 32);
+    let start = Instant::now();
+    for seed in first.. {
+        if start.elapsed() >= seconds {
+            break;
+        }
+        println!("seed {seed}");
+        read_damaged(&originals, seed, &file);
+    }
+}
+
+#[test]
+fn damaged_names_are_shown_short_and_safe() {
+    let names = fs::read_to_string(format!("{CORPUS}/names")).expect("the corpus");
+    let names: Vec<&str> = names.lines().collect();
+    let mut random = Random::new(1);
+    for _ in 0..20_000 {
+        let name = mutate::text(names[random.below(names.len())].as_bytes(), &mut random);
+        let name = String::from_utf8_lossy(&name).into_owned();
+        let start = cpu_time();
+        check_shown(&text::shown(&demangle(&name)));
+        let took = cpu_time() - start;
+        assert!(took < Duration::from_millis(100), "{name:?} took {took:?}");
+    }
+}

@@ -1,0 +1,179 @@
+//! What processes had outstanding when they exited. Their memory is gone, and what they did not free
+//! before is what they leaked, as a leak checker would tell it at their end.
+
+use std::collections::HashMap;
+
+use crate::report::{self, Allocation, Path, Total, Totals};
+use crate::sampling::{Error, Sampling};
+
+/// Paths that are kept apart. Of more, those with the least bytes are counted together.
+const MAX_PATHS: usize = 1 << 16;
+
+/// The ends of a process's memory, by exec or exit, in their order.
+#[derive(Debug, Default)]
+pub(crate) struct Ends(Vec<(u64, End)>);
+
+/// How a process's memory has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum End {
+    /// The process became another program, which has nothing of that memory.
+    Exec,
+    Exit,
+}
+
+/// What has become of a block that was not freed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fate {
+    /// The block is there.
+    Live,
+    /// The block was there when its process exited, at this time.
+    Left(u64),
+    /// The block's process has become another program.
+    Gone,
+}
+
+impl Ends {
+    pub(crate) fn add(&mut self, time_ns: u64, end: End) {
+        self.0.push((time_ns, end));
+    }
+
+    /// The fate of a block that was allocated at a time. A process's number can have several owners.
+    pub(crate) fn fate(&self, born_ns: u64) -> Fate {
+        let end = self.0.iter().find(|(time_ns, _)| born_ns < *time_ns);
+        match end {
+            None => Fate::Live,
+            Some((time_ns, End::Exit)) => Fate::Left(*time_ns),
+            Some((_, End::Exec)) => Fate::Gone,
+        }
+    }
+}
+
+/// What all processes that have exited have left, by path.
+#[derive(Debug, Default)]
+pub(crate) struct Ended {
+    totals: Totals,
+    errors: HashMap<Path, Error>,
+    /// What is not kept apart any more.
+    rest: Total,
+}
+
+impl Ended {
+    /// Adds blocks of exited processes.
+    pub(crate) fn add(&mut self, left: &[Allocation], sampling: Option<Sampling>) {
+        match sampling {
+            None => report::add_up(&mut self.totals, left),
+            Some(sampling) => {
+                let (totals, errors) = sampling.estimate(left);
+                self.add_to_own(&totals);
+                for (path, error) in errors {
+                    self.errors.entry(path).or_default().add(error);
+                }
+            }
+        }
+        if self.totals.len() > MAX_PATHS {
+            self.merge_the_least();
+        }
+    }
+
+    /// Adds what they left to what is live.
+    pub(crate) fn add_to(&self, totals: &mut Totals, errors: Option<&mut HashMap<Path, Error>>) {
+        add_all(totals, &self.totals);
+        if let Some(errors) = errors {
+            for (path, error) in &self.errors {
+                errors.entry(*path).or_default().add(*error);
+            }
+        }
+    }
+
+    /// The stacks of all that is kept.
+    pub(crate) fn stacks(&self) -> impl Iterator<Item = u64> {
+        self.totals.keys().map(|path| path.stack)
+    }
+
+    /// What is in no path, if there is any.
+    pub(crate) fn rest(&self) -> Option<Total> {
+        (self.rest.allocations > 0).then_some(self.rest)
+    }
+
+    fn add_to_own(&mut self, totals: &Totals) {
+        add_all(&mut self.totals, totals);
+    }
+
+    fn merge_the_least(&mut self) {
+        let mut sizes: Vec<u64> = self.totals.values().map(|total| total.bytes).collect();
+        let middle = sizes.len() / 2;
+        let median = *sizes.select_nth_unstable(middle).1;
+        let (rest, errors) = (&mut self.rest, &mut self.errors);
+        self.totals.retain(|path, total| {
+            let keep = total.bytes > median;
+            if !keep {
+                rest.bytes += total.bytes;
+                rest.allocations += total.allocations;
+                errors.remove(path);
+            }
+            keep
+        });
+    }
+}
+
+fn add_all(totals: &mut Totals, more: &Totals) {
+    for (path, more) in more {
+        let total = totals.entry(*path).or_default();
+        total.bytes += more.bytes;
+        total.allocations += more.allocations;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_goes_with_the_first_end_after_it() {
+        let mut ends = Ends::default();
+        assert_eq!(ends.fate(0), Fate::Live);
+        // One process exits; another one gets its number, calls exec, and exits.
+        for (time_ns, end) in [(10, End::Exit), (20, End::Exec), (30, End::Exit)] {
+            ends.add(time_ns, end);
+        }
+        assert_eq!(ends.fate(9), Fate::Left(10));
+        assert_eq!(ends.fate(10), Fate::Gone);
+        assert_eq!(ends.fate(25), Fate::Left(30));
+        assert_eq!(ends.fate(30), Fate::Live);
+    }
+
+    fn block(pid: u32, size: u64) -> Allocation {
+        Allocation {
+            pid,
+            address: 0,
+            size,
+            stack: 1,
+            time_ns: 0,
+            calls: 1,
+            level: 0,
+        }
+    }
+
+    #[test]
+    fn what_many_have_left_is_all_counted() {
+        const PROCESSES: u32 = 100_003;
+        let mut ended = Ended::default();
+        let mut bytes = 0;
+        for pid in 1..=PROCESSES {
+            ended.add(&[block(pid, pid.into())], None);
+            bytes += u64::from(pid);
+        }
+        let mut totals = Totals::new();
+        ended.add_to(&mut totals, None);
+        assert!(totals.len() <= MAX_PATHS);
+        let largest = Path {
+            pid: PROCESSES,
+            stack: 1,
+        };
+        assert_eq!(totals[&largest].bytes, u64::from(PROCESSES));
+        let rest = ended.rest().expect("more than can be kept apart");
+        let apart: u64 = totals.values().map(|total| total.bytes).sum();
+        assert_eq!(apart + rest.bytes, bytes);
+        assert_eq!(totals.len() as u64 + rest.allocations, u64::from(PROCESSES));
+    }
+}

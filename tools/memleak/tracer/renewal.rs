@@ -1,0 +1,97 @@
+//! Renewals of the table of stacks, so that stacks of what is gone make room for others.
+
+use std::collections::HashSet;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use libbpf_rs::skel::Skel;
+use memtools::bpf::map_batch;
+use memtools::bpf::ring::Events;
+use memtools::bpf::types;
+use memtools::run::losses::Losses;
+
+use super::Tracer;
+use crate::bpf::types::{event, thread, total_key};
+use crate::regions::Regions;
+
+/// What helps where stacks had no room.
+pub(super) const MORE_STACKS: &str =
+    "they have room for more with a larger --mem-limit or --stack-storage-size";
+
+/// So many times as long as it took to renew the table of stacks, it is left alone.
+const RENEWAL_PART: u32 = 10;
+/// The least time after which a table that is full is looked through again.
+const FULL_PAUSE: Duration = Duration::from_secs(1);
+
+/// What is known of the last renewal.
+#[derive(Debug, Default)]
+pub(super) struct Renewal {
+    /// When it ended, and how long it took.
+    last: Option<(Instant, Duration)>,
+    /// Stacks that were lost by then.
+    lost_stacks: u64,
+}
+
+impl Tracer<'_> {
+    /// Whether the table of stacks is filling; or is full, and may have stacks of blocks that are gone.
+    pub(super) fn wants_stacks_renewed(&self) -> Result<bool> {
+        let is_due = |least: Duration| {
+            let due = |(time, took): (Instant, Duration)| {
+                time.elapsed() >= least.max(took * RENEWAL_PART)
+            };
+            self.renewal.last.is_none_or(due)
+        };
+        if self.stacks.is_crowded()? {
+            return Ok(is_due(Duration::ZERO));
+        }
+        Ok(is_due(FULL_PAUSE)
+            && Losses::counted(self.skel.object())?.stacks > self.renewal.lost_stacks)
+    }
+
+    /// Has the table of stacks forget whatever nothing live refers to.
+    pub(super) fn renew_stacks(&mut self, events: &Events<event>) -> Result<()> {
+        self.stacks.renew()?;
+        // That was mostly waiting.
+        let begun = Instant::now();
+        // Events so far can refer to the old table, and from here on only to the new one.
+        self.take(events.drain()?)?;
+        let referred_to = self.stacks_referred_to()?;
+        let count = referred_to.len();
+        self.stacks.keep(referred_to)?;
+        self.stacks.forget_read();
+        self.renewal.lost_stacks = Losses::counted(self.skel.object())?.stacks;
+        self.renewal.last = Some((Instant::now(), begun.elapsed()));
+        if self.args.verbose {
+            let took = begun.elapsed();
+            eprintln!(
+                "memleak: kept {count} stacks, in {took:.1?}, in a table of {}",
+                self.stacks.entries()
+            );
+        }
+        Ok(())
+    }
+
+    /// The stacks of all that a report can show. Blocks are read before the calls in flight, which
+    /// hold the blocks that realloc may put back.
+    fn stacks_referred_to(&mut self) -> Result<HashSet<u64>> {
+        let maps = &self.skel.maps;
+        let mut stacks = HashSet::new();
+        let mut of_key = |key: &[u8], _: &[u8]| {
+            stacks.insert(types::view::<total_key>(key)?.stack);
+            Ok(())
+        };
+        map_batch::read(&maps.totals, &mut of_key)?;
+        map_batch::read(&maps.unknown_frees, &mut of_key)?;
+        let blocks = self.read_blocks()?;
+        stacks.extend(blocks.iter().map(|block| block.stack));
+        stacks.extend(self.ended.stacks());
+        map_batch::read(&maps.threads, |_, thread| {
+            stacks.insert(types::view::<thread>(thread)?.held.stack);
+            Ok(())
+        })?;
+        let regions = self.regions.values().flat_map(Regions::iter);
+        stacks.extend(regions.map(|region| region.stack));
+        stacks.extend(self.mapped.keys().map(|path| path.stack));
+        Ok(stacks)
+    }
+}

@@ -1,0 +1,107 @@
+//! The line that a text report ends with: all that there is, of which the groups above show a part.
+
+use std::io::{self, Write};
+
+use memtools::print::text;
+use memtools::stacks::table::Stack;
+
+/// All of a report.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Whole {
+    pub(crate) bytes: u64,
+    /// Half of the interval in which the truth is in 95 % of all cases, if it is an estimate.
+    pub(crate) error_bytes: Option<u64>,
+    pub(crate) allocations: u64,
+    /// Groups with any of it, and those that were shown.
+    pub(crate) groups: usize,
+    pub(crate) shown: usize,
+    /// Bytes in groups whose stack was lost.
+    pub(crate) lost_bytes: u64,
+    /// Bytes in groups whose stack is truncated.
+    pub(crate) truncated_bytes: u64,
+    /// Resident memory of the process now, if it is one.
+    pub(crate) resident_bytes: Option<u64>,
+}
+
+impl Whole {
+    /// Notes that so many of the bytes have this stack, or a lost one.
+    pub(crate) fn note_stack(&mut self, stack: Option<&Stack>, bytes: u64) {
+        match stack {
+            None => self.lost_bytes += bytes,
+            Some(stack) if stack.end.truncated(None).is_some() => self.truncated_bytes += bytes,
+            Some(_) => {}
+        }
+    }
+
+    /// Writes the line, with what a group is called, such as `stack`.
+    pub(crate) fn write(&self, group: &str, out: &mut dyn Write) -> io::Result<()> {
+        write!(out, "\ttotal {}", text::bytes(self.bytes))?;
+        if let Some(error) = self.error_bytes.filter(|error| *error > 0) {
+            write!(out, " (estimated, within {})", text::bytes(error))?;
+        }
+        let blocks = text::counted(self.allocations, "block");
+        let groups = text::counted(self.groups as u64, group);
+        let shown = text::grouped(self.shown as u64);
+        write!(out, " in {blocks} of {groups}, shown {shown}")?;
+        if let Some(resident) = self.resident_bytes {
+            write!(out, "; resident {}", text::bytes(resident))?;
+        }
+        writeln!(out)?;
+        let missing = [
+            (self.lost_bytes, "no stack: it was lost"),
+            (self.truncated_bytes, "a truncated stack"),
+        ];
+        for (bytes, what) in missing.into_iter().filter(|(bytes, _)| *bytes > 0) {
+            writeln!(out, "\tof these {} with {what}", text::bytes(bytes))?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lines(whole: &Whole) -> String {
+        let mut lines = Vec::new();
+        whole.write("stack", &mut lines).expect("memory");
+        String::from_utf8(lines).expect("UTF-8")
+    }
+
+    #[test]
+    fn the_line_has_what_there_is() {
+        let mut whole = Whole {
+            bytes: 5_242_880,
+            allocations: 1286,
+            groups: 14,
+            shown: 10,
+            ..Whole::default()
+        };
+        assert_eq!(
+            lines(&whole),
+            "\ttotal 5.2 MB in 1,286 blocks of 14 stacks, shown 10\n"
+        );
+        whole.resident_bytes = Some(12_300_000);
+        whole.error_bytes = Some(1200);
+        (whole.lost_bytes, whole.truncated_bytes) = (999, 4_000_000);
+        assert_eq!(
+            lines(&whole),
+            "\ttotal 5.2 MB (estimated, within 1.2 kB) in 1,286 blocks of 14 stacks, shown 10; \
+             resident 12.3 MB\n\tof these 999 bytes with no stack: it was lost\n\tof these 4.0 MB \
+             with a truncated stack\n"
+        );
+        whole.error_bytes = Some(0);
+        assert!(!lines(&whole).contains("estimated"));
+        let one = Whole {
+            bytes: 1,
+            allocations: 1,
+            groups: 1,
+            shown: 1,
+            ..Whole::default()
+        };
+        assert_eq!(
+            lines(&one),
+            "\ttotal 1 byte in 1 block of 1 stack, shown 1\n"
+        );
+    }
+}

@@ -1,0 +1,162 @@
+//! Everything that one look at the machine reads.
+
+use std::fs;
+use std::time::Instant;
+
+use anyhow::Result;
+use memtools::bpf::kernel_support;
+use memtools::host::kernel_log::{self, Kill};
+use memtools::host::memory_cgroups::MemoryCgroups;
+use memtools::host::pressure::Pressure;
+use memtools::host::slabinfo::Slabinfo;
+use memtools::host::values::Values;
+use nix::sys::statvfs::statvfs;
+
+use crate::accounting::Accounting;
+use crate::processes::{self, Usage};
+
+/// The machine at one moment.
+pub(crate) struct Look {
+    pub(crate) at: Instant,
+    pub(crate) memory: Values,
+    pub(crate) counters: Values,
+    pub(crate) accounting: Accounting,
+    pub(crate) processes: Vec<Usage>,
+    pub(crate) slabs: Slabinfo,
+    pub(crate) groups: MemoryCgroups,
+}
+
+impl Look {
+    /// # Errors
+    /// If /proc is not there. What only root may read is left out.
+    pub(crate) fn now() -> Result<Self> {
+        let memory = Values::read("/proc/meminfo")?;
+        let counters = Values::read("/proc/vmstat")?;
+        let zoneinfo = fs::read_to_string("/proc/zoneinfo").unwrap_or_default();
+        Ok(Self {
+            at: Instant::now(),
+            accounting: Accounting::of(
+                &memory,
+                &counters,
+                &zoneinfo,
+                kernel_support::page_bytes()?,
+            ),
+            memory,
+            counters,
+            processes: processes::all(),
+            slabs: Slabinfo::read(),
+            groups: MemoryCgroups::look(),
+        })
+    }
+}
+
+/// What needs no second look to be judged.
+pub(crate) struct Surroundings {
+    pub(crate) pressure: Option<Pressure>,
+    /// None if the kernel's log may not be read.
+    pub(crate) kills: Option<Vec<Kill>>,
+    /// System V segments that no process has attached.
+    pub(crate) orphans: Orphans,
+    /// The tmpfs with most in it.
+    pub(crate) tmpfs: Option<Tmpfs>,
+}
+
+impl Surroundings {
+    pub(crate) fn now() -> Self {
+        let segments = fs::read_to_string("/proc/sysvipc/shm").unwrap_or_default();
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+        Self {
+            pressure: Pressure::read("/proc/pressure/memory"),
+            kills: kernel_log::oom_kills(),
+            orphans: Orphans::parse(&segments),
+            tmpfs: fullest_tmpfs(&mounts),
+        }
+    }
+}
+
+/// A mounted tmpfs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Tmpfs {
+    pub(crate) mount: String,
+    pub(crate) bytes: u64,
+}
+
+fn fullest_tmpfs(mounts: &str) -> Option<Tmpfs> {
+    let used = |line: &str| {
+        let fields: Vec<&str> = line.split(' ').collect();
+        let [_, mount, kind, ..] = fields[..] else {
+            return None;
+        };
+        if !matches!(kind, "tmpfs" | "devtmpfs") {
+            return None;
+        }
+        let stat = statvfs(mount).ok()?;
+        let blocks = stat.blocks().saturating_sub(stat.blocks_free());
+        Some(Tmpfs {
+            mount: memtools::print::text::escape(mount).into_owned(),
+            bytes: blocks.saturating_mul(stat.fragment_size()),
+        })
+    };
+    mounts.lines().filter_map(used).max_by_key(|one| one.bytes)
+}
+
+/// Shared memory that nobody has attached, and that stays until somebody removes it.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Orphans {
+    pub(crate) segments: u64,
+    /// Bytes that are there, in memory or swapped out.
+    pub(crate) bytes: u64,
+}
+
+impl Orphans {
+    /// The lines of /proc/sysvipc/shm: key, id, permissions, size, creator, last user, how many have
+    /// attached it; the last two numbers are bytes in memory and in swap.
+    fn parse(segments: &str) -> Self {
+        let mut orphans = Self::default();
+        for line in segments.lines().skip(1) {
+            let fields: Vec<&str> = line.split_ascii_whitespace().collect();
+            let [.., resident, swapped] = fields[..] else {
+                continue;
+            };
+            if fields.get(6) == Some(&"0") {
+                orphans.segments += 1;
+                let bytes = |field: &str| field.parse::<u64>().unwrap_or_default();
+                orphans.bytes += bytes(resident) + bytes(swapped);
+            }
+        }
+        orphans
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_segments_that_nobody_has_attached_are_orphans() {
+        let text = "\
+       key      shmid perms                  size  cpid  lpid nattch   uid   gid  cuid  cgid      atime      dtime      ctime                   rss                  swap
+         0          1   600                 40960   100   100      0     0     0     0     0          0          0          1                  8192                  4096
+         0          2   600                 40960   100   100      2     0     0     0     0          0          0          1                 40960                     0
+";
+        assert_eq!(
+            Orphans::parse(text),
+            Orphans {
+                segments: 1,
+                bytes: 12288
+            }
+        );
+        assert_eq!(Orphans::parse(""), Orphans::default());
+    }
+
+    #[test]
+    fn a_look_adds_up() {
+        let look = Look::now().expect("/proc is there");
+        assert!(look.accounting.total > 0);
+        assert!(
+            look.processes
+                .iter()
+                .any(|usage| usage.pid == std::process::id())
+        );
+    }
+}

@@ -1,0 +1,152 @@
+//! memtriage: where memory is, what is wrong with it, and which tool shows more.
+//!
+//! Nothing is traced: all is of /proc, cgroup files and the kernel's log, looked at twice for rates.
+
+mod accounting;
+mod findings;
+mod look;
+mod processes;
+mod screen;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use clap::Parser;
+use jiff::Zoned;
+use memtools::print::output::{Format, Output};
+use memtools::run::cli;
+use memtools::run::poll::Wake;
+
+use crate::findings::{Evidence, Level};
+use crate::look::{Look, Surroundings};
+use crate::screen::{Host, ProcessRow, Table};
+
+/// Time between the two looks, if no interval is given: as short as rates can be told from.
+const BETWEEN: Duration = Duration::from_millis(500);
+/// Exit status if there is something to look at.
+const FINDINGS: u8 = 3;
+
+/// Show what is wrong with the machine's memory, where all of it is, and which tool to run next.
+#[derive(Debug, Parser)]
+#[command(
+    name = "memtriage",
+    version,
+    max_term_width = 100,
+    after_help = "\
+exit status: 0 if nothing was found, 3 if something is to be looked at, 1 if it could not run
+
+examples:
+  memtriage                    one screen: findings, where memory is, whose it is
+  memtriage --all              also what is well, and each small part
+  memtriage 5                  every 5 seconds, until Ctrl-C
+  memtriage -j | jq -c 'select(.type == \"finding\" and .level == \"act\")'"
+)]
+struct Args {
+    /// Also show the rules that found nothing, and every part of memory
+    #[arg(short, long)]
+    all: bool,
+
+    /// Show this many processes
+    #[arg(short = 'T', long, value_name = "N", default_value_t = 5, value_parser = cli::count::<usize>)]
+    top: usize,
+
+    /// Print one JSON object a line
+    #[arg(short, long)]
+    json: bool,
+
+    /// Print into this file rather than on stdout
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
+
+    /// Look again every so many seconds [default: once]
+    #[arg(value_parser = cli::seconds)]
+    interval: Option<Duration>,
+
+    /// Stop after so many reports
+    #[arg(value_parser = cli::count::<u64>)]
+    count: Option<u64>,
+}
+
+fn main() -> ExitCode {
+    cli::main(run)
+}
+
+fn run(args: Args) -> Result<ExitCode> {
+    let format = if args.json {
+        Format::Json
+    } else {
+        Format::Text
+    };
+    let (mut poller, mut output) = cli::start(format, args.output.as_deref())?;
+    let reports = match args.interval {
+        Some(_) => args.count.unwrap_or(u64::MAX),
+        None => 1,
+    };
+    let mut before = Look::now()?;
+    let mut worst = Level::Healthy;
+    for _ in 0..reports {
+        let deadline = Instant::now() + args.interval.unwrap_or(BETWEEN);
+        let mut wake = Wake::default();
+        // SIGUSR1 asks for a report before its time.
+        while !(wake.stop || wake.deadline || wake.report) {
+            wake = poller.wait(Some(deadline))?;
+        }
+        if wake.stop {
+            break;
+        }
+        let now = Look::now()?;
+        worst = worst.max(report(&args, &mut output, &before, &now)?);
+        output.flush()?;
+        before = now;
+    }
+    Ok(match worst {
+        Level::Healthy => ExitCode::SUCCESS,
+        Level::Look | Level::Act => ExitCode::from(FINDINGS),
+    })
+}
+
+/// Prints one screen, and returns the level of its first finding.
+fn report(args: &Args, output: &mut Output, before: &Look, now: &Look) -> Result<Level> {
+    let around = Surroundings::now();
+    let growth = processes::growth(&before.processes, &now.processes);
+    let findings = findings::judge(&Evidence {
+        before,
+        now,
+        around: &around,
+        growth: &growth,
+    });
+    output.row(&Host {
+        time: Zoned::now(),
+        release: kernel_release(),
+        cpus: std::thread::available_parallelism().map_or(1, Into::into),
+        memory_bytes: now.accounting.total,
+        swap_bytes: now.memory.of("SwapTotal"),
+        seconds: (now.at - before.at).as_secs_f64(),
+    })?;
+    output.header("")?;
+    if screen::healthy(&findings) {
+        output.header("nothing found; --all shows what was looked at")?;
+    }
+    for finding in &findings {
+        if args.all || finding.level > Level::Healthy {
+            output.row(finding)?;
+        }
+    }
+    output.row(&Table::new(&before.accounting, &now.accounting, args.all))?;
+    output.header(ProcessRow::HEADER)?;
+    for usage in processes::largest(now.processes.clone(), args.top) {
+        let grown = growth.get(&usage.pid).copied().unwrap_or_default();
+        output.row(&ProcessRow::new(&usage, grown))?;
+    }
+    if args.interval.is_some() {
+        output.header("")?;
+    }
+    Ok(findings.first().map_or(Level::Healthy, |first| first.level))
+}
+
+fn kernel_release() -> String {
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    release.trim_end().to_owned()
+}

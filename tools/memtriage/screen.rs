@@ -1,0 +1,300 @@
+//! What is printed: one screen as text, or an object for each line of it.
+
+use std::io::{self, Write};
+
+use jiff::Zoned;
+use memtools::print::clock;
+use memtools::print::output::Row;
+use serde::Serialize;
+
+use crate::accounting::{Accounting, Part};
+use crate::findings::{Finding, Level};
+use crate::processes::Usage;
+
+/// Parts of memory below this share are shown together, without --all.
+const SMALL_PERCENT: f64 = 0.5;
+const WIDTH: usize = 80;
+/// Where a finding's evidence begins.
+const INDENT: usize = 6;
+
+/// Bytes for people: `12.3M`, in powers of 1024.
+pub(crate) fn size(bytes: u64) -> String {
+    let mut number = bytes as f64;
+    for unit in ["B", "K", "M", "G"] {
+        if number < 1024.0 {
+            let digits = usize::from(unit != "B" && number < 100.0);
+            return format!("{number:.digits$}{unit}");
+        }
+        number /= 1024.0;
+    }
+    format!("{number:.1}T")
+}
+
+/// A change of bytes for people, with its sign.
+fn change(bytes: i64) -> String {
+    let sign = if bytes < 0 { "-" } else { "+" };
+    format!("{sign}{}", size(bytes.unsigned_abs()))
+}
+
+/// The machine, above all else.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "host")]
+pub(crate) struct Host {
+    #[serde(serialize_with = "clock::serialize")]
+    pub(crate) time: Zoned,
+    pub(crate) release: String,
+    pub(crate) cpus: usize,
+    pub(crate) memory_bytes: u64,
+    pub(crate) swap_bytes: u64,
+    /// Time between the two looks that rates are of.
+    pub(crate) seconds: f64,
+}
+
+impl Row for Host {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(
+            out,
+            "{}  {} of memory, {} of swap, {} CPUs, Linux {}; rates of {:.1} s",
+            clock::time_of_day(&self.time),
+            size(self.memory_bytes),
+            size(self.swap_bytes),
+            self.cpus,
+            self.release,
+            self.seconds
+        )
+    }
+}
+
+impl Row for Finding {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let mut lead = format!("{:<INDENT$}", self.level.to_string());
+        for line in wrapped(&self.evidence, WIDTH - INDENT) {
+            writeln!(out, "{lead}{line}")?;
+            lead = " ".repeat(INDENT);
+        }
+        match &self.next {
+            Some(next) => writeln!(out, "{lead}next: {next}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The text in lines of at most so many characters, broken at spaces.
+fn wrapped(text: &str, width: usize) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    for word in text.split(' ') {
+        match lines.last_mut() {
+            Some(line) if line.chars().count() + 1 + word.chars().count() <= width => {
+                line.push(' ');
+                line.push_str(word);
+            }
+            _ => lines.push(word.to_owned()),
+        }
+    }
+    lines
+}
+
+/// Where memory is: the parts, the rest, and how they have changed since the first look.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "accounting")]
+pub(crate) struct Table<'a> {
+    #[serde(rename = "total_bytes")]
+    total: u64,
+    parts: &'a [Part],
+    unaccounted_bytes: i64,
+    #[serde(skip)]
+    before: &'a Accounting,
+    #[serde(skip)]
+    all: bool,
+}
+
+impl<'a> Table<'a> {
+    pub(crate) fn new(before: &'a Accounting, now: &'a Accounting, all: bool) -> Self {
+        Self {
+            total: now.total,
+            parts: &now.parts,
+            unaccounted_bytes: now.unaccounted(),
+            before,
+            all,
+        }
+    }
+
+    fn line(&self, out: &mut dyn Write, name: &str, bytes: i64, before: i64) -> io::Result<()> {
+        let share = bytes as f64 * 100.0 / self.total.max(1) as f64;
+        let bytes_text = if bytes < 0 {
+            change(bytes)
+        } else {
+            size(bytes.unsigned_abs())
+        };
+        writeln!(
+            out,
+            "{name:<28} {bytes_text:>8} {share:>6.1} % {:>9}",
+            match bytes - before {
+                0 => String::new(),
+                grown => change(grown),
+            }
+        )
+    }
+}
+
+impl Row for Table<'_> {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(
+            out,
+            "\n{:<28} {:>8} {:>8} {:>9}",
+            "WHERE", "SIZE", "SHARE", "CHANGE"
+        )?;
+        let small = |part: &Part| {
+            !self.all && (part.bytes as f64) < self.total as f64 * SMALL_PERCENT / 100.0
+        };
+        let (mut others, mut others_before, mut count) = (0, 0, 0);
+        for (part, before) in self.parts.iter().zip(&self.before.parts) {
+            let (now, before) = (part.bytes.cast_signed(), before.bytes.cast_signed());
+            if small(part) {
+                others += now;
+                others_before += before;
+                count += 1;
+            } else {
+                self.line(out, part.name, now, before)?;
+            }
+        }
+        if count > 0 {
+            self.line(
+                out,
+                &format!("{count} smaller parts (--all)"),
+                others,
+                others_before,
+            )?;
+        }
+        let before = self.before.unaccounted();
+        self.line(out, "unaccounted", self.unaccounted_bytes, before)?;
+        let total = self.total.cast_signed();
+        self.line(out, "MemTotal", total, total)
+    }
+}
+
+/// A process, one of the largest.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "process")]
+pub(crate) struct ProcessRow<'a> {
+    pid: u32,
+    comm: &'a str,
+    pss_bytes: Option<u64>,
+    anon_bytes: u64,
+    file_bytes: u64,
+    shmem_bytes: u64,
+    swap_bytes: u64,
+    growth_bytes: i64,
+}
+
+impl<'a> ProcessRow<'a> {
+    pub(crate) const HEADER: &'static str = concat!(
+        "\nPID     COMM                  PSS     ANON     FILE    SHMEM     SWAP",
+        "   CHANGE"
+    );
+
+    pub(crate) fn new(usage: &'a Usage, growth: i64) -> Self {
+        Self {
+            pid: usage.pid,
+            comm: &usage.comm,
+            pss_bytes: usage.pss,
+            anon_bytes: usage.anon,
+            file_bytes: usage.file,
+            shmem_bytes: usage.shmem,
+            swap_bytes: usage.swap,
+            growth_bytes: growth,
+        }
+    }
+}
+
+impl Row for ProcessRow<'_> {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(
+            out,
+            "{:<7} {:<16} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}",
+            self.pid,
+            self.comm,
+            self.pss_bytes.map_or("-".into(), size),
+            size(self.anon_bytes),
+            size(self.file_bytes),
+            size(self.shmem_bytes),
+            size(self.swap_bytes),
+            match self.growth_bytes {
+                0 => String::new(),
+                grown => change(grown),
+            }
+        )
+    }
+}
+
+/// Whether anything is to be looked at.
+pub(crate) fn healthy(findings: &[Finding]) -> bool {
+    findings
+        .iter()
+        .all(|finding| finding.level == Level::Healthy)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(row: &impl Row) -> String {
+        let mut out = Vec::new();
+        row.text(&mut out).expect("memory");
+        String::from_utf8(out).expect("text")
+    }
+
+    #[test]
+    fn sizes_are_short() {
+        for (bytes, expected) in [
+            (0, "0B"),
+            (1023, "1023B"),
+            (1024, "1.0K"),
+            (102_400, "100K"),
+            (5 << 30, "5.0G"),
+            (3 << 40, "3.0T"),
+        ] {
+            assert_eq!(size(bytes), expected);
+        }
+        assert_eq!(
+            (change(-2048).as_str(), change(0).as_str()),
+            ("-2.0K", "+0B")
+        );
+    }
+
+    #[test]
+    fn a_finding_is_no_wider_than_a_terminal() {
+        let finding = Finding {
+            level: Level::Look,
+            rule: "slab",
+            evidence: "word ".repeat(40).trim_end().to_owned(),
+            next: Some("memleak -k".into()),
+        };
+        let text = text(&finding);
+        assert!(text.lines().all(|line| line.len() <= WIDTH), "{text}");
+        assert!(text.starts_with("look  word"), "{text}");
+        assert!(text.ends_with("      next: memleak -k\n"), "{text}");
+        assert_eq!(text.matches("word").count(), 40);
+    }
+
+    #[test]
+    fn small_parts_are_one_line_and_nothing_is_left_out() {
+        let part = |name, bytes| Part { name, bytes };
+        let before = Accounting {
+            total: 1000 << 10,
+            parts: vec![part("free", 600 << 10), part("slab", 2048), part("x", 1024)],
+        };
+        let mut now = before.clone();
+        now.parts[0].bytes = 500 << 10;
+        let text = text(&Table::new(&before, &now, false));
+        assert_eq!(
+            text,
+            "\n\
+             WHERE                            SIZE    SHARE    CHANGE\n\
+             free                             500K   50.0 %     -100K\n\
+             2 smaller parts (--all)          3.0K    0.3 %          \n\
+             unaccounted                      497K   49.7 %     +100K\n\
+             MemTotal                        1000K  100.0 %          \n"
+        );
+    }
+}

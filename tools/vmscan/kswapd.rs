@@ -1,0 +1,81 @@
+//! kswapd's time, second by second: it can be at one operation for many seconds.
+
+use anyhow::Result;
+use libbpf_rs::MapMut;
+use memtools::bpf::map_batch;
+use memtools::bpf::types;
+use memtools::print::clock;
+
+use crate::Totals;
+use crate::bpf::types::{call, operation as Operation};
+
+/// Looks at the maps until no operation ends between two of them.
+const LOOKS: u32 = 4;
+
+/// What was booked of kswapd's time so far, also of an operation that goes on. The sum of all that is
+/// booked is what the operations took in all.
+#[derive(Debug, Default)]
+pub(crate) struct Booked {
+    ns: u64,
+}
+
+impl Booked {
+    /// Books what has come since the last time, and returns that.
+    pub(crate) fn book(&mut self, total_ns: u64) -> u64 {
+        // Less than before: an operation was between its two maps, and comes with the next interval.
+        let more = total_ns.saturating_sub(self.ns);
+        self.ns += more;
+        more
+    }
+}
+
+/// The totals, and all of kswapd's time up to a moment, which comes last.
+pub(crate) fn totals_and_time(
+    totals: &MapMut<'_>,
+    calls: &MapMut<'_>,
+) -> Result<(Totals, u64, u64)> {
+    let ended = |totals: &Totals| totals.of(Operation::OPERATION_KSWAPD);
+    let mut before = Totals::read(totals)?;
+    let mut look = 1;
+    loop {
+        let now_ns = clock::monotonic_ns();
+        let running_ns = running_ns(calls, now_ns)?;
+        let after = Totals::read(totals)?;
+        if look == LOOKS || ended(&before).count == ended(&after).count {
+            let time_ns = ended(&before).time_ns + running_ns;
+            return Ok((before, time_ns, now_ns));
+        }
+        before = after;
+        look += 1;
+    }
+}
+
+/// For how long kswapd (there is one for each node) has been at what it has not ended.
+fn running_ns(calls: &MapMut<'_>, now_ns: u64) -> Result<u64> {
+    let mut sum = 0;
+    map_batch::read(calls, |key, value| {
+        let call: &call = types::view(key)?;
+        if call.operation == Operation::OPERATION_KSWAPD.0 {
+            sum += now_ns.saturating_sub(*types::view::<u64>(value)?);
+        }
+        Ok(())
+    })?;
+    Ok(sum)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_booked_adds_up_to_the_total() {
+        let mut booked = Booked::default();
+        let mut sum = 0;
+        for (total, expected) in [(700, 700), (1700, 1000), (1600, 0), (2900, 1200)] {
+            let more = booked.book(total);
+            assert_eq!(more, expected, "at {total}");
+            sum += more;
+        }
+        assert_eq!(sum, 2900);
+    }
+}
