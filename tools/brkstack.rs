@@ -223,16 +223,13 @@ impl Calls<'_> {
 
     /// The parts of the stack that are asked for, with their names.
     fn named(&mut self, event: &event, comm: &str) -> Result<Option<NamedStack>> {
-        let Some(symbolizer) = &mut self.symbolizer else {
-            return Ok(None);
-        };
         let ids = StackIds {
             pid: event.pid,
             comm,
             user: self.shown.user.then_some(event.user_stack),
             kernel: self.shown.kernel.then_some(event.kernel_stack),
         };
-        NamedStack::read(&ids, &mut self.stacks, symbolizer).map(Some)
+        NamedStack::read_if_asked(&ids, &mut self.stacks, self.symbolizer.as_mut())
     }
 }
 

@@ -150,6 +150,21 @@ impl NamedStack {
         })
     }
 
+    /// Reads the stacks with these ids, if there is somebody to name their frames: a tool has no `names`
+    /// where stacks were not asked for.
+    ///
+    /// # Errors
+    /// If the table of stacks cannot be read.
+    pub fn read_if_asked<M: MapCore>(
+        ids: &StackIds<'_>,
+        stacks: &mut Stacks<'_, M>,
+        names: Option<&mut impl Names>,
+    ) -> Result<Option<Self>> {
+        names
+            .map(|names| Self::read(ids, stacks, names))
+            .transpose()
+    }
+
     /// Why frames are missing at the root of either part, if they are.
     pub fn truncated(&self) -> Option<&str> {
         let parts = [&self.user, &self.kernel].into_iter().flatten();

@@ -368,15 +368,12 @@ impl Printer<'_> {
 
     /// The kernel's and the user's stack with their names, if they are asked for.
     fn named(&mut self, event: &event) -> Result<Option<NamedStack>> {
-        let Some(symbolizer) = &mut self.symbolizer else {
-            return Ok(None);
-        };
         let ids = StackIds {
             pid: event.pid,
             comm: &text::from_c(&event.comm),
             user: Some(event.user_stack),
             kernel: Some(event.kernel_stack),
         };
-        NamedStack::read(&ids, &mut self.stacks, symbolizer).map(Some)
+        NamedStack::read_if_asked(&ids, &mut self.stacks, self.symbolizer.as_mut())
     }
 }

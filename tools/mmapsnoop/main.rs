@@ -242,16 +242,13 @@ impl Tracer<'_> {
 
     /// The stack with its names, if stacks are asked for.
     fn named(&mut self, pid: u32, comm: &str, stack: u64) -> Result<Option<NamedStack>> {
-        let Some(symbolizer) = &mut self.symbolizer else {
-            return Ok(None);
-        };
         let ids = StackIds {
             pid,
             comm,
             user: Some(stack),
             kernel: None,
         };
-        NamedStack::read(&ids, &mut self.stacks, symbolizer).map(Some)
+        NamedStack::read_if_asked(&ids, &mut self.stacks, self.symbolizer.as_mut())
     }
 
     /// Prints the stacks of --folded, the heaviest first, and writes them into the files that are

@@ -436,16 +436,13 @@ impl Printer<'_> {
 
     /// The stacks of the task that wanted memory, with their names, if --extended asks for them.
     fn named(&mut self, event: &event) -> Result<Option<NamedStack>> {
-        let Some(symbolizer) = &mut self.symbolizer else {
-            return Ok(None);
-        };
         let ids = StackIds {
             pid: event.pid,
             comm: &text::from_c(&event.comm),
             user: Some(event.user_stack),
             kernel: Some(event.kernel_stack),
         };
-        NamedStack::read(&ids, &mut self.stacks, symbolizer).map(Some)
+        NamedStack::read_if_asked(&ids, &mut self.stacks, self.symbolizer.as_mut())
     }
 }
 
