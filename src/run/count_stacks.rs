@@ -94,7 +94,7 @@ pub struct StackCountArgs {
     #[command(flatten)]
     pub export: ExportArgs,
 
-    /// The same as INTERVAL, as stackcount has it
+    /// Print a summary every so many seconds, as stackcount spells INTERVAL
     #[arg(short = 'i', long = "interval", value_name = "SECONDS", value_parser = cli::seconds, conflicts_with = "interval")]
     pub interval_option: Option<Duration>,
 
