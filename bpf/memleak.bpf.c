@@ -13,8 +13,8 @@
  * The handlers are attached in three ways, from the best down; tools/memleak/
  * probes.rs chooses: one uprobe session link for all functions of a file, with
  * their signatures in its cookies (6.13 and later); a perf uprobe for each
- * entry and return, with cookies (5.15); the same with the signatures in entry_0
- * to entry_15, and all blocks in a hash map.
+ * entry and return, with cookies (5.15); the same with a program for each
+ * signature, entry_0 to entry_15, and all blocks in a hash map.
  */
 #include "event.bpf.h"
 #include "filter.bpf.h"
@@ -888,15 +888,65 @@ int cookie_return(struct pt_regs *ctx)
 	return 0;
 }
 
+/*
+ * Without cookies, a program for each signature says which one a call has, and goes on to the one
+ * that does the work. They are a few instructions each: to verify the other one sixteen times was
+ * most of the start.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, __u64); /* the signature, and below it the thread whose call has it */
+} plain_calls SEC(".maps");
+
+/* Has plain_entry. */
+struct {
+	__uint(type, BPF_MAP_TYPE_PROG_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, __u32);
+} plain_work SEC(".maps");
+
+/*
+ * Kernels without cookies run this on the CPU on which the call was begun, before another one
+ * there. On others, which are tried only if cookies fail, a thread can come between: the call is
+ * lost then.
+ */
+SEC("uprobe")
+int plain_entry(struct pt_regs *ctx)
+{
+	__u64 start = timing_start();
+	__u32 zero = 0, thread = bpf_get_current_pid_tgid();
+	volatile __u64 *call = bpf_map_lookup_elem(&plain_calls, &zero);
+	__u64 begun = call ? *call : 0;
+
+	if ((__u32)begun == thread)
+		enter_without_table(ctx, begun >> 32);
+	else
+		count_loss(calls);
+	timing_end(start);
+	return 0;
+}
+
+static __always_inline int enter_plain(struct pt_regs *ctx, __u32 signature)
+{
+	__u32 zero = 0, thread = bpf_get_current_pid_tgid();
+	volatile __u64 *call = bpf_map_lookup_elem(&plain_calls, &zero);
+
+	if (call) {
+		*call = (__u64)signature << 32 | thread;
+		bpf_tail_call(ctx, &plain_work, 0);
+	}
+	count_loss(calls);
+	return 0;
+}
+
 #define ENTRY(number)                                                                              \
 	SEC("uprobe")                                                                              \
 	int entry_##number(struct pt_regs *ctx)                                                    \
 	{                                                                                          \
-		__u64 start = timing_start();                                                      \
-                                                                                                   \
-		enter_without_table(ctx, signatures[number]);                                      \
-		timing_end(start);                                                                 \
-		return 0;                                                                          \
+		return enter_plain(ctx, signatures[number]);                                       \
 	}
 
 ENTRY(0)

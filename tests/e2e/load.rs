@@ -203,11 +203,14 @@ fn on_uprobe(object: &[u8], program: &str) -> Result<bool> {
     Ok(section(&open, program)?.starts_with('u'))
 }
 
+/// But for those whose values say whose they are, and are written and read as a whole.
 fn per_cpu_maps(object: &[u8]) -> Result<Vec<String>> {
+    const TELLS_WHOSE: &str = "plain_calls";
     let open = ObjectBuilder::default().open_memory(object)?;
     let per_cpu = open.maps().filter(|map| map.map_type().is_percpu());
     Ok(per_cpu
         .map(|map| map.name().to_string_lossy().into_owned())
+        .filter(|map| map != TELLS_WHOSE)
         .collect())
 }
 

@@ -192,6 +192,12 @@ pub(crate) fn is_rusts_default(functions: &[&str]) -> bool {
     functions.iter().any(|name| name.ends_with(RUST_DEFAULT))
 }
 
+/// The signatures of the functions that are known by name, as often as there are such functions.
+pub(crate) fn signatures() -> impl Iterator<Item = Signature> {
+    let known = C.iter().chain(&MAPPING).chain(&RUST).chain(&MIMALLOC);
+    known.map(|&(_, signature)| signature)
+}
+
 /// Whether it is what the Rust compiler calls.
 pub(crate) fn is_of_rust(name: &str) -> bool {
     of_rust(name).is_some()

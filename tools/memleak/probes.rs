@@ -2,6 +2,7 @@
 
 use std::ffi::CString;
 use std::fs;
+use std::os::fd::{AsFd, AsRawFd};
 use std::thread;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -19,6 +20,7 @@ use memtools::stacks::unwind::{self, Early, Parts, Unwinder};
 use perf_event::events::Software;
 use perf_event::{Builder, Counter};
 
+use crate::allocators;
 use crate::args::{Args, Mode};
 use crate::bpf::types::{block_bucket, steering};
 use crate::bpf::{MemleakSkel, MemleakSkelBuilder, OpenMemleakSkel};
@@ -90,7 +92,8 @@ enum Way {
     Multi,
     /// A link for each entry and return, with cookies.
     Cookies,
-    /// A link for each entry and return, without cookies: a program for each signature.
+    /// A link for each entry and return, without cookies: a program for each signature, which goes on
+    /// to the one that they share.
     Plain,
 }
 
@@ -99,7 +102,9 @@ impl Way {
         match self {
             Self::Session => |program| program == "session_call",
             Self::Multi | Self::Cookies => |program| program.starts_with("cookie_"),
-            Self::Plain => |program| program.starts_with("entry_") || program == "any_return",
+            Self::Plain => |program| {
+                program.starts_with("entry_") || ["plain_entry", "any_return"].contains(&program)
+            },
         }
     }
 }
@@ -355,6 +360,18 @@ fn own_function() -> Result<u64> {
     Ok(address - code.range.start + code.file_offset)
 }
 
+/// The signatures of the programs entry_0 and so on: those that are wanted now, and of what may be loaded
+/// later as many as there is room for.
+fn signatures(target: &Target) -> Vec<Signature> {
+    let mut signatures = target.signatures();
+    for signature in allocators::signatures() {
+        if !signatures.contains(&signature) {
+            signatures.push(signature);
+        }
+    }
+    signatures
+}
+
 /// The program that reads calls by this signature.
 fn entry_with<'skel>(
     skel: &'skel MemleakSkel<'static>,
@@ -384,6 +401,14 @@ fn entry_with<'skel>(
     number
         .and_then(|number| entries.get(number).copied())
         .context("this kernel can tell only 16 kinds of functions apart; name fewer with --alloc")
+}
+
+/// Has the programs entry_0 and so on go on to the one that does their work.
+fn share_plain_entry(skel: &MemleakSkel<'static>) -> Result<()> {
+    let program = skel.progs.plain_entry.as_fd().as_raw_fd();
+    let map = &skel.maps.plain_work;
+    map.update(&0u32.to_ne_bytes(), &program.to_ne_bytes(), MapFlags::ANY)
+        .context("failed to have programs share one")
 }
 
 /// Loads the programs that are wanted, and attaches what every way needs.
@@ -419,6 +444,9 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
     let whose = target.whose_tables(args);
     let early = Early::start(args.unwind, &mut open.maps.unwind_shards, whose.clone())?;
     let skel = open.load().context("failed to load")?;
+    if way == Way::Plain {
+        share_plain_entry(&skel)?;
+    }
     target.filter.set_cgroup(&skel.maps.filter_cgroup)?;
     let progs = &skel.progs;
     let watching = [
@@ -446,7 +474,7 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
         overflow: size.overflow,
         questions,
         way,
-        signatures: target.signatures(),
+        signatures: signatures(target),
     };
     Ok((attached, links, unwinder))
 }
@@ -483,7 +511,7 @@ fn open(way: Way, size: &Size, target: &Target, args: &Args) -> Result<OpenMemle
         options.overflow_crowded = u64::from(first / 2);
     }
     target.filter.set(&mut options.filter);
-    for (to, signature) in options.signatures.iter_mut().zip(target.signatures()) {
+    for (to, signature) in options.signatures.iter_mut().zip(signatures(target)) {
         *to = signature.packed();
     }
 
