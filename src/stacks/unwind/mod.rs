@@ -7,7 +7,7 @@
 //! it up, and `bpf/include/stack.bpf.h` walks by it.
 //!
 //! Tables are made of the files of the processes that are named on the command line before anything
-//! is traced, as far as that takes no longer than half a second; of others when the kernel half meets
+//! is traced, as far as that takes no longer than two seconds; of others when the kernel half meets
 //! them first and asks. A thread of its own answers (`worker`), so that it waits for nothing that the
 //! tool prints.
 
@@ -44,7 +44,7 @@ use crate::run::cli;
 /// Memory for tables, where --unwind-memory says nothing, in MiB.
 const DEFAULT_MEMORY: usize = 64;
 /// How long the tool's start may wait for tables. The others are made beside it.
-const START_WITHIN: Duration = Duration::from_millis(500);
+const START_WITHIN: Duration = Duration::from_secs(2);
 
 /// How callers are found.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
