@@ -4,7 +4,7 @@
 //! of a known size, and is held again until the tool has reported.
 
 use std::cell::Cell;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::env;
 use std::fs::{self, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -51,6 +51,8 @@ pub(crate) enum Need {
     Zswap,
     /// File systems in layers, as containers have.
     Overlay,
+    /// Transparent huge pages of several sizes, each with counters.
+    SmallThp,
 }
 
 impl Need {
@@ -73,6 +75,10 @@ impl Need {
                 "this kernel has no overlayfs, or not loaded",
             ),
             Need::Host => (!in_guest(), "a guest has only our own programs"),
+            Need::SmallThp => (
+                Path::new("/sys/kernel/mm/transparent_hugepage/hugepages-64kB/stats").exists(),
+                "this kernel has transparent huge pages of one size",
+            ),
             Need::Once => (!in_guest(), "the same on every kernel; runs on the host"),
             Need::Compat => (runs_32_bit(), "this kernel runs no 32-bit programs"),
             Need::Peers => (workload("peers").exists(), "no peers beside the workloads"),
@@ -159,6 +165,14 @@ pub(crate) fn test(
             .map(|()| Completion::Completed)
             .map_err(|error| Failed::from(format!("{error:?}")))
     })
+}
+
+/// The names of the tests to run, if MEMTOOLS_TESTS names a file that has them, each on a line.
+pub(crate) fn listed() -> Option<HashSet<String>> {
+    let path = env::var_os("MEMTOOLS_TESTS")?;
+    let list = fs::read_to_string(&path);
+    let list = list.unwrap_or_else(|error| panic!("MEMTOOLS_TESTS, {}: {error}", path.display()));
+    Some(list.lines().map(str::to_owned).collect())
 }
 
 /// Prints which tests took longest, after the last one.

@@ -41,6 +41,7 @@ fn main() -> ExitCode {
     if !arguments.list {
         harness::prepare();
     }
+    let listed = harness::listed();
     let tests = [
         hfaults::tests(),
         hostile::tests(),
@@ -70,6 +71,11 @@ fn main() -> ExitCode {
     ]
     .into_iter()
     .flatten()
+    .filter(|test| {
+        listed
+            .as_ref()
+            .is_none_or(|listed| listed.contains(test.name()))
+    })
     .collect();
     let conclusion = libtest_mimic::run(&arguments, tests);
     load::print_verdicts();
