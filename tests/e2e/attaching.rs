@@ -34,8 +34,11 @@ fn a_file_that_is_swapped_takes_no_probes_elsewhere() -> Result<()> {
     let library = library.to_string_lossy();
     let victim_args = ["victim", &library, "1009"];
     let mut attached = 0;
-    for opens in OPENS {
-        for how in ["name", "cgroup", "children"] {
+    // Each number of opens with each of them, or with one in turn where the machine is slow.
+    let ways = ["name", "cgroup", "children"];
+    let tried = if harness::in_guest() { 1 } else { ways.len() };
+    for (opens, first) in OPENS.zip(0..) {
+        for how in ways.iter().cycle().skip(first).take(tried).copied() {
             let folder = harness::scratch()?;
             let decoy = folder.path().join("libdecoy.so");
             harness::copy(&workload("libdecoy.so"), &decoy)?;
@@ -62,11 +65,11 @@ fn a_file_that_is_swapped_takes_no_probes_elsewhere() -> Result<()> {
             let swapped = attacker.work()?["swapped"] == "1";
             let ended = tool.interrupt()?;
             let decoyed = ended.stderr.contains("probes in libdecoy.so");
-            attached += u32::from(swapped && decoyed);
+            attached += usize::from(swapped && decoyed);
             attacker.finish()?;
         }
     }
-    ensure!(attached >= 3, "no attack was as it should be");
+    ensure!(attached >= tried, "no attack was as it should be");
     Ok(())
 }
 

@@ -666,7 +666,7 @@ fn deep_stacks_are_cut_and_counted() -> Result<()> {
 }
 
 fn tens_of_thousands_of_stacks() -> Result<()> {
-    let count = if harness::in_guest() { 5003 } else { 50_021 };
+    let count = if harness::in_guest() { 1009 } else { 50_021 };
     let args = [
         "-j",
         "-o",
