@@ -171,6 +171,10 @@ fn events_have_a_line_each() -> Result<()> {
     Ok(())
 }
 
+/// Where system calls enter the kernel: the outermost kernel frame of each call. do_syscall_64(), which
+/// is called there, may have jumped on to the function that it ends with.
+const KERNEL_ENTRY: &str = "entry_SYSCALL_64_after_hwframe";
+
 /// The function that each call was made from, in the order of the calls, by what is below its line or in
 /// its object.
 fn each_event_has_its_own_stack() -> Result<()> {
@@ -197,7 +201,7 @@ fn each_event_has_its_own_stack() -> Result<()> {
                 "{options:?}, {function}: {call}"
             );
             let frames = call["kernel_stack"].as_array();
-            let entry = |frame: &Value| frame["symbol"] == "do_syscall_64";
+            let entry = |frame: &Value| frame["symbol"] == KERNEL_ENTRY;
             ensure!(
                 frames.is_some_and(|frames| frames.iter().any(entry)) == kernel,
                 "{options:?}: {call}"
@@ -221,7 +225,7 @@ fn each_event_has_its_own_stack() -> Result<()> {
                 .count()
         };
         ensure!(
-            count(&frame("do_syscall_64")) == if kernel { 35 } else { 0 }
+            count(&frame(KERNEL_ENTRY)) == if kernel { 35 } else { 0 }
                 && count("    --") == if user && kernel { 35 } else { 0 },
             "{options:?}: {ended:?}"
         );
