@@ -8,6 +8,9 @@
  *                                  the fault's mapping must be looked up
  *   hugetlb_wp, alloc_hugetlb_folio and their older names: why a page faulted
  *   do_huge_pmd_anonymous_page     entry and return: transparent huge pages
+ *   folio_add_new_anon_rmap        those of other sizes, from 6.8 on
+ *   shmem_alloc_and_add_folio and the older shmem_alloc_hugefolio and
+ *   shmem_alloc_hugepage           return: those of shared memory
  *   sys_enter_madvise              who asks for these
  */
 #include "count.bpf.h"
@@ -31,6 +34,7 @@ enum reason {
 	REASON_THP,	      /* transparent, and there was a huge page for it */
 	REASON_THP_FALLBACK,  /* transparent, and small pages had to do */
 	REASON_THP_ZERO,      /* transparent, and only read: the one huge page of zeroes */
+	REASON_THP_SHARED,    /* transparent, of shared memory or a tmpfs */
 	REASON_EXHAUSTED,     /* there was none yet, nor any left in the pool: SIGBUS */
 };
 
@@ -52,7 +56,8 @@ struct fault {
 const volatile __u8 by_size;
 const volatile __u8 by_reason;
 const volatile __u32 page_shift_base = 12;
-const volatile __u64 huge_page_bytes = 2 << 20; /* of a transparent one */
+const volatile __u64 huge_page_bytes = 2 << 20; /* of the largest transparent one */
+const volatile __u32 huge_page_shift = 21;	/* its binary logarithm */
 const volatile __u8 uses_zero_page = 1;
 
 COUNTS(counts, struct fault_key, __u64, COUNT_KEYS);
@@ -103,23 +108,30 @@ static __always_inline int hugetlb_fault_begins(struct vm_area_struct *vma)
 	return 0;
 }
 
-/* With by_reason: then it is known. */
-static __always_inline int hugetlb_fault_ends(__u32 result)
+/* Takes the fault that this thread is in, which ends; 0 if its beginning was not seen. */
+static __always_inline int take_fault(struct fault *taken)
 {
 	__u64 thread = bpf_get_current_pid_tgid();
 	struct fault *fault = bpf_map_lookup_elem(&faults, &thread);
-	struct fault_key key;
 
 	if (!fault)
 		return 0;
-	key = fault->key;
-	if (fault->allocated && result & VM_FAULT_SIGBUS)
-		key.reason = REASON_EXHAUSTED;
+	*taken = *fault;
 	bpf_map_delete_elem(&faults, &thread);
-	/* It is to be tried again, with another lock. */
-	if (result & VM_FAULT_RETRY)
+	return 1;
+}
+
+/* With by_reason: then it is known. */
+static __always_inline int hugetlb_fault_ends(__u32 result)
+{
+	struct fault fault;
+
+	/* One that is to be tried again, with another lock, comes again. */
+	if (!take_fault(&fault) || result & VM_FAULT_RETRY)
 		return 0;
-	count_add(counts, &key, 1);
+	if (fault.allocated && result & VM_FAULT_SIGBUS)
+		fault.key.reason = REASON_EXHAUSTED;
+	count_add(counts, &fault.key, 1);
 	return 0;
 }
 
@@ -290,16 +302,117 @@ int BPF_KPROBE(thp_kprobe, struct vm_fault *vmf)
 SEC("?kretprobe/do_huge_pmd_anonymous_page")
 int BPF_KRETPROBE(thp_kretprobe, unsigned int result)
 {
-	__u64 thread = bpf_get_current_pid_tgid();
-	struct fault *fault = bpf_map_lookup_elem(&faults, &thread);
-	struct fault_key key;
+	struct fault fault;
 
-	if (!fault)
+	if (!take_fault(&fault))
 		return 0;
-	key = fault->key;
-	bpf_map_delete_elem(&faults, &thread);
-	return thp_fault_ends(&key, result);
+	return thp_fault_ends(&fault.key, result);
 }
+
+/*
+ * The binary logarithm of how many small pages a folio has; from 6.6 on. Its first word is its
+ * flags; that of its second page, which was to have flags, has the order in its lowest byte.
+ */
+static __always_inline __u32 order_of(__u64 flags, void *folio)
+{
+	__u64 word = 0;
+
+	if (!(flags & 1ULL << bpf_core_enum_value(enum pageflags, PG_head)))
+		return 0;
+	bpf_probe_read_kernel(&word, sizeof(word), folio + bpf_core_type_size(struct page));
+	return word & 0xff;
+}
+
+static __always_inline int huge_page_is_given(__u32 page_shift, enum reason reason)
+{
+	struct fault_key key = {};
+
+	if (!begin(&key))
+		return 0;
+	key.page_shift = page_shift;
+	key.reason = reason;
+	count_add(counts, &key, 1);
+	return 0;
+}
+
+/*
+ * A new folio is mapped. One as large as a huge page is counted where it faults. One that comes
+ * from swap is locked meanwhile.
+ */
+static __always_inline int anonymous_folio_is_mapped(void *folio)
+{
+	__u64 flags = 0;
+	__u32 order;
+
+	bpf_probe_read_kernel(&flags, sizeof(flags), folio);
+	order = order_of(flags, folio);
+	if (!order || 1ULL << (order + page_shift_base) >= huge_page_bytes ||
+	    flags & 1ULL << bpf_core_enum_value(enum pageflags, PG_locked))
+		return 0;
+	return huge_page_is_given(order + page_shift_base, REASON_THP);
+}
+
+SEC("?fentry/folio_add_new_anon_rmap")
+int BPF_PROG(small_thp_fentry, void *folio)
+{
+	return anonymous_folio_is_mapped(folio);
+}
+
+SEC("?kprobe/folio_add_new_anon_rmap")
+int BPF_KPROBE(small_thp_kprobe, void *folio)
+{
+	return anonymous_folio_is_mapped(folio);
+}
+
+/* A folio of any size, or an error in its place. */
+static __always_inline int shared_folio_is_allocated(void *folio)
+{
+	__u64 flags = 0;
+	__u32 order;
+
+	if (bpf_probe_read_kernel(&flags, sizeof(flags), folio))
+		return 0;
+	order = order_of(flags, folio);
+	return order ? huge_page_is_given(order + page_shift_base, REASON_THP_SHARED) : 0;
+}
+
+SEC("?fexit/shmem_alloc_and_add_folio")
+int shmem_alloc_and_add_folio_fexit(void *ctx)
+{
+	__u64 folio = 0;
+
+	bpf_get_func_ret(ctx, &folio);
+	return shared_folio_is_allocated((void *)folio);
+}
+
+SEC("?kretprobe/shmem_alloc_and_add_folio")
+int BPF_KRETPROBE(shmem_alloc_and_add_folio_kretprobe, void *folio)
+{
+	return shared_folio_is_allocated(folio);
+}
+
+/* Before 6.6 it allocates huge pages only; NULL if there is none. */
+static __always_inline int shared_huge_page_is_allocated(void *page)
+{
+	return page ? huge_page_is_given(huge_page_shift, REASON_THP_SHARED) : 0;
+}
+
+/* clang-format off */
+#define SHARED_HUGE_PAGE_PROBES(function)                                                          \
+	SEC("?fexit/" #function)                                                                   \
+	int BPF_PROG(function##_fexit, unsigned int gfp, void *info, unsigned long index, void *page) \
+	{                                                                                          \
+		return shared_huge_page_is_allocated(page);                                        \
+	}                                                                                          \
+	SEC("?kretprobe/" #function)                                                               \
+	int BPF_KRETPROBE(function##_kretprobe, void *page)                                        \
+	{                                                                                          \
+		return shared_huge_page_is_allocated(page);                                        \
+	}
+
+SHARED_HUGE_PAGE_PROBES(shmem_alloc_hugefolio)
+SHARED_HUGE_PAGE_PROBES(shmem_alloc_hugepage)
+/* clang-format on */
 
 SEC("?tracepoint/syscalls/sys_enter_madvise")
 int madvise_enter(struct syscall_trace_enter *ctx)

@@ -30,6 +30,9 @@ use serde::Serialize;
 use crate::bpf::types::{fault_key, reason as Reason};
 use crate::bpf::{HfaultsSkel, HfaultsSkelBuilder};
 
+/// The kernel's settings of transparent huge pages.
+const THP: &str = "/sys/kernel/mm/transparent_hugepage";
+
 memtools::skeleton!("hfaults", plain: [fault_key, filter]);
 
 /// Count faults on huge pages, by process.
@@ -130,13 +133,19 @@ struct Attached {
 fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
     if args.madvise {
         kernel_support::preflight_tracepoints()?;
-        let attached = load(args, filter, &["madvise_enter"])?;
+        let attached = load(args, filter, &["madvise_enter".into()])?;
         return Ok(("tracepoint", attached));
     }
     if args.thp {
-        let fexit = move || load(args, filter, &["thp_fexit"]);
+        let fexit = move || {
+            load(
+                args,
+                filter,
+                &thp_programs(&["thp_fexit"], "fentry", "fexit"),
+            )
+        };
         let kprobes = ["thread_exit", "thp_kretprobe", "thp_kprobe"];
-        let kretprobe = move || load(args, filter, &kprobes);
+        let kretprobe = move || load(args, filter, &thp_programs(&kprobes, "kprobe", "kretprobe"));
         let variants = [
             Variant::new("fexit", fexit).needing(Means::Fentry),
             Variant::new("kretprobe", kretprobe).needing(Means::Kprobes),
@@ -145,13 +154,11 @@ fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
     }
     let by_function = |kind: &'static str| {
         Variant::new(kind, move || {
-            let programs = fault_programs(args, kind);
-            let programs: Vec<&str> = programs.iter().map(String::as_str).collect();
-            load(args, filter, &programs)
+            load(args, filter, &fault_programs(args, kind))
         })
     };
     let by_event = Variant::new("page-fault event", move || {
-        let mut attached = load(args, filter, &["fault_event"])?;
+        let mut attached = load(args, filter, &["fault_event".into()])?;
         let program = &attached.skel.progs.fault_event;
         attached.links = attach::each_software_event(program, Software::PAGE_FAULTS)?;
         Ok(attached)
@@ -163,6 +170,38 @@ fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
     // The last, as it knows no reasons.
     variants.push(by_event);
     attach::first_that_works(args.common.verbose, variants)
+}
+
+/// The programs for transparent huge pages: `always`, and those for other sizes and for shared memory by
+/// the functions that the kernel has, of the kinds that see an entry and a return.
+fn thp_programs(always: &[&'static str], entry: &str, exit: &str) -> Vec<String> {
+    let mut programs: Vec<String> = always.iter().map(|&program| program.into()).collect();
+    if kernel_support::btf_has_name("folio_add_new_anon_rmap") && has_small_thp() {
+        programs.push(format!("small_thp_{entry}"));
+    }
+    // The newer names first.
+    let mut allocates = [
+        "shmem_alloc_and_add_folio",
+        "shmem_alloc_hugefolio",
+        "shmem_alloc_hugepage",
+    ]
+    .into_iter();
+    if let Some(function) = allocates.find(|function| kernel_support::btf_has_name(function)) {
+        programs.push(format!("{function}_{exit}"));
+    }
+    programs
+}
+
+/// Whether there are transparent huge pages of several sizes.
+fn has_small_thp() -> bool {
+    let sizes = fs::read_dir(THP).into_iter().flatten().flatten();
+    let sizes = sizes.filter(|entry| {
+        entry
+            .file_name()
+            .as_encoded_bytes()
+            .starts_with(b"hugepages-")
+    });
+    sizes.count() > 1
 }
 
 /// The programs for faults on reserved pages, each in the form of this kind.
@@ -193,7 +232,8 @@ fn reason_functions() -> Option<[&'static str; 2]> {
 }
 
 /// Loads these programs and attaches those that are attached by their names.
-fn load(args: &Args, filter: &Filter, programs: &[&str]) -> Result<Attached> {
+fn load(args: &Args, filter: &Filter, programs: &[String]) -> Result<Attached> {
+    let programs: Vec<&str> = programs.iter().map(String::as_str).collect();
     let mut open = attach::open::<HfaultsSkelBuilder>()?;
     let options = attach::options(&mut open.maps.rodata_data)?;
     filter.set(&mut options.filter);
@@ -201,14 +241,15 @@ fn load(args: &Args, filter: &Filter, programs: &[&str]) -> Result<Attached> {
     options.by_reason = programs.contains(&"thread_exit").into();
     if args.thp {
         let setting = |name: &str| {
-            let file = format!("/sys/kernel/mm/transparent_hugepage/{name}");
+            let file = format!("{THP}/{name}");
             fs::read_to_string(file).ok()?.trim().parse::<u64>().ok()
         };
         options.huge_page_bytes = setting("hpage_pmd_size").unwrap_or(2 << 20);
+        options.huge_page_shift = options.huge_page_bytes.ilog2();
         options.uses_zero_page = (setting("use_zero_page") != Some(0)).into();
     }
     options.page_shift_base = kernel_support::page_shift()?;
-    attach::load_only(open.open_object_mut(), programs);
+    attach::load_only(open.open_object_mut(), &programs);
     filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
     let mut skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
@@ -269,6 +310,7 @@ impl<'a> Row<'a> {
                 Reason::REASON_THP => Some("huge page"),
                 Reason::REASON_THP_FALLBACK => Some("fallback"),
                 Reason::REASON_THP_ZERO => Some("zero page"),
+                Reason::REASON_THP_SHARED => Some("shared memory"),
                 Reason::REASON_EXHAUSTED => Some("pool exhausted"),
                 _ => None,
             },
@@ -282,13 +324,12 @@ impl output::Row for Row<'_> {
     /// `@[pid, comm]: N`, as bpftrace prints a map, and as the book's tool does.
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         write!(out, "@[{}, {}", self.pid, self.comm)?;
-        if self.extended {
-            match self.page_bytes {
-                Some(bytes) if bytes >= 1 << 30 => write!(out, ", {}GB", bytes >> 30)?,
-                Some(bytes) if bytes >= 1 << 20 => write!(out, ", {}MB", bytes >> 20)?,
-                Some(bytes) => write!(out, ", {}KB", bytes >> 10)?,
-                None => write!(out, ", -")?,
-            }
+        match self.page_bytes {
+            Some(bytes) if bytes >= 1 << 30 => write!(out, ", {}GB", bytes >> 30)?,
+            Some(bytes) if bytes >= 1 << 20 => write!(out, ", {}MB", bytes >> 20)?,
+            Some(bytes) => write!(out, ", {}KB", bytes >> 10)?,
+            None if self.extended => write!(out, ", -")?,
+            None => {}
         }
         match self.reason {
             Some(reason) => write!(out, ", {reason}")?,
@@ -355,6 +396,10 @@ mod tests {
         assert_eq!(
             line(&["hfaults", "--thp"], 0, Reason::REASON_THP_FALLBACK),
             "@[884, java, fallback]: 8\n"
+        );
+        assert_eq!(
+            line(&["hfaults", "--thp"], 16, Reason::REASON_THP),
+            "@[884, java, 64KB, huge page]: 8\n"
         );
     }
 }

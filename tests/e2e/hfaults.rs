@@ -12,7 +12,7 @@ use nix::mount::{MsFlags, mount, umount};
 use serde_json::{Value, json};
 
 use crate::harness::{self, Ended, Need, Tool, Workload, workload};
-use crate::pressure::Group;
+use crate::pressure::{Group, Setting};
 
 pub(crate) fn tests() -> Vec<Trial> {
     let test = |name: &str, needs: &'static [Need], run: fn() -> Result<()>| {
@@ -42,6 +42,16 @@ pub(crate) fn tests() -> Vec<Trial> {
             "transparent_pages_that_cannot_be_had",
             &[Need::Kprobes, Need::Guest],
             transparent_pages_that_cannot_be_had,
+        ),
+        test(
+            "transparent_pages_of_64_kb",
+            &[Need::Kprobes, Need::Guest, Need::SmallThp],
+            transparent_pages_of_64_kb,
+        ),
+        test(
+            "transparent_pages_of_shared_memory",
+            &[Need::Kprobes, Need::Guest],
+            transparent_pages_of_shared_memory,
         ),
         test(
             "an_exhausted_pool_is_told",
@@ -269,6 +279,61 @@ fn transparent_pages_are_those_of_vmstat() -> Result<()> {
         let expected = format!("@[{pid}, thp, zero page]: 1\n@[{pid}, thp, huge page]: 7\n\n");
         ensure!(
             ended.stdout == expected && !ended.stderr.contains("lost"),
+            "{way}: {ended:?}\nis not\n{expected}"
+        );
+    }
+    Ok(())
+}
+
+/// Those smaller than what a page table of the next level maps, by the kernel's counter of their size.
+fn transparent_pages_of_64_kb() -> Result<()> {
+    const OF_SIZE: &str = "/sys/kernel/mm/transparent_hugepage/hugepages-64kB";
+    let _large = Setting::change(
+        "/sys/kernel/mm/transparent_hugepage/hugepages-2048kB/enabled",
+        "never",
+    )?;
+    let _small = Setting::change(
+        "/sys/kernel/mm/transparent_hugepage/hugepages-64kB/enabled",
+        "madvise",
+    )?;
+    let given = || -> Result<u64> {
+        let file = fs::read_to_string(format!("{OF_SIZE}/stats/anon_fault_alloc"))?;
+        Ok(file.trim().parse()?)
+    };
+    for way in ["fexit", "kretprobe"] {
+        let mut workload = Workload::start("thp", &["7"])?;
+        let pid = workload.pid();
+        let tool = start(way, &["--thp", "-p", &pid])?;
+        let before = given()?;
+        workload.work()?;
+        let counted = given()? - before;
+        let ended = end(tool)?;
+        // Regions of 2 MB.
+        ensure!(counted == 7 * 32, "{counted} by the kernel");
+        let expected = format!("@[{pid}, thp, 64KB, huge page]: {counted}\n\n");
+        ensure!(
+            ended.stdout == expected,
+            "{way}: {ended:?}\nis not\n{expected}"
+        );
+    }
+    Ok(())
+}
+
+fn transparent_pages_of_shared_memory() -> Result<()> {
+    let _enabled = Setting::change(
+        "/sys/kernel/mm/transparent_hugepage/shmem_enabled",
+        "always",
+    )?;
+    for way in ["fexit", "kretprobe"] {
+        let mut workload = Workload::start("thp", &["7", "shared"])?;
+        let pid = workload.pid();
+        let tool = start(way, &["--thp", "-p", &pid])?;
+        let facts = workload.work()?;
+        let ended = end(tool)?;
+        ensure!(facts["file_alloc"] == "7", "{facts:?}");
+        let expected = format!("@[{pid}, thp, 2MB, shared memory]: 7\n\n");
+        ensure!(
+            ended.stdout == expected,
             "{way}: {ended:?}\nis not\n{expected}"
         );
     }

@@ -5,10 +5,11 @@
  * gives huge pages, 512 where it does not. With "dontneed", it then gives them
  * all back by MADV_DONTNEED and writes once more. With "odd", it reads one more region,
  * and writes to the half of another that is all of its mapping. With "first", it writes to
- * the first page of each region only.
+ * the first page of each region only. With "shared", it does that to shared memory.
  *
- * facts: alloc, fallback (of /proc/vmstat, of all processes meanwhile), regions, addr, minor,
- * major, huge_kb (= 2048 * regions; by smaps, in the end), madvise (the calls, see workload.h)
+ * facts: alloc, fallback, file_alloc (of /proc/vmstat, of all processes meanwhile), regions, addr,
+ * minor, major, huge_kb (= 2048 * regions; by smaps, in the end), madvise (the calls, see
+ * workload.h)
  */
 #include "workload.h"
 
@@ -63,15 +64,16 @@ static unsigned long vmstat(const char *name)
 int main(int argc, char **argv)
 {
 	struct faults before, after;
-	unsigned long regions, length, kb, alloc, fallback;
-	bool dontneed, odd, first;
+	unsigned long regions, length, kb, alloc, fallback, file_alloc;
+	bool dontneed, odd, first, shared;
 	char *at;
 
 	dontneed = argc == 3 && !strcmp(argv[2], "dontneed");
 	odd = argc == 3 && !strcmp(argv[2], "odd");
-	first = argc == 3 && !strcmp(argv[2], "first");
+	shared = argc == 3 && !strcmp(argv[2], "shared");
+	first = shared || (argc == 3 && !strcmp(argv[2], "first"));
 	if (argc < 2 || argc > 3 || (argc == 3 && !dontneed && !odd && !first))
-		usage("REGIONS [dontneed|odd|first]");
+		usage("REGIONS [dontneed|odd|first|shared]");
 	regions = count(argv[1]);
 	length = regions * HUGE_PAGE;
 	settle();
@@ -81,10 +83,14 @@ int main(int argc, char **argv)
 	if (at == MAP_FAILED)
 		die("cannot map %lu regions: %s", regions, strerror(errno));
 	at = (char *)(((unsigned long)at + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1));
+	if (shared && mmap(at, length, PROT_READ | PROT_WRITE,
+			   MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != at)
+		die("cannot map shared memory: %s", strerror(errno));
 	before = faults_now();
 	ready();
 	alloc = vmstat("thp_fault_alloc");
 	fallback = vmstat("thp_fault_fallback");
+	file_alloc = vmstat("thp_file_alloc");
 	advise(at, length, MADV_HUGEPAGE);
 	if (first)
 		write_pages(at, regions, HUGE_PAGE);
@@ -108,7 +114,9 @@ int main(int argc, char **argv)
 	after = faults_now();
 	alloc = vmstat("thp_fault_alloc") - alloc;
 	fallback = vmstat("thp_fault_fallback") - fallback;
+	file_alloc = vmstat("thp_file_alloc") - file_alloc;
 	fact("alloc", "%lu", alloc);
+	fact("file_alloc", "%lu", file_alloc);
 	fact("fallback", "%lu", fallback);
 	kb = huge_kb(at);
 	fact("regions", "%lu", regions);
