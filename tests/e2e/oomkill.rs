@@ -10,7 +10,7 @@ use regex_lite::Regex;
 use serde_json::Value;
 
 use crate::harness::{self, Ended, Tool, Workload, workload};
-use crate::pressure::{Group, shell, vmstat};
+use crate::pressure::{Balloon, Group, shell, vmstat};
 
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests!("oomkill":
@@ -25,6 +25,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         stacks_of_victims_are_complete [Guest],
         a_whole_cgroup_is_killed [Guest],
         the_machines_kill_is_global [Guest],
+        it_outlives_the_kills_on_a_small_machine [Guest],
         a_kill_can_be_asked_for [Guest],
     )
 }
@@ -334,20 +335,19 @@ fn stacks_of_victims_are_complete() -> Result<()> {
     }
     let kills = objects(&tool.interrupt()?)?;
     ensure!(kills.len() == hogs.len(), "{kills:?}");
-    for kill in &kills {
-        ensure!(kill["user_stack_truncated"].is_null(), "{kill}");
-        let frames = kill["user_stack"].as_array().context("no user stack")?;
-        let symbols: Vec<&str> = frames
-            .iter()
-            .map(|frame| frame["symbol"].as_str().unwrap_or_default())
-            .collect();
-        ensure!(
-            symbols.contains(&"main") || symbols.contains(&"__libc_start_call_main"),
-            "{symbols:?}"
-        );
-        ensure!(symbols.last() == Some(&"_start"), "{symbols:?}");
-    }
+    ensure!(kills.iter().all(is_complete), "{kills:#?}");
     Ok(())
+}
+
+/// Whether the user stack of a kill is there from the program's start on.
+fn is_complete(kill: &Value) -> bool {
+    let frames = kill["user_stack"].as_array().map_or(&[][..], Vec::as_slice);
+    let has = |name: &str| frames.iter().any(|frame| frame["symbol"] == name);
+    kill["user_stack_truncated"].is_null()
+        && (has("main") || has("__libc_start_call_main"))
+        && frames
+            .last()
+            .is_some_and(|frame| frame["symbol"] == "_start")
 }
 
 /// memory.oom.group: the others of the cgroup die with the victim.
@@ -422,6 +422,37 @@ fn the_machines_kill_is_global() -> Result<()> {
             .is_some_and(|who| !who.is_empty()),
         "{kill}"
     );
+    Ok(())
+}
+
+/// Nobody's oom_score_adj saves anybody: the machine has as much left for programs as one of 384 MB, and
+/// one after the other takes all of it.
+fn it_outlives_the_kills_on_a_small_machine() -> Result<()> {
+    const KILLS: usize = 5;
+    let _rest = Balloon::leaving(150 << 10)?;
+    let mut hogs: Vec<Workload> = (0..KILLS)
+        .map(|_| Workload::start("hog", &["384"]))
+        .collect::<Result<_>>()?;
+    let before = vmstat("oom_kill")?;
+    let copies = [start(&["-j"])?, start(&["-j"])?];
+    for hog in &mut hogs {
+        kill(hog)?;
+    }
+    let expected: Vec<u64> = hogs
+        .iter()
+        .map(|hog| hog.pid().parse())
+        .collect::<Result<_, _>>()?;
+    for copy in copies {
+        let kills = objects(&copy.interrupt()?)?;
+        let killed: Vec<u64> = kills
+            .iter()
+            .filter_map(|kill| kill["victim"]["pid"].as_u64())
+            .collect();
+        ensure!(killed == expected, "{killed:?}, not {expected:?}");
+        ensure!(kills.iter().all(is_complete), "{kills:#?}");
+    }
+    let counted = vmstat("oom_kill")? - before;
+    ensure!(counted == KILLS as u64, "{counted} kills by /proc/vmstat");
     Ok(())
 }
 

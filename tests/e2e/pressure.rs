@@ -110,9 +110,38 @@ impl Drop for Swap {
 pub(crate) struct Scarcity {
     watermark: String,
     kswapd: String,
+    _balloon: Option<Balloon>,
 }
 
-/// A value below /proc/sys that is another until this is dropped; only in a guest.
+/// Memory that is in use by a file until this is dropped, and that nothing reclaims: a ramfs's; only in a
+/// guest.
+pub(crate) struct Balloon(tempfile::TempDir);
+
+impl Balloon {
+    /// As much as leaves so many kB that programs can have.
+    pub(crate) fn leaving(kb: u64) -> Result<Self> {
+        let available = meminfo_kb("MemAvailable")?;
+        Self::of(available.checked_sub(kb).context("there is less already")?)
+    }
+
+    fn of(kb: u64) -> Result<Self> {
+        let balloon = Self(tempfile::tempdir()?);
+        let folder = balloon.0.path().display();
+        shell(&format!(
+            "mount -t ramfs none {folder} &&
+             dd if=/dev/zero of={folder}/balloon bs=1024 count={kb} 2>/dev/null"
+        ))?;
+        Ok(balloon)
+    }
+}
+
+impl Drop for Balloon {
+    fn drop(&mut self) {
+        let _ = shell(&format!("umount {}", self.0.path().display()));
+    }
+}
+
+/// A setting of the kernel that is another until this is dropped; only in a guest.
 pub(crate) struct Setting {
     path: &'static str,
     before: String,
@@ -122,6 +151,9 @@ impl Setting {
     pub(crate) fn change(path: &'static str, value: &str) -> Result<Self> {
         let before = fs::read_to_string(path).with_context(|| format!("no {path}"))?;
         fs::write(path, value).with_context(|| format!("failed to set {path}"))?;
+        // Of several that it names, the one in brackets is set.
+        let chosen = before.split(['[', ']']).nth(1).map(str::to_owned);
+        let before = chosen.unwrap_or(before);
         Ok(Self { path, before })
     }
 
@@ -158,13 +190,21 @@ impl Scarcity {
             fs::write(HUGE_PAGES, taken.to_string()).context("failed to set memory aside")?;
             thread::sleep(Duration::from_millis(1100));
         }
+        // What is free in pieces smaller than a huge page.
+        let rest = free_kb()?.saturating_sub(Self::FREE_KB);
+        let balloon = (rest >= HUGE_PAGE_KB).then(|| Balloon::of(rest));
+        let balloon = balloon.transpose()?;
         // On the same CPU, the process gets nearly all of its time.
         let kswapd = shell("pidof kswapd0")?.trim_end().to_owned();
         shell(&format!(
             "renice -n 19 -p {kswapd} && renice -n -20 -p {pid} &&
              taskset -p 1 {kswapd} && taskset -p 1 {pid}"
         ))?;
-        Ok(Self { watermark, kswapd })
+        Ok(Self {
+            watermark,
+            kswapd,
+            _balloon: balloon,
+        })
     }
 }
 
@@ -178,11 +218,16 @@ impl Drop for Scarcity {
 }
 
 fn free_kb() -> Result<u64> {
+    meminfo_kb("MemFree")
+}
+
+fn meminfo_kb(key: &str) -> Result<u64> {
     let meminfo = fs::read_to_string("/proc/meminfo").context("no meminfo")?;
-    let free = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix("MemFree:")?.split_whitespace().next());
-    Ok(free.context("no MemFree")?.parse()?)
+    let value = meminfo.lines().find_map(|line| {
+        let rest = line.strip_prefix(key)?.strip_prefix(':')?;
+        rest.split_whitespace().next()
+    });
+    Ok(value.with_context(|| format!("no {key}"))?.parse()?)
 }
 
 /// A program that is held until it may write 96 MB to a disk, in a memory cgroup of 32 MB: it then
