@@ -25,7 +25,7 @@
 //! | [`mod@print`] | how a value becomes text or JSON |
 //! | [`mod@bpf`] | BPF objects, their maps and hooks, and what this kernel allows |
 //! | [`code`] | machine code and the ELF files that it comes from |
-//! | [`host`] | what the kernel tells about memory by itself, with nothing traced |
+//! | [`host`] | what the kernel tells about memory and the machine by itself, with nothing traced |
 //! | [`mod@process`] | who is traced, and what they have mapped |
 //! | [`stacks`] | call stacks, from the kernel half's walk to names |
 //! | [`export`] | named stacks in the formats that people and other programs read |

@@ -12,6 +12,7 @@ use libbpf_rs::MapCore;
 use libbpf_rs::skel::{OpenSkel, Skel};
 use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
+use memtools::bpf::software_event;
 use memtools::export::profile::Value;
 use memtools::print::clock;
 use memtools::print::output::{Format, Output, Row};
@@ -97,7 +98,7 @@ fn run(args: Args) -> Result<ExitCode> {
         .user_stacks()
         .then(|| target.unwinder(args.stacks.unwind, memtools::unwind_parts!(skel)))
         .transpose()?;
-    let links = attach::each_software_event(&skel.progs.page_fault, args.event())?;
+    let links = software_event::attach(&skel.progs.page_fault, args.event())?;
     eprintln!("faults: tracing page faults... Ctrl-C to end");
     target.release()?;
 

@@ -21,6 +21,7 @@ use memtools::bpf::attach::{Means, Variant};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_cache::Recorded;
 use memtools::bpf::map_counts::Counts;
+use memtools::bpf::software_event;
 use memtools::bpf::types;
 use memtools::print::clock;
 use memtools::print::file_path::{self, Reach};
@@ -215,7 +216,7 @@ fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
         }
         let mut links = Vec::new();
         for (program, event) in each {
-            links.extend(attach::each_software_event(program, event)?);
+            links.extend(software_event::attach(program, event)?);
         }
         Ok(Attached { skel, links, knows })
     };

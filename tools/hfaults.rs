@@ -16,6 +16,7 @@ use libbpf_rs::{Link, MapCore};
 use memtools::bpf::attach::{self, Means, Variant};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_counts::Counts;
+use memtools::bpf::software_event;
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::{self, Output};
 use memtools::print::text;
@@ -160,7 +161,7 @@ fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
     let by_event = Variant::new("page-fault event", move || {
         let mut attached = load(args, filter, &["fault_event".into()])?;
         let program = &attached.skel.progs.fault_event;
-        attached.links = attach::each_software_event(program, Software::PAGE_FAULTS)?;
+        attached.links = software_event::attach(program, Software::PAGE_FAULTS)?;
         Ok(attached)
     });
     let mut variants = attach::exact_first(vec![

@@ -9,7 +9,7 @@ use std::env;
 use std::fmt;
 use std::fs;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -18,14 +18,12 @@ use libbpf_rs::skel::{OpenSkel, SkelBuilder};
 use libbpf_rs::{Link, Object, OpenObject, PrintLevel, ProgramMut, ProgramType};
 use nix::fcntl::OFlag;
 use nix::unistd::{ForkResult, close, fork, pipe2, read, setsid};
-use perf_event::Builder;
-use perf_event::events::Software;
 
 use crate::bpf::btf_subset::KernelTypes;
 use crate::bpf::fentry_id;
 use crate::bpf::kernel_support;
 use crate::bpf::kretprobe;
-use crate::process::mapping_log::online_cpus;
+use crate::bpf::software_event;
 
 /// Whether --verbose was given.
 static VERBOSE: AtomicBool = AtomicBool::new(false);
@@ -293,31 +291,11 @@ pub fn all(programs: &[&ProgramMut<'_>], remedy: &str) -> Result<Vec<Link>> {
     programs.iter().map(attach).collect()
 }
 
-/// Attaches a program to every single event of a kind that the kernel counts itself, such as page
-/// faults, on all CPUs that are online now.
-pub fn each_software_event(program: &ProgramMut<'_>, event: Software) -> Result<Vec<Link>> {
-    online_cpus()?
-        .into_iter()
-        .map(|cpu| {
-            let counter = Builder::new(event)
-                .any_pid()
-                .one_cpu(cpu)
-                .include_kernel()
-                .sample_period(1)
-                .build()
-                .with_context(|| format!("failed to open the perf event on CPU {cpu}"))?;
-            // The link closes it.
-            program
-                .attach_perf_event(counter.into_raw_fd())
-                .context("failed to attach to the perf event")
-        })
-        .collect()
-}
-
 /// Detaches all links at once. The kernel waits for a grace period for each, up to 0.1 s; waiting
 /// for all of them together takes no longer than for one. With kretprobes it is the last attached
 /// first: what is still seen to begin must be seen to end, or it would be told as lost.
 pub fn detach(links: Vec<Link>) {
+    software_event::detach();
     if kretprobe::any() {
         links.into_iter().rev().for_each(drop);
         return kretprobe::remove();

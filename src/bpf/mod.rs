@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`kernel_support`] | what this kernel and this user allow, with the remedy where they do not |
 //! | [`attach`] | a ladder of variants of the same hook, tried from the best down |
+//! | [`software_event`] | programs on events that the kernel counts itself, on all CPUs |
 //! | `kretprobe` | programs on the return of kernel functions, for many threads at once |
 //! | [`btf_subset`] | the kernel's types that a BPF object is fitted to |
 //! | [`types`] | structs generated from the BPF headers |
@@ -30,4 +31,5 @@ pub mod map_mmap;
 pub mod program_stats;
 pub mod ring;
 pub mod room;
+pub mod software_event;
 pub mod types;

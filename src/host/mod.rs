@@ -1,4 +1,4 @@
-//! Room `host`: what the kernel tells about memory by itself, in /proc and in cgroups, with nothing traced.
+//! Room `host`: what the kernel tells about memory and the machine by itself, with nothing traced.
 //!
 //! | module | what it is for |
 //! |---|---|
@@ -6,8 +6,10 @@
 //! | [`pressure`] | how long tasks were held up for want of memory |
 //! | [`slabinfo`] | slab caches and the bytes of their pages |
 //! | [`memory_cgroups`] | memory cgroups of both versions: what they use, and their limits |
+//! | [`cpus`] | CPUs that are online, and that come online later |
 //! | [`kernel_log`] | OOM kills and other messages in the kernel's log |
 
+pub mod cpus;
 pub mod kernel_log;
 pub mod memory_cgroups;
 pub mod pressure;

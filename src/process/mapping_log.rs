@@ -5,8 +5,8 @@
 //! makes, by exec, by its dynamic linker or by dlopen, from the moment that it is opened; and every
 //! fork, which gives the child its parent's.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::fs;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
@@ -17,6 +17,7 @@ use perf_event::data::Record;
 use perf_event::events::Software;
 use perf_event::{Builder, Clock, SampleFlag, Sampler};
 
+use crate::host::cpus::Cpus;
 use crate::print::clock;
 use crate::process::proc::Mapping;
 
@@ -42,10 +43,12 @@ pub enum Change {
     Exited(u32),
 }
 
-/// The log, of all processes, one buffer per CPU. Its descriptor is readable when it should be
-/// drained lest it overflow.
+/// The log, of all processes, one buffer per CPU, also of those that come online later. Its descriptor
+/// is readable when it should be drained lest it overflow, or a CPU has come.
 pub struct MappingLog {
-    cpus: Vec<Sampler>,
+    cpus: Cpus,
+    /// By the CPU's number.
+    buffers: BTreeMap<usize, Sampler>,
     /// Changes later than the last drain began, each with its time: another CPU's buffer was read
     /// before them, and may hold earlier ones.
     early: Vec<(u64, Change)>,
@@ -56,52 +59,64 @@ pub struct MappingLog {
 impl MappingLog {
     /// Starts logging.
     pub fn start() -> Result<Self> {
-        let cpus = online_cpus()?
-            .into_iter()
-            .map(|cpu| {
-                Builder::new(Software::DUMMY)
-                    .any_pid()
-                    .one_cpu(cpu)
-                    .include_kernel()
-                    .mmap(true)
-                    .mmap2(true)
-                    .comm(true)
-                    .comm_exec(true)
-                    .task(true)
-                    // Each record ends in its time.
-                    .sample(SampleFlag::TIME)
-                    .sample_id_all(true)
-                    .clockid(Clock::MONOTONIC)
-                    .wakeup_watermark(WAKE_BYTES)
-                    .enabled(true)
-                    .build()
-                    .and_then(|counter| counter.sampled(LOG_BYTES))
-            })
-            .collect::<Result<Vec<_>, _>>()
-            .context("failed to open the kernel's log of mappings (perf_event_open)")?;
+        let cpus = Cpus::now()?;
         let filling =
             Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).context("failed to open epoll")?;
-        for cpu in &cpus {
-            // SAFETY: the descriptor is the sampler's, which lives as long as `filling`.
-            let cpu = unsafe { BorrowedFd::borrow_raw(cpu.as_raw_fd()) };
+        if let Some(events) = cpus.events() {
             filling
-                .add(cpu, EpollEvent::new(EpollFlags::EPOLLIN, 0))
-                .context("failed to watch the log of mappings")?;
+                .add(events, EpollEvent::new(EpollFlags::EPOLLIN, 0))
+                .context("failed to watch for CPUs")?;
         }
-        Ok(Self {
+        let mut log = Self {
             cpus,
+            buffers: BTreeMap::new(),
             early: Vec::new(),
             filling,
             lost: 0,
-        })
+        };
+        let online: Vec<usize> = log.cpus.online().collect();
+        for cpu in online {
+            log.open(cpu)
+                .context("failed to open the kernel's log of mappings (perf_event_open)")?;
+        }
+        Ok(log)
+    }
+
+    /// Starts logging on a CPU, in the place of what it logged before it went offline.
+    fn open(&mut self, cpu: usize) -> Result<()> {
+        let buffer = Builder::new(Software::DUMMY)
+            .any_pid()
+            .one_cpu(cpu)
+            .include_kernel()
+            .mmap(true)
+            .mmap2(true)
+            .comm(true)
+            .comm_exec(true)
+            .task(true)
+            // Each record ends in its time.
+            .sample(SampleFlag::TIME)
+            .sample_id_all(true)
+            .clockid(Clock::MONOTONIC)
+            .wakeup_watermark(WAKE_BYTES)
+            .enabled(true)
+            .build()
+            .and_then(|counter| counter.sampled(LOG_BYTES))?;
+        // SAFETY: the descriptor is the sampler's, which lives as long as `filling`, or leaves it when it
+        // is closed.
+        let fd = unsafe { BorrowedFd::borrow_raw(buffer.as_raw_fd()) };
+        self.filling
+            .add(fd, EpollEvent::new(EpollFlags::EPOLLIN, 0))
+            .context("failed to watch it")?;
+        self.buffers.insert(cpu, buffer);
+        Ok(())
     }
 
     /// What has happened up to now since the last call, in order.
     pub fn drain(&mut self) -> Vec<Change> {
         let now = clock::monotonic_ns();
         let mut changes = std::mem::take(&mut self.early);
-        for cpu in &mut self.cpus {
-            while let Some(record) = cpu.next_record() {
+        for buffer in self.buffers.values_mut() {
+            while let Some(record) = buffer.next_record() {
                 let exec = record.misc() & MISC_COMM_EXEC != 0;
                 let time = record
                     .to_contiguous()
@@ -142,6 +157,11 @@ impl MappingLog {
                 changes.extend(change.map(|change| (time, change)));
             }
         }
+        for cpu in self.cpus.came() {
+            if let Err(error) = self.open(cpu) {
+                eprintln!("mappings that are made on CPU {cpu} are not seen: {error:#}");
+            }
+        }
         changes.sort_by_key(|&(time, _)| time);
         self.early = changes.split_off(changes.partition_point(|&(time, _)| time <= now));
         changes.into_iter().map(|(_, change)| change).collect()
@@ -156,33 +176,5 @@ impl MappingLog {
 impl AsFd for MappingLog {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.filling.0.as_fd()
-    }
-}
-
-/// Numbers of the CPUs that are online, from a list such as `0-3,8`.
-pub fn online_cpus() -> Result<Vec<usize>> {
-    let list = fs::read_to_string("/sys/devices/system/cpu/online")
-        .context("failed to list the CPUs; is /sys mounted?")?;
-    parse_cpu_list(&list).context("failed to understand /sys/devices/system/cpu/online")
-}
-
-fn parse_cpu_list(list: &str) -> Option<Vec<usize>> {
-    let mut cpus = Vec::new();
-    for range in list.trim().split(',') {
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
-        cpus.extend(first.parse::<usize>().ok()?..=last.parse().ok()?);
-    }
-    Some(cpus)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn cpu_lists() {
-        assert_eq!(parse_cpu_list("0\n"), Some(vec![0]));
-        assert_eq!(parse_cpu_list("0-2,5,7-8\n"), Some(vec![0, 1, 2, 5, 7, 8]));
-        assert_eq!(parse_cpu_list("x"), None);
     }
 }

@@ -12,6 +12,7 @@ use libtest_mimic::Trial;
 use serde_json::Value;
 
 use crate::harness::{self, Ended, Tool, Workload, workload};
+use crate::pressure::Setting;
 
 const LIVE: &str = "tracing page faults";
 const PAGES: &str = "1009";
@@ -32,6 +33,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_process_that_exits_ends_it,
         its_own_faults_are_left_out_and_told,
         what_the_kernel_brings_in_is_no_fault,
+        cpus_that_come_later_are_traced [Guest],
     }
 }
 
@@ -335,5 +337,34 @@ fn what_the_kernel_brings_in_is_no_fault() -> Result<()> {
     let (ended, facts) = trace("minor", &[PAGES, "lock"], &[])?;
     ensure!(ended.stdout.is_empty(), "{}", ended.stdout);
     ensure!(facts["minor"] == PAGES, "{facts:?}");
+    Ok(())
+}
+
+/// A CPU that was offline when tracing began, and one that has been offline since, as while the machine
+/// slept; of a process that has exited before its code is looked up.
+fn cpus_that_come_later_are_traced() -> Result<()> {
+    const CPU_1: &str = "/sys/devices/system/cpu/cpu1/online";
+    const ON_CPU_1: &str = "2";
+    for sleeps in [false, true] {
+        let offline = (!sleeps).then(|| Setting::change(CPU_1, "0")).transpose()?;
+        let mut tool = Tool::start("faults", &["-n", "minor"])?;
+        tool.wait_for(LIVE)?;
+        if sleeps {
+            drop(Setting::change(CPU_1, "0")?);
+        }
+        drop(offline);
+        tool.wait_for("CPU 1 has come online, and is traced from now on")?;
+        let mut program = Command::new("taskset");
+        program.arg(ON_CPU_1).arg(workload("minor")).arg(PAGES);
+        let mut program = Workload::spawn(&mut program)?;
+        program.work()?;
+        program.finish()?;
+        let ended = tool.interrupt()?;
+        let leaves = by_leaf(&ended.stdout, "minor")?;
+        ensure!(
+            leaves.get("write_pages") == Some(&1009),
+            "sleeps: {sleeps}: {leaves:?}; {ended:?}"
+        );
+    }
     Ok(())
 }

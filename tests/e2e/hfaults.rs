@@ -285,7 +285,7 @@ fn transparent_pages_are_those_of_vmstat() -> Result<()> {
     Ok(())
 }
 
-/// Those smaller than what a page table of the next level maps, by the kernel's counter of their size.
+/// The kernel's counter of pages of 64 kB has the same.
 fn transparent_pages_of_64_kb() -> Result<()> {
     const OF_SIZE: &str = "/sys/kernel/mm/transparent_hugepage/hugepages-64kB";
     let _large = Setting::change(

@@ -1,0 +1,127 @@
+//! Programs on every single event of a kind that the kernel counts itself, such as page faults: a perf
+//! event for each CPU, also for those that come online while the tool traces.
+
+use std::io::{PipeReader, PipeWriter, pipe};
+use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
+use std::sync::{Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use anyhow::{Context, Result};
+use libbpf_rs::{Link, ProgramMut};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use perf_event::events::Software;
+use perf_event::{Builder, Counter};
+
+use crate::host::cpus::Cpus;
+
+/// What attaches programs on CPUs that come, until [`detach`].
+static FOLLOWERS: Mutex<Vec<Follower>> = Mutex::new(Vec::new());
+
+/// Attaches a program to each event on every CPU. What is returned is that of the CPUs that are online
+/// now; that of later ones goes with [`attach::detach`](crate::bpf::attach::detach).
+///
+/// # Errors
+/// If the kernel refuses the perf event on a CPU, or the program on it.
+pub fn attach(program: &ProgramMut<'_>, event: Software) -> Result<Vec<Link>> {
+    let cpus = Cpus::now()?;
+    let links = cpus
+        .online()
+        .map(|cpu| {
+            // The link closes it.
+            program
+                .attach_perf_event(open(event, cpu)?.into_raw_fd())
+                .context("failed to attach to the perf event")
+        })
+        .collect::<Result<_>>()?;
+    let program = program.as_fd().try_clone_to_owned()?;
+    let follower = Follower::start(cpus, program, event)?;
+    followers().push(follower);
+    Ok(links)
+}
+
+/// Takes programs away from the CPUs that came later.
+pub(crate) fn detach() {
+    followers().clear();
+}
+
+fn followers() -> std::sync::MutexGuard<'static, Vec<Follower>> {
+    FOLLOWERS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn open(event: Software, cpu: usize) -> Result<Counter> {
+    Builder::new(event)
+        .any_pid()
+        .one_cpu(cpu)
+        .include_kernel()
+        .sample_period(1)
+        .build()
+        .with_context(|| format!("failed to open the perf event on CPU {cpu}"))
+}
+
+/// A thread that attaches a program on CPUs as they come. They are detached when this is dropped.
+struct Follower {
+    /// The end of a pipe whose closing stops the thread; None once it is closed.
+    stop: Option<PipeWriter>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Follower {
+    fn start(cpus: Cpus, program: OwnedFd, event: Software) -> Result<Self> {
+        let (stopped, stop) = pipe().context("failed to open a pipe")?;
+        let thread = thread::Builder::new()
+            .name("cpus".into())
+            .spawn(move || follow(cpus, &stopped, &program, event))
+            .context("failed to start a thread")?;
+        Ok(Self {
+            stop: Some(stop),
+            thread: Some(thread),
+        })
+    }
+}
+
+impl Drop for Follower {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            // It has said what it had to say.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Attaches the program on each CPU that comes, until `stopped` is closed.
+fn follow(mut cpus: Cpus, stopped: &PipeReader, program: &OwnedFd, event: Software) {
+    let mut counters = Vec::new();
+    loop {
+        let mut sources = vec![PollFd::new(stopped.as_fd(), PollFlags::POLLIN)];
+        sources.extend(cpus.events().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
+        match poll(&mut sources, PollTimeout::NONE) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(error) => return eprintln!("CPUs that come are not traced: {error}"),
+        }
+        if sources[0].any() == Some(true) {
+            return;
+        }
+        for cpu in cpus.came() {
+            match attach_on(cpu, program, event) {
+                Ok(counter) => {
+                    eprintln!("CPU {cpu} has come online, and is traced from now on");
+                    counters.push(counter);
+                }
+                Err(error) => {
+                    eprintln!("CPU {cpu} has come online, and is not traced: {error:#}");
+                }
+            }
+        }
+    }
+}
+
+fn attach_on(cpu: usize, program: &OwnedFd, event: Software) -> Result<Counter> {
+    let mut counter = open(event, cpu)?;
+    counter
+        .set_bpf(program.as_raw_fd())
+        .and_then(|()| counter.enable())
+        .context("failed to attach to the perf event")?;
+    Ok(counter)
+}
