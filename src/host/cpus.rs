@@ -47,7 +47,7 @@ impl Cpus {
         Ok(Self { online, events })
     }
 
-    /// Their numbers.
+    /// The numbers of the CPUs that are online.
     pub fn online(&self) -> impl Iterator<Item = usize> {
         self.online.iter().copied()
     }
