@@ -14,6 +14,7 @@ use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use tempfile::TempDir;
 
 use crate::harness::{self, Ended, Tool, Workload};
+use crate::memleak;
 
 const LIVE: &str = "tracing brk(2)";
 /// Who owns what is hostile.
@@ -31,6 +32,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_perf_map_that_is_a_hole_takes_no_memory [Once],
         names_obey_no_terminal,
         code_mapped_for_ever_takes_no_memory [Once],
+        a_sandboxed_target_lives,
     }
 }
 
@@ -227,5 +229,22 @@ fn code_mapped_for_ever_takes_no_memory() -> Result<()> {
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
     ensure!(grown < 16 << 10, "by {grown} KiB");
+    Ok(())
+}
+
+/// A return probe can be a system call of the target's (6.11 and later), as a probe on a nop can be (6.18 and
+/// later), and its seccomp filter permits neither.
+fn a_sandboxed_target_lives() -> Result<()> {
+    let mut program = Workload::start("hostile-sandbox", &["1009", "4093"])?;
+    let args = ["-o", "0", "-p", &program.pid(), "60"];
+    let mut tool = Tool::start("memleak", &args)?;
+    tool.wait_for(memleak::READY)?;
+    let facts = program.work()?;
+    let ended = tool.interrupt()?;
+    ensure!(program.finish()?.success(), "the target was harmed");
+    ensure!(facts["kept"] == "1009", "{facts:?}");
+    let groups = memleak::last_report(&ended.stdout)?;
+    let found = memleak::outstanding(&groups, "keep");
+    ensure!(found == (1009 * 4093, 1009), "{found:?} in {groups:#?}");
     Ok(())
 }
