@@ -199,9 +199,9 @@ fn print_processes<M: MapCore>(
     counts: &mut StackCounts<'_, M>,
     report: &Report<'_>,
 ) -> Result<()> {
+    let time = Zoned::now();
     if report.args.timestamp {
-        let time = clock::time_of_day(&Zoned::now());
-        output.header(&format!("{time:<8}"))?;
+        output.header(&format!("{:<8}", clock::time_of_day(&time)))?;
     }
     let column = match report.weight {
         Weight::Events => "FAULTS",
@@ -214,6 +214,7 @@ fn print_processes<M: MapCore>(
             Weight::Bytes => (None, Some(sum)),
         };
         output.row(&Faulter {
+            time: &time,
             pid,
             comm,
             faults,
@@ -229,7 +230,10 @@ fn print_processes<M: MapCore>(
 /// What one process did.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "process")]
-struct Faulter {
+struct Faulter<'a> {
+    /// The report's.
+    #[serde(serialize_with = "clock::serialize")]
+    time: &'a Zoned,
     pid: u32,
     comm: String,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -238,7 +242,7 @@ struct Faulter {
     bytes: Option<u64>,
 }
 
-impl Row for Faulter {
+impl Row for Faulter<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let sum = self.faults.or(self.bytes).unwrap_or_default();
         writeln!(out, "{:<7} {:<16} {sum}", self.pid, self.comm)

@@ -291,8 +291,9 @@ impl Report<'_> {
             .top
             .map_or(0, |top| rows.len().saturating_sub(top));
 
+        let time = Zoned::now();
         if self.args.timestamp {
-            output.header(&clock::time_of_day(&Zoned::now()))?;
+            output.header(&clock::time_of_day(&time))?;
         }
         let widest = rows.iter().skip(skip).map(|(key, _)| key.file.len()).max();
         let columns = Columns {
@@ -304,7 +305,7 @@ impl Report<'_> {
         };
         output.header(&columns.header())?;
         for (key, count) in rows.into_iter().skip(skip) {
-            output.row(&FileFaults::new(key, count, self.knows, columns))?;
+            output.row(&FileFaults::new(key, count, &time, self.knows, columns))?;
         }
         if self.args.interval.is_some() {
             output.header("")?;
@@ -408,7 +409,10 @@ impl Columns {
 /// The faults on one file.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "file")]
-struct FileFaults {
+struct FileFaults<'a> {
+    /// The report's.
+    #[serde(serialize_with = "clock::serialize")]
+    time: &'a Zoned,
     file: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pid: Option<u32>,
@@ -424,9 +428,10 @@ struct FileFaults {
     columns: Columns,
 }
 
-impl FileFaults {
-    fn new(key: Key, count: Count, knows: Knows, columns: Columns) -> Self {
+impl<'a> FileFaults<'a> {
+    fn new(key: Key, count: Count, time: &'a Zoned, knows: Knows, columns: Columns) -> Self {
         Self {
+            time,
             file: key.file,
             pid: columns.by_process.then_some(key.pid),
             comm: columns.by_process.then_some(key.comm),
@@ -440,7 +445,7 @@ impl FileFaults {
     }
 }
 
-impl Row for FileFaults {
+impl Row for FileFaults<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         if let (Some(pid), Some(comm)) = (self.pid, &self.comm) {
             write!(out, "{pid:<7} {comm:<16} ")?;
@@ -492,7 +497,8 @@ mod tests {
             major: true,
             access: false,
         };
-        let row = FileFaults::new(key, count, knows, columns);
+        let time = Zoned::new(jiff::Timestamp::UNIX_EPOCH, jiff::tz::TimeZone::UTC);
+        let row = FileFaults::new(key, count, &time, knows, columns);
         let mut line = Vec::new();
         row.text(&mut line).expect("memory");
         assert_eq!(
@@ -502,7 +508,7 @@ mod tests {
         );
         assert_eq!(
             serde_json::to_string(&row).expect("JSON"),
-            r#"{"type":"file","file":"libc.so.6","pid":7,"comm":"sh","faults":23,"minor":18,"major":5,"write":null,"exec":null}"#
+            r#"{"type":"file","time":"1970-01-01T00:00:00.000000+00:00","file":"libc.so.6","pid":7,"comm":"sh","faults":23,"minor":18,"major":5,"write":null,"exec":null}"#
         );
     }
 }

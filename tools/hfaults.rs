@@ -285,6 +285,7 @@ fn print<M: MapCore>(
 
 /// The faults of one process, or of one kind of it.
 #[derive(Serialize)]
+#[serde(tag = "type", rename = "process")]
 struct Row<'a> {
     #[serde(serialize_with = "clock::serialize")]
     time: &'a Zoned,

@@ -16,7 +16,7 @@ use memtools::bpf::attach::{self, Means, Variant};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_counts::Counts;
 use memtools::print::clock::{self, Clock};
-use memtools::print::histogram::Histogram;
+use memtools::print::histogram;
 use memtools::print::output::{self, Output};
 use memtools::print::text;
 use memtools::process::filter::{Filter, Tasks};
@@ -144,8 +144,9 @@ fn run(args: Args) -> Result<ExitCode> {
     if args.latency {
         let bss = maps.bss_data.as_deref();
         let slots = bss.context("the BPF object has no data")?.latency_ns.slots;
-        output.row(&Latency {
-            latency_ns: slots.into(),
+        output.row(&histogram::Named {
+            name: "swapin_ns",
+            buckets: slots.into(),
         })?;
         output.flush()?;
     }
@@ -297,6 +298,7 @@ impl Columns {
 
 /// The pages of one process in one interval.
 #[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "process")]
 struct Row<'a> {
     #[serde(serialize_with = "clock::serialize")]
     time: &'a Zoned,
@@ -326,18 +328,6 @@ impl output::Row for Row<'_> {
             line += &format!(" {:.2}", ns as f64 / 1e6);
         }
         writeln!(out, "{}", line.trim_end())
-    }
-}
-
-/// How long each fault that read from swap took, over the whole run.
-#[derive(Debug, Serialize)]
-struct Latency {
-    latency_ns: Histogram,
-}
-
-impl output::Row for Latency {
-    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
-        self.latency_ns.text("swapin_ns", out)
     }
 }
 

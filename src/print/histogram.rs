@@ -7,6 +7,7 @@ use std::io::{self, Write};
 use serde::{Serialize, Serializer};
 
 use crate::bpf::types;
+use crate::print::output::Row;
 
 /// Slots of a histogram: one for zeros and one for each length in bits.
 const SLOTS: usize = 65;
@@ -19,6 +20,22 @@ const BAR_COLUMNS: f32 = 52.0;
 pub struct Histogram {
     /// Slot 0 counts zeros, slot n the values in [2^(n-1), 2^n).
     slots: [u64; SLOTS],
+}
+
+/// A histogram as a row of its own: `{"type":"histogram","name":"swapin_ns","buckets":[...]}`.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "histogram")]
+pub struct Named {
+    /// What was measured, with its unit at the end.
+    pub name: &'static str,
+    /// How often it was how much.
+    pub buckets: Histogram,
+}
+
+impl Row for Named {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        self.buckets.text(self.name, out)
+    }
 }
 
 /// A slot with its bounds, both included.

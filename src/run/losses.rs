@@ -136,8 +136,9 @@ fn counters(object: &Object) -> Result<types::losses> {
     Ok(*types::view(&bytes)?)
 }
 
-/// `{"lost":{...}}`; text has it on stderr.
+/// `{"type":"lost","lost":{...}}`; text has it on stderr.
 #[derive(Serialize)]
+#[serde(tag = "type", rename = "lost")]
 struct LostRow {
     lost: Losses,
 }
@@ -148,8 +149,9 @@ impl Row for LostRow {
     }
 }
 
-/// `{"own_events":N}`; text has it on stderr.
+/// `{"type":"own_events","own_events":N}`; text has it on stderr.
 #[derive(Serialize)]
+#[serde(tag = "type", rename = "own_events")]
 struct OwnRow {
     own_events: u64,
 }

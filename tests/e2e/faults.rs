@@ -151,10 +151,6 @@ fn processes_are_counted_without_stacks() -> Result<()> {
             &["--bytes"],
             "PID     COMM             BYTES\n{pid} minor            4132864\n",
         ),
-        (
-            &["-j"],
-            r#"{"type":"process","pid":{pid},"comm":"minor","faults":1009}"#,
-        ),
     ] {
         let mut program = Workload::start("minor", &[PAGES])?;
         let pid = program.pid();
@@ -162,18 +158,23 @@ fn processes_are_counted_without_stacks() -> Result<()> {
         tool.wait_for(LIVE)?;
         program.work()?;
         let ended = tool.interrupt()?;
-        let pid = if options == ["-j"] {
-            pid
-        } else {
-            format!("{pid:<7}")
-        };
-        let expected = expected.replace("{pid}", &pid);
+        let expected = expected.replace("{pid}", &format!("{pid:<7}"));
         ensure!(
             ended.stdout.trim_end() == expected.trim_end(),
             "{}",
             ended.stdout
         );
     }
+
+    let (ended, facts) = trace("minor", &[PAGES], &["--by-process", "-j"])?;
+    let rows = ended.objects()?;
+    ensure!(
+        rows.len() == 1
+            && rows[0]["type"] == "process"
+            && rows[0]["comm"] == "minor"
+            && rows[0]["faults"] == facts["minor"].parse::<u64>()?,
+        "{ended:?}"
+    );
     Ok(())
 }
 

@@ -21,6 +21,7 @@ use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::{Completion, Failed, Trial};
 use nix::sys::signal::{SigHandler, Signal};
 use regex_lite::Regex;
+use serde_json::Value;
 
 /// How long anything may take. Software emulation is a hundred times slower than the machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(180);
@@ -380,6 +381,29 @@ pub(crate) struct Ended {
     pub(crate) stderr: String,
     /// The tool's exit status.
     pub(crate) status: ExitStatus,
+}
+
+impl Ended {
+    /// The JSON objects on stdout, one a line. Each says what it is, and what is of a moment when that was.
+    pub(crate) fn objects(&self) -> Result<Vec<Value>> {
+        ensure!(self.status.success(), "{self:?}");
+        self.stdout.lines().map(object).collect()
+    }
+}
+
+/// A line of a tool's JSON.
+pub(crate) fn object(line: &str) -> Result<Value> {
+    const OF_A_MOMENT: [&str; 7] = [
+        "call", "file", "interval", "kill", "process", "reclaim", "report",
+    ];
+    let object: Value = serde_json::from_str(line).with_context(|| format!("no JSON: {line}"))?;
+    let kind = object["type"].as_str();
+    let kind = kind.with_context(|| format!("no type: {line}"))?;
+    ensure!(
+        !OF_A_MOMENT.contains(&kind) || object["time"].is_string(),
+        "no time: {line}"
+    );
+    Ok(object)
 }
 
 impl Tool {

@@ -139,11 +139,6 @@ fn end(tool: Tool) -> Result<Ended> {
     Ok(ended)
 }
 
-fn json_rows(ended: &Ended) -> Result<Vec<Value>> {
-    let row = |line: &str| serde_json::from_str(line).with_context(|| line.to_owned());
-    ended.stdout.lines().map(row).collect()
-}
-
 fn processes_are_counted() -> Result<()> {
     let _pages = HugePages::reserve(10)?;
     let ways = ways();
@@ -185,7 +180,7 @@ fn files_are_counted() -> Result<()> {
             workload.work()?;
             let ended = end(tool)?;
             workload.finish()?;
-            let rows = json_rows(&ended)?;
+            let rows = ended.objects()?;
             ensure!(rows.len() == 1 && rows[0]["count"] == 5, "{way}: {ended:?}");
         }
         Ok(())
@@ -234,7 +229,7 @@ fn reasons_are_told_apart() -> Result<()> {
         let mut workload = Workload::start("huge", &["7"])?;
         let tool = start("page-fault event", &["-e", "-j", "-p", &workload.pid()])?;
         workload.work()?;
-        let rows = json_rows(&end(tool)?)?;
+        let rows = end(tool)?.objects()?;
         ensure!(rows.len() == 1, "{rows:?}");
         let found = json!([rows[0]["page_bytes"], rows[0]["reason"], rows[0]["count"]]);
         ensure!(found == json!([2 << 20, null, 7]), "{rows:?}");

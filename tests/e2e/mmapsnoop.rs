@@ -98,9 +98,7 @@ fn calls(fact: &str) -> Result<Vec<Call>> {
 }
 
 fn json_rows(ended: &Ended) -> Result<Vec<Value>> {
-    let row = |line: &str| serde_json::from_str(line).with_context(|| line.to_owned());
-    let rows: Result<Vec<Value>> = ended.stdout.lines().map(row).collect();
-    let mut rows = rows?;
+    let mut rows = ended.objects()?;
     rows.retain(|row| row["type"] != "unwinding");
     Ok(rows)
 }
@@ -169,6 +167,7 @@ fn every_argument_and_result() -> Result<()> {
         );
         for (row, call) in rows.iter().zip(&calls) {
             let mut expected = json!({
+                "type": "call",
                 "time": row["time"],
                 "pid": pid.parse::<u32>()?,
                 "tid": pid.parse::<u32>()?,

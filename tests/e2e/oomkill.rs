@@ -46,9 +46,7 @@ fn kill(hog: &mut Workload) -> Result<()> {
 }
 
 fn objects(ended: &Ended) -> Result<Vec<Value>> {
-    ensure!(ended.status.success(), "{ended:?}");
-    let objects = ended.stdout.lines().map(serde_json::from_str::<Value>);
-    let mut objects: Vec<Value> = objects.collect::<Result<_, _>>().context("no JSON")?;
+    let mut objects = ended.objects()?;
     objects.retain(|object| object["type"] != "unwinding");
     Ok(objects)
 }

@@ -380,7 +380,7 @@ fn the_output_can_be_a_file() -> Result<()> {
         ensure!(file.exists(), "{name}: {ended:?}");
         let report = fs::read_to_string(&file)?;
         for line in report.lines() {
-            serde_json::from_str::<serde_json::Value>(line).with_context(|| line.to_owned())?;
+            harness::object(line)?;
         }
         let counts = ["brkstack", "faults", "ffaults", "memleak", "mmapsnoop"];
         ensure!(!report.is_empty() || !counts.contains(&name), "{name}");

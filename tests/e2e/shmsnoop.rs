@@ -41,11 +41,6 @@ fn trace(args: &[&str]) -> Result<(String, HashMap<String, String>, Ended)> {
     Ok((pid, facts, ended))
 }
 
-fn json_rows(ended: &Ended) -> Result<Vec<Value>> {
-    let row = |line: &str| serde_json::from_str(line).with_context(|| line.to_owned());
-    ended.stdout.lines().map(row).collect()
-}
-
 /// Eight on two CPUs, which preempt one another in our programs, where the kernel lets them.
 fn threads_at_once_are_all_shown() -> Result<()> {
     let mut workload = Workload::start("contend", &["8", "1009", "shmget"])?;
@@ -53,7 +48,7 @@ fn threads_at_once_are_all_shown() -> Result<()> {
     tool.wait_for("tracing shmget(2)")?;
     let facts = workload.work()?;
     let ended = tool.interrupt()?;
-    let rows = json_rows(&ended)?;
+    let rows = ended.objects()?;
     ensure!(facts["operations"] == "8072", "{facts:?}");
     ensure!(rows.len() == 8072, "{} rows, {}", rows.len(), ended.stderr);
     ensure!(!ended.stderr.contains("lost"), "{}", ended.stderr);
@@ -80,7 +75,7 @@ fn hex(value: u64) -> String {
 
 fn every_argument_and_result() -> Result<()> {
     let (pid, facts, ended) = trace(&["-j"])?;
-    let rows = json_rows(&ended)?;
+    let rows = ended.objects()?;
     let mut seen = 0;
     for (fact, call, count) in [
         ("get", "shmget", ROUNDS + 3),
@@ -192,7 +187,7 @@ fn segment(row: &Value) -> [&Value; 3] {
 
 fn segments() -> Result<()> {
     let (pid, facts, ended) = trace(&["-j"])?;
-    let rows = json_rows(&ended)?;
+    let rows = ended.objects()?;
     let gets = calls(&facts["get"])?;
     for (round, (args, _)) in gets.iter().take(ROUNDS as usize).enumerate() {
         // shmget, shmat, IPC_STAT, shmdt, IPC_RMID
@@ -245,7 +240,7 @@ fn segments_of_a_container() -> Result<()> {
     let mut tool = Tool::start("shmsnoop", &["-j", "-n", "shm"])?;
     tool.wait_for("tracing shmget(2)")?;
     let facts = workload.work()?;
-    let rows = json_rows(&tool.interrupt()?)?;
+    let rows = tool.interrupt()?.objects()?;
     let mut detached = rows
         .iter()
         .filter(|row| row["pid"] == pid && row["call"] == "shmdt");
@@ -273,7 +268,7 @@ fn segments_in_large_numbers() -> Result<()> {
     }
     ensure!(!ids.contains(&-1), "cannot make segments");
     let (_, facts, ended) = traced?;
-    let rows = json_rows(&ended)?;
+    let rows = ended.objects()?;
     let gets = calls(&facts["get"])?;
     let seen = rows.iter().filter(|row| row["call"] == "shmget").zip(gets);
     for (row, (args, result)) in seen {

@@ -83,11 +83,6 @@ fn end(tool: Tool) -> Result<Ended> {
     Ok(ended)
 }
 
-fn json_rows(ended: &Ended) -> Result<Vec<Value>> {
-    let row = |line: &str| serde_json::from_str(line).with_context(|| line.to_owned());
-    ended.stdout.lines().map(row).collect()
-}
-
 /// The sum of a field over the rows of one process, or of all.
 fn sum(rows: &[Value], field: &str, pid: Option<&str>) -> u64 {
     rows.iter()
@@ -105,7 +100,7 @@ fn every_page_is_counted() -> Result<()> {
         let facts = workload.work()?;
         let ended = end(tool)?;
         let read = vmstat("pswpin")? - before;
-        let rows = json_rows(&ended)?;
+        let rows = ended.objects()?;
         ensure!(facts["swapped"] == PAGES.to_string(), "{facts:?}");
         let pid = workload.pid();
         ensure!(
@@ -133,10 +128,10 @@ fn shared_memory_holds_up_too() -> Result<()> {
         let facts = workload.work()?;
         let ended = end(tool)?;
         ensure!(facts["major"] == PAGES.to_string(), "{facts:?}");
-        let rows = json_rows(&ended)?;
+        let rows = ended.objects()?;
         let (last, rows) = rows.split_last().context("no rows")?;
         ensure!(sum(rows, "pages_in", None) == PAGES, "{way}: {ended:?}");
-        let buckets = last["latency_ns"].as_array().context("no histogram")?;
+        let buckets = last["buckets"].as_array().context("no histogram")?;
         let waits: u64 = buckets
             .iter()
             .filter_map(|bucket| bucket["count"].as_u64())
@@ -155,10 +150,10 @@ fn latency() -> Result<()> {
         let facts = workload.work()?;
         let took = begin.elapsed();
         let ended = end(tool)?;
-        let rows = json_rows(&ended)?;
+        let rows = ended.objects()?;
         let (last, rows) = rows.split_last().context("no rows")?;
         // Each major fault was one wait.
-        let buckets = last["latency_ns"].as_array().context("no histogram")?;
+        let buckets = last["buckets"].as_array().context("no histogram")?;
         let waits: u64 = buckets
             .iter()
             .filter_map(|bucket| bucket["count"].as_u64())
@@ -196,7 +191,7 @@ fn pages_written() -> Result<()> {
         workload.work()?;
         let ended = end(tool)?;
         let written = vmstat("pswpout")? - before;
-        let rows = json_rows(&ended)?;
+        let rows = ended.objects()?;
         ensure!(
             sum(&rows, "pages_out", None) == written,
             "{way}: not {written}: {ended:?}"
@@ -290,7 +285,7 @@ fn what_zswap_had_is_told() -> Result<()> {
             facts["swapped"] == pages && facts["sum_ok"] == "1",
             "{facts:?}"
         );
-        let rows = json_rows(&ended)?;
+        let rows = ended.objects()?;
         let [all, had] = ["pages_in", "pages_zswap"].map(|field| sum(&rows, field, None));
         let pid = workload.pid();
         ensure!(

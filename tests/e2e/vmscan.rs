@@ -15,7 +15,7 @@ use nix::fcntl::{FallocateFlags, fallocate};
 use regex_lite::Regex;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Need, Tool, Workload, workload};
+use crate::harness::{self, Need, Tool, Workload, workload};
 use crate::load;
 use crate::pressure::{
     Group, Recording, Scarcity, Setting, Swap, Traced, Writer, folder_on_disk, shell,
@@ -102,16 +102,6 @@ fn start(args: &[&str]) -> Result<Tool> {
     Ok(tool)
 }
 
-/// The objects of a JSON output.
-fn objects(ended: &Ended) -> Result<Vec<Value>> {
-    ensure!(ended.status.success(), "{ended:?}");
-    ended
-        .stdout
-        .lines()
-        .map(|line| serde_json::from_str(line).with_context(|| format!("no JSON: {line}")))
-        .collect()
-}
-
 fn of_type<'a>(objects: &'a [Value], kind: &'a str) -> impl Iterator<Item = &'a Value> {
     objects.iter().filter(move |object| object["type"] == kind)
 }
@@ -189,7 +179,7 @@ fn a_small_cgroup_reclaims() -> Result<()> {
     writer.write()?;
     let ended = tool.interrupt()?;
 
-    let objects = objects(&ended)?;
+    let objects = ended.objects()?;
     let reclaims = sum(&objects, "/memcg_reclaim/count")?;
     let time = sum(&objects, "/memcg_reclaim/time_ns")?;
     ensure!(
@@ -249,7 +239,7 @@ fn what_a_command_starts_reclaims() -> Result<()> {
     fs::write(&script, write)?;
     let command = format!("sh {}", script.display());
     let ended = start(&["-j", "-c", &command])?.end()?;
-    let reclaims = sum(&objects(&ended)?, "/memcg_reclaim/count")?;
+    let reclaims = sum(&ended.objects()?, "/memcg_reclaim/count")?;
     ensure!(reclaims >= 50, "{reclaims}: {ended:?}");
 
     let ended = start(&["--counts", "-c", "sh -c 'exit 7'"])?.end()?;
@@ -340,7 +330,7 @@ fn each_compaction_has_a_line() -> Result<()> {
     }
     let mut found = Vec::new();
     let mut time = 0;
-    for row in objects(&ended)? {
+    for row in ended.objects()? {
         let status = row["status"].as_str().context("no status")?;
         found.push((row["sync"] == true, status.to_owned()));
         time += row["latency_ns"].as_u64().context("no latency")?;
@@ -353,7 +343,7 @@ fn each_compaction_has_a_line() -> Result<()> {
     ensure!(time > 0 && time < took, "{time} of {took} ns");
     // A zone has a name of letters, and digits.
     let zones = fs::read_to_string("/proc/zoneinfo")?;
-    for row in objects(&ended)? {
+    for row in ended.objects()? {
         let zone = format!(
             "Node {}, zone {:>8}\n",
             row["node"],
@@ -405,7 +395,7 @@ fn a_compaction_shows_the_zone_and_who_asked() -> Result<()> {
     let ended = start(&["--trace-compaction", "-Kj", "-c", &command])?.end()?;
     let (before, after) = (zones(&before)?, zones(&after)?);
 
-    let (rows, mut unchanged) = (objects(&ended)?, 0);
+    let (rows, mut unchanged) = (ended.objects()?, 0);
     ensure!(!rows.is_empty(), "{ended:?}");
     for row in &rows {
         let zone = format!(
@@ -525,7 +515,7 @@ fn fragmentation_is_the_kernels_own_index() -> Result<()> {
             _ => last = Some(line.field("index=")?.parse::<i64>()?),
         }
     }
-    let rows = objects(&ended)?;
+    let rows = ended.objects()?;
     let found: Vec<i64> = rows
         .iter()
         .map(|row| {
@@ -564,7 +554,7 @@ fn equals_the_tracepoints(
     let trace = recording.read()?;
     let traced = |name: &str| trace.iter().filter(|line| line.name == name).count() as u64;
 
-    let objects = objects(&ended)?;
+    let objects = ended.objects()?;
     let written = traced("mm_vmscan_write_folio") + traced("mm_vmscan_writepage");
     for (pointer, expected) in [
         (
@@ -631,7 +621,7 @@ fn a_limit_is_that_of_the_cgroup_above() -> Result<()> {
     let ended = tool.interrupt()?;
     let hits = above.limit_hits()? - before;
 
-    let objects = objects(&ended)?;
+    let objects = ended.objects()?;
     let reclaims = sum(&objects, "/memcg_reclaim/count")?;
     ensure!(below.limit_hits()? == 0, "it has no limit");
     ensure!(
@@ -716,7 +706,7 @@ fn kswapd_is_booked_while_it_works() -> Result<()> {
     let longest = operations.iter().max().copied().unwrap_or_default();
     ensure!(longest > AT_ONCE, "{operations:?} are too short");
 
-    let objects = objects(&ended)?;
+    let objects = ended.objects()?;
     let mut before: Option<jiff::Timestamp> = None;
     for interval in of_type(&objects, "interval") {
         let time: jiff::Timestamp = interval["time"].as_str().context("no time")?.parse()?;
@@ -767,7 +757,7 @@ fn shrinkers_are_named_and_add_up() -> Result<()> {
     let ended = tool.interrupt()?;
     let trace = recording.read()?;
 
-    let objects = objects(&ended)?;
+    let objects = ended.objects()?;
     let mut functions = BTreeMap::new();
     for shrinker in of_type(&objects, "shrinker") {
         let field = |name| shrinker[name].as_u64().context("no number");
@@ -818,7 +808,7 @@ fn counts_are_of_all_tracepoints() -> Result<()> {
     let ended = tool.interrupt()?;
     let trace = recording.read()?;
 
-    let objects = objects(&ended)?;
+    let objects = ended.objects()?;
     ensure!(objects.len() == 1, "{ended:?}");
     let counts = objects[0]["tracepoints"].as_object().context("no counts")?;
     let mut counted: Vec<&String> = counts.keys().collect();

@@ -21,7 +21,7 @@ use memtools::export::files::{Exports, Subject};
 use memtools::export::profile::{Sample, Value};
 use memtools::print::clock::Clock;
 use memtools::print::gfp::Gfp;
-use memtools::print::histogram::Histogram;
+use memtools::print::histogram::{self, Histogram};
 use memtools::print::output::Output;
 use memtools::print::text;
 use memtools::process::cgroup::Cgroups;
@@ -37,7 +37,7 @@ use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
 use crate::args::Args;
 use crate::bpf::types::{event, reclaim_kind};
 use crate::bpf::{DrsnoopSkel, DrsnoopSkelBuilder};
-use crate::row::{Columns, Kind, Latencies, Row};
+use crate::row::{Columns, Kind, Row};
 
 memtools::skeleton!("drsnoop", plain: [event, filter]);
 
@@ -117,7 +117,8 @@ fn run(args: Args) -> Result<ExitCode> {
     events.follow(poller, deadline, links, |events| printer.print(events))?;
     if let Some(buckets) = printer.latencies.take() {
         let name = "latency_ns";
-        printer.output.row(&Latencies { name, buckets })?;
+        printer.output.header("")?;
+        printer.output.row(&histogram::Named { name, buckets })?;
         printer.output.flush()?;
     }
     Losses::tell(

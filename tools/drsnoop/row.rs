@@ -6,7 +6,6 @@ use jiff::Zoned;
 use memtools::export::text::below_row;
 use memtools::print::clock;
 use memtools::print::gfp::Gfp;
-use memtools::print::histogram::Histogram;
 use memtools::print::output;
 use memtools::stacks::named::NamedStack;
 use serde::{Serialize, Serializer};
@@ -147,21 +146,6 @@ impl output::Row for Row {
             writeln!(out)?;
         }
         Ok(())
-    }
-}
-
-/// `--hist`.
-#[derive(Debug, Serialize)]
-#[serde(tag = "type", rename = "histogram")]
-pub(crate) struct Latencies {
-    pub(crate) name: &'static str,
-    pub(crate) buckets: Histogram,
-}
-
-impl output::Row for Latencies {
-    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
-        writeln!(out)?;
-        self.buckets.text(self.name, out)
     }
 }
 

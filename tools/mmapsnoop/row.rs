@@ -101,6 +101,7 @@ impl Columns {
 
 /// One call. What it has no argument for is None.
 #[derive(Serialize)]
+#[serde(tag = "type", rename = "call")]
 pub(crate) struct Row {
     #[serde(serialize_with = "clock::serialize")]
     time: Zoned,

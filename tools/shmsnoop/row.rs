@@ -169,6 +169,7 @@ fn command(cmd: u64) -> Cow<'static, str> {
 
 /// One row.
 #[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "call")]
 pub(crate) struct Row {
     #[serde(serialize_with = "clock::serialize")]
     time: Zoned,

@@ -21,7 +21,7 @@ use memtools::bpf::kernel_support;
 use memtools::bpf::map_batch;
 use memtools::bpf::types;
 use memtools::print::clock::{self, Clock};
-use memtools::print::histogram::Histogram;
+use memtools::print::histogram::{self, Histogram};
 use memtools::print::output::Output;
 use memtools::process::cgroup::Cgroups;
 use memtools::process::filter::{Filter, Tasks};
@@ -37,7 +37,7 @@ use crate::args::Args;
 use crate::attach::{Attached, Counting, Has};
 use crate::bpf::types::{cgroup_key, cgroup_total, operation as Operation, shrinker_total, total};
 use crate::kswapd::Booked;
-use crate::report::{Cgroup, Columns, Counts, Interval, Latencies, Shrinker, Timed};
+use crate::report::{Cgroup, Columns, Counts, Interval, Shrinker, Timed};
 
 memtools::skeleton!(
     "vmscan",
@@ -137,7 +137,7 @@ fn watch(
     ] {
         let buckets = totals.latencies(operation);
         if buckets.count() > 0 {
-            output.row(&Latencies { name, buckets })?;
+            output.row(&histogram::Named { name, buckets })?;
         }
     }
     if args.by_shrinker {

@@ -4,7 +4,6 @@ use std::io::{self, Write};
 
 use jiff::Zoned;
 use memtools::print::clock;
-use memtools::print::histogram::Histogram;
 use memtools::print::output::Row;
 use serde::{Serialize, Serializer};
 
@@ -111,21 +110,6 @@ fn milliseconds(timed: Option<Timed>) -> String {
 
 fn or_dash(value: Option<u64>) -> String {
     value.map_or_else(|| "-".to_owned(), |value| value.to_string())
-}
-
-/// How long each operation of a kind took.
-#[derive(Debug, Serialize)]
-#[serde(tag = "type", rename = "histogram")]
-pub(crate) struct Latencies {
-    /// Ends in the unit.
-    pub(crate) name: &'static str,
-    pub(crate) buckets: Histogram,
-}
-
-impl Row for Latencies {
-    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
-        self.buckets.text(self.name, out)
-    }
 }
 
 /// One line of --by-shrinker.
