@@ -23,6 +23,7 @@ use crate::bpf::btf_subset::KernelTypes;
 use crate::bpf::fentry_id;
 use crate::bpf::kernel_support;
 use crate::bpf::kretprobe;
+use crate::bpf::map_create;
 use crate::bpf::software_event;
 
 /// Whether --verbose was given.
@@ -183,10 +184,11 @@ pub fn exact_first<T>(mut variants: Vec<Variant<'_, T>>) -> Vec<Variant<'_, T>> 
 pub fn open<B: SkelBuilder<'static> + Default>() -> Result<B::Output> {
     let mut builder = B::default();
     let types = KernelTypes::for_object(builder.object_builder_mut())?;
-    let open = builder
+    let mut open = builder
         .open(object_storage())
         .context("failed to open the BPF object")?;
     types.write(open.open_object())?;
+    map_create::choose_when(open.open_object_mut())?;
     Ok(open)
 }
 

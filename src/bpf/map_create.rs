@@ -1,10 +1,69 @@
 //! BPF maps that are made while a tool runs; all others are their skeleton's.
 
+use std::fs;
 use std::os::fd::{AsFd, AsRawFd};
 
 use anyhow::{Context, Result};
-use libbpf_rs::libbpf_sys::bpf_map_create_opts;
-use libbpf_rs::{MapHandle, MapType, OpenMapMut};
+use libbpf_rs::libbpf_sys::{self, BPF_F_NO_PREALLOC, bpf_map_create_opts};
+use libbpf_rs::{AsRawLibbpf, MapHandle, MapType, OpenMapMut, OpenObject};
+
+use crate::bpf::kernel_support;
+
+/// The flag of a hash map whose entries are made when they are needed: BPF_F_NO_PREALLOC.
+///
+/// Kernels before 6.1 warn of such a map of a tracing program, once, in their log. Where a warning is to stop
+/// the machine (kernel.panic_on_warn) it is 0, and memory for all entries is set aside at once.
+pub fn as_needed() -> u32 {
+    let panic_on_warn = || fs::read_to_string("/proc/sys/kernel/panic_on_warn");
+    let stops = !kernel_support::btf_has_name("bpf_mem_alloc")
+        && panic_on_warn().is_ok_and(|value| value.trim() != "0");
+    if stops { 0 } else { BPF_F_NO_PREALLOC }
+}
+
+/// Has an opened object's hash maps, and those that its arrays of maps are to have, made as [`as_needed`]
+/// says.
+pub(crate) fn choose_when(open: &mut OpenObject) -> Result<()> {
+    if as_needed() != 0 {
+        return Ok(());
+    }
+    for mut map in open.maps_mut() {
+        let flags = map.map_flags();
+        if flags & BPF_F_NO_PREALLOC != 0 {
+            map.set_map_flags(flags & !BPF_F_NO_PREALLOC)
+                .context("failed to have memory for a map set aside")?;
+        }
+        if map.map_type() == MapType::ArrayOfMaps {
+            replace_inner(&mut map)?;
+        }
+    }
+    Ok(())
+}
+
+/// Has an array of hash maps take those whose memory is set aside at once.
+fn replace_inner(map: &mut OpenMapMut<'_>) -> Result<()> {
+    // SAFETY: the object lives, and so do its maps. The one that an array is to have is only read.
+    let (kind, sizes, entries) = unsafe {
+        let inner = libbpf_sys::bpf_map__inner_map(map.as_libbpf_object().as_ptr());
+        if inner.is_null() {
+            return Ok(());
+        }
+        let sizes = (
+            libbpf_sys::bpf_map__key_size(inner) as usize,
+            libbpf_sys::bpf_map__value_size(inner) as usize,
+        );
+        let kind = MapType::from(libbpf_sys::bpf_map__type(inner));
+        (kind, sizes, libbpf_sys::bpf_map__max_entries(inner))
+    };
+    if kind != MapType::Hash {
+        return Ok(());
+    }
+    let made = create(kind, "inner", sizes, entries, 0)?;
+    map.set_inner_map_fd(made.as_fd())
+        .context("failed to replace the map that an array of maps is to have")?;
+    // libbpf has its number until it loads the object.
+    std::mem::forget(made);
+    Ok(())
+}
 
 /// Creates a map for so many entries of these sizes in bytes; `flags` are BPF_F_*.
 pub fn create(

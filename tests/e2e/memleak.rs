@@ -9,6 +9,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use libbpf_rs::libbpf_sys::BPF_F_NO_PREALLOC;
 use libbpf_rs::query::MapInfoIter;
 use libbpf_rs::{MapCore, MapHandle};
 use libtest_mimic::Trial;
@@ -16,6 +17,7 @@ use memtools::bpf::kernel_support;
 use nix::sys::signal::Signal;
 
 use crate::harness::{self, Ended, Tool, Workload};
+use crate::pressure::Setting;
 
 /// All end-to-end tests of memleak.
 pub(crate) fn tests() -> Vec<Trial> {
@@ -65,6 +67,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         missing_privilege_is_named,
         missing_btf_is_named,
         killed_it_leaves_nothing_behind,
+        a_warning_does_not_stop_the_machine [Guest],
         perf_uprobes_are_taken_away_behind_its_back,
         names_cannot_reach_the_terminal [Once],
     }
@@ -1297,6 +1300,29 @@ fn killed_it_leaves_nothing_behind() -> Result<()> {
     tool.interrupt()?;
     let traced = (traced, workload.finish()?);
     ensure!(traced == untraced, "{traced:?} is not {untraced:?}");
+    Ok(())
+}
+
+/// Kernels before 6.1 warn of maps whose entries are made when they are needed; here that would be a panic.
+fn a_warning_does_not_stop_the_machine() -> Result<()> {
+    let _panics = Setting::change("/proc/sys/kernel/panic_on_warn", "1")?;
+    let mut workload = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
+    let mut tool = Tool::start("memleak", &["-p", &workload.pid(), "-o", "0", "60"])?;
+    tool.wait_for(READY)?;
+    let newest = |name: &str| {
+        let maps = MapInfoIter::default().filter(|info| info.name == *name);
+        let newest = maps.max_by_key(|info| info.id);
+        newest.with_context(|| format!("no map {name}"))
+    };
+    let unwarned = kernel_support::btf_has_name("bpf_mem_alloc");
+    for name in ["overflow", "threads", "totals", "unknown_frees"] {
+        let as_needed = newest(name)?.map_flags & BPF_F_NO_PREALLOC != 0;
+        ensure!(as_needed == unwarned, "{name}: {as_needed}");
+    }
+    workload.work()?;
+    let groups = last_report(&tool.interrupt()?.stdout)?;
+    let found = outstanding(&groups, "leak_malloc");
+    ensure!(found == (31 * 4093, 31), "{found:?} in {groups:#?}");
     Ok(())
 }
 

@@ -6,7 +6,6 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::Ordering;
 
 use anyhow::{Context, Result};
-use libbpf_rs::libbpf_sys::BPF_F_NO_PREALLOC;
 use libbpf_rs::{MapCore, MapFlags, MapHandle, MapMut, MapType};
 use memtools::bpf::map_batch;
 use memtools::bpf::map_create;
@@ -65,8 +64,14 @@ impl<'a> LiveBlocks<'a> {
             return Ok(None);
         }
         let sizes = (size_of::<live_key>(), size_of::<live_block>());
-        let map = map_create::create(MapType::Hash, "overflow", sizes, next, BPF_F_NO_PREALLOC)
-            .context("no room for more blocks; lower --mem-limit")?;
+        let map = map_create::create(
+            MapType::Hash,
+            "overflow",
+            sizes,
+            next,
+            map_create::as_needed(),
+        )
+        .context("no room for more blocks; lower --mem-limit")?;
         let number = self.added.len() as u32;
         let fd = map.as_fd().as_raw_fd();
         self.more
