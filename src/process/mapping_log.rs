@@ -17,6 +17,7 @@ use perf_event::data::Record;
 use perf_event::events::Software;
 use perf_event::{Builder, Clock, SampleFlag, Sampler};
 
+use crate::bpf::attach;
 use crate::host::cpus::Cpus;
 use crate::print::clock;
 use crate::process::proc::Mapping;
@@ -158,8 +159,11 @@ impl MappingLog {
             }
         }
         for cpu in self.cpus.came() {
-            if let Err(error) = self.open(cpu) {
-                eprintln!("mappings that are made on CPU {cpu} are not seen: {error:#}");
+            match self.open(cpu) {
+                Ok(()) => attach::verbose(format_args!("mappings on CPU {cpu} are logged")),
+                Err(error) => {
+                    eprintln!("mappings that are made on CPU {cpu} are not seen: {error:#}");
+                }
             }
         }
         changes.sort_by_key(|&(time, _)| time);

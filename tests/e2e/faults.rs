@@ -348,13 +348,14 @@ fn cpus_that_come_later_are_traced() -> Result<()> {
     const ON_CPU_1: &str = "2";
     for sleeps in [false, true] {
         let offline = (!sleeps).then(|| Setting::change(CPU_1, "0")).transpose()?;
-        let mut tool = Tool::start("faults", &["-n", "minor"])?;
+        let mut tool = Tool::start("faults", &["-v", "-n", "minor"])?;
         tool.wait_for(LIVE)?;
         if sleeps {
             drop(Setting::change(CPU_1, "0")?);
         }
         drop(offline);
         tool.wait_for("CPU 1 has come online, and is traced from now on")?;
+        tool.wait_for("mappings on CPU 1 are logged")?;
         let mut program = Command::new("taskset");
         program.arg(ON_CPU_1).arg(workload("minor")).arg(PAGES);
         let mut program = Workload::spawn(&mut program)?;

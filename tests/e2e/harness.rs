@@ -633,7 +633,7 @@ impl Drop for Tool {
 }
 
 /// Waits until `condition` holds; `what` says what that is.
-pub(crate) fn eventually(what: &str, condition: impl Fn() -> Result<bool>) -> Result<()> {
+pub(crate) fn eventually(what: &str, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
     let deadline = Instant::now() + PATIENCE;
     while !condition()? {
         ensure!(Instant::now() < deadline, "in vain: {what}");
