@@ -14,9 +14,10 @@ use crate::bpf::kernel_support;
 /// Kernels before 6.1 warn of such a map of a tracing program, once, in their log. Where a warning is to stop
 /// the machine (kernel.panic_on_warn) it is 0, and memory for all entries is set aside at once.
 pub fn as_needed() -> u32 {
-    let panic_on_warn = || fs::read_to_string("/proc/sys/kernel/panic_on_warn");
-    let stops = !kernel_support::btf_has_name("bpf_mem_alloc")
-        && panic_on_warn().is_ok_and(|value| value.trim() != "0");
+    // Asked first, as every tool starts by this, and the kernel's types take longer to look through.
+    let panic_on_warn = fs::read_to_string("/proc/sys/kernel/panic_on_warn");
+    let stops = panic_on_warn.is_ok_and(|value| value.trim() != "0")
+        && !kernel_support::btf_has_name("bpf_mem_alloc");
     if stops { 0 } else { BPF_F_NO_PREALLOC }
 }
 
