@@ -56,8 +56,7 @@ struct fault {
 const volatile __u8 by_size;
 const volatile __u8 by_reason;
 const volatile __u32 page_shift_base = 12;
-const volatile __u64 huge_page_bytes = 2 << 20; /* of the largest transparent one */
-const volatile __u32 huge_page_shift = 21;	/* its binary logarithm */
+const volatile __u32 huge_page_shift = 21; /* of the largest transparent one */
 const volatile __u8 uses_zero_page = 1;
 
 COUNTS(counts, struct fault_key, __u64, COUNT_KEYS);
@@ -254,6 +253,7 @@ static __always_inline __u32 flags_of(struct vm_fault *vmf)
  */
 static __always_inline enum reason thp_reason(struct vm_fault *vmf)
 {
+	__u64 huge_page_bytes = 1ULL << huge_page_shift;
 	__u64 start = BPF_CORE_READ(vmf, address) & -huge_page_bytes;
 
 	if (start < BPF_CORE_READ(vmf, vma, vm_start) ||
@@ -346,7 +346,7 @@ static __always_inline int anonymous_folio_is_mapped(void *folio)
 
 	bpf_probe_read_kernel(&flags, sizeof(flags), folio);
 	order = order_of(flags, folio);
-	if (!order || 1ULL << (order + page_shift_base) >= huge_page_bytes ||
+	if (!order || order + page_shift_base >= huge_page_shift ||
 	    flags & 1ULL << bpf_core_enum_value(enum pageflags, PG_locked))
 		return 0;
 	return huge_page_is_given(order + page_shift_base, REASON_THP);

@@ -245,8 +245,8 @@ fn load(args: &Args, filter: &Filter, programs: &[String]) -> Result<Attached> {
             let file = format!("{THP}/{name}");
             fs::read_to_string(file).ok()?.trim().parse::<u64>().ok()
         };
-        options.huge_page_bytes = setting("hpage_pmd_size").unwrap_or(2 << 20);
-        options.huge_page_shift = options.huge_page_bytes.ilog2();
+        let bytes = setting("hpage_pmd_size");
+        options.huge_page_shift = bytes.and_then(u64::checked_ilog2).unwrap_or(21);
         options.uses_zero_page = (setting("use_zero_page") != Some(0)).into();
     }
     options.page_shift_base = kernel_support::page_shift()?;
