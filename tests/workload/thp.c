@@ -24,19 +24,26 @@ static void advise(char *at, unsigned long length, int advice)
 		die("madvise: %s; does this kernel have transparent huge pages?", strerror(errno));
 }
 
+/* Reads a file of /proc as text; what does not fit is left out. */
+static void read_all(const char *path, char *text, size_t bytes)
+{
+	size_t length = 0;
+	ssize_t n;
+	int fd = open(path, O_RDONLY);
+
+	while (fd >= 0 && (n = read(fd, text + length, bytes - 1 - length)) > 0)
+		length += n;
+	close(fd);
+	text[length] = 0;
+}
+
 /* AnonHugePages of the mapping that begins at the address. */
 static unsigned long huge_kb(const char *at)
 {
 	static char text[1 << 20];
 	char want[32], *line;
-	size_t length = 0;
-	ssize_t n;
-	int fd = open("/proc/self/smaps", O_RDONLY);
 
-	while (fd >= 0 && (n = read(fd, text + length, sizeof(text) - 1 - length)) > 0)
-		length += n;
-	close(fd);
-	text[length] = 0;
+	read_all("/proc/self/smaps", text, sizeof(text));
 	snprintf(want, sizeof(want), "%lx-", (unsigned long)at);
 	line = strstr(text, want);
 	line = line ? strstr(line, "AnonHugePages:") : NULL;
@@ -47,15 +54,9 @@ static unsigned long huge_kb(const char *at)
 static unsigned long vmstat(const char *name)
 {
 	static char text[64 << 10];
-	size_t length = 0;
 	char *line = text;
-	ssize_t n;
-	int fd = open("/proc/vmstat", O_RDONLY);
 
-	while (fd >= 0 && (n = read(fd, text + length, sizeof(text) - 1 - length)) > 0)
-		length += n;
-	close(fd);
-	text[length] = 0;
+	read_all("/proc/vmstat", text, sizeof(text));
 	while ((line = strstr(line, name)) && line[strlen(name)] != ' ')
 		line++;
 	return line ? strtoul(line + strlen(name), NULL, 10) : 0;
