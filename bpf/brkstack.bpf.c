@@ -44,7 +44,7 @@ const volatile __u32 brk_number; /* of the system call */
 /* By thread: pid_tgid as bpf_get_current_pid_tgid() returns it. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 8192);
+	__uint(max_entries, THREADS);
 	__type(key, __u64);
 	__type(value, struct call);
 } calls SEC(".maps");

@@ -56,8 +56,8 @@ struct reclaim {
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 8192); /* set aside: 96 bytes each */
-	__type(key, __u64);	   /* thread, as bpf_get_current_pid_tgid() returns it */
+	__uint(max_entries, THREADS); /* set aside: 96 bytes each */
+	__type(key, __u64);	      /* thread, as bpf_get_current_pid_tgid() returns it */
 	__type(value, struct reclaim);
 } reclaims SEC(".maps");
 

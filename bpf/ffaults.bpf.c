@@ -19,6 +19,7 @@ enum memory {
 	MEMORY_HEAP,
 	MEMORY_STACK,
 	MEMORY_UNKNOWN, /* none, or being changed by another thread just then */
+	MEMORIES,
 };
 
 struct file_id {
@@ -48,19 +49,32 @@ struct file_record {
 	char names[FILE_PATH_BYTES];
 };
 
+/* How far one without a path goes. */
+struct name_record {
+	__u32 bytes;
+	__u32 complete;
+	char name[FILE_NAME_BYTES];
+};
+struct name_record *unused_name_record __attribute__((unused));
+
 struct count_key *unused_count_key __attribute__((unused));
 
 /* Options, set before load. */
 const volatile __u8 by_process;
 const volatile __u8 full_path;
 
-COUNTS(counts, struct count_key, struct count, COUNT_KEYS);
+/* Files whose names there is room for. */
+#define FILES 4096
 
+/* By file alone; tools/ffaults.rs has room for more with by_process. */
+COUNTS_OF_SIZES(counts, sizeof(struct count_key), sizeof(struct count), FILES + MEMORIES);
+
+/* The sizes alone: without full_path values are a struct name_record. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 4096);
-	__type(key, struct file_id);
-	__type(value, struct file_record);
+	__uint(max_entries, FILES);
+	__uint(key_size, sizeof(struct file_id));
+	__uint(value_size, sizeof(struct file_record));
 } files SEC(".maps");
 
 const volatile struct count no_count;
@@ -74,7 +88,7 @@ struct call {
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 32768);
+	__uint(max_entries, THREADS);
 	__type(key, __u64);
 	__type(value, struct call);
 } calls SEC(".maps");

@@ -64,7 +64,7 @@ COUNTS(counts, struct fault_key, __u64, COUNT_KEYS);
 /* By thread; used with by_reason. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 32768);
+	__uint(max_entries, THREADS);
 	__type(key, __u64);
 	__type(value, struct fault);
 } faults SEC(".maps");

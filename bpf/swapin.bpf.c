@@ -45,7 +45,7 @@ const volatile struct total no_total;
 /* The pages that some thread is reading; with_zswap. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 32768);
+	__uint(max_entries, THREADS);
 	__type(key, __u64); /* thread */
 	__type(value, __u64);
 } reading SEC(".maps");
@@ -53,7 +53,7 @@ struct {
 /* By thread: pid_tgid as bpf_get_current_pid_tgid() returns it. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 32768);
+	__uint(max_entries, THREADS);
 	__type(key, __u64);
 	__type(value, struct fault);
 } faults SEC(".maps");

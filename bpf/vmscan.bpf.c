@@ -61,7 +61,7 @@ struct call {
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 32768);
+	__uint(max_entries, THREADS);
 	__type(key, struct call);
 	__type(value, __u64); /* since when */
 } calls SEC(".maps");
@@ -90,7 +90,7 @@ const volatile struct shrinks no_shrinks;
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 32768);
+	__uint(max_entries, THREADS);
 	__type(key, __u64); /* thread */
 	__type(value, struct shrinks);
 } shrinking SEC(".maps");
@@ -184,7 +184,7 @@ const volatile struct compaction no_compaction = {
 /* By thread, while it is at it. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 8192);
+	__uint(max_entries, THREADS);
 	__type(key, __u64);
 	__type(value, struct compaction);
 } compacting SEC(".maps");

@@ -336,20 +336,14 @@ fn load(args: &Args, filter: &Filter) -> Result<BrkstackSkel<'static>> {
     options.with_kernel_stacks = args.kernel_stacks.into();
     memtools::set_unwind_options!(options, args.stacks.unwind);
     options.stack_depth = args.stacks.perf_max_stack_depth;
-    let (maps, page) = (&mut open.maps, kernel_support::page_bytes()? as u32);
-    let sizes = if args.events && !args.event_stacks().any() {
-        vec![(&mut maps.stacks, 1), (&mut maps.stack_slots, 1)]
-    } else if args.events {
-        vec![(&mut maps.stacks, args.stacks.first_entries())]
-    } else {
+    let with_stacks = !args.events || args.event_stacks().any();
+    let stacks = with_stacks.then(|| args.stacks.first_entries());
+    memtools::size_stacks!(open.maps, stacks)?;
+    if !args.events {
         // A ring buffer has a page at least.
-        vec![
-            (&mut maps.stacks, args.stacks.first_entries()),
-            (&mut maps.events, page),
-        ]
-    };
-    for (map, size) in sizes {
-        map.set_max_entries(size).context("failed to size a map")?;
+        let page = kernel_support::page_bytes()? as u32;
+        let sized = open.maps.events.set_max_entries(page);
+        sized.context("failed to size the ring buffer")?;
     }
     let programs = attach::programs_on_system_calls(args.programs(), args.programs_on_functions());
     attach::load_only(open.open_object_mut(), &programs);

@@ -183,10 +183,8 @@ fn load(args: &Args, filter: &Filter) -> Result<FaultsSkel<'static>> {
     options.page_bytes = kernel_support::page_bytes()? as u32;
     memtools::set_unwind_options!(options, args.stacks.unwind);
     options.stack_depth = args.stacks.perf_max_stack_depth;
-    open.maps
-        .stacks
-        .set_max_entries(args.stacks.first_entries())
-        .context("failed to size the table of stacks")?;
+    let stacks = (!args.by_process).then(|| args.stacks.first_entries());
+    memtools::size_stacks!(open.maps, stacks)?;
     filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
     let skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;

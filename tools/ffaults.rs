@@ -7,6 +7,7 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::io::{self, Write};
+use std::mem::offset_of;
 use std::ops::Range;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -35,13 +36,16 @@ use memtools::run::target::{self, Target, TargetArgs};
 use perf_event::events::Software;
 use serde::Serialize;
 
-use crate::bpf::types::{count, count_key, file_record, memory as Memory};
+use crate::bpf::types::{count, count_key, file_record, memory as Memory, name_record};
 use crate::bpf::{FfaultsSkel, FfaultsSkelBuilder, OpenFfaultsSkel};
 
-memtools::skeleton!("ffaults", plain: [count, count_key, file_id, file_record, filter]);
+memtools::skeleton!("ffaults", plain: [count, count_key, file_id, filter, name_record]);
 
 /// The width of the column of files: as wide as the widest, within these bounds.
 const FILE_COLUMN: Range<usize> = 24..64;
+
+/// Files by process that there is room for in an interval; without --by-process it is files alone.
+const COUNTS_BY_PROCESS: u32 = 16384;
 
 /// Count page faults by file.
 #[derive(Debug, Parser)]
@@ -245,11 +249,24 @@ fn load(args: &Args, filter: &Filter, programs: &[&str]) -> Result<FfaultsSkel<'
     filter.set(&mut options.filter);
     options.by_process = args.by_process.into();
     options.full_path = args.path.into();
+    let maps = &mut open.maps;
+    let mut sizes = Vec::new();
     if !programs.contains(&"fault_kprobe") {
-        let calls = &mut open.maps.calls;
-        calls
-            .set_max_entries(1)
-            .context("failed to size the map of calls")?;
+        sizes.push((&mut maps.calls, 1));
+    }
+    if args.by_process {
+        sizes.extend([
+            (&mut maps.counts_a, COUNTS_BY_PROCESS),
+            (&mut maps.counts_b, COUNTS_BY_PROCESS),
+        ]);
+    }
+    for (map, entries) in sizes {
+        map.set_max_entries(entries)
+            .context("failed to size a map")?;
+    }
+    if !args.path {
+        let names = maps.files.set_value_size(size_of::<name_record>() as u32);
+        names.context("failed to size the map of names")?;
     }
     attach::load_only(open.open_object_mut(), programs);
     filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
@@ -343,31 +360,32 @@ impl Report<'_> {
         let path = self.args.path;
         let name = self
             .names
-            .get(&id_bytes(key), |record| name_of(types::view(record)?, path))?;
+            .get(&id_bytes(key), |record| name_of(record, path))?;
         Ok(name.unwrap_or_else(|| "[lost]".to_owned()))
     }
 }
 
-/// The name or the path; None if it is just being written, or could not be.
-fn name_of(record: &file_record, path: bool) -> Result<Option<String>> {
-    let length = (record.bytes as usize).min(record.names.len());
-    if length == 0 {
+/// The name or the path in a `file_record`, whole or as far as the first name; None if it is just being
+/// written, or could not be.
+fn name_of(record: &[u8], path: bool) -> Result<Option<String>> {
+    let &name_record {
+        bytes, complete, ..
+    } = types::view(record)?;
+    let names = &record[offset_of!(file_record, names)..];
+    let names = &names[..names.len().min(bytes as usize)];
+    if names.is_empty() {
         return Ok(None);
     }
-    let names: Vec<u8> = record.names[..length]
-        .iter()
-        .map(|&c| c.cast_unsigned())
-        .collect();
     if !path {
-        return Ok(Some(file_path::name(&names)));
+        return Ok(Some(file_path::name(names)));
     }
     // As file_path() of bpf/include/file.bpf.h has it.
-    let reach = match record.complete {
+    let reach = match complete {
         1 => Reach::Root,
         2 => Reach::NoFolder,
         _ => Reach::Cut,
     };
-    Ok(Some(file_path::path(&names, reach)))
+    Ok(Some(file_path::path(names, reach)))
 }
 
 /// A file's id as the key of the map of names.

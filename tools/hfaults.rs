@@ -239,7 +239,12 @@ fn load(args: &Args, filter: &Filter, programs: &[String]) -> Result<Attached> {
     let options = attach::options(&mut open.maps.rodata_data)?;
     filter.set(&mut options.filter);
     options.by_size = args.extended.into();
-    options.by_reason = programs.contains(&"thread_exit").into();
+    let by_reason = programs.contains(&"thread_exit");
+    options.by_reason = by_reason.into();
+    if !by_reason {
+        let sized = open.maps.faults.set_max_entries(1);
+        sized.context("failed to size the map of faults")?;
+    }
     if args.thp {
         let setting = |name: &str| {
             let file = format!("{THP}/{name}");

@@ -242,6 +242,16 @@ fn load(
     options.with_latency = args.latency.into();
     options.with_zswap = zswap.is_some().into();
     options.zswap_says_bool = zswap.is_some_and(|zswap| zswap.says_bool).into();
+    let maps = &mut open.maps;
+    for (map, used) in [
+        (&mut maps.reading, zswap.is_some()),
+        (&mut maps.faults, args.latency),
+    ] {
+        if !used {
+            map.set_max_entries(1)
+                .context("failed to size a map of threads")?;
+        }
+    }
     attach::load_only(open.open_object_mut(), &programs);
     filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
     let mut skel = open.load().context("failed to load")?;

@@ -11,6 +11,9 @@
 #include <bpf/bpf_core_read.h>
 #include <bpf/bpf_tracing.h>
 
+/* Threads that a map has room for, by which it is known what each is in the middle of. */
+#define THREADS 8192
+
 /*
  * Nothing is lost silently: each failure to record something adds one to the
  * counter of its reason, which user space reads and reports (src/run/losses.rs).

@@ -67,13 +67,10 @@ struct stack {
 	__u64 pc[STACK_MAX_DEPTH];
 };
 
-/* STACK_ENTRIES in src/stacks/table.rs. */
-#define STACK_ENTRIES 4096
-
 /* The sizes alone, as of `overflow` in live.bpf.h. */
 struct stack_map {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, STACK_ENTRIES);
+	__uint(max_entries, 1); /* size_stacks! of src/stacks/table.rs says how many */
 	__uint(key_size, sizeof(__u64));
 	__uint(value_size, sizeof(struct stack));
 } stacks SEC(".maps");

@@ -116,7 +116,7 @@ impl StackCountArgs {
     /// Entries that the table of stacks begins with.
     pub fn first_entries(&self) -> u32 {
         self.stack_storage_size
-            .map_or(table::FIRST_ENTRIES, |stacks| stacks.min(MAX_IN_KERNEL))
+            .map_or_else(table::first_entries, |stacks| stacks.min(MAX_IN_KERNEL))
     }
 
     /// How many of so many stacks are not shown.

@@ -2,12 +2,14 @@
 
 use std::collections::{HashMap, HashSet};
 use std::mem;
+use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, AsRawFd};
 use std::rc::Rc;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use libbpf_rs::{ErrorKind, MapCore, MapFlags, MapHandle, MapType};
+use libbpf_rs::{ErrorKind, MapCore, MapFlags, MapHandle, MapType, OpenMapMut};
+use nix::unistd::{SysconfVar, sysconf};
 
 use crate::bpf::map_create;
 use crate::bpf::room::{self, Filled, Room, Table};
@@ -22,8 +24,64 @@ pub const ENTRY_BYTES: u64 = 8 + size_of::<types::stack>() as u64 + 64;
 /// Entries that the table may grow to, where only events that were not looked at yet refer to it.
 pub const MAX_OF_EVENTS: u32 = 1 << 16;
 
-/// Entries that the table begins with; `STACK_ENTRIES` in C.
-pub const FIRST_ENTRIES: u32 = 4096;
+/// Entries that a table begins with for each CPU that is online: they have to last until more room is
+/// made, and each CPU brings new stacks meanwhile.
+const FIRST_ENTRIES_PER_CPU: u32 = 1024;
+
+/// Entries that a table begins with at least and at most.
+const FIRST_ENTRIES: RangeInclusive<u32> = 2048..=16384;
+
+/// Entries that the table of distinct stacks begins with, unless a tool has its own reason for a number:
+/// 2 MB on two CPUs.
+pub fn first_entries() -> u32 {
+    // What the C library cannot count is taken for few.
+    let online = sysconf(SysconfVar::_NPROCESSORS_ONLN).ok().flatten();
+    let cpus = online
+        .and_then(|cpus| u32::try_from(cpus).ok())
+        .unwrap_or(0);
+    let (least, most) = FIRST_ENTRIES.into_inner();
+    cpus.saturating_mul(FIRST_ENTRIES_PER_CPU)
+        .clamp(least, most)
+}
+
+/// Sizes an opened skeleton's maps for the stacks of processes, before load: for so many distinct stacks
+/// at first, or, with None, for none at all.
+#[macro_export]
+macro_rules! size_stacks {
+    ($maps:expr, $first_entries:expr) => {
+        $crate::stacks::table::size(
+            &mut $maps.stacks,
+            [
+                &mut $maps.stack_slots,
+                &mut $maps.unwind_files,
+                &mut $maps.unwind_cache,
+                &mut $maps.unwind_asked,
+                &mut $maps.unwind_missing,
+            ],
+            $first_entries,
+        )
+    };
+}
+
+/// What [`size_stacks!`] does with the table of stacks, and with the maps that serve to take them.
+///
+/// # Errors
+/// If libbpf refuses a size.
+pub fn size<const MAPS: usize>(
+    stacks: &mut OpenMapMut<'_>,
+    others: [&mut OpenMapMut<'_>; MAPS],
+    first_entries: Option<u32>,
+) -> Result<()> {
+    const FAILED: &str = "failed to size a map for stacks";
+    if first_entries.is_none() {
+        for map in others {
+            map.set_max_entries(1).context(FAILED)?;
+        }
+    }
+    stacks
+        .set_max_entries(first_entries.unwrap_or(1))
+        .context(FAILED)
+}
 
 /// The id of a stack that could not be taken or stored.
 const LOST: u64 = 0;

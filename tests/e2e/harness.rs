@@ -54,6 +54,8 @@ pub(crate) enum Need {
     Overlay,
     /// Transparent huge pages of several sizes, each with counters.
     SmallThp,
+    /// The kernel's memory, counted by cgroup, BPF maps included: 5.18 and later, version 2.
+    KernelMemory,
 }
 
 impl Need {
@@ -81,6 +83,11 @@ impl Need {
                 "this kernel has transparent huge pages of one size",
             ),
             Need::Once => (!in_guest(), "the same on every kernel; runs on the host"),
+            Need::KernelMemory => (
+                fs::read_to_string("/sys/fs/cgroup/memory.stat")
+                    .is_ok_and(|stat| stat.contains("\nkernel ")),
+                "the kernel's memory is not counted by cgroup",
+            ),
             Need::Compat => (runs_32_bit(), "this kernel runs no 32-bit programs"),
             Need::Peers => (workload("peers").exists(), "no peers beside the workloads"),
         };

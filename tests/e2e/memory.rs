@@ -8,6 +8,7 @@ use libtest_mimic::Trial;
 
 use crate::harness::{self, Tool, Workload};
 use crate::memleak;
+use crate::pressure::Group;
 
 const MOST_KIB: u64 = 10 << 10;
 /// What memleak may need on 6.12, where the kernel's BTF has six megabytes and cannot be mapped: 10372 KiB
@@ -23,12 +24,16 @@ pub(crate) fn tests() -> Vec<Trial> {
         tools_need_no_more,
         maps_need_no_more [Host],
         swapin_needs_no_more [Kprobes],
+        the_kernel_needs_no_more [KernelMemory, Kprobes],
     }
 }
 
 /// What the maps of a tool may have set aside in the kernel before any event, without stacks and with
 /// them. Unwind tables come on top: of the processes that there are.
 const MAPS_KIB: [u64; 2] = [5 << 10, 10 << 10];
+
+/// What a tool may have set aside in the kernel in all before any event, without stacks and with them.
+const KERNEL_KIB: [u64; 2] = [5 << 10, 10 << 10];
 
 /// Starts a tool until it says that it traces; its peak of resident memory is no more than that.
 fn needs_no_more(tool: &str, args: &[&str], ready: &str, most_kib: u64) -> Result<()> {
@@ -120,6 +125,47 @@ fn maps_of(pid: u32) -> Result<u64> {
     }
     ensure!(!maps.is_empty(), "no maps");
     Ok(maps.values().sum())
+}
+
+/// All that a tool has the kernel set aside before any event: maps, programs, page tables and whatever
+/// else, as a memory cgroup is charged for it. Stacks are those of a process that waits.
+fn the_kernel_needs_no_more() -> Result<()> {
+    const STACK: &[&str] = &["--stack"];
+    let runs: [(&str, &[&str], usize); 15] = [
+        ("mmapsnoop", &[], 0),
+        ("brkstack", &["--events"], 0),
+        ("shmsnoop", &[], 0),
+        ("faults", &["--by-process"], 0),
+        ("ffaults", &[], 0),
+        ("vmscan", &[], 0),
+        ("drsnoop", &[], 0),
+        ("swapin", &[], 0),
+        ("hfaults", &[], 0),
+        ("oomkill", &[], 0),
+        ("mmapsnoop", STACK, 1),
+        ("brkstack", &[], 1),
+        ("faults", &[], 1),
+        ("drsnoop", STACK, 1),
+        ("oomkill", &["-e"], 1),
+    ];
+    let mut too_much = Vec::new();
+    for (tool, args, stacks) in runs {
+        let group = Group::new(&format!("memtools-{tool}-{stacks}"), 1 << 30)?;
+        let workload = Workload::start("alloc", &["hold"])?;
+        let pid = workload.pid();
+        let args = [&["-p", &pid], args].concat();
+        let mut running = Tool::spawn(&mut group.command(&harness::tool(tool), &args))?;
+        running.wait_for(READY)?;
+        let kib = group.kernel_bytes()? >> 10;
+        println!("{tool} {args:?}: {kib} KiB");
+        if !(100..=KERNEL_KIB[stacks]).contains(&kib) {
+            too_much.push(format!("{tool} {args:?}: {kib} KiB"));
+        }
+        let ended = running.interrupt()?;
+        ensure!(ended.status.success(), "{ended:?}");
+    }
+    ensure!(too_much.is_empty(), "{too_much:?}");
+    Ok(())
 }
 
 fn swapin_needs_no_more() -> Result<()> {

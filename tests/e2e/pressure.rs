@@ -52,6 +52,13 @@ impl Group {
         Ok(hits.context("no max")?.parse()?)
     }
 
+    /// Bytes of the kernel's memory that it is charged for; only with version 2, from 5.18 on.
+    pub(crate) fn kernel_bytes(&self) -> Result<u64> {
+        let stat = fs::read_to_string(self.path.join("memory.stat")).context("no statistics")?;
+        let bytes = stat.lines().find_map(|line| line.strip_prefix("kernel "));
+        Ok(bytes.context("no bytes of the kernel")?.parse()?)
+    }
+
     /// Writes one of its files.
     pub(crate) fn set(&self, file: &str, value: &str) -> Result<()> {
         fs::write(self.path.join(file), value).with_context(|| format!("failed to set {file}"))

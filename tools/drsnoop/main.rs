@@ -32,7 +32,7 @@ use memtools::run::protect;
 use memtools::run::target::Target;
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
-use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
+use memtools::stacks::table::{self, MAX_OF_EVENTS, Stacks};
 
 use crate::args::Args;
 use crate::bpf::types::{event, reclaim_kind};
@@ -43,6 +43,9 @@ memtools::skeleton!("drsnoop", plain: [event, filter]);
 
 /// What the kernel half says if it cannot reach the count; FREE_PAGES_UNKNOWN.
 const FREE_PAGES_UNKNOWN: u64 = u64::MAX;
+
+/// Bytes of the buffer for events: 7,000 in the 10 ms from one look at it to the next.
+const EVENT_BYTES: u32 = 1 << 20;
 
 fn main() -> ExitCode {
     cli::main(run)
@@ -208,11 +211,9 @@ fn start(
     } else {
         kernel_support::preflight_tracepoints()?;
     }
-    if !args.wants_stacks() {
-        for map in [&mut open.maps.stacks, &mut open.maps.stack_slots] {
-            map.set_max_entries(1).context("failed to size a map")?;
-        }
-    }
+    memtools::size_stacks!(open.maps, args.wants_stacks().then(table::first_entries))?;
+    let events = open.maps.events.set_max_entries(EVENT_BYTES);
+    events.context("failed to size the buffer of events")?;
     filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
     attach::load_only(open.open_object_mut(), &programs);
     let mut skel = open.load().context("failed to load")?;

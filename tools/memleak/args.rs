@@ -221,7 +221,7 @@ impl Args {
 
     /// Entries that the table of stacks begins with.
     pub(crate) fn first_stacks(&self) -> u32 {
-        let first = || self.max_stacks().min(table::FIRST_ENTRIES);
+        let first = || self.max_stacks().min(table::first_entries());
         self.stack_storage_size.unwrap_or_else(first)
     }
 

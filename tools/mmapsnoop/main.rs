@@ -27,7 +27,7 @@ use memtools::run::losses::Losses;
 use memtools::run::target::{Target, TargetArgs};
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
-use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
+use memtools::stacks::table::{self, MAX_OF_EVENTS, Stacks};
 use memtools::stacks::unwind::UnwindArgs;
 
 use crate::bpf::{MmapsnoopSkel, MmapsnoopSkelBuilder};
@@ -313,11 +313,7 @@ fn load(args: &Args, filter: &Filter) -> Result<MmapsnoopSkel<'static>> {
     options.with_munmap = args.munmap.into();
     options.with_stack = args.with_stacks().into();
     memtools::set_unwind_options!(options, args.unwind);
-    if !args.with_stacks() {
-        for map in [&mut open.maps.stacks, &mut open.maps.stack_slots] {
-            map.set_max_entries(1).context("failed to size a map")?;
-        }
-    }
+    memtools::size_stacks!(open.maps, args.with_stacks().then(table::first_entries))?;
     let mut programs =
         attach::programs_on_system_calls(args.programs(), args.programs_on_functions());
     if args.compat {

@@ -45,6 +45,13 @@ memtools::skeleton!("oomkill", plain: [event, filter]);
 /// What the kernel half says of a number that it could not have; UNKNOWN.
 const UNKNOWN: u64 = u64::MAX;
 
+/// Distinct stacks that there is room for at first. A kill has two, and a machine that is out of memory is
+/// not to be asked for more.
+const STACKS: u32 = 256;
+
+/// Bytes of the buffer for events: hundreds of kills.
+const EVENT_BYTES: u32 = 1 << 18;
+
 /// Limits from here on are none: PAGE_COUNTER_MAX is LONG_MAX bytes.
 const NO_LIMIT_KB: u64 = (i64::MAX as u64 >> 10) & !3;
 
@@ -200,6 +207,9 @@ fn start(
     filter.set(&mut options.filter);
     memtools::set_unwind_options!(options, args.unwind);
     options.want_stacks = args.wants_stacks().into();
+    memtools::size_stacks!(open.maps, args.wants_stacks().then_some(STACKS))?;
+    let events = open.maps.events.set_max_entries(EVENT_BYTES);
+    events.context("failed to size the buffer of events")?;
     options.only_victims = matches!(rung, Rung::Victim | Rung::Pid).into();
     open.progs.kill_fentry.set_autoload(rung == Rung::Fentry);
     open.progs.kill_kprobe.set_autoload(rung == Rung::Kprobe);

@@ -4,10 +4,11 @@ use std::ffi::OsStr;
 
 use anyhow::{Context, Result, bail};
 use libbpf_rs::skel::{OpenSkel, Skel};
-use libbpf_rs::{Link, OpenProgramMut, ProgramMut, ProgramType, TracepointCategory};
+use libbpf_rs::{Link, OpenMapMut, OpenProgramMut, ProgramMut, ProgramType, TracepointCategory};
 use memtools::bpf::attach::{self, Variant};
 use memtools::bpf::kernel_support;
 use memtools::process::filter::Filter;
+use memtools::stacks::table;
 
 use crate::args::Args;
 use crate::bpf::{OpenVmscanSkel, VmscanSkel, VmscanSkelBuilder};
@@ -85,7 +86,10 @@ fn try_start(args: &Args, filter: &Filter, columns: Columns, way: Way) -> Result
     let mut open = without_events(open(filter)?)?;
     if args.by_cgroup {
         kernel_support::tell_if_limits_are_unknown("vmscan");
+    } else {
+        without([&mut open.maps.cgroups])?;
     }
+    without([&mut open.maps.compacting])?;
     let options = attach::options(&mut open.maps.rodata_data)?;
     options.by_shrinker = args.by_shrinker.into();
     options.by_cgroup = args.by_cgroup.into();
@@ -218,9 +222,9 @@ fn try_start_tracing_compaction(args: &Args, filter: &Filter) -> Result<Tracing>
     let options = attach::options(&mut open.maps.rodata_data)?;
     options.with_kernel_stacks = args.kernel_stacks.into();
     options.with_zone_state = args.wants_zone_state().into();
-    if !args.kernel_stacks {
-        without_stacks(&mut open)?;
-    }
+    let maps = &mut open.maps;
+    without([&mut maps.calls, &mut maps.shrinking, &mut maps.cgroups])?;
+    size_stacks(&mut open, args.kernel_stacks.then(table::first_entries))?;
     attach::load_only(open.open_object_mut(), &programs);
     let mut skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
@@ -248,6 +252,9 @@ fn try_start_counting(filter: &Filter, way: Way) -> Result<Counting> {
         .filter_map(|tracepoint| Some((group(&tracepoint)?, tracepoint)))
         .collect();
     let mut open = without_events(open(filter)?)?;
+    let maps = &mut open.maps;
+    without([&mut maps.calls, &mut maps.shrinking])?;
+    without([&mut maps.cgroups, &mut maps.compacting])?;
     for mut program in open.open_object_mut().progs_mut() {
         let used = number(program.name()).is_some_and(|number| number < wanted.len());
         program.set_autoload(used);
@@ -294,16 +301,22 @@ fn without_events(mut open: OpenVmscanSkel<'static>) -> Result<OpenVmscanSkel<'s
     let page = kernel_support::page_bytes()? as u32;
     let sized = open.maps.events.set_max_entries(page);
     sized.context("failed to size the ring buffer")?;
-    without_stacks(&mut open)?;
+    size_stacks(&mut open, None)?;
     Ok(open)
 }
 
-/// Sets nothing aside for stacks.
-fn without_stacks(open: &mut OpenVmscanSkel<'static>) -> Result<()> {
-    for map in [&mut open.maps.stacks, &mut open.maps.stack_slots] {
+/// Sets nothing aside for maps that no program uses that is to be loaded.
+fn without<const MAPS: usize>(unused: [&mut OpenMapMut<'_>; MAPS]) -> Result<()> {
+    for map in unused {
         map.set_max_entries(1).context("failed to size a map")?;
     }
     Ok(())
+}
+
+/// Sizes the maps for the kernel's stacks: for so many distinct ones at first, or for none.
+fn size_stacks(open: &mut OpenVmscanSkel<'static>, first_entries: Option<u32>) -> Result<()> {
+    let maps = &mut open.maps;
+    table::size(&mut maps.stacks, [&mut maps.stack_slots], first_entries)
 }
 
 fn open(filter: &Filter) -> Result<OpenVmscanSkel<'static>> {
