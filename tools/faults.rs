@@ -40,17 +40,25 @@ examples:
   faults -p 1234 5             those of process 1234, every 5 seconds
   faults -M                    only those that waited for a disk or for swap
   faults --by-process -d 10    who faults how often
-  faults -K                    what makes the kernel fault on user memory
+  faults --kernel-mode -UK     what makes the kernel fault on user memory
   faults -c './prog -x'        from the program's start"
 )]
 struct Args {
-    /// Count only faults of user code; with -K count all, with both stacks
+    /// Show user stacks; the default without -K
     #[arg(short = 'U', long)]
     user_stacks: bool,
 
-    /// Count only faults of the kernel on user memory, by kernel stack
+    /// Show kernel stacks, instead of user stacks or, with -U, beside them
     #[arg(short = 'K', long)]
     kernel_stacks: bool,
+
+    /// Count only faults of user code
+    #[arg(long)]
+    user_mode: bool,
+
+    /// Count only faults of the kernel on user memory, as when read(2) fills a buffer
+    #[arg(long, conflicts_with = "user_mode")]
+    kernel_mode: bool,
 
     /// Count only major faults, which waited for a disk or for swap
     #[arg(short = 'M', long)]
@@ -176,8 +184,8 @@ fn load(args: &Args, filter: &Filter) -> Result<FaultsSkel<'static>> {
     let mut open = attach::open::<FaultsSkelBuilder>()?;
     let options = attach::options(&mut open.maps.rodata_data)?;
     filter.set(&mut options.filter);
-    options.user_mode_only = (args.user_stacks && !args.kernel_stacks).into();
-    options.kernel_mode_only = (args.kernel_stacks && !args.user_stacks).into();
+    options.user_mode_only = args.user_mode.into();
+    options.kernel_mode_only = args.kernel_mode.into();
     options.with_user_stacks = args.user_stacks().into();
     options.with_kernel_stacks = (args.kernel_stacks && !args.by_process).into();
     options.page_bytes = kernel_support::page_bytes()? as u32;

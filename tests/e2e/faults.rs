@@ -102,19 +102,32 @@ fn major_faults_are_counted() -> Result<()> {
 }
 
 fn user_and_kernel_are_told_apart() -> Result<()> {
-    let (ended, _) = trace("minor", &[PAGES], &["-U"])?;
+    for options in [&["--user-mode"][..], &["-U"]] {
+        let (ended, _) = trace("minor", &[PAGES], options)?;
+        let leaves = by_leaf(&ended.stdout, "minor")?;
+        ensure!(
+            leaves == HashMap::from([("write_pages", 1009)]),
+            "{leaves:?}"
+        );
+    }
+    let (ended, _) = trace("minor", &[PAGES], &["--kernel-mode"])?;
+    ensure!(ended.stdout.is_empty(), "{}", ended.stdout);
+    // As in brkstack, -K only chooses the stack: a fault of user code has none of the kernel.
+    let (ended, _) = trace("minor", &[PAGES], &["-K"])?;
+    ensure!(ended.stdout == "minor 1009\n", "{}", ended.stdout);
+    let (ended, _) = trace("minor", &[PAGES], &["-UK"])?;
     let leaves = by_leaf(&ended.stdout, "minor")?;
     ensure!(
         leaves == HashMap::from([("write_pages", 1009)]),
         "{leaves:?}"
     );
-    let (ended, _) = trace("minor", &[PAGES], &["-K"])?;
-    ensure!(ended.stdout.is_empty(), "{}", ended.stdout);
 
     // The kernel writes to a buffer that dd never touched.
     let dd = "dd if=/dev/zero of=/dev/null bs=1M count=1";
     let mut command = Command::new(harness::tool("faults"));
-    command.args(["-Ka", "-c", dd]).stdin(Stdio::null());
+    command
+        .args(["--kernel-mode", "-Ka", "-c", dd])
+        .stdin(Stdio::null());
     let ended = Tool::spawn(&mut command)?.end()?;
     let zeroing = ended
         .stdout
