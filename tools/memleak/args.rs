@@ -20,6 +20,13 @@ use crate::pool::{Allocates, Frees, Named};
 /// The part of --mem-limit that stacks may take: a quarter.
 const STACKS_PART: u64 = 4;
 
+/// Headings of --help.
+const WHOSE: &str = "Whose memory";
+const RECORD: &str = "What to record";
+const REPORT: &str = "What to report";
+const PRINT: &str = "How to print it";
+const ROOM: &str = "Stacks, and room for them";
+
 /// Show memory that a process or the kernel allocated and has not freed, by call stack.
 #[derive(Debug, Parser)]
 #[command(
@@ -44,60 +51,36 @@ examples:
   memleak --by-cache -kp 1234  objects that it made for process 1234, by slab cache"
 )]
 pub(crate) struct Args {
+    /// Seconds between reports
+    #[arg(default_value = "5", value_parser = cli::seconds)]
+    pub(crate) interval: Duration,
+
+    /// Reports before it exits [default: until Ctrl-C]
+    #[arg(value_parser = cli::count::<u64>)]
+    pub(crate) count: Option<u64>,
+
     /// Trace these processes
-    #[arg(short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = cli::pid)]
+    #[arg(help_heading = WHOSE, short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = cli::pid)]
     pub(crate) pid: Vec<u32>,
 
     /// Run this command and trace it; its exit status becomes ours
-    #[arg(short, long, value_name = "COMMAND", conflicts_with = "pid")]
+    #[arg(help_heading = WHOSE, short, long, value_name = "COMMAND", conflicts_with = "pid")]
     pub(crate) command: Option<String>,
 
     /// Trace the processes whose name (comm) contains this
-    #[arg(short, long, visible_alias = "comm", value_name = "NAME")]
+    #[arg(help_heading = WHOSE, short, long, visible_alias = "comm", value_name = "NAME")]
     pub(crate) name: Option<String>,
 
     /// Trace the processes in or below this cgroup (version 2), a path
-    #[arg(long, value_name = "PATH", value_parser = cgroup_path, conflicts_with = "command")]
+    #[arg(help_heading = WHOSE, long, value_name = "PATH", value_parser = cgroup_path, conflicts_with = "command")]
     pub(crate) cgroup: Option<PathBuf>,
 
     /// Also trace the processes that those of -p or -c start from now on
-    #[arg(long)]
+    #[arg(help_heading = WHOSE, long)]
     pub(crate) children: bool,
 
-    /// Print a line for every allocation and free
-    #[arg(short, long)]
-    pub(crate) trace: bool,
-
-    /// Also list the address and size of each outstanding block
-    #[arg(short = 'a', long, conflicts_with = "combined_only")]
-    pub(crate) show_allocs: bool,
-
-    /// Leave out blocks younger than this many milliseconds [default: 500; 0 once the process has exited]
-    #[arg(short, long, value_name = "MS", value_parser = cli::number::<u64>, conflicts_with = "combined_only")]
-    pub(crate) older: Option<u64>,
-
-    /// Keep totals by stack in the kernel and report only these, whatever the blocks' age
-    #[arg(short = 'C', long)]
-    pub(crate) combined_only: bool,
-
-    /// Record about one of N allocations, chosen at random
-    #[arg(short, long, value_name = "N", default_value_t = 1, value_parser = cli::count::<u32>)]
-    pub(crate) sample_rate: u32,
-
-    /// Record a block of S bytes with the probability S/BYTES, and report estimates of all
-    #[arg(long, value_name = "BYTES", value_parser = sampling_distance, conflicts_with_all = ["sample_rate", "combined_only", "mode", "churn", "peak", "trace"])]
-    pub(crate) sample_bytes: Option<u32>,
-
-    /// Sample ever more blocks by bytes until recording takes at most this part of the target's CPU time
-    #[arg(long, value_name = "PERCENT", value_parser = percent, conflicts_with_all = ["sample_rate", "combined_only", "mode", "churn", "peak", "trace", "children", "name", "cgroup"])]
-    pub(crate) max_overhead: Option<f64>,
-
-    /// Show this many stacks
-    #[arg(short = 'T', long, value_name = "N", default_value_t = 10, value_parser = cli::count::<usize>)]
-    pub(crate) top: usize,
-
     /// Record only allocations of at least this many bytes
-    #[arg(
+    #[arg(help_heading = RECORD,
         short = 'z',
         long,
         value_name = "BYTES",
@@ -108,19 +91,27 @@ pub(crate) struct Args {
     pub(crate) min_size: u64,
 
     /// Record only allocations of at most this many bytes
-    #[arg(short = 'Z', long, value_name = "BYTES", default_value_t = u64::MAX, hide_default_value = true, value_parser = cli::bytes)]
+    #[arg(help_heading = RECORD, short = 'Z', long, value_name = "BYTES", default_value_t = u64::MAX, hide_default_value = true, value_parser = cli::bytes)]
     pub(crate) max_size: u64,
 
-    /// What to order the stacks by, the largest last
-    #[arg(long, value_name = "KEY", value_enum, default_value_t = SortKey::Size)]
-    pub(crate) sort: SortKey,
+    /// Record about one of N allocations, chosen at random
+    #[arg(help_heading = RECORD, short, long, value_name = "N", default_value_t = 1, value_parser = cli::count::<u32>)]
+    pub(crate) sample_rate: u32,
+
+    /// Record a block of S bytes with the probability S/BYTES, and report estimates of all
+    #[arg(help_heading = RECORD, long, value_name = "BYTES", value_parser = sampling_distance, conflicts_with_all = ["sample_rate", "combined_only", "mode", "churn", "peak", "trace"])]
+    pub(crate) sample_bytes: Option<u32>,
+
+    /// Sample ever more blocks by bytes until recording takes at most this part of the target's CPU time
+    #[arg(help_heading = RECORD, long, value_name = "PERCENT", value_parser = percent, conflicts_with_all = ["sample_rate", "combined_only", "mode", "churn", "peak", "trace", "children", "name", "cgroup"])]
+    pub(crate) max_overhead: Option<f64>,
 
     /// Probe only the allocator in this file: a path, or a library's name such as `c` or `jemalloc`
-    #[arg(short = 'O', long, value_name = "OBJECT")]
+    #[arg(help_heading = RECORD, short = 'O', long, value_name = "OBJECT")]
     pub(crate) obj: Option<PathBuf>,
 
     /// Prefix of the allocator's function names, such as `je_`
-    #[arg(
+    #[arg(help_heading = RECORD,
         short = 'S',
         long,
         value_name = "PREFIX",
@@ -131,84 +122,100 @@ pub(crate) struct Args {
 
     /// Also probe this function of a pool of the program's own, as `server:pool_get(size=arg1)`; or
     /// `size=arg3,count=arg2`; `old=arg1` if it resizes; `ret=arg1` if it stores the block there
-    #[arg(long, value_name = "OBJECT:SYMBOL(size=argN,...)")]
+    #[arg(help_heading = RECORD, long, value_name = "OBJECT:SYMBOL(size=argN,...)")]
     pub(crate) alloc: Vec<Allocates>,
 
     /// Also probe this function that takes a block back, as `server:pool_put(ptr=arg1)`
-    #[arg(long, value_name = "OBJECT:SYMBOL(ptr=argN)")]
+    #[arg(help_heading = RECORD, long, value_name = "OBJECT:SYMBOL(ptr=argN)")]
     pub(crate) free: Vec<Frees>,
 
-    /// Also show how old the blocks of each stack are, how they grow, and who freed unknown ones
-    #[arg(short, long)]
-    pub(crate) extended: bool,
+    /// Probe each function at its entry, even where a probe a few instructions on costs less
+    #[arg(help_heading = RECORD, long)]
+    pub(crate) no_placement: bool,
 
     /// What to report: `leak` is what is outstanding; `alloc` what was allocated since the last
     /// report, freed or not; `churn` what was freed and had lived for less than an interval; `peak`
     /// what was outstanding when it was most
-    #[arg(long, value_name = "MODE", value_enum, default_value_t = Mode::Leak, hide_possible_values = true, conflicts_with_all = ["combined_only", "show_allocs", "older"])]
+    #[arg(help_heading = REPORT, long, value_name = "MODE", value_enum, default_value_t = Mode::Leak, hide_possible_values = true, conflicts_with_all = ["combined_only", "show_allocs", "older"])]
     pub(crate) mode: Mode,
 
     /// The same as --mode churn
-    #[arg(long, conflicts_with_all = ["mode", "peak", "combined_only", "show_allocs", "older"])]
+    #[arg(help_heading = REPORT, long, conflicts_with_all = ["mode", "peak", "combined_only", "show_allocs", "older"])]
     churn: bool,
 
     /// The same as --mode peak
-    #[arg(long, conflicts_with_all = ["mode", "combined_only", "show_allocs", "older"])]
+    #[arg(help_heading = REPORT, long, conflicts_with_all = ["mode", "combined_only", "show_allocs", "older"])]
     peak: bool,
 
+    /// Leave out blocks younger than this many milliseconds [default: 500; 0 once the process has exited]
+    #[arg(help_heading = REPORT, short, long, value_name = "MS", value_parser = cli::number::<u64>, conflicts_with = "combined_only")]
+    pub(crate) older: Option<u64>,
+
+    /// Also show how old the blocks of each stack are, how they grow, and who freed unknown ones
+    #[arg(help_heading = REPORT, short, long)]
+    pub(crate) extended: bool,
+
+    /// Also list the address and size of each outstanding block
+    #[arg(help_heading = REPORT, short = 'a', long, conflicts_with = "combined_only")]
+    pub(crate) show_allocs: bool,
+
+    /// What to order the stacks by, the largest last
+    #[arg(help_heading = REPORT, long, value_name = "KEY", value_enum, default_value_t = SortKey::Size)]
+    pub(crate) sort: SortKey,
+
+    /// Show this many stacks
+    #[arg(help_heading = REPORT, short = 'T', long, value_name = "N", default_value_t = 10, value_parser = cli::count::<usize>)]
+    pub(crate) top: usize,
+
+    /// Keep totals by stack in the kernel and report only these, whatever the blocks' age
+    #[arg(help_heading = REPORT, short = 'C', long)]
+    pub(crate) combined_only: bool,
+
+    /// Print a line for every allocation and free
+    #[arg(help_heading = REPORT, short, long)]
+    pub(crate) trace: bool,
+
     /// Print one line a stack for flame graphs, weighted by bytes, once at the end
-    #[arg(short, long, conflicts_with_all = ["json", "show_allocs", "trace"])]
+    #[arg(help_heading = PRINT, short, long, conflicts_with_all = ["json", "show_allocs", "trace"])]
     pub(crate) folded: bool,
 
+    #[command(flatten, next_help_heading = PRINT)]
+    pub(crate) export: ExportArgs,
+
     /// Print one JSON object a line
-    #[arg(short, long)]
+    #[arg(help_heading = PRINT, short, long)]
     pub(crate) json: bool,
 
     /// Print into this file rather than on stdout
-    #[arg(long, value_name = "FILE")]
+    #[arg(help_heading = PRINT, long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
 
     /// Tell on stderr what is probed and how, with libbpf's messages
-    #[arg(short, long)]
+    #[arg(help_heading = PRINT, short, long)]
     pub(crate) verbose: bool,
 
+    #[command(flatten, next_help_heading = ROOM)]
+    pub(crate) unwind: UnwindArgs,
+
     /// Frames to keep of each stack
-    #[arg(long, value_name = "N", default_value_t = table::MAX_DEPTH, value_parser = cli::stack_depth)]
+    #[arg(help_heading = ROOM, long, value_name = "N", default_value_t = table::MAX_DEPTH, value_parser = cli::stack_depth)]
     pub(crate) perf_max_stack_depth: u32,
 
     /// Distinct stacks to keep at most, with memory for them set aside [default: as many as a quarter
     /// of --mem-limit allows, with memory as they come]
-    #[arg(long, value_name = "N", value_parser = cli::count::<u32>)]
+    #[arg(help_heading = ROOM, long, value_name = "N", value_parser = cli::count::<u32>)]
     pub(crate) stack_storage_size: Option<u32>,
 
-    #[command(flatten)]
-    pub(crate) unwind: UnwindArgs,
-
-    #[command(flatten)]
-    pub(crate) export: ExportArgs,
-
     /// Blocks to follow at once, with memory for them set aside [default: as many as --mem-limit allows]
-    #[arg(long, value_name = "N", value_parser = cli::count::<u32>)]
+    #[arg(help_heading = ROOM, long, value_name = "N", value_parser = cli::count::<u32>)]
     pub(crate) max_allocs: Option<u32>,
 
     /// Memory of the kernel that following blocks, and their stacks, may take
-    #[arg(long, value_name = "BYTES", default_value = "512M", value_parser = cli::bytes)]
+    #[arg(help_heading = ROOM, long, value_name = "BYTES", default_value = "512M", value_parser = cli::bytes)]
     pub(crate) mem_limit: u64,
-
-    /// Probe each function at its entry, even where a probe a few instructions on costs less
-    #[arg(long)]
-    pub(crate) no_placement: bool,
 
     #[command(flatten)]
     pub(crate) kernel: KernelArgs,
-
-    /// Seconds between reports
-    #[arg(default_value = "5", value_parser = cli::seconds)]
-    pub(crate) interval: Duration,
-
-    /// Reports before it exits [default: until Ctrl-C]
-    #[arg(value_parser = cli::count::<u64>)]
-    pub(crate) count: Option<u64>,
 }
 
 impl Args {
