@@ -19,7 +19,8 @@ pub fn name(record: &[u8]) -> String {
     text::escape_bytes(&record[..end.unwrap_or(record.len())])
 }
 
-/// A file's path, escaped. `record` holds its names from the file upwards, each with its NUL.
+/// A file's path, escaped. `record` holds its names from the file upwards, each with its NUL. One that is in no
+/// folder is written as in /proc/PID/maps: `/dev/zero (deleted)` is anonymous memory that is shared.
 pub fn path(record: &[u8], reach: Reach) -> String {
     let names = record.strip_suffix(b"\0").unwrap_or(record);
     let mut path = String::new();
@@ -27,10 +28,11 @@ pub fn path(record: &[u8], reach: Reach) -> String {
         path.push_str("...");
     }
     for name in names.split(|&byte| byte == 0).rev() {
-        if reach != Reach::NoFolder {
-            path.push('/');
-        }
+        path.push('/');
         path.push_str(&text::escape_bytes(name));
+    }
+    if reach == Reach::NoFolder {
+        path.push_str(" (deleted)");
     }
     path
 }
@@ -52,7 +54,7 @@ mod tests {
             path(b"libc.so.6\0lib\0usr\0", Reach::Root),
             "/usr/lib/libc.so.6"
         );
-        assert_eq!(path(b"memfd:x\0", Reach::NoFolder), "memfd:x");
+        assert_eq!(path(b"memfd:x\0", Reach::NoFolder), "/memfd:x (deleted)");
         assert_eq!(path(b"file\0deep\0", Reach::Cut), ".../deep/file");
         assert_eq!(path(b"", Reach::Root), "/");
     }

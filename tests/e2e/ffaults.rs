@@ -250,20 +250,25 @@ fn heap_and_stack_have_their_names() -> Result<()> {
 }
 
 fn shared_memory_has_its_names() -> Result<()> {
-    let mut program = Workload::start("shared", &["23", "31", "41"])?;
-    let mut tool = Tool::start("ffaults", &["-p", &program.pid()])?;
-    tool.wait_for(LIVE)?;
-    let facts = program.work()?;
-    let ended = tool.interrupt()?;
-    let faults = facts["minor"].parse::<u64>()? + facts["major"].parse::<u64>()?;
-    ensure!(faults == 95, "{facts:?}");
-    // The kernel's name for anonymous memory that is shared: what it was once mapped from.
-    let expected = [
-        ["memfd:known-memfd", "23"],
-        [facts["shm"].as_str(), "31"],
-        ["dev/zero", "41"],
-    ];
-    ensure!(rows(&ended.stdout) == expected, "{}", ended.stdout);
+    // With paths they are those of /proc/PID/maps. The kernel's name for anonymous memory that is shared is
+    // what it was once mapped from.
+    for (options, before, after) in [(&[][..], "", ""), (&["--path"], "/", " (deleted)")] {
+        let mut program = Workload::start("shared", &["23", "31", "41"])?;
+        let mut tool = Tool::start("ffaults", &[&["-p", &program.pid()], options].concat())?;
+        tool.wait_for(LIVE)?;
+        let facts = program.work()?;
+        let ended = tool.interrupt()?;
+        let faults = facts["minor"].parse::<u64>()? + facts["major"].parse::<u64>()?;
+        ensure!(faults == 95, "{facts:?}");
+        let names = ["memfd:known-memfd", facts["shm"].as_str(), "dev/zero"];
+        let lines = ended.stdout.lines().skip(1).map(|line| {
+            let (name, count) = line.rsplit_once(' ').unwrap_or_default();
+            (name.trim_end().to_owned(), count)
+        });
+        let expected = names.map(|name| format!("{before}{name}{after}"));
+        let expected = expected.into_iter().zip(["23", "31", "41"]);
+        ensure!(lines.eq(expected), "{}", ended.stdout);
+    }
     Ok(())
 }
 

@@ -374,9 +374,13 @@ fn paths() -> Result<()> {
     // What is in no folder at all.
     let memory = memfd_create("known name", MFdFlags::empty())?;
     let link = format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd());
-    for args in [&["--path"][..], &[]] {
+    let named = [
+        (&["--path"][..], "/memfd:known name (deleted)"),
+        (&[], "memfd:known name"),
+    ];
+    for (args, expected) in named {
         let found = file_of_first_row(&link, args)?;
-        ensure!(found == "memfd:known name", "{found}");
+        ensure!(found == expected, "{found}");
     }
 
     // As the process itself would name it.
