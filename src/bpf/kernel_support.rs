@@ -13,16 +13,10 @@ use nix::sys::utsname::uname;
 use nix::unistd::{SysconfVar, sysconf};
 
 use crate::bpf::btf::Types;
+use crate::host::capabilities::{Capabilities, Capability};
 
 const BTF: &str = "/sys/kernel/btf/vmlinux";
 const NOT_READ: &str = "failed to read the kernel's BTF, /sys/kernel/btf/vmlinux";
-
-/// Bits of a capability set, as in `linux/capability.h`.
-mod cap {
-    pub(super) const SYS_ADMIN: u64 = 1 << 21;
-    pub(super) const PERFMON: u64 = 1 << 38;
-    pub(super) const BPF: u64 = 1 << 39;
-}
 
 /// Checks what every tool needs before it loads anything, so that what is missing is named rather
 /// than seen as an errno from deep inside the load.
@@ -30,9 +24,9 @@ mod cap {
 /// # Errors
 /// Says what is missing, and the command or setting that gives it.
 pub fn preflight() -> Result<()> {
-    let status = fs::read_to_string("/proc/self/status")
-        .context("failed to read /proc/self/status; is /proc mounted?")?;
-    check_capabilities(effective_capabilities(&status).unwrap_or(0))?;
+    let effective =
+        Capabilities::effective().context("failed to read /proc/self/status; is /proc mounted?")?;
+    check_capabilities(effective)?;
     check_lockdown(&fs::read_to_string("/sys/kernel/security/lockdown").unwrap_or_default())?;
     if !Path::new(BTF).exists() {
         bail!(
@@ -55,14 +49,20 @@ pub fn preflight_uprobes() -> Result<()> {
 /// does when a system starts and nobody may do in a container, it is now, as perf does it too.
 pub fn preflight_tracepoints() -> Result<()> {
     const TRACEFS: &str = "/sys/kernel/tracing";
-    if [
+    let events = [
         "/sys/kernel/tracing/events",
         "/sys/kernel/debug/tracing/events",
-    ]
-    .iter()
-    .any(|events| Path::new(events).exists())
-    {
+    ];
+    let looks = events.map(fs::metadata);
+    if looks.iter().any(Result::is_ok) {
         return Ok(());
+    }
+    let refused = |look: &io::Error| look.kind() == io::ErrorKind::PermissionDenied;
+    if looks[0].as_ref().is_err_and(refused) {
+        bail!(
+            "not permitted to look for tracepoints in {TRACEFS}{}",
+            Capability::DacReadSearch.remedy()
+        );
     }
     let none: Option<&str> = None;
     mount(
@@ -232,21 +232,14 @@ fn tracepoints_in(btf: &[u8]) -> Vec<String> {
     tracepoints
 }
 
-fn effective_capabilities(status: &str) -> Option<u64> {
-    let hex = status
-        .lines()
-        .find_map(|line| line.strip_prefix("CapEff:"))?;
-    u64::from_str_radix(hex.trim(), 16).ok()
-}
-
-fn check_capabilities(effective: u64) -> Result<()> {
-    if effective & cap::SYS_ADMIN != 0 {
+fn check_capabilities(effective: Capabilities) -> Result<()> {
+    if effective.have(Capability::SysAdmin) {
         return Ok(());
     }
-    let missing: Vec<&str> = [(cap::BPF, "CAP_BPF"), (cap::PERFMON, "CAP_PERFMON")]
+    let missing: Vec<String> = [Capability::Bpf, Capability::Perfmon]
         .into_iter()
-        .filter(|(bit, _)| effective & bit == 0)
-        .map(|(_, name)| name)
+        .filter(|&wanted| !effective.have(wanted))
+        .map(|missing| missing.to_string())
         .collect();
     if missing.is_empty() {
         return Ok(());
@@ -285,17 +278,11 @@ mod tests {
     }
 
     #[test]
-    fn capabilities_are_read_from_status() {
-        let status = "Name:\tx\nCapPrm:\t0\nCapEff:\t000001fffeffffff\n";
-        assert_eq!(effective_capabilities(status), Some(0x1ff_feff_ffff));
-        assert_eq!(effective_capabilities("Name:\tx\n"), None);
-    }
-
-    #[test]
     fn root_or_the_two_capabilities_suffice() {
-        assert!(check_capabilities(cap::SYS_ADMIN).is_ok());
-        assert!(check_capabilities(cap::BPF | cap::PERFMON).is_ok());
-        let error = check_capabilities(cap::BPF).unwrap_err().to_string();
+        let check = |wanted: &[Capability]| check_capabilities(wanted.iter().copied().collect());
+        assert!(check(&[Capability::SysAdmin]).is_ok());
+        assert!(check(&[Capability::Bpf, Capability::Perfmon]).is_ok());
+        let error = check(&[Capability::Bpf]).unwrap_err().to_string();
         assert!(error.contains("CAP_PERFMON missing"), "{error}");
         assert!(!error.contains("CAP_BPF"), "{error}");
     }

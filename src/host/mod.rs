@@ -8,7 +8,9 @@
 //! | [`memory_cgroups`] | memory cgroups of both versions: what they use, and their limits |
 //! | [`cpus`] | CPUs that are online, and that come online later |
 //! | [`kernel_log`] | OOM kills and other messages in the kernel's log |
+//! | [`capabilities`] | what the kernel lets this process do |
 
+pub mod capabilities;
 pub mod cpus;
 pub mod kernel_log;
 pub mod memory_cgroups;

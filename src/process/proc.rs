@@ -14,6 +14,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::bpf::kernel_support;
 use crate::code::elf;
+use crate::host::capabilities::Capability;
 use crate::print::text;
 use crate::process::mapped_file::{self, MappedFile};
 
@@ -99,8 +100,10 @@ impl Process {
     pub fn expect_native_program(&self) -> Result<()> {
         let pid = self.pid;
         self.expect_program()?;
-        let exe = mapped_file::open_regular(&self.file("exe"))
-            .with_context(|| format!("failed to open the program of process {pid}"))?;
+        let exe = mapped_file::open_regular(&self.file("exe")).with_context(|| {
+            let remedy = Capability::SysPtrace.remedy();
+            format!("failed to open the program of process {pid}{remedy}")
+        })?;
         if !elf::is_native(&exe)? {
             bail!(
                 "process {pid} ({}) is not an x86-64 program: only 64-bit programs of this \

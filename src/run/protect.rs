@@ -2,8 +2,11 @@
 
 use std::fs;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use nix::sys::mman::{MlockAllFlags, mlockall};
+use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
+
+use crate::host::capabilities::{Capabilities, Capability};
 
 /// Has this process work on when memory has run out: what it has stays in memory, what it is yet to
 /// touch once it has, and the kernel kills others. To be called when all has been set up; what cannot
@@ -17,11 +20,30 @@ pub fn from_lack_of_memory(tool: &str) {
 
 /// Does as much as it may. Fails without CAP_IPC_LOCK or CAP_SYS_RESOURCE.
 fn protect() -> Result<()> {
+    let spared = fs::write("/proc/self/oom_score_adj", "-1000");
+    lock_memory()?;
+    let failed = || {
+        let remedy = Capability::SysResource.remedy();
+        format!("failed to set oom_score_adj{remedy}")
+    };
+    spared.with_context(failed)
+}
+
+/// Keeps in memory what is mapped, and what will be.
+///
+/// With a limit (RLIMIT_MEMLOCK) nothing is locked: once all that is mapped later is to be, no thread could be
+/// started beyond it, as its stack counts whole.
+fn lock_memory() -> Result<()> {
+    let may = Capabilities::effective().is_ok_and(|effective| effective.have(Capability::IpcLock));
+    let (limit, _) = getrlimit(Resource::RLIMIT_MEMLOCK)?;
+    let failed = || {
+        let remedy = Capability::IpcLock.remedy();
+        format!("failed to lock memory{remedy}")
+    };
+    ensure!(may || limit == RLIM_INFINITY, failed());
     // Of what is mapped later only what is touched: stacks of threads would be brought in whole.
     let on_fault = MlockAllFlags::from_bits_retain(libc::MCL_ONFAULT);
-    let locked = mlockall(MlockAllFlags::MCL_CURRENT)
-        .and_then(|()| mlockall(MlockAllFlags::MCL_FUTURE | on_fault));
-    fs::write("/proc/self/oom_score_adj", "-1000")
-        .context("failed to set oom_score_adj; it wants CAP_SYS_RESOURCE")?;
-    locked.context("failed to lock memory; it wants CAP_IPC_LOCK")
+    mlockall(MlockAllFlags::MCL_CURRENT)
+        .and_then(|()| mlockall(MlockAllFlags::MCL_FUTURE | on_fault))
+        .with_context(failed)
 }

@@ -6,12 +6,14 @@
 //! `libfoo.so+0x1234`. The kernel names its own functions ([`crate::stacks::kallsyms`]).
 
 use std::collections::HashSet;
+use std::fs;
 use std::hash::{Hash, Hasher};
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
 
 use anyhow::{Context, Result};
 
+use crate::host::capabilities::Capability;
 use crate::process::address_space::{AddressSpaces, CodeFile, Image, MappedCode, Wanted};
 use crate::process::mapping_log::MappingLog;
 use crate::process::proc::Process;
@@ -267,10 +269,14 @@ fn read_kallsyms() -> Kallsyms {
         Kallsyms::default()
     });
     if symbols.hidden() {
-        eprintln!(
-            "no names for kernel frames: the kernel hides its addresses; to see them: \
-             sysctl kernel.kptr_restrict=1"
-        );
+        let restrict = fs::read_to_string("/proc/sys/kernel/kptr_restrict");
+        let from_all = restrict.is_ok_and(|value| value.trim() == "2");
+        let remedy = if from_all {
+            "; to see them: sysctl kernel.kptr_restrict=1".to_owned()
+        } else {
+            Capability::Syslog.remedy()
+        };
+        eprintln!("no names for kernel frames: the kernel hides its addresses{remedy}");
     }
     symbols
 }

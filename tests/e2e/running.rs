@@ -1,8 +1,9 @@
 //! How a run begins and ends, whatever becomes of the tool, its command, its target and its reader.
 //! The tools share the code; those that start here stand for all, but where each is named.
 
-use std::fs;
+use std::fs::{self, Permissions};
 use std::io::{Read, pipe};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::thread;
@@ -13,7 +14,7 @@ use libtest_mimic::Trial;
 use nix::sys::signal::{SigHandler, SigSet, Signal, kill, signal};
 use nix::unistd::Pid;
 
-use crate::harness::{self, Cgroup, PATIENCE, Tool, Workload, eventually, tool};
+use crate::harness::{self, Cgroup, Ended, PATIENCE, Tool, Workload, eventually, tool};
 
 /// Tools that trace processes and need nothing of the kernel but tracepoints and counters.
 const TOOLS: [&str; 9] = [
@@ -46,6 +47,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         who_cannot_be_traced_is_told [Host],
         the_tool_s_own_faults_are_not_the_command_s,
         a_cgroup_can_be_named_as_it_is_printed,
+        missing_privilege_is_named,
         time_is_that_of_the_place [Host],
     }
 }
@@ -504,5 +506,62 @@ fn time_is_that_of_the_place() -> Result<()> {
     command.args(["-j", "0.01", "1"]).env("TZ", "Asia/Tokyo");
     let ended = Tool::spawn(command.stdin(Stdio::null()))?.end()?;
     ensure!(ended.stdout.contains("+09:00\""), "{ended:?}");
+    Ok(())
+}
+
+/// How a tool ends that nobody (uid 65534) runs with these capabilities alone.
+fn run_by_nobody(capabilities: &str, name: &str, args: &[&str]) -> Result<Ended> {
+    // In a folder where nobody may go, too.
+    let folder = harness::scratch()?;
+    let program = folder.path().join(name);
+    harness::copy(&tool(name), &program)?;
+    fs::set_permissions(folder.path(), Permissions::from_mode(0o755))?;
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid", "65534", "--clear-groups"]);
+    for set in ["--inh-caps", "--ambient-caps", "--bounding-set"] {
+        command.arg(format!("{set}=-all{capabilities}"));
+    }
+    Tool::spawn(command.arg("--").arg(program).args(args))?.end()
+}
+
+fn missing_privilege_is_named() -> Result<()> {
+    let workload = Workload::start("alloc", &["hold"])?;
+    let pid = workload.pid();
+    let refused: [(&str, &str, &[&str], &str); 3] = [
+        (
+            "",
+            "memleak",
+            &["-p", &pid],
+            "CAP_BPF and CAP_PERFMON missing",
+        ),
+        (
+            ",+bpf,+perfmon",
+            "memleak",
+            &["-p", &pid],
+            "wants CAP_SYS_PTRACE",
+        ),
+        (
+            ",+bpf,+perfmon",
+            "mmapsnoop",
+            &["-d", "0.1"],
+            "wants CAP_DAC_READ_SEARCH",
+        ),
+    ];
+    for (capabilities, name, args, told) in refused {
+        let ended = run_by_nobody(capabilities, name, args)?;
+        ensure!(ended.status.code() == Some(1), "{ended:?}");
+        ensure!(ended.stderr.contains(told), "{told}: {ended:?}");
+        ensure!(ended.stderr.contains("run it as root"), "{ended:?}");
+    }
+    // What a tool can do without, it goes on without.
+    let worse: [(&str, &[&str], &str); 2] = [
+        ("vmscan", &["0.1", "3"], "wants CAP_IPC_LOCK"),
+        ("oomkill", &["-e", "-d", "0.1"], "wants CAP_SYSLOG"),
+    ];
+    for (name, args, told) in worse {
+        let ended = run_by_nobody(",+bpf,+perfmon,+dac_read_search", name, args)?;
+        ensure!(ended.status.success(), "{ended:?}");
+        ensure!(ended.stderr.contains(told), "{told}: {ended:?}");
+    }
     Ok(())
 }
