@@ -339,6 +339,10 @@ fn load(args: &Args, filter: &Filter) -> Result<BrkstackSkel<'static>> {
     let with_stacks = !args.events || args.event_stacks().any();
     let stacks = with_stacks.then(|| args.stacks.first_entries());
     memtools::size_stacks!(open.maps, stacks)?;
+    if !args.with_result() {
+        let sized = open.maps.calls.set_max_entries(1);
+        sized.context("failed to size the map of calls")?;
+    }
     if !args.events {
         // A ring buffer has a page at least.
         let page = kernel_support::page_bytes()? as u32;

@@ -105,7 +105,7 @@ struct stack_walk {
 	__u32 reserved;
 };
 
-#define STACK_SLOTS 256
+#define STACK_SLOTS 128
 
 struct stack_slot {
 	__u64 holders; /* 1: held; more: others who tried, and will go away */

@@ -30,7 +30,7 @@ const volatile __u32 unwind_namespace; /* inode of the tool's PID namespace, 0: 
 
 #define UNWIND_SHARD_WORDS   (1 << 18)
 #define UNWIND_SHARDS	     128
-#define UNWIND_FILES	     8192
+#define UNWIND_FILES	     4096
 #define UNWIND_CACHED	     16384
 #define UNWIND_REQUEST_BYTES (16 << 10)
 #define UNWIND_PAGE_SHIFT    8	/* of code, by which rows are found */

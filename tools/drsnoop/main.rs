@@ -32,7 +32,7 @@ use memtools::run::protect;
 use memtools::run::target::Target;
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
-use memtools::stacks::table::{self, MAX_OF_EVENTS, Stacks};
+use memtools::stacks::table::{FIRST_OF_EVENTS, MAX_OF_EVENTS, Stacks};
 
 use crate::args::Args;
 use crate::bpf::types::{event, reclaim_kind};
@@ -211,7 +211,7 @@ fn start(
     } else {
         kernel_support::preflight_tracepoints()?;
     }
-    memtools::size_stacks!(open.maps, args.wants_stacks().then(table::first_entries))?;
+    memtools::size_stacks!(open.maps, args.wants_stacks().then_some(FIRST_OF_EVENTS))?;
     let events = open.maps.events.set_max_entries(EVENT_BYTES);
     events.context("failed to size the buffer of events")?;
     filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;

@@ -27,7 +27,7 @@ use memtools::run::losses::Losses;
 use memtools::run::target::{Target, TargetArgs};
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
-use memtools::stacks::table::{self, MAX_OF_EVENTS, Stacks};
+use memtools::stacks::table::{FIRST_OF_EVENTS, MAX_OF_EVENTS, Stacks};
 use memtools::stacks::unwind::UnwindArgs;
 
 use crate::bpf::{MmapsnoopSkel, MmapsnoopSkelBuilder};
@@ -313,7 +313,7 @@ fn load(args: &Args, filter: &Filter) -> Result<MmapsnoopSkel<'static>> {
     options.with_munmap = args.munmap.into();
     options.with_stack = args.with_stacks().into();
     memtools::set_unwind_options!(options, args.unwind);
-    memtools::size_stacks!(open.maps, args.with_stacks().then(table::first_entries))?;
+    memtools::size_stacks!(open.maps, args.with_stacks().then_some(FIRST_OF_EVENTS))?;
     let mut programs =
         attach::programs_on_system_calls(args.programs(), args.programs_on_functions());
     if args.compat {

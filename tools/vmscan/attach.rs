@@ -224,7 +224,10 @@ fn try_start_tracing_compaction(args: &Args, filter: &Filter) -> Result<Tracing>
     options.with_zone_state = args.wants_zone_state().into();
     let maps = &mut open.maps;
     without([&mut maps.calls, &mut maps.shrinking, &mut maps.cgroups])?;
-    size_stacks(&mut open, args.kernel_stacks.then(table::first_entries))?;
+    size_stacks(
+        &mut open,
+        args.kernel_stacks.then_some(table::FIRST_OF_EVENTS),
+    )?;
     attach::load_only(open.open_object_mut(), &programs);
     let mut skel = open.load().context("failed to load")?;
     filter.set_cgroup(&skel.maps.filter_cgroup)?;
