@@ -9,6 +9,7 @@ use libbpf_rs::btf::BtfKind;
 use memchr::memmem;
 use memmap2::{Mmap, MmapOptions};
 use nix::mount::{MsFlags, mount};
+use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use nix::sys::utsname::uname;
 use nix::unistd::{SysconfVar, sysconf};
 
@@ -27,6 +28,7 @@ pub fn preflight() -> Result<()> {
     let effective =
         Capabilities::effective().context("failed to read /proc/self/status; is /proc mounted?")?;
     check_capabilities(effective)?;
+    check_locked_memory(effective)?;
     check_lockdown(&fs::read_to_string("/sys/kernel/security/lockdown").unwrap_or_default())?;
     if !Path::new(BTF).exists() {
         bail!(
@@ -248,6 +250,22 @@ fn check_capabilities(effective: Capabilities) -> Result<()> {
         "not permitted to load BPF programs ({} missing): run it as root, with sudo, or in a \
          container with --privileged",
         missing.join(" and ")
+    );
+}
+
+/// Before 5.11, where no memory cgroup is charged for them, BPF maps count as memory that is locked. libbpf
+/// raises the limit when it loads a program.
+fn check_locked_memory(effective: Capabilities) -> Result<()> {
+    let (limit, _) = getrlimit(Resource::RLIMIT_MEMLOCK)?;
+    if effective.have(Capability::SysResource)
+        || limit == RLIM_INFINITY
+        || !btf_has_name("bpf_map_memory")
+    {
+        return Ok(());
+    }
+    bail!(
+        "BPF maps are locked memory before Linux 5.11, of which {limit} bytes are permitted{}",
+        Capability::SysResource.remedy()
     );
 }
 

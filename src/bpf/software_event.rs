@@ -13,6 +13,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use perf_event::events::Software;
 use perf_event::{Builder, Counter};
 
+use crate::host::capabilities;
 use crate::host::cpus::Cpus;
 
 /// What attaches programs on CPUs that come, until [`detach`].
@@ -56,7 +57,10 @@ fn open(event: Software, cpu: usize) -> Result<Counter> {
         .include_kernel()
         .sample_period(1)
         .build()
-        .with_context(|| format!("failed to open the perf event on CPU {cpu}"))
+        .with_context(|| {
+            let remedy = capabilities::remedy_for_perf_events();
+            format!("failed to open the perf event on CPU {cpu}{remedy}")
+        })
 }
 
 /// A thread that attaches a program on CPUs as they come. They are detached when this is dropped.

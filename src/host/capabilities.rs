@@ -51,6 +51,19 @@ impl Capability {
     }
 }
 
+/// The remedy, as the end of a message, where the kernel refuses perf events to who has CAP_PERFMON.
+///
+/// Debian and Ubuntu have patched theirs so that kernel.perf_event_paranoid can be 3 and more, and set it.
+pub fn remedy_for_perf_events() -> String {
+    let paranoid = fs::read_to_string("/proc/sys/kernel/perf_event_paranoid").unwrap_or_default();
+    let paranoid: i32 = paranoid.trim().parse().unwrap_or(0);
+    let remedy = Capability::SysAdmin.remedy();
+    if paranoid < 3 || remedy.is_empty() {
+        return String::new();
+    }
+    format!("{remedy}, or: sysctl kernel.perf_event_paranoid=2")
+}
+
 impl fmt::Display for Capability {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())

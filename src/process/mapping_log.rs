@@ -18,6 +18,7 @@ use perf_event::events::Software;
 use perf_event::{Builder, Clock, SampleFlag, Sampler};
 
 use crate::bpf::attach;
+use crate::host::capabilities;
 use crate::host::cpus::Cpus;
 use crate::print::clock;
 use crate::process::proc::Mapping;
@@ -77,8 +78,10 @@ impl MappingLog {
         };
         let online: Vec<usize> = log.cpus.online().collect();
         for cpu in online {
-            log.open(cpu)
-                .context("failed to open the kernel's log of mappings (perf_event_open)")?;
+            log.open(cpu).with_context(|| {
+                let remedy = capabilities::remedy_for_perf_events();
+                format!("failed to open the kernel's log of mappings (perf_event_open){remedy}")
+            })?;
         }
         Ok(log)
     }
