@@ -3,7 +3,10 @@
 //! A uprobe is a breakpoint in the code of a file, for whoever has it mapped. A translator does not
 //! execute it but reads it as an instruction of the program, which then ends by SIGTRAP.
 
+use std::collections::BTreeSet;
 use std::path::Path;
+
+use crate::process::mapping_log::Change;
 
 /// Processors that QEMU's user mode translates programs of, as its own names begin; behind `qemu-`
 /// there are also tools (qemu-img) and whole machines (qemu-system-x86_64).
@@ -50,6 +53,33 @@ pub fn among<'a>(files: impl IntoIterator<Item = &'a Path>) -> Option<&'static s
     files.into_iter().find_map(of_file)
 }
 
+/// The translators that have started since the kernel's log of mappings is read, and still run.
+#[derive(Debug, Default)]
+pub struct Started(BTreeSet<u32>);
+
+impl Started {
+    /// Takes note of what a process has done.
+    pub fn note(&mut self, change: &Change) {
+        match change {
+            Change::Mapped(pid, mapping) if of_file(&mapping.path).is_some() => {
+                self.0.insert(*pid);
+            }
+            Change::Forked(parent, child) if self.0.contains(parent) => {
+                self.0.insert(*child);
+            }
+            Change::Exec(pid) | Change::Exited(pid) => {
+                self.0.remove(pid);
+            }
+            _ => {}
+        }
+    }
+
+    /// The processes.
+    pub fn pids(&self) -> impl Iterator<Item = u32> {
+        self.0.iter().copied()
+    }
+}
+
 fn of_file(path: &Path) -> Option<&'static str> {
     let name = path.file_name()?.to_str()?;
     if let Some(machine) = name.strip_prefix("qemu-") {
@@ -69,7 +99,37 @@ fn of_file(path: &Path) -> Option<&'static str> {
 
 #[cfg(test)]
 mod tests {
+    use crate::process::proc::Mapping;
+
     use super::*;
+
+    #[test]
+    fn translators_that_start_are_known_until_they_end() {
+        let mapped = |pid, path: &str| {
+            let mapping = Mapping {
+                range: 0x1000..0x2000,
+                executable: true,
+                file_offset: 0,
+                device: (8, 1),
+                inode: 1,
+                path: path.into(),
+            };
+            Change::Mapped(pid, mapping)
+        };
+        let mut started = Started::default();
+        let changes = [
+            mapped(1, "/usr/bin/valgrind.bin"),
+            mapped(2, "/usr/bin/python3"),
+            Change::Forked(1, 3),
+            mapped(4, "/usr/bin/qemu-arm"),
+            Change::Exec(1),
+            Change::Exited(4),
+        ];
+        for change in &changes {
+            started.note(change);
+        }
+        assert_eq!(started.pids().collect::<Vec<_>>(), [3]);
+    }
 
     #[test]
     fn translators_are_known_by_what_they_map() {

@@ -17,6 +17,7 @@ use crate::host::capabilities::Capability;
 use crate::process::address_space::{AddressSpaces, CodeFile, Image, MappedCode, Wanted};
 use crate::process::mapping_log::MappingLog;
 use crate::process::proc::Process;
+use crate::process::translator;
 use crate::stacks::file_names::FileNames;
 use crate::stacks::kallsyms::Kallsyms;
 use crate::stacks::named::{Frame, Names, Part};
@@ -32,6 +33,7 @@ pub struct Symbolizer {
     /// The processes whose perf maps were read since the last refresh.
     perf_maps_read: HashSet<u32>,
     kernel: KernelNames,
+    translators: translator::Started,
 }
 
 /// Names the frames of the kernel's stacks, which is all that a tool without user stacks needs.
@@ -94,6 +96,7 @@ impl Symbolizer {
             perf_maps: PerfMaps::default(),
             perf_maps_read: HashSet::new(),
             kernel: KernelNames::default(),
+            translators: translator::Started::default(),
         })
     }
 
@@ -129,6 +132,7 @@ impl Symbolizer {
     /// there are mappings, before a report, and as soon as a process has exited.
     pub fn refresh(&mut self) {
         for change in self.log.drain() {
+            self.translators.note(&change);
             self.spaces.apply(change);
         }
         self.perf_maps_read.clear();
@@ -153,6 +157,11 @@ impl Symbolizer {
             files
         };
         self.spaces.wanted_images().flat_map(of).collect()
+    }
+
+    /// The translators that have started since this was made, whoever they are, as of the last refresh.
+    pub fn translators(&self) -> &translator::Started {
+        &self.translators
     }
 
     /// What has been missed, and may lack names therefore.

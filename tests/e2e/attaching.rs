@@ -21,6 +21,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         what_ended_before_it_was_probed_is_told [Host],
         a_go_program_is_traced_by_its_c_functions,
         a_translator_is_refused [Host],
+        a_translator_that_starts_later_ends_the_trace [Host],
     }
 }
 
@@ -240,6 +241,45 @@ fn a_translator_is_refused() -> Result<()> {
         let ended = harness::run("memleak", &[args, &["60"]].concat())?;
         ensure!(ended.status.code() == Some(1), "{args:?}: {ended:?}");
         ensure!(ended.stderr.contains("QEMU"), "{args:?}: {ended:?}");
+    }
+    Ok(())
+}
+
+/// As above, but the translator starts when the probes are there for whoever maps the library.
+fn a_translator_that_starts_later_ends_the_trace() -> Result<()> {
+    let folder = harness::scratch()?;
+    let library = folder.path().join("libloaded.so");
+    harness::copy(&workload("libloaded.so"), &library)?;
+    let program = |name: &str| -> Result<Workload> {
+        let program = folder.path().join(name);
+        harness::copy(&workload("odd-static"), &program)?;
+        let args = ["file", &library.to_string_lossy(), "31", "4093"];
+        Workload::spawn(Command::new(&program).args(args))
+    };
+    let mut other = program("also-reads")?;
+    let args = [
+        "-j",
+        "-n",
+        "also-reads",
+        "--obj",
+        &library.to_string_lossy(),
+        "60",
+    ];
+    let mut tool = Tool::start("memleak", &args)?;
+    tool.wait_for("probes in")?;
+    // A translator that maps none of it is none of ours.
+    let mut elsewhere = Command::new(folder.path().join("qemu-arm"));
+    harness::copy(&workload("odd-static"), &folder.path().join("qemu-arm"))?;
+    let elsewhere = Workload::spawn(elsewhere.args(["zero", "-", "31", "4093"]))?;
+    other.work()?;
+    let translator = program("qemu-x86_64")?;
+    let ended = tool.end()?;
+    ensure!(ended.status.code() == Some(1), "{ended:?}");
+    let told = format!("process {} (qemu-x86_64) runs under QEMU", translator.pid());
+    ensure!(ended.stderr.contains(&told), "{ended:?}");
+    ensure!(ended.stdout.contains(r#""type":"report""#), "{ended:?}");
+    for program in [other, elsewhere, translator] {
+        ensure!(program.finish()?.success(), "a program was harmed");
     }
     Ok(())
 }

@@ -29,6 +29,8 @@ pub(crate) struct Loaded {
     /// Files that the command had mapped when it was stopped.
     seen_stopped: HashSet<FileId>,
     pub(crate) links: Vec<Link>,
+    /// The allocators that were probed.
+    objects: Vec<Object>,
 }
 
 impl Loaded {
@@ -44,6 +46,7 @@ impl Loaded {
             seen: HashSet::new(),
             seen_stopped: HashSet::new(),
             links: Vec::new(),
+            objects: Vec::new(),
         }
     }
 
@@ -78,10 +81,9 @@ impl Loaded {
             }
             match self.probe(pid, file, false, attached, args) {
                 Ok(None) => {}
-                Ok(Some(object)) => eprintln!(
-                    "memleak: {} ({}), loaded within the last {} ms: what it allocated until \
+                Ok(Some(found)) => eprintln!(
+                    "memleak: {found} ({}), loaded within the last {} ms: what it allocated until \
                      now is not known",
-                    object.found(),
                     attached.how,
                     PAUSE.as_millis()
                 ),
@@ -123,7 +125,7 @@ impl Loaded {
                 }
                 match self.probe(pid, &file, number == 0, attached, args) {
                     Ok(None) => {}
-                    Ok(Some(object)) => eprintln!("memleak: {} ({})", object.found(), attached.how),
+                    Ok(Some(found)) => eprintln!("memleak: {found} ({})", attached.how),
                     Err(error) => {
                         objects::tell_once(&format!("{} is not traced: {error:#}", file.module()));
                     }
@@ -160,6 +162,7 @@ impl Loaded {
         }
     }
 
+    /// Probes a file's allocator, if it has one. Returns what was found.
     fn probe(
         &mut self,
         pid: i32,
@@ -167,11 +170,18 @@ impl Loaded {
         is_program: bool,
         attached: &Attached,
         args: &Args,
-    ) -> Result<Option<Object>> {
+    ) -> Result<Option<String>> {
         let Some(object) = objects::of_loaded(file, is_program, args)? else {
             return Ok(None);
         };
         self.links.extend(attached.probe(pid, &object, args)?);
-        Ok(Some(object))
+        let found = object.found();
+        self.objects.push(object);
+        Ok(Some(found))
+    }
+
+    /// The allocators that were probed.
+    pub(crate) fn objects(&self) -> &[Object] {
+        &self.objects
     }
 }

@@ -27,10 +27,11 @@ mod target;
 mod tracer;
 mod whole;
 
+use std::mem;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
 use memtools::bpf::ring::Events;
@@ -96,6 +97,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let mut quiet_until = Some(Instant::now() + QUIET);
     let mut loaded = Loaded::new(&target);
     let mut look_at = Instant::now() + loaded::PAUSE;
+    let mut harm = None;
     loop {
         let wake = poller.wait(Some(look_at))?;
         if wake.asked {
@@ -124,6 +126,13 @@ fn run(args: Args) -> Result<ExitCode> {
             tracer.symbolizer.refresh();
             loaded.look(tracer.symbolizer.code_files(), &target, &attached, &args);
             look_at = now + loaded::PAUSE;
+            harm = target.read_by(tracer.symbolizer.translators(), loaded.objects());
+        }
+        if harm.is_some() {
+            links.append(&mut loaded.links);
+            attached.detach(mem::take(&mut links));
+            tracer.report(false)?;
+            break;
         }
         if quiet_until.is_some_and(|until| now >= until) {
             quiet_until = None;
@@ -166,5 +175,8 @@ fn run(args: Args) -> Result<ExitCode> {
     unwinder.tell("memleak", &mut tracer.output)?;
     let status = command.as_mut().map(HeldCommand::finish).transpose()?;
     tracer.exports.finish()?;
+    if let Some(harm) = harm {
+        bail!("{harm}: the trace has ended");
+    }
     Ok(status.flatten().map_or(ExitCode::SUCCESS, ExitCode::from))
 }

@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use memtools::process::cgroup;
 use memtools::process::command::{CommandLine, HeldCommand};
 use memtools::process::filter::{Filter, FilterArgs, Tasks};
-use memtools::process::proc::Process;
+use memtools::process::proc::{self, Process};
 use memtools::process::translator;
 use memtools::run::cli::UsageError;
 use memtools::run::target::doubt_interval;
@@ -100,7 +100,11 @@ impl Target {
             each_once(objects)
         });
         if let Some(objects) = &shared {
-            expect_no_translator(objects)?;
+            if let Some(harm) = read_by_translator(objects, proc::all()?) {
+                bail!(
+                    "{harm}: name the processes to trace with -p, without --children, or wait for its end"
+                );
+            }
         }
         Ok(Self {
             filter,
@@ -125,6 +129,16 @@ impl Target {
     /// The files alone.
     pub(crate) fn files(&self) -> impl Iterator<Item = &Object> {
         self.objects().map(|(_, object)| object)
+    }
+
+    /// Says which of the translators that have started reads a file that is probed for everybody, if one does.
+    pub(crate) fn read_by(
+        &self,
+        translators: &translator::Started,
+        loaded: &[Object],
+    ) -> Option<String> {
+        let shared = self.shared.as_ref()?;
+        read_by_translator(shared.iter().chain(loaded), translators.pids())
     }
 
     /// The signatures of all functions to probe, each once.
@@ -253,34 +267,29 @@ fn described(pid: u32, args: &Args) -> Option<Process> {
     described.then_some(process)
 }
 
-/// Fails if a translator that runs now has one of these files mapped: probes in a file are there for
-/// whoever maps it, and what the translator runs would end.
-fn expect_no_translator(objects: &[Object]) -> Result<()> {
-    for pid in memtools::process::proc::all()? {
+/// Says which of these processes is a translator that has one of these files mapped, if one is: probes in a
+/// file are there for whoever maps it, and what the translator runs would end.
+fn read_by_translator<'a>(
+    objects: impl IntoIterator<Item = &'a Object> + Clone,
+    pids: impl IntoIterator<Item = u32>,
+) -> Option<String> {
+    pids.into_iter().find_map(|pid| {
         // One that has ended meanwhile cannot be harmed.
-        let Ok(process) = Process::open(pid) else {
-            continue;
-        };
+        let process = Process::open(pid).ok()?;
         let mappings = process.mappings().unwrap_or_default();
-        let names = mappings.iter().map(|mapping| mapping.path.as_path());
-        let Some(translator) = translator::among(names) else {
-            continue;
-        };
+        let translator = translator::among(mappings.iter().map(|mapping| mapping.path.as_path()))?;
         let reads = |object: &&Object| {
             let inode = object.file.identity().map(|(_, inode)| inode);
             inode.is_ok_and(|inode| mappings.iter().any(|mapping| mapping.inode == inode))
         };
-        if let Some(object) = objects.iter().find(reads) {
-            bail!(
-                "process {pid} ({}) runs under {translator} and reads {}, where probes for processes \
-                 that can join later would end it (SIGTRAP): name the processes to trace with -p, \
-                 without --children, or wait for its end",
-                process.comm(),
-                object.module
-            );
-        }
-    }
-    Ok(())
+        let object = objects.clone().into_iter().find(reads)?;
+        Some(format!(
+            "process {pid} ({}) runs under {translator} and reads {}, where probes for processes that can \
+             join later would end it (SIGTRAP)",
+            process.comm(),
+            object.module
+        ))
+    })
 }
 
 /// One of each file's objects.
