@@ -21,6 +21,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         jemalloc_beside_glibc_is_exact: at_entries,
         tcmalloc_is_exact: at_entries,
         mimalloc_is_exact: at_entries,
+        mappings_of_an_allocator_are_not_listed,
         musl_in_the_program_is_exact: at_entries,
         thread_storms_leave_nothing: at_entries,
         operators_of_cxx_are_exact,
@@ -82,7 +83,9 @@ impl Report {
     /// Bytes and allocations outstanding of a function and what it calls.
     fn of_function(&self, function: &str) -> (u64, u64) {
         let passes = |stack: &&Value| {
-            let frames = stack["frames"].as_array().map_or(&[][..], Vec::as_slice);
+            let frames = stack["user_frames"]
+                .as_array()
+                .map_or(&[][..], Vec::as_slice);
             let mut names = frames.iter().filter_map(|frame| frame["symbol"].as_str());
             names.any(|name| name.split('(').next() == Some(function))
         };
@@ -188,6 +191,33 @@ fn mimalloc_is_exact() -> Result<()> {
 fn musl_in_the_program_is_exact() -> Result<()> {
     let without = ["valloc", "pvalloc"];
     is_exact("alloc-musl-static", "musl (static), ", &without)
+}
+
+/// A large part of memory, for which each allocator asks the kernel. What is listed is what the program asked
+/// the allocator for, once.
+fn mappings_of_an_allocator_are_not_listed() -> Result<()> {
+    const BLOCKS: u64 = 211;
+    const BYTES: u64 = 1_048_583;
+    for program in [
+        "alloc",
+        "alloc-jemalloc",
+        "alloc-jemalloc-static",
+        "alloc-tcmalloc",
+        "alloc-mimalloc",
+        "alloc-musl-static",
+    ] {
+        let args = ["one", "malloc", &BLOCKS.to_string(), &BYTES.to_string()];
+        let report = trace(program, &args, &[])?;
+        let found = report.of_function("leak_malloc");
+        ensure!(found == (BLOCKS * BYTES, BLOCKS), "{program}: {found:?}");
+        let all = report
+            .stacks
+            .iter()
+            .filter_map(|stack| stack["bytes"].as_u64());
+        let all: u64 = all.sum();
+        ensure!(all == BLOCKS * BYTES, "{program}: {:#?}", report.stacks);
+    }
+    Ok(())
 }
 
 /// Thirty threads that free what their neighbours allocate.
