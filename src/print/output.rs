@@ -18,6 +18,10 @@ const PIECE: usize = 4096;
 /// How long a reader that does not read is waited for after Ctrl-C.
 const LAST_CHANCE: Duration = Duration::from_secs(1);
 
+/// The number of the tools' JSON objects and their fields, which the man pages list. A new type of object or a
+/// new field leaves it; it rises when one goes, or has another name or meaning.
+pub const SCHEMA: u32 = 1;
+
 /// Something that a tool prints. Its fields are its JSON; `text` writes the line or lines of the
 /// default format, each with its newline.
 pub trait Row: Serialize {
@@ -41,6 +45,8 @@ pub enum Format {
 pub struct Output {
     format: Format,
     out: BufWriter<Sink>,
+    /// The object that is being printed, kept for the next.
+    json: Vec<u8>,
 }
 
 impl Output {
@@ -64,6 +70,7 @@ impl Output {
         Self {
             format,
             out: BufWriter::with_capacity(64 << 10, sink),
+            json: Vec::new(),
         }
     }
 
@@ -76,12 +83,19 @@ impl Output {
     pub fn row(&mut self, row: &impl Row) -> Result<()> {
         match self.format {
             Format::Text => row.text(&mut self.out),
-            Format::Json => serde_json::to_writer(&mut self.out, row)
-                .map_err(io::Error::from)
-                .and_then(|()| self.out.write_all(b"\n")),
+            Format::Json => self.object(row),
             Format::Folded => Ok(()),
         }
         .context("failed to print")
+    }
+
+    /// Prints one object a line, with the number of the [`SCHEMA`] at its end.
+    fn object(&mut self, row: &impl Row) -> io::Result<()> {
+        self.json.clear();
+        serde_json::to_writer(&mut self.json, row)?;
+        let fields = self.json.strip_suffix(b"}").unwrap_or(&self.json);
+        self.out.write_all(fields)?;
+        writeln!(self.out, ",\"schema\":{SCHEMA}}}")
     }
 
     /// Prints the line of column names, which only text has.

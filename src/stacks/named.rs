@@ -45,12 +45,14 @@ impl Serialize for Frame {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let symbol = self.symbol.as_ref();
         let module = self.module.as_ref();
+        // The kernel's is the address once more.
+        let module_offset = module.filter(|_| !self.kernel);
         let mut frame = serializer.serialize_struct("Frame", 5)?;
         frame.serialize_field("address", &format_args!("{:#x}", self.address))?;
         frame.serialize_field("symbol", &symbol.map(|(name, _)| name))?;
         frame.serialize_field("offset", &symbol.map(|(_, offset)| offset))?;
         frame.serialize_field("module", &module.map(|(name, _)| name))?;
-        frame.serialize_field("module_offset", &module.map(|(_, offset)| offset))?;
+        frame.serialize_field("module_offset", &module_offset.map(|(_, offset)| offset))?;
         frame.end()
     }
 }
@@ -79,21 +81,19 @@ pub struct NamedStack {
     pub program: Option<MappedCode>,
 }
 
-/// `{"kernel_stack":[...],"user_stack":[...]}`, to be flattened into an event's row: innermost frames
-/// first; no frames if the stack was lost, null if there is none. `user_stack_truncated` says why
-/// outer frames of the user's are missing, if they are.
+/// `{"kernel_frames":[...],"user_frames":[...],"truncated":null}`, to be flattened into a row: innermost
+/// frames first; no frames if the stack was lost. A part that was not asked for, or that there is none of,
+/// is not there. `truncated` says why outer frames are missing, if they are.
 impl Serialize for NamedStack {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let truncated = self.user.as_ref().and_then(|part| part.truncated.as_ref());
         let mut stack = serializer.serialize_struct("NamedStack", 3)?;
-        stack.serialize_field(
-            "kernel_stack",
-            &self.kernel.as_ref().map(|part| &part.frames),
-        )?;
-        if let Some(reason) = truncated {
-            stack.serialize_field("user_stack_truncated", reason)?;
+        for (name, part) in [("kernel_frames", &self.kernel), ("user_frames", &self.user)] {
+            match part {
+                Some(part) => stack.serialize_field(name, &part.frames)?,
+                None => stack.skip_field(name)?,
+            }
         }
-        stack.serialize_field("user_stack", &self.user.as_ref().map(|part| &part.frames))?;
+        stack.serialize_field("truncated", &self.truncated())?;
         stack.end()
     }
 }
@@ -163,6 +163,11 @@ impl NamedStack {
         names
             .map(|names| Self::read(ids, stacks, names))
             .transpose()
+    }
+
+    /// The part of a stack that has only one.
+    pub fn part(&self) -> Option<&Part> {
+        self.user.as_ref().or(self.kernel.as_ref())
     }
 
     /// Why frames are missing at the root of either part, if they are.

@@ -191,7 +191,7 @@ fn each_event_has_its_own_stack() -> Result<()> {
         let calls: Vec<Value> = calls.collect::<Result<_, _>>()?;
         ensure!(calls.len() == 35, "{ended:?}");
         for (call, function) in calls.iter().zip(&expected) {
-            let frames = &call["user_stack"];
+            let frames = &call["user_frames"];
             ensure!(
                 if user {
                     frames[0]["symbol"] == *function
@@ -200,7 +200,7 @@ fn each_event_has_its_own_stack() -> Result<()> {
                 },
                 "{options:?}, {function}: {call}"
             );
-            let frames = call["kernel_stack"].as_array();
+            let frames = call["kernel_frames"].as_array();
             let entry = |frame: &Value| frame["symbol"] == KERNEL_ENTRY;
             ensure!(
                 frames.is_some_and(|frames| frames.iter().any(entry)) == kernel,

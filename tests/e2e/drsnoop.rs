@@ -160,14 +160,14 @@ fn stacks_show_who_stalled() -> Result<()> {
     let rows = rows(&tool.interrupt()?)?;
     let mut in_write = 0;
     for row in &rows {
-        let frames = row["kernel_stack"].as_array().context("no kernel stack")?;
+        let frames = row["kernel_frames"].as_array().context("no kernel stack")?;
         let first = frames.first().map_or("", |frame| symbol(frame));
         ensure!(first == "try_to_free_mem_cgroup_pages", "{row}");
         // A few are in page faults: the writer's own pages are reclaimed, too.
         let write = |frame| symbol(frame).ends_with("sys_write");
         in_write += u32::from(frames.iter().any(write));
         ensure!(
-            row["user_stack"]
+            row["user_frames"]
                 .as_array()
                 .is_some_and(|stack| !stack.is_empty()),
             "{row}"

@@ -134,10 +134,10 @@ fn sum(rows: &[Value], field: &str) -> u64 {
 }
 
 /// A number by the innermost user frame, as `go tool pprof` names it.
-fn by_leaf(rows: &[Value], field: &str, frames: &str) -> Result<HashMap<String, u64>> {
+fn by_leaf(rows: &[Value], field: &str) -> Result<HashMap<String, u64>> {
     let mut sums = HashMap::new();
     for row in rows {
-        let frame = &row[frames][0];
+        let frame = &row["user_frames"][0];
         let leaf = match (frame["symbol"].as_str(), frame["module"].as_str()) {
             (Some(name), _) => name.to_owned(),
             (None, module) => format!("[{}]", module.with_context(|| row.to_string())?),
@@ -160,10 +160,7 @@ fn a_heap_is_what_was_reported() -> Result<()> {
             total == sum(&reports, field),
             "{total} {value}: {reports:?}"
         );
-        ensure!(
-            flat == by_leaf(&stacks, field, "frames")?,
-            "{flat:?}: {stacks:#?}"
-        );
+        ensure!(flat == by_leaf(&stacks, field)?, "{flat:?}: {stacks:#?}");
     }
     let (flat, _) = files.top("inuse_space")?;
     ensure!(flat["leak_malloc"] == 31 * 4093, "{flat:?}");
@@ -313,7 +310,7 @@ fn faults_have_both_numbers() -> Result<()> {
         "{faults}: {reports:?}"
     );
     ensure!(files.top("space")?.1 == faults * 4096);
-    ensure!(files.top("faults")?.0 == by_leaf(&stacks, "count", "user_frames")?);
+    ensure!(files.top("faults")?.0 == by_leaf(&stacks, "count")?);
     let image = files.flame()?;
     ensure!(image.contains("faults: page faults of pid "), "no title");
     Ok(())

@@ -23,6 +23,8 @@ use nix::sys::signal::{SigHandler, Signal};
 use regex_lite::Regex;
 use serde_json::Value;
 
+use crate::documented;
+
 /// How long anything may take. Software emulation is a hundred times slower than the machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(180);
 
@@ -377,6 +379,8 @@ pub(crate) struct Tool {
     stdout: Arc<Mutex<Vec<u8>>>,
     /// How much of stdout was waited for.
     awaited: usize,
+    /// The program's name.
+    program: String,
 }
 
 /// A tool that has ended.
@@ -458,6 +462,8 @@ impl Tool {
         {
             command.arg("--no-placement");
         }
+        let program = Path::new(command.get_program()).file_name();
+        let program = program.unwrap_or_default().to_string_lossy().into_owned();
         let mut child = command
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -491,6 +497,7 @@ impl Tool {
             reader: Some(reader),
             stdout,
             awaited: 0,
+            program,
         })
     }
 
@@ -599,6 +606,7 @@ impl Tool {
         self.said.extend(self.stderr.iter());
         let stdout =
             String::from_utf8(stdout.unwrap_or_default()).context("stdout is not UTF-8")?;
+        documented::check(&self.program, &stdout)?;
         Ok(Ended {
             stdout: without_skipped_runs(&stdout)?,
             stderr: without_skipped_runs(&self.said.join("\n"))?,
@@ -621,7 +629,10 @@ fn without_skipped_runs(report: &str) -> Result<String> {
     for (pattern, replacement) in [
         // All that was lost, on stderr, and as an object.
         (r"(?m)^\w+: lost \d+ program runs, at most \([^)]*\)\n?", ""),
-        (r#"(?m)^\{"lost":\{(?:"[a-z_]+":0,)*"runs":\d+\}\}\n"#, ""),
+        (
+            r#"(?m)^\{"type":"lost","lost":\{(?:"[a-z_]+":0,)*"runs":\d+\},"schema":\d+\}\n"#,
+            "",
+        ),
         // Some of it.
         (r", \d+ program runs, at most \([^)]*\)", ""),
         (r#""runs":\d+"#, r#""runs":0"#),

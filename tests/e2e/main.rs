@@ -4,6 +4,7 @@
 mod allocators;
 mod attaching;
 mod brkstack;
+mod documented;
 mod drsnoop;
 mod export;
 mod faults;

@@ -115,7 +115,7 @@ impl Report {
     /// What stacks through a function have outstanding.
     fn through(&self, function: &str) -> Sum {
         let passes = |group: &&Value| {
-            let mut frames = group["frames"].as_array().into_iter().flatten();
+            let mut frames = group["kernel_frames"].as_array().into_iter().flatten();
             frames.any(|frame| {
                 let symbol = frame["symbol"].as_str().unwrap_or_default();
                 symbol.split('.').next() == Some(function)
@@ -248,7 +248,7 @@ fn pages_of_objects_count_once() -> Result<()> {
         let mut workload = Workload::start("kmem", &["files", &FILES.to_string()])?;
         let report = trace(&mut workload, args)?;
         let pages = report.groups.iter().filter(|group| {
-            let frames = group["frames"].as_array().into_iter().flatten();
+            let frames = group["kernel_frames"].as_array().into_iter().flatten();
             let mut names = frames.filter_map(|frame| frame["symbol"].as_str());
             names.next().is_some_and(|leaf| leaf.contains("pages"))
                 && names.any(|name| name.contains("alloc_empty_file"))

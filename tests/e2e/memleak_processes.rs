@@ -91,7 +91,7 @@ fn children_of_a_command_are_followed() -> Result<()> {
     ensure!(ended.status.success(), "{ended:?}");
     let stacks = ended.stdout.lines().filter_map(|line| {
         let row: serde_json::Value = serde_json::from_str(line).ok()?;
-        let frames = row["frames"].to_string();
+        let frames = row["user_frames"].to_string();
         frames.contains("in_process").then_some(row)
     });
     let mut found: Vec<_> = stacks.map(|row| row["allocations"].as_u64()).collect();

@@ -36,7 +36,7 @@ fn rows(ended: &Ended) -> Result<Vec<Value>> {
 /// The rows of stacks through a function.
 fn stacks<'a>(rows: &'a [Value], function: &str) -> Vec<&'a Value> {
     let through = |row: &&Value| {
-        let frames = row["frames"].as_array();
+        let frames = row["user_frames"].as_array();
         frames.is_some_and(|frames| frames.iter().any(|frame| frame["symbol"] == function))
     };
     rows.iter()
@@ -143,7 +143,7 @@ fn double_frees_are_counted_with_their_stack() -> Result<()> {
         .collect();
     ensure!(told.len() == 1, "each stack is told of once: {told:?}");
     ensure!(
-        told[0]["frames"].to_string().contains("free_twice"),
+        told[0]["user_frames"].to_string().contains("free_twice"),
         "{told:?}"
     );
     Ok(())
@@ -163,7 +163,9 @@ fn unknown_frees_are_counted_with_their_stack() -> Result<()> {
     ensure!(
         by_stack.len() == 1
             && by_stack[0]["frees"] == 101
-            && by_stack[0]["frames"].to_string().contains("free_unknown"),
+            && by_stack[0]["user_frames"]
+                .to_string()
+                .contains("free_unknown"),
         "{by_stack:?}"
     );
     Ok(())

@@ -181,6 +181,7 @@ fn every_argument_and_result() -> Result<()> {
                 "file": null,
                 "result": call.result,
                 "error": call.error,
+                "schema": 1,
             });
             if with_file {
                 expected["fd"] = call.args[4].into();
@@ -325,7 +326,7 @@ fn stacks_below_rows() -> Result<()> {
     ensure!(lines.next().is_none(), "{}", ended.stdout);
     let (_, _, ended) = trace(&["anon", "3"], &["--stack", "-j"])?;
     for row in json_rows(&ended)? {
-        ensure!(row["stack"].to_string().contains("main+0x"), "{row}");
+        ensure!(row["user_frames"].to_string().contains("\"main\""), "{row}");
     }
     Ok(())
 }

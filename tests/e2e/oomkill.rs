@@ -153,7 +153,7 @@ fn by_kprobe_it_is_the_same() -> Result<()> {
         "{kill}"
     );
     ensure!(kill["victim"]["oom_score_adj"] == 77, "{kill}");
-    let has = |name: &str| kill["kernel_stack"].to_string().contains(name);
+    let has = |name: &str| kill["kernel_frames"].to_string().contains(name);
     ensure!(has("oom_kill_process") && has("out_of_memory"), "{kill}");
     Ok(())
 }
@@ -223,7 +223,7 @@ fn what_mark_victim_alone_knows() -> Result<()> {
             let mut others = others.filter(|(name, _)| !["pid", "comm"].contains(&name.as_str()));
             ensure!(others.all(|(_, value)| value.is_null()), "{kill}");
         }
-        let has = |name: &str| kill["kernel_stack"].to_string().contains(name);
+        let has = |name: &str| kill["kernel_frames"].to_string().contains(name);
         ensure!(has("out_of_memory"), "{way}: {kill}");
     }
     Ok(())
@@ -305,11 +305,11 @@ fn a_cgroups_kill_is_explained() -> Result<()> {
             "{field}: {kill}, but {killed}"
         );
     }
-    let kernel = kill["kernel_stack"].as_array().context("no stack")?;
+    let kernel = kill["kernel_frames"].as_array().context("no stack")?;
     let has = |name: &str| kernel.iter().any(|frame| frame["symbol"] == name);
     ensure!(has("oom_kill_process") && has("out_of_memory"), "{kill}");
     // It was killed for its own sake, and its names are still known.
-    ensure!(kill["user_stack"][0]["symbol"] == "write_pages", "{kill}");
+    ensure!(kill["user_frames"][0]["symbol"] == "write_pages", "{kill}");
     Ok(())
 }
 
@@ -339,9 +339,11 @@ fn stacks_of_victims_are_complete() -> Result<()> {
 
 /// Whether the user stack of a kill is there from the program's start on.
 fn is_complete(kill: &Value) -> bool {
-    let frames = kill["user_stack"].as_array().map_or(&[][..], Vec::as_slice);
+    let frames = kill["user_frames"]
+        .as_array()
+        .map_or(&[][..], Vec::as_slice);
     let has = |name: &str| frames.iter().any(|frame| frame["symbol"] == name);
-    kill["user_stack_truncated"].is_null()
+    kill["truncated"].is_null()
         && (has("main") || has("__libc_start_call_main"))
         && frames
             .last()

@@ -101,9 +101,7 @@ impl Report {
 
 impl Entry {
     fn read(row: &Value) -> Result<Self> {
-        let frames = ["frames", "user_frames", "user_stack"]
-            .iter()
-            .find_map(|name| row[*name].as_array());
+        let frames = row["user_frames"].as_array();
         let frames = frames.with_context(|| row.to_string())?;
         let address = |frame: &Value| hex(frame["address"].as_str()?);
         Ok(Self {
@@ -118,12 +116,8 @@ impl Entry {
                 .iter()
                 .map(|frame| frame["symbol"].as_str().unwrap_or("?").to_owned())
                 .collect(),
-            truncated: row["truncated"] == true || row["user_stack_truncated"].is_string(),
-            truncated_because: row["truncated_because"]
-                .as_str()
-                .or(row["user_stack_truncated"].as_str())
-                .unwrap_or_default()
-                .to_owned(),
+            truncated: row["truncated"].is_string(),
+            truncated_because: row["truncated"].as_str().unwrap_or_default().to_owned(),
         })
     }
 
@@ -255,18 +249,18 @@ fn a_mapping() -> Result<()> {
     let mut calls = 0;
     for line in ended.stdout.lines() {
         let row: Value = serde_json::from_str(line)?;
-        let Some(frames) = row["stack"].as_array() else {
+        let Some(frames) = row["user_frames"].as_array() else {
             continue;
         };
-        // `chain+0x9 [unwind]`, `with_busy_registers.constprop.0+0xe [unwind]`
+        // `chain`, `with_busy_registers.constprop.0`
         let names = frames
             .iter()
-            .filter_map(|frame| frame.as_str()?.split(['.', '+']).next());
+            .filter_map(|frame| frame["symbol"].as_str()?.split('.').next());
         let chain: Vec<&str> = names
             .filter(|name| expected.split(' ').any(|other| other == *name))
             .collect();
         ensure!(
-            chain.join(" ") == expected && row["stack_truncated"].is_null(),
+            chain.join(" ") == expected && row["truncated"].is_null(),
             "{row}"
         );
         calls += 1;
@@ -530,7 +524,10 @@ fn a_caller_in_no_code_is_not_shown() -> Result<()> {
         "{entry:x?}"
     );
     let unwinding = &report.unwinding;
-    ensure!(unwinding["truncated"]["no_code"] == COUNT, "{unwinding}");
+    ensure!(
+        unwinding["truncated_by_reason"]["no_code"] == COUNT,
+        "{unwinding}"
+    );
     Ok(())
 }
 
@@ -671,7 +668,7 @@ fn hotspot_s_generated_code_ends_a_stack() -> Result<()> {
     );
     let unwinding = &report.unwinding;
     ensure!(
-        unwinding["complete"] == 0 && unwinding["truncated"]["no_unwind_info"] == COUNT,
+        unwinding["complete"] == 0 && unwinding["truncated_by_reason"]["no_unwind_info"] == COUNT,
         "{unwinding}"
     );
     let report = Report::read(&traced(&["-XX:+PreserveFramePointer"])?)?;
@@ -739,7 +736,7 @@ fn deep_recursion_is_cut() -> Result<()> {
     let unwinding = rows.iter().find(|row| row["type"] == "unwinding");
     let unwinding = unwinding.context("nothing of unwinding")?;
     ensure!(
-        unwinding["truncated"]["depth"] == COUNT && unwinding["complete"] == 0,
+        unwinding["truncated_by_reason"]["depth"] == COUNT && unwinding["complete"] == 0,
         "{unwinding}"
     );
     Ok(())
@@ -808,7 +805,7 @@ fn a_static_program_of_another_libc() -> Result<()> {
     );
     let unwinding = &report.unwinding;
     ensure!(
-        unwinding["truncated"]["no_unwind_info"] == COUNT,
+        unwinding["truncated_by_reason"]["no_unwind_info"] == COUNT,
         "{unwinding}"
     );
     Ok(())

@@ -441,7 +441,7 @@ fn rows_are_of_these_zones(
             ensure!(found == *expected, "{found:?}, not {expected:?}: {row}");
         }
         ensure!(row["fragmentation_index"].is_null(), "{row}");
-        let stack = row["kernel_stack"].as_array().context("no stack")?;
+        let stack = row["kernel_frames"].as_array().context("no stack")?;
         let innermost = stack.first().and_then(|frame| frame["symbol"].as_str());
         ensure!(
             innermost.is_some_and(|name| name.contains("compact")),

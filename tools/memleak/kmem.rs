@@ -272,10 +272,10 @@ impl Tracer<'_> {
     }
 
     fn print_stack(&mut self, entry: Entry) -> Result<()> {
-        let part = self.named(entry.path.stack)?.kernel.unwrap_or_default();
+        let stack = self.named(entry.path.stack)?;
         self.output.row(&Group {
             requested_bytes: Some(entry.total.requested_bytes),
-            ..Group::new(&entry, part, self.args)
+            ..Group::new(&entry, stack, self.args)
         })
     }
 

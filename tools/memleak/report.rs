@@ -13,7 +13,7 @@ use memtools::export::profile::{Sample, Value};
 use memtools::print::clock;
 use memtools::print::output::{Output, Row};
 use memtools::run::losses::Losses;
-use memtools::stacks::named::{Frame, NamedStack, Part};
+use memtools::stacks::named::NamedStack;
 use memtools::stacks::table::Stacks;
 use serde::{Serialize, Serializer};
 
@@ -409,7 +409,8 @@ pub(crate) struct Freed {
     pub(crate) process: Option<ProcessName>,
     #[serde(serialize_with = "hex")]
     pub(crate) address: u64,
-    pub(crate) frames: Vec<Frame>,
+    #[serde(flatten)]
+    pub(crate) stack: NamedStack,
 }
 
 /// For stderr: a report on stdout has BCC's lines only.
@@ -420,7 +421,7 @@ impl fmt::Display for Freed {
             "memleak: {:#x} was freed, and not for the first time, from stack",
             self.address
         )?;
-        for frame in &self.frames {
+        for frame in self.stack.part().into_iter().flat_map(|part| &part.frames) {
             writeln!(f, "\t\t0x{:016x}\t{frame}", frame.address)?;
         }
         Ok(())
@@ -441,11 +442,8 @@ pub(crate) struct UnknownFrees {
     pub(crate) frees: u64,
     #[serde(flatten)]
     pub(crate) process: Option<ProcessName>,
-    /// Innermost first; none if the stack was lost.
-    pub(crate) frames: Vec<Frame>,
-    /// Why outer frames are missing, if they are.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) truncated_because: Option<String>,
+    #[serde(flatten)]
+    pub(crate) stack: NamedStack,
 }
 
 impl Row for UnknownFrees {
@@ -453,7 +451,7 @@ impl Row for UnknownFrees {
         write!(out, "\t{} frees of unknown blocks from stack", self.frees)?;
         text_of_process(self.process.as_ref(), out)?;
         writeln!(out)?;
-        text_of_frames(&self.frames, self.truncated_because.as_deref(), true, out)
+        text_of_stack(&self.stack, true, out)
     }
 }
 
@@ -464,12 +462,8 @@ fn text_of_process(process: Option<&ProcessName>, out: &mut dyn Write) -> io::Re
     write!(out, " of PID {pid} ({comm})")
 }
 
-fn text_of_frames(
-    frames: &[Frame],
-    truncated_because: Option<&str>,
-    addresses: bool,
-    out: &mut dyn Write,
-) -> io::Result<()> {
+fn text_of_stack(stack: &NamedStack, addresses: bool, out: &mut dyn Write) -> io::Result<()> {
+    let frames = stack.part().map_or(&[][..], |part| &part.frames);
     for frame in frames {
         if addresses {
             writeln!(out, "\t\t0x{:016x}\t{frame}", frame.address)?;
@@ -479,7 +473,7 @@ fn text_of_frames(
     }
     if frames.is_empty() {
         writeln!(out, "\t\tstack information lost")?;
-    } else if let Some(reason) = truncated_because {
+    } else if let Some(reason) = stack.truncated() {
         writeln!(out, "\t\t[truncated: {reason}]")?;
     }
     Ok(())
@@ -505,12 +499,8 @@ pub(crate) struct Group {
     pub(crate) growth: Option<Growth>,
     #[serde(serialize_with = "hex")]
     pub(crate) stack_id: u64,
-    /// Innermost first; none if the stack was lost.
-    pub(crate) frames: Vec<Frame>,
-    /// Whether outer frames are missing, and why.
-    pub(crate) truncated: bool,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) truncated_because: Option<String>,
+    #[serde(flatten)]
+    pub(crate) stack: NamedStack,
     /// Whether addresses are printed, which the BCC tool leaves out with --combined-only.
     #[serde(skip)]
     pub(crate) addresses: bool,
@@ -520,8 +510,8 @@ pub(crate) struct Group {
 }
 
 impl Group {
-    /// The group of this entry, whose stack has these names.
-    pub(crate) fn new(entry: &Entry, part: Part, args: &Args) -> Self {
+    /// The group of this entry.
+    pub(crate) fn new(entry: &Entry, stack: NamedStack, args: &Args) -> Self {
         let Entry { path, total, .. } = *entry;
         Self {
             bytes: total.bytes,
@@ -532,9 +522,7 @@ impl Group {
             age: entry.age,
             growth: entry.growth,
             stack_id: path.stack,
-            frames: part.frames,
-            truncated: part.truncated.is_some(),
-            truncated_because: part.truncated,
+            stack,
             addresses: !args.combined_only,
             extended: args.extended,
         }
@@ -559,8 +547,7 @@ impl Row for Group {
         if self.extended {
             self.text_of_age_and_growth(out)?;
         }
-        let reason = self.truncated_because.as_deref();
-        text_of_frames(&self.frames, reason, self.addresses, out)
+        text_of_stack(&self.stack, self.addresses, out)
     }
 }
 
@@ -642,6 +629,8 @@ fn hex<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
 
 #[cfg(test)]
 mod tests {
+    use memtools::stacks::named::{Frame, Part};
+
     use super::*;
 
     const PID: u32 = 7;
@@ -784,6 +773,10 @@ mod tests {
             module: Some(("allocs".to_owned(), 0x1136)),
             ..Frame::default()
         };
+        let part = Part {
+            frames: vec![frame],
+            truncated: None,
+        };
         let mut group = Group {
             bytes: 80,
             error_bytes: None,
@@ -793,9 +786,10 @@ mod tests {
             age: None,
             growth: None,
             stack_id: 0x1f,
-            frames: vec![frame],
-            truncated: false,
-            truncated_because: None,
+            stack: NamedStack {
+                user: Some(part),
+                ..NamedStack::default()
+            },
             addresses: true,
             extended: false,
         };
@@ -803,7 +797,7 @@ mod tests {
         group.text(&mut text).expect("memory");
         group.addresses = false;
         group.text(&mut text).expect("memory");
-        group.frames.clear();
+        group.stack.user = Some(Part::default());
         group.text(&mut text).expect("memory");
         assert_eq!(
             String::from_utf8_lossy(&text),
@@ -814,7 +808,7 @@ mod tests {
         let json = serde_json::to_string(&group).expect("JSON");
         assert_eq!(
             json,
-            r#"{"type":"stack","bytes":80,"allocations":5,"stack_id":"0x1f","frames":[],"truncated":false}"#
+            r#"{"type":"stack","bytes":80,"allocations":5,"stack_id":"0x1f","user_frames":[],"truncated":null}"#
         );
     }
 }

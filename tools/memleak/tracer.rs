@@ -21,7 +21,7 @@ use memtools::print::text;
 use memtools::process::filter::Filter;
 use memtools::process::proc::Process;
 use memtools::run::losses::Losses;
-use memtools::stacks::named::{NamedStack, Part, StackIds};
+use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::table::Stacks;
 
@@ -247,12 +247,12 @@ impl<'a> Tracer<'a> {
             return Ok(());
         }
         self.symbolizer.refresh();
-        let frames = self.part(path)?.frames;
+        let stack = self.named(path)?;
         let freed = Freed {
             time: self.clock.local(event.time_ns),
             process: Some(self.process(event.pid)),
             address: event.address,
-            frames,
+            stack,
         };
         if self.args.json {
             self.output.row(&freed)
@@ -513,11 +513,11 @@ impl<'a> Tracer<'a> {
 
     fn group(&mut self, entry: Entry) -> Result<()> {
         let Path { pid, .. } = entry.path;
-        let part = self.part(entry.path)?;
+        let stack = self.named(entry.path)?;
         let process = self.several.then(|| self.process(pid));
         self.output.row(&Group {
             process,
-            ..Group::new(&entry, part, self.args)
+            ..Group::new(&entry, stack, self.args)
         })
     }
 
@@ -533,13 +533,12 @@ impl<'a> Tracer<'a> {
         counts.sort_unstable_by_key(|&(Path { pid, stack }, frees)| (frees, pid, stack));
         let skipped = counts.len().saturating_sub(self.args.top);
         for (path, frees) in counts.into_iter().skip(skipped) {
-            let part = self.part(path)?;
+            let stack = self.named(path)?;
             let process = self.several.then(|| self.process(path.pid));
             self.output.row(&UnknownFrees {
                 frees,
                 process,
-                frames: part.frames,
-                truncated_because: part.truncated,
+                stack,
             })?;
         }
         Ok(())
@@ -555,11 +554,6 @@ impl<'a> Tracer<'a> {
             kernel: None,
         };
         NamedStack::read(&ids, &mut self.stacks, &mut self.symbolizer)
-    }
-
-    /// The frames of a path's stack by name, and whether it was cut.
-    fn part(&mut self, path: Path) -> Result<Part> {
-        Ok(self.named(path)?.user.unwrap_or_default())
     }
 
     fn process(&mut self, pid: u32) -> ProcessName {

@@ -4,13 +4,14 @@ use std::borrow::Cow;
 use std::io::{self, Write};
 
 use jiff::Zoned;
+use memtools::export::text::part_below_row;
 use memtools::print::clock::{self, Clock};
 use memtools::print::errno;
 use memtools::print::file_path::{self, Reach};
 use memtools::print::output;
 use memtools::print::output::{Exact, Hex};
 use memtools::print::text;
-use memtools::stacks::named::{Frame, NamedStack};
+use memtools::stacks::named::NamedStack;
 use serde::Serialize;
 
 use crate::bits::{self, Bits};
@@ -126,12 +127,8 @@ pub(crate) struct Row {
     /// The mapping's address, 0 of munmap; None if the call failed.
     result: Option<Hex>,
     error: Option<Cow<'static, str>>,
-    /// Innermost first; none if it was lost.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    stack: Option<Vec<String>>,
-    /// Why outer frames are missing, if they are.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    stack_truncated: Option<String>,
+    #[serde(flatten)]
+    stack: Option<NamedStack>,
     #[serde(skip)]
     columns: Columns,
 }
@@ -146,7 +143,6 @@ impl Row {
         let Record { event, file } = record;
         let [address, second, third, fourth, fifth, sixth] = event.args;
         let outcome = errno::result(event.result);
-        let stack = stack.map(|stack| stack.user.unwrap_or_default());
         let row = Self {
             time: clock.local(event.time_ns),
             pid: event.pid,
@@ -163,8 +159,7 @@ impl Row {
             file,
             result: outcome.ok().map(Hex),
             error: outcome.err().map(errno::name),
-            stack_truncated: stack.as_ref().and_then(|part| part.truncated.clone()),
-            stack: stack.map(|part| part.frames.iter().map(Frame::to_string).collect()),
+            stack,
             columns,
         };
         match event.kind {
@@ -246,17 +241,8 @@ impl output::Row for Row {
             }
         }
         writeln!(out, "{}", self.file_column())?;
-        let Some(frames) = &self.stack else {
-            return Ok(());
-        };
-        if frames.is_empty() {
-            writeln!(out, "    [lost]")?;
-        }
-        for frame in frames {
-            writeln!(out, "    {frame}")?;
-        }
-        match &self.stack_truncated {
-            Some(reason) => writeln!(out, "    [truncated: {reason}]"),
+        match &self.stack {
+            Some(stack) => part_below_row(stack.user.as_ref(), out),
             None => Ok(()),
         }
     }

@@ -15,10 +15,10 @@ use memtools::process::filter::Filter;
 use memtools::run::losses::Losses;
 use memtools::run::poll::Poller;
 use memtools::run::protect;
-use memtools::stacks::named::{Frame, NamedStack, Part, StackIds};
+use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::KernelNames;
 use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
-use serde::{Serialize, Serializer};
+use serde::Serialize;
 
 use crate::args::Args;
 use crate::attach::Tracing;
@@ -75,7 +75,7 @@ impl Printer<'_> {
             let mut row = Compaction::new(&event, &self.clock);
             row.extended = self.extended;
             if self.with_stacks {
-                row.kernel_stack = Some(self.stack(&event)?);
+                row.stack = Some(self.stack(&event)?);
             }
             if self.extended && row.state.lacks_pages() && !self.told_of_state {
                 self.told_of_state = true;
@@ -87,13 +87,12 @@ impl Printer<'_> {
         self.output.flush()
     }
 
-    fn stack(&mut self, event: &compaction) -> Result<Part> {
+    fn stack(&mut self, event: &compaction) -> Result<NamedStack> {
         let ids = StackIds {
             kernel: Some(event.kernel_stack),
             ..StackIds::default()
         };
-        let stack = NamedStack::read(&ids, &mut self.stacks, &mut self.names)?;
-        Ok(stack.kernel.unwrap_or_default())
+        NamedStack::read(&ids, &mut self.stacks, &mut self.names)
     }
 }
 
@@ -117,9 +116,9 @@ struct Compaction {
     latency_ns: u64,
     /// None if it is unknown to us.
     status: Option<&'static str>,
-    /// With --kernel-stacks: innermost first, none if it was lost.
-    #[serde(serialize_with = "frames", skip_serializing_if = "Option::is_none")]
-    kernel_stack: Option<Part>,
+    /// The kernel's, with --kernel-stacks.
+    #[serde(flatten)]
+    stack: Option<NamedStack>,
     #[serde(skip)]
     extended: bool,
 }
@@ -177,11 +176,6 @@ impl ZoneState {
     }
 }
 
-fn frames<S: Serializer>(part: &Option<Part>, serializer: S) -> Result<S::Ok, S::Error> {
-    let frames: Option<&[Frame]> = part.as_ref().map(|part| part.frames.as_slice());
-    frames.serialize(serializer)
-}
-
 /// The line of column names.
 fn header(extended: bool) -> String {
     let state = if extended {
@@ -208,7 +202,7 @@ impl Compaction {
             state: ZoneState::new(event),
             latency_ns: event.latency_ns,
             status: name(event.status),
-            kernel_stack: None,
+            stack: None,
             extended: false,
         }
     }
@@ -252,8 +246,8 @@ impl Row for Compaction {
             self.latency_ns as f64 / 1e6,
             self.status.unwrap_or("-"),
         )?;
-        if self.kernel_stack.is_some() {
-            part_below_row(self.kernel_stack.as_ref(), out)?;
+        if let Some(stack) = &self.stack {
+            part_below_row(stack.part(), out)?;
             writeln!(out)?;
         }
         Ok(())
@@ -317,6 +311,6 @@ mod tests {
         let row = Compaction::new(&event, &Clock::new());
         let json = serde_json::to_value(row).expect("JSON");
         assert_eq!(json["fragmentation_index"], 0.728);
-        assert!(json["free_pages"].is_null() && json.get("kernel_stack").is_none());
+        assert!(json["free_pages"].is_null() && json.get("kernel_frames").is_none());
     }
 }

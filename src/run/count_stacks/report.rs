@@ -17,7 +17,7 @@ use crate::print::output::{Format, Output, Row};
 use crate::print::text;
 use crate::run::losses::Losses;
 use crate::run::stack_sums::{Count, Key, largest};
-use crate::stacks::named::Frame;
+use crate::stacks::named::NamedStack;
 
 impl<M: MapCore> StackCounts<'_, M> {
     /// Prints what was counted since the last report.
@@ -129,16 +129,12 @@ impl<M: MapCore> StackCounts<'_, M> {
         for (key, _) in largest(weights, report.args.top) {
             let stack = self.named(&key)?;
             let count = counts.get(&key).copied().unwrap_or_default();
-            let truncated_because = stack.truncated().map(str::to_owned);
             output.row(&Entry {
                 pid: key.pid,
                 comm: &key.comm,
                 count: count.events,
                 bytes: weight.bytes(count.bytes),
-                truncated: truncated_because.is_some(),
-                truncated_because,
-                user_frames: stack.user.map(|part| part.frames),
-                kernel_frames: stack.kernel.map(|part| part.frames),
+                stack,
             })?;
         }
         output.flush()
@@ -191,12 +187,8 @@ struct Entry<'a> {
     /// If these are what is asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     bytes: Option<u64>,
-    /// Innermost first; empty if the stack was lost, null if there is none.
-    user_frames: Option<Vec<Frame>>,
-    kernel_frames: Option<Vec<Frame>>,
-    truncated: bool,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    truncated_because: Option<String>,
+    #[serde(flatten)]
+    stack: NamedStack,
 }
 
 /// JSON only: text is not a row for each.

@@ -28,6 +28,7 @@ pub struct Summary {
     /// Stacks walked by frame pointers alone, which may lack frames.
     pub by_frame_pointers_alone: u64,
     /// Stacks that are cut, by reason.
+    #[serde(rename = "truncated_by_reason")]
     pub truncated: Truncated,
     /// Memory for tables, and the files that they are of.
     pub table_bytes: usize,
@@ -256,6 +257,6 @@ mod tests {
             (&json["type"], &json["complete"]),
             (&"unwinding".into(), &2.into())
         );
-        assert_eq!(json["truncated"]["depth"], 0);
+        assert_eq!(json["truncated_by_reason"]["depth"], 0);
     }
 }

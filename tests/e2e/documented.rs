@@ -1,0 +1,83 @@
+//! That what tools print in JSON is in their man pages, type by type and field by field, whichever test has
+//! them print it.
+
+use std::collections::HashSet;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+/// The number of types and fields that the man pages name.
+const SCHEMA: u64 = 1;
+
+/// Fields whose own fields are names that the kernel gives.
+const NAMED_BY_THE_KERNEL: [&str; 1] = ["tracepoints"];
+
+/// The man page of a tool of ours.
+fn man_page(tool: &str) -> Option<&'static str> {
+    Some(match tool {
+        "brkstack" => include_str!("../../tools/brkstack.8"),
+        "drsnoop" => include_str!("../../tools/drsnoop.8"),
+        "faults" => include_str!("../../tools/faults.8"),
+        "ffaults" => include_str!("../../tools/ffaults.8"),
+        "hfaults" => include_str!("../../tools/hfaults.8"),
+        "memleak" => include_str!("../../tools/memleak.8"),
+        "memtriage" => include_str!("../../tools/memtriage.8"),
+        "mmapsnoop" => include_str!("../../tools/mmapsnoop.8"),
+        "oomkill" => include_str!("../../tools/oomkill.8"),
+        "shmsnoop" => include_str!("../../tools/shmsnoop.8"),
+        "swapin" => include_str!("../../tools/swapin.8"),
+        "vmscan" => include_str!("../../tools/vmscan.8"),
+        _ => return None,
+    })
+}
+
+/// Fails if a tool has printed an object of a type, or with a field, that its man page does not name.
+pub(crate) fn check(tool: &str, stdout: &str) -> Result<()> {
+    let Some(page) = man_page(tool).filter(|_| stdout.starts_with('{')) else {
+        return Ok(());
+    };
+    let section = page
+        .split(".SH ")
+        .find(|section| section.starts_with("JSON\n"));
+    let section = section.with_context(|| format!("{tool}.8 has no section JSON"))?;
+    let types: HashSet<&str> = section
+        .lines()
+        .filter_map(|line| line.strip_prefix(".B "))
+        .collect();
+    let words: HashSet<&str> = section
+        .split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
+        .collect();
+    for line in stdout.lines() {
+        // One that is cut was waited for in vain: a test that looks at it says so.
+        let Ok(object) = serde_json::from_str::<Value>(line) else {
+            continue;
+        };
+        let kind = object["type"].as_str();
+        let kind = kind.with_context(|| format!("{tool}: no type: {line}"))?;
+        ensure!(types.contains(kind), "{tool}.8 has no type {kind}: {line}");
+        ensure!(object["schema"] == SCHEMA, "{tool}: no schema: {line}");
+        expect_fields(&object, &words).with_context(|| format!("{tool}.8 and {line}"))?;
+    }
+    Ok(())
+}
+
+/// Fails if a field, at any depth, is not among these words.
+fn expect_fields(value: &Value, words: &HashSet<&str>) -> Result<()> {
+    match value {
+        Value::Object(fields) => {
+            for (name, field) in fields {
+                ensure!(words.contains(name.as_str()), "no field {name}");
+                if !NAMED_BY_THE_KERNEL.contains(&name.as_str()) {
+                    expect_fields(field, words)?;
+                }
+            }
+        }
+        Value::Array(values) => {
+            for value in values {
+                expect_fields(value, words)?;
+            }
+        }
+        _ => {}
+    }
+    Ok(())
+}
