@@ -4,7 +4,7 @@
 //! are looked at when the process may have gone on to another image, or exited, or its number
 //! belongs to another one. So images are kept, and a stack tells by its addresses which it is of.
 
-use std::cell::{Cell, OnceCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
 use std::ops::Range;
@@ -12,9 +12,12 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::rc::Rc;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::SystemTime;
 
 use anyhow::Result;
+use nix::sys::resource::{Resource, getrlimit};
 
 use crate::code::elf;
 use crate::print::text;
@@ -41,8 +44,40 @@ pub struct CodeFile {
     mapping: Mapping,
     /// The process that mapped it last, and when.
     seen: Cell<(u32, SystemTime)>,
-    opened: OnceCell<Option<MappedFile>>,
+    opened: RefCell<Opened>,
     build_id: OnceCell<Option<Vec<u8>>>,
+}
+
+/// Whether a file is open.
+#[derive(Debug)]
+enum Opened {
+    /// Not at present.
+    No,
+    /// Held open, and counted in [`HELD`].
+    Held(Rc<MappedFile>),
+    /// It is no file, or cannot be found any more.
+    Never,
+}
+
+/// Files that are held open.
+static HELD: AtomicUsize = AtomicUsize::new(0);
+
+/// How many files are held open at most: half of what this process may open. The rest is for what is opened
+/// for a moment, and for probes, maps and copies of symbols.
+fn most_held() -> usize {
+    static MOST: OnceLock<usize> = OnceLock::new();
+    *MOST.get_or_init(|| {
+        let (limit, _) = getrlimit(Resource::RLIMIT_NOFILE).unwrap_or((1024, 1024));
+        usize::try_from(limit / 2).unwrap_or(usize::MAX)
+    })
+}
+
+impl Drop for CodeFile {
+    fn drop(&mut self) {
+        if let Opened::Held(_) = self.opened.get_mut() {
+            HELD.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
 }
 
 impl CodeFile {
@@ -69,19 +104,36 @@ impl CodeFile {
         (self.mapping.inode == 0 && !path.starts_with('[')) || path.starts_with("/memfd:")
     }
 
-    /// The open file; None if it is no file, or cannot be found any more. Opened at the first call
-    /// and then held open, for its descriptor to name it.
-    pub fn open(&self) -> Option<&MappedFile> {
-        let open = || {
-            if self.mapping.inode == 0 {
-                return None;
-            }
-            let (pid, time) = self.seen.get();
-            let file = MappedFile::open(pid, &self.mapping).ok()?;
-            // Another file may be there now, even with the same inode number.
-            (changed(&file).ok()? <= time).then_some(file)
+    /// The open file; None if it is no file, or cannot be found any more. Opened at the first call and
+    /// then held open, for its descriptor to name it; or, where as many are as may be, at each call.
+    pub fn open(&self) -> Option<Rc<MappedFile>> {
+        let mut opened = self.opened.borrow_mut();
+        match &*opened {
+            Opened::Held(file) => return Some(Rc::clone(file)),
+            Opened::Never => return None,
+            Opened::No => {}
+        }
+        let Some(file) = self.find() else {
+            *opened = Opened::Never;
+            return None;
         };
-        self.opened.get_or_init(open).as_ref()
+        let file = Rc::new(file);
+        if HELD.fetch_add(1, Ordering::Relaxed) < most_held() {
+            *opened = Opened::Held(Rc::clone(&file));
+        } else {
+            HELD.fetch_sub(1, Ordering::Relaxed);
+        }
+        Some(file)
+    }
+
+    fn find(&self) -> Option<MappedFile> {
+        if self.mapping.inode == 0 {
+            return None;
+        }
+        let (pid, time) = self.seen.get();
+        let file = MappedFile::open(pid, &self.mapping).ok()?;
+        // Another file may be there now, even with the same inode number.
+        (changed(&file).ok()? <= time).then_some(file)
     }
 }
 
@@ -304,7 +356,7 @@ impl AddressSpaces {
                     number,
                     mapping,
                     seen: Cell::new(seen),
-                    opened: OnceCell::new(),
+                    opened: RefCell::new(Opened::No),
                     build_id: OnceCell::new(),
                 })
             });

@@ -59,8 +59,8 @@ impl FileNames {
 
     fn look_up(&mut self, file: &CodeFile, offset: u64) -> Option<Named> {
         if !self.tables.contains_key(&file.number) {
-            let opened = file.open()?.file();
-            let symbols = Symbols::of_file(opened).unwrap_or_else(|error| {
+            let opened = file.open()?;
+            let symbols = Symbols::of_file(opened.file()).unwrap_or_else(|error| {
                 self.tell(file, &error);
                 Symbols::default()
             });

@@ -79,7 +79,7 @@ impl Loaded {
             if !file.identity().is_ok_and(|identity| known.insert(identity)) {
                 continue;
             }
-            match self.probe(pid, file, false, attached, args) {
+            match self.probe(pid, &file, false, attached, args) {
                 Ok(None) => {}
                 Ok(Some(found)) => eprintln!(
                     "memleak: {found} ({}), loaded within the last {} ms: what it allocated until \
@@ -152,7 +152,7 @@ impl Loaded {
                 .or_default();
             let Some(file) = file.open() else { continue };
             let new = file.identity().is_ok_and(|identity| known.insert(identity));
-            if new && let Ok(Some(object)) = objects::of_loaded(file, false, args) {
+            if new && let Ok(Some(object)) = objects::of_loaded(&file, false, args) {
                 eprintln!(
                     "memleak: {}: the process ended before it was probed, so that nothing of what it \
                      allocated is known",
