@@ -6,6 +6,8 @@ use std::io::Write;
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
@@ -20,6 +22,10 @@ const LIVE: &str = "tracing brk(2)";
 /// Who owns what is hostile.
 const NOBODY: u32 = 65534;
 const CALLS: &str = "101";
+/// By when tables are made of files that were met once.
+const TABLES: Duration = Duration::from_secs(2);
+/// The calls of brk(2) that the dynamic loader makes when a program is started twice.
+const STARTS: u64 = 2;
 /// What root alone may read.
 const SECRET: &str = "0 7fffffffffffffff secret_of_root\n";
 
@@ -33,6 +39,9 @@ pub(crate) fn tests() -> Vec<Trial> {
         names_obey_no_terminal,
         code_mapped_for_ever_takes_no_memory [Once],
         a_sandboxed_target_lives,
+        more_libraries_than_descriptors_have_names [Once],
+        more_processes_than_tables_are_complete [Once],
+        mappings_that_change_leave_others_complete [Once],
     }
 }
 
@@ -246,5 +255,121 @@ fn a_sandboxed_target_lives() -> Result<()> {
     let groups = memleak::last_report(&ended.stdout)?;
     let found = memleak::outstanding(&groups, "keep");
     ensure!(found == (1009 * 4093, 1009), "{found:?} in {groups:#?}");
+    Ok(())
+}
+
+/// A process that maps eight times as many libraries as a tool may have files open. The functions of its own
+/// program and of those that it had before have their names.
+fn more_libraries_than_descriptors_have_names() -> Result<()> {
+    const DESCRIPTORS: usize = 256;
+    const FILES: usize = 8 * DESCRIPTORS;
+    let folder = harness::scratch()?;
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755))?;
+    let library = fs::read(harness::workload("unwind-plugin.so"))?;
+    for number in 0..FILES {
+        fs::write(folder.path().join(number.to_string()), &library)?;
+    }
+    for (tool, live, function) in [
+        ("brkstack", LIVE, "call_brk"),
+        ("memleak", "probes in", "leak_malloc"),
+    ] {
+        let files = FILES.to_string();
+        let args = ["files", &files, CALLS, text(folder.path())];
+        let mut crowd = Workload::start("hostile-crowd", &args)?;
+        let mut leaks = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
+        let pids = [crowd.pid(), leaks.pid()].join(",");
+        let limited = format!(r#"ulimit -n {DESCRIPTORS}; exec "$0" "$@""#);
+        let mut command = Command::new("sh");
+        command.args(["-c", &limited]).arg(harness::tool(tool));
+        command.args(["-p", &pids]);
+        if tool == "memleak" {
+            command.args(["-o", "0", "60"]);
+        }
+        let mut running = Tool::spawn(&mut command)?;
+        running.wait_for(live)?;
+        let facts = crowd.work()?;
+        leaks.work()?;
+        let ended = running.interrupt()?;
+        ensure!(ended.status.success(), "{ended:?}");
+        ensure!(!ended.stderr.contains("no names"), "{}", ended.stderr);
+        ensure!(ended.stdout.contains(function), "{ended:?}");
+        if tool == "brkstack" {
+            let line = format!("main;call_brk;syscall {}\n", facts["brk"]);
+            ensure!(ended.stdout.contains(&line), "{line}: {}", ended.stdout);
+        }
+    }
+    Ok(())
+}
+
+/// The stacks that brkstack's last object says it has walked, and how many of them are complete.
+fn walked(ended: &Ended) -> Result<(u64, u64)> {
+    let objects = ended.objects()?;
+    let last = objects.iter().find(|object| object["type"] == "unwinding");
+    let last = last.context("nothing was walked")?;
+    let number = |name: &str| last[name].as_u64().context("no number");
+    Ok((number("stacks")?, number("complete")?))
+}
+
+/// The calls that brkstack has counted of processes of this name.
+fn counted(ended: &Ended, comm: &str) -> Result<u64> {
+    let objects = ended.objects()?;
+    let stacks = objects.iter().filter(|object| object["type"] == "stack");
+    let own = stacks.filter(|stack| stack["comm"] == comm);
+    Ok(own.filter_map(|stack| stack["count"].as_u64()).sum())
+}
+
+fn more_processes_than_tables_are_complete() -> Result<()> {
+    const PROCESSES: u64 = 4501;
+    const CALLS: u64 = 3;
+    let mut tool = Tool::start("brkstack", &["-j", "-n", "hostile-crowd"])?;
+    tool.wait_for(LIVE)?;
+    for processes in [1, PROCESSES] {
+        let args = ["processes", &processes.to_string(), &CALLS.to_string()];
+        let mut crowd = Workload::start("hostile-crowd", &args)?;
+        crowd.work()?;
+        // The first has the tables of its files made, as long as it lives.
+        thread::sleep(TABLES);
+    }
+    let ended = tool.interrupt()?;
+    let calls = (1 + PROCESSES) * CALLS + STARTS;
+    ensure!(counted(&ended, "hostile-crowd")? == calls, "{ended:?}");
+    let (stacks, complete) = walked(&ended)?;
+    ensure!(
+        stacks == calls && stacks - complete <= CALLS + STARTS,
+        "{complete} of {stacks}: {}",
+        ended.stderr
+    );
+    Ok(())
+}
+
+fn mappings_that_change_leave_others_complete() -> Result<()> {
+    const FIRST: u64 = 101;
+    const SECOND: u64 = 50021;
+    let crowds = [(); 3].map(|()| Workload::start("hostile-crowd", &["mappings", "8009", "1"]));
+    let (_folder, file) = library()?;
+    let mut tool = Tool::start("brkstack", &["-j", "-n", "hostile-"])?;
+    tool.wait_for(LIVE)?;
+    for calls in [FIRST, SECOND] {
+        let args = ["none", text(&file), &calls.to_string()];
+        let mut victim = Workload::start("hostile-mapped", &args)?;
+        victim.work()?;
+        // The first has the tables of its files made, as long as it lives.
+        thread::sleep(TABLES);
+    }
+    let ended = tool.interrupt()?;
+    for crowd in crowds {
+        crowd?.work()?;
+    }
+    ensure!(counted(&ended, "hostile-mapped")? == FIRST + SECOND + STARTS);
+    let objects = ended.objects()?;
+    let cut = objects
+        .iter()
+        .filter(|object| object["comm"] == "hostile-mapped" && !object["truncated"].is_null());
+    let cut: u64 = cut.filter_map(|stack| stack["count"].as_u64()).sum();
+    ensure!(
+        cut <= FIRST + STARTS,
+        "{cut} stacks of the victim are cut: {}",
+        ended.stderr
+    );
     Ok(())
 }

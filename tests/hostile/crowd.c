@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: BSD-2-Clause
+/*
+ * crowd KIND NUMBER CALLS [FOLDER]: as an unprivileged user, more of something than
+ * a tool may keep at once.
+ *
+ * KIND:
+ *	files		maps the files 0, 1 ... of FOLDER executable, NUMBER of them,
+ *			and makes CALLS calls of brk(2)
+ *	processes	NUMBER processes that live at once, each of which makes
+ *			CALLS calls
+ *	mappings	has NUMBER mappings of code, which change without a pause from
+ *			"ready" on, with CALLS calls between; it ends when it is let go on
+ *
+ * facts: brk (calls)
+ */
+#include "../workload/workload.h"
+#include <grp.h>
+#include <pthread.h>
+
+static unsigned long number, calls;
+static volatile bool stop;
+
+static void drop_root(void)
+{
+	if (!getuid() && (setgroups(0, NULL) || setgid(65534) || setuid(65534)))
+		die("cannot drop root: %s", strerror(errno));
+}
+
+STEP static void call_brk(void)
+{
+	for (unsigned long i = 0; i < calls; i++)
+		syscall(SYS_brk, 0);
+}
+
+static void map_files(const char *folder)
+{
+	char path[4096];
+
+	for (unsigned long i = 0; i < number; i++) {
+		snprintf(path, sizeof(path), "%s/%lu", folder, i);
+		int fd = open(path, O_RDONLY | O_CLOEXEC);
+
+		if (fd < 0 ||
+		    mmap(NULL, PAGE, PROT_READ | PROT_EXEC, MAP_PRIVATE, fd, 0) == MAP_FAILED)
+			die("cannot map %s: %s", path, strerror(errno));
+		close(fd);
+	}
+}
+
+/* Each of them waits until all are there, and lives until all have made their calls. */
+static void fork_processes(void)
+{
+	int start[2], end[2], finished[2];
+	char byte;
+
+	if (pipe(start) || pipe(end) || pipe(finished))
+		die("no pipe");
+	for (unsigned long i = 0; i < number; i++) {
+		pid_t child = fork();
+
+		if (child < 0)
+			die("cannot fork: %s", strerror(errno));
+		if (child)
+			continue;
+		close(start[1]);
+		close(end[1]);
+		if (read(start[0], &byte, 1))
+			_exit(1);
+		call_brk();
+		if (write(finished[1], "", 1) != 1 || read(end[0], &byte, 1))
+			_exit(1);
+		_exit(0);
+	}
+	close(start[1]);
+	for (unsigned long i = 0; i < number; i++)
+		if (read(finished[0], &byte, 1) != 1)
+			die("a process is gone");
+	close(end[1]);
+	while (wait(NULL) > 0)
+		;
+}
+
+static void *change_mappings(void *unused)
+{
+	char *all = mmap(NULL, 2 * number * PAGE, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+	(void)unused;
+	if (all == MAP_FAILED)
+		die("cannot map memory: %s", strerror(errno));
+	for (unsigned long i = 0; !stop; i++) {
+		int executable = i / number % 2 ? 0 : PROT_EXEC;
+
+		if (mprotect(all + 2 * (i % number) * PAGE, PAGE, PROT_READ | executable))
+			die("cannot change a mapping: %s", strerror(errno));
+		call_brk();
+	}
+	return NULL;
+}
+
+int main(int argc, char **argv)
+{
+	unsigned long made = 0;
+	pthread_t thread;
+
+	if (argc != 4 && argc != 5)
+		usage("KIND NUMBER CALLS [FOLDER]");
+	number = count(argv[2]);
+	calls = count(argv[3]);
+	drop_root();
+	if (!strcmp(argv[1], "mappings") && pthread_create(&thread, NULL, change_mappings, NULL))
+		die("cannot start a thread");
+	ready();
+	if (!strcmp(argv[1], "files") && argc == 5) {
+		map_files(argv[4]);
+		call_brk();
+		made = calls;
+	} else if (!strcmp(argv[1], "processes")) {
+		fork_processes();
+		made = number * calls;
+	} else if (!strcmp(argv[1], "mappings")) {
+		stop = true;
+		pthread_join(thread, NULL);
+	} else {
+		die("'%s' is no kind", argv[1]);
+	}
+	fact("brk", "%lu", made);
+	done();
+	return 0;
+}
