@@ -99,12 +99,12 @@ impl Target {
             let objects = processes.iter_mut().flat_map(|of| of.objects.drain(..));
             each_once(objects)
         });
-        if let Some(objects) = &shared {
-            if let Some(harm) = read_by_translator(objects, proc::all()?) {
-                bail!(
-                    "{harm}: name the processes to trace with -p, without --children, or wait for its end"
-                );
-            }
+        if let Some(objects) = &shared
+            && let Some(harm) = read_by_translator(objects, proc::all()?)
+        {
+            bail!(
+                "{harm}: name the processes to trace with -p, without --children, or wait for its end"
+            );
         }
         Ok(Self {
             filter,
