@@ -4,10 +4,10 @@
  * any, and how long that took.
  *
  * Hooks: mm_vmscan_direct_reclaim_begin and _end, with --memcg also
- * mm_vmscan_memcg_reclaim_begin and _end. Where there is no tracefs, as in most
- * containers, they are raw tracepoints. From 7.0 on a task can be preempted in a
- * program on one of those, and the program is skipped for all other tasks on that
- * CPU meanwhile. The arguments of raw tracepoints come by position, and 7.2 swaps
+ * mm_vmscan_memcg_reclaim_begin and _end, as raw tracepoints. From 7.0 on a task
+ * can be preempted in a program on one of those, and the program is skipped for all
+ * other tasks on that CPU meanwhile: there they are those of tracefs, where that is
+ * mounted. The arguments of raw tracepoints come by position, and 7.2 swaps
  * the two of begin. User space looks up in the kernel's BTF which of them is the
  * gfp_t (`gfp_first`); the end's first argument is the number of pages on all kernels.
  */

@@ -2,10 +2,10 @@
 /*
  * vmscan: time and events of page reclaim.
  *
- * Hooks: tracepoints of the groups vmscan and compaction. Where there is no
- * tracefs, as in most containers, they are raw tracepoints. From 7.0 on a task can
- * be preempted in a program on one of those, and the program is skipped for all
- * other tasks on that CPU meanwhile. The same programs do for both: user space
+ * Hooks: tracepoints of the groups vmscan and compaction, as raw tracepoints. From
+ * 7.0 on a task can be preempted in a program on one of those, and the program is
+ * skipped for all other tasks on that CPU meanwhile: there they are those of tracefs,
+ * where that is mounted. The same programs do for both: user space
  * (tools/vmscan/attach.rs) gives them their type, and says by `by_record` which of the
  * two contexts they have. Of raw tracepoints' arguments
  * only such are read as are the same on all kernels from 5.10 to 7.2: the first

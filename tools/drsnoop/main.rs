@@ -62,7 +62,7 @@ fn run(args: Args) -> Result<ExitCode> {
         .then(Symbolizer::of_all_processes)
         .transpose()?;
     // Without memory cgroups (CONFIG_MEMCG) there is no way to the zones, and what takes it does not load.
-    let variants = [
+    let mut ways = [
         ("tracepoints", "", true),
         ("tracepoints, free memory from /proc/vmstat", "", false),
         ("raw tracepoints", "_raw", true),
@@ -71,8 +71,11 @@ fn run(args: Args) -> Result<ExitCode> {
             "_raw",
             false,
         ),
-    ]
-    .map(|(name, kind, zones)| {
+    ];
+    if !kernel_support::preempts_raw_tracepoints() {
+        ways.sort_by_key(|(_, kind, _)| *kind != "_raw");
+    }
+    let variants = ways.map(|(name, kind, zones)| {
         let (args, filter) = (&args, target.filter());
         Variant::new(name, move || start(args, filter, kind, zones))
     });

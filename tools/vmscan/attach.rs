@@ -65,14 +65,19 @@ impl Way {
     }
 }
 
-/// Starts something by tracefs, or else as raw tracepoints.
+/// Starts something as raw tracepoints or by tracefs, first in the way that is exact on this kernel and costs less.
 fn in_best_way<T>(args: &Args, start: impl Fn(Way) -> Result<T> + Copy) -> Result<T> {
     let by_tracefs = Variant::new("tracepoints", move || {
         kernel_support::preflight_tracepoints()?;
         start(Way::Tracefs)
     });
     let raw = Variant::new("raw tracepoints", move || start(Way::Raw));
-    let (_, started) = attach::first_that_works(args.common.verbose, [by_tracefs, raw])?;
+    let ways = if kernel_support::preempts_raw_tracepoints() {
+        [by_tracefs, raw]
+    } else {
+        [raw, by_tracefs]
+    };
+    let (_, started) = attach::first_that_works(args.common.verbose, ways)?;
     Ok(started)
 }
 
