@@ -5,6 +5,7 @@
 #   make test      everything that CI runs: style, lints, tests on this kernel and on five others in QEMU
 #   make test-vm KERNEL=6.1 TEST=memleak      the tests that match, on one of the five
 #   make install   PREFIX=/usr/local DESTDIR= SUFFIX=   (SUFFIX=-mt where a distribution has the names already)
+#   make uninstall with the same
 #   make bench     overhead beside peers, as ratios
 #   make clean
 
@@ -34,7 +35,7 @@ BUILD_PACKAGES = clang gcc libc6-dev libelf-dev zlib1g-dev libzstd-dev pkg-confi
 LINT_PACKAGES  = clang-format
 TEST_PACKAGES  = g++ binutils musl-tools libjemalloc-dev libtcmalloc-minimal4 libmimalloc2.0 redis-tools python3 golang-go tzdata
 
-.PHONY: build deps demo test lint test-host test-vm install bench clean vmlinux
+.PHONY: build deps demo test lint test-host test-vm install uninstall bench clean vmlinux
 
 build: deps
 	$(CARGO) build $(FLAGS) --bins
@@ -65,13 +66,30 @@ test-vm: build
 	@scripts/need $(TEST_PACKAGES)
 	scripts/test-vm "$(KERNEL)" $(FLAGS) -- $(TEST)
 
+SHARE = $(DESTDIR)$(PREFIX)/share
+BASH  = $(SHARE)/bash-completion/completions
+ZSH   = $(SHARE)/zsh/site-functions
+FISH  = $(SHARE)/fish/vendor_completions.d
+
+# A tool itself prints the scripts by which shells complete its arguments.
 install: build
-	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/share/man/man8 $(DESTDIR)$(PREFIX)/share/doc/bpf-memtools
+	install -d $(DESTDIR)$(PREFIX)/bin $(SHARE)/man/man8 $(SHARE)/doc/bpf-memtools $(BASH) $(ZSH) $(FISH)
 	for tool in $(TOOLS); do \
-		install -m 755 target/release/$$tool $(DESTDIR)$(PREFIX)/bin/$$tool$(SUFFIX) && \
-		install -m 644 tools/$$tool.8 $(DESTDIR)$(PREFIX)/share/man/man8/$$tool$(SUFFIX).8 || exit 1; \
+		as=$$tool$(SUFFIX) && program=$(DESTDIR)$(PREFIX)/bin/$$as && \
+		install -m 755 target/release/$$tool $$program && \
+		install -m 644 tools/$$tool.8 $(SHARE)/man/man8/$$as.8 && \
+		MEMTOOLS_COMPLETE=bash $$program >$(BASH)/$$as && \
+		MEMTOOLS_COMPLETE=zsh $$program >$(ZSH)/_$$as && \
+		MEMTOOLS_COMPLETE=fish $$program >$(FISH)/$$as.fish || exit 1; \
 	done
-	install -m 644 README.md LICENSE tools/*_example.txt $(DESTDIR)$(PREFIX)/share/doc/bpf-memtools/
+	install -m 644 README.md LICENSE tools/*_example.txt $(SHARE)/doc/bpf-memtools/
+
+uninstall:
+	for tool in $(TOOLS); do \
+		as=$$tool$(SUFFIX) && \
+		rm -f $(DESTDIR)$(PREFIX)/bin/$$as $(SHARE)/man/man8/$$as.8 $(BASH)/$$as $(ZSH)/_$$as $(FISH)/$$as.fish || exit 1; \
+	done
+	rm -rf $(SHARE)/doc/bpf-memtools
 
 bench: build
 	benches/run

@@ -120,3 +120,41 @@ fn memleak_names_what_is_missing() {
         assert!(stderr.contains(message), "{args:?}: {stderr}");
     }
 }
+
+/// What bash completes of a tool's last word, by the script that the tool prints.
+fn completed(tool: &str, path: &str, words: &[&str]) -> Vec<String> {
+    const COMPLETE: &str = r#"
+        tool=$1 PATH=${2%/*}:$PATH; shift 2
+        source <(MEMTOOLS_COMPLETE=bash "$tool")
+        COMP_WORDS=("$tool" "$@") COMP_CWORD=$# COMP_TYPE=9
+        "_clap_complete_$tool" "$tool" "${@: -1}"
+        printf '%s\n' "${COMPREPLY[@]}""#;
+    let output = Command::new("bash")
+        .args(["-c", COMPLETE, "bash", tool, path])
+        .args(words)
+        .output()
+        .expect("bash starts");
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    stdout.lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn shells_complete_options_and_processes() {
+    let pid = std::process::id().to_string();
+    let name = std::fs::read_to_string("/proc/self/comm").expect("a name");
+    for &(tool, path) in TOOLS {
+        assert_eq!(completed(tool, path, &["--vers"]), ["--version"], "{tool}");
+        if tool == "memtriage" {
+            continue;
+        }
+        let list = format!("1,{pid}");
+        for (words, expected) in [
+            (["-p", &pid], &pid),
+            (["-p", &list], &list),
+            (["-n", name.trim()], &name.trim().to_owned()),
+        ] {
+            let found = completed(tool, path, &words);
+            assert!(found.contains(expected), "{tool} {words:?}: {found:?}");
+        }
+    }
+}

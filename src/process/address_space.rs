@@ -55,7 +55,7 @@ enum Opened {
     No,
     /// Held open, and counted in [`HELD`].
     Held(Rc<MappedFile>),
-    /// It is no file, or cannot be found any more.
+    /// The file cannot be found any more, or there is none.
     Never,
 }
 

@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use std::process;
 
 use anyhow::{Context, Result, bail};
+use clap_complete::engine::ArgValueCompleter;
 use libbpf_rs::{MapCore, MapFlags, OpenMapMut};
 use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, fstatfs};
 use plain::Plain;
@@ -26,6 +27,7 @@ use crate::print::text;
 use crate::process::follow::Follower;
 use crate::process::proc::Process;
 use crate::run::cli::{self, UsageError};
+use crate::run::complete;
 
 /// Processes that `-p` takes at most.
 const MAX_PIDS: usize = 512;
@@ -43,15 +45,15 @@ const INITIAL_PID_NAMESPACE: u32 = 0xeffffffc;
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct FilterArgs {
     /// Trace only these processes
-    #[arg(short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = cli::pid)]
+    #[arg(short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = cli::pid, add = ArgValueCompleter::new(complete::pids))]
     pub pid: Vec<u32>,
 
     /// Trace only tasks whose name (comm) contains this
-    #[arg(short, long, value_name = "NAME")]
+    #[arg(short, long, value_name = "NAME", add = ArgValueCompleter::new(complete::names))]
     pub name: Option<String>,
 
     /// Trace only what runs in or below this cgroup (version 2), a path
-    #[arg(long, value_name = "PATH", value_parser = cgroup_path)]
+    #[arg(long, value_name = "PATH", value_parser = cgroup_path, add = ArgValueCompleter::new(complete::cgroups))]
     pub cgroup: Option<PathBuf>,
 }
 

@@ -24,11 +24,13 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use crate::bpf::kretprobe;
 use crate::print::output::{Format, Output, Unread};
 use crate::process::inherited;
+use crate::run::complete;
 use crate::run::poll::Poller;
 use crate::stacks::table::MAX_DEPTH;
 
 /// Parse the arguments, run the tool, and turn its outcome into an exit status.
 pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
+    complete::answer::<A>();
     let args = match A::try_parse() {
         Ok(args) => args,
         Err(error) => return usage::<A>(&error),

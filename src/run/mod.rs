@@ -3,6 +3,7 @@
 //! | module | what it is for |
 //! |---|---|
 //! | [`cli`] | running a tool: arguments, exit status, errors |
+//! | [`complete`] | what a shell completes |
 //! | [`target`] | what is traced: what the filter lets through, or a command |
 //! | [`poll`] | one wait for events, ticks, signals and the target's end |
 //! | [`schedule`] | when a tool that counts reports |
@@ -13,6 +14,7 @@
 //! | [`protect`] | working on when memory has run out |
 
 pub mod cli;
+pub mod complete;
 pub mod count_stacks;
 pub mod losses;
 pub mod poll;

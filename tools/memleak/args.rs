@@ -5,10 +5,12 @@ use std::time::Duration;
 
 use anyhow::Result;
 use clap::{Parser, ValueEnum};
+use clap_complete::engine::ArgValueCompleter;
 use memtools::export::files::ExportArgs;
 use memtools::print::output::{Format, Output};
 use memtools::process::filter::{FilterArgs, cgroup_path};
 use memtools::run::cli::{self, UsageError};
+use memtools::run::complete;
 use memtools::run::poll::Poller;
 use memtools::run::target::TargetArgs;
 use memtools::stacks::table;
@@ -60,7 +62,7 @@ pub(crate) struct Args {
     pub(crate) count: Option<u64>,
 
     /// Trace these processes
-    #[arg(help_heading = WHOSE, short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = cli::pid)]
+    #[arg(help_heading = WHOSE, short, long, value_name = "PID[,PID...]", value_delimiter = ',', value_parser = cli::pid, add = ArgValueCompleter::new(complete::pids))]
     pub(crate) pid: Vec<u32>,
 
     /// Run this command and trace it; its exit status becomes ours
@@ -68,11 +70,11 @@ pub(crate) struct Args {
     pub(crate) command: Option<String>,
 
     /// Trace the processes whose name (comm) contains this
-    #[arg(help_heading = WHOSE, short, long, visible_alias = "comm", value_name = "NAME")]
+    #[arg(help_heading = WHOSE, short, long, visible_alias = "comm", value_name = "NAME", add = ArgValueCompleter::new(complete::names))]
     pub(crate) name: Option<String>,
 
     /// Trace the processes in or below this cgroup (version 2), a path
-    #[arg(help_heading = WHOSE, long, value_name = "PATH", value_parser = cgroup_path, conflicts_with = "command")]
+    #[arg(help_heading = WHOSE, long, value_name = "PATH", value_parser = cgroup_path, conflicts_with = "command", add = ArgValueCompleter::new(complete::cgroups))]
     pub(crate) cgroup: Option<PathBuf>,
 
     /// Also trace the processes that those of -p or -c start from now on

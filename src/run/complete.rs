@@ -1,0 +1,100 @@
+//! What a shell completes: options, and for these the processes and cgroups that there are.
+//!
+//! A shell asks the tool itself, with [`VARIABLE`] set to the shell's name. Without further arguments it prints the
+//! script that has the shell do so, which `make install` puts where bash, zsh and fish look for it.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::env;
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use clap::CommandFactory;
+use clap_complete::engine::CompletionCandidate;
+use clap_complete::env::CompleteEnv;
+
+use crate::process::filter;
+use crate::process::proc::{self, Process};
+
+/// The environment variable that asks for completions.
+const VARIABLE: &str = "MEMTOOLS_COMPLETE";
+
+/// Cgroups that are looked at to complete one: a host with more has them deep in its tree.
+const MAX_CGROUPS: usize = 4096;
+
+/// Answers a shell, and ends the process, if that is what it was started for.
+pub(crate) fn answer<A: CommandFactory>() {
+    if env::var_os(VARIABLE).is_none() {
+        return;
+    }
+    // As it is installed: memleak, or memleak-mt.
+    let program = env::args_os().next().unwrap_or_default();
+    let name = Path::new(&program).file_name().unwrap_or_default();
+    let name = name.to_string_lossy().into_owned();
+    CompleteEnv::with_factory(A::command)
+        .var(VARIABLE)
+        .bin(name.clone())
+        .completer(name)
+        .complete();
+}
+
+/// Processes by their numbers, each with its name.
+pub fn pids(current: &OsStr) -> Vec<CompletionCandidate> {
+    let begun = current.to_string_lossy();
+    let programs = programs().into_iter().filter_map(|process| {
+        let pid = process.pid().to_string();
+        let wanted = pid.starts_with(&*begun);
+        wanted.then(|| CompletionCandidate::new(pid).help(Some(process.comm().into())))
+    });
+    programs.collect()
+}
+
+/// Names of processes, each with how many have it.
+pub fn names(current: &OsStr) -> Vec<CompletionCandidate> {
+    let begun = current.to_string_lossy();
+    let mut names: BTreeMap<String, usize> = BTreeMap::new();
+    for process in programs() {
+        *names.entry(process.comm()).or_default() += 1;
+    }
+    let wanted = names
+        .into_iter()
+        .filter(|(name, _)| name.starts_with(&*begun));
+    let candidates = wanted.map(|(name, count)| {
+        let processes = if count == 1 { "process" } else { "processes" };
+        CompletionCandidate::new(name).help(Some(format!("{count} {processes}").into()))
+    });
+    candidates.collect()
+}
+
+/// Cgroups of version 2, as their paths below the mount.
+pub fn cgroups(current: &OsStr) -> Vec<CompletionCandidate> {
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let Some(mount) = filter::cgroup2_mount(&mounts).map(PathBuf::from) else {
+        return Vec::new();
+    };
+    // Those at the top first, where there are too many.
+    let mut folders = VecDeque::from([mount.clone()]);
+    let mut paths = Vec::new();
+    while let Some(folder) = folders.pop_front()
+        && paths.len() < MAX_CGROUPS
+    {
+        let inside = fs::read_dir(&folder).into_iter().flatten().flatten();
+        let below = inside.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+        folders.extend(below.map(|entry| entry.path()));
+        if let Ok(path) = folder.strip_prefix(&mount) {
+            paths.push(Path::new("/").join(path).into_os_string());
+        }
+    }
+    let begun = current.as_encoded_bytes();
+    paths.retain(|path| path.as_encoded_bytes().starts_with(begun));
+    paths.into_iter().map(CompletionCandidate::new).collect()
+}
+
+/// All processes that run programs.
+fn programs() -> Vec<Process> {
+    let pids = proc::all().unwrap_or_default().into_iter();
+    let processes = pids.filter_map(|pid| Process::open(pid).ok());
+    processes
+        .filter(|process| process.expect_program().is_ok())
+        .collect()
+}
