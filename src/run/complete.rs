@@ -1,6 +1,6 @@
 //! What a shell completes: options, and for these the processes and cgroups that there are.
 //!
-//! A shell asks the tool itself, with [`VARIABLE`] set to the shell's name. Without further arguments it prints the
+//! A shell asks the tool itself, with `MEMTOOLS_COMPLETE` set to the shell's name. Without further arguments it prints the
 //! script that has the shell do so, which `make install` puts where bash, zsh and fish look for it.
 
 use std::collections::{BTreeMap, VecDeque};
