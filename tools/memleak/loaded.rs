@@ -11,7 +11,7 @@ use memtools::process::mapped_file::MappedFile;
 use memtools::process::proc::FileId;
 
 use crate::args::Args;
-use crate::objects::{self, Object};
+use crate::objects::{self, Object, ProbedFile};
 use crate::probes::Attached;
 use crate::target::{Target, Traced};
 
@@ -29,8 +29,8 @@ pub(crate) struct Loaded {
     /// Files that the command had mapped when it was stopped.
     seen_stopped: HashSet<FileId>,
     pub(crate) links: Vec<Link>,
-    /// The allocators that were probed.
-    objects: Vec<Object>,
+    /// The files that were probed.
+    probed: Vec<ProbedFile>,
 }
 
 impl Loaded {
@@ -46,7 +46,7 @@ impl Loaded {
             seen: HashSet::new(),
             seen_stopped: HashSet::new(),
             links: Vec::new(),
-            objects: Vec::new(),
+            probed: Vec::new(),
         }
     }
 
@@ -81,9 +81,10 @@ impl Loaded {
             }
             match self.probe(pid, &file, false, attached, args) {
                 Ok(None) => {}
-                Ok(Some(found)) => eprintln!(
-                    "memleak: {found} ({}), loaded within the last {} ms: what it allocated until \
+                Ok(Some(object)) => eprintln!(
+                    "memleak: {} ({}), loaded within the last {} ms: what it allocated until \
                      now is not known",
+                    object.found(),
                     attached.how,
                     PAUSE.as_millis()
                 ),
@@ -125,7 +126,7 @@ impl Loaded {
                 }
                 match self.probe(pid, &file, number == 0, attached, args) {
                     Ok(None) => {}
-                    Ok(Some(found)) => eprintln!("memleak: {found} ({})", attached.how),
+                    Ok(Some(object)) => eprintln!("memleak: {} ({})", object.found(), attached.how),
                     Err(error) => {
                         objects::tell_once(&format!("{} is not traced: {error:#}", file.module()));
                     }
@@ -170,18 +171,17 @@ impl Loaded {
         is_program: bool,
         attached: &Attached,
         args: &Args,
-    ) -> Result<Option<String>> {
+    ) -> Result<Option<Object>> {
         let Some(object) = objects::of_loaded(file, is_program, args)? else {
             return Ok(None);
         };
         self.links.extend(attached.probe(pid, &object, args)?);
-        let found = object.found();
-        self.objects.push(object);
-        Ok(Some(found))
+        self.probed.extend(object.probed_file());
+        Ok(Some(object))
     }
 
-    /// The allocators that were probed.
-    pub(crate) fn objects(&self) -> &[Object] {
-        &self.objects
+    /// The files that were probed.
+    pub(crate) fn probed(&self) -> &[ProbedFile] {
+        &self.probed
     }
 }

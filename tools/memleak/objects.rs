@@ -36,6 +36,14 @@ pub(crate) struct Object {
     pub(crate) functions: Vec<Function>,
 }
 
+/// A file in which functions are probed, which it does not hold open.
+#[derive(Debug)]
+pub(crate) struct ProbedFile {
+    pub(crate) inode: u64,
+    /// The file's name for messages.
+    pub(crate) module: String,
+}
+
 /// What it is called where only --alloc and --free name functions.
 const NAMED: &str = "named functions";
 
@@ -164,6 +172,15 @@ impl Object {
             );
         }
         Ok(())
+    }
+
+    /// The file by its inode; None if that cannot be known.
+    pub(crate) fn probed_file(&self) -> Option<ProbedFile> {
+        let (_, inode) = self.file.identity().ok()?;
+        Some(ProbedFile {
+            inode,
+            module: self.module.clone(),
+        })
     }
 
     /// What was found, in a few words.

@@ -14,7 +14,7 @@ use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::unwind::Whose;
 
 use crate::args::Args;
-use crate::objects::{self, Found, Object};
+use crate::objects::{self, Found, Object, ProbedFile};
 use crate::signature::Signature;
 
 /// All processes, where libbpf wants one.
@@ -99,8 +99,10 @@ impl Target {
             let objects = processes.iter_mut().flat_map(|of| of.objects.drain(..));
             each_once(objects)
         });
-        if let Some(objects) = &shared
-            && let Some(harm) = read_by_translator(objects, proc::all()?)
+        let files = shared.iter().flatten().filter_map(Object::probed_file);
+        let files: Vec<ProbedFile> = files.collect();
+        if !files.is_empty()
+            && let Some(harm) = read_by_translator(&files, proc::all()?)
         {
             bail!(
                 "{harm}: name the processes to trace with -p, without --children, or wait for its end"
@@ -131,14 +133,18 @@ impl Target {
         self.objects().map(|(_, object)| object)
     }
 
-    /// Says which of the translators that have started reads a file that is probed for everybody, if one does.
+    /// Says which of the translators that have started reads a file that is probed for everybody, if one does:
+    /// one of the first, or one that was `loaded` since.
     pub(crate) fn read_by(
         &self,
         translators: &translator::Started,
-        loaded: &[Object],
+        loaded: &[ProbedFile],
     ) -> Option<String> {
+        translators.pids().next()?;
         let shared = self.shared.as_ref()?;
-        read_by_translator(shared.iter().chain(loaded), translators.pids())
+        let first: Vec<ProbedFile> = shared.iter().filter_map(Object::probed_file).collect();
+        let read = |files| read_by_translator(files, translators.pids());
+        read(&first).or_else(|| read(loaded))
     }
 
     /// The signatures of all functions to probe, each once.
@@ -269,25 +275,22 @@ fn described(pid: u32, args: &Args) -> Option<Process> {
 
 /// Says which of these processes is a translator that has one of these files mapped, if one is: probes in a
 /// file are there for whoever maps it, and what the translator runs would end.
-fn read_by_translator<'a>(
-    objects: impl IntoIterator<Item = &'a Object> + Clone,
-    pids: impl IntoIterator<Item = u32>,
-) -> Option<String> {
+fn read_by_translator(files: &[ProbedFile], pids: impl IntoIterator<Item = u32>) -> Option<String> {
     pids.into_iter().find_map(|pid| {
         // One that has ended meanwhile cannot be harmed.
         let process = Process::open(pid).ok()?;
         let mappings = process.mappings().unwrap_or_default();
         let translator = translator::among(mappings.iter().map(|mapping| mapping.path.as_path()))?;
-        let reads = |object: &&Object| {
-            let inode = object.file.identity().map(|(_, inode)| inode);
-            inode.is_ok_and(|inode| mappings.iter().any(|mapping| mapping.inode == inode))
+        let is_mapped = |file: &&ProbedFile| {
+            let mut inodes = mappings.iter().map(|mapping| mapping.inode);
+            inodes.any(|inode| inode == file.inode)
         };
-        let object = objects.clone().into_iter().find(reads)?;
+        let file = files.iter().find(is_mapped)?;
         Some(format!(
             "process {pid} ({}) runs under {translator} and reads {}, where probes for processes that can \
              join later would end it (SIGTRAP)",
             process.comm(),
-            object.module
+            file.module
         ))
     })
 }
