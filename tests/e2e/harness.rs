@@ -691,12 +691,16 @@ pub(crate) fn scratch() -> Result<tempfile::TempDir> {
     tempfile::tempdir().context("failed to make a folder")
 }
 
-/// Copies a file and keeps its mode.
+/// Copies a file and keeps its mode. A process of its own does: the child of a test beside this one would inherit
+/// the descriptor by which we write, and what somebody may write to cannot be executed (ETXTBSY).
 pub(crate) fn copy(from: &Path, to: &Path) -> Result<()> {
     if let Some(folder) = to.parent() {
         fs::create_dir_all(folder).context("failed to make a folder")?;
     }
-    fs::copy(from, to).with_context(|| format!("failed to copy {}", from.display()))?;
+    let mut cp = Command::new("cp");
+    let copied = cp.arg("-p").args([from, to]).status();
+    let copied = copied.context("failed to start cp")?.success();
+    ensure!(copied, "failed to copy {}", from.display());
     Ok(())
 }
 

@@ -8,8 +8,8 @@
  *			and makes CALLS calls of brk(2)
  *	processes	NUMBER processes that live at once, each of which makes
  *			CALLS calls
- *	mappings	has NUMBER mappings of code, which change without a pause from
- *			"ready" on, with CALLS calls between; it ends when it is let go on
+ *	mappings	has NUMBER mappings of code, which change from "ready" on, one
+ *			every 500 us, with CALLS calls between; it ends when it is let go on
  *
  * facts: brk (calls)
  */
@@ -93,6 +93,7 @@ static void *change_mappings(void *unused)
 		if (mprotect(all + 2 * (i % number) * PAGE, PAGE, PROT_READ | executable))
 			die("cannot change a mapping: %s", strerror(errno));
 		call_brk();
+		usleep(500);
 	}
 	return NULL;
 }
