@@ -47,7 +47,7 @@ static void map_files(const char *folder)
 	}
 }
 
-/* Each of them waits until all are there, and lives until all have made their calls. */
+/* Each of them waits until all are there, and lives as long as the program. */
 static void fork_processes(void)
 {
 	int start[2], end[2], finished[2];
@@ -75,9 +75,6 @@ static void fork_processes(void)
 	for (unsigned long i = 0; i < number; i++)
 		if (read(finished[0], &byte, 1) != 1)
 			die("a process is gone");
-	close(end[1]);
-	while (wait(NULL) > 0)
-		;
 }
 
 static void *change_mappings(void *unused)
@@ -108,6 +105,9 @@ int main(int argc, char **argv)
 	number = count(argv[2]);
 	calls = count(argv[3]);
 	drop_root();
+	/* Others have work to do, too. */
+	if (setpriority(PRIO_PROCESS, 0, 19))
+		die("cannot lower the priority: %s", strerror(errno));
 	if (!strcmp(argv[1], "mappings") && pthread_create(&thread, NULL, change_mappings, NULL))
 		die("cannot start a thread");
 	ready();
