@@ -13,6 +13,7 @@ use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{Link, MapMut};
 use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
+use memtools::bpf::map_create;
 use memtools::bpf::ring::Events;
 use memtools::export::profile::Value;
 use memtools::export::text::{below_row, part_below_row};
@@ -340,14 +341,12 @@ fn load(args: &Args, filter: &Filter) -> Result<BrkstackSkel<'static>> {
     let stacks = with_stacks.then(|| args.stacks.first_entries());
     memtools::size_stacks!(open.maps, stacks)?;
     if !args.with_result() {
-        let sized = open.maps.calls.set_max_entries(1);
-        sized.context("failed to size the map of calls")?;
+        map_create::size(&mut open.maps.calls, 1)?;
     }
     if !args.events {
         // A ring buffer has a page at least.
         let page = kernel_support::page_bytes()? as u32;
-        let sized = open.maps.events.set_max_entries(page);
-        sized.context("failed to size the ring buffer")?;
+        map_create::size(&mut open.maps.events, page)?;
     }
     let programs = attach::programs_on_system_calls(args.programs(), args.programs_on_functions());
     attach::load_only(open.open_object_mut(), &programs);

@@ -22,6 +22,7 @@ use memtools::bpf::attach::{Means, Variant};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_cache::Recorded;
 use memtools::bpf::map_counts::Counts;
+use memtools::bpf::map_create;
 use memtools::bpf::software_event;
 use memtools::bpf::types;
 use memtools::print::clock;
@@ -250,19 +251,12 @@ fn load(args: &Args, filter: &Filter, programs: &[&str]) -> Result<FfaultsSkel<'
     options.by_process = args.by_process.into();
     options.full_path = args.path.into();
     let maps = &mut open.maps;
-    let mut sizes = Vec::new();
     if !programs.contains(&"fault_kprobe") {
-        sizes.push((&mut maps.calls, 1));
+        map_create::size(&mut maps.calls, 1)?;
     }
     if args.by_process {
-        sizes.extend([
-            (&mut maps.counts_a, COUNTS_BY_PROCESS),
-            (&mut maps.counts_b, COUNTS_BY_PROCESS),
-        ]);
-    }
-    for (map, entries) in sizes {
-        map.set_max_entries(entries)
-            .context("failed to size a map")?;
+        map_create::size(&mut maps.counts_a, COUNTS_BY_PROCESS)?;
+        map_create::size(&mut maps.counts_b, COUNTS_BY_PROCESS)?;
     }
     if !args.path {
         let names = maps.files.set_value_size(size_of::<name_record>() as u32);

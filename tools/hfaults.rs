@@ -16,6 +16,7 @@ use libbpf_rs::{Link, MapCore};
 use memtools::bpf::attach::{self, Means, Variant};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_counts::Counts;
+use memtools::bpf::map_create;
 use memtools::bpf::software_event;
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::{self, Output};
@@ -242,8 +243,7 @@ fn load(args: &Args, filter: &Filter, programs: &[String]) -> Result<Attached> {
     let by_reason = programs.contains(&"thread_exit");
     options.by_reason = by_reason.into();
     if !by_reason {
-        let sized = open.maps.faults.set_max_entries(1);
-        sized.context("failed to size the map of faults")?;
+        map_create::size(&mut open.maps.faults, 1)?;
     }
     if args.thp {
         let setting = |name: &str| {

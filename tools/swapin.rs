@@ -15,6 +15,7 @@ use libbpf_rs::skel::{OpenSkel, Skel};
 use memtools::bpf::attach::{self, Means, Variant};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_counts::Counts;
+use memtools::bpf::map_create;
 use memtools::print::clock::{self, Clock};
 use memtools::print::histogram;
 use memtools::print::output::{self, Output};
@@ -242,15 +243,11 @@ fn load(
     options.with_latency = args.latency.into();
     options.with_zswap = zswap.is_some().into();
     options.zswap_says_bool = zswap.is_some_and(|zswap| zswap.says_bool).into();
-    let maps = &mut open.maps;
-    for (map, used) in [
-        (&mut maps.reading, zswap.is_some()),
-        (&mut maps.faults, args.latency),
-    ] {
-        if !used {
-            map.set_max_entries(1)
-                .context("failed to size a map of threads")?;
-        }
+    if zswap.is_none() {
+        map_create::size(&mut open.maps.reading, 1)?;
+    }
+    if !args.latency {
+        map_create::size(&mut open.maps.faults, 1)?;
     }
     attach::load_only(open.open_object_mut(), &programs);
     filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;

@@ -81,6 +81,16 @@ pub fn create(
     create_with(kind, name, (key_bytes, value_bytes), entries, options)
 }
 
+/// Gives a map of an opened skeleton room for so many entries, or a ring buffer so many bytes. What no program
+/// uses that is to be loaded gets one entry: there is no map without.
+///
+/// # Errors
+/// If libbpf refuses it.
+pub fn size(map: &mut OpenMapMut<'_>, entries: u32) -> Result<()> {
+    map.set_max_entries(entries)
+        .with_context(|| format!("failed to size the map {}", map.name().to_string_lossy()))
+}
+
 /// Makes a map of an opened skeleton now, and not at load.
 pub fn create_before_load(map: &mut OpenMapMut<'_>) -> Result<MapHandle> {
     let name = map.name().to_string_lossy();

@@ -32,10 +32,7 @@ impl Follower {
     pub(crate) fn start(filter: &Filter) -> Result<Self> {
         let mut open = attach::open::<FollowSkelBuilder>()?;
         filter.set(&mut attach::options(&mut open.maps.rodata_data)?.filter);
-        let followed = &mut open.maps.filter_followed;
-        followed
-            .set_max_entries(PROCESSES)
-            .context("failed to size the map of processes")?;
+        map_create::size(&mut open.maps.filter_followed, PROCESSES)?;
         let skel = open
             .load()
             .context("failed to load what follows processes")?;

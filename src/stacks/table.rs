@@ -74,15 +74,12 @@ pub fn size<const MAPS: usize>(
     others: [&mut OpenMapMut<'_>; MAPS],
     first_entries: Option<u32>,
 ) -> Result<()> {
-    const FAILED: &str = "failed to size a map for stacks";
     if first_entries.is_none() {
         for map in others {
-            map.set_max_entries(1).context(FAILED)?;
+            map_create::size(map, 1)?;
         }
     }
-    stacks
-        .set_max_entries(first_entries.unwrap_or(1))
-        .context(FAILED)
+    map_create::size(stacks, first_entries.unwrap_or(1))
 }
 
 /// The id of a stack that could not be taken or stored.

@@ -16,6 +16,7 @@ use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{Link, MapMut};
 use memtools::bpf::attach::{self, Variant};
 use memtools::bpf::kernel_support;
+use memtools::bpf::map_create;
 use memtools::bpf::ring::Events;
 use memtools::export::files::{Exports, Subject};
 use memtools::export::profile::{Sample, Value};
@@ -215,8 +216,7 @@ fn start(
         kernel_support::preflight_tracepoints()?;
     }
     memtools::size_stacks!(open.maps, args.wants_stacks().then_some(FIRST_OF_EVENTS))?;
-    let events = open.maps.events.set_max_entries(EVENT_BYTES);
-    events.context("failed to size the buffer of events")?;
+    map_create::size(&mut open.maps.events, EVENT_BYTES)?;
     filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
     attach::load_only(open.open_object_mut(), &programs);
     let mut skel = open.load().context("failed to load")?;

@@ -12,6 +12,7 @@ use libbpf_rs::{
 };
 use memtools::bpf::attach::{self, NoVariantHelps, Variant};
 use memtools::bpf::kernel_support;
+use memtools::bpf::map_create;
 use memtools::host::kernel_log;
 use memtools::print::clock;
 use memtools::process::proc::Process;
@@ -519,32 +520,20 @@ fn open(way: Way, size: &Size, target: &Target, args: &Args) -> Result<OpenMemle
     target
         .filter
         .share_maps(&mut maps.filter_followed, &mut maps.losses)?;
-    maps.table
-        .set_max_entries(size.buckets)
-        .context("failed to size the table of blocks")?;
-    maps.overflow
-        .set_max_entries(*first)
-        .context("failed to size the map of blocks")?;
-    maps.stacks
-        .set_max_entries(args.first_stacks())
-        .context("failed to size the table of stacks")?;
+    map_create::size(&mut maps.table, size.buckets)?;
+    map_create::size(&mut maps.overflow, *first)?;
+    map_create::size(&mut maps.stacks, args.first_stacks())?;
     // Entries are made as they are needed, but buckets at once.
     let by_stack = |wanted| {
         let most = args.stack_storage_size.unwrap_or(MAX_TOTALS);
         if wanted { most } else { 1 }
     };
-    maps.totals
-        .set_max_entries(by_stack(args.mode != Mode::Leak || args.combined_only))
-        .context("failed to size the table of totals")?;
-    let who_frees = by_stack(args.extended);
+    let totals = by_stack(args.mode != Mode::Leak || args.combined_only);
+    map_create::size(&mut maps.totals, totals)?;
+    map_create::size(&mut maps.unknown_frees, by_stack(args.extended))?;
     if !args.trace {
-        maps.events
-            .set_max_entries(MAPPING_EVENT_BYTES)
-            .context("failed to size the buffer of events")?;
+        map_create::size(&mut maps.events, MAPPING_EVENT_BYTES)?;
     }
-    maps.unknown_frees
-        .set_max_entries(who_frees)
-        .context("failed to size the table of frees")?;
     Ok(open)
 }
 

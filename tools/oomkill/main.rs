@@ -18,6 +18,7 @@ use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{Link, MapMut};
 use memtools::bpf::attach::{self, Means, Variant};
 use memtools::bpf::kernel_support;
+use memtools::bpf::map_create;
 use memtools::bpf::ring::Events;
 use memtools::export::files::{ExportArgs, Exports, Subject};
 use memtools::export::profile::{Sample, Value};
@@ -208,8 +209,7 @@ fn start(
     memtools::set_unwind_options!(options, args.unwind);
     options.want_stacks = args.wants_stacks().into();
     memtools::size_stacks!(open.maps, args.wants_stacks().then_some(STACKS))?;
-    let events = open.maps.events.set_max_entries(EVENT_BYTES);
-    events.context("failed to size the buffer of events")?;
+    map_create::size(&mut open.maps.events, EVENT_BYTES)?;
     options.only_victims = matches!(rung, Rung::Victim | Rung::Pid).into();
     open.progs.kill_fentry.set_autoload(rung == Rung::Fentry);
     open.progs.kill_kprobe.set_autoload(rung == Rung::Kprobe);

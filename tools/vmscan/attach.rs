@@ -7,6 +7,7 @@ use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{Link, OpenMapMut, OpenProgramMut, ProgramMut, ProgramType, TracepointCategory};
 use memtools::bpf::attach::{self, Variant};
 use memtools::bpf::kernel_support;
+use memtools::bpf::map_create;
 use memtools::process::filter::Filter;
 use memtools::stacks::table;
 
@@ -307,8 +308,7 @@ fn number(program: &OsStr) -> Option<usize> {
 /// With the smallest ring buffer that there is: nothing is put into it. Nor are there stacks.
 fn without_events(mut open: OpenVmscanSkel<'static>) -> Result<OpenVmscanSkel<'static>> {
     let page = kernel_support::page_bytes()? as u32;
-    let sized = open.maps.events.set_max_entries(page);
-    sized.context("failed to size the ring buffer")?;
+    map_create::size(&mut open.maps.events, page)?;
     size_stacks(&mut open, None)?;
     Ok(open)
 }
@@ -316,7 +316,7 @@ fn without_events(mut open: OpenVmscanSkel<'static>) -> Result<OpenVmscanSkel<'s
 /// Sets nothing aside for maps that no program uses that is to be loaded.
 fn without<const MAPS: usize>(unused: [&mut OpenMapMut<'_>; MAPS]) -> Result<()> {
     for map in unused {
-        map.set_max_entries(1).context("failed to size a map")?;
+        map_create::size(map, 1)?;
     }
     Ok(())
 }

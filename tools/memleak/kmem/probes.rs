@@ -7,6 +7,7 @@ use libbpf_rs::skel::{OpenSkel, Skel};
 use libbpf_rs::{Link, MapCore, MapFlags, Program, ProgramMut};
 use memtools::bpf::attach::{self, Variant};
 use memtools::bpf::kernel_support;
+use memtools::bpf::map_create;
 use memtools::bpf::types;
 use memtools::process::filter::Filter;
 use memtools::run::cli::UsageError;
@@ -294,8 +295,7 @@ fn open(args: &Args, filter: &Filter, kinds: Kinds) -> Result<OpenMemleakKernelS
         ),
     ];
     for (map, entries) in sizes {
-        map.set_max_entries(entries)
-            .with_context(|| format!("failed to size the map {}", map.name().to_string_lossy()))?;
+        map_create::size(map, entries)?;
     }
     Ok(open)
 }
