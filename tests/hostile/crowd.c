@@ -13,18 +13,11 @@
  *
  * facts: brk (calls)
  */
-#include "../workload/workload.h"
-#include <grp.h>
+#include "hostile.h"
 #include <pthread.h>
 
 static unsigned long number, calls;
 static volatile bool stop;
-
-static void drop_root(void)
-{
-	if (!getuid() && (setgroups(0, NULL) || setgid(65534) || setuid(65534)))
-		die("cannot drop root: %s", strerror(errno));
-}
 
 STEP static void call_brk(void)
 {

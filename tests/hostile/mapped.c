@@ -14,19 +14,12 @@
  *
  * facts: brk (calls), seen (how often the file was opened, of shrink)
  */
-#include "../workload/workload.h"
-#include <grp.h>
+#include "hostile.h"
 #include <pthread.h>
 #include <sys/inotify.h>
 
 static const char *file;
 static volatile unsigned long seen;
-
-static void drop_root(void)
-{
-	if (!getuid() && (setgroups(0, NULL) || setgid(65534) || setuid(65534)))
-		die("cannot drop root: %s", strerror(errno));
-}
 
 static void *cut_when_opened(void *inotify)
 {

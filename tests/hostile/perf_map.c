@@ -10,8 +10,7 @@
  *
  * facts: brk (calls)
  */
-#include "../workload/workload.h"
-#include <grp.h>
+#include "hostile.h"
 
 static char path[64];
 
@@ -54,8 +53,7 @@ int main(int argc, char **argv)
 		usage("WHAT CALLS");
 	unsigned long calls = count(argv[2]);
 
-	if (!getuid() && (setgroups(0, NULL) || setgid(65534) || setuid(65534)))
-		die("cannot drop root: %s", strerror(errno));
+	drop_root();
 	void *at = mmap(NULL, PAGE, PROT_READ | PROT_WRITE | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS,
 			-1, 0);
 

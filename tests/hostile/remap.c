@@ -6,8 +6,7 @@
  *
  * facts: brk (calls)
  */
-#include "../workload/workload.h"
-#include <grp.h>
+#include "hostile.h"
 
 int main(int argc, char **argv)
 {
@@ -15,8 +14,7 @@ int main(int argc, char **argv)
 		usage("TIMES");
 	unsigned long times = count(argv[1]);
 
-	if (!getuid() && (setgroups(0, NULL) || setgid(65534) || setuid(65534)))
-		die("cannot drop root: %s", strerror(errno));
+	drop_root();
 	void *page = mmap(NULL, PAGE, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 
 	if (page == MAP_FAILED)
