@@ -1,6 +1,5 @@
 //! What this kernel and this user allow, and the remedy where they do not.
 
-use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::Path;
@@ -120,16 +119,19 @@ pub fn preempts_system_call_programs() -> bool {
 /// other tasks on its CPU: from 7.0 on. Before, tracepoints are called with preemption off, and a raw one costs
 /// less than one of tracefs, most of all when it is taken away: 4 ms for vmscan, not 330.
 pub fn preempts_raw_tracepoints() -> bool {
-    let major = |release: &OsStr| {
-        release
-            .to_string_lossy()
-            .split('.')
-            .next()?
-            .parse::<u32>()
-            .ok()
+    !is_before(7, 0) && can_preempt()
+}
+
+/// Whether the kernel's release is before this one; if it cannot be told, it is not.
+fn is_before(major: u32, minor: u32) -> bool {
+    let release = || {
+        let name = uname().ok()?;
+        let release = name.release().to_str()?;
+        let numbers = release.split(|c: char| !c.is_ascii_digit());
+        let mut numbers = numbers.map(|number| number.parse::<u32>().ok());
+        Some((numbers.next()??, numbers.next()??))
     };
-    let before_7 = uname().is_ok_and(|name| major(name.release()).is_some_and(|major| major < 7));
-    !before_7 && can_preempt()
+    release().is_some_and(|release| release < (major, minor))
 }
 
 /// Says so if the kernel half cannot know whose limit a task reclaims for (reclaim.bpf.h).
@@ -276,6 +278,7 @@ fn check_locked_memory(effective: Capabilities) -> Result<()> {
     let (limit, _) = getrlimit(Resource::RLIMIT_MEMLOCK)?;
     if effective.have(Capability::SysResource)
         || limit == RLIM_INFINITY
+        || !is_before(5, 11)
         || !btf_has_name("bpf_map_memory")
     {
         return Ok(());
