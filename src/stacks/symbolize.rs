@@ -33,7 +33,8 @@ pub struct Symbolizer {
     /// The processes whose perf maps were read since the last refresh.
     perf_maps_read: HashSet<u32>,
     kernel: KernelNames,
-    translators: translator::Started,
+    /// If somebody asks for them.
+    translators: Option<translator::Started>,
 }
 
 /// Names the frames of the kernel's stacks, which is all that a tool without user stacks needs.
@@ -96,7 +97,7 @@ impl Symbolizer {
             perf_maps: PerfMaps::default(),
             perf_maps_read: HashSet::new(),
             kernel: KernelNames::default(),
-            translators: translator::Started::default(),
+            translators: None,
         })
     }
 
@@ -132,7 +133,9 @@ impl Symbolizer {
     /// there are mappings, before a report, and as soon as a process has exited.
     pub fn refresh(&mut self) {
         for change in self.log.drain() {
-            self.translators.note(&change);
+            if let Some(translators) = &mut self.translators {
+                translators.note(&change);
+            }
             self.spaces.apply(change);
         }
         self.perf_maps_read.clear();
@@ -159,9 +162,14 @@ impl Symbolizer {
         self.spaces.wanted_images().flat_map(of).collect()
     }
 
-    /// The translators that have started since this was made, whoever they are, as of the last refresh.
-    pub fn translators(&self) -> &translator::Started {
-        &self.translators
+    /// Takes note of translators from now on, whoever starts them.
+    pub fn watch_translators(&mut self) {
+        self.translators = Some(translator::Started::default());
+    }
+
+    /// The processes of the translators that have started since they are watched, as of the last refresh.
+    pub fn translators(&self) -> impl Iterator<Item = u32> {
+        self.translators.iter().flat_map(translator::Started::pids)
     }
 
     /// What has been missed, and may lack names therefore.

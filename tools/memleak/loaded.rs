@@ -13,7 +13,7 @@ use memtools::process::proc::FileId;
 use crate::args::Args;
 use crate::objects::{self, Object, ProbedFile};
 use crate::probes::Attached;
-use crate::target::{Target, Traced};
+use crate::target::{EVERY_PROCESS, Target, Traced, read_by_translator};
 
 /// Time between two looks, and what is allocated in it from a new allocator is not seen.
 pub(crate) const PAUSE: Duration = Duration::from_millis(200);
@@ -29,8 +29,8 @@ pub(crate) struct Loaded {
     /// Files that the command had mapped when it was stopped.
     seen_stopped: HashSet<FileId>,
     pub(crate) links: Vec<Link>,
-    /// The files that were probed.
-    probed: Vec<ProbedFile>,
+    /// The files that are probed for everybody, those that were probed at the start included.
+    shared: Vec<ProbedFile>,
 }
 
 impl Loaded {
@@ -46,7 +46,7 @@ impl Loaded {
             seen: HashSet::new(),
             seen_stopped: HashSet::new(),
             links: Vec::new(),
-            probed: Vec::new(),
+            shared: target.shared_files(),
         }
     }
 
@@ -176,12 +176,14 @@ impl Loaded {
             return Ok(None);
         };
         self.links.extend(attached.probe(pid, &object, args)?);
-        self.probed.extend(object.probed_file());
+        if pid == EVERY_PROCESS {
+            self.shared.extend(object.probed_file());
+        }
         Ok(Some(object))
     }
 
-    /// The files that were probed.
-    pub(crate) fn probed(&self) -> &[ProbedFile] {
-        &self.probed
+    /// Says which of these translators reads a file that is probed for everybody, if one does.
+    pub(crate) fn read_by(&self, translators: impl Iterator<Item = u32>) -> Option<String> {
+        read_by_translator(&self.shared, translators)
     }
 }

@@ -126,7 +126,7 @@ fn run(args: Args) -> Result<ExitCode> {
             tracer.symbolizer.refresh();
             loaded.look(tracer.symbolizer.code_files(), &target, &attached, &args);
             look_at = now + loaded::PAUSE;
-            harm = target.read_by(tracer.symbolizer.translators(), loaded.probed());
+            harm = loaded.read_by(tracer.symbolizer.translators());
         }
         if harm.is_some() {
             links.append(&mut loaded.links);

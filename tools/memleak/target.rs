@@ -18,7 +18,7 @@ use crate::objects::{self, Found, Object, ProbedFile};
 use crate::signature::Signature;
 
 /// All processes, where libbpf wants one.
-const EVERY_PROCESS: i32 = -1;
+pub(crate) const EVERY_PROCESS: i32 = -1;
 
 /// The options' targets, checked and held until they are traced.
 pub(crate) struct Target {
@@ -99,10 +99,8 @@ impl Target {
             let objects = processes.iter_mut().flat_map(|of| of.objects.drain(..));
             each_once(objects)
         });
-        let files = shared.iter().flatten().filter_map(Object::probed_file);
-        let files: Vec<ProbedFile> = files.collect();
-        if !files.is_empty()
-            && let Some(harm) = read_by_translator(&files, proc::all()?)
+        if let Some(objects) = &shared
+            && let Some(harm) = read_by_translator(&probed_files(objects), proc::all()?)
         {
             bail!(
                 "{harm}: name the processes to trace with -p, without --children, or wait for its end"
@@ -133,18 +131,9 @@ impl Target {
         self.objects().map(|(_, object)| object)
     }
 
-    /// Says which of the translators that have started reads a file that is probed for everybody, if one does:
-    /// one of the first, or one that was `loaded` since.
-    pub(crate) fn read_by(
-        &self,
-        translators: &translator::Started,
-        loaded: &[ProbedFile],
-    ) -> Option<String> {
-        translators.pids().next()?;
-        let shared = self.shared.as_ref()?;
-        let first: Vec<ProbedFile> = shared.iter().filter_map(Object::probed_file).collect();
-        let read = |files| read_by_translator(files, translators.pids());
-        read(&first).or_else(|| read(loaded))
+    /// The files that are probed for everybody.
+    pub(crate) fn shared_files(&self) -> Vec<ProbedFile> {
+        probed_files(self.shared.iter().flatten())
     }
 
     /// The signatures of all functions to probe, each once.
@@ -163,12 +152,15 @@ impl Target {
         let mut symbolizer = match (&self.shared, self.ends_with_them) {
             (None, _) => Symbolizer::new()?,
             (Some(_), true) => Symbolizer::of_descendants()?,
-            (Some(_), false) => {
-                let mut symbolizer = Symbolizer::of_all_processes()?;
+            (Some(_), false) => Symbolizer::of_all_processes()?,
+        };
+        if self.shared.is_some() {
+            symbolizer.watch_translators();
+            if !self.ends_with_them {
                 symbolizer.look_around();
                 return Ok(symbolizer);
             }
-        };
+        }
         for Traced { process, .. } in &self.processes {
             if self.command.is_some() {
                 symbolizer.follow_new(process.pid());
@@ -275,7 +267,10 @@ fn described(pid: u32, args: &Args) -> Option<Process> {
 
 /// Says which of these processes is a translator that has one of these files mapped, if one is: probes in a
 /// file are there for whoever maps it, and what the translator runs would end.
-fn read_by_translator(files: &[ProbedFile], pids: impl IntoIterator<Item = u32>) -> Option<String> {
+pub(crate) fn read_by_translator(
+    files: &[ProbedFile],
+    pids: impl IntoIterator<Item = u32>,
+) -> Option<String> {
     pids.into_iter().find_map(|pid| {
         // One that has ended meanwhile cannot be harmed.
         let process = Process::open(pid).ok()?;
@@ -293,6 +288,14 @@ fn read_by_translator(files: &[ProbedFile], pids: impl IntoIterator<Item = u32>)
             file.module
         ))
     })
+}
+
+/// The files of these objects.
+fn probed_files<'a>(objects: impl IntoIterator<Item = &'a Object>) -> Vec<ProbedFile> {
+    objects
+        .into_iter()
+        .filter_map(Object::probed_file)
+        .collect()
 }
 
 /// One of each file's objects.
