@@ -441,7 +441,7 @@ int unwind_publish(struct bpf_raw_tracepoint_args *ctx)
  * go on, so that its very first stacks are complete. An array, whose values are
  * changed in place: when a process is held no more, and all programs that could
  * still see it have ended, HELD_STOPPED tells for certain whether it was stopped
- * here (src/stacks/unwind/starting.rs).
+ * here (src/stacks/unwind/held.rs).
  */
 enum unwind_held_key {
 	HELD_PROCESS, /* its number, 0: none is held */

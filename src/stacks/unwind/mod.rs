@@ -11,10 +11,10 @@
 //! them first and asks. A thread of its own answers (`worker`), so that it waits for nothing that the
 //! tool prints.
 
+mod held;
 mod hotspot;
 mod publish;
 pub mod rules;
-mod starting;
 mod store;
 mod summary;
 mod tables;
@@ -28,8 +28,8 @@ use anyhow::{Context, Result};
 use clap::ValueEnum;
 use libbpf_rs::{Link, MapHandle, MapMut, OpenMapMut, ProgramMut};
 
+use self::held::Held;
 use self::publish::Publisher;
-use self::starting::Starting;
 use self::store::Store;
 pub use self::summary::Summary;
 use self::tables::Tables;
@@ -264,15 +264,13 @@ impl Unwinder {
             None => whose.begin(Store::new(handle(parts.shards)?, args.memory << 20))?,
         };
         tables.publish_by(Publisher::new(parts.publish)?, handle(parts.files)?)?;
-        let starting = match whose {
-            Whose::Command { pid, .. } => Some(Starting::hold(
-                pid,
-                handle(parts.held)?,
-                attach(parts.holds)?,
-            )?),
+        let held = match whose {
+            Whose::Command { pid, .. } => {
+                Some(Held::hold(pid, handle(parts.held)?, attach(parts.holds)?)?)
+            }
             Whose::Processes(_) => None,
         };
-        unwinder.worker = Some(Worker::start(tables, queue, parts, starting)?);
+        unwinder.worker = Some(Worker::start(tables, queue, parts, held)?);
         Ok(unwinder)
     }
 

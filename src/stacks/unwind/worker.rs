@@ -12,7 +12,7 @@ use libbpf_rs::{MapCore, MapFlags, MapHandle};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use super::starting::Starting;
+use super::held::Held;
 use super::tables::{Looked, Tables, is_code};
 use super::{Parts, WhileStopped, handle, join, tell};
 use crate::bpf::ring::Events;
@@ -103,7 +103,7 @@ impl Worker {
         tables: Tables,
         queue: Queue,
         parts: Parts<'_>,
-        starting: Option<Starting>,
+        held: Option<Held>,
     ) -> Result<Self> {
         let (requests, asked) = (handle(parts.requests)?, handle(parts.asked)?);
         let (stopped, stop) = pipe().context("failed to open a pipe")?;
@@ -113,7 +113,7 @@ impl Worker {
             asked,
             in_vain: HashMap::new(),
             busy: HashMap::new(),
-            starting,
+            held,
             while_stopped: parts.while_stopped,
         };
         let thread = thread::Builder::new()
@@ -151,7 +151,7 @@ struct Answers {
     in_vain: HashMap<u64, u32>,
     /// Processes that may be mapping code still, and are soon to be looked at again; since when.
     busy: HashMap<u32, Instant>,
-    starting: Option<Starting>,
+    held: Option<Held>,
     while_stopped: Option<WhileStopped>,
 }
 
@@ -189,7 +189,7 @@ impl Answers {
             PollTimeout::ZERO
         } else if !self.busy.is_empty() {
             PollTimeout::from(LOOK_AGAIN)
-        } else if self.starting.as_ref().is_some_and(Starting::has_begun) {
+        } else if self.held.as_ref().is_some_and(Held::has_begun) {
             PollTimeout::from(STARTED)
         } else if self.tables.may_recover() {
             PollTimeout::from(RECOVER)
@@ -212,8 +212,8 @@ impl Answers {
                     tell(&self.tables, pid, since.elapsed());
                 }
             }
-        } else if self.starting.as_ref().is_some_and(Starting::has_begun) {
-            self.starting = None;
+        } else if self.held.as_ref().is_some_and(Held::has_begun) {
+            self.held = None;
         } else {
             self.tables.collect()?;
         }
@@ -222,12 +222,10 @@ impl Answers {
 
     /// Looks at the command, which has mapped something and waits, if it is still starting.
     fn held(&mut self, pid: u32) -> Result<()> {
-        let mut starting = self.starting.take();
+        let mut held = self.held.take();
         // Asked before the look, which then has what it was stopped for. Before that, the command
         // is still a copy of us.
-        let stopped = starting
-            .as_mut()
-            .filter(|starting| starting.has_stopped(pid));
+        let stopped = held.as_mut().filter(|held| held.has_stopped(pid));
         if stopped.is_some()
             && let Some(work) = &mut self.while_stopped
         {
@@ -240,10 +238,10 @@ impl Answers {
             self.tables.look_at(waiting, false)?;
         }
         tell(&self.tables, pid, begun.elapsed());
-        if let Some(starting) = stopped {
-            starting.go_on()?;
+        if let Some(held) = stopped {
+            held.go_on()?;
         }
-        self.starting = starting;
+        self.held = held;
         Ok(())
     }
 

@@ -21,7 +21,7 @@ const HELD_PROCESS: u32 = 0;
 const HELD_STOPPED: u32 = 1;
 
 /// The command, held until this is dropped.
-pub(super) struct Starting {
+pub(super) struct Held {
     process: Process,
     /// Whether it has called exec.
     began: bool,
@@ -30,7 +30,7 @@ pub(super) struct Starting {
     _guard: Guard,
 }
 
-impl Starting {
+impl Held {
     /// Holds a process from now on. `held` is the map of that name, `links` the programs
     /// that see exec and mmap(2).
     pub(super) fn hold(pid: u32, held: MapHandle, links: Vec<Link>) -> Result<Self> {
@@ -41,17 +41,16 @@ impl Starting {
         let guard = unsafe { Guard::start(&keep, || let_go(map, command)) };
         let guard =
             guard.context("failed to start what lets the command go on if we are killed")?;
-        let starting = Self {
+        let held = Self {
             process,
             began: false,
             held,
             _links: links,
             _guard: guard,
         };
-        starting
-            .set(HELD_PROCESS, pid)
+        held.set(HELD_PROCESS, pid)
             .context("failed to hold the command")?;
-        Ok(starting)
+        Ok(held)
     }
 
     /// Whether it has called exec.
