@@ -16,6 +16,7 @@
 #define MEMTOOLS_STACK_BPF_H
 
 #include "stack_table.bpf.h"
+#include "held.bpf.h"
 #include "unwind.bpf.h"
 
 /* A frame record farther from the stack pointer than this is taken for a stray value. */

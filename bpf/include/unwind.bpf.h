@@ -130,8 +130,9 @@ struct {
 
 /* A mapping whose file user space is to look at. */
 struct unwind_request {
-	__u64 file;  /* a hash of what identifies it; 0: look at all that the process has mapped */
-	__u64 start; /* of the mapping */
+	__u64 file;	 /* a hash of what identifies it; 0: the process is stopped for held_file */
+	__u64 held_file; /* its hash: look at all that the process has mapped (held.bpf.h) */
+	__u64 start;	 /* of the mapping */
 	__u64 end;
 	__u32 pid;
 	__u32 reserved;
@@ -240,6 +241,7 @@ static __noinline int unwind_ask(__u32 index)
 	if (!request)
 		return 0;
 	request->file = file;
+	request->held_file = 0;
 	request->start = mapping->start;
 	request->end = mapping->end;
 	request->pid = unwind_process_of_current();
@@ -433,64 +435,6 @@ int unwind_publish(struct bpf_raw_tracepoint_args *ctx)
 	if (!mapping || !mapping->file.inode)
 		return 1;
 	return bpf_map_update_elem(&unwind_files, &mapping->file, &file, BPF_ANY) ? 2 : 0;
-}
-
-/*
- * The command that is being started, if it is we who start it. It is stopped
- * whenever it maps code, until user space has the tables for that and lets it
- * go on, so that its very first stacks are complete. An array, whose values are
- * changed in place: when a process is held no more, and all programs that could
- * still see it have ended, HELD_STOPPED tells for certain whether it was stopped
- * here (src/stacks/unwind/held.rs).
- */
-enum unwind_held_key {
-	HELD_PROCESS, /* its number, 0: none is held */
-	HELD_STOPPED, /* 1 from where it is stopped until it is let go on */
-	HELD_KEYS,
-};
-
-struct {
-	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, HELD_KEYS);
-	__type(key, __u32);
-	__type(value, __u32);
-} unwind_held SEC(".maps");
-
-#define SIGSTOP	  19
-#define SYS_MMAP  9
-#define PROT_EXEC 4
-
-static __noinline int unwind_hold(void)
-{
-	struct unwind_request request = { .pid = unwind_process_of_current() };
-	__u32 key = HELD_PROCESS, *held = bpf_map_lookup_elem(&unwind_held, &key), *stopped;
-
-	if (!held || !request.pid || *held != request.pid)
-		return 0;
-	key = HELD_STOPPED;
-	stopped = bpf_map_lookup_elem(&unwind_held, &key);
-	/* Sent first: whoever reads the 1 can take the signal back by SIGCONT. */
-	if (stopped && !bpf_send_signal(SIGSTOP))
-		*stopped = 1;
-	bpf_ringbuf_output(&unwind_requests, &request, sizeof(request), 0);
-	return 0;
-}
-
-/* These two are attached only while a command starts: all system calls come through the second. */
-SEC("raw_tp/sched_process_exec")
-int unwind_exec(void *ctx)
-{
-	return unwind_hold();
-}
-
-SEC("raw_tp/sys_exit")
-int unwind_mmap(struct bpf_raw_tracepoint_args *ctx)
-{
-	struct pt_regs *regs = (struct pt_regs *)ctx->args[0];
-
-	if (BPF_CORE_READ(regs, orig_ax) == SYS_MMAP && BPF_CORE_READ(regs, dx) & PROT_EXEC)
-		return unwind_hold();
-	return 0;
 }
 
 #endif /* MEMTOOLS_UNWIND_BPF_H */

@@ -150,6 +150,7 @@ impl Target {
             Some((line, command)) => Whose::Command {
                 pid: command.pid(),
                 line: line.clone(),
+                descendants: false,
             },
             None => Whose::Processes([&self.pids(), likely].concat()),
         };

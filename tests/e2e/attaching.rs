@@ -7,7 +7,7 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 
-use crate::harness::{self, Cgroup, Tool, Workload, workload};
+use crate::harness::{self, Cgroup, Ended, Tool, Workload, workload};
 use crate::memleak::{self, READY};
 
 /// All of these tests.
@@ -19,6 +19,9 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_command_that_becomes_another_misses_nothing [Host],
         a_command_that_preloads_an_allocator_misses_nothing [Host],
         what_ended_before_it_was_probed_is_told [Host],
+        what_a_command_starts_misses_nothing,
+        libraries_of_what_a_command_starts_miss_nothing [Host],
+        jobs_of_a_shell_are_not_stopped,
         a_go_program_is_traced_by_its_c_functions,
         a_translator_is_refused [Host],
         a_translator_that_starts_later_ends_the_trace [Host],
@@ -176,6 +179,76 @@ fn a_command_that_preloads_an_allocator_misses_nothing() -> Result<()> {
         let command = format!("env LD_PRELOAD={library} {program} one malloc 1009 4093");
         misses_nothing(&command)?;
     }
+    Ok(())
+}
+
+/// What children of this command leak, each 1009 blocks of 4093 bytes, is seen; nothing is said to be missed.
+fn children_miss_nothing(children: usize, command: &str) -> Result<Ended> {
+    let args = ["--children", "-o", "0", "-T", "1000", "-c", command, "60"];
+    let ended = harness::run("memleak", &args)?;
+    ensure!(ended.status.success(), "{command}: {ended:?}");
+    let mut groups = memleak::last_report(&ended.stdout)?;
+    groups.retain(|group| group.passes("leak_malloc"));
+    let complete = groups
+        .iter()
+        .all(|group| (group.bytes, group.allocations) == (1009 * 4093, 1009));
+    ensure!(complete && groups.len() == children, "{command}: {ended:?}");
+    ensure!(!ended.stderr.contains("known"), "{command}: {ended:?}");
+    Ok(ended)
+}
+
+/// Each child's allocator is in its program. For a file that was looked at none is stopped any more.
+fn what_a_command_starts_misses_nothing() -> Result<()> {
+    let launch = workload("launch");
+    let launch = launch.display();
+    for program in ["alloc-musl-static", "alloc-static"] {
+        let work = format!("'{}' one malloc 1009 4093", workload(program).display());
+        for how in ["spawn", "orphan"] {
+            children_miss_nothing(1, &format!("'{launch}' {how} {work}"))?;
+        }
+        let several = format!("{work} & {work} & ").repeat(4);
+        children_miss_nothing(8, &format!("sh -c \"{several} wait\""))?;
+        let ended = children_miss_nothing(23, &format!("'{launch}' children {work}"))?;
+        ensure!(ended.stdout.contains("stops=1\n"), "{ended:?}");
+    }
+    Ok(())
+}
+
+fn libraries_of_what_a_command_starts_miss_nothing() -> Result<()> {
+    let launch = workload("launch");
+    let work = |program: &str| format!("'{}' one malloc 1009 4093", workload(program).display());
+    let [linked, preloading] = ["alloc-jemalloc", "alloc"].map(work);
+    for library in ["libjemalloc.so.2", "libmimalloc.so.2"] {
+        let command = format!("sh -c \"LD_PRELOAD={library} {preloading}; :\"");
+        children_miss_nothing(1, &command)?;
+    }
+    let ended = children_miss_nothing(23, &format!("'{}' children {linked}", launch.display()))?;
+    let stops = ended
+        .stdout
+        .lines()
+        .find_map(|line| line.strip_prefix("stops="));
+    let stops: u32 = stops.context("no stops")?.parse()?;
+    // One for the program, one for each of its libraries.
+    ensure!((2..=10).contains(&stops), "{ended:?}");
+    Ok(())
+}
+
+/// A shell would take them for stopped by its user.
+fn jobs_of_a_shell_are_not_stopped() -> Result<()> {
+    let [launch, program] = ["launch", "alloc-musl-static"].map(workload);
+    let command = format!(
+        "'{}' jobs '{}' one malloc 1009 4093",
+        launch.display(),
+        program.display()
+    );
+    let args = ["--children", "-o", "0", "-T", "1000", "-c", &command, "60"];
+    let ended = harness::run("memleak", &args)?;
+    ensure!(ended.status.success(), "{ended:?}");
+    ensure!(ended.stdout.contains("stops=0\n"), "{ended:?}");
+    ensure!(
+        ended.stderr.contains("known"),
+        "nothing is said of what was missed: {ended:?}"
+    );
     Ok(())
 }
 

@@ -14,7 +14,7 @@ use libtest_mimic::Trial;
 use nix::sys::signal::{SigHandler, SigSet, Signal, kill, signal};
 use nix::unistd::Pid;
 
-use crate::harness::{self, Cgroup, Ended, PATIENCE, Tool, Workload, eventually, tool};
+use crate::harness::{self, Cgroup, Ended, PATIENCE, Tool, Workload, eventually, tool, workload};
 use crate::pressure::Setting;
 
 /// Tools that trace processes and need nothing of the kernel but tracepoints and counters.
@@ -33,6 +33,7 @@ const TOOLS: [&str; 9] = [
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "running":
         a_command_goes_on_when_the_tool_is_killed [Once],
+        what_a_command_starts_goes_on_when_the_tool_is_killed [Once],
         a_command_that_stops_itself_is_left_stopped [Once],
         a_command_inherits_from_the_caller [Once],
         a_command_that_does_not_end_is_left [Once],
@@ -95,6 +96,38 @@ fn a_command_goes_on_when_the_tool_is_killed() -> Result<()> {
             eventually("the command ends", || Ok(state(command).is_none()))?;
             caught += 1;
         }
+    }
+    Ok(())
+}
+
+/// As above, while what the command has started is stopped.
+fn what_a_command_starts_goes_on_when_the_tool_is_killed() -> Result<()> {
+    let [launch, program] = ["launch", "alloc-musl-static"].map(workload);
+    let command = format!(
+        "'{}' spawn '{}' one malloc 31 4093",
+        launch.display(),
+        program.display()
+    );
+    let mut caught = 0;
+    let deadline = Instant::now() + PATIENCE;
+    while caught < 7 {
+        ensure!(Instant::now() < deadline, "only {caught} were met stopped");
+        let mut tool = Tool::start("memleak", &["--children", "-c", &command])?;
+        let met = loop {
+            let commands = children(tool.pid()).into_iter();
+            let mut started = commands.flat_map(children);
+            if let Some(pid) = started.find(|&child| state(child) == Some('T')) {
+                break Some(pid);
+            }
+            if tool.has_ended()? {
+                break None;
+            }
+        };
+        let Some(pid) = met else { continue };
+        tool.signal(Signal::SIGKILL)?;
+        tool.end()?;
+        eventually("what was stopped ends", || Ok(state(pid).is_none()))?;
+        caught += 1;
     }
     Ok(())
 }

@@ -7,13 +7,17 @@
  *         the process's number
  * spawn:  in a child that shares its parent's memory until then
  * orphan: in a grandchild whose parent has exited
+ * children: in 23 children, one after the other
+ * jobs:   in as many, each a process group of its own, as a shell's jobs are
  *
- * facts: none; it says nothing itself.
+ * facts: of children and jobs, how many stops of theirs were seen; else none.
  */
 #include "workload.h"
 
 #include <pthread.h>
 #include <spawn.h>
+
+#define CHILDREN 23
 
 static char **program;
 
@@ -24,15 +28,34 @@ static void *become(void *unused)
 	return unused;
 }
 
+/* Runs the program in a child. Returns how often it was stopped meanwhile. */
+static int run_child(bool is_job)
+{
+	int status, stops = 0;
+	pid_t child = fork();
+
+	if (!child) {
+		if (is_job && setpgid(0, 0))
+			die("no process group: %s", strerror(errno));
+		become(NULL);
+	}
+	while (waitpid(child, &status, WUNTRACED) == child && WIFSTOPPED(status))
+		stops++;
+	if (!WIFEXITED(status) || WEXITSTATUS(status))
+		die("child %d ended with %#x", child, status);
+	return stops;
+}
+
 int main(int argc, char **argv)
 {
-	int status = 0, error, ends[2];
+	int status = 0, stops = 0, error, ends[2];
+	bool is_job;
 	pthread_t thread;
 	pid_t child;
 	char byte;
 
 	if (argc < 3)
-		usage("thread|spawn|orphan PROGRAM [ARGUMENT...]");
+		usage("thread|spawn|orphan|children|jobs PROGRAM [ARGUMENT...]");
 	program = argv + 2;
 	if (!strcmp(argv[1], "thread")) {
 		error = pthread_create(&thread, NULL, become, NULL);
@@ -44,6 +67,11 @@ int main(int argc, char **argv)
 		if (error)
 			die("cannot run %s: %s", program[0], strerror(error));
 		waitpid(child, &status, 0);
+	} else if (strcmp(argv[1], "orphan")) {
+		is_job = !strcmp(argv[1], "jobs");
+		for (int i = 0; i < CHILDREN; i++)
+			stops += run_child(is_job);
+		printf("stops=%d\n", stops);
 	} else {
 		/* The program has it open for writing, too: it ends with it. */
 		if (pipe(ends))

@@ -8,12 +8,13 @@ use anyhow::Result;
 use libbpf_rs::Link;
 use memtools::process::address_space::CodeFile;
 use memtools::process::mapped_file::MappedFile;
-use memtools::process::proc::FileId;
+use memtools::process::proc::{FileId, Process};
+use memtools::process::translator;
 
 use crate::args::Args;
 use crate::objects::{self, Object, ProbedFile};
 use crate::probes::Attached;
-use crate::target::{EVERY_PROCESS, Target, Traced, read_by_translator};
+use crate::target::{EVERY_PROCESS, Target, read_by_translator};
 
 /// Time between two looks, and what is allocated in it from a new allocator is not seen.
 pub(crate) const PAUSE: Duration = Duration::from_millis(200);
@@ -26,7 +27,7 @@ pub(crate) struct Loaded {
     looked_through: HashMap<i32, HashSet<(u64, u64)>>,
     /// Files that were looked through, by the symbolizer's numbers, which need no look at the file.
     seen: HashSet<(u32, u32)>,
-    /// Files that the command had mapped when it was stopped.
+    /// Files that the command, or what it started, had mapped when it was stopped.
     seen_stopped: HashSet<FileId>,
     pub(crate) links: Vec<Link>,
     /// The files that are probed for everybody, those that were probed at the start included.
@@ -58,21 +59,15 @@ impl Loaded {
         attached: &Attached,
         args: &Args,
     ) {
-        // What is stopped is about to be looked at by look_at_stopped().
-        let stopped = |traced: &&Traced| target.is_command && traced.process.is_stopped();
-        let stopped: Vec<u32> = target
-            .processes
-            .iter()
-            .filter(stopped)
-            .map(|of| of.process.pid())
-            .collect();
         for (pid, file) in files {
-            if stopped.contains(&pid)
-                || !self.seen.insert((pid, file.number))
+            let key = (pid, file.number);
+            if self.seen.contains(&key)
                 || !target.has(pid, args)
+                || target.is_command && is_stopped(pid)
             {
                 continue;
             }
+            self.seen.insert(key);
             let pid = target.probed_in(pid);
             let known = self.looked_through.entry(pid).or_default();
             let Some(file) = file.open() else { continue };
@@ -95,41 +90,49 @@ impl Loaded {
         }
     }
 
-    /// Probes what the command has mapped, which is stopped until this is done: nothing that it
-    /// allocates is missed.
+    /// Probes what a process has mapped, which is stopped until this is done: nothing that it
+    /// allocates is missed. It is the command, or one that this has started.
     ///
     /// # Errors
-    /// If it has become a translator, which must not be probed.
+    /// If the command has become a translator, which must not be probed.
     pub(crate) fn look_at_stopped(
         &mut self,
+        pid: u32,
         target: &Target,
         attached: &Attached,
         args: &Args,
     ) -> Result<()> {
-        for Traced { process, .. } in &target.processes {
-            let pid = target.probed_in(process.pid());
-            // One that has ended meanwhile has nothing mapped.
-            let mut code = process.mappings().unwrap_or_default();
-            code.retain(|mapping| mapping.executable && mapping.inode != 0);
-            objects::expect_no_translator(process, code.iter().map(|code| code.path.as_path()))?;
-            for (number, mapping) in code.iter().enumerate() {
-                // A program of 200 libraries is stopped 200 times: each file is opened at one of them.
-                if !self.seen_stopped.insert(mapping.file_id()) {
-                    continue;
-                }
-                let Ok(file) = MappedFile::open(process.pid(), mapping) else {
-                    continue;
-                };
-                let known = self.looked_through.entry(pid).or_default();
-                if !file.identity().is_ok_and(|identity| known.insert(identity)) {
-                    continue;
-                }
-                match self.probe(pid, &file, number == 0, attached, args) {
-                    Ok(None) => {}
-                    Ok(Some(object)) => eprintln!("memleak: {} ({})", object.found(), attached.how),
-                    Err(error) => {
-                        objects::tell_once(&format!("{} is not traced: {error:#}", file.module()));
-                    }
+        // One that has ended meanwhile has nothing mapped.
+        let Ok(process) = Process::open(pid) else {
+            return Ok(());
+        };
+        let mut code = process.mappings().unwrap_or_default();
+        code.retain(|mapping| mapping.executable && mapping.inode != 0);
+        let mut names = code.iter().map(|code| code.path.as_path());
+        if target.is_named(pid) {
+            objects::expect_no_translator(&process, names)?;
+        } else if translator::among(&mut names).is_some() {
+            // The trace is about to end, if it reads what is probed: read_by().
+            return Ok(());
+        }
+        let probed_in = target.probed_in(pid);
+        for (number, mapping) in code.iter().enumerate() {
+            // A program of 200 libraries is stopped 200 times: each file is opened at one of them.
+            if !self.seen_stopped.insert(mapping.file_id()) {
+                continue;
+            }
+            let Ok(file) = MappedFile::open(pid, mapping) else {
+                continue;
+            };
+            let known = self.looked_through.entry(probed_in).or_default();
+            if !file.identity().is_ok_and(|identity| known.insert(identity)) {
+                continue;
+            }
+            match self.probe(probed_in, &file, number == 0, attached, args) {
+                Ok(None) => {}
+                Ok(Some(object)) => eprintln!("memleak: {} ({})", object.found(), attached.how),
+                Err(error) => {
+                    objects::tell_once(&format!("{} is not traced: {error:#}", file.module()));
                 }
             }
         }
@@ -186,4 +189,9 @@ impl Loaded {
     pub(crate) fn read_by(&self, translators: impl Iterator<Item = u32>) -> Option<String> {
         read_by_translator(&self.shared, translators)
     }
+}
+
+/// Whether a process is stopped by a signal: if it is we who have stopped it, look_at_stopped() is next.
+fn is_stopped(pid: u32) -> bool {
+    Process::open(pid).is_ok_and(|process| process.is_stopped())
 }

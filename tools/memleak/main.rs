@@ -102,8 +102,10 @@ fn run(args: Args) -> Result<ExitCode> {
         let wake = poller.wait(Some(look_at))?;
         if wake.asked {
             let mut looked = Ok(());
-            let look = || looked = loaded.look_at_stopped(&target, &attached, &args);
-            attached.questions.answer(look);
+            attached.questions.answer(|pid| {
+                let look = loaded.look_at_stopped(pid, &target, &attached, &args);
+                looked = mem::replace(&mut looked, Ok(())).and(look);
+            });
             looked?;
         }
         let new: Vec<event> = events.drain()?.collect();

@@ -81,6 +81,9 @@ pub(crate) fn notices_double_frees(skel: &MemleakSkel<'static>, args: &Args) -> 
 /// of ours, as all of its kind.
 const MAPPING_EVENT_BYTES: u32 = 1 << 20;
 
+/// Files that what a command starts is stopped for at the first of its runs only.
+const LOOKED_AT: u32 = 4096;
+
 /// The file of our own functions.
 const OWN_PROGRAM: &str = "/proc/self/exe";
 
@@ -523,6 +526,9 @@ fn open(way: Way, size: &Size, target: &Target, args: &Args) -> Result<OpenMemle
     map_create::size(&mut maps.table, size.buckets)?;
     map_create::size(&mut maps.overflow, *first)?;
     map_create::size(&mut maps.stacks, args.first_stacks())?;
+    if args.children && target.is_command {
+        map_create::size(&mut maps.unwind_looked, LOOKED_AT)?;
+    }
     // Entries are made as they are needed, but buckets at once.
     let by_stack = |wanted| {
         let most = args.stack_storage_size.unwrap_or(MAX_TOTALS);

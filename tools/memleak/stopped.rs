@@ -1,8 +1,8 @@
-//! The command while it starts: whenever it has mapped code, it is stopped until its unwind tables are
-//! made (memtools::stacks::unwind), and until its new allocators are probed.
+//! The command, and with --children what it starts: whenever one has mapped code, it is stopped until its
+//! unwind tables are made (memtools::stacks::unwind), and until its new allocators are probed.
 //!
 //! The tables are made on a thread of their own, which asks the main one, where the probes are. A
-//! command that becomes another program (`env`, `sh -c 'exec ...'`, a script), or that brings a
+//! process that becomes another program (`env`, `sh -c 'exec ...'`, a script), or that brings a
 //! library by LD_PRELOAD, has so allocated nothing yet when it is probed.
 
 use std::io::{Read, Write};
@@ -13,8 +13,12 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use memtools::stacks::unwind::WhileStopped;
 
-/// How long the command stays stopped for an answer at most: a report may be in the making.
+/// How long a process stays stopped for an answer at most: a report may be in the making.
 const PATIENCE: Duration = Duration::from_secs(1);
+
+/// A question: its number, and the process that is stopped. The answer is its number.
+const QUESTION_BYTES: usize = 8;
+const ANSWER_BYTES: usize = 4;
 
 /// The main thread's end.
 pub(crate) struct Questions {
@@ -33,25 +37,30 @@ pub(crate) fn questions() -> Result<(WhileStopped, Questions)> {
         let _other = asker.try_clone()?;
         Ok::<_, std::io::Error>((asker, Questions { stream, _other }))
     };
-    let (asker, questions) = pair().context("failed to open a pair of sockets")?;
-    let mut asker = Some(asker);
-    let ask = move || {
-        // Without an answer in time no more is asked: it would be taken for that to the next.
-        asker = asker.take().filter(|mut asker| {
-            let asked = asker.write_all(b"?");
-            asked.and_then(|()| asker.read_exact(&mut [0])).is_ok()
-        });
+    let (mut asker, questions) = pair().context("failed to open a pair of sockets")?;
+    let mut number = 0u32;
+    let ask = move |pid: u32| {
+        number = number.wrapping_add(1);
+        let number = number.to_ne_bytes();
+        let mut answer = [0; ANSWER_BYTES];
+        let mut asked = asker.write_all(&[number, pid.to_ne_bytes()].concat());
+        // What comes first may be the answer to an earlier question, too late for that.
+        while asked.is_ok() && answer != number {
+            asked = asker.read_exact(&mut answer);
+        }
     };
     Ok((Box::new(ask), questions))
 }
 
 impl Questions {
-    /// Does `work` if it was asked for, and says that it is done.
-    pub(crate) fn answer(&self, work: impl FnOnce()) {
-        if (&self.stream).read_exact(&mut [0]).is_ok() {
-            work();
+    /// Does `work` for each process that it was asked for, and says that it is done.
+    pub(crate) fn answer(&self, mut work: impl FnMut(u32)) {
+        let mut question = [0; QUESTION_BYTES];
+        while (&self.stream).read_exact(&mut question).is_ok() {
+            let [a, b, c, d, pid @ ..] = question;
+            work(u32::from_ne_bytes(pid));
             // Whoever asked may have lost patience.
-            let _ = (&self.stream).write_all(b"!");
+            let _ = (&self.stream).write_all(&[a, b, c, d]);
         }
     }
 }
@@ -71,26 +80,47 @@ mod tests {
     #[test]
     fn what_asks_goes_on_when_the_work_is_done() {
         let (mut ask, questions) = questions().expect("sockets");
-        let mut works = 0;
+        let mut works = Vec::new();
         thread::scope(|scope| {
             let asks = scope.spawn(move || {
-                ask();
-                ask();
+                ask(7);
+                ask(11);
             });
             while !asks.is_finished() {
-                questions.answer(|| works += 1);
+                questions.answer(|pid| works.push(pid));
             }
         });
-        assert_eq!(works, 2);
-        questions.answer(|| works += 1);
-        assert_eq!(works, 2, "nobody asked");
+        assert_eq!(works, [7, 11]);
+        questions.answer(|pid| works.push(pid));
+        assert_eq!(works, [7, 11], "nobody asked");
+    }
+
+    #[test]
+    fn an_answer_that_comes_too_late_is_not_the_next_ones() {
+        let (mut ask, questions) = questions().expect("sockets");
+        // Nobody answers this in time.
+        ask(7);
+        let mut works = Vec::new();
+        thread::scope(|scope| {
+            let asks = scope.spawn(move || ask(11));
+            while works.len() < 2 {
+                questions.answer(|pid| {
+                    works.push(pid);
+                    if pid == 11 {
+                        thread::sleep(Duration::from_millis(50));
+                        assert!(!asks.is_finished(), "the first answer was taken");
+                    }
+                });
+            }
+        });
+        assert_eq!(works, [7, 11]);
     }
 
     #[test]
     fn nobody_waits_for_one_that_has_gone() {
         let (mut ask, questions) = questions().expect("sockets");
         drop(questions);
-        ask();
-        ask();
+        ask(7);
+        ask(11);
     }
 }

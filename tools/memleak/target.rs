@@ -177,6 +177,7 @@ impl Target {
             (Some(line), Some(command)) => Whose::Command {
                 pid: command.pid(),
                 line: line.clone(),
+                descendants: args.children,
             },
             _ => {
                 let pids = self.processes.iter().map(|traced| traced.process.pid());
@@ -189,6 +190,11 @@ impl Target {
     pub(crate) fn watched(&self) -> impl Iterator<Item = &Process> {
         let watched = self.processes.iter().filter(|_| self.ends_with_them);
         watched.map(|traced| &traced.process)
+    }
+
+    /// Whether a process is one of those that were named, or the command.
+    pub(crate) fn is_named(&self, pid: u32) -> bool {
+        self.watched().any(|process| process.pid() == pid)
     }
 
     /// The process to probe a file in that this one has loaded, as libbpf wants it.

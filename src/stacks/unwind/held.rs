@@ -1,107 +1,132 @@
-//! A command on its way from exec to where it has mapped all its libraries. The kernel half stops it
-//! whenever it maps code (`unwind_hold()` of `bpf/include/unwind.bpf.h`), until there are tables for
-//! that.
+//! A command that is stopped by the kernel half (`bpf/include/held.bpf.h`) whenever it maps code, until
+//! there are tables for that; on request also what it starts.
 //!
-//! A command must not stay stopped when we are killed meanwhile: whatever becomes of us, a guard
-//! lets it go on.
+//! No process must stay stopped when we are killed meanwhile: whatever becomes of us, a guard lets all
+//! go on.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::ptr::{from_mut, from_ref};
+use std::ptr::{from_mut, from_ref, null};
 
 use anyhow::{Context, Result};
 use libbpf_rs::{Link, MapCore, MapFlags, MapHandle, libbpf_sys};
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use crate::process::guard::Guard;
-use crate::process::proc::Process;
 
-/// HELD_PROCESS of `unwind.bpf.h`: the process that is stopped when it maps code; 0 for none.
+/// HELD_PROCESS of `held.bpf.h`: the command's number; 0 where nothing is held.
 const HELD_PROCESS: u32 = 0;
-/// HELD_STOPPED: 1 from where it is stopped until it is let go on.
-const HELD_STOPPED: u32 = 1;
+/// HELD_DESCENDANTS: 1 if what the command starts is held, too.
+const HELD_DESCENDANTS: u32 = 1;
+/// HELD_AT_A_TIME: processes that are stopped at a time.
+const HELD_AT_A_TIME: u32 = 256;
+
+/// Maps of a skeleton, of these names.
+pub(super) struct HeldMaps {
+    /// `unwind_held`: what is held.
+    pub(super) held: MapHandle,
+    /// `unwind_stopped`: processes that are stopped.
+    pub(super) stopped: MapHandle,
+    /// `unwind_looked`: files for which no process is stopped again.
+    pub(super) looked: MapHandle,
+}
 
 /// The command, held until this is dropped.
 pub(super) struct Held {
-    process: Process,
-    /// Whether it has called exec.
+    /// Whether the command has called exec.
     began: bool,
-    held: MapHandle,
+    descendants: bool,
+    maps: HeldMaps,
     _links: Vec<Link>,
     _guard: Guard,
 }
 
 impl Held {
-    /// Holds a process from now on. `held` is the map of that name, `links` the programs
-    /// that see exec and mmap(2).
-    pub(super) fn hold(pid: u32, held: MapHandle, links: Vec<Link>) -> Result<Self> {
-        let process = Process::open(pid)?;
-        let keep = [held.as_fd(), process.as_fd()];
-        let [map, command] = keep;
+    /// Holds a command from now on, and what it starts if `descendants` says so. `links` are the
+    /// programs that see exec and mmap(2).
+    pub(super) fn hold(
+        pid: u32,
+        descendants: bool,
+        maps: HeldMaps,
+        links: Vec<Link>,
+    ) -> Result<Self> {
+        let keep = [maps.held.as_fd(), maps.stopped.as_fd()];
+        let [held, stopped] = keep;
         // SAFETY: what is done makes system calls only.
-        let guard = unsafe { Guard::start(&keep, || let_go(map, command)) };
+        let guard = unsafe { Guard::start(&keep, || let_go(held, stopped)) };
         let guard =
             guard.context("failed to start what lets the command go on if we are killed")?;
-        let held = Self {
-            process,
+        for (key, value) in [
+            (HELD_DESCENDANTS, u64::from(descendants)),
+            (HELD_PROCESS, pid.into()),
+        ] {
+            maps.held
+                .update(&key.to_ne_bytes(), &value.to_ne_bytes(), MapFlags::ANY)
+                .context("failed to hold the command")?;
+        }
+        Ok(Self {
             began: false,
-            held,
+            descendants,
+            maps,
             _links: links,
             _guard: guard,
-        };
-        held.set(HELD_PROCESS, pid)
-            .context("failed to hold the command")?;
-        Ok(held)
+        })
     }
 
-    /// Whether it has called exec.
-    pub(super) fn has_begun(&self) -> bool {
-        self.began
+    /// Whether the command has begun, and nothing is to be held once it has mapped its libraries.
+    pub(super) fn ends_with_start(&self) -> bool {
+        self.began && !self.descendants
     }
 
-    /// Whether this is its number, and it is stopped.
-    pub(super) fn has_stopped(&self, pid: u32) -> bool {
-        let value = || self.held.lookup(&HELD_STOPPED.to_ne_bytes(), MapFlags::ANY);
-        self.process.pid() == pid
-            && value().is_ok_and(|value| value == Some(1u32.to_ne_bytes().into()))
-    }
-
-    /// Lets it go on to where it maps code again.
-    pub(super) fn go_on(&mut self) -> Result<()> {
+    /// Lets a process go on that was stopped for a file, to where it maps code again. No other one is
+    /// stopped for that file where descendants are held.
+    pub(super) fn go_on(&mut self, pid: u32, file: u64) {
         self.began = true;
-        self.set(HELD_STOPPED, 0)
-            .context("failed to let the command go on")?;
-        resume(self.process.as_fd());
-        Ok(())
-    }
-
-    fn set(&self, key: u32, value: u32) -> libbpf_rs::Result<()> {
-        self.held
-            .update(&key.to_ne_bytes(), &value.to_ne_bytes(), MapFlags::ANY)
+        if self.descendants {
+            // Without room for it, the next process is stopped for it, too.
+            let looked = &self.maps.looked;
+            let _ = looked.update(&file.to_ne_bytes(), &[1], MapFlags::ANY);
+        }
+        // One that is gone needs neither.
+        let _ = self.maps.stopped.delete(&pid.to_ne_bytes());
+        resume(pid);
     }
 }
 
-/// Holds the command no longer, and resumes it if it is the kernel half that has stopped it: one that
-/// has stopped itself is left alone. Makes system calls only.
-fn let_go(held: BorrowedFd<'_>, command: BorrowedFd<'_>) {
-    let map = held.as_raw_fd();
-    let mut stopped = 0u32;
-    // SAFETY: keys and values are of the sizes that the map has, and outlive the calls.
+/// Holds nothing any longer, and resumes what the kernel half has stopped: what has stopped itself is left
+/// alone. Makes system calls only.
+fn let_go(held: BorrowedFd<'_>, stopped: BorrowedFd<'_>) {
+    // SAFETY: keys and values are of the sizes that the map has, and outlive the call.
     unsafe {
         libbpf_sys::bpf_map_update_elem(
-            map,
+            held.as_raw_fd(),
             from_ref(&HELD_PROCESS).cast(),
-            from_ref(&0u32).cast(),
+            from_ref(&0u64).cast(),
             libbpf_sys::BPF_ANY.into(),
         );
-        wait_for_programs();
-        libbpf_sys::bpf_map_lookup_elem(
-            map,
-            from_ref(&HELD_STOPPED).cast(),
-            from_mut(&mut stopped).cast(),
-        );
     }
-    if stopped == 1 {
-        resume(command);
+    wait_for_programs();
+    let mut last = None;
+    for _ in 0..HELD_AT_A_TIME {
+        let (mut pid, mut is_stopped) = (0u32, 0u32);
+        let from = last.as_ref().map_or(null(), from_ref::<u32>);
+        let map = stopped.as_raw_fd();
+        // SAFETY: as above; a null pointer stands for the beginning.
+        let none = unsafe {
+            libbpf_sys::bpf_map_get_next_key(map, from.cast(), from_mut(&mut pid).cast()) != 0
+                || libbpf_sys::bpf_map_lookup_elem(
+                    map,
+                    from_ref(&pid).cast(),
+                    from_mut(&mut is_stopped).cast(),
+                ) != 0
+        };
+        if none {
+            break;
+        }
+        if is_stopped == 1 {
+            resume(pid);
+        }
+        last = Some(pid);
     }
 }
 
@@ -121,18 +146,8 @@ fn wait_for_programs() {
     }
 }
 
-/// Sends SIGCONT. One that is gone needs none.
-fn resume(process: BorrowedFd<'_>) {
-    let (no_info, flags) = (std::ptr::null::<libc::siginfo_t>(), 0);
-    let signal = Signal::SIGCONT as i32;
-    // SAFETY: takes a descriptor and integers; the null pointer stands for the usual information.
-    unsafe {
-        libc::syscall(
-            libc::SYS_pidfd_send_signal,
-            process.as_raw_fd(),
-            signal,
-            no_info,
-            flags,
-        )
-    };
+/// Lets a process go on. It is a system call.
+fn resume(pid: u32) {
+    // One that is gone needs none.
+    let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGCONT);
 }

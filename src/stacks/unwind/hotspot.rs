@@ -13,7 +13,7 @@ const OPTION: &[u8] = b"PreserveFramePointer";
 pub(super) fn keep_frame_pointers(whose: &Whose) -> bool {
     match whose {
         Whose::Processes(pids) => !pids.is_empty() && pids.iter().all(|&pid| keeps(pid, "")),
-        Whose::Command { pid, line } => keeps(*pid, line),
+        Whose::Command { pid, line, .. } => keeps(*pid, line),
     }
 }
 

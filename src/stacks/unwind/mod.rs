@@ -28,7 +28,7 @@ use anyhow::{Context, Result};
 use clap::ValueEnum;
 use libbpf_rs::{Link, MapHandle, MapMut, OpenMapMut, ProgramMut};
 
-use self::held::Held;
+use self::held::{Held, HeldMaps};
 use self::publish::Publisher;
 use self::store::Store;
 pub use self::summary::Summary;
@@ -98,6 +98,9 @@ pub enum Whose {
         pid: u32,
         /// The command line, as the user gave it.
         line: String,
+        /// Whether what the command starts is stopped, too, when it maps code that nobody has looked
+        /// at, as long as the trace lasts.
+        descendants: bool,
     },
 }
 
@@ -206,6 +209,8 @@ macro_rules! unwind_parts {
             requests: &$skel.maps.unwind_requests,
             asked: &$skel.maps.unwind_asked,
             held: &$skel.maps.unwind_held,
+            stopped: &$skel.maps.unwind_stopped,
+            looked: &$skel.maps.unwind_looked,
             missing: &$skel.maps.unwind_missing,
             slots: &$skel.maps.stack_slots,
             publish: &$skel.progs.unwind_publish,
@@ -214,15 +219,15 @@ macro_rules! unwind_parts {
     };
 }
 
-/// See [`Parts::while_stopped`].
-pub type WhileStopped = Box<dyn FnMut() + Send>;
+/// See [`Parts::while_stopped`]. Takes the process that is stopped.
+pub type WhileStopped = Box<dyn FnMut(u32) + Send>;
 
 /// What [`unwind_parts!`] makes.
 #[expect(missing_docs, reason = "named as in the skeleton")]
 pub struct Parts<'a> {
     /// Tables that were begun before load.
     pub early: Option<Early>,
-    /// What is done, on the unwinder's thread, while the command that is started is stopped because
+    /// What is done, on the unwinder's thread, while the command or what it starts is stopped because
     /// it has mapped code. It must end by itself.
     pub while_stopped: Option<WhileStopped>,
     pub shards: &'a MapMut<'static>,
@@ -230,6 +235,8 @@ pub struct Parts<'a> {
     pub requests: &'a MapMut<'static>,
     pub asked: &'a MapMut<'static>,
     pub held: &'a MapMut<'static>,
+    pub stopped: &'a MapMut<'static>,
+    pub looked: &'a MapMut<'static>,
     pub missing: &'a MapMut<'static>,
     pub slots: &'a MapMut<'static>,
     pub publish: &'a ProgramMut<'static>,
@@ -265,8 +272,15 @@ impl Unwinder {
         };
         tables.publish_by(Publisher::new(parts.publish)?, handle(parts.files)?)?;
         let held = match whose {
-            Whose::Command { pid, .. } => {
-                Some(Held::hold(pid, handle(parts.held)?, attach(parts.holds)?)?)
+            Whose::Command {
+                pid, descendants, ..
+            } => {
+                let maps = HeldMaps {
+                    held: handle(parts.held)?,
+                    stopped: handle(parts.stopped)?,
+                    looked: handle(parts.looked)?,
+                };
+                Some(Held::hold(pid, descendants, maps, attach(parts.holds)?)?)
             }
             Whose::Processes(_) => None,
         };
@@ -294,9 +308,9 @@ fn tell(tables: &Tables, pid: u32, took: Duration) {
 }
 
 /// Attaches what stops a command that starts.
-fn attach([exec, mmap]: [&ProgramMut<'static>; 2]) -> Result<Vec<Link>> {
-    [(exec, "sched_process_exec"), (mmap, "sys_exit")]
-        .map(|(program, tracepoint)| program.attach_raw_tracepoint(tracepoint))
+fn attach(programs: [&ProgramMut<'static>; 2]) -> Result<Vec<Link>> {
+    programs
+        .map(|program| program.attach())
         .into_iter()
         .collect::<Result<_, _>>()
         .context("failed to watch the command")

@@ -175,7 +175,7 @@ impl Answers {
             let mut answered = HashSet::new();
             for request in requests.drain()? {
                 if request.file == 0 {
-                    self.held(request.pid)?;
+                    self.stopped(&request)?;
                 } else if answered.insert(request.file) {
                     self.asked(&request)?;
                 }
@@ -189,7 +189,7 @@ impl Answers {
             PollTimeout::ZERO
         } else if !self.busy.is_empty() {
             PollTimeout::from(LOOK_AGAIN)
-        } else if self.held.as_ref().is_some_and(Held::has_begun) {
+        } else if self.held.as_ref().is_some_and(Held::ends_with_start) {
             PollTimeout::from(STARTED)
         } else if self.tables.may_recover() {
             PollTimeout::from(RECOVER)
@@ -212,7 +212,7 @@ impl Answers {
                     tell(&self.tables, pid, since.elapsed());
                 }
             }
-        } else if self.held.as_ref().is_some_and(Held::has_begun) {
+        } else if self.held.as_ref().is_some_and(Held::ends_with_start) {
             self.held = None;
         } else {
             self.tables.collect()?;
@@ -220,16 +220,14 @@ impl Answers {
         Ok(())
     }
 
-    /// Looks at the command, which has mapped something and waits, if it is still starting.
-    fn held(&mut self, pid: u32) -> Result<()> {
-        let mut held = self.held.take();
-        // Asked before the look, which then has what it was stopped for. Before that, the command
-        // is still a copy of us.
-        let stopped = held.as_mut().filter(|held| held.has_stopped(pid));
-        if stopped.is_some()
+    /// Looks at a process that has mapped something and is stopped, and lets it go on.
+    fn stopped(&mut self, request: &Request) -> Result<()> {
+        let pid = request.pid;
+        // Whoever was stopped when the hold ended has been let go on.
+        if self.held.is_some()
             && let Some(work) = &mut self.while_stopped
         {
-            work();
+            work(pid);
         }
         let begun = Instant::now();
         let mut queue = Queue::default();
@@ -238,10 +236,9 @@ impl Answers {
             self.tables.look_at(waiting, false)?;
         }
         tell(&self.tables, pid, begun.elapsed());
-        if let Some(held) = stopped {
-            held.go_on()?;
+        if let Some(held) = &mut self.held {
+            held.go_on(pid, request.held_file);
         }
-        self.held = held;
         Ok(())
     }
 
