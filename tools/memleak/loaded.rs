@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use libbpf_rs::Link;
@@ -21,6 +21,10 @@ pub(crate) const PAUSE: Duration = Duration::from_millis(200);
 /// Time from an exec to a look: by then a program has mapped its libraries, as a rule.
 pub(crate) const AFTER_EXEC: Duration = Duration::from_millis(5);
 
+/// Time from an allocator's probes to telling of what it allocated before: a process that is about to be stopped
+/// for the file has not allocated by it yet.
+const DOUBT: Duration = Duration::from_millis(100);
+
 /// What is known of the files that processes execute code from.
 pub(crate) struct Loaded {
     /// Files that were looked through, by the process that they are probed in.
@@ -29,6 +33,8 @@ pub(crate) struct Loaded {
     seen: HashSet<(u32, u32)>,
     /// Files that the command, or what it started, had mapped when it was stopped.
     seen_stopped: HashSet<FileId>,
+    /// Allocators that were met before their process was stopped for them, if it is to be.
+    late: Vec<Late>,
     pub(crate) links: Vec<Link>,
     /// The files that are probed for everybody, those that were probed at the start included.
     shared: Vec<ProbedFile>,
@@ -46,6 +52,7 @@ impl Loaded {
             looked_through,
             seen: HashSet::new(),
             seen_stopped: HashSet::new(),
+            late: Vec::new(),
             links: Vec::new(),
             shared: target.shared_files(),
         }
@@ -59,30 +66,30 @@ impl Loaded {
         attached: &Attached,
         args: &Args,
     ) {
-        for (pid, file) in files {
-            let key = (pid, file.number);
+        self.tell_late(DOUBT);
+        for (of, file) in files {
+            let key = (of, file.number);
             if self.seen.contains(&key)
-                || !target.has(pid, args)
-                || target.is_command && is_stopped(pid)
+                || !target.has(of, args)
+                || target.is_command && is_stopped(of)
             {
                 continue;
             }
             self.seen.insert(key);
-            let pid = target.probed_in(pid);
+            let pid = target.probed_in(of);
             let known = self.looked_through.entry(pid).or_default();
             let Some(file) = file.open() else { continue };
-            if !file.identity().is_ok_and(|identity| known.insert(identity)) {
+            let Some(identity) = file.identity().ok().filter(|&new| known.insert(new)) else {
                 continue;
-            }
+            };
             match self.probe(pid, &file, false, attached, args) {
                 Ok(None) => {}
-                Ok(Some(object)) => eprintln!(
-                    "memleak: {} ({}), loaded within the last {} ms: what it allocated until \
-                     now is not known",
-                    object.found(),
-                    attached.how,
-                    PAUSE.as_millis()
-                ),
+                Ok(Some(object)) => self.late.push(Late {
+                    since: Instant::now(),
+                    pid: of,
+                    file: identity,
+                    found: format!("{} ({})", object.found(), attached.how),
+                }),
                 Err(error) => {
                     objects::tell_once(&format!("{} is not traced: {error:#}", file.module()))
                 }
@@ -125,18 +132,46 @@ impl Loaded {
                 continue;
             };
             let known = self.looked_through.entry(probed_in).or_default();
-            if !file.identity().is_ok_and(|identity| known.insert(identity)) {
+            let Ok(identity) = file.identity() else {
+                continue;
+            };
+            if !known.insert(identity) {
+                self.tell_in_time(pid, identity);
                 continue;
             }
             match self.probe(probed_in, &file, number == 0, attached, args) {
                 Ok(None) => {}
-                Ok(Some(object)) => eprintln!("memleak: {} ({})", object.found(), attached.how),
+                Ok(Some(object)) => tell_probed(&format!("{} ({})", object.found(), attached.how)),
                 Err(error) => {
                     objects::tell_once(&format!("{} is not traced: {error:#}", file.module()));
                 }
             }
         }
         Ok(())
+    }
+
+    /// Tells of an allocator that a process is stopped for, and that was met just before that.
+    fn tell_in_time(&mut self, pid: u32, file: (u64, u64)) {
+        let mut late = self.late.iter();
+        if let Some(at) = late.position(|late| (late.pid, late.file) == (pid, file)) {
+            tell_probed(&self.late.swap_remove(at).found);
+        }
+    }
+
+    /// Tells of the allocators that were met so long ago and without a stop.
+    pub(crate) fn tell_late(&mut self, doubt: Duration) {
+        self.late.retain(|late| {
+            let in_doubt = late.since.elapsed() < doubt;
+            if !in_doubt {
+                eprintln!(
+                    "memleak: {}, loaded within the last {} ms: what it allocated until then is not \
+                     known",
+                    late.found,
+                    PAUSE.as_millis()
+                );
+            }
+            in_doubt
+        });
     }
 
     /// Names the allocators that processes have mapped and ended with before anybody looked.
@@ -189,6 +224,20 @@ impl Loaded {
     pub(crate) fn read_by(&self, translators: impl Iterator<Item = u32>) -> Option<String> {
         read_by_translator(&self.shared, translators)
     }
+}
+
+/// An allocator that was probed in a process that ran.
+struct Late {
+    /// When it was probed.
+    since: Instant,
+    pid: u32,
+    file: (u64, u64),
+    /// What was found, and how it is probed.
+    found: String,
+}
+
+fn tell_probed(found: &str) {
+    eprintln!("memleak: {found}");
 }
 
 /// Whether a process is stopped by a signal: if it is we who have stopped it, look_at_stopped() is next.

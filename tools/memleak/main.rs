@@ -167,6 +167,7 @@ fn run(args: Args) -> Result<ExitCode> {
         }
     }
 
+    loaded.tell_late(Duration::ZERO);
     cost.end_slice();
     links.extend(loaded.links);
     attached.detach(links);
