@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
@@ -18,7 +19,7 @@ use perf_event::events::Software;
 use perf_event::{Builder, Clock, SampleFlag, Sampler};
 
 use crate::bpf::attach;
-use crate::host::capabilities;
+use crate::host::capabilities::{self, Capability};
 use crate::host::cpus::Cpus;
 use crate::print::clock;
 use crate::process::proc::Mapping;
@@ -26,8 +27,11 @@ use crate::process::proc::Mapping;
 /// Bytes of log per CPU between two readings. A record is about 100 bytes long, and an exec makes
 /// ten or so.
 const LOG_BYTES: usize = 256 << 10;
-/// From this many on a reader is woken.
-const WAKE_BYTES: usize = 64 << 10;
+/// The fewest, where the user may lock no more memory: without CAP_IPC_LOCK it is 516 KiB per CPU for all
+/// tools of a user (kernel.perf_event_mlock_kb), those included that have ended just now.
+const LEAST_LOG_BYTES: usize = 16 << 10;
+/// The part of it from which on a reader is woken.
+const WAKE_PART: usize = 4;
 
 /// PERF_RECORD_MISC_COMM_EXEC: the name changed because of an exec.
 const MISC_COMM_EXEC: u16 = 1 << 13;
@@ -79,7 +83,10 @@ impl MappingLog {
         let online: Vec<usize> = log.cpus.online().collect();
         for cpu in online {
             log.open(cpu).with_context(|| {
-                let remedy = capabilities::remedy_for_perf_events();
+                let mut remedy = capabilities::remedy_for_perf_events();
+                if remedy.is_empty() {
+                    remedy = Capability::IpcLock.remedy();
+                }
                 format!("failed to open the kernel's log of mappings (perf_event_open){remedy}")
             })?;
         }
@@ -88,7 +95,27 @@ impl MappingLog {
 
     /// Starts logging on a CPU, in the place of what it logged before it went offline.
     fn open(&mut self, cpu: usize) -> Result<()> {
-        let buffer = Builder::new(Software::DUMMY)
+        let mut bytes = LOG_BYTES;
+        let mut buffer = Self::buffer(cpu, bytes);
+        while bytes > LEAST_LOG_BYTES
+            && (buffer.as_ref()).is_err_and(|error| error.kind() == ErrorKind::PermissionDenied)
+        {
+            bytes /= 2;
+            buffer = Self::buffer(cpu, bytes);
+        }
+        let buffer = buffer?;
+        // SAFETY: the descriptor is the sampler's, which lives as long as `filling`, or leaves it when it
+        // is closed.
+        let fd = unsafe { BorrowedFd::borrow_raw(buffer.as_raw_fd()) };
+        self.filling
+            .add(fd, EpollEvent::new(EpollFlags::EPOLLIN, 0))
+            .context("failed to watch it")?;
+        self.buffers.insert(cpu, buffer);
+        Ok(())
+    }
+
+    fn buffer(cpu: usize, bytes: usize) -> io::Result<Sampler> {
+        Builder::new(Software::DUMMY)
             .any_pid()
             .one_cpu(cpu)
             .include_kernel()
@@ -101,18 +128,10 @@ impl MappingLog {
             .sample(SampleFlag::TIME)
             .sample_id_all(true)
             .clockid(Clock::MONOTONIC)
-            .wakeup_watermark(WAKE_BYTES)
+            .wakeup_watermark(bytes / WAKE_PART)
             .enabled(true)
-            .build()
-            .and_then(|counter| counter.sampled(LOG_BYTES))?;
-        // SAFETY: the descriptor is the sampler's, which lives as long as `filling`, or leaves it when it
-        // is closed.
-        let fd = unsafe { BorrowedFd::borrow_raw(buffer.as_raw_fd()) };
-        self.filling
-            .add(fd, EpollEvent::new(EpollFlags::EPOLLIN, 0))
-            .context("failed to watch it")?;
-        self.buffers.insert(cpu, buffer);
-        Ok(())
+            .build()?
+            .sampled(bytes)
     }
 
     /// What has happened up to now since the last call, in order.

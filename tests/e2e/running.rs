@@ -5,14 +5,17 @@ use std::fs::{self, Permissions};
 use std::io::{Read, pipe};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::{SigHandler, SigSet, Signal, kill, signal};
 use nix::unistd::Pid;
+use tempfile::TempDir;
 
 use crate::harness::{self, Cgroup, Ended, PATIENCE, Tool, Workload, eventually, tool, workload};
 use crate::pressure::Setting;
@@ -50,6 +53,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         the_tool_s_own_faults_are_not_the_command_s,
         a_cgroup_can_be_named_as_it_is_printed,
         missing_privilege_is_named,
+        tools_of_one_user_share_locked_memory,
         time_is_that_of_the_place [Host],
     }
 }
@@ -148,8 +152,7 @@ fn a_command_that_stops_itself_is_left_stopped() -> Result<()> {
 fn with_odd_caller(args: &[&str]) -> Result<Tool> {
     let mut command = Command::new(tool("faults"));
     command.args(args).stdin(Stdio::null());
-    let few =
-        || nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE, 67, 4099);
+    let few = || setrlimit(Resource::RLIMIT_NOFILE, 67, 4099);
     // SAFETY: system calls between fork and exec.
     unsafe {
         command.pre_exec(move || {
@@ -545,17 +548,54 @@ fn time_is_that_of_the_place() -> Result<()> {
 
 /// How a tool ends that nobody (uid 65534) runs with these capabilities alone.
 fn run_by_nobody(capabilities: &str, name: &str, args: &[&str]) -> Result<Ended> {
-    // In a folder where nobody may go, too.
+    let (folder, program) = where_nobody_may_go(name)?;
+    let ended = Tool::spawn(by_nobody(capabilities, &program).args(args))?.end();
+    drop(folder);
+    ended
+}
+
+/// A tool's copy, in a folder where nobody may go, too.
+fn where_nobody_may_go(name: &str) -> Result<(TempDir, PathBuf)> {
     let folder = harness::scratch()?;
     let program = folder.path().join(name);
     harness::copy(&tool(name), &program)?;
     fs::set_permissions(folder.path(), Permissions::from_mode(0o755))?;
+    Ok((folder, program))
+}
+
+/// A program that the user nobody runs, with these capabilities.
+fn by_nobody(capabilities: &str, program: &Path) -> Command {
     let mut command = Command::new("setpriv");
     command.args(["--reuid", "65534", "--clear-groups"]);
     for set in ["--inh-caps", "--ambient-caps", "--bounding-set"] {
         command.arg(format!("{set}=-all{capabilities}"));
     }
-    Tool::spawn(command.arg("--").arg(program).args(args))?.end()
+    command.arg("--").arg(program);
+    command
+}
+
+/// More tools than have room for a log of mappings within what a user may lock.
+fn tools_of_one_user_share_locked_memory() -> Result<()> {
+    let (folder, oomkill) = where_nobody_may_go("oomkill")?;
+    let mut capabilities = ",+bpf,+perfmon,+dac_read_search,+sys_admin,+syslog".to_owned();
+    if harness::release().starts_with("5.10.") {
+        capabilities.push_str(",+sys_resource");
+    }
+    let start = || {
+        let mut command = by_nobody(&capabilities, &oomkill);
+        command.args(["-e", "-d", "2"]);
+        let few = || setrlimit(Resource::RLIMIT_MEMLOCK, 64 << 10, 64 << 10);
+        // SAFETY: a system call between fork and exec.
+        unsafe { command.pre_exec(move || Ok(few()?)) };
+        Tool::spawn(&mut command)
+    };
+    let tools: Vec<Tool> = (0..3).map(|_| start()).collect::<Result<_>>()?;
+    for tool in tools {
+        let ended = tool.end()?;
+        ensure!(ended.status.success(), "{ended:?}");
+    }
+    drop(folder);
+    Ok(())
 }
 
 fn missing_privilege_is_named() -> Result<()> {
