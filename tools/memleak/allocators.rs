@@ -220,7 +220,7 @@ fn of_mimalloc(name: &str) -> Option<Signature> {
         .map(Signature::one_further)
 }
 
-/// By the mangled name: `_Znwm` is operator new(unsigned long), `_ZdaPv` operator delete[](void*).
+/// By the mangled name: `_Znwm` is `operator new(unsigned long)`, `_ZdaPv` `operator delete[](void*)`.
 fn of_cxx(name: &str) -> Option<Signature> {
     let rest = |starts: [&str; 2]| starts.iter().find_map(|start| name.strip_prefix(start));
     if let Some(rest) = rest(["_Znwm", "_Znam"]) {
