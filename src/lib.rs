@@ -28,7 +28,7 @@
 //! | [`host`] | what the kernel tells about memory and the machine by itself, with nothing traced |
 //! | [`mod@process`] | who is traced, and what they have mapped |
 //! | [`stacks`] | call stacks, from the kernel half's walk to names |
-//! | [`export`] | named stacks in the formats that people and other programs read |
+//! | [`export`] | named stacks, and sums, in the formats that people and other programs read |
 //! | [`run`] | what the frontend of a tool does from its arguments to its exit status |
 //!
 //! How to add a tool is in CONTRIBUTING.md.

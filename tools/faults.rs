@@ -13,12 +13,14 @@ use libbpf_rs::skel::{OpenSkel, Skel};
 use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
 use memtools::bpf::software_event;
+use memtools::export::metrics::{Family, Kind, Metrics, MetricsArgs};
 use memtools::export::profile::Value;
 use memtools::print::clock;
 use memtools::print::output::{Format, Output, Row};
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::count_stacks::{Report, StackCountArgs, StackCounts, Weight};
+use memtools::run::losses;
 use memtools::run::target::{self, Target, TargetArgs};
 use perf_event::events::Software;
 use serde::Serialize;
@@ -33,6 +35,7 @@ memtools::skeleton!("faults", plain: [filter]);
     name = "faults",
     version,
     max_term_width = 100,
+    mut_arg("metrics", |metrics| metrics.requires("by_process")),
     after_help = "\
 examples:
   faults                       count all page faults until Ctrl-C, and print their stacks
@@ -77,6 +80,9 @@ struct Args {
     bytes: bool,
 
     #[command(flatten)]
+    metrics: MetricsArgs,
+
+    #[command(flatten)]
     target: TargetArgs,
 
     #[command(flatten)]
@@ -85,6 +91,19 @@ struct Args {
     #[command(flatten)]
     common: CommonArgs,
 }
+
+static FAULTS: Family = Family {
+    name: "memtools_page_faults_total",
+    help: "Page faults of the kinds that are asked for, by task.",
+    labels: &["comm"],
+    kind: Kind::Count,
+};
+static BYTES: Family = Family {
+    name: "memtools_page_faults_bytes_total",
+    help: "Bytes of the pages of page faults of the kinds that are asked for, by task.",
+    labels: &["comm"],
+    kind: Kind::Count,
+};
 
 fn main() -> ExitCode {
     cli::main(run)
@@ -97,6 +116,7 @@ fn run(args: Args) -> Result<ExitCode> {
         .stacks
         .export
         .prepare("faults", args.target.to_string())?;
+    let mut metrics = args.metrics.open("faults", &[args.family()])?;
     let (mut poller, output) = args.common.start_as(args.format())?;
     let mut target = Target::choose(&args.target, Tasks::Programs)?;
     target::doubt_interval("faults", args.stacks.interval(), &args.target.filter.pid);
@@ -136,16 +156,23 @@ fn run(args: Args) -> Result<ExitCode> {
         links,
         |counts, output| {
             if args.by_process {
-                print_processes(output, counts, &report)
+                print_processes(output, counts, &report, &mut metrics)?;
+                losses::write_metrics(skel.object(), filter, &mut metrics)
             } else {
                 counts.report(output, &report)
             }
         },
     )?;
+    losses::finish_metrics(skel.object(), filter, metrics)?;
     target.finish()
 }
 
 impl Args {
+    /// What is kept for Prometheus.
+    fn family(&self) -> &'static Family {
+        if self.bytes { &BYTES } else { &FAULTS }
+    }
+
     /// Which of the kernel's counts is meant.
     fn event(&self) -> Software {
         if self.major {
@@ -204,6 +231,7 @@ fn print_processes<M: MapCore>(
     output: &mut Output,
     counts: &mut StackCounts<'_, M>,
     report: &Report<'_>,
+    metrics: &mut Metrics,
 ) -> Result<()> {
     let time = Zoned::now();
     if report.args.timestamp {
@@ -215,10 +243,11 @@ fn print_processes<M: MapCore>(
     };
     output.header(&format!("{:<7} {:<16} {column}", "PID", "COMM"))?;
     for (pid, comm, sum) in counts.processes(report) {
-        let (faults, bytes) = match report.weight {
-            Weight::Events => (Some(sum), None),
-            Weight::Bytes => (None, Some(sum)),
+        let (faults, bytes, family) = match report.weight {
+            Weight::Events => (Some(sum), None, &FAULTS),
+            Weight::Bytes => (None, Some(sum), &BYTES),
         };
+        metrics.add(family, &[&comm], sum);
         output.row(&Faulter {
             time: &time,
             pid,

@@ -25,13 +25,14 @@ use memtools::bpf::map_counts::Counts;
 use memtools::bpf::map_create;
 use memtools::bpf::software_event;
 use memtools::bpf::types;
+use memtools::export::metrics::{Family, Kind, Metrics, MetricsArgs};
 use memtools::print::clock;
 use memtools::print::file_path::{self, Reach};
 use memtools::print::output::{Output, Row};
 use memtools::print::text;
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
-use memtools::run::losses::Losses;
+use memtools::run::losses::{self, Losses};
 use memtools::run::schedule::{Due, Reports};
 use memtools::run::target::{self, Target, TargetArgs};
 use perf_event::events::Software;
@@ -89,6 +90,9 @@ struct Args {
     timestamp: bool,
 
     #[command(flatten)]
+    metrics: MetricsArgs,
+
+    #[command(flatten)]
     target: TargetArgs,
 
     #[command(flatten)]
@@ -112,6 +116,19 @@ enum Hook {
     Event,
 }
 
+static FAULTS: Family = Family {
+    name: "memtools_file_page_faults_total",
+    help: "Page faults, by file.",
+    labels: &["file"],
+    kind: Kind::Count,
+};
+static MAJOR: Family = Family {
+    name: "memtools_file_major_page_faults_total",
+    help: "Page faults that waited for a disk or for swap, by file.",
+    labels: &["file"],
+    kind: Kind::Count,
+};
+
 fn main() -> ExitCode {
     cli::main(run)
 }
@@ -119,6 +136,7 @@ fn main() -> ExitCode {
 fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     attach::capture_log(args.common.verbose);
+    let mut metrics = args.metrics.open("ffaults", &[&FAULTS])?;
     let (mut poller, mut output) = args.common.start()?;
     let mut target = Target::choose(&args.target, Tasks::Programs)?;
     target::doubt_interval("ffaults", args.interval, &args.target.filter.pid);
@@ -139,13 +157,17 @@ fn run(args: Args) -> Result<ExitCode> {
     loop {
         match reports.wait(&mut poller)?.1 {
             Due::Nothing => {}
-            Due::Report => report.print(&mut output)?,
+            Due::Report => {
+                report.print(&mut output, &mut metrics)?;
+                losses::write_metrics(skel.object(), target.filter(), &mut metrics)?;
+            }
             Due::Last => break,
         }
     }
     attach::detach(links);
-    report.print(&mut output)?;
+    report.print(&mut output, &mut metrics)?;
     Losses::tell("ffaults", skel.object(), target.filter(), &mut output)?;
+    losses::finish_metrics(skel.object(), target.filter(), metrics)?;
     target.finish()
 }
 
@@ -294,8 +316,14 @@ struct Report<'a> {
 }
 
 impl Report<'_> {
-    fn print(&mut self, output: &mut Output) -> Result<()> {
+    fn print(&mut self, output: &mut Output, metrics: &mut Metrics) -> Result<()> {
         let mut rows: Vec<(Key, Count)> = self.take()?.into_iter().collect();
+        for (key, count) in &rows {
+            metrics.add(&FAULTS, &[&key.file], count.faults);
+            if self.knows.major {
+                metrics.add(&MAJOR, &[&key.file], count.major);
+            }
+        }
         rows.sort_by_cached_key(|(key, count)| (count.faults, Reverse(key.clone())));
         let skip = self
             .args

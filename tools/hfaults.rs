@@ -18,12 +18,13 @@ use memtools::bpf::kernel_support;
 use memtools::bpf::map_counts::Counts;
 use memtools::bpf::map_create;
 use memtools::bpf::software_event;
+use memtools::export::metrics::{Family, Kind, Metrics, MetricsArgs};
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::{self, Output};
 use memtools::print::text;
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
-use memtools::run::losses::Losses;
+use memtools::run::losses::{self, Losses};
 use memtools::run::schedule::{Due, Reports};
 use memtools::run::target::{self, Target, TargetArgs};
 use perf_event::events::Software;
@@ -69,6 +70,9 @@ struct Args {
     timestamp: bool,
 
     #[command(flatten)]
+    metrics: MetricsArgs,
+
+    #[command(flatten)]
     target: TargetArgs,
 
     #[command(flatten)]
@@ -83,6 +87,19 @@ struct Args {
     count: Option<u64>,
 }
 
+static FAULTS: Family = Family {
+    name: "memtools_huge_page_faults_total",
+    help: "Page faults on huge pages, by task and by reason where that is asked for.",
+    labels: &["comm", "reason"],
+    kind: Kind::Count,
+};
+static MADVISE: Family = Family {
+    name: "memtools_huge_page_madvise_calls_total",
+    help: "Calls of madvise(2) with MADV_HUGEPAGE, by task.",
+    labels: &["comm"],
+    kind: Kind::Count,
+};
+
 fn main() -> ExitCode {
     cli::main(run)
 }
@@ -90,6 +107,8 @@ fn main() -> ExitCode {
 fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     attach::capture_log(args.common.verbose);
+    let family = if args.madvise { &MADVISE } else { &FAULTS };
+    let mut metrics = args.metrics.open("hfaults", &[family])?;
     let (mut poller, mut output) = args.common.start()?;
     let mut target = Target::choose(&args.target, Tasks::Programs)?;
     target::doubt_interval("hfaults", args.interval, &args.target.filter.pid);
@@ -106,13 +125,17 @@ fn run(args: Args) -> Result<ExitCode> {
     loop {
         match reports.wait(&mut poller)?.1 {
             Due::Nothing => {}
-            Due::Report => print(&mut counts, &args, &clock, &mut output)?,
+            Due::Report => {
+                print(&mut counts, &args, &clock, &mut output, &mut metrics)?;
+                losses::write_metrics(skel.object(), target.filter(), &mut metrics)?;
+            }
             Due::Last => break,
         }
     }
     attach::detach(links);
-    print(&mut counts, &args, &clock, &mut output)?;
+    print(&mut counts, &args, &clock, &mut output, &mut metrics)?;
     Losses::tell("hfaults", skel.object(), target.filter(), &mut output)?;
+    losses::finish_metrics(skel.object(), target.filter(), metrics)?;
     target.finish()
 }
 
@@ -274,6 +297,7 @@ fn print<M: MapCore>(
     args: &Args,
     clock: &Clock,
     output: &mut Output,
+    metrics: &mut Metrics,
 ) -> Result<()> {
     let time = clock.local(clock::monotonic_ns());
     if args.timestamp {
@@ -282,7 +306,13 @@ fn print<M: MapCore>(
     let mut counts = counts.take()?;
     counts.sort_by_key(|(_, count)| *count);
     for (key, count) in counts {
-        output.row(&Row::new(&key, count, &time, args))?;
+        let row = Row::new(&key, count, &time, args);
+        if args.madvise {
+            metrics.add(&MADVISE, &[&row.comm], count);
+        } else {
+            metrics.add(&FAULTS, &[&row.comm, row.reason.unwrap_or("")], count);
+        }
+        output.row(&row)?;
     }
     output.header("")?;
     output.flush()

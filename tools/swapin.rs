@@ -16,13 +16,14 @@ use memtools::bpf::attach::{self, Means, Variant};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_counts::Counts;
 use memtools::bpf::map_create;
+use memtools::export::metrics::{Family, Kind, Metrics, MetricsArgs};
 use memtools::print::clock::{self, Clock};
-use memtools::print::histogram;
+use memtools::print::histogram::{self, Histogram};
 use memtools::print::output::{self, Output};
 use memtools::print::text;
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
-use memtools::run::losses::Losses;
+use memtools::run::losses::{self, Losses};
 use memtools::run::protect;
 use memtools::run::schedule::{Due, Reports};
 use memtools::run::target::{self, Target, TargetArgs};
@@ -66,6 +67,9 @@ struct Args {
     out: bool,
 
     #[command(flatten)]
+    metrics: MetricsArgs,
+
+    #[command(flatten)]
     target: TargetArgs,
 
     #[command(flatten)]
@@ -79,6 +83,31 @@ struct Args {
     #[arg(value_parser = cli::count::<u64>)]
     count: Option<u64>,
 }
+
+static PAGES_IN: Family = Family {
+    name: "memtools_swap_in_pages_total",
+    help: "Pages read back from swap, by the task that read them.",
+    labels: &["comm"],
+    kind: Kind::Count,
+};
+static PAGES_ZSWAP: Family = Family {
+    name: "memtools_swap_in_zswap_pages_total",
+    help: "Pages read back from swap that zswap had in memory, compressed.",
+    labels: &["comm"],
+    kind: Kind::Count,
+};
+static PAGES_OUT: Family = Family {
+    name: "memtools_swap_out_pages_total",
+    help: "Pages written to swap, by the task that wrote them.",
+    labels: &["comm"],
+    kind: Kind::Count,
+};
+static HELD_UP: Family = Family {
+    name: "memtools_swap_in_duration_seconds",
+    help: "How long tasks were held up by pages to be read back from swap.",
+    labels: &[],
+    kind: Kind::Durations,
+};
 
 /// Names of the kernel's functions, the newer first.
 const READ: [&str; 2] = ["swap_read_folio", "swap_readpage"];
@@ -95,6 +124,7 @@ fn main() -> ExitCode {
 fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     attach::capture_log(args.common.verbose);
+    let mut metrics = args.metrics.open("swapin", &args.families())?;
     let (mut poller, mut output) = args.common.start()?;
     let mut target = Target::choose(&args.target, Tasks::All)?;
     target::doubt_interval("swapin", Some(args.interval), &args.target.filter.pid);
@@ -114,14 +144,20 @@ fn run(args: Args) -> Result<ExitCode> {
         out: args.out,
     };
     let clock = Clock::new();
-    let mut print = |output: &mut Output| -> Result<()> {
+    let mut held_up_ns = 0;
+    let mut print = |output: &mut Output, metrics: &mut Metrics| -> Result<()> {
         let time = clock.local(clock::monotonic_ns());
         if !args.notime {
             output.header(&clock::time_of_day(&time))?;
         }
         output.header(&columns.header())?;
         for row in rows(counts.take()?, &time, columns, zswap.is_some()) {
+            held_up_ns += row.held_up_ns.unwrap_or(0);
+            row.measure(metrics);
             output.row(&row)?;
+        }
+        if args.latency {
+            metrics.set_durations(&HELD_UP, &[], latencies(&skel)?, held_up_ns);
         }
         output.header("")?;
         output.flush()
@@ -136,23 +172,46 @@ fn run(args: Args) -> Result<ExitCode> {
     loop {
         match reports.wait(&mut poller)?.1 {
             Due::Nothing => {}
-            Due::Report => print(&mut output)?,
+            Due::Report => {
+                print(&mut output, &mut metrics)?;
+                losses::write_metrics(skel.object(), target.filter(), &mut metrics)?;
+            }
             Due::Last => break,
         }
     }
     attach::detach(links);
-    print(&mut output)?;
+    print(&mut output, &mut metrics)?;
     if args.latency {
-        let bss = maps.bss_data.as_deref();
-        let slots = bss.context("the BPF object has no data")?.latency_ns.slots;
         output.row(&histogram::Named {
             name: "swapin_ns",
-            buckets: slots.into(),
+            buckets: latencies(&skel)?,
         })?;
         output.flush()?;
     }
     Losses::tell("swapin", skel.object(), target.filter(), &mut output)?;
+    losses::finish_metrics(skel.object(), target.filter(), metrics)?;
     target.finish()
+}
+
+impl Args {
+    /// What is kept for Prometheus.
+    fn families(&self) -> Vec<&'static Family> {
+        let asked_for = [
+            (true, &PAGES_IN),
+            (self.zswap, &PAGES_ZSWAP),
+            (self.out, &PAGES_OUT),
+            (self.latency, &HELD_UP),
+        ];
+        let asked_for = asked_for.into_iter().filter(|(asked_for, _)| *asked_for);
+        asked_for.map(|(_, family)| family).collect()
+    }
+}
+
+/// How long tasks were held up since the start.
+fn latencies(skel: &SwapinSkel<'static>) -> Result<Histogram> {
+    let bss = skel.maps.bss_data.as_deref();
+    let slots = bss.context("the BPF object has no data")?.latency_ns.slots;
+    Ok(slots.into())
 }
 
 struct Attached {
@@ -319,6 +378,21 @@ struct Row<'a> {
     held_up_ns: Option<u64>,
     #[serde(skip)]
     columns: Columns,
+}
+
+impl Row<'_> {
+    fn measure(&self, metrics: &mut Metrics) {
+        let labels = &[self.comm.as_str()];
+        metrics.add(&PAGES_IN, labels, self.pages_in);
+        for (family, pages) in [
+            (&PAGES_ZSWAP, self.pages_zswap),
+            (&PAGES_OUT, self.pages_out),
+        ] {
+            if let Some(pages) = pages {
+                metrics.add(family, labels, pages);
+            }
+        }
+    }
 }
 
 impl output::Row for Row<'_> {

@@ -1,4 +1,4 @@
-//! Room `export`: named stacks in the formats that people read and that other programs take in.
+//! Room `export`: named stacks, and sums, in the formats that people read and that other programs take in.
 //!
 //! | module | what it is for |
 //! |---|---|
@@ -8,11 +8,13 @@
 //! | [`profile`] | what a report is about, for the formats that are files of their own |
 //! | [`flame`] | flame graphs |
 //! | [`pprof`] | profiles as `go tool pprof` and others read them |
+//! | [`metrics`] | sums for Prometheus |
 //! | [`replace`] | files that are written whole or not at all |
 
 pub mod files;
 pub mod flame;
 pub mod folded;
+pub mod metrics;
 pub mod pprof;
 mod pprof_message;
 pub mod profile;

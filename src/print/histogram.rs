@@ -66,6 +66,18 @@ impl Histogram {
         self.slots.iter().sum()
     }
 
+    /// Values seen that are below this power of two.
+    pub fn count_below(&self, bits: usize) -> u64 {
+        self.slots[..=bits].iter().sum()
+    }
+
+    /// Counts all that another histogram has.
+    pub fn add_all(&mut self, more: &Self) {
+        for (slot, more) in self.slots.iter_mut().zip(more.slots) {
+            *slot += more;
+        }
+    }
+
     /// From the lowest to the highest bucket that is not empty, with the empty ones between.
     pub fn buckets(&self) -> impl Iterator<Item = Bucket> + '_ {
         let first = self.slots.iter().position(|&count| count > 0);

@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use crate::bpf::program_stats;
 use crate::bpf::types;
+use crate::export::metrics::Metrics;
 use crate::print::output::{Output, Row};
 use crate::process::filter::Filter;
 
@@ -107,10 +108,45 @@ impl Losses {
         Ok(())
     }
 
+    fn measure(self, metrics: &mut Metrics) {
+        for (what, count) in [
+            ("events", self.events),
+            ("entries", self.entries),
+            ("calls", self.calls),
+            ("stacks", self.stacks),
+            ("deep_stacks", self.deep_stacks),
+            ("lookups", self.lookups),
+            ("processes", self.processes),
+            ("runs", self.runs),
+        ] {
+            metrics.set_lost(what, count);
+        }
+    }
+
     /// Whether anything was lost.
     pub fn any(&self) -> bool {
         *self != Self::default()
     }
+}
+
+/// Writes the file of metrics, if there is one, with what was lost up to now; unless that was done just now.
+pub fn write_metrics(object: &Object, filter: &Filter, metrics: &mut Metrics) -> Result<()> {
+    if metrics.any() {
+        Losses::of(object, filter)?.measure(metrics);
+        metrics.write_if_due();
+    }
+    Ok(())
+}
+
+/// Writes the file of metrics for the last time.
+///
+/// # Errors
+/// If it could not be written.
+pub fn finish_metrics(object: &Object, filter: &Filter, mut metrics: Metrics) -> Result<()> {
+    if metrics.any() {
+        Losses::of(object, filter)?.measure(&mut metrics);
+    }
+    metrics.finish()
 }
 
 /// Says how many events of the tool's own were left out that the options would have asked for, if any:

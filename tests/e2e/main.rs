@@ -20,6 +20,7 @@ mod memleak_processes;
 mod memleak_views;
 mod memory;
 mod memtriage;
+mod metrics;
 mod mmapsnoop;
 mod oomkill;
 mod pressure;
@@ -54,6 +55,7 @@ fn main() -> ExitCode {
         memleak_views::tests(),
         memory::tests(),
         memtriage::tests(),
+        metrics::tests(),
         allocators::tests(),
         attaching::tests(),
         brkstack::tests(),

@@ -37,7 +37,7 @@ fn start(args: &[&str]) -> Result<Tool> {
 }
 
 /// Lets the hog write until it is killed.
-fn kill(hog: &mut Workload) -> Result<()> {
+pub(crate) fn kill(hog: &mut Workload) -> Result<()> {
     hog.go()?;
     ensure!(hog.done().is_err(), "the hog has survived");
     let status = hog.wait()?;

@@ -44,6 +44,7 @@ fn run(wanted: impl Fn(&str) -> bool) -> Result<usize> {
     let cgroup = Cgroup::new()?;
     cgroup.add(&target.pid())?;
     let program = format!("{} hold", workload("alloc").display());
+    let folder = harness::scratch()?;
     let mut ran = 0;
     for command in commands().into_iter().filter(|command| wanted(command)) {
         let words = command.split(' ').map(|word| match word {
@@ -51,6 +52,7 @@ fn run(wanted: impl Fn(&str) -> bool) -> Result<usize> {
             "PID,PID" => format!("{},{}", target.pid(), other.pid()),
             "PATH" => cgroup.path().display().to_string(),
             "COMMAND" => program.clone(),
+            "FILE.prom" => folder.path().join("x.prom").display().to_string(),
             word => word.to_owned(),
         });
         let words: Vec<String> = words.collect();

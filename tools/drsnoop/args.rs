@@ -2,6 +2,7 @@
 
 use clap::Parser;
 use memtools::export::files::ExportArgs;
+use memtools::export::metrics::MetricsArgs;
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::target::TargetArgs;
 use memtools::stacks::unwind::UnwindArgs;
@@ -61,6 +62,9 @@ pub(crate) struct Args {
 
     #[command(flatten)]
     pub(crate) export: ExportArgs,
+
+    #[command(flatten)]
+    pub(crate) metrics: MetricsArgs,
 
     #[command(flatten)]
     pub(crate) target: TargetArgs,

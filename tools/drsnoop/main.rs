@@ -19,6 +19,7 @@ use memtools::bpf::kernel_support;
 use memtools::bpf::map_create;
 use memtools::bpf::ring::Events;
 use memtools::export::files::{Exports, Subject};
+use memtools::export::metrics::{self, Family, Kind as Sums, Metrics};
 use memtools::export::profile::{Sample, Value};
 use memtools::print::clock::Clock;
 use memtools::print::gfp::Gfp;
@@ -28,7 +29,7 @@ use memtools::print::text;
 use memtools::process::cgroup::Cgroups;
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli;
-use memtools::run::losses::Losses;
+use memtools::run::losses::{self, Losses};
 use memtools::run::protect;
 use memtools::run::target::Target;
 use memtools::stacks::named::{NamedStack, StackIds};
@@ -41,6 +42,25 @@ use crate::bpf::{DrsnoopSkel, DrsnoopSkelBuilder};
 use crate::row::{Columns, Kind, Row};
 
 memtools::skeleton!("drsnoop", plain: [event, filter]);
+
+static STALLS: Family = Family {
+    name: "memtools_reclaim_stall_duration_seconds",
+    help: "How long tasks had to reclaim memory before they got any, by reason.",
+    labels: &["kind"],
+    kind: Sums::Durations,
+};
+static STALLED: Family = Family {
+    name: "memtools_reclaim_stalled_seconds_total",
+    help: "Time in which tasks had to reclaim memory before they got any.",
+    labels: &["comm", "kind"],
+    kind: Sums::Seconds,
+};
+static RECLAIMED: Family = Family {
+    name: "memtools_reclaim_stalled_pages_total",
+    help: "Pages that tasks reclaimed before they got any.",
+    labels: &["comm", "kind"],
+    kind: Sums::Count,
+};
 
 /// What the kernel half says if it cannot reach the count; FREE_PAGES_UNKNOWN.
 const FREE_PAGES_UNKNOWN: u64 = u64::MAX;
@@ -56,6 +76,8 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     attach::capture_log(false);
     let exports = args.export.prepare("drsnoop", args.traced())?;
+    let metrics = [&STALLS, &STALLED, &RECLAIMED];
+    let metrics = args.metrics.open("drsnoop", &metrics)?;
     let (mut poller, output) = args.common.start()?;
     let mut target = Target::choose_thread(&args.target, args.tid, Tasks::All)?;
     let symbolizer = args
@@ -103,6 +125,7 @@ fn run(args: Args) -> Result<ExitCode> {
         print_stacks: args.stack,
         stalls: HashMap::new(),
         exports,
+        metrics,
         page_kb: kernel_support::page_bytes()? / 1024,
         shows_free: args.shows_free(),
         told_of_free: false,
@@ -120,8 +143,14 @@ fn run(args: Args) -> Result<ExitCode> {
     printer.output.flush()?;
     target.release()?;
     target.watch_exit(&mut poller);
+    if printer.metrics.any() {
+        poller.tick_every(metrics::LOOK)?;
+    }
     let deadline = args.common.deadline();
-    events.follow(poller, deadline, links, |events| printer.print(events))?;
+    events.follow(poller, deadline, links, |events| {
+        printer.print(events)?;
+        losses::write_metrics(skel.object(), target.filter(), &mut printer.metrics)
+    })?;
     if let Some(buckets) = printer.latencies.take() {
         let name = "latency_ns";
         printer.output.header("")?;
@@ -138,6 +167,7 @@ fn run(args: Args) -> Result<ExitCode> {
         unwinder.tell("drsnoop", &mut printer.output)?;
     }
     printer.export();
+    losses::finish_metrics(skel.object(), target.filter(), printer.metrics)?;
     printer.exports.finish()?;
     target.finish()
 }
@@ -237,6 +267,18 @@ fn path_in(cgroups: &mut Option<Cgroups>, id: u64) -> Option<String> {
     cgroups.path(id).map(str::to_owned)
 }
 
+impl Row {
+    fn measure(&self, metrics: &mut Metrics) {
+        let kind = match self.kind {
+            Kind::Direct => "direct",
+            Kind::Memcg => "memcg",
+        };
+        metrics.observe(&STALLS, &[kind], self.latency_ns);
+        metrics.add(&STALLED, &[&self.comm, kind], self.latency_ns);
+        metrics.add(&RECLAIMED, &[&self.comm, kind], self.reclaimed_pages);
+    }
+}
+
 /// Turns events into rows.
 struct Printer<'a> {
     output: Output,
@@ -253,6 +295,7 @@ struct Printer<'a> {
     /// What the files show, by process, its name and the ids of its stacks.
     stalls: HashMap<(u32, String, u64, u64), Sample>,
     exports: Exports,
+    metrics: Metrics,
     page_kb: u64,
     shows_free: bool,
     told_of_free: bool,
@@ -312,6 +355,7 @@ impl Printer<'_> {
                 microseconds: event.time_ns.saturating_sub(first) / 1000,
                 columns: self.columns,
             };
+            row.measure(&mut self.metrics);
             self.output.row(&row)?;
         }
         self.stacks.renew_for_events()?;

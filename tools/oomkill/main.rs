@@ -21,6 +21,7 @@ use memtools::bpf::kernel_support;
 use memtools::bpf::map_create;
 use memtools::bpf::ring::Events;
 use memtools::export::files::{ExportArgs, Exports, Subject};
+use memtools::export::metrics::{self, Family, Metrics, MetricsArgs};
 use memtools::export::profile::{Sample, Value};
 use memtools::print::clock::Clock;
 use memtools::print::gfp::Gfp;
@@ -29,7 +30,7 @@ use memtools::print::text;
 use memtools::process::cgroup::Cgroups;
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
-use memtools::run::losses::Losses;
+use memtools::run::losses::{self, Losses};
 use memtools::run::protect;
 use memtools::run::target::{Target, TargetArgs};
 use memtools::stacks::named::{NamedStack, StackIds};
@@ -81,11 +82,23 @@ struct Args {
     export: ExportArgs,
 
     #[command(flatten)]
+    metrics: MetricsArgs,
+
+    #[command(flatten)]
     target: TargetArgs,
 
     #[command(flatten)]
     common: CommonArgs,
 }
+
+static KILLS: Family = Family {
+    name: "memtools_oom_kills_total",
+    help: "Processes that were killed because memory ran out, by whose: the machine's (global), a cgroup's (memcg).",
+    labels: &["comm", "kind"],
+    kind: metrics::Kind::Count,
+};
+/// The kind of those that are killed with a victim, as they share its memory or its cgroup is killed whole.
+const ALSO_KILLED: &str = "also_killed";
 
 fn main() -> ExitCode {
     cli::main(run)
@@ -95,6 +108,7 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     attach::capture_log(args.common.verbose);
     let exports = args.export.prepare("oomkill", args.target.to_string())?;
+    let metrics = args.metrics.open("oomkill", &[&KILLS])?;
     let (mut poller, output) = args.common.start()?;
     let mut target = Target::choose(&args.target, Tasks::All)?;
     let extended = args.extended || args.common.json;
@@ -134,6 +148,7 @@ fn run(args: Args) -> Result<ExitCode> {
         symbolizer,
         kills: Vec::new(),
         exports,
+        metrics,
         page_kb: kernel_support::page_bytes()? / 1024,
         alone: [Rung::Victim, Rung::Pid].map(Rung::name).contains(&how),
         extended,
@@ -150,8 +165,14 @@ fn run(args: Args) -> Result<ExitCode> {
     eprintln!("oomkill: tracing OOM kills ({how}), Ctrl-C to end");
     target.release()?;
     target.watch_exit(&mut poller);
+    if printer.metrics.any() {
+        poller.tick_every(metrics::LOOK)?;
+    }
     let deadline = args.common.deadline();
-    events.follow(poller, deadline, links, |events| printer.print(events))?;
+    events.follow(poller, deadline, links, |events| {
+        printer.print(events)?;
+        losses::write_metrics(skel.object(), target.filter(), &mut printer.metrics)
+    })?;
     Losses::tell(
         "oomkill",
         skel.object(),
@@ -162,6 +183,7 @@ fn run(args: Args) -> Result<ExitCode> {
         unwinder.tell("oomkill", &mut printer.output)?;
     }
     printer.export();
+    losses::finish_metrics(skel.object(), target.filter(), printer.metrics)?;
     printer.exports.finish()?;
     target.finish()
 }
@@ -250,6 +272,7 @@ struct Printer<'a> {
     /// What the files show.
     kills: Vec<Sample>,
     exports: Exports,
+    metrics: Metrics,
     page_kb: u64,
     /// Whether there is nothing but mark_victim.
     alone: bool,
@@ -307,19 +330,28 @@ impl Printer<'_> {
             if event.event == event_kind::EVENT_KILL || self.alone {
                 let kill = self.kill(&event)?;
                 self.last = Some((event.tid, event.victim.pid));
+                self.measure(&kill.victim, kill.kind.map_or("", row::Kind::name));
                 self.output.row(&kill)?;
-            } else if self.extended && self.last != Some((event.tid, event.victim.pid)) {
+            } else if self.last != Some((event.tid, event.victim.pid)) {
                 let row = AlsoKilled {
                     time: self.clock.local(event.time_ns),
                     pid: event.pid,
                     comm: text::from_c(&event.comm),
                     victim: self.victim(&event.victim),
                 };
-                self.output.row(&row)?;
+                self.measure(&row.victim, ALSO_KILLED);
+                if self.extended {
+                    self.output.row(&row)?;
+                }
             }
         }
         self.stacks.renew_for_events()?;
         self.output.flush()
+    }
+
+    fn measure(&mut self, victim: &Victim, kind: &str) {
+        let comm = victim.comm.as_deref().unwrap_or_default();
+        self.metrics.add(&KILLS, &[comm, kind], 1);
     }
 
     /// Writes the stacks of all kills into the files that are asked for.

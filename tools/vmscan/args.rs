@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use clap::Parser;
+use memtools::export::metrics::MetricsArgs;
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::target::TargetArgs;
 
@@ -15,6 +16,7 @@ const TERMINAL_HEADER_EVERY: u64 = 20;
     name = "vmscan",
     version,
     max_term_width = 100,
+    mut_arg("metrics", |metrics| metrics.conflicts_with_all(["counts", "trace_compaction"])),
     after_help = "\
 examples:
   vmscan                       a row a second until Ctrl-C, then the histograms
@@ -63,6 +65,9 @@ pub(crate) struct Args {
     /// Repeat the header after this many rows, 0: never [default: 20 on a terminal, else 0]
     #[arg(long, value_name = "ROWS", value_parser = cli::number::<u64>, conflicts_with_all = ["counts", "json"])]
     pub(crate) header_every: Option<u64>,
+
+    #[command(flatten)]
+    pub(crate) metrics: MetricsArgs,
 
     #[command(flatten)]
     pub(crate) target: TargetArgs,

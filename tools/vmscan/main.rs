@@ -20,13 +20,14 @@ use libbpf_rs::{MapCore, MapFlags, MapMut};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_batch;
 use memtools::bpf::types;
+use memtools::export::metrics::{Family, Kind, Metrics};
 use memtools::print::clock::{self, Clock};
 use memtools::print::histogram::{self, Histogram};
 use memtools::print::output::Output;
 use memtools::process::cgroup::Cgroups;
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli;
-use memtools::run::losses::Losses;
+use memtools::run::losses::{self, Losses};
 use memtools::run::poll::Poller;
 use memtools::run::protect;
 use memtools::run::schedule::{Due, Reports};
@@ -44,6 +45,25 @@ memtools::skeleton!(
     plain: [total, call, shrinker_total, cgroup_key, cgroup_total, compaction, filter]
 );
 
+static OPERATIONS: Family = Family {
+    name: "memtools_reclaim_operation_duration_seconds",
+    help: "How long operations of page reclaim took, by kind, on all CPUs.",
+    labels: &["operation"],
+    kind: Kind::Durations,
+};
+static WAKEUPS: Family = Family {
+    name: "memtools_kswapd_wakeups_total",
+    help: "Times that kswapd was asked to wake up.",
+    labels: &[],
+    kind: Kind::Count,
+};
+static WRITTEN: Family = Family {
+    name: "memtools_reclaim_written_pages_total",
+    help: "Pages (folios) that reclaim began to write out.",
+    labels: &[],
+    kind: Kind::Count,
+};
+
 fn main() -> ExitCode {
     cli::main(run)
 }
@@ -51,6 +71,9 @@ fn main() -> ExitCode {
 fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     memtools::bpf::attach::capture_log(args.common.verbose);
+    let metrics = args
+        .metrics
+        .open("vmscan", &[&OPERATIONS, &WAKEUPS, &WRITTEN])?;
     let (mut poller, output) = args.common.start()?;
     let mut target = Target::choose(&args.target, Tasks::All)?;
     target::doubt_interval("vmscan", args.interval, &args.target.filter.pid);
@@ -72,7 +95,8 @@ fn run(args: Args) -> Result<ExitCode> {
         let attached = attach::start(&args, target.filter(), columns)?;
         target.release()?;
         target.watch_exit(&mut poller);
-        watch(&args, target.filter(), columns, attached, poller, output)?;
+        let out = (output, metrics);
+        watch(&args, target.filter(), columns, attached, poller, out)?;
     }
     target.finish()
 }
@@ -84,7 +108,7 @@ fn watch(
     columns: Columns,
     attached: Attached,
     mut poller: Poller<'_>,
-    mut output: Output,
+    (mut output, mut metrics): (Output, Metrics),
 ) -> Result<()> {
     let Attached { skel, links, has } = attached;
     let clock = Clock::new();
@@ -101,6 +125,8 @@ fn watch(
         if let Some(kswapd) = &mut interval.kswapd {
             kswapd.time_ns = booked.book(kswapd_ns);
         }
+        now.measure(has, &mut metrics);
+        losses::write_metrics(skel.object(), filter, &mut metrics)?;
         before = now;
         if partial && !interval.any() {
             return Ok(());
@@ -128,13 +154,7 @@ fn watch(
         output.raw(|out| writeln!(out))?;
     }
     let totals = Totals::read(&skel.maps.totals)?;
-    for (name, operation) in [
-        ("compaction_ns", Operation::OPERATION_COMPACTION),
-        ("direct_reclaim_ns", Operation::OPERATION_DIRECT_RECLAIM),
-        ("kswapd_ns", Operation::OPERATION_KSWAPD),
-        ("memcg_reclaim_ns", Operation::OPERATION_MEMCG_RECLAIM),
-        ("shrink_slab_ns", Operation::OPERATION_SHRINK_SLAB),
-    ] {
+    for (name, operation) in TIMED {
         let buckets = totals.latencies(operation);
         if buckets.count() > 0 {
             output.row(&histogram::Named { name, buckets })?;
@@ -156,7 +176,8 @@ fn watch(
         }
     }
     output.flush()?;
-    Losses::tell("vmscan", skel.object(), filter, &mut output)
+    Losses::tell("vmscan", skel.object(), filter, &mut output)?;
+    losses::finish_metrics(skel.object(), filter, metrics)
 }
 
 /// Counts tracepoints; once at the end if there is no interval.
@@ -227,6 +248,15 @@ fn each_interval(
     }
 }
 
+/// Operations that take time, with their histograms' names.
+const TIMED: [(&str, Operation); 5] = [
+    ("compaction_ns", Operation::OPERATION_COMPACTION),
+    ("direct_reclaim_ns", Operation::OPERATION_DIRECT_RECLAIM),
+    ("kswapd_ns", Operation::OPERATION_KSWAPD),
+    ("memcg_reclaim_ns", Operation::OPERATION_MEMCG_RECLAIM),
+    ("shrink_slab_ns", Operation::OPERATION_SHRINK_SLAB),
+];
+
 /// The map `totals` at some moment.
 #[derive(Default)]
 pub(crate) struct Totals(Vec<total>);
@@ -255,6 +285,36 @@ impl Totals {
     fn latencies(&self, operation: Operation) -> Histogram {
         let total = self.0.get(operation.0 as usize);
         total.map_or_else(Histogram::new, |total| total.latency_ns.slots.into())
+    }
+
+    /// Sets the sums for Prometheus, of what this kernel tells.
+    fn measure(&self, has: Has, metrics: &mut Metrics) {
+        for (name, operation) in TIMED {
+            let told = match operation {
+                Operation::OPERATION_COMPACTION => has.compaction,
+                Operation::OPERATION_DIRECT_RECLAIM => has.direct_reclaim,
+                Operation::OPERATION_KSWAPD => has.kswapd,
+                Operation::OPERATION_MEMCG_RECLAIM => has.memcg_reclaim,
+                _ => has.shrink_slab,
+            };
+            if told {
+                let label = name.trim_end_matches("_ns");
+                let time_ns = self.of(operation).time_ns;
+                metrics.set_durations(&OPERATIONS, &[label], self.latencies(operation), time_ns);
+            }
+        }
+        for (family, operation, told) in [
+            (
+                &WAKEUPS,
+                Operation::OPERATION_KSWAPD_WAKEUP,
+                has.kswapd_wakeups,
+            ),
+            (&WRITTEN, Operation::OPERATION_WRITE_PAGE, has.pages_written),
+        ] {
+            if told {
+                metrics.set(family, &[], self.of(operation).count);
+            }
+        }
     }
 
     /// What has ended since.

@@ -1,0 +1,432 @@
+//! Sums for Prometheus, in a file that node_exporter's textfile collector reads (text format 0.0.4).
+//!
+//! A tool names its families ([`Family`]), adds to them as it reports, and has the file written whole. Sums are
+//! since the tool's start and never fall, as Prometheus' counters are.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, HashMap};
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Error, Result};
+
+use crate::export::replace::Replaced;
+use crate::print::histogram::Histogram;
+
+/// Series of one family at most, but for those of `other`: Prometheus keeps each for weeks. A name that comes when
+/// there are so many is counted as `other` from then on.
+const MOST_SERIES: usize = 100;
+/// What is beyond [`MOST_SERIES`], in the place of the first label.
+const OTHER: &str = "other";
+/// How often the file is written at most.
+const PAUSE: Duration = Duration::from_millis(500);
+/// How often a tool without an interval looks whether there is something to write.
+pub const LOOK: Duration = Duration::from_secs(1);
+/// The buckets of durations, as powers of two in nanoseconds: from 1 microsecond to 69 seconds, each four times the
+/// one before.
+const BUCKETS: [usize; 14] = [10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36];
+
+/// The option of the tools that have metrics.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct MetricsArgs {
+    /// Also keep sums since the start in this file, for node_exporter's textfile collector
+    #[arg(long, value_name = "FILE.prom")]
+    pub metrics: Option<PathBuf>,
+}
+
+impl MetricsArgs {
+    /// Checks that the file can be written.
+    ///
+    /// # Errors
+    /// If it cannot.
+    pub fn open(&self, tool: &'static str, families: &[&'static Family]) -> Result<Metrics> {
+        let file = self.metrics.as_deref().map(Replaced::at).transpose()?;
+        let mut metrics = Metrics {
+            file,
+            tool,
+            kept: families
+                .iter()
+                .map(|family| (family.name, Kept::of(family)))
+                .collect(),
+            written: None,
+            failed: None,
+        };
+        metrics.write();
+        Ok(metrics)
+    }
+}
+
+/// Numbers of one kind.
+#[derive(Debug)]
+pub struct Family {
+    /// The name, with its unit and `_total` as Prometheus wants them.
+    pub name: &'static str,
+    /// One line.
+    pub help: &'static str,
+    /// Names of the labels. Where the values of one are names of others' choice, it is the first.
+    pub labels: &'static [&'static str],
+    /// What the numbers are.
+    pub kind: Kind,
+}
+
+/// What the numbers of a family are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// How many, or how many bytes.
+    Count,
+    /// Nanoseconds, which are written as seconds.
+    Seconds,
+    /// Nanoseconds of each, as a histogram of seconds.
+    Durations,
+}
+
+/// What every tool could not record.
+static LOST: Family = Family {
+    name: "memtools_lost_total",
+    help: "What a tool could not record, by reason.",
+    labels: &["what", "tool"],
+    kind: Kind::Count,
+};
+
+/// One number, or one histogram.
+#[derive(Debug, Clone, Default)]
+struct Amount {
+    sum: u64,
+    durations: Histogram,
+}
+
+impl Amount {
+    fn add(&mut self, more: &Self) {
+        self.sum += more.sum;
+        self.durations.add_all(&more.durations);
+    }
+}
+
+/// The numbers of one family, by the values of its labels.
+#[derive(Debug)]
+struct Kept {
+    family: &'static Family,
+    series: BTreeMap<Vec<String>, Amount>,
+    /// What has no series yet.
+    new: HashMap<Vec<String>, Amount>,
+}
+
+impl Kept {
+    fn of(family: &'static Family) -> Self {
+        let mut series = BTreeMap::new();
+        if family.labels.is_empty() {
+            series.insert(Vec::new(), Amount::default());
+        }
+        let new = HashMap::new();
+        Self {
+            family,
+            series,
+            new,
+        }
+    }
+
+    fn at(&mut self, labels: &[&str]) -> &mut Amount {
+        let key: Vec<String> = labels.iter().map(|&label| label.to_owned()).collect();
+        match self.series.get(&key) {
+            Some(_) => self.series.entry(key).or_default(),
+            None => self.new.entry(key).or_default(),
+        }
+    }
+
+    /// Gives the largest of what is new series of their own while there is room.
+    fn settle(&mut self) {
+        let mut new: Vec<_> = self.new.drain().collect();
+        new.sort_by(|(a, of_a), (b, of_b)| (Reverse(of_a.sum), a).cmp(&(Reverse(of_b.sum), b)));
+        for (mut key, amount) in new {
+            if self.series.len() >= MOST_SERIES
+                && let Some(first) = key.first_mut()
+            {
+                OTHER.clone_into(first);
+            }
+            self.series.entry(key).or_default().add(&amount);
+        }
+    }
+
+    fn write(&self, out: &mut dyn Write) -> io::Result<()> {
+        let Family {
+            name,
+            help,
+            labels,
+            kind,
+        } = self.family;
+        let is = if *kind == Kind::Durations {
+            "histogram"
+        } else {
+            "counter"
+        };
+        writeln!(out, "# HELP {name} {help}\n# TYPE {name} {is}")?;
+        for (values, amount) in &self.series {
+            let labels = labels.iter().zip(values);
+            let labels: Vec<String> = labels.map(|(label, value)| pair(label, value)).collect();
+            if *kind == Kind::Durations {
+                for bits in BUCKETS {
+                    let bound = pair("le", &seconds((1 << bits) - 1));
+                    let labels = braces(&[&labels[..], &[bound]].concat());
+                    let count = amount.durations.count_below(bits);
+                    writeln!(out, "{name}_bucket{labels} {count}")?;
+                }
+                let count = amount.durations.count();
+                let all = braces(&[&labels[..], &[pair("le", "+Inf")]].concat());
+                let (labels, sum) = (braces(&labels), seconds(amount.sum));
+                writeln!(out, "{name}_bucket{all} {count}")?;
+                writeln!(
+                    out,
+                    "{name}_sum{labels} {sum}\n{name}_count{labels} {count}"
+                )?;
+            } else {
+                let labels = braces(&labels);
+                match kind {
+                    Kind::Seconds => writeln!(out, "{name}{labels} {}", seconds(amount.sum))?,
+                    _ => writeln!(out, "{name}{labels} {}", amount.sum)?,
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// `name="value"`, with what would end the value escaped.
+fn pair(name: &str, value: &str) -> String {
+    let value = value
+        .replace('\\', r"\\")
+        .replace('"', "\\\"")
+        .replace('\n', r"\n");
+    format!("{name}=\"{value}\"")
+}
+
+fn braces(labels: &[String]) -> String {
+    if labels.is_empty() {
+        String::new()
+    } else {
+        format!("{{{}}}", labels.join(","))
+    }
+}
+
+/// Nanoseconds as seconds, without rounding.
+fn seconds(ns: u64) -> String {
+    format!("{}.{:09}", ns / 1_000_000_000, ns % 1_000_000_000)
+}
+
+/// The sums of one run, and their file. Without one nothing is kept.
+#[derive(Debug)]
+pub struct Metrics {
+    file: Option<Replaced>,
+    tool: &'static str,
+    kept: BTreeMap<&'static str, Kept>,
+    /// When the file was written last.
+    written: Option<Instant>,
+    failed: Option<Error>,
+}
+
+impl Metrics {
+    /// Whether there is a file to write.
+    pub fn any(&self) -> bool {
+        self.file.is_some()
+    }
+
+    /// Adds to a sum. `labels` are the values of the family's.
+    pub fn add(&mut self, family: &'static Family, labels: &[&str], amount: u64) {
+        if self.any() {
+            self.of(family).at(labels).sum += amount;
+        }
+    }
+
+    /// Adds one duration, in nanoseconds, to a histogram.
+    pub fn observe(&mut self, family: &'static Family, labels: &[&str], ns: u64) {
+        if self.any() {
+            let amount = self.of(family).at(labels);
+            amount.sum += ns;
+            amount.durations.add(ns);
+        }
+    }
+
+    /// Puts a sum in the place of the last one: the kernel half adds up itself.
+    pub fn set(&mut self, family: &'static Family, labels: &[&str], sum: u64) {
+        if self.any() {
+            self.of(family).at(labels).sum = sum;
+        }
+    }
+
+    /// Puts a histogram, and the sum of its durations in nanoseconds, in the place of the last one.
+    pub fn set_durations(
+        &mut self,
+        family: &'static Family,
+        labels: &[&str],
+        durations: Histogram,
+        sum: u64,
+    ) {
+        if self.any() {
+            *self.of(family).at(labels) = Amount { sum, durations };
+        }
+    }
+
+    /// Sets how much was lost for this reason.
+    pub fn set_lost(&mut self, what: &str, lost: u64) {
+        self.set(&LOST, &[what, self.tool], lost);
+    }
+
+    fn of(&mut self, family: &'static Family) -> &mut Kept {
+        let kept = self.kept.entry(family.name);
+        kept.or_insert_with(|| Kept::of(family))
+    }
+
+    /// Writes the file, unless that was just now. Where it fails the trace goes on, and the reason is told now and
+    /// by [`Metrics::finish`].
+    pub fn write_if_due(&mut self) {
+        if self
+            .written
+            .is_none_or(|written| written.elapsed() >= PAUSE)
+        {
+            self.write();
+        }
+    }
+
+    fn write(&mut self) {
+        let Some(file) = &self.file else { return };
+        for kept in self.kept.values_mut() {
+            kept.settle();
+        }
+        let all = |out: &mut dyn Write| {
+            let mut kept = self.kept.values();
+            Ok(kept.try_for_each(|kept| kept.write(out))?)
+        };
+        let failed = file.write(all).err();
+        let failed = failed.map(|error| error.context(format!("failed to write {}", file.name())));
+        // A disk that stays full is told of once.
+        if let Some(error) = &failed
+            && self.failed.is_none()
+        {
+            eprintln!("{}: {error:#}", self.tool);
+        }
+        self.failed = failed;
+        self.written = Some(Instant::now());
+    }
+
+    /// Writes the file for the last time.
+    ///
+    /// # Errors
+    /// If it could not be written.
+    pub fn finish(mut self) -> Result<()> {
+        self.write();
+        self.failed.map_or(Ok(()), |error| {
+            Err(error.context("the last sums are not in their file"))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    static FAULTS: Family = Family {
+        name: "x_faults_total",
+        help: "Faults.",
+        labels: &["comm", "type"],
+        kind: Kind::Count,
+    };
+    static STALLS: Family = Family {
+        name: "x_stall_seconds",
+        help: "Stalls.",
+        labels: &[],
+        kind: Kind::Durations,
+    };
+    static TIME: Family = Family {
+        name: "x_seconds_total",
+        help: "Time.",
+        labels: &[],
+        kind: Kind::Seconds,
+    };
+
+    fn in_file(fill: impl FnOnce(&mut Metrics)) -> String {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("x.prom");
+        let args = MetricsArgs {
+            metrics: Some(path.clone()),
+        };
+        let mut metrics = args.open("x", &[&FAULTS, &STALLS, &TIME]).expect("a file");
+        fill(&mut metrics);
+        metrics.finish().expect("it is written");
+        fs::read_to_string(path).expect("a file")
+    }
+
+    #[test]
+    fn the_format_is_prometheus() {
+        let text = in_file(|metrics| {
+            metrics.add(&FAULTS, &["a\"b\\", "minor"], 7);
+            metrics.add(&FAULTS, &["a\"b\\", "minor"], 4);
+            metrics.set(&TIME, &[], 1_500_000_001);
+            metrics.set_lost("events", 3);
+        });
+        for line in [
+            "# TYPE x_faults_total counter\nx_faults_total{comm=\"a\\\"b\\\\\",type=\"minor\"} 11\n",
+            "# HELP x_seconds_total Time.\n# TYPE x_seconds_total counter\nx_seconds_total 1.500000001\n",
+            "memtools_lost_total{what=\"events\",tool=\"x\"} 3\n",
+            "x_stall_seconds_count 0\n",
+        ] {
+            assert!(text.contains(line), "{line} in {text}");
+        }
+    }
+
+    #[test]
+    fn buckets_have_all_that_is_not_longer() {
+        let text = in_file(|metrics| {
+            for ns in [0, 1023, 1024, 5000, 100_000_000_000] {
+                metrics.observe(&STALLS, &[], ns);
+            }
+        });
+        for line in [
+            "x_stall_seconds_bucket{le=\"0.000001023\"} 2",
+            "x_stall_seconds_bucket{le=\"0.000004095\"} 3",
+            "x_stall_seconds_bucket{le=\"0.000016383\"} 4",
+            "x_stall_seconds_bucket{le=\"68.719476735\"} 4",
+            "x_stall_seconds_bucket{le=\"+Inf\"} 5",
+            "x_stall_seconds_sum 100.000007047",
+            "x_stall_seconds_count 5",
+        ] {
+            assert!(text.contains(&format!("{line}\n")), "{line} in {text}");
+        }
+    }
+
+    #[test]
+    fn names_without_end_are_bounded_and_no_sum_falls() {
+        let name = |number: usize| format!("comm{number}");
+        let text = in_file(|metrics| {
+            for number in 0..1009 {
+                metrics.add(&FAULTS, &[&name(number), "minor"], number as u64);
+            }
+            metrics.write();
+            // Now the smallest are large, and one of the largest goes on.
+            metrics.add(&FAULTS, &[&name(1), "minor"], 1_000_000);
+            metrics.add(&FAULTS, &[&name(1008), "minor"], 1);
+        });
+        let lines = text
+            .lines()
+            .filter(|line| line.starts_with("x_faults_total"));
+        let sums: Vec<(&str, u64)> = lines
+            .map(|line| line.rsplit_once(' ').expect("a value"))
+            .map(|(name, sum)| (name, sum.parse().expect("a number")))
+            .collect();
+        assert_eq!(sums.len(), MOST_SERIES + 1);
+        let all: u64 = sums.iter().map(|(_, sum)| sum).sum();
+        assert_eq!(all, 1008 * 1009 / 2 + 1_000_001);
+        assert!(sums.contains(&("x_faults_total{comm=\"comm1008\",type=\"minor\"}", 1009)));
+        let other = sums.iter().find(|(name, _)| name.contains("\"other\""));
+        assert!(other.is_some_and(|(_, sum)| *sum > 1_000_000), "{other:?}");
+    }
+
+    #[test]
+    fn without_a_file_nothing_is_kept() {
+        let mut metrics = MetricsArgs::default().open("x", &[&FAULTS]).expect("none");
+        metrics.add(&FAULTS, &["a", "minor"], 7);
+        assert!(metrics.of(&FAULTS).new.is_empty());
+        metrics.finish().expect("nothing to write");
+    }
+}
