@@ -1,5 +1,7 @@
 //! memleak over several processes, and over a process that becomes another program.
 
+use std::collections::{HashMap, HashSet};
+
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 
@@ -16,6 +18,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         those_in_a_cgroup_are_traced,
         those_of_a_name_are_traced,
         what_children_left_when_they_exited_is_shown,
+        thousands_of_children_leave_what_they_leaked [Once],
         what_children_left_is_in_totals_and_estimates,
         a_vforked_child_shares_its_parents_blocks,
         an_exec_forgets,
@@ -179,6 +182,35 @@ fn what_children_left_when_they_exited_is_shown() -> Result<()> {
             "{child}: {found:?} in {groups:#?}"
         );
     }
+    Ok(())
+}
+
+/// So many that processes' numbers and the kernel's maps are used again and again.
+fn thousands_of_children_leave_what_they_leaked() -> Result<()> {
+    const CHILDREN: u64 = 5003;
+    let mut workload = Workload::start("lives", &["leave", "3", "97", &CHILDREN.to_string()])?;
+    let pid = workload.pid();
+    let args = ["--children", "-p", &pid, "-o", "0", "-T", "100000", "60"];
+    let mut tool = Tool::start("memleak", &args)?;
+    tool.wait_for(READY)?;
+    let facts = workload.work()?;
+    let groups = groups_at_end(tool)?;
+    let mut left: HashMap<&str, (u64, u64)> = HashMap::new();
+    for group in groups.iter().filter(|group| group.passes("in_process")) {
+        let sum = left
+            .entry(group.pid.as_deref().unwrap_or_default())
+            .or_default();
+        *sum = (sum.0 + group.bytes, sum.1 + group.allocations);
+    }
+    let children: HashSet<&str> = facts["children"].split(',').collect();
+    let wrong = children
+        .iter()
+        .filter(|child| left.get(**child) != Some(&(3 * 97, 3)));
+    let wrong: Vec<_> = wrong.map(|child| (child, left.get(child))).collect();
+    ensure!(
+        children.len() as u64 == CHILDREN && wrong.is_empty(),
+        "{wrong:?}"
+    );
     Ok(())
 }
 
