@@ -32,12 +32,12 @@ struct {
 	__type(value, __u64);
 } unwind_held SEC(".maps");
 
-/* Processes: 1 from where one is stopped until it is let go on, 0 just before that. */
+/* By process, the hash of the file that it is stopped for until it is let go on; 0 just before. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, HELD_AT_A_TIME);
 	__type(key, __u32);
-	__type(value, __u32);
+	__type(value, __u64);
 } unwind_stopped SEC(".maps");
 
 /* By hash, files that user space has looked at while a process was stopped for them. */
@@ -90,10 +90,10 @@ static __noinline bool held_is_wanted(__u32 pid)
 static __noinline int held_stop(struct file *mapped)
 {
 	struct inode *inode = BPF_CORE_READ(mapped, f_inode);
-	__u32 pid = unwind_process_of_current(), stopped = 0;
+	__u32 pid = unwind_process_of_current();
 	struct unwind_request *request;
 	struct mapping_file file = {};
-	__u64 hash;
+	__u64 hash, about = 0, *stopped;
 
 	if (!inode || !held_is_wanted(pid))
 		return 0;
@@ -101,21 +101,25 @@ static __noinline int held_stop(struct file *mapped)
 	hash = mapping_file_hash(&file);
 	if (bpf_map_lookup_elem(&unwind_looked, &hash))
 		return 0;
-	if (bpf_map_update_elem(&unwind_stopped, &pid, &stopped, BPF_ANY))
+	stopped = bpf_map_lookup_elem(&unwind_stopped, &pid);
+	if (stopped && *stopped == hash)
+		return 0; /* by the program that this one is a second to */
+	if (!stopped && bpf_map_update_elem(&unwind_stopped, &pid, &about, BPF_NOEXIST))
 		return 0;
 	request = bpf_ringbuf_reserve(&unwind_requests, sizeof(*request), 0);
 	if (!request) {
-		bpf_map_delete_elem(&unwind_stopped, &pid);
+		if (!stopped)
+			bpf_map_delete_elem(&unwind_stopped, &pid);
 		return 0;
 	}
-	/* Sent first: whoever reads the 1 can take the signal back by SIGCONT. */
+	/* Sent first: whoever reads the hash can take the signal back by SIGCONT. */
 	if (bpf_send_signal(SIGSTOP)) {
 		bpf_ringbuf_discard(request, 0);
-		bpf_map_delete_elem(&unwind_stopped, &pid);
+		if (!stopped)
+			bpf_map_delete_elem(&unwind_stopped, &pid);
 		return 0;
 	}
-	stopped = 1;
-	bpf_map_update_elem(&unwind_stopped, &pid, &stopped, BPF_ANY);
+	bpf_map_update_elem(&unwind_stopped, &pid, &hash, BPF_ANY);
 	__builtin_memset(request, 0, sizeof(*request));
 	request->held_file = hash;
 	request->pid = pid;
@@ -123,9 +127,7 @@ static __noinline int held_stop(struct file *mapped)
 	return 0;
 }
 
-/* These two are attached only while something is held: all system calls come through the second. */
-SEC("raw_tp/sched_process_exec")
-int unwind_exec(struct bpf_raw_tracepoint_args *ctx)
+static __noinline int held_exec(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct linux_binprm *program = (void *)ctx->args[2];
 
@@ -133,23 +135,58 @@ int unwind_exec(struct bpf_raw_tracepoint_args *ctx)
 	return held_stop(BPF_CORE_READ(program, file));
 }
 
-SEC("tp_btf/sys_exit")
-int unwind_mmap(__u64 *args)
+/* As BTF tracepoints they would take 30 ns less, but the loader a copy of the kernel's BTF. */
+static __noinline int held_mmap(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct task_struct *task = (void *)bpf_get_current_task();
-	struct pt_regs *regs = (void *)args[0];
+	struct pt_regs *regs = (void *)ctx->args[0];
 	struct file **files, *file = NULL;
 	__u32 number;
 
-	if (regs->orig_ax != SYS_MMAP || !(regs->dx & PROT_EXEC) || regs->r10 & MAP_ANONYMOUS ||
-	    (__s64)args[1] < 0)
+	if (BPF_CORE_READ(regs, orig_ax) != SYS_MMAP || !(BPF_CORE_READ(regs, dx) & PROT_EXEC) ||
+	    BPF_CORE_READ(regs, r10) & MAP_ANONYMOUS || (__s64)ctx->args[1] < 0)
 		return 0;
-	number = regs->r8;
+	number = BPF_CORE_READ(regs, r8);
 	if (number >= BPF_CORE_READ(task, files, fdt, max_fds))
 		return 0;
 	files = BPF_CORE_READ(task, files, fdt, fd);
 	bpf_probe_read_kernel(&file, sizeof(file), files + number);
 	return held_stop(file);
+}
+
+/*
+ * These are attached only while something is held: all system calls come through the last
+ * two. From about 7.0 on the kernel skips one that is running on that CPU already, for a
+ * task that was preempted in it; where nothing may be missed, the next one then does it.
+ */
+SEC("raw_tp/sched_process_exec")
+int unwind_exec(struct bpf_raw_tracepoint_args *ctx)
+{
+	return held_exec(ctx);
+}
+
+SEC("?raw_tp/sched_process_exec")
+int held_exec_too(struct bpf_raw_tracepoint_args *ctx)
+{
+	return held_exec(ctx);
+}
+
+SEC("?raw_tp/sched_process_exec")
+int held_exec_again(struct bpf_raw_tracepoint_args *ctx)
+{
+	return held_exec(ctx);
+}
+
+SEC("raw_tp/sys_exit")
+int unwind_mmap(struct bpf_raw_tracepoint_args *ctx)
+{
+	return held_mmap(ctx);
+}
+
+SEC("?raw_tp/sys_exit")
+int held_mmap_too(struct bpf_raw_tracepoint_args *ctx)
+{
+	return held_mmap(ctx);
 }
 
 #endif /* MEMTOOLS_HELD_BPF_H */

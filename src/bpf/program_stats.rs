@@ -10,6 +10,12 @@ pub(crate) fn skipped<P: AsFd>(programs: impl IntoIterator<Item = P>) -> u64 {
     programs.into_iter().filter_map(skipped).sum()
 }
 
+/// How often, at most, it has skipped all of these programs, of one hook, which do the same.
+pub(crate) fn skipped_by_all<P: AsFd>(programs: impl IntoIterator<Item = P>) -> u64 {
+    let skipped = programs.into_iter().map(|program| skipped([program]));
+    skipped.min().unwrap_or_default()
+}
+
 /// What the kernel says of a program.
 struct FdInfo(String);
 

@@ -7,7 +7,7 @@ use std::fmt;
 
 use anyhow::{Context, Result};
 use libbpf_rs::skel::OpenSkel;
-use libbpf_rs::{Link, OpenMapMut, ProgramMut};
+use libbpf_rs::{Link, OpenMapMut};
 
 use crate::bpf::attach;
 use crate::bpf::map_create;
@@ -71,16 +71,9 @@ impl Follower {
             &programs.process_fork_too,
             &programs.process_fork_again,
         ];
-        skipped_by_all(&forks)
-            + skipped_by_all(&[&programs.process_free, &programs.process_free_too])
+        program_stats::skipped_by_all(forks)
+            + program_stats::skipped_by_all([&programs.process_free, &programs.process_free_too])
     }
-}
-
-fn skipped_by_all(programs: &[&ProgramMut<'_>]) -> u64 {
-    let runs = programs
-        .iter()
-        .map(|program| program_stats::skipped([program]));
-    runs.min().unwrap_or_default()
 }
 
 impl fmt::Debug for Follower {

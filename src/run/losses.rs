@@ -43,7 +43,9 @@ impl Losses {
     /// up to date: a stack itself says what it lacks.
     pub fn of(object: &Object, filter: &Filter) -> Result<Self> {
         let records = |program: &Program<'_>| {
-            program.autoload() && !program.name().as_encoded_bytes().starts_with(b"unwind_")
+            let name = program.name().as_encoded_bytes();
+            let unwinds = name.starts_with(b"unwind_") || name.starts_with(b"held_");
+            program.autoload() && !unwinds
         };
         let lost = Self::counted(object)?.and_runs(object.progs().filter(records));
         let runs = lost.runs + filter.skipped_runs();
@@ -78,6 +80,14 @@ impl Losses {
     pub fn and_runs<P: AsFd>(self, programs: impl IntoIterator<Item = P>) -> Self {
         Self {
             runs: program_stats::skipped(programs),
+            ..self
+        }
+    }
+
+    /// These losses, with so many more runs that were skipped.
+    pub fn and_skipped(self, runs: u64) -> Self {
+        Self {
+            runs: self.runs + runs,
             ..self
         }
     }

@@ -10,6 +10,7 @@ use memtools::process::address_space::CodeFile;
 use memtools::process::mapped_file::MappedFile;
 use memtools::process::proc::{FileId, Process};
 use memtools::process::translator;
+use nix::unistd::{Pid, getpgid};
 
 use crate::args::Args;
 use crate::objects::{self, Object, ProbedFile};
@@ -150,12 +151,22 @@ impl Loaded {
         Ok(())
     }
 
-    /// Tells of an allocator that a process is stopped for, and that was met just before that.
+    /// Tells of an allocator that a process is stopped for, and that was met just before that, in the same
+    /// process or in another one: that was about to be stopped, too, if it is in our process group
+    /// (`bpf/include/held.bpf.h`), and goes on now without.
     fn tell_in_time(&mut self, pid: u32, file: (u64, u64)) {
-        let mut late = self.late.iter();
-        if let Some(at) = late.position(|late| (late.pid, late.file) == (pid, file)) {
-            tell_probed(&self.late.swap_remove(at).found);
-        }
+        let group_of = |pid| getpgid(pid).ok();
+        let is_held = |other: u32| {
+            let other = Pid::from_raw(other.cast_signed());
+            group_of(Some(other)) == group_of(None)
+        };
+        self.late.retain(|late| {
+            let in_time = late.file == file && (late.pid == pid || is_held(late.pid));
+            if in_time {
+                tell_probed(&late.found);
+            }
+            !in_time
+        });
     }
 
     /// Tells of the allocators that were met so long ago and without a stop.

@@ -445,6 +445,15 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
     ] {
         program.set_autoload(true);
     }
+    // An allocator whose process was not stopped is not known.
+    let is_skipped = target.is_command && kernel_support::preempts_raw_tracepoints();
+    for program in [
+        &mut open.progs.held_exec_too,
+        &mut open.progs.held_exec_again,
+        &mut open.progs.held_mmap_too,
+    ] {
+        program.set_autoload(is_skipped);
+    }
     let whose = target.whose_tables(args);
     let early = Early::start(args.unwind, &mut open.maps.unwind_shards, whose.clone())?;
     let skel = open.load().context("failed to load")?;

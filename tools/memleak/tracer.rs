@@ -461,7 +461,9 @@ impl<'a> Tracer<'a> {
 
     /// What could not be recorded, or kept.
     fn losses(&self) -> Result<Losses> {
-        Ok(Losses::of(self.skel.object(), self.filter)?.and_stacks(self.stacks.lost()))
+        let lost = Losses::of(self.skel.object(), self.filter)?;
+        let held = memtools::unwind_holds!(self.skel).skipped_runs();
+        Ok(lost.and_stacks(self.stacks.lost()).and_skipped(held))
     }
 
     /// Prints the sums that a text report ends with. JSON has them at the head.

@@ -87,9 +87,14 @@ impl Held {
             let looked = &self.maps.looked;
             let _ = looked.update(&file.to_ne_bytes(), &[1], MapFlags::ANY);
         }
-        // One that is gone needs neither.
-        let _ = self.maps.stopped.delete(&pid.to_ne_bytes());
-        resume(pid);
+        let stopped = self.maps.stopped.lookup(&pid.to_ne_bytes(), MapFlags::ANY);
+        let now = stopped.ok().flatten();
+        // Another of its threads may have been stopped for another file meanwhile: that lets it go on.
+        if now.is_none_or(|now| now == file.to_ne_bytes()) {
+            // One that is gone needs neither.
+            let _ = self.maps.stopped.delete(&pid.to_ne_bytes());
+            resume(pid);
+        }
     }
 }
 
@@ -108,7 +113,7 @@ fn let_go(held: BorrowedFd<'_>, stopped: BorrowedFd<'_>) {
     wait_for_programs();
     let mut last = None;
     for _ in 0..HELD_AT_A_TIME {
-        let (mut pid, mut is_stopped) = (0u32, 0u32);
+        let (mut pid, mut file) = (0u32, 0u64);
         let from = last.as_ref().map_or(null(), from_ref::<u32>);
         let map = stopped.as_raw_fd();
         // SAFETY: as above; a null pointer stands for the beginning.
@@ -117,13 +122,13 @@ fn let_go(held: BorrowedFd<'_>, stopped: BorrowedFd<'_>) {
                 || libbpf_sys::bpf_map_lookup_elem(
                     map,
                     from_ref(&pid).cast(),
-                    from_mut(&mut is_stopped).cast(),
+                    from_mut(&mut file).cast(),
                 ) != 0
         };
         if none {
             break;
         }
-        if is_stopped == 1 {
+        if file != 0 {
             resume(pid);
         }
         last = Some(pid);

@@ -34,6 +34,7 @@ use self::store::Store;
 pub use self::summary::Summary;
 use self::tables::Tables;
 use self::worker::{Queue, Worker};
+use crate::bpf::program_stats;
 use crate::bpf::types::unwind_mode;
 use crate::print::output::Output;
 use crate::process::command::{self, CommandLine};
@@ -214,9 +215,56 @@ macro_rules! unwind_parts {
             missing: &$skel.maps.unwind_missing,
             slots: &$skel.maps.stack_slots,
             publish: &$skel.progs.unwind_publish,
-            holds: [&$skel.progs.unwind_exec, &$skel.progs.unwind_mmap],
+            holds: $crate::unwind_holds!($skel),
         }
     };
+}
+
+/// The programs of a skeleton by which a command is held, as [`Holds`].
+#[macro_export]
+macro_rules! unwind_holds {
+    ($skel:expr) => {
+        $crate::stacks::unwind::Holds {
+            exec: [
+                &$skel.progs.unwind_exec,
+                &$skel.progs.held_exec_too,
+                &$skel.progs.held_exec_again,
+            ],
+            mmap: [&$skel.progs.unwind_mmap, &$skel.progs.held_mmap_too],
+        }
+    };
+}
+
+/// What stops a command that maps code. Of each hook the first program is loaded, and the others where
+/// nothing may be missed.
+pub struct Holds<'a> {
+    /// At exec.
+    pub exec: [&'a ProgramMut<'static>; 3],
+    /// At mmap(2).
+    pub mmap: [&'a ProgramMut<'static>; 2],
+}
+
+impl<'a> Holds<'a> {
+    fn attach(&self) -> Result<Vec<Link>> {
+        let [exec, mmap] = self.loaded();
+        let exec = exec.map(|program| program.attach_raw_tracepoint("sched_process_exec"));
+        let mmap = mmap.map(|program| program.attach_raw_tracepoint("sys_exit"));
+        let links = exec.chain(mmap).collect::<Result<_, _>>();
+        links.context("failed to watch the command")
+    }
+
+    /// How often, at most, all programs of a hook were skipped: each may be a process that was not stopped.
+    pub fn skipped_runs(&self) -> u64 {
+        self.loaded()
+            .map(program_stats::skipped_by_all)
+            .iter()
+            .sum()
+    }
+
+    fn loaded(&self) -> [impl Iterator<Item = &'a ProgramMut<'static>>; 2] {
+        let hooks: [Vec<_>; 2] = [self.exec.to_vec(), self.mmap.to_vec()];
+        hooks.map(|hook| hook.into_iter().filter(|program| program.autoload()))
+    }
 }
 
 /// See [`Parts::while_stopped`]. Takes the process that is stopped.
@@ -240,8 +288,7 @@ pub struct Parts<'a> {
     pub missing: &'a MapMut<'static>,
     pub slots: &'a MapMut<'static>,
     pub publish: &'a ProgramMut<'static>,
-    /// What stops a command that starts.
-    pub holds: [&'a ProgramMut<'static>; 2],
+    pub holds: Holds<'a>,
 }
 
 /// Keeps the tables up to date while it lives.
@@ -280,7 +327,7 @@ impl Unwinder {
                     stopped: handle(parts.stopped)?,
                     looked: handle(parts.looked)?,
                 };
-                Some(Held::hold(pid, descendants, maps, attach(parts.holds)?)?)
+                Some(Held::hold(pid, descendants, maps, parts.holds.attach()?)?)
             }
             Whose::Processes(_) => None,
         };
@@ -305,15 +352,6 @@ fn tell(tables: &Tables, pid: u32, took: Duration) {
         words / 128,
         took.as_secs_f64() * 1e3
     ));
-}
-
-/// Attaches what stops a command that starts.
-fn attach(programs: [&ProgramMut<'static>; 2]) -> Result<Vec<Link>> {
-    programs
-        .map(|program| program.attach())
-        .into_iter()
-        .collect::<Result<_, _>>()
-        .context("failed to watch the command")
 }
 
 fn handle(map: &MapMut<'_>) -> Result<MapHandle> {
