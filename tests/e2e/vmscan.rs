@@ -541,11 +541,11 @@ fn fragmentation_is_the_kernels_own_index() -> Result<()> {
         "{found:?}"
     );
     // In that moment kcompactd can have made a block, and the other CPU may have taken or freed some: once in 61 on
-    // 7.2.
+    // 7.2, once in 7 on 6.1.
     let near = |(a, b): &(&i64, &i64)| (*a - *b).abs() <= 1;
     let agree = found.iter().zip(&expected).filter(near).count();
     ensure!(
-        found.len() == expected.len() && agree * 10 >= found.len() * 9,
+        found.len() == expected.len() && found.len() - agree <= (found.len() / 10).max(1),
         "{found:?}, not {expected:?}"
     );
     Ok(())
