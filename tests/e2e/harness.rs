@@ -56,6 +56,8 @@ pub(crate) enum Need {
     Overlay,
     /// Transparent huge pages of several sizes, each with counters.
     SmallThp,
+    /// Namespaces of unprivileged users, which some systems forbid.
+    UserNamespaces,
     /// The kernel's memory, counted by cgroup, BPF maps included: 5.18 and later, version 2.
     KernelMemory,
 }
@@ -85,6 +87,14 @@ impl Need {
                 "this kernel has transparent huge pages of one size",
             ),
             Need::Once => (!in_guest(), "the same on every kernel; runs on the host"),
+            Need::UserNamespaces => (
+                // Debian's own setting, where it is there, and the kernel's.
+                fs::read_to_string("/proc/sys/kernel/unprivileged_userns_clone")
+                    .map_or(true, |may| may.trim() != "0")
+                    && fs::read_to_string("/proc/sys/user/max_user_namespaces")
+                        .is_ok_and(|most| most.trim() != "0"),
+                "unprivileged users may not make namespaces here",
+            ),
             Need::KernelMemory => (
                 fs::read_to_string("/sys/fs/cgroup/memory.stat")
                     .is_ok_and(|stat| stat.contains("\nkernel ")),

@@ -15,8 +15,8 @@ use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use tempfile::TempDir;
 
-use crate::harness::{self, Ended, Tool, Workload};
-use crate::memleak;
+use crate::harness::{self, Ended, Tool, Workload, workload};
+use crate::memleak::{self, READY};
 
 const LIVE: &str = "tracing brk(2)";
 /// Who owns what is hostile.
@@ -39,6 +39,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         names_obey_no_terminal,
         code_mapped_for_ever_takes_no_memory [Once],
         a_sandboxed_target_lives,
+        names_of_a_library_are_not_forged [Once, UserNamespaces],
         more_libraries_than_descriptors_have_names [Once],
         more_processes_than_tables_are_complete [Once],
         mappings_that_change_leave_others_complete [Once],
@@ -123,7 +124,7 @@ fn what_is_no_regular_file_is_not_opened() -> Result<()> {
             let (folder, file) = library()?;
             // Under a name of its own, as other tests run the same program.
             let own = folder.path().join("hostile-irregular");
-            harness::copy(&harness::workload("hostile-mapped"), &own)?;
+            harness::copy(&workload("hostile-mapped"), &own)?;
             let args = [action, text(&file), CALLS];
             let program = Workload::spawn(Command::new(&own).args(args))?;
             let watch = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)?;
@@ -247,7 +248,7 @@ fn a_sandboxed_target_lives() -> Result<()> {
     let mut program = Workload::start("hostile-sandbox", &["1009", "4093"])?;
     let args = ["-o", "0", "-p", &program.pid(), "60"];
     let mut tool = Tool::start("memleak", &args)?;
-    tool.wait_for(memleak::READY)?;
+    tool.wait_for(READY)?;
     let facts = program.work()?;
     let ended = tool.interrupt()?;
     ensure!(program.finish()?.success(), "the target was harmed");
@@ -258,6 +259,40 @@ fn a_sandboxed_target_lives() -> Result<()> {
     Ok(())
 }
 
+/// Two processes map a library, of which one is a user's that has another file at its path.
+fn names_of_a_library_are_not_forged() -> Result<()> {
+    // Of a tmpfs, whose inode numbers are small.
+    let folder = tempfile::tempdir_in("/dev/shm")?;
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755))?;
+    let file = |name: &str| folder.path().join(name);
+    let [library, fake, mounts] = ["forged-victim-plugin.so", "fake.so", "mounts"].map(file);
+    harness::copy(&workload("unwind-plugin.so"), &library)?;
+    let mut bytes = fs::read(&library)?;
+    let names = [&b"through_plugin"[..], b"through_forged"];
+    while let Some(at) = memchr::memmem::find(&bytes, names[0]) {
+        bytes[at..at + names[1].len()].copy_from_slice(names[1]);
+    }
+    fs::write(&fake, bytes)?;
+    fs::create_dir(&mounts)?;
+    let [victim, attacker] = ["forged-victim", "forged-attacker"].map(file);
+    harness::copy(&workload("unwind"), &victim)?;
+    harness::copy(&workload("hostile-spoof"), &attacker)?;
+
+    let mut victim = Workload::spawn(Command::new(victim).args(["plugin", "101"]))?;
+    let args = [&library, &fake, &mounts];
+    let mut attacker = Workload::spawn(Command::new(attacker).args(args))?;
+    let args = ["-n", "forged-", "-o", "0", "-T", "100", "60"];
+    let mut tool = Tool::start("memleak", &args)?;
+    tool.wait_for(READY)?;
+    victim.work()?;
+    attacker.work()?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    ensure!(ended.stdout.contains("through_plugin"), "{ended:?}");
+    ensure!(!ended.stdout.contains("through_forged"), "{ended:?}");
+    Ok(())
+}
+
 /// A process that maps eight times as many libraries as a tool may have files open. The functions of its own
 /// program and of those that it had before have their names.
 fn more_libraries_than_descriptors_have_names() -> Result<()> {
@@ -265,7 +300,7 @@ fn more_libraries_than_descriptors_have_names() -> Result<()> {
     const FILES: usize = 8 * DESCRIPTORS;
     let folder = harness::scratch()?;
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755))?;
-    let library = fs::read(harness::workload("unwind-plugin.so"))?;
+    let library = fs::read(workload("unwind-plugin.so"))?;
     for number in 0..FILES {
         fs::write(folder.path().join(number.to_string()), &library)?;
     }
@@ -323,7 +358,7 @@ fn more_processes_than_tables_are_complete() -> Result<()> {
     const CALLS: u64 = 3;
     let folder = harness::scratch()?;
     let program = folder.path().join("hostile-many");
-    harness::copy(&harness::workload("hostile-crowd"), &program)?;
+    harness::copy(&workload("hostile-crowd"), &program)?;
     let mut tool = Tool::start("brkstack", &["-j", "-n", "hostile-many"])?;
     tool.wait_for(LIVE)?;
     for processes in [1, PROCESSES] {
@@ -361,7 +396,7 @@ fn mappings_that_change_leave_others_complete() -> Result<()> {
     let (_folder, file) = library()?;
     let folder = harness::scratch()?;
     let program = folder.path().join("hostile-victim");
-    harness::copy(&harness::workload("hostile-mapped"), &program)?;
+    harness::copy(&workload("hostile-mapped"), &program)?;
     let mut tool = Tool::start("brkstack", &["-j", "-n", "hostile-"])?;
     tool.wait_for(LIVE)?;
     for calls in [FIRST, SECOND] {
