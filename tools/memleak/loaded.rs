@@ -22,6 +22,8 @@ pub(crate) const PAUSE: Duration = Duration::from_millis(200);
 /// Time from an exec to a look: by then a program has mapped its libraries, as a rule.
 pub(crate) const AFTER_EXEC: Duration = Duration::from_millis(5);
 
+/// What is said of an allocator that is met while its process runs.
+const TOO_LATE: &str = "met when it was loaded already: what it allocated until then is not known";
 /// Time from an allocator's probes to telling of what it allocated before: a process that is about to be stopped
 /// for the file has not allocated by it yet.
 const DOUBT: Duration = Duration::from_millis(100);
@@ -99,13 +101,15 @@ impl Loaded {
     }
 
     /// Probes what a process has mapped, which is stopped until this is done: nothing that it
-    /// allocates is missed. It is the command, or one that this has started.
+    /// allocates is missed. It is the command, or one that this has started. `is_stopped` tells whether it
+    /// still is: it has been let go on where we came too late.
     ///
     /// # Errors
     /// If the command has become a translator, which must not be probed.
     pub(crate) fn look_at_stopped(
         &mut self,
         pid: u32,
+        is_stopped: &dyn Fn() -> bool,
         target: &Target,
         attached: &Attached,
         args: &Args,
@@ -137,12 +141,21 @@ impl Loaded {
                 continue;
             };
             if !known.insert(identity) {
-                self.tell_in_time(pid, identity);
+                if is_stopped() {
+                    self.tell_in_time(pid, identity);
+                }
                 continue;
             }
             match self.probe(probed_in, &file, number == 0, attached, args) {
                 Ok(None) => {}
-                Ok(Some(object)) => tell_probed(&format!("{} ({})", object.found(), attached.how)),
+                Ok(Some(object)) => {
+                    let found = format!("{} ({})", object.found(), attached.how);
+                    if is_stopped() {
+                        tell_probed(&found);
+                    } else {
+                        tell_probed(&format!("{found}, {TOO_LATE}"));
+                    }
+                }
                 Err(error) => {
                     objects::tell_once(&format!("{} is not traced: {error:#}", file.module()));
                 }
@@ -174,12 +187,7 @@ impl Loaded {
         self.late.retain(|late| {
             let in_doubt = late.since.elapsed() < doubt;
             if !in_doubt {
-                eprintln!(
-                    "memleak: {}, loaded within the last {} ms: what it allocated until then is not \
-                     known",
-                    late.found,
-                    PAUSE.as_millis()
-                );
+                tell_probed(&format!("{}, {TOO_LATE}", late.found));
             }
             in_doubt
         });

@@ -102,8 +102,8 @@ fn run(args: Args) -> Result<ExitCode> {
         let wake = poller.wait(Some(look_at))?;
         if wake.asked {
             let mut looked = Ok(());
-            attached.questions.answer(|pid| {
-                let look = loaded.look_at_stopped(pid, &target, &attached, &args);
+            attached.questions.answer(|pid, is_stopped| {
+                let look = loaded.look_at_stopped(pid, is_stopped, &target, &attached, &args);
                 looked = mem::replace(&mut looked, Ok(())).and(look);
             });
             looked?;

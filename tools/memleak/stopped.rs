@@ -8,6 +8,8 @@
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -23,6 +25,8 @@ const ANSWER_BYTES: usize = 4;
 /// The main thread's end.
 pub(crate) struct Questions {
     stream: UnixStream,
+    /// The number of the question that is waited for; 0 for none.
+    waiting: Arc<AtomicU32>,
     /// The other end, lest its end is waited for once nobody asks any more.
     _other: UnixStream,
 }
@@ -35,12 +39,20 @@ pub(crate) fn questions() -> Result<(WhileStopped, Questions)> {
         asker.set_write_timeout(Some(PATIENCE))?;
         stream.set_nonblocking(true)?;
         let _other = asker.try_clone()?;
-        Ok::<_, std::io::Error>((asker, Questions { stream, _other }))
+        let waiting = Arc::new(AtomicU32::new(0));
+        let questions = Questions {
+            stream,
+            waiting,
+            _other,
+        };
+        Ok::<_, std::io::Error>((asker, questions))
     };
     let (mut asker, questions) = pair().context("failed to open a pair of sockets")?;
+    let waiting = Arc::clone(&questions.waiting);
     let mut number = 0u32;
     let ask = move |pid: u32| {
-        number = number.wrapping_add(1);
+        number = number.wrapping_add(1).max(1);
+        waiting.store(number, Ordering::SeqCst);
         let number = number.to_ne_bytes();
         let mut answer = [0; ANSWER_BYTES];
         let mut asked = asker.write_all(&[number, pid.to_ne_bytes()].concat());
@@ -48,17 +60,21 @@ pub(crate) fn questions() -> Result<(WhileStopped, Questions)> {
         while asked.is_ok() && answer != number {
             asked = asker.read_exact(&mut answer);
         }
+        waiting.store(0, Ordering::SeqCst);
     };
     Ok((Box::new(ask), questions))
 }
 
 impl Questions {
-    /// Does `work` for each process that it was asked for, and says that it is done.
-    pub(crate) fn answer(&self, mut work: impl FnMut(u32)) {
+    /// Does `work` for each process that it was asked for, and says that it is done. The second
+    /// argument tells whether the process is stopped still.
+    pub(crate) fn answer(&self, mut work: impl FnMut(u32, &dyn Fn() -> bool)) {
         let mut question = [0; QUESTION_BYTES];
         while (&self.stream).read_exact(&mut question).is_ok() {
             let [a, b, c, d, pid @ ..] = question;
-            work(u32::from_ne_bytes(pid));
+            let number = u32::from_ne_bytes([a, b, c, d]);
+            let is_waiting = || self.waiting.load(Ordering::SeqCst) == number;
+            work(u32::from_ne_bytes(pid), &is_waiting);
             // Whoever asked may have lost patience.
             let _ = (&self.stream).write_all(&[a, b, c, d]);
         }
@@ -87,12 +103,12 @@ mod tests {
                 ask(11);
             });
             while !asks.is_finished() {
-                questions.answer(|pid| works.push(pid));
+                questions.answer(|pid, is_waiting| works.push((pid, is_waiting())));
             }
         });
-        assert_eq!(works, [7, 11]);
-        questions.answer(|pid| works.push(pid));
-        assert_eq!(works, [7, 11], "nobody asked");
+        assert_eq!(works, [(7, true), (11, true)]);
+        questions.answer(|pid, _| works.push((pid, true)));
+        assert_eq!(works.len(), 2, "nobody asked");
     }
 
     #[test]
@@ -104,8 +120,8 @@ mod tests {
         thread::scope(|scope| {
             let asks = scope.spawn(move || ask(11));
             while works.len() < 2 {
-                questions.answer(|pid| {
-                    works.push(pid);
+                questions.answer(|pid, is_waiting| {
+                    works.push((pid, is_waiting()));
                     if pid == 11 {
                         thread::sleep(Duration::from_millis(50));
                         assert!(!asks.is_finished(), "the first answer was taken");
@@ -113,7 +129,7 @@ mod tests {
                 });
             }
         });
-        assert_eq!(works, [7, 11]);
+        assert_eq!(works, [(7, false), (11, true)]);
     }
 
     #[test]
