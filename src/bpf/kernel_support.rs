@@ -14,7 +14,7 @@ use nix::sys::utsname::uname;
 use nix::unistd::{SysconfVar, sysconf};
 
 use crate::bpf::btf::Types;
-use crate::host::capabilities::{Capabilities, Capability};
+use crate::host::capabilities::{self, Capability};
 
 const BTF: &str = "/sys/kernel/btf/vmlinux";
 const NOT_READ: &str = "failed to read the kernel's BTF, /sys/kernel/btf/vmlinux";
@@ -25,10 +25,8 @@ const NOT_READ: &str = "failed to read the kernel's BTF, /sys/kernel/btf/vmlinux
 /// # Errors
 /// Says what is missing, and the command or setting that gives it.
 pub fn preflight() -> Result<()> {
-    let effective =
-        Capabilities::effective().context("failed to read /proc/self/status; is /proc mounted?")?;
-    check_capabilities(effective)?;
-    check_locked_memory(effective)?;
+    check_capabilities(capabilities::has)?;
+    check_locked_memory()?;
     check_lockdown(&fs::read_to_string("/sys/kernel/security/lockdown").unwrap_or_default())?;
     if !Path::new(BTF).exists() {
         bail!(
@@ -63,7 +61,7 @@ pub fn preflight_tracepoints() -> Result<()> {
     if looks[0].as_ref().is_err_and(refused) {
         bail!(
             "not permitted to look for tracepoints in {TRACEFS}{}",
-            Capability::DacReadSearch.remedy()
+            capabilities::remedy(Capability::CAP_DAC_READ_SEARCH)
         );
     }
     let none: Option<&str> = None;
@@ -253,13 +251,13 @@ fn tracepoints_in(btf: &[u8]) -> Vec<String> {
     tracepoints
 }
 
-fn check_capabilities(effective: Capabilities) -> Result<()> {
-    if effective.have(Capability::SysAdmin) {
+fn check_capabilities(has: impl Fn(Capability) -> bool) -> Result<()> {
+    if has(Capability::CAP_SYS_ADMIN) {
         return Ok(());
     }
-    let missing: Vec<String> = [Capability::Bpf, Capability::Perfmon]
+    let missing: Vec<String> = [Capability::CAP_BPF, Capability::CAP_PERFMON]
         .into_iter()
-        .filter(|&wanted| !effective.have(wanted))
+        .filter(|&wanted| !has(wanted))
         .map(|missing| missing.to_string())
         .collect();
     if missing.is_empty() {
@@ -274,9 +272,9 @@ fn check_capabilities(effective: Capabilities) -> Result<()> {
 
 /// Before 5.11, where no memory cgroup is charged for them, BPF maps count as memory that is locked. libbpf
 /// raises the limit when it loads a program.
-fn check_locked_memory(effective: Capabilities) -> Result<()> {
+fn check_locked_memory() -> Result<()> {
     let (limit, _) = getrlimit(Resource::RLIMIT_MEMLOCK)?;
-    if effective.have(Capability::SysResource)
+    if capabilities::has(Capability::CAP_SYS_RESOURCE)
         || limit == RLIM_INFINITY
         || !is_before(5, 11)
         || !btf_has_name("bpf_map_memory")
@@ -285,7 +283,7 @@ fn check_locked_memory(effective: Capabilities) -> Result<()> {
     }
     bail!(
         "BPF maps are locked memory before Linux 5.11, of which {limit} bytes are permitted{}",
-        Capability::SysResource.remedy()
+        capabilities::remedy(Capability::CAP_SYS_RESOURCE)
     );
 }
 
@@ -317,10 +315,10 @@ mod tests {
 
     #[test]
     fn root_or_the_two_capabilities_suffice() {
-        let check = |wanted: &[Capability]| check_capabilities(wanted.iter().copied().collect());
-        assert!(check(&[Capability::SysAdmin]).is_ok());
-        assert!(check(&[Capability::Bpf, Capability::Perfmon]).is_ok());
-        let error = check(&[Capability::Bpf]).unwrap_err().to_string();
+        let check = |held: &[Capability]| check_capabilities(|wanted| held.contains(&wanted));
+        assert!(check(&[Capability::CAP_SYS_ADMIN]).is_ok());
+        assert!(check(&[Capability::CAP_BPF, Capability::CAP_PERFMON]).is_ok());
+        let error = check(&[Capability::CAP_BPF]).unwrap_err().to_string();
         assert!(error.contains("CAP_PERFMON missing"), "{error}");
         assert!(!error.contains("CAP_BPF"), "{error}");
     }

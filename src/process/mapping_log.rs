@@ -85,7 +85,7 @@ impl MappingLog {
             log.open(cpu).with_context(|| {
                 let mut remedy = capabilities::remedy_for_perf_events();
                 if remedy.is_empty() {
-                    remedy = Capability::IpcLock.remedy();
+                    remedy = capabilities::remedy(Capability::CAP_IPC_LOCK);
                 }
                 format!("failed to open the kernel's log of mappings (perf_event_open){remedy}")
             })?;

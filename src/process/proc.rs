@@ -14,7 +14,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::bpf::kernel_support;
 use crate::code::elf;
-use crate::host::capabilities::Capability;
+use crate::host::capabilities::{self, Capability};
 use crate::print::text;
 use crate::process::mapped_file::{self, MappedFile};
 
@@ -101,7 +101,7 @@ impl Process {
         let pid = self.pid;
         self.expect_program()?;
         let exe = mapped_file::open_regular(&self.file("exe")).with_context(|| {
-            let remedy = Capability::SysPtrace.remedy();
+            let remedy = capabilities::remedy(Capability::CAP_SYS_PTRACE);
             format!("failed to open the program of process {pid}{remedy}")
         })?;
         if !elf::is_native(&exe)? {

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::mman::{MlockAllFlags, mlockall};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 
-use crate::host::capabilities::{Capabilities, Capability};
+use crate::host::capabilities::{self, Capability};
 
 /// Has this process work on when memory has run out: what it has stays in memory, what it is yet to
 /// touch once it has, and the kernel kills others. To be called when all has been set up; what cannot
@@ -23,7 +23,7 @@ fn protect() -> Result<()> {
     let spared = fs::write("/proc/self/oom_score_adj", "-1000");
     lock_memory()?;
     let failed = || {
-        let remedy = Capability::SysResource.remedy();
+        let remedy = capabilities::remedy(Capability::CAP_SYS_RESOURCE);
         format!("failed to set oom_score_adj{remedy}")
     };
     spared.with_context(failed)
@@ -34,13 +34,15 @@ fn protect() -> Result<()> {
 /// With a limit (RLIMIT_MEMLOCK) nothing is locked: once all that is mapped later is to be, no thread could be
 /// started beyond it, as its stack counts whole.
 fn lock_memory() -> Result<()> {
-    let may = Capabilities::effective().is_ok_and(|effective| effective.have(Capability::IpcLock));
     let (limit, _) = getrlimit(Resource::RLIMIT_MEMLOCK)?;
     let failed = || {
-        let remedy = Capability::IpcLock.remedy();
+        let remedy = capabilities::remedy(Capability::CAP_IPC_LOCK);
         format!("failed to lock memory{remedy}")
     };
-    ensure!(may || limit == RLIM_INFINITY, failed());
+    ensure!(
+        capabilities::has(Capability::CAP_IPC_LOCK) || limit == RLIM_INFINITY,
+        failed()
+    );
     // Of what is mapped later only what is touched: stacks of threads would be brought in whole.
     let on_fault = MlockAllFlags::from_bits_retain(libc::MCL_ONFAULT);
     mlockall(MlockAllFlags::MCL_CURRENT)

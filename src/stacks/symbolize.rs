@@ -13,7 +13,7 @@ use std::rc::Rc;
 
 use anyhow::{Context, Result};
 
-use crate::host::capabilities::Capability;
+use crate::host::capabilities::{self, Capability};
 use crate::process::address_space::{AddressSpaces, CodeFile, Image, MappedCode, Wanted};
 use crate::process::mapping_log::MappingLog;
 use crate::process::proc::Process;
@@ -291,7 +291,7 @@ fn read_kallsyms() -> Kallsyms {
         let remedy = if from_all {
             "; to see them: sysctl kernel.kptr_restrict=1".to_owned()
         } else {
-            Capability::Syslog.remedy()
+            capabilities::remedy(Capability::CAP_SYSLOG)
         };
         eprintln!("no names for kernel frames: the kernel hides its addresses{remedy}");
     }
