@@ -10,6 +10,7 @@
 //! | [`count_stacks`] | counts by process and stack, kept in the kernel |
 //! | `stack_sums` | what of these a report tells apart |
 //! | [`losses`] | what could not be recorded |
+//! | [`privileges`] | what a tool may no longer do once it knows its target |
 //! | [`priority`] | a tool's priority, above what it traces |
 //! | [`protect`] | working on when memory has run out |
 
@@ -19,6 +20,7 @@ pub mod count_stacks;
 pub mod losses;
 pub mod poll;
 pub mod priority;
+pub mod privileges;
 pub mod protect;
 pub mod schedule;
 mod stack_sums;

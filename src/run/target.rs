@@ -13,6 +13,7 @@ use crate::process::filter::{Filter, FilterArgs, Tasks};
 use crate::process::proc::Process;
 use crate::run::cli::UsageError;
 use crate::run::poll::Poller;
+use crate::run::privileges;
 use crate::stacks::symbolize::Symbolizer;
 use crate::stacks::unwind::{Parts, UnwindArgs, Unwinder, Whose};
 
@@ -63,7 +64,7 @@ pub struct Target {
 
 impl Target {
     /// Checks that what the options name is there, or starts the command, held until
-    /// [`Target::release`].
+    /// [`Target::release`]. From then on this process may do no more than tracing takes.
     pub fn choose(args: &TargetArgs, tasks: Tasks) -> Result<Self> {
         Self::choose_thread(args, None, tasks)
     }
@@ -83,6 +84,7 @@ impl Target {
         let command = line
             .map(|line| -> Result<_> { Ok((line.to_owned(), CommandLine::parse(line)?.start()?)) })
             .transpose()?;
+        privileges::keep_what_tracing_takes(&[])?;
         if let Some((_, command)) = &command {
             filter_args.pid = vec![command.pid()];
         }

@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::Trial;
 use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::{SigHandler, SigSet, Signal, kill, signal};
@@ -41,6 +41,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_command_inherits_from_the_caller [Once],
         a_command_that_does_not_end_is_left [Once],
         every_tool_runs_a_command,
+        every_tool_gives_up_what_tracing_does_not_take,
         every_tool_ends_with_its_target,
         children_of_named_processes_are_traced,
         every_signal_that_ends_it_reports,
@@ -234,6 +235,54 @@ fn every_tool_runs_a_command() -> Result<()> {
     let ended = harness::run("mmapsnoop", &["-c", &command])?;
     let rows = ended.stdout.lines().filter(|line| line.contains(" mmap "));
     ensure!(rows.count() >= 23, "{ended:?}");
+    Ok(())
+}
+
+/// What a status file of /proc says of capabilities, in the order of its lines.
+fn privileges(status: &Path) -> Result<Vec<(String, u64)>> {
+    let status = fs::read_to_string(status)?;
+    let lines = status.lines().filter_map(|line| line.split_once(":\t"));
+    let lines = lines.filter(|(name, _)| name.starts_with("Cap") || *name == "NoNewPrivs");
+    lines
+        .map(|(name, value)| Ok((name.to_owned(), u64::from_str_radix(value, 16)?)))
+        .collect()
+}
+
+/// Every thread of a tool has what tracing takes alone, and its command what the caller has.
+fn every_tool_gives_up_what_tracing_does_not_take() -> Result<()> {
+    const SETUID: u64 = 1 << 7;
+    const NET_ADMIN: u64 = 1 << 12;
+    const SYS_MODULE: u64 = 1 << 16;
+    const SYS_BOOT: u64 = 1 << 22;
+    const SYS_ADMIN: u64 = 1 << 21;
+    const BPF: u64 = 1 << 39;
+    let paranoid = fs::read_to_string("/proc/sys/kernel/perf_event_paranoid")?;
+    let perf_wants_more = paranoid.trim().parse::<i32>()? > 2;
+    let own = privileges(Path::new("/proc/thread-self/status"))?;
+    ensure!(own[1].0 == "CapPrm" && own[1].1 & BPF != 0, "{own:?}");
+    for name in TOOLS {
+        let folder = harness::scratch()?;
+        let [begun, status] = ["begun", "status"].map(|name| folder.path().join(name));
+        let (from, to) = (begun.display(), status.display());
+        let script = format!("cat /proc/self/status > {from}; mv {from} {to}; exec sleep 60");
+        let tool = Tool::start(name, &["-c", &format!("sh -c '{script}'")])?;
+        eventually("the command runs", || Ok(status.exists()))?;
+        ensure!(privileges(&status)? == own, "{name}: {own:?}");
+        let mut beyond = SETUID | NET_ADMIN | SYS_MODULE | SYS_BOOT;
+        if name != "memleak" && !perf_wants_more {
+            beyond |= SYS_ADMIN;
+        }
+        for task in fs::read_dir(format!("/proc/{}/task", tool.pid()))? {
+            let held = privileges(&task?.path().join("status"))?;
+            let [_, permitted, effective, .., no_new] = &held[..] else {
+                bail!("{name}: {held:?}");
+            };
+            ensure!(permitted.1 == effective.1, "{name}: {held:?}");
+            ensure!(effective.1 & (beyond | BPF) == BPF, "{name}: {held:?}");
+            ensure!(no_new.1 == 1, "{name}: {held:?}");
+        }
+        ensure!(tool.interrupt()?.status.code().is_some(), "{name}");
+    }
     Ok(())
 }
 

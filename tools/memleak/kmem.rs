@@ -27,6 +27,7 @@ use memtools::print::text;
 use memtools::process::filter::Tasks;
 use memtools::run::cli::UsageError;
 use memtools::run::losses::{self, Losses};
+use memtools::run::privileges;
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::KernelNames;
 use memtools::stacks::table::Stacks;
@@ -51,6 +52,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     attach::capture_log(args.verbose);
     let exports = args.export.prepare("memleak", args.target())?;
     let (mut poller, output) = args.start()?;
+    privileges::keep_what_tracing_takes(&[])?;
     let filter = args::filter(args).resolve(None, Tasks::All)?;
     check_cache(args.kernel.cache.as_deref())?;
     let slabinfo = args.kernel.by_cache.then(Slabinfo::read);

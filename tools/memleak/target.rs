@@ -3,12 +3,14 @@
 use std::collections::HashSet;
 
 use anyhow::{Result, bail};
+use memtools::host::capabilities::Capability;
 use memtools::process::cgroup;
 use memtools::process::command::{CommandLine, HeldCommand};
 use memtools::process::filter::{Filter, FilterArgs, Tasks};
 use memtools::process::proc::{self, Process};
 use memtools::process::translator;
 use memtools::run::cli::UsageError;
+use memtools::run::privileges;
 use memtools::run::target::doubt_interval;
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::unwind::Whose;
@@ -19,6 +21,10 @@ use crate::signature::Signature;
 
 /// All processes, where libbpf wants one.
 pub(crate) const EVERY_PROCESS: i32 = -1;
+
+/// What perf's uprobes want beside CAP_PERFMON, also those of libraries that are loaded later: multi-uprobes, of
+/// Linux 6.6 and later, do not.
+const FOR_UPROBES: [Capability; 1] = [Capability::CAP_SYS_ADMIN];
 
 /// The options' targets, checked and held until they are traced.
 pub(crate) struct Target {
@@ -54,7 +60,8 @@ impl Traced {
 }
 
 impl Target {
-    /// Finds the processes and their allocators; starts the command, which is then held.
+    /// Finds the processes and their allocators; starts the command, which is then held. From then on this process
+    /// may do no more than tracing takes.
     pub(crate) fn choose(args: &Args) -> Result<Self> {
         if args.children && args.pid.is_empty() && args.command.is_none() {
             let message =
@@ -65,9 +72,11 @@ impl Target {
             let line = CommandLine::parse(line)?;
             let found = objects::of_command(line.program(), args)?;
             let command = line.start()?;
+            privileges::keep_what_tracing_takes(&FOR_UPROBES)?;
             let process = Process::open(command.pid())?;
             return Self::new(vec![Traced::new(process, found)], Some(command), args);
         }
+        privileges::keep_what_tracing_takes(&FOR_UPROBES)?;
         if args.pid.is_empty() {
             return Self::new(matching(args)?, None, args);
         }
