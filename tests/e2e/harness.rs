@@ -516,6 +516,14 @@ impl Tool {
         self.child.id()
     }
 
+    /// The most memory that the tool has had, in KiB.
+    pub(crate) fn peak_kib(&self) -> Result<u64> {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.pid()))?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        let kib = line.context("no peak")?.trim().trim_end_matches(" kB");
+        kib.parse().context("no number")
+    }
+
     /// Waits until a line on stderr contains `text`, as the line that says that probes are live.
     pub(crate) fn wait_for(&mut self, text: &str) -> Result<()> {
         self.wait_for_any(&[text])

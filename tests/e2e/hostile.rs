@@ -99,14 +99,6 @@ fn count(mut program: Workload, options: &[&str]) -> Result<Ended> {
     Ok(ended)
 }
 
-/// The most memory that a tool has had, in KiB.
-fn peak_memory(tool: &Tool) -> Result<u64> {
-    let status = fs::read_to_string(format!("/proc/{}/status", tool.pid()))?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-    let kib = line.context("no peak")?.trim().trim_end_matches(" kB");
-    kib.parse().context("no number")
-}
-
 /// Whether somebody has opened the file since it is watched. An open of the path alone (O_PATH) is none.
 fn was_opened(watch: &Inotify) -> Result<bool> {
     match watch.read_events() {
@@ -204,7 +196,7 @@ fn a_perf_map_that_is_a_hole_takes_no_memory() -> Result<()> {
     tool.wait_for(LIVE)?;
     program.work()?;
     tool.wait_until(|output| output.contains("hostile-perf_ma;"))?;
-    let memory = peak_memory(&tool)?;
+    let memory = tool.peak_kib()?;
     ensure!(memory < 64 << 10, "{memory} KiB");
     ensure!(tool.interrupt()?.status.success(), "it failed");
     Ok(())
@@ -233,9 +225,9 @@ fn code_mapped_for_ever_takes_no_memory() -> Result<()> {
     let mut program = Workload::start("hostile-remap", &["1000003"])?;
     let mut tool = Tool::start("brkstack", &["-p", &program.pid()])?;
     tool.wait_for(LIVE)?;
-    let before = peak_memory(&tool)?;
+    let before = tool.peak_kib()?;
     program.work()?;
-    let grown = peak_memory(&tool)? - before;
+    let grown = tool.peak_kib()? - before;
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
     ensure!(grown < 16 << 10, "by {grown} KiB");

@@ -5,6 +5,8 @@ use std::fs;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use nix::sys::signal::Signal;
+use serde_json::Value;
 
 use crate::harness::{self, Tool, Workload};
 use crate::memleak;
@@ -21,6 +23,8 @@ const READY: &str = "Ctrl-C to end";
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memory":
         memleak_needs_no_more,
+        memleak_keeps_its_limit [Once],
+        a_small_cgroup_is_enough,
         tools_need_no_more,
         maps_need_no_more [Host],
         swapin_needs_no_more [Kprobes],
@@ -39,10 +43,7 @@ const KERNEL_KIB: [u64; 2] = [5 << 10, 10 << 10];
 fn needs_no_more(tool: &str, args: &[&str], ready: &str, most_kib: u64) -> Result<()> {
     let mut running = Tool::start(tool, args)?;
     running.wait_for(ready)?;
-    let status = fs::read_to_string(format!("/proc/{}/status", running.pid()))?;
-    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-    let peak = peak.and_then(|peak| peak.trim().strip_suffix("kB"));
-    let peak: u64 = peak.context("no peak")?.trim().parse()?;
+    let peak = running.peak_kib()?;
     println!("{tool}: {peak} KiB");
     ensure!(peak <= most_kib, "{tool} needs {peak} KiB");
     let ended = running.interrupt()?;
@@ -125,6 +126,62 @@ fn maps_of(pid: u32) -> Result<u64> {
     }
     ensure!(!maps.is_empty(), "no maps");
     Ok(maps.values().sum())
+}
+
+/// A container may have little memory. The tool's is charged to it, and the kernel's for it.
+fn a_small_cgroup_is_enough() -> Result<()> {
+    let group = Group::new("memtools-small", 30 << 20)?;
+    group.forbid_swap()?;
+    let mut workload = Workload::start("alloc", &["leak", "1009", "4093"])?;
+    let pid = workload.pid();
+    let args = ["-p", &pid, "-o", "0", "-T", "1000", "60"];
+    let mut tool = Tool::spawn(&mut group.command(&harness::tool("memleak"), &args))?;
+    tool.wait_for(memleak::READY)?;
+    workload.work()?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    let found = memleak::outstanding(&memleak::last_report(&ended.stdout)?, "leak_malloc");
+    ensure!(found == (1009 * 4093, 1009), "{found:?}: {ended:?}");
+    Ok(())
+}
+
+/// A process that allocates more blocks than the limit has room for, and one that does so from more stacks: what
+/// memleak and its maps take by the time of a report is the limit and what it takes without any.
+fn memleak_keeps_its_limit() -> Result<()> {
+    const LIMIT_MIB: u64 = 64;
+    let limit = format!("{LIMIT_MIB}M");
+    let programs: [(&[&str], u64); 2] = [
+        (&["one", "malloc", "500009", "24"], 500_009),
+        (&["stacks", "50021"], 50_021),
+    ];
+    for (program, blocks) in programs {
+        let mut workload = Workload::start("alloc", program)?;
+        let mut tool = memleak::attach(&workload, &["-j", "-o", "0", "--mem-limit", &limit, "60"])?;
+        let before = tool.peak_kib()? + maps_of(tool.pid())? / 1024;
+        workload.work()?;
+        tool.signal(Signal::SIGUSR1)?;
+        tool.wait_for_output("\"type\":\"report\"")?;
+        let at_report = tool.peak_kib()? + maps_of(tool.pid())? / 1024;
+        let taken = (at_report - before) / 1024;
+        let ended = tool.interrupt()?;
+        println!(
+            "{program:?}: {taken} MiB beyond {before} KiB: {}",
+            ended.stderr
+        );
+        ensure!(taken <= LIMIT_MIB, "{program:?}: {taken} MiB");
+        ensure!(taken >= LIMIT_MIB / 4, "{program:?}: {taken} MiB alone");
+        let objects = ended.objects()?;
+        let report = objects.iter().rfind(|object| object["type"] == "report");
+        let report = report.context("no report")?;
+        let number = |value: &Value| value.as_u64().unwrap_or(0);
+        let [entries, stacks] = ["entries", "stacks"].map(|what| number(&report["lost"][what]));
+        ensure!(
+            number(&report["allocations"]) + entries == blocks,
+            "{report}"
+        );
+        ensure!(entries + stacks > 0, "all had room: {report}");
+    }
+    Ok(())
 }
 
 /// All that a tool has the kernel set aside before any event: maps, programs, page tables and whatever

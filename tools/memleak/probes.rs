@@ -565,11 +565,13 @@ impl Size {
     fn with_table(args: &Args) -> Result<Self> {
         let Some(blocks) = args.max_allocs else {
             let bytes = args.bytes_for_blocks();
-            let buckets = buckets_for(DEFAULT_BLOCKS).min(buckets_within(bytes / 2));
-            let rest = bytes.saturating_sub(table_bytes(buckets));
+            let reported = args.reported_block_bytes();
+            let bucket_bytes = table_bytes(1) + u64::from(BUCKET_BLOCKS) * reported;
+            let buckets = buckets_for(DEFAULT_BLOCKS).min(within(bytes / 2, bucket_bytes));
+            let rest = bytes.saturating_sub(u64::from(buckets) * bucket_bytes);
             return Ok(Self {
                 buckets,
-                overflow: steps(blocks_within(rest)),
+                overflow: steps(within(rest, OVERFLOW_BLOCK_BYTES + reported)),
             });
         };
         let buckets = buckets_for(blocks);
@@ -588,7 +590,8 @@ impl Size {
     }
 
     fn without_table(args: &Args) -> Self {
-        let within_limit = blocks_within(args.bytes_for_blocks());
+        let block_bytes = OVERFLOW_BLOCK_BYTES + args.reported_block_bytes();
+        let within_limit = within(args.bytes_for_blocks(), block_bytes);
         Self {
             buckets: 1,
             overflow: args.max_allocs.map_or_else(
@@ -618,14 +621,9 @@ fn table_bytes(buckets: u32) -> u64 {
     u64::from(buckets) * size_of::<block_bucket>() as u64
 }
 
-fn buckets_within(bytes: u64) -> u32 {
-    let buckets = (bytes / size_of::<block_bucket>() as u64).max(1);
-    buckets.try_into().unwrap_or(u32::MAX)
-}
-
-fn blocks_within(bytes: u64) -> u32 {
-    let blocks = (bytes / OVERFLOW_BLOCK_BYTES).max(1);
-    blocks.try_into().unwrap_or(u32::MAX)
+/// How many of what takes `each` bytes there is room for in all, at least one.
+fn within(bytes: u64, each: u64) -> u32 {
+    (bytes / each).max(1).try_into().unwrap_or(u32::MAX)
 }
 
 #[cfg(test)]
@@ -660,15 +658,24 @@ mod tests {
 
     #[test]
     fn memory_is_limited() {
-        let default = size(&[]).expect("within the limit");
-        let table = table_bytes(default.buckets);
-        let overflow = overflow_bytes(&default);
-        let parsed = Args::try_parse_from(["memleak", "-p", "1"]).expect("valid");
-        let stacks = u64::from(parsed.max_stacks()) * table::ENTRY_BYTES;
-        let all = 511 << 20..=512 << 20;
-        let sum = table + overflow + stacks;
-        assert!(all.contains(&sum), "{table} + {overflow} + {stacks}");
-        assert_eq!(default.overflow.len(), 1 + MORE_OVERFLOW);
+        let all = 767 << 20..=768 << 20;
+        for options in [&[][..], &["--combined-only"]] {
+            let default = size(options).expect("within the limit");
+            let table = table_bytes(default.buckets);
+            let overflow = overflow_bytes(&default);
+            let parsed = [&["memleak", "-p", "1"], options].concat();
+            let parsed = Args::try_parse_from(parsed).expect("valid");
+            let blocks = u64::from(default.buckets * BUCKET_BLOCKS)
+                + default.overflow.iter().copied().map(u64::from).sum::<u64>();
+            let reported = blocks * parsed.reported_block_bytes();
+            let stacks = u64::from(parsed.max_stacks()) * (table::ENTRY_BYTES + 640);
+            let sum = table + overflow + reported + stacks;
+            assert!(
+                all.contains(&sum),
+                "{table} + {overflow} + {reported} + {stacks}"
+            );
+            assert_eq!(default.overflow.len(), 1 + MORE_OVERFLOW);
+        }
         let smallest = Size {
             buckets: 1,
             overflow: vec![1],

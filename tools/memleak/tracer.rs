@@ -369,7 +369,7 @@ impl<'a> Tracer<'a> {
         let older_ms = self.args.older.unwrap_or(default_older);
         let born_before = now.saturating_sub(older_ms.saturating_mul(1_000_000));
 
-        let (mut totals, mut allocations) = (Totals::new(), self.live_regions());
+        let (mut totals, mut allocations) = (Totals::new(), Vec::new());
         if self.args.combined_only {
             self.drop_ended()?;
             totals = self.read_totals()?;
@@ -380,8 +380,9 @@ impl<'a> Tracer<'a> {
                 let time = start.elapsed();
                 eprintln!("memleak: {} blocks read in {time:.1?}", blocks.len());
             }
-            allocations.extend(blocks);
+            allocations = blocks;
         }
+        allocations.extend(self.live_regions());
         allocations.retain(|allocation| allocation.time_ns <= born_before);
         report::add_up(&mut totals, &allocations);
         Ok((totals, allocations))

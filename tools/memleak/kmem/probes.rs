@@ -229,7 +229,7 @@ impl Attached {
 /// How many blocks there is to be room for.
 fn blocks(args: &Args) -> Result<u32> {
     let blocks = args.max_allocs.unwrap_or(DEFAULT_BLOCKS);
-    let bytes = u64::from(blocks) * BLOCK_BYTES;
+    let bytes = u64::from(blocks) * (BLOCK_BYTES + args.reported_block_bytes());
     if bytes > args.mem_limit {
         let message = format!(
             "{blocks} blocks take {bytes} bytes of memory: lower --max-allocs, or raise --mem-limit, \
