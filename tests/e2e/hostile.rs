@@ -43,6 +43,8 @@ pub(crate) fn tests() -> Vec<Trial> {
         more_libraries_than_descriptors_have_names [Once],
         more_processes_than_tables_are_complete [Once],
         mappings_that_change_leave_others_complete [Once],
+        storms_of_programs_are_counted [Once],
+        a_storm_of_threads_is_exact [Once],
     }
 }
 
@@ -413,5 +415,52 @@ fn mappings_that_change_leave_others_complete() -> Result<()> {
         "{cut} stacks of the victim are cut: {}",
         ended.stderr
     );
+    Ok(())
+}
+
+/// Thousands of programs one after the other: as children, and in one process, which stays the same one.
+fn storms_of_programs_are_counted() -> Result<()> {
+    const PROGRAMS: u64 = 5003;
+    const CALLS: u64 = 3;
+    for kind in ["programs", "itself"] {
+        let folder = harness::scratch()?;
+        let program = folder.path().join("hostile-storm");
+        harness::copy(&workload("hostile-crowd"), &program)?;
+        let args = [kind, &PROGRAMS.to_string(), &CALLS.to_string()];
+        let mut storm = Workload::spawn(Command::new(&program).args(args))?;
+        let args = ["-j", "--children", "-p", &storm.pid()];
+        let mut tool = Tool::start("brkstack", &args)?;
+        tool.wait_for(LIVE)?;
+        let before = tool.peak_kib()?;
+        let facts = storm.work()?;
+        ensure!(facts["brk"] == (PROGRAMS * CALLS).to_string(), "{facts:?}");
+        let grown = tool.peak_kib()? - before;
+        let ended = tool.interrupt()?;
+        // Each program's loader makes one.
+        let calls = PROGRAMS * (CALLS + 1);
+        let objects = ended.objects()?;
+        let lost = objects.iter().find(|object| object["type"] == "lost");
+        let lost = lost.and_then(|object| object["lost"]["entries"].as_u64());
+        let stacks = objects.iter().filter(|object| object["type"] == "stack");
+        let found: u64 = stacks.filter_map(|stack| stack["count"].as_u64()).sum();
+        ensure!(
+            found + lost.unwrap_or(0) == calls,
+            "{kind}: {found} and {lost:?} of {calls}: {}",
+            ended.stderr
+        );
+        ensure!(grown < 16 << 10, "{kind}: by {grown} KiB");
+    }
+    Ok(())
+}
+
+fn a_storm_of_threads_is_exact() -> Result<()> {
+    let mut storm = Workload::start("hostile-crowd", &["threads", "5003", "31"])?;
+    let tool = memleak::attach(&storm, &["-o", "0", "60"])?;
+    let facts = storm.work()?;
+    ensure!(facts["kept"] == "5003", "{facts:?}");
+    let ended = tool.interrupt()?;
+    ensure!(!ended.stderr.contains("lost"), "{}", ended.stderr);
+    let found = memleak::outstanding(&memleak::last_report(&ended.stdout)?, "keep_block");
+    ensure!(found == (5003 * 24, 5003), "{found:?}: {ended:?}");
     Ok(())
 }

@@ -11,10 +11,18 @@
  *	mappings	has NUMBER mappings of code, which change from "ready" on, one
  *			every 500 us, with CALLS calls between; it ends when it is let go on
  *
- * facts: brk (calls)
+ *	programs	NUMBER children one after the other, each of which executes
+ *			this program, which makes CALLS calls of brk(2)
+ *	itself		a child that executes this program NUMBER times, with CALLS
+ *			calls each time
+ *	threads		NUMBER threads, eight at a time, each of which allocates CALLS
+ *			blocks of 24 bytes and frees all but one
+ *
+ * facts: brk (calls), kept (blocks)
  */
 #include "hostile.h"
 #include <pthread.h>
+#include <sys/wait.h>
 
 static unsigned long number, calls;
 static volatile bool stop;
@@ -88,6 +96,71 @@ static void *change_mappings(void *unused)
 	return NULL;
 }
 
+/* Becomes this program again, as what is to be done by it with that many left. */
+static void execute(const char *what, unsigned long left)
+{
+	char left_text[24], calls_text[24];
+
+	snprintf(left_text, sizeof(left_text), "%lu", left);
+	snprintf(calls_text, sizeof(calls_text), "%lu", calls);
+	execl("/proc/self/exe", "crowd", what, left_text, calls_text, NULL);
+	_exit(1);
+}
+
+/* A child that becomes so many programs, one after the other. */
+static void run_programs(unsigned long programs)
+{
+	int status;
+	pid_t child = fork();
+
+	if (!child)
+		execute("again", programs);
+	if (child < 0 || waitpid(child, &status, 0) != child || status)
+		die("a program was not run");
+}
+
+/* As the program that was executed: nobody waits for it to be ready. */
+static void go_on(void)
+{
+	call_brk();
+	if (number > 1)
+		execute("again", number - 1);
+	_exit(0);
+}
+
+static void *volatile kept;
+
+STEP static void keep_block(void)
+{
+	kept = malloc(24);
+	__asm__ volatile(""); /* or the call would be a jump */
+}
+
+static void *allocate(void *unused)
+{
+	for (unsigned long i = 1; i < calls; i++) {
+		void *volatile block = malloc(24);
+
+		free(block);
+	}
+	keep_block();
+	return unused;
+}
+
+static void run_threads(void)
+{
+	pthread_t threads[8];
+
+	for (unsigned long i = 0; i < number + 8; i++) {
+		pthread_t *thread = &threads[i % 8];
+
+		if (i >= 8 && pthread_join(*thread, NULL))
+			die("a thread is gone");
+		if (i < number && pthread_create(thread, NULL, allocate, NULL))
+			die("cannot start a thread");
+	}
+}
+
 int main(int argc, char **argv)
 {
 	unsigned long made = 0;
@@ -97,6 +170,8 @@ int main(int argc, char **argv)
 		usage("KIND NUMBER CALLS [FOLDER]");
 	number = count(argv[2]);
 	calls = count(argv[3]);
+	if (!strcmp(argv[1], "again"))
+		go_on();
 	drop_root();
 	/* Others have work to do, too. */
 	if (setpriority(PRIO_PROCESS, 0, 19))
@@ -111,6 +186,16 @@ int main(int argc, char **argv)
 	} else if (!strcmp(argv[1], "processes")) {
 		fork_processes();
 		made = number * calls;
+	} else if (!strcmp(argv[1], "programs")) {
+		for (unsigned long i = 0; i < number; i++)
+			run_programs(1);
+		made = number * calls;
+	} else if (!strcmp(argv[1], "itself")) {
+		run_programs(number);
+		made = number * calls;
+	} else if (!strcmp(argv[1], "threads")) {
+		run_threads();
+		fact("kept", "%lu", number);
 	} else if (!strcmp(argv[1], "mappings")) {
 		stop = true;
 		pthread_join(thread, NULL);
