@@ -162,7 +162,12 @@ fn one_hostile_file() {
     assert!(memory <= MAX_MEMORY, "{memory} KiB");
     let name = Path::new(&path).file_name().expect("a name");
     // These are strange, but not too large.
-    let harmless = [Kind::Functions, Kind::Wraps, Kind::LongName];
+    let harmless = [
+        Kind::EmptySymbols,
+        Kind::Functions,
+        Kind::Wraps,
+        Kind::LongName,
+    ];
     let is_harmless = harmless.iter().any(|kind| *name == *format!("{kind:?}"));
     assert_eq!(is_read, is_harmless, "{name:?}");
 }

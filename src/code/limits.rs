@@ -4,7 +4,9 @@
 //! 64 GiB is a hole on his disk. So there is a limit to each, and a file that is over one is left out
 //! with the reason. The limits are above what the largest programs of distributions have.
 
-use std::time::Duration;
+use std::mem::MaybeUninit;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use nix::time::{ClockId, clock_gettime};
@@ -13,6 +15,9 @@ use nix::time::{ClockId, clock_gettime};
 pub const MAX_MEMORY: usize = 64 << 20;
 /// CPU time for one file. A compiler of 109 MB takes 0.05 s.
 const MAX_TIME: Duration = Duration::from_secs(1);
+/// How long files are still read when a signal has asked for the end, and nobody has taken note of it yet: a process
+/// may have thousands of files that take a second each.
+const LAST_READING: Duration = Duration::from_secs(2);
 
 /// Bytes of what is executed: Chromium has 200 MB of it.
 pub(crate) const MAX_CODE: u64 = 512 << 20;
@@ -47,8 +52,13 @@ impl Deadline {
     }
 
     /// # Errors
-    /// If the time is over.
+    /// If the time is over, also that of all files once the end was asked for.
     pub(crate) fn check(self) -> Result<()> {
+        static ASKED: OnceLock<Instant> = OnceLock::new();
+        if end_is_asked_for() {
+            let asked = ASKED.get_or_init(Instant::now);
+            ensure!(asked.elapsed() <= LAST_READING, "the end was asked for");
+        }
         ensure!(
             cpu_time() <= self.0,
             "it takes more than {} s to read",
@@ -56,6 +66,20 @@ impl Deadline {
         );
         Ok(())
     }
+}
+
+/// Whether a signal that ends a run waits to be taken note of. The tools block these.
+fn end_is_asked_for() -> bool {
+    let mut waiting = MaybeUninit::zeroed();
+    // SAFETY: the call writes a set of signals there, and any bytes are one.
+    let waiting = unsafe {
+        libc::sigpending(waiting.as_mut_ptr());
+        waiting.assume_init()
+    };
+    let ends = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT];
+    // SAFETY: the set is read, and these are signals.
+    ends.into_iter()
+        .any(|signal| unsafe { libc::sigismember(&waiting, signal) } == 1)
 }
 
 /// CPU time of this thread. Without a clock there is no deadline.

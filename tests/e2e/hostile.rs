@@ -13,10 +13,15 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
+use nix::sys::signal::Signal;
 use tempfile::TempDir;
 
-use crate::harness::{self, Ended, Tool, Workload, workload};
+use crate::harness::{self, Ended, Tool, Workload, eventually, workload};
 use crate::memleak::{self, READY};
+
+#[path = "../hostile/elf_file.rs"]
+#[expect(dead_code, reason = "tests/foreign.rs has the other kinds")]
+mod elf_file;
 
 const LIVE: &str = "tracing brk(2)";
 /// Who owns what is hostile.
@@ -43,6 +48,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         more_libraries_than_descriptors_have_names [Once],
         more_processes_than_tables_are_complete [Once],
         mappings_that_change_leave_others_complete [Once],
+        ctrl_c_is_heard_while_files_are_read [Once],
         storms_of_programs_are_counted [Once],
         a_storm_of_threads_is_exact [Once],
     }
@@ -462,5 +468,33 @@ fn a_storm_of_threads_is_exact() -> Result<()> {
     ensure!(!ended.stderr.contains("lost"), "{}", ended.stderr);
     let found = memleak::outstanding(&memleak::last_report(&ended.stdout)?, "keep_block");
     ensure!(found == (5003 * 24, 5003), "{found:?}: {ended:?}");
+    Ok(())
+}
+
+/// A process with files that take half a minute to read, and a tool that is told to end while it reads them.
+fn ctrl_c_is_heard_while_files_are_read() -> Result<()> {
+    const FILES: usize = 200;
+    let folder = harness::scratch()?;
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755))?;
+    for number in 0..FILES {
+        let file = File::create(folder.path().join(number.to_string()))?;
+        elf_file::write(elf_file::Kind::EmptySymbols, &file)?;
+    }
+    let args = ["files", &FILES.to_string(), "1", text(folder.path())];
+    let mut crowd = Workload::start("hostile-crowd", &args)?;
+    crowd.work()?;
+    let tool = Tool::start("memleak", &["-p", &crowd.pid(), "60"])?;
+    let status = format!("/proc/{}/status", tool.pid());
+    eventually("the tool has taken SIGINT over", || {
+        let status = fs::read_to_string(&status)?;
+        let blocked = status
+            .lines()
+            .find_map(|line| line.strip_prefix("SigBlk:\t"));
+        let blocked = u64::from_str_radix(blocked.context("no mask")?, 16)?;
+        Ok(blocked & 1 << (Signal::SIGINT as u64 - 1) != 0)
+    })?;
+    let ended = tool.interrupt()?;
+    let left_out = ended.stderr.matches("the end was asked for").count();
+    ensure!(left_out > FILES / 2, "{left_out}: {ended:?}");
     Ok(())
 }

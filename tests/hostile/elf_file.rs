@@ -19,6 +19,8 @@ pub(crate) enum Kind {
     LongCie,
     /// `.symtab` and `.dynsym` of 64 GiB each.
     SymbolHole,
+    /// Five million symbols without a name.
+    EmptySymbols,
     /// Names of symbols of 64 GiB.
     NameHole,
     /// Two million functions called `malloc`.
@@ -37,11 +39,12 @@ pub(crate) enum Kind {
     LongName,
 }
 
-pub(crate) const KINDS: [Kind; 12] = [
+pub(crate) const KINDS: [Kind; 13] = [
     Kind::FrameHole,
     Kind::Rules,
     Kind::LongCie,
     Kind::SymbolHole,
+    Kind::EmptySymbols,
     Kind::NameHole,
     Kind::Mallocs,
     Kind::Functions,
@@ -202,6 +205,12 @@ pub(crate) fn write(kind: Kind, file: &File) -> io::Result<()> {
             let hole = writer.hole(64 * GIB);
             writer.section(".symtab", SHT_SYMTAB, hole, link);
             writer.section(".dynsym", SHT_DYNSYM, hole, link);
+        }
+        Kind::EmptySymbols => {
+            let names = writer.put(b"\0")?;
+            let link = writer.section(".strtab", SHT_STRTAB, names, 0);
+            let hole = writer.hole(120 * MIB);
+            writer.section(".symtab", SHT_SYMTAB, hole, link);
         }
         Kind::NameHole => {
             let hole = writer.hole(64 * GIB);
