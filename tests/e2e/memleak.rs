@@ -6,6 +6,7 @@ use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -14,9 +15,10 @@ use libbpf_rs::query::MapInfoIter;
 use libbpf_rs::{MapCore, MapHandle};
 use libtest_mimic::Trial;
 use memtools::bpf::kernel_support;
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
-use crate::harness::{self, Ended, Tool, Workload};
+use crate::harness::{self, Ended, Tool, Workload, eventually};
 use crate::pressure::Setting;
 
 /// All end-to-end tests of memleak.
@@ -28,6 +30,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         balanced_code_reports_nothing: at_entries,
         realloc_corner_cases: at_entries,
         failed_calls_are_no_allocations: at_entries,
+        what_stops_the_target_changes_no_count [Host],
         big_blocks_count_once: at_entries,
         calls_that_are_not_recorded_are_known_to_go_on,
         parts_of_mappings_are_unmapped: at_entries,
@@ -301,6 +304,40 @@ fn big_blocks_count_once() -> Result<()> {
         groups.len() == 1,
         "glibc's own mmap is counted too: {groups:#?}"
     );
+    Ok(())
+}
+
+/// Each block is a system call at which strace(1) stops the target; signals stop it anywhere.
+fn what_stops_the_target_changes_no_count() -> Result<()> {
+    // More than the largest that glibc takes from its heap: 32 MiB.
+    const SIZE: u64 = 33_554_467;
+    let program = ["big", "1009", &SIZE.to_string()];
+    let mut workload = Workload::start("alloc", &program)?;
+    let pid: i32 = workload.pid().parse()?;
+    let tool = attach(&workload, &["-o", "0", "-T", "1000", "60"])?;
+    let traced = harness::scratch()?;
+    let calls = traced.path().join("calls");
+    let mut command = Command::new("strace");
+    command.args(["-p", &workload.pid(), "-o"]).arg(&calls);
+    let mut strace = command.stderr(Stdio::null()).spawn().context("no strace")?;
+    eventually("strace is attached", || {
+        let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+        Ok(!status.contains("TracerPid:\t0\n"))
+    })?;
+    workload.go()?;
+    for _ in 0..23 {
+        kill(Pid::from_raw(pid), Signal::SIGSTOP)?;
+        thread::sleep(Duration::from_millis(2));
+        kill(Pid::from_raw(pid), Signal::SIGCONT)?;
+    }
+    workload.done()?;
+    kill(Pid::from_raw(strace.id().cast_signed()), Signal::SIGINT)?;
+    strace.wait()?;
+    let mapped = fs::read_to_string(&calls)?.matches("mmap(").count();
+    ensure!(mapped >= 1009, "strace has seen {mapped} calls");
+    let groups = last_report(&tool.interrupt()?.stdout)?;
+    let found = outstanding(&groups, "big");
+    ensure!(found == (1009 * SIZE, 1009), "{found:?}: {groups:#?}");
     Ok(())
 }
 
