@@ -88,10 +88,9 @@ impl Exports {
         self.since = Zoned::now();
     }
 
-    /// Writes a report's stacks into the files. Where that fails the trace goes on, and the
-    /// reason is told now and by [`Exports::finish`].
-    pub fn write(&mut self, subject: Subject, samples: Vec<Sample>) {
-        let profile = Profile {
+    /// A report's stacks, with what they are of.
+    pub fn profile(&self, subject: Subject, samples: Vec<Sample>) -> Profile {
+        Profile {
             tool: self.tool,
             target: self.target.clone(),
             subject: subject.name,
@@ -101,7 +100,13 @@ impl Exports {
             main: subject.main,
             samples,
             remarks: subject.remarks,
-        };
+        }
+    }
+
+    /// Writes a report's stacks into the files. Where that fails the trace goes on, and the
+    /// reason is told now and by [`Exports::finish`].
+    pub fn write(&mut self, subject: Subject, samples: Vec<Sample>) {
+        let profile = self.profile(subject, samples);
         let mut failed = None;
         for (file, write) in &self.files {
             if let Err(error) = file.write(|out| write(&profile, out)) {

@@ -30,34 +30,89 @@ const MISSING: Color = Color {
 /// # Errors
 /// If `out` cannot be written to.
 pub fn write(profile: &Profile, out: &mut dyn Write) -> Result<()> {
-    let mut colors = PaletteMap::default();
-    let mut lines = Vec::new();
-    for sample in &profile.samples {
-        let weight = sample.values.get(profile.main).copied().unwrap_or_default();
-        if weight > 0 {
-            color(&sample.stack, &mut colors);
-            let line = Folded {
-                pid: false,
-                annotate: true,
-                stack: &sample.stack,
-            };
-            lines.push(valid_xml(format!("{line} {weight}")));
+    Graph::of(profile).draw(out)
+}
+
+/// What a flame graph is drawn of: text alone, so that another thread can draw it.
+#[derive(Debug, Clone)]
+pub struct Graph {
+    /// Folded stacks, each with its weight.
+    lines: Vec<String>,
+    /// Colours by frame, where they are not the program's.
+    colors: Vec<(String, Color)>,
+    title: String,
+    subtitle: String,
+    counted: &'static str,
+}
+
+impl Graph {
+    /// The graph of the profile's main value.
+    pub fn of(profile: &Profile) -> Self {
+        let mut colors = Vec::new();
+        let mut lines = Vec::new();
+        for sample in &profile.samples {
+            let weight = sample.values.get(profile.main).copied().unwrap_or_default();
+            if weight > 0 {
+                color(&sample.stack, &mut colors);
+                let line = Folded {
+                    pid: false,
+                    annotate: true,
+                    stack: &sample.stack,
+                };
+                lines.push(valid_xml(format!("{line} {weight}")));
+            }
+        }
+        Self {
+            lines,
+            colors,
+            title: valid_xml(title(profile)),
+            subtitle: valid_xml(subtitle(profile)),
+            counted: counted(profile),
         }
     }
-    if lines.is_empty() {
-        return write_empty(profile, out);
+
+    /// Draws it.
+    ///
+    /// # Errors
+    /// If `out` cannot be written to.
+    pub fn draw(&self, out: &mut dyn Write) -> Result<()> {
+        if self.lines.is_empty() {
+            return self.draw_empty(out);
+        }
+        let mut colors = PaletteMap::default();
+        for (name, color) in &self.colors {
+            colors.insert(name.clone(), *color);
+        }
+        let mut options = Options::default();
+        options.colors = Palette::Basic(BasicPalette::Mem);
+        // The same function has the same colour in every graph.
+        options.deterministic = true;
+        options.palette_map = Some(&mut colors);
+        options.title.clone_from(&self.title);
+        options.subtitle = Some(self.subtitle.clone());
+        options.count_name = self.counted.to_owned();
+        options.text_truncate_direction = TextTruncateDirection::Right;
+        flamegraph::from_lines(&mut options, self.lines.iter().map(String::as_str), out)
+            .context("failed to draw the flame graph")
     }
-    let mut options = Options::default();
-    options.colors = Palette::Basic(BasicPalette::Mem);
-    // The same function has the same colour in every graph.
-    options.deterministic = true;
-    options.palette_map = Some(&mut colors);
-    options.title = valid_xml(title(profile));
-    options.subtitle = Some(valid_xml(subtitle(profile)));
-    options.count_name = counted(profile).to_owned();
-    options.text_truncate_direction = TextTruncateDirection::Right;
-    flamegraph::from_lines(&mut options, lines.iter().map(String::as_str), out)
-        .context("failed to draw the flame graph")
+
+    /// There is no flame graph of nothing.
+    fn draw_empty(&self, out: &mut dyn Write) -> Result<()> {
+        let xml = |line: &str| {
+            let line = line.replace('&', "&amp;").replace('<', "&lt;");
+            line.replace('>', "&gt;")
+        };
+        write!(
+            out,
+            "<?xml version=\"1.0\" standalone=\"no\"?>\n\
+             <svg version=\"1.1\" width=\"1200\" height=\"80\" xmlns=\"http://www.w3.org/2000/svg\" \
+             font-family=\"monospace\" font-size=\"12\">\n\
+             <text x=\"10\" y=\"24\">{}</text>\n<text x=\"10\" y=\"48\">{}</text>\n</svg>\n",
+            xml(&self.title),
+            xml(&self.subtitle),
+        )
+        .context("failed to write")
+    }
 }
 
 fn counted(profile: &Profile) -> &'static str {
@@ -97,13 +152,13 @@ fn subtitle(profile: &Profile) -> String {
 
 /// Chooses colours for the frames that are not the program's own code, under the names that
 /// [`Folded`] gives them.
-fn color(stack: &NamedStack, colors: &mut PaletteMap) {
+fn color(stack: &NamedStack, colors: &mut Vec<(String, Color)>) {
     for part in [&stack.user, &stack.kernel].into_iter().flatten() {
         if let Some(missing) = part.missing() {
-            colors.insert(folded::escape(&missing), MISSING);
+            colors.push((folded::escape(&missing), MISSING));
         }
         for frame in part.frames.iter().filter(|frame| frame.kernel) {
-            colors.insert(folded::name(frame) + folded::KERNEL_MARK, KERNEL);
+            colors.push((folded::name(frame) + folded::KERNEL_MARK, KERNEL));
         }
     }
 }
@@ -115,25 +170,6 @@ fn valid_xml(line: String) -> String {
     } else {
         line
     }
-}
-
-/// There is no flame graph of nothing.
-fn write_empty(profile: &Profile, out: &mut dyn Write) -> Result<()> {
-    let xml = |line: String| {
-        let line = valid_xml(line);
-        let line = line.replace('&', "&amp;").replace('<', "&lt;");
-        line.replace('>', "&gt;")
-    };
-    write!(
-        out,
-        "<?xml version=\"1.0\" standalone=\"no\"?>\n\
-         <svg version=\"1.1\" width=\"1200\" height=\"80\" xmlns=\"http://www.w3.org/2000/svg\" \
-         font-family=\"monospace\" font-size=\"12\">\n\
-         <text x=\"10\" y=\"24\">{}</text>\n<text x=\"10\" y=\"48\">{}</text>\n</svg>\n",
-        xml(title(profile)),
-        xml(subtitle(profile)),
-    )
-    .context("failed to write")
 }
 
 #[cfg(test)]

@@ -16,6 +16,7 @@ pub mod flame;
 pub mod folded;
 pub mod metrics;
 pub mod pprof;
+mod pprof_difference;
 mod pprof_message;
 pub mod profile;
 pub mod replace;

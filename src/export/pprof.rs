@@ -13,6 +13,7 @@ use flate2::write::GzEncoder;
 use jiff::Zoned;
 use prost::Message;
 
+use crate::export::pprof_difference as difference;
 use crate::export::pprof_message as message;
 use crate::export::profile::{Profile, Sample};
 use crate::process::address_space::MappedCode;
@@ -26,11 +27,36 @@ const KERNEL_START: u64 = 1 << 63;
 /// # Errors
 /// If `out` cannot be written to.
 pub fn write(profile: &Profile, out: &mut dyn Write) -> Result<()> {
-    let mut gzip = GzEncoder::new(out, Compression::default());
-    let message = Builder::build(profile).encode_to_vec();
-    gzip.write_all(&message).context("failed to write")?;
-    gzip.finish().context("failed to write")?;
-    Ok(())
+    Encoded::of(profile).write(out)
+}
+
+/// A profile in pprof's terms: text and numbers alone, so that another thread can compress it.
+#[derive(Debug, Clone)]
+pub struct Encoded(message::Profile);
+
+impl Encoded {
+    /// The profile with all its values.
+    pub fn of(profile: &Profile) -> Self {
+        Self(Builder::build(profile))
+    }
+
+    /// What came between an earlier profile of the same run and this one: each stack's numbers less
+    /// the earlier ones, below 0 where it has less. Stacks that have not changed are left out.
+    pub fn since(&self, earlier: &Self) -> Self {
+        Self(difference::of(&earlier.0, &self.0))
+    }
+
+    /// Writes it, compressed.
+    ///
+    /// # Errors
+    /// If `out` cannot be written to.
+    pub fn write(&self, out: &mut dyn Write) -> Result<()> {
+        let mut gzip = GzEncoder::new(out, Compression::default());
+        gzip.write_all(&self.0.encode_to_vec())
+            .context("failed to write")?;
+        gzip.finish().context("failed to write")?;
+        Ok(())
+    }
 }
 
 /// The tables of a message, each thing in them once. Numbers of mappings, functions and locations
