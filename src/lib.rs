@@ -29,6 +29,7 @@
 //! | [`mod@process`] | who is traced, and what they have mapped |
 //! | [`stacks`] | call stacks, from the kernel half's walk to names |
 //! | [`export`] | named stacks, and sums, in the formats that people and other programs read |
+//! | [`serve`] | the report of the moment, for browsers and other programs, over HTTP |
 //! | [`run`] | what the frontend of a tool does from its arguments to its exit status |
 //!
 //! How to add a tool is in CONTRIBUTING.md.
@@ -40,4 +41,5 @@ pub mod host;
 pub mod print;
 pub mod process;
 pub mod run;
+pub mod serve;
 pub mod stacks;

@@ -192,7 +192,7 @@ impl Kept {
 }
 
 /// `name="value"`, with what would end the value escaped.
-fn pair(name: &str, value: &str) -> String {
+pub(crate) fn pair(name: &str, value: &str) -> String {
     let value = value
         .replace('\\', r"\\")
         .replace('"', "\\\"")
@@ -200,7 +200,8 @@ fn pair(name: &str, value: &str) -> String {
     format!("{name}=\"{value}\"")
 }
 
-fn braces(labels: &[String]) -> String {
+/// Labels, each a [`pair`], as they stand behind a name.
+pub(crate) fn braces(labels: &[String]) -> String {
     if labels.is_empty() {
         String::new()
     } else {

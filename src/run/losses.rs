@@ -118,8 +118,9 @@ impl Losses {
         Ok(())
     }
 
-    fn measure(self, metrics: &mut Metrics) {
-        for (what, count) in [
+    /// How much was lost for each reason, by its name.
+    pub fn by_reason(self) -> [(&'static str, u64); 8] {
+        [
             ("events", self.events),
             ("entries", self.entries),
             ("calls", self.calls),
@@ -128,7 +129,11 @@ impl Losses {
             ("lookups", self.lookups),
             ("processes", self.processes),
             ("runs", self.runs),
-        ] {
+        ]
+    }
+
+    fn measure(self, metrics: &mut Metrics) {
+        for (what, count) in self.by_reason() {
             metrics.set_lost(what, count);
         }
     }

@@ -33,6 +33,8 @@ pub struct Wake {
     pub asked: bool,
     /// A table of the kernel half wants more room.
     pub room: bool,
+    /// A client of [`serve`](crate::serve) waits for a report.
+    pub client: bool,
     /// The interval has passed.
     pub tick: bool,
     /// A signal came that ends the run, such as SIGINT, or the reader of stdout has gone.
@@ -51,6 +53,7 @@ pub struct Poller<'a> {
     mappings: Option<BorrowedFd<'a>>,
     questions: Option<BorrowedFd<'a>>,
     room: Option<BorrowedFd<'a>>,
+    clients: Option<BorrowedFd<'a>>,
     processes: Vec<BorrowedFd<'a>>,
     signals: SignalFd,
     ticks: Option<TimerFd>,
@@ -74,6 +77,7 @@ impl<'a> Poller<'a> {
             mappings: None,
             questions: None,
             room: None,
+            clients: None,
             processes: Vec::new(),
             signals,
             ticks: None,
@@ -106,6 +110,12 @@ impl<'a> Poller<'a> {
     /// is woken has to read it.
     pub fn watch_room(&mut self, requests: &'a impl AsFd) {
         self.room = Some(requests.as_fd());
+    }
+
+    /// Wakes when a client waits for a report of this [`Server`](crate::serve::server::Server), which has to
+    /// be given one then.
+    pub fn watch_clients(&mut self, server: &'a impl AsFd) {
+        self.clients = Some(server.as_fd());
     }
 
     /// Wakes when this process, and all others that this was called with, have exited.
@@ -167,6 +177,7 @@ impl<'a> Poller<'a> {
             (Source::Mappings, self.mappings),
             (Source::Questions, self.questions),
             (Source::Room, self.room),
+            (Source::Clients, self.clients),
             (Source::Ticks, self.ticks.as_ref().map(AsFd::as_fd)),
         ];
         for (source, fd) in optional {
@@ -202,6 +213,7 @@ impl<'a> Poller<'a> {
                 Source::Mappings => wake.mappings = true,
                 Source::Questions => wake.asked = true,
                 Source::Room => wake.room = true,
+                Source::Clients => wake.client = true,
                 Source::Process(at) => exited.push(*at),
                 Source::Ring => {
                     wake.events = true;
@@ -232,6 +244,7 @@ enum Source {
     Mappings,
     Questions,
     Room,
+    Clients,
     Process(usize),
     Ticks,
 }

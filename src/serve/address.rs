@@ -1,0 +1,415 @@
+//! Where to serve: a port of this machine alone, or a Unix socket, unless other addresses are allowed.
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use nix::errno::Errno;
+use nix::sys::socket::{
+    AddressFamily, Shutdown, SockFlag, SockType, UnixAddr, connect, shutdown, socket,
+};
+use nix::sys::stat::{Mode, umask};
+
+use crate::print::text;
+use crate::run::cli::UsageError;
+
+/// What a path on the command line can begin with, to tell it from an address.
+const UNIX: &str = "unix:";
+
+/// Options of tools that serve their reports.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct ServeArgs {
+    /// Also answer HTTP requests with the report of the moment: a page, a flame graph, profiles as Go
+    /// programs serve them, OpenMetrics. At a port of this machine (6060, 127.0.0.1:6060), or unix:PATH
+    #[arg(long, value_name = "ADDRESS", value_parser = parse)]
+    pub serve: Option<Address>,
+
+    /// Let --serve have an address that other machines can reach
+    #[arg(long, requires = "serve")]
+    pub serve_remote: bool,
+}
+
+impl ServeArgs {
+    /// Begins to listen, before anything is traced, if there is somewhere to.
+    ///
+    /// # Errors
+    /// If the address is in use, or is one that other machines can reach and that is not allowed.
+    pub fn listen(&self) -> Result<Option<Listener>> {
+        let Some(address) = &self.serve else {
+            return Ok(None);
+        };
+        if let Address::Tcp(tcp) = address
+            && !tcp.ip().is_loopback()
+            && !self.serve_remote
+        {
+            let message = format!(
+                "--serve {tcp}: other machines can reach this address, and there is no password; add \
+                 --serve-remote if they may, or serve at 127.0.0.1:{}",
+                tcp.port()
+            );
+            return Err(UsageError(message).into());
+        }
+        Listener::bind(address).map(Some)
+    }
+}
+
+/// An address to serve at.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Address {
+    /// An address and port; port 0 is one that is free.
+    Tcp(SocketAddr),
+    /// A Unix socket's path.
+    Unix(PathBuf),
+}
+
+/// A URL as far as there is one.
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address) => write!(f, "http://{address}/"),
+            Self::Unix(path) => {
+                let path = text::escape_bytes(path.as_os_str().as_encoded_bytes());
+                write!(f, "{UNIX}{path}")
+            }
+        }
+    }
+}
+
+/// An address of the command line.
+fn parse(argument: &str) -> Result<Address, String> {
+    let path = argument.strip_prefix(UNIX);
+    if let Some(path) = path.or_else(|| argument.contains('/').then_some(argument)) {
+        return if path.is_empty() {
+            Err("the path of the socket is missing".into())
+        } else {
+            Ok(Address::Unix(path.into()))
+        };
+    }
+    let local = |port: u16| Address::Tcp((Ipv4Addr::LOCALHOST, port).into());
+    if let Ok(port) = argument.parse() {
+        return Ok(local(port));
+    }
+    let port = argument.strip_prefix("localhost:");
+    if let Some(port) = port.and_then(|port| port.parse().ok()) {
+        return Ok(local(port));
+    }
+    argument.parse().map(Address::Tcp).map_err(|_| {
+        "must be a port, an address with one such as 127.0.0.1:6060 or [::1]:6060, or unix:PATH"
+            .into()
+    })
+}
+
+/// A socket that listens.
+#[derive(Debug)]
+pub struct Listener {
+    socket: Socket,
+    /// Where it listens, with the port that it was given.
+    address: Address,
+}
+
+#[derive(Debug)]
+enum Socket {
+    Tcp(TcpListener),
+    Unix(UnixListener, SocketFile),
+}
+
+impl Listener {
+    fn bind(address: &Address) -> Result<Self> {
+        let failed = || format!("failed to serve at {address}");
+        match address {
+            Address::Tcp(tcp) => {
+                let listener = TcpListener::bind(tcp).map_err(named).with_context(failed)?;
+                let address = Address::Tcp(listener.local_addr().with_context(failed)?);
+                let socket = Socket::Tcp(listener);
+                Ok(Self { socket, address })
+            }
+            Address::Unix(path) => {
+                make_way(path).with_context(failed)?;
+                // Whoever may write to it may connect. Nothing else makes files at this moment: no
+                // thread was started.
+                let before = umask(Mode::from_bits_truncate(0o177));
+                let listener = UnixListener::bind(path);
+                umask(before);
+                let listener = listener.map_err(named).with_context(failed)?;
+                let file = SocketFile::of(path).with_context(failed)?;
+                Ok(Self {
+                    socket: Socket::Unix(listener, file),
+                    address: address.clone(),
+                })
+            }
+        }
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Whether only programs of this machine reach it, and by a name that they could have been
+    /// deceived about: a page on the web can have a browser look its own name up as 127.0.0.1.
+    pub(super) fn wants_local_names(&self) -> bool {
+        matches!(&self.address, Address::Tcp(address) if address.ip().is_loopback())
+    }
+
+    /// Waits for the next client.
+    pub(super) fn accept(&self) -> io::Result<Box<dyn Stream>> {
+        Ok(match &self.socket {
+            Socket::Tcp(listener) => Box::new(listener.accept()?.0),
+            Socket::Unix(listener, _) => Box::new(listener.accept()?.0),
+        })
+    }
+
+    /// Takes no more clients, and removes the socket's file. Whoever waits in [`Listener::accept`] is
+    /// woken with an error.
+    pub(super) fn close(&self) {
+        let fd: RawFd = match &self.socket {
+            Socket::Tcp(listener) => listener.as_raw_fd(),
+            Socket::Unix(listener, file) => {
+                file.remove();
+                listener.as_raw_fd()
+            }
+        };
+        // All that this can fail for is that it has been done.
+        let _ = shutdown(fd, Shutdown::Both);
+    }
+}
+
+/// A message that says what to do about it.
+fn named(error: io::Error) -> anyhow::Error {
+    let in_use = error.kind() == io::ErrorKind::AddrInUse;
+    let error = anyhow::Error::from(error);
+    if in_use {
+        error.context(
+            "another program serves there; choose another address, or port 0 for a free one",
+        )
+    } else {
+        error
+    }
+}
+
+/// Removes a socket's file that a program left behind, which nobody listens at.
+fn make_way(path: &Path) -> Result<()> {
+    let Ok(there) = fs::symlink_metadata(path) else {
+        return Ok(());
+    };
+    if !there.file_type().is_socket() {
+        bail!("it is there, and no socket; name another one");
+    }
+    let socket = socket(
+        AddressFamily::Unix,
+        SockType::Stream,
+        SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK,
+        None,
+    )?;
+    match connect(socket.as_raw_fd(), &UnixAddr::new(path)?) {
+        Err(Errno::ECONNREFUSED) => {
+            fs::remove_file(path).context("failed to remove the old socket")
+        }
+        _ => bail!("another program serves there; choose another path"),
+    }
+}
+
+/// The file of a Unix socket.
+#[derive(Debug)]
+struct SocketFile {
+    path: PathBuf,
+    /// Device and inode: the file at the path can have become another program's.
+    id: (u64, u64),
+}
+
+impl SocketFile {
+    fn of(path: &Path) -> io::Result<Self> {
+        // The current folder can be another one later.
+        let path = std::path::absolute(path)?;
+        let id = id(&path)?;
+        Ok(Self { path, id })
+    }
+
+    fn remove(&self) {
+        if id(&self.path).is_ok_and(|id| id == self.id) {
+            // What stays is taken for what it is by the next that serves there.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+fn id(path: &Path) -> io::Result<(u64, u64)> {
+    let file = fs::symlink_metadata(path)?;
+    Ok((file.dev(), file.ino()))
+}
+
+/// However the run ends, nothing is left.
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// A connection, of either kind.
+pub(super) trait Stream: io::Read + io::Write + Send {
+    /// Has reads and writes fail that take longer.
+    fn limit(&self, time: Duration) -> io::Result<()>;
+    /// Tells the client that nothing more comes.
+    fn end(&self) -> io::Result<()>;
+}
+
+impl Stream for TcpStream {
+    fn limit(&self, time: Duration) -> io::Result<()> {
+        self.set_read_timeout(Some(time))?;
+        self.set_write_timeout(Some(time))
+    }
+
+    fn end(&self) -> io::Result<()> {
+        self.shutdown(std::net::Shutdown::Write)
+    }
+}
+
+impl Stream for UnixStream {
+    fn limit(&self, time: Duration) -> io::Result<()> {
+        self.set_read_timeout(Some(time))?;
+        self.set_write_timeout(Some(time))
+    }
+
+    fn end(&self) -> io::Result<()> {
+        self.shutdown(std::net::Shutdown::Write)
+    }
+}
+
+/// Whether a Host header names this machine itself: `localhost`, or an address of its loopback.
+pub(super) fn is_local(host: &str) -> bool {
+    let (name, port) = match host.strip_prefix('[') {
+        Some(rest) => rest.split_once(']').unwrap_or((rest, "")),
+        None => host.split_at(host.find(':').unwrap_or(host.len())),
+    };
+    let port = port.strip_prefix(':').unwrap_or(port);
+    let address = name.parse::<IpAddr>();
+    let is_local = address.is_ok_and(|address| address.is_loopback());
+    (is_local || name.eq_ignore_ascii_case("localhost")) && port.chars().all(|c| c.is_ascii_digit())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tcp(address: &str) -> Result<Address, String> {
+        Ok(Address::Tcp(address.parse().expect("an address")))
+    }
+
+    #[test]
+    fn what_names_no_address_is_of_this_machine() {
+        assert_eq!(parse("6060"), tcp("127.0.0.1:6060"));
+        assert_eq!(parse("localhost:0"), tcp("127.0.0.1:0"));
+        assert_eq!(parse("127.0.0.1:80"), tcp("127.0.0.1:80"));
+        assert_eq!(parse("[::1]:80"), tcp("[::1]:80"));
+        assert_eq!(parse("0.0.0.0:80"), tcp("0.0.0.0:80"));
+        assert_eq!(parse("unix:x"), Ok(Address::Unix("x".into())));
+        assert_eq!(parse("/run/x"), Ok(Address::Unix("/run/x".into())));
+        for wrong in [
+            "",
+            "unix:",
+            ":80",
+            "host:80",
+            "127.0.0.1",
+            "65536",
+            "-1",
+            "[::1]",
+            "localhost:x",
+        ] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn other_machines_are_let_in_only_where_that_is_said() {
+        for (address, remote, allowed) in [
+            ("127.0.0.1:0", false, true),
+            ("[::1]:0", false, true),
+            ("127.9.9.9:0", false, true),
+            ("0.0.0.0:0", false, false),
+            ("[::]:0", false, false),
+            ("192.0.2.1:0", false, false),
+            ("0.0.0.0:0", true, true),
+        ] {
+            let args = ServeArgs {
+                serve: Some(parse(address).expect(address)),
+                serve_remote: remote,
+            };
+            let refused = match args.listen() {
+                Ok(_) => false,
+                Err(error) => error.is::<UsageError>(),
+            };
+            assert_eq!(!refused, allowed, "{address}");
+        }
+    }
+
+    #[test]
+    fn only_names_of_this_machine_are_local() {
+        for local in [
+            "localhost",
+            "LocalHost:80",
+            "127.0.0.1",
+            "127.0.0.1:6060",
+            "127.1.2.3:1",
+            "[::1]",
+            "[::1]:6060",
+        ] {
+            assert!(is_local(local), "{local}");
+        }
+        for other in [
+            "",
+            "example.com",
+            "example.com:80",
+            "localhost.example.com",
+            "127.0.0.1.example.com",
+            "192.0.2.1",
+            "[::2]",
+            "::1",
+            "localhost:x",
+            "[::1]x",
+            "0.0.0.0",
+            "evil@localhost",
+        ] {
+            assert!(!is_local(other), "{other}");
+        }
+    }
+
+    #[test]
+    fn only_a_socket_that_nobody_serves_at_is_replaced() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("x");
+        let bind = || Listener::bind(&Address::Unix(path.clone()));
+        let first = bind().expect("a socket");
+        let second = bind().expect_err("it is in use");
+        assert!(
+            format!("{second:#}").contains("another program serves there"),
+            "{second:#}"
+        );
+        drop(first);
+        assert!(!path.exists(), "it is left");
+        // As a tool leaves it that is killed.
+        drop(UnixListener::bind(&path).expect("a socket"));
+        drop(bind().expect("an old socket is replaced"));
+        fs::write(&path, "mine").expect("room");
+        let error = bind().expect_err("a file");
+        assert!(format!("{error:#}").contains("no socket"), "{error:#}");
+        assert_eq!(fs::read(&path).expect("a file"), b"mine");
+    }
+
+    #[test]
+    fn a_file_that_has_become_another_s_is_left() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("x");
+        let first = Listener::bind(&Address::Unix(path.clone())).expect("a socket");
+        fs::remove_file(&path).expect("it is there");
+        fs::write(&path, "mine").expect("room");
+        drop(first);
+        assert_eq!(fs::read(&path).expect("a file"), b"mine");
+    }
+}

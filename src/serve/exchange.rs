@@ -1,0 +1,232 @@
+//! Requests for reports, from the threads of connections, and the reports, from the one that traces.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+
+use crate::serve::report::Report;
+
+/// How long a report is given to whoever asks, at least.
+const FRESH: Duration = Duration::from_secs(1);
+/// So many times as long as it took to make a report, it is given to whoever asks: at most a tenth
+/// of the tracing thread's time goes into reports for clients.
+const FRESH_PART: u32 = 10;
+/// How long a client waits for a report at most.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Why there is no report.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Unavailable {
+    /// The trace has not begun, or its thread is busy with something else.
+    Busy,
+    /// The trace has ended.
+    Ended,
+}
+
+/// What the threads share.
+#[derive(Debug)]
+pub(super) struct Exchange {
+    state: Mutex<State>,
+    changed: Condvar,
+    /// Readable while a report is asked for.
+    asked: EventFd,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    latest: Option<Latest>,
+    asked: bool,
+    ended: bool,
+}
+
+/// The last report, with when its making began, and until when it is good enough.
+#[derive(Debug)]
+struct Latest {
+    report: Arc<Report>,
+    begun: Instant,
+    fresh_until: Instant,
+}
+
+impl Exchange {
+    pub(super) fn new() -> Result<Self> {
+        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+        Ok(Self {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            asked: EventFd::from_flags(flags).context("failed to open an eventfd")?,
+        })
+    }
+
+    /// A report, which may have been made for others a second ago.
+    pub(super) fn report(&self) -> Result<Arc<Report>, Unavailable> {
+        self.report_from(None).map(|(report, _)| report)
+    }
+
+    /// A report that was begun at `earliest` or later, if that is given; with when it was begun.
+    pub(super) fn report_from(
+        &self,
+        earliest: Option<Instant>,
+    ) -> Result<(Arc<Report>, Instant), Unavailable> {
+        let deadline = Instant::now() + PATIENCE;
+        let mut state = self.lock();
+        loop {
+            let now = Instant::now();
+            if state.ended {
+                return Err(Unavailable::Ended);
+            }
+            let mut until = deadline;
+            match &state.latest {
+                Some(latest) if now < latest.fresh_until => {
+                    if earliest.is_none_or(|earliest| latest.begun >= earliest) {
+                        return Ok((Arc::clone(&latest.report), latest.begun));
+                    }
+                    until = until.min(latest.fresh_until);
+                }
+                _ if !state.asked => {
+                    state.asked = true;
+                    // The counter cannot be full: it is read before it is written again.
+                    let _ = self.asked.write(1);
+                }
+                _ => {}
+            }
+            if now >= deadline {
+                return Err(Unavailable::Busy);
+            }
+            state = self.wait(state, until.saturating_duration_since(now));
+        }
+    }
+
+    /// Waits until a time. Fails if the trace ends before.
+    pub(super) fn pause(&self, until: Instant) -> Result<(), Unavailable> {
+        let mut state = self.lock();
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if state.ended {
+                return Err(Unavailable::Ended);
+            }
+            if left.is_zero() {
+                return Ok(());
+            }
+            state = self.wait(state, left);
+        }
+    }
+
+    /// Makes a report for those who wait for one.
+    pub(super) fn answer(&self, make: impl FnOnce() -> Result<Report>) -> Result<()> {
+        // What is asked for from here on is another one.
+        let _ = self.asked.read();
+        let begun = Instant::now();
+        let report = Arc::new(make()?);
+        let now = Instant::now();
+        let mut state = self.lock();
+        state.asked = false;
+        state.latest = Some(Latest {
+            report,
+            begun,
+            fresh_until: now + FRESH.max((now - begun) * FRESH_PART),
+        });
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// Has all who wait, and who come, go.
+    pub(super) fn end(&self) {
+        self.lock().ended = true;
+        self.changed.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Nothing is half done in between, whatever panicked.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>, time: Duration) -> MutexGuard<'a, State> {
+        let waited = self.changed.wait_timeout(state, time);
+        waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+impl AsFd for Exchange {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.asked.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+    use super::*;
+
+    fn is_asked(exchange: &Exchange) -> bool {
+        let mut fds = [PollFd::new(exchange.as_fd(), PollFlags::POLLIN)];
+        poll(&mut fds, PollTimeout::ZERO).expect("poll") == 1
+    }
+
+    #[test]
+    fn many_clients_are_one_question_and_one_report() {
+        let exchange = Exchange::new().expect("an eventfd");
+        let mut made = 0;
+        let reports: Vec<_> = thread::scope(|scope| {
+            let client = |_| scope.spawn(|| exchange.report());
+            let clients: Vec<_> = (0..100).map(client).collect();
+            while clients.iter().any(|client| !client.is_finished()) {
+                if is_asked(&exchange) {
+                    made += 1;
+                    let made = exchange.answer(|| Ok(Report::default()));
+                    made.expect("a report");
+                }
+                thread::yield_now();
+            }
+            let reports = clients.into_iter().map(|client| client.join());
+            reports.map(|report| report.expect("no panic")).collect()
+        });
+        let first = reports[0].clone().expect("a report");
+        for report in &reports {
+            assert!(Arc::ptr_eq(report.as_ref().expect("a report"), &first));
+        }
+        assert_eq!(made, 1);
+        assert!(!is_asked(&exchange));
+    }
+
+    #[test]
+    fn one_of_later_is_waited_for() {
+        let exchange = Exchange::new().expect("an eventfd");
+        exchange.answer(|| Ok(Report::default())).expect("a report");
+        let earliest = Instant::now();
+        thread::scope(|scope| {
+            let client = scope.spawn(|| exchange.report_from(Some(earliest)));
+            while !client.is_finished() {
+                if is_asked(&exchange) {
+                    assert!(earliest.elapsed() >= FRESH, "more than one a second");
+                    exchange.answer(|| Ok(Report::default())).expect("a report");
+                }
+                thread::sleep(Duration::from_millis(5));
+            }
+            let (_, begun) = client.join().expect("no panic").expect("a report");
+            assert!(begun >= earliest);
+        });
+    }
+
+    #[test]
+    fn at_the_end_nobody_waits() {
+        let exchange = Exchange::new().expect("an eventfd");
+        let later = || Instant::now() + Duration::from_secs(60);
+        thread::scope(|scope| {
+            let client = scope.spawn(|| exchange.report());
+            let other = scope.spawn(|| exchange.pause(later()));
+            thread::sleep(Duration::from_millis(20));
+            exchange.end();
+            assert_eq!(
+                client.join().expect("no panic").err(),
+                Some(Unavailable::Ended)
+            );
+            assert_eq!(other.join().expect("no panic"), Err(Unavailable::Ended));
+        });
+    }
+}

@@ -1,0 +1,111 @@
+//! Numbers of the moment in OpenMetrics' text format 1.0, which Prometheus and others scrape.
+
+use std::io::{self, Write};
+
+use crate::export::metrics::{braces, pair};
+
+/// The content type that the format has.
+pub(super) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// What the numbers of a family are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// What there is now.
+    Gauge,
+    /// A sum since the start, which never falls.
+    Counter,
+    /// Words, as labels.
+    Info,
+}
+
+/// Numbers of one kind.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Family {
+    /// The name, without what the kind has it end in.
+    pub name: &'static str,
+    /// One line.
+    pub help: &'static str,
+    /// The unit, in which the name ends; empty for none.
+    pub unit: &'static str,
+    /// What the numbers are.
+    pub kind: Kind,
+    /// Each number, with its labels.
+    pub series: Vec<(Vec<(&'static str, String)>, u64)>,
+}
+
+impl Family {
+    /// A family of one number.
+    pub fn one(
+        kind: Kind,
+        name: &'static str,
+        unit: &'static str,
+        help: &'static str,
+        number: u64,
+    ) -> Self {
+        Self {
+            name,
+            help,
+            unit,
+            kind,
+            series: vec![(Vec::new(), number)],
+        }
+    }
+
+    fn write(&self, out: &mut dyn Write) -> io::Result<()> {
+        let (name, unit) = (self.name, self.unit);
+        let (kind, suffix) = match self.kind {
+            Kind::Gauge => ("gauge", ""),
+            Kind::Counter => ("counter", "_total"),
+            Kind::Info => ("info", "_info"),
+        };
+        writeln!(out, "# TYPE {name} {kind}")?;
+        if !unit.is_empty() {
+            writeln!(out, "# UNIT {name} {unit}")?;
+        }
+        writeln!(out, "# HELP {name} {}", self.help)?;
+        for (labels, number) in &self.series {
+            let labels = labels.iter().map(|(label, value)| pair(label, value));
+            let labels = braces(&labels.collect::<Vec<_>>());
+            writeln!(out, "{name}{suffix}{labels} {number}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Writes them all.
+pub(super) fn write(families: &[Family], out: &mut dyn Write) -> io::Result<()> {
+    for family in families {
+        family.write(out)?;
+    }
+    writeln!(out, "# EOF")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_is_open_metrics() {
+        let labels = vec![("target", "a\"b\\\n".to_owned()), ("x", "y".to_owned())];
+        let families = [
+            Family::one(Kind::Gauge, "x_live_bytes", "bytes", "Live.", 7),
+            Family::one(Kind::Counter, "x_hits", "", "Hits.", 11),
+            Family {
+                name: "x",
+                help: "What is traced.",
+                unit: "",
+                kind: Kind::Info,
+                series: vec![(labels, 1)],
+            },
+        ];
+        let mut text = Vec::new();
+        write(&families, &mut text).expect("memory");
+        assert_eq!(
+            String::from_utf8_lossy(&text),
+            "# TYPE x_live_bytes gauge\n# UNIT x_live_bytes bytes\n# HELP x_live_bytes Live.\n\
+             x_live_bytes 7\n# TYPE x_hits counter\n# HELP x_hits Hits.\nx_hits_total 11\n\
+             # TYPE x info\n# HELP x What is traced.\n\
+             x_info{target=\"a\\\"b\\\\\\n\",x=\"y\"} 1\n# EOF\n"
+        );
+    }
+}

@@ -1,0 +1,161 @@
+//! What is where: the paths of Go's net/http/pprof, and our own.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::serve::exchange::Unavailable;
+use crate::serve::html;
+use crate::serve::http::{Request, Response, Status};
+use crate::serve::openmetrics;
+use crate::serve::report::{self, Content, Report};
+use crate::serve::server::{Shared, Slot};
+
+/// Where Go programs have their profiles.
+const PPROF: &str = "/debug/pprof/";
+/// Seconds that a difference may be over.
+const MOST_SECONDS: u64 = 60;
+
+/// What the page may load: its own frame, and nothing from elsewhere.
+const PAGE_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; frame-src 'self'; \
+                           base-uri 'none'; form-action 'none'";
+/// What a flame graph may: the script that is in it.
+const FLAME_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; \
+                            script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'";
+
+/// What a report has in one format, or why not.
+type Body = Result<Arc<[u8]>, String>;
+
+/// Answers a request.
+pub(super) fn answer(request: &Request, shared: &Arc<Shared>) -> Response {
+    let answer = match request.path.as_str() {
+        "/" => with_report(shared, page),
+        "/flame.svg" => with_report(shared, flame),
+        "/metrics" => with_report(shared, metrics),
+        path => match path.strip_prefix(PPROF) {
+            Some("") => Ok(html(html::index())),
+            // What Go programs tell apart by the value that is shown first: here both have all that
+            // is known.
+            Some(name @ ("heap" | "allocs")) => profile(name, request, shared).map_err(as_go),
+            Some(_) => Err(as_go(Response::text(Status::NotFound, "Unknown profile"))),
+            None => Err(Response::text(
+                Status::NotFound,
+                "there are /, /flame.svg, /metrics, /debug/pprof/heap and /debug/pprof/allocs",
+            )),
+        },
+    };
+    answer.unwrap_or_else(|refused| refused)
+}
+
+/// A message that `go tool pprof` shows.
+fn as_go(mut message: Response) -> Response {
+    message.headers.push(("X-Go-Pprof", "1".to_owned()));
+    message
+}
+
+fn with_report(
+    shared: &Shared,
+    make: fn(&Report, &Content) -> Result<Response, String>,
+) -> Result<Response, Response> {
+    let report = shared.exchange.report().map_err(unavailable)?;
+    let content = content(&report)?;
+    make(&report, content).map_err(|error| Response::text(Status::InternalError, &error))
+}
+
+fn content(report: &Report) -> Result<&Content, Response> {
+    let missing = || Response::text(Status::InternalError, "the report is empty");
+    report.content.as_ref().ok_or_else(missing)
+}
+
+fn unavailable(reason: Unavailable) -> Response {
+    let message = match reason {
+        Unavailable::Busy => "no report yet; try again",
+        Unavailable::Ended => "the trace has ended",
+    };
+    Response::text(Status::Unavailable, message)
+}
+
+fn ok(content_type: &'static str, body: Arc<[u8]>) -> Response {
+    Response {
+        status: Status::Ok,
+        content_type,
+        headers: Vec::new(),
+        body,
+    }
+}
+
+fn html(page: String) -> Response {
+    Response {
+        headers: vec![("Content-Security-Policy", PAGE_POLICY.to_owned())],
+        ..ok("text/html; charset=utf-8", page.into_bytes().into())
+    }
+}
+
+fn page(_: &Report, content: &Content) -> Result<Response, String> {
+    Ok(html(html::page(&content.page)))
+}
+
+fn flame(report: &Report, content: &Content) -> Result<Response, String> {
+    let body = report.flame.get_or_init(|| content.flame()).clone()?;
+    Ok(Response {
+        headers: vec![("Content-Security-Policy", FLAME_POLICY.to_owned())],
+        ..ok("image/svg+xml; charset=utf-8", body)
+    })
+}
+
+fn metrics(_: &Report, content: &Content) -> Result<Response, String> {
+    let body = report::made(|out| Ok(openmetrics::write(&content.families, out)?))?;
+    Ok(ok(openmetrics::CONTENT_TYPE, body))
+}
+
+/// A profile, or what came within some seconds, under the headers that Go programs send.
+fn profile(name: &str, request: &Request, shared: &Arc<Shared>) -> Result<Response, Response> {
+    let debug = request.parameter("debug").unwrap_or_default();
+    if debug.parse::<i64>().is_ok_and(|debug| debug != 0) {
+        let message =
+            "there is no text form (debug); / is for people, and without debug comes the profile";
+        return Err(Response::text(Status::NotImplemented, message));
+    }
+    let (body, name) = match request.parameter("seconds").filter(|text| !text.is_empty()) {
+        None => {
+            let report = shared.exchange.report().map_err(unavailable)?;
+            let content = content(&report)?;
+            let body = report.pprof.get_or_init(|| content.pprof()).clone();
+            (body, name.to_owned())
+        }
+        Some(seconds) => (difference(seconds, shared)?, format!("{name}-delta")),
+    };
+    let body = body.map_err(|error| Response::text(Status::InternalError, &error))?;
+    let disposition = format!("attachment; filename=\"{name}\"");
+    Ok(Response {
+        headers: vec![("Content-Disposition", disposition)],
+        ..ok("application/octet-stream", body)
+    })
+}
+
+/// What came within so many seconds from now on.
+fn difference(seconds: &str, shared: &Arc<Shared>) -> Result<Body, Response> {
+    let seconds = match seconds.parse() {
+        Ok(seconds @ 1..=MOST_SECONDS) => Duration::from_secs(seconds),
+        _ => {
+            let message = format!("seconds: must be a whole number from 1 to {MOST_SECONDS}");
+            return Err(Response::text(Status::BadRequest, &message));
+        }
+    };
+    if !shared.differences.take() {
+        let message = "too many wait for a difference (seconds); try again";
+        return Err(Response::text(Status::Unavailable, message));
+    }
+    let _slot = Slot::of(shared, |shared| &shared.differences);
+    let exchange = &shared.exchange;
+    // What was reported before would be counted as having come since.
+    let (earlier, begun) = exchange
+        .report_from(Some(Instant::now()))
+        .map_err(unavailable)?;
+    let until = begun + seconds;
+    exchange.pause(until).map_err(unavailable)?;
+    let (later, _) = exchange.report_from(Some(until)).map_err(unavailable)?;
+    let (earlier, later) = (content(&earlier)?, content(&later)?);
+    Ok(report::made(|out| {
+        later.encoded.since(&earlier.encoded).write(out)
+    }))
+}

@@ -1,0 +1,209 @@
+//! What a report has that is served: text and numbers, which every thread can format.
+
+use std::cmp::Reverse;
+use std::fmt;
+use std::io::Write;
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use anyhow::Result;
+
+use crate::export::flame::Graph;
+use crate::export::pprof::Encoded;
+use crate::export::profile::{Profile, Sample};
+use crate::print::{clock, text};
+use crate::serve::openmetrics::Family;
+use crate::serve::trend::{Key, Trend, Trends};
+use crate::stacks::named::NamedStack;
+
+/// Stacks of the page in each of its tables.
+const TOP: usize = 10;
+
+/// What a format makes of a report, once, or why it could not.
+type Made = OnceLock<Result<Arc<[u8]>, String>>;
+
+/// A report, and its formats as they were first asked for.
+#[derive(Default)]
+pub struct Report {
+    pub(super) content: Option<Content>,
+    pub(super) pprof: Made,
+    pub(super) flame: Made,
+}
+
+impl fmt::Debug for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Report").finish_non_exhaustive()
+    }
+}
+
+/// What is in a report.
+pub(super) struct Content {
+    pub(super) encoded: Encoded,
+    graph: Graph,
+    pub(super) families: Vec<Family>,
+    pub(super) page: Page,
+}
+
+/// What is on the page.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Page {
+    /// Such as `memleak: outstanding allocations of pid 7 (demo)`.
+    pub(super) title: String,
+    /// Time, sum, and what a reader has to know.
+    pub(super) facts: Vec<String>,
+    /// What the columns of numbers are of.
+    pub(super) columns: Vec<&'static str>,
+    pub(super) largest: Vec<Row>,
+    pub(super) growing: Vec<Row>,
+}
+
+/// A stack on the page.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Row {
+    pub(super) numbers: Vec<String>,
+    /// Growth, if it is known.
+    pub(super) per_second: Option<f64>,
+    pub(super) trend: Trend,
+    pub(super) process: String,
+    /// Innermost first, with what stands for those that are missing.
+    pub(super) frames: Vec<String>,
+}
+
+impl Report {
+    /// The report of this profile. `keys` tell its samples, in their order.
+    pub fn new(
+        profile: &Profile,
+        keys: &[Key],
+        trends: &Trends,
+        families: Vec<Family>,
+        lost: Option<String>,
+    ) -> Self {
+        let page = Page::of(profile, keys, trends, lost);
+        Self {
+            content: Some(Content {
+                encoded: Encoded::of(profile),
+                graph: Graph::of(profile),
+                families,
+                page,
+            }),
+            ..Self::default()
+        }
+    }
+}
+
+impl Content {
+    pub(super) fn pprof(&self) -> Result<Arc<[u8]>, String> {
+        made(|out| self.encoded.write(out))
+    }
+
+    pub(super) fn flame(&self) -> Result<Arc<[u8]>, String> {
+        made(|out| self.graph.draw(out))
+    }
+}
+
+/// What a format writes.
+pub(super) fn made(write: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<Arc<[u8]>, String> {
+    let mut bytes = Vec::new();
+    let written = write(&mut bytes).map_err(|error| format!("{error:#}"));
+    written.map(|()| bytes.into())
+}
+
+/// A sample, while rows are chosen.
+struct Stack<'a> {
+    key: Key,
+    sample: &'a Sample,
+    per_second: Option<f64>,
+}
+
+impl Page {
+    fn of(profile: &Profile, keys: &[Key], trends: &Trends, lost: Option<String>) -> Self {
+        let Profile {
+            tool,
+            subject,
+            target,
+            values,
+            main,
+            ..
+        } = profile;
+        let sums = values.iter().enumerate();
+        let sums: Vec<String> = sums
+            .map(|(at, value)| number(profile.total(at), value.unit, value.counted))
+            .collect();
+        let time = clock::time_of_day(&profile.until);
+        let mut facts = vec![
+            format!("{} {time}", profile.until.date()),
+            format!("since {}", clock::time_of_day(&profile.since)),
+            sums.join(", "),
+            text::counted(profile.samples.len() as u64, "stack"),
+        ];
+        facts.extend(profile.remarks.iter().cloned());
+        facts.extend(lost);
+
+        let now = Instant::now();
+        let has = |sample: &Sample| sample.values.get(*main).copied().unwrap_or_default();
+        let stacks = keys.iter().zip(&profile.samples);
+        let stacks = stacks.map(|(&key, sample)| Stack {
+            key,
+            sample,
+            per_second: trends.per_second(key, now, has(sample)),
+        });
+        let mut stacks: Vec<Stack<'_>> = stacks.collect();
+        let row = |stack: &Stack<'_>| Row {
+            numbers: numbers(profile, stack.sample),
+            per_second: stack.per_second,
+            trend: trends.of(stack.key, now, has(stack.sample)),
+            process: process(&stack.sample.stack),
+            frames: frames(&stack.sample.stack),
+        };
+        stacks.sort_by_key(|stack| (Reverse(has(stack.sample)), stack.key));
+        let largest = stacks.iter().take(TOP).map(row).collect();
+        let growth = |stack: &Stack<'_>| stack.per_second.unwrap_or_default();
+        stacks.retain(|stack| growth(stack) > 0.0);
+        stacks.sort_by(|one, other| growth(other).total_cmp(&growth(one)));
+        let growing = stacks.iter().take(TOP).map(row).collect();
+        Self {
+            title: format!("{tool}: {subject} of {target}"),
+            facts,
+            columns: values.iter().map(|value| value.counted).collect(),
+            largest,
+            growing,
+        }
+    }
+}
+
+fn numbers(profile: &Profile, sample: &Sample) -> Vec<String> {
+    let values = profile.values.iter().zip(&sample.values);
+    values
+        .map(|(value, &number)| match value.unit {
+            "bytes" => text::bytes(number),
+            _ => text::grouped(number),
+        })
+        .collect()
+}
+
+fn number(number: u64, unit: &str, counted: &str) -> String {
+    match unit {
+        // To the byte, beside what is easily read.
+        "bytes" if number >= 1000 => {
+            format!("{} ({} bytes)", text::bytes(number), text::grouped(number))
+        }
+        "bytes" => text::bytes(number),
+        _ => format!("{} {counted}", text::grouped(number)),
+    }
+}
+
+fn process(stack: &NamedStack) -> String {
+    match stack.pid {
+        0 => stack.comm.clone(),
+        pid => format!("{} ({pid})", stack.comm),
+    }
+}
+
+fn frames(stack: &NamedStack) -> Vec<String> {
+    let mut frames = Vec::new();
+    for part in [&stack.kernel, &stack.user].into_iter().flatten() {
+        frames.extend(part.frames.iter().map(ToString::to_string));
+        frames.extend(part.missing());
+    }
+    frames
+}
