@@ -13,6 +13,7 @@ use memtools::run::cli::{self, UsageError};
 use memtools::run::complete;
 use memtools::run::poll::Poller;
 use memtools::run::target::TargetArgs;
+use memtools::serve::address::ServeArgs;
 use memtools::stacks::table;
 use memtools::stacks::unwind::UnwindArgs;
 
@@ -55,6 +56,8 @@ examples:
   memleak -p 1234 -o 60000     only what is older than a minute
   memleak -p 1234 60 1 --flame leak.svg --pprof leak.pb.gz
                                draw it, and keep it for `go tool pprof`
+  memleak -p 1234 --serve 6060
+                               show it at http://127.0.0.1:6060/, to `go tool pprof` as well
   memleak                      what the kernel itself has not freed, by kernel stack
   memleak --by-cache -kp 1234  objects that it made for process 1234, by slab cache"
 )]
@@ -189,6 +192,9 @@ pub(crate) struct Args {
 
     #[command(flatten, next_help_heading = PRINT)]
     pub(crate) export: ExportArgs,
+
+    #[command(flatten, next_help_heading = PRINT)]
+    pub(crate) serve: ServeArgs,
 
     /// Print one JSON object a line
     #[arg(help_heading = PRINT, short, long)]

@@ -10,6 +10,7 @@ mod probes;
 
 use std::collections::HashSet;
 use std::process::ExitCode;
+use std::time::Instant;
 
 use anyhow::{Context, Result};
 use libbpf_rs::skel::Skel;
@@ -28,6 +29,9 @@ use memtools::process::filter::Tasks;
 use memtools::run::cli::UsageError;
 use memtools::run::losses::{self, Losses};
 use memtools::run::privileges;
+use memtools::serve::report::Report;
+use memtools::serve::server::Server;
+use memtools::serve::trend::Trends;
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::KernelNames;
 use memtools::stacks::table::Stacks;
@@ -39,6 +43,7 @@ use crate::args::Args;
 use crate::report::{
     self, Ages, Allocation, Entry, Group, Groups, Head, History, Path, Totals, View,
 };
+use crate::serve::{self, Frees, Numbers};
 use crate::tracer::sums_of;
 use crate::whole::Whole;
 
@@ -51,12 +56,15 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     attach::capture_log(args.verbose);
     let exports = args.export.prepare("memleak", args.target())?;
+    let listener = args.serve.listen()?;
     let (mut poller, output) = args.start()?;
     privileges::keep_what_tracing_takes(&[])?;
     let filter = args::filter(args).resolve(None, Tasks::All)?;
     check_cache(args.kernel.cache.as_deref())?;
     let slabinfo = args.kernel.by_cache.then(Slabinfo::read);
     eprintln!("Attaching to kernel allocators, Ctrl+C to quit.");
+    let server = listener.map(Server::start).transpose()?;
+    server.as_ref().inspect(|server| serve::tell(server));
     let attached = probes::start(args, &filter, args.kernel.kinds())?;
 
     let mut tracer = Tracer {
@@ -65,6 +73,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         names: KernelNames::default(),
         slabinfo: slabinfo.unwrap_or_default(),
         history: History::default(),
+        trends: Trends::default(),
         clock: Clock::new(),
         output,
         exports,
@@ -73,6 +82,9 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     tracer.exports.begin();
     let requests: Events<u32> = Events::new(&attached.skel.maps.room_requests)?;
     poller.watch_room(&requests);
+    if let Some(server) = &server {
+        poller.watch_clients(server);
+    }
     let interval = args.interval;
     poller.tick_every(interval)?;
     let mut reports_left = args.count;
@@ -89,6 +101,9 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         if wake.report {
             tracer.report()?;
         }
+        if let Some(server) = server.as_ref().filter(|_| wake.client) {
+            server.answer(|| tracer.served())?;
+        }
         if wake.tick {
             reports_left = reports_left.map(|left| left - 1);
             let last = reports_left == Some(0);
@@ -102,6 +117,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
             poller.tick_every(interval)?;
         }
     }
+    drop(server);
     losses::tell_own_events("memleak", attached.skel.object(), &mut tracer.output)?;
     let exports = tracer.exports;
     attach::detach(attached.links);
@@ -117,6 +133,8 @@ struct Tracer<'a> {
     /// /proc/slabinfo as it was when the trace began.
     slabinfo: Slabinfo,
     history: History,
+    /// How stacks have grown, for clients of --serve.
+    trends: Trends,
     clock: Clock,
     output: Output,
     exports: Exports,
@@ -143,14 +161,7 @@ impl Tracer<'_> {
     /// Prints what is outstanding now.
     fn report(&mut self) -> Result<()> {
         let now = clock::monotonic_ns();
-        let (mut totals, mut allocations) = if self.args.combined_only {
-            (self.totals()?, Vec::new())
-        } else {
-            self.outstanding(now)?
-        };
-        if !self.args.kernel.by_cache {
-            report::merge_lost(&mut self.stacks, &mut totals, &mut allocations)?;
-        }
+        let (totals, mut allocations) = self.find(now)?;
         let entries = self.entries(now, &totals, &allocations);
         self.export(&entries)?;
         if self.args.folded {
@@ -177,6 +188,7 @@ impl Tracer<'_> {
                 self.print_whole(&totals, shown)?;
             }
         }
+        self.look(&totals);
         self.history.add(now, totals);
         self.output.flush()?;
 
@@ -195,6 +207,57 @@ impl Tracer<'_> {
             );
         }
         Ok(())
+    }
+
+    /// All that there is at this time, from which a report chooses.
+    fn find(&mut self, now: u64) -> Result<(Totals, Vec<Allocation>)> {
+        let (mut totals, mut allocations) = if self.args.combined_only {
+            (self.totals()?, Vec::new())
+        } else {
+            self.outstanding(now)?
+        };
+        if !self.args.kernel.by_cache {
+            report::merge_lost(&mut self.stacks, &mut totals, &mut allocations)?;
+        }
+        Ok((totals, allocations))
+    }
+
+    /// The report of the moment, for clients of --serve. The next one that is printed does not know
+    /// of it.
+    fn served(&mut self) -> Result<Report> {
+        let (totals, _) = self.find(clock::monotonic_ns())?;
+        self.look(&totals);
+        let mut samples = Vec::new();
+        for (path, total) in &totals {
+            let stack = self.named(path.stack)?;
+            samples.push(total.sample(stack));
+        }
+        let subject = report::subject(View::Outstanding, self.args);
+        let profile = self.exports.profile(subject, samples);
+        let lost = self.losses()?;
+        let (stacks, sum) = sums_of(&totals);
+        let numbers = Numbers {
+            view: View::Outstanding,
+            sum,
+            stacks,
+            frees: Frees {
+                unseen: self.attached.unseen_frees(),
+                ..Frees::default()
+            },
+            hits: None,
+            lost,
+        };
+        let families = numbers.families(&profile);
+        let keys: Vec<_> = totals.keys().map(|path| serve::key(*path)).collect();
+        let lost = lost.any().then(|| lost.to_string());
+        Ok(Report::new(&profile, &keys, &self.trends, families, lost))
+    }
+
+    /// Takes a look at how stacks grow, if there are clients to show that to.
+    fn look(&mut self, totals: &Totals) {
+        if self.args.serve.serve.is_some() {
+            self.trends.look(Instant::now(), serve::bytes(totals));
+        }
     }
 
     /// What could not be recorded, or kept.

@@ -21,6 +21,7 @@ mod probes;
 mod regions;
 mod report;
 mod sampling;
+mod serve;
 mod signature;
 mod stopped;
 mod target;
@@ -38,6 +39,7 @@ use memtools::bpf::ring::Events;
 use memtools::process::command::HeldCommand;
 use memtools::run::cli;
 use memtools::run::priority;
+use memtools::serve::server::Server;
 
 use crate::args::Args;
 use crate::bpf::types::{event, event_kind as Kind};
@@ -65,8 +67,11 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight_uprobes()?;
     attach::capture_log(args.verbose);
     let exports = args.export.prepare("memleak", args.target())?;
+    let listener = args.serve.listen()?;
     let (mut poller, output) = args.start()?;
     let mut target = Target::choose(&args)?;
+    let server = listener.map(Server::start).transpose()?;
+    server.as_ref().inspect(|server| serve::tell(server));
     priority::raise();
     let symbolizer = target.symbolizer()?;
     let (attached, mut links, unwinder) = probes::attach(&target, &args)?;
@@ -87,6 +92,9 @@ fn run(args: Args) -> Result<ExitCode> {
     poller.watch_questions(&attached.questions);
     let requests: Events<u32> = Events::new(&skel.maps.room_requests)?;
     poller.watch_room(&requests);
+    if let Some(server) = &server {
+        poller.watch_clients(server);
+    }
     for process in target.watched() {
         poller.watch_exit(process);
     }
@@ -153,6 +161,9 @@ fn run(args: Args) -> Result<ExitCode> {
         if wake.report {
             tracer.report(false)?;
         }
+        if let Some(server) = server.as_ref().filter(|_| wake.client) {
+            server.answer(|| tracer.served(attached.hits()))?;
+        }
         if wake.tick {
             reports_left = reports_left.map(|left| left - 1);
             let last = reports_left == Some(0);
@@ -167,6 +178,7 @@ fn run(args: Args) -> Result<ExitCode> {
         }
     }
 
+    drop(server);
     loaded.tell_late(Duration::ZERO);
     cost.end_slice();
     links.extend(loaded.links);

@@ -1,6 +1,7 @@
 //! The state of a trace, and what is printed of it.
 
 mod renewal;
+mod served;
 
 use std::collections::{HashMap, HashSet};
 use std::ptr;
@@ -15,12 +16,14 @@ use memtools::bpf::ring::Events;
 use memtools::bpf::types;
 use memtools::export::files::Exports;
 use memtools::export::folded::Folded;
+use memtools::export::profile::Sample;
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::Output;
 use memtools::print::text;
 use memtools::process::filter::Filter;
 use memtools::process::proc::Process;
 use memtools::run::losses::Losses;
+use memtools::serve::trend::Trends;
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::table::Stacks;
@@ -72,6 +75,8 @@ pub(crate) struct Tracer<'a> {
     /// The stacks that freed a block twice.
     told_of: HashSet<Path>,
     history: History,
+    /// How stacks have grown, for clients of --serve.
+    trends: Trends,
     pub(crate) symbolizer: Symbolizer,
     clock: Clock,
     pub(crate) output: Output,
@@ -110,6 +115,7 @@ impl<'a> Tracer<'a> {
             mapped: Totals::new(),
             told_of: HashSet::new(),
             history: History::default(),
+            trends: Trends::default(),
             symbolizer,
             clock: Clock::new(),
             output,
@@ -267,25 +273,11 @@ impl<'a> Tracer<'a> {
     pub(crate) fn report(&mut self, exited: bool) -> Result<()> {
         let now = clock::monotonic_ns();
         self.symbolizer.refresh();
-        let (mut totals, mut allocations) = match self.args.mode {
-            Mode::Leak => self.outstanding(now, exited)?,
-            Mode::Peak => (self.read_peak()?, Vec::new()),
-            _ => {
-                self.drop_ended()?;
-                (self.read_totals()?, Vec::new())
-            }
-        };
-        report::merge_lost(&mut self.stacks, &mut totals, &mut allocations)?;
-        let mut errors = None;
-        if let Some(sampling) = Sampling::of(self.args) {
-            let estimate = sampling.estimate(&allocations);
-            totals = estimate.0;
-            errors = Some(estimate.1);
-        }
-        if self.args.mode == Mode::Leak {
-            self.ended.add_to(&mut totals, errors.as_mut());
-            report::merge_lost(&mut self.stacks, &mut totals, &mut [])?;
-        }
+        let Found {
+            totals,
+            mut allocations,
+            errors,
+        } = self.find(now, exited)?;
         // With --folded there is one report, of all.
         let shown = match self.args.mode {
             Mode::Alloc | Mode::Churn if !self.args.folded => {
@@ -335,6 +327,7 @@ impl<'a> Tracer<'a> {
                 self.unknown_frees()?;
             }
         }
+        self.look(&totals);
         self.history.add(now, totals);
         self.output.flush()?;
 
@@ -358,6 +351,34 @@ impl<'a> Tracer<'a> {
             );
         }
         Ok(())
+    }
+
+    /// All that there is at this time, from which a report chooses.
+    fn find(&mut self, now: u64, exited: bool) -> Result<Found> {
+        let (mut totals, mut allocations) = match self.args.mode {
+            Mode::Leak => self.outstanding(now, exited)?,
+            Mode::Peak => (self.read_peak()?, Vec::new()),
+            _ => {
+                self.drop_ended()?;
+                (self.read_totals()?, Vec::new())
+            }
+        };
+        report::merge_lost(&mut self.stacks, &mut totals, &mut allocations)?;
+        let mut errors = None;
+        if let Some(sampling) = Sampling::of(self.args) {
+            let estimate = sampling.estimate(&allocations);
+            totals = estimate.0;
+            errors = Some(estimate.1);
+        }
+        if self.args.mode == Mode::Leak {
+            self.ended.add_to(&mut totals, errors.as_mut());
+            report::merge_lost(&mut self.stacks, &mut totals, &mut [])?;
+        }
+        Ok(Found {
+            totals,
+            allocations,
+            errors,
+        })
     }
 
     fn outstanding(&mut self, now: u64, exited: bool) -> Result<(Totals, Vec<Allocation>)> {
@@ -492,17 +513,20 @@ impl<'a> Tracer<'a> {
     /// Writes all stacks into the files that are asked for. With --mode alloc and churn that is all
     /// that came since the start.
     fn export(&mut self, totals: &Totals) -> Result<()> {
-        if !self.exports.any() {
-            return Ok(());
+        if self.exports.any() {
+            let samples = self.samples(totals)?;
+            let subject = report::subject(self.view(), self.args);
+            self.exports.write(subject, samples);
         }
-        let mut samples = Vec::new();
-        for (&path, &total) in totals {
-            let stack = self.named(path)?;
-            samples.push(total.sample(stack));
-        }
-        let subject = report::subject(self.view(), self.args);
-        self.exports.write(subject, samples);
         Ok(())
+    }
+
+    fn samples(&mut self, totals: &Totals) -> Result<Vec<Sample>> {
+        let samples = totals.iter().map(|(&path, &total)| {
+            let stack = self.named(path)?;
+            Ok(total.sample(stack))
+        });
+        samples.collect()
     }
 
     fn view(&self) -> View {
@@ -645,6 +669,15 @@ impl<'a> Tracer<'a> {
         })?;
         Ok(totals)
     }
+}
+
+/// What a report is made of.
+struct Found {
+    totals: Totals,
+    /// What is outstanding, if it is known block by block.
+    allocations: Vec<Allocation>,
+    /// How far off the totals may be, if they are estimates.
+    errors: Option<HashMap<Path, sampling::Error>>,
 }
 
 /// A process's mappings as allocations.

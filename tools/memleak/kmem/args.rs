@@ -106,6 +106,9 @@ pub(crate) fn wanted(args: &Args) -> Result<bool> {
              without --kernel (-k)"
         ));
     }
+    if args.serve.serve.is_some() && args.kernel.by_cache {
+        return usage("--serve is for reports by stack: leave --by-cache out".into());
+    }
     if let Some(cache) = &args.kernel.cache
         && !(1..=MAX_CACHE_NAME).contains(&cache.len())
     {

@@ -1,0 +1,178 @@
+//! --serve: the numbers of a report as metrics, and what else both modes need.
+
+use memtools::export::profile::Profile;
+use memtools::run::losses::Losses;
+use memtools::serve::openmetrics::{Family, Kind};
+use memtools::serve::server::Server;
+use memtools::serve::trend::Key;
+
+use crate::report::{Path, Total, Totals, View};
+
+/// Says where it is served.
+pub(crate) fn tell(server: &Server) {
+    eprintln!("memleak: serving {}", server.address());
+}
+
+/// What tells a stack.
+pub(crate) fn key(path: Path) -> Key {
+    (path.pid, path.stack)
+}
+
+/// What each stack has.
+pub(crate) fn bytes(totals: &Totals) -> impl Iterator<Item = (Key, u64)> {
+    totals.iter().map(|(&path, total)| (key(path), total.bytes))
+}
+
+/// Frees that are not of what was recorded; None where that is not known.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Frees {
+    pub(crate) unknown: Option<u64>,
+    pub(crate) double: Option<u64>,
+    pub(crate) unseen: u64,
+}
+
+/// The numbers of a report.
+pub(crate) struct Numbers {
+    pub(crate) view: View,
+    pub(crate) sum: Total,
+    pub(crate) stacks: usize,
+    pub(crate) frees: Frees,
+    /// Hits of the probes, if they are counted.
+    pub(crate) hits: Option<u64>,
+    pub(crate) lost: Losses,
+}
+
+impl Numbers {
+    /// What /metrics has.
+    pub(crate) fn families(&self, profile: &Profile) -> Vec<Family> {
+        let mut families = self.of_view();
+        families.push(Family::one(
+            Kind::Counter,
+            "memtools_memleak_unseen_frees",
+            "",
+            "Frees that were not seen: their addresses were allocated again.",
+            self.frees.unseen,
+        ));
+        let known = [
+            (
+                self.frees.unknown,
+                "memtools_memleak_unknown_frees",
+                "Frees of what was not recorded, such as what is older than the trace.",
+            ),
+            (
+                self.frees.double,
+                "memtools_memleak_double_frees",
+                "Frees of what had been freed, and was not allocated since.",
+            ),
+            (
+                self.hits,
+                "memtools_memleak_probe_hits",
+                "Entries into probed functions, and returns from them.",
+            ),
+        ];
+        for (number, name, help) in known {
+            families
+                .extend(number.map(|number| Family::one(Kind::Counter, name, "", help, number)));
+        }
+        let lost = self.lost.by_reason().into_iter();
+        let lost = lost.map(|(what, lost)| {
+            let labels = [("what", what), ("tool", "memleak")];
+            (
+                labels.map(|(name, value)| (name, value.to_owned())).into(),
+                lost,
+            )
+        });
+        families.push(Family {
+            name: "memtools_lost",
+            help: "What a tool could not record, by reason.",
+            unit: "",
+            kind: Kind::Counter,
+            series: lost.collect(),
+        });
+        families.push(info(profile));
+        families
+    }
+
+    /// What the profile has, in sums: what can fall is a gauge.
+    fn of_view(&self) -> Vec<Family> {
+        let Total {
+            bytes, allocations, ..
+        } = self.sum;
+        let bytes_of = |kind, name, help| Family::one(kind, name, "bytes", help, bytes);
+        let count_of = |kind, name, help| Family::one(kind, name, "", help, allocations);
+        match self.view {
+            View::Outstanding => vec![
+                bytes_of(
+                    Kind::Gauge,
+                    "memtools_memleak_outstanding_bytes",
+                    "What was allocated and is not freed.",
+                ),
+                count_of(
+                    Kind::Gauge,
+                    "memtools_memleak_outstanding_allocations",
+                    "Allocations that are not freed.",
+                ),
+                Family::one(
+                    Kind::Gauge,
+                    "memtools_memleak_outstanding_stacks",
+                    "",
+                    "Call stacks with allocations that are not freed.",
+                    self.stacks as u64,
+                ),
+            ],
+            View::Peak => vec![
+                bytes_of(
+                    Kind::Gauge,
+                    "memtools_memleak_peak_bytes",
+                    "What was outstanding when it was most.",
+                ),
+                count_of(
+                    Kind::Gauge,
+                    "memtools_memleak_peak_allocations",
+                    "Allocations that were outstanding when it was most.",
+                ),
+            ],
+            View::Allocated => vec![
+                bytes_of(
+                    Kind::Counter,
+                    "memtools_memleak_allocated_bytes",
+                    "What was allocated, freed or not.",
+                ),
+                count_of(
+                    Kind::Counter,
+                    "memtools_memleak_allocations",
+                    "Allocations, freed or not.",
+                ),
+            ],
+            View::Churned => vec![
+                bytes_of(
+                    Kind::Counter,
+                    "memtools_memleak_churned_bytes",
+                    "What was freed within an interval of its allocation.",
+                ),
+                count_of(
+                    Kind::Counter,
+                    "memtools_memleak_churned_allocations",
+                    "Allocations that were freed within an interval.",
+                ),
+            ],
+        }
+    }
+}
+
+/// What is traced, and what a reader of the numbers has to know.
+fn info(profile: &Profile) -> Family {
+    let labels = [
+        ("target", profile.target.clone()),
+        ("subject", profile.subject.clone()),
+        ("remarks", profile.remarks.join("; ")),
+        ("version", env!("CARGO_PKG_VERSION").to_owned()),
+    ];
+    Family {
+        name: "memtools_memleak",
+        help: "What is traced.",
+        unit: "",
+        kind: Kind::Info,
+        series: vec![(labels.into(), 1)],
+    }
+}

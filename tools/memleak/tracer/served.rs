@@ -1,0 +1,54 @@
+//! Reports for the clients of --serve.
+
+use std::time::Instant;
+
+use anyhow::Result;
+use memtools::print::clock;
+use memtools::serve::report::Report;
+
+use super::{Found, Tracer, sums_of};
+use crate::probes::{self, Hits};
+use crate::report::{self, Totals};
+use crate::serve::{self, Frees, Numbers};
+
+impl Tracer<'_> {
+    /// The report of the moment, of all that --pprof would write. The next one that is printed does
+    /// not know of it.
+    pub(crate) fn served(&mut self, hits: Hits) -> Result<Report> {
+        let now = clock::monotonic_ns();
+        self.symbolizer.refresh();
+        let Found { totals, .. } = self.find(now, false)?;
+        self.look(&totals);
+        let samples = self.samples(&totals)?;
+        let profile = self
+            .exports
+            .profile(report::subject(self.view(), self.args), samples);
+        let lost = self.losses()?;
+        let (stacks, sum) = sums_of(&totals);
+        let frees = self.skel.maps.bss_data.as_deref().map(|bss| &bss.frees);
+        let frees = frees.map(|frees| Frees {
+            unknown: self.args.records_all().then_some(frees.unknown),
+            double: probes::notices_double_frees(self.skel, self.args).then_some(frees.twice),
+            unseen: frees.replaced,
+        });
+        let numbers = Numbers {
+            view: self.view(),
+            sum,
+            stacks,
+            frees: frees.unwrap_or_default(),
+            hits: Some(hits.count),
+            lost,
+        };
+        let families = numbers.families(&profile);
+        let keys: Vec<_> = totals.keys().map(|path| serve::key(*path)).collect();
+        let lost = lost.any().then(|| lost.to_string());
+        Ok(Report::new(&profile, &keys, &self.trends, families, lost))
+    }
+
+    /// Takes a look at how stacks grow, if there are clients to show that to.
+    pub(super) fn look(&mut self, totals: &Totals) {
+        if self.args.serve.serve.is_some() {
+            self.trends.look(Instant::now(), serve::bytes(totals));
+        }
+    }
+}
