@@ -60,45 +60,56 @@ impl Files {
         Ok(fs::read_to_string(path)?)
     }
 
-    /// What `go tool pprof` makes of the profile: each function's own number of this value, and all.
     fn top(&self, value: &str) -> Result<(HashMap<String, u64>, u64)> {
-        let text = self.pprof(&["-top", &format!("-sample_index={value}")])?;
-        // Showing nodes accounting for 126883B, 100% of 126883B total
-        let number = |text: &str| -> Result<u64> {
-            let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-            digits.parse().with_context(|| text.to_owned())
-        };
-        let (_, total) = text.split_once("% of ").with_context(|| text.clone())?;
-        let total = number(total.split(' ').next().unwrap_or_default())?;
-        let rows = text.lines().skip_while(|line| !line.contains("flat%"));
-        let mut flat = HashMap::new();
-        for row in rows.skip(1) {
-            let fields: Vec<&str> = row.split_whitespace().collect();
-            ensure!(fields.len() >= 6, "{row}");
-            *flat.entry(fields[5..].join(" ")).or_insert(0) += number(fields[0])?;
-        }
-        flat.retain(|_, flat| *flat > 0);
-        Ok((flat, total))
+        top(&self.path("a.pb.gz")?, value)
     }
 
     fn pprof(&self, options: &[&str]) -> Result<String> {
-        let shown = Command::new("go")
-            .args([
-                "tool",
-                "pprof",
-                "-symbolize=none",
-                "-nodefraction=0",
-                "-nodecount=100000",
-            ])
-            .args(["-unit=B"])
-            .args(options)
-            .arg(self.path("a.pb.gz")?)
-            .env("HOME", self.0.path())
-            .output()
-            .context("no go: install golang-go")?;
-        ensure!(shown.status.success(), "{shown:?}");
-        Ok(String::from_utf8(shown.stdout)?)
+        pprof(&self.path("a.pb.gz")?, options)
     }
+}
+
+/// What `go tool pprof` makes of a profile, in a file or at a URL: each function's own number of this
+/// value, and all.
+pub(crate) fn top(profile: &str, value: &str) -> Result<(HashMap<String, u64>, u64)> {
+    let text = pprof(profile, &["-top", &format!("-sample_index={value}")])?;
+    // Showing nodes accounting for 126883B, 100% of 126883B total
+    let number = |text: &str| -> Result<u64> {
+        let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+        digits.parse().with_context(|| text.to_owned())
+    };
+    let (_, total) = text.split_once("% of ").with_context(|| text.clone())?;
+    let total = number(total.split(' ').next().unwrap_or_default())?;
+    let rows = text.lines().skip_while(|line| !line.contains("flat%"));
+    let mut flat = HashMap::new();
+    for row in rows.skip(1) {
+        let fields: Vec<&str> = row.split_whitespace().collect();
+        ensure!(fields.len() >= 6, "{row}");
+        *flat.entry(fields[5..].join(" ")).or_insert(0) += number(fields[0])?;
+    }
+    flat.retain(|_, flat| *flat > 0);
+    Ok((flat, total))
+}
+
+/// What `go tool pprof` prints of a profile, in a file or at a URL.
+pub(crate) fn pprof(profile: &str, options: &[&str]) -> Result<String> {
+    let home = harness::scratch()?;
+    let shown = Command::new("go")
+        .args([
+            "tool",
+            "pprof",
+            "-symbolize=none",
+            "-nodefraction=0",
+            "-nodecount=100000",
+        ])
+        .args(["-unit=B"])
+        .args(options)
+        .arg(profile)
+        .env("HOME", home.path())
+        .output()
+        .context("no go: install golang-go")?;
+    ensure!(shown.status.success(), "{shown:?}");
+    Ok(String::from_utf8(shown.stdout)?)
 }
 
 /// Traces a workload to its end, from when the tool says that it is live.
@@ -122,19 +133,19 @@ fn trace(
     Ok(ended)
 }
 
-fn rows(ended: &Ended, kind: &str) -> Result<Vec<Value>> {
+pub(crate) fn rows(ended: &Ended, kind: &str) -> Result<Vec<Value>> {
     let rows = ended.stdout.lines().map(serde_json::from_str::<Value>);
     let rows: Vec<Value> = rows.collect::<Result<_, _>>()?;
     Ok(rows.into_iter().filter(|row| row["type"] == kind).collect())
 }
 
 /// The sum of a number over all rows.
-fn sum(rows: &[Value], field: &str) -> u64 {
+pub(crate) fn sum(rows: &[Value], field: &str) -> u64 {
     rows.iter().filter_map(|row| row[field].as_u64()).sum()
 }
 
 /// A number by the innermost user frame, as `go tool pprof` names it.
-fn by_leaf(rows: &[Value], field: &str) -> Result<HashMap<String, u64>> {
+pub(crate) fn by_leaf(rows: &[Value], field: &str) -> Result<HashMap<String, u64>> {
     let mut sums = HashMap::new();
     for row in rows {
         let frame = &row["user_frames"][0];

@@ -546,6 +546,13 @@ impl Tool {
         Ok(())
     }
 
+    /// Waits for a line on stderr that contains `text`.
+    pub(crate) fn wait_for_line(&mut self, text: &str) -> Result<String> {
+        self.wait_for(text)?;
+        let line = self.said.iter().find(|line| line.contains(text));
+        line.cloned().context("no line")
+    }
+
     /// Waits until stdout has `text`, after where it was found the last time.
     pub(crate) fn wait_for_output(&mut self, text: &str) -> Result<()> {
         let deadline = Instant::now() + PATIENCE;

@@ -26,6 +26,7 @@ mod oomkill;
 mod pressure;
 mod readme;
 mod running;
+mod serve;
 mod shmsnoop;
 mod swapin;
 mod unwind;
@@ -66,6 +67,7 @@ fn main() -> ExitCode {
         oomkill::tests(),
         readme::tests(),
         running::tests(),
+        serve::tests(),
         shmsnoop::tests(),
         swapin::tests(),
         unwind::tests(),

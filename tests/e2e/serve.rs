@@ -1,0 +1,699 @@
+//! `memleak --serve`: what other programs fetch, against the report that is printed; and clients that
+//! do what they should not.
+
+use std::collections::HashMap;
+use std::fs;
+use std::io::{ErrorKind, Read, Write};
+use std::net::TcpStream;
+use std::ops::Deref;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use nix::sys::signal::Signal;
+
+use crate::export::{by_leaf, pprof, rows, sum, top};
+use crate::harness::{self, Ended, Tool, Workload, workload};
+
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "serve":
+        a_heap_is_what_is_reported [Once],
+        allocations_are_all_since_the_start [Once],
+        a_difference_is_what_came_meanwhile [Once],
+        metrics_are_open_metrics [Once],
+        the_page_shows_what_is_large_and_what_grows [Once],
+        names_of_others_are_no_markup [Once],
+        the_kernels_heap_is_served [Once],
+        clients_that_hang_delay_nobody [Once],
+        a_hundred_clients_are_one_report_a_second [Once],
+        a_socket_is_for_its_owner_and_goes [Once],
+        wrong_requests_are_refused [Once],
+        pages_of_the_web_are_kept_out [Once],
+        an_address_in_use_is_told_before_the_trace [Once],
+        other_machines_are_kept_out [Once],
+        the_end_waits_for_no_client [Once],
+    }
+}
+
+/// All blocks, however young, of all stacks, and no report but the last.
+const ALL: [&str; 6] = ["-j", "-o", "0", "-T", "1000", "600"];
+
+/// A tool that serves, and where.
+struct Serving {
+    tool: Tool,
+    site: Site,
+}
+
+impl Deref for Serving {
+    type Target = Site;
+
+    fn deref(&self) -> &Site {
+        &self.site
+    }
+}
+
+/// Where it is served.
+struct Site {
+    address: String,
+}
+
+impl Serving {
+    fn start(args: &[&str]) -> Result<Self> {
+        Self::start_until("probes in", args)
+    }
+
+    fn start_until(live: &str, args: &[&str]) -> Result<Self> {
+        let mut tool = Tool::start("memleak", &[&["--serve", "0"], args].concat())?;
+        let line = tool.wait_for_line("memleak: serving http://")?;
+        tool.wait_for(live)?;
+        let address = line.split("http://").nth(1).context("no address")?;
+        let address = address.trim_end_matches('/').to_owned();
+        let site = Site { address };
+        Ok(Self { tool, site })
+    }
+
+    fn interrupt(self) -> Result<Ended> {
+        let ended = self.tool.interrupt()?;
+        ensure!(ended.status.success(), "{ended:?}");
+        Ok(ended)
+    }
+}
+
+impl Site {
+    fn url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.address)
+    }
+
+    fn connect(&self) -> Result<TcpStream> {
+        let stream = TcpStream::connect(&self.address)?;
+        stream.set_read_timeout(Some(harness::PATIENCE))?;
+        Ok(stream)
+    }
+
+    /// The answer to a request, as it was sent.
+    fn ask(&self, request: &[u8]) -> Result<Answer> {
+        Answer::of(self.connect()?, request)
+    }
+
+    fn get(&self, path: &str) -> Result<Answer> {
+        let request = format!("GET {path} HTTP/1.1\r\nHost: {}\r\n\r\n", self.address);
+        self.ask(request.as_bytes())
+    }
+
+    /// What is at a path, and nothing else than that it is there.
+    fn text(&self, path: &str) -> Result<String> {
+        let answer = self.get(path)?;
+        ensure!(answer.status == 200, "{path}: {answer:?}");
+        Ok(String::from_utf8(answer.body)?)
+    }
+}
+
+#[derive(Debug)]
+struct Answer {
+    status: u16,
+    headers: HashMap<String, String>,
+    body: Vec<u8>,
+}
+
+impl Answer {
+    fn of(mut stream: impl Read + Write, request: &[u8]) -> Result<Self> {
+        // It may be refused before it has been said.
+        match stream.write_all(request) {
+            Err(error) if error.kind() == ErrorKind::BrokenPipe => {}
+            written => written?,
+        }
+        let mut bytes = Vec::new();
+        stream.read_to_end(&mut bytes)?;
+        let end = memchr::memmem::find(&bytes, b"\r\n\r\n").context("no headers")?;
+        let head = String::from_utf8(bytes[..end].to_vec())?;
+        let mut lines = head.split("\r\n");
+        let status = lines.next().and_then(|line| line.split(' ').nth(1));
+        let headers = lines.filter_map(|line| line.split_once(": "));
+        Ok(Self {
+            status: status.context("no status")?.parse()?,
+            headers: headers
+                .map(|(name, value)| (name.to_lowercase(), value.to_owned()))
+                .collect(),
+            body: bytes[end + 4..].to_vec(),
+        })
+    }
+
+    fn header(&self, name: &str) -> &str {
+        self.headers.get(name).map_or("", String::as_str)
+    }
+}
+
+/// Has a workload done its work under a tool that serves.
+fn worked(workload: &[&str], options: &[&str]) -> Result<(Workload, Serving)> {
+    let mut program = Workload::start(workload[0], &workload[1..])?;
+    let serving = Serving::start(&[&["-p", &program.pid()], options].concat())?;
+    program.work()?;
+    Ok((program, serving))
+}
+
+fn a_heap_is_what_is_reported() -> Result<()> {
+    let (_program, serving) = worked(&["alloc", "leak", "31", "4093"], &ALL)?;
+    let mut served = Vec::new();
+    for path in [
+        "/debug/pprof/heap",
+        "/debug/pprof/allocs?debug=0",
+        "/debug/pprof/heap?gc=1",
+    ] {
+        for value in ["inuse_space", "inuse_objects"] {
+            served.push((path, value, top(&serving.url(path), value)?));
+        }
+    }
+    let shown = pprof(&serving.url("/debug/pprof/heap"), &["-top"])?;
+    ensure!(shown.contains("Type: inuse_space"), "{shown}");
+
+    let folder = harness::scratch()?;
+    let file = folder.path().join("heap");
+    let mut curl = Command::new("curl");
+    let curl = curl.args(["-sSf", "--compressed", "-OJ", "-D", "-"]);
+    let curl = curl
+        .arg(serving.url("/debug/pprof/heap"))
+        .current_dir(&folder);
+    let curl = curl.output().context("no curl")?;
+    ensure!(curl.status.success(), "{curl:?}");
+    let headers = String::from_utf8(curl.stdout)?;
+    for header in [
+        "Content-Type: application/octet-stream\r\n",
+        "Content-Disposition: attachment; filename=\"heap\"\r\n",
+        "X-Content-Type-Options: nosniff\r\n",
+    ] {
+        ensure!(headers.contains(header), "no {header} in {headers}");
+    }
+    let file = file.to_str().context("not UTF-8")?;
+    served.push(("curl", "inuse_space", top(file, "inuse_space")?));
+    let image = serving.text("/flame.svg")?;
+
+    let ended = serving.interrupt()?;
+    let (reports, stacks) = (rows(&ended, "report")?, rows(&ended, "stack")?);
+    ensure!(reports.len() == 1, "{reports:?}");
+    for (path, value, (flat, total)) in served {
+        let field = if value == "inuse_space" {
+            "bytes"
+        } else {
+            "allocations"
+        };
+        ensure!(
+            total == sum(&reports, field),
+            "{path} {value} {total}: {reports:?}"
+        );
+        ensure!(
+            flat == by_leaf(&stacks, field)?,
+            "{path} {value} {flat:?}: {stacks:#?}"
+        );
+    }
+    let all = format!("{} bytes", sum(&reports, "bytes"));
+    ensure!(image.contains(&all), "no {all}");
+    let bytes = "leak_malloc (126,883 bytes, ";
+    ensure!(image.contains(bytes), "no {bytes}");
+    Ok(())
+}
+
+fn allocations_are_all_since_the_start() -> Result<()> {
+    let options = ["-j", "--mode", "alloc", "-T", "1000", "600"];
+    let (_program, serving) = worked(&["alloc", "balanced", "31", "4093"], &options)?;
+    let url = serving.url("/debug/pprof/allocs");
+    let (space, objects) = (top(&url, "alloc_space")?, top(&url, "alloc_objects")?);
+    let metrics = serving.text("/metrics")?;
+    // What was served is not taken from the next report.
+    let reports = rows(&serving.interrupt()?, "report")?;
+    ensure!(
+        space.1 > 0 && space.1 == sum(&reports, "bytes"),
+        "{space:?}: {reports:?}"
+    );
+    ensure!(
+        objects.1 == sum(&reports, "allocations"),
+        "{objects:?}: {reports:?}"
+    );
+    for line in [
+        format!("memtools_memleak_allocated_bytes_total {}\n", space.1),
+        format!("memtools_memleak_allocations_total {}\n", objects.1),
+    ] {
+        ensure!(metrics.contains(&line), "no {line} in {metrics}");
+    }
+    Ok(())
+}
+
+fn a_difference_is_what_came_meanwhile() -> Result<()> {
+    let before = ["alloc", "one", "malloc", "31", "4093"];
+    let mut other = Workload::start("alloc", &["one", "calloc", "37", "211"])?;
+    let mut program = Workload::start(before[0], &before[1..])?;
+    let pids = format!("{},{}", program.pid(), other.pid());
+    let serving = Serving::start(&[&["-p", &pids], &ALL[..]].concat())?;
+    program.work()?;
+    let folder = harness::scratch()?;
+    let site = &serving.site;
+    let answer = thread::scope(|scope| {
+        let asks = scope.spawn(|| site.get("/debug/pprof/heap?seconds=4"));
+        // The first of both reports is made at once, for nobody has asked before.
+        thread::sleep(Duration::from_secs(2));
+        other.work()?;
+        asks.join().map_err(|_| anyhow::anyhow!("it panicked"))?
+    })?;
+    ensure!(answer.status == 200, "{answer:?}");
+    let disposition = "attachment; filename=\"heap-delta\"";
+    ensure!(
+        answer.header("content-disposition") == disposition,
+        "{answer:?}"
+    );
+    let file = folder.path().join("delta");
+    fs::write(&file, &answer.body)?;
+    let file = file.to_str().context("not UTF-8")?;
+    for (value, expected) in [("inuse_space", 37 * 211), ("inuse_objects", 37)] {
+        let (flat, total) = top(file, value)?;
+        ensure!(total == expected, "{value} {total}");
+        let only = HashMap::from([("leak_calloc".to_owned(), expected)]);
+        ensure!(flat == only, "{value} {flat:?}");
+    }
+    let ended = serving.interrupt()?;
+    let all = sum(&rows(&ended, "report")?, "bytes");
+    ensure!(all >= 31 * 4093 + 37 * 211, "{all}");
+    Ok(())
+}
+
+fn metrics_are_open_metrics() -> Result<()> {
+    let (_program, serving) = worked(&["alloc", "leak", "31", "4093"], &ALL)?;
+    let answer = serving.get("/metrics")?;
+    let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    ensure!(answer.header("content-type") == content_type, "{answer:?}");
+    let text = String::from_utf8(answer.body)?;
+    let script = "import sys, json\n\
+         from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse\n\
+         samples = [s for family in parse(sys.argv[1]) for s in family.samples]\n\
+         print(json.dumps([[s.name, s.labels, s.value] for s in samples]))";
+    let client = Command::new("/usr/bin/python3")
+        .args(["-c", script, &text])
+        .output()?;
+    ensure!(client.status.success(), "{client:?} of {text}");
+    let samples: Vec<(String, HashMap<String, String>, f64)> =
+        serde_json::from_slice(&client.stdout)?;
+    let reports = rows(&serving.interrupt()?, "report")?;
+    for (name, field) in [
+        ("memtools_memleak_outstanding_bytes", "bytes"),
+        ("memtools_memleak_outstanding_allocations", "allocations"),
+        ("memtools_memleak_outstanding_stacks", "stacks"),
+        ("memtools_memleak_unseen_frees_total", "unseen_frees"),
+        ("memtools_memleak_unknown_frees_total", "unknown_frees"),
+        ("memtools_memleak_double_frees_total", "double_frees"),
+    ] {
+        let sample = samples.iter().find(|(of, ..)| of == name);
+        let (_, _, value) = sample.with_context(|| format!("no {name} in {text}"))?;
+        ensure!(
+            *value == sum(&reports, field) as f64,
+            "{name} {value}: {reports:?}"
+        );
+    }
+    let lost = samples
+        .iter()
+        .filter(|(name, ..)| name == "memtools_lost_total");
+    ensure!(lost.count() == 8, "{text}");
+    let info = samples
+        .iter()
+        .find(|(name, ..)| name == "memtools_memleak_info");
+    let (_, labels, _) = info.context("no info")?;
+    ensure!(labels["target"].ends_with("(alloc)"), "{labels:?}");
+    Ok(())
+}
+
+fn the_page_shows_what_is_large_and_what_grows() -> Result<()> {
+    let mut program = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
+    let serving = Serving::start(&["-p", &program.pid(), "-o", "0", "600"])?;
+    let nothing = serving.get("/")?;
+    let page = String::from_utf8(nothing.body.clone())?;
+    ensure!(page.contains("<p>none grows</p>"), "{page}");
+    let policy = nothing.header("content-security-policy");
+    ensure!(policy.starts_with("default-src 'none'"), "{policy}");
+    program.work()?;
+    // Not the report of before.
+    thread::sleep(Duration::from_millis(1500));
+    let page = serving.text("/")?;
+    for part in [
+        "memleak: outstanding allocations of pid ",
+        "31 allocations, 126.9 kB (126,883 bytes)",
+        "<iframe src=\"flame.svg\"",
+        "<polyline ",
+    ] {
+        ensure!(page.contains(part), "no {part} in {page}");
+    }
+    // In both tables, folded and unfolded.
+    ensure!(page.matches("leak_malloc+").count() == 4, "{page}");
+    for foreign in ["<script", "http://", "https://", "//"] {
+        ensure!(!page.contains(foreign), "{foreign} in {page}");
+    }
+    let flame = serving.get("/flame.svg")?;
+    ensure!(
+        flame.header("content-type").starts_with("image/svg+xml"),
+        "{flame:?}"
+    );
+    serving.interrupt()?;
+    Ok(())
+}
+
+fn names_of_others_are_no_markup() -> Result<()> {
+    let folder = harness::scratch()?;
+    let program = folder.path().join("<i>&\"'<s>");
+    harness::copy(&workload("alloc"), &program)?;
+    let mut program = Workload::spawn(Command::new(&program).args(["one", "malloc", "7", "11"]))?;
+    let serving = Serving::start(&["-p", &program.pid(), "-o", "0", "600"])?;
+    program.work()?;
+    for path in ["/", "/flame.svg"] {
+        let text = serving.text(path)?;
+        ensure!(text.contains("&lt;i&gt;&amp;"), "{path}: {text}");
+        ensure!(
+            !text.contains("<i>") && !text.contains("<s>"),
+            "{path}: {text}"
+        );
+    }
+    serving.interrupt()?;
+    Ok(())
+}
+
+fn the_kernels_heap_is_served() -> Result<()> {
+    let mut program = Workload::start("kmem", &["pipes", "101"])?;
+    let args = [
+        "-kp",
+        &program.pid(),
+        "-o",
+        "0",
+        "-T",
+        "100000",
+        "-j",
+        "600",
+    ];
+    let serving = Serving::start_until("memleak: tracing", &args)?;
+    program.work()?;
+    let (flat, total) = top(&serving.url("/debug/pprof/heap"), "inuse_space")?;
+    let metrics = serving.text("/metrics")?;
+    let ended = serving.interrupt()?;
+    let (reports, stacks) = (rows(&ended, "report")?, rows(&ended, "stack")?);
+    ensure!(
+        total > 0 && total == sum(&reports, "bytes"),
+        "{total}: {reports:?}"
+    );
+    ensure!(!flat.is_empty() && !stacks.is_empty(), "{flat:?}");
+    let line = format!("memtools_memleak_outstanding_bytes {total}\n");
+    ensure!(metrics.contains(&line), "no {line} in {metrics}");
+    let ended = harness::run("memleak", &["--by-cache", "--serve", "0"])?;
+    ensure!(ended.status.code() == Some(2), "{ended:?}");
+    Ok(())
+}
+
+fn clients_that_hang_delay_nobody() -> Result<()> {
+    let mut program = Workload::start("alloc", &["one", "malloc", "1009", "37"])?;
+    let mut serving = Serving::start(&["-p", &program.pid(), "-o", "0", "-j", "0.1"])?;
+    // Some say nothing, some never end, some never read.
+    let mut hanging = Vec::new();
+    for client in 0..50 {
+        let mut stream = serving.connect()?;
+        let said = [
+            "",
+            "GET / HTTP/1.1\r\nHost: x",
+            "GET /flame.svg HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        ];
+        stream.write_all(said[client % 3].as_bytes())?;
+        hanging.push(stream);
+    }
+    let begun = Instant::now();
+    program.work()?;
+    for _ in 0..10 {
+        serving.tool.wait_for_output("\"type\":\"report\"")?;
+    }
+    ensure!(
+        begun.elapsed() < Duration::from_secs(10),
+        "{:?}",
+        begun.elapsed()
+    );
+    ensure!(serving.get("/metrics")?.status == 200);
+    ensure!(
+        begun.elapsed() < Duration::from_secs(10),
+        "{:?}",
+        begun.elapsed()
+    );
+    drop(hanging);
+    let ended = serving.interrupt()?;
+    let reports = rows(&ended, "report")?;
+    let last = reports.last().context("no report")?;
+    ensure!(
+        last["allocations"] == 1009 && last["bytes"] == 1009 * 37,
+        "{last}"
+    );
+    Ok(())
+}
+
+fn a_hundred_clients_are_one_report_a_second() -> Result<()> {
+    let mut program = Workload::start("alloc", &["one", "malloc", "1009", "37"])?;
+    let args = ["-v", "-p", &program.pid(), "-o", "0", "-j", "600"];
+    let serving = Serving::start(&args)?;
+    let begun = Instant::now();
+    let site = &serving.site;
+    let answers: Vec<Answer> = thread::scope(|scope| {
+        let get = |_| scope.spawn(|| site.get("/debug/pprof/heap"));
+        let clients: Vec<_> = (0..100).map(get).collect();
+        program.work()?;
+        let answers = clients.into_iter().map(|client| {
+            let answer = client.join().map_err(|_| anyhow::anyhow!("it panicked"))?;
+            answer.context("no answer")
+        });
+        answers.collect::<Result<_>>()
+    })?;
+    let took = begun.elapsed();
+    for answer in &answers {
+        ensure!(answer.status == 200, "{answer:?}");
+    }
+    let ended = serving.interrupt()?;
+    // Each look at the blocks says so; the last is the report's at the end.
+    let looks = ended.stderr.matches(" blocks read in ").count() as u64;
+    ensure!(
+        (2..=took.as_secs() + 2).contains(&looks),
+        "{looks} looks in {took:?}: {ended:?}"
+    );
+    let reports = rows(&ended, "report")?;
+    ensure!(
+        sum(&reports, "allocations") == 1009 && sum(&reports, "bytes") == 1009 * 37,
+        "{reports:?}"
+    );
+    Ok(())
+}
+
+fn a_socket_is_for_its_owner_and_goes() -> Result<()> {
+    let folder = harness::scratch()?;
+    let path = folder.path().join("memleak.sock");
+    let name = path.to_str().context("not UTF-8")?;
+    let program = Workload::start("alloc", &["hold"])?;
+    let serve = format!("unix:{name}");
+    let args = ["-p", &program.pid(), "--serve", &serve, "600"];
+    for end in [
+        Signal::SIGTERM,
+        Signal::SIGINT,
+        Signal::SIGKILL,
+        Signal::SIGTERM,
+    ] {
+        let mut tool = Tool::start("memleak", &args)?;
+        tool.wait_for("probes in")?;
+        let mode = fs::symlink_metadata(&path)?.permissions().mode();
+        ensure!(mode & 0o777 == 0o600, "{mode:o}");
+        let mut curl = Command::new("curl");
+        let curl = curl.args(["-sSf", "--unix-socket", name, "http://any.name/metrics"]);
+        let curl = curl.output().context("no curl")?;
+        ensure!(
+            curl.status.success() && curl.stdout.ends_with(b"# EOF\n"),
+            "{curl:?}"
+        );
+
+        let second = harness::run("memleak", &args)?;
+        ensure!(second.status.code() == Some(1), "{second:?}");
+        ensure!(
+            second.stderr.contains("another program serves there"),
+            "{second:?}"
+        );
+        tool.signal(end)?;
+        let ended = tool.end()?;
+        // What one that is killed leaves, the next one replaces.
+        let killed = end == Signal::SIGKILL;
+        ensure!(ended.status.success() != killed, "{ended:?}");
+        ensure!(path.exists() == killed, "{end}: there is {}", path.exists());
+    }
+    fs::write(&path, "mine")?;
+    let refused = harness::run("memleak", &args)?;
+    ensure!(refused.status.code() == Some(1), "{refused:?}");
+    ensure!(fs::read_to_string(&path)? == "mine");
+    Ok(())
+}
+
+fn wrong_requests_are_refused() -> Result<()> {
+    let program = Workload::start("alloc", &["hold"])?;
+    let serving = Serving::start(&["-p", &program.pid(), "600"])?;
+    let host = "Host: localhost\r\n";
+    let large = "x".repeat(9000);
+    for (request, status) in [
+        (format!("GET / HTTP/1.1\r\n{host}\r\n"), 200),
+        (format!("HEAD / HTTP/1.1\r\n{host}\r\n"), 200),
+        (format!("GET /debug/pprof/ HTTP/1.1\r\n{host}\r\n"), 200),
+        ("GET / HTTP/1.1\r\n\r\n".to_owned(), 400),
+        (format!("{large}\r\n\r\n"), 431),
+        (format!("GET /{large} HTTP/1.1\r\n{host}\r\n"), 431),
+        (format!("GET / HTTP/1.1\r\n{host}X: {large}\r\n\r\n"), 431),
+        ("\u{16}\u{3}\u{1}\r\n\r\n".to_owned(), 400),
+        (
+            format!("POST / HTTP/1.1\r\n{host}Content-Length: 0\r\n\r\n"),
+            405,
+        ),
+        (format!("GET /../etc/passwd HTTP/1.1\r\n{host}\r\n"), 404),
+        (
+            format!("GET /debug/pprof/goroutine HTTP/1.1\r\n{host}\r\n"),
+            404,
+        ),
+        (
+            format!("GET /debug/pprof/heap?seconds=0 HTTP/1.1\r\n{host}\r\n"),
+            400,
+        ),
+        (
+            format!("GET /debug/pprof/heap?seconds=61 HTTP/1.1\r\n{host}\r\n"),
+            400,
+        ),
+        (
+            format!("GET /debug/pprof/heap?debug=1 HTTP/1.1\r\n{host}\r\n"),
+            501,
+        ),
+    ] {
+        let answer = serving.ask(request.as_bytes())?;
+        ensure!(answer.status == status, "{request:.60}: {answer:?}");
+        let is_empty = answer.body.is_empty();
+        ensure!(
+            is_empty == request.starts_with("HEAD"),
+            "{request:.60}: {answer:?}"
+        );
+    }
+    let unknown = serving.get("/debug/pprof/goroutine")?;
+    ensure!(unknown.header("x-go-pprof") == "1", "{unknown:?}");
+    // One byte at a time, and never the last.
+    let mut slow = serving.connect()?;
+    let begun = Instant::now();
+    for byte in format!("GET / HTTP/1.1\r\n{host}X: {large}").bytes() {
+        if slow.write_all(&[byte]).is_err() || begun.elapsed() > Duration::from_secs(10) {
+            break;
+        }
+        thread::sleep(Duration::from_millis(50));
+    }
+    ensure!(
+        begun.elapsed() < Duration::from_secs(8),
+        "{:?}",
+        begun.elapsed()
+    );
+    serving.interrupt()?;
+    Ok(())
+}
+
+fn pages_of_the_web_are_kept_out() -> Result<()> {
+    let program = Workload::start("alloc", &["hold"])?;
+    let serving = Serving::start(&["-p", &program.pid(), "600"])?;
+    let port = serving.address.rsplit(':').next().context("no port")?;
+    for (host, status) in [
+        ("localhost".to_owned(), 200),
+        (format!("127.0.0.1:{port}"), 200),
+        (format!("[::1]:{port}"), 200),
+        (format!("evil.example:{port}"), 403),
+        ("localhost.evil.example".to_owned(), 403),
+        ("192.0.2.1".to_owned(), 403),
+    ] {
+        let request = format!("GET /metrics HTTP/1.1\r\nHost: {host}\r\n\r\n");
+        let answer = serving.ask(request.as_bytes())?;
+        ensure!(answer.status == status, "{host}: {answer:?}");
+        let told = answer.body.ends_with(b"# EOF\n");
+        ensure!(told == (status == 200), "{host}: {answer:?}");
+    }
+    serving.interrupt()?;
+    Ok(())
+}
+
+fn an_address_in_use_is_told_before_the_trace() -> Result<()> {
+    let program = Workload::start("alloc", &["hold"])?;
+    let serving = Serving::start(&["-p", &program.pid(), "600"])?;
+    let second = ["-p", &program.pid(), "--serve", &serving.address, "600"];
+    let second = harness::run("memleak", &second)?;
+    ensure!(second.status.code() == Some(1), "{second:?}");
+    let told = second.stderr.contains("another program serves there");
+    ensure!(
+        told && second.stderr.contains(&serving.address),
+        "{second:?}"
+    );
+    ensure!(
+        !second.stderr.contains("Attaching") && second.stdout.is_empty(),
+        "{second:?}"
+    );
+    ensure!(serving.get("/metrics")?.status == 200);
+    let address = serving.address.clone();
+    serving.interrupt()?;
+    // The port is free again.
+    let third = ["-p", &program.pid(), "--serve", &address, "600"];
+    let mut third = Tool::start("memleak", &third)?;
+    third.wait_for("probes in")?;
+    let ended = third.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    Ok(())
+}
+
+fn other_machines_are_kept_out() -> Result<()> {
+    let program = Workload::start("alloc", &["hold"])?;
+    let args = ["-p", &program.pid(), "--serve", "0.0.0.0:0", "600"];
+    let refused = harness::run("memleak", &args)?;
+    ensure!(refused.status.code() == Some(2), "{refused:?}");
+    ensure!(refused.stderr.contains("add --serve-remote"), "{refused:?}");
+    let mut tool = Tool::start("memleak", &[&args[..], &["--serve-remote"]].concat())?;
+    let line = tool.wait_for_line("serving http://0.0.0.0:")?;
+    tool.wait_for("probes in")?;
+    let port: u16 = line
+        .trim_end_matches('/')
+        .rsplit(':')
+        .next()
+        .context("no port")?
+        .parse()?;
+    let stream = TcpStream::connect(("127.0.0.1", port))?;
+    let answer = Answer::of(
+        stream,
+        b"GET /metrics HTTP/1.1\r\nHost: any.example\r\n\r\n",
+    )?;
+    ensure!(answer.status == 200, "{answer:?}");
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    Ok(())
+}
+
+fn the_end_waits_for_no_client() -> Result<()> {
+    let folder = harness::scratch()?;
+    let path = folder.path().join("memleak.sock");
+    let serve = format!("unix:{}", path.display());
+    let program = Workload::start("alloc", &["hold"])?;
+    let mut tool = Tool::start("memleak", &["-p", &program.pid(), "--serve", &serve, "600"])?;
+    tool.wait_for("probes in")?;
+    let connect = |path: &Path| UnixStream::connect(path).context("nobody serves");
+    let hanging: Vec<UnixStream> = (0..10).map(|_| connect(&path)).collect::<Result<_>>()?;
+    let mut waiting = connect(&path)?;
+    waiting.write_all(b"GET /debug/pprof/heap?seconds=60 HTTP/1.0\r\n\r\n")?;
+    thread::sleep(Duration::from_millis(500));
+    let begun = Instant::now();
+    tool.signal(Signal::SIGTERM)?;
+    let ended = tool.end()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    ensure!(
+        begun.elapsed() < Duration::from_secs(2),
+        "{:?}",
+        begun.elapsed()
+    );
+    ensure!(!path.exists(), "the socket is left");
+    // Whoever waited is told, or sees the end.
+    let mut answer = Vec::new();
+    let _ = waiting.read_to_end(&mut answer);
+    let answer = String::from_utf8_lossy(&answer);
+    ensure!(answer.is_empty() || answer.contains(" 503 "), "{answer}");
+    drop(hanging);
+    Ok(())
+}
