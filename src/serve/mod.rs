@@ -9,12 +9,12 @@
 //! |---|---|
 //! | [`address`] | the option and its address: loopback or a Unix socket, unless told otherwise |
 //! | [`server`] | connections, each with its thread |
-//! | [`exchange`] | requests for reports, and the reports, between the threads |
-//! | [`http`] | requests, and what is answered to those that are refused |
-//! | [`pages`] | what is where, in which format |
+//! | `exchange` | requests for reports, and the reports, between the threads |
+//! | `http` | requests, and what is answered to those that are refused |
+//! | `pages` | what is where, in which format |
 //! | [`report`] | what a report has that is served |
 //! | [`trend`] | how stacks have grown |
-//! | [`html`] | the page for people |
+//! | `html` | the page for people |
 //! | [`openmetrics`] | numbers for Prometheus |
 
 pub mod address;
