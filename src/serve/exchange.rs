@@ -70,20 +70,23 @@ impl Exchange {
         &self,
         earliest: Option<Instant>,
     ) -> Result<(Arc<Report>, Instant), Unavailable> {
-        let deadline = Instant::now() + PATIENCE;
+        let mut deadline = Instant::now() + PATIENCE;
         let mut state = self.lock();
         loop {
             let now = Instant::now();
             if state.ended {
                 return Err(Unavailable::Ended);
             }
-            let mut until = deadline;
             match &state.latest {
                 Some(latest) if now < latest.fresh_until => {
                     if earliest.is_none_or(|earliest| latest.begun >= earliest) {
                         return Ok((Arc::clone(&latest.report), latest.begun));
                     }
-                    until = until.min(latest.fresh_until);
+                    // The next one is not asked for before, however long that is.
+                    deadline = latest.fresh_until + PATIENCE;
+                    let left = latest.fresh_until.saturating_duration_since(now);
+                    state = self.wait(state, left);
+                    continue;
                 }
                 _ if !state.asked => {
                     state.asked = true;
@@ -95,7 +98,7 @@ impl Exchange {
             if now >= deadline {
                 return Err(Unavailable::Busy);
             }
-            state = self.wait(state, until.saturating_duration_since(now));
+            state = self.wait(state, deadline.saturating_duration_since(now));
         }
     }
 

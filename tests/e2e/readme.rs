@@ -52,6 +52,8 @@ fn run(wanted: impl Fn(&str) -> bool) -> Result<usize> {
             "PID,PID" => format!("{},{}", target.pid(), other.pid()),
             "PATH" => cgroup.path().display().to_string(),
             "COMMAND" => program.clone(),
+            // A port that is free.
+            "6060" => "0".to_owned(),
             "FILE.prom" => folder.path().join("x.prom").display().to_string(),
             word => word.to_owned(),
         });
