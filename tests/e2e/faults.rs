@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::env;
+use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -234,6 +235,22 @@ fn intervals_add_up() -> Result<()> {
     Ok(())
 }
 
+/// Whether a tool's table of stacks, the last that it has made, is not half full.
+fn has_room_for_stacks(tool: u32) -> Result<bool> {
+    let mut tables = Vec::new();
+    for entry in fs::read_dir(format!("/proc/{tool}/fdinfo"))? {
+        // One that was closed meanwhile.
+        let info = fs::read_to_string(entry?.path()).unwrap_or_default();
+        let id = info.lines().find_map(|line| line.strip_prefix("map_id:"));
+        let map = id.and_then(|id| MapHandle::from_map_id(id.trim().parse().ok()?).ok());
+        let map = map.filter(|map| map.name() == "stacks" && map.map_type() == MapType::Hash);
+        tables.extend(id.zip(map).map(|(id, map)| (id.trim().parse::<u32>(), map)));
+    }
+    let newest = tables.into_iter().max_by_key(|(id, _)| id.clone().ok());
+    let (_, table) = newest.context("no table of stacks")?;
+    Ok(table.keys().count() < table.max_entries() as usize / 2)
+}
+
 /// Whether the map that a process's faults were counted in last has room for as many again.
 fn has_room(pid: u32) -> bool {
     let pid = pid.to_ne_bytes();
@@ -266,7 +283,9 @@ fn any_number_of_stacks_is_counted() -> Result<()> {
             program.done()?;
         }
         let pid = pid.parse()?;
-        harness::eventually("the maps are emptied", || Ok(has_room(pid)))?;
+        harness::eventually("the maps are emptied", || {
+            Ok(has_room(pid) && has_room_for_stacks(tool.pid())?)
+        })?;
     }
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
