@@ -6,12 +6,13 @@ use std::path::PathBuf;
 use anyhow::{Error, Result};
 use jiff::Zoned;
 
+use crate::export::earlier::Earlier;
 use crate::export::profile::{Profile, Sample, Value};
 use crate::export::replace::Replaced;
 use crate::export::{flame, pprof};
 
-/// The function that writes a profile in one format.
-type Writer = fn(&Profile, &mut dyn Write) -> Result<()>;
+/// What writes a profile in one format.
+type Writer = Box<dyn Fn(&Profile, &mut dyn Write) -> Result<()>>;
 
 /// Options of every tool with stacks.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -19,6 +20,11 @@ pub struct ExportArgs {
     /// Also draw each report as a flame graph, into this file, which any browser shows
     #[arg(long, value_name = "FILE.svg")]
     pub flame: Option<PathBuf>,
+
+    /// Have --flame show by how much each stack differs from this profile of an earlier run: red has grown, blue
+    /// shrunk
+    #[arg(long, value_name = "OLD.pb.gz", requires = "flame")]
+    pub flame_base: Option<PathBuf>,
 
     /// Also write each report as a profile, into this file, for `go tool pprof` and others
     #[arg(long, value_name = "FILE.pb.gz")]
@@ -34,15 +40,21 @@ impl ExportArgs {
     /// Checks that the files can be written. `tool` and `target` say what they will be of.
     ///
     /// # Errors
-    /// If one cannot.
+    /// If one cannot, or if the earlier profile cannot be read.
     pub fn prepare(&self, tool: &'static str, target: String) -> Result<Exports> {
-        let formats: [(&Option<PathBuf>, Writer); 2] =
-            [(&self.flame, flame::write), (&self.pprof, pprof::write)];
-        let mut files = Vec::new();
-        for (path, write) in formats {
-            if let Some(path) = path {
-                files.push((Replaced::at(path)?, write));
-            }
+        let mut files: Vec<(Replaced, Writer)> = Vec::new();
+        if let Some(path) = &self.flame {
+            let write: Writer = match &self.flame_base {
+                None => Box::new(flame::write),
+                Some(base) => {
+                    let base = Earlier::read(base)?;
+                    Box::new(move |profile, out| flame::write_difference(&base, profile, out))
+                }
+            };
+            files.push((Replaced::at(path)?, write));
+        }
+        if let Some(path) = &self.pprof {
+            files.push((Replaced::at(path)?, Box::new(pprof::write)));
         }
         Ok(Exports {
             files,
@@ -107,9 +119,14 @@ impl Exports {
     /// reason is told now and by [`Exports::finish`].
     pub fn write(&mut self, subject: Subject, samples: Vec<Sample>) {
         let profile = self.profile(subject, samples);
+        self.write_profile(&profile);
+    }
+
+    /// [`Exports::write`] of a profile that has been made.
+    pub fn write_profile(&mut self, profile: &Profile) {
         let mut failed = None;
         for (file, write) in &self.files {
-            if let Err(error) = file.write(|out| write(&profile, out)) {
+            if let Err(error) = file.write(|out| write(profile, out)) {
                 failed = Some(error.context(format!("failed to write {}", file.name())));
             }
         }

@@ -1,12 +1,14 @@
 //! Flame graphs: one SVG that any browser shows, zooms and searches, without a network.
 
 use std::io::Write;
+use std::iter;
 
 use anyhow::{Context, Result};
 use inferno::flamegraph::color::{BasicPalette, Color, Palette, PaletteMap};
 use inferno::flamegraph::{self, Options, TextTruncateDirection};
 use nix::unistd;
 
+use crate::export::earlier::Earlier;
 use crate::export::folded::{self, Folded};
 use crate::export::profile::Profile;
 use crate::print::{clock, text};
@@ -31,6 +33,14 @@ const MISSING: Color = Color {
 /// If `out` cannot be written to.
 pub fn write(profile: &Profile, out: &mut dyn Write) -> Result<()> {
     Graph::of(profile).draw(out)
+}
+
+/// Draws the main value of the profile, coloured by its difference to an earlier one's.
+///
+/// # Errors
+/// If they cannot be compared, or `out` cannot be written to.
+pub fn write_difference(base: &Earlier, profile: &Profile, out: &mut dyn Write) -> Result<()> {
+    Graph::of_difference(base, profile)?.draw(out)
 }
 
 /// What a flame graph is drawn of: text alone, so that another thread can draw it.
@@ -69,6 +79,34 @@ impl Graph {
             subtitle: valid_xml(subtitle(profile)),
             counted: counted(profile),
         }
+    }
+
+    /// The graph of the profile's main value, with two weights to a line: before, and now.
+    fn of_difference(base: &Earlier, profile: &Profile) -> Result<Self> {
+        let mut lines = Vec::new();
+        for change in base.changes(profile)? {
+            let [before, now] = [&change.before, &change.now]
+                .map(|values| values.get(profile.main).map_or(0, |value| (*value).max(0)));
+            // What is gone has no width.
+            if now > 0 {
+                let functions = change.names.frames.iter().rev();
+                let frames = iter::once(&change.names.comm).chain(functions);
+                let frames: Vec<String> = frames.map(|frame| folded::escape(frame)).collect();
+                lines.push(valid_xml(format!("{} {before} {now}", frames.join(";"))));
+            }
+        }
+        let subtitle = format!(
+            "{}; compared with {}: red has grown, blue has shrunk",
+            subtitle(profile),
+            base.name()
+        );
+        Ok(Self {
+            lines,
+            colors: Vec::new(),
+            title: valid_xml(title(profile)),
+            subtitle: valid_xml(subtitle),
+            counted: counted(profile),
+        })
     }
 
     /// Draws it.

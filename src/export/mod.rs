@@ -7,10 +7,12 @@
 //! | [`files`] | the options that write files, and the files of a run |
 //! | [`profile`] | what a report is about, for the formats that are files of their own |
 //! | [`flame`] | flame graphs |
+//! | [`earlier`] | profiles of earlier runs, to compare reports with |
 //! | [`pprof`] | profiles as `go tool pprof` and others read them |
 //! | [`metrics`] | sums for Prometheus |
 //! | [`replace`] | files that are written whole or not at all |
 
+pub mod earlier;
 pub mod files;
 pub mod flame;
 pub mod folded;

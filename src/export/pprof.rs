@@ -32,7 +32,7 @@ pub fn write(profile: &Profile, out: &mut dyn Write) -> Result<()> {
 
 /// A profile in pprof's terms: text and numbers alone, so that another thread can compress it.
 #[derive(Debug, Clone)]
-pub struct Encoded(message::Profile);
+pub struct Encoded(pub(super) message::Profile);
 
 impl Encoded {
     /// The profile with all its values.

@@ -5,6 +5,7 @@
 //! | 0 | stopped by Ctrl-C or another signal, by its duration or count, or because the reader of its output left |
 //! | 1 | it could not run; stderr has the reason and the remedy |
 //! | 2 | wrong usage |
+//! | 3 | memleak with `--fail-on`: more growth than that permits |
 //! | any | with `-c COMMAND`, the command's own status |
 
 use std::error::Error;

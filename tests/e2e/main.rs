@@ -4,6 +4,7 @@
 mod allocators;
 mod attaching;
 mod brkstack;
+mod comparison;
 mod documented;
 mod drsnoop;
 mod export;
@@ -60,6 +61,7 @@ fn main() -> ExitCode {
         allocators::tests(),
         attaching::tests(),
         brkstack::tests(),
+        comparison::tests(),
         faults::tests(),
         ffaults::tests(),
         follow::tests(),

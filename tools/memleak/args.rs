@@ -17,8 +17,10 @@ use memtools::serve::address::ServeArgs;
 use memtools::stacks::table;
 use memtools::stacks::unwind::UnwindArgs;
 
+use crate::difference::DifferenceArgs;
 use crate::kmem::args::KernelArgs;
 use crate::pool::{Allocates, Frees, Named};
+use crate::report::View;
 
 /// The part of --mem-limit that stacks may take: a quarter.
 const STACKS_PART: u64 = 4;
@@ -194,6 +196,9 @@ pub(crate) struct Args {
     pub(crate) export: ExportArgs,
 
     #[command(flatten, next_help_heading = PRINT)]
+    pub(crate) difference: DifferenceArgs,
+
+    #[command(flatten, next_help_heading = PRINT)]
     pub(crate) serve: ServeArgs,
 
     /// Print one JSON object a line
@@ -291,6 +296,16 @@ impl Args {
             (true, _) => Format::Json,
             (_, true) => Format::Folded,
             _ => Format::Text,
+        }
+    }
+
+    /// What is reported of processes.
+    pub(crate) fn view(&self) -> View {
+        match self.mode {
+            Mode::Leak => View::Outstanding,
+            Mode::Alloc => View::Allocated,
+            Mode::Churn => View::Churned,
+            Mode::Peak => View::Peak,
         }
     }
 

@@ -22,6 +22,7 @@ use memtools::bpf::ring::Events;
 use memtools::bpf::types;
 use memtools::export::files::Exports;
 use memtools::export::folded::Folded;
+use memtools::export::profile::Profile;
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::Output;
 use memtools::print::text;
@@ -40,6 +41,7 @@ use self::bpf::types::{block, cache, kind as Kind, total};
 use self::caches::{CacheRow, Slabinfo};
 use self::probes::Attached;
 use crate::args::Args;
+use crate::difference::{Difference, GROWN};
 use crate::report::{
     self, Ages, Allocation, Entry, Group, Groups, Head, History, Path, Totals, View,
 };
@@ -56,6 +58,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     attach::capture_log(args.verbose);
     let exports = args.export.prepare("memleak", args.target())?;
+    let values = report::subject(View::Outstanding, args).values;
+    let difference = Difference::of(&args.difference, &values)?;
     let listener = args.serve.listen()?;
     let (mut poller, output) = args.start()?;
     privileges::keep_what_tracing_takes(&[])?;
@@ -77,6 +81,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         clock: Clock::new(),
         output,
         exports,
+        difference,
         args,
     };
     tracer.exports.begin();
@@ -119,10 +124,15 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     }
     drop(server);
     losses::tell_own_events("memleak", attached.skel.object(), &mut tracer.output)?;
-    let exports = tracer.exports;
+    let (exports, difference) = (tracer.exports, tracer.difference);
     attach::detach(attached.links);
     exports.finish()?;
-    Ok(ExitCode::SUCCESS)
+    let grown = difference.is_some_and(|difference| difference.is_too_much());
+    Ok(if grown {
+        ExitCode::from(GROWN)
+    } else {
+        ExitCode::SUCCESS
+    })
 }
 
 /// What is printed of the trace.
@@ -138,6 +148,7 @@ struct Tracer<'a> {
     clock: Clock,
     output: Output,
     exports: Exports,
+    difference: Option<Difference>,
     args: &'a Args,
 }
 
@@ -163,7 +174,7 @@ impl Tracer<'_> {
         let now = clock::monotonic_ns();
         let (totals, mut allocations) = self.find(now)?;
         let entries = self.entries(now, &totals, &allocations);
-        self.export(&entries)?;
+        let exported = self.export(&entries)?;
         if self.args.folded {
             for entry in report::largest(entries, self.args.sort, usize::MAX) {
                 self.print_folded(entry)?;
@@ -187,6 +198,9 @@ impl Tracer<'_> {
             if !self.args.json {
                 self.print_whole(&totals, shown)?;
             }
+        }
+        if let Some((difference, profile)) = self.difference.as_mut().zip(exported) {
+            difference.print(&profile, self.args.top, &mut self.output)?;
         }
         self.look(&totals);
         self.history.add(now, totals);
@@ -322,9 +336,10 @@ impl Tracer<'_> {
     }
 
     /// Writes all stacks into the files that are asked for.
-    fn export(&mut self, entries: &[Entry]) -> Result<()> {
-        if !self.exports.any() {
-            return Ok(());
+    /// Writes the report's files, and returns what is in them if it is to be compared with an earlier run.
+    fn export(&mut self, entries: &[Entry]) -> Result<Option<Profile>> {
+        if !self.exports.any() && self.difference.is_none() {
+            return Ok(None);
         }
         let mut samples = Vec::new();
         for entry in entries {
@@ -332,8 +347,9 @@ impl Tracer<'_> {
             samples.push(entry.total.sample(stack));
         }
         let subject = report::subject(View::Outstanding, self.args);
-        self.exports.write(subject, samples);
-        Ok(())
+        let profile = self.exports.profile(subject, samples);
+        self.exports.write_profile(&profile);
+        Ok(Some(profile))
     }
 
     fn print_stack(&mut self, entry: Entry) -> Result<()> {

@@ -10,6 +10,7 @@
 mod allocators;
 mod args;
 mod cost;
+mod difference;
 mod ended;
 mod kmem;
 mod live;
@@ -44,6 +45,7 @@ use memtools::serve::server::Server;
 use crate::args::Args;
 use crate::bpf::types::{event, event_kind as Kind};
 use crate::cost::Cost;
+use crate::difference::{Difference, GROWN};
 use crate::loaded::Loaded;
 use crate::overhead::Limit;
 use crate::target::Target;
@@ -67,6 +69,8 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight_uprobes()?;
     attach::capture_log(args.verbose);
     let exports = args.export.prepare("memleak", args.target())?;
+    let values = report::subject(args.view(), &args).values;
+    let difference = Difference::of(&args.difference, &values)?;
     let listener = args.serve.listen()?;
     let (mut poller, output) = args.start()?;
     let mut target = Target::choose(&args)?;
@@ -83,7 +87,14 @@ fn run(args: Args) -> Result<ExitCode> {
         eprintln!("memleak: {} ({})", object.found(), attached.how);
     }
     let mut command = target.command.take();
-    let mut tracer = Tracer::new(&attached, &target, symbolizer, output, &args, exports)?;
+    let mut tracer = Tracer::new(
+        &attached,
+        &target,
+        symbolizer,
+        output,
+        &args,
+        (exports, difference),
+    )?;
     command.as_mut().map_or(Ok(()), HeldCommand::release)?;
 
     let mappings = tracer.symbolizer.descriptor()?;
@@ -193,5 +204,11 @@ fn run(args: Args) -> Result<ExitCode> {
     if let Some(harm) = harm {
         bail!("{harm}: the trace has ended");
     }
-    Ok(status.flatten().map_or(ExitCode::SUCCESS, ExitCode::from))
+    let grown = tracer
+        .difference
+        .is_some_and(|difference| difference.is_too_much());
+    Ok(match status.flatten() {
+        None | Some(0) if grown => ExitCode::from(GROWN),
+        status => status.map_or(ExitCode::SUCCESS, ExitCode::from),
+    })
 }

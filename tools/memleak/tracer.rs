@@ -31,13 +31,14 @@ use memtools::stacks::table::Stacks;
 use crate::args::{Args, Mode};
 use crate::bpf::MemleakSkel;
 use crate::bpf::types::{event, event_kind as Kind, peak, total, total_key};
+use crate::difference::Difference;
 use crate::ended::{End, Ended, Ends};
 use crate::live::LiveBlocks;
 use crate::probes::{self, Attached};
 use crate::regions::{CallCounter, Regions};
 use crate::report::{
     self, Ages, Allocation, Call, Entry, Freed, Group, Groups, Head, History, Path, ProcessName,
-    Step, Total, Totals, UnknownFrees, View,
+    Step, Total, Totals, UnknownFrees,
 };
 use crate::sampling::{self, Sampling};
 use crate::target::Target;
@@ -81,6 +82,7 @@ pub(crate) struct Tracer<'a> {
     clock: Clock,
     pub(crate) output: Output,
     pub(crate) exports: Exports,
+    pub(crate) difference: Option<Difference>,
     page_bytes: u64,
 }
 
@@ -91,7 +93,7 @@ impl<'a> Tracer<'a> {
         symbolizer: Symbolizer,
         output: Output,
         args: &'a Args,
-        mut exports: Exports,
+        (mut exports, difference): (Exports, Option<Difference>),
     ) -> Result<Self> {
         exports.begin();
         let skel = &attached.skel;
@@ -120,6 +122,7 @@ impl<'a> Tracer<'a> {
             clock: Clock::new(),
             output,
             exports,
+            difference,
             page_bytes: kernel_support::page_bytes()?,
         })
     }
@@ -298,7 +301,6 @@ impl<'a> Tracer<'a> {
             let error = errors.as_ref().and_then(|errors| errors.get(&entry.path));
             entry.error_bytes = error.map(|error| error.bytes());
         }
-        self.export(&totals)?;
         if self.args.folded {
             self.folded(entries)?;
         } else {
@@ -327,6 +329,7 @@ impl<'a> Tracer<'a> {
                 self.unknown_frees()?;
             }
         }
+        self.export(&totals)?;
         self.look(&totals);
         self.history.add(now, totals);
         self.output.flush()?;
@@ -464,7 +467,7 @@ impl<'a> Tracer<'a> {
             process,
             peak_time: peak.map(|peak| self.clock.local(peak.time_ns)),
             top: self.args.top,
-            view: self.view(),
+            view: self.args.view(),
             groups: Groups::Stacks(stacks),
             bytes: total.bytes,
             error_bytes,
@@ -512,13 +515,19 @@ impl<'a> Tracer<'a> {
 
     /// Writes all stacks into the files that are asked for. With --mode alloc and churn that is all
     /// that came since the start.
+    /// Writes the report's files, and prints how it differs from an earlier run's.
     fn export(&mut self, totals: &Totals) -> Result<()> {
-        if self.exports.any() {
-            let samples = self.samples(totals)?;
-            let subject = report::subject(self.view(), self.args);
-            self.exports.write(subject, samples);
+        if !self.exports.any() && self.difference.is_none() {
+            return Ok(());
         }
-        Ok(())
+        let samples = self.samples(totals)?;
+        let subject = report::subject(self.args.view(), self.args);
+        let profile = self.exports.profile(subject, samples);
+        self.exports.write_profile(&profile);
+        let Some(difference) = &mut self.difference else {
+            return Ok(());
+        };
+        difference.print(&profile, self.args.top, &mut self.output)
     }
 
     fn samples(&mut self, totals: &Totals) -> Result<Vec<Sample>> {
@@ -527,15 +536,6 @@ impl<'a> Tracer<'a> {
             Ok(total.sample(stack))
         });
         samples.collect()
-    }
-
-    fn view(&self) -> View {
-        match self.args.mode {
-            Mode::Leak => View::Outstanding,
-            Mode::Alloc => View::Allocated,
-            Mode::Churn => View::Churned,
-            Mode::Peak => View::Peak,
-        }
     }
 
     fn group(&mut self, entry: Entry) -> Result<()> {

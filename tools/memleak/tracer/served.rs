@@ -22,7 +22,7 @@ impl Tracer<'_> {
         let samples = self.samples(&totals)?;
         let profile = self
             .exports
-            .profile(report::subject(self.view(), self.args), samples);
+            .profile(report::subject(self.args.view(), self.args), samples);
         let lost = self.losses()?;
         let (stacks, sum) = sums_of(&totals);
         let frees = self.skel.maps.bss_data.as_deref().map(|bss| &bss.frees);
@@ -32,7 +32,7 @@ impl Tracer<'_> {
             unseen: frees.replaced,
         });
         let numbers = Numbers {
-            view: self.view(),
+            view: self.args.view(),
             sum,
             stacks,
             frees: frees.unwrap_or_default(),

@@ -1,0 +1,393 @@
+//! Profiles of earlier runs, which reports are compared with by the names of functions: these stay what they are
+//! when a program is built anew, or mapped elsewhere.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::fs::File;
+use std::io::{BufReader, Read};
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use flate2::read::MultiGzDecoder;
+use jiff::Zoned;
+use jiff::tz::TimeZone;
+use prost::Message;
+
+use crate::export::folded;
+use crate::export::pprof::Encoded;
+use crate::export::pprof_message as message;
+use crate::export::profile::{Profile, Value};
+use crate::print::text;
+
+/// Bytes that a profile may have when it is unpacked: forty times what 75,000 stacks of a compiler have.
+const MOST_BYTES: u64 = 1 << 30;
+/// What a gzip file begins with.
+const GZIP: [u8; 2] = [0x1f, 0x8b];
+
+/// A stack by the names of its functions.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Names {
+    /// The name of the process or thread, escaped; empty if the profile has none.
+    pub comm: String,
+    /// Innermost first, escaped; of code without names `[FILE]`. The kernel's end in `_[k]`.
+    pub frames: Vec<String>,
+}
+
+/// What a stack had and has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Change {
+    /// The stack.
+    pub names: Names,
+    /// The earlier profile's numbers, one for each value of the report.
+    pub before: Vec<i64>,
+    /// The report's.
+    pub now: Vec<i64>,
+}
+
+/// A profile that was read from a file.
+#[derive(Debug, Clone)]
+pub struct Earlier {
+    file: String,
+    until: Option<Zoned>,
+    /// Kind and unit.
+    values: Vec<(String, String)>,
+    stacks: HashMap<Names, Vec<i64>>,
+}
+
+impl Earlier {
+    /// Reads a profile as `--pprof` of the tools writes it, or another program does that has the same values.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or is no profile.
+    pub fn read(path: &Path) -> Result<Self> {
+        let file = text::escape_bytes(path.as_os_str().as_encoded_bytes());
+        let read = || -> Result<Self> {
+            let profile = decode(&unpacked(path)?)?;
+            let tables = Tables::of(&profile);
+            let kinds = profile.sample_type.iter();
+            let kinds =
+                kinds.map(|kind| Ok((tables.string(kind.kind)?, tables.string(kind.unit)?)));
+            let until = jiff::Timestamp::from_nanosecond(profile.time_nanos.into());
+            let until = until.ok().filter(|_| profile.time_nanos != 0);
+            Ok(Self {
+                file: file.clone(),
+                until: until.map(|until| until.to_zoned(TimeZone::system())),
+                values: kinds.collect::<Result<_>>()?,
+                stacks: tables.stacks()?,
+            })
+        };
+        read().with_context(|| format!("failed to read the profile {file}"))
+    }
+
+    /// # Errors
+    /// If reports of these values cannot be compared with it.
+    pub fn expect(&self, values: &[Value]) -> Result<()> {
+        self.places(values).map(drop)
+    }
+
+    /// Which profile that is: its file, and when it was made.
+    pub fn name(&self) -> String {
+        match &self.until {
+            Some(until) => format!("{} of {}", self.file, until.strftime("%Y-%m-%d %H:%M:%S")),
+            None => self.file.clone(),
+        }
+    }
+
+    /// The file's name, escaped.
+    pub fn file(&self) -> &str {
+        &self.file
+    }
+
+    /// What each stack that either has had there and has in a report, in no order.
+    ///
+    /// # Errors
+    /// If the profile has not all the values that the report has.
+    pub fn changes(&self, report: &Profile) -> Result<Vec<Change>> {
+        let places = self.places(&report.values)?;
+        let report = Encoded::of(report);
+        let mut now = Tables::of(&report.0).stacks()?;
+        let mut changes = Vec::new();
+        for (names, values) in &self.stacks {
+            let value = |&place: &usize| values.get(place).copied().unwrap_or_default();
+            changes.push(Change {
+                names: names.clone(),
+                before: places.iter().map(value).collect(),
+                now: now.remove(names).unwrap_or_else(|| vec![0; places.len()]),
+            });
+        }
+        let new = now.into_iter().map(|(names, now)| Change {
+            names,
+            before: vec![0; places.len()],
+            now,
+        });
+        changes.extend(new);
+        Ok(changes)
+    }
+
+    /// Where these values are among those of a stack.
+    fn places(&self, values: &[Value]) -> Result<Vec<usize>> {
+        let place = |value: &Value| {
+            let found = self
+                .values
+                .iter()
+                .position(|(kind, unit)| kind == value.kind && unit == value.unit);
+            found.with_context(|| {
+                let there: Vec<&str> = self.values.iter().map(|(kind, _)| &**kind).collect();
+                format!(
+                    "{} is of {}, not of {}",
+                    self.file,
+                    there.join(" and "),
+                    value.kind
+                )
+            })
+        };
+        values.iter().map(place).collect()
+    }
+}
+
+/// The bytes of a file, unpacked if they are packed.
+fn unpacked(path: &Path) -> Result<Vec<u8>> {
+    let mut file = BufReader::new(File::open(path)?);
+    let mut magic = Vec::new();
+    file.by_ref().take(2).read_to_end(&mut magic)?;
+    let is_packed = magic == GZIP;
+    let all = magic.chain(file);
+    let mut bytes = Vec::new();
+    let read = if is_packed {
+        let mut unpacked = MultiGzDecoder::new(all).take(MOST_BYTES);
+        unpacked.read_to_end(&mut bytes)
+    } else {
+        all.take(MOST_BYTES).read_to_end(&mut bytes)
+    };
+    read.context("it is no whole gzip file")?;
+    ensure!((bytes.len() as u64) < MOST_BYTES, "it is larger than 1 GiB");
+    Ok(bytes)
+}
+
+fn decode(bytes: &[u8]) -> Result<message::Profile> {
+    let profile = message::Profile::decode(bytes);
+    match profile {
+        Ok(profile) if !profile.sample_type.is_empty() => Ok(profile),
+        _ => bail!("it is no profile of pprof's format"),
+    }
+}
+
+/// The tables of a profile, by the numbers of their entries.
+struct Tables<'a> {
+    profile: &'a message::Profile,
+    locations: HashMap<u64, &'a message::Location>,
+    functions: HashMap<u64, &'a message::Function>,
+    mappings: HashMap<u64, &'a message::Mapping>,
+}
+
+impl<'a> Tables<'a> {
+    fn of(profile: &'a message::Profile) -> Self {
+        let locations = profile.location.iter();
+        let functions = profile.function.iter();
+        let mappings = profile.mapping.iter();
+        Self {
+            profile,
+            locations: locations.map(|entry| (entry.id, entry)).collect(),
+            functions: functions.map(|entry| (entry.id, entry)).collect(),
+            mappings: mappings.map(|entry| (entry.id, entry)).collect(),
+        }
+    }
+
+    fn string(&self, index: i64) -> Result<String> {
+        let strings = &self.profile.string_table;
+        let string = usize::try_from(index).ok().and_then(|at| strings.get(at));
+        Ok(text::shown(
+            string.context("it is damaged: a string is missing")?,
+        ))
+    }
+
+    /// The sums of each stack, of all processes and addresses.
+    fn stacks(&self) -> Result<HashMap<Names, Vec<i64>>> {
+        let mut stacks: HashMap<Names, Vec<i64>> = HashMap::new();
+        for sample in &self.profile.sample {
+            match stacks.entry(self.names(sample)?) {
+                Entry::Vacant(new) => {
+                    new.insert(sample.value.clone());
+                }
+                Entry::Occupied(mut sums) => {
+                    for (sum, value) in sums.get_mut().iter_mut().zip(&sample.value) {
+                        *sum = sum.saturating_add(*value);
+                    }
+                }
+            }
+        }
+        Ok(stacks)
+    }
+
+    fn names(&self, sample: &message::Sample) -> Result<Names> {
+        let mut comm = String::new();
+        for label in &sample.label {
+            if self.string(label.key)? == "comm" {
+                comm = self.string(label.str)?;
+            }
+        }
+        let mut frames = Vec::new();
+        for id in &sample.location_id {
+            let location = self.locations.get(id).copied();
+            let location = location.context("it is damaged: a location is missing")?;
+            self.frames(location, &mut frames)?;
+        }
+        Ok(Names { comm, frames })
+    }
+
+    /// The functions at a location, of which all but the outermost are inlined.
+    fn frames(&self, location: &message::Location, frames: &mut Vec<String>) -> Result<()> {
+        let mapping = self.mappings.get(&location.mapping_id).copied();
+        let file = mapping.map(|mapping| self.string(mapping.filename));
+        let file = file.transpose()?.unwrap_or_default();
+        let mark = if file.starts_with('[') && location.address > i64::MAX as u64 {
+            folded::KERNEL_MARK
+        } else {
+            ""
+        };
+        for line in &location.line {
+            let function = self.functions.get(&line.function_id).copied();
+            let function = function.context("it is damaged: a function is missing")?;
+            frames.push(self.string(function.name)? + mark);
+        }
+        if location.line.is_empty() {
+            let name = file.rsplit('/').next().filter(|name| !name.is_empty());
+            let name = name.unwrap_or("unknown").trim_matches(['[', ']']);
+            frames.push(format!("[{name}]{mark}"));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+    use crate::export::profile::Sample;
+    use crate::stacks::named::{Frame, NamedStack, Part};
+
+    const VALUES: [Value; 2] = [
+        Value::count("inuse_objects", "allocations"),
+        Value::bytes("inuse_space"),
+    ];
+
+    fn sample(names: &[&str], address: u64, values: [u64; 2]) -> Sample {
+        let frame = |name: &&str| Frame {
+            address,
+            instruction: address,
+            symbol: Some(((*name).to_owned(), address)),
+            ..Frame::default()
+        };
+        let user = Part {
+            frames: names.iter().map(frame).collect(),
+            truncated: None,
+        };
+        Sample {
+            stack: NamedStack {
+                pid: address as u32,
+                comm: "demo".into(),
+                user: Some(user),
+                ..NamedStack::default()
+            },
+            values: values.to_vec(),
+        }
+    }
+
+    fn profile(samples: Vec<Sample>) -> Profile {
+        Profile {
+            tool: "memleak",
+            target: "pid 1".into(),
+            subject: "outstanding allocations".into(),
+            since: Zoned::now(),
+            until: Zoned::now(),
+            values: VALUES.to_vec(),
+            main: 1,
+            samples,
+            remarks: Vec::new(),
+        }
+    }
+
+    fn written(profile: &Profile) -> tempfile::NamedTempFile {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let mut out = file.as_file();
+        Encoded::of(profile).write(&mut out).expect("room");
+        file
+    }
+
+    #[test]
+    fn stacks_are_the_same_by_their_names() {
+        // Built anew: other addresses, in two processes.
+        let earlier = profile(vec![
+            sample(&["leak", "main"], 0x1000, [1, 10]),
+            sample(&["leak", "main"], 0x2000, [2, 20]),
+            sample(&["gone", "main"], 0x1500, [4, 40]),
+        ]);
+        let now = profile(vec![
+            sample(&["leak", "main"], 0x9000, [7, 70]),
+            sample(&["new", "main"], 0x9500, [5, 50]),
+        ]);
+        let earlier = Earlier::read(written(&earlier).path()).expect("a profile");
+        let mut changes = earlier.changes(&now).expect("comparable");
+        changes.sort_by(|one, other| one.names.cmp(&other.names));
+        let found: Vec<_> = changes
+            .iter()
+            .map(|change| (&*change.names.frames[0], &*change.before, &*change.now))
+            .collect();
+        assert_eq!(
+            found,
+            [
+                ("gone", &[4, 40][..], &[0, 0][..]),
+                ("leak", &[3, 30], &[7, 70]),
+                ("new", &[0, 0], &[5, 50]),
+            ]
+        );
+        assert!(changes.iter().all(|change| change.names.comm == "demo"));
+    }
+
+    #[test]
+    fn what_is_no_such_profile_is_refused_with_the_reason() {
+        let path = |bytes: &[u8]| {
+            let mut file = tempfile::NamedTempFile::new().expect("a file");
+            file.write_all(bytes).expect("room");
+            file
+        };
+        let refusal = |file: &tempfile::NamedTempFile| {
+            format!("{:#}", Earlier::read(file.path()).expect_err("wrong"))
+        };
+        for bytes in [&b""[..], b"text\n", b"\x0a\xff"] {
+            let refusal = refusal(&path(bytes));
+            assert!(
+                refusal.ends_with("it is no profile of pprof's format"),
+                "{refusal}"
+            );
+        }
+        let whole = written(&profile(vec![sample(&["f"], 1, [1, 1])]));
+        let bytes = std::fs::read(whole.path()).expect("a file");
+        let cut = refusal(&path(&bytes[..bytes.len() / 2]));
+        assert!(cut.contains("no whole gzip file"), "{cut}");
+        let earlier = Earlier::read(whole.path()).expect("a profile");
+        let other = earlier
+            .expect(&[Value::bytes("alloc_space")])
+            .expect_err("other values");
+        let other = other.to_string();
+        assert!(
+            other.ends_with(" is of inuse_objects and inuse_space, not of alloc_space"),
+            "{other}"
+        );
+    }
+
+    #[test]
+    fn numbers_out_of_tables_are_no_panic() {
+        let whole = Encoded::of(&profile(vec![sample(&["f"], 1, [1, 1])])).0;
+        let mut damaged = whole.clone();
+        damaged.sample[0].location_id = vec![77];
+        assert!(Tables::of(&damaged).stacks().is_err());
+        let mut damaged = whole.clone();
+        damaged.function[0].name = i64::MIN;
+        assert!(Tables::of(&damaged).stacks().is_err());
+        let mut damaged = whole;
+        damaged.location[0].line[0].function_id = 9;
+        assert!(Tables::of(&damaged).stacks().is_err());
+    }
+}

@@ -1,0 +1,295 @@
+//! --diff: reports compared with the profile of an earlier run, and --fail-on, which makes of that an exit status.
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+
+use anyhow::Result;
+use jiff::Zoned;
+use memtools::export::earlier::{Change, Earlier};
+use memtools::export::profile::{Profile, Value};
+use memtools::print::clock;
+use memtools::print::output::{Output, Row};
+use memtools::run::cli;
+use serde::Serialize;
+
+/// The exit status when there is more growth than --fail-on permits.
+pub(crate) const GROWN: u8 = 3;
+
+/// Options of the comparison.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub(crate) struct DifferenceArgs {
+    /// Also show by how much each stack differs from this profile of an earlier run, by the names of
+    /// functions: one of --pprof, also of another build
+    #[arg(long, value_name = "OLD.pb.gz", conflicts_with_all = ["folded", "by_cache", "trace"])]
+    pub(crate) diff: Option<PathBuf>,
+
+    /// End with status 3 if the last report has so many bytes more than --diff's profile: 'growth>1M'
+    #[arg(long, value_name = "growth>BYTES", value_parser = growth, requires = "diff")]
+    pub(crate) fail_on: Option<u64>,
+}
+
+fn growth(text: &str) -> Result<u64, String> {
+    let bytes = text.strip_prefix("growth>").map(str::trim_start);
+    bytes
+        .and_then(|bytes| cli::bytes(bytes).ok())
+        .ok_or_else(|| "must be growth>BYTES, such as 'growth>0' or 'growth>1M', in quotes".into())
+}
+
+/// The profile that reports are compared with.
+pub(crate) struct Difference {
+    earlier: Earlier,
+    /// Bytes of growth that are permitted.
+    permitted: Option<u64>,
+    /// Bytes that the last report had more.
+    grown: i64,
+}
+
+impl Difference {
+    /// Reads the profile, if there is one to compare with, which has to be of these values.
+    ///
+    /// # Errors
+    /// If it cannot be compared with.
+    pub(crate) fn of(args: &DifferenceArgs, values: &[Value]) -> Result<Option<Self>> {
+        let Some(path) = &args.diff else {
+            return Ok(None);
+        };
+        let earlier = Earlier::read(path)?;
+        earlier.expect(values)?;
+        Ok(Some(Self {
+            earlier,
+            permitted: args.fail_on,
+            grown: 0,
+        }))
+    }
+
+    /// Prints the stacks of a report that have changed most, of the largest growth last, and the sum.
+    pub(crate) fn print(
+        &mut self,
+        report: &Profile,
+        top: usize,
+        output: &mut Output,
+    ) -> Result<()> {
+        let changes = self.earlier.changes(report)?;
+        let changes = changes
+            .iter()
+            .map(|change| Changed::of(change, report.main));
+        let (changed, same): (Vec<_>, Vec<_>) = changes.partition(Changed::is_any);
+        let all = changed.iter().chain(&same);
+        let sums = all.fold(Numbers::default(), |sums, change| sums.plus(change.numbers));
+        self.grown = sums.growth_bytes;
+        output.row(&Sum {
+            time: report.until.clone(),
+            profile: self.earlier.name(),
+            file: self.earlier.file().to_owned(),
+            numbers: sums,
+            changed: changed.len(),
+        })?;
+        for change in most_changed(changed, top) {
+            output.row(&change)?;
+        }
+        Ok(())
+    }
+
+    /// Whether the last report had more growth than is permitted; says so if it had.
+    pub(crate) fn is_too_much(&self) -> bool {
+        let permitted = self.permitted.and_then(|bytes| i64::try_from(bytes).ok());
+        let Some(permitted) = permitted.filter(|permitted| self.grown > *permitted) else {
+            return false;
+        };
+        eprintln!(
+            "memleak: {} bytes more than in {}; --fail-on permits {permitted}",
+            self.grown,
+            self.earlier.name()
+        );
+        true
+    }
+}
+
+/// The stacks that differ by the most bytes, in either direction, with the largest growth last.
+fn most_changed(mut changed: Vec<Changed>, top: usize) -> Vec<Changed> {
+    let size = |change: &Changed| {
+        let Numbers {
+            growth_bytes,
+            growth_allocations,
+            ..
+        } = change.numbers;
+        (
+            growth_bytes.unsigned_abs(),
+            growth_allocations.unsigned_abs(),
+        )
+    };
+    // Names last, so that equal ones have an order.
+    changed.sort_by(|one, other| {
+        let order = size(other).cmp(&size(one));
+        order.then_with(|| (&one.comm, &one.functions).cmp(&(&other.comm, &other.functions)))
+    });
+    changed.truncate(top);
+    changed.sort_by_key(|change| change.numbers.growth_bytes);
+    changed
+}
+
+/// What there is, and was in the earlier profile.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
+struct Numbers {
+    bytes: i64,
+    earlier_bytes: i64,
+    growth_bytes: i64,
+    allocations: i64,
+    earlier_allocations: i64,
+    growth_allocations: i64,
+}
+
+impl Numbers {
+    fn plus(self, other: Self) -> Self {
+        Self {
+            bytes: self.bytes + other.bytes,
+            earlier_bytes: self.earlier_bytes + other.earlier_bytes,
+            growth_bytes: self.growth_bytes + other.growth_bytes,
+            allocations: self.allocations + other.allocations,
+            earlier_allocations: self.earlier_allocations + other.earlier_allocations,
+            growth_allocations: self.growth_allocations + other.growth_allocations,
+        }
+    }
+
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        write!(
+            out,
+            "{:+} bytes ({} before, {} now) in {:+} allocations",
+            self.growth_bytes, self.earlier_bytes, self.bytes, self.growth_allocations
+        )
+    }
+}
+
+/// One stack that has changed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(tag = "type", rename = "change")]
+struct Changed {
+    #[serde(flatten)]
+    numbers: Numbers,
+    comm: String,
+    /// Names, innermost first.
+    functions: Vec<String>,
+}
+
+impl Changed {
+    /// `main` is the place of the bytes, and the other value that of the allocations.
+    fn of(change: &Change, main: usize) -> Self {
+        let value = |values: &[i64], at: usize| values.get(at).copied().unwrap_or_default();
+        let [bytes, earlier_bytes] = [&change.now, &change.before].map(|of| value(of, main));
+        let count = 1 - main.min(1);
+        let [allocations, earlier_allocations] =
+            [&change.now, &change.before].map(|of| value(of, count));
+        Self {
+            numbers: Numbers {
+                bytes,
+                earlier_bytes,
+                growth_bytes: bytes.saturating_sub(earlier_bytes),
+                allocations,
+                earlier_allocations,
+                growth_allocations: allocations.saturating_sub(earlier_allocations),
+            },
+            comm: change.names.comm.clone(),
+            functions: change.names.frames.clone(),
+        }
+    }
+
+    fn is_any(&self) -> bool {
+        self.numbers.growth_bytes != 0 || self.numbers.growth_allocations != 0
+    }
+}
+
+impl Row for Changed {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        write!(out, "\t")?;
+        self.numbers.text(out)?;
+        writeln!(out, " from stack of {}", self.comm)?;
+        for function in &self.functions {
+            writeln!(out, "\t\t{function}")?;
+        }
+        Ok(())
+    }
+}
+
+/// All stacks together.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "difference")]
+struct Sum {
+    #[serde(serialize_with = "clock::serialize")]
+    time: Zoned,
+    /// The earlier profile's file.
+    file: String,
+    #[serde(flatten)]
+    numbers: Numbers,
+    /// Stacks that have changed, of which those that have most follow.
+    changed: usize,
+    /// The earlier profile, with its time.
+    #[serde(skip)]
+    profile: String,
+}
+
+impl Row for Sum {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let Self {
+            time,
+            profile,
+            changed,
+            ..
+        } = self;
+        let time = clock::time_of_day(time);
+        writeln!(
+            out,
+            "[{time}] Compared with {profile}, {changed} stacks have changed:"
+        )?;
+        write!(out, "\tin all ")?;
+        self.numbers.text(out)?;
+        writeln!(out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn growth_is_a_number_of_bytes() {
+        assert_eq!(growth("growth>0"), Ok(0));
+        assert_eq!(growth("growth>1M"), Ok(1 << 20));
+        assert_eq!(growth("growth> 512"), Ok(512));
+        for wrong in [
+            "",
+            "growth",
+            "growth>",
+            "growth<1",
+            "growth>-1",
+            "1M",
+            "unreachable",
+        ] {
+            assert!(growth(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn the_most_changed_come_by_growth() {
+        let change = |name: &str, growth_bytes: i64| Changed {
+            numbers: Numbers {
+                growth_bytes,
+                ..Numbers::default()
+            },
+            comm: "demo".into(),
+            functions: vec![name.into()],
+        };
+        let all = vec![
+            change("a", 5),
+            change("b", -70),
+            change("c", 60),
+            change("d", -4),
+        ];
+        let names = |top| {
+            let most = most_changed(all.clone(), top);
+            let names = most.into_iter().map(|change| change.functions[0].clone());
+            names.collect::<Vec<_>>()
+        };
+        assert_eq!(names(3), ["b", "a", "c"]);
+        assert_eq!(names(1), ["b"]);
+    }
+}
