@@ -3,6 +3,7 @@
 //! | module | what it is for |
 //! |---|---|
 //! | [`output`] | rows as text or JSON |
+//! | [`progress`] | how far something is that takes long, on a terminal |
 //! | [`demangle`] | names of C++ and Rust as they are in the source |
 //! | [`text`] | strings from elsewhere, made safe for a terminal |
 //! | [`clock`] | kernel time stamps as wall time |
@@ -20,4 +21,5 @@ pub mod flags;
 pub mod gfp;
 pub mod histogram;
 pub mod output;
+pub mod progress;
 pub mod text;

@@ -2,18 +2,20 @@
 //! look (tests/hostile). What they trace is complete all the same, and they end when they are told to.
 
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use nix::errno::Errno;
+use nix::pty::openpty;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use tempfile::TempDir;
 
 use crate::harness::{self, Ended, Tool, Workload, eventually, workload};
@@ -49,6 +51,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         more_processes_than_tables_are_complete [Once],
         mappings_that_change_leave_others_complete [Once],
         ctrl_c_is_heard_while_files_are_read [Once],
+        a_terminal_shows_how_far_a_long_start_is [Once],
         storms_of_programs_are_counted [Once],
         a_storm_of_threads_is_exact [Once],
     }
@@ -471,18 +474,25 @@ fn a_storm_of_threads_is_exact() -> Result<()> {
     Ok(())
 }
 
-/// A process with files that take half a minute to read, and a tool that is told to end while it reads them.
-fn ctrl_c_is_heard_while_files_are_read() -> Result<()> {
-    const FILES: usize = 200;
+/// Files that take half a minute to read.
+const SLOW_FILES: usize = 200;
+
+/// A process that has them mapped.
+fn with_slow_files() -> Result<(TempDir, Workload)> {
     let folder = harness::scratch()?;
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755))?;
-    for number in 0..FILES {
+    for number in 0..SLOW_FILES {
         let file = File::create(folder.path().join(number.to_string()))?;
         elf_file::write(elf_file::Kind::EmptySymbols, &file)?;
     }
-    let args = ["files", &FILES.to_string(), "1", text(folder.path())];
+    let args = ["files", &SLOW_FILES.to_string(), "1", text(folder.path())];
     let mut crowd = Workload::start("hostile-crowd", &args)?;
     crowd.work()?;
+    Ok((folder, crowd))
+}
+
+fn ctrl_c_is_heard_while_files_are_read() -> Result<()> {
+    let (_folder, crowd) = with_slow_files()?;
     let tool = Tool::start("memleak", &["-p", &crowd.pid(), "60"])?;
     let status = format!("/proc/{}/status", tool.pid());
     eventually("the tool has taken SIGINT over", || {
@@ -495,6 +505,37 @@ fn ctrl_c_is_heard_while_files_are_read() -> Result<()> {
     })?;
     let ended = tool.interrupt()?;
     let left_out = ended.stderr.matches("the end was asked for").count();
-    ensure!(left_out > FILES / 2, "{left_out}: {ended:?}");
+    ensure!(left_out > SLOW_FILES / 2, "{left_out}: {ended:?}");
+    Ok(())
+}
+
+fn a_terminal_shows_how_far_a_long_start_is() -> Result<()> {
+    let (_folder, crowd) = with_slow_files()?;
+    let terminal = openpty(None, None)?;
+    let mut tool = Command::new("timeout")
+        .arg("60")
+        .arg(harness::tool("memleak"))
+        .args(["-p", &crowd.pid(), "60"])
+        .stdout(Stdio::null())
+        .stderr(terminal.slave)
+        .spawn()?;
+    let mut screen = File::from(terminal.master);
+    let mut shown = String::new();
+    let mut bytes = [0; 4096];
+    let line = "\rsearching files for allocators: ";
+    // Once nobody has the terminal, its end is an error.
+    while let Ok(length @ 1..) = screen.read(&mut bytes) {
+        shown += &String::from_utf8_lossy(&bytes[..length]).replace("\x1b[K", "");
+        if shown.matches(line).count() == 2 {
+            let pid = Pid::from_raw(tool.id().cast_signed());
+            kill(pid, Signal::SIGTERM)?;
+        }
+    }
+    tool.wait()?;
+    let (_, rest) = shown.split_once(line).context(shown.clone())?;
+    let (done, all) = rest.split_once(" of ").context(shown.clone())?;
+    let all: String = all.chars().take_while(char::is_ascii_digit).collect();
+    let (done, all): (usize, usize) = (done.parse()?, all.parse()?);
+    ensure!(done < all && all > SLOW_FILES, "{done} of {all}: {shown}");
     Ok(())
 }

@@ -25,6 +25,7 @@ use memtools::export::folded::Folded;
 use memtools::export::profile::Profile;
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::Output;
+use memtools::print::progress::Progress;
 use memtools::print::text;
 use memtools::process::filter::Tasks;
 use memtools::run::cli::UsageError;
@@ -342,7 +343,9 @@ impl Tracer<'_> {
             return Ok(None);
         }
         let mut samples = Vec::new();
+        let mut progress = Progress::new("naming stacks", entries.len());
         for entry in entries {
+            progress.step();
             let stack = self.named(entry.path.stack)?;
             samples.push(entry.total.sample(stack));
         }

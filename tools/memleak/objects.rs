@@ -10,6 +10,7 @@ use memtools::code::elf;
 use memtools::code::instruction::{self, Code};
 use memtools::code::probe_place::{self, Place, Wish};
 use memtools::code::wrappers::{Callee, Calls, Given, Passes, Passing};
+use memtools::print::progress::Progress;
 use memtools::print::text;
 use memtools::process::command;
 use memtools::process::mapped_file::MappedFile;
@@ -428,14 +429,20 @@ fn choose(mut files: Vec<MappedFile>, args: &Args) -> Result<Found> {
         object.is_none_or(|object| is_named(file, object))
     };
     let mut objects = Vec::new();
+    let mut progress = Progress::new("searching files for allocators", files.len());
     for file in &files {
+        progress.step();
         let is_program = file.name() == files[0].name();
         match Object::new(file, is_program, args) {
             Ok(object) => objects.extend(object),
             // Its other files have the allocator, as a rule.
-            Err(error) => tell_once(&format!("{} is not searched: {error:#}", file.module())),
+            Err(error) => {
+                progress.clear();
+                tell_once(&format!("{} is not searched: {error:#}", file.module()));
+            }
         }
     }
+    drop(progress);
     for named in args.named() {
         let there = |file: &MappedFile| {
             is_named(file, &named.object)

@@ -4,6 +4,7 @@ use std::collections::HashSet;
 
 use anyhow::{Result, bail};
 use memtools::host::capabilities::Capability;
+use memtools::print::progress::Progress;
 use memtools::process::cgroup;
 use memtools::process::command::{CommandLine, HeldCommand};
 use memtools::process::filter::{Filter, FilterArgs, Tasks};
@@ -252,7 +253,9 @@ fn matching(args: &Args) -> Result<Vec<Traced>> {
         None => memtools::process::proc::all()?,
     };
     let mut processes = Vec::new();
+    let mut progress = Progress::new("looking at processes", pids.len());
     for pid in pids {
+        progress.step();
         let Some(process) = described(pid, args) else {
             continue;
         };

@@ -19,6 +19,7 @@ use memtools::export::folded::Folded;
 use memtools::export::profile::Sample;
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::Output;
+use memtools::print::progress::Progress;
 use memtools::print::text;
 use memtools::process::filter::Filter;
 use memtools::process::proc::Process;
@@ -531,7 +532,9 @@ impl<'a> Tracer<'a> {
     }
 
     fn samples(&mut self, totals: &Totals) -> Result<Vec<Sample>> {
+        let mut progress = Progress::new("naming stacks", totals.len());
         let samples = totals.iter().map(|(&path, &total)| {
+            progress.step();
             let stack = self.named(path)?;
             Ok(total.sample(stack))
         });

@@ -14,6 +14,7 @@ use crate::export::files::Subject;
 use crate::export::profile::Sample;
 use crate::print::clock;
 use crate::print::output::{Format, Output, Row};
+use crate::print::progress::Progress;
 use crate::print::text;
 use crate::run::losses::Losses;
 use crate::run::stack_sums::{Count, Key, largest};
@@ -81,7 +82,9 @@ impl<M: MapCore> StackCounts<'_, M> {
         }
         let (events, bytes) = report.values;
         let mut samples = Vec::new();
+        let mut progress = Progress::new("naming stacks", counts.len());
         for (key, count) in counts {
+            progress.step();
             let mut values = vec![count.events];
             values.extend(bytes.map(|_| count.bytes));
             let stack = self.named(key)?;
