@@ -703,5 +703,15 @@ fn missing_privilege_is_named() -> Result<()> {
         ensure!(ended.status.success(), "{ended:?}");
         ensure!(ended.stderr.contains(told), "{told}: {ended:?}");
     }
+    // Some kernels want more for perf's uprobes.
+    let capabilities = format!(",+bpf,+perfmon,+sys_ptrace,+ipc_lock{more}");
+    let (folder, program) = where_nobody_may_go("memleak")?;
+    let mut command = by_nobody(&capabilities, &program);
+    command.args(["-p", &pid, "0.1", "1"]);
+    command.env("MEMTOOLS_ATTACH", "perf uprobes without cookies");
+    let ended = Tool::spawn(&mut command)?.end()?;
+    drop(folder);
+    let told = ended.stderr.contains("wants CAP_SYS_ADMIN: run it as root");
+    ensure!(ended.status.success() || told, "{ended:?}");
     Ok(())
 }

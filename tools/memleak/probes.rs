@@ -13,6 +13,7 @@ use libbpf_rs::{
 use memtools::bpf::attach::{self, NoVariantHelps, Variant};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_create;
+use memtools::host::capabilities::{self, Capability};
 use memtools::host::kernel_log;
 use memtools::print::clock;
 use memtools::process::proc::Process;
@@ -193,7 +194,10 @@ impl Attached {
         {
             bail!(NoVariantHelps(format!("{}{why}", failed())));
         }
-        links.with_context(failed)
+        // Multi-uprobes want CAP_PERFMON, and perf's uprobes more on some kernels.
+        let is_refused = links.as_ref().is_err_and(is_refused);
+        let remedy = is_refused.then(|| capabilities::remedy(Capability::CAP_SYS_ADMIN));
+        links.with_context(|| failed() + &remedy.unwrap_or_default())
     }
 
     fn place(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
@@ -285,6 +289,12 @@ impl Attached {
 fn is_invalid(error: &anyhow::Error) -> bool {
     let error = error.downcast_ref::<libbpf_rs::Error>();
     error.is_some_and(|error| error.kind() == libbpf_rs::ErrorKind::InvalidInput)
+}
+
+/// Whether the kernel did not permit a probe (EACCES, EPERM).
+fn is_refused(error: &anyhow::Error) -> bool {
+    let error = error.downcast_ref::<libbpf_rs::Error>();
+    error.is_some_and(|error| error.kind() == libbpf_rs::ErrorKind::PermissionDenied)
 }
 
 /// What the kernel's log has of another tracer's probes since then, as the end of a sentence.
