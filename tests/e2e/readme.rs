@@ -45,6 +45,8 @@ fn run(wanted: impl Fn(&str) -> bool) -> Result<usize> {
     cgroup.add(&target.pid())?;
     let program = format!("{} hold", workload("alloc").display());
     let folder = harness::scratch()?;
+    let old = folder.path().join("old.pb.gz").display().to_string();
+    harness::run("memleak", &["-o", "0", "-c", &program, "--pprof", &old])?;
     let mut ran = 0;
     for command in commands().into_iter().filter(|command| wanted(command)) {
         let words = command.split(' ').map(|word| match word {
@@ -55,7 +57,8 @@ fn run(wanted: impl Fn(&str) -> bool) -> Result<usize> {
             // A port that is free.
             "6060" => "0".to_owned(),
             "FILE.prom" => folder.path().join("x.prom").display().to_string(),
-            word => word.to_owned(),
+            "OLD.pb.gz" => old.clone(),
+            word => word.trim_matches('\'').to_owned(),
         });
         let words: Vec<String> = words.collect();
         let args: Vec<&str> = words[1..].iter().map(String::as_str).collect();

@@ -514,9 +514,8 @@ impl<'a> Tracer<'a> {
         Ok(())
     }
 
-    /// Writes all stacks into the files that are asked for. With --mode alloc and churn that is all
-    /// that came since the start.
-    /// Writes the report's files, and prints how it differs from an earlier run's.
+    /// Writes all stacks into the files that are asked for, and prints how they differ from an earlier run's. With
+    /// --mode alloc and churn that is all that came since the start.
     fn export(&mut self, totals: &Totals) -> Result<()> {
         if !self.exports.any() && self.difference.is_none() {
             return Ok(());
@@ -531,6 +530,7 @@ impl<'a> Tracer<'a> {
         difference.print(&profile, self.args.top, &mut self.output)
     }
 
+    /// All stacks by name, for other formats.
     fn samples(&mut self, totals: &Totals) -> Result<Vec<Sample>> {
         let mut progress = Progress::new("naming stacks", totals.len());
         let samples = totals.iter().map(|(&path, &total)| {
