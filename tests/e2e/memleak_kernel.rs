@@ -358,16 +358,20 @@ fn frees_that_are_not_seen_are_told() -> Result<()> {
 fn only_what_is_filtered_is_counted() -> Result<()> {
     let cgroup = Cgroup::new()?;
     let path = cgroup.path().to_string_lossy().into_owned();
+    // Under a name of its own, as other tests run the same program.
+    let folder = harness::scratch()?;
+    let program = folder.path().join("kmem-filtered");
+    harness::copy(&harness::workload("kmem"), &program)?;
     for (args, expected) in [
-        (&["-n", "kmem"][..], 53),
-        (&["-n", "kmemm"], 0),
+        (&["-n", "kmem-filtered"][..], 53),
+        (&["-n", "kmem-filteredd"], 0),
         (&["--cgroup", &path], 53),
         (&["-p", "1"], 0),
-        (&["-n", "kmem", "-z", "4096"], 0),
-        (&["-n", "kmem", "--cache", "dentry"], 53),
-        (&["-n", "kmem", "--cache", "filp"], 0),
+        (&["-n", "kmem-filtered", "-z", "4096"], 0),
+        (&["-n", "kmem-filtered", "--cache", "dentry"], 53),
+        (&["-n", "kmem-filtered", "--cache", "filp"], 0),
     ] {
-        let mut workload = Workload::start("kmem", &["sockets", "53"])?;
+        let mut workload = Workload::spawn(Command::new(&program).args(["sockets", "53"]))?;
         cgroup.add(&workload.pid())?;
         let slab = if args.contains(&"--cache") {
             &[][..]
