@@ -2,18 +2,22 @@
 
 use std::io::{self, Write};
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use anyhow::Result;
 use jiff::Zoned;
 use memtools::export::earlier::{Change, Earlier};
-use memtools::export::profile::{Profile, Value};
+use memtools::export::profile::Profile;
 use memtools::print::clock;
 use memtools::print::output::{Output, Row};
 use memtools::run::cli;
 use serde::Serialize;
 
+use crate::args::Args;
+use crate::report::{self, View};
+
 /// The exit status when there is more growth than --fail-on permits.
-pub(crate) const GROWN: u8 = 3;
+const GROWN: u8 = 3;
 
 /// Options of the comparison.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -45,19 +49,19 @@ pub(crate) struct Difference {
 }
 
 impl Difference {
-    /// Reads the profile, if there is one to compare with, which has to be of these values.
+    /// Reads the profile, if there is one to compare with, which has to be of the values of this view.
     ///
     /// # Errors
     /// If it cannot be compared with.
-    pub(crate) fn of(args: &DifferenceArgs, values: &[Value]) -> Result<Option<Self>> {
-        let Some(path) = &args.diff else {
+    pub(crate) fn of(args: &Args, view: View) -> Result<Option<Self>> {
+        let Some(path) = &args.difference.diff else {
             return Ok(None);
         };
         let earlier = Earlier::read(path)?;
-        earlier.expect(values)?;
+        earlier.expect(&report::subject(view, args).values)?;
         Ok(Some(Self {
             earlier,
-            permitted: args.fail_on,
+            permitted: args.difference.fail_on,
             grown: 0,
         }))
     }
@@ -91,7 +95,7 @@ impl Difference {
     }
 
     /// Whether the last report had more growth than is permitted; says so if it had.
-    pub(crate) fn is_too_much(&self) -> bool {
+    fn is_too_much(&self) -> bool {
         let permitted = self.permitted.and_then(|bytes| i64::try_from(bytes).ok());
         let Some(permitted) = permitted.filter(|permitted| self.grown > *permitted) else {
             return false;
@@ -102,6 +106,15 @@ impl Difference {
             self.earlier.name()
         );
         true
+    }
+}
+
+/// The exit status of a run: of a command, if that has failed, else whether there was too much growth.
+pub(crate) fn status(difference: Option<Difference>, command: Option<u8>) -> ExitCode {
+    let grown = difference.is_some_and(|difference| difference.is_too_much());
+    match command {
+        None | Some(0) if grown => ExitCode::from(GROWN),
+        command => command.map_or(ExitCode::SUCCESS, ExitCode::from),
     }
 }
 

@@ -22,7 +22,7 @@ use memtools::bpf::ring::Events;
 use memtools::bpf::types;
 use memtools::export::files::Exports;
 use memtools::export::folded::Folded;
-use memtools::export::profile::Profile;
+use memtools::export::profile::Sample;
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::Output;
 use memtools::print::progress::Progress;
@@ -42,7 +42,7 @@ use self::bpf::types::{block, cache, kind as Kind, total};
 use self::caches::{CacheRow, Slabinfo};
 use self::probes::Attached;
 use crate::args::Args;
-use crate::difference::{Difference, GROWN};
+use crate::difference::{self, Difference};
 use crate::report::{
     self, Ages, Allocation, Entry, Group, Groups, Head, History, Path, Totals, View,
 };
@@ -59,8 +59,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     attach::capture_log(args.verbose);
     let exports = args.export.prepare("memleak", args.target())?;
-    let values = report::subject(View::Outstanding, args).values;
-    let difference = Difference::of(&args.difference, &values)?;
+    let difference = Difference::of(args, View::Outstanding)?;
     let listener = args.serve.listen()?;
     let (mut poller, output) = args.start()?;
     privileges::keep_what_tracing_takes(&[])?;
@@ -128,12 +127,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let (exports, difference) = (tracer.exports, tracer.difference);
     attach::detach(attached.links);
     exports.finish()?;
-    let grown = difference.is_some_and(|difference| difference.is_too_much());
-    Ok(if grown {
-        ExitCode::from(GROWN)
-    } else {
-        ExitCode::SUCCESS
-    })
+    Ok(difference::status(difference, None))
 }
 
 /// What is printed of the trace.
@@ -175,7 +169,6 @@ impl Tracer<'_> {
         let now = clock::monotonic_ns();
         let (totals, mut allocations) = self.find(now)?;
         let entries = self.entries(now, &totals, &allocations);
-        let exported = self.export(&entries)?;
         if self.args.folded {
             for entry in report::largest(entries, self.args.sort, usize::MAX) {
                 self.print_folded(entry)?;
@@ -200,9 +193,7 @@ impl Tracer<'_> {
                 self.print_whole(&totals, shown)?;
             }
         }
-        if let Some((difference, profile)) = self.difference.as_mut().zip(exported) {
-            difference.print(&profile, self.args.top, &mut self.output)?;
-        }
+        self.export(&totals)?;
         self.look(&totals);
         self.history.add(now, totals);
         self.output.flush()?;
@@ -242,11 +233,7 @@ impl Tracer<'_> {
     fn served(&mut self) -> Result<Report> {
         let (totals, _) = self.find(clock::monotonic_ns())?;
         self.look(&totals);
-        let mut samples = Vec::new();
-        for (path, total) in &totals {
-            let stack = self.named(path.stack)?;
-            samples.push(total.sample(stack));
-        }
+        let samples = self.samples(&totals)?;
         let subject = report::subject(View::Outstanding, self.args);
         let profile = self.exports.profile(subject, samples);
         let lost = self.losses()?;
@@ -336,23 +323,30 @@ impl Tracer<'_> {
         self.output.raw(|out| line.write(total.bytes, out))
     }
 
-    /// Writes all stacks into the files that are asked for.
-    /// Writes the report's files, and returns what is in them if it is to be compared with an earlier run.
-    fn export(&mut self, entries: &[Entry]) -> Result<Option<Profile>> {
+    /// Writes all stacks into the files that are asked for, and prints how they differ from an earlier run's.
+    fn export(&mut self, totals: &Totals) -> Result<()> {
         if !self.exports.any() && self.difference.is_none() {
-            return Ok(None);
+            return Ok(());
         }
-        let mut samples = Vec::new();
-        let mut progress = Progress::new("naming stacks", entries.len());
-        for entry in entries {
-            progress.step();
-            let stack = self.named(entry.path.stack)?;
-            samples.push(entry.total.sample(stack));
-        }
+        let samples = self.samples(totals)?;
         let subject = report::subject(View::Outstanding, self.args);
         let profile = self.exports.profile(subject, samples);
         self.exports.write_profile(&profile);
-        Ok(Some(profile))
+        let Some(difference) = &mut self.difference else {
+            return Ok(());
+        };
+        difference.print(&profile, self.args.top, &mut self.output)
+    }
+
+    /// All stacks by name, for other formats.
+    fn samples(&mut self, totals: &Totals) -> Result<Vec<Sample>> {
+        let mut progress = Progress::new("naming stacks", totals.len());
+        let samples = totals.iter().map(|(path, total)| {
+            progress.step();
+            let stack = self.named(path.stack)?;
+            Ok(total.sample(stack))
+        });
+        samples.collect()
     }
 
     fn print_stack(&mut self, entry: Entry) -> Result<()> {

@@ -45,7 +45,7 @@ use memtools::serve::server::Server;
 use crate::args::Args;
 use crate::bpf::types::{event, event_kind as Kind};
 use crate::cost::Cost;
-use crate::difference::{Difference, GROWN};
+use crate::difference::Difference;
 use crate::loaded::Loaded;
 use crate::overhead::Limit;
 use crate::target::Target;
@@ -69,8 +69,7 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight_uprobes()?;
     attach::capture_log(args.verbose);
     let exports = args.export.prepare("memleak", args.target())?;
-    let values = report::subject(args.view(), &args).values;
-    let difference = Difference::of(&args.difference, &values)?;
+    let difference = Difference::of(&args, args.view())?;
     let listener = args.serve.listen()?;
     let (mut poller, output) = args.start()?;
     let mut target = Target::choose(&args)?;
@@ -88,12 +87,7 @@ fn run(args: Args) -> Result<ExitCode> {
     }
     let mut command = target.command.take();
     let mut tracer = Tracer::new(
-        &attached,
-        &target,
-        symbolizer,
-        output,
-        &args,
-        (exports, difference),
+        &attached, &target, symbolizer, output, &args, exports, difference,
     )?;
     command.as_mut().map_or(Ok(()), HeldCommand::release)?;
 
@@ -204,11 +198,5 @@ fn run(args: Args) -> Result<ExitCode> {
     if let Some(harm) = harm {
         bail!("{harm}: the trace has ended");
     }
-    let grown = tracer
-        .difference
-        .is_some_and(|difference| difference.is_too_much());
-    Ok(match status.flatten() {
-        None | Some(0) if grown => ExitCode::from(GROWN),
-        status => status.map_or(ExitCode::SUCCESS, ExitCode::from),
-    })
+    Ok(difference::status(tracer.difference, status.flatten()))
 }

@@ -94,7 +94,8 @@ impl<'a> Tracer<'a> {
         symbolizer: Symbolizer,
         output: Output,
         args: &'a Args,
-        (mut exports, difference): (Exports, Option<Difference>),
+        mut exports: Exports,
+        difference: Option<Difference>,
     ) -> Result<Self> {
         exports.begin();
         let skel = &attached.skel;
