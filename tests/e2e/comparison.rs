@@ -11,6 +11,7 @@ use serde_json::Value;
 
 use crate::export;
 use crate::harness::{self, Ended, Tool, Workload, workload};
+use crate::memleak;
 
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "comparison":
@@ -32,9 +33,7 @@ fn leak(build: &str, blocks: u64, options: &[&str]) -> Result<Ended> {
     harness::copy(&workload(build), &program)?;
     let args = ["leak", &blocks.to_string(), &SIZE.to_string()];
     let mut process = Workload::spawn(Command::new(&program).args(args))?;
-    let target = ["-p", &process.pid(), "-o", "0", "-j", "60"];
-    let mut tool = Tool::start("memleak", &[&target[..], options].concat())?;
-    tool.wait_for(crate::memleak::READY)?;
+    let tool = memleak::attach(&process, &[&["-o", "0", "-j", "60"], options].concat())?;
     process.work()?;
     tool.interrupt()
 }
@@ -238,7 +237,7 @@ fn a_flame_graph_shows_what_has_grown() -> Result<()> {
     Ok(())
 }
 
-/// The same stacks have the same names at the next look, and what is theirs only grows here.
+/// Memory of the kernel, compared with the profile of a run just before: the sums are those of both reports.
 fn reports_of_the_kernel_are_compared() -> Result<()> {
     let folder = harness::scratch()?;
     let old = folder.path().join("old.pb.gz");

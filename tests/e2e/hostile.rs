@@ -16,6 +16,7 @@ use nix::pty::openpty;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::harness::{self, Ended, Tool, Workload, eventually, workload};
@@ -356,6 +357,13 @@ fn counted(ended: &Ended, comm: &str) -> Result<u64> {
     Ok(own.filter_map(|stack| stack["count"].as_u64()).sum())
 }
 
+/// The calls that no map had room for, as brkstack says at its end.
+fn lost_entries(objects: &[Value]) -> u64 {
+    let lost = objects.iter().find(|object| object["type"] == "lost");
+    let lost = lost.and_then(|object| object["lost"]["entries"].as_u64());
+    lost.unwrap_or(0)
+}
+
 fn more_processes_than_tables_are_complete() -> Result<()> {
     const PROCESSES: u64 = 4501;
     const CALLS: u64 = 3;
@@ -375,12 +383,11 @@ fn more_processes_than_tables_are_complete() -> Result<()> {
     let calls = (1 + PROCESSES) * CALLS + STARTS;
     // So many keys at once may be more than a map has room for.
     let objects = ended.objects()?;
-    let lost = objects.iter().find(|object| object["type"] == "lost");
-    let lost = lost.and_then(|object| object["lost"]["entries"].as_u64());
+    let lost = lost_entries(&objects);
     let found = counted(&ended, "hostile-many")?;
     ensure!(
-        found + lost.unwrap_or(0) == calls,
-        "{found} and {lost:?}: {}",
+        found + lost == calls,
+        "{found} and {lost}: {}",
         ended.stderr
     );
     let (stacks, complete) = walked(&ended)?;
@@ -448,13 +455,12 @@ fn storms_of_programs_are_counted() -> Result<()> {
         // Each program's loader makes one.
         let calls = PROGRAMS * (CALLS + 1);
         let objects = ended.objects()?;
-        let lost = objects.iter().find(|object| object["type"] == "lost");
-        let lost = lost.and_then(|object| object["lost"]["entries"].as_u64());
+        let lost = lost_entries(&objects);
         let stacks = objects.iter().filter(|object| object["type"] == "stack");
         let found: u64 = stacks.filter_map(|stack| stack["count"].as_u64()).sum();
         ensure!(
-            found + lost.unwrap_or(0) == calls,
-            "{kind}: {found} and {lost:?} of {calls}: {}",
+            found + lost == calls,
+            "{kind}: {found} and {lost} of {calls}: {}",
             ended.stderr
         );
         ensure!(grown < 16 << 10, "{kind}: by {grown} KiB");

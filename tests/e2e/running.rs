@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::Trial;
+use memtools::host::capabilities::Capability;
 use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::{SigHandler, SigSet, Signal, kill, signal};
 use nix::unistd::Pid;
@@ -250,16 +251,18 @@ fn privileges(status: &Path) -> Result<Vec<(String, u64)>> {
 
 /// Every thread of a tool has what tracing takes alone, and its command what the caller has.
 fn every_tool_gives_up_what_tracing_does_not_take() -> Result<()> {
-    const SETUID: u64 = 1 << 7;
-    const NET_ADMIN: u64 = 1 << 12;
-    const SYS_MODULE: u64 = 1 << 16;
-    const SYS_BOOT: u64 = 1 << 22;
-    const SYS_ADMIN: u64 = 1 << 21;
-    const BPF: u64 = 1 << 39;
+    let bpf = Capability::CAP_BPF.bitmask();
+    let never = [
+        Capability::CAP_SETUID,
+        Capability::CAP_NET_ADMIN,
+        Capability::CAP_SYS_MODULE,
+        Capability::CAP_SYS_BOOT,
+    ];
+    let never: u64 = never.iter().map(Capability::bitmask).sum();
     let paranoid = fs::read_to_string("/proc/sys/kernel/perf_event_paranoid")?;
     let perf_wants_more = paranoid.trim().parse::<i32>()? > 2;
     let own = privileges(Path::new("/proc/thread-self/status"))?;
-    ensure!(own[1].0 == "CapPrm" && own[1].1 & BPF != 0, "{own:?}");
+    ensure!(own[1].0 == "CapPrm" && own[1].1 & bpf != 0, "{own:?}");
     for name in TOOLS {
         let folder = harness::scratch()?;
         let [begun, status] = ["begun", "status"].map(|name| folder.path().join(name));
@@ -268,9 +271,9 @@ fn every_tool_gives_up_what_tracing_does_not_take() -> Result<()> {
         let tool = Tool::start(name, &["-c", &format!("sh -c '{script}'")])?;
         eventually("the command runs", || Ok(status.exists()))?;
         ensure!(privileges(&status)? == own, "{name}: {own:?}");
-        let mut beyond = SETUID | NET_ADMIN | SYS_MODULE | SYS_BOOT;
+        let mut beyond = never;
         if name != "memleak" && !perf_wants_more {
-            beyond |= SYS_ADMIN;
+            beyond |= Capability::CAP_SYS_ADMIN.bitmask();
         }
         for task in fs::read_dir(format!("/proc/{}/task", tool.pid()))? {
             let held = privileges(&task?.path().join("status"))?;
@@ -278,7 +281,7 @@ fn every_tool_gives_up_what_tracing_does_not_take() -> Result<()> {
                 bail!("{name}: {held:?}");
             };
             ensure!(permitted.1 == effective.1, "{name}: {held:?}");
-            ensure!(effective.1 & (beyond | BPF) == BPF, "{name}: {held:?}");
+            ensure!(effective.1 & (beyond | bpf) == bpf, "{name}: {held:?}");
             ensure!(no_new.1 == 1, "{name}: {held:?}");
         }
         ensure!(tool.interrupt()?.status.code().is_some(), "{name}");
