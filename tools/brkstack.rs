@@ -175,8 +175,8 @@ fn print_calls(
     calls.output.flush()?;
     let deadline = args.common.deadline();
     events.follow(poller, deadline, links, |events| calls.print(events))?;
-    if let Some(missed) = calls.symbolizer.as_ref().and_then(Symbolizer::losses) {
-        eprintln!("brkstack: {missed}");
+    if let Some(symbolizer) = &calls.symbolizer {
+        symbolizer.tell_losses("brkstack");
     }
     Losses::tell("brkstack", skel.object(), filter, &mut calls.output)?;
     if let Some(unwinder) = unwinder {

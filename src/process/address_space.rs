@@ -30,7 +30,8 @@ const MAX_EXITED: usize = 16384;
 /// Images that are remembered of one process number.
 const MAX_IMAGES: usize = 8;
 /// Mappings of code that are remembered of an image. The kernel does not log what is unmapped, so that
-/// who maps code for ever would have the list grow for ever.
+/// who maps code for ever would have the list grow for ever. Kept are the first half, which the program and
+/// its libraries are in, and the newest ones.
 const MAX_MAPPINGS: usize = 8192;
 /// Files that are remembered before those are forgotten that no image has.
 const MAX_FILES: usize = 16384;
@@ -228,7 +229,8 @@ pub struct AddressSpaces {
     /// Process numbers in the order in which they exited, each with its last image.
     exited: VecDeque<(u32, u64)>,
     images_made: u64,
-    forgotten: u64,
+    forgotten_processes: u64,
+    forgotten_mappings: u64,
 }
 
 impl AddressSpaces {
@@ -243,7 +245,8 @@ impl AddressSpaces {
             files_met: 0,
             exited: VecDeque::new(),
             images_made: 0,
-            forgotten: 0,
+            forgotten_processes: 0,
+            forgotten_mappings: 0,
         }
     }
 
@@ -329,7 +332,8 @@ impl AddressSpaces {
             // What it covers is gone, as when generated code is made executable once more.
             code.retain(|old| old.range.start < range.start || old.range.end > range.end);
             if code.len() == MAX_MAPPINGS {
-                code.remove(0);
+                code.remove(MAX_MAPPINGS / 2);
+                self.forgotten_mappings += 1;
             }
             code.push(MappedCode {
                 range,
@@ -377,7 +381,7 @@ impl AddressSpaces {
         self.exited.push_back((pid, last.number));
         if self.exited.len() > MAX_EXITED {
             self.forget_oldest();
-            self.forgotten += 1;
+            self.forgotten_processes += 1;
         }
     }
 
@@ -436,8 +440,14 @@ impl AddressSpaces {
     }
 
     /// Exited processes whose images were forgotten.
-    pub fn forgotten(&self) -> u64 {
-        self.forgotten
+    pub fn forgotten_processes(&self) -> u64 {
+        self.forgotten_processes
+    }
+
+    /// Mappings of code that were forgotten, as their process has more than are remembered. Some of them may
+    /// have been unmapped before.
+    pub fn forgotten_mappings(&self) -> u64 {
+        self.forgotten_mappings
     }
 }
 
@@ -506,9 +516,10 @@ mod tests {
             spaces.apply(Change::Mapped(pid, mapping));
         }
         assert_eq!(spaces.images[&PID][0].code.len(), MAX_MAPPINGS);
+        assert_eq!(spaces.forgotten_mappings(), 2 * MAX_MAPPINGS as u64 + 1);
         assert!(spaces.files.len() <= MAX_FILES, "{}", spaces.files.len());
         let last = 0x10_0000 + (3 * MAX_MAPPINGS as u64 - 1) * 0x1000;
-        assert_eq!(at(&mut spaces, PID, &[last]), ["file"]);
+        assert_eq!(at(&mut spaces, PID, &[0x1000, last]), ["jit", "file"]);
         // Another file never has its number.
         let numbers = spaces.files.values().map(|file| file.number);
         assert_eq!(numbers.collect::<HashSet<_>>().len(), spaces.files.len());
@@ -534,7 +545,7 @@ mod tests {
             spaces.apply(mapped(pid, 0x1000, "/bin/sh"));
             spaces.apply(Change::Exited(pid));
         }
-        assert_eq!(spaces.forgotten(), 1);
+        assert_eq!(spaces.forgotten_processes(), 1);
         assert_eq!(at(&mut spaces, PID - others, &[0x1000]), [""]);
         assert_eq!(at(&mut spaces, PID - others + 1, &[0x1000]), ["sh"]);
     }
@@ -550,7 +561,7 @@ mod tests {
         spaces.forget_exited();
         assert_eq!(at(&mut spaces, PID, &[0x1000]), ["sh"]);
         assert_eq!(at(&mut spaces, PID, &[0x2000]), ["new"]);
-        assert_eq!(spaces.forgotten(), 0);
+        assert_eq!(spaces.forgotten_processes(), 0);
     }
 
     #[test]

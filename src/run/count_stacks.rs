@@ -506,9 +506,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
     /// Says what could not be counted or named, at the end.
     fn tell_losses(&self, tool: &str, output: &mut Output) -> Result<()> {
         self.losses()?.tell_all(tool, self.object, output)?;
-        if let Some(lost) = self.symbolizer.losses() {
-            eprintln!("{tool}: {lost}");
-        }
+        self.symbolizer.tell_losses(tool);
         Ok(())
     }
 }

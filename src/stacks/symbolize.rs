@@ -172,16 +172,26 @@ impl Symbolizer {
         self.translators.iter().flat_map(translator::Started::pids)
     }
 
-    /// What has been missed, and may lack names therefore.
-    pub fn losses(&self) -> Option<String> {
-        match (self.log.lost(), self.spaces.forgotten()) {
-            (0, 0) => None,
-            (0, processes) => Some(format!(
-                "forgot {processes} processes that had exited: their frames may lack names"
+    /// Says on stderr what has been missed, and may lack names therefore. Call it at the end.
+    pub fn tell_losses(&self, tool: &str) {
+        let mut missed = Vec::new();
+        match self.log.lost() {
+            0 => {}
+            records => missed.push(format!("missed {records} mappings, made too fast")),
+        }
+        match self.spaces.forgotten_processes() {
+            0 => {}
+            processes => missed.push(format!("forgot {processes} processes that had exited")),
+        }
+        match self.spaces.forgotten_mappings() {
+            0 => {}
+            mappings => missed.push(format!(
+                "forgot {mappings} mappings of processes with thousands of them"
             )),
-            (records, _) => Some(format!(
-                "missed {records} mappings, made too fast: some frames may lack names"
-            )),
+        }
+        let missed = missed.join(", ");
+        if !missed.is_empty() {
+            eprintln!("{tool}: {missed}: some frames may lack names");
         }
     }
 

@@ -55,6 +55,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_terminal_shows_how_far_a_long_start_is [Once],
         storms_of_programs_are_counted [Once],
         a_storm_of_threads_is_exact [Once],
+        storms_of_mappings_are_exact [Once],
     }
 }
 
@@ -477,6 +478,62 @@ fn a_storm_of_threads_is_exact() -> Result<()> {
     ensure!(!ended.stderr.contains("lost"), "{}", ended.stderr);
     let found = memleak::outstanding(&memleak::last_report(&ended.stdout)?, "keep_block");
     ensure!(found == (5003 * 24, 5003), "{found:?}: {ended:?}");
+    Ok(())
+}
+
+/// Code that comes, mostly to go at once, thousands of times in one process, which both tools see whole.
+fn storms_of_mappings_are_exact() -> Result<()> {
+    const CALLS: u64 = 3;
+    for (kind, rounds) in [
+        // About half of what a process may have mapped.
+        ("pages", 30_011),
+        ("unmapped", 100_003),
+        ("written", 10_007),
+        ("loaded", 10_007),
+    ] {
+        let (folder, library) = library()?;
+        harness::copy(&workload("unwind-plugin.so"), &library)?;
+        let rounds: u64 = rounds;
+        let args = [kind, &rounds.to_string(), &CALLS.to_string()];
+        let args = [&args[..], &[text(folder.path())]].concat();
+        let mut storm = Workload::start("hostile-crowd", &args)?;
+        let mut calls = Tool::start("brkstack", &["-j", "-p", &storm.pid()])?;
+        calls.wait_for(LIVE)?;
+        let blocks = memleak::attach(&storm, &["-o", "0", "-T", "1000", "60"])?;
+        let before = [calls.peak_kib()?, blocks.peak_kib()?];
+        let facts = storm.work()?;
+        ensure!(facts["kept"] == rounds.to_string(), "{facts:?}");
+        let grown = [
+            calls.peak_kib()? - before[0],
+            blocks.peak_kib()? - before[1],
+        ];
+        let [calls, blocks] = [calls.interrupt()?, blocks.interrupt()?];
+
+        let objects = calls.objects()?;
+        let stacks = objects.iter().filter(|object| object["type"] == "stack");
+        let own = stacks.filter(|stack| stack["user_frames"].to_string().contains("call_brk"));
+        let found: u64 = own.filter_map(|stack| stack["count"].as_u64()).sum();
+        ensure!(found == rounds * CALLS, "{kind}: {found}: {calls:?}");
+        let (walked, complete) = walked(&calls)?;
+        ensure!(walked == complete, "{kind}: {complete} of {walked}");
+        // What has too many mappings to remember has names for those that it began with.
+        let forgets = calls
+            .stderr
+            .contains("mappings of processes with thousands");
+        ensure!(forgets == (kind == "pages"), "{kind}: {}", calls.stderr);
+
+        ensure!(!blocks.stderr.contains("lost"), "{kind}: {blocks:?}");
+        let groups = memleak::last_report(&blocks.stdout)?;
+        let found = memleak::outstanding(&groups, "keep_block");
+        ensure!(
+            found == (rounds * 24, rounds),
+            "{kind}: {found:?}: {blocks:?}"
+        );
+        ensure!(
+            grown.iter().all(|&kib| kib < 24 << 10),
+            "{kind}: by {grown:?} KiB"
+        );
+    }
     Ok(())
 }
 

@@ -18,9 +18,18 @@
  *	threads		NUMBER threads, eight at a time, each of which allocates CALLS
  *			blocks of 24 bytes and frees all but one
  *
+ *	These do something NUMBER times, and after each make CALLS calls of brk(2) and
+ *	keep a block of 24 bytes:
+ *
+ *	pages		maps a page that stays, every other one executable
+ *	unmapped	maps this program executable, and unmaps it
+ *	written		writes a file of FOLDER, maps it executable, and takes both away
+ *	loaded		loads the library FOLDER/l.so, and unloads it
+ *
  * facts: brk (calls), kept (blocks)
  */
 #include "hostile.h"
+#include <dlfcn.h>
 #include <pthread.h>
 #include <sys/wait.h>
 
@@ -161,6 +170,69 @@ static void run_threads(void)
 	}
 }
 
+static void *map_code(const char *path, int flags)
+{
+	int file = open(path, flags | O_CLOEXEC, 0755);
+
+	if (file < 0 || (flags & O_CREAT && write(file, "", 1) != 1))
+		die("cannot open %s: %s", path, strerror(errno));
+	void *code = mmap(NULL, PAGE, PROT_READ | PROT_EXEC, MAP_PRIVATE, file, 0);
+
+	close(file);
+	if (code == MAP_FAILED)
+		die("cannot map %s: %s", path, strerror(errno));
+	return code;
+}
+
+static void map_page(bool executable)
+{
+	int protection = PROT_READ | (executable ? PROT_EXEC : PROT_WRITE);
+
+	if (mmap(NULL, PAGE, protection, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) == MAP_FAILED)
+		die("cannot map a page: %s", strerror(errno));
+}
+
+static void write_and_map(const char *folder, unsigned long name)
+{
+	char path[4096];
+
+	snprintf(path, sizeof(path), "%s/%lu", folder, name);
+	munmap(map_code(path, O_CREAT | O_RDWR), PAGE);
+	unlink(path);
+}
+
+static void load_and_unload(const char *folder)
+{
+	char path[4096];
+
+	snprintf(path, sizeof(path), "%s/l.so", folder);
+	void *library = dlopen(path, RTLD_NOW);
+
+	if (!library || dlclose(library))
+		die("cannot load or unload a library: %s", dlerror());
+}
+
+/* Whether there is such a kind. */
+static bool map_again_and_again(const char *kind, const char *folder)
+{
+	for (unsigned long i = 0; i < number; i++) {
+		if (!strcmp(kind, "pages"))
+			map_page(i % 2);
+		else if (!strcmp(kind, "unmapped"))
+			munmap(map_code("/proc/self/exe", O_RDONLY), PAGE);
+		else if (!strcmp(kind, "written") && folder)
+			write_and_map(folder, i);
+		else if (!strcmp(kind, "loaded") && folder)
+			load_and_unload(folder);
+		else
+			return false;
+		call_brk();
+		keep_block();
+	}
+	fact("kept", "%lu", number);
+	return true;
+}
+
 int main(int argc, char **argv)
 {
 	unsigned long made = 0;
@@ -199,8 +271,10 @@ int main(int argc, char **argv)
 	} else if (!strcmp(argv[1], "mappings")) {
 		stop = true;
 		pthread_join(thread, NULL);
+	} else if (map_again_and_again(argv[1], argv[4])) {
+		made = number * calls;
 	} else {
-		die("'%s' is no kind", argv[1]);
+		die("'%s' is no kind, or has no folder", argv[1]);
 	}
 	fact("brk", "%lu", made);
 	done();

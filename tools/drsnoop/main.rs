@@ -157,6 +157,9 @@ fn run(args: Args) -> Result<ExitCode> {
         printer.output.row(&histogram::Named { name, buckets })?;
         printer.output.flush()?;
     }
+    if let Some(symbolizer) = &printer.symbolizer {
+        symbolizer.tell_losses("drsnoop");
+    }
     Losses::tell(
         "drsnoop",
         skel.object(),

@@ -192,6 +192,7 @@ fn run(args: Args) -> Result<ExitCode> {
         limit.tell(cost.percent());
     }
     cost.tell(&mut tracer.output)?;
+    tracer.symbolizer.tell_losses("memleak");
     unwinder.tell("memleak", &mut tracer.output)?;
     let status = command.as_mut().map(HeldCommand::finish).transpose()?;
     tracer.exports.finish()?;

@@ -165,8 +165,8 @@ fn run(args: Args) -> Result<ExitCode> {
     let deadline = args.common.deadline();
     events.follow(poller, deadline, links, |records| tracer.take(records))?;
     tracer.fold()?;
-    if let Some(missed) = tracer.symbolizer.as_ref().and_then(Symbolizer::losses) {
-        eprintln!("mmapsnoop: {missed}");
+    if let Some(symbolizer) = &tracer.symbolizer {
+        symbolizer.tell_losses("mmapsnoop");
     }
     Losses::tell(
         "mmapsnoop",

@@ -173,6 +173,9 @@ fn run(args: Args) -> Result<ExitCode> {
         printer.print(events)?;
         losses::write_metrics(skel.object(), target.filter(), &mut printer.metrics)
     })?;
+    if let Some(symbolizer) = &printer.symbolizer {
+        symbolizer.tell_losses("oomkill");
+    }
     Losses::tell(
         "oomkill",
         skel.object(),
