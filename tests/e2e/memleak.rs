@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::io::Write;
+use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -31,6 +32,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         realloc_corner_cases: at_entries,
         failed_calls_are_no_allocations: at_entries,
         what_stops_the_target_changes_no_count [Host],
+        a_debugger_changes_no_count [Host],
         big_blocks_count_once: at_entries,
         calls_that_are_not_recorded_are_known_to_go_on,
         parts_of_mappings_are_unmapped: at_entries,
@@ -338,6 +340,43 @@ fn what_stops_the_target_changes_no_count() -> Result<()> {
     let groups = last_report(&tool.interrupt()?.stdout)?;
     let found = outstanding(&groups, "big");
     ensure!(found == (1009 * SIZE, 1009), "{found:?}: {groups:#?}");
+    Ok(())
+}
+
+/// gdb stops the target at each call of a function, and then steps through allocator and probes.
+fn a_debugger_changes_no_count() -> Result<()> {
+    const CALLS: u64 = 1009;
+    let mut workload = Workload::start("alloc", &["hole", &CALLS.to_string()])?;
+    let tool = attach(&workload, &["-o", "0", "-T", "1000", "60"])?;
+    let all_but_last = format!("ignore 1 {}", CALLS - 1);
+    let mut gdb = Command::new("gdb");
+    gdb.args(["-nx", "-batch", "-p", &workload.pid()]);
+    for command in [
+        "break hole",
+        &all_but_last,
+        // By another program, as gdb keeps what it writes to a pipe.
+        "shell echo set",
+        "continue",
+        "info breakpoints",
+        "stepi 499",
+    ] {
+        gdb.args(["-ex", command]);
+    }
+    let gdb = gdb.stdin(Stdio::null()).stderr(Stdio::null());
+    let mut gdb = gdb.stdout(Stdio::piped()).spawn().context("no gdb")?;
+    let mut lines = BufReader::new(gdb.stdout.take().context("no stdout")?).lines();
+    // What the target does before gdb has its breakpoint, gdb does not see.
+    let set = lines.find(|line| !matches!(line, Ok(line) if line != "set"));
+    set.context("gdb has ended")??;
+    workload.work()?;
+    let said: String = lines.map(|line| line.unwrap_or_default() + "\n").collect();
+    gdb.wait()?;
+    let hits = format!("already hit {CALLS} times");
+    ensure!(said.contains(&hits), "{said}");
+    let groups = last_report(&tool.interrupt()?.stdout)?;
+    let found = outstanding(&groups, "hole");
+    let bytes = CALLS * (16 + (1 << 20));
+    ensure!(found == (bytes, 2 * CALLS), "{found:?}: {groups:#?}");
     Ok(())
 }
 
