@@ -20,6 +20,7 @@ use memtools::export::text::{below_row, part_below_row};
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::{Format, Hex, Output, Row};
 use memtools::print::text;
+use memtools::print::timeline::{Event, Moment};
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::count_stacks::{Report, StackCountArgs, StackCounts, Weight};
@@ -96,7 +97,7 @@ fn run(args: Args) -> Result<ExitCode> {
         .stacks
         .export
         .prepare("brkstack", args.target.to_string())?;
-    let (mut poller, output) = args.common.start_as(args.format())?;
+    let (mut poller, output) = args.common.start_as("brkstack", args.format())?;
     let mut target = Target::choose(&args.target, Tasks::Programs)?;
     target::doubt_interval("brkstack", args.stacks.interval(), &args.target.filter.pid);
     let mut skel = load(&args, target.filter())?;
@@ -182,7 +183,7 @@ fn print_calls(
     if let Some(unwinder) = unwinder {
         unwinder.tell("brkstack", &mut calls.output)?;
     }
-    Ok(())
+    calls.output.finish()
 }
 
 /// Which parts of its stack each line has below it.
@@ -418,6 +419,17 @@ impl Row for Call {
             Some(stack) => part_below_row(stack.user.as_ref().or(stack.kernel.as_ref()), out),
             None => Ok(()),
         }
+    }
+
+    fn moment(&self) -> Moment<'_> {
+        Moment::Event(Event {
+            name: "brk".into(),
+            pid: self.pid,
+            tid: self.tid,
+            comm: &self.comm,
+            end: &self.time,
+            took_ns: None,
+        })
     }
 }
 

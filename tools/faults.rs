@@ -117,7 +117,7 @@ fn run(args: Args) -> Result<ExitCode> {
         .export
         .prepare("faults", args.target.to_string())?;
     let mut metrics = args.metrics.open("faults", &[args.family()])?;
-    let (mut poller, output) = args.common.start_as(args.format())?;
+    let (mut poller, output) = args.common.start_as("faults", args.format())?;
     let mut target = Target::choose(&args.target, Tasks::Programs)?;
     target::doubt_interval("faults", args.stacks.interval(), &args.target.filter.pid);
     let skel = load(&args, target.filter())?;

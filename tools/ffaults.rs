@@ -26,10 +26,11 @@ use memtools::bpf::map_create;
 use memtools::bpf::software_event;
 use memtools::bpf::types;
 use memtools::export::metrics::{Family, Kind, Metrics, MetricsArgs};
-use memtools::print::clock;
+use memtools::print::clock::{self, Clock};
 use memtools::print::file_path::{self, Reach};
 use memtools::print::output::{Output, Row};
 use memtools::print::text;
+use memtools::print::timeline::{Count as Counted, Moment, Unit};
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::losses::{self, Losses};
@@ -137,7 +138,7 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     attach::capture_log(args.common.verbose);
     let mut metrics = args.metrics.open("ffaults", &[&FAULTS])?;
-    let (mut poller, mut output) = args.common.start()?;
+    let (mut poller, mut output) = args.common.start("ffaults")?;
     let mut target = Target::choose(&args.target, Tasks::Programs)?;
     target::doubt_interval("ffaults", args.interval, &args.target.filter.pid);
     let (how, Attached { skel, links, knows }) = attach(&args, target.filter())?;
@@ -168,6 +169,7 @@ fn run(args: Args) -> Result<ExitCode> {
     report.print(&mut output, &mut metrics)?;
     Losses::tell("ffaults", skel.object(), target.filter(), &mut output)?;
     losses::finish_metrics(skel.object(), target.filter(), metrics)?;
+    output.finish()?;
     target.finish()
 }
 
@@ -330,7 +332,7 @@ impl Report<'_> {
             .top
             .map_or(0, |top| rows.len().saturating_sub(top));
 
-        let time = Zoned::now();
+        let time = Clock::new().local(clock::monotonic_ns());
         if self.args.timestamp {
             output.header(&clock::time_of_day(&time))?;
         }
@@ -502,6 +504,17 @@ impl Row for FileFaults<'_> {
             }
         }
         writeln!(out)
+    }
+
+    fn moment(&self) -> Moment<'_> {
+        let name = format!("faults on {}", self.file);
+        Moment::Counts(vec![Counted {
+            name: name.into(),
+            unit: Unit::Count,
+            process: self.pid.zip(self.comm.as_deref()),
+            time: self.time,
+            more: self.faults,
+        }])
     }
 }
 

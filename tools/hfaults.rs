@@ -22,6 +22,7 @@ use memtools::export::metrics::{Family, Kind, Metrics, MetricsArgs};
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::{self, Output};
 use memtools::print::text;
+use memtools::print::timeline::{Count, Moment, Unit};
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::losses::{self, Losses};
@@ -109,7 +110,7 @@ fn run(args: Args) -> Result<ExitCode> {
     attach::capture_log(args.common.verbose);
     let family = if args.madvise { &MADVISE } else { &FAULTS };
     let mut metrics = args.metrics.open("hfaults", &[family])?;
-    let (mut poller, mut output) = args.common.start()?;
+    let (mut poller, mut output) = args.common.start("hfaults")?;
     let mut target = Target::choose(&args.target, Tasks::Programs)?;
     target::doubt_interval("hfaults", args.interval, &args.target.filter.pid);
     let (how, Attached { skel, links }) = attach(&args, target.filter())?;
@@ -136,10 +137,20 @@ fn run(args: Args) -> Result<ExitCode> {
     print(&mut counts, &args, &clock, &mut output, &mut metrics)?;
     Losses::tell("hfaults", skel.object(), target.filter(), &mut output)?;
     losses::finish_metrics(skel.object(), target.filter(), metrics)?;
+    output.finish()?;
     target.finish()
 }
 
 impl Args {
+    /// What is counted.
+    fn subject(&self) -> &'static str {
+        match (self.thp, self.madvise) {
+            (true, _) => "transparent huge pages",
+            (_, true) => "madvise(2) for huge pages",
+            _ => "huge page faults",
+        }
+    }
+
     fn what(&self) -> &'static str {
         match (self.thp, self.madvise) {
             (true, _) => "transparent huge page faults",
@@ -332,6 +343,9 @@ struct Row<'a> {
     count: u64,
     #[serde(skip)]
     extended: bool,
+    /// What is counted.
+    #[serde(skip)]
+    subject: &'static str,
 }
 
 impl<'a> Row<'a> {
@@ -353,6 +367,7 @@ impl<'a> Row<'a> {
             },
             count,
             extended: args.extended,
+            subject: args.subject(),
         }
     }
 }
@@ -374,6 +389,20 @@ impl output::Row for Row<'_> {
             None => {}
         }
         writeln!(out, "]: {}", self.count)
+    }
+
+    fn moment(&self) -> Moment<'_> {
+        let name = match self.reason {
+            Some(reason) => format!("{}, {reason}", self.subject),
+            None => self.subject.to_owned(),
+        };
+        Moment::Counts(vec![Count {
+            name: name.into(),
+            unit: Unit::Count,
+            process: Some((self.pid, &self.comm)),
+            time: self.time,
+            more: self.count,
+        }])
     }
 }
 

@@ -21,6 +21,7 @@ use memtools::print::clock::{self, Clock};
 use memtools::print::histogram::{self, Histogram};
 use memtools::print::output::{self, Output};
 use memtools::print::text;
+use memtools::print::timeline::{Count, Moment, Unit};
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::losses::{self, Losses};
@@ -125,7 +126,7 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     attach::capture_log(args.common.verbose);
     let mut metrics = args.metrics.open("swapin", &args.families())?;
-    let (mut poller, mut output) = args.common.start()?;
+    let (mut poller, mut output) = args.common.start("swapin")?;
     let mut target = Target::choose(&args.target, Tasks::All)?;
     target::doubt_interval("swapin", Some(args.interval), &args.target.filter.pid);
     let zswap = zswap(&args)?;
@@ -190,6 +191,7 @@ fn run(args: Args) -> Result<ExitCode> {
     }
     Losses::tell("swapin", skel.object(), target.filter(), &mut output)?;
     losses::finish_metrics(skel.object(), target.filter(), metrics)?;
+    output.finish()?;
     target.finish()
 }
 
@@ -410,6 +412,25 @@ impl output::Row for Row<'_> {
         }
         writeln!(out, "{}", line.trim_end())
     }
+
+    fn moment(&self) -> Moment<'_> {
+        let count = |name: &'static str, unit, more: Option<u64>| {
+            Some(Count {
+                name: name.into(),
+                unit,
+                process: Some((self.pid, &self.comm)),
+                time: self.time,
+                more: more?,
+            })
+        };
+        let counts = [
+            count("pages swapped in", Unit::Count, Some(self.pages_in)),
+            count("pages from zswap", Unit::Count, self.pages_zswap),
+            count("pages swapped out", Unit::Count, self.pages_out),
+            count("held up by swap", Unit::Nanoseconds, self.held_up_ns),
+        ];
+        Moment::Counts(counts.into_iter().flatten().collect())
+    }
 }
 
 #[cfg(test)]
@@ -434,6 +455,45 @@ mod tests {
             (Duration::from_millis(500), Some(3))
         );
         assert!(Args::try_parse_from(["swapin", "0"]).is_err());
+    }
+
+    #[test]
+    fn a_timeline_has_what_is_counted() {
+        let counts = |pages_zswap, pages_out, held_up_ns| {
+            let row = Row {
+                time: &Clock::new().local(0),
+                pid: 4536,
+                comm: "stress".into(),
+                pages_in: 10,
+                pages_zswap,
+                pages_out,
+                held_up_ns,
+                columns: Columns {
+                    zswap: false,
+                    latency: false,
+                    out: false,
+                },
+            };
+            let Moment::Counts(counts) = row.moment() else {
+                panic!("they are counts");
+            };
+            let count = |count: &Count<'_>| {
+                assert_eq!(count.process, Some((4536, "stress")));
+                (count.name.to_string(), count.unit, count.more)
+            };
+            counts.iter().map(count).collect::<Vec<_>>()
+        };
+        let pages_in = ("pages swapped in".to_owned(), Unit::Count, 10);
+        assert_eq!(counts(None, None, None), std::slice::from_ref(&pages_in));
+        assert_eq!(
+            counts(Some(7), Some(0), Some(123)),
+            [
+                pages_in,
+                ("pages from zswap".to_owned(), Unit::Count, 7),
+                ("pages swapped out".to_owned(), Unit::Count, 0),
+                ("held up by swap".to_owned(), Unit::Nanoseconds, 123),
+            ]
+        );
     }
 
     #[test]

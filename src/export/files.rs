@@ -7,6 +7,7 @@ use anyhow::{Error, Result};
 use jiff::Zoned;
 
 use crate::export::earlier::Earlier;
+use crate::export::perfetto::Heaps;
 use crate::export::profile::{Profile, Sample, Value};
 use crate::export::replace::Replaced;
 use crate::export::{flame, pprof};
@@ -58,6 +59,7 @@ impl ExportArgs {
         }
         Ok(Exports {
             files,
+            heaps: None,
             tool,
             target,
             since: Zoned::now(),
@@ -69,6 +71,7 @@ impl ExportArgs {
 /// The files of one run.
 pub struct Exports {
     files: Vec<(Replaced, Writer)>,
+    heaps: Option<Heaps>,
     tool: &'static str,
     target: String,
     since: Zoned,
@@ -91,7 +94,16 @@ pub struct Subject {
 impl Exports {
     /// Whether there are any files to write.
     pub fn any(&self) -> bool {
-        !self.files.is_empty()
+        !self.files.is_empty() || self.heaps.is_some()
+    }
+
+    /// Also adds each report to a timeline of heap profiles.
+    #[must_use]
+    pub fn with(self, heaps: Heaps) -> Self {
+        Self {
+            heaps: Some(heaps),
+            ..self
+        }
     }
 
     /// What comes from now on is what the next report is of: the trace has begun, or the last
@@ -130,6 +142,9 @@ impl Exports {
                 failed = Some(error.context(format!("failed to write {}", file.name())));
             }
         }
+        if let Some(heaps) = &mut self.heaps {
+            heaps.write(profile);
+        }
         // A disk that stays full is told of once.
         if let Some(error) = &failed
             && self.failed.is_none()
@@ -143,7 +158,10 @@ impl Exports {
     ///
     /// # Errors
     /// If the last report could not be written.
-    pub fn finish(self) -> Result<()> {
+    pub fn finish(mut self) -> Result<()> {
+        if let Some(heaps) = &mut self.heaps {
+            heaps.finish()?;
+        }
         self.failed.map_or(Ok(()), |error| {
             Err(error.context("the last report is not in its file"))
         })

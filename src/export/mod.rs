@@ -9,6 +9,7 @@
 //! | [`flame`] | flame graphs |
 //! | [`earlier`] | profiles of earlier runs, to compare reports with |
 //! | [`pprof`] | profiles as `go tool pprof` and others read them |
+//! | [`perfetto`] | timelines, and heap profiles on them, for ui.perfetto.dev |
 //! | [`metrics`] | sums for Prometheus |
 //! | [`replace`] | files that are written whole or not at all |
 
@@ -17,6 +18,7 @@ pub mod files;
 pub mod flame;
 pub mod folded;
 pub mod metrics;
+pub mod perfetto;
 pub mod pprof;
 mod pprof_difference;
 mod pprof_message;

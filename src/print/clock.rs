@@ -1,12 +1,13 @@
 //! Kernel time stamps (CLOCK_MONOTONIC nanoseconds, as `bpf_ktime_get_ns` returns them) as wall time.
 
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use jiff::{Timestamp, Zoned};
 use nix::time::{ClockId, clock_gettime};
 use serde::Serializer;
 
-/// Converts CLOCK_MONOTONIC to wall time by the offset between the two when it was made.
+/// Converts CLOCK_MONOTONIC to wall time by the offset between the two when the first one was made.
 #[derive(Debug, Clone)]
 pub struct Clock {
     /// Wall time minus monotonic time.
@@ -14,12 +15,21 @@ pub struct Clock {
 }
 
 impl Clock {
-    /// Reads both clocks.
+    /// Reads both clocks, unless that was done before: one run has one offset.
     pub fn new() -> Self {
-        let wall = Duration::try_from(Timestamp::now().as_duration()).unwrap_or_default();
-        Self {
-            offset: wall.saturating_sub(Duration::from_nanos(monotonic_ns())),
-        }
+        static OFFSET: OnceLock<Duration> = OnceLock::new();
+        let offset = *OFFSET.get_or_init(|| {
+            let wall = Duration::try_from(Timestamp::now().as_duration()).unwrap_or_default();
+            wall.saturating_sub(Duration::from_nanos(monotonic_ns()))
+        });
+        Self { offset }
+    }
+
+    /// The kernel time stamp of a wall time: what [`Clock::local`] made this time of.
+    pub fn monotonic_ns(&self, time: &Zoned) -> u64 {
+        let since_epoch = Duration::try_from(time.timestamp().as_duration()).unwrap_or_default();
+        let monotonic = since_epoch.saturating_sub(self.offset);
+        u64::try_from(monotonic.as_nanos()).unwrap_or(u64::MAX)
     }
 
     /// Local wall time of a kernel time stamp.
@@ -70,6 +80,14 @@ mod tests {
         let now = Clock::new().local(monotonic_ns());
         let apart = now.timestamp().as_millisecond() - Timestamp::now().as_millisecond();
         assert!(apart.abs() < 1000, "{apart} ms apart");
+    }
+
+    #[test]
+    fn a_time_stamp_comes_back_exactly() {
+        for ns in [0, 1, 999_999_999, 86_400_000_000_007] {
+            let time = Clock::new().local(ns);
+            assert_eq!(Clock::new().monotonic_ns(&time), ns);
+        }
     }
 
     #[test]

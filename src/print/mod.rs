@@ -3,6 +3,7 @@
 //! | module | what it is for |
 //! |---|---|
 //! | [`output`] | rows as text or JSON |
+//! | [`timeline`] | what rows are on a timeline |
 //! | [`progress`] | how far something is that takes long, on a terminal |
 //! | [`demangle`] | names of C++ and Rust as they are in the source |
 //! | [`text`] | strings from elsewhere, made safe for a terminal |
@@ -23,3 +24,4 @@ pub mod histogram;
 pub mod output;
 pub mod progress;
 pub mod text;
+pub mod timeline;

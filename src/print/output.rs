@@ -13,6 +13,8 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signalfd::SignalFd;
 use serde::{Serialize, Serializer};
 
+use crate::print::timeline::{Count, Moment, Timeline};
+
 /// Bytes that a pipe has room for whenever it is writable at all (PIPE_BUF).
 const PIECE: usize = 4096;
 /// How long a reader that does not read is waited for after Ctrl-C.
@@ -27,6 +29,11 @@ pub const SCHEMA: u32 = 1;
 pub trait Row: Serialize {
     /// Writes the text form.
     fn text(&self, out: &mut dyn Write) -> io::Result<()>;
+
+    /// What it is on a timeline.
+    fn moment(&self) -> Moment<'_> {
+        Moment::None
+    }
 }
 
 /// How rows are printed.
@@ -47,6 +54,7 @@ pub struct Output {
     out: BufWriter<Sink>,
     /// The object that is being printed, kept for the next.
     json: Vec<u8>,
+    timeline: Option<Box<dyn Timeline>>,
 }
 
 impl Output {
@@ -71,7 +79,22 @@ impl Output {
             format,
             out: BufWriter::with_capacity(64 << 10, sink),
             json: Vec::new(),
+            timeline: None,
         }
+    }
+
+    /// Also keeps the rows on a timeline.
+    #[must_use]
+    pub fn with(self, timeline: impl Timeline + 'static) -> Self {
+        Self {
+            timeline: Some(Box::new(timeline)),
+            ..self
+        }
+    }
+
+    /// Whether there is a timeline.
+    pub fn has_timeline(&self) -> bool {
+        self.timeline.is_some()
     }
 
     /// Whether it is stdout, whose reader can leave.
@@ -81,6 +104,14 @@ impl Output {
 
     /// Prints one row.
     pub fn row(&mut self, row: &impl Row) -> Result<()> {
+        if let Some(timeline) = &mut self.timeline {
+            match row.moment() {
+                Moment::None => {}
+                Moment::Event(event) => timeline.event(&event, &serde_json::to_value(row)?),
+                Moment::Counts(counts) => counts.iter().for_each(|count| timeline.count(count)),
+                Moment::Remark(name) => timeline.remark(name, &serde_json::to_value(row)?),
+            }
+        }
         match self.format {
             Format::Text => row.text(&mut self.out),
             Format::Json => self.object(row),
@@ -111,9 +142,29 @@ impl Output {
         write(&mut self.out).context("failed to print")
     }
 
+    /// Adds to a count of the timeline, if there is one, that no row has.
+    pub fn count(&mut self, count: &Count<'_>) {
+        if let Some(timeline) = &mut self.timeline {
+            timeline.count(count);
+        }
+    }
+
     /// Hands what was printed to the reader; once per wake-up.
     pub fn flush(&mut self) -> Result<()> {
+        if let Some(timeline) = &mut self.timeline {
+            timeline.flush();
+        }
         self.out.flush().context("failed to print")
+    }
+
+    /// Ends the timeline, if there is one.
+    ///
+    /// # Errors
+    /// If not all of it could be written.
+    pub fn finish(mut self) -> Result<()> {
+        self.timeline
+            .as_mut()
+            .map_or(Ok(()), |timeline| timeline.finish())
     }
 }
 

@@ -23,6 +23,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use crate::bpf::kretprobe;
+use crate::export::perfetto::Tracks;
 use crate::print::output::{Format, Output, Unread};
 use crate::process::inherited;
 use crate::run::complete;
@@ -108,6 +109,10 @@ pub struct CommonArgs {
     #[arg(short, long, value_name = "FILE")]
     pub output: Option<PathBuf>,
 
+    /// Also write a timeline into this file, for ui.perfetto.dev
+    #[arg(long, value_name = "FILE.pftrace")]
+    pub perfetto: Option<PathBuf>,
+
     /// Tell on stderr how events are got at, with libbpf's messages
     #[arg(short, long)]
     pub verbose: bool,
@@ -133,14 +138,25 @@ impl CommonArgs {
         self.output.is_none() && io::stdout().is_terminal()
     }
 
-    /// What a tool begins with: [`start`].
-    pub fn start<'a>(&self) -> Result<(Poller<'a>, Output)> {
-        self.start_as(self.format())
+    /// What a tool begins with: [`start`], and its timeline, if one is asked for.
+    ///
+    /// # Errors
+    /// If a file cannot be written to.
+    pub fn start<'a>(&self, tool: &'static str) -> Result<(Poller<'a>, Output)> {
+        self.start_as(tool, self.format())
     }
 
     /// [`CommonArgs::start`] with another format.
-    pub fn start_as<'a>(&self, format: Format) -> Result<(Poller<'a>, Output)> {
-        start(format, self.output.as_deref())
+    ///
+    /// # Errors
+    /// If a file cannot be written to.
+    pub fn start_as<'a>(&self, tool: &'static str, format: Format) -> Result<(Poller<'a>, Output)> {
+        let (poller, output) = start(format, self.output.as_deref())?;
+        let output = match &self.perfetto {
+            Some(path) => output.with(Tracks::create(path, tool)?),
+            None => output,
+        };
+        Ok((poller, output))
     }
 }
 

@@ -20,8 +20,10 @@ use crate::export::files::{ExportArgs, Exports};
 use crate::export::folded::Folded;
 use crate::export::profile::Value;
 use crate::export::text::{BlockStyle, block};
+use crate::print::clock::{self, Clock};
 use crate::print::output::{Format, Output};
 use crate::print::text;
+use crate::print::timeline::{self, Unit};
 use crate::process::filter::Filter;
 use crate::run::cli::{self, CommonArgs};
 use crate::run::losses::Losses;
@@ -243,6 +245,8 @@ pub struct StackCounts<'map, M> {
     most: u32,
     /// Events whose stacks the sums had no room for.
     without_stack: u64,
+    /// What each did since the last report, where there is a timeline.
+    processes: Option<HashMap<(u32, String), Count>>,
     /// When the counts were collected last.
     collected: Instant,
     /// Events that were not counted, as of the last report.
@@ -312,6 +316,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             places: WideHashes::default(),
             most,
             without_stack: 0,
+            processes: None,
             collected: Instant::now(),
             told: 0,
             has_reported: false,
@@ -336,6 +341,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         poller.watch_mappings(&mappings);
         poller.watch_room(&requests);
         self.symbolizer.look_around();
+        self.processes = output.has_timeline().then(HashMap::new);
         self.exports.begin();
         let deadline = common.deadline();
         // Much may have come since the probes are live.
@@ -357,6 +363,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
                 Due::Report => {
                     self.collect(report, true)?;
                     print(&mut self, &mut output)?;
+                    self.count_processes(report, &mut output);
                     self.stacks.forget_read();
                     self.symbolizer.forget_exited();
                 }
@@ -366,11 +373,13 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         attach::detach(links);
         self.collect(report, false)?;
         print(&mut self, &mut output)?;
+        self.count_processes(report, &mut output);
         self.tell_losses(tool, &mut output)?;
         if let Some(unwinder) = self.unwinder {
             unwinder.tell(tool, &mut output)?;
         }
-        self.exports.finish()
+        self.exports.finish()?;
+        output.finish()
     }
 
     /// What was counted since the last report, by process, whatever the stack; the largest last.
@@ -403,6 +412,11 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
                 events: value.events,
                 bytes: value.bytes,
             };
+            if let Some(processes) = &mut self.processes {
+                let sum = processes.entry((key.pid, key.comm.clone())).or_default();
+                sum.events += count.events;
+                sum.bytes += count.bytes;
+            }
             let by_line = report.by_line();
             if !by_line || self.exports.any() {
                 let whole = self.add(&key, count)?;
@@ -422,6 +436,27 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             self.symbolizer.forget_exited();
         }
         Ok(())
+    }
+
+    /// Puts what processes did since the last report on the timeline, if there is one.
+    fn count_processes(&mut self, report: &Report<'_>, output: &mut Output) {
+        let time = Clock::new().local(clock::monotonic_ns());
+        for ((pid, comm), sum) in self.processes.iter_mut().flat_map(HashMap::drain) {
+            let mut count = timeline::Count {
+                name: report.subject.into(),
+                unit: Unit::Count,
+                process: Some((pid, &comm)),
+                time: &time,
+                more: sum.events,
+            };
+            output.count(&count);
+            if report.values.1.is_some() {
+                count.name = format!("{}, bytes", report.subject).into();
+                count.unit = Unit::Bytes;
+                count.more = sum.bytes;
+                output.count(&count);
+            }
+        }
     }
 
     /// Replaces whatever has filled, the stacks first: a count may refer to the table that was there

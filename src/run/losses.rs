@@ -12,6 +12,7 @@ use crate::bpf::program_stats;
 use crate::bpf::types;
 use crate::export::metrics::Metrics;
 use crate::print::output::{Output, Row};
+use crate::print::timeline::Moment;
 use crate::process::filter::Filter;
 
 /// Counts since the start; all zero if the report is complete.
@@ -197,6 +198,10 @@ struct LostRow {
 impl Row for LostRow {
     fn text(&self, _: &mut dyn Write) -> io::Result<()> {
         Ok(())
+    }
+
+    fn moment(&self) -> Moment<'_> {
+        Moment::Remark("lost")
     }
 }
 

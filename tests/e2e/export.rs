@@ -380,17 +380,19 @@ fn what_cannot_be_written_is_told_at_the_start() -> Result<()> {
     Ok(())
 }
 
-/// A file system with one page of room, gone when it is dropped.
-struct Tiny<'a>(&'a Path);
+/// A file system with little room, gone when it is dropped.
+pub(crate) struct Tiny<'a>(&'a Path);
 
 impl<'a> Tiny<'a> {
-    fn new(at: &'a Path) -> Result<Self> {
+    /// Mounts one with room for so much, such as `64k`.
+    pub(crate) fn new(at: &'a Path, room: &str) -> Result<Self> {
+        let options = format!("size={room}");
         mount(
             Some("tmpfs"),
             at,
             Some("tmpfs"),
             MsFlags::empty(),
-            Some("size=4k"),
+            Some(options.as_str()),
         )?;
         Ok(Self(at))
     }
@@ -404,7 +406,7 @@ impl Drop for Tiny<'_> {
 
 fn a_full_disk_keeps_the_old_file() -> Result<()> {
     let folder = harness::scratch()?;
-    let disk = Tiny::new(folder.path())?;
+    let disk = Tiny::new(folder.path(), "4k")?;
     let path = folder.path().join("a.svg");
     fs::write(&path, "as before")?;
     let mut program = Workload::start("brk", &["23", "7", "5"])?;

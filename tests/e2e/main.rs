@@ -24,6 +24,7 @@ mod memtriage;
 mod metrics;
 mod mmapsnoop;
 mod oomkill;
+mod perfetto;
 mod pressure;
 mod readme;
 mod running;
@@ -67,6 +68,7 @@ fn main() -> ExitCode {
         follow::tests(),
         mmapsnoop::tests(),
         oomkill::tests(),
+        perfetto::tests(),
         readme::tests(),
         running::tests(),
         serve::tests(),

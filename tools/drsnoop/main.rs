@@ -78,7 +78,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let exports = args.export.prepare("drsnoop", args.traced())?;
     let metrics = [&STALLS, &STALLED, &RECLAIMED];
     let metrics = args.metrics.open("drsnoop", &metrics)?;
-    let (mut poller, output) = args.common.start()?;
+    let (mut poller, output) = args.common.start("drsnoop")?;
     let mut target = Target::choose_thread(&args.target, args.tid, Tasks::All)?;
     let symbolizer = args
         .wants_stacks()
@@ -172,6 +172,7 @@ fn run(args: Args) -> Result<ExitCode> {
     printer.export();
     losses::finish_metrics(skel.object(), target.filter(), printer.metrics)?;
     printer.exports.finish()?;
+    printer.output.finish()?;
     target.finish()
 }
 

@@ -7,6 +7,7 @@ use memtools::export::text::below_row;
 use memtools::print::clock;
 use memtools::print::gfp::Gfp;
 use memtools::print::output;
+use memtools::print::timeline::{Event, Moment};
 use memtools::stacks::named::NamedStack;
 use serde::{Serialize, Serializer};
 
@@ -146,6 +147,21 @@ impl output::Row for Row {
             writeln!(out)?;
         }
         Ok(())
+    }
+
+    fn moment(&self) -> Moment<'_> {
+        let name = match self.kind {
+            Kind::Direct => "direct reclaim",
+            Kind::Memcg => "memcg reclaim",
+        };
+        Moment::Event(Event {
+            name: name.into(),
+            pid: self.pid,
+            tid: self.tid,
+            comm: &self.comm,
+            end: &self.time,
+            took_ns: Some(self.latency_ns),
+        })
     }
 }
 

@@ -6,7 +6,8 @@ use std::time::Duration;
 use anyhow::Result;
 use clap::{Parser, ValueEnum};
 use clap_complete::engine::ArgValueCompleter;
-use memtools::export::files::ExportArgs;
+use memtools::export::files::{ExportArgs, Exports};
+use memtools::export::perfetto::Heaps;
 use memtools::print::output::{Format, Output};
 use memtools::process::filter::{FilterArgs, cgroup_path};
 use memtools::run::cli::{self, UsageError};
@@ -195,6 +196,10 @@ pub(crate) struct Args {
     #[command(flatten, next_help_heading = PRINT)]
     pub(crate) export: ExportArgs,
 
+    /// Also add each report to a timeline of heap profiles in this file, for ui.perfetto.dev
+    #[arg(help_heading = PRINT, long, value_name = "FILE.pftrace")]
+    pub(crate) perfetto: Option<PathBuf>,
+
     #[command(flatten, next_help_heading = PRINT)]
     pub(crate) difference: DifferenceArgs,
 
@@ -321,6 +326,18 @@ impl Args {
             },
         };
         target.to_string()
+    }
+
+    /// The files that reports are written into.
+    ///
+    /// # Errors
+    /// If one cannot be written to.
+    pub(crate) fn exports(&self) -> Result<Exports> {
+        let exports = self.export.prepare("memleak", self.target())?;
+        Ok(match &self.perfetto {
+            Some(path) => exports.with(Heaps::create(path, "memleak")?),
+            None => exports,
+        })
     }
 
     /// What the tool begins with: [`cli::start`].

@@ -58,7 +58,7 @@ const DEFAULT_OLDER: u64 = 500;
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     attach::capture_log(args.verbose);
-    let exports = args.export.prepare("memleak", args.target())?;
+    let exports = args.exports()?;
     let difference = Difference::of(args, View::Outstanding)?;
     let listener = args.serve.listen()?;
     let (mut poller, output) = args.start()?;

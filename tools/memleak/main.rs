@@ -68,7 +68,7 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     kernel_support::preflight_uprobes()?;
     attach::capture_log(args.verbose);
-    let exports = args.export.prepare("memleak", args.target())?;
+    let exports = args.exports()?;
     let difference = Difference::of(&args, args.view())?;
     let listener = args.serve.listen()?;
     let (mut poller, output) = args.start()?;

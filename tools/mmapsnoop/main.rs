@@ -86,7 +86,7 @@ struct Args {
     stack: bool,
 
     /// Print one line a stack for flame graphs, weighted by the bytes mapped, once at the end
-    #[arg(short, long, conflicts_with_all = ["json", "stack", "failed", "munmap"])]
+    #[arg(short, long, conflicts_with_all = ["json", "stack", "failed", "munmap", "perfetto"])]
     folded: bool,
 
     /// Weight the stacks of --folded and --flame by calls
@@ -115,7 +115,7 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight_tracepoints()?;
     attach::capture_log(args.common.verbose);
     let exports = args.export.prepare("mmapsnoop", args.target.to_string())?;
-    let (mut poller, output) = args.common.start_as(args.format())?;
+    let (mut poller, output) = args.common.start_as("mmapsnoop", args.format())?;
     let mut target = Target::choose(&args.target, Tasks::Programs)?;
     let mut skel = load(&args, target.filter())?;
     let symbolizer = args
@@ -178,6 +178,7 @@ fn run(args: Args) -> Result<ExitCode> {
         unwinder.tell("mmapsnoop", &mut tracer.output)?;
     }
     tracer.exports.finish()?;
+    tracer.output.finish()?;
     target.finish()
 }
 

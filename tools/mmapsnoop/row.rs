@@ -11,6 +11,7 @@ use memtools::print::file_path::{self, Reach};
 use memtools::print::output;
 use memtools::print::output::{Exact, Hex};
 use memtools::print::text;
+use memtools::print::timeline::{Event, Moment};
 use memtools::stacks::named::NamedStack;
 use serde::Serialize;
 
@@ -245,6 +246,17 @@ impl output::Row for Row {
             Some(stack) => part_below_row(stack.user.as_ref(), out),
             None => Ok(()),
         }
+    }
+
+    fn moment(&self) -> Moment<'_> {
+        Moment::Event(Event {
+            name: self.call.into(),
+            pid: self.pid,
+            tid: self.tid,
+            comm: &self.comm,
+            end: &self.time,
+            took_ns: None,
+        })
     }
 }
 

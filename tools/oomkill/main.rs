@@ -109,7 +109,7 @@ fn run(args: Args) -> Result<ExitCode> {
     attach::capture_log(args.common.verbose);
     let exports = args.export.prepare("oomkill", args.target.to_string())?;
     let metrics = args.metrics.open("oomkill", &[&KILLS])?;
-    let (mut poller, output) = args.common.start()?;
+    let (mut poller, output) = args.common.start("oomkill")?;
     let mut target = Target::choose(&args.target, Tasks::All)?;
     let extended = args.extended || args.common.json;
     let symbolizer = args
@@ -188,6 +188,7 @@ fn run(args: Args) -> Result<ExitCode> {
     printer.export();
     losses::finish_metrics(skel.object(), target.filter(), printer.metrics)?;
     printer.exports.finish()?;
+    printer.output.finish()?;
     target.finish()
 }
 

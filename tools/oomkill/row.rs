@@ -7,6 +7,7 @@ use memtools::export::text::below_row;
 use memtools::print::clock;
 use memtools::print::gfp::Gfp;
 use memtools::print::output;
+use memtools::print::timeline::{Event, Moment};
 use memtools::stacks::named::NamedStack;
 use serde::{Serialize, Serializer};
 
@@ -123,6 +124,17 @@ impl output::Row for Kill {
             Ok(())
         }
     }
+
+    fn moment(&self) -> Moment<'_> {
+        Moment::Event(Event {
+            name: "OOM kill".into(),
+            pid: self.pid,
+            tid: self.tid,
+            comm: &self.comm,
+            end: &self.time,
+            took_ns: None,
+        })
+    }
 }
 
 impl Kill {
@@ -186,6 +198,17 @@ impl output::Row for AlsoKilled {
         let victim = &self.victim;
         let comm = dash(victim.comm.as_ref());
         writeln!(out, "    also killed: PID {} (\"{comm}\")", victim.pid)
+    }
+
+    fn moment(&self) -> Moment<'_> {
+        Moment::Event(Event {
+            name: "OOM kill of another".into(),
+            pid: self.pid,
+            tid: self.pid,
+            comm: &self.comm,
+            end: &self.time,
+            took_ns: None,
+        })
     }
 }
 

@@ -72,7 +72,7 @@ fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     kernel_support::preflight_tracepoints()?;
     attach::capture_log(args.common.verbose);
-    let (mut poller, mut output) = args.common.start()?;
+    let (mut poller, mut output) = args.common.start("shmsnoop")?;
     let mut target = Target::choose_thread(&args.target, args.tid, Tasks::Programs)?;
     let columns = Columns {
         timestamp: args.timestamp,
@@ -99,6 +99,7 @@ fn run(args: Args) -> Result<ExitCode> {
         output.flush()
     })?;
     Losses::tell("shmsnoop", skel.object(), target.filter(), &mut output)?;
+    output.finish()?;
     target.finish()
 }
 

@@ -11,6 +11,7 @@ use memtools::print::flags;
 use memtools::print::output;
 use memtools::print::output::{Exact, Hex};
 use memtools::print::text;
+use memtools::print::timeline::{Event, Moment};
 use serde::Serialize;
 
 use crate::bpf::types::{call_kind as Kind, event, segment};
@@ -274,6 +275,17 @@ impl output::Row for Row {
                 )
             }
         }
+    }
+
+    fn moment(&self) -> Moment<'_> {
+        Moment::Event(Event {
+            name: self.call.name().to_lowercase().into(),
+            pid: self.pid,
+            tid: self.tid,
+            comm: &self.comm,
+            end: &self.time,
+            took_ns: Some(self.latency_ns),
+        })
     }
 }
 

@@ -11,6 +11,7 @@ use memtools::export::text::part_below_row;
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::{Output, Row};
 use memtools::print::text;
+use memtools::print::timeline::{Event, Moment};
 use memtools::process::filter::Filter;
 use memtools::run::losses::Losses;
 use memtools::run::poll::Poller;
@@ -55,7 +56,8 @@ pub(crate) fn trace(
     printer.output.flush()?;
     let deadline = args.common.deadline();
     events.follow(poller, deadline, links, |events| printer.print(events))?;
-    Losses::tell("vmscan", skel.object(), filter, &mut printer.output)
+    Losses::tell("vmscan", skel.object(), filter, &mut printer.output)?;
+    printer.output.finish()
 }
 
 /// Turns events into rows.
@@ -251,6 +253,17 @@ impl Row for Compaction {
             writeln!(out)?;
         }
         Ok(())
+    }
+
+    fn moment(&self) -> Moment<'_> {
+        Moment::Event(Event {
+            name: "compaction".into(),
+            pid: self.pid,
+            tid: self.tid,
+            comm: &self.comm,
+            end: &self.time,
+            took_ns: Some(self.latency_ns),
+        })
     }
 }
 

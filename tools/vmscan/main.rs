@@ -74,7 +74,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let metrics = args
         .metrics
         .open("vmscan", &[&OPERATIONS, &WAKEUPS, &WRITTEN])?;
-    let (mut poller, output) = args.common.start()?;
+    let (mut poller, output) = args.common.start("vmscan")?;
     let mut target = Target::choose(&args.target, Tasks::All)?;
     target::doubt_interval("vmscan", args.interval, &args.target.filter.pid);
     if args.trace_compaction {
@@ -177,7 +177,8 @@ fn watch(
     }
     output.flush()?;
     Losses::tell("vmscan", skel.object(), filter, &mut output)?;
-    losses::finish_metrics(skel.object(), filter, metrics)
+    losses::finish_metrics(skel.object(), filter, metrics)?;
+    output.finish()
 }
 
 /// Counts tracepoints; once at the end if there is no interval.
@@ -225,7 +226,8 @@ fn count(
         report(&mut output)?;
     }
     memtools::bpf::attach::detach(links);
-    Losses::tell("vmscan", skel.object(), filter, &mut output)
+    Losses::tell("vmscan", skel.object(), filter, &mut output)?;
+    output.finish()
 }
 
 /// Calls `report` at each interval until it is time to end. Returns whether that came between two.

@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use jiff::Zoned;
 use memtools::print::clock;
 use memtools::print::output::Row;
+use memtools::print::timeline::{Count, Moment, Unit};
 use serde::{Serialize, Serializer};
 
 /// Which columns there are besides the six of the book.
@@ -66,6 +67,16 @@ pub(crate) struct Interval {
 }
 
 impl Interval {
+    fn count(&self, name: String, unit: Unit, more: u64) -> Count<'_> {
+        Count {
+            name: name.into(),
+            unit,
+            process: None,
+            time: &self.time,
+            more,
+        }
+    }
+
     /// Whether anything ended in it, or kswapd was at work.
     pub(crate) fn any(&self) -> bool {
         let timed = [
@@ -101,6 +112,32 @@ impl Row for Interval {
             write!(out, " {:>10}", milliseconds(self.compaction))?;
         }
         writeln!(out)
+    }
+
+    fn moment(&self) -> Moment<'_> {
+        let timed = [
+            ("slab shrinking", self.shrink_slab),
+            ("direct reclaim", self.direct_reclaim),
+            ("memcg reclaim", self.memcg_reclaim),
+            ("kswapd", self.kswapd),
+            ("compaction", self.compaction),
+        ];
+        let counted = [
+            ("kswapd wakeups", self.kswapd_wakeups),
+            ("pages written", self.pages_written),
+        ];
+        let mut counts = Vec::new();
+        for (name, timed) in timed {
+            let Some(Timed { count, time_ns }) = timed else {
+                continue;
+            };
+            counts.push(self.count(format!("{name}, time"), Unit::Nanoseconds, time_ns));
+            counts.push(self.count(format!("{name}, times"), Unit::Count, count));
+        }
+        for (name, count) in counted {
+            counts.extend(count.map(|count| self.count(name.to_owned(), Unit::Count, count)));
+        }
+        Moment::Counts(counts)
     }
 }
 
@@ -235,6 +272,17 @@ impl Row for Counts {
             writeln!(out)?;
         }
         Ok(())
+    }
+
+    fn moment(&self) -> Moment<'_> {
+        let count = |(name, count): &'_ (String, u64)| Count {
+            name: name.clone().into(),
+            unit: Unit::Count,
+            process: None,
+            time: &self.time,
+            more: *count,
+        };
+        Moment::Counts(self.tracepoints.iter().map(count).collect())
     }
 }
 

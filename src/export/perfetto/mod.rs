@@ -1,0 +1,236 @@
+//! Traces for ui.perfetto.dev and its trace_processor.
+//!
+//! A trace is a sequence of packets, so that the files of several tools, one behind the other, are one
+//! timeline. Therefore the number of a track is made of what the track is of, the same in every tool; the
+//! number of a sequence of packets is made of the run; and all times are of CLOCK_BOOTTIME.
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | `message` | the packets |
+//! | `tracks` | threads' events and counts as packets |
+//! | `heap` | reports by stack as heap profiles |
+
+mod heap;
+mod message;
+mod tracks;
+
+use std::fs::{self, File};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::Write;
+use std::mem;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Error, Result, ensure};
+use nix::time::{ClockId, clock_gettime};
+
+pub use self::heap::Heaps;
+use self::message::{TracePacket, TrackDescriptor};
+pub use self::tracks::Tracks;
+use crate::print::clock;
+use crate::print::text;
+
+/// Bytes of packets that are kept before they are written.
+const ENOUGH: usize = 1 << 20;
+/// By how much CLOCK_BOOTTIME may seem to run ahead of CLOCK_MONOTONIC, as they cannot be read at once. More
+/// is a time in which the machine was suspended.
+const READ_APART: Duration = Duration::from_millis(1);
+
+/// The file of a trace. Packets are added at its end; it has whole ones only, also where a disk is full.
+struct Trace {
+    file: File,
+    /// The path, escaped.
+    name: String,
+    tool: &'static str,
+    /// The number of this writer.
+    sequence: u32,
+    /// Encoded packets that are not written yet.
+    packets: Vec<u8>,
+    /// Bytes of the packets that are written.
+    written: u64,
+    /// By how much CLOCK_BOOTTIME is ahead of CLOCK_MONOTONIC.
+    suspended: Duration,
+    failed: Option<Error>,
+}
+
+impl Trace {
+    /// Begins a trace in a new file, or one that is emptied.
+    fn create(path: &Path, tool: &'static str) -> Result<Self> {
+        let name = text::escape_bytes(path.as_os_str().as_encoded_bytes());
+        if let Ok(there) = fs::metadata(path) {
+            ensure!(
+                there.is_file(),
+                "failed to write {name}: it is there, and no file; name another one"
+            );
+        }
+        let file = File::create(path).with_context(|| format!("failed to write {name}"))?;
+        let suspended = suspended();
+        let run = (tool, std::process::id(), clock::monotonic_ns());
+        let mut trace = Self {
+            file,
+            name,
+            tool,
+            sequence: (number(&run) as u32).max(1),
+            packets: Vec::new(),
+            written: 0,
+            suspended,
+            failed: None,
+        };
+        trace.push(TracePacket {
+            sequence_flags: message::INCREMENTAL_STATE_CLEARED,
+            clock_snapshot: Some(clocks()),
+            ..TracePacket::default()
+        });
+        trace.flush();
+        Ok(trace)
+    }
+
+    /// Adds a packet. Its writer is filled in.
+    fn push(&mut self, packet: TracePacket) {
+        let packet = TracePacket {
+            sequence: self.sequence,
+            ..packet
+        };
+        // The field `packet` of a Trace.
+        prost::encoding::message::encode(1, &packet, &mut self.packets);
+        if self.packets.len() > ENOUGH {
+            self.flush();
+        }
+    }
+
+    /// Adds a packet about a time of CLOCK_BOOTTIME.
+    fn push_at(&mut self, timestamp: u64, packet: TracePacket) {
+        self.push(TracePacket {
+            timestamp,
+            timestamp_clock_id: message::BOOTTIME,
+            ..packet
+        });
+    }
+
+    /// A time of CLOCK_MONOTONIC, of a moment ago, as one of CLOCK_BOOTTIME.
+    fn boottime(&mut self, monotonic_ns: u64) -> u64 {
+        let suspended = suspended();
+        if suspended.abs_diff(self.suspended) > READ_APART {
+            self.suspended = suspended;
+        }
+        let ahead = u64::try_from(self.suspended.as_nanos()).unwrap_or(u64::MAX);
+        monotonic_ns.saturating_add(ahead)
+    }
+
+    /// Writes the packets that are there. After a failure there is nothing more to write.
+    fn flush(&mut self) {
+        let packets = mem::take(&mut self.packets);
+        if self.failed.is_some() || packets.is_empty() {
+            return;
+        }
+        match self.file.write_all(&packets) {
+            Ok(()) => self.written += packets.len() as u64,
+            Err(error) => {
+                // Half a packet would be read as damage. If it stays, the failure is told all the same.
+                let _ = self.file.set_len(self.written);
+                let error = Error::new(error).context(format!("failed to write {}", self.name));
+                eprintln!("{}: {error:#}: the timeline ends here", self.tool);
+                self.failed = Some(error);
+            }
+        }
+    }
+
+    fn finish(&mut self) -> Result<()> {
+        self.flush();
+        self.failed.take().map_or(Ok(()), Err)
+    }
+}
+
+/// A number for what this is, the same in every run and tool; not 0.
+fn number(what: &impl Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    what.hash(&mut hasher);
+    hasher.finish().max(1)
+}
+
+/// The track of a process. Its name may be that of one of its threads.
+fn process_track(pid: u32, name: &str) -> TrackDescriptor {
+    TrackDescriptor {
+        uuid: number(&("process", pid)),
+        process: Some(message::Process {
+            pid: pid.cast_signed(),
+            process_name: name.to_owned(),
+        }),
+        ..TrackDescriptor::default()
+    }
+}
+
+/// What says which track is which.
+fn describing(track: TrackDescriptor) -> TracePacket {
+    TracePacket {
+        track_descriptor: Some(track),
+        ..TracePacket::default()
+    }
+}
+
+fn now(clock: ClockId) -> Duration {
+    clock_gettime(clock).map(Duration::from).unwrap_or_default()
+}
+
+fn suspended() -> Duration {
+    now(ClockId::CLOCK_BOOTTIME).saturating_sub(now(ClockId::CLOCK_MONOTONIC))
+}
+
+/// The clocks now, by which a viewer shows wall time.
+fn clocks() -> message::ClockSnapshot {
+    let clocks = [
+        (message::BOOTTIME, ClockId::CLOCK_BOOTTIME),
+        (message::MONOTONIC, ClockId::CLOCK_MONOTONIC),
+        (message::MONOTONIC_COARSE, ClockId::CLOCK_MONOTONIC),
+        (message::REALTIME, ClockId::CLOCK_REALTIME),
+    ];
+    let read = |(clock_id, clock)| message::Clock {
+        clock_id,
+        timestamp: u64::try_from(now(clock).as_nanos()).unwrap_or(u64::MAX),
+    };
+    message::ClockSnapshot {
+        // One that is read exactly serves as the coarse one, too, which lags by milliseconds.
+        clocks: clocks.map(read).into(),
+        primary_trace_clock: message::BOOTTIME,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prost::Message;
+
+    use super::*;
+
+    /// The message `Trace`.
+    #[derive(Clone, PartialEq, Message)]
+    pub(super) struct Packets {
+        #[prost(message, repeated, tag = "1")]
+        pub(super) packet: Vec<TracePacket>,
+    }
+
+    #[test]
+    fn a_track_has_one_number_and_no_other_has_it() {
+        let numbers = [
+            number(&("process", 7u32)),
+            number(&("process", 8u32)),
+            number(&("thread", 7u32, 7u32)),
+            number(&("tool", "faults")),
+        ];
+        assert_eq!(numbers[0], process_track(7, "sh").uuid);
+        for (at, number) in numbers.iter().enumerate() {
+            assert!(!numbers[..at].contains(number), "{numbers:?}");
+        }
+    }
+
+    #[test]
+    fn a_time_in_which_the_machine_was_suspended_counts() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("a.pftrace");
+        let mut trace = Trace::create(&path, "faults").expect("room");
+        let ahead = trace.boottime(0);
+        assert_eq!(trace.boottime(7), ahead + 7);
+        // Not what the clocks say: they are read anew, and differ by too much.
+        trace.suspended += Duration::from_secs(1);
+        assert!(trace.boottime(7).abs_diff(ahead + 7) < READ_APART.as_nanos() as u64);
+    }
+}
