@@ -359,7 +359,7 @@ mod tests {
         }
     }
 
-    /// Of each packet: the samples by function, as bytes that came and went, and blocks.
+    /// The samples of each packet by function: bytes that came and went, and blocks.
     fn read(path: &Path) -> Vec<Vec<(String, [u64; 4])>> {
         let bytes = fs::read(path).expect("a file");
         let packets = Packets::decode(&*bytes).expect("packets").packet;

