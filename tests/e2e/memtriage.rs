@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Workload, tool, workload};
+use crate::harness::{self, Ended, Tool, Workload, tool, workload};
 use crate::pressure::Group;
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -22,6 +22,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         shared_memory_that_nobody_has_is_found [Guest],
         without_privilege_it_shows_what_it_may,
         it_reports_as_often_as_asked [Once],
+        what_grows_is_shown,
     }
 }
 
@@ -211,5 +212,32 @@ fn it_reports_as_often_as_asked() -> Result<()> {
     let (objects, _) = triage(&["0.1", "3"])?;
     ensure!(of_type(&objects, "host").len() == 3, "{objects:?}");
     ensure!(of_type(&objects, "accounting").len() == 3, "{objects:?}");
+    Ok(())
+}
+
+/// A process that takes memory between two looks, and keeps it.
+fn what_grows_is_shown() -> Result<()> {
+    const PAGES: u64 = 20_011;
+    let mut workload = Workload::start("minor", &[&PAGES.to_string()])?;
+    let mut tool = Tool::start("memtriage", &["-j", "--watch", "0.3"])?;
+    for round in 0..4 {
+        tool.wait_for_output("\"type\":\"accounting\"")?;
+        if round == 1 {
+            workload.work()?;
+        }
+    }
+    let ended = tool.interrupt()?;
+    let objects: Vec<Value> = ended
+        .stdout
+        .lines()
+        .map(serde_json::from_str)
+        .collect::<Result<_, _>>()?;
+    let growing = of_type(&objects, "growing").into_iter();
+    let pid: u32 = workload.pid().parse()?;
+    let own = growing.filter(|row| row["pid"] == pid);
+    let grown = own.filter_map(|row| row["growth_bytes"].as_u64()).max();
+    // The kernel adds a thread's pages up after 64 of them at most.
+    let apart = grown.context("it did not grow")?.abs_diff(PAGES * 4096);
+    ensure!(apart < 2 * 64 * 4096, "{grown:?}: {ended:?}");
     Ok(())
 }

@@ -57,6 +57,7 @@ fn run(wanted: impl Fn(&str) -> bool) -> Result<usize> {
             // A port that is free.
             "6060" => "0".to_owned(),
             "FILE.prom" => folder.path().join("x.prom").display().to_string(),
+            "FILE.pftrace" => folder.path().join("x.pftrace").display().to_string(),
             "OLD.pb.gz" => old.clone(),
             word => word.trim_matches('\'').to_owned(),
         });
@@ -64,7 +65,13 @@ fn run(wanted: impl Fn(&str) -> bool) -> Result<usize> {
         let args: Vec<&str> = words[1..].iter().map(String::as_str).collect();
         if words[0] == "memtriage" {
             // It traces nothing, and its status says whether it has found something.
-            let ended = harness::run(&words[0], &args)?;
+            let mut tool = Tool::start(&words[0], &args)?;
+            tool.wait_for_output("MemTotal")?;
+            let ended = if command.contains("--watch") {
+                tool.interrupt()?
+            } else {
+                tool.end()?
+            };
             ensure!(matches!(ended.status.code(), Some(0 | 3)), "{ended:?}");
             ran += 1;
             continue;

@@ -4,10 +4,12 @@
 
 mod accounting;
 mod findings;
+mod growing;
 mod look;
 mod processes;
 mod screen;
 
+use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -20,11 +22,16 @@ use memtools::run::cli;
 use memtools::run::poll::Wake;
 
 use crate::findings::{Evidence, Level};
+use crate::growing::{Growing, Growth};
 use crate::look::{Look, Surroundings};
 use crate::screen::{Host, ProcessRow, Table};
 
 /// Time between the two looks, if no interval is given: as short as rates can be told from.
 const BETWEEN: Duration = Duration::from_millis(500);
+/// Time between two looks of --watch.
+const WATCH: Duration = Duration::from_secs(1);
+/// Has a terminal show what follows from its first line on.
+const CLEAR: &str = "\x1b[H\x1b[2J";
 /// Exit status if there is something to look at.
 const FINDINGS: u8 = 3;
 
@@ -41,12 +48,17 @@ examples:
   memtriage                    one screen: findings, where memory is, whose it is
   memtriage --all              also what is well, and each small part
   memtriage 5                  every 5 seconds, until Ctrl-C
+  memtriage --watch            every second, with what grows
   memtriage -j | jq -c 'select(.type == \"finding\" and .level == \"act\")'"
 )]
 struct Args {
     /// Also show the rules that found nothing, and every part of memory
     #[arg(short, long)]
     all: bool,
+
+    /// Keep looking, every second unless there is an interval, and show what grows
+    #[arg(short, long)]
+    watch: bool,
 
     /// Show this many processes
     #[arg(short = 'T', long, value_name = "N", default_value_t = 5, value_parser = cli::count::<usize>)]
@@ -80,14 +92,18 @@ fn run(args: Args) -> Result<ExitCode> {
         Format::Text
     };
     let (mut poller, mut output) = cli::start(format, args.output.as_deref())?;
-    let reports = match args.interval {
+    let interval = args.interval.or(args.watch.then_some(WATCH));
+    let reports = match interval {
         Some(_) => args.count.unwrap_or(u64::MAX),
         None => 1,
     };
+    let redraws = args.watch && args.output.is_none() && !args.json && io::stdout().is_terminal();
     let mut before = Look::now()?;
+    let mut growth = Growth::default();
+    growth.add(&before);
     let mut worst = Level::Healthy;
     for _ in 0..reports {
-        let deadline = Instant::now() + args.interval.unwrap_or(BETWEEN);
+        let deadline = Instant::now() + interval.unwrap_or(BETWEEN);
         let mut wake = Wake::default();
         // SIGUSR1 asks for a report before its time.
         while !(wake.stop || wake.deadline || wake.report) {
@@ -97,7 +113,17 @@ fn run(args: Args) -> Result<ExitCode> {
             break;
         }
         let now = Look::now()?;
+        growth.add(&now);
+        if redraws {
+            output.raw(|out| write!(out, "{CLEAR}"))?;
+        }
         worst = worst.max(report(&args, &mut output, &before, &now)?);
+        if args.watch {
+            print_growth(&growth, &mut output)?;
+        }
+        if interval.is_some() {
+            output.header("")?;
+        }
         output.flush()?;
         before = now;
     }
@@ -140,10 +166,16 @@ fn report(args: &Args, output: &mut Output, before: &Look, now: &Look) -> Result
         let grown = growth.get(&usage.pid).copied().unwrap_or_default();
         output.row(&ProcessRow::new(&usage, grown))?;
     }
-    if args.interval.is_some() {
-        output.header("")?;
-    }
     Ok(findings.first().map_or(Level::Healthy, |first| first.level))
+}
+
+/// Prints what has grown since the looks that are remembered, if anything has.
+fn print_growth(growth: &Growth, output: &mut Output) -> Result<()> {
+    let rows = growth.rows();
+    if !rows.is_empty() {
+        output.header(Growing::HEADER)?;
+    }
+    rows.iter().try_for_each(|row| output.row(row))
 }
 
 fn kernel_release() -> String {

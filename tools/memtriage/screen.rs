@@ -31,7 +31,7 @@ pub(crate) fn size(bytes: u64) -> String {
 }
 
 /// A change of bytes for people, with its sign.
-fn change(bytes: i64) -> String {
+pub(crate) fn change(bytes: i64) -> String {
     let sign = if bytes < 0 { "-" } else { "+" };
     format!("{sign}{}", size(bytes.unsigned_abs()))
 }

@@ -1,0 +1,232 @@
+//! What grows while memtriage keeps looking: parts of memory and processes, with their last sizes.
+
+use std::cmp::Reverse;
+use std::collections::{HashMap, VecDeque};
+use std::io::{self, Write};
+use std::time::Instant;
+
+use memtools::print::output::Row;
+use serde::Serialize;
+
+use crate::look::Look;
+use crate::screen::{change, size};
+
+/// Looks that are remembered, which is also the width of a sparkline.
+const LOOKS: usize = 30;
+/// What has grown by less is not shown, in bytes.
+const LEAST: u64 = 1 << 20;
+/// Rows at most.
+const MOST: usize = 5;
+/// The part whose growth is no news.
+const FREE: &str = "free";
+/// Eighths of a line's height.
+const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+
+/// What has a size.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum What {
+    Part(&'static str),
+    /// A process by its number and its start, as the number is given again.
+    Process(u32, u64),
+    Unaccounted,
+}
+
+/// The sizes of everything at the last looks.
+#[derive(Debug, Default)]
+pub(crate) struct Growth {
+    sizes: HashMap<What, Sizes>,
+    looks: VecDeque<Instant>,
+}
+
+/// The sizes of one thing, the newest last, in bytes.
+#[derive(Debug, Default)]
+struct Sizes {
+    name: String,
+    bytes: VecDeque<u64>,
+}
+
+impl Growth {
+    /// Remembers a look.
+    pub(crate) fn add(&mut self, look: &Look) {
+        let parts = look.accounting.parts.iter();
+        let parts = parts.filter(|part| part.name != FREE);
+        let parts = parts.map(|part| (What::Part(part.name), part.name, part.bytes));
+        let rest = u64::try_from(look.accounting.unaccounted()).unwrap_or(0);
+        let rest = [(What::Unaccounted, "unaccounted", rest)];
+        let processes = look.processes.iter().map(|usage| {
+            let what = What::Process(usage.pid, usage.started);
+            (what, usage.comm.as_str(), usage.own())
+        });
+        self.add_sizes(look.at, parts.chain(rest).chain(processes));
+    }
+
+    fn add_sizes<'a>(&mut self, at: Instant, sizes: impl Iterator<Item = (What, &'a str, u64)>) {
+        let mut before = std::mem::take(&mut self.sizes);
+        for (what, name, bytes) in sizes {
+            let mut kept = before.remove(&what).unwrap_or_default();
+            name.clone_into(&mut kept.name);
+            if kept.bytes.len() == LOOKS {
+                kept.bytes.pop_front();
+            }
+            kept.bytes.push_back(bytes);
+            self.sizes.insert(what, kept);
+        }
+        if self.looks.len() == LOOKS {
+            self.looks.pop_front();
+        }
+        self.looks.push_back(at);
+    }
+
+    /// What has grown most over the looks that are remembered, the most first.
+    pub(crate) fn rows(&self) -> Vec<Growing> {
+        let row = |(what, sizes): (&What, &Sizes)| {
+            let (first, last) = (*sizes.bytes.front()?, *sizes.bytes.back()?);
+            let growth_bytes = last.checked_sub(first).filter(|grown| *grown >= LEAST)?;
+            let begun = self.looks.len().checked_sub(sizes.bytes.len())?;
+            let seconds = *self.looks.back()? - *self.looks.get(begun)?;
+            Some(Growing {
+                what: match what {
+                    What::Process(..) => "process",
+                    What::Part(_) | What::Unaccounted => "part",
+                },
+                name: sizes.name.clone(),
+                pid: match what {
+                    What::Process(pid, _) => Some(*pid),
+                    What::Part(_) | What::Unaccounted => None,
+                },
+                bytes: last,
+                growth_bytes,
+                seconds: seconds.as_secs_f64(),
+                sizes: sizes.bytes.iter().copied().collect(),
+            })
+        };
+        let mut rows: Vec<Growing> = self.sizes.iter().filter_map(row).collect();
+        rows.sort_by(|a, b| {
+            let key = |row: &Growing| (Reverse(row.growth_bytes), row.name.clone(), row.pid);
+            key(a).cmp(&key(b))
+        });
+        rows.truncate(MOST);
+        rows
+    }
+}
+
+/// Something that has grown.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "growing")]
+pub(crate) struct Growing {
+    /// `part` of memory, or `process`.
+    what: &'static str,
+    name: String,
+    /// The process, whose own memory is meant: anonymous and swapped. None for a part.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pid: Option<u32>,
+    bytes: u64,
+    growth_bytes: u64,
+    /// In how long.
+    seconds: f64,
+    /// At each look, in bytes.
+    #[serde(skip)]
+    sizes: Vec<u64>,
+}
+
+impl Growing {
+    pub(crate) const HEADER: &'static str =
+        "\nGROWING                          SIZE    GROWTH     IN";
+}
+
+impl Row for Growing {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let name = match self.pid {
+            Some(pid) => format!("{} ({pid})", self.name),
+            None => self.name.clone(),
+        };
+        let growth = change(self.growth_bytes.try_into().unwrap_or(i64::MAX));
+        let seconds = self.seconds.round();
+        writeln!(
+            out,
+            "{name:<28.28} {:>8} {growth:>9} {seconds:>4} s  {}",
+            size(self.bytes),
+            sparkline(&self.sizes)
+        )
+    }
+}
+
+/// A bar for each number, from the smallest to the largest of them.
+fn sparkline(numbers: &[u64]) -> String {
+    let least = numbers.iter().min().copied().unwrap_or(0);
+    let range = numbers.iter().max().map_or(0, |most| most - least).max(1);
+    let bar = |number: &u64| {
+        let height = (number - least) as f64 / range as f64 * (BARS.len() - 1) as f64;
+        BARS[height.round() as usize]
+    };
+    numbers.iter().map(bar).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    const MB: u64 = 1 << 20;
+
+    #[test]
+    fn a_sparkline_is_from_the_least_to_the_most() {
+        assert_eq!(sparkline(&[10, 20, 30, 80]), "▁▂▃█");
+        assert_eq!(sparkline(&[7, 7]), "▁▁");
+        assert_eq!(sparkline(&[0, u64::MAX]), "▁█");
+        assert_eq!(sparkline(&[]), "");
+    }
+
+    #[test]
+    fn what_grows_most_is_first_and_what_is_gone_is_forgotten() {
+        let mut growth = Growth::default();
+        let start = Instant::now();
+        for look in 0..3 {
+            let mut sizes = vec![
+                (What::Part("slab"), "slab", 100 * MB + look * MB),
+                (What::Process(7, 1), "java", 10 * MB + look * 4 * MB),
+                (What::Process(8, 1), "sh", 10 * MB - look),
+                // Another process has its number at each look.
+                (What::Process(9, look), "cc1", 10 * MB * (1 + look)),
+            ];
+            if look < 2 {
+                sizes.push((What::Process(6, 1), "gone", look * 100 * MB));
+            }
+            let at = start + Duration::from_secs(look);
+            growth.add_sizes(at, sizes.into_iter());
+        }
+        let rows = growth.rows();
+        let found: Vec<_> = rows
+            .iter()
+            .map(|row| (row.name.as_str(), row.pid, row.growth_bytes, row.seconds))
+            .collect();
+        assert_eq!(
+            found,
+            [("java", Some(7), 8 * MB, 2.0), ("slab", None, 2 * MB, 2.0)]
+        );
+        let mut text = Vec::new();
+        rows[0].text(&mut text).expect("memory");
+        assert_eq!(
+            String::from_utf8(text).expect("UTF-8"),
+            "java (7)                        18.0M     +8.0M    2 s  ▁▅█\n"
+        );
+    }
+
+    #[test]
+    fn growth_is_of_the_looks_that_are_remembered() {
+        let mut growth = Growth::default();
+        let start = Instant::now();
+        let looks = LOOKS as u64 + 11;
+        for look in 0..looks {
+            let at = start + Duration::from_secs(look);
+            let size = (What::Unaccounted, "unaccounted", look * MB);
+            growth.add_sizes(at, [size].into_iter());
+        }
+        let rows = growth.rows();
+        let remembered = LOOKS as u64 - 1;
+        assert_eq!(rows[0].growth_bytes, remembered * MB);
+        assert_eq!(rows[0].seconds, remembered as f64);
+        assert_eq!(rows[0].sizes.len(), LOOKS);
+    }
+}
