@@ -27,6 +27,64 @@ pub fn processes_below(folder: &Path) -> Result<Vec<u32>> {
     Ok(pids)
 }
 
+/// Cgroups that are looked at to find one by its name: more than a host has that is not run over by them.
+const MAX_SEARCHED: usize = 100_000;
+/// Digits of a container's id, or of a pod's, that are taken for its beginning; fewer may be a name.
+const LEAST_DIGITS: usize = 8;
+/// Digits of a container's whole id.
+const ID_DIGITS: usize = 64;
+
+/// The folders below `mount` of the cgroups that go by this name: a folder's own, a systemd service's without
+/// `.service`, and the first digits of the id of a container or of the uid of a pod.
+pub(crate) fn called(mount: &Path, name: &str) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let mut folders = vec![mount.to_owned()];
+    let mut searched = 0;
+    while let Some(folder) = folders.pop()
+        && searched < MAX_SEARCHED
+    {
+        for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                searched += 1;
+                folders.push(entry.path());
+                if is_called(&entry.file_name().to_string_lossy(), name) {
+                    found.push(entry.path());
+                }
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
+fn is_called(folder: &str, name: &str) -> bool {
+    let begins = |id: &str| name.len() >= LEAST_DIGITS && id.starts_with(name);
+    folder == name
+        || folder.strip_suffix(".service") == Some(name)
+        || container_id(folder).is_some_and(begins)
+        || pod_uid(folder).is_some_and(|uid| begins(&uid))
+}
+
+/// The id of the container whose cgroup has this folder: `docker-ID.scope`, `cri-containerd-ID.scope`, `crio-ID.scope`,
+/// `libpod-ID.scope`, or only the id where cgroups are not made by systemd. A container's monitor is none.
+fn container_id(folder: &str) -> Option<&str> {
+    let (runtime, id) = match folder.strip_suffix(".scope") {
+        Some(scope) => scope.rsplit_once('-')?,
+        None => ("", folder),
+    };
+    let is_id = id.len() == ID_DIGITS && id.bytes().all(|byte| byte.is_ascii_hexdigit());
+    (is_id && !runtime.ends_with("conmon")).then_some(id)
+}
+
+/// The uid of the pod whose cgroup has this folder: `kubepods-burstable-podUID.slice`, with underscores, or `podUID`.
+fn pod_uid(folder: &str) -> Option<String> {
+    let uid = match folder.strip_suffix(".slice") {
+        Some(slice) => slice.strip_prefix("kubepods-")?.rsplit_once("pod")?.1,
+        None => folder.strip_prefix("pod")?,
+    };
+    Some(uid.replace('_', "-"))
+}
+
 /// Paths of cgroups, also of such as have gone since they were last looked at.
 #[derive(Debug, Default)]
 pub struct Cgroups {
@@ -126,6 +184,59 @@ mod tests {
 
         assert_eq!(cgroups.path(ino(&later)), Some("/c"));
         assert_eq!(cgroups.path(u64::MAX), None);
+    }
+
+    #[test]
+    fn cgroups_go_by_the_names_of_what_runs_in_them() {
+        let id = "4c01db0b339c7f2a".repeat(4);
+        let other = "5".repeat(64);
+        let short = &id[..12];
+        let uid = "0f7b5b8e-1d2c-4b6a-9c1d-2e3f4a5b6c7d";
+        let in_slice = uid.replace('-', "_");
+        for (folder, name) in [
+            ("db.service".to_owned(), "db"),
+            ("db.service".to_owned(), "db.service"),
+            ("user.slice".to_owned(), "user.slice"),
+            (format!("docker-{id}.scope"), short),
+            (format!("cri-containerd-{id}.scope"), &id),
+            (format!("crio-{id}.scope"), short),
+            (format!("libpod-{id}.scope"), short),
+            (id.clone(), short),
+            (format!("kubepods-burstable-pod{in_slice}.slice"), uid),
+            (format!("kubepods-pod{in_slice}.slice"), &uid[..8]),
+            (format!("pod{uid}"), uid),
+        ] {
+            assert!(is_called(&folder, name), "{folder}: {name}");
+        }
+        for (folder, name) in [
+            ("db.service".to_owned(), "d"),
+            ("db.service".to_owned(), "db.servic"),
+            (format!("docker-{id}.scope"), &id[..7]),
+            (format!("docker-{other}.scope"), short),
+            (format!("crio-conmon-{id}.scope"), short),
+            (format!("kubepods-pod{in_slice}.slice"), &uid[1..]),
+            ("session-12345678.scope".to_owned(), "12345678"),
+        ] {
+            assert!(!is_called(&folder, name), "{folder}: {name}");
+        }
+    }
+
+    #[test]
+    fn cgroups_are_found_at_any_depth() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let id = "0123456789abcdef".repeat(4);
+        let paths = [
+            format!("system.slice/docker-{id}.scope"),
+            "system.slice/db.service".to_owned(),
+            "user.slice/user-1.slice/db.service".to_owned(),
+        ];
+        let paths = paths.map(|path| folder.path().join(path));
+        for path in &paths {
+            fs::create_dir_all(path).expect("folders");
+        }
+        assert_eq!(called(folder.path(), &id[..12]), paths[..1]);
+        assert_eq!(called(folder.path(), "db"), paths[1..]);
+        assert_eq!(called(folder.path(), "web"), [""; 0].map(PathBuf::from));
     }
 
     #[test]

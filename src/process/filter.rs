@@ -8,7 +8,6 @@
 //! filter.set_cgroup(&skel.maps.filter_cgroup)?; // before attach
 //! ```
 
-use std::convert::Infallible;
 use std::fmt;
 use std::fs::{self, File};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -24,6 +23,7 @@ use plain::Plain;
 
 use crate::bpf::types;
 use crate::print::text;
+use crate::process::cgroup;
 use crate::process::follow::Follower;
 use crate::process::proc::Process;
 use crate::run::cli::{self, UsageError};
@@ -52,8 +52,8 @@ pub struct FilterArgs {
     #[arg(short, long, value_name = "NAME", add = ArgValueCompleter::new(complete::names))]
     pub name: Option<String>,
 
-    /// Trace only what runs in or below this cgroup (version 2), a path
-    #[arg(long, value_name = "PATH", value_parser = cgroup_path, add = ArgValueCompleter::new(complete::cgroups))]
+    /// Trace only what runs in or below this cgroup (version 2): a path, a systemd unit, or the id of a container or pod
+    #[arg(long, value_name = "CGROUP", value_parser = cgroup_path, add = ArgValueCompleter::new(complete::cgroups))]
     pub cgroup: Option<PathBuf>,
 }
 
@@ -254,19 +254,34 @@ fn name_and_mask(name: &[u8]) -> Result<([u8; 16], [u8; 16])> {
     Ok((bytes, mask))
 }
 
-/// The folder of a cgroup, which can also be named as tools print it: by its path below the mount.
-pub fn cgroup_path(name: &str) -> Result<PathBuf, Infallible> {
-    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+/// The folder of a cgroup, which can also be named as tools print it, by its path below the mount, or by the name
+/// of what runs in it ([`cgroup::called`]).
+///
+/// # Errors
+/// If several cgroups go by this name: all of them.
+pub fn cgroup_path(name: &str) -> Result<PathBuf, String> {
     let path = PathBuf::from(name);
-    let below_mount = || {
-        let below = Path::new(cgroup2_mount(&mounts)?).join(name.trim_start_matches('/'));
-        below.is_dir().then_some(below)
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let mount = cgroup2_mount(&mounts).map(Path::new);
+    let Some(mount) = mount.filter(|_| !path.is_dir()) else {
+        return Ok(path);
     };
-    Ok(if path.is_dir() {
-        path
-    } else {
-        below_mount().unwrap_or(path)
-    })
+    let below = mount.join(name.trim_start_matches('/'));
+    if below.is_dir() {
+        return Ok(below);
+    }
+    match &cgroup::called(mount, name)[..] {
+        // What cannot be opened is told of then.
+        [] => Ok(path),
+        [only] => Ok(only.clone()),
+        several => {
+            let shown = several
+                .iter()
+                .map(|path| text::escape_bytes(path.as_os_str().as_bytes()));
+            let shown: Vec<String> = shown.collect();
+            Err(format!("several cgroups go by it: {}", shown.join(", ")))
+        }
+    }
 }
 
 /// A cgroup of version 2. One of version 1 would be accepted by the kernel, and never match.

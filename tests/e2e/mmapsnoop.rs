@@ -30,6 +30,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         processes_are_filtered,
         names_are_filtered,
         cgroups_are_filtered,
+        containers_are_found_by_their_ids,
         numbers_are_those_of_our_namespace,
         calls_of_32_bit_programs [Compat],
         threads_at_once_are_all_shown,
@@ -514,6 +515,41 @@ fn cgroups_are_filtered() -> Result<()> {
         workload.finish()?;
     }
     fs::remove_dir(below)?;
+    Ok(())
+}
+
+/// Folders as Docker and containerd have them below systemd, two of which have an id that begins alike.
+fn containers_are_found_by_their_ids() -> Result<()> {
+    let cgroup = harness::Cgroup::new()?;
+    let digits = format!("{:08x}", std::process::id());
+    let names = [
+        format!("docker-{}.scope", digits.repeat(8)),
+        format!("cri-containerd-{digits}{}.scope", "0".repeat(56)),
+    ];
+    let folders = names.map(|name| cgroup.path().join(name));
+    let mut workloads = Vec::new();
+    for folder in &folders {
+        fs::create_dir(folder)?;
+        let workload = Workload::start("mmap", &["anon", "23"])?;
+        fs::write(folder.join("cgroup.procs"), workload.pid())?;
+        workloads.push(workload);
+    }
+    let several = harness::run("mmapsnoop", &["--cgroup", &digits])?;
+    let named = folders
+        .iter()
+        .all(|folder| several.stderr.contains(&*folder.to_string_lossy()));
+    ensure!(several.status.code() == Some(2) && named, "{several:?}");
+
+    let tool = start(&["-j", "--cgroup", &digits.repeat(2)])?;
+    for workload in &mut workloads {
+        workload.work()?;
+    }
+    let pids = pids(tool)?;
+    ensure!(pids == vec![workloads[0].pid(); 23], "{pids:?}");
+    for workload in workloads {
+        workload.finish()?;
+    }
+    folders.iter().try_for_each(fs::remove_dir)?;
     Ok(())
 }
 

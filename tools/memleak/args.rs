@@ -85,8 +85,8 @@ pub(crate) struct Args {
     #[arg(help_heading = WHOSE, short, long, visible_alias = "comm", value_name = "NAME", add = ArgValueCompleter::new(complete::names))]
     pub(crate) name: Option<String>,
 
-    /// Trace the processes in or below this cgroup (version 2), a path
-    #[arg(help_heading = WHOSE, long, value_name = "PATH", value_parser = cgroup_path, conflicts_with = "command", add = ArgValueCompleter::new(complete::cgroups))]
+    /// Trace the processes in or below this cgroup (version 2): a path, a systemd unit, or the id of a container or pod
+    #[arg(help_heading = WHOSE, long, value_name = "CGROUP", value_parser = cgroup_path, conflicts_with = "command", add = ArgValueCompleter::new(complete::cgroups))]
     pub(crate) cgroup: Option<PathBuf>,
 
     /// Also trace the processes that those of -p or -c start from now on
