@@ -255,7 +255,7 @@ fn name_and_mask(name: &[u8]) -> Result<([u8; 16], [u8; 16])> {
 }
 
 /// The folder of a cgroup, which can also be named as tools print it, by its path below the mount, or by the name
-/// of what runs in it ([`cgroup::called`]).
+/// of what runs in it (`cgroup::called`).
 ///
 /// # Errors
 /// If several cgroups go by this name: all of them.

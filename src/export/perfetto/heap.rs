@@ -2,8 +2,9 @@
 //!
 //! trace_processor takes the sums of a stack for those since the start as long as the stack has the same
 //! number, forgets all tables at the end of a packet, and finds a packet missing where the index skips
-//! (`profile_packet_sequence_state.cc`). So a stack has its number for the whole run, a packet has what has
-//! changed since the last one, and all that this refers to.
+//! (`profile_packet_sequence_state.cc`). So a stack has one number as long as there is memory of it, and
+//! another one, with sums of its own, if there is again later. A packet has what has changed since the last
+//! one, and all that this refers to.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -23,9 +24,11 @@ use crate::stacks::named::{self, NamedStack, Part};
 pub struct Heaps {
     trace: Trace,
     tables: Tables,
-    /// By process and its frames, the outermost first.
+    /// Stacks of which there is memory, by process and frames, the outermost first.
     stacks: HashMap<(u32, Vec<u64>), Stack>,
-    /// Processes that have stacks.
+    /// The number of the last new stack.
+    last_number: u64,
+    /// Processes that have had stacks.
     processes: BTreeSet<u32>,
     /// Reports before this one.
     index: u64,
@@ -39,7 +42,7 @@ struct Stack {
     blocks: Flow,
 }
 
-/// What has come and gone since the start: the format has sums, and a report what is there.
+/// What has come and gone: the format has sums, and a report what is there.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 struct Flow {
     came: u64,
@@ -54,6 +57,10 @@ impl Flow {
         self.went += before.saturating_sub(now);
         now != before
     }
+
+    fn is_empty(self) -> bool {
+        self.came == self.went
+    }
 }
 
 impl Heaps {
@@ -66,6 +73,7 @@ impl Heaps {
             trace: Trace::create(path, tool)?,
             tables: Tables::default(),
             stacks: HashMap::new(),
+            last_number: 0,
             processes: BTreeSet::new(),
             index: 0,
         })
@@ -86,14 +94,17 @@ impl Heaps {
             }
         }
         for key in there.keys() {
-            let number = self.stacks.len() as u64 + 1;
-            let new = Stack {
-                number,
-                ..Stack::default()
-            };
-            self.stacks.entry(key.clone()).or_insert(new);
+            self.stacks.entry(key.clone()).or_insert_with(|| {
+                self.last_number += 1;
+                Stack {
+                    number: self.last_number,
+                    ..Stack::default()
+                }
+            });
         }
         let packet = self.packet(&there, &profile.subject);
+        self.stacks
+            .retain(|_, stack| !stack.bytes.is_empty() || !stack.blocks.is_empty());
         let time = self.trace.boottime(clock::monotonic_ns());
         let profile_packet = Some(packet);
         self.trace.push_at(
@@ -232,7 +243,6 @@ impl Tables {
             None if frame.kernel => {
                 let module = frame.module.as_ref().map_or("kernel", |(name, _)| name);
                 let mapping = self.mapping(Code::Kernel(module.to_owned()), |tables| Mapping {
-                    build_id: tables.string(b""),
                     path_string_ids: tables.path(&format!("[{module}]")),
                     ..Mapping::default()
                 });
@@ -414,7 +424,8 @@ mod tests {
                 // Nothing has changed in b.
                 vec![sums("a", [50, 0, 5, 0])],
                 vec![sums("a", [50, 9, 5, 1]), sums("b", [5, 5, 1, 1])],
-                vec![sums("b", [8, 5, 3, 1])],
+                // It is another stack to the reader, who would not take less than before.
+                vec![sums("b", [3, 0, 2, 0])],
             ]
         );
     }
@@ -433,5 +444,13 @@ mod tests {
         assert_eq!(read(&path), [vec![sums([5, 0, 1, 0]), sums([21, 0, 3, 0])]]);
         let numbers: BTreeSet<u64> = heaps.stacks.values().map(|stack| stack.number).collect();
         assert_eq!(numbers, BTreeSet::from([1, 2]));
+        // What is gone takes no room, and a number is not given again.
+        heaps.write(&report(&[]));
+        assert!(heaps.stacks.is_empty());
+        heaps.write(&report(&[(8, "a", [1, 5])]));
+        assert_eq!(
+            heaps.stacks.values().next().map(|stack| stack.number),
+            Some(3)
+        );
     }
 }

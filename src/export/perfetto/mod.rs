@@ -141,6 +141,13 @@ impl Trace {
     }
 }
 
+/// A run may end early, as when the reader of its output leaves.
+impl Drop for Trace {
+    fn drop(&mut self) {
+        self.flush();
+    }
+}
+
 /// A track's number for each kind of track: what it is of below, and the kind in the upper four bits. Every
 /// build of every tool has the same ones for processes and threads.
 const PROCESS: u64 = 1 << 60;
