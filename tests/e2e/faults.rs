@@ -276,12 +276,7 @@ fn any_number_of_stacks_is_counted() -> Result<()> {
     let mut tool = Tool::start("faults", &["-f", "-p", &pid])?;
     tool.wait_for(LIVE)?;
     for round in 1..=ROUNDS {
-        program.go()?;
-        if round < ROUNDS {
-            program.ready()?;
-        } else {
-            program.done()?;
-        }
+        program.round(round == ROUNDS)?;
         let pid = pid.parse()?;
         harness::eventually("the maps are emptied", || {
             Ok(has_room(pid) && has_room_for_stacks(tool.pid())?)

@@ -333,6 +333,17 @@ impl Workload {
         self.done()
     }
 
+    /// Lets it do one of its rounds, and waits until it is ready for the next one, or done with the last.
+    pub(crate) fn round(&mut self, is_last: bool) -> Result<()> {
+        self.go()?;
+        if is_last {
+            self.done()?;
+        } else {
+            self.ready()?;
+        }
+        Ok(())
+    }
+
     /// Lets it go on.
     pub(crate) fn go(&mut self) -> Result<()> {
         let stdin = self.stdin.as_mut().context("already released")?;

@@ -798,12 +798,7 @@ fn stacks_of_what_is_gone_make_room() -> Result<()> {
     ];
     let tool = attach(&workload, &args)?;
     for round in 1..=ROUNDS {
-        workload.go()?;
-        if round < ROUNDS {
-            workload.ready()?;
-        } else {
-            workload.done()?;
-        }
+        workload.round(round == ROUNDS)?;
         // A program that only allocates is faster than any reader.
         let has_room = || stacks_in_use(SIZE) < SIZE as usize - STACKS;
         harness::eventually("there is room", || Ok(has_room()))?;

@@ -394,12 +394,7 @@ fn heaps_are_what_was_reported() -> Result<()> {
     let mut tool = start("memleak", &pids, &file, &args, memleak::READY)?;
     leaks.work()?;
     for round in 1..=ROUNDS {
-        program.go()?;
-        if round < ROUNDS {
-            program.ready()?;
-        } else {
-            program.done()?;
-        }
+        program.round(round == ROUNDS)?;
         tool.wait_for_output("\"type\":\"report\"")?;
     }
     let ended = tool.interrupt()?;
