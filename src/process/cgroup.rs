@@ -37,24 +37,27 @@ const ID_DIGITS: usize = 64;
 /// The folders below `mount` of the cgroups that go by this name: a folder's own, a systemd service's without
 /// `.service`, and the first digits of the id of a container or of the uid of a pod.
 pub(crate) fn called(mount: &Path, name: &str) -> Vec<PathBuf> {
-    let mut found = Vec::new();
-    let mut folders = vec![mount.to_owned()];
-    let mut searched = 0;
-    while let Some(folder) = folders.pop()
-        && searched < MAX_SEARCHED
-    {
-        for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
-            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-                searched += 1;
-                folders.push(entry.path());
-                if is_called(&entry.file_name().to_string_lossy(), name) {
-                    found.push(entry.path());
-                }
-            }
-        }
-    }
+    let mut found = folders(mount, MAX_SEARCHED);
+    found.retain(|folder| {
+        let own_name = folder.file_name().unwrap_or_default();
+        folder != mount && is_called(&own_name.to_string_lossy(), name)
+    });
     found.sort();
     found
+}
+
+/// The folders of cgroups from `mount` on, those at the top first, and at most about so many.
+pub(crate) fn folders(mount: &Path, most: usize) -> Vec<PathBuf> {
+    let mut folders = vec![mount.to_owned()];
+    let mut looked_at = 0;
+    while looked_at < folders.len() && folders.len() < most {
+        let inside = fs::read_dir(&folders[looked_at]);
+        let inside = inside.into_iter().flatten().flatten();
+        let below = inside.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+        folders.extend(below.map(|entry| entry.path()));
+        looked_at += 1;
+    }
+    folders
 }
 
 fn is_called(folder: &str, name: &str) -> bool {

@@ -3,9 +3,9 @@
 //! A shell asks the tool itself, with `MEMTOOLS_COMPLETE` set to the shell's name. Without further arguments it prints the
 //! script that has the shell do so, which `make install` puts where bash, zsh and fish look for it.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::env;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -13,8 +13,8 @@ use clap::CommandFactory;
 use clap_complete::engine::CompletionCandidate;
 use clap_complete::env::CompleteEnv;
 
-use crate::process::filter;
 use crate::process::proc::{self, Process};
+use crate::process::{cgroup, filter};
 
 /// The environment variable that asks for completions.
 const VARIABLE: &str = "MEMTOOLS_COMPLETE";
@@ -72,19 +72,14 @@ pub fn cgroups(current: &OsStr) -> Vec<CompletionCandidate> {
     let Some(mount) = filter::cgroup2_mount(&mounts).map(PathBuf::from) else {
         return Vec::new();
     };
-    // Those at the top first, where there are too many.
-    let mut folders = VecDeque::from([mount.clone()]);
-    let mut paths = Vec::new();
-    while let Some(folder) = folders.pop_front()
-        && paths.len() < MAX_CGROUPS
-    {
-        let inside = fs::read_dir(&folder).into_iter().flatten().flatten();
-        let below = inside.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
-        folders.extend(below.map(|entry| entry.path()));
-        if let Ok(path) = folder.strip_prefix(&mount) {
-            paths.push(Path::new("/").join(path).into_os_string());
-        }
-    }
+    let folders = cgroup::folders(&mount, MAX_CGROUPS).into_iter();
+    let mut paths: Vec<OsString> = folders
+        .take(MAX_CGROUPS)
+        .filter_map(|folder| {
+            let path = folder.strip_prefix(&mount).ok()?;
+            Some(Path::new("/").join(path).into_os_string())
+        })
+        .collect();
     let begun = current.as_encoded_bytes();
     paths.retain(|path| path.as_encoded_bytes().starts_with(begun));
     paths.into_iter().map(CompletionCandidate::new).collect()
