@@ -81,11 +81,7 @@ fn write_part(part: &Part, f: &mut impl fmt::Write, kernel_suffix: &str) -> fmt:
 
 /// The frame's function, or else its module in brackets.
 pub(super) fn name(frame: &Frame) -> String {
-    match (&frame.symbol, &frame.module) {
-        (Some((name, _)), _) => escape(name),
-        (None, Some((module, _))) => format!("[{}]", escape(module)),
-        (None, None) => "[unknown]".to_owned(),
-    }
+    escape(&frame.function_or_module())
 }
 
 /// A `;` would split the frame.

@@ -29,12 +29,7 @@ impl Replaced {
         let name = path
             .file_name()
             .with_context(|| format!("failed to write {shown}: not the name of a file"))?;
-        if let Ok(there) = fs::metadata(&path) {
-            ensure!(
-                there.is_file(),
-                "failed to write {shown}: it is there, and no file; name another one"
-            );
-        }
+        expect_file(&path)?;
         let mut draft = std::ffi::OsString::from(".");
         draft.push(name);
         draft.push(format!(".{}", std::process::id()));
@@ -87,6 +82,18 @@ impl Replaced {
             outcome => outcome,
         }
     }
+}
+
+/// Fails if there is something else than a file at `path`.
+pub(super) fn expect_file(path: &Path) -> Result<()> {
+    if let Ok(there) = fs::metadata(path) {
+        ensure!(
+            there.is_file(),
+            "failed to write {}: it is there, and no file; name another one",
+            text::escape_bytes(path.as_os_str().as_encoded_bytes())
+        );
+    }
+    Ok(())
 }
 
 #[cfg(test)]

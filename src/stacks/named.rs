@@ -28,6 +28,17 @@ pub struct Frame {
     pub kernel: bool,
 }
 
+impl Frame {
+    /// The function, or else the module in brackets.
+    pub fn function_or_module(&self) -> String {
+        match (&self.symbol, &self.module) {
+            (Some((name, _)), _) => name.clone(),
+            (None, Some((module, _))) => format!("[{module}]"),
+            (None, None) => "[unknown]".to_owned(),
+        }
+    }
+}
+
 /// `malloc+0x1d [libc.so.6]`, as BCC prints it; `libfoo.so+0x1234 [libfoo.so]` without a symbol.
 impl fmt::Display for Frame {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

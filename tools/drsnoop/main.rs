@@ -273,10 +273,7 @@ fn path_in(cgroups: &mut Option<Cgroups>, id: u64) -> Option<String> {
 
 impl Row {
     fn measure(&self, metrics: &mut Metrics) {
-        let kind = match self.kind {
-            Kind::Direct => "direct",
-            Kind::Memcg => "memcg",
-        };
+        let kind = self.kind.name();
         metrics.observe(&STALLS, &[kind], self.latency_ns);
         metrics.add(&STALLED, &[&self.comm, kind], self.latency_ns);
         metrics.add(&RECLAIMED, &[&self.comm, kind], self.reclaimed_pages);

@@ -65,6 +65,15 @@ pub(crate) enum Kind {
     Memcg,
 }
 
+impl Kind {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Direct => "direct",
+            Self::Memcg => "memcg",
+        }
+    }
+}
+
 /// One reclaim.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "reclaim")]
@@ -123,11 +132,7 @@ impl output::Row for Row {
             }
         }
         if columns.kind {
-            let kind = match self.kind {
-                Kind::Direct => "direct",
-                Kind::Memcg => "memcg",
-            };
-            write!(out, " {kind}")?;
+            write!(out, " {}", self.kind.name())?;
         }
         if columns.extended {
             // "memcg" is the shorter of the two kinds.
@@ -150,12 +155,8 @@ impl output::Row for Row {
     }
 
     fn moment(&self) -> Moment<'_> {
-        let name = match self.kind {
-            Kind::Direct => "direct reclaim",
-            Kind::Memcg => "memcg reclaim",
-        };
         Moment::Event(Event {
-            name: name.into(),
+            name: format!("{} reclaim", self.kind.name()).into(),
             pid: self.pid,
             tid: self.tid,
             comm: &self.comm,

@@ -84,16 +84,14 @@ impl Growth {
             let growth_bytes = last.checked_sub(first).filter(|grown| *grown >= LEAST)?;
             let begun = self.looks.len().checked_sub(sizes.bytes.len())?;
             let seconds = *self.looks.back()? - *self.looks.get(begun)?;
+            let (what, pid) = match what {
+                What::Process(pid, _) => ("process", Some(*pid)),
+                What::Part(_) | What::Unaccounted => ("part", None),
+            };
             Some(Growing {
-                what: match what {
-                    What::Process(..) => "process",
-                    What::Part(_) | What::Unaccounted => "part",
-                },
+                what,
                 name: sizes.name.clone(),
-                pid: match what {
-                    What::Process(pid, _) => Some(*pid),
-                    What::Part(_) | What::Unaccounted => None,
-                },
+                pid,
                 bytes: last,
                 growth_bytes,
                 seconds: seconds.as_secs_f64(),

@@ -253,12 +253,7 @@ impl Tables {
                 (mapping, frame.instruction)
             }
         };
-        let name = match (&frame.symbol, &frame.module) {
-            (Some((name, _)), _) => name.clone(),
-            (None, Some((module, _))) => format!("[{module}]"),
-            (None, None) => "[unknown]".to_owned(),
-        };
-        let function_name_id = self.string(name.as_bytes());
+        let function_name_id = self.string(frame.function_or_module().as_bytes());
         self.number(Frame {
             function_name_id,
             mapping_id,

@@ -14,19 +14,20 @@ mod heap;
 mod message;
 mod tracks;
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::Write;
 use std::mem;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Error, Result, ensure};
+use anyhow::{Context, Error, Result};
 use nix::time::{ClockId, clock_gettime};
 
 pub use self::heap::Heaps;
 use self::message::{TracePacket, TrackDescriptor};
 pub use self::tracks::Tracks;
+use crate::export::replace::expect_file;
 use crate::print::clock;
 use crate::print::text;
 
@@ -57,12 +58,7 @@ impl Trace {
     /// Begins a trace in a new file, or one that is emptied.
     fn create(path: &Path, tool: &'static str) -> Result<Self> {
         let name = text::escape_bytes(path.as_os_str().as_encoded_bytes());
-        if let Ok(there) = fs::metadata(path) {
-            ensure!(
-                there.is_file(),
-                "failed to write {name}: it is there, and no file; name another one"
-            );
-        }
+        expect_file(path)?;
         let file = File::create(path).with_context(|| format!("failed to write {name}"))?;
         let suspended = suspended();
         let run = (tool, std::process::id(), clock::monotonic_ns());

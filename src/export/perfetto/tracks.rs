@@ -88,20 +88,19 @@ impl Tracks {
     }
 
     fn counter_track(&mut self, count: &Count<'_>) -> u64 {
-        let of = |pid: Option<u32>, tool| own_number(&("counter", tool, &count.name, pid));
         let tool = self.trace.tool;
-        let own = of(count.process.map(|(pid, _)| pid), tool);
-        let is_full = self.sums.len() >= MOST_COUNTERS && !self.sums.contains_key(&own);
-        let (uuid, name, parent_uuid) = match count.process {
-            Some((pid, comm)) if !is_full => {
-                let process = self.describe(process_track(pid, comm));
-                (own, count.name.to_string(), process)
-            }
-            None if !is_full => (own, count.name.to_string(), self.own_track()),
-            _ => {
-                let name = format!("{}, others", count.name);
-                (own_number(&("others", tool, &name)), name, self.own_track())
-            }
+        let pid = count.process.map(|(pid, _)| pid);
+        let mut uuid = own_number(&("counter", tool, &count.name, pid));
+        let mut name = count.name.to_string();
+        let mut process = count.process;
+        if self.sums.len() >= MOST_COUNTERS && !self.sums.contains_key(&uuid) {
+            name.push_str(", others");
+            uuid = own_number(&("others", tool, &name));
+            process = None;
+        }
+        let parent_uuid = match process {
+            Some((pid, comm)) => self.describe(process_track(pid, comm)),
+            None => self.own_track(),
         };
         let unit = match count.unit {
             Unit::Count => message::COUNT,
@@ -127,6 +126,18 @@ impl Tracks {
         );
     }
 
+    /// Something without a duration, by a row's fields.
+    fn instant(&self, track_uuid: u64, name: &str, row: &Value) -> TrackEvent {
+        TrackEvent {
+            kind: message::INSTANT,
+            track_uuid,
+            categories: vec![self.trace.tool.to_owned()],
+            name: name.to_owned(),
+            debug_annotations: arguments(row),
+            counter_value: None,
+        }
+    }
+
     fn push_sum(&mut self, time: u64, track_uuid: u64, sum: u64) {
         let event = TrackEvent {
             kind: message::COUNTER,
@@ -142,20 +153,13 @@ impl Timeline for Tracks {
     fn event(&mut self, event: &Event<'_>, row: &Value) {
         let end = self.boottime(event.end);
         let track_uuid = self.thread_track(event);
-        let named = TrackEvent {
-            kind: message::INSTANT,
-            track_uuid,
-            categories: vec![self.trace.tool.to_owned()],
-            name: event.name.to_string(),
-            debug_annotations: arguments(row),
-            counter_value: None,
-        };
+        let instant = self.instant(track_uuid, &event.name, row);
         let Some(took_ns) = event.took_ns else {
-            return self.push_event(end, named);
+            return self.push_event(end, instant);
         };
         let begin = TrackEvent {
             kind: message::SLICE_BEGIN,
-            ..named
+            ..instant
         };
         self.push_event(end.saturating_sub(took_ns), begin);
         let finish = TrackEvent {
@@ -180,15 +184,9 @@ impl Timeline for Tracks {
 
     fn remark(&mut self, name: &str, row: &Value) {
         let time = self.trace.boottime(clock::monotonic_ns());
-        let event = TrackEvent {
-            kind: message::INSTANT,
-            track_uuid: self.own_track(),
-            categories: vec![self.trace.tool.to_owned()],
-            name: name.to_owned(),
-            debug_annotations: arguments(row),
-            counter_value: None,
-        };
-        self.push_event(time, event);
+        let track = self.own_track();
+        let instant = self.instant(track, name, row);
+        self.push_event(time, instant);
     }
 
     fn flush(&mut self) {
