@@ -41,15 +41,7 @@ impl Function {
 
 /// The file's build id, which its linker made of what it holds.
 pub fn build_id(file: &File) -> Option<Vec<u8>> {
-    /// Bytes of the note: its header, "GNU", and a hash.
-    const MAX_NOTE: u64 = 4096;
-    const HEADER: [u8; 8] = *b"\x03\0\0\0GNU\0";
-    let elf = Elf::read(file).ok()?;
-    let note = elf.section(".note.gnu.build-id")?;
-    let note = elf.contents(note, MAX_NOTE).ok()?;
-    let (sizes, rest) = note.split_at_checked(8)?;
-    let length = u32::from_le_bytes(*sizes.last_chunk()?) as usize;
-    Some(rest.strip_prefix(&HEADER)?.get(..length)?.to_vec())
+    Elf::read(file).ok()?.build_id()
 }
 
 /// The functions of `file` that `wanted` accepts, from `.dynsym` and `.symtab`. It is given the name,
@@ -225,6 +217,7 @@ pub fn interpreter(file: &File) -> Result<Option<Vec<u8>>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::print::text;
 
     fn own_program() -> File {
         File::open("/proc/self/exe").expect("our program")
@@ -273,8 +266,7 @@ mod tests {
             .find_map(|line| line.trim().strip_prefix("Build ID: "));
         let file = File::open(library).expect("the C library");
         let id = build_id(&file).expect("a build id");
-        let id: String = id.iter().map(|byte| format!("{byte:02x}")).collect();
-        assert_eq!(Some(&*id), said);
+        assert_eq!(Some(&*text::hex(&id)), said);
     }
 
     #[test]

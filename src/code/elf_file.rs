@@ -52,6 +52,16 @@ impl Source for File {
     }
 }
 
+impl Source for Vec<u8> {
+    fn length(&self) -> io::Result<u64> {
+        self.as_slice().length()
+    }
+
+    fn read(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        self.as_slice().read(buffer, offset)
+    }
+}
+
 impl Source for &[u8] {
     fn length(&self) -> io::Result<u64> {
         Ok(self.len() as u64)
@@ -223,6 +233,24 @@ impl<'a> Elf<'a> {
             let within = address.checked_sub(segment.address)?;
             (within < segment.size).then_some(segment.file_offset + within)
         })
+    }
+
+    /// Whether there is a section of this name, or of the one that it had when it was first compressed.
+    pub(crate) fn has_debug(&self, name: &str) -> bool {
+        let compressed = name.replacen(".debug", ".zdebug", 1);
+        self.section(name).is_some() || self.section(&compressed).is_some()
+    }
+
+    /// The build id, which the linker made of what the file holds.
+    pub(crate) fn build_id(&self) -> Option<Vec<u8>> {
+        /// Bytes of the note: its header, "GNU", and a hash.
+        const MAX_NOTE: u64 = 4096;
+        const HEADER: [u8; 8] = *b"\x03\0\0\0GNU\0";
+        let note = self.section(".note.gnu.build-id")?;
+        let note = self.contents(note, MAX_NOTE).ok()?;
+        let (sizes, rest) = note.split_at_checked(8)?;
+        let length = u32::from_le_bytes(*sizes.last_chunk()?) as usize;
+        Some(rest.strip_prefix(&HEADER)?.get(..length)?.to_vec())
     }
 
     /// The first table of symbols of a kind, and their names.

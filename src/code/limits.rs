@@ -54,11 +54,7 @@ impl Deadline {
     /// # Errors
     /// If the time is over, also that of all files once the end was asked for.
     pub(crate) fn check(self) -> Result<()> {
-        static ASKED: OnceLock<Instant> = OnceLock::new();
-        if end_is_asked_for() {
-            let asked = ASKED.get_or_init(Instant::now);
-            ensure!(asked.elapsed() <= LAST_READING, "the end was asked for");
-        }
+        expect_no_end()?;
         ensure!(
             cpu_time() <= self.0,
             "it takes more than {} s to read",
@@ -66,6 +62,17 @@ impl Deadline {
         );
         Ok(())
     }
+}
+
+/// # Errors
+/// If the end was asked for, and the time for all files is over since.
+pub(crate) fn expect_no_end() -> Result<()> {
+    static ASKED: OnceLock<Instant> = OnceLock::new();
+    if end_is_asked_for() {
+        let asked = ASKED.get_or_init(Instant::now);
+        ensure!(asked.elapsed() <= LAST_READING, "the end was asked for");
+    }
+    Ok(())
 }
 
 /// Whether a signal that ends a run waits to be taken note of. The tools block these.

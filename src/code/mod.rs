@@ -5,6 +5,7 @@
 //! | [`elf`] | what is asked of ELF files: functions by name, code, kind of program |
 //! | [`elf_file`] | the headers of an ELF file, and what is read by them |
 //! | [`instruction`] | the instruction at a place in a file |
+//! | [`lines`] | source lines of machine code |
 //! | [`limits`] | what the reading of one file of another user may take |
 //! | [`probe_place`] | where in a function a uprobe costs least |
 //! | `symbol_copy` | a copy of a file's symbols, which blazesym can read |
@@ -15,6 +16,7 @@ pub mod elf;
 pub mod elf_file;
 pub mod instruction;
 pub mod limits;
+pub mod lines;
 pub mod probe_place;
 mod symbol_copy;
 pub mod symbols;

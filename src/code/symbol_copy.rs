@@ -16,7 +16,7 @@ use object::elf as raw;
 use object::pod::{bytes_of, bytes_of_slice};
 use object::{NativeEndian, U16, U32, U64};
 
-use crate::code::elf_file::{Elf, Section, Symbol};
+use crate::code::elf_file::{Elf, Section, Segment, Symbol};
 use crate::code::limits;
 
 /// Bytes that blazesym takes for a function: the symbol, and its number in the order of addresses.
@@ -56,10 +56,14 @@ struct Function {
     size: u32,
     /// Where its name begins among the names.
     name: u32,
+    /// Whether other files cannot name it so.
+    local: bool,
 }
 
 struct Writer<'a> {
+    /// What the tables are read from.
     elf: &'a Elf<'a>,
+    segments: &'a [Segment],
     file: File,
     end: u64,
     bytes: usize,
@@ -76,16 +80,18 @@ struct Names<'a> {
 }
 
 impl SymbolCopy {
-    /// Copies what names functions; None if there are none.
+    /// Copies what names functions; None if there are none. A file that has lost its symbols has them of
+    /// `debug`, which was split from it: its addresses are the same, but not its offsets.
     ///
     /// # Errors
     /// If the file's owner has it take more than the limits, or it has changed.
-    pub(crate) fn of(elf: &Elf<'_>) -> Result<Option<Self>> {
+    pub(crate) fn of(elf: &Elf<'_>, debug: Option<&Elf<'_>>) -> Result<Option<Self>> {
         let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
         let file = memfd_create(c"memtools-symbols", flags);
         let file = File::from(file.context("failed to create a file for its symbols")?);
         let mut writer = Writer {
-            elf,
+            elf: debug.unwrap_or(elf),
+            segments: &elf.segments,
             file,
             end: 0,
             bytes: 0,
@@ -100,6 +106,7 @@ impl SymbolCopy {
         let length = SECTION_NAMES.len() as u64;
         writer.add(section_header(b".shstrtab", raw::SHT_STRTAB, at, length));
         writer.table(raw::SHT_SYMTAB, [b".symtab", b".strtab"])?;
+        writer.elf = elf;
         writer.table(raw::SHT_DYNSYM, [b".dynsym", b".dynstr"])?;
         if writer.bytes == 0 {
             return Ok(None);
@@ -138,7 +145,7 @@ impl Writer<'_> {
             functions.extend(Function::new(symbol, names.size));
             Ok(())
         })?;
-        functions.sort_by_key(|function| function.address);
+        functions.sort_by_key(|function| (function.address, function.local));
         for aliases in functions.chunk_by_mut(|one, other| one.address == other.address) {
             self.put_plainest_first(aliases, names)?;
         }
@@ -160,7 +167,8 @@ impl Writer<'_> {
     }
 
     /// Puts the name first that users know, which has fewest underscores before it: `mmap`, not `__mmap`.
-    /// Among such, the first one in the file is the function's name.
+    /// Among such, the first one in the file is the function's name, of those that other files can name it by if
+    /// there are any.
     fn put_plainest_first(&self, aliases: &mut [Function], names: &Section) -> Result<()> {
         if aliases.len() < 2 {
             return Ok(());
@@ -231,11 +239,8 @@ impl Writer<'_> {
     /// Writes the headers, and lets nobody write any more.
     fn finish(self) -> Result<SymbolCopy> {
         let e = NativeEndian;
-        let loaded = self
-            .elf
-            .segments
-            .iter()
-            .filter(|segment| segment.is_loaded());
+        let segments = self.segments.iter();
+        let loaded = segments.filter(|segment| segment.is_loaded());
         let segments: Vec<ProgramHeader> = loaded
             .map(|segment| ProgramHeader {
                 p_type: U32::new(e, raw::PT_LOAD),
@@ -304,6 +309,7 @@ impl Function {
             address: symbol.address,
             size,
             name: symbol.name,
+            local: symbol.local,
         })
     }
 

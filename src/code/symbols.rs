@@ -7,10 +7,10 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 
 use anyhow::Result;
-use blazesym::symbolize::source::{self, Source};
+use blazesym::symbolize::source;
 use blazesym::symbolize::{Input, Symbolized, Symbolizer};
 
-use crate::code::elf_file::Elf;
+use crate::code::elf_file::{Elf, Source};
 use crate::code::limits;
 use crate::code::symbol_copy::SymbolCopy;
 
@@ -32,7 +32,7 @@ struct Names {
 /// The name of a function that an offset is in.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Name {
-    /// As the file has it, mangled; without its end if it has none within 16 KiB.
+    /// As the file has it, mangled, but without its version; without its end if it has none within 16 KiB.
     pub text: String,
     /// Whether it is all of the name.
     pub is_whole: bool,
@@ -46,7 +46,19 @@ impl Symbols {
     /// # Errors
     /// If it is no ELF file, or one that is over the limits.
     pub fn of_file(file: &File) -> Result<Self> {
-        let copy = SymbolCopy::of(&Elf::read(file)?)?;
+        Self::copy(&Elf::read(file)?, None)
+    }
+
+    /// Reads the tables of an ELF file that has lost its symbols, with those of a file that was split from it.
+    ///
+    /// # Errors
+    /// If one of them is no ELF file, or is over the limits.
+    pub fn of_split_file(file: &File, debug: &dyn Source) -> Result<Self> {
+        Self::copy(&Elf::read(file)?, Some(&Elf::read(debug)?))
+    }
+
+    fn copy(elf: &Elf<'_>, debug: Option<&Elf<'_>>) -> Result<Self> {
+        let copy = SymbolCopy::of(elf, debug)?;
         let names = copy.map(|copy| Names {
             blazesym: Symbolizer::builder()
                 .enable_auto_reload(false)
@@ -70,7 +82,8 @@ impl Symbols {
         let Names { blazesym, copy } = self.0.as_ref()?;
         let mut elf = source::Elf::new(format!("/proc/self/fd/{}", copy.file.as_raw_fd()));
         elf.debug_syms = false;
-        let found = blazesym.symbolize_single(&Source::Elf(elf), Input::FileOffset(file_offset));
+        let found =
+            blazesym.symbolize_single(&source::Source::Elf(elf), Input::FileOffset(file_offset));
         let Ok(Symbolized::Sym(symbol)) = found else {
             return None;
         };
@@ -80,8 +93,14 @@ impl Symbols {
         while !symbol.name.is_char_boundary(length) {
             length -= 1;
         }
+        // `.symtab` has versions in its names, as in `__libc_start_main@@GLIBC_2.34`.
+        let text = &symbol.name[..length];
+        let text = match text.find('@') {
+            Some(version) if version > 0 => &text[..version],
+            _ => text,
+        };
         is_in_it.then(|| Name {
-            text: symbol.name[..length].to_owned(),
+            text: text.to_owned(),
             is_whole: symbol.name.len() < limits::MAX_NAME,
             offset: symbol.offset as u64,
         })

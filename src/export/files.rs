@@ -11,11 +11,12 @@ use crate::export::perfetto::Heaps;
 use crate::export::profile::{Profile, Sample, Value};
 use crate::export::replace::Replaced;
 use crate::export::{flame, pprof};
+use crate::stacks::symbolize::SourceArgs;
 
 /// What writes a profile in one format.
 type Writer = Box<dyn Fn(&Profile, &mut dyn Write) -> Result<()>>;
 
-/// Options of every tool with stacks.
+/// Options of every tool with stacks: what is told of them, and into which files.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct ExportArgs {
     /// Also draw each report as a flame graph, into this file, which any browser shows
@@ -30,6 +31,10 @@ pub struct ExportArgs {
     /// Also write each report as a profile, into this file, for `go tool pprof` and others
     #[arg(long, value_name = "FILE.pb.gz")]
     pub pprof: Option<PathBuf>,
+
+    /// What frames are told with.
+    #[command(flatten)]
+    pub source: SourceArgs,
 }
 
 impl ExportArgs {

@@ -20,6 +20,12 @@ const KERNEL: Color = Color {
     g: 170,
     b: 80,
 };
+/// Calls that the compiler has put the function's code in the place of.
+const INLINED: Color = Color {
+    r: 200,
+    g: 170,
+    b: 240,
+};
 /// What stands for frames that are not there.
 const MISSING: Color = Color {
     r: 170,
@@ -65,9 +71,9 @@ impl Graph {
             if weight > 0 {
                 color(&sample.stack, &mut colors);
                 let line = Folded {
-                    pid: false,
                     annotate: true,
-                    stack: &sample.stack,
+                    inlined: true,
+                    ..Folded::new(&sample.stack)
                 };
                 lines.push(valid_xml(format!("{line} {weight}")));
             }
@@ -197,6 +203,9 @@ fn color(stack: &NamedStack, colors: &mut Vec<(String, Color)>) {
         }
         for frame in part.frames.iter().filter(|frame| frame.kernel) {
             colors.push((folded::name(frame) + folded::KERNEL_MARK, KERNEL));
+        }
+        for call in part.frames.iter().flat_map(|frame| frame.source.inlined()) {
+            colors.push((folded::inlined_name(call) + folded::INLINED_MARK, INLINED));
         }
     }
 }

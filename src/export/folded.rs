@@ -4,10 +4,13 @@
 use std::fmt;
 use std::io::{self, Write};
 
+use crate::code::lines::SourceLine;
 use crate::stacks::named::{Frame, NamedStack, Part};
 
 /// What the names of kernel frames end in, for flame graphs to colour them.
 pub(super) const KERNEL_MARK: &str = "_[k]";
+/// What the names of inlined calls end in.
+pub(super) const INLINED_MARK: &str = "_[i]";
 
 /// A stack as a line without its weight: `comm;main;f`.
 #[derive(Debug, Clone, Copy)]
@@ -16,8 +19,10 @@ pub struct Folded<'a> {
     pub stack: &'a NamedStack,
     /// Makes the root frame `comm-PID`, so that processes of one name stay apart.
     pub pid: bool,
-    /// Whether kernel frames end in `_[k]`, which flame graphs show in a colour of their own.
+    /// Whether kernel frames end in `_[k]`, and inlined calls in `_[i]`, which flame graphs show in colours of their own.
     pub annotate: bool,
+    /// Whether inlined calls are frames even if reports do not show them.
+    pub inlined: bool,
 }
 
 impl fmt::Display for Folded<'_> {
@@ -35,6 +40,7 @@ impl<'a> Folded<'a> {
             stack,
             pid: false,
             annotate: false,
+            inlined: false,
         }
     }
 
@@ -52,31 +58,41 @@ impl<'a> Folded<'a> {
         if self.pid {
             write!(f, "-{}", stack.pid)?;
         }
-        let suffix = if self.annotate { KERNEL_MARK } else { "" };
         if let Some(user) = &stack.user {
-            write_part(user, f, suffix)?;
+            self.write_part(user, f)?;
         }
         if let Some(kernel) = &stack.kernel {
             if stack.user.is_some() {
                 f.write_str(";-")?;
             }
-            write_part(kernel, f, suffix)?;
+            self.write_part(kernel, f)?;
+        }
+        Ok(())
+    }
+
+    fn write_part(&self, part: &Part, f: &mut impl fmt::Write) -> fmt::Result {
+        if let Some(missing) = part.missing() {
+            write!(f, ";{}", escape(&missing))?;
+        }
+        for frame in part.frames.iter().rev() {
+            write!(f, ";{}", name(frame))?;
+            if frame.kernel && self.annotate {
+                f.write_str(KERNEL_MARK)?;
+            }
+            if self.inlined || frame.source.shown {
+                for call in frame.source.inlined().iter().rev() {
+                    let mark = if self.annotate { INLINED_MARK } else { "" };
+                    write!(f, ";{}{mark}", inlined_name(call))?;
+                }
+            }
         }
         Ok(())
     }
 }
 
-fn write_part(part: &Part, f: &mut impl fmt::Write, kernel_suffix: &str) -> fmt::Result {
-    if let Some(missing) = part.missing() {
-        write!(f, ";{}", escape(&missing))?;
-    }
-    for frame in part.frames.iter().rev() {
-        write!(f, ";{}", name(frame))?;
-        if frame.kernel {
-            f.write_str(kernel_suffix)?;
-        }
-    }
-    Ok(())
+/// The function of an inlined call.
+pub(super) fn inlined_name(call: &SourceLine) -> String {
+    escape(call.function.as_deref().unwrap_or("[unknown]"))
 }
 
 /// The frame's function, or else its module in brackets.

@@ -22,6 +22,7 @@ pub mod perfetto;
 pub mod pprof;
 mod pprof_difference;
 mod pprof_message;
+mod pprof_text;
 pub mod profile;
 pub mod replace;
 pub mod text;

@@ -13,10 +13,14 @@ use flate2::write::GzEncoder;
 use jiff::Zoned;
 use prost::Message;
 
+use crate::code::lines::SourceLine;
 use crate::export::pprof_difference as difference;
 use crate::export::pprof_message as message;
+use crate::export::pprof_text;
 use crate::export::profile::{Profile, Sample};
+use crate::print::text;
 use crate::process::address_space::MappedCode;
+use crate::process::cgroup;
 use crate::stacks::named::{Frame, NamedStack, Part};
 
 /// The part of the address space that is the kernel's on x86-64 and arm64.
@@ -46,6 +50,14 @@ impl Encoded {
         Self(difference::of(&earlier.0, &self.0))
     }
 
+    /// Writes it as text, as Go programs do: false if it is not of a heap.
+    ///
+    /// # Errors
+    /// If `out` cannot be written to.
+    pub fn write_text(&self, out: &mut dyn Write) -> Result<bool> {
+        pprof_text::write(&self.0, out).context("failed to write")
+    }
+
     /// Writes it, compressed.
     ///
     /// # Errors
@@ -68,6 +80,8 @@ struct Builder {
     mappings: HashMap<Code, u64>,
     functions: HashMap<(i64, i64), u64>,
     locations: HashMap<LocationKey, u64>,
+    /// Cgroups by process; None of a process that has gone.
+    cgroups: HashMap<u32, Option<String>>,
 }
 
 /// What is mapped: a part of a file by the file's number and offset, or a module of the kernel.
@@ -78,7 +92,7 @@ enum Code {
 }
 
 /// What tells locations apart: generated code has other functions at the same addresses in other
-/// processes.
+/// processes. The function is the outermost one where calls are inlined.
 #[derive(PartialEq, Eq, Hash)]
 struct LocationKey {
     mapping: u64,
@@ -160,6 +174,13 @@ impl Builder {
             str: self.string(comm),
             ..message::Label::default()
         });
+        if let Some(cgroup) = self.cgroup(*pid) {
+            labels.push(message::Label {
+                key: self.string("cgroup"),
+                str: self.string(&cgroup),
+                ..message::Label::default()
+            });
+        }
         let values = sample.values.iter();
         self.message.sample.push(message::Sample {
             location_id: locations,
@@ -170,14 +191,20 @@ impl Builder {
         });
     }
 
+    /// The cgroup that a process is in now; None of the kernel's own, and of a process that has gone.
+    fn cgroup(&mut self, pid: u32) -> Option<String> {
+        let of_process = || cgroup::of_process(pid);
+        self.cgroups.entry(pid).or_insert_with(of_process).clone()
+    }
+
     fn part(&mut self, part: &Part, locations: &mut Vec<u64>) {
         for frame in &part.frames {
             let location = self.frame(frame);
             locations.push(location);
         }
         if let Some(missing) = part.missing() {
-            let function = self.function(&missing, "");
-            locations.push(self.location(0, 0, function));
+            let line = self.line(&missing, None);
+            locations.push(self.location(0, 0, vec![line]));
         }
     }
 
@@ -194,32 +221,55 @@ impl Builder {
             }
             None => (0, frame.instruction),
         };
-        let function = match &frame.symbol {
-            Some((name, _)) => self.function(name, ""),
-            // Whoever reads it may know the file by its build id, and name it.
-            None => 0,
-        };
-        self.location(mapping, address, function)
+        let lines = self.lines(frame);
+        if !frame.source.lines.is_empty()
+            && let Some(mapping) = self.message.mapping.get_mut(mapping as usize - 1)
+        {
+            mapping.has_filenames = true;
+            mapping.has_line_numbers = true;
+            mapping.has_inline_frames = true;
+        }
+        self.location(mapping, address, lines)
     }
 
-    fn location(&mut self, mapping: u64, address: u64, function: u64) -> u64 {
+    /// The functions that a frame's instruction is in, of which all but the last are inlined.
+    fn lines(&mut self, frame: &Frame) -> Vec<message::Line> {
+        let mut lines = Vec::new();
+        for call in frame.source.inlined() {
+            let name = call.function.as_deref().unwrap_or("[unknown]");
+            lines.push(self.line(name, Some(call)));
+        }
+        let own = frame.source.lines.last();
+        let name = frame.symbol.as_ref().map(|(name, _)| name);
+        // Of a frame without a name, whoever reads it may know the file by its build id, and name it.
+        if let Some(name) = name.or_else(|| own?.function.as_ref()) {
+            lines.push(self.line(name, own));
+        }
+        lines
+    }
+
+    fn line(&mut self, function: &str, place: Option<&SourceLine>) -> message::Line {
+        let file = place.and_then(|place| place.file.as_deref());
+        message::Line {
+            function_id: self.function(function, file.unwrap_or("")),
+            line: place.map_or(0, |place| place.line.into()),
+        }
+    }
+
+    fn location(&mut self, mapping: u64, address: u64, line: Vec<message::Line>) -> u64 {
         let locations = &mut self.message.location;
         let key = LocationKey {
             mapping,
             address,
-            function,
+            function: line.last().map_or(0, |line| line.function_id),
         };
         *self.locations.entry(key).or_insert_with(|| {
-            let line = message::Line {
-                function_id: function,
-                ..message::Line::default()
-            };
             let id = locations.len() as u64 + 1;
             locations.push(message::Location {
                 id,
                 mapping_id: mapping,
                 address,
-                line: if function == 0 { vec![] } else { vec![line] },
+                line,
             });
             id
         })
@@ -251,7 +301,7 @@ impl Builder {
         }
         let path = code.file.path();
         let build_id = code.file.build_id().unwrap_or_default();
-        let build_id: String = build_id.iter().map(|byte| format!("{byte:02x}")).collect();
+        let build_id = text::hex(build_id);
         let mapping = message::Mapping {
             memory_start: code.range.start,
             memory_limit: code.range.end,

@@ -10,7 +10,7 @@ use crate::export::pprof_message::{Function, Label, Line, Location, Mapping, Pro
 
 /// What tells a mapping's file and place: the addresses are those of the process that was seen first.
 type MappingKey = (i64, i64, u64);
-/// What tells a location: its mapping, the address within, and the function.
+/// What tells a location: its mapping, the address within, and the function, the outermost where calls are inlined.
 type LocationKey = (u64, u64, u64);
 /// What tells a sample: its locations and labels.
 type SampleKey = (Vec<u64>, Vec<(i64, i64, i64)>);
@@ -128,21 +128,18 @@ impl Tables {
         )
     }
 
-    /// The location at this place of its mapping.
-    fn location(&mut self, (mapping, offset, function): LocationKey) -> u64 {
+    /// The location at this place of its mapping, which has these lines.
+    fn location(&mut self, mapping: u64, offset: u64, line: Vec<Line>) -> u64 {
         let address = offset.wrapping_add(start_of(mapping, &self.profile));
         let table = &mut self.profile.location;
-        number_of(&mut self.locations, (mapping, offset, function), || {
+        let key = (mapping, offset, outermost(&line));
+        number_of(&mut self.locations, key, || {
             let id = table.len() as u64 + 1;
-            let line = Line {
-                function_id: function,
-                ..Line::default()
-            };
             table.push(Location {
                 id,
                 mapping_id: mapping,
                 address,
-                line: if function == 0 { vec![] } else { vec![line] },
+                line,
             });
             id
         })
@@ -181,10 +178,17 @@ impl Numbers {
         }
         let mut locations = HashMap::new();
         for location in &earlier.location {
-            let (mapping, offset, function) = location_key(location, earlier);
+            let (mapping, offset, _) = location_key(location, earlier);
             let mapping = mappings.get(&mapping).copied().unwrap_or_default();
-            let function = functions.get(&function).copied().unwrap_or_default();
-            locations.insert(location.id, tables.location((mapping, offset, function)));
+            let line = location.line.iter().map(|line| Line {
+                function_id: functions
+                    .get(&line.function_id)
+                    .copied()
+                    .unwrap_or_default(),
+                ..*line
+            });
+            let translated = tables.location(mapping, offset, line.collect());
+            locations.insert(location.id, translated);
         }
         Self { strings, locations }
     }
@@ -221,12 +225,15 @@ fn mapping_key(mapping: &Mapping) -> MappingKey {
 
 fn location_key(location: &Location, profile: &Profile) -> LocationKey {
     let start = start_of(location.mapping_id, profile);
-    let function = location.line.first().map_or(0, |line| line.function_id);
     (
         location.mapping_id,
         location.address.wrapping_sub(start),
-        function,
+        outermost(&location.line),
     )
+}
+
+fn outermost(lines: &[Line]) -> u64 {
+    lines.last().map_or(0, |line| line.function_id)
 }
 
 /// Where a mapping begins; 0 of none.

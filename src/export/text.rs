@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 use std::io::{self, Write};
 
+use crate::export::folded;
 use crate::stacks::named::{Frame, NamedStack, Part};
 
 /// Writes a stack below its row: the kernel's frames, `--`, the user's, innermost first.
@@ -24,8 +25,8 @@ pub fn part_below_row(part: Option<&Part>, out: &mut dyn Write) -> io::Result<()
     if part.frames.is_empty() {
         writeln!(out, "    [lost]")?;
     }
-    for frame in &part.frames {
-        writeln!(out, "    {frame}")?;
+    for row in part.frames.iter().flat_map(Frame::rows) {
+        writeln!(out, "    {row}")?;
     }
     match &part.truncated {
         Some(reason) => writeln!(out, "    [truncated: {reason}]"),
@@ -55,17 +56,7 @@ pub fn block(stack: &NamedStack, style: BlockStyle) -> String {
             block.push_str("    --\n");
         }
         for frame in &part.frames {
-            block.push_str("  ");
-            // Writing to a String does not fail.
-            if style.addresses {
-                let _ = write!(block, "{:<16x} ", frame.address);
-            }
-            let suffix = if frame.kernel && style.annotate {
-                "_[k]"
-            } else {
-                ""
-            };
-            let _ = writeln!(block, "{}{suffix}", name(frame, style.offsets));
+            frame_of_block(frame, style, &mut block);
         }
         if part.frames.is_empty() {
             block.push_str("  [lost]\n");
@@ -80,6 +71,25 @@ pub fn block(stack: &NamedStack, style: BlockStyle) -> String {
         writeln!(block, "    {}", stack.comm)
     };
     block
+}
+
+/// Adds a frame's lines, its inlined calls before it.
+fn frame_of_block(frame: &Frame, style: BlockStyle, block: &mut String) {
+    let suffix = if frame.kernel && style.annotate {
+        folded::KERNEL_MARK
+    } else {
+        ""
+    };
+    let place = frame.source.in_report();
+    let own = format!("{}{suffix}{place}", name(frame, style.offsets));
+    for row in frame.inlined_rows().chain([own]) {
+        block.push_str("  ");
+        // Writing to a String does not fail.
+        if style.addresses {
+            let _ = write!(block, "{:<16x} ", frame.address);
+        }
+        let _ = writeln!(block, "{row}");
+    }
 }
 
 /// The function's name, alone unless the place in it is asked for: that tells apart what belongs together.

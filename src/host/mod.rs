@@ -3,6 +3,7 @@
 //! | module | what it is for |
 //! |---|---|
 //! | [`values`] | files of named numbers: meminfo, vmstat, memory.stat |
+//! | [`packages`] | which package a file is from |
 //! | [`pressure`] | how long tasks were held up for want of memory |
 //! | [`slabinfo`] | slab caches and the bytes of their pages |
 //! | [`memory_cgroups`] | memory cgroups of both versions: what they use, and their limits |
@@ -14,6 +15,7 @@ pub mod capabilities;
 pub mod cpus;
 pub mod kernel_log;
 pub mod memory_cgroups;
+pub mod packages;
 pub mod pressure;
 pub mod slabinfo;
 pub mod values;

@@ -76,6 +76,11 @@ pub fn from_c(array: &[c_char]) -> String {
     escape_bytes(&bytes)
 }
 
+/// Bytes as hexadecimal digits, as build ids are written.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// `1204331` as `1,204,331`.
 pub fn grouped(number: u64) -> String {
     let digits = number.to_string();

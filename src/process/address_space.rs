@@ -10,7 +10,7 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -97,6 +97,16 @@ impl CodeFile {
     pub fn build_id(&self) -> Option<&[u8]> {
         let read = || elf::build_id(self.open()?.file());
         self.build_id.get_or_init(read).as_deref()
+    }
+
+    /// The file's path as it was mapped, not escaped.
+    pub fn raw_path(&self) -> &Path {
+        &self.mapping.path
+    }
+
+    /// The process that mapped it last.
+    pub fn last_pid(&self) -> u32 {
+        self.seen.get().0
     }
 
     /// Whether its code was generated: there is no file, or one that only holds it (memfd).

@@ -88,6 +88,32 @@ fn pod_uid(folder: &str) -> Option<String> {
     Some(uid.replace('_', "-"))
 }
 
+/// The path of the cgroup that a process is in, escaped: of version 2, or where that is the root, of version 1's
+/// memory controller. None if the process has gone.
+pub fn of_process(pid: u32) -> Option<String> {
+    in_list(&fs::read(format!("/proc/{pid}/cgroup")).ok()?)
+}
+
+fn in_list(list: &[u8]) -> Option<String> {
+    let path_in = |wanted: fn(&[u8]) -> bool| {
+        list.split(|&byte| byte == b'\n').find_map(|line| {
+            let mut fields = line.splitn(3, |&byte| byte == b':');
+            let (controllers, path) = (fields.nth(1)?, fields.next()?);
+            wanted(controllers).then(|| text::escape_bytes(path))
+        })
+    };
+    let is_memory = |controllers: &[u8]| {
+        controllers
+            .split(|&byte| byte == b',')
+            .any(|one| one == b"memory")
+    };
+    let unified = path_in(<[u8]>::is_empty);
+    match unified.as_deref() {
+        None | Some("/") => path_in(is_memory).or(unified),
+        Some(_) => unified,
+    }
+}
+
 /// Paths of cgroups, also of such as have gone since they were last looked at.
 #[derive(Debug, Default)]
 pub struct Cgroups {
@@ -166,6 +192,18 @@ fn memory_mount(mounts: &str) -> Option<&str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_cgroup_of_a_process_is_the_one_that_it_was_put_into() {
+        let two = in_list(b"12:memory:/\n1:name=systemd:/x\n0::/a\x1b/b:c\n");
+        assert_eq!(two.as_deref(), Some("/a\\x1b/b:c"));
+        let one = in_list(b"9:cpu,memory:/m\n2:cpuset:/c\n0::/\n");
+        assert_eq!(one.as_deref(), Some("/m"));
+        assert_eq!(in_list(b"0::/\n").as_deref(), Some("/"));
+        assert_eq!(in_list(b"2:cpuset:/c\n"), None);
+        let own = of_process(std::process::id()).expect("a cgroup");
+        assert!(own.starts_with('/'));
+    }
 
     #[test]
     fn folders_are_known_by_their_inodes() {

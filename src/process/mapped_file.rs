@@ -126,11 +126,27 @@ pub fn open_own(root: impl AsFd, path: &Path) -> io::Result<File> {
     read_regular(&openat2(root, path, how)?)
 }
 
+/// Opens what an administrator has put there: links are followed, but none leads out of that root.
+///
+/// # Errors
+/// As openat2(2) fails, and `InvalidInput` if it is no regular file.
+pub fn open_installed(root: impl AsFd, path: &Path) -> io::Result<File> {
+    let how = OpenHow::new()
+        .flags(OFlag::O_PATH | OFlag::O_CLOEXEC)
+        .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
+    read_regular(&openat2(root, path, how)?)
+}
+
 /// The root of a process's file system, as openat2(2) takes it.
 pub fn root_of(pid: u32) -> io::Result<File> {
     let root = format!("/proc/{pid}/root");
     let flags = libc::O_PATH | libc::O_DIRECTORY;
     OpenOptions::new().read(true).custom_flags(flags).open(root)
+}
+
+/// The roots that a process's paths may be meant in: its own, while it runs, and ours.
+pub fn roots(pid: u32) -> impl Iterator<Item = File> {
+    [root_of(pid), File::open("/")].into_iter().flatten()
 }
 
 fn open_mapped(pid: u32, mapping: &Mapping) -> io::Result<File> {
@@ -142,8 +158,7 @@ fn open_mapped(pid: u32, mapping: &Mapping) -> io::Result<File> {
         Err(error) if error.kind() == io::ErrorKind::InvalidInput => return Err(error),
         Err(error) => error,
     };
-    let roots = [root_of(pid), File::open("/")].into_iter().flatten();
-    let mut opened = roots.filter_map(|root| open_within(root, &mapping.path).ok());
+    let mut opened = roots(pid).filter_map(|root| open_within(root, &mapping.path).ok());
     opened.find(|file| is_of(file, mapping)).ok_or(error)
 }
 

@@ -28,11 +28,15 @@ use crate::print::output::{Format, Output, Unread};
 use crate::process::inherited;
 use crate::run::complete;
 use crate::run::poll::Poller;
+use crate::stacks::source_lines;
 use crate::stacks::table::MAX_DEPTH;
 
 /// Parse the arguments, run the tool, and turn its outcome into an exit status.
 pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
     complete::answer::<A>();
+    if let Some(status) = source_lines::answer() {
+        return status;
+    }
     let args = match A::try_parse() {
         Ok(args) => args,
         Err(error) => return usage::<A>(&error),

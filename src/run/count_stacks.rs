@@ -31,7 +31,7 @@ use crate::run::poll::Poller;
 use crate::run::priority;
 use crate::run::schedule::{Due, Reports};
 use crate::run::stack_sums::{Count, Key, LOST_STACK, Sums, WideHashes, largest};
-use crate::stacks::named::{NamedStack, Part, StackIds};
+use crate::stacks::named::{NamedStack, Part};
 use crate::stacks::symbolize::Symbolizer;
 use crate::stacks::table::{self, MAX_DEPTH, StackMaps, Stacks};
 use crate::stacks::unwind::{UnwindArgs, Unwinder};
@@ -195,9 +195,9 @@ impl Report<'_> {
         } = self.args;
         let text = match self.format {
             Format::Folded => Folded {
-                stack,
                 pid,
                 annotate,
+                ..Folded::new(stack)
             }
             .to_string(),
             _ => block(
@@ -401,6 +401,8 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         if goes_on {
             self.make_room()?;
         }
+        // Source lines are looked for when all is added up: meanwhile more comes than the maps have room for.
+        let by_line = report.by_line() && !self.symbolizer.shows_lines();
         for (key, value) in self.counts.take()? {
             let key = Key {
                 user: key.user,
@@ -417,7 +419,6 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
                 sum.events += count.events;
                 sum.bytes += count.bytes;
             }
-            let by_line = report.by_line();
             if !by_line || self.exports.any() {
                 let whole = self.add(&key, count)?;
                 // Of a line it is counted below.
@@ -426,12 +427,12 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
                 }
             }
             if by_line {
-                self.add_line(report, key, count)?;
+                self.add_line(report, &key, count)?;
             }
         }
         // Nothing in the kernel refers to a stack of the last table any more.
         self.stacks.keep([])?;
-        if report.by_line() && !self.exports.any() {
+        if by_line && !self.exports.any() {
             self.stacks.forget_read();
             self.symbolizer.forget_exited();
         }
@@ -480,19 +481,37 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             .begin(0, room::enough(0, self.counts.next_entries()))
     }
 
-    fn add_line(&mut self, report: &Report<'_>, key: Key, count: Count) -> Result<()> {
+    fn add_line(&mut self, report: &Report<'_>, key: &Key, count: Count) -> Result<()> {
         let weight = count.weight(report.weight);
-        let place = self.place(report, &key)?;
+        let place = self.place(report, key)?;
         if place.is_some_and(|place| self.sums.add_at(place, weight)) {
             return Ok(());
         }
-        let line = report.line(&self.named(&key)?);
+        let line = self.line(report, key)?;
         if !self.sums.add_line(line, place, weight, self.most) {
             self.without_stack += count.events;
-            let line = report.line(&self.named(&key.without_stacks())?);
+            let line = self.line(report, &key.clone().without_stacks())?;
             self.sums.add_line(line, None, weight, self.most);
         }
         Ok(())
+    }
+
+    /// Makes lines of what was collected without them.
+    fn add_lines(&mut self, report: &Report<'_>) -> Result<()> {
+        if report.by_line() && self.symbolizer.shows_lines() {
+            let counts = mem::take(&mut self.sums.counts);
+            for (key, count) in &counts {
+                self.add_line(report, key, *count)?;
+            }
+            self.sums.counts = counts;
+        }
+        Ok(())
+    }
+
+    /// What is printed of a count, without its sum, and what it lacks.
+    fn line(&mut self, report: &Report<'_>, key: &Key) -> Result<(String, Option<String>)> {
+        let names = &mut self.symbolizer.for_reports();
+        Ok(report.line(&NamedStack::read(&key.ids(), &mut self.stacks, names)?))
     }
 
     /// A hash of all that the line of a count is made of, where that is known without names.
@@ -524,13 +543,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
 
     /// The two stacks of a key with their names.
     fn named(&mut self, key: &Key) -> Result<NamedStack> {
-        let ids = StackIds {
-            pid: key.pid,
-            comm: &key.comm,
-            user: Some(key.user),
-            kernel: Some(key.kernel),
-        };
-        NamedStack::read(&ids, &mut self.stacks, &mut self.symbolizer)
+        NamedStack::read(&key.ids(), &mut self.stacks, &mut self.symbolizer)
     }
 
     /// What is missing since the start.

@@ -9,6 +9,7 @@ use std::hash::{BuildHasher, DefaultHasher, Hasher, RandomState};
 use std::mem;
 
 use crate::run::count_stacks::Weight;
+use crate::stacks::named::StackIds;
 
 /// What a line lacks whose stack is lost.
 pub(crate) const LOST_STACK: &str = "[lost]";
@@ -29,6 +30,16 @@ pub(crate) struct Key {
 }
 
 impl Key {
+    /// The ids that the stacks are read by.
+    pub(crate) fn ids(&self) -> StackIds<'_> {
+        StackIds {
+            pid: self.pid,
+            comm: &self.comm,
+            user: Some(self.user),
+            kernel: Some(self.kernel),
+        }
+    }
+
     /// This process, with its stacks lost.
     pub(crate) fn without_stacks(self) -> Self {
         let lose = |id| if id == NONE { NONE } else { LOST };

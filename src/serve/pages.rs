@@ -110,12 +110,19 @@ fn metrics(_: &Report, content: &Content) -> Result<Response, String> {
 /// A profile, or what came within some seconds, under the headers that Go programs send.
 fn profile(name: &str, request: &Request, shared: &Arc<Shared>) -> Result<Response, Response> {
     let debug = request.parameter("debug").unwrap_or_default();
-    if debug.parse::<i64>().is_ok_and(|debug| debug != 0) {
-        let message =
-            "there is no text form (debug); / is for people, and without debug comes the profile";
-        return Err(Response::text(Status::NotImplemented, message));
+    let debug = debug.parse::<i64>().is_ok_and(|debug| debug != 0);
+    let seconds = request.parameter("seconds").filter(|text| !text.is_empty());
+    if debug {
+        return match seconds {
+            None => with_report(shared, text),
+            // In Go's words.
+            Some(_) => Err(Response::text(
+                Status::BadRequest,
+                "seconds and debug params are incompatible",
+            )),
+        };
     }
-    let (body, name) = match request.parameter("seconds").filter(|text| !text.is_empty()) {
+    let (body, name) = match seconds {
         None => {
             let report = shared.exchange.report().map_err(unavailable)?;
             let content = content(&report)?;
@@ -129,6 +136,22 @@ fn profile(name: &str, request: &Request, shared: &Arc<Shared>) -> Result<Respon
     Ok(Response {
         headers: vec![("Content-Disposition", disposition)],
         ..ok("application/octet-stream", body)
+    })
+}
+
+/// The profile as text, for people.
+fn text(_: &Report, content: &Content) -> Result<Response, String> {
+    let mut is_heap = false;
+    let body = report::made(|out| {
+        is_heap = content.encoded.write_text(out)?;
+        Ok(())
+    })?;
+    Ok(match is_heap {
+        true => ok("text/plain; charset=utf-8", body),
+        false => Response::text(
+            Status::NotImplemented,
+            "this has no text form (debug), as it is of no heap: without debug comes the profile",
+        ),
     })
 }
 

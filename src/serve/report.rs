@@ -14,7 +14,7 @@ use crate::export::profile::{Profile, Sample};
 use crate::print::{clock, text};
 use crate::serve::openmetrics::Family;
 use crate::serve::trend::{Key, Trend, Trends};
-use crate::stacks::named::NamedStack;
+use crate::stacks::named::{Frame, NamedStack};
 
 /// Stacks of the page in each of its tables.
 const TOP: usize = 10;
@@ -202,7 +202,7 @@ fn process(stack: &NamedStack) -> String {
 fn frames(stack: &NamedStack) -> Vec<String> {
     let mut frames = Vec::new();
     for part in [&stack.kernel, &stack.user].into_iter().flatten() {
-        frames.extend(part.frames.iter().map(ToString::to_string));
+        frames.extend(part.frames.iter().flat_map(Frame::rows));
         frames.extend(part.missing());
     }
     frames

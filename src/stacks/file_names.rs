@@ -1,12 +1,21 @@
-//! Names of the functions in files that processes have mapped, within bounded memory.
+//! Names and source lines of the code in files that processes have mapped, within bounded memory.
 
+use std::cmp::Reverse;
 use std::collections::HashMap;
+use std::path::PathBuf;
+use std::rc::Rc;
+
+use anyhow::Result;
 
 use crate::code::elf_file::NotElf;
+use crate::code::lines::SourceLine;
 use crate::code::symbols::Symbols;
 use crate::print::demangle::demangle;
 use crate::print::text;
 use crate::process::address_space::CodeFile;
+use crate::process::mapped_file::MappedFile;
+use crate::stacks::debug_files::{DebugFiles, SymbolsAt};
+use crate::stacks::source_lines::SourceLines;
 
 /// Bytes of symbol tables that are kept: one of the largest.
 const MAX_TABLES: usize = 64 << 20;
@@ -14,6 +23,8 @@ const MAX_TABLES: usize = 64 << 20;
 const MAX_NAMES: usize = 16 << 20;
 /// Files that are told to have no names: whoever makes many of them would fill the screen.
 const MAX_TOLD: u32 = 16;
+/// Files without symbols that are remembered, to tell what has no names.
+const MAX_STRIPPED: usize = 1024;
 /// Bytes that a name takes beside its own.
 const OVERHEAD: usize = 64;
 
@@ -31,6 +42,35 @@ pub(crate) struct FileNames {
     name_bytes: usize,
     uses: u64,
     told: u32,
+    /// Files that were split from these.
+    pub(crate) debug_files: DebugFiles,
+    lines: SourceLines,
+    /// Files that have lost their symbols, by their numbers.
+    stripped: HashMap<u32, Places>,
+}
+
+/// A file that has lost its symbols.
+#[derive(Debug)]
+pub(crate) struct Places {
+    /// The file's name without folders, escaped.
+    pub(crate) module: String,
+    /// The file's path in the mount namespace of who has it mapped.
+    pub(crate) path: PathBuf,
+    /// The file's build id, in hexadecimal digits.
+    pub(crate) build_id: Option<String>,
+    /// Places in it that have no names.
+    pub(crate) unnamed: u64,
+}
+
+impl Places {
+    fn of(file: &CodeFile) -> Self {
+        Self {
+            module: file.module(),
+            path: file.raw_path().to_owned(),
+            build_id: file.build_id().map(text::hex),
+            unnamed: 0,
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -47,6 +87,11 @@ impl FileNames {
             return known.clone();
         }
         let name = self.look_up(file, offset);
+        if name.is_none()
+            && let Some(places) = self.stripped.get_mut(&file.number)
+        {
+            places.unnamed += 1;
+        }
         let bytes = OVERHEAD + name.as_ref().map_or(0, |(name, _)| name.len());
         if self.name_bytes + bytes > MAX_NAMES {
             self.names.clear();
@@ -60,7 +105,7 @@ impl FileNames {
     fn look_up(&mut self, file: &CodeFile, offset: u64) -> Option<Named> {
         if !self.tables.contains_key(&file.number) {
             let opened = file.open()?;
-            let symbols = Symbols::of_file(opened.file()).unwrap_or_else(|error| {
+            let symbols = self.symbols(file, &opened).unwrap_or_else(|error| {
                 self.tell(file, &error);
                 Symbols::default()
             });
@@ -75,6 +120,40 @@ impl FileNames {
             false => text::shown(&name.text),
         };
         Some((shown, name.offset))
+    }
+
+    fn symbols(&mut self, file: &CodeFile, opened: &MappedFile) -> Result<Symbols> {
+        let own = || Symbols::of_file(opened.file());
+        match self.debug_files.symbols(file, opened.file()) {
+            SymbolsAt::TheFile => own(),
+            SymbolsAt::Other(debug) => {
+                Symbols::of_split_file(opened.file(), &*debug).or_else(|_| own())
+            }
+            SymbolsAt::Nowhere => {
+                if self.stripped.len() < MAX_STRIPPED {
+                    let places = Places::of(file);
+                    self.stripped.entry(file.number).or_insert(places);
+                }
+                own()
+            }
+        }
+    }
+
+    /// The files that have lost their symbols, of which there are places without names: those with most first.
+    pub(crate) fn stripped(&self) -> Vec<&Places> {
+        let mut stripped: Vec<_> = self.stripped.values().collect();
+        stripped.retain(|places| places.unnamed > 0);
+        stripped.sort_by_key(|places| (Reverse(places.unnamed), &places.path));
+        stripped
+    }
+
+    /// The source lines of the instruction at an offset in a file, demangled and escaped: the innermost
+    /// inlined call first. None if they are not known.
+    pub(crate) fn lines(&mut self, file: &CodeFile, offset: u64) -> Rc<[SourceLine]> {
+        let debug_files = &mut self.debug_files;
+        self.lines.find(file, offset, || {
+            debug_files.lines(file, file.open()?.file())
+        })
     }
 
     /// Says why a file's functions have no names. One that is no ELF file has none.

@@ -6,14 +6,20 @@
 //! | [`unwind`] | tables by which user stacks are walked without frame pointers |
 //! | [`named`] | a stack with names, which every format is made of |
 //! | [`symbolize`] | names for a stack's frames, also of a process that has exited |
-//! | `file_names` | names of functions in files, within bounded memory |
+//! | `file_names` | names and source lines of code in files, within bounded memory |
+//! | `source_lines` | source lines, read by processes made for that |
+//! | `debug_files` | what was split from a file: its symbols and source lines |
+//! | `debuginfod` | the same from the servers of distributions |
 //! | [`kallsyms`] | the kernel's own names |
 //! | [`perf_map`] | names that JIT compilers write down |
 
+mod debug_files;
+mod debuginfod;
 mod file_names;
 pub mod kallsyms;
 pub mod named;
 pub mod perf_map;
+pub(crate) mod source_lines;
 pub mod symbolize;
 pub mod table;
 pub mod unwind;

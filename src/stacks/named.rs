@@ -1,11 +1,14 @@
 //! Stacks with names: what every output format is made of.
 
 use std::fmt;
+use std::rc::Rc;
 
 use anyhow::Result;
 use libbpf_rs::MapCore;
-use serde::ser::{Serialize, SerializeStruct, Serializer};
+use serde::Serialize;
+use serde::ser::{SerializeStruct, Serializer};
 
+use crate::code::lines::SourceLine;
 use crate::process::address_space::MappedCode;
 use crate::stacks::table::{Stack, Stacks};
 
@@ -26,9 +29,66 @@ pub struct Frame {
     pub code: Option<MappedCode>,
     /// Whether it is the kernel's.
     pub kernel: bool,
+    /// Where in the source the instruction is from, if that was asked for and is known.
+    pub source: Source,
+}
+
+/// The places in the source that a frame's instruction is from.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Source {
+    /// The innermost inlined call first, and last the place in the frame's own function.
+    pub lines: Rc<[SourceLine]>,
+    /// Whether reports show them. Profiles always have them.
+    pub shown: bool,
+}
+
+impl Source {
+    /// The inlined calls, the innermost first.
+    pub fn inlined(&self) -> &[SourceLine] {
+        self.lines.split_last().map_or(&[], |(_, inlined)| inlined)
+    }
+
+    /// The place in the frame's own function, if reports show it.
+    pub fn in_report(&self) -> ShownLine<'_> {
+        ShownLine(self.lines.last().filter(|_| self.shown))
+    }
+}
+
+/// A place in the source as reports show it: ` (demo.c:41)`, or nothing without a file and a line.
+#[derive(Debug, Clone, Copy)]
+pub struct ShownLine<'a>(Option<&'a SourceLine>);
+
+impl fmt::Display for ShownLine<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(SourceLine {
+                file: Some(file),
+                line: line @ 1..,
+                ..
+            }) => {
+                let name = file.rsplit('/').next().unwrap_or(file);
+                write!(f, " ({name}:{line})")
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 impl Frame {
+    /// The frame as lines of a report: the inlined calls before the function that they are in.
+    pub fn rows(&self) -> impl Iterator<Item = String> {
+        self.inlined_rows().chain([self.to_string()])
+    }
+
+    /// The inlined calls that a report shows, each as a line, such as `grow (demo.h:12) [inlined]`.
+    pub fn inlined_rows(&self) -> impl Iterator<Item = String> {
+        let inlined = self.source.inlined().iter();
+        inlined.filter(|_| self.source.shown).map(|call| {
+            let name = call.function.as_deref().unwrap_or("[unknown]");
+            format!("{name}{} [inlined]", ShownLine(Some(call)))
+        })
+    }
+
     /// The function, or else the module in brackets.
     pub fn function_or_module(&self) -> String {
         match (&self.symbol, &self.module) {
@@ -39,33 +99,68 @@ impl Frame {
     }
 }
 
-/// `malloc+0x1d [libc.so.6]`, as BCC prints it; `libfoo.so+0x1234 [libfoo.so]` without a symbol.
+/// `malloc+0x1d [libc.so.6]`, as BCC prints it; `libfoo.so+0x1234 [libfoo.so]` without a symbol; and
+/// `main+0x6d (demo.c:41) [demo]` with its source line.
 impl fmt::Display for Frame {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let place = self.source.in_report();
         match (&self.symbol, &self.module) {
-            (Some((name, offset)), Some((module, _))) => write!(f, "{name}+{offset:#x} [{module}]"),
-            (Some((name, offset)), None) => write!(f, "{name}+{offset:#x}"),
-            (None, Some((module, offset))) => write!(f, "{module}+{offset:#x} [{module}]"),
+            (Some((name, offset)), Some((module, _))) => {
+                write!(f, "{name}+{offset:#x}{place} [{module}]")
+            }
+            (Some((name, offset)), None) => write!(f, "{name}+{offset:#x}{place}"),
+            (None, Some((module, offset))) => write!(f, "{module}+{offset:#x}{place} [{module}]"),
             (None, None) => f.write_str("[unknown]"),
         }
     }
 }
 
-/// `{"address":"0x401136","symbol":"main","offset":109,"module":"allocs","module_offset":4406}`.
+/// `{"address":"0x401136","symbol":"main","offset":109,"module":"allocs","module_offset":4406}`, and with source
+/// lines `"file":"/src/allocs.c","line":41,"inlined":[{"symbol":"grow","file":"/src/grow.h","line":12}]`.
 impl Serialize for Frame {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let symbol = self.symbol.as_ref();
         let module = self.module.as_ref();
         // The kernel's is the address once more.
         let module_offset = module.filter(|_| !self.kernel);
-        let mut frame = serializer.serialize_struct("Frame", 5)?;
+        let mut frame = serializer.serialize_struct("Frame", 8)?;
         frame.serialize_field("address", &format_args!("{:#x}", self.address))?;
         frame.serialize_field("symbol", &symbol.map(|(name, _)| name))?;
         frame.serialize_field("offset", &symbol.map(|(_, offset)| offset))?;
         frame.serialize_field("module", &module.map(|(name, _)| name))?;
         frame.serialize_field("module_offset", &module_offset.map(|(_, offset)| offset))?;
+        if self.source.shown {
+            let own = self.source.lines.last();
+            let inlined = self.source.inlined().iter().map(InlinedCall::of);
+            frame.serialize_field("file", &own.and_then(|own| own.file.as_ref()))?;
+            frame.serialize_field("line", &own.and_then(line))?;
+            frame.serialize_field("inlined", &inlined.collect::<Vec<_>>())?;
+        }
         frame.end()
     }
+}
+
+/// A call that has no frame of its own, as the compiler has put the function's code in its place.
+#[derive(Serialize)]
+struct InlinedCall<'a> {
+    symbol: Option<&'a str>,
+    file: Option<&'a str>,
+    line: Option<u32>,
+}
+
+impl<'a> InlinedCall<'a> {
+    fn of(call: &'a SourceLine) -> Self {
+        Self {
+            symbol: call.function.as_deref(),
+            file: call.file.as_deref(),
+            line: line(call),
+        }
+    }
+}
+
+/// The number of a line; None if there is none.
+fn line(place: &SourceLine) -> Option<u32> {
+    (place.line > 0).then_some(place.line)
 }
 
 /// The user's or the kernel's part of a stack, named.

@@ -9,18 +9,22 @@ use std::collections::HashSet;
 use std::fs;
 use std::hash::{Hash, Hasher};
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
 use std::rc::Rc;
 
 use anyhow::{Context, Result};
 
 use crate::host::capabilities::{self, Capability};
+use crate::host::packages;
+use crate::print::text;
 use crate::process::address_space::{AddressSpaces, CodeFile, Image, MappedCode, Wanted};
 use crate::process::mapping_log::MappingLog;
 use crate::process::proc::Process;
 use crate::process::translator;
+use crate::stacks::debuginfod::Debuginfod;
 use crate::stacks::file_names::FileNames;
 use crate::stacks::kallsyms::Kallsyms;
-use crate::stacks::named::{Frame, Names, Part};
+use crate::stacks::named::{Frame, Names, Part, Source};
 use crate::stacks::perf_map::PerfMaps;
 use crate::stacks::table::{Place, Side, Stack};
 
@@ -35,6 +39,51 @@ pub struct Symbolizer {
     kernel: KernelNames,
     /// If somebody asks for them.
     translators: Option<translator::Started>,
+    wanted_lines: WantedLines,
+}
+
+/// Options for what the frames of user stacks are told with beside their functions.
+#[derive(Debug, Clone, Copy, Default, clap::Args)]
+pub struct SourceArgs {
+    /// Show source files, lines and inlined calls, as far as debug information is installed
+    #[arg(long)]
+    pub lines: bool,
+
+    /// Fetch debug information that is not installed from the servers in DEBUGINFOD_URLS
+    #[arg(long)]
+    pub debuginfod: bool,
+}
+
+/// Names the frames of stacks for a report, which may show no source lines although a profile has them: these
+/// are looked for when that is made. To read a file's DWARF takes up to a second, while events come.
+pub struct ForReports<'a>(&'a mut Symbolizer);
+
+impl Names for ForReports<'_> {
+    fn part(&mut self, pid: u32, stack: &Stack) -> Part {
+        let wanted = self.0.wanted_lines;
+        if wanted == WantedLines::InProfiles {
+            self.0.wanted_lines = WantedLines::None;
+        }
+        let part = self.0.part(pid, stack);
+        self.0.wanted_lines = wanted;
+        part
+    }
+
+    fn program(&self, pid: u32) -> Option<MappedCode> {
+        self.0.program(pid)
+    }
+}
+
+/// Where source lines are wanted.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum WantedLines {
+    /// Nowhere.
+    #[default]
+    None,
+    /// In profiles.
+    InProfiles,
+    /// In reports, and in profiles.
+    InReports,
 }
 
 /// Names the frames of the kernel's stacks, which is all that a tool without user stacks needs.
@@ -66,8 +115,8 @@ impl KernelNames {
             instruction,
             symbol: found.map(|(name, offset, _)| (name.to_owned(), offset + beyond)),
             module: Some((module.to_owned(), address)),
-            code: None,
             kernel: true,
+            ..Frame::default()
         }
     }
 }
@@ -98,7 +147,34 @@ impl Symbolizer {
             perf_maps_read: HashSet::new(),
             kernel: KernelNames::default(),
             translators: None,
+            wanted_lines: WantedLines::None,
         })
+    }
+
+    /// With the source lines that the options ask for, and with those that a profile has, if one is made.
+    ///
+    /// # Errors
+    /// If servers are to be asked for debug information, and cannot be.
+    pub fn with_source(mut self, args: SourceArgs, profile: bool) -> Result<Self> {
+        self.wanted_lines = match (args.lines, profile) {
+            (true, _) => WantedLines::InReports,
+            (false, true) => WantedLines::InProfiles,
+            (false, false) => WantedLines::None,
+        };
+        if args.debuginfod {
+            self.names.debug_files.debuginfod = Some(Debuginfod::new()?);
+        }
+        Ok(self)
+    }
+
+    /// What names stacks for a report.
+    pub fn for_reports(&mut self) -> ForReports<'_> {
+        ForReports(self)
+    }
+
+    /// Whether reports show source lines.
+    pub fn shows_lines(&self) -> bool {
+        self.wanted_lines == WantedLines::InReports
     }
 
     /// Remembers what a running process has mapped, and from now on what it maps.
@@ -193,6 +269,43 @@ impl Symbolizer {
         if !missed.is_empty() {
             eprintln!("{tool}: {missed}: some frames may lack names");
         }
+        self.tell_stripped(tool);
+    }
+
+    /// Names the files whose symbols would name most of what has no name.
+    fn tell_stripped(&self, tool: &str) {
+        const MOST: usize = 3;
+        let stripped = self.names.stripped();
+        if stripped.is_empty() {
+            return;
+        }
+        let places: u64 = stripped.iter().map(|file| file.unnamed).sum();
+        let first = &stripped[..stripped.len().min(MOST)];
+        let paths: Vec<&Path> = first.iter().map(|file| &*file.path).collect();
+        let mut named: Vec<String> = Vec::new();
+        for (file, package) in first.iter().zip(packages::of_files(&paths)) {
+            let package = package.map(|name| format!("package {name}"));
+            let build_id = file.build_id.as_ref().map(|id| format!("build id {id}"));
+            let known: Vec<String> = package.into_iter().chain(build_id).collect();
+            let known = match known.is_empty() {
+                true => String::new(),
+                false => format!(" ({})", known.join(", ")),
+            };
+            named.push(format!("{} in {}{known}", file.unnamed, file.module));
+        }
+        if stripped.len() > MOST {
+            let more = text::counted((stripped.len() - MOST) as u64, "other file");
+            named.push(format!("the rest in {more}"));
+        }
+        let way = match self.names.debug_files.debuginfod {
+            Some(_) => "install their debug symbols",
+            None => "install their debug symbols, or fetch them with --debuginfod",
+        };
+        let places = text::counted(places, "place");
+        eprintln!(
+            "{tool}: {places} in code without symbols: {}; for names {way}",
+            named.join(", ")
+        );
     }
 
     fn user_frames(&mut self, pid: u32, stack: &Stack) -> Vec<Frame> {
@@ -254,6 +367,7 @@ impl Symbolizer {
         } else {
             self.names.find(&code.file, offset)
         };
+        let source = self.source(&code.file, offset);
         let module = code.file.module();
         // Offsets are the return address's own, as all peers print them.
         let beyond = address - instruction;
@@ -261,7 +375,18 @@ impl Symbolizer {
             symbol: symbol.map(|(name, offset)| (name, offset + beyond)),
             module: (!module.is_empty()).then_some((module, offset + beyond)),
             code: Some(code.clone()),
+            source,
             ..unknown
+        }
+    }
+
+    fn source(&mut self, file: &CodeFile, offset: u64) -> Source {
+        if self.wanted_lines == WantedLines::None || file.is_generated() {
+            return Source::default();
+        }
+        Source {
+            lines: self.names.lines(file, offset),
+            shown: self.wanted_lines == WantedLines::InReports,
         }
     }
 

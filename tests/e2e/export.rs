@@ -2,19 +2,21 @@
 
 use std::collections::HashMap;
 use std::fs;
+use std::io::Write;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use nix::mount::{MsFlags, mount, umount};
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Tool, Workload};
+use crate::harness::{self, Cgroup, Ended, Tool, Workload};
 
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "export":
         a_heap_is_what_was_reported [Once],
+        a_profile_is_as_its_format_is_published [Once],
         allocations_are_all_since_the_start [Once],
         the_kernels_heap_is_what_was_reported [Once],
         calls_and_bytes_of_brk [Once],
@@ -202,6 +204,96 @@ fn a_heap_is_what_was_reported() -> Result<()> {
         "no title"
     );
     ensure!(image.contains(&all), "no {all}");
+    Ok(())
+}
+
+/// A profile as protoc decodes it, by the format's own description, which Debian has with the format's own reader.
+fn a_profile_is_as_its_format_is_published() -> Result<()> {
+    const FORMAT: &str = "/usr/share/gocode/src/github.com/google/pprof/proto";
+    let files = Files::new()?;
+    let group = Cgroup::new()?;
+    let path = files.path("a.pb.gz")?;
+    let mut program = Workload::start("lines", &["malloc", "1009", "31"])?;
+    group.add(&program.pid())?;
+    let mut tool = Tool::start(
+        "memleak",
+        &["-p", &program.pid(), "-o", "0", "--pprof", &path, "60"],
+    )?;
+    tool.wait_for("probes in")?;
+    program.work()?;
+    ensure!(tool.interrupt()?.status.success());
+    drop(program);
+
+    let message = Command::new("gunzip").args(["-c", &path]).output()?;
+    let mut protoc = Command::new("protoc")
+        .args([
+            "--decode=perftools.profiles.Profile",
+            "-I",
+            FORMAT,
+            "profile.proto",
+        ])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .context("no protoc: install protobuf-compiler")?;
+    let mut input = protoc.stdin.take().context("no pipe")?;
+    input.write_all(&message.stdout)?;
+    drop(input);
+    let decoded = protoc.wait_with_output()?;
+    ensure!(
+        decoded.status.success(),
+        "no format: install golang-github-google-pprof-dev"
+    );
+    let decoded = String::from_utf8(decoded.stdout)?;
+    // A field that the format does not have is shown by its number.
+    let unknown = decoded
+        .lines()
+        .find(|line| line.trim_start().starts_with(|c: char| c.is_ascii_digit()));
+    ensure!(unknown.is_none(), "{unknown:?}");
+    let fields = |name: &str| -> Vec<&str> {
+        let mark = format!("{name}: ");
+        decoded
+            .lines()
+            .filter_map(|line| line.trim_start().strip_prefix(&mark))
+            .collect()
+    };
+    ensure!(fields("value") == ["1009", "31279"], "{decoded}");
+    let strings = fields("string_table");
+    ensure!(strings[0] == "\"\"", "{strings:?}");
+    let cgroup = group
+        .path()
+        .file_name()
+        .context("no name")?
+        .to_string_lossy();
+    for text in [
+        "inuse_objects",
+        "inuse_space",
+        "pid",
+        "comm",
+        "cgroup",
+        "/usr/src/lines/inner.h",
+    ] {
+        ensure!(
+            strings.contains(&&*format!("\"{text}\"")),
+            "no {text} in {strings:?}"
+        );
+    }
+    ensure!(
+        strings.contains(&&*format!("\"/{cgroup}\"")),
+        "no {cgroup} in {strings:?}"
+    );
+    for flag in [
+        "has_functions",
+        "has_filenames",
+        "has_line_numbers",
+        "has_inline_frames",
+    ] {
+        ensure!(fields(flag).contains(&"true"), "no {flag}: {decoded}");
+    }
+    let lines = fields("line");
+    for line in ["1009", "2003", "3006", "4011"] {
+        ensure!(lines.contains(&line), "no line {line}: {lines:?}");
+    }
     Ok(())
 }
 

@@ -14,6 +14,7 @@ mod follow;
 mod harness;
 mod hfaults;
 mod hostile;
+mod lines;
 mod load;
 mod memleak;
 mod memleak_kernel;
@@ -76,6 +77,7 @@ fn main() -> ExitCode {
         swapin::tests(),
         unwind::tests(),
         vmscan::tests(),
+        lines::tests(),
         load::tests(),
     ]
     .into_iter()

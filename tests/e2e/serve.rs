@@ -191,10 +191,31 @@ fn a_heap_is_what_is_reported() -> Result<()> {
     let file = file.to_str().context("not UTF-8")?;
     served.push(("curl", "inuse_space", top(file, "inuse_space")?));
     let image = serving.text("/flame.svg")?;
+    // The text form, read by the parser of what C++ programs wrote before pprof had a format.
+    let text = serving.get("/debug/pprof/heap?debug=1")?;
+    let is_text = text.header("content-type") == "text/plain; charset=utf-8";
+    ensure!(text.status == 200 && is_text, "{text:?}");
+    let (_, text_total) = top(&serving.url("/debug/pprof/heap?debug=1"), "inuse_space")?;
+    let text = String::from_utf8(text.body)?;
 
     let ended = serving.interrupt()?;
     let (reports, stacks) = (rows(&ended, "report")?, rows(&ended, "stack")?);
     ensure!(reports.len() == 1, "{reports:?}");
+    let (blocks, bytes) = (sum(&reports, "allocations"), sum(&reports, "bytes"));
+    let head = format!("heap profile: {blocks}: {bytes} [{blocks}: {bytes}] @ heap/2\n");
+    ensure!(
+        text.starts_with(&head) && text_total == bytes,
+        "{text_total}: {text}"
+    );
+    let of_malloc = text
+        .split("\n\n")
+        .find(|stack| stack.contains("\tleak_malloc\t"));
+    let of_malloc = of_malloc.with_context(|| text.clone())?;
+    ensure!(
+        of_malloc.contains("31: 126883 [31: 126883] @ 0x"),
+        "{of_malloc}"
+    );
+    ensure!(of_malloc.contains("/alloc.c:"), "{of_malloc}");
     for (path, value, (flat, total)) in served {
         let field = if value == "inuse_space" {
             "bytes"
@@ -560,8 +581,8 @@ fn wrong_requests_are_refused() -> Result<()> {
             400,
         ),
         (
-            format!("GET /debug/pprof/heap?debug=1 HTTP/1.1\r\n{host}\r\n"),
-            501,
+            format!("GET /debug/pprof/heap?debug=1&seconds=1 HTTP/1.1\r\n{host}\r\n"),
+            400,
         ),
     ] {
         let answer = serving.ask(request.as_bytes())?;

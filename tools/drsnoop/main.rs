@@ -82,7 +82,10 @@ fn run(args: Args) -> Result<ExitCode> {
     let mut target = Target::choose_thread(&args.target, args.tid, Tasks::All)?;
     let symbolizer = args
         .wants_stacks()
-        .then(Symbolizer::of_all_processes)
+        .then(|| {
+            let symbolizer = Symbolizer::of_all_processes()?;
+            symbolizer.with_source(args.export.source, args.export.any())
+        })
         .transpose()?;
     // Without memory cgroups (CONFIG_MEMCG) there is no way to the zones, and what takes it does not load.
     let mut ways = [

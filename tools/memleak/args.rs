@@ -340,6 +340,11 @@ impl Args {
         })
     }
 
+    /// Whether anything is made of reports that has source lines unasked.
+    pub(crate) fn makes_profiles(&self) -> bool {
+        self.export.any() || self.difference.diff.is_some() || self.serve.serve.is_some()
+    }
+
     /// What the tool begins with: [`cli::start`].
     pub(crate) fn start<'a>(&self) -> Result<(Poller<'a>, Output)> {
         cli::start(self.format(), self.output.as_deref())

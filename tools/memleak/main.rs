@@ -76,7 +76,9 @@ fn run(args: Args) -> Result<ExitCode> {
     let server = listener.map(Server::start).transpose()?;
     server.as_ref().inspect(|server| serve::tell(server));
     priority::raise();
-    let symbolizer = target.symbolizer()?;
+    let symbolizer = target
+        .symbolizer()?
+        .with_source(args.export.source, args.makes_profiles())?;
     let (attached, mut links, unwinder) = probes::attach(&target, &args)?;
     let skel = &attached.skel;
     let events: Events<event> = Events::new(&skel.maps.events)?;

@@ -422,7 +422,9 @@ impl fmt::Display for Freed {
             self.address
         )?;
         for frame in self.stack.part().into_iter().flat_map(|part| &part.frames) {
-            writeln!(f, "\t\t0x{:016x}\t{frame}", frame.address)?;
+            for row in frame.rows() {
+                writeln!(f, "\t\t0x{:016x}\t{row}", frame.address)?;
+            }
         }
         Ok(())
     }
@@ -465,10 +467,12 @@ fn text_of_process(process: Option<&ProcessName>, out: &mut dyn Write) -> io::Re
 fn text_of_stack(stack: &NamedStack, addresses: bool, out: &mut dyn Write) -> io::Result<()> {
     let frames = stack.part().map_or(&[][..], |part| &part.frames);
     for frame in frames {
-        if addresses {
-            writeln!(out, "\t\t0x{:016x}\t{frame}", frame.address)?;
-        } else {
-            writeln!(out, "\t\t{frame}")?;
+        for row in frame.rows() {
+            if addresses {
+                writeln!(out, "\t\t0x{:016x}\t{row}", frame.address)?;
+            } else {
+                writeln!(out, "\t\t{row}")?;
+            }
         }
     }
     if frames.is_empty() {

@@ -120,7 +120,10 @@ fn run(args: Args) -> Result<ExitCode> {
     let mut skel = load(&args, target.filter())?;
     let symbolizer = args
         .with_stacks()
-        .then(|| target.symbolizer())
+        .then(|| {
+            let symbolizer = target.symbolizer()?;
+            symbolizer.with_source(args.export.source, args.export.any())
+        })
         .transpose()?;
     let unwinder = args
         .with_stacks()

@@ -114,7 +114,10 @@ fn run(args: Args) -> Result<ExitCode> {
     let extended = args.extended || args.common.json;
     let symbolizer = args
         .wants_stacks()
-        .then(Symbolizer::of_all_processes)
+        .then(|| {
+            let symbolizer = Symbolizer::of_all_processes()?;
+            symbolizer.with_source(args.export.source, args.export.any())
+        })
         .transpose()?;
     let arguments = kernel_support::tracepoint_arguments("mark_victim")?
         .context("this kernel has no tracepoint mark_victim")?;

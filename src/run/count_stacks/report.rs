@@ -30,6 +30,7 @@ impl<M: MapCore> StackCounts<'_, M> {
             ..
         } = report;
         let time = Zoned::now();
+        self.add_lines(report)?;
         let sums = self.sums.take();
         self.export(report, &sums.counts)?;
         if format == Format::Json {

@@ -99,6 +99,8 @@ pub(crate) fn wanted(args: &Args) -> Result<bool> {
         ("--alloc", !args.alloc.is_empty()),
         ("--free", !args.free.is_empty()),
         ("--no-placement", args.no_placement),
+        ("--lines", args.export.source.lines),
+        ("--debuginfod", args.export.source.debuginfod),
     ];
     if let Some(option) = first(&refused) {
         return usage(format!(

@@ -1,0 +1,578 @@
+//! Source lines and inlined calls, and symbols that were split from a program, wherever they are put.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::Write;
+use std::net::TcpListener;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use libtest_mimic::Trial;
+use memtools::code::elf;
+use memtools::print::text;
+use nix::sys::signal::Signal;
+use object::{Object, ObjectSection};
+use serde_json::{Value, json};
+
+use crate::export;
+use crate::harness::{self, Ended, Tool, Workload};
+
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "lines":
+        inlined_calls_have_their_lines,
+        profiles_have_lines_unasked [Once],
+        what_was_split_is_found,
+        what_was_split_from_another_build_is_not_taken,
+        files_of_a_container_are_found_in_it,
+        what_has_no_symbols_is_told,
+        debuginfod_fetches_what_is_missing [Once],
+        a_debuginfod_that_hangs_keeps_nobody [Once],
+        damaged_debug_information_harms_nobody,
+        calls_inlined_without_end_harm_nobody,
+        readers_are_allowed_nothing_and_end_with_the_tool,
+    }
+}
+
+const COUNT: u64 = 1009;
+const SIZE: u64 = 31;
+
+/// What a stack of the workload is told with, if all is known.
+const INLINED: [&str; 2] = [
+    "inner (inner.h:1009) [inlined]",
+    "outer (outer.h:2003) [inlined]",
+];
+
+/// Starts a program that will call malloc or sbrk.
+fn start(program: &mut Command, function: &str) -> Result<Workload> {
+    Workload::spawn(program.args([function, &COUNT.to_string(), &SIZE.to_string()]))
+}
+
+/// Traces a program to its end, from when the tool says that it is live.
+fn trace(
+    program: &mut Command,
+    tool: &str,
+    options: &[&str],
+    env: &[(&str, &str)],
+) -> Result<Ended> {
+    let mut program = start(program, if tool == "memleak" { "malloc" } else { "sbrk" })?;
+    let pid = program.pid();
+    let mut command = Command::new(harness::tool(tool));
+    command
+        .args(["-p", &pid])
+        .args(options)
+        .stdin(Stdio::null());
+    command.envs(env.iter().copied());
+    let mut tool = Tool::spawn(&mut command)?;
+    tool.wait_for_any(&["probes in", "tracing brk(2)"])?;
+    program.work()?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    ensure!(program.finish()?.success(), "the program was harmed");
+    Ok(ended)
+}
+
+/// The folded stacks of the calls of sbrk, as brkstack tells them; there are as many as were made.
+fn folded(
+    program: &mut Command,
+    options: &[&str],
+    env: &[(&str, &str)],
+) -> Result<(Vec<String>, Ended)> {
+    let ended = trace(program, "brkstack", &[&["-f"], options].concat(), env)?;
+    let mut calls = 0;
+    let mut stacks = Vec::new();
+    for line in ended.stdout.lines() {
+        let (stack, count) = line.rsplit_once(' ').context("no count")?;
+        calls += count.parse::<u64>().with_context(|| line.to_owned())?;
+        stacks.push(stack.to_owned());
+    }
+    ensure!(calls == COUNT, "{calls} calls: {ended:?}");
+    Ok((stacks, ended))
+}
+
+fn workload(name: &str) -> Command {
+    Command::new(harness::workload(name))
+}
+
+/// Rows of a report, without the addresses of frames and the places in functions.
+pub(crate) fn rows(report: &str) -> Vec<String> {
+    let row = |line: &str| {
+        let words = line.split_whitespace();
+        let words = words.filter(|word| !word.starts_with("0x"));
+        let words: Vec<&str> = words.filter_map(|word| word.split('+').next()).collect();
+        words.join(" ")
+    };
+    report.lines().map(row).collect()
+}
+
+fn inlined_calls_have_their_lines() -> Result<()> {
+    let options = ["-o", "0", "--lines", "60"];
+    let ended = trace(&mut workload("lines"), "memleak", &options, &[])?;
+    let told = rows(&ended.stdout);
+    let mut told = told.iter().map(String::as_str);
+    ensure!(told.any(|row| row.ends_with("allocations from stack")));
+    let told: Vec<&str> = told.collect();
+    let own = [
+        "allocate (lines.c:3006) [lines]",
+        "main (lines.c:4011) [lines]",
+    ];
+    let expected = [INLINED, own].concat();
+    ensure!(told.starts_with(&expected), "{told:#?}");
+    let bytes = format!("{} bytes in {COUNT} allocations", COUNT * SIZE);
+    ensure!(ended.stdout.contains(&bytes), "{}", ended.stdout);
+
+    let ended = trace(
+        &mut workload("lines"),
+        "memleak",
+        &["-j", "-o", "0", "--lines", "60"],
+        &[],
+    )?;
+    let stacks = export::rows(&ended, "stack")?;
+    ensure!(
+        stacks.len() == 1 && stacks[0]["bytes"] == COUNT * SIZE,
+        "{stacks:#?}"
+    );
+    let frame = &stacks[0]["user_frames"][0];
+    let inlined = |symbol, file, line| json!({"symbol": symbol, "file": file, "line": line});
+    let fields = [
+        ("symbol", json!("allocate")),
+        ("file", json!("/usr/src/lines/lines.c")),
+        ("line", json!(3006)),
+        (
+            "inlined",
+            json!([
+                inlined("inner", "/usr/src/lines/inner.h", 1009),
+                inlined("outer", "/usr/src/lines/outer.h", 2003),
+            ]),
+        ),
+    ];
+    for (field, value) in fields {
+        ensure!(frame[field] == value, "{field}: {frame:#}");
+    }
+
+    let (stacks, _) = folded(&mut workload("lines"), &["--lines"], &[])?;
+    let is_whole = |stack: &String| stack.contains(";main;allocate;outer;inner;");
+    ensure!(stacks.iter().all(is_whole), "{stacks:#?}");
+    let (stacks, _) = folded(&mut workload("lines"), &["--lines", "--annotations"], &[])?;
+    let is_marked = |stack: &String| stack.contains(";allocate;outer_[i];inner_[i];");
+    ensure!(stacks.iter().all(is_marked), "{stacks:#?}");
+
+    // Nothing of it unless it is asked for.
+    let (stacks, _) = folded(&mut workload("lines"), &[], &[])?;
+    ensure!(
+        stacks.iter().all(|stack| !stack.contains("inner")),
+        "{stacks:#?}"
+    );
+    let ended = trace(
+        &mut workload("lines"),
+        "memleak",
+        &["-j", "-o", "0", "60"],
+        &[],
+    )?;
+    ensure!(!ended.stdout.contains("\"inlined\""), "{}", ended.stdout);
+    Ok(())
+}
+
+/// A report shows no lines, and its profile and its flame graph have them.
+fn profiles_have_lines_unasked() -> Result<()> {
+    let folder = harness::scratch()?;
+    let path = |name: &str| folder.path().join(name).to_str().map(str::to_owned);
+    let (profile, flame) = (path("a.pb.gz"), path("a.svg"));
+    let (profile, flame) = (profile.context("UTF-8")?, flame.context("UTF-8")?);
+    let options = ["-o", "0", "--pprof", &profile, "--flame", &flame, "60"];
+    let ended = trace(&mut workload("lines"), "memleak", &options, &[])?;
+    ensure!(!ended.stdout.contains("inner"), "{}", ended.stdout);
+
+    let lines = export::pprof(&profile, &["-lines", "-top"])?;
+    let bytes = COUNT * SIZE;
+    for (flat, sum, place) in [
+        (bytes, bytes, "inner /usr/src/lines/inner.h:1009 (inline)"),
+        (0, bytes, "outer /usr/src/lines/outer.h:2003 (inline)"),
+        (0, bytes, "allocate /usr/src/lines/lines.c:3006"),
+        (0, bytes, "main /usr/src/lines/lines.c:4011"),
+    ] {
+        let row = lines.lines().find(|row| row.ends_with(place));
+        let row = row.with_context(|| format!("no {place} in {lines}"))?;
+        let fields: Vec<&str> = row.split_whitespace().collect();
+        let shown = |bytes: u64| {
+            if bytes == 0 {
+                "0".into()
+            } else {
+                format!("{bytes}B")
+            }
+        };
+        ensure!(fields[0] == shown(flat) && fields[3] == shown(sum), "{row}");
+    }
+    let raw = export::pprof(&profile, &["-raw"])?;
+    ensure!(raw.contains("[FN][FL][LN][IN]"), "{raw}");
+
+    let image = fs::read_to_string(&flame)?;
+    for name in ["inner", "outer", "allocate"] {
+        let title = format!("<title>{name} ({} bytes, ", text::grouped(bytes));
+        let drawn = image.split(&title).nth(1);
+        let drawn = drawn.with_context(|| format!("no {title}"))?;
+        let colour = drawn.split("fill=\"").nth(1).context("no colour")?;
+        let is_inlined = colour.starts_with("rgb(200,170,240)");
+        ensure!(is_inlined == (name != "allocate"), "{name}: {colour:.20}");
+    }
+    Ok(())
+}
+
+/// Programs that were stripped, each with what was split from it in another way.
+fn what_was_split_is_found() -> Result<()> {
+    for name in ["lines-linked", "lines-dwp", "lines-dwz"] {
+        let (stacks, ended) = folded(&mut workload(name), &["--lines"], &[])?;
+        let is_whole = |stack: &String| stack.contains(";main;allocate;outer;inner;");
+        ensure!(stacks.iter().all(is_whole), "{name}: {ended:?}");
+        let ended = trace(&mut workload(name), "brkstack", &["--text", "--lines"], &[])?;
+        for place in [INLINED[0], INLINED[1], "allocate (lines.c:3006)"] {
+            ensure!(ended.stdout.contains(place), "{name}: {}", ended.stdout);
+        }
+        ensure!(
+            !ended.stderr.contains("without symbols"),
+            "{}",
+            ended.stderr
+        );
+    }
+    // Its symbols alone, also unasked.
+    let (stacks, ended) = folded(&mut workload("lines-mini"), &[], &[])?;
+    let is_named = |stack: &String| stack.contains(";_start;") && stack.contains(";main;allocate;");
+    ensure!(stacks.iter().all(is_named), "{ended:?}");
+    Ok(())
+}
+
+/// A program, copied with what was split from it and is found by its name and checksum.
+fn what_was_split_from_another_build_is_not_taken() -> Result<()> {
+    let folder = harness::scratch()?;
+    let program = folder.path().join("lines-linked");
+    let debug = folder.path().join(".debug/lines-linked.debug");
+    fs::create_dir(folder.path().join(".debug"))?;
+    harness::copy(&harness::workload("lines-linked"), &program)?;
+    harness::copy(&harness::workload("lines-linked.debug"), &debug)?;
+    let (stacks, ended) = folded(&mut Command::new(&program), &["--lines"], &[])?;
+    ensure!(
+        stacks
+            .iter()
+            .all(|stack| stack.contains(";allocate;outer;inner;")),
+        "{ended:?}"
+    );
+
+    // The last byte is of no name, and any byte is of the checksum.
+    let file = File::options().append(true).open(&debug)?;
+    (&file).write_all(b"\0")?;
+    let (stacks, ended) = folded(&mut Command::new(&program), &["--lines"], &[])?;
+    ensure!(
+        stacks.iter().all(|stack| !stack.contains("allocate")),
+        "{ended:?}"
+    );
+    ensure!(
+        ended.stderr.contains("in lines-linked;"),
+        "{}",
+        ended.stderr
+    );
+    Ok(())
+}
+
+/// The path of what was split from a file, below a folder such as /usr/lib/debug.
+fn by_build_id(folder: &Path, program: &Path) -> Result<(PathBuf, String)> {
+    let id = elf::build_id(&File::open(program)?).context("no build id")?;
+    let id = text::hex(&id);
+    let (first, rest) = id.split_at(2);
+    Ok((
+        folder
+            .join(".build-id")
+            .join(first)
+            .join(format!("{rest}.debug")),
+        id,
+    ))
+}
+
+fn files_of_a_container_are_found_in_it() -> Result<()> {
+    let root = harness::scratch()?;
+    let program = root.path().join("lines-stripped");
+    harness::copy(&harness::workload("lines-stripped"), &program)?;
+    let (debug, _) = by_build_id(&root.path().join("usr/lib/debug"), &program)?;
+    fs::create_dir_all(debug.parent().context("no folder")?)?;
+    harness::copy(&harness::workload("lines-stripped.debug"), &debug)?;
+    let mut command = Command::new("/lines-stripped");
+    harness::in_root(&mut command, root.path());
+    let (stacks, ended) = folded(&mut command, &["--lines"], &[])?;
+    ensure!(
+        stacks
+            .iter()
+            .all(|stack| stack.contains(";allocate;outer;inner;")),
+        "{ended:?}"
+    );
+    ensure!(
+        !ended.stderr.contains("without symbols"),
+        "{}",
+        ended.stderr
+    );
+
+    // A link out of that root, to what is there in ours, leads nowhere.
+    fs::remove_file(&debug)?;
+    let outside = harness::scratch()?;
+    let outside = outside.path().join("debug");
+    harness::copy(&harness::workload("lines-stripped.debug"), &outside)?;
+    std::os::unix::fs::symlink(&outside, &debug)?;
+    let mut command = Command::new("/lines-stripped");
+    harness::in_root(&mut command, root.path());
+    let (stacks, ended) = folded(&mut command, &["--lines"], &[])?;
+    ensure!(
+        stacks.iter().all(|stack| !stack.contains("allocate")),
+        "{ended:?}"
+    );
+    Ok(())
+}
+
+fn what_has_no_symbols_is_told() -> Result<()> {
+    let folder = harness::scratch()?;
+    let program = folder.path().join("lines-stripped");
+    harness::copy(&harness::workload("lines-stripped"), &program)?;
+    let (_, id) = by_build_id(folder.path(), &program)?;
+    let ended = trace(&mut Command::new(&program), "brkstack", &["-j"], &[])?;
+    let mut places = Vec::new();
+    for stack in export::rows(&ended, "stack")? {
+        let frames = stack["user_frames"].as_array().context("no frames")?;
+        places.extend(frames.iter().map(|frame| frame["module_offset"].clone()));
+        ensure!(
+            frames.iter().all(|frame| frame["symbol"].is_null()),
+            "{stack:#}"
+        );
+    }
+    places.sort_by_key(Value::as_u64);
+    places.dedup();
+    let count = places.len();
+    let line = format!(
+        "brkstack: {count} places in code without symbols: {count} in lines-stripped (build id {id}); \
+         for names install their debug symbols, or fetch them with --debuginfod"
+    );
+    ensure!(
+        count > 1 && ended.stderr.contains(&line),
+        "{ended:?}\nno {line}"
+    );
+    Ok(())
+}
+
+/// A real server, of the files in a folder.
+struct Server {
+    child: Child,
+    url: String,
+}
+
+impl Server {
+    fn start(files: &Path) -> Result<Self> {
+        // The port is free now, and nobody takes it so soon.
+        let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+        let mut command = Command::new("debuginfod");
+        command
+            .args(["-d", ":memory:", "-p", &port.to_string(), "-F"])
+            .arg(files);
+        let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+        let child = child.context("no debuginfod: install debuginfod")?;
+        Ok(Self {
+            child,
+            url: format!("http://127.0.0.1:{port}"),
+        })
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn debuginfod_fetches_what_is_missing() -> Result<()> {
+    let folder = harness::scratch()?;
+    let (program, served) = (
+        folder.path().join("lines-stripped"),
+        folder.path().join("served"),
+    );
+    let cache = [folder.path().join("cache"), folder.path().join("other")];
+    let cache = cache.map(|path| path.to_string_lossy().into_owned());
+    fs::create_dir(&served)?;
+    harness::copy(&harness::workload("lines-stripped"), &program)?;
+    harness::copy(
+        &harness::workload("lines-stripped.debug"),
+        &served.join("a"),
+    )?;
+    let server = Server::start(&served)?;
+    let (_, id) = by_build_id(folder.path(), &program)?;
+    harness::eventually("the server has read its files", || {
+        let url = format!("{}/buildid/{id}/debuginfo", server.url);
+        let asked = Command::new("curl")
+            .args(["-fsSo", "/dev/null", &url])
+            .output()?;
+        Ok(asked.status.success())
+    })?;
+    let url = server.url.clone();
+    let env = |cache| [("DEBUGINFOD_URLS", &*url), ("DEBUGINFOD_CACHE_PATH", cache)];
+    let options = ["--lines", "--debuginfod"];
+    let is_whole = |stack: &String| stack.contains(";main;allocate;outer;inner;");
+
+    let (stacks, ended) = folded(&mut Command::new(&program), &options, &env(&cache[0]))?;
+    ensure!(stacks.iter().all(is_whole), "{ended:?}");
+    drop(server);
+    // The second time it is in the cache.
+    let (stacks, ended) = folded(&mut Command::new(&program), &options, &env(&cache[0]))?;
+    ensure!(stacks.iter().all(is_whole), "{ended:?}");
+    // Without either, it is told, and nothing else is missing.
+    let (stacks, ended) = folded(&mut Command::new(&program), &options, &env(&cache[1]))?;
+    ensure!(!stacks.iter().any(is_whole), "{ended:?}");
+    let told = "no debug file of lines-stripped from debuginfod: ";
+    ensure!(ended.stderr.contains(told), "{}", ended.stderr);
+
+    let ended = harness::run("brkstack", &["--debuginfod", "-d", "1"])?;
+    ensure!(ended.status.code() == Some(1), "{ended:?}");
+    ensure!(
+        ended.stderr.contains("DEBUGINFOD_URLS names no server"),
+        "{}",
+        ended.stderr
+    );
+    Ok(())
+}
+
+/// A server that takes the question and never answers: the next Ctrl-C ends the waiting.
+fn a_debuginfod_that_hangs_keeps_nobody() -> Result<()> {
+    let folder = harness::scratch()?;
+    let stripped = folder.path().join("lines-stripped");
+    harness::copy(&harness::workload("lines-stripped"), &stripped)?;
+    let server = TcpListener::bind("127.0.0.1:0")?;
+    let url = format!("http://{}", server.local_addr()?);
+    let mut program = start(&mut Command::new(&stripped), "sbrk")?;
+    let mut command = Command::new(harness::tool("brkstack"));
+    command.args(["-p", &program.pid(), "-f", "--debuginfod"]);
+    command.env("DEBUGINFOD_URLS", url);
+    command.env("DEBUGINFOD_CACHE_PATH", folder.path().join("cache"));
+    let mut tool = Tool::spawn(command.stdin(Stdio::null()))?;
+    tool.wait_for("tracing brk(2)")?;
+    program.work()?;
+    tool.signal(Signal::SIGINT)?;
+    let _question = server.accept()?;
+    let asked = Instant::now();
+    let ended = tool.interrupt()?;
+    // It would wait for a minute.
+    ensure!(
+        asked.elapsed() < Duration::from_secs(40),
+        "{:?}",
+        asked.elapsed()
+    );
+    ensure!(ended.status.success(), "{ended:?}");
+    ensure!(
+        ended.stderr.contains("the end was asked for"),
+        "{}",
+        ended.stderr
+    );
+    let calls = ended
+        .stdout
+        .lines()
+        .filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok());
+    ensure!(calls.sum::<u64>() == COUNT, "{ended:?}");
+    Ok(())
+}
+
+/// The places of an ELF file's sections of debug information.
+fn debug_sections(elf: &[u8]) -> Result<Vec<std::ops::Range<usize>>> {
+    let elf = object::File::parse(elf)?;
+    let mut sections = Vec::new();
+    for section in elf.sections() {
+        if section.name()?.starts_with(".debug_") {
+            let (start, length) = section.file_range().context("not in the file")?;
+            sections.push(start as usize..(start + length) as usize);
+        }
+    }
+    ensure!(sections.len() > 3, "{} sections", sections.len());
+    Ok(sections)
+}
+
+fn damaged_debug_information_harms_nobody() -> Result<()> {
+    let folder = harness::scratch()?;
+    let program = folder.path().join("damaged");
+    let original = fs::read(harness::workload("lines"))?;
+    let sections = debug_sections(&original)?;
+    let rounds = if harness::in_guest() { 3 } else { 24 };
+    let mut known: HashMap<bool, u32> = HashMap::new();
+    for seed in 1..=rounds {
+        harness::copy(&harness::workload("lines"), &program)?;
+        let file = File::options().write(true).open(&program)?;
+        for (number, section) in sections.iter().enumerate() {
+            // Every seventh byte or so, other ones in each round; in every fourth round, of lines alone.
+            for at in section.clone().skip(seed + number).step_by(5 + seed) {
+                let byte = [0, 0xff, 0x7f, original[at] ^ 0x40, seed as u8][(at + seed) % 5];
+                file.write_all_at(&[byte], at as u64)?;
+            }
+        }
+        drop(file);
+        let (stacks, ended) = folded(&mut Command::new(&program), &["--lines"], &[])?;
+        // Its functions have names of their own, which no debug information takes away.
+        let is_named = |stack: &String| stack.contains(";main") && stack.contains(";allocate");
+        ensure!(stacks.iter().all(is_named), "{seed}: {ended:?}");
+        *known
+            .entry(ended.stderr.contains("no source lines of damaged"))
+            .or_default() += 1;
+    }
+    ensure!(known.contains_key(&true), "nothing was damaged: {known:?}");
+    Ok(())
+}
+
+fn calls_inlined_without_end_harm_nobody() -> Result<()> {
+    let (stacks, ended) = folded(&mut workload("lines-bomb"), &["--lines"], &[])?;
+    ensure!(
+        stacks.iter().all(|stack| stack.contains(";allocate;")),
+        "{ended:?}"
+    );
+    let told = "no source lines of lines-bomb: the process that reads them has ended";
+    ensure!(ended.stderr.contains(told), "{}", ended.stderr);
+    Ok(())
+}
+
+/// The processes that read source lines for a tool.
+fn readers_of(tool: u32) -> Result<Vec<u32>> {
+    let children = fs::read_to_string(format!("/proc/{tool}/task/{tool}/children"))?;
+    let mut readers = Vec::new();
+    for pid in children.split_whitespace() {
+        if fs::read_to_string(format!("/proc/{pid}/comm"))?.trim() == "memtools-lines" {
+            readers.push(pid.parse()?);
+        }
+    }
+    Ok(readers)
+}
+
+fn readers_are_allowed_nothing_and_end_with_the_tool() -> Result<()> {
+    let mut program = start(&mut workload("lines"), "sbrk")?;
+    let pid = program.pid();
+    let mut tool = Tool::start("brkstack", &["-p", &pid, "-f", "--lines", "1"])?;
+    tool.wait_for("tracing brk(2)")?;
+    program.work()?;
+    tool.wait_for_output(";inner;")?;
+    let readers = readers_of(tool.pid())?;
+    let &[reader] = &*readers else {
+        bail!("{readers:?} read the lines of one file");
+    };
+    let status = fs::read_to_string(format!("/proc/{reader}/status"))?;
+    for line in [
+        "CapPrm:\t0000000000000000",
+        "CapEff:\t0000000000000000",
+        "NoNewPrivs:\t1",
+    ] {
+        ensure!(status.contains(line), "no {line} in {status}");
+    }
+    // Nothing of what the tool traces with: BPF objects and perf events are such.
+    for file in fs::read_dir(format!("/proc/{reader}/fd"))? {
+        let file = fs::read_link(file?.path())?;
+        ensure!(
+            !file.starts_with("anon_inode:"),
+            "{} is open",
+            file.display()
+        );
+    }
+    tool.signal(Signal::SIGKILL)?;
+    tool.end()?;
+    harness::eventually("the reader has ended", || {
+        Ok(!Path::new(&format!("/proc/{reader}/exe")).exists())
+    })
+}
