@@ -34,6 +34,7 @@ mod shmsnoop;
 mod swapin;
 mod unwind;
 mod vmscan;
+mod worked;
 
 use std::process::ExitCode;
 
@@ -77,6 +78,7 @@ fn main() -> ExitCode {
         swapin::tests(),
         unwind::tests(),
         vmscan::tests(),
+        worked::tests(),
         lines::tests(),
         load::tests(),
     ]

@@ -1,0 +1,219 @@
+//! The worked example of the README: what each of its steps shows is what the tools show.
+//!
+//! `MEMTOOLS_PICTURES=FOLDER` has the pictures that it draws kept there: the README's are in docs/.
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+
+use crate::export;
+use crate::harness::{self, Ended, Tool, Workload};
+use crate::lines::rows;
+
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "worked":
+        the_heap_grows_by_summaries [Once],
+        pages_come_with_the_input_and_the_summaries [Once],
+        both_faults_have_their_lines [Once],
+        the_mended_program_has_neither [Once],
+        a_browser_shows_and_searches_the_pictures [Once],
+    }
+}
+
+const README: &str = include_str!("../../README.md");
+
+/// Records of the input, of a page each.
+const RECORDS: u64 = 5003;
+const RECORD: u64 = 4096;
+/// What is kept of each.
+const SUMMARY: u64 = 2039;
+
+/// A folder with the program's input.
+struct Example(tempfile::TempDir);
+
+impl Example {
+    fn new() -> Result<Self> {
+        let folder = harness::scratch()?;
+        let record = "lorem ipsum dolor ".repeat(300);
+        let input = record[..RECORD as usize].repeat(RECORDS as usize);
+        fs::write(folder.path().join("records.txt"), input)?;
+        Ok(Self(folder))
+    }
+
+    fn path(&self, name: &str) -> Result<String> {
+        let path = self.0.path().join(name);
+        Ok(path.to_str().context("not UTF-8")?.to_owned())
+    }
+
+    /// Traces a program until it has read all of its input, and holds it.
+    fn trace(&self, program: &str, tool: &str, options: &[&str]) -> Result<Ended> {
+        let mut program = Workload::start(program, &[&self.path("records.txt")?])?;
+        let pid = program.pid();
+        let mut tool = Tool::start(tool, &[&["-p", &pid], options].concat())?;
+        tool.wait_for_any(&["Ctrl-C to end", "probes in"])?;
+        let facts = program.work()?;
+        ensure!(facts["records"] == RECORDS.to_string(), "{facts:?}");
+        tool.interrupt()
+    }
+
+    /// Traces the program with its faults, and draws a picture.
+    fn draw(&self, name: &str, tool: &str, options: &[&str]) -> Result<(Ended, String)> {
+        let file = self.path(name)?;
+        let ended = self.trace("loopleak", tool, &[&["--flame", &*file], options].concat())?;
+        ensure!(ended.status.success(), "{ended:?}");
+        if let Some(folder) = env::var_os("MEMTOOLS_PICTURES") {
+            fs::copy(&file, Path::new(&folder).join(name))?;
+        }
+        let picture = fs::read_to_string(file)?;
+        let kept = docs().join(name);
+        let kept = fs::read_to_string(&kept).with_context(|| format!("no {}", kept.display()))?;
+        for function in ["main", "summarise"] {
+            let title = format!("<title>{function} (");
+            ensure!(picture.contains(&title), "no {function} in {name}");
+            ensure!(kept.contains(&title), "no {function} in docs/{name}");
+        }
+        Ok((ended, picture))
+    }
+}
+
+fn docs() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("docs")
+}
+
+/// The number of all folded lines that go through a function.
+fn through(ended: &Ended, function: &str) -> u64 {
+    let frame = format!(";{function};");
+    let lines = ended.stdout.lines().filter(|line| line.contains(&frame));
+    let numbers = lines.filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok());
+    numbers.sum()
+}
+
+fn the_heap_grows_by_summaries() -> Result<()> {
+    let example = Example::new()?;
+    let (ended, _) = example.draw("brkstack.svg", "brkstack", &["--bytes", "-f"])?;
+    let grown = through(&ended, "summarise");
+    let kept = RECORDS * SUMMARY;
+    // malloc takes 33 pages at a time, and some of the first are there before.
+    let nearly = kept - kept / 50..kept + kept / 50;
+    ensure!(nearly.contains(&grown), "{grown}: {ended:?}");
+    Ok(())
+}
+
+fn pages_come_with_the_input_and_the_summaries() -> Result<()> {
+    let example = Example::new()?;
+    let (ended, picture) = example.draw("faults.svg", "faults", &["-f"])?;
+    let (slurp, summarise) = (through(&ended, "slurp"), through(&ended, "summarise"));
+    let pages = RECORDS * RECORD / 4096;
+    ensure!((pages..pages + 50).contains(&slurp), "{slurp}: {ended:?}");
+    let kept = RECORDS * SUMMARY / 4096;
+    ensure!(
+        (kept..kept + kept / 50).contains(&summarise),
+        "{summarise}: {ended:?}"
+    );
+    ensure!(picture.contains("<title>slurp ("), "no slurp");
+    Ok(())
+}
+
+fn both_faults_have_their_lines() -> Result<()> {
+    let example = Example::new()?;
+    let (ended, picture) = example.draw("memleak.svg", "memleak", &["--lines", "-o", "0", "60"])?;
+    ensure!(picture.contains("<title>slurp ("), "no slurp");
+    let told: Vec<String> = rows(&ended.stdout)
+        .into_iter()
+        .filter(|row| row.contains("loopleak.c") || row.contains("allocations from stack"))
+        .collect();
+    // Both stacks, each with its number, and the frames with source lines.
+    ensure!(told.len() == 2 + 3 + 2, "{told:#?}");
+    let readme = rows(README);
+    for row in &told {
+        let is_told = readme.iter().any(|line| line.ends_with(row.as_str()));
+        ensure!(is_told, "the README does not tell: {row}");
+    }
+    for (blocks, bytes) in [(RECORDS, RECORDS * SUMMARY), (1, RECORDS * RECORD)] {
+        let row = format!("{bytes} bytes in {blocks} allocations from stack");
+        ensure!(told.contains(&row), "no {row} in {told:#?}");
+    }
+    Ok(())
+}
+
+fn the_mended_program_has_neither() -> Result<()> {
+    let example = Example::new()?;
+    let before = example.path("before.pb.gz")?;
+    let ended = example.trace(
+        "loopleak",
+        "memleak",
+        &["-o", "0", "--pprof", &before, "60"],
+    )?;
+    ensure!(ended.status.success(), "{ended:?}");
+    let (_, bytes) = export::top(&before, "inuse_space")?;
+    ensure!(bytes == RECORDS * (RECORD + SUMMARY), "{bytes}");
+    let options = ["-o", "0", "--diff", &before, "--fail-on", "growth>0", "60"];
+    let ended = example.trace("loopleak-fixed", "memleak", &options)?;
+    ensure!(ended.status.success(), "{ended:?}");
+    ensure!(
+        ended.stdout.contains("total 0 bytes in 0 blocks"),
+        "{ended:?}"
+    );
+    // And the other way round it is found.
+    let after = example.path("after.pb.gz")?;
+    example.trace(
+        "loopleak-fixed",
+        "memleak",
+        &["-o", "0", "--pprof", &after, "60"],
+    )?;
+    let options = ["-o", "0", "--diff", &after, "--fail-on", "growth>1M", "60"];
+    let ended = example.trace("loopleak", "memleak", &options)?;
+    ensure!(ended.status.code() == Some(3), "{ended:?}");
+    Ok(())
+}
+
+/// What a browser makes of a page, once its scripts have run.
+fn browsed(url: &str) -> Result<String> {
+    let home = harness::scratch()?;
+    let browser = Command::new("timeout")
+        .args(["120", "chromium", "--headless=new", "--no-sandbox"])
+        .args(["--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"])
+        .arg(format!("--user-data-dir={}", home.path().display()))
+        .arg(url)
+        .env("HOME", home.path())
+        .output()?;
+    ensure!(
+        browser.status.success(),
+        "no chromium: install chromium: {browser:?}"
+    );
+    Ok(String::from_utf8(browser.stdout)?)
+}
+
+fn a_browser_shows_and_searches_the_pictures() -> Result<()> {
+    const FOUND: &str = "fill=\"rgb(230,0,230)\"";
+    let example = Example::new()?;
+    let drawn = example.path("new.svg")?;
+    let options = ["-o", "0", "--flame", &drawn, "60"];
+    example.trace("loopleak", "memleak", &options)?;
+    for picture in [PathBuf::from(&drawn), docs().join("memleak.svg")] {
+        let url = format!("file://{}", picture.display());
+        let shown = browsed(&url)?;
+        for function in ["main", "slurp", "summarise", "new_summary"] {
+            ensure!(
+                shown.contains(&format!("<title>{function} (")),
+                "no {function}"
+            );
+        }
+        ensure!(!shown.contains(FOUND), "{shown}");
+        // As its search does it: slurp and nothing else, which has two thirds of all bytes.
+        let searched = browsed(&format!("{url}?s=slurp"))?;
+        let share = 100.0 * RECORD as f64 / (RECORD + SUMMARY) as f64;
+        let matched = format!("Matched: {share:.1}%");
+        ensure!(searched.contains(&matched), "no {matched} in {searched}");
+        let rects = searched
+            .split("<title>")
+            .filter(|group| group.contains(FOUND));
+        let found: Vec<&str> = rects.filter_map(|group| group.split(' ').next()).collect();
+        ensure!(found == ["slurp"], "{found:?}");
+    }
+    Ok(())
+}
