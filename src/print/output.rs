@@ -5,6 +5,8 @@ use std::fs::File;
 use std::io::{self, BufWriter, Stdout, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -59,9 +61,23 @@ pub struct Output {
 
 impl Output {
     /// Prints on stdout in this format. While nobody reads it, the signals of `stop`, which are
-    /// blocked, end the wait: what is printed then fails with [`Unread`].
-    pub fn stdout(format: Format, stop: SignalFd) -> Self {
-        Self::to(format, Sink::Stdout(Pipe::new(stop)))
+    /// blocked, end the wait: what is printed then fails with [`Unread`]. If one was taken before, as
+    /// `stopped` tells, the run's last report waits for its reader, says so, and another signal ends that.
+    pub fn stdout(
+        tool: &'static str,
+        format: Format,
+        stop: SignalFd,
+        stopped: Arc<AtomicBool>,
+    ) -> Self {
+        let pipe = Pipe {
+            tool,
+            out: io::stdout(),
+            stop,
+            stopped,
+            told: false,
+            given_up: false,
+        };
+        Self::to(format, Sink::Stdout(pipe))
     }
 
     /// Prints into a new file, or one that is emptied.
@@ -192,51 +208,89 @@ impl Write for Sink {
 
 /// Stdout as something that can be full.
 struct Pipe {
+    tool: &'static str,
     out: Stdout,
     stop: SignalFd,
+    stopped: Arc<AtomicBool>,
+    /// Whether it was said that the last report waits.
+    told: bool,
     given_up: bool,
 }
 
 impl Pipe {
-    fn new(stop: SignalFd) -> Self {
-        Self {
-            out: io::stdout(),
-            stop,
-            given_up: false,
-        }
-    }
-
     /// A write that could block is made only when there is room for all of it.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let piece = &bytes[..bytes.len().min(PIECE)];
-        if self.given_up || !wait_for_room(self.out.as_fd(), self.stop.as_fd())? {
+        if self.given_up || !self.wait_for_room()? {
             self.given_up = true;
             return Err(io::Error::other(Unread));
         }
         // By the descriptor: Rust's stdout would keep what comes after the last newline.
         nix::unistd::write(&self.out, piece).map_err(io::Error::from)
     }
+
+    /// Waits until there is room, or an error that the write will meet. Returns false if a signal comes
+    /// that ends the run, and still there is none a second later.
+    fn wait_for_room(&mut self) -> io::Result<bool> {
+        let (out, stop) = (self.out.as_fd(), self.stop.as_fd());
+        let is_last = self.stopped.load(Ordering::Relaxed);
+        let patience = (is_last && !self.told).then_some(LAST_CHANCE);
+        let mut room = wait_for_room(out, stop, patience)?;
+        if room == Room::NotYet {
+            say_that_it_waits(self.tool);
+            self.told = true;
+            room = wait_for_room(out, stop, None)?;
+        }
+        Ok(room == Room::Some)
+    }
 }
 
-/// Waits until there is room in `out`, or an error that the write will meet. Returns false if a
-/// signal comes that ends the run, and still there is none a second later.
-fn wait_for_room(out: BorrowedFd<'_>, stop: BorrowedFd<'_>) -> io::Result<bool> {
+/// What came of waiting for a reader.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Room {
+    /// There is room, or an error that the write will meet.
+    Some,
+    /// There is none, and the time is up.
+    NotYet,
+    /// A signal came that ends the run, and still there was none a second later.
+    GivenUp,
+}
+
+/// Says on stderr that the run's last report waits for its reader, unless nobody reads that either.
+fn say_that_it_waits(tool: &str) {
+    let stderr = io::stderr();
+    let mut sources = [PollFd::new(stderr.as_fd(), PollFlags::POLLOUT)];
+    if poll(&mut sources, PollTimeout::ZERO).is_ok_and(|ready| ready > 0) {
+        // Without it, nothing is missing but the line.
+        let _ = writeln!(
+            &stderr,
+            "{tool}: the last report waits for its reader; another Ctrl-C gives it up"
+        );
+    }
+}
+
+/// Waits until there is room in `out`, for a signal of `stop`, or so long.
+fn wait_for_room(
+    out: BorrowedFd<'_>,
+    stop: BorrowedFd<'_>,
+    patience: Option<Duration>,
+) -> io::Result<Room> {
+    let until = patience.map(|patience| Instant::now() + patience);
     let mut give_up_at: Option<Instant> = None;
     loop {
         let mut sources = [
             PollFd::new(out, PollFlags::POLLOUT),
             PollFd::new(stop, PollFlags::POLLIN),
         ];
-        let (awaited, patience) = match give_up_at {
-            None => (2, PollTimeout::NONE),
-            Some(at) => {
-                let left = at.saturating_duration_since(Instant::now());
-                (1, PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX))
-            }
-        };
-        match poll(&mut sources[..awaited], patience) {
-            Ok(0) => return Ok(false),
-            Ok(_) if sources[0].any() != Some(false) => return Ok(true),
+        let awaited = if give_up_at.is_none() { 2 } else { 1 };
+        let timeout = give_up_at.or(until).map_or(PollTimeout::NONE, |at| {
+            let left = at.saturating_duration_since(Instant::now());
+            PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
+        });
+        match poll(&mut sources[..awaited], timeout) {
+            Ok(0) if give_up_at.is_some() => return Ok(Room::GivenUp),
+            Ok(0) => return Ok(Room::NotYet),
+            Ok(_) if sources[0].any() != Some(false) => return Ok(Room::Some),
             Ok(_) => give_up_at = Some(Instant::now() + LAST_CHANCE),
             Err(Errno::EINTR) => {}
             Err(error) => return Err(error.into()),
@@ -319,11 +373,14 @@ mod tests {
         set.add(Signal::SIGWINCH);
         set.thread_block().expect("it is blocked");
         let stop = SignalFd::new(&set).expect("a signalfd");
-        let room = || wait_for_room(writer.as_fd(), stop.as_fd()).expect("a wait");
-        assert!(room());
+        let room =
+            |patience| wait_for_room(writer.as_fd(), stop.as_fd(), patience).expect("a wait");
+        assert_eq!(room(None), Room::Some);
         raise(Signal::SIGWINCH).expect("a signal");
-        assert!(room(), "there is room all the same");
+        assert_eq!(room(None), Room::Some, "there is room all the same");
         while nix::unistd::write(&writer, &[0; PIECE]).is_ok() {}
-        assert!(!room());
+        assert_eq!(room(None), Room::GivenUp);
+        stop.read_signal().expect("a signal");
+        assert_eq!(room(Some(Duration::from_millis(1))), Room::NotYet);
     }
 }

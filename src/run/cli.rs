@@ -155,7 +155,7 @@ impl CommonArgs {
     /// # Errors
     /// If a file cannot be written to.
     pub fn start_as<'a>(&self, tool: &'static str, format: Format) -> Result<(Poller<'a>, Output)> {
-        let (poller, output) = start(format, self.output.as_deref())?;
+        let (poller, output) = start(tool, format, self.output.as_deref())?;
         let output = match &self.perfetto {
             Some(path) => output.with(Tracks::create(path, tool)?),
             None => output,
@@ -168,13 +168,18 @@ impl CommonArgs {
 ///
 /// # Errors
 /// If the file cannot be written to.
-pub fn start<'a>(format: Format, file: Option<&Path>) -> Result<(Poller<'a>, Output)> {
+pub fn start<'a>(
+    tool: &'static str,
+    format: Format,
+    file: Option<&Path>,
+) -> Result<(Poller<'a>, Output)> {
     let mut poller = Poller::new()?;
     let output = match file {
         Some(path) => Output::file(format, path)?,
         None => {
             let stop = SignalFd::with_flags(&inherited::stopping(), SfdFlags::SFD_CLOEXEC);
-            Output::stdout(format, stop.context("failed to open a signalfd")?)
+            let stop = stop.context("failed to open a signalfd")?;
+            Output::stdout(tool, format, stop, poller.stopped())
         }
     };
     if output.is_stdout() {

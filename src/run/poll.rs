@@ -3,6 +3,8 @@
 
 use std::io::{self, Stdout};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -56,6 +58,7 @@ pub struct Poller<'a> {
     clients: Option<BorrowedFd<'a>>,
     processes: Vec<BorrowedFd<'a>>,
     signals: SignalFd,
+    stopped: Arc<AtomicBool>,
     ticks: Option<TimerFd>,
     stdout: Option<Stdout>,
     look_again: Instant,
@@ -80,10 +83,16 @@ impl<'a> Poller<'a> {
             clients: None,
             processes: Vec::new(),
             signals,
+            stopped: Arc::default(),
             ticks: None,
             stdout: None,
             look_again: Instant::now(),
         })
+    }
+
+    /// Whether a signal has come that ends the run; it stays true.
+    pub fn stopped(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.stopped)
     }
 
     /// Wakes to stop when the reader of stdout has gone.
@@ -206,7 +215,10 @@ impl<'a> Poller<'a> {
             match source {
                 Source::Signals => match self.signals.read_signal() {
                     Ok(Some(signal)) if signal.ssi_signo == SIGUSR1 => wake.report = true,
-                    Ok(Some(_)) => wake.stop = true,
+                    Ok(Some(_)) => {
+                        wake.stop = true;
+                        self.stopped.store(true, Ordering::Relaxed);
+                    }
                     _ => {}
                 },
                 Source::Stdout => wake.stop = true,

@@ -2,21 +2,21 @@
 //! The tools share the code; those that start here stand for all, but where each is named.
 
 use std::fs::{self, Permissions};
-use std::io::{Read, pipe};
+use std::io::{PipeReader, PipeWriter, Write, pipe};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::Trial;
 use memtools::host::capabilities::Capability;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::{SigHandler, SigSet, Signal, kill, signal};
 use nix::unistd::Pid;
-use tempfile::TempDir;
+use tempfile::{NamedTempFile, TempDir};
 
 use crate::harness::{self, Cgroup, Ended, PATIENCE, Tool, Workload, eventually, tool, workload};
 use crate::pressure::Setting;
@@ -49,6 +49,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_report_can_be_asked_for,
         what_nohup_ignores_is_ignored,
         a_reader_that_does_not_read_does_not_keep_it [Once],
+        a_last_report_waits_for_its_reader [Once],
         the_output_can_be_a_file,
         hundreds_of_processes,
         who_cannot_be_traced_is_told [Host],
@@ -405,56 +406,69 @@ fn what_nohup_ignores_is_ignored() -> Result<()> {
     Ok(())
 }
 
-/// Ctrl-C ends a tool whose reader does not read, and the target is traced no more.
-fn a_reader_that_does_not_read_does_not_keep_it() -> Result<()> {
-    let (mut reader, writer) = pipe().context("no pipe")?;
-    let (mut messages, stderr) = pipe().context("no pipe")?;
+/// A pipe that nobody has read and that has no room.
+fn full_pipe() -> Result<(PipeReader, PipeWriter)> {
+    let (reader, mut writer) = pipe().context("no pipe")?;
+    fcntl(&writer, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+    while writer.write(&[b'.'; 4096]).is_ok() {}
+    fcntl(&writer, FcntlArg::F_SETFL(OFlag::empty()))?;
+    Ok((reader, writer))
+}
+
+/// Starts vmscan with this argument, printing into a pipe without room, and stderr into a file. Sends a SIGINT when
+/// each of these has been said, which ends it.
+fn ends_unread(option: &str, said: &[&str]) -> Result<()> {
+    let (reader, writer) = full_pipe()?;
+    let stderr = NamedTempFile::new()?;
     let mut tool = Command::new(tool("vmscan"))
-        .args(["0.001"])
+        .arg(option)
         .stdin(Stdio::null())
         .stdout(writer)
-        .stderr(stderr)
+        .stderr(stderr.reopen()?)
         .spawn()
         .context("no vmscan")?;
-    let pid = Pid::from_raw(tool.id().cast_signed());
-    // It is stuck when it waits in poll(2) for stdout, rather than for signals alone: there is no
-    // other thread, and a row of a millisecond is always due.
-    let full = || -> Result<bool> {
-        let mut bytes = 0;
-        // SAFETY: the kernel writes an integer.
-        let asked = unsafe {
-            libc::ioctl(
-                std::os::fd::AsRawFd::as_raw_fd(&reader),
-                libc::FIONREAD,
-                &mut bytes,
-            )
-        };
-        Ok(asked == 0 && bytes >= 60 << 10)
-    };
-    eventually("the pipe is full", full)?;
-    kill(pid, Signal::SIGINT)?;
-    let deadline = Instant::now() + PATIENCE;
-    let status = loop {
-        if let Some(status) = tool.try_wait()? {
-            break status;
-        }
-        if Instant::now() > deadline {
-            tool.kill()?;
-            tool.wait()?;
-            anyhow::bail!("it does not end");
-        }
-        thread::sleep(Duration::from_millis(5));
-    };
-    let mut said = String::new();
-    messages.read_to_string(&mut said)?;
-    ensure!(status.code() == Some(1), "{status} {said}");
+    let messages = || fs::read_to_string(stderr.path());
+    for said in said {
+        eventually(said, || Ok(messages()?.contains(said)))?;
+        kill(Pid::from_raw(tool.id().cast_signed()), Signal::SIGINT)?;
+    }
+    let mut status = None;
+    let ended = eventually("it ends", || {
+        status = tool.try_wait()?;
+        Ok(status.is_some())
+    });
+    if ended.is_err() {
+        tool.kill()?;
+        tool.wait()?;
+    }
+    ended?;
+    let messages = messages()?;
     ensure!(
-        said.contains("vmscan: failed to print: nobody reads it"),
-        "{said}"
+        status.and_then(|status| status.code()) == Some(1),
+        "{status:?} {messages}"
     );
-    let mut rows = Vec::new();
-    reader.read_to_end(&mut rows)?;
+    ensure!(
+        messages.contains("vmscan: failed to print: nobody reads it"),
+        "{messages}"
+    );
+    drop(reader);
     Ok(())
+}
+
+/// Ctrl-C ends a tool that waits for its reader: here to print the column names.
+fn a_reader_that_does_not_read_does_not_keep_it() -> Result<()> {
+    ends_unread("1000", &["Ctrl-C to end"])
+}
+
+/// A last report waits for its reader, until Ctrl-C comes again.
+fn a_last_report_waits_for_its_reader() -> Result<()> {
+    ends_unread(
+        "--counts",
+        &[
+            "Ctrl-C to end",
+            "vmscan: the last report waits for its reader",
+        ],
+    )
 }
 
 fn the_output_can_be_a_file() -> Result<()> {

@@ -347,7 +347,7 @@ impl Args {
 
     /// What the tool begins with: [`cli::start`].
     pub(crate) fn start<'a>(&self) -> Result<(Poller<'a>, Output)> {
-        cli::start(self.format(), self.output.as_deref())
+        cli::start("memleak", self.format(), self.output.as_deref())
     }
 
     /// Whether processes are to be traced, rather than the kernel.

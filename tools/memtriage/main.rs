@@ -91,7 +91,7 @@ fn run(args: Args) -> Result<ExitCode> {
     } else {
         Format::Text
     };
-    let (mut poller, mut output) = cli::start(format, args.output.as_deref())?;
+    let (mut poller, mut output) = cli::start("memtriage", format, args.output.as_deref())?;
     let interval = args.interval.or(args.watch.then_some(WATCH));
     let reports = match interval {
         Some(_) => args.count.unwrap_or(u64::MAX),
