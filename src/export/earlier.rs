@@ -303,6 +303,7 @@ mod tests {
             until: Zoned::now(),
             values: VALUES.to_vec(),
             main: 1,
+            by_thread: false,
             samples,
             remarks: Vec::new(),
         }

@@ -92,6 +92,8 @@ pub struct Subject {
     pub values: Vec<Value>,
     /// The value that is shown unless another one is asked for.
     pub main: usize,
+    /// Whether a stack's name is that of a thread, not of its process.
+    pub by_thread: bool,
     /// What a reader of the numbers has to know, such as that they are estimates.
     pub remarks: Vec<String>,
 }
@@ -127,6 +129,7 @@ impl Exports {
             until: Zoned::now(),
             values: subject.values,
             main: subject.main,
+            by_thread: subject.by_thread,
             samples,
             remarks: subject.remarks,
         }

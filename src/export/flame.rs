@@ -235,6 +235,7 @@ mod tests {
             until: time.parse().expect("a time"),
             values: vec![Value::count("brk_calls", "calls"), Value::bytes("growth")],
             main: 0,
+            by_thread: false,
             samples,
             remarks: vec!["estimated".into()],
         }

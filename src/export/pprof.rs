@@ -82,6 +82,8 @@ struct Builder {
     locations: HashMap<LocationKey, u64>,
     /// Cgroups by process; None of a process that has gone.
     cgroups: HashMap<u32, Option<String>>,
+    /// Whether a stack's name is that of a thread, not of its process.
+    by_thread: bool,
 }
 
 /// What is mapped: a part of a file by the file's number and offset, or a module of the kernel.
@@ -102,7 +104,10 @@ struct LocationKey {
 
 impl Builder {
     fn build(profile: &Profile) -> message::Profile {
-        let mut builder = Self::default();
+        let mut builder = Self {
+            by_thread: profile.by_thread,
+            ..Self::default()
+        };
         builder.string("");
         // The first mapping is the program's.
         if let Some(program) = largest_program(profile) {
@@ -169,17 +174,12 @@ impl Builder {
                 ..message::Label::default()
             });
         }
-        labels.push(message::Label {
-            key: self.string("comm"),
-            str: self.string(comm),
-            ..message::Label::default()
-        });
+        labels.push(self.label("comm", comm));
+        if self.by_thread {
+            labels.push(self.label("thread", comm));
+        }
         if let Some(cgroup) = self.cgroup(*pid) {
-            labels.push(message::Label {
-                key: self.string("cgroup"),
-                str: self.string(&cgroup),
-                ..message::Label::default()
-            });
+            labels.push(self.label("cgroup", &cgroup));
         }
         let values = sample.values.iter();
         self.message.sample.push(message::Sample {
@@ -189,6 +189,14 @@ impl Builder {
                 .collect(),
             label: labels,
         });
+    }
+
+    fn label(&mut self, key: &str, value: &str) -> message::Label {
+        message::Label {
+            key: self.string(key),
+            str: self.string(value),
+            ..message::Label::default()
+        }
     }
 
     /// The cgroup that a process is in now; None of the kernel's own, and of a process that has gone.
@@ -422,6 +430,7 @@ mod tests {
                 Value::bytes("alloc_space"),
             ],
             main: 1,
+            by_thread: false,
             samples,
             remarks: vec!["estimated".into()],
         };

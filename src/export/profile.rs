@@ -61,6 +61,8 @@ pub struct Profile {
     pub values: Vec<Value>,
     /// The value that is shown unless another one is asked for.
     pub main: usize,
+    /// Whether a stack's name is that of a thread, not of its process.
+    pub by_thread: bool,
     /// The stacks.
     pub samples: Vec<Sample>,
     /// What a reader of the numbers has to know, such as that they are estimates.

@@ -21,6 +21,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         the_kernels_heap_is_what_was_reported [Once],
         calls_and_bytes_of_brk [Once],
         kernel_frames_are_told_apart [Once],
+        a_thread_is_told_by_its_name [Once],
         faults_have_both_numbers [Once],
         mappings_have_both_numbers [Once],
         what_cannot_be_written_is_told_at_the_start [Once],
@@ -393,6 +394,32 @@ fn kernel_frames_are_told_apart() -> Result<()> {
     ensure!(
         image.contains("rgb(240,170,80)") && !image.contains("_[k]"),
         "{image}"
+    );
+    Ok(())
+}
+
+/// Counts of one thread alone, by the profile's label.
+fn a_thread_is_told_by_its_name() -> Result<()> {
+    let files = Files::new()?;
+    let workload = ["threads", "3", "211"];
+    trace("faults", "tracing", &workload, &[], &files)?;
+    for thread in ["worker-0", "worker-1", "worker-2"] {
+        let focus = format!("-tagfocus=thread={thread}");
+        let of_thread = files.pprof(&["-top", "-sample_index=faults", &focus])?;
+        let row = of_thread
+            .lines()
+            .find(|row| row.ends_with(" write_pages"))
+            .with_context(|| of_thread.clone())?;
+        let faults = row.split_whitespace().next();
+        ensure!(faults == Some("211B"), "{of_thread}");
+    }
+    // Stacks of memleak are those of a process.
+    let heap = ["alloc", "leak", "31", "4093"];
+    trace("memleak", "probes in", &heap, &["-o", "0"], &files)?;
+    let tags = files.pprof(&["-tags"])?;
+    ensure!(
+        tags.contains("comm:") && !tags.contains("thread:"),
+        "{tags}"
     );
     Ok(())
 }

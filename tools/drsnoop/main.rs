@@ -412,6 +412,7 @@ impl Printer<'_> {
                 name: "time in direct reclaim".to_owned(),
                 values: vec![Value::count("reclaim_stalls", "stalls"), delay],
                 main: 1,
+                by_thread: true,
                 remarks: Vec::new(),
             };
             let samples = self.stalls.drain().map(|(_, sample)| sample).collect();

@@ -94,6 +94,7 @@ pub(crate) fn subject(view: View, args: &Args) -> Subject {
         name: name.to_owned(),
         values: vec![Value::count(objects, "allocations"), Value::bytes(space)],
         main: 1,
+        by_thread: false,
         remarks,
     }
 }

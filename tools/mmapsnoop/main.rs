@@ -285,6 +285,7 @@ impl Tracer<'_> {
                     Value::bytes("mmap_space"),
                 ],
                 main: usize::from(!calls),
+                by_thread: true,
                 remarks: Vec::new(),
             };
             self.exports.write(subject, samples);

@@ -368,6 +368,7 @@ impl Printer<'_> {
                 name: "OOM kills".to_owned(),
                 values: vec![Value::count("oom_kills", "kills")],
                 main: 0,
+                by_thread: true,
                 remarks: Vec::new(),
             };
             self.exports.write(subject, std::mem::take(&mut self.kills));

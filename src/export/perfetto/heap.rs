@@ -359,6 +359,7 @@ mod tests {
                 Value::bytes("inuse_space"),
             ],
             main: 1,
+            by_thread: false,
             samples: samples.iter().map(sample).collect(),
             remarks: Vec::new(),
         }

@@ -98,6 +98,7 @@ impl<M: MapCore> StackCounts<'_, M> {
                 Weight::Events => 0,
                 Weight::Bytes => 1,
             },
+            by_thread: true,
             remarks: Vec::new(),
         };
         self.exports.write(subject, samples);
