@@ -98,6 +98,25 @@ impl Earlier {
         &self.file
     }
 
+    /// The stacks that have most of one kind of value, the largest first, and the sum over all stacks. None if
+    /// the profile has no such value.
+    pub fn largest(&self, kind: &str, most: usize) -> Option<(Vec<(&Names, i64)>, i64)> {
+        let place = self.values.iter().position(|(other, _)| other == kind)?;
+        let value = |values: &[i64]| values.get(place).copied().unwrap_or_default();
+        let mut stacks: Vec<(&Names, i64)> = self
+            .stacks
+            .iter()
+            .map(|(names, values)| (names, value(values)))
+            .filter(|(_, value)| *value > 0)
+            .collect();
+        let sum = stacks.iter().map(|(_, value)| value).sum();
+        stacks.sort_by(|(names, value), (other_names, other)| {
+            other.cmp(value).then(names.cmp(other_names))
+        });
+        stacks.truncate(most);
+        Some((stacks, sum))
+    }
+
     /// What each stack that either has had there and has in a report, in no order.
     ///
     /// # Errors

@@ -15,6 +15,9 @@
 use memtools::host::values::{self, Values};
 use serde::Serialize;
 
+/// The name of the part that the kernel's MemFree and MemAvailable leave out.
+pub(crate) const FREE_IN_LISTS: &str = "free, in lists of CPUs";
+
 /// One part of the machine's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(crate) struct Part {
@@ -49,7 +52,7 @@ impl Accounting {
         let parts = [
             ("free", of("MemFree")),
             (
-                "free, in lists of CPUs",
+                FREE_IN_LISTS,
                 values::pages_in_cpu_lists(zoneinfo) * page_bytes,
             ),
             ("anonymous", of("AnonPages")),
@@ -87,8 +90,7 @@ impl Accounting {
     }
 
     /// Bytes of the part with this name.
-    #[cfg(test)]
-    fn part(&self, name: &str) -> Option<u64> {
+    pub(crate) fn part(&self, name: &str) -> Option<u64> {
         let part = self.parts.iter().find(|part| part.name == name);
         part.map(|part| part.bytes)
     }

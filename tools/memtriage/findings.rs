@@ -10,9 +10,11 @@ use memtools::host::kernel_log::Kill;
 use memtools::host::memory_cgroups::MemoryCgroup;
 use serde::Serialize;
 
+use crate::accounting::FREE_IN_LISTS;
 use crate::look::{Look, Surroundings};
 use crate::processes::Usage;
 use crate::screen::size;
+use crate::who::Culprit;
 
 /// How much a finding matters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -44,6 +46,9 @@ pub(crate) struct Finding {
     /// The command to run next. None if all is well.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) next: Option<String>,
+    /// What --who traces. None if all is well, or no stack would tell more.
+    #[serde(skip)]
+    pub(crate) culprit: Option<Culprit>,
 }
 
 /// What the rules judge: two looks, and what is around.
@@ -56,7 +61,32 @@ pub(crate) struct Evidence<'a> {
 }
 
 /// A rule's judgement: how much it matters, the evidence, and the command to run next.
-type Judgement = (Level, String, String);
+type Judgement = (Level, String, Next);
+
+/// The command to run next, and what --who traces.
+struct Next {
+    command: String,
+    culprit: Option<Culprit>,
+}
+
+impl Next {
+    /// The same, with what --who traces.
+    fn by(self, culprit: Culprit) -> Self {
+        Self {
+            culprit: Some(culprit),
+            ..self
+        }
+    }
+}
+
+impl<T: Into<String>> From<T> for Next {
+    fn from(command: T) -> Self {
+        Self {
+            command: command.into(),
+            culprit: None,
+        }
+    }
+}
 
 /// A pure function of what was read.
 type Rule = fn(&Evidence<'_>) -> Judgement;
@@ -94,15 +124,37 @@ pub(crate) fn judge(evidence: &Evidence<'_>) -> Vec<Finding> {
     let groups = groups.map(|judgement| ("cgroup-limit", judgement));
     let mut findings: Vec<Finding> = machine
         .chain(groups)
-        .map(|(rule, (level, text, next))| Finding {
-            level,
-            rule,
-            evidence: text,
-            next: (level > Level::Healthy).then_some(next),
+        .map(|(rule, (level, evidence, next))| {
+            let next = (level > Level::Healthy).then_some(next);
+            let (command, culprit) = next.map(|next| (next.command, next.culprit)).unzip();
+            Finding {
+                level,
+                rule,
+                evidence,
+                next: command,
+                culprit: culprit.flatten(),
+            }
         })
         .collect();
     findings.sort_by_key(|finding| Reverse(finding.level));
     findings
+}
+
+/// What --who traces, with the rules that it is for: for the worst finding first, and at last the process that
+/// grows fastest, if it does by 1 MiB a second.
+pub(crate) fn culprits(
+    findings: Vec<Finding>,
+    evidence: &Evidence<'_>,
+) -> Vec<(&'static str, Culprit)> {
+    const FAST: f64 = (1 << 20) as f64;
+    let found = findings
+        .into_iter()
+        .filter_map(|finding| Some((finding.rule, finding.culprit?)));
+    let fastest = evidence
+        .fastest()
+        .filter(|(_, bytes)| *bytes as f64 >= FAST * evidence.seconds());
+    let growing = fastest.map(|(usage, _)| ("growing", Culprit::Process(usage.pid)));
+    found.chain(growing).collect()
 }
 
 impl Evidence<'_> {
@@ -144,13 +196,18 @@ impl Evidence<'_> {
     }
 
     /// The command for the process that grows, or else is largest.
-    fn memleak_of_suspect(&self) -> String {
+    fn memleak_of_suspect(&self) -> Next {
         let suspect = self.fastest().map(|(usage, _)| usage).or(self.largest());
         suspect.map_or_else(
-            || "faults -d 10 --by-process".into(),
-            |usage| format!("memleak -p {} 10", usage.pid),
+            || Next::from("faults -d 10 --by-process").by(Culprit::Processes),
+            memleak_of,
         )
     }
+}
+
+/// The command for a process that may leak.
+fn memleak_of(usage: &Usage) -> Next {
+    Next::from(format!("memleak -p {} 10", usage.pid)).by(Culprit::Process(usage.pid))
 }
 
 /// `level` of a number that is worth a look from one threshold on, and needs action from another.
@@ -195,7 +252,10 @@ fn oom_kills(evidence: &Evidence<'_>) -> Judgement {
 
 /// Act: at this rate all is used in half a minute. Look: in two minutes.
 fn running_out(evidence: &Evidence<'_>) -> Judgement {
-    let available = |look: &Look| look.memory.of("MemAvailable");
+    // The kernel leaves out the pages in lists of CPUs, which are taken first.
+    let available = |look: &Look| {
+        look.memory.of("MemAvailable") + look.accounting.part(FREE_IN_LISTS).unwrap_or_default()
+    };
     let (before, now) = (available(evidence.before), available(evidence.now));
     let rate = before.saturating_sub(now) as f64 / evidence.seconds();
     let left = if rate > 0.0 {
@@ -250,7 +310,7 @@ fn available(evidence: &Evidence<'_>) -> Judgement {
 fn pressure(evidence: &Evidence<'_>) -> Judgement {
     let Some(pressure) = evidence.around.pressure else {
         let text = "this kernel tells no memory pressure (CONFIG_PSI, psi=1)".into();
-        return (Level::Healthy, text, String::new());
+        return (Level::Healthy, text, "".into());
     };
     let level = above(pressure.some.avg10, 10.0, f64::INFINITY).max(above(
         pressure.full.avg10,
@@ -262,11 +322,11 @@ fn pressure(evidence: &Evidence<'_>) -> Judgement {
         pressure.some.avg10, pressure.full.avg10
     );
     let next = if evidence.rate("pswpin") >= 1.0 {
-        "swapin -s -d 10"
+        Next::from("swapin -s -d 10").by(Culprit::Readers)
     } else {
-        "drsnoop --memcg -d 10"
+        Next::from("drsnoop --memcg -d 10").by(Culprit::Reclaimers)
     };
-    (level, text, next.into())
+    (level, text, next)
 }
 
 /// Look: a cgroup uses nine tenths of its limit. Act: it hit the limit ten times a second, or a process
@@ -287,7 +347,7 @@ fn cgroup_limits(evidence: &Evidence<'_>) -> Vec<Judgement> {
             "{} cgroups have a limit, and none is near it",
             limited.len()
         );
-        return vec![(Level::Healthy, text, String::new())];
+        return vec![(Level::Healthy, text, "".into())];
     }
     judged.into_iter().map(|(_, judgement)| judgement).collect()
 }
@@ -312,13 +372,14 @@ fn cgroup_limit(evidence: &Evidence<'_>, group: &MemoryCgroup) -> Judgement {
         text += &format!("; {kills} of its processes were killed just now");
     }
     let next = if hits >= 10.0 {
-        "drsnoop --memcg -e -d 10".into()
+        Next::from("drsnoop --memcg -e -d 10").by(Culprit::Reclaimers)
     } else if evidence.now.groups.version_1 {
         // memleak takes cgroups of version 2.
-        "faults --by-process -d 10".into()
+        Next::from("faults --by-process -d 10").by(Culprit::Processes)
     } else {
         let folder = group.folder.to_string_lossy();
-        format!("memleak --cgroup {} 10", shell_word(&folder))
+        let command = format!("memleak --cgroup {} 10", shell_word(&folder));
+        Next::from(command).by(Culprit::Cgroup(group.folder.clone()))
     };
     (level, text, next)
 }
@@ -327,14 +388,16 @@ fn cgroup_limit(evidence: &Evidence<'_>, group: &MemoryCgroup) -> Judgement {
 fn direct_reclaim(evidence: &Evidence<'_>) -> Judgement {
     let rate = evidence.rate_of("allocstall");
     let text = format!("tasks had to reclaim memory themselves {rate:.0} times a second");
-    (above(rate, 1.0, 100.0), text, "drsnoop -d 10".into())
+    let next = Next::from("drsnoop -d 10").by(Culprit::Reclaimers);
+    (above(rate, 1.0, 100.0), text, next)
 }
 
 /// Look: a hundred pages a second are read back from swap. Act: a thousand.
 fn swap_in(evidence: &Evidence<'_>) -> Judgement {
     let (read, written) = (evidence.rate("pswpin"), evidence.rate("pswpout"));
     let text = format!("{read:.0} pages/s are read back from swap, {written:.0} written");
-    (above(read, 100.0, 1000.0), text, "swapin -s -d 10".into())
+    let next = Next::from("swapin -s -d 10").by(Culprit::Readers);
+    (above(read, 100.0, 1000.0), text, next)
 }
 
 /// Look: nine tenths of swap are used. Act: all but a fiftieth.
@@ -345,7 +408,7 @@ fn swap_full(evidence: &Evidence<'_>) -> Judgement {
         of("SwapTotal").saturating_sub(of("SwapFree")),
     );
     if total == 0 {
-        return (Level::Healthy, "there is no swap".into(), String::new());
+        return (Level::Healthy, "there is no swap".into(), "".into());
     }
     let share = used as f64 * 100.0 / total as f64;
     let mut text = format!("{share:.0} % of {} of swap are used", size(total));
@@ -359,10 +422,7 @@ fn swap_full(evidence: &Evidence<'_>) -> Judgement {
             size(most.swap)
         );
     }
-    let next = most.map_or_else(
-        || "swapin -d 10".into(),
-        |most| format!("memleak -p {} 10", most.pid),
-    );
+    let next = most.map_or_else(|| "swapin -d 10".into(), memleak_of);
     (above(share, 90.0, 98.0), text, next)
 }
 
@@ -382,7 +442,8 @@ fn refaults(evidence: &Evidence<'_>) -> Judgement {
         );
         level = Level::Look;
     }
-    (level, text, "ffaults --path -d 10".into())
+    let next = Next::from("ffaults --path -d 10").by(Culprit::Readers);
+    (level, text, next)
 }
 
 /// Look: a twentieth of memory is in no number of the kernel's. Act: three twentieths.
@@ -393,7 +454,8 @@ fn unaccounted(evidence: &Evidence<'_>) -> Judgement {
         "{}, {share:.1} % of memory, are in no number of the kernel's: pages of drivers and modules",
         size(bytes)
     );
-    (above(share, 5.0, 15.0), text, "memleak -k 10".into())
+    let next = Next::from("memleak -k 10").by(Culprit::KernelPages);
+    (above(share, 5.0, 15.0), text, next)
 }
 
 /// Look: slabs that cannot be reclaimed have 15 % of memory. Act: 30 %.
@@ -414,7 +476,8 @@ fn slab(evidence: &Evidence<'_>) -> Judgement {
         text += &format!("; fastest: {name}, +{}", size(change.bytes.cast_unsigned()));
     }
     let level = above(evidence.share(bytes), 15.0, 30.0);
-    (level, text, "memleak -k --by-cache 10".into())
+    let next = Next::from("memleak -k --by-cache 10").by(Culprit::KernelSlabs);
+    (level, text, next)
 }
 
 /// Look: shared memory and tmpfs have a quarter of memory. Act: half.
@@ -441,7 +504,8 @@ fn shmem(evidence: &Evidence<'_>) -> Judgement {
         );
     }
     let level = above(evidence.share(bytes), 25.0, 50.0);
-    (level, text, "mmapsnoop -d 10".into())
+    let next = Next::from("mmapsnoop -d 10").by(Culprit::KernelPages);
+    (level, text, next)
 }
 
 /// Look: a hundredth of memory is in segments that nobody has attached. Act: a tenth.
@@ -474,23 +538,17 @@ fn page_tables(evidence: &Evidence<'_>) -> Judgement {
     let bytes = evidence.now.memory.of("PageTables");
     let share = evidence.share(bytes);
     let text = format!("page tables: {}, {share:.1} % of memory", size(bytes));
-    (
-        above(share, 5.0, 15.0),
-        text,
-        "faults --by-process -d 10".into(),
-    )
+    let next = Next::from("faults --by-process -d 10").by(Culprit::KernelPages);
+    (above(share, 5.0, 15.0), text, next)
 }
 
 /// Look: the kernel's vmalloc area has a tenth of memory. Act: a quarter.
 fn vmalloc(evidence: &Evidence<'_>) -> Judgement {
-    let parts = evidence.now.accounting.parts.iter();
-    let bytes = parts
-        .filter(|part| part.name == "vmalloc")
-        .map(|part| part.bytes)
-        .sum();
+    let bytes = evidence.now.accounting.part("vmalloc").unwrap_or_default();
     let share = evidence.share(bytes);
     let text = format!("vmalloc: {}, {share:.1} % of memory", size(bytes));
-    (above(share, 10.0, 25.0), text, "memleak -k 10".into())
+    let next = Next::from("memleak -k 10").by(Culprit::KernelPages);
+    (above(share, 10.0, 25.0), text, next)
 }
 
 /// Look: a task had to move pages for a large one, once a second. Act: a hundred times.
@@ -525,7 +583,7 @@ fn age(age: Duration) -> String {
 }
 
 /// A path as one word of a shell's command line.
-fn shell_word(path: &str) -> String {
+pub(crate) fn shell_word(path: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-@:".contains(c);
     if path.chars().all(plain) {
         path.to_owned()

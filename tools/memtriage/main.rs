@@ -1,6 +1,6 @@
 //! memtriage: where memory is, what is wrong with it, and which tool shows more.
 //!
-//! Nothing is traced: all is of /proc, cgroup files and the kernel's log, looked at twice for rates.
+//! Nothing is traced unless --who asks for it: all is of /proc, cgroup files and the kernel's log, looked at twice for rates.
 
 mod accounting;
 mod findings;
@@ -8,6 +8,8 @@ mod growing;
 mod look;
 mod processes;
 mod screen;
+mod siblings;
+mod who;
 
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
@@ -25,6 +27,7 @@ use crate::findings::{Evidence, Level};
 use crate::growing::{Growing, Growth};
 use crate::look::{Look, Surroundings};
 use crate::screen::{Host, ProcessRow, Table};
+use crate::who::Culprit;
 
 /// Time between the two looks, if no interval is given: as short as rates can be told from.
 const BETWEEN: Duration = Duration::from_millis(500);
@@ -49,6 +52,7 @@ examples:
   memtriage --all              also what is well, and each small part
   memtriage 5                  every 5 seconds, until Ctrl-C
   memtriage --watch            every second, with what grows
+  memtriage --who 10           then trace for 10 seconds, and name the stacks of what was found
   memtriage -j | jq -c 'select(.type == \"finding\" and .level == \"act\")'"
 )]
 struct Args {
@@ -59,6 +63,10 @@ struct Args {
     /// Keep looking, every second unless there is an interval, and show what grows
     #[arg(short, long)]
     watch: bool,
+
+    /// Then run the tools that can explain the findings for so many seconds, and show the three largest stacks of each
+    #[arg(long, value_name = "SECONDS", value_parser = cli::seconds, conflicts_with_all = ["watch", "interval"])]
+    who: Option<Duration>,
 
     /// Show this many processes
     #[arg(short = 'T', long, value_name = "N", default_value_t = 5, value_parser = cli::count::<usize>)]
@@ -117,7 +125,8 @@ fn run(args: Args) -> Result<ExitCode> {
         if redraws {
             output.raw(|out| write!(out, "{CLEAR}"))?;
         }
-        worst = worst.max(report(&args, &mut output, &before, &now)?);
+        let (level, culprits) = report(&args, &mut output, &before, &now)?;
+        worst = worst.max(level);
         if args.watch {
             print_growth(&growth, &mut output)?;
         }
@@ -125,6 +134,10 @@ fn run(args: Args) -> Result<ExitCode> {
             output.header("")?;
         }
         output.flush()?;
+        if let Some(seconds) = args.who {
+            who::ask(culprits, seconds, poller, &mut output)?;
+            break;
+        }
         before = now;
     }
     Ok(match worst {
@@ -133,16 +146,22 @@ fn run(args: Args) -> Result<ExitCode> {
     })
 }
 
-/// Prints one screen, and returns the level of its first finding.
-fn report(args: &Args, output: &mut Output, before: &Look, now: &Look) -> Result<Level> {
+/// Prints one screen, and returns the level of its first finding, and what can be traced to explain the findings.
+fn report(
+    args: &Args,
+    output: &mut Output,
+    before: &Look,
+    now: &Look,
+) -> Result<(Level, Vec<(&'static str, Culprit)>)> {
     let around = Surroundings::now();
     let growth = processes::growth(&before.processes, &now.processes);
-    let findings = findings::judge(&Evidence {
+    let evidence = Evidence {
         before,
         now,
         around: &around,
         growth: &growth,
-    });
+    };
+    let findings = findings::judge(&evidence);
     output.row(&Host {
         time: Zoned::now(),
         release: kernel_release(),
@@ -166,7 +185,8 @@ fn report(args: &Args, output: &mut Output, before: &Look, now: &Look) -> Result
         let grown = growth.get(&usage.pid).copied().unwrap_or_default();
         output.row(&ProcessRow::new(&usage, grown))?;
     }
-    Ok(findings.first().map_or(Level::Healthy, |first| first.level))
+    let level = findings.first().map_or(Level::Healthy, |first| first.level);
+    Ok((level, findings::culprits(findings, &evidence)))
 }
 
 /// Prints what has grown since the looks that are remembered, if anything has.

@@ -13,7 +13,8 @@ use crate::processes::Usage;
 
 /// Parts of memory below this share are shown together, without --all.
 const SMALL_PERCENT: f64 = 0.5;
-const WIDTH: usize = 80;
+/// Columns of a terminal.
+pub(crate) const WIDTH: usize = 80;
 /// Where a finding's evidence begins.
 const INDENT: usize = 6;
 
@@ -80,7 +81,7 @@ impl Row for Finding {
 }
 
 /// The text in lines of at most so many characters, broken at spaces.
-fn wrapped(text: &str, width: usize) -> Vec<String> {
+pub(crate) fn wrapped(text: &str, width: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split(' ') {
         match lines.last_mut() {
@@ -269,6 +270,7 @@ mod tests {
             rule: "slab",
             evidence: "word ".repeat(40).trim_end().to_owned(),
             next: Some("memleak -k".into()),
+            culprit: None,
         };
         let text = text(&finding);
         assert!(text.lines().all(|line| line.len() <= WIDTH), "{text}");

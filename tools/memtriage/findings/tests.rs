@@ -370,3 +370,47 @@ fn what_is_to_be_acted_on_comes_first() {
     let levels: Vec<Level> = machine.findings().iter().map(|one| one.level).collect();
     assert_eq!(levels, [Level::Act, Level::Look]);
 }
+
+#[test]
+fn culprits_are_those_of_the_findings_and_who_grows() {
+    let culprits = |machine: &Machine| {
+        let evidence = Evidence {
+            before: &machine.before,
+            now: &machine.now,
+            around: &machine.around,
+            growth: &machine.growth,
+        };
+        super::culprits(judge(&evidence), &evidence)
+    };
+    let mut machine = Machine::new("", "pswpin 2003\nallocstall_normal 2\ncompact_stall 2\n");
+    machine.growth.insert(4242, 1 << 20);
+    assert_eq!(
+        culprits(&machine),
+        [
+            ("swap-in", Culprit::Readers),
+            ("direct-reclaim", Culprit::Reclaimers),
+            ("growing", Culprit::Process(4242)),
+        ]
+    );
+    machine.growth.insert(4242, (1 << 20) - 1);
+    assert_eq!(culprits(&machine).len(), 2);
+    assert_eq!(culprits(&Machine::new("", "")), []);
+}
+
+#[test]
+fn pages_in_lists_of_cpus_are_available() {
+    let mut machine = Machine::new("MemAvailable: 838860 kB\n", "");
+    let lists = |look: &mut Look, bytes| {
+        let parts = look.accounting.parts.iter_mut();
+        let mut lists = parts.filter(|part| part.name == FREE_IN_LISTS);
+        lists.next().expect("a part").bytes = bytes;
+    };
+    lists(&mut machine.before, 30 << 20);
+    lists(&mut machine.now, 10 << 20);
+    let findings = machine.findings();
+    assert_eq!(findings[0].rule, "running-out", "{findings:#?}");
+    assert!(
+        findings[0].evidence.starts_with("at 20.0M/s"),
+        "{findings:#?}"
+    );
+}

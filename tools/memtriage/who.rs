@@ -1,0 +1,425 @@
+//! --who: the other tools, run for what was found, and by which call stacks memory went there meanwhile.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use memtools::export::earlier::Earlier;
+use memtools::print::output::{Output, Row};
+use memtools::print::text;
+use memtools::process::proc::Process;
+use memtools::run::poll::Poller;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde::Serialize;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::findings::shell_word;
+use crate::screen::size;
+use crate::siblings::beside;
+
+/// Tools that run at once: the machine is in need as it is.
+const MOST_TOOLS: usize = 3;
+/// Stacks that are shown of each.
+const MOST_STACKS: usize = 3;
+/// Frames that text shows of a stack, from the innermost on.
+const MOST_FRAMES: usize = 16;
+/// What a tool has to end after Ctrl-C.
+const LAST_CHANCE: Duration = Duration::from_secs(10);
+
+/// What can be traced to explain a finding.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Culprit {
+    /// A process that grows, or is large.
+    Process(u32),
+    /// The processes of a cgroup of version 2, by its folder.
+    Cgroup(PathBuf),
+    /// The processes that grow, whichever they are.
+    Processes,
+    /// Tasks that have to reclaim memory themselves.
+    Reclaimers,
+    /// Tasks that wait until pages are read back.
+    Readers,
+    /// Code of the kernel that takes pages.
+    KernelPages,
+    /// Code of the kernel that takes slab objects.
+    KernelSlabs,
+}
+
+/// A tool's command line, and the number of its stacks.
+#[derive(Debug, PartialEq, Eq)]
+struct Question {
+    tool: &'static str,
+    args: Vec<String>,
+    /// The value of the tool's profile, and what it is.
+    value: (&'static str, Unit),
+}
+
+/// What a number is of. Its name in JSON is that of pprof's format.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Unit {
+    Bytes,
+    Nanoseconds,
+    Count,
+}
+
+impl Culprit {
+    fn question(&self, seconds: Duration) -> Question {
+        let seconds = seconds.as_secs_f64().to_string();
+        let words = |words: &[&str]| words.iter().map(ToString::to_string).collect();
+        let faults = |whose: &[&str]| Question {
+            tool: "faults",
+            args: words(&[&["--bytes"], whose, &["-d", &seconds]].concat()),
+            value: ("space", Unit::Bytes),
+        };
+        let memleak = |what| Question {
+            tool: "memleak",
+            args: words(&["-k", what, "--mem-limit", "128M", &seconds, "1"]),
+            value: ("inuse_space", Unit::Bytes),
+        };
+        match self {
+            Self::Process(pid) => faults(&["-p", &pid.to_string()]),
+            Self::Cgroup(folder) => faults(&["--cgroup", &folder.to_string_lossy()]),
+            Self::Processes => faults(&[]),
+            Self::Reclaimers => Question {
+                tool: "drsnoop",
+                args: words(&["--memcg", "--stack", "-d", &seconds]),
+                value: ("delay", Unit::Nanoseconds),
+            },
+            Self::Readers => Question {
+                tool: "faults",
+                args: words(&["-M", "-d", &seconds]),
+                value: ("faults", Unit::Count),
+            },
+            Self::KernelPages => memleak("--pages"),
+            Self::KernelSlabs => memleak("--slab"),
+        }
+    }
+}
+
+impl Question {
+    /// The command as a shell takes it.
+    fn command(&self) -> String {
+        let args = self.args.iter().map(|arg| shell_word(arg));
+        let words: Vec<String> = std::iter::once(self.tool.to_owned()).chain(args).collect();
+        words.join(" ")
+    }
+}
+
+/// Runs the tools for the culprits of these rules, the worst first, and prints what each has found. Ctrl-C ends
+/// them before the time.
+///
+/// # Errors
+/// If nothing can be printed, or there is no folder for the tools' profiles. That a tool cannot run is printed.
+pub(crate) fn ask(
+    culprits: Vec<(&'static str, Culprit)>,
+    seconds: Duration,
+    poller: Poller<'_>,
+    output: &mut Output,
+) -> Result<()> {
+    let mut asked: Vec<(Question, Vec<&'static str>)> = Vec::new();
+    for (rule, culprit) in culprits {
+        let question = culprit.question(seconds);
+        match asked.iter_mut().find(|(other, _)| *other == question) {
+            Some((_, rules)) => rules.push(rule),
+            None => asked.push((question, vec![rule])),
+        }
+    }
+    let left_out = asked.split_off(asked.len().min(MOST_TOOLS));
+    if asked.is_empty() {
+        eprintln!(
+            "memtriage: nothing was found that stacks could explain, and no process grows by 1 MiB a second"
+        );
+        return Ok(());
+    }
+    for (question, rules) in left_out {
+        let (rules, command) = (rules.join(", "), question.command());
+        eprintln!("memtriage: not run, after {MOST_TOOLS} others: {command} (for {rules})");
+    }
+
+    let folder = tempfile::tempdir().context("failed to make a folder for profiles")?;
+    let started: Vec<_> = asked
+        .iter()
+        .enumerate()
+        .map(|(number, (question, _))| Run::start(question, &folder, number))
+        .collect();
+    let commands: Vec<String> = asked.iter().map(|(one, _)| one.command()).collect();
+    eprintln!(
+        "memtriage: running {}; Ctrl-C to end",
+        commands.join(" and ")
+    );
+    let processes: Vec<Process> = started
+        .iter()
+        .flatten()
+        .map(|run| Process::open(run.child.id()))
+        .collect::<Result<_>>()?;
+    wait_for(&processes, poller)?;
+    for ((question, rules), run) in asked.iter().zip(started) {
+        let (kind, unit) = question.value;
+        let profile = run.and_then(Run::end);
+        let (earlier, lost, error) = match profile {
+            Ok((earlier, lost)) => (Some(earlier), lost, None),
+            Err(error) => (None, None, Some(format!("{error:#}"))),
+        };
+        let largest = earlier
+            .as_ref()
+            .and_then(|earlier| earlier.largest(kind, MOST_STACKS));
+        let (stacks, sum) = largest.unwrap_or_default();
+        let stacks = stacks.into_iter().map(|(names, value)| Stack {
+            comm: &names.comm,
+            value,
+            frames: &names.frames,
+        });
+        output.row(&Answer {
+            rules,
+            command: question.command(),
+            unit,
+            sum,
+            stacks: stacks.collect(),
+            lost,
+            error,
+        })?;
+    }
+    output.flush()
+}
+
+/// Waits until all have ended. A signal for us ends them, as the terminal's Ctrl-C does.
+fn wait_for<'a>(processes: &'a [Process], mut poller: Poller<'a>) -> Result<()> {
+    let signal = |signal| {
+        for process in processes {
+            // One that has ended waits for us to reap it, so that its number is still its own.
+            let _ = kill(Pid::from_raw(process.pid().cast_signed()), signal);
+        }
+    };
+    for process in processes {
+        poller.watch_exit(process);
+    }
+    let mut deadline = None;
+    while !processes.iter().all(Process::exited) {
+        let wake = poller.wait(deadline)?;
+        if wake.deadline {
+            signal(Signal::SIGKILL);
+            deadline = None;
+        } else if wake.stop && deadline.is_none() {
+            signal(Signal::SIGINT);
+            deadline = Some(Instant::now() + LAST_CHANCE);
+        }
+    }
+    Ok(())
+}
+
+/// A tool that runs.
+struct Run {
+    child: Child,
+    profile: PathBuf,
+    lost: JoinHandle<Option<Value>>,
+    messages: JoinHandle<String>,
+}
+
+impl Run {
+    fn start(question: &Question, folder: &TempDir, number: usize) -> Result<Self> {
+        let program = beside(question.tool)?;
+        let profile = folder.path().join(format!("{number}.pb.gz"));
+        let mut child = Command::new(&program)
+            .args(&question.args)
+            .arg("-j")
+            .arg("--pprof")
+            .arg(&profile)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("failed to run {}", program.display()))?;
+        let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+        Ok(Self {
+            child,
+            profile,
+            lost: thread::spawn(|| stdout.and_then(|stdout| losses(BufReader::new(stdout)))),
+            messages: thread::spawn(|| {
+                let mut bytes = Vec::new();
+                // What cannot be read is not shown: there is no other place for it.
+                let _ = stderr.map(|mut stderr| stderr.read_to_end(&mut bytes));
+                String::from_utf8_lossy(&bytes).into_owned()
+            }),
+        })
+    }
+
+    /// The profile of a tool that has ended, with what it has lost.
+    fn end(mut self) -> Result<(Earlier, Option<Value>)> {
+        let status = self.child.wait()?;
+        let messages = self.messages.join().unwrap_or_default();
+        if !status.success() {
+            match messages.lines().last() {
+                Some(reason) => bail!("{}", text::shown(reason)),
+                None => bail!("it ended with {status}"),
+            }
+        }
+        let lost = self.lost.join().unwrap_or_default();
+        Ok((Earlier::read(&self.profile)?, lost))
+    }
+}
+
+/// The losses among the objects that a tool prints. The others are read, so that it never waits.
+fn losses(objects: impl BufRead) -> Option<Value> {
+    let mut lost = None;
+    for line in objects.split(b'\n').map_while(Result::ok) {
+        if line.starts_with(b"{\"type\":\"lost\"") {
+            let object: Option<Value> = serde_json::from_slice(&line).ok();
+            lost = object.and_then(|mut object| object.get_mut("lost").map(Value::take));
+        }
+    }
+    lost
+}
+
+/// What a tool has found.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "who")]
+struct Answer<'a> {
+    /// The rules whose findings it is for.
+    rules: &'a [&'static str],
+    command: String,
+    unit: Unit,
+    /// The number of all stacks.
+    sum: i64,
+    /// The largest, the first of all.
+    stacks: Vec<Stack<'a>>,
+    /// The counts of the tool's object `lost`, if it has lost anything.
+    lost: Option<Value>,
+    /// Why there is nothing.
+    error: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Stack<'a> {
+    comm: &'a str,
+    value: i64,
+    /// Innermost first.
+    frames: &'a [String],
+}
+
+impl Unit {
+    fn text(self, value: i64) -> String {
+        let value = value.unsigned_abs();
+        match self {
+            Self::Bytes => size(value),
+            Self::Nanoseconds => format!("{:.1} ms", value as f64 / 1e6),
+            Self::Count => value.to_string(),
+        }
+    }
+}
+
+impl Row for Answer<'_> {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(out, "\nwho   {}: {}", self.rules.join(", "), self.command)?;
+        match &self.error {
+            Some(error) => writeln!(out, "      {error}")?,
+            None if self.stacks.is_empty() => writeln!(out, "      nothing came")?,
+            None => {}
+        }
+        if let Some(lost) = self.lost.as_ref().and_then(Value::as_object) {
+            let lost = lost.iter().filter(|(_, count)| **count != 0);
+            let lost: Vec<String> = lost
+                .map(|(what, count)| format!("{count} {what}"))
+                .collect();
+            writeln!(out, "      [lost] {}", lost.join(", "))?;
+        }
+        for Stack {
+            comm,
+            value,
+            frames,
+        } in &self.stacks
+        {
+            let (value, sum) = (self.unit.text(*value), self.unit.text(self.sum));
+            writeln!(out, "      {value} of {sum}: {comm}")?;
+            for frame in frames.iter().take(MOST_FRAMES) {
+                writeln!(out, "        {frame}")?;
+            }
+            if frames.len() > MOST_FRAMES {
+                writeln!(out, "        ... {} callers", frames.len() - MOST_FRAMES)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_culprit_has_a_command_of_so_many_seconds() {
+        let command = |culprit: Culprit| culprit.question(Duration::from_millis(2500)).command();
+        assert_eq!(command(Culprit::Process(7)), "faults --bytes -p 7 -d 2.5");
+        assert_eq!(
+            command(Culprit::Cgroup("/sys/fs/cgroup/a b".into())),
+            "faults --bytes --cgroup '/sys/fs/cgroup/a b' -d 2.5"
+        );
+        assert_eq!(command(Culprit::Processes), "faults --bytes -d 2.5");
+        assert_eq!(command(Culprit::Readers), "faults -M -d 2.5");
+        assert_eq!(
+            command(Culprit::Reclaimers),
+            "drsnoop --memcg --stack -d 2.5"
+        );
+        assert_eq!(
+            command(Culprit::KernelPages),
+            "memleak -k --pages --mem-limit 128M 2.5 1"
+        );
+        assert_eq!(
+            command(Culprit::KernelSlabs),
+            "memleak -k --slab --mem-limit 128M 2.5 1"
+        );
+    }
+
+    #[test]
+    fn losses_are_found_among_other_objects() {
+        let objects =
+            b"{\"type\":\"stack\",\"lost\":1}\n{\"type\":\"lost\",\"lost\":{\"events\":7}}\n";
+        let lost = losses(&objects[..]).expect("losses");
+        assert_eq!(lost["events"], 7);
+        assert_eq!(losses(&b"{\"type\":\"report\"}\n"[..]), None);
+    }
+
+    #[test]
+    fn an_answer_tells_stacks_losses_and_reasons() {
+        let frames: Vec<String> = (0..18).map(|number| format!("f{number}")).collect();
+        let mut answer = Answer {
+            rules: &["slab", "vmalloc"],
+            command: "memleak -k".into(),
+            unit: Unit::Bytes,
+            sum: 4096,
+            stacks: vec![Stack {
+                comm: "sh",
+                value: 2048,
+                frames: &frames,
+            }],
+            lost: Some(serde_json::json!({"events": 7, "stacks": 0})),
+            error: None,
+        };
+        let text = |answer: &Answer<'_>| {
+            let mut out = Vec::new();
+            answer.text(&mut out).expect("memory");
+            String::from_utf8(out).expect("text")
+        };
+        let shown = text(&answer);
+        assert!(
+            shown.starts_with(
+                "\nwho   slab, vmalloc: memleak -k\n      [lost] 7 events\n      \
+                 2.0K of 4.0K: sh\n        f0\n"
+            ),
+            "{shown}"
+        );
+        assert!(
+            shown.ends_with("        f15\n        ... 2 callers\n"),
+            "{shown}"
+        );
+        answer.stacks.clear();
+        assert!(text(&answer).contains("\n      nothing came\n"));
+        answer.error = Some("no root".into());
+        assert!(text(&answer).contains("\n      no root\n"));
+    }
+}
