@@ -1,9 +1,10 @@
 //! memtriage: parts that add up, and findings that the machine is made to have.
 
-use std::fs;
+use std::fs::{self, Permissions};
 use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
-use std::process::Command;
+use std::process::{Command, ExitStatus};
 use std::ptr;
 
 use anyhow::{Context, Result, ensure};
@@ -27,6 +28,8 @@ pub(crate) fn tests() -> Vec<Trial> {
         who_reclaims_is_told_by_its_stacks [Guest],
         what_cannot_be_asked_is_told,
         who_is_asked_until_a_signal_comes,
+        tools_that_can_run_are_told,
+        tools_without_privilege_tell_what_is_missing [Once],
     }
 }
 
@@ -342,5 +345,72 @@ fn who_is_asked_until_a_signal_comes() -> Result<()> {
     let ended = tool.interrupt()?;
     ensure!(ended.status.code() == Some(3), "{ended:?}");
     ensure!(ended.stdout.contains("{\"type\":\"who\","), "{ended:?}");
+    Ok(())
+}
+
+/// The rows of --doctor, by tool, and its end.
+fn doctor(command: &mut Command) -> Result<(Vec<Value>, ExitStatus)> {
+    let output = command.args(["-j", "--doctor"]).output()?;
+    let lines = String::from_utf8(output.stdout)?;
+    let rows: Vec<Value> = lines.lines().map(harness::object).collect::<Result<_>>()?;
+    ensure!(rows.len() == 12, "{lines} {:?}", output.stderr);
+    Ok((rows, output.status))
+}
+
+/// Each tool is said to run that does, when it is started by itself.
+fn tools_that_can_run_are_told() -> Result<()> {
+    let (rows, status) = doctor(&mut Command::new(tool("memtriage")))?;
+    let mut all = true;
+    for row in &rows {
+        let command = row["command"].as_str().context("no command")?;
+        let options = match command {
+            "memleak" => vec!["-c", "true", "0.1", "1"],
+            "memleak -k" => vec!["-k", "0.1", "1"],
+            _ => vec!["-d", "0.1"],
+        };
+        let name = command.split(' ').next().unwrap_or_default();
+        let runs = harness::run(name, &options)?.status.success();
+        ensure!(row["works"] == runs, "{row}");
+        ensure!(row["how"].is_null() != runs, "{row}");
+        let reasons = row["remarks"].as_array().context("no remarks")?;
+        ensure!(runs || !reasons.is_empty(), "{row}");
+        all &= runs;
+    }
+    // Where kprobes are not built in, swapin can do nothing, and says by what it could.
+    let swapin = &rows[9];
+    let has_kprobes = fs::exists("/sys/kernel/debug/kprobes")? || harness::in_guest();
+    ensure!(
+        swapin["command"] == "swapin" && swapin["works"] == has_kprobes,
+        "{swapin}"
+    );
+    if !has_kprobes {
+        let reason = "kprobe: this kernel is built without kprobes (CONFIG_KPROBES)";
+        ensure!(swapin["not_possible"][0] == reason, "{swapin}");
+    }
+    ensure!(status.code() == Some(if all { 0 } else { 3 }), "{status}");
+    Ok(())
+}
+
+fn tools_without_privilege_tell_what_is_missing() -> Result<()> {
+    let folder = harness::scratch()?;
+    fs::set_permissions(folder.path(), Permissions::from_mode(0o755))?;
+    let alone = folder.path().join("memtriage");
+    harness::copy(&tool("memtriage"), &alone)?;
+    for name in ["memleak", "vmscan"] {
+        harness::copy(&tool(name), &folder.path().join(name))?;
+    }
+    let (rows, status) = doctor(Command::new(&alone).uid(65534).gid(65534))?;
+    for row in &rows {
+        let name = row["command"].as_str().context("no command")?;
+        let expected = match name {
+            "memleak" | "memleak -k" | "vmscan" => "run it as root".to_owned(),
+            _ => format!("there is no {name} beside memtriage, in /"),
+        };
+        let remarks = row["remarks"].as_array().context("no remarks")?;
+        let mut remarks = remarks.iter().filter_map(Value::as_str);
+        ensure!(remarks.any(|remark| remark.contains(&expected)), "{row}");
+        ensure!(row["works"] == false && row["how"].is_null(), "{row}");
+    }
+    ensure!(status.code() == Some(3), "{status}");
     Ok(())
 }

@@ -3,6 +3,7 @@
 //! Nothing is traced unless --who asks for it: all is of /proc, cgroup files and the kernel's log, looked at twice for rates.
 
 mod accounting;
+mod doctor;
 mod findings;
 mod growing;
 mod look;
@@ -45,7 +46,8 @@ const FINDINGS: u8 = 3;
     version,
     max_term_width = 100,
     after_help = "\
-exit status: 0 if nothing was found, 3 if something is to be looked at, 1 if it could not run
+exit status: 0 if nothing was found, 3 if something is to be looked at (with --doctor: a tool cannot
+run), 1 if it could not run
 
 examples:
   memtriage                    one screen: findings, where memory is, whose it is
@@ -53,6 +55,7 @@ examples:
   memtriage 5                  every 5 seconds, until Ctrl-C
   memtriage --watch            every second, with what grows
   memtriage --who 10           then trace for 10 seconds, and name the stacks of what was found
+  memtriage --doctor           which tools can run here, how, and what is missing
   memtriage -j | jq -c 'select(.type == \"finding\" and .level == \"act\")'"
 )]
 struct Args {
@@ -63,6 +66,10 @@ struct Args {
     /// Keep looking, every second unless there is an interval, and show what grows
     #[arg(short, long)]
     watch: bool,
+
+    /// Run each of the other tools for a moment instead, and tell which work here, how, and what is missing
+    #[arg(long, conflicts_with_all = ["all", "watch", "who", "interval"])]
+    doctor: bool,
 
     /// Then run the tools that can explain the findings for so many seconds, and show the three largest stacks of each
     #[arg(long, value_name = "SECONDS", value_parser = cli::seconds, conflicts_with_all = ["watch", "interval"])]
@@ -100,6 +107,12 @@ fn run(args: Args) -> Result<ExitCode> {
         Format::Text
     };
     let (mut poller, mut output) = cli::start("memtriage", format, args.output.as_deref())?;
+    if args.doctor {
+        return Ok(match doctor::check(poller, &mut output)? {
+            true => ExitCode::SUCCESS,
+            false => ExitCode::from(FINDINGS),
+        });
+    }
     let interval = args.interval.or(args.watch.then_some(WATCH));
     let reports = match interval {
         Some(_) => args.count.unwrap_or(u64::MAX),

@@ -1,0 +1,217 @@
+//! --doctor: each tool is run for a moment, and tells what this kernel and these privileges allow it.
+
+use std::io::{self, Write};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use memtools::print::output::{Output, Row};
+use memtools::print::text;
+use memtools::run::poll::Poller;
+use serde::Serialize;
+
+use crate::screen::{WIDTH, wrapped};
+use crate::siblings::beside;
+
+/// The name that tasks have that are traced meanwhile: none has it, so that nothing is recorded.
+const NOBODY: &str = "memtools-doctor";
+const HEADER: &str = "TOOL        RUNS  HOW";
+/// Where HOW begins.
+const INDENT: usize = 18;
+
+/// What is run: as the tool is called in the table, and with these options.
+const CHECKS: [(&str, &[&str]); 12] = [
+    ("memleak", &["0.1", "1", "-c"]),
+    ("memleak -k", &["-k", "-v", "-n", NOBODY, "0.1", "1"]),
+    ("mmapsnoop", LOOK),
+    ("brkstack", LOOK),
+    ("shmsnoop", LOOK),
+    ("faults", LOOK),
+    ("ffaults", LOOK),
+    ("vmscan", LOOK),
+    ("drsnoop", &["-n", NOBODY, "-d", "0.1"]),
+    ("swapin", LOOK),
+    ("hfaults", LOOK),
+    ("oomkill", LOOK),
+];
+
+/// The options of most tools. (-v of drsnoop is a column, as BCC's.)
+const LOOK: &[&str] = &["-v", "-n", NOBODY, "-d", "0.1"];
+
+/// What a tool has told.
+#[derive(Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(tag = "type", rename = "tool")]
+struct Checked {
+    command: &'static str,
+    works: bool,
+    /// What it traces by; None if it does not say, or does not work.
+    how: Option<String>,
+    /// Better ways that are not possible here, with the reason.
+    not_possible: Vec<String>,
+    /// What else it has said, such as what would be better with more privileges.
+    remarks: Vec<String>,
+}
+
+/// Runs the tools one after the other, and prints a line or more for each. Returns whether all can run.
+///
+/// # Errors
+/// If nothing can be printed.
+pub(crate) fn check(mut poller: Poller<'_>, output: &mut Output) -> Result<bool> {
+    let mut all = true;
+    output.header(HEADER)?;
+    for (command, options) in CHECKS {
+        let checked = run(command, options).unwrap_or_else(|error| Checked {
+            command,
+            remarks: vec![format!("{error:#}")],
+            ..Checked::default()
+        });
+        all &= checked.works;
+        output.row(&checked)?;
+        output.flush()?;
+        if poller.wait(Some(Instant::now()))?.stop {
+            break;
+        }
+    }
+    Ok(all)
+}
+
+fn run(command: &'static str, options: &[&str]) -> Result<Checked> {
+    let tool = command.split(' ').next().unwrap_or(command);
+    let program = beside(tool)?;
+    let mut child = Command::new(&program);
+    child.args(options);
+    if options.ends_with(&["-c"]) {
+        // A program that is there wherever this one is, with an allocator in it.
+        let own = std::env::current_exe().context("failed to find memtriage")?;
+        child.arg(shell_words::join([&*own.to_string_lossy(), "--version"]));
+    }
+    let ended = child
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .output()
+        .with_context(|| format!("failed to run {}", program.display()))?;
+    let messages = String::from_utf8_lossy(&ended.stderr);
+    Ok(Checked::of(
+        command,
+        tool,
+        ended.status.success(),
+        &messages,
+    ))
+}
+
+impl Checked {
+    /// What the tool's messages tell.
+    fn of(command: &'static str, tool: &str, works: bool, messages: &str) -> Self {
+        let mut checked = Self {
+            command,
+            works,
+            ..Self::default()
+        };
+        let prefix = format!("{tool}: ");
+        for line in messages.lines() {
+            if line.starts_with("libbpf: ") {
+                continue;
+            }
+            let line = text::shown(line);
+            if let Some(reason) = line.strip_prefix("  ") {
+                // Those of an error were told before.
+                if !reason.starts_with(' ') && !checked.not_possible.iter().any(|one| one == reason)
+                {
+                    checked.not_possible.push(reason.to_owned());
+                }
+            } else if let Some(message) = line.strip_prefix(&prefix) {
+                checked.add(message.trim_end_matches(':'));
+            }
+        }
+        checked
+    }
+
+    fn add(&mut self, message: &str) {
+        let how = ["tracing ", "allocator: "];
+        let of_the_run =
+            message.starts_with("probes: ") || message.starts_with(|c: char| c.is_ascii_digit());
+        if self.works && how.iter().any(|start| message.starts_with(start)) {
+            let ends = ["... Ctrl-C to end", ", Ctrl-C to end"];
+            let end = ends.iter().find_map(|end| message.strip_suffix(end));
+            self.how = Some(end.unwrap_or(message).to_owned());
+        } else if !of_the_run {
+            self.remarks.push(message.to_owned());
+        }
+    }
+}
+
+impl Row for Checked {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let runs = if self.works { "yes" } else { "no" };
+        let mut lead = format!("{:<12}{runs:<6}", self.command);
+        let not_possible = self.not_possible.iter();
+        let not_possible = not_possible.map(|reason| format!("not possible: {reason}"));
+        for what in self
+            .how
+            .iter()
+            .chain(&self.remarks)
+            .cloned()
+            .chain(not_possible)
+        {
+            for line in wrapped(&what, WIDTH - INDENT) {
+                writeln!(out, "{lead}{line}")?;
+                lead = " ".repeat(INDENT);
+            }
+        }
+        if lead.trim().is_empty() {
+            return Ok(());
+        }
+        writeln!(out, "{}", lead.trim_end())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_tell_how_and_what_is_not_possible() {
+        let messages = "libbpf: map 'x': created\n\
+            not possible here:\n  fentry: this kernel refuses fentry\n    libbpf: a line\n\
+            oomkill: failed to set oom_score_adj; it wants CAP_SYS_RESOURCE\n\
+            oomkill: tracing OOM kills (mark_victim alone), Ctrl-C to end\n\
+            oomkill: 7 user stacks, all complete\n";
+        let checked = Checked::of("oomkill", "oomkill", true, messages);
+        assert_eq!(
+            checked.how.as_deref(),
+            Some("tracing OOM kills (mark_victim alone)")
+        );
+        assert_eq!(checked.not_possible, ["fentry: this kernel refuses fentry"]);
+        assert_eq!(
+            checked.remarks,
+            ["failed to set oom_score_adj; it wants CAP_SYS_RESOURCE"]
+        );
+    }
+
+    #[test]
+    fn a_tool_that_cannot_run_tells_each_reason_once() {
+        let messages = "not possible here:\n  kprobe: no kprobes\nnot possible here:\n  fentry: refused\n\
+            swapin: no way to attach works on this kernel:\n  kprobe: no kprobes\n  fentry: refused\n";
+        let checked = Checked::of("swapin", "swapin", false, messages);
+        assert_eq!(
+            checked.not_possible,
+            ["kprobe: no kprobes", "fentry: refused"]
+        );
+        let mut text = Vec::new();
+        checked.text(&mut text).expect("memory");
+        assert_eq!(
+            String::from_utf8(text).expect("text"),
+            "swapin      no    no way to attach works on this kernel\n                  \
+             not possible: kprobe: no kprobes\n                  not possible: fentry: refused\n"
+        );
+    }
+
+    #[test]
+    fn a_tool_that_says_nothing_has_a_line() {
+        let checked = Checked::of("faults", "faults", true, "");
+        let mut text = Vec::new();
+        checked.text(&mut text).expect("memory");
+        assert_eq!(String::from_utf8(text).expect("text"), "faults      yes\n");
+    }
+}
