@@ -9,6 +9,7 @@ use std::ptr;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use serde_json::Value;
 
 use crate::harness::{self, Ended, Tool, Workload, tool, workload};
@@ -21,6 +22,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_cgroup_near_its_limit_is_found,
         a_kill_is_found,
         shared_memory_that_nobody_has_is_found [Guest],
+        a_file_without_a_name_is_found [Guest],
         without_privilege_it_shows_what_it_may,
         it_reports_as_often_as_asked [Once],
         what_grows_is_shown,
@@ -206,6 +208,27 @@ fn shared_memory_that_nobody_has_is_found() -> Result<()> {
     Ok(())
 }
 
+/// Memory in a file that no folder has and no process has mapped: this one has it open.
+fn a_file_without_a_name_is_found() -> Result<()> {
+    let file = memfd_create("memtools-cache", MFdFlags::MFD_CLOEXEC).context("no file")?;
+    let mut file = fs::File::from(file);
+    // A third of memory, beside what else there is of the kind.
+    let megabytes = memory_total()? / 3 >> 20;
+    for _ in 0..megabytes {
+        file.write_all(&[1; 1 << 20])?;
+    }
+    let (objects, _) = triage(&[])?;
+    let shmem = findings(&objects, "shmem");
+    let evidence = shmem[0]["evidence"].as_str().context("no evidence")?;
+    let expected = format!(
+        "largest file without a name: memfd:memtools-cache, {megabytes}M, open in pid {}",
+        std::process::id()
+    );
+    ensure!(evidence.contains(&expected), "{evidence}");
+    ensure!(shmem[0]["level"] != "healthy", "{shmem:?}");
+    Ok(())
+}
+
 fn without_privilege_it_shows_what_it_may() -> Result<()> {
     let output = Command::new(tool("memtriage"))
         .args(["--all"])
@@ -360,11 +383,12 @@ fn doctor(command: &mut Command) -> Result<(Vec<Value>, ExitStatus)> {
 /// Each tool is said to run that does, when it is started by itself.
 fn tools_that_can_run_are_told() -> Result<()> {
     let (rows, status) = doctor(&mut Command::new(tool("memtriage")))?;
+    let program = format!("{} --version", tool("vmscan").display());
     let mut all = true;
     for row in &rows {
         let command = row["command"].as_str().context("no command")?;
         let options = match command {
-            "memleak" => vec!["-c", "true", "0.1", "1"],
+            "memleak" => vec!["-c", &program, "0.1", "1"],
             "memleak -k" => vec!["-k", "0.1", "1"],
             _ => vec!["-d", "0.1"],
         };

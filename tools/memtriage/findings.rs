@@ -493,6 +493,15 @@ fn shmem(evidence: &Evidence<'_>) -> Judgement {
     if let Some(tmpfs) = tmpfs.filter(|tmpfs| tmpfs.bytes > bytes / 10) {
         text += &format!("; fullest tmpfs: {}, {}", tmpfs.mount, size(tmpfs.bytes));
     }
+    let nameless = evidence.around.nameless.as_ref();
+    if let Some(nameless) = nameless.filter(|nameless| nameless.bytes > bytes / 10) {
+        text += &format!(
+            "; largest file without a name: {}, {}, open in pid {}",
+            nameless.file,
+            size(nameless.bytes),
+            nameless.pid
+        );
+    }
     let processes = evidence.now.processes.iter();
     let most = processes.max_by_key(|usage| usage.shmem);
     if let Some(most) = most.filter(|usage| usage.shmem > bytes / 10) {

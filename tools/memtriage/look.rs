@@ -13,6 +13,7 @@ use memtools::host::values::Values;
 use nix::sys::statvfs::statvfs;
 
 use crate::accounting::Accounting;
+use crate::nameless::{self, Nameless};
 use crate::processes::{self, Usage};
 
 /// The machine at one moment.
@@ -50,6 +51,9 @@ impl Look {
     }
 }
 
+/// Shared memory from this part of all memory on is looked into: below, no rule speaks of it.
+const LARGE_SHARE: u64 = 4;
+
 /// What needs no second look to be judged.
 pub(crate) struct Surroundings {
     pub(crate) pressure: Option<Pressure>,
@@ -59,10 +63,15 @@ pub(crate) struct Surroundings {
     pub(crate) orphans: Orphans,
     /// The tmpfs with most in it.
     pub(crate) tmpfs: Option<Tmpfs>,
+    /// The file in memory that has most of those without a name. Looked for where shared memory is worth it.
+    pub(crate) nameless: Option<Nameless>,
 }
 
 impl Surroundings {
-    pub(crate) fn now() -> Self {
+    /// What is around at a look.
+    pub(crate) fn of(look: &Look) -> Self {
+        let shmem = look.memory.of("Shmem");
+        let is_large = shmem >= look.accounting.total / LARGE_SHARE;
         let segments = fs::read_to_string("/proc/sysvipc/shm").unwrap_or_default();
         let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
         Self {
@@ -70,6 +79,7 @@ impl Surroundings {
             kills: kernel_log::oom_kills(),
             orphans: Orphans::parse(&segments),
             tmpfs: fullest_tmpfs(&mounts),
+            nameless: is_large.then(nameless::largest).flatten(),
         }
     }
 }

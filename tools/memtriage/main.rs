@@ -7,6 +7,7 @@ mod doctor;
 mod findings;
 mod growing;
 mod look;
+mod nameless;
 mod processes;
 mod screen;
 mod siblings;
@@ -166,7 +167,7 @@ fn report(
     before: &Look,
     now: &Look,
 ) -> Result<(Level, Vec<(&'static str, Culprit)>)> {
-    let around = Surroundings::now();
+    let around = Surroundings::of(now);
     let growth = processes::growth(&before.processes, &now.processes);
     let evidence = Evidence {
         before,

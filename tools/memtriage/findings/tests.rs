@@ -10,6 +10,7 @@ use memtools::host::values::Values;
 use super::*;
 use crate::accounting::Accounting;
 use crate::look::{Orphans, Tmpfs};
+use crate::nameless::Nameless;
 
 const GIB: u64 = 1 << 30;
 const HEALTHY: &str = "MemTotal: 1048576 kB\nMemFree: 524288 kB\nMemAvailable: 838860 kB\n\
@@ -56,6 +57,7 @@ impl Machine {
                 kills: Some(Vec::new()),
                 orphans: Orphans::default(),
                 tmpfs: None,
+                nameless: None,
             },
             growth: HashMap::new(),
         }
@@ -348,6 +350,17 @@ fn shared_memory_that_nobody_has() {
         "shmem",
         Level::Act,
         "fullest tmpfs: /run, 512M",
+        "mmapsnoop -d 10",
+    );
+    machine.around.nameless = Some(Nameless {
+        file: "memfd:cache".into(),
+        pid: 4242,
+        bytes: GIB / 4,
+    });
+    machine.expect(
+        "shmem",
+        Level::Act,
+        "; largest file without a name: memfd:cache, 256M, open in pid 4242",
         "mmapsnoop -d 10",
     );
 }
