@@ -64,10 +64,10 @@ fn run(wanted: impl Fn(&str) -> bool) -> Result<usize> {
         let words: Vec<String> = words.collect();
         let args: Vec<&str> = words[1..].iter().map(String::as_str).collect();
         if words[0] == "memtriage" {
-            // It traces nothing, and its status says whether it has found something.
+            // Its status says whether it has found something.
             let mut tool = Tool::start(&words[0], &args)?;
-            tool.wait_for_output("MemTotal")?;
             let ended = if command.contains("--watch") {
+                tool.wait_for_output("MemTotal")?;
                 tool.interrupt()?
             } else {
                 tool.end()?

@@ -340,7 +340,7 @@ impl Row for Answer<'_> {
                 writeln!(out, "        {frame}")?;
             }
             if frames.len() > MOST_FRAMES {
-                writeln!(out, "        ... {} callers", frames.len() - MOST_FRAMES)?;
+                writeln!(out, "        ... {} more", frames.len() - MOST_FRAMES)?;
             }
         }
         Ok(())
@@ -414,7 +414,7 @@ mod tests {
             "{shown}"
         );
         assert!(
-            shown.ends_with("        f15\n        ... 2 callers\n"),
+            shown.ends_with("        f15\n        ... 2 more\n"),
             "{shown}"
         );
         answer.stacks.clear();
