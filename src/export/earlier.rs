@@ -366,6 +366,31 @@ mod tests {
     }
 
     #[test]
+    fn the_largest_stacks_come_first_and_the_sum_is_of_all() {
+        let profile = profile(vec![
+            sample(&["small", "main"], 0x1000, [9, 10]),
+            sample(&["large", "main"], 0x2000, [1, 200]),
+            sample(&["none", "main"], 0x2500, [0, 0]),
+            sample(&["middle", "main"], 0x3000, [2, 30]),
+        ]);
+        let read = Earlier::read(written(&profile).path()).expect("a profile");
+        let (stacks, sum) = read.largest("inuse_space", 2).expect("the value is there");
+        let stacks: Vec<_> = stacks
+            .iter()
+            .map(|(names, value)| (&*names.frames[0], *value))
+            .collect();
+        assert_eq!((stacks, sum), (vec![("large", 200), ("middle", 30)], 240));
+        let (all, sum) = read
+            .largest("inuse_objects", 9)
+            .expect("the value is there");
+        assert_eq!(
+            (all.len(), all[0].0.frames[0].as_str(), sum),
+            (3, "small", 12)
+        );
+        assert_eq!(read.largest("delay", 9), None);
+    }
+
+    #[test]
     fn what_is_no_such_profile_is_refused_with_the_reason() {
         let path = |bytes: &[u8]| {
             let mut file = tempfile::NamedTempFile::new().expect("a file");

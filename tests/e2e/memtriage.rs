@@ -9,6 +9,8 @@ use std::ptr;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use nix::mount::{MsFlags, mount};
+use nix::sched::{CloneFlags, unshare};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use serde_json::Value;
 
@@ -32,6 +34,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         who_is_asked_until_a_signal_comes,
         tools_that_can_run_are_told,
         tools_without_privilege_tell_what_is_missing [Once],
+        tools_without_btf_or_tracefs_tell_what_is_missing [Once],
     }
 }
 
@@ -213,7 +216,7 @@ fn a_file_without_a_name_is_found() -> Result<()> {
     let file = memfd_create("memtools-cache", MFdFlags::MFD_CLOEXEC).context("no file")?;
     let mut file = fs::File::from(file);
     // A third of memory, beside what else there is of the kind.
-    let megabytes = memory_total()? / 3 >> 20;
+    let megabytes = memory_total()? / (3 << 20);
     for _ in 0..megabytes {
         file.write_all(&[1; 1 << 20])?;
     }
@@ -434,6 +437,45 @@ fn tools_without_privilege_tell_what_is_missing() -> Result<()> {
         let mut remarks = remarks.iter().filter_map(Value::as_str);
         ensure!(remarks.any(|remark| remark.contains(&expected)), "{row}");
         ensure!(row["works"] == false && row["how"].is_null(), "{row}");
+    }
+    ensure!(status.code() == Some(3), "{status}");
+    Ok(())
+}
+
+/// Has a command run where a file system without files hides each of these.
+fn without(command: &mut Command, hidden: &[&'static str]) {
+    let hidden = hidden.to_owned();
+    // SAFETY: system calls between fork and exec.
+    unsafe {
+        command.pre_exec(move || {
+            unshare(CloneFlags::CLONE_NEWNS)?;
+            let none = None::<&str>;
+            mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
+            for path in &hidden {
+                mount(none, *path, Some("tmpfs"), MsFlags::empty(), none)?;
+            }
+            Ok(())
+        });
+    }
+}
+
+/// Nothing can run without BTF, and all that can run does without tracefs.
+fn tools_without_btf_or_tracefs_tell_what_is_missing() -> Result<()> {
+    let (with_all, _) = doctor(&mut Command::new(tool("memtriage")))?;
+    let mut command = Command::new(tool("memtriage"));
+    without(&mut command, &["/sys/kernel/tracing", "/sys/kernel/debug"]);
+    let (rows, _) = doctor(&mut command)?;
+    for (row, with_all) in rows.iter().zip(&with_all) {
+        ensure!(row["works"] == with_all["works"], "{row}, else {with_all}");
+    }
+
+    let mut command = Command::new(tool("memtriage"));
+    without(&mut command, &["/sys/kernel/btf"]);
+    let (rows, status) = doctor(&mut command)?;
+    for row in &rows {
+        let remark = row["remarks"][0].as_str().unwrap_or_default();
+        ensure!(row["works"] == false, "{row}");
+        ensure!(remark.contains("CONFIG_DEBUG_INFO_BTF=y"), "{row}");
     }
     ensure!(status.code() == Some(3), "{status}");
     Ok(())

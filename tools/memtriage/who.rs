@@ -1,6 +1,7 @@
 //! --who: the other tools, run for what was found, and by which call stacks memory went there meanwhile.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::thread::{self, JoinHandle};
@@ -188,7 +189,7 @@ pub(crate) fn ask(
     output.flush()
 }
 
-/// Waits until all have ended. A signal for us ends them, as the terminal's Ctrl-C does.
+/// Waits until all have ended. A signal that comes to us ends them.
 fn wait_for<'a>(processes: &'a [Process], mut poller: Poller<'a>) -> Result<()> {
     let signal = |signal| {
         for process in processes {
@@ -215,6 +216,7 @@ fn wait_for<'a>(processes: &'a [Process], mut poller: Poller<'a>) -> Result<()> 
 
 /// A tool that runs.
 struct Run {
+    tool: &'static str,
     child: Child,
     profile: PathBuf,
     lost: JoinHandle<Option<Value>>,
@@ -233,10 +235,13 @@ impl Run {
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
+            // The terminal's Ctrl-C reaches them by us, once.
+            .process_group(0)
             .spawn()
             .with_context(|| format!("failed to run {}", program.display()))?;
         let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
         Ok(Self {
+            tool: question.tool,
             child,
             profile,
             lost: thread::spawn(|| stdout.and_then(|stdout| losses(BufReader::new(stdout)))),
@@ -254,14 +259,21 @@ impl Run {
         let status = self.child.wait()?;
         let messages = self.messages.join().unwrap_or_default();
         if !status.success() {
-            match messages.lines().last() {
-                Some(reason) => bail!("{}", text::shown(reason)),
+            match last_message(&messages, self.tool) {
+                Some(reason) => bail!(reason),
                 None => bail!("it ended with {status}"),
             }
         }
         let lost = self.lost.join().unwrap_or_default();
         Ok((Earlier::read(&self.profile)?, lost))
     }
+}
+
+/// The last of a tool's messages, with the lines that belong to it, in one line.
+fn last_message(messages: &str, tool: &str) -> Option<String> {
+    let (_, last) = messages.rsplit_once(&format!("{tool}: "))?;
+    let lines: Vec<_> = last.lines().map(|line| text::shown(line.trim())).collect();
+    Some(lines.join("; ").replace(":; ", ": "))
 }
 
 /// The losses among the objects that a tool prints. The others are read, so that it never waits.
@@ -373,6 +385,17 @@ mod tests {
             command(Culprit::KernelSlabs),
             "memleak -k --slab --mem-limit 128M 2.5 1"
         );
+    }
+
+    #[test]
+    fn the_last_message_is_whole() {
+        let messages =
+            "faults: tracing\nfaults: no way to attach works:\n  kprobe: none\n  fentry: refused\n";
+        assert_eq!(
+            last_message(messages, "faults").as_deref(),
+            Some("no way to attach works: kprobe: none; fentry: refused")
+        );
+        assert_eq!(last_message("Killed\n", "faults"), None);
     }
 
     #[test]
