@@ -17,7 +17,7 @@ STEP static void take_more(unsigned long pages)
 
 int main(int argc, char **argv)
 {
-	const struct timespec moment = {.tv_nsec = 1000000000 / PIECES};
+	const struct timespec moment = { .tv_nsec = 1000000000 / PIECES };
 	unsigned long piece, pieces;
 
 	if (argc != 3)
