@@ -632,7 +632,7 @@ fn table_bytes(buckets: u32) -> u64 {
 }
 
 /// How many of what takes `each` bytes there is room for in all, at least one.
-fn within(bytes: u64, each: u64) -> u32 {
+pub(crate) fn within(bytes: u64, each: u64) -> u32 {
     (bytes / each).max(1).try_into().unwrap_or(u32::MAX)
 }
 

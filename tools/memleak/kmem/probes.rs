@@ -18,6 +18,7 @@ use super::args::Kinds;
 use super::bpf::types::turn;
 use super::bpf::{MemleakKernelSkel, MemleakKernelSkelBuilder, OpenMemleakKernelSkel};
 use crate::args::Args;
+use crate::probes::within;
 
 /// Room in a pipe for which the kernel allocates one object of LEARN_ORDER (2) pages: 256 buffers of
 /// 40 bytes, which is more than the largest slab cache of kmalloc has.
@@ -27,7 +28,7 @@ const LEARNING_ATTEMPTS: usize = 3;
 
 /// Sums by stack, unless --stack-storage-size says otherwise.
 const DEFAULT_TOTALS: u32 = 16384;
-/// Blocks that are followed at once, without --max-allocs.
+/// Blocks that are followed at once, without --max-allocs, if --mem-limit allows so many.
 const DEFAULT_BLOCKS: u32 = 1_000_000;
 /// Memory that each takes from the start: an entry of a preallocated hash map, and its bucket.
 const BLOCK_BYTES: u64 = 112;
@@ -228,8 +229,11 @@ impl Attached {
 
 /// How many blocks there is to be room for.
 fn blocks(args: &Args) -> Result<u32> {
-    let blocks = args.max_allocs.unwrap_or(DEFAULT_BLOCKS);
-    let bytes = u64::from(blocks) * (BLOCK_BYTES + args.reported_block_bytes());
+    let each = BLOCK_BYTES + args.reported_block_bytes();
+    let Some(blocks) = args.max_allocs else {
+        return Ok(DEFAULT_BLOCKS.min(within(args.bytes_for_blocks(), each)));
+    };
+    let bytes = u64::from(blocks) * each;
     if bytes > args.mem_limit {
         let message = format!(
             "{blocks} blocks take {bytes} bytes of memory: lower --max-allocs, or raise --mem-limit, \
@@ -298,4 +302,27 @@ fn open(args: &Args, filter: &Filter, kinds: Kinds) -> Result<OpenMemleakKernelS
         map_create::size(map, entries)?;
     }
     Ok(open)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[test]
+    fn blocks_are_as_many_as_the_limit_allows_unless_they_are_said() {
+        let room = |options: &[&str]| {
+            let args = [&["memleak", "-k"], options].concat();
+            blocks(&Args::try_parse_from(args).expect("valid"))
+        };
+        assert_eq!(room(&[]).expect("room"), DEFAULT_BLOCKS);
+        let few = room(&["--mem-limit", "64M"]).expect("room");
+        let each = BLOCK_BYTES + 72;
+        assert!(u64::from(few) * each <= 64 << 20, "{few}");
+        assert!(u64::from(few) * each > 32 << 20, "{few}");
+        assert_eq!(room(&["--max-allocs", "7"]).expect("room"), 7);
+        let error = room(&["--max-allocs", "1000000", "--mem-limit", "64M"]).expect_err("too many");
+        assert!(error.to_string().contains("lower --max-allocs"), "{error}");
+    }
 }
