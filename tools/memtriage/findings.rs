@@ -186,13 +186,46 @@ impl Evidence<'_> {
         processes.max_by_key(|usage| (usage.own(), Reverse(usage.pid)))
     }
 
-    /// The process that has grown most, if one has, with the bytes.
+    /// The process that has grown most, if one but ours has, with the bytes.
     fn fastest(&self) -> Option<(&Usage, i64)> {
         let processes = self.now.processes.iter();
         let grown = processes.filter_map(|usage| Some((usage, *self.growth.get(&usage.pid)?)));
+        let own = std::process::id();
         grown
-            .filter(|(_, bytes)| *bytes > 0)
+            .filter(|(usage, bytes)| *bytes > 0 && usage.pid != own)
             .max_by_key(|(usage, bytes)| (*bytes, Reverse(usage.pid)))
+    }
+
+    /// Who has taken most of these bytes between the two looks: a process, or else the part of memory that has
+    /// grown most; and the command that shows more.
+    fn taker(&self, taken: u64) -> (String, Next) {
+        let per_second = |bytes: u64| size((bytes as f64 / self.seconds()) as u64);
+        if let Some((usage, bytes)) = self.fastest()
+            && bytes.unsigned_abs() >= taken / 2
+        {
+            let rate = per_second(bytes.unsigned_abs());
+            let text = format!("{} (pid {}) grows by {rate}/s", usage.comm, usage.pid);
+            return (text, memleak_of(usage));
+        }
+        let (before, now) = (&self.before.accounting, &self.now.accounting);
+        let grown = now.parts.iter().map(|part| {
+            let before = before.part(part.name).unwrap_or_default();
+            (part.name, part.bytes.saturating_sub(before))
+        });
+        let unaccounted = now.unaccounted().saturating_sub(before.unaccounted());
+        let unaccounted = (
+            "unaccounted",
+            u64::try_from(unaccounted).unwrap_or_default(),
+        );
+        let grown = grown.filter(|(name, _)| !name.starts_with("free"));
+        let most = grown.chain([unaccounted]).max_by_key(|(_, bytes)| *bytes);
+        let (part, bytes) = most.unwrap_or(unaccounted);
+        let next = match part {
+            "anonymous" => Next::from("faults --by-process -d 10").by(Culprit::Processes),
+            "slab" => Next::from("memleak -k --by-cache 10").by(Culprit::KernelSlabs),
+            _ => Next::from("memleak -k 10").by(Culprit::KernelPages),
+        };
+        (format!("{part} grows by {}/s", per_second(bytes)), next)
     }
 
     /// The command for the process that grows, or else is largest.
@@ -264,26 +297,16 @@ fn running_out(evidence: &Evidence<'_>) -> Judgement {
         f64::INFINITY
     };
     let level = above(-left, -120.0, -30.0);
-    let text = if level == Level::Healthy {
-        format!("available memory shrinks by {}/s", size(rate as u64))
-    } else {
-        let who = evidence
-            .fastest()
-            .map_or_else(String::new, |(usage, bytes)| {
-                let rate = bytes as f64 / evidence.seconds();
-                format!(
-                    "; {} (pid {}) grows by {}/s",
-                    usage.comm,
-                    usage.pid,
-                    size(rate as u64)
-                )
-            });
-        format!(
-            "at {}/s all memory is used in {left:.0} s{who}",
-            size(rate as u64)
-        )
-    };
-    (level, text, evidence.memleak_of_suspect())
+    if level == Level::Healthy {
+        let text = format!("available memory shrinks by {}/s", size(rate as u64));
+        return (level, text, "".into());
+    }
+    let (taker, next) = evidence.taker(before - now);
+    let text = format!(
+        "at {}/s all memory is used in {left:.0} s; {taker}",
+        size(rate as u64)
+    );
+    (level, text, next)
 }
 
 /// Look: less than a tenth of memory is available. Act: less than a twentieth.

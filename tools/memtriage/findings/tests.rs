@@ -235,6 +235,42 @@ fn memory_that_runs_out_names_who_takes_it() {
 }
 
 #[test]
+fn memory_that_runs_out_names_the_part_that_no_process_has_taken() {
+    let taken = |part: &str| format!("MemAvailable: 733860 kB\nMemFree: 419430 kB\n{part}");
+    for (part, evidence, next) in [
+        (
+            "SUnreclaim: 104858 kB\n",
+            "; slab grows by 102M/s",
+            "memleak -k --by-cache 10",
+        ),
+        (
+            "PageTables: 104858 kB\n",
+            "; page tables grows by 102M/s",
+            "memleak -k 10",
+        ),
+        ("", "; unaccounted grows by 102M/s", "memleak -k 10"),
+        (
+            "AnonPages: 314574 kB\n",
+            "; anonymous grows by 102M/s",
+            "faults --by-process -d 10",
+        ),
+    ] {
+        let mut machine = Machine::new(&taken(part), "");
+        // A process that has grown by less than half of it, and memtriage itself.
+        machine.growth.insert(4242, 40 << 20);
+        machine.now.processes.push(Usage {
+            pid: std::process::id(),
+            ..Usage::default()
+        });
+        machine.growth.insert(std::process::id(), 90 << 20);
+        let findings = machine.findings();
+        assert_eq!(findings[0].rule, "running-out", "{findings:#?}");
+        assert!(findings[0].evidence.ends_with(evidence), "{findings:#?}");
+        assert_eq!(findings[0].next.as_deref(), Some(next));
+    }
+}
+
+#[test]
 fn kills_of_the_last_hour_are_to_be_acted_on() {
     let kill = |age| Kill {
         age: Duration::from_secs(age),
