@@ -4,6 +4,7 @@
 mod allocators;
 mod attaching;
 mod brkstack;
+mod causes;
 mod comparison;
 mod documented;
 mod drsnoop;
@@ -60,6 +61,7 @@ fn main() -> ExitCode {
         memleak_views::tests(),
         memory::tests(),
         memtriage::tests(),
+        causes::tests(),
         metrics::tests(),
         allocators::tests(),
         attaching::tests(),

@@ -39,14 +39,14 @@ pub(crate) fn tests() -> Vec<Trial> {
 }
 
 /// The objects that it prints, and the end that it has.
-fn triage(args: &[&str]) -> Result<(Vec<Value>, Ended)> {
+pub(crate) fn triage(args: &[&str]) -> Result<(Vec<Value>, Ended)> {
     let ended = harness::run("memtriage", &[&["-j", "--all"], args].concat())?;
     let lines = ended.stdout.lines();
     let objects = lines.map(serde_json::from_str).collect::<Result<_, _>>();
     Ok((objects.with_context(|| format!("{ended:?}"))?, ended))
 }
 
-fn of_type<'a>(objects: &'a [Value], kind: &str) -> Vec<&'a Value> {
+pub(crate) fn of_type<'a>(objects: &'a [Value], kind: &str) -> Vec<&'a Value> {
     let all = objects.iter().filter(|object| object["type"] == kind);
     all.collect()
 }
@@ -70,7 +70,7 @@ fn findings<'a>(objects: &'a [Value], rule: &str) -> Vec<&'a Value> {
     findings.filter(|finding| finding["rule"] == rule).collect()
 }
 
-fn memory_total() -> Result<u64> {
+pub(crate) fn memory_total() -> Result<u64> {
     let meminfo = fs::read_to_string("/proc/meminfo")?;
     let total = meminfo
         .lines()
@@ -293,7 +293,7 @@ fn answer<'a>(objects: &'a [Value], rule: &str) -> Result<&'a Value> {
 }
 
 /// The sum of a tool's stacks, whose largest has this function in it.
-fn sum_by(answer: &Value, function: &str) -> Result<u64> {
+pub(crate) fn sum_by(answer: &Value, function: &str) -> Result<u64> {
     ensure!(answer["error"].is_null(), "{answer}");
     let stacks = answer["stacks"].as_array().context("no stacks")?;
     ensure!((1..=3).contains(&stacks.len()), "{answer}");
