@@ -1,9 +1,20 @@
-//! The other tools, which are installed beside this one.
+//! The other tools, which are installed beside this one, and runs of them that leave a profile.
 
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread::{self, JoinHandle};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use memtools::export::earlier::Earlier;
 use memtools::print::text;
+use serde::Serialize;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::findings::shell_word;
+use crate::screen::size;
 
 /// The tool of this name that was installed with memtriage, under a name with the same suffix.
 ///
@@ -21,4 +32,141 @@ pub(crate) fn beside(tool: &str) -> Result<PathBuf> {
         text::escape_bytes(folder.as_os_str().as_encoded_bytes())
     );
     Ok(other)
+}
+
+/// A tool's command line, and the number of its stacks.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Question {
+    pub(crate) tool: &'static str,
+    pub(crate) args: Vec<String>,
+    /// The value of the tool's profile, and what it is.
+    pub(crate) value: (&'static str, Unit),
+}
+
+/// What a number is of. Its name in JSON is that of pprof's format.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Unit {
+    Bytes,
+    Nanoseconds,
+    Count,
+}
+
+impl Question {
+    /// The command as a shell takes it.
+    pub(crate) fn command(&self) -> String {
+        let args = self.args.iter().map(|arg| shell_word(arg));
+        let words: Vec<String> = std::iter::once(self.tool.to_owned()).chain(args).collect();
+        words.join(" ")
+    }
+}
+
+impl Unit {
+    pub(crate) fn text(self, value: i64) -> String {
+        let value = value.unsigned_abs();
+        match self {
+            Self::Bytes => size(value),
+            Self::Nanoseconds => format!("{:.1} ms", value as f64 / 1e6),
+            Self::Count => value.to_string(),
+        }
+    }
+}
+
+/// A tool that runs.
+pub(crate) struct Run {
+    tool: &'static str,
+    pub(crate) child: Child,
+    profile: PathBuf,
+    lost: JoinHandle<Option<Value>>,
+    messages: JoinHandle<String>,
+}
+
+impl Run {
+    pub(crate) fn start(question: &Question, folder: &TempDir, number: usize) -> Result<Self> {
+        let program = beside(question.tool)?;
+        let profile = folder.path().join(format!("{number}.pb.gz"));
+        let mut child = Command::new(&program)
+            .args(&question.args)
+            .arg("-j")
+            .arg("--pprof")
+            .arg(&profile)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            // The terminal's Ctrl-C reaches them by us, once.
+            .process_group(0)
+            .spawn()
+            .with_context(|| format!("failed to run {}", program.display()))?;
+        let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+        Ok(Self {
+            tool: question.tool,
+            child,
+            profile,
+            lost: thread::spawn(|| stdout.and_then(|stdout| losses(BufReader::new(stdout)))),
+            messages: thread::spawn(|| {
+                let mut bytes = Vec::new();
+                // What cannot be read is not shown: there is no other place for it.
+                let _ = stderr.map(|mut stderr| stderr.read_to_end(&mut bytes));
+                String::from_utf8_lossy(&bytes).into_owned()
+            }),
+        })
+    }
+
+    /// The profile of a tool that has ended, with what it has lost.
+    pub(crate) fn end(mut self) -> Result<(Earlier, Option<Value>)> {
+        let status = self.child.wait()?;
+        let messages = self.messages.join().unwrap_or_default();
+        if !status.success() {
+            match last_message(&messages, self.tool) {
+                Some(reason) => bail!(reason),
+                None => bail!("it ended with {status}"),
+            }
+        }
+        let lost = self.lost.join().unwrap_or_default();
+        Ok((Earlier::read(&self.profile)?, lost))
+    }
+}
+
+/// The last of a tool's messages, with the lines that belong to it, in one line.
+fn last_message(messages: &str, tool: &str) -> Option<String> {
+    let (_, last) = messages.rsplit_once(&format!("{tool}: "))?;
+    let lines: Vec<_> = last.lines().map(|line| text::shown(line.trim())).collect();
+    Some(lines.join("; ").replace(":; ", ": "))
+}
+
+/// The losses among the objects that a tool prints. The others are read, so that it never waits.
+fn losses(objects: impl BufRead) -> Option<Value> {
+    let mut lost = None;
+    for line in objects.split(b'\n').map_while(Result::ok) {
+        if line.starts_with(b"{\"type\":\"lost\"") {
+            let object: Option<Value> = serde_json::from_slice(&line).ok();
+            lost = object.and_then(|mut object| object.get_mut("lost").map(Value::take));
+        }
+    }
+    lost
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_message_is_whole() {
+        let messages =
+            "faults: tracing\nfaults: no way to attach works:\n  kprobe: none\n  fentry: refused\n";
+        assert_eq!(
+            last_message(messages, "faults").as_deref(),
+            Some("no way to attach works: kprobe: none; fentry: refused")
+        );
+        assert_eq!(last_message("Killed\n", "faults"), None);
+    }
+
+    #[test]
+    fn losses_are_found_among_other_objects() {
+        let objects =
+            b"{\"type\":\"stack\",\"lost\":1}\n{\"type\":\"lost\",\"lost\":{\"events\":7}}\n";
+        let lost = losses(&objects[..]).expect("losses");
+        assert_eq!(lost["events"], 7);
+        assert_eq!(losses(&b"{\"type\":\"report\"}\n"[..]), None);
+    }
 }

@@ -1,27 +1,19 @@
 //! --who: the other tools, run for what was found, and by which call stacks memory went there meanwhile.
 
-use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::unix::process::CommandExt;
+use std::io::{self, Write};
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
-use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
-use memtools::export::earlier::Earlier;
+use anyhow::{Context, Result};
 use memtools::print::output::{Output, Row};
-use memtools::print::text;
 use memtools::process::proc::Process;
 use memtools::run::poll::Poller;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::Serialize;
 use serde_json::Value;
-use tempfile::TempDir;
 
-use crate::findings::shell_word;
-use crate::screen::size;
-use crate::siblings::beside;
+use crate::siblings::{Question, Run, Unit};
 
 /// Tools that run at once: the machine is in need as it is.
 const MOST_TOOLS: usize = 3;
@@ -49,24 +41,6 @@ pub(crate) enum Culprit {
     KernelPages,
     /// Code of the kernel that takes slab objects.
     KernelSlabs,
-}
-
-/// A tool's command line, and the number of its stacks.
-#[derive(Debug, PartialEq, Eq)]
-struct Question {
-    tool: &'static str,
-    args: Vec<String>,
-    /// The value of the tool's profile, and what it is.
-    value: (&'static str, Unit),
-}
-
-/// What a number is of. Its name in JSON is that of pprof's format.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-enum Unit {
-    Bytes,
-    Nanoseconds,
-    Count,
 }
 
 impl Culprit {
@@ -100,15 +74,6 @@ impl Culprit {
             Self::KernelPages => memleak("--pages"),
             Self::KernelSlabs => memleak("--slab"),
         }
-    }
-}
-
-impl Question {
-    /// The command as a shell takes it.
-    fn command(&self) -> String {
-        let args = self.args.iter().map(|arg| shell_word(arg));
-        let words: Vec<String> = std::iter::once(self.tool.to_owned()).chain(args).collect();
-        words.join(" ")
     }
 }
 
@@ -214,80 +179,6 @@ fn wait_for<'a>(processes: &'a [Process], mut poller: Poller<'a>) -> Result<()> 
     Ok(())
 }
 
-/// A tool that runs.
-struct Run {
-    tool: &'static str,
-    child: Child,
-    profile: PathBuf,
-    lost: JoinHandle<Option<Value>>,
-    messages: JoinHandle<String>,
-}
-
-impl Run {
-    fn start(question: &Question, folder: &TempDir, number: usize) -> Result<Self> {
-        let program = beside(question.tool)?;
-        let profile = folder.path().join(format!("{number}.pb.gz"));
-        let mut child = Command::new(&program)
-            .args(&question.args)
-            .arg("-j")
-            .arg("--pprof")
-            .arg(&profile)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            // The terminal's Ctrl-C reaches them by us, once.
-            .process_group(0)
-            .spawn()
-            .with_context(|| format!("failed to run {}", program.display()))?;
-        let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-        Ok(Self {
-            tool: question.tool,
-            child,
-            profile,
-            lost: thread::spawn(|| stdout.and_then(|stdout| losses(BufReader::new(stdout)))),
-            messages: thread::spawn(|| {
-                let mut bytes = Vec::new();
-                // What cannot be read is not shown: there is no other place for it.
-                let _ = stderr.map(|mut stderr| stderr.read_to_end(&mut bytes));
-                String::from_utf8_lossy(&bytes).into_owned()
-            }),
-        })
-    }
-
-    /// The profile of a tool that has ended, with what it has lost.
-    fn end(mut self) -> Result<(Earlier, Option<Value>)> {
-        let status = self.child.wait()?;
-        let messages = self.messages.join().unwrap_or_default();
-        if !status.success() {
-            match last_message(&messages, self.tool) {
-                Some(reason) => bail!(reason),
-                None => bail!("it ended with {status}"),
-            }
-        }
-        let lost = self.lost.join().unwrap_or_default();
-        Ok((Earlier::read(&self.profile)?, lost))
-    }
-}
-
-/// The last of a tool's messages, with the lines that belong to it, in one line.
-fn last_message(messages: &str, tool: &str) -> Option<String> {
-    let (_, last) = messages.rsplit_once(&format!("{tool}: "))?;
-    let lines: Vec<_> = last.lines().map(|line| text::shown(line.trim())).collect();
-    Some(lines.join("; ").replace(":; ", ": "))
-}
-
-/// The losses among the objects that a tool prints. The others are read, so that it never waits.
-fn losses(objects: impl BufRead) -> Option<Value> {
-    let mut lost = None;
-    for line in objects.split(b'\n').map_while(Result::ok) {
-        if line.starts_with(b"{\"type\":\"lost\"") {
-            let object: Option<Value> = serde_json::from_slice(&line).ok();
-            lost = object.and_then(|mut object| object.get_mut("lost").map(Value::take));
-        }
-    }
-    lost
-}
-
 /// What a tool has found.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "who")]
@@ -312,17 +203,6 @@ struct Stack<'a> {
     value: i64,
     /// Innermost first.
     frames: &'a [String],
-}
-
-impl Unit {
-    fn text(self, value: i64) -> String {
-        let value = value.unsigned_abs();
-        match self {
-            Self::Bytes => size(value),
-            Self::Nanoseconds => format!("{:.1} ms", value as f64 / 1e6),
-            Self::Count => value.to_string(),
-        }
-    }
 }
 
 impl Row for Answer<'_> {
@@ -385,26 +265,6 @@ mod tests {
             command(Culprit::KernelSlabs),
             "memleak -k --slab --mem-limit 128M 2.5 1"
         );
-    }
-
-    #[test]
-    fn the_last_message_is_whole() {
-        let messages =
-            "faults: tracing\nfaults: no way to attach works:\n  kprobe: none\n  fentry: refused\n";
-        assert_eq!(
-            last_message(messages, "faults").as_deref(),
-            Some("no way to attach works: kprobe: none; fentry: refused")
-        );
-        assert_eq!(last_message("Killed\n", "faults"), None);
-    }
-
-    #[test]
-    fn losses_are_found_among_other_objects() {
-        let objects =
-            b"{\"type\":\"stack\",\"lost\":1}\n{\"type\":\"lost\",\"lost\":{\"events\":7}}\n";
-        let lost = losses(&objects[..]).expect("losses");
-        assert_eq!(lost["events"], 7);
-        assert_eq!(losses(&b"{\"type\":\"report\"}\n"[..]), None);
     }
 
     #[test]
