@@ -2,8 +2,13 @@
 //!
 //! From 4.20 on, where the kernel is built with CONFIG_PSI and not started with psi=0.
 
-use std::fs;
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
 
 /// One line: the share of time in which tasks waited for memory.
 #[derive(Debug, Default, Clone, Copy, PartialEq)]
@@ -48,6 +53,37 @@ impl Pressure {
             some: line("some")?,
             full: line("full")?,
         })
+    }
+}
+
+/// A wake-up by the kernel once tasks have waited for memory for so long; it costs nothing until then.
+pub struct Trigger {
+    file: File,
+}
+
+impl Trigger {
+    /// Asks the kernel to tell when at least one task waited for memory for `stalled` in all within a `window` of 0.5 to
+    /// 10 seconds. `path` is `/proc/pressure/memory`, or a cgroup's `memory.pressure`.
+    ///
+    /// # Errors
+    /// If this kernel tells no pressure, or for want of privilege.
+    pub fn some(path: impl AsRef<Path>, stalled: Duration, window: Duration) -> Result<Self> {
+        let path = path.as_ref();
+        let open = || {
+            let mut file = OpenOptions::new().read(true).write(true).open(path)?;
+            // The kernel wants the end of a string.
+            let wanted = format!("some {} {}\0", stalled.as_micros(), window.as_micros());
+            file.write_all(wanted.as_bytes())?;
+            std::io::Result::Ok(file)
+        };
+        let file = open().with_context(|| format!("failed to watch {}", path.display()))?;
+        Ok(Self { file })
+    }
+}
+
+impl AsFd for Trigger {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
     }
 }
 

@@ -15,6 +15,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 
+use crate::host::pressure::Trigger;
 use crate::process::inherited;
 
 /// How long the ring buffer is left alone after a look at it. The kernel wakes the reader only for
@@ -37,6 +38,8 @@ pub struct Wake {
     pub room: bool,
     /// A client of [`serve`](crate::serve) waits for a report.
     pub client: bool,
+    /// Tasks have waited for memory as long as a [`Trigger`](crate::host::pressure::Trigger) says.
+    pub pressure: bool,
     /// The interval has passed.
     pub tick: bool,
     /// A signal came that ends the run, such as SIGINT, or the reader of stdout has gone.
@@ -56,6 +59,7 @@ pub struct Poller<'a> {
     questions: Option<BorrowedFd<'a>>,
     room: Option<BorrowedFd<'a>>,
     clients: Option<BorrowedFd<'a>>,
+    pressure: Option<BorrowedFd<'a>>,
     processes: Vec<BorrowedFd<'a>>,
     signals: SignalFd,
     stopped: Arc<AtomicBool>,
@@ -81,6 +85,7 @@ impl<'a> Poller<'a> {
             questions: None,
             room: None,
             clients: None,
+            pressure: None,
             processes: Vec::new(),
             signals,
             stopped: Arc::default(),
@@ -125,6 +130,11 @@ impl<'a> Poller<'a> {
     /// be given one then.
     pub fn watch_clients(&mut self, server: &'a impl AsFd) {
         self.clients = Some(server.as_fd());
+    }
+
+    /// Wakes when tasks wait for memory, as this trigger tells.
+    pub fn watch_pressure(&mut self, trigger: &'a Trigger) {
+        self.pressure = Some(trigger.as_fd());
     }
 
     /// Wakes when this process, and all others that this was called with, have exited.
@@ -192,6 +202,10 @@ impl<'a> Poller<'a> {
         for (source, fd) in optional {
             sources.extend(fd.map(|fd| (source, fd, PollFlags::POLLIN)));
         }
+        sources.extend(
+            self.pressure
+                .map(|fd| (Source::Pressure, fd, PollFlags::POLLPRI)),
+        );
         let processes = self.processes.iter().enumerate();
         sources.extend(processes.map(|(at, &fd)| (Source::Process(at), fd, PollFlags::POLLIN)));
         let mut fds: Vec<PollFd> = sources
@@ -225,6 +239,7 @@ impl<'a> Poller<'a> {
                 Source::Mappings => wake.mappings = true,
                 Source::Questions => wake.asked = true,
                 Source::Room => wake.room = true,
+                Source::Pressure => wake.pressure = true,
                 Source::Clients => wake.client = true,
                 Source::Process(at) => exited.push(*at),
                 Source::Ring => {
@@ -257,6 +272,7 @@ enum Source {
     Questions,
     Room,
     Clients,
+    Pressure,
     Process(usize),
     Ticks,
 }
