@@ -29,6 +29,7 @@ mod oomkill;
 mod perfetto;
 mod pressure;
 mod readme;
+mod record;
 mod running;
 mod serve;
 mod shmsnoop;
@@ -74,6 +75,7 @@ fn main() -> ExitCode {
         oomkill::tests(),
         perfetto::tests(),
         readme::tests(),
+        record::tests(),
         running::tests(),
         serve::tests(),
         shmsnoop::tests(),

@@ -4,7 +4,7 @@ use std::io::{self, Write};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use memtools::print::output::{Output, Row};
 use memtools::print::text;
 use memtools::run::poll::Poller;
@@ -73,6 +73,21 @@ pub(crate) fn check(mut poller: Poller<'_>, output: &mut Output) -> Result<bool>
         }
     }
     Ok(all)
+}
+
+/// Checks that these tools can run, each as the table calls it.
+///
+/// # Errors
+/// If one cannot, with what it says.
+pub(crate) fn expect(commands: &[&str]) -> Result<()> {
+    for (command, options) in CHECKS {
+        if commands.contains(&command) {
+            let checked = run(command, options)?;
+            let reason = checked.remarks.join("; ");
+            ensure!(checked.works, "{command} cannot run here: {reason}");
+        }
+    }
+    Ok(())
 }
 
 fn run(command: &'static str, options: &[&str]) -> Result<Checked> {

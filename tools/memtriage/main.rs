@@ -1,6 +1,6 @@
 //! memtriage: where memory is, what is wrong with it, and which tool shows more.
 //!
-//! Nothing is traced unless --who asks for it: all is of /proc, cgroup files and the kernel's log, looked at twice for rates.
+//! Nothing is traced unless --who or --record asks for it: all is of /proc, cgroup files and the kernel's log, looked at twice for rates.
 
 mod accounting;
 mod doctor;
@@ -9,6 +9,7 @@ mod growing;
 mod look;
 mod nameless;
 mod processes;
+mod record;
 mod screen;
 mod siblings;
 mod who;
@@ -48,7 +49,7 @@ const FINDINGS: u8 = 3;
     max_term_width = 100,
     after_help = "\
 exit status: 0 if nothing was found, 3 if something is to be looked at (with --doctor: a tool cannot
-run), 1 if it could not run
+run; with --record: a report was written), 1 if it could not run
 
 examples:
   memtriage                    one screen: findings, where memory is, whose it is
@@ -56,6 +57,8 @@ examples:
   memtriage 5                  every 5 seconds, until Ctrl-C
   memtriage --watch            every second, with what grows
   memtriage --who 10           then trace for 10 seconds, and name the stacks of what was found
+  memtriage --record DIR --before-oom
+                               wait for an OOM kill, and write down who grew, by which code
   memtriage --doctor           which tools can run here, how, and what is missing
   memtriage -j | jq -c 'select(.type == \"finding\" and .level == \"act\")'"
 )]
@@ -75,6 +78,23 @@ struct Args {
     /// Then run the tools that can explain the findings for so many seconds, and show the three largest stacks of each
     #[arg(long, value_name = "SECONDS", value_parser = cli::seconds, conflicts_with_all = ["watch", "interval"])]
     who: Option<Duration>,
+
+    /// Trace nothing until memory is nearly used up, then trace the processes that grow, and write a report of each
+    /// process that the kernel kills into this folder
+    #[arg(long, value_name = "DIR", requires = "before_oom", conflicts_with_all = ["all", "watch", "who", "doctor", "interval"])]
+    record: Option<PathBuf>,
+
+    /// What --record waits for: that the kernel kills a process because memory ran out
+    #[arg(long, requires = "record")]
+    before_oom: bool,
+
+    /// With --record, trace from so much of the machine's memory, or of a cgroup's limit, on
+    #[arg(long, value_name = "PERCENT%", default_value = "85%", value_parser = percent, requires = "record")]
+    above: f64,
+
+    /// With --record, keep this many reports, the newest
+    #[arg(long, value_name = "N", default_value_t = 20, value_parser = cli::count::<usize>, requires = "record")]
+    keep: usize,
 
     /// Show this many processes
     #[arg(short = 'T', long, value_name = "N", default_value_t = 5, value_parser = cli::count::<usize>)]
@@ -112,6 +132,17 @@ fn run(args: Args) -> Result<ExitCode> {
         return Ok(match doctor::check(poller, &mut output)? {
             true => ExitCode::SUCCESS,
             false => ExitCode::from(FINDINGS),
+        });
+    }
+    if let Some(folder) = &args.record {
+        let options = record::Options {
+            folder,
+            above: args.above,
+            keep: args.keep,
+        };
+        return Ok(match record::run(&options, poller, &mut output)? {
+            true => ExitCode::from(FINDINGS),
+            false => ExitCode::SUCCESS,
         });
     }
     let interval = args.interval.or(args.watch.then_some(WATCH));
@@ -158,6 +189,13 @@ fn run(args: Args) -> Result<ExitCode> {
         Level::Healthy => ExitCode::SUCCESS,
         Level::Look | Level::Act => ExitCode::from(FINDINGS),
     })
+}
+
+/// A share such as `85%`, in percent.
+fn percent(text: &str) -> Result<f64, String> {
+    let number = text.strip_suffix('%').unwrap_or(text).parse::<f64>();
+    let number = number.ok().filter(|number| (1.0..=100.0).contains(number));
+    number.ok_or_else(|| "not a share from 1% to 100%".to_owned())
 }
 
 /// Prints one screen, and returns the level of its first finding, and what can be traced to explain the findings.

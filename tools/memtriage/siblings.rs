@@ -1,20 +1,27 @@
 //! The other tools, which are installed beside this one, and runs of them that leave a profile.
 
+use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStderr, Command, Stdio};
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use memtools::export::earlier::Earlier;
 use memtools::print::text;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde::Serialize;
 use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::findings::shell_word;
 use crate::screen::size;
+
+/// What a tool has to end after Ctrl-C.
+pub(crate) const LAST_CHANCE: Duration = Duration::from_secs(10);
 
 /// The tool of this name that was installed with memtriage, under a name with the same suffix.
 ///
@@ -35,7 +42,7 @@ pub(crate) fn beside(tool: &str) -> Result<PathBuf> {
 }
 
 /// A tool's command line, and the number of its stacks.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Question {
     pub(crate) tool: &'static str,
     pub(crate) args: Vec<String>,
@@ -72,6 +79,43 @@ impl Unit {
     }
 }
 
+/// Starts a tool that prints JSON, with pipes for what it prints and for its messages.
+///
+/// # Errors
+/// If it is not installed beside this one, or cannot be run.
+pub(crate) fn start(tool: &str, args: &[String], more: &[&OsStr]) -> Result<Child> {
+    let program = beside(tool)?;
+    Command::new(&program)
+        .args(args)
+        .arg("-j")
+        .args(more)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        // The terminal's Ctrl-C reaches them by us, once.
+        .process_group(0)
+        .spawn()
+        .with_context(|| format!("failed to run {}", program.display()))
+}
+
+/// Ends a tool by Ctrl-C, so that its last report comes.
+pub(crate) fn end(child: &mut Child) {
+    // One that has ended waits for us to reap it, so that its number is still its own.
+    let signal = |child: &Child, signal| kill(Pid::from_raw(child.id().cast_signed()), signal);
+    let start = Instant::now();
+    if matches!(child.try_wait(), Ok(None)) {
+        let _ = signal(child, Signal::SIGINT);
+    }
+    while matches!(child.try_wait(), Ok(None)) {
+        if start.elapsed() > LAST_CHANCE {
+            let _ = signal(child, Signal::SIGKILL);
+            let _ = child.wait();
+            break;
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
 /// A tool that runs.
 pub(crate) struct Run {
     tool: &'static str,
@@ -83,33 +127,30 @@ pub(crate) struct Run {
 
 impl Run {
     pub(crate) fn start(question: &Question, folder: &TempDir, number: usize) -> Result<Self> {
-        let program = beside(question.tool)?;
         let profile = folder.path().join(format!("{number}.pb.gz"));
-        let mut child = Command::new(&program)
-            .args(&question.args)
-            .arg("-j")
-            .arg("--pprof")
-            .arg(&profile)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            // The terminal's Ctrl-C reaches them by us, once.
-            .process_group(0)
-            .spawn()
-            .with_context(|| format!("failed to run {}", program.display()))?;
+        let profiled = ["--pprof".as_ref(), profile.as_os_str()];
+        let mut child = start(question.tool, &question.args, &profiled)?;
         let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
         Ok(Self {
             tool: question.tool,
             child,
             profile,
             lost: thread::spawn(|| stdout.and_then(|stdout| losses(BufReader::new(stdout)))),
-            messages: thread::spawn(|| {
-                let mut bytes = Vec::new();
-                // What cannot be read is not shown: there is no other place for it.
-                let _ = stderr.map(|mut stderr| stderr.read_to_end(&mut bytes));
-                String::from_utf8_lossy(&bytes).into_owned()
-            }),
+            messages: thread::spawn(|| all_of(stderr)),
         })
+    }
+
+    /// Whether the tool has ended by itself.
+    pub(crate) fn has_ended(&mut self) -> bool {
+        !matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// The profile that a tool which still runs wrote last.
+    ///
+    /// # Errors
+    /// If it has written none yet.
+    pub(crate) fn so_far(&self) -> Result<Earlier> {
+        Earlier::read(&self.profile)
     }
 
     /// The profile of a tool that has ended, with what it has lost.
@@ -127,8 +168,15 @@ impl Run {
     }
 }
 
+/// All that a tool says. What cannot be read is not shown: there is no other place for it.
+pub(crate) fn all_of(stderr: Option<ChildStderr>) -> String {
+    let mut bytes = Vec::new();
+    let _ = stderr.map(|mut stderr| stderr.read_to_end(&mut bytes));
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
 /// The last of a tool's messages, with the lines that belong to it, in one line.
-fn last_message(messages: &str, tool: &str) -> Option<String> {
+pub(crate) fn last_message(messages: &str, tool: &str) -> Option<String> {
     let (_, last) = messages.rsplit_once(&format!("{tool}: "))?;
     let lines: Vec<_> = last.lines().map(|line| text::shown(line.trim())).collect();
     Some(lines.join("; ").replace(":; ", ": "))

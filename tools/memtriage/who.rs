@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use memtools::export::earlier::Earlier;
 use memtools::print::output::{Output, Row};
 use memtools::process::proc::Process;
 use memtools::run::poll::Poller;
@@ -13,7 +14,7 @@ use nix::unistd::Pid;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::siblings::{Question, Run, Unit};
+use crate::siblings::{LAST_CHANCE, Question, Run, Unit};
 
 /// Tools that run at once: the machine is in need as it is.
 const MOST_TOOLS: usize = 3;
@@ -21,8 +22,6 @@ const MOST_TOOLS: usize = 3;
 const MOST_STACKS: usize = 3;
 /// Frames that text shows of a stack, from the innermost on.
 const MOST_FRAMES: usize = 16;
-/// What a tool has to end after Ctrl-C.
-const LAST_CHANCE: Duration = Duration::from_secs(10);
 
 /// What can be traced to explain a finding.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -126,30 +125,8 @@ pub(crate) fn ask(
         .collect::<Result<_>>()?;
     wait_for(&processes, poller)?;
     for ((question, rules), run) in asked.iter().zip(started) {
-        let (kind, unit) = question.value;
-        let profile = run.and_then(Run::end);
-        let (earlier, lost, error) = match profile {
-            Ok((earlier, lost)) => (Some(earlier), lost, None),
-            Err(error) => (None, None, Some(format!("{error:#}"))),
-        };
-        let largest = earlier
-            .as_ref()
-            .and_then(|earlier| earlier.largest(kind, MOST_STACKS));
-        let (stacks, sum) = largest.unwrap_or_default();
-        let stacks = stacks.into_iter().map(|(names, value)| Stack {
-            comm: &names.comm,
-            value,
-            frames: &names.frames,
-        });
-        output.row(&Answer {
-            rules,
-            command: question.command(),
-            unit,
-            sum,
-            stacks: stacks.collect(),
-            lost,
-            error,
-        })?;
+        let outcome = run.and_then(Run::end);
+        output.row(&Answer::of(rules, question, &outcome))?;
     }
     output.flush()
 }
@@ -182,7 +159,7 @@ fn wait_for<'a>(processes: &'a [Process], mut poller: Poller<'a>) -> Result<()> 
 /// What a tool has found.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "who")]
-struct Answer<'a> {
+pub(crate) struct Answer<'a> {
     /// The rules whose findings it is for.
     rules: &'a [&'static str],
     command: String,
@@ -203,6 +180,37 @@ struct Stack<'a> {
     value: i64,
     /// Innermost first.
     frames: &'a [String],
+}
+
+impl<'a> Answer<'a> {
+    /// The largest stacks of a tool's profile, which was run for these rules, or why there is none.
+    pub(crate) fn of(
+        rules: &'a [&'static str],
+        question: &Question,
+        outcome: &'a Result<(Earlier, Option<Value>)>,
+    ) -> Self {
+        let (kind, unit) = question.value;
+        let (profile, error) = match outcome {
+            Ok((profile, _)) => (Some(profile), None),
+            Err(error) => (None, Some(format!("{error:#}"))),
+        };
+        let largest = profile.and_then(|profile| profile.largest(kind, MOST_STACKS));
+        let (stacks, sum) = largest.unwrap_or_default();
+        let stacks = stacks.into_iter().map(|(names, value)| Stack {
+            comm: &names.comm,
+            value,
+            frames: &names.frames,
+        });
+        Self {
+            rules,
+            command: question.command(),
+            unit,
+            sum,
+            stacks: stacks.collect(),
+            lost: outcome.as_ref().ok().and_then(|(_, lost)| lost.clone()),
+            error,
+        }
+    }
 }
 
 impl Row for Answer<'_> {

@@ -1,0 +1,237 @@
+//! memtriage --record: what it writes down of processes that the kernel kills, and what it costs until then.
+
+use std::fs;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use serde_json::Value;
+
+use crate::harness::{self, Tool, Workload, tool, workload};
+use crate::pressure::Group;
+
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "record":
+        nothing_is_traced_before_the_mark [Guest],
+        a_kill_leaves_a_report_with_the_code_that_grew [Guest],
+        a_program_without_an_allocator_is_traced_by_its_faults [Guest],
+        a_kill_that_came_too_early_is_told [Guest],
+        tracing_ends_when_there_is_room_again [Guest],
+        a_folder_of_others_is_refused [Once],
+    }
+}
+
+/// Bytes that the processes of a test may use.
+const LIMIT: u64 = 96 << 20;
+
+/// The mark from which on processes are traced in most tests.
+const HALF: &str = "50";
+/// A mark that is passed in the moment of a kill, if at all.
+const ALL: &str = "100";
+
+/// A recorder that is ready, with this mark in percent.
+fn record(folder: &Path, above: &str) -> Result<Tool> {
+    let folder = folder.to_str().context("a name that is text")?;
+    let args = ["--record", folder, "--before-oom", "--above", above, "-j"];
+    let mut recorder = Tool::start("memtriage", &args)?;
+    recorder.wait_for(&format!("nothing is traced until {above} %"))?;
+    Ok(recorder)
+}
+
+/// Lets this program grow by 6 MB a second in a cgroup, up to so many.
+fn grow(group: &Group, program: &str, most: &str) -> Result<Workload> {
+    group.forbid_swap()?;
+    let mut grow = Workload::spawn(&mut group.command(&workload(program), &["6", most]))?;
+    grow.go()?;
+    Ok(grow)
+}
+
+/// The objects of this type that were printed.
+fn printed(stdout: &str, kind: &str) -> Result<Vec<Value>> {
+    let objects = stdout.lines().map(serde_json::from_str::<Value>);
+    let objects: Vec<Value> = objects.collect::<Result<_, _>>()?;
+    Ok(objects
+        .into_iter()
+        .filter(|object| object["type"] == kind)
+        .collect())
+}
+
+/// The report of this program, which is killed, as JSON and as text.
+fn report_of(program: &str) -> Result<(Value, String)> {
+    let group = Group::new(&format!("memtools-record-{program}"), LIMIT)?;
+    let above = harness::scratch()?;
+    let folder = above.path().join("reports");
+    let mut recorder = record(&folder, HALF)?;
+    let grow = grow(&group, program, "1000")?;
+    let pid: u32 = grow.pid().parse()?;
+    recorder.wait_for_output("\"type\":\"recorded\"")?;
+    let ended = recorder.interrupt()?;
+    ensure!(ended.status.code() == Some(3), "{ended:?}");
+
+    let armed = printed(&ended.stdout, "armed")?;
+    let cgroup = format!("/memtools-record-{program}");
+    ensure!(
+        armed.len() == 1 && armed[0]["cgroup"] == *cgroup,
+        "{ended:?}"
+    );
+    let recorded = printed(&ended.stdout, "recorded")?;
+    ensure!(
+        recorded.len() == 1 && recorded[0]["pid"] == pid,
+        "{ended:?}"
+    );
+    ensure!(printed(&ended.stdout, "missed")?.is_empty(), "{ended:?}");
+    let read = |kind: &str| {
+        let path = recorded[0][kind].as_str().context("no file")?;
+        fs::read_to_string(path).with_context(|| format!("{path} cannot be read"))
+    };
+    let report = harness::object(read("json")?.trim_end())?;
+    ensure!(report["kill"]["victim"]["pid"] == pid, "{report}");
+    ensure!(report["cgroup"] == *cgroup, "{report}");
+    let last = report["processes"]
+        .as_array()
+        .context("no processes")?
+        .iter();
+    let last = last
+        .filter(|process| process["pid"] == pid)
+        .collect::<Vec<_>>();
+    ensure!(last.len() == 1, "{report}");
+    let anon = last[0]["anon_bytes"].as_u64().context("no bytes")?;
+    ensure!((LIMIT / 2..=LIMIT).contains(&anon), "{report}");
+    let moments = report["moments"].as_array().context("no moments")?;
+    let fullest = |moment: &&Value| moment["fullest"]["cgroup"] == *cgroup;
+    ensure!(moments.iter().filter(fullest).count() >= 3, "{report}");
+    Ok((report, read("text")?))
+}
+
+/// The sum of the first process that was traced, and its largest stack.
+fn largest(report: &Value) -> Result<(u64, &Value)> {
+    let traced = &report["traced"][0];
+    let sum = traced["sum"].as_u64().context("no sum")?;
+    Ok((sum, &traced["stacks"][0]))
+}
+
+fn a_kill_leaves_a_report_with_the_code_that_grew() -> Result<()> {
+    let (report, text) = report_of("grow")?;
+    let command = report["traced"][0]["command"].as_str().unwrap_or_default();
+    ensure!(command.starts_with("memleak -p "), "{report}");
+    let (sum, stack) = largest(&report)?;
+    // What grew before the mark was passed was not seen.
+    ensure!((LIMIT / 20..LIMIT * 6 / 10).contains(&sum), "{report}");
+    let frames = stack["frames"].as_array().context("no frames")?;
+    ensure!(frames.iter().any(|frame| frame == "take_more"), "{report}");
+    ensure!(text.contains(" was killed\n"), "{text}");
+    ensure!(text.contains("\n        take_more\n"), "{text}");
+    Ok(())
+}
+
+fn a_program_without_an_allocator_is_traced_by_its_faults() -> Result<()> {
+    let (report, _) = report_of("grow-stripped")?;
+    let command = report["traced"][0]["command"].as_str().unwrap_or_default();
+    ensure!(command.starts_with("faults --bytes -p "), "{report}");
+    let (sum, stack) = largest(&report)?;
+    ensure!((LIMIT / 20..LIMIT * 6 / 10).contains(&sum), "{report}");
+    ensure!(stack["comm"] == "grow-stripped", "{report}");
+    Ok(())
+}
+
+/// A process that takes all in less time than there is between two looks is killed unseen.
+fn a_kill_that_came_too_early_is_told() -> Result<()> {
+    let above = harness::scratch()?;
+    let group = Group::new("memtools-record-early", 8 << 20)?;
+    group.forbid_swap()?;
+    let mut recorder = record(&above.path().join("reports"), ALL)?;
+    let mut hog = Workload::spawn(&mut group.command(&workload("hog"), &["64", "77"]))?;
+    crate::oomkill::kill(&mut hog)?;
+    recorder.wait_for_output("\"type\":\"missed\"")?;
+    let ended = recorder.interrupt()?;
+    let missed = printed(&ended.stdout, "missed")?;
+    ensure!(
+        missed.iter().any(|missed| missed["kills"] == 1),
+        "{ended:?}"
+    );
+    // No report was written.
+    ensure!(ended.status.code() == Some(0), "{ended:?}");
+    Ok(())
+}
+
+fn tracing_ends_when_there_is_room_again() -> Result<()> {
+    let group = Group::new("memtools-record-room", LIMIT)?;
+    let above = harness::scratch()?;
+    let mut recorder = record(&above.path().join("reports"), HALF)?;
+    let grow = grow(&group, "grow", "64")?;
+    recorder.wait_for_output("\"type\":\"tracing\"")?;
+    ensure!(children(recorder.pid())? == ["memleak", "oomkill"]);
+    drop(grow);
+    recorder.wait_for_output("\"type\":\"disarmed\"")?;
+    ensure!(children(recorder.pid())?.is_empty(), "a tool goes on");
+    let ended = recorder.interrupt()?;
+    ensure!(ended.status.code() == Some(0), "{ended:?}");
+    Ok(())
+}
+
+/// The names of the processes that this one has started, sorted.
+fn children(pid: u32) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for task in fs::read_dir(format!("/proc/{pid}/task"))? {
+        let list = fs::read_to_string(task?.path().join("children"))?;
+        for child in list.split_whitespace() {
+            let name = fs::read_to_string(format!("/proc/{child}/comm"))?;
+            names.push(name.trim_end().to_owned());
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// No tool runs, no descriptor is a BPF object's or a perf event's, and less than a thousandth of one CPU is taken.
+fn nothing_is_traced_before_the_mark() -> Result<()> {
+    const WATCHED: Duration = Duration::from_secs(20);
+    let above = harness::scratch()?;
+    let recorder = record(&above.path().join("reports"), ALL)?;
+    let pid = recorder.pid();
+    let took = || -> Result<u64> {
+        let stat = fs::read_to_string(format!("/proc/{pid}/schedstat"))?;
+        let nanoseconds = stat.split(' ').next().context("no time")?;
+        Ok(nanoseconds.parse()?)
+    };
+    // The first look comes right after the line.
+    thread::sleep(Duration::from_secs(2));
+    let (before, start) = (took()?, Instant::now());
+    thread::sleep(WATCHED);
+    let share = (took()? - before) as f64 / start.elapsed().as_nanos() as f64;
+    ensure!(share < 0.001, "{share} of a CPU");
+    ensure!(children(pid)?.is_empty());
+    for fd in fs::read_dir(format!("/proc/{pid}/fd"))? {
+        let link = fs::read_link(fd?.path())?;
+        let link = link.to_string_lossy();
+        ensure!(
+            !link.contains("bpf") && !link.contains("perf_event"),
+            "{link}"
+        );
+    }
+    let ended = recorder.interrupt()?;
+    ensure!(
+        ended.status.code() == Some(0) && ended.stdout.is_empty(),
+        "{ended:?}"
+    );
+    Ok(())
+}
+
+fn a_folder_of_others_is_refused() -> Result<()> {
+    let ended = harness::run("memtriage", &["--record", "/tmp", "--before-oom"])?;
+    ensure!(ended.status.code() == Some(1), "{ended:?}");
+    ensure!(
+        ended.stderr.contains("others may write into /tmp"),
+        "{ended:?}"
+    );
+    let own = tool("memtriage");
+    let ended = harness::run(
+        "memtriage",
+        &["--record", own.to_str().context("text")?, "--before-oom"],
+    )?;
+    ensure!(ended.status.code() == Some(1), "{ended:?}");
+    ensure!(ended.stderr.contains("is no folder"), "{ended:?}");
+    Ok(())
+}

@@ -1,0 +1,316 @@
+//! --record: a flight recorder. Nothing is traced until memory is nearly used up somewhere; from then on the
+//! processes that grow there are, and each process that the kernel kills leaves a report.
+
+mod kills;
+mod mark;
+mod report;
+mod tracing;
+
+use std::fs::DirBuilder;
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use jiff::Zoned;
+use memtools::host::pressure::Trigger;
+use memtools::print::clock;
+use memtools::print::output::{Output, Row};
+use memtools::print::text;
+use memtools::run::poll::Poller;
+use memtools::run::protect;
+use serde::Serialize;
+
+use crate::doctor;
+use crate::record::mark::{History, Place, Sight};
+use crate::record::report::{Report, Reports};
+use crate::record::tracing::Tracing;
+
+/// Least time between two looks.
+const LOOK: Duration = Duration::from_secs(1);
+/// Time between two looks while nothing is traced, as a multiple of what one costs: half a thousandth of one CPU.
+const REST: u32 = 2000;
+/// Most time between two looks.
+const MOST_REST: Duration = Duration::from_secs(60);
+/// Pressure that has a look taken at once: a tenth of a window, which without CAP_SYS_RESOURCE has to be of two seconds.
+const PRESSURE: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(2));
+/// Tracing ends once this much less than the mark is used, in percent, ...
+const BELOW: f64 = 5.0;
+/// ... and has been for so long.
+const CALM: Duration = Duration::from_secs(10);
+
+/// What --record was told.
+pub(crate) struct Options<'a> {
+    /// Where the reports go.
+    pub(crate) folder: &'a Path,
+    /// The mark from which on processes are traced, in percent.
+    pub(crate) above: f64,
+    /// Reports that are kept.
+    pub(crate) keep: usize,
+}
+
+/// Watches until a signal comes. Returns whether a report was written.
+///
+/// # Errors
+/// If the folder cannot be written to, or is not safe from others, or a tool that is needed cannot run.
+pub(crate) fn run(options: &Options<'_>, poller: Poller<'_>, output: &mut Output) -> Result<bool> {
+    let mut reports = Reports::into(prepared(options.folder)?, options.keep);
+    doctor::expect(&["memleak", "oomkill"])?;
+    let (stalled, window) = PRESSURE;
+    let trigger = Trigger::some("/proc/pressure/memory", stalled, window);
+    let mut poller = poller;
+    match &trigger {
+        Ok(trigger) => poller.watch_pressure(trigger),
+        Err(error) => eprintln!("memtriage: {error:#}; looks are taken by the clock alone"),
+    }
+    // What is started from now on is spared, too.
+    protect::from_lack_of_memory("memtriage");
+    eprintln!(
+        "memtriage: nothing is traced until {} % of the machine's memory, or of a cgroup's limit, are used; \
+         Ctrl-C to end",
+        options.above
+    );
+
+    let mut history = History::default();
+    let mut tracing: Option<Tracing> = None;
+    let mut unseen = Unseen::since(Sight::now()?.kills());
+    let mut calm_since: Option<Instant> = None;
+    let mut before: Option<Sight> = None;
+    loop {
+        let start = Instant::now();
+        let sight = Sight::now()?;
+        let cost = start.elapsed();
+        history.add(&sight);
+        let (place, percent) = sight.fullest();
+        match &mut tracing {
+            None if percent >= options.above => {
+                output.row(&Armed::at(&place, percent))?;
+                tracing = Some(Tracing::start(place)?);
+                calm_since = None;
+            }
+            None => {}
+            Some(current) => {
+                for kill in current.kills() {
+                    unseen.told(&kill);
+                    let report = Report::of(kill, options.above, &history, current);
+                    // A disk that is full now may have room for the next.
+                    match reports.write(&report) {
+                        Ok(recorded) => output.row(&recorded)?,
+                        Err(error) => eprintln!("memtriage: {error:#}"),
+                    }
+                }
+                for started in current.follow_growth() {
+                    output.row(&started)?;
+                }
+                let is_calm = percent < options.above - BELOW;
+                calm_since = is_calm.then(|| calm_since.unwrap_or(start));
+                if calm_since.is_some_and(|since| since.elapsed() >= CALM) {
+                    let percent = sight.percent(current.place());
+                    output.row(&Disarmed::at(current.place(), percent))?;
+                    tracing = None;
+                }
+            }
+        }
+        if tracing.is_none()
+            && let Some(missed) = unseen.missed(sight.kills())
+        {
+            output.row(&missed)?;
+        }
+        output.flush()?;
+        let pause = match (&tracing, &before) {
+            (None, Some(before)) => rest(cost, sight.until(options.above, before)),
+            // What grows is not known yet.
+            (None, None) | (Some(_), _) => LOOK,
+        };
+        before = Some(sight);
+        if poller.wait(Some(start + pause))?.stop {
+            break;
+        }
+    }
+    Ok(reports.any())
+}
+
+/// The time between two looks while nothing is traced, of which one costs so much, and which are so far from the mark.
+fn rest(cost: Duration, until: Option<Duration>) -> Duration {
+    let rest = (cost * REST).min(MOST_REST);
+    let foreseen = until.map_or(rest, |until| until / 2);
+    rest.min(foreseen).max(LOOK)
+}
+
+/// The folder for reports, made if it is not there.
+///
+/// # Errors
+/// If others may write into it: they could have us write elsewhere, by links.
+fn prepared(folder: &Path) -> Result<PathBuf> {
+    let shown = text::escape_bytes(folder.as_os_str().as_encoded_bytes());
+    match DirBuilder::new().mode(0o700).create(folder) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        made => made.with_context(|| format!("failed to make the folder {shown}"))?,
+    }
+    let found = folder
+        .metadata()
+        .with_context(|| format!("failed to look at {shown}"))?;
+    ensure!(found.is_dir(), "{shown} is no folder");
+    ensure!(
+        found.mode() & 0o022 == 0 && found.uid() == nix::unistd::geteuid().as_raw(),
+        "others may write into {shown}: choose a folder of your own (chmod go-w)"
+    );
+    folder
+        .canonicalize()
+        .with_context(|| format!("failed to find {shown}"))
+}
+
+/// Kills that came while nothing was traced, or before the hook for them was there.
+struct Unseen {
+    /// The kernel's count when all were accounted for, and those that were told since.
+    kills: u64,
+}
+
+impl Unseen {
+    fn since(kills: u64) -> Self {
+        Self { kills }
+    }
+
+    fn told(&mut self, kill: &kills::Kill) {
+        // One that another one brought along is in the kernel's count, too.
+        self.kills += 1 + kill.also_killed;
+    }
+
+    /// What the kernel has counted beyond that, if anything; each kill once.
+    fn missed(&mut self, kills: u64) -> Option<Missed> {
+        let missed = kills.saturating_sub(self.kills);
+        self.kills = kills;
+        (missed > 0).then(|| Missed {
+            time: Zoned::now(),
+            kills: missed,
+        })
+    }
+}
+
+/// A mark was passed.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "armed")]
+struct Armed<'a> {
+    #[serde(serialize_with = "clock::serialize")]
+    time: Zoned,
+    #[serde(flatten)]
+    place: &'a Place,
+    percent: f64,
+}
+
+impl<'a> Armed<'a> {
+    fn at(place: &'a Place, percent: f64) -> Self {
+        Self {
+            time: Zoned::now(),
+            place,
+            percent,
+        }
+    }
+}
+
+impl Row for Armed<'_> {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let (time, name) = (clock::time_of_day(&self.time), self.place.name());
+        writeln!(
+            out,
+            "{time} {:.0} % of {name} are used: tracing",
+            self.percent
+        )
+    }
+}
+
+/// Less than the mark is used again, so that tracing has ended.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "disarmed")]
+struct Disarmed<'a> {
+    #[serde(serialize_with = "clock::serialize")]
+    time: Zoned,
+    #[serde(flatten)]
+    place: &'a Place,
+    percent: f64,
+}
+
+impl<'a> Disarmed<'a> {
+    fn at(place: &'a Place, percent: f64) -> Self {
+        Self {
+            time: Zoned::now(),
+            place,
+            percent,
+        }
+    }
+}
+
+impl Row for Disarmed<'_> {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let (time, name) = (clock::time_of_day(&self.time), self.place.name());
+        writeln!(
+            out,
+            "{time} {:.0} % of {name} are used: no more tracing",
+            self.percent
+        )
+    }
+}
+
+/// Kills without a report.
+#[derive(Debug, PartialEq, Serialize)]
+#[serde(tag = "type", rename = "missed")]
+struct Missed {
+    #[serde(serialize_with = "clock::serialize")]
+    time: Zoned,
+    kills: u64,
+}
+
+impl Row for Missed {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(
+            out,
+            "{} {} OOM kills without a report: they came before anything was traced",
+            clock::time_of_day(&self.time),
+            self.kills
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn looks_are_rare_where_they_cost_much_and_nothing_grows() {
+        let (seconds, micros) = (Duration::from_secs, Duration::from_micros);
+        assert_eq!(rest(micros(100), None), seconds(1));
+        assert_eq!(rest(micros(4000), None), seconds(8));
+        assert_eq!(rest(micros(4000), Some(seconds(10))), seconds(5));
+        assert_eq!(rest(micros(4000), Some(seconds(1))), seconds(1));
+        assert_eq!(rest(micros(4000), Some(seconds(1000))), seconds(8));
+        assert_eq!(rest(seconds(1), None), seconds(60));
+    }
+
+    #[test]
+    fn kills_without_a_report_are_told_once() {
+        let mut unseen = Unseen::since(5);
+        assert_eq!(unseen.missed(5), None);
+        unseen.told(&kills::Kill::default());
+        let missed = unseen.missed(9).map(|missed| missed.kills);
+        assert_eq!(missed, Some(3));
+        assert_eq!(unseen.missed(9), None);
+    }
+
+    #[test]
+    fn a_folder_that_others_may_write_into_is_refused() {
+        let above = tempfile::tempdir().expect("a folder");
+        let folder = above.path().join("reports");
+        let made = prepared(&folder).expect("it can be made");
+        assert_eq!(made.metadata().expect("it is there").mode() & 0o777, 0o700);
+        prepared(&folder).expect("it is there");
+        fs::set_permissions(&folder, PermissionsExt::from_mode(0o777)).expect("it is ours");
+        let error = prepared(&folder).expect_err("others may write").to_string();
+        assert!(error.contains("chmod go-w"), "{error}");
+        fs::write(above.path().join("file"), "").expect("a file");
+        assert!(prepared(&above.path().join("file")).is_err());
+    }
+}

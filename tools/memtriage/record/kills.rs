@@ -1,0 +1,121 @@
+//! What oomkill tells while it runs beside --record.
+
+use std::io::{BufRead, BufReader};
+use std::process::Child;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::{self, JoinHandle};
+
+use anyhow::Result;
+use serde_json::Value;
+
+use crate::siblings::{self, all_of, last_message};
+
+/// A process that was killed.
+#[derive(Debug, Default, Clone, PartialEq)]
+pub(crate) struct Kill {
+    pub(crate) pid: u32,
+    /// The object that `oomkill -e -j` prints.
+    pub(crate) object: Value,
+    /// Processes that were killed because this one was.
+    pub(crate) also_killed: u64,
+}
+
+/// A running oomkill.
+pub(crate) struct Kills {
+    child: Child,
+    objects: Receiver<Value>,
+    /// What oomkill says; None once it was told that oomkill has ended.
+    messages: Option<JoinHandle<String>>,
+}
+
+impl Kills {
+    /// # Errors
+    /// If oomkill cannot be run.
+    pub(crate) fn start() -> Result<Self> {
+        let mut child = siblings::start("oomkill", &["-e".into()], &[])?;
+        let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+        let (sender, objects) = channel();
+        thread::spawn(move || stdout.map(|out| send_objects(BufReader::new(out), &sender)));
+        Ok(Self {
+            child,
+            objects,
+            messages: Some(thread::spawn(|| all_of(stderr))),
+        })
+    }
+
+    /// The number of oomkill's process.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The kills since the last call.
+    pub(crate) fn since_last(&mut self) -> Vec<Kill> {
+        let has_ended = !matches!(self.child.try_wait(), Ok(None));
+        if has_ended && let Some(messages) = self.messages.take() {
+            let messages = messages.join().unwrap_or_default();
+            let reason = last_message(&messages, "oomkill").unwrap_or_default();
+            eprintln!("memtriage: kills leave no report any more, as oomkill has ended: {reason}");
+        }
+        kills(self.objects.try_iter())
+    }
+}
+
+impl Drop for Kills {
+    fn drop(&mut self) {
+        siblings::end(&mut self.child);
+    }
+}
+
+fn send_objects(lines: impl BufRead, sender: &Sender<Value>) {
+    for line in lines.split(b'\n').map_while(Result::ok) {
+        // A line that is no object is none of oomkill's.
+        let Ok(object) = serde_json::from_slice(&line) else {
+            continue;
+        };
+        if sender.send(object).is_err() {
+            break;
+        }
+    }
+}
+
+/// The kills among oomkill's objects, each with those that came along.
+fn kills(objects: impl Iterator<Item = Value>) -> Vec<Kill> {
+    let mut kills: Vec<Kill> = Vec::new();
+    for object in objects {
+        match object["type"].as_str() {
+            Some("kill") => kills.push(Kill {
+                pid: pid_of(&object["victim"]),
+                object,
+                also_killed: 0,
+            }),
+            Some("also_killed") => {
+                if let Some(last) = kills.last_mut() {
+                    last.also_killed += 1;
+                }
+            }
+            _ => {}
+        }
+    }
+    kills
+}
+
+fn pid_of(victim: &Value) -> u32 {
+    let pid = victim["pid"].as_u64();
+    pid.and_then(|pid| pid.try_into().ok()).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kills_are_told_from_other_objects() {
+        let lines = b"{\"type\":\"kill\",\"pid\":3,\"victim\":{\"pid\":7}}\nx\n\
+                      {\"type\":\"also_killed\",\"victim\":{\"pid\":8}}\n{\"type\":\"lost\"}\n";
+        let (sender, objects) = channel();
+        send_objects(&lines[..], &sender);
+        let kills = kills(objects.try_iter());
+        assert_eq!(kills.len(), 1);
+        assert_eq!((kills[0].pid, kills[0].also_killed), (7, 1));
+    }
+}

@@ -1,0 +1,298 @@
+//! Where memory is nearly used up: what --record reads while nothing is traced.
+
+use std::collections::{HashMap, VecDeque};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use jiff::Zoned;
+use memtools::host::memory_cgroups::{MemoryCgroup, MemoryCgroups};
+use memtools::host::pressure::Pressure;
+use memtools::host::values::Values;
+use memtools::print::clock;
+use memtools::print::output::Row;
+use serde::Serialize;
+
+/// Looks that are kept: a minute, while something is traced.
+const LOOKS: usize = 60;
+
+/// The machine's memory, or a cgroup's limit, that can be used up.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct Place {
+    /// The cgroup's path. None for the machine.
+    pub(crate) cgroup: Option<String>,
+    #[serde(skip)]
+    pub(crate) folder: Option<PathBuf>,
+}
+
+impl Place {
+    fn of(group: &MemoryCgroup) -> Self {
+        Self {
+            cgroup: Some(group.path.clone()),
+            folder: Some(group.folder.clone()),
+        }
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        self.cgroup.as_deref().unwrap_or("the machine's memory")
+    }
+}
+
+/// What is read at one moment: no process, as this is read all day.
+pub(crate) struct Sight {
+    at: Instant,
+    time: Zoned,
+    /// The part of the machine's memory that is not available, in percent.
+    machine_percent: f64,
+    groups: Vec<MemoryCgroup>,
+    counters: Values,
+    pressure: Option<Pressure>,
+}
+
+impl Sight {
+    /// # Errors
+    /// If /proc is not there.
+    pub(crate) fn now() -> Result<Self> {
+        let memory = Values::read("/proc/meminfo")?;
+        Ok(Self {
+            at: Instant::now(),
+            time: Zoned::now(),
+            machine_percent: used_percent(&memory),
+            groups: MemoryCgroups::look().limited,
+            counters: Values::read("/proc/vmstat")?,
+            pressure: Pressure::read("/proc/pressure/memory"),
+        })
+    }
+
+    /// The place of which most is used, and how much, in percent. The machine comes before a cgroup with as much.
+    pub(crate) fn fullest(&self) -> (Place, f64) {
+        let machine = Place {
+            cgroup: None,
+            folder: None,
+        };
+        let groups = self.groups.iter();
+        let groups = groups.map(|group| (Place::of(group), group.percent()));
+        groups.fold((machine, self.machine_percent), |most, one| {
+            if one.1 > most.1 { one } else { most }
+        })
+    }
+
+    /// How much of this place is used, in percent; nothing of a cgroup that has gone.
+    pub(crate) fn percent(&self, place: &Place) -> f64 {
+        let Some(folder) = &place.folder else {
+            return self.machine_percent;
+        };
+        let of = |folder: &Path| self.groups.iter().find(|group| group.folder == folder);
+        of(folder).map_or(0.0, MemoryCgroup::percent)
+    }
+
+    /// The time until this mark, in percent, is passed somewhere, if all grows on as it has since the look before; None if
+    /// nothing grows. A cgroup that was not there before has grown from nothing.
+    pub(crate) fn until(&self, above: f64, before: &Self) -> Option<Duration> {
+        let seconds = (self.at - before.at).as_secs_f64().max(f64::EPSILON);
+        let old = before.groups.iter();
+        let old: HashMap<&Path, f64> = old.map(|one| (&*one.folder, one.percent())).collect();
+        let groups = self.groups.iter().map(|group| {
+            let before = old.get(&*group.folder).copied().unwrap_or_default();
+            (group.percent(), before)
+        });
+        let places = groups.chain([(self.machine_percent, before.machine_percent)]);
+        let growing = places.filter(|(percent, before)| percent > before);
+        let left = growing
+            .map(|(percent, before)| (above - percent).max(0.0) * seconds / (percent - before));
+        let soonest = left.reduce(f64::min)?;
+        // Years are as good as never.
+        Duration::try_from_secs_f64(soonest).ok()
+    }
+
+    /// Processes that were killed since the machine's start because memory ran out.
+    pub(crate) fn kills(&self) -> u64 {
+        self.counters.of("oom_kill")
+    }
+}
+
+fn used_percent(memory: &Values) -> f64 {
+    let total = memory.of("MemTotal").max(1);
+    total.saturating_sub(memory.of("MemAvailable")) as f64 * 100.0 / total as f64
+}
+
+/// The last looks, without what is not shown of them.
+#[derive(Default)]
+pub(crate) struct History {
+    last: Option<(Instant, Values)>,
+    moments: VecDeque<Moment>,
+}
+
+impl History {
+    pub(crate) fn add(&mut self, sight: &Sight) {
+        let (at, counters) = self
+            .last
+            .take()
+            .unwrap_or_else(|| (sight.at, sight.counters.clone()));
+        let seconds = (sight.at - at).as_secs_f64();
+        // The first look has no rates.
+        let rate = |sum: fn(&Values) -> u64| {
+            let grown = sum(&sight.counters).saturating_sub(sum(&counters));
+            if seconds > 0.0 {
+                grown as f64 / seconds
+            } else {
+                0.0
+            }
+        };
+        let (fullest, percent) = sight.fullest();
+        if self.moments.len() == LOOKS {
+            self.moments.pop_front();
+        }
+        self.moments.push_back(Moment {
+            time: sight.time.clone(),
+            machine_percent: sight.machine_percent,
+            fullest,
+            fullest_percent: percent,
+            some_percent: sight.pressure.map(|pressure| pressure.some.avg10),
+            full_percent: sight.pressure.map(|pressure| pressure.full.avg10),
+            direct_reclaims: rate(|counters| counters.sum_of("allocstall")),
+            swap_ins: rate(|counters| counters.of("pswpin")),
+            // One number for both kinds until 5.9.
+            refaults: rate(|counters| counters.sum_of("workingset_refault")),
+        });
+        self.last = Some((sight.at, sight.counters.clone()));
+    }
+
+    /// The last looks, the newest last.
+    pub(crate) fn moments(&self) -> impl Iterator<Item = &Moment> {
+        self.moments.iter()
+    }
+}
+
+/// The machine at one look, with rates a second since the one before.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Moment {
+    #[serde(serialize_with = "clock::serialize")]
+    time: Zoned,
+    machine_percent: f64,
+    fullest: Place,
+    fullest_percent: f64,
+    /// Percent of the last ten seconds in which a task waited for memory. None if this kernel does not tell.
+    some_percent: Option<f64>,
+    /// Percent of the last ten seconds in which all tasks waited for memory.
+    full_percent: Option<f64>,
+    direct_reclaims: f64,
+    /// Pages.
+    swap_ins: f64,
+    /// Pages.
+    refaults: f64,
+}
+
+impl Moment {
+    pub(crate) const HEADER: &'static str =
+        "TIME      USED%  SOME%  FULL%  RECLAIM/s  SWAPIN/s  REFAULT/s  FULLEST";
+}
+
+impl Row for Moment {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let percent =
+            |number: Option<f64>| number.map_or("-".into(), |number| format!("{number:.1}"));
+        writeln!(
+            out,
+            "{:<8} {:>6.1} {:>6} {:>6} {:>10.0} {:>9.0} {:>10.0}  {:.0}% {}",
+            clock::time_of_day(&self.time),
+            self.machine_percent,
+            percent(self.some_percent),
+            percent(self.full_percent),
+            self.direct_reclaims,
+            self.swap_ins,
+            self.refaults,
+            self.fullest_percent,
+            self.fullest.cgroup.as_deref().unwrap_or("(the machine)"),
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn group(name: &str, current: u64) -> MemoryCgroup {
+        MemoryCgroup {
+            folder: PathBuf::from("/sys/fs/cgroup").join(name),
+            path: format!("/{name}"),
+            current,
+            inactive_file: 100,
+            limit: 1000,
+            hits: 0,
+            oom_kills: 0,
+        }
+    }
+
+    fn sight(seconds: u64, machine_percent: f64, groups: &[MemoryCgroup], counters: &str) -> Sight {
+        Sight {
+            at: Instant::now() + Duration::from_secs(seconds),
+            time: Zoned::now(),
+            machine_percent,
+            groups: groups.to_vec(),
+            counters: Values::parse(counters),
+            pressure: None,
+        }
+    }
+
+    #[test]
+    fn the_fullest_place_is_found_and_followed() {
+        let groups = [group("a", 600), group("b", 900)];
+        let looked = sight(0, 60.0, &groups, "");
+        let (place, percent) = looked.fullest();
+        assert_eq!((place.name(), percent), ("/b", 80.0));
+        assert_eq!(looked.percent(&place), 80.0);
+        // The cgroup has gone.
+        let (machine, percent) = sight(0, 80.0, &[], "").fullest();
+        assert_eq!((machine.cgroup.as_deref(), percent), (None, 80.0));
+        assert_eq!(sight(0, 80.0, &groups[..1], "").percent(&place), 0.0);
+        assert_eq!(looked.percent(&machine), 60.0);
+    }
+
+    #[test]
+    fn the_mark_is_foreseen_wherever_it_is_passed_first() {
+        let start = sight(0, 60.0, &[group("a", 200), group("b", 300)], "");
+        let mut now = sight(0, 61.0, &[group("a", 400), group("b", 300)], "");
+        now.at = start.at + Duration::from_secs(2);
+        // The machine grows by 0.5 % a second, /a from 10 % to 30 % in two, and /b not at all.
+        let seconds = |above| {
+            now.until(above, &start)
+                .map(|left| left.as_secs_f64().round())
+        };
+        assert_eq!(seconds(80.0), Some(5.0));
+        assert_eq!(seconds(61.5), Some(1.0));
+        assert_eq!(seconds(25.0), Some(0.0));
+        assert_eq!(start.until(80.0, &now), None);
+        // /c is new.
+        now.groups.push(group("c", 300));
+        assert_eq!(now.until(80.0, &start).map(|left| left.as_secs()), Some(5));
+        now.groups.push(group("d", 900));
+        assert_eq!(now.until(80.0, &start).map(|left| left.as_secs()), Some(0));
+    }
+
+    #[test]
+    fn what_is_not_available_is_used() {
+        let memory = Values::parse("MemTotal: 1000 kB\nMemAvailable: 150 kB\n");
+        assert_eq!(used_percent(&memory), 85.0);
+        assert_eq!(used_percent(&Values::default()), 0.0);
+    }
+
+    #[test]
+    fn a_minute_is_remembered_with_rates() {
+        let mut history = History::default();
+        for second in 0..LOOKS as u64 + 7 {
+            let stalls = format!("allocstall_normal {}\nallocstall_movable 5\n", 11 * second);
+            let mut looked = sight(0, second as f64, &[], &stalls);
+            looked.at = history
+                .last
+                .as_ref()
+                .map_or(looked.at, |(at, _)| *at + Duration::from_secs(1));
+            history.add(&looked);
+        }
+        let moments: Vec<_> = history.moments().collect();
+        assert_eq!(moments.len(), LOOKS);
+        assert_eq!(moments[0].machine_percent, 7.0);
+        assert!((moments[0].direct_reclaims - 11.0).abs() < 1e-9);
+    }
+}

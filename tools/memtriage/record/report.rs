@@ -1,0 +1,303 @@
+//! The report of one kill, and the files that it goes into.
+
+use std::fs;
+use std::io::{self, Write};
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use jiff::Zoned;
+use jiff::tz::TimeZone;
+use memtools::export::replace::Replaced;
+use memtools::print::clock;
+use memtools::print::output::{Row, SCHEMA};
+use memtools::print::text;
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::processes::Usage;
+use crate::record::kills::Kill;
+use crate::record::mark::{History, Moment, Place};
+use crate::record::tracing::{Outcome, Tracing};
+use crate::screen::{ProcessRow, size};
+use crate::siblings::Question;
+use crate::who::Answer;
+
+/// Processes that are shown.
+const PROCESSES: usize = 10;
+/// What the stacks in a report are of.
+const RULES: &[&str] = &["growing"];
+
+/// Everything that is known of a kill.
+pub(crate) struct Report {
+    time: Zoned,
+    kill: Kill,
+    above: f64,
+    place: Place,
+    moments: Vec<Moment>,
+    processes: Vec<(Usage, i64)>,
+    profiles: Vec<(Question, Outcome)>,
+}
+
+impl Report {
+    /// The report of a kill while this was traced.
+    pub(crate) fn of(kill: Kill, above: f64, history: &History, tracing: &mut Tracing) -> Self {
+        Self {
+            time: Zoned::now(),
+            above,
+            place: tracing.place().clone(),
+            moments: history.moments().cloned().collect(),
+            processes: tracing.largest(kill.pid, PROCESSES),
+            profiles: tracing.profiles(kill.pid),
+            kill,
+        }
+    }
+
+    fn rows(&self) -> Rows<'_> {
+        let processes = self.processes.iter();
+        let profiles = self.profiles.iter();
+        Rows {
+            time: &self.time,
+            kill: &self.kill.object,
+            mark_percent: self.above,
+            place: &self.place,
+            moments: &self.moments,
+            processes: processes
+                .map(|(usage, growth)| ProcessRow::new(usage, *growth))
+                .collect(),
+            traced: profiles
+                .map(|(question, outcome)| Answer::of(RULES, question, outcome))
+                .collect(),
+            schema: SCHEMA,
+        }
+    }
+}
+
+/// A report as it is written.
+#[derive(Serialize)]
+#[serde(tag = "type", rename = "report")]
+struct Rows<'a> {
+    #[serde(serialize_with = "clock::serialize")]
+    time: &'a Zoned,
+    /// The object of `oomkill -e -j`.
+    kill: &'a Value,
+    mark_percent: f64,
+    #[serde(flatten)]
+    place: &'a Place,
+    moments: &'a [Moment],
+    processes: Vec<ProcessRow<'a>>,
+    traced: Vec<Answer<'a>>,
+    schema: u32,
+}
+
+impl Row for Rows<'_> {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let victim = &self.kill["victim"];
+        let comm = text::shown(victim["comm"].as_str().unwrap_or("?"));
+        writeln!(
+            out,
+            "{} {comm} (pid {}) was killed",
+            clock::time_of_day(self.time),
+            victim["pid"]
+        )?;
+        let limit = self.kill["limit_cgroup"].as_str().map(text::shown);
+        match (limit, self.kill["limit_kb"].as_u64()) {
+            (Some(limit), Some(kb)) => {
+                writeln!(out, "for the limit of {limit}, {}", size(kb << 10))?
+            }
+            (Some(limit), None) => writeln!(out, "for the limit of {limit}")?,
+            (None, _) => {}
+        }
+        let kinds = ["anon", "file", "shmem", "swap", "page_tables"];
+        let had = kinds.iter().filter_map(|kind| {
+            let kb = victim[format!("{kind}_kb")].as_u64()?;
+            Some(format!("{} {}", size(kb << 10), kind.replace('_', " ")))
+        });
+        let had: Vec<String> = had.collect();
+        if !had.is_empty() {
+            writeln!(out, "it had {}", had.join(", "))?;
+        }
+        writeln!(
+            out,
+            "traced since {:.0} % of {} were used\n\n{}",
+            self.mark_percent,
+            self.place.name(),
+            Moment::HEADER
+        )?;
+        for moment in self.moments {
+            moment.text(out)?;
+        }
+        writeln!(out, "{}", ProcessRow::HEADER)?;
+        for process in &self.processes {
+            process.text(out)?;
+        }
+        if self.traced.is_empty() {
+            writeln!(
+                out,
+                "\nno process grew fast enough, or long enough, to be traced"
+            )?;
+        }
+        self.traced.iter().try_for_each(|answer| answer.text(out))
+    }
+}
+
+/// The files of reports.
+pub(crate) struct Reports {
+    folder: PathBuf,
+    keep: usize,
+    any: bool,
+}
+
+impl Reports {
+    /// Reports in this folder, of which so many are kept.
+    pub(crate) fn into(folder: PathBuf, keep: usize) -> Self {
+        Self {
+            folder,
+            keep,
+            any: false,
+        }
+    }
+
+    /// Whether a report was written.
+    pub(crate) fn any(&self) -> bool {
+        self.any
+    }
+
+    /// Writes both files of a report, and removes the oldest that are too many.
+    ///
+    /// # Errors
+    /// If one cannot be written.
+    pub(crate) fn write(&mut self, report: &Report) -> Result<Recorded> {
+        let stamp = report.time.with_time_zone(TimeZone::UTC);
+        let name = format!(
+            "oom-{}-{}",
+            stamp.strftime("%Y%m%dT%H%M%S"),
+            report.kill.pid
+        );
+        let rows = report.rows();
+        let write = |ending: &str, content: &dyn Fn(&mut dyn Write) -> io::Result<()>| {
+            let file = Replaced::at(&self.folder.join(format!("{name}.{ending}")))?;
+            file.write(|out| Ok(content(out)?))?;
+            anyhow::Ok(file.name())
+        };
+        let text = write("txt", &|out| rows.text(out))?;
+        let json = write("json", &|out| {
+            serde_json::to_writer(&mut *out, &rows)?;
+            writeln!(out)
+        })?;
+        self.any = true;
+        self.remove_oldest()?;
+        let comm = report.kill.object["victim"]["comm"].as_str();
+        Ok(Recorded {
+            time: report.time.clone(),
+            pid: report.kill.pid,
+            comm: comm.map(|comm| text::shown(comm).to_string()),
+            text,
+            json,
+        })
+    }
+
+    fn remove_oldest(&self) -> Result<()> {
+        let list = || -> io::Result<Vec<PathBuf>> {
+            let entries = fs::read_dir(&self.folder)?;
+            entries.map(|entry| Ok(entry?.path())).collect()
+        };
+        let mut files = list().context("failed to list the reports")?;
+        files.retain(|path| {
+            let name = path.file_name().and_then(|name| name.to_str());
+            name.is_some_and(is_report)
+        });
+        // The names begin with the time.
+        files.sort();
+        let too_many = files.len().saturating_sub(2 * self.keep);
+        for path in files.into_iter().take(too_many) {
+            fs::remove_file(&path)
+                .with_context(|| format!("failed to remove {}", path.display()))?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether a file has the name of a report: `oom-20261124T080910-4242.txt` or `.json`.
+fn is_report(name: &str) -> bool {
+    let parts = name
+        .strip_prefix("oom-")
+        .and_then(|rest| rest.split_once('.'));
+    let Some((number, "txt" | "json")) = parts else {
+        return false;
+    };
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let times = number
+        .split_once('-')
+        .map(|(stamp, pid)| (stamp.split_once('T'), pid));
+    matches!(times, Some((Some((day, time)), pid)) if [day, time, pid].into_iter().all(digits))
+}
+
+/// A report was written.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "recorded")]
+pub(crate) struct Recorded {
+    #[serde(serialize_with = "clock::serialize")]
+    time: Zoned,
+    /// The process that was killed.
+    pid: u32,
+    comm: Option<String>,
+    /// The report's file as text.
+    text: String,
+    /// The report's file as JSON.
+    json: String,
+}
+
+impl Row for Recorded {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let (time, comm) = (
+            clock::time_of_day(&self.time),
+            self.comm.as_deref().unwrap_or("?"),
+        );
+        writeln!(
+            out,
+            "{time} {comm} (pid {}) was killed: {}",
+            self.pid, self.text
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_reports_are_removed_and_the_oldest_first() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let names = [
+            "oom-20261124T080910-4242.txt",
+            "oom-20261124T080910-4242.json",
+            "oom-20261125T080910-7.json",
+            "oom-20261125T080910-7.txt",
+            "oom-notes.txt",
+            "other-20261124T080910-4242.txt",
+        ];
+        for name in names {
+            fs::write(folder.path().join(name), "").expect("a file");
+        }
+        Reports::into(folder.path().to_owned(), 1)
+            .remove_oldest()
+            .expect("they can be removed");
+        let there = |name: &&str| folder.path().join(name).exists();
+        let left: Vec<_> = names.iter().filter(|name| there(name)).copied().collect();
+        assert_eq!(left, names[2..]);
+    }
+
+    #[test]
+    fn reports_have_names_of_one_form() {
+        assert!(is_report("oom-20261124T080910-4242.txt"));
+        for name in [
+            "oom-.txt",
+            "oom-1T-2.txt",
+            "oom-1T2-3.txt.gz",
+            "oom-1T2-x.txt",
+            "1T2-3.txt",
+        ] {
+            assert!(!is_report(name), "{name}");
+        }
+    }
+}

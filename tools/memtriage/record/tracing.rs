@@ -1,0 +1,319 @@
+//! What is traced while memory is nearly used up: the kernel's kills, and the processes that grow.
+
+use std::cmp::Reverse;
+use std::collections::{HashMap, HashSet};
+use std::io::{self, Write};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use jiff::Zoned;
+use memtools::export::earlier::Earlier;
+use memtools::print::clock;
+use memtools::print::output::Row;
+use memtools::process::cgroup;
+use serde::Serialize;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::processes::{self, Usage};
+use crate::record::kills::{Kill, Kills};
+use crate::record::mark::Place;
+use crate::siblings::{self, LAST_CHANCE, Question, Run, Unit};
+
+/// Processes that are traced at once: the machine is in need as it is.
+const MOST: usize = 3;
+/// Who grows by less from one look to the next is not traced, in bytes.
+const LEAST_GROWTH: i64 = 1 << 20;
+/// How far the first two looks are apart.
+const FIRST: Duration = Duration::from_millis(250);
+/// Time between two profiles of a process, in seconds.
+const PROFILE: &str = "2";
+
+/// Runs of the tools for one place.
+pub(crate) struct Tracing {
+    place: Place,
+    kills: Kills,
+    traced: Vec<Traced>,
+    /// The processes at the last look, ...
+    now: Processes,
+    /// ... and at the one before.
+    before: Processes,
+    folder: TempDir,
+    started: usize,
+}
+
+/// The processes at one look.
+#[derive(Default)]
+struct Processes {
+    all: Vec<Usage>,
+    /// Bytes by which each has grown since the look before.
+    growth: HashMap<u32, i64>,
+}
+
+/// A process that is traced.
+pub(crate) struct Traced {
+    usage: Usage,
+    pub(crate) question: Question,
+    run: Run,
+    /// Whether what is run is the second choice.
+    is_fallback: bool,
+    /// Whether the process was gone at the last look: oomkill may not have told yet that it was killed.
+    is_gone: bool,
+}
+
+impl Tracing {
+    /// Begins with the kernel's kills.
+    ///
+    /// # Errors
+    /// If oomkill cannot be run, or there is no folder for the tools' profiles.
+    pub(crate) fn start(place: Place) -> Result<Self> {
+        let kills = Kills::start()?;
+        let mut tracing = Self {
+            kills,
+            traced: Vec::new(),
+            now: Processes::default(),
+            before: Processes::default(),
+            folder: tempfile::tempdir().context("failed to make a folder for profiles")?,
+            started: 0,
+            place,
+        };
+        tracing.look();
+        std::thread::sleep(FIRST);
+        Ok(tracing)
+    }
+
+    pub(crate) fn place(&self) -> &Place {
+        &self.place
+    }
+
+    /// Looks at the processes once more, drops those that have ended, and has those traced that have grown most.
+    /// Returns what was started.
+    pub(crate) fn follow_growth(&mut self) -> Vec<Started> {
+        self.look();
+        let mut started = self.drop_ended();
+        let in_place = self.place.folder.as_ref().map(|folder| {
+            let pids = cgroup::processes_below(folder).unwrap_or_default();
+            pids.into_iter().collect::<HashSet<u32>>()
+        });
+        let traced = self.traced.iter();
+        let traced = traced.flat_map(|one| [one.usage.pid, one.run.child.id()]);
+        let left_out: HashSet<u32> = traced
+            .chain([std::process::id(), self.kills.pid()])
+            .collect();
+        let wanted = |pid: u32| {
+            let is_in_place = in_place.as_ref().is_none_or(|pids| pids.contains(&pid));
+            is_in_place && !left_out.contains(&pid)
+        };
+        let growing = self.now.fastest(wanted);
+        for usage in growing.into_iter().take(MOST - self.traced.len()) {
+            started.extend(self.trace(usage, false));
+        }
+        started
+    }
+
+    fn look(&mut self) {
+        let all = processes::all();
+        let growth = processes::growth(&self.now.all, &all);
+        self.before = std::mem::replace(&mut self.now, Processes { all, growth });
+    }
+
+    /// Forgets those whose process was gone at the last look, too. One that its tool cannot trace is given to another tool.
+    fn drop_ended(&mut self) -> Vec<Started> {
+        let mut again = Vec::new();
+        for mut one in std::mem::take(&mut self.traced) {
+            let is_there = self.now.has(&one.usage);
+            if !one.run.has_ended() {
+                self.traced.push(one);
+            } else if is_there && !one.is_fallback {
+                again.push(one.usage);
+            } else if !is_there && !one.is_gone {
+                one.is_gone = true;
+                self.traced.push(one);
+            }
+        }
+        again
+            .into_iter()
+            .filter_map(|usage| self.trace(usage, true))
+            .collect()
+    }
+
+    fn trace(&mut self, usage: Usage, is_fallback: bool) -> Option<Started> {
+        let question = question(usage.pid, is_fallback);
+        let run = Run::start(&question, &self.folder, self.started);
+        self.started += 1;
+        let run = match run {
+            Ok(run) => run,
+            Err(error) => {
+                eprintln!("memtriage: {error:#}");
+                return None;
+            }
+        };
+        let started = Started {
+            time: Zoned::now(),
+            pid: usage.pid,
+            comm: usage.comm.clone(),
+            command: question.command(),
+        };
+        self.traced.push(Traced {
+            usage,
+            question,
+            run,
+            is_fallback,
+            is_gone: false,
+        });
+        Some(started)
+    }
+
+    /// The kills since the last call.
+    pub(crate) fn kills(&mut self) -> Vec<Kill> {
+        self.kills.since_last()
+    }
+
+    /// What was found of the victim, and then of the others that are traced.
+    pub(crate) fn profiles(&mut self, victim: u32) -> Vec<(Question, Outcome)> {
+        let traced = std::mem::take(&mut self.traced);
+        let (of_victim, others): (Vec<_>, Vec<_>) =
+            traced.into_iter().partition(|one| one.usage.pid == victim);
+        let mut profiles: Vec<_> = of_victim.into_iter().map(Traced::last_profile).collect();
+        for one in &others {
+            let so_far = one.run.so_far().map(|profile| (profile, None));
+            profiles.push((one.question.clone(), so_far));
+        }
+        self.traced = others;
+        profiles
+    }
+
+    /// The largest processes at the last look at which the victim was there, with their growth to it.
+    pub(crate) fn largest(&self, victim: u32, most: usize) -> Vec<(Usage, i64)> {
+        let was_there = |usage: &Usage| usage.pid == victim;
+        let looks = [&self.now, &self.before];
+        let seen = looks
+            .into_iter()
+            .find(|look| look.all.iter().any(was_there));
+        seen.unwrap_or(&self.now).largest(most)
+    }
+}
+
+impl Drop for Tracing {
+    fn drop(&mut self) {
+        for one in &mut self.traced {
+            siblings::end(&mut one.run.child);
+        }
+    }
+}
+
+/// A tool's profile, with what it has lost, or why there is none.
+pub(crate) type Outcome = Result<(Earlier, Option<Value>)>;
+
+impl Traced {
+    /// What was found of a process that was killed. The tool ends with it.
+    fn last_profile(mut self) -> (Question, Outcome) {
+        let start = Instant::now();
+        while !self.run.has_ended() && start.elapsed() < LAST_CHANCE {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        siblings::end(&mut self.run.child);
+        (self.question, self.run.end())
+    }
+}
+
+impl Processes {
+    fn grown(&self, usage: &Usage) -> i64 {
+        self.growth.get(&usage.pid).copied().unwrap_or_default()
+    }
+
+    fn has(&self, usage: &Usage) -> bool {
+        let same = |one: &Usage| (one.pid, one.started) == (usage.pid, usage.started);
+        self.all.iter().any(same)
+    }
+
+    /// The processes that have grown most, of those that are wanted, the fastest first.
+    fn fastest(&self, wanted: impl Fn(u32) -> bool) -> Vec<Usage> {
+        let growing = self.all.iter();
+        let growing = growing.filter(|usage| self.grown(usage) >= LEAST_GROWTH);
+        let mut growing: Vec<Usage> = growing.filter(|usage| wanted(usage.pid)).cloned().collect();
+        growing.sort_by_key(|usage| (Reverse(self.grown(usage)), usage.pid));
+        growing
+    }
+
+    fn largest(&self, most: usize) -> Vec<(Usage, i64)> {
+        let all = self.all.iter();
+        let mut largest: Vec<_> = all
+            .map(|usage| (usage.clone(), self.grown(usage)))
+            .collect();
+        largest.sort_by_key(|(usage, _)| (Reverse(usage.own()), usage.pid));
+        largest.truncate(most);
+        largest
+    }
+}
+
+/// memleak, sampled as much as is needed to keep its cost low; or faults, for a process without an allocator that
+/// memleak knows.
+fn question(pid: u32, is_fallback: bool) -> Question {
+    let pid = pid.to_string();
+    let words = |words: &[&str]| words.iter().map(ToString::to_string).collect();
+    if is_fallback {
+        return Question {
+            tool: "faults",
+            args: words(&["--bytes", "-p", &pid, PROFILE]),
+            value: ("space", Unit::Bytes),
+        };
+    }
+    let sampled = ["--max-overhead", "2%", "--mem-limit", "128M", PROFILE];
+    Question {
+        tool: "memleak",
+        args: words(&[&["-p", &pid], &sampled[..]].concat()),
+        value: ("inuse_space", Unit::Bytes),
+    }
+}
+
+/// A process is traced from now on.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "tracing")]
+pub(crate) struct Started {
+    #[serde(serialize_with = "clock::serialize")]
+    time: Zoned,
+    pid: u32,
+    comm: String,
+    command: String,
+}
+
+impl Row for Started {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let time = clock::time_of_day(&self.time);
+        writeln!(
+            out,
+            "{time} {} (pid {}) grows: {}",
+            self.comm, self.pid, self.command
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn those_that_grow_fastest_are_traced() {
+        let usage = |pid| Usage {
+            pid,
+            ..Usage::default()
+        };
+        let processes = Processes {
+            all: (1..=5).map(usage).collect(),
+            growth: HashMap::from([(1, 5 << 20), (2, 9 << 20), (3, 1 << 19), (4, 7 << 20)]),
+        };
+        let fastest = processes.fastest(|pid| pid != 4);
+        let pids: Vec<u32> = fastest.iter().map(|usage| usage.pid).collect();
+        assert_eq!(pids, [2, 1]);
+    }
+
+    #[test]
+    fn the_commands_are_those_of_the_manual() {
+        assert_eq!(
+            question(7, false).command(),
+            "memleak -p 7 --max-overhead '2%' --mem-limit 128M 2"
+        );
+        assert_eq!(question(7, true).command(), "faults --bytes -p 7 2");
+    }
+}
