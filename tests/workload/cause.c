@@ -7,10 +7,13 @@
  *   slabs   messages of the kernel's, in the buffers of sockets that nobody reads
  *   tables  page tables, for a page in each 2 MB of what nobody has written to
  *   tmpfs   a file in /dev/shm, which is left there: FILE is its name
+ *   maps    arrays for BPF programs, which the kernel has in its vmalloc area
+ *   pipes   what was written to pipes that nobody reads
  *
  * facts: none
  */
 #include "workload.h"
+#include <linux/bpf.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <time.h>
@@ -64,6 +67,43 @@ STEP static void take_tmpfs(void)
 		die("cannot write to %s: %s", file, strerror(errno));
 }
 
+/* Until 5.10, maps count as locked memory, root's too. */
+static void lock_without_limit(void)
+{
+	const struct rlimit none = {
+		.rlim_cur = RLIM_INFINITY,
+		.rlim_max = RLIM_INFINITY,
+	};
+
+	if (setrlimit(RLIMIT_MEMLOCK, &none))
+		die("cannot raise ulimit -l: %s; run as root", strerror(errno));
+}
+
+STEP static void take_map(void)
+{
+	union bpf_attr attributes = {
+		.map_type = BPF_MAP_TYPE_ARRAY,
+		.key_size = sizeof(int),
+		.value_size = PAGE,
+		.max_entries = MEGABYTE / PAGE,
+	};
+
+	lock_without_limit();
+	if (syscall(SYS_bpf, BPF_MAP_CREATE, &attributes, sizeof(attributes)) < 0)
+		die("no map: %s", strerror(errno));
+}
+
+STEP static void take_pipe(void)
+{
+	static const char data[MEGABYTE];
+	int ends[2];
+
+	if (pipe(ends) || fcntl(ends[1], F_SETPIPE_SZ, MEGABYTE) < 0)
+		die("no pipe of a megabyte: %s", strerror(errno));
+	if (write(ends[1], data, sizeof(data)) != sizeof(data))
+		die("cannot fill a pipe: %s", strerror(errno));
+}
+
 int main(int argc, char **argv)
 {
 	const struct timespec tenth = {
@@ -73,7 +113,7 @@ int main(int argc, char **argv)
 	void (*take)(void);
 
 	if (argc != 4 && argc != 5)
-		usage("slabs|tables|tmpfs MB MORE [FILE]");
+		usage("slabs|tables|tmpfs|maps|pipes MB MORE [FILE]");
 	first = count(argv[2]);
 	more = count(argv[3]);
 	file = argc > 4 ? argv[4] : NULL;
@@ -83,8 +123,12 @@ int main(int argc, char **argv)
 		take = take_tables;
 	else if (!strcmp(argv[1], "tmpfs") && file)
 		take = take_tmpfs;
+	else if (!strcmp(argv[1], "maps"))
+		take = take_map;
+	else if (!strcmp(argv[1], "pipes"))
+		take = take_pipe;
 	else
-		usage("slabs|tables|tmpfs MB MORE [FILE]");
+		usage("slabs|tables|tmpfs|maps|pipes MB MORE [FILE]");
 	ready();
 	for (unsigned long i = 0; i < first; i++)
 		take();
