@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::harness::{self, Workload};
 use crate::memtriage::{memory_total, of_type, sum_by, triage};
-use crate::pressure::Setting;
+use crate::pressure::{Group, Setting, folder_on_disk};
 
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "causes":
@@ -22,6 +22,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         huge_pages_that_nobody_uses [Guest],
         a_vmalloc_area_that_grows [Guest],
         pages_that_no_counter_has [Guest],
+        a_file_larger_than_its_cache [Guest, Disk],
     }
 }
 
@@ -168,10 +169,44 @@ fn pages_that_no_counter_has() -> Result<()> {
     let (objects, _) = triage(&[])?;
     first(&objects, "unaccounted", "look")?;
     let answer = who_takes_more(&mut cause)?;
-    // Until 6.14, pipe_write; since then, anon_pipe_write.
+    // Newer kernels call the function anon_pipe_write.
     ensure!(
         has_frame(&answer, |frame| frame.ends_with("pipe_write_[k]")),
         "{answer}"
     );
+    Ok(())
+}
+
+/// A program that reads a file in a cgroup that is too small for it: the limit is the cause, and what was
+/// dropped and is read again is what comes of it.
+fn a_file_larger_than_its_cache() -> Result<()> {
+    const NAME: &str = "memtools-reread";
+    let folder = folder_on_disk()?;
+    let file = folder.path().join("file").display().to_string();
+    let group = Group::new(NAME, 32 << 20)?;
+    let mut reader = Workload::start("reread", &[&file, "20011"])?;
+    group.set("cgroup.procs", &reader.pid())?;
+    reader.work()?;
+    reader.go()?;
+    let (objects, _) = triage(&["--who", "3"])?;
+    let finding = first(&objects, "cgroup-limit", "act")?;
+    let evidence = finding["evidence"].as_str().unwrap_or_default();
+    ensure!(
+        evidence.starts_with(&format!("/{NAME} uses ")),
+        "{evidence}"
+    );
+    ensure!(finding["next"] == "drsnoop --memcg -e -d 10", "{finding}");
+    let refaults = wrong(&objects)
+        .into_iter()
+        .find(|finding| finding["rule"] == "refaults")
+        .context("no refaults")?;
+    let evidence = refaults["evidence"].as_str().unwrap_or_default();
+    ensure!(evidence.contains("by a cgroup's limit"), "{evidence}");
+    let mut answers = of_type(&objects, "who").into_iter();
+    let answer = answers
+        .find(|answer| answer["command"] == "drsnoop --memcg --stack -d 3")
+        .context("no answer")?;
+    ensure!(answer["stacks"][0]["comm"] == "reread", "{answer}");
+    sum_by(answer, "reread")?;
     Ok(())
 }
