@@ -38,7 +38,7 @@ pub struct Wake {
     pub room: bool,
     /// A client of [`serve`](crate::serve) waits for a report.
     pub client: bool,
-    /// Tasks have waited for memory as long as a [`Trigger`](crate::host::pressure::Trigger) says.
+    /// Tasks have waited for memory as long as a [`Trigger`] says.
     pub pressure: bool,
     /// The interval has passed.
     pub tick: bool,

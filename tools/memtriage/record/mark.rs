@@ -113,8 +113,8 @@ impl Sight {
 }
 
 fn used_percent(memory: &Values) -> f64 {
-    let total = memory.of("MemTotal").max(1);
-    total.saturating_sub(memory.of("MemAvailable")) as f64 * 100.0 / total as f64
+    let total = memory.of("MemTotal");
+    total.saturating_sub(memory.of("MemAvailable")) as f64 * 100.0 / total.max(1) as f64
 }
 
 /// The last looks, without what is not shown of them.
