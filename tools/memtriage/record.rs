@@ -84,11 +84,15 @@ pub(crate) fn run(options: &Options<'_>, poller: Poller<'_>, output: &mut Output
         history.add(&sight);
         let (place, percent) = sight.fullest();
         match &mut tracing {
-            None if percent >= options.above => {
-                output.row(&Armed::at(&place, percent))?;
-                tracing = Some(Tracing::start(place)?);
-                calm_since = None;
-            }
+            None if percent >= options.above => match Tracing::start(place) {
+                Ok(started) => {
+                    output.row(&Armed::at(started.place(), percent))?;
+                    tracing = Some(started);
+                    calm_since = None;
+                }
+                // What there is no memory for now may work at the next look.
+                Err(error) => eprintln!("memtriage: {error:#}"),
+            },
             None => {}
             Some(current) => {
                 for kill in current.kills() {
