@@ -29,8 +29,8 @@ use crate::record::tracing::Tracing;
 
 /// Least time between two looks.
 const LOOK: Duration = Duration::from_secs(1);
-/// Time between two looks while nothing is traced, as a multiple of what one costs: half a thousandth of one CPU.
-const REST: u32 = 2000;
+/// Time between two looks while nothing is traced, as a multiple of what one costs: a third of a thousandth of one CPU.
+const REST: u32 = 3000;
 /// Most time between two looks.
 const MOST_REST: Duration = Duration::from_secs(60);
 /// Pressure that has a look taken at once: a tenth of a window, which without CAP_SYS_RESOURCE has to be of two seconds.
@@ -287,10 +287,10 @@ mod tests {
     fn looks_are_rare_where_they_cost_much_and_nothing_grows() {
         let (seconds, micros) = (Duration::from_secs, Duration::from_micros);
         assert_eq!(rest(micros(100), None), seconds(1));
-        assert_eq!(rest(micros(4000), None), seconds(8));
+        assert_eq!(rest(micros(4000), None), seconds(12));
         assert_eq!(rest(micros(4000), Some(seconds(10))), seconds(5));
         assert_eq!(rest(micros(4000), Some(seconds(1))), seconds(1));
-        assert_eq!(rest(micros(4000), Some(seconds(1000))), seconds(8));
+        assert_eq!(rest(micros(4000), Some(seconds(1000))), seconds(12));
         assert_eq!(rest(seconds(1), None), seconds(60));
     }
 

@@ -255,7 +255,8 @@ fn question(pid: u32, is_fallback: bool) -> Question {
     if is_fallback {
         return Question {
             tool: "faults",
-            args: words(&["--bytes", "-p", &pid, PROFILE]),
+            // With an interval each profile would be of that one alone.
+            args: words(&["--bytes", "-p", &pid]),
             value: ("space", Unit::Bytes),
         };
     }
@@ -314,6 +315,6 @@ mod tests {
             question(7, false).command(),
             "memleak -p 7 --max-overhead '2%' --mem-limit 128M 2"
         );
-        assert_eq!(question(7, true).command(), "faults --bytes -p 7 2");
+        assert_eq!(question(7, true).command(), "faults --bytes -p 7");
     }
 }
