@@ -86,7 +86,7 @@ pub(crate) fn run(options: &Options<'_>, poller: Poller<'_>, output: &mut Output
         match &mut tracing {
             None if percent >= options.above => match Tracing::start(place) {
                 Ok(started) => {
-                    output.row(&Armed::at(started.place(), percent))?;
+                    output.row(&Passed::Armed(Used::now(started.place(), percent)))?;
                     tracing = Some(started);
                     calm_since = None;
                 }
@@ -111,7 +111,7 @@ pub(crate) fn run(options: &Options<'_>, poller: Poller<'_>, output: &mut Output
                 calm_since = is_calm.then(|| calm_since.unwrap_or(start));
                 if calm_since.is_some_and(|since| since.elapsed() >= CALM) {
                     let percent = sight.percent(current.place());
-                    output.row(&Disarmed::at(current.place(), percent))?;
+                    output.row(&Passed::Disarmed(Used::now(current.place(), percent)))?;
                     tracing = None;
                 }
             }
@@ -192,10 +192,19 @@ impl Unseen {
     }
 }
 
-/// A mark was passed.
+/// Tracing begins or ends.
 #[derive(Debug, Serialize)]
-#[serde(tag = "type", rename = "armed")]
-struct Armed<'a> {
+#[serde(tag = "type", rename_all = "snake_case")]
+enum Passed<'a> {
+    /// The mark was passed.
+    Armed(Used<'a>),
+    /// Less than the mark is used again.
+    Disarmed(Used<'a>),
+}
+
+/// How much of a place is used.
+#[derive(Debug, Serialize)]
+struct Used<'a> {
     #[serde(serialize_with = "clock::serialize")]
     time: Zoned,
     #[serde(flatten)]
@@ -203,8 +212,8 @@ struct Armed<'a> {
     percent: f64,
 }
 
-impl<'a> Armed<'a> {
-    fn at(place: &'a Place, percent: f64) -> Self {
+impl<'a> Used<'a> {
+    fn now(place: &'a Place, percent: f64) -> Self {
         Self {
             time: Zoned::now(),
             place,
@@ -213,45 +222,17 @@ impl<'a> Armed<'a> {
     }
 }
 
-impl Row for Armed<'_> {
+impl Row for Passed<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
-        let (time, name) = (clock::time_of_day(&self.time), self.place.name());
+        let (used, what) = match self {
+            Self::Armed(used) => (used, "tracing"),
+            Self::Disarmed(used) => (used, "no more tracing"),
+        };
+        let (time, name) = (clock::time_of_day(&used.time), used.place.name());
         writeln!(
             out,
-            "{time} {:.0} % of {name} are used: tracing",
-            self.percent
-        )
-    }
-}
-
-/// Less than the mark is used again, so that tracing has ended.
-#[derive(Debug, Serialize)]
-#[serde(tag = "type", rename = "disarmed")]
-struct Disarmed<'a> {
-    #[serde(serialize_with = "clock::serialize")]
-    time: Zoned,
-    #[serde(flatten)]
-    place: &'a Place,
-    percent: f64,
-}
-
-impl<'a> Disarmed<'a> {
-    fn at(place: &'a Place, percent: f64) -> Self {
-        Self {
-            time: Zoned::now(),
-            place,
-            percent,
-        }
-    }
-}
-
-impl Row for Disarmed<'_> {
-    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
-        let (time, name) = (clock::time_of_day(&self.time), self.place.name());
-        writeln!(
-            out,
-            "{time} {:.0} % of {name} are used: no more tracing",
-            self.percent
+            "{time} {:.0} % of {name} are used: {what}",
+            used.percent
         )
     }
 }

@@ -98,21 +98,36 @@ pub(crate) fn start(tool: &str, args: &[String], more: &[&OsStr]) -> Result<Chil
         .with_context(|| format!("failed to run {}", program.display()))
 }
 
-/// Ends a tool by Ctrl-C, so that its last report comes.
-pub(crate) fn end(child: &mut Child) {
-    // One that has ended waits for us to reap it, so that its number is still its own.
-    let signal = |child: &Child, signal| kill(Pid::from_raw(child.id().cast_signed()), signal);
+/// Whether a tool has ended.
+pub(crate) fn has_ended(child: &mut Child) -> bool {
+    !matches!(child.try_wait(), Ok(None))
+}
+
+/// Waits until a tool has ended, and for [`LAST_CHANCE`] at most. Returns whether it has.
+pub(crate) fn wait_for(child: &mut Child) -> bool {
     let start = Instant::now();
-    if matches!(child.try_wait(), Ok(None)) {
-        let _ = signal(child, Signal::SIGINT);
-    }
-    while matches!(child.try_wait(), Ok(None)) {
+    while !has_ended(child) {
         if start.elapsed() > LAST_CHANCE {
-            let _ = signal(child, Signal::SIGKILL);
-            let _ = child.wait();
-            break;
+            return false;
         }
         thread::sleep(Duration::from_millis(10));
+    }
+    true
+}
+
+/// Sends a signal to a tool that was not reaped: one that has ended waits for that, so that its number is still its own.
+pub(crate) fn signal(pid: u32, signal: Signal) {
+    let _ = kill(Pid::from_raw(pid.cast_signed()), signal);
+}
+
+/// Ends a tool by Ctrl-C, so that its last report comes.
+pub(crate) fn end(child: &mut Child) {
+    if !has_ended(child) {
+        signal(child.id(), Signal::SIGINT);
+    }
+    if !wait_for(child) {
+        signal(child.id(), Signal::SIGKILL);
+        let _ = child.wait();
     }
 }
 
@@ -138,11 +153,6 @@ impl Run {
             lost: thread::spawn(|| stdout.and_then(|stdout| losses(BufReader::new(stdout)))),
             messages: thread::spawn(|| all_of(stderr)),
         })
-    }
-
-    /// Whether the tool has ended by itself.
-    pub(crate) fn has_ended(&mut self) -> bool {
-        !matches!(self.child.try_wait(), Ok(None))
     }
 
     /// The profile that a tool which still runs wrote last.

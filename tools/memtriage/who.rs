@@ -9,12 +9,11 @@ use memtools::export::earlier::Earlier;
 use memtools::print::output::{Output, Row};
 use memtools::process::proc::Process;
 use memtools::run::poll::Poller;
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::sys::signal::Signal;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::siblings::{LAST_CHANCE, Question, Run, Unit};
+use crate::siblings::{self, LAST_CHANCE, Question, Run, Unit};
 
 /// Tools that run at once: the machine is in need as it is.
 const MOST_TOOLS: usize = 3;
@@ -133,10 +132,9 @@ pub(crate) fn ask(
 
 /// Waits until all have ended. A signal that comes to us ends them.
 fn wait_for<'a>(processes: &'a [Process], mut poller: Poller<'a>) -> Result<()> {
-    let signal = |signal| {
+    let signal_all = |signal| {
         for process in processes {
-            // One that has ended waits for us to reap it, so that its number is still its own.
-            let _ = kill(Pid::from_raw(process.pid().cast_signed()), signal);
+            siblings::signal(process.pid(), signal);
         }
     };
     for process in processes {
@@ -146,10 +144,10 @@ fn wait_for<'a>(processes: &'a [Process], mut poller: Poller<'a>) -> Result<()> 
     while !processes.iter().all(Process::exited) {
         let wake = poller.wait(deadline)?;
         if wake.deadline {
-            signal(Signal::SIGKILL);
+            signal_all(Signal::SIGKILL);
             deadline = None;
         } else if wake.stop && deadline.is_none() {
-            signal(Signal::SIGINT);
+            signal_all(Signal::SIGINT);
             deadline = Some(Instant::now() + LAST_CHANCE);
         }
     }

@@ -50,8 +50,9 @@ impl Kills {
 
     /// The kills since the last call.
     pub(crate) fn since_last(&mut self) -> Vec<Kill> {
-        let has_ended = !matches!(self.child.try_wait(), Ok(None));
-        if has_ended && let Some(messages) = self.messages.take() {
+        if siblings::has_ended(&mut self.child)
+            && let Some(messages) = self.messages.take()
+        {
             let messages = messages.join().unwrap_or_default();
             let reason = last_message(&messages, "oomkill").unwrap_or_default();
             eprintln!("memtriage: kills leave no report any more, as oomkill has ended: {reason}");

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Write};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use jiff::Zoned;
@@ -18,7 +18,7 @@ use tempfile::TempDir;
 use crate::processes::{self, Usage};
 use crate::record::kills::{Kill, Kills};
 use crate::record::mark::Place;
-use crate::siblings::{self, LAST_CHANCE, Question, Run, Unit};
+use crate::siblings::{self, Question, Run, Unit};
 
 /// Processes that are traced at once: the machine is in need as it is.
 const MOST: usize = 3;
@@ -122,7 +122,7 @@ impl Tracing {
         let mut again = Vec::new();
         for mut one in std::mem::take(&mut self.traced) {
             let is_there = self.now.has(&one.usage);
-            if !one.run.has_ended() {
+            if !siblings::has_ended(&mut one.run.child) {
                 self.traced.push(one);
             } else if is_there && !one.is_fallback {
                 again.push(one.usage);
@@ -208,10 +208,7 @@ pub(crate) type Outcome = Result<(Earlier, Option<Value>)>;
 impl Traced {
     /// What was found of a process that was killed. The tool ends with it.
     fn last_profile(mut self) -> (Question, Outcome) {
-        let start = Instant::now();
-        while !self.run.has_ended() && start.elapsed() < LAST_CHANCE {
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        siblings::wait_for(&mut self.run.child);
         siblings::end(&mut self.run.child);
         (self.question, self.run.end())
     }
