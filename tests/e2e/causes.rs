@@ -99,6 +99,14 @@ fn who_takes_more(cause: &mut Workload) -> Result<Value> {
     Ok(answers[0].clone())
 }
 
+/// What --who finds of a cause that has this part of memory, after the first finding was worth a look, by this rule.
+fn found_and_asked(kind: &str, percent: u64, rule: &str) -> Result<Value> {
+    let mut cause = cause(kind, percent, "97", &[])?;
+    let (objects, _) = triage(&[])?;
+    first(&objects, rule, "look")?;
+    who_takes_more(&mut cause)
+}
+
 /// Whether the largest stack has such a frame.
 fn has_frame(answer: &Value, is_one: impl Fn(&str) -> bool) -> bool {
     let frames = answer["stacks"][0]["frames"].as_array();
@@ -118,10 +126,7 @@ fn slabs_that_grow() -> Result<()> {
 }
 
 fn page_tables_of_a_process() -> Result<()> {
-    let mut cause = cause("tables", 7, "97", &[])?;
-    let (objects, _) = triage(&[])?;
-    first(&objects, "page-tables", "look")?;
-    let answer = who_takes_more(&mut cause)?;
+    let answer = found_and_asked("tables", 7, "page-tables")?;
     sum_by(&answer, "__pte_alloc_[k]")?;
     Ok(())
 }
@@ -156,19 +161,13 @@ fn huge_pages_that_nobody_uses() -> Result<()> {
 }
 
 fn a_vmalloc_area_that_grows() -> Result<()> {
-    let mut cause = cause("maps", 13, "97", &[])?;
-    let (objects, _) = triage(&[])?;
-    first(&objects, "vmalloc", "look")?;
-    let answer = who_takes_more(&mut cause)?;
+    let answer = found_and_asked("maps", 13, "vmalloc")?;
     sum_by(&answer, "array_map_alloc_[k]")?;
     Ok(())
 }
 
 fn pages_that_no_counter_has() -> Result<()> {
-    let mut cause = cause("pipes", 7, "97", &[])?;
-    let (objects, _) = triage(&[])?;
-    first(&objects, "unaccounted", "look")?;
-    let answer = who_takes_more(&mut cause)?;
+    let answer = found_and_asked("pipes", 7, "unaccounted")?;
     // Newer kernels call the function anon_pipe_write.
     ensure!(
         has_frame(&answer, |frame| frame.ends_with("pipe_write_[k]")),

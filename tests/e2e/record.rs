@@ -105,20 +105,20 @@ fn report_of(program: &str) -> Result<(Value, String)> {
     Ok((report, read("text")?))
 }
 
-/// The sum of the first process that was traced, and its largest stack.
-fn largest(report: &Value) -> Result<(u64, &Value)> {
+/// The largest stack of the first process that was traced, by this command, which has seen some of what grew.
+fn largest<'a>(report: &'a Value, command: &str) -> Result<&'a Value> {
     let traced = &report["traced"][0];
+    let run = traced["command"].as_str().unwrap_or_default();
+    ensure!(run.starts_with(command), "{report}");
     let sum = traced["sum"].as_u64().context("no sum")?;
-    Ok((sum, &traced["stacks"][0]))
+    // What grew before the mark was passed was not seen.
+    ensure!((LIMIT / 20..LIMIT * 6 / 10).contains(&sum), "{report}");
+    Ok(&traced["stacks"][0])
 }
 
 fn a_kill_leaves_a_report_with_the_code_that_grew() -> Result<()> {
     let (report, text) = report_of("grow")?;
-    let command = report["traced"][0]["command"].as_str().unwrap_or_default();
-    ensure!(command.starts_with("memleak -p "), "{report}");
-    let (sum, stack) = largest(&report)?;
-    // What grew before the mark was passed was not seen.
-    ensure!((LIMIT / 20..LIMIT * 6 / 10).contains(&sum), "{report}");
+    let stack = largest(&report, "memleak -p ")?;
     let frames = stack["frames"].as_array().context("no frames")?;
     ensure!(frames.iter().any(|frame| frame == "take_more"), "{report}");
     ensure!(text.contains(" was killed\n"), "{text}");
@@ -128,10 +128,7 @@ fn a_kill_leaves_a_report_with_the_code_that_grew() -> Result<()> {
 
 fn a_program_without_an_allocator_is_traced_by_its_faults() -> Result<()> {
     let (report, _) = report_of("grow-stripped")?;
-    let command = report["traced"][0]["command"].as_str().unwrap_or_default();
-    ensure!(command.starts_with("faults --bytes -p "), "{report}");
-    let (sum, stack) = largest(&report)?;
-    ensure!((LIMIT / 20..LIMIT * 6 / 10).contains(&sum), "{report}");
+    let stack = largest(&report, "faults --bytes -p ")?;
     ensure!(stack["comm"] == "grow-stripped", "{report}");
     Ok(())
 }
