@@ -8,6 +8,8 @@ use crate::print::text;
 
 /// A limit of version 1 from here on is none: 2^63 bytes, rounded down to a page of any size.
 const NO_LIMIT: u64 = 1 << 62;
+/// From so many removed cgroups on it is told where they were.
+const MANY_DYING: u64 = 1000;
 /// Cgroups that are looked at, at most: a host of thousands of containers has fewer.
 const MAX_GROUPS: usize = 20_000;
 
@@ -38,6 +40,15 @@ impl MemoryCgroup {
     }
 }
 
+/// What a cgroup has, with those below it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CgroupSize {
+    /// The cgroup's path below the mount, escaped.
+    pub path: String,
+    /// Bytes in use, with page cache.
+    pub current: u64,
+}
+
 /// All memory cgroups that have a limit.
 #[derive(Debug, Default, Clone)]
 pub struct MemoryCgroups {
@@ -45,10 +56,23 @@ pub struct MemoryCgroups {
     pub limited: Vec<MemoryCgroup>,
     /// Cgroups that were removed and still hold memory.
     pub dying: u64,
+    /// The cgroup that most of the removed ones were below, if there are a thousand of them.
+    pub most_dying: Option<Dying>,
     /// Whether there were more than are looked at.
     pub left_out: bool,
     /// Whether they are cgroups of version 1, which other tools do not take.
     pub version_1: bool,
+}
+
+/// Removed cgroups that were below one that is there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Dying {
+    /// The cgroup's folder.
+    pub folder: PathBuf,
+    /// The cgroup's path below the mount, escaped; `/` for the root.
+    pub path: String,
+    /// Removed cgroups below it.
+    pub count: u64,
 }
 
 /// The files of one version.
@@ -82,40 +106,127 @@ impl MemoryCgroups {
         let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
         let mut groups = Self::default();
         for (mount, files) in memory_mounts(&mounts) {
-            let (mut seen, before) = (0, groups.limited.len());
-            groups.look_below(&mount, "/", files, &mut seen);
+            let before = groups.limited.len();
+            groups.look_below(&mount, files);
             groups.version_1 |= files.limit == VERSION_1.limit && groups.limited.len() > before;
-            groups.dying += Values::read(mount.join("cgroup.stat"))
-                .map(|stat| stat.of("nr_dying_descendants"))
-                .unwrap_or_default();
+            let dying = dying_below(&mount);
+            groups.dying += dying;
+            if dying >= MANY_DYING {
+                groups.most_dying = Some(most_dying(mount, dying));
+            }
         }
         groups
     }
 
-    fn look_below(&mut self, folder: &Path, path: &str, files: &Files, seen: &mut usize) {
-        *seen += 1;
-        if *seen > MAX_GROUPS {
-            self.left_out = true;
-            return;
-        }
-        self.limited.extend(look_at(folder, path, files));
-        let mut below: Vec<_> = fs::read_dir(folder)
-            .into_iter()
-            .flatten()
-            .flatten()
-            .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
-            .map(|entry| entry.file_name())
-            .collect();
-        below.sort_unstable();
-        for name in below {
-            let separator = if path.ends_with('/') { "" } else { "/" };
-            let escaped = text::escape_bytes(name.as_encoded_bytes());
-            self.look_below(
-                &folder.join(&name),
-                &format!("{path}{separator}{escaped}"),
-                files,
-                seen,
-            );
+    fn look_below(&mut self, mount: &Path, files: &Files) {
+        self.left_out |= !visit(mount, |folder, path| {
+            self.limited.extend(look_at(folder, path, files));
+        });
+    }
+}
+
+/// What each memory cgroup but the root has, of whichever version has the memory controller, in the order of their
+/// paths.
+pub fn sizes() -> Vec<CgroupSize> {
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let mut sizes = Vec::new();
+    for (mount, files) in memory_mounts(&mounts) {
+        visit(&mount, |folder, path| {
+            let current = number(&folder.join(files.current)).filter(|_| path != "/");
+            sizes.extend(current.map(|current| CgroupSize {
+                path: path.to_owned(),
+                current,
+            }));
+        });
+    }
+    sizes
+}
+
+/// The folder of the memory controller for this cgroup: the same, or the one with the same path below the mount of
+/// version 1, if that has the controller.
+pub fn folder_with_memory(folder: &Path) -> PathBuf {
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let mut folders = memory_mounts(&mounts).into_iter().map(|(mount, _)| {
+        let below = folder.to_string_lossy();
+        mount.join(below.trim_start_matches('/'))
+    });
+    match current(folder) {
+        Some(_) => folder.to_owned(),
+        None => folders
+            .find(|folder| current(folder).is_some())
+            .unwrap_or_else(|| folder.to_owned()),
+    }
+}
+
+/// Bytes that the cgroup of this folder uses, with page cache; None if it does not count memory.
+pub fn current(folder: &Path) -> Option<u64> {
+    let files = [VERSION_2.current, VERSION_1.current];
+    files.iter().find_map(|file| number(&folder.join(file)))
+}
+
+/// Bytes of the kernel's memory in what a cgroup of version 1 uses; None for one of version 2.
+pub fn kernel_of_version_1(folder: &Path) -> Option<u64> {
+    number(&folder.join(VERSION_1.current))?;
+    // The root, which alone has this file, does not count them.
+    if folder.join("release_agent").exists() {
+        return Some(0);
+    }
+    Some(number(&folder.join("memory.kmem.usage_in_bytes")).unwrap_or_default())
+}
+
+/// Shows the folders of all cgroups from the mount on, with their escaped paths, in the order of these, at most
+/// [`MAX_GROUPS`]. Whether that was all of them.
+fn visit(mount: &Path, mut look: impl FnMut(&Path, &str)) -> bool {
+    let mut left = vec![(mount.to_owned(), "/".to_owned())];
+    for _ in 0..MAX_GROUPS {
+        let Some((folder, path)) = left.pop() else {
+            return true;
+        };
+        look(&folder, &path);
+        let mut below = children(&folder, &path);
+        // The last one is the next.
+        below.sort_unstable_by(|a, b| b.cmp(a));
+        left.append(&mut below);
+    }
+    left.is_empty()
+}
+
+/// The folders of the cgroups right below one, with their escaped paths.
+fn children(folder: &Path, path: &str) -> Vec<(PathBuf, String)> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let folders = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    let child = |entry: fs::DirEntry| {
+        let separator = if path.ends_with('/') { "" } else { "/" };
+        let name = text::escape_bytes(entry.file_name().as_encoded_bytes());
+        (entry.path(), format!("{path}{separator}{name}"))
+    };
+    folders.map(child).collect()
+}
+
+/// How many removed cgroups below this one are still there.
+fn dying_below(folder: &Path) -> u64 {
+    let stat = Values::read(folder.join("cgroup.stat")).unwrap_or_default();
+    stat.of("nr_dying_descendants")
+}
+
+/// The innermost cgroup that half or more of its parent's removed ones are below.
+fn most_dying(mount: PathBuf, count: u64) -> Dying {
+    let path = "/".to_owned();
+    let mut most = Dying {
+        folder: mount,
+        path,
+        count,
+    };
+    loop {
+        let below = children(&most.folder, &most.path).into_iter();
+        let below = below.map(|(folder, path)| Dying {
+            count: dying_below(&folder),
+            folder,
+            path,
+        });
+        match below.max_by_key(|child| child.count) {
+            Some(child) if child.count >= most.count.div_ceil(2) => most = child,
+            _ => return most,
         }
     }
 }
@@ -198,11 +309,45 @@ mod tests {
         write("a\x1b/memory.stat", "anon 1\ninactive_file 400\n");
         write("a\x1b/memory.events", "low 0\nmax 7\noom_kill 2\n");
         let mut groups = MemoryCgroups::default();
-        groups.look_below(folder.path(), "/", &VERSION_2, &mut 0);
+        groups.look_below(folder.path(), &VERSION_2);
         assert_eq!(groups.limited.len(), 1, "{groups:?}");
         let group = &groups.limited[0];
         assert_eq!(group.path, "/a\\x1b");
         assert_eq!((group.hits, group.oom_kills), (7, 2));
         assert!((group.percent() - 50.0).abs() < 1e-9, "{group:?}");
+    }
+
+    #[test]
+    fn all_cgroups_are_visited_in_the_order_of_their_paths() {
+        let folder = tempfile::tempdir().expect("a folder");
+        for path in ["b/c", "a", "b-", "b/a"] {
+            fs::create_dir_all(folder.path().join(path)).expect("a folder");
+        }
+        let mut seen = Vec::new();
+        assert!(visit(folder.path(), |_, path| seen.push(path.to_owned())));
+        assert_eq!(seen, ["/", "/a", "/b", "/b/a", "/b/c", "/b-"]);
+    }
+
+    #[test]
+    fn removed_cgroups_are_told_by_where_they_were() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let write = |path: &str, dying: u64| {
+            let path = folder.path().join(path);
+            fs::create_dir_all(&path).expect("a folder");
+            let stat = format!("nr_descendants 3\nnr_dying_descendants {dying}\n");
+            fs::write(path.join("cgroup.stat"), stat).expect("a file");
+        };
+        write("", 1000);
+        write("few", 300);
+        write("many", 700);
+        write("many/one", 340);
+        write("many/two", 340);
+        let dying = dying_below(folder.path());
+        let most = most_dying(folder.path().to_owned(), dying);
+        assert_eq!(
+            (dying, most.path.as_str(), most.count),
+            (1000, "/many", 700)
+        );
+        assert_eq!(most.folder, folder.path().join("many"));
     }
 }

@@ -6,11 +6,13 @@
 //! | [`packages`] | which package a file is from |
 //! | [`pressure`] | how long tasks were held up for want of memory |
 //! | [`slabinfo`] | slab caches and the bytes of their pages |
+//! | [`allocinfo`] | which lines of the kernel's code hold how much |
 //! | [`memory_cgroups`] | memory cgroups of both versions: what they use, and their limits |
 //! | [`cpus`] | CPUs that are online, and that come online later |
 //! | [`kernel_log`] | OOM kills and other messages in the kernel's log |
 //! | [`capabilities`] | what the kernel lets this process do |
 
+pub mod allocinfo;
 pub mod capabilities;
 pub mod cpus;
 pub mod kernel_log;

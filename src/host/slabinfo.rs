@@ -62,10 +62,14 @@ impl Slabinfo {
         self.0.contains_key(cache)
     }
 
+    /// The caches with their names, in no order.
+    pub fn caches(&self) -> impl Iterator<Item = (&str, Usage)> {
+        self.0.iter().map(|(name, usage)| (name.as_str(), *usage))
+    }
+
     /// The cache whose pages have most bytes, with its name.
     pub fn largest(&self) -> Option<(&str, Usage)> {
-        let largest = self.0.iter().max_by_key(|(_, usage)| usage.bytes);
-        largest.map(|(name, usage)| (name.as_str(), *usage))
+        self.caches().max_by_key(|(_, usage)| usage.bytes)
     }
 
     /// How the cache has changed until `now`; None if it is in neither.

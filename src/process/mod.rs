@@ -11,6 +11,7 @@
 //! | [`cgroup`] | cgroups by their ids |
 //! | [`mapped_file`] | a file of another user, opened once |
 //! | [`mapping_log`] | code mappings as processes make them, from the kernel's own log |
+//! | [`smaps`] | what of each mapping is in memory |
 //! | [`translator`] | programs that read other programs' code as data |
 //! | [`address_space`] | what code processes have mapped, now and before |
 
@@ -24,4 +25,5 @@ pub mod inherited;
 pub mod mapped_file;
 pub mod mapping_log;
 pub mod proc;
+pub mod smaps;
 pub mod translator;

@@ -256,7 +256,7 @@ impl Mapping {
         lines.filter_map(Self::parse)
     }
 
-    fn parse(line: &[u8]) -> Option<Self> {
+    pub(crate) fn parse(line: &[u8]) -> Option<Self> {
         // 55d0c8a00000-55d0c8a21000 r-xp 00002000 fe:00 1234    /usr/bin/cat
         let mut rest = line;
         let mut field = || {
