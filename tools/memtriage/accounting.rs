@@ -1,4 +1,5 @@
-//! Where all of the machine's memory is: parts that add up to MemTotal, and what is left.
+//! Where memory is: parts that add up to a whole, and what is left. The whole machine's are here, those of a process
+//! or a cgroup in [`crate::subject`].
 //!
 //! Numbers of /proc/meminfo overlap in some places and leave out others. What is known, with the
 //! kernel's file that it is from:
@@ -28,13 +29,29 @@ pub(crate) struct Part {
 /// All parts, and the difference of their sum to MemTotal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Accounting {
-    /// Bytes of MemTotal.
+    /// What the parts are of: the name of the number that they add up to.
+    pub(crate) whole: &'static str,
+    /// Bytes of it.
     pub(crate) total: u64,
     pub(crate) parts: Vec<Part>,
 }
 
 impl Accounting {
-    /// The parts by the kernel's numbers of one moment.
+    /// The parts, by name, of what has so many bytes in all.
+    pub(crate) fn new(
+        whole: &'static str,
+        total: u64,
+        parts: impl IntoIterator<Item = (&'static str, u64)>,
+    ) -> Self {
+        let part = |(name, bytes)| Part { name, bytes };
+        Self {
+            whole,
+            total,
+            parts: parts.into_iter().map(part).collect(),
+        }
+    }
+
+    /// The machine's parts by the kernel's numbers of one moment.
     pub(crate) fn of(memory: &Values, counters: &Values, zoneinfo: &str, page_bytes: u64) -> Self {
         let of = |name| memory.of(name);
         let file = of("Cached") + of("Buffers");
@@ -77,10 +94,7 @@ impl Accounting {
             ("bounce and FUSE", of("Bounce") + of("WritebackTmp")),
             ("graphics", of("GPUActive") + of("GPUReclaim")),
         ];
-        Self {
-            total: of("MemTotal"),
-            parts: parts.map(|(name, bytes)| Part { name, bytes }).into(),
-        }
+        Self::new("MemTotal", of("MemTotal"), parts)
     }
 
     /// Bytes that no part has; below 0 where parts overlap in a way that is not known.

@@ -11,7 +11,7 @@ use memtools::host::memory_cgroups::MemoryCgroup;
 use serde::Serialize;
 
 use crate::accounting::FREE_IN_LISTS;
-use crate::look::{Look, Surroundings};
+use crate::look::{self, Look, Surroundings};
 use crate::processes::Usage;
 use crate::screen::size;
 use crate::who::Culprit;
@@ -95,20 +95,21 @@ type Rule = fn(&Evidence<'_>) -> Judgement;
 const MOST_CGROUPS: usize = 3;
 
 /// The rules of the machine, the most important first.
-const RULES: [(&str, Rule); 17] = [
+const RULES: [(&str, Rule); 18] = [
     ("oom-kills", oom_kills),
     ("running-out", running_out),
+    ("swap-in", swap_in),
+    ("refaults", refaults),
     ("available", available),
     ("pressure", pressure),
     ("direct-reclaim", direct_reclaim),
-    ("swap-in", swap_in),
     ("swap-full", swap_full),
-    ("refaults", refaults),
     ("unaccounted", unaccounted),
     ("slab", slab),
     ("shmem", shmem),
     ("orphaned-shm", orphaned_shm),
     ("huge-page-pool", huge_page_pool),
+    ("huge-page-zeros", huge_page_zeros),
     ("page-tables", page_tables),
     ("vmalloc", vmalloc),
     ("compaction", compaction),
@@ -169,6 +170,16 @@ impl Evidence<'_> {
         now.saturating_sub(before) as f64 / self.seconds()
     }
 
+    /// Pages a second that came back from swap.
+    fn swap_ins(&self) -> f64 {
+        look::SWAP_INS.into_iter().map(|name| self.rate(name)).sum()
+    }
+
+    /// Pages a second that went to swap.
+    fn swap_outs(&self) -> f64 {
+        self.rate("pswpout") + self.rate("zswpout")
+    }
+
     /// [`Evidence::rate`] of all counters whose names begin so.
     fn rate_of(&self, prefix: &str) -> f64 {
         let sum = |look: &Look| look.counters.sum_of(prefix);
@@ -196,6 +207,36 @@ impl Evidence<'_> {
             .max_by_key(|(usage, bytes)| (*bytes, Reverse(usage.pid)))
     }
 
+    /// The process but ours of which a number has grown most between the two looks, and by how much a second.
+    fn most(&self, number: impl Fn(&Usage) -> u64) -> Option<(&Usage, f64)> {
+        let before: HashMap<_, _> = self
+            .before
+            .processes
+            .iter()
+            .map(|usage| ((usage.pid, usage.started), number(usage)))
+            .collect();
+        let processes = self.now.processes.iter();
+        let grown = processes.filter_map(|usage| {
+            let before = before.get(&(usage.pid, usage.started))?;
+            Some((usage, number(usage).saturating_sub(*before)))
+        });
+        let own = std::process::id();
+        grown
+            .filter(|(usage, grown)| *grown > 0 && usage.pid != own)
+            .max_by_key(|(usage, grown)| (*grown, Reverse(usage.pid)))
+            .map(|(usage, grown)| (usage, grown as f64 / self.seconds()))
+    }
+
+    /// Who copies the pages that it shares since a fork(2), if anonymous memory has grown by so many bytes, and no
+    /// process has: until it writes to such a page, each of those who share it has it among its own.
+    fn copier(&self, grown: u64) -> Option<&Usage> {
+        let own: i64 = self.growth.values().filter(|bytes| **bytes > 0).sum();
+        let (usage, faults) = self.most(|usage| usage.minor_faults)?;
+        let page_bytes = 4096.0;
+        let copied = faults * self.seconds() * page_bytes;
+        (own.unsigned_abs() < grown / 2 && copied >= grown as f64 / 2.0).then_some(usage)
+    }
+
     /// Who has taken most of these bytes between the two looks: a process, or else the part of memory that has
     /// grown most; and the command that shows more.
     fn taker(&self, taken: u64) -> (String, Next) {
@@ -220,6 +261,18 @@ impl Evidence<'_> {
         let grown = grown.filter(|(name, _)| !name.starts_with("free"));
         let most = grown.chain([unaccounted]).max_by_key(|(_, bytes)| *bytes);
         let (part, bytes) = most.unwrap_or(unaccounted);
+        if part == "anonymous"
+            && let Some(copier) = self.copier(bytes)
+        {
+            let pid = copier.pid;
+            let text = format!(
+                "anonymous grows by {}/s, but no process: {} (pid {pid}) writes to pages that it shares since a fork",
+                per_second(bytes),
+                copier.comm
+            );
+            let next = Next::from(format!("faults --bytes -p {pid} -d 10"));
+            return (text, next.by(Culprit::Process(pid)));
+        }
         let next = match part {
             "anonymous" => Next::from("faults --by-process -d 10").by(Culprit::Processes),
             "slab" => Next::from("memleak -k --by-cache 10").by(Culprit::KernelSlabs),
@@ -283,25 +336,28 @@ fn oom_kills(evidence: &Evidence<'_>) -> Judgement {
     (Level::Act, text, "oomkill -e".into())
 }
 
-/// Act: at this rate all is used in half a minute. Look: in two minutes.
+/// Act: at this rate all is used in half a minute. Look: in two minutes. Where nearly all is used, what comes and goes
+/// by less than a hundredth of memory is no trend.
 fn running_out(evidence: &Evidence<'_>) -> Judgement {
     // The kernel leaves out the pages in lists of CPUs, which are taken first.
     let available = |look: &Look| {
         look.memory.of("MemAvailable") + look.accounting.part(FREE_IN_LISTS).unwrap_or_default()
     };
     let (before, now) = (available(evidence.before), available(evidence.now));
-    let rate = before.saturating_sub(now) as f64 / evidence.seconds();
+    let lost = before.saturating_sub(now);
+    let rate = lost as f64 / evidence.seconds();
     let left = if rate > 0.0 {
         now as f64 / rate
     } else {
         f64::INFINITY
     };
     let level = above(-left, -120.0, -30.0);
-    if level == Level::Healthy {
+    let is_noise = evidence.share(before) < 5.0 && evidence.share(lost) < 1.0;
+    if level == Level::Healthy || is_noise {
         let text = format!("available memory shrinks by {}/s", size(rate as u64));
-        return (level, text, "".into());
+        return (Level::Healthy, text, "".into());
     }
-    let (taker, next) = evidence.taker(before - now);
+    let (taker, next) = evidence.taker(lost);
     let text = format!(
         "at {}/s all memory is used in {left:.0} s; {taker}",
         size(rate as u64)
@@ -344,7 +400,7 @@ fn pressure(evidence: &Evidence<'_>) -> Judgement {
         "tasks waited for memory {:.1} % of the last 10 s, all at once {:.1} %",
         pressure.some.avg10, pressure.full.avg10
     );
-    let next = if evidence.rate("pswpin") >= 1.0 {
+    let next = if evidence.swap_ins() >= 1.0 {
         Next::from("swapin -s -d 10").by(Culprit::Readers)
     } else {
         Next::from("drsnoop --memcg -d 10").by(Culprit::Reclaimers)
@@ -417,8 +473,14 @@ fn direct_reclaim(evidence: &Evidence<'_>) -> Judgement {
 
 /// Look: a hundred pages a second are read back from swap. Act: a thousand.
 fn swap_in(evidence: &Evidence<'_>) -> Judgement {
-    let (read, written) = (evidence.rate("pswpin"), evidence.rate("pswpout"));
-    let text = format!("{read:.0} pages/s are read back from swap, {written:.0} written");
+    let (read, written) = (evidence.swap_ins(), evidence.swap_outs());
+    let mut text = format!("{read:.0} pages/s are read back from swap, {written:.0} written");
+    if let Some((most, faults)) = evidence.most(|usage| usage.major_faults) {
+        text += &format!(
+            "; most by {} (pid {}), which waits {faults:.0} times a second",
+            most.comm, most.pid
+        );
+    }
     let next = Next::from("swapin -s -d 10").by(Culprit::Readers);
     (above(read, 100.0, 1000.0), text, next)
 }
@@ -453,6 +515,8 @@ fn swap_full(evidence: &Evidence<'_>) -> Judgement {
 /// than a quarter of memory is free.
 fn refaults(evidence: &Evidence<'_>) -> Judgement {
     const PLENTY: f64 = 25.0;
+    /// Pages that are read for one fault on a file, at most, unless an administrator has said otherwise.
+    const READ_AHEAD: f64 = 32.0;
     // One number for both kinds until 5.9.
     let rate = evidence.rate("workingset_refault_file") + evidence.rate("workingset_refault");
     let mut text = format!("{rate:.0} file pages/s are read again soon after they were dropped");
@@ -465,8 +529,25 @@ fn refaults(evidence: &Evidence<'_>) -> Judgement {
         );
         level = Level::Look;
     }
-    let next = Next::from("ffaults --path -d 10").by(Culprit::Readers);
-    (level, text, next)
+    // A fault that waits has a few pages read; what read(2) asks for is no fault.
+    let faults = evidence.rate("pgmajfault");
+    if faults * READ_AHEAD >= rate {
+        return (
+            level,
+            text,
+            Next::from("ffaults --path -d 10").by(Culprit::Readers),
+        );
+    }
+    if let Some((most, bytes)) = evidence.most(|usage| usage.disk_reads.unwrap_or_default()) {
+        text += &format!(
+            "; most by read(2), of {} (pid {}), {}/s from disk",
+            most.comm,
+            most.pid,
+            size(bytes as u64)
+        );
+    }
+    // What is read and soon dropped again has no stack that a tool of ours shows.
+    (level, text, "vmscan -k -d 10".into())
 }
 
 /// Look: a twentieth of memory is in no number of the kernel's. Act: three twentieths.
@@ -545,9 +626,15 @@ fn orphaned_shm(evidence: &Evidence<'_>) -> Judgement {
     let orphans = evidence.around.orphans;
     let share = evidence.share(orphans.bytes);
     let text = format!(
-        "{} System V segments that nobody has attached hold {}, {share:.1} % of memory",
+        "{} System V segments that nobody has attached hold {}, {share:.1} % of memory{}",
         orphans.segments,
-        size(orphans.bytes)
+        size(orphans.bytes),
+        orphans.largest.map_or_else(String::new, |largest| format!(
+            "; largest: id {}, made by pid {}, {}",
+            largest.id,
+            largest.creator,
+            size(largest.bytes)
+        ))
     );
     (above(share, 1.0, 10.0), text, "shmsnoop -e -d 60".into())
 }
@@ -563,6 +650,26 @@ fn huge_page_pool(evidence: &Evidence<'_>) -> Judgement {
         size(of("Hugetlb"))
     );
     (above(share, 5.0, 20.0), text, "hfaults -e -d 60".into())
+}
+
+/// Look: a twentieth of memory is zeros in huge pages of one process. Act: three twentieths.
+fn huge_page_zeros(evidence: &Evidence<'_>) -> Judgement {
+    let Some(huge) = &evidence.around.huge_pages else {
+        let bytes = evidence.now.memory.of("AnonHugePages");
+        let text = format!("transparent huge pages: {}", size(bytes));
+        return (Level::Healthy, text, "".into());
+    };
+    let share = evidence.share(huge.zero_bytes);
+    let mut processes = evidence.now.processes.iter();
+    let process = processes.find(|usage| usage.pid == huge.pid);
+    let text = format!(
+        "{} (pid {}) has {}: {share:.1} % of memory",
+        process.map_or("", |usage| usage.comm.as_str()),
+        huge.pid,
+        huge.told()
+    );
+    let next = format!("hfaults --thp -p {} -d 10", huge.pid);
+    (above(share, 5.0, 15.0), text, next.into())
 }
 
 /// Look: page tables have a twentieth of memory. Act: three twentieths.
@@ -597,12 +704,15 @@ fn compaction(evidence: &Evidence<'_>) -> Judgement {
 /// Look: a thousand removed cgroups hold memory. Act: ten thousand.
 fn dying_cgroups(evidence: &Evidence<'_>) -> Judgement {
     let dying = evidence.now.groups.dying;
-    let text = format!("{dying} removed cgroups still hold memory");
-    (
-        above(dying as f64, 1e3, 1e4),
-        text,
-        "vmscan --by-cgroup -d 60".into(),
-    )
+    let mut text = format!("{dying} removed cgroups still hold memory");
+    let mut next = Next::from("memtriage --by cgroup");
+    let most = evidence.now.groups.most_dying.as_ref();
+    if let Some(most) = most.filter(|most| most.path != "/") {
+        text += &format!("; {} of them were below {}", most.count, most.path);
+        let folder = most.folder.to_string_lossy();
+        next = Next::from(format!("memtriage --cgroup {}", shell_word(&folder)));
+    }
+    (above(dying as f64, 1e3, 1e4), text, next)
 }
 
 /// A duration with its largest unit.

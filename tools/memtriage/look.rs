@@ -13,8 +13,13 @@ use memtools::host::values::Values;
 use nix::sys::statvfs::statvfs;
 
 use crate::accounting::Accounting;
+use crate::huge_pages::{self, HugePages};
 use crate::nameless::{self, Nameless};
 use crate::processes::{self, Usage};
+use crate::whose::{By, Holders};
+
+/// Pages that came back from swap, by the counters of /proc/vmstat: from a device, and from zswap.
+pub(crate) const SWAP_INS: [&str; 2] = ["pswpin", "zswpin"];
 
 /// The machine at one moment.
 pub(crate) struct Look {
@@ -25,17 +30,24 @@ pub(crate) struct Look {
     pub(crate) processes: Vec<Usage>,
     pub(crate) slabs: Slabinfo,
     pub(crate) groups: MemoryCgroups,
+    /// What is asked for by --by, if it is no process.
+    pub(crate) holders: Holders,
 }
 
 impl Look {
+    /// What can be read now.
+    ///
     /// # Errors
-    /// If /proc is not there. What only root may read is left out.
-    pub(crate) fn now() -> Result<Self> {
+    /// If /proc is not there, or `by` asks for what this kernel does not tell, or only tells root. What else only root
+    /// may read is left out.
+    pub(crate) fn now(by: By) -> Result<Self> {
         let memory = Values::read("/proc/meminfo")?;
         let counters = Values::read("/proc/vmstat")?;
         let zoneinfo = fs::read_to_string("/proc/zoneinfo").unwrap_or_default();
+        let slabs = Slabinfo::read();
         Ok(Self {
             at: Instant::now(),
+            holders: by.holders(&slabs)?,
             accounting: Accounting::of(
                 &memory,
                 &counters,
@@ -45,7 +57,7 @@ impl Look {
             memory,
             counters,
             processes: processes::all(),
-            slabs: Slabinfo::read(),
+            slabs,
             groups: MemoryCgroups::look(),
         })
     }
@@ -65,6 +77,8 @@ pub(crate) struct Surroundings {
     pub(crate) tmpfs: Option<Tmpfs>,
     /// The file in memory that has most of those without a name. Looked for where shared memory is worth it.
     pub(crate) nameless: Option<Nameless>,
+    /// Transparent huge pages of the process that has most. Looked for where they are worth it.
+    pub(crate) huge_pages: Option<HugePages>,
 }
 
 impl Surroundings {
@@ -80,6 +94,9 @@ impl Surroundings {
             orphans: Orphans::parse(&segments),
             tmpfs: fullest_tmpfs(&mounts),
             nameless: is_large.then(nameless::largest).flatten(),
+            huge_pages: huge_pages::are_many(&look.memory, look.accounting.total)
+                .then(|| HugePages::most(&look.processes))
+                .flatten(),
         }
     }
 }
@@ -116,6 +133,17 @@ pub(crate) struct Orphans {
     pub(crate) segments: u64,
     /// Bytes that are there, in memory or swapped out.
     pub(crate) bytes: u64,
+    pub(crate) largest: Option<Segment>,
+}
+
+/// One segment of System V shared memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Segment {
+    /// The number that ipcrm(1) takes it by.
+    pub(crate) id: u32,
+    /// The process that made it, which may have gone.
+    pub(crate) creator: u32,
+    pub(crate) bytes: u64,
 }
 
 impl Orphans {
@@ -128,10 +156,19 @@ impl Orphans {
             let [.., resident, swapped] = fields[..] else {
                 continue;
             };
-            if fields.get(6) == Some(&"0") {
-                orphans.segments += 1;
-                let bytes = |field: &str| field.parse::<u64>().unwrap_or_default();
-                orphans.bytes += bytes(resident) + bytes(swapped);
+            if fields.get(6) != Some(&"0") {
+                continue;
+            }
+            let bytes = |field: &str| field.parse::<u64>().unwrap_or_default();
+            let number = |at: usize| fields.get(at)?.parse().ok();
+            let bytes = bytes(resident) + bytes(swapped);
+            orphans.segments += 1;
+            orphans.bytes += bytes;
+            let segment = |(id, creator)| Segment { id, creator, bytes };
+            let segment = number(1).zip(number(4)).map(segment);
+            let size = |segment: Option<Segment>| segment.map_or(0, |segment| segment.bytes);
+            if size(segment) > size(orphans.largest) {
+                orphans.largest = segment;
             }
         }
         orphans
@@ -153,7 +190,12 @@ mod tests {
             Orphans::parse(text),
             Orphans {
                 segments: 1,
-                bytes: 12288
+                bytes: 12288,
+                largest: Some(Segment {
+                    id: 1,
+                    creator: 100,
+                    bytes: 12288
+                })
             }
         );
         assert_eq!(Orphans::parse(""), Orphans::default());
@@ -161,7 +203,7 @@ mod tests {
 
     #[test]
     fn a_look_adds_up() {
-        let look = Look::now().expect("/proc is there");
+        let look = Look::now(By::Process).expect("/proc is there");
         assert!(look.accounting.total > 0);
         assert!(
             look.processes

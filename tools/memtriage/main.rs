@@ -6,13 +6,16 @@ mod accounting;
 mod doctor;
 mod findings;
 mod growing;
+mod huge_pages;
 mod look;
 mod nameless;
 mod processes;
 mod record;
 mod screen;
 mod siblings;
+mod subject;
 mod who;
+mod whose;
 
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
@@ -21,16 +24,19 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use clap::Parser;
-use jiff::Zoned;
+use clap_complete::engine::ArgValueCompleter;
 use memtools::print::output::{Format, Output};
-use memtools::run::cli;
-use memtools::run::poll::Wake;
+use memtools::process::filter;
+use memtools::run::poll::{Poller, Wake};
+use memtools::run::{cli, complete};
 
 use crate::findings::{Evidence, Level};
 use crate::growing::{Growing, Growth};
 use crate::look::{Look, Surroundings};
-use crate::screen::{Host, ProcessRow, Table};
+use crate::screen::{Host, Table};
+use crate::subject::Subject;
 use crate::who::Culprit;
+use crate::whose::By;
 
 /// Time between the two looks, if no interval is given: as short as rates can be told from.
 const BETWEEN: Duration = Duration::from_millis(500);
@@ -56,6 +62,9 @@ examples:
   memtriage --all              also what is well, and each small part
   memtriage 5                  every 5 seconds, until Ctrl-C
   memtriage --watch            every second, with what grows
+  memtriage --by slab -T 20    the largest slab caches; also cgroup, code, swap, growth
+  memtriage -p 1234            where the memory of a process is: heap, stacks, files, huge pages
+  memtriage --cgroup db        of a cgroup: a systemd unit, a container's id, or a path
   memtriage --who 10           then trace for 10 seconds, and name the stacks of what was found
   memtriage --record DIR --before-oom
                                wait for an OOM kill, and write down who grew, by which code
@@ -96,7 +105,19 @@ struct Args {
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = cli::count::<usize>, requires = "record")]
     keep: usize,
 
-    /// Show this many processes
+    /// Show where the memory of this process is instead
+    #[arg(short, long, value_name = "PID", value_parser = cli::pid, add = ArgValueCompleter::new(complete::pids), conflicts_with_all = ["watch", "who", "doctor", "record", "cgroup", "by"])]
+    pid: Option<u32>,
+
+    /// Show where the memory of this cgroup is instead: a path, a systemd unit, or the id of a container or pod
+    #[arg(long, value_name = "CGROUP", value_parser = filter::cgroup_path, add = ArgValueCompleter::new(complete::cgroups), conflicts_with_all = ["watch", "who", "doctor", "record", "by"])]
+    cgroup: Option<PathBuf>,
+
+    /// Whose memory is shown
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t = By::Process, conflicts_with_all = ["doctor", "record"])]
+    by: By,
+
+    /// Show this many processes, or what else is chosen by --by
     #[arg(short = 'T', long, value_name = "N", default_value_t = 5, value_parser = cli::count::<usize>)]
     top: usize,
 
@@ -145,27 +166,21 @@ fn run(args: Args) -> Result<ExitCode> {
             false => ExitCode::SUCCESS,
         });
     }
-    let interval = args.interval.or(args.watch.then_some(WATCH));
-    let reports = match interval {
-        Some(_) => args.count.unwrap_or(u64::MAX),
-        None => 1,
-    };
+    let schedule = Schedule::of(&args);
+    if let Some(subject) = Subject::of(args.pid, args.cgroup.as_deref())? {
+        subject::run(&subject, &schedule, args.all, poller, &mut output)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let redraws = args.watch && args.output.is_none() && !args.json && io::stdout().is_terminal();
-    let mut before = Look::now()?;
+    let mut before = Look::now(args.by)?;
     let mut growth = Growth::default();
     growth.add(&before);
     let mut worst = Level::Healthy;
-    for _ in 0..reports {
-        let deadline = Instant::now() + interval.unwrap_or(BETWEEN);
-        let mut wake = Wake::default();
-        // SIGUSR1 asks for a report before its time.
-        while !(wake.stop || wake.deadline || wake.report) {
-            wake = poller.wait(Some(deadline))?;
-        }
-        if wake.stop {
+    for _ in 0..schedule.reports {
+        if schedule.wait(&mut poller)? {
             break;
         }
-        let now = Look::now()?;
+        let now = Look::now(args.by)?;
         growth.add(&now);
         if redraws {
             output.raw(|out| write!(out, "{CLEAR}"))?;
@@ -175,7 +190,7 @@ fn run(args: Args) -> Result<ExitCode> {
         if args.watch {
             print_growth(&growth, &mut output)?;
         }
-        if interval.is_some() {
+        if schedule.interval.is_some() {
             output.header("")?;
         }
         output.flush()?;
@@ -189,6 +204,35 @@ fn run(args: Args) -> Result<ExitCode> {
         Level::Healthy => ExitCode::SUCCESS,
         Level::Look | Level::Act => ExitCode::from(FINDINGS),
     })
+}
+
+/// How often it is looked at the machine.
+struct Schedule {
+    /// None if once, after a moment.
+    interval: Option<Duration>,
+    reports: u64,
+}
+
+impl Schedule {
+    fn of(args: &Args) -> Self {
+        let interval = args.interval.or(args.watch.then_some(WATCH));
+        let reports = match interval {
+            Some(_) => args.count.unwrap_or(u64::MAX),
+            None => 1,
+        };
+        Self { interval, reports }
+    }
+
+    /// Waits for the next look, which SIGUSR1 asks for before its time. Whether all ends instead: by a signal, or as
+    /// the process that is looked at has exited.
+    fn wait(&self, poller: &mut Poller<'_>) -> Result<bool> {
+        let deadline = Instant::now() + self.interval.unwrap_or(BETWEEN);
+        let mut wake = Wake::default();
+        while !(wake.stop || wake.exited || wake.deadline || wake.report) {
+            wake = poller.wait(Some(deadline))?;
+        }
+        Ok(wake.stop || wake.exited)
+    }
 }
 
 /// A share such as `85%`, in percent.
@@ -214,14 +258,7 @@ fn report(
         growth: &growth,
     };
     let findings = findings::judge(&evidence);
-    output.row(&Host {
-        time: Zoned::now(),
-        release: kernel_release(),
-        cpus: std::thread::available_parallelism().map_or(1, Into::into),
-        memory_bytes: now.accounting.total,
-        swap_bytes: now.memory.of("SwapTotal"),
-        seconds: (now.at - before.at).as_secs_f64(),
-    })?;
+    output.row(&Host::now(&now.memory, now.at - before.at))?;
     output.header("")?;
     if screen::healthy(&findings) {
         output.header("nothing found; --all shows what was looked at")?;
@@ -232,11 +269,7 @@ fn report(
         }
     }
     output.row(&Table::new(&before.accounting, &now.accounting, args.all))?;
-    output.header(ProcessRow::HEADER)?;
-    for usage in processes::largest(now.processes.clone(), args.top) {
-        let grown = growth.get(&usage.pid).copied().unwrap_or_default();
-        output.row(&ProcessRow::new(&usage, grown))?;
-    }
+    args.by.print(before, now, &growth, args.top, output)?;
     let level = findings.first().map_or(Level::Healthy, |first| first.level);
     Ok((level, findings::culprits(findings, &evidence)))
 }
@@ -248,9 +281,4 @@ fn print_growth(growth: &Growth, output: &mut Output) -> Result<()> {
         output.header(Growing::HEADER)?;
     }
     rows.iter().try_for_each(|row| output.row(row))
-}
-
-fn kernel_release() -> String {
-    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-    release.trim_end().to_owned()
 }

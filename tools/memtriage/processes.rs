@@ -1,5 +1,6 @@
 //! Processes: what each has of which kind of memory, and who grows.
 
+use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::fs;
 use std::sync::mpsc::channel;
@@ -9,6 +10,8 @@ use std::time::{Duration, Instant};
 use memtools::host::values::Values;
 use memtools::print::text;
 use memtools::process::proc;
+
+use crate::whose::By;
 
 /// Candidates of which the proportional share is asked for: that walks all page tables of a process
 /// and holds its mmap_lock.
@@ -27,6 +30,12 @@ pub(crate) struct Usage {
     pub(crate) file: u64,
     pub(crate) shmem: u64,
     pub(crate) swap: u64,
+    /// Page faults since its start, without and with a wait for a disk or for swap.
+    pub(crate) minor_faults: u64,
+    pub(crate) major_faults: u64,
+    /// Bytes that a disk read for it since its start. None if it is not ours to look at, or the kernel does not
+    /// count them.
+    pub(crate) disk_reads: Option<u64>,
     /// The proportional share: shared pages divided by those who share them.
     pub(crate) pss: Option<u64>,
 }
@@ -48,18 +57,33 @@ pub(crate) fn all() -> Vec<Usage> {
     pids.into_iter().filter_map(look_at).collect()
 }
 
+/// One process that runs now, with its proportional share as far as the kernel tells it in time.
+pub(crate) fn one(pid: u32) -> Option<Usage> {
+    let mut process = [look_at(pid)?];
+    add_pss(&mut process);
+    let [usage] = process;
+    Some(usage)
+}
+
 fn look_at(pid: u32) -> Option<Usage> {
     let read = |file: &str| fs::read(format!("/proc/{pid}/{file}")).ok();
     let status = Values::parse(&String::from_utf8_lossy(&read("status")?));
     let stat = read("stat")?;
     let stat = String::from_utf8_lossy(&stat);
     let (_, fields) = stat.rsplit_once(')')?;
+    let fields: Vec<&str> = fields.split_ascii_whitespace().collect();
+    // The fields of proc(5) from the third on.
+    let field = |number: usize| fields.get(number - 3)?.parse().ok();
     let comm = read("comm")?;
     status.get("VmRSS")?;
+    let io = read("io").unwrap_or_default();
     Some(Usage {
         pid,
         comm: text::escape_bytes(comm.strip_suffix(b"\n").unwrap_or(&comm)),
-        started: fields.split_ascii_whitespace().nth(19)?.parse().ok()?,
+        started: field(22)?,
+        minor_faults: field(10)?,
+        major_faults: field(12)?,
+        disk_reads: Values::parse(&String::from_utf8_lossy(&io)).get("read_bytes"),
         anon: status.of("RssAnon"),
         file: status.of("RssFile"),
         shmem: status.of("RssShmem"),
@@ -82,15 +106,26 @@ pub(crate) fn growth(before: &[Usage], now: &[Usage]) -> HashMap<u32, i64> {
     now.iter().map(|usage| (usage.pid, grown(usage))).collect()
 }
 
-/// The largest by resident and swapped memory, largest first, with their proportional share as far as
-/// the kernel tells it in time.
-pub(crate) fn largest(mut processes: Vec<Usage>, top: usize) -> Vec<Usage> {
-    processes.sort_by_key(|usage| (u64::MAX - usage.rss() - usage.swap, usage.pid));
+/// The largest by this measure, largest first, with their proportional share as far as the kernel tells it in time.
+pub(crate) fn largest(
+    mut processes: Vec<Usage>,
+    growth: &HashMap<u32, i64>,
+    by: By,
+    top: usize,
+) -> Vec<Usage> {
+    let weight = |usage: &Usage| match by {
+        By::Swap => usage.swap.cast_signed(),
+        By::Growth => growth.get(&usage.pid).copied().unwrap_or_default(),
+        // Who has not answered is ranked by what is known.
+        _ => (usage.pss.unwrap_or(usage.rss()) + usage.swap).cast_signed(),
+    };
+    let sort = |processes: &mut Vec<Usage>| {
+        processes.sort_by_key(|usage| (Reverse(weight(usage)), usage.pid));
+    };
+    sort(&mut processes);
     processes.truncate(PSS_CANDIDATES.max(top));
     add_pss(&mut processes);
-    // Who did not answer is ranked by what is known.
-    let weight = |usage: &Usage| usage.pss.unwrap_or(usage.rss()) + usage.swap;
-    processes.sort_by_key(|usage| (u64::MAX - weight(usage), usage.pid));
+    sort(&mut processes);
     processes.truncate(top);
     processes
 }
@@ -145,8 +180,11 @@ mod tests {
         let own = look_at(std::process::id()).expect("it runs");
         assert!(own.anon > 0 && own.started > 0, "{own:?}");
         assert!(!own.comm.is_empty());
-        let top = largest(vec![usage(1, 0, 1), own.clone()], 1);
+        let both = || vec![usage(1, 0, 1), own.clone()];
+        let grown = HashMap::from([(1, 7), (own.pid, -7)]);
+        let top = largest(both(), &grown, By::Process, 1);
         assert_eq!(top[0].pid, own.pid);
+        assert_eq!(largest(both(), &grown, By::Growth, 1)[0].pid, 1);
         assert!(
             top[0]
                 .pss

@@ -1,8 +1,12 @@
 //! What is printed: one screen as text, or an object for each line of it.
 
+use std::fs;
 use std::io::{self, Write};
+use std::thread;
+use std::time::Duration;
 
 use jiff::Zoned;
+use memtools::host::values::Values;
 use memtools::print::clock;
 use memtools::print::output::Row;
 use serde::Serialize;
@@ -49,6 +53,21 @@ pub(crate) struct Host {
     pub(crate) swap_bytes: u64,
     /// Time between the two looks that rates are of.
     pub(crate) seconds: f64,
+}
+
+impl Host {
+    /// The machine now, with the numbers of /proc/meminfo, and so long after the look before.
+    pub(crate) fn now(memory: &Values, since: Duration) -> Self {
+        let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+        Self {
+            time: Zoned::now(),
+            release: release.trim_end().to_owned(),
+            cpus: thread::available_parallelism().map_or(1, Into::into),
+            memory_bytes: memory.of("MemTotal"),
+            swap_bytes: memory.of("SwapTotal"),
+            seconds: since.as_secs_f64(),
+        }
+    }
 }
 
 impl Row for Host {
@@ -99,10 +118,15 @@ pub(crate) fn wrapped(text: &str, width: usize) -> Vec<String> {
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "accounting")]
 pub(crate) struct Table<'a> {
+    /// The process or the cgroup whose memory this is; neither for the machine.
+    pub(crate) pid: Option<u32>,
+    pub(crate) cgroup: Option<String>,
     #[serde(rename = "total_bytes")]
     total: u64,
     parts: &'a [Part],
     unaccounted_bytes: i64,
+    #[serde(skip)]
+    whole: &'static str,
     #[serde(skip)]
     before: &'a Accounting,
     #[serde(skip)]
@@ -112,7 +136,10 @@ pub(crate) struct Table<'a> {
 impl<'a> Table<'a> {
     pub(crate) fn new(before: &'a Accounting, now: &'a Accounting, all: bool) -> Self {
         Self {
+            pid: None,
+            cgroup: None,
             total: now.total,
+            whole: now.whole,
             parts: &now.parts,
             unaccounted_bytes: now.unaccounted(),
             before,
@@ -170,7 +197,7 @@ impl Row for Table<'_> {
         let before = self.before.unaccounted();
         self.line(out, "unaccounted", self.unaccounted_bytes, before)?;
         let total = self.total.cast_signed();
-        self.line(out, "MemTotal", total, total)
+        self.line(out, self.whole, total, self.before.total.cast_signed())
     }
 }
 
@@ -283,6 +310,7 @@ mod tests {
     fn small_parts_are_one_line_and_nothing_is_left_out() {
         let part = |name, bytes| Part { name, bytes };
         let before = Accounting {
+            whole: "MemTotal",
             total: 1000 << 10,
             parts: vec![part("free", 600 << 10), part("slab", 2048), part("x", 1024)],
         };

@@ -2,15 +2,17 @@
 
 use std::time::Instant;
 
-use memtools::host::memory_cgroups::MemoryCgroups;
+use memtools::host::memory_cgroups::{Dying, MemoryCgroups};
 use memtools::host::pressure::Pressure;
 use memtools::host::slabinfo::Slabinfo;
 use memtools::host::values::Values;
 
 use super::*;
 use crate::accounting::Accounting;
-use crate::look::{Orphans, Tmpfs};
+use crate::huge_pages::HugePages;
+use crate::look::{Orphans, Segment, Tmpfs};
 use crate::nameless::Nameless;
+use crate::whose::Holders;
 
 const GIB: u64 = 1 << 30;
 const HEALTHY: &str = "MemTotal: 1048576 kB\nMemFree: 524288 kB\nMemAvailable: 838860 kB\n\
@@ -39,6 +41,7 @@ fn look(at: Instant, meminfo: &str, vmstat: &str) -> Look {
         }],
         slabs: Slabinfo::default(),
         groups: MemoryCgroups::default(),
+        holders: Holders::new(),
     }
 }
 
@@ -58,6 +61,7 @@ impl Machine {
                 orphans: Orphans::default(),
                 tmpfs: None,
                 nameless: None,
+                huge_pages: None,
             },
             growth: HashMap::new(),
         }
@@ -115,7 +119,13 @@ fn rates_of_the_counters() {
         ("pswpin 101\n", "swap-in", Level::Look, "swapin -s -d 10"),
         ("pswpin 1009\n", "swap-in", Level::Act, "swapin -s -d 10"),
         (
-            "workingset_refault_file 1009\n",
+            "pswpin 53\nzswpin 53\n",
+            "swap-in",
+            Level::Look,
+            "swapin -s -d 10",
+        ),
+        (
+            "workingset_refault_file 1009\npgmajfault 32\n",
             "refaults",
             Level::Look,
             "ffaults --path -d 10",
@@ -134,7 +144,7 @@ fn rates_of_the_counters() {
 
 #[test]
 fn refaults_while_memory_is_free_are_worth_a_look_only() {
-    let refaults = "workingset_refault 10007\n";
+    let refaults = "workingset_refault 10007\npgmajfault 1000\n";
     let machine = Machine::new("", refaults);
     machine.expect(
         "refaults",
@@ -149,6 +159,84 @@ fn refaults_while_memory_is_free_are_worth_a_look_only() {
         Level::Act,
         "10007 file pages/s",
         "ffaults --path -d 10",
+    );
+}
+
+#[test]
+fn refaults_without_faults_are_of_who_reads_most() {
+    let mut machine = Machine::new("", "workingset_refault_file 10007\npgmajfault 300\n");
+    let reads = |bytes| Some(bytes);
+    machine.before.processes[0].disk_reads = reads(1 << 30);
+    machine.now.processes[0].disk_reads = reads((1 << 30) + (40 << 20));
+    // Nobody knows how much it had read before.
+    machine.now.processes.push(Usage {
+        pid: 7,
+        disk_reads: reads(1 << 40),
+        ..Usage::default()
+    });
+    machine.expect(
+        "refaults",
+        Level::Look,
+        "; most by read(2), of eater (pid 4242), 40.0M/s from disk",
+        "vmscan -k -d 10",
+    );
+}
+
+#[test]
+fn who_waits_for_swap_is_named() {
+    let mut machine = Machine::new("", "pswpin 1009\n");
+    machine.now.processes[0].major_faults = 997;
+    machine.expect(
+        "swap-in",
+        Level::Act,
+        "; most by eater (pid 4242), which waits 997 times a second",
+        "swapin -s -d 10",
+    );
+}
+
+#[test]
+fn pages_that_are_copied_are_of_who_writes_to_them() {
+    let grown = "MemAvailable: 733860 kB\nMemFree: 419430 kB\nAnonPages: 314574 kB\n";
+    let mut machine = Machine::new(grown, "");
+    // Half of 102 MiB or more.
+    machine.now.processes[0].minor_faults = 13_200;
+    let expect = |machine: &Machine, evidence: &str, next: &str| {
+        let finding = &machine.findings()[0];
+        assert_eq!(finding.rule, "running-out");
+        assert!(finding.evidence.ends_with(evidence), "{finding:#?}");
+        assert_eq!(finding.next.as_deref(), Some(next));
+    };
+    expect(
+        &machine,
+        "; anonymous grows by 102M/s, but no process: eater (pid 4242) writes to pages that it shares since a fork",
+        "faults --bytes -p 4242 -d 10",
+    );
+    let other = "; anonymous grows by 102M/s";
+    machine.now.processes[0].minor_faults = 13_000;
+    expect(&machine, other, "faults --by-process -d 10");
+    // Processes have grown, each by little.
+    machine.now.processes[0].minor_faults = 26_000;
+    for pid in 5000..5040 {
+        machine.growth.insert(pid, 2 << 20);
+    }
+    expect(&machine, other, "faults --by-process -d 10");
+}
+
+#[test]
+fn huge_pages_of_zeros() {
+    let mut machine = Machine::new("", "");
+    machine.around.huge_pages = Some(HugePages {
+        pid: 4242,
+        bytes: GIB / 8,
+        samples: 64,
+        zero_bytes: GIB / 10,
+        error_bytes: GIB / 100,
+    });
+    machine.expect(
+        "huge-page-zeros",
+        Level::Look,
+        "eater (pid 4242) has 128M in transparent huge pages, of which 80.0 % ± 8 % have only zeros: 10.0 % of memory",
+        "hfaults --thp -p 4242 -d 10",
     );
 }
 
@@ -232,6 +320,14 @@ fn memory_that_runs_out_names_who_takes_it() {
     );
     let slower = Machine::new("MemAvailable: 828860 kB\n", "");
     assert_eq!(slower.findings()[0].level, Level::Look);
+    // Of 41 MB that are left, 8 MB come and go.
+    let used_up = |available: u64| {
+        let mut machine = Machine::new(&format!("MemAvailable: {available} kB\n"), "");
+        machine.before.memory = Values::parse("MemAvailable: 40000 kB\n");
+        machine.findings()
+    };
+    assert_eq!(used_up(32_000)[0].rule, "available");
+    assert_eq!(used_up(28_000)[0].rule, "running-out");
 }
 
 #[test]
@@ -369,11 +465,16 @@ fn shared_memory_that_nobody_has() {
     machine.around.orphans = Orphans {
         segments: 3,
         bytes: GIB / 64,
+        largest: Some(Segment {
+            id: 11,
+            creator: 77,
+            bytes: GIB / 128,
+        }),
     };
     machine.expect(
         "orphaned-shm",
         Level::Look,
-        "3 System V segments",
+        "3 System V segments that nobody has attached hold 16.0M, 1.6 % of memory; largest: id 11, made by pid 77, 8.0M",
         "shmsnoop -e -d 60",
     );
 
@@ -409,8 +510,23 @@ fn removed_cgroups() {
         "dying-cgroups",
         Level::Look,
         "1009",
-        "vmscan --by-cgroup -d 60",
+        "memtriage --by cgroup",
     );
+    let mut most = Dying {
+        folder: "/sys/fs/cgroup/a b".into(),
+        path: "/a b".into(),
+        count: 997,
+    };
+    machine.now.groups.most_dying = Some(most.clone());
+    machine.expect(
+        "dying-cgroups",
+        Level::Look,
+        "1009 removed cgroups still hold memory; 997 of them were below /a b",
+        "memtriage --cgroup '/sys/fs/cgroup/a b'",
+    );
+    "/".clone_into(&mut most.path);
+    machine.now.groups.most_dying = Some(most);
+    machine.expect("dying-cgroups", Level::Look, "", "memtriage --by cgroup");
 }
 
 #[test]

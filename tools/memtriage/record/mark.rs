@@ -14,6 +14,8 @@ use memtools::print::clock;
 use memtools::print::output::Row;
 use serde::Serialize;
 
+use crate::look::SWAP_INS;
+
 /// Looks that are kept: a minute, while something is traced.
 const LOOKS: usize = 60;
 
@@ -152,7 +154,7 @@ impl History {
             some_percent: sight.pressure.map(|pressure| pressure.some.avg10),
             full_percent: sight.pressure.map(|pressure| pressure.full.avg10),
             direct_reclaims: rate(|counters| counters.sum_of("allocstall")),
-            swap_ins: rate(|counters| counters.of("pswpin")),
+            swap_ins: rate(|counters| SWAP_INS.into_iter().map(|name| counters.of(name)).sum()),
             // One number for both kinds until 5.9.
             refaults: rate(|counters| counters.sum_of("workingset_refault")),
         });

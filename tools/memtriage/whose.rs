@@ -1,0 +1,162 @@
+//! Whose the memory is: the largest processes, cgroups, slab caches, or lines of the kernel's code.
+
+use std::collections::HashMap;
+use std::io::{self, Write};
+
+use anyhow::{Result, ensure};
+use clap::ValueEnum;
+use memtools::host::slabinfo::Slabinfo;
+use memtools::host::{allocinfo, memory_cgroups};
+use memtools::print::output::{Output, Row};
+use serde::Serialize;
+
+use crate::look::Look;
+use crate::processes;
+use crate::screen::{ProcessRow, change, size};
+
+/// What --by chooses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum By {
+    /// Processes, by their share of memory, with what is swapped out
+    Process,
+    /// Processes, by what is swapped out
+    Swap,
+    /// Processes, by how they have grown since the last look
+    Growth,
+    /// Cgroups, with those below them
+    Cgroup,
+    /// Slab caches of the kernel
+    Slab,
+    /// Lines of the kernel's code that allocate (/proc/allocinfo)
+    Code,
+}
+
+/// What cgroups, slab caches or lines of code hold, by their names.
+pub(crate) type Holders = HashMap<String, Held>;
+
+/// Bytes that something holds, in so many objects, if these are known.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Held {
+    bytes: u64,
+    objects: Option<u64>,
+}
+
+impl By {
+    /// What there is now of what is not a process.
+    ///
+    /// # Errors
+    /// If the kernel does not tell, or this user may not read it.
+    pub(crate) fn holders(self, slabs: &Slabinfo) -> Result<Holders> {
+        Ok(match self {
+            Self::Process | Self::Swap | Self::Growth => Holders::new(),
+            Self::Cgroup => {
+                let sizes = memory_cgroups::sizes().into_iter();
+                let held = |bytes| Held {
+                    bytes,
+                    objects: None,
+                };
+                sizes
+                    .map(|group| (group.path, held(group.current)))
+                    .collect()
+            }
+            Self::Slab => {
+                ensure!(
+                    !slabs.is_empty(),
+                    "failed to read /proc/slabinfo, which is of root alone"
+                );
+                let held = |(name, usage): (&str, memtools::host::slabinfo::Usage)| {
+                    let held = Held {
+                        bytes: usage.bytes.try_into().unwrap_or_default(),
+                        objects: usage.objects.try_into().ok(),
+                    };
+                    (name.to_owned(), held)
+                };
+                slabs.caches().map(held).collect()
+            }
+            Self::Code => {
+                let held = |site: allocinfo::Site| {
+                    let held = Held {
+                        bytes: site.bytes,
+                        objects: Some(site.calls),
+                    };
+                    (site.code, held)
+                };
+                allocinfo::read()?.into_iter().map(held).collect()
+            }
+        })
+    }
+
+    /// Prints the `top` largest of what is looked at, or, by growth, of what has grown most.
+    pub(crate) fn print(
+        self,
+        before: &Look,
+        now: &Look,
+        growth: &HashMap<u32, i64>,
+        top: usize,
+        output: &mut Output,
+    ) -> Result<()> {
+        let (what, title) = match self {
+            Self::Process | Self::Swap | Self::Growth => {
+                output.header(ProcessRow::HEADER)?;
+                for usage in processes::largest(now.processes.clone(), growth, self, top) {
+                    let grown = growth.get(&usage.pid).copied().unwrap_or_default();
+                    output.row(&ProcessRow::new(&usage, grown))?;
+                }
+                return Ok(());
+            }
+            Self::Cgroup => ("cgroup", "CGROUP"),
+            Self::Slab => ("slab", "SLAB CACHE"),
+            Self::Code => ("code", "CODE OF THE KERNEL"),
+        };
+        let mut rows: Vec<HolderRow<'_>> = now
+            .holders
+            .iter()
+            .map(|(name, held)| {
+                let earlier = before.holders.get(name).map_or(0, |held| held.bytes);
+                HolderRow {
+                    what,
+                    name,
+                    bytes: held.bytes,
+                    objects: held.objects,
+                    growth_bytes: held.bytes.cast_signed() - earlier.cast_signed(),
+                }
+            })
+            .collect();
+        rows.sort_by(|a, b| b.bytes.cmp(&a.bytes).then_with(|| a.name.cmp(b.name)));
+        rows.truncate(top);
+        output.header(&format!(
+            "\n{title:<48} {:>9} {:>8} {:>9}",
+            "OBJECTS", "SIZE", "CHANGE"
+        ))?;
+        rows.iter().try_for_each(|row| output.row(row))
+    }
+}
+
+/// A cgroup, a slab cache or a line of code, one of the largest.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "holder")]
+struct HolderRow<'a> {
+    /// `cgroup`, `slab` or `code`.
+    what: &'static str,
+    name: &'a str,
+    bytes: u64,
+    objects: Option<u64>,
+    growth_bytes: i64,
+}
+
+impl Row for HolderRow<'_> {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(
+            out,
+            "{:<48} {:>9} {:>8} {:>9}",
+            self.name,
+            self.objects
+                .map_or("-".into(), |objects| objects.to_string()),
+            size(self.bytes),
+            match self.growth_bytes {
+                0 => String::new(),
+                grown => change(grown),
+            }
+        )
+    }
+}
