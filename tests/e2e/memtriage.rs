@@ -7,7 +7,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitStatus};
 use std::ptr;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::Trial;
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
@@ -32,6 +32,12 @@ pub(crate) fn tests() -> Vec<Trial> {
         who_reclaims_is_told_by_its_stacks [Guest],
         what_cannot_be_asked_is_told,
         who_is_asked_until_a_signal_comes,
+        numbers_are_those_of_free_and_slabtop [Once],
+        shares_are_those_of_smem [Once],
+        the_memory_of_a_process_is_in_its_parts,
+        it_ends_with_the_process_that_it_looks_at,
+        cgroups_are_told_by_size,
+        code_that_allocates_is_told_where_the_kernel_tells,
         tools_that_can_run_are_told,
         tools_without_privilege_tell_what_is_missing [Once],
         tools_without_btf_or_tracefs_tell_what_is_missing [Once],
@@ -40,7 +46,12 @@ pub(crate) fn tests() -> Vec<Trial> {
 
 /// The objects that it prints, and the end that it has.
 pub(crate) fn triage(args: &[&str]) -> Result<(Vec<Value>, Ended)> {
-    let ended = harness::run("memtriage", &[&["-j", "--all"], args].concat())?;
+    triage_of(&[&["--all"], args].concat())
+}
+
+/// As [`triage`], of a process or a cgroup.
+pub(crate) fn triage_of(args: &[&str]) -> Result<(Vec<Value>, Ended)> {
+    let ended = harness::run("memtriage", &[&["-j"], args].concat())?;
     let lines = ended.stdout.lines();
     let objects = lines.map(serde_json::from_str).collect::<Result<_, _>>();
     Ok((objects.with_context(|| format!("{ended:?}"))?, ended))
@@ -57,7 +68,7 @@ fn accounting(objects: &[Value]) -> Result<&Value> {
     Ok(tables[0])
 }
 
-fn part(accounting: &Value, name: &str) -> Result<u64> {
+pub(crate) fn part(accounting: &Value, name: &str) -> Result<u64> {
     let parts = accounting["parts"].as_array().context("no parts")?;
     let part = parts.iter().find(|part| part["name"] == name);
     let bytes = part.and_then(|part| part["bytes"].as_u64());
@@ -282,7 +293,7 @@ fn what_grows_is_shown() -> Result<()> {
 }
 
 /// The answer of --who for a rule.
-fn answer<'a>(objects: &'a [Value], rule: &str) -> Result<&'a Value> {
+pub(crate) fn answer<'a>(objects: &'a [Value], rule: &str) -> Result<&'a Value> {
     let mut answers = of_type(objects, "who").into_iter();
     let is_for = |answer: &&Value| {
         let rules = answer["rules"].as_array();
@@ -371,6 +382,142 @@ fn who_is_asked_until_a_signal_comes() -> Result<()> {
     let ended = tool.interrupt()?;
     ensure!(ended.status.code() == Some(3), "{ended:?}");
     ensure!(ended.stdout.contains("{\"type\":\"who\","), "{ended:?}");
+    Ok(())
+}
+
+/// What another program prints, which has to succeed.
+fn printed(program: &str, args: &[&str]) -> Result<String> {
+    let output = Command::new(program).args(args).output();
+    let output = output.with_context(|| format!("no {program}"))?;
+    ensure!(output.status.success(), "{output:?}");
+    Ok(String::from_utf8(output.stdout)?)
+}
+
+/// Both numbers are the same but for what has changed on this machine meanwhile.
+fn expect_near(what: &str, ours: u64, theirs: u64, slack: u64) -> Result<()> {
+    let apart = ours.abs_diff(theirs);
+    ensure!(apart <= slack, "{what}: {ours}, but {theirs}");
+    Ok(())
+}
+
+fn numbers_are_those_of_free_and_slabtop() -> Result<()> {
+    // Programs come and go meanwhile.
+    let slack = memory_total()? / 100;
+    let free = printed("free", &["-b", "-w"])?;
+    let (objects, _) = triage(&["--by", "slab", "-T", "3"])?;
+    let line = free.lines().find_map(|line| line.strip_prefix("Mem:"));
+    let line = line.context("no memory")?.split_ascii_whitespace();
+    let numbers: Vec<u64> = line.map(str::parse).collect::<Result<_, _>>()?;
+    let [total, _, free, shared, buffers, cache, _] = numbers[..] else {
+        bail!("{numbers:?}");
+    };
+    let table = accounting(&objects)?;
+    ensure!(table["total_bytes"] == total, "{table} {total}");
+    let ours = |names: &[&str]| -> Result<u64> { names.iter().map(|name| part(table, name)).sum() };
+    expect_near("free", ours(&["free"])?, free, slack)?;
+    expect_near("shared", ours(&["shmem and tmpfs"])?, shared, slack)?;
+    let cached = ours(&["file cache", "shmem and tmpfs", "slab, reclaimable"])?;
+    expect_near("buffers and cache", cached, buffers + cache, slack)?;
+
+    let slabtop = printed("slabtop", &["-o"])?;
+    let holders = of_type(&objects, "holder");
+    ensure!(holders.len() == 3, "{objects:?}");
+    for holder in holders {
+        let name = holder["name"].as_str().context("no name")?;
+        let row = slabtop
+            .lines()
+            .map(|line| line.split_ascii_whitespace().collect::<Vec<_>>())
+            .find(|fields| fields.last() == Some(&name));
+        let row = row.with_context(|| format!("no {name} in {slabtop}"))?;
+        let kilobytes = row[row.len() - 2].strip_suffix('K').context("no size")?;
+        let theirs = kilobytes.parse::<u64>()? << 10;
+        let ours = holder["bytes"].as_u64().context("no bytes")?;
+        expect_near(name, ours, theirs, theirs / 50 + (1 << 20))?;
+    }
+    Ok(())
+}
+
+fn shares_are_those_of_smem() -> Result<()> {
+    let mut hog = Workload::start("hog", &["997"])?;
+    hog.work()?;
+    let (objects, _) = triage(&["-T", "20"])?;
+    let smem = printed("smem", &["-H", "-c", "pid pss"])?;
+    let pid = hog.pid();
+    let theirs = smem.lines().find_map(|line| {
+        let (row, kilobytes) = line.trim().split_once(' ')?;
+        (row == pid).then(|| kilobytes.trim().parse::<u64>())
+    });
+    let theirs = theirs.with_context(|| format!("no {pid} in {smem}"))?? << 10;
+    let pid: u32 = pid.parse()?;
+    let mut processes = of_type(&objects, "process").into_iter();
+    let ours = processes.find(|row| row["pid"] == pid);
+    let ours = ours.and_then(|row| row["pss_bytes"].as_u64());
+    // Others map and unmap the same libraries.
+    expect_near("share", ours.context("no share")?, theirs, 1 << 20)
+}
+
+fn the_memory_of_a_process_is_in_its_parts() -> Result<()> {
+    const MIB: u64 = 1 << 20;
+    let mut hog = Workload::start("hog", &["67"])?;
+    hog.work()?;
+    let (objects, ended) = triage_of(&["-p", &hog.pid()])?;
+    let table = accounting(&objects)?;
+    let pid: u32 = hog.pid().parse()?;
+    ensure!(table["pid"] == pid, "{table}");
+    let anonymous = part(table, "anonymous mappings")?;
+    ensure!((67 * MIB..68 * MIB).contains(&anonymous), "{table}");
+    ensure!(part(table, "stacks")? > 0, "{table}");
+    ensure!(part(table, "files, read only")? > 0, "{table}");
+    ensure!(part(table, "page tables")? >= 67 * MIB / 512, "{table}");
+    let rest = table["unaccounted_bytes"].as_i64().context("no rest")?;
+    // The kernel adds a process's pages up now and then.
+    ensure!(rest.unsigned_abs() <= MIB, "{table}");
+    let rows = of_type(&objects, "process");
+    ensure!(rows.len() == 1 && rows[0]["comm"] == "hog", "{rows:?}");
+    ensure!(ended.status.code() == Some(0), "{ended:?}");
+    Ok(())
+}
+
+fn it_ends_with_the_process_that_it_looks_at() -> Result<()> {
+    let hog = Workload::start("hog", &["3"])?;
+    let mut tool = Tool::start("memtriage", &["-j", "-p", &hog.pid(), "0.1"])?;
+    tool.wait_for_output("\"type\":\"process\"")?;
+    drop(hog);
+    let ended = tool.end()?;
+    ensure!(ended.status.code() == Some(0), "{ended:?}");
+    ensure!(ended.stderr.is_empty(), "{ended:?}");
+    Ok(())
+}
+
+fn cgroups_are_told_by_size() -> Result<()> {
+    const NAME: &str = "memtools-triage-size";
+    let _full = full_group(NAME)?;
+    let (objects, _) = triage(&["--by", "cgroup", "-T", "1000"])?;
+    let mut holders = of_type(&objects, "holder").into_iter();
+    let ours = holders.find(|holder| holder["name"] == format!("/{NAME}"));
+    let ours = ours.with_context(|| format!("{objects:?}"))?;
+    let bytes = ours["bytes"].as_u64().context("no bytes")?;
+    ensure!((31 << 20..=32 << 20).contains(&bytes), "{ours}");
+
+    let (objects, _) = triage_of(&["--cgroup", NAME])?;
+    let table = accounting(&objects)?;
+    let anonymous = part(table, "anonymous")?;
+    ensure!((30 << 20..=32 << 20).contains(&anonymous), "{table}");
+    let rest = table["unaccounted_bytes"].as_i64().context("no rest")?;
+    // A CPU charges 64 pages ahead.
+    ensure!(rest.unsigned_abs() <= 1 << 20, "{table}");
+    Ok(())
+}
+
+fn code_that_allocates_is_told_where_the_kernel_tells() -> Result<()> {
+    let ended = harness::run("memtriage", &["-j", "--by", "code"])?;
+    if fs::read("/proc/allocinfo").is_ok() {
+        ensure!(ended.stdout.contains("\"what\":\"code\""), "{ended:?}");
+        return Ok(());
+    }
+    let reason = "CONFIG_MEM_ALLOC_PROFILING";
+    ensure!(ended.status.code() == Some(1), "{ended:?}");
+    ensure!(ended.stderr.contains(reason), "{ended:?}");
     Ok(())
 }
 

@@ -164,6 +164,15 @@ impl Setting {
         Ok(Self { path, before })
     }
 
+    /// zswap switched on, where the kernel has it.
+    pub(crate) fn zswap() -> Result<Self> {
+        const ENABLED: &str = "/sys/module/zswap/parameters/enabled";
+        let setting = Self::change(ENABLED, "Y")?;
+        let is_on = fs::read_to_string(ENABLED)?.trim() == "Y";
+        ensure!(is_on, "zswap stays off");
+        Ok(setting)
+    }
+
     /// A watermark raised to what is free now, so that kswapd has to free half as much again.
     pub(crate) fn high_watermark() -> Result<Self> {
         Self::change(WATERMARK, &free_kb()?.to_string())

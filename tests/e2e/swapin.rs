@@ -10,6 +10,7 @@ use libtest_mimic::Trial;
 use serde_json::Value;
 
 use crate::harness::{self, Ended, Need, Tool, Workload};
+use crate::pressure::Setting;
 
 /// Pages of the workload.
 const PAGES: u64 = 1999;
@@ -245,28 +246,6 @@ fn a_command_is_traced() -> Result<()> {
     Ok(())
 }
 
-/// zswap switched on, as long as it lives.
-struct Zswap;
-
-impl Zswap {
-    const ENABLED: &str = "/sys/module/zswap/parameters/enabled";
-
-    fn on() -> Result<Self> {
-        fs::write(Self::ENABLED, "Y").context("no zswap")?;
-        ensure!(
-            fs::read_to_string(Self::ENABLED)?.trim() == "Y",
-            "zswap stays off"
-        );
-        Ok(Self)
-    }
-}
-
-impl Drop for Zswap {
-    fn drop(&mut self) {
-        let _ = fs::write(Self::ENABLED, "N");
-    }
-}
-
 fn what_zswap_had_is_told() -> Result<()> {
     let _swap = Swap::on()?;
     let pages = PAGES.to_string();
@@ -274,7 +253,7 @@ fn what_zswap_had_is_told() -> Result<()> {
         .into_iter()
         .flat_map(|on| WAYS.map(|way| (on, way)))
     {
-        let _zswap = zswap.then(Zswap::on).transpose()?;
+        let _zswap = zswap.then(Setting::zswap).transpose()?;
         let mut workload = Workload::start("pageout", &[&pages])?;
         let before = vmstat("pswpin")?;
         let tool = start(way, &["-j", "--zswap"])?;

@@ -9,13 +9,21 @@
  *   tmpfs   a file in /dev/shm, which is left there: FILE is its name
  *   maps    arrays for BPF programs, which the kernel has in its vmalloc area
  *   pipes   what was written to pipes that nobody reads
+ *   shm     System V segments of a megabyte each, which nobody has attached, and which are left
+ * there memfd   a file that has no name huge    transparent huge pages, of which nobody has written
+ * to but a byte copies  pages that a child shares, and that are copied as they are written to
+ *   cgroups removed cgroups, so many rather than megabytes, in the folder FILE, each with a socket,
+ * which keeps it, and a page of a file in /dev/shm, which has no name
  *
  * facts: none
  */
 #include "workload.h"
 #include <linux/bpf.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/shm.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <time.h>
 
 /* With what the kernel has before and behind it, a message takes 2 KB, and its head 256 bytes. */
@@ -56,15 +64,120 @@ STEP static void take_tables(void)
 
 static const char *file;
 
+/* A megabyte more at the end of a file. */
+STEP static void append(int fd, const char *name)
+{
+	static const char zeros[MEGABYTE];
+
+	if (write(fd, zeros, sizeof(zeros)) != sizeof(zeros))
+		die("cannot write to %s: %s", name, strerror(errno));
+}
+
 STEP static void take_tmpfs(void)
 {
 	static int fd = -1;
-	static const char zeros[MEGABYTE];
 
 	if (fd < 0)
 		fd = open(file, O_WRONLY | O_CREAT | O_APPEND, 0600);
-	if (write(fd, zeros, sizeof(zeros)) != sizeof(zeros))
-		die("cannot write to %s: %s", file, strerror(errno));
+	append(fd, file);
+}
+
+STEP static void take_memfd(void)
+{
+	static int fd = -1;
+
+	if (fd < 0)
+		fd = memfd_create("cause", 0);
+	append(fd, "a file without a name");
+}
+
+STEP static void take_shm(void)
+{
+	int id = shmget(IPC_PRIVATE, MEGABYTE, IPC_CREAT | 0600);
+	char *at = id < 0 ? (char *)-1 : shmat(id, NULL, 0);
+
+	if (at == (char *)-1)
+		die("no segment: %s", strerror(errno));
+	write_pages(at, MEGABYTE / PAGE, PAGE);
+	shmdt(at);
+}
+
+/* A huge page for every other megabyte. */
+STEP static void take_huge(void)
+{
+	static char *end;
+	static unsigned long taken;
+	const unsigned long room = 4096 * HUGE_PAGE;
+
+	if (!end) {
+		char *at = map_pages(room / PAGE);
+
+		end = (char *)(((unsigned long)at + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1));
+		if (madvise(end, room - HUGE_PAGE, MADV_HUGEPAGE))
+			die("no huge pages: %s", strerror(errno));
+	}
+	if (taken++ % 2)
+		return;
+	write_pages(end, 1, PAGE);
+	end += HUGE_PAGE;
+}
+
+static char *shared;
+
+/* Pages that a child shares until it is killed, as it is with us. */
+static void share(unsigned long megabytes)
+{
+	const unsigned long pages = megabytes * MEGABYTE / PAGE;
+
+	shared = map_pages(pages);
+	if (madvise(shared, megabytes * MEGABYTE, MADV_NOHUGEPAGE))
+		die("madvise: %s", strerror(errno));
+	write_pages(shared, pages, PAGE);
+	if (fork())
+		return;
+	prctl(PR_SET_PDEATHSIG, SIGKILL);
+	for (;;)
+		pause();
+}
+
+STEP static void take_copies(void)
+{
+	write_pages(shared, MEGABYTE / PAGE, PAGE);
+	shared += MEGABYTE;
+}
+
+/* Puts us into a cgroup. */
+static void join(const char *cgroup)
+{
+	char procs[512];
+	int fd;
+
+	snprintf(procs, sizeof(procs), "%s/cgroup.procs", cgroup);
+	fd = open(procs, O_WRONLY);
+	if (fd < 0 || write(fd, "0", 1) != 1)
+		die("cannot join %s: %s", cgroup, strerror(errno));
+	close(fd);
+}
+
+STEP static void take_cgroup(void)
+{
+	static const char page[PAGE];
+	static int number, fd = -1;
+	char cgroup[400];
+
+	if (fd < 0)
+		fd = memfd_create("cause", 0);
+	snprintf(cgroup, sizeof(cgroup), "%s/%d", file, number++);
+	if (mkdir(cgroup, 0755))
+		die("cannot make %s: %s", cgroup, strerror(errno));
+	join(cgroup);
+	if (socket(AF_INET, SOCK_DGRAM, 0) < 0)
+		die("no socket: %s", strerror(errno));
+	if (write(fd, page, sizeof(page)) != sizeof(page))
+		die("cannot write: %s", strerror(errno));
+	join("/sys/fs/cgroup");
+	if (rmdir(cgroup))
+		die("cannot remove %s: %s", cgroup, strerror(errno));
 }
 
 /* Until 5.10, maps count as locked memory, root's too. */
@@ -104,31 +217,37 @@ STEP static void take_pipe(void)
 		die("cannot fill a pipe: %s", strerror(errno));
 }
 
+static const struct {
+	const char *name;
+	void (*take)(void);
+	bool has_file;
+} causes[] = {
+	{ "slabs", take_slabs, false },	  { "tables", take_tables, false },
+	{ "tmpfs", take_tmpfs, true },	  { "maps", take_map, false },
+	{ "pipes", take_pipe, false },	  { "shm", take_shm, false },
+	{ "memfd", take_memfd, false },	  { "huge", take_huge, false },
+	{ "copies", take_copies, false }, { "cgroups", take_cgroup, true },
+};
+
 int main(int argc, char **argv)
 {
 	const struct timespec tenth = {
 		.tv_nsec = 100000000,
 	};
 	unsigned long first, more;
-	void (*take)(void);
+	void (*take)(void) = NULL;
 
-	if (argc != 4 && argc != 5)
-		usage("slabs|tables|tmpfs|maps|pipes MB MORE [FILE]");
+	file = argc == 5 ? argv[4] : NULL;
+	for (size_t i = 0; argc > 1 && i < sizeof(causes) / sizeof(causes[0]); i++)
+		if (!strcmp(argv[1], causes[i].name) && causes[i].has_file == (argc == 5))
+			take = causes[i].take;
+	if (!take || argc > 5)
+		usage("slabs|tables|maps|pipes|shm|memfd|huge|copies MB MORE, tmpfs|cgroups MB "
+		      "MORE FILE");
 	first = count(argv[2]);
 	more = count(argv[3]);
-	file = argc > 4 ? argv[4] : NULL;
-	if (!strcmp(argv[1], "slabs"))
-		take = take_slabs;
-	else if (!strcmp(argv[1], "tables"))
-		take = take_tables;
-	else if (!strcmp(argv[1], "tmpfs") && file)
-		take = take_tmpfs;
-	else if (!strcmp(argv[1], "maps"))
-		take = take_map;
-	else if (!strcmp(argv[1], "pipes"))
-		take = take_pipe;
-	else
-		usage("slabs|tables|tmpfs|maps|pipes MB MORE [FILE]");
+	if (take == take_copies)
+		share(first + more);
 	ready();
 	for (unsigned long i = 0; i < first; i++)
 		take();
