@@ -12,6 +12,7 @@ use libtest_mimic::Trial;
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::harness::{self, Ended, Tool, Workload, tool, workload};
@@ -480,7 +481,8 @@ fn the_memory_of_a_process_is_in_its_parts() -> Result<()> {
 
 fn it_ends_with_the_process_that_it_looks_at() -> Result<()> {
     let hog = Workload::start("hog", &["3"])?;
-    let mut tool = Tool::start("memtriage", &["-j", "-p", &hog.pid(), "0.1"])?;
+    let mut tool = Tool::start("memtriage", &["-j", "-p", &hog.pid(), "86400"])?;
+    tool.signal(Signal::SIGUSR1)?;
     tool.wait_for_output("\"type\":\"process\"")?;
     drop(hog);
     let ended = tool.end()?;
