@@ -21,7 +21,14 @@ OUT    := target/$(TARGET)/release
 
 # Static binaries: the C library too, and libelf and libz for libbpf. RUSTFLAGS would also reach
 # build scripts and procedural macros, which cannot be static, if there were no --target.
-export RUSTFLAGS = -C target-feature=+crt-static
+# The folders that sources are in have fixed names in binaries: the same source is the same binary. A
+# folder with a space cannot be passed on, and keeps its own name.
+remap = $(if $(word 2,$(1)),,--remap-path-prefix=$(1)=$(2))
+CARGO_FOLDER := $(or $(CARGO_HOME),$(HOME)/.cargo)
+export RUSTFLAGS := -C target-feature=+crt-static $(call remap,$(CURDIR),/usr/src/bpf-memtools) \
+	$(call remap,$(CARGO_FOLDER),/usr/src/cargo) \
+	$(call remap,$(shell rustc --print sysroot 2>/dev/null)/lib/rustlib/src/rust,/usr/src/rust)
+export LIBBPF_SYS_EXTRA_CFLAGS := -ffile-prefix-map=$(CARGO_FOLDER)=/usr/src/cargo
 export LIBBPF_SYS_LIBRARY_PATH = $(dir $(shell $(CC) -print-file-name=libelf.a))
 CARGO = cargo
 

@@ -10,7 +10,6 @@ use anyhow::{Context, Result};
 use libbpf_cargo::SkeletonBuilder;
 
 fn main() -> Result<()> {
-    let root = PathBuf::from(env::var("CARGO_MANIFEST_DIR")?);
     let out = PathBuf::from(env::var("OUT_DIR")?);
     let arch = env::var("CARGO_CFG_TARGET_ARCH")?;
     // The name that bpf_tracing.h knows the architecture by.
@@ -19,7 +18,9 @@ fn main() -> Result<()> {
         "aarch64" => "arm64",
         other => other,
     };
-    let bpf = root.join("bpf");
+    // A build script runs in the package's folder. BTF names the file of each line and quotes the line:
+    // relative paths are the same, and found, wherever that folder is.
+    let bpf = PathBuf::from("bpf");
     println!("cargo:rerun-if-changed={}", bpf.display());
     println!("cargo:rerun-if-env-changed=CLANG");
 
@@ -46,6 +47,7 @@ fn main() -> Result<()> {
                 format!("-mcpu={cpu}"),
                 format!("-I{}", bpf.join("include").display()),
                 format!("-I{}", bpf.join("vmlinux").join(&arch).display()),
+                "-fdebug-compilation-dir=.".into(),
                 // vmlinux.h of 6.18 and later uses tagged anonymous structs.
                 "-fms-extensions".into(),
                 "-Wno-microsoft-anon-tag".into(),
