@@ -6,6 +6,8 @@
 #   make test-vm KERNEL=6.1 TEST=memleak      the tests that match, on one of the five
 #   make install   PREFIX=/usr/local DESTDIR= SUFFIX=   (SUFFIX=-mt where a distribution has the names already)
 #   make uninstall with the same
+#   make release   target/dist/bpf-memtools-VERSION-TARGET.tar.zst: binaries, man pages, completions, licences, SBOM
+#   make test-packages   the release built twice, and compared
 #   make bench     overhead beside peers, as ratios
 #   make clean
 
@@ -16,7 +18,8 @@ KERNEL  ?= 5.10 6.1 6.12 6.18 7.2
 TEST    ?=
 
 TOOLS  := $(shell sed -n '/^\[\[bin\]\]/{n;s/^name = "\(.*\)"/\1/p}' Cargo.toml)
-TARGET := $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
+TARGET ?= $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
+VERSION := $(shell sed -n '/^version = /{s/.*"\(.*\)"/\1/p;q}' Cargo.toml)
 OUT    := target/$(TARGET)/release
 
 # Static binaries: the C library too, and libelf and libz for libbpf. RUSTFLAGS would also reach
@@ -41,8 +44,10 @@ FLAGS = --release --locked --features static --target $(TARGET)
 BUILD_PACKAGES = clang gcc libc6-dev libelf-dev zlib1g-dev libzstd-dev pkg-config
 LINT_PACKAGES  = clang-format
 TEST_PACKAGES  = g++ binutils musl-tools libjemalloc-dev libtcmalloc-minimal4 libmimalloc2.0 redis-tools strace gdb procps smem python3 python3-prometheus-client python3-protobuf protobuf-compiler golang-go curl tzdata xz-utils dwz debuginfod chromium golang-github-google-pprof-dev
+RELEASE_PACKAGES = zstd python3
+PACKAGES_TEST_PACKAGES = python3-venv
 
-.PHONY: build deps demo test lint test-host test-vm install uninstall bench clean vmlinux
+.PHONY: build deps demo test lint test-host test-vm install uninstall release test-packages bench clean vmlinux
 
 build: deps
 	$(CARGO) build $(FLAGS) --bins
@@ -97,6 +102,14 @@ uninstall:
 		rm -f $(DESTDIR)$(PREFIX)/bin/$$as $(SHARE)/man/man8/$$as.8 $(BASH)/$$as $(ZSH)/_$$as $(FISH)/$$as.fish || exit 1; \
 	done
 	rm -rf $(SHARE)/doc/bpf-memtools
+
+release: build
+	@scripts/need $(RELEASE_PACKAGES)
+	scripts/release $(VERSION) $(TARGET)
+
+test-packages: release
+	@scripts/need $(PACKAGES_TEST_PACKAGES)
+	tests/packages/release target/dist/bpf-memtools-$(VERSION)-$(TARGET).tar.zst
 
 bench: build
 	benches/run
