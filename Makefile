@@ -7,7 +7,9 @@
 #   make install   PREFIX=/usr/local DESTDIR= SUFFIX=   (SUFFIX=-mt where a distribution has the names already)
 #   make uninstall with the same
 #   make release   target/dist/bpf-memtools-VERSION-TARGET.tar.zst: binaries, man pages, completions, licences, SBOM
-#   make test-packages   the release built twice, and compared
+#   make packages  the release as .deb and .rpm, in target/dist
+#   make test-packages   the release built twice and compared; .deb and .rpm installed, run and removed in roots
+#                        of Debian 11, 12, 13 and testing
 #   make bench     overhead beside peers, as ratios
 #   make clean
 
@@ -45,9 +47,10 @@ BUILD_PACKAGES = clang gcc libc6-dev libelf-dev zlib1g-dev libzstd-dev pkg-confi
 LINT_PACKAGES  = clang-format
 TEST_PACKAGES  = g++ binutils musl-tools libjemalloc-dev libtcmalloc-minimal4 libmimalloc2.0 redis-tools strace gdb procps smem python3 python3-prometheus-client python3-protobuf protobuf-compiler golang-go curl tzdata xz-utils dwz debuginfod chromium golang-github-google-pprof-dev
 RELEASE_PACKAGES = zstd python3
-PACKAGES_TEST_PACKAGES = python3-venv
+PACKAGES_PACKAGES = rpm
+PACKAGES_TEST_PACKAGES = python3-venv lintian rpmlint mmdebstrap debian-archive-keyring
 
-.PHONY: build deps demo test lint test-host test-vm install uninstall release test-packages bench clean vmlinux
+.PHONY: build deps demo test lint test-host test-vm install uninstall release packages test-packages bench clean vmlinux
 
 build: deps
 	$(CARGO) build $(FLAGS) --bins
@@ -107,8 +110,13 @@ release: build
 	@scripts/need $(RELEASE_PACKAGES)
 	scripts/release $(VERSION) $(TARGET)
 
-test-packages: release
+packages: release
+	@scripts/need $(PACKAGES_PACKAGES)
+	scripts/packages $(VERSION) $(TARGET)
+
+test-packages: packages
 	@scripts/need $(PACKAGES_TEST_PACKAGES)
+	tests/packages/installed target/dist/bpf-memtools_$(VERSION)-1_*.deb target/dist/bpf-memtools-$(VERSION)-1.*.rpm
 	tests/packages/release target/dist/bpf-memtools-$(VERSION)-$(TARGET).tar.zst
 
 bench: build
