@@ -220,10 +220,9 @@ fn share_of_zeros(memory: &[u8]) -> f64 {
     empty.count() as f64 / PAGES as f64
 }
 
-/// Bytes of the machine's transparent huge pages from which on a process is looked into, of so many bytes of memory.
-pub(crate) fn are_many(look_at: &Values, total: u64) -> bool {
-    const LEAST_SHARE: u64 = 10;
-    look_at.of("AnonHugePages") >= total / LEAST_SHARE
+/// Whether transparent huge pages have a tenth of all memory by /proc/meminfo, so that a process is looked into.
+pub(crate) fn are_many(memory: &Values) -> bool {
+    memory.of("AnonHugePages") >= memory.of("MemTotal") / 10
 }
 
 #[cfg(test)]

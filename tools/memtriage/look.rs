@@ -94,7 +94,7 @@ impl Surroundings {
             orphans: Orphans::parse(&segments),
             tmpfs: fullest_tmpfs(&mounts),
             nameless: is_large.then(nameless::largest).flatten(),
-            huge_pages: huge_pages::are_many(&look.memory, look.accounting.total)
+            huge_pages: huge_pages::are_many(&look.memory)
                 .then(|| HugePages::most(&look.processes))
                 .flatten(),
         }

@@ -10,6 +10,7 @@
 //! | `total_cache` | memory.stat, version 1 | contains `total_shmem` |
 
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -17,6 +18,7 @@ use anyhow::{Context, Result, ensure};
 use memtools::host::memory_cgroups;
 use memtools::host::values::Values;
 use memtools::print::output::Output;
+use memtools::print::text;
 use memtools::process::proc::Process;
 use memtools::process::smaps::{self, MappedMemory};
 use memtools::run::poll::Poller;
@@ -38,7 +40,8 @@ pub(crate) enum Subject {
 struct Seen {
     at: Instant,
     accounting: Accounting,
-    process: Option<(Usage, Option<HugePages>)>,
+    /// What a process has in all, and in each mapping. None of a cgroup.
+    process: Option<(Usage, Vec<MappedMemory>)>,
 }
 
 /// Prints where the subject's memory is, once or as often as is scheduled; until a signal, or the process's end.
@@ -88,7 +91,7 @@ impl Subject {
         ensure!(
             memory_cgroups::current(&folder).is_some(),
             "{} is no cgroup that counts memory; see: memtriage --by cgroup",
-            folder.display()
+            text::escape_bytes(folder.as_os_str().as_bytes())
         );
         Ok(Some(Self::Cgroup(folder)))
     }
@@ -106,11 +109,13 @@ impl Subject {
                 let pid = process.pid();
                 let mappings = smaps::read(pid)?;
                 let status = Values::read(format!("/proc/{pid}/status"))?;
-                let usage = processes::one(pid).context("the process has exited")?;
+                let usage = processes::one(pid).with_context(|| {
+                    format!("process {pid} has exited, or is a thread of the kernel, which has no memory of its own")
+                })?;
                 Ok(Seen {
                     at: Instant::now(),
                     accounting: of_process(&status, &mappings, &SharedFiles::of(pid), &stacks(pid)),
-                    process: Some((usage, HugePages::of(pid, &mappings))),
+                    process: Some((usage, mappings)),
                 })
             }
             Self::Cgroup(folder) => {
@@ -135,14 +140,17 @@ impl Subject {
         let memory = Values::read("/proc/meminfo")?;
         output.row(&Host::now(&memory, now.at - before.at))?;
         output.row(&table)?;
-        let Some((usage, huge)) = &now.process else {
+        let Some((usage, mappings)) = &now.process else {
             return Ok(());
         };
         let earlier = before.process.as_ref().map_or(0, |(usage, _)| usage.own());
         let growth = usage.own().cast_signed() - earlier.cast_signed();
         output.header(ProcessRow::HEADER)?;
         output.row(&ProcessRow::new(usage, growth))?;
-        huge.iter().try_for_each(|huge| output.row(huge))
+        match HugePages::of(usage.pid, mappings) {
+            Some(huge) => output.row(&huge),
+            None => Ok(()),
+        }
     }
 }
 
