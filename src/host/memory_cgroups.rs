@@ -174,6 +174,16 @@ pub fn kernel_of_version_1(folder: &Path) -> Option<u64> {
     Some(number(&folder.join("memory.kmem.usage_in_bytes")).unwrap_or_default())
 }
 
+/// Bytes that the cgroup at the mount itself may use: in a container with a cgroup namespace its own limit. None where
+/// nothing limits it, as on the host.
+pub fn root_limit() -> Option<u64> {
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let mut mounts = memory_mounts(&mounts).into_iter();
+    mounts.find_map(|(mount, files)| {
+        number(&mount.join(files.limit)).filter(|&limit| limit < NO_LIMIT)
+    })
+}
+
 /// Shows the folders of all cgroups from the mount on, with their escaped paths, in the order of these, at most
 /// [`MAX_GROUPS`]. Whether that was all of them.
 fn visit(mount: &Path, mut look: impl FnMut(&Path, &str)) -> bool {

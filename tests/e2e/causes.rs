@@ -151,8 +151,17 @@ fn slabs_that_grow() -> Result<()> {
 }
 
 fn page_tables_of_a_process() -> Result<()> {
-    let answer = found_and_asked("tables", 7, "page-tables")?;
-    sum_by(&answer, "__pte_alloc_[k]")?;
+    let mut cause = cause("tables", 7, "997", &[])?;
+    let (objects, _) = triage(&[])?;
+    let finding = first(&objects, "page-tables", "look")?;
+    expect_all_accounted_for(&objects)?;
+    sum_by(&who_takes_more(&mut cause)?, "__pte_alloc_[k]")?;
+    ensure!(finding["next"] == "faults --by-process -d 10", "{finding}");
+    let ended = harness::run("faults", &["--by-process", "-j", "-d", "2"])?;
+    let counts = ended.stdout.lines().map(serde_json::from_str::<Value>);
+    let counts = counts.collect::<Result<Vec<_>, _>>()?;
+    let most = counts.iter().max_by_key(|row| row["faults"].as_u64());
+    ensure!(most.is_some_and(|row| row["comm"] == "cause"), "{ended:?}");
     Ok(())
 }
 
@@ -305,6 +314,8 @@ fn storm_of_swap() -> Result<Vec<Value>> {
     ensure!(finding["next"] == "swapin -s -d 10", "{finding}");
     expect_all_accounted_for(&objects)?;
     sum_by(answer(&objects, "swap-in")?, "write_pages")?;
+    let ended = harness::run("swapin", &["-s", "-j", "-d", "2"])?;
+    ensure!(ended.stdout.contains("\"comm\":\"thrash\""), "{ended:?}");
     Ok(objects)
 }
 
@@ -370,6 +381,7 @@ fn a_file_without_a_name_that_grows() -> Result<()> {
     let mut cause = cause("memfd", 26, "97", &[])?;
     let (objects, _) = triage(&[])?;
     let finding = first(&objects, "shmem", "look")?;
+    ensure!(finding["next"] == "memleak -k --pages 10", "{finding}");
     let evidence = finding["evidence"].as_str().unwrap_or_default();
     let by = format!(
         "memfd:cause, {}M, open in pid {}",

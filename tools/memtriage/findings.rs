@@ -617,7 +617,7 @@ fn shmem(evidence: &Evidence<'_>) -> Judgement {
         );
     }
     let level = above(evidence.share(bytes), 25.0, 50.0);
-    let next = Next::from("mmapsnoop -d 10").by(Culprit::KernelPages);
+    let next = Next::from("memleak -k --pages 10").by(Culprit::KernelPages);
     (level, text, next)
 }
 

@@ -206,7 +206,7 @@ fn run(args: Args) -> Result<ExitCode> {
     })
 }
 
-/// How often it is looked at the machine.
+/// How often the machine, or whoever is asked about, is looked at.
 struct Schedule {
     /// None if once, after a moment.
     interval: Option<Duration>,

@@ -6,6 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use jiff::Zoned;
+use memtools::host::memory_cgroups;
 use memtools::host::values::Values;
 use memtools::print::clock;
 use memtools::print::output::Row;
@@ -50,6 +51,8 @@ pub(crate) struct Host {
     pub(crate) release: String,
     pub(crate) cpus: usize,
     pub(crate) memory_bytes: u64,
+    /// What a container may use of it. None if there is no limit of ours.
+    limit_bytes: Option<u64>,
     pub(crate) swap_bytes: u64,
     /// Time between the two looks that rates are of.
     pub(crate) seconds: f64,
@@ -64,6 +67,7 @@ impl Host {
             release: release.trim_end().to_owned(),
             cpus: thread::available_parallelism().map_or(1, Into::into),
             memory_bytes: memory.of("MemTotal"),
+            limit_bytes: memory_cgroups::root_limit(),
             swap_bytes: memory.of("SwapTotal"),
             seconds: since.as_secs_f64(),
         }
@@ -74,9 +78,11 @@ impl Row for Host {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         writeln!(
             out,
-            "{}  {} of memory, {} of swap, {} CPUs, Linux {}; rates of {:.1} s",
+            "{}  {} of memory{}, {} of swap, {} CPUs, Linux {}; rates of {:.1} s",
             clock::time_of_day(&self.time),
             size(self.memory_bytes),
+            self.limit_bytes
+                .map_or_else(String::new, |limit| format!(" ({} for us)", size(limit))),
             size(self.swap_bytes),
             self.cpus,
             self.release,
