@@ -10,10 +10,9 @@ use std::ptr;
 
 use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::Trial;
-use nix::mount::{MsFlags, mount};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::harness::{self, Ended, Tool, Workload, tool, workload};
@@ -163,7 +162,10 @@ fn a_cgroup_near_its_limit_is_found() -> Result<()> {
 
 /// A process that sees no cgroups but its own and those below, as in a container.
 fn a_container_is_told_its_limit() -> Result<()> {
-    let (_hog, group) = full_group("memtools-triage-container")?;
+    let group = Group::new("memtools-triage-container", 64 << 20)?;
+    group.forbid_swap()?;
+    let mut hog = Workload::spawn(&mut group.command(&workload("hog"), &["59"]))?;
+    hog.work()?;
     let procs = PathBuf::from(group.path()).join("cgroup.procs");
     let mut command = Command::new(tool("memtriage"));
     // SAFETY: system calls between fork and exec.
@@ -173,6 +175,7 @@ fn a_container_is_told_its_limit() -> Result<()> {
             fs::write(&procs, "0")?;
             unshare(CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWCGROUP)?;
             mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
+            umount2("/sys/fs/cgroup", MntFlags::MNT_DETACH)?;
             let cgroup2 = Some("cgroup2");
             mount(none, "/sys/fs/cgroup", cgroup2, MsFlags::empty(), none)?;
             Ok(())
@@ -186,7 +189,7 @@ fn a_container_is_told_its_limit() -> Result<()> {
         .collect::<Result<_, _>>()
         .with_context(|| format!("{output:?}"))?;
     let host = of_type(&objects, "host");
-    ensure!(host[0]["limit_bytes"] == 32 << 20, "{host:?}");
+    ensure!(host[0]["limit_bytes"] == 64 << 20, "{host:?}");
     ensure!(host[0]["memory_bytes"] == memory_total()?, "{host:?}");
     let near = findings(&objects, "cgroup-limit");
     let evidence = near.first().and_then(|near| near["evidence"].as_str());
@@ -517,8 +520,7 @@ fn the_memory_of_a_process_is_in_its_parts() -> Result<()> {
 
 fn it_ends_with_the_process_that_it_looks_at() -> Result<()> {
     let hog = Workload::start("hog", &["3"])?;
-    let mut tool = Tool::start("memtriage", &["-j", "-p", &hog.pid(), "86400"])?;
-    tool.signal(Signal::SIGUSR1)?;
+    let mut tool = Tool::start("memtriage", &["-j", "-p", &hog.pid(), "0.1"])?;
     tool.wait_for_output("\"type\":\"process\"")?;
     drop(hog);
     let ended = tool.end()?;
