@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::harness::{self, Workload};
 use crate::memtriage::{answer, memory_total, of_type, part, sum_by, triage, triage_of};
-use crate::pressure::{Balloon, Group, Setting, Swap, folder_on_disk, shell, vmstat};
+use crate::pressure::{Balloon, Group, Setting, folder_on_disk};
 
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "causes":
@@ -25,8 +25,6 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_file_larger_than_its_cache [Guest, Disk],
         a_file_larger_than_memory [Guest, Disk],
         a_process_that_leaks [Guest],
-        a_process_larger_than_memory [Guest],
-        a_process_larger_than_memory_with_zswap [Guest, Zswap],
         pages_that_are_copied_after_a_fork [Guest],
         segments_that_nobody_has [Guest],
         a_file_without_a_name_that_grows [Guest],
@@ -280,43 +278,6 @@ fn a_process_that_leaks() -> Result<()> {
     let ended = harness::run("memleak", &["-p", &pid, "2", "1"])?;
     ensure!(ended.stdout.contains("take_more"), "{ended:?}");
     Ok(())
-}
-
-/// A process that writes to more pages than there is memory for, again and again.
-fn a_process_larger_than_memory() -> Result<()> {
-    storm_of_swap()?;
-    Ok(())
-}
-
-fn a_process_larger_than_memory_with_zswap() -> Result<()> {
-    let _zswap = Setting::zswap()?;
-    let objects = storm_of_swap()?;
-    let table = of_type(&objects, "accounting")[0];
-    ensure!(part(table, "zswap and zram")? > 16 << 20, "{table}");
-    Ok(())
-}
-
-/// What is printed of a machine whose memory goes to swap and comes back.
-fn storm_of_swap() -> Result<Vec<Value>> {
-    let _swap = Swap::on("512M")?;
-    shell("sync && echo 3 >/proc/sys/vm/drop_caches")?;
-    let _balloon = Balloon::leaving(100 << 10)?;
-    let mut thrash = Workload::start("thrash", &["80021", "1000003"])?;
-    let read_back =
-        || -> Result<u64> { Ok(vmstat("pswpin")? + vmstat("zswpin").unwrap_or_default()) };
-    let before = read_back()?;
-    thrash.go()?;
-    harness::eventually("pages are read back", || Ok(read_back()? > before + 10_007))?;
-    let (objects, _) = triage(&["--who", "3"])?;
-    let (finding, evidence) = foremost(&objects, "swap-in")?;
-    let by = format!("; most by thrash (pid {}), ", thrash.pid());
-    ensure!(evidence.contains(&by), "{evidence}");
-    ensure!(finding["next"] == "swapin -s -d 10", "{finding}");
-    expect_all_accounted_for(&objects)?;
-    sum_by(answer(&objects, "swap-in")?, "write_pages")?;
-    let ended = harness::run("swapin", &["-s", "-j", "-d", "2"])?;
-    ensure!(ended.stdout.contains("\"comm\":\"thrash\""), "{ended:?}");
-    Ok(objects)
 }
 
 fn pages_that_are_copied_after_a_fork() -> Result<()> {
