@@ -5,11 +5,15 @@
  */
 #include "filter.bpf.h"
 #include "histogram.bpf.h"
+#include "python_code.bpf.h"
 #include "stack.bpf.h"
 #include "stack_count.bpf.h"
 
 struct filter *unused_filter __attribute__((unused));
 struct histogram *unused_histogram __attribute__((unused));
+struct python_code *unused_python_code __attribute__((unused));
+enum python_mark *unused_python_mark __attribute__((unused));
+enum python_instruction *unused_python_instruction __attribute__((unused));
 struct room *unused_room __attribute__((unused));
 enum room_of *unused_room_of __attribute__((unused));
 struct stack *unused_stack __attribute__((unused));

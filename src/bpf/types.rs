@@ -14,14 +14,17 @@ mod skeleton {
 }
 
 pub use skeleton::types::{
-    filter, histogram, losses, room, room_of, stack, stack_count, stack_count_key, stack_end,
-    stack_slot, unwind_file, unwind_frame_pointer, unwind_kind, unwind_mode, unwind_request,
+    filter, histogram, losses, python_code, python_instruction, python_mark, room, room_of, stack,
+    stack_count, stack_count_key, stack_end, stack_slot, unwind_file, unwind_frame_pointer,
+    unwind_kind, unwind_mode, unwind_request,
 };
 
 // SAFETY: plain integers, generated from the C struct; every bit pattern is valid.
 unsafe impl Plain for filter {}
 // SAFETY: as above.
 unsafe impl Plain for losses {}
+// SAFETY: as above.
+unsafe impl Plain for python_code {}
 // SAFETY: as above.
 unsafe impl Plain for stack {}
 // SAFETY: as above.
