@@ -28,6 +28,7 @@
 //! | [`host`] | what the kernel tells about memory and the machine by itself, with nothing traced |
 //! | [`mod@process`] | who is traced, and what they have mapped |
 //! | [`stacks`] | call stacks, from the kernel half's walk to names |
+//! | [`heap`] | the heap of a live process, found in a copy of its memory |
 //! | [`export`] | named stacks, and sums, in the formats that people and other programs read |
 //! | [`serve`] | the report of the moment, for browsers and other programs, over HTTP |
 //! | [`run`] | what the frontend of a tool does from its arguments to its exit status |
@@ -37,6 +38,7 @@
 pub mod bpf;
 pub mod code;
 pub mod export;
+pub mod heap;
 pub mod host;
 pub mod print;
 pub mod process;

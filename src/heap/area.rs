@@ -1,0 +1,87 @@
+//! A mapping of a process, with what may be done with its memory.
+
+use std::os::unix::ffi::OsStrExt;
+
+use crate::process::proc::Mapping;
+
+/// One line of /proc/PID/maps.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Area {
+    /// Addresses, the file, and its offset, device and inode; or a name such as `[heap]`.
+    pub mapping: Mapping,
+    /// Whether the process may read it.
+    pub readable: bool,
+    /// Whether the process may write to it.
+    pub writable: bool,
+    /// Whether what is written to it is seen by others, too (MAP_SHARED).
+    pub shared: bool,
+}
+
+impl Area {
+    /// The areas in the text of a `maps` file, in order of their addresses. Lines that make no sense are left out.
+    pub fn parse_list(maps: &[u8]) -> Vec<Self> {
+        let mut areas: Vec<_> = maps
+            .split(|&byte| byte == b'\n')
+            .filter_map(Self::parse)
+            .filter(|area| area.mapping.range.start < area.mapping.range.end)
+            .collect();
+        areas.sort_by_key(|area| area.mapping.range.start);
+        areas.dedup_by(|next, area| next.mapping.range.start < area.mapping.range.end);
+        areas
+    }
+
+    fn parse(line: &[u8]) -> Option<Self> {
+        let mapping = Mapping::parse(line)?;
+        // 55d0c8a00000-55d0c8a21000 r-xp ...
+        let permissions = line.split(|&byte| byte == b' ').nth(1)?;
+        let has = |at: usize, letter: u8| permissions.get(at) == Some(&letter);
+        Some(Self {
+            mapping,
+            readable: has(0, b'r'),
+            writable: has(1, b'w'),
+            shared: has(3, b's'),
+        })
+    }
+
+    /// The path of the file, or a name such as `[heap]`, or nothing, as the kernel prints it.
+    pub fn name(&self) -> &[u8] {
+        self.mapping.path.as_os_str().as_bytes()
+    }
+
+    /// Whether a file is mapped, be it one of tmpfs.
+    pub fn has_file(&self) -> bool {
+        self.mapping.inode != 0
+    }
+
+    /// Whether it is memory of this process alone that no file fills: what allocators take.
+    pub fn is_private_memory(&self) -> bool {
+        let name = self.name();
+        let anonymous = name.is_empty() || name == b"[heap]" || name.starts_with(b"[anon:");
+        anonymous && !self.shared && !self.has_file()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn areas_have_their_permissions() {
+        let areas = Area::parse_list(
+            b"7f0000-7f2000 rw-s 00000000 00:01 12 /dev/shm/x\n\
+              1000-3000 r-xp 00000000 fe:00 7 /bin/cat\n\
+              2000-4000 rw-p 00000000 00:00 0 \n\
+              5000-6000 rw-p 00000000 00:00 0 [heap]\n\
+              7000-7000 rw-p 00000000 00:00 0 \n\
+              garbage\n",
+        );
+        let starts: Vec<_> = areas.iter().map(|area| area.mapping.range.start).collect();
+        assert_eq!(starts, [0x1000, 0x5000, 0x7f0000]);
+        let [code, heap, shared] = &areas[..] else {
+            panic!("three areas: {areas:?}");
+        };
+        assert!(code.readable && !code.writable && code.mapping.executable && code.has_file());
+        assert!(heap.is_private_memory() && heap.writable && !heap.has_file());
+        assert!(shared.shared && shared.has_file() && !shared.is_private_memory());
+    }
+}

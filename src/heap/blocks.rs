@@ -1,0 +1,207 @@
+//! The blocks of a heap, as the walk of its allocator's structures has found them.
+
+use std::ops::Range;
+
+use crate::heap::page_table::{PAGE, PageTable};
+
+/// Memory that the program has been given by an allocator, and has not given back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Block {
+    /// The address that the program was given.
+    pub address: u64,
+    /// Bytes from there that the program may use: as many as it asked for, or some more.
+    pub size: u64,
+}
+
+impl Block {
+    /// The addresses of the block.
+    pub fn range(&self) -> Range<u64> {
+        self.address..self.address.saturating_add(self.size)
+    }
+}
+
+/// An allocator whose structures have been walked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Allocator {
+    /// The allocator's name, with what is known of its version by its structures: `glibc malloc (2.26 to 2.42)`.
+    pub name: String,
+    /// The file that its data are of, in the process's own mount namespace: not escaped.
+    pub file: Vec<u8>,
+}
+
+/// Whether all blocks of a process have been found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Coverage {
+    /// They have: what was walked agrees with the allocators' own sums.
+    Complete,
+    /// Not all of them, or none, because the structures do not agree. If that is so in each of
+    /// several images, the heap is damaged.
+    Incomplete {
+        /// What does not agree.
+        why: String,
+        /// Where that is seen first, if it is one place: a chunk's header that makes no sense.
+        address: Option<u64>,
+    },
+    /// There is no walk of the allocator that the process uses.
+    Unknown {
+        /// What was looked for, or what the process seems to use.
+        why: String,
+    },
+}
+
+/// The heaps of a process: what its allocators hold, and what of it the program has.
+///
+/// Only words in blocks and words outside of [`regions`](Heap::regions) and
+/// [`structures`](Heap::structures) are the program's own: headers, free chunks and what allocators
+/// keep for themselves refer to blocks, but do not hold them.
+#[derive(Debug)]
+pub struct Heap {
+    /// The allocators, the one with most blocks first.
+    pub allocators: Vec<Allocator>,
+    /// Whether these are all blocks.
+    pub coverage: Coverage,
+    /// Memory that allocators have taken from the kernel: arenas, and chunks with mappings of their
+    /// own. In order, apart from each other; blocks are within.
+    pub regions: Vec<Range<u64>>,
+    /// Allocators' own structures elsewhere, such as lists of free chunks in a library's data. In order.
+    pub structures: Vec<Range<u64>>,
+    /// Chunks that are free, with their headers, whichever list they are in. In order.
+    pub free: Vec<Range<u64>>,
+    blocks: Vec<Block>,
+    index: PageTable,
+}
+
+/// Pages of a block that are in the index; a block that is larger is found by a search in its other pages.
+const INDEXED_PAGES: u64 = 512;
+
+impl Heap {
+    /// A heap of these blocks, which overlap nowhere. They need not be in order.
+    pub fn new(mut blocks: Vec<Block>, coverage: Coverage) -> Self {
+        blocks.sort_unstable_by_key(|block| block.address);
+        let mut index = PageTable::default();
+        for (number, block) in (0..).zip(&blocks) {
+            let last = block.address.saturating_add(block.size.max(1) - 1);
+            let first = block.address & !(PAGE - 1);
+            for page in (first..=last)
+                .step_by(PAGE as usize)
+                .take(INDEXED_PAGES as usize)
+            {
+                index.insert(page, number);
+            }
+        }
+        Self {
+            allocators: Vec::new(),
+            coverage,
+            regions: Vec::new(),
+            structures: Vec::new(),
+            free: Vec::new(),
+            blocks,
+            index,
+        }
+    }
+
+    /// The blocks, in order of address.
+    pub fn blocks(&self) -> &[Block] {
+        &self.blocks
+    }
+
+    /// The block that an address is in, by its place in [`blocks`](Heap::blocks), and how far into
+    /// it the address is. A block of no size has its first byte.
+    #[inline]
+    pub fn block_at(&self, address: u64) -> Option<(usize, u64)> {
+        let at = match self.index.get(address) {
+            Some(first) => {
+                // How many blocks a page has is up to the allocator: the step doubles until it is enough.
+                let mut low = first as usize;
+                let mut step = 1;
+                while self.starts_by(low + step, address) {
+                    low += step;
+                    step *= 2;
+                }
+                let high = (low + step).min(self.blocks.len());
+                let after =
+                    self.blocks[low..high].partition_point(|block| block.address <= address);
+                (low + after).checked_sub(1)?
+            }
+            None => {
+                let after = self
+                    .blocks
+                    .partition_point(|block| block.address <= address);
+                after.checked_sub(1)?
+            }
+        };
+        let block = &self.blocks[at];
+        let offset = address.checked_sub(block.address)?;
+        (offset < block.size.max(1)).then_some((at, offset))
+    }
+
+    fn starts_by(&self, number: usize, address: u64) -> bool {
+        self.blocks
+            .get(number)
+            .is_some_and(|block| block.address <= address)
+    }
+
+    /// Bytes that the program may use, of all blocks.
+    pub fn block_bytes(&self) -> u64 {
+        self.blocks.iter().map(|block| block.size).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn heap(blocks: &[(u64, u64)]) -> Heap {
+        let blocks = blocks
+            .iter()
+            .map(|&(address, size)| Block { address, size });
+        Heap::new(blocks.collect(), Coverage::Complete)
+    }
+
+    #[test]
+    fn a_block_is_found_by_every_address_in_it() {
+        // As many blocks in a page as the smallest size class of jemalloc makes, an empty one, and
+        // blocks of many pages.
+        let mut blocks: Vec<_> = (0..1024).map(|n| (0x10_0000 + 8 * n, 8)).collect();
+        blocks.extend([(0x20_0010, 0), (0x20_0020, 24), (0x20_0ff0, 0x3000)]);
+        blocks.extend([
+            (0x100_0000, 0x800_0000),
+            (0x900_0010, 16),
+            (0x7fff_0000_0000, 1 << 40),
+        ]);
+        blocks.reverse();
+        let heap = heap(&blocks);
+        blocks.sort();
+        for &(address, size) in &blocks {
+            let expected = blocks.iter().position(|block| block.0 == address);
+            let offsets = [0, 1, 7, size / 2, size.saturating_sub(1)];
+            for offset in offsets.into_iter().filter(|&offset| offset < size.max(1)) {
+                let found = heap.block_at(address + offset);
+                assert_eq!(
+                    found,
+                    expected.map(|at| (at, offset)),
+                    "{address:#x}+{offset}"
+                );
+            }
+        }
+        for outside in [
+            0,
+            0xf_ffff,
+            0x10_2000,
+            0x20_0011,
+            0x20_0038,
+            0x20_3ff0,
+            0x900_0000,
+            u64::MAX,
+        ] {
+            assert_eq!(heap.block_at(outside), None, "{outside:#x}");
+        }
+    }
+
+    #[test]
+    fn a_heap_without_blocks_has_none_anywhere() {
+        let heap = heap(&[]);
+        assert_eq!(heap.block_at(0x1000), None);
+        assert_eq!((heap.blocks().len(), heap.block_bytes()), (0, 0));
+    }
+}

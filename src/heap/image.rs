@@ -1,0 +1,341 @@
+//! What a process was at one moment: its memory, its mappings and its threads' registers.
+//!
+//! An image is pure data. Whatever is found out about a process is a function of its image, so that
+//! it can be tested without a kernel, and be made while the process runs on.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use memmap2::MmapMut;
+
+use crate::heap::area::Area;
+use crate::heap::page_table::{PAGE, PageTable};
+
+/// A process, as it stood still.
+#[derive(Debug, Default)]
+pub struct Image {
+    /// The process's number in our PID namespace.
+    pub pid: u32,
+    /// The process's name, as it is: not escaped.
+    pub comm: Vec<u8>,
+    /// What it had mapped, in order of address.
+    pub areas: Vec<Area>,
+    /// All of its threads, in order of their numbers.
+    pub threads: Vec<Thread>,
+    /// How long the threads stood still.
+    pub paused: Duration,
+    memory: Memory,
+}
+
+/// A thread, as it stood still.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Thread {
+    /// The thread's number in our PID namespace.
+    pub tid: u32,
+    /// The thread's name, as it is: not escaped.
+    pub comm: Vec<u8>,
+    /// The address of the instruction that is next.
+    pub instruction: u64,
+    /// The stack pointer.
+    pub stack_pointer: u64,
+    /// The thread pointer, which is where the thread's control block is (fs_base).
+    pub thread_pointer: u64,
+    /// The general registers, in the order of [`GENERAL_REGISTERS`].
+    pub general: Vec<u64>,
+    /// The words of the vector state, as NT_X86_XSTATE has them; empty if the kernel has none.
+    pub vector: Vec<u64>,
+}
+
+/// Names of the general registers, in the order of the kernel's `user_regs_struct`.
+pub const GENERAL_REGISTERS: [&str; 27] = [
+    "r15", "r14", "r13", "r12", "rbp", "rbx", "r11", "r10", "r9", "r8", "rax", "rcx", "rdx", "rsi",
+    "rdi", "orig_rax", "rip", "cs", "eflags", "rsp", "ss", "fs_base", "gs_base", "ds", "es", "fs",
+    "gs",
+];
+
+/// Pages that were copied, one after the other.
+#[derive(Debug, Default)]
+struct Memory {
+    /// Where they were, in the order of the copy.
+    runs: Vec<Range<u64>>,
+    /// The copy, which may be larger than the pages are.
+    copy: Option<MmapMut>,
+    /// By page: how many pages are in the copy before it.
+    pages: PageTable,
+}
+
+impl Image {
+    /// Adds the memory of an image that has none yet: page by page, the ranges `runs`, copied one
+    /// after the other to the beginning of `copy`.
+    ///
+    /// # Errors
+    /// If ranges are not of whole pages, in order and apart, or the copy is too small for them.
+    pub fn set_memory(&mut self, runs: Vec<Range<u64>>, copy: MmapMut) -> Result<()> {
+        let (mut pages, mut number, mut end) = (PageTable::default(), 0, 0);
+        for run in &runs {
+            let whole = run.start.is_multiple_of(PAGE) && run.end.is_multiple_of(PAGE);
+            ensure!(
+                whole && run.start >= end && run.start < run.end,
+                "pages {:#x} to {:#x} are out of order",
+                run.start,
+                run.end
+            );
+            for page in run.clone().step_by(PAGE as usize) {
+                pages.insert(page, number);
+                number = number.checked_add(1).context("too many pages")?;
+            }
+            end = run.end;
+        }
+        ensure!(
+            copy.len() as u64 >= u64::from(number) * PAGE,
+            "the copy has {} bytes, its {number} pages are more",
+            copy.len()
+        );
+        self.memory = Memory {
+            runs,
+            copy: Some(copy),
+            pages,
+        };
+        Ok(())
+    }
+
+    /// The ranges of addresses whose bytes were copied, in order.
+    pub fn copied(&self) -> &[Range<u64>] {
+        &self.memory.runs
+    }
+
+    /// Bytes that were copied.
+    pub fn copied_bytes(&self) -> u64 {
+        let runs = self.memory.runs.iter();
+        runs.map(|run| run.end - run.start).sum()
+    }
+
+    /// Bytes within a range of addresses that were copied, as far as they are of whole pages.
+    pub fn resident(&self, range: Range<u64>) -> u64 {
+        let start = range.start.next_multiple_of(PAGE);
+        let runs = &self.memory.runs;
+        let first = runs.partition_point(|run| run.end <= start);
+        let within = runs[first..].iter().take_while(|run| run.start < range.end);
+        let bytes = within.map(|run| {
+            let end = run.end.min(range.end & !(PAGE - 1));
+            end.saturating_sub(run.start.max(start))
+        });
+        bytes.sum()
+    }
+
+    /// The word at an address that is a multiple of 8; None if it is not, or if its page was not copied.
+    ///
+    /// A page of private memory that the process has never written to is not there to be copied. It
+    /// reads as zeros, which refer to nothing: `unwrap_or(0)` is what the process would have read.
+    #[inline]
+    pub fn word(&self, address: u64) -> Option<u64> {
+        if !address.is_multiple_of(8) {
+            return None;
+        }
+        let bytes = self.page(address)?;
+        let at = (address % PAGE) as usize;
+        let word = bytes.get(at..at + 8)?;
+        Some(u64::from_le_bytes(word.try_into().ok()?))
+    }
+
+    /// The page that an address is in.
+    #[inline]
+    pub fn page(&self, address: u64) -> Option<&[u8]> {
+        let number = self.memory.pages.get(address)? as usize;
+        let copy = self.memory.copy.as_ref()?;
+        copy.get(number * PAGE as usize..(number + 1) * PAGE as usize)
+    }
+
+    /// The bytes of a range; None if not all of them were copied.
+    pub fn bytes(&self, range: Range<u64>) -> Option<&[u8]> {
+        let runs = &self.memory.runs;
+        if range.is_empty() {
+            return None;
+        }
+        // Runs that touch each other are one after the other in the copy, too.
+        let mut end = range.start;
+        let mut run = runs.partition_point(|run| run.end <= range.start);
+        while end < range.end {
+            let next = runs.get(run).filter(|run| run.start <= end)?;
+            end = next.end;
+            run += 1;
+        }
+        let page = self.memory.pages.get(range.start)? as usize;
+        let at = page * PAGE as usize + (range.start % PAGE) as usize;
+        let length = usize::try_from(range.end - range.start).ok()?;
+        self.memory.copy.as_ref()?.get(at..at + length)
+    }
+
+    /// The mapping that an address is in.
+    pub fn area(&self, address: u64) -> Option<&Area> {
+        let areas = &self.areas;
+        let at = areas.partition_point(|area| area.mapping.range.end <= address);
+        let area = areas.get(at)?;
+        area.mapping.range.contains(&address).then_some(area)
+    }
+
+    /// The words of a range of addresses that are in memory, each with its address, in order; those
+    /// across the range's ends are left out. Whole pages that were not copied are skipped quickly.
+    pub fn words(&self, range: Range<u64>) -> impl Iterator<Item = (u64, u64)> {
+        let runs = &self.memory.runs;
+        let first = runs.partition_point(|run| run.end <= range.start);
+        let runs = runs[first..]
+            .iter()
+            .take_while(move |run| run.start < range.end);
+        runs.flat_map(move |run| {
+            let start = run.start.max(range.start).next_multiple_of(8);
+            let end = run.end.min(range.end) & !7;
+            let bytes = self.bytes(start..end).unwrap_or_default();
+            let (words, _) = bytes.as_chunks::<8>();
+            let addresses = (start..).step_by(8);
+            addresses.zip(words.iter().map(|word| u64::from_le_bytes(*word)))
+        })
+    }
+}
+
+impl Thread {
+    /// Where the thread pointer is among the general registers.
+    const FS_BASE: usize = 21;
+    const RIP: usize = 16;
+    const RSP: usize = 19;
+
+    /// A thread with these registers.
+    pub fn new(tid: u32, comm: Vec<u8>, general: Vec<u64>, vector: Vec<u64>) -> Self {
+        let register = |at: usize| general.get(at).copied().unwrap_or_default();
+        Self {
+            tid,
+            comm,
+            instruction: register(Self::RIP),
+            stack_pointer: register(Self::RSP),
+            thread_pointer: register(Self::FS_BASE),
+            general,
+            vector,
+        }
+    }
+
+    /// All words that could be pointers, each with the register's name; `vector` for those of vectors.
+    pub fn words(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        let general = GENERAL_REGISTERS
+            .into_iter()
+            .zip(self.general.iter().copied());
+        general.chain(self.vector.iter().map(|&word| ("vector", word)))
+    }
+}
+
+/// Images that tests write by hand.
+#[cfg(test)]
+pub(crate) mod made {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    /// Memory by page, and mappings.
+    #[derive(Debug, Default, Clone)]
+    pub(crate) struct Made {
+        pub(crate) pages: BTreeMap<u64, Vec<u8>>,
+        pub(crate) maps: String,
+        pub(crate) threads: Vec<Thread>,
+    }
+
+    impl Made {
+        /// A mapping, as a line of /proc/PID/maps without its addresses: `rw-p 00000000 00:00 0 [heap]`.
+        pub(crate) fn map(&mut self, range: Range<u64>, rest: &str) {
+            self.maps += &format!("{:x}-{:x} {rest}\n", range.start, range.end);
+        }
+
+        /// Writes a word, and so makes its page one that is copied.
+        pub(crate) fn put(&mut self, address: u64, word: u64) {
+            self.put_bytes(address, &word.to_le_bytes());
+        }
+
+        /// Writes bytes, and so makes their pages ones that are copied.
+        pub(crate) fn put_bytes(&mut self, address: u64, bytes: &[u8]) {
+            for (address, byte) in (address..).zip(bytes) {
+                let page = self.pages.entry(address & !(PAGE - 1));
+                page.or_insert_with(|| vec![0; PAGE as usize])[(address % PAGE) as usize] = *byte;
+            }
+        }
+
+        pub(crate) fn image(&self) -> Image {
+            let mut copy = MmapMut::map_anon((self.pages.len() + 1) * PAGE as usize).expect("room");
+            let mut runs: Vec<Range<u64>> = Vec::new();
+            for (number, (&page, bytes)) in self.pages.iter().enumerate() {
+                copy[number * PAGE as usize..][..PAGE as usize].copy_from_slice(bytes);
+                match runs.last_mut().filter(|run| run.end == page) {
+                    Some(run) => run.end += PAGE,
+                    None => runs.push(page..page + PAGE),
+                }
+            }
+            let mut image = Image {
+                pid: 1,
+                comm: b"made".to_vec(),
+                areas: Area::parse_list(self.maps.as_bytes()),
+                threads: self.threads.clone(),
+                ..Image::default()
+            };
+            image.set_memory(runs, copy).expect("in order");
+            image
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::made::Made;
+    use super::*;
+
+    #[test]
+    fn memory_is_found_by_its_address() {
+        let mut made = Made::default();
+        made.map(0x1000..0x5000, "rw-p 00000000 00:00 0 ");
+        made.put(0x1ff8, 0x1122_3344_5566_7788);
+        made.put(0x2000, 7);
+        made.put(0x4008, 9);
+        let image = made.image();
+        assert_eq!(image.copied(), [0x1000..0x3000, 0x4000..0x5000]);
+        assert_eq!(
+            (image.word(0x1ff8), image.word(0x2000)),
+            (Some(0x1122_3344_5566_7788), Some(7))
+        );
+        assert_eq!(
+            [0, 0x1ff9, 0x3000, 0x5000, u64::MAX - 7].map(|address| image.word(address)),
+            [None; 5]
+        );
+        assert_eq!(image.bytes(0x1fff..0x2002), Some(&[0x11, 7, 0][..]));
+        assert_eq!(image.bytes(0x2ff0..0x3000).map(<[u8]>::len), Some(16));
+        for beyond in [
+            0x2fff..0x3001,
+            0x2fff..0x4001,
+            0x3fff..0x4001,
+            0x4fff..0x5001,
+        ] {
+            assert_eq!(image.bytes(beyond), None);
+        }
+        assert_eq!(image.resident(0x1001..0x4fff), 0x1000);
+        assert_eq!(image.resident(0..u64::MAX), image.copied_bytes());
+        let words: Vec<_> = image
+            .words(0x1ff1..0x4010)
+            .filter(|word| word.1 != 0)
+            .collect();
+        assert_eq!(
+            words,
+            [(0x1ff8, 0x1122_3344_5566_7788), (0x2000, 7), (0x4008, 9)]
+        );
+        assert!(image.area(0x4fff).is_some() && image.area(0x5000).is_none());
+    }
+
+    #[test]
+    fn runs_out_of_order_and_copies_too_small_are_refused() {
+        let set = |runs: &[(u64, u64)], pages: usize| {
+            let copy = MmapMut::map_anon(pages * PAGE as usize).expect("room");
+            let runs = runs.iter().map(|&(start, end)| start..end).collect();
+            Image::default().set_memory(runs, copy).is_ok()
+        };
+        assert!(set(&[(0x1000, 0x2000), (0x2000, 0x3000)], 2));
+        assert!(!set(&[(0x1000, 0x3000)], 1));
+        assert!(!set(&[(0x2000, 0x3000), (0x1000, 0x2000)], 2));
+        assert!(!set(&[(0x1000, 0x1800)], 2));
+        assert!(!set(&[(0x3000, 0x1000)], 2));
+    }
+}

@@ -1,0 +1,18 @@
+//! Room `heap`: a live process's heap, found in a copy of its memory, with nothing traced.
+//!
+//! A process stands still for as long as its memory takes to be copied. Everything else is found
+//! out from that [`Image`](image::Image) afterwards, by pure functions: the blocks that the program
+//! has and the chunks that are free, by the structures of its allocator alone, with neither symbols
+//! nor a table of versions, and with a proof that none was missed.
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | [`image`] | what a process was at one moment |
+//! | [`area`] | a mapping, with what may be done with its memory |
+//! | [`blocks`] | the blocks of a heap, and the block that an address is in |
+//! | [`page_table`] | a number for each page of an address space |
+
+pub mod area;
+pub mod blocks;
+pub mod image;
+pub mod page_table;
