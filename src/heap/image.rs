@@ -25,7 +25,9 @@ pub struct Image {
     pub threads: Vec<Thread>,
     /// How long the threads stood still.
     pub paused: Duration,
-    memory: Memory,
+    /// Bytes among those copied that the kernel refused to read, and are zeros.
+    pub unread: u64,
+    pub(super) memory: Memory,
 }
 
 /// A thread, as it stood still.
@@ -56,7 +58,7 @@ pub const GENERAL_REGISTERS: [&str; 27] = [
 
 /// Pages that were copied, one after the other.
 #[derive(Debug, Default)]
-struct Memory {
+pub(super) struct Memory {
     /// Where they were, in the order of the copy.
     runs: Vec<Range<u64>>,
     /// The copy, which may be larger than the pages are.
@@ -122,6 +124,16 @@ impl Image {
             end.saturating_sub(run.start.max(start))
         });
         bytes.sum()
+    }
+
+    /// Bytes within a range of addresses whose pages were copied.
+    pub fn present(&self, range: Range<u64>) -> u64 {
+        let runs = &self.memory.runs;
+        let first = runs.partition_point(|run| run.end <= range.start);
+        let within = runs[first..].iter().take_while(|run| run.start < range.end);
+        within
+            .map(|run| run.end.min(range.end) - run.start.max(range.start))
+            .sum()
     }
 
     /// The word at an address that is a multiple of 8; None if it is not, or if its page was not copied.
@@ -314,6 +326,7 @@ mod tests {
         }
         assert_eq!(image.resident(0x1001..0x4fff), 0x1000);
         assert_eq!(image.resident(0..u64::MAX), image.copied_bytes());
+        assert_eq!(image.present(0x1001..0x4fff), 0x1fff + 0xfff);
         let words: Vec<_> = image
             .words(0x1ff1..0x4010)
             .filter(|word| word.1 != 0)

@@ -8,11 +8,13 @@
 //! | module | what it is for |
 //! |---|---|
 //! | [`image`] | what a process was at one moment |
+//! | [`capture`] | taking the image of a live process |
 //! | [`area`] | a mapping, with what may be done with its memory |
 //! | [`blocks`] | the blocks of a heap, and the block that an address is in |
 //! | [`page_table`] | a number for each page of an address space |
 
 pub mod area;
 pub mod blocks;
+pub mod capture;
 pub mod image;
 pub mod page_table;

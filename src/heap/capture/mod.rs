@@ -1,0 +1,241 @@
+//! Taking the image of a live process.
+//!
+//! What can go wrong is looked at before: [`Request::take`] refuses, with the reason, rather than
+//! hold a process for longer than allowed. Then room for the copy is made, the threads are stopped
+//! ([`stop`]), and while they stand, their registers, the mappings, and the pages that are there
+//! ([`pages`]) are copied ([`copy`]); nothing is judged until they run again.
+
+mod copy;
+mod pages;
+mod realtime;
+mod stop;
+
+use std::fs;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use memmap2::MmapMut;
+
+use crate::heap::area::Area;
+use crate::heap::image::Image;
+use crate::process::proc::Process;
+use crate::process::translator;
+
+use pages::{Pages, Runs};
+use realtime::Realtime;
+use stop::Stopped;
+
+/// How often a process may outgrow the room that was made for its copy.
+const GROWN: usize = 3;
+/// What a process may grow by between the look at its size and its stop.
+const SLACK: u64 = 16 << 20;
+/// What it takes to stop a thread and to read its registers; 751 took 21 to 23 ms.
+const THREAD: Duration = Duration::from_micros(30);
+/// What a copy from another process takes, of the time that a copy of as much takes within one.
+const COPY: f64 = 1.2;
+/// What it takes to find the pages of a gigabyte.
+const FIND: Duration = Duration::from_millis(5);
+
+/// How the image of a process is to be taken.
+#[derive(Debug)]
+pub struct Request<'a> {
+    /// The process, which is a 64-bit program.
+    pub process: &'a Process,
+    /// How long its threads may stand still, as foretold.
+    pub max_pause: Duration,
+}
+
+impl Request<'_> {
+    /// Takes an image. What could not be done as it should is told on stderr after `tool`.
+    ///
+    /// # Errors
+    /// If the process is traced already, has memory in swap, would stand still for longer than
+    /// allowed, is run by a translator, has exited, or if there is no room for a copy. In each case
+    /// it runs on.
+    pub fn take(&self, tool: &str) -> Result<Image> {
+        let process = self.process;
+        let pid = process.pid();
+        check(process)?;
+        let rate = copy::rate()?;
+        let mut pages = Pages::open(pid)?;
+        for _ in 0..GROWN {
+            let (_, runs) = look(pid, &mut pages)?;
+            let bytes = sum(&runs);
+            let threads = fs::read_dir(format!("/proc/{pid}/task")).map_or(1, Iterator::count);
+            self.expect_short(bytes, threads, rate)?;
+            let room = bytes + bytes / 16 + SLACK;
+            expect_room(pid, room)?;
+            let buffer = copy::buffer(usize::try_from(room)?)?;
+            if let Some(image) = self.stop_and_copy(tool, &mut pages, buffer, rate)? {
+                return Ok(image);
+            }
+        }
+        bail!("process {pid} grew faster than room for its copy was made, {GROWN} times; try again")
+    }
+
+    /// None if the process has outgrown the buffer.
+    fn stop_and_copy(
+        &self,
+        tool: &str,
+        pages: &mut Pages,
+        mut buffer: MmapMut,
+        rate: f64,
+    ) -> Result<Option<Image>> {
+        let pid = self.process.pid();
+        let realtime = Realtime::begin();
+        let start = Instant::now();
+        let stopped = Stopped::stop(pid)?;
+        let mut threads = stopped.registers();
+        let (areas, runs) = look(pid, pages)?;
+        let bytes = sum(&runs);
+        if bytes > buffer.len() as u64 {
+            return Ok(None);
+        }
+        self.expect_short(bytes, stopped.count(), rate)?;
+        let unread = copy::copy(pid, &runs, &mut buffer)?;
+        drop(stopped);
+        let paused = start.elapsed();
+        if let Some(error) = realtime.refused() {
+            eprintln!(
+                "{tool}: without real-time priority (SCHED_FIFO: {error}), the pause is longer on a busy machine"
+            );
+        }
+        drop(realtime);
+        self.process.expect_running()?;
+        for thread in &mut threads {
+            thread.comm = comm(&format!("/proc/{pid}/task/{}/comm", thread.tid));
+        }
+        let mut image = Image {
+            pid,
+            comm: comm(&format!("/proc/{pid}/comm")),
+            areas,
+            threads,
+            paused,
+            unread,
+            ..Image::default()
+        };
+        image.set_memory(runs, buffer)?;
+        Ok(Some(image))
+    }
+
+    /// Fails if a copy of as many bytes is foretold to take longer than allowed.
+    fn expect_short(&self, bytes: u64, threads: usize, rate: f64) -> Result<()> {
+        let foretold = foretell(bytes, threads, rate);
+        if foretold > self.max_pause {
+            bail!(
+                "process {} would stand still for about {} ms ({} MB of memory, {threads} threads), \
+                 more than --max-pause {} allows; if that does no harm: --max-pause {}",
+                self.process.pid(),
+                foretold.as_millis(),
+                bytes / 1_000_000,
+                self.max_pause.as_millis(),
+                (foretold.as_millis() * 3 / 2).next_multiple_of(10)
+            );
+        }
+        Ok(())
+    }
+}
+
+/// How long a process stands still for a copy of as many bytes, at so many bytes a second within a process.
+fn foretell(bytes: u64, threads: usize, rate: f64) -> Duration {
+    let gigabytes = bytes as f64 / 1e9;
+    let threads = THREAD * u32::try_from(threads).unwrap_or(u32::MAX);
+    threads + FIND.mul_f64(gigabytes) + Duration::from_secs_f64(bytes as f64 / rate * COPY)
+}
+
+/// Fails if no image of the process can be taken, or none that holds all of it.
+fn check(process: &Process) -> Result<()> {
+    let pid = process.pid();
+    process.expect_native_program()?;
+    let areas = areas(pid)?;
+    let code = areas.iter().filter(|area| area.mapping.executable);
+    if let Some(name) = translator::among(code.map(|area| area.mapping.path.as_path())) {
+        bail!(
+            "process {pid} is run by {name}, whose own memory is what there is to see: run the \
+             program without it"
+        );
+    }
+    if let Some(tracer) = stop::tracer(pid, pid) {
+        bail!(stop::traced_by(pid, tracer));
+    }
+    let swapped = status_kilobytes(&format!("/proc/{pid}/status"), "VmSwap:").unwrap_or(0);
+    if swapped > 0 {
+        bail!(
+            "process {pid} has {swapped} kB in swap, which would be read back while it stands still; \
+             once there is room for it: swapoff -a && swapon -a"
+        );
+    }
+    Ok(())
+}
+
+/// Fails if the machine has less than what the copy and judging it take.
+fn expect_room(pid: u32, bytes: u64) -> Result<()> {
+    // Blocks and the references between them take up to 0.7 times as much as the memory that they are in.
+    let needed = bytes + bytes / 10 * 7;
+    let free = status_kilobytes("/proc/meminfo", "MemAvailable:").unwrap_or(u64::MAX >> 10) * 1024;
+    if needed > free {
+        bail!(
+            "a copy of process {pid}, and what is made of it, takes about {} MB, and the machine has {} MB \
+             available",
+            needed >> 20,
+            free >> 20
+        );
+    }
+    Ok(())
+}
+
+/// The mappings of the process, and the pages of them that are to be copied.
+fn look(pid: u32, pages: &mut Pages) -> Result<(Vec<Area>, Runs)> {
+    let areas = areas(pid)?;
+    let runs = pages
+        .wanted(&areas)
+        .with_context(|| format!("failed to list the pages of process {pid}"))?;
+    Ok((areas, runs))
+}
+
+fn areas(pid: u32) -> Result<Vec<Area>> {
+    let maps = fs::read(format!("/proc/{pid}/maps"))
+        .with_context(|| format!("failed to read the mappings of process {pid}"))?;
+    let areas = Area::parse_list(&maps);
+    if areas.is_empty() {
+        bail!("process {pid} has exited");
+    }
+    Ok(areas)
+}
+
+fn sum(runs: &[Range<u64>]) -> u64 {
+    runs.iter().map(|run| run.end - run.start).sum()
+}
+
+fn comm(path: &str) -> Vec<u8> {
+    let comm = fs::read(path).unwrap_or_default();
+    comm.strip_suffix(b"\n").unwrap_or(&comm).to_vec()
+}
+
+/// A number in a file whose lines are like `VmSwap:  12 kB`.
+fn status_kilobytes(path: &str, name: &str) -> Option<u64> {
+    let text = fs::read(path).ok()?;
+    let mut lines = text.split(|&byte| byte == b'\n');
+    let value = lines.find_map(|line| line.strip_prefix(name.as_bytes()))?;
+    let value = str::from_utf8(value).ok()?.trim().strip_suffix("kB")?;
+    value.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pause_is_foretold_by_bytes_and_threads() {
+        let gigabyte = foretell(1_000_000_000, 1, 10e9);
+        assert_eq!(gigabyte.as_millis(), 125);
+        assert_eq!(foretell(0, 1000, 10e9).as_millis(), 30);
+    }
+
+    #[test]
+    fn this_machine_has_memory() {
+        assert!(status_kilobytes("/proc/meminfo", "MemAvailable:").expect("a number") > 0);
+        assert_eq!(status_kilobytes("/proc/meminfo", "NoSuchName:"), None);
+    }
+}

@@ -1,0 +1,267 @@
+//! Every thread of a process, held where it is for a moment.
+//!
+//! Threads are stopped by PTRACE_SEIZE and PTRACE_INTERRUPT, of which nothing stays behind: no
+//! signal is sent, and the kernel lets them go by itself if we are killed in between.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::mem;
+use std::ptr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+
+use crate::heap::image::{GENERAL_REGISTERS, Thread};
+use crate::host::capabilities::{self, Capability};
+use crate::print::text;
+
+/// How long a thread may take to stop, while others stand already. One that sleeps in the kernel
+/// where no signal reaches it (state D: a disk, NFS, a vfork) can take for ever.
+const PATIENCE: Duration = Duration::from_millis(100);
+
+/// The pause between two looks at whether a thread has stopped.
+const LOOK: Duration = Duration::from_micros(20);
+
+/// Bytes of the vector state that are asked for: AMX has 11 KiB.
+const VECTOR_BYTES: usize = 16 << 10;
+
+/// The threads of a process, which stand still until the value is dropped.
+#[derive(Debug)]
+pub(super) struct Stopped {
+    pid: u32,
+    threads: BTreeMap<u32, State>,
+}
+
+/// What is known of a thread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// Seized, and asked to stop.
+    Asked,
+    /// Stopped; this signal was about to be delivered, and is when it goes on. 0 is none.
+    Stopped(i32),
+    /// Ended, or about to.
+    Ended,
+}
+
+impl Stopped {
+    /// Stops all threads, those too that others start in the meantime.
+    ///
+    /// # Errors
+    /// If one is traced already, may not be traced, or does not stop in time. All go on then.
+    pub(super) fn stop(pid: u32) -> Result<Self> {
+        let mut all = Self {
+            pid,
+            threads: BTreeMap::new(),
+        };
+        let deadline = Instant::now() + PATIENCE;
+        // A thread that is not stopped yet can start another one.
+        while all.seize_new()? {
+            all.wait(deadline)?;
+        }
+        if !all
+            .threads
+            .values()
+            .any(|state| matches!(state, State::Stopped(_)))
+        {
+            bail!("process {pid} has exited");
+        }
+        Ok(all)
+    }
+
+    /// Seizes the threads that have not been seized. Returns whether there are any.
+    fn seize_new(&mut self) -> Result<bool> {
+        let mut any = false;
+        for tid in tids(self.pid)? {
+            if self.threads.contains_key(&tid) {
+                continue;
+            }
+            let seized = request(libc::PTRACE_SEIZE, tid, 0)
+                .and_then(|()| request(libc::PTRACE_INTERRUPT, tid, 0));
+            let state = match seized {
+                Ok(()) => State::Asked,
+                Err(error) if error.raw_os_error() == Some(libc::ESRCH) => State::Ended,
+                // A leader that has called pthread_exit() stays as a zombie.
+                Err(_) if has_ended(self.pid, tid) => State::Ended,
+                Err(error) => bail!(why_not_seized(self.pid, tid, &error)),
+            };
+            any |= state == State::Asked;
+            self.threads.insert(tid, state);
+        }
+        Ok(any)
+    }
+
+    /// Waits until all that were asked have stopped.
+    fn wait(&mut self, deadline: Instant) -> Result<()> {
+        for (&tid, state) in &mut self.threads {
+            while *state == State::Asked {
+                *state = look(tid);
+                if *state == State::Asked {
+                    if Instant::now() > deadline {
+                        bail!(why_not_stopped(self.pid, tid));
+                    }
+                    std::thread::sleep(LOOK);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The registers of all threads that stand.
+    pub(super) fn registers(&self) -> Vec<Thread> {
+        let stopped = self.threads.iter();
+        let stopped = stopped.filter(|(_, state)| matches!(state, State::Stopped(_)));
+        let threads = stopped.filter_map(|(&tid, _)| {
+            let general = register_set(tid, libc::NT_PRSTATUS, 8 * GENERAL_REGISTERS.len())?;
+            let vector = register_set(tid, NT_X86_XSTATE, VECTOR_BYTES).unwrap_or_default();
+            Some(Thread::new(tid, Vec::new(), general, vector))
+        });
+        threads.collect()
+    }
+
+    /// How many threads stand.
+    pub(super) fn count(&self) -> usize {
+        let states = self.threads.values();
+        states
+            .filter(|state| matches!(state, State::Stopped(_)))
+            .count()
+    }
+}
+
+impl Drop for Stopped {
+    /// Has all go on as they would have without us.
+    fn drop(&mut self) {
+        for (&tid, state) in &mut self.threads {
+            // PTRACE_DETACH works on a stopped thread alone; one that was asked to stop and has not is
+            // given as long as it takes, up to a limit. The kernel lets it go when this thread ends.
+            let until = Instant::now() + LOOK * 10;
+            while *state == State::Asked && Instant::now() < until {
+                *state = look(tid);
+            }
+            if let State::Stopped(signal) = *state {
+                // It has ended if the kernel refuses.
+                let _ = request(libc::PTRACE_DETACH, tid, signal as usize);
+            }
+        }
+    }
+}
+
+/// What has become of a thread that was asked to stop.
+fn look(tid: u32) -> State {
+    let mut status = 0;
+    // SAFETY: the kernel writes one int.
+    let found = unsafe { libc::waitpid(tid as i32, &raw mut status, libc::__WALL | libc::WNOHANG) };
+    match found {
+        0 => State::Asked,
+        _ if found < 0 || !libc::WIFSTOPPED(status) => State::Ended,
+        // PTRACE_EVENT_STOP is our interrupt, or a stop by SIGSTOP that lasts after we have gone.
+        _ if status >> 16 != 0 => State::Stopped(0),
+        // Any other is a signal on its way, which the thread is to get.
+        _ => State::Stopped(libc::WSTOPSIG(status)),
+    }
+}
+
+/// The set of registers that `user_regs_struct` has not: x87, SSE, AVX and so on.
+const NT_X86_XSTATE: i32 = 0x202;
+
+/// The words of a set of registers; None if the kernel has none.
+fn register_set(tid: u32, set: i32, bytes: usize) -> Option<Vec<u64>> {
+    let mut words = vec![0_u64; bytes / 8];
+    let mut place = libc::iovec {
+        iov_base: words.as_mut_ptr().cast(),
+        iov_len: bytes,
+    };
+    // SAFETY: the kernel writes at most `iov_len` bytes to `iov_base`, and how many to `iov_len`.
+    let done = unsafe {
+        libc::ptrace(
+            libc::PTRACE_GETREGSET,
+            tid as libc::pid_t,
+            set as usize,
+            &raw mut place,
+        )
+    };
+    if done != 0 {
+        return None;
+    }
+    words.truncate(place.iov_len / 8);
+    Some(words)
+}
+
+/// A request of ptrace(2) that takes no pointer.
+fn request(request: libc::c_uint, tid: u32, data: usize) -> io::Result<()> {
+    let nothing: *mut libc::c_void = ptr::null_mut();
+    // SAFETY: SEIZE, INTERRUPT and DETACH take numbers, and touch no memory of ours.
+    let done = unsafe { libc::ptrace(request, tid as libc::pid_t, nothing, data) };
+    if done == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+/// The numbers of a process's threads.
+fn tids(pid: u32) -> Result<Vec<u32>> {
+    let Ok(entries) = fs::read_dir(format!("/proc/{pid}/task")) else {
+        bail!("process {pid} has exited");
+    };
+    let names = entries.flatten().map(|entry| entry.file_name());
+    Ok(names
+        .filter_map(|name| name.to_str()?.parse().ok())
+        .collect())
+}
+
+/// The letter by which the kernel tells a thread's state.
+fn state(pid: u32, tid: u32) -> Option<u8> {
+    let stat = fs::read(format!("/proc/{pid}/task/{tid}/stat")).ok()?;
+    // The name is in parentheses and can hold anything, parentheses too.
+    let name_ends = stat.iter().rposition(|&byte| byte == b')')?;
+    stat.get(name_ends + 2).copied()
+}
+
+fn has_ended(pid: u32, tid: u32) -> bool {
+    matches!(state(pid, tid), None | Some(b'Z' | b'X'))
+}
+
+/// The process that traces a thread.
+pub(super) fn tracer(pid: u32, tid: u32) -> Option<u32> {
+    let status = fs::read_to_string(format!("/proc/{pid}/task/{tid}/status")).ok()?;
+    let tracer = status
+        .lines()
+        .find_map(|line| line.strip_prefix("TracerPid:"))?;
+    tracer.trim().parse().ok().filter(|&tracer| tracer != 0)
+}
+
+/// That a process is traced already, and by whom.
+pub(super) fn traced_by(pid: u32, tracer: u32) -> String {
+    let name = fs::read(format!("/proc/{tracer}/comm")).unwrap_or_default();
+    let name = text::escape_bytes(name.trim_ascii_end());
+    format!(
+        "process {pid} is traced already, by {name} (pid {tracer}), and a process has one tracer at a \
+         time: end or detach that one first"
+    )
+}
+
+fn why_not_seized(pid: u32, tid: u32, error: &io::Error) -> String {
+    if let Some(tracer) = tracer(pid, tid) {
+        return traced_by(pid, tracer);
+    }
+    let remedy = capabilities::remedy(Capability::CAP_SYS_PTRACE);
+    format!("failed to stop thread {tid} of process {pid} (PTRACE_SEIZE): {error}{remedy}")
+}
+
+fn why_not_stopped(pid: u32, tid: u32) -> String {
+    let milliseconds = PATIENCE.as_millis();
+    let why = match state(pid, tid) {
+        Some(b'D') => {
+            "it sleeps in the kernel where nothing interrupts it (state D: a disk, NFS, or a vfork \
+             whose child still runs)"
+        }
+        _ => "it may lack CPU time",
+    };
+    format!(
+        "thread {tid} of process {pid} did not stop within {milliseconds} ms: {why}; all threads go on, try again"
+    )
+}
+
+// A register is a word of each set.
+const _: () = assert!(mem::size_of::<libc::user_regs_struct>() == 8 * GENERAL_REGISTERS.len());
