@@ -11,10 +11,14 @@
 //! | [`capture`] | taking the image of a live process |
 //! | [`area`] | a mapping, with what may be done with its memory |
 //! | [`blocks`] | the blocks of a heap, and the block that an address is in |
+//! | [`walk`] | the heaps of a process, in as many images as it takes |
+//! | [`glibc`] | the heap of glibc's malloc |
 //! | [`page_table`] | a number for each page of an address space |
 
 pub mod area;
 pub mod blocks;
 pub mod capture;
+pub mod glibc;
 pub mod image;
 pub mod page_table;
+pub mod walk;

@@ -1,0 +1,152 @@
+//! Where glibc keeps `main_arena` and `mp_`, in a library's or a static program's data.
+
+use std::ops::Range;
+
+use crate::heap::area::Area;
+use crate::heap::image::Image;
+
+use super::{Counts, Library, half, word};
+
+/// Lists of free chunks of an arena.
+const BINS: u64 = 127;
+/// Bytes of their heads.
+pub(super) const BINS_BYTES: u64 = 16 * BINS;
+/// Heads that may be caught while a thread changes their list.
+const TORN: usize = 2;
+
+/// How far into an arena the bins are.
+pub(super) const BINS_2_43: u64 = 0x18;
+pub(super) const BINS_2_26: u64 = 0x68;
+const BINS_2_27: u64 = 0x70;
+
+/// How far into the first heap of an arena the arena is: `heap_info` before 2.35, and since.
+pub(super) const HEAP_HEADERS: [u64; 2] = [0x20, 0x30];
+
+/// More data than this is not looked through, of one library.
+const MOST_DATA: u64 = 64 << 20;
+/// Arenas of a process at most.
+const MOST_ARENAS: usize = 1 << 16;
+
+/// The libraries that have a heap.
+pub(super) fn libraries(image: &Image) -> Vec<Library> {
+    let mut found = Vec::new();
+    for (file, data) in modules(&image.areas) {
+        let mut from = data.start;
+        while let Some(library) = in_data(image, file, &data, from) {
+            from = library.main + BINS_BYTES;
+            found.push(library);
+        }
+    }
+    found
+}
+
+/// The writable data of each mapped file, with the zeros after it (bss).
+fn modules(areas: &[Area]) -> Vec<(&[u8], Range<u64>)> {
+    let mut found: Vec<(&[u8], Range<u64>)> = Vec::new();
+    for area in areas {
+        if !area.writable || area.shared {
+            continue;
+        }
+        let range = area.mapping.range.clone();
+        let last = found.last_mut().filter(|(file, data)| {
+            let continues = area.name().is_empty() || area.name() == *file;
+            continues && data.end == range.start && range.end - data.start < MOST_DATA
+        });
+        if let Some((_, data)) = last {
+            data.end = range.end;
+        } else if area.has_file() && area.name().starts_with(b"/") {
+            found.push((area.name(), range));
+        }
+    }
+    found
+}
+
+/// The first library from an address on.
+fn in_data(image: &Image, file: &[u8], data: &Range<u64>, from: u64) -> Option<Library> {
+    // The address of the last head comes first: most words are not even one.
+    let last = 16 * (BINS - 1);
+    let words = image.words(from.max(data.start + BINS_2_26).saturating_add(last)..data.end);
+    let heads = words.filter(|&(address, _)| is_head(image, address));
+    let mut starts = heads.filter(|&(address, _)| {
+        let heads = (0..BINS).map(|number| address - 16 * number);
+        heads
+            .filter(|&head| !is_head(image, head))
+            .nth(TORN)
+            .is_none()
+    });
+    starts.find_map(|(address, _)| {
+        let bins_at = address - last;
+        let next = word(image, bins_at + BINS_BYTES + 16);
+        [BINS_2_27, BINS_2_43, BINS_2_26]
+            .into_iter()
+            .find_map(|bins| {
+                let main = bins_at.checked_sub(bins)?;
+                closes(image, main, bins, next).then(|| Library {
+                    file: file.to_vec(),
+                    main,
+                    bins,
+                    counts: counts(image, data),
+                })
+            })
+    })
+}
+
+/// Whether a list's head is here: it points to itself, or to chunks that point back.
+fn is_head(image: &Image, at: u64) -> bool {
+    let head = at.wrapping_sub(16);
+    let (first, last) = (word(image, at), word(image, at.wrapping_add(8)));
+    if first == head && last == head {
+        return true;
+    }
+    let is_chunk = |chunk: u64| chunk != 0 && chunk != head && chunk.is_multiple_of(16);
+    is_chunk(first)
+        && is_chunk(last)
+        && word(image, first.wrapping_add(24)) == head
+        && word(image, last.wrapping_add(16)) == head
+}
+
+/// Whether the ring of arenas comes back to the main one.
+fn closes(image: &Image, main: u64, bins: u64, mut arena: u64) -> bool {
+    for _ in 0..MOST_ARENAS {
+        if arena == main {
+            return true;
+        }
+        let header = arena & 0xfff;
+        let is_arena = HEAP_HEADERS.contains(&header) && image.word(arena - header) == Some(arena);
+        if !is_arena {
+            return false;
+        }
+        arena = word(image, arena.wrapping_add(bins + BINS_BYTES + 16));
+    }
+    false
+}
+
+/// What `mp_` counts. The place is known by what stands together: `mmapped_mem`, its maximum, the
+/// start of the heap, and the limits of tcaches, after a limit of 65536 mappings.
+fn counts(image: &Image, data: &Range<u64>) -> Option<Counts> {
+    const MOST_MMAPS: u32 = 65_536;
+    image.words(data.clone()).find_map(|(at, sbrk_base)| {
+        let field = |offset: u64| word(image, at.wrapping_add(offset));
+        let before = |offset: u64| word(image, at.wrapping_sub(offset));
+        let (bins, max_bytes, tcache_count) = (field(8), field(16), field(24));
+        let (mmapped, most) = (before(16), before(8));
+        let is_tcache = (1..=76).contains(&bins) && (8..=8 << 20).contains(&max_bytes);
+        let is_heap = sbrk_base == 0 || (65_536..1 << 47).contains(&sbrk_base);
+        let is_sum = mmapped <= most && mmapped.is_multiple_of(16) && most.is_multiple_of(16);
+        if !is_tcache || tcache_count > 0xffff || !is_heap || !is_sum {
+            return None;
+        }
+        let half = |offset: u64| half(image, at.wrapping_sub(offset));
+        // `hp_flags` is before them since 2.35, which moves them by 4 bytes.
+        let (mmaps, max_mmaps) = match (half(32), half(28)) {
+            (MOST_MMAPS, max_mmaps) => (half(36), max_mmaps),
+            (mmaps, MOST_MMAPS) => (mmaps, half(24)),
+            _ => return None,
+        };
+        (mmaps <= max_mmaps).then_some(Counts {
+            mmaps: mmaps.into(),
+            mmapped,
+            tcache_count,
+        })
+    })
+}

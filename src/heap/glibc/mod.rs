@@ -1,0 +1,383 @@
+//! The heap of glibc's malloc (2.26 to 2.43), walked by its structure alone.
+//!
+//! Neither symbols nor a table of versions is needed. `main_arena` shows itself by 127 list heads in
+//! a row in a library's data ([`locate`]); every chunk tells where the next one is ([`segments`]);
+//! chunks with mappings of their own begin a page ([`mmapped`]); and whether a chunk is free is told
+//! by the one after it, except for those that threads have set aside ([`cached`]). The walk is
+//! complete if the segments of each arena add up to the arena's own `system_mem`, mmapped chunks to
+//! `n_mmaps` and `mmapped_mem`, and every thread's tcache has been recognised. Otherwise a thread was
+//! in the middle of malloc, which another image shows to have passed, or the heap is damaged.
+//!
+//! What is walked is another user's memory: each step is bounded by the image, all steps together by
+//! [`Fuel`], and no value of it is trusted.
+
+mod cached;
+mod locate;
+mod mmapped;
+mod segments;
+pub mod trim;
+pub mod usage;
+
+use std::ops::Range;
+
+use crate::heap::blocks::{Allocator, Block, Coverage, Heap};
+use crate::heap::image::Image;
+use crate::heap::page_table::{PAGE, PageTable};
+
+/// A chunk: a header of 16 bytes, the first 8 of which may be the last of the chunk before it, and what follows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Chunk {
+    /// The address of the header.
+    pub address: u64,
+    /// Bytes, with the header.
+    pub size: u64,
+    /// Who has it.
+    pub state: State,
+    /// The arena's place in [`Walk::arenas`]; [`MMAPPED`] if it has a mapping of its own.
+    pub arena: u32,
+}
+
+/// The arena of chunks that are in none.
+pub const MMAPPED: u32 = u32::MAX;
+
+/// Who has a chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum State {
+    /// The program.
+    InUse,
+    /// The allocator, for a list of threads' free chunks (tcache).
+    Internal,
+    /// Nobody: it is in one of the bins.
+    Bin,
+    /// Nobody: it is in a fastbin, and not merged with its neighbours yet.
+    Fastbin,
+    /// Nobody: a thread has set it aside for itself.
+    Tcache,
+    /// Nobody: it is the end of the arena, of which new chunks are cut.
+    Top,
+}
+
+impl Chunk {
+    /// The address that the program has been given, or would be.
+    pub fn user(&self) -> u64 {
+        self.address.saturating_add(16)
+    }
+
+    /// The address after the chunk.
+    pub fn end(&self) -> u64 {
+        self.address.saturating_add(self.size)
+    }
+}
+
+/// An arena: a heap that threads share.
+#[derive(Debug, Clone, Default)]
+pub struct Arena {
+    /// The address of its `malloc_state`.
+    pub address: u64,
+    /// Whether it is the main one, which grows by brk(2).
+    pub main: bool,
+    /// The address of the top chunk; the initial one if nothing has been allocated.
+    pub top: u64,
+    /// Bytes that it has taken from the kernel, by its own account.
+    pub system: u64,
+    /// Memory that was walked.
+    pub segments: Vec<Range<u64>>,
+    /// What did not make sense, and where, if anything.
+    pub broken: Option<(String, u64)>,
+}
+
+impl Arena {
+    /// Bytes of the segments that were walked.
+    pub fn found(&self) -> u64 {
+        let sizes = self.segments.iter().map(|range| range.end - range.start);
+        sizes.fold(0, u64::wrapping_add)
+    }
+}
+
+/// A C library whose malloc has been used.
+#[derive(Debug, Clone)]
+pub struct Library {
+    /// The file that its data are of.
+    pub file: Vec<u8>,
+    /// The address of `main_arena`.
+    main: u64,
+    /// How far into an arena the bins are.
+    bins: u64,
+    /// What `mp_` counts, if it was found.
+    counts: Option<Counts>,
+}
+
+/// What `mp_` holds of mmapped chunks and of tcaches.
+#[derive(Debug, Clone, Copy)]
+struct Counts {
+    mmaps: u64,
+    mmapped: u64,
+    tcache_count: u64,
+}
+
+impl Library {
+    /// 2.43 has no fastbins, and mmapped chunks whose size leaves out their header.
+    fn is_2_43(&self) -> bool {
+        self.bins == locate::BINS_2_43
+    }
+
+    fn top_of(&self, arena: u64) -> u64 {
+        arena.saturating_add(self.bins - 16)
+    }
+
+    fn next_of(&self, arena: u64) -> u64 {
+        arena.saturating_add(self.bins + locate::BINS_BYTES + 16)
+    }
+}
+
+/// What the walk of a process's glibc heap has found.
+#[derive(Debug, Default)]
+pub struct Walk {
+    /// The C libraries; more than one if a second was loaded by dlmopen(3), or linked statically.
+    pub libraries: Vec<Library>,
+    /// The arenas of all of them, main ones first.
+    pub arenas: Vec<Arena>,
+    /// Chunks, in order of address.
+    pub chunks: Vec<Chunk>,
+    /// Whole mappings of mmapped chunks.
+    pub mmapped: Vec<Range<u64>>,
+    /// Addresses of the tcaches that were recognised.
+    tcaches: Vec<u64>,
+    /// What makes the walk incomplete, and where, apart from arenas.
+    broken: Vec<(String, Option<u64>)>,
+    /// The last chunk that begins at or before a page's end is found from here.
+    index: PageTable,
+}
+
+/// How many more headers may be looked at: what a walk takes is bounded, whatever the memory says.
+#[derive(Debug)]
+struct Fuel(u64);
+
+impl Fuel {
+    fn of(image: &Image) -> Self {
+        // Each 16 bytes can begin a chunk; a walk takes a few looks at each.
+        Self(image.copied_bytes() / 2 + 50_000_000)
+    }
+
+    /// Whether one more may be looked at.
+    fn burn(&mut self) -> bool {
+        self.0 = self.0.saturating_sub(1);
+        self.0 > 0
+    }
+}
+
+/// The word at an address; 0 where there is none.
+fn word(image: &Image, address: u64) -> u64 {
+    image.word(address).unwrap_or(0)
+}
+
+/// Half a word.
+fn half(image: &Image, address: u64) -> u32 {
+    (word(image, address & !7) >> (8 * (address & 4))) as u32
+}
+
+/// Walks the glibc heap of a process; None if no C library of its has allocated anything.
+pub fn walk(image: &Image) -> Option<Walk> {
+    let libraries = locate::libraries(image);
+    if libraries.is_empty() {
+        return None;
+    }
+    let mut walk = Walk {
+        libraries,
+        ..Walk::default()
+    };
+    let mut fuel = Fuel::of(image);
+    let memory = segments::private_memory(image);
+    let used = walk.find_arenas(image);
+    segments::walk_arenas(image, &memory, &mut walk, &used, &mut fuel);
+    mmapped::find(image, &memory, &mut walk);
+    walk.chunks.sort_unstable_by_key(|chunk| chunk.address);
+    let overlap = walk
+        .chunks
+        .windows(2)
+        .find(|two| two[0].end() > two[1].address);
+    if let Some(two) = overlap {
+        walk.broken
+            .push(("two chunks overlap".into(), Some(two[1].address)));
+    }
+    walk.chunks
+        .dedup_by(|next, chunk| chunk.end() > next.address);
+    for (number, chunk) in (0..).zip(&walk.chunks) {
+        walk.index.insert(chunk.address, number);
+    }
+    cached::mark(image, &mut walk, &used);
+    if fuel.0 == 0 {
+        walk.broken
+            .push(("the heap goes round in circles".into(), None));
+    }
+    walk.check_counts(&used);
+    Some(walk)
+}
+
+impl Walk {
+    /// Finds the arenas of each library. Returns, for each, the library's place.
+    fn find_arenas(&mut self, image: &Image) -> Vec<usize> {
+        const MOST: usize = 1 << 16;
+        let mut used = Vec::new();
+        for (place, library) in self.libraries.iter().enumerate() {
+            let mut address = library.main;
+            for _ in 0..MOST {
+                let next = library.next_of(address);
+                self.arenas.push(Arena {
+                    address,
+                    main: address == library.main,
+                    top: word(image, library.top_of(address)),
+                    system: word(image, next.saturating_add(24)),
+                    ..Arena::default()
+                });
+                used.push(place);
+                address = word(image, next);
+                if address == library.main || address == 0 {
+                    break;
+                }
+            }
+        }
+        used
+    }
+
+    /// The chunk that begins at an address, by its place.
+    fn chunk_at(&self, address: u64) -> Option<usize> {
+        let first = self.index.get(address)? as usize;
+        let page = address | (PAGE - 1);
+        // A page has at most 128 chunks that are 32 bytes or more.
+        let within = self.chunks[first..].iter().take(PAGE as usize / 32 + 1);
+        let count = within.take_while(|chunk| chunk.address <= page).count();
+        let found =
+            self.chunks[first..first + count].binary_search_by_key(&address, |chunk| chunk.address);
+        found.ok().map(|at| first + at)
+    }
+
+    /// Holds what was found against what the libraries have counted.
+    fn check_counts(&mut self, used: &[usize]) {
+        let in_use = |place: usize| {
+            let arenas = self.arenas.iter().zip(used);
+            arenas
+                .filter(|(_, of)| **of == place)
+                .any(|(arena, _)| arena.system > 0)
+        };
+        let places = 0..self.libraries.len();
+        if places.filter(|&place| in_use(place)).count() > 1 {
+            let why = "two C libraries have heaps (dlmopen, or one linked statically), whose memory cannot be told apart";
+            self.broken.push((why.into(), None));
+            return;
+        }
+        let counts = self.libraries.iter().filter_map(|library| library.counts);
+        let Some(expected) = counts.reduce(|sum, counts| Counts {
+            mmaps: sum.mmaps + counts.mmaps,
+            mmapped: sum.mmapped.saturating_add(counts.mmapped),
+            ..sum
+        }) else {
+            let why =
+                "malloc's own count of mappings was not found (M_MMAP_MAX may have been changed)";
+            self.broken.push((why.into(), None));
+            return;
+        };
+        let found = self.mmapped.len() as u64;
+        let bytes: u64 = self
+            .mmapped
+            .iter()
+            .map(|range| range.end - range.start)
+            .sum();
+        // 2.43 adds 16 bytes at each mremap, and never takes them off again.
+        let surplus = expected.mmapped.wrapping_sub(bytes);
+        let drifts = self.libraries.iter().any(Library::is_2_43) && surplus < 1 << 20;
+        if expected.mmaps != found || (surplus != 0 && !drifts) {
+            let why = format!(
+                "{found} mmapped chunks of {bytes} bytes were found, and malloc has counted {} of {}",
+                expected.mmaps, expected.mmapped
+            );
+            self.broken.push((why, None));
+        }
+    }
+
+    /// Bytes of a chunk that the program may use.
+    pub fn usable(&self, chunk: &Chunk) -> u64 {
+        // An mmapped chunk has no neighbour whose header it may use.
+        let header = if chunk.arena == MMAPPED && !self.libraries.iter().any(Library::is_2_43) {
+            16
+        } else {
+            8
+        };
+        chunk.size.saturating_sub(header)
+    }
+
+    /// Whether all chunks were found.
+    pub fn coverage(&self) -> Coverage {
+        for arena in &self.arenas {
+            if let Some((why, address)) = &arena.broken {
+                return Coverage::Incomplete {
+                    why: why.clone(),
+                    address: Some(*address),
+                };
+            }
+            // An sbrk() of others before the first can leave an odd start: ld.so 2.31 copies GLIBC_TUNABLES there.
+            let missing = arena.system.wrapping_sub(arena.found());
+            if missing >= 16 {
+                return Coverage::Incomplete {
+                    why: format!(
+                        "the arena at {:#x} has {} bytes, and {} were found",
+                        arena.address,
+                        arena.system,
+                        arena.found()
+                    ),
+                    address: None,
+                };
+            }
+        }
+        match self.broken.first() {
+            Some((why, address)) => Coverage::Incomplete {
+                why: why.clone(),
+                address: *address,
+            },
+            None => Coverage::Complete,
+        }
+    }
+
+    /// The heap in terms that all allocators have in common.
+    pub fn heap(&self) -> Heap {
+        let in_use = self
+            .chunks
+            .iter()
+            .filter(|chunk| chunk.state == State::InUse);
+        let blocks = in_use.map(|chunk| Block {
+            address: chunk.user(),
+            size: self.usable(chunk),
+        });
+        let mut heap = Heap::new(blocks.collect(), self.coverage());
+        heap.allocators = self.libraries.iter().map(Library::allocator).collect();
+        let segments = self.arenas.iter().flat_map(|arena| &arena.segments);
+        heap.regions = segments.chain(&self.mmapped).cloned().collect();
+        heap.regions.sort_unstable_by_key(|range| range.start);
+        heap.structures = self
+            .libraries
+            .iter()
+            .map(|library| library.main..library.next_of(library.main) + 48)
+            .collect();
+        let free = [State::Bin, State::Fastbin, State::Tcache, State::Top];
+        let free = self
+            .chunks
+            .iter()
+            .filter(|chunk| free.contains(&chunk.state));
+        heap.free = free.map(|chunk| chunk.address..chunk.end()).collect();
+        heap
+    }
+}
+
+impl Library {
+    fn allocator(&self) -> Allocator {
+        let versions = match self.bins {
+            locate::BINS_2_43 => "2.43 or later",
+            locate::BINS_2_26 => "2.26",
+            _ => "2.27 to 2.42",
+        };
+        Allocator {
+            name: format!("glibc malloc ({versions})"),
+            file: self.file.clone(),
+        }
+    }
+}

@@ -1,0 +1,318 @@
+//! The chunks of arenas: each tells how far away the next one is.
+
+use std::collections::HashSet;
+use std::ops::Range;
+
+use crate::heap::image::Image;
+use crate::heap::page_table::PAGE;
+
+use super::{Arena, Chunk, Fuel, Library, State, Walk, word};
+
+/// Bits of a size field: the chunk before is in use, it is mmapped, it is not of the main arena.
+const PREVIOUS_IN_USE: u64 = 1;
+const IS_MMAPPED: u64 = 2;
+const FLAGS: u64 = 7;
+
+/// Heaps of thread arenas are aligned to this; with huge pages, before 2.42, to less.
+const HEAP_ALIGNMENT: u64 = 64 << 20;
+/// Heaps of one arena at most.
+const MOST_HEAPS: usize = 100_000;
+/// Gaps that others have made in the main arena by brk(2), at most.
+const MOST_GAPS: usize = 1000;
+
+/// How the walk of a row of chunks has ended.
+#[derive(Debug, PartialEq, Eq)]
+enum End {
+    /// With the top chunk.
+    Top,
+    /// With the fence that malloc leaves where memory is not its own; the address after it.
+    Fence(u64),
+    /// With a header that makes no sense.
+    Broken(u64),
+}
+
+/// Private memory of no file, neighbours joined: madvise(2) and mprotect(2) split mappings.
+pub(super) fn private_memory(image: &Image) -> Vec<Range<u64>> {
+    let mut joined: Vec<Range<u64>> = Vec::new();
+    let areas = image.areas.iter();
+    for area in areas.filter(|area| area.readable && area.writable && area.is_private_memory()) {
+        let range = area.mapping.range.clone();
+        match joined.last_mut().filter(|last| last.end == range.start) {
+            Some(last) => last.end = range.end,
+            None => joined.push(range),
+        }
+    }
+    joined
+}
+
+/// The range that an address is in.
+fn within(ranges: &[Range<u64>], address: u64) -> Option<&Range<u64>> {
+    let at = ranges.partition_point(|range| range.end <= address);
+    ranges.get(at).filter(|range| range.start <= address)
+}
+
+/// Walks all arenas; what of them makes no sense is noted there.
+pub(super) fn walk_arenas(
+    image: &Image,
+    memory: &[Range<u64>],
+    walk: &mut Walk,
+    used: &[usize],
+    fuel: &mut Fuel,
+) {
+    let mut arenas = std::mem::take(&mut walk.arenas);
+    for (number, arena) in arenas.iter_mut().enumerate() {
+        let library = &walk.libraries[used[number]];
+        // The first top is the arena itself: nothing has been allocated.
+        if arena.top == library.top_of(arena.address) {
+            continue;
+        }
+        let mut walker = Walker {
+            image,
+            fuel,
+            number: number as u32,
+            main: arena.main,
+            top: arena.top,
+        };
+        let chunks = if arena.main {
+            walker.main_arena(arena, memory)
+        } else {
+            walker.thread_arena(arena, library)
+        };
+        walk.chunks.extend(chunks);
+    }
+    walk.arenas = arenas;
+}
+
+/// What walks the chunks of one arena.
+struct Walker<'a> {
+    image: &'a Image,
+    fuel: &'a mut Fuel,
+    number: u32,
+    main: bool,
+    top: u64,
+}
+
+impl Walker<'_> {
+    fn size(&self, chunk: u64) -> u64 {
+        word(self.image, chunk.wrapping_add(8))
+    }
+
+    /// Adds the chunks from an address on, up to `limit`.
+    fn row(&mut self, mut at: u64, limit: u64, chunks: &mut Vec<Chunk>) -> End {
+        loop {
+            if at.checked_add(16).is_none_or(|header| header > limit) || !self.fuel.burn() {
+                return End::Broken(at);
+            }
+            let field = self.size(at);
+            let size = field & !FLAGS;
+            if at == self.top {
+                self.add(chunks, at, size, State::Top);
+                return End::Top;
+            }
+            if field & IS_MMAPPED != 0 {
+                return End::Broken(at);
+            }
+            if let Some(end) = self.fence(at, size) {
+                return end;
+            }
+            let fits = size >= 0x20 && size.is_multiple_of(16) && size <= limit - at - 16;
+            if !fits {
+                return End::Broken(at);
+            }
+            let next = self.size(at + size);
+            // The end of a heap whose top has moved to the next one is a fence of 32 bytes, or of 48 as one chunk.
+            if !self.main && size == 0x20 && next & !FLAGS == 0 && at + size + 16 == limit {
+                return End::Fence(limit);
+            }
+            let state = if next & PREVIOUS_IN_USE != 0 {
+                State::InUse
+            } else {
+                State::Bin
+            };
+            self.add(chunks, at, size, state);
+            at += size;
+        }
+    }
+
+    fn add(&self, chunks: &mut Vec<Chunk>, address: u64, size: u64, state: State) {
+        chunks.push(Chunk {
+            address,
+            size,
+            state,
+            arena: self.number,
+        });
+    }
+
+    /// The end that a size of 0 or 16 stands for; None for other sizes.
+    fn fence(&self, at: u64, size: u64) -> Option<End> {
+        let next = self.size(at + 16) & !FLAGS;
+        match (size, self.main) {
+            (0, false) => Some(End::Fence(at + 16)),
+            (0x10, true) if next == 0x10 => Some(End::Fence(at + 32)),
+            (0x10, false) if next == 0 => Some(End::Fence(at + 32)),
+            (0 | 0x10, _) => Some(End::Broken(at)),
+            _ => None,
+        }
+    }
+
+    /// A thread's arena: heaps, from the one that holds the top chunk back to the first.
+    fn thread_arena(&mut self, arena: &mut Arena, library: &Library) -> Vec<Chunk> {
+        let header = arena.address & 0xfff;
+        let first = arena.address - header;
+        let mut alignment = HEAP_ALIGNMENT;
+        let fits = |alignment: u64| {
+            word(self.image, arena.top & !(alignment - 1)) == arena.address
+                && first.is_multiple_of(alignment)
+        };
+        while alignment > 1 << 20 && !fits(alignment) {
+            alignment /= 2;
+        }
+        let mut heap = arena.top & !(alignment - 1);
+        let (mut chunks, mut seen) = (Vec::new(), HashSet::new());
+        loop {
+            let is_heap = word(self.image, heap) == arena.address;
+            if !is_heap || seen.len() >= MOST_HEAPS || !seen.insert(heap) {
+                arena.broken = Some(("a heap's header is not that of its arena".into(), heap));
+                break;
+            }
+            let (previous, size) = (
+                word(self.image, heap + 8),
+                word(self.image, heap + 16).min(alignment),
+            );
+            let start = if heap == first {
+                // The chunks of the first heap begin after its arena.
+                (library.next_of(arena.address) + 40).next_multiple_of(16)
+            } else {
+                heap + header
+            };
+            if let End::Broken(at) = self.row(start, heap + size, &mut chunks) {
+                arena.broken = Some(("a chunk's header makes no sense".into(), at));
+                break;
+            }
+            arena.segments.push(heap..heap + size);
+            if heap == first {
+                break;
+            }
+            heap = previous;
+        }
+        chunks
+    }
+
+    /// The main arena: one row of chunks up to the top, and others where brk(2) failed.
+    fn main_arena(&mut self, arena: &mut Arena, memory: &[Range<u64>]) -> Vec<Chunk> {
+        let end = arena.top.saturating_add(self.size(arena.top) & !FLAGS);
+        let Some(area) = within(memory, arena.top).filter(|_| end > arena.top) else {
+            arena.broken = Some((
+                "the top chunk is in no memory of the heap".into(),
+                arena.top,
+            ));
+            return Vec::new();
+        };
+        let contiguous = end
+            .checked_sub(arena.system)
+            .filter(|&base| base >= area.start);
+        let contiguous = contiguous.map(|base| base.next_multiple_of(16));
+        // An sbrk() by others makes a start that is not where the mapping starts.
+        let near = (area.start..arena.top.min(area.start + (1 << 20))).step_by(16);
+        let far = (area.start + (1 << 20)..arena.top).step_by(PAGE as usize);
+        let mut broken_at = None;
+        for base in contiguous
+            .into_iter()
+            .chain(near)
+            .chain(far)
+            .chain([arena.top])
+        {
+            if base != arena.top && self.size(base) & FLAGS != PREVIOUS_IN_USE {
+                continue;
+            }
+            let mut chunks = Vec::new();
+            match self.row_with_gaps(base, end, &mut chunks) {
+                None => {
+                    arena.segments.push(base..end);
+                    self.elsewhere(arena, memory, &mut chunks);
+                    return chunks;
+                }
+                Some(at) if Some(base) == contiguous && base != at => {
+                    broken_at = Some(at);
+                    // A row that ends after many chunks is the heap, damaged: others would be made up.
+                    if chunks.len() > 64 {
+                        break;
+                    }
+                }
+                Some(_) => {}
+            }
+            if self.fuel.0 == 0 {
+                break;
+            }
+        }
+        arena.broken = Some((
+            "a chunk's header makes no sense".into(),
+            broken_at.unwrap_or(arena.top),
+        ));
+        Vec::new()
+    }
+
+    /// Walks to the top chunk across what others took by sbrk(2). Returns where that fails, if it does.
+    fn row_with_gaps(&mut self, base: u64, end: u64, chunks: &mut Vec<Chunk>) -> Option<u64> {
+        let mut at = base;
+        for _ in 0..MOST_GAPS {
+            match self.row(at, end, chunks) {
+                End::Top => return None,
+                End::Broken(at) => return Some(at),
+                End::Fence(after) => at = self.after_gap(after, end),
+            }
+        }
+        Some(at)
+    }
+
+    /// Where chunks go on after a gap: the first place from which a row of them leads on.
+    fn after_gap(&mut self, from: u64, end: u64) -> u64 {
+        for at in (from..self.top).step_by(16) {
+            let field = self.size(at);
+            let size = field & !FLAGS;
+            if field & FLAGS != PREVIOUS_IN_USE || size < 0x20 || size > end - at {
+                continue;
+            }
+            let mut row = Vec::new();
+            match self.row(at, end, &mut row) {
+                End::Top => return at,
+                End::Fence(_) if row.len() > 4 => return at,
+                _ if self.fuel.0 == 0 => break,
+                _ => {}
+            }
+        }
+        self.top
+    }
+
+    /// Finds the memory that malloc mapped when brk(2) had failed: rows of chunks that begin a page
+    /// and end with a fence at the end of one, until the arena's sum is reached.
+    fn elsewhere(&mut self, arena: &mut Arena, memory: &[Range<u64>], chunks: &mut Vec<Chunk>) {
+        let mut missing = arena.system.saturating_sub(arena.found());
+        for area in memory {
+            let mut page = area.start;
+            while missing >= 16 && page + PAGE <= area.end && self.fuel.0 > 0 {
+                if let Some(segment) = arena.segments.iter().find(|range| range.contains(&page)) {
+                    page = segment.end.next_multiple_of(PAGE);
+                    continue;
+                }
+                let field = self.size(page);
+                let starts = self.image.word(page) == Some(0)
+                    && field & FLAGS == PREVIOUS_IN_USE
+                    && field & !FLAGS >= 0x20;
+                let mut row = Vec::new();
+                if starts
+                    && let End::Fence(after) = self.row(page, area.end, &mut row)
+                    && after.is_multiple_of(PAGE)
+                    && !row.is_empty()
+                {
+                    chunks.append(&mut row);
+                    arena.segments.push(page..after);
+                    missing = missing.saturating_sub(after - page);
+                    page = after;
+                } else {
+                    page += PAGE;
+                }
+            }
+        }
+    }
+}

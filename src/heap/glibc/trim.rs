@@ -1,0 +1,63 @@
+//! What malloc_trim(0) would give back to the kernel.
+//!
+//! The call merges fastbins into their neighbours, gives back the whole pages inside each free chunk
+//! of at least a page, in every arena, and then the end of the main arena's top. It does not touch
+//! the tops of other arenas, nor what threads have set aside.
+
+use crate::heap::image::Image;
+use crate::heap::page_table::PAGE;
+
+use super::{Chunk, State, Walk};
+
+/// Bytes at the start of a free chunk that stay: its header and its places in lists.
+const LINKS: u64 = 48;
+/// Bytes at the start of the top chunk that stay: the smallest chunk, and one byte.
+const LEAST_TOP: u64 = 33;
+
+/// Bytes of memory, in whole pages, that are in use now and would not be afterwards.
+pub fn returned(image: &Image, walk: &Walk) -> u64 {
+    let mut bytes = 0;
+    let mut chunks = walk.chunks.iter().peekable();
+    while let Some(chunk) = chunks.next() {
+        if chunk.state == State::Top {
+            bytes += of_top(image, walk, chunk.address, chunk);
+            continue;
+        }
+        if !merges(chunk) {
+            continue;
+        }
+        let mut end = chunk.end();
+        while let Some(next) = chunks.next_if(|next| next.address == end && merges(next)) {
+            end = next.end();
+        }
+        let top = chunks.next_if(|next| next.address == end && next.state == State::Top);
+        bytes += match top {
+            Some(top) => of_top(image, walk, chunk.address, top),
+            None if end - chunk.address >= PAGE => image.resident(chunk.address + LINKS..end),
+            None => 0,
+        };
+    }
+    bytes
+}
+
+/// Whether a chunk will be merged with its free neighbours.
+fn merges(chunk: &Chunk) -> bool {
+    [State::Bin, State::Fastbin].contains(&chunk.state)
+}
+
+/// What is given back of a top chunk that begins at `start` once its neighbours are merged with it.
+fn of_top(image: &Image, walk: &Walk, start: u64, top: &Chunk) -> u64 {
+    let main = walk
+        .arenas
+        .get(top.arena as usize)
+        .is_some_and(|arena| arena.main);
+    // By brk(2), which works if the top is what it ends with.
+    let by_brk = image
+        .area(top.address)
+        .is_some_and(|area| area.name() == b"[heap]" && area.mapping.range.end == top.end());
+    if main && by_brk {
+        image.resident(start + LEAST_TOP..top.end())
+    } else {
+        0
+    }
+}

@@ -1,0 +1,58 @@
+//! A process's heap, walked in as many images as it takes for one that is whole.
+
+use anyhow::Result;
+
+use crate::heap::blocks::{Coverage, Heap};
+use crate::heap::capture::Request;
+use crate::heap::glibc;
+use crate::heap::image::Image;
+
+/// Images that are taken at most. A thread was in the middle of malloc in 2 of 300.
+const TRIES: u32 = 3;
+
+/// An image with what its allocators' structures say.
+#[derive(Debug)]
+pub struct Walked {
+    /// The process, as it stood still.
+    pub image: Image,
+    /// The blocks, and whether these are all.
+    pub heap: Heap,
+    /// The arenas and free chunks of glibc's malloc, if it has been used.
+    pub glibc: Option<glibc::Walk>,
+}
+
+impl Walked {
+    /// Walks the heaps of an image.
+    pub fn of(image: Image) -> Self {
+        let glibc = glibc::walk(&image);
+        let heap = match &glibc {
+            Some(walk) => walk.heap(),
+            None => Heap::new(
+                Vec::new(),
+                Coverage::Unknown {
+                    why: "no heap of glibc's malloc was found, and there is no walk of other allocators"
+                        .into(),
+                },
+            ),
+        };
+        Self { image, heap, glibc }
+    }
+
+    /// Takes images until the heap of one is complete, up to three. The last one is returned if none
+    /// is, with the reason in its coverage.
+    ///
+    /// # Errors
+    /// Those of [`Request::take`].
+    pub fn take(request: &Request, tool: &str) -> Result<Self> {
+        let mut walked = Self::of(request.take(tool)?);
+        for _ in 1..TRIES {
+            if !matches!(walked.heap.coverage, Coverage::Incomplete { .. }) {
+                break;
+            }
+            // The copy is given back before there is another one.
+            drop(walked);
+            walked = Self::of(request.take(tool)?);
+        }
+        Ok(walked)
+    }
+}
