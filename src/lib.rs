@@ -27,6 +27,7 @@
 //! | [`code`] | machine code and the ELF files that it comes from |
 //! | [`host`] | what the kernel tells about memory and the machine by itself, with nothing traced |
 //! | [`mod@process`] | who is traced, and what they have mapped |
+//! | [`interpreters`] | what the frames of an interpreter's loop execute, in the words of the interpreted language |
 //! | [`stacks`] | call stacks, from the kernel half's walk to names |
 //! | [`heap`] | the heap of a live process, found in a copy of its memory |
 //! | [`export`] | named stacks, and sums, in the formats that people and other programs read |
@@ -40,6 +41,7 @@ pub mod code;
 pub mod export;
 pub mod heap;
 pub mod host;
+pub mod interpreters;
 pub mod print;
 pub mod process;
 pub mod run;

@@ -1,0 +1,46 @@
+//! Room `interpreters`: what the frames of an interpreter's loop execute, in the words of the
+//! interpreted language.
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | [`python`] | CPython: its code objects, and their lines |
+
+use clap::ValueEnum;
+
+pub mod python;
+
+/// Options of the tools that show user stacks, for the frames of interpreters.
+#[derive(Debug, Clone, Copy, Default, clap::Args)]
+pub struct InterpreterArgs {
+    /// Whether functions of Python are shown in the place of the interpreter's own
+    #[arg(long, value_name = "WHICH", value_enum, default_value_t = Interpreters::Auto)]
+    pub interpreters: Interpreters,
+
+    /// Whether functions of Python are shown with their lines, which keeps stacks apart by these
+    #[arg(long, value_name = "WHETHER", value_enum, default_value_t = PythonLines::Yes)]
+    pub python_lines: PythonLines,
+
+    /// Show the interpreter's own frames, too, that execute functions of Python
+    #[arg(long)]
+    pub native_frames: bool,
+}
+
+/// Whose functions are shown.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum Interpreters {
+    /// Those of each process whose interpreter is known
+    #[default]
+    Auto,
+    /// Of none: native frames only
+    Off,
+}
+
+/// Whether lines are shown.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum PythonLines {
+    /// Function, file and line
+    #[default]
+    Yes,
+    /// Function and file
+    No,
+}

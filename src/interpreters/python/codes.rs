@@ -1,0 +1,436 @@
+//! All code objects that the kernel half met, by the words that stand for them in stacks.
+//!
+//! The kernel half sends a code object before it stores the first stack that it is in. A thread reads the ring
+//! buffer as it fills: what a record has no room for is in the process's memory, until the code object dies. Whoever
+//! needs a name waits until all that was sent before is read ([`Codes::get`]).
+
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use libbpf_rs::{MapHandle, MapMut};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::unistd;
+
+use crate::bpf::ring::Events;
+use crate::bpf::types::python_code as Header;
+use crate::interpreters::python::code::{Characters, Code};
+use crate::print::text;
+
+/// Memory for code objects, in bytes. A large program has 50,000, which take 20 MB.
+const MOST: usize = 64 << 20;
+/// Bytes of a text that are read: as many characters as are shown.
+const MAX_TEXT: usize = 4 * text::MAX_NAME;
+/// Bytes of a line table that are read. The longest of the standard library's has 37 KB.
+const MAX_LINES: usize = 1 << 20;
+/// How long a name is waited for at most.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// What stands for a code object in a word of a stack.
+const CODE_BITS: u64 = !((1 << super::lines::Instruction::BITS) - 1);
+
+/// What is known of a word.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Known {
+    /// The code object.
+    Code(Arc<Code>),
+    /// Two different code objects have the same word: which of them a frame is of is not known.
+    Ambiguous,
+    /// Nothing was sent, or there was no room for it.
+    Nothing,
+}
+
+/// The code objects, within bounded memory.
+#[derive(Debug, Default)]
+struct Table {
+    by_word: HashMap<u64, Known>,
+    bytes: usize,
+    /// Code objects that there was no room for.
+    dropped: u64,
+}
+
+impl Table {
+    fn add(&mut self, word: u64, code: Code) {
+        let word = word & CODE_BITS;
+        match self.by_word.get_mut(&word) {
+            None if self.bytes >= MOST => self.dropped += 1,
+            None => {
+                self.bytes += code.size();
+                self.by_word.insert(word, Known::Code(Arc::new(code)));
+            }
+            Some(Known::Code(known)) if is_same(known, &code) => {
+                if known.lines.is_none() && code.lines.is_some() {
+                    self.bytes += code.size();
+                    *known = Arc::new(code);
+                }
+            }
+            Some(known) => *known = Known::Ambiguous,
+        }
+    }
+
+    fn get(&self, word: u64) -> Known {
+        let known = self.by_word.get(&(word & CODE_BITS));
+        known.cloned().unwrap_or(Known::Nothing)
+    }
+}
+
+/// Whether two records can be of one code object, which is sent again when it was forgotten. A line table can be missing
+/// in one of them.
+fn is_same(one: &Code, other: &Code) -> bool {
+    let head = |code: &Code| (code.first_line, code.minor);
+    let lines = match (&one.lines, &other.lines) {
+        (Some(one), Some(other)) => one == other,
+        _ => true,
+    };
+    head(one) == head(other) && one.name == other.name && one.file == other.file && lines
+}
+
+/// What the kernel half has sent of a code object.
+#[derive(Debug)]
+struct Record {
+    header: Header,
+    file: Vec<u8>,
+    name: Vec<u8>,
+    lines: Vec<u8>,
+}
+
+impl Record {
+    /// The record in these bytes; None if they are too few.
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        let header: Header = *plain::from_bytes(bytes).ok()?;
+        let mut rest = bytes.get(size_of::<Header>()..)?;
+        let mut piece = |length: u16| -> Option<Vec<u8>> {
+            let (piece, others) = rest.split_at_checked(length.into())?;
+            rest = others;
+            Some(piece.to_vec())
+        };
+        Some(Self {
+            file: piece(header.file_bytes)?,
+            name: piece(header.name_bytes)?,
+            lines: piece(header.lines_bytes)?,
+            header,
+        })
+    }
+
+    /// The code object, if it has a name: what is not in the record is read from `memory`, a process's, at addresses.
+    fn code(self, memory: &mut impl FnMut(u64, usize) -> Option<Vec<u8>>) -> Option<Code> {
+        let header = &self.header;
+        let mut whole = |sent: Vec<u8>, at: u64, length: u32, most: usize| {
+            let length = usize::try_from(length).unwrap_or(usize::MAX).min(most);
+            if at == 0 || sent.len() >= length {
+                return sent;
+            }
+            // What is there now can be another text: then its beginning is not the one that was sent.
+            let read = memory(at, length).filter(|read| read.starts_with(&sent));
+            read.unwrap_or(sent)
+        };
+        let file = whole(self.file, header.file_at, header.file_length, MAX_TEXT);
+        let name = whole(self.name, header.name_at, header.name_length, MAX_TEXT);
+        if name.is_empty() {
+            return None;
+        }
+        // A part of it is of no use.
+        let length = header.lines_length as usize;
+        let is_wanted = header.lines_at != 0 && length <= MAX_LINES;
+        let lines = is_wanted
+            .then(|| whole(self.lines, header.lines_at, header.lines_length, MAX_LINES))
+            .filter(|lines| lines.len() == length);
+        Some(Code {
+            file: Characters::of_kind(header.file_kind)?.text(&file),
+            name: Characters::of_kind(header.name_kind)?.text(&name),
+            first_line: header.first_line,
+            minor: header.minor,
+            lines: lines.map(Vec::into_boxed_slice),
+        })
+    }
+}
+
+/// Bytes of a process's memory; None if that cannot be read.
+fn read_memory(pid: u32, address: u64, length: usize) -> Option<Vec<u8>> {
+    let memory = File::open(format!("/proc/{pid}/mem")).ok()?;
+    let mut bytes = vec![0; length];
+    memory.read_exact_at(&mut bytes, address).ok()?;
+    Some(bytes)
+}
+
+/// The code objects that were met, for whoever names stacks. Its thread ends when the last copy is dropped.
+#[derive(Debug, Clone)]
+pub struct Codes(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    table: Arc<Mutex<Table>>,
+    reader: Mutex<Reader>,
+}
+
+/// The thread, as it is asked.
+#[derive(Debug)]
+struct Reader {
+    /// A byte is a question: whether all that was sent before is read. Its closing stops the thread.
+    ask: OwnedFd,
+    answers: mpsc::Receiver<()>,
+    /// Words that were asked for in vain.
+    in_vain: HashSet<u64>,
+}
+
+impl Codes {
+    /// Reads the skeleton's map `python_codes` from now on.
+    ///
+    /// # Errors
+    /// If the map, or a thread for it, cannot be had.
+    pub fn start(ring: &MapMut<'_>) -> Result<Self> {
+        let ring = MapHandle::try_from(ring).context("failed to open a map a second time")?;
+        let (questions, ask) = unistd::pipe().context("failed to open a pipe")?;
+        let (answer, answers) = mpsc::channel();
+        let table: Arc<Mutex<Table>> = Arc::default();
+        let shared = Arc::clone(&table);
+        thread::Builder::new()
+            .name("python".into())
+            .spawn(move || {
+                if let Err(error) = read(&ring, File::from(questions), &answer, &shared) {
+                    eprintln!("names of Python functions are no longer read: {error:#}");
+                }
+            })
+            .context("failed to start a thread")?;
+        let reader = Reader {
+            ask,
+            answers,
+            in_vain: HashSet::new(),
+        };
+        Ok(Self(Arc::new(Shared {
+            table,
+            reader: Mutex::new(reader),
+        })))
+    }
+
+    /// What is known of the code object that a word of a stack stands for. If that is nothing, all that was sent
+    /// until now is read first.
+    pub fn get(&self, word: u64) -> Known {
+        let known = lock(&self.0.table).get(word);
+        if known != Known::Nothing {
+            return known;
+        }
+        let mut reader = lock(&self.0.reader);
+        if reader.in_vain.contains(&(word & CODE_BITS)) {
+            return Known::Nothing;
+        }
+        reader.wait();
+        let known = lock(&self.0.table).get(word);
+        if known == Known::Nothing {
+            reader.in_vain.insert(word & CODE_BITS);
+        }
+        known
+    }
+
+    /// Has what was asked for in vain looked for again.
+    pub fn refresh(&self) {
+        lock(&self.0.reader).in_vain.clear();
+    }
+
+    /// How many code objects there was no memory for.
+    pub fn dropped(&self) -> u64 {
+        lock(&self.0.table).dropped
+    }
+}
+
+impl Reader {
+    /// Waits until all that was sent before is read.
+    fn wait(&mut self) {
+        // An answer that came too late for the question before.
+        while self.answers.try_recv().is_ok() {}
+        if unistd::write(&self.ask, &[0]) == Ok(1) {
+            // Without one, the thread has ended, and said why.
+            let _ = self.answers.recv_timeout(PATIENCE);
+        }
+    }
+}
+
+/// What the thread does, until nobody can ask any more.
+fn read(
+    ring: &MapHandle,
+    mut questions: File,
+    answer: &mpsc::Sender<()>,
+    table: &Mutex<Table>,
+) -> Result<()> {
+    let records = Events::decoding(ring, Record::decode)?;
+    loop {
+        let mut sources = [
+            PollFd::new(questions.as_fd(), PollFlags::POLLIN),
+            PollFd::new(records.as_fd(), PollFlags::POLLIN),
+        ];
+        match poll(&mut sources, PollTimeout::NONE) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(error) => return Err(error).context("failed to wait for them"),
+        }
+        let asked = sources[0].any() == Some(true);
+        let asked = match asked.then(|| questions.read(&mut [0])).transpose() {
+            Ok(Some(0)) => return Ok(()),
+            Ok(asked) => asked.is_some(),
+            Err(error) => return Err(error).context("failed to read a pipe"),
+        };
+        for record in records.drain()? {
+            let (word, pid) = (record.header.word, record.header.pid);
+            let mut memory = |address, length| read_memory(pid, address, length);
+            if let Some(code) = record.code(&mut memory) {
+                lock(table).add(word, code);
+            }
+        }
+        if asked && answer.send(()).is_err() {
+            return Ok(());
+        }
+    }
+}
+
+/// A table is whole between any two of its calls, even if a thread has panicked.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn header() -> Header {
+        Header {
+            word: 1 << 63 | 5 << 20,
+            file_at: 0x1000,
+            name_at: 0x2000,
+            lines_at: 0x3000,
+            file_length: 9,
+            name_length: 4,
+            lines_length: 2,
+            pid: 7,
+            first_line: 41,
+            file_bytes: 9,
+            name_bytes: 4,
+            lines_bytes: 2,
+            file_kind: 1,
+            name_kind: 1,
+            minor: 12,
+            ..Header::default()
+        }
+    }
+
+    fn bytes(header: &Header, rest: &[u8]) -> Vec<u8> {
+        // SAFETY: the header is plain data.
+        let head = unsafe { plain::as_bytes(header) };
+        [head, rest].concat()
+    }
+
+    fn code(header: &Header, rest: &[u8], memory: &[(u64, &[u8])]) -> Option<Code> {
+        let mut read = |at, length| {
+            let found = memory.iter().find(|&&(address, _)| address == at)?.1;
+            found.get(..length).map(<[u8]>::to_vec)
+        };
+        Record::decode(&bytes(header, rest))?.code(&mut read)
+    }
+
+    #[test]
+    fn a_record_is_read_as_it_was_sent() {
+        let code = code(&header(), b"orders.pyload\xe8\x04", &[]).expect("a code object");
+        assert_eq!((&*code.file, &*code.name), ("orders.py", "load"));
+        assert_eq!((code.first_line, code.minor), (41, 12));
+        assert_eq!(code.lines.as_deref(), Some(&[0xe8, 4][..]));
+        assert!(Record::decode(&bytes(&header(), b"orders.pyload\xe8")).is_none());
+    }
+
+    #[test]
+    fn what_had_no_room_is_read_from_the_process_if_it_is_still_that() {
+        let long = vec![b'n'; 3000];
+        let lines = vec![0u8; 5000];
+        let of = Header {
+            name_length: 3000,
+            lines_length: 5000,
+            lines_bytes: 0,
+            ..header()
+        };
+        let memory: [(u64, &[u8]); 2] = [(0x2000, &long), (0x3000, &lines)];
+        let whole = code(&of, b"orders.pynnnn", &memory).expect("a code object");
+        assert_eq!(whole.name.len(), 3000);
+        assert_eq!(whole.lines.as_deref(), Some(&*lines));
+        // Another text is there by now.
+        let memory: [(u64, &[u8]); 1] = [(0x2000, &long)];
+        let cut = code(&of, b"orders.pymmmm", &memory).expect("a code object");
+        assert_eq!((&*cut.name, cut.lines), ("mmmm", None));
+    }
+
+    #[test]
+    fn what_has_no_name_or_lengths_of_gigabytes_is_no_code_object() {
+        let nothing = Header {
+            name_at: 0,
+            name_length: 0,
+            name_bytes: 0,
+            ..header()
+        };
+        assert_eq!(code(&nothing, b"orders.py\xe8\x04", &[]), None);
+        let vast = Header {
+            lines_length: u32::MAX,
+            name_length: u32::MAX,
+            ..header()
+        };
+        let mut longest = 0;
+        let read = Record::decode(&bytes(&vast, b"orders.pyload\xe8\x04")).expect("a record");
+        let code = read.code(&mut |_, length| {
+            longest = longest.max(length);
+            None
+        });
+        assert!(code.is_some_and(|code| code.lines.is_none()));
+        assert_eq!(longest, MAX_TEXT);
+    }
+
+    #[test]
+    fn one_word_for_two_code_objects_is_neither() {
+        let mut table = Table::default();
+        let one = || code(&header(), b"orders.pyload\xe8\x04", &[]).expect("a code object");
+        table.add(header().word, one());
+        table.add(header().word, one());
+        let word = header().word | 77;
+        assert_eq!(table.get(word), Known::Code(Arc::new(one())));
+        table.add(
+            header().word,
+            Code {
+                name: "other".into(),
+                ..one()
+            },
+        );
+        assert_eq!(table.get(word), Known::Ambiguous);
+        table.add(header().word, one());
+        assert_eq!(table.get(word), Known::Ambiguous);
+        assert_eq!(table.get(1 << 63 | 6 << 20), Known::Nothing);
+    }
+
+    #[test]
+    fn a_line_table_that_was_missing_is_added() {
+        let mut table = Table::default();
+        let of = |lines: &[u8]| Code {
+            lines: (!lines.is_empty()).then(|| lines.into()),
+            ..code(&header(), b"orders.pyload\xe8\x04", &[]).expect("a code object")
+        };
+        table.add(header().word, of(&[]));
+        table.add(header().word, of(&[1]));
+        table.add(header().word, of(&[]));
+        assert_eq!(table.get(header().word), Known::Code(Arc::new(of(&[1]))));
+    }
+
+    proptest! {
+        #[test]
+        fn any_record_is_a_code_object_or_none(record: Vec<u8>, memory: Option<u8>) {
+            let mut memory = |_, length| {
+                assert!(length <= MAX_LINES);
+                memory.map(|byte| vec![byte; length])
+            };
+            if let Some(record) = Record::decode(&record) {
+                let _ = record.code(&mut memory);
+            }
+        }
+    }
+}

@@ -1,0 +1,409 @@
+//! From an instruction of a code object to its line: CPython's line tables.
+//!
+//! `co_linetable` of 3.10 is a row of pairs of bytes: how many bytes of bytecode, and by how much the line is
+//! farther than that of the pair before; −128 is for code that is of no line (PEP 626). That of 3.11 and later, the
+//! location table, has an entry of one byte and more for 1 to 8 code units (Objects/locations.md of CPython).
+
+/// An instruction in a code object, counted in code units of two bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Instruction {
+    /// The frame has not begun: its next instruction is the first.
+    NotBegun,
+    /// The code unit.
+    At(u32),
+}
+
+impl Instruction {
+    /// The bits of a word that are the instruction.
+    pub const BITS: u32 = 20;
+    /// What is not a unit: −1 and −2 of 3.10 to 3.12, before the first instruction.
+    const NOT_BEGUN: u32 = (1 << Self::BITS) - 2;
+
+    /// The instruction that the lowest bits of a word say.
+    pub fn of_word(word: u64) -> Self {
+        match word as u32 & ((1 << Self::BITS) - 1) {
+            Self::NOT_BEGUN.. => Self::NotBegun,
+            unit => Self::At(unit),
+        }
+    }
+}
+
+/// The line that an instruction is of; None if it is of none, or `table` does not reach it.
+///
+/// `minor` is the version: 10 for 3.10. `first` is the line that the code object begins in.
+pub fn line(minor: u8, table: &[u8], first: u32, instruction: Instruction) -> Option<u32> {
+    let Instruction::At(unit) = instruction else {
+        return (first > 0).then_some(first);
+    };
+    let mut end = 0u64;
+    let mut found = None;
+    for entry in entries(minor, table, first) {
+        let begin = end;
+        end += u64::from(entry.units);
+        if (begin..end).contains(&unit.into()) {
+            found = entry.line;
+        }
+    }
+    // Longer code has instructions that a word cannot tell apart.
+    found.filter(|_| end <= Instruction::NOT_BEGUN.into())
+}
+
+/// Code units that are of one line.
+struct Entry {
+    units: u32,
+    line: Option<u32>,
+}
+
+fn entries(minor: u8, table: &[u8], first: u32) -> Box<dyn Iterator<Item = Entry> + '_> {
+    let line = i64::from(first);
+    if minor <= 10 {
+        Box::new(Pairs { table, line })
+    } else {
+        Box::new(Locations { table, line })
+    }
+}
+
+/// The entries of a table of 3.10.
+struct Pairs<'a> {
+    table: &'a [u8],
+    line: i64,
+}
+
+impl Iterator for Pairs<'_> {
+    type Item = Entry;
+
+    fn next(&mut self) -> Option<Entry> {
+        const NO_LINE: i8 = -128;
+        let (&[bytes, delta], rest) = self.table.split_first_chunk()?;
+        self.table = rest;
+        let delta = delta.cast_signed();
+        if delta != NO_LINE {
+            self.line += i64::from(delta);
+        }
+        Some(Entry {
+            units: u32::from(bytes / 2),
+            line: number(self.line).filter(|_| delta != NO_LINE),
+        })
+    }
+}
+
+/// The entries of a location table.
+struct Locations<'a> {
+    table: &'a [u8],
+    line: i64,
+}
+
+impl Locations<'_> {
+    fn byte(&mut self) -> Option<u8> {
+        let (&byte, rest) = self.table.split_first()?;
+        self.table = rest;
+        Some(byte)
+    }
+
+    /// Six bits a byte, the lowest first; bit 6 says that there are more. None if it is no 32-bit number.
+    fn unsigned(&mut self) -> Option<u32> {
+        let mut number = 0;
+        for shift in (0..u32::BITS).step_by(6) {
+            let byte = self.byte()?;
+            number |= u32::from(byte & 63) << shift;
+            if byte & 64 == 0 {
+                return Some(number);
+            }
+        }
+        None
+    }
+
+    /// The same with the sign in bit 0.
+    fn signed(&mut self) -> Option<i64> {
+        let number = self.unsigned()?;
+        let size = i64::from(number >> 1);
+        Some(if number & 1 == 0 { size } else { -size })
+    }
+
+    /// Goes on by the rest of an entry's bytes. Returns by how much its line is farther, if it has one.
+    fn delta(&mut self, kind: u8) -> Option<Option<i64>> {
+        let delta = match kind {
+            // One byte of columns.
+            0..=9 => {
+                self.byte()?;
+                0
+            }
+            // Two bytes of columns.
+            10..=12 => {
+                self.byte()?;
+                self.byte()?;
+                i64::from(kind - 10)
+            }
+            // No columns.
+            13 => self.signed()?,
+            // The last line, and columns.
+            14 => {
+                let delta = self.signed()?;
+                for _ in 0..3 {
+                    self.unsigned()?;
+                }
+                delta
+            }
+            _ => return Some(None),
+        };
+        Some(Some(delta))
+    }
+}
+
+impl Iterator for Locations<'_> {
+    type Item = Entry;
+
+    fn next(&mut self) -> Option<Entry> {
+        let head = self.byte()?;
+        let delta = self.delta(head >> 3 & 15)?;
+        self.line += delta.unwrap_or(0);
+        Some(Entry {
+            units: u32::from(head & 7) + 1,
+            line: delta.and_then(|_| number(self.line)),
+        })
+    }
+}
+
+/// The number of a line, if it can be one.
+fn number(line: i64) -> Option<u32> {
+    u32::try_from(line).ok().filter(|&line| line > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A function with a `try` in a loop, 80 empty lines before its `finally`, and a comprehension, compiled by
+    /// `compile(source, 'orders.py', 'exec')` of the Pythons that pyenv builds: the version, `co_linetable`, how many
+    /// code units, and the units at which the line changes, as `co_lines()` has them; 0 for no line.
+    struct Compiled {
+        minor: u8,
+        table: &'static [u8],
+        units: u32,
+        runs: &'static [(u32, u32)],
+    }
+
+    const COMPILED: [Compiled; 3] = [
+        // 3.10.13
+        Compiled {
+            minor: 10,
+            table: &[
+                4, 3, 8, 1, 4, 1, 4, 1, 4, 1, 10, 255, 12, 3, 4, 1, 10, 85, 2, 170, 2, 253, 20, 89,
+                8, 1, 2, 1, 8, 255,
+            ],
+            units: 51,
+            runs: &[
+                (0, 4),
+                (2, 5),
+                (6, 6),
+                (8, 7),
+                (10, 8),
+                (12, 7),
+                (17, 10),
+                (23, 11),
+                (25, 96),
+                (30, 10),
+                (31, 7),
+                (32, 96),
+                (42, 97),
+                (46, 98),
+                (47, 97),
+            ],
+        },
+        // 3.11.7
+        Compiled {
+            minor: 11,
+            table: &[
+                128, 0, 240, 6, 0, 13, 14, 128, 69, 216, 15, 19, 240, 0, 91, 1, 5, 23, 240, 0, 91,
+                1, 5, 23, 136, 3, 240, 2, 90, 1, 9, 23, 216, 12, 17, 149, 83, 216, 16, 19, 148, 8,
+                241, 3, 2, 22, 14, 244, 0, 2, 22, 14, 241, 0, 2, 13, 14, 136, 69, 136, 69, 248,
+                245, 6, 0, 16, 24, 240, 0, 1, 9, 21, 240, 0, 1, 9, 21, 240, 0, 1, 9, 21, 216, 12,
+                20, 240, 106, 2, 0, 13, 18, 144, 81, 137, 74, 136, 69, 136, 69, 240, 109, 2, 1, 9,
+                21, 248, 248, 248, 240, 7, 0, 13, 18, 240, 114, 2, 0, 13, 18, 144, 81, 137, 74,
+                136, 69, 136, 69, 248, 136, 69, 144, 81, 137, 74, 136, 69, 136, 69, 136, 69, 136,
+                69, 136, 69, 240, 2, 1, 12, 31, 240, 0, 1, 12, 31, 152, 5, 216, 24, 28, 240, 3, 1,
+                24, 30, 240, 0, 1, 12, 31, 241, 0, 1, 12, 31, 244, 0, 1, 12, 31, 240, 0, 1, 5, 31,
+            ],
+            units: 84,
+            runs: &[
+                (0, 1),
+                (1, 4),
+                (3, 5),
+                (7, 6),
+                (8, 7),
+                (15, 8),
+                (21, 7),
+                (32, 0),
+                (33, 10),
+                (42, 11),
+                (43, 96),
+                (49, 10),
+                (50, 0),
+                (53, 7),
+                (54, 96),
+                (60, 0),
+                (61, 96),
+                (70, 97),
+                (73, 98),
+                (74, 97),
+            ],
+        },
+        // 3.13.0
+        Compiled {
+            minor: 13,
+            table: &[
+                128, 0, 240, 6, 0, 13, 14, 128, 69, 219, 15, 19, 136, 3, 240, 2, 90, 1, 9, 23, 216,
+                12, 17, 148, 83, 216, 16, 19, 151, 8, 145, 8, 243, 3, 2, 22, 14, 241, 0, 2, 13, 14,
+                137, 69, 240, 114, 2, 0, 13, 18, 144, 81, 137, 74, 138, 69, 241, 119, 2, 0, 16, 20,
+                240, 120, 2, 0, 25, 30, 216, 24, 28, 241, 3, 1, 24, 30, 243, 0, 1, 12, 31, 241, 0,
+                1, 24, 30, 144, 33, 138, 65, 241, 0, 1, 24, 30, 241, 0, 1, 12, 31, 240, 0, 1, 5,
+                31, 248, 244, 111, 2, 0, 16, 24, 243, 0, 1, 9, 21, 216, 12, 20, 240, 106, 2, 0, 13,
+                18, 144, 81, 137, 74, 138, 69, 240, 109, 2, 1, 9, 21, 251, 240, 108, 2, 0, 13, 18,
+                144, 81, 137, 74, 137, 69, 252, 242, 2, 1, 12, 31,
+            ],
+            units: 99,
+            runs: &[
+                (0, 1),
+                (1, 4),
+                (3, 5),
+                (8, 6),
+                (9, 7),
+                (15, 8),
+                (26, 7),
+                (34, 96),
+                (41, 5),
+                (43, 97),
+                (44, 98),
+                (45, 97),
+                (62, 0),
+                (63, 10),
+                (72, 11),
+                (73, 96),
+                (80, 10),
+                (81, 0),
+                (85, 96),
+                (91, 0),
+                (96, 97),
+            ],
+        },
+    ];
+
+    /// The lines of the first `units` code units, where they change; 0 for none.
+    fn runs(minor: u8, table: &[u8], first: u32, units: u32) -> Vec<(u32, u32)> {
+        let mut runs: Vec<(u32, u32)> = Vec::new();
+        for unit in 0..units {
+            let line = line(minor, table, first, Instruction::At(unit)).unwrap_or(0);
+            if runs.last().is_none_or(|&(_, last)| last != line) {
+                runs.push((unit, line));
+            }
+        }
+        runs
+    }
+
+    #[test]
+    fn lines_are_those_that_python_tells() {
+        for of in COMPILED {
+            assert_eq!(
+                runs(of.minor, of.table, 1, of.units),
+                of.runs,
+                "3.{}",
+                of.minor
+            );
+            let behind = Instruction::At(of.units);
+            assert_eq!(line(of.minor, of.table, 1, behind), None);
+        }
+    }
+
+    #[test]
+    fn a_frame_that_has_not_begun_is_in_its_first_line() {
+        for minus in [1u64, 2] {
+            let word = (1 << 63 | 5 << 20) | minus.wrapping_neg() & 0xfffff;
+            assert_eq!(Instruction::of_word(word), Instruction::NotBegun);
+        }
+        assert_eq!(line(11, &[], 41, Instruction::NotBegun), Some(41));
+        assert_eq!(line(11, &[], 0, Instruction::NotBegun), None);
+        let word = 1 << 63 | 5 << 20 | 0xffffd;
+        assert_eq!(Instruction::of_word(word), Instruction::At(0xffffd));
+    }
+
+    #[test]
+    fn code_without_a_line_has_none_and_the_next_goes_on_from_the_line_before() {
+        // 2 units of line 8, 1 of none, 1 of line 9.
+        let pairs = [4, 1, 2, 128, 2, 1];
+        assert_eq!(runs(10, &pairs, 7, 4), [(0, 8), (2, 0), (3, 9)]);
+        let locations = [0x80 | 11 << 3 | 1, 0, 0, 0x80 | 15 << 3, 0x80 | 13 << 3, 2];
+        assert_eq!(runs(11, &locations, 7, 4), [(0, 8), (2, 0), (3, 9)]);
+    }
+
+    /// A word has 20 bits for the instruction: code of two megabytes would bear wrong lines.
+    #[test]
+    fn code_too_long_for_a_word_has_no_lines() {
+        let of = |units: usize| [0x87, 0].repeat(units / 8);
+        let longest = of(0xffff8);
+        assert_eq!(line(12, &longest, 7, Instruction::At(3)), Some(7));
+        assert_eq!(line(12, &of(0x100_000), 7, Instruction::At(3)), None);
+    }
+
+    /// All lines of all code objects of a module, as the Python of this machine compiles and tells them.
+    #[test]
+    fn the_python_of_this_machine_agrees() {
+        const TELL: &str = "
+import sys, argparse, inspect
+def each(code):
+    yield code
+    for const in code.co_consts:
+        if inspect.iscode(const): yield from each(const)
+print(sys.version_info[1])
+for code in each(compile(open(argparse.__file__).read(), 'argparse.py', 'exec')):
+    lines = [0] * (len(code.co_code) // 2)
+    for start, end, line in code.co_lines():
+        for unit in range(start // 2, end // 2): lines[unit] = line or 0
+    print(code.co_firstlineno, code.co_linetable.hex(), ','.join(map(str, lines)))
+";
+        let Ok(python) = Command::new("python3").args(["-c", TELL]).output() else {
+            panic!("python3 is missing: make test installs it");
+        };
+        let told = String::from_utf8(python.stdout).expect("ASCII");
+        let mut rows = told.lines();
+        let minor: u8 = rows
+            .next()
+            .and_then(|minor| minor.parse().ok())
+            .expect("a version");
+        if !(10..=15).contains(&minor) {
+            eprintln!("Python 3.{minor} has another line table: not compared");
+            return;
+        }
+        let mut units = 0;
+        for row in rows {
+            let words: Vec<&str> = row.split(' ').collect();
+            let first = words[0].parse().expect("a line");
+            let table = words[1].as_bytes().chunks(2);
+            let table = table
+                .map(|hex| std::str::from_utf8(hex).expect("ASCII"))
+                .map(|hex| u8::from_str_radix(hex, 16).expect("a byte"));
+            let table: Vec<u8> = table.collect();
+            for (unit, told) in words[2].split(',').enumerate() {
+                let found = line(minor, &table, first, Instruction::At(unit as u32));
+                assert_eq!(found.unwrap_or(0).to_string(), told, "unit {unit} of {row}");
+                units += 1;
+            }
+        }
+        assert!(units > 5_000, "{units}");
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_have_a_line_or_none(
+            minor in 0..20u8,
+            table in prop::collection::vec(any::<u8>(), 0..400),
+            first: u32,
+            word: u64,
+        ) {
+            let _ = line(minor, &table, first, Instruction::of_word(word));
+        }
+    }
+}

@@ -1,0 +1,15 @@
+//! CPython: which function of which file a frame executes, and which line of it.
+//!
+//! A Python frame in a stack is a word with bit 63 set: bits 62 to 20 name the code object, and bits 19 to
+//! 0 are the instruction in it. The kernel half sends what a code object is called when it meets it first,
+//! in the walk that met it ([`codes`]); so names outlive the process, and the code object.
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | [`code`] | a code object, as the kernel half sends it |
+//! | [`codes`] | all code objects that were met, by their words |
+//! | [`lines`] | from an instruction to its line |
+
+pub mod code;
+pub mod codes;
+pub mod lines;
