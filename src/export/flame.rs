@@ -201,7 +201,7 @@ fn color(stack: &NamedStack, colors: &mut Vec<(String, Color)>) {
         if let Some(missing) = part.missing() {
             colors.push((folded::escape(&missing), MISSING));
         }
-        for frame in part.frames.iter().filter(|frame| frame.kernel) {
+        for frame in part.frames.iter().filter(|frame| frame.is_kernel()) {
             colors.push((folded::name(frame) + folded::KERNEL_MARK, KERNEL));
         }
         for call in part.frames.iter().flat_map(|frame| frame.source.inlined()) {
@@ -223,7 +223,7 @@ fn valid_xml(line: String) -> String {
 mod tests {
     use super::*;
     use crate::export::profile::{Sample, Value};
-    use crate::stacks::named::{Frame, Part};
+    use crate::stacks::named::{Frame, FrameKind, Part};
 
     fn profile(samples: Vec<Sample>) -> Profile {
         let time = "2026-11-22T12:55:15+00:00[+00:00]";
@@ -256,7 +256,11 @@ mod tests {
     fn part(names: &[&str], kernel: bool, truncated: Option<&str>) -> Part {
         let frame = |name: &&str| Frame {
             symbol: Some(((*name).to_owned(), 0)),
-            kernel,
+            kind: if kernel {
+                FrameKind::Kernel
+            } else {
+                FrameKind::Native
+            },
             ..Frame::default()
         };
         Part {

@@ -76,7 +76,7 @@ impl<'a> Folded<'a> {
         }
         for frame in part.frames.iter().rev() {
             write!(f, ";{}", name(frame))?;
-            if frame.kernel && self.annotate {
+            if frame.is_kernel() && self.annotate {
                 f.write_str(KERNEL_MARK)?;
             }
             if self.inlined || frame.source.shown {
@@ -120,13 +120,17 @@ fn without_number(mut stack: String) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::stacks::named::FrameKind;
 
     fn frame(symbol: Option<&str>, module: Option<&str>) -> Frame {
         Frame {
             address: 1,
             symbol: symbol.map(|name| (name.to_owned(), 0)),
             module: module.map(|name| (name.to_owned(), 0)),
-            kernel: module == Some("kernel"),
+            kind: match module {
+                Some("kernel") => FrameKind::Kernel,
+                _ => FrameKind::Native,
+            },
             ..Frame::default()
         }
     }
@@ -164,6 +168,19 @@ mod tests {
         assert_eq!(
             text(Folded::new(&stack("my prog", part(&frames))), 4093),
             "my prog;main;[unknown];[libb.so];leaf(int: int) 4093\n"
+        );
+    }
+
+    #[test]
+    fn functions_of_python_have_their_lines() {
+        let frames = [
+            frame(Some("malloc"), Some("libc.so.6")),
+            Frame::of_python(1 << 63, "load_orders", Some(("/srv/orders.py", Some(41)))),
+            Frame::of_python(1 << 63, "<module>", Some(("/srv/orders.py", None))),
+        ];
+        assert_eq!(
+            text(Folded::new(&stack("python3", part(&frames))), 7),
+            "python3;<module> (orders.py);load_orders (orders.py:41);malloc 7\n"
         );
     }
 

@@ -94,12 +94,13 @@ enum Code {
 }
 
 /// What tells locations apart: generated code has other functions at the same addresses in other
-/// processes. The function is the outermost one where calls are inlined.
+/// processes, and Python's has no address. The function is the outermost one where calls are inlined.
 #[derive(PartialEq, Eq, Hash)]
 struct LocationKey {
     mapping: u64,
     address: u64,
     function: u64,
+    line: i64,
 }
 
 impl Builder {
@@ -223,15 +224,18 @@ impl Builder {
                 let start = self.start_of(mapping);
                 (mapping, frame.instruction - code.range.start + start)
             }
-            None if frame.kernel => {
+            None if frame.is_kernel() => {
                 let module = frame.module.as_ref().map_or("kernel", |(name, _)| name);
                 (self.kernel_mapping(module), frame.instruction)
             }
+            // Its function and line are all that tells it.
+            None if frame.is_python() => (0, 0),
             None => (0, frame.instruction),
         };
         let lines = self.lines(frame);
         if !frame.source.lines.is_empty()
-            && let Some(mapping) = self.message.mapping.get_mut(mapping as usize - 1)
+            && let Some(index) = (mapping as usize).checked_sub(1)
+            && let Some(mapping) = self.message.mapping.get_mut(index)
         {
             mapping.has_filenames = true;
             mapping.has_line_numbers = true;
@@ -270,6 +274,7 @@ impl Builder {
             mapping,
             address,
             function: line.last().map_or(0, |line| line.function_id),
+            line: line.last().map_or(0, |line| line.line),
         };
         *self.locations.entry(key).or_insert_with(|| {
             let id = locations.len() as u64 + 1;
@@ -389,6 +394,7 @@ mod tests {
 
     use super::*;
     use crate::export::profile::Value;
+    use crate::stacks::named::FrameKind;
 
     fn frame(name: Option<&str>, address: u64, kernel: bool) -> Frame {
         Frame {
@@ -396,7 +402,11 @@ mod tests {
             instruction: address - 1,
             symbol: name.map(|name| (name.to_owned(), 0)),
             module: kernel.then(|| ("kernel".to_owned(), address)),
-            kernel,
+            kind: if kernel {
+                FrameKind::Kernel
+            } else {
+                FrameKind::Native
+            },
             ..Frame::default()
         }
     }
@@ -487,6 +497,31 @@ mod tests {
         assert_eq!(stacks.len(), 3, "one without any number is left out");
         // What is the same is there once: f, an unknown one, main, the kernel's, and two missing.
         assert_eq!((profile.location.len(), profile.function.len()), (6, 5));
+    }
+
+    #[test]
+    fn a_frame_of_python_is_its_function_file_and_line() {
+        let at = |word, line| Frame::of_python(word, "load", Some(("/srv/orders.py", line)));
+        let stacks = [
+            [at(1 << 63 | 1, Some(41)), at(1 << 63 | 9, Some(43))],
+            // The same lines, at other instructions.
+            [at(1 << 63 | 2, Some(41)), at(1 << 63 | 8, Some(43))],
+        ];
+        let samples = stacks.iter().map(|frames| sample(frames, &[], [1, 1]));
+        let profile = decoded(samples.collect());
+        let text = |index: i64| profile.string_table[index as usize].as_str();
+        let function = &profile.function[0];
+        assert_eq!(
+            (text(function.name), text(function.filename)),
+            ("load", "/srv/orders.py")
+        );
+        let lines = profile
+            .location
+            .iter()
+            .map(|location| location.line[0].line);
+        // The last is what is missing.
+        assert_eq!(lines.collect::<Vec<_>>(), [41, 43, 0]);
+        assert_eq!(profile.sample[0].location_id, profile.sample[1].location_id);
     }
 
     #[test]

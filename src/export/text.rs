@@ -75,13 +75,14 @@ pub fn block(stack: &NamedStack, style: BlockStyle) -> String {
 
 /// Adds a frame's lines, its inlined calls before it.
 fn frame_of_block(frame: &Frame, style: BlockStyle, block: &mut String) {
-    let suffix = if frame.kernel && style.annotate {
+    let suffix = if frame.is_kernel() && style.annotate {
         folded::KERNEL_MARK
     } else {
         ""
     };
-    let place = frame.source.in_report();
-    let own = format!("{}{suffix}{place}", name(frame, style.offsets));
+    let place = frame.place();
+    let language = if frame.is_python() { " [python]" } else { "" };
+    let own = format!("{}{suffix}{place}{language}", name(frame, style.offsets));
     for row in frame.inlined_rows().chain([own]) {
         block.push_str("  ");
         // Writing to a String does not fail.
@@ -95,7 +96,7 @@ fn frame_of_block(frame: &Frame, style: BlockStyle, block: &mut String) {
 /// The function's name, alone unless the place in it is asked for: that tells apart what belongs together.
 fn name(frame: &Frame, offsets: bool) -> String {
     match (&frame.symbol, &frame.module) {
-        (Some((name, offset)), _) if offsets => format!("{name}+{offset:#x}"),
+        (Some((name, offset)), _) if offsets && !frame.is_python() => format!("{name}+{offset:#x}"),
         (Some((name, _)), _) => name.clone(),
         (None, Some((module, offset))) => format!("{module}+{offset:#x}"),
         (None, None) => "[unknown]".to_owned(),
@@ -105,13 +106,17 @@ fn name(frame: &Frame, offsets: bool) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::stacks::named::FrameKind;
 
     fn frame(symbol: Option<&str>, module: &str) -> Frame {
         Frame {
             address: 0x1234,
             symbol: symbol.map(|name| (name.to_owned(), 4)),
             module: Some((module.to_owned(), 0x34)),
-            kernel: module == "kernel",
+            kind: match module {
+                "kernel" => FrameKind::Kernel,
+                _ => FrameKind::Native,
+            },
             ..Frame::default()
         }
     }

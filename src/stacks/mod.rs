@@ -11,6 +11,7 @@
 //! | `debug_files` | what was split from a file: its symbols and source lines |
 //! | `debuginfod` | the same from the servers of distributions |
 //! | [`kallsyms`] | the kernel's own names |
+//! | [`python_names`] | names for the frames of Python |
 //! | [`perf_map`] | names that JIT compilers write down |
 
 mod debug_files;
@@ -19,6 +20,7 @@ mod file_names;
 pub mod kallsyms;
 pub mod named;
 pub mod perf_map;
+pub mod python_names;
 pub(crate) mod source_lines;
 pub mod symbolize;
 pub mod table;

@@ -12,10 +12,25 @@ use crate::code::lines::SourceLine;
 use crate::process::address_space::MappedCode;
 use crate::stacks::table::{Stack, Stacks};
 
+/// What kind of code a frame executes.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FrameKind {
+    /// A process's machine code.
+    #[default]
+    Native,
+    /// The kernel's machine code.
+    Kernel,
+    /// A code object of CPython, which the interpreter's loop executes. The symbol is its qualified name, without an
+    /// offset; the place in the source is always shown; there is no module.
+    Python,
+}
+
 /// A code address, with what is known of it.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Frame {
-    /// Absolute address, in the process or in the kernel.
+    /// Absolute address, in the process or in the kernel; of a Python frame the word that stands for it
+    /// in the stack.
     pub address: u64,
     /// An address within the instruction that the frame is in: of a caller, the byte before
     /// `address`.
@@ -27,8 +42,8 @@ pub struct Frame {
     pub module: Option<(String, u64)>,
     /// The mapping that the instruction is in, with its file; None of the kernel's code.
     pub code: Option<MappedCode>,
-    /// Whether it is the kernel's.
-    pub kernel: bool,
+    /// What kind of code it is.
+    pub kind: FrameKind,
     /// Where in the source the instruction is from, if that was asked for and is known.
     pub source: Source,
 }
@@ -66,15 +81,40 @@ impl fmt::Display for ShownLine<'_> {
                 line: line @ 1..,
                 ..
             }) => {
-                let name = file.rsplit('/').next().unwrap_or(file);
-                write!(f, " ({name}:{line})")
+                write!(f, " ({}:{line})", base_name(file))
             }
             _ => Ok(()),
         }
     }
 }
 
+/// A file's name without its folders.
+fn base_name(file: &str) -> &str {
+    file.rsplit('/').next().unwrap_or(file)
+}
+
 impl Frame {
+    /// A frame of Python, by its word, with its function's name, and the file and the line that it is in; both
+    /// are escaped.
+    pub fn of_python(word: u64, name: &str, place: Option<(&str, Option<u32>)>) -> Self {
+        let line = SourceLine {
+            function: Some(name.to_owned()),
+            file: place.map(|(file, _)| file.to_owned()),
+            line: place.and_then(|(_, line)| line).unwrap_or(0),
+        };
+        Self {
+            address: word,
+            instruction: word,
+            symbol: Some((name.to_owned(), 0)),
+            kind: FrameKind::Python,
+            source: Source {
+                lines: Rc::new([line]),
+                shown: true,
+            },
+            ..Self::default()
+        }
+    }
+
     /// The frame as lines of a report: the inlined calls before the function that they are in.
     pub fn rows(&self) -> impl Iterator<Item = String> {
         self.inlined_rows().chain([self.to_string()])
@@ -89,9 +129,32 @@ impl Frame {
         })
     }
 
-    /// The function, or else the module in brackets.
+    /// Where in the source it is, as reports show it: ` (demo.c:41)`; of Python also without a line, ` (demo.py)`.
+    pub fn place(&self) -> String {
+        match self.source.lines.last() {
+            Some(SourceLine {
+                file: Some(file),
+                line: 0,
+                ..
+            }) if self.is_python() => format!(" ({})", base_name(file)),
+            _ => self.source.in_report().to_string(),
+        }
+    }
+
+    /// Whether it is the kernel's.
+    pub fn is_kernel(&self) -> bool {
+        self.kind == FrameKind::Kernel
+    }
+
+    /// Whether a code object of CPython is executed.
+    pub fn is_python(&self) -> bool {
+        self.kind == FrameKind::Python
+    }
+
+    /// The function, of Python with its place, or else the module in brackets.
     pub fn function_or_module(&self) -> String {
         match (&self.symbol, &self.module) {
+            (Some((name, _)), _) if self.is_python() => format!("{name}{}", self.place()),
             (Some((name, _)), _) => name.clone(),
             (None, Some((module, _))) => format!("[{module}]"),
             (None, None) => "[unknown]".to_owned(),
@@ -100,11 +163,12 @@ impl Frame {
 }
 
 /// `malloc+0x1d [libc.so.6]`, as BCC prints it; `libfoo.so+0x1234 [libfoo.so]` without a symbol; and
-/// `main+0x6d (demo.c:41) [demo]` with its source line.
+/// `main+0x6d (demo.c:41) [demo]` with its source line. Of Python, `load_orders (orders.py:41) [python]`.
 impl fmt::Display for Frame {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let place = self.source.in_report();
+        let place = self.place();
         match (&self.symbol, &self.module) {
+            (Some((name, _)), _) if self.is_python() => write!(f, "{name}{place} [python]"),
             (Some((name, offset)), Some((module, _))) => {
                 write!(f, "{name}+{offset:#x}{place} [{module}]")
             }
@@ -115,25 +179,31 @@ impl fmt::Display for Frame {
     }
 }
 
-/// `{"address":"0x401136","symbol":"main","offset":109,"module":"allocs","module_offset":4406}`, and with source
-/// lines `"file":"/src/allocs.c","line":41,"inlined":[{"symbol":"grow","file":"/src/grow.h","line":12}]`.
+/// `{"kind":"native","address":"0x401136","symbol":"main","offset":109,"module":"allocs","module_offset":4406}`, and with
+/// source lines `"file":"/src/allocs.c","line":41,"inlined":[{"symbol":"grow","file":"/src/grow.h","line":12}]`; of Python
+/// `{"kind":"python","address":"0x8…","symbol":"load_orders","offset":null,"module":null,"module_offset":null,"file":"/srv/orders.py","line":41}`.
 impl Serialize for Frame {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let symbol = self.symbol.as_ref();
         let module = self.module.as_ref();
+        let offset = symbol.map(|(_, offset)| offset);
+        let offset = offset.filter(|_| !self.is_python());
         // The kernel's is the address once more.
-        let module_offset = module.filter(|_| !self.kernel);
-        let mut frame = serializer.serialize_struct("Frame", 8)?;
+        let module_offset = module.filter(|_| !self.is_kernel());
+        let mut frame = serializer.serialize_struct("Frame", 9)?;
+        frame.serialize_field("kind", &self.kind)?;
         frame.serialize_field("address", &format_args!("{:#x}", self.address))?;
         frame.serialize_field("symbol", &symbol.map(|(name, _)| name))?;
-        frame.serialize_field("offset", &symbol.map(|(_, offset)| offset))?;
+        frame.serialize_field("offset", &offset)?;
         frame.serialize_field("module", &module.map(|(name, _)| name))?;
         frame.serialize_field("module_offset", &module_offset.map(|(_, offset)| offset))?;
         if self.source.shown {
             let own = self.source.lines.last();
-            let inlined = self.source.inlined().iter().map(InlinedCall::of);
             frame.serialize_field("file", &own.and_then(|own| own.file.as_ref()))?;
             frame.serialize_field("line", &own.and_then(line))?;
+        }
+        if self.source.shown && !self.is_python() {
+            let inlined = self.source.inlined().iter().map(InlinedCall::of);
             frame.serialize_field("inlined", &inlined.collect::<Vec<_>>())?;
         }
         frame.end()
@@ -301,7 +371,7 @@ impl Part {
         ];
         let ours = |frame: &Frame| {
             let name = frame.symbol.as_ref().map_or("", |(name, _)| name);
-            frame.kernel && TRACER.iter().any(|prefix| name.starts_with(prefix))
+            frame.is_kernel() && TRACER.iter().any(|prefix| name.starts_with(prefix))
         };
         let others = self.frames.iter().position(|frame| !ours(frame));
         self.frames.drain(..others.unwrap_or(self.frames.len()));
@@ -318,7 +388,10 @@ mod tests {
             address: 0x1234,
             symbol: symbol.map(|name| (name.to_owned(), 0x1d)),
             module: module.map(|name| (name.to_owned(), 0x34)),
-            kernel: module == Some("kernel"),
+            kind: match module {
+                Some("kernel") => FrameKind::Kernel,
+                _ => FrameKind::Native,
+            },
             ..Frame::default()
         }
     }
@@ -330,6 +403,17 @@ mod tests {
         assert_eq!(text(Some("jit"), None), "jit+0x1d");
         assert_eq!(text(None, Some("libf.so")), "libf.so+0x34 [libf.so]");
         assert_eq!(text(None, None), "[unknown]");
+        let mut python = Frame::of_python(0, "Order.load", None);
+        assert_eq!(python.to_string(), "Order.load [python]");
+        python = Frame::of_python(1 << 63, "Order.load", Some(("/srv/orders.py", Some(41))));
+        assert_eq!(python.to_string(), "Order.load (orders.py:41) [python]");
+        assert_eq!(python.function_or_module(), "Order.load (orders.py:41)");
+        let json = serde_json::to_string(&python).expect("JSON");
+        assert_eq!(
+            json,
+            "{\"kind\":\"python\",\"address\":\"0x8000000000000000\",\"symbol\":\"Order.load\",\"offset\":null,\
+             \"module\":null,\"module_offset\":null,\"file\":\"/srv/orders.py\",\"line\":41}"
+        );
     }
 
     #[test]

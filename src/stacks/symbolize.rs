@@ -24,8 +24,9 @@ use crate::process::translator;
 use crate::stacks::debuginfod::Debuginfod;
 use crate::stacks::file_names::FileNames;
 use crate::stacks::kallsyms::Kallsyms;
-use crate::stacks::named::{Frame, Names, Part, Source};
+use crate::stacks::named::{Frame, FrameKind, Names, Part, Source};
 use crate::stacks::perf_map::PerfMaps;
+use crate::stacks::python_names::{Found, PythonNames};
 use crate::stacks::table::{Place, Side, Stack};
 
 /// Names the frames of stacks.
@@ -40,6 +41,8 @@ pub struct Symbolizer {
     /// If somebody asks for them.
     translators: Option<translator::Started>,
     wanted_lines: WantedLines,
+    /// If functions of Python are shown.
+    python: Option<PythonNames>,
 }
 
 /// Options for what the frames of user stacks are told with beside their functions.
@@ -97,27 +100,27 @@ impl Names for KernelNames {
     fn part(&mut self, _pid: u32, stack: &Stack) -> Part {
         let places = stack.places.iter();
         Part {
-            frames: places.map(|&place| self.frame(place)).collect(),
+            frames: places.filter_map(|&place| self.frame(place)).collect(),
             truncated: stack.end.truncated(None),
         }
     }
 }
 
 impl KernelNames {
-    fn frame(&mut self, place: Place) -> Frame {
-        let (address, instruction) = (place.address(), place.instruction());
+    fn frame(&mut self, place: Place) -> Option<Frame> {
+        let (address, instruction) = (place.address()?, place.instruction()?);
         let symbols = self.symbols.get_or_insert_with(read_kallsyms);
         let found = symbols.find(instruction);
         let beyond = address - instruction;
         let module = found.map_or("kernel", |(_, _, module)| module);
-        Frame {
+        Some(Frame {
             address,
             instruction,
             symbol: found.map(|(name, offset, _)| (name.to_owned(), offset + beyond)),
             module: Some((module.to_owned(), address)),
-            kernel: true,
+            kind: FrameKind::Kernel,
             ..Frame::default()
-        }
+        })
     }
 }
 
@@ -148,6 +151,7 @@ impl Symbolizer {
             kernel: KernelNames::default(),
             translators: None,
             wanted_lines: WantedLines::None,
+            python: None,
         })
     }
 
@@ -165,6 +169,11 @@ impl Symbolizer {
             self.names.debug_files.debuginfod = Some(Debuginfod::new()?);
         }
         Ok(self)
+    }
+
+    /// Shows functions of Python from now on.
+    pub fn name_python(&mut self, names: Option<PythonNames>) {
+        self.python = names;
     }
 
     /// What names stacks for a report.
@@ -213,6 +222,9 @@ impl Symbolizer {
                 translators.note(&change);
             }
             self.spaces.apply(change);
+        }
+        if let Some(python) = &self.python {
+            python.refresh();
         }
         self.perf_maps_read.clear();
         for (pid, image) in self.spaces.chosen_images() {
@@ -265,6 +277,10 @@ impl Symbolizer {
                 "forgot {mappings} mappings of processes with thousands of them"
             )),
         }
+        match self.python.as_ref().map_or(0, PythonNames::dropped) {
+            0 => {}
+            dropped => missed.push(format!("had no room for {dropped} functions of Python")),
+        }
         let missed = missed.join(", ");
         if !missed.is_empty() {
             eprintln!("{tool}: {missed}: some frames may lack names");
@@ -309,33 +325,44 @@ impl Symbolizer {
     }
 
     fn user_frames(&mut self, pid: u32, stack: &Stack) -> Vec<Frame> {
-        let places = stack.places.iter();
-        let code: Vec<u64> = places.clone().map(|place| place.instruction()).collect();
+        let code: Vec<u64> = native(stack).collect();
         let image = self.spaces.image_with(pid, &code).unwrap_or_default();
         // A frame pointer can be any number: what leads out of all code is no frame.
-        let real = if stack.checked || image.is_empty() {
-            code.len()
-        } else {
-            1 + code
-                .iter()
-                .skip(1)
-                .take_while(|&&code| image.find(code).is_some())
-                .count()
+        let is_real = |(at, place): &(usize, &Place)| {
+            let found = |code| image.find(code).is_some();
+            *at == 0 || place.instruction().is_none_or(found)
         };
-        places
-            .take(real)
-            .map(|&place| self.user_frame(pid, &image, place))
-            .collect()
+        let all = stack.checked || image.is_empty();
+        let places = stack.places.iter().enumerate();
+        let real = places.take_while(|place| all || is_real(place));
+        let mut frames = Vec::new();
+        for (at, &place) in real {
+            match self.python.as_ref().map(|python| python.find(place)) {
+                Some(Found::Frame(frame)) => frames.push(frame),
+                Some(Found::Hidden) => {}
+                Some(Found::Native) | None => {
+                    let next = stack.places.get(at + 1);
+                    let python = self.python.as_ref();
+                    if !python.is_some_and(|python| python.hides_before(next)) {
+                        frames.extend(self.user_frame(pid, &image, place));
+                    }
+                }
+            }
+        }
+        frames
     }
 
     /// Hashes the files and offsets that a user stack's frames are at, and why there are no more: all
-    /// that its names are made of, and the same in each process that runs these files. Returns false
+    /// that its names are made of, and the same in each process that runs these files; of Python its words. Returns false
     /// where more is needed: for generated code, and what is in no mapping.
     pub fn hash_places(&mut self, pid: u32, stack: &Stack, hasher: &mut impl Hasher) -> bool {
-        let places = stack.places.iter();
-        let code: Vec<u64> = places.map(|place| place.instruction()).collect();
+        let code: Vec<u64> = native(stack).collect();
         let image = self.spaces.image_with(pid, &code).unwrap_or_default();
-        for (frame, &address) in code.iter().enumerate() {
+        for (frame, &place) in stack.places.iter().enumerate() {
+            let Some(address) = place.instruction() else {
+                place.hash(hasher);
+                continue;
+            };
             match image.find(address) {
                 Some(code) if code.file.is_generated() => return false,
                 Some(code) => {
@@ -351,15 +378,16 @@ impl Symbolizer {
         true
     }
 
-    fn user_frame(&mut self, pid: u32, image: &Image, place: Place) -> Frame {
-        let (address, instruction) = (place.address(), place.instruction());
+    /// The frame of a native place; None of another.
+    fn user_frame(&mut self, pid: u32, image: &Image, place: Place) -> Option<Frame> {
+        let (address, instruction) = (place.address()?, place.instruction()?);
         let unknown = Frame {
             address,
             instruction,
             ..Frame::default()
         };
         let Some(code) = image.find(instruction) else {
-            return unknown;
+            return Some(unknown);
         };
         let offset = instruction - code.range.start + code.file_offset;
         let symbol = if code.file.is_generated() {
@@ -371,13 +399,13 @@ impl Symbolizer {
         let module = code.file.module();
         // Offsets are the return address's own, as all peers print them.
         let beyond = address - instruction;
-        Frame {
+        Some(Frame {
             symbol: symbol.map(|(name, offset)| (name, offset + beyond)),
             module: (!module.is_empty()).then_some((module, offset + beyond)),
             code: Some(code.clone()),
             source,
             ..unknown
-        }
+        })
     }
 
     fn source(&mut self, file: &CodeFile, offset: u64) -> Source {
@@ -412,6 +440,11 @@ impl Names for Symbolizer {
     fn program(&self, pid: u32) -> Option<MappedCode> {
         self.spaces.newest_image(pid)?.program().cloned()
     }
+}
+
+/// The instructions of a stack's native frames.
+fn native(stack: &Stack) -> impl Iterator<Item = u64> {
+    stack.places.iter().filter_map(|place| place.instruction())
 }
 
 /// The kernel's names, or none, after saying so once.

@@ -101,27 +101,58 @@ pub enum Side {
 }
 
 /// Where a frame's code was.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Place {
     /// The address that the frame returns to: the call lies before it.
     Return(u64),
     /// The instruction at which the frame was interrupted.
     Interrupted(u64),
+    /// A frame of Python, by the word that tells its code object and the instruction in that. The frames of one call
+    /// of the interpreter's loop follow the loop's own, innermost first.
+    Python(u64),
+    /// The frames of Python that follow are of loops that are among no native frames before.
+    PythonUnpaired,
+    /// Python has further frames, which could not be read or had no room.
+    PythonCut,
 }
 
 impl Place {
-    /// The absolute address, as the stack has it.
-    pub fn address(self) -> u64 {
-        match self {
-            Place::Return(address) | Place::Interrupted(address) => address,
+    /// What a word of a user's stack stands for.
+    fn of_user(word: u64, interrupted: bool) -> Self {
+        /// `PYTHON_WORD` in C. No address of a process has that bit.
+        const PYTHON: u64 = 1 << 63;
+        const UNPAIRED: u64 = PYTHON | types::python_mark::PYTHON_UNPAIRED.0 as u64;
+        const CUT: u64 = PYTHON | types::python_mark::PYTHON_CUT.0 as u64;
+        match word {
+            UNPAIRED => Self::PythonUnpaired,
+            CUT => Self::PythonCut,
+            _ if word & PYTHON != 0 => Self::Python(word),
+            _ => Self::of_native(word, interrupted),
         }
     }
 
-    /// An address within the instruction that the frame is in.
-    pub fn instruction(self) -> u64 {
+    /// What an address stands for.
+    fn of_native(address: u64, interrupted: bool) -> Self {
+        if interrupted {
+            Self::Interrupted(address)
+        } else {
+            Self::Return(address)
+        }
+    }
+
+    /// The absolute address, as the stack has it; None of Python.
+    pub fn address(self) -> Option<u64> {
         match self {
-            Place::Return(address) => address.wrapping_sub(1),
-            Place::Interrupted(address) => address,
+            Self::Return(address) | Self::Interrupted(address) => Some(address),
+            Self::Python(_) | Self::PythonUnpaired | Self::PythonCut => None,
+        }
+    }
+
+    /// An address within the instruction that the frame is in; None of Python.
+    pub fn instruction(self) -> Option<u64> {
+        match self {
+            Self::Return(address) => Some(address.wrapping_sub(1)),
+            _ => self.address(),
         }
     }
 }
@@ -191,19 +222,16 @@ impl Stack {
     fn read(entry: &types::stack) -> Self {
         let depth = (entry.depth as usize).min(entry.pc.len());
         let interrupted = |frame: usize| entry.interrupted[frame / 64] & (1 << (frame % 64)) != 0;
-        let place = |(frame, &pc)| {
-            if interrupted(frame) {
-                Place::Interrupted(pc)
-            } else {
-                Place::Return(pc)
-            }
+        let side = match entry.flags & KERNEL {
+            0 => Side::User,
+            _ => Side::Kernel,
+        };
+        let place = |(frame, &word)| match side {
+            Side::User => Place::of_user(word, interrupted(frame)),
+            Side::Kernel => Place::of_native(word, interrupted(frame)),
         };
         Self {
-            side: if entry.flags & KERNEL != 0 {
-                Side::Kernel
-            } else {
-                Side::User
-            },
+            side,
             places: entry.pc[..depth].iter().enumerate().map(place).collect(),
             end: End::read(entry.end),
             checked: ![
@@ -478,8 +506,15 @@ mod tests {
                 Place::Interrupted(30)
             ]
         );
-        assert_eq!(stack.places[1].instruction(), 19);
-        assert_eq!(stack.places[2].instruction(), 30);
+        assert_eq!(stack.places[1].instruction(), Some(19));
+        assert_eq!(stack.places[2].instruction(), Some(30));
+
+        const PYTHON: u64 = 1 << 63;
+        entry.pc[..3].copy_from_slice(&[10, PYTHON | 7 << 20 | 2, PYTHON]);
+        let stack = Stack::read(&entry);
+        let python = [Place::Python(PYTHON | 7 << 20 | 2), Place::PythonUnpaired];
+        assert_eq!(stack.places[1..], python);
+        assert_eq!(stack.places[1].instruction(), None);
 
         entry.flags = KERNEL;
         entry.end = types::stack_end::STACK_END_ROOT.0 as u8;
@@ -487,5 +522,7 @@ mod tests {
         let stack = Stack::read(&entry);
         assert_eq!((stack.side, stack.end), (Side::Kernel, End::Root));
         assert_eq!(stack.places.len(), MAX_DEPTH as usize);
+        // All addresses of the kernel have that bit.
+        assert_eq!(stack.places[2], Place::Interrupted(PYTHON));
     }
 }

@@ -177,7 +177,7 @@ fn gfp<S: Serializer>(flags: &Gfp, serializer: S) -> Result<S::Ok, S::Error> {
 #[cfg(test)]
 mod tests {
     use memtools::print::output::Row as _;
-    use memtools::stacks::named::{Frame, Part};
+    use memtools::stacks::named::{Frame, FrameKind, Part};
 
     use super::*;
 
@@ -208,7 +208,10 @@ mod tests {
             address: 0x1000 + offset,
             symbol: Some((name.into(), offset)),
             module: Some((module.into(), offset)),
-            kernel: module == "kernel",
+            kind: match module {
+                "kernel" => FrameKind::Kernel,
+                _ => FrameKind::Native,
+            },
             ..Frame::default()
         }
     }

@@ -222,7 +222,7 @@ fn gfp<S: Serializer>(flags: &Option<Gfp>, serializer: S) -> Result<S::Ok, S::Er
 #[cfg(test)]
 mod tests {
     use memtools::print::output::Row;
-    use memtools::stacks::named::{Frame, Part};
+    use memtools::stacks::named::{Frame, FrameKind, Part};
 
     use super::*;
 
@@ -256,7 +256,10 @@ mod tests {
             address: 0x1000 + offset,
             symbol: Some((name.into(), offset)),
             module: Some((module.into(), offset)),
-            kernel: module == "kernel",
+            kind: match module {
+                "kernel" => FrameKind::Kernel,
+                _ => FrameKind::Native,
+            },
             ..Frame::default()
         }
     }

@@ -240,7 +240,7 @@ impl Tables {
                 });
                 (mapping, frame.instruction - code.range.start)
             }
-            None if frame.kernel => {
+            None if frame.is_kernel() => {
                 let module = frame.module.as_ref().map_or("kernel", |(name, _)| name);
                 let mapping = self.mapping(Code::Kernel(module.to_owned()), |tables| Mapping {
                     path_string_ids: tables.path(&format!("[{module}]")),
@@ -250,7 +250,9 @@ impl Tables {
             }
             None => {
                 let mapping = self.mapping(Code::Unknown, |_| Mapping::default());
-                (mapping, frame.instruction)
+                // A frame of Python is what its name says.
+                let native = !frame.is_python();
+                (mapping, if native { frame.instruction } else { 0 })
             }
         };
         let function_name_id = self.string(frame.function_or_module().as_bytes());

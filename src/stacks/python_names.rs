@@ -1,0 +1,142 @@
+//! Names for the frames of Python in a user's stack.
+
+use crate::interpreters::python::codes::{Codes, Known};
+use crate::interpreters::python::lines::Instruction;
+use crate::interpreters::{InterpreterArgs, PythonLines};
+use crate::stacks::named::Frame;
+use crate::stacks::table::Place;
+
+/// Names frames of Python, as the options want them.
+#[derive(Debug, Clone)]
+pub struct PythonNames {
+    codes: Codes,
+    lines: bool,
+    /// Whether the frames of the interpreter's loop are shown, too.
+    native_frames: bool,
+}
+
+/// What a place in a stack is for Python.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Found {
+    /// A frame of a function.
+    Frame(Frame),
+    /// A frame that is none of the program's.
+    Hidden,
+    /// Native code.
+    Native,
+}
+
+impl PythonNames {
+    /// With the code objects that the kernel half sends.
+    pub fn new(codes: Codes, args: InterpreterArgs) -> Self {
+        Self {
+            codes,
+            lines: args.python_lines == PythonLines::Yes,
+            native_frames: args.native_frames,
+        }
+    }
+
+    /// Has what was asked for in vain looked for again.
+    pub(super) fn refresh(&self) {
+        self.codes.refresh();
+    }
+
+    /// How many code objects there was no memory for.
+    pub(super) fn dropped(&self) -> u64 {
+        self.codes.dropped()
+    }
+
+    /// Whether the frame of a place is not shown, which Python's frames follow: it is the interpreter's loop.
+    pub(super) fn hides_before(&self, next: Option<&Place>) -> bool {
+        !self.native_frames && matches!(next, Some(Place::Python(_)))
+    }
+
+    /// What a place is for Python.
+    pub(super) fn find(&self, place: Place) -> Found {
+        match place {
+            Place::Return(_) | Place::Interrupted(_) => Found::Native,
+            Place::PythonUnpaired => Found::Frame(Frame::of_python(0, UNPAIRED, None)),
+            Place::PythonCut => Found::Frame(Frame::of_python(0, CUT, None)),
+            Place::Python(word) => frame(word, &self.codes.get(word), self.lines),
+        }
+    }
+}
+
+/// Frames that are marks.
+const UNPAIRED: &str = "[called by frames that are missing]";
+const CUT: &str = "[further functions]";
+/// Functions whose names are not known.
+const UNKNOWN: &str = "[unknown]";
+const AMBIGUOUS: &str = "[ambiguous]";
+
+/// The frame of a word.
+fn frame(word: u64, known: &Known, lines: bool) -> Found {
+    let code = match known {
+        Known::Code(code) => code,
+        Known::Ambiguous => return Found::Frame(Frame::of_python(word, AMBIGUOUS, None)),
+        Known::Nothing => return Found::Frame(Frame::of_python(word, UNKNOWN, None)),
+    };
+    if code.is_shim() {
+        return Found::Hidden;
+    }
+    let line = lines
+        .then(|| code.line(Instruction::of_word(word)))
+        .flatten();
+    Found::Frame(Frame::of_python(word, &code.name, Some((&code.file, line))))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::interpreters::python::code::Code;
+
+    const WORD: u64 = 1 << 63 | 5 << 20;
+
+    fn known(name: &str, file: &str) -> Known {
+        Known::Code(Arc::new(Code {
+            file: file.into(),
+            name: name.into(),
+            first_line: 41,
+            minor: 12,
+            // Two units of line 41, one of 43.
+            lines: Some([0x81, 0, 0x80 | 13 << 3, 4].into()),
+        }))
+    }
+
+    fn text(word: u64, known: &Known, lines: bool) -> Option<String> {
+        match frame(word, known, lines) {
+            Found::Frame(frame) => Some(frame.to_string()),
+            Found::Hidden => None,
+            Found::Native => panic!("a word is no native frame"),
+        }
+    }
+
+    #[test]
+    fn a_frame_has_its_function_file_and_line() {
+        let of = known("load_orders", "/srv/orders.py");
+        let text = |word, lines| text(word, &of, lines).expect("a frame");
+        assert_eq!(text(WORD, true), "load_orders (orders.py:41) [python]");
+        assert_eq!(text(WORD | 2, true), "load_orders (orders.py:43) [python]");
+        // An instruction that is in no line.
+        assert_eq!(text(WORD | 9, true), "load_orders (orders.py) [python]");
+        assert_eq!(text(WORD | 2, false), "load_orders (orders.py) [python]");
+        let begun = WORD | 0xfffff;
+        assert_eq!(text(begun, true), "load_orders (orders.py:41) [python]");
+    }
+
+    #[test]
+    fn what_is_not_known_has_no_name_and_the_shim_is_no_frame() {
+        let found = |known: &Known| text(WORD, known, true);
+        assert_eq!(
+            found(&Known::Nothing).as_deref(),
+            Some("[unknown] [python]")
+        );
+        assert_eq!(
+            found(&Known::Ambiguous).as_deref(),
+            Some("[ambiguous] [python]")
+        );
+        assert_eq!(found(&known("__init__", "__init__")), None);
+    }
+}
