@@ -6,10 +6,10 @@
 use std::io::{self, Write};
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Parser;
 use jiff::Zoned;
-use libbpf_rs::skel::{OpenSkel, Skel};
+use libbpf_rs::skel::Skel;
 use libbpf_rs::{Link, MapMut};
 use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
@@ -33,10 +33,10 @@ use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
 use memtools::stacks::unwind::Unwinder;
 use serde::Serialize;
 
+use crate::bpf::Loaded;
 use crate::bpf::types::event;
-use crate::bpf::{BrkstackSkel, BrkstackSkelBuilder};
 
-memtools::skeleton!("brkstack", plain: [event, filter]);
+memtools::skeleton!("brkstack", BrkstackSkelBuilder, stacks: unwound, plain: [event]);
 
 /// Count calls of brk(2), by which heaps grow, by user stack and process.
 #[derive(Debug, Parser)]
@@ -150,7 +150,7 @@ struct Names {
 fn print_calls(
     args: &Args,
     filter: &Filter,
-    skel: &BrkstackSkel<'static>,
+    skel: &Loaded,
     names: Names,
     links: Vec<Link>,
     (mut poller, output): (Poller<'_>, Output),
@@ -329,21 +329,17 @@ impl Args {
     }
 }
 
-fn load(args: &Args, filter: &Filter) -> Result<BrkstackSkel<'static>> {
-    let mut open = attach::open::<BrkstackSkelBuilder>()?;
-    let options = attach::options(&mut open.maps.rodata_data)?;
-    filter.set(&mut options.filter);
+fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
+    let with_stacks = !args.events || args.event_stacks().any();
+    let stacks = args.stacks.room().if_wanted(with_stacks);
+    let mut open = bpf::prepare(filter, stacks, args.stacks.unwind)?;
+    let options = open.options()?;
     options.with_result = args.with_result().into();
     options.growth_only = args.growth_only().into();
     options.brk_number = libc::SYS_brk as u32;
     options.each_call = args.events.into();
     options.with_user_stacks = args.user_stacks().into();
     options.with_kernel_stacks = args.kernel_stacks.into();
-    memtools::set_unwind_options!(options, args.stacks.unwind);
-    options.stack_depth = args.stacks.perf_max_stack_depth;
-    let with_stacks = !args.events || args.event_stacks().any();
-    let stacks = with_stacks.then(|| args.stacks.first_entries());
-    memtools::size_stacks!(open.maps, stacks)?;
     if !args.with_result() {
         map_create::size(&mut open.maps.calls, 1)?;
     }
@@ -353,11 +349,7 @@ fn load(args: &Args, filter: &Filter) -> Result<BrkstackSkel<'static>> {
         map_create::size(&mut open.maps.events, page)?;
     }
     let programs = attach::programs_on_system_calls(args.programs(), args.programs_on_functions());
-    attach::load_only(open.open_object_mut(), &programs);
-    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
-    let skel = open.load().context("failed to load")?;
-    filter.set_cgroup(&skel.maps.filter_cgroup)?;
-    Ok(skel)
+    open.load_only(&programs)
 }
 
 /// One call of brk(2).

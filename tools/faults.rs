@@ -5,11 +5,11 @@
 use std::io::{self, Write};
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Parser;
 use jiff::Zoned;
 use libbpf_rs::MapCore;
-use libbpf_rs::skel::{OpenSkel, Skel};
+use libbpf_rs::skel::Skel;
 use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
 use memtools::bpf::software_event;
@@ -25,9 +25,9 @@ use memtools::run::target::{self, Target, TargetArgs};
 use perf_event::events::Software;
 use serde::Serialize;
 
-use crate::bpf::{FaultsSkel, FaultsSkelBuilder};
+use crate::bpf::Loaded;
 
-memtools::skeleton!("faults", plain: [filter]);
+memtools::skeleton!("faults", FaultsSkelBuilder, stacks: unwound, plain: []);
 
 /// Count page faults, by which processes grow, by user stack and process.
 #[derive(Debug, Parser)]
@@ -210,23 +210,16 @@ impl Args {
     }
 }
 
-fn load(args: &Args, filter: &Filter) -> Result<FaultsSkel<'static>> {
-    let mut open = attach::open::<FaultsSkelBuilder>()?;
-    let options = attach::options(&mut open.maps.rodata_data)?;
-    filter.set(&mut options.filter);
+fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
+    let stacks = args.stacks.room().if_wanted(!args.by_process);
+    let mut open = bpf::prepare(filter, stacks, args.stacks.unwind)?;
+    let options = open.options()?;
     options.user_mode_only = args.user_mode.into();
     options.kernel_mode_only = args.kernel_mode.into();
     options.with_user_stacks = args.user_stacks().into();
     options.with_kernel_stacks = (args.kernel_stacks && !args.by_process).into();
     options.page_bytes = kernel_support::page_bytes()? as u32;
-    memtools::set_unwind_options!(options, args.stacks.unwind);
-    options.stack_depth = args.stacks.perf_max_stack_depth;
-    let stacks = (!args.by_process).then(|| args.stacks.first_entries());
-    memtools::size_stacks!(open.maps, stacks)?;
-    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
-    let skel = open.load().context("failed to load")?;
-    filter.set_cgroup(&skel.maps.filter_cgroup)?;
-    Ok(skel)
+    open.load()
 }
 
 /// The table of --by-process.

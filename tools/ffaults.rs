@@ -15,7 +15,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use clap::{Parser, ValueEnum};
 use jiff::Zoned;
-use libbpf_rs::skel::{OpenSkel, Skel};
+use libbpf_rs::skel::Skel;
 use libbpf_rs::{Link, MapMut};
 use memtools::bpf::attach;
 use memtools::bpf::attach::{Means, Variant};
@@ -39,10 +39,10 @@ use memtools::run::target::{self, Target, TargetArgs};
 use perf_event::events::Software;
 use serde::Serialize;
 
+use crate::bpf::Loaded;
 use crate::bpf::types::{count, count_key, file_record, memory as Memory, name_record};
-use crate::bpf::{FfaultsSkel, FfaultsSkelBuilder, OpenFfaultsSkel};
 
-memtools::skeleton!("ffaults", plain: [count, count_key, file_id, filter, name_record]);
+memtools::skeleton!("ffaults", FfaultsSkelBuilder, stacks: none, plain: [count, count_key, file_id, name_record]);
 
 /// The width of the column of files: as wide as the widest, within these bounds.
 const FILE_COLUMN: Range<usize> = 24..64;
@@ -175,7 +175,7 @@ fn run(args: Args) -> Result<ExitCode> {
 
 /// Live probes, and what they can tell.
 struct Attached {
-    skel: FfaultsSkel<'static>,
+    skel: Loaded,
     links: Vec<Link>,
     knows: Knows,
 }
@@ -268,10 +268,9 @@ fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
 }
 
 /// The skeleton with the options in it, loaded with these programs only.
-fn load(args: &Args, filter: &Filter, programs: &[&str]) -> Result<FfaultsSkel<'static>> {
-    let mut open: OpenFfaultsSkel<'_> = attach::open::<FfaultsSkelBuilder>()?;
-    let options = attach::options(&mut open.maps.rodata_data)?;
-    filter.set(&mut options.filter);
+fn load(args: &Args, filter: &Filter, programs: &[&str]) -> Result<Loaded> {
+    let mut open = bpf::prepare(filter)?;
+    let options = open.options()?;
     options.by_process = args.by_process.into();
     options.full_path = args.path.into();
     let maps = &mut open.maps;
@@ -286,11 +285,7 @@ fn load(args: &Args, filter: &Filter, programs: &[&str]) -> Result<FfaultsSkel<'
         let names = maps.files.set_value_size(size_of::<name_record>() as u32);
         names.context("failed to size the map of names")?;
     }
-    attach::load_only(open.open_object_mut(), programs);
-    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
-    let skel = open.load().context("failed to load")?;
-    filter.set_cgroup(&skel.maps.filter_cgroup)?;
-    Ok(skel)
+    open.load_only(programs)
 }
 
 /// What faults are counted by, as it is printed.

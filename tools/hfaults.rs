@@ -8,10 +8,10 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Parser;
 use jiff::Zoned;
-use libbpf_rs::skel::{OpenSkel, Skel};
+use libbpf_rs::skel::Skel;
 use libbpf_rs::{Link, MapCore};
 use memtools::bpf::attach::{self, Means, Variant};
 use memtools::bpf::kernel_support;
@@ -31,13 +31,13 @@ use memtools::run::target::{self, Target, TargetArgs};
 use perf_event::events::Software;
 use serde::Serialize;
 
+use crate::bpf::Loaded;
 use crate::bpf::types::{fault_key, reason as Reason};
-use crate::bpf::{HfaultsSkel, HfaultsSkelBuilder};
 
 /// The kernel's settings of transparent huge pages.
 const THP: &str = "/sys/kernel/mm/transparent_hugepage";
 
-memtools::skeleton!("hfaults", plain: [fault_key, filter]);
+memtools::skeleton!("hfaults", HfaultsSkelBuilder, stacks: none, plain: [fault_key]);
 
 /// Count faults on huge pages, by process.
 #[derive(Debug, Parser)]
@@ -161,7 +161,7 @@ impl Args {
 }
 
 struct Attached {
-    skel: HfaultsSkel<'static>,
+    skel: Loaded,
     links: Vec<Link>,
 }
 
@@ -270,15 +270,14 @@ fn reason_functions() -> Option<[&'static str; 2]> {
 /// Loads these programs and attaches those that are attached by their names.
 fn load(args: &Args, filter: &Filter, programs: &[String]) -> Result<Attached> {
     let programs: Vec<&str> = programs.iter().map(String::as_str).collect();
-    let mut open = attach::open::<HfaultsSkelBuilder>()?;
-    let options = attach::options(&mut open.maps.rodata_data)?;
-    filter.set(&mut options.filter);
-    options.by_size = args.extended.into();
+    let mut open = bpf::prepare(filter)?;
     let by_reason = programs.contains(&"thread_exit");
-    options.by_reason = by_reason.into();
     if !by_reason {
         map_create::size(&mut open.maps.faults, 1)?;
     }
+    let options = open.options()?;
+    options.by_size = args.extended.into();
+    options.by_reason = by_reason.into();
     if args.thp {
         let setting = |name: &str| {
             let file = format!("{THP}/{name}");
@@ -289,10 +288,7 @@ fn load(args: &Args, filter: &Filter, programs: &[String]) -> Result<Attached> {
         options.uses_zero_page = (setting("use_zero_page") != Some(0)).into();
     }
     options.page_shift_base = kernel_support::page_shift()?;
-    attach::load_only(open.open_object_mut(), &programs);
-    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
-    let mut skel = open.load().context("failed to load")?;
-    filter.set_cgroup(&skel.maps.filter_cgroup)?;
+    let mut skel = open.load_only(&programs)?;
     let by_name: Vec<&str> = programs
         .iter()
         .copied()

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 use clap::Parser;
 use jiff::Zoned;
 use libbpf_rs::Link;
-use libbpf_rs::skel::{OpenSkel, Skel};
+use libbpf_rs::skel::Skel;
 use memtools::bpf::attach::{self, Means, Variant};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_counts::Counts;
@@ -30,10 +30,10 @@ use memtools::run::schedule::{Due, Reports};
 use memtools::run::target::{self, Target, TargetArgs};
 use serde::Serialize;
 
+use crate::bpf::Loaded;
 use crate::bpf::types::{task_key, total};
-use crate::bpf::{SwapinSkel, SwapinSkelBuilder};
 
-memtools::skeleton!("swapin", plain: [task_key, total, filter]);
+memtools::skeleton!("swapin", SwapinSkelBuilder, stacks: none, plain: [task_key, total]);
 
 /// Count pages read back from swap, by process.
 #[derive(Debug, Parser)]
@@ -210,14 +210,14 @@ impl Args {
 }
 
 /// How long tasks were held up since the start.
-fn latencies(skel: &SwapinSkel<'static>) -> Result<Histogram> {
+fn latencies(skel: &Loaded) -> Result<Histogram> {
     let bss = skel.maps.bss_data.as_deref();
     let slots = bss.context("the BPF object has no data")?.latency_ns.slots;
     Ok(slots.into())
 }
 
 struct Attached {
-    skel: SwapinSkel<'static>,
+    skel: Loaded,
     links: Vec<Link>,
 }
 
@@ -298,9 +298,8 @@ fn load(
     programs: &[String],
 ) -> Result<Attached> {
     let programs: Vec<&str> = programs.iter().map(String::as_str).collect();
-    let mut open = attach::open::<SwapinSkelBuilder>()?;
-    let options = attach::options(&mut open.maps.rodata_data)?;
-    filter.set(&mut options.filter);
+    let mut open = bpf::prepare(filter)?;
+    let options = open.options()?;
     options.with_latency = args.latency.into();
     options.with_zswap = zswap.is_some().into();
     options.zswap_says_bool = zswap.is_some_and(|zswap| zswap.says_bool).into();
@@ -310,10 +309,7 @@ fn load(
     if !args.latency {
         map_create::size(&mut open.maps.faults, 1)?;
     }
-    attach::load_only(open.open_object_mut(), &programs);
-    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
-    let mut skel = open.load().context("failed to load")?;
-    filter.set_cgroup(&skel.maps.filter_cgroup)?;
+    let mut skel = open.load_only(&programs)?;
     let links = attach::by_name(skel.object_mut(), &programs)?;
     Ok(Attached { skel, links })
 }

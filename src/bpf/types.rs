@@ -54,28 +54,3 @@ pub fn bytes_of<T: Plain>(value: &T) -> &[u8] {
     // SAFETY: generated from a C struct whose padding, if any, is a field of its own.
     unsafe { plain::as_bytes(value) }
 }
-
-/// Include a tool's skeleton as the module `bpf`, and let the named structs be read from bytes.
-///
-/// ```ignore
-/// memtools::skeleton!("memleak", plain: [event, block]);
-/// ```
-#[macro_export]
-macro_rules! skeleton {
-    ($tool:literal, plain: [$($plain:ident),*]) => {
-        #[allow(
-            missing_docs,
-            unreachable_pub,
-            dead_code,
-            clippy::all,
-            clippy::undocumented_unsafe_blocks,
-            clippy::unwrap_used,
-            reason = "generated code"
-        )]
-        mod bpf {
-            include!(concat!(env!("OUT_DIR"), "/", $tool, ".skel.rs"));
-            // SAFETY: generated from C structs of integers; every bit pattern is valid.
-            $(unsafe impl ::plain::Plain for types::$plain {})*
-        }
-    };
-}

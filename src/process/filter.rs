@@ -2,11 +2,8 @@
 //!
 //! The tests are made in the kernel, by `bpf/include/filter.bpf.h`. The tool itself is never traced.
 //!
-//! ```ignore
-//! let filter = args.filter.resolve(args.tid)?;
-//! filter.set(&mut rodata.filter); // before load
-//! filter.set_cgroup(&skel.maps.filter_cgroup)?; // before attach
-//! ```
+//! What a BPF object needs of a filter is set by `prepare` and `load`, which
+//! [`skeleton!`](crate::skeleton) makes.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -183,8 +180,10 @@ pub struct Filter {
 }
 
 impl Filter {
-    /// Lets through what the processes of `-p` start from now on, too, and what these start. The
-    /// tool has to call [`Filter::share_maps`] then.
+    /// Lets through what the processes of `-p` start from now on, too, and what these start.
+    ///
+    /// # Errors
+    /// If the follower's programs cannot be loaded or attached.
     pub fn follow(&mut self) -> Result<()> {
         self.options.follow = 1;
         self.follower = Some(Follower::start(self)?);
@@ -192,7 +191,10 @@ impl Filter {
     }
 
     /// Makes the skeleton's maps `filter_followed` and `losses` those of the follower, if there is
-    /// one. To be done before load.
+    /// one, before load.
+    ///
+    /// # Errors
+    /// If libbpf refuses to share a map.
     pub fn share_maps(
         &self,
         followed: &mut OpenMapMut<'_>,
@@ -209,7 +211,7 @@ impl Filter {
     }
 
     /// Sets the skeleton's constant `filter`: the same C struct as ours, under the type's name in
-    /// that skeleton. To be done before load.
+    /// that skeleton, before load.
     pub fn set<T: Plain>(&self, constant: &mut T) {
         const {
             assert!(size_of::<T>() == size_of::<types::filter>());
@@ -224,8 +226,10 @@ impl Filter {
         to.copy_from_slice(from);
     }
 
-    /// Puts the cgroup, if one is asked for, into the skeleton's map `filter_cgroup`. To be done
-    /// before attaching.
+    /// Puts the cgroup, if one is asked for, into the loaded skeleton's map `filter_cgroup`.
+    ///
+    /// # Errors
+    /// If the kernel refuses it.
     pub fn set_cgroup(&self, map: &impl MapCore) -> Result<()> {
         let Some(cgroup) = &self.cgroup else {
             return Ok(());

@@ -6,36 +6,29 @@
 use std::fmt;
 
 use anyhow::{Context, Result};
-use libbpf_rs::skel::OpenSkel;
 use libbpf_rs::{Link, OpenMapMut};
 
-use crate::bpf::attach;
 use crate::bpf::map_create;
 use crate::bpf::program_stats;
 use crate::process::filter::Filter;
 
-use bpf::{FollowSkel, FollowSkelBuilder};
-
-crate::skeleton!("follow", plain: [filter]);
+crate::skeleton!("follow", FollowSkelBuilder, stacks: none, plain: []);
 
 /// Processes that can be followed at a time: the largest PID is 32768 on small systems.
 const PROCESSES: u32 = 32768;
 
 /// Follows as long as it lives.
 pub struct Follower {
-    skel: FollowSkel<'static>,
+    skel: bpf::Loaded,
     _links: [Link; 5],
 }
 
 impl Follower {
     /// Follows what the processes of the filter start from now on.
     pub(crate) fn start(filter: &Filter) -> Result<Self> {
-        let mut open = attach::open::<FollowSkelBuilder>()?;
-        filter.set(&mut attach::options(&mut open.maps.rodata_data)?.filter);
+        let mut open = bpf::prepare(filter)?;
         map_create::size(&mut open.maps.filter_followed, PROCESSES)?;
-        let skel = open
-            .load()
-            .context("failed to load what follows processes")?;
+        let skel = open.load().context("failed to follow processes")?;
         let attach = || -> libbpf_rs::Result<[Link; 5]> {
             Ok([
                 skel.progs.process_free.attach()?,

@@ -30,6 +30,7 @@ use crate::run::losses::Losses;
 use crate::run::poll::Poller;
 use crate::run::priority;
 use crate::run::schedule::{Due, Reports};
+use crate::run::skeleton::StackRoom;
 use crate::run::stack_sums::{Count, Key, LOST_STACK, Sums, WideHashes, largest};
 use crate::stacks::named::{NamedStack, Part};
 use crate::stacks::symbolize::Symbolizer;
@@ -115,10 +116,15 @@ impl StackCountArgs {
         self.interval.or(self.interval_option)
     }
 
-    /// Entries that the table of stacks begins with.
-    pub fn first_entries(&self) -> u32 {
-        self.stack_storage_size
-            .map_or_else(table::first_entries, |stacks| stacks.min(MAX_IN_KERNEL))
+    /// What the table of stacks has room for at first.
+    pub fn room(&self) -> StackRoom {
+        let first_entries = self
+            .stack_storage_size
+            .map_or_else(table::first_entries, |stacks| stacks.min(MAX_IN_KERNEL));
+        StackRoom {
+            first_entries: Some(first_entries),
+            depth: self.perf_max_stack_depth,
+        }
     }
 
     /// How many of so many stacks are not shown.

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`cli`] | running a tool: arguments, exit status, errors |
 //! | [`complete`] | what a shell completes |
+//! | [`skeleton`] | a BPF object of a tool, from opening to loading |
 //! | [`target`] | what is traced: what the filter lets through, or a command |
 //! | [`poll`] | one wait for events, ticks, signals and the target's end |
 //! | [`schedule`] | when a tool that counts reports |
@@ -23,5 +24,6 @@ pub mod priority;
 pub mod privileges;
 pub mod protect;
 pub mod schedule;
+pub mod skeleton;
 mod stack_sums;
 pub mod target;

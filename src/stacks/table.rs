@@ -46,26 +46,8 @@ pub fn first_entries() -> u32 {
         .clamp(least, most)
 }
 
-/// Sizes an opened skeleton's maps for the stacks of processes, before load: for so many distinct stacks
-/// at first, or, with None, for none at all.
-#[macro_export]
-macro_rules! size_stacks {
-    ($maps:expr, $first_entries:expr) => {
-        $crate::stacks::table::size(
-            &mut $maps.stacks,
-            [
-                &mut $maps.stack_slots,
-                &mut $maps.unwind_files,
-                &mut $maps.unwind_cache,
-                &mut $maps.unwind_asked,
-                &mut $maps.unwind_missing,
-            ],
-            $first_entries,
-        )
-    };
-}
-
-/// What [`size_stacks!`] does with the table of stacks, and with the maps that serve to take them.
+/// Sizes an opened skeleton's table of stacks, and the maps that serve to take them, before load: for so
+/// many distinct stacks at first, or, with None, for none at all.
 ///
 /// # Errors
 /// If libbpf refuses a size.

@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use libbpf_rs::skel::{OpenSkel, Skel};
+use libbpf_rs::skel::Skel;
 use libbpf_rs::{Link, MapMut};
 use memtools::bpf::attach::{self, Variant};
 use memtools::bpf::kernel_support;
@@ -31,17 +31,18 @@ use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli;
 use memtools::run::losses::{self, Losses};
 use memtools::run::protect;
+use memtools::run::skeleton::StackRoom;
 use memtools::run::target::Target;
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::table::{FIRST_OF_EVENTS, MAX_OF_EVENTS, Stacks};
 
 use crate::args::Args;
+use crate::bpf::Loaded;
 use crate::bpf::types::{event, reclaim_kind};
-use crate::bpf::{DrsnoopSkel, DrsnoopSkelBuilder};
 use crate::row::{Columns, Kind, Row};
 
-memtools::skeleton!("drsnoop", plain: [event, filter]);
+memtools::skeleton!("drsnoop", DrsnoopSkelBuilder, stacks: unwound, plain: [event]);
 
 static STALLS: Family = Family {
     name: "memtools_reclaim_stall_duration_seconds",
@@ -220,12 +221,7 @@ impl Args {
 
 /// Loads and attaches the programs of this kind. With `zones` the kernel half adds up the free memory of
 /// these itself.
-fn start(
-    args: &Args,
-    filter: &Filter,
-    kind: &str,
-    zones: bool,
-) -> Result<(DrsnoopSkel<'static>, Vec<Link>)> {
+fn start(args: &Args, filter: &Filter, kind: &str, zones: bool) -> Result<(Loaded, Vec<Link>)> {
     let reclaims = if args.memcg {
         &["direct", "memcg"][..]
     } else {
@@ -237,13 +233,12 @@ fn start(
         .flat_map(|reclaim| ["end", "begin"].map(|moment| format!("{reclaim}_{moment}{kind}")))
         .collect();
     let programs: Vec<&str> = programs.iter().map(String::as_str).collect();
-    let mut open = attach::open::<DrsnoopSkelBuilder>()?;
-    let options = attach::options(&mut open.maps.rodata_data)?;
-    filter.set(&mut options.filter);
+    let stacks = StackRoom::of(FIRST_OF_EVENTS).if_wanted(args.wants_stacks());
+    let mut open = bpf::prepare(filter, stacks, args.unwind)?;
+    let options = open.options()?;
     options.by_uid = args.uid.is_some().into();
     options.only_uid = args.uid.unwrap_or(0);
     options.want_free_pages = (zones && args.shows_free()).into();
-    memtools::set_unwind_options!(options, args.unwind);
     options.want_stacks = args.wants_stacks().into();
     if kind == "_raw" {
         let begin = kernel_support::tracepoint_arguments("mm_vmscan_direct_reclaim_begin")?
@@ -252,12 +247,8 @@ fn start(
     } else {
         kernel_support::preflight_tracepoints()?;
     }
-    memtools::size_stacks!(open.maps, args.wants_stacks().then_some(FIRST_OF_EVENTS))?;
     map_create::size(&mut open.maps.events, EVENT_BYTES)?;
-    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
-    attach::load_only(open.open_object_mut(), &programs);
-    let mut skel = open.load().context("failed to load")?;
-    filter.set_cgroup(&skel.maps.filter_cgroup)?;
+    let mut skel = open.load_only(&programs)?;
     let links = attach::by_name(skel.object_mut(), &programs).with_context(|| {
         if args.memcg {
             "--memcg needs a kernel with CONFIG_MEMCG=y"

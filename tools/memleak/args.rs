@@ -13,6 +13,7 @@ use memtools::process::filter::{FilterArgs, cgroup_path};
 use memtools::run::cli::{self, UsageError};
 use memtools::run::complete;
 use memtools::run::poll::Poller;
+use memtools::run::skeleton::StackRoom;
 use memtools::run::target::TargetArgs;
 use memtools::serve::address::ServeArgs;
 use memtools::stacks::table;
@@ -251,10 +252,13 @@ impl Args {
             .unwrap_or_else(|| within_limit.try_into().unwrap_or(u32::MAX))
     }
 
-    /// Entries that the table of stacks begins with.
-    pub(crate) fn first_stacks(&self) -> u32 {
+    /// What the table of stacks has room for at first.
+    pub(crate) fn stack_room(&self) -> StackRoom {
         let first = || self.max_stacks().min(table::first_entries());
-        self.stack_storage_size.unwrap_or_else(first)
+        StackRoom {
+            first_entries: Some(self.stack_storage_size.unwrap_or_else(first)),
+            depth: self.perf_max_stack_depth,
+        }
     }
 
     /// Bytes that a block takes of our own memory: sums are kept in the kernel.

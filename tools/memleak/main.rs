@@ -51,7 +51,7 @@ use crate::overhead::Limit;
 use crate::target::Target;
 use crate::tracer::Tracer;
 
-memtools::skeleton!("memleak", plain: [block_bucket, event, filter, live_block, live_key, thread, total, total_key]);
+memtools::skeleton!("memleak", MemleakSkelBuilder, stacks: unwound, plain: [block_bucket, event, live_block, live_key, thread, total, total_key]);
 
 /// How long nothing may happen at all before we say why that can be.
 const QUIET: Duration = Duration::from_secs(2);

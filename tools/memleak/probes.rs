@@ -25,7 +25,7 @@ use perf_event::{Builder, Counter};
 use crate::allocators;
 use crate::args::{Args, Mode};
 use crate::bpf::types::{block_bucket, steering};
-use crate::bpf::{MemleakSkel, MemleakSkelBuilder, OpenMemleakSkel};
+use crate::bpf::{self, Loaded, Prepared};
 use crate::objects::{self, Function, Object};
 use crate::sampling::Sampling;
 use crate::signature::Signature;
@@ -46,7 +46,7 @@ const OVERFLOW_STEPS: [(u32, u32); 2] = [(1 << 17, 32), (1 << 20, 4)];
 
 /// The loaded program, for placing its probes.
 pub(crate) struct Attached {
-    pub(crate) skel: MemleakSkel<'static>,
+    pub(crate) skel: Loaded,
     /// The way's name.
     pub(crate) how: &'static str,
     /// How many blocks each map has room for that takes what the table has not.
@@ -74,7 +74,7 @@ pub(crate) struct Hits {
 type Started = (Attached, Vec<Link>, Unwinder);
 
 /// Whether an address that is freed twice is noticed. It takes the table, and a record of all.
-pub(crate) fn notices_double_frees(skel: &MemleakSkel<'static>, args: &Args) -> bool {
+pub(crate) fn notices_double_frees(skel: &Loaded, args: &Args) -> bool {
     skel.maps.table.max_entries() > 1 && args.records_all()
 }
 
@@ -341,7 +341,7 @@ fn wake_uprobes() {
 /// Probes a function of our own by a link as for a target, and has another thread call it: on some
 /// kernels before 6.12 such a link sees one thread of the process alone. The link is to be kept, as
 /// to end it takes time.
-fn try_with_a_thread(skel: &MemleakSkel<'static>) -> Result<Link> {
+fn try_with_a_thread(skel: &Loaded) -> Result<Link> {
     let opts = UprobeMultiOpts {
         offsets: vec![own_function()? as usize],
         ..UprobeMultiOpts::default()
@@ -388,7 +388,7 @@ fn signatures(target: &Target) -> Vec<Signature> {
 
 /// The program that reads calls by this signature.
 fn entry_with<'skel>(
-    skel: &'skel MemleakSkel<'static>,
+    skel: &'skel Loaded,
     signatures: &[Signature],
     signature: Signature,
 ) -> Result<&'skel ProgramImpl<'static, libbpf_rs::Mut>> {
@@ -418,7 +418,7 @@ fn entry_with<'skel>(
 }
 
 /// Has the programs entry_0 and so on go on to the one that does their work.
-fn share_plain_entry(skel: &MemleakSkel<'static>) -> Result<()> {
+fn share_plain_entry(skel: &Loaded) -> Result<()> {
     let program = skel.progs.plain_entry.as_fd().as_raw_fd();
     let map = &skel.maps.plain_work;
     map.update(&0u32.to_ne_bytes(), &program.to_ne_bytes(), MapFlags::ANY)
@@ -437,40 +437,40 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
         let load = wanted(&program.name().to_string_lossy());
         program.set_autoload(load);
     }
+    let programs = &mut open.progs;
     if way == Way::Multi {
-        open.progs.trial.set_autoload(true);
-        for program in [&mut open.progs.cookie_entry, &mut open.progs.cookie_return] {
+        programs.trial.set_autoload(true);
+        for program in [&mut programs.cookie_entry, &mut programs.cookie_return] {
             program.set_attach_type(ProgramAttachType::TraceUprobeMulti);
         }
     }
     // Where other processes are traced too, what they share is known.
     let only_named = !args.any_process();
-    open.progs.process_shares.set_autoload(only_named);
-    open.progs.process_exec.set_autoload(true);
-    open.progs.thread_exit.set_autoload(true);
+    programs.process_shares.set_autoload(only_named);
+    programs.process_exec.set_autoload(true);
+    programs.thread_exit.set_autoload(true);
     for program in [
-        &mut open.progs.unwind_publish,
-        &mut open.progs.unwind_exec,
-        &mut open.progs.unwind_mmap,
+        &mut programs.unwind_publish,
+        &mut programs.unwind_exec,
+        &mut programs.unwind_mmap,
     ] {
         program.set_autoload(true);
     }
     // An allocator whose process was not stopped is not known.
     let is_skipped = target.is_command && kernel_support::preempts_raw_tracepoints();
     for program in [
-        &mut open.progs.held_exec_too,
-        &mut open.progs.held_exec_again,
-        &mut open.progs.held_mmap_too,
+        &mut programs.held_exec_too,
+        &mut programs.held_exec_again,
+        &mut programs.held_mmap_too,
     ] {
         program.set_autoload(is_skipped);
     }
     let whose = target.whose_tables(args);
     let early = Early::start(args.unwind, &mut open.maps.unwind_shards, whose.clone())?;
-    let skel = open.load().context("failed to load")?;
+    let skel = open.load()?;
     if way == Way::Plain {
         share_plain_entry(&skel)?;
     }
-    target.filter.set_cgroup(&skel.maps.filter_cgroup)?;
     let progs = &skel.progs;
     let watching = [
         &progs.process_exec,
@@ -503,9 +503,14 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
 }
 
 /// The skeleton with the options in it, before load.
-fn open(way: Way, size: &Size, target: &Target, args: &Args) -> Result<OpenMemleakSkel<'static>> {
-    let mut open = attach::open::<MemleakSkelBuilder>()?;
-    let options = attach::options(&mut open.maps.rodata_data)?;
+fn open<'target>(
+    way: Way,
+    size: &Size,
+    target: &'target Target,
+    args: &Args,
+) -> Result<Prepared<'target>> {
+    let mut open = bpf::prepare(&target.filter, args.stack_room(), args.unwind)?;
+    let options = open.options()?;
     options.min_size = args.min_size;
     options.max_size = args.max_size;
     options.sample_rate = args.sample_rate;
@@ -524,8 +529,6 @@ fn open(way: Way, size: &Size, target: &Target, args: &Args) -> Result<OpenMemle
     if args.mode == Mode::Churn {
         options.churn_ns = u64::try_from(args.interval.as_nanos()).unwrap_or(u64::MAX);
     }
-    options.stack_depth = args.perf_max_stack_depth;
-    memtools::set_unwind_options!(options, args.unwind);
     options.bucket_count = size.buckets;
     let [first, rest @ ..] = &size.overflow[..] else {
         bail!("no map for blocks");
@@ -533,18 +536,13 @@ fn open(way: Way, size: &Size, target: &Target, args: &Args) -> Result<OpenMemle
     if !rest.is_empty() {
         options.overflow_crowded = u64::from(first / 2);
     }
-    target.filter.set(&mut options.filter);
     for (to, signature) in options.signatures.iter_mut().zip(signatures(target)) {
         *to = signature.packed();
     }
 
     let maps = &mut open.maps;
-    target
-        .filter
-        .share_maps(&mut maps.filter_followed, &mut maps.losses)?;
     map_create::size(&mut maps.table, size.buckets)?;
     map_create::size(&mut maps.overflow, *first)?;
-    map_create::size(&mut maps.stacks, args.first_stacks())?;
     if args.children && target.is_command {
         map_create::size(&mut maps.unwind_looked, LOOKED_AT)?;
     }

@@ -30,7 +30,7 @@ use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::table::Stacks;
 
 use crate::args::{Args, Mode};
-use crate::bpf::MemleakSkel;
+use crate::bpf::Loaded;
 use crate::bpf::types::{event, event_kind as Kind, peak, total, total_key};
 use crate::difference::Difference;
 use crate::ended::{End, Ended, Ends};
@@ -53,7 +53,7 @@ const PEAK_TRIES: usize = 8;
 const DEFAULT_OLDER: u64 = 500;
 
 pub(crate) struct Tracer<'a> {
-    skel: &'a MemleakSkel<'static>,
+    skel: &'a Loaded,
     filter: &'a Filter,
     args: &'a Args,
     /// Whether rows say which process they are of.

@@ -9,9 +9,9 @@ mod row;
 use std::collections::HashMap;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::{ArgGroup, Parser};
-use libbpf_rs::skel::{OpenSkel, Skel};
+use libbpf_rs::skel::Skel;
 use libbpf_rs::{Link, MapMut};
 use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
@@ -24,16 +24,17 @@ use memtools::print::output::{Format, Output};
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::losses::Losses;
+use memtools::run::skeleton::StackRoom;
 use memtools::run::target::{Target, TargetArgs};
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::table::{FIRST_OF_EVENTS, MAX_OF_EVENTS, Stacks};
 use memtools::stacks::unwind::UnwindArgs;
 
-use crate::bpf::{MmapsnoopSkel, MmapsnoopSkelBuilder};
+use crate::bpf::Loaded;
 use crate::row::{Columns, Record, Row};
 
-memtools::skeleton!("mmapsnoop", plain: [event, filter]);
+memtools::skeleton!("mmapsnoop", MmapsnoopSkelBuilder, stacks: unwound, plain: [event]);
 
 /// Show every mmap(2): who maps how much of what, and how.
 #[derive(Debug, Parser)]
@@ -309,29 +310,23 @@ impl Args {
     }
 }
 
-fn load(args: &Args, filter: &Filter) -> Result<MmapsnoopSkel<'static>> {
-    let mut open = attach::open::<MmapsnoopSkelBuilder>()?;
-    let options = attach::options(&mut open.maps.rodata_data)?;
-    filter.set(&mut options.filter);
+fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
+    let stacks = StackRoom::of(FIRST_OF_EVENTS).if_wanted(args.with_stacks());
+    let mut open = bpf::prepare(filter, stacks, args.unwind)?;
+    let options = open.options()?;
     options.failed_only = args.failed.into();
     options.full_path = args.path.into();
     options.with_munmap = args.munmap.into();
     options.with_stack = args.with_stacks().into();
-    memtools::set_unwind_options!(options, args.unwind);
-    memtools::size_stacks!(open.maps, args.with_stacks().then_some(FIRST_OF_EVENTS))?;
     let mut programs =
         attach::programs_on_system_calls(args.programs(), args.programs_on_functions());
     if args.compat {
         programs.push(COMPAT);
     }
-    attach::load_only(open.open_object_mut(), &programs);
-    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
-    let skel = open.load().context("failed to load")?;
-    filter.set_cgroup(&skel.maps.filter_cgroup)?;
-    Ok(skel)
+    open.load_only(&programs)
 }
 
-fn attach(skel: &mut MmapsnoopSkel<'_>, args: &Args) -> Result<Vec<Link>> {
+fn attach(skel: &mut Loaded, args: &Args) -> Result<Vec<Link>> {
     let object = skel.object_mut();
     let mut links = attach::system_calls(object, args.programs(), args.programs_on_functions())?;
     if args.compat {

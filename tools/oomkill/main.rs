@@ -14,7 +14,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
-use libbpf_rs::skel::{OpenSkel, Skel};
+use libbpf_rs::skel::Skel;
 use libbpf_rs::{Link, MapMut};
 use memtools::bpf::attach::{self, Means, Variant};
 use memtools::bpf::kernel_support;
@@ -32,17 +32,18 @@ use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::losses::{self, Losses};
 use memtools::run::protect;
+use memtools::run::skeleton::StackRoom;
 use memtools::run::target::{Target, TargetArgs};
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
 use memtools::stacks::unwind::UnwindArgs;
 
+use crate::bpf::Loaded;
 use crate::bpf::types::{event, event_kind, oom_kind, task};
-use crate::bpf::{OomkillSkel, OomkillSkelBuilder};
 use crate::row::{AlsoKilled, Kill, Kind, Victim};
 
-memtools::skeleton!("oomkill", plain: [event, filter]);
+memtools::skeleton!("oomkill", OomkillSkelBuilder, stacks: unwound, plain: [event]);
 
 /// What the kernel half says of a number that it could not have; UNKNOWN.
 const UNKNOWN: u64 = u64::MAX;
@@ -218,12 +219,7 @@ impl Rung {
 }
 
 /// Loads and attaches one rung. `with_task`: what mark_victim comes with.
-fn start(
-    args: &Args,
-    filter: &Filter,
-    rung: Rung,
-    with_task: bool,
-) -> Result<(OomkillSkel<'static>, Vec<Link>)> {
+fn start(args: &Args, filter: &Filter, rung: Rung, with_task: bool) -> Result<(Loaded, Vec<Link>)> {
     ensure!(
         rung != Rung::Victim || with_task,
         "mark_victim has only the pid on this kernel"
@@ -232,21 +228,17 @@ fn start(
     if !with_task {
         kernel_support::preflight_tracepoints()?;
     }
-    let mut open = attach::open::<OomkillSkelBuilder>()?;
-    let options = attach::options(&mut open.maps.rodata_data)?;
-    filter.set(&mut options.filter);
-    memtools::set_unwind_options!(options, args.unwind);
+    let stacks = StackRoom::of(STACKS).if_wanted(args.wants_stacks());
+    let mut open = bpf::prepare(filter, stacks, args.unwind)?;
+    let options = open.options()?;
     options.want_stacks = args.wants_stacks().into();
-    memtools::size_stacks!(open.maps, args.wants_stacks().then_some(STACKS))?;
-    map_create::size(&mut open.maps.events, EVENT_BYTES)?;
     options.only_victims = matches!(rung, Rung::Victim | Rung::Pid).into();
+    map_create::size(&mut open.maps.events, EVENT_BYTES)?;
     open.progs.kill_fentry.set_autoload(rung == Rung::Fentry);
     open.progs.kill_kprobe.set_autoload(rung == Rung::Kprobe);
     open.progs.mark_victim.set_autoload(with_task);
     open.progs.mark_victim_pid.set_autoload(!with_task);
-    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
-    let skel = open.load().context("failed to load")?;
-    filter.set_cgroup(&skel.maps.filter_cgroup)?;
+    let skel = open.load()?;
 
     let programs = &skel.progs;
     let mut wanted = match rung {

@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::Parser;
 use libbpf_rs::Link;
-use libbpf_rs::skel::{OpenSkel, Skel};
+use libbpf_rs::skel::Skel;
 use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
 use memtools::bpf::ring::Events;
@@ -20,11 +20,11 @@ use memtools::run::cli::{self, CommonArgs};
 use memtools::run::losses::Losses;
 use memtools::run::target::{Target, TargetArgs};
 
+use crate::bpf::Loaded;
 use crate::bpf::types::event;
-use crate::bpf::{ShmsnoopSkel, ShmsnoopSkelBuilder};
 use crate::row::{Columns, Row};
 
-memtools::skeleton!("shmsnoop", plain: [event, filter]);
+memtools::skeleton!("shmsnoop", ShmsnoopSkelBuilder, stacks: none, plain: [event]);
 
 /// Show the system calls of System V shared memory: shmget, shmat, shmdt, shmctl.
 #[derive(Debug, Parser)]
@@ -104,11 +104,9 @@ fn run(args: Args) -> Result<ExitCode> {
 }
 
 /// Loads the programs, and attaches them.
-fn start(filter: &Filter, with_segment: bool) -> Result<(ShmsnoopSkel<'static>, Vec<Link>)> {
-    let mut open = attach::open::<ShmsnoopSkelBuilder>()?;
-    let options = attach::options(&mut open.maps.rodata_data)?;
-    filter.set(&mut options.filter);
-    options.with_segment = with_segment.into();
+fn start(filter: &Filter, with_segment: bool) -> Result<(Loaded, Vec<Link>)> {
+    let mut open = bpf::prepare(filter)?;
+    open.options()?.with_segment = with_segment.into();
     let find_vma = kernel_support::btf_has_name("bpf_find_vma");
     let tracepoints = [
         EXITS,
@@ -121,13 +119,7 @@ fn start(filter: &Filter, with_segment: bool) -> Result<(ShmsnoopSkel<'static>, 
     ]
     .concat();
     let programs = attach::programs_on_system_calls(&tracepoints, FUNCTIONS);
-    attach::load_only(
-        open.open_object_mut(),
-        &[&programs[..], &["thread_exit"]].concat(),
-    );
-    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
-    let mut skel = open.load().context("failed to load")?;
-    filter.set_cgroup(&skel.maps.filter_cgroup)?;
+    let mut skel = open.load_only(&[&programs[..], &["thread_exit"]].concat())?;
 
     let object = skel.object_mut();
     let mut links = attach::by_name(object, &["thread_exit"])?;

@@ -9,10 +9,11 @@ use memtools::bpf::attach::{self, Variant};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_create;
 use memtools::process::filter::Filter;
+use memtools::run::skeleton::StackRoom;
 use memtools::stacks::table;
 
 use crate::args::Args;
-use crate::bpf::{OpenVmscanSkel, VmscanSkel, VmscanSkelBuilder};
+use crate::bpf::{self, Loaded, Prepared};
 use crate::report::Columns;
 
 /// Tracepoints that --counts can count; COUNTERS of the BPF program.
@@ -20,7 +21,7 @@ const COUNTERS: usize = 64;
 
 /// The programs while they are live.
 pub(crate) struct Attached {
-    pub(crate) skel: VmscanSkel<'static>,
+    pub(crate) skel: Loaded,
     pub(crate) links: Vec<Link>,
     pub(crate) has: Has,
 }
@@ -89,14 +90,14 @@ pub(crate) fn start(args: &Args, filter: &Filter, columns: Columns) -> Result<At
 
 /// Attaches what there is. A tracepoint that is missing costs its column, and a line on stderr.
 fn try_start(args: &Args, filter: &Filter, columns: Columns, way: Way) -> Result<Attached> {
-    let mut open = without_events(open(filter)?)?;
+    let mut open = without_events(filter)?;
     if args.by_cgroup {
         kernel_support::tell_if_limits_are_unknown("vmscan");
     } else {
         without([&mut open.maps.cgroups])?;
     }
     without([&mut open.maps.compacting])?;
-    let options = attach::options(&mut open.maps.rodata_data)?;
+    let options = open.options()?;
     options.by_shrinker = args.by_shrinker.into();
     options.by_cgroup = args.by_cgroup.into();
     options.by_record = (way == Way::Tracefs).into();
@@ -106,8 +107,7 @@ fn try_start(args: &Args, filter: &Filter, columns: Columns, way: Way) -> Result
         program.set_autoload(!others);
         way.prepare(&mut program);
     }
-    let skel = open.load().context("failed to load")?;
-    filter.set_cgroup(&skel.maps.filter_cgroup)?;
+    let skel = open.load()?;
 
     let mut links = Vec::new();
     let programs = &skel.progs;
@@ -201,7 +201,7 @@ fn try_start(args: &Args, filter: &Filter, columns: Columns, way: Way) -> Result
 
 /// The programs of --trace-compaction while they are live.
 pub(crate) struct Tracing {
-    pub(crate) skel: VmscanSkel<'static>,
+    pub(crate) skel: Loaded,
     pub(crate) links: Vec<Link>,
 }
 
@@ -224,26 +224,21 @@ fn try_start_tracing_compaction(args: &Args, filter: &Filter) -> Result<Tracing>
         _ => bail!("the arguments of mm_compaction_end are unknown: {arguments:?}"),
     };
     let programs = [end, "trace_compaction_zone", "trace_compaction_begin"];
-    let mut open = open(filter)?;
-    let options = attach::options(&mut open.maps.rodata_data)?;
+    let stacks = StackRoom::of(table::FIRST_OF_EVENTS).if_wanted(args.kernel_stacks);
+    let mut open = bpf::prepare(filter, stacks)?;
+    let options = open.options()?;
     options.with_kernel_stacks = args.kernel_stacks.into();
     options.with_zone_state = args.wants_zone_state().into();
     let maps = &mut open.maps;
     without([&mut maps.calls, &mut maps.shrinking, &mut maps.cgroups])?;
-    size_stacks(
-        &mut open,
-        args.kernel_stacks.then_some(table::FIRST_OF_EVENTS),
-    )?;
-    attach::load_only(open.open_object_mut(), &programs);
-    let mut skel = open.load().context("failed to load")?;
-    filter.set_cgroup(&skel.maps.filter_cgroup)?;
+    let mut skel = open.load_only(&programs)?;
     let links = attach::by_name(skel.object_mut(), &programs)?;
     Ok(Tracing { skel, links })
 }
 
 /// The programs of --counts while they are live.
 pub(crate) struct Counting {
-    pub(crate) skel: VmscanSkel<'static>,
+    pub(crate) skel: Loaded,
     pub(crate) links: Vec<Link>,
     /// What is counted at each index of the map, as tracefs and perf call it:
     /// `vmscan:mm_vmscan_kswapd_wake`.
@@ -260,7 +255,7 @@ fn try_start_counting(filter: &Filter, way: Way) -> Result<Counting> {
         .into_iter()
         .filter_map(|tracepoint| Some((group(&tracepoint)?, tracepoint)))
         .collect();
-    let mut open = without_events(open(filter)?)?;
+    let mut open = without_events(filter)?;
     let maps = &mut open.maps;
     without([&mut maps.calls, &mut maps.shrinking])?;
     without([&mut maps.cgroups, &mut maps.compacting])?;
@@ -269,8 +264,7 @@ fn try_start_counting(filter: &Filter, way: Way) -> Result<Counting> {
         program.set_autoload(used);
         way.prepare(&mut program);
     }
-    let mut skel = open.load().context("failed to load")?;
-    filter.set_cgroup(&skel.maps.filter_cgroup)?;
+    let mut skel = open.load()?;
 
     let (mut links, mut tracepoints) = (Vec::new(), Vec::new());
     for program in skel.object_mut().progs_mut() {
@@ -305,11 +299,12 @@ fn number(program: &OsStr) -> Option<usize> {
     usize::from_str_radix(digits, 8).ok()
 }
 
-/// With the smallest ring buffer that there is: nothing is put into it. Nor are there stacks.
-fn without_events(mut open: OpenVmscanSkel<'static>) -> Result<OpenVmscanSkel<'static>> {
+/// Opens the object with the smallest ring buffer that there is, as nothing is put into it, and without
+/// stacks.
+fn without_events(filter: &Filter) -> Result<Prepared<'_>> {
+    let mut open = bpf::prepare(filter, StackRoom::NONE)?;
     let page = kernel_support::page_bytes()? as u32;
     map_create::size(&mut open.maps.events, page)?;
-    size_stacks(&mut open, None)?;
     Ok(open)
 }
 
@@ -319,20 +314,6 @@ fn without<const MAPS: usize>(unused: [&mut OpenMapMut<'_>; MAPS]) -> Result<()>
         map_create::size(map, 1)?;
     }
     Ok(())
-}
-
-/// Sizes the maps for the kernel's stacks: for so many distinct ones at first, or for none.
-fn size_stacks(open: &mut OpenVmscanSkel<'static>, first_entries: Option<u32>) -> Result<()> {
-    let maps = &mut open.maps;
-    table::size(&mut maps.stacks, [&mut maps.stack_slots], first_entries)
-}
-
-fn open(filter: &Filter) -> Result<OpenVmscanSkel<'static>> {
-    let mut open = attach::open::<VmscanSkelBuilder>()?;
-    let options = attach::options(&mut open.maps.rodata_data)?;
-    filter.set(&mut options.filter);
-    filter.share_maps(&mut open.maps.filter_followed, &mut open.maps.losses)?;
-    Ok(open)
 }
 
 /// The group that a tracepoint is in, if it is one of ours. BTF does not know groups, but all of

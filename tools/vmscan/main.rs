@@ -42,7 +42,9 @@ use crate::report::{Cgroup, Columns, Counts, Interval, Shrinker, Timed};
 
 memtools::skeleton!(
     "vmscan",
-    plain: [total, call, shrinker_total, cgroup_key, cgroup_total, compaction, filter]
+    VmscanSkelBuilder,
+    stacks: kernel,
+    plain: [total, call, shrinker_total, cgroup_key, cgroup_total, compaction]
 );
 
 static OPERATIONS: Family = Family {

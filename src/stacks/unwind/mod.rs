@@ -189,15 +189,6 @@ fn join<T>(thread: JoinHandle<T>) -> T {
     }
 }
 
-/// Sets the constants of an opened skeleton that say how stacks are unwound, before load.
-#[macro_export]
-macro_rules! set_unwind_options {
-    ($options:expr, $args:expr) => {
-        $options.unwind_mode = $args.mode();
-        $options.unwind_namespace = $args.namespace()?;
-    };
-}
-
 /// The maps and programs of a loaded skeleton that an [`Unwinder`] works with.
 #[macro_export]
 macro_rules! unwind_parts {

@@ -16,7 +16,7 @@ use nix::fcntl::{FcntlArg, fcntl};
 
 use super::args::Kinds;
 use super::bpf::types::turn;
-use super::bpf::{MemleakKernelSkel, MemleakKernelSkelBuilder, OpenMemleakKernelSkel};
+use super::bpf::{self, Loaded, Prepared};
 use crate::args::Args;
 use crate::probes::within;
 
@@ -41,7 +41,7 @@ type Pair<'a> = [&'a ProgramMut<'a>; 2];
 
 /// The programs while they are live.
 pub(super) struct Attached {
-    pub(super) skel: MemleakKernelSkel<'static>,
+    pub(super) skel: Loaded,
     pub(super) links: Vec<Link>,
     /// The tracepoints of allocations.
     pub(super) tracepoints: Vec<&'static str>,
@@ -84,7 +84,7 @@ fn try_start(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk) -> Result<A
     let sheaves = kernel_support::btf_has_name("__kfree_rcu_sheaf");
     let learns = kinds.slab && (kinds.pages || with_caches(args));
     let mut open = open(args, filter, kinds)?;
-    attach::options(&mut open.maps.rodata_data)?.learns = learns.into();
+    open.options()?.learns = learns.into();
     let wanted = |program: &str| match program.trim_end_matches(UNDERSTUDY) {
         "kmalloc" | "cache_alloc" | "kfree" | "cache_free" => kinds.slab,
         "page_alloc" | "page_free" => kinds.pages,
@@ -97,8 +97,7 @@ fn try_start(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk) -> Result<A
         let load = wanted(&program.name().to_string_lossy());
         program.set_autoload(load);
     }
-    let skel = open.load().context("failed to load")?;
-    filter.set_cgroup(&skel.maps.filter_cgroup)?;
+    let skel = open.load()?;
 
     let (mut links, mut tracepoints) = (Vec::new(), Vec::new());
     let programs = &skel.progs;
@@ -251,15 +250,13 @@ fn with_caches(args: &Args) -> bool {
 }
 
 /// The skeleton with the options in it, before load.
-fn open(args: &Args, filter: &Filter, kinds: Kinds) -> Result<OpenMemleakKernelSkel<'static>> {
-    let mut open = attach::open::<MemleakKernelSkelBuilder>()?;
+fn open<'filter>(args: &Args, filter: &'filter Filter, kinds: Kinds) -> Result<Prepared<'filter>> {
+    let mut open = bpf::prepare(filter, args.stack_room())?;
     let cpus = libbpf_rs::num_possible_cpus().context("failed to count the CPUs")?;
-    let options = attach::options(&mut open.maps.rodata_data)?;
-    filter.set(&mut options.filter);
+    let options = open.options()?;
     options.min_size = args.min_size;
     options.max_size = args.max_size;
     options.sample_rate = args.sample_rate;
-    options.stack_depth = args.perf_max_stack_depth;
     options.page_shift = kernel_support::page_bytes()?.trailing_zeros();
     options.possible_cpus = cpus as u32;
     options.keep_totals = args.combined_only.into();
@@ -286,21 +283,13 @@ fn open(args: &Args, filter: &Filter, kinds: Kinds) -> Result<OpenMemleakKernelS
     options.tells_percpu_bytes = tells_bytes.into();
 
     let blocks = blocks(args)?;
-    let sizes = [
-        (&mut open.maps.stacks, args.first_stacks()),
-        (&mut open.maps.blocks, blocks),
-        (
-            &mut open.maps.totals,
-            if args.combined_only {
-                args.stack_storage_size.unwrap_or(DEFAULT_TOTALS)
-            } else {
-                1
-            },
-        ),
-    ];
-    for (map, entries) in sizes {
-        map_create::size(map, entries)?;
-    }
+    map_create::size(&mut open.maps.blocks, blocks)?;
+    let totals = if args.combined_only {
+        args.stack_storage_size.unwrap_or(DEFAULT_TOTALS)
+    } else {
+        1
+    };
+    map_create::size(&mut open.maps.totals, totals)?;
     Ok(open)
 }
 

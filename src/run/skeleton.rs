@@ -1,0 +1,197 @@
+//! A tool's BPF object, from opening to loading: what `skeleton!` makes of the generated skeleton.
+//!
+//! What every object needs is done in one order, by two calls that a tool cannot do without: the builder
+//! of the skeleton is private to the module that [`skeleton!`](crate::skeleton) makes, and libbpf's own
+//! `load` takes a skeleton that nobody gets hold of.
+//!
+//! | call | what it does |
+//! |---|---|
+//! | `bpf::prepare(filter, ...)` | opens the object; sets the filter, how stacks are walked and how many there is room for; puts the follower's maps in the place of the object's |
+//! | `bpf::Prepared` | the opened object: the tool sets its own options, sizes and programs |
+//! | `Prepared::load()`, `Prepared::load_only(&[...])` | loads the object, or these programs of it; sets the cgroup of the filter |
+//! | `bpf::Loaded` | the loaded object, to be attached |
+//!
+//! ```ignore
+//! // The object takes no stacks, only the kernel's, or those of processes too.
+//! memtools::skeleton!("shmsnoop", ShmsnoopSkelBuilder, stacks: none, plain: [event]);
+//! memtools::skeleton!("vmscan", VmscanSkelBuilder, stacks: kernel, plain: [event]);
+//! memtools::skeleton!("faults", FaultsSkelBuilder, stacks: unwound, plain: []);
+//!
+//! let mut open = bpf::prepare(filter, StackRoom::of(4096), unwind_args)?;
+//! open.options()?.user_mode_only = 1;
+//! let skel = open.load()?;
+//! ```
+
+use crate::stacks::table::MAX_DEPTH;
+
+/// How many call stacks an object has room for, and how deep they are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StackRoom {
+    /// Distinct stacks that there is room for at first; None if no stack is ever taken.
+    pub first_entries: Option<u32>,
+    /// Frames of a stack at most.
+    pub depth: u32,
+}
+
+impl StackRoom {
+    /// Room for no stack.
+    pub const NONE: Self = Self {
+        first_entries: None,
+        depth: MAX_DEPTH,
+    };
+
+    /// Room for this many distinct stacks at first, as deep as can be.
+    pub fn of(first_entries: u32) -> Self {
+        Self {
+            first_entries: Some(first_entries),
+            ..Self::NONE
+        }
+    }
+
+    /// The same room if stacks are wanted, else none.
+    #[must_use]
+    pub fn if_wanted(self, wanted: bool) -> Self {
+        if wanted { self } else { Self::NONE }
+    }
+}
+
+/// Includes a tool's skeleton as the module `bpf`, with `prepare`, `Prepared` and `Loaded`
+/// ([`run::skeleton`](crate::run::skeleton)), and lets the structs named `plain`, besides the filter, be
+/// read from bytes.
+#[macro_export]
+macro_rules! skeleton {
+    ($tool:literal, $builder:ident, stacks: $stacks:tt, plain: [$($plain:ident),*]) => {
+        mod bpf {
+            #[allow(
+                missing_docs,
+                unreachable_pub,
+                dead_code,
+                clippy::all,
+                clippy::undocumented_unsafe_blocks,
+                clippy::unwrap_used,
+                reason = "generated code"
+            )]
+            mod generated {
+                include!(concat!(env!("OUT_DIR"), "/", $tool, ".skel.rs"));
+                // SAFETY: generated from C structs of integers; every bit pattern is valid.
+                unsafe impl ::plain::Plain for types::filter {}
+                $(
+                    // SAFETY: as above.
+                    unsafe impl ::plain::Plain for types::$plain {}
+                )*
+            }
+
+            pub(crate) use generated::types;
+
+            use anyhow::Context as _;
+            use libbpf_rs::skel::{OpenSkel, SkelBuilder};
+            use $crate::process::filter::Filter;
+
+            type Open = <generated::$builder as SkelBuilder<'static>>::Output;
+
+            /// The loaded object.
+            pub(crate) type Loaded = <Open as OpenSkel<'static>>::Output;
+
+            /// The opened object, before it is loaded.
+            pub(crate) struct Prepared<'filter> {
+                open: Open,
+                filter: &'filter Filter,
+            }
+
+            impl std::ops::Deref for Prepared<'_> {
+                type Target = Open;
+
+                fn deref(&self) -> &Open {
+                    &self.open
+                }
+            }
+
+            impl std::ops::DerefMut for Prepared<'_> {
+                fn deref_mut(&mut self) -> &mut Open {
+                    &mut self.open
+                }
+            }
+
+            #[allow(dead_code, reason = "a tool loads all programs, or some")]
+            impl<'filter> Prepared<'filter> {
+                fn open(filter: &'filter Filter) -> anyhow::Result<Self> {
+                    let mut open = $crate::bpf::attach::open::<generated::$builder>()?;
+                    filter.set(&mut $crate::bpf::attach::options(&mut open.maps.rodata_data)?.filter);
+                    let maps = &mut open.maps;
+                    filter.share_maps(&mut maps.filter_followed, &mut maps.losses)?;
+                    Ok(Self { open, filter })
+                }
+
+                /// The constants of the object.
+                pub(crate) fn options(&mut self) -> anyhow::Result<&mut types::rodata> {
+                    $crate::bpf::attach::options(&mut self.open.maps.rodata_data)
+                }
+
+                /// Loads the object.
+                pub(crate) fn load(self) -> anyhow::Result<Loaded> {
+                    let loaded = self.open.load().context("failed to load")?;
+                    self.filter.set_cgroup(&loaded.maps.filter_cgroup)?;
+                    Ok(loaded)
+                }
+
+                /// Loads only the programs with these names, and those that unwind.
+                pub(crate) fn load_only(mut self, programs: &[&str]) -> anyhow::Result<Loaded> {
+                    $crate::bpf::attach::load_only(self.open.open_object_mut(), programs);
+                    self.load()
+                }
+            }
+
+            $crate::prepare_skeleton!($stacks);
+        }
+    };
+}
+
+/// The function `prepare` of [`skeleton!`], by what stacks the object takes.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! prepare_skeleton {
+    (none) => {
+        /// Opens the object, with what the filter needs of it.
+        pub(crate) fn prepare(filter: &Filter) -> anyhow::Result<Prepared<'_>> {
+            Prepared::open(filter)
+        }
+    };
+    (kernel) => {
+        /// Opens the object, with what the filter and the kernel's stacks need of it.
+        pub(crate) fn prepare(
+            filter: &Filter,
+            stacks: $crate::run::skeleton::StackRoom,
+        ) -> anyhow::Result<Prepared<'_>> {
+            let mut prepared = Prepared::open(filter)?;
+            prepared.options()?.stack_depth = stacks.depth;
+            let maps = &mut prepared.maps;
+            let others = [&mut maps.stack_slots];
+            $crate::stacks::table::size(&mut maps.stacks, others, stacks.first_entries)?;
+            Ok(prepared)
+        }
+    };
+    (unwound) => {
+        /// Opens the object, with what the filter, and the stacks of processes, need of it.
+        pub(crate) fn prepare(
+            filter: &Filter,
+            stacks: $crate::run::skeleton::StackRoom,
+            unwind: $crate::stacks::unwind::UnwindArgs,
+        ) -> anyhow::Result<Prepared<'_>> {
+            let mut prepared = Prepared::open(filter)?;
+            let options = prepared.options()?;
+            options.stack_depth = stacks.depth;
+            options.unwind_mode = unwind.mode();
+            options.unwind_namespace = unwind.namespace()?;
+            let maps = &mut prepared.maps;
+            let others = [
+                &mut maps.stack_slots,
+                &mut maps.unwind_files,
+                &mut maps.unwind_cache,
+                &mut maps.unwind_asked,
+                &mut maps.unwind_missing,
+            ];
+            $crate::stacks::table::size(&mut maps.stacks, others, stacks.first_entries)?;
+            Ok(prepared)
+        }
+    };
+}
