@@ -13,6 +13,7 @@ mod faults;
 mod ffaults;
 mod follow;
 mod harness;
+mod heap;
 mod hfaults;
 mod hostile;
 mod lines;
@@ -52,6 +53,7 @@ fn main() -> ExitCode {
     }
     let listed = harness::listed();
     let tests = [
+        heap::tests(),
         hfaults::tests(),
         hostile::tests(),
         drsnoop::tests(),

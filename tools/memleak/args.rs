@@ -20,6 +20,7 @@ use memtools::stacks::table;
 use memtools::stacks::unwind::UnwindArgs;
 
 use crate::difference::DifferenceArgs;
+use crate::heap::args::HeapArgs;
 use crate::kmem::args::KernelArgs;
 use crate::pool::{Allocates, Frees, Named};
 use crate::report::View;
@@ -62,6 +63,7 @@ examples:
                                draw it, and keep it for `go tool pprof`
   memleak -p 1234 --serve 6060
                                show it at http://127.0.0.1:6060/, to `go tool pprof` as well
+  memleak -p 1234 --heap       where its memory is, and what of its heap is free; traces nothing
   memleak                      what the kernel itself has not freed, by kernel stack
   memleak --by-cache -kp 1234  objects that it made for process 1234, by slab cache"
 )]
@@ -238,6 +240,9 @@ pub(crate) struct Args {
     /// Memory that following blocks, and their stacks, may take, of the kernel and for reports of ours
     #[arg(help_heading = ROOM, long, value_name = "BYTES", default_value = "768M", value_parser = cli::bytes)]
     pub(crate) mem_limit: u64,
+
+    #[command(flatten)]
+    pub(crate) heap: HeapArgs,
 
     #[command(flatten)]
     pub(crate) kernel: KernelArgs,

@@ -12,6 +12,7 @@ mod args;
 mod cost;
 mod difference;
 mod ended;
+mod heap;
 mod kmem;
 mod live;
 mod loaded;
@@ -62,6 +63,9 @@ fn main() -> ExitCode {
 
 fn run(args: Args) -> Result<ExitCode> {
     let args = args.check()?;
+    if args.heap.wanted(&args.pid)? {
+        return heap::run(&args);
+    }
     if kmem::args::wanted(&args)? {
         return kmem::run(&args);
     }

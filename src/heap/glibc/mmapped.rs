@@ -1,5 +1,6 @@
 //! Chunks that have mappings of their own, because they are large.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
 use crate::heap::image::Image;
@@ -9,11 +10,8 @@ use super::{Chunk, Library, MMAPPED, State, Walk, word};
 
 /// The one flag of their size fields.
 const IS_MMAPPED: u64 = 2;
-/// The largest alignment that is looked for.
-const MOST_ALIGNED: u64 = 64 << 20;
-
-/// Adds all such chunks: at the starts of pages, or, if they are aligned to more than 16 bytes
-/// (memalign), further on, with the distance to the page before their size.
+/// Adds all such chunks: at the starts of mappings, or, if they are aligned to more than 16 bytes
+/// (memalign), further on, with the distance to the start before their size.
 pub(super) fn find(image: &Image, memory: &[Range<u64>], walk: &mut Walk) {
     let mut segments: Vec<_> = walk
         .arenas
@@ -29,6 +27,7 @@ pub(super) fn find(image: &Image, memory: &[Range<u64>], walk: &mut Walk) {
         } else {
             0
         },
+        inner: inner_headers(image),
     };
     for area in memory {
         // Only pages that are there can begin one.
@@ -66,28 +65,43 @@ pub(super) fn find(image: &Image, memory: &[Range<u64>], walk: &mut Walk) {
     }
 }
 
+/// What can be headers just before a page, of chunks aligned to more than a page: each with the
+/// page that its mapping would begin with. The distance is what alignment made it; mremap(2), by
+/// which realloc() moves such a chunk, keeps the distance and not the alignment.
+fn inner_headers(image: &Image) -> HashMap<u64, u64> {
+    let pages = image
+        .copied()
+        .iter()
+        .flat_map(|run| run.clone().step_by(PAGE as usize));
+    let headers = pages.map(|page| page + PAGE - 16);
+    let possible = headers.filter_map(|at| {
+        let (offset, field) = (word(image, at), word(image, at + 8));
+        let fits =
+            field & 7 == IS_MMAPPED && offset != 0 && offset.wrapping_add(16).is_multiple_of(PAGE);
+        Some((at.checked_sub(offset).filter(|_| fits)?, at))
+    });
+    possible.collect()
+}
+
 struct Finder<'a> {
     image: &'a Image,
     /// Bytes of the mapping after the chunk.
     outside: u64,
+    /// By page: the header of a chunk that is aligned to more than a page.
+    inner: HashMap<u64, u64>,
 }
 
 impl Finder<'_> {
     /// The chunk whose mapping begins with this page: its address and size.
     fn at(&self, page: u64, limit: u64) -> Option<(u64, u64)> {
-        let outer = self.header(page, 0, limit);
-        // memalign() leaves the first header behind: the inner one is the chunk's, and ends where that ended.
-        let below_page = (5..=12).map(|bits| (1_u64 << bits) - 16);
-        let aligned = std::iter::successors(Some(2 * PAGE), |alignment| Some(alignment * 2))
-            .take_while(|&alignment| alignment <= MOST_ALIGNED && alignment < limit - page)
-            .map(|alignment| (page + 16).next_multiple_of(alignment) - 16 - page)
-            .filter(|&offset| offset > 16);
-        let inner = below_page.chain(aligned).find_map(|offset| {
-            let size = self.header(page + offset, offset, limit)?;
-            let agrees = outer.is_none_or(|outer| size + offset == outer);
-            agrees.then_some((page + offset, size))
-        });
-        inner.or(outer.map(|size| (page, size)))
+        // memalign() leaves the first header behind, and mremap() does not keep it right: an inner
+        // one is the chunk's.
+        let below_page = (5..12).map(|bits| page + (1_u64 << bits) - 16);
+        let candidates = self.inner.get(&page).copied().into_iter().chain(below_page);
+        candidates.chain([page]).find_map(|at| {
+            let size = self.header(at, at - page, limit)?;
+            Some((at, size))
+        })
     }
 
     /// The size in a header that is so far from the start of its mapping.

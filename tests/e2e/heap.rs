@@ -1,0 +1,273 @@
+//! The heap of a process as memleak finds it in a copy, against what a recorder before malloc has
+//! seen; and that the process lives on as if nobody had looked.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use nix::sys::ptrace;
+use nix::sys::signal::Signal;
+use nix::unistd::Pid;
+use serde_json::Value;
+
+use crate::harness::{self, Tool, Workload};
+
+/// All of these tests.
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "memleak::heap":
+        every_block_is_found_and_no_other [Once],
+        blocks_are_found_where_brk_failed [Once],
+        blocks_are_found_where_others_moved_the_end_of_the_heap [Once],
+        blocks_of_a_static_program_are_found,
+        what_malloc_trim_returns_is_foretold [Once],
+        a_heap_in_use_is_whole_within_three_images,
+        a_damaged_heap_is_refused_with_the_place,
+        a_traced_process_is_refused,
+        a_process_under_seccomp_lives_on,
+        shared_memory_is_not_brought_in,
+        a_pause_that_is_too_long_is_refused,
+        a_process_runs_on_if_memleak_is_killed_in_the_pause,
+    }
+}
+
+/// What `memleak --heap` says in JSON.
+fn look(pid: &str, args: &[&str]) -> Result<Vec<Value>> {
+    let args = [&["-p", pid, "--heap", "-j", "--max-pause", "5000"], args].concat();
+    harness::run("memleak", &args)?.objects()
+}
+
+fn number(value: &Value) -> Result<u64> {
+    value
+        .as_u64()
+        .with_context(|| format!("no number: {value}"))
+}
+
+/// The blocks that the recorder says are live, with the sizes that were asked for.
+fn recorded(path: &Path) -> Result<HashMap<u64, u64>> {
+    let bytes = fs::read(path)?;
+    let (words, _) = bytes.as_chunks::<8>();
+    let word = |at: usize| words.get(at).map(|word| u64::from_le_bytes(*word));
+    let count = word(0).context("an empty record")? as usize;
+    let mut live = HashMap::new();
+    for at in 1..=count {
+        let address = word(2 * at).context("a short record")?;
+        let size = word(2 * at + 1).context("a short record")?;
+        if size == u64::MAX {
+            live.remove(&address);
+        } else {
+            live.insert(address, size);
+        }
+    }
+    Ok(live)
+}
+
+/// Compares every block of a program that stands still. Returns the head of the report.
+fn expect_blocks(kind: &str, least: usize) -> Result<Value> {
+    let folder = harness::scratch()?;
+    let record = folder.path().join("record");
+    let workload = Workload::spawn(
+        Command::new(harness::workload("heap"))
+            .args(["7", "20011", kind])
+            .env("RECORD", &record)
+            .env("LD_PRELOAD", harness::workload("librecord.so")),
+    )?;
+    let rows = look(&workload.pid(), &["-a"])?;
+    let (head, blocks) = rows.split_first().context("no report")?;
+    ensure!(head["coverage"] == "complete", "{head}");
+    let live = recorded(&record)?;
+    let mut found = HashMap::new();
+    for block in blocks {
+        let address = block["address"].as_str().context("no address")?;
+        let address = u64::from_str_radix(address.trim_start_matches("0x"), 16)?;
+        found.insert(address, number(&block["size_bytes"])?);
+    }
+    let missed = live
+        .keys()
+        .filter(|block| !found.contains_key(block))
+        .count();
+    let wrong = found
+        .keys()
+        .filter(|block| !live.contains_key(block))
+        .count();
+    let small = live
+        .iter()
+        .filter(|(block, size)| found.get(block).is_some_and(|found| found < size))
+        .count();
+    ensure!(
+        live.len() > least && (missed, wrong, small) == (0, 0, 0),
+        "of {} blocks {missed} missed, {wrong} wrong, {small} too small",
+        live.len()
+    );
+    ensure!(head["heap"]["blocks"] == live.len(), "{head}");
+    Ok(head.clone())
+}
+
+fn every_block_is_found_and_no_other() -> Result<()> {
+    let head = expect_blocks("plain", 10_000)?;
+    let heap = &head["heap"];
+    for part in ["mmapped", "bins", "fastbins", "tcaches", "tops"] {
+        ensure!(number(&heap[part]["count"])? > 0, "no {part}: {heap}");
+    }
+    // All that is resident has a place.
+    let mut sum = number(&heap["resident_bytes"])?;
+    for place in ["stacks", "other_private", "shared", "files"] {
+        sum += number(&head[place]["resident_bytes"])?;
+    }
+    ensure!(head["resident_bytes"] == sum, "{head}");
+    let arenas = head["arenas"].as_array().context("no arenas")?;
+    ensure!(arenas.len() > 2, "{arenas:?}");
+    let mut arenas_and_mmapped = number(&heap["mmapped"]["bytes"])?;
+    for arena in arenas {
+        arenas_and_mmapped += number(&arena["bytes"])?;
+    }
+    ensure!(heap["bytes"] == arenas_and_mmapped, "{head}");
+    Ok(())
+}
+
+fn blocks_are_found_where_brk_failed() -> Result<()> {
+    expect_blocks("brk", 10_000).map(drop)
+}
+
+fn blocks_are_found_where_others_moved_the_end_of_the_heap() -> Result<()> {
+    expect_blocks("foreign", 10_000).map(drop)
+}
+
+/// No recorder can stand before a static malloc: all that can be said is that it is complete.
+fn blocks_of_a_static_program_are_found() -> Result<()> {
+    let workload = Workload::start("heap-static", &["3", "5003", "plain"])?;
+    let rows = look(&workload.pid(), &[])?;
+    let head = rows.first().context("no report")?;
+    ensure!(head["coverage"] == "complete", "{head}");
+    ensure!(number(&head["heap"]["blocks"])? > 3000, "{head}");
+    Ok(())
+}
+
+fn what_malloc_trim_returns_is_foretold() -> Result<()> {
+    let mut workload = Workload::start("heap", &["0", "50021", "holes"])?;
+    let rows = look(&workload.pid(), &[])?;
+    let head = rows.first().context("no report")?;
+    ensure!(head["verdict"] == "fragmentation", "{head}");
+    let foretold = number(&head["trim_bytes"])? / 1024;
+    let text = harness::run("memleak", &["-p", &workload.pid(), "--heap"])?;
+    ensure!(
+        text.stdout.contains("fragmentation, not a leak: "),
+        "{text:?}"
+    );
+    let returned: u64 = workload.work()?["returned"].parse()?;
+    ensure!(
+        returned > 30_000 && foretold.abs_diff(returned) <= 64,
+        "foretold {foretold} kB, returned {returned} kB"
+    );
+    Ok(())
+}
+
+fn a_heap_in_use_is_whole_within_three_images() -> Result<()> {
+    let workload = Workload::start("heap", &["3", "2003", "churn"])?;
+    for _ in 0..10 {
+        let rows = look(&workload.pid(), &[])?;
+        let head = rows.first().context("no report")?;
+        ensure!(head["coverage"] == "complete", "{head}");
+    }
+    Ok(())
+}
+
+fn a_damaged_heap_is_refused_with_the_place() -> Result<()> {
+    let mut workload = Workload::start("heap", &["0", "0", "corrupt"])?;
+    let ended = harness::run("memleak", &["-p", &workload.pid(), "--heap"])?;
+    let header = workload.work()?["header"].clone();
+    ensure!(
+        ended.status.code() == Some(1) && ended.stderr.contains(&format!(" at {header}")),
+        "not {header}: {ended:?}"
+    );
+    Ok(())
+}
+
+fn a_traced_process_is_refused() -> Result<()> {
+    let mut workload = Workload::start("heap", &["1", "211", "plain"])?;
+    let pid = Pid::from_raw(workload.pid().parse()?);
+    ptrace::seize(pid, ptrace::Options::empty())?;
+    let ended = harness::run("memleak", &["-p", &workload.pid(), "--heap"])?;
+
+    ensure!(
+        ended.status.code() == Some(1) && ended.stderr.contains("is traced already, by "),
+        "{ended:?}"
+    );
+    workload.work().map(drop)
+}
+
+fn a_process_under_seccomp_lives_on() -> Result<()> {
+    let mut workload = Workload::start("heap", &["0", "2003", "strict"])?;
+    let rows = look(&workload.pid(), &[])?;
+    ensure!(rows[0]["coverage"] == "complete", "{rows:?}");
+    workload.work().map(drop)
+}
+
+fn shared_memory_is_not_brought_in() -> Result<()> {
+    let mut workload = Workload::start("heap", &["0", "0", "shared"])?;
+    let rows = look(&workload.pid(), &[])?;
+    ensure!(
+        number(&rows[0]["shared"]["mapped_bytes"])? >= 64 << 20,
+        "{rows:?}"
+    );
+    let facts = workload.work()?;
+    ensure!(facts["shared"] == "0", "{facts:?}");
+    Ok(())
+}
+
+fn a_pause_that_is_too_long_is_refused() -> Result<()> {
+    let mut workload = Workload::start("heap", &["0", "200003", "holes"])?;
+    let args = ["-p", &workload.pid(), "--heap", "--max-pause", "1"];
+    let ended = harness::run("memleak", &args)?;
+    ensure!(
+        ended.status.code() == Some(1)
+            && ended.stderr.contains("would stand still for about")
+            && ended.stderr.contains("more than --max-pause 1 allows"),
+        "{ended:?}"
+    );
+    workload.work().map(drop)
+}
+
+/// The process that traces a process, and the process's state.
+fn tracer_and_state(pid: &str) -> Result<(String, String)> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let field = |name: &str| {
+        let value = status.lines().find_map(|line| line.strip_prefix(name));
+        value
+            .map(|value| value.trim().to_owned())
+            .context("no field")
+    };
+    Ok((field("TracerPid:")?, field("State:")?))
+}
+
+fn a_process_runs_on_if_memleak_is_killed_in_the_pause() -> Result<()> {
+    let mut workload = Workload::start("heap", &["0", "300007", "holes"])?;
+    let pid = workload.pid();
+    let mut killed = 0;
+    for _ in 0..10 {
+        let mut tool = Tool::start("memleak", &["-p", &pid, "--heap", "--max-pause", "60000"])?;
+        let tracer = tool.pid().to_string();
+        while !tool.has_ended()? {
+            if tracer_and_state(&pid)?.0 == tracer {
+                tool.signal(Signal::SIGKILL)?;
+                killed += 1;
+                break;
+            }
+        }
+        drop(tool);
+        harness::eventually("the process runs on", || {
+            let (tracer, state) = tracer_and_state(&pid)?;
+            Ok(tracer == "0" && state.starts_with('S'))
+        })?;
+        if killed == 3 {
+            break;
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+    ensure!(killed > 0, "no pause was met");
+    workload.work().map(drop)
+}

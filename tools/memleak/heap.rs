@@ -1,0 +1,52 @@
+//! Where the memory of a process is, found in a copy of it: nothing is traced, nothing was recorded.
+//!
+//! The process stands still while it is copied, and the walk of its allocator's structures finds the
+//! blocks and the free chunks, whenever they were allocated.
+
+pub(crate) mod args;
+mod report;
+
+use std::process::ExitCode;
+
+use anyhow::{Result, bail};
+use memtools::heap::blocks::Coverage;
+use memtools::heap::capture::Request;
+use memtools::heap::walk::Walked;
+use memtools::process::proc::Process;
+use memtools::process::smaps;
+use memtools::run::privileges;
+
+use crate::args::Args;
+use report::{BlockRow, HeapRow};
+
+/// Shows where the memory of the process is.
+///
+/// # Errors
+/// If no image of it can be taken, or its heap cannot be walked.
+pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    let process = Process::open(args.pid[0])?;
+    let (_poller, mut output) = args.start()?;
+    privileges::keep_what_tracing_takes(&[])?;
+    let request = Request {
+        process: &process,
+        max_pause: args.heap.max_pause,
+    };
+    let walked = Walked::take(&request, "memleak")?;
+    if let Coverage::Incomplete { why, address } = &walked.heap.coverage {
+        let place = address.map_or(String::new(), |address| format!(" at {address:#x}"));
+        bail!(
+            "the heap of process {} makes no sense in any of 3 images: {why}{place}; it is damaged, \
+             or not as glibc's malloc has it",
+            process.pid()
+        );
+    }
+    let mappings = smaps::read(process.pid())?;
+    output.row(&HeapRow::of(&walked, &mappings, args.top))?;
+    if args.show_allocs {
+        for block in walked.heap.blocks() {
+            output.row(&BlockRow::of(block))?;
+        }
+    }
+    output.finish()?;
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,69 @@
+//! The options of what is found in a copy of a process, with nothing traced.
+
+use std::time::Duration;
+
+use memtools::run::cli::{self, UsageError};
+
+/// Options that trace nothing.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Without tracing: the heap of a process as it is")]
+pub(crate) struct HeapArgs {
+    /// Show where the memory of the process of -p is: blocks in use, free in arenas, and the rest; -a lists blocks
+    #[arg(long, requires = "pid", conflicts_with_all = TRACING)]
+    pub(crate) heap: bool,
+
+    /// Milliseconds that the process may stand still for while its memory is copied; refused if it would take longer
+    #[arg(long, value_name = "MS", default_value = "250", value_parser = milliseconds)]
+    pub(crate) max_pause: Duration,
+}
+
+/// Options of tracing, which are refused beside these modes.
+const TRACING: [&str; 27] = [
+    "interval",
+    "count",
+    "children",
+    "name",
+    "cgroup",
+    "min_size",
+    "max_size",
+    "sample_rate",
+    "sample_bytes",
+    "max_overhead",
+    "obj",
+    "symbols_prefix",
+    "alloc",
+    "free",
+    "mode",
+    "churn",
+    "peak",
+    "older",
+    "extended",
+    "combined_only",
+    "trace",
+    "folded",
+    "perfetto",
+    "kernel",
+    "slab",
+    "pages",
+    "percpu",
+];
+
+fn milliseconds(text: &str) -> Result<Duration, String> {
+    let number = cli::count::<u64>(text)?;
+    Ok(Duration::from_millis(number))
+}
+
+impl HeapArgs {
+    /// Whether nothing is to be traced.
+    ///
+    /// # Errors
+    /// If not just one process was named.
+    pub(crate) fn wanted(&self, pids: &[u32]) -> Result<bool, UsageError> {
+        if self.heap && pids.len() != 1 {
+            return Err(UsageError(
+                "--heap is of one process: name it with -p PID".into(),
+            ));
+        }
+        Ok(self.heap)
+    }
+}

@@ -1,0 +1,457 @@
+//! What `--heap` prints.
+
+use std::collections::HashSet;
+use std::io::{self, Write};
+
+use memtools::heap::blocks::{Block, Coverage};
+use memtools::heap::glibc::usage::{HeapUsage, SizeClass, Sum};
+use memtools::heap::glibc::{State, Walk, trim};
+use memtools::heap::image::Image;
+use memtools::heap::walk::Walked;
+use memtools::print::output::Row;
+use memtools::print::text;
+use memtools::process::smaps::MappedMemory;
+use serde::Serialize;
+
+/// Free memory below this is no news.
+const NEWS: u64 = 4 << 20;
+
+/// The memory of a process by what it is for.
+#[derive(Debug, Serialize)]
+pub(super) struct HeapRow {
+    r#type: &'static str,
+    pid: u32,
+    comm: String,
+    paused_us: u64,
+    copied_bytes: u64,
+    unread_bytes: u64,
+    allocators: Vec<AllocatorRow>,
+    coverage: &'static str,
+    coverage_note: Option<String>,
+    resident_bytes: u64,
+    heap: Option<Parts>,
+    stacks: Place,
+    other_private: Place,
+    shared: Place,
+    files: Place,
+    trim_bytes: Option<u64>,
+    verdict: &'static str,
+    arenas: Vec<ArenaRow>,
+    size_classes: Vec<ClassRow>,
+    #[serde(skip)]
+    left_out: (usize, usize),
+}
+
+#[derive(Debug, Serialize)]
+struct AllocatorRow {
+    name: String,
+    file: String,
+}
+
+/// Mappings of one kind.
+#[derive(Debug, Default, Serialize)]
+struct Place {
+    mapped_bytes: u64,
+    resident_bytes: u64,
+}
+
+/// Chunks of one kind.
+#[derive(Debug, Serialize)]
+struct Part {
+    count: u64,
+    bytes: u64,
+    resident_bytes: u64,
+}
+
+impl From<Sum> for Part {
+    fn from(sum: Sum) -> Self {
+        Self {
+            count: sum.count,
+            bytes: sum.bytes,
+            resident_bytes: sum.resident,
+        }
+    }
+}
+
+/// What the heap is made of.
+#[derive(Debug, Serialize)]
+struct Parts {
+    bytes: u64,
+    resident_bytes: u64,
+    blocks: u64,
+    block_bytes: u64,
+    in_use: Part,
+    mmapped: Part,
+    bins: Part,
+    fastbins: Part,
+    tcaches: Part,
+    tops: Part,
+    overhead_bytes: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct ArenaRow {
+    address: String,
+    main: bool,
+    bytes: u64,
+    resident_bytes: u64,
+    in_use: Part,
+    free: Part,
+    top: Part,
+}
+
+#[derive(Debug, Serialize)]
+struct ClassRow {
+    chunk_bytes: u64,
+    is_limit: bool,
+    in_use: Part,
+    free: Part,
+}
+
+impl HeapRow {
+    /// Adds up what was walked, with what the kernel says is in memory of each mapping, and the `top` largest parts.
+    pub(super) fn of(walked: &Walked, mappings: &[MappedMemory], top: usize) -> Self {
+        let Walked { image, heap, glibc } = walked;
+        let (coverage, coverage_note) = match &heap.coverage {
+            Coverage::Complete => ("complete", None),
+            Coverage::Incomplete { why, .. } => ("incomplete", Some(why.clone())),
+            Coverage::Unknown { why } => ("unknown", Some(why.clone())),
+        };
+        let usage = glibc
+            .as_ref()
+            .map(|walk| (walk, HeapUsage::of(image, walk)));
+        let heap_total = usage
+            .as_ref()
+            .map_or_else(Sum::default, |(_, usage)| usage.all.total);
+        let mut row = Self {
+            r#type: "heap",
+            pid: image.pid,
+            comm: text::escape_bytes(&image.comm),
+            paused_us: image.paused.as_micros() as u64,
+            copied_bytes: image.copied_bytes(),
+            unread_bytes: image.unread,
+            allocators: heap
+                .allocators
+                .iter()
+                .map(|one| AllocatorRow {
+                    name: one.name.clone(),
+                    file: text::escape_bytes(&one.file),
+                })
+                .collect(),
+            coverage,
+            coverage_note,
+            resident_bytes: 0,
+            heap: usage
+                .as_ref()
+                .map(|(_, usage)| Parts::of(usage, heap.blocks().len(), heap.block_bytes())),
+            stacks: Place::default(),
+            other_private: Place::default(),
+            shared: Place::default(),
+            files: Place::default(),
+            trim_bytes: usage.as_ref().map(|(walk, _)| trim::returned(image, walk)),
+            verdict: "",
+            arenas: Vec::new(),
+            size_classes: Vec::new(),
+            left_out: (0, 0),
+        };
+        row.place(image, mappings, heap_total);
+        if let Some((walk, usage)) = &usage {
+            row.verdict = verdict(usage);
+            row.arenas = arenas(walk, usage);
+            row.size_classes = classes(usage);
+            let (arenas, classes) = (row.arenas.len(), row.size_classes.len());
+            row.arenas.truncate(top);
+            row.size_classes.truncate(top);
+            row.left_out = (arenas - row.arenas.len(), classes - row.size_classes.len());
+        }
+        row
+    }
+
+    /// Gives each mapping its place. What is the heap's is taken off the private memory that it is in.
+    fn place(&mut self, image: &Image, mappings: &[MappedMemory], heap: Sum) {
+        let stacks: HashSet<u64> = image
+            .threads
+            .iter()
+            .filter_map(|thread| Some(image.area(thread.stack_pointer)?.mapping.range.start))
+            .collect();
+        for one in mappings {
+            let (mapping, resident) = (&one.mapping, one.resident + one.hugetlb);
+            let area = image.area(mapping.range.start);
+            let shared = area.is_some_and(|area| area.shared);
+            let place = if stacks.contains(&mapping.range.start) {
+                &mut self.stacks
+            } else if shared {
+                &mut self.shared
+            } else if mapping.inode == 0 {
+                &mut self.other_private
+            } else {
+                &mut self.files
+            };
+            place.mapped_bytes += mapping.range.end - mapping.range.start;
+            place.resident_bytes += resident;
+            self.resident_bytes += resident;
+        }
+        let other = &mut self.other_private;
+        other.mapped_bytes = other.mapped_bytes.saturating_sub(heap.bytes);
+        other.resident_bytes = other.resident_bytes.saturating_sub(heap.resident);
+    }
+}
+
+impl Parts {
+    fn of(usage: &HeapUsage, blocks: usize, block_bytes: u64) -> Self {
+        let all = |state| Part::from(usage.all.of(state));
+        Self {
+            bytes: usage.all.total.bytes,
+            resident_bytes: usage.all.total.resident,
+            blocks: blocks as u64,
+            block_bytes,
+            in_use: all(State::InUse),
+            mmapped: usage.mmapped.total.into(),
+            bins: all(State::Bin),
+            fastbins: all(State::Fastbin),
+            tcaches: all(State::Tcache),
+            tops: all(State::Top),
+            overhead_bytes: usage.overhead(block_bytes),
+        }
+    }
+}
+
+/// What the heap's size comes from: a word for programs.
+fn verdict(usage: &HeapUsage) -> &'static str {
+    let free = usage.all.free().resident;
+    if free >= NEWS && free * 2 >= usage.all.total.resident {
+        "fragmentation"
+    } else {
+        "in_use"
+    }
+}
+
+/// The arenas, the largest first.
+fn arenas(walk: &Walk, usage: &HeapUsage) -> Vec<ArenaRow> {
+    let arenas = walk.arenas.iter().zip(&usage.arenas);
+    let mut rows: Vec<_> = arenas
+        .map(|(arena, usage)| ArenaRow {
+            address: format!("{:#x}", arena.address),
+            main: arena.main,
+            bytes: usage.total.bytes,
+            resident_bytes: usage.total.resident,
+            in_use: usage.of(State::InUse).into(),
+            free: usage.free().into(),
+            top: usage.of(State::Top).into(),
+        })
+        .collect();
+    rows.sort_by_key(|row| std::cmp::Reverse(row.resident_bytes));
+    rows
+}
+
+/// The sizes, those with most memory first.
+fn classes(usage: &HeapUsage) -> Vec<ClassRow> {
+    let row = |(&chunk_bytes, class): (&u64, &SizeClass)| ClassRow {
+        chunk_bytes,
+        is_limit: chunk_bytes > 1024,
+        in_use: class.in_use.into(),
+        free: class.free.into(),
+    };
+    let mut rows: Vec<_> = usage.sizes.iter().map(row).collect();
+    rows.sort_by_key(|row| std::cmp::Reverse(row.in_use.bytes + row.free.bytes));
+    rows
+}
+
+impl Row for HeapRow {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let bytes = text::bytes;
+        let (pid, comm) = (self.pid, &self.comm);
+        let pause = self.paused_us as f64 / 1000.0;
+        writeln!(
+            out,
+            "heap of {comm} (pid {pid}), which stood still for {pause:.1} ms; {} copied",
+            bytes(self.copied_bytes)
+        )?;
+        for one in &self.allocators {
+            writeln!(out, "{} in {}", one.name, one.file)?;
+        }
+        match (&self.coverage_note, &self.heap) {
+            (Some(note), _) => writeln!(out, "coverage: {}: {note}", self.coverage)?,
+            (None, Some(heap)) => writeln!(
+                out,
+                "coverage: complete: {}, {}, {}",
+                text::counted(heap.blocks, "block"),
+                text::counted((self.arenas.len() + self.left_out.0) as u64, "arena"),
+                text::counted(heap.mmapped.count, "mmapped chunk"),
+            )?,
+            (None, None) => writeln!(out, "coverage: {}", self.coverage)?,
+        }
+        if self.unread_bytes > 0 {
+            writeln!(out, "{} could not be read", bytes(self.unread_bytes))?;
+        }
+        writeln!(
+            out,
+            "\n{:>12} {:>12} {:>12}  WHAT",
+            "RESIDENT", "BYTES", "COUNT"
+        )?;
+        if let Some(heap) = &self.heap {
+            heap.text(out)?;
+        }
+        for (what, place) in [
+            ("stacks", &self.stacks),
+            ("other private memory", &self.other_private),
+            ("shared memory", &self.shared),
+            ("files", &self.files),
+        ] {
+            line(
+                out,
+                &bytes(place.resident_bytes),
+                &bytes(place.mapped_bytes),
+                "",
+                what,
+            )?;
+        }
+        line(
+            out,
+            &bytes(self.resident_bytes),
+            "",
+            "",
+            "all that is resident",
+        )?;
+        self.parts(out)?;
+        self.conclusion(out)
+    }
+}
+
+impl HeapRow {
+    fn parts(&self, out: &mut dyn Write) -> io::Result<()> {
+        let bytes = text::bytes;
+        if !self.arenas.is_empty() {
+            writeln!(
+                out,
+                "\n{:>12} {:>12} {:>12} {:>12}  ARENA",
+                "RESIDENT", "IN USE", "FREE", "OF IT TOP"
+            )?;
+        }
+        for arena in &self.arenas {
+            let main = if arena.main { " (main)" } else { "" };
+            writeln!(
+                out,
+                "{:>12} {:>12} {:>12} {:>12}  {}{main}",
+                bytes(arena.resident_bytes),
+                bytes(arena.in_use.bytes),
+                bytes(arena.free.bytes),
+                bytes(arena.top.bytes),
+                arena.address
+            )?;
+        }
+        more(out, self.left_out.0, "arena")?;
+        if !self.size_classes.is_empty() {
+            writeln!(
+                out,
+                "\n{:>12} {:>12} {:>12} {:>12}  CHUNK SIZE",
+                "IN USE", "CHUNKS", "FREE", "CHUNKS"
+            )?;
+        }
+        for class in &self.size_classes {
+            let up_to = if class.is_limit { "up to " } else { "" };
+            writeln!(
+                out,
+                "{:>12} {:>12} {:>12} {:>12}  {up_to}{}",
+                bytes(class.in_use.bytes),
+                text::grouped(class.in_use.count),
+                bytes(class.free.bytes),
+                text::grouped(class.free.count),
+                class.chunk_bytes
+            )?;
+        }
+        more(out, self.left_out.1, "size")
+    }
+
+    fn conclusion(&self, out: &mut dyn Write) -> io::Result<()> {
+        let (Some(heap), Some(trim)) = (&self.heap, self.trim_bytes) else {
+            return Ok(());
+        };
+        writeln!(out)?;
+        if self.verdict == "fragmentation" {
+            let parts = [&heap.bins, &heap.fastbins, &heap.tcaches, &heap.tops];
+            let free: u64 = parts.iter().map(|part| part.resident_bytes).sum();
+            writeln!(
+                out,
+                "fragmentation, not a leak: {} of the heap's {} are free",
+                text::bytes(free),
+                text::bytes(heap.resident_bytes)
+            )?;
+        }
+        writeln!(out, "malloc_trim(0) would return {}", text::bytes(trim))
+    }
+}
+
+impl Parts {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let bytes = text::bytes;
+        line(
+            out,
+            &bytes(self.resident_bytes),
+            &bytes(self.bytes),
+            "",
+            "heap",
+        )?;
+        let overhead = bytes(self.overhead_bytes);
+        for (what, part) in [
+            ("  in use", &self.in_use),
+            ("    of it mmapped", &self.mmapped),
+            ("  free in bins", &self.bins),
+            ("  free in fastbins", &self.fastbins),
+            ("  free in tcaches", &self.tcaches),
+            ("  free at the tops of arenas", &self.tops),
+        ] {
+            let count = text::grouped(part.count);
+            line(
+                out,
+                &bytes(part.resident_bytes),
+                &bytes(part.bytes),
+                &count,
+                what,
+            )?;
+        }
+        line(out, "", &overhead, "", "  headers and the allocator's own")
+    }
+}
+
+fn line(
+    out: &mut dyn Write,
+    resident: &str,
+    bytes: &str,
+    count: &str,
+    what: &str,
+) -> io::Result<()> {
+    writeln!(out, "{resident:>12} {bytes:>12} {count:>12}  {what}")
+}
+
+fn more(out: &mut dyn Write, left_out: usize, thing: &str) -> io::Result<()> {
+    if left_out == 0 {
+        return Ok(());
+    }
+    let things = text::counted(left_out as u64, thing);
+    writeln!(out, "{:>12} {things} more (-T shows more)", "...")
+}
+
+/// A block that the program has.
+#[derive(Debug, Serialize)]
+pub(super) struct BlockRow {
+    r#type: &'static str,
+    address: String,
+    size_bytes: u64,
+}
+
+impl BlockRow {
+    pub(super) fn of(block: &Block) -> Self {
+        Self {
+            r#type: "block",
+            address: format!("{:#x}", block.address),
+            size_bytes: block.size,
+        }
+    }
+}
+
+impl Row for BlockRow {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(out, "\taddr = {} size = {}", self.address, self.size_bytes)
+    }
+}
