@@ -32,9 +32,9 @@ pub struct Allocator {
 /// Whether all blocks of a process have been found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Coverage {
-    /// They have: what was walked agrees with the allocators' own sums.
+    /// All have been found: what was walked agrees with the allocators' own sums.
     Complete,
-    /// Not all of them, or none, because the structures do not agree. If that is so in each of
+    /// Some may be missing, because the structures do not agree. If that is so in each of
     /// several images, the heap is damaged.
     Incomplete {
         /// What does not agree.
