@@ -23,6 +23,8 @@ pub(crate) fn tests() -> Vec<Trial> {
         every_block_is_found_and_no_other [Once],
         blocks_are_found_where_brk_failed [Once],
         blocks_are_found_where_others_moved_the_end_of_the_heap [Once],
+        blocks_are_found_with_the_c_library_of_debian_13 [Once],
+        blocks_are_found_with_the_newest_c_library [Once],
         blocks_of_a_static_program_are_found,
         what_malloc_trim_returns_is_foretold [Once],
         a_heap_in_use_is_whole_within_three_images,
@@ -67,15 +69,17 @@ fn recorded(path: &Path) -> Result<HashMap<u64, u64>> {
 }
 
 /// Compares every block of a program that stands still. Returns the head of the report.
-fn expect_blocks(kind: &str, least: usize) -> Result<Value> {
+fn expect_blocks(kind: &str) -> Result<Value> {
+    let mut command = Command::new(harness::workload("heap"));
+    command.env("LD_PRELOAD", harness::workload("librecord.so"));
+    expect_blocks_of(command.args(["7", "20011", kind]))
+}
+
+/// The same of a command that has the recorder before its malloc.
+fn expect_blocks_of(command: &mut Command) -> Result<Value> {
     let folder = harness::scratch()?;
     let record = folder.path().join("record");
-    let workload = Workload::spawn(
-        Command::new(harness::workload("heap"))
-            .args(["7", "20011", kind])
-            .env("RECORD", &record)
-            .env("LD_PRELOAD", harness::workload("librecord.so")),
-    )?;
+    let workload = Workload::spawn(command.env("RECORD", &record))?;
     let rows = look(&workload.pid(), &["-a"])?;
     let (head, blocks) = rows.split_first().context("no report")?;
     ensure!(head["coverage"] == "complete", "{head}");
@@ -99,7 +103,7 @@ fn expect_blocks(kind: &str, least: usize) -> Result<Value> {
         .filter(|(block, size)| found.get(block).is_some_and(|found| found < size))
         .count();
     ensure!(
-        live.len() > least && (missed, wrong, small) == (0, 0, 0),
+        live.len() > 10_000 && (missed, wrong, small) == (0, 0, 0),
         "of {} blocks {missed} missed, {wrong} wrong, {small} too small",
         live.len()
     );
@@ -108,7 +112,7 @@ fn expect_blocks(kind: &str, least: usize) -> Result<Value> {
 }
 
 fn every_block_is_found_and_no_other() -> Result<()> {
-    let head = expect_blocks("plain", 10_000)?;
+    let head = expect_blocks("plain")?;
     let heap = &head["heap"];
     for part in ["mmapped", "bins", "fastbins", "tcaches", "tops"] {
         ensure!(number(&heap[part]["count"])? > 0, "no {part}: {heap}");
@@ -130,11 +134,43 @@ fn every_block_is_found_and_no_other() -> Result<()> {
 }
 
 fn blocks_are_found_where_brk_failed() -> Result<()> {
-    expect_blocks("brk", 10_000).map(drop)
+    expect_blocks("brk").map(drop)
 }
 
 fn blocks_are_found_where_others_moved_the_end_of_the_heap() -> Result<()> {
-    expect_blocks("foreign", 10_000).map(drop)
+    expect_blocks("foreign").map(drop)
+}
+
+/// Every kind of heap with the C library of another Debian suite, by its own loader.
+fn expect_blocks_with(suite: &str, allocator: &str) -> Result<()> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folder = root.join("target/libcs");
+    let fetched = Command::new(root.join("scripts/libcs"))
+        .arg(&folder)
+        .arg(suite)
+        .status()?;
+    ensure!(fetched.success(), "scripts/libcs has failed");
+    let folder = folder.join(suite);
+    for kind in ["plain", "brk", "foreign"] {
+        let mut command = Command::new(folder.join("ld-linux-x86-64.so.2"));
+        command.arg("--library-path").arg(&folder);
+        command
+            .arg("--preload")
+            .arg(harness::workload("librecord.so"));
+        command.arg(harness::workload("heap"));
+        let head = expect_blocks_of(command.args(["7", "20011", kind]))
+            .with_context(|| format!("{kind}, with the C library of {suite}"))?;
+        ensure!(head["allocators"][0]["name"] == allocator, "{head}");
+    }
+    Ok(())
+}
+
+fn blocks_are_found_with_the_c_library_of_debian_13() -> Result<()> {
+    expect_blocks_with("trixie", "glibc malloc (2.27 to 2.42)")
+}
+
+fn blocks_are_found_with_the_newest_c_library() -> Result<()> {
+    expect_blocks_with("sid", "glibc malloc (2.43 or later)")
 }
 
 /// No recorder can stand before a static malloc: all that can be said is that it is complete.
