@@ -150,11 +150,7 @@ fn check_threads(image: &Image, walk: &mut Walk) {
         }
     }
     let Some((distance, _)) = votes.into_iter().max_by_key(|vote| vote.1) else {
-        if !walk.tcaches.is_empty() {
-            let why = "no thread has a tcache that was found";
-            walk.broken
-                .push((why.into(), walk.tcaches.first().copied()));
-        }
+        check_nothing_recognised(image, walk);
         return;
     };
     for thread in &image.threads {
@@ -171,9 +167,7 @@ fn check_threads(image: &Image, walk: &mut Walk) {
             Some(at) if Shape::of(&walk.chunks[at]).is_some() => {
                 walk.chunks[at].state = State::Internal;
                 walk.tcaches.push(tcache);
-                let shape = walk.chunks[at];
-                let lists = walk.lists_of(image, &shape);
-                if lists {
+                if walk.holds_any(image, &walk.chunks[at]) {
                     let why = format!("the tcache of thread {} makes no sense", thread.tid);
                     walk.broken.push((why, Some(tcache)));
                 }
@@ -184,6 +178,37 @@ fn check_threads(image: &Image, walk: &mut Walk) {
             }
             None => {}
         }
+    }
+}
+
+/// Where no thread has a tcache that was recognised: that is so if all are empty, or if none is used
+/// (glibc.malloc.tcache_count=0). If a thread refers to what could be one and holds something, it is
+/// one that makes no sense.
+fn check_nothing_recognised(image: &Image, walk: &mut Walk) {
+    if !walk.tcaches.is_empty() {
+        let why = "no thread has a tcache that was found";
+        walk.broken
+            .push((why.into(), walk.tcaches.first().copied()));
+        return;
+    }
+    let threads = image.threads.iter().map(|thread| thread.thread_pointer);
+    let words = threads.flat_map(|thread| image.words(thread.saturating_sub(TLS)..thread));
+    let chunks = words.filter_map(|(_, word)| walk.chunk_at(word.checked_sub(16)?));
+    let possible: Vec<usize> = chunks
+        .filter(|&at| Shape::of(&walk.chunks[at]).is_some())
+        .collect();
+    let empty: Vec<usize> = possible
+        .iter()
+        .copied()
+        .filter(|&at| !walk.holds_any(image, &walk.chunks[at]))
+        .collect();
+    if empty.is_empty() && !possible.is_empty() {
+        let address = walk.chunks[possible[0]].user();
+        let why = "the tcache of a thread makes no sense";
+        walk.broken.push((why.into(), Some(address)));
+    }
+    for at in empty {
+        walk.chunks[at].state = State::Internal;
     }
 }
 
@@ -250,7 +275,7 @@ impl Walk {
     }
 
     /// Whether a tcache has a list that is not empty.
-    fn lists_of(&self, image: &Image, chunk: &Chunk) -> bool {
+    fn holds_any(&self, image: &Image, chunk: &Chunk) -> bool {
         let shapes = SHAPES.into_iter();
         let mut fitting =
             shapes.filter(|shape| [shape.chunk, shape.chunk + 16].contains(&chunk.size));

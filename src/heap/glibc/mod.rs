@@ -18,6 +18,9 @@ mod segments;
 pub mod trim;
 pub mod usage;
 
+#[cfg(test)]
+mod tests;
+
 use std::ops::Range;
 
 use crate::heap::blocks::{Allocator, Block, Coverage, Heap};

@@ -20,6 +20,9 @@ const MOST_HEAPS: usize = 100_000;
 /// Gaps that others have made in the main arena by brk(2), at most.
 const MOST_GAPS: usize = 1000;
 
+/// What is wrong with a chunk that is broken.
+const NO_HEADER: &str = "a chunk's header makes no sense";
+
 /// How the walk of a row of chunks has ended.
 #[derive(Debug, PartialEq, Eq)]
 enum End {
@@ -186,7 +189,7 @@ impl Walker<'_> {
                 heap + header
             };
             if let End::Broken(at) = self.row(start, heap + size, &mut chunks) {
-                arena.broken = Some(("a chunk's header makes no sense".into(), at));
+                arena.broken = Some((NO_HEADER.into(), at));
                 break;
             }
             arena.segments.push(heap..heap + size);
@@ -201,7 +204,8 @@ impl Walker<'_> {
     /// The main arena: one row of chunks up to the top, and others where brk(2) failed.
     fn main_arena(&mut self, arena: &mut Arena, memory: &[Range<u64>]) -> Vec<Chunk> {
         let end = arena.top.saturating_add(self.size(arena.top) & !FLAGS);
-        let Some(area) = within(memory, arena.top).filter(|_| end > arena.top) else {
+        let area = within(memory, arena.top);
+        let Some(area) = area.filter(|area| arena.top < end && end <= area.end) else {
             arena.broken = Some((
                 "the top chunk is in no memory of the heap".into(),
                 arena.top,
@@ -230,6 +234,12 @@ impl Walker<'_> {
                 None => {
                     arena.segments.push(base..end);
                     self.elsewhere(arena, memory, &mut chunks);
+                    // Elsewhere there is only a part of the heap, behind what is damaged.
+                    if let Some(at) =
+                        broken_at.filter(|_| arena.found().saturating_add(15) < arena.system)
+                    {
+                        arena.broken = Some((NO_HEADER.into(), at));
+                    }
                     return chunks;
                 }
                 Some(at) if Some(base) == contiguous && base != at => {
@@ -245,10 +255,7 @@ impl Walker<'_> {
                 break;
             }
         }
-        arena.broken = Some((
-            "a chunk's header makes no sense".into(),
-            broken_at.unwrap_or(arena.top),
-        ));
+        arena.broken = Some((NO_HEADER.into(), broken_at.unwrap_or(arena.top)));
         Vec::new()
     }
 
