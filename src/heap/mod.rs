@@ -13,6 +13,7 @@
 //! | [`blocks`] | the blocks of a heap, and the block that an address is in |
 //! | [`walk`] | the heaps of a process, in as many images as it takes |
 //! | [`glibc`] | the heap of glibc's malloc |
+//! | [`names`] | the types of blocks: C++ classes, Python objects, strings, containers |
 //! | [`page_table`] | a number for each page of an address space |
 
 pub mod area;
@@ -20,5 +21,6 @@ pub mod blocks;
 pub mod capture;
 pub mod glibc;
 pub mod image;
+pub mod names;
 pub mod page_table;
 pub mod walk;

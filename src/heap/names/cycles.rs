@@ -1,0 +1,146 @@
+//! Unreachable objects of CPython: which were lost, and which the garbage collector will free.
+//!
+//! A reference count is the number of references. Objects in a cycle that nobody refers to have as
+//! many as are found in the unreachable blocks: the next collection frees them. One that has more
+//! was counted by somebody who has forgotten it, as an extension does that owes a `Py_DECREF`: it
+//! and what it refers to stay for ever.
+
+use std::collections::HashMap;
+
+use crate::heap::names::PythonObject;
+
+/// Counts from which on objects are immortal: 3.12 and later give them half of all that 32 bits hold, or more.
+const IMMORTAL: u32 = 1 << 30;
+
+/// Why an unreachable object is still there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unreachable {
+    /// More references were counted than there are.
+    Lost,
+    /// A lost object refers to it, by way of others or not.
+    ViaLost,
+    /// All of its references are from others that are unreachable, too: it waits for the collector.
+    Cycle,
+    /// It is never freed, whoever refers to it.
+    Immortal,
+}
+
+/// A word in one unreachable block that points into another one. Words before an object in its
+/// block ([`PythonObject::head`]) are none: they are the collector's list.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Reference {
+    /// The number of the block that the word is in.
+    pub from: usize,
+    /// The number of the block that it points into.
+    pub to: usize,
+    /// How many bytes into it.
+    pub offset: u64,
+}
+
+/// Judges unreachable objects by all references among unreachable blocks, each word of which is one.
+pub fn judge(objects: &[PythonObject], references: &[Reference]) -> Vec<Unreachable> {
+    let by_block: HashMap<usize, usize> = (0..)
+        .zip(objects)
+        .map(|(number, object)| (object.block, number))
+        .collect();
+    let mut found = vec![0_u32; objects.len()];
+    let mut targets: HashMap<usize, Vec<usize>> = HashMap::new();
+    for reference in references {
+        targets
+            .entry(reference.from)
+            .or_default()
+            .push(reference.to);
+        if let Some(&number) = by_block.get(&reference.to)
+            && objects[number].head == reference.offset
+        {
+            found[number] = found[number].saturating_add(1);
+        }
+    }
+    let counted = objects.iter().zip(&found);
+    let mut judged: Vec<_> = counted
+        .map(|(object, &found)| match object.references {
+            IMMORTAL.. => Unreachable::Immortal,
+            counted if counted > found => Unreachable::Lost,
+            _ => Unreachable::Cycle,
+        })
+        .collect();
+    let lost = objects
+        .iter()
+        .zip(&judged)
+        .filter(|(_, judged)| **judged == Unreachable::Lost);
+    let mut rest: Vec<usize> = lost.map(|(object, _)| object.block).collect();
+    while let Some(block) = rest.pop() {
+        // Each block's references are followed once.
+        for target in targets.remove(&block).unwrap_or_default() {
+            if let Some(&number) = by_block.get(&target)
+                && judged[number] == Unreachable::Cycle
+            {
+                judged[number] = Unreachable::ViaLost;
+            }
+            rest.push(target);
+        }
+    }
+    judged
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn object(block: usize, references: u32) -> PythonObject {
+        PythonObject {
+            block,
+            head: 16,
+            references,
+            collected: true,
+        }
+    }
+
+    fn reference(from: usize, to: usize) -> Reference {
+        Reference {
+            from,
+            to,
+            offset: 16,
+        }
+    }
+
+    #[test]
+    fn what_is_lost_has_more_references_than_there_are() {
+        use Unreachable::{Cycle, Immortal, Lost, ViaLost};
+        // 0 and 1 are a cycle, with 2 on it. 3 is lost; its dictionary, 4, is no object, and refers to 5. 6 is a cycle of
+        // its own that 5 refers to. 7 is immortal. A word into the middle of 8 is no reference.
+        let objects = [
+            (0, 1),
+            (1, 1),
+            (2, 2),
+            (3, 1),
+            (5, 1),
+            (6, 2),
+            (7, u32::MAX),
+            (8, 1),
+        ];
+        let objects = objects.map(|(block, references)| object(block, references));
+        let edges = [
+            (0, 1),
+            (1, 0),
+            (0, 2),
+            (1, 2),
+            (3, 4),
+            (4, 5),
+            (5, 6),
+            (6, 6),
+            (0, 7),
+        ];
+        let mut references: Vec<_> = edges
+            .iter()
+            .map(|&(from, to)| reference(from, to))
+            .collect();
+        references.push(Reference {
+            from: 1,
+            to: 8,
+            offset: 24,
+        });
+        let expected = [Cycle, Cycle, Cycle, Lost, ViaLost, ViaLost, Immortal, Lost];
+        assert_eq!(judge(&objects, &references), expected);
+    }
+}

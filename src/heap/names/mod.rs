@@ -1,0 +1,405 @@
+//! Types of the objects in a heap, and never a guess: what cannot be proved is unnamed.
+//!
+//! | module | whose objects it names | what proves it |
+//! |---|---|---|
+//! | [`rtti`] | C++ classes | the vtable, its `type_info`, and the class of that |
+//! | [`cpython`] | Python objects | the chain of types, which ends in `type` |
+//! | [`cycles`] | (unreachable objects of CPython) | reference counts |
+//! | [`pymalloc`] | (blocks that are CPython's) | a pool's header and its free list |
+//! | [`shapes`] | buffers of strings, vectors, deques, hash tables | the object that points at them |
+//! | [`nodes`] | nodes of lists, maps and sets | links back, and the container's count |
+//! | [`text`] | C strings | they fill their blocks |
+//! | [`references`] | what one named block alone points at | all words of the image |
+//!
+//! All that is read here is chosen by the process: names are bounded, and to be escaped where they
+//! are printed.
+
+mod cpython;
+pub mod cycles;
+mod memory;
+mod nodes;
+pub mod pymalloc;
+mod references;
+mod rtti;
+mod shapes;
+mod text;
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::heap::blocks::Heap;
+use crate::heap::image::Image;
+use crate::heap::names::cpython::Types;
+use crate::heap::names::memory::Memory;
+pub use crate::heap::names::memory::{Modules, RunningModules};
+use crate::heap::names::references::Holder;
+use crate::heap::names::rtti::Classes;
+use crate::heap::names::shapes::Shapes;
+
+/// Bytes of different types' names that are kept at most. What comes later is unnamed.
+const MAX_NAMES: usize = 64 << 20;
+
+/// Bytes by which two blocks of one class differ at most: glibc keeps a remainder that is too small to split.
+const SAME_SIZE: u64 = 16;
+
+/// How a type is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Kind {
+    /// A C++ class, by run-time type information.
+    Class,
+    /// A type of CPython.
+    Python,
+    /// The text of a `std::string`.
+    String,
+    /// A part of a container of libstdc++.
+    Container,
+    /// A C string.
+    Text,
+    /// Nothing is known but the one block that points at it.
+    Held,
+}
+
+impl Kind {
+    /// The word for it in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Class => "class",
+            Self::Python => "python",
+            Self::String => "string",
+            Self::Container => "container",
+            Self::Text => "text",
+            Self::Held => "held",
+        }
+    }
+}
+
+/// The type of a block.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Type {
+    /// How it is known.
+    pub kind: Kind,
+    /// The name as it is in the source, such as `app::Session`, or what it is: `std::string buffer of app::Session`.
+    /// Not escaped.
+    pub name: String,
+}
+
+/// A part of a string or a container.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Shape {
+    String,
+    ListNode,
+    TreeNode,
+    DequeMap,
+    DequeNode,
+    HashBuckets,
+    HashNode,
+    Vector,
+}
+
+impl Shape {
+    fn describe(self) -> (Kind, &'static str) {
+        match self {
+            Self::String => (Kind::String, "std::string buffer"),
+            Self::ListNode => (Kind::Container, "std::list node"),
+            Self::TreeNode => (Kind::Container, "std::map/set node"),
+            Self::DequeMap => (Kind::Container, "std::deque map"),
+            Self::DequeNode => (Kind::Container, "std::deque node"),
+            Self::HashBuckets => (Kind::Container, "std::unordered_map/set buckets"),
+            Self::HashNode => (Kind::Container, "std::unordered_map/set node"),
+            Self::Vector => (Kind::Container, "std::vector buffer"),
+        }
+    }
+
+    /// Which of two is right for a block: strings first, vectors, of which three words tell, last.
+    fn rank(self) -> u8 {
+        match self {
+            Self::String => 0,
+            Self::Vector => 2,
+            _ => 1,
+        }
+    }
+}
+
+/// An object of CPython, as the judgement needs it that tells lost ones from those in a cycle.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PythonObject {
+    /// The number of the block that it is in.
+    pub block: usize,
+    /// Bytes of the block before the object: words of the garbage collector's list, which hold nothing.
+    pub head: u64,
+    /// The reference count; of 3.12 and later, its lower half.
+    pub references: u32,
+    /// Whether the garbage collector looks at it, and so will free it in an unreachable cycle.
+    pub collected: bool,
+}
+
+/// The types of all blocks of a heap.
+#[derive(Debug, Default)]
+pub struct Names {
+    types: Vec<Type>,
+    /// By block: the number of its type, plus 1.
+    of_blocks: Vec<u32>,
+    /// Python's objects, in order of their blocks.
+    pub python: Vec<PythonObject>,
+    /// Whether names were so many that later ones were left out.
+    pub cut: bool,
+}
+
+impl Names {
+    /// Names the blocks of a heap, [with the pools of CPython](pymalloc::with_pools) if there are any.
+    pub fn of(image: &Image, heap: &Heap, modules: &dyn Modules) -> Self {
+        let memory = Memory { image, modules };
+        let mut naming = Naming {
+            memory,
+            heap,
+            numbers: HashMap::new(),
+            bytes: 0,
+            names: Self {
+                of_blocks: vec![0; heap.blocks().len()],
+                ..Self::default()
+            },
+        };
+        let classes = Classes::new(memory);
+        naming.classes(&classes);
+        naming.python();
+        let holders = naming.shapes(&classes);
+        naming.texts();
+        naming.held(&holders);
+        naming.names
+    }
+
+    /// The type of a block, by its place in [`Heap::blocks`]; None if it is unnamed.
+    pub fn of_block(&self, block: usize) -> Option<&Type> {
+        self.types.get(self.number(block)?)
+    }
+
+    /// The number of a block's type, which is the same for all blocks of that type.
+    pub fn number(&self, block: usize) -> Option<usize> {
+        (*self.of_blocks.get(block)? as usize).checked_sub(1)
+    }
+
+    /// All types, by their numbers.
+    pub fn types(&self) -> &[Type] {
+        &self.types
+    }
+}
+
+/// Names on their way.
+struct Naming<'a> {
+    memory: Memory<'a>,
+    heap: &'a Heap,
+    numbers: HashMap<Type, u32>,
+    bytes: usize,
+    names: Names,
+}
+
+impl Naming<'_> {
+    fn is_named(&self, block: usize) -> bool {
+        self.names.of_blocks[block] != 0
+    }
+
+    fn name(&mut self, block: usize, kind: Kind, name: String) {
+        let of = Type { kind, name };
+        let number = match self.numbers.get(&of) {
+            Some(&number) => number,
+            None if self.bytes + of.name.len() > MAX_NAMES => {
+                self.names.cut = true;
+                return;
+            }
+            None => {
+                self.bytes += of.name.len();
+                self.names.types.push(of.clone());
+                let number = self.names.types.len() as u32;
+                self.numbers.insert(of, number);
+                number
+            }
+        };
+        self.names.of_blocks[block] = number;
+    }
+
+    /// Names objects of C++ classes.
+    ///
+    /// A block that begins with a vtable can be more than the object: memory that the program hands out in parts, or a
+    /// vector's buffer. All objects of a class are equally large, so blocks of other sizes than most are left out, and one
+    /// in which the vtable comes again at equal distances is an array.
+    fn classes(&mut self, classes: &Classes<'_>) {
+        let mut by_vtable: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
+        for (number, block) in self.heap.blocks().iter().enumerate() {
+            let first = self.memory.image.word(block.address);
+            let vtable = first.filter(|_| block.size >= 8);
+            if let Some(vtable) = vtable.filter(|&vtable| classes.of(vtable).is_some()) {
+                by_vtable.entry(vtable).or_default().push(number);
+            }
+        }
+        for (vtable, blocks) in by_vtable {
+            let Some(class) = classes.of(vtable) else {
+                continue;
+            };
+            let (single, several): (Vec<_>, Vec<_>) = blocks
+                .into_iter()
+                .partition(|&block| self.repeats(block, vtable).is_none());
+            for block in several {
+                if self.repeats(block, vtable) == Some(true) {
+                    self.name(block, Kind::Class, format!("{class}[]"));
+                }
+            }
+            let size = |block: usize| self.heap.blocks()[block].size;
+            let usual = most_frequent(single.iter().map(|&block| size(block)));
+            let (usual, size) = (usual.unwrap_or(0), &size);
+            let objects: Vec<_> = single
+                .into_iter()
+                .filter(|&block| size(block).abs_diff(usual) <= SAME_SIZE)
+                .collect();
+            for block in objects {
+                self.name(block, Kind::Class, class.to_string());
+            }
+        }
+    }
+
+    /// None if a block's first word does not come again in it; else whether it does so at equal distances only.
+    fn repeats(&self, block: usize, vtable: u64) -> Option<bool> {
+        let block = self.heap.blocks()[block];
+        let words = self.memory.image.words(block.range());
+        let mut again = words
+            .filter(|&(place, word)| word == vtable && place != block.address)
+            .map(|(place, _)| place - block.address);
+        let distance = again.next()?;
+        Some(again.all(|place| place.is_multiple_of(distance)))
+    }
+
+    /// Names objects of CPython.
+    fn python(&mut self) {
+        let Some(types) = Types::new(self.memory) else {
+            return;
+        };
+        for (number, &block) in self.heap.blocks().iter().enumerate() {
+            if self.is_named(number) {
+                continue;
+            }
+            if let Some(object) = types.object(block) {
+                self.names.python.push(PythonObject {
+                    block: number,
+                    head: object.head,
+                    references: object.references,
+                    collected: object.collected,
+                });
+                self.name(number, Kind::Python, object.name.to_string());
+            }
+        }
+    }
+
+    /// Names parts of strings and containers, if the program is a C++ one. Returns who points at each block.
+    fn shapes(&mut self, classes: &Classes<'_>) -> Vec<Holder> {
+        let mut modules = self.memory.image.areas.iter();
+        let has_library = modules.any(|area| area.mapping.module().starts_with("libstdc++"));
+        let is_cxx = has_library || self.names.types.iter().any(|of| of.kind == Kind::Class);
+        let shapes = Shapes::new(self.memory, self.heap, classes);
+        let mut parts: HashMap<u32, Part> = HashMap::new();
+        let mut add = |block: u32, shape: Shape, owner: Option<usize>| {
+            let part = Part::new(shape, owner);
+            let known = parts.entry(block).or_insert(part);
+            *known = known.and(part);
+        };
+        let owner_at = |place: u64| {
+            let (block, _) = self.heap.block_at(place)?;
+            let number = self.names.number(block)?;
+            let of = self.names.types.get(number)?;
+            (of.kind == Kind::Class && !of.name.ends_with("[]")).then_some(number)
+        };
+        let holders = references::scan(self.memory.image, self.heap, |place, block, source| {
+            if is_cxx && !self.is_named(block as usize) {
+                let owner = source.and_then(|_| owner_at(place));
+                shapes.at(place, block, |block, shape| add(block, shape, owner));
+            }
+        });
+        if is_cxx {
+            nodes::find(self.memory, self.heap, |block, shape, container| {
+                add(block, shape, owner_at(container));
+            });
+        }
+        let mut parts: Vec<_> = parts.into_iter().collect();
+        parts.sort_unstable_by_key(|(block, _)| *block);
+        for (block, part) in parts {
+            if !self.is_named(block as usize) {
+                let (kind, what) = part.shape.describe();
+                let owner = part.owner.and_then(|number| self.names.types.get(number));
+                let name = match owner {
+                    Some(owner) => format!("{what} of {}", owner.name),
+                    None => what.to_owned(),
+                };
+                self.name(block as usize, kind, name);
+            }
+        }
+        holders
+    }
+
+    fn texts(&mut self) {
+        for (number, &block) in self.heap.blocks().iter().enumerate() {
+            if !self.is_named(number) && text::is_text(self.memory.image, block) {
+                self.name(number, Kind::Text, "text".into());
+            }
+        }
+    }
+
+    /// Names what is left by the block that alone points at it, if that has a type of its own.
+    fn held(&mut self, holders: &[Holder]) {
+        let mut held = Vec::new();
+        for (number, holder) in holders.iter().enumerate() {
+            if let (Holder::Block(holder), false) = (holder, self.is_named(number))
+                && let Some(of) = self.names.of_block(*holder as usize)
+                && !matches!(of.kind, Kind::Text | Kind::String)
+            {
+                held.push((number, format!("held by {}", of.name)));
+            }
+        }
+        for (number, name) in held {
+            self.name(number, Kind::Held, name);
+        }
+    }
+}
+
+/// What is known of a part of a container so far.
+#[derive(Clone, Copy)]
+struct Part {
+    shape: Shape,
+    /// The number of the class whose object the container is in.
+    owner: Option<usize>,
+    /// Whether objects of several classes have it.
+    shared: bool,
+}
+
+impl Part {
+    fn new(shape: Shape, owner: Option<usize>) -> Self {
+        Self {
+            shape,
+            owner,
+            shared: false,
+        }
+    }
+
+    fn and(self, other: Self) -> Self {
+        if other.shape.rank() != self.shape.rank() {
+            let first = self.shape.rank() < other.shape.rank();
+            return if first { self } else { other };
+        }
+        let shared = self.shared
+            || other.owner.is_some() && self.owner.is_some() && self.owner != other.owner;
+        Self {
+            shape: self.shape,
+            owner: self.owner.or(other.owner).filter(|_| !shared),
+            shared,
+        }
+    }
+}
+
+/// The number that comes most often, the smallest of several.
+fn most_frequent(numbers: impl Iterator<Item = u64>) -> Option<u64> {
+    let mut counts: HashMap<u64, u64> = HashMap::new();
+    numbers.for_each(|number| *counts.entry(number).or_default() += 1);
+    let most = counts
+        .into_iter()
+        .max_by_key(|&(number, count)| (count, u64::MAX - number));
+    most.map(|(number, _)| number)
+}
+
+#[cfg(test)]
+mod tests;
