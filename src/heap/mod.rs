@@ -15,6 +15,8 @@
 //! | [`glibc`] | the heap of glibc's malloc |
 //! | [`names`] | the types of blocks: C++ classes, Python objects, strings, containers |
 //! | [`page_table`] | a number for each page of an address space |
+//! | [`roots`] | where references begin, and what those places are |
+//! | [`reach`] | which blocks can be reached, and by which chain |
 
 pub mod area;
 pub mod blocks;
@@ -23,4 +25,6 @@ pub mod glibc;
 pub mod image;
 pub mod names;
 pub mod page_table;
+pub mod reach;
+pub mod roots;
 pub mod walk;

@@ -1,0 +1,491 @@
+//! Which blocks a program can still reach, and through what: Memcheck's question, about an image.
+//!
+//! Every word in a block that is an address in another block is a reference, of 4 bytes here. From the
+//! [roots] a first flood follows references to the start of blocks, a second one those into
+//! their middle as well; what neither reaches is lost. Both go in breadth, so that the chain which a
+//! block was reached by is a shortest one.
+
+use crate::heap::blocks::Heap;
+use crate::heap::image::Image;
+use crate::heap::roots::{self, Place, Root};
+
+/// Set in a reference into the middle of a block; the rest is the block's number.
+const MIDDLE: u32 = 1 << 31;
+/// Set in what a block was reached from, if that is a root's number.
+const IS_ROOT: u32 = 1 << 31;
+/// What was reached from nothing.
+const NOTHING: u32 = u32::MAX;
+/// Bytes by which an allocator's size may be above what was asked for: headers of 16 bytes share 8 with the
+/// next chunk, and the smallest has 24.
+const SLACK: u64 = 24;
+
+/// Whether a program can reach a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Class {
+    /// No word anywhere refers to it, but for those of lost blocks of which it is the first.
+    Unreachable,
+    /// Only a lost block refers to it.
+    Via,
+    /// There is a chain, but somewhere a word refers to the middle of a block, as those of some programs do.
+    Interior,
+    /// There is a chain of references to the start of blocks.
+    Reachable,
+}
+
+/// The classes of all blocks, and what reaches them. Blocks are by their place in [`Heap::blocks`].
+#[derive(Debug)]
+pub struct Reach {
+    classes: Vec<Class>,
+    /// What each was reached from: a block, or a root.
+    from: Vec<u32>,
+    roots: Vec<Root>,
+    references: References,
+}
+
+/// References by the block that they are in.
+#[derive(Debug, Default)]
+struct References {
+    /// Where those of each block begin, and the end.
+    begin: Vec<u64>,
+    to: Vec<u32>,
+}
+
+impl References {
+    fn of(&self, block: u32) -> &[u32] {
+        let at = block as usize;
+        &self.to[self.begin[at] as usize..self.begin[at + 1] as usize]
+    }
+}
+
+impl Reach {
+    /// Finds out what is reached. It takes 4 bytes a reference and 21 a block.
+    ///
+    /// Blocks beyond the first 2^31 - 1 are left out, which is 64 GB of the smallest.
+    pub fn new(image: &Image, heap: &Heap) -> Self {
+        let count = heap.blocks().len().min((MIDDLE - 1) as usize);
+        let mut reach = Self {
+            classes: vec![Class::Unreachable; count],
+            from: vec![NOTHING; count],
+            roots: Vec::new(),
+            references: references(image, heap, count),
+        };
+        let mut found = roots_found(image, heap, count);
+        found.sort_by_cached_key(|&(root, _)| roots::place(image, root).rank());
+        reach.roots = found.iter().map(|&(root, _)| root).collect();
+        reach.flood(&found, Class::Reachable);
+        reach.flood(&found, Class::Interior);
+        reach.gather_lost();
+        reach
+    }
+
+    /// Whether a block can be reached.
+    pub fn class(&self, block: usize) -> Class {
+        self.classes[block]
+    }
+
+    /// References from one block to another, those of a block to itself left out.
+    pub fn references(&self) -> usize {
+        self.references.to.len()
+    }
+
+    /// The blocks by which a block is reached, the nearest first, and the root where the chain begins; no root if
+    /// it is lost, and then the last block is the one that was lost first.
+    pub fn chain(&self, block: usize) -> (Vec<usize>, Option<Root>) {
+        let (mut chain, mut at) = (Vec::new(), self.from[block]);
+        while at & IS_ROOT == 0 && chain.len() <= self.from.len() {
+            chain.push(at as usize);
+            at = self.from[at as usize];
+        }
+        let root = (at != NOTHING).then(|| self.roots[(at & !IS_ROOT) as usize]);
+        (chain, root)
+    }
+
+    /// For each block the one that it was lost with, itself included; None for what is reached.
+    pub fn leaders(&self) -> Vec<Option<u32>> {
+        let mut leaders: Vec<Option<u32>> = (0..)
+            .zip(&self.classes)
+            .map(|(number, &class)| (class == Class::Unreachable).then_some(number))
+            .collect();
+        let mut path = Vec::new();
+        for block in 0..self.classes.len() {
+            let mut at = block;
+            while self.classes[at] == Class::Via && leaders[at].is_none() {
+                path.push(at);
+                at = self.from[at] as usize;
+            }
+            let leader = leaders[at];
+            path.drain(..).for_each(|on_way| leaders[on_way] = leader);
+        }
+        leaders
+    }
+
+    /// The blocks that refer to this one, in order of address.
+    pub fn holders(&self, block: usize) -> Vec<usize> {
+        let refers = |&from: &usize| {
+            let to = self.references.of(from as u32);
+            to.iter().any(|&to| (to & !MIDDLE) as usize == block)
+        };
+        (0..self.classes.len()).filter(refers).collect()
+    }
+
+    /// Reaches what is not, or not so well: for [`Class::Reachable`] by references to starts only.
+    fn flood(&mut self, found: &[(Root, u32)], class: Class) {
+        let follows = |to: u32| class == Class::Interior || to & MIDDLE == 0;
+        let mut queue: Vec<u32> = Vec::new();
+        if class == Class::Interior {
+            let reached = (0..).zip(&self.classes);
+            queue.extend(
+                reached
+                    .filter(|(_, class)| **class == Class::Reachable)
+                    .map(|(block, _)| block),
+            );
+        }
+        for (number, &(_, to)) in (0..IS_ROOT - 1).zip(found) {
+            if follows(to) {
+                self.reach(&mut queue, to & !MIDDLE, class, number | IS_ROOT);
+            }
+        }
+        let mut at = 0;
+        while let Some(&block) = queue.get(at) {
+            let range =
+                self.references.begin[block as usize]..self.references.begin[block as usize + 1];
+            for edge in range {
+                let to = self.references.to[edge as usize];
+                if follows(to) {
+                    self.reach(&mut queue, to & !MIDDLE, class, block);
+                }
+            }
+            at += 1;
+        }
+    }
+
+    fn reach(&mut self, queue: &mut Vec<u32>, block: u32, class: Class, from: u32) {
+        let at = block as usize;
+        if self.classes[at] < class {
+            self.classes[at] = class;
+            self.from[at] = from;
+            queue.push(block);
+        }
+    }
+
+    /// Puts lost blocks below those that no other lost block refers to. Of what is left, rings, the first leads.
+    fn gather_lost(&mut self) {
+        let lost = |classes: &[Class], block: usize| classes[block] < Class::Interior;
+        let mut is_held = vec![false; self.classes.len()];
+        for block in 0..self.classes.len() {
+            if lost(&self.classes, block) {
+                for to in self.references.of(block as u32) {
+                    is_held[(to & !MIDDLE) as usize] = true;
+                }
+            }
+        }
+        let mut visited = vec![false; self.classes.len()];
+        for first in [true, false] {
+            for leader in 0..self.classes.len() {
+                let leads = self.classes[leader] == Class::Unreachable && !visited[leader];
+                if leads && (!first || !is_held[leader]) {
+                    visited[leader] = true;
+                    self.gather(leader as u32, &mut visited);
+                }
+            }
+        }
+    }
+
+    fn gather(&mut self, leader: u32, visited: &mut [bool]) {
+        let mut rest = vec![leader];
+        while let Some(block) = rest.pop() {
+            let range =
+                self.references.begin[block as usize]..self.references.begin[block as usize + 1];
+            for edge in range {
+                let to = self.references.to[edge as usize] & !MIDDLE;
+                let at = to as usize;
+                if to == leader || self.classes[at] != Class::Unreachable {
+                    continue;
+                }
+                self.classes[at] = Class::Via;
+                self.from[at] = block;
+                if !visited[at] {
+                    visited[at] = true;
+                    rest.push(to);
+                }
+            }
+        }
+    }
+}
+
+/// A reference to the block that a word is an address in.
+#[inline]
+fn reference(image: &Image, heap: &Heap, count: usize, word: u64) -> Option<u32> {
+    let (block, offset) = heap.block_at(word)?;
+    if block >= count {
+        return None;
+    }
+    let is_start = offset == 0 || means_start(image, heap, block, offset);
+    Some(block as u32 | if is_start { 0 } else { MIDDLE })
+}
+
+/// Whether an address in the middle of a block is where the program has its start, as Memcheck finds out: behind
+/// the length that a library keeps before its blocks (length64), or the number of an array's objects
+/// (newarray); in a string with its length before (stdstring); at a further base of an object, where it
+/// has another vtable (multipleinheritance).
+fn means_start(image: &Image, heap: &Heap, block: usize, offset: u64) -> bool {
+    let block = heap.blocks()[block];
+    let word = |offset: u64| image.word(block.address + offset).unwrap_or_default();
+    if block.address % 8 != 0 || offset % 8 != 0 || offset.saturating_add(8) > block.size {
+        return false;
+    }
+    let first = word(0);
+    let rest = block.size - 8;
+    if offset == 8 && (1..=rest).contains(&first) {
+        let length64 = rest - first <= SLACK;
+        let mut sizes = rest.saturating_sub(SLACK).max(first)..=rest;
+        return length64 || sizes.any(|size| size % first == 0);
+    }
+    if offset == 24 {
+        let capacity = word(8);
+        return first <= capacity && capacity.saturating_add(offset + 1) <= block.size;
+    }
+    let is_vtable = |word: u64| {
+        word != 0
+            && image
+                .area(word)
+                .is_some_and(|area| area.has_file() && !area.writable)
+    };
+    is_vtable(first) && is_vtable(word(offset))
+}
+
+/// The references of all blocks. Blocks are in order, and so are these, without sorting.
+fn references(image: &Image, heap: &Heap, count: usize) -> References {
+    let mut references = References::default();
+    references.begin.reserve_exact(count + 1);
+    references.begin.push(0);
+    for (number, block) in (0..count as u32).zip(heap.blocks()) {
+        let begin = references.to.len();
+        for (_, word) in image.words(block.range()) {
+            let Some(to) = reference(image, heap, count, word) else {
+                continue;
+            };
+            // Neighbours often refer to the same block: rows of a table, members of an object.
+            let is_known = references.to[begin..].last() == Some(&to);
+            if to & !MIDDLE != number && !is_known {
+                references.to.push(to);
+            }
+        }
+        references.begin.push(references.to.len() as u64);
+    }
+    references
+}
+
+/// The first root of each block that refers to its start, and the first into its middle, in order of address, and
+/// the registers.
+fn roots_found(image: &Image, heap: &Heap, count: usize) -> Vec<(Root, u32)> {
+    let mut found = Vec::new();
+    let mut known = vec![[false; 2]; count];
+    let mut look = |root: Root, word: u64| {
+        let Some(to) = reference(image, heap, count, word) else {
+            return;
+        };
+        let known = &mut known[(to & !MIDDLE) as usize][usize::from(to & MIDDLE != 0)];
+        if !*known {
+            *known = true;
+            found.push((root, to));
+        }
+    };
+    let mut start = 0;
+    let skipped = roots::not_roots(image, heap);
+    let end = u64::MAX..u64::MAX;
+    for skip in skipped.into_iter().chain([end]) {
+        for (address, word) in image.words(start..skip.start.max(start)) {
+            look(Root::Memory(address), word);
+        }
+        start = skip.end;
+    }
+    for (number, thread) in (0..).zip(&image.threads) {
+        for (name, word) in thread.words() {
+            look(Root::Register(number, name), word);
+        }
+    }
+    found
+}
+
+/// A place where a chain begins, and how many blocks are between, for a block that is reached.
+pub fn origin(image: &Image, reach: &Reach, block: usize) -> Option<(Place, Vec<usize>)> {
+    let (chain, root) = reach.chain(block);
+    Some((roots::place(image, root?), chain))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::heap::blocks::{Block, Coverage};
+    use crate::heap::image::Thread;
+    use crate::heap::image::made::Made;
+
+    const HEAP: u64 = 0x10_0000;
+    const GLOBALS: u64 = 0x60_0000;
+    const CODE: u64 = 0x50_0000;
+
+    /// A process with a program's data, and a heap with a block of 64 bytes at each multiple of 256.
+    fn process() -> Made {
+        let mut made = Made::default();
+        made.map(HEAP..HEAP + 0x10_0000, "rw-p 00000000 00:00 0 [heap]");
+        made.map(CODE..CODE + 0x1000, "r--p 00000000 fe:00 7 /bin/app");
+        made.map(GLOBALS..GLOBALS + 0x1000, "rw-p 00001000 fe:00 7 /bin/app");
+        made
+    }
+
+    fn block(number: u64) -> u64 {
+        HEAP + 256 * number
+    }
+
+    fn heap(blocks: u64) -> Heap {
+        let blocks = (0..blocks).map(|number| Block {
+            address: block(number),
+            size: 64,
+        });
+        let mut heap = Heap::new(blocks.collect(), Coverage::Complete);
+        heap.regions = vec![HEAP..HEAP + 0x10_0000];
+        heap
+    }
+
+    fn classes(image: &Image, heap: &Heap) -> Vec<Class> {
+        let reach = Reach::new(image, heap);
+        (0..heap.blocks().len())
+            .map(|block| reach.class(block))
+            .collect()
+    }
+
+    use Class::{Interior, Reachable, Unreachable, Via};
+
+    #[test]
+    fn a_list_is_reached_by_a_global_and_lost_without_it() {
+        let mut made = process();
+        // 2 -> 1 -> 0
+        made.put(block(2), block(1));
+        made.put(block(1) + 8, block(0));
+        let lost = made.image();
+        assert_eq!(classes(&lost, &heap(3)), [Via, Via, Unreachable]);
+        let reach = Reach::new(&lost, &heap(3));
+        assert_eq!(reach.leaders(), [Some(2), Some(2), Some(2)]);
+        assert_eq!(reach.chain(0), (vec![1, 2], None));
+
+        made.put(GLOBALS + 0x18, block(2));
+        let held = made.image();
+        assert_eq!(classes(&held, &heap(3)), [Reachable; 3]);
+        let reach = Reach::new(&held, &heap(3));
+        let (place, chain) = origin(&held, &reach, 0).expect("reached");
+        assert_eq!(chain, [1, 2]);
+        assert_eq!(
+            place,
+            Place::Module {
+                path: b"/bin/app".to_vec(),
+                offset: GLOBALS + 0x18 - CODE
+            }
+        );
+        assert_eq!((reach.holders(1), reach.references()), (vec![2], 2));
+    }
+
+    #[test]
+    fn a_ring_is_lost_with_one_leader() {
+        let mut made = process();
+        for number in 0..10 {
+            made.put(block(number), block((number + 1) % 10));
+        }
+        // A block that refers to itself alone, and one that a lost one was found to lead to.
+        made.put(block(10), block(10));
+        made.put(block(11), block(3));
+        let image = made.image();
+        let reach = Reach::new(&image, &heap(12));
+        let classes: Vec<_> = (0..12).map(|block| reach.class(block)).collect();
+        assert_eq!(classes[..10], [Via; 10], "{classes:?}");
+        assert_eq!(classes[10..], [Unreachable; 2]);
+        assert!(
+            reach.leaders()[..10]
+                .iter()
+                .all(|leader| *leader == Some(11))
+        );
+    }
+
+    #[test]
+    fn only_a_reference_to_the_middle_is_an_attribute() {
+        let mut made = process();
+        made.put(GLOBALS, block(0) + 40);
+        // What a block reached so holds by its start is no better.
+        made.put(block(0), block(1));
+        made.put(GLOBALS + 8, block(2) + 64);
+        assert_eq!(
+            classes(&made.image(), &heap(3)),
+            [Interior, Interior, Unreachable]
+        );
+    }
+
+    #[test]
+    fn starts_behind_a_header_are_starts() {
+        let mut made = process();
+        made.put(block(0), 48);
+        made.put(block(1), 5);
+        (made.put(block(2), 20), made.put(block(2) + 8, 30));
+        (made.put(block(3), CODE), made.put(block(3) + 16, CODE + 8));
+        (made.put(block(4), 0), made.put(block(4) + 8, 0));
+        for (at, address) in [
+            block(0) + 8,
+            block(1) + 8,
+            block(2) + 24,
+            block(3) + 16,
+            block(4) + 8,
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            made.put(GLOBALS + 8 * at as u64, address);
+        }
+        assert_eq!(
+            classes(&made.image(), &heap(5)),
+            [Reachable, Reachable, Reachable, Reachable, Interior]
+        );
+    }
+
+    #[test]
+    fn free_chunks_and_an_allocators_lists_hold_nothing() {
+        let mut made = process();
+        made.put(block(0) + 128, block(0));
+        made.put(GLOBALS + 0x100, block(1));
+        let mut heap = heap(2);
+        heap.structures = vec![GLOBALS + 0x100..GLOBALS + 0x108];
+        assert_eq!(classes(&made.image(), &heap), [Unreachable; 2]);
+        heap.structures.clear();
+        assert_eq!(classes(&made.image(), &heap), [Unreachable, Reachable]);
+    }
+
+    #[test]
+    fn registers_hold_what_nothing_else_does() {
+        let mut made = process();
+        let mut general = vec![0; 27];
+        general[3] = block(0);
+        made.threads = vec![Thread::new(12, Vec::new(), general, vec![7, block(1)])];
+        let (image, heap) = (made.image(), heap(3));
+        let reach = Reach::new(&image, &heap);
+        let name = |block| match origin(&image, &reach, block) {
+            Some((Place::Register { tid: 12, name }, _)) => Some(name),
+            _ => None,
+        };
+        assert_eq!(
+            (name(0), name(1), name(2)),
+            (Some("r12"), Some("vector"), None)
+        );
+    }
+
+    #[test]
+    fn chains_are_the_shortest() {
+        let mut made = process();
+        made.put(GLOBALS, block(0));
+        for number in 0..20 {
+            made.put(block(number) + 16, block(number + 1));
+        }
+        made.put(block(1), block(20));
+        let image = made.image();
+        let reach = Reach::new(&image, &heap(21));
+        assert_eq!(reach.chain(20).0, [1, 0]);
+        assert_eq!(reach.chain(19).0.len(), 19);
+    }
+}
