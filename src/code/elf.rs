@@ -1,7 +1,7 @@
 //! What is asked of ELF files, of whatever user: functions by name, code, and what kind of program
 //! they are.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
@@ -102,6 +102,49 @@ pub fn functions(file: &File, wanted: impl Fn(&str, bool) -> bool) -> Result<Vec
         .collect();
     functions.sort_by(|a, b| (a.file_offset, &a.name).cmp(&(b.file_offset, &b.name)));
     Ok(functions)
+}
+
+/// The variables that hold each of these places of a 64-bit file's data, by symbol, with how far into them the
+/// place is. A place is an address less that at which the file's first byte is mapped.
+///
+/// # Errors
+/// If it is no 64-bit ELF file, or one that is over the limits.
+pub fn variables(file: &File, places: &BTreeSet<u64>) -> Result<HashMap<u64, (String, u64)>> {
+    /// Bytes of a name that are read.
+    const NAME: u64 = 512;
+    let elf = Elf::read(file)?.expect_64_bit()?;
+    let loaded = elf.segments.iter().filter(|segment| segment.is_loaded());
+    let first = loaded.map(|segment| segment.address & !0xfff).min();
+    let first = first.context("nothing of the file is loaded")?;
+    let mut found = HashMap::new();
+    for kind in [raw::SHT_SYMTAB, raw::SHT_DYNSYM] {
+        let Some((table, names)) = elf.symbol_table(kind) else {
+            continue;
+        };
+        let mut at: HashMap<u64, (u32, u64)> = HashMap::new();
+        elf.each_variable(table, |symbol| {
+            let Some(start) = symbol.address.checked_sub(first) else {
+                return;
+            };
+            let end = start.saturating_add(symbol.size.max(1));
+            for &place in places.range(start..end) {
+                at.entry(place).or_insert((symbol.name, place - start));
+            }
+        })?;
+        for (place, (name, offset)) in at {
+            let start = u64::from(name);
+            let length = names.size.saturating_sub(start).min(NAME) as usize;
+            let bytes = elf.bytes(names.file_offset.saturating_add(start), length);
+            if let Some(Ok(name)) = bytes.as_deref().ok().and_then(c_string).map(str::from_utf8)
+                && !name.is_empty()
+            {
+                let name = name.split('@').next().unwrap_or(name);
+                let variable = (name.to_owned(), offset);
+                found.entry(place).or_insert(variable);
+            }
+        }
+    }
+    Ok(found)
 }
 
 /// A part of a file that is mapped to be executed. Neither its addresses nor its offsets wrap.

@@ -99,7 +99,7 @@ pub(crate) struct Section {
     link: u32,
 }
 
-/// A symbol of a function that is defined.
+/// A symbol of a function or variable that is defined.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Symbol {
     /// Where its name begins among the names.
@@ -286,6 +286,24 @@ impl<'a> Elf<'a> {
         }
     }
 
+    /// Calls `each` with every variable that a table of symbols of a 64-bit file defines.
+    pub(crate) fn each_variable(
+        &self,
+        table: &Section,
+        mut each: impl FnMut(Symbol),
+    ) -> Result<()> {
+        self.each::<raw::Sym64<Endianness>>(table, limits::MAX_SYMBOLS, |symbol| {
+            let defined = !symbol.st_shndx(self.endian).is_reserved();
+            if defined
+                && symbol.st_shndx(self.endian) != raw::SHN_UNDEF
+                && symbol.st_type() == raw::STT_OBJECT
+            {
+                each(symbol_of(symbol, self.endian));
+            }
+            Ok(())
+        })
+    }
+
     /// The functions that the dynamic linker finds for the file, each with the address of the
     /// pointer that it sets.
     pub(crate) fn imports(&self) -> Result<HashMap<u64, String>> {
@@ -404,13 +422,17 @@ fn function<Symbol_: Sym<Endian = Endianness>>(
     endian: Endianness,
 ) -> Option<Symbol> {
     let is_function = matches!(symbol.st_type(), raw::STT_FUNC | raw::STT_GNU_IFUNC);
-    is_function.then(|| Symbol {
+    is_function.then(|| symbol_of(symbol, endian))
+}
+
+fn symbol_of<Symbol_: Sym<Endian = Endianness>>(symbol: &Symbol_, endian: Endianness) -> Symbol {
+    Symbol {
         name: symbol.st_name(endian),
         address: symbol.st_value(endian).into(),
         size: symbol.st_size(endian).into(),
         local: symbol.st_bind() == raw::STB_LOCAL,
         resolves: symbol.st_type() == raw::STT_GNU_IFUNC,
-    })
+    }
 }
 
 /// Bytes of a file. It is asked for its length first: memory for what is not there is not taken.

@@ -231,7 +231,8 @@ fn reference(image: &Image, heap: &Heap, count: usize, word: u64) -> Option<u32>
 fn means_start(image: &Image, heap: &Heap, block: usize, offset: u64) -> bool {
     let block = heap.blocks()[block];
     let word = |offset: u64| image.word(block.address + offset).unwrap_or_default();
-    if block.address % 8 != 0 || offset % 8 != 0 || offset.saturating_add(8) > block.size {
+    let aligned = block.address.is_multiple_of(8) && offset.is_multiple_of(8);
+    if !aligned || offset.saturating_add(8) > block.size {
         return false;
     }
     let first = word(0);
@@ -344,7 +345,7 @@ mod tests {
             size: 64,
         });
         let mut heap = Heap::new(blocks.collect(), Coverage::Complete);
-        heap.regions = vec![HEAP..HEAP + 0x10_0000];
+        heap.regions.push(HEAP..HEAP + 0x10_0000);
         heap
     }
 
@@ -422,11 +423,17 @@ mod tests {
     #[test]
     fn starts_behind_a_header_are_starts() {
         let mut made = process();
-        made.put(block(0), 48);
-        made.put(block(1), 5);
-        (made.put(block(2), 20), made.put(block(2) + 8, 30));
-        (made.put(block(3), CODE), made.put(block(3) + 16, CODE + 8));
-        (made.put(block(4), 0), made.put(block(4) + 8, 0));
+        for (address, word) in [
+            (block(0), 48),
+            (block(1), 5),
+            (block(2), 20),
+            (block(2) + 8, 30),
+            (block(3), CODE),
+            (block(3) + 16, CODE + 8),
+            (block(4), 0),
+        ] {
+            made.put(address, word);
+        }
         for (at, address) in [
             block(0) + 8,
             block(1) + 8,
@@ -451,7 +458,7 @@ mod tests {
         made.put(block(0) + 128, block(0));
         made.put(GLOBALS + 0x100, block(1));
         let mut heap = heap(2);
-        heap.structures = vec![GLOBALS + 0x100..GLOBALS + 0x108];
+        heap.structures.push(GLOBALS + 0x100..GLOBALS + 0x108);
         assert_eq!(classes(&made.image(), &heap), [Unreachable; 2]);
         heap.structures.clear();
         assert_eq!(classes(&made.image(), &heap), [Unreachable, Reachable]);

@@ -299,7 +299,8 @@ mod tests {
         let mut made = with_stack();
         assert_eq!(skipped(&made), [STACK..CONTROL, CONTROL + 64..STACK_END]);
         made.threads = vec![thread(STACK + 0x100)];
-        assert_eq!(skipped(&made), [STACK..STACK + 0x80]);
+        let below = STACK..STACK + 0x80;
+        assert_eq!(skipped(&made), [below]);
         // Memory with no guard before, and memory with none of glibc's marks, may be anything.
         made = with_stack();
         made.maps = made.maps.replace("---p", "rw-p");
@@ -319,7 +320,7 @@ mod tests {
             Coverage::Complete,
         );
         heap.regions = vec![0x1000..0x3000, 0x3000..0x4000];
-        heap.structures = vec![0x3800..0x4800];
+        heap.structures.push(0x3800..0x4800);
         assert_eq!(
             not_roots(&Image::default(), &heap),
             [0x1000..0x4800, 0x5000..0x5010]
