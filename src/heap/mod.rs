@@ -14,6 +14,7 @@
 //! | [`walk`] | the heaps of a process, in as many images as it takes |
 //! | [`glibc`] | the heap of glibc's malloc |
 //! | [`names`] | the types of blocks: C++ classes, Python objects, strings, containers |
+//! | [`mallocng`] | the heap of musl's malloc |
 //! | [`page_table`] | a number for each page of an address space |
 //! | [`roots`] | where references begin, and what those places are |
 //! | [`reach`] | which blocks can be reached, and by which chain |
@@ -24,6 +25,7 @@ pub mod capture;
 pub mod glibc;
 pub mod image;
 pub mod names;
+pub mod mallocng;
 pub mod page_table;
 pub mod reach;
 pub mod roots;

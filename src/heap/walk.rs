@@ -6,6 +6,7 @@ use crate::heap::blocks::{Coverage, Heap};
 use crate::heap::capture::Request;
 use crate::heap::glibc;
 use crate::heap::image::Image;
+use crate::heap::mallocng;
 
 /// Images that are taken at most. A thread was in the middle of malloc in 2 of 300.
 const TRIES: u32 = 3;
@@ -27,13 +28,10 @@ impl Walked {
         let glibc = glibc::walk(&image);
         let heap = match &glibc {
             Some(walk) => walk.heap(),
-            None => Heap::new(
-                Vec::new(),
-                Coverage::Unknown {
-                    why: "no heap of glibc's malloc was found, and there is no walk of other allocators"
-                        .into(),
-                },
-            ),
+            None => mallocng::walk(&image).unwrap_or_else(|| {
+                let why = "no heap of glibc's or musl's malloc was found, and there is no walk of other allocators";
+                Heap::new(Vec::new(), Coverage::Unknown { why: why.into() })
+            }),
         };
         Self { image, heap, glibc }
     }

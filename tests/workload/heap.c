@@ -23,7 +23,6 @@
 #include <malloc.h>
 #include <pthread.h>
 #include <stdint.h>
-#include <linux/seccomp.h>
 #include <sys/prctl.h>
 #include "workload.h"
 
@@ -213,7 +212,9 @@ static void holes(void)
 			free(block[i]);
 	ready();
 	before = status("RssAnon:");
+#ifdef __GLIBC__
 	malloc_trim(0);
+#endif
 	fact("returned", "%ld", before - status("RssAnon:"));
 }
 
@@ -243,7 +244,7 @@ __attribute__((noreturn)) static void be_strict(void)
 	char text[32];
 	int length = snprintf(text, sizeof(text), "ready %d\n", getpid());
 
-	if (prctl(PR_SET_SECCOMP, SECCOMP_MODE_STRICT))
+	if (prctl(PR_SET_SECCOMP, 1 /* strict */))
 		die("no seccomp: %s", strerror(errno));
 	say(text, length);
 	wait_for_line();
@@ -267,7 +268,9 @@ int main(int argc, char **argv)
 		shared();
 	} else {
 		/* What is larger has a mapping of its own, however often such a block is freed. */
+#ifdef __GLIBC__
 		mallopt(M_MMAP_THRESHOLD, 128 << 10);
+#endif
 		start_threads();
 		if (!strcmp(kind, "strict"))
 			be_strict();

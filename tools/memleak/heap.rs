@@ -36,7 +36,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         let place = address.map_or(String::new(), |address| format!(" at {address:#x}"));
         bail!(
             "the heap of process {} makes no sense in any of 3 images: {why}{place}; it is damaged, \
-             or not as glibc's malloc has it",
+             or not as its allocator has it",
             process.pid()
         );
     }

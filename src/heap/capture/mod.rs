@@ -2,8 +2,8 @@
 //!
 //! What can go wrong is looked at before: [`Request::take`] refuses, with the reason, rather than
 //! hold a process for longer than allowed. Then room for the copy is made, the threads are stopped
-//! ([`stop`]), and while they stand, their registers, the mappings, and the pages that are there
-//! ([`pages`]) are copied ([`copy`]); nothing is judged until they run again.
+//! (`stop`), and while they stand, their registers, the mappings, and the pages that are there
+//! (`pages`) are copied (`copy`); nothing is judged until they run again.
 
 mod copy;
 mod pages;

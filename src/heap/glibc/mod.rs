@@ -1,15 +1,15 @@
 //! The heap of glibc's malloc (2.26 to 2.43), walked by its structure alone.
 //!
 //! Neither symbols nor a table of versions is needed. `main_arena` shows itself by 127 list heads in
-//! a row in a library's data ([`locate`]); every chunk tells where the next one is ([`segments`]);
-//! chunks with mappings of their own begin a page ([`mmapped`]); and whether a chunk is free is told
-//! by the one after it, except for those that threads have set aside ([`cached`]). The walk is
+//! a row in a library's data (`locate`); every chunk tells where the next one is (`segments`);
+//! chunks with mappings of their own begin a page (`mmapped`); and whether a chunk is free is told
+//! by the one after it, except for those that threads have set aside (`cached`). The walk is
 //! complete if the segments of each arena add up to the arena's own `system_mem`, mmapped chunks to
 //! `n_mmaps` and `mmapped_mem`, and every thread's tcache has been recognised. Otherwise a thread was
 //! in the middle of malloc, which another image shows to have passed, or the heap is damaged.
 //!
 //! What is walked is another user's memory: each step is bounded by the image, all steps together by
-//! [`Fuel`], and no value of it is trusted.
+//! `Fuel`, and no value of it is trusted.
 
 mod cached;
 mod locate;

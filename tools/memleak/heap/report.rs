@@ -29,6 +29,10 @@ pub(super) struct HeapRow {
     coverage: &'static str,
     coverage_note: Option<String>,
     resident_bytes: u64,
+    heap_bytes: u64,
+    heap_resident_bytes: u64,
+    blocks: u64,
+    block_bytes: u64,
     heap: Option<Parts>,
     stacks: Place,
     other_private: Place,
@@ -76,10 +80,6 @@ impl From<Sum> for Part {
 /// What the heap is made of.
 #[derive(Debug, Serialize)]
 struct Parts {
-    bytes: u64,
-    resident_bytes: u64,
-    blocks: u64,
-    block_bytes: u64,
     in_use: Part,
     mmapped: Part,
     bins: Part,
@@ -120,9 +120,10 @@ impl HeapRow {
         let usage = glibc
             .as_ref()
             .map(|walk| (walk, HeapUsage::of(image, walk)));
-        let heap_total = usage
-            .as_ref()
-            .map_or_else(Sum::default, |(_, usage)| usage.all.total);
+        let regions = heap.regions.iter();
+        let sizes = regions.map(|range| (range.end - range.start, image.present(range.clone())));
+        let (heap_bytes, heap_resident_bytes) =
+            sizes.fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
         let mut row = Self {
             r#type: "heap",
             pid: image.pid,
@@ -141,9 +142,13 @@ impl HeapRow {
             coverage,
             coverage_note,
             resident_bytes: 0,
+            heap_bytes,
+            heap_resident_bytes,
+            blocks: heap.blocks().len() as u64,
+            block_bytes: heap.block_bytes(),
             heap: usage
                 .as_ref()
-                .map(|(_, usage)| Parts::of(usage, heap.blocks().len(), heap.block_bytes())),
+                .map(|(_, usage)| Parts::of(usage, heap.block_bytes())),
             stacks: Place::default(),
             other_private: Place::default(),
             shared: Place::default(),
@@ -154,7 +159,7 @@ impl HeapRow {
             size_classes: Vec::new(),
             left_out: (0, 0),
         };
-        row.place(image, mappings, heap_total);
+        row.place(image, mappings);
         if let Some((walk, usage)) = &usage {
             row.verdict = verdict(usage);
             row.arenas = arenas(walk, usage);
@@ -168,7 +173,7 @@ impl HeapRow {
     }
 
     /// Gives each mapping its place. What is the heap's is taken off the private memory that it is in.
-    fn place(&mut self, image: &Image, mappings: &[MappedMemory], heap: Sum) {
+    fn place(&mut self, image: &Image, mappings: &[MappedMemory]) {
         let stacks: HashSet<u64> = image
             .threads
             .iter()
@@ -192,19 +197,17 @@ impl HeapRow {
             self.resident_bytes += resident;
         }
         let other = &mut self.other_private;
-        other.mapped_bytes = other.mapped_bytes.saturating_sub(heap.bytes);
-        other.resident_bytes = other.resident_bytes.saturating_sub(heap.resident);
+        other.mapped_bytes = other.mapped_bytes.saturating_sub(self.heap_bytes);
+        other.resident_bytes = other
+            .resident_bytes
+            .saturating_sub(self.heap_resident_bytes);
     }
 }
 
 impl Parts {
-    fn of(usage: &HeapUsage, blocks: usize, block_bytes: u64) -> Self {
+    fn of(usage: &HeapUsage, block_bytes: u64) -> Self {
         let all = |state| Part::from(usage.all.of(state));
         Self {
-            bytes: usage.all.total.bytes,
-            resident_bytes: usage.all.total.resident,
-            blocks: blocks as u64,
-            block_bytes,
             in_use: all(State::InUse),
             mmapped: usage.mmapped.total.into(),
             bins: all(State::Bin),
@@ -275,11 +278,14 @@ impl Row for HeapRow {
             (None, Some(heap)) => writeln!(
                 out,
                 "coverage: complete: {}, {}, {}",
-                text::counted(heap.blocks, "block"),
+                text::counted(self.blocks, "block"),
                 text::counted((self.arenas.len() + self.left_out.0) as u64, "arena"),
                 text::counted(heap.mmapped.count, "mmapped chunk"),
             )?,
-            (None, None) => writeln!(out, "coverage: {}", self.coverage)?,
+            (None, None) => {
+                let blocks = text::counted(self.blocks, "block");
+                writeln!(out, "coverage: {}: {blocks}", self.coverage)?
+            }
         }
         if self.unread_bytes > 0 {
             writeln!(out, "{} could not be read", bytes(self.unread_bytes))?;
@@ -289,8 +295,14 @@ impl Row for HeapRow {
             "\n{:>12} {:>12} {:>12}  WHAT",
             "RESIDENT", "BYTES", "COUNT"
         )?;
-        if let Some(heap) = &self.heap {
-            heap.text(out)?;
+        let (resident, all) = (bytes(self.heap_resident_bytes), bytes(self.heap_bytes));
+        line(out, &resident, &all, "", "heap")?;
+        match &self.heap {
+            Some(heap) => heap.text(out)?,
+            None => {
+                let count = text::grouped(self.blocks);
+                line(out, "", &bytes(self.block_bytes), &count, "  in use")?;
+            }
         }
         for (what, place) in [
             ("stacks", &self.stacks),
@@ -375,7 +387,7 @@ impl HeapRow {
                 out,
                 "fragmentation, not a leak: {} of the heap's {} are free",
                 text::bytes(free),
-                text::bytes(heap.resident_bytes)
+                text::bytes(self.heap_resident_bytes)
             )?;
         }
         writeln!(out, "malloc_trim(0) would return {}", text::bytes(trim))
@@ -385,13 +397,6 @@ impl HeapRow {
 impl Parts {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let bytes = text::bytes;
-        line(
-            out,
-            &bytes(self.resident_bytes),
-            &bytes(self.bytes),
-            "",
-            "heap",
-        )?;
         let overhead = bytes(self.overhead_bytes);
         for (what, part) in [
             ("  in use", &self.in_use),

@@ -1,0 +1,244 @@
+//! The heap of musl's malloc (mallocng, 1.2.1 and later), walked by its structure alone.
+//!
+//! Memory is in groups of slots of one size; what is known of a group is apart from it, in areas
+//! that begin with a secret which the context in the library's data begins with, too. There are no
+//! caches of threads. The walk is complete if the list of areas ends where the context says, every
+//! group refers back, and the slots of each size class add up to the context's own count.
+
+use std::collections::HashSet;
+
+use crate::heap::area::Area;
+use crate::heap::blocks::{Allocator, Block, Coverage, Heap};
+use crate::heap::image::Image;
+
+/// Units of 16 bytes of each size class.
+const CLASSES: [u64; 48] = [
+    1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 18, 20, 25, 31, 36, 42, 50, 63, 72, 84, 102, 127, 146,
+    170, 204, 255, 292, 340, 409, 511, 584, 682, 818, 1023, 1169, 1364, 1637, 2047, 2340, 2730,
+    3276, 4095, 4680, 5460, 6552, 8191,
+];
+const UNIT: u64 = 16;
+/// Bytes of what is known of a group, and where the first is in its area.
+const META: u64 = 40;
+const FIRST_META: u64 = 24;
+/// Groups of an area: it is a page.
+const MOST_METAS: u64 = (4096 - FIRST_META) / META;
+/// Areas at most.
+const MOST_AREAS: usize = 1 << 20;
+/// Bytes between two slots that are the allocator's.
+const BETWEEN: u64 = 4;
+
+/// The allocator's context, in the data of the library or of a static program.
+struct Context {
+    file: Vec<u8>,
+    secret: u64,
+    /// Where it keeps the first area; the last one is next, and the counts follow.
+    areas: u64,
+}
+
+fn word(image: &Image, address: u64) -> u64 {
+    image.word(address).unwrap_or(0)
+}
+
+/// Walks the mallocng heap of a process; None if there is none.
+pub fn walk(image: &Image) -> Option<Heap> {
+    let context = context(image)?;
+    let mut broken = None;
+    let areas = areas(image, &context, &mut broken);
+    let (mut groups, mut counted) = (Vec::new(), [0; 48]);
+    for area in &areas {
+        let metas = (word(image, area + 16) & 0xffff_ffff).min(MOST_METAS);
+        for meta in (0..metas).map(|number| area + FIRST_META + number * META) {
+            let memory = word(image, meta + 16);
+            if memory == 0 {
+                continue;
+            }
+            match Group::of(image, meta, memory) {
+                Some(group) => {
+                    if group.freeable
+                        && let Some(count) = counted.get_mut(group.class)
+                    {
+                        *count += group.slots;
+                    }
+                    groups.push(group);
+                }
+                None => broken = broken.or(Some(("a group does not refer back", memory))),
+            }
+        }
+    }
+    for (class, counted) in (0..).zip(counted) {
+        let at = context.areas + 24 + 8 * (48 + class);
+        if word(image, at) != counted {
+            broken = broken.or(Some(("a size class has other slots than were counted", at)));
+        }
+    }
+    let coverage = broken.map_or(Coverage::Complete, |(why, address)| Coverage::Incomplete {
+        why: why.into(),
+        address: Some(address),
+    });
+    Some(heap(image, &context, &groups, coverage))
+}
+
+/// A 64-bit secret, and within the next words the page that begins with the same one.
+fn context(image: &Image) -> Option<Context> {
+    const WITHIN: u64 = 16;
+    let mut end = 0;
+    for area in image
+        .areas
+        .iter()
+        .filter(|area| area.writable && !area.shared)
+    {
+        let is_data = area.name().starts_with(b"/") || is_bss(area, end);
+        if !is_data {
+            continue;
+        }
+        end = area.mapping.range.end;
+        let mut words = image.words(area.mapping.range.clone());
+        let found = words.find_map(|(at, secret)| {
+            let is_secret = secret > u64::from(u32::MAX);
+            let mut places = (1..WITHIN).map(|number| at + 8 * number);
+            let areas = places.find(|&place| {
+                let first = word(image, place);
+                is_secret
+                    && first != 0
+                    && first.is_multiple_of(4096)
+                    && image.word(first) == Some(secret)
+            })?;
+            Some((secret, areas))
+        });
+        if let Some((secret, areas)) = found {
+            return Some(Context {
+                file: area.name().to_vec(),
+                secret,
+                areas,
+            });
+        }
+    }
+    None
+}
+
+/// Whether an area is the zeros after a file's data, which end at `end`.
+fn is_bss(area: &Area, end: u64) -> bool {
+    area.name().is_empty() && area.mapping.range.start == end
+}
+
+/// The areas, from the first to the last.
+fn areas(image: &Image, context: &Context, broken: &mut Option<(&'static str, u64)>) -> Vec<u64> {
+    let last = word(image, context.areas + 8);
+    let (mut area, mut seen, mut found) = (word(image, context.areas), HashSet::new(), Vec::new());
+    while area != 0 && found.len() < MOST_AREAS && seen.insert(area) {
+        if !area.is_multiple_of(4096) || image.word(area) != Some(context.secret) {
+            break;
+        }
+        found.push(area);
+        area = word(image, area + 8);
+    }
+    if found.last() != Some(&last) {
+        *broken = Some(("the list of areas does not lead to its end", area));
+    }
+    found
+}
+
+/// Slots of one size.
+struct Group {
+    memory: u64,
+    slots: u64,
+    stride: u64,
+    class: usize,
+    /// Slots that nobody has.
+    free: u32,
+    /// Whether it is of the allocator's own making, and not a rest that the loader gave it.
+    freeable: bool,
+}
+
+impl Group {
+    fn of(image: &Image, meta: u64, memory: u64) -> Option<Self> {
+        if !memory.is_multiple_of(UNIT) || image.word(memory) != Some(meta) {
+            return None;
+        }
+        let (masks, bits) = (word(image, meta + 24), word(image, meta + 32));
+        let (last, class, pages) = (bits & 31, (bits >> 6 & 63) as usize, bits >> 12);
+        let stride = if last == 0 && pages > 0 {
+            pages.checked_mul(4096)?.checked_sub(UNIT)?
+        } else {
+            CLASSES.get(class)? * UNIT
+        };
+        let slots = last + 1;
+        memory.checked_add(UNIT + stride.checked_mul(slots)?)?;
+        Some(Self {
+            memory,
+            slots,
+            stride,
+            class,
+            free: masks as u32 | (masks >> 32) as u32,
+            freeable: bits & 32 != 0,
+        })
+    }
+
+    fn slot(&self, number: u64) -> u64 {
+        self.memory + UNIT + number * self.stride
+    }
+
+    fn end(&self) -> u64 {
+        self.slot(self.slots)
+    }
+}
+
+fn byte(image: &Image, address: u64) -> u64 {
+    word(image, address & !7) >> (8 * (address & 7)) & 0xff
+}
+
+/// The block in a slot: it may begin further on, and it ends where the program asked for.
+fn block(image: &Image, slot: u64, stride: u64) -> Block {
+    let end = slot + stride - BETWEEN;
+    let moved = byte(image, slot - 3) == 0xe0;
+    let offset = byte(image, slot - 2) | byte(image, slot - 1) << 8;
+    let address = if moved {
+        (slot + UNIT * offset).min(end)
+    } else {
+        slot
+    };
+    let spare = match byte(image, address - 3) >> 5 {
+        spare @ 0..5 => spare,
+        _ => (0..4).fold(0, |spare, at| spare | byte(image, end - 4 + at) << (8 * at)),
+    };
+    Block {
+        address,
+        size: (end - address).saturating_sub(spare),
+    }
+}
+
+fn heap(image: &Image, context: &Context, groups: &[Group], coverage: Coverage) -> Heap {
+    let memory: HashSet<u64> = groups.iter().map(|group| group.memory).collect();
+    let (mut blocks, mut free) = (Vec::new(), Vec::new());
+    for group in groups {
+        for number in 0..group.slots {
+            let slot = group.slot(number);
+            if group.free >> number & 1 != 0 {
+                free.push(slot..slot + group.stride);
+            } else {
+                let block = block(image, slot, group.stride);
+                // Groups of small slots are in slots of larger ones.
+                if !memory.contains(&block.address) {
+                    blocks.push(block);
+                }
+            }
+        }
+    }
+    let mut heap = Heap::new(blocks, coverage);
+    heap.allocators = vec![Allocator {
+        name: "musl mallocng".into(),
+        file: context.file.clone(),
+    }];
+    let mut regions: Vec<_> = groups
+        .iter()
+        .map(|group| group.memory..group.end())
+        .collect();
+    regions.sort_unstable_by_key(|range| (range.start, std::cmp::Reverse(range.end)));
+    // A group within a slot of another is part of its range.
+    regions.dedup_by(|next, range| next.end <= range.end);
+    heap.regions = regions;
+    free.sort_unstable_by_key(|range| range.start);
+    heap.free = free;
+    heap
+}
