@@ -32,8 +32,9 @@ const GROWN: usize = 3;
 const SLACK: u64 = 16 << 20;
 /// What it takes to stop a thread and to read its registers; 751 took 21 to 23 ms.
 const THREAD: Duration = Duration::from_micros(30);
-/// What a copy from another process takes, of the time that a copy of as much takes within one.
-const COPY: f64 = 1.2;
+/// What a copy from another process takes, of the time that a copy of as much takes within one: 69 to
+/// 72 ms for 36 to 39, of 1 GB on two idle CPUs, as each page has to be found and held.
+const COPY: f64 = 2.0;
 /// What it takes to find the pages of a gigabyte.
 const FIND: Duration = Duration::from_millis(5);
 
@@ -229,7 +230,7 @@ mod tests {
     #[test]
     fn a_pause_is_foretold_by_bytes_and_threads() {
         let gigabyte = foretell(1_000_000_000, 1, 10e9);
-        assert_eq!(gigabyte.as_millis(), 125);
+        assert_eq!(gigabyte.as_millis(), 205);
         assert_eq!(foretell(0, 1000, 10e9).as_millis(), 30);
     }
 
