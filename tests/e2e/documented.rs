@@ -54,11 +54,23 @@ pub(crate) fn check(tool: &str, stdout: &str) -> Result<()> {
         };
         let kind = object["type"].as_str();
         let kind = kind.with_context(|| format!("{tool}: no type: {line}"))?;
-        ensure!(types.contains(kind), "{tool}.8 has no type {kind}: {line}");
+        ensure!(
+            types.contains(kind),
+            "{tool}.8 has no type {kind}{}: {line}",
+            remedy(tool)
+        );
         ensure!(object["schema"] == SCHEMA, "{tool}: no schema: {line}");
-        expect_fields(&object, &words).with_context(|| format!("{tool}.8 and {line}"))?;
+        expect_fields(&object, &words)
+            .with_context(|| format!("{tool}.8 and {line}{}", remedy(tool)))?;
     }
     Ok(())
+}
+
+/// What to do about a type or field that is missing.
+fn remedy(tool: &str) -> String {
+    format!(
+        "; name it in the section JSON of tools/{tool}.8, then run: MEMTOOLS_DOCS=docs cargo test --test schema"
+    )
 }
 
 /// Fails if a field, at any depth, is not among these words.
