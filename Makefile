@@ -8,8 +8,9 @@
 #   make uninstall with the same
 #   make release   target/dist/bpf-memtools-VERSION-TARGET.tar.zst: binaries, man pages, completions, licences, SBOM
 #   make packages  the release as .deb and .rpm, in target/dist
+#   make crate     the package for crates.io, which has the BPF objects, in target/dist
 #   make test-packages   the release built twice and compared; .deb and .rpm installed, run and removed in roots
-#                        of Debian 11, 12, 13 and testing
+#                        of Debian 11, 12, 13 and testing; the crate installed by cargo without clang
 #   make bench     overhead beside peers, as ratios
 #   make clean
 
@@ -50,7 +51,7 @@ RELEASE_PACKAGES = zstd python3
 PACKAGES_PACKAGES = rpm
 PACKAGES_TEST_PACKAGES = python3-venv lintian rpmlint mmdebstrap debian-archive-keyring
 
-.PHONY: build deps demo test lint test-host test-vm install uninstall release packages test-packages bench clean vmlinux
+.PHONY: build deps demo test lint test-host test-vm install uninstall release packages crate test-packages bench clean vmlinux
 
 build: deps
 	$(CARGO) build $(FLAGS) --bins
@@ -114,9 +115,13 @@ packages: release
 	@scripts/need $(PACKAGES_PACKAGES)
 	scripts/packages $(VERSION) $(TARGET)
 
-test-packages: packages
+crate: build
+	scripts/crate $(VERSION) $(TARGET)
+
+test-packages: packages crate
 	@scripts/need $(PACKAGES_TEST_PACKAGES)
 	tests/packages/installed target/dist/bpf-memtools_$(VERSION)-1_*.deb target/dist/bpf-memtools-$(VERSION)-1.*.rpm
+	tests/packages/crate target/dist/bpf-memtools-$(VERSION).crate
 	tests/packages/release target/dist/bpf-memtools-$(VERSION)-$(TARGET).tar.zst
 
 bench: build

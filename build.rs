@@ -1,10 +1,14 @@
 //! Compiles every `bpf/<tool>.bpf.c` and generates its skeleton, `$OUT_DIR/<tool>.skel.rs`,
 //! beside the object itself, `$OUT_DIR/<tool>.bpf.o`. `$OUT_DIR/objects.rs` is the list of all
 //! objects, for the tests that load each.
+//!
+//! The package on crates.io has the objects in `bpf/prebuilt/<architecture>` (scripts/crate puts
+//! them there), so that it builds without clang; with the feature `build-bpf` they are compiled
+//! all the same. The repository never has that folder: what is built there is built from C.
 
 use std::env;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use libbpf_cargo::SkeletonBuilder;
@@ -12,17 +16,13 @@ use libbpf_cargo::SkeletonBuilder;
 fn main() -> Result<()> {
     let out = PathBuf::from(env::var("OUT_DIR")?);
     let arch = env::var("CARGO_CFG_TARGET_ARCH")?;
-    // The name that bpf_tracing.h knows the architecture by.
-    let bpf_arch = match arch.as_str() {
-        "x86_64" => "x86",
-        "aarch64" => "arm64",
-        other => other,
-    };
     // A build script runs in the package's folder. BTF names the file of each line and quotes the line:
     // relative paths are the same, and found, wherever that folder is.
     let bpf = PathBuf::from("bpf");
     println!("cargo:rerun-if-changed={}", bpf.display());
     println!("cargo:rerun-if-env-changed=CLANG");
+    let prebuilt = bpf.join("prebuilt").join(&arch);
+    let from_c = env::var_os("CARGO_FEATURE_BUILD_BPF").is_some() || !prebuilt.is_dir();
 
     let mut sources: Vec<PathBuf> = fs::read_dir(&bpf)
         .context("failed to list bpf/")?
@@ -36,31 +36,22 @@ fn main() -> Result<()> {
     for source in sources {
         let file = source.file_name().unwrap_or_default().to_string_lossy();
         let name = file.trim_end_matches(".bpf.c");
-        // Compare-and-exchange, of the programs that use it, is of the third instruction set.
-        let cpu = if name == "memleak" { "v3" } else { "v2" };
-        SkeletonBuilder::new()
-            .source(&source)
-            .obj(out.join(format!("{name}.bpf.o")))
-            .clang(env::var("CLANG").unwrap_or_else(|_| "clang".into()))
-            .clang_args([
-                format!("-D__TARGET_ARCH_{bpf_arch}"),
-                format!("-mcpu={cpu}"),
-                format!("-I{}", bpf.join("include").display()),
-                format!("-I{}", bpf.join("vmlinux").join(&arch).display()),
-                "-fdebug-compilation-dir=.".into(),
-                // vmlinux.h of 6.18 and later uses tagged anonymous structs.
-                "-fms-extensions".into(),
-                "-Wno-microsoft-anon-tag".into(),
-                "-Wall".into(),
-                "-Werror".into(),
-            ])
-            .build_and_generate(out.join(format!("{name}.skel.rs")))
-            .with_context(|| {
+        let object = out.join(format!("{name}.bpf.o"));
+        if from_c {
+            compile(&source, name, &arch, &object)?;
+        } else {
+            let ready = prebuilt.join(format!("{name}.bpf.o"));
+            fs::copy(&ready, &object).with_context(|| {
                 format!(
-                    "failed to compile {}; clang 14 or later is needed",
-                    source.display()
+                    "the package lacks {}; with --features build-bpf, clang makes it",
+                    ready.display()
                 )
             })?;
+        }
+        SkeletonBuilder::new()
+            .obj(&object)
+            .generate(out.join(format!("{name}.skel.rs")))
+            .with_context(|| format!("failed to generate the skeleton of {name}"))?;
         // The types that tools share have no programs of their own.
         if name != "shared" {
             objects += &format!("    ({name:?}, include_bytes!(\"{name}.bpf.o\")),\n");
@@ -80,4 +71,40 @@ fn main() -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Compiles one source file into one object.
+fn compile(source: &Path, name: &str, arch: &str, object: &Path) -> Result<()> {
+    let bpf = Path::new("bpf");
+    // The name that bpf_tracing.h knows the architecture by.
+    let bpf_arch = match arch {
+        "x86_64" => "x86",
+        "aarch64" => "arm64",
+        other => other,
+    };
+    // Compare-and-exchange, of the programs that use it, is of the third instruction set.
+    let cpu = if name == "memleak" { "v3" } else { "v2" };
+    SkeletonBuilder::new()
+        .source(source)
+        .obj(object)
+        .clang(env::var("CLANG").unwrap_or_else(|_| "clang".into()))
+        .clang_args([
+            format!("-D__TARGET_ARCH_{bpf_arch}"),
+            format!("-mcpu={cpu}"),
+            format!("-I{}", bpf.join("include").display()),
+            format!("-I{}", bpf.join("vmlinux").join(arch).display()),
+            "-fdebug-compilation-dir=.".into(),
+            // vmlinux.h of 6.18 and later uses tagged anonymous structs.
+            "-fms-extensions".into(),
+            "-Wno-microsoft-anon-tag".into(),
+            "-Wall".into(),
+            "-Werror".into(),
+        ])
+        .build()
+        .with_context(|| {
+            format!(
+                "failed to compile {}; clang 14 or later is needed",
+                source.display()
+            )
+        })
 }
