@@ -28,10 +28,10 @@ pub struct InterpreterArgs {
 /// Whose functions are shown.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub enum Interpreters {
-    /// Those of each process whose interpreter is known
+    /// Functions of Python, in each process whose interpreter is known
     #[default]
     Auto,
-    /// Of none: native frames only
+    /// Native frames only
     Off,
 }
 
