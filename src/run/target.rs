@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 
+use crate::bpf::kernel_support;
 use crate::print::text;
 use crate::process::command::{CommandLine, HeldCommand};
 use crate::process::filter::{Filter, FilterArgs, Tasks};
@@ -84,6 +85,9 @@ impl Target {
         let command = line
             .map(|line| -> Result<_> { Ok((line.to_owned(), CommandLine::parse(line)?.start()?)) })
             .transpose()?;
+        // Mounting tracefs takes a privilege that is given up next. Who needs tracefs asks once more, and tells
+        // what is missing.
+        let _ = kernel_support::preflight_tracepoints();
         privileges::keep_what_tracing_takes(&[])?;
         if let Some((_, command)) = &command {
             filter_args.pid = vec![command.pid()];

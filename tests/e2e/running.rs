@@ -13,6 +13,8 @@ use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::Trial;
 use memtools::host::capabilities::Capability;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::mount::{MsFlags, mount, umount};
+use nix::sched::{CloneFlags, unshare};
 use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::{SigHandler, SigSet, Signal, kill, signal};
 use nix::unistd::Pid;
@@ -42,6 +44,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_command_inherits_from_the_caller [Once],
         a_command_that_does_not_end_is_left [Once],
         every_tool_runs_a_command,
+        every_tool_runs_where_tracefs_is_not_mounted,
         every_tool_gives_up_what_tracing_does_not_take,
         every_tool_ends_with_its_target,
         children_of_named_processes_are_traced,
@@ -237,6 +240,33 @@ fn every_tool_runs_a_command() -> Result<()> {
     let ended = harness::run("mmapsnoop", &["-c", &command])?;
     let rows = ended.stdout.lines().filter(|line| line.contains(" mmap "));
     ensure!(rows.count() >= 23, "{ended:?}");
+    Ok(())
+}
+
+/// A machine on which nobody has mounted tracefs yet.
+fn every_tool_runs_where_tracefs_is_not_mounted() -> Result<()> {
+    let hfaults = ("hfaults", &["--madvise"][..]);
+    for (name, args) in TOOLS
+        .map(|name| (name, &[][..]))
+        .into_iter()
+        .chain([hfaults])
+    {
+        let mut command = Command::new(tool(name));
+        command.args(["-c", "true"]).args(args);
+        // SAFETY: system calls between fork and exec.
+        unsafe {
+            command.pre_exec(|| {
+                unshare(CloneFlags::CLONE_NEWNS)?;
+                let none = None::<&str>;
+                mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
+                while umount("/sys/kernel/tracing").is_ok() {}
+                while umount("/sys/kernel/debug").is_ok() {}
+                Ok(())
+            });
+        }
+        let output = command.output()?;
+        ensure!(output.status.success(), "{name}: {output:?}");
+    }
     Ok(())
 }
 
