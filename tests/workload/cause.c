@@ -9,11 +9,12 @@
  *   tmpfs   a file in /dev/shm, which is left there: FILE is its name
  *   maps    arrays for BPF programs, which the kernel has in its vmalloc area
  *   pipes   what was written to pipes that nobody reads
- *   shm     System V segments of a megabyte each, which nobody has attached, and which are left
- * there memfd   a file that has no name huge    transparent huge pages, of which nobody has written
- * to but a byte copies  pages that a child shares, and that are copied as they are written to
+ *   shm     System V segments of a megabyte each, which nobody has attached; they are left there
+ *   memfd   a file that has no name
+ *   huge    transparent huge pages, of which nobody has written to but a byte
+ *   copies  pages that a child shares, and that are copied as they are written to
  *   cgroups removed cgroups, so many rather than megabytes, in the folder FILE, each with a socket,
- * which keeps it, and a page of a file in /dev/shm, which has no name
+ *           which keeps it, and a page of a file in /dev/shm, which has no name
  *
  * facts: none
  */
