@@ -21,6 +21,7 @@ mod load;
 mod memleak;
 mod memleak_kernel;
 mod memleak_processes;
+mod memleak_types;
 mod memleak_views;
 mod memory;
 mod memtriage;
@@ -61,6 +62,7 @@ fn main() -> ExitCode {
         memleak::tests(),
         memleak_kernel::tests(),
         memleak_processes::tests(),
+        memleak_types::tests(),
         memleak_views::tests(),
         memory::tests(),
         memtriage::tests(),

@@ -64,6 +64,7 @@ examples:
   memleak -p 1234 --serve 6060
                                show it at http://127.0.0.1:6060/, to `go tool pprof` as well
   memleak -p 1234 --heap       where its memory is, and what of its heap is free; traces nothing
+  memleak -p 1234 --types      which types of objects are allocated; traces nothing
   memleak                      what the kernel itself has not freed, by kernel stack
   memleak --by-cache -kp 1234  objects that it made for process 1234, by slab cache"
 )]

@@ -5,6 +5,7 @@
 
 pub(crate) mod args;
 mod report;
+mod types;
 
 use std::process::ExitCode;
 
@@ -40,12 +41,17 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
             process.pid()
         );
     }
-    let mappings = smaps::read(process.pid())?;
-    output.row(&HeapRow::of(&walked, &mappings, args.top))?;
-    if args.show_allocs {
-        for block in walked.heap.blocks() {
-            output.row(&BlockRow::of(block))?;
+    if args.heap.heap {
+        let mappings = smaps::read(process.pid())?;
+        output.row(&HeapRow::of(&walked, &mappings, args.top))?;
+        if args.show_allocs {
+            for block in walked.heap.blocks() {
+                output.row(&BlockRow::of(block))?;
+            }
         }
+    }
+    if args.heap.types {
+        types::print(walked, args.top, &mut output)?;
     }
     output.finish()?;
     Ok(ExitCode::SUCCESS)

@@ -21,7 +21,7 @@ pub enum Unreachable {
     ViaLost,
     /// All of its references are from others that are unreachable, too: it waits for the collector.
     Cycle,
-    /// It is never freed, whoever refers to it.
+    /// An object that is never freed, whoever refers to it.
     Immortal,
 }
 

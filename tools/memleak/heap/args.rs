@@ -12,6 +12,11 @@ pub(crate) struct HeapArgs {
     #[arg(long, requires = "pid", conflicts_with_all = TRACING)]
     pub(crate) heap: bool,
 
+    /// Show which types of objects the blocks of the process of -p are, those with most bytes first: C++ classes, Python
+    /// objects, strings, containers; -T shows more
+    #[arg(long, requires = "pid", conflicts_with_all = TRACING)]
+    pub(crate) types: bool,
+
     /// Milliseconds that the process may stand still for while its memory is copied; refused if it would take longer
     #[arg(long, value_name = "MS", default_value = "250", value_parser = milliseconds)]
     pub(crate) max_pause: Duration,
@@ -59,11 +64,13 @@ impl HeapArgs {
     /// # Errors
     /// If not just one process was named.
     pub(crate) fn wanted(&self, pids: &[u32]) -> Result<bool, UsageError> {
-        if self.heap && pids.len() != 1 {
-            return Err(UsageError(
-                "--heap is of one process: name it with -p PID".into(),
-            ));
+        let wanted = self.heap || self.types;
+        if wanted && pids.len() != 1 {
+            let option = if self.heap { "--heap" } else { "--types" };
+            return Err(UsageError(format!(
+                "{option} is of one process: name it with -p PID"
+            )));
         }
-        Ok(self.heap)
+        Ok(wanted)
     }
 }

@@ -1,0 +1,128 @@
+//! memleak --types: the types of a process's objects, counted by the process itself, with nothing traced.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use serde_json::Value;
+
+use crate::harness::{self, Workload};
+
+/// Objects of each kind.
+const COUNT: u64 = 211;
+
+/// All of these tests.
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "memleak::types":
+        objects_of_a_stripped_program_are_counted_by_class,
+        objects_of_python_are_counted_by_type [Host],
+        the_largest_types_are_in_a_table,
+    }
+}
+
+/// The objects that --types prints of a process.
+fn types(pid: &str) -> Result<Vec<Value>> {
+    harness::run("memleak", &["--types", "-jp", pid, "-T", "100000"])?.objects()
+}
+
+/// How many blocks have a name that begins so.
+fn blocks(rows: &[Value], kind: &str, name: &str) -> u64 {
+    let of = |row: &&Value| {
+        row["kind"] == kind
+            && row["name"]
+                .as_str()
+                .is_some_and(|row| row.starts_with(name))
+    };
+    rows.iter()
+        .filter(of)
+        .filter_map(|row| row["blocks"].as_u64())
+        .sum()
+}
+
+fn expect_whole(rows: &[Value]) -> Result<()> {
+    let (all, types) = rows.split_first().context("nothing")?;
+    ensure!(
+        all["type"] == "types" && all["coverage"] == "complete",
+        "{all}"
+    );
+    for (whole, part) in [("blocks", "blocks"), ("size_bytes", "size_bytes")] {
+        let sum: u64 = types.iter().filter_map(|row| row[part].as_u64()).sum();
+        ensure!(all[whole] == sum, "{whole}: {sum} in {all}");
+    }
+    Ok(())
+}
+
+fn objects_of_a_stripped_program_are_counted_by_class() -> Result<()> {
+    let folder = harness::scratch()?;
+    let truth = folder.path().join("truth");
+    let truth = truth.to_str().context("a path")?;
+    let mut workload = Workload::start("types-stripped", &[&COUNT.to_string(), truth])?;
+    let facts = workload.work()?;
+    let rows = types(&workload.pid())?;
+    workload.finish()?;
+    expect_whole(&rows)?;
+    for class in ["session", "circle", "shared", "both", "box<int>", "plain"] {
+        let name = format!("shop::{class}");
+        let row = rows.iter().find(|row| row["name"] == name[..]);
+        let row = row.with_context(|| format!("no {name}"))?;
+        ensure!(row["kind"] == "class" && row["blocks"] == COUNT, "{row}");
+    }
+    for (kind, name, fact) in [
+        ("string", "std::string buffer", "strings"),
+        ("container", "std::vector buffer", "vectors"),
+        ("container", "std::list node", "lists"),
+        ("container", "std::map/set node", "trees"),
+        ("container", "std::unordered_map/set node", "hashes"),
+    ] {
+        let (found, fact) = (blocks(&rows, kind, name), &facts[fact]);
+        ensure!(found.to_string() == *fact, "{name}: {found}, not {fact}");
+    }
+    Ok(())
+}
+
+fn objects_of_python_are_counted_by_type() -> Result<()> {
+    let folder = harness::scratch()?;
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload/types.py");
+    let mut python = Command::new("python3");
+    let python = python.arg(script).arg(COUNT.to_string());
+    let mut workload = Workload::spawn(python.arg(folder.path().join("truth")))?;
+    workload.work()?;
+    let rows = types(&workload.pid())?;
+    workload.finish()?;
+    expect_whole(&rows)?;
+    for class in ["Session", "Slots", "Made", "Table"] {
+        let row = rows
+            .iter()
+            .find(|row| row["name"] == class && row["kind"] == "python");
+        let row = row.with_context(|| format!("no {class}"))?;
+        ensure!(row["blocks"] == COUNT, "{row}");
+    }
+    let named = &rows[0]["named_blocks"];
+    let share = named.as_f64().unwrap_or(0.0) / rows[0]["blocks"].as_f64().unwrap_or(1.0);
+    ensure!(share > 0.9, "{}", rows[0]);
+    Ok(())
+}
+
+fn the_largest_types_are_in_a_table() -> Result<()> {
+    let folder = harness::scratch()?;
+    let truth = folder.path().join("truth");
+    let truth = truth.to_str().context("a path")?;
+    let mut workload = Workload::start("types-stripped", &[&COUNT.to_string(), truth])?;
+    workload.work()?;
+    let ended = harness::run("memleak", &["--types", "-p", &workload.pid(), "-T", "5"])?;
+    workload.finish()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    let lines: Vec<_> = ended.stdout.lines().collect();
+    let heading = lines
+        .iter()
+        .position(|line| line.ends_with("KIND       TYPE"));
+    let heading = heading.with_context(|| format!("no table: {ended:?}"))?;
+    ensure!(lines.len() == heading + 6, "{ended:?}");
+    ensure!(lines[1].starts_with("coverage: complete: "), "{ended:?}");
+    ensure!(
+        lines[2].starts_with("named: ") && lines[2].contains("shown 5 of "),
+        "{ended:?}"
+    );
+    Ok(())
+}
