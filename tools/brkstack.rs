@@ -168,6 +168,7 @@ fn print_calls(
         output,
     };
     if let Some(symbolizer) = &mut calls.symbolizer {
+        symbolizer.name_python(unwinder.as_ref().and_then(Unwinder::names));
         symbolizer.look_around();
     }
     let symbolizer = calls.symbolizer.as_ref();

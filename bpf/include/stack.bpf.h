@@ -17,6 +17,7 @@
 
 #include "stack_table.bpf.h"
 #include "held.bpf.h"
+#include "python.bpf.h"
 #include "unwind.bpf.h"
 
 /* A frame record farther from the stack pointer than this is taken for a stray value. */
@@ -110,8 +111,8 @@ __noinline __u64 stack_of_return_probes(__u64 address)
 	return 0;
 }
 
-/* Add the frame that the walk has come to. Returns 0 if there is no room for it. */
-static __noinline int stack_push(struct stack_slot *slot)
+/* Add a frame. Returns 0 if there is no room for it. */
+static __noinline int stack_push(struct stack_slot *slot, __u64 pc, __u64 interrupted)
 {
 	struct stack_walk *walk = &slot->walk;
 	struct stack *stack = &slot->stack;
@@ -122,12 +123,18 @@ static __noinline int stack_push(struct stack_slot *slot)
 	barrier_var(depth);
 	if (depth >= STACK_MAX_DEPTH)
 		return stack_end(slot, STACK_END_DEPTH);
-	stack->pc[depth] = walk->pc;
-	if (walk->interrupted)
+	stack->pc[depth] = pc;
+	if (interrupted)
 		stack->interrupted[depth >> 6 & 1] |= 1ULL << (depth & 63);
 	stack->depth = depth + 1;
-	stack_hash_add(&walk->id, &walk->check, walk->pc + walk->interrupted);
+	stack_hash_add(&walk->id, &walk->check, pc + interrupted);
 	return 1;
+}
+
+/* Add the frame that the walk has come to. */
+static __always_inline int stack_push_walked(struct stack_slot *slot)
+{
+	return stack_push(slot, slot->walk.pc, slot->walk.interrupted);
 }
 
 /* No rule tells where the caller is. */
@@ -268,7 +275,7 @@ static __always_inline int stack_out_of_code(struct stack_slot *slot)
 	if (stack_return_probed(slot))
 		return 1;
 	/* A register's is code, whatever we know. */
-	if (!walk->pc_at && !stack_push(slot))
+	if (!walk->pc_at && !stack_push_walked(slot))
 		return 0;
 	return stack_end(slot, STACK_END_NO_CODE);
 }
@@ -310,12 +317,13 @@ __noinline int stack_step(__u32 index)
 			return 1;
 		if (walk->generated_depth && row >> 32 & UNWIND_HOTSPOT)
 			return stack_cut_generated(slot);
+		walk->interpreter |= row >> 32 & UNWIND_PYTHON;
 	}
 	kind = row & 0xf;
 	/* It begins there: it is not what is before. */
 	if (kind == UNWIND_FIBER_END)
 		walk->interrupted = 1;
-	if (!stack_push(slot))
+	if (!stack_push_walked(slot))
 		return 0;
 	/* Here and not where it is found: programs may be eight calls deep. */
 	if (kind == UNWIND_NO_TABLE)
@@ -345,7 +353,9 @@ static __noinline int stack_begin(struct stack_slot *slot, __u64 pc, __u64 sp, _
 	walk->sp = sp;
 	walk->fp = fp;
 	walk->pc_at = 0;
-	walk->process = unwind_mode == UNWIND_MODE_FP ? 0 : unwind_space();
+	walk->layout = 0;
+	walk->process = unwind_mode == UNWIND_MODE_FP ? 0 : unwind_space(&walk->layout);
+	walk->interpreter = 0;
 	walk->window_places = 0;
 	walk->interrupted = interrupted;
 	walk->id = 0;
@@ -358,6 +368,92 @@ static __noinline int stack_begin(struct stack_slot *slot, __u64 pc, __u64 sp, _
 	stack->interrupted[0] = 0;
 	stack->interrupted[1] = 0;
 	return 0;
+}
+
+/*
+ * Add the group of Python's frames whose turn it is, behind the frame that was added
+ * last if that is the loop's. Returns 0 if there is no room for it.
+ */
+__noinline int stack_push_group(__u32 index, __u32 paired)
+{
+	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
+	struct python_slot *python = bpf_map_lookup_elem(&python_slots, &index);
+	__u64 group, done, end;
+
+	if (!slot || !python)
+		return 0;
+	/*
+	 * Where in its function the loop calls depends on the instruction, and on how
+	 * often that was executed. It does not make the stack another one.
+	 */
+	if (paired) {
+		slot->walk.id = python->id;
+		slot->walk.check = python->check;
+		stack_hash_add(&slot->walk.id, &slot->walk.check, PYTHON_WORD);
+	}
+	group = python->group;
+	end = python->words;
+	barrier_var(group);
+	if (group < python->groups && group < PYTHON_GROUPS)
+		end = python->ends[group];
+	for (int i = 0; i < PYTHON_FRAMES; i++) {
+		done = python->done;
+		barrier_var(done);
+		if (done >= end || done >= PYTHON_FRAMES)
+			break;
+		if (!stack_push(slot, python->word[done], 0))
+			return 0;
+		python->done = done + 1;
+	}
+	group++;
+	python->group = group;
+	python->next_anchor = 0;
+	barrier_var(group);
+	if (group < python->groups && group < PYTHON_GROUPS)
+		python->next_anchor = python->anchors[group];
+	return 1;
+}
+
+/* Add the groups of Python's frames whose loops are not among the native frames, marked so. */
+__noinline int stack_push_unpaired(__u32 index)
+{
+	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
+	struct python_slot *python = bpf_map_lookup_elem(&python_slots, &index);
+
+	if (!slot || !python)
+		return 0;
+	if (python->done < python->words) {
+		if (!stack_push(slot, PYTHON_WORD | PYTHON_UNPAIRED, 0))
+			return 0;
+		for (int i = 0; i <= PYTHON_GROUPS && python->done < python->words; i++)
+			if (!stack_push_group(index, 0))
+				return 0;
+	}
+	if (python->cut)
+		stack_push(slot, PYTHON_WORD | PYTHON_CUT, 0);
+	return 0;
+}
+
+/* Walk on, and add Python's frames where they belong. */
+static __always_inline void stack_walk_with_python(__u32 index, struct stack_slot *slot)
+{
+	struct python_slot *python = bpf_map_lookup_elem(&python_slots, &index);
+
+	if (!python || !python_walked(index))
+		return;
+	for (int i = 0; i < STACK_MAX_STEPS; i++) {
+		__u64 sp = slot->walk.sp;
+
+		python->id = slot->walk.id;
+		python->check = slot->walk.check;
+		if (!stack_step(index))
+			break;
+		/* What a signal has interrupted may be on another stack. */
+		if (python->next_anchor && !slot->walk.interrupted &&
+		    python->next_anchor - sp < slot->walk.sp - sp && !stack_push_group(index, 1))
+			break;
+	}
+	stack_push_unpaired(index);
 }
 
 /* Count the walk, and store the stack. Returns its id. */
@@ -394,9 +490,18 @@ __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
 		return STACK_LOST;
 	}
 	stack_begin(slot, pc, sp, fp, interrupted);
-	for (int i = 0; i < STACK_MAX_STEPS; i++)
-		if (!stack_step(index))
-			break;
+	if (interpreters && python_met && python_begin(index, &slot->walk)) {
+		for (int i = 0; i < PYTHON_STEPS; i++)
+			if (!python_step(index))
+				break;
+		stack_walk_with_python(index, slot);
+	} else {
+		for (int i = 0; i < STACK_MAX_STEPS; i++)
+			if (!stack_step(index))
+				break;
+	}
+	if (interpreters && slot->walk.interpreter)
+		python_ask(&slot->walk);
 	id = stack_finish(slot);
 	stack_slot_give_back(slot);
 	return id;

@@ -105,6 +105,11 @@ struct unwind_file {
 
 /* In `number`: the file is HotSpot's, whose generated code keeps no frame pointers. */
 #define UNWIND_HOTSPOT (1U << 31)
+/* In `number`: the file holds an interpreter of Python. */
+#define UNWIND_PYTHON (1U << 30)
+
+/* Whether there is such a file; until then nobody looks for Python's frames. */
+__u32 python_met;
 
 #define UNWIND_TABLE_LEFT_OUT 1 /* in place of pages: there was no room for them */
 
@@ -135,7 +140,7 @@ struct unwind_request {
 	__u64 start;	 /* of the mapping */
 	__u64 end;
 	__u32 pid;
-	__u32 reserved;
+	__u32 python; /* 1: locate the process's Python; `file` is its layout (python.bpf.h) */
 };
 
 struct {
@@ -222,21 +227,30 @@ struct {
 	__type(value, struct unwind_place);
 } unwind_places SEC(".maps");
 
+/* Whether user space is to be asked of this: it was not asked just now. */
+static __always_inline int unwind_is_time(__u64 hash)
+{
+	__u64 now = bpf_ktime_get_ns(), *not_before = bpf_map_lookup_elem(&unwind_asked, &hash);
+
+	if (not_before && now < *not_before)
+		return 0;
+	now += UNWIND_PATIENCE_NS;
+	bpf_map_update_elem(&unwind_asked, &hash, &now, BPF_ANY);
+	return 1;
+}
+
 /* Ask user space to look at the mapping that was found last, unless it was asked just now. */
 static __noinline int unwind_ask(__u32 index)
 {
 	struct mapping *mapping = bpf_map_lookup_elem(&mappings, &index);
 	struct unwind_request *request;
-	__u64 now = bpf_ktime_get_ns(), file, *not_before;
+	__u64 file;
 
 	if (!mapping)
 		return 0;
 	file = mapping_file_hash(&mapping->file);
-	not_before = bpf_map_lookup_elem(&unwind_asked, &file);
-	if (not_before && now < *not_before)
+	if (!unwind_is_time(file))
 		return 0;
-	now += UNWIND_PATIENCE_NS;
-	bpf_map_update_elem(&unwind_asked, &file, &now, BPF_ANY);
 	request = bpf_ringbuf_reserve(&unwind_requests, sizeof(*request), 0);
 	if (!request)
 		return 0;
@@ -245,7 +259,7 @@ static __noinline int unwind_ask(__u32 index)
 	request->start = mapping->start;
 	request->end = mapping->end;
 	request->pid = unwind_process_of_current();
-	request->reserved = 0;
+	request->python = 0;
 	bpf_ringbuf_submit(request, 0);
 	return 0;
 }
@@ -375,8 +389,10 @@ __noinline __u64 unwind_row(__u64 space, __u64 at, __u32 index)
  * A number for what the current process has mapped; 0: nothing, as it is a
  * kernel thread. Another one whenever it has called exec or has more or less code
  * mapped, and from time to time, in case that there is as much of other code.
+ * `layout` becomes a number for where exec has put the program: children that have
+ * not called exec have the same.
  */
-static __noinline __u64 unwind_space(void)
+static __noinline __u64 unwind_space(__u64 *layout)
 {
 	__u64 process = bpf_get_current_pid_tgid() >> 32, epoch;
 	__u64 pages, stack, code, data;
@@ -403,7 +419,9 @@ static __noinline __u64 unwind_space(void)
 		code = BPF_CORE_READ(mm, end_code);
 		data = BPF_CORE_READ(mm, start_data);
 	}
-	stack = (stack ^ code) * 0x9e3779b97f4a7c15ULL ^ (data + pages);
+	stack = (stack ^ code) * 0x9e3779b97f4a7c15ULL;
+	*layout = stack ^ data;
+	stack ^= data + pages;
 	return (stack ^ (process << 32 | (__u32)epoch)) * 0xd6e8feb86659fd93ULL | 1;
 }
 
@@ -434,6 +452,8 @@ int unwind_publish(struct bpf_raw_tracepoint_args *ctx)
 
 	if (!mapping || !mapping->file.inode)
 		return 1;
+	if (file.number & UNWIND_PYTHON)
+		python_met = 1;
 	return bpf_map_update_elem(&unwind_files, &mapping->file, &file, BPF_ANY) ? 2 : 0;
 }
 

@@ -14,9 +14,9 @@ mod skeleton {
 }
 
 pub use skeleton::types::{
-    filter, histogram, losses, python_code, python_instruction, python_mark, room, room_of, stack,
-    stack_count, stack_count_key, stack_end, stack_slot, unwind_file, unwind_frame_pointer,
-    unwind_kind, unwind_mode, unwind_request,
+    filter, histogram, losses, python_chain, python_code, python_instruction, python_mark,
+    python_process, room, room_of, stack, stack_count, stack_count_key, stack_end, stack_slot,
+    unwind_file, unwind_frame_pointer, unwind_kind, unwind_mode, unwind_request,
 };
 
 // SAFETY: plain integers, generated from the C struct; every bit pattern is valid.
@@ -25,6 +25,8 @@ unsafe impl Plain for filter {}
 unsafe impl Plain for losses {}
 // SAFETY: as above.
 unsafe impl Plain for python_code {}
+// SAFETY: as above.
+unsafe impl Plain for python_process {}
 // SAFETY: as above.
 unsafe impl Plain for stack {}
 // SAFETY: as above.

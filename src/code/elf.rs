@@ -235,12 +235,22 @@ pub fn is_go(file: &File) -> bool {
 
 /// Whether it is HotSpot, the Java virtual machine, by what that has for debuggers.
 pub fn is_hotspot(file: &File) -> bool {
+    has_dynamic_name(file, b"\0gHotSpotVMStructs\0")
+}
+
+/// Whether it may hold the interpreter of CPython, or uses one that is in another file.
+pub fn may_be_python(file: &File) -> bool {
+    has_dynamic_name(file, b"\0_PyRuntime\0")
+}
+
+/// Whether a name is among those that the file exports or needs.
+fn has_dynamic_name(file: &File, name: &[u8]) -> bool {
     const NAMES: &str = ".dynstr";
-    let has_structs = |elf: &Elf<'_>| {
+    let has_name = |elf: &Elf<'_>| {
         let names = elf.contents(elf.section(NAMES)?, MAX_DYNAMIC_NAMES).ok()?;
-        memmem::find(&names, b"\0gHotSpotVMStructs\0")
+        memmem::find(&names, name)
     };
-    Elf::read(file).is_ok_and(|elf| has_structs(&elf).is_some())
+    Elf::read(file).is_ok_and(|elf| has_name(&elf).is_some())
 }
 
 /// The program interpreter (dynamic linker) that the file asks for, as the file spells it.

@@ -304,6 +304,53 @@ impl<'a> Elf<'a> {
         })
     }
 
+    /// The addresses of what the file exports by these names. Nothing is at those that it imports.
+    ///
+    /// # Errors
+    /// If its tables are over the limits.
+    pub(crate) fn exports<const WANTED: usize>(
+        &self,
+        wanted: [&str; WANTED],
+    ) -> Result<[Option<u64>; WANTED]> {
+        let mut found = [None; WANTED];
+        let Some((symbols, names)) = self.symbol_table(raw::SHT_DYNSYM) else {
+            return Ok(found);
+        };
+        let names = self.contents(names, limits::MAX_MEMORY as u64 / 4)?;
+        self.each::<raw::Sym64<Endianness>>(symbols, limits::MAX_SYMBOLS, |symbol| {
+            let at = symbol.st_name.get(self.endian) as usize;
+            let name = names.get(at..).and_then(c_string);
+            let is_defined = symbol.st_shndx.get(self.endian) != raw::SHN_UNDEF;
+            let wanted = wanted
+                .iter()
+                .position(|wanted| name == Some(wanted.as_bytes()));
+            if let Some(wanted) = wanted.filter(|_| is_defined) {
+                found[wanted] = Some(symbol.st_value.get(self.endian));
+            }
+            Ok(())
+        })?;
+        Ok(found)
+    }
+
+    /// What the dynamic linker writes to this address, where that is a place in the file itself.
+    ///
+    /// # Errors
+    /// If its tables are over the limits.
+    pub(crate) fn relocated(&self, address: u64) -> Result<Option<u64>> {
+        let mut found = None;
+        let tables = self.sections.iter();
+        for table in tables.filter(|section| section.kind == raw::SHT_RELA) {
+            self.each::<raw::Rela64<Endianness>>(table, limits::MAX_RELOCATIONS, |relocation| {
+                let symbol = relocation.r_sym(self.endian, false);
+                if relocation.r_offset(self.endian) == address && symbol == 0 {
+                    found = Some(relocation.r_addend(self.endian) as u64);
+                }
+                Ok(())
+            })?;
+        }
+        Ok(found)
+    }
+
     /// The functions that the dynamic linker finds for the file, each with the address of the
     /// pointer that it sets.
     pub(crate) fn imports(&self) -> Result<HashMap<u64, String>> {

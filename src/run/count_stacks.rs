@@ -296,11 +296,12 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
     pub fn new(
         maps: StackCountMaps<'map, M>,
         filter: &'map Filter,
-        symbolizer: Symbolizer,
+        mut symbolizer: Symbolizer,
         unwinder: Option<Unwinder>,
         exports: Exports,
         args: &StackCountArgs,
     ) -> Result<Self> {
+        symbolizer.name_python(unwinder.as_ref().and_then(Unwinder::names));
         let [counts, a, b] = maps.counts;
         let (counts, room) = (
             Counts::new(counts, a, b),

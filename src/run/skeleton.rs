@@ -182,6 +182,7 @@ macro_rules! prepare_skeleton {
             options.stack_depth = stacks.depth;
             options.unwind_mode = unwind.mode();
             options.unwind_namespace = unwind.namespace()?;
+            options.interpreters = unwind.interpreters();
             let maps = &mut prepared.maps;
             let others = [
                 &mut maps.stack_slots,
@@ -191,6 +192,17 @@ macro_rules! prepare_skeleton {
                 &mut maps.unwind_missing,
             ];
             $crate::stacks::table::size(&mut maps.stacks, others, stacks.first_entries)?;
+            if stacks.first_entries.is_none() || unwind.interpreters() == 0 {
+                let python = [
+                    &mut maps.python_slots,
+                    &mut maps.python_buckets,
+                    &mut maps.python_processes,
+                    &mut maps.python_codes,
+                ];
+                for map in python {
+                    $crate::bpf::map_create::size(map, 1)?;
+                }
+            }
             Ok(prepared)
         }
     };

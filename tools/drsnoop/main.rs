@@ -36,6 +36,7 @@ use memtools::run::target::Target;
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::table::{FIRST_OF_EVENTS, MAX_OF_EVENTS, Stacks};
+use memtools::stacks::unwind::Unwinder;
 
 use crate::args::Args;
 use crate::bpf::Loaded;
@@ -136,6 +137,9 @@ fn run(args: Args) -> Result<ExitCode> {
         columns,
     };
 
+    if let Some(symbolizer) = &mut printer.symbolizer {
+        symbolizer.name_python(unwinder.as_ref().and_then(Unwinder::names));
+    }
     let mappings = printer.look_around()?;
     if let Some(mappings) = &mappings {
         poller.watch_mappings(mappings);

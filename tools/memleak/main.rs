@@ -80,10 +80,11 @@ fn run(args: Args) -> Result<ExitCode> {
     let server = listener.map(Server::start).transpose()?;
     server.as_ref().inspect(|server| serve::tell(server));
     priority::raise();
-    let symbolizer = target
+    let mut symbolizer = target
         .symbolizer()?
         .with_source(args.export.source, args.makes_profiles())?;
     let (attached, mut links, unwinder) = probes::attach(&target, &args)?;
+    symbolizer.name_python(unwinder.names());
     let skel = &attached.skel;
     let events: Events<event> = Events::new(&skel.maps.events)?;
     let mut limit = Limit::of(&args, &attached);

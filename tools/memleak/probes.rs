@@ -453,6 +453,8 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
         &mut programs.unwind_publish,
         &mut programs.unwind_exec,
         &mut programs.unwind_mmap,
+        &mut programs.unwind_code_dies,
+        &mut programs.unwind_code_dies_too,
     ] {
         program.set_autoload(true);
     }

@@ -29,7 +29,7 @@ use memtools::run::target::{Target, TargetArgs};
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::table::{FIRST_OF_EVENTS, MAX_OF_EVENTS, Stacks};
-use memtools::stacks::unwind::UnwindArgs;
+use memtools::stacks::unwind::{UnwindArgs, Unwinder};
 
 use crate::bpf::Loaded;
 use crate::row::{Columns, Record, Row};
@@ -149,6 +149,7 @@ fn run(args: Args) -> Result<ExitCode> {
         args: &args,
     };
     if let Some(symbolizer) = &mut tracer.symbolizer {
+        symbolizer.name_python(unwinder.as_ref().and_then(Unwinder::names));
         symbolizer.look_around();
     }
     let mappings = tracer

@@ -37,7 +37,7 @@ use memtools::run::target::{Target, TargetArgs};
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
-use memtools::stacks::unwind::UnwindArgs;
+use memtools::stacks::unwind::{UnwindArgs, Unwinder};
 
 use crate::bpf::Loaded;
 use crate::bpf::types::{event, event_kind, oom_kind, task};
@@ -160,6 +160,9 @@ fn run(args: Args) -> Result<ExitCode> {
         choice: Choice::of(&args.target, &target),
     };
 
+    if let Some(symbolizer) = &mut printer.symbolizer {
+        symbolizer.name_python(unwinder.as_ref().and_then(Unwinder::names));
+    }
     let mappings = printer.look_around()?;
     if let Some(mappings) = &mappings {
         poller.watch_mappings(mappings);

@@ -9,7 +9,13 @@
 //! | [`code`] | a code object, as the kernel half sends it |
 //! | [`codes`] | all code objects that were met, by their words |
 //! | [`lines`] | from an instruction to its line |
+//! | `locate` | where a process has its interpreter |
+//! | `offsets` | where that keeps what is read of it, by version |
+//! | `pythons` | the processes whose frames the kernel half is to walk |
 
 pub mod code;
 pub mod codes;
 pub mod lines;
+mod locate;
+mod offsets;
+pub(crate) mod pythons;

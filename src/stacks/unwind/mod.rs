@@ -36,11 +36,15 @@ use self::tables::Tables;
 use self::worker::{Queue, Worker};
 use crate::bpf::program_stats;
 use crate::bpf::types::unwind_mode;
+use crate::interpreters::python::codes::Codes;
+use crate::interpreters::python::pythons::Pythons;
+use crate::interpreters::{InterpreterArgs, Interpreters};
 use crate::print::output::Output;
 use crate::process::command::{self, CommandLine};
 use crate::process::filter;
 use crate::process::proc::Process;
 use crate::run::cli;
+use crate::stacks::python_names::PythonNames;
 
 /// Memory for tables, where --unwind-memory says nothing, in MiB.
 const DEFAULT_MEMORY: usize = 64;
@@ -66,6 +70,10 @@ pub struct UnwindArgs {
     #[arg(id = "unwind", long, value_name = "HOW", value_enum, default_value_t = Mode::Auto)]
     pub mode: Mode,
 
+    /// How frames of interpreters are shown.
+    #[command(flatten)]
+    pub interpreters: InterpreterArgs,
+
     /// Memory for unwind tables at most, in MiB
     #[arg(id = "unwind_memory", long = "unwind-memory", value_name = "MIB", default_value_t = DEFAULT_MEMORY, value_parser = cli::number::<usize>)]
     pub memory: usize,
@@ -80,6 +88,12 @@ impl UnwindArgs {
             Mode::Dwarf => unwind_mode::UNWIND_MODE_DWARF,
         }
         .0 as u8
+    }
+
+    /// The skeleton's constant `interpreters`.
+    pub fn interpreters(&self) -> u8 {
+        let wanted = self.interpreters.interpreters == Interpreters::Auto;
+        (wanted && self.mode != Mode::Fp).into()
     }
 
     /// The skeleton's constant `unwind_namespace`.
@@ -134,6 +148,20 @@ impl Whose {
             }
         }
         Ok(())
+    }
+
+    /// Looks for the interpreters of processes that run, if their frames are to be walked.
+    fn pythons(&self, args: UnwindArgs, parts: &Parts<'_>) -> Result<Option<Pythons>> {
+        if args.interpreters() == 0 {
+            return Ok(None);
+        }
+        let mut pythons = Pythons::new(handle(parts.pythons)?, &parts.python_deaths)?;
+        if let Self::Processes(pids) = self {
+            for &pid in pids {
+                pythons.look_at(pid, None);
+            }
+        }
+        Ok(Some(pythons))
     }
 
     /// Makes the tables of processes that run. Returns what there was no time for.
@@ -205,6 +233,12 @@ macro_rules! unwind_parts {
             looked: &$skel.maps.unwind_looked,
             missing: &$skel.maps.unwind_missing,
             slots: &$skel.maps.stack_slots,
+            pythons: &$skel.maps.python_processes,
+            python_codes: &$skel.maps.python_codes,
+            python_deaths: [
+                &$skel.progs.unwind_code_dies,
+                &$skel.progs.unwind_code_dies_too,
+            ],
             publish: &$skel.progs.unwind_publish,
             holds: $crate::unwind_holds!($skel),
         }
@@ -278,6 +312,9 @@ pub struct Parts<'a> {
     pub looked: &'a MapMut<'static>,
     pub missing: &'a MapMut<'static>,
     pub slots: &'a MapMut<'static>,
+    pub pythons: &'a MapMut<'static>,
+    pub python_codes: &'a MapMut<'static>,
+    pub python_deaths: [&'a ProgramMut<'static>; 2],
     pub publish: &'a ProgramMut<'static>,
     pub holds: Holds<'a>,
 }
@@ -288,6 +325,8 @@ pub struct Unwinder {
     slots: MapHandle,
     missing: MapHandle,
     worker: Option<Worker>,
+    /// Names for the frames of Python, unless they are not walked.
+    python: Option<PythonNames>,
 }
 
 impl Unwinder {
@@ -300,6 +339,7 @@ impl Unwinder {
             slots: handle(parts.slots)?,
             missing: handle(parts.missing)?,
             worker: None,
+            python: None,
         };
         if args.mode == Mode::Fp {
             return Ok(unwinder);
@@ -309,6 +349,11 @@ impl Unwinder {
             None => whose.begin(Store::new(handle(parts.shards)?, args.memory << 20))?,
         };
         tables.publish_by(Publisher::new(parts.publish)?, handle(parts.files)?)?;
+        let pythons = whose.pythons(args, &parts)?;
+        if pythons.is_some() {
+            let codes = Codes::start(parts.python_codes)?;
+            unwinder.python = Some(PythonNames::new(codes, args.interpreters));
+        }
         let held = match whose {
             Whose::Command {
                 pid, descendants, ..
@@ -322,8 +367,13 @@ impl Unwinder {
             }
             Whose::Processes(_) => None,
         };
-        unwinder.worker = Some(Worker::start(tables, queue, parts, held)?);
+        unwinder.worker = Some(Worker::start(tables, queue, parts, held, pythons)?);
         Ok(unwinder)
+    }
+
+    /// What names the frames of interpreters in the stacks.
+    pub fn names(&self) -> Option<PythonNames> {
+        self.python.clone()
     }
 
     /// Says at the end how complete the stacks were: on stderr, and as an object in JSON.

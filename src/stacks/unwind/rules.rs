@@ -64,6 +64,27 @@ impl Rules {
         Self::read(&image)
     }
 
+    /// Whether a function begins at this address, by what the file tells of its functions.
+    ///
+    /// # Errors
+    /// If it is no ELF file, or its `.eh_frame` makes no sense.
+    pub fn has_function_at(file: &File, address: u64) -> Result<bool> {
+        let elf = Elf::read(file)?.expect_64_bit()?;
+        let Some((start, frames)) = eh_frame(&elf)? else {
+            return Ok(false);
+        };
+        let bases = BaseAddresses::default().set_eh_frame(start);
+        let code = elf.code()?;
+        let code: Vec<_> = code
+            .iter()
+            .map(|segment| segment.address..segment.address + segment.size)
+            .collect();
+        let functions = Functions::new(&frames, &bases).in_order(&code, elf.deadline)?;
+        Ok(functions
+            .iter()
+            .any(|&(start, ..)| u64::from(start) == address))
+    }
+
     fn read(source: &dyn Source) -> Result<Self> {
         let file = Elf::read(source)?.expect_64_bit()?;
         let code = code_segments(&file, source.length()?)?;

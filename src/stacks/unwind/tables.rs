@@ -27,8 +27,10 @@ use crate::process::proc::{FileId, Mapping, Process};
 const UNWIND_TABLE_LEFT_OUT: u64 = 1;
 /// In a file's number: it is HotSpot's, whose generated code skips frames.
 const UNWIND_HOTSPOT: u32 = 1 << 31;
-/// Numbers of files, below the flag.
-const MAX_NUMBER: u32 = UNWIND_HOTSPOT - 1;
+/// In a file's number: it holds an interpreter of Python.
+const UNWIND_PYTHON: u32 = 1 << 30;
+/// Numbers of files, below the flags.
+const MAX_NUMBER: u32 = UNWIND_PYTHON - 1;
 /// The vdso is two pages long, or some more.
 const MAX_VDSO: u64 = 1 << 20;
 /// A file in which no rule was looked for since can make room. The kernel half looks again for
@@ -192,7 +194,10 @@ impl Tables {
             return Ok(Looked::Known);
         }
         let skips = !self.hotspot_keeps_frame_pointers && elf::is_hotspot(file);
-        let flags = if skips { UNWIND_HOTSPOT } else { 0 };
+        let mut flags = if skips { UNWIND_HOTSPOT } else { 0 };
+        if elf::may_be_python(file) {
+            flags |= UNWIND_PYTHON;
+        }
         let code = self.load(name, Rules::of_file(file), key, flags)?;
         self.files.insert(key, Arc::clone(&code));
         self.seen.extend(id.map(|id| (id, Arc::clone(&code))));

@@ -17,6 +17,7 @@ use super::tables::{Looked, Tables, is_code};
 use super::{Parts, WhileStopped, handle, join, tell};
 use crate::bpf::ring::Events;
 use crate::bpf::types::unwind_request as Request;
+use crate::interpreters::python::pythons::Pythons;
 use crate::print::clock;
 use crate::process::mapped_file::MappedFile;
 use crate::process::proc::{Mapping, Process};
@@ -104,6 +105,7 @@ impl Worker {
         queue: Queue,
         parts: Parts<'_>,
         held: Option<Held>,
+        pythons: Option<Pythons>,
     ) -> Result<Self> {
         let (requests, asked) = (handle(parts.requests)?, handle(parts.asked)?);
         let (stopped, stop) = pipe().context("failed to open a pipe")?;
@@ -114,6 +116,7 @@ impl Worker {
             in_vain: HashMap::new(),
             busy: HashMap::new(),
             held,
+            pythons,
             while_stopped: parts.while_stopped,
         };
         let thread = thread::Builder::new()
@@ -152,6 +155,8 @@ struct Answers {
     /// Processes that may be mapping code still, and are soon to be looked at again; since when.
     busy: HashMap<u32, Instant>,
     held: Option<Held>,
+    /// Where processes have their Python, unless that is not asked for.
+    pythons: Option<Pythons>,
     while_stopped: Option<WhileStopped>,
 }
 
@@ -174,7 +179,9 @@ impl Answers {
             }
             let mut answered = HashSet::new();
             for request in requests.drain()? {
-                if request.file == 0 {
+                if request.python != 0 {
+                    self.asked_of_python(&request)?;
+                } else if request.file == 0 {
                     self.stopped(&request)?;
                 } else if answered.insert(request.file) {
                     self.asked(&request)?;
@@ -235,6 +242,10 @@ impl Answers {
         while let Some(waiting) = queue.pop() {
             self.tables.look_at(waiting, false)?;
         }
+        // Before its first instruction that allocates, if it is one.
+        if let Some(pythons) = &mut self.pythons {
+            pythons.look_at_stopped(pid);
+        }
         tell(&self.tables, pid, begun.elapsed());
         if let Some(held) = &mut self.held {
             held.go_on(pid, request.held_file);
@@ -266,6 +277,19 @@ impl Answers {
         self.in_vain.remove(&request.file);
         self.busy.entry(pid).or_insert_with(Instant::now);
         Ok(())
+    }
+
+    /// Looks for the interpreter of a process that runs code of one.
+    fn asked_of_python(&mut self, request: &Request) -> Result<()> {
+        let layout = request.file;
+        let Some(pythons) = &mut self.pythons else {
+            return Ok(());
+        };
+        if pythons.look_at(request.pid, Some(layout)) {
+            self.in_vain.remove(&layout);
+            return Ok(());
+        }
+        self.put_off(layout)
     }
 
     /// Has a file not asked for again at once.

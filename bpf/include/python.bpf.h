@@ -1,0 +1,241 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * Frames of CPython, put into a user stack where they belong.
+ *
+ * Before the native walk, the thread's chain of interpreter frames is followed, and
+ * a word noted for each (python_word.bpf.h), in groups: one for each call of the
+ * interpreter's loop. With each group goes its anchor, an address that is in the C
+ * frame of that call: of a local variable of the loop's function. The native walk
+ * puts a group behind the frame that its anchor is in. No symbol is needed.
+ *
+ * All that is read of a process may be anything: chains end after so many steps, and
+ * what is no code object by its type is not taken for one.
+ */
+#ifndef MEMTOOLS_PYTHON_BPF_H
+#define MEMTOOLS_PYTHON_BPF_H
+
+#include "python_word.bpf.h"
+#include "registers.bpf.h"
+
+/*
+ * Read the frame at `address` into the window, and what is before it in its page:
+ * frames of a thread lie together, callers below. Of what is behind it the page may
+ * not be there.
+ */
+static __noinline int python_fill(struct python_slot *slot, __u64 address)
+{
+	__u64 page = address & -4096ULL, end = address + slot->process.frame_bytes;
+	__u64 from = end - PYTHON_WINDOW_BYTES, bytes;
+
+	if (from < page)
+		from = page;
+	if (end > page + 4096)
+		from = address;
+	bytes = end - from;
+	barrier_var(bytes);
+	slot->window_bytes = 0;
+	if (bytes > PYTHON_WINDOW_BYTES)
+		return 0;
+	slot->window_at = from;
+	if (bpf_probe_read_user(slot->window, bytes, (void *)from))
+		return 0;
+	slot->window_bytes = bytes;
+	return 1;
+}
+
+/* A group is complete. Returns 0 if there is no room for it. */
+static __always_inline int python_end_group(struct python_slot *slot, __u64 anchor)
+{
+	__u64 group = slot->groups;
+
+	barrier_var(group);
+	if (group >= PYTHON_GROUPS)
+		return 0;
+	slot->anchors[group] = anchor;
+	slot->ends[group] = slot->words;
+	slot->groups = group + 1;
+	return 1;
+}
+
+/* The same where it is anchored by the current _PyCFrame, and the caller's is the next. */
+static __noinline int python_end_cframe(struct python_slot *slot)
+{
+	int room = python_end_group(slot, slot->cframe);
+
+	slot->cframe = python_pointer(slot->cframe + slot->process.cframe_previous);
+	return room;
+}
+
+/*
+ * Whether the frame is one that executes nothing, and begins a call of the loop. What is near is
+ * on the C stack: no need to lose the window for it.
+ */
+static __noinline int python_is_entry(struct python_slot *slot)
+{
+	__u64 mark = slot->process.frame_mark;
+
+	if (slot->process.chain != PYTHON_ENTRY_FRAMES || slot->frame - slot->sp >= PYTHON_NEAR)
+		return 0;
+	if (bpf_probe_read_user(slot->near, PYTHON_NEAR_BYTES, (void *)slot->frame))
+		return 0;
+	barrier_var(mark);
+	return mark < PYTHON_STATE_BYTES && slot->near[mark] == slot->process.mark;
+}
+
+/* Note a frame's word. Returns 0 if its code object is none. */
+static __always_inline int python_note(struct python_slot *slot, __u64 code, __u64 instruction)
+{
+	__u64 count = slot->words, word;
+
+	barrier_var(count);
+	/* Its group is still to be found. */
+	if (count >= PYTHON_FRAMES) {
+		slot->cut = 1;
+		return 1;
+	}
+	word = python_word(slot, code);
+	if (!word)
+		return 0;
+	if (slot->process.code_bytecode)
+		instruction = (instruction - code - slot->process.code_bytecode) >> 1;
+	slot->word[count] = word | (instruction & PYTHON_NOT_BEGUN);
+	slot->words = count + 1;
+	return 1;
+}
+
+static __always_inline int python_give_up(struct python_slot *slot)
+{
+	slot->cut = 1;
+	return 0;
+}
+
+/*
+ * One frame. Returns 0 at the end.
+ *
+ * Global, so that the verifier follows it once and not again for each frame.
+ */
+__noinline int python_step(__u32 index)
+{
+	struct python_slot *slot = bpf_map_lookup_elem(&python_slots, &index);
+	__u64 frame, at, code, instruction;
+	__u8 mark;
+
+	if (!slot)
+		return 0;
+	frame = slot->frame;
+	if (!frame)
+		return 0;
+	at = frame - slot->window_at;
+	if (at > PYTHON_WINDOW_BYTES || at + slot->process.frame_bytes > slot->window_bytes) {
+		if (python_is_entry(slot)) {
+			slot->frame = python_near(slot, slot->process.frame_previous);
+			return python_end_group(slot, frame);
+		}
+		if (!python_fill(slot, frame))
+			return python_give_up(slot);
+		at = frame - slot->window_at;
+	}
+	mark = python_field(slot, at, slot->process.frame_mark);
+	slot->frame = python_field(slot, at, slot->process.frame_previous);
+	if (slot->process.chain == PYTHON_ENTRY_FRAMES && mark == slot->process.mark)
+		return python_end_group(slot, frame);
+	code = python_field(slot, at, slot->process.frame_code) & ~7ULL;
+	instruction = python_field(slot, at, slot->process.frame_instruction);
+	if (!python_note(slot, code, instruction))
+		return python_give_up(slot);
+	if (slot->process.chain == PYTHON_SINGLE_FRAMES ||
+	    (slot->process.chain == PYTHON_MARKED_FRAMES && mark == slot->process.mark))
+		return python_end_cframe(slot);
+	return 1;
+}
+
+/* The thread's state, whose place follows from a key that the process has made meanwhile. */
+static __noinline int python_find_state(struct python_process *process)
+{
+	__u64 key;
+
+	if (!process->key_at)
+		return 0;
+	/* int created; unsigned int key; */
+	key = python_pointer(process->key_at);
+	if ((__u32)key != 1 || key >> 32 >= PYTHON_KEYS)
+		return 0;
+	process->state_at = PYTHON_FIRST_KEY + 16 * (key >> 32);
+	return 1;
+}
+
+/* Go to the innermost frame of the thread. Returns 0 if it has none. */
+static __noinline int python_first_frame(struct python_slot *slot)
+{
+	__u64 thread = thread_pointer(), state = python_pointer(thread + slot->process.state_at);
+
+	/* A thread that has not come to Python has no state. */
+	if (!state || bpf_probe_read_user(slot->near, sizeof(slot->near), (void *)state) ||
+	    python_near(slot, slot->process.thread) != thread)
+		return 0;
+	slot->frame = python_near(slot, slot->process.frame);
+	if (!slot->process.cframe)
+		return 1;
+	slot->cframe = python_near(slot, slot->process.cframe);
+	if (!slot->process.frame)
+		slot->frame = python_pointer(slot->cframe + slot->process.cframe_frame);
+	return 1;
+}
+
+/* Begin a walk through the thread's frames. Returns 0 if there is nothing to walk. */
+static __noinline int python_begin(__u32 index, struct stack_walk *walk)
+{
+	struct python_slot *slot = bpf_map_lookup_elem(&python_slots, &index);
+	struct python_process *process = bpf_map_lookup_elem(&python_processes, &walk->layout);
+
+	if (!slot || !process || (!process->state_at && !python_find_state(process)))
+		return 0;
+	slot->process = *process;
+	slot->identity = python_identity();
+	slot->sp = walk->sp;
+	slot->next_anchor = 0;
+	slot->window_bytes = 0;
+	slot->words = 0;
+	slot->groups = 0;
+	slot->group = 0;
+	slot->done = 0;
+	slot->cut = 0;
+	return python_first_frame(slot);
+}
+
+/* The walk is over: what is left of a group whose beginning was not reached is without an anchor.
+ */
+static __noinline int python_walked(__u32 index)
+{
+	struct python_slot *slot = bpf_map_lookup_elem(&python_slots, &index);
+
+	if (!slot)
+		return 0;
+	if (slot->frame)
+		slot->cut = 1;
+	if (slot->groups)
+		slot->next_anchor = slot->anchors[0];
+	return 1;
+}
+
+/* Ask user space to look for the interpreter of the current process, unless it was asked just now.
+ */
+static __noinline int python_ask(struct stack_walk *walk)
+{
+	struct unwind_request *request;
+
+	if (!walk->layout || bpf_map_lookup_elem(&python_processes, &walk->layout) ||
+	    !unwind_is_time(walk->layout))
+		return 0;
+	request = bpf_ringbuf_reserve(&unwind_requests, sizeof(*request), 0);
+	if (!request)
+		return 0;
+	__builtin_memset(request, 0, sizeof(*request));
+	request->file = walk->layout;
+	request->pid = unwind_process_of_current();
+	request->python = 1;
+	bpf_ringbuf_submit(request, 0);
+	return 0;
+}
+
+#endif /* MEMTOOLS_PYTHON_BPF_H */

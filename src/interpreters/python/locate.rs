@@ -1,0 +1,400 @@
+//! Where a process has its CPython, and what the kernel half needs to know to walk its frames.
+//!
+//! Nothing is taken for granted: the interpreter is found by what its file exports, and where a thread
+//! keeps its state by a search that has to agree for several threads. All that is read is bounded.
+
+use std::collections::{BTreeSet, HashSet};
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+
+use anyhow::{Context, Result, bail};
+
+use super::offsets::{self, Offsets};
+use crate::bpf::types::python_process;
+use crate::code::elf;
+use crate::code::elf_file::Elf;
+use crate::code::probe_place::{self, Wish};
+use crate::process::mapped_file::MappedFile;
+use crate::process::proc::{FileId, Mapping, Process};
+use crate::stacks::unwind::rules::Rules;
+
+/// Threads that are looked at to find where each has its state.
+const THREADS: usize = 8;
+/// What lies around a thread's pointer: thread-local variables below, glibc's `struct pthread` above.
+const BELOW_THREAD: u64 = 8 << 10;
+const ABOVE_THREAD: u64 = 0x910;
+/// Where in it glibc has the values of the first 32 keys: `specific_1stblock[].data`.
+const FIRST_KEY: u64 = 0x318;
+const KEYS: u64 = 32;
+/// In a type: the function that ends its objects, `tp_dealloc`.
+const TYPE_DEALLOC: u64 = 48;
+/// Files without an interpreter that are remembered.
+const OTHERS: usize = 4096;
+
+/// What was found.
+#[derive(Debug)]
+pub(super) struct Python {
+    /// What the kernel half needs to know. Threads' states may not be there yet.
+    pub(super) process: python_process,
+    /// The file that the interpreter is in.
+    pub(super) file: MappedFile,
+    /// The address in the file of the function that ends code objects, as the process has it.
+    dealloc: u64,
+}
+
+impl Python {
+    /// Where in the file that function is to be probed. None if no function begins there: the process may
+    /// lie.
+    ///
+    /// # Errors
+    /// If the file cannot be read.
+    pub(super) fn deaths(&self) -> Result<Option<u64>> {
+        let (file, address) = (self.file.file(), self.dealloc);
+        let elf = Elf::read(file)?.expect_64_bit()?;
+        let Some(file_offset) = elf.file_offset(address) else {
+            return Ok(None);
+        };
+        if !Rules::has_function_at(file, address)? {
+            return Ok(None);
+        }
+        let function = elf::Function {
+            name: "code_dealloc".to_owned(),
+            file_offset,
+            size: 0,
+        };
+        let places = probe_place::places(file, &[(&function, vec![1])], Wish::Entry)?;
+        let place = places.first().copied().flatten();
+        Ok(place.map(|place| file_offset + place.offset))
+    }
+}
+
+/// What became of a search.
+#[derive(Debug)]
+pub(super) enum Located {
+    Found(Box<Python>),
+    /// The process has none, or none that has begun.
+    None,
+    /// The process has one whose frames cannot be walked, for this reason.
+    Unknown(String),
+}
+
+/// Looks for the interpreter of a process, in files other than `others`, to which those that hold none are
+/// added.
+///
+/// # Errors
+/// If the process cannot be read, or has exited.
+pub(super) fn locate(pid: u32, others: &mut HashSet<FileId>) -> Result<Located> {
+    let mappings = Process::open(pid)?.mappings()?;
+    if others.len() > OTHERS {
+        others.clear();
+    }
+    let code = mappings
+        .iter()
+        .filter(|mapping| mapping.executable && mapping.inode != 0);
+    for mapping in code {
+        if others.contains(&mapping.file_id()) {
+            continue;
+        }
+        let Ok(file) = MappedFile::open(pid, mapping) else {
+            continue;
+        };
+        if elf::may_be_python(file.file())
+            && let Some(interpreter) = Interpreter::open(pid, mapping, &file)?
+        {
+            return interpreter.describe(file, &mappings);
+        }
+        others.insert(mapping.file_id());
+    }
+    Ok(Located::None)
+}
+
+/// A number for where exec has put the program of a process: `layout` of the kernel half's
+/// `unwind_space()`.
+pub(super) fn layout(pid: u32) -> Result<u64> {
+    // Numbers of fields in proc_pid_stat(5).
+    const END_CODE: usize = 27;
+    const START_STACK: usize = 28;
+    const START_DATA: usize = 45;
+    const FIRST: usize = 3;
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    // What is before the last parenthesis is of the user's choice.
+    let rest = stat.rsplit_once(')').context("no process")?.1;
+    let fields: Vec<&str> = rest.split_whitespace().collect();
+    let field = |number: usize| -> Result<u64> {
+        let field = fields.get(number - FIRST).context("too few fields")?;
+        Ok(field.parse()?)
+    };
+    let (code, stack, data) = (field(END_CODE)?, field(START_STACK)?, field(START_DATA)?);
+    if stack <= 1 {
+        bail!("not allowed to read where process {pid} has its program");
+    }
+    Ok((stack ^ code).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ data)
+}
+
+/// An interpreter in a process's memory.
+struct Interpreter {
+    memory: File,
+    /// What is to be added to addresses of the file.
+    bias: u64,
+    runtime: u64,
+    code_type: u64,
+    version: Option<u64>,
+    /// A function that begins with where the thread's state is, from 3.15 on.
+    this_thread_state: Option<Vec<u8>>,
+}
+
+impl Interpreter {
+    /// The one that is in this file, if it is.
+    fn open(pid: u32, mapping: &Mapping, file: &MappedFile) -> Result<Option<Self>> {
+        let elf = Elf::read(file.file())?.expect_64_bit()?;
+        let names = [
+            "_PyRuntime",
+            "PyCode_Type",
+            "Py_Version",
+            "PyGILState_GetThisThreadState",
+        ];
+        let [Some(runtime), Some(code_type), version, this] = elf.exports(names)? else {
+            return Ok(None);
+        };
+        let mut segments = elf.segments.iter().filter(|segment| segment.is_loaded());
+        let shows = segments.find(|segment| {
+            let bytes = segment.file_offset & !0xfff..segment.file_offset + segment.size;
+            segment.executable && bytes.contains(&mapping.file_offset)
+        });
+        let Some(segment) = shows else {
+            return Ok(None);
+        };
+        let at = segment
+            .address
+            .wrapping_add(mapping.file_offset.wrapping_sub(segment.file_offset));
+        let bias = mapping.range.start.wrapping_sub(at);
+        let head = this.and_then(|this| elf.bytes(elf.file_offset(this)?, 32).ok());
+        Ok(Some(Self {
+            memory: File::open(format!("/proc/{pid}/mem"))
+                .context("failed to read the memory of a process")?,
+            bias,
+            runtime: runtime.wrapping_add(bias),
+            code_type: code_type.wrapping_add(bias),
+            version: version.map(|version| version.wrapping_add(bias)),
+            this_thread_state: head,
+        }))
+    }
+
+    fn describe(&self, file: MappedFile, mappings: &[Mapping]) -> Result<Located> {
+        let unknown = |why: String| Ok(Located::Unknown(why));
+        let Some(minor) = self.minor(&file) else {
+            return unknown("of an unknown version".to_owned());
+        };
+        let Some(offsets) = offsets::of(minor) else {
+            return unknown(format!("of version 3.{minor}, and 3.10 to 3.15 are known"));
+        };
+        if minor >= 13 {
+            if self.word(self.runtime + 16)? != 0 {
+                return unknown("a free-threaded build".to_owned());
+            }
+            let told = (self.word(self.runtime + 40)?, self.word(self.runtime + 72)?);
+            if told != (offsets.interpreters, offsets.threads) {
+                return unknown("an unusual build".to_owned());
+            }
+        }
+        let mut process = python_process {
+            code_type: self.code_type,
+            ..offsets.process
+        };
+        match self.state_at(&offsets)? {
+            State::At(at) => process.state_at = at,
+            State::Nowhere => {
+                return unknown(
+                    "of a C library in which its threads' states are not found".to_owned(),
+                );
+            }
+            State::NotYet => match offsets.key.filter(|_| has_glibc(mappings)) {
+                Some(key) => process.key_at = self.runtime + key,
+                None => return Ok(Located::None),
+            },
+        }
+        let at = self.code_type.wrapping_add(TYPE_DEALLOC);
+        let mut dealloc = self.word(at)?.wrapping_sub(self.bias);
+        // The dynamic linker has not been there yet.
+        if dealloc.wrapping_add(self.bias) == 0 {
+            let elf = Elf::read(file.file())?;
+            let Some(address) = elf.relocated(at.wrapping_sub(self.bias))? else {
+                return Ok(Located::None);
+            };
+            dealloc = address;
+        }
+        Ok(Located::Found(Box::new(Python {
+            process,
+            file,
+            dealloc,
+        })))
+    }
+
+    /// The minor version of 3.
+    fn minor(&self, file: &MappedFile) -> Option<u8> {
+        if let Some(at) = self.version {
+            let version = self.word(at).ok()? as u32;
+            return (version >> 24 == 3).then_some((version >> 16) as u8);
+        }
+        let name = file.module();
+        let (_, minor) = name.split_once("python3.")?;
+        let digits = minor.split(|byte: char| !byte.is_ascii_digit()).next()?;
+        digits.parse().ok()
+    }
+
+    /// Where threads have their states, from each one's thread pointer.
+    fn state_at(&self, offsets: &Offsets) -> Result<State> {
+        let expected = self.expected_at(offsets)?;
+        let mut common: Option<BTreeSet<i64>> = None;
+        for (thread, state) in self.threads(offsets)? {
+            let from = thread.wrapping_sub(BELOW_THREAD);
+            let mut bytes = vec![0; (BELOW_THREAD + ABOVE_THREAD) as usize];
+            // What is below may be no memory.
+            let (from, length) = match self.memory.read_exact_at(&mut bytes, from) {
+                Ok(()) => (from, bytes.len()),
+                Err(_) => {
+                    let length = ABOVE_THREAD as usize;
+                    match self.memory.read_exact_at(&mut bytes[..length], thread) {
+                        Ok(()) => (thread, length),
+                        // One that has exited without a word to the interpreter.
+                        Err(_) => continue,
+                    }
+                }
+            };
+            let places = bytes[..length].chunks_exact(8).enumerate();
+            let found: BTreeSet<i64> = places
+                .filter(|(_, word)| *word == state.to_ne_bytes())
+                .map(|(number, _)| (from + 8 * number as u64).wrapping_sub(thread) as i64)
+                .collect();
+            common = Some(match common {
+                Some(common) => common.intersection(&found).copied().collect(),
+                None => found,
+            });
+        }
+        let Some(common) = common else {
+            return Ok(State::NotYet);
+        };
+        let mut places = common.iter().copied();
+        Ok(match (expected, places.next(), places.next()) {
+            (Some(expected), ..) if common.contains(&expected) => State::At(expected),
+            (_, Some(only), None) => State::At(only),
+            _ => State::Nowhere,
+        })
+    }
+
+    /// Where they are if the process uses glibc, or the interpreter is not in a library.
+    fn expected_at(&self, offsets: &Offsets) -> Result<Option<i64>> {
+        const LOAD: &[u8] = b"\x64\x48\x8b\x04\x25"; // mov %fs:distance, %rax
+        let Some(key) = offsets.key else {
+            let code = self.this_thread_state.as_deref().unwrap_or_default();
+            let load = memchr::memmem::find(code, LOAD);
+            let distance = load.and_then(|at| code.get(at + LOAD.len()..)?.first_chunk());
+            return Ok(distance.map(|distance| i32::from_le_bytes(*distance).into()));
+        };
+        let key = self.word(self.runtime + key)?;
+        let (created, key) = (key as u32, key >> 32);
+        Ok((created == 1 && key < KEYS).then_some((FIRST_KEY + 16 * key) as i64))
+    }
+
+    /// Threads' pointers, and the address of each one's state.
+    fn threads(&self, offsets: &Offsets) -> Result<Vec<(u64, u64)>> {
+        let mut threads = Vec::new();
+        // The threads of the first interpreter are enough.
+        let interpreter = self.word(self.runtime + offsets.interpreters)?;
+        if interpreter == 0 {
+            return Ok(threads);
+        }
+        let mut state = self.word(interpreter.wrapping_add(offsets.threads))?;
+        for _ in 0..THREADS {
+            if state == 0 {
+                break;
+            }
+            let thread = self.word(state.wrapping_add(offsets.process.thread.into()))?;
+            if thread != 0 {
+                threads.push((thread, state));
+            }
+            state = self.word(state.wrapping_add(offsets.next_thread))?;
+        }
+        Ok(threads)
+    }
+
+    fn word(&self, address: u64) -> Result<u64> {
+        let mut word = [0; 8];
+        self.memory
+            .read_exact_at(&mut word, address)
+            .context("failed to read the memory of a process")?;
+        Ok(u64::from_ne_bytes(word))
+    }
+}
+
+/// Where threads have their states.
+enum State {
+    At(i64),
+    /// There is no thread yet.
+    NotYet,
+    Nowhere,
+}
+
+/// Whether the process uses glibc.
+fn has_glibc(mappings: &[Mapping]) -> bool {
+    mappings.iter().any(|mapping| {
+        let module = mapping.module();
+        module == "libc.so.6" || module.starts_with("libc-2.")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader};
+    use std::process::{Child, Command, Stdio};
+
+    use super::*;
+
+    /// A process that is killed with the value, and has printed a line.
+    struct Running(Child);
+
+    impl Running {
+        fn start(command: &mut Command) -> Self {
+            let child = command.stdout(Stdio::piped()).stdin(Stdio::piped()).spawn();
+            let mut child = child.expect("a program of the machine");
+            let mut line = String::new();
+            let stdout = child.stdout.as_mut().expect("piped");
+            BufReader::new(stdout).read_line(&mut line).expect("a line");
+            Self(child)
+        }
+    }
+
+    impl Drop for Running {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    #[test]
+    fn the_interpreter_of_a_process_is_found_where_its_threads_agree() {
+        let code = "import threading, sys\n\
+                    for _ in range(3): threading.Thread(target=sys.stdin.read, daemon=True).start()\n\
+                    print('ready', flush=True); threading.Event().wait()";
+        let python = Running::start(Command::new("python3").args(["-c", code]));
+        let found = locate(python.0.id(), &mut HashSet::new()).expect("a process of ours");
+        let Located::Found(found) = found else {
+            panic!("{found:?}");
+        };
+        // By pthread keys up to 3.14; the first ones are Python's.
+        let place = found.process.state_at - FIRST_KEY as i64;
+        assert!(
+            found.process.minor >= 15 || (place >= 0 && place % 16 == 0),
+            "{found:?}"
+        );
+        assert!(found.deaths().expect("its file").is_some(), "{found:?}");
+        assert_ne!(layout(python.0.id()).expect("its layout"), 0);
+    }
+
+    #[test]
+    fn a_process_without_an_interpreter_has_none() {
+        let other = Running::start(Command::new("sh").args(["-c", "echo ready; read _"]));
+        let found = locate(other.0.id(), &mut HashSet::new()).expect("a process of ours");
+        assert!(matches!(found, Located::None), "{found:?}");
+    }
+}
