@@ -131,7 +131,7 @@ impl Balloon {
         Self::of(available.checked_sub(kb).context("there is less already")?)
     }
 
-    /// Of so many kB.
+    /// A balloon of so many kB.
     pub(crate) fn of(kb: u64) -> Result<Self> {
         let balloon = Self(tempfile::tempdir()?);
         let folder = balloon.0.path().display();

@@ -2,14 +2,14 @@
 //!
 //! | module | whose objects it names | what proves it |
 //! |---|---|---|
-//! | [`rtti`] | C++ classes | the vtable, its `type_info`, and the class of that |
-//! | [`cpython`] | Python objects | the chain of types, which ends in `type` |
+//! | `rtti` | C++ classes | the vtable, its `type_info`, and the class of that |
+//! | `cpython` | Python objects | the chain of types, which ends in `type` |
 //! | [`cycles`] | (unreachable objects of CPython) | reference counts |
 //! | [`pymalloc`] | (blocks that are CPython's) | a pool's header and its free list |
-//! | [`shapes`] | buffers of strings, vectors, deques, hash tables | the object that points at them |
-//! | [`nodes`] | nodes of lists, maps and sets | links back, and the container's count |
-//! | [`text`] | C strings | they fill their blocks |
-//! | [`references`] | what one named block alone points at | all words of the image |
+//! | `shapes` | buffers of strings, vectors, deques, hash tables | the object that points at them |
+//! | `nodes` | nodes of lists, maps and sets | links back, and the container's count |
+//! | `text` | C strings | they fill their blocks |
+//! | `references` | what one named block alone points at | all words of the image |
 //!
 //! All that is read here is chosen by the process: names are bounded, and to be escaped where they
 //! are printed.

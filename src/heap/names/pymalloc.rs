@@ -178,6 +178,8 @@ impl Header {
 
 #[cfg(test)]
 mod tests {
+    use std::slice;
+
     use super::*;
     use crate::heap::names::memory::sample::{self, Sample};
 
@@ -189,7 +191,7 @@ mod tests {
         let used = touched - free.len() as u64;
         let first = free.first().map_or(0, |&number| place(number));
         sample.words(at, &[used, first, at, at, 2 << 32]);
-        sample.words(at + 40, &[HEADER + 48 * touched | (size - 48) << 32]);
+        sample.words(at + 40, &[(HEADER + 48 * touched) | ((size - 48) << 32)]);
         for (index, &number) in free.iter().enumerate() {
             let next = free.get(index + 1).map_or(0, |&number| place(number));
             sample.words(place(number), &[next]);
@@ -235,7 +237,8 @@ mod tests {
 
     #[test]
     fn what_does_not_agree_is_no_pool() {
-        let (_, none) = found(&arena(POOLS[0]), &[ARENA..ARENA + 0x10000]);
+        let managed = ARENA..ARENA + 0x10000;
+        let (_, none) = found(&arena(POOLS[0]), slice::from_ref(&managed));
         assert_eq!(none, Pools::default());
         let place = |number: u64| ARENA + HEADER + 48 * number;
         // A number too small, a free list with a loop, one that leaves the pool, and one within a block.

@@ -91,7 +91,7 @@ mod tests {
 
         let blocks: Vec<_> = (0..7).map(|number| (at(number), 0x30)).collect();
         let mut heap = sample::heap(&blocks);
-        heap.regions = vec![at(0)..at(0) + 0x1000];
+        heap.regions.push(at(0)..at(0) + 0x1000);
         let mut found = Vec::new();
         let holders = scan(&sample.made.image(), &heap, |place, target, source| {
             found.push((place, target, source));
