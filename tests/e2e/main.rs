@@ -30,6 +30,7 @@ mod mmapsnoop;
 mod oomkill;
 mod perfetto;
 mod pressure;
+mod python;
 mod readme;
 mod record;
 mod running;
@@ -78,6 +79,7 @@ fn main() -> ExitCode {
         mmapsnoop::tests(),
         oomkill::tests(),
         perfetto::tests(),
+        python::tests(),
         readme::tests(),
         record::tests(),
         running::tests(),

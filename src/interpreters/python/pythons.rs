@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::ffi::CString;
 use std::fs;
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
@@ -93,7 +94,15 @@ impl Pythons {
             Located::None => return Ok(Outcome::None),
             Located::Unknown(why) => return Ok(Outcome::Unknown(why)),
         };
-        if !self.probe(&python)? {
+        let is_seen = match self.probe(&python) {
+            Err(error) if is_refused(&error) => {
+                let why = "whose code objects die unseen, as the kernel wants CAP_SYS_ADMIN for uprobes, \
+                           which is given up here";
+                return Ok(Outcome::Unknown(why.to_owned()));
+            }
+            other => other?,
+        };
+        if !is_seen {
             let why = "whose code objects die unseen".to_owned();
             return Ok(Outcome::Unknown(why));
         }
@@ -134,6 +143,12 @@ impl Pythons {
             self.said.insert(why);
         }
     }
+}
+
+/// Whether the kernel does not permit it.
+fn is_refused(error: &anyhow::Error) -> bool {
+    let cause = error.root_cause().downcast_ref::<io::Error>();
+    cause.is_some_and(|cause| cause.kind() == io::ErrorKind::PermissionDenied)
 }
 
 /// What became of a search.

@@ -1,0 +1,246 @@
+//! Frames of Python in user stacks, against what Python itself says of each block's place.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use memtools::host::capabilities;
+use serde_json::Value;
+
+use crate::harness::{self, Ended, Tool, Workload};
+
+/// All of these tests.
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "python":
+        frames_are_those_that_python_has [Host],
+        frames_of_a_command_are_known_from_its_first_block [Host],
+        frames_are_in_text_and_in_folded_lines [Host],
+        other_tools_have_them_too [Host],
+        native_frames_are_left_when_asked_for [Host],
+    }
+}
+
+/// The bytes of each block of the workload.
+const BYTES: &str = "1009";
+
+/// The arguments by which memleak tells of each of the workload's blocks where it was allocated.
+const EACH_BLOCK: [&str; 10] = [
+    "-j", "-a", "-o", "0", "-T", "100000", "-z", BYTES, "-Z", BYTES,
+];
+
+fn script() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload/frames.py")
+}
+
+/// A frame of Python: the function, its file and the line.
+type Place = (String, String, u64);
+
+/// The frames of each block, by its address, as the workload has noted them.
+fn truth(path: &Path) -> Result<HashMap<u64, Vec<Place>>> {
+    let blocks: HashMap<String, Vec<Place>> = serde_json::from_str(&fs::read_to_string(path)?)?;
+    let blocks = blocks.into_iter();
+    blocks
+        .map(|(address, frames)| Ok((address.parse()?, frames)))
+        .collect()
+}
+
+fn has_loop(frame: &Value) -> bool {
+    frame["symbol"]
+        .as_str()
+        .is_some_and(|symbol| symbol.starts_with("_PyEval_EvalFrameDefault"))
+}
+
+fn is_python(frame: &&Value) -> bool {
+    frame["kind"] == "python"
+}
+
+/// The frames of Python of a stack, if there is nothing else that is odd about it.
+fn places(stack: &Value) -> Result<Vec<Place>> {
+    let frames = stack["user_frames"].as_array().context("no frames")?;
+    ensure!(
+        !frames.iter().any(has_loop),
+        "the interpreter's loop is left in {stack}"
+    );
+    let outermost = frames.last().and_then(|frame| frame["symbol"].as_str());
+    ensure!(
+        stack["truncated"].is_null() && matches!(outermost, Some("_start" | "clone3" | "__clone3")),
+        "not complete: {stack}"
+    );
+    let places = frames.iter().filter(is_python).map(|frame| {
+        let text = |field: &str| frame[field].as_str().map(str::to_owned);
+        Some((text("symbol")?, text("file")?, frame["line"].as_u64()?))
+    });
+    places
+        .collect::<Option<_>>()
+        .with_context(|| format!("a frame without a name: {stack}"))
+}
+
+/// Compares every block that the workload noted.
+fn expect_exact(ended: &Ended, truth: &HashMap<u64, Vec<Place>>) -> Result<()> {
+    let objects = ended.objects()?;
+    let of = |kind: &'static str| objects.iter().filter(move |row| row["type"] == kind);
+    let stacks: HashMap<&str, &Value> = of("stack")
+        .filter_map(|row| Some((row["stack_id"].as_str()?, row)))
+        .collect();
+    let blocks: HashMap<u64, &str> = of("allocation")
+        .filter_map(|row| {
+            let address = row["address"].as_str()?.strip_prefix("0x")?;
+            Some((
+                u64::from_str_radix(address, 16).ok()?,
+                row["stack_id"].as_str()?,
+            ))
+        })
+        .collect();
+    ensure!(truth.len() > 1000, "{}", truth.len());
+    for (address, frames) in truth {
+        let id = blocks
+            .get(address)
+            .with_context(|| format!("no block at {address:#x}"))?;
+        let stack = stacks.get(id).with_context(|| format!("no stack {id}"))?;
+        let found = places(stack)?;
+        ensure!(
+            found == *frames,
+            "found {found:?}, not {frames:?}, in {stack}"
+        );
+    }
+    Ok(())
+}
+
+fn frames_are_those_that_python_has() -> Result<()> {
+    let folder = harness::scratch()?;
+    let path = folder.path().join("truth");
+    let mut workload = Workload::spawn(Command::new("python3").arg(script()).arg(&path))?;
+    let pid = workload.pid();
+    let mut tool = Tool::start("memleak", &[&EACH_BLOCK[..], &["-p", &pid]].concat())?;
+    tool.wait_for("allocator: ")?;
+    workload.work()?;
+    let ended = tool.interrupt()?;
+    workload.finish()?;
+    expect_exact(&ended, &truth(&path)?)
+}
+
+/// A program that takes one block and ends, before anybody could have looked at it.
+fn frames_of_a_command_are_known_from_its_first_block() -> Result<()> {
+    let folder = harness::scratch()?;
+    let script = folder.path().join("one.py");
+    let source =
+        format!("import ctypes\ndef one():\n    ctypes.CDLL(None).malloc({BYTES})\none()\n");
+    fs::write(&script, source)?;
+    let command = format!("python3 {}", script.display());
+    let ended = harness::run("memleak", &[&EACH_BLOCK[..], &["-c", &command]].concat())?;
+    let objects = ended.objects()?;
+    let file = script.display().to_string();
+    let expected =
+        [("one", 3), ("<module>", 4)].map(|(name, line)| (name.to_owned(), file.clone(), line));
+    let mut found = objects
+        .iter()
+        .filter(|row| row["type"] == "stack")
+        .map(places);
+    ensure!(
+        found.any(|found| found.is_ok_and(|found| found == expected)),
+        "{ended:?}"
+    );
+    Ok(())
+}
+
+fn frames_are_in_text_and_in_folded_lines() -> Result<()> {
+    let folder = harness::scratch()?;
+    let path = folder.path().join("truth");
+    for (folded, expected) in [
+        (&[][..], "größe_函数 (frames.py:"),
+        (&["--folded"], ";größe_函数 (frames.py:"),
+    ] {
+        let mut workload = Workload::spawn(Command::new("python3").arg(script()).arg(&path))?;
+        let pid = workload.pid();
+        let args = [
+            "-o", "0", "-T", "100000", "-z", BYTES, "-Z", BYTES, "-p", &pid,
+        ];
+        let mut tool = Tool::start("memleak", &[&args, folded].concat())?;
+        tool.wait_for("allocator: ")?;
+        workload.work()?;
+        let ended = tool.interrupt()?;
+        workload.finish()?;
+        ensure!(ended.stdout.contains(expected), "{ended:?}");
+    }
+    Ok(())
+}
+
+/// By page faults, and by calls of brk(2) and mmap(2). The tools may have no uprobe where the kernel wants CAP_SYS_ADMIN
+/// for one and they have given it up: they say so.
+fn other_tools_have_them_too() -> Result<()> {
+    const PROGRAM: &str = "import mmap, os, sys\n\
+                           print('ready', os.getpid(), flush=True)\n\
+                           sys.stdin.readline()\n\
+                           def grow():\n    kept.append(bytearray(100000))\n\
+                           def take():\n    area = mmap.mmap(-1, 40960)\n    area[0] = 1\n    return area\n\
+                           kept = []\n\
+                           for _ in range(101): grow()\n\
+                           areas = [take() for _ in range(23)]\n\
+                           print('done', flush=True)\n\
+                           sys.stdin.readline()\n";
+    let permitted = capabilities::perf_events_want_sys_admin();
+    for (name, args, function) in [
+        ("faults", &["-f"][..], "take"),
+        ("brkstack", &["-f"], "grow"),
+        ("mmapsnoop", &["--json", "--stack"], "take"),
+    ] {
+        let mut workload = Workload::spawn(Command::new("python3").args(["-c", PROGRAM]))?;
+        let pid = workload.pid();
+        let mut tool = Tool::start(name, &[args, &["-p", &pid]].concat())?;
+        tool.wait_for("racing")?;
+        workload.work()?;
+        let ended = tool.interrupt()?;
+        workload.finish()?;
+        let expected = if name == "mmapsnoop" {
+            format!("\"symbol\":\"{function}\"")
+        } else {
+            format!(";{function} (<string>:")
+        };
+        let refused = "die unseen, as the kernel wants CAP_SYS_ADMIN for uprobes";
+        ensure!(
+            ended.stdout.contains(&expected) == permitted,
+            "{name}: {ended:?}"
+        );
+        ensure!(
+            ended.stderr.contains(refused) != permitted,
+            "{name}: {ended:?}"
+        );
+    }
+    Ok(())
+}
+
+fn native_frames_are_left_when_asked_for() -> Result<()> {
+    let folder = harness::scratch()?;
+    let path = folder.path().join("truth");
+    let frames = |option: &str| -> Result<(usize, usize)> {
+        let mut workload = Workload::spawn(Command::new("python3").arg(script()).arg(&path))?;
+        let pid = workload.pid();
+        let mut tool = Tool::start(
+            "memleak",
+            &[&EACH_BLOCK[..], &[option, "-p", &pid]].concat(),
+        )?;
+        tool.wait_for("allocator: ")?;
+        workload.work()?;
+        let objects = tool.interrupt()?.objects()?;
+        workload.finish()?;
+        let all = objects
+            .iter()
+            .filter_map(|row| row["user_frames"].as_array())
+            .flatten();
+        let all: Vec<_> = all.collect();
+        let python = all.iter().copied().filter(is_python).count();
+        Ok((python, all.len() - python))
+    };
+    let (python, native) = frames("--interpreters=auto")?;
+    let (as_many, with_loops) = frames("--native-frames")?;
+    ensure!(
+        python > 1000 && as_many > 1000 && with_loops > native,
+        "{python} and {native}, {as_many} and {with_loops}"
+    );
+    let (none, _) = frames("--interpreters=off")?;
+    ensure!(none == 0, "{none}");
+    Ok(())
+}
