@@ -50,9 +50,14 @@ fn run(wanted: impl Fn(&str) -> bool) -> Result<usize> {
     let folder = harness::scratch()?;
     let old = folder.path().join("old.pb.gz").display().to_string();
     harness::run("memleak", &["-o", "0", "-c", &program, "--pprof", &old])?;
+    let truth = folder.path().join("types").display().to_string();
+    let mut with_heap = Workload::start("types-stripped", &["23", &truth])?;
+    with_heap.work()?;
     let mut ran = 0;
     for command in commands().into_iter().filter(|command| wanted(command)) {
+        let looks_once = LOOK_ONCE.iter().any(|option| command.contains(option));
         let words = command.split(' ').map(|word| match word {
+            "PID" if looks_once => with_heap.pid(),
             "PID" => target.pid(),
             "PID,PID" => format!("{},{}", target.pid(), other.pid()),
             "PATH" => cgroup.path().display().to_string(),
@@ -80,10 +85,7 @@ fn run(wanted: impl Fn(&str) -> bool) -> Result<usize> {
             continue;
         }
         let mut tool = Tool::start(&words[0], &args)?;
-        if LOOK_ONCE
-            .iter()
-            .any(|option| words.iter().any(|word| word == option))
-        {
+        if looks_once {
             let ended = tool.end()?;
             ensure!(ended.status.success(), "{command}: {ended:?}");
             ran += 1;
