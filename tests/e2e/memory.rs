@@ -38,8 +38,9 @@ pub(crate) fn tests() -> Vec<Trial> {
 /// them. Unwind tables come on top: of the processes that there are.
 const MAPS_KIB: [u64; 2] = [5 << 10, 10 << 10];
 
-/// What a tool may have set aside in the kernel in all before any event, without stacks and with them.
-const KERNEL_KIB: [u64; 2] = [5 << 10, 10 << 10];
+/// What a tool may have set aside in the kernel in all before any event, without stacks and with them: 11,912 KiB were
+/// seen, of which 2.1 MiB are for functions of Python.
+const KERNEL_KIB: [u64; 2] = [5 << 10, 13 << 10];
 
 /// Starts a tool until it says that it traces; its peak of resident memory is no more than that.
 fn needs_no_more(tool: &str, args: &[&str], ready: &str, most_kib: u64) -> Result<()> {
