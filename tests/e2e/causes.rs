@@ -1,21 +1,18 @@
 //! memtriage on machines with one trouble each, of which the cause is known: the first finding names it, and --who
 //! the code.
 
-use std::fs::{self, File};
-use std::path::PathBuf;
+use std::fs;
 use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
-use memmap2::Mmap;
-use nix::sys::mman::{MlockAllFlags, mlockall, munlockall};
 use serde_json::{Value, json};
 
-use crate::harness::{self, Workload, eventually, tool};
+use crate::harness::{self, Workload, eventually};
 use crate::memtriage::{answer, memory_total, of_type, part, sum_by, triage, triage_of};
-use crate::pressure::{Balloon, Group, Setting, Swap, folder_on_disk, shell, vmstat};
+use crate::pressure::{Balloon, Group, Setting, folder_on_disk, vmstat};
 
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "causes":
@@ -30,8 +27,6 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_file_larger_than_its_cache [Guest, Disk],
         a_file_larger_than_memory [Guest, Disk],
         a_process_that_leaks [Guest],
-        a_process_larger_than_memory [Guest],
-        a_process_larger_than_memory_with_zswap [Guest, Zswap],
         pages_that_are_copied_after_a_fork [Guest],
         segments_that_nobody_has [Guest],
         a_file_without_a_name_that_grows [Guest],
@@ -296,73 +291,6 @@ fn a_process_that_leaks() -> Result<()> {
     let ended = harness::run("memleak", &["-p", &pid, "2", "1"])?;
     ensure!(ended.stdout.contains("take_more"), "{ended:?}");
     Ok(())
-}
-
-/// A process that writes to more pages than there is memory for, again and again.
-fn a_process_larger_than_memory() -> Result<()> {
-    storm_of_swap()?;
-    Ok(())
-}
-
-fn a_process_larger_than_memory_with_zswap() -> Result<()> {
-    let _zswap = Setting::zswap()?;
-    let objects = storm_of_swap()?;
-    let table = of_type(&objects, "accounting")[0];
-    ensure!(part(table, "zswap and zram")? > 16 << 20, "{table}");
-    Ok(())
-}
-
-/// What is printed of a machine whose memory goes to swap and comes back.
-fn storm_of_swap() -> Result<Vec<Value>> {
-    let _swap = Swap::on("512M")?;
-    let _observers = Locked::files(&[
-        tool("memtriage"),
-        tool("faults"),
-        tool("swapin"),
-        "/bin/busybox".into(),
-    ])?;
-    shell("sync && echo 3 >/proc/sys/vm/drop_caches")?;
-    let _balloon = Balloon::leaving(100 << 10)?;
-    let mut thrash = Workload::start("thrash", &["80021", "1000003"])?;
-    let read_back =
-        || -> Result<u64> { Ok(vmstat("pswpin")? + vmstat("zswpin").unwrap_or_default()) };
-    let before = read_back()?;
-    thrash.go()?;
-    eventually("pages are read back", || Ok(read_back()? > before + 10_007))?;
-    let (objects, _) = triage(&["--who", "3"])?;
-    let (finding, evidence) = foremost(&objects, "swap-in")?;
-    let by = format!("; most by thrash (pid {}), ", thrash.pid());
-    ensure!(evidence.contains(&by), "{evidence}");
-    ensure!(finding["next"] == "swapin -s -d 10", "{finding}");
-    expect_all_accounted_for(&objects)?;
-    sum_by(answer(&objects, "swap-in")?, "write_pages")?;
-    let ended = harness::run("swapin", &["-s", "-j", "-d", "2"])?;
-    ensure!(ended.stdout.contains("\"comm\":\"thrash\""), "{ended:?}");
-    Ok(objects)
-}
-
-/// This process and files that stay in memory until this is dropped. A guest's files are in memory, too, and go to
-/// swap like that of processes: a guest of 6.12 did not go on when those of the test and of the tools went.
-struct Locked(#[expect(dead_code, reason = "held")] Vec<Mmap>);
-
-impl Locked {
-    fn files(paths: &[PathBuf]) -> Result<Self> {
-        mlockall(MlockAllFlags::MCL_CURRENT)?;
-        let maps = paths.iter().map(|path| {
-            let file = File::open(path).with_context(|| path.display().to_string())?;
-            // SAFETY: nobody writes to programs.
-            let map = unsafe { Mmap::map(&file)? };
-            map.lock()?;
-            Ok(map)
-        });
-        Ok(Self(maps.collect::<Result<_>>()?))
-    }
-}
-
-impl Drop for Locked {
-    fn drop(&mut self) {
-        let _ = munlockall();
-    }
 }
 
 fn pages_that_are_copied_after_a_fork() -> Result<()> {
