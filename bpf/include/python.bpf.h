@@ -57,7 +57,7 @@ static __always_inline int python_end_group(struct python_slot *slot, __u64 anch
 	return 1;
 }
 
-/* The same where it is anchored by the current _PyCFrame, and the caller's is the next. */
+/* Ends a group whose anchor is the current _PyCFrame; the caller's is current then. */
 static __noinline int python_end_cframe(struct python_slot *slot)
 {
 	int room = python_end_group(slot, slot->cframe);

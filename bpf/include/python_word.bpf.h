@@ -171,7 +171,7 @@ static __always_inline __u64 python_field(struct python_slot *slot, __u64 at, __
 	return *(__u64 *)(slot->window + offset);
 }
 
-/* The same of what was read beside it. */
+/* A word of what was read beside the window. */
 static __always_inline __u64 python_near(struct python_slot *slot, __u64 field)
 {
 	barrier_var(field);

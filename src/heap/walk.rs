@@ -40,7 +40,7 @@ impl Walked {
     /// is, with the reason in its coverage.
     ///
     /// # Errors
-    /// Those of [`Request::take`].
+    /// If no image can be taken, as [`Request::take`] says.
     pub fn take(request: &Request, tool: &str) -> Result<Self> {
         let mut walked = Self::of(request.take(tool)?);
         for _ in 1..TRIES {

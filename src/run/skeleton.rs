@@ -48,7 +48,7 @@ impl StackRoom {
         }
     }
 
-    /// The same room if stacks are wanted, else none.
+    /// This room if stacks are wanted, else none.
     #[must_use]
     pub fn if_wanted(self, wanted: bool) -> Self {
         if wanted { self } else { Self::NONE }

@@ -81,7 +81,7 @@ fn expect_blocks(kind: &str) -> Result<Value> {
     expect_blocks_of(command.args(["7", "20011", kind]))
 }
 
-/// The same of a command that has the recorder before its malloc.
+/// Compares every block of a command that has the recorder before its malloc. Returns the head of the report.
 fn expect_blocks_of(command: &mut Command) -> Result<Value> {
     let folder = harness::scratch()?;
     let record = folder.path().join("record");

@@ -74,7 +74,7 @@ impl Pages {
         Ok(runs)
     }
 
-    /// The same by the 64 bits that the kernel tells of each page.
+    /// Adds the wanted pages of a range, by the 64 bits that /proc/PID/pagemap has of each page.
     fn read(&self, range: Range<u64>, wanted: Wanted, runs: &mut Runs) -> io::Result<()> {
         const PAGES_AT_ONCE: u64 = 1 << 16;
         let (mut page, end) = (range.start / PAGE, range.end / PAGE);

@@ -113,7 +113,7 @@ impl Locations<'_> {
         None
     }
 
-    /// The same with the sign in bit 0.
+    /// A number as [`Self::unsigned`] reads it, whose bit 0 is the sign.
     fn signed(&mut self) -> Option<i64> {
         let number = self.unsigned()?;
         let size = i64::from(number >> 1);
