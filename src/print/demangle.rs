@@ -10,7 +10,12 @@ use crate::print::text::{self, MAX_NAME};
 
 /// The name as it is in the source, as far as it is shown; or as it is, if it is not mangled.
 pub fn demangle(name: &str) -> Cow<'_, str> {
-    if let Ok(rust) = rustc_demangle::try_demangle(name) {
+    // Rust's older mangling is that of a C++ variable, but for the hash in the end.
+    let may_be_rust = name.starts_with("_R") || name.contains("17h");
+    if let Some(rust) = may_be_rust
+        .then(|| rustc_demangle::try_demangle(name).ok())
+        .flatten()
+    {
         return Cut::of(|cut| write!(cut, "{rust:#}")).map_or(name.into(), Cow::Owned);
     }
     if !name.starts_with("_Z") && !name.starts_with("___Z") && !name.starts_with("_GLOBAL_") {
@@ -60,6 +65,10 @@ mod tests {
     fn names_as_in_the_source() {
         assert_eq!(demangle("_ZN3foo3barEi"), "foo::bar(int)");
         assert_eq!(demangle("_RNvC6_123foo3bar"), "123foo::bar");
+        assert_eq!(
+            demangle("_ZN12_GLOBAL__N_15cacheE"),
+            "(anonymous namespace)::cache"
+        );
         assert_eq!(
             demangle("_ZN4core3fmt5Write9write_str17h0123456789abcdefE"),
             "core::fmt::Write::write_str"
