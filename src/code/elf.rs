@@ -104,6 +104,26 @@ pub fn functions(file: &File, wanted: impl Fn(&str, bool) -> bool) -> Result<Vec
     Ok(functions)
 }
 
+/// Where the first page that is loaded of a file is in the file's own address space.
+fn first_page(elf: &Elf) -> Result<u64> {
+    let loaded = elf.segments.iter().filter(|segment| segment.is_loaded());
+    let first = loaded.map(|segment| segment.address & !0xfff).min();
+    first.context("nothing of the file is loaded")
+}
+
+/// Bytes of memory that a 64-bit file is loaded into, from the first page to the end of its last segment, zeros that
+/// the file does not have (bss) included.
+///
+/// # Errors
+/// If it is no 64-bit ELF file, or one that is over the limits.
+pub fn loaded_bytes(file: &File) -> Result<u64> {
+    let elf = Elf::read(file)?.expect_64_bit()?;
+    let first = first_page(&elf)?;
+    let loaded = elf.segments.iter().filter(|segment| segment.is_loaded());
+    let end = loaded.map(|segment| segment.address.saturating_add(segment.memory_size));
+    Ok(end.max().unwrap_or(first).saturating_sub(first))
+}
+
 /// The variables that hold each of these places of a 64-bit file's data, by symbol, with how far into them the
 /// place is. A place is an address less that at which the file's first byte is mapped.
 ///
@@ -113,9 +133,7 @@ pub fn variables(file: &File, places: &BTreeSet<u64>) -> Result<HashMap<u64, (St
     /// Bytes of a name that are read.
     const NAME: u64 = 512;
     let elf = Elf::read(file)?.expect_64_bit()?;
-    let loaded = elf.segments.iter().filter(|segment| segment.is_loaded());
-    let first = loaded.map(|segment| segment.address & !0xfff).min();
-    let first = first.context("nothing of the file is loaded")?;
+    let first = first_page(&elf)?;
     let mut found = HashMap::new();
     for kind in [raw::SHT_SYMTAB, raw::SHT_DYNSYM] {
         let Some((table, names)) = elf.symbol_table(kind) else {
@@ -305,6 +323,40 @@ mod tests {
     fn we_are_native_and_not_go() {
         assert!(is_native(&own_program()).expect("an ELF header"));
         assert!(!is_go(&own_program()));
+    }
+
+    #[test]
+    fn a_program_is_loaded_up_to_the_end_of_its_bss() {
+        let program = own_program();
+        let bytes = loaded_bytes(&program).expect("our program");
+        assert_eq!(Some(bytes), loaded_ends().into_iter().max());
+    }
+
+    /// Where readelf says that each segment of our program ends.
+    fn loaded_ends() -> Vec<u64> {
+        let read = std::process::Command::new("readelf")
+            .arg("-lW")
+            .arg(std::env::current_exe().expect("our program"))
+            .output();
+        let read = String::from_utf8(read.expect("binutils").stdout).expect("text");
+        let loads = read
+            .lines()
+            .filter_map(|line| line.trim().strip_prefix("LOAD"));
+        let number =
+            |text: &str| u64::from_str_radix(text.trim_start_matches("0x"), 16).expect("hex");
+        let segments: Vec<_> = loads
+            .map(|load| {
+                load.split_whitespace()
+                    .map(str::to_owned)
+                    .collect::<Vec<_>>()
+            })
+            .map(|field| (number(&field[1]), number(&field[4])))
+            .collect();
+        let first = segments[0].0 & !0xfff;
+        segments
+            .iter()
+            .map(|(address, bytes)| address + bytes - first)
+            .collect()
     }
 
     #[test]

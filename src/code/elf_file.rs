@@ -85,6 +85,8 @@ pub(crate) struct Segment {
     pub(crate) file_offset: u64,
     /// Bytes of it that are in the file.
     pub(crate) size: u64,
+    /// Bytes of it in memory: those behind what is in the file begin as zeros (bss).
+    pub(crate) memory_size: u64,
 }
 
 /// A section of an ELF file, whose place in the file does not wrap.
@@ -157,6 +159,7 @@ impl<'a> Elf<'a> {
             address: header.p_vaddr(endian).into(),
             file_offset: header.p_offset(endian).into(),
             size: header.p_filesz(endian).into(),
+            memory_size: header.p_memsz(endian).into(),
         });
         Ok(Self {
             source,

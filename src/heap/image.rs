@@ -10,6 +10,7 @@ use anyhow::{Context, Result, ensure};
 use memmap2::MmapMut;
 
 use crate::heap::area::Area;
+use crate::heap::kernel::Kept;
 use crate::heap::page_table::{PAGE, PageTable};
 
 /// A process, as it stood still.
@@ -27,6 +28,8 @@ pub struct Image {
     pub paused: Duration,
     /// Bytes among those copied that the kernel refused to read, and are zeros.
     pub unread: u64,
+    /// Words of it that the kernel keeps, if they have been asked for.
+    pub kept: Vec<Kept>,
     pub(super) memory: Memory,
 }
 

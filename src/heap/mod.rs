@@ -16,6 +16,7 @@
 //! | [`names`] | the types of blocks: C++ classes, Python objects, strings, containers |
 //! | [`mallocng`] | the heap of musl's malloc |
 //! | [`page_table`] | a number for each page of an address space |
+//! | [`kernel`] | words that the kernel keeps for a process |
 //! | [`roots`] | where references begin, and what those places are |
 //! | [`reach`] | which blocks can be reached, and by which chain |
 
@@ -24,6 +25,7 @@ pub mod blocks;
 pub mod capture;
 pub mod glibc;
 pub mod image;
+pub mod kernel;
 pub mod mallocng;
 pub mod names;
 pub mod page_table;

@@ -2,8 +2,10 @@
 //!
 //! Every word in a block that is an address in another block is a reference, of 4 bytes here. From the
 //! [roots] a first flood follows references to the start of blocks, a second one those into
-//! their middle as well; what neither reaches is lost. Both go in breadth, so that the chain which a
-//! block was reached by is a shortest one.
+//! their middle as well; what neither reaches, nor a reference in another form (`disguised`), is lost.
+//! Floods go in breadth, so that the chain which a block was reached by is a shortest one.
+
+mod disguised;
 
 use crate::heap::blocks::Heap;
 use crate::heap::image::Image;
@@ -26,7 +28,8 @@ pub enum Class {
     Unreachable,
     /// Only a lost block refers to it.
     Via,
-    /// There is a chain, but somewhere a word refers to the middle of a block, as those of some programs do.
+    /// There is a chain, but somewhere a word refers to the middle of a block, as those of some programs do, or
+    /// one is not a plain word.
     Interior,
     /// There is a chain of references to the start of blocks.
     Reachable,
@@ -55,6 +58,11 @@ impl References {
         let at = block as usize;
         &self.to[self.begin[at] as usize..self.begin[at + 1] as usize]
     }
+
+    /// The block that one of a block's references is to, by the number of the reference.
+    fn block(&self, block: u32, number: usize) -> u32 {
+        self.to[self.begin[block as usize] as usize + number] & !MIDDLE
+    }
 }
 
 impl Reach {
@@ -74,6 +82,7 @@ impl Reach {
         reach.roots = found.iter().map(|&(root, _)| root).collect();
         reach.flood(&found, Class::Reachable);
         reach.flood(&found, Class::Interior);
+        reach.flood_disguised(image, heap);
         reach.gather_lost();
         reach
     }
@@ -292,14 +301,13 @@ fn roots_found(image: &Image, heap: &Heap, count: usize) -> Vec<(Root, u32)> {
             found.push((root, to));
         }
     };
-    let mut start = 0;
-    let skipped = roots::not_roots(image, heap);
-    let end = u64::MAX..u64::MAX;
-    for skip in skipped.into_iter().chain([end]) {
-        for (address, word) in image.words(start..skip.start.max(start)) {
+    for range in roots::ranges(&roots::not_roots(image, heap)) {
+        for (address, word) in image.words(range) {
             look(Root::Memory(address), word);
         }
-        start = skip.end;
+    }
+    for (number, kept) in (0..).zip(&image.kept) {
+        look(Root::Kernel(number), kept.word);
     }
     for (number, thread) in (0..).zip(&image.threads) {
         for (name, word) in thread.words() {
@@ -321,13 +329,14 @@ mod tests {
     use crate::heap::blocks::{Block, Coverage};
     use crate::heap::image::Thread;
     use crate::heap::image::made::Made;
+    use crate::heap::kernel::Kept;
 
     const HEAP: u64 = 0x10_0000;
-    const GLOBALS: u64 = 0x60_0000;
+    pub(super) const GLOBALS: u64 = 0x60_0000;
     const CODE: u64 = 0x50_0000;
 
     /// A process with a program's data, and a heap with a block of 64 bytes at each multiple of 256.
-    fn process() -> Made {
+    pub(super) fn process() -> Made {
         let mut made = Made::default();
         made.map(HEAP..HEAP + 0x10_0000, "rw-p 00000000 00:00 0 [heap]");
         made.map(CODE..CODE + 0x1000, "r--p 00000000 fe:00 7 /bin/app");
@@ -335,11 +344,11 @@ mod tests {
         made
     }
 
-    fn block(number: u64) -> u64 {
+    pub(super) fn block(number: u64) -> u64 {
         HEAP + 256 * number
     }
 
-    fn heap(blocks: u64) -> Heap {
+    pub(super) fn heap(blocks: u64) -> Heap {
         let blocks = (0..blocks).map(|number| Block {
             address: block(number),
             size: 64,
@@ -480,6 +489,24 @@ mod tests {
             (name(0), name(1), name(2)),
             (Some("r12"), Some("vector"), None)
         );
+    }
+
+    #[test]
+    fn the_kernel_holds_what_it_gives_back() {
+        let mut image = process().image();
+        image.kept = vec![Kept {
+            what: "sigev_value of timer",
+            number: 3,
+            word: block(0),
+        }];
+        let heap = heap(2);
+        let reach = Reach::new(&image, &heap);
+        let place = Place::Kernel {
+            what: "sigev_value of timer",
+            number: 3,
+        };
+        assert_eq!(origin(&image, &reach, 0), Some((place, vec![])));
+        assert_eq!(origin(&image, &reach, 1), None);
     }
 
     #[test]

@@ -1,9 +1,10 @@
 //! Where a program's references begin: the words outside of its blocks that it can still read.
 //!
-//! Roots are the registers, vectors included, of every thread, and all memory that was copied except
+//! Roots are the registers, vectors included, of every thread, words that the kernel keeps, and all memory that was copied except
 //! what nobody reads any more, or what only an allocator does. Whatever is wrongly taken for a root hides a
 //! lost block, whatever is wrongly left out invents one: in doubt, memory is a root.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
 use crate::heap::blocks::Heap;
@@ -19,8 +20,8 @@ const CONTROL_BLOCK_WITHIN: u64 = 16 << 10;
 const KEPT_OF_CONTROL_BLOCK: u64 = 64;
 /// Bytes of glibc's `struct pthread`, of which the control block is the beginning, rounded up.
 const PTHREAD_BYTES: u64 = 0x900;
-/// How far below a thread's control block its static thread-local storage is looked for, to name it.
-const TLS_WITHIN: u64 = 4096;
+/// Modules with thread-local storage that are looked at of a thread.
+const MODULES: u64 = 4096;
 
 /// A word outside of blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,6 +30,8 @@ pub enum Root {
     Memory(u64),
     /// In a register of the thread with this place in [`Image::threads`].
     Register(u32, &'static str),
+    /// In the kernel, with this place in [`Image::kept`].
+    Kernel(u32),
 }
 
 /// What a root is, for a reader. Paths are as in /proc/PID/maps: not escaped.
@@ -62,6 +65,13 @@ pub enum Place {
         /// The address less that at which the file's first byte is mapped.
         offset: u64,
     },
+    /// In the kernel.
+    Kernel {
+        /// What has it: `sigev_value of timer`.
+        what: &'static str,
+        /// The number of that.
+        number: u32,
+    },
     /// Other memory: the start of its mapping, how far in, and its name, if it has one.
     Other {
         /// Where the mapping starts.
@@ -80,7 +90,7 @@ impl Place {
         match self {
             Self::Module { .. } => 0,
             Self::ThreadLocal { .. } => 1,
-            Self::Other { .. } => 2,
+            Self::Other { .. } | Self::Kernel { .. } => 2,
             Self::Stack { .. } => 3,
             Self::Register { .. } => 4,
         }
@@ -111,6 +121,13 @@ pub fn not_roots(image: &Image, heap: &Heap) -> Vec<Range<u64>> {
     }
     merged.shrink_to_fit();
     merged
+}
+
+/// All addresses but those of `not_roots`, in order.
+pub fn ranges(not_roots: &[Range<u64>]) -> impl Iterator<Item = Range<u64>> {
+    let starts = [0].into_iter().chain(not_roots.iter().map(|skip| skip.end));
+    let ends = not_roots.iter().map(|skip| skip.start).chain([u64::MAX]);
+    starts.zip(ends).map(|(start, end)| start..end)
 }
 
 /// The part of a thread's stack that it has returned from. A stack pointer in memory that may hold other stacks, too,
@@ -173,79 +190,136 @@ fn ended_stacks(image: &Image) -> Vec<Range<u64>> {
     ended
 }
 
-/// What a root is.
+/// What a root is. Memory without a file that touches a file's is told as that file's bss: [`Modules::place`] knows better.
 pub fn place(image: &Image, root: Root) -> Place {
-    let address = match root {
-        Root::Memory(address) => address,
-        Root::Register(thread, name) => {
-            let tid = image
-                .threads
-                .get(thread as usize)
-                .map_or(0, |thread| thread.tid);
-            return Place::Register { tid, name };
-        }
-    };
-    place_of_thread(image, address).unwrap_or_else(|| place_of_area(image, address))
+    Modules::default().place(image, root)
+}
+
+/// How many bytes of memory files are loaded into, by their paths in the image
+/// ([`elf::loaded_bytes`](crate::code::elf::loaded_bytes)).
+#[derive(Debug, Clone, Default)]
+pub struct Modules(pub HashMap<Vec<u8>, u64>);
+
+impl Modules {
+    /// What a root is. What lies behind a module's bss is not that module's, even where the kernel has joined it with
+    /// the bss in one mapping.
+    pub fn place(&self, image: &Image, root: Root) -> Place {
+        let address = match root {
+            Root::Memory(address) => address,
+            Root::Register(thread, name) => {
+                let thread = image.threads.get(thread as usize);
+                let tid = thread.map_or(0, |thread| thread.tid);
+                return Place::Register { tid, name };
+            }
+            Root::Kernel(at) => {
+                let kept = image.kept.get(at as usize);
+                let (what, number) = kept.map_or(("", 0), |kept| (kept.what, kept.number));
+                return Place::Kernel { what, number };
+            }
+        };
+        let of_thread = || place_of_thread(image, address);
+        let of_module = || place_of_module(image, address).filter(|place| self.has(place));
+        of_thread()
+            .or_else(of_module)
+            .unwrap_or_else(|| place_of_area(image, address))
+    }
+
+    fn has(&self, place: &Place) -> bool {
+        let Place::Module { path, offset } = place else {
+            return false;
+        };
+        self.0.get(path).is_none_or(|bytes| offset < bytes)
+    }
 }
 
 fn place_of_thread(image: &Image, address: u64) -> Option<Place> {
     let area = image.area(address)?;
-    let range = &area.mapping.range;
     let from = |base: u64| address.wrapping_sub(base).cast_signed();
-    for thread in &image.threads {
-        let (pointer, tid) = (thread.thread_pointer, thread.tid);
-        let own = pointer.saturating_sub(TLS_WITHIN)..pointer.saturating_add(PTHREAD_BYTES);
-        if pointer != 0 && own.contains(&address) && area.is_private_memory() {
-            let offset = from(pointer);
-            return Some(Place::ThreadLocal { tid, offset });
-        }
-        let stack = thread.stack_pointer.saturating_sub(RED_ZONE);
-        if range.contains(&thread.stack_pointer) && address >= stack {
-            let offset = from(thread.stack_pointer);
-            return Some(Place::Stack { tid, offset });
-        }
+    let of = |thread: &&Thread| {
+        let own = own_storage(image, thread);
+        own.is_some_and(|own| own.contains(&address))
+    };
+    if let Some(thread) = image.threads.iter().find(of) {
+        return Some(Place::ThreadLocal {
+            tid: thread.tid,
+            offset: from(thread.thread_pointer),
+        });
     }
-    None
+    // Of several stacks in a mapping, as of coroutines, it is the one that begins closest below.
+    let red_zone = |thread: &Thread| thread.stack_pointer.saturating_sub(RED_ZONE);
+    let stacks = image.threads.iter().filter(|thread| {
+        area.mapping.range.contains(&thread.stack_pointer) && red_zone(thread) <= address
+    });
+    stacks
+        .max_by_key(|thread| thread.stack_pointer)
+        .map(|thread| Place::Stack {
+            tid: thread.tid,
+            offset: from(thread.stack_pointer),
+        })
+}
+
+/// A thread's own storage: from the lowest block of its modules' static storage, which are below its control block, to
+/// the end of that. The control block's second word points at the table of these blocks (dtv): of glibc, pairs of a
+/// block and what is to be freed of it, their number two words before; of musl, which has the table at the beginning
+/// of the storage, their number and blocks. What is loaded later into the room that glibc's loader has spare below
+/// is not in the table.
+fn own_storage(image: &Image, thread: &Thread) -> Option<Range<u64>> {
+    let control = thread.thread_pointer;
+    let area = image
+        .area(control)
+        .filter(|area| area.is_private_memory())?;
+    let below = area.mapping.range.start..control;
+    let end = control.saturating_add(PTHREAD_BYTES);
+    let Some(table) = image.word(control.saturating_add(8)) else {
+        return Some(control..end);
+    };
+    let word = |at: u64| image.word(table.saturating_add(at)).unwrap_or_default();
+    if below.contains(&table) && word(0) < MODULES && (table..control).contains(&word(8)) {
+        return Some(table..end);
+    }
+    let modules = image.word(table.saturating_sub(16)).unwrap_or_default();
+    let blocks =
+        (1..=modules.min(MODULES)).map(|module| (word(16 * module), word(16 * module + 8)));
+    let fixed = blocks.filter(|&(block, freed)| freed == 0 && below.contains(&block));
+    let start = fixed.map(|(block, _)| block).min().unwrap_or(control);
+    Some(start..end)
+}
+
+/// The place in a module's data, if a file is mapped there, or memory without a file that touches a file's: what the file
+/// has no bytes for, its bss, is mapped behind it.
+fn place_of_module(image: &Image, address: u64) -> Option<Place> {
+    let areas = &image.areas;
+    let at = areas.partition_point(|area| area.mapping.range.end <= address);
+    let area = areas
+        .get(at)
+        .filter(|area| area.mapping.range.contains(&address))?;
+    let file = if area.is_private_memory() && area.name().is_empty() {
+        let before = at.checked_sub(1)?;
+        let touches = areas[before].mapping.range.end == area.mapping.range.start;
+        touches.then_some(before)?
+    } else {
+        at
+    };
+    if !areas[file].has_file() || areas[file].shared {
+        return None;
+    }
+    let name = areas[file].name();
+    let same = areas[..=file].iter().rev();
+    let near = same.take_while(|area| area.name() == name || area.name().is_empty());
+    let first = near.filter(|area| area.name() == name).last()?;
+    Some(Place::Module {
+        path: name.to_vec(),
+        offset: address - first.mapping.range.start,
+    })
 }
 
 fn place_of_area(image: &Image, address: u64) -> Place {
-    let at = image
-        .areas
-        .partition_point(|area| area.mapping.range.end <= address);
-    let area = image
-        .areas
-        .get(at)
-        .filter(|area| area.mapping.range.contains(&address));
-    let Some(area) = area else {
-        return Place::Other {
-            start: address,
-            offset: 0,
-            name: Vec::new(),
-        };
-    };
-    // What a file has no bytes for, its bss, is mapped behind it, and touches it.
-    let mut file = (area.has_file() && !area.shared).then_some(at);
-    if area.is_private_memory() && area.name().is_empty() && at > 0 {
-        let before = &image.areas[at - 1];
-        let touches = before.mapping.range.end == area.mapping.range.start;
-        file = (touches && before.has_file() && !before.shared).then_some(at - 1);
-    }
-    let first = file.and_then(|file| {
-        let name = image.areas[file].name();
-        let same = image.areas[..=file].iter().rev();
-        let near = same.take_while(|area| area.name() == name || area.name().is_empty());
-        near.filter(|area| area.name() == name).last()
-    });
-    match first {
-        Some(first) => Place::Module {
-            path: first.name().to_vec(),
-            offset: address - first.mapping.range.start,
-        },
-        None => Place::Other {
-            start: area.mapping.range.start,
-            offset: address - area.mapping.range.start,
-            name: area.name().to_vec(),
-        },
+    let area = image.area(address);
+    let start = area.map_or(address, |area| area.mapping.range.start);
+    Place::Other {
+        start,
+        offset: address - start,
+        name: area.map_or(Vec::new(), |area| area.name().to_vec()),
     }
 }
 
@@ -273,6 +347,18 @@ mod tests {
         let mut general = vec![0; 27];
         (general[19], general[21]) = (stack_pointer, CONTROL);
         Thread::new(7, Vec::new(), general, Vec::new())
+    }
+
+    const TABLE: u64 = 0x6010;
+
+    /// The control block's table of thread-local storage as glibc has it, of pairs of a block and what is to be freed.
+    fn add_table(made: &mut Made, modules: &[(u64, u64)]) {
+        made.put(CONTROL + 8, TABLE);
+        made.put(TABLE - 16, modules.len() as u64);
+        for (at, &(block, freed)) in (TABLE + 16..).step_by(16).zip(modules) {
+            made.put(at, block);
+            made.put(at + 8, freed);
+        }
     }
 
     fn skipped(made: &Made) -> Vec<Range<u64>> {
@@ -338,6 +424,7 @@ mod tests {
         made.map(0x8000..0x9000, "rw-s 00000000 00:01 5 /dev/shm/x");
         made.map(STACK..STACK_END, "rw-p 00000000 00:00 0 ");
         made.threads = vec![thread(CONTROL - 0x1800)];
+        add_table(&mut made, &[(CONTROL - 0x40, 0)]);
         let image = made.image();
         let of = |address| place(&image, Root::Memory(address));
         let module = |offset| Place::Module {
@@ -363,6 +450,72 @@ mod tests {
             Place::Register {
                 tid: 7,
                 name: "r12"
+            }
+        );
+    }
+
+    #[test]
+    fn frames_end_where_thread_local_storage_begins() {
+        let place_at = |made: &Made, address| place(&made.image(), Root::Memory(address));
+        let local = |offset| Place::ThreadLocal { tid: 7, offset };
+        let mut made = with_stack();
+        let stack_pointer = CONTROL - 0x200;
+        made.threads = vec![thread(stack_pointer)];
+        // Two modules have storage from the start. That of a third was allocated, and one more has none yet.
+        let blocks = [
+            (CONTROL - 0x20, 0),
+            (CONTROL - 0x48, 0),
+            (STACK + 0x800, 1),
+            (u64::MAX, 0),
+        ];
+        add_table(&mut made, &blocks);
+        assert_eq!(place_at(&made, CONTROL - 0x48), local(-0x48));
+        assert_eq!(
+            place_at(&made, CONTROL - 0x50),
+            Place::Stack {
+                tid: 7,
+                offset: 0x1b0
+            }
+        );
+        assert_eq!(place_at(&made, CONTROL + 0x300), local(0x300));
+        // musl has the table itself in front.
+        let table = CONTROL - 0x60;
+        for (at, word) in [
+            (CONTROL + 8, table),
+            (table, 1),
+            (table + 8, CONTROL - 0x40),
+        ] {
+            made.put(at, word);
+        }
+        assert_eq!(place_at(&made, table), local(-0x60));
+        assert!(matches!(place_at(&made, table - 8), Place::Stack { .. }));
+    }
+
+    #[test]
+    fn of_stacks_in_one_mapping_the_closest_below_has_a_word() {
+        let mut made = with_stack();
+        made.threads = vec![thread(STACK + 0x1000), thread(STACK + 0x8000)];
+        made.threads[1].tid = 8;
+        let of = |address| place(&made.image(), Root::Memory(address));
+        assert_eq!(of(STACK + 0x1010), Place::Stack { tid: 7, offset: 16 });
+        assert_eq!(of(STACK + 0x8010), Place::Stack { tid: 8, offset: 16 });
+    }
+
+    #[test]
+    fn what_is_behind_a_modules_bss_is_other_memory() {
+        let mut made = Made::default();
+        made.map(0x2000..0x3000, "rw-p 00001000 fe:00 9 /lib/libx.so");
+        made.map(0x3000..0x9000, "rw-p 00000000 00:00 0 ");
+        let image = made.image();
+        let modules = Modules(HashMap::from([(b"/lib/libx.so".to_vec(), 0x1808)]));
+        let of = |address| modules.place(&image, Root::Memory(address));
+        assert!(matches!(of(0x3800), Place::Module { offset: 0x1800, .. }));
+        assert_eq!(
+            of(0x3808),
+            Place::Other {
+                start: 0x3000,
+                offset: 0x808,
+                name: Vec::new()
             }
         );
     }

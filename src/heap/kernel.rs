@@ -1,0 +1,102 @@
+//! Words that the kernel keeps for a process, and gives back to it later: a program can have the address of a block
+//! nowhere else.
+//!
+//! Told by /proc are those of epoll, and of POSIX timers (where the kernel has CONFIG_CHECKPOINT_RESTORE, as those of
+//! distributions have); not those of io_uring, of aio, and of queued signals.
+
+use std::fs::{self, File};
+use std::io::Read;
+
+/// A word of a process that the kernel has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kept {
+    /// What it belongs to: `epoll_event.data of file descriptor` or `sigev_value of timer`.
+    pub what: &'static str,
+    /// The number of that.
+    pub number: u32,
+    /// The word.
+    pub word: u64,
+}
+
+/// Bytes that are read of a file: 100,000 watched file descriptors take 8 MB.
+const MAX_BYTES: u64 = 64 << 20;
+
+/// The words that the kernel has of a process now. What cannot be read has none.
+pub fn words(pid: u32) -> Vec<Kept> {
+    let mut words = timers(&read(&format!("/proc/{pid}/timers")));
+    let files = fs::read_dir(format!("/proc/{pid}/fd"));
+    for file in files.into_iter().flatten().flatten() {
+        let number = file.file_name().to_str().and_then(|name| name.parse().ok());
+        let target = fs::read_link(file.path()).unwrap_or_default();
+        if let Some(number) = number
+            && target.as_os_str() == "anon_inode:[eventpoll]"
+        {
+            let text = read(&format!("/proc/{pid}/fdinfo/{number}"));
+            words.extend(epoll(&text).map(|word| Kept {
+                what: "epoll_event.data of file descriptor",
+                number,
+                word,
+            }));
+        }
+    }
+    words
+}
+
+fn read(path: &str) -> String {
+    let mut text = String::new();
+    if let Ok(file) = File::open(path) {
+        // What was read before an error is text, too.
+        let _ = file.take(MAX_BYTES).read_to_string(&mut text);
+    }
+    text
+}
+
+/// The words of what an epoll instance watches: `tfd: 5 events: 19 data: 7f00c0de0010 pos:0 ino:61af sdev:7`.
+fn epoll(fdinfo: &str) -> impl Iterator<Item = u64> {
+    fdinfo.lines().filter_map(|line| {
+        let mut fields = line.strip_prefix("tfd:")?.split_whitespace();
+        fields.find(|field| *field == "data:")?;
+        u64::from_str_radix(fields.next()?, 16).ok()
+    })
+}
+
+/// The words of timers: `ID: 2`, then `signal: 60/00007fff86e452a8`.
+fn timers(text: &str) -> Vec<Kept> {
+    let (mut words, mut number) = (Vec::new(), 0);
+    for line in text.lines() {
+        if let Some(id) = line.strip_prefix("ID: ") {
+            number = id.trim().parse().unwrap_or_default();
+        }
+        let word = line
+            .strip_prefix("signal: ")
+            .and_then(|signal| signal.split_once('/'))
+            .and_then(|(_, word)| u64::from_str_radix(word.trim(), 16).ok());
+        words.extend(word.map(|word| Kept {
+            what: "sigev_value of timer",
+            number,
+            word,
+        }));
+    }
+    words
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_of_timers_and_of_epoll_are_read() {
+        let text = "ID: 1\nsignal: 60/00007fff86e452a8\nnotify: signal/pid.2634\nClockID: 0\n\
+                    ID: 2\nsignal: 0/0000000000000001\nnotify: none/pid.2634\n";
+        let words: Vec<_> = timers(text)
+            .iter()
+            .map(|kept| (kept.number, kept.word))
+            .collect();
+        assert_eq!(words, [(1, 0x7fff_86e4_52a8), (2, 1)]);
+        let text = "pos:\t0\nflags:\t02\nmnt_id:\t15\nino:\t1057\n\
+                    tfd:        5 events:       19 data:     7f00c0de0010  pos:0 ino:61af sdev:7\n\
+                    tfd:        6 events:       19 data: ffffffffffffffff\ntfd: 7\n";
+        let words: Vec<_> = epoll(text).collect();
+        assert_eq!(words, [0x7f00_c0de_0010, u64::MAX]);
+    }
+}

@@ -1,0 +1,154 @@
+//! References that are not plain words at multiples of 8.
+//!
+//! What is lost by plain words is looked for in other forms before it is called lost, as all of these are rare, and a
+//! number in such a form looks like an address by chance more often:
+//!
+//! - at addresses that are no multiple of 8: in packed structures, such as arrays of `struct epoll_event` (12 bytes each);
+//! - with something else in the bits above the 47 of an address: tagged pointers, values in NaNs;
+//! - as an integer of CPython, in digits of 30 bits: what ctypes and cffi give a program of Python for an address.
+
+use std::ops::Range;
+
+use super::{Class, IS_ROOT, Reach};
+use crate::heap::blocks::Heap;
+use crate::heap::image::Image;
+use crate::heap::roots::{self, Root};
+
+/// The bits of an address.
+const ADDRESS: u64 = (1 << 47) - 1;
+
+impl Reach {
+    /// Reaches what is still lost by references in other forms, and what those blocks refer to.
+    pub(super) fn flood_disguised(&mut self, image: &Image, heap: &Heap) {
+        let Some(lost) = self.lost_addresses(heap) else {
+            return;
+        };
+        let mut queue = Vec::new();
+        for range in roots::ranges(&roots::not_roots(image, heap)) {
+            for (address, word) in disguised(image, range, &lost) {
+                if let Some(block) = self.lost_block(heap, word) {
+                    let root = self.roots.len() as u32 | IS_ROOT;
+                    self.roots.push(Root::Memory(address));
+                    self.reach(&mut queue, block, Class::Interior, root);
+                }
+            }
+        }
+        let reached = (0..).zip(&self.classes);
+        let reached = reached.filter(|(_, class)| **class >= Class::Interior);
+        queue = reached.map(|(block, _)| block).collect();
+        let mut at = 0;
+        while let Some(&block) = queue.get(at) {
+            for edge in 0..self.references.of(block).len() {
+                let to = self.references.block(block, edge);
+                self.reach(&mut queue, to, Class::Interior, block);
+            }
+            for (_, word) in disguised(image, heap.blocks()[block as usize].range(), &lost) {
+                if let Some(to) = self.lost_block(heap, word) {
+                    self.reach(&mut queue, to, Class::Interior, block);
+                }
+            }
+            at += 1;
+        }
+    }
+
+    /// From the first to the last address of lost blocks; None if there are none.
+    fn lost_addresses(&self, heap: &Heap) -> Option<Range<u64>> {
+        let is_lost = |block: &usize| self.classes[*block] < Class::Interior;
+        let first = (0..self.classes.len()).find(is_lost)?;
+        let last = (0..self.classes.len()).rfind(is_lost)?;
+        Some(heap.blocks()[first].address..heap.blocks()[last].range().end)
+    }
+
+    fn lost_block(&self, heap: &Heap, word: u64) -> Option<u32> {
+        let (block, _) = heap.block_at(word)?;
+        let class = self.classes.get(block)?;
+        (*class < Class::Interior).then_some(block as u32)
+    }
+}
+
+/// The addresses within `wanted` that are disguised in a range, each with where it is.
+fn disguised(
+    image: &Image,
+    range: Range<u64>,
+    wanted: &Range<u64>,
+) -> impl Iterator<Item = (u64, u64)> {
+    let runs = image.copied();
+    let first = runs.partition_point(|run| run.end <= range.start);
+    let runs = runs[first..]
+        .iter()
+        .take_while(move |run| run.start < range.end);
+    let words = runs.flat_map(move |run| {
+        let start = run.start.max(range.start);
+        let bytes = image.bytes(start..run.end.min(range.end));
+        let words = bytes.unwrap_or_default().windows(8);
+        let words = words.filter_map(|word| word.first_chunk());
+        (start..).zip(words.map(|word| u64::from_le_bytes(*word)))
+    });
+    let meanings = words.flat_map(|(at, word)| {
+        let meanings = if at.is_multiple_of(8) {
+            [word & ADDRESS, digits(word)]
+        } else {
+            [word, 0]
+        };
+        meanings.map(|address| (at, address))
+    });
+    meanings.filter(|(_, address)| wanted.contains(address))
+}
+
+/// The number that two digits of a Python integer make; 0 if it is none.
+fn digits(word: u64) -> u64 {
+    const DIGIT: u64 = 1 << 30;
+    let (low, high) = (word & 0xffff_ffff, word >> 32);
+    if low < DIGIT && high < DIGIT {
+        high << 30 | low
+    } else {
+        0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{GLOBALS, block, heap, process};
+    use super::*;
+
+    #[test]
+    fn packed_structures_hold_what_nothing_else_does() {
+        use Class::{Interior, Reachable, Unreachable};
+        let mut made = process();
+        // A global structure refers to 0, which refers to 1, which has 2 in a packed structure.
+        made.put(GLOBALS + 0x21, block(0));
+        made.put(block(0) + 16, block(1));
+        made.put(block(1) + 20, block(2) + 8);
+        // The structure of 3 is in a block that is lost itself, that of 4 in a chunk that is free.
+        made.put(block(5) + 4, block(3));
+        made.put(block(0) + 131, block(4));
+        made.put(GLOBALS + 0x40, block(6));
+        let (image, heap) = (made.image(), heap(7));
+        let reach = Reach::new(&image, &heap);
+        let classes: Vec<_> = (0..7).map(|block| reach.class(block)).collect();
+        assert_eq!(classes[..3], [Interior; 3]);
+        assert_eq!(classes[3..6], [Unreachable; 3]);
+        assert_eq!(classes[6], Reachable);
+        assert_eq!(
+            (reach.chain(2), reach.chain(3)),
+            (
+                (vec![1, 0], Some(Root::Memory(GLOBALS + 0x21))),
+                (vec![], None)
+            )
+        );
+    }
+
+    #[test]
+    fn tags_and_integers_of_python_hold_blocks() {
+        let mut made = process();
+        made.put(GLOBALS, block(0) | 0xfffb << 48);
+        let digits = |address: u64| address & 0x3fff_ffff | (address >> 30) << 32;
+        assert_eq!(super::digits(digits(0x7f12_3456_7890)), 0x7f12_3456_7890);
+        assert_eq!(super::digits(0x7f12_3456_7890), 0);
+        made.put(GLOBALS + 16, block(2) << 1);
+        let (image, heap) = (made.image(), heap(3));
+        let reach = Reach::new(&image, &heap);
+        assert_eq!(reach.class(0), Class::Interior);
+        assert_eq!(reach.class(2), Class::Unreachable);
+    }
+}
