@@ -38,6 +38,7 @@ mod serve;
 mod shmsnoop;
 mod swapin;
 mod unwind;
+mod verdict;
 mod vmscan;
 mod worked;
 
@@ -87,6 +88,7 @@ fn main() -> ExitCode {
         shmsnoop::tests(),
         swapin::tests(),
         unwind::tests(),
+        verdict::tests(),
         vmscan::tests(),
         worked::tests(),
         lines::tests(),

@@ -24,6 +24,7 @@ use crate::heap::args::HeapArgs;
 use crate::kmem::args::KernelArgs;
 use crate::pool::{Allocates, Frees, Named};
 use crate::report::View;
+use crate::verdict::args::VerdictArgs;
 
 /// The part of --mem-limit that stacks may take: a quarter.
 const STACKS_PART: u64 = 4;
@@ -65,6 +66,7 @@ examples:
                                show it at http://127.0.0.1:6060/, to `go tool pprof` as well
   memleak -p 1234 --heap       where its memory is, and what of its heap is free; traces nothing
   memleak -p 1234 --types      which types of objects are allocated; traces nothing
+  memleak -p 1234 --verdict    which of its blocks nothing refers to, and what holds the rest
   memleak                      what the kernel itself has not freed, by kernel stack
   memleak --by-cache -kp 1234  objects that it made for process 1234, by slab cache"
 )]
@@ -244,6 +246,9 @@ pub(crate) struct Args {
 
     #[command(flatten)]
     pub(crate) heap: HeapArgs,
+
+    #[command(flatten)]
+    pub(crate) verdict: VerdictArgs,
 
     #[command(flatten)]
     pub(crate) kernel: KernelArgs,

@@ -27,16 +27,30 @@ pub(crate) struct DifferenceArgs {
     #[arg(long, value_name = "OLD.pb.gz", conflicts_with_all = ["folded", "by_cache", "trace"])]
     pub(crate) diff: Option<PathBuf>,
 
-    /// End with status 3 if the last report has so many bytes more than --diff's profile: 'growth>1M'
-    #[arg(long, value_name = "growth>BYTES", value_parser = growth, requires = "diff")]
-    pub(crate) fail_on: Option<u64>,
+    /// End with status 3 if the last report has so many bytes more than --diff's profile: 'growth>1M'; or if
+    /// --verdict finds a block to be a leak: unreachable
+    #[arg(long, value_name = "growth>BYTES|unreachable", value_parser = fail_on)]
+    pub(crate) fail_on: Option<FailOn>,
 }
 
-fn growth(text: &str) -> Result<u64, String> {
+/// What a test in CI fails on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum FailOn {
+    /// More growth in bytes than this.
+    Growth(u64),
+    /// A block that nothing refers to.
+    Unreachable,
+}
+
+fn fail_on(text: &str) -> Result<FailOn, String> {
+    if text == "unreachable" {
+        return Ok(FailOn::Unreachable);
+    }
     let bytes = text.strip_prefix("growth>").map(str::trim_start);
-    bytes
-        .and_then(|bytes| cli::bytes(bytes).ok())
-        .ok_or_else(|| "must be growth>BYTES, such as 'growth>0' or 'growth>1M', in quotes".into())
+    let bytes = bytes.and_then(|bytes| cli::bytes(bytes).ok());
+    bytes.map(FailOn::Growth).ok_or_else(|| {
+        "must be unreachable, or growth>BYTES, such as 'growth>0' or 'growth>1M', in quotes".into()
+    })
 }
 
 /// The profile that reports are compared with.
@@ -61,7 +75,10 @@ impl Difference {
         earlier.expect(&report::subject(view, args).values)?;
         Ok(Some(Self {
             earlier,
-            permitted: args.difference.fail_on,
+            permitted: match args.difference.fail_on {
+                Some(FailOn::Growth(bytes)) => Some(bytes),
+                _ => None,
+            },
             grown: 0,
         }))
     }
@@ -265,9 +282,10 @@ mod tests {
 
     #[test]
     fn growth_is_a_number_of_bytes() {
-        assert_eq!(growth("growth>0"), Ok(0));
-        assert_eq!(growth("growth>1M"), Ok(1 << 20));
-        assert_eq!(growth("growth> 512"), Ok(512));
+        assert_eq!(fail_on("unreachable"), Ok(FailOn::Unreachable));
+        assert_eq!(fail_on("growth>0"), Ok(FailOn::Growth(0)));
+        assert_eq!(fail_on("growth>1M"), Ok(FailOn::Growth(1 << 20)));
+        assert_eq!(fail_on("growth> 512"), Ok(FailOn::Growth(512)));
         for wrong in [
             "",
             "growth",
@@ -275,9 +293,9 @@ mod tests {
             "growth<1",
             "growth>-1",
             "1M",
-            "unreachable",
+            "reachable",
         ] {
-            assert!(growth(wrong).is_err(), "{wrong}");
+            assert!(fail_on(wrong).is_err(), "{wrong}");
         }
     }
 

@@ -28,6 +28,7 @@ mod signature;
 mod stopped;
 mod target;
 mod tracer;
+mod verdict;
 mod whole;
 
 use std::mem;
@@ -63,6 +64,9 @@ fn main() -> ExitCode {
 
 fn run(args: Args) -> Result<ExitCode> {
     let args = args.check()?;
+    if args.verdict.wanted(&args.pid, &args.difference)? {
+        return verdict::run(&args);
+    }
     if args.heap.wanted(&args.pid)? {
         return heap::run(&args);
     }

@@ -23,7 +23,7 @@ pub(crate) struct HeapArgs {
 }
 
 /// Options of tracing, which are refused beside these modes.
-const TRACING: [&str; 27] = [
+pub(crate) const TRACING: [&str; 33] = [
     "interval",
     "count",
     "children",
@@ -51,6 +51,12 @@ const TRACING: [&str; 27] = [
     "slab",
     "pages",
     "percpu",
+    "by_cache",
+    "cache",
+    "flame",
+    "pprof",
+    "diff",
+    "serve",
 ];
 
 fn milliseconds(text: &str) -> Result<Duration, String> {
