@@ -10,9 +10,9 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::{Value, json};
 
-use crate::harness::{self, Workload, eventually};
+use crate::harness::{self, Workload, eventually, workload};
 use crate::memtriage::{answer, memory_total, of_type, part, sum_by, triage, triage_of};
-use crate::pressure::{Balloon, Group, Setting, folder_on_disk, vmstat};
+use crate::pressure::{Balloon, Group, Setting, Swap, folder_on_disk, vmstat};
 
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "causes":
@@ -27,6 +27,8 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_file_larger_than_its_cache [Guest, Disk],
         a_file_larger_than_memory [Guest, Disk],
         a_process_that_leaks [Guest],
+        a_process_larger_than_its_memory [Guest],
+        a_process_larger_than_its_memory_with_zswap [Guest, Zswap],
         pages_that_are_copied_after_a_fork [Guest],
         segments_that_nobody_has [Guest],
         a_file_without_a_name_that_grows [Guest],
@@ -295,6 +297,46 @@ fn a_process_that_leaks() -> Result<()> {
     let ended = harness::run("memleak", &["-p", &pid, "2", "1"])?;
     ensure!(ended.stdout.contains("take_more"), "{ended:?}");
     Ok(())
+}
+
+/// A storm of swap: a process writes to more pages than it may have in memory, again and again.
+fn a_process_larger_than_its_memory() -> Result<()> {
+    storm_of_swap().map(drop)
+}
+
+fn a_process_larger_than_its_memory_with_zswap() -> Result<()> {
+    let _zswap = Setting::zswap()?;
+    let before = vmstat("zswpout")?;
+    let objects = storm_of_swap()?;
+    let table = of_type(&objects, "accounting")[0];
+    // The pages are nearly empty: of 4096 bytes zswap keeps some 80.
+    ensure!(part(table, "zswap and zram")? > 256 << 10, "{table}");
+    ensure!(vmstat("zswpout")? - before > 10_007);
+    Ok(())
+}
+
+/// What is printed of a machine on which a process's pages go to swap and come back. A cgroup has the limit: where the
+/// whole machine has too little, a guest does not go on, as its programs are files in memory that go to swap, too.
+fn storm_of_swap() -> Result<Vec<Value>> {
+    let _swap = Swap::on("256M")?;
+    let group = Group::new("memtools-storm", 64 << 20)?;
+    let mut thrash = group.command(&workload("thrash"), &["30011", "1000003"]);
+    let mut thrash = Workload::spawn(&mut thrash)?;
+    let read_back =
+        || -> Result<u64> { Ok(vmstat("pswpin")? + vmstat("zswpin").unwrap_or_default()) };
+    let before = read_back()?;
+    thrash.go()?;
+    eventually("pages are read back", || Ok(read_back()? > before + 10_007))?;
+    let (objects, _) = triage(&["--who", "3"])?;
+    let (finding, evidence) = foremost(&objects, "swap-in")?;
+    let by = format!("; most by thrash (pid {}), ", thrash.pid());
+    ensure!(evidence.contains(&by), "{evidence}");
+    ensure!(finding["next"] == "swapin -s -d 10", "{finding}");
+    expect_all_accounted_for(&objects)?;
+    sum_by(answer(&objects, "swap-in")?, "write_pages")?;
+    let ended = harness::run("swapin", &["-s", "-j", "-d", "2"])?;
+    ensure!(ended.stdout.contains("\"comm\":\"thrash\""), "{ended:?}");
+    Ok(objects)
 }
 
 fn pages_that_are_copied_after_a_fork() -> Result<()> {

@@ -12,6 +12,7 @@
  *   shm     System V segments of a megabyte each, which nobody has attached; they are left there
  *   memfd   a file that has no name
  *   huge    transparent huge pages, of which nobody has written to but a byte
+ *   vmas    mappings of a page each
  *   copies  pages that a child shares, and that are copied as they are written to
  *   cgroups removed cgroups, so many rather than megabytes, in the folder FILE, each with a socket,
  *           which keeps it, and a page of a file in /dev/shm, which has no name
@@ -123,6 +124,19 @@ STEP static void take_huge(void)
 	end += HUGE_PAGE;
 }
 
+/* Neighbours with the same rights would be one mapping. */
+STEP static void take_vmas(void)
+{
+	char *at = map_pages(MEGABYTE / PAGE);
+
+	if (madvise(at, MEGABYTE, MADV_NOHUGEPAGE))
+		die("madvise: %s", strerror(errno));
+	write_pages(at, MEGABYTE / PAGE, PAGE);
+	for (unsigned long page = 0; page < MEGABYTE / PAGE; page += 2)
+		if (mprotect(at + page * PAGE, PAGE, PROT_READ))
+			die("mprotect: %s", strerror(errno));
+}
+
 static char *shared;
 
 /* Pages that a child shares until it is killed, as it is with us. */
@@ -228,6 +242,7 @@ static const struct {
 	{ "pipes", take_pipe, false },	  { "shm", take_shm, false },
 	{ "memfd", take_memfd, false },	  { "huge", take_huge, false },
 	{ "copies", take_copies, false }, { "cgroups", take_cgroup, true },
+	{ "vmas", take_vmas, false },
 };
 
 int main(int argc, char **argv)
@@ -243,8 +258,8 @@ int main(int argc, char **argv)
 		if (!strcmp(argv[1], causes[i].name) && causes[i].has_file == (argc == 5))
 			take = causes[i].take;
 	if (!take || argc > 5)
-		usage("slabs|tables|maps|pipes|shm|memfd|huge|copies MB MORE, tmpfs|cgroups MB "
-		      "MORE FILE");
+		usage("slabs|tables|maps|pipes|shm|memfd|huge|copies|vmas MB MORE, tmpfs|cgroups "
+		      "MB MORE FILE");
 	first = count(argv[2]);
 	more = count(argv[3]);
 	if (take == take_copies)
