@@ -71,34 +71,25 @@ fn run(wanted: impl Fn(&str) -> bool) -> Result<usize> {
         });
         let words: Vec<String> = words.collect();
         let args: Vec<&str> = words[1..].iter().map(String::as_str).collect();
-        if words[0] == "memtriage" {
-            // Its status says whether it has found something.
-            let mut tool = Tool::start(&words[0], &args)?;
-            let ended = if command.contains("--watch") {
-                tool.wait_for_output("MemTotal")?;
-                tool.interrupt()?
-            } else {
-                tool.end()?
-            };
-            ensure!(matches!(ended.status.code(), Some(0 | 3)), "{ended:?}");
-            ran += 1;
-            continue;
-        }
         let mut tool = Tool::start(&words[0], &args)?;
-        if looks_once {
-            let ended = tool.end()?;
-            ensure!(ended.status.success(), "{command}: {ended:?}");
-            ran += 1;
-            continue;
-        }
-        tool.wait_for_any(&["Ctrl-C to end", "allocator: ", "Attaching to kernel"])
-            .with_context(|| command.to_owned())?;
-        let ended = if command.contains("COMMAND") {
+        let is_triage = words[0] == "memtriage";
+        let ended = if command.contains("--watch") {
+            tool.wait_for_output("MemTotal")?;
+            tool.interrupt()?
+        } else if is_triage || looks_once {
             tool.end()?
         } else {
-            tool.interrupt()?
+            tool.wait_for_any(&["Ctrl-C to end", "allocator: ", "Attaching to kernel"])
+                .with_context(|| command.to_owned())?;
+            if command.contains("COMMAND") {
+                tool.end()?
+            } else {
+                tool.interrupt()?
+            }
         };
-        ensure!(ended.status.success(), "{command}: {ended:?}");
+        // The status of memtriage says whether it has found something.
+        let found = is_triage && ended.status.code() == Some(3);
+        ensure!(ended.status.success() || found, "{command}: {ended:?}");
         ran += 1;
     }
     drop((target, other));
