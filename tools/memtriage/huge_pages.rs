@@ -7,9 +7,9 @@
 use std::fs::File;
 use std::io::{self, IoSliceMut, Write};
 use std::os::unix::fs::FileExt;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, channel};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use memtools::host::values::Values;
 use memtools::print::output::Row;
@@ -30,8 +30,10 @@ const SAMPLES: usize = 64;
 const PLACES: u64 = 8192;
 /// Processes that are asked how much of huge pages they have.
 const CANDIDATES: usize = 5;
+/// How long huge pages are read: then those that were read are the sample.
+const READ_TIME: Duration = Duration::from_millis(300);
 /// How long the largest is looked for and read. Whoever has not answered by then is not judged.
-const TIME: Duration = Duration::from_millis(500);
+const TIME: Duration = Duration::from_millis(600);
 
 /// The transparent huge pages of a process.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -52,7 +54,7 @@ impl HugePages {
     /// addresses of physical memory are root's to see.
     pub(crate) fn of(pid: u32, mappings: &[MappedMemory]) -> Option<Self> {
         let bytes: u64 = mappings.iter().map(|one| one.huge).sum();
-        let shares = shares_of_zeros(pid, mappings).ok()?;
+        let shares = shares_of_zeros(pid, mappings, Instant::now() + READ_TIME).ok()?;
         (!shares.is_empty()).then(|| Self::estimate(pid, bytes, &shares))
     }
 
@@ -72,31 +74,6 @@ impl HugePages {
         }
     }
 
-    /// The huge pages of the process that has most of them, of the largest processes. None if they are not known in
-    /// time.
-    pub(crate) fn most(processes: &[Usage]) -> Option<Self> {
-        let mut processes: Vec<(u64, u32)> = processes
-            .iter()
-            .map(|usage| (usage.anon, usage.pid))
-            .collect();
-        processes.sort_unstable_by(|a, b| b.cmp(a));
-        processes.truncate(CANDIDATES);
-        let (sender, answer) = channel();
-        thread::spawn(move || {
-            let huge = |pid: u32| {
-                let rollup = Values::read(format!("/proc/{pid}/smaps_rollup")).ok()?;
-                Some((rollup.of("AnonHugePages"), pid))
-            };
-            let most = processes.into_iter().filter_map(|(_, pid)| huge(pid)).max();
-            let found = most
-                .filter(|(bytes, _)| *bytes > 0)
-                .and_then(|(_, pid)| Self::of(pid, &smaps::read(pid).ok()?));
-            // Nobody may wait for it any more.
-            let _ = sender.send(found);
-        });
-        answer.recv_timeout(TIME).ok()?
-    }
-
     /// `512M in huge pages, of which 98.4 % ± 1 % have only zeros`.
     pub(crate) fn told(&self) -> String {
         let percent = |bytes: u64| bytes as f64 * 100.0 / self.bytes.max(1) as f64;
@@ -112,6 +89,45 @@ impl HugePages {
     }
 }
 
+/// The search for the process that has most huge pages, which has begun.
+pub(crate) struct Search {
+    answer: Receiver<Option<HugePages>>,
+    until: Instant,
+}
+
+impl Search {
+    /// Looks among the largest of these.
+    pub(crate) fn begin(processes: &[Usage]) -> Self {
+        let until = Instant::now() + TIME;
+        let mut processes: Vec<(u64, u32)> = processes
+            .iter()
+            .map(|usage| (usage.anon, usage.pid))
+            .collect();
+        processes.sort_unstable_by(|a, b| b.cmp(a));
+        processes.truncate(CANDIDATES);
+        let (sender, answer) = channel();
+        thread::spawn(move || {
+            let huge = |pid: u32| {
+                let rollup = Values::read(format!("/proc/{pid}/smaps_rollup")).ok()?;
+                Some((rollup.of("AnonHugePages"), pid))
+            };
+            let most = processes.into_iter().filter_map(|(_, pid)| huge(pid)).max();
+            let found = most
+                .filter(|(bytes, _)| *bytes > 0)
+                .and_then(|(_, pid)| HugePages::of(pid, &smaps::read(pid).ok()?));
+            // Nobody may wait for it any more.
+            let _ = sender.send(found);
+        });
+        Self { answer, until }
+    }
+
+    /// What it has found. None if nothing, or nothing in time.
+    pub(crate) fn end(self) -> Option<HugePages> {
+        let left = self.until.saturating_duration_since(Instant::now());
+        self.answer.recv_timeout(left).ok()?
+    }
+}
+
 impl Row for HugePages {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         writeln!(out, "\n{}", self.told())
@@ -119,8 +135,8 @@ impl Row for HugePages {
 }
 
 /// The share of zeros of each huge page that is looked at. The places where one can be are visited in an order that
-/// spreads them, each once.
-fn shares_of_zeros(pid: u32, mappings: &[MappedMemory]) -> io::Result<Vec<f64>> {
+/// spreads them, each once. None is begun after `deadline`.
+fn shares_of_zeros(pid: u32, mappings: &[MappedMemory], deadline: Instant) -> io::Result<Vec<f64>> {
     let pagemap = File::open(format!("/proc/{pid}/pagemap"))?;
     let places = Places::of(mappings);
     let mut memory = vec![0; HUGE_PAGE as usize];
@@ -130,7 +146,7 @@ fn shares_of_zeros(pid: u32, mappings: &[MappedMemory]) -> io::Result<Vec<f64>> 
         if is_huge_page(&pagemap, at)? && read(pid, at, &mut memory) {
             shares.push(share_of_zeros(&memory));
         }
-        if shares.len() == SAMPLES {
+        if shares.len() == SAMPLES || Instant::now() > deadline {
             break;
         }
     }

@@ -13,7 +13,7 @@ use memtools::host::values::Values;
 use nix::sys::statvfs::statvfs;
 
 use crate::accounting::Accounting;
-use crate::huge_pages::{self, HugePages};
+use crate::huge_pages::{self, HugePages, Search};
 use crate::nameless::{self, Nameless};
 use crate::processes::{self, Usage};
 use crate::whose::{By, Holders};
@@ -84,6 +84,7 @@ pub(crate) struct Surroundings {
 impl Surroundings {
     /// What is around at a look.
     pub(crate) fn of(look: &Look) -> Self {
+        let huge_pages = huge_pages::are_many(&look.memory).then(|| Search::begin(&look.processes));
         let shmem = look.memory.of("Shmem");
         let is_large = shmem >= look.accounting.total / LARGE_SHARE;
         let segments = fs::read_to_string("/proc/sysvipc/shm").unwrap_or_default();
@@ -94,9 +95,7 @@ impl Surroundings {
             orphans: Orphans::parse(&segments),
             tmpfs: fullest_tmpfs(&mounts),
             nameless: is_large.then(nameless::largest).flatten(),
-            huge_pages: huge_pages::are_many(&look.memory)
-                .then(|| HugePages::most(&look.processes))
-                .flatten(),
+            huge_pages: huge_pages.and_then(Search::end),
         }
     }
 }
