@@ -346,7 +346,7 @@ static __noinline int python_forget(__u64 code)
 	return 0;
 }
 
-SEC("uprobe")
+SEC("uprobe.multi")
 int unwind_code_dies(struct pt_regs *ctx)
 {
 	return python_forget(PT_REGS_PARM1(ctx));

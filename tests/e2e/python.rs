@@ -7,6 +7,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use memtools::bpf::kernel_support;
 use memtools::host::capabilities;
 use serde_json::Value;
 
@@ -168,8 +169,8 @@ fn frames_are_in_text_and_in_folded_lines() -> Result<()> {
     Ok(())
 }
 
-/// By page faults, and by calls of brk(2) and mmap(2). The tools may have no uprobe where the kernel wants CAP_SYS_ADMIN
-/// for one and they have given it up: they say so.
+/// By page faults, and by calls of brk(2) and mmap(2). Before 6.6 the tools may have no uprobe where the
+/// kernel wants CAP_SYS_ADMIN for one and they have given it up: they say so.
 fn other_tools_have_them_too() -> Result<()> {
     const PROGRAM: &str = "import mmap, os, sys\n\
                            print('ready', os.getpid(), flush=True)\n\
@@ -181,7 +182,8 @@ fn other_tools_have_them_too() -> Result<()> {
                            areas = [take() for _ in range(23)]\n\
                            print('done', flush=True)\n\
                            sys.stdin.readline()\n";
-    let permitted = capabilities::perf_events_want_sys_admin();
+    let permitted = kernel_support::btf_has_name("BPF_TRACE_UPROBE_MULTI")
+        || capabilities::perf_events_want_sys_admin();
     for (name, args, function) in [
         ("faults", &["-f"][..], "take"),
         ("brkstack", &["-f"], "grow"),

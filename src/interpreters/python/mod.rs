@@ -8,6 +8,7 @@
 //! |---|---|
 //! | [`code`] | a code object, as the kernel half sends it |
 //! | [`codes`] | all code objects that were met, by their words |
+//! | `deaths` | probes where code objects end |
 //! | [`lines`] | from an instruction to its line |
 //! | `locate` | where a process has its interpreter |
 //! | `offsets` | where that keeps what is read of it, by version |
@@ -15,6 +16,7 @@
 
 pub mod code;
 pub mod codes;
+mod deaths;
 pub mod lines;
 mod locate;
 mod offsets;

@@ -155,7 +155,7 @@ impl Whose {
         if args.interpreters() == 0 {
             return Ok(None);
         }
-        let mut pythons = Pythons::new(handle(parts.pythons)?, &parts.python_deaths)?;
+        let mut pythons = Pythons::new(handle(parts.pythons)?, parts.python_deaths)?;
         if let Self::Processes(pids) = self {
             for &pid in pids {
                 pythons.look_at(pid, None);

@@ -1,0 +1,3 @@
+include Makefile
+chk:
+	$(CARGO) clippy $(FLAGS) --test e2e -- -D warnings

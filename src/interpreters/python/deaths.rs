@@ -1,0 +1,148 @@
+//! Probes where code objects of an interpreter end, so that an address that is used again has another name.
+
+use std::ffi::CString;
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use libbpf_rs::ProgramMut;
+use libbpf_rs::libbpf_sys::{
+    BPF_TRACE_UPROBE_MULTI, bpf_link_create, bpf_link_create_opts,
+    bpf_link_create_opts__bindgen_ty_1,
+};
+use perf_event::events::{Event, EventData};
+use perf_event::{Builder, Counter};
+use perf_event_open_sys::bindings::perf_event_attr;
+
+use crate::process::mapped_file::MappedFile;
+
+/// The programs that forget a code object: the skeleton's `unwind_code_dies` and `unwind_code_dies_too`.
+pub(super) struct Programs([OwnedFd; 2]);
+
+/// Probes on one file, which are there until this is dropped.
+pub(super) enum Deaths {
+    /// Linux 6.6 and later: takes no CAP_SYS_ADMIN, and no run of the program is skipped.
+    Link(#[expect(dead_code, reason = "held")] OwnedFd),
+    /// One of each program.
+    Events(#[expect(dead_code, reason = "held")] [Counter; 2]),
+}
+
+/// The kernel wants CAP_SYS_ADMIN for a uprobe, and this process does not have it.
+#[derive(Debug)]
+pub(super) struct Refused;
+
+impl Programs {
+    /// After load.
+    pub(super) fn new([first, second]: [&ProgramMut<'_>; 2]) -> Result<Self> {
+        let duplicate = |program: &ProgramMut<'_>| {
+            let duplicate = program.as_fd().try_clone_to_owned();
+            duplicate.context("failed to open a program a second time")
+        };
+        Ok(Self([duplicate(first)?, duplicate(second)?]))
+    }
+
+    /// Runs them wherever the instruction at this offset of a file is executed.
+    pub(super) fn attach(&self, file: &MappedFile, offset: u64) -> Result<Result<Deaths, Refused>> {
+        let Self([first, second]) = self;
+        if let Ok(link) = link(first, file, offset) {
+            return Ok(Ok(Deaths::Link(link)));
+        }
+        let events = [first, second].map(|program| event(program, file, offset));
+        match events {
+            [Ok(first), Ok(second)] => Ok(Ok(Deaths::Events([first, second]))),
+            [Err(error), _] | [_, Err(error)] if is_refused(&error) => Ok(Err(Refused)),
+            [Err(error), _] | [_, Err(error)] => Err(error),
+        }
+    }
+}
+
+/// Whether the kernel does not permit it.
+fn is_refused(error: &anyhow::Error) -> bool {
+    let cause = error.root_cause().downcast_ref::<io::Error>();
+    cause.is_some_and(|cause| cause.kind() == io::ErrorKind::PermissionDenied)
+}
+
+fn path_of(file: &MappedFile) -> Result<CString> {
+    Ok(CString::new(file.path().as_os_str().as_bytes())?)
+}
+
+/// Runs a program there by a multi-uprobe, of all processes.
+fn link(program: &OwnedFd, file: &MappedFile, offset: u64) -> Result<OwnedFd> {
+    let path = path_of(file)?;
+    let mut options = bpf_link_create_opts {
+        sz: size_of::<bpf_link_create_opts>() as u64,
+        ..Default::default()
+    };
+    let mut place = bpf_link_create_opts__bindgen_ty_1::default();
+    place.uprobe_multi.path = path.as_ptr();
+    place.uprobe_multi.offsets = &raw const offset;
+    place.uprobe_multi.cnt = 1;
+    options.__bindgen_anon_1 = place;
+    // SAFETY: path and offset live until the call returns, which keeps nothing of them.
+    let link = unsafe {
+        bpf_link_create(
+            program.as_raw_fd(),
+            0,
+            BPF_TRACE_UPROBE_MULTI,
+            &raw const options,
+        )
+    };
+    if link < 0 {
+        return Err(io::Error::from_raw_os_error(-link)).context("no multi-uprobe");
+    }
+    // SAFETY: the kernel has just made it, for us alone.
+    Ok(unsafe { OwnedFd::from_raw_fd(link) })
+}
+
+/// Runs a program there by an event of perf's.
+fn event(program: &OwnedFd, file: &MappedFile, offset: u64) -> Result<Counter> {
+    let mut probe = Builder::new(Uprobe::new(file, offset)?)
+        .any_pid()
+        .one_cpu(0)
+        .include_kernel()
+        .build()
+        .context("failed to probe the function that ends code objects")?;
+    probe
+        .set_bpf(program.as_raw_fd())
+        .and_then(|()| probe.enable())
+        .context("failed to run a program there")?;
+    Ok(probe)
+}
+
+/// A uprobe: the crate's own is no event.
+struct Uprobe {
+    kind: u32,
+    path: CString,
+    offset: u64,
+}
+
+impl Uprobe {
+    fn new(file: &MappedFile, offset: u64) -> Result<Self> {
+        let kind = fs::read_to_string("/sys/bus/event_source/devices/uprobe/type")
+            .context("this kernel has no uprobes")?;
+        Ok(Self {
+            kind: kind.trim().parse()?,
+            path: path_of(file)?,
+            offset,
+        })
+    }
+}
+
+impl Event for Uprobe {
+    fn update_attrs(self, attributes: &mut perf_event_attr) {
+        self.update_attrs_with_data(attributes);
+    }
+
+    fn update_attrs_with_data(
+        self,
+        attributes: &mut perf_event_attr,
+    ) -> Option<Arc<dyn EventData>> {
+        attributes.type_ = self.kind;
+        attributes.__bindgen_anon_3.uprobe_path = self.path.as_ptr() as u64;
+        attributes.__bindgen_anon_4.probe_offset = self.offset;
+        Some(Arc::new(self.path))
+    }
+}
