@@ -27,7 +27,7 @@ struct event {
 	__u32 tid;
 	char comm[16];
 };
-struct event *unused_event __attribute__((unused));
+EXPORT_TYPE(struct event);
 
 /* A call that some thread is in. */
 struct call {

@@ -44,7 +44,7 @@ struct event {
 	enum reclaim_kind kind;
 	char comm[COMM_BYTES];
 };
-struct event *unused_event __attribute__((unused));
+EXPORT_TYPE(struct event);
 
 /* A reclaim that a thread is in. The two kinds do not nest. */
 struct reclaim {

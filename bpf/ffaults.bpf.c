@@ -55,9 +55,9 @@ struct name_record {
 	__u32 complete;
 	char name[FILE_NAME_BYTES];
 };
-struct name_record *unused_name_record __attribute__((unused));
+EXPORT_TYPE(struct name_record);
 
-struct count_key *unused_count_key __attribute__((unused));
+EXPORT_TYPE(struct count_key);
 
 /* Options, set before load. */
 const volatile __u8 by_process;

@@ -44,7 +44,7 @@ struct fault_key {
 	__u32 page_shift; /* binary logarithm of the page's size; 0: not known */
 	char comm[COMM_BYTES];
 };
-struct fault_key *unused_fault_key __attribute__((unused));
+EXPORT_TYPE(struct fault_key);
 
 /* A fault that some thread is in. */
 struct fault {

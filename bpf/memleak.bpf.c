@@ -77,7 +77,7 @@ enum signature_shift {
 	SIGNATURE_RESULT = 16,	/* where it stores the new block, and returns an errno */
 	SIGNATURE_WRAPS = 20,	/* 1 if it may call another probed function that frees */
 };
-enum signature_shift unused_shift __attribute__((unused));
+EXPORT_TYPE(enum signature_shift);
 
 /* mmap, munmap and mremap are what they are everywhere. */
 #define MAP_FIXED	 0x10
@@ -113,7 +113,7 @@ struct event {
 	__u32 level; /* of sampling, at which it was recorded */
 	char comm[16];
 };
-struct event *unused_event __attribute__((unused));
+EXPORT_TYPE(struct event);
 
 /* A thread of the target. Its call is the outermost that allocates or maps. */
 struct thread {
@@ -133,7 +133,7 @@ struct thread {
 	__u8 level;    /* of sampling, at which that was decided */
 	__u8 reserved;
 };
-struct thread *unused_thread __attribute__((unused));
+EXPORT_TYPE(struct thread);
 
 /* By what is added up by stack with --combined-only and --mode, and unknown frees are. */
 struct total_key {
@@ -214,7 +214,7 @@ enum steering {
 	STEERING_MEASURES, /* 1: runs are timed */
 	STEERINGS,
 };
-enum steering unused_steering __attribute__((unused));
+EXPORT_TYPE(enum steering);
 
 /* What user space changes while the programs run. */
 struct {

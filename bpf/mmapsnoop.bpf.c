@@ -55,7 +55,7 @@ struct event {
 	__u32 reserved;
 	char comm[COMM_BYTES];
 };
-struct event *unused_event __attribute__((unused));
+EXPORT_TYPE(struct event);
 
 struct event_with_name {
 	struct event event;

@@ -72,7 +72,7 @@ struct event {
 	char comm[COMM_BYTES];
 	char limit_name[CGROUP_NAME_BYTES]; /* the last part of its path */
 };
-struct event *unused_event __attribute__((unused));
+EXPORT_TYPE(struct event);
 
 /* Options, set before load. */
 const volatile __u8 want_stacks;

@@ -20,7 +20,7 @@ struct task_key {
 	__u32 pid;
 	char comm[COMM_BYTES];
 };
-struct task_key *unused_task_key __attribute__((unused));
+EXPORT_TYPE(struct task_key);
 
 /* A swap fault that some thread is in. */
 struct fault {
@@ -36,7 +36,7 @@ struct total {
 	__u64 pages_out;
 	__u64 held_up_ns;
 };
-struct total *unused_total __attribute__((unused));
+EXPORT_TYPE(struct total);
 
 COUNTS(totals, struct task_key, struct total, COUNT_KEYS);
 

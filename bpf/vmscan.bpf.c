@@ -36,7 +36,7 @@ enum operation {
 	OPERATION_WRITE_PAGE,
 	OPERATIONS,
 };
-enum operation unused_operation __attribute__((unused));
+EXPORT_TYPE(enum operation);
 
 struct total {
 	__u64 count;
@@ -50,7 +50,7 @@ struct {
 	__type(key, __u32); /* enum operation */
 	__type(value, struct total);
 } totals SEC(".maps");
-struct total *unused_total __attribute__((unused));
+EXPORT_TYPE(struct total);
 
 /* An operation that a thread is in. */
 struct call {
@@ -65,7 +65,7 @@ struct {
 	__type(key, struct call);
 	__type(value, __u64); /* since when */
 } calls SEC(".maps");
-struct call *unused_call __attribute__((unused));
+EXPORT_TYPE(struct call);
 
 /*
  * Shrinkers that a thread is in, outermost first. They nest where a shrinker
@@ -108,7 +108,7 @@ struct {
 	__type(key, __u64);
 	__type(value, struct shrinker_total);
 } shrinkers SEC(".maps");
-struct shrinker_total *unused_shrinker_total __attribute__((unused));
+EXPORT_TYPE(struct shrinker_total);
 
 const volatile struct shrinker_total no_shrinker_total;
 
@@ -131,8 +131,8 @@ struct {
 	__type(key, struct cgroup_key);
 	__type(value, struct cgroup_total);
 } cgroups SEC(".maps");
-struct cgroup_key *unused_cgroup_key __attribute__((unused));
-struct cgroup_total *unused_cgroup_total __attribute__((unused));
+EXPORT_TYPE(struct cgroup_key);
+EXPORT_TYPE(struct cgroup_total);
 
 const volatile struct cgroup_total no_cgroup_total;
 
@@ -171,7 +171,7 @@ struct compaction {
 	char comm[COMM_BYTES];
 	char zone[16];
 };
-struct compaction *unused_compaction __attribute__((unused));
+EXPORT_TYPE(struct compaction);
 
 const volatile struct compaction no_compaction = {
 	.min_pages = PAGES_UNKNOWN,

@@ -11,10 +11,12 @@
 #include "memtools.bpf.h"
 #include "task_ids.bpf.h"
 
-#define FILTER_SLOT_BITS 11
-#define FILTER_SLOTS	 (1 << FILTER_SLOT_BITS)
-#define FILTER_PROBES	 8
-#define COMM_BYTES	 16
+enum filter_table {
+	FILTER_SLOT_BITS = 11,
+	FILTER_SLOTS = 1 << FILTER_SLOT_BITS,
+	FILTER_PROBES = 8,
+};
+#define COMM_BYTES 16
 
 struct filter {
 	/* Processes, if pid_count is not 0; a thread, if tid is not 0, and then whatever its

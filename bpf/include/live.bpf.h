@@ -89,8 +89,8 @@ struct overflow {
 	__uint(key_size, sizeof(struct live_key));
 	__uint(value_size, sizeof(struct live_block));
 } overflow SEC(".maps");
-struct live_key *unused_live_key __attribute__((unused));
-struct live_block *unused_live_block __attribute__((unused));
+EXPORT_TYPE(struct live_key);
+EXPORT_TYPE(struct live_block);
 
 #define MORE_OVERFLOW 2
 

@@ -11,6 +11,14 @@
 #include <bpf/bpf_core_read.h>
 #include <bpf/bpf_tracing.h>
 
+/*
+ * Has user space know a type: libbpf-cargo generates Rust types for what
+ * variables and maps of the object refer to, and for nothing else.
+ */
+#define EXPORT_TYPE(type)		EXPORT_TYPE_AS(type, __COUNTER__)
+#define EXPORT_TYPE_AS(type, number)	EXPORT_TYPE_NAMED(type, number)
+#define EXPORT_TYPE_NAMED(type, number) type *exported_type_##number __attribute__((unused))
+
 /* Threads that a map has room for, by which it is known what each is in the middle of. */
 #define THREADS 8192
 

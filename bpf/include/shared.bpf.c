@@ -9,22 +9,27 @@
 #include "stack.bpf.h"
 #include "stack_count.bpf.h"
 
-struct filter *unused_filter __attribute__((unused));
-struct histogram *unused_histogram __attribute__((unused));
-struct python_code *unused_python_code __attribute__((unused));
-struct python_process *unused_python_process __attribute__((unused));
-enum python_chain *unused_python_chain __attribute__((unused));
-enum python_mark *unused_python_mark __attribute__((unused));
-enum python_instruction *unused_python_instruction __attribute__((unused));
-struct room *unused_room __attribute__((unused));
-enum room_of *unused_room_of __attribute__((unused));
-struct stack *unused_stack __attribute__((unused));
-struct stack_count_key *unused_stack_count_key __attribute__((unused));
-struct stack_count *unused_stack_count __attribute__((unused));
-enum unwind_kind *unused_unwind_kind __attribute__((unused));
-enum unwind_frame_pointer *unused_unwind_frame_pointer __attribute__((unused));
-struct unwind_file *unused_unwind_file __attribute__((unused));
-struct unwind_request *unused_unwind_request __attribute__((unused));
-enum stack_end *unused_stack_end __attribute__((unused));
-struct stack_slot *unused_stack_slot __attribute__((unused));
-enum unwind_mode *unused_unwind_mode __attribute__((unused));
+EXPORT_TYPE(struct filter);
+EXPORT_TYPE(enum filter_table);
+EXPORT_TYPE(struct histogram);
+EXPORT_TYPE(struct python_code);
+EXPORT_TYPE(struct python_process);
+EXPORT_TYPE(enum python_chain);
+EXPORT_TYPE(enum python_mark);
+EXPORT_TYPE(enum python_instruction);
+EXPORT_TYPE(struct room);
+EXPORT_TYPE(enum room_of);
+EXPORT_TYPE(struct stack);
+EXPORT_TYPE(struct stack_count_key);
+EXPORT_TYPE(struct stack_count);
+EXPORT_TYPE(enum unwind_kind);
+EXPORT_TYPE(enum unwind_layout);
+EXPORT_TYPE(enum unwind_frame_pointer);
+EXPORT_TYPE(struct unwind_file);
+EXPORT_TYPE(struct unwind_request);
+EXPORT_TYPE(enum stack_end);
+EXPORT_TYPE(enum stack_flags);
+EXPORT_TYPE(enum stack_id);
+EXPORT_TYPE(enum stack_layout);
+EXPORT_TYPE(struct stack_slot);
+EXPORT_TYPE(enum unwind_mode);

@@ -25,16 +25,20 @@
 
 #include "room.bpf.h"
 
-#define STACK_MAX_DEPTH	   127
+enum stack_layout {
+	STACK_MAX_DEPTH = 127,
+};
 #define STACK_WINDOW_BYTES 2048
 
 /* Frames kept of each stack, at most STACK_MAX_DEPTH. */
 const volatile __u32 stack_depth = STACK_MAX_DEPTH;
 
 /* Ids that are not in the table. */
-#define STACK_LOST 0 /* could not be taken or stored; counted */
-#define STACK_NONE 1 /* there is none: a kernel thread's user stack */
-#define STACK_SOME 2 /* the first that is in it */
+enum stack_id {
+	STACK_LOST, /* could not be taken or stored; counted */
+	STACK_NONE, /* there is none: a kernel thread's user stack */
+	STACK_SOME, /* the first that is in it */
+};
 
 enum stack_flags {
 	STACK_KERNEL = 1, /* addresses of the kernel */
@@ -70,7 +74,7 @@ struct stack {
 /* The sizes alone, as of `overflow` in live.bpf.h. */
 struct stack_map {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 1); /* size_stacks! of src/stacks/table.rs says how many */
+	__uint(max_entries, 1); /* size() of src/stacks/table.rs says how many */
 	__uint(key_size, sizeof(__u64));
 	__uint(value_size, sizeof(struct stack));
 } stacks SEC(".maps");

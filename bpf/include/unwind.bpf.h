@@ -28,12 +28,18 @@ enum unwind_mode {
 const volatile __u8 unwind_mode;
 const volatile __u32 unwind_namespace; /* inode of the tool's PID namespace, 0: the initial one */
 
-#define UNWIND_SHARD_WORDS   (1 << 18)
+enum unwind_layout {
+	UNWIND_PAGE_SHIFT = 8, /* of code, by which rows are found */
+	UNWIND_SHARD_WORDS = 1 << 18,
+	UNWIND_TABLE_LEFT_OUT = 1, /* in place of pages: there was no room for them */
+	UNWIND_PYTHON_BIT = 30,	   /* in a file's number: it holds an interpreter */
+	UNWIND_HOTSPOT_BIT = 31,   /* in a file's number: it is HotSpot's */
+};
+
 #define UNWIND_SHARDS	     128
 #define UNWIND_FILES	     4096
 #define UNWIND_CACHED	     16384
 #define UNWIND_REQUEST_BYTES (16 << 10)
-#define UNWIND_PAGE_SHIFT    8	/* of code, by which rows are found */
 #define UNWIND_ROW_STEPS     10 /* a row for each byte of a page, and more */
 /* How long user space gets for an answer, before it is asked again. */
 #define UNWIND_PATIENCE_NS (20 * 1000000ULL)
@@ -104,14 +110,12 @@ struct unwind_file {
 };
 
 /* In `number`: the file is HotSpot's, whose generated code keeps no frame pointers. */
-#define UNWIND_HOTSPOT (1U << 31)
+#define UNWIND_HOTSPOT (1U << UNWIND_HOTSPOT_BIT)
 /* In `number`: the file holds an interpreter of Python. */
-#define UNWIND_PYTHON (1U << 30)
+#define UNWIND_PYTHON (1U << UNWIND_PYTHON_BIT)
 
 /* Whether there is such a file; until then nobody looks for Python's frames. */
 __u32 python_met;
-
-#define UNWIND_TABLE_LEFT_OUT 1 /* in place of pages: there was no room for them */
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);

@@ -28,11 +28,11 @@ use crate::run::complete;
 
 /// Processes that `-p` takes at most.
 const MAX_PIDS: usize = 512;
-/// The kernel half's hash table of them, FILTER_SLOT_BITS and FILTER_PROBES of `filter.bpf.h`: four
-/// slots for each, so that hardly any factor fails to place them all.
-const SLOT_BITS: u32 = 11;
-const SLOTS: usize = 1 << SLOT_BITS;
-const PROBES: usize = 8;
+/// Bits of a slot's number in the kernel half's hash table of processes, which has four slots for each of
+/// [`MAX_PIDS`], so that hardly any factor fails to place them all.
+const SLOT_BITS: u32 = types::filter_table::FILTER_SLOT_BITS.0;
+const SLOTS: usize = types::filter_table::FILTER_SLOTS.0 as usize;
+const PROBES: usize = types::filter_table::FILTER_PROBES.0 as usize;
 /// Bytes of a task's name, the NUL not counted.
 const MAX_NAME: usize = 15;
 /// Inode of the initial PID namespace, the same on every kernel (PROC_PID_INIT_INO).

@@ -16,7 +16,7 @@ use crate::bpf::room::{self, Filled, Room, Table};
 use crate::bpf::types;
 
 /// Frames that the table holds of a stack at most.
-pub const MAX_DEPTH: u32 = 127;
+pub const MAX_DEPTH: u32 = types::stack_layout::STACK_MAX_DEPTH.0;
 
 /// Bytes that an entry takes of the kernel's memory: key, value, and the kernel's own.
 pub const ENTRY_BYTES: u64 = 8 + size_of::<types::stack>() as u64 + 64;
@@ -65,13 +65,13 @@ pub fn size<const MAPS: usize>(
 }
 
 /// The id of a stack that could not be taken or stored.
-const LOST: u64 = 0;
+const LOST: u64 = types::stack_id::STACK_LOST.0 as u64;
 
 /// The id of "no stack": the user stack of a kernel thread, the kernel stack of user code.
-const NO_STACK: u64 = 1;
+const NO_STACK: u64 = types::stack_id::STACK_NONE.0 as u64;
 
-/// The bit of an entry's flags for addresses of the kernel, `enum stack_flags` in C.
-const KERNEL: u8 = 1;
+/// The bit of an entry's flags for addresses of the kernel.
+const KERNEL: u8 = types::stack_flags::STACK_KERNEL.0 as u8;
 
 /// Whose code a stack goes through.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -155,15 +155,15 @@ pub struct Stack {
 /// Where a walk up a stack has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum End {
-    /// At the outermost frame; or, by frame pointers alone, as that was asked for, at the last.
+    /// The walk ended at the outermost frame; or, by frame pointers alone, as that was asked for, at the last.
     Root,
-    /// At the depth limit.
+    /// The walk ended at the depth limit.
     Depth,
-    /// At the last frame pointer, as there were no tables.
+    /// The walk ended at the last frame pointer, as there were no tables.
     NoTables,
-    /// In code without unwind information.
+    /// The walk ended in code without unwind information.
     NoRule,
-    /// Before a frame in no code that the process is known to have mapped.
+    /// The walk ended before a frame in no code that the process is known to have mapped.
     NoCode,
     /// Where the stack could not be read.
     Unreadable,

@@ -16,7 +16,7 @@ use gimli::{
 };
 use object::elf;
 
-use crate::bpf::types::{unwind_frame_pointer as FramePointer, unwind_kind as Kind};
+use crate::bpf::types::{self, unwind_frame_pointer as FramePointer, unwind_kind as Kind};
 use crate::code::elf::CodeSegment;
 use crate::code::elf_file::{Elf, Source};
 use crate::code::limits::{self, Deadline};
@@ -28,7 +28,7 @@ type Expression = UnwindExpression<usize>;
 /// Addresses are 32 bits of a row.
 const MAX_ADDRESS: u64 = 1 << 32;
 /// Bytes of code that share an entry of the index, as a power of two; `UNWIND_PAGE_SHIFT`.
-const PAGE_SHIFT: u32 = 8;
+const PAGE_SHIFT: u32 = types::unwind_layout::UNWIND_PAGE_SHIFT.0;
 /// Between two functions there is padding to a multiple of this, which is no code of its own.
 const ALIGNMENT: u64 = 16;
 /// How often a byte of `.eh_frame` may be run: a CIE, 24 bytes or so, is run for each of its FDEs.

@@ -15,9 +15,10 @@ use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType, OpenMapMut};
 use memmap2::MmapOptions;
 
 use crate::bpf::map_create;
+use crate::bpf::types;
 
 /// Words of a shard; `UNWIND_SHARD_WORDS`.
-const SHARD_WORDS: usize = 1 << 18;
+const SHARD_WORDS: usize = types::unwind_layout::UNWIND_SHARD_WORDS.0 as usize;
 const WORD: usize = size_of::<u64>();
 /// Words that are written at a time; a shard is a multiple of it.
 const PIECE_WORDS: usize = 1 << 13;

@@ -23,12 +23,12 @@ use crate::code::elf;
 use crate::print::clock;
 use crate::process::proc::{FileId, Mapping, Process};
 
-/// Instead of a table, where there was no room for it.
-const UNWIND_TABLE_LEFT_OUT: u64 = 1;
-/// In a file's number: it is HotSpot's, whose generated code skips frames.
-const UNWIND_HOTSPOT: u32 = 1 << 31;
-/// In a file's number: it holds an interpreter of Python.
-const UNWIND_PYTHON: u32 = 1 << 30;
+/// What stands in place of a table for which there was no room.
+const UNWIND_TABLE_LEFT_OUT: u64 = types::unwind_layout::UNWIND_TABLE_LEFT_OUT.0 as u64;
+/// The bit of a file's number that says that the file is HotSpot's, whose generated code skips frames.
+const UNWIND_HOTSPOT: u32 = 1 << types::unwind_layout::UNWIND_HOTSPOT_BIT.0;
+/// The bit of a file's number that says that the file holds an interpreter of Python.
+const UNWIND_PYTHON: u32 = 1 << types::unwind_layout::UNWIND_PYTHON_BIT.0;
 /// Numbers of files, below the flags.
 const MAX_NUMBER: u32 = UNWIND_PYTHON - 1;
 /// The vdso is two pages long, or some more.
