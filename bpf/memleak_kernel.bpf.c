@@ -7,8 +7,8 @@
  * kmem_cache_free), of pages (mm_page_alloc, mm_page_free) and of the per-CPU
  * allocator. All are raw tracepoints: a program on one of perf's is skipped
  * where it interrupts any other, and much is freed in interrupts. Even these are
- * skipped where they interrupt themselves (6.1 and later), so each has an
- * understudy; see TRACED. mm_page_free_batched follows an mm_page_free of the
+ * skipped where they interrupt themselves (6.1 and later), so each tracepoint has
+ * a second program; see TRACED. mm_page_free_batched follows an mm_page_free of the
  * same page on every kernel from 5.10 to 7.2, so it has no program here.
  *
  * The kernel frees some objects in bulk, which no tracepoint tells. Where it
@@ -33,7 +33,7 @@ enum kind {
 	KIND_PER_CPU,
 	KINDS,
 };
-enum kind unused_kind __attribute__((unused));
+EXPORT_TYPE(enum kind);
 
 /* Tracepoints, those of frees last. */
 enum hook {
@@ -60,7 +60,7 @@ struct block {
 	__u32 allocated; /* bytes taken; of pages that were freed in part, what is left */
 	__u32 requested; /* bytes asked for */
 };
-struct block *unused_block __attribute__((unused));
+EXPORT_TYPE(struct block);
 
 /* Blocks of one stack or, with by_cache, of one cache. */
 struct total {
@@ -68,7 +68,7 @@ struct total {
 	__u64 requested;
 	__u64 count;
 };
-struct total *unused_total __attribute__((unused));
+EXPORT_TYPE(struct total);
 
 #define PAGE_ORDERS 12 /* and one more than the largest of any x86-64 kernel */
 
@@ -78,7 +78,7 @@ struct cache {
 	char name[CACHE_NAME_BYTES];
 	__u64 wanted;
 };
-struct cache *unused_cache __attribute__((unused));
+EXPORT_TYPE(struct cache);
 
 /* Frees that were not seen, or could not be recorded: the memory was allocated again. */
 __u64 unseen_frees;
@@ -475,66 +475,66 @@ static __always_inline int object_allocated(void *ctx, __u64 address, __u64 requ
 }
 
 /* On each CPU, a tracepoint's two programs; see TRACED. */
-struct turn {
-	__u64 key;	  /* for which the first was last called */
-	__u64 understudy; /* 1: the second is running */
-	__u64 spared;	  /* calls of the first while the second was running */
+struct program_pair {
+	__u64 key;	      /* for which the first was last called */
+	__u64 second_runs;    /* 1: the second is running */
+	__u64 harmless_skips; /* calls of the first while the second was running */
 };
-struct turn *unused_turn __attribute__((unused));
+EXPORT_TYPE(struct program_pair);
 
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
 	__uint(max_entries, HOOKS);
 	__type(key, __u32); /* enum hook */
-	__type(value, struct turn);
-} turns SEC(".maps");
+	__type(value, struct program_pair);
+} program_pairs SEC(".maps");
 
-static __always_inline void begin_turn(__u32 hook, __u64 key)
+static __always_inline void first_called(__u32 hook, __u64 key)
 {
-	struct turn *turn = bpf_map_lookup_elem(&turns, &hook);
+	struct program_pair *pair = bpf_map_lookup_elem(&program_pairs, &hook);
 
-	if (turn) {
-		turn->key = key;
-		turn->spared += turn->understudy;
+	if (pair) {
+		pair->key = key;
+		pair->harmless_skips += pair->second_runs;
 	}
 }
 
 /* Whether the tracepoint's first program was not called for this block. */
-static __always_inline bool skipped(struct turn *turn, __u32 hook, __u64 key)
+static __always_inline bool skipped(struct program_pair *pair, __u32 hook, __u64 key)
 {
-	if (turn->key == key)
+	if (pair->key == key)
 		return false;
 	/* It was, but an interrupt came after that, in which it was called again. */
 	return hook >= HOOK_FREES || !bpf_map_lookup_elem(&blocks, &key);
 }
 
 /*
- * A tracepoint's program, and its understudy, which is called after it. A
+ * A tracepoint's two programs, of which the second is called after the first. A
  * program that an interrupt finds running is not called for what happens in that
- * interrupt, and a softirq may free thousands of objects; then the understudy
- * does its work. What is lost is what finds both running. The kernel counts how
- * often the understudy was not called. That it alone was running is no loss, and
- * is taken off as far as it can be known: what remains is an upper bound.
+ * interrupt, and a softirq may free thousands of objects; the second program then
+ * does the work of the first. What is lost is what finds both running. The kernel
+ * counts how often the second was not called. Where it alone was running that is
+ * no loss, and is taken off as far as it can be known: what remains is an upper bound.
  */
 #define TRACED(name, hook, key)                                                                    \
 	SEC("raw_tp")                                                                              \
 	int name(struct bpf_raw_tracepoint_args *ctx)                                              \
 	{                                                                                          \
-		begin_turn(hook, key);                                                             \
+		first_called(hook, key);                                                           \
 		return on_##name(ctx);                                                             \
 	}                                                                                          \
 	SEC("raw_tp")                                                                              \
 	int name##_nested(struct bpf_raw_tracepoint_args *ctx)                                     \
 	{                                                                                          \
 		__u32 index = hook;                                                                \
-		struct turn *turn = bpf_map_lookup_elem(&turns, &index);                           \
+		struct program_pair *pair = bpf_map_lookup_elem(&program_pairs, &index);           \
                                                                                                    \
-		if (!turn)                                                                         \
+		if (!pair)                                                                         \
 			return 0;                                                                  \
-		turn->understudy = 1;                                                              \
-		if (skipped(turn, hook, key))                                                      \
+		pair->second_runs = 1;                                                             \
+		if (skipped(pair, hook, key))                                                      \
 			on_##name(ctx);                                                            \
-		turn->understudy = 0;                                                              \
+		pair->second_runs = 0;                                                             \
 		return 0;                                                                          \
 	}
 

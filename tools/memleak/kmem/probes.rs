@@ -15,7 +15,7 @@ use memtools::run::losses::Losses;
 use nix::fcntl::{FcntlArg, fcntl};
 
 use super::args::Kinds;
-use super::bpf::types::turn;
+use super::bpf::types::program_pair;
 use super::bpf::{self, Loaded, Prepared};
 use crate::args::Args;
 use crate::probes::within;
@@ -33,10 +33,10 @@ const DEFAULT_BLOCKS: u32 = 1_000_000;
 /// Memory that each takes from the start: an entry of a preallocated hash map, and its bucket.
 const BLOCK_BYTES: u64 = 112;
 
-/// What the name of a program's understudy ends in: TRACED of the BPF program.
-const UNDERSTUDY: &str = "_nested";
+/// What the name of a tracepoint's second program ends in: TRACED of the BPF program.
+const SECOND: &str = "_nested";
 
-/// A tracepoint's program, and its understudy.
+/// A tracepoint's two programs, in the order in which they are called.
 type Pair<'a> = [&'a ProgramMut<'a>; 2];
 
 /// The programs while they are live.
@@ -85,7 +85,7 @@ fn try_start(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk) -> Result<A
     let learns = kinds.slab && (kinds.pages || with_caches(args));
     let mut open = open(args, filter, kinds)?;
     open.options()?.learns = learns.into();
-    let wanted = |program: &str| match program.trim_end_matches(UNDERSTUDY) {
+    let wanted = |program: &str| match program.trim_end_matches(SECOND) {
         "kmalloc" | "cache_alloc" | "kfree" | "cache_free" => kinds.slab,
         "page_alloc" | "page_free" => kinds.pages,
         "percpu_alloc" | "percpu_free" => kinds.percpu,
@@ -109,7 +109,7 @@ fn try_start(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk) -> Result<A
         links.push(link.with_context(|| format!("failed to attach {name}"))?);
     }
     let mut attach = |pair: Pair<'_>, tracepoint: &str| -> Result<()> {
-        // The understudy is called after the other, as it was attached after it.
+        // The second program is called after the first, as it was attached after it.
         for program in pair {
             let link = program.attach_raw_tracepoint(tracepoint);
             links.push(link.with_context(|| format!("failed to attach to {tracepoint}"))?);
@@ -173,12 +173,12 @@ impl Attached {
         // Of a tracepoint's two programs it is enough that one was called.
         let decides = |program: &Program<'_>| {
             let name = program.name().to_string_lossy();
-            program.autoload() && (name.ends_with(UNDERSTUDY) || name.contains("k_free"))
+            program.autoload() && (name.ends_with(SECOND) || name.contains("k_free"))
         };
         let programs = self.skel.object().progs().filter(decides);
         let losses = Losses::counted(self.skel.object())?.and_runs(programs);
         Ok(Losses {
-            runs: losses.runs.saturating_sub(self.spared()?),
+            runs: losses.runs.saturating_sub(self.harmless_skips()?),
             ..losses
         })
     }
@@ -189,20 +189,20 @@ impl Attached {
         counters.map_or(0, |counters| counters.unseen_frees)
     }
 
-    /// How often an understudy was not called and need not have been.
-    fn spared(&self) -> Result<u64> {
-        let turns = &self.skel.maps.turns;
-        let mut spared = 0;
-        for key in turns.keys() {
-            let cpus = turns.lookup_percpu(&key, MapFlags::ANY);
+    /// How often a second program was not called and need not have been.
+    fn harmless_skips(&self) -> Result<u64> {
+        let pairs = &self.skel.maps.program_pairs;
+        let mut skips = 0;
+        for key in pairs.keys() {
+            let cpus = pairs.lookup_percpu(&key, MapFlags::ANY);
             for value in cpus
-                .context("failed to read the turns")?
+                .context("failed to read the pairs of programs")?
                 .unwrap_or_default()
             {
-                spared += types::view::<turn>(&value)?.spared;
+                skips += types::view::<program_pair>(&value)?.harmless_skips;
             }
         }
-        Ok(spared)
+        Ok(skips)
     }
 
     /// Has the programs learn where the struct page of an address is. Returns whether they have.
