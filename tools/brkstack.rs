@@ -369,7 +369,7 @@ struct Call {
     new: Hex,
     /// Negative if it has shrunk.
     growth_bytes: i64,
-    /// With -U or -K.
+    /// The stack of the call, with -U or -K.
     #[serde(flatten)]
     stack: Option<NamedStack>,
     #[serde(skip)]

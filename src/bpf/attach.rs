@@ -211,7 +211,7 @@ fn object_storage() -> &'static mut MaybeUninit<OpenObject> {
 pub fn load_only(object: &mut OpenObject, names: &[&str]) {
     for mut program in object.progs_mut() {
         let wanted = names.iter().any(|name| program.name() == *name);
-        // Those of src/stacks/unwind are beside whatever takes user stacks.
+        // The programs of src/stacks/unwind are beside whatever takes user stacks.
         let unwinds = program.name().to_string_lossy().starts_with("unwind_");
         program.set_autoload(wanted || unwinds);
     }

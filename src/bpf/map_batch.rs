@@ -88,7 +88,7 @@ fn collect_in<T: Send>(
     })
 }
 
-/// Both, in any order; of millions, a copy is felt, so the smaller one is moved.
+/// Joins two lists, in any order; of millions, a copy is felt, so the smaller one is moved.
 pub fn join<T>(one: Vec<T>, other: Vec<T>) -> Vec<T> {
     let (mut larger, mut smaller) = if one.len() < other.len() {
         (other, one)

@@ -435,7 +435,7 @@ mod tests {
 
     const RET: u8 = 0xc3;
 
-    /// With all arguments read.
+    /// The offset of a probe of a function that reads all its arguments.
     fn offset_of(code: &[&[u8]]) -> u64 {
         place_of(code, &[1, 2, 3, 4, 5, 6]).offset
     }

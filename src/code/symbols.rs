@@ -32,7 +32,7 @@ struct Names {
 /// The name of a function that an offset is in.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Name {
-    /// As the file has it, mangled, but without its version; without its end if it has none within 16 KiB.
+    /// The name as the file has it, mangled, but without its version; without its end if it has none within 16 KiB.
     pub text: String,
     /// Whether it is all of the name.
     pub is_whole: bool,

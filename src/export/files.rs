@@ -86,7 +86,7 @@ pub struct Exports {
 /// What the numbers of a report are of.
 #[derive(Debug, Clone)]
 pub struct Subject {
-    /// In words, such as `outstanding allocations`.
+    /// The subject in words, such as `outstanding allocations`.
     pub name: String,
     /// What there is a number of for each stack.
     pub values: Vec<Value>,

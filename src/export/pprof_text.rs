@@ -100,7 +100,7 @@ fn pair(profile: &Profile, kind: &str) -> Option<Pair> {
     })
 }
 
-/// Both numbers of a sample; 0 of what it does not have.
+/// The two numbers of a sample; 0 of what it does not have.
 fn of(pair: Option<Pair>, sample: &Sample) -> [i64; 2] {
     pair.map_or([0; 2], |pair| {
         [pair.objects, pair.bytes].map(|at| sample.value.get(at).copied().unwrap_or_default())

@@ -7,9 +7,9 @@ use crate::stacks::named::{NamedStack, Part};
 /// What is counted by stack, and in which unit: the names that pprof's format gives to both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Value {
-    /// Such as `inuse_space`.
+    /// The name that the format has for the value, such as `inuse_space`.
     pub kind: &'static str,
-    /// Such as `bytes` or `count`.
+    /// The unit, such as `bytes` or `count`.
     pub unit: &'static str,
     /// What one is called in a flame graph, such as `bytes` or `faults`.
     pub counted: &'static str,

@@ -180,7 +180,7 @@ pub struct MappedCode {
 /// What a process could execute from one exec to the next.
 #[derive(Debug, Clone, Default)]
 pub struct Image {
-    /// In the order in which they were made; a later one covers an earlier one.
+    /// Mappings of code in the order in which they were made; a later one covers an earlier one.
     code: Rc<Vec<MappedCode>>,
     number: u64,
 }
@@ -221,7 +221,7 @@ impl Image {
 pub enum Wanted {
     /// Images of the processes that are chosen.
     Chosen,
-    /// And of what these start, and so on.
+    /// The processes, those that they start, and so on.
     Descendants,
     /// Images of all processes.
     All,

@@ -286,7 +286,7 @@ impl Drop for HeldCommand {
     }
 }
 
-/// In the child: set signals as the caller had them, wait for the word, exec.
+/// Becomes the command, in the child: sets signals as the caller had them, waits for the word, calls exec.
 fn become_command(
     wait_for_release: &OwnedFd,
     path: &CString,

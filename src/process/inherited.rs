@@ -10,7 +10,7 @@ use nix::errno::Errno;
 use nix::sys::resource::{Resource, getrlimit, rlim_t, setrlimit};
 use nix::sys::signal::{SigHandler, SigSet, SigmaskHow, Signal, pthread_sigmask, signal};
 
-/// As the caller has set it.
+/// What this process has inherited from its caller, and then changed for itself.
 #[derive(Debug, Clone, Copy)]
 struct Inherited {
     mask: SigSet,

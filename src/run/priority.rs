@@ -1,6 +1,6 @@
 //! The tool's own priority.
 
-/// As low a nice value as a reader of events needs to be before what it traces. The lowest, -20, is
+/// The nice value, as low as a reader of events needs to be before what it traces. The lowest, -20, is
 /// for what the machine cannot do without.
 const NICE: i32 = -10;
 

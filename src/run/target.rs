@@ -59,7 +59,7 @@ pub struct Target {
     processes: Vec<Process>,
     /// Whether what these start is traced, too.
     follows: bool,
-    /// With its line.
+    /// The command, if one is traced, with its line.
     command: Option<(String, HeldCommand)>,
 }
 

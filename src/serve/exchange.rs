@@ -11,7 +11,7 @@ use crate::serve::report::Report;
 
 /// How long a report is given to whoever asks, at least.
 const FRESH: Duration = Duration::from_secs(1);
-/// So many times as long as it took to make a report, it is given to whoever asks: at most a tenth
+/// A report is given to whoever asks for this many times as long as it took to make it: at most a tenth
 /// of the tracing thread's time goes into reports for clients.
 const FRESH_PART: u32 = 10;
 /// How long a client waits for a report at most.

@@ -47,7 +47,7 @@ pub(super) struct Content {
 /// What is on the page.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Page {
-    /// Such as `memleak: outstanding allocations of pid 7 (demo)`.
+    /// The title of the report, such as `memleak: outstanding allocations of pid 7 (demo)`.
     pub(super) title: String,
     /// Time, sum, and what a reader has to know.
     pub(super) facts: Vec<String>,

@@ -114,7 +114,7 @@ fn talk(mut stream: Box<dyn Stream>, Slot { shared, .. }: &Slot) {
     let _ = response.send(&mut *stream, head_only);
 }
 
-/// So many of something at once.
+/// A limited number of something that is in use at once.
 #[derive(Debug)]
 pub(super) struct Slots {
     /// None once it is closed.

@@ -57,9 +57,9 @@ pub(crate) struct DebugInfo {
 
 /// Where the symbols of all functions of a file are.
 pub(crate) enum SymbolsAt {
-    /// In the file.
+    /// The file itself has what was asked for.
     TheFile,
-    /// In what was split from it.
+    /// A file that was split from it has what was asked for.
     Other(Box<dyn Source>),
     /// Nowhere: they were taken away, and only the functions that other files can call have names.
     Nowhere,

@@ -83,9 +83,9 @@ enum WantedLines {
     /// Nowhere.
     #[default]
     None,
-    /// In profiles.
+    /// Lines are shown in profiles alone.
     InProfiles,
-    /// In reports, and in profiles.
+    /// Lines are shown in reports and in profiles.
     InReports,
 }
 
@@ -155,7 +155,7 @@ impl Symbolizer {
         })
     }
 
-    /// With the source lines that the options ask for, and with those that a profile has, if one is made.
+    /// Adds the source lines that the options ask for, and those that a profile has, if one is made.
     ///
     /// # Errors
     /// If servers are to be asked for debug information, and cannot be.

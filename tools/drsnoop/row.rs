@@ -101,7 +101,7 @@ pub(crate) struct Row {
     pub(crate) limited: Option<String>,
     /// The id of that cgroup. None for direct reclaim.
     pub(crate) limited_id: Option<u64>,
-    /// With --stack.
+    /// The stack of the reclaim, with --stack.
     #[serde(flatten)]
     pub(crate) stack: Option<NamedStack>,
     /// Since the first event.

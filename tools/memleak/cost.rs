@@ -59,7 +59,7 @@ struct Spent {
 }
 
 impl Spent {
-    /// So many hits there were until now.
+    /// Adds a measurement of how many hits there were until now.
     fn add(&mut self, hits: Hits) {
         let (runs, ns) = (
             hits.measured - self.measured.0,
@@ -95,7 +95,7 @@ pub(crate) struct Share {
 #[derive(Debug, Default, Clone, Copy)]
 struct Used {
     hits: Hits,
-    /// In the programs.
+    /// Nanoseconds in the programs.
     ns: Option<f64>,
     cpu_ns: u64,
 }

@@ -50,7 +50,7 @@ use crate::serve::{self, Frees, Numbers};
 use crate::tracer::sums_of;
 use crate::whole::Whole;
 
-memtools::skeleton!("memleak_kernel", MemleakKernelSkelBuilder, stacks: kernel, plain: [block, cache, total, turn]);
+memtools::skeleton!("memleak_kernel", MemleakKernelSkelBuilder, stacks: kernel, plain: [block, cache, program_pair, total]);
 
 /// Age in milliseconds below which a block is left out, unless --older says otherwise.
 const DEFAULT_OLDER: u64 = 500;

@@ -31,7 +31,7 @@ pub(crate) struct Questions {
     _other: UnixStream,
 }
 
-/// Both ends: what asks, and what hears it.
+/// The two ends of the questions: what asks, and what hears it.
 pub(crate) fn questions() -> Result<(WhileStopped, Questions)> {
     let pair = || {
         let (asker, stream) = UnixStream::pair()?;

@@ -70,7 +70,7 @@ struct Next {
 }
 
 impl Next {
-    /// The same, with what --who traces.
+    /// This finding, with what --who traces.
     fn by(self, culprit: Culprit) -> Self {
         Self {
             culprit: Some(culprit),

@@ -120,7 +120,7 @@ pub(crate) struct Growing {
     pid: Option<u32>,
     bytes: u64,
     growth_bytes: u64,
-    /// In how long.
+    /// The seconds in which it grew.
     seconds: f64,
     /// At each look, in bytes.
     #[serde(skip)]

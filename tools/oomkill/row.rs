@@ -91,7 +91,7 @@ fn dash<T: ToString>(value: Option<T>) -> String {
     value.map_or_else(|| "-".to_owned(), |value| value.to_string())
 }
 
-/// So many KB, or a dash.
+/// A number of KB as text, or a dash.
 fn kilobytes(number: Option<u64>) -> String {
     dash(number.map(|number| format!("{number} KB")))
 }

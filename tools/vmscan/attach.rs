@@ -41,9 +41,9 @@ pub(crate) struct Has {
 /// How programs get at tracepoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
-    /// As perf does, by their names in tracefs; with preemption off.
+    /// Programs are attached as perf does it, by the names in tracefs, and run with preemption off.
     Tracefs,
-    /// As raw tracepoints.
+    /// Programs are attached as raw tracepoints.
     Raw,
 }
 

@@ -56,10 +56,10 @@ pub(crate) struct Interval {
     pub(crate) kswapd_wakeups: Option<u64>,
     /// Pages (folios) that reclaim began to write out.
     pub(crate) pages_written: Option<u64>,
-    /// With --kswapd: what it was at in the interval, also of operations that go on.
+    /// What kswapd was at in the interval, with --kswapd, also of operations that go on.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) kswapd: Option<Timed>,
-    /// With --compaction.
+    /// Compactions, with --compaction.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) compaction: Option<Timed>,
     #[serde(skip)]
@@ -245,7 +245,7 @@ impl Row for Cgroup {
 pub(crate) struct Counts {
     #[serde(serialize_with = "clock::serialize")]
     pub(crate) time: Zoned,
-    /// Also those with 0, which the text leaves out.
+    /// The counts by tracepoint, also those that are 0, which the text leaves out.
     #[serde(serialize_with = "as_object")]
     pub(crate) tracepoints: Vec<(String, u64)>,
     /// Whether the text says when; not needed for a single report at the end.

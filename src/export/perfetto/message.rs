@@ -14,7 +14,7 @@ pub(super) const MONOTONIC_COARSE: u32 = 5;
 /// The clock of a trace, which goes on while the machine is suspended.
 pub(super) const BOOTTIME: u32 = 6;
 
-/// In the first packet of a sequence: nothing that was written before is referred to.
+/// The flag of a sequence's first packet: nothing that was written before is referred to.
 pub(super) const INCREMENTAL_STATE_CLEARED: u32 = 1;
 
 /// Values of [`TrackEvent::kind`].

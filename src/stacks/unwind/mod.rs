@@ -191,7 +191,7 @@ impl Whose {
 pub struct Early(JoinHandle<Result<(Tables, Queue)>>);
 
 impl Early {
-    /// In the place of an opened skeleton's map `unwind_shards`; None if no tables are used.
+    /// Starts to make tables, in the place of an opened skeleton's map `unwind_shards`; None if no tables are used.
     ///
     /// # Errors
     /// If the kernel refuses the maps.
@@ -384,7 +384,7 @@ impl Unwinder {
     }
 }
 
-/// With --verbose, says that a process's tables are there, and how long that took.
+/// Says, with --verbose, that a process's tables are there, and how long that took.
 fn tell(tables: &Tables, pid: u32, took: Duration) {
     let mappings = Process::open(pid).and_then(|process| process.mappings());
     let (words, files) = tables.size_of(&mappings.unwrap_or_default());

@@ -46,9 +46,9 @@ pub struct Summary {
 /// Counts of stacks that end before the outermost function.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Truncated {
-    /// At the depth limit.
+    /// Walks that ended at the depth limit.
     pub depth: u64,
-    /// In code without unwind information.
+    /// Walks that ended in code without unwind information.
     pub no_unwind_info: u64,
     /// Where the caller was in no code that the process is known to have mapped.
     pub no_code: u64,

@@ -18,7 +18,7 @@ use crate::regions::Regions;
 pub(super) const MORE_STACKS: &str =
     "they have room for more with a larger --mem-limit or --stack-storage-size";
 
-/// So many times as long as it took to renew the table of stacks, it is left alone.
+/// The table of stacks is left alone for this many times as long as it took to renew it.
 const RENEWAL_PART: u32 = 10;
 /// The least time after which a table that is full is looked through again.
 const FULL_PAUSE: Duration = Duration::from_secs(1);
