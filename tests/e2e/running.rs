@@ -246,13 +246,15 @@ fn every_tool_runs_a_command() -> Result<()> {
 /// A machine on which nobody has mounted tracefs yet.
 fn every_tool_runs_where_tracefs_is_not_mounted() -> Result<()> {
     let hfaults = ("hfaults", &["--madvise"][..]);
+    // It allocates, and ends as there is nothing on its standard input.
+    let program = format!("{} hold", workload("alloc").display());
     for (name, args) in TOOLS
         .map(|name| (name, &[][..]))
         .into_iter()
         .chain([hfaults])
     {
         let mut command = Command::new(tool(name));
-        command.args(["-c", "true"]).args(args);
+        command.args(["-c", &program]).args(args);
         // SAFETY: system calls between fork and exec.
         unsafe {
             command.pre_exec(|| {
