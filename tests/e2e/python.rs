@@ -20,6 +20,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         frames_of_a_command_are_known_from_its_first_block [Host],
         frames_are_in_text_and_in_folded_lines [Host],
         other_tools_have_them_too [Host],
+        small_objects_are_blocks_where_they_come_from_malloc [Host],
         native_frames_are_left_when_asked_for [Host],
     }
 }
@@ -210,6 +211,44 @@ fn other_tools_have_them_too() -> Result<()> {
             ended.stderr.contains(refused) != permitted,
             "{name}: {ended:?}"
         );
+    }
+    Ok(())
+}
+
+/// Small objects are in arenas, which is said; or each of them is a block.
+fn small_objects_are_blocks_where_they_come_from_malloc() -> Result<()> {
+    const PROGRAM: &str = "import os, sys\n\
+                           kept = [None] * 1009\n\
+                           def keep():\n    for i in range(1009):\n        kept[i] = bytes(101)\n\
+                           print('ready', os.getpid(), flush=True)\n\
+                           sys.stdin.readline()\n\
+                           keep()\n\
+                           print('done', flush=True)\n\
+                           sys.stdin.readline()\n";
+    // 33 bytes are Python's own.
+    const BYTES: u64 = 1009 * (33 + 101);
+    for (allocator, is_block) in [("pymalloc", false), ("malloc", true)] {
+        let mut command = Command::new("python3");
+        command.args(["-c", PROGRAM]).env("PYTHONMALLOC", allocator);
+        let mut workload = Workload::spawn(&mut command)?;
+        let mut tool = Tool::start("memleak", &["-o", "0", "--folded", "-p", &workload.pid()])?;
+        tool.wait_for("allocator: ")?;
+        workload.work()?;
+        let ended = tool.interrupt()?;
+        workload.finish()?;
+        let lines = ended.stdout.lines();
+        let kept: u64 = lines
+            .filter(|line| line.contains(";keep (<string>:5)"))
+            .filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok())
+            .sum();
+        ensure!(
+            (kept == BYTES) == is_block,
+            "{allocator}: {kept}: {ended:?}"
+        );
+        let is_said = ended
+            .stderr
+            .contains("up to 512 bytes are in arenas of its own");
+        ensure!(is_said != is_block, "{allocator}: {ended:?}");
     }
     Ok(())
 }

@@ -44,6 +44,10 @@ const OVERFLOW_BLOCK_BYTES: u64 = 112;
 /// the part of all that they have then. The third has what is left.
 const OVERFLOW_STEPS: [(u32, u32); 2] = [(1 << 17, 32), (1 << 20, 4)];
 
+/// Why a trace has few of the objects of a Python program.
+const PYTHON_NOTE: &str = "its objects of up to 512 bytes are in arenas of its own, which are the blocks that are seen; \
+                           with PYTHONMALLOC=malloc in its environment each object is a block";
+
 /// The loaded program, for placing its probes.
 pub(crate) struct Attached {
     pub(crate) skel: Loaded,
@@ -490,6 +494,7 @@ fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
     let parts = Parts {
         early,
         while_stopped: Some(while_stopped),
+        python_note: Some(PYTHON_NOTE),
         ..memtools::unwind_parts!(skel)
     };
     let unwinder = Unwinder::start(args.unwind, parts, whose)?;

@@ -21,3 +21,36 @@ pub mod lines;
 mod locate;
 mod offsets;
 pub(crate) mod pythons;
+
+use std::fs::File;
+use std::io::Read;
+
+/// Whether all objects of a process come from malloc, also those of 512 bytes or less, as its environment
+/// asks for (`PYTHONMALLOC`).
+fn allocates_by_malloc(pid: u32) -> bool {
+    const MOST_BYTES: u64 = 4 << 20;
+    let mut environment = Vec::new();
+    let read = File::open(format!("/proc/{pid}/environ"))
+        .and_then(|file| file.take(MOST_BYTES).read_to_end(&mut environment));
+    read.is_ok() && asks_for_malloc(&environment)
+}
+
+fn asks_for_malloc(environment: &[u8]) -> bool {
+    let mut variables = environment.split(|byte| *byte == 0);
+    variables.any(|variable| {
+        [&b"PYTHONMALLOC=malloc"[..], b"PYTHONMALLOC=malloc_debug"].contains(&variable)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::asks_for_malloc;
+
+    #[test]
+    fn malloc_is_asked_for_by_its_name() {
+        assert!(asks_for_malloc(b"A=1\0PYTHONMALLOC=malloc\0"));
+        assert!(asks_for_malloc(b"PYTHONMALLOC=malloc_debug"));
+        assert!(!asks_for_malloc(b"PYTHONMALLOC=pymalloc\0X=malloc\0"));
+        assert!(!asks_for_malloc(b""));
+    }
+}

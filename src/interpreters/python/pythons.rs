@@ -29,17 +29,24 @@ pub(crate) struct Pythons {
     /// Files without an interpreter.
     others: HashSet<FileId>,
     said: HashSet<String>,
+    /// What is said of the first process that is found, if pymalloc has its small objects.
+    note: Option<&'static str>,
 }
 
 impl Pythons {
     /// After load.
-    pub(crate) fn new(processes: MapHandle, programs: [&ProgramMut<'_>; 2]) -> Result<Self> {
+    pub(crate) fn new(
+        processes: MapHandle,
+        programs: [&ProgramMut<'_>; 2],
+        note: Option<&'static str>,
+    ) -> Result<Self> {
         Ok(Self {
             processes,
             programs: Programs::new(programs)?,
             probes: HashMap::new(),
             others: HashSet::new(),
             said: HashSet::new(),
+            note,
         })
     }
 
@@ -96,6 +103,11 @@ impl Pythons {
         self.processes
             .update(&layout.to_ne_bytes(), process, MapFlags::ANY)
             .context("failed to tell where a process has its Python")?;
+        if !super::allocates_by_malloc(pid)
+            && let Some(note) = self.note.take()
+        {
+            eprintln!("process {pid} runs Python: {note}");
+        }
         Ok(Outcome::Found)
     }
 

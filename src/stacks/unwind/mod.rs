@@ -155,7 +155,11 @@ impl Whose {
         if args.interpreters() == 0 {
             return Ok(None);
         }
-        let mut pythons = Pythons::new(handle(parts.pythons)?, parts.python_deaths)?;
+        let mut pythons = Pythons::new(
+            handle(parts.pythons)?,
+            parts.python_deaths,
+            parts.python_note,
+        )?;
         if let Self::Processes(pids) = self {
             for &pid in pids {
                 pythons.look_at(pid, None);
@@ -224,6 +228,7 @@ macro_rules! unwind_parts {
         $crate::stacks::unwind::Parts {
             early: None,
             while_stopped: None,
+            python_note: None,
             shards: &$skel.maps.unwind_shards,
             files: &$skel.maps.unwind_files,
             requests: &$skel.maps.unwind_requests,
@@ -303,6 +308,8 @@ pub struct Parts<'a> {
     /// What is done, on the unwinder's thread, while the command or what it starts is stopped because
     /// it has mapped code. It must end by itself.
     pub while_stopped: Option<WhileStopped>,
+    /// What is said on stderr of the first process that runs Python, unless all its objects come from malloc.
+    pub python_note: Option<&'static str>,
     pub shards: &'a MapMut<'static>,
     pub files: &'a MapMut<'static>,
     pub requests: &'a MapMut<'static>,
