@@ -215,14 +215,12 @@ fn thp_programs(always: &[&'static str], entry: &str, exit: &str) -> Vec<String>
     if kernel_support::btf_has_name("folio_add_new_anon_rmap") && has_small_thp() {
         programs.push(format!("small_thp_{entry}"));
     }
-    // The newer names first.
-    let mut allocates = [
+    let allocates = kernel_support::name_here(&[
         "shmem_alloc_and_add_folio",
         "shmem_alloc_hugefolio",
         "shmem_alloc_hugepage",
-    ]
-    .into_iter();
-    if let Some(function) = allocates.find(|function| kernel_support::btf_has_name(function)) {
+    ]);
+    if let Some(function) = allocates {
         programs.push(format!("{function}_{exit}"));
     }
     programs
@@ -256,14 +254,8 @@ fn fault_programs(args: &Args, kind: &str) -> Vec<String> {
 
 /// The functions by which the kernel allocates a page and handles a write, if it has both.
 fn reason_functions() -> Option<[&'static str; 2]> {
-    // The newer names first.
-    let there = |names: [&'static str; 2]| {
-        names
-            .into_iter()
-            .find(|name| kernel_support::btf_has_name(name))
-    };
-    let allocates = there(["alloc_hugetlb_folio", "alloc_huge_page"])?;
-    let writes = there(["hugetlb_wp", "hugetlb_cow"])?;
+    let allocates = kernel_support::name_here(&["alloc_hugetlb_folio", "alloc_huge_page"])?;
+    let writes = kernel_support::name_here(&["hugetlb_wp", "hugetlb_cow"])?;
     Some([allocates, writes])
 }
 

@@ -7,7 +7,7 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::Parser;
 use jiff::Zoned;
 use libbpf_rs::Link;
@@ -272,22 +272,17 @@ fn attach(args: &Args, zswap: Option<Zswap>, filter: &Filter) -> Result<(&'stati
 
 /// The function that waits for shared memory, if this kernel has it by itself, and kprobes for it.
 fn shared() -> Option<&'static str> {
-    let there = |name: &&str| kernel_support::has_kprobes() && kernel_support::btf_has_name(name);
-    SHARED.into_iter().find(there)
+    kernel_support::name_here(&SHARED).filter(|_| kernel_support::has_kprobes())
 }
 
 /// What this kernel calls the function.
 fn function(names: [&'static str; 2]) -> Result<&'static str> {
-    match names
-        .into_iter()
-        .find(|name| kernel_support::btf_has_name(name))
-    {
-        Some(name) => Ok(name),
-        None => bail!(
+    kernel_support::name_here(&names).with_context(|| {
+        format!(
             "this kernel has no function {}; it may be built without swap (CONFIG_SWAP)",
             names.join(" or ")
-        ),
-    }
+        )
+    })
 }
 
 /// Loads and attaches these programs.

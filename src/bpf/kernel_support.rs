@@ -168,6 +168,13 @@ pub fn btf_has_name(name: &str) -> bool {
     }
 }
 
+/// What this kernel calls something that has had several names: the first of them that is in its BTF, of which the
+/// newest is to be named first. All that is known of renamed hooks is in
+/// [`kernel_differences`](crate::bpf::kernel_differences).
+pub fn name_here(names: &[&'static str]) -> Option<&'static str> {
+    names.iter().copied().find(|name| btf_has_name(name))
+}
+
 /// What a function makes of the kernel's BTF.
 pub(crate) fn with_btf<T>(look_at: impl FnOnce(&[u8]) -> T) -> Result<T> {
     let mut btf = File::open(BTF).context(NOT_READ)?;

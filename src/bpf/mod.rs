@@ -3,6 +3,7 @@
 //! | module | what it is for |
 //! |---|---|
 //! | [`kernel_support`] | what this kernel and this user allow, with the remedy where they do not |
+//! | [`kernel_differences`] | what hooks and structs are called, kernel by kernel: documentation only |
 //! | [`attach`] | a ladder of variants of the same hook, tried from the best down |
 //! | [`software_event`] | programs on events that the kernel counts itself, on all CPUs |
 //! | `kretprobe` | programs on the return of kernel functions, for many threads at once |
@@ -21,6 +22,7 @@ pub mod attach;
 pub(crate) mod btf;
 pub mod btf_subset;
 mod fentry_id;
+pub mod kernel_differences;
 pub mod kernel_support;
 pub(crate) mod kretprobe;
 pub mod map_batch;
