@@ -6,10 +6,15 @@
 //! Floods go in breadth, so that the chain which a block was reached by is a shortest one.
 
 mod disguised;
+mod lost;
+mod python;
 
 use crate::heap::blocks::Heap;
 use crate::heap::image::Image;
+use crate::heap::names::PythonObject;
 use crate::heap::roots::{self, Place, Root};
+
+use python::Objects;
 
 /// Set in a reference into the middle of a block; the rest is the block's number.
 const MIDDLE: u32 = 1 << 31;
@@ -28,6 +33,9 @@ pub enum Class {
     Unreachable,
     /// Only a lost block refers to it.
     Via,
+    /// Only objects of CPython refer to it that its garbage collector will free, being cycles that nothing else
+    /// refers to, or that CPython never frees; or it is one of these.
+    Cycle,
     /// There is a chain, but somewhere a word refers to the middle of a block, as those of some programs do, or
     /// one is not a plain word.
     Interior,
@@ -43,6 +51,9 @@ pub struct Reach {
     from: Vec<u32>,
     roots: Vec<Root>,
     references: References,
+    objects: Objects,
+    /// Blocks that were lost first, and others with them.
+    leads: Vec<bool>,
 }
 
 /// References by the block that they are in.
@@ -66,24 +77,34 @@ impl References {
 }
 
 impl Reach {
-    /// Finds out what is reached. It takes 4 bytes a reference and 21 a block.
+    /// Finds out what is reached. It takes 4 bytes a reference and 23 a block. `python` are objects of CPython
+    /// ([`Names::python`](crate::heap::names::Names::python)), if there are any.
     ///
     /// Blocks beyond the first 2^31 - 1 are left out, which is 64 GB of the smallest.
-    pub fn new(image: &Image, heap: &Heap) -> Self {
+    pub fn new(image: &Image, heap: &Heap, python: &[PythonObject]) -> Self {
         let count = heap.blocks().len().min((MIDDLE - 1) as usize);
+        let objects = Objects::new(count, python);
+        let words = Words {
+            image,
+            heap,
+            count,
+            objects: &objects,
+        };
+        let mut found = words.roots();
         let mut reach = Self {
             classes: vec![Class::Unreachable; count],
             from: vec![NOTHING; count],
             roots: Vec::new(),
-            references: references(image, heap, count),
+            references: words.references(),
+            leads: vec![false; count],
+            objects,
         };
-        let mut found = roots_found(image, heap, count);
         found.sort_by_cached_key(|&(root, _)| roots::place(image, root).rank());
         reach.roots = found.iter().map(|&(root, _)| root).collect();
         reach.flood(&found, Class::Reachable);
         reach.flood(&found, Class::Interior);
         reach.flood_disguised(image, heap);
-        reach.gather_lost();
+        reach.gather_lost(image, heap, python);
         reach
     }
 
@@ -176,61 +197,84 @@ impl Reach {
             queue.push(block);
         }
     }
-
-    /// Puts lost blocks below those that no other lost block refers to. Of what is left, rings, the first leads.
-    fn gather_lost(&mut self) {
-        let lost = |classes: &[Class], block: usize| classes[block] < Class::Interior;
-        let mut is_held = vec![false; self.classes.len()];
-        for block in 0..self.classes.len() {
-            if lost(&self.classes, block) {
-                for to in self.references.of(block as u32) {
-                    is_held[(to & !MIDDLE) as usize] = true;
-                }
-            }
-        }
-        let mut visited = vec![false; self.classes.len()];
-        for first in [true, false] {
-            for leader in 0..self.classes.len() {
-                let leads = self.classes[leader] == Class::Unreachable && !visited[leader];
-                if leads && (!first || !is_held[leader]) {
-                    visited[leader] = true;
-                    self.gather(leader as u32, &mut visited);
-                }
-            }
-        }
-    }
-
-    fn gather(&mut self, leader: u32, visited: &mut [bool]) {
-        let mut rest = vec![leader];
-        while let Some(block) = rest.pop() {
-            let range =
-                self.references.begin[block as usize]..self.references.begin[block as usize + 1];
-            for edge in range {
-                let to = self.references.to[edge as usize] & !MIDDLE;
-                let at = to as usize;
-                if to == leader || self.classes[at] != Class::Unreachable {
-                    continue;
-                }
-                self.classes[at] = Class::Via;
-                self.from[at] = block;
-                if !visited[at] {
-                    visited[at] = true;
-                    rest.push(to);
-                }
-            }
-        }
-    }
 }
 
-/// A reference to the block that a word is an address in.
-#[inline]
-fn reference(image: &Image, heap: &Heap, count: usize, word: u64) -> Option<u32> {
-    let (block, offset) = heap.block_at(word)?;
-    if block >= count {
-        return None;
+/// What words are looked for, and what they mean.
+struct Words<'a> {
+    image: &'a Image,
+    heap: &'a Heap,
+    /// Blocks that are looked at.
+    count: usize,
+    objects: &'a Objects,
+}
+
+impl Words<'_> {
+    /// A reference to the block that a word is an address in.
+    #[inline]
+    fn reference(&self, word: u64) -> Option<u32> {
+        let (block, offset) = self.heap.block_at(word)?;
+        if block >= self.count || self.objects.is_link(block, offset) {
+            return None;
+        }
+        let is_start = offset == 0
+            || self.objects.begins(block, offset)
+            || means_start(self.image, self.heap, block, offset);
+        Some(block as u32 | if is_start { 0 } else { MIDDLE })
     }
-    let is_start = offset == 0 || means_start(image, heap, block, offset);
-    Some(block as u32 | if is_start { 0 } else { MIDDLE })
+
+    /// The references of all blocks. Blocks are in order, and so are these, without sorting.
+    fn references(&self) -> References {
+        let mut references = References::default();
+        references.begin.reserve_exact(self.count + 1);
+        references.begin.push(0);
+        for (number, block) in (0..self.count as u32).zip(self.heap.blocks()) {
+            let begin = references.to.len();
+            for (_, word) in self.image.words(block.range()) {
+                let Some(to) = self.reference(word) else {
+                    continue;
+                };
+                // Neighbours often refer to the same block: rows of a table, members of an object.
+                let is_known = references.to[begin..].last() == Some(&to);
+                if to & !MIDDLE != number && !is_known {
+                    references.to.push(to);
+                }
+            }
+            references.begin.push(references.to.len() as u64);
+        }
+        references
+    }
+
+    /// The first root of each block that refers to its start, and the first into its middle, in order of address, and
+    /// the registers.
+    fn roots(&self) -> Vec<(Root, u32)> {
+        let image = self.image;
+        let mut found = Vec::new();
+        let mut known = vec![[false; 2]; self.count];
+        let mut look = |root: Root, word: u64| {
+            let Some(to) = self.reference(word) else {
+                return;
+            };
+            let known = &mut known[(to & !MIDDLE) as usize][usize::from(to & MIDDLE != 0)];
+            if !*known {
+                *known = true;
+                found.push((root, to));
+            }
+        };
+        for range in roots::ranges(&roots::not_roots(image, self.heap)) {
+            for (address, word) in image.words(range) {
+                look(Root::Memory(address), word);
+            }
+        }
+        for (number, kept) in (0..).zip(&image.kept) {
+            look(Root::Kernel(number), kept.word);
+        }
+        for (number, thread) in (0..).zip(&image.threads) {
+            for (name, word) in thread.words() {
+                look(Root::Register(number, name), word);
+            }
+        }
+        found
+    }
 }
 
 /// Whether an address in the middle of a block is where the program has its start, as Memcheck finds out: behind
@@ -262,59 +306,6 @@ fn means_start(image: &Image, heap: &Heap, block: usize, offset: u64) -> bool {
                 .is_some_and(|area| area.has_file() && !area.writable)
     };
     is_vtable(first) && is_vtable(word(offset))
-}
-
-/// The references of all blocks. Blocks are in order, and so are these, without sorting.
-fn references(image: &Image, heap: &Heap, count: usize) -> References {
-    let mut references = References::default();
-    references.begin.reserve_exact(count + 1);
-    references.begin.push(0);
-    for (number, block) in (0..count as u32).zip(heap.blocks()) {
-        let begin = references.to.len();
-        for (_, word) in image.words(block.range()) {
-            let Some(to) = reference(image, heap, count, word) else {
-                continue;
-            };
-            // Neighbours often refer to the same block: rows of a table, members of an object.
-            let is_known = references.to[begin..].last() == Some(&to);
-            if to & !MIDDLE != number && !is_known {
-                references.to.push(to);
-            }
-        }
-        references.begin.push(references.to.len() as u64);
-    }
-    references
-}
-
-/// The first root of each block that refers to its start, and the first into its middle, in order of address, and
-/// the registers.
-fn roots_found(image: &Image, heap: &Heap, count: usize) -> Vec<(Root, u32)> {
-    let mut found = Vec::new();
-    let mut known = vec![[false; 2]; count];
-    let mut look = |root: Root, word: u64| {
-        let Some(to) = reference(image, heap, count, word) else {
-            return;
-        };
-        let known = &mut known[(to & !MIDDLE) as usize][usize::from(to & MIDDLE != 0)];
-        if !*known {
-            *known = true;
-            found.push((root, to));
-        }
-    };
-    for range in roots::ranges(&roots::not_roots(image, heap)) {
-        for (address, word) in image.words(range) {
-            look(Root::Memory(address), word);
-        }
-    }
-    for (number, kept) in (0..).zip(&image.kept) {
-        look(Root::Kernel(number), kept.word);
-    }
-    for (number, thread) in (0..).zip(&image.threads) {
-        for (name, word) in thread.words() {
-            look(Root::Register(number, name), word);
-        }
-    }
-    found
 }
 
 /// A place where a chain begins, and how many blocks are between, for a block that is reached.
@@ -359,7 +350,7 @@ mod tests {
     }
 
     fn classes(image: &Image, heap: &Heap) -> Vec<Class> {
-        let reach = Reach::new(image, heap);
+        let reach = Reach::new(image, heap, &[]);
         (0..heap.blocks().len())
             .map(|block| reach.class(block))
             .collect()
@@ -375,14 +366,14 @@ mod tests {
         made.put(block(1) + 8, block(0));
         let lost = made.image();
         assert_eq!(classes(&lost, &heap(3)), [Via, Via, Unreachable]);
-        let reach = Reach::new(&lost, &heap(3));
+        let reach = Reach::new(&lost, &heap(3), &[]);
         assert_eq!(reach.leaders(), [Some(2), Some(2), Some(2)]);
         assert_eq!(reach.chain(0), (vec![1, 2], None));
 
         made.put(GLOBALS + 0x18, block(2));
         let held = made.image();
         assert_eq!(classes(&held, &heap(3)), [Reachable; 3]);
-        let reach = Reach::new(&held, &heap(3));
+        let reach = Reach::new(&held, &heap(3), &[]);
         let (place, chain) = origin(&held, &reach, 0).expect("reached");
         assert_eq!(chain, [1, 2]);
         assert_eq!(
@@ -405,7 +396,7 @@ mod tests {
         made.put(block(10), block(10));
         made.put(block(11), block(3));
         let image = made.image();
-        let reach = Reach::new(&image, &heap(12));
+        let reach = Reach::new(&image, &heap(12), &[]);
         let classes: Vec<_> = (0..12).map(|block| reach.class(block)).collect();
         assert_eq!(classes[..10], [Via; 10], "{classes:?}");
         assert_eq!(classes[10..], [Unreachable; 2]);
@@ -480,7 +471,7 @@ mod tests {
         general[3] = block(0);
         made.threads = vec![Thread::new(12, Vec::new(), general, vec![7, block(1)])];
         let (image, heap) = (made.image(), heap(3));
-        let reach = Reach::new(&image, &heap);
+        let reach = Reach::new(&image, &heap, &[]);
         let name = |block| match origin(&image, &reach, block) {
             Some((Place::Register { tid: 12, name }, _)) => Some(name),
             _ => None,
@@ -500,7 +491,7 @@ mod tests {
             word: block(0),
         }];
         let heap = heap(2);
-        let reach = Reach::new(&image, &heap);
+        let reach = Reach::new(&image, &heap, &[]);
         let place = Place::Kernel {
             what: "sigev_value of timer",
             number: 3,
@@ -518,7 +509,7 @@ mod tests {
         }
         made.put(block(1), block(20));
         let image = made.image();
-        let reach = Reach::new(&image, &heap(21));
+        let reach = Reach::new(&image, &heap(21), &[]);
         assert_eq!(reach.chain(20).0, [1, 0]);
         assert_eq!(reach.chain(19).0.len(), 19);
     }

@@ -1,6 +1,7 @@
 //! Whether memory is lost, as memleak finds it in copies of a process, against what a program has lost and kept.
 
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
@@ -16,6 +17,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_leak_fails_a_test_that_wants_none,
         what_is_not_known_as_a_whole_is_not_judged [Once],
         a_database_under_load_has_no_leak [Host],
+        objects_of_python_are_judged_by_their_counts [Host],
     }
 }
 
@@ -141,6 +143,36 @@ fn what_is_not_known_as_a_whole_is_not_judged() -> Result<()> {
     )?;
     let damaged = Workload::start("heap", &["0", "0", "corrupt"])?;
     refused(damaged, "no verdict: the heap of process ").map(drop)
+}
+
+/// A word that CPython has left in memory that it uses again can hide a few, and invents none.
+fn objects_of_python_are_judged_by_their_counts() -> Result<()> {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload/verdict.py");
+    let workload = Workload::spawn(Command::new("python3").arg(script))?;
+    let options = ["-jp", &workload.pid(), "--verdict", "-T", "100000"];
+    let rows = harness::run(
+        "memleak",
+        &[&options[..], &["--max-pause", "5000"]].concat(),
+    )?;
+    let rows = rows.objects()?;
+    ensure!(workload.finish()?.success(), "it did not live on");
+    let lost: Vec<_> = rows.iter().filter(|row| row["type"] == "lost").collect();
+    ensure!(lost.len() == 1 && lost[0]["name"] == "Owed", "{lost:?}");
+    let number = |row: &Value, field: &str| row[field].as_u64().unwrap_or_default();
+    let owed = number(lost[0], "blocks");
+    ensure!((95..=101).contains(&owed), "{lost:?}");
+    // Their parts, at least.
+    ensure!(number(lost[0], "via_blocks") >= 50, "{lost:?}");
+    let cycles = number(&rows[0]["python_cycles"], "blocks");
+    ensure!((53..1000).contains(&cycles), "{}", rows[0]);
+    for (name, blocks) in [("Kept", 1009), ("Sole", 7)] {
+        let held = rows
+            .iter()
+            .find(|row| row["type"] == "held" && row["name"] == name);
+        let held = held.with_context(|| format!("no {name}"))?;
+        ensure!(held["blocks"] == blocks, "{held}");
+    }
+    Ok(())
 }
 
 /// redis with the C library's malloc rather than jemalloc, of which there is no walk, while values are set, changed and

@@ -111,6 +111,8 @@ struct Case<'a> {
     image: Image,
     heap: Heap,
     reach: Reach,
+    /// The types of blocks, if there are objects of CPython.
+    types: Option<names::Names>,
     /// What nothing referred to in the image before.
     before: HashSet<(u64, u64)>,
     /// How long the process stood still for each image, in microseconds.
@@ -128,7 +130,7 @@ impl<'a> Case<'a> {
         expect_readable(&case.image)?;
         let (before, mut pauses) = (case.before, case.pauses);
         // The first copy is given back before there is another one.
-        drop((case.image, case.heap, case.reach));
+        drop((case.image, case.heap, case.reach, case.types));
         thread::sleep(BETWEEN);
         case = Self::look(request)?;
         pauses.append(&mut case.pauses);
@@ -149,10 +151,14 @@ impl<'a> Case<'a> {
             mut image, heap, ..
         } = walked;
         image.kept = kept;
-        let (heap, _) = pymalloc::with_pools(&image, heap);
+        let (heap, pools) = pymalloc::with_pools(&image, heap);
+        // Types are needed of objects of CPython already to judge them.
+        let types = (pools.blocks > 0).then(|| types_of(request.process, &image, &heap));
+        let python = types.as_ref().map_or(&[][..], |types| &types.python);
         Ok(Self {
             process: request.process,
-            reach: Reach::new(&image, &heap),
+            reach: Reach::new(&image, &heap, python),
+            types,
             before: HashSet::new(),
             pauses: vec![image.paused.as_micros() as u64],
             image,
@@ -161,12 +167,10 @@ impl<'a> Case<'a> {
     }
 
     /// Prints the verdict. Returns how many blocks are leaks.
-    fn print(&self, args: &Args, output: &mut Output) -> Result<u64> {
+    fn print(mut self, args: &Args, output: &mut Output) -> Result<u64> {
+        let types = self.types.take();
+        let types = types.unwrap_or_else(|| types_of(self.process, &self.image, &self.heap));
         let heap = &self.heap;
-        // Of a process that has exited since there are fewer names.
-        let types = RunningModules::open(self.process.pid())
-            .map(|modules| names::Names::of(&self.image, heap, &modules))
-            .unwrap_or_default();
         let kind = |block: usize| match types.of_block(block) {
             Some(named) => Kind::Type(named.name.clone()),
             None => Kind::Size(heap.blocks()[block].size),
@@ -336,6 +340,13 @@ impl<'a> Case<'a> {
             }
         }
     }
+}
+
+/// The types of blocks; of a process that has exited since there are fewer.
+fn types_of(process: &Process, image: &Image, heap: &Heap) -> names::Names {
+    RunningModules::open(process.pid())
+        .map(|modules| names::Names::of(image, heap, &modules))
+        .unwrap_or_default()
 }
 
 /// What is known of the files that roots are in.

@@ -36,6 +36,8 @@ pub(super) struct Sums {
     pub(super) unreachable_via: Sum,
     /// Nothing refers to them, or only what nothing refers to, in the last image; in the one before it was otherwise.
     pub(super) undecided: Sum,
+    /// Objects of CPython in cycles that its collector will free, and what these alone hold.
+    pub(super) python_cycles: Sum,
     /// There is a chain of references to starts.
     pub(super) reachable: Sum,
     /// There is a chain, through the middle of a block.
@@ -71,7 +73,7 @@ pub(super) struct Judgement {
 /// Blocks that nothing refers to, to be found again in a later image.
 pub(super) fn lost_blocks(heap: &Heap, reach: &Reach) -> HashSet<(u64, u64)> {
     let blocks = heap.blocks().iter().enumerate();
-    let lost = blocks.filter(|(number, _)| reach.class(*number) < Class::Interior);
+    let lost = blocks.filter(|(number, _)| reach.class(*number) < Class::Cycle);
     lost.map(|(_, block)| (block.address, block.size)).collect()
 }
 
@@ -102,6 +104,10 @@ pub(super) fn judge(
         let of = leaders[number].map_or(number, |leader| leader as usize);
         let leader = &heap.blocks()[of];
         let groups = match class {
+            Class::Cycle => {
+                sums.python_cycles.add(block.size);
+                continue;
+            }
             Class::Interior | Class::Reachable => &mut held,
             _ if before.contains(&(leader.address, leader.size)) => &mut lost,
             _ => {
@@ -114,6 +120,7 @@ pub(super) fn judge(
             Class::Via => sums.unreachable_via.add(block.size),
             Class::Interior => sums.interior_only.add(block.size),
             Class::Reachable => sums.reachable.add(block.size),
+            Class::Cycle => (),
         }
         let kind = kind(of);
         let group: &mut Group = groups.entry(kind.clone()).or_insert_with(|| Group {

@@ -55,6 +55,11 @@ impl Row for Verdict {
                 sums.undecided,
                 "unreachable in the last copy only",
             ),
+            (
+                "in Python's cycles",
+                sums.python_cycles,
+                "to be freed by its garbage collector",
+            ),
             ("reachable", sums.reachable, ""),
             (
                 "reachable, interior only",
