@@ -127,6 +127,7 @@ test-packages: packages crate
 bench: build
 	benches/run
 	benches/live
+	benches/verdict
 	benches/kernel
 	benches/events
 	benches/start
