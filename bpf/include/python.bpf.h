@@ -98,7 +98,10 @@ static __always_inline int python_note(struct python_slot *slot, __u64 code, __u
 		return 0;
 	if (slot->process.code_bytecode)
 		instruction = (instruction - code - slot->process.code_bytecode) >> 1;
-	slot->word[count] = word | (instruction & PYTHON_NOT_BEGUN);
+	/* Without its instruction, a word is the same wherever the function is. */
+	if (python_lines)
+		word |= instruction & PYTHON_NOT_BEGUN;
+	slot->word[count] = word;
 	slot->words = count + 1;
 	return 1;
 }

@@ -15,8 +15,9 @@
 #include "stack_table.bpf.h"
 #include "unwind.bpf.h"
 
-/* Option, set before load. */
+/* Options, set before load. */
 const volatile __u8 interpreters;
+const volatile __u8 python_lines;
 
 #define PYTHON_PROCESSES    1024
 #define PYTHON_FRAMES	    STACK_MAX_DEPTH

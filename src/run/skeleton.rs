@@ -183,6 +183,7 @@ macro_rules! prepare_skeleton {
             options.unwind_mode = unwind.mode();
             options.unwind_namespace = unwind.namespace()?;
             options.interpreters = unwind.interpreters();
+            options.python_lines = unwind.python_lines();
             let maps = &mut prepared.maps;
             let others = [
                 &mut maps.stack_slots,

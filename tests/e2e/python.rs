@@ -20,6 +20,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         frames_of_a_command_are_known_from_its_first_block [Host],
         frames_are_in_text_and_in_folded_lines [Host],
         other_tools_have_them_too [Host],
+        without_lines_a_function_has_one_stack [Host],
         small_objects_are_blocks_where_they_come_from_malloc [Host],
         native_frames_are_left_when_asked_for [Host],
     }
@@ -213,6 +214,43 @@ fn other_tools_have_them_too() -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// Two lines of a function make blocks: two stacks, or with --python-lines=no one.
+fn without_lines_a_function_has_one_stack() -> Result<()> {
+    const PROGRAM: &str = "import os, sys\n\
+                           kept = [None] * 1202\n\
+                           def keep():\n    for i in range(601):\n        kept[i] = bytes(1003)\n        \
+                           kept[i + 601] = bytes(1003)\n\
+                           print('ready', os.getpid(), flush=True)\n\
+                           sys.stdin.readline()\n\
+                           keep()\n\
+                           print('done', flush=True)\n\
+                           sys.stdin.readline()\n";
+    for (lines, expected) in [("yes", &[601, 601][..]), ("no", &[1202])] {
+        let mut workload = Workload::spawn(Command::new("python3").args(["-c", PROGRAM]))?;
+        let (pid, option) = (workload.pid(), format!("--python-lines={lines}"));
+        let mut tool = Tool::start("memleak", &["-o", "0", "-j", &option, "-p", &pid])?;
+        tool.wait_for("allocator: ")?;
+        workload.work()?;
+        let ended = tool.interrupt()?;
+        workload.finish()?;
+        let objects = ended.objects()?;
+        let counts: Vec<u64> = objects
+            .iter()
+            .filter(|row| row["type"] == "stack" && is_from(row, "keep"))
+            .filter_map(|row| row["allocations"].as_u64())
+            .collect();
+        ensure!(counts == expected, "{lines}: {counts:?}: {ended:?}");
+    }
+    Ok(())
+}
+
+/// Whether the innermost function of Python in a stack has this name.
+fn is_from(stack: &Value, function: &str) -> bool {
+    let frames = stack["user_frames"].as_array();
+    let innermost = frames.into_iter().flatten().find(is_python);
+    innermost.is_some_and(|frame| frame["symbol"] == function)
 }
 
 /// Small objects are in arenas, which is said; or each of them is a block.

@@ -38,7 +38,7 @@ use crate::bpf::program_stats;
 use crate::bpf::types::unwind_mode;
 use crate::interpreters::python::codes::Codes;
 use crate::interpreters::python::pythons::Pythons;
-use crate::interpreters::{InterpreterArgs, Interpreters};
+use crate::interpreters::{InterpreterArgs, Interpreters, PythonLines};
 use crate::print::output::Output;
 use crate::process::command::{self, CommandLine};
 use crate::process::filter;
@@ -94,6 +94,11 @@ impl UnwindArgs {
     pub fn interpreters(&self) -> u8 {
         let wanted = self.interpreters.interpreters == Interpreters::Auto;
         (wanted && self.mode != Mode::Fp).into()
+    }
+
+    /// The skeleton's constant `python_lines`.
+    pub fn python_lines(&self) -> u8 {
+        (self.interpreters.python_lines == PythonLines::Yes).into()
     }
 
     /// The skeleton's constant `unwind_namespace`.
