@@ -9,8 +9,10 @@
 #   make release   target/dist/bpf-memtools-VERSION-TARGET.tar.zst: binaries, man pages, completions, licences, SBOM
 #   make packages  the release as .deb and .rpm, in target/dist
 #   make crate     the package for crates.io, which has the BPF objects, in target/dist
+#   make image     the release as a container image, target/dist/bpf-memtools-VERSION-TARGET.oci.tar
 #   make test-packages   the release built twice and compared; .deb and .rpm installed, run and removed in roots
-#                        of Debian 11, 12, 13 and testing; the crate installed by cargo without clang
+#                        of Debian 11, 12, 13 and testing; the crate installed by cargo without clang;
+#                        the image run as a pod is
 #   make bench     overhead beside peers, as ratios
 #   make clean
 
@@ -49,9 +51,10 @@ LINT_PACKAGES  = clang-format
 TEST_PACKAGES  = g++ binutils musl-tools libjemalloc-dev libtcmalloc-minimal4 libmimalloc2.0 redis-tools strace gdb procps smem python3 python3-prometheus-client python3-protobuf protobuf-compiler golang-go curl tzdata xz-utils dwz debuginfod chromium golang-github-google-pprof-dev
 RELEASE_PACKAGES = zstd python3
 PACKAGES_PACKAGES = rpm
-PACKAGES_TEST_PACKAGES = python3-venv lintian rpmlint mmdebstrap debian-archive-keyring
+IMAGE_PACKAGES = buildah
+PACKAGES_TEST_PACKAGES = python3-venv python3-yaml lintian rpmlint mmdebstrap debian-archive-keyring
 
-.PHONY: build deps demo test lint test-host test-vm install uninstall release packages crate test-packages bench clean vmlinux
+.PHONY: build deps demo test lint test-host test-vm install uninstall release packages crate image test-packages bench clean vmlinux
 
 build: deps
 	$(CARGO) build $(FLAGS) --bins
@@ -115,12 +118,17 @@ packages: release
 	@scripts/need $(PACKAGES_PACKAGES)
 	scripts/packages $(VERSION) $(TARGET)
 
+image: release
+	@scripts/need $(IMAGE_PACKAGES)
+	scripts/image $(VERSION) $(TARGET)
+
 crate: build
 	scripts/crate $(VERSION) $(TARGET)
 
-test-packages: packages crate
+test-packages: packages crate image
 	@scripts/need $(PACKAGES_TEST_PACKAGES)
 	tests/packages/installed target/dist/bpf-memtools_$(VERSION)-1_*.deb target/dist/bpf-memtools-$(VERSION)-1.*.rpm
+	tests/packages/image target/dist/bpf-memtools-$(VERSION)-$(TARGET).oci.tar
 	tests/packages/crate target/dist/bpf-memtools-$(VERSION).crate
 	tests/packages/release target/dist/bpf-memtools-$(VERSION)-$(TARGET).tar.zst
 

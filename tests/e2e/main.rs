@@ -16,6 +16,7 @@ mod harness;
 mod heap;
 mod hfaults;
 mod hostile;
+mod kubernetes;
 mod lines;
 mod load;
 mod memleak;
@@ -58,6 +59,7 @@ fn main() -> ExitCode {
     let tests = [
         heap::tests(),
         hfaults::tests(),
+        kubernetes::tests(),
         hostile::tests(),
         drsnoop::tests(),
         export::tests(),

@@ -605,7 +605,7 @@ fn code_that_allocates_is_told_where_the_kernel_tells() -> Result<()> {
 }
 
 /// The rows of --doctor, by tool, and its end.
-fn doctor(command: &mut Command) -> Result<(Vec<Value>, ExitStatus)> {
+pub(crate) fn doctor(command: &mut Command) -> Result<(Vec<Value>, ExitStatus)> {
     let output = command.args(["-j", "--doctor"]).output()?;
     let lines = String::from_utf8(output.stdout)?;
     let rows: Vec<Value> = lines.lines().map(harness::object).collect::<Result<_>>()?;

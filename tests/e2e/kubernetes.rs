@@ -1,0 +1,425 @@
+//! The containers of packaging/kubernetes: what each file says is what a command is run with here, in a root like a
+//! pod's, and does its work; without any one of its capabilities it says what it lacks.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File, Permissions};
+use std::io::{self, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use caps::{CapSet, Capability, CapsHashSet};
+use libtest_mimic::Trial;
+use nix::mount::{MsFlags, mount};
+use nix::sched::{CloneFlags, unshare};
+use nix::sys::prctl::set_no_new_privs;
+use nix::unistd::{chdir, chroot};
+use serde::Deserialize;
+use serde_yaml_ng::{self as yaml, Value};
+use tempfile::TempDir;
+
+use crate::harness::{self, Ended, Tool, Workload, tool};
+use crate::memleak;
+use crate::memtriage::doctor;
+use crate::pressure::{Group, Setting};
+
+const DAEMON_SET: &str = include_str!("../../packaging/kubernetes/daemonset.yaml");
+const DEBUG: &str = include_str!("../../packaging/kubernetes/debug.yaml");
+const DEBUG_SYS_ADMIN: &str = include_str!("../../packaging/kubernetes/debug-sys-admin.yaml");
+
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests!("kubernetes":
+        containers_of_the_daemon_set_do_their_work,
+        each_capability_is_wanted,
+        memleak_runs_on_demand,
+        every_tool_can_run_on_demand,
+    )
+}
+
+/// A DaemonSet, as far as ours goes: a name that Kubernetes does not know is no field here.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct DaemonSet {
+    api_version: String,
+    kind: String,
+    metadata: Value,
+    spec: DaemonSetSpec,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct DaemonSetSpec {
+    selector: Selector,
+    template: Template,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct Selector {
+    match_labels: BTreeMap<String, String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Template {
+    metadata: Labels,
+    spec: PodSpec,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Labels {
+    labels: BTreeMap<String, String>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct PodSpec {
+    #[serde(rename = "hostPID")]
+    host_pid: bool,
+    automount_service_account_token: bool,
+    #[serde(rename = "tolerations")]
+    _tolerations: Value,
+    containers: Vec<Container>,
+    volumes: Vec<Volume>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct Container {
+    name: String,
+    image: String,
+    command: Vec<String>,
+    security_context: SecurityContext,
+    resources: Resources,
+    volume_mounts: Vec<VolumeMount>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct SecurityContext {
+    run_as_user: u32,
+    allow_privilege_escalation: bool,
+    #[serde(default)]
+    read_only_root_filesystem: bool,
+    #[serde(default, rename = "appArmorProfile")]
+    _app_armor_profile: Value,
+    capabilities: Capabilities,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Capabilities {
+    drop: Vec<String>,
+    add: Vec<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Resources {
+    #[serde(rename = "requests")]
+    _requests: Value,
+    limits: Limits,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Limits {
+    memory: String,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct VolumeMount {
+    name: String,
+    mount_path: PathBuf,
+    /// Below the volume's top.
+    #[serde(default)]
+    sub_path: PathBuf,
+    #[serde(default)]
+    read_only: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct Volume {
+    name: String,
+    host_path: HostPath,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct HostPath {
+    path: PathBuf,
+    r#type: String,
+}
+
+/// What `kubectl debug --custom` takes: a part of a container.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct Debug {
+    security_context: SecurityContext,
+    volume_mounts: Vec<VolumeMount>,
+}
+
+/// The pod of the DaemonSet, which is one that Kubernetes takes.
+fn daemon_set() -> Result<PodSpec> {
+    let set: DaemonSet = yaml::from_str(DAEMON_SET)?;
+    ensure!(set.api_version == "apps/v1" && set.kind == "DaemonSet");
+    ensure!(set.metadata["name"] == "bpf-memtools");
+    let template = set.spec.template;
+    ensure!(set.spec.selector.match_labels == template.metadata.labels);
+    let pod = template.spec;
+    ensure!(pod.host_pid && !pod.automount_service_account_token);
+    for container in &pod.containers {
+        ensure!(container.name == container.command[0]);
+        let tag = concat!("localhost/bpf-memtools:", env!("CARGO_PKG_VERSION"));
+        ensure!(container.image == tag, "{}", container.image);
+        for mount in &container.volume_mounts {
+            ensure!(pod.volumes.iter().any(|volume| volume.name == mount.name));
+        }
+    }
+    let volume = &pod.volumes[0].host_path;
+    ensure!(volume.path.is_absolute() && volume.r#type == "DirectoryOrCreate");
+    Ok(pod)
+}
+
+/// The file that suffices on this kernel: from 6.6 on there are uprobes without CAP_SYS_ADMIN.
+fn debug_file() -> Result<&'static str> {
+    let types = fs::read("/sys/kernel/btf/vmlinux")?;
+    let name = b"\0bpf_uprobe_multi_link\0";
+    let has_multi = types.windows(name.len()).any(|bytes| bytes == name);
+    Ok(if has_multi { DEBUG } else { DEBUG_SYS_ADMIN })
+}
+
+/// A root, and the context, of containers that `kubectl debug` makes. Its volume `host-root` is the node's root, where
+/// systemd has mounted tracefs; here it may not be.
+fn debug() -> Result<(Root, SecurityContext)> {
+    let debug: Debug = yaml::from_str(debug_file()?)?;
+    let [tracing] = &debug.volume_mounts[..] else {
+        anyhow::bail!("other volumes than one");
+    };
+    ensure!(tracing.name == "host-root" && tracing.read_only);
+    ensure!(tracing.sub_path == Path::new("sys/kernel/tracing"));
+    let mut root = Root::new()?;
+    let there = root.inside(&tracing.mount_path)?;
+    root.mounts
+        .push((None, there, Some("tracefs"), MsFlags::MS_RDONLY));
+    Ok((root, debug.security_context))
+}
+
+impl SecurityContext {
+    /// All that a container has of what it may.
+    fn capabilities(&self) -> Result<CapsHashSet> {
+        let Capabilities { drop, add } = &self.capabilities;
+        ensure!(*drop == ["ALL"], "{drop:?}");
+        let parsed = add.iter().map(|name| format!("CAP_{name}").parse());
+        parsed.collect::<Result<_, _>>().context("no capability")
+    }
+}
+
+/// A root in which there is what a container runtime gives to a pod with `hostPID`, and the tools as /usr/bin.
+struct Root {
+    folder: TempDir,
+    /// What is mounted by the command itself, in a namespace of its own: from, to, type, flags.
+    mounts: Vec<(Option<PathBuf>, PathBuf, Option<&'static str>, MsFlags)>,
+}
+
+impl Root {
+    fn new() -> Result<Self> {
+        let folder = harness::scratch()?;
+        fs::set_permissions(folder.path(), Permissions::from_mode(0o755))?;
+        let top = folder.path();
+        for inside in ["proc", "sys", "dev", "usr/bin"] {
+            fs::create_dir_all(top.join(inside))?;
+        }
+        File::create(top.join("dev/null"))?;
+        let tools = tool("memtriage");
+        let tools = tools.parent().context("no folder")?;
+        let (bind, read_only) = (MsFlags::MS_BIND, MsFlags::MS_RDONLY);
+        let again = bind | read_only | MsFlags::MS_REMOUNT;
+        let (proc, sys) = (top.join("proc"), top.join("sys"));
+        let mounts = vec![
+            (Some(top.to_owned()), top.to_owned(), None, bind),
+            (Some(tools.to_owned()), top.join("usr/bin"), None, bind),
+            (None, proc.clone(), Some("proc"), MsFlags::empty()),
+            (Some(proc.join("sys")), proc.join("sys"), None, bind),
+            (None, proc.join("sys"), None, again),
+            (None, sys.clone(), Some("sysfs"), read_only),
+            (None, sys.join("fs/cgroup"), Some("cgroup2"), read_only),
+            (Some("/dev/null".into()), top.join("dev/null"), None, bind),
+        ];
+        Ok(Self { folder, mounts })
+    }
+
+    /// The path, outside, of what has this one inside.
+    fn inside(&self, path: &Path) -> Result<PathBuf> {
+        Ok(self.folder.path().join(path.strip_prefix("/")?))
+    }
+
+    /// A command in this root and in a cgroup, by a user and with capabilities as this context says.
+    fn command(
+        &self,
+        name: &str,
+        context: &SecurityContext,
+        group: Option<&Group>,
+    ) -> Result<Command> {
+        ensure!(context.run_as_user == 0, "{}", context.run_as_user);
+        let mut mounts = self.mounts.clone();
+        let top = self.folder.path().to_owned();
+        if context.read_only_root_filesystem {
+            let again = MsFlags::MS_BIND | MsFlags::MS_RDONLY | MsFlags::MS_REMOUNT;
+            mounts.push((None, top.clone(), None, again));
+        }
+        let kept = context.capabilities()?;
+        let all = caps::runtime::thread_all_supported();
+        let dropped: Vec<_> = all.difference(&kept).copied().collect();
+        let may_gain = context.allow_privilege_escalation;
+        let procs = group.map(|group| File::create(Path::new(&group.path()).join("cgroup.procs")));
+        let procs = procs.transpose()?;
+        let mut command = Command::new(Path::new("/usr/bin").join(name));
+        command.env_clear().env("PATH", "/usr/bin");
+        let enter = move || {
+            if let Some(mut procs) = procs.as_ref() {
+                procs.write_all(b"0")?;
+            }
+            unshare(CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWCGROUP)?;
+            let none = None::<&str>;
+            mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
+            for (from, to, kind, flags) in &mounts {
+                mount(from.as_ref(), to, *kind, *flags, none)?;
+            }
+            chroot(&top)?;
+            chdir("/")?;
+            for capability in &dropped {
+                caps::drop(None, CapSet::Bounding, *capability).map_err(io::Error::other)?;
+            }
+            if !may_gain {
+                set_no_new_privs()?;
+            }
+            Ok(())
+        };
+        // SAFETY: system calls between fork and exec.
+        unsafe { command.pre_exec(enter) };
+        command.stdin(Stdio::null());
+        Ok(command)
+    }
+}
+
+/// How a container of the DaemonSet ends, run for a second, with this folder of the host for its volume.
+fn run(container: &Container, context: &SecurityContext, metrics: &Path) -> Result<Ended> {
+    let [mount] = &container.volume_mounts[..] else {
+        anyhow::bail!("{} has other volumes", container.name);
+    };
+    let mut root = Root::new()?;
+    let there = root.inside(&mount.mount_path)?;
+    fs::create_dir(&there)?;
+    ensure!(!mount.read_only && mount.sub_path.as_os_str().is_empty());
+    root.mounts
+        .push((Some(metrics.to_owned()), there, None, MsFlags::MS_BIND));
+    let group = Group::new("memtools-pod", bytes(&container.resources.limits.memory)?)?;
+    let mut command = root.command(&container.command[0], context, Some(&group))?;
+    command.args(["-d", "1"]).args(&container.command[1..]);
+    Tool::spawn(&mut command)?.end()
+}
+
+/// A quantity in mebibytes.
+fn bytes(quantity: &str) -> Result<u64> {
+    let number = quantity.strip_suffix("Mi").context("not in Mi")?;
+    Ok(number.parse::<u64>()? << 20)
+}
+
+fn containers_of_the_daemon_set_do_their_work() -> Result<()> {
+    let pod = daemon_set()?;
+    let names: Vec<&str> = pod.containers.iter().map(|one| one.name.as_str()).collect();
+    ensure!(names == ["vmscan", "drsnoop", "oomkill"], "{names:?}");
+    for container in &pod.containers {
+        let metrics = harness::scratch()?;
+        let ended = run(container, &container.security_context, metrics.path())?;
+        ensure!(ended.status.success(), "{}: {ended:?}", container.name);
+        // Nothing is missing, such as that it is killed last, but what this machine's root has not.
+        let had = caps::read(None, CapSet::Permitted)?;
+        let lacks = container.security_context.capabilities()?;
+        let lacks = lacks.difference(&had).map(ToString::to_string);
+        let told = ended.stderr.lines().filter(|line| line.contains("CAP_"));
+        let lacks: Vec<String> = lacks.collect();
+        for line in told {
+            ensure!(lacks.iter().any(|one| line.contains(one)), "{ended:?}");
+        }
+        let file = format!("memtools_{}.prom", container.name);
+        let written = fs::read_to_string(metrics.path().join(file))?;
+        ensure!(written.contains("\n# TYPE memtools_"), "{written}");
+    }
+    Ok(())
+}
+
+/// Without any one of them a container does not run, or tells what it goes on without.
+fn each_capability_is_wanted() -> Result<()> {
+    let pod = daemon_set()?;
+    let had = caps::read(None, CapSet::Permitted)?;
+    let vmscan = &pod.containers[0];
+    let metrics = harness::scratch()?;
+    for without in vmscan.security_context.capabilities()? {
+        // Not every machine's root has all. On 5.10 libbpf lifts the limit of locked memory, with CAP_SYS_RESOURCE.
+        let is_lifted = harness::release().starts_with("5.10.");
+        if !had.contains(&without) || is_lifted && without == Capability::CAP_IPC_LOCK {
+            continue;
+        }
+        let mut context = daemon_set()?.containers.remove(0).security_context;
+        let name = without.to_string();
+        let add = &mut context.capabilities.add;
+        add.retain(|one| name.strip_prefix("CAP_") != Some(one));
+        let ended = run(vmscan, &context, metrics.path())?;
+        ensure!(
+            ended.stderr.contains(&name),
+            "nothing wants {name}: {ended:?}"
+        );
+    }
+    Ok(())
+}
+
+fn memleak_runs_on_demand() -> Result<()> {
+    let _permits = permit_perf_events()?;
+    let mut workload = Workload::start("alloc", &["one", "malloc", "23", "1009"])?;
+    let (root, context) = debug()?;
+    let mut command = root.command("memleak", &context, None)?;
+    command.args(["-j", "-o", "0", "-p", &workload.pid()]);
+    let mut memleak = Tool::spawn(&mut command)?;
+    memleak.wait_for(memleak::READY)?;
+    workload.work()?;
+    let objects = memleak.interrupt()?.objects()?;
+    let mut stacks = objects.iter().filter(|object| object["type"] == "stack");
+    ensure!(
+        stacks.any(|stack| stack["bytes"] == 23 * 1009 && stack["allocations"] == 23),
+        "{objects:?}"
+    );
+    workload.finish()?;
+    Ok(())
+}
+
+/// All that can run by root outside of any container, says the doctor.
+fn every_tool_can_run_on_demand() -> Result<()> {
+    let _permits = permit_perf_events()?;
+    let (root, context) = debug()?;
+    let (inside, _) = doctor(&mut root.command("memtriage", &context, None)?)?;
+    if inside.iter().all(|row| row["works"] == true) {
+        return Ok(());
+    }
+    let (outside, _) = doctor(&mut Command::new(tool("memtriage")))?;
+    for (inside, outside) in inside.iter().zip(&outside) {
+        ensure!(
+            inside["works"] == outside["works"],
+            "{inside}, else {outside}"
+        );
+    }
+    Ok(())
+}
+
+/// Has perf events forbidden to nobody with CAP_PERFMON, which debug.yaml asks for.
+fn permit_perf_events() -> Result<Option<Setting>> {
+    let paranoid = "/proc/sys/kernel/perf_event_paranoid";
+    let forbids = fs::read_to_string(paranoid)?.trim().parse::<i32>()? > 2;
+    forbids.then(|| Setting::change(paranoid, "2")).transpose()
+}
