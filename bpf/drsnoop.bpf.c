@@ -11,6 +11,7 @@
  * the two of begin. User space looks up in the kernel's BTF which of them is the
  * gfp_t (`gfp_first`); the end's first argument is the number of pages on all kernels.
  */
+#include "cgroup_path.bpf.h"
 #include "event.bpf.h"
 #include "filter.bpf.h"
 #include "kernel_stack.bpf.h"
@@ -32,7 +33,7 @@ struct event {
 	__u64 latency_ns;
 	__u64 reclaimed_pages;
 	__u64 free_pages; /* of the whole machine, at the beginning */
-	__u64 cgroup;	  /* the task's, by its id in the version 2 hierarchy */
+	__u64 cgroup;	  /* the task's, as cgroup_of_current() has it */
 	__u64 limited;	  /* whose limit it reclaimed for, or 0 */
 	__u64 kernel_stack;
 	__u64 user_stack;
@@ -158,7 +159,7 @@ static __always_inline int end(void *ctx, __u64 pages, enum reclaim_kind kind)
 		event->latency_ns = now - reclaim->since_ns;
 		event->reclaimed_pages = pages;
 		event->free_pages = reclaim->free_pages;
-		event->cgroup = bpf_get_current_cgroup_id();
+		event->cgroup = cgroup_of_current();
 		event->limited = reclaim_limited_cgroup();
 		event->kernel_stack = kernel_stack;
 		event->user_stack = user_stack;

@@ -13,6 +13,7 @@
  *   shmem_alloc_hugepage           return: those of shared memory
  *   sys_enter_madvise              who asks for these
  */
+#include "cgroup_path.bpf.h"
 #include "count.bpf.h"
 #include "filter.bpf.h"
 
@@ -39,9 +40,11 @@ enum reason {
 };
 
 struct fault_key {
+	__u64 cgroup; /* as cgroup_of_current() has it */
 	__u32 pid;
 	enum reason reason;
 	__u32 page_shift; /* binary logarithm of the page's size; 0: not known */
+	__u32 reserved;
 	char comm[COMM_BYTES];
 };
 EXPORT_TYPE(struct fault_key);
@@ -50,6 +53,7 @@ EXPORT_TYPE(struct fault_key);
 struct fault {
 	struct fault_key key;
 	__u32 allocated; /* a page was asked for */
+	__u32 reserved;
 };
 
 /* Options, set before load. */
@@ -75,6 +79,7 @@ static __always_inline bool begin(struct fault_key *key)
 
 	if (!filter_wants(&ids))
 		return false;
+	key->cgroup = cgroup_of_current();
 	key->pid = ids.pid;
 	bpf_get_current_comm(key->comm, sizeof(key->comm));
 	return true;

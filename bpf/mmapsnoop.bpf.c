@@ -14,6 +14,7 @@
  * The calls of 32-bit programs pass by those (ARCH_TRACE_IGNORE_COMPAT_SYSCALLS);
  * the tracepoint of all system calls has them, at a cost for each of these.
  */
+#include "cgroup_path.bpf.h"
 #include "event.bpf.h"
 #include "file.bpf.h"
 #include "filter.bpf.h"
@@ -46,6 +47,7 @@ struct event {
 	__u64 time_ns; /* CLOCK_MONOTONIC, at exit */
 	__u64 args[6]; /* the system call's, in its order */
 	__u64 stack;   /* of the caller, an id in `stacks`; 0: lost */
+	__u64 cgroup;  /* the task's, as cgroup_of_current() has it */
 	__s64 result;  /* address, 0, or -errno */
 	__u32 pid;
 	__u32 tid;
@@ -72,6 +74,7 @@ struct call {
 	__u64 args[6];
 	__s64 result;
 	__u64 stack; /* as in event */
+	__u64 cgroup;
 	struct file *file;
 	struct task_ids ids;
 	enum call_kind kind;
@@ -88,6 +91,7 @@ static __always_inline void fill(struct event *event, const struct call *call)
 	event->time_ns = bpf_ktime_get_ns();
 	__builtin_memcpy(event->args, call->args, sizeof(event->args));
 	event->stack = call->stack;
+	event->cgroup = call->cgroup;
 	event->result = call->result;
 	event->pid = call->ids.pid;
 	event->tid = call->ids.tid;
@@ -150,6 +154,7 @@ static __always_inline int returned(struct call *call)
 {
 	if (with_stack)
 		call->stack = stack_of_task();
+	call->cgroup = cgroup_of_current();
 	/* The kernel does not look at the descriptor of an anonymous mapping either. */
 	if (call->kind == CALL_MMAP && !(call->args[3] & MAP_ANONYMOUS))
 		call->file = file_of_fd(call->args[4]);

@@ -13,6 +13,7 @@
  * pid from the tracepoint's record if there is no task: the record has it on all
  * kernels, so that this can be tested on all of them.
  */
+#include "cgroup_path.bpf.h"
 #include "event.bpf.h"
 #include "filter.bpf.h"
 #include "kernel_stack.bpf.h"
@@ -118,7 +119,7 @@ static __noinline int describe(struct task *out, struct task_struct *task)
 	out->pid = ids.pid;
 	out->uid = BPF_CORE_READ(task, real_cred, uid.val);
 	out->oom_score_adj = BPF_CORE_READ(task, signal, oom_score_adj);
-	out->cgroup = BPF_CORE_READ(task, cgroups, dfl_cgrp, kn, id);
+	out->cgroup = cgroup_of(task);
 	out->known = 1;
 	BPF_CORE_READ_STR_INTO(&out->comm, task, comm);
 	/* Its other threads can have outlived the first one, whose memory is gone then. */

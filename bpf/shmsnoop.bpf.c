@@ -8,6 +8,7 @@
  * which is skipped for all other tasks on that CPU meanwhile: there, kprobes of the
  * system calls' functions (src/bpf/attach.rs).
  */
+#include "cgroup_path.bpf.h"
 #include "event.bpf.h"
 #include "filter.bpf.h"
 #include "mapping_tree.bpf.h"
@@ -47,6 +48,7 @@ struct event {
 	__u64 time_ns;	  /* CLOCK_MONOTONIC, at exit */
 	__u64 latency_ns; /* from entry to exit */
 	__u64 args[3];	  /* the system call's, in its order */
+	__u64 cgroup;	  /* the task's, as cgroup_of_current() has it */
 	__s64 result;
 	struct segment segment; /* before shmdt and shmctl (an id), after all else */
 	__u32 pid;
@@ -157,6 +159,7 @@ static __always_inline int end(__u32 kind, long result)
 		event->time_ns = now;
 		event->latency_ns = now - call->begin_ns;
 		__builtin_memcpy(event->args, call->args, sizeof(event->args));
+		event->cgroup = cgroup_of_current();
 		event->result = result;
 		event->segment = call->segment;
 		event->pid = call->ids.pid;

@@ -10,6 +10,7 @@
  *                                           shmem_swapin_page
  *   swap_writepage, later swap_writeout     the writing, with --out
  */
+#include "cgroup_path.bpf.h"
 #include "count.bpf.h"
 #include "filter.bpf.h"
 #include "histogram.bpf.h"
@@ -17,7 +18,9 @@
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
 struct task_key {
+	__u64 cgroup; /* as cgroup_of_current() has it */
 	__u32 pid;
+	__u32 reserved;
 	char comm[COMM_BYTES];
 };
 EXPORT_TYPE(struct task_key);
@@ -75,6 +78,7 @@ static __noinline struct total *total_of_current(void)
 
 	if (!filter_wants(&ids))
 		return NULL;
+	key.cgroup = cgroup_of_current();
 	key.pid = ids.pid;
 	bpf_get_current_comm(key.comm, sizeof(key.comm));
 	return count_of(totals, &key, (const void *)&no_total);

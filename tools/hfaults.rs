@@ -23,6 +23,7 @@ use memtools::print::clock::{self, Clock};
 use memtools::print::output::{self, Output};
 use memtools::print::text;
 use memtools::print::timeline::{Count, Moment, Unit};
+use memtools::process::container::{ContainerArgs, Home, Homes};
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::losses::{self, Losses};
@@ -51,6 +52,7 @@ examples:
   hfaults 1 10                 every second, ten times
   hfaults -e                   by the size of the page, and why it faulted
   hfaults --thp -d 10          transparent huge pages: given, and refused
+  hfaults --container          with the container or systemd unit of each process
   hfaults --madvise            who asks for transparent huge pages by madvise(2)"
 )]
 struct Args {
@@ -72,6 +74,9 @@ struct Args {
 
     #[command(flatten)]
     metrics: MetricsArgs,
+
+    #[command(flatten)]
+    containers: ContainerArgs,
 
     #[command(flatten)]
     target: TargetArgs,
@@ -116,6 +121,10 @@ fn run(args: Args) -> Result<ExitCode> {
     let (how, Attached { skel, links }) = attach(&args, target.filter())?;
     let maps = &skel.maps;
     let mut counts = Counts::new(&maps.counts, &maps.counts_a, &maps.counts_b);
+    let mut homes = args
+        .containers
+        .wanted(args.common.json)
+        .then(|| Homes::new(&maps.cgroup_paths));
     let clock = Clock::new();
     eprintln!("hfaults: tracing {} ({how})... Ctrl-C to end", args.what());
     target.release()?;
@@ -127,14 +136,28 @@ fn run(args: Args) -> Result<ExitCode> {
         match reports.wait(&mut poller)?.1 {
             Due::Nothing => {}
             Due::Report => {
-                print(&mut counts, &args, &clock, &mut output, &mut metrics)?;
+                print(
+                    &mut counts,
+                    &mut homes,
+                    &args,
+                    &clock,
+                    &mut output,
+                    &mut metrics,
+                )?;
                 losses::write_metrics(skel.object(), target.filter(), &mut metrics)?;
             }
             Due::Last => break,
         }
     }
     attach::detach(links);
-    print(&mut counts, &args, &clock, &mut output, &mut metrics)?;
+    print(
+        &mut counts,
+        &mut homes,
+        &args,
+        &clock,
+        &mut output,
+        &mut metrics,
+    )?;
     Losses::tell("hfaults", skel.object(), target.filter(), &mut output)?;
     losses::finish_metrics(skel.object(), target.filter(), metrics)?;
     output.finish()?;
@@ -267,7 +290,12 @@ fn load(args: &Args, filter: &Filter, programs: &[String]) -> Result<Attached> {
     if !by_reason {
         map_create::size(&mut open.maps.faults, 1)?;
     }
+    let with_cgroups = args.containers.wanted(args.common.json);
+    if !with_cgroups {
+        map_create::size(&mut open.maps.cgroup_paths, 1)?;
+    }
     let options = open.options()?;
+    options.with_cgroups = with_cgroups.into();
     options.by_size = args.extended.into();
     options.by_reason = by_reason.into();
     if args.thp {
@@ -293,6 +321,7 @@ fn load(args: &Args, filter: &Filter, programs: &[String]) -> Result<Attached> {
 /// Prints what has come since the last report.
 fn print<M: MapCore>(
     counts: &mut Counts<'_, M, fault_key, u64>,
+    homes: &mut Option<Homes<'_>>,
     args: &Args,
     clock: &Clock,
     output: &mut Output,
@@ -305,7 +334,8 @@ fn print<M: MapCore>(
     let mut counts = counts.take()?;
     counts.sort_by_key(|(_, count)| *count);
     for (key, count) in counts {
-        let row = Row::new(&key, count, &time, args);
+        let home = homes.as_mut().map(|homes| homes.of(key.cgroup));
+        let row = Row::new(&key, home, count, &time, args);
         if args.madvise {
             metrics.add(&MADVISE, &[&row.comm], count);
         } else {
@@ -325,6 +355,8 @@ struct Row<'a> {
     time: &'a Zoned,
     pid: u32,
     comm: String,
+    #[serde(flatten)]
+    home: Option<Home>,
     /// None where it was not asked for, or is not known.
     page_bytes: Option<u64>,
     reason: Option<&'static str>,
@@ -337,11 +369,12 @@ struct Row<'a> {
 }
 
 impl<'a> Row<'a> {
-    fn new(key: &fault_key, count: u64, time: &'a Zoned, args: &Args) -> Self {
+    fn new(key: &fault_key, home: Option<Home>, count: u64, time: &'a Zoned, args: &Args) -> Self {
         Self {
             time,
             pid: key.pid,
             comm: text::from_c(&key.comm),
+            home,
             page_bytes: (key.page_shift != 0).then(|| 1 << key.page_shift),
             reason: match key.reason {
                 Reason::REASON_NO_PAGE => Some("no page"),
@@ -364,6 +397,9 @@ impl output::Row for Row<'_> {
     /// `@[pid, comm]: N`, as bpftrace prints a map, and as the book's tool does.
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         write!(out, "@[{}, {}", self.pid, self.comm)?;
+        if let Some(home) = &self.home {
+            write!(out, ", {}", home.name())?;
+        }
         match self.page_bytes {
             Some(bytes) if bytes >= 1 << 30 => write!(out, ", {}GB", bytes >> 30)?,
             Some(bytes) if bytes >= 1 << 20 => write!(out, ", {}MB", bytes >> 20)?,
@@ -432,7 +468,7 @@ mod tests {
             let args = Args::try_parse_from(args).expect("valid");
             let time = Clock::new().local(0);
             let mut line = Vec::new();
-            Row::new(&key, 8, &time, &args)
+            Row::new(&key, None, 8, &time, &args)
                 .text(&mut line)
                 .expect("memory");
             String::from_utf8(line).expect("UTF-8")

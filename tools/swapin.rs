@@ -22,6 +22,7 @@ use memtools::print::histogram::{self, Histogram};
 use memtools::print::output::{self, Output};
 use memtools::print::text;
 use memtools::print::timeline::{Count, Moment, Unit};
+use memtools::process::container::{self, ContainerArgs, Home, Homes};
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::losses::{self, Losses};
@@ -46,6 +47,7 @@ examples:
   swapin                       every second, who reads pages back from swap
   swapin 10 6                  for a minute, every ten seconds
   swapin -s                    also how long processes were held up by it
+  swapin --container           with the container or systemd unit of each process
   swapin --zswap               also how many of the pages were in memory still, compressed
   swapin -c 'make -j8'         those of a command, and of what it starts
   swapin --out                 also who writes pages to swap"
@@ -69,6 +71,9 @@ struct Args {
 
     #[command(flatten)]
     metrics: MetricsArgs,
+
+    #[command(flatten)]
+    containers: ContainerArgs,
 
     #[command(flatten)]
     target: TargetArgs,
@@ -139,7 +144,12 @@ fn run(args: Args) -> Result<ExitCode> {
     }
     let maps = &skel.maps;
     let mut counts = Counts::new(&maps.totals, &maps.totals_a, &maps.totals_b);
+    let mut homes = args
+        .containers
+        .wanted(args.common.json)
+        .then(|| Homes::new(&maps.cgroup_paths));
     let columns = Columns {
+        container: args.containers.container,
         zswap: args.zswap,
         latency: args.latency,
         out: args.out,
@@ -152,7 +162,7 @@ fn run(args: Args) -> Result<ExitCode> {
             output.header(&clock::time_of_day(&time))?;
         }
         output.header(&columns.header())?;
-        for row in rows(counts.take()?, &time, columns, zswap.is_some()) {
+        for row in rows(counts.take()?, &mut homes, &time, columns, zswap.is_some()) {
             held_up_ns += row.held_up_ns.unwrap_or(0);
             row.measure(metrics);
             output.row(&row)?;
@@ -296,6 +306,7 @@ fn load(
     let mut open = bpf::prepare(filter)?;
     let options = open.options()?;
     options.with_latency = args.latency.into();
+    options.with_cgroups = args.containers.wanted(args.common.json).into();
     options.with_zswap = zswap.is_some().into();
     options.zswap_says_bool = zswap.is_some_and(|zswap| zswap.says_bool).into();
     if zswap.is_none() {
@@ -304,29 +315,34 @@ fn load(
     if !args.latency {
         map_create::size(&mut open.maps.faults, 1)?;
     }
+    if !args.containers.wanted(args.common.json) {
+        map_create::size(&mut open.maps.cgroup_paths, 1)?;
+    }
     let mut skel = open.load_only(&programs)?;
     let links = attach::by_name(skel.object_mut(), &programs)?;
     Ok(Attached { skel, links })
 }
 
 /// The counts of one interval, who read the most last.
-fn rows(
+fn rows<'a>(
     counts: Vec<(task_key, total)>,
-    time: &Zoned,
+    homes: &mut Option<Homes<'_>>,
+    time: &'a Zoned,
     columns: Columns,
     zswap: bool,
-) -> Vec<Row<'_>> {
-    let row = |(key, total): (task_key, total)| Row {
+) -> Vec<Row<'a>> {
+    let mut row = |(key, total): (task_key, total)| Row {
         time,
         pid: key.pid,
         comm: text::from_c(&key.comm),
+        home: homes.as_mut().map(|homes| homes.of(key.cgroup)),
         pages_in: total.pages_in,
         pages_zswap: zswap.then_some(total.pages_zswap),
         pages_out: columns.out.then_some(total.pages_out),
         held_up_ns: columns.latency.then_some(total.held_up_ns),
         columns,
     };
-    let mut rows: Vec<Row<'_>> = counts.into_iter().map(row).collect();
+    let mut rows: Vec<Row<'_>> = counts.into_iter().map(&mut row).collect();
     rows.sort_by_key(|row| (row.pages_in, row.pages_out, row.pid));
     rows
 }
@@ -334,6 +350,7 @@ fn rows(
 /// Columns that not everybody wants.
 #[derive(Debug, Clone, Copy)]
 struct Columns {
+    container: bool,
     zswap: bool,
     latency: bool,
     out: bool,
@@ -341,7 +358,9 @@ struct Columns {
 
 impl Columns {
     fn header(self) -> String {
-        let mut header = format!("{:<16} {:<7} {:<8}", "COMM", "PID", "COUNT");
+        let mut header = format!("{:<16} {:<7} ", "COMM", "PID");
+        header += &container::header(self.container);
+        header += &format!("{:<8}", "COUNT");
         if self.zswap {
             header += &format!(" {:<8}", "ZSWAP");
         }
@@ -363,6 +382,8 @@ struct Row<'a> {
     time: &'a Zoned,
     pid: u32,
     comm: String,
+    #[serde(flatten)]
+    home: Option<Home>,
     pages_in: u64,
     /// How many of the pages came from zswap. None where they are not counted, or cannot be.
     pages_zswap: Option<u64>,
@@ -390,7 +411,9 @@ impl Row<'_> {
 
 impl output::Row for Row<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
-        let mut line = format!("{:<16} {:<7} {:<8}", self.comm, self.pid, self.pages_in);
+        let mut line = format!("{:<16} {:<7} ", self.comm, self.pid);
+        line += &container::column(self.home.as_ref());
+        line += &format!("{:<8}", self.pages_in);
         if self.columns.zswap {
             let pages = self.pages_zswap.map(|pages| pages.to_string());
             line += &format!(" {:<8}", pages.as_deref().unwrap_or("-"));
@@ -455,11 +478,13 @@ mod tests {
                 time: &Clock::new().local(0),
                 pid: 4536,
                 comm: "stress".into(),
+                home: None,
                 pages_in: 10,
                 pages_zswap,
                 pages_out,
                 held_up_ns,
                 columns: Columns {
+                    container: false,
                     zswap: false,
                     latency: false,
                     out: false,
@@ -491,6 +516,7 @@ mod tests {
     fn columns_are_bcc_s_and_line_up() {
         let text = |zswap, latency, out, pages_zswap| {
             let columns = Columns {
+                container: false,
                 zswap,
                 latency,
                 out,
@@ -499,6 +525,7 @@ mod tests {
                 time: &Clock::new().local(0),
                 pid: 4536,
                 comm: "gnome-shell".into(),
+                home: None,
                 pages_in: 14,
                 pages_zswap,
                 pages_out: out.then_some(3),

@@ -3,12 +3,14 @@
  * No tool: what the headers share with user space, so that the library has
  * one generated definition of it (src/bpf/types.rs) and no copy typed by hand.
  */
+#include "cgroup_path.bpf.h"
 #include "filter.bpf.h"
 #include "histogram.bpf.h"
 #include "python_code.bpf.h"
 #include "stack.bpf.h"
 #include "stack_count.bpf.h"
 
+EXPORT_TYPE(struct cgroup_path);
 EXPORT_TYPE(struct filter);
 EXPORT_TYPE(enum filter_table);
 EXPORT_TYPE(struct histogram);

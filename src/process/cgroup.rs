@@ -70,7 +70,7 @@ fn is_called(folder: &str, name: &str) -> bool {
 
 /// The id of the container whose cgroup has this folder: `docker-ID.scope`, `cri-containerd-ID.scope`, `crio-ID.scope`,
 /// `libpod-ID.scope`, or only the id where cgroups are not made by systemd. A container's monitor is none.
-fn container_id(folder: &str) -> Option<&str> {
+pub(crate) fn container_id(folder: &str) -> Option<&str> {
     let (runtime, id) = match folder.strip_suffix(".scope") {
         Some(scope) => scope.rsplit_once('-')?,
         None => ("", folder),
@@ -80,7 +80,7 @@ fn container_id(folder: &str) -> Option<&str> {
 }
 
 /// The uid of the pod whose cgroup has this folder: `kubepods-burstable-podUID.slice`, with underscores, or `podUID`.
-fn pod_uid(folder: &str) -> Option<String> {
+pub(crate) fn pod_uid(folder: &str) -> Option<String> {
     let uid = match folder.strip_suffix(".slice") {
         Some(slice) => slice.strip_prefix("kubepods-")?.rsplit_once("pod")?.1,
         None => folder.strip_prefix("pod")?,

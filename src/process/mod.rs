@@ -9,6 +9,7 @@
 //! | [`guard`] | a process that outlives the tool, to undo what must not stay |
 //! | [`inherited`] | signals and limits as the caller has set them, and what ends a run |
 //! | [`cgroup`] | cgroups by their ids |
+//! | [`container`] | the cgroup that a task was in, and whose container that is |
 //! | [`mapped_file`] | a file of another user, opened once |
 //! | [`mapping_log`] | code mappings as processes make them, from the kernel's own log |
 //! | [`smaps`] | what of each mapping is in memory |
@@ -18,6 +19,7 @@
 pub mod address_space;
 pub mod cgroup;
 pub mod command;
+pub mod container;
 pub mod filter;
 pub mod follow;
 pub mod guard;

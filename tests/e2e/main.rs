@@ -6,6 +6,7 @@ mod attaching;
 mod brkstack;
 mod causes;
 mod comparison;
+mod containers;
 mod documented;
 mod drsnoop;
 mod export;
@@ -59,6 +60,7 @@ fn main() -> ExitCode {
     let tests = [
         heap::tests(),
         hfaults::tests(),
+        containers::tests(),
         kubernetes::tests(),
         hostile::tests(),
         drsnoop::tests(),

@@ -173,6 +173,9 @@ fn every_argument_and_result() -> Result<()> {
                 "pid": pid.parse::<u32>()?,
                 "tid": pid.parse::<u32>()?,
                 "comm": "mmap",
+                // Those of the tests' own, which tests/e2e/containers.rs does not leave to chance.
+                "cgroup": row["cgroup"],
+                "container_id": row["container_id"],
                 "call": "mmap",
                 "address": format!("{:#x}", call.args[0]),
                 "size_bytes": call.args[1],

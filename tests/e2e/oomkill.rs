@@ -288,6 +288,7 @@ fn a_cgroups_kill_is_explained() -> Result<()> {
         "{kill}"
     );
     ensure!(victim["cgroup"] == "/memtools-oomkill", "{kill}");
+    ensure!(victim["container_id"].is_null(), "{kill}");
     // Exact, or but for what two CPUs have not added up yet: 32 pages each.
     let killed = killed_by_the_log(&pid)?;
     for (field, key, off_by) in [

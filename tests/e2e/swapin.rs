@@ -48,10 +48,10 @@ pub(crate) fn tests() -> Vec<Trial> {
 }
 
 /// Swap on compressed memory, as long as it lives.
-struct Swap;
+pub(crate) struct Swap;
 
 impl Swap {
-    fn on() -> Result<Self> {
+    pub(crate) fn on() -> Result<Self> {
         let made = Command::new("sh")
             .args(["-c", ". /vmrun/lib.sh; zram_swap 256M"])
             .status()?;

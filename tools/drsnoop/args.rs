@@ -3,6 +3,7 @@
 use clap::Parser;
 use memtools::export::files::ExportArgs;
 use memtools::export::metrics::MetricsArgs;
+use memtools::process::container::ContainerArgs;
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::target::TargetArgs;
 use memtools::stacks::unwind::UnwindArgs;
@@ -20,6 +21,7 @@ examples:
   drsnoop -Tp 1234             those of process 1234, with the time since the first
   drsnoop -U -v                with user ids and free memory
   drsnoop --memcg -e           also for a memory cgroup's limit, with order, flags and cgroups
+  drsnoop --container          with the container or systemd unit of each
   drsnoop --stack -n java      what the stalled tasks were doing
   drsnoop --flame stalls.svg   the time lost, drawn by stack
   drsnoop --hist -d 60         a minute, and the latencies' histogram"
@@ -65,6 +67,9 @@ pub(crate) struct Args {
 
     #[command(flatten)]
     pub(crate) metrics: MetricsArgs,
+
+    #[command(flatten)]
+    pub(crate) containers: ContainerArgs,
 
     #[command(flatten)]
     pub(crate) target: TargetArgs,

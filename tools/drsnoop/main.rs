@@ -27,6 +27,7 @@ use memtools::print::histogram::{self, Histogram};
 use memtools::print::output::Output;
 use memtools::print::text;
 use memtools::process::cgroup::Cgroups;
+use memtools::process::container::Homes;
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli;
 use memtools::run::losses::{self, Losses};
@@ -121,7 +122,9 @@ fn run(args: Args) -> Result<ExitCode> {
     let mut printer = Printer {
         output,
         clock: Clock::new(),
-        cgroups: args.wants_cgroups().then(Cgroups::new),
+        homes: args
+            .wants_cgroups()
+            .then(|| Homes::new(&skel.maps.cgroup_paths)),
         limited: args.wants_limited().then(Cgroups::of_memory),
         first_ns: None,
         latencies: args.hist.then(Histogram::new),
@@ -190,6 +193,7 @@ impl Args {
             timestamp: self.timestamp,
             uid: self.print_uid,
             tid: self.tid.is_some(),
+            container: self.containers.container,
             free: self.common.verbose,
             kind: self.memcg || self.extended,
             extended: self.extended,
@@ -211,11 +215,11 @@ impl Args {
     }
 
     fn wants_cgroups(&self) -> bool {
-        self.extended || self.common.json
+        self.extended || self.containers.wanted(self.common.json)
     }
 
     fn wants_limited(&self) -> bool {
-        self.memcg && self.wants_cgroups()
+        self.memcg && (self.extended || self.common.json)
     }
 
     fn shows_free(&self) -> bool {
@@ -244,6 +248,7 @@ fn start(args: &Args, filter: &Filter, kind: &str, zones: bool) -> Result<(Loade
     options.only_uid = args.uid.unwrap_or(0);
     options.want_free_pages = (zones && args.shows_free()).into();
     options.want_stacks = args.wants_stacks().into();
+    options.with_cgroups = args.wants_cgroups().into();
     if kind == "_raw" {
         let begin = kernel_support::tracepoint_arguments("mm_vmscan_direct_reclaim_begin")?
             .context("this kernel has no tracepoint mm_vmscan_direct_reclaim_begin")?;
@@ -252,6 +257,9 @@ fn start(args: &Args, filter: &Filter, kind: &str, zones: bool) -> Result<(Loade
         kernel_support::preflight_tracepoints()?;
     }
     map_create::size(&mut open.maps.events, EVENT_BYTES)?;
+    if !args.wants_cgroups() {
+        map_create::size(&mut open.maps.cgroup_paths, 1)?;
+    }
     let mut skel = open.load_only(&programs)?;
     let links = attach::by_name(skel.object_mut(), &programs).with_context(|| {
         if args.memcg {
@@ -282,7 +290,7 @@ impl Row {
 struct Printer<'a> {
     output: Output,
     clock: Clock,
-    cgroups: Option<Cgroups>,
+    homes: Option<Homes<'a>>,
     /// The cgroups that memory is limited in.
     limited: Option<Cgroups>,
     /// When the first reclaim ended.
@@ -321,7 +329,7 @@ impl Printer<'_> {
                 latencies.add(event.latency_ns);
             }
             let first = *self.first_ns.get_or_insert(event.time_ns);
-            let cgroup = path_in(&mut self.cgroups, event.cgroup);
+            let home = self.homes.as_mut().map(|homes| homes.of(event.cgroup));
             let limited = path_in(&mut self.limited, event.limited);
             let stack = self.named(&event)?;
             if self.exports.any()
@@ -347,7 +355,7 @@ impl Printer<'_> {
                     .flatten(),
                 order: event.order,
                 gfp_flags: Gfp(event.gfp_flags),
-                cgroup,
+                home,
                 limited,
                 limited_id: Some(event.limited).filter(|&id| id != 0),
                 stack: stack.filter(|_| self.print_stacks),

@@ -8,6 +8,7 @@ use memtools::print::clock;
 use memtools::print::gfp::Gfp;
 use memtools::print::output;
 use memtools::print::timeline::{Event, Moment};
+use memtools::process::container::{self, Home};
 use memtools::stacks::named::NamedStack;
 use serde::{Serialize, Serializer};
 
@@ -21,6 +22,7 @@ pub(crate) struct Columns {
     pub(crate) uid: bool,
     /// Thread ids in place of process ids.
     pub(crate) tid: bool,
+    pub(crate) container: bool,
     pub(crate) free: bool,
     pub(crate) kind: bool,
     pub(crate) extended: bool,
@@ -38,7 +40,9 @@ impl Columns {
             line += &format!("{:<6}", "UID");
         }
         let id = if self.tid { "TID" } else { "PID" };
-        line += &format!("{:<14} {id:<6} {:>8} {:>5}", "COMM", "LAT(ms)", "PAGES");
+        line += &format!("{:<14} {id:<6} ", "COMM");
+        line += &container::header(self.container);
+        line += &format!("{:>8} {:>5}", "LAT(ms)", "PAGES");
         if self.free {
             line += &format!("{:>10}", "FREE(KB)");
         }
@@ -94,8 +98,9 @@ pub(crate) struct Row {
     pub(crate) order: i32,
     #[serde(serialize_with = "gfp")]
     pub(crate) gfp_flags: Gfp,
-    /// The task's cgroup of version 2, as its path below the mount.
-    pub(crate) cgroup: Option<String>,
+    /// The task's cgroup of version 2, and its container.
+    #[serde(flatten)]
+    pub(crate) home: Option<Home>,
     /// The cgroup whose limit it was for: the task's or one above it, below the mount of those that memory
     /// is limited in. None for direct reclaim, or if it has gone.
     pub(crate) limited: Option<String>,
@@ -124,7 +129,10 @@ impl output::Row for Row {
         let name: String = self.comm.chars().take(NAME_CHARACTERS).collect();
         let milliseconds = self.latency_ns as f64 / 1e6;
         let pages = self.reclaimed_pages;
-        write!(out, "{name:<14} {id:<6} {milliseconds:>8.2} {pages:>5}")?;
+        write!(out, "{name:<14} {id:<6} ")?;
+        let home = self.home.as_ref().filter(|_| columns.container);
+        write!(out, "{}", container::column(home))?;
+        write!(out, "{milliseconds:>8.2} {pages:>5}")?;
         if columns.free {
             match self.free_kb {
                 Some(free) => write!(out, "{free:>10}")?,
@@ -137,7 +145,8 @@ impl output::Row for Row {
         if columns.extended {
             // "memcg" is the shorter of the two kinds.
             let width = if self.kind == Kind::Memcg { 7 } else { 6 };
-            let cgroup = self.cgroup.as_deref().unwrap_or("-");
+            let cgroup = self.home.as_ref().and_then(|home| home.cgroup.as_deref());
+            let cgroup = cgroup.unwrap_or("-");
             write!(out, "{:>width$} {:<44} ", self.order, self.gfp_flags)?;
             match (columns.limited, &self.limited, self.limited_id) {
                 (false, ..) => write!(out, "{cgroup}")?,
@@ -194,7 +203,7 @@ mod tests {
             free_kb: Some(176_604),
             order: 0,
             gfp_flags: Gfp(0x100cca),
-            cgroup: Some("/db.service/worker".into()),
+            home: Some(Home::at(Some("/db.service/worker".into()))),
             limited: Some("/db.service".into()),
             limited_id: Some(4321),
             stack: None,
@@ -254,7 +263,7 @@ mod tests {
         };
         let row = Row {
             free_kb: None,
-            cgroup: None,
+            home: None,
             ..row(columns)
         };
         assert_eq!(
@@ -308,7 +317,7 @@ mod tests {
         let json = serde_json::to_string(&row(Columns::default())).expect("JSON");
         assert_eq!(
             json,
-            r#"{"type":"reclaim","time":"2019-08-01T21:30:25.000000+00:00","comm":"a-very-long-name","pid":17678,"tid":17679,"uid":1000,"kind":"memcg","latency_ns":30695000,"reclaimed_pages":38,"free_kb":176604,"order":0,"gfp_flags":"GFP_HIGHUSER_MOVABLE","cgroup":"/db.service/worker","limited":"/db.service","limited_id":4321}"#
+            r#"{"type":"reclaim","time":"2019-08-01T21:30:25.000000+00:00","comm":"a-very-long-name","pid":17678,"tid":17679,"uid":1000,"kind":"memcg","latency_ns":30695000,"reclaimed_pages":38,"free_kb":176604,"order":0,"gfp_flags":"GFP_HIGHUSER_MOVABLE","cgroup":"/db.service/worker","container_id":null,"limited":"/db.service","limited_id":4321}"#
         );
     }
 }

@@ -15,12 +15,14 @@ use libbpf_rs::skel::Skel;
 use libbpf_rs::{Link, MapMut};
 use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
+use memtools::bpf::map_create;
 use memtools::bpf::ring::Events;
 use memtools::export::files::{ExportArgs, Exports, Subject};
 use memtools::export::folded::Folded;
 use memtools::export::profile::{Sample, Value};
 use memtools::print::clock::Clock;
 use memtools::print::output::{Format, Output};
+use memtools::process::container::{ContainerArgs, Homes};
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::losses::Losses;
@@ -48,6 +50,7 @@ examples:
   mmapsnoop                    every mapping of every process
   mmapsnoop -Tp 1234           those of process 1234, with the time
   mmapsnoop -n java --path     of tasks named java, with the whole path of each file
+  mmapsnoop --container        with the container or systemd unit of each
   mmapsnoop -x                 only calls that fail, with the error
   mmapsnoop --munmap -r        unmapping and moving too, with addresses and results
   mmapsnoop -j -d 10 | jq      ten seconds of all that is known
@@ -101,6 +104,9 @@ struct Args {
     export: ExportArgs,
 
     #[command(flatten)]
+    containers: ContainerArgs,
+
+    #[command(flatten)]
     target: TargetArgs,
 
     #[command(flatten)]
@@ -136,9 +142,14 @@ fn run(args: Args) -> Result<ExitCode> {
     let mut tracer = Tracer {
         stacks: Stacks::new(memtools::stack_maps!(skel), MAX_OF_EVENTS)?,
         symbolizer,
+        homes: args
+            .containers
+            .wanted(args.common.json)
+            .then(|| Homes::new(&skel.maps.cgroup_paths)),
         clock: Clock::new(),
         columns: Columns {
             time: args.time,
+            container: args.containers.container,
             call: args.munmap,
             result: args.result || args.failed,
             flags: args.flags,
@@ -199,6 +210,8 @@ struct Tracer<'a> {
     stacks: Stacks<'a, MapMut<'static>>,
     /// Where stacks are asked for.
     symbolizer: Option<Symbolizer>,
+    /// Where they are asked for.
+    homes: Option<Homes<'a>>,
     clock: Clock,
     columns: Columns,
     output: Output,
@@ -226,8 +239,9 @@ impl Tracer<'_> {
             } else {
                 None
             };
+            let home = self.homes.as_mut().map(|homes| homes.of(record.cgroup()));
             self.output
-                .row(&Row::new(record, stack, &self.clock, self.columns))?;
+                .row(&Row::new(record, home, stack, &self.clock, self.columns))?;
         }
         self.stacks.renew_for_events()?;
         self.output.flush()
@@ -319,6 +333,10 @@ fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
     options.full_path = args.path.into();
     options.with_munmap = args.munmap.into();
     options.with_stack = args.with_stacks().into();
+    options.with_cgroups = args.containers.wanted(args.common.json).into();
+    if !args.containers.wanted(args.common.json) {
+        map_create::size(&mut open.maps.cgroup_paths, 1)?;
+    }
     let mut programs =
         attach::programs_on_system_calls(args.programs(), args.programs_on_functions());
     if args.compat {

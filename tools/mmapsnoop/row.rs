@@ -12,6 +12,7 @@ use memtools::print::output;
 use memtools::print::output::{Exact, Hex};
 use memtools::print::text;
 use memtools::print::timeline::{Event, Moment};
+use memtools::process::container::{self, Home};
 use memtools::stacks::named::NamedStack;
 use serde::Serialize;
 
@@ -51,6 +52,11 @@ impl Record {
         text::from_c(&self.event.comm)
     }
 
+    /// The id of the task's cgroup.
+    pub(crate) fn cgroup(&self) -> u64 {
+        self.event.cgroup
+    }
+
     /// The id of the caller's stack.
     pub(crate) fn stack(&self) -> u64 {
         self.event.stack
@@ -70,6 +76,7 @@ impl Record {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Columns {
     pub(crate) time: bool,
+    pub(crate) container: bool,
     /// Which call it is, and its address.
     pub(crate) call: bool,
     pub(crate) result: bool,
@@ -84,6 +91,7 @@ impl Columns {
             header += &format!("{:<8} ", "TIME");
         }
         header += &format!("{:<6} {:<14} ", "PID", "COMM");
+        header += &container::header(self.container);
         if self.call {
             header += &format!("{:<6} {:<14} ", "CALL", "ADDRESS");
         }
@@ -110,6 +118,8 @@ pub(crate) struct Row {
     pid: u32,
     tid: u32,
     comm: String,
+    #[serde(flatten)]
+    home: Option<Home>,
     call: &'static str,
     /// The address that was asked for: where to map, what to unmap or to move.
     address: Hex,
@@ -137,6 +147,7 @@ pub(crate) struct Row {
 impl Row {
     pub(crate) fn new(
         record: Record,
+        home: Option<Home>,
         stack: Option<NamedStack>,
         clock: &Clock,
         columns: Columns,
@@ -149,6 +160,7 @@ impl Row {
             pid: event.pid,
             tid: event.tid,
             comm: text::from_c(&event.comm),
+            home,
             call: "munmap",
             address: Hex(address),
             old_size_bytes: None,
@@ -218,6 +230,7 @@ impl output::Row for Row {
             write!(out, "{:<8} ", clock::time_of_day(&self.time))?;
         }
         write!(out, "{:<6} {:<14.14} ", self.pid, self.comm)?;
+        write!(out, "{}", container::column(self.home.as_ref()))?;
         if self.columns.call {
             write!(out, "{:<6} {:<14} ", self.call, self.address)?;
         }
@@ -268,12 +281,14 @@ mod tests {
 
     const BARE: Columns = Columns {
         time: false,
+        container: false,
         call: false,
         result: false,
         flags: false,
     };
     const ALL: Columns = Columns {
         time: true,
+        container: false,
         call: true,
         result: true,
         flags: true,
@@ -289,7 +304,7 @@ mod tests {
         };
         event.comm[..4].copy_from_slice(&b"java".map(u8::cast_signed));
         let file = file.map(str::to_owned);
-        Row::new(Record { event, file }, None, &Clock::new(), columns)
+        Row::new(Record { event, file }, None, None, &Clock::new(), columns)
     }
 
     fn line(row: &Row) -> String {

@@ -28,6 +28,7 @@ use memtools::print::gfp::Gfp;
 use memtools::print::output::Output;
 use memtools::print::text;
 use memtools::process::cgroup::Cgroups;
+use memtools::process::container::{ContainerArgs, Homes};
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::losses::{self, Losses};
@@ -54,6 +55,9 @@ const STACKS: u32 = 256;
 
 /// Bytes of the buffer for events: hundreds of kills.
 const EVENT_BYTES: u32 = 1 << 18;
+
+/// Cgroups whose paths the kernel half keeps: victims' of one look at the buffer.
+const CGROUPS: u32 = 128;
 
 /// Limits from here on are none: PAGE_COUNTER_MAX is LONG_MAX bytes.
 const NO_LIMIT_KB: u64 = (i64::MAX as u64 >> 10) & !3;
@@ -84,6 +88,9 @@ struct Args {
 
     #[command(flatten)]
     metrics: MetricsArgs,
+
+    #[command(flatten)]
+    containers: ContainerArgs,
 
     #[command(flatten)]
     target: TargetArgs,
@@ -148,6 +155,8 @@ fn run(args: Args) -> Result<ExitCode> {
         output,
         clock: Clock::new(),
         cgroups: Cgroups::new(),
+        homes: Homes::new(&skel.maps.cgroup_paths),
+        container: args.containers.container,
         stacks: Stacks::new(memtools::stack_maps!(skel), MAX_OF_EVENTS)?,
         symbolizer,
         kills: Vec::new(),
@@ -235,7 +244,9 @@ fn start(args: &Args, filter: &Filter, rung: Rung, with_task: bool) -> Result<(L
     let mut open = bpf::prepare(filter, stacks, args.unwind)?;
     let options = open.options()?;
     options.want_stacks = args.wants_stacks().into();
+    options.with_cgroups = 1;
     options.only_victims = matches!(rung, Rung::Victim | Rung::Pid).into();
+    map_create::size(&mut open.maps.cgroup_paths, CGROUPS)?;
     map_create::size(&mut open.maps.events, EVENT_BYTES)?;
     open.progs.kill_fentry.set_autoload(rung == Rung::Fentry);
     open.progs.kill_kprobe.set_autoload(rung == Rung::Kprobe);
@@ -269,6 +280,8 @@ struct Printer<'a> {
     output: Output,
     clock: Clock,
     cgroups: Cgroups,
+    homes: Homes<'a>,
+    container: bool,
     stacks: Stacks<'a, MapMut<'static>>,
     symbolizer: Option<Symbolizer>,
     /// What the files show.
@@ -388,7 +401,9 @@ impl Printer<'_> {
                     .is_none_or(|name| text::from_c(&victim.comm).contains(name))
                 && choice.cgroup.is_none_or(|folder| {
                     let folder = self.cgroups.path(folder).map(str::to_owned);
-                    folder.is_some_and(|folder| below(self.cgroups.path(victim.cgroup), &folder))
+                    let there = self.cgroups.path(victim.cgroup).map(str::to_owned);
+                    let victim = there.or_else(|| self.homes.of(victim.cgroup).cgroup);
+                    folder.is_some_and(|folder| below(victim.as_deref(), &folder))
                 })
     }
 
@@ -435,6 +450,7 @@ impl Printer<'_> {
             candidates,
             stack,
             extended: self.extended,
+            container: self.container,
         })
     }
 
@@ -471,7 +487,7 @@ impl Printer<'_> {
             swap_kb: self.kb(task.swap_pages),
             page_tables_kb: known(task.page_table_bytes).map(|bytes| bytes / 1024),
             total_vm_kb: self.kb(task.total_vm_pages),
-            cgroup: self.cgroups.path(task.cgroup).map(str::to_owned),
+            home: self.homes.of(task.cgroup),
         }
     }
 

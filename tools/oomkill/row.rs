@@ -8,6 +8,7 @@ use memtools::print::clock;
 use memtools::print::gfp::Gfp;
 use memtools::print::output;
 use memtools::print::timeline::{Event, Moment};
+use memtools::process::container::Home;
 use memtools::stacks::named::NamedStack;
 use serde::{Serialize, Serializer};
 
@@ -51,7 +52,8 @@ pub(crate) struct Victim {
     pub(crate) swap_kb: Option<u64>,
     pub(crate) page_tables_kb: Option<u64>,
     pub(crate) total_vm_kb: Option<u64>,
-    pub(crate) cgroup: Option<String>,
+    #[serde(flatten)]
+    pub(crate) home: Home,
 }
 
 /// A process was killed.
@@ -84,6 +86,9 @@ pub(crate) struct Kill {
     pub(crate) stack: Option<NamedStack>,
     #[serde(skip)]
     pub(crate) extended: bool,
+    /// Add the victim's container.
+    #[serde(skip)]
+    pub(crate) container: bool,
 }
 
 /// A value, or `-` for one that could not be had.
@@ -116,6 +121,9 @@ impl output::Row for Kill {
         if let Some(cgroup) = &self.limit_cgroup {
             let id = dash(self.limit_cgroup_id);
             write!(out, ", CGROUP {id} (\"{cgroup}\")")?;
+        }
+        if self.container {
+            write!(out, ", CONTAINER {}", victim.home.name())?;
         }
         writeln!(out)?;
         if self.extended {
@@ -160,7 +168,7 @@ impl Kill {
             kilobytes(victim.shmem_kb),
             kilobytes(victim.swap_kb),
             kilobytes(victim.page_tables_kb),
-            dash(victim.cgroup.as_ref()),
+            dash(victim.home.cgroup.as_ref()),
         )?;
         for candidate in self.candidates.iter().flatten() {
             writeln!(
@@ -248,6 +256,7 @@ mod tests {
             candidates: None,
             stack: None,
             extended: false,
+            container: false,
         }
     }
 
@@ -289,6 +298,8 @@ mod tests {
         assert!(text(&kill).ends_with(" 3/282 22724, CGROUP 4321 (\"/db.service\")\n"));
         kill.limit_cgroup_id = None;
         assert!(text(&kill).ends_with(" 3/282 22724, CGROUP - (\"/db.service\")\n"));
+        kill.container = true;
+        assert!(text(&kill).ends_with(" (\"/db.service\"), CONTAINER -\n"));
     }
 
     #[test]

@@ -13,8 +13,10 @@ use libbpf_rs::Link;
 use libbpf_rs::skel::Skel;
 use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
+use memtools::bpf::map_create;
 use memtools::bpf::ring::Events;
 use memtools::print::clock::Clock;
+use memtools::process::container::{ContainerArgs, Homes};
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::losses::Losses;
@@ -38,6 +40,7 @@ examples:
   shmsnoop -p 1234             those of process 1234
   shmsnoop -n postgres -T      of tasks named postgres, with the time since the first
   shmsnoop -e                  also the segment: its size, who made it, how often it is attached
+  shmsnoop --container         with the container or systemd unit of each
   shmsnoop -L                  also how long each call took"
 )]
 struct Args {
@@ -56,6 +59,9 @@ struct Args {
     /// Add how long each call took, in microseconds
     #[arg(short = 'L', long)]
     latency: bool,
+
+    #[command(flatten)]
+    containers: ContainerArgs,
 
     #[command(flatten)]
     target: TargetArgs,
@@ -77,10 +83,11 @@ fn run(args: Args) -> Result<ExitCode> {
     let columns = Columns {
         timestamp: args.timestamp,
         tid: args.tid.is_some(),
+        container: args.containers.container,
         segment: args.extended,
         latency: args.latency,
     };
-    let (skel, links) = start(target.filter(), args.extended || args.common.json)?;
+    let (skel, links) = start(target.filter(), &args)?;
     let events: Events<event> = Events::new(&skel.maps.events)?;
 
     let clock = Clock::new();
@@ -91,10 +98,15 @@ fn run(args: Args) -> Result<ExitCode> {
     target.watch_exit(&mut poller);
 
     let mut first_ns = None;
+    let mut homes = args
+        .containers
+        .wanted(args.common.json)
+        .then(|| Homes::new(&skel.maps.cgroup_paths));
     events.follow(poller, args.common.deadline(), links, |events| {
         for event in events {
             let first_ns = *first_ns.get_or_insert(event.time_ns);
-            output.row(&Row::new(&event, first_ns, &clock, columns))?;
+            let home = homes.as_mut().map(|homes| homes.of(event.cgroup));
+            output.row(&Row::new(&event, home, first_ns, &clock, columns))?;
         }
         output.flush()
     })?;
@@ -104,9 +116,14 @@ fn run(args: Args) -> Result<ExitCode> {
 }
 
 /// Loads the programs, and attaches them.
-fn start(filter: &Filter, with_segment: bool) -> Result<(Loaded, Vec<Link>)> {
+fn start(filter: &Filter, args: &Args) -> Result<(Loaded, Vec<Link>)> {
     let mut open = bpf::prepare(filter)?;
-    open.options()?.with_segment = with_segment.into();
+    let options = open.options()?;
+    options.with_segment = (args.extended || args.common.json).into();
+    options.with_cgroups = args.containers.wanted(args.common.json).into();
+    if !args.containers.wanted(args.common.json) {
+        map_create::size(&mut open.maps.cgroup_paths, 1)?;
+    }
     let find_vma = kernel_support::btf_has_name("bpf_find_vma");
     let tracepoints = [
         EXITS,

@@ -12,6 +12,7 @@ use memtools::print::output;
 use memtools::print::output::{Exact, Hex};
 use memtools::print::text;
 use memtools::print::timeline::{Event, Moment};
+use memtools::process::container::{self, Home};
 use serde::Serialize;
 
 use crate::bpf::types::{call_kind as Kind, event, segment};
@@ -55,6 +56,7 @@ pub(crate) struct Columns {
     pub(crate) timestamp: bool,
     /// Threads in place of processes.
     pub(crate) tid: bool,
+    pub(crate) container: bool,
     pub(crate) segment: bool,
     pub(crate) latency: bool,
 }
@@ -67,7 +69,9 @@ impl Columns {
             header += &format!("{:<14}", "TIME(s)");
         }
         let id = if self.tid { "TID" } else { "PID" };
-        header += &format!("{id:<6} {:<16} {:>6} {:>16} ", "COMM", "SYS", "RET");
+        header += &format!("{id:<6} {:<16} ", "COMM");
+        header += &container::header(self.container);
+        header += &format!("{:>6} {:>16} ", "SYS", "RET");
         if self.latency {
             header += &format!("{:>8} ", "LAT(us)");
         }
@@ -178,6 +182,8 @@ pub(crate) struct Row {
     tid: u32,
     comm: String,
     #[serde(flatten)]
+    home: Option<Home>,
+    #[serde(flatten)]
     call: Call,
     /// An id, an address, or 0; None if the call failed.
     result: Option<Hex>,
@@ -197,7 +203,13 @@ pub(crate) struct Row {
 }
 
 impl Row {
-    pub(crate) fn new(event: &event, first_ns: u64, clock: &Clock, columns: Columns) -> Self {
+    pub(crate) fn new(
+        event: &event,
+        home: Option<Home>,
+        first_ns: u64,
+        clock: &Clock,
+        columns: Columns,
+    ) -> Self {
         let outcome = errno::result(event.result);
         let segment = Some(event.segment).filter(|segment: &segment| segment.known != 0);
         Self {
@@ -205,6 +217,7 @@ impl Row {
             pid: event.pid,
             tid: event.tid,
             comm: text::from_c(&event.comm),
+            home,
             call: Call::new(event.kind, event.args),
             result: outcome.ok().map(Hex),
             error: outcome.err().map(errno::name),
@@ -226,7 +239,9 @@ impl output::Row for Row {
             write!(out, "{:<14.9}", self.since_first.as_secs_f64())?;
         }
         let id = if columns.tid { self.tid } else { self.pid };
-        write!(out, "{id:<6} {:<16} {:>6} ", self.comm, self.call.name())?;
+        write!(out, "{id:<6} {:<16} ", self.comm)?;
+        write!(out, "{}", container::column(self.home.as_ref()))?;
+        write!(out, "{:>6} ", self.call.name())?;
         match (self.result, &self.error) {
             (Some(Hex(value)), _) => write!(out, "{value:>16x} ")?,
             (None, error) => write!(out, "{:>16} ", error.as_deref().unwrap_or("-"))?,
@@ -305,6 +320,7 @@ mod tests {
     const BARE: Columns = Columns {
         timestamp: false,
         tid: false,
+        container: false,
         segment: false,
         latency: false,
     };
@@ -321,7 +337,7 @@ mod tests {
             ..event::default()
         };
         event.comm[..6].copy_from_slice(&b"server".map(u8::cast_signed));
-        let row = Row::new(&event, 1_000_000_000, &Clock::new(), columns);
+        let row = Row::new(&event, None, 1_000_000_000, &Clock::new(), columns);
         let mut line = Vec::new();
         row.text(&mut line).expect("memory");
         String::from_utf8(line).expect("UTF-8")
@@ -365,6 +381,7 @@ mod tests {
         let columns = Columns {
             timestamp: true,
             tid: true,
+            container: false,
             segment: true,
             latency: true,
         };

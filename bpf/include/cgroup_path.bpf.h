@@ -1,0 +1,119 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * The cgroup (version 2) of a task: its id, and its path, kept by id for user
+ * space (src/process/container.rs), which may come when the cgroup has gone.
+ */
+#ifndef MEMTOOLS_CGROUP_PATH_BPF_H
+#define MEMTOOLS_CGROUP_PATH_BPF_H
+
+#include "memtools.bpf.h"
+
+#define CGROUP_FOLDER_BYTES 256	 /* NAME_MAX, and the NUL */
+#define CGROUP_PATH_BYTES   1024 /* of all names of a path, each with its NUL */
+#define CGROUP_PATH_STEPS   16
+#define CGROUP_PATHS	    512
+
+struct cgroup_path {
+	__u32 bytes;
+	__u32 complete; /* the names lead up to the root */
+	char names[CGROUP_PATH_BYTES];
+};
+
+const volatile struct cgroup_path no_cgroup_path;
+
+/* Whether anything is wanted of cgroups; set before load. */
+const volatile __u8 with_cgroups;
+
+/* Those that were met last. What has been pushed out comes again with the next event. */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, CGROUP_PATHS);
+	__type(key, __u64); /* the cgroup's id */
+	__type(value, struct cgroup_path);
+} cgroup_paths SEC(".maps");
+
+/* Until 6.14; since then it is __parent. */
+struct kernfs_node___parent {
+	struct kernfs_node *parent;
+};
+
+static __always_inline struct kernfs_node *cgroup_parent(struct kernfs_node *node)
+{
+	struct kernfs_node___parent *old = (void *)node;
+
+	if (bpf_core_field_exists(old->parent))
+		return BPF_CORE_READ(old, parent);
+	return BPF_CORE_READ(node, __parent);
+}
+
+/* A way from a cgroup up to the root. */
+struct cgroup_walk {
+	struct kernfs_node *node;
+	__u32 bytes;	/* written so far */
+	__u32 complete; /* arrived at the root */
+};
+
+/* One step up. Returns 0 at the end. */
+static __noinline int cgroup_walk_step(struct cgroup_walk *walk, char *names)
+{
+	struct kernfs_node *node = walk->node, *parent = cgroup_parent(node);
+	__u32 at = walk->bytes;
+	long bytes;
+
+	if (!parent) {
+		walk->complete = 1;
+		return 0;
+	}
+	if (at > CGROUP_PATH_BYTES - CGROUP_FOLDER_BYTES)
+		return 0;
+	bytes =
+	    bpf_probe_read_kernel_str(names + at, CGROUP_FOLDER_BYTES, BPF_CORE_READ(node, name));
+	if (bytes <= 0)
+		return 0;
+	walk->bytes = at + bytes;
+	walk->node = parent;
+	return 1;
+}
+
+/* Keeps a cgroup's path by its id. */
+static __noinline int cgroup_path_keep(__u64 id, struct kernfs_node *node)
+{
+	struct cgroup_walk walk = { .node = node };
+	struct cgroup_path *path;
+
+	path = value_of(&cgroup_paths, &id, (const void *)&no_cgroup_path);
+	if (!path)
+		return 0;
+	for (int i = 0; i < CGROUP_PATH_STEPS; i++)
+		if (!cgroup_walk_step(&walk, path->names))
+			break;
+	path->bytes = walk.bytes;
+	path->complete = walk.complete;
+	return 0;
+}
+
+/* The id of a task's cgroup, whose path is kept; 0 if nothing is wanted of cgroups. */
+static __always_inline __u64 cgroup_of(struct task_struct *task)
+{
+	struct cgroup_path *path;
+	struct kernfs_node *node;
+	__u64 id;
+
+	if (!with_cgroups)
+		return 0;
+	node = BPF_CORE_READ(task, cgroups, dfl_cgrp, kn);
+	id = BPF_CORE_READ(node, id);
+	path = bpf_map_lookup_elem(&cgroup_paths, &id);
+	/* One that is not complete: it is too long, or another CPU is about it. */
+	if (!path || !path->complete)
+		cgroup_path_keep(id, node);
+	return id;
+}
+
+/* The same of the current task. */
+static __always_inline __u64 cgroup_of_current(void)
+{
+	return cgroup_of((struct task_struct *)bpf_get_current_task());
+}
+
+#endif /* MEMTOOLS_CGROUP_PATH_BPF_H */

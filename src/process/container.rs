@@ -1,0 +1,222 @@
+//! In which cgroup (version 2) a task was, and which container's that is: the column `--container` and the
+//! fields of JSON.
+//!
+//! The kernel half keeps the path of each cgroup that it meets (`bpf/include/cgroup_path.bpf.h`), so that containers
+//! are known that had gone before anybody looked at what they did.
+
+use std::collections::HashMap;
+
+use libbpf_rs::{MapCore, MapFlags};
+use serde::Serialize;
+
+use crate::bpf::types::{self, cgroup_path};
+use crate::print::file_path::{self, Reach};
+use crate::process::cgroup::{self, Cgroups};
+
+/// The option of tools with a row for each event or process.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct ContainerArgs {
+    /// Add CONTAINER: the first digits of the container's id, or else the name of the systemd unit
+    #[arg(long)]
+    pub container: bool,
+}
+
+impl ContainerArgs {
+    /// Whether the kernel half is to tell cgroups: for the column, or for JSON, which always has them.
+    pub fn wanted(&self, json: bool) -> bool {
+        self.container || json
+    }
+}
+
+/// Digits of a container's id by which it is called, as `docker ps` prints them.
+const SHORT_ID: usize = 12;
+/// Digits of a pod's uid by which it is called: the first group.
+const SHORT_UID: usize = 8;
+/// The width of the column CONTAINER.
+const WIDTH: usize = 16;
+
+/// Where a task was.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Home {
+    /// The path of the cgroup from the root of the hierarchy, escaped. None if it is not known.
+    pub cgroup: Option<String>,
+    /// The id of the container whose cgroup it is or is inside of, all 64 digits of it.
+    pub container_id: Option<String>,
+    /// Whether the cgroup was removed before its path could be looked up.
+    #[serde(skip)]
+    pub gone: bool,
+}
+
+impl Home {
+    /// The home at this path.
+    pub fn at(cgroup: Option<String>) -> Self {
+        let container_id = cgroup.as_deref().and_then(container_of);
+        Self {
+            container_id: container_id.map(str::to_owned),
+            cgroup,
+            gone: false,
+        }
+    }
+
+    /// What a column has room for, and `--cgroup` takes: the first digits of the container's id or, in none, of the
+    /// pod's uid; else the name of the cgroup's folder, of a service without `.service`. `-` for the root and for a
+    /// task without a cgroup, `[gone]` for a cgroup of which no path was kept.
+    pub fn name(&self) -> String {
+        if self.gone {
+            return "[gone]".to_owned();
+        }
+        if let Some(id) = &self.container_id {
+            return id[..SHORT_ID].to_owned();
+        }
+        let path = self.cgroup.as_deref().unwrap_or_default();
+        let pod = path.rsplit('/').find_map(cgroup::pod_uid);
+        if let Some(digits) = pod.as_deref().and_then(|uid| uid.get(..SHORT_UID)) {
+            return digits.to_owned();
+        }
+        match path.rsplit('/').next().unwrap_or_default() {
+            "" => "-".to_owned(),
+            folder => folder.strip_suffix(".service").unwrap_or(folder).to_owned(),
+        }
+    }
+}
+
+/// The id of the innermost container whose cgroup is on this path.
+fn container_of(path: &str) -> Option<&str> {
+    path.rsplit('/').find_map(cgroup::container_id)
+}
+
+/// The column CONTAINER of a row, with the blank behind it; nothing if it is not asked for.
+pub fn column(home: Option<&Home>) -> String {
+    home.map_or_else(String::new, |home| format!("{:<WIDTH$} ", home.name()))
+}
+
+/// The column's name, as wide.
+pub fn header(asked_for: bool) -> String {
+    if asked_for {
+        format!("{:<WIDTH$} ", "CONTAINER")
+    } else {
+        String::new()
+    }
+}
+
+/// The homes of tasks, by the ids of cgroups that the kernel half tells.
+pub struct Homes<'a> {
+    /// The map `cgroup_paths`.
+    kept: &'a dyn MapCore,
+    /// For what the kernel half could not keep.
+    tree: Option<Cgroups>,
+    /// Ids are not used twice.
+    known: HashMap<u64, Home>,
+}
+
+impl<'a> Homes<'a> {
+    /// The homes whose paths this map keeps, the kernel half's `cgroup_paths`.
+    pub fn new(kept: &'a dyn MapCore) -> Self {
+        Self {
+            kept,
+            tree: None,
+            known: HashMap::new(),
+        }
+    }
+
+    /// The home of tasks in a cgroup; 0 if the kernel half knows none.
+    pub fn of(&mut self, id: u64) -> Home {
+        if id == 0 {
+            return Home::default();
+        }
+        if let Some(home) = self.known.get(&id) {
+            return home.clone();
+        }
+        let path = self.kept_path(id).or_else(|| {
+            let tree = self.tree.get_or_insert_with(Cgroups::new);
+            tree.path(id).map(str::to_owned)
+        });
+        let gone = path.is_none();
+        let home = Home {
+            gone,
+            ..Home::at(path)
+        };
+        // Another time it may be kept whole.
+        if !gone {
+            self.known.insert(id, home.clone());
+        }
+        home
+    }
+
+    /// The path that the kernel half keeps, if all of it is.
+    fn kept_path(&self, id: u64) -> Option<String> {
+        let value = self.kept.lookup(&id.to_ne_bytes(), MapFlags::ANY).ok()??;
+        let path: &cgroup_path = types::view(&value).ok()?;
+        let names: Vec<u8> = path.names.iter().map(|&c| c.cast_unsigned()).collect();
+        let names = names.get(..path.bytes as usize)?;
+        (path.complete != 0).then(|| file_path::path(names, Reach::Root))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ID: &str = "4c01db0b339c7f2a4c01db0b339c7f2a4c01db0b339c7f2a4c01db0b339c7f2a";
+    const POD: &str = "0f7b5b8e_1d2c_4b6a_9c1d_2e3f4a5b6c7d";
+
+    #[test]
+    fn containers_go_by_the_first_digits_of_their_ids() {
+        let kubepods =
+            format!("/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{POD}.slice");
+        let uid = POD.replace('_', "-");
+        for path in [
+            format!("/system.slice/docker-{ID}.scope"),
+            format!("/system.slice/docker-{ID}.scope/init.scope/x"),
+            format!("/docker/{ID}"),
+            format!("/machine.slice/libpod-{ID}.scope/container"),
+            format!("/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{ID}.scope"),
+            format!("{kubepods}/cri-containerd-{ID}.scope"),
+            format!("{kubepods}/crio-{ID}.scope"),
+            format!("/kubepods/burstable/pod{uid}/{ID}"),
+        ] {
+            let home = Home::at(Some(path.clone()));
+            assert_eq!(home.container_id.as_deref(), Some(ID), "{path}");
+            assert_eq!(home.name(), "4c01db0b339c", "{path}");
+        }
+        let home = Home::at(Some(format!("{kubepods}/sandbox")));
+        assert_eq!(
+            (home.name().as_str(), home.container_id),
+            ("0f7b5b8e", None)
+        );
+    }
+
+    #[test]
+    fn what_is_in_no_container_goes_by_its_folder() {
+        for (path, name) in [
+            (Some("/system.slice/db.service"), "db"),
+            (
+                Some("/user.slice/user-0.slice/session-3.scope"),
+                "session-3.scope",
+            ),
+            (Some("/a\\x1b/b"), "b"),
+            (Some("/"), "-"),
+            (None, "-"),
+        ] {
+            let home = Home::at(path.map(str::to_owned));
+            assert_eq!(home.container_id, None);
+            assert_eq!(home.name(), name);
+        }
+        let gone = Home {
+            gone: true,
+            ..Home::default()
+        };
+        assert_eq!(gone.name(), "[gone]");
+    }
+
+    #[test]
+    fn the_column_is_as_wide_as_its_name() {
+        let home = Home::at(Some("/db.service".into()));
+        assert_eq!(column(Some(&home)), "db               ");
+        assert_eq!(header(true), "CONTAINER        ");
+        assert_eq!(
+            (column(None), header(false)),
+            (String::new(), String::new())
+        );
+    }
+}

@@ -1,0 +1,233 @@
+//! Whose container a task is in: the fields `cgroup` and `container_id`, and the column of `--container`, against cgroups
+//! made as Docker, containerd, CRI-O, Podman and systemd make them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+use crate::harness::{self, Cgroup, Tool, Workload};
+
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests!("containers":
+        those_of_every_runtime_are_told,
+        one_that_has_gone_is_told,
+        tables_have_a_column,
+        who_reads_back_from_swap_is_told [Kprobes, Guest],
+    )
+}
+
+const ID: &str = "4c01db0b339c7f2a4c01db0b339c7f2a4c01db0b339c7f2a4c01db0b339c7f2a";
+const POD: &str = "0f7b5b8e_1d2c_4b6a_9c1d_2e3f4a5b6c7d";
+const CALLS: usize = 23;
+
+/// Cgroups below one of our own, which are removed when they are dropped.
+struct Layout {
+    top: Cgroup,
+    made: Vec<PathBuf>,
+}
+
+impl Layout {
+    fn new() -> Result<Self> {
+        Ok(Self {
+            top: Cgroup::new()?,
+            made: Vec::new(),
+        })
+    }
+
+    /// Makes a cgroup at this path and moves a process into it. Returns its path from the root of the hierarchy.
+    fn put(&mut self, pid: &str, path: &str) -> Result<String> {
+        let mut folder = self.top.path().to_owned();
+        for part in Path::new(path) {
+            folder.push(part);
+            if !folder.exists() {
+                fs::create_dir(&folder)?;
+                self.made.push(folder.clone());
+            }
+        }
+        fs::write(folder.join("cgroup.procs"), pid)?;
+        let own = fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
+        let own = own.lines().find_map(|line| line.strip_prefix("0::"));
+        let own = own.context("no cgroup of version 2")?;
+        ensure!(own.ends_with(path), "{own}");
+        Ok(own.to_owned())
+    }
+}
+
+impl Drop for Layout {
+    fn drop(&mut self) {
+        for folder in self.made.iter().rev() {
+            let _ = fs::remove_dir(folder);
+        }
+    }
+}
+
+fn start(tool: &str, args: &[&str]) -> Result<Tool> {
+    let mut tool = Tool::start(tool, args)?;
+    tool.wait_for("tracing ")?;
+    Ok(tool)
+}
+
+/// Whether a row has this cgroup, as seen from here: where the tests themselves are in a container, the kernel's path of it
+/// begins above their root.
+fn is_in(row: &Value, cgroup: &str) -> bool {
+    row["cgroup"]
+        .as_str()
+        .is_some_and(|told| told.ends_with(cgroup))
+}
+
+/// The rows of a process.
+fn of_process<'a>(rows: &'a [Value], pid: &str) -> Vec<&'a Value> {
+    rows.iter()
+        .filter(|row| row["pid"].as_u64() == pid.parse().ok())
+        .collect()
+}
+
+/// One program in a cgroup of each layout, all of which map at the same time.
+fn those_of_every_runtime_are_told() -> Result<()> {
+    let kubepods =
+        format!("kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{POD}.slice");
+    let id = |n: usize| format!("{n:x}{}", &ID[1..]);
+    let layouts = [
+        (format!("system.slice/docker-{}.scope", id(1)), Some(id(1))),
+        (
+            format!("system.slice/docker-{}.scope/init", id(1)),
+            Some(id(1)),
+        ),
+        (format!("docker/{}", id(2)), Some(id(2))),
+        (
+            format!("{kubepods}/cri-containerd-{}.scope", id(3)),
+            Some(id(3)),
+        ),
+        (format!("{kubepods}/crio-{}.scope", id(4)), Some(id(4))),
+        (
+            format!("machine.slice/libpod-{}.scope/container", id(5)),
+            Some(id(5)),
+        ),
+        ("system.slice/db.service".to_owned(), None),
+    ];
+    let mut layout = Layout::new()?;
+    let mut programs = Vec::new();
+    for (path, container) in layouts {
+        let workload = Workload::start("mmap", &["anon", &CALLS.to_string()])?;
+        let cgroup = layout.put(&workload.pid(), &path)?;
+        programs.push((workload, cgroup, container));
+    }
+    let tool = start("mmapsnoop", &["-j", "-n", "mmap"])?;
+    for (workload, ..) in &mut programs {
+        workload.work()?;
+    }
+    let ended = tool.interrupt()?;
+    let rows = ended.objects()?;
+    for (workload, cgroup, container) in programs {
+        let rows = of_process(&rows, &workload.pid());
+        ensure!(rows.len() == CALLS, "{cgroup}: {} rows", rows.len());
+        for row in rows {
+            ensure!(is_in(row, &cgroup), "{cgroup}: {row}");
+            ensure!(
+                row["container_id"] == Value::from(container.clone()),
+                "{cgroup}: {row}"
+            );
+        }
+        workload.finish()?;
+    }
+    Ok(())
+}
+
+/// The tool does not run from before the container's cgroup is made until it is removed.
+fn one_that_has_gone_is_told() -> Result<()> {
+    let tool = start("mmapsnoop", &["-j", "-n", "mmap"])?;
+    tool.signal(Signal::SIGSTOP)?;
+    let mut workload = Workload::start("mmap", &["anon", &CALLS.to_string()])?;
+    let pid = workload.pid();
+    let mut layout = Layout::new()?;
+    let cgroup = layout.put(&pid, &format!("system.slice/docker-{ID}.scope"))?;
+    workload.work()?;
+    workload.finish()?;
+    let folder = layout.made.last().context("no cgroup")?.clone();
+    drop(layout);
+    ensure!(!folder.exists(), "{} is still there", folder.display());
+    tool.signal(Signal::SIGCONT)?;
+    let ended = tool.interrupt()?;
+    let rows = ended.objects()?;
+    let rows = of_process(&rows, &pid);
+    let told = rows
+        .iter()
+        .filter(|row| is_in(row, &cgroup) && row["container_id"] == ID)
+        .count();
+    // Before it was moved, it has mapped its program and libraries.
+    ensure!(told == CALLS, "{told} of {} rows", rows.len());
+    Ok(())
+}
+
+/// The short name, in the tools' own columns.
+fn tables_have_a_column() -> Result<()> {
+    for (tool, program, args, columns) in [
+        (
+            "mmapsnoop",
+            "mmap",
+            &["anon", "23"][..],
+            "PID    COMM           CONTAINER        PROT",
+        ),
+        (
+            "shmsnoop",
+            "shm",
+            &["7"],
+            "PID    COMM             CONTAINER           SYS",
+        ),
+        ("hfaults", "thp", &["3"], ""),
+    ] {
+        let mut workload = Workload::start(program, args)?;
+        let pid = workload.pid();
+        let mut layout = Layout::new()?;
+        layout.put(&pid, &format!("docker/{ID}"))?;
+        let mut options = vec!["--container", "-p", &pid];
+        if tool == "hfaults" {
+            options.push("--madvise");
+        }
+        let tracer = start(tool, &options)?;
+        workload.work()?;
+        let ended = tracer.interrupt()?;
+        ensure!(ended.stdout.starts_with(columns), "{ended:?}");
+        let expected = match tool {
+            "mmapsnoop" => format!("{pid:<6} mmap           4c01db0b339c     "),
+            "shmsnoop" => format!("{pid:<6} shm              4c01db0b339c     "),
+            _ => format!("@[{pid}, thp, 4c01db0b339c]: 1\n"),
+        };
+        ensure!(
+            ended.stdout.contains(&expected),
+            "no {expected:?} in {ended:?}"
+        );
+        workload.finish()?;
+    }
+    Ok(())
+}
+
+fn who_reads_back_from_swap_is_told() -> Result<()> {
+    const PAGES: u64 = 1999;
+    let _swap = crate::swapin::Swap::on()?;
+    for way in ["fentry", "kprobe"] {
+        let mut workload = Workload::start("pageout", &[&PAGES.to_string()])?;
+        let pid = workload.pid();
+        let mut layout = Layout::new()?;
+        let cgroup = layout.put(&pid, &format!("system.slice/docker-{ID}.scope"))?;
+        let tool = Tool::start_by(way, "swapin", &["-j"])?;
+        workload.work()?;
+        let ended = tool.interrupt()?;
+        let rows = ended.objects()?;
+        let rows = of_process(&rows, &pid);
+        let pages: u64 = rows.iter().filter_map(|row| row["pages_in"].as_u64()).sum();
+        ensure!(pages == PAGES, "{way}: {ended:?}");
+        for row in rows {
+            ensure!(
+                is_in(row, &cgroup) && row["container_id"] == ID,
+                "{way}: {row}"
+            );
+        }
+        workload.finish()?;
+    }
+    Ok(())
+}
