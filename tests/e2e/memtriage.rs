@@ -17,6 +17,7 @@ use serde_json::Value;
 
 use crate::harness::{self, Ended, Tool, Workload, tool, workload};
 use crate::pressure::{Group, Setting, Swap};
+use crate::running;
 
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memtriage":
@@ -45,6 +46,8 @@ pub(crate) fn tests() -> Vec<Trial> {
         tools_that_can_run_are_told,
         tools_without_privilege_tell_what_is_missing [Once],
         tools_without_btf_or_tracefs_tell_what_is_missing [Once],
+        tools_under_lockdown_tell_so [Once],
+        tools_that_may_have_no_perf_events_tell_so,
     }
 }
 
@@ -708,5 +711,75 @@ fn tools_without_btf_or_tracefs_tell_what_is_missing() -> Result<()> {
         ensure!(remark.contains("CONFIG_DEBUG_INFO_BTF=y"), "{row}");
     }
     ensure!(status.code() == Some(3), "{status}");
+    Ok(())
+}
+
+/// Has a command run where the kernel says that it is locked down so far. What it forbids then is not played: the tools ask
+/// the kernel before they try.
+fn locked_down(command: &mut Command, state: &str) -> Result<tempfile::TempDir> {
+    let folder = harness::scratch()?;
+    fs::write(folder.path().join("lockdown"), state)?;
+    let from = folder.path().to_owned();
+    // SAFETY: system calls between fork and exec.
+    unsafe {
+        command.pre_exec(move || {
+            unshare(CloneFlags::CLONE_NEWNS)?;
+            let none = None::<&str>;
+            mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
+            let (security, bind) = ("/sys/kernel/security", MsFlags::MS_BIND);
+            Ok(mount(Some(&from), security, none, bind, none)?)
+        });
+    }
+    Ok(folder)
+}
+
+/// Nothing can run under "confidentiality", and all that can run does under "integrity".
+fn tools_under_lockdown_tell_so() -> Result<()> {
+    let (with_all, _) = doctor(&mut Command::new(tool("memtriage")))?;
+    let mut command = Command::new(tool("memtriage"));
+    let _folder = locked_down(&mut command, "none [integrity] confidentiality\n")?;
+    let (rows, _) = doctor(&mut command)?;
+    for (row, with_all) in rows.iter().zip(&with_all) {
+        ensure!(row["works"] == with_all["works"], "{row}, else {with_all}");
+    }
+
+    let mut command = Command::new(tool("memtriage"));
+    let _folder = locked_down(&mut command, "none integrity [confidentiality]\n")?;
+    let (rows, status) = doctor(&mut command)?;
+    for row in &rows {
+        let remark = row["remarks"][0].as_str().unwrap_or_default();
+        ensure!(row["works"] == false, "{row}");
+        ensure!(remark.contains("boot with lockdown=integrity"), "{row}");
+    }
+    ensure!(status.code() == Some(3), "{status}");
+    Ok(())
+}
+
+/// Debian's and Ubuntu's kernels forbid perf events to whoever is without CAP_SYS_ADMIN, if they are told to.
+fn tools_that_may_have_no_perf_events_tell_so() -> Result<()> {
+    let _forbids = Setting::change("/proc/sys/kernel/perf_event_paranoid", "4")?;
+    let folder = harness::scratch()?;
+    fs::set_permissions(folder.path(), Permissions::from_mode(0o755))?;
+    for name in ["memtriage", "faults", "vmscan"] {
+        harness::copy(&tool(name), &folder.path().join(name))?;
+    }
+    let mut capabilities =
+        ",+bpf,+perfmon,+ipc_lock,+dac_read_search,+sys_ptrace,+syslog".to_owned();
+    // 5.10 wants one more, which not every machine may give away.
+    if harness::release().starts_with("5.10.") {
+        capabilities.push_str(",+sys_resource");
+    }
+    let program = folder.path().join("memtriage");
+    let (rows, _) = doctor(&mut running::by_nobody(&capabilities, &program))?;
+    let of = |name: &str| rows.iter().find(|row| row["command"] == name);
+    let (faults, vmscan) = (
+        of("faults").context("no row")?,
+        of("vmscan").context("no row")?,
+    );
+    let remedy = "sysctl kernel.perf_event_paranoid=2";
+    // A kernel without their change of it takes 4 for 2.
+    let told = faults["remarks"].to_string().contains(remedy);
+    ensure!(faults["works"] == true || told, "{faults}");
+    ensure!(vmscan["works"] == true, "{vmscan}");
     Ok(())
 }

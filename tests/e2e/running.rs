@@ -662,7 +662,7 @@ fn where_nobody_may_go(name: &str) -> Result<(TempDir, PathBuf)> {
 }
 
 /// A program that the user nobody runs, with these capabilities.
-fn by_nobody(capabilities: &str, program: &Path) -> Command {
+pub(crate) fn by_nobody(capabilities: &str, program: &Path) -> Command {
     let mut command = Command::new("setpriv");
     command.args(["--reuid", "65534", "--clear-groups"]);
     for set in ["--inh-caps", "--ambient-caps", "--bounding-set"] {
