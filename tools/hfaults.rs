@@ -126,6 +126,9 @@ fn run(args: Args) -> Result<ExitCode> {
         .wanted(args.common.json)
         .then(|| Homes::new(&maps.cgroup_paths));
     let clock = Clock::new();
+    let mut print = |output: &mut Output, metrics: &mut Metrics| {
+        print(&mut counts, &mut homes, &args, &clock, output, metrics)
+    };
     eprintln!("hfaults: tracing {} ({how})... Ctrl-C to end", args.what());
     target.release()?;
 
@@ -136,28 +139,14 @@ fn run(args: Args) -> Result<ExitCode> {
         match reports.wait(&mut poller)?.1 {
             Due::Nothing => {}
             Due::Report => {
-                print(
-                    &mut counts,
-                    &mut homes,
-                    &args,
-                    &clock,
-                    &mut output,
-                    &mut metrics,
-                )?;
+                print(&mut output, &mut metrics)?;
                 losses::write_metrics(skel.object(), target.filter(), &mut metrics)?;
             }
             Due::Last => break,
         }
     }
     attach::detach(links);
-    print(
-        &mut counts,
-        &mut homes,
-        &args,
-        &clock,
-        &mut output,
-        &mut metrics,
-    )?;
+    print(&mut output, &mut metrics)?;
     Losses::tell("hfaults", skel.object(), target.filter(), &mut output)?;
     losses::finish_metrics(skel.object(), target.filter(), metrics)?;
     output.finish()?;

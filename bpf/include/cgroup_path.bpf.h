@@ -24,7 +24,7 @@ const volatile struct cgroup_path no_cgroup_path;
 /* Whether anything is wanted of cgroups; set before load. */
 const volatile __u8 with_cgroups;
 
-/* Those that were met last. What has been pushed out comes again with the next event. */
+/* The paths of cgroups that were met last. What is pushed out comes again with an event. */
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, CGROUP_PATHS);
@@ -32,7 +32,7 @@ struct {
 	__type(value, struct cgroup_path);
 } cgroup_paths SEC(".maps");
 
-/* Until 6.14; since then it is __parent. */
+/* Until 6.14 the parent is called so, and __parent since. */
 struct kernfs_node___parent {
 	struct kernfs_node *parent;
 };
@@ -110,7 +110,7 @@ static __always_inline __u64 cgroup_of(struct task_struct *task)
 	return id;
 }
 
-/* The same of the current task. */
+/* The id of the current task's cgroup, whose path is kept; 0 if nothing is wanted of cgroups. */
 static __always_inline __u64 cgroup_of_current(void)
 {
 	return cgroup_of((struct task_struct *)bpf_get_current_task());

@@ -50,6 +50,7 @@
 //! | an object's cache | in `struct page` before 5.17, in `struct slab` since | `memleak_kernel.bpf.c` |
 //! | the first page of a compound one | `compound_head` → `compound_info`, in 7.2 | `memleak_kernel.bpf.c` |
 //! | the size of a folio | in the second `struct page` of a compound one in 5.10; in the folio since | `swapin.bpf.c`, `hfaults.bpf.c` |
+//! | the folder above a cgroup | `kernfs_node.parent` → `__parent`, 6.14 | `cgroup_path.bpf.h` |
 //! | flags of a fault | macros in 5.10, an enum with the same values since | `ffaults.bpf.c`, `hfaults.bpf.c` |
 //!
 //! [`attach`]: crate::bpf::attach
