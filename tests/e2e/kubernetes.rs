@@ -205,8 +205,11 @@ fn debug() -> Result<(Root, SecurityContext)> {
     ensure!(tracing.sub_path == Path::new("sys/kernel/tracing"));
     let mut root = Root::new()?;
     let there = root.inside(&tracing.mount_path)?;
+    // This mount alone is read-only: said at once, it would make tracefs so for everybody before 6.12.
+    let again = MsFlags::MS_BIND | MsFlags::MS_RDONLY | MsFlags::MS_REMOUNT;
     root.mounts
-        .push((None, there, Some("tracefs"), MsFlags::MS_RDONLY));
+        .push((None, there.clone(), Some("tracefs"), MsFlags::empty()));
+    root.mounts.push((None, there, None, again));
     Ok((root, debug.security_context))
 }
 

@@ -515,13 +515,8 @@ fn fragmentation_is_the_kernels_own_index() -> Result<()> {
     let events = ["memtools/own_index", "compaction/mm_compaction_begin"];
     let recording = Recording::start("vmscan-index", &events, 0)?;
     // The kernel stops at the first huge page that it cannot make, and puts the next tries off for longer and longer
-    // if others have failed lately, up to 63 of 64: it is asked until it has tried ten times.
-    let script = "tried() { set -- $(grep compact_stall /proc/vmstat); echo $2; }; \
-                  enough=$(($(tried) + 10)); \
-                  for i in $(seq 1000); do \
-                  echo 600 >/proc/sys/vm/nr_hugepages; \
-                  [ $(tried) -lt $enough ] || break; \
-                  done";
+    // if others have failed lately: it is asked as often as it may take.
+    let script = "for i in $(seq 40); do echo 600 >/proc/sys/vm/nr_hugepages; done";
     let command = &format!("sh -c '{script}'");
     let ended = start(&["--trace-compaction", "-j", "-c", command])?.end()?;
     let trace = recording.read()?;
