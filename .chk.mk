@@ -1,3 +1,0 @@
-include Makefile
-chk:
-	$(CARGO) clippy $(FLAGS) --test e2e -- -D warnings
