@@ -103,9 +103,10 @@ impl Pythons {
         self.processes
             .update(&layout.to_ne_bytes(), process, MapFlags::ANY)
             .context("failed to tell where a process has its Python")?;
-        if !super::allocates_by_malloc(pid)
-            && let Some(note) = self.note.take()
+        if let Some(note) = self.note
+            && !super::allocates_by_malloc(pid)
         {
+            self.note = None;
             eprintln!("process {pid} runs Python: {note}");
         }
         Ok(Outcome::Found)
