@@ -23,7 +23,7 @@ use memtools::print::clock::{self, Clock};
 use memtools::print::output::{self, Output};
 use memtools::print::text;
 use memtools::print::timeline::{Count, Moment, Unit};
-use memtools::process::container::{ContainerArgs, Home, Homes};
+use memtools::process::container::{self, ContainerArgs, Home, Homes};
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::losses::{self, Losses};
@@ -121,10 +121,8 @@ fn run(args: Args) -> Result<ExitCode> {
     let (how, Attached { skel, links }) = attach(&args, target.filter())?;
     let maps = &skel.maps;
     let mut counts = Counts::new(&maps.counts, &maps.counts_a, &maps.counts_b);
-    let mut homes = args
-        .containers
-        .wanted(args.common.json)
-        .then(|| Homes::new(&maps.cgroup_paths));
+    let with_cgroups = args.containers.wanted(args.common.json);
+    let mut homes = Homes::if_wanted(with_cgroups, &maps.cgroup_paths);
     let clock = Clock::new();
     let mut print = |output: &mut Output, metrics: &mut Metrics| {
         print(&mut counts, &mut homes, &args, &clock, output, metrics)
@@ -279,12 +277,10 @@ fn load(args: &Args, filter: &Filter, programs: &[String]) -> Result<Attached> {
     if !by_reason {
         map_create::size(&mut open.maps.faults, 1)?;
     }
-    let with_cgroups = args.containers.wanted(args.common.json);
-    if !with_cgroups {
-        map_create::size(&mut open.maps.cgroup_paths, 1)?;
-    }
+    let wanted = args.containers.wanted(args.common.json);
+    let with_cgroups = container::prepare(wanted, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
-    options.with_cgroups = with_cgroups.into();
+    options.with_cgroups = with_cgroups;
     options.by_size = args.extended.into();
     options.by_reason = by_reason.into();
     if args.thp {

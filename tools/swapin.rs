@@ -144,10 +144,8 @@ fn run(args: Args) -> Result<ExitCode> {
     }
     let maps = &skel.maps;
     let mut counts = Counts::new(&maps.totals, &maps.totals_a, &maps.totals_b);
-    let mut homes = args
-        .containers
-        .wanted(args.common.json)
-        .then(|| Homes::new(&maps.cgroup_paths));
+    let with_cgroups = args.containers.wanted(args.common.json);
+    let mut homes = Homes::if_wanted(with_cgroups, &maps.cgroup_paths);
     let columns = Columns {
         container: args.containers.container,
         zswap: args.zswap,
@@ -304,9 +302,11 @@ fn load(
 ) -> Result<Attached> {
     let programs: Vec<&str> = programs.iter().map(String::as_str).collect();
     let mut open = bpf::prepare(filter)?;
+    let wanted = args.containers.wanted(args.common.json);
+    let with_cgroups = container::prepare(wanted, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
     options.with_latency = args.latency.into();
-    options.with_cgroups = args.containers.wanted(args.common.json).into();
+    options.with_cgroups = with_cgroups;
     options.with_zswap = zswap.is_some().into();
     options.zswap_says_bool = zswap.is_some_and(|zswap| zswap.says_bool).into();
     if zswap.is_none() {
@@ -314,9 +314,6 @@ fn load(
     }
     if !args.latency {
         map_create::size(&mut open.maps.faults, 1)?;
-    }
-    if !args.containers.wanted(args.common.json) {
-        map_create::size(&mut open.maps.cgroup_paths, 1)?;
     }
     let mut skel = open.load_only(&programs)?;
     let links = attach::by_name(skel.object_mut(), &programs)?;
@@ -331,7 +328,7 @@ fn rows<'a>(
     columns: Columns,
     zswap: bool,
 ) -> Vec<Row<'a>> {
-    let mut row = |(key, total): (task_key, total)| Row {
+    let row = |(key, total): (task_key, total)| Row {
         time,
         pid: key.pid,
         comm: text::from_c(&key.comm),
@@ -342,7 +339,7 @@ fn rows<'a>(
         held_up_ns: columns.latency.then_some(total.held_up_ns),
         columns,
     };
-    let mut rows: Vec<Row<'_>> = counts.into_iter().map(&mut row).collect();
+    let mut rows: Vec<Row<'_>> = counts.into_iter().map(row).collect();
     rows.sort_by_key(|row| (row.pages_in, row.pages_out, row.pid));
     rows
 }

@@ -6,9 +6,11 @@
 
 use std::collections::HashMap;
 
-use libbpf_rs::{MapCore, MapFlags};
+use anyhow::Result;
+use libbpf_rs::{MapCore, MapFlags, OpenMapMut};
 use serde::Serialize;
 
+use crate::bpf::map_create;
 use crate::bpf::types::{self, cgroup_path};
 use crate::print::file_path::{self, Reach};
 use crate::process::cgroup::{self, Cgroups};
@@ -26,6 +28,18 @@ impl ContainerArgs {
     pub fn wanted(&self, json: bool) -> bool {
         self.container || json
     }
+}
+
+/// Gives the map `cgroup_paths` of an opened skeleton one entry if nothing is wanted of cgroups. Returns the
+/// skeleton's constant `with_cgroups`.
+///
+/// # Errors
+/// If libbpf refuses it.
+pub fn prepare(wanted: bool, paths: &mut OpenMapMut<'_>) -> Result<u8> {
+    if !wanted {
+        map_create::size(paths, 1)?;
+    }
+    Ok(wanted.into())
 }
 
 /// Digits of a container's id by which it is called, as `docker ps` prints them.
@@ -117,6 +131,11 @@ impl<'a> Homes<'a> {
             tree: None,
             known: HashMap::new(),
         }
+    }
+
+    /// The homes, if anything is wanted of cgroups.
+    pub fn if_wanted(wanted: bool, kept: &'a dyn MapCore) -> Option<Self> {
+        wanted.then(|| Self::new(kept))
     }
 
     /// The home of tasks in a cgroup; 0 if the kernel half knows none.

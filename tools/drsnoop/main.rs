@@ -27,7 +27,7 @@ use memtools::print::histogram::{self, Histogram};
 use memtools::print::output::Output;
 use memtools::print::text;
 use memtools::process::cgroup::Cgroups;
-use memtools::process::container::Homes;
+use memtools::process::container::{self, Homes};
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli;
 use memtools::run::losses::{self, Losses};
@@ -122,9 +122,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let mut printer = Printer {
         output,
         clock: Clock::new(),
-        homes: args
-            .wants_cgroups()
-            .then(|| Homes::new(&skel.maps.cgroup_paths)),
+        homes: Homes::if_wanted(args.wants_cgroups(), &skel.maps.cgroup_paths),
         limited: args.wants_limited().then(Cgroups::of_memory),
         first_ns: None,
         latencies: args.hist.then(Histogram::new),
@@ -243,12 +241,13 @@ fn start(args: &Args, filter: &Filter, kind: &str, zones: bool) -> Result<(Loade
     let programs: Vec<&str> = programs.iter().map(String::as_str).collect();
     let stacks = StackRoom::of(FIRST_OF_EVENTS).if_wanted(args.wants_stacks());
     let mut open = bpf::prepare(filter, stacks, args.unwind)?;
+    let with_cgroups = container::prepare(args.wants_cgroups(), &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
     options.by_uid = args.uid.is_some().into();
     options.only_uid = args.uid.unwrap_or(0);
     options.want_free_pages = (zones && args.shows_free()).into();
     options.want_stacks = args.wants_stacks().into();
-    options.with_cgroups = args.wants_cgroups().into();
+    options.with_cgroups = with_cgroups;
     if kind == "_raw" {
         let begin = kernel_support::tracepoint_arguments("mm_vmscan_direct_reclaim_begin")?
             .context("this kernel has no tracepoint mm_vmscan_direct_reclaim_begin")?;
@@ -257,9 +256,6 @@ fn start(args: &Args, filter: &Filter, kind: &str, zones: bool) -> Result<(Loade
         kernel_support::preflight_tracepoints()?;
     }
     map_create::size(&mut open.maps.events, EVENT_BYTES)?;
-    if !args.wants_cgroups() {
-        map_create::size(&mut open.maps.cgroup_paths, 1)?;
-    }
     let mut skel = open.load_only(&programs)?;
     let links = attach::by_name(skel.object_mut(), &programs).with_context(|| {
         if args.memcg {

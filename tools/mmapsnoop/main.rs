@@ -15,14 +15,13 @@ use libbpf_rs::skel::Skel;
 use libbpf_rs::{Link, MapMut};
 use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
-use memtools::bpf::map_create;
 use memtools::bpf::ring::Events;
 use memtools::export::files::{ExportArgs, Exports, Subject};
 use memtools::export::folded::Folded;
 use memtools::export::profile::{Sample, Value};
 use memtools::print::clock::Clock;
 use memtools::print::output::{Format, Output};
-use memtools::process::container::{ContainerArgs, Homes};
+use memtools::process::container::{self, ContainerArgs, Homes};
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::losses::Losses;
@@ -142,10 +141,10 @@ fn run(args: Args) -> Result<ExitCode> {
     let mut tracer = Tracer {
         stacks: Stacks::new(memtools::stack_maps!(skel), MAX_OF_EVENTS)?,
         symbolizer,
-        homes: args
-            .containers
-            .wanted(args.common.json)
-            .then(|| Homes::new(&skel.maps.cgroup_paths)),
+        homes: Homes::if_wanted(
+            args.containers.wanted(args.common.json),
+            &skel.maps.cgroup_paths,
+        ),
         clock: Clock::new(),
         columns: Columns {
             time: args.time,
@@ -328,15 +327,14 @@ impl Args {
 fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
     let stacks = StackRoom::of(FIRST_OF_EVENTS).if_wanted(args.with_stacks());
     let mut open = bpf::prepare(filter, stacks, args.unwind)?;
+    let wanted = args.containers.wanted(args.common.json);
+    let with_cgroups = container::prepare(wanted, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
     options.failed_only = args.failed.into();
     options.full_path = args.path.into();
     options.with_munmap = args.munmap.into();
     options.with_stack = args.with_stacks().into();
-    options.with_cgroups = args.containers.wanted(args.common.json).into();
-    if !args.containers.wanted(args.common.json) {
-        map_create::size(&mut open.maps.cgroup_paths, 1)?;
-    }
+    options.with_cgroups = with_cgroups;
     let mut programs =
         attach::programs_on_system_calls(args.programs(), args.programs_on_functions());
     if args.compat {

@@ -13,10 +13,9 @@ use libbpf_rs::Link;
 use libbpf_rs::skel::Skel;
 use memtools::bpf::attach;
 use memtools::bpf::kernel_support;
-use memtools::bpf::map_create;
 use memtools::bpf::ring::Events;
 use memtools::print::clock::Clock;
-use memtools::process::container::{ContainerArgs, Homes};
+use memtools::process::container::{self, ContainerArgs, Homes};
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::losses::Losses;
@@ -98,10 +97,8 @@ fn run(args: Args) -> Result<ExitCode> {
     target.watch_exit(&mut poller);
 
     let mut first_ns = None;
-    let mut homes = args
-        .containers
-        .wanted(args.common.json)
-        .then(|| Homes::new(&skel.maps.cgroup_paths));
+    let with_cgroups = args.containers.wanted(args.common.json);
+    let mut homes = Homes::if_wanted(with_cgroups, &skel.maps.cgroup_paths);
     events.follow(poller, args.common.deadline(), links, |events| {
         for event in events {
             let first_ns = *first_ns.get_or_insert(event.time_ns);
@@ -118,12 +115,11 @@ fn run(args: Args) -> Result<ExitCode> {
 /// Loads the programs, and attaches them.
 fn start(filter: &Filter, args: &Args) -> Result<(Loaded, Vec<Link>)> {
     let mut open = bpf::prepare(filter)?;
+    let wanted = args.containers.wanted(args.common.json);
+    let with_cgroups = container::prepare(wanted, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
     options.with_segment = (args.extended || args.common.json).into();
-    options.with_cgroups = args.containers.wanted(args.common.json).into();
-    if !args.containers.wanted(args.common.json) {
-        map_create::size(&mut open.maps.cgroup_paths, 1)?;
-    }
+    options.with_cgroups = with_cgroups;
     let find_vma = kernel_support::btf_has_name("bpf_find_vma");
     let tracepoints = [
         EXITS,
