@@ -53,4 +53,17 @@ impl Walked {
         }
         Ok(walked)
     }
+
+    /// What is to be said if the heap made no sense in any of the images that [`take`](Self::take) has taken.
+    pub fn nonsense(&self) -> Option<String> {
+        let Coverage::Incomplete { why, address } = &self.heap.coverage else {
+            return None;
+        };
+        let place = address.map_or(String::new(), |address| format!(" at {address:#x}"));
+        Some(format!(
+            "the heap of process {} makes no sense in any of {TRIES} images: {why}{place}; it is damaged, or not as its \
+             allocator has it",
+            self.image.pid
+        ))
+    }
 }

@@ -10,7 +10,6 @@ mod types;
 use std::process::ExitCode;
 
 use anyhow::{Result, bail};
-use memtools::heap::blocks::Coverage;
 use memtools::heap::capture::Request;
 use memtools::heap::walk::Walked;
 use memtools::process::proc::Process;
@@ -33,13 +32,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         max_pause: args.heap.max_pause,
     };
     let walked = Walked::take(&request, "memleak")?;
-    if let Coverage::Incomplete { why, address } = &walked.heap.coverage {
-        let place = address.map_or(String::new(), |address| format!(" at {address:#x}"));
-        bail!(
-            "the heap of process {} makes no sense in any of 3 images: {why}{place}; it is damaged, \
-             or not as its allocator has it",
-            process.pid()
-        );
+    if let Some(nonsense) = walked.nonsense() {
+        bail!("{nonsense}");
     }
     if args.heap.heap {
         let mappings = smaps::read(process.pid())?;

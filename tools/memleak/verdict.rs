@@ -70,16 +70,11 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 /// Refuses to judge what is not known as a whole: a block or a page that is missing holds what looks lost.
 fn expect_whole(walked: &Walked) -> Result<()> {
     let pid = walked.image.pid;
-    match &walked.heap.coverage {
-        Coverage::Complete => (),
-        Coverage::Incomplete { why, address } => {
-            let place = address.map_or(String::new(), |address| format!(" at {address:#x}"));
-            bail!(
-                "no verdict: the heap of process {pid} makes no sense in any of 3 images: {why}{place}; it is \
-                 damaged, or not as its allocator has it"
-            )
-        }
-        Coverage::Unknown { why } => bail!("no verdict on process {pid}: {why}"),
+    if let Some(nonsense) = walked.nonsense() {
+        bail!("no verdict: {nonsense}");
+    }
+    if let Coverage::Unknown { why } = &walked.heap.coverage {
+        bail!("no verdict on process {pid}: {why}");
     }
     if walked.image.unread > 0 {
         bail!(
