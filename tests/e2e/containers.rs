@@ -10,6 +10,7 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::harness::{self, Cgroup, Tool, Workload};
+use crate::pressure::Swap;
 
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests!("containers":
@@ -208,7 +209,7 @@ fn tables_have_a_column() -> Result<()> {
 
 fn who_reads_back_from_swap_is_told() -> Result<()> {
     const PAGES: u64 = 1999;
-    let _swap = crate::swapin::Swap::on()?;
+    let _swap = Swap::on("256M")?;
     for way in ["fentry", "kprobe"] {
         let mut workload = Workload::start("pageout", &[&PAGES.to_string()])?;
         let pid = workload.pid();

@@ -206,10 +206,9 @@ fn debug() -> Result<(Root, SecurityContext)> {
     let mut root = Root::new()?;
     let there = root.inside(&tracing.mount_path)?;
     // This mount alone is read-only: said at once, it would make tracefs so for everybody before 6.12.
-    let again = MsFlags::MS_BIND | MsFlags::MS_RDONLY | MsFlags::MS_REMOUNT;
     root.mounts
         .push((None, there.clone(), Some("tracefs"), MsFlags::empty()));
-    root.mounts.push((None, there, None, again));
+    root.mounts.push((None, there, None, READ_ONLY));
     Ok((root, debug.security_context))
 }
 
@@ -222,6 +221,11 @@ impl SecurityContext {
         parsed.collect::<Result<_, _>>().context("no capability")
     }
 }
+
+/// Makes a mount read-only that is there, and no other mount of the same file system.
+const READ_ONLY: MsFlags = MsFlags::MS_BIND
+    .union(MsFlags::MS_RDONLY)
+    .union(MsFlags::MS_REMOUNT);
 
 /// A root in which there is what a container runtime gives to a pod with `hostPID`, and the tools as /usr/bin.
 struct Root {
@@ -242,14 +246,13 @@ impl Root {
         let tools = tool("memtriage");
         let tools = tools.parent().context("no folder")?;
         let (bind, read_only) = (MsFlags::MS_BIND, MsFlags::MS_RDONLY);
-        let again = bind | read_only | MsFlags::MS_REMOUNT;
         let (proc, sys) = (top.join("proc"), top.join("sys"));
         let mounts = vec![
             (Some(top.to_owned()), top.to_owned(), None, bind),
             (Some(tools.to_owned()), top.join("usr/bin"), None, bind),
             (None, proc.clone(), Some("proc"), MsFlags::empty()),
             (Some(proc.join("sys")), proc.join("sys"), None, bind),
-            (None, proc.join("sys"), None, again),
+            (None, proc.join("sys"), None, READ_ONLY),
             (None, sys.clone(), Some("sysfs"), read_only),
             (None, sys.join("fs/cgroup"), Some("cgroup2"), read_only),
             (Some("/dev/null".into()), top.join("dev/null"), None, bind),
@@ -273,8 +276,7 @@ impl Root {
         let mut mounts = self.mounts.clone();
         let top = self.folder.path().to_owned();
         if context.read_only_root_filesystem {
-            let again = MsFlags::MS_BIND | MsFlags::MS_RDONLY | MsFlags::MS_REMOUNT;
-            mounts.push((None, top.clone(), None, again));
+            mounts.push((None, top.clone(), None, READ_ONLY));
         }
         let kept = context.capabilities()?;
         let all = caps::runtime::thread_all_supported();

@@ -10,7 +10,7 @@ use regex_lite::Regex;
 use serde_json::Value;
 
 use crate::harness::{self, Ended, Tool, Workload, workload};
-use crate::pressure::{Balloon, Group, shell, vmstat};
+use crate::pressure::{Balloon, Group, Setting, shell, vmstat};
 
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests!("oomkill":
@@ -426,27 +426,6 @@ fn the_machines_kill_is_global() -> Result<()> {
     Ok(())
 }
 
-/// This process, which the kernel does not kill until this is dropped.
-struct Spared {
-    score: String,
-}
-
-impl Spared {
-    const SCORE: &str = "/proc/self/oom_score_adj";
-
-    fn new() -> Result<Self> {
-        let score = fs::read_to_string(Self::SCORE)?;
-        fs::write(Self::SCORE, "-1000")?;
-        Ok(Self { score })
-    }
-}
-
-impl Drop for Spared {
-    fn drop(&mut self) {
-        let _ = fs::write(Self::SCORE, &self.score);
-    }
-}
-
 /// The machine has as much left for programs as one of 384 MB, and one after the other takes all of it.
 fn it_outlives_the_kills_on_a_small_machine() -> Result<()> {
     const KILLS: usize = 5;
@@ -457,7 +436,7 @@ fn it_outlives_the_kills_on_a_small_machine() -> Result<()> {
     let before = vmstat("oom_kill")?;
     let copies = [start(&["-j"])?, start(&["-j"])?];
     // This process, with the memory of hundreds of tests before, can be larger than a hog becomes.
-    let spared = Spared::new()?;
+    let spared = Setting::change("/proc/self/oom_score_adj", "-1000")?;
     for hog in &mut hogs {
         kill(hog)?;
     }

@@ -1,8 +1,6 @@
 //! swapin against a program whose pages go to swap and come back, and against /proc/vmstat.
 
-use std::fs;
 use std::path::Path;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -10,7 +8,7 @@ use libtest_mimic::Trial;
 use serde_json::Value;
 
 use crate::harness::{self, Ended, Need, Tool, Workload};
-use crate::pressure::Setting;
+use crate::pressure::{Setting, Swap, vmstat};
 
 /// Pages of the workload.
 const PAGES: u64 = 1999;
@@ -47,33 +45,6 @@ pub(crate) fn tests() -> Vec<Trial> {
     ]
 }
 
-/// Swap on compressed memory, as long as it lives.
-pub(crate) struct Swap;
-
-impl Swap {
-    pub(crate) fn on() -> Result<Self> {
-        let made = Command::new("sh")
-            .args(["-c", ". /vmrun/lib.sh; zram_swap 256M"])
-            .status()?;
-        ensure!(made.success(), "no swap");
-        Ok(Self)
-    }
-}
-
-impl Drop for Swap {
-    fn drop(&mut self) {
-        let _ = Command::new("swapoff").arg("/dev/zram0").status();
-    }
-}
-
-fn vmstat(name: &str) -> Result<u64> {
-    let vmstat = fs::read_to_string("/proc/vmstat")?;
-    let line = vmstat
-        .lines()
-        .find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    Ok(line.context("not in vmstat")?.parse()?)
-}
-
 fn start(way: &str, args: &[&str]) -> Result<Tool> {
     Tool::start_by(way, "swapin", args)
 }
@@ -93,7 +64,7 @@ fn sum(rows: &[Value], field: &str, pid: Option<&str>) -> u64 {
 }
 
 fn every_page_is_counted() -> Result<()> {
-    let _swap = Swap::on()?;
+    let _swap = Swap::on("256M")?;
     for way in WAYS {
         let mut workload = Workload::start("pageout", &[&PAGES.to_string()])?;
         let before = vmstat("pswpin")?;
@@ -122,7 +93,7 @@ fn every_page_is_counted() -> Result<()> {
 }
 
 fn shared_memory_holds_up_too() -> Result<()> {
-    let _swap = Swap::on()?;
+    let _swap = Swap::on("256M")?;
     for way in WAYS {
         let mut workload = Workload::start("pageout", &[&PAGES.to_string(), "shared"])?;
         let tool = start(way, &["-j", "-s", "-p", &workload.pid()])?;
@@ -143,7 +114,7 @@ fn shared_memory_holds_up_too() -> Result<()> {
 }
 
 fn latency() -> Result<()> {
-    let _swap = Swap::on()?;
+    let _swap = Swap::on("256M")?;
     for way in WAYS {
         let mut workload = Workload::start("pageout", &[&PAGES.to_string()])?;
         let tool = start(way, &["-j", "-s", "-p", &workload.pid()])?;
@@ -182,7 +153,7 @@ fn latency() -> Result<()> {
 }
 
 fn pages_written() -> Result<()> {
-    let _swap = Swap::on()?;
+    let _swap = Swap::on("256M")?;
     for way in WAYS {
         let before = vmstat("pswpout")?;
         let tool = start(way, &["-j", "--out"])?;
@@ -210,7 +181,7 @@ fn pages_written() -> Result<()> {
 }
 
 fn processes_are_filtered() -> Result<()> {
-    let _swap = Swap::on()?;
+    let _swap = Swap::on("256M")?;
     let mut workloads = [
         Workload::start("pageout", &["499"])?,
         Workload::start("pageout", &["997"])?,
@@ -228,7 +199,7 @@ fn processes_are_filtered() -> Result<()> {
 
 /// The shell itself reads nothing back.
 fn a_command_is_traced() -> Result<()> {
-    let _swap = Swap::on()?;
+    let _swap = Swap::on("256M")?;
     let program = harness::workload("pageout");
     let program = program.display();
     let command = format!("sh -c '\"{program}\" 499; \"{program}\" 997; exit 7'");
@@ -247,7 +218,7 @@ fn a_command_is_traced() -> Result<()> {
 }
 
 fn what_zswap_had_is_told() -> Result<()> {
-    let _swap = Swap::on()?;
+    let _swap = Swap::on("256M")?;
     let pages = PAGES.to_string();
     for (zswap, way) in [false, true]
         .into_iter()
