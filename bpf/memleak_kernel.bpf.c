@@ -150,7 +150,7 @@ struct {
  * Where the struct page of an address is: page_bias + the number of its page *
  * the size of struct page. No kernel tells that to BPF programs, and its
  * variables are in kallsyms on some only. So it is learned: user space
- * (tools/memleak/kmem/probes.rs) makes a system call that allocates an object
+ * (tools/memleak/kernel/probes.rs) makes a system call that allocates an object
  * of LEARN_ORDER pages, whose struct page comes with mm_page_alloc and whose
  * address with the kmalloc that follows. 0: not known.
  */

@@ -21,9 +21,9 @@ use memtools::stacks::unwind::UnwindArgs;
 
 use crate::difference::DifferenceArgs;
 use crate::heap::args::HeapArgs;
-use crate::kmem::args::KernelArgs;
+use crate::kernel::args::KernelArgs;
 use crate::pool::{Allocates, Frees, Named};
-use crate::report::View;
+use crate::sums::View;
 use crate::verdict::args::VerdictArgs;
 
 /// The part of --mem-limit that stacks may take: a quarter.

@@ -14,7 +14,7 @@ use memtools::run::cli;
 use serde::Serialize;
 
 use crate::args::Args;
-use crate::report::{self, View};
+use crate::sums::{self, View};
 
 /// The exit status when there is more growth than --fail-on permits.
 const GROWN: u8 = 3;
@@ -72,7 +72,7 @@ impl Difference {
             return Ok(None);
         };
         let earlier = Earlier::read(path)?;
-        earlier.expect(&report::subject(view, args).values)?;
+        earlier.expect(&sums::subject(view, args).values)?;
         Ok(Some(Self {
             earlier,
             permitted: match args.difference.fail_on {

@@ -3,8 +3,8 @@
 
 use std::collections::HashMap;
 
-use crate::report::{self, Allocation, Path, Total, Totals};
 use crate::sampling::{Error, Sampling};
+use crate::sums::{self, Allocation, Path, Total, Totals};
 
 /// Paths that are kept apart. Of more, those with the least bytes are counted together.
 const MAX_PATHS: usize = 1 << 16;
@@ -61,7 +61,7 @@ impl Ended {
     /// Adds blocks of exited processes.
     pub(crate) fn add(&mut self, left: &[Allocation], sampling: Option<Sampling>) {
         match sampling {
-            None => report::add_up(&mut self.totals, left),
+            None => sums::add_up(&mut self.totals, left),
             Some(sampling) => {
                 let (totals, errors) = sampling.estimate(left);
                 self.add_to_own(&totals);

@@ -15,7 +15,7 @@ use memtools::bpf::types;
 use crate::bpf::types::{block, block_bucket, live_block, live_key};
 use crate::ended::{Ends, Fate};
 use crate::probes::Attached;
-use crate::report::Allocation;
+use crate::sums::Allocation;
 
 /// BLOCK_PID_BITS.
 const PID_BITS: u32 = 22;

@@ -1,11 +1,11 @@
 //! memleak: memory that a process or the kernel allocated and has not freed, by call stack.
 //!
-//! What follows is of processes; the kernel's half is [`kmem`].
+//! What follows is of processes; the kernel's half is [`kernel`].
 //!
 //! Hooks: uprobes on the allocator's functions ([`objects`]) in the files that the target runs
 //! (`bpf/memleak.bpf.c`, [`probes`]). Blocks are kept in BPF maps ([`live`]); mappings, which can end
-//! in part, come as events and are kept here ([`regions`]). A report ([`tracer`]) adds both up by
-//! stack ([`report`]).
+//! in part, come as events and are kept here ([`regions`]). A report ([`processes`]) adds both up by
+//! stack ([`sums`]).
 
 mod allocators;
 mod args;
@@ -13,21 +13,22 @@ mod cost;
 mod difference;
 mod ended;
 mod heap;
-mod kmem;
+mod kernel;
 mod live;
 mod loaded;
 mod objects;
 mod overhead;
 mod pool;
 mod probes;
+mod processes;
 mod regions;
-mod report;
+mod rows;
 mod sampling;
 mod serve;
 mod signature;
 mod stopped;
+mod sums;
 mod target;
-mod tracer;
 mod verdict;
 mod whole;
 
@@ -50,8 +51,8 @@ use crate::cost::Cost;
 use crate::difference::Difference;
 use crate::loaded::Loaded;
 use crate::overhead::Limit;
+use crate::processes::Tracer;
 use crate::target::Target;
-use crate::tracer::Tracer;
 
 memtools::skeleton!("memleak", MemleakSkelBuilder, stacks: unwound, plain: [block_bucket, event, live_block, live_key, thread, total, total_key]);
 
@@ -70,8 +71,8 @@ fn run(args: Args) -> Result<ExitCode> {
     if args.heap.wanted(&args.pid)? {
         return heap::run(&args);
     }
-    if kmem::args::wanted(&args)? {
-        return kmem::run(&args);
+    if kernel::args::wanted(&args)? {
+        return kernel::run(&args);
     }
     kernel_support::preflight()?;
     kernel_support::preflight_uprobes()?;

@@ -14,7 +14,7 @@
 use std::collections::HashMap;
 
 use crate::args::Args;
-use crate::report::{Allocation, Path, Total, Totals};
+use crate::sums::{Allocation, Path, Total, Totals};
 
 /// How many standard deviations to both sides hold the truth in 95 % of all cases.
 const DEVIATIONS: f64 = 1.96;

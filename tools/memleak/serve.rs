@@ -6,7 +6,7 @@ use memtools::serve::openmetrics::{Family, Kind};
 use memtools::serve::server::Server;
 use memtools::serve::trend::Key;
 
-use crate::report::{Path, Total, Totals, View};
+use crate::sums::{Path, Total, Totals, View};
 
 /// Says where it is served.
 pub(crate) fn tell(server: &Server) {

@@ -37,11 +37,9 @@ use crate::ended::{End, Ended, Ends};
 use crate::live::LiveBlocks;
 use crate::probes::{self, Attached};
 use crate::regions::{CallCounter, Regions};
-use crate::report::{
-    self, Ages, Allocation, Call, Entry, Freed, Group, Groups, Head, History, Path, ProcessName,
-    Step, Total, Totals, UnknownFrees,
-};
+use crate::rows::{self, Call, Freed, Group, Groups, Head, ProcessName, Step, UnknownFrees};
 use crate::sampling::{self, Sampling};
+use crate::sums::{self, Ages, Allocation, Entry, History, Path, Total, Totals};
 use crate::target::Target;
 use crate::whole::Whole;
 use renewal::{MORE_STACKS, Renewal};
@@ -286,7 +284,7 @@ impl<'a> Tracer<'a> {
         // With --folded there is one report, of all.
         let shown = match self.args.mode {
             Mode::Alloc | Mode::Churn if !self.args.folded => {
-                report::since(self.history.last(), &totals)
+                sums::since(self.history.last(), &totals)
             }
             _ => totals.clone(),
         };
@@ -310,9 +308,9 @@ impl<'a> Tracer<'a> {
             if self.args.show_allocs {
                 allocations
                     .sort_unstable_by_key(|allocation| (allocation.size, allocation.address));
-                report::list(&mut self.output, &allocations)?;
+                rows::list(&mut self.output, &allocations)?;
             }
-            let largest = report::largest(entries, self.args.sort, self.args.top);
+            let largest = sums::largest(entries, self.args.sort, self.args.top);
             let whole = Whole {
                 bytes: sums.1.bytes,
                 error_bytes,
@@ -368,7 +366,7 @@ impl<'a> Tracer<'a> {
                 (self.read_totals()?, Vec::new())
             }
         };
-        report::merge_lost(&mut self.stacks, &mut totals, &mut allocations)?;
+        sums::merge_lost(&mut self.stacks, &mut totals, &mut allocations)?;
         let mut errors = None;
         if let Some(sampling) = Sampling::of(self.args) {
             let estimate = sampling.estimate(&allocations);
@@ -377,7 +375,7 @@ impl<'a> Tracer<'a> {
         }
         if self.args.mode == Mode::Leak {
             self.ended.add_to(&mut totals, errors.as_mut());
-            report::merge_lost(&mut self.stacks, &mut totals, &mut [])?;
+            sums::merge_lost(&mut self.stacks, &mut totals, &mut [])?;
         }
         Ok(Found {
             totals,
@@ -410,7 +408,7 @@ impl<'a> Tracer<'a> {
         }
         allocations.extend(self.live_regions());
         allocations.retain(|allocation| allocation.time_ns <= born_before);
-        report::add_up(&mut totals, &allocations);
+        sums::add_up(&mut totals, &allocations);
         Ok((totals, allocations))
     }
 
@@ -507,7 +505,7 @@ impl<'a> Tracer<'a> {
     }
 
     fn folded(&mut self, entries: Vec<Entry>) -> Result<()> {
-        for Entry { path, total, .. } in report::largest(entries, self.args.sort, usize::MAX) {
+        for Entry { path, total, .. } in sums::largest(entries, self.args.sort, usize::MAX) {
             let stack = self.named(path)?;
             let line = Folded::new(&stack);
             self.output.raw(|out| line.write(total.bytes, out))?;
@@ -522,7 +520,7 @@ impl<'a> Tracer<'a> {
             return Ok(());
         }
         let samples = self.samples(totals)?;
-        let subject = report::subject(self.args.view(), self.args);
+        let subject = sums::subject(self.args.view(), self.args);
         let profile = self.exports.profile(subject, samples);
         self.exports.write_profile(&profile);
         let Some(difference) = &mut self.difference else {

@@ -7,7 +7,7 @@ use memtools::host::slabinfo::Usage;
 use memtools::print::output::Row;
 use serde::Serialize;
 
-use crate::report::{Age, Growth};
+use crate::sums::{Age, Growth};
 
 /// What is outstanding in one cache.
 #[derive(Debug, Serialize)]

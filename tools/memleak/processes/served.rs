@@ -8,8 +8,8 @@ use memtools::serve::report::Report;
 
 use super::{Found, Tracer, sums_of};
 use crate::probes::{self, Hits};
-use crate::report::{self, Totals};
 use crate::serve::{self, Frees, Numbers};
+use crate::sums::{self, Totals};
 
 impl Tracer<'_> {
     /// The report of the moment, of all that --pprof would write. The next one that is printed does
@@ -22,7 +22,7 @@ impl Tracer<'_> {
         let samples = self.samples(&totals)?;
         let profile = self
             .exports
-            .profile(report::subject(self.args.view(), self.args), samples);
+            .profile(sums::subject(self.args.view(), self.args), samples);
         let lost = self.losses()?;
         let (stacks, sum) = sums_of(&totals);
         let frees = self.skel.maps.bss_data.as_deref().map(|bss| &bss.frees);

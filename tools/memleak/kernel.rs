@@ -43,11 +43,10 @@ use self::caches::{CacheRow, Slabinfo};
 use self::probes::Attached;
 use crate::args::Args;
 use crate::difference::{self, Difference};
-use crate::report::{
-    self, Ages, Allocation, Entry, Group, Groups, Head, History, Path, Totals, View,
-};
+use crate::processes::sums_of;
+use crate::rows::{self, Group, Groups, Head};
 use crate::serve::{self, Frees, Numbers};
-use crate::tracer::sums_of;
+use crate::sums::{self, Ages, Allocation, Entry, History, Path, Totals, View};
 use crate::whole::Whole;
 
 memtools::skeleton!("memleak_kernel", MemleakKernelSkelBuilder, stacks: kernel, plain: [block, cache, program_pair, total]);
@@ -170,7 +169,7 @@ impl Tracer<'_> {
         let (totals, mut allocations) = self.find(now)?;
         let entries = self.entries(now, &totals, &allocations);
         if self.args.folded {
-            for entry in report::largest(entries, self.args.sort, usize::MAX) {
+            for entry in sums::largest(entries, self.args.sort, usize::MAX) {
                 self.print_folded(entry)?;
             }
         } else {
@@ -178,9 +177,9 @@ impl Tracer<'_> {
             if self.args.show_allocs {
                 allocations
                     .sort_unstable_by_key(|allocation| (allocation.size, allocation.address));
-                report::list(&mut self.output, &allocations)?;
+                rows::list(&mut self.output, &allocations)?;
             }
-            let largest = report::largest(entries, self.args.sort, self.args.top);
+            let largest = sums::largest(entries, self.args.sort, self.args.top);
             let shown = largest.len();
             if self.args.kernel.by_cache {
                 self.print_caches(&largest)?;
@@ -223,7 +222,7 @@ impl Tracer<'_> {
             self.outstanding(now)?
         };
         if !self.args.kernel.by_cache {
-            report::merge_lost(&mut self.stacks, &mut totals, &mut allocations)?;
+            sums::merge_lost(&mut self.stacks, &mut totals, &mut allocations)?;
         }
         Ok((totals, allocations))
     }
@@ -234,7 +233,7 @@ impl Tracer<'_> {
         let (totals, _) = self.find(clock::monotonic_ns())?;
         self.look(&totals);
         let samples = self.samples(&totals)?;
-        let subject = report::subject(View::Outstanding, self.args);
+        let subject = sums::subject(View::Outstanding, self.args);
         let profile = self.exports.profile(subject, samples);
         let lost = self.losses()?;
         let (stacks, sum) = sums_of(&totals);
@@ -329,7 +328,7 @@ impl Tracer<'_> {
             return Ok(());
         }
         let samples = self.samples(totals)?;
-        let subject = report::subject(View::Outstanding, self.args);
+        let subject = sums::subject(View::Outstanding, self.args);
         let profile = self.exports.profile(subject, samples);
         self.exports.write_profile(&profile);
         let Some(difference) = &mut self.difference else {

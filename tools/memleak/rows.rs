@@ -1,0 +1,405 @@
+//! The rows of reports and traces, in text and JSON.
+
+use std::fmt;
+use std::io::{self, Write};
+
+use anyhow::Result;
+use jiff::Zoned;
+use memtools::print::clock;
+use memtools::print::output::{Output, Row};
+use memtools::run::losses::Losses;
+use memtools::stacks::named::NamedStack;
+use serde::{Serialize, Serializer};
+
+use crate::args::Args;
+use crate::sums::{Age, Allocation, Entry, Growth, View};
+
+/// The head of a report, and in JSON its sums.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "report")]
+pub(crate) struct Head {
+    #[serde(serialize_with = "clock::serialize")]
+    pub(crate) time: Zoned,
+    /// The process, if it is one.
+    #[serde(flatten)]
+    pub(crate) process: Option<ProcessName>,
+    /// When most was outstanding, if the numbers are of then.
+    #[serde(
+        serialize_with = "rfc3339_if_any",
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub(crate) peak_time: Option<Zoned>,
+    /// Groups asked for.
+    #[serde(skip)]
+    pub(crate) top: usize,
+    /// What they are chosen by.
+    #[serde(skip)]
+    pub(crate) view: View,
+    /// Groups with anything outstanding.
+    #[serde(flatten)]
+    pub(crate) groups: Groups,
+    pub(crate) bytes: u64,
+    /// Half of the interval in which the truth is in 95 % of all cases, if it is an estimate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) error_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) requested_bytes: Option<u64>,
+    pub(crate) allocations: u64,
+    /// Frees of what was not recorded, such as what is older than the trace.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) unknown_frees: Option<u64>,
+    /// Frees of what had been freed, and was not allocated since.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) double_frees: Option<u64>,
+    /// Frees that were not seen: their addresses were allocated again.
+    pub(crate) unseen_frees: u64,
+    pub(crate) lost: Losses,
+}
+
+impl Row for Head {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let time = clock::time_of_day(&self.time);
+        let groups = match self.groups {
+            Groups::Stacks(_) => "stacks",
+            Groups::Caches(_) => "slab caches",
+        };
+        write!(out, "[{time}] Top {} {groups} {}", self.top, self.view)?;
+        if let Some(time) = &self.peak_time {
+            write!(out, " ({})", clock::time_of_day(time))?;
+        }
+        writeln!(out, ":")
+    }
+}
+
+/// What a report groups by, and how many groups it has.
+#[derive(Debug, Clone, Copy, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Groups {
+    Stacks(usize),
+    Caches(usize),
+}
+/// A process as rows name it.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct ProcessName {
+    pub(crate) pid: u32,
+    pub(crate) comm: String,
+}
+
+/// An outstanding block of `--show-allocs`.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "allocation")]
+struct Block {
+    #[serde(serialize_with = "hex")]
+    address: u64,
+    size_bytes: u64,
+    #[serde(serialize_with = "hex")]
+    stack_id: u64,
+}
+
+impl Row for Block {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(
+            out,
+            "\taddr = {:x} size = {}",
+            self.address, self.size_bytes
+        )
+    }
+}
+
+/// Prints the rows of `--show-allocs`.
+pub(crate) fn list(output: &mut Output, allocations: &[Allocation]) -> Result<()> {
+    for allocation in allocations {
+        output.row(&Block {
+            address: allocation.address,
+            size_bytes: allocation.size,
+            stack_id: allocation.stack,
+        })?;
+    }
+    Ok(())
+}
+
+/// A free of what had been freed before.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "double_free")]
+pub(crate) struct Freed {
+    #[serde(serialize_with = "clock::serialize")]
+    pub(crate) time: Zoned,
+    #[serde(flatten)]
+    pub(crate) process: Option<ProcessName>,
+    #[serde(serialize_with = "hex")]
+    pub(crate) address: u64,
+    #[serde(flatten)]
+    pub(crate) stack: NamedStack,
+}
+
+/// For stderr: a report on stdout has BCC's lines only.
+impl fmt::Display for Freed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "memleak: {:#x} was freed, and not for the first time, from stack",
+            self.address
+        )?;
+        for frame in self.stack.part().into_iter().flat_map(|part| &part.frames) {
+            for row in frame.rows() {
+                writeln!(f, "\t\t0x{:016x}\t{row}", frame.address)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Row for Freed {
+    fn text(&self, _: &mut dyn Write) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A stack that freed what was not recorded.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "unknown_frees")]
+pub(crate) struct UnknownFrees {
+    /// How often, since the start.
+    pub(crate) frees: u64,
+    #[serde(flatten)]
+    pub(crate) process: Option<ProcessName>,
+    #[serde(flatten)]
+    pub(crate) stack: NamedStack,
+}
+
+impl Row for UnknownFrees {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        write!(out, "\t{} frees of unknown blocks from stack", self.frees)?;
+        text_of_process(self.process.as_ref(), out)?;
+        writeln!(out)?;
+        text_of_stack(&self.stack, true, out)
+    }
+}
+
+fn text_of_process(process: Option<&ProcessName>, out: &mut dyn Write) -> io::Result<()> {
+    let Some(ProcessName { pid, comm }) = process else {
+        return Ok(());
+    };
+    write!(out, " of PID {pid} ({comm})")
+}
+
+fn text_of_stack(stack: &NamedStack, addresses: bool, out: &mut dyn Write) -> io::Result<()> {
+    let frames = stack.part().map_or(&[][..], |part| &part.frames);
+    for frame in frames {
+        for row in frame.rows() {
+            if addresses {
+                writeln!(out, "\t\t0x{:016x}\t{row}", frame.address)?;
+            } else {
+                writeln!(out, "\t\t{row}")?;
+            }
+        }
+    }
+    if frames.is_empty() {
+        writeln!(out, "\t\tstack information lost")?;
+    } else if let Some(reason) = stack.truncated() {
+        writeln!(out, "\t\t[truncated: {reason}]")?;
+    }
+    Ok(())
+}
+
+/// One stack with what it has outstanding.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "stack")]
+pub(crate) struct Group {
+    pub(crate) bytes: u64,
+    /// Half of the interval in which the truth is in 95 % of all cases, if it is an estimate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) error_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) requested_bytes: Option<u64>,
+    pub(crate) allocations: u64,
+    /// The process, if there are several.
+    #[serde(flatten)]
+    pub(crate) process: Option<ProcessName>,
+    #[serde(flatten)]
+    pub(crate) age: Option<Age>,
+    #[serde(flatten)]
+    pub(crate) growth: Option<Growth>,
+    #[serde(serialize_with = "hex")]
+    pub(crate) stack_id: u64,
+    #[serde(flatten)]
+    pub(crate) stack: NamedStack,
+    /// Whether addresses are printed, which the BCC tool leaves out with --combined-only.
+    #[serde(skip)]
+    pub(crate) addresses: bool,
+    /// Whether age and growth are printed.
+    #[serde(skip)]
+    pub(crate) extended: bool,
+}
+
+impl Group {
+    /// The group of this entry.
+    pub(crate) fn new(entry: &Entry, stack: NamedStack, args: &Args) -> Self {
+        let Entry { path, total, .. } = *entry;
+        Self {
+            bytes: total.bytes,
+            error_bytes: entry.error_bytes,
+            requested_bytes: None,
+            allocations: total.allocations,
+            process: None,
+            age: entry.age,
+            growth: entry.growth,
+            stack_id: path.stack,
+            stack,
+            addresses: !args.combined_only,
+            extended: args.extended,
+        }
+    }
+}
+
+impl Row for Group {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        write!(
+            out,
+            "\t{} bytes in {} allocations from stack",
+            self.bytes, self.allocations
+        )?;
+        text_of_process(self.process.as_ref(), out)?;
+        if let Some(requested) = self.requested_bytes.filter(|bytes| *bytes != self.bytes) {
+            write!(out, " ({requested} requested)")?;
+        }
+        if let Some(error) = self.error_bytes.filter(|error| *error > 0) {
+            write!(out, " (estimated, within {error} bytes)")?;
+        }
+        writeln!(out)?;
+        if self.extended {
+            self.text_of_age_and_growth(out)?;
+        }
+        text_of_stack(&self.stack, self.addresses, out)
+    }
+}
+
+impl Group {
+    fn text_of_age_and_growth(&self, out: &mut dyn Write) -> io::Result<()> {
+        let seconds = |ms: u64| format!("{}.{} s", ms / 1000, ms / 100 % 10);
+        let mut parts = Vec::new();
+        if let Some(age) = self.age {
+            parts.push(format!(
+                "oldest {}, median {}",
+                seconds(age.oldest_age_ms),
+                seconds(age.median_age_ms)
+            ));
+        }
+        if let Some(growth) = self.growth {
+            parts.push(format!(
+                "{:+} bytes since the last report, {:+} since the first, {:+} a second",
+                growth.growth_bytes, growth.growth_bytes_in_all, growth.growth_bytes_per_second
+            ));
+        }
+        if parts.is_empty() {
+            return Ok(());
+        }
+        writeln!(out, "\t  {}", parts.join("; "))
+    }
+}
+
+/// One call of `--trace`.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "call")]
+pub(crate) struct Call {
+    #[serde(serialize_with = "clock::serialize")]
+    pub(crate) time: Zoned,
+    pub(crate) pid: u32,
+    pub(crate) tid: u32,
+    pub(crate) comm: String,
+    pub(crate) step: Step,
+    pub(crate) size_bytes: u64,
+    #[serde(serialize_with = "hex")]
+    pub(crate) address: u64,
+}
+
+/// Where in a call it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Step {
+    AllocEntered,
+    AllocExited,
+    FreeEntered,
+}
+
+impl Row for Call {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let Self {
+            comm,
+            tid,
+            size_bytes: size,
+            address,
+            ..
+        } = self;
+        write!(out, "{} {comm}-{tid}: ", self.time.strftime("%H:%M:%S.%6f"))?;
+        match self.step {
+            Step::AllocEntered => writeln!(out, "alloc entered, size = {size}"),
+            Step::AllocExited => writeln!(out, "alloc exited, size = {size}, result = {address:x}"),
+            Step::FreeEntered => {
+                writeln!(out, "free entered, address = {address:x}, size = {size}")
+            }
+        }
+    }
+}
+
+fn rfc3339_if_any<S: Serializer>(time: &Option<Zoned>, serializer: S) -> Result<S::Ok, S::Error> {
+    time.as_ref().map(clock::rfc3339).serialize(serializer)
+}
+
+fn hex<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(&format_args!("{value:#x}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use memtools::stacks::named::{Frame, Part};
+
+    use super::*;
+
+    #[test]
+    fn text_is_bccs() {
+        let frame = Frame {
+            address: 0x55d0c8a01136,
+            symbol: Some(("main".to_owned(), 0x6d)),
+            module: Some(("allocs".to_owned(), 0x1136)),
+            ..Frame::default()
+        };
+        let part = Part {
+            frames: vec![frame],
+            truncated: None,
+        };
+        let mut group = Group {
+            bytes: 80,
+            error_bytes: None,
+            requested_bytes: None,
+            allocations: 5,
+            process: None,
+            age: None,
+            growth: None,
+            stack_id: 0x1f,
+            stack: NamedStack {
+                user: Some(part),
+                ..NamedStack::default()
+            },
+            addresses: true,
+            extended: false,
+        };
+        let mut text = Vec::new();
+        group.text(&mut text).expect("memory");
+        group.addresses = false;
+        group.text(&mut text).expect("memory");
+        group.stack.user = Some(Part::default());
+        group.text(&mut text).expect("memory");
+        assert_eq!(
+            String::from_utf8_lossy(&text),
+            "\t80 bytes in 5 allocations from stack\n\t\t0x000055d0c8a01136\tmain+0x6d [allocs]\n\
+             \t80 bytes in 5 allocations from stack\n\t\tmain+0x6d [allocs]\n\
+             \t80 bytes in 5 allocations from stack\n\t\tstack information lost\n"
+        );
+        let json = serde_json::to_string(&group).expect("JSON");
+        assert_eq!(
+            json,
+            r#"{"type":"stack","bytes":80,"allocations":5,"stack_id":"0x1f","user_frames":[],"truncated":null}"#
+        );
+    }
+}
