@@ -43,7 +43,6 @@ use self::caches::{CacheRow, Slabinfo};
 use self::probes::Attached;
 use crate::args::Args;
 use crate::difference::{self, Difference};
-use crate::processes::sums_of;
 use crate::rows::{self, Group, Groups, Head};
 use crate::serve::{self, Frees, Numbers};
 use crate::sums::{self, Ages, Allocation, Entry, History, Path, Totals, View};
@@ -236,7 +235,7 @@ impl Tracer<'_> {
         let subject = sums::subject(View::Outstanding, self.args);
         let profile = self.exports.profile(subject, samples);
         let lost = self.losses()?;
-        let (stacks, sum) = sums_of(&totals);
+        let (stacks, sum) = sums::in_all(&totals);
         let numbers = Numbers {
             view: View::Outstanding,
             sum,
@@ -283,7 +282,7 @@ impl Tracer<'_> {
     }
 
     fn head(&mut self, now: u64, totals: &Totals) -> Result<()> {
-        let (groups, sum) = sums_of(totals);
+        let (groups, sum) = sums::in_all(totals);
         self.output.row(&Head {
             time: self.clock.local(now),
             peak_time: None,
@@ -358,7 +357,7 @@ impl Tracer<'_> {
 
     /// Prints the sums that a text report ends with. JSON has them at the head.
     fn print_whole(&mut self, totals: &Totals, shown: usize) -> Result<()> {
-        let (groups, sum) = sums_of(totals);
+        let (groups, sum) = sums::in_all(totals);
         let mut whole = Whole {
             bytes: sum.bytes,
             allocations: sum.allocations,

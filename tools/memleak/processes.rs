@@ -288,7 +288,7 @@ impl<'a> Tracer<'a> {
             }
             _ => totals.clone(),
         };
-        let sums = sums_of(&shown);
+        let sums = sums::in_all(&shown);
         let error_bytes = errors
             .as_ref()
             .map(|errors| sampling::Error::sum(errors.values()).bytes());
@@ -614,7 +614,7 @@ impl<'a> Tracer<'a> {
                 break (before, totals);
             }
         };
-        let (_, sum) = sums_of(&totals);
+        let (_, sum) = sums::in_all(&totals);
         if sum.bytes != peak.bytes {
             eprintln!(
                 "memleak: {} bytes were outstanding, but the stacks have {}: threads allocated \
@@ -695,17 +695,4 @@ fn allocations_of(pid: u32, regions: &Regions) -> Vec<Allocation> {
         level: region.level,
     });
     allocations.collect()
-}
-
-/// How many stacks there are, and what they have together.
-pub(crate) fn sums_of(totals: &Totals) -> (usize, Total) {
-    let mut sum = Total::default();
-    let mut stacks = 0;
-    for total in totals.values() {
-        stacks += usize::from(total.allocations > 0);
-        sum.bytes += total.bytes;
-        sum.allocations += total.allocations;
-        sum.requested_bytes += total.requested_bytes;
-    }
-    (stacks, sum)
 }

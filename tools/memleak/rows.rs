@@ -78,6 +78,7 @@ pub(crate) enum Groups {
     Stacks(usize),
     Caches(usize),
 }
+
 /// A process as rows name it.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct ProcessName {

@@ -97,6 +97,19 @@ pub(crate) fn subject(view: View, args: &Args) -> Subject {
 /// Totals by path.
 pub(crate) type Totals = HashMap<Path, Total>;
 
+/// How many stacks there are, and what they have together.
+pub(crate) fn in_all(totals: &Totals) -> (usize, Total) {
+    let mut sum = Total::default();
+    let mut stacks = 0;
+    for total in totals.values() {
+        stacks += usize::from(total.allocations > 0);
+        sum.bytes += total.bytes;
+        sum.allocations += total.allocations;
+        sum.requested_bytes += total.requested_bytes;
+    }
+    (stacks, sum)
+}
+
 /// Adds up allocations by path.
 pub(crate) fn add_up<'a>(
     totals: &mut Totals,
@@ -265,6 +278,7 @@ pub(crate) fn largest(mut entries: Vec<Entry>, key: SortKey, top: usize) -> Vec<
     });
     entries.split_off(entries.len().saturating_sub(top))
 }
+
 /// What the numbers of a report are of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum View {

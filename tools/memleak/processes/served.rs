@@ -6,7 +6,7 @@ use anyhow::Result;
 use memtools::print::clock;
 use memtools::serve::report::Report;
 
-use super::{Found, Tracer, sums_of};
+use super::{Found, Tracer};
 use crate::probes::{self, Hits};
 use crate::serve::{self, Frees, Numbers};
 use crate::sums::{self, Totals};
@@ -24,7 +24,7 @@ impl Tracer<'_> {
             .exports
             .profile(sums::subject(self.args.view(), self.args), samples);
         let lost = self.losses()?;
-        let (stacks, sum) = sums_of(&totals);
+        let (stacks, sum) = sums::in_all(&totals);
         let frees = self.skel.maps.bss_data.as_deref().map(|bss| &bss.frees);
         let frees = frees.map(|frees| Frees {
             unknown: self.args.records_all().then_some(frees.unknown),
