@@ -26,6 +26,9 @@ use crate::pool::{Allocates, Frees, Named};
 use crate::sums::View;
 use crate::verdict::args::VerdictArgs;
 
+/// Age in milliseconds below which a block is left out, unless --older says otherwise.
+const DEFAULT_OLDER_MS: u64 = 500;
+
 /// The part of --mem-limit that stacks may take: a quarter.
 const STACKS_PART: u64 = 4;
 
@@ -392,6 +395,14 @@ impl Args {
     pub(crate) fn named(&self) -> impl Iterator<Item = &Named> {
         let allocate = self.alloc.iter().map(|Allocates(named)| named);
         allocate.chain(self.free.iter().map(|Frees(named)| named))
+    }
+
+    /// CLOCK_MONOTONIC after which a block is too young for a report at `now_ns`. Where `all` are wanted
+    /// only the option leaves any out.
+    pub(crate) fn born_before(&self, now_ns: u64, all: bool) -> u64 {
+        let default = if all { 0 } else { DEFAULT_OLDER_MS };
+        let older_ms = self.older.unwrap_or(default);
+        now_ns.saturating_sub(older_ms.saturating_mul(1_000_000))
     }
 
     /// Whether the ages of blocks are looked at.

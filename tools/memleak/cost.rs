@@ -172,7 +172,7 @@ impl<'a> Cost<'a> {
     }
 
     /// Says it on stderr, and as an object in JSON.
-    pub(crate) fn tell(self, output: &mut Output) -> anyhow::Result<()> {
+    pub(crate) fn tell(&self, output: &mut Output) -> anyhow::Result<()> {
         let hits = self.attached.hits().count;
         if hits == 0 {
             return Ok(());

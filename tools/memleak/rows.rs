@@ -59,11 +59,8 @@ pub(crate) struct Head {
 impl Row for Head {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let time = clock::time_of_day(&self.time);
-        let groups = match self.groups {
-            Groups::Stacks(_) => "stacks",
-            Groups::Caches(_) => "slab caches",
-        };
-        write!(out, "[{time}] Top {} {groups} {}", self.top, self.view)?;
+        let group = self.groups.name();
+        write!(out, "[{time}] Top {} {group}s {}", self.top, self.view)?;
         if let Some(time) = &self.peak_time {
             write!(out, " ({})", clock::time_of_day(time))?;
         }
@@ -77,6 +74,16 @@ impl Row for Head {
 pub(crate) enum Groups {
     Stacks(usize),
     Caches(usize),
+}
+
+impl Groups {
+    /// What one of them is called.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Stacks(_) => "stack",
+            Self::Caches(_) => "slab cache",
+        }
+    }
 }
 
 /// A process as rows name it.

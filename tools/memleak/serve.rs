@@ -6,7 +6,7 @@ use memtools::serve::openmetrics::{Family, Kind};
 use memtools::serve::server::Server;
 use memtools::serve::trend::Key;
 
-use crate::sums::{Path, Total, Totals, View};
+use crate::sums::{Path, Sum, Total, Totals, View};
 
 /// Says where it is served.
 pub(crate) fn tell(server: &Server) {
@@ -34,8 +34,7 @@ pub(crate) struct Frees {
 /// The numbers of a report.
 pub(crate) struct Numbers {
     pub(crate) view: View,
-    pub(crate) sum: Total,
-    pub(crate) stacks: usize,
+    pub(crate) sum: Sum,
     pub(crate) frees: Frees,
     /// Hits of the probes, if they are counted.
     pub(crate) hits: Option<u64>,
@@ -97,7 +96,7 @@ impl Numbers {
     fn of_view(&self) -> Vec<Family> {
         let Total {
             bytes, allocations, ..
-        } = self.sum;
+        } = self.sum.total;
         let bytes_of = |kind, name, help| Family::one(kind, name, "bytes", help, bytes);
         let count_of = |kind, name, help| Family::one(kind, name, "", help, allocations);
         match self.view {
@@ -117,7 +116,7 @@ impl Numbers {
                     "memtools_memleak_outstanding_stacks",
                     "",
                     "Call stacks with allocations that are not freed.",
-                    self.stacks as u64,
+                    self.sum.paths as u64,
                 ),
             ],
             View::Peak => vec![

@@ -97,17 +97,25 @@ pub(crate) fn subject(view: View, args: &Args) -> Subject {
 /// Totals by path.
 pub(crate) type Totals = HashMap<Path, Total>;
 
-/// How many stacks there are, and what they have together.
-pub(crate) fn in_all(totals: &Totals) -> (usize, Total) {
-    let mut sum = Total::default();
-    let mut stacks = 0;
-    for total in totals.values() {
-        stacks += usize::from(total.allocations > 0);
-        sum.bytes += total.bytes;
-        sum.allocations += total.allocations;
-        sum.requested_bytes += total.requested_bytes;
+/// What all paths have together.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Sum {
+    /// Paths that have any of it.
+    pub(crate) paths: usize,
+    pub(crate) total: Total,
+}
+
+impl Sum {
+    pub(crate) fn of(totals: &Totals) -> Self {
+        let mut sum = Self::default();
+        for total in totals.values() {
+            sum.paths += usize::from(total.allocations > 0);
+            sum.total.bytes += total.bytes;
+            sum.total.allocations += total.allocations;
+            sum.total.requested_bytes += total.requested_bytes;
+        }
+        sum
     }
-    (stacks, sum)
 }
 
 /// Adds up allocations by path.

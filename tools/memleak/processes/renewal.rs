@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use libbpf_rs::skel::Skel;
 use memtools::bpf::map_batch;
-use memtools::bpf::ring::Events;
 use memtools::bpf::types;
+use memtools::print::output::Output;
 use memtools::run::losses::Losses;
 
-use super::Tracer;
-use crate::bpf::types::{event, thread, total_key};
+use super::Processes;
+use crate::bpf::types::{thread, total_key};
 use crate::regions::Regions;
 
 /// What helps where stacks had no room.
@@ -32,7 +32,7 @@ pub(super) struct Renewal {
     lost_stacks: u64,
 }
 
-impl Tracer<'_> {
+impl Processes<'_> {
     /// Whether the table of stacks is filling; or is full, and may have stacks of blocks that are gone.
     pub(super) fn wants_stacks_renewed(&self) -> Result<bool> {
         let is_due = |least: Duration| {
@@ -45,21 +45,21 @@ impl Tracer<'_> {
             return Ok(is_due(Duration::ZERO));
         }
         Ok(is_due(FULL_PAUSE)
-            && Losses::counted(self.skel.object())?.stacks > self.renewal.lost_stacks)
+            && Losses::counted(self.attached.skel.object())?.stacks > self.renewal.lost_stacks)
     }
 
     /// Has the table of stacks forget whatever nothing live refers to.
-    pub(super) fn renew_stacks(&mut self, events: &Events<event>) -> Result<()> {
+    pub(super) fn renew_stacks(&mut self, output: &mut Output) -> Result<()> {
         self.stacks.renew()?;
         // That was mostly waiting.
         let begun = Instant::now();
         // Events so far can refer to the old table, and from here on only to the new one.
-        self.take(events.drain()?)?;
+        self.take(self.rings.events.drain()?, output)?;
         let referred_to = self.stacks_referred_to()?;
         let count = referred_to.len();
         self.stacks.keep(referred_to)?;
         self.stacks.forget_read();
-        self.renewal.lost_stacks = Losses::counted(self.skel.object())?.stacks;
+        self.renewal.lost_stacks = Losses::counted(self.attached.skel.object())?.stacks;
         self.renewal.last = Some((Instant::now(), begun.elapsed()));
         if self.args.verbose {
             let took = begun.elapsed();
@@ -74,7 +74,7 @@ impl Tracer<'_> {
     /// The stacks of all that a report can show. Blocks are read before the calls in flight, which
     /// hold the blocks that realloc may put back.
     fn stacks_referred_to(&mut self) -> Result<HashSet<u64>> {
-        let maps = &self.skel.maps;
+        let maps = &self.attached.skel.maps;
         let mut stacks = HashSet::new();
         let mut of_key = |key: &[u8], _: &[u8]| {
             stacks.insert(types::view::<total_key>(key)?.stack);

@@ -1,0 +1,143 @@
+//! The events that the programs send: mappings, exec and exit, calls of --trace.
+
+use anyhow::Result;
+use memtools::print::output::Output;
+use memtools::print::text;
+
+use super::{Processes, allocations_of};
+use crate::args::Mode;
+use crate::bpf::types::{event, event_kind as Kind};
+use crate::ended::End;
+use crate::regions::Regions;
+use crate::rows::{Call, Freed, Step};
+use crate::sampling::Sampling;
+use crate::source::Source;
+use crate::sums::Path;
+
+impl Processes<'_> {
+    /// Follows mappings and the ends of processes, and prints the lines of --trace.
+    pub(super) fn take(
+        &mut self,
+        events: impl IntoIterator<Item = event>,
+        output: &mut Output,
+    ) -> Result<()> {
+        for event in events {
+            let step = self.take_event(&event, output)?;
+            if self.args.trace
+                && let Some(step) = step
+            {
+                output.row(&Call {
+                    time: self.clock.local(event.time_ns),
+                    pid: event.pid,
+                    tid: event.tid,
+                    comm: text::from_c(&event.comm),
+                    step,
+                    size_bytes: event.size,
+                    address: event.address,
+                })?;
+            }
+        }
+        output.flush()
+    }
+
+    fn take_event(&mut self, event: &event, output: &mut Output) -> Result<Option<Step>> {
+        let &event {
+            pid,
+            tid,
+            address: start,
+            size,
+            time_ns,
+            stack,
+            ..
+        } = event;
+        let page_bytes = self.page_bytes;
+        let regions = self
+            .regions
+            .entry(pid)
+            .or_insert_with(|| Regions::new(page_bytes));
+        Ok(match event.kind {
+            Kind::EVENT_MAP if self.args.mode == Mode::Alloc => {
+                let total = self.mapped.entry(Path { pid, stack }).or_default();
+                total.bytes += size;
+                total.allocations += 1;
+                Some(Step::AllocExited)
+            }
+            Kind::EVENT_MAP => {
+                regions.map(start, size, time_ns, stack, event.level);
+                Some(Step::AllocExited)
+            }
+            Kind::EVENT_MAP_IGNORED => {
+                regions.map_ignored(start, size);
+                None
+            }
+            // The allocator's own mappings are none of ours.
+            Kind::EVENT_UNMAP => regions.unmap(tid, start, size).then_some(Step::FreeEntered),
+            Kind::EVENT_UNMAP_FAILED => {
+                regions.unmap_failed(tid);
+                None
+            }
+            Kind::EVENT_EXEC => {
+                self.names.insert(pid, text::from_c(&event.comm));
+                self.execs.insert(pid, size);
+                self.end(pid, time_ns, End::Exec);
+                None
+            }
+            Kind::EVENT_EXIT => {
+                // With the last one that was named the trace ends, and its memory is reported.
+                let last = self.named.remove(&pid) && self.named.is_empty();
+                if !last {
+                    let comm = || text::from_c(&event.comm);
+                    self.names.entry(pid).or_insert_with(comm);
+                    self.end(pid, time_ns, End::Exit);
+                }
+                None
+            }
+            Kind::EVENT_FREED_TWICE => {
+                self.freed_twice(event, output)?;
+                None
+            }
+            // Whoever waited for it has been woken.
+            Kind::EVENT_CROWDED => None,
+            Kind::EVENT_ALLOC_ENTER => Some(Step::AllocEntered),
+            Kind::EVENT_ALLOC_EXIT => Some(Step::AllocExited),
+            _ => Some(Step::FreeEntered),
+        })
+    }
+
+    /// A process's memory has ended.
+    fn end(&mut self, pid: u32, time_ns: u64, end: End) {
+        if let Some(regions) = self.regions.remove(&pid)
+            && end == End::Exit
+        {
+            let mut left = allocations_of(pid, &regions);
+            left.retain(|region| region.time_ns.saturating_add(self.older_at_end()) <= time_ns);
+            self.ended.add(&left, Sampling::of(self.args));
+        }
+        self.ends.entry(pid).or_default().add(time_ns, end);
+    }
+
+    /// Tells of each stack once; the report has the count.
+    fn freed_twice(&mut self, event: &event, output: &mut Output) -> Result<()> {
+        let path = Path {
+            pid: event.pid,
+            stack: event.stack,
+        };
+        if !self.told_of.insert(path) {
+            return Ok(());
+        }
+        self.symbolizer.refresh();
+        let stack = self.named(path)?;
+        let freed = Freed {
+            time: self.clock.local(event.time_ns),
+            process: Some(self.process(event.pid)),
+            address: event.address,
+            stack,
+        };
+        if self.args.json {
+            output.row(&freed)
+        } else {
+            eprint!("{freed}");
+            Ok(())
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! Totals by stack, as the programs have added them up.
+
+use std::ptr;
+
+use anyhow::{Context, Result};
+use memtools::bpf::map_batch;
+use memtools::bpf::types;
+
+use super::Processes;
+use crate::bpf::types::{peak, total, total_key};
+use crate::probes::Attached;
+use crate::sums::{Path, Sum, Totals};
+
+/// How often at most to read the totals, which are those of a peak if no higher one comes meanwhile.
+const PEAK_TRIES: usize = 8;
+
+impl Processes<'_> {
+    /// What the kernel has added up, and what of --mode alloc was mapped.
+    pub(super) fn read_totals(&self) -> Result<Totals> {
+        let mut totals = self.mapped.clone();
+        map_batch::read(&self.attached.skel.maps.totals, |key, value| {
+            let (key, value): (&total_key, &total) = (types::view(key)?, types::view(value)?);
+            let &total_key { pid, stack, execs } = key;
+            // What another program had, before the process called exec, it has no more.
+            let current = self
+                .execs
+                .get(&pid)
+                .is_none_or(|&now| u64::from(execs) >= now);
+            if self.args.combined_only && !current {
+                return Ok(());
+            }
+            let path = Path { pid, stack };
+            let total = totals.entry(path).or_default();
+            total.bytes += value.bytes;
+            total.allocations += value.count;
+            Ok(())
+        })?;
+        Ok(totals)
+    }
+}
+
+/// What each stack had when most was outstanding.
+pub(super) fn at_peak(attached: &Attached) -> Result<Totals> {
+    let bss = attached.skel.maps.bss_data.as_deref();
+    let bss = bss.context("the BPF object has no variables")?;
+    // SAFETY: a reference, and any bytes are a peak; volatile, for the programs write there.
+    let peak = || unsafe { ptr::from_ref(&bss.peak).read_volatile() };
+    let mut tries = PEAK_TRIES;
+    let (peak, totals) = loop {
+        let before = peak();
+        let totals = totals_at(attached, &before)?;
+        tries -= 1;
+        if peak().number == before.number || tries == 0 {
+            break (before, totals);
+        }
+    };
+    let sum = Sum::of(&totals).total;
+    if sum.bytes != peak.bytes {
+        eprintln!(
+            "memleak: {} bytes were outstanding, but the stacks have {}: threads allocated \
+             at the same time, or there was more meanwhile",
+            peak.bytes, sum.bytes
+        );
+    }
+    Ok(totals)
+}
+
+fn totals_at(attached: &Attached, peak: &peak) -> Result<Totals> {
+    let mut totals = Totals::new();
+    map_batch::read(&attached.skel.maps.totals, |key, value| {
+        let (key, value): (&total_key, &total) = (types::view(key)?, types::view(value)?);
+        let (bytes, allocations) = if value.peak == peak.number {
+            (value.bytes_at_peak, value.count_at_peak)
+        } else {
+            (value.bytes, value.count)
+        };
+        // All else is of another program, before or after an exec.
+        if u64::from(key.execs) == peak.execs {
+            let path = Path {
+                pid: key.pid,
+                stack: key.stack,
+            };
+            let total = totals.entry(path).or_default();
+            total.bytes += bytes;
+            total.allocations += allocations;
+        }
+        Ok(())
+    })?;
+    Ok(totals)
+}

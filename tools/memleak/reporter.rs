@@ -1,0 +1,271 @@
+//! Reports of what is outstanding, from the first to the last: one loop for both sources.
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use anyhow::Result;
+use memtools::export::files::Exports;
+use memtools::export::folded::Folded;
+use memtools::export::profile::{Profile, Sample};
+use memtools::print::clock::{self, Clock};
+use memtools::print::output::Output;
+use memtools::print::progress::Progress;
+use memtools::run::poll::Poller;
+use memtools::serve::report::Report;
+use memtools::serve::server::Server;
+use memtools::serve::trend::Trends;
+
+use crate::args::{Args, Mode};
+use crate::difference::{self, Difference};
+use crate::rows::{self, Groups, Head};
+use crate::sampling;
+use crate::serve::{self, Numbers};
+use crate::source::{Found, Next, Source};
+use crate::sums::{self, Ages, Entry, History, Sum, Totals};
+use crate::whole::Whole;
+
+/// Makes reports of a source.
+pub(crate) struct Reporter<'a, S> {
+    pub(crate) source: S,
+    args: &'a Args,
+    history: History,
+    /// How stacks have grown, for clients of --serve.
+    trends: Trends,
+    clock: Clock,
+    pub(crate) output: Output,
+    exports: Exports,
+    difference: Option<Difference>,
+}
+
+impl<'a, S: Source> Reporter<'a, S> {
+    /// Begins what is written into files.
+    pub(crate) fn new(
+        source: S,
+        args: &'a Args,
+        output: Output,
+        mut exports: Exports,
+        difference: Option<Difference>,
+    ) -> Self {
+        exports.begin();
+        Self {
+            source,
+            args,
+            history: History::default(),
+            trends: Trends::default(),
+            clock: Clock::new(),
+            output,
+            exports,
+            difference,
+        }
+    }
+
+    /// Follows the source and reports as the options say, until the trace has ended.
+    pub(crate) fn run(&mut self, poller: &mut Poller<'_>, server: Option<&Server>) -> Result<()> {
+        let interval = self.args.interval;
+        poller.tick_every(interval)?;
+        let mut reports_left = self.args.count;
+        loop {
+            let wake = poller.wait(self.source.deadline())?;
+            if let Next::End { exited } = self.source.follow(&wake, &mut self.output)? {
+                return self.report(exited);
+            }
+            if wake.stop {
+                return self.report(false);
+            }
+            if wake.report {
+                self.report(false)?;
+            }
+            if let Some(server) = server.filter(|_| wake.client) {
+                server.answer(|| self.served())?;
+            }
+            if wake.tick {
+                reports_left = reports_left.map(|left| left - 1);
+                let last = reports_left == Some(0);
+                if last || !self.args.folded {
+                    self.report(false)?;
+                }
+                if last {
+                    return Ok(());
+                }
+                // What is younger than --older is left out, so reports are a whole interval apart.
+                poller.tick_every(interval)?;
+            }
+        }
+    }
+
+    /// Ends what is written into files. Returns the exit status, with that of the command, if there is one.
+    pub(crate) fn finish(self, command: Option<u8>) -> Result<ExitCode> {
+        self.exports.finish()?;
+        Ok(difference::status(self.difference, command))
+    }
+
+    /// Prints and exports what there is now.
+    fn report(&mut self, exited: bool) -> Result<()> {
+        let now = clock::monotonic_ns();
+        let mut found = self.source.find(now, exited)?;
+        // With --folded there is one report, of all.
+        let shown = match self.args.mode {
+            Mode::Alloc | Mode::Churn if !self.args.folded => {
+                sums::since(self.history.last(), &found.totals)
+            }
+            _ => found.totals.clone(),
+        };
+        if self.args.folded {
+            self.print_folded(now, &shown, &found)?;
+        } else {
+            self.print(now, &shown, &mut found)?;
+        }
+        self.export(&found.totals)?;
+        self.look(&found.totals);
+        self.history.add(now, found.totals);
+        self.output.flush()?;
+
+        let losses = self.source.losses()?;
+        if losses.any() {
+            eprintln!("memleak: {losses}");
+        }
+        self.source.tell_remedies(&losses);
+        Ok(())
+    }
+
+    fn print(&mut self, now: u64, shown: &Totals, found: &mut Found) -> Result<()> {
+        let sum = Sum::of(shown);
+        let errors = found.errors.as_ref();
+        let error_bytes = errors.map(|errors| sampling::Error::sum(errors.values()).bytes());
+        let largest = self.largest(now, shown, found, self.args.top);
+        self.head(now, sum, error_bytes)?;
+        if self.args.show_allocs {
+            let allocations = &mut found.allocations;
+            allocations.sort_unstable_by_key(|allocation| (allocation.size, allocation.address));
+            rows::list(&mut self.output, allocations)?;
+        }
+        let whole = Whole {
+            bytes: sum.total.bytes,
+            error_bytes,
+            allocations: sum.total.allocations,
+            groups: sum.paths,
+            shown: largest.len(),
+            ..Whole::default()
+        };
+        self.source.print_groups(largest, &mut self.output)?;
+        if !self.args.json {
+            self.print_whole(whole, shown)?;
+        }
+        self.source.print_more(&mut self.output)
+    }
+
+    fn print_folded(&mut self, now: u64, shown: &Totals, found: &Found) -> Result<()> {
+        for Entry { path, total, .. } in self.largest(now, shown, found, usize::MAX) {
+            let stack = self.source.named(path)?;
+            let line = Folded::new(&stack);
+            self.output.raw(|out| line.write(total.bytes, out))?;
+        }
+        Ok(())
+    }
+
+    /// The groups with most of what the options sort by, as many as `top`, the largest last.
+    fn largest(&self, now: u64, shown: &Totals, found: &Found, top: usize) -> Vec<Entry> {
+        let mut ages = if self.args.wants_ages() {
+            Ages::of(&found.allocations)
+        } else {
+            Ages::default()
+        };
+        let error_of = |path| found.errors.as_ref().and_then(|errors| errors.get(path));
+        let entries = shown.iter().map(|(path, &total)| Entry {
+            path: *path,
+            total,
+            error_bytes: error_of(path).map(|error| error.bytes()),
+            age: ages.at(now, *path),
+            growth: match self.args.mode {
+                Mode::Leak => self.history.growth(now, *path, total.bytes),
+                _ => None,
+            },
+        });
+        sums::largest(entries.collect(), self.args.sort, top)
+    }
+
+    fn head(&mut self, now: u64, sum: Sum, error_bytes: Option<u64>) -> Result<()> {
+        let heading = self.source.heading();
+        self.output.row(&Head {
+            time: self.clock.local(now),
+            process: heading.process,
+            peak_time: heading.peak_ns.map(|peak_ns| self.clock.local(peak_ns)),
+            top: self.args.top,
+            view: self.args.view(),
+            groups: self.source.groups(sum.paths),
+            bytes: sum.total.bytes,
+            error_bytes,
+            requested_bytes: heading.tells_requested.then_some(sum.total.requested_bytes),
+            allocations: sum.total.allocations,
+            unknown_frees: heading.frees.unknown,
+            double_frees: heading.frees.double,
+            unseen_frees: heading.frees.unseen,
+            lost: self.source.losses()?,
+        })
+    }
+
+    /// Prints the sums that a text report ends with. JSON has them at the head.
+    fn print_whole(&mut self, mut whole: Whole, shown: &Totals) -> Result<()> {
+        let groups = self.source.groups(whole.groups);
+        if let Groups::Stacks(_) = groups {
+            for (&path, total) in shown {
+                whole.note_stack(self.source.stack(path)?.as_deref(), total.bytes);
+            }
+        }
+        whole.resident_bytes = self.source.resident_bytes();
+        self.output.raw(|out| whole.write(groups.name(), out))
+    }
+
+    /// Writes all stacks into the files that are asked for, and prints how they differ from an earlier run's. With
+    /// --mode alloc and churn that is all that came since the start.
+    fn export(&mut self, totals: &Totals) -> Result<()> {
+        if !self.exports.any() && self.difference.is_none() {
+            return Ok(());
+        }
+        let profile = self.profile(totals)?;
+        self.exports.write_profile(&profile);
+        let Some(difference) = &mut self.difference else {
+            return Ok(());
+        };
+        difference.print(&profile, self.args.top, &mut self.output)
+    }
+
+    /// All stacks by name, for other formats.
+    fn profile(&mut self, totals: &Totals) -> Result<Profile> {
+        let mut progress = Progress::new("naming stacks", totals.len());
+        let samples = totals.iter().map(|(&path, &total)| {
+            progress.step();
+            Ok(total.sample(self.source.named(path)?))
+        });
+        let samples: Vec<Sample> = samples.collect::<Result<_>>()?;
+        let subject = sums::subject(self.args.view(), self.args);
+        Ok(self.exports.profile(subject, samples))
+    }
+
+    /// The report of the moment for clients of --serve, of all that --pprof would write. The next one that
+    /// is printed does not know of it.
+    fn served(&mut self) -> Result<Report> {
+        let Found { totals, .. } = self.source.find(clock::monotonic_ns(), false)?;
+        self.look(&totals);
+        let profile = self.profile(&totals)?;
+        let lost = self.source.losses()?;
+        let numbers = Numbers {
+            view: self.args.view(),
+            sum: Sum::of(&totals),
+            frees: self.source.heading().frees,
+            hits: self.source.hits(),
+            lost,
+        };
+        let families = numbers.families(&profile);
+        let keys: Vec<_> = totals.keys().map(|path| serve::key(*path)).collect();
+        let lost = lost.any().then(|| lost.to_string());
+        Ok(Report::new(&profile, &keys, &self.trends, families, lost))
+    }
+
+    /// Takes a look at how stacks grow, if there are clients to show that to.
+    fn look(&mut self, totals: &Totals) {
+        if self.args.serve.serve.is_some() {
+            self.trends.look(Instant::now(), serve::bytes(totals));
+        }
+    }
+}
