@@ -67,7 +67,7 @@ enum function_kind {
 /*
  * How a call of a probed function is read: 4 bits each for its kind, for the
  * number of the argument, from 1, that has what the shift names (0: none), and
- * for flags. tools/memleak/signature.rs packs it.
+ * for flags. tools/memleak/processes/signature.rs packs it.
  */
 enum signature_shift {
 	SIGNATURE_KIND = 0,

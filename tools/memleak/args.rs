@@ -22,7 +22,7 @@ use memtools::stacks::unwind::UnwindArgs;
 use crate::difference::DifferenceArgs;
 use crate::heap::args::HeapArgs;
 use crate::kernel::args::KernelArgs;
-use crate::pool::{Allocates, Frees, Named};
+use crate::processes::pool::{Allocates, Frees, Named};
 use crate::sums::View;
 use crate::verdict::args::VerdictArgs;
 

@@ -1,34 +1,21 @@
 //! memleak: memory that a process or the kernel allocated and has not freed, by call stack.
 //!
 //! Four kinds of runs: [`processes`] traces allocations by uprobes on the allocators' functions
-//! ([`objects`], [`probes`], `bpf/memleak.bpf.c`), [`kernel`] those of the kernel by tracepoints, and
+//! (`bpf/memleak.bpf.c`), [`kernel`] those of the kernel by tracepoints, and
 //! [`heap`] and [`verdict`] look at a live heap without probes. A trace is a [`source`] of what is
 //! outstanding; [`reporter`] makes reports of either, by stack ([`sums`], [`rows`]).
 
-mod allocators;
 mod args;
-mod cost;
 mod difference;
-mod ended;
 mod heap;
 mod kernel;
-mod live;
-mod loaded;
-mod objects;
-mod overhead;
-mod pool;
-mod probes;
 mod processes;
-mod regions;
 mod reporter;
 mod rows;
 mod sampling;
 mod serve;
-mod signature;
 mod source;
-mod stopped;
 mod sums;
-mod target;
 mod verdict;
 mod whole;
 
@@ -38,8 +25,6 @@ use anyhow::Result;
 use memtools::run::cli;
 
 use crate::args::Args;
-
-memtools::skeleton!("memleak", MemleakSkelBuilder, stacks: unwound, plain: [block_bucket, event, live_block, live_key, thread, total, total_key]);
 
 fn main() -> ExitCode {
     cli::main(run)

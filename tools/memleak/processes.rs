@@ -1,11 +1,24 @@
 //! Memory of processes: what the allocators in them gave out, and has not come back.
 //!
-//! Hooks: uprobes on the allocators' functions, which [`probes`](crate::probes) places. Blocks are in
-//! the kernel's maps ([`live`](crate::live)); mappings, which can end in part, come as events and are
-//! kept here ([`regions`](crate::regions)).
+//! Hooks: uprobes on the allocators' functions, which [`probes`](self::probes) places. Blocks are in
+//! the kernel's maps ([`live`](self::live)); mappings, which can end in part, come as events and are
+//! kept here ([`regions`](self::regions)).
 
+mod allocators;
+mod cost;
+mod ended;
 mod events;
+mod live;
+mod loaded;
+mod objects;
+mod overhead;
+pub(crate) mod pool;
+pub(crate) mod probes;
+mod regions;
 mod renewal;
+mod signature;
+mod stopped;
+mod target;
 mod totals;
 mod upkeep;
 
@@ -34,22 +47,24 @@ use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::table::{Stack, Stacks};
 
+use self::bpf::types::{event, event_kind as Kind, total_key};
+use self::ended::{Ended, Ends};
+use self::live::LiveBlocks;
+use self::probes::Attached;
+use self::regions::{CallCounter, Regions};
 use self::renewal::{MORE_STACKS, Renewal};
+use self::target::Target;
 use self::upkeep::Upkeep;
 use crate::args::{Args, Mode};
-use crate::bpf::types::{event, event_kind as Kind, total_key};
 use crate::difference::Difference;
-use crate::ended::{Ended, Ends};
-use crate::live::LiveBlocks;
-use crate::probes::{self, Attached};
-use crate::regions::{CallCounter, Regions};
 use crate::reporter::Reporter;
 use crate::rows::{Group, ProcessName, UnknownFrees};
 use crate::sampling::Sampling;
 use crate::serve::{self, Frees};
 use crate::source::{Found, Heading, Next, Source};
 use crate::sums::{self, Allocation, Entry, Path, Totals};
-use crate::target::Target;
+
+memtools::skeleton!("memleak", MemleakSkelBuilder, stacks: unwound, plain: [block_bucket, event, live_block, live_key, thread, total, total_key]);
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     kernel_support::preflight()?;

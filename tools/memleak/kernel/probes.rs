@@ -18,7 +18,7 @@ use super::args::Kinds;
 use super::bpf::types::program_pair;
 use super::bpf::{self, Loaded, Prepared};
 use crate::args::Args;
-use crate::probes::within;
+use crate::processes::probes::within;
 
 /// Room in a pipe for which the kernel allocates one object of LEARN_ORDER (2) pages: 256 buffers of
 /// 40 bytes, which is more than the largest slab cache of kmalloc has.

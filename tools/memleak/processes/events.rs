@@ -4,11 +4,11 @@ use anyhow::Result;
 use memtools::print::output::Output;
 use memtools::print::text;
 
+use super::bpf::types::{event, event_kind as Kind};
+use super::ended::End;
+use super::regions::Regions;
 use super::{Processes, allocations_of};
 use crate::args::Mode;
-use crate::bpf::types::{event, event_kind as Kind};
-use crate::ended::End;
-use crate::regions::Regions;
 use crate::rows::{Call, Freed, Step};
 use crate::sampling::Sampling;
 use crate::source::Source;

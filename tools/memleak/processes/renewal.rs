@@ -11,8 +11,8 @@ use memtools::print::output::Output;
 use memtools::run::losses::Losses;
 
 use super::Processes;
-use crate::bpf::types::{thread, total_key};
-use crate::regions::Regions;
+use super::bpf::types::{thread, total_key};
+use super::regions::Regions;
 
 /// What helps where stacks had no room.
 pub(super) const MORE_STACKS: &str =

@@ -7,8 +7,8 @@ use memtools::bpf::map_batch;
 use memtools::bpf::types;
 
 use super::Processes;
-use crate::bpf::types::{peak, total, total_key};
-use crate::probes::Attached;
+use super::bpf::types::{peak, total, total_key};
+use super::probes::Attached;
 use crate::sums::{Path, Sum, Totals};
 
 /// How often at most to read the totals, which are those of a peak if no higher one comes meanwhile.

@@ -9,12 +9,12 @@ use libbpf_rs::Link;
 use memtools::print::output::Output;
 use memtools::stacks::symbolize::Symbolizer;
 
+use super::cost::Cost;
+use super::loaded::{self, Loaded};
+use super::overhead::Limit;
+use super::probes::Attached;
+use super::target::Target;
 use crate::args::Args;
-use crate::cost::Cost;
-use crate::loaded::{self, Loaded};
-use crate::overhead::Limit;
-use crate::probes::Attached;
-use crate::target::Target;
 
 /// How long nothing may happen at all before we say why that can be.
 const QUIET: Duration = Duration::from_secs(2);

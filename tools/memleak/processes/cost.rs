@@ -17,9 +17,9 @@ use nix::time::ClockId;
 use nix::unistd::Pid;
 use serde::Serialize;
 
-use crate::bpf::types::steering;
-use crate::probes::{Attached, Hits};
-use crate::target::Target;
+use super::bpf::types::steering;
+use super::probes::{Attached, Hits};
+use super::target::Target;
 
 /// How long runs are timed, or are not, at a time.
 const SLICE: Duration = Duration::from_millis(200);

@@ -22,15 +22,15 @@ use memtools::stacks::unwind::{self, Early, Parts, Unwinder};
 use perf_event::events::Software;
 use perf_event::{Builder, Counter};
 
-use crate::allocators;
+use super::allocators;
+use super::bpf::types::{block_bucket, steering};
+use super::bpf::{self, Loaded, Prepared};
+use super::objects::{self, Function, Object};
+use super::signature::Signature;
+use super::stopped::{self, Questions};
+use super::target::Target;
 use crate::args::{Args, Mode};
-use crate::bpf::types::{block_bucket, steering};
-use crate::bpf::{self, Loaded, Prepared};
-use crate::objects::{self, Function, Object};
 use crate::sampling::Sampling;
-use crate::signature::Signature;
-use crate::stopped::{self, Questions};
-use crate::target::Target;
 
 /// Blocks that the table has slots for; what is more goes to the map `overflow` and its successors.
 const DEFAULT_BLOCKS: u32 = 1 << 17;

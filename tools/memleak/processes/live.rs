@@ -12,9 +12,9 @@ use memtools::bpf::map_create;
 use memtools::bpf::map_mmap::MappedArray;
 use memtools::bpf::types;
 
-use crate::bpf::types::{block, block_bucket, live_block, live_key};
-use crate::ended::{Ends, Fate};
-use crate::probes::Attached;
+use super::bpf::types::{block, block_bucket, live_block, live_key};
+use super::ended::{Ends, Fate};
+use super::probes::Attached;
 use crate::sums::Allocation;
 
 /// BLOCK_PID_BITS.

@@ -2,7 +2,7 @@
 
 use memtools::code::probe_place::Place;
 
-use crate::bpf::types::{function_kind as FunctionKind, signature_shift as Shift};
+use super::bpf::types::{function_kind as FunctionKind, signature_shift as Shift};
 
 /// Arguments are numbered from 1, as the processor's calling convention has them; 0 is none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

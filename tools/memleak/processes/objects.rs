@@ -17,10 +17,10 @@ use memtools::process::mapped_file::MappedFile;
 use memtools::process::proc::{CodeFiles, Process};
 use memtools::process::translator;
 
-use crate::allocators;
+use super::allocators;
+use super::pool::Named;
+use super::signature::Signature;
 use crate::args::{Args, Mode};
-use crate::pool::Named;
-use crate::signature::Signature;
 
 /// A file of the target with functions to probe.
 #[derive(Debug)]

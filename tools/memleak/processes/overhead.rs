@@ -2,10 +2,10 @@
 
 use anyhow::{Context, Result};
 
+use super::bpf::types::steering;
+use super::cost::Share;
+use super::probes::Attached;
 use crate::args::Args;
-use crate::bpf::types::steering;
-use crate::cost::Share;
-use crate::probes::Attached;
 use crate::sampling::Sampling;
 
 /// Where fewer hits than this are recorded, leaving out more saves nothing: recording a call costs

@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use anyhow::{Context, Error, Result, bail};
 
-use crate::signature::Signature;
+use super::signature::Signature;
 
 /// A function, and the file that it is in.
 #[derive(Debug, Clone, PartialEq, Eq)]

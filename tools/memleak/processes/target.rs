@@ -16,9 +16,9 @@ use memtools::run::target::doubt_interval;
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::unwind::Whose;
 
+use super::objects::{self, Found, Object, ProbedFile};
+use super::signature::Signature;
 use crate::args::Args;
-use crate::objects::{self, Found, Object, ProbedFile};
-use crate::signature::Signature;
 
 /// All processes, where libbpf wants one.
 pub(crate) const EVERY_PROCESS: i32 = -1;

@@ -1,6 +1,6 @@
 //! What is known of allocators: their functions by name, and what they are called themselves.
 
-use crate::signature::Signature;
+use super::signature::Signature;
 
 const ALLOCATE: Signature = Signature::allocate(1);
 const REALLOCATE: Signature = Signature::allocate(2).replacing(1);

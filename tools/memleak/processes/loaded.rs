@@ -12,10 +12,10 @@ use memtools::process::proc::{FileId, Process};
 use memtools::process::translator;
 use nix::unistd::{Pid, getpgid};
 
+use super::objects::{self, Object, ProbedFile};
+use super::probes::Attached;
+use super::target::{EVERY_PROCESS, Target, read_by_translator};
 use crate::args::Args;
-use crate::objects::{self, Object, ProbedFile};
-use crate::probes::Attached;
-use crate::target::{EVERY_PROCESS, Target, read_by_translator};
 
 /// Time between two looks, and what is allocated in it from a new allocator is not seen.
 pub(crate) const PAUSE: Duration = Duration::from_millis(200);
