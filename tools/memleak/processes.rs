@@ -1,8 +1,8 @@
 //! Memory of processes: what the allocators in them gave out, and has not come back.
 //!
-//! Hooks: uprobes on the allocators' functions, which [`probes`](self::probes) places. Blocks are in
-//! the kernel's maps ([`live`](self::live)); mappings, which can end in part, come as events and are
-//! kept here ([`regions`](self::regions)).
+//! Hooks: uprobes on the allocators' functions, which [`probes`] places. Blocks are in
+//! the kernel's maps ([`live`]); mappings, which can end in part, come as events and are
+//! kept here ([`regions`]).
 
 mod allocators;
 mod cost;
@@ -85,13 +85,14 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     symbolizer.name_python(unwinder.names());
     let rings = Rings::new(&attached)?;
     let mappings = symbolizer.descriptor()?;
-    for object in target.files() {
-        eprintln!("memleak: {} ({})", object.found(), attached.how);
-    }
     let mut command = target.command.take();
     let upkeep = Upkeep::new(&attached, &target, args, links)?;
     let processes = Processes::new(upkeep, &rings, symbolizer)?;
     let mut reporter = Reporter::new(processes, args, output, exports, difference);
+    // Whoever waits for these lines takes the trace as begun.
+    for object in target.files() {
+        eprintln!("memleak: {} ({})", object.found(), attached.how);
+    }
     command.as_mut().map_or(Ok(()), HeldCommand::release)?;
 
     poller.watch_events(&rings.events);
