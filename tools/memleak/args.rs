@@ -455,6 +455,11 @@ pub(crate) enum SortKey {
     Rate,
 }
 
+/// How many of what takes `each` bytes there is room for in so many bytes, at least one.
+pub(crate) fn count_within(bytes: u64, each: u64) -> u32 {
+    (bytes / each).max(1).try_into().unwrap_or(u32::MAX)
+}
+
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory;

@@ -5,15 +5,17 @@
 //! kept here ([`regions`]).
 
 mod allocators;
+mod block_room;
 mod cost;
 mod ended;
 mod events;
 mod live;
+mod load;
 mod loaded;
 mod objects;
 mod overhead;
 pub(crate) mod pool;
-pub(crate) mod probes;
+mod probes;
 mod regions;
 mod renewal;
 mod signature;

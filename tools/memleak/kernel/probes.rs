@@ -17,8 +17,7 @@ use nix::fcntl::{FcntlArg, fcntl};
 use super::args::Kinds;
 use super::bpf::types::program_pair;
 use super::bpf::{self, Loaded, Prepared};
-use crate::args::Args;
-use crate::processes::probes::within;
+use crate::args::{Args, count_within};
 
 /// Room in a pipe for which the kernel allocates one object of LEARN_ORDER (2) pages: 256 buffers of
 /// 40 bytes, which is more than the largest slab cache of kmalloc has.
@@ -81,8 +80,43 @@ fn try_start(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk) -> Result<A
     if bulk == Bulk::Kprobe && !kernel_support::has_kprobes() {
         bail!("this kernel is built without kprobes");
     }
-    let sheaves = kernel_support::btf_has_name("__kfree_rcu_sheaf");
     let learns = kinds.slab && (kinds.pages || with_caches(args));
+    let skel = load(args, filter, kinds, bulk, learns)?;
+    let programs = &skel.progs;
+    let mut links = Vec::new();
+    // Frees first: what is seen to be allocated must be seen to be freed.
+    let in_bulk = [&programs.bulk_free, &programs.rcu_free];
+    for program in in_bulk.into_iter().filter(|program| program.autoload()) {
+        let name = program.name().to_string_lossy();
+        let link = program.attach();
+        links.push(link.with_context(|| format!("failed to attach {name}"))?);
+    }
+    let allocations = allocations(&skel, kinds);
+    for (pair, tracepoint) in frees(&skel, kinds).iter().chain(&allocations) {
+        // The second program is called after the first, as it was attached after it.
+        for program in pair {
+            let link = program.attach_raw_tracepoint(tracepoint);
+            links.push(link.with_context(|| format!("failed to attach to {tracepoint}"))?);
+        }
+    }
+    let tracepoints = allocations.into_iter().map(|(_, tracepoint)| tracepoint);
+    let tracepoints = tracepoints.collect();
+    let attached = Attached {
+        skel,
+        links,
+        tracepoints,
+    };
+    if learns && !attached.learn()? {
+        eprintln!(
+            "memleak: cannot tell which pages hold which objects: caches are not known, and pages \
+             of slab objects count twice"
+        );
+    }
+    Ok(attached)
+}
+
+fn load(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk, learns: bool) -> Result<Loaded> {
+    let sheaves = kernel_support::btf_has_name("__kfree_rcu_sheaf");
     let mut open = open(args, filter, kinds)?;
     open.options()?.learns = learns.into();
     let wanted = |program: &str| match program.trim_end_matches(SECOND) {
@@ -97,32 +131,14 @@ fn try_start(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk) -> Result<A
         let load = wanted(&program.name().to_string_lossy());
         program.set_autoload(load);
     }
-    let skel = open.load()?;
+    open.load()
+}
 
-    let (mut links, mut tracepoints) = (Vec::new(), Vec::new());
+/// The tracepoints of allocations, with their programs.
+fn allocations(skel: &Loaded, kinds: Kinds) -> Vec<(Pair<'_>, &'static str)> {
     let programs = &skel.progs;
-    // Frees first: what is seen to be allocated must be seen to be freed.
-    let in_bulk = [&programs.bulk_free, &programs.rcu_free];
-    for program in in_bulk.into_iter().filter(|program| program.autoload()) {
-        let name = program.name().to_string_lossy();
-        let link = program.attach();
-        links.push(link.with_context(|| format!("failed to attach {name}"))?);
-    }
-    let mut attach = |pair: Pair<'_>, tracepoint: &str| -> Result<()> {
-        // The second program is called after the first, as it was attached after it.
-        for program in pair {
-            let link = program.attach_raw_tracepoint(tracepoint);
-            links.push(link.with_context(|| format!("failed to attach to {tracepoint}"))?);
-        }
-        Ok(())
-    };
     let mut allocations: Vec<(Pair<'_>, &'static str)> = Vec::new();
     if kinds.slab {
-        attach([&programs.kfree, &programs.kfree_nested], "kfree")?;
-        attach(
-            [&programs.cache_free, &programs.cache_free_nested],
-            "kmem_cache_free",
-        )?;
         let kmalloc = [&programs.kmalloc, &programs.kmalloc_nested];
         let cache_alloc = [&programs.cache_alloc, &programs.cache_alloc_nested];
         allocations.push((kmalloc, "kmalloc"));
@@ -134,37 +150,34 @@ fn try_start(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk) -> Result<A
         }
     }
     if kinds.pages {
-        attach(
-            [&programs.page_free, &programs.page_free_nested],
-            "mm_page_free",
-        )?;
         let page_alloc = [&programs.page_alloc, &programs.page_alloc_nested];
         allocations.push((page_alloc, "mm_page_alloc"));
     }
     if kinds.percpu {
-        attach(
-            [&programs.percpu_free, &programs.percpu_free_nested],
-            "percpu_free_percpu",
-        )?;
         let percpu_alloc = [&programs.percpu_alloc, &programs.percpu_alloc_nested];
         allocations.push((percpu_alloc, "percpu_alloc_percpu"));
     }
-    for (pair, tracepoint) in allocations {
-        attach(pair, tracepoint)?;
-        tracepoints.push(tracepoint);
+    allocations
+}
+
+/// The tracepoints of frees, with their programs.
+fn frees(skel: &Loaded, kinds: Kinds) -> Vec<(Pair<'_>, &'static str)> {
+    let programs = &skel.progs;
+    let mut frees: Vec<(Pair<'_>, &'static str)> = Vec::new();
+    if kinds.slab {
+        let cache_free = [&programs.cache_free, &programs.cache_free_nested];
+        frees.push(([&programs.kfree, &programs.kfree_nested], "kfree"));
+        frees.push((cache_free, "kmem_cache_free"));
     }
-    let attached = Attached {
-        skel,
-        links,
-        tracepoints,
-    };
-    if learns && !attached.learn()? {
-        eprintln!(
-            "memleak: cannot tell which pages hold which objects: caches are not known, and pages \
-             of slab objects count twice"
-        );
+    if kinds.pages {
+        let page_free = [&programs.page_free, &programs.page_free_nested];
+        frees.push((page_free, "mm_page_free"));
     }
-    Ok(attached)
+    if kinds.percpu {
+        let percpu_free = [&programs.percpu_free, &programs.percpu_free_nested];
+        frees.push((percpu_free, "percpu_free_percpu"));
+    }
+    frees
 }
 
 impl Attached {
@@ -230,7 +243,7 @@ impl Attached {
 fn blocks(args: &Args) -> Result<u32> {
     let each = BLOCK_BYTES + args.reported_block_bytes();
     let Some(blocks) = args.max_allocs else {
-        return Ok(DEFAULT_BLOCKS.min(within(args.bytes_for_blocks(), each)));
+        return Ok(DEFAULT_BLOCKS.min(count_within(args.bytes_for_blocks(), each)));
     };
     let bytes = u64::from(blocks) * each;
     if bytes > args.mem_limit {

@@ -1,52 +1,29 @@
-//! Loads the program and places the probes.
+//! Places the probes, in the best way that this kernel has.
 
 use std::ffi::CString;
 use std::fs;
-use std::os::fd::{AsFd, AsRawFd};
 use std::thread;
 
 use anyhow::{Context, Result, bail, ensure};
-use libbpf_rs::skel::OpenSkel;
-use libbpf_rs::{
-    Link, MapCore, MapFlags, ProgramAttachType, ProgramImpl, UprobeMultiOpts, UprobeOpts,
-};
+use libbpf_rs::{Link, MapCore, MapFlags, ProgramImpl, UprobeMultiOpts, UprobeOpts};
 use memtools::bpf::attach::{self, NoVariantHelps, Variant};
 use memtools::bpf::kernel_support;
-use memtools::bpf::map_create;
 use memtools::host::capabilities::{self, Capability};
 use memtools::host::kernel_log;
 use memtools::print::clock;
 use memtools::process::proc::Process;
-use memtools::run::cli::UsageError;
-use memtools::stacks::unwind::{self, Early, Parts, Unwinder};
+use memtools::stacks::unwind::Unwinder;
 use perf_event::events::Software;
 use perf_event::{Builder, Counter};
 
-use super::allocators;
-use super::bpf::types::{block_bucket, steering};
-use super::bpf::{self, Loaded, Prepared};
+use super::bpf::Loaded;
+use super::bpf::types::steering;
+use super::load;
 use super::objects::{self, Function, Object};
 use super::signature::Signature;
-use super::stopped::{self, Questions};
+use super::stopped::Questions;
 use super::target::Target;
-use crate::args::{Args, Mode};
-use crate::sampling::Sampling;
-
-/// Blocks that the table has slots for; what is more goes to the map `overflow` and its successors.
-const DEFAULT_BLOCKS: u32 = 1 << 17;
-/// Sums by process and stack, unless --stack-storage-size says otherwise.
-const MAX_TOTALS: u32 = 1 << 18;
-/// Blocks in a bucket; BUCKET_BLOCKS of `bpf/include/live.bpf.h`.
-const BUCKET_BLOCKS: u32 = 8;
-/// What a block in such a map takes of the kernel's memory: key, value, and the kernel's own.
-const OVERFLOW_BLOCK_BYTES: u64 = 112;
-/// Blocks of the first such map and of the second, which are made when they are needed, at most, and
-/// the part of all that they have then. The third has what is left.
-const OVERFLOW_STEPS: [(u32, u32); 2] = [(1 << 17, 32), (1 << 20, 4)];
-
-/// Why a trace has few of the objects of a Python program.
-const PYTHON_NOTE: &str = "its objects of up to 512 bytes are in arenas of its own, which are the blocks that are seen; \
-                           with PYTHONMALLOC=malloc in its environment each object is a block";
+use crate::args::Args;
 
 /// The loaded program, for placing its probes.
 pub(crate) struct Attached {
@@ -57,9 +34,9 @@ pub(crate) struct Attached {
     pub(crate) overflow: Vec<u32>,
     /// What is asked while a command starts.
     pub(crate) questions: Questions,
-    way: Way,
+    pub(super) way: Way,
     /// Signatures of the programs entry_0 and so on.
-    signatures: Vec<Signature>,
+    pub(super) signatures: Vec<Signature>,
 }
 
 /// Runs of the programs.
@@ -75,26 +52,19 @@ pub(crate) struct Hits {
 }
 
 /// The attached program, its links, which the probes end with, and what unwinds its stacks.
-type Started = (Attached, Vec<Link>, Unwinder);
+pub(super) type Started = (Attached, Vec<Link>, Unwinder);
 
 /// Whether an address that is freed twice is noticed. It takes the table, and a record of all.
 pub(crate) fn notices_double_frees(skel: &Loaded, args: &Args) -> bool {
     skel.maps.table.max_entries() > 1 && args.records_all()
 }
 
-/// Size of the buffer where events are only of mappings and processes: 12,000. It counts twice as memory
-/// of ours, as all of its kind.
-const MAPPING_EVENT_BYTES: u32 = 1 << 20;
-
-/// Files that what a command starts is stopped for at the first of its runs only.
-const LOOKED_AT: u32 = 4096;
-
 /// The file of our own functions.
 const OWN_PROGRAM: &str = "/proc/self/exe";
 
 /// The ways to attach, from the best down.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
+pub(super) enum Way {
     /// One link for each file, with a cookie for each function.
     Session,
     /// Two, one for entries and one for returns.
@@ -104,18 +74,6 @@ enum Way {
     /// A link for each entry and return, without cookies: a program for each signature, which goes on
     /// to the one that they share.
     Plain,
-}
-
-impl Way {
-    fn programs(self) -> fn(&str) -> bool {
-        match self {
-            Self::Session => |program| program == "session_call",
-            Self::Multi | Self::Cookies => |program| program.starts_with("cookie_"),
-            Self::Plain => |program| {
-                program.starts_with("entry_") || ["plain_entry", "any_return"].contains(&program)
-            },
-        }
-    }
 }
 
 /// Loads the program and places the probes, in the best way that this kernel has.
@@ -143,7 +101,7 @@ pub(crate) fn attach(target: &Target, args: &Args) -> Result<Started> {
 }
 
 fn start(way: Way, target: &Target, args: &Args) -> Result<Started> {
-    let (attached, mut links, unwinder) = load(way, target, args)?;
+    let (attached, mut links, unwinder) = load::load(way, target, args)?;
     if way == Way::Multi {
         links.push(try_with_a_thread(&attached.skel)?);
     }
@@ -378,18 +336,6 @@ fn own_function() -> Result<u64> {
     Ok(address - code.range.start + code.file_offset)
 }
 
-/// The signatures of the programs entry_0 and so on: those that are wanted now, and of what may be loaded
-/// later as many as there is room for.
-fn signatures(target: &Target) -> Vec<Signature> {
-    let mut signatures = target.signatures();
-    for signature in allocators::signatures() {
-        if !signatures.contains(&signature) {
-            signatures.push(signature);
-        }
-    }
-    signatures
-}
-
 /// The program that reads calls by this signature.
 fn entry_with<'skel>(
     skel: &'skel Loaded,
@@ -419,284 +365,4 @@ fn entry_with<'skel>(
     number
         .and_then(|number| entries.get(number).copied())
         .context("this kernel can tell only 16 kinds of functions apart; name fewer with --alloc")
-}
-
-/// Has the programs entry_0 and so on go on to the one that does their work.
-fn share_plain_entry(skel: &Loaded) -> Result<()> {
-    let program = skel.progs.plain_entry.as_fd().as_raw_fd();
-    let map = &skel.maps.plain_work;
-    map.update(&0u32.to_ne_bytes(), &program.to_ne_bytes(), MapFlags::ANY)
-        .context("failed to have programs share one")
-}
-
-/// Loads the programs that are wanted, and attaches what every way needs.
-fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
-    let size = match way {
-        Way::Plain => Size::without_table(args),
-        _ => Size::with_table(args)?,
-    };
-    let mut open = open(way, &size, target, args)?;
-    let wanted = way.programs();
-    for mut program in open.open_object_mut().progs_mut() {
-        let load = wanted(&program.name().to_string_lossy());
-        program.set_autoload(load);
-    }
-    let programs = &mut open.progs;
-    if way == Way::Multi {
-        programs.trial.set_autoload(true);
-        for program in [&mut programs.cookie_entry, &mut programs.cookie_return] {
-            program.set_attach_type(ProgramAttachType::TraceUprobeMulti);
-        }
-    }
-    // Where other processes are traced too, what they share is known.
-    let only_named = !args.any_process();
-    programs.process_shares.set_autoload(only_named);
-    programs.process_exec.set_autoload(true);
-    programs.thread_exit.set_autoload(true);
-    for program in [
-        &mut programs.unwind_publish,
-        &mut programs.unwind_exec,
-        &mut programs.unwind_mmap,
-        &mut programs.unwind_code_dies,
-        &mut programs.unwind_code_dies_too,
-    ] {
-        program.set_autoload(true);
-    }
-    // An allocator whose process was not stopped is not known.
-    let is_skipped = target.is_command && kernel_support::preempts_raw_tracepoints();
-    for program in [
-        &mut programs.held_exec_too,
-        &mut programs.held_exec_again,
-        &mut programs.held_mmap_too,
-    ] {
-        program.set_autoload(is_skipped);
-    }
-    let whose = target.whose_tables(args);
-    let early = Early::start(args.unwind, &mut open.maps.unwind_shards, whose.clone())?;
-    let skel = open.load()?;
-    if way == Way::Plain {
-        share_plain_entry(&skel)?;
-    }
-    let progs = &skel.progs;
-    let watching = [
-        &progs.process_exec,
-        &progs.thread_exit,
-        &progs.process_shares,
-    ];
-    let watching = watching.into_iter().filter(|program| program.autoload());
-    let links = watching.map(|program| {
-        program
-            .attach()
-            .context("failed to watch forks, execs and exits of processes")
-    });
-    let links = links.collect::<Result<_>>()?;
-    let (while_stopped, questions) = stopped::questions()?;
-    let parts = Parts {
-        early,
-        while_stopped: Some(while_stopped),
-        python_note: Some(PYTHON_NOTE),
-        ..memtools::unwind_parts!(skel)
-    };
-    let unwinder = Unwinder::start(args.unwind, parts, whose)?;
-    let attached = Attached {
-        skel,
-        how: "",
-        overflow: size.overflow,
-        questions,
-        way,
-        signatures: signatures(target),
-    };
-    Ok((attached, links, unwinder))
-}
-
-/// The skeleton with the options in it, before load.
-fn open<'target>(
-    way: Way,
-    size: &Size,
-    target: &'target Target,
-    args: &Args,
-) -> Result<Prepared<'target>> {
-    let mut open = bpf::prepare(&target.filter, args.stack_room(), args.unwind)?;
-    let options = open.options()?;
-    options.min_size = args.min_size;
-    options.max_size = args.max_size;
-    options.sample_rate = args.sample_rate;
-    if let Some(sampling) = Sampling::of(args) {
-        options.sample_bytes = sampling.sample_bytes;
-        options.level_bytes = sampling.level_bytes;
-    }
-    options.trace_calls = args.trace.into();
-    // Without a return it takes a walk by tables to know that a call goes on.
-    let has_tables = args.unwind.mode != unwind::Mode::Fp;
-    options.skips_returns = (way == Way::Session && !args.records_all() && has_tables).into();
-    options.keep_totals = (args.combined_only || args.mode == Mode::Peak).into();
-    options.count_unknown_frees = args.extended.into();
-    options.follow_peak = (args.mode == Mode::Peak).into();
-    options.only_totals = (args.mode == Mode::Alloc).into();
-    if args.mode == Mode::Churn {
-        options.churn_ns = u64::try_from(args.interval.as_nanos()).unwrap_or(u64::MAX);
-    }
-    options.bucket_count = size.buckets;
-    let [first, rest @ ..] = &size.overflow[..] else {
-        bail!("no map for blocks");
-    };
-    if !rest.is_empty() {
-        options.overflow_crowded = u64::from(first / 2);
-    }
-    for (to, signature) in options.signatures.iter_mut().zip(signatures(target)) {
-        *to = signature.packed();
-    }
-
-    let maps = &mut open.maps;
-    map_create::size(&mut maps.table, size.buckets)?;
-    map_create::size(&mut maps.overflow, *first)?;
-    if args.children && target.is_command {
-        map_create::size(&mut maps.unwind_looked, LOOKED_AT)?;
-    }
-    // Entries are made as they are needed, but buckets at once.
-    let by_stack = |wanted| {
-        let most = args.stack_storage_size.unwrap_or(MAX_TOTALS);
-        if wanted { most } else { 1 }
-    };
-    let totals = by_stack(args.mode != Mode::Leak || args.combined_only);
-    map_create::size(&mut maps.totals, totals)?;
-    map_create::size(&mut maps.unknown_frees, by_stack(args.extended))?;
-    if !args.trace {
-        map_create::size(&mut maps.events, MAPPING_EVENT_BYTES)?;
-    }
-    Ok(open)
-}
-
-/// How large the maps of live blocks are.
-#[derive(Debug, PartialEq, Eq)]
-struct Size {
-    /// Buckets of the table.
-    buckets: u32,
-    /// Blocks in the maps that take what the table has no room for.
-    overflow: Vec<u32>,
-}
-
-impl Size {
-    fn with_table(args: &Args) -> Result<Self> {
-        let Some(blocks) = args.max_allocs else {
-            let bytes = args.bytes_for_blocks();
-            let reported = args.reported_block_bytes();
-            let bucket_bytes = table_bytes(1) + u64::from(BUCKET_BLOCKS) * reported;
-            let buckets = buckets_for(DEFAULT_BLOCKS).min(within(bytes / 2, bucket_bytes));
-            let rest = bytes.saturating_sub(u64::from(buckets) * bucket_bytes);
-            return Ok(Self {
-                buckets,
-                overflow: steps(within(rest, OVERFLOW_BLOCK_BYTES + reported)),
-            });
-        };
-        let buckets = buckets_for(blocks);
-        let bytes = table_bytes(buckets);
-        if bytes > args.mem_limit {
-            let message = format!(
-                "--max-allocs {blocks} takes {bytes} bytes of memory: raise --mem-limit, which is {}",
-                args.mem_limit
-            );
-            return Err(UsageError(message).into());
-        }
-        Ok(Self {
-            buckets,
-            overflow: vec![(blocks / 16).max(1)],
-        })
-    }
-
-    fn without_table(args: &Args) -> Self {
-        let block_bytes = OVERFLOW_BLOCK_BYTES + args.reported_block_bytes();
-        let within_limit = within(args.bytes_for_blocks(), block_bytes);
-        Self {
-            buckets: 1,
-            overflow: args.max_allocs.map_or_else(
-                || steps(within_limit),
-                |blocks| vec![blocks.min(within_limit)],
-            ),
-        }
-    }
-}
-
-/// The sizes of the maps for so many blocks that are made one after the other.
-fn steps(blocks: u32) -> Vec<u32> {
-    let steps = OVERFLOW_STEPS.map(|(most, part)| most.min(blocks / part));
-    let rest = blocks - steps.iter().sum::<u32>();
-    let steps = steps.into_iter().chain([rest]);
-    steps.filter(|blocks| *blocks > 0).collect()
-}
-
-/// Two thirds of the slots are for blocks: with more, too many find both their buckets full.
-fn buckets_for(blocks: u32) -> u32 {
-    let slots = u64::from(blocks) * 3 / 2;
-    let buckets = slots.div_ceil(u64::from(BUCKET_BLOCKS)).max(1);
-    buckets.try_into().unwrap_or(u32::MAX)
-}
-
-fn table_bytes(buckets: u32) -> u64 {
-    u64::from(buckets) * size_of::<block_bucket>() as u64
-}
-
-/// How many of what takes `each` bytes there is room for in all, at least one.
-pub(crate) fn within(bytes: u64, each: u64) -> u32 {
-    (bytes / each).max(1).try_into().unwrap_or(u32::MAX)
-}
-
-#[cfg(test)]
-mod tests {
-    use clap::Parser;
-    use memtools::stacks::table;
-
-    use super::*;
-
-    /// MORE_OVERFLOW of `bpf/include/live.bpf.h`.
-    const MORE_OVERFLOW: usize = 2;
-
-    fn size(args: &[&str]) -> Result<Size> {
-        let args = [&["memleak", "-p", "1"], args].concat();
-        Size::with_table(&Args::try_parse_from(args)?)
-    }
-
-    fn overflow_bytes(size: &Size) -> u64 {
-        let blocks: u64 = size.overflow.iter().copied().map(u64::from).sum();
-        blocks * OVERFLOW_BLOCK_BYTES
-    }
-
-    #[test]
-    fn a_block_takes_less_than_64_bytes() {
-        let blocks: u64 = 10_000_007;
-        let size = size(&["--max-allocs", "10000007"]).expect("within the limit");
-        let table = table_bytes(size.buckets);
-        let overflow = overflow_bytes(&size);
-        assert!(table + overflow <= blocks * 64, "{table} + {overflow}");
-        assert!(u64::from(size.buckets * BUCKET_BLOCKS) > blocks);
-    }
-
-    #[test]
-    fn memory_is_limited() {
-        let all = 767 << 20..=768 << 20;
-        for options in [&[][..], &["--combined-only"]] {
-            let default = size(options).expect("within the limit");
-            let table = table_bytes(default.buckets);
-            let overflow = overflow_bytes(&default);
-            let parsed = [&["memleak", "-p", "1"], options].concat();
-            let parsed = Args::try_parse_from(parsed).expect("valid");
-            let blocks = u64::from(default.buckets * BUCKET_BLOCKS)
-                + default.overflow.iter().copied().map(u64::from).sum::<u64>();
-            let reported = blocks * parsed.reported_block_bytes();
-            let stacks = u64::from(parsed.max_stacks()) * (table::ENTRY_BYTES + 640);
-            let sum = table + overflow + reported + stacks;
-            assert!(
-                all.contains(&sum),
-                "{table} + {overflow} + {reported} + {stacks}"
-            );
-            assert_eq!(default.overflow.len(), 1 + MORE_OVERFLOW);
-        }
-        let smallest = Size {
-            buckets: 1,
-            overflow: vec![1],
-        };
-        assert_eq!(size(&["--mem-limit", "1"]).expect("rounded up"), smallest);
-        let error = size(&["--max-allocs", "1000000", "--mem-limit", "1M"]).unwrap_err();
-        assert!(error.to_string().contains("raise --mem-limit"), "{error}");
-    }
 }

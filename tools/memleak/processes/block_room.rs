@@ -1,0 +1,146 @@
+//! The room for live blocks: how large their maps are.
+
+use anyhow::Result;
+use memtools::run::cli::UsageError;
+
+use super::bpf::types::block_bucket;
+use crate::args::{Args, count_within};
+
+/// Blocks that the table has slots for; what is more goes to the map `overflow` and its successors.
+const DEFAULT_BLOCKS: u32 = 1 << 17;
+/// Blocks in a bucket; BUCKET_BLOCKS of `bpf/include/live.bpf.h`.
+const BUCKET_BLOCKS: u32 = 8;
+/// What a block in such a map takes of the kernel's memory: key, value, and the kernel's own.
+const OVERFLOW_BLOCK_BYTES: u64 = 112;
+/// Blocks of the first such map and of the second, which are made when they are needed, at most, and
+/// the part of all that they have then. The third has what is left.
+const OVERFLOW_STEPS: [(u32, u32); 2] = [(1 << 17, 32), (1 << 20, 4)];
+
+/// How large the maps of live blocks are.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct BlockRoom {
+    /// Buckets of the table.
+    pub(super) buckets: u32,
+    /// Blocks in the maps that take what the table has no room for.
+    pub(super) overflow: Vec<u32>,
+}
+
+impl BlockRoom {
+    pub(super) fn with_table(args: &Args) -> Result<Self> {
+        let Some(blocks) = args.max_allocs else {
+            let bytes = args.bytes_for_blocks();
+            let reported = args.reported_block_bytes();
+            let bucket_bytes = table_bytes(1) + u64::from(BUCKET_BLOCKS) * reported;
+            let buckets = buckets_for(DEFAULT_BLOCKS).min(count_within(bytes / 2, bucket_bytes));
+            let rest = bytes.saturating_sub(u64::from(buckets) * bucket_bytes);
+            return Ok(Self {
+                buckets,
+                overflow: steps(count_within(rest, OVERFLOW_BLOCK_BYTES + reported)),
+            });
+        };
+        let buckets = buckets_for(blocks);
+        let bytes = table_bytes(buckets);
+        if bytes > args.mem_limit {
+            let message = format!(
+                "--max-allocs {blocks} takes {bytes} bytes of memory: raise --mem-limit, which is {}",
+                args.mem_limit
+            );
+            return Err(UsageError(message).into());
+        }
+        Ok(Self {
+            buckets,
+            overflow: vec![(blocks / 16).max(1)],
+        })
+    }
+
+    pub(super) fn without_table(args: &Args) -> Self {
+        let block_bytes = OVERFLOW_BLOCK_BYTES + args.reported_block_bytes();
+        let within_limit = count_within(args.bytes_for_blocks(), block_bytes);
+        Self {
+            buckets: 1,
+            overflow: args.max_allocs.map_or_else(
+                || steps(within_limit),
+                |blocks| vec![blocks.min(within_limit)],
+            ),
+        }
+    }
+}
+
+/// The sizes of the maps for so many blocks that are made one after the other.
+fn steps(blocks: u32) -> Vec<u32> {
+    let steps = OVERFLOW_STEPS.map(|(most, part)| most.min(blocks / part));
+    let rest = blocks - steps.iter().sum::<u32>();
+    let steps = steps.into_iter().chain([rest]);
+    steps.filter(|blocks| *blocks > 0).collect()
+}
+
+/// Two thirds of the slots are for blocks: with more, too many find both their buckets full.
+fn buckets_for(blocks: u32) -> u32 {
+    let slots = u64::from(blocks) * 3 / 2;
+    let buckets = slots.div_ceil(u64::from(BUCKET_BLOCKS)).max(1);
+    buckets.try_into().unwrap_or(u32::MAX)
+}
+
+fn table_bytes(buckets: u32) -> u64 {
+    u64::from(buckets) * size_of::<block_bucket>() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use memtools::stacks::table;
+
+    use super::*;
+
+    /// MORE_OVERFLOW of `bpf/include/live.bpf.h`.
+    const MORE_OVERFLOW: usize = 2;
+
+    fn room(args: &[&str]) -> Result<BlockRoom> {
+        let args = [&["memleak", "-p", "1"], args].concat();
+        BlockRoom::with_table(&Args::try_parse_from(args)?)
+    }
+
+    fn overflow_bytes(room: &BlockRoom) -> u64 {
+        let blocks: u64 = room.overflow.iter().copied().map(u64::from).sum();
+        blocks * OVERFLOW_BLOCK_BYTES
+    }
+
+    #[test]
+    fn a_block_takes_less_than_64_bytes() {
+        let blocks: u64 = 10_000_007;
+        let room = room(&["--max-allocs", "10000007"]).expect("within the limit");
+        let table = table_bytes(room.buckets);
+        let overflow = overflow_bytes(&room);
+        assert!(table + overflow <= blocks * 64, "{table} + {overflow}");
+        assert!(u64::from(room.buckets * BUCKET_BLOCKS) > blocks);
+    }
+
+    #[test]
+    fn memory_is_limited() {
+        let all = 767 << 20..=768 << 20;
+        for options in [&[][..], &["--combined-only"]] {
+            let default = room(options).expect("within the limit");
+            let table = table_bytes(default.buckets);
+            let overflow = overflow_bytes(&default);
+            let parsed = [&["memleak", "-p", "1"], options].concat();
+            let parsed = Args::try_parse_from(parsed).expect("valid");
+            let blocks = u64::from(default.buckets * BUCKET_BLOCKS)
+                + default.overflow.iter().copied().map(u64::from).sum::<u64>();
+            let reported = blocks * parsed.reported_block_bytes();
+            let stacks = u64::from(parsed.max_stacks()) * (table::ENTRY_BYTES + 640);
+            let sum = table + overflow + reported + stacks;
+            assert!(
+                all.contains(&sum),
+                "{table} + {overflow} + {reported} + {stacks}"
+            );
+            assert_eq!(default.overflow.len(), 1 + MORE_OVERFLOW);
+        }
+        let smallest = BlockRoom {
+            buckets: 1,
+            overflow: vec![1],
+        };
+        assert_eq!(room(&["--mem-limit", "1"]).expect("rounded up"), smallest);
+        let error = room(&["--max-allocs", "1000000", "--mem-limit", "1M"]).unwrap_err();
+        assert!(error.to_string().contains("raise --mem-limit"), "{error}");
+    }
+}

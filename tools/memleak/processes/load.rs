@@ -1,0 +1,207 @@
+//! Loads the programs that see calls of allocators, with the options in them.
+
+use std::os::fd::{AsFd, AsRawFd};
+
+use anyhow::{Context, Result, bail};
+use libbpf_rs::skel::OpenSkel;
+use libbpf_rs::{MapCore, MapFlags, ProgramAttachType};
+use memtools::bpf::kernel_support;
+use memtools::bpf::map_create;
+use memtools::stacks::unwind::{self, Early, Parts, Unwinder};
+
+use super::allocators;
+use super::block_room::BlockRoom;
+use super::bpf::{self, Loaded, Prepared};
+use super::probes::{Attached, Started, Way};
+use super::signature::Signature;
+use super::stopped;
+use super::target::Target;
+use crate::args::{Args, Mode};
+use crate::sampling::Sampling;
+
+/// Sums by process and stack, unless --stack-storage-size says otherwise.
+const MAX_TOTALS: u32 = 1 << 18;
+/// Why a trace has few of the objects of a Python program.
+const PYTHON_NOTE: &str = "its objects of up to 512 bytes are in arenas of its own, which are the blocks that are seen; \
+                           with PYTHONMALLOC=malloc in its environment each object is a block";
+
+/// Size of the buffer where events are only of mappings and processes: 12,000. It counts twice as memory
+/// of ours, as all of its kind.
+const MAPPING_EVENT_BYTES: u32 = 1 << 20;
+
+/// Files that what a command starts is stopped for at the first of its runs only.
+const LOOKED_AT: u32 = 4096;
+
+/// Loads the programs that are wanted, and attaches what every way needs.
+pub(super) fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
+    let room = match way {
+        Way::Plain => BlockRoom::without_table(args),
+        _ => BlockRoom::with_table(args)?,
+    };
+    let mut open = open(way, &room, target, args)?;
+    choose_programs(&mut open, way, target, args);
+    let whose = target.whose_tables(args);
+    let early = Early::start(args.unwind, &mut open.maps.unwind_shards, whose.clone())?;
+    let skel = open.load()?;
+    if way == Way::Plain {
+        share_plain_entry(&skel)?;
+    }
+    let progs = &skel.progs;
+    let watching = [
+        &progs.process_exec,
+        &progs.thread_exit,
+        &progs.process_shares,
+    ];
+    let watching = watching.into_iter().filter(|program| program.autoload());
+    let links = watching.map(|program| {
+        program
+            .attach()
+            .context("failed to watch forks, execs and exits of processes")
+    });
+    let links = links.collect::<Result<_>>()?;
+    let (while_stopped, questions) = stopped::questions()?;
+    let parts = Parts {
+        early,
+        while_stopped: Some(while_stopped),
+        python_note: Some(PYTHON_NOTE),
+        ..memtools::unwind_parts!(skel)
+    };
+    let unwinder = Unwinder::start(args.unwind, parts, whose)?;
+    let attached = Attached {
+        skel,
+        how: "",
+        overflow: room.overflow,
+        questions,
+        way,
+        signatures: signatures(target),
+    };
+    Ok((attached, links, unwinder))
+}
+
+/// Has the programs loaded that this way and these options need.
+fn choose_programs(open: &mut Prepared<'_>, way: Way, target: &Target, args: &Args) {
+    let wanted = programs(way);
+    for mut program in open.open_object_mut().progs_mut() {
+        let load = wanted(&program.name().to_string_lossy());
+        program.set_autoload(load);
+    }
+    let programs = &mut open.progs;
+    if way == Way::Multi {
+        programs.trial.set_autoload(true);
+        for program in [&mut programs.cookie_entry, &mut programs.cookie_return] {
+            program.set_attach_type(ProgramAttachType::TraceUprobeMulti);
+        }
+    }
+    // Where other processes are traced too, what they share is known.
+    let only_named = !args.any_process();
+    programs.process_shares.set_autoload(only_named);
+    programs.process_exec.set_autoload(true);
+    programs.thread_exit.set_autoload(true);
+    for program in [
+        &mut programs.unwind_publish,
+        &mut programs.unwind_exec,
+        &mut programs.unwind_mmap,
+        &mut programs.unwind_code_dies,
+        &mut programs.unwind_code_dies_too,
+    ] {
+        program.set_autoload(true);
+    }
+    // An allocator whose process was not stopped is not known.
+    let is_skipped = target.is_command && kernel_support::preempts_raw_tracepoints();
+    for program in [
+        &mut programs.held_exec_too,
+        &mut programs.held_exec_again,
+        &mut programs.held_mmap_too,
+    ] {
+        program.set_autoload(is_skipped);
+    }
+}
+
+/// Which programs see the calls.
+fn programs(way: Way) -> fn(&str) -> bool {
+    match way {
+        Way::Session => |program| program == "session_call",
+        Way::Multi | Way::Cookies => |program| program.starts_with("cookie_"),
+        Way::Plain => |program| {
+            program.starts_with("entry_") || ["plain_entry", "any_return"].contains(&program)
+        },
+    }
+}
+
+/// The skeleton with the options in it, before load.
+fn open<'target>(
+    way: Way,
+    room: &BlockRoom,
+    target: &'target Target,
+    args: &Args,
+) -> Result<Prepared<'target>> {
+    let mut open = bpf::prepare(&target.filter, args.stack_room(), args.unwind)?;
+    let options = open.options()?;
+    options.min_size = args.min_size;
+    options.max_size = args.max_size;
+    options.sample_rate = args.sample_rate;
+    if let Some(sampling) = Sampling::of(args) {
+        options.sample_bytes = sampling.sample_bytes;
+        options.level_bytes = sampling.level_bytes;
+    }
+    options.trace_calls = args.trace.into();
+    // Without a return it takes a walk by tables to know that a call goes on.
+    let has_tables = args.unwind.mode != unwind::Mode::Fp;
+    options.skips_returns = (way == Way::Session && !args.records_all() && has_tables).into();
+    options.keep_totals = (args.combined_only || args.mode == Mode::Peak).into();
+    options.count_unknown_frees = args.extended.into();
+    options.follow_peak = (args.mode == Mode::Peak).into();
+    options.only_totals = (args.mode == Mode::Alloc).into();
+    if args.mode == Mode::Churn {
+        options.churn_ns = u64::try_from(args.interval.as_nanos()).unwrap_or(u64::MAX);
+    }
+    options.bucket_count = room.buckets;
+    let [first, rest @ ..] = &room.overflow[..] else {
+        bail!("no map for blocks");
+    };
+    if !rest.is_empty() {
+        options.overflow_crowded = u64::from(first / 2);
+    }
+    for (to, signature) in options.signatures.iter_mut().zip(signatures(target)) {
+        *to = signature.packed();
+    }
+
+    let maps = &mut open.maps;
+    map_create::size(&mut maps.table, room.buckets)?;
+    map_create::size(&mut maps.overflow, *first)?;
+    if args.children && target.is_command {
+        map_create::size(&mut maps.unwind_looked, LOOKED_AT)?;
+    }
+    // Entries are made as they are needed, but buckets at once.
+    let by_stack = |wanted| {
+        let most = args.stack_storage_size.unwrap_or(MAX_TOTALS);
+        if wanted { most } else { 1 }
+    };
+    let totals = by_stack(args.mode != Mode::Leak || args.combined_only);
+    map_create::size(&mut maps.totals, totals)?;
+    map_create::size(&mut maps.unknown_frees, by_stack(args.extended))?;
+    if !args.trace {
+        map_create::size(&mut maps.events, MAPPING_EVENT_BYTES)?;
+    }
+    Ok(open)
+}
+
+/// The signatures of the programs entry_0 and so on: those that are wanted now, and of what may be loaded
+/// later as many as there is room for.
+fn signatures(target: &Target) -> Vec<Signature> {
+    let mut signatures = target.signatures();
+    for signature in allocators::signatures() {
+        if !signatures.contains(&signature) {
+            signatures.push(signature);
+        }
+    }
+    signatures
+}
+
+/// Has the programs entry_0 and so on go on to the one that does their work.
+fn share_plain_entry(skel: &Loaded) -> Result<()> {
+    let program = skel.progs.plain_entry.as_fd().as_raw_fd();
+    let map = &skel.maps.plain_work;
+    map.update(&0u32.to_ne_bytes(), &program.to_ne_bytes(), MapFlags::ANY)
+        .context("failed to have programs share one")
+}
