@@ -177,15 +177,30 @@ impl<'a> Poller<'a> {
             Some(deadline) => Some(deadline.min(self.look_again)),
             None => resting.then_some(self.look_again),
         };
-        let timeout = match until {
-            // Rounded up, else the last millisecond is spent in a busy loop.
-            Some(until) => {
-                let left = until.saturating_duration_since(now) + Duration::from_micros(999);
-                PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
-            }
-            None => PollTimeout::NONE,
-        };
+        let ready = self.ready(resting, timeout(until, now))?;
 
+        let mut wake = Wake {
+            deadline: deadline.is_some_and(|deadline| deadline <= Instant::now()),
+            ..Wake::default()
+        };
+        let mut exited = Vec::new();
+        for source in ready {
+            if let Source::Process(at) = source {
+                exited.push(at);
+            } else {
+                self.note(source, &mut wake);
+            }
+        }
+        for at in exited.into_iter().rev() {
+            self.processes.remove(at);
+            wake.exited = self.processes.is_empty();
+        }
+        Ok(wake)
+    }
+
+    /// Waits for the sources, and returns those in which there is something. While it is `resting` the ring
+    /// buffer is not one of them.
+    fn ready(&self, resting: bool, timeout: PollTimeout) -> Result<Vec<Source>> {
         let mut sources = vec![(Source::Signals, self.signals.as_fd(), PollFlags::POLLIN)];
         if let Some(stdout) = &self.stdout {
             // An error is all that is asked of it: a pipe without a reader has one.
@@ -216,50 +231,50 @@ impl<'a> Poller<'a> {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(error) => return Err(error).context("failed to wait"),
         }
-
-        let mut wake = Wake {
-            deadline: deadline.is_some_and(|deadline| deadline <= Instant::now()),
-            ..Wake::default()
-        };
-        let mut exited = Vec::new();
-        for (fd, (source, ..)) in fds.iter().zip(&sources) {
-            if !fd.any().unwrap_or(false) {
-                continue;
-            }
-            match source {
-                Source::Signals => match self.signals.read_signal() {
-                    Ok(Some(signal)) if signal.ssi_signo == SIGUSR1 => wake.report = true,
-                    Ok(Some(_)) => {
-                        wake.stop = true;
-                        self.stopped.store(true, Ordering::Relaxed);
-                    }
-                    _ => {}
-                },
-                Source::Stdout => wake.stop = true,
-                Source::Mappings => wake.mappings = true,
-                Source::Questions => wake.asked = true,
-                Source::Room => wake.room = true,
-                Source::Pressure => wake.pressure = true,
-                Source::Clients => wake.client = true,
-                Source::Process(at) => exited.push(*at),
-                Source::Ring => {
-                    wake.events = true;
-                    self.look_again = Instant::now() + PAUSE_BETWEEN_LOOKS;
-                }
-                Source::Ticks => {
-                    wake.tick = self
-                        .ticks
-                        .as_ref()
-                        .is_some_and(|ticks| ticks.wait().is_ok());
-                }
-            }
-        }
-        for at in exited.into_iter().rev() {
-            self.processes.remove(at);
-            wake.exited = self.processes.is_empty();
-        }
-        Ok(wake)
+        let ready = fds.iter().zip(&sources);
+        let ready = ready.filter(|(fd, _)| fd.any().unwrap_or(false));
+        Ok(ready.map(|(_, &(source, ..))| source).collect())
     }
+
+    /// Notes what is to be done about a source that is no process.
+    fn note(&mut self, source: Source, wake: &mut Wake) {
+        match source {
+            Source::Signals => match self.signals.read_signal() {
+                Ok(Some(signal)) if signal.ssi_signo == SIGUSR1 => wake.report = true,
+                Ok(Some(_)) => {
+                    wake.stop = true;
+                    self.stopped.store(true, Ordering::Relaxed);
+                }
+                _ => {}
+            },
+            Source::Stdout => wake.stop = true,
+            Source::Mappings => wake.mappings = true,
+            Source::Questions => wake.asked = true,
+            Source::Room => wake.room = true,
+            Source::Pressure => wake.pressure = true,
+            Source::Clients => wake.client = true,
+            Source::Ring => {
+                wake.events = true;
+                self.look_again = Instant::now() + PAUSE_BETWEEN_LOOKS;
+            }
+            Source::Ticks => {
+                wake.tick = self
+                    .ticks
+                    .as_ref()
+                    .is_some_and(|ticks| ticks.wait().is_ok());
+            }
+            Source::Process(_) => {}
+        }
+    }
+}
+
+/// The time until then, rounded up, else the last millisecond is spent in a busy loop.
+fn timeout(until: Option<Instant>, now: Instant) -> PollTimeout {
+    let Some(until) = until else {
+        return PollTimeout::NONE;
+    };
+    let left = until.saturating_duration_since(now) + Duration::from_micros(999);
+    PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
 }
 
 /// What a descriptor that is waited for stands for.
