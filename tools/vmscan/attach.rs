@@ -90,6 +90,25 @@ pub(crate) fn start(args: &Args, filter: &Filter, columns: Columns) -> Result<At
 
 /// Attaches what there is. A tracepoint that is missing costs its column, and a line on stderr.
 fn try_start(args: &Args, filter: &Filter, columns: Columns, way: Way) -> Result<Attached> {
+    let skel = load(args, filter, way)?;
+    let mut attaching = Attaching {
+        way,
+        links: Vec::new(),
+    };
+    let has = Has::attach(&skel, columns, &mut attaching);
+    let Attaching { links, .. } = attaching;
+    if links.is_empty() {
+        bail!(
+            "this kernel has none of the tracepoints of vmscan: it is built without \
+             CONFIG_TRACEPOINTS, or does not permit BPF to use them"
+        );
+    }
+    has.tell_missing(columns);
+    Ok(Attached { skel, links, has })
+}
+
+/// Loads the programs that sum up, and none that count or trace.
+fn load(args: &Args, filter: &Filter, way: Way) -> Result<Loaded> {
     let mut open = without_events(filter)?;
     if args.by_cgroup {
         kernel_support::tell_if_limits_are_unknown("vmscan");
@@ -107,96 +126,111 @@ fn try_start(args: &Args, filter: &Filter, columns: Columns, way: Way) -> Result
         program.set_autoload(!others);
         way.prepare(&mut program);
     }
-    let skel = open.load()?;
+    open.load()
+}
 
-    let mut links = Vec::new();
-    let programs = &skel.progs;
-    // The end first: an operation seen to begin must be seen to end.
-    let mut pair = |end: (&ProgramMut<'_>, &str), begin: (&ProgramMut<'_>, &str)| {
+/// Programs that are being attached to the tracepoints that there are.
+struct Attaching {
+    way: Way,
+    links: Vec<Link>,
+}
+
+impl Attaching {
+    /// Attaches both programs of an operation, or none. Returns whether both tracepoints are there. The end
+    /// comes first: an operation seen to begin must be seen to end.
+    fn pair(&mut self, end: (&ProgramMut<'_>, &str), begin: (&ProgramMut<'_>, &str)) -> bool {
         let mut both = Vec::new();
         for (program, tracepoint) in [end, begin] {
-            both.extend(way.attach(program, tracepoint).ok());
+            both.extend(self.way.attach(program, tracepoint).ok());
         }
         let there = both.len() == 2;
         if there {
-            links.append(&mut both);
+            self.links.append(&mut both);
         }
         there
-    };
-    let mut has = Has {
-        shrink_slab: pair(
-            (&programs.shrink_slab_end, "mm_shrink_slab_end"),
-            (&programs.shrink_slab_start, "mm_shrink_slab_start"),
-        ),
-        direct_reclaim: pair(
-            (&programs.direct_reclaim_end, "mm_vmscan_direct_reclaim_end"),
-            (
-                &programs.direct_reclaim_begin,
-                "mm_vmscan_direct_reclaim_begin",
-            ),
-        ),
-        memcg_reclaim: pair(
-            (&programs.memcg_reclaim_end, "mm_vmscan_memcg_reclaim_end"),
-            (
-                &programs.memcg_reclaim_begin,
-                "mm_vmscan_memcg_reclaim_begin",
-            ),
-        ),
-        ..Has::default()
-    };
-    if columns.compaction {
-        has.compaction = pair(
-            (&programs.compaction_end, "mm_compaction_end"),
-            (&programs.compaction_begin, "mm_compaction_begin"),
-        );
     }
-    if columns.kswapd {
-        has.kswapd = pair(
-            (&programs.balance_end, "mm_vmscan_balance_pgdat_end"),
-            (&programs.balance_begin, "mm_vmscan_balance_pgdat_begin"),
-        ) || pair(
-            (&programs.kswapd_sleep, "mm_vmscan_kswapd_sleep"),
-            (&programs.kswapd_wake, "mm_vmscan_kswapd_wake"),
-        );
-    }
-    let mut one = |program: &ProgramMut<'_>, names: &[&str]| {
-        let link = names.iter().find_map(|name| way.attach(program, name).ok());
-        let there = link.is_some();
-        links.extend(link);
-        there
-    };
-    has.kswapd_wakeups = one(&programs.kswapd_wakeup, &["mm_vmscan_wakeup_kswapd"]);
-    // Renamed when reclaim was taught folios; 5.10 has the old name, 6.1 the new one.
-    has.pages_written = one(
-        &programs.write_page,
-        &["mm_vmscan_write_folio", "mm_vmscan_writepage"],
-    );
 
-    if links.is_empty() {
-        bail!(
-            "this kernel has none of the tracepoints of vmscan: it is built without \
-             CONFIG_TRACEPOINTS, or does not permit BPF to use them"
-        );
+    /// Attaches a program to the first of these names that is there. Returns whether one is.
+    fn one(&mut self, program: &ProgramMut<'_>, names: &[&str]) -> bool {
+        let mut links = names.iter().flat_map(|name| self.way.attach(program, name));
+        let link = links.next();
+        let there = link.is_some();
+        self.links.extend(link);
+        there
     }
-    let missing: Vec<&str> = [
-        (has.shrink_slab, "S-SLABms"),
-        (has.direct_reclaim, "D-RECLAIMms"),
-        (has.memcg_reclaim, "M-RECLAIMms"),
-        (has.kswapd_wakeups, "KSWAPD"),
-        (has.pages_written, "WRITEPAGE"),
-        (has.kswapd || !columns.kswapd, "KSWAPDms"),
-        (has.compaction || !columns.compaction, "COMPACTms"),
-    ]
-    .into_iter()
-    .filter_map(|(there, column)| (!there).then_some(column))
-    .collect();
-    if !missing.is_empty() {
-        eprintln!(
-            "vmscan: this kernel has no tracepoints for {}",
-            missing.join(", ")
+}
+
+impl Has {
+    /// Attaches what there is of what the columns take.
+    fn attach(skel: &Loaded, columns: Columns, attaching: &mut Attaching) -> Self {
+        let programs = &skel.progs;
+        let mut pair = |end, begin| attaching.pair(end, begin);
+        let mut has = Self {
+            shrink_slab: pair(
+                (&programs.shrink_slab_end, "mm_shrink_slab_end"),
+                (&programs.shrink_slab_start, "mm_shrink_slab_start"),
+            ),
+            direct_reclaim: pair(
+                (&programs.direct_reclaim_end, "mm_vmscan_direct_reclaim_end"),
+                (
+                    &programs.direct_reclaim_begin,
+                    "mm_vmscan_direct_reclaim_begin",
+                ),
+            ),
+            memcg_reclaim: pair(
+                (&programs.memcg_reclaim_end, "mm_vmscan_memcg_reclaim_end"),
+                (
+                    &programs.memcg_reclaim_begin,
+                    "mm_vmscan_memcg_reclaim_begin",
+                ),
+            ),
+            ..Self::default()
+        };
+        if columns.compaction {
+            has.compaction = pair(
+                (&programs.compaction_end, "mm_compaction_end"),
+                (&programs.compaction_begin, "mm_compaction_begin"),
+            );
+        }
+        if columns.kswapd {
+            has.kswapd = pair(
+                (&programs.balance_end, "mm_vmscan_balance_pgdat_end"),
+                (&programs.balance_begin, "mm_vmscan_balance_pgdat_begin"),
+            ) || pair(
+                (&programs.kswapd_sleep, "mm_vmscan_kswapd_sleep"),
+                (&programs.kswapd_wake, "mm_vmscan_kswapd_wake"),
+            );
+        }
+        has.kswapd_wakeups = attaching.one(&programs.kswapd_wakeup, &["mm_vmscan_wakeup_kswapd"]);
+        // Renamed when reclaim was taught folios; 5.10 has the old name, 6.1 the new one.
+        has.pages_written = attaching.one(
+            &programs.write_page,
+            &["mm_vmscan_write_folio", "mm_vmscan_writepage"],
         );
+        has
     }
-    Ok(Attached { skel, links, has })
+
+    /// Names the columns that this kernel has no tracepoints for.
+    fn tell_missing(&self, columns: Columns) {
+        let missing: Vec<&str> = [
+            (self.shrink_slab, "S-SLABms"),
+            (self.direct_reclaim, "D-RECLAIMms"),
+            (self.memcg_reclaim, "M-RECLAIMms"),
+            (self.kswapd_wakeups, "KSWAPD"),
+            (self.pages_written, "WRITEPAGE"),
+            (self.kswapd || !columns.kswapd, "KSWAPDms"),
+            (self.compaction || !columns.compaction, "COMPACTms"),
+        ]
+        .into_iter()
+        .filter_map(|(there, column)| (!there).then_some(column))
+        .collect();
+        if !missing.is_empty() {
+            eprintln!(
+                "vmscan: this kernel has no tracepoints for {}",
+                missing.join(", ")
+            );
+        }
+    }
 }
 
 /// The programs of --trace-compaction while they are live.
