@@ -8,6 +8,8 @@ use memtools::run::cli::{self, CommonArgs};
 use memtools::run::target::TargetArgs;
 use memtools::stacks::unwind::UnwindArgs;
 
+use crate::row::Columns;
+
 /// Show tasks that had to reclaim memory themselves before they got any, with the time it took.
 #[derive(Debug, Parser)]
 #[command(
@@ -76,6 +78,46 @@ pub(crate) struct Args {
 
     #[command(flatten)]
     pub(crate) common: CommonArgs,
+}
+
+impl Args {
+    pub(crate) fn columns(&self) -> Columns {
+        Columns {
+            timestamp: self.timestamp,
+            uid: self.print_uid,
+            tid: self.tid.is_some(),
+            container: self.containers.container,
+            free: self.common.verbose,
+            kind: self.memcg || self.extended,
+            extended: self.extended,
+            limited: self.extended && self.memcg,
+        }
+    }
+
+    pub(crate) fn wants_stacks(&self) -> bool {
+        self.stack || self.export.any()
+    }
+
+    /// What is traced, in words.
+    pub(crate) fn traced(&self) -> String {
+        let user = self.uid.map(|uid| format!("user {uid}"));
+        match self.tid.map(|tid| format!("thread {tid}")).or(user) {
+            Some(some) => format!("{some}, {}", self.target),
+            None => self.target.to_string(),
+        }
+    }
+
+    pub(crate) fn wants_cgroups(&self) -> bool {
+        self.extended || self.containers.wanted(self.common.json)
+    }
+
+    pub(crate) fn wants_limited(&self) -> bool {
+        self.memcg && (self.extended || self.common.json)
+    }
+
+    pub(crate) fn shows_free(&self) -> bool {
+        self.common.verbose || self.common.json
+    }
 }
 
 #[cfg(test)]

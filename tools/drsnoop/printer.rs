@@ -1,0 +1,258 @@
+//! Events as rows, in metrics and in files of other formats.
+
+use std::collections::HashMap;
+use std::fs;
+use std::os::fd::OwnedFd;
+
+use anyhow::Result;
+use libbpf_rs::MapMut;
+use memtools::bpf::kernel_support;
+use memtools::export::files::{Exports, Subject};
+use memtools::export::metrics::{Family, Kind as Sums, Metrics};
+use memtools::export::profile::{Sample, Value};
+use memtools::print::clock::Clock;
+use memtools::print::gfp::Gfp;
+use memtools::print::histogram::{self, Histogram};
+use memtools::print::output::Output;
+use memtools::print::text;
+use memtools::process::cgroup::Cgroups;
+use memtools::process::container::Homes;
+use memtools::stacks::named::{NamedStack, StackIds};
+use memtools::stacks::symbolize::Symbolizer;
+use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
+
+use crate::args::Args;
+use crate::bpf::Loaded;
+use crate::bpf::types::{event, reclaim_kind};
+use crate::row::{Columns, Kind, Row};
+
+/// What --metrics has.
+pub(crate) static METRICS: [&Family; 3] = [&STALLS, &STALLED, &RECLAIMED];
+
+static STALLS: Family = Family {
+    name: "memtools_reclaim_stall_duration_seconds",
+    help: "How long tasks had to reclaim memory before they got any, by reason.",
+    labels: &["kind"],
+    kind: Sums::Durations,
+};
+static STALLED: Family = Family {
+    name: "memtools_reclaim_stalled_seconds_total",
+    help: "Time in which tasks had to reclaim memory before they got any.",
+    labels: &["comm", "kind"],
+    kind: Sums::Seconds,
+};
+static RECLAIMED: Family = Family {
+    name: "memtools_reclaim_stalled_pages_total",
+    help: "Pages that tasks reclaimed before they got any.",
+    labels: &["comm", "kind"],
+    kind: Sums::Count,
+};
+
+/// What the kernel half says if it cannot reach the count; FREE_PAGES_UNKNOWN.
+const FREE_PAGES_UNKNOWN: u64 = u64::MAX;
+
+/// Turns events into rows.
+pub(crate) struct Printer<'a> {
+    pub(crate) output: Output,
+    clock: Clock,
+    homes: Option<Homes<'a>>,
+    /// The cgroups that memory is limited in.
+    limited: Option<Cgroups>,
+    /// When the first reclaim ended.
+    first_ns: Option<u64>,
+    latencies: Option<Histogram>,
+    stacks: Stacks<'a, MapMut<'static>>,
+    symbolizer: Option<Symbolizer>,
+    print_stacks: bool,
+    /// What the files show, by process, its name and the ids of its stacks.
+    stalls: HashMap<(u32, String, u64, u64), Sample>,
+    pub(crate) exports: Exports,
+    pub(crate) metrics: Metrics,
+    page_kb: u64,
+    shows_free: bool,
+    told_of_free: bool,
+    columns: Columns,
+}
+
+impl<'a> Printer<'a> {
+    pub(crate) fn new(
+        args: &Args,
+        skel: &'a Loaded,
+        symbolizer: Option<Symbolizer>,
+        output: Output,
+        exports: Exports,
+        metrics: Metrics,
+    ) -> Result<Self> {
+        Ok(Self {
+            output,
+            clock: Clock::new(),
+            homes: Homes::if_wanted(args.wants_cgroups(), &skel.maps.cgroup_paths),
+            limited: args.wants_limited().then(Cgroups::of_memory),
+            first_ns: None,
+            latencies: args.hist.then(Histogram::new),
+            stacks: Stacks::new(memtools::stack_maps!(skel), MAX_OF_EVENTS)?,
+            symbolizer,
+            print_stacks: args.stack,
+            stalls: HashMap::new(),
+            exports,
+            metrics,
+            page_kb: kernel_support::page_bytes()? / 1024,
+            shows_free: args.shows_free(),
+            told_of_free: false,
+            columns: args.columns(),
+        })
+    }
+
+    /// Remembers what processes execute, if stacks are to be named. Returns what to wait for to hear
+    /// of changes.
+    pub(crate) fn look_around(&mut self) -> Result<Option<OwnedFd>> {
+        let Some(symbolizer) = &mut self.symbolizer else {
+            return Ok(None);
+        };
+        symbolizer.look_around();
+        symbolizer.descriptor().map(Some)
+    }
+
+    pub(crate) fn print(&mut self, events: impl Iterator<Item = event>) -> Result<()> {
+        if let Some(symbolizer) = &mut self.symbolizer {
+            symbolizer.refresh();
+        }
+        for event in events {
+            if let Some(latencies) = &mut self.latencies {
+                latencies.add(event.latency_ns);
+            }
+            let first = *self.first_ns.get_or_insert(event.time_ns);
+            let home = self.homes.as_mut().map(|homes| homes.of(event.cgroup));
+            let limited = path_in(&mut self.limited, event.limited);
+            let stack = self.named(&event)?;
+            if self.exports.any()
+                && let Some(stack) = &stack
+            {
+                self.add(&event, stack);
+            }
+            let row = Row {
+                time: self.clock.local(event.time_ns),
+                comm: text::from_c(&event.comm),
+                pid: event.pid,
+                tid: event.tid,
+                uid: event.uid,
+                kind: match event.kind {
+                    reclaim_kind::RECLAIM_MEMCG => Kind::Memcg,
+                    _ => Kind::Direct,
+                },
+                latency_ns: event.latency_ns,
+                reclaimed_pages: event.reclaimed_pages,
+                free_kb: self
+                    .shows_free
+                    .then(|| self.free_kb(event.free_pages))
+                    .flatten(),
+                order: event.order,
+                gfp_flags: Gfp(event.gfp_flags),
+                home,
+                limited,
+                limited_id: Some(event.limited).filter(|&id| id != 0),
+                stack: stack.filter(|_| self.print_stacks),
+                microseconds: event.time_ns.saturating_sub(first) / 1000,
+                columns: self.columns,
+            };
+            row.measure(&mut self.metrics);
+            self.output.row(&row)?;
+        }
+        self.stacks.renew_for_events()?;
+        self.output.flush()
+    }
+
+    fn free_kb(&mut self, pages: u64) -> Option<u64> {
+        if pages != FREE_PAGES_UNKNOWN {
+            return Some(pages * self.page_kb);
+        }
+        if !self.told_of_free {
+            self.told_of_free = true;
+            eprintln!(
+                "drsnoop: free memory cannot be had from inside the kernel here: FREE(KB) is that of \
+                 the moment of printing"
+            );
+        }
+        let vmstat = fs::read_to_string("/proc/vmstat").ok()?;
+        let line = vmstat
+            .lines()
+            .find_map(|line| line.strip_prefix("nr_free_pages "))?;
+        Some(line.parse::<u64>().ok()? * self.page_kb)
+    }
+
+    fn add(&mut self, event: &event, stack: &NamedStack) {
+        let key = (
+            event.pid,
+            stack.comm.clone(),
+            event.user_stack,
+            event.kernel_stack,
+        );
+        let sample = self.stalls.entry(key).or_insert_with(|| Sample {
+            stack: stack.clone(),
+            values: vec![0, 0],
+        });
+        for (sum, more) in sample.values.iter_mut().zip([1, event.latency_ns]) {
+            *sum += more;
+        }
+    }
+
+    /// Prints the histogram, if it is asked for, and what names were lost.
+    pub(crate) fn print_end(&mut self) -> Result<()> {
+        if let Some(buckets) = self.latencies.take() {
+            let name = "latency_ns";
+            self.output.header("")?;
+            self.output.row(&histogram::Named { name, buckets })?;
+            self.output.flush()?;
+        }
+        if let Some(symbolizer) = &self.symbolizer {
+            symbolizer.tell_losses("drsnoop");
+        }
+        Ok(())
+    }
+
+    /// Writes all stacks into the files that are asked for.
+    pub(crate) fn export(&mut self) {
+        if self.exports.any() {
+            let delay = Value {
+                kind: "delay",
+                unit: "nanoseconds",
+                counted: "ns",
+            };
+            let subject = Subject {
+                name: "time in direct reclaim".to_owned(),
+                values: vec![Value::count("reclaim_stalls", "stalls"), delay],
+                main: 1,
+                by_thread: true,
+                remarks: Vec::new(),
+            };
+            let samples = self.stalls.drain().map(|(_, sample)| sample).collect();
+            self.exports.write(subject, samples);
+        }
+    }
+
+    /// The kernel's and the user's stack with their names, if they are asked for.
+    fn named(&mut self, event: &event) -> Result<Option<NamedStack>> {
+        let ids = StackIds {
+            pid: event.pid,
+            comm: &text::from_c(&event.comm),
+            user: Some(event.user_stack),
+            kernel: Some(event.kernel_stack),
+        };
+        NamedStack::read_if_asked(&ids, &mut self.stacks, self.symbolizer.as_mut())
+    }
+}
+
+impl Row {
+    fn measure(&self, metrics: &mut Metrics) {
+        let kind = self.kind.name();
+        metrics.observe(&STALLS, &[kind], self.latency_ns);
+        metrics.add(&STALLED, &[&self.comm, kind], self.latency_ns);
+        metrics.add(&RECLAIMED, &[&self.comm, kind], self.reclaimed_pages);
+    }
+}
+
+/// The path of a cgroup, if it is wanted and still there.
+fn path_in(cgroups: &mut Option<Cgroups>, id: u64) -> Option<String> {
+    let cgroups = cgroups.as_mut().filter(|_| id != 0)?;
+    cgroups.path(id).map(str::to_owned)
+}
