@@ -33,17 +33,21 @@ struct block {
 	__u64 owner; /* bytes asked for << BLOCK_PID_BITS | process */
 };
 
-#define SLOT_CLAIMED   (1ULL << 63)
-#define SLOT_FREED     (1ULL << 62)
-#define BLOCK_PID_BITS 22 /* PID_MAX_LIMIT is 1 << 22 */
+/* How the words of a slot are laid out, and how many of what there is. */
+enum live_layout {
+	BLOCK_PID_BITS = 22, /* PID_MAX_LIMIT is 1 << 22 */
+	/* CLOCK_MONOTONIC at allocation, 18 years of it; above it the sampling level then. */
+	BORN_TIME_BITS = 59,
+	BUCKET_BLOCKS = 8,
+	MORE_OVERFLOW = 2,
+};
+EXPORT_TYPE(enum live_layout);
+
+#define SLOT_CLAIMED (1ULL << 63)
+#define SLOT_FREED   (1ULL << 62)
 /* What has no room in `owner`, such as an overcommitted calloc, goes to `overflow`. */
 #define BLOCK_MAX_SIZE ((1ULL << (64 - BLOCK_PID_BITS)) - 1)
-
-/* CLOCK_MONOTONIC at allocation, 18 years of it, and the sampling level that it was recorded at. */
-#define BORN_TIME_BITS 59
 #define BORN_TIME      ((1ULL << BORN_TIME_BITS) - 1)
-
-#define BUCKET_BLOCKS 8
 
 struct block_bucket {
 	__u64 was_full; /* a block that belongs here may be in its second bucket, or overflow */
@@ -91,8 +95,6 @@ struct overflow {
 } overflow SEC(".maps");
 EXPORT_TYPE(struct live_key);
 EXPORT_TYPE(struct live_block);
-
-#define MORE_OVERFLOW 2
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);

@@ -12,6 +12,7 @@ mod events;
 mod live;
 mod load;
 mod loaded;
+mod object;
 mod objects;
 mod overhead;
 pub(crate) mod pool;

@@ -3,13 +3,12 @@
 use anyhow::Result;
 use memtools::run::cli::UsageError;
 
-use super::bpf::types::block_bucket;
+use super::bpf::types::{block_bucket, live_layout};
 use crate::args::{Args, count_within};
 
 /// Blocks that the table has slots for; what is more goes to the map `overflow` and its successors.
 const DEFAULT_BLOCKS: u32 = 1 << 17;
-/// Blocks in a bucket; BUCKET_BLOCKS of `bpf/include/live.bpf.h`.
-const BUCKET_BLOCKS: u32 = 8;
+const BUCKET_BLOCKS: u32 = live_layout::BUCKET_BLOCKS.0;
 /// What a block in such a map takes of the kernel's memory: key, value, and the kernel's own.
 const OVERFLOW_BLOCK_BYTES: u64 = 112;
 /// Blocks of the first such map and of the second, which are made when they are needed, at most, and
@@ -92,8 +91,7 @@ mod tests {
 
     use super::*;
 
-    /// MORE_OVERFLOW of `bpf/include/live.bpf.h`.
-    const MORE_OVERFLOW: usize = 2;
+    const MORE_OVERFLOW: usize = live_layout::MORE_OVERFLOW.0 as usize;
 
     fn room(args: &[&str]) -> Result<BlockRoom> {
         let args = [&["memleak", "-p", "1"], args].concat();

@@ -1,7 +1,7 @@
 //! The blocks that are live, read from the kernel's maps (`bpf/include/live.bpf.h`).
 
 use std::collections::HashMap;
-use std::mem::offset_of;
+use std::mem::{self, offset_of};
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::Ordering;
 
@@ -12,15 +12,13 @@ use memtools::bpf::map_create;
 use memtools::bpf::map_mmap::MappedArray;
 use memtools::bpf::types;
 
-use super::bpf::types::{block, block_bucket, live_block, live_key};
+use super::bpf::types::{block, block_bucket, live_block, live_key, live_layout};
 use super::ended::{Ends, Fate};
 use super::probes::Attached;
 use crate::sums::Allocation;
 
-/// BLOCK_PID_BITS.
-const PID_BITS: u32 = 22;
-/// BORN_TIME_BITS.
-const TIME_BITS: u32 = 59;
+const PID_BITS: u32 = live_layout::BLOCK_PID_BITS.0;
+const TIME_BITS: u32 = live_layout::BORN_TIME_BITS.0;
 /// Addresses from here on are the marks of slots without a live block, SLOT_FREED the lower.
 const MARKS: u64 = 1 << 62;
 
@@ -92,18 +90,18 @@ impl<'a> LiveBlocks<'a> {
         ends: &HashMap<u32, Ends>,
         older_ns: u64,
     ) -> Result<(Vec<Allocation>, Vec<Allocation>)> {
-        let fate = |block: &Allocation| {
-            let ends = ends.get(&block.pid);
-            ends.map_or(Fate::Live, |ends| ends.fate(block.time_ns))
+        let mut sorted = Sorted {
+            ends,
+            older_ns,
+            live: Vec::new(),
+            left: Vec::new(),
         };
-        let (mut blocks, mut left) = (Vec::new(), Vec::new());
-        let mut leave = |block: Allocation, fate: Fate| {
-            if let Fate::Left(time_ns) = fate
-                && block.time_ns.saturating_add(older_ns) <= time_ns
-            {
-                left.push(block);
-            }
-        };
+        self.read_table(&mut sorted)?;
+        self.read_overflow(&mut sorted)?;
+        Ok((sorted.live, sorted.left))
+    }
+
+    fn read_table(&self, sorted: &mut Sorted<'_>) -> Result<()> {
         // Meanwhile only, or it would count as memory of ours.
         let table = MappedArray::new(self.table)?;
         for bucket in 0..table.len() {
@@ -123,15 +121,20 @@ impl<'a> LiveBlocks<'a> {
                     calls: 1,
                     level: level_of(block.born),
                 };
-                match fate(&allocation) {
-                    Fate::Live => blocks.push(allocation),
+                match sorted.fate(&allocation) {
+                    Fate::Live => sorted.live.push(allocation),
                     fate => {
                         table.replace(bucket, address_offset(slot), block.address, 0)?;
-                        leave(allocation, fate);
+                        sorted.leave(allocation, fate);
                     }
                 }
             }
         }
+        Ok(())
+    }
+
+    /// Reads the maps that take what the table has no room for.
+    fn read_overflow(&mut self, sorted: &mut Sorted<'_>) -> Result<()> {
         let first: &dyn MapCore = self.first;
         let added = self.added.iter().map(|map| map as &dyn MapCore);
         for map in [first].into_iter().chain(added) {
@@ -148,7 +151,9 @@ impl<'a> LiveBlocks<'a> {
                     level: level_of(value.born),
                 })
             })?;
-            for block in read.extract_if(.., |block| fate(block) != Fate::Live) {
+            let is_over = |block: &mut Allocation| sorted.fate(block) != Fate::Live;
+            let over: Vec<Allocation> = read.extract_if(.., is_over).collect();
+            for block in over {
                 let key = live_key {
                     address: block.address,
                     pid: block.pid.into(),
@@ -157,11 +162,36 @@ impl<'a> LiveBlocks<'a> {
                 map.delete(types::bytes_of(&key))
                     .context("failed to drop the blocks of an exited process")?;
                 self.dropped += 1;
-                leave(block, fate(&block));
+                sorted.leave(block, sorted.fate(&block));
             }
-            blocks = map_batch::join(blocks, read);
+            sorted.live = map_batch::join(mem::take(&mut sorted.live), read);
         }
-        Ok((blocks, left))
+        Ok(())
+    }
+}
+
+/// Blocks by what became of their processes' memory.
+struct Sorted<'a> {
+    ends: &'a HashMap<u32, Ends>,
+    /// How old a block has to be at its process's exit to have been left.
+    older_ns: u64,
+    live: Vec<Allocation>,
+    left: Vec<Allocation>,
+}
+
+impl Sorted<'_> {
+    fn fate(&self, block: &Allocation) -> Fate {
+        let ends = self.ends.get(&block.pid);
+        ends.map_or(Fate::Live, |ends| ends.fate(block.time_ns))
+    }
+
+    /// Notes a block of memory that has ended.
+    fn leave(&mut self, block: Allocation, fate: Fate) {
+        if let Fate::Left(time_ns) = fate
+            && block.time_ns.saturating_add(self.older_ns) <= time_ns
+        {
+            self.left.push(block);
+        }
     }
 }
 

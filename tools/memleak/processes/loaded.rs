@@ -12,7 +12,8 @@ use memtools::process::proc::{FileId, Process};
 use memtools::process::translator;
 use nix::unistd::{Pid, getpgid};
 
-use super::objects::{self, Object, ProbedFile};
+use super::object::{Object, ProbedFile};
+use super::objects;
 use super::probes::Attached;
 use super::target::{EVERY_PROCESS, Target, read_by_translator};
 use crate::args::Args;

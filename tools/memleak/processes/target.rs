@@ -16,7 +16,8 @@ use memtools::run::target::doubt_interval;
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::unwind::Whose;
 
-use super::objects::{self, Found, Object, ProbedFile};
+use super::object::{Object, ProbedFile};
+use super::objects::{self, Found};
 use super::signature::Signature;
 use crate::args::Args;
 

@@ -1,0 +1,393 @@
+//! A file with functions to probe: which these are, and where each is probed.
+
+use std::cell::Cell;
+use std::collections::{HashMap, HashSet};
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use memtools::code::elf;
+use memtools::code::instruction::{self, Code};
+use memtools::code::probe_place::{self, Place, Wish};
+use memtools::code::wrappers::{Callee, Calls, Given, Passes, Passing};
+use memtools::print::text;
+use memtools::process::mapped_file::MappedFile;
+
+use super::allocators;
+use super::pool::Named;
+use super::signature::Signature;
+use crate::args::{Args, Mode};
+
+/// A file of the target with functions to probe.
+#[derive(Debug)]
+pub(crate) struct Object {
+    /// Held open: probes are attached through its descriptor.
+    pub(crate) file: MappedFile,
+    /// The file's name for messages.
+    pub(crate) module: String,
+    /// What the allocator in it is called.
+    allocator: &'static str,
+    /// Whether it is the program itself, and no library.
+    is_program: bool,
+    /// Where names share an address, as aligned_alloc and memalign do in glibc, one is here.
+    pub(crate) functions: Vec<Function>,
+}
+
+/// A file in which functions are probed, which it does not hold open.
+#[derive(Debug)]
+pub(crate) struct ProbedFile {
+    pub(crate) inode: u64,
+    /// The file's name for messages.
+    pub(crate) module: String,
+}
+
+/// What it is called where only --alloc and --free name functions.
+const NAMED: &str = "named functions";
+
+/// A function to probe.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Function {
+    pub(crate) signature: Signature,
+    /// Offset in the file of the instruction to probe.
+    pub(crate) offset: usize,
+    /// The instruction, and what follows it.
+    code: Code,
+}
+
+/// A function as the file has it.
+type Symbol<'a> = (&'a elf::Function, Signature);
+
+impl Object {
+    /// This file, if there is anything in it to probe.
+    pub(crate) fn new(file: &MappedFile, is_program: bool, args: &Args) -> Result<Option<Self>> {
+        let wish = match args.no_placement {
+            true => Wish::Entry,
+            false => Wish::Cheap,
+        };
+        Self::with_probes(file, is_program, wish, args)
+    }
+
+    /// This file with its functions probed at their entries or as near behind them as is safe.
+    pub(crate) fn at_entries(&self, args: &Args) -> Result<Self> {
+        let object = Self::with_probes(&self.file, self.is_program, Wish::Entry, args)?;
+        object.with_context(|| format!("{} was changed while it was searched", self.module))
+    }
+
+    fn with_probes(
+        file: &MappedFile,
+        is_program: bool,
+        wish: Wish,
+        args: &Args,
+    ) -> Result<Option<Self>> {
+        let wanted = Wanted::new(file, is_program, args)?;
+        let is_wanted = |name: &str, local: bool| wanted.has(name, local);
+        let found = elf::functions(file.file(), is_wanted).context("failed to read its symbols")?;
+        let found = with_code(file, found);
+        let names: Vec<&str> = found.iter().map(|symbol| symbol.name.as_str()).collect();
+        let by_user = wanted.by_user_in(file, &found);
+        let mut symbols = wanted.of_allocator_in(file, &found, &names, &by_user)?;
+        let allocator = match symbols.is_empty() {
+            true => NAMED,
+            false => allocators::name(&names, &file.module()),
+        };
+        symbols.extend(by_user);
+        if symbols.is_empty() {
+            return Ok(None);
+        }
+        if args.mode == Mode::Alloc {
+            symbols.retain(|(_, signature)| !signature.only_ends());
+        }
+        Ok(Some(Self {
+            file: file.clone(),
+            module: file.module(),
+            allocator,
+            is_program,
+            functions: place(file, &symbols, wish, args)?,
+        }))
+    }
+
+    /// Fails if the file has other instructions now than when it was searched: a breakpoint in the
+    /// middle of one changes what the program does.
+    pub(crate) fn expect_unchanged(&self) -> Result<()> {
+        for function in &self.functions {
+            let now = instruction::code_at(self.file.file(), function.offset as u64)?;
+            ensure!(
+                now == function.code,
+                "its code was changed while it was searched; try again"
+            );
+        }
+        Ok(())
+    }
+
+    /// The file by its inode; None if that cannot be known.
+    pub(crate) fn probed_file(&self) -> Option<ProbedFile> {
+        let (_, inode) = self.file.identity().ok()?;
+        Some(ProbedFile {
+            inode,
+            module: self.module.clone(),
+        })
+    }
+
+    /// What was found, in a few words.
+    pub(crate) fn found(&self) -> String {
+        let probes = |function: &Function| 1 + usize::from(function.signature.returns());
+        let probes: usize = self.functions.iter().map(probes).sum();
+        let how = match self.is_program && self.allocator != NAMED {
+            true => " (static)",
+            false => "",
+        };
+        format!(
+            "allocator: {}{how}, {probes} probes in {}",
+            self.allocator, self.module
+        )
+    }
+}
+
+/// Which functions of a file are looked for.
+struct Wanted<'a> {
+    args: &'a Args,
+    /// The functions of this file that --alloc and --free name.
+    named: Vec<&'a Named>,
+    /// Whether the file's allocator is: with -O, of that file only.
+    searched: bool,
+    /// Whether the file is a static program: there the linker can make the functions local, as it does for Rust.
+    is_static: bool,
+}
+
+impl<'a> Wanted<'a> {
+    fn new(file: &MappedFile, is_program: bool, args: &'a Args) -> Result<Self> {
+        let named = args.named().filter(|named| is_named(file, &named.object));
+        let object = args.obj.as_deref();
+        Ok(Self {
+            args,
+            named: named.collect(),
+            searched: object.is_none_or(|object| is_named(file, object)),
+            is_static: is_program && elf::interpreter(file.file())?.is_none(),
+        })
+    }
+
+    fn by_user(&self, name: &str) -> Option<Signature> {
+        let named = self.named.iter().find(|named| named.symbol == name);
+        named.map(|named| named.signature)
+    }
+
+    fn by_name(&self, name: &str) -> Option<Signature> {
+        let known = || allocators::signature(name, &self.args.symbols_prefix);
+        self.searched.then(known).flatten()
+    }
+
+    fn has(&self, name: &str, local: bool) -> bool {
+        let usable = !local || self.is_static || !allocators::is_common_name(name);
+        let known = self.by_name(name).is_some() || allocators::is_marker(name);
+        self.by_user(name).is_some() || usable && known
+    }
+
+    /// The functions that the user has named.
+    fn by_user_in<'f>(&self, file: &MappedFile, found: &'f [elf::Function]) -> Vec<Symbol<'f>> {
+        let mut by_user: Vec<Symbol<'_>> = found
+            .iter()
+            .filter_map(|symbol| Some((symbol, self.by_user(&symbol.name)?)))
+            .collect();
+        if elf::is_go(file.file()) {
+            without_returns_to_go(file, &mut by_user);
+        }
+        by_user
+    }
+
+    /// The functions of the file's allocator, but those that the user has named; none if there is no
+    /// allocator, which allocates and frees.
+    fn of_allocator_in<'f>(
+        &self,
+        file: &MappedFile,
+        found: &'f [elf::Function],
+        names: &[&str],
+        by_user: &[Symbol<'_>],
+    ) -> Result<Vec<Symbol<'f>>> {
+        let rust_has_none = allocators::is_rusts_default(names);
+        let offsets = by_user.iter().map(|(symbol, _)| symbol.file_offset);
+        let mut seen: HashSet<u64> = offsets.collect();
+        let mut symbols: Vec<Symbol<'_>> = Vec::new();
+        for symbol in found {
+            if let Some(signature) = self.by_name(&symbol.name)
+                && !(rust_has_none && allocators::is_of_rust(&symbol.name))
+                && seen.insert(symbol.file_offset)
+            {
+                symbols.push((symbol, signature));
+            }
+        }
+        let any = |symbols: &[Symbol<'_>], is: fn(Signature) -> bool| {
+            symbols.iter().any(|(_, signature)| is(*signature))
+        };
+        if !any(&symbols, Signature::allocates) || !any(&symbols, Signature::frees) {
+            symbols.clear();
+        }
+        if self.args.obj.is_none() && self.args.symbols_prefix.is_empty() {
+            symbols = without_wrappers(file, symbols, self.args)?;
+        }
+        if !any(&symbols, Signature::allocates) {
+            symbols.clear();
+        }
+        Ok(symbols)
+    }
+}
+
+/// Leaves out symbols at which there is no instruction, and names one: a symbol at an impossible place,
+/// or in data, must keep neither the file's other functions nor the process's other files from being
+/// probed.
+fn with_code(file: &MappedFile, found: Vec<elf::Function>) -> Vec<elf::Function> {
+    let has_code = |symbol: &elf::Function| {
+        let code = instruction::code_at(file.file(), symbol.file_offset);
+        code.is_ok_and(|code| instruction::begins(&code))
+    };
+    let (usable, unusable): (Vec<_>, Vec<_>) = found.into_iter().partition(has_code);
+    if let Some(first) = unusable.first() {
+        eprintln!(
+            "memleak: {} is not probed at {} (1 of {} such symbols): no instruction is there",
+            file.module(),
+            text::escape(&first.name),
+            unusable.len()
+        );
+    }
+    usable
+}
+
+/// Leaves out, by name, functions that the user has named in a Go program and that need a return
+/// probe: goroutines move their stacks, where the return address is. C functions, of cgo, are on a
+/// thread's own stack, which stays where it is.
+fn without_returns_to_go(file: &MappedFile, by_user: &mut Vec<Symbol<'_>>) {
+    by_user.retain(|(symbol, signature)| {
+        if signature.returns() {
+            eprintln!(
+                "memleak: {} is not probed at {}, as it is Go's: its runtime moves stacks, which \
+                 return probes corrupt",
+                file.module(),
+                text::escape(&symbol.name)
+            );
+        }
+        !signature.returns()
+    });
+}
+
+/// Leaves out what only passes its calls on to another function that is probed, here or in another
+/// file. The rest that may call one that frees is marked.
+fn without_wrappers<'a>(
+    file: &MappedFile,
+    symbols: Vec<Symbol<'a>>,
+    args: &Args,
+) -> Result<Vec<Symbol<'a>>> {
+    let calls = Calls::of(file.file())?;
+    let known: HashMap<u64, Signature> = symbols
+        .iter()
+        .map(|(symbol, signature)| (symbol.file_offset, *signature))
+        .collect();
+    let mut kept = Vec::new();
+    for (symbol, signature) in symbols {
+        let frees_by_call = Cell::new(false);
+        let same = |callee: Callee<'_>, given: Given| {
+            let other = match callee {
+                Callee::Own(offset) if offset == symbol.file_offset => None,
+                Callee::Own(offset) => known.get(&offset).copied(),
+                Callee::Import(name) => allocators::signature(name, ""),
+            };
+            frees_by_call.set(frees_by_call.get() || other.is_some_and(Signature::frees));
+            let passed_on = |other: Signature| {
+                other.given(|argument| given.as_argument(argument)) == Some(signature)
+            };
+            // operator new asks for one byte where it is asked for none, which is not followed.
+            let may_ask_for_more = |other| {
+                signature.allocates() && other == signature && !allocators::rounds_up(&symbol.name)
+            };
+            other.is_some_and(|other| passed_on(other) || may_ask_for_more(other))
+        };
+        let passes = match (signature.allocates(), signature.frees()) {
+            (true, _) => Passes::Result,
+            (_, true) => Passes::Arguments,
+            _ => {
+                kept.push((symbol, signature));
+                continue;
+            }
+        };
+        match calls.passing(symbol, passes, same) {
+            Passing::Always if args.verbose => eprintln!(
+                "memleak: {} is not probed at {}, which only calls another of these functions",
+                file.module(),
+                symbol.name
+            ),
+            Passing::Always => {}
+            _ if signature.frees() && (frees_by_call.get() || calls.leaves_the_file(symbol)) => {
+                if args.verbose {
+                    let (module, name) = (file.module(), &symbol.name);
+                    eprintln!("memleak: {module}'s {name} may call another function that frees");
+                }
+                kept.push((symbol, signature.wrapping()));
+            }
+            _ => kept.push((symbol, signature)),
+        }
+    }
+    Ok(kept)
+}
+
+/// Where to probe each of these functions of a file. Those that cannot be probed without harm to
+/// the target are left out by name.
+fn place(
+    file: &MappedFile,
+    symbols: &[(&elf::Function, Signature)],
+    wish: Wish,
+    args: &Args,
+) -> Result<Vec<Function>> {
+    let places = if cfg!(not(target_arch = "x86_64")) {
+        vec![Some(Place::ENTRY); symbols.len()]
+    } else {
+        let asked: Vec<_> = symbols
+            .iter()
+            .map(|(symbol, signature)| (*symbol, signature.arguments()))
+            .collect();
+        let mut places = probe_place::places(file.file(), &asked, wish)?;
+        let moved = |(place, (_, signature)): (&Option<Place>, &(_, Signature))| {
+            place.is_some_and(|place| signature.at(place).is_none())
+        };
+        if places.iter().zip(symbols).any(moved) {
+            let entries = probe_place::places(file.file(), &asked, Wish::Entry)?;
+            for ((place, at_entry), symbol) in places.iter_mut().zip(entries).zip(symbols) {
+                if moved((place, symbol)) {
+                    *place = at_entry;
+                }
+            }
+        }
+        places
+    };
+    let mut functions = Vec::new();
+    for ((symbol, signature), place) in symbols.iter().zip(places) {
+        let (module, name) = (file.module(), &symbol.name);
+        let moved = place.and_then(|place| Some((place, signature.at(place)?)));
+        let Some((place, signature)) = moved else {
+            eprintln!(
+                "memleak: {module}'s {name} is not probed: forked children of the target would \
+                 die of it on this kernel"
+            );
+            continue;
+        };
+        if args.verbose {
+            eprintln!("memleak: {module} is probed at {name}+{:#x}", place.offset);
+        }
+        let offset = symbol.file_offset + place.offset;
+        functions.push(Function {
+            signature,
+            offset: offset as usize,
+            code: instruction::code_at(file.file(), offset)?,
+        });
+    }
+    Ok(functions)
+}
+
+/// Whether the user means this file: by its path, its name, or as `c` means libc.so.6.
+pub(super) fn is_named(file: &MappedFile, object: &Path) -> bool {
+    if object.components().count() > 1 {
+        return file.name() == object
+            || object.canonicalize().is_ok_and(|path| path == file.name());
+    }
+    let (module, object) = (file.module(), object.to_string_lossy());
+    let library = module
+        .strip_prefix("lib")
+        .and_then(|rest| rest.strip_prefix(&*object));
+    module == *object || library.is_some_and(|rest| rest.starts_with(['.', '-', '_']))
+}
