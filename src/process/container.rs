@@ -72,6 +72,16 @@ impl Home {
         }
     }
 
+    /// The home of a process that runs, as this process sees it; if none can be read, as the process has ended, it is
+    /// `gone`.
+    pub fn of_process(pid: u32) -> Self {
+        let cgroup = cgroup::of_process(pid);
+        Self {
+            gone: cgroup.is_none(),
+            ..Self::at(cgroup)
+        }
+    }
+
     /// What a column has room for, and `--cgroup` takes: the first digits of the container's id or, in none, of the
     /// pod's uid; else the name of the cgroup's folder, of a service without `.service`. `-` for the root and for a
     /// task without a cgroup, `[gone]` for a cgroup of which no path was kept.
@@ -226,6 +236,14 @@ mod tests {
             ..Home::default()
         };
         assert_eq!(gone.name(), "[gone]");
+    }
+
+    #[test]
+    fn a_process_has_a_home_until_it_ends() {
+        let own = Home::of_process(std::process::id());
+        assert!(!own.gone && own.cgroup.is_some());
+        // No process has so large a number.
+        assert_eq!(Home::of_process(u32::MAX).name(), "[gone]");
     }
 
     #[test]

@@ -10,6 +10,7 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::harness::{self, Cgroup, Tool, Workload};
+use crate::memtriage;
 use crate::pressure::Swap;
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -17,6 +18,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         those_of_every_runtime_are_told,
         one_that_has_gone_is_told,
         tables_have_a_column,
+        the_largest_processes_have_theirs,
         who_reads_back_from_swap_is_told [Kprobes, Guest],
     )
 }
@@ -204,6 +206,33 @@ fn tables_have_a_column() -> Result<()> {
         );
         workload.finish()?;
     }
+    Ok(())
+}
+
+/// memtriage, which reads it of /proc: of one process that is asked about, and of all.
+fn the_largest_processes_have_theirs() -> Result<()> {
+    let mut workload = Workload::start("mmap", &["anon", "23"])?;
+    let pid = workload.pid();
+    let mut layout = Layout::new()?;
+    let cgroup = layout.put(&pid, &format!("system.slice/docker-{ID}.scope"))?;
+    for args in [&["-p", &pid][..], &["--by", "growth", "-T", "10000"]] {
+        let (objects, _) = memtriage::triage_of(args)?;
+        let rows = of_process(&objects, &pid);
+        let row = rows.iter().find(|row| row["type"] == "process");
+        let row = row.with_context(|| format!("{args:?}: {rows:?}"))?;
+        ensure!(is_in(row, &cgroup) && row["container_id"] == ID, "{row}");
+        let ended = harness::run("memtriage", &[args, &["--container"]].concat())?;
+        let expected = format!("\n{pid:<7} mmap             4c01db0b339c     ");
+        ensure!(
+            ended
+                .stdout
+                .contains("COMM             CONTAINER             PSS"),
+            "{ended:?}"
+        );
+        ensure!(ended.stdout.contains(&expected), "{ended:?}");
+    }
+    workload.work()?;
+    workload.finish()?;
     Ok(())
 }
 

@@ -6,6 +6,7 @@ use std::io::{self, Write};
 use std::time::Instant;
 
 use memtools::print::output::Row;
+use memtools::process::container::Home;
 use serde::Serialize;
 
 use crate::look::Look;
@@ -92,6 +93,7 @@ impl Growth {
                 what,
                 name: sizes.name.clone(),
                 pid,
+                home: None,
                 bytes: last,
                 growth_bytes,
                 seconds: seconds.as_secs_f64(),
@@ -104,6 +106,9 @@ impl Growth {
             key(a).cmp(&key(b))
         });
         rows.truncate(MOST);
+        for row in &mut rows {
+            row.home = row.pid.map(Home::of_process);
+        }
         rows
     }
 }
@@ -118,6 +123,9 @@ pub(crate) struct Growing {
     /// The process, whose own memory is meant: anonymous and swapped. None for a part.
     #[serde(skip_serializing_if = "Option::is_none")]
     pid: Option<u32>,
+    /// The cgroup that the process is in. None for a part.
+    #[serde(flatten)]
+    home: Option<Home>,
     bytes: u64,
     growth_bytes: u64,
     /// The seconds in which it grew.

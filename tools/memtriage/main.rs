@@ -26,6 +26,7 @@ use anyhow::Result;
 use clap::Parser;
 use clap_complete::engine::ArgValueCompleter;
 use memtools::print::output::{Format, Output};
+use memtools::process::container::ContainerArgs;
 use memtools::process::filter;
 use memtools::run::poll::{Poller, Wake};
 use memtools::run::{cli, complete};
@@ -53,6 +54,7 @@ const FINDINGS: u8 = 3;
     name = "memtriage",
     version,
     max_term_width = 100,
+    mut_arg("container", |container| container.conflicts_with_all(["doctor", "record", "cgroup"])),
     after_help = "\
 exit status: 0 if nothing was found, 3 if something is to be looked at (with --doctor: a tool cannot
 run; with --record: a report was written), 1 if it could not run
@@ -63,6 +65,7 @@ examples:
   memtriage 5                  every 5 seconds, until Ctrl-C
   memtriage --watch            every second, with what grows
   memtriage --by slab -T 20    the largest slab caches; also cgroup, code, swap, growth
+  memtriage --container        with the container or systemd unit of each process
   memtriage -p 1234            where the memory of a process is: heap, stacks, files, huge pages
   memtriage --cgroup db        of a cgroup: a systemd unit, a container's id, or a path
   memtriage --who 10           then trace for 10 seconds, and name the stacks of what was found
@@ -121,6 +124,9 @@ struct Args {
     #[arg(short = 'T', long, value_name = "N", default_value_t = 5, value_parser = cli::count::<usize>)]
     top: usize,
 
+    #[command(flatten)]
+    containers: ContainerArgs,
+
     /// Print one JSON object a line
     #[arg(short, long)]
     json: bool,
@@ -168,7 +174,8 @@ fn run(args: Args) -> Result<ExitCode> {
     }
     let schedule = Schedule::of(&args);
     if let Some(subject) = Subject::of(args.pid, args.cgroup.as_deref())? {
-        subject::run(&subject, &schedule, args.all, poller, &mut output)?;
+        let shown = (args.all, args.containers.container);
+        subject::run(&subject, &schedule, shown, poller, &mut output)?;
         return Ok(ExitCode::SUCCESS);
     }
     let redraws = args.watch && args.output.is_none() && !args.json && io::stdout().is_terminal();
@@ -269,7 +276,8 @@ fn report(
         }
     }
     output.row(&Table::new(&before.accounting, &now.accounting, args.all))?;
-    args.by.print(before, now, &growth, args.top, output)?;
+    let shown = (args.top, args.containers.container);
+    args.by.print(before, now, &growth, shown, output)?;
     let level = findings.first().map_or(Level::Healthy, |first| first.level);
     Ok((level, findings::culprits(findings, &evidence)))
 }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use memtools::host::values::Values;
 use memtools::print::text;
+use memtools::process::container::Home;
 use memtools::process::proc;
 
 use crate::whose::By;
@@ -38,6 +39,8 @@ pub(crate) struct Usage {
     pub(crate) disk_reads: Option<u64>,
     /// The proportional share: shared pages divided by those who share them.
     pub(crate) pss: Option<u64>,
+    /// The cgroup that it is in. None before anybody asked: see [`find_homes`].
+    pub(crate) home: Option<Home>,
 }
 
 impl Usage {
@@ -61,6 +64,7 @@ pub(crate) fn all() -> Vec<Usage> {
 pub(crate) fn one(pid: u32) -> Option<Usage> {
     let mut process = [look_at(pid)?];
     add_pss(&mut process);
+    find_homes(&mut process);
     let [usage] = process;
     Some(usage)
 }
@@ -89,6 +93,7 @@ fn look_at(pid: u32) -> Option<Usage> {
         shmem: status.of("RssShmem"),
         swap: status.of("VmSwap"),
         pss: None,
+        home: None,
     })
 }
 
@@ -127,7 +132,16 @@ pub(crate) fn largest(
     add_pss(&mut processes);
     sort(&mut processes);
     processes.truncate(top);
+    find_homes(&mut processes);
     processes
+}
+
+/// Asks in which cgroup each is. The kernel takes a lock of all cgroups for each answer: only those are asked for that
+/// are shown.
+pub(crate) fn find_homes(processes: &mut [Usage]) {
+    for usage in processes {
+        usage.home = Some(Home::of_process(usage.pid));
+    }
 }
 
 /// A thread asks, as a process with many mappings can keep it for seconds; it ends with us.

@@ -10,6 +10,7 @@ use memtools::host::memory_cgroups;
 use memtools::host::values::Values;
 use memtools::print::clock;
 use memtools::print::output::Row;
+use memtools::process::container::{self, Home};
 use serde::Serialize;
 
 use crate::accounting::{Accounting, Part};
@@ -213,24 +214,34 @@ impl Row for Table<'_> {
 pub(crate) struct ProcessRow<'a> {
     pid: u32,
     comm: &'a str,
+    #[serde(flatten)]
+    home: Option<&'a Home>,
     pss_bytes: Option<u64>,
     anon_bytes: u64,
     file_bytes: u64,
     shmem_bytes: u64,
     swap_bytes: u64,
     growth_bytes: i64,
+    /// Whether text has the column CONTAINER.
+    #[serde(skip)]
+    container: bool,
 }
 
 impl<'a> ProcessRow<'a> {
-    pub(crate) const HEADER: &'static str = concat!(
-        "\nPID     COMM                  PSS     ANON     FILE    SHMEM     SWAP",
-        "   CHANGE"
-    );
+    /// The names of the columns, with CONTAINER if that is asked for.
+    pub(crate) fn header(container: bool) -> String {
+        format!(
+            "\nPID     COMM             {}     PSS     ANON     FILE    SHMEM     SWAP   CHANGE",
+            container::header(container)
+        )
+    }
 
-    pub(crate) fn new(usage: &'a Usage, growth: i64) -> Self {
+    pub(crate) fn new(usage: &'a Usage, growth: i64, container: bool) -> Self {
         Self {
             pid: usage.pid,
             comm: &usage.comm,
+            home: usage.home.as_ref(),
+            container,
             pss_bytes: usage.pss,
             anon_bytes: usage.anon,
             file_bytes: usage.file,
@@ -245,9 +256,10 @@ impl Row for ProcessRow<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         writeln!(
             out,
-            "{:<7} {:<16} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}",
+            "{:<7} {:<16} {}{:>8} {:>8} {:>8} {:>8} {:>8} {:>8}",
             self.pid,
             self.comm,
+            container::column(self.home.filter(|_| self.container)),
             self.pss_bytes.map_or("-".into(), size),
             size(self.anon_bytes),
             size(self.file_bytes),

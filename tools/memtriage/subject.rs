@@ -45,10 +45,11 @@ struct Seen {
 }
 
 /// Prints where the subject's memory is, once or as often as is scheduled; until a signal, or the process's end.
+/// `all` shows each small part, `container` the column of that name.
 pub(crate) fn run<'a>(
     subject: &'a Subject,
     schedule: &Schedule,
-    all: bool,
+    (all, container): (bool, bool),
     mut poller: Poller<'a>,
     output: &mut Output,
 ) -> Result<()> {
@@ -65,7 +66,7 @@ pub(crate) fn run<'a>(
             Err(_) if subject.is_gone() => break,
             Err(error) => return Err(error),
         };
-        subject.print(&before, &now, all, output)?;
+        subject.print(&before, &now, (all, container), output)?;
         if schedule.interval.is_some() {
             output.header("")?;
         }
@@ -131,7 +132,13 @@ impl Subject {
         }
     }
 
-    fn print(&self, before: &Seen, now: &Seen, all: bool, output: &mut Output) -> Result<()> {
+    fn print(
+        &self,
+        before: &Seen,
+        now: &Seen,
+        (all, container): (bool, bool),
+        output: &mut Output,
+    ) -> Result<()> {
         let mut table = Table::new(&before.accounting, &now.accounting, all);
         match self {
             Self::Process(process) => table.pid = Some(process.pid()),
@@ -145,8 +152,8 @@ impl Subject {
         };
         let earlier = before.process.as_ref().map_or(0, |(usage, _)| usage.own());
         let growth = usage.own().cast_signed() - earlier.cast_signed();
-        output.header(ProcessRow::HEADER)?;
-        output.row(&ProcessRow::new(usage, growth))?;
+        output.header(&ProcessRow::header(container))?;
+        output.row(&ProcessRow::new(usage, growth, container))?;
         match HugePages::of(usage.pid, mappings) {
             Some(huge) => output.row(&huge),
             None => Ok(()),

@@ -86,21 +86,22 @@ impl By {
         })
     }
 
-    /// Prints the `top` largest of what is looked at, or, by growth, of what has grown most.
+    /// Prints the `top` largest of what is looked at, or, by growth, of what has grown most; processes with the column CONTAINER if
+    /// that is asked for.
     pub(crate) fn print(
         self,
         before: &Look,
         now: &Look,
         growth: &HashMap<u32, i64>,
-        top: usize,
+        (top, container): (usize, bool),
         output: &mut Output,
     ) -> Result<()> {
         let (what, title) = match self {
             Self::Process | Self::Swap | Self::Growth => {
-                output.header(ProcessRow::HEADER)?;
+                output.header(&ProcessRow::header(container))?;
                 for usage in processes::largest(now.processes.clone(), growth, self, top) {
                     let grown = growth.get(&usage.pid).copied().unwrap_or_default();
-                    output.row(&ProcessRow::new(&usage, grown))?;
+                    output.row(&ProcessRow::new(&usage, grown, container))?;
                 }
                 return Ok(());
             }

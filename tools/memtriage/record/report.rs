@@ -23,7 +23,7 @@ use crate::siblings::Question;
 use crate::who::Answer;
 
 /// Processes that are shown.
-const PROCESSES: usize = 10;
+pub(crate) const PROCESSES: usize = 10;
 /// What the stacks in a report are of.
 const RULES: &[&str] = &["growing"];
 
@@ -62,7 +62,7 @@ impl Report {
             place: &self.place,
             moments: &self.moments,
             processes: processes
-                .map(|(usage, growth)| ProcessRow::new(usage, *growth))
+                .map(|(usage, growth)| ProcessRow::new(usage, *growth, false))
                 .collect(),
             traced: profiles
                 .map(|(question, outcome)| Answer::of(RULES, question, outcome))
@@ -126,7 +126,7 @@ impl Row for Rows<'_> {
         for moment in self.moments {
             moment.text(out)?;
         }
-        writeln!(out, "{}", ProcessRow::HEADER)?;
+        writeln!(out, "{}", ProcessRow::header(false))?;
         for process in &self.processes {
             process.text(out)?;
         }

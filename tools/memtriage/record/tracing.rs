@@ -18,6 +18,7 @@ use tempfile::TempDir;
 use crate::processes::{self, Usage};
 use crate::record::kills::{Kill, Kills};
 use crate::record::mark::Place;
+use crate::record::report::PROCESSES;
 use crate::siblings::{self, Question, Run, Unit};
 
 /// Processes that are traced at once: the machine is in need as it is.
@@ -112,7 +113,11 @@ impl Tracing {
     }
 
     fn look(&mut self) {
-        let all = processes::all();
+        let mut all = processes::all();
+        // A report has no others, and who is killed can be asked no more.
+        all.sort_by_key(|usage| (Reverse(usage.own()), usage.pid));
+        let shown = all.len().min(PROCESSES);
+        processes::find_homes(&mut all[..shown]);
         let growth = processes::growth(&self.now.all, &all);
         self.before = std::mem::replace(&mut self.now, Processes { all, growth });
     }
