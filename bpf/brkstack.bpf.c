@@ -9,6 +9,7 @@
  * which is skipped for all other tasks on that CPU meanwhile: there, kprobes of the
  * system call's function (src/bpf/attach.rs).
  */
+#include "cgroup_path.bpf.h"
 #include "event.bpf.h"
 #include "filter.bpf.h"
 #include "stack_count.bpf.h"
@@ -23,6 +24,7 @@ struct event {
 	__u64 new_end;
 	__u64 user_stack; /* ids in `stacks`; STACK_NONE also if not asked for */
 	__u64 kernel_stack;
+	__u64 cgroup; /* as cgroup_of_current() has it */
 	__u32 pid;
 	__u32 tid;
 	char comm[16];
@@ -81,6 +83,7 @@ static __noinline int emit(const struct call *call, __u64 new_end, __u64 user, _
 	event->new_end = new_end;
 	event->user_stack = user;
 	event->kernel_stack = kernel;
+	event->cgroup = cgroup_of_current();
 	event->pid = ids.pid;
 	event->tid = ids.tid;
 	bpf_get_current_comm(event->comm, sizeof(event->comm));

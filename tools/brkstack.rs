@@ -21,6 +21,7 @@ use memtools::print::clock::{self, Clock};
 use memtools::print::output::{Format, Hex, Output, Row};
 use memtools::print::text;
 use memtools::print::timeline::{Event, Moment};
+use memtools::process::container::{self, ContainerArgs, Home, Homes};
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::count_stacks::{Report, StackCountArgs, StackCounts, Weight};
@@ -44,6 +45,7 @@ memtools::skeleton!("brkstack", BrkstackSkelBuilder, stacks: unwound, plain: [ev
     name = "brkstack",
     version,
     max_term_width = 100,
+    mut_arg("container", |container| container.requires("events")),
     after_help = "\
 examples:
   brkstack                     count all calls until Ctrl-C, and print their stacks
@@ -52,6 +54,7 @@ examples:
   brkstack 1                   what happened, every second
   brkstack --events -n python  a line for each call of tasks named python
   brkstack --events -U -p 1234 with its user stack below each line
+  brkstack --events --container        with the container or systemd unit of each task
   brkstack --growth -c './prog -x'   only calls that grow the heap, from the program's start"
 )]
 struct Args {
@@ -74,6 +77,9 @@ struct Args {
     /// Show kernel stacks, instead of user stacks or, with -U, beside them
     #[arg(short = 'K', long)]
     kernel_stacks: bool,
+
+    #[command(flatten)]
+    containers: ContainerArgs,
 
     #[command(flatten)]
     target: TargetArgs,
@@ -162,6 +168,11 @@ fn print_calls(
     } = names;
     let mut calls = Calls {
         stacks: Stacks::new(memtools::stack_maps!(skel), MAX_OF_EVENTS)?,
+        homes: Homes::if_wanted(
+            args.containers.wanted(args.common.json),
+            &skel.maps.cgroup_paths,
+        ),
+        container: args.containers.container,
         symbolizer,
         shown: args.event_stacks(),
         clock: Clock::new(),
@@ -176,7 +187,9 @@ fn print_calls(
     if let Some(mappings) = &mappings {
         poller.watch_mappings(mappings);
     }
-    calls.output.header(Call::HEADER)?;
+    calls
+        .output
+        .header(&Call::header(args.containers.container))?;
     calls.output.flush()?;
     let deadline = args.common.deadline();
     events.follow(poller, deadline, links, |events| calls.print(events))?;
@@ -206,6 +219,9 @@ impl Shown {
 /// Turns events into lines.
 struct Calls<'a> {
     stacks: Stacks<'a, MapMut<'static>>,
+    homes: Option<Homes<'a>>,
+    /// Whether there is the column CONTAINER.
+    container: bool,
     symbolizer: Option<Symbolizer>,
     shown: Shown,
     clock: Clock,
@@ -221,6 +237,8 @@ impl Calls<'_> {
             let mut call = Call::new(&event, &self.clock);
             call.stack = self.named(&event, &call.comm)?;
             call.shown = self.shown;
+            call.home = self.homes.as_mut().map(|homes| homes.of(event.cgroup));
+            call.container = self.container;
             self.output.row(&call)?;
         }
         self.stacks.renew_for_events()?;
@@ -334,7 +352,10 @@ fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
     let with_stacks = !args.events || args.event_stacks().any();
     let stacks = args.stacks.room().if_wanted(with_stacks);
     let mut open = bpf::prepare(filter, stacks, args.stacks.unwind)?;
+    let wanted = args.containers.wanted(args.common.json);
+    let with_cgroups = container::prepare(wanted, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
+    options.with_cgroups = with_cgroups;
     options.with_result = args.with_result().into();
     options.growth_only = args.growth_only().into();
     options.brk_number = libc::SYS_brk as u32;
@@ -362,6 +383,8 @@ struct Call {
     pid: u32,
     tid: u32,
     comm: String,
+    #[serde(flatten)]
+    home: Option<Home>,
     /// Where the heap was to end; 0 if the call only asked.
     requested: Hex,
     /// Where the heap ended before and after.
@@ -374,13 +397,19 @@ struct Call {
     stack: Option<NamedStack>,
     #[serde(skip)]
     shown: Shown,
+    /// Whether text has the column CONTAINER.
+    #[serde(skip)]
+    container: bool,
 }
 
 impl Call {
-    const HEADER: &'static str = concat!(
-        "TIME     PID     COMM             ",
-        "OLD                NEW                    GROWTH"
-    );
+    /// The names of the columns, with CONTAINER if that is asked for.
+    fn header(container: bool) -> String {
+        format!(
+            "TIME     PID     COMM             {}OLD                NEW                    GROWTH",
+            container::header(container)
+        )
+    }
 
     fn new(event: &event, clock: &Clock) -> Self {
         Self {
@@ -388,6 +417,8 @@ impl Call {
             pid: event.pid,
             tid: event.tid,
             comm: text::from_c(&event.comm),
+            home: None,
+            container: false,
             requested: Hex(event.requested),
             old: Hex(event.old_end),
             new: Hex(event.new_end),
@@ -402,10 +433,11 @@ impl Row for Call {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         writeln!(
             out,
-            "{:<8} {:<7} {:<16} {:<18} {:<18} {:>10}",
+            "{:<8} {:<7} {:<16} {}{:<18} {:<18} {:>10}",
             clock::time_of_day(&self.time),
             self.pid,
             self.comm,
+            container::column(self.home.as_ref().filter(|_| self.container)),
             self.old,
             self.new,
             self.growth_bytes
@@ -458,7 +490,11 @@ mod tests {
         let mut line = Vec::new();
         call.text(&mut line).expect("memory");
         assert_eq!(
-            format!("{}\n{}", Call::HEADER, String::from_utf8_lossy(&line)),
+            format!(
+                "{}\n{}",
+                Call::header(false),
+                String::from_utf8_lossy(&line)
+            ),
             "TIME     PID     COMM             OLD                NEW                    GROWTH\n\
              04:05:06 4961    sh               0x55814f0a1000     0x55814f0c2000         135168\n"
         );
@@ -479,6 +515,7 @@ mod tests {
             &["brkstack", "-p", "1", "-c", "true"],
             &["brkstack", "-f", "-j"],
             &["brkstack", "-f", "-T"],
+            &["brkstack", "--container"],
             &["brkstack", "0"],
         ] {
             let error = Args::try_parse_from(wrong).expect_err(&wrong.join(" "));

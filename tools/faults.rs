@@ -17,9 +17,10 @@ use memtools::export::metrics::{Family, Kind, Metrics, MetricsArgs};
 use memtools::export::profile::Value;
 use memtools::print::clock;
 use memtools::print::output::{Format, Output, Row};
+use memtools::process::container::{self, ContainerArgs, Home};
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
-use memtools::run::count_stacks::{Report, StackCountArgs, StackCounts, Weight};
+use memtools::run::count_stacks::{ProcessSum, Report, StackCountArgs, StackCounts, Weight};
 use memtools::run::losses;
 use memtools::run::target::{self, Target, TargetArgs};
 use perf_event::events::Software;
@@ -36,6 +37,7 @@ memtools::skeleton!("faults", FaultsSkelBuilder, stacks: unwound, plain: []);
     version,
     max_term_width = 100,
     mut_arg("metrics", |metrics| metrics.requires("by_process")),
+    mut_arg("container", |container| container.requires("by_process")),
     after_help = "\
 examples:
   faults                       count all page faults until Ctrl-C, and print their stacks
@@ -43,6 +45,7 @@ examples:
   faults -p 1234 5             those of process 1234, every 5 seconds
   faults -M                    only those that waited for a disk or for swap
   faults --by-process -d 10    who faults how often
+  faults --by-process --container      with the container or systemd unit of each process
   faults --kernel-mode -UK     what makes the kernel fault on user memory
   faults -c './prog -x'        from the program's start"
 )]
@@ -81,6 +84,9 @@ struct Args {
 
     #[command(flatten)]
     metrics: MetricsArgs,
+
+    #[command(flatten)]
+    containers: ContainerArgs,
 
     #[command(flatten)]
     target: TargetArgs,
@@ -159,7 +165,8 @@ fn run(args: Args) -> Result<ExitCode> {
         links,
         |counts, output| {
             if args.by_process {
-                print_processes(output, counts, &report, &mut metrics)?;
+                let container = args.containers.container;
+                print_processes(output, counts, &report, container, &mut metrics)?;
                 losses::write_metrics(skel.object(), filter, &mut metrics)
             } else {
                 counts.report(output, &report)
@@ -213,7 +220,10 @@ impl Args {
 fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
     let stacks = args.stacks.room().if_wanted(!args.by_process);
     let mut open = bpf::prepare(filter, stacks, args.stacks.unwind)?;
+    let wanted = args.containers.wanted(args.common.json);
+    let with_cgroups = container::prepare(wanted, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
+    options.with_cgroups = with_cgroups;
     options.user_mode_only = args.user_mode.into();
     options.kernel_mode_only = args.kernel_mode.into();
     options.with_user_stacks = args.user_stacks().into();
@@ -227,6 +237,7 @@ fn print_processes<M: MapCore>(
     output: &mut Output,
     counts: &mut StackCounts<'_, M>,
     report: &Report<'_>,
+    container: bool,
     metrics: &mut Metrics,
 ) -> Result<()> {
     let time = Zoned::now();
@@ -237,8 +248,15 @@ fn print_processes<M: MapCore>(
         Weight::Events => "FAULTS",
         Weight::Bytes => "BYTES",
     };
-    output.header(&format!("{:<7} {:<16} {column}", "PID", "COMM"))?;
-    for (pid, comm, sum) in counts.processes(report) {
+    let home = container::header(container);
+    output.header(&format!("{:<7} {:<16} {home}{column}", "PID", "COMM"))?;
+    for ProcessSum {
+        pid,
+        comm,
+        home,
+        sum,
+    } in counts.processes(report)
+    {
         let (faults, bytes, family) = match report.weight {
             Weight::Events => (Some(sum), None, &FAULTS),
             Weight::Bytes => (None, Some(sum), &BYTES),
@@ -248,6 +266,8 @@ fn print_processes<M: MapCore>(
             time: &time,
             pid,
             comm,
+            home,
+            container,
             faults,
             bytes,
         })?;
@@ -267,6 +287,11 @@ struct Faulter<'a> {
     time: &'a Zoned,
     pid: u32,
     comm: String,
+    #[serde(flatten)]
+    home: Home,
+    /// Whether text has the column CONTAINER.
+    #[serde(skip)]
+    container: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     faults: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -276,7 +301,8 @@ struct Faulter<'a> {
 impl Row for Faulter<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let sum = self.faults.or(self.bytes).unwrap_or_default();
-        writeln!(out, "{:<7} {:<16} {sum}", self.pid, self.comm)
+        let home = container::column(self.container.then_some(&self.home));
+        writeln!(out, "{:<7} {:<16} {home}{sum}", self.pid, self.comm)
     }
 }
 
@@ -297,6 +323,7 @@ mod tests {
             &["faults", "-M", "-m"][..],
             &["faults", "--by-process", "-f"],
             &["faults", "--by-process", "-s"],
+            &["faults", "--container"],
             &["faults", "-p", "1", "-c", "true"],
             &["faults", "-f", "-j"],
             &["faults", "0"],

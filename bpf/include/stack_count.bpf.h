@@ -6,6 +6,7 @@
 #ifndef MEMTOOLS_STACK_COUNT_BPF_H
 #define MEMTOOLS_STACK_COUNT_BPF_H
 
+#include "cgroup_path.bpf.h"
 #include "count.bpf.h"
 #include "task_stack.bpf.h"
 #include "kernel_stack.bpf.h"
@@ -25,6 +26,7 @@ struct stack_count_key {
 struct stack_count {
 	__u64 events;
 	__u64 bytes;
+	__u64 cgroup; /* of the last event, as cgroup_of_current() has it */
 };
 
 /* The first size of the maps, COUNT_ENTRIES in src/run/count_stacks.rs. */
@@ -63,6 +65,8 @@ static __noinline int stack_count_add(__u64 user, __u64 kernel, __u32 pid, __u64
 		return 0;
 	__sync_fetch_and_add(&count->events, 1);
 	__sync_fetch_and_add(&count->bytes, bytes);
+	if (with_cgroups)
+		count->cgroup = cgroup_of_current();
 	return 0;
 }
 

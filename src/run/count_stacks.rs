@@ -24,6 +24,7 @@ use crate::print::clock::{self, Clock};
 use crate::print::output::{Format, Output};
 use crate::print::text;
 use crate::print::timeline::{self, Unit};
+use crate::process::container::{Home, Homes};
 use crate::process::filter::Filter;
 use crate::run::cli::{self, CommonArgs};
 use crate::run::losses::Losses;
@@ -241,6 +242,7 @@ pub struct StackCounts<'map, M> {
     object: &'map Object,
     filter: &'map Filter,
     stacks: Stacks<'map, M>,
+    homes: Homes<'map>,
     symbolizer: Symbolizer,
     /// If there are user stacks.
     unwinder: Option<Unwinder>,
@@ -261,6 +263,19 @@ pub struct StackCounts<'map, M> {
     has_reported: bool,
 }
 
+/// What one process did.
+#[derive(Debug)]
+pub struct ProcessSum {
+    /// The process.
+    pub pid: u32,
+    /// The name of the process or thread, escaped.
+    pub comm: String,
+    /// Where it was when it was last counted, if that is wanted.
+    pub home: Home,
+    /// How often it happened, or the bytes.
+    pub sum: u64,
+}
+
 /// The skeleton's maps that they are made of.
 #[derive(Debug)]
 pub struct StackCountMaps<'map, M> {
@@ -270,6 +285,8 @@ pub struct StackCountMaps<'map, M> {
     pub stacks: StackMaps<'map, M>,
     /// `room_requests`.
     pub requests: &'map M,
+    /// `cgroup_paths`.
+    pub cgroup_paths: &'map M,
     /// All of them.
     pub object: &'map Object,
 }
@@ -286,6 +303,7 @@ macro_rules! stack_count_maps {
             ],
             stacks: $crate::stack_maps!($skel),
             requests: &$skel.maps.room_requests,
+            cgroup_paths: &$skel.maps.cgroup_paths,
             object: $skel.object(),
         }
     };
@@ -316,6 +334,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             object: maps.object,
             filter,
             stacks: Stacks::new(maps.stacks, most.min(MAX_IN_KERNEL))?,
+            homes: Homes::new(maps.cgroup_paths),
             symbolizer,
             unwinder,
             exports,
@@ -389,14 +408,21 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         output.finish()
     }
 
-    /// What was counted since the last report, by process, whatever the stack; the largest last.
-    pub fn processes(&mut self, report: &Report<'_>) -> Vec<(u32, String, u64)> {
-        let mut sums: HashMap<(u32, String), u64> = HashMap::new();
-        for (key, count) in self.sums.take().counts {
-            *sums.entry((key.pid, key.comm)).or_default() += count.weight(report.weight);
-        }
+    /// What was counted since the last report, by process, where no stacks are; the largest last.
+    pub fn processes(&mut self, report: &Report<'_>) -> Vec<ProcessSum> {
+        let counts = self.sums.take().counts;
+        let sums = counts
+            .iter()
+            .map(|(key, count)| (key, count.weight(report.weight)));
         let largest = largest(sums, report.args.top).into_iter();
-        largest.map(|((pid, comm), sum)| (pid, comm, sum)).collect()
+        largest
+            .map(|(key, sum)| ProcessSum {
+                pid: key.pid,
+                comm: key.comm.clone(),
+                home: self.homes.of(counts[key].cgroup),
+                sum,
+            })
+            .collect()
     }
 
     /// Takes what the kernel half has counted, so that its maps are empty again.
@@ -420,6 +446,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             let count = Count {
                 events: value.events,
                 bytes: value.bytes,
+                cgroup: value.cgroup,
             };
             if let Some(processes) = &mut self.processes {
                 let sum = processes.entry((key.pid, key.comm.clone())).or_default();

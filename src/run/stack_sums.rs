@@ -56,6 +56,8 @@ impl Key {
 pub(crate) struct Count {
     pub(crate) events: u64,
     pub(crate) bytes: u64,
+    /// The id of the cgroup that the process was in last; 0 if nothing is wanted of cgroups.
+    pub(crate) cgroup: u64,
 }
 
 impl Count {
@@ -168,6 +170,7 @@ impl Sums {
         let sum = self.counts.entry(key).or_default();
         sum.events += count.events;
         sum.bytes += count.bytes;
+        sum.cgroup = count.cgroup;
     }
 
     /// The sums, which begin anew.
@@ -226,6 +229,7 @@ mod tests {
         let count = Count {
             events: 3,
             bytes: 5,
+            cgroup: 9,
         };
         sums.add(key(100), count);
         assert!(sums.has_room_for(&key(100), 1) && !sums.has_room_for(&key(101), 1));

@@ -19,6 +19,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         one_that_has_gone_is_told,
         tables_have_a_column,
         the_largest_processes_have_theirs,
+        counts_by_process_have_theirs,
         who_reads_back_from_swap_is_told [Kprobes, Guest],
     )
 }
@@ -205,6 +206,57 @@ fn tables_have_a_column() -> Result<()> {
             "no {expected:?} in {ended:?}"
         );
         workload.finish()?;
+    }
+    Ok(())
+}
+
+/// Whom faults and brkstack count, which has ended, and whose cgroup has gone, before they report.
+fn counts_by_process_have_theirs() -> Result<()> {
+    for (tool, args, kind, expected) in [
+        ("faults", &["-j"][..], "stack", ""),
+        ("faults", &["-j", "--by-process"], "process", ""),
+        (
+            "faults",
+            &["--by-process", "--container"],
+            "",
+            "{pid}brk              4c01db0b339c     ",
+        ),
+        ("brkstack", &["-j"], "stack", ""),
+        ("brkstack", &["-j", "--events"], "call", ""),
+        (
+            "brkstack",
+            &["--events", "--container"],
+            "",
+            " {pid}brk              4c01db0b339c     0x",
+        ),
+    ] {
+        let mut workload = Workload::start("brk", &["23", "7", "5"])?;
+        let pid = workload.pid();
+        let mut layout = Layout::new()?;
+        let cgroup = layout.put(&pid, &format!("system.slice/docker-{ID}.scope"))?;
+        let tracer = start(tool, &[args, &["-p", &pid]].concat())?;
+        workload.work()?;
+        workload.finish()?;
+        drop(layout);
+        let ended = tracer.interrupt()?;
+        if kind.is_empty() {
+            let expected = expected.replace("{pid}", &format!("{pid:<7} "));
+            ensure!(ended.stdout.contains(&expected), "{ended:?}");
+            ensure!(
+                ended.stdout.contains(" COMM             CONTAINER        "),
+                "{ended:?}"
+            );
+            continue;
+        }
+        let objects = ended.objects()?;
+        let rows: Vec<_> = objects.iter().filter(|row| row["type"] == kind).collect();
+        ensure!(!rows.is_empty(), "{ended:?}");
+        for row in rows {
+            ensure!(
+                is_in(row, &cgroup) && row["container_id"] == ID,
+                "{tool}: {row}"
+            );
+        }
     }
     Ok(())
 }

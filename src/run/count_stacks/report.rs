@@ -16,6 +16,7 @@ use crate::print::clock;
 use crate::print::output::{Format, Output, Row};
 use crate::print::progress::Progress;
 use crate::print::text;
+use crate::process::container::Home;
 use crate::run::losses::Losses;
 use crate::run::stack_sums::{Count, Key, largest};
 use crate::stacks::named::NamedStack;
@@ -137,6 +138,7 @@ impl<M: MapCore> StackCounts<'_, M> {
             output.row(&Entry {
                 pid: key.pid,
                 comm: &key.comm,
+                home: self.homes.of(count.cgroup),
                 count: count.events,
                 bytes: weight.bytes(count.bytes),
                 stack,
@@ -188,6 +190,8 @@ struct Head {
 struct Entry<'a> {
     pid: u32,
     comm: &'a str,
+    #[serde(flatten)]
+    home: Home,
     count: u64,
     /// If these are what is asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
