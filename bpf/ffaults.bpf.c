@@ -6,6 +6,7 @@
  * or by kprobe and kretprobe; the software perf event page-faults with
  * bpf_find_vma(), 5.17 and later.
  */
+#include "cgroup_path.bpf.h"
 #include "count.bpf.h"
 #include "file.bpf.h"
 #include "filter.bpf.h"
@@ -40,6 +41,7 @@ struct count {
 	__u64 major;
 	__u64 write;
 	__u64 exec;
+	__u64 cgroup; /* of the last fault with by_process, as cgroup_of_current() has it */
 };
 
 /* A file's name, or the names of its path (file.bpf.h). */
@@ -167,6 +169,8 @@ static __noinline int count_fault(struct vm_area_struct *vma, __u32 pid, __u32 f
 		__sync_fetch_and_add(&count->write, 1);
 	if (flags & FLAG_INSTRUCTION)
 		__sync_fetch_and_add(&count->exec, 1);
+	if (with_cgroups)
+		count->cgroup = cgroup_of_current();
 	return 0;
 }
 

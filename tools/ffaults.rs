@@ -31,6 +31,7 @@ use memtools::print::file_path::{self, Reach};
 use memtools::print::output::{Output, Row};
 use memtools::print::text;
 use memtools::print::timeline::{Count as Counted, Moment, Unit};
+use memtools::process::container::{self, ContainerArgs, Home, Homes};
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::losses::{self, Losses};
@@ -56,12 +57,14 @@ const COUNTS_BY_PROCESS: u32 = 16384;
     name = "ffaults",
     version,
     max_term_width = 100,
+    mut_arg("container", |container| container.requires("by_process")),
     after_help = "\
 examples:
   ffaults                      count all page faults until Ctrl-C, and print them by file
   ffaults 1                    what happened, every second
   ffaults --path -p 1234       those of process 1234, with the path of each file
   ffaults --by-process -n java who faults on which file
+  ffaults --by-process --container     with the container or systemd unit of each process
   ffaults --type -d 10         minor, major, write and execute faults apart
   ffaults -c './prog -x'       from the program's start"
 )]
@@ -92,6 +95,9 @@ struct Args {
 
     #[command(flatten)]
     metrics: MetricsArgs,
+
+    #[command(flatten)]
+    containers: ContainerArgs,
 
     #[command(flatten)]
     target: TargetArgs,
@@ -149,6 +155,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let maps = &skel.maps;
     let mut report = Report {
         counts: Counts::new(&maps.counts, &maps.counts_a, &maps.counts_b),
+        homes: Homes::if_wanted(args.wants_cgroups(), &maps.cgroup_paths),
         names: Recorded::new(&maps.files),
         knows,
         args: &args,
@@ -171,6 +178,13 @@ fn run(args: Args) -> Result<ExitCode> {
     losses::finish_metrics(skel.object(), target.filter(), metrics)?;
     output.finish()?;
     target.finish()
+}
+
+impl Args {
+    /// Whether it matters in which cgroups processes are: the faults on a file are those of all.
+    fn wants_cgroups(&self) -> bool {
+        self.by_process && self.containers.wanted(self.common.json)
+    }
 }
 
 /// Live probes, and what they can tell.
@@ -270,7 +284,9 @@ fn attach(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
 /// The skeleton with the options in it, loaded with these programs only.
 fn load(args: &Args, filter: &Filter, programs: &[&str]) -> Result<Loaded> {
     let mut open = bpf::prepare(filter)?;
+    let with_cgroups = container::prepare(args.wants_cgroups(), &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
+    options.with_cgroups = with_cgroups;
     options.by_process = args.by_process.into();
     options.full_path = args.path.into();
     let maps = &mut open.maps;
@@ -302,11 +318,14 @@ struct Count {
     major: u64,
     write: u64,
     exec: u64,
+    /// The id of the cgroup that the process was in last; 0 if nothing is wanted of cgroups.
+    cgroup: u64,
 }
 
 /// Reads the counts, and prints what has come since the last time.
 struct Report<'a> {
     counts: Counts<'a, MapMut<'static>, count_key, count>,
+    homes: Option<Homes<'a>>,
     names: Recorded<'a, MapMut<'static>, String>,
     knows: Knows,
     args: &'a Args,
@@ -334,6 +353,7 @@ impl Report<'_> {
         let widest = rows.iter().skip(skip).map(|(key, _)| key.file.len()).max();
         let columns = Columns {
             by_process: self.args.by_process,
+            container: self.args.containers.container,
             types: self.args.r#type,
             file: widest
                 .unwrap_or(0)
@@ -341,7 +361,9 @@ impl Report<'_> {
         };
         output.header(&columns.header())?;
         for (key, count) in rows.into_iter().skip(skip) {
-            output.row(&FileFaults::new(key, count, &time, self.knows, columns))?;
+            let mut row = FileFaults::new(key, count, &time, self.knows, columns);
+            row.home = self.homes.as_mut().map(|homes| homes.of(count.cgroup));
+            output.row(&row)?;
         }
         if self.args.interval.is_some() {
             output.header("")?;
@@ -370,6 +392,7 @@ impl Report<'_> {
             sum.major += value.major;
             sum.write += value.write;
             sum.exec += value.exec;
+            sum.cgroup = value.cgroup;
         }
         self.names.end_round()?;
         Ok(sums)
@@ -419,6 +442,7 @@ fn id_bytes(key: &count_key) -> Vec<u8> {
 #[derive(Debug, Clone, Copy)]
 struct Columns {
     by_process: bool,
+    container: bool,
     types: bool,
     /// The width of the file's.
     file: usize,
@@ -431,6 +455,7 @@ impl Columns {
         if self.by_process {
             let _ = write!(line, "{:<7} {:<16} ", "PID", "COMM");
         }
+        line += &container::header(self.container);
         let _ = write!(line, "{:<1$} {2:>10}", "FILE", self.file, "COUNT");
         if self.types {
             let _ = write!(
@@ -455,6 +480,8 @@ struct FileFaults<'a> {
     pid: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     comm: Option<String>,
+    #[serde(flatten)]
+    home: Option<Home>,
     faults: u64,
     /// What this kernel's hook cannot tell is null.
     minor: Option<u64>,
@@ -472,6 +499,7 @@ impl<'a> FileFaults<'a> {
             file: key.file,
             pid: columns.by_process.then_some(key.pid),
             comm: columns.by_process.then_some(key.comm),
+            home: None,
             faults: count.faults,
             minor: knows.major.then(|| count.faults - count.major),
             major: knows.major.then_some(count.major),
@@ -485,7 +513,8 @@ impl<'a> FileFaults<'a> {
 impl Row for FileFaults<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         if let (Some(pid), Some(comm)) = (self.pid, &self.comm) {
-            write!(out, "{pid:<7} {comm:<16} ")?;
+            let home = self.home.as_ref().filter(|_| self.columns.container);
+            write!(out, "{pid:<7} {comm:<16} {}", container::column(home))?;
         }
         write!(
             out,
@@ -528,6 +557,7 @@ mod tests {
     fn columns_line_up_and_what_is_not_known_is_a_dash() {
         let columns = Columns {
             by_process: true,
+            container: false,
             types: true,
             file: 32,
         };

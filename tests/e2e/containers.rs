@@ -210,7 +210,7 @@ fn tables_have_a_column() -> Result<()> {
     Ok(())
 }
 
-/// Whom faults and brkstack count, which has ended, and whose cgroup has gone, before they report.
+/// Whom faults, ffaults and brkstack count, which has ended, and whose cgroup has gone, before they report.
 fn counts_by_process_have_theirs() -> Result<()> {
     for (tool, args, kind, expected) in [
         ("faults", &["-j"][..], "stack", ""),
@@ -220,6 +220,13 @@ fn counts_by_process_have_theirs() -> Result<()> {
             &["--by-process", "--container"],
             "",
             "{pid}brk              4c01db0b339c     ",
+        ),
+        ("ffaults", &["-j", "--by-process"], "file", ""),
+        (
+            "ffaults",
+            &["--by-process", "--container"],
+            "",
+            "{pid}brk              4c01db0b339c     [",
         ),
         ("brkstack", &["-j"], "stack", ""),
         ("brkstack", &["-j", "--events"], "call", ""),
