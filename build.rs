@@ -92,6 +92,8 @@ fn compile(source: &Path, name: &str, arch: &str, object: &Path) -> Result<()> {
             format!("-D__TARGET_ARCH_{bpf_arch}"),
             format!("-mcpu={cpu}"),
             format!("-I{}", bpf.join("include").display()),
+            // What is of one architecture: arch_*.bpf.h.
+            format!("-I{}", bpf.join("include").join(arch).display()),
             format!("-I{}", bpf.join("vmlinux").join(arch).display()),
             "-fdebug-compilation-dir=.".into(),
             // vmlinux.h of 6.18 and later uses tagged anonymous structs.

@@ -9,6 +9,7 @@
  * which is skipped for all other tasks on that CPU meanwhile: there, kprobes of the
  * system call's function (src/bpf/attach.rs).
  */
+#include "arch_registers.bpf.h"
 #include "cgroup_path.bpf.h"
 #include "event.bpf.h"
 #include "filter.bpf.h"

@@ -540,8 +540,8 @@ static __always_inline int goes_on(struct pt_regs *ctx, __u64 call_sp, __u64 ret
 	bpf_probe_read_user(&found, sizeof(found), (void *)call_sp);
 	if (found != returns_to && stack_of_return_probes(call_sp) != returns_to)
 		return 0;
-	return stack_comes_from(stack_return_address(ctx), sp + sizeof(long), PT_REGS_FP(ctx),
-				call_sp);
+	return stack_comes_from(stack_return_address(ctx), stack_pointer_after_return(sp),
+				PT_REGS_FP(ctx), call_sp);
 }
 
 /*
@@ -809,7 +809,7 @@ static __always_inline int leave(struct pt_regs *ctx, bool use_table)
 
 	count_hit();
 	/* The return has popped the return address that was on top of the stack at entry. */
-	if (!thread || PT_REGS_SP(ctx) != thread->sp + sizeof(long))
+	if (!thread || PT_REGS_SP(ctx) != stack_pointer_after_return(thread->sp))
 		return 0;
 	thread->sp = 0;
 	if (thread->kind == FUNCTION_ALLOCATE)

@@ -18,7 +18,7 @@
 #include "event.bpf.h"
 #include "file.bpf.h"
 #include "filter.bpf.h"
-#include "registers.bpf.h"
+#include "arch_registers.bpf.h"
 #include "task_stack.bpf.h"
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
@@ -163,38 +163,13 @@ static __always_inline int returned(struct call *call)
 	return full_path ? emit_with_path(call) : emit_with_name(call);
 }
 
-/* Those of the system call that the task is in. */
-static __noinline int native_arguments(__u64 args[6])
-{
-	struct pt_regs *regs;
-
-	if (has_register_helpers()) {
-		regs = registers_by_helpers();
-		args[0] = regs->di;
-		args[1] = regs->si;
-		args[2] = regs->dx;
-		args[3] = regs->r10;
-		args[4] = regs->r8;
-		args[5] = regs->r9;
-	} else {
-		regs = registers_on_stack();
-		args[0] = BPF_CORE_READ(regs, di);
-		args[1] = BPF_CORE_READ(regs, si);
-		args[2] = BPF_CORE_READ(regs, dx);
-		args[3] = BPF_CORE_READ(regs, r10);
-		args[4] = BPF_CORE_READ(regs, r8);
-		args[5] = BPF_CORE_READ(regs, r9);
-	}
-	return 0;
-}
-
 static __always_inline int native(enum call_kind kind, long result)
 {
 	struct call call = { .kind = kind, .result = result };
 
 	if (!wanted(&call))
 		return 0;
-	native_arguments(call.args);
+	read_system_call_arguments(call.args);
 	return returned(&call);
 }
 

@@ -57,13 +57,6 @@ struct {
 	})
 #define count_loss(reason) count_losses(reason, 1)
 
-/* What the kernel's functions of system calls begin with. */
-#ifdef __TARGET_ARCH_arm64
-#define SYSTEM_CALL "__arm64_sys_"
-#else
-#define SYSTEM_CALL "__x64_sys_"
-#endif
-
 /* The key's value, at first a copy of `zero`; NULL if the map has no room for it. */
 static __always_inline void *value_of(void *map, const void *key, const void *zero)
 {

@@ -15,7 +15,7 @@
 #define MEMTOOLS_PYTHON_BPF_H
 
 #include "python_word.bpf.h"
-#include "registers.bpf.h"
+#include "arch_registers.bpf.h"
 
 /*
  * Read the frame at `address` into the window, and what is before it in its page:

@@ -16,8 +16,10 @@
 #ifndef MEMTOOLS_UNWIND_BPF_H
 #define MEMTOOLS_UNWIND_BPF_H
 
+#include "arch_code.bpf.h"
 #include "mapping.bpf.h"
 #include "task_ids.bpf.h"
+#include "unwind_row.bpf.h"
 
 /* Options, set before load. */
 enum unwind_mode {
@@ -48,40 +50,6 @@ enum unwind_layout {
  * of two: one second where HZ is 1000, ten where it is 100.
  */
 #define UNWIND_EPOCH_SHIFT 10
-
-/*
- * How to get from a frame to its caller's. CFA is where its stack pointer was
- * before the call; the return address is at CFA - 8.
- *
- *	bits 63:32  the byte of the file from which the rule is valid; where a
- *	            rule has been looked up, the number of the file
- *	     31:16  offset of CFA in words
- *	     15:8   offset of the saved frame pointer in words
- *	      7:4   enum unwind_frame_pointer
- *	      3:0   enum unwind_kind
- */
-enum unwind_kind {
-	UNWIND_NO_RULE,	   /* code without unwind information: generated, or assembler's */
-	UNWIND_BY_SP,	   /* CFA = sp + offset */
-	UNWIND_BY_FP,	   /* CFA = fp + offset */
-	UNWIND_PLT,	   /* CFA = sp + 8, or + 16 from that byte of the PLT's entry on: offset */
-	UNWIND_SIGNAL,	   /* the kernel's frame of a signal is at sp */
-	UNWIND_ROOT,	   /* there is no caller */
-	UNWIND_THROUGH_FP, /* CFA = the word at fp + offset's upper byte, + offset's lower byte */
-	UNWIND_THROUGH_SP, /* the same with sp */
-	UNWIND_STRANGE,	   /* a rule that no row can hold */
-	UNWIND_NO_CODE,	   /* nothing that the process has mapped is there */
-	UNWIND_NO_ROOM,	   /* there are rules, for which there was no room */
-	UNWIND_NO_TABLE,   /* user space has not looked at the file yet */
-	UNWIND_FIBER_END,  /* no call returns there: where a fiber has been told to end */
-};
-
-enum unwind_frame_pointer {
-	UNWIND_FP_KEPT,	     /* the caller's is in its register */
-	UNWIND_FP_AT_CFA,    /* it is at CFA + offset */
-	UNWIND_FP_AT_FP,     /* it is at fp + offset */
-	UNWIND_FP_FORGOTTEN, /* it is lost */
-};
 
 struct unwind_shard {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -300,7 +268,7 @@ __noinline __u64 unwind_locate(__u64 space, __u64 pc, __u32 index)
 /* The rule of a file for a byte of it. */
 static __always_inline __u64 unwind_rule(const struct unwind_file *file, __u64 offset)
 {
-	__u64 number = (__u64)file->number << 32, pages = file->pages;
+	__u64 number = row_of_file(file->number), pages = file->pages;
 	__u64 page = (offset >> UNWIND_PAGE_SHIFT) - file->first_page, row;
 
 	if (pages == UNWIND_TABLE_LEFT_OUT)
@@ -312,39 +280,17 @@ static __always_inline __u64 unwind_rule(const struct unwind_file *file, __u64 o
 	return number | (row ? (__u32)unwind_read(row) : UNWIND_NO_RULE);
 }
 
-/*
- * musl's rt_sigreturn() has no unwind information: mov $15,%rax; syscall. Only
- * its first eight bytes are looked at.
- */
-#define SIGRETURN_CODE 0x0f0000000fc0c748ULL
-
-/*
- * Whether a call returns to `pc`: before it are E8 and a distance, or FF /2 and its
- * operand. No call does to where a fiber is told to end, by a return address on its
- * new stack (boost.context). 1 if the code cannot be read.
- */
-static __always_inline int unwind_call_returns_to(__u64 pc)
-{
-	__u64 code; /* the byte at pc - 8 is the lowest */
-
-	if (bpf_probe_read_user(&code, sizeof(code), (void *)(pc - sizeof(code))))
-		return 1;
-	return (code >> 24 & 0xff) == 0xe8 || (code >> 48 & 0x38ff) == 0x10ff ||
-	       (code >> 40 & 0x38ff) == 0x10ff || (code >> 32 & 0x38ff) == 0x10ff ||
-	       (code >> 16 & 0x38ff) == 0x10ff || (code >> 8 & 0x38ff) == 0x10ff;
-}
-
 /* The row, or what the code tells better. */
 static __noinline __u64 unwind_by_code(__u64 row, __u64 at)
 {
-	__u64 code = 0, pc = (at + 1) >> 1;
+	__u64 pc = (at + 1) >> 1;
 
-	if ((row & 0xf) == UNWIND_NO_RULE &&
-	    !bpf_probe_read_user(&code, sizeof(code), (void *)pc) && code == SIGRETURN_CODE)
+	if (row_kind(row) == UNWIND_NO_RULE && code_is_sigreturn(pc))
 		row |= UNWIND_SIGNAL;
 	/* Generated code may return in any way. */
-	if (!(at & 1) && row >> 32 && (row & 0xf) != UNWIND_SIGNAL && !unwind_call_returns_to(pc))
-		row = (row >> 32) << 32 | UNWIND_FIBER_END;
+	if (!(at & 1) && row_file(row) && row_kind(row) != UNWIND_SIGNAL &&
+	    !code_call_returns_to(pc))
+		row = row_of_file(row_file(row)) | UNWIND_FIBER_END;
 	return row;
 }
 
@@ -381,7 +327,7 @@ __noinline __u64 unwind_row(__u64 space, __u64 at, __u32 index)
 	if ((cached->check ^ row) == key)
 		return row;
 	row = unwind_find(space, at, index);
-	kind = row & 0xf;
+	kind = row_kind(row);
 	if (kind != UNWIND_NO_CODE && kind != UNWIND_NO_TABLE) {
 		cached->check = key ^ row;
 		cached->row = row;
@@ -402,7 +348,7 @@ static __noinline __u64 unwind_space(__u64 *layout)
 	__u64 pages, stack, code, data;
 
 	epoch = bpf_jiffies64() >> UNWIND_EPOCH_SHIFT;
-	/* As in task_stack.bpf.h; by the verifier's own loads it takes a tenth of the time. */
+	/* As in arch_registers.bpf.h; by the verifier's own loads it takes a tenth of the time. */
 	if (bpf_core_enum_value_exists(enum bpf_func_id, BPF_FUNC_get_current_task_btf)) {
 		struct mm_struct *mm = bpf_get_current_task_btf()->mm;
 

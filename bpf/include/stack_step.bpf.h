@@ -1,0 +1,244 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * One step of a walk, from a frame to its caller: by a rule of its code, by frame
+ * pointers, through a signal's frame, or through the trampoline of a return probe.
+ */
+#ifndef MEMTOOLS_STACK_STEP_BPF_H
+#define MEMTOOLS_STACK_STEP_BPF_H
+
+#include "arch_stack.bpf.h"
+#include "stack_walk.bpf.h"
+
+/* A frame record farther from the stack pointer than this is taken for a stray value. */
+#define STACK_MAX_FRAME_BYTES (16 << 20)
+#define NO_FRAME_POINTER      1 /* or any odd number */
+
+/* Steps of a walk: a frame may take a second one, for a return probe. */
+#define STACK_MAX_STEPS (STACK_MAX_DEPTH + 33)
+
+/* Return probes that a thread can be in at once; the kernel allows 64. */
+#define RETURN_PROBES 64
+
+/*
+ * Where the return address that was at `address` would return to: a pending
+ * return probe (uretprobe) has put its own there. 0 if there is none.
+ */
+__noinline __u64 stack_of_return_probes(__u64 address)
+{
+	struct task_struct *task = (void *)bpf_get_current_task();
+	struct return_instance *instance = BPF_CORE_READ(task, utask, return_instances);
+
+	for (int i = 0; i < RETURN_PROBES && instance; i++) {
+		if (BPF_CORE_READ(instance, stack) == address)
+			return BPF_CORE_READ(instance, orig_ret_vaddr);
+		instance = BPF_CORE_READ(instance, next);
+	}
+	return 0;
+}
+
+/* No rule tells where the caller is. */
+static __noinline int stack_without_rule(struct stack_slot *slot, __u64 row)
+{
+	unwind_count_missing(row_file(row));
+	return stack_end(slot, STACK_END_NO_RULE);
+}
+
+/* To the caller, by what "push %rbp; mov %rsp,%rbp" leaves in memory at %rbp. */
+static __noinline int stack_by_frame_pointer(struct stack_slot *slot, __u64 row)
+{
+	struct stack_walk *walk = &slot->walk;
+	__u64 fp = walk->fp, sp = walk->sp, caller_fp;
+
+	/* As the ABI has it of the outermost frame; but where there are rules, it is any number. */
+	if (!fp && walk->process && row_kind(row) == UNWIND_NO_RULE)
+		return stack_end(slot, STACK_END_ROOT);
+	if (!walk->process && unwind_mode == UNWIND_MODE_DWARF)
+		goto none;
+	if (fp & 7 || fp < sp || fp - sp > STACK_MAX_FRAME_BYTES)
+		goto none;
+	if (!stack_word(slot, fp))
+		goto none;
+	caller_fp = walk->word;
+	if (!stack_word(slot, fp + 8) || !walk->word)
+		goto none;
+	if (walk->process && row == UNWIND_NO_RULE && !walk->generated_depth) {
+		walk->generated_id = walk->id;
+		walk->generated_check = walk->check;
+		walk->generated_depth = slot->stack.depth;
+	}
+	walk->pc = walk->word;
+	walk->pc_at = fp + 8;
+	walk->sp = fp + 16;
+	walk->fp = caller_fp;
+	walk->interrupted = 0;
+	slot->stack.frame_pointer_steps++;
+	return 1;
+none:
+	if (!walk->process)
+		return stack_end(slot, unwind_mode == UNWIND_MODE_FP ? STACK_END_FRAME_POINTER
+								     : STACK_END_NO_TABLES);
+	return stack_without_rule(slot, row);
+}
+
+/* To what a signal has interrupted. */
+static __noinline int stack_by_signal(struct stack_slot *slot)
+{
+	struct stack_walk *walk = &slot->walk;
+	__u64 sp = walk->sp;
+
+	if (!stack_word(slot, sp + SIGNAL_FP))
+		return stack_end(slot, STACK_END_UNREADABLE);
+	walk->fp = walk->word;
+	if (!stack_word(slot, sp + SIGNAL_PC))
+		return stack_end(slot, STACK_END_UNREADABLE);
+	walk->pc = walk->word;
+	if (!stack_word(slot, sp + SIGNAL_SP))
+		return stack_end(slot, STACK_END_UNREADABLE);
+	/* It can be another stack than the handler's (sigaltstack). */
+	walk->sp = walk->word;
+	walk->pc_at = 0;
+	walk->interrupted = 1;
+	return 1;
+}
+
+/* The CFA that a rule gives; 0: none. */
+static __always_inline __u64 stack_cfa(struct stack_slot *slot, __u64 row)
+{
+	struct stack_walk *walk = &slot->walk;
+	__u64 kind = row_kind(row), base = walk->sp;
+	long offset = row_cfa_offset(row);
+
+	if (kind == UNWIND_BY_SP)
+		return base + offset * 8;
+	if (kind == UNWIND_PLT)
+		return base + 8 + ((long)(walk->pc & (PLT_ENTRY_BYTES - 1)) >= offset ? 8 : 0);
+	if (kind == UNWIND_BY_FP || kind == UNWIND_THROUGH_FP) {
+		base = walk->fp;
+		if (base & 7)
+			return 0;
+	}
+	if (kind == UNWIND_BY_FP)
+		return base + offset * 8;
+	if (!stack_word(slot, base + row_through_offset(row) * 8))
+		return 0;
+	return walk->word + row_behind_offset(row) * 8;
+}
+
+/* To the caller, by a rule. Returns 0 if there is none. */
+static __noinline int stack_by_rule(struct stack_slot *slot, __u64 row)
+{
+	struct stack_walk *walk = &slot->walk;
+	__u64 cfa = stack_cfa(slot, row), fp = walk->fp;
+	__u64 fp_rule = row_frame_pointer(row), fp_at;
+
+	if (!cfa)
+		return stack_end(slot, STACK_END_UNREADABLE);
+	if (cfa <= walk->sp || cfa & 7)
+		return stack_end(slot, STACK_END_BACKWARDS);
+	if (fp_rule == UNWIND_FP_AT_CFA || fp_rule == UNWIND_FP_AT_FP) {
+		fp_at = (fp_rule == UNWIND_FP_AT_CFA ? cfa : fp) + row_fp_offset(row) * 8;
+		if (!stack_word(slot, fp_at))
+			return stack_end(slot, STACK_END_UNREADABLE);
+		fp = walk->word;
+	} else if (fp_rule == UNWIND_FP_FORGOTTEN) {
+		fp = NO_FRAME_POINTER;
+	}
+	if (!stack_word(slot, cfa - RETURN_ADDRESS_BELOW_CFA))
+		return stack_end(slot, STACK_END_UNREADABLE);
+	walk->pc = walk->word;
+	walk->pc_at = cfa - RETURN_ADDRESS_BELOW_CFA;
+	walk->sp = cfa;
+	walk->fp = fp;
+	walk->interrupted = 0;
+	return walk->pc ? 1 : stack_end(slot, STACK_END_ROOT);
+}
+
+/* Whether a return probe has put the return address there that the walk has come to. */
+static __noinline int stack_return_probed(struct stack_slot *slot)
+{
+	struct stack_walk *walk = &slot->walk;
+	__u64 returns_to = walk->pc_at ? stack_of_return_probes(walk->pc_at) : 0;
+
+	if (!returns_to)
+		return 0;
+	walk->pc = returns_to;
+	walk->pc_at = 0;
+	return 1;
+}
+
+/* The walk has come to where no code is. Returns 0 if that is its end. */
+static __always_inline int stack_out_of_code(struct stack_slot *slot)
+{
+	struct stack_walk *walk = &slot->walk;
+
+	if (stack_return_probed(slot))
+		return 1;
+	/* A register's is code, whatever we know. */
+	if (!walk->pc_at && !stack_push_walked(slot))
+		return 0;
+	return stack_end(slot, STACK_END_NO_CODE);
+}
+
+/*
+ * The walk has come through generated code to HotSpot: so that was HotSpot's, and its
+ * frame pointers have skipped callers. Cut the stack where they were first followed.
+ */
+static __noinline int stack_cut_generated(struct stack_slot *slot)
+{
+	struct stack_walk *walk = &slot->walk;
+
+	walk->id = walk->generated_id;
+	walk->check = walk->generated_check;
+	slot->stack.depth = walk->generated_depth;
+	return stack_without_rule(slot, UNWIND_NO_RULE);
+}
+
+/*
+ * One step: add the frame, and go on to its caller. Returns 0 at the end.
+ *
+ * Global, so that the verifier follows it once and not again for each frame.
+ */
+__noinline int stack_step(__u32 index)
+{
+	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
+	struct stack_walk *walk;
+	__u64 row = UNWIND_NO_RULE, kind;
+
+	if (!slot)
+		return 0;
+	walk = &slot->walk;
+	if (walk->process) {
+		row = unwind_row(walk->process, walk->pc << 1 | walk->interrupted, index);
+		if (row_kind(row) == UNWIND_NO_CODE)
+			return stack_out_of_code(slot);
+		/* The page of the return probes is of no file, as generated code is. */
+		if (row == UNWIND_NO_RULE && stack_return_probed(slot))
+			return 1;
+		if (walk->generated_depth && row_file(row) & UNWIND_HOTSPOT)
+			return stack_cut_generated(slot);
+		walk->interpreter |= row_file(row) & UNWIND_PYTHON;
+	}
+	kind = row_kind(row);
+	/* It begins there: it is not what is before. */
+	if (kind == UNWIND_FIBER_END)
+		walk->interrupted = 1;
+	if (!stack_push_walked(slot))
+		return 0;
+	/* Here and not where it is found: programs may be eight calls deep. */
+	if (kind == UNWIND_NO_TABLE)
+		unwind_ask(index);
+	/* The frame pointer of such code is any number: from here on it may skip frames. */
+	if (kind == UNWIND_NO_ROOM || kind == UNWIND_NO_TABLE)
+		walk->process = 0;
+	if (kind == UNWIND_NO_RULE || !walk->process)
+		return stack_by_frame_pointer(slot, row);
+	if (kind == UNWIND_STRANGE)
+		return stack_without_rule(slot, row);
+	if (kind == UNWIND_ROOT || kind == UNWIND_FIBER_END)
+		return stack_end(slot, STACK_END_ROOT);
+	if (kind == UNWIND_SIGNAL)
+		return stack_by_signal(slot);
+	return stack_by_rule(slot, row);
+}
+
+#endif /* MEMTOOLS_STACK_STEP_BPF_H */

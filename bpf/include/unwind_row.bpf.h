@@ -1,0 +1,94 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * The rule by which the caller of a frame is found, in a word of eight bytes. User space
+ * (src/stacks/unwind/rules.rs) writes them.
+ */
+#ifndef MEMTOOLS_UNWIND_ROW_BPF_H
+#define MEMTOOLS_UNWIND_ROW_BPF_H
+
+#include "memtools.bpf.h"
+
+/*
+ * How to get from a frame to its caller's. CFA is where its stack pointer was
+ * before the call; the return address is at CFA - 8.
+ *
+ *	bits 63:32  the byte of the file from which the rule is valid; where a
+ *	            rule has been looked up, the number of the file
+ *	     31:16  offset of CFA in words
+ *	     15:8   offset of the saved frame pointer in words
+ *	      7:4   enum unwind_frame_pointer
+ *	      3:0   enum unwind_kind
+ */
+enum unwind_kind {
+	UNWIND_NO_RULE,	   /* code without unwind information: generated, or assembler's */
+	UNWIND_BY_SP,	   /* CFA = sp + offset */
+	UNWIND_BY_FP,	   /* CFA = fp + offset */
+	UNWIND_PLT,	   /* CFA = sp + 8, or + 16 from that byte of the PLT's entry on: offset */
+	UNWIND_SIGNAL,	   /* the kernel's frame of a signal is at sp */
+	UNWIND_ROOT,	   /* there is no caller */
+	UNWIND_THROUGH_FP, /* CFA = the word at fp + offset's upper byte, + offset's lower byte */
+	UNWIND_THROUGH_SP, /* the same with sp */
+	UNWIND_STRANGE,	   /* a rule that no row can hold */
+	UNWIND_NO_CODE,	   /* nothing that the process has mapped is there */
+	UNWIND_NO_ROOM,	   /* there are rules, for which there was no room */
+	UNWIND_NO_TABLE,   /* user space has not looked at the file yet */
+	UNWIND_FIBER_END,  /* no call returns there: where a fiber has been told to end */
+};
+
+enum unwind_frame_pointer {
+	UNWIND_FP_KEPT,	     /* the caller's is in its register */
+	UNWIND_FP_AT_CFA,    /* it is at CFA + offset */
+	UNWIND_FP_AT_FP,     /* it is at fp + offset */
+	UNWIND_FP_FORGOTTEN, /* it is lost */
+};
+
+/* By which of enum unwind_kind the caller is found. */
+static __always_inline __u64 row_kind(__u64 row)
+{
+	return row & 0xf;
+}
+
+/* By which of enum unwind_frame_pointer the caller's frame pointer is found. */
+static __always_inline __u64 row_frame_pointer(__u64 row)
+{
+	return row >> 4 & 0xf;
+}
+
+/* The offset of the saved frame pointer, in words. */
+static __always_inline long row_fp_offset(__u64 row)
+{
+	return (long)(row << 48) >> 56;
+}
+
+/* The offset of the CFA, in words; of UNWIND_PLT, a byte of the entry. */
+static __always_inline long row_cfa_offset(__u64 row)
+{
+	return (long)(row << 32) >> 48;
+}
+
+/* Of UNWIND_THROUGH_FP and UNWIND_THROUGH_SP: the offset of the word that leads to the CFA, in
+ * words. */
+static __always_inline long row_through_offset(__u64 row)
+{
+	return row_cfa_offset(row) >> 8;
+}
+
+/* Of the same two: the offset of the CFA from what that word holds, in words. */
+static __always_inline long row_behind_offset(__u64 row)
+{
+	return (long)(row << 40) >> 56;
+}
+
+/* The number of the file, where the rule has been looked up. */
+static __always_inline __u64 row_file(__u64 row)
+{
+	return row >> 32;
+}
+
+/* A row that has the number of a file, and no rule. */
+static __always_inline __u64 row_of_file(__u64 number)
+{
+	return number << 32;
+}
+
+#endif /* MEMTOOLS_UNWIND_ROW_BPF_H */

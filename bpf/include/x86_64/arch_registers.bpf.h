@@ -1,0 +1,117 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * The registers with which the current task has last entered the kernel from user
+ * mode, on x86-64. They are at the top of its kernel stack.
+ *
+ * The helpers know where that is since 5.15 (5.11 for the task). On 5.10 we compute
+ * it: later kernels can have padding above (CONFIG_X86_FRED), 5.10 has none on
+ * x86-64. The test is a constant after relocation, so the verifier never sees the
+ * branch whose helpers are not there.
+ *
+ * Another architecture has a file of this name in a folder of its own, with the same
+ * functions and structs. What is both inline and __noinline is called where it is used,
+ * and no warning where it is not.
+ */
+#ifndef MEMTOOLS_ARCH_REGISTERS_BPF_H
+#define MEMTOOLS_ARCH_REGISTERS_BPF_H
+
+#include "memtools.bpf.h"
+
+/* What the kernel's functions of system calls begin with. */
+#define SYSTEM_CALL "__x64_sys_"
+
+#define THREAD_BYTES	    (16 << 10)
+#define CODE_SEGMENT_RING   3
+#define CODE_SEGMENT_32_BIT 0x23
+
+/* What the task was doing in user mode when it last entered the kernel. */
+struct user_registers {
+	__u64 pc;
+	__u64 sp;
+	__u64 fp;
+	__u64 cs; /* the code segment, for user_registers_are_64_bit() */
+};
+
+static __always_inline bool has_register_helpers(void)
+{
+	return bpf_core_enum_value_exists(enum bpf_func_id, BPF_FUNC_task_pt_regs) &&
+	       bpf_core_enum_value_exists(enum bpf_func_id, BPF_FUNC_get_current_task_btf);
+}
+
+/* Where has_register_helpers(): what it points to may be read as it is. */
+static __always_inline struct pt_regs *registers_by_helpers(void)
+{
+	return (struct pt_regs *)bpf_task_pt_regs(bpf_get_current_task_btf());
+}
+
+/* Elsewhere. */
+static __always_inline struct pt_regs *registers_on_stack(void)
+{
+	struct task_struct *task = (void *)bpf_get_current_task();
+
+	return BPF_CORE_READ(task, stack) + THREAD_BYTES - bpf_core_type_size(struct pt_regs);
+}
+
+static inline __noinline int read_user_registers(struct user_registers *registers)
+{
+	struct pt_regs *regs;
+
+	if (has_register_helpers()) {
+		regs = registers_by_helpers();
+		registers->pc = regs->ip;
+		registers->sp = regs->sp;
+		registers->fp = regs->bp;
+		registers->cs = regs->cs;
+	} else {
+		regs = registers_on_stack();
+		registers->pc = BPF_CORE_READ(regs, ip);
+		registers->sp = BPF_CORE_READ(regs, sp);
+		registers->fp = BPF_CORE_READ(regs, bp);
+		registers->cs = BPF_CORE_READ(regs, cs);
+	}
+	return 0;
+}
+
+/* The arguments of the system call that the task is in. */
+static inline __noinline int read_system_call_arguments(__u64 args[6])
+{
+	struct pt_regs *regs;
+
+	if (has_register_helpers()) {
+		regs = registers_by_helpers();
+		args[0] = regs->di;
+		args[1] = regs->si;
+		args[2] = regs->dx;
+		args[3] = regs->r10;
+		args[4] = regs->r8;
+		args[5] = regs->r9;
+	} else {
+		regs = registers_on_stack();
+		args[0] = BPF_CORE_READ(regs, di);
+		args[1] = BPF_CORE_READ(regs, si);
+		args[2] = BPF_CORE_READ(regs, dx);
+		args[3] = BPF_CORE_READ(regs, r10);
+		args[4] = BPF_CORE_READ(regs, r8);
+		args[5] = BPF_CORE_READ(regs, r9);
+	}
+	return 0;
+}
+
+/* Whether they are a program's of 64 bits. A kernel worker of a process (io_uring) has never been
+ * in user mode. */
+static __always_inline bool user_registers_are_64_bit(const struct user_registers *registers)
+{
+	return registers->pc && (registers->cs & 3) == CODE_SEGMENT_RING &&
+	       registers->cs != CODE_SEGMENT_32_BIT;
+}
+
+/* Where the current thread has what is its own (TLS): a register that user mode seldom changes. */
+static __always_inline __u64 thread_pointer(void)
+{
+	/* By the verifier's own loads it takes a tenth of the time. */
+	if (bpf_core_enum_value_exists(enum bpf_func_id, BPF_FUNC_get_current_task_btf))
+		return bpf_get_current_task_btf()->thread.fsbase;
+	return BPF_CORE_READ((struct task_struct *)bpf_get_current_task(), thread.fsbase);
+}
+
+#endif /* MEMTOOLS_ARCH_REGISTERS_BPF_H */
