@@ -2,6 +2,7 @@
 //!
 //! | module | what it is for |
 //! |---|---|
+//! | `arch` | what is of one architecture, in a folder of its name: entries, registers, jumps |
 //! | [`elf`] | what is asked of ELF files: functions by name, code, kind of program |
 //! | [`elf_file`] | the headers of an ELF file, and what is read by them |
 //! | [`instruction`] | the instruction at a place in a file |
@@ -12,12 +13,15 @@
 //! | [`symbols`] | the function that an offset in a file is in |
 //! | [`wrappers`] | functions that only pass a call on to another one |
 
+#[cfg(target_arch = "x86_64")]
+#[path = "x86_64/mod.rs"]
+mod arch;
 pub mod elf;
 pub mod elf_file;
-pub mod instruction;
 pub mod limits;
 pub mod lines;
 pub mod probe_place;
 mod symbol_copy;
 pub mod symbols;
-pub mod wrappers;
+
+pub use arch::{instruction, wrappers};

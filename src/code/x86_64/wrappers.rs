@@ -16,9 +16,9 @@ use iced_x86::{
     Register,
 };
 
+use super::held::{Held, writes};
 use crate::code::elf::{self, CodeSegment, Function};
 use crate::code::elf_file::Elf;
-use crate::code::probe_place::{Held, writes};
 
 /// Instructions that are followed in one function. A function that only passes a call on is short.
 const MAX_INSTRUCTIONS: usize = 512;

@@ -4,7 +4,6 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use anyhow::{Context, Result};
-#[cfg(target_arch = "x86_64")]
 use iced_x86::{Decoder, DecoderOptions};
 
 /// Bytes of the longest instruction of x86-64.
@@ -26,17 +25,10 @@ pub fn code_at(file: &File, offset: u64) -> Result<Code> {
 }
 
 /// Whether these bytes begin with an instruction, as far as they tell.
-#[cfg(target_arch = "x86_64")]
 pub fn begins(code: &Code) -> bool {
     !Decoder::new(64, code, DecoderOptions::NONE)
         .decode()
         .is_invalid()
-}
-
-/// Whether these bytes begin with an instruction: any can.
-#[cfg(not(target_arch = "x86_64"))]
-pub fn begins(_code: &Code) -> bool {
-    true
 }
 
 #[cfg(test)]

@@ -1,0 +1,169 @@
+//! The jumps of x86-64: where in a file they lead.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+
+use anyhow::{Context, Result};
+use iced_x86::{Decoder, DecoderOptions, FlowControl, OpKind, Register};
+use memchr::memchr3_iter;
+
+use super::entry::MAX_OFFSET;
+use crate::code::elf::CodeSegment;
+
+/// What a jump of two bytes reaches, before and behind it.
+const SHORT_REACH: u64 = 128 + 2;
+/// Bytes of code that are searched at once for jumps, and how many of them once more with the next.
+const PIECE: (usize, usize) = (256 << 10, FAR_JUMP - 1);
+/// The longest jump with four bytes of distance: two of opcode.
+const FAR_JUMP: usize = 6;
+
+/// Whether a function has a jump through a table or a register, whose targets are not in the code.
+/// One through a variable of the file's own goes to another function.
+pub(crate) fn lead_anywhere(code: &[u8]) -> bool {
+    let decoder = Decoder::with_ip(64, code, 0, DecoderOptions::NONE);
+    decoder.into_iter().any(|instruction| {
+        instruction.flow_control() == FlowControl::IndirectBranch
+            && !(instruction.op0_kind() == OpKind::Memory
+                && instruction.memory_base() == Register::RIP)
+    })
+}
+
+/// Which of `windows` a direct jump leads into, from anywhere in the file: a function's cold
+/// part is elsewhere and comes back, and functions written by hand share their ends. However many
+/// jumps lead into a window, its index is there once.
+pub(crate) fn lead_into(
+    file: &File,
+    segments: &[CodeSegment],
+    windows: &[(Range<u64>, usize)],
+) -> Result<Vec<usize>> {
+    let (Some((first, _)), Some((last, _))) = (windows.first(), windows.last()) else {
+        return Ok(Vec::new());
+    };
+    let all = first.start..last.end;
+    let mut hit = Vec::new();
+    let mut mark = |target: u64| {
+        if all.contains(&target) {
+            let before = windows.partition_point(|(window, _)| window.start <= target);
+            let near = windows[..before].iter().rev();
+            let near = near.take_while(|(window, _)| window.start + MAX_OFFSET >= target);
+            hit.extend(
+                near.filter(|(window, _)| window.contains(&target))
+                    .map(|(_, index)| *index),
+            );
+        }
+    };
+    for segment in segments {
+        segment.read(file, PIECE, |address, bytes| {
+            far_targets(address, bytes, &mut mark);
+        })?;
+        for (window, _) in windows {
+            let from = window
+                .start
+                .saturating_sub(SHORT_REACH)
+                .max(segment.address);
+            let to = (window.end + SHORT_REACH).min(segment.address + segment.size);
+            if from < to {
+                let mut bytes = vec![0; (to - from) as usize];
+                file.read_exact_at(&mut bytes, segment.file_offset + from - segment.address)
+                    .context("failed to read code")?;
+                short_targets(from, &bytes, &mut mark);
+            }
+        }
+    }
+    hit.sort_unstable();
+    hit.dedup();
+    Ok(hit)
+}
+
+/// Where the jumps and calls with four bytes of distance lead. Whatever looks like one is taken for
+/// one, be it in the middle of another instruction: a distance that leads just here by accident is
+/// one in a hundred million.
+fn far_targets(address: u64, bytes: &[u8], mark: &mut impl FnMut(u64)) {
+    for at in memchr3_iter(0xe8, 0xe9, 0x0f, bytes) {
+        let opcode = match bytes[at..] {
+            [0x0f, 0x80..=0x8f, ..] => 2,
+            [0x0f, ..] => continue,
+            _ => 1,
+        };
+        if let Some(distance) = bytes[at + opcode..].first_chunk() {
+            let next = address + (at + opcode + distance.len()) as u64;
+            mark(next.wrapping_add_signed(i32::from_le_bytes(*distance).into()));
+        }
+    }
+}
+
+/// Where the jumps with one byte of distance lead. Where instructions begin is not known outside of
+/// a function, so all beginnings are tried: after a few instructions they agree.
+fn short_targets(address: u64, bytes: &[u8], mark: &mut impl FnMut(u64)) {
+    const LONGEST: usize = 15;
+    for start in 0..LONGEST.min(bytes.len()) {
+        let from = address + start as u64;
+        let decoder = Decoder::with_ip(64, &bytes[start..], from, DecoderOptions::NONE);
+        for instruction in decoder {
+            if instruction.op0_kind() == OpKind::NearBranch64 && instruction.len() <= 3 {
+                mark(instruction.near_branch_target());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEST_RDI: &[u8] = &[0x48, 0x85, 0xff];
+    const JE_2: &[u8] = &[0x74, 0x02];
+
+    #[test]
+    fn jumps_without_a_target_could_lead_anywhere() {
+        // jmp *%rax
+        assert!(lead_anywhere(&[TEST_RDI, JE_2, &[0xff, 0xe0]].concat()));
+        // jmp *0x1000(%rip)
+        assert!(!lead_anywhere(
+            &[TEST_RDI, JE_2, &[0xff, 0x25, 0, 0x10, 0, 0]].concat()
+        ));
+    }
+
+    #[test]
+    fn jumps_are_found_wherever_they_are() {
+        let targets = |code: &[u8]| {
+            let mut targets = Vec::new();
+            far_targets(0x1000, code, &mut |target| targets.push(target));
+            short_targets(0x1000, code, &mut |target| targets.push(target));
+            targets.sort_unstable();
+            targets.dedup();
+            targets
+        };
+        // test %rdi,%rdi; je +2; jmp back to the je
+        assert_eq!(
+            targets(&[TEST_RDI, JE_2, &[0xeb, 0xfc]].concat()),
+            [0x1003, 0x1007]
+        );
+        // nop; jne -6; nop; jmp +0x100; nop; call -6
+        let far = [
+            &[
+                0x90, 0x0f, 0x85, 0xfa, 0xff, 0xff, 0xff, 0x90, 0xe9, 0, 1, 0, 0,
+            ][..],
+            &[0x90, 0xe8, 0xfa, 0xff, 0xff, 0xff],
+        ];
+        assert_eq!(targets(&far.concat()), [0x1001, 0x100d, 0x110d]);
+    }
+
+    #[test]
+    fn many_jumps_into_a_function_lead_into_it_once() {
+        use std::io::Write;
+
+        // jmp to the second byte, three times.
+        let code = [0xeb, 0xff, 0xeb, 0xfd, 0xeb, 0xfb];
+        let mut file = tempfile::tempfile().expect("a file");
+        file.write_all(&code).expect("room");
+        let segment = CodeSegment {
+            address: 0x1000,
+            file_offset: 0,
+            size: code.len() as u64,
+        };
+        let hit = lead_into(&file, &[segment], &[(0x1001..0x1003, 7)]);
+        assert_eq!(hit.expect("a read"), [7]);
+    }
+}

@@ -1,0 +1,16 @@
+//! What the machine code of x86-64 tells. Another architecture is a folder beside this one, with
+//! files of the same names; [`code`](super) calls the one that is built for `arch`.
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | `entry` | the instructions with which a function begins, and which of them a uprobe may be on |
+//! | `held` | what registers hold while these are executed |
+//! | [`instruction`] | the instruction at a place in a file |
+//! | `jumps` | where jumps lead |
+//! | [`wrappers`] | functions that only pass a call on to another one |
+
+pub(super) mod entry;
+pub(super) mod held;
+pub mod instruction;
+pub(super) mod jumps;
+pub mod wrappers;
