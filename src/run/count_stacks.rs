@@ -1,22 +1,24 @@
 //! Counts by process and stack, which `bpf/include/stack_count.bpf.h` keeps in the kernel. They are
 //! taken from there whenever its maps fill, and added up here until they are reported.
 
+mod options;
 mod report;
 
 use std::collections::HashMap;
 use std::hash::Hash;
 use std::mem;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::Result;
 use libbpf_rs::{Link, MapCore, Object};
 
+use self::options::{MAX_IN_KERNEL, MAX_STACKS};
 use crate::bpf::attach;
 use crate::bpf::map_counts::Counts;
 use crate::bpf::ring::Events;
 use crate::bpf::room::{self, Filled, Room, Table};
 use crate::bpf::types;
-use crate::export::files::{ExportArgs, Exports};
+use crate::export::files::Exports;
 use crate::export::folded::Folded;
 use crate::export::profile::Value;
 use crate::export::text::{BlockStyle, block};
@@ -26,146 +28,18 @@ use crate::print::text;
 use crate::print::timeline::{self, Unit};
 use crate::process::container::{Home, Homes};
 use crate::process::filter::Filter;
-use crate::run::cli::{self, CommonArgs};
+use crate::run::cli::CommonArgs;
 use crate::run::losses::Losses;
 use crate::run::poll::Poller;
 use crate::run::priority;
 use crate::run::schedule::{Due, Reports};
-use crate::run::skeleton::StackRoom;
 use crate::run::stack_sums::{Count, Key, LOST_STACK, Sums, WideHashes, largest};
 use crate::stacks::named::{NamedStack, Part};
 use crate::stacks::symbolize::Symbolizer;
-use crate::stacks::table::{self, MAX_DEPTH, StackMaps, Stacks};
-use crate::stacks::unwind::{UnwindArgs, Unwinder};
+use crate::stacks::table::{StackMaps, Stacks};
+use crate::stacks::unwind::Unwinder;
 
-/// Distinct stacks that are kept at most, unless --stack-storage-size says otherwise.
-const MAX_STACKS: u32 = 1 << 18;
-/// Entries that a map in the kernel may grow to, since it is emptied again and again: 72 MB of stacks.
-const MAX_IN_KERNEL: u32 = 1 << 16;
-
-/// Stacks that a report in text shows, unless --top says otherwise.
-const TOP_AS_TEXT: usize = 50;
-
-/// Options of the tools that count by stack.
-#[derive(Debug, Clone, clap::Args)]
-pub struct StackCountArgs {
-    /// Print one line a stack for flame graphs; the default if stdout is not a terminal
-    #[arg(short, long, conflicts_with = "json")]
-    pub folded: bool,
-
-    /// Print stacks as text even if stdout is not a terminal
-    #[arg(long, conflicts_with_all = ["json", "folded"])]
-    pub text: bool,
-
-    /// Keep processes of the same name apart
-    #[arg(short = 'P', long)]
-    pub perpid: bool,
-
-    /// Mark the frames of the kernel, for flame graphs to colour them
-    #[arg(short, long)]
-    pub annotations: bool,
-
-    /// Print stacks as text, with the place in each function, which keeps stacks apart by it
-    #[arg(short = 's', long, conflicts_with_all = ["json", "folded"])]
-    pub offsets: bool,
-
-    /// Print stacks as text, with the address of each frame, which keeps processes apart
-    #[arg(long, conflicts_with_all = ["json", "folded"])]
-    pub addresses: bool,
-
-    /// Show only the N largest [default: 50 as text, else all]
-    #[arg(long, value_name = "N", value_parser = cli::count::<usize>)]
-    pub top: Option<usize>,
-
-    /// Print the time before each summary
-    #[arg(short = 'T', long, conflicts_with = "folded")]
-    pub timestamp: bool,
-
-    /// Frames to keep of each stack
-    #[arg(long, value_name = "N", default_value_t = MAX_DEPTH, value_parser = cli::stack_depth)]
-    pub perf_max_stack_depth: u32,
-
-    /// Distinct stacks to keep at most, with memory for them set aside [default: 262144, with memory
-    /// as they come]
-    #[arg(long, value_name = "N", value_parser = cli::count::<u32>)]
-    pub stack_storage_size: Option<u32>,
-
-    /// How stacks are walked.
-    #[command(flatten)]
-    pub unwind: UnwindArgs,
-
-    /// The files that reports are written into.
-    #[command(flatten)]
-    pub export: ExportArgs,
-
-    /// Print a summary every so many seconds, as stackcount spells INTERVAL
-    #[arg(short = 'i', long = "interval", value_name = "SECONDS", value_parser = cli::seconds, conflicts_with = "interval")]
-    pub interval_option: Option<Duration>,
-
-    /// Print a summary every so many seconds, of what was counted in them [default: one at the end]
-    #[arg(value_parser = cli::seconds)]
-    interval: Option<Duration>,
-
-    /// Summaries before it exits [default: until Ctrl-C]
-    #[arg(value_parser = cli::count::<u64>)]
-    pub count: Option<u64>,
-}
-
-impl StackCountArgs {
-    /// How far summaries are apart; None for one at the end.
-    pub fn interval(&self) -> Option<Duration> {
-        self.interval.or(self.interval_option)
-    }
-
-    /// What the table of stacks has room for at first.
-    pub fn room(&self) -> StackRoom {
-        let first_entries = self
-            .stack_storage_size
-            .map_or_else(table::first_entries, |stacks| stacks.min(MAX_IN_KERNEL));
-        StackRoom {
-            first_entries: Some(first_entries),
-            depth: self.perf_max_stack_depth,
-        }
-    }
-
-    /// How many of so many stacks are not shown.
-    fn hidden(&self, format: Format, stacks: usize) -> usize {
-        let as_text = (format == Format::Text).then_some(TOP_AS_TEXT);
-        let shown = self.top.or(as_text);
-        shown.map_or(0, |shown| stacks.saturating_sub(shown))
-    }
-
-    /// Whether an option is for text alone.
-    fn wants_text(&self) -> bool {
-        self.text || self.timestamp || self.offsets || self.addresses
-    }
-
-    /// What reports look like, with the tool's `--json`, on a terminal or not.
-    pub fn format(&self, json: bool, terminal: bool) -> Format {
-        if json {
-            Format::Json
-        } else if self.folded || !(self.wants_text() || terminal) {
-            Format::Folded
-        } else {
-            Format::Text
-        }
-    }
-}
-
-/// What the sums are of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Weight {
-    /// How often it happened.
-    Events,
-    /// The bytes that were given with each.
-    Bytes,
-}
-
-impl Weight {
-    fn bytes(self, bytes: u64) -> Option<u64> {
-        (self == Weight::Bytes).then_some(bytes)
-    }
-}
+pub use options::{StackCountArgs, Weight};
 
 /// What is to be reported, and how.
 #[derive(Debug, Clone, Copy)]

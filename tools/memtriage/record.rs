@@ -55,7 +55,7 @@ pub(crate) struct Options<'a> {
 /// # Errors
 /// If the folder cannot be written to, or is not safe from others, or a tool that is needed cannot run.
 pub(crate) fn run(options: &Options<'_>, poller: Poller<'_>, output: &mut Output) -> Result<bool> {
-    let mut reports = Reports::into(prepared(options.folder)?, options.keep);
+    let mut recorder = Recorder::new(options)?;
     doctor::expect(&["memleak", "oomkill"])?;
     let (stalled, window) = PRESSURE;
     let trigger = Trigger::some("/proc/pressure/memory", stalled, window);
@@ -71,68 +71,121 @@ pub(crate) fn run(options: &Options<'_>, poller: Poller<'_>, output: &mut Output
          Ctrl-C to end",
         options.above
     );
-
-    let mut history = History::default();
-    let mut tracing: Option<Tracing> = None;
-    let mut unseen = Unseen::since(Sight::now()?.kills());
-    let mut calm_since: Option<Instant> = None;
-    let mut before: Option<Sight> = None;
     loop {
         let start = Instant::now();
-        let sight = Sight::now()?;
-        let cost = start.elapsed();
-        history.add(&sight);
-        let (place, percent) = sight.fullest();
-        match &mut tracing {
-            None if percent >= options.above => match Tracing::start(place) {
-                Ok(started) => {
-                    output.row(&Passed::Armed(Used::now(started.place(), percent)))?;
-                    tracing = Some(started);
-                    calm_since = None;
-                }
-                // What there is no memory for now may work at the next look.
-                Err(error) => eprintln!("memtriage: {error:#}"),
-            },
-            None => {}
-            Some(current) => {
-                for kill in current.kills() {
-                    unseen.told(&kill);
-                    let report = Report::of(kill, options.above, &history, current);
-                    // A disk that is full now may have room for the next.
-                    match reports.write(&report) {
-                        Ok(recorded) => output.row(&recorded)?,
-                        Err(error) => eprintln!("memtriage: {error:#}"),
-                    }
-                }
-                for started in current.follow_growth() {
-                    output.row(&started)?;
-                }
-                let is_calm = percent < options.above - BELOW;
-                calm_since = is_calm.then(|| calm_since.unwrap_or(start));
-                if calm_since.is_some_and(|since| since.elapsed() >= CALM) {
-                    let percent = sight.percent(current.place());
-                    output.row(&Passed::Disarmed(Used::now(current.place(), percent)))?;
-                    tracing = None;
-                }
-            }
-        }
-        if tracing.is_none()
-            && let Some(missed) = unseen.missed(sight.kills())
-        {
-            output.row(&missed)?;
-        }
+        let pause = recorder.look(start, output)?;
         output.flush()?;
-        let pause = match (&tracing, &before) {
-            (None, Some(before)) => rest(cost, sight.until(options.above, before)),
-            // What grows is not known yet.
-            (None, None) | (Some(_), _) => LOOK,
-        };
-        before = Some(sight);
         if poller.wait(Some(start + pause))?.stop {
             break;
         }
     }
-    Ok(reports.any())
+    Ok(recorder.reports.any())
+}
+
+/// What is known from one look to the next.
+struct Recorder {
+    /// The mark from which on processes are traced, in percent.
+    above: f64,
+    reports: Reports,
+    history: History,
+    /// None while nothing is traced.
+    tracing: Option<Tracing>,
+    unseen: Unseen,
+    /// Since when much less than the mark is used.
+    calm_since: Option<Instant>,
+    before: Option<Sight>,
+}
+
+impl Recorder {
+    fn new(options: &Options<'_>) -> Result<Self> {
+        Ok(Self {
+            above: options.above,
+            reports: Reports::into(prepared(options.folder)?, options.keep),
+            history: History::default(),
+            tracing: None,
+            unseen: Unseen::since(Sight::now()?.kills()),
+            calm_since: None,
+            before: None,
+        })
+    }
+
+    /// Looks at the machine, and does what is due. Returns when to look again.
+    fn look(&mut self, start: Instant, output: &mut Output) -> Result<Duration> {
+        let sight = Sight::now()?;
+        let cost = start.elapsed();
+        self.history.add(&sight);
+        let (place, percent) = sight.fullest();
+        if self.tracing.is_some() {
+            self.report(output)?;
+            self.disarm_if_calm(start, &sight, percent, output)?;
+        } else if percent >= self.above {
+            self.arm(place, percent, output)?;
+        }
+        if self.tracing.is_none()
+            && let Some(missed) = self.unseen.missed(sight.kills())
+        {
+            output.row(&missed)?;
+        }
+        let pause = match (&self.tracing, &self.before) {
+            (None, Some(before)) => rest(cost, sight.until(self.above, before)),
+            // What grows is not known yet.
+            (None, None) | (Some(_), _) => LOOK,
+        };
+        self.before = Some(sight);
+        Ok(pause)
+    }
+
+    /// The mark is passed: begins to trace.
+    fn arm(&mut self, place: Place, percent: f64, output: &mut Output) -> Result<()> {
+        match Tracing::start(place) {
+            Ok(started) => {
+                output.row(&Passed::Armed(Used::now(started.place(), percent)))?;
+                self.tracing = Some(started);
+                self.calm_since = None;
+            }
+            // What there is no memory for now may work at the next look.
+            Err(error) => eprintln!("memtriage: {error:#}"),
+        }
+        Ok(())
+    }
+
+    /// Writes a report of each kill that was traced, and follows what grows now.
+    fn report(&mut self, output: &mut Output) -> Result<()> {
+        let Some(tracing) = &mut self.tracing else {
+            return Ok(());
+        };
+        for kill in tracing.kills() {
+            self.unseen.told(&kill);
+            let report = Report::of(kill, self.above, &self.history, tracing);
+            // A disk that is full now may have room for the next.
+            match self.reports.write(&report) {
+                Ok(recorded) => output.row(&recorded)?,
+                Err(error) => eprintln!("memtriage: {error:#}"),
+            }
+        }
+        for started in tracing.follow_growth() {
+            output.row(&started)?;
+        }
+        Ok(())
+    }
+
+    /// Ends the tracing once much less than the mark has been used for some time.
+    fn disarm_if_calm(
+        &mut self,
+        start: Instant,
+        sight: &Sight,
+        percent: f64,
+        output: &mut Output,
+    ) -> Result<()> {
+        let is_calm = percent < self.above - BELOW;
+        self.calm_since = is_calm.then(|| self.calm_since.unwrap_or(start));
+        let is_over = self.calm_since.is_some_and(|since| since.elapsed() >= CALM);
+        if is_over && let Some(tracing) = self.tracing.take() {
+            let percent = sight.percent(tracing.place());
+            output.row(&Passed::Disarmed(Used::now(tracing.place(), percent)))?;
+        }
+        Ok(())
+    }
 }
 
 /// The time between two looks while nothing is traced, of which one costs so much, and which are so far from the mark.

@@ -6,8 +6,8 @@ use memtools::bpf::map_batch;
 use memtools::bpf::types;
 use memtools::print::clock;
 
-use crate::Totals;
 use crate::bpf::types::{call, operation as Operation};
+use crate::totals::Totals;
 
 /// Looks at the maps until no operation ends between two of them.
 const LOOKS: u32 = 4;

@@ -1,0 +1,140 @@
+//! The options of a tool that counts by stack.
+
+use std::time::Duration;
+
+use crate::export::files::ExportArgs;
+use crate::print::output::Format;
+use crate::run::cli;
+use crate::run::skeleton::StackRoom;
+use crate::stacks::table::{self, MAX_DEPTH};
+use crate::stacks::unwind::UnwindArgs;
+
+/// Distinct stacks that are kept at most, unless --stack-storage-size says otherwise.
+pub(crate) const MAX_STACKS: u32 = 1 << 18;
+
+/// Entries that a map in the kernel may grow to, since it is emptied again and again: 72 MB of stacks.
+pub(crate) const MAX_IN_KERNEL: u32 = 1 << 16;
+
+/// Stacks that a report in text shows, unless --top says otherwise.
+pub(crate) const TOP_AS_TEXT: usize = 50;
+
+/// Options of the tools that count by stack.
+#[derive(Debug, Clone, clap::Args)]
+pub struct StackCountArgs {
+    /// Print one line a stack for flame graphs; the default if stdout is not a terminal
+    #[arg(short, long, conflicts_with = "json")]
+    pub folded: bool,
+
+    /// Print stacks as text even if stdout is not a terminal
+    #[arg(long, conflicts_with_all = ["json", "folded"])]
+    pub text: bool,
+
+    /// Keep processes of the same name apart
+    #[arg(short = 'P', long)]
+    pub perpid: bool,
+
+    /// Mark the frames of the kernel, for flame graphs to colour them
+    #[arg(short, long)]
+    pub annotations: bool,
+
+    /// Print stacks as text, with the place in each function, which keeps stacks apart by it
+    #[arg(short = 's', long, conflicts_with_all = ["json", "folded"])]
+    pub offsets: bool,
+
+    /// Print stacks as text, with the address of each frame, which keeps processes apart
+    #[arg(long, conflicts_with_all = ["json", "folded"])]
+    pub addresses: bool,
+
+    /// Show only the N largest [default: 50 as text, else all]
+    #[arg(long, value_name = "N", value_parser = cli::count::<usize>)]
+    pub top: Option<usize>,
+
+    /// Print the time before each summary
+    #[arg(short = 'T', long, conflicts_with = "folded")]
+    pub timestamp: bool,
+
+    /// Frames to keep of each stack
+    #[arg(long, value_name = "N", default_value_t = MAX_DEPTH, value_parser = cli::stack_depth)]
+    pub perf_max_stack_depth: u32,
+
+    /// Distinct stacks to keep at most, with memory for them set aside [default: 262144, with memory
+    /// as they come]
+    #[arg(long, value_name = "N", value_parser = cli::count::<u32>)]
+    pub stack_storage_size: Option<u32>,
+
+    /// How stacks are walked.
+    #[command(flatten)]
+    pub unwind: UnwindArgs,
+
+    /// The files that reports are written into.
+    #[command(flatten)]
+    pub export: ExportArgs,
+
+    /// Print a summary every so many seconds, as stackcount spells INTERVAL
+    #[arg(short = 'i', long = "interval", value_name = "SECONDS", value_parser = cli::seconds, conflicts_with = "interval")]
+    pub interval_option: Option<Duration>,
+
+    /// Print a summary every so many seconds, of what was counted in them [default: one at the end]
+    #[arg(value_parser = cli::seconds)]
+    interval: Option<Duration>,
+
+    /// Summaries before it exits [default: until Ctrl-C]
+    #[arg(value_parser = cli::count::<u64>)]
+    pub count: Option<u64>,
+}
+
+impl StackCountArgs {
+    /// How far summaries are apart; None for one at the end.
+    pub fn interval(&self) -> Option<Duration> {
+        self.interval.or(self.interval_option)
+    }
+
+    /// What the table of stacks has room for at first.
+    pub fn room(&self) -> StackRoom {
+        let first_entries = self
+            .stack_storage_size
+            .map_or_else(table::first_entries, |stacks| stacks.min(MAX_IN_KERNEL));
+        StackRoom {
+            first_entries: Some(first_entries),
+            depth: self.perf_max_stack_depth,
+        }
+    }
+
+    /// How many of so many stacks are not shown.
+    pub(crate) fn hidden(&self, format: Format, stacks: usize) -> usize {
+        let as_text = (format == Format::Text).then_some(TOP_AS_TEXT);
+        let shown = self.top.or(as_text);
+        shown.map_or(0, |shown| stacks.saturating_sub(shown))
+    }
+
+    /// Whether an option is for text alone.
+    fn wants_text(&self) -> bool {
+        self.text || self.timestamp || self.offsets || self.addresses
+    }
+
+    /// What reports look like, with the tool's `--json`, on a terminal or not.
+    pub fn format(&self, json: bool, terminal: bool) -> Format {
+        if json {
+            Format::Json
+        } else if self.folded || !(self.wants_text() || terminal) {
+            Format::Folded
+        } else {
+            Format::Text
+        }
+    }
+}
+
+/// What the sums are of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Weight {
+    /// How often it happened.
+    Events,
+    /// The bytes that were given with each.
+    Bytes,
+}
+
+impl Weight {
+    pub(crate) fn bytes(self, bytes: u64) -> Option<u64> {
+        (self == Weight::Bytes).then_some(bytes)
+    }
+}

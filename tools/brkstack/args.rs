@@ -1,0 +1,163 @@
+//! The options of brkstack.
+
+use clap::Parser;
+use memtools::print::output::Format;
+use memtools::process::container::ContainerArgs;
+use memtools::run::cli::CommonArgs;
+use memtools::run::count_stacks::StackCountArgs;
+use memtools::run::target::TargetArgs;
+
+use crate::calls::Shown;
+
+/// Count calls of brk(2), by which heaps grow, by user stack and process.
+#[derive(Debug, Parser)]
+#[command(
+    name = "brkstack",
+    version,
+    max_term_width = 100,
+    mut_arg("container", |container| container.requires("events")),
+    after_help = "\
+examples:
+  brkstack                     count all calls until Ctrl-C, and print their stacks
+  brkstack -d 10 --flame brk.svg      draw them as a flame graph
+  brkstack --bytes -p 1234     the bytes by which the heap of process 1234 grows
+  brkstack 1                   what happened, every second
+  brkstack --events -n python  a line for each call of tasks named python
+  brkstack --events -U -p 1234 with its user stack below each line
+  brkstack --events --container        with the container or systemd unit of each task
+  brkstack --growth -c './prog -x'   only calls that grow the heap, from the program's start"
+)]
+pub(crate) struct Args {
+    /// Count only calls that grow the heap, not those that shrink it or ask for its end
+    #[arg(long)]
+    growth: bool,
+
+    /// Weigh each call by the bytes by which it grows the heap
+    #[arg(long)]
+    pub(crate) bytes: bool,
+
+    /// Print a line for each call instead
+    #[arg(long, conflicts_with_all = ["bytes", "folded", "text", "perpid", "annotations", "top", "interval", "interval_option", "offsets", "addresses", "flame", "pprof"])]
+    pub(crate) events: bool,
+
+    /// Show user stacks; the default without -K or --events
+    #[arg(short = 'U', long)]
+    user_stacks: bool,
+
+    /// Show kernel stacks, instead of user stacks or, with -U, beside them
+    #[arg(short = 'K', long)]
+    pub(crate) kernel_stacks: bool,
+
+    #[command(flatten)]
+    pub(crate) containers: ContainerArgs,
+
+    #[command(flatten)]
+    pub(crate) target: TargetArgs,
+
+    #[command(flatten)]
+    pub(crate) stacks: StackCountArgs,
+
+    #[command(flatten)]
+    pub(crate) common: CommonArgs,
+}
+
+impl Args {
+    /// How it is printed.
+    pub(crate) fn format(&self) -> Format {
+        if self.events {
+            self.common.format()
+        } else {
+            self.stacks
+                .format(self.common.json, self.common.is_terminal())
+        }
+    }
+
+    /// Whether there are to be any.
+    pub(crate) fn user_stacks(&self) -> bool {
+        self.user_stacks || !self.kernel_stacks && !self.events
+    }
+
+    /// What is below each line of --events.
+    pub(crate) fn event_stacks(&self) -> Shown {
+        Shown {
+            user: self.user_stacks,
+            kernel: self.kernel_stacks,
+        }
+    }
+
+    /// Whether only calls that grow the heap are counted, each with the bytes.
+    pub(crate) fn growth_only(&self) -> bool {
+        self.growth || self.bytes
+    }
+
+    /// Whether it matters what a call has done.
+    pub(crate) fn with_result(&self) -> bool {
+        self.growth_only() || self.events
+    }
+
+    /// What is needed to see calls, in the order in which it is to be attached: a call that is seen
+    /// at its entry must be seen at its exit.
+    pub(crate) fn programs(&self) -> &'static [&'static str] {
+        match (self.kernel_stacks, self.with_result()) {
+            (false, false) => &["brk_enter"],
+            (false, true) => &["brk_exit", "brk_enter"],
+            (true, false) => &["any_enter"],
+            (true, true) => &["any_exit", "any_enter"],
+        }
+    }
+
+    /// The programs to load where they are on the system call's function.
+    pub(crate) fn programs_on_functions(&self) -> &'static [&'static str] {
+        if self.with_result() {
+            &["brk_exit_function", "brk_enter_function"]
+        } else {
+            &["brk_enter_function"]
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn wrong_usage_is_refused() {
+        for wrong in [
+            &["brkstack", "--events", "--bytes"][..],
+            &["brkstack", "--events", "1"],
+            &["brkstack", "--events", "-i", "1"],
+            &["brkstack", "-i", "1", "2"],
+            &["brkstack", "-s", "-f"],
+            &["brkstack", "-p", "1", "-c", "true"],
+            &["brkstack", "-f", "-j"],
+            &["brkstack", "-f", "-T"],
+            &["brkstack", "--container"],
+            &["brkstack", "0"],
+        ] {
+            let error = Args::try_parse_from(wrong).expect_err(&wrong.join(" "));
+            assert_eq!(error.exit_code(), 2);
+        }
+        let args = Args::try_parse_from(["brkstack", "-UKaPp", "1,2", "0.5"]).expect("valid");
+        assert!(args.kernel_stacks && args.target.filter.pid == [1, 2]);
+        let args = Args::try_parse_from(["brkstack", "-UsPTi", "5", "-D", "10"]).expect("valid");
+        assert_eq!(
+            (args.stacks.interval(), args.common.duration),
+            (Some(Duration::from_secs(5)), Some(Duration::from_secs(10)))
+        );
+        for (line, user, kernel) in [("", false, false), ("-U", true, false), ("-K", false, true)] {
+            let args = ["brkstack", "--events", line];
+            let args = args.iter().filter(|word| !word.is_empty());
+            let args = Args::try_parse_from(args).expect("valid");
+            assert_eq!((args.user_stacks(), args.kernel_stacks), (user, kernel));
+        }
+    }
+}

@@ -1,0 +1,260 @@
+//! Each call of brk(2) as a row, with its stack.
+
+use std::io::{self, Write};
+
+use anyhow::Result;
+use jiff::Zoned;
+use libbpf_rs::skel::Skel;
+use libbpf_rs::{Link, MapMut};
+use memtools::bpf::ring::Events;
+use memtools::export::text::{below_row, part_below_row};
+use memtools::print::clock::{self, Clock};
+use memtools::print::output::{Hex, Output, Row};
+use memtools::print::text;
+use memtools::print::timeline::{Event, Moment};
+use memtools::process::container::{self, Home, Homes};
+use memtools::process::filter::Filter;
+use memtools::run::losses::Losses;
+use memtools::run::poll::Poller;
+use memtools::stacks::named::{NamedStack, StackIds};
+use memtools::stacks::symbolize::Symbolizer;
+use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
+use memtools::stacks::unwind::Unwinder;
+use serde::Serialize;
+
+use crate::args::Args;
+use crate::bpf::Loaded;
+use crate::bpf::types::event;
+
+/// What names and unwinds the stacks of --events, if any are asked for.
+pub(crate) struct Names {
+    pub(crate) symbolizer: Option<Symbolizer>,
+    pub(crate) unwinder: Option<Unwinder>,
+}
+
+/// Which parts of its stack each line has below it.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) struct Shown {
+    pub(crate) user: bool,
+    pub(crate) kernel: bool,
+}
+
+impl Shown {
+    pub(crate) fn any(self) -> bool {
+        self.user || self.kernel
+    }
+}
+
+/// The loop of --events.
+pub(crate) fn print(
+    args: &Args,
+    filter: &Filter,
+    skel: &Loaded,
+    names: Names,
+    links: Vec<Link>,
+    (mut poller, output): (Poller<'_>, Output),
+) -> Result<()> {
+    let events: Events<event> = Events::new(&skel.maps.events)?;
+    let Names {
+        symbolizer,
+        unwinder,
+    } = names;
+    let mut calls = Calls {
+        stacks: Stacks::new(memtools::stack_maps!(skel), MAX_OF_EVENTS)?,
+        homes: Homes::if_wanted(
+            args.containers.wanted(args.common.json),
+            &skel.maps.cgroup_paths,
+        ),
+        container: args.containers.container,
+        symbolizer,
+        shown: args.event_stacks(),
+        clock: Clock::new(),
+        output,
+    };
+    if let Some(symbolizer) = &mut calls.symbolizer {
+        symbolizer.name_python(unwinder.as_ref().and_then(Unwinder::names));
+        symbolizer.look_around();
+    }
+    let symbolizer = calls.symbolizer.as_ref();
+    let mappings = symbolizer.map(Symbolizer::descriptor).transpose()?;
+    if let Some(mappings) = &mappings {
+        poller.watch_mappings(mappings);
+    }
+    calls
+        .output
+        .header(&Call::header(args.containers.container))?;
+    calls.output.flush()?;
+    let deadline = args.common.deadline();
+    events.follow(poller, deadline, links, |events| calls.print(events))?;
+    if let Some(symbolizer) = &calls.symbolizer {
+        symbolizer.tell_losses("brkstack");
+    }
+    Losses::tell("brkstack", skel.object(), filter, &mut calls.output)?;
+    if let Some(unwinder) = unwinder {
+        unwinder.tell("brkstack", &mut calls.output)?;
+    }
+    calls.output.finish()
+}
+
+/// Turns events into lines.
+struct Calls<'a> {
+    stacks: Stacks<'a, MapMut<'static>>,
+    homes: Option<Homes<'a>>,
+    /// Whether there is the column CONTAINER.
+    container: bool,
+    symbolizer: Option<Symbolizer>,
+    shown: Shown,
+    clock: Clock,
+    output: Output,
+}
+
+impl Calls<'_> {
+    fn print(&mut self, events: impl Iterator<Item = event>) -> Result<()> {
+        if let Some(symbolizer) = &mut self.symbolizer {
+            symbolizer.refresh();
+        }
+        for event in events {
+            let mut call = Call::new(&event, &self.clock);
+            call.stack = self.named(&event, &call.comm)?;
+            call.shown = self.shown;
+            call.home = self.homes.as_mut().map(|homes| homes.of(event.cgroup));
+            call.container = self.container;
+            self.output.row(&call)?;
+        }
+        self.stacks.renew_for_events()?;
+        self.output.flush()
+    }
+
+    /// The parts of the stack that are asked for, with their names.
+    fn named(&mut self, event: &event, comm: &str) -> Result<Option<NamedStack>> {
+        let ids = StackIds {
+            pid: event.pid,
+            comm,
+            user: self.shown.user.then_some(event.user_stack),
+            kernel: self.shown.kernel.then_some(event.kernel_stack),
+        };
+        NamedStack::read_if_asked(&ids, &mut self.stacks, self.symbolizer.as_mut())
+    }
+}
+
+/// One call of brk(2).
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "call")]
+struct Call {
+    #[serde(serialize_with = "clock::serialize")]
+    time: Zoned,
+    pid: u32,
+    tid: u32,
+    comm: String,
+    #[serde(flatten)]
+    home: Option<Home>,
+    /// Where the heap was to end; 0 if the call only asked.
+    requested: Hex,
+    /// Where the heap ended before and after.
+    old: Hex,
+    new: Hex,
+    /// Negative if it has shrunk.
+    growth_bytes: i64,
+    /// The stack of the call, with -U or -K.
+    #[serde(flatten)]
+    stack: Option<NamedStack>,
+    #[serde(skip)]
+    shown: Shown,
+    /// Whether text has the column CONTAINER.
+    #[serde(skip)]
+    container: bool,
+}
+
+impl Call {
+    /// The names of the columns, with CONTAINER if that is asked for.
+    fn header(container: bool) -> String {
+        format!(
+            "TIME     PID     COMM             {}OLD                NEW                    GROWTH",
+            container::header(container)
+        )
+    }
+
+    fn new(event: &event, clock: &Clock) -> Self {
+        Self {
+            time: clock.local(event.time_ns),
+            pid: event.pid,
+            tid: event.tid,
+            comm: text::from_c(&event.comm),
+            home: None,
+            container: false,
+            requested: Hex(event.requested),
+            old: Hex(event.old_end),
+            new: Hex(event.new_end),
+            growth_bytes: event.new_end.wrapping_sub(event.old_end).cast_signed(),
+            stack: None,
+            shown: Shown::default(),
+        }
+    }
+}
+
+impl Row for Call {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(
+            out,
+            "{:<8} {:<7} {:<16} {}{:<18} {:<18} {:>10}",
+            clock::time_of_day(&self.time),
+            self.pid,
+            self.comm,
+            container::column(self.home.as_ref().filter(|_| self.container)),
+            self.old,
+            self.new,
+            self.growth_bytes
+        )?;
+        match &self.stack {
+            Some(stack) if self.shown.user && self.shown.kernel => below_row(stack, out),
+            Some(stack) => part_below_row(stack.user.as_ref().or(stack.kernel.as_ref()), out),
+            None => Ok(()),
+        }
+    }
+
+    fn moment(&self) -> Moment<'_> {
+        Moment::Event(Event {
+            name: "brk".into(),
+            pid: self.pid,
+            tid: self.tid,
+            comm: &self.comm,
+            end: &self.time,
+            took_ns: None,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_stand_below_their_columns() {
+        let mut event = event {
+            requested: 0x5581_4f0c_2000,
+            old_end: 0x5581_4f0a_1000,
+            new_end: 0x5581_4f0c_2000,
+            pid: 4961,
+            tid: 4962,
+            ..event::default()
+        };
+        event.comm[..2].copy_from_slice(&b"sh".map(u8::cast_signed));
+        let mut call = Call::new(&event, &Clock::new());
+        call.time = "2026-11-20T04:05:06+01:00[+01:00]".parse().expect("a time");
+        let mut line = Vec::new();
+        call.text(&mut line).expect("memory");
+        assert_eq!(
+            format!(
+                "{}\n{}",
+                Call::header(false),
+                String::from_utf8_lossy(&line)
+            ),
+            "TIME     PID     COMM             OLD                NEW                    GROWTH\n\
+             04:05:06 4961    sh               0x55814f0a1000     0x55814f0c2000         135168\n"
+        );
+        assert_eq!(
+            serde_json::to_string(&call).expect("JSON"),
+            r#"{"type":"call","time":"2026-11-20T04:05:06.000000+01:00","pid":4961,"tid":4962,"comm":"sh","requested":"0x55814f0c2000","old":"0x55814f0a1000","new":"0x55814f0c2000","growth_bytes":135168}"#
+        );
+    }
+}

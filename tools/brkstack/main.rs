@@ -1,0 +1,147 @@
+//! brkstack: calls of brk(2), by user stack and process.
+//!
+//! Hooks: the tracepoints of the system call, for kernel stacks those of all, or its function
+//! (`bpf/brkstack.bpf.c`). Calls are counted in the kernel; only with --events each comes here.
+
+mod args;
+mod calls;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use libbpf_rs::skel::Skel;
+use libbpf_rs::{Link, MapMut};
+use memtools::bpf::attach;
+use memtools::bpf::kernel_support;
+use memtools::bpf::map_create;
+use memtools::export::profile::Value;
+use memtools::print::output::Output;
+use memtools::process::container;
+use memtools::process::filter::{Filter, Tasks};
+use memtools::run::cli;
+use memtools::run::count_stacks::{Report, StackCounts, Weight};
+use memtools::run::poll::Poller;
+use memtools::run::target::{self, Target};
+
+use crate::args::Args;
+use crate::bpf::Loaded;
+use crate::calls::Names;
+
+memtools::skeleton!("brkstack", BrkstackSkelBuilder, stacks: unwound, plain: [event]);
+
+fn main() -> ExitCode {
+    cli::main(run)
+}
+
+fn run(args: Args) -> Result<ExitCode> {
+    kernel_support::preflight()?;
+    kernel_support::preflight_tracepoints()?;
+    attach::capture_log(args.common.verbose);
+    let exports = args
+        .stacks
+        .export
+        .prepare("brkstack", args.target.to_string())?;
+    let (mut poller, output) = args.common.start_as("brkstack", args.format())?;
+    let mut target = Target::choose(&args.target, Tasks::Programs)?;
+    target::doubt_interval("brkstack", args.stacks.interval(), &args.target.filter.pid);
+    let mut skel = load(&args, target.filter())?;
+    let export = &args.stacks.export;
+    let symbolizer = target
+        .symbolizer()?
+        .with_source(export.source, export.any())?;
+    let unwinder = args
+        .user_stacks()
+        .then(|| target.unwinder(args.stacks.unwind, memtools::unwind_parts!(skel)))
+        .transpose()?;
+    let links = attach::system_calls(
+        skel.object_mut(),
+        args.programs(),
+        args.programs_on_functions(),
+    )?;
+    eprintln!("brkstack: tracing brk(2)... Ctrl-C to end");
+    target.release()?;
+
+    target.watch_exit(&mut poller);
+    if args.events {
+        let names = Names {
+            symbolizer: args.event_stacks().any().then_some(symbolizer),
+            unwinder,
+        };
+        calls::print(
+            &args,
+            target.filter(),
+            &skel,
+            names,
+            links,
+            (poller, output),
+        )?;
+    } else {
+        let maps = memtools::stack_count_maps!(skel);
+        let filter = target.filter();
+        let counts = StackCounts::new(maps, filter, symbolizer, unwinder, exports, &args.stacks)?;
+        count_stacks(&args, counts, links, (poller, output))?;
+    }
+    target.finish()
+}
+
+/// The loop of everything else.
+fn count_stacks(
+    args: &Args,
+    counts: StackCounts<'_, MapMut<'static>>,
+    links: Vec<Link>,
+    (poller, output): (Poller<'_>, Output),
+) -> Result<()> {
+    let report = Report {
+        format: args.format(),
+        by_process: false,
+        weight: if args.bytes {
+            Weight::Bytes
+        } else {
+            Weight::Events
+        },
+        subject: if args.growth_only() {
+            "calls of brk(2) that grow the heap"
+        } else {
+            "calls of brk(2)"
+        },
+        values: (
+            Value::count("brk_calls", "calls"),
+            args.growth_only().then_some(Value::bytes("growth")),
+        ),
+        args: &args.stacks,
+    };
+    counts.run(
+        "brkstack",
+        (poller, output),
+        &args.common,
+        &report,
+        links,
+        |counts, output| counts.report(output, &report),
+    )
+}
+
+fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
+    let with_stacks = !args.events || args.event_stacks().any();
+    let stacks = args.stacks.room().if_wanted(with_stacks);
+    let mut open = bpf::prepare(filter, stacks, args.stacks.unwind)?;
+    let wanted = args.containers.wanted(args.common.json);
+    let with_cgroups = container::prepare(wanted, &mut open.maps.cgroup_paths)?;
+    let options = open.options()?;
+    options.with_cgroups = with_cgroups;
+    options.with_result = args.with_result().into();
+    options.growth_only = args.growth_only().into();
+    options.brk_number = libc::SYS_brk as u32;
+    options.each_call = args.events.into();
+    options.with_user_stacks = args.user_stacks().into();
+    options.with_kernel_stacks = args.kernel_stacks.into();
+    if !args.with_result() {
+        map_create::size(&mut open.maps.calls, 1)?;
+    }
+    if !args.events {
+        // A ring buffer has a page at least.
+        let page = kernel_support::page_bytes()? as u32;
+        map_create::size(&mut open.maps.events, page)?;
+    }
+    let programs = attach::programs_on_system_calls(args.programs(), args.programs_on_functions());
+    open.load_only(&programs)
+}

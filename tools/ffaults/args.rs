@@ -1,0 +1,100 @@
+//! The options of ffaults.
+
+use std::time::Duration;
+
+use clap::{Parser, ValueEnum};
+use memtools::export::metrics::MetricsArgs;
+use memtools::process::container::ContainerArgs;
+use memtools::run::cli::{self, CommonArgs};
+use memtools::run::target::TargetArgs;
+
+/// Count page faults by file.
+#[derive(Debug, Parser)]
+#[command(
+    name = "ffaults",
+    version,
+    max_term_width = 100,
+    mut_arg("container", |container| container.requires("by_process")),
+    after_help = "\
+examples:
+  ffaults                      count all page faults until Ctrl-C, and print them by file
+  ffaults 1                    what happened, every second
+  ffaults --path -p 1234       those of process 1234, with the path of each file
+  ffaults --by-process -n java who faults on which file
+  ffaults --by-process --container     with the container or systemd unit of each process
+  ffaults --type -d 10         minor, major, write and execute faults apart
+  ffaults -c './prog -x'       from the program's start"
+)]
+pub(crate) struct Args {
+    /// Show the whole path of each file, as the process that faulted first would name it
+    #[arg(long)]
+    pub(crate) path: bool,
+
+    /// Count each process apart
+    #[arg(long)]
+    pub(crate) by_process: bool,
+
+    /// Add how many were minor and major, and how many were for writing and for executing
+    #[arg(long)]
+    pub(crate) r#type: bool,
+
+    /// Use only this hook, rather than the first that works
+    #[arg(long, value_name = "HOOK", value_enum)]
+    pub(crate) hook: Option<Hook>,
+
+    /// Show only the N with the most faults
+    #[arg(long, value_name = "N", value_parser = cli::count::<usize>)]
+    pub(crate) top: Option<usize>,
+
+    /// Print the time before each summary
+    #[arg(short = 'T', long)]
+    pub(crate) timestamp: bool,
+
+    #[command(flatten)]
+    pub(crate) metrics: MetricsArgs,
+
+    #[command(flatten)]
+    pub(crate) containers: ContainerArgs,
+
+    #[command(flatten)]
+    pub(crate) target: TargetArgs,
+
+    #[command(flatten)]
+    pub(crate) common: CommonArgs,
+
+    /// Print a summary every so many seconds, of what was counted in them [default: one at the end]
+    #[arg(value_parser = cli::seconds)]
+    pub(crate) interval: Option<Duration>,
+
+    /// Summaries before it exits [default: until Ctrl-C]
+    #[arg(value_parser = cli::count::<u64>)]
+    pub(crate) count: Option<u64>,
+}
+
+/// Where faults are seen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Hook {
+    // No help texts of their own here: they would make clap's help twice as long.
+    Fexit,
+    Kprobe,
+    Event,
+}
+
+impl Args {
+    /// Whether it matters in which cgroups processes are: the faults on a file are those of all.
+    pub(crate) fn wants_cgroups(&self) -> bool {
+        self.by_process && self.containers.wanted(self.common.json)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Args::command().debug_assert();
+    }
+}

@@ -1,0 +1,65 @@
+//! ffaults: page faults, by file.
+//!
+//! Hooks (`bpf/ffaults.bpf.c`): the return of handle_mm_fault, by fexit or by kprobes, or the kernel's own
+//! count of page faults, with bpf_find_vma() ([`mod@attach`]). What they count is read and named at each
+//! report ([`report`]), and a line of it is a file ([`row`]).
+
+mod args;
+mod attach;
+mod report;
+mod row;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use libbpf_rs::skel::Skel;
+use memtools::bpf::attach::{capture_log, detach};
+use memtools::bpf::kernel_support;
+use memtools::process::filter::Tasks;
+use memtools::run::cli;
+use memtools::run::losses::{self, Losses};
+use memtools::run::schedule::{Due, Reports};
+use memtools::run::target::{self, Target};
+
+use crate::args::Args;
+use crate::attach::Attached;
+use crate::report::Report;
+
+memtools::skeleton!("ffaults", FfaultsSkelBuilder, stacks: none, plain: [count, count_key, file_id, name_record]);
+
+fn main() -> ExitCode {
+    cli::main(run)
+}
+
+fn run(args: Args) -> Result<ExitCode> {
+    kernel_support::preflight()?;
+    capture_log(args.common.verbose);
+    let mut metrics = args.metrics.open("ffaults", &[&report::FAULTS])?;
+    let (mut poller, mut output) = args.common.start("ffaults")?;
+    let mut target = Target::choose(&args.target, Tasks::Programs)?;
+    target::doubt_interval("ffaults", args.interval, &args.target.filter.pid);
+    let (how, Attached { skel, links, knows }) = attach::start(&args, target.filter())?;
+    eprintln!("ffaults: tracing page faults by {how}... Ctrl-C to end");
+    target.release()?;
+
+    target.watch_exit(&mut poller);
+    let mut report = Report::new(&args, &skel, knows);
+    let deadline = args.common.deadline();
+    let mut reports = Reports::start(&mut poller, args.interval, args.count, deadline)?;
+    loop {
+        match reports.wait(&mut poller)?.1 {
+            Due::Nothing => {}
+            Due::Report => {
+                report.print(&mut output, &mut metrics)?;
+                losses::write_metrics(skel.object(), target.filter(), &mut metrics)?;
+            }
+            Due::Last => break,
+        }
+    }
+    detach(links);
+    report.print(&mut output, &mut metrics)?;
+    Losses::tell("ffaults", skel.object(), target.filter(), &mut output)?;
+    losses::finish_metrics(skel.object(), target.filter(), metrics)?;
+    output.finish()?;
+    target.finish()
+}

@@ -1,0 +1,186 @@
+//! The counts of the kernel half, by the names of files, as a report.
+
+use std::cmp::Reverse;
+use std::collections::HashMap;
+use std::mem::offset_of;
+use std::ops::Range;
+
+use anyhow::Result;
+use libbpf_rs::MapMut;
+use memtools::bpf::map_cache::Recorded;
+use memtools::bpf::map_counts::Counts;
+use memtools::bpf::types;
+use memtools::export::metrics::{Family, Kind, Metrics};
+use memtools::print::clock::{self, Clock};
+use memtools::print::file_path::{self, Reach};
+use memtools::print::output::Output;
+use memtools::print::text;
+use memtools::process::container::Homes;
+
+use crate::args::Args;
+use crate::attach::Knows;
+use crate::bpf::Loaded;
+use crate::bpf::types::{count, count_key, file_record, memory as Memory, name_record};
+use crate::row::{Columns, FileFaults};
+
+/// The width of the column of files: as wide as the widest, within these bounds.
+const FILE_COLUMN: Range<usize> = 24..64;
+
+pub(crate) static FAULTS: Family = Family {
+    name: "memtools_file_page_faults_total",
+    help: "Page faults, by file.",
+    labels: &["file"],
+    kind: Kind::Count,
+};
+
+static MAJOR: Family = Family {
+    name: "memtools_file_major_page_faults_total",
+    help: "Page faults that waited for a disk or for swap, by file.",
+    labels: &["file"],
+    kind: Kind::Count,
+};
+
+/// What faults are counted by, as it is printed.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Key {
+    pub(crate) file: String,
+    pub(crate) pid: u32,
+    pub(crate) comm: String,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Count {
+    pub(crate) faults: u64,
+    pub(crate) major: u64,
+    pub(crate) write: u64,
+    pub(crate) exec: u64,
+    /// The id of the cgroup that the process was in last; 0 if nothing is wanted of cgroups.
+    pub(crate) cgroup: u64,
+}
+
+/// Reads the counts, and prints what has come since the last time.
+pub(crate) struct Report<'a> {
+    counts: Counts<'a, MapMut<'static>, count_key, count>,
+    homes: Option<Homes<'a>>,
+    names: Recorded<'a, MapMut<'static>, String>,
+    knows: Knows,
+    args: &'a Args,
+}
+
+impl<'a> Report<'a> {
+    pub(crate) fn new(args: &'a Args, skel: &'a Loaded, knows: Knows) -> Self {
+        let maps = &skel.maps;
+        Self {
+            counts: Counts::new(&maps.counts, &maps.counts_a, &maps.counts_b),
+            homes: Homes::if_wanted(args.wants_cgroups(), &maps.cgroup_paths),
+            names: Recorded::new(&maps.files),
+            knows,
+            args,
+        }
+    }
+
+    pub(crate) fn print(&mut self, output: &mut Output, metrics: &mut Metrics) -> Result<()> {
+        let mut rows: Vec<(Key, Count)> = self.take()?.into_iter().collect();
+        for (key, count) in &rows {
+            metrics.add(&FAULTS, &[&key.file], count.faults);
+            if self.knows.major {
+                metrics.add(&MAJOR, &[&key.file], count.major);
+            }
+        }
+        rows.sort_by_cached_key(|(key, count)| (count.faults, Reverse(key.clone())));
+        let skip = self
+            .args
+            .top
+            .map_or(0, |top| rows.len().saturating_sub(top));
+
+        let time = Clock::new().local(clock::monotonic_ns());
+        if self.args.timestamp {
+            output.header(&clock::time_of_day(&time))?;
+        }
+        let widest = rows.iter().skip(skip).map(|(key, _)| key.file.len()).max();
+        let columns = Columns {
+            by_process: self.args.by_process,
+            container: self.args.containers.container,
+            types: self.args.r#type,
+            file: widest
+                .unwrap_or(0)
+                .clamp(FILE_COLUMN.start, FILE_COLUMN.end),
+        };
+        output.header(&columns.header())?;
+        for (key, count) in rows.into_iter().skip(skip) {
+            let mut row = FileFaults::new(key, count, &time, self.knows, columns);
+            row.home = self.homes.as_mut().map(|homes| homes.of(count.cgroup));
+            output.row(&row)?;
+        }
+        if self.args.interval.is_some() {
+            output.header("")?;
+        }
+        output.flush()
+    }
+
+    fn take(&mut self) -> Result<HashMap<Key, Count>> {
+        let mut sums: HashMap<Key, Count> = HashMap::new();
+        for (key, value) in self.counts.take()? {
+            let file = match key.memory {
+                Memory::MEMORY_FILE => self.name(&key)?,
+                Memory::MEMORY_ANONYMOUS => "[anon]".to_owned(),
+                Memory::MEMORY_HEAP => "[heap]".to_owned(),
+                Memory::MEMORY_STACK => "[stack]".to_owned(),
+                _ => "[unknown]".to_owned(),
+            };
+            let key = Key {
+                file,
+                pid: key.pid,
+                comm: text::from_c(&key.comm),
+            };
+            // Files of one name are one, unless whole paths tell them apart.
+            let sum = sums.entry(key).or_default();
+            sum.faults += value.faults;
+            sum.major += value.major;
+            sum.write += value.write;
+            sum.exec += value.exec;
+            sum.cgroup = value.cgroup;
+        }
+        self.names.end_round()?;
+        Ok(sums)
+    }
+
+    fn name(&mut self, key: &count_key) -> Result<String> {
+        let path = self.args.path;
+        let name = self
+            .names
+            .get(&id_bytes(key), |record| name_of(record, path))?;
+        Ok(name.unwrap_or_else(|| "[lost]".to_owned()))
+    }
+}
+
+/// The name or the path in a `file_record`, whole or as far as the first name; None if it is just being
+/// written, or could not be.
+fn name_of(record: &[u8], path: bool) -> Result<Option<String>> {
+    let &name_record {
+        bytes, complete, ..
+    } = types::view(record)?;
+    let names = &record[offset_of!(file_record, names)..];
+    let names = &names[..names.len().min(bytes as usize)];
+    if names.is_empty() {
+        return Ok(None);
+    }
+    if !path {
+        return Ok(Some(file_path::name(names)));
+    }
+    // As file_path() of bpf/include/file.bpf.h has it.
+    let reach = match complete {
+        1 => Reach::Root,
+        2 => Reach::NoFolder,
+        _ => Reach::Cut,
+    };
+    Ok(Some(file_path::path(names, reach)))
+}
+
+/// A file's id as the key of the map of names.
+fn id_bytes(key: &count_key) -> Vec<u8> {
+    let mut bytes = key.file.inode.to_ne_bytes().to_vec();
+    bytes.extend(key.file.device.to_ne_bytes());
+    bytes.extend(key.file.generation.to_ne_bytes());
+    bytes
+}

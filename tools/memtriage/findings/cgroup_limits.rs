@@ -1,0 +1,65 @@
+//! Rules about cgroups that are near their limits.
+
+use memtools::host::memory_cgroups::MemoryCgroup;
+
+use super::{Evidence, Judgement, Level, Next, above, shell_word};
+use crate::screen::size;
+use crate::who::Culprit;
+
+/// Cgroups near their limit that are shown at most.
+const MOST_CGROUPS: usize = 3;
+
+/// Look: a cgroup uses nine tenths of its limit. Act: it hit the limit ten times a second, or a process
+/// of it was killed, between the two looks. Each such cgroup is a finding, the worst first.
+pub(super) fn judge(evidence: &Evidence<'_>) -> Vec<Judgement> {
+    let limited = &evidence.now.groups.limited;
+    let mut judged: Vec<(f64, Judgement)> = limited
+        .iter()
+        .map(|group| (group.percent(), cgroup_limit(evidence, group)))
+        .filter(|(_, (level, ..))| *level > Level::Healthy)
+        .collect();
+    judged.sort_by(|(percent, (level, ..)), (other_percent, (other, ..))| {
+        other.cmp(level).then(other_percent.total_cmp(percent))
+    });
+    judged.truncate(MOST_CGROUPS);
+    if judged.is_empty() {
+        let text = format!(
+            "{} cgroups have a limit, and none is near it",
+            limited.len()
+        );
+        return vec![(Level::Healthy, text, "".into())];
+    }
+    judged.into_iter().map(|(_, judgement)| judgement).collect()
+}
+
+fn cgroup_limit(evidence: &Evidence<'_>, group: &MemoryCgroup) -> Judgement {
+    let mut earlier = evidence.before.groups.limited.iter();
+    let earlier = earlier.find(|earlier| earlier.folder == group.folder);
+    // One that was not there before is judged by what it holds.
+    let earlier = earlier.unwrap_or(group);
+    let hits = group.hits.saturating_sub(earlier.hits) as f64 / evidence.seconds();
+    let kills = group.oom_kills.saturating_sub(earlier.oom_kills);
+    let level = above(group.percent(), 90.0, f64::INFINITY)
+        .max(above(hits, f64::INFINITY, 10.0))
+        .max(above(kills as f64, f64::INFINITY, 1.0));
+    let mut text = format!(
+        "{} uses {:.0} % of its {}, and hits that limit {hits:.0} times a second",
+        group.path,
+        group.percent(),
+        size(group.limit)
+    );
+    if kills > 0 {
+        text += &format!("; {kills} of its processes were killed just now");
+    }
+    let next = if hits >= 10.0 {
+        Next::from("drsnoop --memcg -e -d 10").by(Culprit::Reclaimers)
+    } else if evidence.now.groups.version_1 {
+        // memleak takes cgroups of version 2.
+        Next::from("faults --by-process -d 10").by(Culprit::Processes)
+    } else {
+        let folder = group.folder.to_string_lossy();
+        let command = format!("memleak --cgroup {} 10", shell_word(&folder));
+        Next::from(command).by(Culprit::Cgroup(group.folder.clone()))
+    };
+    (level, text, next)
+}

@@ -1,0 +1,153 @@
+//! What the findings of a look are judged by.
+
+use std::cmp::Reverse;
+use std::collections::HashMap;
+
+use crate::findings::Next;
+use crate::findings::memleak_of;
+use crate::look::{self, Look, Surroundings};
+use crate::processes::Usage;
+use crate::screen::size;
+use crate::who::Culprit;
+
+/// What the rules judge: two looks, and what is around.
+pub(crate) struct Evidence<'a> {
+    pub(crate) before: &'a Look,
+    pub(crate) now: &'a Look,
+    pub(crate) around: &'a Surroundings,
+    /// Bytes by which processes have grown between the two looks.
+    pub(crate) growth: &'a HashMap<u32, i64>,
+}
+
+impl Evidence<'_> {
+    pub(super) fn seconds(&self) -> f64 {
+        let between = self.now.at.saturating_duration_since(self.before.at);
+        between.as_secs_f64().max(f64::EPSILON)
+    }
+
+    /// How often a second a counter of /proc/vmstat has been raised between the two looks.
+    pub(super) fn rate(&self, name: &str) -> f64 {
+        let (now, before) = (self.now.counters.of(name), self.before.counters.of(name));
+        now.saturating_sub(before) as f64 / self.seconds()
+    }
+
+    /// Pages a second that came back from swap.
+    pub(super) fn swap_ins(&self) -> f64 {
+        look::SWAP_INS.into_iter().map(|name| self.rate(name)).sum()
+    }
+
+    /// Pages a second that went to swap.
+    pub(super) fn swap_outs(&self) -> f64 {
+        self.rate("pswpout") + self.rate("zswpout")
+    }
+
+    /// [`Evidence::rate`] of all counters whose names begin so.
+    pub(super) fn rate_of(&self, prefix: &str) -> f64 {
+        let sum = |look: &Look| look.counters.sum_of(prefix);
+        sum(self.now).saturating_sub(sum(self.before)) as f64 / self.seconds()
+    }
+
+    /// Percent of the machine's memory.
+    pub(super) fn share(&self, bytes: u64) -> f64 {
+        bytes as f64 * 100.0 / self.now.accounting.total.max(1) as f64
+    }
+
+    /// The process that most memory would come back from.
+    pub(super) fn largest(&self) -> Option<&Usage> {
+        let processes = self.now.processes.iter();
+        processes.max_by_key(|usage| (usage.own(), Reverse(usage.pid)))
+    }
+
+    /// The process that has grown most, if one but ours has, with the bytes.
+    pub(super) fn fastest(&self) -> Option<(&Usage, i64)> {
+        let processes = self.now.processes.iter();
+        let grown = processes.filter_map(|usage| Some((usage, *self.growth.get(&usage.pid)?)));
+        let own = std::process::id();
+        grown
+            .filter(|(usage, bytes)| *bytes > 0 && usage.pid != own)
+            .max_by_key(|(usage, bytes)| (*bytes, Reverse(usage.pid)))
+    }
+
+    /// The process but ours of which a number has grown most between the two looks, and by how much a second.
+    pub(super) fn most(&self, number: impl Fn(&Usage) -> u64) -> Option<(&Usage, f64)> {
+        let before: HashMap<_, _> = self
+            .before
+            .processes
+            .iter()
+            .map(|usage| ((usage.pid, usage.started), number(usage)))
+            .collect();
+        let processes = self.now.processes.iter();
+        let grown = processes.filter_map(|usage| {
+            let before = before.get(&(usage.pid, usage.started))?;
+            Some((usage, number(usage).saturating_sub(*before)))
+        });
+        let own = std::process::id();
+        grown
+            .filter(|(usage, grown)| *grown > 0 && usage.pid != own)
+            .max_by_key(|(usage, grown)| (*grown, Reverse(usage.pid)))
+            .map(|(usage, grown)| (usage, grown as f64 / self.seconds()))
+    }
+
+    /// Who copies the pages that it shares since a fork(2), if anonymous memory has grown by so many bytes, and no
+    /// process has: until it writes to such a page, each of those who share it has it among its own.
+    pub(super) fn copier(&self, grown: u64) -> Option<&Usage> {
+        let own: i64 = self.growth.values().filter(|bytes| **bytes > 0).sum();
+        let (usage, faults) = self.most(|usage| usage.minor_faults)?;
+        let page_bytes = 4096.0;
+        let copied = faults * self.seconds() * page_bytes;
+        (own.unsigned_abs() < grown / 2 && copied >= grown as f64 / 2.0).then_some(usage)
+    }
+
+    /// Who has taken most of these bytes between the two looks: a process, or else the part of memory that has
+    /// grown most; and the command that shows more.
+    pub(super) fn taker(&self, taken: u64) -> (String, Next) {
+        let per_second = |bytes: u64| size((bytes as f64 / self.seconds()) as u64);
+        if let Some((usage, bytes)) = self.fastest()
+            && bytes.unsigned_abs() >= taken / 2
+        {
+            let rate = per_second(bytes.unsigned_abs());
+            let text = format!("{} (pid {}) grows by {rate}/s", usage.comm, usage.pid);
+            return (text, memleak_of(usage));
+        }
+        let (before, now) = (&self.before.accounting, &self.now.accounting);
+        let grown = now.parts.iter().map(|part| {
+            let before = before.part(part.name).unwrap_or_default();
+            (part.name, part.bytes.saturating_sub(before))
+        });
+        let unaccounted = now.unaccounted().saturating_sub(before.unaccounted());
+        let unaccounted = (
+            "unaccounted",
+            u64::try_from(unaccounted).unwrap_or_default(),
+        );
+        let grown = grown.filter(|(name, _)| !name.starts_with("free"));
+        let most = grown.chain([unaccounted]).max_by_key(|(_, bytes)| *bytes);
+        let (part, bytes) = most.unwrap_or(unaccounted);
+        if part == "anonymous"
+            && let Some(copier) = self.copier(bytes)
+        {
+            let pid = copier.pid;
+            let text = format!(
+                "anonymous grows by {}/s, but no process: {} (pid {pid}) writes to pages that it shares since a fork",
+                per_second(bytes),
+                copier.comm
+            );
+            let next = Next::from(format!("faults --bytes -p {pid} -d 10"));
+            return (text, next.by(Culprit::Process(pid)));
+        }
+        let next = match part {
+            "anonymous" => Next::from("faults --by-process -d 10").by(Culprit::Processes),
+            "slab" => Next::from("memleak -k --by-cache 10").by(Culprit::KernelSlabs),
+            _ => Next::from("memleak -k 10").by(Culprit::KernelPages),
+        };
+        (format!("{part} grows by {}/s", per_second(bytes)), next)
+    }
+
+    /// The command for the process that grows, or else is largest.
+    pub(super) fn memleak_of_suspect(&self) -> Next {
+        let suspect = self.fastest().map(|(usage, _)| usage).or(self.largest());
+        suspect.map_or_else(
+            || Next::from("faults -d 10 --by-process").by(Culprit::Processes),
+            memleak_of,
+        )
+    }
+}

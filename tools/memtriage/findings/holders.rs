@@ -1,0 +1,160 @@
+//! Rules about who holds memory that no process shows: shared memory, huge pages, slab, page tables.
+
+use super::{Evidence, Judgement, Level, Next, above};
+use crate::findings::shell_word;
+use crate::screen::size;
+use crate::who::Culprit;
+
+/// Look: a twentieth of memory is in no number of the kernel's. Act: three twentieths.
+pub(super) fn unaccounted(evidence: &Evidence<'_>) -> Judgement {
+    let bytes = u64::try_from(evidence.now.accounting.unaccounted()).unwrap_or_default();
+    let share = evidence.share(bytes);
+    let text = format!(
+        "{}, {share:.1} % of memory, are in no number of the kernel's: pages of drivers and modules",
+        size(bytes)
+    );
+    let next = Next::from("memleak -k 10").by(Culprit::KernelPages);
+    (above(share, 5.0, 15.0), text, next)
+}
+
+/// Look: slabs that cannot be reclaimed have 15 % of memory. Act: 30 %.
+pub(super) fn slab(evidence: &Evidence<'_>) -> Judgement {
+    let bytes = evidence.now.memory.of("SUnreclaim");
+    let mut text = format!(
+        "slabs that cannot be reclaimed: {}, {:.1} % of memory",
+        size(bytes),
+        evidence.share(bytes)
+    );
+    if let Some((name, usage)) = evidence.now.slabs.largest() {
+        text += &format!(
+            "; largest cache: {name}, {}",
+            size(usage.bytes.cast_unsigned())
+        );
+    }
+    if let Some((name, change)) = evidence.before.slabs.fastest(&evidence.now.slabs) {
+        text += &format!("; fastest: {name}, +{}", size(change.bytes.cast_unsigned()));
+    }
+    let level = above(evidence.share(bytes), 15.0, 30.0);
+    let next = Next::from("memleak -k --by-cache 10").by(Culprit::KernelSlabs);
+    (level, text, next)
+}
+
+/// Look: shared memory and tmpfs have a quarter of memory. Act: half.
+pub(super) fn shmem(evidence: &Evidence<'_>) -> Judgement {
+    let bytes = evidence.now.memory.of("Shmem");
+    let mut text = format!(
+        "shared memory and tmpfs: {}, {:.1} % of memory",
+        size(bytes),
+        evidence.share(bytes)
+    );
+    // Who has less than a tenth is not the reason.
+    let tmpfs = evidence.around.tmpfs.as_ref();
+    if let Some(tmpfs) = tmpfs.filter(|tmpfs| tmpfs.bytes > bytes / 10) {
+        text += &format!("; fullest tmpfs: {}, {}", tmpfs.mount, size(tmpfs.bytes));
+    }
+    let nameless = evidence.around.nameless.as_ref();
+    if let Some(nameless) = nameless.filter(|nameless| nameless.bytes > bytes / 10) {
+        text += &format!(
+            "; largest file without a name: {}, {}, open in pid {}",
+            nameless.file,
+            size(nameless.bytes),
+            nameless.pid
+        );
+    }
+    let processes = evidence.now.processes.iter();
+    let most = processes.max_by_key(|usage| usage.shmem);
+    if let Some(most) = most.filter(|usage| usage.shmem > bytes / 10) {
+        text += &format!(
+            "; most in {} (pid {}), {}",
+            most.comm,
+            most.pid,
+            size(most.shmem)
+        );
+    }
+    let level = above(evidence.share(bytes), 25.0, 50.0);
+    let next = Next::from("memleak -k --pages 10").by(Culprit::KernelPages);
+    (level, text, next)
+}
+
+/// Look: a hundredth of memory is in segments that nobody has attached. Act: a tenth.
+pub(super) fn orphaned_shm(evidence: &Evidence<'_>) -> Judgement {
+    let orphans = evidence.around.orphans;
+    let share = evidence.share(orphans.bytes);
+    let text = format!(
+        "{} System V segments that nobody has attached hold {}, {share:.1} % of memory{}",
+        orphans.segments,
+        size(orphans.bytes),
+        orphans.largest.map_or_else(String::new, |largest| format!(
+            "; largest: id {}, made by pid {}, {}",
+            largest.id,
+            largest.creator,
+            size(largest.bytes)
+        ))
+    );
+    (above(share, 1.0, 10.0), text, "shmsnoop -e -d 60".into())
+}
+
+/// Look: a twentieth of memory is in huge pages that nobody has reserved. Act: a fifth.
+pub(super) fn huge_page_pool(evidence: &Evidence<'_>) -> Judgement {
+    let of = |name| evidence.now.memory.of(name);
+    let idle = of("HugePages_Free").saturating_sub(of("HugePages_Rsvd")) * of("Hugepagesize");
+    let share = evidence.share(idle);
+    let text = format!(
+        "{} of the huge page pool's {} are not used by anybody, {share:.1} % of memory",
+        size(idle),
+        size(of("Hugetlb"))
+    );
+    (above(share, 5.0, 20.0), text, "hfaults -e -d 60".into())
+}
+
+/// Look: a twentieth of memory is zeros in huge pages of one process. Act: three twentieths.
+pub(super) fn huge_page_zeros(evidence: &Evidence<'_>) -> Judgement {
+    let Some(huge) = &evidence.around.huge_pages else {
+        let bytes = evidence.now.memory.of("AnonHugePages");
+        let text = format!("transparent huge pages: {}", size(bytes));
+        return (Level::Healthy, text, "".into());
+    };
+    let share = evidence.share(huge.zero_bytes);
+    let mut processes = evidence.now.processes.iter();
+    let process = processes.find(|usage| usage.pid == huge.pid);
+    let text = format!(
+        "{} (pid {}) has {}: {share:.1} % of memory",
+        process.map_or("", |usage| usage.comm.as_str()),
+        huge.pid,
+        huge.told()
+    );
+    let next = format!("hfaults --thp -p {} -d 10", huge.pid);
+    (above(share, 5.0, 15.0), text, next.into())
+}
+
+/// Look: page tables have a twentieth of memory. Act: three twentieths.
+pub(super) fn page_tables(evidence: &Evidence<'_>) -> Judgement {
+    let bytes = evidence.now.memory.of("PageTables");
+    let share = evidence.share(bytes);
+    let text = format!("page tables: {}, {share:.1} % of memory", size(bytes));
+    let next = Next::from("faults --by-process -d 10").by(Culprit::KernelPages);
+    (above(share, 5.0, 15.0), text, next)
+}
+
+/// Look: the kernel's vmalloc area has a tenth of memory. Act: a quarter.
+pub(super) fn vmalloc(evidence: &Evidence<'_>) -> Judgement {
+    let bytes = evidence.now.accounting.part("vmalloc").unwrap_or_default();
+    let share = evidence.share(bytes);
+    let text = format!("vmalloc: {}, {share:.1} % of memory", size(bytes));
+    let next = Next::from("memleak -k 10").by(Culprit::KernelPages);
+    (above(share, 10.0, 25.0), text, next)
+}
+
+/// Look: a thousand removed cgroups hold memory. Act: ten thousand.
+pub(super) fn dying_cgroups(evidence: &Evidence<'_>) -> Judgement {
+    let dying = evidence.now.groups.dying;
+    let mut text = format!("{dying} removed cgroups still hold memory");
+    let mut next = Next::from("memtriage --by cgroup");
+    let most = evidence.now.groups.most_dying.as_ref();
+    if let Some(most) = most.filter(|most| most.path != "/") {
+        text += &format!("; {} of them were below {}", most.count, most.path);
+        let folder = most.folder.to_string_lossy();
+        next = Next::from(format!("memtriage --cgroup {}", shell_word(&folder)));
+    }
+    (above(dying as f64, 1e3, 1e4), text, next)
+}

@@ -1,0 +1,210 @@
+//! Rules about memory that is scarce: kills, pressure, reclaim, swap and refaults.
+
+use std::time::Duration;
+
+use memtools::host::kernel_log::Kill;
+
+use super::{Evidence, Judgement, Level, Next, above, age, memleak_of};
+use crate::accounting::FREE_IN_LISTS;
+use crate::look::Look;
+use crate::screen::size;
+use crate::who::Culprit;
+
+/// Act: a kill in the last hour. Look: kills since the start, and the log does not tell when.
+pub(super) fn oom_kills(evidence: &Evidence<'_>) -> Judgement {
+    const RECENT: Duration = Duration::from_secs(3600);
+    let count = evidence.now.counters.of("oom_kill");
+    let Some(kills) = &evidence.around.kills else {
+        let level = above(count as f64, 1.0, f64::INFINITY);
+        let text = format!("{count} OOM kills since the start; when, only root may read");
+        return (level, text, "oomkill".into());
+    };
+    let recent: Vec<&Kill> = kills.iter().filter(|kill| kill.age < RECENT).collect();
+    let Some(last) = recent.last() else {
+        let text = format!("{count} OOM kills since the start, none in the last hour");
+        return (Level::Healthy, text, "oomkill".into());
+    };
+    let whose = if last.by_cgroup {
+        "its cgroup's limit"
+    } else {
+        "the machine's memory"
+    };
+    let text = format!(
+        "{} OOM kills in the last hour; the last, {} ago: {} (pid {}), for {whose}",
+        recent.len(),
+        age(last.age),
+        last.comm,
+        last.pid
+    );
+    (Level::Act, text, "oomkill -e".into())
+}
+
+/// Act: at this rate all is used in half a minute. Look: in two minutes. Where nearly all is used, what comes and goes
+/// by less than a hundredth of memory is no trend.
+pub(super) fn running_out(evidence: &Evidence<'_>) -> Judgement {
+    // The kernel leaves out the pages in lists of CPUs, which are taken first.
+    let available = |look: &Look| {
+        look.memory.of("MemAvailable") + look.accounting.part(FREE_IN_LISTS).unwrap_or_default()
+    };
+    let (before, now) = (available(evidence.before), available(evidence.now));
+    let lost = before.saturating_sub(now);
+    let rate = lost as f64 / evidence.seconds();
+    let left = if rate > 0.0 {
+        now as f64 / rate
+    } else {
+        f64::INFINITY
+    };
+    let level = above(-left, -120.0, -30.0);
+    let is_noise = evidence.share(before) < 5.0 && evidence.share(lost) < 1.0;
+    if level == Level::Healthy || is_noise {
+        let text = format!("available memory shrinks by {}/s", size(rate as u64));
+        return (Level::Healthy, text, "".into());
+    }
+    let (taker, next) = evidence.taker(lost);
+    let text = format!(
+        "at {}/s all memory is used in {left:.0} s; {taker}",
+        size(rate as u64)
+    );
+    (level, text, next)
+}
+
+/// Look: less than a tenth of memory is available. Act: less than a twentieth.
+pub(super) fn available(evidence: &Evidence<'_>) -> Judgement {
+    let available = evidence.now.memory.of("MemAvailable");
+    let share = evidence.share(available);
+    let mut text = format!("{} available, {share:.1} % of memory", size(available));
+    if let Some(largest) = evidence.largest() {
+        text += &format!(
+            "; largest: {} (pid {}), {}",
+            largest.comm,
+            largest.pid,
+            size(largest.own())
+        );
+    }
+    (
+        above(-share, -10.0, -5.0),
+        text,
+        evidence.memleak_of_suspect(),
+    )
+}
+
+/// Look: in a tenth of the last ten seconds some task waited for memory. Act: in a twentieth all did.
+pub(super) fn pressure(evidence: &Evidence<'_>) -> Judgement {
+    let Some(pressure) = evidence.around.pressure else {
+        let text = "this kernel tells no memory pressure (CONFIG_PSI, psi=1)".into();
+        return (Level::Healthy, text, "".into());
+    };
+    let level = above(pressure.some.avg10, 10.0, f64::INFINITY).max(above(
+        pressure.full.avg10,
+        f64::INFINITY,
+        5.0,
+    ));
+    let text = format!(
+        "tasks waited for memory {:.1} % of the last 10 s, all at once {:.1} %",
+        pressure.some.avg10, pressure.full.avg10
+    );
+    let next = if evidence.swap_ins() >= 1.0 {
+        Next::from("swapin -s -d 10").by(Culprit::Readers)
+    } else {
+        Next::from("drsnoop --memcg -d 10").by(Culprit::Reclaimers)
+    };
+    (level, text, next)
+}
+
+/// Look: a task has to reclaim memory itself, once a second. Act: a hundred times.
+pub(super) fn direct_reclaim(evidence: &Evidence<'_>) -> Judgement {
+    let rate = evidence.rate_of("allocstall");
+    let text = format!("tasks had to reclaim memory themselves {rate:.0} times a second");
+    let next = Next::from("drsnoop -d 10").by(Culprit::Reclaimers);
+    (above(rate, 1.0, 100.0), text, next)
+}
+
+/// Look: a hundred pages a second are read back from swap. Act: a thousand.
+pub(super) fn swap_in(evidence: &Evidence<'_>) -> Judgement {
+    let (read, written) = (evidence.swap_ins(), evidence.swap_outs());
+    let mut text = format!("{read:.0} pages/s are read back from swap, {written:.0} written");
+    if let Some((most, faults)) = evidence.most(|usage| usage.major_faults) {
+        text += &format!(
+            "; most by {} (pid {}), which waits {faults:.0} times a second",
+            most.comm, most.pid
+        );
+    }
+    let next = Next::from("swapin -s -d 10").by(Culprit::Readers);
+    (above(read, 100.0, 1000.0), text, next)
+}
+
+/// Look: nine tenths of swap are used. Act: all but a fiftieth.
+pub(super) fn swap_full(evidence: &Evidence<'_>) -> Judgement {
+    let of = |name| evidence.now.memory.of(name);
+    let (total, used) = (
+        of("SwapTotal"),
+        of("SwapTotal").saturating_sub(of("SwapFree")),
+    );
+    if total == 0 {
+        return (Level::Healthy, "there is no swap".into(), "".into());
+    }
+    let share = used as f64 * 100.0 / total as f64;
+    let mut text = format!("{share:.0} % of {} of swap are used", size(total));
+    let most = evidence.now.processes.iter().max_by_key(|usage| usage.swap);
+    let most = most.filter(|usage| usage.swap > 0);
+    if let Some(most) = most {
+        text += &format!(
+            "; most by {} (pid {}), {}",
+            most.comm,
+            most.pid,
+            size(most.swap)
+        );
+    }
+    let next = most.map_or_else(|| "swapin -d 10".into(), memleak_of);
+    (above(share, 90.0, 98.0), text, next)
+}
+
+/// Look: a thousand pages a second are read again that were dropped lately. Act: ten thousand, while less
+/// than a quarter of memory is free.
+pub(super) fn refaults(evidence: &Evidence<'_>) -> Judgement {
+    const PLENTY: f64 = 25.0;
+    /// Pages that are read for one fault on a file, at most, unless an administrator has said otherwise.
+    const READ_AHEAD: f64 = 32.0;
+    // One number for both kinds until 5.9.
+    let rate = evidence.rate("workingset_refault_file") + evidence.rate("workingset_refault");
+    let mut text = format!("{rate:.0} file pages/s are read again soon after they were dropped");
+    let mut level = above(rate, 1000.0, 10_000.0);
+    let free = evidence.now.memory.of("MemFree");
+    if level > Level::Healthy && evidence.share(free) >= PLENTY {
+        text += &format!(
+            ", although {} are free: by a cgroup's limit, or on request",
+            size(free)
+        );
+        level = Level::Look;
+    }
+    // A fault that waits has a few pages read; what read(2) asks for is no fault.
+    let faults = evidence.rate("pgmajfault");
+    if faults * READ_AHEAD >= rate {
+        return (
+            level,
+            text,
+            Next::from("ffaults --path -d 10").by(Culprit::Readers),
+        );
+    }
+    if let Some((most, bytes)) = evidence.most(|usage| usage.disk_reads.unwrap_or_default()) {
+        text += &format!(
+            "; most by read(2), of {} (pid {}), {}/s from disk",
+            most.comm,
+            most.pid,
+            size(bytes as u64)
+        );
+    }
+    // What is read and soon dropped again has no stack that a tool of ours shows.
+    (level, text, "vmscan -k -d 10".into())
+}
+
+/// Look: a task had to move pages for a large one, once a second. Act: a hundred times.
+pub(super) fn compaction(evidence: &Evidence<'_>) -> Judgement {
+    let rate = evidence.rate("compact_stall");
+    let text = format!("tasks waited for compaction {rate:.0} times a second");
+    (
+        above(rate, 1.0, 100.0),
+        text,
+        "vmscan --compaction -d 10".into(),
+    )
+}

@@ -1,0 +1,145 @@
+//! The options of mmapsnoop.
+
+use clap::{ArgGroup, Parser};
+use memtools::export::files::ExportArgs;
+use memtools::print::output::Format;
+use memtools::process::container::ContainerArgs;
+use memtools::run::cli::CommonArgs;
+use memtools::run::target::TargetArgs;
+use memtools::stacks::unwind::UnwindArgs;
+
+/// Show every mmap(2): who maps how much of what, and how.
+#[derive(Debug, Parser)]
+#[command(
+    name = "mmapsnoop",
+    version,
+    max_term_width = 100,
+    group(ArgGroup::new("weighted").args(["folded", "flame", "pprof"]).multiple(true)),
+    after_help = "\
+examples:
+  mmapsnoop                    every mapping of every process
+  mmapsnoop -Tp 1234           those of process 1234, with the time
+  mmapsnoop -n java --path     of tasks named java, with the whole path of each file
+  mmapsnoop --container        with the container or systemd unit of each
+  mmapsnoop -x                 only calls that fail, with the error
+  mmapsnoop --munmap -r        unmapping and moving too, with addresses and results
+  mmapsnoop -j -d 10 | jq      ten seconds of all that is known
+  mmapsnoop -d 10 --flame mmap.svg >/dev/null   draw what was mapped, by stack"
+)]
+pub(crate) struct Args {
+    /// Add the time of day
+    #[arg(short = 'T', long)]
+    pub(crate) time: bool,
+
+    /// Show only calls that fail, with the error
+    #[arg(short = 'x', long, conflicts_with_all = ["flame", "pprof"])]
+    pub(crate) failed: bool,
+
+    /// Add the result: the address that was mapped, or the error
+    #[arg(short, long)]
+    pub(crate) result: bool,
+
+    /// Show the file's whole path, as its process would name it
+    #[arg(long)]
+    pub(crate) path: bool,
+
+    /// Add all flags by name
+    #[arg(long)]
+    pub(crate) flags: bool,
+
+    /// Also show munmap(2) and mremap(2), with the address that each is about
+    #[arg(long)]
+    pub(crate) munmap: bool,
+
+    /// Also show the calls of 32-bit programs, which slows all system calls down a little
+    #[arg(long)]
+    pub(crate) compat: bool,
+
+    /// Print each call's user stack below its row
+    #[arg(long)]
+    pub(crate) stack: bool,
+
+    /// Print one line a stack for flame graphs, weighted by the bytes mapped, once at the end
+    #[arg(short, long, conflicts_with_all = ["json", "stack", "failed", "munmap", "perfetto"])]
+    pub(crate) folded: bool,
+
+    /// Weight the stacks of --folded and --flame by calls
+    #[arg(long, requires = "weighted")]
+    pub(crate) calls: bool,
+
+    #[command(flatten)]
+    pub(crate) unwind: UnwindArgs,
+
+    #[command(flatten)]
+    pub(crate) export: ExportArgs,
+
+    #[command(flatten)]
+    pub(crate) containers: ContainerArgs,
+
+    #[command(flatten)]
+    pub(crate) target: TargetArgs,
+
+    #[command(flatten)]
+    pub(crate) common: CommonArgs,
+}
+
+impl Args {
+    /// Whether anything is made of stacks.
+    pub(crate) fn with_stacks(&self) -> bool {
+        self.stack || self.folded || self.export.any()
+    }
+
+    pub(crate) fn format(&self) -> Format {
+        if self.folded {
+            Format::Folded
+        } else {
+            self.common.format()
+        }
+    }
+
+    /// The programs on tracepoints.
+    pub(crate) fn programs(&self) -> &'static [&'static str] {
+        let all = &["mmap_exit", "munmap_exit", "mremap_exit"];
+        if self.munmap { all } else { &all[..1] }
+    }
+
+    /// The programs to load where they are on the system calls' functions.
+    pub(crate) fn programs_on_functions(&self) -> &'static [&'static str] {
+        let all = &[
+            "mmap_exit_function",
+            "munmap_exit_function",
+            "mremap_exit_function",
+        ];
+        if self.munmap { all } else { &all[..1] }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn wrong_usage_is_refused() {
+        for wrong in [
+            &["mmapsnoop", "-p", "0"][..],
+            &["mmapsnoop", "-p", "1,x"],
+            &["mmapsnoop", "-d", "0"],
+            &["mmapsnoop", "5"],
+            &["mmapsnoop", "-f", "-j"],
+            &["mmapsnoop", "--calls"],
+            &["mmapsnoop", "-x", "--flame", "f.svg"],
+        ] {
+            let error = Args::try_parse_from(wrong).expect_err(&wrong.join(" "));
+            assert_eq!(error.exit_code(), 2);
+        }
+        let args = Args::try_parse_from(["mmapsnoop", "-Txp", "1,2"]).expect("valid");
+        assert!(args.time && args.failed && args.target.filter.pid == [1, 2]);
+    }
+}

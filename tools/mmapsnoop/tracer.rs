@@ -1,0 +1,171 @@
+//! Events as rows, and as sums for the files of other formats.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+
+use anyhow::Result;
+use libbpf_rs::MapMut;
+use memtools::export::files::{Exports, Subject};
+use memtools::export::folded::Folded;
+use memtools::export::profile::{Sample, Value};
+use memtools::print::clock::Clock;
+use memtools::print::output::Output;
+use memtools::process::container::Homes;
+use memtools::stacks::named::{NamedStack, StackIds};
+use memtools::stacks::symbolize::Symbolizer;
+use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
+use memtools::stacks::unwind::Unwinder;
+
+use crate::args::Args;
+use crate::bpf::Loaded;
+use crate::row::{Columns, Record, Row};
+
+/// What calls from one stack have mapped.
+#[derive(Debug, Default, Clone, Copy)]
+struct Mapped {
+    calls: u64,
+    bytes: u64,
+}
+
+/// The state of the trace.
+pub(crate) struct Tracer<'a> {
+    stacks: Stacks<'a, MapMut<'static>>,
+    /// Where stacks are asked for.
+    pub(crate) symbolizer: Option<Symbolizer>,
+    /// Where they are asked for.
+    homes: Option<Homes<'a>>,
+    clock: Clock,
+    pub(crate) columns: Columns,
+    pub(crate) output: Output,
+    /// By process, its name and stack.
+    weights: HashMap<(u32, String, u64), Mapped>,
+    pub(crate) exports: Exports,
+    args: &'a Args,
+}
+
+impl<'a> Tracer<'a> {
+    pub(crate) fn new(
+        args: &'a Args,
+        skel: &'a Loaded,
+        symbolizer: Option<Symbolizer>,
+        output: Output,
+        exports: Exports,
+    ) -> Result<Self> {
+        let with_cgroups = args.containers.wanted(args.common.json);
+        Ok(Self {
+            stacks: Stacks::new(memtools::stack_maps!(skel), MAX_OF_EVENTS)?,
+            symbolizer,
+            homes: Homes::if_wanted(with_cgroups, &skel.maps.cgroup_paths),
+            clock: Clock::new(),
+            columns: Columns {
+                time: args.time,
+                container: args.containers.container,
+                call: args.munmap,
+                result: args.result || args.failed,
+                flags: args.flags,
+            },
+            output,
+            weights: HashMap::new(),
+            exports,
+            args,
+        })
+    }
+
+    /// Remembers what processes execute, if stacks are to be named. Returns what to wait for to hear
+    /// of changes.
+    pub(crate) fn look_around(&mut self, unwinder: Option<&Unwinder>) -> Result<Option<OwnedFd>> {
+        let Some(symbolizer) = &mut self.symbolizer else {
+            return Ok(None);
+        };
+        symbolizer.name_python(unwinder.and_then(Unwinder::names));
+        symbolizer.look_around();
+        symbolizer.descriptor().map(Some)
+    }
+
+    /// Prints what has come, or adds it up.
+    pub(crate) fn take(&mut self, records: impl Iterator<Item = Record>) -> Result<()> {
+        if let Some(symbolizer) = &mut self.symbolizer {
+            symbolizer.refresh();
+        }
+        for record in records {
+            if self.args.folded || self.exports.any() {
+                self.add(&record)?;
+            }
+            if self.args.folded {
+                continue;
+            }
+            let stack = if self.args.stack {
+                self.named(record.pid(), &record.comm(), record.stack())?
+            } else {
+                None
+            };
+            let home = self.homes.as_mut().map(|homes| homes.of(record.cgroup()));
+            self.output
+                .row(&Row::new(record, home, stack, &self.clock, self.columns))?;
+        }
+        self.stacks.renew_for_events()?;
+        self.output.flush()
+    }
+
+    /// A call that failed mapped nothing. The stack is named at the end, when the table may be another.
+    fn add(&mut self, record: &Record) -> Result<()> {
+        let Some(bytes) = record.mapped_bytes() else {
+            return Ok(());
+        };
+        self.stacks.get(record.stack())?;
+        let key = (record.pid(), record.comm(), record.stack());
+        let mapped = self.weights.entry(key).or_default();
+        mapped.calls += 1;
+        mapped.bytes += bytes;
+        Ok(())
+    }
+
+    /// The stack with its names, if stacks are asked for.
+    fn named(&mut self, pid: u32, comm: &str, stack: u64) -> Result<Option<NamedStack>> {
+        let ids = StackIds {
+            pid,
+            comm,
+            user: Some(stack),
+            kernel: None,
+        };
+        NamedStack::read_if_asked(&ids, &mut self.stacks, self.symbolizer.as_mut())
+    }
+
+    /// Prints the stacks of --folded, the heaviest first, and writes them into the files that are
+    /// asked for.
+    pub(crate) fn fold(&mut self) -> Result<()> {
+        let calls = self.args.calls;
+        let weight = |mapped: Mapped| if calls { mapped.calls } else { mapped.bytes };
+        let mut weights: Vec<_> = self.weights.drain().collect();
+        weights.sort_by(|(a, a_mapped), (b, b_mapped)| {
+            (weight(*b_mapped), a).cmp(&(weight(*a_mapped), b))
+        });
+        let mut samples = Vec::new();
+        for ((pid, comm, stack), mapped) in weights {
+            let Some(stack) = self.named(pid, &comm, stack)? else {
+                continue;
+            };
+            if self.args.folded {
+                let line = Folded::new(&stack);
+                self.output.raw(|out| line.write(weight(mapped), out))?;
+            }
+            let values = vec![mapped.calls, mapped.bytes];
+            samples.push(Sample { stack, values });
+        }
+        self.output.flush()?;
+        if self.exports.any() {
+            let subject = Subject {
+                name: "memory mapped by mmap(2)".to_owned(),
+                values: vec![
+                    Value::count("mmap_calls", "calls"),
+                    Value::bytes("mmap_space"),
+                ],
+                main: usize::from(!calls),
+                by_thread: true,
+                remarks: Vec::new(),
+            };
+            self.exports.write(subject, samples);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,64 @@
+//! The options of oomkill.
+
+use clap::Parser;
+use memtools::export::files::ExportArgs;
+use memtools::export::metrics::MetricsArgs;
+use memtools::process::container::ContainerArgs;
+use memtools::run::cli::CommonArgs;
+use memtools::run::target::TargetArgs;
+use memtools::stacks::unwind::UnwindArgs;
+
+/// Show processes that the kernel kills because memory has run out, and for whom.
+#[derive(Debug, Parser)]
+#[command(
+    name = "oomkill",
+    version,
+    max_term_width = 100,
+    after_help = "\
+examples:
+  oomkill                      a line for each kill, until Ctrl-C
+  oomkill -e                   with the limit, the victim's memory, who is next, and stacks
+  oomkill -j >>/var/log/oomkill.json
+  oomkill --cgroup /sys/fs/cgroup/db.service"
+)]
+pub(crate) struct Args {
+    /// Add why: whose limit, the victim's memory, who else was killed, who is next, and stacks
+    #[arg(short, long)]
+    pub(crate) extended: bool,
+
+    #[command(flatten)]
+    pub(crate) unwind: UnwindArgs,
+
+    #[command(flatten)]
+    pub(crate) export: ExportArgs,
+
+    #[command(flatten)]
+    pub(crate) metrics: MetricsArgs,
+
+    #[command(flatten)]
+    pub(crate) containers: ContainerArgs,
+
+    #[command(flatten)]
+    pub(crate) target: TargetArgs,
+
+    #[command(flatten)]
+    pub(crate) common: CommonArgs,
+}
+
+impl Args {
+    pub(crate) fn wants_stacks(&self) -> bool {
+        self.extended || self.common.json || self.export.any()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Args::command().debug_assert();
+    }
+}

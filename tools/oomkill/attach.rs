@@ -1,0 +1,129 @@
+//! The programs of oomkill on the hooks of a kill, in the best way that this kernel has.
+
+use anyhow::{Context, Result, ensure};
+use libbpf_rs::Link;
+use memtools::bpf::attach::{self, Means, Variant};
+use memtools::bpf::kernel_support;
+use memtools::bpf::map_create;
+use memtools::process::filter::Filter;
+use memtools::run::skeleton::StackRoom;
+
+use crate::args::Args;
+use crate::bpf;
+use crate::bpf::Loaded;
+
+/// Distinct stacks that there is room for at first. A kill has two, and a machine that is out of memory is
+/// not to be asked for more.
+const STACKS: u32 = 256;
+
+/// Bytes of the buffer for events: hundreds of kills.
+const EVENT_BYTES: u32 = 1 << 18;
+
+/// Cgroups whose paths the kernel half keeps: victims' of one look at the buffer.
+const CGROUPS: u32 = 128;
+
+/// The loaded programs, and their links.
+type Started = (Loaded, Vec<Link>);
+
+/// How the kernel can be asked, the best way first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Rung {
+    Fentry,
+    Kprobe,
+    /// mark_victim with the task.
+    Victim,
+    /// mark_victim with its number.
+    Pid,
+}
+
+impl Rung {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Fentry => "fentry",
+            Self::Kprobe => "kprobe",
+            Self::Victim => "mark_victim alone",
+            Self::Pid => "mark_victim's pid alone",
+        }
+    }
+}
+
+/// Loads and attaches the programs. Returns the way's name, too.
+pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Started)> {
+    let arguments = kernel_support::tracepoint_arguments("mark_victim")?
+        .context("this kernel has no tracepoint mark_victim")?;
+    let with_task = arguments.first().is_some_and(|name| name == "task_struct");
+    let variant = |rung: Rung| {
+        Variant::new(rung.name(), move || {
+            try_start(args, filter, rung, with_task)
+        })
+    };
+    let variants = [
+        variant(Rung::Fentry).needing(Means::Fentry),
+        variant(Rung::Kprobe).needing(Means::Kprobes),
+        variant(Rung::Victim),
+        variant(Rung::Pid),
+    ];
+    attach::first_that_works(args.common.verbose, variants)
+}
+
+/// Whether the way of this name has nothing but mark_victim.
+pub(crate) fn is_mark_victim_alone(way: &str) -> bool {
+    [Rung::Victim, Rung::Pid].map(Rung::name).contains(&way)
+}
+
+/// Loads and attaches one rung. `with_task`: what mark_victim comes with.
+fn try_start(args: &Args, filter: &Filter, rung: Rung, with_task: bool) -> Result<Started> {
+    ensure!(
+        rung != Rung::Victim || with_task,
+        "mark_victim has only the pid on this kernel"
+    );
+    let with_task = with_task && rung != Rung::Pid;
+    if !with_task {
+        kernel_support::preflight_tracepoints()?;
+    }
+    let stacks = StackRoom::of(STACKS).if_wanted(args.wants_stacks());
+    let mut open = bpf::prepare(filter, stacks, args.unwind)?;
+    let options = open.options()?;
+    options.want_stacks = args.wants_stacks().into();
+    options.with_cgroups = 1;
+    options.only_victims = matches!(rung, Rung::Victim | Rung::Pid).into();
+    map_create::size(&mut open.maps.cgroup_paths, CGROUPS)?;
+    map_create::size(&mut open.maps.events, EVENT_BYTES)?;
+    open.progs.kill_fentry.set_autoload(rung == Rung::Fentry);
+    open.progs.kill_kprobe.set_autoload(rung == Rung::Kprobe);
+    open.progs.mark_victim.set_autoload(with_task);
+    open.progs.mark_victim_pid.set_autoload(!with_task);
+    let skel = open.load()?;
+
+    let programs = &skel.progs;
+    let mut wanted = match rung {
+        Rung::Fentry => vec![&programs.kill_fentry],
+        Rung::Kprobe => vec![&programs.kill_kprobe],
+        Rung::Victim | Rung::Pid => Vec::new(),
+    };
+    wanted.push(if with_task {
+        &programs.mark_victim
+    } else {
+        &programs.mark_victim_pid
+    });
+    let links = attach::all(&wanted, "")?;
+    Ok((skel, links))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_rung_has_its_own_name() {
+        assert_eq!(
+            [Rung::Fentry, Rung::Kprobe, Rung::Victim, Rung::Pid].map(Rung::name),
+            [
+                "fentry",
+                "kprobe",
+                "mark_victim alone",
+                "mark_victim's pid alone"
+            ]
+        );
+    }
+}

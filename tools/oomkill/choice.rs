@@ -1,0 +1,60 @@
+//! Which kills the options ask for: by the victim, where the kernel half has not chosen already.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+
+use memtools::print::text;
+use memtools::process::cgroup::Cgroups;
+use memtools::process::container::Homes;
+use memtools::run::target::{Target, TargetArgs};
+
+use crate::bpf::types::event;
+
+/// Which victims the options ask for.
+pub(crate) struct Choice {
+    pids: Vec<u32>,
+    name: Option<String>,
+    /// The id of the cgroup.
+    cgroup: Option<u64>,
+}
+
+impl Choice {
+    pub(crate) fn of(args: &TargetArgs, target: &Target) -> Option<Self> {
+        args.is_some().then(|| Self {
+            pids: target.pids(),
+            name: args.filter.name.clone(),
+            // It was opened before: what has gone since has no victims.
+            cgroup: args
+                .filter
+                .cgroup
+                .as_ref()
+                .map(|path| fs::metadata(path).map_or(0, |folder| folder.ino())),
+        })
+    }
+
+    /// Whether the options ask for the task that wanted memory, or for the victim.
+    pub(crate) fn wants(
+        &self,
+        event: &event,
+        cgroups: &mut Cgroups,
+        homes: &mut Homes<'_>,
+    ) -> bool {
+        let victim = &event.victim;
+        let by_pid = self.pids.is_empty() || self.pids.contains(&victim.pid);
+        let by_name = |name: &String| text::from_c(&victim.comm).contains(name);
+        let by_cgroup = |folder| {
+            let folder = cgroups.path(folder).map(str::to_owned);
+            let there = cgroups.path(victim.cgroup).map(str::to_owned);
+            let victim = there.or_else(|| homes.of(victim.cgroup).cgroup);
+            folder.is_some_and(|folder| is_below(victim.as_deref(), &folder))
+        };
+        event.wanted != 0
+            || by_pid && self.name.as_ref().is_none_or(by_name) && self.cgroup.is_none_or(by_cgroup)
+    }
+}
+
+/// Whether a path is this folder's, or of something in it.
+fn is_below(path: Option<&str>, folder: &str) -> bool {
+    path.and_then(|path| path.strip_prefix(folder.trim_end_matches('/')))
+        .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+}

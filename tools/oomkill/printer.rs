@@ -1,0 +1,278 @@
+//! Events as rows, in metrics and in files of other formats.
+
+use std::fs;
+use std::os::fd::OwnedFd;
+
+use anyhow::Result;
+use libbpf_rs::MapMut;
+use memtools::bpf::kernel_support;
+use memtools::export::files::{Exports, Subject};
+use memtools::export::metrics::{self, Family, Metrics};
+use memtools::export::profile::{Sample, Value};
+use memtools::print::clock::Clock;
+use memtools::print::gfp::Gfp;
+use memtools::print::output::Output;
+use memtools::print::text;
+use memtools::process::cgroup::Cgroups;
+use memtools::process::container::Homes;
+use memtools::stacks::named::{NamedStack, StackIds};
+use memtools::stacks::symbolize::Symbolizer;
+use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
+
+use crate::args::Args;
+use crate::bpf::Loaded;
+use crate::bpf::types::{event, event_kind, oom_kind, task};
+use crate::candidates;
+use crate::choice::Choice;
+use crate::row;
+use crate::row::{AlsoKilled, Kill, Kind, Victim};
+
+/// What the kernel half says of a number that it could not have; UNKNOWN.
+const UNKNOWN: u64 = u64::MAX;
+
+/// Limits from here on are none: PAGE_COUNTER_MAX is LONG_MAX bytes.
+const NO_LIMIT_KB: u64 = (i64::MAX as u64 >> 10) & !3;
+
+pub(crate) static KILLS: Family = Family {
+    name: "memtools_oom_kills_total",
+    help: "Processes that were killed because memory ran out, by whose: the machine's (global), a cgroup's (memcg).",
+    labels: &["comm", "kind"],
+    kind: metrics::Kind::Count,
+};
+
+/// The kind of those that are killed with a victim, as they share its memory or its cgroup is killed whole.
+const ALSO_KILLED: &str = "also_killed";
+
+/// Turns events into rows.
+pub(crate) struct Printer<'a> {
+    pub(crate) output: Output,
+    clock: Clock,
+    cgroups: Cgroups,
+    homes: Homes<'a>,
+    container: bool,
+    stacks: Stacks<'a, MapMut<'static>>,
+    symbolizer: Option<Symbolizer>,
+    /// What the files show.
+    kills: Vec<Sample>,
+    pub(crate) exports: Exports,
+    pub(crate) metrics: Metrics,
+    page_kb: u64,
+    /// Whether there is nothing but mark_victim.
+    alone: bool,
+    extended: bool,
+    /// The thread that wanted memory at the last kill, and the victim.
+    last: Option<(u32, u32)>,
+    /// None: all.
+    choice: Option<Choice>,
+}
+
+impl<'a> Printer<'a> {
+    /// `alone` as in [`Printer`]; `choice` is None where all kills are asked for.
+    #[expect(clippy::too_many_arguments, reason = "each is made by itself in run()")]
+    pub(crate) fn new(
+        args: &Args,
+        skel: &'a Loaded,
+        alone: bool,
+        choice: Option<Choice>,
+        symbolizer: Option<Symbolizer>,
+        output: Output,
+        exports: Exports,
+        metrics: Metrics,
+    ) -> Result<Self> {
+        Ok(Self {
+            output,
+            clock: Clock::new(),
+            cgroups: Cgroups::new(),
+            homes: Homes::new(&skel.maps.cgroup_paths),
+            container: args.containers.container,
+            stacks: Stacks::new(memtools::stack_maps!(skel), MAX_OF_EVENTS)?,
+            symbolizer,
+            kills: Vec::new(),
+            exports,
+            metrics,
+            page_kb: kernel_support::page_bytes()? / 1024,
+            alone,
+            extended: args.extended || args.common.json,
+            last: None,
+            choice,
+        })
+    }
+
+    /// Remembers what processes execute: the one whose stack is to be named is often the victim.
+    /// Returns what to wait for to hear of changes.
+    pub(crate) fn look_around(&mut self) -> Result<Option<OwnedFd>> {
+        let Some(symbolizer) = &mut self.symbolizer else {
+            return Ok(None);
+        };
+        symbolizer.look_around();
+        // There may be no memory for them later.
+        symbolizer.read_kernel_names();
+        symbolizer.descriptor().map(Some)
+    }
+
+    pub(crate) fn print(&mut self, events: impl Iterator<Item = event>) -> Result<()> {
+        if let Some(symbolizer) = &mut self.symbolizer {
+            symbolizer.refresh();
+        }
+        for event in events {
+            if let Some(choice) = &self.choice
+                && !choice.wants(&event, &mut self.cgroups, &mut self.homes)
+            {
+                continue;
+            }
+            if event.event == event_kind::EVENT_KILL || self.alone {
+                let kill = self.kill(&event)?;
+                self.last = Some((event.tid, event.victim.pid));
+                self.measure(&kill.victim, kill.kind.map_or("", row::Kind::name));
+                self.output.row(&kill)?;
+            } else if self.last != Some((event.tid, event.victim.pid)) {
+                let row = AlsoKilled {
+                    time: self.clock.local(event.time_ns),
+                    pid: event.pid,
+                    comm: text::from_c(&event.comm),
+                    victim: self.victim(&event.victim),
+                };
+                self.measure(&row.victim, ALSO_KILLED);
+                if self.extended {
+                    self.output.row(&row)?;
+                }
+            }
+        }
+        self.stacks.renew_for_events()?;
+        self.output.flush()
+    }
+
+    fn measure(&mut self, victim: &Victim, kind: &str) {
+        let comm = victim.comm.as_deref().unwrap_or_default();
+        self.metrics.add(&KILLS, &[comm, kind], 1);
+    }
+
+    /// Tells what names were lost.
+    pub(crate) fn tell_losses(&self) {
+        if let Some(symbolizer) = &self.symbolizer {
+            symbolizer.tell_losses("oomkill");
+        }
+    }
+
+    /// Writes the stacks of all kills into the files that are asked for.
+    pub(crate) fn export(&mut self) {
+        if self.exports.any() {
+            let subject = Subject {
+                name: "OOM kills".to_owned(),
+                values: vec![Value::count("oom_kills", "kills")],
+                main: 0,
+                by_thread: true,
+                remarks: Vec::new(),
+            };
+            self.exports.write(subject, std::mem::take(&mut self.kills));
+        }
+    }
+
+    fn kill(&mut self, event: &event) -> Result<Kill> {
+        let kind = match event.kind {
+            oom_kind::OOM_GLOBAL => Some(Kind::Global),
+            oom_kind::OOM_MEMCG => Some(Kind::Memcg),
+            oom_kind::OOM_CPUSET => Some(Kind::Cpuset),
+            oom_kind::OOM_SYSRQ => Some(Kind::Sysrq),
+            _ => None,
+        };
+        let limit_cgroup = self.limit_cgroup(event);
+        let candidates = self.extended.then(|| {
+            let cgroup = limit_cgroup.as_deref().filter(|_| event.limit_cgroup != 0);
+            candidates::now(cgroup, event.victim.pid)
+        });
+        let stack = self.named(event)?;
+        if self.exports.any()
+            && let Some(stack) = &stack
+        {
+            self.kills.push(Sample {
+                stack: stack.clone(),
+                values: vec![1],
+            });
+        }
+        Ok(Kill {
+            time: self.clock.local(event.time_ns),
+            pid: event.pid,
+            tid: event.tid,
+            comm: text::from_c(&event.comm),
+            victim: self.victim(&event.victim),
+            total_pages: known(event.total_pages),
+            kind,
+            limit_cgroup,
+            limit_cgroup_id: Some(event.limit_cgroup).filter(|&id| id != 0),
+            limit_kb: self
+                .kb(event.limit_pages)
+                .filter(|&limit| limit < NO_LIMIT_KB),
+            order: kind
+                .filter(|&kind| kind != Kind::Sysrq)
+                .map(|_| event.order),
+            gfp_flags: kind.map(|_| Gfp(event.gfp_flags)),
+            loadavg: loadavg(),
+            candidates,
+            stack,
+            extended: self.extended,
+            container: self.container,
+        })
+    }
+
+    /// The path where the hierarchy is version 2's, else the name alone.
+    fn limit_cgroup(&mut self, event: &event) -> Option<String> {
+        if event.kind != oom_kind::OOM_MEMCG {
+            return None;
+        }
+        let path = match event.limit_cgroup {
+            0 => None,
+            id => self.cgroups.path(id),
+        };
+        Some(path.map_or_else(|| text::from_c(&event.limit_name), str::to_owned))
+    }
+
+    fn victim(&mut self, task: &task) -> Victim {
+        if task.known == 0 {
+            // It is still dying: perhaps its name is still there.
+            let comm = fs::read_to_string(format!("/proc/{}/comm", task.pid)).ok();
+            return Victim {
+                pid: task.pid,
+                comm: comm.map(|comm| text::escape(comm.trim_end_matches('\n')).into_owned()),
+                ..Victim::default()
+            };
+        }
+        Victim {
+            pid: task.pid,
+            comm: Some(text::from_c(&task.comm)),
+            uid: Some(task.uid),
+            oom_score_adj: Some(task.oom_score_adj),
+            anon_kb: self.kb(task.anon_pages),
+            file_kb: self.kb(task.file_pages),
+            shmem_kb: self.kb(task.shmem_pages),
+            swap_kb: self.kb(task.swap_pages),
+            page_tables_kb: known(task.page_table_bytes).map(|bytes| bytes / 1024),
+            total_vm_kb: self.kb(task.total_vm_pages),
+            home: self.homes.of(task.cgroup),
+        }
+    }
+
+    fn kb(&self, pages: u64) -> Option<u64> {
+        known(pages).map(|pages| pages.saturating_mul(self.page_kb))
+    }
+
+    /// The stacks of the task that wanted memory, with their names, if --extended asks for them.
+    fn named(&mut self, event: &event) -> Result<Option<NamedStack>> {
+        let ids = StackIds {
+            pid: event.pid,
+            comm: &text::from_c(&event.comm),
+            user: Some(event.user_stack),
+            kernel: Some(event.kernel_stack),
+        };
+        NamedStack::read_if_asked(&ids, &mut self.stacks, self.symbolizer.as_mut())
+    }
+}
+
+fn known(number: u64) -> Option<u64> {
+    (number != UNKNOWN).then_some(number)
+}
+
+fn loadavg() -> Option<String> {
+    let loadavg = fs::read_to_string("/proc/loadavg").ok()?;
+    Some(loadavg.trim_end().to_owned())
+}

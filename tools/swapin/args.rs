@@ -1,0 +1,103 @@
+//! The options of swapin.
+
+use std::time::Duration;
+
+use clap::Parser;
+use memtools::export::metrics::{Family, MetricsArgs};
+use memtools::process::container::ContainerArgs;
+use memtools::run::cli::{self, CommonArgs};
+use memtools::run::target::TargetArgs;
+
+use crate::row::{HELD_UP, PAGES_IN, PAGES_OUT, PAGES_ZSWAP};
+
+/// Count pages read back from swap, by process.
+#[derive(Debug, Parser)]
+#[command(
+    name = "swapin",
+    version,
+    max_term_width = 100,
+    after_help = "\
+examples:
+  swapin                       every second, who reads pages back from swap
+  swapin 10 6                  for a minute, every ten seconds
+  swapin -s                    also how long processes were held up by it
+  swapin --container           with the container or systemd unit of each process
+  swapin --zswap               also how many of the pages were in memory still, compressed
+  swapin -c 'make -j8'         those of a command, and of what it starts
+  swapin --out                 also who writes pages to swap"
+)]
+pub(crate) struct Args {
+    /// Leave out the time of day
+    #[arg(short = 'T', long)]
+    pub(crate) notime: bool,
+
+    /// Add how long each process was held up, and a histogram of that at the end
+    #[arg(short = 's', long)]
+    pub(crate) latency: bool,
+
+    /// Count apart what zswap had, compressed in memory, so that no device was read
+    #[arg(long)]
+    pub(crate) zswap: bool,
+
+    /// Count pages written to swap too; mostly by kswapd, not by whose they are
+    #[arg(long)]
+    pub(crate) out: bool,
+
+    #[command(flatten)]
+    pub(crate) metrics: MetricsArgs,
+
+    #[command(flatten)]
+    pub(crate) containers: ContainerArgs,
+
+    #[command(flatten)]
+    pub(crate) target: TargetArgs,
+
+    #[command(flatten)]
+    pub(crate) common: CommonArgs,
+
+    /// Seconds between reports
+    #[arg(default_value = "1", value_parser = cli::seconds)]
+    pub(crate) interval: Duration,
+
+    /// Reports before it exits [default: until Ctrl-C]
+    #[arg(value_parser = cli::count::<u64>)]
+    pub(crate) count: Option<u64>,
+}
+
+impl Args {
+    /// What is kept for Prometheus.
+    pub(crate) fn families(&self) -> Vec<&'static Family> {
+        let asked_for = [
+            (true, &PAGES_IN),
+            (self.zswap, &PAGES_ZSWAP),
+            (self.out, &PAGES_OUT),
+            (self.latency, &HELD_UP),
+        ];
+        let asked_for = asked_for.into_iter().filter(|(asked_for, _)| *asked_for);
+        asked_for.map(|(_, family)| family).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn the_interval_and_the_count_are_positional() {
+        let args = Args::try_parse_from(["swapin"]).expect("valid");
+        assert_eq!((args.interval, args.count), (Duration::from_secs(1), None));
+        let args = Args::try_parse_from(["swapin", "-T", "0.5", "3"]).expect("valid");
+        assert_eq!(
+            (args.interval, args.count),
+            (Duration::from_millis(500), Some(3))
+        );
+        assert!(Args::try_parse_from(["swapin", "0"]).is_err());
+    }
+}

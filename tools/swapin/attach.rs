@@ -1,0 +1,133 @@
+//! The programs of swapin on the functions that move pages, by the names that this kernel has for them.
+
+use anyhow::{Context, Result};
+use libbpf_rs::Link;
+use libbpf_rs::skel::Skel;
+use memtools::bpf::attach::{self, Means, Variant};
+use memtools::bpf::kernel_support;
+use memtools::bpf::map_create;
+use memtools::process::container;
+use memtools::process::filter::Filter;
+
+use crate::args::Args;
+use crate::bpf;
+use crate::bpf::Loaded;
+
+/// Names of the kernel's functions, the newer first.
+const READ: [&str; 2] = ["swap_read_folio", "swap_readpage"];
+
+const WRITE: [&str; 2] = ["swap_writeout", "swap_writepage"];
+
+const ZSWAP: &str = "zswap_load";
+
+/// What waits for pages that are read: of anonymous memory, and of shared memory.
+const ANONYMOUS: &str = "do_swap_page";
+
+const SHARED: [&str; 2] = ["shmem_swapin_folio", "shmem_swapin_page"];
+
+pub(crate) struct Attached {
+    pub(crate) skel: Loaded,
+    pub(crate) links: Vec<Link>,
+}
+
+/// How zswap answers, if that is wanted and the kernel has the function by which it is asked.
+pub(crate) fn zswap(args: &Args) -> Result<Option<Zswap>> {
+    if !args.zswap {
+        return Ok(None);
+    }
+    if !kernel_support::btf_has_name(ZSWAP) {
+        eprintln!("swapin: this kernel has no {ZSWAP} (6.6 and later, with CONFIG_ZSWAP)");
+        return Ok(None);
+    }
+    let result = kernel_support::function_result(ZSWAP)?;
+    Ok(Some(Zswap {
+        says_bool: ["bool", "_Bool"].contains(&result.as_str()),
+    }))
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Zswap {
+    /// Whether it says "true" of what it has, or 0 as for success.
+    says_bool: bool,
+}
+
+/// Loads and attaches the programs. Returns the way's name, too.
+pub(crate) fn start(
+    args: &Args,
+    zswap: Option<Zswap>,
+    filter: &Filter,
+) -> Result<(&'static str, Attached)> {
+    if args.latency && shared().is_none() {
+        eprintln!(
+            "swapin: this kernel has no {} for kprobes: HELD(ms) is without shared memory",
+            SHARED[0]
+        );
+    }
+    let variants = [("fentry", Means::Fentry), ("kprobe", Means::Kprobes)];
+    let variants = variants.map(|(kind, means)| {
+        let variant = Variant::new(kind, move || {
+            let mut programs = Vec::new();
+            if args.latency || zswap.is_some() {
+                programs.push("thread_exit".to_owned());
+            }
+            if args.latency {
+                if let Some(function) = shared() {
+                    programs.push(format!("{function}_end_kprobe"));
+                    programs.push(format!("{function}_begin_kprobe"));
+                }
+                programs.push(format!("{ANONYMOUS}_end_{kind}"));
+                programs.push(format!("{ANONYMOUS}_begin_{kind}"));
+            }
+            programs.extend(zswap.map(|_| format!("{ZSWAP}_{kind}")));
+            if args.out {
+                programs.push(format!("{}_{kind}", function(WRITE)?));
+            }
+            programs.push(format!("{}_{kind}", function(READ)?));
+            load(args, zswap, filter, &programs)
+        });
+        variant.needing(means)
+    });
+    attach::first_that_works(args.common.verbose, attach::exact_first(variants.into()))
+}
+
+/// The function that waits for shared memory, if this kernel has it by itself, and kprobes for it.
+fn shared() -> Option<&'static str> {
+    kernel_support::name_here(&SHARED).filter(|_| kernel_support::has_kprobes())
+}
+
+/// What this kernel calls the function.
+fn function(names: [&'static str; 2]) -> Result<&'static str> {
+    kernel_support::name_here(&names).with_context(|| {
+        format!(
+            "this kernel has no function {}; it may be built without swap (CONFIG_SWAP)",
+            names.join(" or ")
+        )
+    })
+}
+
+/// Loads and attaches these programs.
+fn load(
+    args: &Args,
+    zswap: Option<Zswap>,
+    filter: &Filter,
+    programs: &[String],
+) -> Result<Attached> {
+    let programs: Vec<&str> = programs.iter().map(String::as_str).collect();
+    let mut open = bpf::prepare(filter)?;
+    let wanted = args.containers.wanted(args.common.json);
+    let with_cgroups = container::prepare(wanted, &mut open.maps.cgroup_paths)?;
+    let options = open.options()?;
+    options.with_latency = args.latency.into();
+    options.with_cgroups = with_cgroups;
+    options.with_zswap = zswap.is_some().into();
+    options.zswap_says_bool = zswap.is_some_and(|zswap| zswap.says_bool).into();
+    if zswap.is_none() {
+        map_create::size(&mut open.maps.reading, 1)?;
+    }
+    if !args.latency {
+        map_create::size(&mut open.maps.faults, 1)?;
+    }
+    let mut skel = open.load_only(&programs)?;
+    let links = attach::by_name(skel.object_mut(), &programs)?;
+    Ok(Attached { skel, links })
+}

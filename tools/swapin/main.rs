@@ -1,0 +1,70 @@
+//! swapin: pages read back from swap, by process.
+//!
+//! Hooks (`bpf/swapin.bpf.c`): the kernel's function that reads pages from swap, by fentry or
+//! kprobe; with -s also the fault that waits for it, with --out the function that writes them
+//! ([`mod@attach`]). What they count is read at each report ([`report`]), and a line of it is a process
+//! ([`row`]).
+
+mod args;
+mod attach;
+mod report;
+mod row;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use libbpf_rs::skel::Skel;
+use memtools::bpf::attach::{capture_log, detach};
+use memtools::bpf::kernel_support;
+use memtools::process::filter::Tasks;
+use memtools::run::cli;
+use memtools::run::losses::{self, Losses};
+use memtools::run::protect;
+use memtools::run::schedule::{Due, Reports};
+use memtools::run::target::{self, Target};
+
+use crate::args::Args;
+use crate::attach::Attached;
+use crate::report::Report;
+
+memtools::skeleton!("swapin", SwapinSkelBuilder, stacks: none, plain: [task_key, total]);
+
+fn main() -> ExitCode {
+    cli::main(run)
+}
+
+fn run(args: Args) -> Result<ExitCode> {
+    kernel_support::preflight()?;
+    capture_log(args.common.verbose);
+    let mut metrics = args.metrics.open("swapin", &args.families())?;
+    let (mut poller, mut output) = args.common.start("swapin")?;
+    let mut target = Target::choose(&args.target, Tasks::All)?;
+    target::doubt_interval("swapin", Some(args.interval), &args.target.filter.pid);
+    let zswap = attach::zswap(&args)?;
+    let (how, Attached { skel, links }) = attach::start(&args, zswap, target.filter())?;
+    let mut report = Report::new(&args, &skel, zswap.is_some());
+    protect::from_lack_of_memory("swapin");
+    eprintln!("swapin: tracing swap ins ({how})... Ctrl-C to end");
+    target.release()?;
+
+    target.watch_exit(&mut poller);
+    let deadline = args.common.deadline();
+    let mut reports = Reports::start(&mut poller, Some(args.interval), args.count, deadline)?;
+    loop {
+        match reports.wait(&mut poller)?.1 {
+            Due::Nothing => {}
+            Due::Report => {
+                report.print(&mut output, &mut metrics)?;
+                losses::write_metrics(skel.object(), target.filter(), &mut metrics)?;
+            }
+            Due::Last => break,
+        }
+    }
+    detach(links);
+    report.print(&mut output, &mut metrics)?;
+    report.print_latencies(&mut output)?;
+    Losses::tell("swapin", skel.object(), target.filter(), &mut output)?;
+    losses::finish_metrics(skel.object(), target.filter(), metrics)?;
+    output.finish()?;
+    target.finish()
+}

@@ -1,0 +1,92 @@
+//! The rows of vmscan, one for each interval, as differences of totals.
+
+use anyhow::Result;
+use memtools::export::metrics::Metrics;
+use memtools::print::clock::{self, Clock};
+use memtools::print::output::Output;
+
+use crate::args::Args;
+use crate::attach::Has;
+use crate::bpf::Loaded;
+use crate::kswapd;
+use crate::kswapd::Booked;
+use crate::report::{Columns, Interval};
+use crate::totals::Totals;
+
+/// Reads the totals, and prints what has come since the last time.
+pub(crate) struct Intervals<'a> {
+    skel: &'a Loaded,
+    has: Has,
+    columns: Columns,
+    clock: Clock,
+    /// The columns' names are printed again after so many rows. None: never.
+    rows_per_header: Option<u64>,
+    rows: u64,
+    before: Totals,
+    booked: Booked,
+}
+
+impl<'a> Intervals<'a> {
+    pub(crate) fn new(args: &Args, skel: &'a Loaded, has: Has, columns: Columns) -> Self {
+        Self {
+            skel,
+            has,
+            columns,
+            clock: Clock::new(),
+            rows_per_header: args.rows_per_header(args.common.is_terminal()),
+            rows: 0,
+            before: Totals::default(),
+            booked: Booked::default(),
+        }
+    }
+
+    /// Prints the row of an interval that is over.
+    pub(crate) fn print_next(&mut self, output: &mut Output) -> Result<()> {
+        let interval = self.next()?;
+        self.print(&interval, output)
+    }
+
+    /// Prints what came after the last full interval, so that nothing is missing from the rows.
+    pub(crate) fn print_last(&mut self, output: &mut Output) -> Result<()> {
+        let interval = self.next()?;
+        if interval.any() {
+            self.print(&interval, output)?;
+        }
+        Ok(())
+    }
+
+    /// Sets the sums for Prometheus to what was read last.
+    pub(crate) fn measure(&self, metrics: &mut Metrics) {
+        self.before.measure(self.has, metrics);
+    }
+
+    /// What has come since the last time.
+    fn next(&mut self) -> Result<Interval> {
+        let maps = &self.skel.maps;
+        let (now, kswapd_ns, time_ns) = if self.has.kswapd {
+            kswapd::totals_and_time(&maps.totals, &maps.calls)?
+        } else {
+            (Totals::read(&maps.totals)?, 0, clock::monotonic_ns())
+        };
+        let time = self.clock.local(time_ns);
+        let mut interval = now.since(&self.before, self.has, self.columns, time);
+        if let Some(kswapd) = &mut interval.kswapd {
+            kswapd.time_ns = self.booked.book(kswapd_ns);
+        }
+        self.before = now;
+        Ok(interval)
+    }
+
+    fn print(&mut self, interval: &Interval, output: &mut Output) -> Result<()> {
+        let again = self.rows > 0
+            && self
+                .rows_per_header
+                .is_some_and(|every| self.rows.is_multiple_of(every));
+        if again {
+            output.header(&self.columns.header())?;
+        }
+        self.rows += 1;
+        output.row(interval)?;
+        output.flush()
+    }
+}

@@ -1,0 +1,111 @@
+//! What vmscan prints at the end: histograms, and the tables of shrinkers and cgroups.
+
+use anyhow::{Context, Result};
+use libbpf_rs::MapMut;
+use memtools::bpf::map_batch;
+use memtools::bpf::types;
+use memtools::print::histogram;
+use memtools::print::output::Output;
+use memtools::process::cgroup::Cgroups;
+use memtools::stacks::kallsyms::Kallsyms;
+
+use crate::args::Args;
+use crate::bpf::Loaded;
+use crate::bpf::types::{cgroup_key, cgroup_total, operation as Operation, shrinker_total};
+use crate::report::{Cgroup, Shrinker, Timed};
+use crate::totals::{TIMED, Totals};
+
+/// Prints the histograms, and the tables that are asked for.
+pub(crate) fn print(args: &Args, skel: &Loaded, output: &mut Output) -> Result<()> {
+    if !args.common.json {
+        output.raw(|out| writeln!(out))?;
+    }
+    let totals = Totals::read(&skel.maps.totals)?;
+    for (name, operation) in TIMED {
+        let buckets = totals.latencies(operation);
+        if buckets.count() > 0 {
+            output.row(&histogram::Named { name, buckets })?;
+        }
+    }
+    if args.by_shrinker {
+        output.header(&Shrinker::header())?;
+        for shrinker in read_shrinkers(&skel.maps.shrinkers)? {
+            output.row(&shrinker)?;
+        }
+    }
+    if args.by_cgroup {
+        if args.by_shrinker {
+            output.header("")?;
+        }
+        output.header(&Cgroup::header())?;
+        for cgroup in read_cgroups(&skel.maps.cgroups)? {
+            output.row(&cgroup)?;
+        }
+    }
+    output.flush()
+}
+
+/// Shrinkers, the one that took longest last.
+fn read_shrinkers(map: &MapMut<'_>) -> Result<Vec<Shrinker>> {
+    let symbols = Kallsyms::read().context("failed to read /proc/kallsyms")?;
+    let mut shrinkers = Vec::new();
+    map_batch::read(map, |key, value| {
+        let address = *types::view::<u64>(key)?;
+        let total: &shrinker_total = types::view(value)?;
+        shrinkers.push(Shrinker {
+            function: function_name(&symbols, address),
+            count: total.count,
+            time_ns: total.time_ns,
+            objects_freed: total.freed,
+        });
+        Ok(())
+    })?;
+    shrinkers.sort_by(|a, b| (a.time_ns, &a.function).cmp(&(b.time_ns, &b.function)));
+    Ok(shrinkers)
+}
+
+/// `super_cache_scan`, or with its module where that is not the kernel itself.
+fn function_name(symbols: &Kallsyms, address: u64) -> String {
+    match symbols.find(address) {
+        Some((name, 0, "kernel")) => name.to_owned(),
+        Some((name, 0, module)) => format!("{name} [{module}]"),
+        _ => format!("{address:#x}"),
+    }
+}
+
+/// Cgroups, the one that reclaimed longest last.
+fn read_cgroups(map: &MapMut<'_>) -> Result<Vec<Cgroup>> {
+    let (mut paths, mut limits) = (Cgroups::new(), Cgroups::of_memory());
+    let mut cgroups: Vec<Cgroup> = Vec::new();
+    map_batch::read(map, |key, value| {
+        let key: &cgroup_key = types::view(key)?;
+        let total: &cgroup_total = types::view(value)?;
+        let timed = Timed {
+            count: total.count,
+            time_ns: total.time_ns,
+        };
+        let limited_id = Some(key.limited).filter(|&id| id != 0);
+        let index = cgroups
+            .iter()
+            .position(|cgroup| (cgroup.id, cgroup.limited_id) == (key.cgroup, limited_id))
+            .unwrap_or_else(|| {
+                cgroups.push(Cgroup {
+                    id: key.cgroup,
+                    path: paths.path(key.cgroup).map(str::to_owned),
+                    limited: limited_id.and_then(|id| limits.path(id).map(str::to_owned)),
+                    limited_id,
+                    ..Cgroup::default()
+                });
+                cgroups.len() - 1
+            });
+        match Operation(key.operation) {
+            Operation::OPERATION_SHRINK_SLAB => cgroups[index].shrink_slab = timed,
+            Operation::OPERATION_DIRECT_RECLAIM => cgroups[index].direct_reclaim = timed,
+            Operation::OPERATION_MEMCG_RECLAIM => cgroups[index].memcg_reclaim = timed,
+            _ => {}
+        }
+        Ok(())
+    })?;
+    cgroups.sort_by_key(|cgroup| (cgroup.reclaim_ns(), cgroup.id, cgroup.limited_id));
+    Ok(cgroups)
+}
