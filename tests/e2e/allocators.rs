@@ -1,7 +1,8 @@
 //! memleak with each allocator that it knows, and with those that it is told of.
 
+mod programs;
+
 use std::fs;
-use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -15,7 +16,7 @@ use crate::memleak;
 
 /// Tests of memleak, by allocator.
 pub(crate) fn tests() -> Vec<Trial> {
-    harness::tests! { "memleak":
+    let own = harness::tests! { "memleak":
         jemalloc_is_exact: at_entries,
         jemalloc_in_the_program_is_exact: at_entries,
         jemalloc_beside_glibc_is_exact: at_entries,
@@ -25,16 +26,12 @@ pub(crate) fn tests() -> Vec<Trial> {
         musl_in_the_program_is_exact: at_entries,
         thread_storms_leave_nothing: at_entries,
         operators_of_cxx_are_exact,
-        a_rust_program_with_its_own_allocator: at_entries,
-        a_pool_of_the_programs_own: at_entries,
-        forked_children_live: at_entries,
         a_probe_beside_another_tracers_counter,
         a_free_within_a_free_counts_once [Host],
         an_allocator_that_is_loaded_later,
         an_allocator_that_one_of_many_loads_later,
-        redis_is_traced_unharmed [Host],
-        python_is_traced_unharmed [Host],
-    }
+    };
+    [own, programs::tests()].into_iter().flatten().collect()
 }
 
 /// Primes, so that no other sum hits them by accident.
@@ -282,47 +279,6 @@ fn operators_of_cxx_are_exact() -> Result<()> {
     Ok(())
 }
 
-fn a_rust_program_with_its_own_allocator() -> Result<()> {
-    let args = [&*COUNT.to_string(), &SIZE.to_string()];
-    let report = trace("alloc-rust-own", &args, &[])?;
-    let found = report.of_function("alloc_rust::shop::leak_order");
-    ensure!(found == (COUNT * SIZE, COUNT), "{found:?}");
-    Ok(())
-}
-
-fn a_pool_of_the_programs_own() -> Result<()> {
-    let program = ["pool", &COUNT.to_string(), &SIZE.to_string()];
-    let report = trace("alloc", &program, &[])?;
-    ensure!(report.stacks.is_empty(), "{:#?}", report.stacks);
-
-    let args = [
-        "--alloc=alloc:pool_take(size=arg2,ret=ptr)",
-        "--alloc=alloc:pool_store(size=arg4,count=arg3,ret=arg2)",
-        "--alloc=alloc:pool_resize(old=arg2,size=arg3)",
-        "--free=alloc:pool_give(ptr=arg2)",
-    ];
-    let report = trace("alloc", &program, &args)?;
-    for (function, size) in [
-        ("leak_taken", SIZE),
-        ("leak_stored", 2 * SIZE),
-        ("leak_resized", SIZE),
-    ] {
-        let found = report.of_function(function);
-        ensure!(found == (COUNT * size, COUNT), "{function}: {found:?}");
-    }
-    ensure!(report.stacks.len() == 3, "{:#?}", report.stacks);
-    report.adds_up()?;
-
-    let unknown = ["--alloc=alloc:pool_lend(size=arg1)"];
-    let report = trace("alloc", &["hold"], &unknown)?;
-    ensure!(
-        report.stderr.contains("no pool_lend in any alloc"),
-        "{}",
-        report.stderr
-    );
-    Ok(())
-}
-
 /// Each of glibc's debugging allocators has a free of its own that calls glibc's.
 fn a_free_within_a_free_counts_once() -> Result<()> {
     for library in ["libc_malloc_debug.so.0", "libmemusage.so"] {
@@ -344,35 +300,6 @@ fn a_free_within_a_free_counts_once() -> Result<()> {
         report.adds_up().with_context(|| library.to_owned())?;
         ensure!(report.stacks.is_empty(), "{library}: {:#?}", report.stacks);
     }
-    Ok(())
-}
-
-/// Where the kernel makes the nop under a probe a call, forked children die of it.
-fn forked_children_live() -> Result<()> {
-    const TAKEN: u64 = 1009;
-    let mut workload = Workload::start("nops", &[&TAKEN.to_string(), "61", "23"])?;
-    let pool = [
-        "--alloc=nops:nop_take(size=arg1)",
-        "--alloc=nops:nop_spin(size=arg1)",
-        "--free=nops:nop_give(ptr=arg1)",
-    ];
-    let tool = attach(&workload, &pool)?;
-    let facts = workload.work()?;
-    ensure!(facts["died"] == "0", "{facts:?} children of 23 died");
-    let report = Report::of(tool)?;
-    let found = report.of_function("take_and_give");
-    let changes_nops = fs::read_to_string("/proc/kallsyms")?.contains(" arch_uprobe_optimize\n");
-    // Kernels that leave nops as they are can have both.
-    let spun = if changes_nops { (0, 0) } else { (1, 1) };
-    ensure!(
-        found == (TAKEN * 61 + spun.0, TAKEN + spun.1),
-        "{found:?} in {:#?}",
-        report.stacks
-    );
-    let left_out = report
-        .stderr
-        .contains("nop_spin is not probed: forked children");
-    ensure!(left_out == changes_nops, "{}", report.stderr);
     Ok(())
 }
 
@@ -468,80 +395,4 @@ fn loads_an_allocator(program: &Path, trace: fn(&Workload) -> Result<Tool>) -> R
     let found = report.of_function("leak_loaded");
     ensure!(found == (COUNT * SIZE, COUNT), "{found:?}");
     report.adds_up()
-}
-
-/// A database of 1009 values of 4093 bytes, with jemalloc.
-fn redis_is_traced_unharmed() -> Result<()> {
-    let folder = harness::scratch()?;
-    let socket = folder.path().join("socket");
-    let log = folder.path().join("log");
-    // The same program, without a service that the system would start.
-    let mut server = Command::new("redis-check-rdb")
-        .arg0("redis-server")
-        .args(["--port", "0", "--save", ""])
-        .arg("--unixsocket")
-        .arg(&socket)
-        .arg("--logfile")
-        .arg(&log)
-        .stdout(Stdio::null())
-        .spawn()
-        .context("failed to start redis; run: scripts/need redis-tools")?;
-    let ask = |words: &[&str]| -> Result<String> {
-        let output = Command::new("redis-cli")
-            .arg("-s")
-            .arg(&socket)
-            .args(words)
-            .output()?;
-        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
-    };
-    let traced = (|| {
-        harness::eventually("redis answers", || Ok(ask(&["ping"])? == "PONG"))?;
-        let pid = server.id().to_string();
-        let mut tool = Tool::start("memleak", &["-p", &pid, "-j", "-o", "0", "60"])?;
-        tool.wait_for("probes in")?;
-        ask(&[
-            "eval",
-            "for i = 1, 1009 do redis.call('set', i, string.rep('x', 4093)) end",
-            "0",
-        ])?;
-        let report = Report::of(tool)?;
-        ensure!(
-            report.stderr.contains("allocator: jemalloc"),
-            "{}",
-            report.stderr
-        );
-        let bytes = report.head["bytes"].as_u64().context("no bytes")?;
-        // Each value has its key and a few bytes of its own beside it.
-        let values = 1009 * 4093;
-        ensure!((values..2 * values).contains(&bytes), "{}", report.head);
-        ensure!(ask(&["dbsize"])? == "1009");
-        ensure!(ask(&["strlen", "1009"])? == "4093");
-        Ok(())
-    })();
-    server.kill()?;
-    server.wait()?;
-    traced
-}
-
-fn python_is_traced_unharmed() -> Result<()> {
-    const PROGRAM: &str = "\
-import os, sys
-print('ready', os.getpid(), flush=True)
-sys.stdin.readline()
-kept = [bytes([i % 251]) * 100003 for i in range(211)]
-print('done', 'sum=%d' % sum(map(sum, kept)), flush=True)
-sys.stdin.readline()
-";
-    let mut workload = Workload::spawn(Command::new("python3").args(["-c", PROGRAM]))?;
-    let tool = attach(&workload, &[])?;
-    let facts = workload.work()?;
-    let report = Report::of(tool)?;
-    let bytes = report.head["bytes"].as_u64().context("no bytes")?;
-    // An object of bytes has a header of 33 bytes.
-    let kept = 211 * (100_003 + 33);
-    ensure!((kept..kept + kept / 10).contains(&bytes), "{}", report.head);
-    let sum: u64 = (0..211).map(|i| i % 251 * 100_003).sum();
-    ensure!(facts["sum"] == sum.to_string(), "{facts:?}");
-    ensure!(workload.finish()?.success(), "python was harmed");
-    Ok(())
 }

@@ -11,7 +11,8 @@ use libtest_mimic::Trial;
 use serde_json::{Value, json};
 
 use crate::harness::{self, Workload, eventually, workload};
-use crate::memtriage::{answer, memory_total, of_type, part, sum_by, triage, triage_of};
+use crate::memtriage::who::{answer, sum_by};
+use crate::memtriage::{memory_total, of_type, part, triage, triage_of};
 use crate::pressure::{Balloon, Group, Setting, Swap, folder_on_disk, vmstat};
 
 pub(crate) fn tests() -> Vec<Trial> {

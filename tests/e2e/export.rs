@@ -1,5 +1,7 @@
 //! Flame graphs and profiles, read by programs that are not ours: `go tool pprof` and an XML parser.
 
+mod files;
+
 use std::collections::HashMap;
 use std::fs;
 use std::io::Write;
@@ -14,7 +16,7 @@ use serde_json::Value;
 use crate::harness::{self, Cgroup, Ended, Tool, Workload};
 
 pub(crate) fn tests() -> Vec<Trial> {
-    harness::tests! { "export":
+    let own = harness::tests! { "export":
         a_heap_is_what_was_reported [Once],
         a_profile_is_as_its_format_is_published [Once],
         allocations_are_all_since_the_start [Once],
@@ -24,10 +26,8 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_thread_is_told_by_its_name [Once],
         faults_have_both_numbers [Once],
         mappings_have_both_numbers [Once],
-        what_cannot_be_written_is_told_at_the_start [Once],
-        a_full_disk_keeps_the_old_file [Once],
-        nothing_at_all_is_a_file_too [Once],
-    }
+    };
+    [own, files::tests()].into_iter().flatten().collect()
 }
 
 /// The files that a tool has written, in a folder of their own.
@@ -472,33 +472,6 @@ fn mappings_have_both_numbers() -> Result<()> {
     Ok(())
 }
 
-fn what_cannot_be_written_is_told_at_the_start() -> Result<()> {
-    for tool in [
-        "memleak",
-        "brkstack",
-        "faults",
-        "mmapsnoop",
-        "drsnoop",
-        "oomkill",
-    ] {
-        for option in ["--flame", "--pprof"] {
-            for path in ["/nonexistent/x", "/dev/null", "/proc/x"] {
-                let ended = harness::run(tool, &[option, path])?;
-                ensure!(
-                    ended.status.code() == Some(1),
-                    "{tool} {option} {path}: {ended:?}"
-                );
-                let told = ended.stderr.contains("failed to write") && ended.stderr.contains(path);
-                ensure!(
-                    told && ended.stdout.is_empty(),
-                    "{tool} {option} {path}: {ended:?}"
-                );
-            }
-        }
-    }
-    Ok(())
-}
-
 /// A file system with little room, gone when it is dropped.
 pub(crate) struct Tiny<'a>(&'a Path);
 
@@ -521,49 +494,4 @@ impl Drop for Tiny<'_> {
     fn drop(&mut self) {
         let _ = umount(self.0);
     }
-}
-
-fn a_full_disk_keeps_the_old_file() -> Result<()> {
-    let folder = harness::scratch()?;
-    let disk = Tiny::new(folder.path(), "4k")?;
-    let path = folder.path().join("a.svg");
-    fs::write(&path, "as before")?;
-    let mut program = Workload::start("brk", &["23", "7", "5"])?;
-    let (pid, file) = (program.pid(), path.to_str().context("not UTF-8")?);
-    let mut tool = Tool::start("brkstack", &["-p", &pid, "--flame", file])?;
-    tool.wait_for("tracing brk(2)")?;
-    program.work()?;
-    let ended = tool.interrupt()?;
-    ensure!(ended.status.code() == Some(1), "{ended:?}");
-    ensure!(ended.stdout.contains("grow_heap 23"), "{ended:?}");
-    ensure!(
-        ended.stderr.contains("No space left on device"),
-        "{ended:?}"
-    );
-    ensure!(fs::read_to_string(&path)? == "as before");
-    ensure!(
-        fs::read_dir(folder.path())?.count() == 1,
-        "half a file is left"
-    );
-    drop(disk);
-    Ok(())
-}
-
-fn nothing_at_all_is_a_file_too() -> Result<()> {
-    let files = Files::new()?;
-    trace(
-        "brkstack",
-        "tracing brk(2)",
-        &["alloc", "hold"],
-        &[],
-        &files,
-    )?;
-    let image = files.flame()?;
-    ensure!(
-        image.contains("calls of brk(2)") && image.contains("0 calls"),
-        "{image}"
-    );
-    // go tool pprof refuses a profile without samples only where it has no types.
-    ensure!(files.pprof(&["-raw"])?.contains("brk_calls/count"));
-    Ok(())
 }

@@ -22,7 +22,7 @@ use tempfile::TempDir;
 
 use crate::harness::{self, Ended, Tool, Workload, tool};
 use crate::memleak;
-use crate::memtriage::doctor;
+use crate::memtriage::doctor::doctor;
 use crate::pressure::{Group, Setting};
 
 const DAEMON_SET: &str = include_str!("../../packaging/kubernetes/daemonset.yaml");

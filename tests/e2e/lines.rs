@@ -1,39 +1,35 @@
 //! Source lines and inlined calls, and symbols that were split from a program, wherever they are put.
 
-use std::collections::HashMap;
+mod damaged;
+mod debuginfod;
+
 use std::fs::{self, File};
 use std::io::Write;
-use std::net::TcpListener;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use memtools::code::elf;
 use memtools::print::text;
-use nix::sys::signal::Signal;
-use object::{Object, ObjectSection};
 use serde_json::{Value, json};
 
 use crate::export;
 use crate::harness::{self, Ended, Tool, Workload};
 
 pub(crate) fn tests() -> Vec<Trial> {
-    harness::tests! { "lines":
+    let own = harness::tests! { "lines":
         inlined_calls_have_their_lines,
         profiles_have_lines_unasked [Once],
         what_was_split_is_found,
         what_was_split_from_another_build_is_not_taken,
         files_of_a_container_are_found_in_it,
         what_has_no_symbols_is_told,
-        debuginfod_fetches_what_is_missing [Once],
-        a_debuginfod_that_hangs_keeps_nobody [Once],
-        damaged_debug_information_harms_nobody,
-        calls_inlined_without_end_harm_nobody,
-        readers_are_allowed_nothing_and_end_with_the_tool,
-    }
+    };
+    [own, damaged::tests(), debuginfod::tests()]
+        .into_iter()
+        .flatten()
+        .collect()
 }
 
 const COUNT: u64 = 1009;
@@ -354,225 +350,4 @@ fn what_has_no_symbols_is_told() -> Result<()> {
         "{ended:?}\nno {line}"
     );
     Ok(())
-}
-
-/// A real server, of the files in a folder.
-struct Server {
-    child: Child,
-    url: String,
-}
-
-impl Server {
-    fn start(files: &Path) -> Result<Self> {
-        // The port is free now, and nobody takes it so soon.
-        let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
-        let mut command = Command::new("debuginfod");
-        command
-            .args(["-d", ":memory:", "-p", &port.to_string(), "-F"])
-            .arg(files);
-        let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn();
-        let child = child.context("no debuginfod: install debuginfod")?;
-        Ok(Self {
-            child,
-            url: format!("http://127.0.0.1:{port}"),
-        })
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn debuginfod_fetches_what_is_missing() -> Result<()> {
-    let folder = harness::scratch()?;
-    let (program, served) = (
-        folder.path().join("lines-stripped"),
-        folder.path().join("served"),
-    );
-    let cache = [folder.path().join("cache"), folder.path().join("other")];
-    let cache = cache.map(|path| path.to_string_lossy().into_owned());
-    fs::create_dir(&served)?;
-    harness::copy(&harness::workload("lines-stripped"), &program)?;
-    harness::copy(
-        &harness::workload("lines-stripped.debug"),
-        &served.join("a"),
-    )?;
-    let server = Server::start(&served)?;
-    let (_, id) = by_build_id(folder.path(), &program)?;
-    harness::eventually("the server has read its files", || {
-        let url = format!("{}/buildid/{id}/debuginfo", server.url);
-        let asked = Command::new("curl")
-            .args(["-fsSo", "/dev/null", &url])
-            .output()?;
-        Ok(asked.status.success())
-    })?;
-    let url = server.url.clone();
-    let env = |cache| [("DEBUGINFOD_URLS", &*url), ("DEBUGINFOD_CACHE_PATH", cache)];
-    let options = ["--lines", "--debuginfod"];
-    let is_whole = |stack: &String| stack.contains(";main;allocate;outer;inner;");
-
-    let (stacks, ended) = folded(&mut Command::new(&program), &options, &env(&cache[0]))?;
-    ensure!(stacks.iter().all(is_whole), "{ended:?}");
-    drop(server);
-    // The second time it is in the cache.
-    let (stacks, ended) = folded(&mut Command::new(&program), &options, &env(&cache[0]))?;
-    ensure!(stacks.iter().all(is_whole), "{ended:?}");
-    // Without either, it is told, and nothing else is missing.
-    let (stacks, ended) = folded(&mut Command::new(&program), &options, &env(&cache[1]))?;
-    ensure!(!stacks.iter().any(is_whole), "{ended:?}");
-    let told = "no debug file of lines-stripped from debuginfod: ";
-    ensure!(ended.stderr.contains(told), "{}", ended.stderr);
-
-    let ended = harness::run("brkstack", &["--debuginfod", "-d", "1"])?;
-    ensure!(ended.status.code() == Some(1), "{ended:?}");
-    ensure!(
-        ended.stderr.contains("DEBUGINFOD_URLS names no server"),
-        "{}",
-        ended.stderr
-    );
-    Ok(())
-}
-
-/// A server that takes the question and never answers: the next Ctrl-C ends the waiting.
-fn a_debuginfod_that_hangs_keeps_nobody() -> Result<()> {
-    let folder = harness::scratch()?;
-    let stripped = folder.path().join("lines-stripped");
-    harness::copy(&harness::workload("lines-stripped"), &stripped)?;
-    let server = TcpListener::bind("127.0.0.1:0")?;
-    let url = format!("http://{}", server.local_addr()?);
-    let mut program = start(&mut Command::new(&stripped), "sbrk")?;
-    let mut command = Command::new(harness::tool("brkstack"));
-    command.args(["-p", &program.pid(), "-f", "--debuginfod"]);
-    command.env("DEBUGINFOD_URLS", url);
-    command.env("DEBUGINFOD_CACHE_PATH", folder.path().join("cache"));
-    let mut tool = Tool::spawn(command.stdin(Stdio::null()))?;
-    tool.wait_for("tracing brk(2)")?;
-    program.work()?;
-    tool.signal(Signal::SIGINT)?;
-    let _question = server.accept()?;
-    let asked = Instant::now();
-    let ended = tool.interrupt()?;
-    // It would wait for a minute.
-    ensure!(
-        asked.elapsed() < Duration::from_secs(40),
-        "{:?}",
-        asked.elapsed()
-    );
-    ensure!(ended.status.success(), "{ended:?}");
-    ensure!(
-        ended.stderr.contains("the end was asked for"),
-        "{}",
-        ended.stderr
-    );
-    let calls = ended
-        .stdout
-        .lines()
-        .filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok());
-    ensure!(calls.sum::<u64>() == COUNT, "{ended:?}");
-    Ok(())
-}
-
-/// The places of an ELF file's sections of debug information.
-fn debug_sections(elf: &[u8]) -> Result<Vec<std::ops::Range<usize>>> {
-    let elf = object::File::parse(elf)?;
-    let mut sections = Vec::new();
-    for section in elf.sections() {
-        if section.name()?.starts_with(".debug_") {
-            let (start, length) = section.file_range().context("not in the file")?;
-            sections.push(start as usize..(start + length) as usize);
-        }
-    }
-    ensure!(sections.len() > 3, "{} sections", sections.len());
-    Ok(sections)
-}
-
-fn damaged_debug_information_harms_nobody() -> Result<()> {
-    let folder = harness::scratch()?;
-    let program = folder.path().join("damaged");
-    let original = fs::read(harness::workload("lines"))?;
-    let sections = debug_sections(&original)?;
-    let rounds = if harness::in_guest() { 3 } else { 24 };
-    let mut known: HashMap<bool, u32> = HashMap::new();
-    for seed in 1..=rounds {
-        harness::copy(&harness::workload("lines"), &program)?;
-        let file = File::options().write(true).open(&program)?;
-        for (number, section) in sections.iter().enumerate() {
-            // Every seventh byte or so, other ones in each round; in every fourth round, of lines alone.
-            for at in section.clone().skip(seed + number).step_by(5 + seed) {
-                let byte = [0, 0xff, 0x7f, original[at] ^ 0x40, seed as u8][(at + seed) % 5];
-                file.write_all_at(&[byte], at as u64)?;
-            }
-        }
-        drop(file);
-        let (stacks, ended) = folded(&mut Command::new(&program), &["--lines"], &[])?;
-        // Its functions have names of their own, which no debug information takes away.
-        let is_named = |stack: &String| stack.contains(";main") && stack.contains(";allocate");
-        ensure!(stacks.iter().all(is_named), "{seed}: {ended:?}");
-        *known
-            .entry(ended.stderr.contains("no source lines of damaged"))
-            .or_default() += 1;
-    }
-    ensure!(known.contains_key(&true), "nothing was damaged: {known:?}");
-    Ok(())
-}
-
-fn calls_inlined_without_end_harm_nobody() -> Result<()> {
-    let (stacks, ended) = folded(&mut workload("lines-bomb"), &["--lines"], &[])?;
-    ensure!(
-        stacks.iter().all(|stack| stack.contains(";allocate;")),
-        "{ended:?}"
-    );
-    let told = "no source lines of lines-bomb: the process that reads them has ended";
-    ensure!(ended.stderr.contains(told), "{}", ended.stderr);
-    Ok(())
-}
-
-/// The processes that read source lines for a tool.
-fn readers_of(tool: u32) -> Result<Vec<u32>> {
-    let children = fs::read_to_string(format!("/proc/{tool}/task/{tool}/children"))?;
-    let mut readers = Vec::new();
-    for pid in children.split_whitespace() {
-        if fs::read_to_string(format!("/proc/{pid}/comm"))?.trim() == "memtools-lines" {
-            readers.push(pid.parse()?);
-        }
-    }
-    Ok(readers)
-}
-
-fn readers_are_allowed_nothing_and_end_with_the_tool() -> Result<()> {
-    let mut program = start(&mut workload("lines"), "sbrk")?;
-    let pid = program.pid();
-    let mut tool = Tool::start("brkstack", &["-p", &pid, "-f", "--lines", "1"])?;
-    tool.wait_for("tracing brk(2)")?;
-    program.work()?;
-    tool.wait_for_output(";inner;")?;
-    let readers = readers_of(tool.pid())?;
-    let &[reader] = &*readers else {
-        bail!("{readers:?} read the lines of one file");
-    };
-    let status = fs::read_to_string(format!("/proc/{reader}/status"))?;
-    for line in [
-        "CapPrm:\t0000000000000000",
-        "CapEff:\t0000000000000000",
-        "NoNewPrivs:\t1",
-    ] {
-        ensure!(status.contains(line), "no {line} in {status}");
-    }
-    // Nothing of what the tool traces with: BPF objects and perf events are such.
-    for file in fs::read_dir(format!("/proc/{reader}/fd"))? {
-        let file = fs::read_link(file?.path())?;
-        ensure!(
-            !file.starts_with("anon_inode:"),
-            "{} is open",
-            file.display()
-        );
-    }
-    tool.signal(Signal::SIGKILL)?;
-    tool.end()?;
-    harness::eventually("the reader has ended", || {
-        Ok(!Path::new(&format!("/proc/{reader}/exe")).exists())
-    })
 }

@@ -1,6 +1,9 @@
 //! mmapsnoop, row by row against what tests/workload/mmap.c did.
 
-use std::fs::{self, File};
+mod calls;
+mod filters;
+
+use std::fs;
 use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -9,37 +12,26 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::Trial;
-use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::signal::Signal;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::harness::{self, Ended, Tool, Workload};
 
 pub(crate) fn tests() -> Vec<Trial> {
-    harness::tests!("mmapsnoop":
-        every_argument_and_result,
-        unmapping_and_moving,
-        only_failures,
+    let own = harness::tests! { "mmapsnoop":
         the_book_s_columns [Once],
         all_columns [Once],
         stacks_below_rows,
         folded_stacks,
         paths,
         long_paths_are_cut,
-        processes_are_filtered,
-        names_are_filtered,
-        cgroups_are_filtered,
-        containers_are_found_by_their_ids,
-        numbers_are_those_of_our_namespace,
-        calls_of_32_bit_programs [Compat],
-        threads_at_once_are_all_shown,
-        a_burst_is_complete,
-        what_a_stopped_tool_loses_is_counted,
         a_duration_ends_it [Once],
-        a_row_comes_at_once,
         what_is_not_there_is_named,
-    )
+    };
+    [own, calls::tests(), filters::tests()]
+        .into_iter()
+        .flatten()
+        .collect()
 }
 
 fn start(args: &[&str]) -> Result<Tool> {
@@ -112,147 +104,6 @@ fn file() -> PathBuf {
         std::process::id(),
         std::thread::current().id()
     ))
-}
-
-fn every_argument_and_result() -> Result<()> {
-    let read_write = json!(["READ", "WRITE"]);
-    let read = json!(["READ"]);
-    let private = |more: &[&str]| json!([&["PRIVATE"], more].concat());
-    let anonymous = |more: &[&str]| json!([&["PRIVATE", "ANONYMOUS"], more].concat());
-    let kinds = [
-        ("anon", &read_write, anonymous(&[])),
-        ("shared", &read_write, json!(["SHARED", "ANONYMOUS"])),
-        ("populate", &read_write, anonymous(&["POPULATE"])),
-        ("exec", &json!(["READ", "EXEC"]), anonymous(&[])),
-        (
-            "stack",
-            &read_write,
-            anonymous(&["GROWSDOWN", "NORESERVE", "STACK"]),
-        ),
-        (
-            "hugetlb",
-            &read_write,
-            json!(["PRIVATE", "HUGETLB", "ANONYMOUS"]),
-        ),
-        (
-            "huge2mb",
-            &read_write,
-            json!(["PRIVATE", "HUGETLB:2MB", "ANONYMOUS"]),
-        ),
-        ("locked", &read_write, anonymous(&["LOCKED", "32BIT"])),
-        ("validate", &read, json!(["SHARED_VALIDATE"])),
-        (
-            "fixed",
-            &read_write,
-            json!(["PRIVATE", "FIXED", "ANONYMOUS"]),
-        ),
-        ("noreplace", &read_write, anonymous(&["FIXED_NOREPLACE"])),
-        ("file", &read, private(&[])),
-        ("sharedfile", &read_write, json!(["SHARED"])),
-    ];
-    for (kind, prot, flags) in kinds {
-        let path = file().with_extension(kind);
-        let name = path.to_string_lossy().into_owned();
-        let with_file = kind.contains("file") || kind == "validate";
-        let program = if with_file {
-            vec![kind, "101", &name]
-        } else {
-            vec![kind, "101"]
-        };
-        let (pid, calls, ended) = trace(&program, &["-j"])?;
-        let rows = json_rows(&ended)?;
-        ensure!(
-            calls.len() == 101 && rows.len() == 101,
-            "{kind}: {}: {ended:?}",
-            rows.len()
-        );
-        for (row, call) in rows.iter().zip(&calls) {
-            let mut expected = json!({
-                "type": "call",
-                "time": row["time"],
-                "pid": pid.parse::<u32>()?,
-                "tid": pid.parse::<u32>()?,
-                "comm": "mmap",
-                // Those of the tests' own, which tests/e2e/containers.rs does not leave to chance.
-                "cgroup": row["cgroup"],
-                "container_id": row["container_id"],
-                "call": "mmap",
-                "address": format!("{:#x}", call.args[0]),
-                "size_bytes": call.args[1],
-                "prot": prot,
-                "flags": flags,
-                "offset_bytes": call.args[5],
-                "file": null,
-                "result": call.result,
-                "error": call.error,
-                "schema": 1,
-            });
-            if with_file {
-                expected["fd"] = call.args[4].into();
-                expected["file"] = path.file_name().and_then(|name| name.to_str()).into();
-            }
-            ensure!(*row == expected, "{kind}:\n{row}\nis not\n{expected}");
-        }
-        let times: Vec<&str> = rows.iter().filter_map(|row| row["time"].as_str()).collect();
-        ensure!(times.len() == 101 && times.is_sorted(), "{times:?}");
-        ensure!(ended.stderr.lines().count() == 1, "{}", ended.stderr);
-    }
-    Ok(())
-}
-
-fn unmapping_and_moving() -> Result<()> {
-    for kind in ["munmap", "mremap"] {
-        let (_, calls, ended) = trace(&[kind, "101"], &["-j", "--munmap"])?;
-        let rows = json_rows(&ended)?;
-        ensure!(calls.len() == 101 && rows.len() == 101, "{ended:?}");
-        for (row, call) in rows.iter().zip(&calls) {
-            ensure!(row["call"] == kind, "{row}");
-            ensure!(
-                row["address"] == format!("{:#x}", call.args[0]),
-                "{row} {call:?}"
-            );
-            ensure!(
-                row["result"] == call.result && row["error"] == call.error,
-                "{row} {call:?}"
-            );
-            if kind == "mremap" {
-                ensure!(row["old_size_bytes"] == call.args[1], "{row} {call:?}");
-                ensure!(row["size_bytes"] == call.args[2], "{row} {call:?}");
-                ensure!(row["flags"] == json!(["MAYMOVE"]), "{row}");
-            } else {
-                ensure!(row["size_bytes"] == call.args[1], "{row} {call:?}");
-            }
-        }
-        // Without the option they are none of ours.
-        let (_, _, ended) = trace(&[kind, "101"], &["-j"])?;
-        ensure!(ended.stdout.is_empty(), "{ended:?}");
-    }
-    Ok(())
-}
-
-fn only_failures() -> Result<()> {
-    let path = file();
-    let (_, calls, ended) = trace(&["fail", "101", &path.to_string_lossy()], &["-x", "-j"])?;
-    let rows = json_rows(&ended)?;
-    ensure!(calls.len() == 101 && rows.len() == 101, "{ended:?}");
-    for (row, call) in rows.iter().zip(&calls) {
-        ensure!(
-            row["error"] == call.error && !row["error"].is_null(),
-            "{row} {call:?}"
-        );
-        // The descriptor is there, except where it is the error.
-        let known = row["error"] == "EBADF" || row["fd"].is_null();
-        ensure!(row["file"].is_null() == known, "{row} {call:?}");
-    }
-    let (_, _, ended) = trace(&["anon", "101"], &["-x", "-j"])?;
-    ensure!(ended.stdout.is_empty(), "{ended:?}");
-    let (_, _, ended) = trace(&["noreplace", "3"], &["-x"])?;
-    let results = ended
-        .stdout
-        .lines()
-        .filter(|line| line.contains(" EEXIST "));
-    ensure!(results.count() == 3, "{ended:?}");
-    Ok(())
 }
 
 fn the_book_s_columns() -> Result<()> {
@@ -441,121 +292,6 @@ fn long_paths_are_cut() -> Result<()> {
     Ok(())
 }
 
-/// The rows of a tool that was started with `args`, by pid.
-fn pids(tool: Tool) -> Result<Vec<String>> {
-    let rows = json_rows(&end(tool)?)?;
-    Ok(rows.iter().map(|row| row["pid"].to_string()).collect())
-}
-
-fn processes_are_filtered() -> Result<()> {
-    let mut workloads = (0..3)
-        .map(|_| Workload::start("mmap", &["anon", "23"]))
-        .collect::<Result<Vec<_>>>()?;
-    let [first, second, _] = &workloads[..] else {
-        unreachable!()
-    };
-    let wanted = [first.pid(), second.pid()];
-    let tool = start(&["-j", "-p", &wanted.join(",")])?;
-    for workload in &mut workloads {
-        workload.work()?;
-    }
-    let pids = pids(tool)?;
-    ensure!(
-        pids == [vec![wanted[0].clone(); 23], vec![wanted[1].clone(); 23]].concat(),
-        "{pids:?}"
-    );
-    Ok(())
-}
-
-fn names_are_filtered() -> Result<()> {
-    let folder = harness::scratch()?;
-    let mut workloads = Vec::new();
-    // At the start, in the middle, at the end of the 15 bytes that are kept; not at all.
-    for name in [
-        "q7map",
-        "ab q7map cd",
-        "0123456789q7map",
-        "0123456789a-q7map",
-        "q7-map",
-    ] {
-        let program = folder.path().join(name);
-        harness::copy(&harness::workload("mmap"), &program)?;
-        workloads.push(Workload::spawn(Command::new(program).args(["anon", "23"]))?);
-    }
-    let tool = start(&["-j", "-n", "q7map"])?;
-    for workload in &mut workloads {
-        workload.work()?;
-    }
-    let expected: Vec<String> = workloads[..3]
-        .iter()
-        .flat_map(|workload| vec![workload.pid(); 23])
-        .collect();
-    let pids = pids(tool)?;
-    ensure!(pids == expected, "{pids:?} is not {expected:?}");
-    Ok(())
-}
-
-fn cgroups_are_filtered() -> Result<()> {
-    let cgroup = harness::Cgroup::new()?;
-    let below = cgroup.path().join("below");
-    fs::create_dir(&below)?;
-    let mut workloads = (0..3)
-        .map(|_| Workload::start("mmap", &["anon", "23"]))
-        .collect::<Result<Vec<_>>>()?;
-    cgroup.add(&workloads[0].pid())?;
-    fs::write(below.join("cgroup.procs"), workloads[1].pid())?;
-    let tool = start(&["-j", "--cgroup", &cgroup.path().to_string_lossy()])?;
-    for workload in &mut workloads {
-        workload.work()?;
-    }
-    let expected: Vec<String> = workloads[..2]
-        .iter()
-        .flat_map(|workload| vec![workload.pid(); 23])
-        .collect();
-    let pids = pids(tool)?;
-    ensure!(pids == expected, "{pids:?} is not {expected:?}");
-    for workload in workloads {
-        workload.finish()?;
-    }
-    fs::remove_dir(below)?;
-    Ok(())
-}
-
-/// Folders as Docker and containerd have them below systemd, two of which have an id that begins alike.
-fn containers_are_found_by_their_ids() -> Result<()> {
-    let cgroup = harness::Cgroup::new()?;
-    let digits = format!("{:08x}", std::process::id());
-    let names = [
-        format!("docker-{}.scope", digits.repeat(8)),
-        format!("cri-containerd-{digits}{}.scope", "0".repeat(56)),
-    ];
-    let folders = names.map(|name| cgroup.path().join(name));
-    let mut workloads = Vec::new();
-    for folder in &folders {
-        fs::create_dir(folder)?;
-        let workload = Workload::start("mmap", &["anon", "23"])?;
-        fs::write(folder.join("cgroup.procs"), workload.pid())?;
-        workloads.push(workload);
-    }
-    let several = harness::run("mmapsnoop", &["--cgroup", &digits])?;
-    let named = folders
-        .iter()
-        .all(|folder| several.stderr.contains(&*folder.to_string_lossy()));
-    ensure!(several.status.code() == Some(2) && named, "{several:?}");
-
-    let tool = start(&["-j", "--cgroup", &digits.repeat(2)])?;
-    for workload in &mut workloads {
-        workload.work()?;
-    }
-    let pids = pids(tool)?;
-    ensure!(pids == vec![workloads[0].pid(); 23], "{pids:?}");
-    for workload in workloads {
-        workload.finish()?;
-    }
-    folders.iter().try_for_each(fs::remove_dir)?;
-    Ok(())
-}
-
 /// A shell whose first child is in another PID namespace.
 fn sh(script: &str, enter: impl Fn() -> nix::Result<()> + Send + Sync + 'static) -> Command {
     let mut command = Command::new("sh");
@@ -565,202 +301,6 @@ fn sh(script: &str, enter: impl Fn() -> nix::Result<()> + Send + Sync + 'static)
         command.pre_exec(move || Ok(enter()?));
     }
     command
-}
-
-fn numbers_are_those_of_our_namespace() -> Result<()> {
-    let script = format!("'{}' -j -n mmap", harness::tool("mmapsnoop").display());
-    let mut tool = Tool::spawn(&mut sh(&script, || unshare(CloneFlags::CLONE_NEWPID)))?;
-    tool.wait_for("tracing mmap(2)")?;
-    let its_shell = tool.pid();
-    let child = |shell: u32| -> Result<String> {
-        let children = fs::read_to_string(format!("/proc/{shell}/task/{shell}/children"))?;
-        Ok(children.trim().to_owned())
-    };
-    let namespace = format!("/proc/{}/ns/pid", child(its_shell)?);
-
-    // In the tool's namespace, and in one below it.
-    let script = format!("'{}' anon 23", harness::workload("mmap").display());
-    let beside = File::open(&namespace)?;
-    let mut beside = Workload::spawn(&mut sh(&script, move || {
-        setns(&beside, CloneFlags::CLONE_NEWPID)
-    }))?;
-    let script = format!("'{}' anon 29", harness::workload("mmap").display());
-    let below = File::open(&namespace)?;
-    let script = format!("unshare -fp {script}");
-    let mut below = Workload::spawn(&mut sh(&script, move || {
-        setns(&below, CloneFlags::CLONE_NEWPID)
-    }))?;
-    let mut outside = Workload::start("mmap", &["anon", "31"])?;
-    let mut done = Vec::new();
-    for workload in [&mut beside, &mut below, &mut outside] {
-        done.push(calls(&workload.work()?["calls"])?);
-    }
-
-    let inner = |shell: u32, levels: usize| -> Result<String> {
-        let mut pid = child(shell)?;
-        for _ in 1..levels {
-            pid = child(pid.parse()?)?;
-        }
-        let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
-        let ids = status
-            .lines()
-            .find_map(|line| line.strip_prefix("NSpid:"))
-            .context("no NSpid")?;
-        // As the initial namespace, the tool's and maybe one more have it.
-        Ok(ids
-            .split_whitespace()
-            .nth(1)
-            .context("not in the namespace")?
-            .to_owned())
-    };
-    let beside_pid = inner(beside.pid().parse()?, 1)?;
-    let below_pid = inner(below.pid().parse()?, 2)?;
-    nix::sys::signal::kill(
-        nix::unistd::Pid::from_raw(child(its_shell)?.parse()?),
-        Signal::SIGINT,
-    )?;
-    let ended = tool.end()?;
-    let rows = json_rows(&ended)?;
-    // What a workload maps before it is ready comes before.
-    let ends_with = |pid: &str, calls: &[Call]| {
-        let of_pid = rows
-            .iter()
-            .filter(|row| row["pid"].as_u64() == pid.parse().ok());
-        let results: Vec<&Value> = of_pid.map(|row| &row["result"]).collect();
-        let expected: Vec<&Value> = calls.iter().map(|call| &call.result).collect();
-        results.ends_with(&expected)
-    };
-    ensure!(ends_with(&beside_pid, &done[0]), "{beside_pid}: {ended:?}");
-    ensure!(ends_with(&below_pid, &done[1]), "{below_pid}: {ended:?}");
-    // In the tool's namespace it has no number.
-    let outside = |call: &Call| {
-        rows.iter()
-            .any(|row| row["pid"] == 0 && row["result"] == call.result)
-    };
-    ensure!(done[2].iter().all(outside), "{ended:?}");
-    Ok(())
-}
-
-/// i386's calls are in no tracepoint of their own.
-fn calls_of_32_bit_programs() -> Result<()> {
-    let trace = |args: &[&str]| -> Result<(Vec<Value>, Vec<String>)> {
-        let mut workload = Workload::start("compat32", &[])?;
-        let tool = start(&[&["-j", "-p", &workload.pid()], args].concat())?;
-        let facts = workload.work()?;
-        let rows = json_rows(&end(tool)?)?;
-        Ok((rows, facts["calls"].split(',').map(str::to_owned).collect()))
-    };
-    let (rows, _) = trace(&[])?;
-    ensure!(rows.is_empty(), "{rows:?}");
-    let (rows, results) = trace(&["--compat"])?;
-    ensure!(results.len() == 27 && rows.len() == 25, "{rows:?}");
-    let (rows, results) = trace(&["--compat", "--munmap"])?;
-    ensure!(rows.len() == 27, "{rows:?}");
-    let (first, second) = (results[0].clone(), results[1].clone());
-    for (number, (row, result)) in rows.iter().zip(results).enumerate() {
-        let expected = match number {
-            0..=22 => json!({
-                "call": "mmap", "address": "0x0", "size_bytes": (number + 1) * 4096,
-                "prot": ["READ", "WRITE"], "flags": ["PRIVATE", "ANONYMOUS"],
-                "offset_bytes": 0, "file": null,
-            }),
-            // By mmap2, which counts the offset in pages, and by the old one.
-            23 | 24 => json!({
-                "call": "mmap", "address": "0x0", "size_bytes": 4096, "prot": ["READ"],
-                "flags": ["PRIVATE"], "offset_bytes": (24 - number) * 4096, "file": "compat32",
-            }),
-            25 => json!({
-                "call": "mremap", "address": first, "old_size_bytes": 4096, "size_bytes": 20480,
-                "flags": ["MAYMOVE"],
-            }),
-            _ => json!({ "call": "munmap", "address": second, "size_bytes": 8192 }),
-        };
-        ensure!(
-            row["result"] == result && row["comm"] == "compat32",
-            "{row}"
-        );
-        for (field, value) in expected.as_object().into_iter().flatten() {
-            ensure!(
-                row[field] == *value,
-                "{number}: {field} of {row}, not {value}"
-            );
-        }
-    }
-    Ok(())
-}
-
-const BURST: u64 = 200_003;
-
-/// Eight on two CPUs, which preempt one another in our programs, where the kernel lets them.
-fn threads_at_once_are_all_shown() -> Result<()> {
-    let mut workload = Workload::start("contend", &["8", "1009", "mmap"])?;
-    let mut tool = Tool::start("mmapsnoop", &["-j", "-p", &workload.pid()])?;
-    tool.wait_for("tracing mmap(2)")?;
-    let facts = workload.work()?;
-    let ended = tool.interrupt()?;
-    let rows = ended.stdout.lines().count();
-    ensure!(facts["operations"] == "8072", "{facts:?}");
-    ensure!(
-        rows == 8072 && !ended.stderr.contains("lost"),
-        "{rows} rows, {}",
-        ended.stderr
-    );
-    Ok(())
-}
-
-fn a_burst_is_complete() -> Result<()> {
-    let calls = if harness::in_guest() { 20_011 } else { BURST };
-    let mut workload = Workload::start("burst", &[&calls.to_string()])?;
-    let tool = start(&["--munmap", "-p", &workload.pid()])?;
-    workload.work()?;
-    let ended = end(tool)?;
-    let rows = |call: &str| {
-        ended
-            .stdout
-            .lines()
-            .filter(|line| line.contains(&format!(" burst          {call} ")))
-            .count() as u64
-    };
-    let lost = lost(&ended.stderr)?;
-    ensure!(
-        rows("mmap  ") + rows("munmap") + lost == 2 * calls,
-        "{lost} lost; {}",
-        ended.stderr
-    );
-    ensure!(
-        lost == 0 || ended.stderr.contains("ring buffer full"),
-        "{}",
-        ended.stderr
-    );
-    Ok(())
-}
-
-/// N of "lost N events".
-fn lost(stderr: &str) -> Result<u64> {
-    match stderr
-        .lines()
-        .find_map(|line| line.strip_prefix("mmapsnoop: lost "))
-    {
-        Some(rest) => Ok(rest.split(' ').next().unwrap_or_default().parse()?),
-        None => Ok(0),
-    }
-}
-
-fn what_a_stopped_tool_loses_is_counted() -> Result<()> {
-    let mut workload = Workload::start("burst", &[&BURST.to_string()])?;
-    let tool = start(&["-p", &workload.pid()])?;
-    tool.signal(Signal::SIGSTOP)?;
-    workload.work()?;
-    tool.signal(Signal::SIGCONT)?;
-    let ended = end(tool)?;
-    let rows = ended.stdout.lines().count() as u64 - 1;
-    let lost = lost(&ended.stderr)?;
-    ensure!(
-        lost > 0 && rows + lost == BURST,
-        "{rows} rows, {lost} lost; {}",
-        ended.stderr
-    );
-    Ok(())
 }
 
 fn a_duration_ends_it() -> Result<()> {
@@ -773,26 +313,6 @@ fn a_duration_ends_it() -> Result<()> {
         begin.elapsed()
     );
     ensure!(ended.stdout.lines().count() == 1, "{ended:?}");
-    Ok(())
-}
-
-/// The header is there before any row, and a row long before the tool ends.
-fn a_row_comes_at_once() -> Result<()> {
-    let mut workload = Workload::start("mmap", &["anon", "1"])?;
-    let folder = harness::scratch()?;
-    let out = folder.path().join("out");
-    let (program, pid) = (harness::tool("mmapsnoop"), workload.pid());
-    let script = format!("exec '{}' -p {pid} >'{}'", program.display(), out.display());
-    let mut tool = Tool::spawn(Command::new("sh").args(["-c", &script]))?;
-    tool.wait_for("tracing mmap(2)")?;
-    harness::eventually("a header", || {
-        Ok(fs::read_to_string(&out)?.starts_with("PID "))
-    })?;
-    workload.work()?;
-    harness::eventually("a row", || {
-        Ok(fs::read_to_string(&out)?.lines().count() >= 2)
-    })?;
-    end(tool)?;
     Ok(())
 }
 

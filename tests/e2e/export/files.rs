@@ -1,0 +1,90 @@
+//! The files themselves: where they cannot be written, and where there is nothing to write.
+
+use std::fs;
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+
+use super::{Files, Tiny, trace};
+use crate::harness::{self, Tool, Workload};
+
+/// All of these tests.
+pub(super) fn tests() -> Vec<Trial> {
+    harness::tests! { "export":
+        what_cannot_be_written_is_told_at_the_start [Once],
+        a_full_disk_keeps_the_old_file [Once],
+        nothing_at_all_is_a_file_too [Once],
+    }
+}
+
+fn what_cannot_be_written_is_told_at_the_start() -> Result<()> {
+    for tool in [
+        "memleak",
+        "brkstack",
+        "faults",
+        "mmapsnoop",
+        "drsnoop",
+        "oomkill",
+    ] {
+        for option in ["--flame", "--pprof"] {
+            for path in ["/nonexistent/x", "/dev/null", "/proc/x"] {
+                let ended = harness::run(tool, &[option, path])?;
+                ensure!(
+                    ended.status.code() == Some(1),
+                    "{tool} {option} {path}: {ended:?}"
+                );
+                let told = ended.stderr.contains("failed to write") && ended.stderr.contains(path);
+                ensure!(
+                    told && ended.stdout.is_empty(),
+                    "{tool} {option} {path}: {ended:?}"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+fn a_full_disk_keeps_the_old_file() -> Result<()> {
+    let folder = harness::scratch()?;
+    let disk = Tiny::new(folder.path(), "4k")?;
+    let path = folder.path().join("a.svg");
+    fs::write(&path, "as before")?;
+    let mut program = Workload::start("brk", &["23", "7", "5"])?;
+    let (pid, file) = (program.pid(), path.to_str().context("not UTF-8")?);
+    let mut tool = Tool::start("brkstack", &["-p", &pid, "--flame", file])?;
+    tool.wait_for("tracing brk(2)")?;
+    program.work()?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.code() == Some(1), "{ended:?}");
+    ensure!(ended.stdout.contains("grow_heap 23"), "{ended:?}");
+    ensure!(
+        ended.stderr.contains("No space left on device"),
+        "{ended:?}"
+    );
+    ensure!(fs::read_to_string(&path)? == "as before");
+    ensure!(
+        fs::read_dir(folder.path())?.count() == 1,
+        "half a file is left"
+    );
+    drop(disk);
+    Ok(())
+}
+
+fn nothing_at_all_is_a_file_too() -> Result<()> {
+    let files = Files::new()?;
+    trace(
+        "brkstack",
+        "tracing brk(2)",
+        &["alloc", "hold"],
+        &[],
+        &files,
+    )?;
+    let image = files.flame()?;
+    ensure!(
+        image.contains("calls of brk(2)") && image.contains("0 calls"),
+        "{image}"
+    );
+    // go tool pprof refuses a profile without samples only where it has no types.
+    ensure!(files.pprof(&["-raw"])?.contains("brk_calls/count"));
+    Ok(())
+}

@@ -1,0 +1,190 @@
+//! Tests, what each needs of the kernel and of the machine, and how long each took.
+
+use std::cell::Cell;
+use std::collections::HashSet;
+use std::env;
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use libtest_mimic::{Completion, Failed, Trial};
+
+use crate::harness::workload;
+
+/// How many tests are named at the end for the time that they took.
+pub(crate) const SLOWEST: usize = 20;
+
+pub(crate) static DURATIONS: Mutex<Vec<(Duration, String)>> = Mutex::new(Vec::new());
+
+/// What a test needs of the kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Need {
+    /// Kprobes, which some kernels are built without.
+    Kprobes,
+    /// A disk of our own, whose page cache may be dropped.
+    Disk,
+    /// A machine of our own, whose memory may be used up.
+    Guest,
+    /// The programs of a whole system.
+    Host,
+    /// To be run once: the kernel has no part in what it shows, and an emulated one much time.
+    Once,
+    /// 32-bit programs.
+    Compat,
+    /// Tools of other projects, which scripts/test-vm takes from Debian's packages.
+    Peers,
+    /// Swap compressed in memory.
+    Zswap,
+    /// File systems in layers, as containers have.
+    Overlay,
+    /// Transparent huge pages of several sizes, each with counters.
+    SmallThp,
+    /// Namespaces of unprivileged users, which some systems forbid.
+    UserNamespaces,
+    /// The kernel's memory, counted by cgroup, BPF maps included: 5.18 and later, version 2.
+    KernelMemory,
+}
+
+impl Need {
+    /// Why it is not there, if it is not.
+    fn missing(self) -> Option<&'static str> {
+        let (there, reason) = match self {
+            Need::Kprobes => (
+                Path::new("/sys/bus/event_source/devices/kprobe/type").exists(),
+                "this kernel is built without kprobes",
+            ),
+            Need::Disk => (env::var_os("MEMTOOLS_DISK").is_some(), "no disk of our own"),
+            Need::Guest => (in_guest(), "would use up this machine's memory"),
+            Need::Zswap => (
+                Path::new("/sys/module/zswap").exists(),
+                "this kernel is built without zswap",
+            ),
+            Need::Overlay => (
+                fs::read_to_string("/proc/filesystems")
+                    .is_ok_and(|list| list.contains("\toverlay\n")),
+                "this kernel has no overlayfs, or not loaded",
+            ),
+            Need::Host => (!in_guest(), "a guest has only our own programs"),
+            Need::SmallThp => (
+                Path::new("/sys/kernel/mm/transparent_hugepage/hugepages-64kB/stats").exists(),
+                "this kernel has transparent huge pages of one size",
+            ),
+            Need::Once => (!in_guest(), "the same on every kernel; runs on the host"),
+            Need::UserNamespaces => (
+                // Debian's own setting, where it is there, and the kernel's.
+                fs::read_to_string("/proc/sys/kernel/unprivileged_userns_clone")
+                    .map_or(true, |may| may.trim() != "0")
+                    && fs::read_to_string("/proc/sys/user/max_user_namespaces")
+                        .is_ok_and(|most| most.trim() != "0"),
+                "unprivileged users may not make namespaces here",
+            ),
+            Need::KernelMemory => (
+                fs::read_to_string("/sys/fs/cgroup/memory.stat")
+                    .is_ok_and(|stat| stat.contains("\nkernel ")),
+                "the kernel's memory is not counted by cgroup",
+            ),
+            Need::Compat => (runs_32_bit(), "this kernel runs no 32-bit programs"),
+            Need::Peers => (workload("peers").exists(), "no peers beside the workloads"),
+        };
+        (!there).then_some(reason)
+    }
+}
+
+/// The version of this kernel, such as `6.1.0-56-cloud-amd64`.
+pub(crate) fn release() -> String {
+    fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default()
+}
+
+/// Whether this is a guest of tests/vm, which is emulated: a hundred times slower.
+pub(crate) fn in_guest() -> bool {
+    env::var_os("MEMTOOLS_GUEST").is_some()
+}
+
+pub(crate) fn runs_32_bit() -> bool {
+    Command::new(workload("compat32"))
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .status()
+        .is_ok()
+}
+
+thread_local! {
+    /// Whether memleak is to probe functions at their entries in the test that this thread runs.
+    pub(super) static AT_ENTRIES: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Has memleak probe functions at their entries (--no-placement) for the rest of this test.
+pub(crate) fn probe_entries() {
+    AT_ENTRIES.set(true);
+}
+
+/// A test with memleak's probes at entries: no number may depend on where it places them.
+pub(crate) fn at_entries(tool: &str, name: &str, run: fn() -> Result<()>) -> Trial {
+    test(&format!("{tool}::at_entries::{name}"), &[], move || {
+        probe_entries();
+        run()
+    })
+}
+
+/// A test that runs where the kernel has what it needs, and says so by name where it has not.
+pub(crate) fn test(
+    name: &str,
+    needs: &'static [Need],
+    run: impl FnOnce() -> Result<()> + Send + 'static,
+) -> Trial {
+    let own_name = name.to_owned();
+    Trial::ignorable_test(name, move || {
+        let unmet = needs.iter().find_map(|need| need.missing());
+        if let Some(reason) = unmet {
+            return Ok(Completion::ignored_with(reason));
+        }
+        if let Some(outcome) = without_root() {
+            return outcome;
+        }
+        AT_ENTRIES.set(false);
+        let started = Instant::now();
+        let result = run();
+        let took = (started.elapsed(), own_name);
+        if let Ok(mut durations) = DURATIONS.lock() {
+            durations.push(took);
+        }
+        result
+            .map(|()| Completion::Completed)
+            .map_err(|error| Failed::from(format!("{error:?}")))
+    })
+}
+
+/// The names of the tests to run, if MEMTOOLS_TESTS names a file that has them, each on a line.
+pub(crate) fn listed() -> Option<HashSet<String>> {
+    let path = env::var_os("MEMTOOLS_TESTS")?;
+    let list = fs::read_to_string(&path);
+    let list = list.unwrap_or_else(|error| panic!("MEMTOOLS_TESTS, {}: {error}", path.display()));
+    Some(list.lines().map(str::to_owned).collect())
+}
+
+/// Prints which tests took longest, after the last one.
+pub(crate) fn print_slowest() {
+    let Ok(mut durations) = DURATIONS.lock() else {
+        return;
+    };
+    durations.sort_unstable_by(|one, other| other.cmp(one));
+    let all: Duration = durations.iter().map(|(took, _)| *took).sum();
+    println!("{} tests took {} s:", durations.len(), all.as_secs());
+    for (took, name) in durations.iter().take(SLOWEST) {
+        println!("  {:5.1} s  {name}", took.as_secs_f64());
+    }
+}
+
+/// What becomes of a test that we may not run: in CI it fails, elsewhere it is named. None for root.
+pub(crate) fn without_root() -> Option<Result<Completion, Failed>> {
+    if nix::unistd::geteuid().is_root() {
+        None
+    } else if env::var_os("CI").is_some() {
+        Some(Err(Failed::from("needs root")))
+    } else {
+        Some(Ok(Completion::ignored_with("needs root")))
+    }
+}

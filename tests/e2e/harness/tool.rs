@@ -1,0 +1,330 @@
+//! A tool of the suite, run as a user runs it.
+
+use std::env;
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use nix::sys::signal::Signal;
+use regex_lite::Regex;
+use serde_json::Value;
+
+use super::needs::AT_ENTRIES;
+use crate::documented;
+use crate::harness::PATIENCE;
+use crate::harness::workload;
+
+/// The path of a tool.
+pub(crate) fn tool(name: &str) -> PathBuf {
+    let folder = env::var_os("MEMTOOLS_BIN").map_or_else(
+        || {
+            Path::new(env!("CARGO_BIN_EXE_memleak"))
+                .parent()
+                .expect("a folder")
+                .to_owned()
+        },
+        PathBuf::from,
+    );
+    folder.join(name)
+}
+
+/// A running tool, its output collected as it comes.
+pub(crate) struct Tool {
+    child: Child,
+    stderr: Receiver<String>,
+    said: Vec<String>,
+    reader: Option<JoinHandle<()>>,
+    stdout: Arc<Mutex<Vec<u8>>>,
+    /// How much of stdout was waited for.
+    awaited: usize,
+    /// The program's name.
+    program: String,
+}
+
+/// A tool that has ended.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    /// All of its stdout.
+    pub(crate) stdout: String,
+    /// All of its stderr.
+    pub(crate) stderr: String,
+    /// The tool's exit status.
+    pub(crate) status: ExitStatus,
+}
+
+impl Ended {
+    /// The JSON objects on stdout, one a line. Each says what it is, and what is of a moment when that was.
+    pub(crate) fn objects(&self) -> Result<Vec<Value>> {
+        ensure!(self.status.success(), "{self:?}");
+        self.stdout.lines().map(object).collect()
+    }
+}
+
+/// A line of a tool's JSON.
+pub(crate) fn object(line: &str) -> Result<Value> {
+    const OF_A_MOMENT: [&str; 7] = [
+        "call", "file", "interval", "kill", "process", "reclaim", "report",
+    ];
+    let object: Value = serde_json::from_str(line).with_context(|| format!("no JSON: {line}"))?;
+    let kind = object["type"].as_str();
+    let kind = kind.with_context(|| format!("no type: {line}"))?;
+    ensure!(
+        !OF_A_MOMENT.contains(&kind) || object["time"].is_string(),
+        "no time: {line}"
+    );
+    Ok(object)
+}
+
+impl Tool {
+    /// Starts it.
+    pub(crate) fn start(name: &str, args: &[&str]) -> Result<Self> {
+        Self::spawn(Command::new(tool(name)).args(args).stdin(Stdio::null()))
+    }
+
+    /// Starts it with only one of its ways to attach, as its ladder names it.
+    pub(crate) fn start_by(way: &str, name: &str, args: &[&str]) -> Result<Self> {
+        let mut command = Command::new(tool(name));
+        command.args(args).env("MEMTOOLS_ATTACH", way);
+        let mut tool = Self::spawn(command.stdin(Stdio::null()))?;
+        tool.wait_for(&format!("({way})"))?;
+        Ok(tool)
+    }
+
+    /// Starts another project's tool. Such say nothing through a pipe until they end: it is ready
+    /// when it waits for events.
+    pub(crate) fn start_peer(name: &str, args: &[&str]) -> Result<Self> {
+        let program = workload("peers").join(name);
+        let mut peer = Self::spawn(Command::new(program).args(args).stdin(Stdio::null()))?;
+        let deadline = Instant::now() + PATIENCE;
+        let epoll_wait = format!("{} ", libc::SYS_epoll_wait);
+        let epoll_pwait = format!("{} ", libc::SYS_epoll_pwait);
+        loop {
+            let call = fs::read_to_string(format!("/proc/{}/syscall", peer.pid()))?;
+            if call.starts_with(&epoll_wait) || call.starts_with(&epoll_pwait) {
+                return Ok(peer);
+            }
+            if Instant::now() > deadline || peer.child.try_wait()?.is_some() {
+                bail!("the peer {name} does not start: {:?}", peer.end()?);
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Starts it in whatever way; stdout and stderr are ours.
+    pub(crate) fn spawn(command: &mut Command) -> Result<Self> {
+        if AT_ENTRIES.get()
+            && command
+                .get_program()
+                .as_encoded_bytes()
+                .ends_with(b"/memleak")
+        {
+            command.arg("--no-placement");
+        }
+        let program = Path::new(command.get_program()).file_name();
+        let program = program.unwrap_or_default().to_string_lossy().into_owned();
+        let mut child = command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("failed to start {command:?}"))?;
+        let mut out = child.stdout.take().context("no stdout")?;
+        let stdout = Arc::new(Mutex::new(Vec::new()));
+        let sink = Arc::clone(&stdout);
+        let reader = thread::spawn(move || {
+            let mut bytes = [0; 16 << 10];
+            // What was read before an error is what there is.
+            while let Ok(length @ 1..) = out.read(&mut bytes) {
+                if let Ok(mut all) = sink.lock() {
+                    all.extend_from_slice(&bytes[..length]);
+                }
+            }
+        });
+        let err = BufReader::new(child.stderr.take().context("no stderr")?);
+        let (sender, stderr) = channel();
+        thread::spawn(move || {
+            for line in err.lines().map_while(Result::ok) {
+                if sender.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        Ok(Self {
+            child,
+            stderr,
+            said: Vec::new(),
+            reader: Some(reader),
+            stdout,
+            awaited: 0,
+            program,
+        })
+    }
+
+    /// The tool's number.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The most memory that the tool has had, in KiB.
+    pub(crate) fn peak_kib(&self) -> Result<u64> {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.pid()))?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        let kib = line.context("no peak")?.trim().trim_end_matches(" kB");
+        kib.parse().context("no number")
+    }
+
+    /// Waits until a line on stderr contains `text`, as the line that says that probes are live.
+    pub(crate) fn wait_for(&mut self, text: &str) -> Result<()> {
+        self.wait_for_any(&[text])
+    }
+
+    /// Waits until a line on stderr contains one of these.
+    pub(crate) fn wait_for_any(&mut self, texts: &[&str]) -> Result<()> {
+        let deadline = Instant::now() + PATIENCE;
+        let wanted = |line: &String| texts.iter().any(|text| line.contains(text));
+        while !self.said.iter().any(wanted) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.stderr.recv_timeout(left) {
+                Ok(line) => self.said.push(line),
+                Err(_) => bail!(
+                    "it never said {texts:?}; it said:\n{}",
+                    self.said.join("\n")
+                ),
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for a line on stderr that contains `text`.
+    pub(crate) fn wait_for_line(&mut self, text: &str) -> Result<String> {
+        self.wait_for(text)?;
+        let line = self.said.iter().find(|line| line.contains(text));
+        line.cloned().context("no line")
+    }
+
+    /// Waits until stdout has `text`, after where it was found the last time.
+    pub(crate) fn wait_for_output(&mut self, text: &str) -> Result<()> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let output = self.stdout.lock().map(|output| output.clone());
+            let output = output.unwrap_or_default();
+            let found = memchr::memmem::find(&output[self.awaited..], text.as_bytes());
+            if let Some(at) = found {
+                self.awaited += at + text.len();
+                return Ok(());
+            }
+            ensure!(
+                Instant::now() < deadline,
+                "it never printed {text:?}; it printed:\n{}",
+                String::from_utf8_lossy(&output)
+            );
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// The complete lines that it has printed so far.
+    pub(crate) fn stdout(&self) -> String {
+        let stdout = self.stdout.lock().map(|stdout| stdout.clone());
+        let mut stdout = String::from_utf8_lossy(&stdout.unwrap_or_default()).into_owned();
+        stdout.truncate(stdout.rfind('\n').map_or(0, |end| end + 1));
+        stdout
+    }
+
+    /// Waits until what it has printed is as wanted.
+    pub(crate) fn wait_until(&self, wanted: impl Fn(&str) -> bool) -> Result<()> {
+        let deadline = Instant::now() + PATIENCE;
+        while !wanted(&self.stdout()) {
+            ensure!(Instant::now() < deadline, "not yet in {}", self.stdout());
+            thread::sleep(Duration::from_millis(20));
+        }
+        Ok(())
+    }
+
+    /// Sends it a signal.
+    pub(crate) fn signal(&self, signal: Signal) -> Result<()> {
+        let pid = nix::unistd::Pid::from_raw(self.child.id().cast_signed());
+        nix::sys::signal::kill(pid, signal).context("failed to signal the tool")
+    }
+
+    /// Whether it has ended by itself.
+    pub(crate) fn has_ended(&mut self) -> Result<bool> {
+        let status = self.child.try_wait();
+        Ok(status.context("failed to wait for the tool")?.is_some())
+    }
+
+    /// Presses Ctrl-C, and waits for its end.
+    pub(crate) fn interrupt(self) -> Result<Ended> {
+        self.signal(Signal::SIGINT)?;
+        self.end()
+    }
+
+    /// Waits for its end.
+    pub(crate) fn end(mut self) -> Result<Ended> {
+        let deadline = Instant::now() + PATIENCE;
+        let status = loop {
+            if let Some(status) = self
+                .child
+                .try_wait()
+                .context("failed to wait for the tool")?
+            {
+                break status;
+            }
+            if Instant::now() > deadline {
+                bail!("it does not end; it said:\n{}", self.said.join("\n"));
+            }
+            thread::sleep(Duration::from_millis(5));
+        };
+        let reader = self.reader.take().context("no stdout")?;
+        let _ = reader.join();
+        let stdout = self.stdout.lock().map(|mut all| std::mem::take(&mut *all));
+        self.said.extend(self.stderr.iter());
+        let stdout =
+            String::from_utf8(stdout.unwrap_or_default()).context("stdout is not UTF-8")?;
+        documented::check(&self.program, &stdout)?;
+        Ok(Ended {
+            stdout: without_skipped_runs(&stdout)?,
+            stderr: without_skipped_runs(&self.said.join("\n"))?,
+            status,
+        })
+    }
+}
+
+/// A report without the runs of programs that the kernel has skipped, where a task can be preempted in
+/// one (from 7.0 on): it counts them for all tasks of the system, so that there can be some although
+/// nothing is missing of what is traced. That nothing is, tests know by its number.
+pub(crate) fn without_skipped_runs(report: &str) -> Result<String> {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").context("no release")?;
+    let major = release.split('.').next().unwrap_or_default();
+    let mut report = report.to_owned();
+    let mentions = report.contains("program runs") || report.contains(r#""runs":"#);
+    if major.parse::<u32>().context("no number")? < 7 || !mentions {
+        return Ok(report);
+    }
+    for (pattern, replacement) in [
+        // All that was lost, on stderr, and as an object.
+        (r"(?m)^\w+: lost \d+ program runs, at most \([^)]*\)\n?", ""),
+        (
+            r#"(?m)^\{"type":"lost","lost":\{(?:"[a-z_]+":0,)*"runs":\d+\},"schema":\d+\}\n"#,
+            "",
+        ),
+        // Some of it.
+        (r", \d+ program runs, at most \([^)]*\)", ""),
+        (r#""runs":\d+"#, r#""runs":0"#),
+    ] {
+        let pattern = Regex::new(pattern).context("no pattern")?;
+        report = pattern.replace_all(&report, replacement).into_owned();
+    }
+    Ok(report)
+}
+
+impl Drop for Tool {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

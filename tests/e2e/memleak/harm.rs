@@ -1,0 +1,187 @@
+//! The target goes on as before, whatever happens to it and to memleak.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use libbpf_rs::libbpf_sys::BPF_F_NO_PREALLOC;
+use libbpf_rs::query::MapInfoIter;
+use libtest_mimic::Trial;
+use memtools::bpf::kernel_support;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use super::{READY, attach, last_report, outstanding};
+use crate::harness::{self, Tool, Workload, eventually};
+use crate::pressure::Setting;
+
+/// All of these tests.
+pub(super) fn tests() -> Vec<Trial> {
+    harness::tests! { "memleak":
+        what_stops_the_target_changes_no_count [Host],
+        a_debugger_changes_no_count [Host],
+        killed_it_leaves_nothing_behind,
+        a_warning_does_not_stop_the_machine [Guest],
+        perf_uprobes_are_taken_away_behind_its_back,
+    }
+}
+
+/// Each block is a system call at which strace(1) stops the target; signals stop it anywhere.
+fn what_stops_the_target_changes_no_count() -> Result<()> {
+    // More than the largest that glibc takes from its heap: 32 MiB.
+    const SIZE: u64 = 33_554_467;
+    let program = ["big", "1009", &SIZE.to_string()];
+    let mut workload = Workload::start("alloc", &program)?;
+    let pid: i32 = workload.pid().parse()?;
+    let tool = attach(&workload, &["-o", "0", "-T", "1000", "60"])?;
+    let traced = harness::scratch()?;
+    let calls = traced.path().join("calls");
+    let mut command = Command::new("strace");
+    command.args(["-p", &workload.pid(), "-o"]).arg(&calls);
+    let mut strace = command.stderr(Stdio::null()).spawn().context("no strace")?;
+    eventually("strace is attached", || {
+        let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+        Ok(!status.contains("TracerPid:\t0\n"))
+    })?;
+    workload.go()?;
+    for _ in 0..23 {
+        kill(Pid::from_raw(pid), Signal::SIGSTOP)?;
+        thread::sleep(Duration::from_millis(2));
+        kill(Pid::from_raw(pid), Signal::SIGCONT)?;
+    }
+    workload.done()?;
+    kill(Pid::from_raw(strace.id().cast_signed()), Signal::SIGINT)?;
+    strace.wait()?;
+    let mapped = fs::read_to_string(&calls)?.matches("mmap(").count();
+    ensure!(mapped >= 1009, "strace has seen {mapped} calls");
+    let groups = last_report(&tool.interrupt()?.stdout)?;
+    let found = outstanding(&groups, "big");
+    ensure!(found == (1009 * SIZE, 1009), "{found:?}: {groups:#?}");
+    Ok(())
+}
+
+/// gdb stops the target at each call of a function, and then steps through allocator and probes.
+fn a_debugger_changes_no_count() -> Result<()> {
+    const CALLS: u64 = 1009;
+    let mut workload = Workload::start("alloc", &["hole", &CALLS.to_string()])?;
+    let tool = attach(&workload, &["-o", "0", "-T", "1000", "60"])?;
+    let all_but_last = format!("ignore 1 {}", CALLS - 1);
+    let mut gdb = Command::new("gdb");
+    gdb.args(["-nx", "-batch", "-p", &workload.pid()]);
+    for command in [
+        "break hole",
+        &all_but_last,
+        // By another program, as gdb keeps what it writes to a pipe.
+        "shell echo set",
+        "continue",
+        "info breakpoints",
+        "stepi 499",
+    ] {
+        gdb.args(["-ex", command]);
+    }
+    let gdb = gdb.stdin(Stdio::null()).stderr(Stdio::null());
+    let mut gdb = gdb.stdout(Stdio::piped()).spawn().context("no gdb")?;
+    let mut lines = BufReader::new(gdb.stdout.take().context("no stdout")?).lines();
+    // What the target does before gdb has its breakpoint, gdb does not see.
+    let set = lines.find(|line| !matches!(line, Ok(line) if line != "set"));
+    set.context("gdb has ended")??;
+    workload.work()?;
+    let said: String = lines.map(|line| line.unwrap_or_default() + "\n").collect();
+    gdb.wait()?;
+    let hits = format!("already hit {CALLS} times");
+    ensure!(said.contains(&hits), "{said}");
+    let groups = last_report(&tool.interrupt()?.stdout)?;
+    let found = outstanding(&groups, "hole");
+    let bytes = CALLS * (16 + (1 << 20));
+    ensure!(found == (bytes, 2 * CALLS), "{found:?}: {groups:#?}");
+    Ok(())
+}
+
+fn killed_it_leaves_nothing_behind() -> Result<()> {
+    let untraced = {
+        let mut workload = Workload::start("alloc", &["balanced", "101", "211"])?;
+        let facts = workload.work()?;
+        (facts, workload.finish()?)
+    };
+    let mut workload = Workload::start("alloc", &["balanced", "101", "211"])?;
+    let tool = attach(&workload, &["60"])?;
+    let pid = tool.pid();
+    tool.signal(Signal::SIGKILL)?;
+    let ended = tool.end()?;
+    ensure!(!ended.status.success(), "{ended:?}");
+    // Nothing of it is left that could keep a probe: no process, no trace event.
+    ensure!(!Path::new(&format!("/proc/{pid}")).exists());
+    let events = fs::read_to_string("/sys/kernel/tracing/uprobe_events").unwrap_or_default();
+    ensure!(events.is_empty(), "{events}");
+    let traced = (workload.work()?, workload.finish()?);
+    ensure!(traced == untraced, "{traced:?} is not {untraced:?}");
+
+    let mut workload = Workload::start("alloc", &["balanced", "101", "211"])?;
+    let tool = attach(&workload, &["60"])?;
+    let traced = workload.work()?;
+    tool.interrupt()?;
+    let traced = (traced, workload.finish()?);
+    ensure!(traced == untraced, "{traced:?} is not {untraced:?}");
+    Ok(())
+}
+
+/// Kernels before 6.1 warn of maps whose entries are made when they are needed; here that would be a panic.
+fn a_warning_does_not_stop_the_machine() -> Result<()> {
+    let _panics = Setting::change("/proc/sys/kernel/panic_on_warn", "1")?;
+    let mut workload = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
+    let mut tool = Tool::start("memleak", &["-p", &workload.pid(), "-o", "0", "60"])?;
+    tool.wait_for(READY)?;
+    let newest = |name: &str| {
+        let maps = MapInfoIter::default().filter(|info| info.name == *name);
+        let newest = maps.max_by_key(|info| info.id);
+        newest.with_context(|| format!("no map {name}"))
+    };
+    let unwarned = kernel_support::btf_has_name("bpf_mem_alloc");
+    for name in ["overflow", "threads", "totals", "unknown_frees"] {
+        let as_needed = newest(name)?.map_flags & BPF_F_NO_PREALLOC != 0;
+        ensure!(as_needed == unwarned, "{name}: {as_needed}");
+    }
+    workload.work()?;
+    let groups = last_report(&tool.interrupt()?.stdout)?;
+    let found = outstanding(&groups, "leak_malloc");
+    ensure!(found == (31 * 4093, 31), "{found:?} in {groups:#?}");
+    Ok(())
+}
+
+/// A process of its own waits for that, which ends, too.
+fn perf_uprobes_are_taken_away_behind_its_back() -> Result<()> {
+    let mut workload = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
+    let args = ["-p", &workload.pid(), "-o", "0", "60"];
+    let tool = Tool::start_by("perf uprobes without cookies", "memleak", &args)?;
+    let ended = tool.interrupt()?;
+    ensure!(ended.status.success(), "{ended:?}");
+    // It is the first of its session, as none that was started by a test.
+    let is_left = || -> Result<bool> {
+        for entry in fs::read_dir("/proc")? {
+            let stat = fs::read_to_string(entry?.path().join("stat")).unwrap_or_default();
+            let Some((pid, rest)) = stat.split_once(" (memleak) ") else {
+                continue;
+            };
+            let fields: Vec<&str> = rest.split(' ').collect();
+            if fields[0] != "Z" && fields[3] == pid {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    };
+    harness::eventually("no process of it is left", || Ok(!is_left()?))?;
+
+    let tool = attach(&workload, &["-o", "0", "60"])?;
+    workload.work()?;
+    let ended = tool.interrupt()?;
+    ensure!(
+        ended.stdout.contains("126883 bytes in 31 allocations"),
+        "{ended:?}"
+    );
+    ensure!(workload.finish()?.success());
+    Ok(())
+}

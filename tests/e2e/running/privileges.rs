@@ -1,0 +1,221 @@
+//! What a tool may, what it gives up, and what it says where it may not.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail, ensure};
+use libtest_mimic::Trial;
+use memtools::host::capabilities::Capability;
+use nix::sys::resource::{Resource, setrlimit};
+use tempfile::TempDir;
+
+use super::{TOOLS, by_nobody, state};
+use crate::harness::{self, Ended, Tool, Workload, eventually, tool};
+use crate::pressure::Setting;
+
+/// All of these tests.
+pub(super) fn tests() -> Vec<Trial> {
+    harness::tests! { "running":
+        every_tool_gives_up_what_tracing_does_not_take,
+        who_cannot_be_traced_is_told [Host],
+        missing_privilege_is_named,
+        tools_of_one_user_share_locked_memory,
+    }
+}
+
+/// What a status file of /proc says of capabilities, in the order of its lines.
+fn privileges(status: &Path) -> Result<Vec<(String, u64)>> {
+    let status = fs::read_to_string(status)?;
+    let lines = status.lines().filter_map(|line| line.split_once(":\t"));
+    let lines = lines.filter(|(name, _)| name.starts_with("Cap") || *name == "NoNewPrivs");
+    lines
+        .map(|(name, value)| Ok((name.to_owned(), u64::from_str_radix(value, 16)?)))
+        .collect()
+}
+
+/// Every thread of a tool has what tracing takes alone, and its command what the caller has.
+fn every_tool_gives_up_what_tracing_does_not_take() -> Result<()> {
+    let bpf = Capability::CAP_BPF.bitmask();
+    let never = [
+        Capability::CAP_SETUID,
+        Capability::CAP_NET_ADMIN,
+        Capability::CAP_SYS_MODULE,
+        Capability::CAP_SYS_BOOT,
+    ];
+    let never: u64 = never.iter().map(Capability::bitmask).sum();
+    let paranoid = fs::read_to_string("/proc/sys/kernel/perf_event_paranoid")?;
+    let perf_wants_more = paranoid.trim().parse::<i32>()? > 2;
+    let own = privileges(Path::new("/proc/thread-self/status"))?;
+    ensure!(own[1].0 == "CapPrm" && own[1].1 & bpf != 0, "{own:?}");
+    for name in TOOLS {
+        let folder = harness::scratch()?;
+        let [begun, status] = ["begun", "status"].map(|name| folder.path().join(name));
+        let (from, to) = (begun.display(), status.display());
+        let script = format!("cat /proc/self/status > {from}; mv {from} {to}; exec sleep 60");
+        let tool = Tool::start(name, &["-c", &format!("sh -c '{script}'")])?;
+        eventually("the command runs", || Ok(status.exists()))?;
+        ensure!(privileges(&status)? == own, "{name}: {own:?}");
+        let mut beyond = never;
+        if name != "memleak" && !perf_wants_more {
+            beyond |= Capability::CAP_SYS_ADMIN.bitmask();
+        }
+        for task in fs::read_dir(format!("/proc/{}/task", tool.pid()))? {
+            let held = privileges(&task?.path().join("status"))?;
+            let [_, permitted, effective, .., no_new] = &held[..] else {
+                bail!("{name}: {held:?}");
+            };
+            ensure!(permitted.1 == effective.1, "{name}: {held:?}");
+            ensure!(effective.1 & (beyond | bpf) == bpf, "{name}: {held:?}");
+            ensure!(no_new.1 == 1, "{name}: {held:?}");
+        }
+        ensure!(tool.interrupt()?.status.code().is_some(), "{name}");
+    }
+    Ok(())
+}
+
+fn who_cannot_be_traced_is_told() -> Result<()> {
+    let mut zombie = Command::new("true").spawn().context("no true")?;
+    let pid = zombie.id();
+    eventually("it has exited", || Ok(state(pid).is_none()))?;
+    for name in TOOLS {
+        let ended = harness::run(name, &["-p", &pid.to_string()])?;
+        ensure!(
+            ended.status.code() == Some(1) && ended.stderr.contains("has exited"),
+            "{name}: {ended:?}"
+        );
+    }
+    zombie.wait()?;
+    // kthreadd; memory can be short for it, too.
+    for name in TOOLS
+        .into_iter()
+        .filter(|name| !["drsnoop", "oomkill", "vmscan"].contains(name))
+    {
+        let ended = harness::run(name, &["-p", "2"])?;
+        ensure!(
+            ended.status.code() == Some(1) && ended.stderr.contains("kernel thread"),
+            "{name}: {ended:?}"
+        );
+    }
+    let target = Workload::start("alloc", &["hold"])?;
+    let (pid, own) = (target.pid(), std::process::id().to_string());
+    for name in ["brkstack", "faults", "ffaults", "memleak", "vmscan"] {
+        let mut tool = Tool::start(name, &["-p", &pid, &own])?;
+        tool.wait_for(&format!("-p {pid},{own}"))?;
+        let ended = tool.interrupt()?;
+        ensure!(ended.status.success(), "{ended:?}");
+    }
+    Ok(())
+}
+
+/// How a tool ends that nobody (uid 65534) runs with these capabilities alone.
+fn run_by_nobody(capabilities: &str, name: &str, args: &[&str]) -> Result<Ended> {
+    let (folder, program) = where_nobody_may_go(name)?;
+    let ended = Tool::spawn(by_nobody(capabilities, &program).args(args))?.end();
+    drop(folder);
+    ended
+}
+
+/// A tool's copy, in a folder where nobody may go, too.
+fn where_nobody_may_go(name: &str) -> Result<(TempDir, PathBuf)> {
+    let folder = harness::scratch()?;
+    let program = folder.path().join(name);
+    harness::copy(&tool(name), &program)?;
+    fs::set_permissions(folder.path(), Permissions::from_mode(0o755))?;
+    Ok((folder, program))
+}
+
+/// More tools than have room for a log of mappings within what a user may lock.
+fn tools_of_one_user_share_locked_memory() -> Result<()> {
+    let (folder, oomkill) = where_nobody_may_go("oomkill")?;
+    let mut capabilities = ",+bpf,+perfmon,+dac_read_search,+sys_admin,+syslog".to_owned();
+    if harness::release().starts_with("5.10.") {
+        capabilities.push_str(",+sys_resource");
+    }
+    let start = || {
+        let mut command = by_nobody(&capabilities, &oomkill);
+        command.args(["-e", "-d", "2"]);
+        let few = || setrlimit(Resource::RLIMIT_MEMLOCK, 64 << 10, 64 << 10);
+        // SAFETY: a system call between fork and exec.
+        unsafe { command.pre_exec(move || Ok(few()?)) };
+        Tool::spawn(&mut command)
+    };
+    let tools: Vec<Tool> = (0..3).map(|_| start()).collect::<Result<_>>()?;
+    for tool in tools {
+        let ended = tool.end()?;
+        ensure!(ended.status.success(), "{ended:?}");
+    }
+    drop(folder);
+    Ok(())
+}
+
+fn missing_privilege_is_named() -> Result<()> {
+    let workload = Workload::start("alloc", &["hold"])?;
+    let pid = workload.pid();
+    // 5.10 wants one more, which not every machine may give away.
+    let (least, more) = if harness::release().starts_with("5.10.") {
+        let ended = run_by_nobody(",+bpf,+perfmon", "vmscan", &["0.1", "3"])?;
+        ensure!(ended.stderr.contains("wants CAP_SYS_RESOURCE"), "{ended:?}");
+        (",+bpf,+perfmon,+sys_resource", ",+sys_resource")
+    } else {
+        (",+bpf,+perfmon", "")
+    };
+    let most = format!(",+bpf,+perfmon,+dac_read_search{more}");
+    let refused: [(&str, &str, &[&str], &str); 3] = [
+        (
+            "",
+            "memleak",
+            &["-p", &pid],
+            "CAP_BPF and CAP_PERFMON missing",
+        ),
+        (least, "memleak", &["-p", &pid], "wants CAP_SYS_PTRACE"),
+        (
+            least,
+            "mmapsnoop",
+            &["-d", "0.1"],
+            "wants CAP_DAC_READ_SEARCH",
+        ),
+    ];
+    for (capabilities, name, args, told) in refused {
+        let ended = run_by_nobody(capabilities, name, args)?;
+        ensure!(ended.status.code() == Some(1), "{ended:?}");
+        ensure!(ended.stderr.contains(told), "{told}: {ended:?}");
+        ensure!(ended.stderr.contains("run it as root"), "{ended:?}");
+    }
+    // Debian's own kernels refuse perf events, too, and are told not to.
+    let paranoid = "/proc/sys/kernel/perf_event_paranoid";
+    let refuses = fs::read_to_string(paranoid)?.trim().parse::<i32>()? > 2;
+    let _permits = if refuses {
+        let ended = run_by_nobody(&most, "faults", &["-d", "0.1"])?;
+        let told = "wants CAP_SYS_ADMIN: run it as root, or with this capability, or: sysctl";
+        ensure!(ended.stderr.contains(told), "{ended:?}");
+        Some(Setting::change(paranoid, "2")?)
+    } else {
+        None
+    };
+    // What a tool can do without, it goes on without.
+    let mut worse: Vec<(&str, &[&str], &str)> =
+        vec![("oomkill", &["-e", "-d", "0.1"], "wants CAP_SYSLOG")];
+    // On 5.10 libbpf has the limit of locked memory lifted.
+    if more.is_empty() {
+        worse.push(("vmscan", &["0.1", "3"], "wants CAP_IPC_LOCK"));
+    }
+    for (name, args, told) in worse {
+        let ended = run_by_nobody(&most, name, args)?;
+        ensure!(ended.status.success(), "{ended:?}");
+        ensure!(ended.stderr.contains(told), "{told}: {ended:?}");
+    }
+    // Some kernels want more for perf's uprobes.
+    let capabilities = format!(",+bpf,+perfmon,+sys_ptrace,+ipc_lock{more}");
+    let (folder, program) = where_nobody_may_go("memleak")?;
+    let mut command = by_nobody(&capabilities, &program);
+    command.args(["-p", &pid, "0.1", "1"]);
+    command.env("MEMTOOLS_ATTACH", "perf uprobes without cookies");
+    let ended = Tool::spawn(&mut command)?.end()?;
+    drop(folder);
+    let told = ended.stderr.contains("wants CAP_SYS_ADMIN: run it as root");
+    ensure!(ended.status.success() || told, "{ended:?}");
+    Ok(())
+}
