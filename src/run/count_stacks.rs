@@ -13,11 +13,10 @@ use anyhow::Result;
 use libbpf_rs::{Link, MapCore, Object};
 
 use self::options::{MAX_IN_KERNEL, MAX_STACKS};
-use crate::bpf::attach;
 use crate::bpf::map_counts::Counts;
 use crate::bpf::ring::Events;
 use crate::bpf::room::{self, Filled, Room, Table};
-use crate::bpf::types;
+use crate::bpf::{attach, types};
 use crate::export::files::Exports;
 use crate::export::folded::Folded;
 use crate::export::profile::Value;

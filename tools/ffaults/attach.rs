@@ -2,10 +2,8 @@
 
 use anyhow::{Context, Result};
 use libbpf_rs::Link;
-use memtools::bpf::attach;
 use memtools::bpf::attach::{Means, Variant};
-use memtools::bpf::map_create;
-use memtools::bpf::software_event;
+use memtools::bpf::{attach, map_create, software_event};
 use memtools::process::container;
 use memtools::process::filter::Filter;
 use perf_event::events::Software;

@@ -3,8 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use libbpf_rs::Link;
 use memtools::bpf::attach::{self, Means, Variant};
-use memtools::bpf::kernel_support;
-use memtools::bpf::map_create;
+use memtools::bpf::{kernel_support, map_create};
 use memtools::process::filter::Filter;
 use memtools::run::skeleton::StackRoom;
 

@@ -21,10 +21,9 @@ use memtools::bpf::kernel_support;
 use memtools::bpf::ring::Events;
 use memtools::export::metrics;
 use memtools::process::filter::Tasks;
-use memtools::run::cli;
 use memtools::run::losses::{self, Losses};
-use memtools::run::protect;
 use memtools::run::target::Target;
+use memtools::run::{cli, protect};
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::unwind::Unwinder;
 

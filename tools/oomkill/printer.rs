@@ -22,10 +22,9 @@ use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
 use crate::args::Args;
 use crate::bpf::Loaded;
 use crate::bpf::types::{event, event_kind, oom_kind, task};
-use crate::candidates;
 use crate::choice::Choice;
-use crate::row;
 use crate::row::{AlsoKilled, Kill, Kind, Victim};
+use crate::{candidates, row};
 
 /// What the kernel half says of a number that it could not have; UNKNOWN.
 const UNKNOWN: u64 = u64::MAX;

@@ -4,8 +4,7 @@ use anyhow::{Context, Result};
 use libbpf_rs::Link;
 use libbpf_rs::skel::Skel;
 use memtools::bpf::attach::{self, Means, Variant};
-use memtools::bpf::kernel_support;
-use memtools::bpf::map_create;
+use memtools::bpf::{kernel_support, map_create};
 use memtools::process::container;
 use memtools::process::filter::Filter;
 

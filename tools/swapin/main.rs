@@ -17,11 +17,10 @@ use libbpf_rs::skel::Skel;
 use memtools::bpf::attach::{capture_log, detach};
 use memtools::bpf::kernel_support;
 use memtools::process::filter::Tasks;
-use memtools::run::cli;
 use memtools::run::losses::{self, Losses};
-use memtools::run::protect;
 use memtools::run::schedule::{Due, Reports};
 use memtools::run::target::{self, Target};
+use memtools::run::{cli, protect};
 
 use crate::args::Args;
 use crate::attach::Attached;

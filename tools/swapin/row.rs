@@ -4,9 +4,8 @@ use std::io::{self, Write};
 
 use jiff::Zoned;
 use memtools::export::metrics::{Family, Kind, Metrics};
-use memtools::print::clock;
-use memtools::print::output;
 use memtools::print::timeline::{Count, Moment, Unit};
+use memtools::print::{clock, output};
 use memtools::process::container::{self, Home};
 use serde::Serialize;
 

@@ -2,8 +2,7 @@
 
 use anyhow::Result;
 use libbpf_rs::MapMut;
-use memtools::bpf::map_batch;
-use memtools::bpf::types;
+use memtools::bpf::{map_batch, types};
 use memtools::print::clock;
 
 use crate::bpf::types::{call, operation as Operation};

@@ -23,12 +23,11 @@ use memtools::bpf::kernel_support;
 use memtools::export::metrics::Metrics;
 use memtools::print::output::Output;
 use memtools::process::filter::{Filter, Tasks};
-use memtools::run::cli;
 use memtools::run::losses::{self, Losses};
 use memtools::run::poll::Poller;
-use memtools::run::protect;
 use memtools::run::schedule::{Due, Reports};
 use memtools::run::target::{self, Target};
+use memtools::run::{cli, protect};
 
 use crate::args::Args;
 use crate::attach::{Attached, Counting};

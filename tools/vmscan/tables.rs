@@ -2,8 +2,7 @@
 
 use anyhow::{Context, Result};
 use libbpf_rs::MapMut;
-use memtools::bpf::map_batch;
-use memtools::bpf::types;
+use memtools::bpf::{map_batch, types};
 use memtools::print::histogram;
 use memtools::print::output::Output;
 use memtools::process::cgroup::Cgroups;

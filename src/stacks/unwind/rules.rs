@@ -2,22 +2,23 @@
 //!
 //! `.eh_frame` is a program for each function; it is run here once, and what it says of the stack
 //! pointer, the frame pointer and the return address is written down for each range of addresses.
-//! `bpf/include/unwind.bpf.h` has the format. What no row can hold becomes a row that says so.
+//! `bpf/include/unwind_row.bpf.h` has the format. What no row can hold becomes a row that says so.
 
-use std::collections::HashMap;
+mod builder;
+mod functions;
+
 use std::fs::File;
 use std::ops::Range;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, ensure};
+use builder::{Builder, word};
+use functions::{Functions, code_segments, eh_frame};
 use gimli::{
-    BaseAddresses, CfaRule, CieOrFde, CommonInformationEntry, EhFrame, EhFrameHdr, EhFrameOffset,
-    EndianSlice, FrameDescriptionEntry, LittleEndian, Operation, Register, RegisterRule,
-    UnwindContext, UnwindExpression, UnwindSection, X86_64,
+    BaseAddresses, EndianSlice, FrameDescriptionEntry, LittleEndian, UnwindContext,
+    UnwindExpression,
 };
-use object::elf;
 
-use crate::bpf::types::{self, unwind_frame_pointer as FramePointer, unwind_kind as Kind};
-use crate::code::elf::CodeSegment;
+use crate::bpf::types::{self, unwind_kind as Kind};
 use crate::code::elf_file::{Elf, Source};
 use crate::code::limits::{self, Deadline};
 
@@ -31,15 +32,9 @@ const MAX_ADDRESS: u64 = 1 << 32;
 const PAGE_SHIFT: u32 = types::unwind_layout::UNWIND_PAGE_SHIFT.0;
 /// Between two functions there is padding to a multiple of this, which is no code of its own.
 const ALIGNMENT: u64 = 16;
-/// How often a byte of `.eh_frame` may be run: a CIE, 24 bytes or so, is run for each of its FDEs.
-const MAX_RUNS: usize = 64;
 
 /// After how many bytes of `.eh_frame` that were run the time is looked at.
 const CHECK_EVERY: usize = 64 << 10;
-/// CIEs that are kept parsed; linkers merge equal ones.
-const MAX_CIES: usize = 1 << 14;
-/// Bytes of the header of `.eh_frame` before its table, at most.
-const EH_FRAME_HEADER: u64 = 64;
 
 /// The rows of one file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -214,69 +209,6 @@ pub fn address_of(row: u64) -> u64 {
     row >> 32
 }
 
-/// The code, if it is where code can be.
-fn code_segments(file: &Elf<'_>, bytes: u64) -> Result<Vec<CodeSegment>> {
-    let code = file.code()?;
-    for segment in &code {
-        ensure!(
-            segment.address + segment.size <= MAX_ADDRESS
-                && segment.file_offset + segment.size <= bytes,
-            "its code is said to be where it cannot be"
-        );
-    }
-    let start = code.iter().map(|segment| segment.address).min();
-    let end = code
-        .iter()
-        .map(|segment| segment.address + segment.size)
-        .max();
-    // The index is of all that lies between.
-    ensure!(
-        end.unwrap_or(0) - start.unwrap_or(0) <= bytes.saturating_mul(2).saturating_add(64 << 20),
-        "its code is spread too far"
-    );
-    Ok(code)
-}
-
-/// The section's address and contents; through its header where the sections were stripped.
-fn eh_frame(file: &Elf<'_>) -> Result<Option<(u64, Vec<u8>)>> {
-    if let Some(section) = file.section(".eh_frame") {
-        let frames = file.contents(section, limits::MAX_EH_FRAME)?;
-        return Ok(Some((section.address, frames)));
-    }
-    let mut segments = file.segments.iter();
-    let Some(header) = segments.find(|segment| segment.kind == elf::PT_GNU_EH_FRAME) else {
-        return Ok(None);
-    };
-    let bytes = file
-        .bytes(
-            header.file_offset,
-            header.size.min(EH_FRAME_HEADER) as usize,
-        )
-        .context("failed to read the header of .eh_frame")?;
-    let bases = BaseAddresses::default().set_eh_frame_hdr(header.address);
-    let header = EhFrameHdr::new(&bytes, LittleEndian)
-        .parse(&bases, 8)
-        .context("failed to understand the header of .eh_frame")?;
-    let gimli::Pointer::Direct(address) = header.eh_frame_ptr() else {
-        bail!("its .eh_frame is somewhere else");
-    };
-    let mut loaded = file.segments.iter().filter(|segment| segment.is_loaded());
-    let found = loaded.find_map(|segment| {
-        let within = address.checked_sub(segment.address)?;
-        let length = segment
-            .size
-            .checked_sub(within)
-            .filter(|&length| length > 0)?;
-        Some((segment.file_offset + within, length))
-    });
-    let (offset, length) = found.context("its .eh_frame is nowhere in the file")?;
-    // It ends by an entry of no length, and other things may follow.
-    let frames = file
-        .bytes(offset, length.min(limits::MAX_EH_FRAME) as usize)
-        .context("failed to read .eh_frame")?;
-    Ok(Some((address, frames)))
-}
-
 /// All rows, ascending.
 fn rows(
     frames: &[u8],
@@ -320,300 +252,4 @@ fn rows(
         builder.push(end, word(Kind::UNWIND_NO_RULE, 0, None));
     }
     Ok(builder.rows)
-}
-
-/// The functions that `.eh_frame` describes. To keep all that gimli makes of them took 8 MB for a
-/// compiler, so each is parsed again when it is needed.
-struct Functions<'a> {
-    section: EhFrame<Slice<'a>>,
-    bytes: usize,
-    bases: &'a BaseAddresses,
-    cies: HashMap<EhFrameOffset, CommonInformationEntry<Slice<'a>>>,
-}
-
-impl<'a> Functions<'a> {
-    fn new(frames: &'a [u8], bases: &'a BaseAddresses) -> Self {
-        let mut section = EhFrame::new(frames, LittleEndian);
-        section.set_address_size(8);
-        Self {
-            section,
-            bytes: frames.len(),
-            bases,
-            cies: HashMap::new(),
-        }
-    }
-
-    /// The functions of this code, ascending: start, end, and where in the section they are.
-    fn in_order(
-        &mut self,
-        code: &[Range<u64>],
-        deadline: Deadline,
-    ) -> Result<Vec<(u32, u32, u32)>> {
-        let mut functions = Vec::with_capacity(self.bytes / 64);
-        let mut runs = 0;
-        let mut entries = self.section.entries(self.bases);
-        while let Some(entry) = entries.next().context("failed to understand .eh_frame")? {
-            let CieOrFde::Fde(function) = entry else {
-                continue;
-            };
-            let offset = u32::try_from(function.offset())?;
-            let function = self.at(offset)?;
-            let run = function.entry_len() + function.cie().entry_len();
-            if (runs + run) / CHECK_EVERY > runs / CHECK_EVERY {
-                deadline.check()?;
-            }
-            runs += run;
-            ensure!(
-                runs <= self.bytes.saturating_mul(MAX_RUNS),
-                "its .eh_frame repeats itself"
-            );
-            let (start, end) = (function.initial_address(), function.end_address());
-            // What the linker has left out stands at 0, or wherever.
-            let inside = |segment: &Range<u64>| segment.start <= start && end <= segment.end;
-            if start < end && code.iter().any(inside) {
-                functions.push((start as u32, end as u32, offset));
-            }
-        }
-        functions.sort_unstable();
-        Ok(functions)
-    }
-
-    fn at(&mut self, offset: u32) -> Result<Fde<'a>> {
-        let (offset, cies) = (EhFrameOffset(offset as usize), &mut self.cies);
-        let function =
-            self.section
-                .fde_from_offset(self.bases, offset, |section, bases, offset| {
-                    if let Some(cie) = cies.get(&offset) {
-                        return Ok(CommonInformationEntry::clone(cie));
-                    }
-                    let cie = section.cie_from_offset(bases, offset)?;
-                    if cies.len() < MAX_CIES {
-                        cies.insert(offset, cie.clone());
-                    }
-                    Ok(cie)
-                });
-        function.context("failed to understand a function's unwind information")
-    }
-}
-
-/// Rows as they are made.
-struct Builder<'a> {
-    rows: Vec<u64>,
-    /// How many there may be.
-    most: usize,
-    section: EhFrame<Slice<'a>>,
-}
-
-impl<'a> Builder<'a> {
-    /// From here on the rule is this. A row that says what the one before it says is none.
-    fn push(&mut self, address: u64, rule: u32) {
-        match self.rows.last().copied() {
-            Some(last) if last as u32 == rule => {}
-            // A rule for no instruction.
-            Some(last) if address_of(last) == address => {
-                self.rows.pop();
-                self.push(address, rule);
-            }
-            _ => self.rows.push(address << 32 | u64::from(rule)),
-        }
-    }
-
-    fn run(
-        &mut self,
-        function: &Fde<'a>,
-        bases: &BaseAddresses,
-        context: &mut UnwindContext<usize>,
-    ) {
-        let start = function.initial_address();
-        let strange = word(Kind::UNWIND_STRANGE, 0, None);
-        if function.is_signal_trampoline() {
-            return self.push(start, word(Kind::UNWIND_SIGNAL, 0, None));
-        }
-        let section = self.section;
-        let Ok(mut table) = function.rows(&section, bases, context) else {
-            return self.push(start, strange);
-        };
-        let mut reached = start;
-        loop {
-            match table.next_row() {
-                Ok(Some(_)) if self.rows.len() > self.most => return,
-                Ok(Some(row)) => {
-                    let (from, to) = (row.start_address(), row.end_address());
-                    if from < reached || to > function.end_address() {
-                        return self.push(reached, strange);
-                    }
-                    let cfa = row.cfa().clone();
-                    let registers =
-                        [X86_64::RBP, X86_64::RA].map(|register| row.register(register));
-                    let rule = self.rule(function, &cfa, &registers);
-                    self.push(from, rule);
-                    reached = to;
-                }
-                Ok(None) => return,
-                // What it said up to there holds.
-                Err(_) => return self.push(reached.min(function.end_address() - 1), strange),
-            }
-        }
-    }
-
-    fn rule(
-        &self,
-        function: &Fde<'a>,
-        cfa: &CfaRule<usize>,
-        [fp, return_address]: &[Option<RegisterRule<usize>>; 2],
-    ) -> u32 {
-        let strange = word(Kind::UNWIND_STRANGE, 0, None);
-        match return_address {
-            Some(RegisterRule::Offset(-8)) => {}
-            Some(RegisterRule::Undefined) => return word(Kind::UNWIND_ROOT, 0, None),
-            _ => return strange,
-        }
-        let Some(fp) = self.frame_pointer(function, fp.as_ref()) else {
-            return strange;
-        };
-        let (kind, offset) = match *cfa {
-            CfaRule::RegisterAndOffset {
-                register: register @ (X86_64::RSP | X86_64::RBP),
-                offset,
-            } => {
-                let kind = if register == X86_64::RSP {
-                    Kind::UNWIND_BY_SP
-                } else {
-                    Kind::UNWIND_BY_FP
-                };
-                (
-                    kind,
-                    words(offset).and_then(|words| i16::try_from(words).ok()),
-                )
-            }
-            CfaRule::Expression(ref expression) => {
-                match self.cfa_expression(function, expression) {
-                    Some((kind, offset)) => (kind, Some(offset)),
-                    None => return strange,
-                }
-            }
-            CfaRule::RegisterAndOffset { .. } => return strange,
-        };
-        offset.map_or(strange, |offset| word(kind, offset, Some(fp)))
-    }
-
-    /// What becomes of the frame pointer, and the offset in words. None: it fits no row.
-    fn frame_pointer(
-        &self,
-        function: &Fde<'a>,
-        rule: Option<&RegisterRule<usize>>,
-    ) -> Option<(FramePointer, i8)> {
-        let within = |offset| i8::try_from(words(offset)?).ok();
-        Some(match rule {
-            // It is a register that functions preserve.
-            None | Some(RegisterRule::SameValue) => (FramePointer::UNWIND_FP_KEPT, 0),
-            Some(&RegisterRule::Offset(offset)) => {
-                (FramePointer::UNWIND_FP_AT_CFA, within(offset)?)
-            }
-            Some(RegisterRule::Expression(expression)) => {
-                let (base, offset, steps) = self.base_and_steps(function, expression)?;
-                if base != X86_64::RBP || steps != Steps::None {
-                    return None;
-                }
-                (FramePointer::UNWIND_FP_AT_FP, within(offset)?)
-            }
-            _ => (FramePointer::UNWIND_FP_FORGOTTEN, 0),
-        })
-    }
-
-    /// The kinds of expression that compilers and linkers make for the CFA.
-    fn cfa_expression(&self, function: &Fde<'a>, expression: &Expression) -> Option<(Kind, i16)> {
-        // Of a PLT: rsp + 8 + ((rip & 15) >= byte) * 8; the byte is that after the push.
-        if let [
-            0x77,
-            8,
-            0x80,
-            0,
-            0x3f,
-            0x1a,
-            literal @ 0x30..=0x3f,
-            0x2a,
-            0x33,
-            0x24,
-            0x22,
-        ] = *expression.get(&self.section).ok()?.0.slice()
-        {
-            return Some((Kind::UNWIND_PLT, i16::from(literal - 0x30)));
-        }
-        let (base, offset, steps) = self.base_and_steps(function, expression)?;
-        let Steps::Through(beyond) = steps else {
-            return None;
-        };
-        let within = |offset| i8::try_from(words(offset)?).ok();
-        let kind = match base {
-            X86_64::RBP => Kind::UNWIND_THROUGH_FP,
-            X86_64::RSP => Kind::UNWIND_THROUGH_SP,
-            _ => return None,
-        };
-        Some((
-            kind,
-            i16::from_be_bytes([
-                within(offset)?.cast_unsigned(),
-                within(beyond)?.cast_unsigned(),
-            ]),
-        ))
-    }
-
-    /// An expression that is a register and an offset, or goes through the word that is there.
-    fn base_and_steps(
-        &self,
-        function: &Fde<'a>,
-        expression: &Expression,
-    ) -> Option<(Register, i64, Steps)> {
-        let expression = expression.get(&self.section).ok()?;
-        let mut operations = expression.operations(function.cie().encoding());
-        let Operation::RegisterOffset {
-            register, offset, ..
-        } = operations.next().ok()??
-        else {
-            return None;
-        };
-        let steps = match operations.next().ok()? {
-            None => Steps::None,
-            Some(Operation::Deref {
-                size: 8,
-                space: false,
-                ..
-            }) => match operations.next().ok()? {
-                None => Steps::Through(0),
-                Some(Operation::PlusConstant { value }) => {
-                    Steps::Through(i64::try_from(value).ok()?)
-                }
-                _ => return None,
-            },
-            _ => return None,
-        };
-        operations
-            .next()
-            .ok()?
-            .is_none()
-            .then_some((register, offset, steps))
-    }
-}
-
-/// What an expression does with the sum of its register and offset.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Steps {
-    None,
-    /// The word there is taken, and so many bytes are added.
-    Through(i64),
-}
-
-/// An offset in words, if it is a whole number of them.
-fn words(bytes: i64) -> Option<i64> {
-    (bytes % 8 == 0).then_some(bytes / 8)
-}
-
-/// A row without its address.
-fn word(kind: Kind, offset: i16, fp: Option<(FramePointer, i8)>) -> u32 {
-    let (fp, fp_offset) = fp.unwrap_or((FramePointer::UNWIND_FP_KEPT, 0));
-    u32::from(offset.cast_unsigned()) << 16
-        | u32::from(fp_offset.cast_unsigned()) << 8
-        | fp.0 << 4
-        | kind.0
 }

@@ -17,8 +17,7 @@ use serde_json::Value;
 
 use super::needs::AT_ENTRIES;
 use crate::documented;
-use crate::harness::PATIENCE;
-use crate::harness::workload;
+use crate::harness::{PATIENCE, workload};
 
 /// The path of a tool.
 pub(crate) fn tool(name: &str) -> PathBuf {

@@ -3,8 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
-use crate::findings::Next;
-use crate::findings::memleak_of;
+use crate::findings::{Next, memleak_of};
 use crate::look::{self, Look, Surroundings};
 use crate::processes::Usage;
 use crate::screen::size;

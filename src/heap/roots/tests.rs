@@ -1,0 +1,196 @@
+//! Tests of [`roots`](super).
+
+use super::*;
+use crate::heap::blocks::{Block, Coverage};
+use crate::heap::image::made::Made;
+
+const STACK: u64 = 0x7f00_0000_1000;
+const STACK_END: u64 = STACK + 0x2_0000;
+const CONTROL: u64 = STACK_END - 0x940;
+
+/// A thread's stack as glibc makes them, with its guard and control block.
+fn with_stack() -> Made {
+    let mut made = Made::default();
+    made.map(STACK - 0x1000..STACK, "---p 00000000 00:00 0 ");
+    made.map(STACK..STACK_END, "rw-p 00000000 00:00 0 ");
+    made.put(CONTROL, CONTROL);
+    made.put(CONTROL + 16, CONTROL);
+    made
+}
+
+fn thread(stack_pointer: u64) -> Thread {
+    let mut general = vec![0; 27];
+    (general[19], general[21]) = (stack_pointer, CONTROL);
+    Thread::new(7, Vec::new(), general, Vec::new())
+}
+
+const TABLE: u64 = 0x6010;
+
+/// The control block's table of thread-local storage as glibc has it, of pairs of a block and what is to be freed.
+fn add_table(made: &mut Made, modules: &[(u64, u64)]) {
+    made.put(CONTROL + 8, TABLE);
+    made.put(TABLE - 16, modules.len() as u64);
+    for (at, &(block, freed)) in (TABLE + 16..).step_by(16).zip(modules) {
+        made.put(at, block);
+        made.put(at + 8, freed);
+    }
+}
+
+fn skipped(made: &Made) -> Vec<Range<u64>> {
+    not_roots(&made.image(), &Heap::new(Vec::new(), Coverage::Complete))
+}
+
+#[test]
+fn what_a_thread_has_returned_from_is_no_root() {
+    let mut made = with_stack();
+    made.threads = vec![thread(CONTROL - 0x1000)];
+    let below = STACK..CONTROL - 0x1000 - 128;
+    assert_eq!(skipped(&made), [below]);
+    // Another thread's stack is in the same mapping, or the stack was not made by glibc.
+    made.threads.push(thread(CONTROL - 0x2000));
+    made.threads[1].tid = 8;
+    assert_eq!(skipped(&made), []);
+    made.threads = vec![thread(CONTROL - 0x1000)];
+    made.threads[0].thread_pointer = 0x1234;
+    assert_eq!(skipped(&made), []);
+}
+
+#[test]
+fn of_an_ended_thread_only_the_pointer_to_its_table_stays() {
+    let mut made = with_stack();
+    assert_eq!(skipped(&made), [STACK..CONTROL, CONTROL + 64..STACK_END]);
+    made.threads = vec![thread(STACK + 0x100)];
+    let below = STACK..STACK + 0x80;
+    assert_eq!(skipped(&made), [below]);
+    // Memory with no guard before, and memory with none of glibc's marks, may be anything.
+    made = with_stack();
+    made.maps = made.maps.replace("---p", "rw-p");
+    assert_eq!(skipped(&made), []);
+    made = with_stack();
+    made.put(CONTROL + 16, 0);
+    assert_eq!(skipped(&made), []);
+}
+
+#[test]
+fn allocators_memory_is_no_root_and_ranges_are_joined() {
+    let mut heap = Heap::new(
+        vec![Block {
+            address: 0x5000,
+            size: 16,
+        }],
+        Coverage::Complete,
+    );
+    heap.regions = vec![0x1000..0x3000, 0x3000..0x4000];
+    heap.structures.push(0x3800..0x4800);
+    assert_eq!(
+        not_roots(&Image::default(), &heap),
+        [0x1000..0x4800, 0x5000..0x5010]
+    );
+}
+
+#[test]
+fn places_have_names() {
+    let mut made = with_stack();
+    made.maps.clear();
+    made.map(0x1000..0x2000, "r-xp 00000000 fe:00 9 /lib/libx.so");
+    made.map(0x2000..0x3000, "rw-p 00001000 fe:00 9 /lib/libx.so");
+    made.map(0x3000..0x4000, "rw-p 00000000 00:00 0 ");
+    made.map(0x5000..0x6000, "rw-p 00000000 00:00 0 ");
+    made.map(0x8000..0x9000, "rw-s 00000000 00:01 5 /dev/shm/x");
+    made.map(STACK..STACK_END, "rw-p 00000000 00:00 0 ");
+    made.threads = vec![thread(CONTROL - 0x1800)];
+    add_table(&mut made, &[(CONTROL - 0x40, 0)]);
+    let image = made.image();
+    let of = |address| place(&image, Root::Memory(address));
+    let module = |offset| Place::Module {
+        path: b"/lib/libx.so".to_vec(),
+        offset,
+    };
+    assert_eq!((of(0x2010), of(0x3010)), (module(0x1010), module(0x2010)));
+    assert!(matches!(of(0x5008), Place::Other { offset: 8, .. }));
+    assert!(matches!(of(0x8008), Place::Other { name, .. } if name == b"/dev/shm/x"));
+    assert_eq!(
+        of(CONTROL - 0x1800 + 24),
+        Place::Stack { tid: 7, offset: 24 }
+    );
+    assert_eq!(
+        of(CONTROL - 16),
+        Place::ThreadLocal {
+            tid: 7,
+            offset: -16
+        }
+    );
+    assert_eq!(
+        place(&image, Root::Register(0, "r12")),
+        Place::Register {
+            tid: 7,
+            name: "r12"
+        }
+    );
+}
+
+#[test]
+fn frames_end_where_thread_local_storage_begins() {
+    let place_at = |made: &Made, address| place(&made.image(), Root::Memory(address));
+    let local = |offset| Place::ThreadLocal { tid: 7, offset };
+    let mut made = with_stack();
+    let stack_pointer = CONTROL - 0x200;
+    made.threads = vec![thread(stack_pointer)];
+    // Two modules have storage from the start. That of a third was allocated, and one more has none yet.
+    let blocks = [
+        (CONTROL - 0x20, 0),
+        (CONTROL - 0x48, 0),
+        (STACK + 0x800, 1),
+        (u64::MAX, 0),
+    ];
+    add_table(&mut made, &blocks);
+    assert_eq!(place_at(&made, CONTROL - 0x48), local(-0x48));
+    assert_eq!(
+        place_at(&made, CONTROL - 0x50),
+        Place::Stack {
+            tid: 7,
+            offset: 0x1b0
+        }
+    );
+    assert_eq!(place_at(&made, CONTROL + 0x300), local(0x300));
+    // musl has the table itself in front.
+    let table = CONTROL - 0x60;
+    for (at, word) in [
+        (CONTROL + 8, table),
+        (table, 1),
+        (table + 8, CONTROL - 0x40),
+    ] {
+        made.put(at, word);
+    }
+    assert_eq!(place_at(&made, table), local(-0x60));
+    assert!(matches!(place_at(&made, table - 8), Place::Stack { .. }));
+}
+
+#[test]
+fn of_stacks_in_one_mapping_the_closest_below_has_a_word() {
+    let mut made = with_stack();
+    made.threads = vec![thread(STACK + 0x1000), thread(STACK + 0x8000)];
+    made.threads[1].tid = 8;
+    let of = |address| place(&made.image(), Root::Memory(address));
+    assert_eq!(of(STACK + 0x1010), Place::Stack { tid: 7, offset: 16 });
+    assert_eq!(of(STACK + 0x8010), Place::Stack { tid: 8, offset: 16 });
+}
+
+#[test]
+fn what_is_behind_a_modules_bss_is_other_memory() {
+    let mut made = Made::default();
+    made.map(0x2000..0x3000, "rw-p 00001000 fe:00 9 /lib/libx.so");
+    made.map(0x3000..0x9000, "rw-p 00000000 00:00 0 ");
+    let image = made.image();
+    let modules = Modules(HashMap::from([(b"/lib/libx.so".to_vec(), 0x1808)]));
+    let of = |address| modules.place(&image, Root::Memory(address));
+    assert!(matches!(of(0x3800), Place::Module { offset: 0x1800, .. }));
+    assert_eq!(
+        of(0x3808),
+        Place::Other {
+            start: 0x3000,
+            offset: 0x808,
+            name: Vec::new()
+        }
+    );
+}

@@ -1,0 +1,234 @@
+//! Rows from the instructions of one function's unwind information.
+
+use gimli::{
+    BaseAddresses, CfaRule, EhFrame, Operation, Register, RegisterRule, UnwindContext, X86_64,
+};
+
+use super::{Expression, Fde, Slice, address_of};
+use crate::bpf::types::{unwind_frame_pointer as FramePointer, unwind_kind as Kind};
+
+/// Rows as they are made.
+pub(super) struct Builder<'a> {
+    pub(super) rows: Vec<u64>,
+    /// How many there may be.
+    pub(super) most: usize,
+    pub(super) section: EhFrame<Slice<'a>>,
+}
+
+impl<'a> Builder<'a> {
+    /// From here on the rule is this. A row that says what the one before it says is none.
+    pub(super) fn push(&mut self, address: u64, rule: u32) {
+        match self.rows.last().copied() {
+            Some(last) if last as u32 == rule => {}
+            // A rule for no instruction.
+            Some(last) if address_of(last) == address => {
+                self.rows.pop();
+                self.push(address, rule);
+            }
+            _ => self.rows.push(address << 32 | u64::from(rule)),
+        }
+    }
+
+    pub(super) fn run(
+        &mut self,
+        function: &Fde<'a>,
+        bases: &BaseAddresses,
+        context: &mut UnwindContext<usize>,
+    ) {
+        let start = function.initial_address();
+        let strange = word(Kind::UNWIND_STRANGE, 0, None);
+        if function.is_signal_trampoline() {
+            return self.push(start, word(Kind::UNWIND_SIGNAL, 0, None));
+        }
+        let section = self.section;
+        let Ok(mut table) = function.rows(&section, bases, context) else {
+            return self.push(start, strange);
+        };
+        let mut reached = start;
+        loop {
+            match table.next_row() {
+                Ok(Some(_)) if self.rows.len() > self.most => return,
+                Ok(Some(row)) => {
+                    let (from, to) = (row.start_address(), row.end_address());
+                    if from < reached || to > function.end_address() {
+                        return self.push(reached, strange);
+                    }
+                    let cfa = row.cfa().clone();
+                    let registers =
+                        [X86_64::RBP, X86_64::RA].map(|register| row.register(register));
+                    let rule = self.rule(function, &cfa, &registers);
+                    self.push(from, rule);
+                    reached = to;
+                }
+                Ok(None) => return,
+                // What it said up to there holds.
+                Err(_) => return self.push(reached.min(function.end_address() - 1), strange),
+            }
+        }
+    }
+
+    pub(super) fn rule(
+        &self,
+        function: &Fde<'a>,
+        cfa: &CfaRule<usize>,
+        [fp, return_address]: &[Option<RegisterRule<usize>>; 2],
+    ) -> u32 {
+        let strange = word(Kind::UNWIND_STRANGE, 0, None);
+        match return_address {
+            Some(RegisterRule::Offset(-8)) => {}
+            Some(RegisterRule::Undefined) => return word(Kind::UNWIND_ROOT, 0, None),
+            _ => return strange,
+        }
+        let Some(fp) = self.frame_pointer(function, fp.as_ref()) else {
+            return strange;
+        };
+        let (kind, offset) = match *cfa {
+            CfaRule::RegisterAndOffset {
+                register: register @ (X86_64::RSP | X86_64::RBP),
+                offset,
+            } => {
+                let kind = if register == X86_64::RSP {
+                    Kind::UNWIND_BY_SP
+                } else {
+                    Kind::UNWIND_BY_FP
+                };
+                (
+                    kind,
+                    words(offset).and_then(|words| i16::try_from(words).ok()),
+                )
+            }
+            CfaRule::Expression(ref expression) => {
+                match self.cfa_expression(function, expression) {
+                    Some((kind, offset)) => (kind, Some(offset)),
+                    None => return strange,
+                }
+            }
+            CfaRule::RegisterAndOffset { .. } => return strange,
+        };
+        offset.map_or(strange, |offset| word(kind, offset, Some(fp)))
+    }
+
+    /// What becomes of the frame pointer, and the offset in words. None: it fits no row.
+    pub(super) fn frame_pointer(
+        &self,
+        function: &Fde<'a>,
+        rule: Option<&RegisterRule<usize>>,
+    ) -> Option<(FramePointer, i8)> {
+        let within = |offset| i8::try_from(words(offset)?).ok();
+        Some(match rule {
+            // It is a register that functions preserve.
+            None | Some(RegisterRule::SameValue) => (FramePointer::UNWIND_FP_KEPT, 0),
+            Some(&RegisterRule::Offset(offset)) => {
+                (FramePointer::UNWIND_FP_AT_CFA, within(offset)?)
+            }
+            Some(RegisterRule::Expression(expression)) => {
+                let (base, offset, steps) = self.base_and_steps(function, expression)?;
+                if base != X86_64::RBP || steps != Steps::None {
+                    return None;
+                }
+                (FramePointer::UNWIND_FP_AT_FP, within(offset)?)
+            }
+            _ => (FramePointer::UNWIND_FP_FORGOTTEN, 0),
+        })
+    }
+
+    /// The kinds of expression that compilers and linkers make for the CFA.
+    pub(super) fn cfa_expression(
+        &self,
+        function: &Fde<'a>,
+        expression: &Expression,
+    ) -> Option<(Kind, i16)> {
+        // Of a PLT: rsp + 8 + ((rip & 15) >= byte) * 8; the byte is that after the push.
+        if let [
+            0x77,
+            8,
+            0x80,
+            0,
+            0x3f,
+            0x1a,
+            literal @ 0x30..=0x3f,
+            0x2a,
+            0x33,
+            0x24,
+            0x22,
+        ] = *expression.get(&self.section).ok()?.0.slice()
+        {
+            return Some((Kind::UNWIND_PLT, i16::from(literal - 0x30)));
+        }
+        let (base, offset, steps) = self.base_and_steps(function, expression)?;
+        let Steps::Through(beyond) = steps else {
+            return None;
+        };
+        let within = |offset| i8::try_from(words(offset)?).ok();
+        let kind = match base {
+            X86_64::RBP => Kind::UNWIND_THROUGH_FP,
+            X86_64::RSP => Kind::UNWIND_THROUGH_SP,
+            _ => return None,
+        };
+        Some((
+            kind,
+            i16::from_be_bytes([
+                within(offset)?.cast_unsigned(),
+                within(beyond)?.cast_unsigned(),
+            ]),
+        ))
+    }
+
+    /// An expression that is a register and an offset, or goes through the word that is there.
+    pub(super) fn base_and_steps(
+        &self,
+        function: &Fde<'a>,
+        expression: &Expression,
+    ) -> Option<(Register, i64, Steps)> {
+        let expression = expression.get(&self.section).ok()?;
+        let mut operations = expression.operations(function.cie().encoding());
+        let Operation::RegisterOffset {
+            register, offset, ..
+        } = operations.next().ok()??
+        else {
+            return None;
+        };
+        let steps = match operations.next().ok()? {
+            None => Steps::None,
+            Some(Operation::Deref {
+                size: 8,
+                space: false,
+                ..
+            }) => match operations.next().ok()? {
+                None => Steps::Through(0),
+                Some(Operation::PlusConstant { value }) => {
+                    Steps::Through(i64::try_from(value).ok()?)
+                }
+                _ => return None,
+            },
+            _ => return None,
+        };
+        operations
+            .next()
+            .ok()?
+            .is_none()
+            .then_some((register, offset, steps))
+    }
+}
+
+/// What an expression does with the sum of its register and offset.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Steps {
+    None,
+    /// The word there is taken, and so many bytes are added.
+    Through(i64),
+}
+
+/// An offset in words, if it is a whole number of them.
+pub(super) fn words(bytes: i64) -> Option<i64> {
+    (bytes % 8 == 0).then_some(bytes / 8)
+}
+
+/// A row without its address.
+pub(super) fn word(kind: Kind, offset: i16, fp: Option<(FramePointer, i8)>) -> u32 {
+    let (fp, fp_offset) = fp.unwrap_or((FramePointer::UNWIND_FP_KEPT, 0));
+    u32::from(offset.cast_unsigned()) << 16
+        | u32::from(fp_offset.cast_unsigned()) << 8
+        | fp.0 << 4
+        | kind.0
+}

@@ -1,0 +1,162 @@
+//! The functions of a file that have unwind information, found by the index of `.eh_frame_hdr`.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use anyhow::{Context, Result, bail, ensure};
+use gimli::{
+    BaseAddresses, CieOrFde, CommonInformationEntry, EhFrame, EhFrameHdr, EhFrameOffset,
+    LittleEndian, UnwindSection,
+};
+use object::elf;
+
+use super::{CHECK_EVERY, Fde, MAX_ADDRESS, Slice};
+use crate::code::elf::CodeSegment;
+use crate::code::elf_file::Elf;
+use crate::code::limits::{self, Deadline};
+
+/// How often a byte of `.eh_frame` may be run: a CIE, 24 bytes or so, is run for each of its FDEs.
+const MAX_RUNS: usize = 64;
+
+/// CIEs that are kept parsed; linkers merge equal ones.
+const MAX_CIES: usize = 1 << 14;
+
+/// Bytes of the header of `.eh_frame` before its table, at most.
+const EH_FRAME_HEADER: u64 = 64;
+
+/// The functions that `.eh_frame` describes. To keep all that gimli makes of them took 8 MB for a
+/// compiler, so each is parsed again when it is needed.
+pub(super) struct Functions<'a> {
+    pub(super) section: EhFrame<Slice<'a>>,
+    bytes: usize,
+    bases: &'a BaseAddresses,
+    cies: HashMap<EhFrameOffset, CommonInformationEntry<Slice<'a>>>,
+}
+
+impl<'a> Functions<'a> {
+    pub(super) fn new(frames: &'a [u8], bases: &'a BaseAddresses) -> Self {
+        let mut section = EhFrame::new(frames, LittleEndian);
+        section.set_address_size(8);
+        Self {
+            section,
+            bytes: frames.len(),
+            bases,
+            cies: HashMap::new(),
+        }
+    }
+
+    /// The functions of this code, ascending: start, end, and where in the section they are.
+    pub(super) fn in_order(
+        &mut self,
+        code: &[Range<u64>],
+        deadline: Deadline,
+    ) -> Result<Vec<(u32, u32, u32)>> {
+        let mut functions = Vec::with_capacity(self.bytes / 64);
+        let mut runs = 0;
+        let mut entries = self.section.entries(self.bases);
+        while let Some(entry) = entries.next().context("failed to understand .eh_frame")? {
+            let CieOrFde::Fde(function) = entry else {
+                continue;
+            };
+            let offset = u32::try_from(function.offset())?;
+            let function = self.at(offset)?;
+            let run = function.entry_len() + function.cie().entry_len();
+            if (runs + run) / CHECK_EVERY > runs / CHECK_EVERY {
+                deadline.check()?;
+            }
+            runs += run;
+            ensure!(
+                runs <= self.bytes.saturating_mul(MAX_RUNS),
+                "its .eh_frame repeats itself"
+            );
+            let (start, end) = (function.initial_address(), function.end_address());
+            // What the linker has left out stands at 0, or wherever.
+            let inside = |segment: &Range<u64>| segment.start <= start && end <= segment.end;
+            if start < end && code.iter().any(inside) {
+                functions.push((start as u32, end as u32, offset));
+            }
+        }
+        functions.sort_unstable();
+        Ok(functions)
+    }
+
+    pub(super) fn at(&mut self, offset: u32) -> Result<Fde<'a>> {
+        let (offset, cies) = (EhFrameOffset(offset as usize), &mut self.cies);
+        let function =
+            self.section
+                .fde_from_offset(self.bases, offset, |section, bases, offset| {
+                    if let Some(cie) = cies.get(&offset) {
+                        return Ok(CommonInformationEntry::clone(cie));
+                    }
+                    let cie = section.cie_from_offset(bases, offset)?;
+                    if cies.len() < MAX_CIES {
+                        cies.insert(offset, cie.clone());
+                    }
+                    Ok(cie)
+                });
+        function.context("failed to understand a function's unwind information")
+    }
+}
+
+/// The code, if it is where code can be.
+pub(super) fn code_segments(file: &Elf<'_>, bytes: u64) -> Result<Vec<CodeSegment>> {
+    let code = file.code()?;
+    for segment in &code {
+        ensure!(
+            segment.address + segment.size <= MAX_ADDRESS
+                && segment.file_offset + segment.size <= bytes,
+            "its code is said to be where it cannot be"
+        );
+    }
+    let start = code.iter().map(|segment| segment.address).min();
+    let end = code
+        .iter()
+        .map(|segment| segment.address + segment.size)
+        .max();
+    // The index is of all that lies between.
+    ensure!(
+        end.unwrap_or(0) - start.unwrap_or(0) <= bytes.saturating_mul(2).saturating_add(64 << 20),
+        "its code is spread too far"
+    );
+    Ok(code)
+}
+
+/// The section's address and contents; through its header where the sections were stripped.
+pub(super) fn eh_frame(file: &Elf<'_>) -> Result<Option<(u64, Vec<u8>)>> {
+    if let Some(section) = file.section(".eh_frame") {
+        let frames = file.contents(section, limits::MAX_EH_FRAME)?;
+        return Ok(Some((section.address, frames)));
+    }
+    let mut segments = file.segments.iter();
+    let Some(header) = segments.find(|segment| segment.kind == elf::PT_GNU_EH_FRAME) else {
+        return Ok(None);
+    };
+    let bytes = file
+        .bytes(
+            header.file_offset,
+            header.size.min(EH_FRAME_HEADER) as usize,
+        )
+        .context("failed to read the header of .eh_frame")?;
+    let bases = BaseAddresses::default().set_eh_frame_hdr(header.address);
+    let header = EhFrameHdr::new(&bytes, LittleEndian)
+        .parse(&bases, 8)
+        .context("failed to understand the header of .eh_frame")?;
+    let gimli::Pointer::Direct(address) = header.eh_frame_ptr() else {
+        bail!("its .eh_frame is somewhere else");
+    };
+    let mut loaded = file.segments.iter().filter(|segment| segment.is_loaded());
+    let found = loaded.find_map(|segment| {
+        let within = address.checked_sub(segment.address)?;
+        let length = segment
+            .size
+            .checked_sub(within)
+            .filter(|&length| length > 0)?;
+        Some((segment.file_offset + within, length))
+    });
+    let (offset, length) = found.context("its .eh_frame is nowhere in the file")?;
+    // It ends by an entry of no length, and other things may follow.
+    let frames = file
+        .bytes(offset, length.min(limits::MAX_EH_FRAME) as usize)
+        .context("failed to read .eh_frame")?;
+    Ok(Some((address, frames)))
+}
