@@ -208,24 +208,10 @@ fn a_heap_is_what_was_reported() -> Result<()> {
     Ok(())
 }
 
-/// A profile as protoc decodes it, by the format's own description, which Debian has with the format's own reader.
-fn a_profile_is_as_its_format_is_published() -> Result<()> {
+/// A profile as text, by protoc.
+fn decoded_by_protoc(path: &str) -> Result<String> {
     const FORMAT: &str = "/usr/share/gocode/src/github.com/google/pprof/proto";
-    let files = Files::new()?;
-    let group = Cgroup::new()?;
-    let path = files.path("a.pb.gz")?;
-    let mut program = Workload::start("lines", &["malloc", "1009", "31"])?;
-    group.add(&program.pid())?;
-    let mut tool = Tool::start(
-        "memleak",
-        &["-p", &program.pid(), "-o", "0", "--pprof", &path, "60"],
-    )?;
-    tool.wait_for("probes in")?;
-    program.work()?;
-    ensure!(tool.interrupt()?.status.success());
-    drop(program);
-
-    let message = Command::new("gunzip").args(["-c", &path]).output()?;
+    let message = Command::new("gunzip").args(["-c", path]).output()?;
     let mut protoc = Command::new("protoc")
         .args([
             "--decode=perftools.profiles.Profile",
@@ -245,7 +231,26 @@ fn a_profile_is_as_its_format_is_published() -> Result<()> {
         decoded.status.success(),
         "no format: install golang-github-google-pprof-dev"
     );
-    let decoded = String::from_utf8(decoded.stdout)?;
+    Ok(String::from_utf8(decoded.stdout)?)
+}
+
+/// A profile as protoc decodes it, by the format's own description, which Debian has with the format's own reader.
+fn a_profile_is_as_its_format_is_published() -> Result<()> {
+    let files = Files::new()?;
+    let group = Cgroup::new()?;
+    let path = files.path("a.pb.gz")?;
+    let mut program = Workload::start("lines", &["malloc", "1009", "31"])?;
+    group.add(&program.pid())?;
+    let mut tool = Tool::start(
+        "memleak",
+        &["-p", &program.pid(), "-o", "0", "--pprof", &path, "60"],
+    )?;
+    tool.wait_for("probes in")?;
+    program.work()?;
+    ensure!(tool.interrupt()?.status.success());
+    drop(program);
+
+    let decoded = decoded_by_protoc(&path)?;
     // A field that the format does not have is shown by its number.
     let unknown = decoded
         .lines()

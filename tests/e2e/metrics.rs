@@ -222,9 +222,13 @@ fn reclaim_and_kills_in_a_cgroup() -> Result<()> {
     let reclaim = start("vmscan", &[], "tracing page reclaim")?;
     oomkill::kill(&mut hog)?;
 
-    let rows = objects(&killer.interrupt()?)?;
-    let samples = read(&file("oomkill"))?;
-    let kills = by(&samples, "memtools_oom_kills_total", "comm");
+    kills_are_counted(&objects(&killer.interrupt()?)?, &read(&file("oomkill"))?)?;
+    stalls_are_counted(&objects(&stalls.interrupt()?)?, &read(&file("drsnoop"))?)?;
+    reclaim_is_counted(&objects(&reclaim.interrupt()?)?, &read(&file("vmscan"))?)
+}
+
+fn kills_are_counted(rows: &[Value], samples: &[Sample]) -> Result<()> {
+    let kills = by(samples, "memtools_oom_kills_total", "comm");
     ensure!(
         kills == BTreeMap::from([("hog".to_owned(), 1)]),
         "{kills:?}"
@@ -233,20 +237,20 @@ fn reclaim_and_kills_in_a_cgroup() -> Result<()> {
     let kind = kill
         .and_then(|row| row["kind"].as_str())
         .unwrap_or_default();
-    let kinds = by(&samples, "memtools_oom_kills_total", "kind");
+    let kinds = by(samples, "memtools_oom_kills_total", "kind");
     ensure!(
         kinds == BTreeMap::from([(kind.to_owned(), 1)]),
         "{kinds:?}, not {kind}"
     );
-    nothing_is_lost(&samples)?;
+    nothing_is_lost(samples)
+}
 
-    let rows = objects(&stalls.interrupt()?)?;
-    let samples = read(&file("drsnoop"))?;
-    let of_kind = |field| of_rows(&rows, "reclaim", field, "/kind");
+fn stalls_are_counted(rows: &[Value], samples: &[Sample]) -> Result<()> {
+    let of_kind = |field| of_rows(rows, "reclaim", field, "/kind");
     let reclaims = rows.iter().filter(|row| row["type"] == "reclaim").count() as u64;
     ensure!(reclaims > 0, "nothing was reclaimed: {rows:?}");
     let counts = by(
-        &samples,
+        samples,
         "memtools_reclaim_stall_duration_seconds_count",
         "kind",
     );
@@ -254,7 +258,7 @@ fn reclaim_and_kills_in_a_cgroup() -> Result<()> {
         counts.values().sum::<u64>() == reclaims,
         "{counts:?}, not {reclaims}"
     );
-    let pages = by(&samples, "memtools_reclaim_stalled_pages_total", "kind");
+    let pages = by(samples, "memtools_reclaim_stalled_pages_total", "kind");
     ensure!(
         pages == of_kind("/reclaimed_pages"),
         "{pages:?} of {rows:?}"
@@ -271,25 +275,25 @@ fn reclaim_and_kills_in_a_cgroup() -> Result<()> {
             "{seconds}, not {all_ns} ns"
         );
     }
-    nothing_is_lost(&samples)?;
+    nothing_is_lost(samples)
+}
 
-    let rows = objects(&reclaim.interrupt()?)?;
-    let samples = read(&file("vmscan"))?;
+fn reclaim_is_counted(rows: &[Value], samples: &[Sample]) -> Result<()> {
     let operations = "memtools_reclaim_operation_duration_seconds_count";
-    let operations = by(&samples, operations, "operation");
+    let operations = by(samples, operations, "operation");
     for (operation, count) in [
         ("memcg_reclaim", "/memcg_reclaim/count"),
         ("direct_reclaim", "/direct_reclaim/count"),
         ("shrink_slab", "/shrink_slab/count"),
     ] {
-        let of_rows: u64 = of_rows(&rows, "interval", count, "/type").values().sum();
+        let of_rows: u64 = of_rows(rows, "interval", count, "/type").values().sum();
         ensure!(
             operations.get(operation) == Some(&of_rows),
             "{operation}: {operations:?} {rows:?}"
         );
     }
     ensure!(operations["memcg_reclaim"] > 0, "{operations:?}");
-    nothing_is_lost(&samples)
+    nothing_is_lost(samples)
 }
 
 fn swapped_pages_by_task() -> Result<()> {

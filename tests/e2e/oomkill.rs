@@ -240,6 +240,40 @@ fn killed_by_the_log(pid: &str) -> Result<String> {
         .to_owned())
 }
 
+fn flags_are_those_of_the_log(kill: &Value) -> Result<()> {
+    let gfp = kill["gfp_flags"].as_str().unwrap_or_default();
+    let log = shell("dmesg")?;
+    let invoked = log
+        .lines()
+        .rfind(|line| line.contains("invoked oom-killer:"));
+    let invoked = invoked.context("no oom-killer in the log")?;
+    for flag in gfp.split('|') {
+        ensure!(invoked.contains(flag), "{gfp}, but {invoked}");
+    }
+    Ok(())
+}
+
+fn memory_is_that_of_the_log(kill: &Value, pid: &str) -> Result<()> {
+    // Exact, or but for what two CPUs have not added up yet: 32 pages each.
+    let killed = killed_by_the_log(pid)?;
+    for (field, key, off_by) in [
+        ("total_vm_kb", "total-vm:", 0),
+        ("anon_kb", "anon-rss:", 256),
+        ("file_kb", "file-rss:", 256),
+        ("shmem_kb", "shmem-rss:", 256),
+        ("page_tables_kb", "pgtables:", 0),
+    ] {
+        let (_, theirs) = killed.split_once(key).context("no such field")?;
+        let theirs: u64 = theirs.split("kB").next().unwrap_or_default().parse()?;
+        let ours = kill["victim"][field].as_u64().context("no such number")?;
+        ensure!(
+            ours.abs_diff(theirs) <= off_by,
+            "{field}: {kill}, but {killed}"
+        );
+    }
+    Ok(())
+}
+
 fn a_cgroups_kill_is_explained() -> Result<()> {
     let group = Group::new("memtools-oomkill", 8 << 20)?;
     group.forbid_swap()?;
@@ -269,15 +303,7 @@ fn a_cgroups_kill_is_explained() -> Result<()> {
         "{kill}"
     );
     ensure!(kill["order"] == 0, "{kill}");
-    let gfp = kill["gfp_flags"].as_str().unwrap_or_default();
-    let log = shell("dmesg")?;
-    let invoked = log
-        .lines()
-        .rfind(|line| line.contains("invoked oom-killer:"));
-    let invoked = invoked.context("no oom-killer in the log")?;
-    for flag in gfp.split('|') {
-        ensure!(invoked.contains(flag), "{gfp}, but {invoked}");
-    }
+    flags_are_those_of_the_log(kill)?;
     let victim = &kill["victim"];
     ensure!(
         victim["pid"] == pid.parse::<u64>()? && victim["comm"] == "hog",
@@ -289,23 +315,7 @@ fn a_cgroups_kill_is_explained() -> Result<()> {
     );
     ensure!(victim["cgroup"] == "/memtools-oomkill", "{kill}");
     ensure!(victim["container_id"].is_null(), "{kill}");
-    // Exact, or but for what two CPUs have not added up yet: 32 pages each.
-    let killed = killed_by_the_log(&pid)?;
-    for (field, key, off_by) in [
-        ("total_vm_kb", "total-vm:", 0),
-        ("anon_kb", "anon-rss:", 256),
-        ("file_kb", "file-rss:", 256),
-        ("shmem_kb", "shmem-rss:", 256),
-        ("page_tables_kb", "pgtables:", 0),
-    ] {
-        let (_, theirs) = killed.split_once(key).context("no such field")?;
-        let theirs: u64 = theirs.split("kB").next().unwrap_or_default().parse()?;
-        let ours = victim[field].as_u64().context("no such number")?;
-        ensure!(
-            ours.abs_diff(theirs) <= off_by,
-            "{field}: {kill}, but {killed}"
-        );
-    }
+    memory_is_that_of_the_log(kill, &pid)?;
     let kernel = kill["kernel_frames"].as_array().context("no stack")?;
     let has = |name: &str| kernel.iter().any(|frame| frame["symbol"] == name);
     ensure!(has("oom_kill_process") && has("out_of_memory"), "{kill}");

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use tempfile::TempDir;
 
 use crate::export::{by_leaf, pprof, rows, sum, top};
 use crate::harness::{self, Ended, Tool, Workload, workload};
@@ -147,21 +148,8 @@ fn worked(workload: &[&str], options: &[&str]) -> Result<(Workload, Serving)> {
     Ok((program, serving))
 }
 
-fn a_heap_is_what_is_reported() -> Result<()> {
-    let (_program, serving) = worked(&["alloc", "leak", "31", "4093"], &ALL)?;
-    let mut served = Vec::new();
-    for path in [
-        "/debug/pprof/heap",
-        "/debug/pprof/allocs?debug=0",
-        "/debug/pprof/heap?gc=1",
-    ] {
-        for value in ["inuse_space", "inuse_objects"] {
-            served.push((path, value, top(&serving.url(path), value)?));
-        }
-    }
-    let shown = pprof(&serving.url("/debug/pprof/heap"), &["-top"])?;
-    ensure!(shown.contains("Type: inuse_space"), "{shown}");
-
+/// The heap as curl stores it under the name that it is told, in a folder.
+fn downloaded_by_curl(serving: &Serving) -> Result<(TempDir, String)> {
     let folder = harness::scratch()?;
     let file = folder.path().join("heap");
     let mut curl = Command::new("curl");
@@ -179,8 +167,43 @@ fn a_heap_is_what_is_reported() -> Result<()> {
     ] {
         ensure!(headers.contains(header), "no {header} in {headers}");
     }
-    let file = file.to_str().context("not UTF-8")?;
-    served.push(("curl", "inuse_space", top(file, "inuse_space")?));
+    let file = file.to_str().context("not UTF-8")?.to_owned();
+    Ok((folder, file))
+}
+
+/// Whether the text form has these sums, and the leaking function's own.
+fn text_form_is_exact(text: &str, blocks: u64, bytes: u64) -> Result<()> {
+    let head = format!("heap profile: {blocks}: {bytes} [{blocks}: {bytes}] @ heap/2\n");
+    ensure!(text.starts_with(&head), "{text}");
+    let of_malloc = text
+        .split("\n\n")
+        .find(|stack| stack.contains("\tleak_malloc\t"));
+    let of_malloc = of_malloc.with_context(|| text.to_owned())?;
+    ensure!(
+        of_malloc.contains("31: 126883 [31: 126883] @ 0x"),
+        "{of_malloc}"
+    );
+    ensure!(of_malloc.contains("/alloc.c:"), "{of_malloc}");
+    Ok(())
+}
+
+fn a_heap_is_what_is_reported() -> Result<()> {
+    let (_program, serving) = worked(&["alloc", "leak", "31", "4093"], &ALL)?;
+    let mut served = Vec::new();
+    for path in [
+        "/debug/pprof/heap",
+        "/debug/pprof/allocs?debug=0",
+        "/debug/pprof/heap?gc=1",
+    ] {
+        for value in ["inuse_space", "inuse_objects"] {
+            served.push((path, value, top(&serving.url(path), value)?));
+        }
+    }
+    let shown = pprof(&serving.url("/debug/pprof/heap"), &["-top"])?;
+    ensure!(shown.contains("Type: inuse_space"), "{shown}");
+
+    let (_folder, file) = downloaded_by_curl(&serving)?;
+    served.push(("curl", "inuse_space", top(&file, "inuse_space")?));
     let image = serving.text("/flame.svg")?;
     // The text form, read by the parser of what C++ programs wrote before pprof had a format.
     let text = serving.get("/debug/pprof/heap?debug=1")?;
@@ -193,20 +216,8 @@ fn a_heap_is_what_is_reported() -> Result<()> {
     let (reports, stacks) = (rows(&ended, "report")?, rows(&ended, "stack")?);
     ensure!(reports.len() == 1, "{reports:?}");
     let (blocks, bytes) = (sum(&reports, "allocations"), sum(&reports, "bytes"));
-    let head = format!("heap profile: {blocks}: {bytes} [{blocks}: {bytes}] @ heap/2\n");
-    ensure!(
-        text.starts_with(&head) && text_total == bytes,
-        "{text_total}: {text}"
-    );
-    let of_malloc = text
-        .split("\n\n")
-        .find(|stack| stack.contains("\tleak_malloc\t"));
-    let of_malloc = of_malloc.with_context(|| text.clone())?;
-    ensure!(
-        of_malloc.contains("31: 126883 [31: 126883] @ 0x"),
-        "{of_malloc}"
-    );
-    ensure!(of_malloc.contains("/alloc.c:"), "{of_malloc}");
+    text_form_is_exact(&text, blocks, bytes)?;
+    ensure!(text_total == bytes, "{text_total}: {text}");
     for (path, value, (flat, total)) in served {
         let field = if value == "inuse_space" {
             "bytes"

@@ -190,15 +190,32 @@ pub(crate) fn write(kind: Kind, file: &File) -> io::Result<()> {
     // test %rdi,%rdi; je; nops; ret
     let code = b"\x48\x85\xff\x74\x02\x90\x90\x90\x90\x90\x90\x90\x90\x90\x90\xc3";
     file.write_all_at(&code.repeat(256), TEXT)?;
-    let malloc: [(&[u8], u64, u64); 2] = [(b"malloc", TEXT, 16), (b"free", TEXT + 16, 16)];
-    let many = 2_000_000_u64;
     match kind {
-        Kind::FrameHole => {
+        Kind::FrameHole | Kind::Rules | Kind::LongCie => write_frames(kind, &mut writer)?,
+        Kind::SymbolHole | Kind::EmptySymbols | Kind::NameHole | Kind::RelocationHole => {
+            write_tables(kind, &mut writer)?;
+        }
+        _ => write_code(kind, &mut writer)?,
+    }
+    writer.finish()
+}
+
+/// Unwind information.
+fn write_frames(kind: Kind, writer: &mut Writer<'_>) -> io::Result<()> {
+    match kind {
+        Kind::Rules => frames(writer, 4096, &[]),
+        Kind::LongCie => frames(writer, 1, &b"\x0e\x10\x0e\x08".repeat(200)),
+        _ => {
             let hole = writer.hole(64 * GIB);
             writer.section(".eh_frame", SHT_PROGBITS, hole, 0);
+            Ok(())
         }
-        Kind::Rules => frames(&mut writer, 4096, &[])?,
-        Kind::LongCie => frames(&mut writer, 1, &b"\x0e\x10\x0e\x08".repeat(200))?,
+    }
+}
+
+/// Tables of symbols, of names and of relocations.
+fn write_tables(kind: Kind, writer: &mut Writer<'_>) -> io::Result<()> {
+    match kind {
         Kind::SymbolHole => {
             let names = writer.put(b"\0malloc\0")?;
             let link = writer.section(".strtab", SHT_STRTAB, names, 0);
@@ -218,6 +235,23 @@ pub(crate) fn write(kind: Kind, file: &File) -> io::Result<()> {
             let table = writer.put(&[0; 48])?;
             writer.section(".symtab", SHT_SYMTAB, table, link);
         }
+        _ => {
+            let names = writer.put(b"\0malloc\0")?;
+            let link = writer.section(".dynstr", SHT_STRTAB, names, 0);
+            let table = writer.put(&[0; 48])?;
+            let link = writer.section(".dynsym", SHT_DYNSYM, table, link);
+            let hole = writer.hole(64 * GIB);
+            writer.section(".rela.dyn", SHT_RELA, hole, link);
+        }
+    }
+    Ok(())
+}
+
+/// Segments of code, and what functions are said to be in them.
+fn write_code(kind: Kind, writer: &mut Writer<'_>) -> io::Result<()> {
+    let malloc: [(&[u8], u64, u64); 2] = [(b"malloc", TEXT, 16), (b"free", TEXT + 16, 16)];
+    let many = 2_000_000_u64;
+    match kind {
         Kind::Mallocs | Kind::Functions => {
             let name: &[u8] = if kind == Kind::Mallocs {
                 b"malloc"
@@ -232,14 +266,6 @@ pub(crate) fn write(kind: Kind, file: &File) -> io::Result<()> {
             let hole = writer.hole(64 * GIB);
             writer.segments.push((hole.at, TEXT * 16, hole.size));
             writer.symbols(malloc.into_iter())?;
-        }
-        Kind::RelocationHole => {
-            let names = writer.put(b"\0malloc\0")?;
-            let link = writer.section(".dynstr", SHT_STRTAB, names, 0);
-            let table = writer.put(&[0; 48])?;
-            let link = writer.section(".dynsym", SHT_DYNSYM, table, link);
-            let hole = writer.hole(64 * GIB);
-            writer.section(".rela.dyn", SHT_RELA, hole, link);
         }
         Kind::Segments => {
             let more = (0..65_000).map(|number| (TEXT, TEXT * (16 + number), TEXT));
@@ -257,12 +283,12 @@ pub(crate) fn write(kind: Kind, file: &File) -> io::Result<()> {
             ];
             writer.symbols(malloc.into_iter().chain(strange))?;
         }
-        Kind::LongName => {
+        _ => {
             let name = vec![b'n'; 64 * MIB as usize];
             writer.symbols([(&*name, TEXT, TEXT)].into_iter())?;
         }
     }
-    writer.finish()
+    Ok(())
 }
 
 /// `.eh_frame` of 16 MiB: functions of so many bytes, with a rule for each, after one CIE with these

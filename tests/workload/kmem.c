@@ -129,11 +129,46 @@ static void write_page(int fd)
 		die("cannot write a page: %s", strerror(errno));
 }
 
+/* Room for all descriptors, so that the table of files does not grow. */
+static void make_room_for_descriptors(void)
+{
+	if (dup2(0, 2 * MAX_FDS - 1) < 0) {
+		struct rlimit limit = { 2 * MAX_FDS, 2 * MAX_FDS };
+
+		if (setrlimit(RLIMIT_NOFILE, &limit) || dup2(0, 2 * MAX_FDS - 1) < 0)
+			die("cannot have %lu descriptors: %s", 2UL * MAX_FDS, strerror(errno));
+	}
+}
+
+/* The object with this number, of the kind that the command line names; a queue or a file takes
+ * some. */
+static void make_one(const char *what, unsigned long i, int fd, unsigned long size)
+{
+	if (!strcmp(what, "pipes"))
+		make_pipe();
+	else if (!strcmp(what, "sockets"))
+		keep(socket(AF_UNIX, SOCK_STREAM, 0), "a socket");
+	else if (!strcmp(what, "files"))
+		keep(open("/dev/null", O_RDONLY), "a file");
+	else if (!strcmp(what, "messages"))
+		send_message(fd, size);
+	else if (!strcmp(what, "members"))
+		set_membership(fds[i], IP_ADD_MEMBERSHIP);
+	else if (!strcmp(what, "buffers"))
+		write_page(fds[i / PIPE_BUFFERS * 2 + 1]);
+	else if (!strcmp(what, "memory"))
+		write_page(fd);
+	else if (!strcmp(what, "inodes"))
+		make_inode(i);
+	else if (!strcmp(what, "churn"))
+		close(open("/dev/null", O_RDONLY));
+}
+
 int main(int argc, char **argv)
 {
 	unsigned long number, size;
 	const char *what;
-	int queue = -1, fd = -1;
+	int target = -1; /* the queue or the file that objects are made by */
 
 	if (argc < 3 || argc > 4)
 		usage("WHAT COUNT [SIZE]");
@@ -142,14 +177,8 @@ int main(int argc, char **argv)
 	size = argc > 3 ? count(argv[3]) : 0;
 	settle();
 	if (!strcmp(what, "messages"))
-		queue = make_queue();
-	/* Room for all descriptors, so that the table of files does not grow. */
-	if (dup2(0, 2 * MAX_FDS - 1) < 0) {
-		struct rlimit limit = { 2 * MAX_FDS, 2 * MAX_FDS };
-
-		if (setrlimit(RLIMIT_NOFILE, &limit) || dup2(0, 2 * MAX_FDS - 1) < 0)
-			die("cannot have %lu descriptors: %s", 2UL * MAX_FDS, strerror(errno));
-	}
+		target = make_queue();
+	make_room_for_descriptors();
 	if (!strcmp(what, "members"))
 		for (unsigned long i = 0; i < number; i++)
 			keep(socket(AF_INET, SOCK_DGRAM, 0), "a socket");
@@ -157,34 +186,16 @@ int main(int argc, char **argv)
 		for (unsigned long i = 0; i < number; i += PIPE_BUFFERS)
 			make_pipe();
 	if (!strcmp(what, "memory"))
-		fd = keep(memfd_create("kmem", 0), "a memory file");
+		target = keep(memfd_create("kmem", 0), "a memory file");
 	if (!strcmp(what, "ring"))
-		fd = make_pipe();
+		target = make_pipe();
 	if (!strcmp(what, "inodes"))
 		enter_tmpfs();
 	ready();
 
-	for (unsigned long i = 0; i < number; i++) {
-		if (!strcmp(what, "pipes"))
-			make_pipe();
-		else if (!strcmp(what, "sockets"))
-			keep(socket(AF_UNIX, SOCK_STREAM, 0), "a socket");
-		else if (!strcmp(what, "files"))
-			keep(open("/dev/null", O_RDONLY), "a file");
-		else if (!strcmp(what, "messages"))
-			send_message(queue, size);
-		else if (!strcmp(what, "members"))
-			set_membership(fds[i], IP_ADD_MEMBERSHIP);
-		else if (!strcmp(what, "buffers"))
-			write_page(fds[i / PIPE_BUFFERS * 2 + 1]);
-		else if (!strcmp(what, "memory"))
-			write_page(fd);
-		else if (!strcmp(what, "inodes"))
-			make_inode(i);
-		else if (!strcmp(what, "churn"))
-			close(open("/dev/null", O_RDONLY));
-	}
-	if (!strcmp(what, "ring") && fcntl(fd, F_SETPIPE_SZ, number * PAGE) < 0)
+	for (unsigned long i = 0; i < number; i++)
+		make_one(what, i, target, size);
+	if (!strcmp(what, "ring") && fcntl(target, F_SETPIPE_SZ, number * PAGE) < 0)
 		die("cannot resize a pipe: %s", strerror(errno));
 	if (!strcmp(what, "slots"))
 		keep(make_slots(number), "a BPF map");
@@ -197,8 +208,8 @@ int main(int argc, char **argv)
 	else
 		while (opened)
 			close(fds[--opened]);
-	if (queue >= 0)
-		msgctl(queue, IPC_RMID, NULL);
+	if (!strcmp(what, "messages"))
+		msgctl(target, IPC_RMID, NULL);
 	done();
 	return 0;
 }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use serde_json::Value;
 
 use super::{attach, last_report, trace};
 use crate::harness::{self, Workload};
@@ -23,6 +24,36 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
+/// The frames in the program itself. The program is at the same addresses each time; libc is not, so its
+/// frames are left out.
+fn own_frames(frames: &[String]) -> Vec<String> {
+    frames
+        .iter()
+        .filter(|frame| frame.contains("[alloc-nopie]"))
+        .cloned()
+        .collect()
+}
+
+/// The bytes of a stack in JSON, and the frames in the program itself as text has them.
+fn own_frames_of_json(stack: &Value) -> (u64, Vec<String>) {
+    let frames = stack["user_frames"].as_array();
+    let text = |frame: &Value| {
+        let symbol = frame["symbol"].as_str().unwrap_or_default();
+        let offset = frame["offset"].as_u64().unwrap_or_default();
+        let module = frame["module"].as_str().unwrap_or_default();
+        format!("{symbol}+{offset:#x} [{module}]")
+    };
+    let frames: Vec<String> = frames
+        .map_or(&[][..], Vec::as_slice)
+        .iter()
+        .map(text)
+        .collect();
+    (
+        stack["bytes"].as_u64().unwrap_or_default(),
+        own_frames(&frames),
+    )
+}
+
 fn json_agrees_with_text() -> Result<()> {
     let json = trace(
         "alloc-nopie",
@@ -36,9 +67,7 @@ fn json_agrees_with_text() -> Result<()> {
     )?;
     let mut rows = Vec::new();
     for line in json.stdout.lines() {
-        rows.push(
-            serde_json::from_str::<serde_json::Value>(line).with_context(|| line.to_owned())?,
-        );
+        rows.push(serde_json::from_str::<Value>(line).with_context(|| line.to_owned())?);
     }
     let unwinding = rows.pop().context("no rows")?;
     ensure!(
@@ -63,37 +92,10 @@ fn json_agrees_with_text() -> Result<()> {
         "{time}"
     );
 
-    // The program is at the same addresses both times; libc is not, so its frames are left out.
-    let own = |frames: &[String]| -> Vec<String> {
-        frames
-            .iter()
-            .filter(|frame| frame.contains("[alloc-nopie]"))
-            .cloned()
-            .collect()
-    };
-    let from_json: Vec<(u64, Vec<String>)> = stacks
-        .iter()
-        .map(|stack| {
-            let frames = stack["user_frames"]
-                .as_array()
-                .map_or(&[][..], Vec::as_slice);
-            let frames: Vec<String> = frames
-                .iter()
-                .map(|frame| {
-                    let symbol = frame["symbol"].as_str().unwrap_or_default();
-                    let offset = frame["offset"].as_u64().unwrap_or_default();
-                    format!(
-                        "{symbol}+{offset:#x} [{}]",
-                        frame["module"].as_str().unwrap_or_default()
-                    )
-                })
-                .collect();
-            (stack["bytes"].as_u64().unwrap_or_default(), own(&frames))
-        })
-        .collect();
+    let from_json: Vec<(u64, Vec<String>)> = stacks.iter().map(own_frames_of_json).collect();
     let from_text: Vec<(u64, Vec<String>)> = last_report(&text.stdout)?
         .iter()
-        .map(|group| (group.bytes, own(&group.frames)))
+        .map(|group| (group.bytes, own_frames(&group.frames)))
         .collect();
     let sorted = |mut rows: Vec<(u64, Vec<String>)>| {
         rows.sort();

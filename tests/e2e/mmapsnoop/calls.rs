@@ -25,43 +25,55 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-fn every_argument_and_result() -> Result<()> {
+/// The workload's kinds of mappings, each with its protection and flags.
+fn kinds_of_mappings() -> [(&'static str, Value, Value); 13] {
     let read_write = json!(["READ", "WRITE"]);
     let read = json!(["READ"]);
     let private = |more: &[&str]| json!([&["PRIVATE"], more].concat());
     let anonymous = |more: &[&str]| json!([&["PRIVATE", "ANONYMOUS"], more].concat());
-    let kinds = [
-        ("anon", &read_write, anonymous(&[])),
-        ("shared", &read_write, json!(["SHARED", "ANONYMOUS"])),
-        ("populate", &read_write, anonymous(&["POPULATE"])),
-        ("exec", &json!(["READ", "EXEC"]), anonymous(&[])),
+    [
+        ("anon", read_write.clone(), anonymous(&[])),
+        ("shared", read_write.clone(), json!(["SHARED", "ANONYMOUS"])),
+        ("populate", read_write.clone(), anonymous(&["POPULATE"])),
+        ("exec", json!(["READ", "EXEC"]), anonymous(&[])),
         (
             "stack",
-            &read_write,
+            read_write.clone(),
             anonymous(&["GROWSDOWN", "NORESERVE", "STACK"]),
         ),
         (
             "hugetlb",
-            &read_write,
+            read_write.clone(),
             json!(["PRIVATE", "HUGETLB", "ANONYMOUS"]),
         ),
         (
             "huge2mb",
-            &read_write,
+            read_write.clone(),
             json!(["PRIVATE", "HUGETLB:2MB", "ANONYMOUS"]),
         ),
-        ("locked", &read_write, anonymous(&["LOCKED", "32BIT"])),
-        ("validate", &read, json!(["SHARED_VALIDATE"])),
+        (
+            "locked",
+            read_write.clone(),
+            anonymous(&["LOCKED", "32BIT"]),
+        ),
+        ("validate", read.clone(), json!(["SHARED_VALIDATE"])),
         (
             "fixed",
-            &read_write,
+            read_write.clone(),
             json!(["PRIVATE", "FIXED", "ANONYMOUS"]),
         ),
-        ("noreplace", &read_write, anonymous(&["FIXED_NOREPLACE"])),
-        ("file", &read, private(&[])),
-        ("sharedfile", &read_write, json!(["SHARED"])),
-    ];
-    for (kind, prot, flags) in kinds {
+        (
+            "noreplace",
+            read_write.clone(),
+            anonymous(&["FIXED_NOREPLACE"]),
+        ),
+        ("file", read.clone(), private(&[])),
+        ("sharedfile", read_write.clone(), json!(["SHARED"])),
+    ]
+}
+
+fn every_argument_and_result() -> Result<()> {
+    for (kind, prot, flags) in kinds_of_mappings() {
         let path = file().with_extension(kind);
         let name = path.to_string_lossy().into_owned();
         let with_file = kind.contains("file") || kind == "validate";

@@ -138,15 +138,36 @@ fn containers_are_found_by_their_ids() -> Result<()> {
     Ok(())
 }
 
+/// The only child of a process.
+fn child(shell: u32) -> Result<String> {
+    let children = fs::read_to_string(format!("/proc/{shell}/task/{shell}/children"))?;
+    Ok(children.trim().to_owned())
+}
+
+/// The number of a descendant of a shell in the namespace below the initial one.
+fn inner(shell: u32, levels: usize) -> Result<String> {
+    let mut pid = child(shell)?;
+    for _ in 1..levels {
+        pid = child(pid.parse()?)?;
+    }
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let ids = status
+        .lines()
+        .find_map(|line| line.strip_prefix("NSpid:"))
+        .context("no NSpid")?;
+    // As the initial namespace, the tool's and maybe one more have it.
+    Ok(ids
+        .split_whitespace()
+        .nth(1)
+        .context("not in the namespace")?
+        .to_owned())
+}
+
 fn numbers_are_those_of_our_namespace() -> Result<()> {
     let script = format!("'{}' -j -n mmap", harness::tool("mmapsnoop").display());
     let mut tool = Tool::spawn(&mut sh(&script, || unshare(CloneFlags::CLONE_NEWPID)))?;
     tool.wait_for("tracing mmap(2)")?;
     let its_shell = tool.pid();
-    let child = |shell: u32| -> Result<String> {
-        let children = fs::read_to_string(format!("/proc/{shell}/task/{shell}/children"))?;
-        Ok(children.trim().to_owned())
-    };
     let namespace = format!("/proc/{}/ns/pid", child(its_shell)?);
 
     // In the tool's namespace, and in one below it.
@@ -167,23 +188,6 @@ fn numbers_are_those_of_our_namespace() -> Result<()> {
         done.push(calls(&workload.work()?["calls"])?);
     }
 
-    let inner = |shell: u32, levels: usize| -> Result<String> {
-        let mut pid = child(shell)?;
-        for _ in 1..levels {
-            pid = child(pid.parse()?)?;
-        }
-        let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
-        let ids = status
-            .lines()
-            .find_map(|line| line.strip_prefix("NSpid:"))
-            .context("no NSpid")?;
-        // As the initial namespace, the tool's and maybe one more have it.
-        Ok(ids
-            .split_whitespace()
-            .nth(1)
-            .context("not in the namespace")?
-            .to_owned())
-    };
     let beside_pid = inner(beside.pid().parse()?, 1)?;
     let below_pid = inner(below.pid().parse()?, 2)?;
     nix::sys::signal::kill(
