@@ -11,6 +11,7 @@ use object::elf as raw;
 
 use crate::code::elf_file::{Elf, c_string, read_at};
 use crate::code::limits::{self, Deadline};
+use crate::code::registers::MACHINE;
 
 /// Bytes of a function's code that are read; no allocator's function has as many.
 const MAX_FUNCTION: u64 = 1 << 20;
@@ -231,18 +232,13 @@ const HEADER_BYTES: usize = 20;
 pub fn is_native(file: &File) -> Result<bool> {
     const CLASS: usize = 4;
     const CLASS_64: u8 = 2;
-    const MACHINE: usize = 18;
-    let machine = if cfg!(target_arch = "x86_64") {
-        raw::EM_X86_64
-    } else {
-        raw::EM_AARCH64
-    };
+    const MACHINE_AT: usize = 18;
     let mut header = [0; HEADER_BYTES];
     file.read_exact_at(&mut header, 0)
         .context("failed to read the program")?;
     Ok(header.starts_with(b"\x7fELF")
         && header[CLASS] == CLASS_64
-        && u16::from_le_bytes([header[MACHINE], header[MACHINE + 1]]) == machine.0)
+        && u16::from_le_bytes([header[MACHINE_AT], header[MACHINE_AT + 1]]) == MACHINE)
 }
 
 /// Whether the Go toolchain linked the file. Its goroutines move their stacks, which a return

@@ -7,10 +7,12 @@
 //! | `held` | what registers hold while these are executed |
 //! | [`instruction`] | the instruction at a place in a file |
 //! | `jumps` | where jumps lead |
+//! | [`registers`] | the machine in ELF files, and its registers in unwind information |
 //! | [`wrappers`] | functions that only pass a call on to another one |
 
 pub(super) mod entry;
 pub(super) mod held;
 pub mod instruction;
 pub(super) mod jumps;
+pub mod registers;
 pub mod wrappers;

@@ -1,11 +1,10 @@
 //! Rows from the instructions of one function's unwind information.
 
-use gimli::{
-    BaseAddresses, CfaRule, EhFrame, Operation, Register, RegisterRule, UnwindContext, X86_64,
-};
+use gimli::{BaseAddresses, CfaRule, EhFrame, Operation, Register, RegisterRule, UnwindContext};
 
 use super::{Expression, Fde, Slice, address_of};
 use crate::bpf::types::{unwind_frame_pointer as FramePointer, unwind_kind as Kind};
+use crate::code::registers::{FRAME_POINTER, RETURN_ADDRESS, RETURN_ADDRESS_AT, STACK_POINTER};
 
 /// Rows as they are made.
 pub(super) struct Builder<'a> {
@@ -55,7 +54,7 @@ impl<'a> Builder<'a> {
                     }
                     let cfa = row.cfa().clone();
                     let registers =
-                        [X86_64::RBP, X86_64::RA].map(|register| row.register(register));
+                        [FRAME_POINTER, RETURN_ADDRESS].map(|register| row.register(register));
                     let rule = self.rule(function, &cfa, &registers);
                     self.push(from, rule);
                     reached = to;
@@ -75,7 +74,7 @@ impl<'a> Builder<'a> {
     ) -> u32 {
         let strange = word(Kind::UNWIND_STRANGE, 0, None);
         match return_address {
-            Some(RegisterRule::Offset(-8)) => {}
+            Some(RegisterRule::Offset(RETURN_ADDRESS_AT)) => {}
             Some(RegisterRule::Undefined) => return word(Kind::UNWIND_ROOT, 0, None),
             _ => return strange,
         }
@@ -84,10 +83,10 @@ impl<'a> Builder<'a> {
         };
         let (kind, offset) = match *cfa {
             CfaRule::RegisterAndOffset {
-                register: register @ (X86_64::RSP | X86_64::RBP),
+                register: register @ (STACK_POINTER | FRAME_POINTER),
                 offset,
             } => {
-                let kind = if register == X86_64::RSP {
+                let kind = if register == STACK_POINTER {
                     Kind::UNWIND_BY_SP
                 } else {
                     Kind::UNWIND_BY_FP
@@ -123,7 +122,7 @@ impl<'a> Builder<'a> {
             }
             Some(RegisterRule::Expression(expression)) => {
                 let (base, offset, steps) = self.base_and_steps(function, expression)?;
-                if base != X86_64::RBP || steps != Steps::None {
+                if base != FRAME_POINTER || steps != Steps::None {
                     return None;
                 }
                 (FramePointer::UNWIND_FP_AT_FP, within(offset)?)
@@ -161,8 +160,8 @@ impl<'a> Builder<'a> {
         };
         let within = |offset| i8::try_from(words(offset)?).ok();
         let kind = match base {
-            X86_64::RBP => Kind::UNWIND_THROUGH_FP,
-            X86_64::RSP => Kind::UNWIND_THROUGH_SP,
+            FRAME_POINTER => Kind::UNWIND_THROUGH_FP,
+            STACK_POINTER => Kind::UNWIND_THROUGH_SP,
             _ => return None,
         };
         Some((

@@ -1,0 +1,19 @@
+//! The machine's number in ELF files, and its registers by the numbers that unwind information has for them.
+
+use gimli::{Register, X86_64};
+use object::elf;
+
+/// The number of x86-64 in the header of an ELF file.
+pub const MACHINE: u16 = elf::EM_X86_64.0;
+
+/// The stack pointer, rsp.
+pub const STACK_POINTER: Register = X86_64::RSP;
+
+/// The frame pointer, rbp.
+pub const FRAME_POINTER: Register = X86_64::RBP;
+
+/// The return address, as if a register held it.
+pub const RETURN_ADDRESS: Register = X86_64::RA;
+
+/// Where the return address is, in bytes from the canonical frame address. A call has pushed it.
+pub const RETURN_ADDRESS_AT: i64 = -8;
