@@ -181,6 +181,9 @@ pub fn exact_first<T>(mut variants: Vec<Variant<'_, T>>) -> Vec<Variant<'_, T>> 
 }
 
 /// Opens a tool's skeleton, to be given its options and to be loaded.
+///
+/// # Errors
+/// If libbpf does not understand the object, or the kernel's types cannot be read.
 pub fn open<B: SkelBuilder<'static> + Default>() -> Result<B::Output> {
     let mut builder = B::default();
     let types = KernelTypes::for_object(builder.object_builder_mut())?;
@@ -193,6 +196,9 @@ pub fn open<B: SkelBuilder<'static> + Default>() -> Result<B::Output> {
 }
 
 /// The options of an opened skeleton, its `maps.rodata_data`.
+///
+/// # Errors
+/// If the object has no constants.
 pub fn options<'open, T>(constants: &'open mut Option<&mut T>) -> Result<&'open mut T> {
     constants
         .as_deref_mut()
@@ -219,6 +225,9 @@ pub fn load_only(object: &mut OpenObject, names: &[&str]) {
 
 /// Attaches the programs with these names, in this order. What sees the end of something belongs
 /// before what sees its beginning.
+///
+/// # Errors
+/// If there is no such program, or the kernel does not attach it.
 pub fn by_name(object: &mut Object, names: &[&str]) -> Result<Vec<Link>> {
     let attach = |name: &&str| {
         let program = object.progs_mut().find(|program| program.name() == *name);

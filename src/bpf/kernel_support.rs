@@ -38,6 +38,9 @@ pub fn preflight() -> Result<()> {
 }
 
 /// Checks that uprobes can be opened, which tools on user functions need.
+///
+/// # Errors
+/// If there are none: the message names the option of the kernel.
 pub fn preflight_uprobes() -> Result<()> {
     if !Path::new("/sys/bus/event_source/devices/uprobe/type").exists() {
         bail!("this kernel has no uprobes: it needs CONFIG_UPROBE_EVENTS=y, and /sys mounted");
@@ -47,6 +50,9 @@ pub fn preflight_uprobes() -> Result<()> {
 
 /// Checks that tracepoints can be found by name. Where tracefs is not mounted yet, which systemd
 /// does when a system starts and nobody may do in a container, it is now, as perf does it too.
+///
+/// # Errors
+/// If they cannot be found: the message names the remedy.
 pub fn preflight_tracepoints() -> Result<()> {
     const TRACEFS: &str = "/sys/kernel/tracing";
     let events = [
@@ -140,6 +146,9 @@ pub fn tell_if_limits_are_unknown(tool: &str) {
 }
 
 /// Bytes of a page.
+///
+/// # Errors
+/// If the C library does not know it.
 pub fn page_bytes() -> Result<u64> {
     let page = sysconf(SysconfVar::PAGE_SIZE)
         .ok()
@@ -149,6 +158,9 @@ pub fn page_bytes() -> Result<u64> {
 }
 
 /// Binary logarithm of the bytes of a page.
+///
+/// # Errors
+/// If the C library does not know a page's size.
 pub fn page_shift() -> Result<u32> {
     Ok(page_bytes()?.trailing_zeros())
 }
@@ -213,6 +225,9 @@ fn contains(mut file: impl Read, needle: &[u8]) -> io::Result<bool> {
 }
 
 /// Names of the kernel's own tracepoints, sorted; those of modules are not among them.
+///
+/// # Errors
+/// If the kernel has no BTF, or it cannot be read.
 pub fn tracepoints() -> Result<Vec<String>> {
     with_btf(tracepoints_in)
 }
@@ -221,6 +236,9 @@ pub fn tracepoints() -> Result<Vec<String>> {
 /// `gfp_t`, `int`, `task_struct`. None if the kernel has no such tracepoint.
 ///
 /// Programs on raw tracepoints get the arguments by position, and positions change.
+///
+/// # Errors
+/// If the kernel has no BTF, or it does not tell the arguments.
 pub fn tracepoint_arguments(tracepoint: &str) -> Result<Option<Vec<String>>> {
     let arguments = with_btf(|btf| {
         let types = Types::parse(btf)?;
@@ -238,6 +256,9 @@ pub fn tracepoint_arguments(tracepoint: &str) -> Result<Option<Vec<String>>> {
 }
 
 /// The type name of what a function of the kernel returns, such as `int` or `bool`.
+///
+/// # Errors
+/// If the kernel has no BTF, or it does not tell the result.
 pub fn function_result(function: &str) -> Result<String> {
     let result = with_btf(|btf| {
         let types = Types::parse(btf)?;

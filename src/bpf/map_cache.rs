@@ -35,6 +35,9 @@ impl<'map, M: MapCore, V: Clone> Recorded<'map, M, V> {
 
     /// The entry as `understand` has it, which returns None for one that is just being written;
     /// None if there is none.
+    ///
+    /// # Errors
+    /// If the map cannot be read, or `understand` fails.
     pub fn get(
         &mut self,
         key: &[u8],
@@ -62,6 +65,9 @@ impl<'map, M: MapCore, V: Clone> Recorded<'map, M, V> {
     }
 
     /// Ends a round: removes what was not asked for in it.
+    ///
+    /// # Errors
+    /// If an entry cannot be removed.
     pub fn end_round(&mut self) -> Result<()> {
         let (map, round) = (self.map, self.round);
         let mut failed = None;

@@ -46,6 +46,9 @@ impl<'map, M: MapCore, K: Plain + Copy, V: Plain + Copy> Counts<'map, M, K, V> {
     }
 
     /// What was counted since the last call, and from now on is forgotten.
+    ///
+    /// # Errors
+    /// If a map cannot be read, emptied or exchanged.
     pub fn take(&mut self) -> Result<Vec<(K, V)>> {
         self.maps.swap(0, 1);
         let [counted_in, full] = self.maps.each_ref().map(Counted::map);
@@ -77,6 +80,9 @@ impl<'map, M: MapCore, K: Plain + Copy, V: Plain + Copy> Counts<'map, M, K, V> {
 
     /// Has the next call of [`Counts::take`] begin to count in a map with room for so many keys, for
     /// maps that the kernel half knows by their sizes alone.
+    ///
+    /// # Errors
+    /// If there is no memory for a larger map.
     pub fn enlarge(&mut self, entries: u32) -> Result<()> {
         let [_, empty] = &mut self.maps;
         if empty.map().max_entries() < entries {

@@ -67,6 +67,9 @@ fn replace_inner(map: &mut OpenMapMut<'_>) -> Result<()> {
 }
 
 /// Creates a map for so many entries of these sizes in bytes; `flags` are BPF_F_*.
+///
+/// # Errors
+/// If the kernel does not make the map, for want of memory or privilege.
 pub fn create(
     kind: MapType,
     name: &str,
@@ -92,6 +95,9 @@ pub fn size(map: &mut OpenMapMut<'_>, entries: u32) -> Result<()> {
 }
 
 /// Makes a map of an opened skeleton now, and not at load.
+///
+/// # Errors
+/// If the kernel does not make the map, for want of memory or privilege.
 pub fn create_before_load(map: &mut OpenMapMut<'_>) -> Result<MapHandle> {
     let name = map.name().to_string_lossy();
     let sizes = (map.key_size() as usize, map.value_size() as usize);
@@ -107,12 +113,18 @@ pub fn create_before_load(map: &mut OpenMapMut<'_>) -> Result<MapHandle> {
 }
 
 /// Has a skeleton use this map instead of one that it would make at load.
+///
+/// # Errors
+/// If the skeleton has been loaded, or the map is of another kind.
 pub fn use_instead(map: &mut OpenMapMut<'_>, made: &impl AsFd) -> Result<()> {
     map.reuse_fd(made.as_fd())
         .context("failed to replace a map before load")
 }
 
 /// Creates an array of so many maps that are like this one.
+///
+/// # Errors
+/// If the kernel does not make the map, for want of memory or privilege.
 pub fn create_array_of(like: &MapHandle, name: &str, entries: u32) -> Result<MapHandle> {
     let options = bpf_map_create_opts {
         inner_map_fd: like.as_fd().as_raw_fd().cast_unsigned(),

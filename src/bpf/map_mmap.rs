@@ -20,6 +20,9 @@ pub struct MappedArray {
 
 impl MappedArray {
     /// Maps the whole array.
+    ///
+    /// # Errors
+    /// If the map is no array that can be mapped, or has no entries.
     pub fn new(map: &impl MapCore) -> Result<Self> {
         // The kernel places values on 8 bytes.
         let stride = (map.value_size() as usize).next_multiple_of(8);
@@ -92,6 +95,9 @@ impl MappedArray {
     }
 
     /// Replaces such a word if it still is `current`.
+    ///
+    /// # Errors
+    /// If the array has no such word.
     pub fn replace(&self, index: usize, offset: usize, current: u64, new: u64) -> Result<bool> {
         let word = self.word(index, offset)?;
         Ok(word

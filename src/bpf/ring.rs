@@ -23,6 +23,9 @@ pub struct Events<'map, T> {
 
 impl<'map, T: Plain + Copy + 'map> Events<'map, T> {
     /// Reads from the skeleton's map `events`, whose records begin with a `T`.
+    ///
+    /// # Errors
+    /// If the ring buffer cannot be mapped.
     pub fn new(map: &'map impl MapCore) -> Result<Self> {
         // A ring buffer record starts on 8 bytes, as every event type does at most.
         Self::decoding(map, |record| plain::from_bytes(record).ok().copied())
@@ -31,6 +34,9 @@ impl<'map, T: Plain + Copy + 'map> Events<'map, T> {
 
 impl<'map, T: 'map> Events<'map, T> {
     /// Reads from the skeleton's map `events`, whose records `decode` understands.
+    ///
+    /// # Errors
+    /// If the ring buffer cannot be mapped.
     pub fn decoding(
         map: &'map impl MapCore,
         decode: impl Fn(&[u8]) -> Option<T> + 'map,
@@ -57,6 +63,9 @@ impl<'map, T: 'map> Events<'map, T> {
     }
 
     /// Everything that is in the buffer now.
+    ///
+    /// # Errors
+    /// If the kernel does not let us read the buffer.
     pub fn drain(&self) -> Result<IntoIter<T>> {
         self.ring
             .consume()
@@ -66,6 +75,9 @@ impl<'map, T: 'map> Events<'map, T> {
 
     /// Gives `each` all events as they come, until what the poller watches or the deadline ends the
     /// trace. Then it detaches the links, and gives what came before they were gone.
+    ///
+    /// # Errors
+    /// If the buffer cannot be read, the kernel does not let us wait, or `each` fails.
     pub fn follow<'a>(
         &'a self,
         mut poller: Poller<'a>,

@@ -32,6 +32,9 @@ pub struct Room {
 
 impl Room {
     /// The room in this table; `rooms` is the skeleton's map.
+    ///
+    /// # Errors
+    /// If the map cannot be mapped, or has no entry for this table.
     pub fn new(rooms: &impl MapCore, table: Table) -> Result<Self> {
         let index = match table {
             Table::Stacks => room_of::ROOM_STACKS,
@@ -47,11 +50,17 @@ impl Room {
     }
 
     /// How many entries programs have added since [`Room::begin`].
+    ///
+    /// # Errors
+    /// If the map has no entry for this table.
     pub fn taken(&self) -> Result<u64> {
         Ok(self.word(offset_of!(room, taken))?.load(Ordering::Relaxed))
     }
 
     /// Whether that is enough to make more room.
+    ///
+    /// # Errors
+    /// If the map has no entry for this table.
     pub fn is_crowded(&self) -> Result<bool> {
         let enough = self.word(offset_of!(room, enough))?.load(Ordering::Relaxed);
         Ok(enough > 0 && self.taken()? >= enough)
@@ -60,6 +69,9 @@ impl Room {
     /// Counts from here on, in a table that has so many entries already. Programs ask for more room
     /// when it has `enough`. To be called before the table is replaced: what is then added to the
     /// old one counts, but the new one never has more than is known.
+    ///
+    /// # Errors
+    /// If the map has no entry for this table.
     pub fn begin(&self, taken: u64, enough: u64) -> Result<()> {
         let set = |offset, value| -> Result<()> {
             self.word(offset)?.store(value, Ordering::Release);

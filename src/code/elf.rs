@@ -33,6 +33,9 @@ pub struct Function {
 
 impl Function {
     /// The function's instructions, as they are in the file.
+    ///
+    /// # Errors
+    /// If the file ends before the function does.
     pub fn code(&self, file: &File) -> Result<Vec<u8>> {
         let length = self.size.min(MAX_FUNCTION) as usize;
         read_at(file, self.file_offset, length)
@@ -229,6 +232,9 @@ pub fn address(segments: &[CodeSegment], file_offset: u64) -> Option<u64> {
 const HEADER_BYTES: usize = 20;
 
 /// Whether the program is for this machine's own 64-bit architecture.
+///
+/// # Errors
+/// If the file is shorter than an ELF header.
 pub fn is_native(file: &File) -> Result<bool> {
     const CLASS: usize = 4;
     const CLASS_64: u8 = 2;
@@ -268,6 +274,9 @@ fn has_dynamic_name(file: &File, name: &[u8]) -> bool {
 }
 
 /// The program interpreter (dynamic linker) that the file asks for, as the file spells it.
+///
+/// # Errors
+/// If it is no 64-bit ELF file, or ends before the name does.
 pub fn interpreter(file: &File) -> Result<Option<Vec<u8>>> {
     let elf = Elf::read(file)?.expect_64_bit()?;
     let mut segments = elf.segments.iter();

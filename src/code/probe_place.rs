@@ -58,6 +58,9 @@ impl Place {
 
 /// The places to probe functions of a file at, each given with the numbers of the arguments that
 /// its handler reads. None where no place is safe for the target.
+///
+/// # Errors
+/// If the file's segments or code cannot be read.
 pub fn places(
     file: &File,
     functions: &[(&Function, Vec<u8>)],

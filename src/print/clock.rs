@@ -67,6 +67,9 @@ pub fn rfc3339(time: &Zoned) -> String {
 }
 
 /// [`rfc3339`] for the fields of a row.
+///
+/// # Errors
+/// If the serializer fails.
 pub fn serialize<S: Serializer>(time: &Zoned, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(&rfc3339(time))
 }

@@ -8,6 +8,9 @@ use nix::errno::Errno;
 const LOWEST: i64 = -4095;
 
 /// What a system call returned, as its exit has it: its value, or its error (a positive errno).
+///
+/// # Errors
+/// If it is an error: with its number.
 pub fn result(returned: i64) -> Result<u64, i32> {
     if (LOWEST..0).contains(&returned) {
         Err(-returned as i32)

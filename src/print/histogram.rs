@@ -94,6 +94,9 @@ impl Histogram {
     }
 
     /// Writes `@name:`, a line for each bucket, and an empty line; nothing if there is no value.
+    ///
+    /// # Errors
+    /// If `out` cannot be written to.
     pub fn text(&self, name: &str, out: &mut dyn Write) -> io::Result<()> {
         let most = self.slots.iter().max().copied().unwrap_or(0);
         if most == 0 {

@@ -119,6 +119,9 @@ impl Output {
     }
 
     /// Prints one row.
+    ///
+    /// # Errors
+    /// If the output cannot be written to, as its reader has gone or its disk is full.
     pub fn row(&mut self, row: &impl Row) -> Result<()> {
         if let Some(timeline) = &mut self.timeline {
             match row.moment() {
@@ -146,6 +149,9 @@ impl Output {
     }
 
     /// Prints the line of column names, which only text has.
+    ///
+    /// # Errors
+    /// If the output cannot be written to, as its reader has gone or its disk is full.
     pub fn header(&mut self, line: &str) -> Result<()> {
         if self.format == Format::Text {
             writeln!(self.out, "{line}").context("failed to print")?;
@@ -154,6 +160,9 @@ impl Output {
     }
 
     /// Prints what is no row, such as a folded stack.
+    ///
+    /// # Errors
+    /// If the output cannot be written to, as its reader has gone or its disk is full.
     pub fn raw(&mut self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
         write(&mut self.out).context("failed to print")
     }
@@ -166,6 +175,9 @@ impl Output {
     }
 
     /// Hands what was printed to the reader; once per wake-up.
+    ///
+    /// # Errors
+    /// If the output cannot be written to, as its reader has gone or its disk is full.
     pub fn flush(&mut self) -> Result<()> {
         if let Some(timeline) = &mut self.timeline {
             timeline.flush();

@@ -266,6 +266,9 @@ impl AddressSpaces {
     }
 
     /// Remembers what a running process has mapped.
+    ///
+    /// # Errors
+    /// If the mappings of the process cannot be read.
     pub fn look_at(&mut self, process: &Process) -> Result<()> {
         let pid = process.pid();
         let mappings = process.mappings()?;

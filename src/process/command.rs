@@ -58,6 +58,9 @@ impl CommandLine {
     }
 
     /// Starts it, held before exec, and says so on stderr as BCC does.
+    ///
+    /// # Errors
+    /// If the program cannot be found or a process cannot be forked.
     pub fn start(&self) -> Result<HeldCommand> {
         eprintln!(
             "Executing '{}' and tracing the resulting process.",
@@ -100,6 +103,10 @@ fn find_program(name: &str) -> Result<PathBuf> {
 
 /// The files that running `program` will execute code from: itself, or what its `#!` names, and
 /// the libraries that its dynamic linker lists. Nothing of the program itself is run for that.
+///
+/// # Errors
+/// If the program cannot be read, is of another architecture, or its dynamic linker does not list
+/// its libraries.
 pub fn code_files(program: &Path) -> Result<Vec<PathBuf>> {
     let program = script_interpreter(program)?.unwrap_or_else(|| program.to_owned());
     let file =
@@ -231,6 +238,9 @@ impl HeldCommand {
     }
 
     /// Lets it become the command, and waits until it has.
+    ///
+    /// # Errors
+    /// If the held process has gone, or exec fails: with the error of exec.
     pub fn release(&mut self) -> Result<()> {
         if let Some(release) = self.release.take() {
             write(&release, b"g").context("the held command has gone")?;
@@ -248,6 +258,9 @@ impl HeldCommand {
     /// does not heed SIGTERM is left to run, and named.
     ///
     /// Returns its own exit status, as a shell gives it; None if it was we who ended it.
+    ///
+    /// # Errors
+    /// If the kernel does not let us wait for it.
     pub fn finish(&mut self) -> Result<Option<u8>> {
         let now = || waitpid(self.pid, Some(WaitPidFlag::WNOHANG)).context("failed to wait");
         let status = now()?;

@@ -22,6 +22,9 @@ impl Guard {
     /// stays open by it, and is in a session of its own, where no signal for a group of processes
     /// reaches it.
     ///
+    /// # Errors
+    /// If there are no descriptors or no processes left.
+    ///
     /// # Safety
     /// `work` runs in a child that has this thread only, where another one can have left a lock taken
     /// for ever: it may make system calls, and must neither allocate nor take a lock.

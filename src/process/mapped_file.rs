@@ -43,6 +43,9 @@ impl MappedFile {
     }
 
     /// Opens a file that the user of the tool has named. Links are followed.
+    ///
+    /// # Errors
+    /// If it cannot be opened, or is no regular file.
     pub fn open_path(path: &Path) -> io::Result<Self> {
         Ok(Self {
             file: Arc::new(open_regular(path)?),
@@ -66,6 +69,9 @@ impl MappedFile {
     }
 
     /// What tells it from other files that we have opened.
+    ///
+    /// # Errors
+    /// If the kernel does not tell its metadata.
     pub fn identity(&self) -> io::Result<(u64, u64)> {
         let metadata = self.file.metadata()?;
         Ok((metadata.dev(), metadata.ino()))
@@ -81,6 +87,9 @@ impl MappedFile {
 /// Opens what is a regular file, and nothing else, for reading; links are followed.
 ///
 /// The first open, of the path alone, runs no code of a device and waits for no writer of a FIFO.
+///
+/// # Errors
+/// If it cannot be opened for reading, or is no regular file.
 pub fn open_regular(path: &Path) -> io::Result<File> {
     let found = OpenOptions::new()
         .read(true)
@@ -119,6 +128,9 @@ pub fn open_within(root: impl AsFd, path: &Path) -> io::Result<File> {
 
 /// Opens a file whose name is not the kernel's: its folder may be a link within that root,
 /// as `/tmp` can be, but the file may not.
+///
+/// # Errors
+/// If it cannot be opened for reading, is a link, or is no regular file.
 pub fn open_own(root: impl AsFd, path: &Path) -> io::Result<File> {
     let how = OpenHow::new()
         .flags(OFlag::O_PATH | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW)
@@ -138,6 +150,9 @@ pub fn open_installed(root: impl AsFd, path: &Path) -> io::Result<File> {
 }
 
 /// The root of a process's file system, as openat2(2) takes it.
+///
+/// # Errors
+/// If the process has gone, or may not be looked at.
 pub fn root_of(pid: u32) -> io::Result<File> {
     let root = format!("/proc/{pid}/root");
     let flags = libc::O_PATH | libc::O_DIRECTORY;

@@ -64,6 +64,10 @@ pub struct MappingLog {
 
 impl MappingLog {
     /// Starts logging.
+    ///
+    /// # Errors
+    /// If a perf event cannot be opened on each CPU, mostly for want of privilege: the message
+    /// names the remedy.
     pub fn start() -> Result<Self> {
         let cpus = Cpus::now()?;
         let filling =

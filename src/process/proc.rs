@@ -19,6 +19,9 @@ use crate::print::text;
 use crate::process::mapped_file::{self, MappedFile};
 
 /// The numbers of all processes that run now in our PID namespace.
+///
+/// # Errors
+/// If /proc cannot be listed.
 pub fn all() -> Result<Vec<u32>> {
     let entries = fs::read_dir("/proc").context("failed to list /proc")?;
     let numbers = entries.flatten().map(|entry| entry.file_name());
@@ -76,6 +79,9 @@ impl Process {
     }
 
     /// Fails if it has exited, and only its parent has not taken note of that.
+    ///
+    /// # Errors
+    /// If it has exited: the message names it.
     pub fn expect_running(&self) -> Result<()> {
         if self.exited() {
             bail!("process {} ({}) has exited", self.pid, self.comm());
@@ -84,6 +90,9 @@ impl Process {
     }
 
     /// Fails unless it runs a program, saying what it is instead.
+    ///
+    /// # Errors
+    /// If it has exited or is a kernel thread: the message names it.
     pub fn expect_program(&self) -> Result<()> {
         self.expect_running()?;
         if self.is_kernel_thread()? {
@@ -97,6 +106,9 @@ impl Process {
     }
 
     /// Fails unless it is a 64-bit user program, saying what it is instead.
+    ///
+    /// # Errors
+    /// If it has exited, is a kernel thread or a 32-bit program, or its program cannot be opened.
     pub fn expect_native_program(&self) -> Result<()> {
         let pid = self.pid;
         self.expect_program()?;
@@ -143,6 +155,9 @@ impl Process {
     }
 
     /// What the process has mapped now; empty after its exit.
+    ///
+    /// # Errors
+    /// If /proc/PID/maps cannot be read.
     pub fn mappings(&self) -> Result<Vec<Mapping>> {
         let maps = fs::read(self.file("maps"))
             .with_context(|| format!("failed to read the mappings of process {}", self.pid))?;
@@ -151,6 +166,9 @@ impl Process {
 
     /// The files that it executes code from, each once. Devices and files that are gone are left out;
     /// what else cannot be opened is `refused`, each with the reason.
+    ///
+    /// # Errors
+    /// If /proc/PID/maps cannot be read.
     pub fn code_files(&self) -> Result<CodeFiles> {
         let mut seen = HashSet::new();
         let mut found = CodeFiles::default();

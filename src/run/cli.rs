@@ -189,6 +189,9 @@ pub fn start<'a>(
 }
 
 /// A number of seconds that is not 0, such as `10` or `0.5`.
+///
+/// # Errors
+/// If it is none, or out of bounds: with the text for the user.
 pub fn seconds(text: &str) -> Result<Duration, String> {
     // More than the kernel's timers take is as good as for ever.
     const MOST: f64 = 1e9;
@@ -200,6 +203,9 @@ pub fn seconds(text: &str) -> Result<Duration, String> {
 }
 
 /// A whole number that is not 0.
+///
+/// # Errors
+/// If it is none: with the text for the user.
 pub fn count<N: FromStr + PartialOrd + Default>(text: &str) -> Result<N, String> {
     match text.parse::<N>() {
         Ok(number) if number > N::default() => Ok(number),
@@ -208,12 +214,18 @@ pub fn count<N: FromStr + PartialOrd + Default>(text: &str) -> Result<N, String>
 }
 
 /// A whole number, which may be 0.
+///
+/// # Errors
+/// If it is none: with the text for the user.
 pub fn number<N: FromStr>(text: &str) -> Result<N, String> {
     text.parse()
         .map_err(|_| "must be a whole number, not too large".into())
 }
 
 /// Frames of a stack.
+///
+/// # Errors
+/// If it is none, or out of bounds: with the text for the user.
 pub fn stack_depth(text: &str) -> Result<u32, String> {
     match text.parse() {
         Ok(depth @ 1..=MAX_DEPTH) => Ok(depth),
@@ -222,11 +234,17 @@ pub fn stack_depth(text: &str) -> Result<u32, String> {
 }
 
 /// The number of a process or thread.
+///
+/// # Errors
+/// If it is none: with the text for the user.
 pub fn pid(text: &str) -> Result<u32, String> {
     count(text).map_err(|_| "must be the number of a process, as ps -e shows it".into())
 }
 
 /// A number of bytes, such as `4096`, `512K` or `1G`, in powers of 1024.
+///
+/// # Errors
+/// If it is none: with the text for the user.
 pub fn bytes(text: &str) -> Result<u64, String> {
     let sizes = parse_size::Config::new().with_binary();
     sizes

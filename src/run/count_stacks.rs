@@ -184,6 +184,9 @@ macro_rules! stack_count_maps {
 
 impl<'map, M: MapCore> StackCounts<'map, M> {
     /// Nothing has been counted yet.
+    ///
+    /// # Errors
+    /// If the maps that say how full the tables are cannot be mapped.
     pub fn new(
         maps: StackCountMaps<'map, M>,
         filter: &'map Filter,
@@ -224,6 +227,9 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
 
     /// Reports at each interval, and when the probes have been detached at the end; and then tells
     /// what could not be counted or named.
+    ///
+    /// # Errors
+    /// If a map cannot be read, or the output cannot be written to.
     pub fn run(
         mut self,
         tool: &str,

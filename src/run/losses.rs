@@ -42,6 +42,10 @@ impl Losses {
     /// What its programs have counted themselves, in the map `losses`, and what the kernel has counted
     /// of them, and of those that follow processes for the filter. Not of those that keep unwind tables
     /// up to date: a stack itself says what it lacks.
+    ///
+    /// # Errors
+    /// If the map `losses` cannot be read, or the kernel does not tell what its programs have
+    /// missed.
     pub fn of(object: &Object, filter: &Filter) -> Result<Self> {
         let records = |program: &Program<'_>| {
             let name = program.name().as_encoded_bytes();
@@ -54,6 +58,9 @@ impl Losses {
     }
 
     /// Reads the map `losses`.
+    ///
+    /// # Errors
+    /// If the map `losses` cannot be read.
     pub fn counted(object: &Object) -> Result<Self> {
         let types::losses {
             events,
@@ -103,12 +110,18 @@ impl Losses {
 
     /// Says at the end what was lost, and how many events of the tool's own were left out, if any:
     /// on stderr, and as last objects in JSON.
+    ///
+    /// # Errors
+    /// If the map `losses` cannot be read, or the output cannot be written to.
     pub fn tell(tool: &str, object: &Object, filter: &Filter, output: &mut Output) -> Result<()> {
         Self::of(object, filter)?.tell_all(tool, object, output)
     }
 
     /// Says what these losses are, and how many events of the tool's own `object` left out, if any:
     /// on stderr, and as last objects in JSON.
+    ///
+    /// # Errors
+    /// If the map `losses` cannot be read, or the output cannot be written to.
     pub fn tell_all(self, tool: &str, object: &Object, output: &mut Output) -> Result<()> {
         tell_own_events(tool, object, output)?;
         if self.any() {
@@ -146,6 +159,9 @@ impl Losses {
 }
 
 /// Writes the file of metrics, if there is one, with what was lost up to now; unless that was done just now.
+///
+/// # Errors
+/// If the map `losses` cannot be read.
 pub fn write_metrics(object: &Object, filter: &Filter, metrics: &mut Metrics) -> Result<()> {
     if metrics.any() {
         Losses::of(object, filter)?.measure(metrics);
@@ -167,6 +183,9 @@ pub fn finish_metrics(object: &Object, filter: &Filter, mut metrics: Metrics) ->
 
 /// Says how many events of the tool's own were left out that the options would have asked for, if any:
 /// on stderr, and as an object in JSON.
+///
+/// # Errors
+/// If the map `losses` cannot be read, or the output cannot be written to.
 pub fn tell_own_events(tool: &str, object: &Object, output: &mut Output) -> Result<()> {
     let own_events = counters(object)?.own_events;
     if own_events > 0 {

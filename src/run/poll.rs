@@ -73,6 +73,9 @@ impl<'a> Poller<'a> {
     /// [`Poller::wait`].
     ///
     /// Call it before any thread is started, so that no other thread gets the signals.
+    ///
+    /// # Errors
+    /// If signals cannot be taken over.
     pub fn new() -> Result<Self> {
         let mut taken = inherited::stopping();
         taken.add(Signal::SIGUSR1);
@@ -143,6 +146,9 @@ impl<'a> Poller<'a> {
     }
 
     /// Wakes every `interval` from now on. A tick that nobody waited for in time is not repeated.
+    ///
+    /// # Errors
+    /// If there are no timers or descriptors left.
     pub fn tick_every(&mut self, interval: Duration) -> Result<()> {
         let timer = TimerFd::new(
             ClockId::CLOCK_MONOTONIC,
@@ -160,6 +166,9 @@ impl<'a> Poller<'a> {
     }
 
     /// Waits until something is to be done, or until `deadline`.
+    ///
+    /// # Errors
+    /// If the kernel does not let us wait.
     pub fn wait(&mut self, deadline: Option<Instant>) -> Result<Wake> {
         loop {
             let wake = self.wait_once(deadline)?;

@@ -27,6 +27,9 @@ pub struct Reports {
 
 impl Reports {
     /// One each `interval`, if there is one, from now on; `count` at most.
+    ///
+    /// # Errors
+    /// If there are no timers or descriptors left.
     pub fn start(
         poller: &mut Poller<'_>,
         interval: Option<Duration>,
@@ -43,6 +46,9 @@ impl Reports {
     }
 
     /// Waits until something is to be done.
+    ///
+    /// # Errors
+    /// If the kernel does not let us wait.
     pub fn wait(&mut self, poller: &mut Poller<'_>) -> Result<(Wake, Due)> {
         let wake = poller.wait(self.deadline)?;
         Ok((wake, self.due(wake)))

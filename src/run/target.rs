@@ -66,11 +66,19 @@ pub struct Target {
 impl Target {
     /// Checks that what the options name is there, or starts the command, held until
     /// [`Target::release`]. From then on this process may do no more than tracing takes.
+    ///
+    /// # Errors
+    /// If the options contradict each other (then it is a [`UsageError`]), a process has gone or
+    /// may not be traced, or the command cannot be started.
     pub fn choose(args: &TargetArgs, tasks: Tasks) -> Result<Self> {
         Self::choose_thread(args, None, tasks)
     }
 
     /// [`Target::choose`] with a tool's `-t`, which wins over `-p`.
+    ///
+    /// # Errors
+    /// If the options contradict each other (then it is a [`UsageError`]), a process has gone or
+    /// may not be traced, or the command cannot be started.
     pub fn choose_thread(args: &TargetArgs, tid: Option<u32>, tasks: Tasks) -> Result<Self> {
         let mut filter_args = args.filter.clone();
         let line = args.command.as_deref();
@@ -118,6 +126,9 @@ impl Target {
     }
 
     /// A symbolizer that knows what is traced. Make it before the probes are live.
+    ///
+    /// # Errors
+    /// If the kernel's log of mappings cannot be opened, or a process has gone.
     pub fn symbolizer(&self) -> Result<Symbolizer> {
         if self.processes.is_empty() {
             return Symbolizer::of_all_processes();
@@ -140,12 +151,18 @@ impl Target {
     }
 
     /// What unwinds the stacks of what is traced. Make it before the probes are live.
+    ///
+    /// # Errors
+    /// As [`Unwinder::start`].
     pub fn unwinder(&self, args: UnwindArgs, parts: Parts<'_>) -> Result<Unwinder> {
         self.unwinder_and(args, parts, &[])
     }
 
     /// What unwinds the stacks of what is traced, with tables from the start for `likely`, too, unless a
     /// command is traced.
+    ///
+    /// # Errors
+    /// As [`Unwinder::start`].
     pub fn unwinder_and(
         &self,
         args: UnwindArgs,
@@ -172,12 +189,18 @@ impl Target {
     }
 
     /// Lets the command begin.
+    ///
+    /// # Errors
+    /// If the command cannot be executed.
     pub fn release(&mut self) -> Result<()> {
         let command = self.command.as_mut();
         command.map_or(Ok(()), |(_, command)| command.release())
     }
 
     /// Ends the command if it still runs. Returns its exit status, or success.
+    ///
+    /// # Errors
+    /// If the kernel does not let us wait for the command.
     pub fn finish(&mut self) -> Result<ExitCode> {
         let command = self.command.as_mut();
         let status = command.map(|(_, command)| command.finish()).transpose()?;

@@ -38,6 +38,9 @@ pub(super) struct Shared {
 impl Server {
     /// Begins to accept clients, who wait until the trace has begun. Threads keep the priority that
     /// this one has: call it before that is raised.
+    ///
+    /// # Errors
+    /// If a thread cannot be started.
     pub fn start(listener: Listener) -> Result<Self> {
         let shared = Arc::new(Shared {
             listener,

@@ -27,6 +27,9 @@ struct Function {
 
 impl Kallsyms {
     /// Reads the running kernel's.
+    ///
+    /// # Errors
+    /// If /proc/kallsyms cannot be read.
     pub fn read() -> io::Result<Self> {
         Self::parse(BufReader::with_capacity(
             64 << 10,

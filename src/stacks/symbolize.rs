@@ -126,17 +126,26 @@ impl KernelNames {
 
 impl Symbolizer {
     /// For processes that are yet to be named, by [`Symbolizer::follow`].
+    ///
+    /// # Errors
+    /// If the kernel's log of mappings cannot be opened, mostly for want of privilege.
     pub fn new() -> Result<Self> {
         Self::with(AddressSpaces::of(Wanted::Chosen))
     }
 
     /// For processes that are yet to be named, and what these start.
+    ///
+    /// # Errors
+    /// If the kernel's log of mappings cannot be opened, mostly for want of privilege.
     pub fn of_descendants() -> Result<Self> {
         Self::with(AddressSpaces::of(Wanted::Descendants))
     }
 
     /// For all processes: those that will start, and those that run when
     /// [`Symbolizer::look_around`] is called.
+    ///
+    /// # Errors
+    /// If the kernel's log of mappings cannot be opened, mostly for want of privilege.
     pub fn of_all_processes() -> Result<Self> {
         Self::with(AddressSpaces::of(Wanted::All))
     }
@@ -187,6 +196,9 @@ impl Symbolizer {
     }
 
     /// Remembers what a running process has mapped, and from now on what it maps.
+    ///
+    /// # Errors
+    /// If the mappings of the process cannot be read.
     pub fn follow(&mut self, process: &Process) -> Result<()> {
         self.follow_new(process.pid());
         self.spaces.look_at(process)
@@ -209,6 +221,9 @@ impl Symbolizer {
     }
 
     /// What [`crate::run::poll::Poller::watch_mappings`] waits for.
+    ///
+    /// # Errors
+    /// If there are no file descriptors left.
     pub fn descriptor(&self) -> Result<OwnedFd> {
         let log = self.log.as_fd().try_clone_to_owned();
         log.context("failed to watch the log of mappings")

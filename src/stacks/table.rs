@@ -283,6 +283,9 @@ enum Previous {
 
 impl<'map, M: MapCore> Stacks<'map, M> {
     /// The table of this skeleton, which may grow to `most` entries.
+    ///
+    /// # Errors
+    /// If the map that says how full the table is cannot be mapped.
     pub fn new(maps: StackMaps<'map, M>, most: u32) -> Result<Self> {
         let none = Stack {
             side: Side::User,
@@ -312,6 +315,9 @@ impl<'map, M: MapCore> Stacks<'map, M> {
     }
 
     /// The stack with this id; None if it was lost.
+    ///
+    /// # Errors
+    /// If the table cannot be read, or has an entry of another size.
     pub fn get(&mut self, id: u64) -> Result<Option<Rc<Stack>>> {
         if id == NO_STACK {
             return Ok(Some(Rc::clone(&self.none)));
@@ -331,6 +337,9 @@ impl<'map, M: MapCore> Stacks<'map, M> {
     }
 
     /// The id, or that of all lost stacks if a renewal had no room for this one.
+    ///
+    /// # Errors
+    /// If the table cannot be read.
     pub fn found(&mut self, id: u64) -> Result<u64> {
         if self.lost.contains(&id) && self.get(id)?.is_none() {
             return Ok(LOST);
@@ -344,6 +353,9 @@ impl<'map, M: MapCore> Stacks<'map, M> {
     }
 
     /// Whether the table should be renewed.
+    ///
+    /// # Errors
+    /// If the map that says how full the table is has no such entry.
     pub fn is_crowded(&self) -> Result<bool> {
         self.room.is_crowded()
     }
@@ -351,6 +363,9 @@ impl<'map, M: MapCore> Stacks<'map, M> {
     /// Puts an empty map in the place of the one in use, a larger one if that has filled fast or much
     /// was kept of it. What the old one has can be read until [`Stacks::keep`] or the next renewal.
     /// A renewal takes a grace period of the kernel, 10 to 30 ms.
+    ///
+    /// # Errors
+    /// If there is no memory for another map, or the kernel does not take it.
     pub fn renew(&mut self) -> Result<()> {
         let begun = Instant::now();
         let filled = Filled {
@@ -379,6 +394,9 @@ impl<'map, M: MapCore> Stacks<'map, M> {
 
     /// Copies these from the map that was in use before, and forgets the rest of it. A stack that there
     /// is no room for is lost ([`Stacks::lost`]).
+    ///
+    /// # Errors
+    /// If the map that was in use before cannot be read.
     pub fn keep(&mut self, ids: impl IntoIterator<Item = u64>) -> Result<()> {
         let (Some(previous), Some(current)) = (self.previous.take(), &self.current) else {
             return Ok(());
@@ -420,6 +438,9 @@ impl<'map, M: MapCore> Stacks<'map, M> {
     /// their stacks until the next renewal. Stacks that were read stay known. Without memory for
     /// another table all stays as it is, and what has no room is lost and counted: these tools also
     /// run where memory runs out.
+    ///
+    /// # Errors
+    /// If the table in use cannot be read or counted in; a lack of memory is none.
     pub fn renew_for_events(&mut self) -> Result<()> {
         if !self.is_crowded()? {
             return Ok(());

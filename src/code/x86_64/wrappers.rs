@@ -98,6 +98,9 @@ enum State {
 
 impl Calls {
     /// The calls in this file's code.
+    ///
+    /// # Errors
+    /// If it is no 64-bit ELF file, or its imports make no sense.
     pub fn of(file: &File) -> Result<Self> {
         let elf = Elf::read(file)?.expect_64_bit()?;
         Ok(Self {

@@ -20,6 +20,9 @@ pub struct RunningModules(File);
 
 impl RunningModules {
     /// The memory that a process has now, which is to be held so that its number means no other.
+    ///
+    /// # Errors
+    /// If the process has gone, or may not be looked at.
     pub fn open(pid: u32) -> io::Result<Self> {
         File::open(format!("/proc/{pid}/mem")).map(Self)
     }

@@ -23,6 +23,9 @@ use crate::stacks::named::NamedStack;
 
 impl<M: MapCore> StackCounts<'_, M> {
     /// Prints what was counted since the last report.
+    ///
+    /// # Errors
+    /// If a map cannot be read, or the output cannot be written to.
     pub fn report(&mut self, output: &mut Output, report: &Report<'_>) -> Result<()> {
         let &Report {
             format,

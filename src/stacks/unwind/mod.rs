@@ -102,6 +102,9 @@ impl UnwindArgs {
     }
 
     /// The skeleton's constant `unwind_namespace`.
+    ///
+    /// # Errors
+    /// If /proc does not tell our PID namespace.
     pub fn namespace(&self) -> Result<u32> {
         filter::pid_namespace()
     }
@@ -344,6 +347,9 @@ pub struct Unwinder {
 impl Unwinder {
     /// Makes these tables, and from now on those of whatever else is met. To be called after load and
     /// before the probes are live; what is to be forked must have been.
+    ///
+    /// # Errors
+    /// If the kernel half's maps cannot be had, or the worker's thread does not start.
     pub fn start(args: UnwindArgs, mut parts: Parts<'_>, whose: impl Into<Whose>) -> Result<Self> {
         let whose = whose.into();
         let mut unwinder = Self {
@@ -389,6 +395,9 @@ impl Unwinder {
     }
 
     /// Says at the end how complete the stacks were: on stderr, and as an object in JSON.
+    ///
+    /// # Errors
+    /// If the kernel half's counts cannot be read, or the output cannot be written to.
     pub fn tell(mut self, tool: &str, output: &mut Output) -> Result<()> {
         let tables = self.worker.take().map(Worker::stop);
         let summary = Summary::read(self.mode, &self.slots, &self.missing, tables.as_ref())?;

@@ -55,6 +55,9 @@ impl Rules {
     }
 
     /// The rules in an ELF image that is in memory, such as the vdso.
+    ///
+    /// # Errors
+    /// If it is no ELF image, or its unwind information makes no sense.
     pub fn of_image(image: &[u8]) -> Result<Self> {
         Self::read(&image)
     }
