@@ -73,7 +73,7 @@ test: lint test-host test-vm
 lint: deps
 	@scripts/need $(LINT_PACKAGES)
 	$(CARGO) fmt --check
-	clang-format --dry-run -Werror bpf/*.bpf.c bpf/include/*.[ch] bpf/include/*/*.h tests/workload/*.[ch] tests/workload/*.cc tests/hostile/*.[ch] benches/*.[ch]
+	clang-format --dry-run -Werror bpf/*.bpf.c bpf/*/*.[ch] bpf/include/*/*.h tests/workload/*.[ch] tests/workload/*.cc tests/hostile/*.[ch] benches/*.[ch]
 	$(CARGO) clippy $(FLAGS) --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(FLAGS) --no-deps --lib --document-private-items
 

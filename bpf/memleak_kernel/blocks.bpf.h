@@ -1,0 +1,256 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * Blocks of the kernel that are live, their sums, and the options by which they are
+ * chosen.
+ */
+#ifndef MEMTOOLS_MEMLEAK_KERNEL_BLOCKS_BPF_H
+#define MEMTOOLS_MEMLEAK_KERNEL_BLOCKS_BPF_H
+
+#include "filter.bpf.h"
+#include "kernel_stack.bpf.h"
+
+#define ENOENT 2
+#define EEXIST 17
+
+/* What a block is, where it is in no slab cache. */
+enum kind {
+	KIND_UNKNOWN, /* an object whose cache could not be found */
+	KIND_PAGES,
+	KIND_LARGE, /* a kmalloc beyond the largest cache, which takes whole pages */
+	KIND_PER_CPU,
+	KINDS,
+};
+EXPORT_TYPE(enum kind);
+
+/* Tracepoints, those of frees last. */
+enum hook {
+	HOOK_KMALLOC,
+	HOOK_CACHE_ALLOC,
+	HOOK_PAGE_ALLOC,
+	HOOK_PERCPU_ALLOC,
+	HOOK_FREES,
+	HOOK_KFREE = HOOK_FREES,
+	HOOK_CACHE_FREE,
+	HOOK_PAGE_FREE,
+	HOOK_PERCPU_FREE,
+	HOOKS,
+};
+
+/*
+ * Memory in use. The key of an object is its address; of per-CPU memory, its
+ * first copy's; of pages, page_key().
+ */
+struct block {
+	__u64 stack;
+	__u64 time_ns;	 /* CLOCK_MONOTONIC at allocation */
+	__u64 cache;	 /* its struct kmem_cache, or an enum kind */
+	__u32 allocated; /* bytes taken; of pages that were freed in part, what is left */
+	__u32 requested; /* bytes asked for */
+};
+EXPORT_TYPE(struct block);
+
+/* Blocks of one stack or, with by_cache, of one cache. */
+struct total {
+	__u64 allocated;
+	__u64 requested;
+	__u64 count;
+};
+EXPORT_TYPE(struct total);
+
+#define PAGE_ORDERS 12 /* and one more than the largest of any x86-64 kernel */
+
+#define CACHE_NAME_BYTES 32
+
+struct cache {
+	char name[CACHE_NAME_BYTES];
+	__u64 wanted;
+};
+EXPORT_TYPE(struct cache);
+
+/* Frees that were not seen, or could not be recorded: the memory was allocated again. */
+__u64 unseen_frees;
+
+/* Options, set before load. */
+const volatile __u64 min_size;
+const volatile __u64 max_size = ~0ULL;
+const volatile __u32 sample_rate = 1;
+const volatile __u32 page_shift = 12;
+const volatile __u32 possible_cpus = 1;
+const volatile __u8 keep_totals;
+const volatile __u8 by_cache;
+const volatile __u8 with_caches; /* each object's cache is to be known */
+const volatile __u8 with_pages;	 /* beside objects */
+const volatile __u8 learns;	 /* page_bias is of use */
+const volatile __u8 one_cache;	 /* only objects of the cache called cache_name */
+const volatile char cache_name[CACHE_NAME_BYTES];
+
+/* Of this kernel's tracepoints, also set before load. */
+const volatile __u8 tells_cache;	/* kmem_cache_alloc: 6.1 and later */
+const volatile __u8 tells_percpu_bytes; /* percpu_alloc_percpu: 5.19 and later */
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 1); /* --max-allocs */
+	__type(key, __u64);
+	__type(value, struct block);
+} blocks SEC(".maps");
+
+/* By stack or, with by_cache, by cache; used with --combined-only. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 16384);
+	__type(key, __u64);
+	__type(value, struct total);
+} totals SEC(".maps");
+
+const volatile struct total no_total;
+
+/*
+ * Which of a block's pages were freed, where not all are: a huge page that was
+ * split, the end of an alloc_pages_exact(). Who gets these pages next may not be
+ * traced, and then gives them back.
+ */
+#define PARTS_WORDS (1 << (PAGE_ORDERS - 1 - 6))
+
+struct parts {
+	__u64 freed[PARTS_WORDS]; /* a bit for each page */
+};
+
+const volatile struct parts no_parts;
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 16384);
+	__type(key, __u64);
+	__type(value, struct parts);
+} parts SEC(".maps");
+
+/* Slab caches by the address of their struct kmem_cache. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 4096);
+	__type(key, __u64);
+	__type(value, struct cache);
+} caches SEC(".maps");
+
+/*
+ * Where the struct page of an address is: page_bias + the number of its page *
+ * the size of struct page. No kernel tells that to BPF programs, and its
+ * variables are in kallsyms on some only. So it is learned: user space
+ * (tools/memleak/kernel/probes.rs) makes a system call that allocates an object
+ * of LEARN_ORDER pages, whose struct page comes with mm_page_alloc and whose
+ * address with the kmalloc that follows. 0: not known.
+ */
+__u64 page_bias;
+static __u64 learned_page;
+#define LEARN_ORDER 2
+/* Kernel memory maps begin at multiples of more than this, so page_bias is one. */
+#define BIAS_ALIGNMENT (1 << 20)
+
+/* How many of `blocks` are 2^order pages, so that nobody looks for what cannot be there. */
+static __u64 live_pages[PAGE_ORDERS];
+
+/* Kernels before 5.17 have what is struct slab since in struct page. */
+struct page___slab {
+	struct kmem_cache *slab_cache;
+} __attribute__((preserve_access_index));
+
+/* 7.2 and later */
+struct page___info {
+	unsigned long compound_info;
+} __attribute__((preserve_access_index));
+
+static __noinline int total_add(__u64 group, __u64 allocated, __u64 requested, __u64 count)
+{
+	struct total *total = value_of(&totals, &group, (const void *)&no_total);
+
+	if (!total) {
+		count_loss(entries);
+		return 0;
+	}
+	__sync_fetch_and_add(&total->allocated, allocated);
+	__sync_fetch_and_add(&total->requested, requested);
+	__sync_fetch_and_add(&total->count, count);
+	return 0;
+}
+
+static __always_inline __u64 group_of(const struct block *block)
+{
+	return by_cache ? block->cache : block->stack;
+}
+
+/*
+ * Forget the block with this key. Returns 0 if there was none. Nobody else can
+ * change it meanwhile: what is told to be freed is not free yet.
+ */
+static __noinline int block_remove(__u64 key)
+{
+	struct block *block = bpf_map_lookup_elem(&blocks, &key);
+	struct block removed;
+	long error;
+
+	if (!block)
+		return 0;
+	removed = *block;
+	error = bpf_map_delete_elem(&blocks, &key);
+	if (error) {
+		if (error != -ENOENT)
+			__sync_fetch_and_add(&unseen_frees, 1);
+		return 0;
+	}
+	if (keep_totals)
+		total_add(group_of(&removed), -(__u64)removed.allocated, -(__u64)removed.requested,
+			  -1);
+	return 1;
+}
+
+/* Returns 0 if it could not be recorded. */
+static __noinline int block_insert(__u64 key, const struct block *block)
+{
+	long error = bpf_map_update_elem(&blocks, &key, block, BPF_NOEXIST);
+
+	if (error == -EEXIST) {
+		/* What is allocated was free: we have not seen that. */
+		__sync_fetch_and_add(&unseen_frees, 1);
+		block_remove(key);
+		error = bpf_map_update_elem(&blocks, &key, block, BPF_ANY);
+	}
+	if (error) {
+		count_loss(entries);
+		return 0;
+	}
+	if (keep_totals)
+		total_add(group_of(block), block->allocated, block->requested, 1);
+	return 1;
+}
+
+static __always_inline bool wanted_size(__u64 size)
+{
+	if (size < min_size || size > max_size)
+		return false;
+	return sample_rate <= 1 || bpf_get_prandom_u32() % sample_rate == 0;
+}
+
+static __always_inline __u32 saturated(__u64 bytes)
+{
+	return bytes > ~0U ? ~0U : bytes;
+}
+
+/* Remember what the current task, which is wanted, has allocated. Returns 0 if it is not. */
+static __always_inline int remember(void *ctx, __u64 key, __u64 requested, __u64 allocated,
+				    __u64 cache)
+{
+	struct block block = {
+		.cache = cache,
+		.allocated = saturated(allocated),
+		.requested = saturated(requested),
+	};
+
+	if (!wanted_size(allocated))
+		return 0;
+	block.time_ns = bpf_ktime_get_ns();
+	block.stack = stack_of_kernel(ctx);
+	return block_insert(key, &block);
+}
+
+#endif /* MEMTOOLS_MEMLEAK_KERNEL_BLOCKS_BPF_H */

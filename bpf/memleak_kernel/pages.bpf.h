@@ -1,0 +1,130 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * Blocks of whole pages: which pages an address is in, and blocks of which a part has
+ * been freed.
+ */
+#ifndef MEMTOOLS_MEMLEAK_KERNEL_PAGES_BPF_H
+#define MEMTOOLS_MEMLEAK_KERNEL_PAGES_BPF_H
+
+#include "blocks.bpf.h"
+
+#define STRUCT_PAGE_BYTES ((__u64)bpf_core_type_size(struct page))
+
+/* struct page is aligned to more than there are orders. */
+static __always_inline __u64 page_key(__u64 page, __u32 order)
+{
+	return (page & -(STRUCT_PAGE_BYTES << order)) | order;
+}
+
+static __always_inline __u64 page_of(__u64 address)
+{
+	return page_bias + (address >> page_shift) * STRUCT_PAGE_BYTES;
+}
+
+/* Whether any block is so many pages. */
+static __always_inline bool pages_live(__u32 order)
+{
+	/* Else clang adds to the address what it knows to be bounded, and the verifier does not. */
+	barrier_var(order);
+	return order < PAGE_ORDERS && live_pages[order];
+}
+
+static __always_inline void pages_count(__u32 order, __u64 add)
+{
+	barrier_var(order);
+	if (order < PAGE_ORDERS)
+		__sync_fetch_and_add(&live_pages[order], add);
+}
+
+/*
+ * Forget the 2^order pages that this one is of. Returns 0 if they are not there.
+ *
+ * This and the functions on pages below are global, so that the verifier follows
+ * each once and not again for each order: 5.10 and 6.1 would take minutes.
+ */
+__noinline int pages_remove(__u64 page, __u32 order)
+{
+	__u64 key = page_key(page, order);
+
+	if (!pages_live(order) || !block_remove(key))
+		return 0;
+	pages_count(order, -1);
+	if (order)
+		bpf_map_delete_elem(&parts, &key);
+	return 1;
+}
+
+/* Pages that the slab allocator took count as the objects that are in them. */
+static __noinline int pages_become_objects(__u64 address)
+{
+	__u64 page = page_of(address);
+
+	for (__u32 order = 0; order < PAGE_ORDERS; order++)
+		if (pages_remove(page, order))
+			break;
+	return 0;
+}
+
+/* Mark 64 of the block's pages, or those of `bits`, as freed. Returns 0 if they were already. */
+__noinline int parts_mark(__u64 key, __u32 word, __u64 bits)
+{
+	struct parts *part = bpf_map_lookup_elem(&parts, &key);
+
+	barrier_var(word);
+	if (!part || word >= PARTS_WORDS || part->freed[word] & bits)
+		return 0;
+	/* An addition, since 5.10 has no other atomic operation; none of the bits is set. */
+	__sync_fetch_and_add(&part->freed[word], bits);
+	return 1;
+}
+
+/* The same with 64 that may be beside so many from the first. */
+__noinline int parts_mark_within(__u64 key, __u32 word, __u32 first, __u32 pages)
+{
+	return word * 64 >= first && word * 64 < first + pages ? parts_mark(key, word, ~0ULL) : 0;
+}
+
+/* Mark so many from the first as freed. */
+static __always_inline int parts_mark_all(__u64 key, __u32 first, __u32 pages)
+{
+	int marked = 0;
+
+	if (pages < 64)
+		return parts_mark(key, first / 64, ((1ULL << pages) - 1) << (first & 63));
+	for (__u32 word = 0; word < PARTS_WORDS; word++)
+		marked |= parts_mark_within(key, word, first, pages);
+	return marked;
+}
+
+/*
+ * 2^freed pages from this one on are freed, of 2^order that were allocated
+ * together. Returns 0 if those are not there.
+ */
+__noinline int pages_shrink(__u64 page, __u32 order, __u32 freed)
+{
+	__u64 key = page_key(page, order), bytes = 1ULL << (page_shift + freed % PAGE_ORDERS);
+	struct block *block;
+
+	if (!pages_live(order))
+		return 0;
+	block = bpf_map_lookup_elem(&blocks, &key);
+	if (!block)
+		return 0;
+	bpf_map_update_elem(&parts, &key, (const void *)&no_parts, BPF_NOEXIST);
+	if (!bpf_map_lookup_elem(&parts, &key)) {
+		count_loss(entries);
+		return 0;
+	}
+	if (!parts_mark_all(key, (page - (key - order)) / STRUCT_PAGE_BYTES,
+			    1 << freed % PAGE_ORDERS))
+		return 0;
+	__sync_fetch_and_add(&block->allocated, -(__u32)bytes);
+	__sync_fetch_and_add(&block->requested, -(__u32)bytes);
+	if (keep_totals)
+		total_add(group_of(block), -bytes, -bytes, 0);
+	if (*(volatile __u32 *)&block->allocated == 0)
+		pages_remove(page, order);
+	return 1;
+}
+
+#endif /* MEMTOOLS_MEMLEAK_KERNEL_PAGES_BPF_H */
