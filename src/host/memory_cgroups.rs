@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::host::mounts::Mounts;
 use crate::host::values::Values;
 use crate::print::text;
 
@@ -103,9 +104,8 @@ const VERSION_1: Files = Files {
 impl MemoryCgroups {
     /// The memory cgroups that are mounted here, of whichever version has the memory controller.
     pub fn look() -> Self {
-        let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
         let mut groups = Self::default();
-        for (mount, files) in memory_mounts(&mounts) {
+        for (mount, files) in memory_mounts(&Mounts::now()) {
             let before = groups.limited.len();
             groups.look_below(&mount, files);
             groups.version_1 |= files.limit == VERSION_1.limit && groups.limited.len() > before;
@@ -128,9 +128,8 @@ impl MemoryCgroups {
 /// What each memory cgroup but the root has, of whichever version has the memory controller, in the order of their
 /// paths.
 pub fn sizes() -> Vec<CgroupSize> {
-    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     let mut sizes = Vec::new();
-    for (mount, files) in memory_mounts(&mounts) {
+    for (mount, files) in memory_mounts(&Mounts::now()) {
         visit(&mount, |folder, path| {
             let current = number(&folder.join(files.current)).filter(|_| path != "/");
             sizes.extend(current.map(|current| CgroupSize {
@@ -145,8 +144,7 @@ pub fn sizes() -> Vec<CgroupSize> {
 /// The folder of the memory controller for this cgroup: the same, or the one with the same path below the mount of
 /// version 1, if that has the controller.
 pub fn folder_with_memory(folder: &Path) -> PathBuf {
-    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-    let mut folders = memory_mounts(&mounts).into_iter().map(|(mount, _)| {
+    let mut folders = memory_mounts(&Mounts::now()).into_iter().map(|(mount, _)| {
         let below = folder.to_string_lossy();
         mount.join(below.trim_start_matches('/'))
     });
@@ -177,8 +175,7 @@ pub fn kernel_of_version_1(folder: &Path) -> Option<u64> {
 /// Bytes that the cgroup at the mount itself may use: in a container with a cgroup namespace its own limit. None where
 /// nothing limits it, as on the host.
 pub fn root_limit() -> Option<u64> {
-    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-    let mut mounts = memory_mounts(&mounts).into_iter();
+    let mut mounts = memory_mounts(&Mounts::now()).into_iter();
     mounts.find_map(|(mount, files)| {
         number(&mount.join(files.limit)).filter(|&limit| limit < NO_LIMIT)
     })
@@ -262,24 +259,13 @@ fn number(path: &Path) -> Option<u64> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
-/// Where memory cgroups are, of the lines of /proc/self/mounts. Each hierarchy is taken once: it can be
-/// mounted in several places.
-fn memory_mounts(mounts: &str) -> Vec<(PathBuf, &'static Files)> {
-    let (mut second, mut first) = (None, None);
-    for line in mounts.lines() {
-        let fields: Vec<&str> = line.split(' ').collect();
-        let [_, mount, kind, options, ..] = fields[..] else {
-            continue;
-        };
-        match kind {
-            "cgroup2" if second.is_none() => second = Some((PathBuf::from(mount), &VERSION_2)),
-            "cgroup" if first.is_none() && options.split(',').any(|option| option == "memory") => {
-                first = Some((PathBuf::from(mount), &VERSION_1));
-            }
-            _ => {}
-        }
-    }
-    second.into_iter().chain(first).collect()
+/// Where memory cgroups are. Each hierarchy is taken once: it can be mounted in several places.
+fn memory_mounts(mounts: &Mounts) -> Vec<(PathBuf, &'static Files)> {
+    let second = mounts.cgroup2().map(|mount| (mount, &VERSION_2));
+    let first = mounts.cgroup1_memory().map(|mount| (mount, &VERSION_1));
+    let both = second.into_iter().chain(first);
+    both.map(|(mount, files)| (mount.to_owned(), files))
+        .collect()
 }
 
 #[cfg(test)]
@@ -292,7 +278,7 @@ mod tests {
                       cgroup /sys/fs/cgroup/memory cgroup rw,memory 0 0\n\
                       cgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0\n\
                       cgroup2 /elsewhere cgroup2 rw 0 0\nx\n";
-        let found: Vec<_> = memory_mounts(mounts)
+        let found: Vec<_> = memory_mounts(&Mounts::parse(mounts.as_bytes()))
             .into_iter()
             .map(|(mount, files)| (mount, files.limit))
             .collect();

@@ -30,6 +30,9 @@ pub const SCHEMA: u32 = 1;
 /// default format, each with its newline.
 pub trait Row: Serialize {
     /// Writes the text form.
+    ///
+    /// # Errors
+    /// If `out` cannot be written to.
     fn text(&self, out: &mut dyn Write) -> io::Result<()>;
 
     /// What it is on a timeline.

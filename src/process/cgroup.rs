@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
+use crate::host::mounts::Mounts;
 use crate::print::text;
-use crate::process::filter;
 
 /// The processes that are in a cgroup or below it now, by the path of its folder.
 ///
@@ -125,9 +125,8 @@ pub struct Cgroups {
 impl Cgroups {
     /// The cgroups that there are now.
     pub fn new() -> Self {
-        let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
         let mut cgroups = Self {
-            mount: filter::cgroup2_mount(&mounts).map(PathBuf::from),
+            mount: Mounts::now().cgroup2().map(PathBuf::from),
             ..Self::default()
         };
         cgroups.look();
@@ -136,9 +135,8 @@ impl Cgroups {
 
     /// The cgroups of the hierarchy that the memory controller has, of version 1 or 2.
     pub fn of_memory() -> Self {
-        let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
         let mut cgroups = Self {
-            mount: memory_mount(&mounts).map(PathBuf::from),
+            mount: Mounts::now().memory_limits().map(PathBuf::from),
             ..Self::default()
         };
         cgroups.look();
@@ -175,18 +173,6 @@ impl Cgroups {
             }
         }
     }
-}
-
-/// Where the cgroups with memory limits are: those of version 1 if the controller is bound to it, which
-/// only then can be mounted with it.
-fn memory_mount(mounts: &str) -> Option<&str> {
-    let first = mounts.lines().find_map(|line| {
-        let mut fields = line.split(' ').skip(1);
-        let (mount, kind, options) = (fields.next()?, fields.next()?, fields.next()?);
-        let with_memory = options.split(',').any(|option| option == "memory");
-        (kind == "cgroup" && with_memory).then_some(mount)
-    });
-    first.or_else(|| filter::cgroup2_mount(mounts))
 }
 
 #[cfg(test)]
@@ -278,16 +264,6 @@ mod tests {
         assert_eq!(called(folder.path(), &id[..12]), paths[..1]);
         assert_eq!(called(folder.path(), "db"), paths[1..]);
         assert_eq!(called(folder.path(), "web"), [""; 0].map(PathBuf::from));
-    }
-
-    #[test]
-    fn memory_is_limited_in_the_first_version_if_that_is_mounted_with_it() {
-        let mounts = "cgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0\n\
-                      cgroup /sys/fs/cgroup/cpu cgroup rw,cpu 0 0\n";
-        assert_eq!(memory_mount(mounts), Some("/sys/fs/cgroup/unified"));
-        let mounts = format!("{mounts}cgroup /sys/fs/cgroup/memory cgroup rw,memory 0 0\n");
-        assert_eq!(memory_mount(&mounts), Some("/sys/fs/cgroup/memory"));
-        assert_eq!(memory_mount("proc /proc proc rw 0 0\n"), None);
     }
 
     #[test]

@@ -19,6 +19,7 @@ use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, fstatfs};
 use plain::Plain;
 
 use crate::bpf::types;
+use crate::host::mounts::Mounts;
 use crate::print::text;
 use crate::process::cgroup;
 use crate::process::follow::Follower;
@@ -265,9 +266,8 @@ fn name_and_mask(name: &[u8]) -> Result<([u8; 16], [u8; 16])> {
 /// If several cgroups go by this name: all of them.
 pub fn cgroup_path(name: &str) -> Result<PathBuf, String> {
     let path = PathBuf::from(name);
-    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-    let mount = cgroup2_mount(&mounts).map(Path::new);
-    let Some(mount) = mount.filter(|_| !path.is_dir()) else {
+    let mounts = Mounts::now();
+    let Some(mount) = mounts.cgroup2().filter(|_| !path.is_dir()) else {
         return Ok(path);
     };
     let below = mount.join(name.trim_start_matches('/'));
@@ -291,12 +291,12 @@ pub fn cgroup_path(name: &str) -> Result<PathBuf, String> {
 /// A cgroup of version 2. One of version 1 would be accepted by the kernel, and never match.
 fn open_cgroup(path: &Path) -> Result<OwnedFd> {
     let name = path.display();
-    let remedy = || {
-        let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-        match cgroup2_mount(&mounts) {
-            Some(mount) => format!("see: find {} -type d", text::escape(mount)),
-            None => "there is none yet: mount -t cgroup2 none DIRECTORY".into(),
+    let remedy = || match Mounts::now().cgroup2() {
+        Some(mount) => {
+            let mount = text::escape_bytes(mount.as_os_str().as_bytes());
+            format!("see: find {mount} -type d")
         }
+        None => "there is none yet: mount -t cgroup2 none DIRECTORY".into(),
     };
     let folder =
         File::open(path).with_context(|| format!("failed to open cgroup {name}; {}", remedy()))?;
@@ -305,15 +305,6 @@ fn open_cgroup(path: &Path) -> Result<OwnedFd> {
         bail!("{name} is not a cgroup of version 2; {}", remedy());
     }
     Ok(folder.into())
-}
-
-/// Where cgroups of version 2 are, of the lines of /proc/self/mounts.
-pub(crate) fn cgroup2_mount(mounts: &str) -> Option<&str> {
-    mounts.lines().find_map(|line| {
-        let mut fields = line.split(' ').skip(1);
-        let mount = fields.next()?;
-        (fields.next()? == "cgroup2").then_some(mount)
-    })
 }
 
 /// The PID namespace whose numbers are ours; 0 for the initial one, whose numbers the kernel's are.
@@ -424,10 +415,6 @@ mod tests {
                 "{text}"
             );
         }
-        let mounts = "cgroup /sys/fs/cgroup/cpu cgroup rw 0 0\n\
-                      cgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0\n";
-        assert_eq!(cgroup2_mount(mounts), Some("/sys/fs/cgroup/unified"));
-        assert_eq!(cgroup2_mount("proc /proc proc rw 0 0\n"), None);
     }
 
     #[test]

@@ -6,15 +6,15 @@
 use std::collections::BTreeMap;
 use std::env;
 use std::ffi::{OsStr, OsString};
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use clap::CommandFactory;
 use clap_complete::engine::CompletionCandidate;
 use clap_complete::env::CompleteEnv;
 
+use crate::host::mounts::Mounts;
+use crate::process::cgroup;
 use crate::process::proc::{self, Process};
-use crate::process::{cgroup, filter};
 
 /// The environment variable that asks for completions.
 const VARIABLE: &str = "MEMTOOLS_COMPLETE";
@@ -68,15 +68,15 @@ pub fn names(current: &OsStr) -> Vec<CompletionCandidate> {
 
 /// Cgroups of version 2, as their paths below the mount.
 pub fn cgroups(current: &OsStr) -> Vec<CompletionCandidate> {
-    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-    let Some(mount) = filter::cgroup2_mount(&mounts).map(PathBuf::from) else {
+    let mounts = Mounts::now();
+    let Some(mount) = mounts.cgroup2() else {
         return Vec::new();
     };
-    let folders = cgroup::folders(&mount, MAX_CGROUPS).into_iter();
+    let folders = cgroup::folders(mount, MAX_CGROUPS).into_iter();
     let mut paths: Vec<OsString> = folders
         .take(MAX_CGROUPS)
         .filter_map(|folder| {
-            let path = folder.strip_prefix(&mount).ok()?;
+            let path = folder.strip_prefix(mount).ok()?;
             Some(Path::new("/").join(path).into_os_string())
         })
         .collect();

@@ -1,7 +1,6 @@
 //! Events as rows, in metrics and in files of other formats.
 
 use std::collections::HashMap;
-use std::fs;
 use std::os::fd::OwnedFd;
 
 use anyhow::Result;
@@ -10,6 +9,7 @@ use memtools::bpf::kernel_support;
 use memtools::export::files::{Exports, Subject};
 use memtools::export::metrics::{Family, Kind as Sums, Metrics};
 use memtools::export::profile::{Sample, Value};
+use memtools::host::values::Values;
 use memtools::print::clock::Clock;
 use memtools::print::gfp::Gfp;
 use memtools::print::histogram::{self, Histogram};
@@ -173,11 +173,8 @@ impl<'a> Printer<'a> {
                  the moment of printing"
             );
         }
-        let vmstat = fs::read_to_string("/proc/vmstat").ok()?;
-        let line = vmstat
-            .lines()
-            .find_map(|line| line.strip_prefix("nr_free_pages "))?;
-        Some(line.parse::<u64>().ok()? * self.page_kb)
+        let vmstat = Values::read("/proc/vmstat").ok()?;
+        Some(vmstat.get("nr_free_pages")? * self.page_kb)
     }
 
     fn add(&mut self, event: &event, stack: &NamedStack) {

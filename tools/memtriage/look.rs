@@ -1,15 +1,18 @@
 //! Everything that one look at the machine reads.
 
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::time::Instant;
 
 use anyhow::Result;
 use memtools::bpf::kernel_support;
 use memtools::host::kernel_log::{self, Kill};
 use memtools::host::memory_cgroups::MemoryCgroups;
+use memtools::host::mounts::{Mount, Mounts};
 use memtools::host::pressure::Pressure;
 use memtools::host::slabinfo::Slabinfo;
 use memtools::host::values::Values;
+use memtools::print::text;
 use nix::sys::statvfs::statvfs;
 
 use crate::accounting::Accounting;
@@ -88,12 +91,11 @@ impl Surroundings {
         let shmem = look.memory.of("Shmem");
         let is_large = shmem >= look.accounting.total / LARGE_SHARE;
         let segments = fs::read_to_string("/proc/sysvipc/shm").unwrap_or_default();
-        let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
         Self {
             pressure: Pressure::read("/proc/pressure/memory"),
             kills: kernel_log::oom_kills(),
             orphans: Orphans::parse(&segments),
-            tmpfs: fullest_tmpfs(&mounts),
+            tmpfs: fullest_tmpfs(&Mounts::now()),
             nameless: is_large.then(nameless::largest).flatten(),
             huge_pages: huge_pages.and_then(Search::end),
         }
@@ -107,23 +109,21 @@ pub(crate) struct Tmpfs {
     pub(crate) bytes: u64,
 }
 
-fn fullest_tmpfs(mounts: &str) -> Option<Tmpfs> {
-    let used = |line: &str| {
-        let fields: Vec<&str> = line.split(' ').collect();
-        let [_, mount, kind, ..] = fields[..] else {
-            return None;
-        };
-        if !matches!(kind, "tmpfs" | "devtmpfs") {
-            return None;
-        }
-        let stat = statvfs(mount).ok()?;
+fn fullest_tmpfs(mounts: &Mounts) -> Option<Tmpfs> {
+    let used = |mount: &Mount| {
+        let folder = mount.folder.as_path();
+        let stat = statvfs(folder).ok()?;
         let blocks = stat.blocks().saturating_sub(stat.blocks_free());
         Some(Tmpfs {
-            mount: memtools::print::text::escape(mount).into_owned(),
+            mount: text::escape_bytes(folder.as_os_str().as_bytes()),
             bytes: blocks.saturating_mul(stat.fragment_size()),
         })
     };
-    mounts.lines().filter_map(used).max_by_key(|one| one.bytes)
+    mounts
+        .iter()
+        .filter(|mount| matches!(&*mount.kind, "tmpfs" | "devtmpfs"))
+        .filter_map(used)
+        .max_by_key(|one| one.bytes)
 }
 
 /// Shared memory that nobody has attached, and that stays until somebody removes it.

@@ -9,8 +9,14 @@ use anyhow::{Context, Result, ensure};
 /// Bytes that an ELF file is read from: a file, or memory.
 pub trait Source {
     /// How many there are.
+    ///
+    /// # Errors
+    /// If the kernel does not tell it.
     fn length(&self) -> io::Result<u64>;
     /// Fills the buffer from there on.
+    ///
+    /// # Errors
+    /// If there are fewer bytes from there on.
     fn read(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
 }
 
