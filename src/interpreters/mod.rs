@@ -3,10 +3,12 @@
 //!
 //! | module | what it is for |
 //! |---|---|
+//! | `memory` | the memory of a process that has an interpreter |
 //! | [`python`] | CPython: its code objects, and their lines |
 
 use clap::ValueEnum;
 
+pub(crate) mod memory;
 pub mod python;
 
 /// Options of the tools that show user stacks, for the frames of interpreters.

@@ -4,16 +4,15 @@
 //! keeps its state by a search that has to agree for several threads. All that is read is bounded.
 
 use std::collections::{BTreeSet, HashSet};
-use std::fs::{self, File};
-use std::os::unix::fs::FileExt;
 
-use anyhow::{Context, Result, bail};
+use anyhow::Result;
 
 use super::offsets::{self, Offsets};
 use crate::bpf::types::python_process;
 use crate::code::elf;
 use crate::code::elf_file::Elf;
 use crate::code::probe_place::{self, Wish};
+use crate::interpreters::memory::{self, Memory};
 use crate::process::mapped_file::MappedFile;
 use crate::process::proc::{FileId, Mapping, Process};
 use crate::stacks::unwind::rules::Rules;
@@ -108,32 +107,9 @@ pub(super) fn locate(pid: u32, others: &mut HashSet<FileId>) -> Result<Located> 
     Ok(Located::None)
 }
 
-/// A number for where exec has put the program of a process: `layout` of the kernel half's
-/// `unwind_space()`.
-pub(super) fn layout(pid: u32) -> Result<u64> {
-    // Numbers of fields in proc_pid_stat(5).
-    const END_CODE: usize = 27;
-    const START_STACK: usize = 28;
-    const START_DATA: usize = 45;
-    const FIRST: usize = 3;
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // What is before the last parenthesis is of the user's choice.
-    let rest = stat.rsplit_once(')').context("no process")?.1;
-    let fields: Vec<&str> = rest.split_whitespace().collect();
-    let field = |number: usize| -> Result<u64> {
-        let field = fields.get(number - FIRST).context("too few fields")?;
-        Ok(field.parse()?)
-    };
-    let (code, stack, data) = (field(END_CODE)?, field(START_STACK)?, field(START_DATA)?);
-    if stack <= 1 {
-        bail!("not allowed to read where process {pid} has its program");
-    }
-    Ok((stack ^ code).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ data)
-}
-
 /// An interpreter in a process's memory.
 struct Interpreter {
-    memory: File,
+    memory: Memory,
     /// What is to be added to addresses of the file.
     bias: u64,
     runtime: u64,
@@ -156,22 +132,12 @@ impl Interpreter {
         let [Some(runtime), Some(code_type), version, this] = elf.exports(names)? else {
             return Ok(None);
         };
-        let mut segments = elf.segments.iter().filter(|segment| segment.is_loaded());
-        let shows = segments.find(|segment| {
-            let bytes = segment.file_offset & !0xfff..segment.file_offset + segment.size;
-            segment.executable && bytes.contains(&mapping.file_offset)
-        });
-        let Some(segment) = shows else {
+        let Some(bias) = memory::bias(&elf, mapping) else {
             return Ok(None);
         };
-        let at = segment
-            .address
-            .wrapping_add(mapping.file_offset.wrapping_sub(segment.file_offset));
-        let bias = mapping.range.start.wrapping_sub(at);
         let head = this.and_then(|this| elf.bytes(elf.file_offset(this)?, 32).ok());
         Ok(Some(Self {
-            memory: File::open(format!("/proc/{pid}/mem"))
-                .context("failed to read the memory of a process")?,
+            memory: Memory::open(pid)?,
             bias,
             runtime: runtime.wrapping_add(bias),
             code_type: code_type.wrapping_add(bias),
@@ -189,10 +155,13 @@ impl Interpreter {
             return unknown(format!("of version 3.{minor}, and 3.10 to 3.15 are known"));
         };
         if minor >= 13 {
-            if self.word(self.runtime + 16)? != 0 {
+            if self.memory.word(self.runtime + 16)? != 0 {
                 return unknown("a free-threaded build".to_owned());
             }
-            let told = (self.word(self.runtime + 40)?, self.word(self.runtime + 72)?);
+            let told = (
+                self.memory.word(self.runtime + 40)?,
+                self.memory.word(self.runtime + 72)?,
+            );
             if told != (offsets.interpreters, offsets.threads) {
                 return unknown("an unusual build".to_owned());
             }
@@ -214,7 +183,7 @@ impl Interpreter {
             },
         }
         let at = self.code_type.wrapping_add(TYPE_DEALLOC);
-        let mut dealloc = self.word(at)?.wrapping_sub(self.bias);
+        let mut dealloc = self.memory.word(at)?.wrapping_sub(self.bias);
         // The dynamic linker has not been there yet.
         if dealloc.wrapping_add(self.bias) == 0 {
             let elf = Elf::read(file.file())?;
@@ -233,7 +202,7 @@ impl Interpreter {
     /// The minor version of 3.
     fn minor(&self, file: &MappedFile) -> Option<u8> {
         if let Some(at) = self.version {
-            let version = self.word(at).ok()? as u32;
+            let version = self.memory.word(at).ok()? as u32;
             return (version >> 24 == 3).then_some((version >> 16) as u8);
         }
         let name = file.module();
@@ -250,11 +219,11 @@ impl Interpreter {
             let from = thread.wrapping_sub(BELOW_THREAD);
             let mut bytes = vec![0; (BELOW_THREAD + ABOVE_THREAD) as usize];
             // What is below may be no memory.
-            let (from, length) = match self.memory.read_exact_at(&mut bytes, from) {
+            let (from, length) = match self.memory.read_exact(&mut bytes, from) {
                 Ok(()) => (from, bytes.len()),
                 Err(_) => {
                     let length = ABOVE_THREAD as usize;
-                    match self.memory.read_exact_at(&mut bytes[..length], thread) {
+                    match self.memory.read_exact(&mut bytes[..length], thread) {
                         Ok(()) => (thread, length),
                         // One that has exited without a word to the interpreter.
                         Err(_) => continue,
@@ -291,7 +260,7 @@ impl Interpreter {
             let distance = load.and_then(|at| code.get(at + LOAD.len()..)?.first_chunk());
             return Ok(distance.map(|distance| i32::from_le_bytes(*distance).into()));
         };
-        let key = self.word(self.runtime + key)?;
+        let key = self.memory.word(self.runtime + key)?;
         let (created, key) = (key as u32, key >> 32);
         Ok((created == 1 && key < KEYS).then_some((FIRST_KEY + 16 * key) as i64))
     }
@@ -300,30 +269,26 @@ impl Interpreter {
     fn threads(&self, offsets: &Offsets) -> Result<Vec<(u64, u64)>> {
         let mut threads = Vec::new();
         // The threads of the first interpreter are enough.
-        let interpreter = self.word(self.runtime + offsets.interpreters)?;
+        let interpreter = self.memory.word(self.runtime + offsets.interpreters)?;
         if interpreter == 0 {
             return Ok(threads);
         }
-        let mut state = self.word(interpreter.wrapping_add(offsets.threads))?;
+        let mut state = self
+            .memory
+            .word(interpreter.wrapping_add(offsets.threads))?;
         for _ in 0..THREADS {
             if state == 0 {
                 break;
             }
-            let thread = self.word(state.wrapping_add(offsets.process.thread.into()))?;
+            let thread = self
+                .memory
+                .word(state.wrapping_add(offsets.process.thread.into()))?;
             if thread != 0 {
                 threads.push((thread, state));
             }
-            state = self.word(state.wrapping_add(offsets.next_thread))?;
+            state = self.memory.word(state.wrapping_add(offsets.next_thread))?;
         }
         Ok(threads)
-    }
-
-    fn word(&self, address: u64) -> Result<u64> {
-        let mut word = [0; 8];
-        self.memory
-            .read_exact_at(&mut word, address)
-            .context("failed to read the memory of a process")?;
-        Ok(u64::from_ne_bytes(word))
     }
 }
 
@@ -388,7 +353,7 @@ mod tests {
             "{found:?}"
         );
         assert!(found.deaths().expect("its file").is_some(), "{found:?}");
-        assert_ne!(layout(python.0.id()).expect("its layout"), 0);
+        assert_ne!(memory::layout(python.0.id()).expect("its layout"), 0);
     }
 
     #[test]

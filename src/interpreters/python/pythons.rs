@@ -9,6 +9,7 @@ use super::deaths::{Deaths, Programs, Refused};
 use super::locate::{self, Located, Python};
 use crate::bpf::attach;
 use crate::bpf::types;
+use crate::interpreters::memory;
 use crate::process::proc::FileId;
 
 /// Files with an interpreter that are probed.
@@ -74,14 +75,14 @@ impl Pythons {
             let known = self.processes.lookup(&layout.to_ne_bytes(), MapFlags::ANY);
             known.is_ok_and(|known| known.is_some())
         };
-        if !locate::layout(pid).is_ok_and(found) {
+        if !memory::layout(pid).is_ok_and(found) {
             // One that has not begun may look like another: it is asked about again.
             let _ = self.try_to(pid, None);
         }
     }
 
     fn try_to(&mut self, pid: u32, asked: Option<u64>) -> Result<Outcome> {
-        let layout = locate::layout(pid)?;
+        let layout = memory::layout(pid)?;
         if asked.is_some_and(|asked| asked != layout) {
             return Ok(Outcome::None);
         }
@@ -96,7 +97,7 @@ impl Pythons {
             )));
         }
         // It has called exec meanwhile.
-        if locate::layout(pid)? != layout {
+        if memory::layout(pid)? != layout {
             return Ok(Outcome::None);
         }
         let process = types::bytes_of(&python.process);

@@ -1,0 +1,105 @@
+//! The memory of a process whose interpreter is looked at, and where files and programs are in it.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use anyhow::{Context, Result, bail};
+
+use crate::code::elf_file::Elf;
+use crate::process::proc::Mapping;
+
+/// The memory of a process. Whatever is read may be anything.
+pub(crate) struct Memory(File);
+
+impl Memory {
+    /// # Errors
+    /// If the process has exited, or may not be read.
+    pub(crate) fn open(pid: u32) -> Result<Self> {
+        let memory = File::open(format!("/proc/{pid}/mem"));
+        memory
+            .map(Self)
+            .context("failed to read the memory of a process")
+    }
+
+    /// Fills a buffer.
+    ///
+    /// # Errors
+    /// If not all of it is memory.
+    pub(crate) fn read_exact(&self, bytes: &mut [u8], address: u64) -> io::Result<()> {
+        self.0.read_exact_at(bytes, address)
+    }
+
+    /// The word at an address.
+    ///
+    /// # Errors
+    /// If no memory is there.
+    pub(crate) fn word(&self, address: u64) -> Result<u64> {
+        self.bytes(address).map(u64::from_ne_bytes)
+    }
+
+    /// The bytes at an address.
+    ///
+    /// # Errors
+    /// If not all of it is memory.
+    pub(crate) fn bytes<const LENGTH: usize>(&self, address: u64) -> Result<[u8; LENGTH]> {
+        let mut bytes = [0; LENGTH];
+        self.read_exact(&mut bytes, address)
+            .context("failed to read the memory of a process")?;
+        Ok(bytes)
+    }
+
+    /// The text at an address up to its first zero byte, at most so many bytes of it.
+    ///
+    /// # Errors
+    /// If no memory is there.
+    pub(crate) fn c_string(&self, address: u64, most: usize) -> Result<String> {
+        let mut bytes = vec![0; most];
+        // It may be the last in its mapping.
+        let length = self
+            .0
+            .read_at(&mut bytes, address)
+            .context("failed to read the memory of a process")?;
+        let text = bytes[..length].split(|&byte| byte == 0).next();
+        Ok(String::from_utf8_lossy(text.unwrap_or_default()).into_owned())
+    }
+}
+
+/// What is to be added to addresses of a file where a process has mapped this executable part of it.
+pub(crate) fn bias(elf: &Elf<'_>, mapping: &Mapping) -> Option<u64> {
+    let mut segments = elf.segments.iter().filter(|segment| segment.is_loaded());
+    let segment = segments.find(|segment| {
+        let bytes = segment.file_offset & !0xfff..segment.file_offset + segment.size;
+        segment.executable && bytes.contains(&mapping.file_offset)
+    })?;
+    let at = segment
+        .address
+        .wrapping_add(mapping.file_offset.wrapping_sub(segment.file_offset));
+    Some(mapping.range.start.wrapping_sub(at))
+}
+
+/// A number for where exec has put the program of a process: `layout` of the kernel half's
+/// `unwind_space()`.
+///
+/// # Errors
+/// If the process has exited, or may not be read.
+pub(crate) fn layout(pid: u32) -> Result<u64> {
+    // Numbers of fields in proc_pid_stat(5).
+    const END_CODE: usize = 27;
+    const START_STACK: usize = 28;
+    const START_DATA: usize = 45;
+    const FIRST: usize = 3;
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    // What is before the last parenthesis is of the user's choice.
+    let rest = stat.rsplit_once(')').context("no process")?.1;
+    let fields: Vec<&str> = rest.split_whitespace().collect();
+    let field = |number: usize| -> Result<u64> {
+        let field = fields.get(number - FIRST).context("too few fields")?;
+        Ok(field.parse()?)
+    };
+    let (code, stack, data) = (field(END_CODE)?, field(START_STACK)?, field(START_DATA)?);
+    if stack <= 1 {
+        bail!("not allowed to read where process {pid} has its program");
+    }
+    Ok((stack ^ code).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ data)
+}
