@@ -236,7 +236,7 @@ static __noinline int python_ask(struct stack_walk *walk)
 	__builtin_memset(request, 0, sizeof(*request));
 	request->file = walk->layout;
 	request->pid = unwind_process_of_current();
-	request->python = 1;
+	request->interpreter = UNWIND_ASK_PYTHON;
 	bpf_ringbuf_submit(request, 0);
 	return 0;
 }

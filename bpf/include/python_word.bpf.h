@@ -15,8 +15,7 @@
 #include "stack_table.bpf.h"
 #include "unwind.bpf.h"
 
-/* Options, set before load. */
-const volatile __u8 interpreters;
+/* An option, set before load. */
 const volatile __u8 python_lines;
 
 #define PYTHON_PROCESSES    1024

@@ -5,9 +5,9 @@
  * the same table.
  *
  * Most code is built without frame pointers. Its callers are found by the rules
- * of unwind.bpf.h; where there are none (generated code, a file that user space
- * has not looked at yet, no room for a file's), by frame pointers. An address that is in no code of
- * the process ends the walk: it is not taken for a frame.
+ * of unwind.bpf.h, and in Java's by hotspot.bpf.h; where there are none (other generated code, a
+ * file that user space has not looked at yet, no room for a file's), by frame pointers. An address
+ * that is in no code of the process ends the walk: it is not taken for a frame.
  *
  * A walk (stack_walk.bpf.h) goes step by step (stack_step.bpf.h), and where the process
  * has Python's, adds its frames (stack_python.bpf.h).
@@ -61,8 +61,10 @@ __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
 			if (!stack_step(index))
 				break;
 	}
-	if (interpreters && slot->walk.interpreter)
+	if (interpreters && slot->walk.interpreter & UNWIND_PYTHON)
 		python_ask(&slot->walk);
+	if (interpreters && slot->walk.interpreter & UNWIND_HOTSPOT)
+		hotspot_ask(slot->walk.layout);
 	id = stack_finish(slot);
 	stack_slot_give_back(slot);
 	return id;

@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * One step of a walk, from a frame to its caller: by a rule of its code, by frame
- * pointers, through a signal's frame, or through the trampoline of a return probe.
+ * One step of a walk, from a frame to its caller: by a rule of its code, by what HotSpot
+ * tells of generated code, by frame pointers, through a signal's frame, or through the trampoline
+ * of a return probe.
  */
 #ifndef MEMTOOLS_STACK_STEP_BPF_H
 #define MEMTOOLS_STACK_STEP_BPF_H
 
 #include "arch_stack.bpf.h"
+#include "hotspot.bpf.h"
 #include "stack_walk.bpf.h"
 
 /* A frame record farther from the stack pointer than this is taken for a stray value. */
@@ -112,12 +114,12 @@ static __always_inline __u64 stack_cfa(struct stack_slot *slot, __u64 row)
 		return base + offset * 8;
 	if (kind == UNWIND_PLT)
 		return base + 8 + ((long)(walk->pc & (PLT_ENTRY_BYTES - 1)) >= offset ? 8 : 0);
-	if (kind == UNWIND_BY_FP || kind == UNWIND_THROUGH_FP) {
+	if (kind == UNWIND_BY_FP || kind == UNWIND_THROUGH_FP || kind == UNWIND_INTERPRETED) {
 		base = walk->fp;
 		if (base & 7)
 			return 0;
 	}
-	if (kind == UNWIND_BY_FP)
+	if (kind == UNWIND_BY_FP || kind == UNWIND_INTERPRETED)
 		return base + offset * 8;
 	if (!stack_word(slot, base + row_through_offset(row) * 8))
 		return 0;
@@ -151,6 +153,26 @@ static __noinline int stack_by_rule(struct stack_slot *slot, __u64 row)
 	walk->fp = fp;
 	walk->interrupted = 0;
 	return walk->pc ? 1 : stack_end(slot, STACK_END_ROOT);
+}
+
+/*
+ * To the caller of a function that HotSpot interprets. Which notes where the caller's stack
+ * ended: below it may be room for variables, and of it a method handle may have taken a word.
+ */
+static __noinline int stack_by_interpreter(struct stack_slot *slot, __u64 row)
+{
+	struct stack_walk *walk = &slot->walk;
+	__u64 sp;
+
+	if (!stack_word(slot, walk->fp + INTERPRETED_CALLER_SP))
+		return stack_end(slot, STACK_END_UNREADABLE);
+	sp = walk->word;
+	if (!stack_by_rule(slot, row))
+		return 0;
+	if (sp & 7 || sp + 8 - walk->sp > STACK_MAX_FRAME_BYTES)
+		return stack_end(slot, STACK_END_BACKWARDS);
+	walk->sp = sp;
+	return 1;
 }
 
 /* Whether a return probe has put the return address there that the walk has come to. */
@@ -193,6 +215,17 @@ static __noinline int stack_cut_generated(struct stack_slot *slot)
 	return stack_without_rule(slot, UNWIND_NO_RULE);
 }
 
+/* The rule for generated code, if it is HotSpot's. */
+static __always_inline __u64 stack_row_of_hotspot(struct stack_walk *walk)
+{
+	__u64 row = hotspot_row(walk->layout, walk->pc << 1 | walk->interrupted);
+
+	/* It may be that of a process whose HotSpot is still to be found. */
+	if (row == UNWIND_NO_RULE)
+		walk->interpreter |= UNWIND_HOTSPOT;
+	return row;
+}
+
 /*
  * One step: add the frame, and go on to its caller. Returns 0 at the end.
  *
@@ -214,9 +247,11 @@ __noinline int stack_step(__u32 index)
 		/* The page of the return probes is of no file, as generated code is. */
 		if (row == UNWIND_NO_RULE && stack_return_probed(slot))
 			return 1;
-		if (walk->generated_depth && row_file(row) & UNWIND_HOTSPOT)
+		if (walk->generated_depth && row_file(row) & UNWIND_SKIPS)
 			return stack_cut_generated(slot);
-		walk->interpreter |= row_file(row) & UNWIND_PYTHON;
+		walk->interpreter |= row_file(row) & (UNWIND_PYTHON | UNWIND_HOTSPOT);
+		if (row == UNWIND_NO_RULE && interpreters && hotspot_met)
+			row = stack_row_of_hotspot(walk);
 	}
 	kind = row_kind(row);
 	/* It begins there: it is not what is before. */
@@ -238,6 +273,8 @@ __noinline int stack_step(__u32 index)
 		return stack_end(slot, STACK_END_ROOT);
 	if (kind == UNWIND_SIGNAL)
 		return stack_by_signal(slot);
+	if (kind == UNWIND_INTERPRETED)
+		return stack_by_interpreter(slot, row);
 	return stack_by_rule(slot, row);
 }
 

@@ -106,7 +106,7 @@ struct stack_walk {
 	__u64 generated_id;
 	__u64 generated_check;
 	__u32 generated_depth; /* 0: nowhere yet */
-	__u32 interpreter;     /* 1: a frame is in the code of one (UNWIND_PYTHON) */
+	__u32 interpreter;     /* whose code frames are in: UNWIND_PYTHON, UNWIND_HOTSPOT */
 	__u64 layout;	       /* of what is mapped at exec: unwind_space() */
 };
 

@@ -28,14 +28,17 @@ enum unwind_mode {
 	UNWIND_MODE_DWARF, /* by tables, or not at all */
 };
 const volatile __u8 unwind_mode;
+const volatile __u8 interpreters;      /* 1: their frames are walked */
 const volatile __u32 unwind_namespace; /* inode of the tool's PID namespace, 0: the initial one */
 
 enum unwind_layout {
 	UNWIND_PAGE_SHIFT = 8, /* of code, by which rows are found */
 	UNWIND_SHARD_WORDS = 1 << 18,
 	UNWIND_TABLE_LEFT_OUT = 1, /* in place of pages: there was no room for them */
-	UNWIND_PYTHON_BIT = 30,	   /* in a file's number: it holds an interpreter */
-	UNWIND_HOTSPOT_BIT = 31,   /* in a file's number: it is HotSpot's */
+	/* In a file's number: */
+	UNWIND_SKIPS_BIT = 29,	 /* generated code that calls it keeps no frame pointers */
+	UNWIND_PYTHON_BIT = 30,	 /* it holds an interpreter of Python */
+	UNWIND_HOTSPOT_BIT = 31, /* it is HotSpot's */
 };
 
 #define UNWIND_SHARDS	     128
@@ -73,17 +76,17 @@ struct {
 struct unwind_file {
 	__u64 pages;	  /* first word (31:0) and number (63:32); 0: there are no rules */
 	__u32 first_page; /* number of the first of these pages */
-	__u32 number;	  /* of the file, for its name, and UNWIND_HOTSPOT; 0: generated code */
+	__u32 number;	  /* of the file, for its name, and what it is; 0: generated code */
 	__u64 used_ns;	  /* CLOCK_MONOTONIC when a rule was last looked for */
 };
 
-/* In `number`: the file is HotSpot's, whose generated code keeps no frame pointers. */
+#define UNWIND_SKIPS   (1U << UNWIND_SKIPS_BIT)
+#define UNWIND_PYTHON  (1U << UNWIND_PYTHON_BIT)
 #define UNWIND_HOTSPOT (1U << UNWIND_HOTSPOT_BIT)
-/* In `number`: the file holds an interpreter of Python. */
-#define UNWIND_PYTHON (1U << UNWIND_PYTHON_BIT)
 
-/* Whether there is such a file; until then nobody looks for Python's frames. */
+/* Whether there are such files; until then nobody looks for their frames. */
 __u32 python_met;
+__u32 hotspot_met;
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
@@ -105,14 +108,20 @@ struct {
 	__type(value, struct unwind_cached);
 } unwind_cache SEC(".maps");
 
-/* A mapping whose file user space is to look at. */
+/* What user space is asked to look at. */
+enum unwind_ask {
+	UNWIND_ASK_FILE,    /* the file of a mapping */
+	UNWIND_ASK_PYTHON,  /* the process's Python; `file` is the process's layout */
+	UNWIND_ASK_HOTSPOT, /* the process's HotSpot, likewise */
+};
+
 struct unwind_request {
 	__u64 file;	 /* a hash of what identifies it; 0: the process is stopped for held_file */
 	__u64 held_file; /* its hash: look at all that the process has mapped (held.bpf.h) */
 	__u64 start;	 /* of the mapping */
 	__u64 end;
 	__u32 pid;
-	__u32 python; /* 1: locate the process's Python; `file` is its layout (python.bpf.h) */
+	__u32 interpreter; /* enum unwind_ask */
 };
 
 struct {
@@ -231,7 +240,7 @@ static __noinline int unwind_ask(__u32 index)
 	request->start = mapping->start;
 	request->end = mapping->end;
 	request->pid = unwind_process_of_current();
-	request->python = 0;
+	request->interpreter = UNWIND_ASK_FILE;
 	bpf_ringbuf_submit(request, 0);
 	return 0;
 }
@@ -404,6 +413,8 @@ int unwind_publish(struct bpf_raw_tracepoint_args *ctx)
 		return 1;
 	if (file.number & UNWIND_PYTHON)
 		python_met = 1;
+	if (file.number & UNWIND_HOTSPOT)
+		hotspot_met = 1;
 	return bpf_map_update_elem(&unwind_files, &mapping->file, &file, BPF_ANY) ? 2 : 0;
 }
 

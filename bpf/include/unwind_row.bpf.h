@@ -20,19 +20,21 @@
  *	      3:0   enum unwind_kind
  */
 enum unwind_kind {
-	UNWIND_NO_RULE,	   /* code without unwind information: generated, or assembler's */
-	UNWIND_BY_SP,	   /* CFA = sp + offset */
-	UNWIND_BY_FP,	   /* CFA = fp + offset */
-	UNWIND_PLT,	   /* CFA = sp + 8, or + 16 from that byte of the PLT's entry on: offset */
-	UNWIND_SIGNAL,	   /* the kernel's frame of a signal is at sp */
-	UNWIND_ROOT,	   /* there is no caller */
-	UNWIND_THROUGH_FP, /* CFA = the word at fp + offset's upper byte, + offset's lower byte */
-	UNWIND_THROUGH_SP, /* the same with sp */
-	UNWIND_STRANGE,	   /* a rule that no row can hold */
-	UNWIND_NO_CODE,	   /* nothing that the process has mapped is there */
-	UNWIND_NO_ROOM,	   /* there are rules, for which there was no room */
-	UNWIND_NO_TABLE,   /* user space has not looked at the file yet */
-	UNWIND_FIBER_END,  /* no call returns there: where a fiber has been told to end */
+	UNWIND_NO_RULE,	    /* code without unwind information: generated, or assembler's */
+	UNWIND_BY_SP,	    /* CFA = sp + offset */
+	UNWIND_BY_FP,	    /* CFA = fp + offset */
+	UNWIND_PLT,	    /* CFA = sp + 8, or + 16 from that byte of the PLT's entry on: offset */
+	UNWIND_SIGNAL,	    /* the kernel's frame of a signal is at sp */
+	UNWIND_ROOT,	    /* there is no caller */
+	UNWIND_THROUGH_FP,  /* CFA = the word at fp + offset's upper byte, + offset's lower byte */
+	UNWIND_THROUGH_SP,  /* the same with sp */
+	UNWIND_STRANGE,	    /* a rule that no row can hold */
+	UNWIND_NO_CODE,	    /* nothing that the process has mapped is there */
+	UNWIND_NO_ROOM,	    /* there are rules, for which there was no room */
+	UNWIND_NO_TABLE,    /* user space has not looked at the file yet */
+	UNWIND_FIBER_END,   /* no call returns there: where a fiber has been told to end */
+	UNWIND_INTERPRETED, /* as UNWIND_BY_FP; the caller's sp is noted beside it:
+			       arch_hotspot.bpf.h */
 };
 
 enum unwind_frame_pointer {

@@ -14,16 +14,19 @@ mod skeleton {
 }
 
 pub use skeleton::types::{
-    cgroup_path, filter, filter_table, histogram, losses, python_chain, python_code,
-    python_instruction, python_mark, python_process, room, room_of, stack, stack_count,
-    stack_count_key, stack_end, stack_flags, stack_id, stack_layout, stack_slot, unwind_file,
-    unwind_frame_pointer, unwind_kind, unwind_layout, unwind_mode, unwind_request,
+    cgroup_path, filter, filter_table, histogram, hotspot_heap, hotspot_layout, hotspot_process,
+    losses, python_chain, python_code, python_instruction, python_mark, python_process, room,
+    room_of, stack, stack_count, stack_count_key, stack_end, stack_flags, stack_id, stack_layout,
+    stack_slot, unwind_ask, unwind_file, unwind_frame_pointer, unwind_kind, unwind_layout,
+    unwind_mode, unwind_request,
 };
 
 // SAFETY: plain integers, generated from the C struct; every bit pattern is valid.
 unsafe impl Plain for filter {}
 // SAFETY: as above.
 unsafe impl Plain for cgroup_path {}
+// SAFETY: as above.
+unsafe impl Plain for hotspot_process {}
 // SAFETY: as above.
 unsafe impl Plain for losses {}
 // SAFETY: as above.

@@ -3,18 +3,20 @@
 //!
 //! | module | what it is for |
 //! |---|---|
+//! | [`hotspot`] | HotSpot: where it has the code that it generates |
 //! | `memory` | the memory of a process that has an interpreter |
 //! | [`python`] | CPython: its code objects, and their lines |
 
 use clap::ValueEnum;
 
+pub mod hotspot;
 pub(crate) mod memory;
 pub mod python;
 
 /// Options of the tools that show user stacks, for the frames of interpreters.
 #[derive(Debug, Clone, Copy, Default, clap::Args)]
 pub struct InterpreterArgs {
-    /// Whether functions of Python are shown in the place of the interpreter's own
+    /// Whether functions of Python are shown in the place of the interpreter's own, and stacks go through Java's
     #[arg(long, value_name = "WHICH", value_enum, default_value_t = Interpreters::Auto)]
     pub interpreters: Interpreters,
 
@@ -30,7 +32,7 @@ pub struct InterpreterArgs {
 /// Whose functions are shown.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub enum Interpreters {
-    /// Functions of Python, in each process whose interpreter is known
+    /// Functions of Python and Java, in each process whose interpreter is known
     #[default]
     Auto,
     /// Native frames only

@@ -194,13 +194,14 @@ macro_rules! prepare_skeleton {
             ];
             $crate::stacks::table::size(&mut maps.stacks, others, stacks.first_entries)?;
             if stacks.first_entries.is_none() || unwind.interpreters() == 0 {
-                let python = [
+                let of_interpreters = [
+                    &mut maps.hotspot_processes,
                     &mut maps.python_slots,
                     &mut maps.python_buckets,
                     &mut maps.python_processes,
                     &mut maps.python_codes,
                 ];
-                for map in python {
+                for map in of_interpreters {
                     $crate::bpf::map_create::size(map, 1)?;
                 }
             }

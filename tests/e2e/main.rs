@@ -17,6 +17,7 @@ mod harness;
 mod heap;
 mod hfaults;
 mod hostile;
+mod java;
 mod kubernetes;
 mod lines;
 mod load;
@@ -63,6 +64,7 @@ fn main() -> ExitCode {
         containers::tests(),
         kubernetes::tests(),
         hostile::tests(),
+        java::tests(),
         drsnoop::tests(),
         export::tests(),
         memleak::tests(),

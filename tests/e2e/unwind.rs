@@ -379,6 +379,8 @@ fn hotspot_s_generated_code_ends_a_stack() -> Result<()> {
         unwinding["complete"] == 0 && unwinding["truncated_by_reason"]["no_unwind_info"] == COUNT,
         "{unwinding}"
     );
+    let said = "runs a HotSpot without HeapBlock: its stacks end";
+    ensure!(ended.stderr.matches(said).count() == 1, "{ended:?}");
     let report = Report::read(&traced(&["-XX:+PreserveFramePointer"])?)?;
     let entry = report.only(COUNT)?;
     ensure!(entry.symbols.contains(&"main".to_owned()), "{entry:?}");

@@ -2,12 +2,26 @@
 /*
  * hotspot COUNT [OPTION]: leaks COUNT blocks of 113 bytes from generated code as
  * HotSpot's compilers make it: of two functions, only the outer one has a frame pointer.
- * What tells HotSpot from others is there, too. The option is only to be seen in the
- * list of processes.
+ * What tells HotSpot from others is there, too, but tells nothing of its classes. The option
+ * is only to be seen in the list of processes.
  */
 #include "workload.h"
 
-void *gHotSpotVMStructs;
+static const void *no_entry[16];
+
+/* What HotSpot exports for debuggers. */
+#define EXPORTED(name, value) unsigned long gHotSpotVM##name = value
+const void *gHotSpotVMStructs = no_entry, *gHotSpotVMTypes = no_entry;
+EXPORTED(StructEntryTypeNameOffset, 0);
+EXPORTED(StructEntryFieldNameOffset, 8);
+EXPORTED(StructEntryTypeStringOffset, 16);
+EXPORTED(StructEntryIsStaticOffset, 24);
+EXPORTED(StructEntryOffsetOffset, 32);
+EXPORTED(StructEntryAddressOffset, 40);
+EXPORTED(StructEntryArrayStride, 48);
+EXPORTED(TypeEntryTypeNameOffset, 0);
+EXPORTED(TypeEntrySizeOffset, 24);
+EXPORTED(TypeEntryArrayStride, 32);
 
 static const unsigned char code[] = {
 	0x55,			      /* push %rbp */

@@ -33,9 +33,10 @@ use self::publish::Publisher;
 use self::store::Store;
 pub use self::summary::Summary;
 use self::tables::Tables;
-use self::worker::{Queue, Worker};
+use self::worker::{Interpreters as Found, Queue, Worker};
 use crate::bpf::program_stats;
 use crate::bpf::types::unwind_mode;
+use crate::interpreters::hotspot::hotspots::Hotspots;
 use crate::interpreters::python::codes::Codes;
 use crate::interpreters::python::pythons::Pythons;
 use crate::interpreters::{InterpreterArgs, Interpreters, PythonLines};
@@ -159,10 +160,11 @@ impl Whose {
     }
 
     /// Looks for the interpreters of processes that run, if their frames are to be walked.
-    fn pythons(&self, args: UnwindArgs, parts: &Parts<'_>) -> Result<Option<Pythons>> {
+    fn interpreters(&self, args: UnwindArgs, parts: &Parts<'_>) -> Result<Found> {
         if args.interpreters() == 0 {
-            return Ok(None);
+            return Ok(Found::default());
         }
+        let mut hotspots = Hotspots::new(handle(parts.hotspots)?);
         let mut pythons = Pythons::new(
             handle(parts.pythons)?,
             parts.python_deaths,
@@ -171,9 +173,13 @@ impl Whose {
         if let Self::Processes(pids) = self {
             for &pid in pids {
                 pythons.look_at(pid, None);
+                hotspots.look_at(pid, None);
             }
         }
-        Ok(Some(pythons))
+        Ok(Found {
+            pythons: Some(pythons),
+            hotspots: Some(hotspots),
+        })
     }
 
     /// Makes the tables of processes that run. Returns what there was no time for.
@@ -246,6 +252,7 @@ macro_rules! unwind_parts {
             looked: &$skel.maps.unwind_looked,
             missing: &$skel.maps.unwind_missing,
             slots: &$skel.maps.stack_slots,
+            hotspots: &$skel.maps.hotspot_processes,
             pythons: &$skel.maps.python_processes,
             python_codes: &$skel.maps.python_codes,
             python_deaths: [
@@ -327,6 +334,7 @@ pub struct Parts<'a> {
     pub looked: &'a MapMut<'static>,
     pub missing: &'a MapMut<'static>,
     pub slots: &'a MapMut<'static>,
+    pub hotspots: &'a MapMut<'static>,
     pub pythons: &'a MapMut<'static>,
     pub python_codes: &'a MapMut<'static>,
     pub python_deaths: [&'a ProgramMut<'static>; 2],
@@ -367,8 +375,8 @@ impl Unwinder {
             None => whose.begin(Store::new(handle(parts.shards)?, args.memory << 20))?,
         };
         tables.publish_by(Publisher::new(parts.publish)?, handle(parts.files)?)?;
-        let pythons = whose.pythons(args, &parts)?;
-        if pythons.is_some() {
+        let interpreters = whose.interpreters(args, &parts)?;
+        if interpreters.pythons.is_some() {
             let codes = Codes::start(parts.python_codes)?;
             unwinder.python = Some(PythonNames::new(codes, args.interpreters));
         }
@@ -385,7 +393,7 @@ impl Unwinder {
             }
             Whose::Processes(_) => None,
         };
-        unwinder.worker = Some(Worker::start(tables, queue, parts, held, pythons)?);
+        unwinder.worker = Some(Worker::start(tables, queue, parts, held, interpreters)?);
         Ok(unwinder)
     }
 

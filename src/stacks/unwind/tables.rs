@@ -25,12 +25,14 @@ use crate::process::proc::{FileId, Mapping, Process};
 
 /// What stands in place of a table for which there was no room.
 const UNWIND_TABLE_LEFT_OUT: u64 = types::unwind_layout::UNWIND_TABLE_LEFT_OUT.0 as u64;
-/// The bit of a file's number that says that the file is HotSpot's, whose generated code skips frames.
+/// The bit of a file's number that says that generated code which calls it keeps no frame pointers.
+const UNWIND_SKIPS: u32 = 1 << types::unwind_layout::UNWIND_SKIPS_BIT.0;
+/// The bit of a file's number that says that the file is HotSpot's.
 const UNWIND_HOTSPOT: u32 = 1 << types::unwind_layout::UNWIND_HOTSPOT_BIT.0;
 /// The bit of a file's number that says that the file holds an interpreter of Python.
 const UNWIND_PYTHON: u32 = 1 << types::unwind_layout::UNWIND_PYTHON_BIT.0;
 /// Numbers of files, below the flags.
-const MAX_NUMBER: u32 = UNWIND_PYTHON - 1;
+const MAX_NUMBER: u32 = UNWIND_SKIPS - 1;
 /// The vdso is two pages long, or some more.
 const MAX_VDSO: u64 = 1 << 20;
 /// A file in which no rule was looked for since can make room. The kernel half looks again for
@@ -193,8 +195,13 @@ impl Tables {
             }
             return Ok(Looked::Known);
         }
-        let skips = !self.hotspot_keeps_frame_pointers && elf::is_hotspot(file);
-        let mut flags = if skips { UNWIND_HOTSPOT } else { 0 };
+        let mut flags = 0;
+        if elf::is_hotspot(file) {
+            flags |= UNWIND_HOTSPOT;
+            if !self.hotspot_keeps_frame_pointers {
+                flags |= UNWIND_SKIPS;
+            }
+        }
         if elf::may_be_python(file) {
             flags |= UNWIND_PYTHON;
         }

@@ -1,0 +1,158 @@
+//! Where HotSpot has the code that it generates, and how a block of that is described.
+
+use anyhow::{Context, Result, ensure};
+
+use super::vm_structs::VmStructs;
+use crate::bpf::types::{hotspot_heap, hotspot_layout, hotspot_process};
+use crate::interpreters::memory::Memory;
+
+/// Heaps that the kernel half has room for.
+const HEAPS: usize = hotspot_layout::HOTSPOT_HEAPS.0 as usize;
+/// Steps through a heap's map, and what its bytes mean, as in `hotspot.bpf.h`.
+const STEPS: usize = 64;
+const FREE: u8 = 0xff;
+/// What the block is called that holds the interpreter.
+const INTERPRETER: &str = "Interpreter";
+/// The bytes of code that one heap may have: HotSpot's own limit is 2 GiB for all.
+const MOST_HEAP_BYTES: u64 = 2 << 30;
+
+/// Where a process has its code, for the kernel half. None if the virtual machine has not begun.
+///
+/// # Errors
+/// If the memory cannot be read, or is not as in the versions that are known: the message goes behind "a HotSpot".
+pub(super) fn find(memory: &Memory, structs: &VmStructs) -> Result<Option<hotspot_process>> {
+    let mut process = hotspot_process {
+        blob: u16::try_from(structs.size("HeapBlock")?).context("with large blocks")?,
+        frame_size: structs.offset("CodeBlob", "_frame_size")?,
+        ..Default::default()
+    };
+    describe_code(structs, &mut process)?;
+    let heaps = heaps(memory, structs)?;
+    ensure!(heaps.len() <= HEAPS, "with {} code heaps", heaps.len());
+    for (place, heap) in process.heaps.iter_mut().zip(&heaps) {
+        *place = *heap;
+    }
+    let Some((start, end)) = interpreter(memory, structs)? else {
+        return Ok(None);
+    };
+    if heaps.is_empty() {
+        return Ok(None);
+    }
+    (process.interpreter, process.interpreter_end) = (start, end);
+    // What is called so by the very way that the kernel half goes proves that all is understood.
+    let name = name_of_block(memory, structs, &process, start)?;
+    ensure!(
+        name.as_deref() == Some(INTERPRETER),
+        "whose code is not found"
+    );
+    Ok(Some(process))
+}
+
+/// Where in a block's description its code begins, and when the frame is complete. It depends on the version.
+fn describe_code(structs: &VmStructs, process: &mut hotspot_process) -> Result<()> {
+    let complete = structs.field("CodeBlob", "_frame_complete_offset");
+    process.frame_complete_bytes = match complete.map(|field| field.kind.as_str()) {
+        Some("int") => 4,
+        Some("int16_t" | "short") => 2,
+        _ => anyhow::bail!("without CodeBlob::_frame_complete_offset"),
+    };
+    process.frame_complete = structs.offset("CodeBlob", "_frame_complete_offset")?;
+    (process.code, process.code_bytes) = match structs.offset("CodeBlob", "_code_begin") {
+        Ok(pointer) => (pointer, 8),
+        Err(_) => (structs.offset("CodeBlob", "_code_offset")?, 4),
+    };
+    Ok(())
+}
+
+/// The heaps that code is in. None before the virtual machine has made them.
+fn heaps(memory: &Memory, structs: &VmStructs) -> Result<Vec<hotspot_heap>> {
+    let heaps = memory.word(structs.at("CodeCache", "_heaps")?)?;
+    if heaps == 0 {
+        return Ok(Vec::new());
+    }
+    let count = int(
+        memory,
+        heaps.wrapping_add(structs.at("GrowableArrayBase", "_len")?),
+    )?;
+    ensure!(count as usize <= HEAPS, "with {count} code heaps");
+    let first = memory.word(heaps.wrapping_add(structs.at("GrowableArray<int>", "_data")?))?;
+    (0..u64::from(count))
+        .map(|number| {
+            heap(
+                memory,
+                structs,
+                memory.word(first.wrapping_add(8 * number))?,
+            )
+        })
+        .collect()
+}
+
+fn heap(memory: &Memory, structs: &VmStructs, heap: u64) -> Result<hotspot_heap> {
+    let of = |part: &str, field: &str| -> Result<u64> {
+        let at = structs.at("CodeHeap", part)? + structs.at("VirtualSpace", field)?;
+        memory.word(heap.wrapping_add(at))
+    };
+    let shift = structs.at("CodeHeap", "_log2_segment_size")?;
+    let found = hotspot_heap {
+        start: of("_memory", "_low_boundary")?,
+        end: of("_memory", "_high_boundary")?,
+        map: of("_segmap", "_low")?,
+        segment_shift: int(memory, heap.wrapping_add(shift))?,
+        reserved: 0,
+    };
+    let size = found.end.checked_sub(found.start);
+    let makes_sense = size.is_some_and(|size| size <= MOST_HEAP_BYTES)
+        && found.map != 0
+        && (3..=16).contains(&found.segment_shift);
+    ensure!(makes_sense, "whose code heaps make no sense");
+    Ok(found)
+}
+
+/// Where the interpreter's code is. None before it is made.
+fn interpreter(memory: &Memory, structs: &VmStructs) -> Result<Option<(u64, u64)>> {
+    let queue = memory.word(structs.at("AbstractInterpreter", "_code")?)?;
+    if queue == 0 {
+        return Ok(None);
+    }
+    let start = memory.word(queue.wrapping_add(structs.at("StubQueue", "_stub_buffer")?))?;
+    let limit = structs.at("StubQueue", "_buffer_limit")?;
+    let bytes = int(memory, queue.wrapping_add(limit))?;
+    Ok((bytes > 0).then(|| (start, start.wrapping_add(bytes.into()))))
+}
+
+/// The name of the block that an address is in, as the kernel half finds that.
+fn name_of_block(
+    memory: &Memory,
+    structs: &VmStructs,
+    process: &hotspot_process,
+    address: u64,
+) -> Result<Option<String>> {
+    const MOST: usize = 64;
+    let mut heaps = process.heaps.iter();
+    let Some(heap) = heaps.find(|heap| (heap.start..heap.end).contains(&address)) else {
+        return Ok(None);
+    };
+    let mut segment = (address - heap.start) >> heap.segment_shift;
+    for _ in 0..STEPS {
+        let [back] = memory.bytes(heap.map.wrapping_add(segment))?;
+        match back {
+            0 => {
+                let block = heap.start + (segment << heap.segment_shift);
+                let name = structs.at("CodeBlob", "_name")? + u64::from(process.blob);
+                let name = memory.word(block.wrapping_add(name))?;
+                return memory.c_string(name, MOST).map(Some);
+            }
+            FREE => return Ok(None),
+            _ => {}
+        }
+        let Some(before) = segment.checked_sub(back.into()) else {
+            return Ok(None);
+        };
+        segment = before;
+    }
+    Ok(None)
+}
+
+fn int(memory: &Memory, address: u64) -> Result<u32> {
+    memory.bytes(address).map(u32::from_ne_bytes)
+}

@@ -1,0 +1,15 @@
+//! HotSpot: where a process that runs Java has the code that its virtual machine has generated.
+//!
+//! Compiled functions keep no frame pointers, and have no unwind information. What the virtual machine
+//! itself knows of them is in its memory, and it exports where, for debuggers: by that the kernel half
+//! (`bpf/include/hotspot.bpf.h`) finds their callers.
+//!
+//! | module | what it is for |
+//! |---|---|
+//! | `vm_structs` | what HotSpot tells of its classes: offsets, sizes, and addresses of static fields |
+//! | `code_heaps` | where it has its code, and how blocks of that are described |
+//! | `hotspots` | the processes whose frames the kernel half is to walk |
+
+mod code_heaps;
+pub(crate) mod hotspots;
+mod vm_structs;

@@ -1,0 +1,219 @@
+//! What HotSpot tells of its own classes, for debuggers (`gHotSpotVMStructs` and `gHotSpotVMTypes`).
+
+use std::collections::HashMap;
+
+use anyhow::{Context, Result};
+
+use crate::code::elf_file::Elf;
+use crate::interpreters::memory::Memory;
+
+/// Entries that are read of each table: JDK 17 has 2,200.
+const MOST_ENTRIES: u64 = 16_384;
+/// Bytes of an entry, at most, and of a name in it.
+const ENTRY_BYTES: u64 = 128;
+const NAME_BYTES: usize = 96;
+
+/// A field of a class.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Field {
+    /// The offset in an object, or the address of a static field.
+    pub(super) at: u64,
+    /// The type, such as `int`.
+    pub(super) kind: String,
+}
+
+/// The classes of one virtual machine.
+#[derive(Debug, Default)]
+pub(super) struct VmStructs {
+    fields: HashMap<(String, String), Field>,
+    sizes: HashMap<String, u64>,
+}
+
+impl VmStructs {
+    /// Reads what the library exports that is mapped with this bias. None if it exports nothing, or has not
+    /// been linked in yet.
+    ///
+    /// # Errors
+    /// If the memory of the process cannot be read.
+    pub(super) fn read(memory: &Memory, elf: &Elf<'_>, bias: u64) -> Result<Option<Self>> {
+        let tables = elf.exports([
+            "gHotSpotVMStructs",
+            "gHotSpotVMStructEntryArrayStride",
+            "gHotSpotVMStructEntryTypeNameOffset",
+            "gHotSpotVMStructEntryFieldNameOffset",
+            "gHotSpotVMStructEntryTypeStringOffset",
+            "gHotSpotVMStructEntryIsStaticOffset",
+            "gHotSpotVMStructEntryOffsetOffset",
+            "gHotSpotVMStructEntryAddressOffset",
+            "gHotSpotVMTypes",
+            "gHotSpotVMTypeEntryArrayStride",
+            "gHotSpotVMTypeEntryTypeNameOffset",
+            "gHotSpotVMTypeEntrySizeOffset",
+        ])?;
+        let mut values = [0; 12];
+        for (value, at) in values.iter_mut().zip(tables) {
+            let Some(at) = at else { return Ok(None) };
+            *value = memory.word(at.wrapping_add(bias))?;
+        }
+        let [
+            structs,
+            stride,
+            fields @ ..,
+            types,
+            type_stride,
+            type_name,
+            size,
+        ] = values;
+        if structs == 0 || types == 0 {
+            return Ok(None);
+        }
+        let mut names = Names::of(memory);
+        let mut read = Self::default();
+        each(structs, stride, |entry| {
+            read.add_field(&mut names, entry, fields)
+        })?;
+        each(types, type_stride, |entry| {
+            let Some(name) = names.at(entry.wrapping_add(type_name))? else {
+                return Ok(false);
+            };
+            let size = memory.word(entry.wrapping_add(size))?;
+            read.sizes.insert(name, size);
+            Ok(true)
+        })?;
+        Ok(Some(read))
+    }
+
+    /// Adds the field of an entry. Returns whether there was one.
+    fn add_field(
+        &mut self,
+        names: &mut Names<'_>,
+        entry: u64,
+        [class, name, kind, is_static, offset, address]: [u64; 6],
+    ) -> Result<bool> {
+        let Some(class) = names.at(entry.wrapping_add(class))? else {
+            return Ok(false);
+        };
+        let name = names.at(entry.wrapping_add(name))?.unwrap_or_default();
+        let kind = names.at(entry.wrapping_add(kind))?.unwrap_or_default();
+        let is_static = names.memory.word(entry.wrapping_add(is_static))? as u32 != 0;
+        let at = if is_static { address } else { offset };
+        let at = names.memory.word(entry.wrapping_add(at))?;
+        self.fields.insert((class, name), Field { at, kind });
+        Ok(true)
+    }
+
+    /// A field of a class, if there is one.
+    pub(super) fn field(&self, class: &str, name: &str) -> Option<&Field> {
+        self.fields.get(&(class.to_owned(), name.to_owned()))
+    }
+
+    /// Where a field is.
+    ///
+    /// # Errors
+    /// If there is no such field.
+    pub(super) fn at(&self, class: &str, name: &str) -> Result<u64> {
+        let field = self.field(class, name);
+        let field = field.with_context(|| format!("without {class}::{name}"))?;
+        Ok(field.at)
+    }
+
+    /// Where a field is in an object.
+    ///
+    /// # Errors
+    /// If there is no such field, or it is farther away than any is.
+    pub(super) fn offset(&self, class: &str, name: &str) -> Result<u16> {
+        let at = self.at(class, name)?;
+        u16::try_from(at).with_context(|| format!("with {class}::{name} at {at:#x}"))
+    }
+
+    /// The bytes of a class's objects.
+    ///
+    /// # Errors
+    /// If there is no such class.
+    pub(super) fn size(&self, class: &str) -> Result<u64> {
+        let size = self.sizes.get(class);
+        size.copied().with_context(|| format!("without {class}"))
+    }
+}
+
+/// Calls `add` with the address of each entry of a table, until that returns false.
+fn each(table: u64, stride: u64, mut add: impl FnMut(u64) -> Result<bool>) -> Result<()> {
+    anyhow::ensure!(
+        (1..=ENTRY_BYTES).contains(&stride),
+        "entries of {stride} bytes"
+    );
+    for number in 0..MOST_ENTRIES {
+        if !add(table.wrapping_add(number * stride))? {
+            return Ok(());
+        }
+    }
+    anyhow::bail!("more than {MOST_ENTRIES} entries")
+}
+
+/// Names in the memory of a process, each of which many entries refer to.
+struct Names<'a> {
+    memory: &'a Memory,
+    known: HashMap<u64, String>,
+}
+
+impl<'a> Names<'a> {
+    fn of(memory: &'a Memory) -> Self {
+        Self {
+            memory,
+            known: HashMap::new(),
+        }
+    }
+
+    /// The name that the pointer at an address leads to. None if it leads nowhere.
+    fn at(&mut self, address: u64) -> Result<Option<String>> {
+        let pointer = self.memory.word(address)?;
+        if pointer == 0 {
+            return Ok(None);
+        }
+        if let Some(name) = self.known.get(&pointer) {
+            return Ok(Some(name.clone()));
+        }
+        let name = self.memory.c_string(pointer, NAME_BYTES)?;
+        self.known.insert(pointer, name.clone());
+        Ok(Some(name))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_without_an_end_or_a_stride_is_none() {
+        let mut entries = 0;
+        let all = each(0x1000, 48, |_| {
+            entries += 1;
+            Ok(true)
+        });
+        assert!(all.is_err());
+        assert_eq!(entries, MOST_ENTRIES);
+        assert!(each(0x1000, 0, |_| Ok(false)).is_err());
+        assert!(each(u64::MAX, ENTRY_BYTES, |_| Ok(false)).is_ok());
+    }
+
+    #[test]
+    fn what_is_missing_is_named() {
+        let mut structs = VmStructs::default();
+        let field = Field {
+            at: 1 << 20,
+            kind: "int".to_owned(),
+        };
+        let key = ("CodeBlob".to_owned(), "_size".to_owned());
+        structs.fields.insert(key, field);
+        let said = |found: Result<u16>| found.expect_err("no offset").to_string();
+        assert_eq!(
+            said(structs.offset("CodeBlob", "_name")),
+            "without CodeBlob::_name"
+        );
+        assert_eq!(
+            said(structs.offset("CodeBlob", "_size")),
+            "with CodeBlob::_size at 0x100000"
+        );
+        assert!(structs.size("HeapBlock").is_err());
+    }
+}

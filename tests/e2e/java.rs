@@ -1,0 +1,317 @@
+//! Frames of Java in user stacks, against what Java itself says of each block's place (`StackWalker`).
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::harness::{self, Ended, Tool, Workload};
+
+/// All of these tests.
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "java":
+        frames_are_those_that_java_has [Host],
+        inlined_functions_alone_are_missing [Host],
+        stacks_of_page_faults_are_complete [Host],
+        without_interpreters_stacks_end_in_generated_code [Host],
+    }
+}
+
+/// The bytes of each block of the workload, which are not Java's own.
+const BYTES: &str = "1016";
+/// Blocks that each of the workload's three threads allocates.
+const COUNT: usize = 1009;
+/// Pages that are touched.
+const PAGES: &str = "5003";
+
+/// The Java development kits of the machine: folders, each named once.
+fn kits() -> Result<Vec<PathBuf>> {
+    let installed = fs::read_dir("/usr/lib/jvm").context("no Java")?;
+    let mut kits: Vec<PathBuf> = installed
+        .filter_map(|entry| fs::canonicalize(entry.ok()?.path()).ok())
+        .filter(|kit| kit.join("bin/javac").exists() && kit.join("lib/server/libjvm.so").exists())
+        .collect();
+    kits.sort();
+    kits.dedup();
+    ensure!(!kits.is_empty(), "no Java in /usr/lib/jvm");
+    Ok(kits)
+}
+
+/// A workload that was compiled by a kit, and what it has written down.
+struct Java {
+    kit: PathBuf,
+    folder: TempDir,
+}
+
+impl Java {
+    fn compile(kit: &Path) -> Result<Self> {
+        let folder = harness::scratch()?;
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload/Frames.java");
+        let compiled = Command::new(kit.join("bin/javac"))
+            .args(["-nowarn", "-d"])
+            .args([folder.path(), &source])
+            .output()?;
+        ensure!(compiled.status.success(), "{compiled:?}");
+        Ok(Self {
+            kit: kit.to_owned(),
+            folder,
+        })
+    }
+
+    fn truth_file(&self) -> PathBuf {
+        self.folder.path().join("truth")
+    }
+
+    fn start(&self, options: &[&str], arguments: &[&str]) -> Result<Workload> {
+        let mut command = Command::new(self.kit.join("bin/java"));
+        command.args(options).arg("-cp").arg(self.folder.path());
+        command.arg("Frames").arg(self.truth_file()).args(arguments);
+        // It warns of what the workload uses.
+        command.stderr(Stdio::null());
+        Workload::spawn(&mut command)
+    }
+
+    /// Has memleak follow the workload.
+    fn trace(&self, options: &[&str]) -> Result<Ended> {
+        let mut workload = self.start(options, &[&COUNT.to_string()])?;
+        let pid = workload.pid();
+        let each_block = [
+            "-j", "-a", "-o", "0", "-T", "100000", "-z", BYTES, "-Z", BYTES,
+        ];
+        let mut tool = Tool::start("memleak", &[&each_block[..], &["-p", &pid]].concat())?;
+        tool.wait_for("allocator: ")?;
+        workload.work()?;
+        self.end(tool, workload)
+    }
+
+    /// Ends both, after the virtual machine has written down the names of what it has compiled.
+    fn end(&self, tool: Tool, workload: Workload) -> Result<Ended> {
+        let pid = workload.pid();
+        let map = Command::new(self.kit.join("bin/jcmd"))
+            .args([&pid, "Compiler.perfmap"])
+            .output()?;
+        ensure!(map.status.success(), "{map:?}");
+        let ended = tool.interrupt()?;
+        workload.finish()?;
+        let _ = fs::remove_file(format!("/tmp/perf-{pid}.map"));
+        Ok(ended)
+    }
+
+    /// The methods of each block, by its address, as the workload has noted them; the innermost are those
+    /// that it calls to allocate one.
+    fn truth(&self) -> Result<HashMap<u64, Vec<String>>> {
+        const ALLOCATE: [&str; 3] = [
+            "jdk.internal.misc.Unsafe.allocateMemory0",
+            "jdk.internal.misc.Unsafe.allocateMemory",
+            "sun.misc.Unsafe.allocateMemory",
+        ];
+        let text = fs::read_to_string(self.truth_file())?;
+        let truth: HashMap<u64, Vec<String>> = text
+            .lines()
+            .map(|line| {
+                let mut fields = line.split('\t');
+                let address = fields.next().context("an empty line")?.parse()?;
+                let methods = ALLOCATE.into_iter().chain(fields);
+                Ok((address, methods.map(str::to_owned).collect()))
+            })
+            .collect::<Result<_>>()?;
+        ensure!(truth.len() == 3 * COUNT, "{}", truth.len());
+        Ok(truth)
+    }
+}
+
+/// The method that a generated frame executes, `Frames.take`, by what the perf map calls it; None of stubs.
+/// The interpreter has one name for all methods.
+fn method(frame: &Value) -> Option<&str> {
+    let is_native = frame["module"]
+        .as_str()
+        .is_some_and(|module| module.contains(".so") || module == "java" || module == "[vdso]");
+    let name = frame["symbol"].as_str()?;
+    if is_native {
+        return None;
+    }
+    if name == INTERPRETED {
+        return Some(name);
+    }
+    // void Frames$Plain.run(int, int)
+    let (head, _) = name
+        .split_once('(')
+        .filter(|(head, _)| head.contains(' '))?;
+    let (_, method) = head.rsplit_once(' ')?;
+    method.contains('.').then_some(method)
+}
+
+/// What the perf map calls each method that is interpreted.
+const INTERPRETED: &str = "Interpreter";
+
+/// The methods of a complete stack, innermost first.
+fn methods(stack: &Value) -> Result<Vec<&str>> {
+    let frames = stack["user_frames"].as_array().context("no frames")?;
+    let outermost = frames.last().and_then(|frame| frame["symbol"].as_str());
+    ensure!(
+        stack["truncated"].is_null() && matches!(outermost, Some("clone3" | "__clone3")),
+        "not complete: {stack}"
+    );
+    Ok(frames.iter().filter_map(method).collect())
+}
+
+fn is(found: &str, method: &str) -> bool {
+    found == method || found == INTERPRETED
+}
+
+/// Compares every block that the workload noted, by `agree`.
+fn expect_all(
+    ended: &Ended,
+    truth: &HashMap<u64, Vec<String>>,
+    agree: impl Fn(&[&str], &[String]) -> bool,
+) -> Result<()> {
+    let objects = ended.objects()?;
+    let of = |kind: &'static str| objects.iter().filter(move |row| row["type"] == kind);
+    let stacks: BTreeMap<&str, &Value> = of("stack")
+        .filter_map(|row| Some((row["stack_id"].as_str()?, row)))
+        .collect();
+    let blocks: HashMap<u64, &str> = of("allocation")
+        .filter_map(|row| {
+            let address = row["address"].as_str()?.strip_prefix("0x")?;
+            let stack = row["stack_id"].as_str()?;
+            Some((u64::from_str_radix(address, 16).ok()?, stack))
+        })
+        .collect();
+    for (address, expected) in truth {
+        let id = blocks
+            .get(address)
+            .with_context(|| format!("no block at {address:#x}: {}", ended.stderr))?;
+        let stack = stacks.get(id).with_context(|| format!("no stack {id}"))?;
+        let found = methods(stack)?;
+        ensure!(
+            agree(&found, expected),
+            "found {found:?}, not {expected:?}, in {stack}"
+        );
+    }
+    let unwinding = of("unwinding").next().context("no summary")?;
+    ensure!(unwinding["stacks"] == unwinding["complete"], "{unwinding}");
+    Ok(())
+}
+
+/// Frame by frame: by the interpreter alone, by each compiler, with one code heap and with three.
+fn frames_are_those_that_java_has() -> Result<()> {
+    for kit in kits()? {
+        let java = Java::compile(&kit)?;
+        for options in [
+            &["-XX:-Inline"][..],
+            &["-Xint"],
+            &["-XX:-Inline", "-XX:TieredStopAtLevel=1"],
+            &["-XX:-Inline", "-XX:-TieredCompilation", "-Xcomp"],
+            &["-XX:-Inline", "-XX:+UseSerialGC", "-XX:-SegmentedCodeCache"],
+        ] {
+            let ended = java.trace(options)?;
+            expect_all(&ended, &java.truth()?, |found, expected| {
+                let mut both = found.iter().zip(expected);
+                found.len() == expected.len() && both.all(|(found, method)| is(found, method))
+            })
+            .with_context(|| format!("{} {options:?}", kit.display()))?;
+        }
+    }
+    Ok(())
+}
+
+/// A function that is compiled into its caller has no frame; all others are there, in order.
+fn inlined_functions_alone_are_missing() -> Result<()> {
+    for kit in kits()? {
+        let java = Java::compile(&kit)?;
+        let ended = java.trace(&[])?;
+        expect_all(&ended, &java.truth()?, |found, expected| {
+            let mut expected = expected.iter();
+            let mut found = found.iter();
+            found.all(|found| expected.any(|method| is(found, method)))
+        })
+        .with_context(|| kit.display().to_string())?;
+    }
+    Ok(())
+}
+
+/// Where a fault is taken a frame may be half built: functions reach further down a new thread's stack at
+/// their first instructions. Of two that call each other none may be skipped.
+fn stacks_of_page_faults_are_complete() -> Result<()> {
+    const RECURSIVE: [&str; 2] = ["Frames.even", "Frames.odd"];
+    for kit in kits()? {
+        let java = Java::compile(&kit)?;
+        for options in [
+            &["-XX:-Inline", "-Xcomp", "-XX:TieredStopAtLevel=1"][..],
+            &["-XX:-Inline", "-Xcomp", "-XX:-TieredCompilation"],
+            &[],
+        ] {
+            let mut workload = java.start(options, &["7", PAGES])?;
+            let pid = workload.pid();
+            let mut tool = Tool::start("faults", &["-j", "-p", &pid])?;
+            tool.wait_for("tracing")?;
+            workload.work()?;
+            let ended = java.end(tool, workload)?;
+            let objects = ended.objects()?;
+            let context = || format!("{} {options:?}: {}", kit.display(), ended.stderr);
+            let unwinding = objects.iter().find(|row| row["type"] == "unwinding");
+            let unwinding = unwinding.with_context(context)?;
+            let count = |value: &Value| value.as_u64().with_context(context);
+            // Compilers of HotSpot's go deeper. And the interpreter may be about to make a frame.
+            let because = &unwinding["truncated_by_reason"];
+            let (deep, odd) = (count(&because["depth"])?, count(&because["stack"])?);
+            let stacks = count(&unwinding["stacks"])?;
+            ensure!(
+                stacks == count(&unwinding["complete"])? + deep + odd && odd <= stacks / 1000,
+                "{}",
+                context()
+            );
+            let mut half_built = 0;
+            for stack in objects.iter().filter(|row| row["user_frames"].is_array()) {
+                let frames = stack["user_frames"].as_array().context("no frames")?;
+                let methods: Vec<Option<&str>> = frames.iter().map(method).collect();
+                let recursive =
+                    |at: usize| methods[at].is_some_and(|name| RECURSIVE.contains(&name));
+                let skipped =
+                    (1..methods.len()).any(|at| recursive(at) && methods[at - 1] == methods[at]);
+                ensure!(!skipped, "{methods:?}: {}", context());
+                half_built += u64::from(recursive(0));
+            }
+            ensure!(
+                options.is_empty() || half_built > 20,
+                "{half_built} faults of recursive functions: {}",
+                context()
+            );
+        }
+    }
+    Ok(())
+}
+
+fn without_interpreters_stacks_end_in_generated_code() -> Result<()> {
+    let java = Java::compile(&kits()?[0])?;
+    let mut workload = java.start(&[], &["101"])?;
+    let arguments = [
+        "-j",
+        "-o",
+        "0",
+        "-z",
+        BYTES,
+        "-Z",
+        BYTES,
+        "--interpreters=off",
+    ];
+    let mut tool = Tool::start(
+        "memleak",
+        &[&arguments[..], &["-p", &workload.pid()]].concat(),
+    )?;
+    tool.wait_for("allocator: ")?;
+    workload.work()?;
+    let ended = tool.interrupt()?;
+    workload.finish()?;
+    let objects = ended.objects()?;
+    let stacks = objects.iter().filter(|row| row["type"] == "stack");
+    let cut = stacks.filter(|stack| stack["truncated"] == "no unwind info: generated code");
+    let blocks: u64 = cut.filter_map(|stack| stack["allocations"].as_u64()).sum();
+    ensure!(blocks >= 3 * 101, "{blocks}: {ended:?}");
+    Ok(())
+}
