@@ -6,27 +6,24 @@
 
 pub(crate) mod args;
 mod judge;
+mod names;
 mod report;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-use memtools::code::elf;
 use memtools::heap::blocks::{Coverage, Heap};
 use memtools::heap::capture::Request;
 use memtools::heap::image::Image;
 use memtools::heap::kernel;
-use memtools::heap::names::{self, RunningModules, pymalloc};
+use memtools::heap::names::{self as types, RunningModules, pymalloc};
 use memtools::heap::reach::Reach;
-use memtools::heap::roots::{self, Modules, Place, Root};
 use memtools::heap::walk::Walked;
-use memtools::print::demangle::demangle;
 use memtools::print::output::Output;
 use memtools::print::text;
-use memtools::process::mapped_file::MappedFile;
 use memtools::process::proc::Process;
 use memtools::process::smaps;
 use memtools::run::privileges;
@@ -35,6 +32,7 @@ use crate::args::Args;
 use crate::difference::FailOn;
 use args::Question;
 use judge::{Judgement, Kind};
+use names::Names;
 use report::{Branch, Held, Lost, Verdict, Why};
 
 /// The exit status with --fail-on unreachable, if there is a leak.
@@ -107,7 +105,7 @@ struct Case<'a> {
     heap: Heap,
     reach: Reach,
     /// The types of blocks, if there are objects of CPython.
-    types: Option<names::Names>,
+    types: Option<types::Names>,
     /// What nothing referred to in the image before.
     before: HashSet<(u64, u64)>,
     /// How long the process stood still for each image, in microseconds.
@@ -222,7 +220,7 @@ impl<'a> Case<'a> {
                 })
                 .collect(),
             chain_blocks: chain.len(),
-            root: self.root(root, names),
+            root: names.root(&self.image, root),
         }
     }
 
@@ -255,7 +253,7 @@ impl<'a> Case<'a> {
         names: &Names,
     ) -> Why {
         let heap = &self.heap;
-        let root = |block: usize| self.root(self.reach.chain(block).1, names);
+        let root = |block: usize| names.root(&self.image, self.reach.chain(block).1);
         let label = |block: usize| {
             let label = judge::describe(&kind(block), &heap.blocks()[block]);
             text::escape(&label).into_owned()
@@ -272,82 +270,14 @@ impl<'a> Case<'a> {
 
     /// The variables that hold the chains of these blocks.
     fn names(&self, blocks: impl Iterator<Item = usize>) -> Names {
-        let image = &self.image;
         let roots = blocks.filter_map(|block| self.reach.chain(block).1);
-        let places: Vec<_> = roots.map(|root| roots::place(image, root)).collect();
-        let in_modules = places.iter().filter_map(|place| match place {
-            Place::Module { path, offset } => Some((path.as_slice(), *offset)),
-            _ => None,
-        });
-        let mut names = Names::default();
-        for (path, offsets) in judge::wanted_names(in_modules) {
-            let mut areas = image.areas.iter();
-            let area = areas.find(|area| area.has_file() && area.name() == path);
-            let file = area.map(|area| MappedFile::open(self.process.pid(), &area.mapping));
-            // A file that cannot be read, or is no program, has no names, and no bss.
-            let Some(Ok(file)) = file else { continue };
-            let bytes = elf::loaded_bytes(file.file()).unwrap_or_default();
-            names.modules.0.insert(path.clone(), bytes);
-            let found = elf::variables(file.file(), &offsets).unwrap_or_default();
-            let found = found
-                .into_iter()
-                .map(|(at, name)| ((path.clone(), at), name));
-            names.variables.extend(found);
-        }
-        names
-    }
-
-    fn root(&self, root: Option<Root>, names: &Names) -> String {
-        let Some(root) = root else {
-            return "nothing: unreachable".into();
-        };
-        match names.modules.place(&self.image, root) {
-            Place::Register { tid, name } => format!("register {name} of thread {tid}"),
-            Place::Kernel { what, number } => format!("the kernel, {what} {number}"),
-            Place::Stack { tid, offset } => format!("stack of thread {tid}, sp{offset:+}"),
-            Place::ThreadLocal { tid, offset } => {
-                format!("thread-local storage of thread {tid}, {offset:+}")
-            }
-            Place::Module { path, offset } => {
-                let file = path.rsplit(|&byte| byte == b'/').next().unwrap_or(&path);
-                let file = text::escape_bytes(file);
-                match names.variables.get(&(path, offset)) {
-                    Some((name, at)) => {
-                        let name = text::shown(&demangle(name));
-                        let at = if *at == 0 {
-                            String::new()
-                        } else {
-                            format!("+{at:#x}")
-                        };
-                        format!("global {file}`{name}{at}")
-                    }
-                    None => format!("global {file}+{offset:#x}"),
-                }
-            }
-            Place::Other {
-                start,
-                offset,
-                name,
-            } => {
-                let name = text::escape_bytes(&name);
-                let space = if name.is_empty() { "" } else { " " };
-                format!("memory {start:#x}+{offset:#x}{space}{name}")
-            }
-        }
+        Names::of(&self.image, roots)
     }
 }
 
 /// The types of blocks; of a process that has exited since there are fewer.
-fn types_of(process: &Process, image: &Image, heap: &Heap) -> names::Names {
+fn types_of(process: &Process, image: &Image, heap: &Heap) -> types::Names {
     RunningModules::open(process.pid())
-        .map(|modules| names::Names::of(image, heap, &modules))
+        .map(|modules| types::Names::of(image, heap, &modules))
         .unwrap_or_default()
-}
-
-/// What is known of the files that roots are in.
-#[derive(Default)]
-struct Names {
-    modules: Modules,
-    /// Variables by file and place, with how far into them it is.
-    variables: HashMap<(Vec<u8>, u64), (String, u64)>,
 }

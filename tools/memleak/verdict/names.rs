@@ -1,0 +1,87 @@
+//! What roots are called: where the chain of references that holds a block begins.
+
+use std::collections::HashMap;
+
+use memtools::code::elf;
+use memtools::heap::image::Image;
+use memtools::heap::roots::{self, Modules, Place, Root};
+use memtools::print::demangle::demangle;
+use memtools::print::text;
+use memtools::process::mapped_file::MappedFile;
+
+use super::judge;
+
+/// What is known of the files that roots are in.
+#[derive(Default)]
+pub(super) struct Names {
+    modules: Modules,
+    /// Variables by file and place, with how far into them it is.
+    variables: HashMap<(Vec<u8>, u64), (String, u64)>,
+}
+
+impl Names {
+    /// Reads the files of a process that these roots are in.
+    pub(super) fn of(image: &Image, roots: impl Iterator<Item = Root>) -> Self {
+        let places: Vec<_> = roots.map(|root| roots::place(image, root)).collect();
+        let in_modules = places.iter().filter_map(|place| match place {
+            Place::Module { path, offset } => Some((path.as_slice(), *offset)),
+            _ => None,
+        });
+        let mut names = Self::default();
+        for (path, offsets) in judge::wanted_names(in_modules) {
+            let mut areas = image.areas.iter();
+            let area = areas.find(|area| area.has_file() && area.name() == path);
+            let file = area.map(|area| MappedFile::open(image.pid, &area.mapping));
+            // A file that cannot be read, or is no program, has no names, and no bss.
+            let Some(Ok(file)) = file else { continue };
+            let bytes = elf::loaded_bytes(file.file()).unwrap_or_default();
+            names.modules.0.insert(path.clone(), bytes);
+            let found = elf::variables(file.file(), &offsets).unwrap_or_default();
+            let found = found
+                .into_iter()
+                .map(|(at, name)| ((path.clone(), at), name));
+            names.variables.extend(found);
+        }
+        names
+    }
+
+    /// What a root is called.
+    pub(super) fn root(&self, image: &Image, root: Option<Root>) -> String {
+        let Some(root) = root else {
+            return "nothing: unreachable".into();
+        };
+        match self.modules.place(image, root) {
+            Place::Register { tid, name } => format!("register {name} of thread {tid}"),
+            Place::Kernel { what, number } => format!("the kernel, {what} {number}"),
+            Place::Stack { tid, offset } => format!("stack of thread {tid}, sp{offset:+}"),
+            Place::ThreadLocal { tid, offset } => {
+                format!("thread-local storage of thread {tid}, {offset:+}")
+            }
+            Place::Module { path, offset } => {
+                let file = path.rsplit(|&byte| byte == b'/').next().unwrap_or(&path);
+                let file = text::escape_bytes(file);
+                match self.variables.get(&(path, offset)) {
+                    Some((name, at)) => {
+                        let name = text::shown(&demangle(name));
+                        let at = if *at == 0 {
+                            String::new()
+                        } else {
+                            format!("+{at:#x}")
+                        };
+                        format!("global {file}`{name}{at}")
+                    }
+                    None => format!("global {file}+{offset:#x}"),
+                }
+            }
+            Place::Other {
+                start,
+                offset,
+                name,
+            } => {
+                let name = text::escape_bytes(&name);
+                let space = if name.is_empty() { "" } else { " " };
+                format!("memory {start:#x}+{offset:#x}{space}{name}")
+            }
+        }
+    }
+}
