@@ -191,12 +191,22 @@ fn check_nothing_recognised(image: &Image, walk: &mut Walk) {
             .push((why.into(), walk.tcaches.first().copied()));
         return;
     }
-    let threads = image.threads.iter().map(|thread| thread.thread_pointer);
-    let words = threads.flat_map(|thread| image.words(thread.saturating_sub(TLS)..thread));
-    let chunks = words.filter_map(|(_, word)| walk.chunk_at(word.checked_sub(16)?));
-    let possible: Vec<usize> = chunks
-        .filter(|&at| Shape::of(&walk.chunks[at]).is_some())
-        .collect();
+    // Each thread has its own at the same distance; what else looks like one is on stacks, which end there, too.
+    let mut by_distance: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
+    for thread in &image.threads {
+        let pointer = thread.thread_pointer;
+        for (address, word) in image.words(pointer.saturating_sub(TLS)..pointer) {
+            let chunk = word
+                .checked_sub(16)
+                .and_then(|header| walk.chunk_at(header));
+            if let Some(at) = chunk.filter(|&at| Shape::of(&walk.chunks[at]).is_some()) {
+                by_distance.entry(pointer - address).or_default().push(at);
+            }
+        }
+    }
+    // Of several that are as good, the nearest: variables of threads are there, and stacks behind.
+    let best = by_distance.into_values().rev().max_by_key(Vec::len);
+    let possible = best.unwrap_or_default();
     let empty: Vec<usize> = possible
         .iter()
         .copied()
