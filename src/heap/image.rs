@@ -26,6 +26,8 @@ pub struct Image {
     pub threads: Vec<Thread>,
     /// How long the threads stood still.
     pub paused: Duration,
+    /// CLOCK_MONOTONIC, in nanoseconds, when they stood.
+    pub copied_ns: u64,
     /// Bytes among those copied that the kernel refused to read, and are zeros.
     pub unread: u64,
     /// Words of it that the kernel keeps, if they have been asked for.

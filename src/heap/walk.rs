@@ -20,6 +20,8 @@ pub struct Walked {
     pub heap: Heap,
     /// The arenas and free chunks of glibc's malloc, if it has been used.
     pub glibc: Option<glibc::Walk>,
+    /// Images that have been taken until then.
+    pub images: u32,
 }
 
 impl Walked {
@@ -33,7 +35,12 @@ impl Walked {
                 Heap::new(Vec::new(), Coverage::Unknown { why: why.into() })
             }),
         };
-        Self { image, heap, glibc }
+        Self {
+            image,
+            heap,
+            glibc,
+            images: 1,
+        }
     }
 
     /// Takes images until the heap of one is complete, up to three. The last one is returned if none
@@ -43,25 +50,30 @@ impl Walked {
     /// If no image can be taken, as [`Request::take`] says.
     pub fn take(request: &Request, tool: &str) -> Result<Self> {
         let mut walked = Self::of(request.take(tool)?);
-        for _ in 1..TRIES {
+        for images in 2..=TRIES {
             if !matches!(walked.heap.coverage, Coverage::Incomplete { .. }) {
                 break;
             }
             // The copy is given back before there is another one.
             drop(walked);
             walked = Self::of(request.take(tool)?);
+            walked.images = images;
         }
         Ok(walked)
     }
 
-    /// What is to be said if the heap made no sense in any of the images that [`take`](Self::take) has taken.
+    /// What is to be said if the heap made no sense in any of the images that were taken.
     pub fn nonsense(&self) -> Option<String> {
         let Coverage::Incomplete { why, address } = &self.heap.coverage else {
             return None;
         };
         let place = address.map_or(String::new(), |address| format!(" at {address:#x}"));
+        let images = match self.images {
+            1 => "its image".to_owned(),
+            images => format!("any of {images} images"),
+        };
         Some(format!(
-            "the heap of process {} makes no sense in any of {TRIES} images: {why}{place}; it is damaged, or not as its \
+            "the heap of process {} makes no sense in {images}: {why}{place}; it is damaged, or not as its \
              allocator has it",
             self.image.pid
         ))

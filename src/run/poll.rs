@@ -38,6 +38,8 @@ pub struct Wake {
     pub room: bool,
     /// A client of [`serve`](crate::serve) waits for a report.
     pub client: bool,
+    /// A command stands at its exit.
+    pub held: bool,
     /// Tasks have waited for memory as long as a [`Trigger`] says.
     pub pressure: bool,
     /// The interval has passed.
@@ -59,6 +61,7 @@ pub struct Poller<'a> {
     questions: Option<BorrowedFd<'a>>,
     room: Option<BorrowedFd<'a>>,
     clients: Option<BorrowedFd<'a>>,
+    held: Option<BorrowedFd<'a>>,
     pressure: Option<BorrowedFd<'a>>,
     processes: Vec<BorrowedFd<'a>>,
     signals: SignalFd,
@@ -88,6 +91,7 @@ impl<'a> Poller<'a> {
             questions: None,
             room: None,
             clients: None,
+            held: None,
             pressure: None,
             processes: Vec::new(),
             signals,
@@ -133,6 +137,12 @@ impl<'a> Poller<'a> {
     /// be given one then.
     pub fn watch_clients(&mut self, server: &'a impl AsFd) {
         self.clients = Some(server.as_fd());
+    }
+
+    /// Wakes when a command is held at its exit, as [`AtExit`](crate::heap::capture::at_exit::AtExit) tells by
+    /// this descriptor.
+    pub fn watch_held(&mut self, told: BorrowedFd<'a>) {
+        self.held = Some(told);
     }
 
     /// Wakes when tasks wait for memory, as this trigger tells.
@@ -221,6 +231,7 @@ impl<'a> Poller<'a> {
             (Source::Questions, self.questions),
             (Source::Room, self.room),
             (Source::Clients, self.clients),
+            (Source::Held, self.held),
             (Source::Ticks, self.ticks.as_ref().map(AsFd::as_fd)),
         ];
         for (source, fd) in optional {
@@ -262,6 +273,7 @@ impl<'a> Poller<'a> {
             Source::Room => wake.room = true,
             Source::Pressure => wake.pressure = true,
             Source::Clients => wake.client = true,
+            Source::Held => wake.held = true,
             Source::Ring => {
                 wake.events = true;
                 self.look_again = Instant::now() + PAUSE_BETWEEN_LOOKS;
@@ -296,6 +308,7 @@ enum Source {
     Questions,
     Room,
     Clients,
+    Held,
     Pressure,
     Process(usize),
     Ticks,

@@ -42,6 +42,9 @@ mod shmsnoop;
 mod swapin;
 mod unwind;
 mod verdict;
+mod verdict_exit;
+mod verdict_memcheck;
+mod verdict_traced;
 mod vmscan;
 mod worked;
 
@@ -95,6 +98,9 @@ fn main() -> ExitCode {
         swapin::tests(),
         unwind::tests(),
         verdict::tests(),
+        verdict_exit::tests(),
+        verdict_memcheck::tests(),
+        verdict_traced::tests(),
         vmscan::tests(),
         worked::tests(),
         lines::tests(),

@@ -57,7 +57,7 @@ fn blocks_are_lost_or_held_as_the_program_made_them() -> Result<()> {
         // The one that is hidden is held: no tool of this kind can know.
         (5000, 1, 0),
     ] {
-        let found = blocks(&rows, "lost", bytes);
+        let found = blocks(&rows, "leak", bytes);
         ensure!(found == (lost, via), "{bytes}: {found:?}: {rows:?}");
     }
     for (bytes, holder) in [
@@ -156,7 +156,7 @@ fn objects_of_python_are_judged_by_their_counts() -> Result<()> {
     )?;
     let rows = rows.objects()?;
     ensure!(workload.finish()?.success(), "it did not live on");
-    let lost: Vec<_> = rows.iter().filter(|row| row["type"] == "lost").collect();
+    let lost: Vec<_> = rows.iter().filter(|row| row["type"] == "leak").collect();
     ensure!(lost.len() == 1 && lost[0]["name"] == "Owed", "{lost:?}");
     let number = |row: &Value, field: &str| row[field].as_u64().unwrap_or_default();
     let owed = number(lost[0], "blocks");
@@ -207,7 +207,7 @@ fn a_database_under_load_has_no_leak() -> Result<()> {
         })?;
         for _ in 0..VERDICTS {
             let rows = judge(&pid, &[])?;
-            let lost: Vec<_> = rows.iter().filter(|row| row["type"] == "lost").collect();
+            let lost: Vec<_> = rows.iter().filter(|row| row["type"] == "leak").collect();
             ensure!(rows[0]["unreachable"]["blocks"] == 0, "{lost:?}");
         }
         ensure!(load.try_wait()?.is_none(), "there was no load");

@@ -70,6 +70,9 @@ examples:
   memleak -p 1234 --heap       where its memory is, and what of its heap is free; traces nothing
   memleak -p 1234 --types      which types of objects are allocated; traces nothing
   memleak -p 1234 --verdict    which of its blocks nothing refers to, and what holds the rest
+  memleak -p 1234 --verdict=60 the same, with the stacks of what is allocated within a minute
+  memleak -c ./test --verdict=exit --fail-on unreachable
+                               status 3 if the command, at its exit, has leaked
   memleak                      what the kernel itself has not freed, by kernel stack
   memleak --by-cache -kp 1234  objects that it made for process 1234, by slab cache"
 )]

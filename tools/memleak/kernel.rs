@@ -79,7 +79,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 
     drop(server);
     losses::tell_own_events("memleak", attached.skel.object(), &mut reporter.output)?;
-    let status = reporter.finish(None);
+    let status = reporter.finish(None, 0);
     attach::detach(attached.links);
     status
 }
@@ -133,7 +133,7 @@ impl Source for Kernel<'_> {
         Ok(Found {
             totals,
             allocations,
-            errors: None,
+            ..Found::default()
         })
     }
 

@@ -32,7 +32,7 @@ fn main() -> ExitCode {
 
 fn run(args: Args) -> Result<ExitCode> {
     let args = args.check()?;
-    if args.verdict.wanted(&args.pid, &args.difference)? {
+    if args.verdict.wanted(&args)? {
         verdict::run(&args)
     } else if args.heap.wanted(&args.pid)? {
         heap::run(&args)

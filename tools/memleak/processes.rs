@@ -54,7 +54,7 @@ use self::bpf::types::{event, event_kind as Kind, total_key};
 use self::ended::{Ended, Ends};
 use self::live::LiveBlocks;
 use self::probes::Attached;
-use self::regions::{CallCounter, Regions};
+use self::regions::{Regions, allocations_of};
 use self::renewal::{MORE_STACKS, Renewal};
 use self::target::Target;
 use self::upkeep::Upkeep;
@@ -66,6 +66,7 @@ use crate::sampling::Sampling;
 use crate::serve::{self, Frees};
 use crate::source::{Found, Heading, Next, Source};
 use crate::sums::{self, Allocation, Entry, Path, Totals};
+use crate::verdict::traced::{self, Wanted};
 
 memtools::skeleton!("memleak", MemleakSkelBuilder, stacks: unwound, plain: [block_bucket, event, live_block, live_key, thread, total, total_key]);
 
@@ -73,6 +74,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     kernel_support::preflight_uprobes()?;
     attach::capture_log(args.verbose);
+    let mut wanted = Wanted::read(args)?;
     let exports = args.exports()?;
     let difference = Difference::of(args, args.view())?;
     let listener = args.serve.listen()?;
@@ -81,14 +83,16 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let server = listener.map(Server::start).transpose()?;
     server.as_ref().inspect(|server| serve::tell(server));
     priority::raise();
-    let mut symbolizer = target
-        .symbolizer()?
-        .with_source(args.export.source, args.makes_profiles())?;
+    let mut symbolizer = target.symbolizer()?.with_source(
+        args.export.source,
+        args.makes_profiles() || wanted.source_lines(),
+    )?;
     let (attached, links, unwinder) = probes::attach(&target, args)?;
     symbolizer.name_python(unwinder.names());
     let rings = Rings::new(&attached)?;
     let mappings = symbolizer.descriptor()?;
     let mut command = target.command.take();
+    wanted.watch(args, command.as_ref())?;
     let upkeep = Upkeep::new(&attached, &target, args, links)?;
     let processes = Processes::new(upkeep, &rings, symbolizer)?;
     let mut reporter = Reporter::new(processes, args, output, exports, difference);
@@ -108,13 +112,23 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     for process in target.watched() {
         poller.watch_exit(process);
     }
-    reporter.run(&mut poller, server.as_ref())?;
+    wanted
+        .told()
+        .into_iter()
+        .for_each(|told| poller.watch_held(told));
+    let leaks = match target.processes.first() {
+        Some(one) if args.verdict.verdict.is_some() => {
+            let Reporter { source, output, .. } = &mut reporter;
+            traced::run(source, &one.process, args, &mut poller, output, &wanted)?
+        }
+        _ => reporter.run(&mut poller, server.as_ref()).map(|()| 0)?,
+    };
 
     drop(server);
     let harm = reporter.source.finish(&mut reporter.output)?;
     unwinder.tell("memleak", &mut reporter.output)?;
     let status = command.as_mut().map(HeldCommand::finish).transpose()?;
-    let status = reporter.finish(status.flatten())?;
+    let status = reporter.finish(status.flatten(), leaks)?;
     match harm {
         Some(harm) => bail!("{harm}: the trace has ended"),
         None => Ok(status),
@@ -228,6 +242,7 @@ impl Source for Processes<'_> {
         Ok(Found {
             totals,
             allocations,
+            mappings: self.live_regions().len(),
             errors,
         })
     }
@@ -476,19 +491,4 @@ impl<'a> Processes<'a> {
             .flat_map(|(&pid, regions)| allocations_of(pid, regions))
             .collect()
     }
-}
-
-/// A process's mappings as allocations.
-fn allocations_of(pid: u32, regions: &Regions) -> Vec<Allocation> {
-    let mut counter = CallCounter::default();
-    let allocations = regions.iter().map(|region| Allocation {
-        pid,
-        address: region.range.start,
-        size: region.range.end - region.range.start,
-        stack: region.stack,
-        time_ns: region.time_ns,
-        calls: counter.count(region),
-        level: region.level,
-    });
-    allocations.collect()
 }

@@ -22,6 +22,7 @@ use crate::sampling;
 use crate::serve::{self, Numbers};
 use crate::source::{Found, Next, Source};
 use crate::sums::{self, Ages, Entry, History, Sum, Totals};
+use crate::verdict;
 use crate::whole::Whole;
 
 /// Makes reports of a source.
@@ -93,9 +94,13 @@ impl<'a, S: Source> Reporter<'a, S> {
         }
     }
 
-    /// Ends what is written into files. Returns the exit status, with that of the command, if there is one.
-    pub(crate) fn finish(self, command: Option<u8>) -> Result<ExitCode> {
+    /// Ends what is written into files. Returns the exit status, with that of the command, if there is one, and as many
+    /// leaks as a verdict has found.
+    pub(crate) fn finish(self, command: Option<u8>, leaks: u64) -> Result<ExitCode> {
         self.exports.finish()?;
+        if self.args.verdict.verdict.is_some() {
+            return Ok(verdict::status(self.args, leaks, command));
+        }
         Ok(difference::status(self.difference, command))
     }
 

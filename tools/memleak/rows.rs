@@ -191,7 +191,12 @@ fn text_of_process(process: Option<&ProcessName>, out: &mut dyn Write) -> io::Re
     write!(out, " of PID {pid} ({comm})")
 }
 
-fn text_of_stack(stack: &NamedStack, addresses: bool, out: &mut dyn Write) -> io::Result<()> {
+/// Writes the frames of a stack as lines, or why there are none or not all.
+pub(crate) fn text_of_stack(
+    stack: &NamedStack,
+    addresses: bool,
+    out: &mut dyn Write,
+) -> io::Result<()> {
     let frames = stack.part().map_or(&[][..], |part| &part.frames);
     for frame in frames {
         for row in frame.rows() {
@@ -354,7 +359,7 @@ fn rfc3339_if_any<S: Serializer>(time: &Option<Zoned>, serializer: S) -> Result<
     time.as_ref().map(clock::rfc3339).serialize(serializer)
 }
 
-fn hex<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+pub(crate) fn hex<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(&format_args!("{value:#x}"))
 }
 

@@ -76,6 +76,8 @@ pub(crate) struct Found {
     pub(crate) totals: Totals,
     /// What is outstanding, if it is known block by block.
     pub(crate) allocations: Vec<Allocation>,
+    /// How many of these are mappings, and no blocks of an allocator's.
+    pub(crate) mappings: usize,
     /// How far off the totals may be, if they are estimates.
     pub(crate) errors: Option<HashMap<Path, sampling::Error>>,
 }

@@ -1,5 +1,5 @@
-//! Whether memory is lost: which blocks of a process nothing refers to, found in copies of it. Nothing is traced, and
-//! it does not matter when they were allocated.
+//! Whether memory is lost: which blocks of a process nothing refers to, found in copies of it. It does not matter when
+//! they were allocated; if that was traced ([`traced`]), they are shown by stack.
 //!
 //! What is lost in one image may be on its way from one place to another, in the hands of the kernel. So it is looked
 //! for again in a second image, and called a leak only if it is lost there, too.
@@ -8,6 +8,10 @@ pub(crate) mod args;
 mod judge;
 mod names;
 mod report;
+mod seen;
+mod stacks;
+mod suppressions;
+pub(crate) mod traced;
 
 use std::collections::HashSet;
 use std::process::ExitCode;
@@ -18,7 +22,7 @@ use anyhow::{Result, bail};
 use memtools::heap::blocks::{Coverage, Heap};
 use memtools::heap::capture::Request;
 use memtools::heap::image::Image;
-use memtools::heap::kernel;
+use memtools::heap::kernel::{self, Kept};
 use memtools::heap::names::{self as types, RunningModules, pymalloc};
 use memtools::heap::reach::Reach;
 use memtools::heap::walk::Walked;
@@ -33,7 +37,10 @@ use crate::difference::FailOn;
 use args::Question;
 use judge::{Judgement, Kind};
 use names::Names;
-use report::{Branch, Held, Lost, Verdict, Why};
+use report::{Branch, Held, Lost, Memcheck, Origin, Suppressed, Trace, Verdict, What, Why};
+use seen::Seen;
+use stacks::{Known, Stacks, Untraced};
+use suppressions::Suppressions;
 
 /// The exit status with --fail-on unreachable, if there is a leak.
 const LEAKS: u8 = 3;
@@ -55,14 +62,18 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         max_pause: args.heap.max_pause,
     };
     let case = Case::look_twice(&request)?;
-    let leaks = case.print(args, &mut output)?;
+    let leaks = case.print(args, &mut output, &mut Untraced, &Suppressions::default())?;
     output.finish()?;
+    Ok(status(args, leaks, None))
+}
+
+/// The exit status of a run: of a command, if that has failed, else whether there was a leak and none may be.
+pub(crate) fn status(args: &Args, leaks: u64, command: Option<u8>) -> ExitCode {
     let fails = leaks > 0 && args.difference.fail_on == Some(FailOn::Unreachable);
-    Ok(if fails {
-        ExitCode::from(LEAKS)
-    } else {
-        ExitCode::SUCCESS
-    })
+    match command {
+        None | Some(0) if fails => ExitCode::from(LEAKS),
+        command => command.map_or(ExitCode::SUCCESS, ExitCode::from),
+    }
 }
 
 /// Refuses to judge what is not known as a whole: a block or a page that is missing holds what looks lost.
@@ -110,6 +121,10 @@ struct Case<'a> {
     before: HashSet<(u64, u64)>,
     /// How long the process stood still for each image, in microseconds.
     pauses: Vec<u64>,
+    /// Blocks whose allocation was traced.
+    seen: Seen,
+    /// How it was traced, if it was.
+    trace: Option<Trace>,
 }
 
 impl<'a> Case<'a> {
@@ -134,56 +149,96 @@ impl<'a> Case<'a> {
         })
     }
 
+    /// Looks at the only image of a process, which stands at its exit. What is lost now will not be found again.
+    /// If nothing is allocated there may be no heap to be found.
+    fn look_at_exit(process: &'a Process, image: Image, is_empty: bool) -> Result<Self> {
+        let mut walked = Walked::of(image);
+        if is_empty && matches!(walked.heap.coverage, Coverage::Unknown { .. }) {
+            walked.heap.coverage = Coverage::Complete;
+        }
+        expect_whole(&walked)?;
+        let mut case = Self::of(process, walked, kernel::words(process.pid()));
+        case.before = judge::lost_blocks(&case.heap, &case.reach);
+        if !case.before.is_empty() {
+            expect_readable(&case.image)?;
+        }
+        Ok(case)
+    }
+
     fn look(request: &Request<'a>) -> Result<Self> {
         // What the kernel has at the time between is in one of these, unless it has it for less than that.
         let mut kept = kernel::words(request.process.pid());
         let walked = Walked::take(request, "memleak")?;
         expect_whole(&walked)?;
         kept.extend(kernel::words(request.process.pid()));
+        Ok(Self::of(request.process, walked, kept))
+    }
+
+    fn of(process: &'a Process, walked: Walked, kept: Vec<Kept>) -> Self {
         let Walked {
             mut image, heap, ..
         } = walked;
         image.kept = kept;
         let (heap, pools) = pymalloc::with_pools(&image, heap);
         // Types are needed of objects of CPython already to judge them.
-        let types = (pools.blocks > 0).then(|| types_of(request.process, &image, &heap));
+        let types = (pools.blocks > 0).then(|| types_of(process, &image, &heap));
         let python = types.as_ref().map_or(&[][..], |types| &types.python);
-        Ok(Self {
-            process: request.process,
+        Self {
+            process,
             reach: Reach::new(&image, &heap, python),
             types,
             before: HashSet::new(),
             pauses: vec![image.paused.as_micros() as u64],
+            seen: Seen::default(),
+            trace: None,
             image,
             heap,
-        })
+        }
     }
 
     /// Prints the verdict. Returns how many blocks are leaks.
-    fn print(mut self, args: &Args, output: &mut Output) -> Result<u64> {
+    fn print(
+        mut self,
+        args: &Args,
+        output: &mut Output,
+        stacks: &mut dyn Stacks,
+        suppressions: &Suppressions,
+    ) -> Result<u64> {
         let types = self.types.take();
         let types = types.unwrap_or_else(|| types_of(self.process, &self.image, &self.heap));
         let heap = &self.heap;
+        let seen = &self.seen;
         let kind = |block: usize| match types.of_block(block) {
             Some(named) => Kind::Type(named.name.clone()),
-            None => Kind::Size(heap.blocks()[block].size),
+            None => Kind::Size(seen.bytes(block, &heap.blocks()[block])),
         };
-        let judgement = judge::judge(heap, &self.reach, &self.before, kind);
+        let known = Known::of(seen, suppressions, args, stacks)?;
+        let judgement = judge::judge(heap, &self.reach, &self.before, (seen, &known), kind);
         let lost: Vec<_> = judgement.lost.iter().take(args.top).collect();
         let held: Vec<_> = judgement.held.iter().take(args.top).collect();
         output.row(&self.verdict(&judgement))?;
         for group in lost {
-            output.row(&Lost::of(group, heap.blocks()[group.example].address))?;
+            let address = heap.blocks()[group.example].address;
+            let origin = origin_of(group, stacks)?;
+            output.row(&Lost::of(group, address, origin, self.trace.is_some()))?;
         }
-        let questions = self.questions(args, kind);
+        for (&entry, &sum) in &judgement.suppressed {
+            let name = text::escape(suppressions.name(entry)).into_owned();
+            output.row(&Suppressed { name, sum })?;
+        }
+        let questions = self.questions(args, kind, &known);
         let asked = questions.iter().flat_map(|(_, blocks)| blocks.iter());
         let examples = held.iter().map(|group| &group.example);
         let names = self.names(examples.chain(asked).copied());
         for group in &held {
-            output.row(&self.held(group, kind, &names))?;
+            let origin = origin_of(group, stacks)?;
+            output.row(&self.held(group, kind, &names, origin))?;
         }
         for (question, blocks) in &questions {
             output.row(&self.why(question, blocks, kind, &names))?;
+        }
+        if args.verdict.memcheck {
+            output.row(&Memcheck::from(&judgement.sums))?;
         }
         Ok(judgement.sums.unreachable.blocks)
     }
@@ -201,16 +256,23 @@ impl<'a> Case<'a> {
                 .map_or(String::new(), |allocator| allocator.name.clone()),
             coverage: "complete",
             references: self.reach.references(),
+            trace: self.trace,
             sums: judgement.sums,
         }
     }
 
-    fn held(&self, group: &judge::Group, kind: impl Fn(usize) -> Kind, names: &Names) -> Held {
+    fn held(
+        &self,
+        group: &judge::Group,
+        kind: impl Fn(usize) -> Kind,
+        names: &Names,
+        origin: Option<Origin>,
+    ) -> Held {
         let heap = &self.heap;
         let (chain, root) = self.reach.chain(group.example);
         let shown = chain.iter().take(CHAIN);
         Held {
-            what: (&group.kind).into(),
+            what: What::of(group.kind.as_ref()),
             blocks: group.sum.blocks,
             bytes: group.sum.bytes,
             address: format!("{:#x}", heap.blocks()[group.example].address),
@@ -221,11 +283,18 @@ impl<'a> Case<'a> {
                 .collect(),
             chain_blocks: chain.len(),
             root: names.root(&self.image, root),
+            origin,
+            is_traced: self.trace.is_some(),
         }
     }
 
     /// What --why asks for, with the blocks of each question.
-    fn questions(&self, args: &Args, kind: impl Fn(usize) -> Kind) -> Vec<(String, Vec<usize>)> {
+    fn questions(
+        &self,
+        args: &Args,
+        kind: impl Fn(usize) -> Kind,
+        known: &Known,
+    ) -> Vec<(String, Vec<usize>)> {
         let heap = &self.heap;
         let all = || 0..heap.blocks().len();
         let blocks = |question: &str| match Question::parse(question) {
@@ -234,11 +303,20 @@ impl<'a> Case<'a> {
                 block.map(|(block, _)| block).into_iter().collect()
             }
             Question::Size(bytes) => all()
-                .filter(|&block| heap.blocks()[block].size == bytes)
+                .filter(|&block| {
+                    let of = &heap.blocks()[block];
+                    of.size == bytes || self.seen.bytes(block, of) == bytes
+                })
                 .collect(),
-            Question::Type(name) => all()
-                .filter(|&block| kind(block) == Kind::Type(name.clone()))
-                .collect(),
+            Question::Name(name) => {
+                let by_it = |block: usize| {
+                    let born = self.seen.born(block);
+                    born.is_some_and(|born| known.has_function(born.path, &name))
+                };
+                let is_it =
+                    |&block: &usize| kind(block) == Kind::Type(name.clone()) || by_it(block);
+                all().filter(is_it).collect()
+            }
         };
         let whys = args.verdict.why.iter();
         whys.map(|question| (text::escape(question).into_owned(), blocks(question)))
@@ -253,16 +331,16 @@ impl<'a> Case<'a> {
         names: &Names,
     ) -> Why {
         let heap = &self.heap;
-        let root = |block: usize| names.root(&self.image, self.reach.chain(block).1);
+        let root = |block: usize| names.variable(&self.image, self.reach.chain(block).1);
         let label = |block: usize| {
             let label = judge::describe(&kind(block), &heap.blocks()[block]);
             text::escape(&label).into_owned()
         };
-        let tree = judge::tree(heap, &self.reach, blocks, root, label);
+        let tree = judge::tree(heap, &self.reach, &self.seen, blocks, root, label);
         Why {
             question: question.to_owned(),
             blocks: blocks.len() as u64,
-            bytes: blocks.iter().map(|&block| heap.blocks()[block].size).sum(),
+            bytes: self.seen.sum(heap, blocks),
             traced_blocks: tree.sum.blocks,
             tree: Branch::list(&tree, 0),
         }
@@ -273,6 +351,12 @@ impl<'a> Case<'a> {
         let roots = blocks.filter_map(|block| self.reach.chain(block).1);
         Names::of(&self.image, roots)
     }
+}
+
+/// Where the blocks of a group come from, if that was traced.
+fn origin_of(group: &judge::Group, stacks: &mut dyn Stacks) -> Result<Option<Origin>> {
+    let origin = group.born.map(|born| stacks.origin(born));
+    Ok(origin.transpose()?.flatten())
 }
 
 /// The types of blocks; of a process that has exited since there are fewer.

@@ -3,8 +3,10 @@
 //! What can go wrong is looked at before: [`Request::take`] refuses, with the reason, rather than
 //! hold a process for longer than allowed. Then room for the copy is made, the threads are stopped
 //! (`stop`), and while they stand, their registers, the mappings, and the pages that are there
-//! (`pages`) are copied (`copy`); nothing is judged until they run again.
+//! (`pages`) are copied (`copy`); nothing is judged until they run again. A command can be held at its
+//! exit instead, and be copied there ([`at_exit`]).
 
+pub mod at_exit;
 mod copy;
 mod pages;
 mod realtime;
@@ -18,7 +20,8 @@ use anyhow::{Context, Result, bail};
 use memmap2::MmapMut;
 
 use crate::heap::area::Area;
-use crate::heap::image::Image;
+use crate::heap::image::{Image, Thread};
+use crate::print::clock;
 use crate::process::proc::Process;
 use crate::process::translator;
 
@@ -87,6 +90,7 @@ impl Request<'_> {
         let realtime = Realtime::begin();
         let start = Instant::now();
         let stopped = Stopped::stop(pid)?;
+        let copied_ns = clock::monotonic_ns();
         let mut threads = stopped.registers();
         let (areas, runs) = look(pid, pages)?;
         let bytes = sum(&runs);
@@ -104,15 +108,14 @@ impl Request<'_> {
         }
         drop(realtime);
         self.process.expect_running()?;
-        for thread in &mut threads {
-            thread.comm = comm(&format!("/proc/{pid}/task/{}/comm", thread.tid));
-        }
+        name(pid, &mut threads);
         let mut image = Image {
             pid,
             comm: comm(&format!("/proc/{pid}/comm")),
             areas,
             threads,
             paused,
+            copied_ns,
             unread,
             ..Image::default()
         };
@@ -138,6 +141,33 @@ impl Request<'_> {
     }
 }
 
+/// Takes an image of a process whose threads all stand already, for as long as it takes.
+fn take_stopped(process: &Process, stopped: &Stopped) -> Result<Image> {
+    let pid = process.pid();
+    let (copied_ns, start) = (clock::monotonic_ns(), Instant::now());
+    expect_known(process)?;
+    let mut threads = stopped.registers();
+    let (areas, runs) = look(pid, &mut Pages::open(pid)?)?;
+    let bytes = sum(&runs);
+    expect_room(pid, bytes)?;
+    let mut buffer = copy::buffer(usize::try_from(bytes)?)?;
+    let unread = copy::copy(pid, &runs, &mut buffer)?;
+    process.expect_running()?;
+    name(pid, &mut threads);
+    let mut image = Image {
+        pid,
+        comm: comm(&format!("/proc/{pid}/comm")),
+        areas,
+        threads,
+        paused: start.elapsed(),
+        copied_ns,
+        unread,
+        ..Image::default()
+    };
+    image.set_memory(runs, buffer)?;
+    Ok(image)
+}
+
 /// How long a process stands still for a copy of as many bytes, at so many bytes a second within a process.
 fn foretell(bytes: u64, threads: usize, rate: f64) -> Duration {
     let gigabytes = bytes as f64 / 1e9;
@@ -148,6 +178,15 @@ fn foretell(bytes: u64, threads: usize, rate: f64) -> Duration {
 /// Fails if no image of the process can be taken, or none that holds all of it.
 fn check(process: &Process) -> Result<()> {
     let pid = process.pid();
+    if let Some(tracer) = stop::tracer(pid, pid) {
+        bail!(stop::traced_by(pid, tracer));
+    }
+    expect_known(process)
+}
+
+/// Fails if an image of the process would not hold all of it, or nothing that means anything.
+fn expect_known(process: &Process) -> Result<()> {
+    let pid = process.pid();
     process.expect_native_program()?;
     let areas = areas(pid)?;
     let code = areas.iter().filter(|area| area.mapping.executable);
@@ -156,9 +195,6 @@ fn check(process: &Process) -> Result<()> {
             "process {pid} is run by {name}, whose own memory is what there is to see: run the \
              program without it"
         );
-    }
-    if let Some(tracer) = stop::tracer(pid, pid) {
-        bail!(stop::traced_by(pid, tracer));
     }
     let swapped = status_kilobytes(&format!("/proc/{pid}/status"), "VmSwap:").unwrap_or(0);
     if swapped > 0 {
@@ -207,6 +243,13 @@ fn areas(pid: u32) -> Result<Vec<Area>> {
 
 fn sum(runs: &[Range<u64>]) -> u64 {
     runs.iter().map(|run| run.end - run.start).sum()
+}
+
+/// Fills in the threads' names.
+fn name(pid: u32, threads: &mut [Thread]) {
+    for thread in threads {
+        thread.comm = comm(&format!("/proc/{pid}/task/{}/comm", thread.tid));
+    }
 }
 
 fn comm(path: &str) -> Vec<u8> {

@@ -69,6 +69,15 @@ impl Stopped {
         Ok(all)
     }
 
+    /// Threads that this thread traces and the kernel holds.
+    pub(super) fn of(pid: u32, held: impl IntoIterator<Item = u32>) -> Self {
+        let threads = held.into_iter().map(|tid| (tid, State::Stopped(0)));
+        Self {
+            pid,
+            threads: threads.collect(),
+        }
+    }
+
     /// Seizes the threads that have not been seized. Returns whether there are any.
     fn seize_new(&mut self) -> Result<bool> {
         let mut any = false;
@@ -165,7 +174,7 @@ fn look(tid: u32) -> State {
 const NT_X86_XSTATE: i32 = 0x202;
 
 /// The words of a set of registers; None if the kernel has none.
-fn register_set(tid: u32, set: i32, bytes: usize) -> Option<Vec<u64>> {
+pub(super) fn register_set(tid: u32, set: i32, bytes: usize) -> Option<Vec<u64>> {
     let mut words = vec![0_u64; bytes / 8];
     let mut place = libc::iovec {
         iov_base: words.as_mut_ptr().cast(),
@@ -188,7 +197,7 @@ fn register_set(tid: u32, set: i32, bytes: usize) -> Option<Vec<u64>> {
 }
 
 /// A request of ptrace(2) that takes no pointer.
-fn request(request: libc::c_uint, tid: u32, data: usize) -> io::Result<()> {
+pub(super) fn request(request: libc::c_uint, tid: u32, data: usize) -> io::Result<()> {
     let nothing: *mut libc::c_void = ptr::null_mut();
     // SAFETY: SEIZE, INTERRUPT and DETACH take numbers, and touch no memory of ours.
     let done = unsafe { libc::ptrace(request, tid as libc::pid_t, nothing, data) };
@@ -200,7 +209,7 @@ fn request(request: libc::c_uint, tid: u32, data: usize) -> io::Result<()> {
 }
 
 /// The numbers of a process's threads.
-fn tids(pid: u32) -> Result<Vec<u32>> {
+pub(super) fn tids(pid: u32) -> Result<Vec<u32>> {
     let Ok(entries) = fs::read_dir(format!("/proc/{pid}/task")) else {
         bail!("process {pid} has exited");
     };
@@ -218,7 +227,7 @@ fn state(pid: u32, tid: u32) -> Option<u8> {
     stat.get(name_ends + 2).copied()
 }
 
-fn has_ended(pid: u32, tid: u32) -> bool {
+pub(super) fn has_ended(pid: u32, tid: u32) -> bool {
     matches!(state(pid, tid), None | Some(b'Z' | b'X'))
 }
 
@@ -241,7 +250,7 @@ pub(super) fn traced_by(pid: u32, tracer: u32) -> String {
     )
 }
 
-fn why_not_seized(pid: u32, tid: u32, error: &io::Error) -> String {
+pub(super) fn why_not_seized(pid: u32, tid: u32, error: &io::Error) -> String {
     if let Some(tracer) = tracer(pid, tid) {
         return traced_by(pid, tracer);
     }

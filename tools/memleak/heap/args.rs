@@ -9,12 +9,12 @@ use memtools::run::cli::{self, UsageError};
 #[command(next_help_heading = "Without tracing: the heap of a process as it is")]
 pub(crate) struct HeapArgs {
     /// Show where the memory of the process of -p is: blocks in use, free in arenas, and the rest; -a lists blocks
-    #[arg(long, requires = "pid", conflicts_with_all = TRACING)]
+    #[arg(long, requires = "pid", conflicts_with_all = TRACING, conflicts_with_all = ALLOCATORS)]
     pub(crate) heap: bool,
 
     /// Show which types of objects the blocks of the process of -p are, those with most bytes first: C++ classes, Python
     /// objects, strings, containers; -T shows more
-    #[arg(long, requires = "pid", conflicts_with_all = TRACING)]
+    #[arg(long, requires = "pid", conflicts_with_all = TRACING, conflicts_with_all = ALLOCATORS)]
     pub(crate) types: bool,
 
     /// Milliseconds that the process may stand still for while its memory is copied; refused if it would take longer
@@ -22,8 +22,11 @@ pub(crate) struct HeapArgs {
     pub(crate) max_pause: Duration,
 }
 
+/// Options that name what is to be probed.
+pub(crate) const ALLOCATORS: [&str; 4] = ["obj", "symbols_prefix", "alloc", "free"];
+
 /// Options of tracing, which are refused beside these modes.
-pub(crate) const TRACING: [&str; 33] = [
+pub(crate) const TRACING: [&str; 29] = [
     "interval",
     "count",
     "children",
@@ -34,10 +37,6 @@ pub(crate) const TRACING: [&str; 33] = [
     "sample_rate",
     "sample_bytes",
     "max_overhead",
-    "obj",
-    "symbols_prefix",
-    "alloc",
-    "free",
     "mode",
     "churn",
     "peak",

@@ -111,7 +111,9 @@ struct ClassRow {
 impl HeapRow {
     /// Adds up what was walked, with what the kernel says is in memory of each mapping, and the `top` largest parts.
     pub(super) fn of(walked: &Walked, mappings: &[MappedMemory], top: usize) -> Self {
-        let Walked { image, heap, glibc } = walked;
+        let Walked {
+            image, heap, glibc, ..
+        } = walked;
         let (coverage, coverage_note) = match &heap.coverage {
             Coverage::Complete => ("complete", None),
             Coverage::Incomplete { why, .. } => ("incomplete", Some(why.clone())),

@@ -3,6 +3,8 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 
+use crate::sums::Allocation;
+
 /// The part of an mmap(2) that is still mapped, or one of its parts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Region {
@@ -136,6 +138,21 @@ impl CallCounter {
     pub(crate) fn count(&mut self, region: &Region) -> u64 {
         u64::from(self.0.insert(region.call))
     }
+}
+
+/// A process's mappings as allocations.
+pub(crate) fn allocations_of(pid: u32, regions: &Regions) -> Vec<Allocation> {
+    let mut counter = CallCounter::default();
+    let allocations = regions.iter().map(|region| Allocation {
+        pid,
+        address: region.range.start,
+        size: region.range.end - region.range.start,
+        stack: region.stack,
+        time_ns: region.time_ns,
+        calls: counter.count(region),
+        level: region.level,
+    });
+    allocations.collect()
 }
 
 #[cfg(test)]

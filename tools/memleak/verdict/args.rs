@@ -1,48 +1,106 @@
 //! The options of verdicts.
 
+use std::path::PathBuf;
+use std::time::Duration;
+
 use memtools::run::cli::{self, UsageError};
 
-use crate::difference::{DifferenceArgs, FailOn};
-use crate::heap::args::TRACING;
+use crate::args::Args;
+use crate::difference::FailOn;
+use crate::heap::args::{ALLOCATORS, TRACING};
 
 /// Options of what finds out whether memory is lost.
 #[derive(Debug, Clone, clap::Args)]
-#[command(next_help_heading = "Without tracing: is it a leak?")]
+#[command(next_help_heading = "Is it a leak?")]
 pub(crate) struct VerdictArgs {
-    /// Show which blocks of the process of -p nothing refers to any more, whenever they were allocated, and what holds
-    /// the rest
-    #[arg(long, requires = "pid", conflicts_with_all = TRACING, conflicts_with_all = ["heap", "types", "show_allocs"])]
-    pub(crate) verdict: bool,
+    /// Show which blocks of the process nothing refers to any more, whenever they were allocated, and what holds the
+    /// rest; with SECONDS, trace for so long, and show by which stacks they were allocated since; with exit, trace the
+    /// command of -c, and judge when it exits
+    #[arg(long, value_name = "SECONDS|exit", num_args = 0..=1, require_equals = true, default_missing_value = "now",
+          value_parser = moment, conflicts_with_all = TRACING, conflicts_with_all = ["heap", "types", "show_allocs"])]
+    pub(crate) verdict: Option<Moment>,
 
-    /// Also show what holds the block at this address (0x...), or the blocks of this type, or of this size
-    #[arg(long, value_name = "ADDRESS|TYPE|BYTES", requires = "verdict")]
+    /// Also show what holds the block at this address (0x...), or the blocks of this type, or of this size, or those that
+    /// this function has allocated, if that was traced
+    #[arg(long, value_name = "ADDRESS|TYPE|BYTES|FUNCTION", requires = "verdict")]
     pub(crate) why: Vec<String>,
+
+    /// Also print the sums of Memcheck: definitely lost, indirectly lost, possibly lost, still reachable, suppressed
+    #[arg(long, requires = "verdict")]
+    pub(crate) memcheck: bool,
+
+    /// Do not tell what the entries of this file have, which is one of valgrind's, but how much it is; wants stacks
+    #[arg(long, value_name = "FILE", requires = "verdict")]
+    pub(crate) suppressions: Vec<PathBuf>,
+}
+
+/// When the verdict is given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Moment {
+    /// Now, with nothing traced.
+    Now,
+    /// When allocations have been traced for so long.
+    After(Duration),
+    /// When the command exits, and all that it has allocated is traced.
+    Exit,
+}
+
+fn moment(text: &str) -> Result<Moment, String> {
+    match text {
+        "now" => Ok(Moment::Now),
+        "exit" => Ok(Moment::Exit),
+        _ => cli::seconds(text).map(Moment::After),
+    }
 }
 
 impl VerdictArgs {
-    /// Whether nothing is to be traced.
+    /// Whether there is to be a verdict with nothing traced.
     ///
     /// # Errors
     /// If not just one process was named, or an option has no meaning here or elsewhere.
-    pub(crate) fn wanted(
-        &self,
-        pids: &[u32],
-        difference: &DifferenceArgs,
-    ) -> Result<bool, UsageError> {
+    pub(crate) fn wanted(&self, args: &Args) -> Result<bool, UsageError> {
         let refuse = |message: &str| Err(UsageError(message.into()));
-        if self.verdict && pids.len() != 1 {
-            return refuse("--verdict is of one process: name it with -p PID");
+        let is_one = args.pid.len() + usize::from(args.command.is_some()) == 1;
+        match self.verdict {
+            Some(Moment::Now) if args.pid.len() != 1 => {
+                return refuse("--verdict is of one process: name it with -p PID");
+            }
+            Some(Moment::Now) if !self.suppressions.is_empty() => {
+                return refuse(
+                    "--suppressions wants the stacks of --verdict=SECONDS, or of --verdict=exit",
+                );
+            }
+            Some(Moment::Now) if names_allocators(args) => {
+                return refuse(&format!(
+                    "--verdict without SECONDS traces nothing: leave out {}",
+                    ALLOCATORS.join(", ")
+                ));
+            }
+            Some(Moment::Exit) if args.command.is_none() => {
+                return refuse(
+                    "--verdict=exit is of a command that memleak starts: name it with -c COMMAND",
+                );
+            }
+            Some(_) if !is_one => {
+                return refuse("--verdict is of one process: name it with -p PID, or -c COMMAND");
+            }
+            _ => (),
         }
-        match (difference.fail_on, &difference.diff) {
-            (Some(FailOn::Unreachable), _) if !self.verdict => {
+        match (args.difference.fail_on, &args.difference.diff) {
+            (Some(FailOn::Unreachable), _) if self.verdict.is_none() => {
                 refuse("--fail-on unreachable is of --verdict")
             }
             (Some(FailOn::Growth(_)), None) => {
                 refuse("--fail-on 'growth>BYTES' is of --diff OLD.pb.gz")
             }
-            _ => Ok(self.verdict),
+            _ => Ok(self.verdict == Some(Moment::Now)),
         }
     }
+}
+
+/// Whether it is said which allocators to probe.
+fn names_allocators(args: &Args) -> bool {
+    args.obj.is_some() || !args.symbols_prefix.is_empty() || args.named().next().is_some()
 }
 
 /// What --why asks for.
@@ -52,8 +110,8 @@ pub(super) enum Question {
     Address(u64),
     /// All blocks of a size.
     Size(u64),
-    /// All blocks of a type.
-    Type(String),
+    /// All blocks of a type, or those that a function of this name has allocated.
+    Name(String),
 }
 
 impl Question {
@@ -64,13 +122,47 @@ impl Question {
         {
             return Self::Address(address);
         }
-        cli::bytes(text).map_or_else(|_| Self::Type(text.to_owned()), Self::Size)
+        cli::bytes(text).map_or_else(|_| Self::Name(text.to_owned()), Self::Size)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser;
+
     use super::*;
+
+    #[test]
+    fn a_verdict_is_of_one_process_and_its_moment() {
+        let wanted = |args: &[&str]| {
+            let args = Args::try_parse_from([&["memleak"], args].concat()).expect("valid");
+            let moment = args.verdict.verdict;
+            args.verdict
+                .wanted(&args)
+                .map(|now| (moment.expect("asked for"), now))
+                .map_err(|error| error.0)
+        };
+        assert_eq!(wanted(&["-p", "1", "--verdict"]), Ok((Moment::Now, true)));
+        let minute = Moment::After(Duration::from_secs(60));
+        assert_eq!(wanted(&["-p", "1", "--verdict=60"]), Ok((minute, false)));
+        let exit = ["-c", "true", "--verdict=exit", "--suppressions", "file"];
+        assert_eq!(wanted(&exit), Ok((Moment::Exit, false)));
+        for wrong in [
+            &["--verdict=60"][..],
+            &["-p", "1,2", "--verdict=60"],
+            &["-p", "1", "--verdict=exit"],
+            &["-p", "1", "--verdict", "-O", "c"],
+            &["-p", "1", "--verdict", "--suppressions", "file"],
+        ] {
+            assert!(wanted(wrong).is_err(), "{wrong:?}");
+        }
+        for wrong in ["--verdict=0", "--verdict=soon", "--verdict=-1"] {
+            assert!(
+                Args::try_parse_from(["memleak", "-p", "1", wrong]).is_err(),
+                "{wrong}"
+            );
+        }
+    }
 
     #[test]
     fn questions_are_of_addresses_sizes_or_types() {
@@ -78,7 +170,7 @@ mod tests {
         assert_eq!(of("0x7f001000"), Question::Address(0x7f00_1000));
         assert_eq!(of("4008"), Question::Size(4008));
         assert_eq!(of("4K"), Question::Size(4096));
-        assert_eq!(of("app::Session"), Question::Type("app::Session".into()));
-        assert_eq!(of("0xyz"), Question::Type("0xyz".into()));
+        assert_eq!(of("app::Session"), Question::Name("app::Session".into()));
+        assert_eq!(of("0xyz"), Question::Name("0xyz".into()));
     }
 }

@@ -8,6 +8,11 @@ use memtools::heap::reach::{Class, Reach};
 use memtools::process::smaps::MappedMemory;
 use serde::Serialize;
 
+use super::seen::{Born, Seen};
+use super::stacks::Known;
+use super::suppressions::LeakKind;
+use crate::sums::Path;
+
 /// Blocks that a tree is made of at most.
 const MOST_IN_TREE: usize = 1000;
 /// Blocks of a chain that are told; of a list there can be millions.
@@ -24,6 +29,14 @@ impl Sum {
     fn add(&mut self, bytes: u64) {
         self.blocks += 1;
         self.bytes += bytes;
+    }
+
+    /// Both together.
+    pub(super) fn plus(self, other: Self) -> Self {
+        Self {
+            blocks: self.blocks + other.blocks,
+            bytes: self.bytes + other.bytes,
+        }
     }
 }
 
@@ -42,6 +55,8 @@ pub(super) struct Sums {
     pub(super) reachable: Sum,
     /// There is a chain, through the middle of a block.
     pub(super) interior_only: Sum,
+    /// An entry of --suppressions has them, whichever class they are of.
+    pub(super) suppressed: Sum,
 }
 
 /// What blocks are alike by: their type's name, or else their size.
@@ -51,15 +66,48 @@ pub(super) enum Kind {
     Size(u64),
 }
 
-/// Blocks of one kind that are all lost, or all held.
+/// What the blocks of a row have in common.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Key {
+    /// The stack that allocated them, which was traced.
+    Stack(Path),
+    /// Their kind, if it was not.
+    Kind(Kind),
+}
+
+/// Blocks of one stack, or of one kind, that are all lost, or all held.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Group {
-    pub(super) kind: Kind,
+    /// What all of them are; None if a stack has allocated several kinds.
+    pub(super) kind: Option<Kind>,
+    /// The stack that allocated them, if that was traced, and when.
+    pub(super) born: Option<Born>,
     pub(super) sum: Sum,
     /// What was lost with them.
     pub(super) via: Sum,
     /// One of them.
     pub(super) example: usize,
+}
+
+impl Group {
+    fn new(example: usize, kind: Kind, born: Option<Born>) -> Self {
+        Self {
+            kind: Some(kind),
+            born,
+            sum: Sum::default(),
+            via: Sum::default(),
+            example,
+        }
+    }
+
+    /// Adds a block that is not lost with another one.
+    fn add(&mut self, bytes: u64, kind: &Kind, born: Option<Born>) {
+        self.sum.add(bytes);
+        self.kind = self.kind.take().filter(|all| all == kind);
+        if let (Some(all), Some(born)) = (&mut self.born, born) {
+            all.join(born);
+        }
+    }
 }
 
 /// The heap, judged.
@@ -68,6 +116,8 @@ pub(super) struct Judgement {
     pub(super) sums: Sums,
     pub(super) lost: Vec<Group>,
     pub(super) held: Vec<Group>,
+    /// By entry of --suppressions.
+    pub(super) suppressed: BTreeMap<usize, Sum>,
 }
 
 /// Blocks that nothing refers to, to be found again in a later image.
@@ -88,68 +138,79 @@ pub(super) fn protected_bytes(image: &Image, mappings: &[MappedMemory]) -> u64 {
     protected.map(|memory| memory.anonymous).sum()
 }
 
-/// Judges a heap. `before` are the blocks that were lost in an earlier image.
+/// Judges a heap. `before` are the blocks that were lost in an earlier image, `seen` those whose allocation was traced, of
+/// whose stacks something is `known`.
 pub(super) fn judge(
     heap: &Heap,
     reach: &Reach,
     before: &HashSet<(u64, u64)>,
+    (seen, known): (&Seen, &Known),
     kind: impl Fn(usize) -> Kind,
 ) -> Judgement {
     let mut sums = Sums::default();
-    let (mut lost, mut held) = (HashMap::new(), HashMap::new());
+    let (mut lost, mut held, mut suppressed) = (HashMap::new(), HashMap::new(), BTreeMap::new());
     let leaders = reach.leaders();
+    let entry = |number: usize, kind: LeakKind| known.suppressed(seen.born(number)?.path, kind);
     for (number, block) in heap.blocks().iter().enumerate() {
         let class = reach.class(number);
+        let bytes = seen.bytes(number, block);
         // What is lost with another block counts below that.
         let of = leaders[number].map_or(number, |leader| leader as usize);
         let leader = &heap.blocks()[of];
-        let groups = match class {
+        let is_leak = before.contains(&(leader.address, leader.size));
+        let (sum, leak, groups): (_, _, &mut HashMap<Key, Group>) = match class {
             Class::Cycle => {
-                sums.python_cycles.add(block.size);
+                sums.python_cycles.add(bytes);
                 continue;
             }
-            Class::Interior | Class::Reachable => &mut held,
-            _ if before.contains(&(leader.address, leader.size)) => &mut lost,
-            _ => {
-                sums.undecided.add(block.size);
+            Class::Unreachable | Class::Via if !is_leak => {
+                sums.undecided.add(bytes);
                 continue;
             }
+            Class::Unreachable => (&mut sums.unreachable, LeakKind::Definite, &mut lost),
+            Class::Via => (&mut sums.unreachable_via, LeakKind::Indirect, &mut lost),
+            Class::Interior => (&mut sums.interior_only, LeakKind::Possible, &mut held),
+            Class::Reachable => (&mut sums.reachable, LeakKind::Reachable, &mut held),
         };
-        match class {
-            Class::Unreachable => sums.unreachable.add(block.size),
-            Class::Via => sums.unreachable_via.add(block.size),
-            Class::Interior => sums.interior_only.add(block.size),
-            Class::Reachable => sums.reachable.add(block.size),
-            Class::Cycle => (),
+        if let Some(entry) = entry(number, leak) {
+            sums.suppressed.add(bytes);
+            suppressed
+                .entry(entry)
+                .or_insert_with(Sum::default)
+                .add(bytes);
+            continue;
         }
-        let kind = kind(of);
-        let group: &mut Group = groups.entry(kind.clone()).or_insert_with(|| Group {
-            kind,
-            sum: Sum::default(),
-            via: Sum::default(),
-            example: of,
-        });
+        sum.add(bytes);
+        if class == Class::Via && entry(of, LeakKind::Definite).is_some() {
+            continue;
+        }
+        let (kind, born) = (kind(of), seen.born(of));
+        let key = born.map_or_else(|| Key::Kind(kind.clone()), |born| Key::Stack(born.path));
+        let group = groups
+            .entry(key)
+            .or_insert_with(|| Group::new(of, kind.clone(), born));
         if class == Class::Via {
-            group.via.add(block.size);
+            group.via.add(bytes);
         } else {
-            group.sum.add(block.size);
+            group.add(bytes, &kind, born);
         }
     }
     Judgement {
         sums,
         lost: largest_first(lost),
         held: largest_first(held),
+        suppressed,
     }
 }
 
-fn largest_first(groups: HashMap<Kind, Group>) -> Vec<Group> {
-    let mut groups: Vec<_> = groups.into_values().collect();
-    groups.sort_by(|one, other| {
+fn largest_first(groups: HashMap<Key, Group>) -> Vec<Group> {
+    let mut groups: Vec<_> = groups.into_iter().collect();
+    groups.sort_by(|(key, one), (other_key, other)| {
         let bytes = |group: &Group| group.sum.bytes + group.via.bytes;
         let order = bytes(other).cmp(&bytes(one));
-        order.then_with(|| one.kind.cmp(&other.kind))
+        order.then_with(|| key.cmp(other_key))
     });
-    groups
+    groups.into_iter().map(|(_, group)| group).collect()
 }
 
 /// Who holds blocks, the last holder first: roots, and below each what it refers to.
@@ -178,6 +239,7 @@ impl Tree {
 pub(super) fn tree(
     heap: &Heap,
     reach: &Reach,
+    seen: &Seen,
     blocks: &[usize],
     root: impl Fn(usize) -> String,
     label: impl Fn(usize) -> String,
@@ -188,7 +250,7 @@ pub(super) fn tree(
         let mut labels = vec![root(block)];
         labels.extend(chain.iter().take(MOST_OF_CHAIN).rev().map(|&by| label(by)));
         labels.push(label(block));
-        tree.add(&labels, heap.blocks()[block].size);
+        tree.add(&labels, seen.bytes(block, &heap.blocks()[block]));
     }
     tree
 }

@@ -47,6 +47,16 @@ impl Names {
 
     /// What a root is called.
     pub(super) fn root(&self, image: &Image, root: Option<Root>) -> String {
+        self.label(image, root, |at| format!("+{at:#x}"))
+    }
+
+    /// What a root is called, without where in a variable it is: all of an array's elements are one holder.
+    pub(super) fn variable(&self, image: &Image, root: Option<Root>) -> String {
+        self.label(image, root, |_| String::new())
+    }
+
+    /// `within` writes how far into a variable a root is.
+    fn label(&self, image: &Image, root: Option<Root>, within: fn(u64) -> String) -> String {
         let Some(root) = root else {
             return "nothing: unreachable".into();
         };
@@ -63,11 +73,7 @@ impl Names {
                 match self.variables.get(&(path, offset)) {
                     Some((name, at)) => {
                         let name = text::shown(&demangle(name));
-                        let at = if *at == 0 {
-                            String::new()
-                        } else {
-                            format!("+{at:#x}")
-                        };
+                        let at = if *at == 0 { String::new() } else { within(*at) };
                         format!("global {file}`{name}{at}")
                     }
                     None => format!("global {file}+{offset:#x}"),

@@ -4,9 +4,12 @@ use std::io::{self, Write};
 
 use memtools::print::output::Row;
 use memtools::print::text;
+use memtools::run::losses::Losses;
+use memtools::stacks::named::NamedStack;
 use serde::Serialize;
 
-use super::judge::{Group, Kind, Sums, Tree};
+use super::judge::{Group, Kind, Sum, Sums, Tree};
+use crate::rows;
 
 /// Branches of a tree that are shown below one, and how deep.
 const MOST_BRANCHES: usize = 8;
@@ -24,8 +27,24 @@ pub(super) struct Verdict {
     pub(super) allocator: String,
     pub(super) coverage: &'static str,
     pub(super) references: usize,
+    /// How allocations were traced, if they were.
+    #[serde(flatten)]
+    pub(super) trace: Option<Trace>,
     #[serde(flatten)]
     pub(super) sums: Sums,
+}
+
+/// The trace before a verdict.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub(super) struct Trace {
+    pub(super) traced_ms: u64,
+    /// Whether the process was copied at its exit.
+    pub(super) at_exit: bool,
+    /// Blocks of the heap whose allocation was seen.
+    pub(super) traced_blocks: u64,
+    /// Entries of --suppressions that mean nothing here.
+    pub(super) ignored_suppressions: u64,
+    pub(super) lost: Losses,
 }
 
 impl Row for Verdict {
@@ -34,12 +53,15 @@ impl Row for Verdict {
         let pauses: Vec<_> = pauses
             .map(|&us| format!("{:.1} ms", us as f64 / 1000.0))
             .collect();
+        let when = match &self.trace {
+            Some(Trace { at_exit: true, .. }) => " at its exit".to_owned(),
+            _ => format!(", which stood still for {}", pauses.join(" and ")),
+        };
         writeln!(
             out,
-            "verdict on {} (pid {}), which stood still for {}; {} copied",
+            "verdict on {} (pid {}){when}; {} copied",
             self.comm,
             self.pid,
-            pauses.join(" and "),
             text::bytes(self.copied_bytes)
         )?;
         let sums = &self.sums;
@@ -66,15 +88,28 @@ impl Row for Verdict {
                 sums.interior_only,
                 "through a middle, or an address in another form",
             ),
+            ("suppressed", sums.suppressed, "of any of these classes"),
         ];
         let blocks = all.iter().map(|(_, sum, _)| sum.blocks).sum();
         writeln!(
             out,
             "{}; coverage: {}: {}",
-            self.allocator,
+            if self.allocator.is_empty() {
+                "no heap"
+            } else {
+                &self.allocator
+            },
             self.coverage,
             text::counted(blocks, "block")
         )?;
+        if let Some(trace) = &self.trace {
+            writeln!(
+                out,
+                "allocations traced for {:.1} s: of {} of these blocks",
+                trace.traced_ms as f64 / 1000.0,
+                text::grouped(trace.traced_blocks)
+            )?;
+        }
         for (name, sum, remark) in all {
             if sum.blocks == 0 && name != "unreachable" {
                 continue;
@@ -88,9 +123,69 @@ impl Row for Verdict {
     }
 }
 
+/// The sums by the names that Memcheck has for them.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "memcheck")]
+pub(super) struct Memcheck {
+    definitely_lost: Sum,
+    indirectly_lost: Sum,
+    possibly_lost: Sum,
+    still_reachable: Sum,
+    suppressed: Sum,
+}
+
+impl From<&Sums> for Memcheck {
+    fn from(sums: &Sums) -> Self {
+        Self {
+            definitely_lost: sums.unreachable,
+            indirectly_lost: sums.unreachable_via,
+            possibly_lost: sums.interior_only.plus(sums.undecided),
+            still_reachable: sums.reachable.plus(sums.python_cycles),
+            suppressed: sums.suppressed,
+        }
+    }
+}
+
+impl Row for Memcheck {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(out, "LEAK SUMMARY:")?;
+        for (name, sum) in [
+            ("definitely lost", self.definitely_lost),
+            ("indirectly lost", self.indirectly_lost),
+            ("possibly lost", self.possibly_lost),
+            ("still reachable", self.still_reachable),
+            ("suppressed", self.suppressed),
+        ] {
+            let (bytes, blocks) = (text::grouped(sum.bytes), text::grouped(sum.blocks));
+            writeln!(out, "{name:>18}: {bytes} bytes in {blocks} blocks")?;
+        }
+        Ok(())
+    }
+}
+
+/// What an entry of --suppressions has.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "suppressed")]
+pub(super) struct Suppressed {
+    /// The entry.
+    pub(super) name: String,
+    #[serde(flatten)]
+    pub(super) sum: Sum,
+}
+
+impl Row for Suppressed {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let (blocks, bytes) = (
+            text::counted(self.sum.blocks, "block"),
+            text::grouped(self.sum.bytes),
+        );
+        writeln!(out, "\t{bytes} bytes in {blocks} suppressed: {}", self.name)
+    }
+}
+
 /// Blocks of a kind that nothing refers to, with what was lost with them.
 #[derive(Debug, Serialize)]
-#[serde(tag = "type", rename = "lost")]
+#[serde(tag = "type", rename = "leak")]
 pub(super) struct Lost {
     #[serde(flatten)]
     pub(super) what: What,
@@ -99,6 +194,46 @@ pub(super) struct Lost {
     pub(super) via_blocks: u64,
     pub(super) via_bytes: u64,
     pub(super) address: String,
+    #[serde(flatten)]
+    pub(super) origin: Option<Origin>,
+    /// Whether allocations were traced.
+    #[serde(skip)]
+    pub(super) is_traced: bool,
+}
+
+/// The stack that blocks were allocated by, and how long ago.
+#[derive(Debug, Serialize)]
+pub(super) struct Origin {
+    pub(super) oldest_age_ms: u64,
+    pub(super) youngest_age_ms: u64,
+    #[serde(serialize_with = "rows::hex")]
+    pub(super) stack_id: u64,
+    #[serde(flatten)]
+    pub(super) stack: NamedStack,
+}
+
+/// Ends a row with where its blocks come from; if nothing was traced, nothing is said of that.
+fn text_of_origin(origin: Option<&Origin>, is_traced: bool, out: &mut dyn Write) -> io::Result<()> {
+    let Some(origin) = origin else {
+        let remark = if is_traced {
+            "; not seen to be allocated"
+        } else {
+            ""
+        };
+        return writeln!(out, "{remark}");
+    };
+    let seconds = |ms: u64| format!("{}.{}", ms / 1000, ms / 100 % 10);
+    let (first, last) = (
+        seconds(origin.oldest_age_ms),
+        seconds(origin.youngest_age_ms),
+    );
+    let ages = if first == last {
+        first
+    } else {
+        format!("{first} to {last}")
+    };
+    writeln!(out, "; allocated {ages} s ago from stack")?;
+    rows::text_of_stack(&origin.stack, true, out)
 }
 
 /// A kind of blocks.
@@ -108,39 +243,37 @@ pub(super) struct What {
     pub(super) size_bytes: Option<u64>,
 }
 
-impl From<&Kind> for What {
-    fn from(kind: &Kind) -> Self {
-        match kind {
-            Kind::Type(name) => Self {
-                name: Some(text::escape(name).into_owned()),
-                size_bytes: None,
-            },
-            Kind::Size(bytes) => Self {
-                name: None,
-                size_bytes: Some(*bytes),
-            },
-        }
-    }
-}
-
 impl What {
+    /// What blocks are, if all are the same.
+    pub(super) fn of(kind: Option<&Kind>) -> Self {
+        let (name, size_bytes) = match kind {
+            Some(Kind::Type(name)) => (Some(text::escape(name).into_owned()), None),
+            Some(Kind::Size(bytes)) => (None, Some(*bytes)),
+            None => (None, None),
+        };
+        Self { name, size_bytes }
+    }
+
     fn text(&self) -> String {
         match (&self.name, self.size_bytes) {
             (Some(name), _) => name.clone(),
-            (None, size) => format!("unnamed, {} bytes each", size.unwrap_or_default()),
+            (None, Some(size)) => format!("unnamed, {size} bytes each"),
+            (None, None) => "of several kinds".to_owned(),
         }
     }
 }
 
 impl Lost {
-    pub(super) fn of(group: &Group, address: u64) -> Self {
+    pub(super) fn of(group: &Group, address: u64, origin: Option<Origin>, is_traced: bool) -> Self {
         Self {
-            what: (&group.kind).into(),
+            what: What::of(group.kind.as_ref()),
             blocks: group.sum.blocks,
             bytes: group.sum.bytes,
             via_blocks: group.via.blocks,
             via_bytes: group.via.bytes,
             address: format!("{address:#x}"),
+            origin,
+            is_traced,
         }
     }
 }
@@ -162,7 +295,8 @@ impl Row for Lost {
             )?;
         }
         let Self { what, address, .. } = self;
-        writeln!(out, ": {}, such as {address}", what.text())
+        write!(out, ": {}, such as {address}", what.text())?;
+        text_of_origin(self.origin.as_ref(), self.is_traced, out)
     }
 }
 
@@ -179,6 +313,11 @@ pub(super) struct Held {
     pub(super) chain: Vec<String>,
     pub(super) chain_blocks: usize,
     pub(super) root: String,
+    #[serde(flatten)]
+    pub(super) origin: Option<Origin>,
+    /// Whether allocations were traced.
+    #[serde(skip)]
+    pub(super) is_traced: bool,
 }
 
 impl Row for Held {
@@ -191,14 +330,15 @@ impl Row for Held {
             ));
         }
         chain.push(self.root.clone());
-        writeln!(
+        write!(
             out,
             "\t{} bytes in {} reachable: {} <- {}",
             text::grouped(self.bytes),
             text::counted(self.blocks, "block"),
             self.what.text(),
             chain.join(" <- ")
-        )
+        )?;
+        text_of_origin(self.origin.as_ref(), self.is_traced, out)
     }
 }
 

@@ -1,0 +1,204 @@
+//! Verdicts of memleak on a command at its exit, which must live and end as it would alone.
+
+use std::fs;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+use crate::harness::{self, Ended, Tool};
+use crate::verdict_traced::{expect_what_was_made, number, sums};
+
+/// All of these tests.
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "memleak::verdict_exit":
+        all_stacks_are_told_at_the_exit,
+        a_leak_is_an_exit_status,
+        a_command_ends_as_it_would_alone,
+        a_shell_gets_its_signals [Host],
+        threads_hold_what_they_have,
+        a_command_outlives_memleak [Once],
+    }
+}
+
+/// Runs the workload under memleak, with these arguments of each.
+fn at_exit(workload: &str, args: &[&str]) -> Result<Ended> {
+    let path = harness::workload("forget");
+    let command = format!("{} {workload}", path.display());
+    let options = ["-jT", "1000", "--verdict=exit", "-c", &command];
+    harness::run("memleak", &[&options[..], args].concat())
+}
+
+/// What memleak has printed; the command has the same stdout.
+fn rows(ended: &Ended) -> Result<Vec<Value>> {
+    let lines = ended.stdout.lines().filter(|line| line.starts_with('{'));
+    lines.map(harness::object).collect()
+}
+
+/// That the work of the workload, and what it did before, is judged.
+fn expect_all(rows: &[Value]) -> Result<()> {
+    expect_what_was_made(rows)?;
+    for (kind, expected) in [("leak", [7, 6300, 0, 0]), ("held", [11, 11_000, 0, 0])] {
+        let found = sums(rows, kind, "early()");
+        ensure!(found == expected, "{found:?}: {rows:?}");
+    }
+    let verdict = rows.iter().find(|row| row["type"] == "verdict");
+    let verdict = verdict.with_context(|| format!("no verdict: {rows:?}"))?;
+    let classes = [
+        "unreachable",
+        "unreachable_via",
+        "undecided",
+        "reachable",
+        "interior_only",
+    ];
+    let blocks = classes.map(|class| number(&verdict[class], "blocks"));
+    let all: u64 = blocks.iter().sum();
+    ensure!(verdict["at_exit"] == true, "{verdict}");
+    // From the very first on.
+    ensure!(number(verdict, "traced_blocks") == all, "{verdict}");
+    ensure!(blocks[..3] == [101 + 1 + 5 + 7, 18 + 5, 0], "{verdict}");
+    Ok(())
+}
+
+fn all_stacks_are_told_at_the_exit() -> Result<()> {
+    let ended = at_exit("", &[])?;
+    ensure!(ended.status.code() == Some(0), "{ended:?}");
+    expect_all(&rows(&ended)?)
+}
+
+fn a_leak_is_an_exit_status() -> Result<()> {
+    let fails = ["--fail-on", "unreachable"];
+    for (workload, args, status) in [
+        ("", &fails[..], 3),
+        // A command that has failed by itself says more.
+        ("'' 7", &fails[..], 7),
+        ("'' 7", &[], 7),
+    ] {
+        let ended = at_exit(workload, args)?;
+        ensure!(ended.status.code() == Some(status), "{workload}: {ended:?}");
+    }
+    Ok(())
+}
+
+fn a_command_ends_as_it_would_alone() -> Result<()> {
+    for (workload, status) in [
+        ("15", 128 + 15),
+        ("6", 128 + 6),
+        ("11", 128 + 11),
+        ("exec 5", 5),
+        ("fork 9", 9),
+    ] {
+        let ended = at_exit(workload, &[])?;
+        ensure!(ended.status.code() == Some(status), "{workload}: {ended:?}");
+        expect_all(&rows(&ended)?).with_context(|| workload.to_owned())?;
+    }
+    let ended = at_exit("9", &[])?;
+    ensure!(ended.status.code() == Some(1), "{ended:?}");
+    ensure!(ended.stderr.contains("no verdict: process "), "{ended:?}");
+    Ok(())
+}
+
+fn a_shell_gets_its_signals() -> Result<()> {
+    let args = [
+        "-T",
+        "1",
+        "--verdict=exit",
+        "--fail-on",
+        "unreachable",
+        "-c",
+    ];
+    let ended = harness::run("memleak", &[&args[..], &["true"]].concat())?;
+    ensure!(ended.status.code() == Some(0), "{ended:?}");
+    ensure!(ended.stdout.contains("verdict on true (pid "), "{ended:?}");
+    for (script, says, status) in [
+        (
+            "trap \"echo trapped\" USR1; kill -USR1 $$; exit 5",
+            "trapped",
+            5,
+        ),
+        (
+            "(sleep 0.3; kill -CONT $$) & kill -STOP $$; echo woken; exit 4",
+            "woken",
+            4,
+        ),
+        (
+            "sleep 0.01 & wait; exec sh -c \"echo other; exit 6\"",
+            "other",
+            6,
+        ),
+    ] {
+        let command = format!("sh -c '{script}'");
+        let ended = harness::run("memleak", &["--verdict=exit", "-c", &command])?;
+        ensure!(ended.status.code() == Some(status), "{script}: {ended:?}");
+        ensure!(ended.stdout.contains(says), "{script}: {ended:?}");
+        ensure!(
+            ended.stdout.contains("verdict on sh (pid "),
+            "{script}: {ended:?}"
+        );
+    }
+    Ok(())
+}
+
+fn threads_hold_what_they_have() -> Result<()> {
+    let ended = at_exit("threads", &[])?;
+    ensure!(ended.status.code() == Some(0), "{ended:?}");
+    let rows = rows(&ended)?;
+    expect_all(&rows)?;
+    let is_it = |row: &&Value| number(row, "size_bytes") == 600;
+    let held: Vec<_> = rows.iter().filter(is_it).collect();
+    let of = |function, root: &str| {
+        let blocks = held.iter().filter(|row| {
+            let found = sums(std::slice::from_ref(**row), "held", function);
+            let holder = row["root"].as_str().unwrap_or_default();
+            found[0] > 0 && holder.starts_with(root)
+        });
+        blocks.map(|row| number(row, "blocks")).sum::<u64>()
+    };
+    ensure!(
+        of("hold_in_stack(void*)", "stack of thread ") == 2,
+        "{held:?}"
+    );
+    ensure!(
+        of("hold_in_register(void*)", "register r12 of ") == 1,
+        "{held:?}"
+    );
+    Ok(())
+}
+
+/// The number of the process that traces this one, and the letter of its state; None if it has gone.
+fn tracer(pid: &str) -> Option<(String, String)> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let field = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        line.map(|value| value.trim().to_owned())
+    };
+    Some((field("TracerPid:")?, field("State:")?))
+}
+
+fn a_command_outlives_memleak() -> Result<()> {
+    let path = harness::workload("forget");
+    let command = path.display().to_string();
+    let mut memleak = Command::new(harness::tool("memleak"));
+    memleak
+        .args(["--verdict=exit", "-c", &command])
+        .stdin(Stdio::piped());
+    let mut tool = Tool::spawn(&mut memleak)?;
+    tool.wait_for_output("ready ")?;
+    let stdout = tool.stdout();
+    let pid = stdout.lines().find_map(|line| line.strip_prefix("ready "));
+    let pid = pid.context("not ready")?.trim().to_owned();
+    let (before, _) = tracer(&pid).context("it has gone")?;
+    ensure!(before != "0", "nobody traces it");
+    tool.signal(Signal::SIGKILL)?;
+    harness::eventually("the command lives on", || {
+        let state = tracer(&pid).context("it went with memleak")?;
+        Ok(state.0 == "0" && state.1.starts_with('S'))
+    })?;
+    // It is ours to end: the end of its input.
+    drop(tool);
+    harness::eventually("the command exits", || {
+        Ok(tracer(&pid).is_none_or(|(_, state)| state.starts_with('Z')))
+    })
+}

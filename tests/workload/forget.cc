@@ -1,0 +1,185 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * Blocks that are lost or kept by functions of known names.
+ *
+ * Before "ready": 7 of 900 bytes lost, and 11 of 1000 kept, both by early().
+ * After the line that follows: 101 of 500 bytes lost by forget(); a list of 19 of 200 by
+ * lose_list(), of which one is lost first and 18 are with it; 5 objects of class Session lost by
+ * open_session(), each with a text of 40 bytes that only it holds; 53 of 300 bytes kept in an
+ * array by remember(); one of 700 bytes kept by its middle alone by point_into(). Then "done".
+ *
+ * An argument says how the program ends after that: by a signal of that number, "threads" while
+ * three threads of it wait, each with a block of 600 bytes that only its stack (or, of the last,
+ * only a register) holds, and one that has ended; "exec" by another run of itself, "fork" after a
+ * child has exited that has lost 3 of 1100 bytes. A second argument is the exit status.
+ */
+#include "workload.h"
+#include <pthread.h>
+#include <signal.h>
+
+namespace
+{
+
+class Session
+{
+      public:
+	virtual ~Session()
+	{
+	}
+	char *text;
+	unsigned long id;
+};
+
+struct node {
+	node *next;
+};
+
+void *volatile early_kept[11];
+void *volatile kept[53];
+char *volatile middle;
+Session *volatile opened;
+pthread_barrier_t started;
+
+STEP void early()
+{
+	for (int i = 0; i < 7; i++)
+		*(volatile char *)calloc(1, 900) = 1;
+	for (int i = 0; i < 11; i++)
+		early_kept[i] = calloc(1, 1000);
+}
+
+STEP void forget()
+{
+	for (int i = 0; i < 101; i++)
+		*(volatile char *)calloc(1, 500) = 1;
+}
+
+STEP void lose_list()
+{
+	node *head = nullptr;
+
+	for (int i = 0; i < 19; i++) {
+		node *one = (node *)calloc(1, 200);
+
+		one->next = head;
+		head = one;
+		asm volatile("" ::"r"(head) : "memory");
+	}
+}
+
+STEP void open_session(unsigned long id)
+{
+	opened = new Session;
+	opened->id = id;
+	opened->text = (char *)calloc(1, 40);
+}
+
+STEP void remember()
+{
+	for (int i = 0; i < 53; i++)
+		kept[i] = calloc(1, 300);
+}
+
+STEP void point_into()
+{
+	middle = (char *)calloc(1, 700) + 350;
+}
+
+/* Overwrites what returned frames have left, and registers. */
+STEP void wipe()
+{
+	volatile char stack[32768];
+
+	for (unsigned long i = 0; i < sizeof(stack); i++)
+		stack[i] = 0;
+	asm volatile("xor %%ebx, %%ebx\n\txor %%r12d, %%r12d\n\txor %%r13d, %%r13d\n\t"
+		     "xor %%r14d, %%r14d\n\txor %%r15d, %%r15d" ::
+			 : "rbx", "r12", "r13", "r14", "r15", "memory");
+}
+
+STEP void work()
+{
+	forget();
+	lose_list();
+	for (unsigned long i = 0; i < 5; i++)
+		open_session(i);
+	opened = nullptr;
+	remember();
+	point_into();
+	wipe();
+}
+
+void *end(void *)
+{
+	return nullptr;
+}
+
+void *hold_in_stack(void *)
+{
+	void *volatile own = calloc(1, 600);
+
+	asm volatile("" ::"r"(&own) : "memory");
+	pthread_barrier_wait(&started);
+	for (;;)
+		pause();
+}
+
+void *hold_in_register(void *)
+{
+	pthread_barrier_wait(&started);
+	void *own = calloc(1, 600);
+	asm volatile("mov %0, %%r12\n\tmov $0, %0\n"
+		     "1: mov $34, %%eax\n\tsyscall\n\tjmp 1b\n" ::"r"(own)
+		     : "r12", "rax", "rcx", "r11", "memory");
+	return nullptr;
+}
+
+STEP void start_threads()
+{
+	pthread_t thread;
+
+	pthread_barrier_init(&started, nullptr, 4);
+	pthread_create(&thread, nullptr, end, nullptr);
+	pthread_join(thread, nullptr);
+	pthread_create(&thread, nullptr, hold_in_stack, nullptr);
+	pthread_create(&thread, nullptr, hold_in_stack, nullptr);
+	pthread_create(&thread, nullptr, hold_in_register, nullptr);
+	pthread_barrier_wait(&started);
+	usleep(100000);
+	wipe();
+}
+
+STEP void fork_child()
+{
+	pid_t child = fork();
+
+	if (!child) {
+		for (int i = 0; i < 3; i++)
+			*(volatile char *)calloc(1, 1100) = 1;
+		_exit(0);
+	}
+	if (waitpid(child, nullptr, 0) != child)
+		die("waitpid: %s", strerror(errno));
+}
+
+} // namespace
+
+int main(int argc, char **argv)
+{
+	const char *how = argc > 1 ? argv[1] : "";
+
+	early();
+	wipe();
+	ready();
+	work();
+	if (!strcmp(how, "threads"))
+		start_threads();
+	if (!strcmp(how, "fork"))
+		fork_child();
+	done();
+	if (!strcmp(how, "exec"))
+		execl("/proc/self/exe", "forget", "", argv[2], nullptr);
+	if (how[0] >= '1' && how[0] <= '9')
+		raise(atoi(how));
+	return argc > 2 ? (int)count(argv[2]) : 0;
+}

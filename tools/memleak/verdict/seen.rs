@@ -1,0 +1,161 @@
+//! Blocks whose allocation was traced: who allocated them, when, and how many bytes were asked for.
+//!
+//! Which blocks there are is found in the copy of the process alone; what was traced is added to those by their address. So a
+//! call that was not seen can only leave a block without its stack, and make none lost.
+
+use std::collections::BTreeSet;
+
+use memtools::heap::blocks::{Block, Heap};
+
+use crate::sums::{Allocation, Path};
+
+/// When and by which stack blocks were allocated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Born {
+    pub(super) path: Path,
+    /// CLOCK_MONOTONIC of the first and of the last of them.
+    pub(super) first_ns: u64,
+    pub(super) last_ns: u64,
+}
+
+impl Born {
+    /// Adds others of the same stack.
+    pub(super) fn join(&mut self, other: Self) {
+        self.first_ns = self.first_ns.min(other.first_ns);
+        self.last_ns = self.last_ns.max(other.last_ns);
+    }
+}
+
+/// What was traced of the blocks of a heap.
+#[derive(Debug, Default)]
+pub(super) struct Seen {
+    pid: u32,
+    /// In the order of blocks.
+    blocks: Vec<Made>,
+}
+
+/// A block that was seen to be allocated.
+#[derive(Debug, Clone, Copy)]
+struct Made {
+    /// The block's place in the heap.
+    number: usize,
+    /// Bytes that were asked for.
+    bytes: u64,
+    stack: u64,
+    time_ns: u64,
+}
+
+impl Seen {
+    /// Finds the blocks that these allocations made. What is younger than the copy, at `copied_ns` of CLOCK_MONOTONIC, may have the
+    /// address of a block that was freed meanwhile, and what is larger than the block is another one.
+    pub(super) fn of(
+        heap: &Heap,
+        pid: u32,
+        copied_ns: u64,
+        allocations: impl IntoIterator<Item = Allocation>,
+    ) -> Self {
+        let made = |by: Allocation| {
+            let found = heap.block_at(by.address);
+            let (number, _) = found.filter(|&(_, offset)| offset == 0 && by.pid == pid)?;
+            let is_it = by.time_ns <= copied_ns && by.size <= heap.blocks()[number].size;
+            is_it.then_some(Made {
+                number,
+                bytes: by.size,
+                stack: by.stack,
+                time_ns: by.time_ns,
+            })
+        };
+        let mut blocks: Vec<Made> = allocations.into_iter().filter_map(made).collect();
+        blocks.sort_unstable_by_key(|made| made.number);
+        blocks.dedup_by_key(|made| made.number);
+        Self { pid, blocks }
+    }
+
+    /// How many blocks they are.
+    pub(super) fn count(&self) -> u64 {
+        self.blocks.len() as u64
+    }
+
+    /// Bytes of a block: as many as were asked for, if that was traced, else those that the program may use.
+    pub(super) fn bytes(&self, number: usize, block: &Block) -> u64 {
+        self.made(number).map_or(block.size, |made| made.bytes)
+    }
+
+    /// Bytes of these blocks.
+    pub(super) fn sum(&self, heap: &Heap, blocks: &[usize]) -> u64 {
+        let bytes = |&block: &usize| self.bytes(block, &heap.blocks()[block]);
+        blocks.iter().map(bytes).sum()
+    }
+
+    /// Who has allocated a block, and when, if that was traced.
+    pub(super) fn born(&self, number: usize) -> Option<Born> {
+        let made = self.made(number)?;
+        Some(Born {
+            path: Path {
+                pid: self.pid,
+                stack: made.stack,
+            },
+            first_ns: made.time_ns,
+            last_ns: made.time_ns,
+        })
+    }
+
+    /// The stacks that have allocated them, each once.
+    pub(super) fn paths(&self) -> BTreeSet<Path> {
+        let pid = self.pid;
+        let stacks = self.blocks.iter().map(|made| made.stack);
+        stacks.map(|stack| Path { pid, stack }).collect()
+    }
+
+    fn made(&self, number: usize) -> Option<&Made> {
+        let at = self
+            .blocks
+            .binary_search_by_key(&number, |made| made.number);
+        at.ok().map(|at| &self.blocks[at])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use memtools::heap::blocks::Coverage;
+
+    use super::*;
+
+    #[test]
+    fn only_what_made_a_block_of_the_copy_counts() {
+        let block = |address, size| Block { address, size };
+        let blocks = vec![block(0x1000, 24), block(0x2000, 40), block(0x3000, 24)];
+        let heap = Heap::new(blocks, Coverage::Complete);
+        let made = |address, size, time_ns| Allocation {
+            pid: 7,
+            address,
+            size,
+            stack: 0x51,
+            time_ns,
+            calls: 1,
+            level: 0,
+        };
+        let other = Allocation {
+            pid: 8,
+            ..made(0x3000, 20, 5)
+        };
+        let seen = Seen::of(
+            &heap,
+            7,
+            100,
+            [
+                made(0x1000, 20, 5),
+                // Inside of a block, younger than the copy, and larger than the block.
+                made(0x1008, 8, 5),
+                made(0x2000, 40, 101),
+                made(0x3000, 25, 5),
+                other,
+            ],
+        );
+        assert_eq!(seen.count(), 1);
+        assert_eq!(seen.bytes(0, &heap.blocks()[0]), 20);
+        assert_eq!(seen.bytes(1, &heap.blocks()[1]), 40);
+        assert_eq!(seen.born(0).map(|born| born.path.stack), Some(0x51));
+        assert_eq!(seen.born(2), None);
+    }
+}

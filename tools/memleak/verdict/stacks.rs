@@ -1,0 +1,142 @@
+//! The stacks that blocks were allocated by, with names: which of them are suppressed, and which a function is in.
+
+use std::collections::HashMap;
+
+use anyhow::Result;
+use memtools::stacks::named::{Frame, NamedStack};
+
+use super::report::Origin;
+use super::seen::{Born, Seen};
+use super::suppressions::{LeakKind, Suppressions};
+use crate::args::Args;
+use crate::sums::Path;
+
+/// Who knows the stacks that blocks were allocated by.
+pub(super) trait Stacks {
+    /// The stack with its names; None if nothing was traced.
+    fn named(&mut self, path: Path) -> Result<Option<NamedStack>>;
+
+    /// The stack with its names, and when it has allocated.
+    fn origin(&mut self, born: Born) -> Result<Option<Origin>>;
+}
+
+/// Nothing was traced.
+pub(super) struct Untraced;
+
+impl Stacks for Untraced {
+    fn named(&mut self, _: Path) -> Result<Option<NamedStack>> {
+        Ok(None)
+    }
+
+    fn origin(&mut self, _: Born) -> Result<Option<Origin>> {
+        Ok(None)
+    }
+}
+
+/// What is known of stacks by their names.
+#[derive(Debug, Default)]
+pub(super) struct Known {
+    /// Only if something wants them.
+    stacks: HashMap<Path, NamedStack>,
+    /// The entries that suppress what a stack has allocated.
+    suppressed: HashMap<(Path, LeakKind), usize>,
+}
+
+impl Known {
+    /// Names the stacks of the blocks that were seen, if options ask for what has to be looked for in them.
+    pub(super) fn of(
+        seen: &Seen,
+        suppressions: &Suppressions,
+        args: &Args,
+        stacks: &mut dyn Stacks,
+    ) -> Result<Self> {
+        let mut known = Self::default();
+        if args.verdict.why.is_empty() && suppressions.count() == 0 {
+            return Ok(known);
+        }
+        for path in seen.paths() {
+            let Some(stack) = stacks.named(path)? else {
+                continue;
+            };
+            for kind in LeakKind::EACH {
+                if let Some(entry) = suppressions.find(kind, frames(&stack)) {
+                    known.suppressed.insert((path, kind), entry);
+                }
+            }
+            known.stacks.insert(path, stack);
+        }
+        Ok(known)
+    }
+
+    /// The entry that suppresses leaks of this kind, allocated by this stack.
+    pub(super) fn suppressed(&self, path: Path, kind: LeakKind) -> Option<usize> {
+        self.suppressed.get(&(path, kind)).copied()
+    }
+
+    /// Whether a function of this name is in the stack, with its parameters and the scope that it is in, or without.
+    pub(super) fn has_function(&self, path: Path, name: &str) -> bool {
+        let stack = self.stacks.get(&path);
+        let mut symbols = stack
+            .into_iter()
+            .flat_map(frames)
+            .filter_map(|frame| frame.symbol.as_ref());
+        symbols.any(|(symbol, _)| is_called(symbol, name))
+    }
+}
+
+fn frames(stack: &NamedStack) -> &[Frame] {
+    stack.part().map_or(&[], |part| &part.frames)
+}
+
+/// Whether a function is meant by a name: `app::Session::open(int)` by itself, `app::Session::open` and `open`.
+fn is_called(symbol: &str, name: &str) -> bool {
+    let base = without_parameters(symbol);
+    let is_scoped = || {
+        let before = base.strip_suffix(name);
+        before.is_some_and(|before| before.is_empty() || before.ends_with("::"))
+    };
+    symbol == name || (!name.is_empty() && is_scoped())
+}
+
+/// A function's name without the parentheses at its end.
+fn without_parameters(symbol: &str) -> &str {
+    let whole = symbol.strip_suffix(" const").unwrap_or(symbol);
+    if !whole.ends_with(')') {
+        return whole;
+    }
+    let mut depth = 0;
+    for (at, byte) in whole.bytes().enumerate().rev() {
+        match byte {
+            b')' => depth += 1,
+            b'(' => depth -= 1,
+            _ => (),
+        }
+        if depth == 0 {
+            return &whole[..at];
+        }
+    }
+    whole
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn functions_are_meant_by_their_names_in_each_form() {
+        let symbol = "(anonymous namespace)::Session::open(int, void (*)(int)) const";
+        for name in [
+            symbol,
+            "(anonymous namespace)::Session::open",
+            "Session::open",
+            "open",
+        ] {
+            assert!(is_called(symbol, name), "{name}");
+        }
+        for name in ["", "pen", "Session", "ssion::open", "open(int)"] {
+            assert!(!is_called(symbol, name), "{name}");
+        }
+        assert!(is_called("main", "main") && !is_called("main2", "main"));
+        assert!(is_called(")", ")") && !is_called("f)", "f"));
+    }
+}

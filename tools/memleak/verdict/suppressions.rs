@@ -1,0 +1,382 @@
+//! Leaks that are known and not to be told, in the files of valgrind (`--suppressions`): patterns of call stacks.
+//!
+//! Only entries of Memcheck's about leaks mean anything here. The others are left out, and counted.
+
+mod sites;
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use memtools::stacks::named::Frame;
+
+use sites::{Site, begins_with};
+
+/// Bounds of what a file may have: valgrind's own are lower.
+const MOST_BYTES: u64 = 16 << 20;
+const MOST_CALLERS: usize = 500;
+const LONGEST_LINE: usize = 4096;
+/// The classes of Memcheck's leaks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) enum LeakKind {
+    Definite,
+    Indirect,
+    Possible,
+    Reachable,
+}
+
+impl LeakKind {
+    /// All of them.
+    pub(super) const EACH: [Self; 4] = [
+        Self::Definite,
+        Self::Indirect,
+        Self::Possible,
+        Self::Reachable,
+    ];
+
+    const NAMES: [(&'static str, Self); 4] = [
+        ("definite", Self::Definite),
+        ("indirect", Self::Indirect),
+        ("possible", Self::Possible),
+        ("reachable", Self::Reachable),
+    ];
+}
+
+/// The entries of files, in their order.
+#[derive(Debug, Default)]
+pub(super) struct Suppressions {
+    entries: Vec<Entry>,
+    /// Entries that are of another tool, or of no leak.
+    ignored: u64,
+}
+
+/// A kind of leak that is not told.
+#[derive(Debug, PartialEq, Eq)]
+struct Entry {
+    name: String,
+    kinds: Vec<LeakKind>,
+    /// What the stack begins with, innermost first.
+    callers: Vec<Caller>,
+}
+
+/// What a frame, or some frames, of a stack have to be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Caller {
+    /// `fun:` the function, by its name or its mangled name.
+    Function(String),
+    /// `obj:` the file that its code is in.
+    Object(String),
+    /// `src:` the source file, and the line.
+    Source(String, Option<u32>),
+    /// `...` any frames, or none.
+    Any,
+}
+
+impl Suppressions {
+    /// Reads these files.
+    ///
+    /// # Errors
+    /// If one cannot be read, or is not as valgrind has it; the line is named then.
+    pub(super) fn read(paths: &[impl AsRef<Path>]) -> Result<Self> {
+        let mut all = Self::default();
+        for path in paths {
+            let path = path.as_ref();
+            let read = || {
+                let mut text = Vec::new();
+                let mut file = File::open(path)?.take(MOST_BYTES + 1);
+                file.read_to_end(&mut text)?;
+                Ok::<_, std::io::Error>(text)
+            };
+            let text = read().with_context(|| format!("failed to read {}", path.display()))?;
+            ensure!(
+                text.len() as u64 <= MOST_BYTES,
+                "{} has more than {} MB: this is no file of suppressions",
+                path.display(),
+                MOST_BYTES >> 20
+            );
+            all.add(&String::from_utf8_lossy(&text))
+                .with_context(|| format!("bad suppressions in {}", path.display()))?;
+        }
+        Ok(all)
+    }
+
+    /// Adds the entries of a file.
+    fn add(&mut self, text: &str) -> Result<()> {
+        let long = text.lines().position(|line| line.len() > LONGEST_LINE);
+        if let Some(before) = long {
+            bail!("line {}: longer than {LONGEST_LINE} bytes", before + 1);
+        }
+        let lines = (1..).zip(text.lines().map(str::trim));
+        let mut lines = lines.filter(|(_, line)| !line.is_empty() && !line.starts_with('#'));
+        while let Some((number, line)) = lines.next() {
+            ensure!(
+                line == "{",
+                "line {number}: an entry begins with {{, alone on its line"
+            );
+            match Entry::parse(number, &mut lines)? {
+                Some(entry) => self.entries.push(entry),
+                None => self.ignored += 1,
+            }
+        }
+        Ok(())
+    }
+
+    /// Entries that mean nothing here.
+    pub(super) fn ignored(&self) -> u64 {
+        self.ignored
+    }
+
+    /// Whether source lines are asked for.
+    pub(super) fn want_source(&self) -> bool {
+        let callers = self.entries.iter().flat_map(|entry| &entry.callers);
+        callers
+            .into_iter()
+            .any(|caller| matches!(caller, Caller::Source(..)))
+    }
+
+    /// The first entry, by its number, that has a leak of this kind, allocated by these frames, not told.
+    pub(super) fn find(&self, kind: LeakKind, frames: &[Frame]) -> Option<usize> {
+        let sites = Site::of(frames);
+        // The allocator's own function has no frame here; that of operator new, which calls it, has.
+        let is_as_is = |entry: &Entry| begins_with(&sites[1..], &entry.callers);
+        let is_with_allocator = |entry: &Entry| begins_with(&sites, &entry.callers);
+        let mut entries = self.entries.iter();
+        entries.position(|entry| {
+            entry.kinds.contains(&kind) && (is_as_is(entry) || is_with_allocator(entry))
+        })
+    }
+
+    /// What an entry is called.
+    pub(super) fn name(&self, number: usize) -> &str {
+        &self.entries[number].name
+    }
+
+    /// How many entries there are.
+    pub(super) fn count(&self) -> usize {
+        self.entries.len()
+    }
+}
+
+impl Entry {
+    /// Reads an entry from behind its brace, in this line, to the other one. None if it is of no leak.
+    fn parse<'a>(
+        begins: usize,
+        lines: &mut impl Iterator<Item = (usize, &'a str)>,
+    ) -> Result<Option<Self>> {
+        let mut is_closed = false;
+        let rest: Vec<_> = lines
+            .take_while(|(_, line)| {
+                is_closed = *line == "}";
+                !is_closed
+            })
+            .collect();
+        let mut rest = rest.into_iter();
+        let end = || format!("line {begins}: this entry has no kind, such as Memcheck:Leak");
+        let (_, name) = rest.next().with_context(end)?;
+        let (number, kind) = rest.next().with_context(end)?;
+        let (tools, kind) = kind.split_once(':').with_context(|| {
+            format!("line {number}: a kind is written as TOOL:KIND, such as Memcheck:Leak")
+        })?;
+        let is_memcheck = tools.split(',').any(|tool| tool.trim() == "Memcheck");
+        let mut entry = Self {
+            name: name.to_owned(),
+            kinds: LeakKind::EACH.to_vec(),
+            callers: Vec::new(),
+        };
+        ensure!(
+            is_closed,
+            "line {begins}: this entry has no end, which is }}"
+        );
+        if !is_memcheck || kind.trim() != "Leak" {
+            return Ok(None);
+        }
+        for (number, line) in rest {
+            match line.strip_prefix("match-leak-kinds:") {
+                Some(kinds) if entry.callers.is_empty() => {
+                    entry.kinds = leak_kinds(kinds)
+                        .with_context(|| format!("line {number}: bad match-leak-kinds"))?;
+                }
+                _ => entry.callers.push(
+                    Caller::parse(line)
+                        .with_context(|| format!("line {number}: not understood: {line}"))?,
+                ),
+            }
+            ensure!(
+                entry.callers.len() <= MOST_CALLERS,
+                "line {number}: more than {MOST_CALLERS} frames"
+            );
+        }
+        ensure!(
+            entry.callers.iter().any(|caller| *caller != Caller::Any),
+            "line {begins}: this entry names no frame, and would suppress all"
+        );
+        Ok(Some(entry))
+    }
+}
+
+/// The kinds in a list such as `definite,possible`; also `all` and `none`.
+fn leak_kinds(list: &str) -> Result<Vec<LeakKind>> {
+    match list.trim() {
+        "all" => return Ok(LeakKind::EACH.to_vec()),
+        "none" => return Ok(Vec::new()),
+        _ => (),
+    }
+    let kind = |word: &str| {
+        let found = LeakKind::NAMES
+            .iter()
+            .find(|(name, _)| *name == word.trim());
+        found.map(|(_, kind)| *kind).with_context(|| {
+            format!("{word} is not one of definite, indirect, possible, reachable, all, none")
+        })
+    };
+    list.split(',').map(kind).collect()
+}
+
+impl Caller {
+    fn parse(line: &str) -> Result<Self> {
+        if line == "..." {
+            return Ok(Self::Any);
+        }
+        let (what, pattern) = line
+            .split_once(':')
+            .context("a frame begins with fun:, obj: or src:, or is ...")?;
+        let pattern = pattern.trim();
+        match what {
+            "fun" => Ok(Self::Function(pattern.to_owned())),
+            "obj" => Ok(Self::Object(pattern.to_owned())),
+            "src" => {
+                let place = pattern.rsplit_once(':');
+                let line = place.and_then(|(_, line)| line.parse().ok());
+                let file = place.filter(|_| line.is_some());
+                Ok(Self::Source(
+                    file.map_or(pattern, |(file, _)| file).to_owned(),
+                    line,
+                ))
+            }
+            _ => bail!("a frame begins with fun:, obj: or src:, or is ..."),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn frame(function: &str) -> Frame {
+        Frame {
+            symbol: Some((function.to_owned(), 7)),
+            ..Frame::default()
+        }
+    }
+
+    fn parsed(text: &str) -> Result<Suppressions> {
+        let mut all = Suppressions::default();
+        all.add(text)?;
+        Ok(all)
+    }
+
+    #[test]
+    fn entries_about_leaks_are_taken_and_others_counted() {
+        let all = parsed(
+            "# a comment\n{\n  <pool>\n  Memcheck:Leak\n  match-leak-kinds: definite,indirect\n\n  \
+             fun:malloc\n  fun:pool_*\n  obj:*/libpool.so.?\n  src:pool.c:41\n  ...\n}\n\
+             {\n  cond\n  Memcheck:Cond\n  fun:f\n}\n\
+             {\n  race\n  Helgrind:Race\n  fun:f\n}\n\
+             {\n  both\n  drd,Memcheck:Leak\n  fun:f\n}\n",
+        )
+        .expect("valid");
+        assert_eq!((all.entries.len(), all.ignored()), (2, 2));
+        let pool = &all.entries[0];
+        assert_eq!(pool.name, "<pool>");
+        assert_eq!(pool.kinds, [LeakKind::Definite, LeakKind::Indirect]);
+        let source = Caller::Source("pool.c".into(), Some(41));
+        assert_eq!(pool.callers[3..], [source, Caller::Any]);
+        assert_eq!(all.entries[1].kinds.len(), 4);
+        assert!(all.want_source());
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_its_line() {
+        for (text, says) in [
+            ("fun:f\n", "line 1: an entry begins"),
+            ("{\n", "line 1: this entry has no kind"),
+            ("{\n}\n", "line 1: this entry has no kind"),
+            ("{\nname\nLeak\nfun:f\n}\n", "line 3: a kind is written"),
+            (
+                "{\nname\nMemcheck:Leak\n}\n",
+                "line 1: this entry names no frame",
+            ),
+            ("{\nname\nMemcheck:Leak\n...\n}\n", "names no frame"),
+            (
+                "{\nname\nMemcheck:Leak\nfun:f\n",
+                "line 1: this entry has no end",
+            ),
+            (
+                "\n{\nname\nMemcheck:Leak\nfn:f\n}\n",
+                "line 5: not understood: fn:f",
+            ),
+            (
+                "{\nname\nMemcheck:Leak\nmatch-leak-kinds: some\nfun:f\n}\n",
+                "line 4: bad match-leak-kinds",
+            ),
+        ] {
+            let error = format!("{:#}", parsed(text).expect_err(text));
+            assert!(error.contains(says), "{text}: {error}");
+        }
+        let wide = format!("{{\nname\nMemcheck:Leak\nfun:{}\n}}\n", "f".repeat(4096));
+        let error = parsed(&wide).expect_err("too wide").to_string();
+        assert_eq!(error, "line 4: longer than 4096 bytes");
+        let long = format!("{{\nname\nMemcheck:Leak\n{}}}\n", "fun:f\n".repeat(501));
+        let error = parsed(&long).expect_err("too long").to_string();
+        assert_eq!(error, "line 504: more than 500 frames");
+    }
+
+    #[test]
+    fn stacks_begin_with_the_allocator_or_not() {
+        let find = |callers: &str, frames: &[&str]| {
+            let text = format!("{{\nname\nMemcheck:Leak\n{callers}\n}}\n");
+            let frames: Vec<_> = frames.iter().copied().map(frame).collect();
+            let all = parsed(&text).expect("valid");
+            all.find(LeakKind::Definite, &frames).is_some()
+        };
+        let stack = ["fill", "load", "load", "main"];
+        for callers in [
+            "fun:malloc\nfun:fill",
+            "fun:*alloc\nfun:fill\nfun:load",
+            "fun:fill",
+            "...\nfun:main",
+            "fun:malloc\n...\nfun:load\nfun:main",
+            "fun:fill\n...\nfun:fi*",
+            "...\nfun:l?ad\n...\nfun:load",
+        ]
+        .iter()
+        .filter(|callers| !callers.contains("fi*"))
+        {
+            assert!(find(callers, &stack), "{callers}");
+        }
+        for callers in [
+            "fun:load",
+            "fun:malloc\nfun:load",
+            "fun:fill\n...\nfun:fill",
+            "fun:fill\nfun:load\nfun:load\nfun:main\nfun:_start",
+            "obj:*\nfun:load",
+            "src:*",
+        ] {
+            assert!(!find(callers, &stack), "{callers}");
+        }
+        let new = ["operator new(unsigned long)", "app::Session::open(int)"];
+        assert!(find("fun:_Znwm\nfun:_ZN3app7Session4openEi", &new));
+        assert!(find("fun:_Znwm\nfun:app::Session::*", &new));
+        assert!(!find("fun:_Znwm\nfun:_ZN3app7Session4openEv", &new));
+    }
+
+    #[test]
+    fn kinds_are_looked_at() {
+        let text = "{\nname\nMemcheck:Leak\nmatch-leak-kinds: possible\nfun:f\n}\n";
+        let all = parsed(text).expect("valid");
+        let frames = [frame("f")];
+        assert_eq!(all.find(LeakKind::Definite, &frames), None);
+        assert_eq!(all.find(LeakKind::Possible, &frames), Some(0));
+    }
+}

@@ -1,0 +1,208 @@
+//! A verdict on a process whose allocations have been traced: the blocks that were seen to be allocated are shown by
+//! their stacks.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use memtools::heap::capture::Request;
+use memtools::heap::capture::at_exit::AtExit;
+use memtools::print::output::Output;
+use memtools::process::command::HeldCommand;
+use memtools::process::proc::Process;
+use memtools::run::poll::Poller;
+use memtools::stacks::named::NamedStack;
+
+use super::Case;
+use super::args::Moment;
+use super::report::{Origin, Trace};
+use super::seen::{Born, Seen};
+use super::stacks::Stacks;
+use super::suppressions::Suppressions;
+use crate::args::Args;
+use crate::source::{Found, Next, Source};
+use crate::sums::Path;
+
+/// What a verdict takes besides the trace.
+#[derive(Default)]
+pub(crate) struct Wanted {
+    suppressions: Suppressions,
+    /// The command, if the verdict is due at its exit.
+    at_exit: Option<AtExit>,
+}
+
+impl Wanted {
+    /// Reads the files that options name.
+    ///
+    /// # Errors
+    /// If one cannot be read, or makes no sense.
+    pub(crate) fn read(args: &Args) -> Result<Self> {
+        let suppressions = Suppressions::read(&args.verdict.suppressions)?;
+        if suppressions.ignored() > 0 {
+            eprintln!(
+                "memleak: {} entries of --suppressions are left out: they are of other tools, or of no leak",
+                suppressions.ignored()
+            );
+        }
+        Ok(Self {
+            suppressions,
+            at_exit: None,
+        })
+    }
+
+    /// Whether stacks need source lines.
+    pub(crate) fn source_lines(&self) -> bool {
+        self.suppressions.want_source()
+    }
+
+    /// Traces the command's exit, if that is when the verdict is due.
+    ///
+    /// # Errors
+    /// If the kernel does not let us.
+    pub(crate) fn watch(&mut self, args: &Args, command: Option<&HeldCommand>) -> Result<()> {
+        let command = command.filter(|_| args.verdict.verdict == Some(Moment::Exit));
+        self.at_exit = command.map(|held| AtExit::watch(held.pid())).transpose()?;
+        Ok(())
+    }
+
+    /// What tells that the command stands at its exit.
+    pub(crate) fn told(&self) -> Option<BorrowedFd<'_>> {
+        self.at_exit.as_ref().map(AsFd::as_fd)
+    }
+}
+
+/// Follows a trace until the verdict is due, or a signal ends it, and prints that; on SIGUSR1 one more. Returns how many
+/// blocks are leaks.
+///
+/// # Errors
+/// If there can be no verdict, or the process has exited before.
+pub(crate) fn run<S: Source>(
+    source: &mut S,
+    process: &Process,
+    args: &Args,
+    poller: &mut Poller<'_>,
+    output: &mut Output,
+    wanted: &Wanted,
+) -> Result<u64> {
+    let leaks = follow(source, process, args, poller, output, wanted);
+    // Also of a command that there is no verdict on.
+    if let Some(at_exit) = &wanted.at_exit {
+        at_exit.release();
+    }
+    leaks
+}
+
+fn follow<S: Source>(
+    source: &mut S,
+    process: &Process,
+    args: &Args,
+    poller: &mut Poller<'_>,
+    output: &mut Output,
+    wanted: &Wanted,
+) -> Result<u64> {
+    let begun = Instant::now();
+    if let Some(Moment::After(time)) = args.verdict.verdict {
+        poller.tick_every(time)?;
+    }
+    let (mut leaks, mut is_ending) = (None, false);
+    loop {
+        let wake = poller.wait(source.deadline())?;
+        match source.follow(&wake, output)? {
+            Next::GoOn => (),
+            Next::End { exited: true } => {
+                return leaks.with_context(|| {
+                    let pid = process.pid();
+                    format!("no verdict: process {pid} ended, or was killed, before one was due")
+                });
+            }
+            // Whoever ends the run says why.
+            Next::End { exited: false } => return Ok(0),
+        }
+        let Some(at_exit) = &wanted.at_exit else {
+            if wake.report || wake.tick || wake.stop {
+                let case = Case::look_twice(&Request {
+                    process,
+                    max_pause: args.heap.max_pause,
+                })?;
+                // What is lost has not been freed meanwhile, so that nothing of it is missing here.
+                let found = source.find(case.image.copied_ns, true)?;
+                let due = (args, wanted, begun.elapsed());
+                let leaks = judge(source, case, found, due, output)?;
+                if wake.tick || wake.stop {
+                    return Ok(leaks);
+                }
+            }
+            continue;
+        };
+        if wake.held
+            && let Some(image) = at_exit.image()?
+        {
+            let found = source.find(image.copied_ns, true)?;
+            // All was traced, and all has been freed: there need not even be a heap.
+            let is_empty = found.allocations.len() == found.mappings && !source.losses()?.any();
+            let case = Case::look_at_exit(process, image, is_empty)?;
+            let due = (args, wanted, begun.elapsed());
+            leaks = Some(judge(source, case, found, due, output)?);
+            at_exit.release();
+        }
+        if wake.report {
+            eprintln!("memleak: the verdict is given when the command exits");
+        }
+        if wake.stop && is_ending {
+            return Ok(leaks.unwrap_or_default());
+        } else if wake.stop {
+            is_ending = true;
+            at_exit.terminate();
+        }
+    }
+}
+
+fn judge<S: Source>(
+    source: &mut S,
+    mut case: Case<'_>,
+    found: Found,
+    (args, wanted, traced): (&Args, &Wanted, Duration),
+    output: &mut Output,
+) -> Result<u64> {
+    let copied_ns = case.image.copied_ns;
+    case.seen = Seen::of(&case.heap, case.process.pid(), copied_ns, found.allocations);
+    let lost = source.losses()?;
+    case.trace = Some(Trace {
+        traced_ms: traced.as_millis() as u64,
+        at_exit: wanted.at_exit.is_some(),
+        traced_blocks: case.seen.count(),
+        ignored_suppressions: wanted.suppressions.ignored(),
+        lost,
+    });
+    let mut stacks = Traced { source, copied_ns };
+    let leaks = case.print(args, output, &mut stacks, &wanted.suppressions)?;
+    output.flush()?;
+    if lost.any() {
+        eprintln!("memleak: {lost}");
+    }
+    source.tell_remedies(&lost);
+    Ok(leaks)
+}
+
+/// The stacks of a trace.
+struct Traced<'a, S> {
+    source: &'a mut S,
+    /// CLOCK_MONOTONIC of the copy.
+    copied_ns: u64,
+}
+
+impl<S: Source> Stacks for Traced<'_, S> {
+    fn named(&mut self, path: Path) -> Result<Option<NamedStack>> {
+        self.source.named(path).map(Some)
+    }
+
+    fn origin(&mut self, born: Born) -> Result<Option<Origin>> {
+        let age_ms = |time_ns: u64| self.copied_ns.saturating_sub(time_ns) / 1_000_000;
+        Ok(Some(Origin {
+            oldest_age_ms: age_ms(born.first_ns),
+            youngest_age_ms: age_ms(born.last_ns),
+            stack_id: born.path.stack,
+            stack: self.source.named(born.path)?,
+        }))
+    }
+}
