@@ -110,17 +110,22 @@ impl Row for Verdict {
                 text::grouped(trace.traced_blocks)
             )?;
         }
-        for (name, sum, remark) in all {
-            if sum.blocks == 0 && name != "unreachable" {
-                continue;
-            }
-            let (blocks, bytes) = (text::counted(sum.blocks, "block"), text::bytes(sum.bytes));
-            let remark = if sum.blocks > 0 { remark } else { "" };
-            let line = format!("{name:>26} {blocks:>18} {bytes:>12}  {remark}");
-            writeln!(out, "{}", line.trim_end())?;
-        }
-        Ok(())
+        text_of_classes(all, out)
     }
+}
+
+/// Writes the sums of those classes that have any.
+fn text_of_classes(classes: [(&str, Sum, &str); 7], out: &mut dyn Write) -> io::Result<()> {
+    for (name, sum, remark) in classes {
+        if sum.blocks == 0 && name != "unreachable" {
+            continue;
+        }
+        let (blocks, bytes) = (text::counted(sum.blocks, "block"), text::bytes(sum.bytes));
+        let remark = if sum.blocks > 0 { remark } else { "" };
+        let line = format!("{name:>26} {blocks:>18} {bytes:>12}  {remark}");
+        writeln!(out, "{}", line.trim_end())?;
+    }
+    Ok(())
 }
 
 /// The sums by the names that Memcheck has for them.
