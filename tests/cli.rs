@@ -158,3 +158,34 @@ fn shells_complete_options_and_processes() {
         }
     }
 }
+
+#[test]
+fn shells_complete_cgroups_and_values() {
+    let mounts = std::fs::read_to_string("/proc/self/mounts").expect("mounts");
+    let has_cgroups = mounts
+        .lines()
+        .any(|line| line.split(' ').nth(2) == Some("cgroup2"));
+    for &(tool, path) in TOOLS {
+        let found = completed(tool, path, &["--cgroup", "/"]);
+        assert_eq!(
+            found.iter().any(|found| found == "/"),
+            has_cgroups,
+            "{tool}: {found:?}"
+        );
+    }
+    for (tool, words, expected) in [
+        ("memleak", ["--mode", "ch"], "churn"),
+        ("memleak", ["--sort", "r"], "rate"),
+        ("memtriage", ["--by", "sl"], "slab"),
+    ] {
+        let (_, path) = TOOLS
+            .iter()
+            .find(|(name, _)| *name == tool)
+            .expect("a tool");
+        assert_eq!(
+            completed(tool, path, &words),
+            [expected],
+            "{tool} {words:?}"
+        );
+    }
+}

@@ -33,9 +33,11 @@ const MAX_SEARCHED: usize = 100_000;
 const LEAST_DIGITS: usize = 8;
 /// Digits of a container's whole id.
 const ID_DIGITS: usize = 64;
+/// What stands for the middle of a name that is too long for the column CONTAINER.
+pub(crate) const LEFT_OUT: char = '…';
 
 /// The folders below `mount` of the cgroups that go by this name: a folder's own, a systemd service's without
-/// `.service`, and the first digits of the id of a container or of the uid of a pod.
+/// `.service`, either with its middle left out, and the first digits of the id of a container or of the uid of a pod.
 pub(crate) fn called(mount: &Path, name: &str) -> Vec<PathBuf> {
     let mut found = folders(mount, MAX_SEARCHED);
     found.retain(|folder| {
@@ -62,10 +64,20 @@ pub(crate) fn folders(mount: &Path, most: usize) -> Vec<PathBuf> {
 
 fn is_called(folder: &str, name: &str) -> bool {
     let begins = |id: &str| name.len() >= LEAST_DIGITS && id.starts_with(name);
-    folder == name
-        || folder.strip_suffix(".service") == Some(name)
+    let goes_by_it = |own: &str| own == name || is_ends_of(name, own);
+    goes_by_it(folder)
+        || folder.strip_suffix(".service").is_some_and(goes_by_it)
         || container_id(folder).is_some_and(begins)
         || pod_uid(folder).is_some_and(|uid| begins(&uid))
+}
+
+/// Whether a name is another one's beginning and end, with its middle left out.
+fn is_ends_of(short: &str, whole: &str) -> bool {
+    short.split_once(LEFT_OUT).is_some_and(|(head, tail)| {
+        let ends = head.len() + tail.len();
+        let both = !head.is_empty() && !tail.is_empty() && ends < whole.len();
+        both && whole.starts_with(head) && whole.ends_with(tail)
+    })
 }
 
 /// The id of the container whose cgroup has this folder: `docker-ID.scope`, `cri-containerd-ID.scope`, `crio-ID.scope`,
@@ -224,6 +236,11 @@ mod tests {
             ("db.service".to_owned(), "db"),
             ("db.service".to_owned(), "db.service"),
             ("user.slice".to_owned(), "user.slice"),
+            (
+                "NetworkManager-dispatcher.service".to_owned(),
+                "NetworkM…spatcher",
+            ),
+            ("a-very-long-name.scope".to_owned(), "a-very-l…e.scope"),
             (format!("docker-{id}.scope"), short),
             (format!("cri-containerd-{id}.scope"), &id),
             (format!("crio-{id}.scope"), short),
@@ -238,6 +255,13 @@ mod tests {
         for (folder, name) in [
             ("db.service".to_owned(), "d"),
             ("db.service".to_owned(), "db.servic"),
+            ("db.service".to_owned(), "…"),
+            ("db.service".to_owned(), "d…"),
+            ("db.service".to_owned(), "d…b"),
+            (
+                "NetworkManager-dispatcher.service".to_owned(),
+                "NetworkM…dispatch",
+            ),
             (format!("docker-{id}.scope"), &id[..7]),
             (format!("docker-{other}.scope"), short),
             (format!("crio-conmon-{id}.scope"), short),

@@ -13,7 +13,7 @@ use serde::Serialize;
 use crate::bpf::map_create;
 use crate::bpf::types::{self, cgroup_path};
 use crate::print::file_path::{self, Reach};
-use crate::process::cgroup::{self, Cgroups};
+use crate::process::cgroup::{self, Cgroups, LEFT_OUT};
 
 /// The option of tools with a row for each event or process.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -82,7 +82,7 @@ impl Home {
         }
     }
 
-    /// What a column has room for, and `--cgroup` takes: the first digits of the container's id or, in none, of the
+    /// What the task's cgroup is called where people read it, and `--cgroup` takes: the first digits of the container's id or, in none, of the
     /// pod's uid; else the name of the cgroup's folder, of a service without `.service`. `-` for the root and for a
     /// task without a cgroup, `[gone]` for a cgroup of which no path was kept.
     pub fn name(&self) -> String {
@@ -109,15 +109,43 @@ fn container_of(path: &str) -> Option<&str> {
     path.rsplit('/').find_map(cgroup::container_id)
 }
 
-/// The column CONTAINER of a row, with the blank behind it; nothing if it is not asked for.
+/// The column CONTAINER of a row, with the blank behind it; nothing if it is not asked for. A name that is wider than the
+/// column has its middle left out, as its end may be what tells it from others: rows come one by one, so that no width
+/// fits all. `--cgroup` takes it as it is shown.
 pub fn column(home: Option<&Home>) -> String {
-    home.map_or_else(String::new, |home| format!("{:<WIDTH$} ", home.name()))
+    home.map_or_else(String::new, |home| cell(&home.name()))
+}
+
+/// The column CONTAINER of a row that is of no task.
+pub fn empty_column(asked_for: bool) -> String {
+    if asked_for { cell("") } else { String::new() }
+}
+
+/// Where a sentence tells a task's container: ` in NAME`, whole; nothing if it is not asked for.
+pub fn inside(home: Option<&Home>) -> String {
+    home.map_or_else(String::new, |home| format!(" in {}", home.name()))
+}
+
+fn cell(name: &str) -> String {
+    format!("{:<WIDTH$} ", cut(name))
+}
+
+/// A name in so many characters at most as the column has.
+fn cut(name: &str) -> String {
+    let length = name.chars().count();
+    if length <= WIDTH {
+        return name.to_owned();
+    }
+    let head: String = name.chars().take(WIDTH / 2).collect();
+    let tail = WIDTH - 1 - WIDTH / 2;
+    let tail: String = name.chars().skip(length - tail).collect();
+    format!("{head}{LEFT_OUT}{tail}")
 }
 
 /// The column's name, as wide.
 pub fn header(asked_for: bool) -> String {
     if asked_for {
-        format!("{:<WIDTH$} ", "CONTAINER")
+        cell("CONTAINER")
     } else {
         String::new()
     }
@@ -251,9 +279,34 @@ mod tests {
         let home = Home::at(Some("/db.service".into()));
         assert_eq!(column(Some(&home)), "db               ");
         assert_eq!(header(true), "CONTAINER        ");
+        assert_eq!(empty_column(true), " ".repeat(17));
         assert_eq!(
-            (column(None), header(false)),
-            (String::new(), String::new())
+            [
+                column(None),
+                inside(None),
+                header(false),
+                empty_column(false)
+            ],
+            [const { String::new() }; 4]
         );
+    }
+
+    #[test]
+    fn a_long_name_keeps_its_ends_and_the_column_its_width() {
+        for (folder, shown) in [
+            ("systemd-journald.service", "systemd-journald "),
+            ("NetworkManager-dispatcher.service", "NetworkM…patcher "),
+            (
+                "app-gnome-org.gnome.Terminal-4961.scope",
+                "app-gnom…1.scope ",
+            ),
+            ("ååååååååååååååååå", "åååååååå…ååååååå "),
+        ] {
+            let home = Home::at(Some(format!("/user.slice/{folder}")));
+            assert_eq!(column(Some(&home)), shown);
+            let whole = folder.strip_suffix(".service").unwrap_or(folder);
+            assert_eq!(inside(Some(&home)), format!(" in {whole}"));
+            assert_eq!(shown.chars().count(), header(true).len());
+        }
     }
 }

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::harness::{self, Cgroup, Tool, Workload};
 use crate::memtriage;
-use crate::pressure::Swap;
+use crate::pressure::{Group, Swap};
 
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests!("containers":
@@ -19,23 +19,26 @@ pub(crate) fn tests() -> Vec<Trial> {
         one_that_has_gone_is_told,
         tables_have_a_column,
         the_largest_processes_have_theirs,
+        cgroups_by_size_have_theirs,
+        what_grows_has_its_own,
+        who_grows_is_told_with_its_own [Guest],
         counts_by_process_have_theirs,
         who_reads_back_from_swap_is_told [Kprobes, Guest],
     )
 }
 
-const ID: &str = "4c01db0b339c7f2a4c01db0b339c7f2a4c01db0b339c7f2a4c01db0b339c7f2a";
+pub(crate) const ID: &str = "4c01db0b339c7f2a4c01db0b339c7f2a4c01db0b339c7f2a4c01db0b339c7f2a";
 const POD: &str = "0f7b5b8e_1d2c_4b6a_9c1d_2e3f4a5b6c7d";
 const CALLS: usize = 23;
 
 /// Cgroups below one of our own, which are removed when they are dropped.
-struct Layout {
+pub(crate) struct Layout {
     top: Cgroup,
     made: Vec<PathBuf>,
 }
 
 impl Layout {
-    fn new() -> Result<Self> {
+    pub(crate) fn new() -> Result<Self> {
         Ok(Self {
             top: Cgroup::new()?,
             made: Vec::new(),
@@ -43,7 +46,7 @@ impl Layout {
     }
 
     /// Makes a cgroup at this path and moves a process into it. Returns its path from the root of the hierarchy.
-    fn put(&mut self, pid: &str, path: &str) -> Result<String> {
+    pub(crate) fn put(&mut self, pid: &str, path: &str) -> Result<String> {
         let mut folder = self.top.path().to_owned();
         for part in Path::new(path) {
             folder.push(part);
@@ -58,6 +61,18 @@ impl Layout {
         let own = own.context("no cgroup of version 2")?;
         ensure!(own.ends_with(path), "{own}");
         Ok(own.to_owned())
+    }
+}
+
+impl Layout {
+    /// The folder of the cgroup that all are in.
+    pub(crate) fn path(&self) -> String {
+        self.top.path().display().to_string()
+    }
+
+    /// Removes them, and returns the folder of the one that was made last.
+    pub(crate) fn remove(self) -> Result<PathBuf> {
+        self.made.last().cloned().context("no cgroup")
     }
 }
 
@@ -77,14 +92,14 @@ fn start(tool: &str, args: &[&str]) -> Result<Tool> {
 
 /// Whether a row has this cgroup, as seen from here: where the tests themselves are in a container, the kernel's path of it
 /// begins above their root.
-fn is_in(row: &Value, cgroup: &str) -> bool {
+pub(crate) fn is_in(row: &Value, cgroup: &str) -> bool {
     row["cgroup"]
         .as_str()
         .is_some_and(|told| told.ends_with(cgroup))
 }
 
 /// The rows of a process.
-fn of_process<'a>(rows: &'a [Value], pid: &str) -> Vec<&'a Value> {
+pub(crate) fn of_process<'a>(rows: &'a [Value], pid: &str) -> Vec<&'a Value> {
     rows.iter()
         .filter(|row| row["pid"].as_u64() == pid.parse().ok())
         .collect()
@@ -151,8 +166,7 @@ fn one_that_has_gone_is_told() -> Result<()> {
     let cgroup = layout.put(&pid, &format!("system.slice/docker-{ID}.scope"))?;
     workload.work()?;
     workload.finish()?;
-    let folder = layout.made.last().context("no cgroup")?.clone();
-    drop(layout);
+    let folder = layout.remove()?;
     ensure!(!folder.exists(), "{} is still there", folder.display());
     tool.signal(Signal::SIGCONT)?;
     let ended = tool.interrupt()?;
@@ -292,6 +306,84 @@ fn the_largest_processes_have_theirs() -> Result<()> {
     }
     workload.work()?;
     workload.finish()?;
+    Ok(())
+}
+
+/// memtriage --by cgroup; what is the kernel's own is in no container.
+fn cgroups_by_size_have_theirs() -> Result<()> {
+    let name = format!("docker-{ID}.scope");
+    let group = Group::new(&name, 32 << 20)?;
+    let mut hog = Workload::spawn(&mut group.command(&harness::workload("hog"), &["7"]))?;
+    hog.work()?;
+    let by_size = ["--by", "cgroup", "-T", "100000"];
+    let (objects, _) = memtriage::triage_of(&by_size)?;
+    let path = format!("/{name}");
+    let ours = objects.iter().find(|row| row["name"] == path);
+    let ours = ours.with_context(|| format!("{objects:?}"))?;
+    ensure!(
+        ours["cgroup"] == path && ours["container_id"] == ID,
+        "{ours}"
+    );
+    let ended = harness::run("memtriage", &[&by_size[..], &["--container"]].concat())?;
+    ensure!(
+        ended
+            .stdout
+            .contains(&format!("\n{path} 4c01db0b339c             - ")),
+        "{ended:?}"
+    );
+    for (by, what) in [
+        ("slab", "slab caches"),
+        ("code", "lines of the kernel's code"),
+    ] {
+        let ended = harness::run("memtriage", &["--by", by, "--container"])?;
+        let reason = format!("memtriage: {what} are in no container");
+        ensure!(
+            ended.status.code() == Some(2) && ended.stderr.starts_with(&reason),
+            "{ended:?}"
+        );
+    }
+    Ok(())
+}
+
+/// memtriage --watch, which has parts of memory in the same table.
+fn what_grows_has_its_own() -> Result<()> {
+    let mut workload = Workload::start("minor", &["40009"])?;
+    let pid = workload.pid();
+    let mut layout = Layout::new()?;
+    layout.put(&pid, &format!("system.slice/docker-{ID}.scope"))?;
+    let mut tool = Tool::start("memtriage", &["--watch", "--container", "0.3"])?;
+    for round in 0..4 {
+        tool.wait_for_output("MemTotal ")?;
+        if round == 1 {
+            workload.work()?;
+        }
+    }
+    let ended = tool.interrupt()?;
+    let name = format!("minor ({pid})");
+    let row = format!("{name:<28} 4c01db0b339c     ");
+    let mut lines = ended.stdout.lines();
+    let is_ours = |line: &str| line.starts_with(&row) && line.contains("M     +156M ");
+    ensure!(lines.any(is_ours), "no {row:?} in {ended:?}");
+    Ok(())
+}
+
+/// memtriage --who, of the process that it has traced.
+fn who_grows_is_told_with_its_own() -> Result<()> {
+    let mut grow = Workload::start("grow", &["23", "499"])?;
+    let pid = grow.pid();
+    let mut layout = Layout::new()?;
+    let cgroup = layout.put(&pid, &format!("system.slice/docker-{ID}.scope"))?;
+    grow.go()?;
+    let (objects, _) = memtriage::triage(&["--who", "1"])?;
+    let answer = memtriage::who::answer(&objects, "growing")?;
+    ensure!(answer["pid"].as_u64() == pid.parse().ok(), "{answer}");
+    ensure!(
+        is_in(answer, &cgroup) && answer["container_id"] == ID,
+        "{answer}"
+    );
+    let ended = harness::run("memtriage", &["--container", "--who", "1"])?;
+    let head = format!("growing in 4c01db0b339c: faults --bytes -p {pid} ");
+    ensure!(ended.stdout.contains(&head), "{ended:?}");
     Ok(())
 }
 

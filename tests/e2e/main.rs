@@ -5,6 +5,7 @@ mod allocators;
 mod attaching;
 mod brkstack;
 mod causes;
+mod cgroups;
 mod comparison;
 mod containers;
 mod documented;
@@ -82,6 +83,7 @@ fn main() -> ExitCode {
         allocators::tests(),
         attaching::tests(),
         brkstack::tests(),
+        cgroups::tests(),
         comparison::tests(),
         faults::tests(),
         ffaults::tests(),

@@ -34,7 +34,15 @@ const ALL: &str = "100";
 /// A recorder that is ready, with this mark in percent.
 fn record(folder: &Path, above: &str) -> Result<Tool> {
     let folder = folder.to_str().context("a name that is text")?;
-    let args = ["--record", folder, "--before-oom", "--above", above, "-j"];
+    let args = [
+        "--record",
+        folder,
+        "--before-oom",
+        "--above",
+        above,
+        "--container",
+        "-j",
+    ];
     let mut recorder = Tool::start("memtriage", &args)?;
     recorder.wait_for(&format!("nothing is traced until {above} %"))?;
     Ok(recorder)
@@ -60,7 +68,9 @@ fn printed(stdout: &str, kind: &str) -> Result<Vec<Value>> {
 
 /// The report of this program, which is killed, as JSON and as text.
 fn report_of(program: &str) -> Result<(Value, String)> {
-    let group = Group::new(&format!("memtools-record-{program}"), LIMIT)?;
+    // One of Docker's, where it is not told to leave cgroups to systemd.
+    let container = format!("{:0<64x}", program.len());
+    let group = Group::new(&container, LIMIT)?;
     let above = harness::scratch()?;
     let folder = above.path().join("reports");
     let mut recorder = record(&folder, HALF)?;
@@ -71,7 +81,7 @@ fn report_of(program: &str) -> Result<(Value, String)> {
     ensure!(ended.status.code() == Some(3), "{ended:?}");
 
     let armed = printed(&ended.stdout, "armed")?;
-    let cgroup = format!("/memtools-record-{program}");
+    let cgroup = format!("/{container}");
     ensure!(
         armed.len() == 1 && armed[0]["cgroup"] == *cgroup,
         "{ended:?}"
@@ -82,6 +92,15 @@ fn report_of(program: &str) -> Result<(Value, String)> {
         "{ended:?}"
     );
     ensure!(printed(&ended.stdout, "missed")?.is_empty(), "{ended:?}");
+    let traced = printed(&ended.stdout, "tracing")?;
+    for row in recorded
+        .iter()
+        .chain(traced.iter().filter(|row| row["pid"] == pid))
+    {
+        let told = (&row["cgroup"], &row["container_id"]);
+        ensure!(*told.0 == *cgroup && *told.1 == *container, "{row}");
+    }
+    ensure!(!traced.is_empty(), "{ended:?}");
     let read = |kind: &str| {
         let path = recorded[0][kind].as_str().context("no file")?;
         fs::read_to_string(path).with_context(|| format!("{path} cannot be read"))
@@ -97,8 +116,15 @@ fn report_of(program: &str) -> Result<(Value, String)> {
         .filter(|process| process["pid"] == pid)
         .collect::<Vec<_>>();
     ensure!(last.len() == 1, "{report}");
-    // Of version 2 or of the memory controller, as the machine has it; null if it was asked for after the end.
-    ensure!(last[0]["cgroup"].is_string(), "{report}");
+    let of_traced = report["traced"].as_array().context("nothing traced")?;
+    for row in last
+        .iter()
+        .copied()
+        .chain(of_traced.iter().filter(|row| row["pid"] == pid))
+    {
+        let told = (&row["cgroup"], &row["container_id"]);
+        ensure!(*told.0 == *cgroup && *told.1 == *container, "{row}");
+    }
     let anon = last[0]["anon_bytes"].as_u64().context("no bytes")?;
     ensure!((LIMIT / 2..=LIMIT).contains(&anon), "{report}");
     let moments = report["moments"].as_array().context("no moments")?;
@@ -123,7 +149,14 @@ fn a_kill_leaves_a_report_with_the_code_that_grew() -> Result<()> {
     let stack = largest(&report, "memleak -p ")?;
     let frames = stack["frames"].as_array().context("no frames")?;
     ensure!(frames.iter().any(|frame| frame == "take_more"), "{report}");
-    ensure!(text.contains(" was killed\n"), "{text}");
+    let container = report["kill"]["victim"]["container_id"].as_str();
+    let short = &container.context("no container")?[..12];
+    let killed = format!(") in {short} was killed\n");
+    ensure!(text.contains(&killed), "{text}");
+    ensure!(
+        text.contains(&format!("growing in {short}: memleak ")),
+        "{text}"
+    );
     ensure!(text.contains("\n        take_more\n"), "{text}");
     Ok(())
 }

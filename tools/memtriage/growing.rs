@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use std::time::Instant;
 
 use memtools::print::output::Row;
-use memtools::process::container::Home;
+use memtools::process::container::{self, Home};
 use serde::Serialize;
 
 use crate::look::Look;
@@ -78,8 +78,8 @@ impl Growth {
         self.looks.push_back(at);
     }
 
-    /// What has grown most over the looks that are remembered, the most first.
-    pub(crate) fn rows(&self) -> Vec<Growing> {
+    /// What has grown most over the looks that are remembered, the most first; with the column CONTAINER if that is asked for.
+    pub(crate) fn rows(&self, container: bool) -> Vec<Growing> {
         let row = |(what, sizes): (&What, &Sizes)| {
             let (first, last) = (*sizes.bytes.front()?, *sizes.bytes.back()?);
             let growth_bytes = last.checked_sub(first).filter(|grown| *grown >= LEAST)?;
@@ -94,6 +94,7 @@ impl Growth {
                 name: sizes.name.clone(),
                 pid,
                 home: None,
+                container,
                 bytes: last,
                 growth_bytes,
                 seconds: seconds.as_secs_f64(),
@@ -126,6 +127,9 @@ pub(crate) struct Growing {
     /// The cgroup that the process is in. None for a part.
     #[serde(flatten)]
     home: Option<Home>,
+    /// Whether text has the column CONTAINER.
+    #[serde(skip)]
+    pub(crate) container: bool,
     bytes: u64,
     growth_bytes: u64,
     /// The seconds in which it grew.
@@ -136,8 +140,11 @@ pub(crate) struct Growing {
 }
 
 impl Growing {
-    pub(crate) const HEADER: &'static str =
-        "\nGROWING                          SIZE    GROWTH     IN";
+    /// The names of the columns, with CONTAINER if that is asked for.
+    pub(crate) fn header(container: bool) -> String {
+        let container = container::header(container);
+        format!("\nGROWING                      {container}    SIZE    GROWTH     IN")
+    }
 }
 
 impl Row for Growing {
@@ -148,9 +155,13 @@ impl Row for Growing {
         };
         let growth = change(self.growth_bytes.try_into().unwrap_or(i64::MAX));
         let seconds = self.seconds.round();
+        let home = match &self.home {
+            Some(home) => container::column(Some(home).filter(|_| self.container)),
+            None => container::empty_column(self.container),
+        };
         writeln!(
             out,
-            "{name:<28.28} {:>8} {growth:>9} {seconds:>4} s  {}",
+            "{name:<28.28} {home}{:>8} {growth:>9} {seconds:>4} s  {}",
             size(self.bytes),
             sparkline(&self.sizes)
         )
@@ -202,7 +213,7 @@ mod tests {
             let at = start + Duration::from_secs(look);
             growth.add_sizes(at, sizes.into_iter());
         }
-        let rows = growth.rows();
+        let rows = growth.rows(false);
         let found: Vec<_> = rows
             .iter()
             .map(|row| (row.name.as_str(), row.pid, row.growth_bytes, row.seconds))
@@ -212,6 +223,23 @@ mod tests {
             [("java", Some(7), 8 * MB, 2.0), ("slab", None, 2 * MB, 2.0)]
         );
         let mut text = Vec::new();
+        let mut rows = growth.rows(true);
+        rows[0].home = Some(Home::at(Some("/db.service".into())));
+        rows.iter()
+            .try_for_each(|row| row.text(&mut text))
+            .expect("memory");
+        assert_eq!(
+            format!(
+                "{}\n{}",
+                Growing::header(true),
+                String::from_utf8_lossy(&text)
+            ),
+            "\nGROWING                      CONTAINER            SIZE    GROWTH     IN\n\
+             java (7)                     db                  18.0M     +8.0M    2 s  ▁▅█\n\
+             slab                                              102M     +2.0M    2 s  ▁▅█\n"
+        );
+        let mut text = Vec::new();
+        let rows = growth.rows(false);
         rows[0].text(&mut text).expect("memory");
         assert_eq!(
             String::from_utf8(text).expect("UTF-8"),
@@ -229,7 +257,7 @@ mod tests {
             let size = (What::Unaccounted, "unaccounted", look * MB);
             growth.add_sizes(at, [size].into_iter());
         }
-        let rows = growth.rows();
+        let rows = growth.rows(false);
         let remembered = LOOKS as u64 - 1;
         assert_eq!(rows[0].growth_bytes, remembered * MB);
         assert_eq!(rows[0].seconds, remembered as f64);

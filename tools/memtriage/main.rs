@@ -54,7 +54,7 @@ const FINDINGS: u8 = 3;
     name = "memtriage",
     version,
     max_term_width = 100,
-    mut_arg("container", |container| container.conflicts_with_all(["doctor", "record", "cgroup"])),
+    mut_arg("container", |container| container.conflicts_with_all(["doctor", "cgroup"])),
     after_help = "\
 exit status: 0 if nothing was found, 3 if something is to be looked at (with --doctor: a tool cannot
 run; with --record: a report was written), 1 if it could not run
@@ -166,11 +166,15 @@ fn run(args: Args) -> Result<ExitCode> {
             folder,
             above: args.above,
             keep: args.keep,
+            container: args.containers.container,
         };
         return Ok(match record::run(&options, poller, &mut output)? {
             true => ExitCode::from(FINDINGS),
             false => ExitCode::SUCCESS,
         });
+    }
+    if args.containers.container {
+        args.by.expect_containers()?;
     }
     let schedule = Schedule::of(&args);
     if let Some(subject) = Subject::of(args.pid, args.cgroup.as_deref())? {
@@ -195,14 +199,15 @@ fn run(args: Args) -> Result<ExitCode> {
         let (level, culprits) = report(&args, &mut output, &before, &now)?;
         worst = worst.max(level);
         if args.watch {
-            print_growth(&growth, &mut output)?;
+            print_growth(&growth.rows(args.containers.container), &mut output)?;
         }
         if schedule.interval.is_some() {
             output.header("")?;
         }
         output.flush()?;
         if let Some(seconds) = args.who {
-            who::ask(culprits, seconds, poller, &mut output)?;
+            let asked = (seconds, args.containers.container);
+            who::ask(culprits, asked, poller, &mut output)?;
             break;
         }
         before = now;
@@ -283,10 +288,9 @@ fn report(
 }
 
 /// Prints what has grown since the looks that are remembered, if anything has.
-fn print_growth(growth: &Growth, output: &mut Output) -> Result<()> {
-    let rows = growth.rows();
-    if !rows.is_empty() {
-        output.header(Growing::HEADER)?;
+fn print_growth(rows: &[Growing], output: &mut Output) -> Result<()> {
+    if let Some(first) = rows.first() {
+        output.header(&Growing::header(first.container))?;
     }
     rows.iter().try_for_each(|row| output.row(row))
 }

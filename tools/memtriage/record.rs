@@ -47,6 +47,8 @@ pub(crate) struct Options<'a> {
     pub(crate) above: f64,
     /// Reports that are kept.
     pub(crate) keep: usize,
+    /// Whether text tells in which container a process is.
+    pub(crate) container: bool,
 }
 
 /// Watches until a signal comes. Returns whether a report was written.
@@ -85,6 +87,8 @@ pub(crate) fn run(options: &Options<'_>, poller: Poller<'_>, output: &mut Output
 struct Recorder {
     /// The mark from which on processes are traced, in percent.
     above: f64,
+    /// Whether text tells in which container a process is.
+    container: bool,
     reports: Reports,
     history: History,
     /// None while nothing is traced.
@@ -99,7 +103,8 @@ impl Recorder {
     fn new(options: &Options<'_>) -> Result<Self> {
         Ok(Self {
             above: options.above,
-            reports: Reports::into(prepared(options.folder)?, options.keep),
+            reports: Reports::into(prepared(options.folder)?, options.keep, options.container),
+            container: options.container,
             history: History::default(),
             tracing: None,
             unseen: Unseen::since(Sight::now()?.kills()),
@@ -162,7 +167,8 @@ impl Recorder {
                 Err(error) => eprintln!("memtriage: {error:#}"),
             }
         }
-        for started in tracing.follow_growth() {
+        for mut started in tracing.follow_growth() {
+            started.container = self.container;
             output.row(&started)?;
         }
         Ok(())

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use memtools::export::earlier::Earlier;
 use memtools::print::text;
+use memtools::process::container::Home;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::Serialize;
@@ -48,6 +49,41 @@ pub(crate) struct Question {
     pub(crate) args: Vec<String>,
     /// The value of the tool's profile, and what it is.
     pub(crate) value: (&'static str, Unit),
+    pub(crate) of: Whose,
+}
+
+/// Whose stacks a tool is asked for, where that is one process, or those of one cgroup.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct Whose {
+    pid: Option<u32>,
+    /// As for all others, none is known where they are in several.
+    #[serde(flatten)]
+    home: Home,
+}
+
+impl Whose {
+    /// The process of this number, in the cgroup that it was found in, or is in now if nobody has looked.
+    pub(crate) fn process(pid: u32, home: Option<&Home>) -> Self {
+        let home = home.cloned().unwrap_or_else(|| Home::of_process(pid));
+        Self {
+            pid: Some(pid),
+            home,
+        }
+    }
+
+    /// The processes of the cgroup at this path from the root.
+    pub(crate) fn cgroup(path: String) -> Self {
+        Self {
+            pid: None,
+            home: Home::at(Some(path)),
+        }
+    }
+
+    /// The cgroup, if it is one.
+    pub(crate) fn home(&self) -> Option<&Home> {
+        let is_one = self.pid.is_some() || self.home.cgroup.is_some();
+        is_one.then_some(&self.home)
+    }
 }
 
 /// What a number is of. Its name in JSON is that of pprof's format.

@@ -7,13 +7,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use memtools::export::earlier::Earlier;
 use memtools::print::output::{Output, Row};
+use memtools::process::container;
 use memtools::process::proc::Process;
 use memtools::run::poll::Poller;
 use nix::sys::signal::Signal;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::siblings::{self, LAST_CHANCE, Question, Run, Unit};
+use crate::siblings::{self, LAST_CHANCE, Question, Run, Unit, Whose};
 
 /// Tools that run at once: the machine is in need as it is.
 const MOST_TOOLS: usize = 3;
@@ -27,8 +28,8 @@ const MOST_FRAMES: usize = 16;
 pub(crate) enum Culprit {
     /// A process that grows, or is large.
     Process(u32),
-    /// The processes of a cgroup of version 2, by its folder.
-    Cgroup(PathBuf),
+    /// The processes of a cgroup of version 2, by its folder and its path from the root.
+    Cgroup(PathBuf, String),
     /// The processes that grow, whichever they are.
     Processes,
     /// Tasks that have to reclaim memory themselves.
@@ -45,29 +46,36 @@ impl Culprit {
     fn question(&self, seconds: Duration) -> Question {
         let seconds = seconds.as_secs_f64().to_string();
         let words = |words: &[&str]| words.iter().map(ToString::to_string).collect();
-        let faults = |whose: &[&str]| Question {
+        let faults = |whose: &[&str], of| Question {
             tool: "faults",
             args: words(&[&["--bytes"], whose, &["-d", &seconds]].concat()),
             value: ("space", Unit::Bytes),
+            of,
         };
         let memleak = |what| Question {
             tool: "memleak",
             args: words(&["-k", what, "--mem-limit", "128M", &seconds, "1"]),
             value: ("inuse_space", Unit::Bytes),
+            of: Whose::default(),
         };
         match self {
-            Self::Process(pid) => faults(&["-p", &pid.to_string()]),
-            Self::Cgroup(folder) => faults(&["--cgroup", &folder.to_string_lossy()]),
-            Self::Processes => faults(&[]),
+            Self::Process(pid) => faults(&["-p", &pid.to_string()], Whose::process(*pid, None)),
+            Self::Cgroup(folder, path) => {
+                let whose = Whose::cgroup(path.clone());
+                faults(&["--cgroup", &folder.to_string_lossy()], whose)
+            }
+            Self::Processes => faults(&[], Whose::default()),
             Self::Reclaimers => Question {
                 tool: "drsnoop",
                 args: words(&["--memcg", "--stack", "-d", &seconds]),
                 value: ("delay", Unit::Nanoseconds),
+                of: Whose::default(),
             },
             Self::Readers => Question {
                 tool: "faults",
                 args: words(&["-M", "-d", &seconds]),
                 value: ("faults", Unit::Count),
+                of: Whose::default(),
             },
             Self::KernelPages => memleak("--pages"),
             Self::KernelSlabs => memleak("--slab"),
@@ -75,14 +83,14 @@ impl Culprit {
     }
 }
 
-/// Runs the tools for the culprits of these rules, the worst first, and prints what each has found. Ctrl-C ends
-/// them before the time.
+/// Runs the tools for the culprits of these rules, the worst first, and prints what each has found, with the
+/// container if that is asked for. Ctrl-C ends them before the time.
 ///
 /// # Errors
 /// If nothing can be printed, or there is no folder for the tools' profiles. That a tool cannot run is printed.
 pub(crate) fn ask(
     culprits: Vec<(&'static str, Culprit)>,
-    seconds: Duration,
+    (seconds, container): (Duration, bool),
     poller: Poller<'_>,
     output: &mut Output,
 ) -> Result<()> {
@@ -125,7 +133,7 @@ pub(crate) fn ask(
     wait_for(&processes, poller)?;
     for ((question, rules), run) in asked.iter().zip(started) {
         let outcome = run.and_then(Run::end);
-        output.row(&Answer::of(rules, question, &outcome))?;
+        output.row(&Answer::of(rules, question, &outcome, container))?;
     }
     output.flush()
 }
@@ -161,6 +169,11 @@ pub(crate) struct Answer<'a> {
     /// The rules whose findings it is for.
     rules: &'a [&'static str],
     command: String,
+    #[serde(flatten)]
+    of: &'a Whose,
+    /// Whether text tells the container.
+    #[serde(skip)]
+    container: bool,
     unit: Unit,
     /// The number of all stacks.
     sum: i64,
@@ -181,11 +194,13 @@ struct Stack<'a> {
 }
 
 impl<'a> Answer<'a> {
-    /// The largest stacks of a tool's profile, which was run for these rules, or why there is none.
+    /// The largest stacks of a tool's profile, which was run for these rules, or why there is none; with the container in
+    /// text if that is asked for.
     pub(crate) fn of(
         rules: &'a [&'static str],
-        question: &Question,
+        question: &'a Question,
         outcome: &'a Result<(Earlier, Option<Value>)>,
+        container: bool,
     ) -> Self {
         let (kind, unit) = question.value;
         let (profile, error) = match outcome {
@@ -202,6 +217,8 @@ impl<'a> Answer<'a> {
         Self {
             rules,
             command: question.command(),
+            of: &question.of,
+            container,
             unit,
             sum,
             stacks: stacks.collect(),
@@ -213,7 +230,9 @@ impl<'a> Answer<'a> {
 
 impl Row for Answer<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
-        writeln!(out, "\nwho   {}: {}", self.rules.join(", "), self.command)?;
+        let inside = container::inside(self.of.home().filter(|_| self.container));
+        let (rules, command) = (self.rules.join(", "), &self.command);
+        writeln!(out, "\nwho   {rules}{inside}: {command}")?;
         match &self.error {
             Some(error) => writeln!(out, "      {error}")?,
             None if self.stacks.is_empty() => writeln!(out, "      nothing came")?,
@@ -254,7 +273,7 @@ mod tests {
         let command = |culprit: Culprit| culprit.question(Duration::from_millis(2500)).command();
         assert_eq!(command(Culprit::Process(7)), "faults --bytes -p 7 -d 2.5");
         assert_eq!(
-            command(Culprit::Cgroup("/sys/fs/cgroup/a b".into())),
+            command(Culprit::Cgroup("/sys/fs/cgroup/a b".into(), "/a b".into())),
             "faults --bytes --cgroup '/sys/fs/cgroup/a b' -d 2.5"
         );
         assert_eq!(command(Culprit::Processes), "faults --bytes -d 2.5");
@@ -276,9 +295,12 @@ mod tests {
     #[test]
     fn an_answer_tells_stacks_losses_and_reasons() {
         let frames: Vec<String> = (0..18).map(|number| format!("f{number}")).collect();
+        let whose = Whose::cgroup("/system.slice/db.service".into());
         let mut answer = Answer {
             rules: &["slab", "vmalloc"],
             command: "memleak -k".into(),
+            of: &whose,
+            container: false,
             unit: Unit::Bytes,
             sum: 4096,
             stacks: vec![Stack {
@@ -306,6 +328,15 @@ mod tests {
             shown.ends_with("        f15\n        ... 2 more\n"),
             "{shown}"
         );
+        answer.container = true;
+        let shown = text(&answer);
+        assert!(
+            shown.starts_with("\nwho   slab, vmalloc in db: memleak -k\n"),
+            "{shown}"
+        );
+        let many = Whose::default();
+        answer.of = &many;
+        assert!(!text(&answer).contains(" in "));
         answer.stacks.clear();
         assert!(text(&answer).contains("\n      nothing came\n"));
         answer.error = Some("no root".into());

@@ -8,6 +8,8 @@ use clap::ValueEnum;
 use memtools::host::slabinfo::Slabinfo;
 use memtools::host::{allocinfo, memory_cgroups};
 use memtools::print::output::{Output, Row};
+use memtools::process::container::{self, Home};
+use memtools::run::cli::UsageError;
 use serde::Serialize;
 
 use crate::look::Look;
@@ -86,8 +88,24 @@ impl By {
         })
     }
 
-    /// Prints the `top` largest of what is looked at, or, by growth, of what has grown most; processes with the column CONTAINER if
-    /// that is asked for.
+    /// Refuses the column CONTAINER of what is in none.
+    ///
+    /// # Errors
+    /// If what is shown is the kernel's.
+    pub(crate) fn expect_containers(self) -> Result<()> {
+        let what = match self {
+            Self::Process | Self::Swap | Self::Growth | Self::Cgroup => return Ok(()),
+            Self::Slab => "slab caches",
+            Self::Code => "lines of the kernel's code",
+        };
+        let message = format!(
+            "{what} are in no container: --container goes with --by process, swap, growth or cgroup"
+        );
+        Err(UsageError(message).into())
+    }
+
+    /// Prints the `top` largest of what is looked at, or, by growth, of what has grown most; processes and cgroups with the
+    /// column CONTAINER if that is asked for.
     pub(crate) fn print(
         self,
         before: &Look,
@@ -117,6 +135,8 @@ impl By {
                 HolderRow {
                     what,
                     name,
+                    home: (self == Self::Cgroup).then(|| Home::at(Some(name.clone()))),
+                    container,
                     bytes: held.bytes,
                     objects: held.objects,
                     growth_bytes: held.bytes.cast_signed() - earlier.cast_signed(),
@@ -126,8 +146,11 @@ impl By {
         rows.sort_by(|a, b| b.bytes.cmp(&a.bytes).then_with(|| a.name.cmp(b.name)));
         rows.truncate(top);
         output.header(&format!(
-            "\n{title:<48} {:>9} {:>8} {:>9}",
-            "OBJECTS", "SIZE", "CHANGE"
+            "\n{title:<48} {}{:>9} {:>8} {:>9}",
+            container::header(container),
+            "OBJECTS",
+            "SIZE",
+            "CHANGE"
         ))?;
         rows.iter().try_for_each(|row| output.row(row))
     }
@@ -140,6 +163,12 @@ struct HolderRow<'a> {
     /// `cgroup`, `slab` or `code`.
     what: &'static str,
     name: &'a str,
+    /// Where a cgroup is. None of the kernel's own.
+    #[serde(flatten)]
+    home: Option<Home>,
+    /// Whether text has the column CONTAINER.
+    #[serde(skip)]
+    container: bool,
     bytes: u64,
     objects: Option<u64>,
     growth_bytes: i64,
@@ -149,8 +178,9 @@ impl Row for HolderRow<'_> {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         writeln!(
             out,
-            "{:<48} {:>9} {:>8} {:>9}",
+            "{:<48} {}{:>9} {:>8} {:>9}",
             self.name,
+            container::column(self.home.as_ref().filter(|_| self.container)),
             self.objects
                 .map_or("-".into(), |objects| objects.to_string()),
             size(self.bytes),

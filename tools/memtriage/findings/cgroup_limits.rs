@@ -59,7 +59,7 @@ fn cgroup_limit(evidence: &Evidence<'_>, group: &MemoryCgroup) -> Judgement {
     } else {
         let folder = group.folder.to_string_lossy();
         let command = format!("memleak --cgroup {} 10", shell_word(&folder));
-        Next::from(command).by(Culprit::Cgroup(group.folder.clone()))
+        Next::from(command).by(Culprit::Cgroup(group.folder.clone(), group.path.clone()))
     };
     (level, text, next)
 }

@@ -11,6 +11,7 @@ use memtools::export::replace::Replaced;
 use memtools::print::clock;
 use memtools::print::output::{Row, SCHEMA};
 use memtools::print::text;
+use memtools::process::container::{self, Home};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -52,20 +53,28 @@ impl Report {
         }
     }
 
-    fn rows(&self) -> Rows<'_> {
+    /// The cgroup of who was killed, as oomkill tells it.
+    fn home(&self) -> Home {
+        let cgroup = self.kill.object["victim"]["cgroup"].as_str();
+        Home::at(cgroup.map(|path| text::shown(path).to_string()))
+    }
+
+    fn rows(&self, container: bool) -> Rows<'_> {
         let processes = self.processes.iter();
         let profiles = self.profiles.iter();
         Rows {
             time: &self.time,
             kill: &self.kill.object,
+            home: self.home(),
+            container,
             mark_percent: self.above,
             place: &self.place,
             moments: &self.moments,
             processes: processes
-                .map(|(usage, growth)| ProcessRow::new(usage, *growth, false))
+                .map(|(usage, growth)| ProcessRow::new(usage, *growth, container))
                 .collect(),
             traced: profiles
-                .map(|(question, outcome)| Answer::of(RULES, question, outcome))
+                .map(|(question, outcome)| Answer::of(RULES, question, outcome, container))
                 .collect(),
             schema: SCHEMA,
         }
@@ -80,6 +89,12 @@ struct Rows<'a> {
     time: &'a Zoned,
     /// The object of `oomkill -e -j`.
     kill: &'a Value,
+    /// Whose kill it is has it for JSON.
+    #[serde(skip)]
+    home: Home,
+    /// Whether text tells containers.
+    #[serde(skip)]
+    container: bool,
     mark_percent: f64,
     #[serde(flatten)]
     place: &'a Place,
@@ -95,9 +110,10 @@ impl Row for Rows<'_> {
         let comm = text::shown(victim["comm"].as_str().unwrap_or("?"));
         writeln!(
             out,
-            "{} {comm} (pid {}) was killed",
+            "{} {comm} (pid {}){} was killed",
             clock::time_of_day(self.time),
-            victim["pid"]
+            victim["pid"],
+            container::inside(Some(&self.home).filter(|_| self.container))
         )?;
         let limit = self.kill["limit_cgroup"].as_str().map(text::shown);
         match (limit, self.kill["limit_kb"].as_u64()) {
@@ -126,7 +142,7 @@ impl Row for Rows<'_> {
         for moment in self.moments {
             moment.text(out)?;
         }
-        writeln!(out, "{}", ProcessRow::header(false))?;
+        writeln!(out, "{}", ProcessRow::header(self.container))?;
         for process in &self.processes {
             process.text(out)?;
         }
@@ -144,15 +160,18 @@ impl Row for Rows<'_> {
 pub(crate) struct Reports {
     folder: PathBuf,
     keep: usize,
+    /// Whether their text tells containers.
+    container: bool,
     any: bool,
 }
 
 impl Reports {
-    /// Reports in this folder, of which so many are kept.
-    pub(crate) fn into(folder: PathBuf, keep: usize) -> Self {
+    /// Reports in this folder, of which so many are kept; their text tells containers if that is asked for.
+    pub(crate) fn into(folder: PathBuf, keep: usize, container: bool) -> Self {
         Self {
             folder,
             keep,
+            container,
             any: false,
         }
     }
@@ -173,7 +192,7 @@ impl Reports {
             stamp.strftime("%Y%m%dT%H%M%S"),
             report.kill.pid
         );
-        let rows = report.rows();
+        let rows = report.rows(self.container);
         let write = |ending: &str, content: &dyn Fn(&mut dyn Write) -> io::Result<()>| {
             let file = Replaced::at(&self.folder.join(format!("{name}.{ending}")))?;
             file.write(|out| Ok(content(out)?))?;
@@ -191,6 +210,8 @@ impl Reports {
             time: report.time.clone(),
             pid: report.kill.pid,
             comm: comm.map(|comm| text::shown(comm).to_string()),
+            home: report.home(),
+            container: self.container,
             text,
             json,
         })
@@ -241,6 +262,11 @@ pub(crate) struct Recorded {
     /// The process that was killed.
     pid: u32,
     comm: Option<String>,
+    #[serde(flatten)]
+    home: Home,
+    /// Whether text tells the container.
+    #[serde(skip)]
+    container: bool,
     /// The report's file as text.
     text: String,
     /// The report's file as JSON.
@@ -255,8 +281,10 @@ impl Row for Recorded {
         );
         writeln!(
             out,
-            "{time} {comm} (pid {}) was killed: {}",
-            self.pid, self.text
+            "{time} {comm} (pid {}){} was killed: {}",
+            self.pid,
+            container::inside(Some(&self.home).filter(|_| self.container)),
+            self.text
         )
     }
 }
@@ -279,7 +307,7 @@ mod tests {
         for name in names {
             fs::write(folder.path().join(name), "").expect("a file");
         }
-        Reports::into(folder.path().to_owned(), 1)
+        Reports::into(folder.path().to_owned(), 1, false)
             .remove_oldest()
             .expect("they can be removed");
         let there = |name: &&str| folder.path().join(name).exists();

@@ -11,6 +11,7 @@ use memtools::export::earlier::Earlier;
 use memtools::print::clock;
 use memtools::print::output::Row;
 use memtools::process::cgroup;
+use memtools::process::container::{self, Home};
 use serde::Serialize;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -19,7 +20,7 @@ use crate::processes::{self, Usage};
 use crate::record::kills::{Kill, Kills};
 use crate::record::mark::Place;
 use crate::record::report::PROCESSES;
-use crate::siblings::{self, Question, Run, Unit};
+use crate::siblings::{self, Question, Run, Unit, Whose};
 
 /// Processes that are traced at once: the machine is in need as it is.
 const MOST: usize = 3;
@@ -143,7 +144,8 @@ impl Tracing {
     }
 
     fn trace(&mut self, usage: Usage, is_fallback: bool) -> Option<Started> {
-        let question = question(usage.pid, is_fallback);
+        let whose = Whose::process(usage.pid, usage.home.as_ref());
+        let question = question(usage.pid, whose, is_fallback);
         let run = Run::start(&question, &self.folder, self.started);
         self.started += 1;
         let run = match run {
@@ -156,6 +158,8 @@ impl Tracing {
         let started = Started {
             time: Zoned::now(),
             pid: usage.pid,
+            home: question.of.home().cloned(),
+            container: false,
             comm: usage.comm.clone(),
             command: question.command(),
         };
@@ -251,7 +255,7 @@ impl Processes {
 
 /// memleak, sampled as much as is needed to keep its cost low; or faults, for a process without an allocator that
 /// memleak knows.
-fn question(pid: u32, is_fallback: bool) -> Question {
+fn question(pid: u32, of: Whose, is_fallback: bool) -> Question {
     let pid = pid.to_string();
     let words = |words: &[&str]| words.iter().map(ToString::to_string).collect();
     if is_fallback {
@@ -260,6 +264,7 @@ fn question(pid: u32, is_fallback: bool) -> Question {
             // With an interval each profile would be of that one alone.
             args: words(&["--bytes", "-p", &pid]),
             value: ("space", Unit::Bytes),
+            of,
         };
     }
     let sampled = ["--max-overhead", "2%", "--mem-limit", "128M", PROFILE];
@@ -267,6 +272,7 @@ fn question(pid: u32, is_fallback: bool) -> Question {
         tool: "memleak",
         args: words(&[&["-p", &pid], &sampled[..]].concat()),
         value: ("inuse_space", Unit::Bytes),
+        of,
     }
 }
 
@@ -278,15 +284,21 @@ pub(crate) struct Started {
     time: Zoned,
     pid: u32,
     comm: String,
+    #[serde(flatten)]
+    home: Option<Home>,
+    /// Whether text tells the container.
+    #[serde(skip)]
+    pub(crate) container: bool,
     command: String,
 }
 
 impl Row for Started {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let time = clock::time_of_day(&self.time);
+        let inside = container::inside(self.home.as_ref().filter(|_| self.container));
         writeln!(
             out,
-            "{time} {} (pid {}) grows: {}",
+            "{time} {} (pid {}){inside} grows: {}",
             self.comm, self.pid, self.command
         )
     }
@@ -314,9 +326,12 @@ mod tests {
     #[test]
     fn the_commands_are_those_of_the_manual() {
         assert_eq!(
-            question(7, false).command(),
+            question(7, Whose::default(), false).command(),
             "memleak -p 7 --max-overhead '2%' --mem-limit 128M 2"
         );
-        assert_eq!(question(7, true).command(), "faults --bytes -p 7");
+        assert_eq!(
+            question(7, Whose::default(), true).command(),
+            "faults --bytes -p 7"
+        );
     }
 }
