@@ -17,6 +17,7 @@
  * space reads them every second and prints the difference. As kswapd can be at it for
  * many seconds, user space adds what its operation took so far, out of `calls`.
  */
+#include "cgroup_path.bpf.h"
 #include "event.bpf.h"
 #include "histogram.bpf.h"
 #include "filter.bpf.h"
@@ -160,6 +161,7 @@ struct compaction {
 	__u64 low_pages;
 	__u64 high_pages;
 	__u64 free_pages;
+	__u64 cgroup; /* of the task; see cgroup_of_current() */
 	__u32 pid;
 	__u32 tid;
 	__s32 order; /* of the pages that it is for; -1: all that can be had */
@@ -219,7 +221,7 @@ static __always_inline void count_one(__u32 operation)
 static __noinline int add_to_cgroup(__u32 operation, __u64 time_ns)
 {
 	struct cgroup_key key = {
-		.cgroup = bpf_get_current_cgroup_id(),
+		.cgroup = cgroup_of_current(),
 		.limited = reclaim_limited_cgroup(),
 		.operation = operation,
 	};
@@ -466,6 +468,7 @@ int trace_compaction_begin(void *ctx)
 	}
 	compaction->pid = ids.pid;
 	compaction->tid = ids.tid;
+	compaction->cgroup = cgroup_of_current();
 	bpf_get_current_comm(compaction->comm, sizeof(compaction->comm));
 	compaction->time_ns = bpf_ktime_get_ns();
 	return 0;

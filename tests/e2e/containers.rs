@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
@@ -11,7 +12,7 @@ use serde_json::Value;
 
 use crate::harness::{self, Cgroup, Tool, Workload};
 use crate::memtriage;
-use crate::pressure::{Group, Swap};
+use crate::pressure::{Group, Swap, Writer};
 
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests!("containers":
@@ -20,6 +21,8 @@ pub(crate) fn tests() -> Vec<Trial> {
         tables_have_a_column,
         the_largest_processes_have_theirs,
         cgroups_by_size_have_theirs,
+        who_reclaimed_is_told_when_it_has_gone,
+        who_compacted_is_told_when_it_has_gone,
         what_grows_has_its_own,
         who_grows_is_told_with_its_own [Guest],
         counts_by_process_have_theirs,
@@ -384,6 +387,81 @@ fn who_grows_is_told_with_its_own() -> Result<()> {
     let ended = harness::run("memtriage", &["--container", "--who", "1"])?;
     let head = format!("growing in 4c01db0b339c: faults --bytes -p {pid} ");
     ensure!(ended.stdout.contains(&head), "{ended:?}");
+    Ok(())
+}
+
+/// vmscan --by-cgroup, of a cgroup that has been removed before the table is printed.
+fn who_reclaimed_is_told_when_it_has_gone() -> Result<()> {
+    for json in [true, false] {
+        let form = if json { "-j" } else { "--container" };
+        let tool = start("vmscan", &["--by-cgroup", form])?;
+        let name = format!("docker-{ID}.scope");
+        let mut writer = Writer::start(&name)?;
+        let mut layout = Layout::new()?;
+        let mut path = format!("/{name}");
+        // Where memory is limited by version 1.
+        if !writer.group.path().starts_with("/sys/fs/cgroup/docker") {
+            path = layout.put(&writer.pid(), &name)?;
+        }
+        writer.write()?;
+        let folder = writer.group.path();
+        drop((writer, layout));
+        ensure!(!Path::new(&folder).exists(), "{folder} is still there");
+        let ended = tool.interrupt()?;
+        if json {
+            let rows = ended.objects()?;
+            let row = rows.iter().find(|row| row["container_id"] == ID);
+            let row = row.with_context(|| format!("{ended:?}"))?;
+            let told = row["path"].as_str().unwrap_or_default();
+            ensure!(row["type"] == "cgroup" && told.ends_with(&path), "{row}");
+            let reclaims = row["memcg_reclaim"]["count"].as_u64();
+            ensure!(reclaims.is_some_and(|count| count > 0), "{row}");
+        } else {
+            let header = " M-RECLAIMms CONTAINER        CGROUP                   LIMITED\n";
+            ensure!(ended.stdout.contains(header), "{ended:?}");
+            let mut lines = ended.stdout.lines();
+            let is_ours = |line: &str| line.contains(" 4c01db0b339c     /") && line.contains(&path);
+            ensure!(lines.any(is_ours), "{ended:?}");
+        }
+    }
+    Ok(())
+}
+
+/// vmscan --trace-compaction, which does not run from before the container's cgroup is made until it is removed.
+fn who_compacted_is_told_when_it_has_gone() -> Result<()> {
+    for form in ["-j", "--container"] {
+        let tool = start("vmscan", &["--trace-compaction", form])?;
+        tool.signal(Signal::SIGSTOP)?;
+        let mut layout = Layout::new()?;
+        let script = "read go; echo 1 >/proc/sys/vm/compact_memory";
+        let mut shell = Command::new("sh")
+            .args(["-c", script])
+            .stdin(Stdio::piped())
+            .spawn()?;
+        let pid = shell.id().to_string();
+        let cgroup = layout.put(&pid, &format!("system.slice/docker-{ID}.scope"));
+        drop(shell.stdin.take());
+        ensure!(shell.wait()?.success(), "memory cannot be compacted");
+        let cgroup = cgroup?;
+        let folder = layout.remove()?;
+        ensure!(!folder.exists(), "{} is still there", folder.display());
+        tool.signal(Signal::SIGCONT)?;
+        let ended = tool.interrupt()?;
+        if form == "-j" {
+            let rows = ended.objects()?;
+            let rows = of_process(&rows, &pid);
+            ensure!(!rows.is_empty(), "{ended:?}");
+            for row in rows {
+                ensure!(is_in(row, &cgroup) && row["container_id"] == ID, "{row}");
+            }
+        } else {
+            let expected = format!(" sh             {pid:<6} 4c01db0b339c     0    ");
+            ensure!(
+                ended.stdout.contains(&expected),
+                "no {expected:?} in {ended:?}"
+            );
+        }
+    }
     Ok(())
 }
 

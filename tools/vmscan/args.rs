@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use clap::Parser;
+use clap::{ArgGroup, Parser};
 use memtools::export::metrics::MetricsArgs;
+use memtools::process::container::ContainerArgs;
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::target::TargetArgs;
 
@@ -17,6 +18,8 @@ const TERMINAL_HEADER_EVERY: u64 = 20;
     version,
     max_term_width = 100,
     mut_arg("metrics", |metrics| metrics.conflicts_with_all(["counts", "trace_compaction"])),
+    mut_arg("container", |container| container.requires("of_tasks")),
+    group(ArgGroup::new("of_tasks").args(["trace_compaction", "by_cgroup"])),
     after_help = "\
 examples:
   vmscan                       a row a second until Ctrl-C, then the histograms
@@ -27,6 +30,7 @@ examples:
   vmscan --compaction -c 'make -j8'   while a command runs, what it and what it starts had to do
   vmscan --trace-compaction    a line for each compaction: who, how long, with what result
   vmscan --trace-compaction -eK    and in what state the zone was, and for whom
+  vmscan --trace-compaction --container    with the container or systemd unit of each
   vmscan --counts -d 10        count all tracepoints of vmscan, compaction and migrate"
 )]
 pub(crate) struct Args {
@@ -65,6 +69,9 @@ pub(crate) struct Args {
     /// Repeat the header after this many rows, 0: never [default: 20 on a terminal, else 0]
     #[arg(long, value_name = "ROWS", value_parser = cli::number::<u64>, conflicts_with_all = ["counts", "json"])]
     pub(crate) header_every: Option<u64>,
+
+    #[command(flatten)]
+    pub(crate) containers: ContainerArgs,
 
     #[command(flatten)]
     pub(crate) metrics: MetricsArgs,
@@ -145,6 +152,7 @@ mod tests {
             "vmscan --trace-compaction --compaction",
             "vmscan -K",
             "vmscan -e",
+            "vmscan --container",
             "vmscan --json --header-every 3",
         ] {
             assert_eq!(parse(wrong).expect_err(wrong).exit_code(), 2);

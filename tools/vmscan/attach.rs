@@ -8,6 +8,7 @@ use libbpf_rs::{Link, OpenMapMut, OpenProgramMut, ProgramMut, ProgramType, Trace
 use memtools::bpf::attach::{self, Variant};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_create;
+use memtools::process::container;
 use memtools::process::filter::Filter;
 use memtools::run::skeleton::StackRoom;
 use memtools::stacks::table;
@@ -116,7 +117,9 @@ fn load(args: &Args, filter: &Filter, way: Way) -> Result<Loaded> {
         without([&mut open.maps.cgroups])?;
     }
     without([&mut open.maps.compacting])?;
+    let with_cgroups = container::prepare(args.by_cgroup, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
+    options.with_cgroups = with_cgroups;
     options.by_shrinker = args.by_shrinker.into();
     options.by_cgroup = args.by_cgroup.into();
     options.by_record = (way == Way::Tracefs).into();
@@ -260,7 +263,10 @@ fn try_start_tracing_compaction(args: &Args, filter: &Filter) -> Result<Tracing>
     let programs = [end, "trace_compaction_zone", "trace_compaction_begin"];
     let stacks = StackRoom::of(table::FIRST_OF_EVENTS).if_wanted(args.kernel_stacks);
     let mut open = bpf::prepare(filter, stacks)?;
+    let wants_homes = args.containers.wanted(args.common.json);
+    let with_cgroups = container::prepare(wants_homes, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
+    options.with_cgroups = with_cgroups;
     options.with_kernel_stacks = args.kernel_stacks.into();
     options.with_zone_state = args.wants_zone_state().into();
     let maps = &mut open.maps;
@@ -293,6 +299,7 @@ fn try_start_counting(filter: &Filter, way: Way) -> Result<Counting> {
     let maps = &mut open.maps;
     without([&mut maps.calls, &mut maps.shrinking])?;
     without([&mut maps.cgroups, &mut maps.compacting])?;
+    container::prepare(false, &mut maps.cgroup_paths)?;
     for mut program in open.open_object_mut().progs_mut() {
         let used = number(program.name()).is_some_and(|number| number < wanted.len());
         program.set_autoload(used);

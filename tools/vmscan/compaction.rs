@@ -12,6 +12,7 @@ use memtools::print::clock::{self, Clock};
 use memtools::print::output::{Output, Row};
 use memtools::print::text;
 use memtools::print::timeline::{Event, Moment};
+use memtools::process::container::{self, Home, Homes};
 use memtools::process::filter::Filter;
 use memtools::run::losses::Losses;
 use memtools::run::poll::Poller;
@@ -45,6 +46,11 @@ pub(crate) fn trace(
         output,
         clock: Clock::new(),
         stacks: Stacks::new(memtools::stack_maps!(skel), MAX_OF_EVENTS)?,
+        homes: Homes::if_wanted(
+            args.containers.wanted(args.common.json),
+            &skel.maps.cgroup_paths,
+        ),
+        container: args.containers.container,
         names: KernelNames::default(),
         with_stacks: args.kernel_stacks,
         extended: args.extended,
@@ -52,7 +58,8 @@ pub(crate) fn trace(
     };
     protect::from_lack_of_memory("vmscan");
     eprintln!("vmscan: tracing compaction, Ctrl-C to end");
-    printer.output.header(&header(args.extended))?;
+    let names = header(args.extended, args.containers.container);
+    printer.output.header(&names)?;
     printer.output.flush()?;
     let deadline = args.common.deadline();
     events.follow(poller, deadline, links, |events| printer.print(events))?;
@@ -66,6 +73,9 @@ struct Printer<'a> {
     clock: Clock,
     stacks: Stacks<'a, MapMut<'static>>,
     names: KernelNames,
+    homes: Option<Homes<'a>>,
+    /// Whether there is the column CONTAINER.
+    container: bool,
     with_stacks: bool,
     extended: bool,
     told_of_state: bool,
@@ -76,6 +86,8 @@ impl Printer<'_> {
         for event in events {
             let mut row = Compaction::new(&event, &self.clock);
             row.extended = self.extended;
+            row.home = self.homes.as_mut().map(|homes| homes.of(event.cgroup));
+            row.container = self.container;
             if self.with_stacks {
                 row.stack = Some(self.stack(&event)?);
             }
@@ -108,6 +120,11 @@ struct Compaction {
     pid: u32,
     tid: u32,
     comm: String,
+    #[serde(flatten)]
+    home: Option<Home>,
+    /// Whether text has the column CONTAINER.
+    #[serde(skip)]
+    container: bool,
     node: i32,
     zone: String,
     /// The order of the pages that are wanted; -1: all that can be had.
@@ -179,14 +196,15 @@ impl ZoneState {
 }
 
 /// The line of column names.
-fn header(extended: bool) -> String {
+fn header(extended: bool, container: bool) -> String {
+    let container = container::header(container);
     let state = if extended {
         "FRAGIDX  MIN      LOW      HIGH     FREE     "
     } else {
         ""
     };
     format!(
-        "TIME     COMM           PID    NODE ZONE         ORDER MODE    {state}  LAT(ms)           STATUS"
+        "TIME     COMM           PID    {container}NODE ZONE         ORDER MODE    {state}  LAT(ms)           STATUS"
     )
 }
 
@@ -197,6 +215,8 @@ impl Compaction {
             pid: event.pid,
             tid: event.tid,
             comm: text::from_c(&event.comm),
+            home: None,
+            container: false,
             node: event.node,
             zone: text::from_c(&event.zone),
             order: event.order,
@@ -230,10 +250,11 @@ impl Row for Compaction {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         write!(
             out,
-            "{:<8} {:<14.14} {:<6} {:<4} {:<12} {:<5} {:<7} ",
+            "{:<8} {:<14.14} {:<6} {}{:<4} {:<12} {:<5} {:<7} ",
             clock::time_of_day(&self.time),
             self.comm,
             self.pid,
+            container::column(self.home.as_ref().filter(|_| self.container)),
             self.node,
             self.zone,
             self.order,
@@ -297,7 +318,11 @@ mod tests {
         row.extended = extended;
         let mut line = Vec::new();
         row.text(&mut line).expect("memory");
-        format!("{}\n{}", header(extended), String::from_utf8_lossy(&line))
+        format!(
+            "{}\n{}",
+            header(extended, false),
+            String::from_utf8_lossy(&line)
+        )
     }
 
     #[test]
@@ -308,6 +333,21 @@ mod tests {
              21:30:25 zsh            23685  0    DMA          -1    SYNC        0.025         complete\n"
         );
         assert_eq!(name(Status(99)), None);
+        let mut row = Compaction::new(&event(), &Clock::new());
+        row.time = "2019-08-01T21:30:25+00:00[+00:00]".parse().expect("a time");
+        row.home = Some(Home::at(Some("/system.slice/db.service".into())));
+        row.container = true;
+        let mut line = Vec::new();
+        row.text(&mut line).expect("memory");
+        assert_eq!(
+            format!(
+                "{}\n{}",
+                header(false, true),
+                String::from_utf8_lossy(&line)
+            ),
+            "TIME     COMM           PID    CONTAINER        NODE ZONE         ORDER MODE      LAT(ms)           STATUS\n\
+             21:30:25 zsh            23685  db               0    DMA          -1    SYNC        0.025         complete\n"
+        );
     }
 
     #[test]

@@ -6,6 +6,7 @@ use jiff::Zoned;
 use memtools::print::clock;
 use memtools::print::output::Row;
 use memtools::print::timeline::{Count, Moment, Unit};
+use memtools::process::container::{self, Home};
 use serde::{Serialize, Serializer};
 
 /// Which columns there are besides the six of the book.
@@ -188,8 +189,13 @@ impl Shrinker {
 #[derive(Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(tag = "type", rename = "cgroup")]
 pub(crate) struct Cgroup {
-    /// Below the mount; None if it had gone.
+    /// From the root; None if it had gone, and no path was kept.
     pub(crate) path: Option<String>,
+    /// The id of the container whose cgroup it is or is inside of.
+    pub(crate) container_id: Option<String>,
+    /// What the column CONTAINER has. None if it is not asked for.
+    #[serde(skip)]
+    pub(crate) home: Option<Home>,
     pub(crate) id: u64,
     /// The cgroup whose limit they reclaimed for, the same or one above it; None if for the machine, or if
     /// it had gone.
@@ -203,10 +209,14 @@ pub(crate) struct Cgroup {
 
 impl Cgroup {
     /// Above the lines.
-    pub(crate) fn header() -> String {
+    pub(crate) fn header(container: bool) -> String {
         format!(
-            "{:>10} {:>12} {:>12} {:<24} LIMITED",
-            "S-SLABms", "D-RECLAIMms", "M-RECLAIMms", "CGROUP"
+            "{:>10} {:>12} {:>12} {}{:<24} LIMITED",
+            "S-SLABms",
+            "D-RECLAIMms",
+            "M-RECLAIMms",
+            container::header(container),
+            "CGROUP"
         )
     }
 
@@ -232,7 +242,8 @@ impl Row for Cgroup {
         };
         writeln!(
             out,
-            "{:<24} {}",
+            "{}{:<24} {}",
+            container::column(self.home.as_ref()),
             name(&self.path, Some(self.id)),
             name(&self.limited, self.limited_id)
         )
@@ -387,7 +398,7 @@ mod tests {
             ..Cgroup::default()
         };
         assert_eq!(
-            format!("{}\n{}", Cgroup::header(), text(&cgroup)),
+            format!("{}\n{}", Cgroup::header(false), text(&cgroup)),
             "  S-SLABms  D-RECLAIMms  M-RECLAIMms CGROUP                   LIMITED\n         \
              0            0            0 /db.service/worker       /db.service\n"
         );

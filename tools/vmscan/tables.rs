@@ -6,6 +6,7 @@ use memtools::bpf::{map_batch, types};
 use memtools::print::histogram;
 use memtools::print::output::Output;
 use memtools::process::cgroup::Cgroups;
+use memtools::process::container::Homes;
 use memtools::stacks::kallsyms::Kallsyms;
 
 use crate::args::Args;
@@ -36,8 +37,10 @@ pub(crate) fn print(args: &Args, skel: &Loaded, output: &mut Output) -> Result<(
         if args.by_shrinker {
             output.header("")?;
         }
-        output.header(&Cgroup::header())?;
-        for cgroup in read_cgroups(&skel.maps.cgroups)? {
+        output.header(&Cgroup::header(args.containers.container))?;
+        let mut homes = Homes::new(&skel.maps.cgroup_paths);
+        for mut cgroup in read_cgroups(&skel.maps.cgroups, &mut homes)? {
+            cgroup.home = cgroup.home.filter(|_| args.containers.container);
             output.row(&cgroup)?;
         }
     }
@@ -73,8 +76,8 @@ fn function_name(symbols: &Kallsyms, address: u64) -> String {
 }
 
 /// Cgroups, the one that reclaimed longest last.
-fn read_cgroups(map: &MapMut<'_>) -> Result<Vec<Cgroup>> {
-    let (mut paths, mut limits) = (Cgroups::new(), Cgroups::of_memory());
+fn read_cgroups(map: &MapMut<'_>, homes: &mut Homes<'_>) -> Result<Vec<Cgroup>> {
+    let mut limits = Cgroups::of_memory();
     let mut cgroups: Vec<Cgroup> = Vec::new();
     map_batch::read(map, |key, value| {
         let key: &cgroup_key = types::view(key)?;
@@ -88,9 +91,12 @@ fn read_cgroups(map: &MapMut<'_>) -> Result<Vec<Cgroup>> {
             .iter()
             .position(|cgroup| (cgroup.id, cgroup.limited_id) == (key.cgroup, limited_id))
             .unwrap_or_else(|| {
+                let home = homes.of(key.cgroup);
                 cgroups.push(Cgroup {
                     id: key.cgroup,
-                    path: paths.path(key.cgroup).map(str::to_owned),
+                    path: home.cgroup.clone(),
+                    container_id: home.container_id.clone(),
+                    home: Some(home),
                     limited: limited_id.and_then(|id| limits.path(id).map(str::to_owned)),
                     limited_id,
                     ..Cgroup::default()
