@@ -126,11 +126,11 @@ struct Watch {
 /// What is known of a thread at its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
-    /// Its own alone, by exit(2).
+    /// The thread calls exit(2), for itself alone.
     Own,
-    /// That of the process by SIGKILL, or the end of its other threads in exec(2).
+    /// The process ends by SIGKILL, or its other threads do, in exec(2).
     Killed,
-    /// That of the process, or that of its other threads in exec(2).
+    /// The process ends, or its other threads do, in exec(2).
     Of,
 }
 

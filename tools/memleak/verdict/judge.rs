@@ -71,7 +71,7 @@ pub(super) enum Kind {
 enum Key {
     /// The stack that allocated them, which was traced.
     Stack(Path),
-    /// Their kind, if it was not.
+    /// The kind of the blocks, if their stack was not traced.
     Kind(Kind),
 }
 
