@@ -2,7 +2,7 @@
 /*
  * ffaults: page faults, by file.
  *
- * Hooks, of which tools/ffaults.rs chooses: the return of handle_mm_fault, by fexit
+ * Hooks, of which tools/ffaults/attach.rs chooses: the return of handle_mm_fault, by fexit
  * or by kprobe and kretprobe; the software perf event page-faults with
  * bpf_find_vma(), 5.17 and later.
  */
@@ -68,7 +68,7 @@ const volatile __u8 full_path;
 /* Files whose names there is room for. */
 #define FILES 4096
 
-/* By file alone; tools/ffaults.rs has room for more with by_process. */
+/* By file alone; tools/ffaults/attach.rs has room for more with by_process. */
 COUNTS_OF_SIZES(counts, sizeof(struct count_key), sizeof(struct count), FILES + MEMORIES);
 
 /* The sizes alone: without full_path values are a struct name_record. */

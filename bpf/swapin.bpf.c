@@ -2,7 +2,7 @@
 /*
  * swapin: pages read back from swap, by process.
  *
- * Hooks, each by fentry or else by kprobe; tools/swapin.rs chooses:
+ * Hooks, each by fentry or else by kprobe; tools/swapin/attach.rs chooses:
  *   swap_readpage, later swap_read_folio    the reading of pages
  *   zswap_load, return (6.6 and later)   whether zswap had them
  *   do_swap_page, entry and return          how long the task was held up; for shared
