@@ -16,6 +16,7 @@
  * entry and return, with cookies (5.15); the same with a program for each
  * signature, entry_0 to entry_15, and all blocks in a hash map.
  */
+#include "cgroup_path.bpf.h"
 #include "event.bpf.h"
 #include "filter.bpf.h"
 #include "stack.bpf.h"
@@ -107,6 +108,7 @@ struct event {
 	__u64 address;
 	__u64 size; /* bytes */
 	__u64 stack;
+	__u64 cgroup; /* see cgroup_of_current() */
 	__u32 pid;
 	__u32 tid;
 	enum event_kind kind;
@@ -385,6 +387,12 @@ static __noinline __u32 tid_of_current(void)
 	return ids_of_current().tid;
 }
 
+/* As tid_of_current(). */
+static __noinline __u64 cgroup_of_event(void)
+{
+	return cgroup_of_current();
+}
+
 static __noinline int emit_sampled(__u32 kind, __u64 address, __u64 size, __u64 stack, __u32 level)
 {
 	struct event *event = event_reserve(sizeof(*event));
@@ -399,6 +407,7 @@ static __noinline int emit_sampled(__u32 kind, __u64 address, __u64 size, __u64 
 	event->tid = tid_of_current();
 	event->kind = kind;
 	event->level = level;
+	event->cgroup = cgroup_of_event();
 	bpf_get_current_comm(event->comm, sizeof(event->comm));
 	bpf_ringbuf_submit(event, 0);
 	return 0;

@@ -23,6 +23,7 @@ mod kubernetes;
 mod lines;
 mod load;
 mod memleak;
+mod memleak_containers;
 mod memleak_kernel;
 mod memleak_processes;
 mod memleak_types;
@@ -72,6 +73,7 @@ fn main() -> ExitCode {
         drsnoop::tests(),
         export::tests(),
         memleak::tests(),
+        memleak_containers::tests(),
         memleak_kernel::tests(),
         memleak_processes::tests(),
         memleak_types::tests(),

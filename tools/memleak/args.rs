@@ -9,6 +9,7 @@ use clap_complete::engine::ArgValueCompleter;
 use memtools::export::files::{ExportArgs, Exports};
 use memtools::export::perfetto::Heaps;
 use memtools::print::output::{Format, Output};
+use memtools::process::container::ContainerArgs;
 use memtools::process::filter::{FilterArgs, cgroup_path};
 use memtools::run::cli::{self, UsageError};
 use memtools::run::complete;
@@ -51,6 +52,7 @@ const ROOM: &str = "Stacks, and room for them";
     name = "memleak",
     version,
     max_term_width = 100,
+    mut_arg("container", |container| container.conflicts_with("folded")),
     after_help = "\
 examples:
   memleak -p 1234              report what process 1234 has not freed, every 5 seconds
@@ -73,6 +75,8 @@ examples:
   memleak -p 1234 --verdict=60 the same, with the stacks of what is allocated within a minute
   memleak -c ./test --verdict=exit --fail-on unreachable
                                status 3 if the command, at its exit, has leaked
+  memleak --container --cgroup db
+                               with the container or systemd unit of each process
   memleak                      what the kernel itself has not freed, by kernel stack
   memleak --by-cache -kp 1234  objects that it made for process 1234, by slab cache"
 )]
@@ -204,6 +208,9 @@ pub(crate) struct Args {
     /// Print one line a stack for flame graphs, weighted by bytes, once at the end
     #[arg(help_heading = PRINT, short, long, conflicts_with_all = ["json", "show_allocs", "trace"])]
     pub(crate) folded: bool,
+
+    #[command(flatten, next_help_heading = PRINT)]
+    pub(crate) containers: ContainerArgs,
 
     #[command(flatten, next_help_heading = PRINT)]
     pub(crate) export: ExportArgs,
@@ -539,6 +546,7 @@ mod tests {
             &["memleak", "-p", "1", "--sort", "name"],
             &["memleak", "-p", "1", "--perf-max-stack-depth", "128"],
             &["memleak", "-p", "1", "-f", "-j"],
+            &["memleak", "-p", "1", "-f", "--container"],
             &["memleak", "--cache", "filp", "--pages"],
             &["memleak", "--by-cache", "-f"],
             &["memleak", "-p", "1", "--alloc", "server:pool_get"],

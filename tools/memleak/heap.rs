@@ -12,11 +12,13 @@ use std::process::ExitCode;
 use anyhow::{Result, bail};
 use memtools::heap::capture::Request;
 use memtools::heap::walk::Walked;
+use memtools::process::container::Home;
 use memtools::process::proc::Process;
 use memtools::process::smaps;
 use memtools::run::privileges;
 
 use crate::args::Args;
+use crate::rows::ProcessName;
 use report::{BlockRow, HeapRow};
 
 /// Shows where the memory of the process is.
@@ -31,13 +33,15 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         process: &process,
         max_pause: args.heap.max_pause,
     };
+    let home = Home::of_process(process.pid());
     let walked = Walked::take(&request, "memleak")?;
+    let named = ProcessName::of_image(&walked.image, home, args);
     if let Some(nonsense) = walked.nonsense() {
         bail!("{nonsense}");
     }
     if args.heap.heap {
         let mappings = smaps::read(process.pid())?;
-        output.row(&HeapRow::of(&walked, &mappings, args.top))?;
+        output.row(&HeapRow::of(&walked, &mappings, named.clone(), args.top))?;
         if args.show_allocs {
             for block in walked.heap.blocks() {
                 output.row(&BlockRow::of(block))?;
@@ -45,7 +49,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         }
     }
     if args.heap.types {
-        types::print(walked, args.top, &mut output)?;
+        types::print(walked, named, args.top, &mut output)?;
     }
     output.finish()?;
     Ok(ExitCode::SUCCESS)

@@ -12,6 +12,7 @@ mod events;
 mod live;
 mod load;
 mod loaded;
+mod names;
 mod object;
 mod objects;
 mod overhead;
@@ -41,6 +42,7 @@ use memtools::bpf::types;
 use memtools::print::clock::Clock;
 use memtools::print::output::Output;
 use memtools::process::command::HeldCommand;
+use memtools::process::container::Homes;
 use memtools::process::proc::Process;
 use memtools::run::losses::Losses;
 use memtools::run::poll::Wake;
@@ -53,6 +55,7 @@ use memtools::stacks::table::{Stack, Stacks};
 use self::bpf::types::{event, event_kind as Kind, total_key};
 use self::ended::{Ended, Ends};
 use self::live::LiveBlocks;
+use self::names::Names;
 use self::probes::Attached;
 use self::regions::{Regions, allocations_of};
 use self::renewal::{MORE_STACKS, Renewal};
@@ -168,8 +171,7 @@ struct Processes<'a> {
     mapped: Totals,
     /// The processes that were named and still run.
     named: HashSet<u32>,
-    /// Names by process.
-    names: HashMap<u32, String>,
+    names: Names<'a>,
     /// How often a process has called exec, as the kernel counts.
     execs: HashMap<u32, u64>,
     /// The ends of processes' memory whose blocks are still to be taken out of the kernel's maps.
@@ -220,6 +222,7 @@ impl Source for Processes<'_> {
 
     fn find(&mut self, now_ns: u64, exited: bool) -> Result<Found> {
         self.symbolizer.refresh();
+        self.names.look_again();
         let (mut totals, mut allocations) = match self.args.mode {
             Mode::Leak => self.outstanding(now_ns, exited)?,
             Mode::Peak => (totals::at_peak(self.attached)?, Vec::new()),
@@ -248,10 +251,9 @@ impl Source for Processes<'_> {
     }
 
     fn named(&mut self, path: Path) -> Result<NamedStack> {
-        let ProcessName { pid, comm } = self.process(path.pid);
         let ids = StackIds {
-            pid,
-            comm: &comm,
+            pid: path.pid,
+            comm: self.names.comm(path.pid),
             user: Some(path.stack),
             kernel: None,
         };
@@ -263,13 +265,12 @@ impl Source for Processes<'_> {
     }
 
     fn heading(&mut self) -> Heading {
-        let only = self.names.keys().next().copied();
-        let process = only.filter(|_| !self.target.is_several());
+        let only = self.names.any().filter(|_| !self.target.is_several());
         let bss = self.attached.skel.maps.bss_data.as_deref();
         let peak = bss.map(|bss| bss.peak);
         let peak = peak.filter(|peak| self.args.mode == Mode::Peak && peak.number > 0);
         Heading {
-            process: process.map(|pid| self.process(pid)),
+            process: only.map(|pid| self.names.process(pid)),
             peak_ns: peak.map(|peak| peak.time_ns),
             tells_requested: false,
             frees: self.frees(),
@@ -280,8 +281,7 @@ impl Source for Processes<'_> {
         if self.args.mode != Mode::Leak || self.target.is_several() {
             return None;
         }
-        let pid = self.names.keys().next()?;
-        Process::open(*pid).ok()?.resident_bytes()
+        Process::open(self.names.any()?).ok()?.resident_bytes()
     }
 
     fn print_groups(&mut self, groups: Vec<Entry>, output: &mut Output) -> Result<()> {
@@ -341,6 +341,8 @@ impl<'a> Processes<'a> {
             ..
         } = upkeep;
         let processes = target.processes.iter().map(|traced| &traced.process);
+        let wants_homes = args.containers.wanted(args.json);
+        let homes = Homes::if_wanted(wants_homes, &attached.skel.maps.cgroup_paths);
         Ok(Self {
             attached,
             target,
@@ -354,9 +356,7 @@ impl<'a> Processes<'a> {
             regions: HashMap::new(),
             mapped: Totals::new(),
             named: target.watched().map(Process::pid).collect(),
-            names: processes
-                .map(|process| (process.pid(), process.comm()))
-                .collect(),
+            names: Names::of(processes, homes, args.containers.container),
             execs: HashMap::new(),
             ends: HashMap::new(),
             ended: Ended::default(),
@@ -475,14 +475,7 @@ impl<'a> Processes<'a> {
 
     /// The process, where rows say which one they are of.
     fn process_if_several(&mut self, pid: u32) -> Option<ProcessName> {
-        self.target.is_several().then(|| self.process(pid))
-    }
-
-    fn process(&mut self, pid: u32) -> ProcessName {
-        // One that was forked, and has called no exec.
-        let look = || Process::open(pid).map_or_else(|_| String::new(), |process| process.comm());
-        let comm = self.names.entry(pid).or_insert_with(look).clone();
-        ProcessName { pid, comm }
+        self.target.is_several().then(|| self.names.process(pid))
     }
 
     fn live_regions(&self) -> Vec<Allocation> {

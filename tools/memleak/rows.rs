@@ -5,8 +5,11 @@ use std::io::{self, Write};
 
 use anyhow::Result;
 use jiff::Zoned;
+use memtools::heap::image::Image;
 use memtools::print::clock;
 use memtools::print::output::{Output, Row};
+use memtools::print::text;
+use memtools::process::container::{self, Home};
 use memtools::run::losses::Losses;
 use memtools::stacks::named::NamedStack;
 use serde::{Serialize, Serializer};
@@ -64,6 +67,9 @@ impl Row for Head {
         if let Some(time) = &self.peak_time {
             write!(out, " ({})", clock::time_of_day(time))?;
         }
+        if let Some(process) = &self.process {
+            write!(out, "{}", process.inside())?;
+        }
         writeln!(out, ":")
     }
 }
@@ -87,10 +93,33 @@ impl Groups {
 }
 
 /// A process as rows name it.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Default, Serialize)]
 pub(crate) struct ProcessName {
     pub(crate) pid: u32,
     pub(crate) comm: String,
+    /// The cgroup that it is in, or was. None if nothing is wanted of cgroups.
+    #[serde(flatten)]
+    pub(crate) home: Option<Home>,
+    /// Whether text tells the container.
+    #[serde(skip)]
+    pub(crate) container: bool,
+}
+
+impl ProcessName {
+    /// A process of which there is a copy, and that was in this cgroup then.
+    pub(crate) fn of_image(image: &Image, home: Home, args: &Args) -> Self {
+        Self {
+            pid: image.pid,
+            comm: text::escape_bytes(&image.comm),
+            home: Some(home),
+            container: args.containers.container,
+        }
+    }
+
+    /// Where a line tells the container: ` in NAME`; nothing if it is not asked for.
+    pub(crate) fn inside(&self) -> String {
+        container::inside(self.home.as_ref().filter(|_| self.container))
+    }
 }
 
 /// An outstanding block of `--show-allocs`.
@@ -143,10 +172,12 @@ pub(crate) struct Freed {
 /// For stderr: a report on stdout has BCC's lines only.
 impl fmt::Display for Freed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let inside = self.process.as_ref().map(ProcessName::inside);
         writeln!(
             f,
-            "memleak: {:#x} was freed, and not for the first time, from stack",
-            self.address
+            "memleak: {:#x} was freed, and not for the first time,{} from stack",
+            self.address,
+            inside.unwrap_or_default()
         )?;
         for frame in self.stack.part().into_iter().flat_map(|part| &part.frames) {
             for row in frame.rows() {
@@ -185,10 +216,11 @@ impl Row for UnknownFrees {
 }
 
 fn text_of_process(process: Option<&ProcessName>, out: &mut dyn Write) -> io::Result<()> {
-    let Some(ProcessName { pid, comm }) = process else {
+    let Some(process) = process else {
         return Ok(());
     };
-    write!(out, " of PID {pid} ({comm})")
+    let (pid, comm, inside) = (process.pid, &process.comm, process.inside());
+    write!(out, " of PID {pid} ({comm}){inside}")
 }
 
 /// Writes the frames of a stack as lines, or why there are none or not all.
@@ -317,9 +349,9 @@ impl Group {
 pub(crate) struct Call {
     #[serde(serialize_with = "clock::serialize")]
     pub(crate) time: Zoned,
-    pub(crate) pid: u32,
+    #[serde(flatten)]
+    pub(crate) process: ProcessName,
     pub(crate) tid: u32,
-    pub(crate) comm: String,
     pub(crate) step: Step,
     pub(crate) size_bytes: u64,
     #[serde(serialize_with = "hex")]
@@ -338,13 +370,14 @@ pub(crate) enum Step {
 impl Row for Call {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let Self {
-            comm,
+            process,
             tid,
             size_bytes: size,
             address,
             ..
         } = self;
-        write!(out, "{} {comm}-{tid}: ", self.time.strftime("%H:%M:%S.%6f"))?;
+        let time = self.time.strftime("%H:%M:%S.%6f");
+        write!(out, "{time} {}-{tid}{}: ", process.comm, process.inside())?;
         match self.step {
             Step::AllocEntered => writeln!(out, "alloc entered, size = {size}"),
             Step::AllocExited => writeln!(out, "alloc exited, size = {size}, result = {address:x}"),

@@ -28,12 +28,14 @@ use memtools::heap::reach::Reach;
 use memtools::heap::walk::Walked;
 use memtools::print::output::Output;
 use memtools::print::text;
+use memtools::process::container::Home;
 use memtools::process::proc::Process;
 use memtools::process::smaps;
 use memtools::run::privileges;
 
 use crate::args::Args;
 use crate::difference::FailOn;
+use crate::rows::ProcessName;
 use args::Question;
 use judge::{Judgement, Kind};
 use names::Names;
@@ -112,6 +114,8 @@ fn expect_readable(image: &Image) -> Result<()> {
 /// What there is to judge.
 struct Case<'a> {
     process: &'a Process,
+    /// The cgroup that the process was in.
+    home: Home,
     image: Image,
     heap: Heap,
     reach: Reach,
@@ -168,10 +172,15 @@ impl<'a> Case<'a> {
     fn look(request: &Request<'a>) -> Result<Self> {
         // What the kernel has at the time between is in one of these, unless it has it for less than that.
         let mut kept = kernel::words(request.process.pid());
+        let home = Home::of_process(request.process.pid());
         let walked = Walked::take(request, "memleak")?;
         expect_whole(&walked)?;
         kept.extend(kernel::words(request.process.pid()));
-        Ok(Self::of(request.process, walked, kept))
+        Ok(Self {
+            // It may have ended since.
+            home,
+            ..Self::of(request.process, walked, kept)
+        })
     }
 
     fn of(process: &'a Process, walked: Walked, kept: Vec<Kept>) -> Self {
@@ -185,6 +194,7 @@ impl<'a> Case<'a> {
         let python = types.as_ref().map_or(&[][..], |types| &types.python);
         Self {
             process,
+            home: Home::of_process(process.pid()),
             reach: Reach::new(&image, &heap, python),
             types,
             before: HashSet::new(),
@@ -216,7 +226,7 @@ impl<'a> Case<'a> {
         let judgement = judge::judge(heap, &self.reach, &self.before, (seen, &known), kind);
         let lost: Vec<_> = judgement.lost.iter().take(args.top).collect();
         let held: Vec<_> = judgement.held.iter().take(args.top).collect();
-        output.row(&self.verdict(&judgement))?;
+        output.row(&self.verdict(&judgement, args))?;
         for group in lost {
             let address = heap.blocks()[group.example].address;
             let origin = origin_of(group, stacks)?;
@@ -243,11 +253,10 @@ impl<'a> Case<'a> {
         Ok(judgement.sums.unreachable.blocks)
     }
 
-    fn verdict(&self, judgement: &Judgement) -> Verdict {
+    fn verdict(&self, judgement: &Judgement, args: &Args) -> Verdict {
         let (image, heap) = (&self.image, &self.heap);
         Verdict {
-            pid: image.pid,
-            comm: text::escape_bytes(&image.comm),
+            process: ProcessName::of_image(image, self.home.clone(), args),
             pauses_us: self.pauses.clone(),
             copied_bytes: image.copied_bytes(),
             allocator: heap

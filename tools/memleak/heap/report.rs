@@ -13,6 +13,8 @@ use memtools::print::text;
 use memtools::process::smaps::MappedMemory;
 use serde::Serialize;
 
+use crate::rows::ProcessName;
+
 /// Free memory below this is no news.
 const NEWS: u64 = 4 << 20;
 
@@ -20,8 +22,8 @@ const NEWS: u64 = 4 << 20;
 #[derive(Debug, Serialize)]
 pub(super) struct HeapRow {
     r#type: &'static str,
-    pid: u32,
-    comm: String,
+    #[serde(flatten)]
+    process: ProcessName,
     paused_us: u64,
     copied_bytes: u64,
     unread_bytes: u64,
@@ -110,7 +112,12 @@ struct ClassRow {
 
 impl HeapRow {
     /// Adds up what was walked, with what the kernel says is in memory of each mapping, and the `top` largest parts.
-    pub(super) fn of(walked: &Walked, mappings: &[MappedMemory], top: usize) -> Self {
+    pub(super) fn of(
+        walked: &Walked,
+        mappings: &[MappedMemory],
+        process: ProcessName,
+        top: usize,
+    ) -> Self {
         let Walked {
             image, heap, glibc, ..
         } = walked;
@@ -128,8 +135,7 @@ impl HeapRow {
             sizes.fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
         let mut row = Self {
             r#type: "heap",
-            pid: image.pid,
-            comm: text::escape_bytes(&image.comm),
+            process,
             paused_us: image.paused.as_micros() as u64,
             copied_bytes: image.copied_bytes(),
             unread_bytes: image.unread,
@@ -265,11 +271,12 @@ fn classes(usage: &HeapUsage) -> Vec<ClassRow> {
 impl Row for HeapRow {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let bytes = text::bytes;
-        let (pid, comm) = (self.pid, &self.comm);
+        let ProcessName { pid, comm, .. } = &self.process;
+        let inside = self.process.inside();
         let pause = self.paused_us as f64 / 1000.0;
         writeln!(
             out,
-            "heap of {comm} (pid {pid}), which stood still for {pause:.1} ms; {} copied",
+            "heap of {comm} (pid {pid}){inside}, which stood still for {pause:.1} ms; {} copied",
             bytes(self.copied_bytes)
         )?;
         for one in &self.allocators {

@@ -14,6 +14,8 @@ use memtools::print::output::{Output, Row};
 use memtools::print::text;
 use serde::Serialize;
 
+use crate::rows::ProcessName;
+
 /// Bytes of the smallest blocks that are told apart among unnamed ones.
 const SMALLEST: u64 = 32;
 
@@ -21,8 +23,8 @@ const SMALLEST: u64 = 32;
 #[derive(Debug, Serialize)]
 struct TypesRow {
     r#type: &'static str,
-    pid: u32,
-    comm: String,
+    #[serde(flatten)]
+    process: ProcessName,
     paused_us: u64,
     coverage: &'static str,
     coverage_note: Option<String>,
@@ -55,7 +57,12 @@ struct TypeRow {
 ///
 /// # Errors
 /// If no blocks are known, or the process has gone, in whose memory the names of its classes are.
-pub(super) fn print(walked: Walked, top: usize, output: &mut Output) -> Result<()> {
+pub(super) fn print(
+    walked: Walked,
+    process: ProcessName,
+    top: usize,
+    output: &mut Output,
+) -> Result<()> {
     let Walked { image, heap, .. } = walked;
     let modules = RunningModules::open(image.pid)
         .with_context(|| format!("failed to open the memory of process {}", image.pid))?;
@@ -64,7 +71,7 @@ pub(super) fn print(walked: Walked, top: usize, output: &mut Output) -> Result<(
         bail!("no blocks of process {} are known: {why}", image.pid);
     }
     let names = Names::of(&image, &heap, &modules);
-    let (all, types) = rows(&image, &heap, pools, &names, top);
+    let (all, types) = rows(&image, process, &heap, pools, &names, top);
     output.row(&all)?;
     types.iter().try_for_each(|row| output.row(row))
 }
@@ -72,6 +79,7 @@ pub(super) fn print(walked: Walked, top: usize, output: &mut Output) -> Result<(
 /// The blocks by type: all of them, and the `top` types with most bytes.
 fn rows(
     image: &Image,
+    process: ProcessName,
     heap: &Heap,
     pools: Pools,
     names: &Names,
@@ -89,8 +97,7 @@ fn rows(
     };
     let all = TypesRow {
         r#type: "types",
-        pid: image.pid,
-        comm: text::escape_bytes(&image.comm),
+        process,
         paused_us: image.paused.as_micros() as u64,
         coverage,
         coverage_note,
@@ -157,10 +164,11 @@ fn size_range(limit: u64) -> String {
 impl Row for TypesRow {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let pause = self.paused_us as f64 / 1000.0;
-        let (comm, pid) = (&self.comm, self.pid);
+        let ProcessName { pid, comm, .. } = &self.process;
+        let inside = self.process.inside();
         writeln!(
             out,
-            "types of blocks in {comm} (pid {pid}), which stood still for {pause:.1} ms"
+            "types of blocks in {comm} (pid {pid}){inside}, which stood still for {pause:.1} ms"
         )?;
         let blocks = text::counted(self.blocks, "block");
         write!(
@@ -242,7 +250,8 @@ mod tests {
         let heap = Heap::new(blocks.take(6).collect(), Coverage::Complete);
         let image = Image::default();
         let names = Names::of(&image, &heap, &NoModules);
-        let (all, types) = rows(&image, &heap, Pools::default(), &names, 2);
+        let process = ProcessName::default();
+        let (all, types) = rows(&image, process, &heap, Pools::default(), &names, 2);
         assert_eq!((all.blocks, all.size_bytes, all.named_blocks), (6, 226, 0));
         assert_eq!((all.types, all.types_shown), (3, 2));
         let rows = types

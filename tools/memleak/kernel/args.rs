@@ -99,6 +99,7 @@ pub(crate) fn wanted(args: &Args) -> Result<bool> {
         ("--alloc", !args.alloc.is_empty()),
         ("--free", !args.free.is_empty()),
         ("--no-placement", args.no_placement),
+        ("--container", args.containers.container),
         ("--lines", args.export.source.lines),
         ("--debuginfod", args.export.source.debuginfod),
     ];

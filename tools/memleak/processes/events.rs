@@ -26,11 +26,11 @@ impl Processes<'_> {
             if self.args.trace
                 && let Some(step) = step
             {
+                let comm = text::from_c(&event.comm);
                 output.row(&Call {
                     time: self.clock.local(event.time_ns),
-                    pid: event.pid,
+                    process: self.names.at_event(event.pid, Some(comm), event.cgroup),
                     tid: event.tid,
-                    comm: text::from_c(&event.comm),
                     step,
                     size_bytes: event.size,
                     address: event.address,
@@ -77,17 +77,18 @@ impl Processes<'_> {
                 None
             }
             Kind::EVENT_EXEC => {
-                self.names.insert(pid, text::from_c(&event.comm));
+                let comm = text::from_c(&event.comm);
+                self.names.exec(pid, comm, event.cgroup);
                 self.execs.insert(pid, size);
                 self.end(pid, time_ns, End::Exec);
                 None
             }
             Kind::EVENT_EXIT => {
+                let comm = text::from_c(&event.comm);
+                self.names.exit(pid, comm, event.cgroup);
                 // With the last one that was named the trace ends, and its memory is reported.
                 let last = self.named.remove(&pid) && self.named.is_empty();
                 if !last {
-                    let comm = || text::from_c(&event.comm);
-                    self.names.entry(pid).or_insert_with(comm);
                     self.end(pid, time_ns, End::Exit);
                 }
                 None
@@ -129,7 +130,7 @@ impl Processes<'_> {
         let stack = self.named(path)?;
         let freed = Freed {
             time: self.clock.local(event.time_ns),
-            process: Some(self.process(event.pid)),
+            process: Some(self.names.at_event(event.pid, None, event.cgroup)),
             address: event.address,
             stack,
         };

@@ -7,6 +7,7 @@ use libbpf_rs::skel::OpenSkel;
 use libbpf_rs::{MapCore, MapFlags, ProgramAttachType};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_create;
+use memtools::process::container;
 use memtools::stacks::unwind::{self, Early, Parts, Unwinder};
 
 use super::allocators;
@@ -136,7 +137,10 @@ fn open<'target>(
     args: &Args,
 ) -> Result<Prepared<'target>> {
     let mut open = bpf::prepare(&target.filter, args.stack_room(), args.unwind)?;
+    let wants_homes = args.containers.wanted(args.json);
+    let with_cgroups = container::prepare(wants_homes, &mut open.maps.cgroup_paths)?;
     let options = open.options()?;
+    options.with_cgroups = with_cgroups;
     options.min_size = args.min_size;
     options.max_size = args.max_size;
     options.sample_rate = args.sample_rate;

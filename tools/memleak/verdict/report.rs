@@ -8,8 +8,9 @@ use memtools::run::losses::Losses;
 use memtools::stacks::named::NamedStack;
 use serde::Serialize;
 
+use crate::rows::{self, ProcessName};
+
 use super::judge::{Group, Kind, Sum, Sums, Tree};
-use crate::rows;
 
 /// Branches of a tree that are shown below one, and how deep.
 const MOST_BRANCHES: usize = 8;
@@ -19,8 +20,8 @@ const MOST_DEPTH: usize = 12;
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "verdict")]
 pub(super) struct Verdict {
-    pub(super) pid: u32,
-    pub(super) comm: String,
+    #[serde(flatten)]
+    pub(super) process: ProcessName,
     /// By image.
     pub(super) pauses_us: Vec<u64>,
     pub(super) copied_bytes: u64,
@@ -59,9 +60,10 @@ impl Row for Verdict {
         };
         writeln!(
             out,
-            "verdict on {} (pid {}){when}; {} copied",
-            self.comm,
-            self.pid,
+            "verdict on {} (pid {}){}{when}; {} copied",
+            self.process.comm,
+            self.process.pid,
+            self.process.inside(),
             text::bytes(self.copied_bytes)
         )?;
         let sums = &self.sums;
