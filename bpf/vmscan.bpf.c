@@ -17,56 +17,10 @@
  * space reads them every second and prints the difference. As kswapd can be at it for
  * many seconds, user space adds what its operation took so far, out of `calls`.
  */
-#include "cgroup_path.bpf.h"
-#include "event.bpf.h"
-#include "histogram.bpf.h"
-#include "filter.bpf.h"
-#include "kernel_stack.bpf.h"
-#include "reclaim.bpf.h"
+
+#include "vmscan/compaction.bpf.h"
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
-
-/* What is counted; the keys of `totals`. */
-enum operation {
-	OPERATION_SHRINK_SLAB,
-	OPERATION_DIRECT_RECLAIM,
-	OPERATION_MEMCG_RECLAIM,
-	OPERATION_KSWAPD,
-	OPERATION_COMPACTION,
-	OPERATION_KSWAPD_WAKEUP, /* this one and the next take no time */
-	OPERATION_WRITE_PAGE,
-	OPERATIONS,
-};
-EXPORT_TYPE(enum operation);
-
-struct total {
-	__u64 count;
-	__u64 time_ns;
-	struct histogram latency_ns;
-};
-
-struct {
-	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, OPERATIONS);
-	__type(key, __u32); /* enum operation */
-	__type(value, struct total);
-} totals SEC(".maps");
-EXPORT_TYPE(struct total);
-
-/* An operation that a thread is in. */
-struct call {
-	__u64 thread; /* as bpf_get_current_pid_tgid() returns it */
-	__u32 operation;
-	__u32 reserved;
-};
-
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, THREADS);
-	__type(key, struct call);
-	__type(value, __u64); /* since when */
-} calls SEC(".maps");
-EXPORT_TYPE(struct call);
 
 /*
  * Shrinkers that a thread is in, outermost first. They nest where a shrinker
@@ -113,30 +67,6 @@ EXPORT_TYPE(struct shrinker_total);
 
 const volatile struct shrinker_total no_shrinker_total;
 
-/* With --by-cgroup. */
-struct cgroup_key {
-	__u64 cgroup;  /* the task's, by its id in the version 2 hierarchy */
-	__u64 limited; /* whose limit it reclaimed for, or 0 */
-	__u32 operation;
-	__u32 reserved;
-};
-
-struct cgroup_total {
-	__u64 count;
-	__u64 time_ns;
-};
-
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 16384);
-	__type(key, struct cgroup_key);
-	__type(value, struct cgroup_total);
-} cgroups SEC(".maps");
-EXPORT_TYPE(struct cgroup_key);
-EXPORT_TYPE(struct cgroup_total);
-
-const volatile struct cgroup_total no_cgroup_total;
-
 /* With --counts, by the number of the program: how often it ran. */
 #define COUNTERS 64
 
@@ -146,140 +76,6 @@ struct {
 	__type(key, __u32);
 	__type(value, __u64);
 } counts SEC(".maps");
-
-/* What this kernel does not tell of a zone. */
-#define PAGES_UNKNOWN	      (~0ULL)
-#define FRAGMENTATION_UNKNOWN (-0x7fffffff)
-
-/* With --trace-compaction: a compaction, of one zone of memory. */
-struct compaction {
-	__u64 time_ns; /* when it began, CLOCK_MONOTONIC */
-	__u64 latency_ns;
-	__u64 kernel_stack; /* an id in `stacks` */
-	/* The zone's watermarks and free pages, before anything was moved. */
-	__u64 min_pages;
-	__u64 low_pages;
-	__u64 high_pages;
-	__u64 free_pages;
-	__u64 cgroup; /* of the task; see cgroup_of_current() */
-	__u32 pid;
-	__u32 tid;
-	__s32 order; /* of the pages that it is for; -1: all that can be had */
-	__s32 node;
-	__s32 fragmentation; /* the zone's index for this order, in thousandths */
-	enum compact_result status;
-	__u32 sync; /* it waits for pages that are being written, and for locks */
-	__u32 reserved;
-	char comm[COMM_BYTES];
-	char zone[16];
-};
-EXPORT_TYPE(struct compaction);
-
-const volatile struct compaction no_compaction = {
-	.min_pages = PAGES_UNKNOWN,
-	.low_pages = PAGES_UNKNOWN,
-	.high_pages = PAGES_UNKNOWN,
-	.free_pages = PAGES_UNKNOWN,
-	.fragmentation = FRAGMENTATION_UNKNOWN,
-};
-
-/* By thread, while it is at it. */
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, THREADS);
-	__type(key, __u64);
-	__type(value, struct compaction);
-} compacting SEC(".maps");
-
-/* Options, set before load. */
-const volatile __u8 by_shrinker;
-const volatile __u8 by_cgroup;
-const volatile __u8 by_record; /* programs' contexts are records of tracepoints */
-const volatile __u8 with_kernel_stacks;
-const volatile __u8 with_zone_state;
-
-static __always_inline bool wanted(void)
-{
-	struct task_ids ids;
-
-	return filter_wants(&ids);
-}
-
-static __always_inline struct total *total_of(__u32 operation)
-{
-	return bpf_map_lookup_elem(&totals, &operation);
-}
-
-static __always_inline void count_one(__u32 operation)
-{
-	struct total *total = total_of(operation);
-
-	if (total && wanted())
-		__sync_fetch_and_add(&total->count, 1);
-}
-
-static __noinline int add_to_cgroup(__u32 operation, __u64 time_ns)
-{
-	struct cgroup_key key = {
-		.cgroup = cgroup_of_current(),
-		.limited = reclaim_limited_cgroup(),
-		.operation = operation,
-	};
-	struct cgroup_total *total = value_of(&cgroups, &key, (const void *)&no_cgroup_total);
-
-	if (!total) {
-		count_loss(entries);
-		return 0;
-	}
-	__sync_fetch_and_add(&total->count, 1);
-	__sync_fetch_and_add(&total->time_ns, time_ns);
-	return 0;
-}
-
-/* An operation took `latency_ns`, of which `time_ns` are not counted elsewhere. */
-static __noinline int add(__u32 operation, __u64 latency_ns, __u64 time_ns)
-{
-	struct total *total = total_of(operation);
-
-	if (!total)
-		return 0;
-	__sync_fetch_and_add(&total->count, 1);
-	__sync_fetch_and_add(&total->time_ns, time_ns);
-	histogram_add(&total->latency_ns, latency_ns);
-	if (by_cgroup)
-		add_to_cgroup(operation, time_ns);
-	return 0;
-}
-
-static __noinline int begin(__u32 operation)
-{
-	struct call call = {
-		.thread = bpf_get_current_pid_tgid(),
-		.operation = operation,
-	};
-	__u64 now = bpf_ktime_get_ns();
-
-	if (wanted() && bpf_map_update_elem(&calls, &call, &now, BPF_ANY))
-		count_loss(calls);
-	return 0;
-}
-
-/* Not begun: it was not wanted, or began before we did. */
-static __noinline int end(__u32 operation)
-{
-	struct call call = {
-		.thread = bpf_get_current_pid_tgid(),
-		.operation = operation,
-	};
-	__u64 *since = bpf_map_lookup_elem(&calls, &call);
-	__u64 time_ns;
-
-	if (!since)
-		return 0;
-	time_ns = bpf_ktime_get_ns() - *since;
-	bpf_map_delete_elem(&calls, &call);
-	return add(operation, time_ns, time_ns);
-}
 
 SEC("raw_tp/mm_vmscan_direct_reclaim_begin")
 int direct_reclaim_begin(void *ctx)
@@ -471,69 +267,6 @@ int trace_compaction_begin(void *ctx)
 	compaction->cgroup = cgroup_of_current();
 	bpf_get_current_comm(compaction->comm, sizeof(compaction->comm));
 	compaction->time_ns = bpf_ktime_get_ns();
-	return 0;
-}
-
-/* Sizes of free blocks that a zone has lists for: 11, or 14 with pages of 64 KiB. */
-#define MAX_ORDERS 32
-
-/*
- * The zone's fragmentation index for an order, as fragmentation_index() of mm/vmstat.c has it, in
- * thousandths: near 0 an allocation fails for lack of memory, near 1000 for fragmentation. -1000:
- * there is a block for it.
- */
-static __noinline int fragmentation_index(struct zone *zone, int order)
-{
-	void *area = (void *)zone + bpf_core_field_offset(zone->free_area);
-	__u32 orders = bpf_core_field_size(zone->free_area) / bpf_core_type_size(struct free_area);
-	__u64 all = 0, pages = 0, suitable = 0;
-
-	if (order < 0 || order >= MAX_ORDERS)
-		return FRAGMENTATION_UNKNOWN;
-	for (int i = 0; i < MAX_ORDERS; i++) {
-		__u64 blocks;
-
-		if (i >= orders)
-			break;
-		blocks = BPF_CORE_READ((struct free_area *)area, nr_free);
-		all += blocks;
-		pages += blocks << i;
-		if (i >= order)
-			suitable += blocks;
-		area += bpf_core_type_size(struct free_area);
-	}
-	if (!all)
-		return 0;
-	if (suitable)
-		return -1000;
-	return 1000 - (int)((1000 + (pages * 1000 >> order)) / all);
-}
-
-static __noinline __u64 watermark(struct zone *zone, __u32 which)
-{
-	__u64 pages = 0;
-
-	if (!bpf_core_field_exists(zone->_watermark) ||
-	    !bpf_core_field_exists(zone->watermark_boost))
-		return PAGES_UNKNOWN;
-	bpf_core_read(&pages, sizeof(pages), &zone->_watermark[which & 3]);
-	/* All of them are raised by it for a while after pages of different mobility were mixed. */
-	return pages + BPF_CORE_READ(zone, watermark_boost);
-}
-
-static __noinline int read_zone_state(struct compaction *compaction, struct zone *zone)
-{
-	__u32 counter = bpf_core_enum_value(enum zone_stat_item, NR_FREE_PAGES);
-	long pages = 0;
-
-	compaction->min_pages = watermark(zone, WMARK_MIN);
-	compaction->low_pages = watermark(zone, WMARK_LOW);
-	compaction->high_pages = watermark(zone, WMARK_HIGH);
-	bpf_core_read(&pages, sizeof(pages), &zone->vm_stat[counter]);
-	/* What a CPU has taken and not yet told can exceed what there is. */
-	compaction->free_pages = pages > 0 ? pages : 0;
-	if (bpf_core_field_exists(zone->free_area))
-		compaction->fragmentation = fragmentation_index(zone, compaction->order);
 	return 0;
 }
 

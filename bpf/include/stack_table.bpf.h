@@ -71,7 +71,7 @@ struct stack {
 	__u64 pc[STACK_MAX_DEPTH];
 };
 
-/* The sizes alone, as of `overflow` in live.bpf.h. */
+/* The sizes alone, as of `overflow` in memleak/live.bpf.h. */
 struct stack_map {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 1); /* size() of src/stacks/table.rs says how many */

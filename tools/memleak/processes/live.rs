@@ -1,4 +1,4 @@
-//! The blocks that are live, read from the kernel's maps (`bpf/include/live.bpf.h`).
+//! The blocks that are live, read from the kernel's maps (`bpf/memleak/live.bpf.h`).
 
 use std::collections::HashMap;
 use std::mem::{self, offset_of};

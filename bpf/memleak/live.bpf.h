@@ -19,7 +19,7 @@
 #ifndef MEMTOOLS_LIVE_BPF_H
 #define MEMTOOLS_LIVE_BPF_H
 
-#include "memtools.bpf.h"
+#include "process.bpf.h"
 
 /*
  * A slot of the table. User addresses have their upper bits clear; they mark

@@ -1,0 +1,374 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * Calls of functions that allocate, free and map, from entry to return.
+ */
+#ifndef MEMTOOLS_MEMLEAK_CALLS_BPF_H
+#define MEMTOOLS_MEMLEAK_CALLS_BPF_H
+
+#include "events.bpf.h"
+#include "sampling.bpf.h"
+#include "totals.bpf.h"
+
+/* calloc's and reallocarray's size. They fail by themselves where it overflows. */
+static __always_inline __u64 product(__u64 count, __u64 size)
+{
+	__u64 limit = count ? ~0ULL / count : ~0ULL;
+
+	/* Else clang makes it a 128-bit multiplication, which BPF has not. */
+	barrier_var(limit);
+	return size > limit ? ~0ULL : count * size;
+}
+
+static __always_inline __u32 field(__u64 signature, __u32 shift)
+{
+	return signature >> shift & 15;
+}
+
+/* The argument with this number. Registers are read at constant offsets, as the verifier wants. */
+static __noinline __u64 argument(struct pt_regs *ctx, __u32 number)
+{
+	__u64 value = 0;
+
+	if (number == 1)
+		value = PT_REGS_PARM1(ctx);
+	barrier_var(value);
+	if (number == 2)
+		value = PT_REGS_PARM2(ctx);
+	barrier_var(value);
+	if (number == 3)
+		value = PT_REGS_PARM3(ctx);
+	barrier_var(value);
+	if (number == 4)
+		value = PT_REGS_PARM4(ctx);
+	barrier_var(value);
+	if (number == 5)
+		value = PT_REGS_PARM5(ctx);
+	barrier_var(value);
+	if (number == 6)
+		value = PT_REGS_PARM6(ctx);
+	return value;
+}
+
+/* A block has left the live ones. */
+static __always_inline void block_freed(const struct live_block *block)
+{
+	if (keep_totals)
+		total_subtract(block->stack, block->size);
+	if (churn_ns && bpf_ktime_get_ns() - (block->born & BORN_TIME) < churn_ns)
+		total_add(block->stack, block->size);
+}
+
+static __always_inline void block_allocated(__u64 address, const struct thread *thread, __u64 stack,
+					    bool use_table)
+{
+	__u64 born, size = thread->size;
+	struct live_block old = {};
+
+	if (only_totals) {
+		total_add(stack, size);
+		return;
+	}
+	if (live_take(address, &old, use_table) == LIVE_FOUND) {
+		__sync_fetch_and_add(&frees.replaced, 1);
+		if (keep_totals)
+			total_subtract(old.stack, old.size);
+	}
+	born = bpf_ktime_get_ns() | (__u64)thread->level << BORN_TIME_BITS;
+	if (live_put(address, size, stack, born, use_table) && keep_totals)
+		total_add(stack, size);
+}
+
+/*
+ * Whether a call, which had this stack pointer at its entry, is still going on,
+ * although its return is not seen. Then its return address is on the stack, or
+ * where a return probe has put it. Both can be true for long after it: of a caller
+ * that takes its next frames below (alloca). So the stack is walked up to there.
+ */
+static __always_inline int goes_on(struct pt_regs *ctx, __u64 call_sp, __u64 returns_to)
+{
+	__u64 sp = PT_REGS_SP(ctx), found = 0;
+
+	barrier_var(sp);
+	bpf_probe_read_user(&found, sizeof(found), (void *)call_sp);
+	if (found != returns_to && stack_of_return_probes(call_sp) != returns_to)
+		return 0;
+	return stack_comes_from(stack_return_address(ctx), stack_pointer_after_return(sp),
+				PT_REGS_FP(ctx), call_sp);
+}
+
+/*
+ * A call made by the allocator itself, such as the mmap of a large malloc: its
+ * stack pointer is below that of the outer call. A record that is not below
+ * was left behind by a call that never returned (longjmp).
+ */
+static __always_inline bool nested(struct pt_regs *ctx, struct thread *thread, __u64 sp)
+{
+	if (!thread || sp >= thread->sp)
+		return false;
+	return !skips_returns || !thread->returns_to ||
+	       goes_on(ctx, thread->sp, thread->returns_to);
+}
+
+static __noinline struct thread *thread_of_current(void)
+{
+	__u64 id = bpf_get_current_pid_tgid();
+	struct thread *thread = value_of(&threads, &id, (const void *)&no_thread);
+
+	if (!thread)
+		count_loss(calls);
+	return thread;
+}
+
+/*
+ * The current thread has entered a function that allocates or maps. Returns its
+ * record, or NULL if the call is not to be followed to its return.
+ */
+static __noinline struct thread *begin(struct pt_regs *ctx, __u32 signature)
+{
+	struct thread *thread = thread_of_current();
+	__u64 sp = PT_REGS_SP(ctx);
+	__u32 count;
+
+	/* Read once: clang would add the offset to the context, which the verifier refuses. */
+	barrier_var(sp);
+	if (!thread || nested(ctx, thread, sp))
+		return NULL;
+	thread->sp = sp;
+	thread->size = argument(ctx, field(signature, SIGNATURE_SIZE));
+	count = field(signature, SIGNATURE_COUNT);
+	if (count)
+		thread->size = product(argument(ctx, count), thread->size);
+	thread->address = argument(ctx, field(signature, SIGNATURE_ADDRESS));
+	thread->result = argument(ctx, field(signature, SIGNATURE_RESULT));
+	thread->kind = field(signature, SIGNATURE_KIND);
+	thread->level = current_level();
+	thread->recorded = thread->kind != FUNCTION_UNMAP && wanted(thread->size, thread->level);
+	thread->replaces = 0;
+	thread->returns_to = 0;
+	if (thread->recorded)
+		__sync_fetch_and_add(&hits_of_cpu()->recorded, 1);
+	if (trace_calls && thread->recorded)
+		emit(EVENT_ALLOC_ENTER, 0, thread->size, 0);
+	return thread;
+}
+
+static __noinline int begin_mapping(struct pt_regs *ctx, struct thread *thread)
+{
+	__u64 flags = PT_REGS_PARM4(ctx);
+
+	if (thread->kind == FUNCTION_MAP) {
+		thread->replaces = !!(flags & MAP_FIXED);
+		return 0;
+	}
+	/* mremap(old, 0, ...) and MREMAP_DONTUNMAP leave the old mapping there. */
+	if (!PT_REGS_PARM2(ctx) || (thread->kind == FUNCTION_REMAP && flags & MREMAP_DONTUNMAP))
+		return 0;
+	thread->replaces = 1;
+	return emit(EVENT_UNMAP, thread->address, PT_REGS_PARM2(ctx), 0);
+}
+
+static __noinline int mapped(struct pt_regs *ctx, struct thread *thread)
+{
+	__u64 address = PT_REGS_RC(ctx);
+
+	if (address == ~0ULL) { /* MAP_FAILED; the -1 of munmap */
+		if (thread->kind != FUNCTION_MAP && thread->replaces)
+			emit(EVENT_UNMAP_FAILED, 0, 0, 0);
+		return 0;
+	}
+	if (thread->recorded)
+		emit_sampled(EVENT_MAP, address, thread->size, stack_of_caller_at_return(ctx),
+			     thread->level);
+	else if (thread->kind == FUNCTION_REMAP ||
+		 (thread->kind == FUNCTION_MAP && thread->replaces))
+		emit(EVENT_MAP_IGNORED, address, thread->size, 0);
+	return 0;
+}
+
+/* What an allocation function returned; 0 if it failed. */
+static __always_inline __u64 result_of(struct pt_regs *ctx, const struct thread *thread)
+{
+	__u64 address = PT_REGS_RC(ctx);
+
+	if (!thread->result)
+		return address;
+	if ((__u32)address) /* an errno */
+		return 0;
+	bpf_probe_read_user(&address, sizeof(address), (void *)thread->result);
+	return address;
+}
+
+static __always_inline void allocated(struct pt_regs *ctx, struct thread *thread, bool use_table)
+{
+	__u64 address = result_of(ctx, thread);
+
+	if (trace_calls && thread->recorded)
+		emit(EVENT_ALLOC_EXIT, address, thread->size, 0);
+	if (thread->replaces) {
+		/* realloc(p, 0) frees p and may return NULL; otherwise NULL leaves it alone. */
+		if (address || !thread->size)
+			block_freed(&thread->held);
+		else
+			live_put(thread->address, thread->held.size, thread->held.stack,
+				 thread->held.born, use_table);
+	}
+	if (address && thread->recorded)
+		block_allocated(address, thread, stack_of_caller_at_return(ctx), use_table);
+}
+
+/*
+ * Whether the allocator called its own free. When a thread ends, glibc frees once
+ * more what the thread has freed into its cache, from tcache_thread_shutdown(),
+ * which is within a few hundred bytes of free.
+ */
+static __noinline int called_by_allocator(struct pt_regs *ctx)
+{
+	__u64 ip = PT_REGS_IP(ctx);
+
+	barrier_var(ip);
+	return stack_return_address(ctx) - ip + BESIDE_FREE < 2 * BESIDE_FREE;
+}
+
+/* Whether the options leave nothing out. Else nothing is known of a free of what is not live. */
+static __always_inline bool records_all(void)
+{
+	return sample_rate <= 1 && !sample_bytes && !level_bytes && !min_size && max_size == ~0ULL;
+}
+
+/*
+ * Whether a function that frees was called by another one, which counts already:
+ * libc_malloc_debug's free() calls glibc's.
+ */
+static __always_inline int within_free(struct pt_regs *ctx, struct thread *thread)
+{
+	__u64 sp = PT_REGS_SP(ctx), ip = PT_REGS_IP(ctx), outer_sp = thread->freeing_sp;
+
+	barrier_var(sp);
+	barrier_var(ip);
+	if (!outer_sp || sp > outer_sp)
+		return 0;
+	if (sp < outer_sp)
+		return goes_on(ctx, outer_sp, thread->freeing_returns_to);
+	/* By a jump, as its last call: no other function is called from there. */
+	return ip != thread->freeing_ip && stack_return_address(ctx) == thread->freeing_returns_to;
+}
+
+/* A function that frees was called, and may call another one. */
+static __noinline int begin_freeing(struct pt_regs *ctx)
+{
+	struct thread *thread = thread_of_current();
+	__u64 sp = PT_REGS_SP(ctx);
+
+	barrier_var(sp);
+	if (!thread || within_free(ctx, thread))
+		return 0;
+	thread->freeing_sp = sp;
+	thread->freeing_ip = PT_REGS_IP(ctx);
+	thread->freeing_returns_to = stack_return_address(ctx);
+	return 0;
+}
+
+/*
+ * Whether a free is the allocator's own, or by a function above that counts already.
+ * A function of its own, as the verifier allows eight frames.
+ */
+static __noinline int nested_free(struct pt_regs *ctx)
+{
+	struct thread *thread = thread_of_current();
+
+	return !thread || nested(ctx, thread, PT_REGS_SP(ctx)) || within_free(ctx, thread) ||
+	       called_by_allocator(ctx);
+}
+
+/* A free of what is not live. If it was freed before, it was allocated at `born`. */
+static __noinline int freed_unknown(struct pt_regs *ctx, __u64 address, __u64 born, int state)
+{
+	/* A process that shares the memory can have allocated it again, and not be traced. */
+	if (state != LIVE_FREED || (born & BORN_TIME) < shared_memory_ns) {
+		__sync_fetch_and_add(&frees.unknown, 1);
+		return count_unknown_frees ? unknown_free_by(stack_of_caller_at_entry(ctx)) : 0;
+	}
+	__sync_fetch_and_add(&frees.twice, 1);
+	return emit(EVENT_FREED_TWICE, address, 0, stack_of_caller_at_entry(ctx));
+}
+
+static __always_inline void release(struct pt_regs *ctx, __u32 signature, bool use_table)
+{
+	__u64 address = argument(ctx, field(signature, SIGNATURE_ADDRESS));
+	struct live_block block = {};
+	int state;
+
+	if (!address)
+		return;
+	state = live_take(address, &block, use_table);
+	if (state == LIVE_FOUND) {
+		block_freed(&block);
+		if (trace_calls)
+			emit(EVENT_FREE_ENTER, address, block.size, 0);
+	} else if (records_all() && !nested_free(ctx)) {
+		freed_unknown(ctx, address, block.born, state);
+	}
+	if (records_all() && field(signature, SIGNATURE_WRAPS))
+		begin_freeing(ctx);
+}
+
+/*
+ * Do without the return of a call if nothing will be recorded of it: half of what
+ * such a call costs is its return. Returns 1 if so.
+ */
+static __noinline int skip_return(struct pt_regs *ctx, struct thread *thread)
+{
+	if (!skips_returns || thread->kind != FUNCTION_ALLOCATE || thread->recorded ||
+	    thread->replaces)
+		return 0;
+	thread->returns_to = stack_return_address(ctx);
+	return thread->returns_to != 0;
+}
+
+/* Returns 1 if the function's return is to be seen. */
+static __always_inline int enter(struct pt_regs *ctx, __u32 signature, bool use_table)
+{
+	struct task_ids ids;
+	struct thread *thread;
+
+	count_hit();
+	if (!filter_wants(&ids))
+		return 0;
+	if (field(signature, SIGNATURE_KIND) == FUNCTION_FREE) {
+		release(ctx, signature, use_table);
+		return 0;
+	}
+	thread = begin(ctx, signature);
+	if (!thread)
+		return 0;
+	if (thread->kind != FUNCTION_ALLOCATE)
+		begin_mapping(ctx, thread);
+	/*
+	 * realloc takes the old block away before it returns, and another thread may
+	 * be given its address at once. So the block leaves the live ones at entry,
+	 * and comes back if realloc fails.
+	 */
+	else if (thread->address && !only_totals)
+		thread->replaces =
+		    live_take(thread->address, &thread->held, use_table) == LIVE_FOUND;
+	return !skip_return(ctx, thread);
+}
+
+static __always_inline int leave(struct pt_regs *ctx, bool use_table)
+{
+	__u64 id = bpf_get_current_pid_tgid();
+	struct thread *thread = bpf_map_lookup_elem(&threads, &id);
+
+	count_hit();
+	/* The return has popped the return address that was on top of the stack at entry. */
+	if (!thread || PT_REGS_SP(ctx) != stack_pointer_after_return(thread->sp))
+		return 0;
+	thread->sp = 0;
+	if (thread->kind == FUNCTION_ALLOCATE)
+		allocated(ctx, thread, use_table);
+	else
+		mapped(ctx, thread);
+	return 0;
+}
+
+#endif /* MEMTOOLS_MEMLEAK_CALLS_BPF_H */

@@ -1,0 +1,41 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * The process that a block belongs to.
+ */
+#ifndef MEMTOOLS_MEMLEAK_PROCESS_BPF_H
+#define MEMTOOLS_MEMLEAK_PROCESS_BPF_H
+
+#include "task_ids.bpf.h"
+
+/* How many processes that wait for each other's vfork() are looked through. */
+#define VFORKS 4
+
+/* The process whose memory a child of vfork() uses until it calls exec or exits. */
+static __noinline __u32 process_that_vforked(void)
+{
+	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+
+	for (int i = 0; i < VFORKS && BPF_CORE_READ(task, vfork_done); i++) {
+		struct task_struct *parent = BPF_CORE_READ(task, real_parent);
+
+		if (BPF_CORE_READ(parent, mm) != BPF_CORE_READ(task, mm))
+			break;
+		task = parent;
+	}
+	return ids_of(task).pid;
+}
+
+/*
+ * The process that a block belongs to, in the tool's PID namespace: the first one
+ * with this address space. Not inline, for the callers' stacks.
+ */
+static __noinline __u32 process_of_current(void)
+{
+	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+
+	if (BPF_CORE_READ(task, vfork_done))
+		return process_that_vforked();
+	return ids_of_current().pid;
+}
+
+#endif /* MEMTOOLS_MEMLEAK_PROCESS_BPF_H */

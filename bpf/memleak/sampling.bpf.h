@@ -1,0 +1,89 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * Which allocations are recorded, and what the programs cost, by which user space raises
+ * the level of sampling.
+ */
+#ifndef MEMTOOLS_MEMLEAK_SAMPLING_BPF_H
+#define MEMTOOLS_MEMLEAK_SAMPLING_BPF_H
+
+#include "types.bpf.h"
+
+static __always_inline struct hits *hits_of_cpu(void)
+{
+	return &hits[bpf_get_smp_processor_id() % HIT_SHARDS];
+}
+
+static __always_inline void count_hit(void)
+{
+	__sync_fetch_and_add(&hits_of_cpu()->count, 1);
+}
+
+/*
+ * A run that is timed: when it began, and below that how often its task had lost the
+ * CPU by then. The kernel's own statistics count the time in which a program is
+ * preempted, too: on a busy machine 862 % of the CPU time that the target had. In one
+ * number, for the stacks of the programs (tests/e2e/load.rs).
+ */
+#define SWITCHES_BITS 16
+
+static __always_inline __u64 timing_now(void)
+{
+	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+	__u16 switches = BPF_CORE_READ(task, nivcsw);
+
+	return bpf_ktime_get_ns() << SWITCHES_BITS | switches;
+}
+
+/* Returns 0 if this run is not timed. */
+static __noinline __u64 timing_start(void)
+{
+	__u32 key = STEERING_MEASURES, *measures = bpf_map_lookup_elem(&steering, &key);
+
+	return measures && *measures ? timing_now() : 0;
+}
+
+static __noinline int timing_end(__u64 start)
+{
+	__u64 now, ns;
+
+	if (!start)
+		return 0;
+	now = timing_now();
+	ns = (now - start) >> SWITCHES_BITS;
+	if (ns > LONGEST_RUN_NS || (__u16)now != (__u16)start)
+		return 0;
+	__sync_fetch_and_add(&hits_of_cpu()->measured, 1);
+	__sync_fetch_and_add(&hits_of_cpu()->measured_ns, ns);
+	return 0;
+}
+
+/* The level at which user space wants to have it sampled now. */
+static __noinline __u32 current_level(void)
+{
+	__u32 key = STEERING_LEVEL, *level;
+
+	if (!level_bytes)
+		return 0;
+	level = bpf_map_lookup_elem(&steering, &key);
+	return level ? *level % MAX_LEVELS : 0;
+}
+
+/* The mean distance between records; tools/memleak/sampling.rs has the same. */
+static __always_inline __u64 distance(__u32 level)
+{
+	return level ? (__u64)level_bytes << level : sample_bytes;
+}
+
+static __noinline bool wanted(__u64 size, __u32 level)
+{
+	__u64 bytes = distance(level);
+
+	if (size < min_size || size > max_size)
+		return false;
+	/* With a probability in proportion to the size; tools/memleak/sampling.rs counts on it. */
+	if (size < bytes)
+		return bpf_get_prandom_u32() < (size << 32) / bytes;
+	return sample_rate <= 1 || bpf_get_prandom_u32() % sample_rate == 0;
+}
+
+#endif /* MEMTOOLS_MEMLEAK_SAMPLING_BPF_H */
