@@ -320,20 +320,17 @@ mod tests {
 
     #[test]
     fn ticks_deadlines_and_exits_are_told_apart() {
-        let mut child = std::process::Command::new("sleep")
-            .arg("0.2")
+        // It ends once its input does.
+        let mut child = std::process::Command::new("cat")
+            .stdin(std::process::Stdio::piped())
             .spawn()
-            .expect("sleep");
+            .expect("cat");
         let process = crate::process::proc::Process::open(child.id()).expect("it runs");
         let mut poller = Poller::new().expect("a poller");
         poller.watch_exit(&process);
-        poller
-            .tick_every(Duration::from_millis(50))
-            .expect("a timer");
 
-        let wake = poller
-            .wait(Some(Instant::now() + Duration::from_millis(5)))
-            .expect("a wake");
+        let passed = Some(Instant::now());
+        let wake = poller.wait(passed).expect("a wake");
         assert_eq!(
             wake,
             Wake {
@@ -341,6 +338,9 @@ mod tests {
                 ..Wake::default()
             }
         );
+        poller
+            .tick_every(Duration::from_millis(50))
+            .expect("a timer");
         let wake = poller.wait(None).expect("a wake");
         assert_eq!(
             wake,
@@ -349,6 +349,7 @@ mod tests {
                 ..Wake::default()
             }
         );
+        drop(child.stdin.take());
         let start = Instant::now();
         while !poller.wait(None).expect("a wake").exited {
             assert!(
