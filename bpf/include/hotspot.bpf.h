@@ -20,6 +20,8 @@
 
 enum hotspot_layout {
 	HOTSPOT_HEAPS = 4,
+	/* In a word of pc[]: the rest is the address of the Method of an interpreted function. */
+	HOTSPOT_INTERPRETED_BIT = 62,
 };
 #define HOTSPOT_PROCESSES 256
 /* A step of the map is up to 254 segments of 128 bytes; blocks that were joined have shorter ones.

@@ -175,6 +175,20 @@ static __noinline int stack_by_interpreter(struct stack_slot *slot, __u64 row)
 	return 1;
 }
 
+/*
+ * Add the frame of a function that HotSpot interprets, by its Method: the code is the same
+ * for all of them.
+ */
+static __noinline int stack_push_interpreted(struct stack_slot *slot)
+{
+	struct stack_walk *walk = &slot->walk;
+
+	if (!stack_word(slot, walk->fp + INTERPRETED_METHOD) || !walk->word ||
+	    walk->word >> INTERPRETED_ADDRESS_BITS)
+		return stack_push_walked(slot);
+	return stack_push(slot, walk->word | 1ULL << HOTSPOT_INTERPRETED_BIT, 0);
+}
+
 /* Whether a return probe has put the return address there that the walk has come to. */
 static __noinline int stack_return_probed(struct stack_slot *slot)
 {
@@ -257,7 +271,7 @@ __noinline int stack_step(__u32 index)
 	/* It begins there: it is not what is before. */
 	if (kind == UNWIND_FIBER_END)
 		walk->interrupted = 1;
-	if (!stack_push_walked(slot))
+	if (kind == UNWIND_INTERPRETED ? !stack_push_interpreted(slot) : !stack_push_walked(slot))
 		return 0;
 	/* Here and not where it is found: programs may be eight calls deep. */
 	if (kind == UNWIND_NO_TABLE)

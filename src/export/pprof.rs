@@ -229,7 +229,7 @@ impl Builder {
                 (self.kernel_mapping(module), frame.instruction)
             }
             // Its function and line are all that tells it.
-            None if frame.is_python() => (0, 0),
+            None if frame.is_interpreted() => (0, 0),
             None => (0, frame.instruction),
         };
         let lines = self.lines(frame);

@@ -81,7 +81,8 @@ fn frame_of_block(frame: &Frame, style: BlockStyle, block: &mut String) {
         ""
     };
     let place = frame.place();
-    let language = if frame.is_python() { " [python]" } else { "" };
+    let language = frame.language().map(|language| format!(" [{language}]"));
+    let language = language.unwrap_or_default();
     let own = format!("{}{suffix}{place}{language}", name(frame, style.offsets));
     for row in frame.inlined_rows().chain([own]) {
         block.push_str("  ");
@@ -96,7 +97,9 @@ fn frame_of_block(frame: &Frame, style: BlockStyle, block: &mut String) {
 /// The function's name, alone unless the place in it is asked for: that tells apart what belongs together.
 fn name(frame: &Frame, offsets: bool) -> String {
     match (&frame.symbol, &frame.module) {
-        (Some((name, offset)), _) if offsets && !frame.is_python() => format!("{name}+{offset:#x}"),
+        (Some((name, offset)), _) if offsets && !frame.is_interpreted() => {
+            format!("{name}+{offset:#x}")
+        }
         (Some((name, _)), _) => name.clone(),
         (None, Some((module, offset))) => format!("{module}+{offset:#x}"),
         (None, None) => "[unknown]".to_owned(),

@@ -195,7 +195,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         exports: Exports,
         args: &StackCountArgs,
     ) -> Result<Self> {
-        symbolizer.name_python(unwinder.as_ref().and_then(Unwinder::names));
+        symbolizer.name_interpreters(unwinder.as_ref().and_then(Unwinder::names));
         let [counts, a, b] = maps.counts;
         let (counts, room) = (
             Counts::new(counts, a, b),

@@ -17,6 +17,7 @@
 mod debug_files;
 mod debuginfod;
 mod file_names;
+pub mod interpreter_names;
 pub mod kallsyms;
 pub mod named;
 pub mod perf_map;

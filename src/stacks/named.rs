@@ -24,6 +24,9 @@ pub enum FrameKind {
     /// A code object of CPython, which the interpreter's loop executes. The symbol is its qualified name, without an
     /// offset; the place in the source is always shown; there is no module.
     Python,
+    /// A function of Java that HotSpot interprets. The symbol is its name with its types, without an offset; there is
+    /// no module. Compiled functions are native code.
+    Java,
 }
 
 /// A code address, with what is known of it.
@@ -115,6 +118,17 @@ impl Frame {
         }
     }
 
+    /// A frame of a function of Java that is interpreted, by the address of its `Method`, with its escaped name.
+    pub fn of_java(method: u64, name: String) -> Self {
+        Self {
+            address: method,
+            instruction: method,
+            symbol: Some((name, 0)),
+            kind: FrameKind::Java,
+            ..Self::default()
+        }
+    }
+
     /// The frame as lines of a report: the inlined calls before the function that they are in.
     pub fn rows(&self) -> impl Iterator<Item = String> {
         self.inlined_rows().chain([self.to_string()])
@@ -136,7 +150,7 @@ impl Frame {
                 file: Some(file),
                 line: 0,
                 ..
-            }) if self.is_python() => format!(" ({})", base_name(file)),
+            }) if self.kind == FrameKind::Python => format!(" ({})", base_name(file)),
             _ => self.source.in_report().to_string(),
         }
     }
@@ -146,15 +160,24 @@ impl Frame {
         self.kind == FrameKind::Kernel
     }
 
-    /// Whether a code object of CPython is executed.
-    pub fn is_python(&self) -> bool {
-        self.kind == FrameKind::Python
+    /// The language of a function that is interpreted; None of machine code.
+    pub fn language(&self) -> Option<&'static str> {
+        match self.kind {
+            FrameKind::Native | FrameKind::Kernel => None,
+            FrameKind::Python => Some("python"),
+            FrameKind::Java => Some("java"),
+        }
+    }
+
+    /// Whether no machine code is executed but a function that is interpreted.
+    pub fn is_interpreted(&self) -> bool {
+        self.language().is_some()
     }
 
     /// The function, of Python with its place, or else the module in brackets.
     pub fn function_or_module(&self) -> String {
         match (&self.symbol, &self.module) {
-            (Some((name, _)), _) if self.is_python() => format!("{name}{}", self.place()),
+            (Some((name, _)), _) if self.is_interpreted() => format!("{name}{}", self.place()),
             (Some((name, _)), _) => name.clone(),
             (None, Some((module, _))) => format!("[{module}]"),
             (None, None) => "[unknown]".to_owned(),
@@ -167,8 +190,10 @@ impl Frame {
 impl fmt::Display for Frame {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let place = self.place();
+        if let (Some((name, _)), Some(language)) = (&self.symbol, self.language()) {
+            return write!(f, "{name}{place} [{language}]");
+        }
         match (&self.symbol, &self.module) {
-            (Some((name, _)), _) if self.is_python() => write!(f, "{name}{place} [python]"),
             (Some((name, offset)), Some((module, _))) => {
                 write!(f, "{name}+{offset:#x}{place} [{module}]")
             }
@@ -187,7 +212,7 @@ impl Serialize for Frame {
         let symbol = self.symbol.as_ref();
         let module = self.module.as_ref();
         let offset = symbol.map(|(_, offset)| offset);
-        let offset = offset.filter(|_| !self.is_python());
+        let offset = offset.filter(|_| !self.is_interpreted());
         // The kernel's is the address once more.
         let module_offset = module.filter(|_| !self.is_kernel());
         let mut frame = serializer.serialize_struct("Frame", 9)?;
@@ -202,7 +227,7 @@ impl Serialize for Frame {
             frame.serialize_field("file", &own.and_then(|own| own.file.as_ref()))?;
             frame.serialize_field("line", &own.and_then(line))?;
         }
-        if self.source.shown && !self.is_python() {
+        if self.source.shown && !self.is_interpreted() {
             let inlined = self.source.inlined().iter().map(InlinedCall::of);
             frame.serialize_field("inlined", &inlined.collect::<Vec<_>>())?;
         }

@@ -23,6 +23,7 @@ use crate::process::proc::Process;
 use crate::process::translator;
 use crate::stacks::debuginfod::Debuginfod;
 use crate::stacks::file_names::FileNames;
+use crate::stacks::interpreter_names::InterpreterNames;
 use crate::stacks::kallsyms::Kallsyms;
 use crate::stacks::named::{Frame, FrameKind, Names, Part, Source};
 use crate::stacks::perf_map::PerfMaps;
@@ -42,7 +43,7 @@ pub struct Symbolizer {
     translators: Option<translator::Started>,
     wanted_lines: WantedLines,
     /// If functions of Python are shown.
-    python: Option<PythonNames>,
+    interpreters: Option<InterpreterNames>,
 }
 
 /// Options for what the frames of user stacks are told with beside their functions.
@@ -160,7 +161,7 @@ impl Symbolizer {
             kernel: KernelNames::default(),
             translators: None,
             wanted_lines: WantedLines::None,
-            python: None,
+            interpreters: None,
         })
     }
 
@@ -180,9 +181,9 @@ impl Symbolizer {
         Ok(self)
     }
 
-    /// Shows functions of Python from now on.
-    pub fn name_python(&mut self, names: Option<PythonNames>) {
-        self.python = names;
+    /// Shows functions of interpreters from now on.
+    pub fn name_interpreters(&mut self, names: Option<InterpreterNames>) {
+        self.interpreters = names;
     }
 
     /// What names stacks for a report.
@@ -238,8 +239,8 @@ impl Symbolizer {
             }
             self.spaces.apply(change);
         }
-        if let Some(python) = &self.python {
-            python.refresh();
+        if let Some(interpreters) = &self.interpreters {
+            interpreters.python.refresh();
         }
         self.perf_maps_read.clear();
         for (pid, image) in self.spaces.chosen_images() {
@@ -292,7 +293,8 @@ impl Symbolizer {
                 "forgot {mappings} mappings of processes with thousands of them"
             )),
         }
-        match self.python.as_ref().map_or(0, PythonNames::dropped) {
+        let python = self.interpreters.as_ref().map(|names| &names.python);
+        match python.map_or(0, PythonNames::dropped) {
             0 => {}
             dropped => missed.push(format!("had no room for {dropped} functions of Python")),
         }
@@ -352,13 +354,13 @@ impl Symbolizer {
         let real = places.take_while(|place| all || is_real(place));
         let mut frames = Vec::new();
         for (at, &place) in real {
-            match self.python.as_ref().map(|python| python.find(place)) {
+            let names = self.interpreters.as_ref();
+            match names.map(|names| names.python.find(place)) {
                 Some(Found::Frame(frame)) => frames.push(frame),
                 Some(Found::Hidden) => {}
                 Some(Found::Native) | None => {
                     let next = stack.places.get(at + 1);
-                    let python = self.python.as_ref();
-                    if !python.is_some_and(|python| python.hides_before(next)) {
+                    if !names.is_some_and(|names| names.python.hides_before(next)) {
                         frames.extend(self.user_frame(pid, &image, place));
                     }
                 }
@@ -374,6 +376,10 @@ impl Symbolizer {
         let code: Vec<u64> = native(stack).collect();
         let image = self.spaces.image_with(pid, &code).unwrap_or_default();
         for (frame, &place) in stack.places.iter().enumerate() {
+            // Another process has another function there.
+            if matches!(place, Place::Java(_)) {
+                return false;
+            }
             let Some(address) = place.instruction() else {
                 place.hash(hasher);
                 continue;
@@ -393,8 +399,11 @@ impl Symbolizer {
         true
     }
 
-    /// The frame of a native place; None of another.
+    /// The frame of a place of native code or Java; None of another.
     fn user_frame(&mut self, pid: u32, image: &Image, place: Place) -> Option<Frame> {
+        if let Place::Java(method) = place {
+            return Some(self.java_frame(pid, method));
+        }
         let (address, instruction) = (place.address()?, place.instruction()?);
         let unknown = Frame {
             address,
@@ -423,6 +432,14 @@ impl Symbolizer {
         })
     }
 
+    /// The frame of a function of Java that is interpreted.
+    fn java_frame(&self, pid: u32, method: u64) -> Frame {
+        const UNKNOWN: &str = "[interpreted]";
+        let names = self.interpreters.as_ref();
+        let name = names.and_then(|names| names.java.of_method(pid, method));
+        Frame::of_java(method, name.unwrap_or_else(|| UNKNOWN.to_owned()))
+    }
+
     fn source(&mut self, file: &CodeFile, offset: u64) -> Source {
         if self.wanted_lines == WantedLines::None || file.is_generated() {
             return Source::default();
@@ -437,7 +454,10 @@ impl Symbolizer {
         if self.perf_maps_read.insert(pid) {
             self.perf_maps.refresh(pid);
         }
-        self.perf_maps.find(pid, address)
+        self.perf_maps.find(pid, address).or_else(|| {
+            let names = self.interpreters.as_ref()?;
+            names.java.of_code(pid, address)
+        })
     }
 }
 

@@ -96,6 +96,8 @@ pub enum Place {
     PythonUnpaired,
     /// Python has further frames, which could not be read or had no room.
     PythonCut,
+    /// A function of Java that is interpreted, by the address of its `Method`.
+    Java(u64),
 }
 
 impl Place {
@@ -103,12 +105,14 @@ impl Place {
     fn of_user(word: u64, interrupted: bool) -> Self {
         /// `PYTHON_WORD` in C. No address of a process has that bit.
         const PYTHON: u64 = 1 << 63;
+        const JAVA: u64 = 1 << types::hotspot_layout::HOTSPOT_INTERPRETED_BIT.0;
         const UNPAIRED: u64 = PYTHON | types::python_mark::PYTHON_UNPAIRED.0 as u64;
         const CUT: u64 = PYTHON | types::python_mark::PYTHON_CUT.0 as u64;
         match word {
             UNPAIRED => Self::PythonUnpaired,
             CUT => Self::PythonCut,
             _ if word & PYTHON != 0 => Self::Python(word),
+            _ if word & JAVA != 0 => Self::Java(word & !JAVA),
             _ => Self::of_native(word, interrupted),
         }
     }
@@ -122,15 +126,15 @@ impl Place {
         }
     }
 
-    /// The absolute address, as the stack has it; None of Python.
+    /// The absolute address, as the stack has it; None of what is interpreted.
     pub fn address(self) -> Option<u64> {
         match self {
             Self::Return(address) | Self::Interrupted(address) => Some(address),
-            Self::Python(_) | Self::PythonUnpaired | Self::PythonCut => None,
+            Self::Python(_) | Self::PythonUnpaired | Self::PythonCut | Self::Java(_) => None,
         }
     }
 
-    /// An address within the instruction that the frame is in; None of Python.
+    /// An address within the instruction that the frame is in; None of what is interpreted.
     pub fn instruction(self) -> Option<u64> {
         match self {
             Self::Return(address) => Some(address.wrapping_sub(1)),

@@ -16,6 +16,7 @@ use crate::harness::{self, Ended, Tool, Workload};
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "java":
         frames_are_those_that_java_has [Host],
+        names_are_those_of_the_perf_map [Host],
         inlined_functions_alone_are_missing [Host],
         stacks_of_page_faults_are_complete [Host],
         without_interpreters_stacks_end_in_generated_code [Host],
@@ -86,19 +87,13 @@ impl Java {
         let mut tool = Tool::start("memleak", &[&each_block[..], &["-p", &pid]].concat())?;
         tool.wait_for("allocator: ")?;
         workload.work()?;
-        self.end(tool, workload)
+        Self::end(tool, workload)
     }
 
-    /// Ends both, after the virtual machine has written down the names of what it has compiled.
-    fn end(&self, tool: Tool, workload: Workload) -> Result<Ended> {
-        let pid = workload.pid();
-        let map = Command::new(self.kit.join("bin/jcmd"))
-            .args([&pid, "Compiler.perfmap"])
-            .output()?;
-        ensure!(map.status.success(), "{map:?}");
+    /// Ends the tool, and then the workload: names are read from its memory.
+    fn end(tool: Tool, workload: Workload) -> Result<Ended> {
         let ended = tool.interrupt()?;
         workload.finish()?;
-        let _ = fs::remove_file(format!("/tmp/perf-{pid}.map"));
         Ok(ended)
     }
 
@@ -125,29 +120,22 @@ impl Java {
     }
 }
 
-/// The method that a generated frame executes, `Frames.take`, by what the perf map calls it; None of stubs.
-/// The interpreter has one name for all methods.
+/// The method that a frame executes, `Frames.take`; None of native code and stubs.
 fn method(frame: &Value) -> Option<&str> {
     let is_native = frame["module"]
         .as_str()
         .is_some_and(|module| module.contains(".so") || module == "java" || module == "[vdso]");
-    let name = frame["symbol"].as_str()?;
     if is_native {
         return None;
     }
-    if name == INTERPRETED {
-        return Some(name);
-    }
     // void Frames$Plain.run(int, int)
+    let name = frame["symbol"].as_str()?;
     let (head, _) = name
         .split_once('(')
         .filter(|(head, _)| head.contains(' '))?;
     let (_, method) = head.rsplit_once(' ')?;
     method.contains('.').then_some(method)
 }
-
-/// What the perf map calls each method that is interpreted.
-const INTERPRETED: &str = "Interpreter";
 
 /// The methods of a complete stack, innermost first.
 fn methods(stack: &Value) -> Result<Vec<&str>> {
@@ -158,10 +146,6 @@ fn methods(stack: &Value) -> Result<Vec<&str>> {
         "not complete: {stack}"
     );
     Ok(frames.iter().filter_map(method).collect())
-}
-
-fn is(found: &str, method: &str) -> bool {
-    found == method || found == INTERPRETED
 }
 
 /// Compares every block that the workload noted, by `agree`.
@@ -212,10 +196,61 @@ fn frames_are_those_that_java_has() -> Result<()> {
             let ended = java.trace(options)?;
             expect_all(&ended, &java.truth()?, |found, expected| {
                 let mut both = found.iter().zip(expected);
-                found.len() == expected.len() && both.all(|(found, method)| is(found, method))
+                found.len() == expected.len() && both.all(|(found, method)| found == method)
             })
             .with_context(|| format!("{} {options:?}", kit.display()))?;
         }
+    }
+    Ok(())
+}
+
+/// The names of compiled functions that HotSpot itself writes down are those that were read from its memory.
+fn names_are_those_of_the_perf_map() -> Result<()> {
+    for kit in kits()? {
+        let java = Java::compile(&kit)?;
+        let mut workload = java.start(&["-XX:-Inline"], &[&COUNT.to_string()])?;
+        let pid = workload.pid();
+        let tool = [
+            "-j", "-o", "0", "-T", "1000", "-z", BYTES, "-Z", BYTES, "-p", &pid,
+        ];
+        let mut tool = Tool::start("memleak", &tool)?;
+        tool.wait_for("allocator: ")?;
+        workload.work()?;
+        let objects = tool.interrupt()?.objects()?;
+        let map = Command::new(kit.join("bin/jcmd"))
+            .args([&pid, "Compiler.perfmap"])
+            .output()?;
+        ensure!(map.status.success(), "{map:?}");
+        let path = format!("/tmp/perf-{pid}.map");
+        let map = fs::read_to_string(&path)?;
+        let _ = fs::remove_file(path);
+        workload.finish()?;
+        let functions: BTreeMap<u64, &str> = map
+            .lines()
+            .filter_map(|line| {
+                let (start, rest) = line.split_once(' ')?;
+                let start = u64::from_str_radix(start.trim_start_matches("0x"), 16).ok()?;
+                Some((start, rest.split_once(' ')?.1))
+            })
+            .collect();
+        let frames = objects
+            .iter()
+            .filter_map(|row| row["user_frames"].as_array());
+        let mut compared = 0;
+        for frame in frames.flatten().filter(|frame| frame["kind"] == "native") {
+            let (Some(_), Some(name)) = (method(frame), frame["symbol"].as_str()) else {
+                continue;
+            };
+            let address = frame["address"].as_str().context("no address")?;
+            let address = u64::from_str_radix(address.trim_start_matches("0x"), 16)?;
+            let written = functions
+                .range(..address)
+                .next_back()
+                .map(|(_, name)| *name);
+            ensure!(written == Some(name), "{written:?} is called {name}");
+            compared += 1;
+        }
+        ensure!(compared > 100, "{compared}: {objects:?}");
     }
     Ok(())
 }
@@ -228,7 +263,7 @@ fn inlined_functions_alone_are_missing() -> Result<()> {
         expect_all(&ended, &java.truth()?, |found, expected| {
             let mut expected = expected.iter();
             let mut found = found.iter();
-            found.all(|found| expected.any(|method| is(found, method)))
+            found.all(|found| expected.any(|method| found == method))
         })
         .with_context(|| kit.display().to_string())?;
     }
@@ -251,7 +286,7 @@ fn stacks_of_page_faults_are_complete() -> Result<()> {
             let mut tool = Tool::start("faults", &["-j", "-p", &pid])?;
             tool.wait_for("tracing")?;
             workload.work()?;
-            let ended = java.end(tool, workload)?;
+            let ended = Java::end(tool, workload)?;
             let objects = ended.objects()?;
             let context = || format!("{} {options:?}: {}", kit.display(), ended.stderr);
             let unwinding = objects.iter().find(|row| row["type"] == "unwinding");

@@ -72,7 +72,7 @@ pub(crate) fn print(
         output,
     };
     if let Some(symbolizer) = &mut calls.symbolizer {
-        symbolizer.name_python(unwinder.as_ref().and_then(Unwinder::names));
+        symbolizer.name_interpreters(unwinder.as_ref().and_then(Unwinder::names));
         symbolizer.look_around();
     }
     let symbolizer = calls.symbolizer.as_ref();

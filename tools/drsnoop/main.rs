@@ -60,7 +60,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let events: Events<event> = Events::new(&skel.maps.events)?;
 
     if let Some(symbolizer) = &mut symbolizer {
-        symbolizer.name_python(unwinder.as_ref().and_then(Unwinder::names));
+        symbolizer.name_interpreters(unwinder.as_ref().and_then(Unwinder::names));
     }
     let mut printer = Printer::new(&args, &skel, symbolizer, output, exports, metrics)?;
     let mappings = printer.look_around()?;

@@ -91,7 +91,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         args.makes_profiles() || wanted.source_lines(),
     )?;
     let (attached, links, unwinder) = probes::attach(&target, args)?;
-    symbolizer.name_python(unwinder.names());
+    symbolizer.name_interpreters(unwinder.names());
     let rings = Rings::new(&attached)?;
     let mappings = symbolizer.descriptor()?;
     let mut command = target.command.take();

@@ -77,7 +77,7 @@ impl<'a> Tracer<'a> {
         let Some(symbolizer) = &mut self.symbolizer else {
             return Ok(None);
         };
-        symbolizer.name_python(unwinder.and_then(Unwinder::names));
+        symbolizer.name_interpreters(unwinder.and_then(Unwinder::names));
         symbolizer.look_around();
         symbolizer.descriptor().map(Some)
     }

@@ -66,7 +66,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let events: Events<event> = Events::new(&skel.maps.events)?;
 
     if let Some(symbolizer) = &mut symbolizer {
-        symbolizer.name_python(unwinder.as_ref().and_then(Unwinder::names));
+        symbolizer.name_interpreters(unwinder.as_ref().and_then(Unwinder::names));
     }
     let choice = Choice::of(&args.target, &target);
     let alone = attach::is_mark_victim_alone(how);

@@ -11,7 +11,9 @@
 
 /* Where, from its frame pointer on, an interpreted function's frame has its caller's stack pointer.
  */
-#define INTERPRETED_CALLER_SP -8
+#define INTERPRETED_CALLER_SP	 -8
+#define INTERPRETED_METHOD	 -24
+#define INTERPRETED_ADDRESS_BITS 47
 
 /* In the first so many bytes before an address a function has made room for its frame. */
 #define HOTSPOT_PROLOGUE_BYTES 32

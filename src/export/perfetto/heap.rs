@@ -251,7 +251,7 @@ impl Tables {
             None => {
                 let mapping = self.mapping(Code::Unknown, |_| Mapping::default());
                 // A frame of Python is what its name says.
-                let native = !frame.is_python();
+                let native = !frame.is_interpreted();
                 (mapping, if native { frame.instruction } else { 0 })
             }
         };

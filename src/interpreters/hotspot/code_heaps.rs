@@ -40,11 +40,9 @@ pub(super) fn find(memory: &Memory, structs: &VmStructs) -> Result<Option<hotspo
     }
     (process.interpreter, process.interpreter_end) = (start, end);
     // What is called so by the very way that the kernel half goes proves that all is understood.
-    let name = name_of_block(memory, structs, &process, start)?;
-    ensure!(
-        name.as_deref() == Some(INTERPRETER),
-        "whose code is not found"
-    );
+    let block = block(memory, &process, start)?.context("whose code is not found")?;
+    let name = name_of_blob(memory, structs, block.wrapping_add(process.blob.into()))?;
+    ensure!(name == INTERPRETER, "whose interpreter is called {name:?}");
     Ok(Some(process))
 }
 
@@ -120,14 +118,12 @@ fn interpreter(memory: &Memory, structs: &VmStructs) -> Result<Option<(u64, u64)
     Ok((bytes > 0).then(|| (start, start.wrapping_add(bytes.into()))))
 }
 
-/// The name of the block that an address is in, as the kernel half finds that.
-fn name_of_block(
+/// The block that an address is in, as the kernel half finds that. None if no block is there.
+pub(super) fn block(
     memory: &Memory,
-    structs: &VmStructs,
     process: &hotspot_process,
     address: u64,
-) -> Result<Option<String>> {
-    const MOST: usize = 64;
+) -> Result<Option<u64>> {
     let mut heaps = process.heaps.iter();
     let Some(heap) = heaps.find(|heap| (heap.start..heap.end).contains(&address)) else {
         return Ok(None);
@@ -136,12 +132,7 @@ fn name_of_block(
     for _ in 0..STEPS {
         let [back] = memory.bytes(heap.map.wrapping_add(segment))?;
         match back {
-            0 => {
-                let block = heap.start + (segment << heap.segment_shift);
-                let name = structs.at("CodeBlob", "_name")? + u64::from(process.blob);
-                let name = memory.word(block.wrapping_add(name))?;
-                return memory.c_string(name, MOST).map(Some);
-            }
+            0 => return Ok(Some(heap.start + (segment << heap.segment_shift))),
             FREE => return Ok(None),
             _ => {}
         }
@@ -151,6 +142,13 @@ fn name_of_block(
         segment = before;
     }
     Ok(None)
+}
+
+/// What a block's `CodeBlob` is called.
+pub(super) fn name_of_blob(memory: &Memory, structs: &VmStructs, blob: u64) -> Result<String> {
+    const MOST: usize = 64;
+    let name = blob.wrapping_add(structs.at("CodeBlob", "_name")?);
+    memory.c_string(memory.word(name)?, MOST)
 }
 
 fn int(memory: &Memory, address: u64) -> Result<u32> {

@@ -6,9 +6,10 @@ use anyhow::{Context, Result};
 use libbpf_rs::{MapCore, MapFlags, MapHandle};
 
 use super::code_heaps;
+use super::names::{JavaNames, Machine};
 use super::vm_structs::VmStructs;
 use crate::bpf::attach;
-use crate::bpf::types::{self, hotspot_process};
+use crate::bpf::types;
 use crate::code::elf;
 use crate::code::elf_file::Elf;
 use crate::interpreters::memory::{self, Memory};
@@ -27,6 +28,7 @@ pub(crate) struct Hotspots {
     /// Files that are no virtual machine.
     others: HashSet<FileId>,
     said: HashSet<String>,
+    names: JavaNames,
 }
 
 impl Hotspots {
@@ -36,7 +38,13 @@ impl Hotspots {
             processes,
             others: HashSet::new(),
             said: HashSet::new(),
+            names: JavaNames::default(),
         }
+    }
+
+    /// What names the functions of those that are found.
+    pub(crate) fn names(&self) -> JavaNames {
+        self.names.clone()
     }
 
     /// Looks for the HotSpot of a process. `layout` is what the kernel half has asked about. Returns
@@ -71,8 +79,8 @@ impl Hotspots {
         if self.others.len() > OTHERS {
             self.others.clear();
         }
-        let process = match locate(pid, &mut self.others)? {
-            Located::Found(process) => process,
+        let machine = match locate(pid, &mut self.others)? {
+            Located::Found(machine) => machine,
             Located::None => return Ok(false),
             Located::Unknown(why) => {
                 self.say(pid, why);
@@ -83,10 +91,11 @@ impl Hotspots {
         if memory::layout(pid)? != layout {
             return Ok(false);
         }
-        let value = types::bytes_of(&*process);
+        let value = types::bytes_of(&machine.process);
         self.processes
             .update(&layout.to_ne_bytes(), value, MapFlags::ANY)
             .context("failed to tell where a process has its Java code")?;
+        self.names.add(pid, *machine);
         Ok(true)
     }
 
@@ -102,9 +111,8 @@ impl Hotspots {
 }
 
 /// What became of a search.
-#[derive(Debug)]
 enum Located {
-    Found(Box<hotspot_process>),
+    Found(Box<Machine>),
     /// The process has none, or none that has begun.
     None,
     /// The process has one whose frames cannot be walked, for this reason.
@@ -129,7 +137,11 @@ fn locate(pid: u32, others: &mut HashSet<FileId>) -> Result<Located> {
             others.insert(mapping.file_id());
         } else if let Some((memory, structs)) = structs(pid, mapping, &file)? {
             return Ok(match code_heaps::find(&memory, &structs) {
-                Ok(Some(process)) => Located::Found(Box::new(process)),
+                Ok(Some(process)) => Located::Found(Box::new(Machine {
+                    memory,
+                    structs,
+                    process,
+                })),
                 Ok(None) => Located::None,
                 Err(why) => Located::Unknown(format!("{why:#}")),
             });
@@ -192,8 +204,9 @@ mod tests {
             let java = Running::start(Command::new("java").args(options).arg(&source));
             let found = locate(java.0.id(), &mut HashSet::new()).expect("a process of ours");
             let Located::Found(found) = found else {
-                panic!("{found:?}");
+                panic!("no virtual machine");
             };
+            let found = found.process;
             let used = found.heaps.iter().filter(|heap| heap.start != 0).count();
             assert_eq!(used, heaps, "{found:?}");
             assert!(found.interpreter < found.interpreter_end, "{found:?}");
@@ -205,7 +218,7 @@ mod tests {
         let other = Running::start(Command::new("sh").args(["-c", "echo ready; read _"]));
         let mut others = HashSet::new();
         let found = locate(other.0.id(), &mut others).expect("a process of ours");
-        assert!(matches!(found, Located::None), "{found:?}");
+        assert!(matches!(found, Located::None));
         assert!(!others.is_empty());
     }
 }

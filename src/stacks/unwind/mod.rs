@@ -45,6 +45,7 @@ use crate::process::command::{self, CommandLine};
 use crate::process::filter;
 use crate::process::proc::Process;
 use crate::run::cli;
+use crate::stacks::interpreter_names::InterpreterNames;
 use crate::stacks::python_names::PythonNames;
 
 /// Memory for tables, where --unwind-memory says nothing, in MiB.
@@ -348,8 +349,8 @@ pub struct Unwinder {
     slots: MapHandle,
     missing: MapHandle,
     worker: Option<Worker>,
-    /// Names for the frames of Python, unless they are not walked.
-    python: Option<PythonNames>,
+    /// Names for the frames of interpreters, unless they are not walked.
+    names: Option<InterpreterNames>,
 }
 
 impl Unwinder {
@@ -365,7 +366,7 @@ impl Unwinder {
             slots: handle(parts.slots)?,
             missing: handle(parts.missing)?,
             worker: None,
-            python: None,
+            names: None,
         };
         if args.mode == Mode::Fp {
             return Ok(unwinder);
@@ -376,9 +377,12 @@ impl Unwinder {
         };
         tables.publish_by(Publisher::new(parts.publish)?, handle(parts.files)?)?;
         let interpreters = whose.interpreters(args, &parts)?;
-        if interpreters.pythons.is_some() {
+        if let Some(hotspots) = &interpreters.hotspots {
             let codes = Codes::start(parts.python_codes)?;
-            unwinder.python = Some(PythonNames::new(codes, args.interpreters));
+            unwinder.names = Some(InterpreterNames {
+                python: PythonNames::new(codes, args.interpreters),
+                java: hotspots.names(),
+            });
         }
         let held = match whose {
             Whose::Command {
@@ -398,8 +402,8 @@ impl Unwinder {
     }
 
     /// What names the frames of interpreters in the stacks.
-    pub fn names(&self) -> Option<PythonNames> {
-        self.python.clone()
+    pub fn names(&self) -> Option<InterpreterNames> {
+        self.names.clone()
     }
 
     /// Says at the end how complete the stacks were: on stderr, and as an object in JSON.
