@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 /// Tools that trace nothing.
 const WITHOUT_BPF: [&str; 1] = ["memtriage"];
@@ -76,66 +76,119 @@ fn the_man_pages_have_their_sections_and_the_help_s_examples() {
     assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
 }
 
-/// Runs the Makefile in a folder of its own, with a cargo that writes down what it is given.
-#[test]
-fn make_builds_while_a_tool_runs_and_keeps_install_s_variables_from_cargo() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let path = |name: &str| folder.path().join(name);
-    for file in ["Makefile", "Cargo.toml"] {
-        fs::copy(format!("{ROOT}/{file}"), path(file)).expect("a copy");
-    }
-    fs::create_dir(path("scripts")).expect("a folder");
-    let script = |name: &str, text: &str| {
-        fs::write(path(name), text).expect("a script");
-        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-        fs::set_permissions(path(name), mode).expect("it can be run");
-    };
-    script("scripts/need", "#!/bin/sh\n");
-    script(
-        "cargo",
-        "#!/bin/sh -e
-        env >environment
-        out=$(echo target/*-*/release)
-        for tool in $(sed -n '/^\\[\\[bin\\]\\]/{n;s/^name = \"\\(.*\\)\"/\\1/p}' Cargo.toml); do
-            cp \"$(command -v sleep)\" \"$out/$tool\"
-        done
-        ",
-    );
-    let rustc = Command::new("rustc")
-        .arg("-vV")
-        .output()
-        .expect("rustc runs");
-    let rustc = String::from_utf8_lossy(&rustc.stdout).into_owned();
-    let host = rustc.lines().find_map(|line| line.strip_prefix("host: "));
-    let out = format!("target/{}/release", host.expect("a host"));
-    fs::create_dir_all(path(&out)).expect("a folder");
+/// A folder with the Makefile and what it installs, and a cargo that writes down what it is given; for each tool there is
+/// cat, which prints nothing where it reads nothing.
+struct Made(tempfile::TempDir);
 
-    let build = || {
+impl Made {
+    fn new() -> Self {
+        let made = Self(tempfile::tempdir().expect("a folder"));
+        for file in ["Makefile", "Cargo.toml", "README.md", "LICENSE"] {
+            fs::copy(format!("{ROOT}/{file}"), made.path(file)).expect("a copy");
+        }
+        for folder in ["scripts", "tools"] {
+            fs::create_dir(made.path(folder)).expect("a folder");
+        }
+        for tool in bins(Path::new(ROOT)) {
+            for file in [
+                format!("tools/{tool}.8"),
+                format!("tools/{tool}_example.txt"),
+            ] {
+                fs::copy(format!("{ROOT}/{file}"), made.path(&file)).expect("a copy");
+            }
+        }
+        made.script("scripts/need", "#!/bin/sh\n");
+        made.script(
+            "cargo",
+            "#!/bin/sh -e
+            env >environment
+            out=$(echo target/*-*/release)
+            for tool in $(sed -n '/^\\[\\[bin\\]\\]/{n;s/^name = \"\\(.*\\)\"/\\1/p}' Cargo.toml); do
+                cp \"$(command -v cat)\" \"$out/$tool\"
+            done
+            ",
+        );
+        let rustc = Command::new("rustc")
+            .arg("-vV")
+            .output()
+            .expect("rustc runs");
+        let rustc = String::from_utf8_lossy(&rustc.stdout).into_owned();
+        let host = rustc.lines().find_map(|line| line.strip_prefix("host: "));
+        let out = format!("target/{}/release", host.expect("a host"));
+        fs::create_dir_all(made.path(&out)).expect("a folder");
+        made
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn script(&self, name: &str, text: &str) {
+        fs::write(self.path(name), text).expect("a script");
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        fs::set_permissions(self.path(name), mode).expect("it can be run");
+    }
+
+    fn make(&self, args: &[&str]) {
         let output = Command::new("make")
-            .args([
-                "build",
-                "DESTDIR=/nowhere",
-                "PREFIX=/nowhere",
-                "CARGO=./cargo",
-            ])
+            .args(args)
+            .arg("CARGO=./cargo")
             .env("SUFFIX", "nowhere")
             .env_remove("MAKEFLAGS")
-            .current_dir(folder.path())
+            .stdin(Stdio::null())
+            .current_dir(self.0.path())
             .output()
             .expect("make runs");
         assert!(output.status.success(), "{output:?}");
-    };
+    }
+}
+
+#[test]
+fn make_builds_while_a_tool_runs_and_keeps_install_s_variables_from_cargo() {
+    let made = Made::new();
+    let build = || made.make(&["build", "DESTDIR=/nowhere", "PREFIX=/nowhere"]);
     build();
-    let environment = fs::read_to_string(path("environment")).expect("cargo ran");
+    let environment = fs::read_to_string(made.path("environment")).expect("cargo ran");
     assert!(!environment.contains("nowhere"), "{environment}");
 
-    let mut running = Command::new(path("target/release/memleak"))
-        .arg("3600")
+    let mut running = Command::new(made.path("target/release/memleak"))
+        .stdin(Stdio::piped())
         .spawn()
         .expect("it runs");
     build();
     running.kill().expect("it ran");
     running.wait().expect("it has ended");
+}
+
+/// The files in a folder and below it.
+fn files_below(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let below = entries.flat_map(|entry| {
+        let path = entry.path();
+        if path.is_dir() {
+            files_below(&path)
+        } else {
+            vec![path]
+        }
+    });
+    below.collect()
+}
+
+#[test]
+fn make_uninstalls_all_that_it_has_installed() {
+    let made = Made::new();
+    let root = made.path("root");
+    let destination = format!("DESTDIR={}", root.display());
+    let others = root.join("usr/share/man/man8/memleak.8");
+    fs::create_dir_all(others.parent().expect("a folder")).expect("folders");
+    fs::write(&others, "of another package").expect("a file");
+    let with = |target| made.make(&[target, &destination, "PREFIX=/usr", "SUFFIX=-mt"]);
+    with("install");
+    let tools = bins(Path::new(ROOT)).len();
+    // Of each tool itself, a page, three completions and an example; and two files beside these.
+    assert_eq!(files_below(&root).len(), 1 + tools * 6 + 2);
+    with("uninstall");
+    assert_eq!(files_below(&root), [others]);
 }
 
 /// Every name that a BPF source or a `[[bin]]` stanza announces.

@@ -100,11 +100,11 @@ fn what_the_column_shows_is_found() -> Result<()> {
 }
 
 fn several_of_a_name_are_listed() -> Result<()> {
+    let mut layout = Layout::new()?;
     let (one, other) = (
         Workload::start("minor", &["23"])?,
         Workload::start("minor", &["29"])?,
     );
-    let mut layout = Layout::new()?;
     let short = "c2b2ae3d27d4";
     for (workload, digit) in [(&one, "0"), (&other, "1")] {
         let id = format!("{short}{}", digit.repeat(52));

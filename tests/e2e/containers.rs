@@ -34,7 +34,8 @@ pub(crate) const ID: &str = "4c01db0b339c7f2a4c01db0b339c7f2a4c01db0b339c7f2a4c0
 const POD: &str = "0f7b5b8e_1d2c_4b6a_9c1d_2e3f4a5b6c7d";
 const CALLS: usize = 23;
 
-/// Cgroups below one of our own, which are removed when they are dropped.
+/// Cgroups below one of our own, which are removed when they are dropped. Let those who run in them end before: make it
+/// first.
 pub(crate) struct Layout {
     top: Cgroup,
     made: Vec<PathBuf>,
@@ -350,9 +351,9 @@ fn cgroups_by_size_have_theirs() -> Result<()> {
 
 /// memtriage --watch, which has parts of memory in the same table.
 fn what_grows_has_its_own() -> Result<()> {
+    let mut layout = Layout::new()?;
     let mut workload = Workload::start("minor", &["40009"])?;
     let pid = workload.pid();
-    let mut layout = Layout::new()?;
     layout.put(&pid, &format!("system.slice/docker-{ID}.scope"))?;
     let mut tool = Tool::start("memtriage", &["--watch", "--container", "0.3"])?;
     for round in 0..4 {
@@ -372,9 +373,9 @@ fn what_grows_has_its_own() -> Result<()> {
 
 /// memtriage --who, of the process that it has traced.
 fn who_grows_is_told_with_its_own() -> Result<()> {
+    let mut layout = Layout::new()?;
     let mut grow = Workload::start("grow", &["23", "499"])?;
     let pid = grow.pid();
-    let mut layout = Layout::new()?;
     let cgroup = layout.put(&pid, &format!("system.slice/docker-{ID}.scope"))?;
     grow.go()?;
     let (objects, _) = memtriage::triage(&["--who", "1"])?;

@@ -109,9 +109,9 @@ fn those_that_have_gone_have_theirs() -> Result<()> {
 
 fn text_tells_them_if_asked() -> Result<()> {
     for several in [false, true] {
+        let mut layout = Layout::new()?;
         let (mut one, other) = (leaking()?, leaking()?);
         let pid = one.pid();
-        let mut layout = Layout::new()?;
         layout.put(&pid, &scope())?;
         let both = format!("{pid},{}", other.pid());
         let pids = if several { &both } else { &pid };
@@ -159,9 +159,9 @@ fn calls_and_frees_have_theirs() -> Result<()> {
         if kind == "double_free" && !has_table() {
             continue;
         }
+        let mut layout = Layout::new()?;
         let mut workload = Workload::start("lives", &[mode, "53"])?;
         let other = leaking()?;
-        let mut layout = Layout::new()?;
         let cgroup = layout.put(&workload.pid(), &scope())?;
         let both = format!("{},{}", workload.pid(), other.pid());
         let tool = start(&["-je", "-p", &both])?;
@@ -173,9 +173,9 @@ fn calls_and_frees_have_theirs() -> Result<()> {
 
 /// What --heap, --types and --verdict tell of a process, without tracing it.
 fn a_heap_and_a_verdict_have_theirs() -> Result<()> {
+    let mut layout = Layout::new()?;
     let mut workload = leaking()?;
     let pid = workload.pid();
-    let mut layout = Layout::new()?;
     let cgroup = layout.put(&pid, &scope())?;
     workload.work()?;
     for (option, kind, head) in [
