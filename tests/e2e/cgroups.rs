@@ -15,7 +15,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Of no other test's container.
+/// The id of a container that no other test has.
 const ID: &str = "9e3779b97f4a7c159e3779b97f4a7c159e3779b97f4a7c159e3779b97f4a7c15";
 const UID: &str = "bf58476d-1ce4-e5b9-94d0-49bb133111eb";
 
