@@ -1,7 +1,9 @@
 //! Names of the kernel's functions, from /proc/kallsyms, with the modules that they are of.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader};
+
+use crate::host::capabilities::{self, Capability};
 
 /// What the kernel itself is called in frames, where a module has its name.
 const KERNEL: &str = "kernel";
@@ -26,6 +28,25 @@ struct Function {
 }
 
 impl Kallsyms {
+    /// The running kernel's names, or none, after saying so on stderr.
+    pub fn read_or_tell() -> Self {
+        let symbols = Self::read().unwrap_or_else(|error| {
+            eprintln!("no names for kernel frames: failed to read /proc/kallsyms: {error}");
+            Self::default()
+        });
+        if symbols.hidden() {
+            let restrict = fs::read_to_string("/proc/sys/kernel/kptr_restrict");
+            let from_all = restrict.is_ok_and(|value| value.trim() == "2");
+            let remedy = if from_all {
+                "; to see them: sysctl kernel.kptr_restrict=1".to_owned()
+            } else {
+                capabilities::remedy(Capability::CAP_SYSLOG)
+            };
+            eprintln!("no names for kernel frames: the kernel hides its addresses{remedy}");
+        }
+        symbols
+    }
+
     /// Reads the running kernel's.
     ///
     /// # Errors

@@ -6,7 +6,6 @@
 //! `libfoo.so+0x1234`. The kernel names its own functions ([`crate::stacks::kallsyms`]).
 
 use std::collections::HashSet;
-use std::fs;
 use std::hash::{Hash, Hasher};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
@@ -14,7 +13,6 @@ use std::rc::Rc;
 
 use anyhow::{Context, Result};
 
-use crate::host::capabilities::{self, Capability};
 use crate::host::packages;
 use crate::print::text;
 use crate::process::address_space::{AddressSpaces, CodeFile, Image, MappedCode, Wanted};
@@ -110,7 +108,7 @@ impl Names for KernelNames {
 impl KernelNames {
     fn frame(&mut self, place: Place) -> Option<Frame> {
         let (address, instruction) = (place.address()?, place.instruction()?);
-        let symbols = self.symbols.get_or_insert_with(read_kallsyms);
+        let symbols = self.symbols.get_or_insert_with(Kallsyms::read_or_tell);
         let found = symbols.find(instruction);
         let beyond = address - instruction;
         let module = found.map_or("kernel", |(_, _, module)| module);
@@ -218,7 +216,9 @@ impl Symbolizer {
 
     /// Reads the kernel's symbols now, and not when the first is asked for.
     pub fn read_kernel_names(&mut self) {
-        self.kernel.symbols.get_or_insert_with(read_kallsyms);
+        self.kernel
+            .symbols
+            .get_or_insert_with(Kallsyms::read_or_tell);
     }
 
     /// What [`crate::run::poll::Poller::watch_mappings`] waits for.
@@ -480,23 +480,4 @@ impl Names for Symbolizer {
 /// The instructions of a stack's native frames.
 fn native(stack: &Stack) -> impl Iterator<Item = u64> {
     stack.places.iter().filter_map(|place| place.instruction())
-}
-
-/// The kernel's names, or none, after saying so once.
-fn read_kallsyms() -> Kallsyms {
-    let symbols = Kallsyms::read().unwrap_or_else(|error| {
-        eprintln!("no names for kernel frames: failed to read /proc/kallsyms: {error}");
-        Kallsyms::default()
-    });
-    if symbols.hidden() {
-        let restrict = fs::read_to_string("/proc/sys/kernel/kptr_restrict");
-        let from_all = restrict.is_ok_and(|value| value.trim() == "2");
-        let remedy = if from_all {
-            "; to see them: sysctl kernel.kptr_restrict=1".to_owned()
-        } else {
-            capabilities::remedy(Capability::CAP_SYSLOG)
-        };
-        eprintln!("no names for kernel frames: the kernel hides its addresses{remedy}");
-    }
-    symbols
 }

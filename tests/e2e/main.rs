@@ -52,18 +52,11 @@ mod worked;
 
 use std::process::ExitCode;
 
-use libtest_mimic::Arguments;
+use libtest_mimic::{Arguments, Trial};
 
-fn main() -> ExitCode {
-    harness::heed_signals();
-    let mut arguments = Arguments::from_args();
-    // Tests wait more than they compute, but tracers slow each other's targets down.
-    arguments.test_threads = arguments.test_threads.or(Some(2));
-    if !arguments.list {
-        harness::prepare();
-    }
-    let listed = harness::listed();
-    let tests = [
+/// The tests of all files, in the order in which they begin.
+fn all() -> impl Iterator<Item = Trial> {
+    [
         heap::tests(),
         hfaults::tests(),
         containers::tests(),
@@ -112,13 +105,23 @@ fn main() -> ExitCode {
     ]
     .into_iter()
     .flatten()
-    .filter(|test| {
+}
+
+fn main() -> ExitCode {
+    harness::heed_signals();
+    let mut arguments = Arguments::from_args();
+    // Tests wait more than they compute, but tracers slow each other's targets down.
+    arguments.test_threads = arguments.test_threads.or(Some(2));
+    if !arguments.list {
+        harness::prepare();
+    }
+    let listed = harness::listed();
+    let tests = all().filter(|test| {
         listed
             .as_ref()
             .is_none_or(|listed| listed.contains(test.name()))
-    })
-    .collect();
-    let conclusion = libtest_mimic::run(&arguments, tests);
+    });
+    let conclusion = libtest_mimic::run(&arguments, tests.collect());
     load::print_verdicts();
     if !arguments.list {
         harness::print_slowest();

@@ -1,0 +1,86 @@
+//! Tests of [`args`](super).
+
+use clap::CommandFactory;
+
+use super::*;
+
+#[test]
+fn the_definition_is_consistent() {
+    Args::command().debug_assert();
+}
+
+#[test]
+fn short_flags_cluster_as_in_bcc() {
+    let args = Args::try_parse_from(["memleak", "-ap", "12", "10"]).expect("valid");
+    assert_eq!(
+        (args.pid, args.show_allocs, args.interval, args.count),
+        (vec![12], true, Duration::from_secs(10), None)
+    );
+}
+
+#[test]
+fn a_peak_is_of_all_blocks_of_one_process() {
+    let check = |args: &[&str]| {
+        let args = [&["memleak", "--peak"], args].concat();
+        Args::try_parse_from(args).expect("valid").check().is_ok()
+    };
+    assert!(check(&["-p", "1"]) && check(&["-c", "true"]));
+    for wrong in [
+        &["-p", "1,2"][..],
+        &["-p", "1", "--children"],
+        &["-n", "name"],
+        &["-p", "1", "-z", "2"],
+        &["-p", "1", "-s", "2"],
+    ] {
+        assert!(!check(wrong), "{wrong:?}");
+    }
+}
+
+#[test]
+fn two_modes_have_options_of_their_own() {
+    let mode = |args: &[&str]| {
+        let args = Args::try_parse_from([&["memleak", "-p", "1"], args].concat());
+        args.map(|args| args.check().expect("valid").mode)
+    };
+    assert_eq!(mode(&["--churn"]).expect("valid"), Mode::Churn);
+    assert_eq!(mode(&["--peak"]).expect("valid"), Mode::Peak);
+    assert!(mode(&["--peak", "--churn"]).is_err());
+    assert!(mode(&["--peak", "--mode", "alloc"]).is_err());
+}
+
+#[test]
+fn a_limit_is_a_percentage() {
+    assert_eq!(percent("5%"), Ok(5.0));
+    assert_eq!(percent("0.5 %"), Ok(0.5));
+    assert_eq!(percent("100"), Ok(100.0));
+    for wrong in ["", "%", "-1%", "101%", "5%%", "inf"] {
+        assert!(percent(wrong).is_err(), "{wrong}");
+    }
+}
+
+#[test]
+fn wrong_usage_is_refused() {
+    for wrong in [
+        &["memleak", "-p", "1", "-c", "true"][..],
+        &["memleak", "-p", "1", "-s", "0"],
+        &["memleak", "-p", "1", "--sample-bytes", "0"],
+        &["memleak", "-p", "1", "--sample-bytes", "4G"],
+        &["memleak", "-p", "1", "--max-overhead", "0%"],
+        &["memleak", "-p", "1", "--max-overhead", "NaN"],
+        &["memleak", "-p", "1", "--max-overhead", "5%", "-s", "2"],
+        &["memleak", "-p", "0"],
+        &["memleak", "-p", "1", "5", "2", "3"],
+        &["memleak", "-p", "1", "0"],
+        &["memleak", "-p", "1", "--sort", "name"],
+        &["memleak", "-p", "1", "--perf-max-stack-depth", "128"],
+        &["memleak", "-p", "1", "-f", "-j"],
+        &["memleak", "-p", "1", "-f", "--container"],
+        &["memleak", "--cache", "filp", "--pages"],
+        &["memleak", "--by-cache", "-f"],
+        &["memleak", "-p", "1", "--alloc", "server:pool_get"],
+        &["memleak", "-p", "1", "--free", "pool_put"],
+    ] {
+        let error = Args::try_parse_from(wrong).expect_err(&wrong.join(" "));
+        assert_eq!(error.exit_code(), 2);
+    }
+}
