@@ -68,14 +68,15 @@ static __always_inline long row_cfa_offset(__u64 row)
 	return (long)(row << 32) >> 48;
 }
 
-/* Of UNWIND_THROUGH_FP and UNWIND_THROUGH_SP: the offset of the word that leads to the CFA, in
- * words. */
+/* The offset, in words, of the word that leads to the CFA, of UNWIND_THROUGH_FP and
+ * UNWIND_THROUGH_SP. */
 static __always_inline long row_through_offset(__u64 row)
 {
 	return row_cfa_offset(row) >> 8;
 }
 
-/* Of the same two: the offset of the CFA from what that word holds, in words. */
+/* The offset, in words, of the CFA from what that word holds, of UNWIND_THROUGH_FP and
+ * UNWIND_THROUGH_SP. */
 static __always_inline long row_behind_offset(__u64 row)
 {
 	return (long)(row << 40) >> 56;

@@ -33,7 +33,7 @@ static __always_inline void note_peak(struct total *total)
 	total->peak = peak.number;
 }
 
-/* It has changed. */
+/* A total has changed, by so many bytes. */
 static __always_inline void outstanding_changes(__u64 bytes)
 {
 	if (!follow_peak)

@@ -84,7 +84,7 @@ const volatile __u8 learns;	 /* page_bias is of use */
 const volatile __u8 one_cache;	 /* only objects of the cache called cache_name */
 const volatile char cache_name[CACHE_NAME_BYTES];
 
-/* Of this kernel's tracepoints, also set before load. */
+/* What this kernel's tracepoints tell, also set before load. */
 const volatile __u8 tells_cache;	/* kmem_cache_alloc: 6.1 and later */
 const volatile __u8 tells_percpu_bytes; /* percpu_alloc_percpu: 5.19 and later */
 

@@ -78,7 +78,7 @@ __noinline int parts_mark(__u64 key, __u32 word, __u64 bits)
 	return 1;
 }
 
-/* The same with 64 that may be beside so many from the first. */
+/* Mark 64 of the block's pages as freed, if they are among so many from the first. */
 __noinline int parts_mark_within(__u64 key, __u32 word, __u32 first, __u32 pages)
 {
 	return word * 64 >= first && word * 64 < first + pages ? parts_mark(key, word, ~0ULL) : 0;

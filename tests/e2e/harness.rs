@@ -93,6 +93,19 @@ pub(crate) fn run(name: &str, args: &[&str]) -> Result<Ended> {
     Tool::start(name, args)?.end()
 }
 
+/// Whether a tool refuses these arguments: with the exit status and the remedy, and no output.
+pub(crate) fn refuses(tool: &str, args: &[&str], code: i32, remedy: &str) -> Result<()> {
+    let ended = run(tool, args)?;
+    ensure!(ended.status.code() == Some(code), "{args:?}: {ended:?}");
+    ensure!(
+        ended.stderr.contains(remedy),
+        "{args:?}: not {remedy:?} in {}",
+        ended.stderr
+    );
+    ensure!(ended.stdout.is_empty(), "{args:?}: {ended:?}");
+    Ok(())
+}
+
 /// Has a command run in a mount namespace of its own, with this folder as its root.
 pub(crate) fn in_root(command: &mut Command, root: &Path) {
     let root = root.to_owned();

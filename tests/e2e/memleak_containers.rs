@@ -20,7 +20,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// The same container's path, as systemd has it.
+/// The path of the container's cgroup, as systemd has it.
 fn scope() -> String {
     format!("system.slice/docker-{ID}.scope")
 }

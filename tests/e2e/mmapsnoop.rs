@@ -317,17 +317,7 @@ fn a_duration_ends_it() -> Result<()> {
 }
 
 fn what_is_not_there_is_named() -> Result<()> {
-    let fails = |args: &[&str], code: i32, remedy: &str| -> Result<()> {
-        let ended = harness::run("mmapsnoop", args)?;
-        ensure!(ended.status.code() == Some(code), "{args:?}: {ended:?}");
-        ensure!(
-            ended.stderr.contains(remedy),
-            "{args:?}: not {remedy:?} in {}",
-            ended.stderr
-        );
-        ensure!(ended.stdout.is_empty(), "{args:?}: {ended:?}");
-        Ok(())
-    };
+    let fails = |args: &[&str], code, remedy| harness::refuses("mmapsnoop", args, code, remedy);
     fails(&["-p", "1,4194305"], 1, "no process has PID 4194305")?;
     fails(&["-n", "0123456789abcdef"], 2, "1 to 15 bytes")?;
     fails(

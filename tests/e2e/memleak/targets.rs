@@ -195,17 +195,7 @@ fn a_reader_that_leaves_ends_it() -> Result<()> {
 }
 
 fn bad_targets_are_named() -> Result<()> {
-    let fails = |args: &[&str], code: i32, remedy: &str| -> Result<()> {
-        let ended = harness::run("memleak", args)?;
-        ensure!(ended.status.code() == Some(code), "{args:?}: {ended:?}");
-        ensure!(
-            ended.stderr.contains(remedy),
-            "{args:?}: not {remedy:?} in {}",
-            ended.stderr
-        );
-        ensure!(ended.stdout.is_empty(), "{args:?}: {ended:?}");
-        Ok(())
-    };
+    let fails = |args: &[&str], code, remedy| harness::refuses("memleak", args, code, remedy);
     fails(&["-p", "4194305"], 1, "no process has PID 4194305")?;
     fails(&["-p", "2"], 1, "is a kernel thread")?;
     fails(&["-c", "no-such-command-here"], 1, "command not found")?;
