@@ -214,6 +214,18 @@ impl Symbolizer {
         self.spaces.look_at_all();
     }
 
+    /// Begins, once the probes are live: names the frames of interpreters by these, if they are walked, and
+    /// remembers what all running processes have mapped. Returns what
+    /// [`crate::run::poll::Poller::watch_mappings`] waits for.
+    ///
+    /// # Errors
+    /// If there are no file descriptors left.
+    pub fn begin(&mut self, names: Option<InterpreterNames>) -> Result<OwnedFd> {
+        self.name_interpreters(names);
+        self.look_around();
+        self.descriptor()
+    }
+
     /// Reads the kernel's symbols now, and not when the first is asked for.
     pub fn read_kernel_names(&mut self) {
         self.kernel

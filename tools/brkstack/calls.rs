@@ -71,12 +71,10 @@ pub(crate) fn print(
         clock: Clock::new(),
         output,
     };
-    if let Some(symbolizer) = &mut calls.symbolizer {
-        symbolizer.name_interpreters(unwinder.as_ref().and_then(Unwinder::names));
-        symbolizer.look_around();
-    }
-    let symbolizer = calls.symbolizer.as_ref();
-    let mappings = symbolizer.map(Symbolizer::descriptor).transpose()?;
+    let names = unwinder.as_ref().and_then(Unwinder::names);
+    let symbolizer = calls.symbolizer.as_mut();
+    let mappings = symbolizer.map(|symbolizer| symbolizer.begin(names));
+    let mappings = mappings.transpose()?;
     if let Some(mappings) = &mappings {
         poller.watch_mappings(mappings);
     }

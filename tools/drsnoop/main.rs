@@ -59,14 +59,15 @@ fn run(args: Args) -> Result<ExitCode> {
     }
     let events: Events<event> = Events::new(&skel.maps.events)?;
 
-    if let Some(symbolizer) = &mut symbolizer {
-        symbolizer.name_interpreters(unwinder.as_ref().and_then(Unwinder::names));
-    }
-    let mut printer = Printer::new(&args, &skel, symbolizer, output, exports, metrics)?;
-    let mappings = printer.look_around()?;
+    let names = unwinder.as_ref().and_then(Unwinder::names);
+    let mappings = symbolizer
+        .as_mut()
+        .map(|symbolizer| symbolizer.begin(names));
+    let mappings = mappings.transpose()?;
     if let Some(mappings) = &mappings {
         poller.watch_mappings(mappings);
     }
+    let mut printer = Printer::new(&args, &skel, symbolizer, output, exports, metrics)?;
     printer.exports.begin();
     protect::from_lack_of_memory("drsnoop");
     eprintln!("drsnoop: tracing direct reclaim ({how}), Ctrl-C to end");

@@ -1,7 +1,6 @@
 //! Events as rows, in metrics and in files of other formats.
 
 use std::collections::HashMap;
-use std::os::fd::OwnedFd;
 
 use anyhow::Result;
 use libbpf_rs::MapMut;
@@ -101,16 +100,6 @@ impl<'a> Printer<'a> {
             told_of_free: false,
             columns: args.columns(),
         })
-    }
-
-    /// Remembers what processes execute, if stacks are to be named. Returns what to wait for to hear
-    /// of changes.
-    pub(crate) fn look_around(&mut self) -> Result<Option<OwnedFd>> {
-        let Some(symbolizer) = &mut self.symbolizer else {
-            return Ok(None);
-        };
-        symbolizer.look_around();
-        symbolizer.descriptor().map(Some)
     }
 
     pub(crate) fn print(&mut self, events: impl Iterator<Item = event>) -> Result<()> {

@@ -20,6 +20,7 @@ use memtools::process::filter::Tasks;
 use memtools::run::cli;
 use memtools::run::losses::Losses;
 use memtools::run::target::Target;
+use memtools::stacks::unwind::Unwinder;
 
 use crate::args::Args;
 use crate::row::Record;
@@ -39,7 +40,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let (mut poller, output) = args.common.start_as("mmapsnoop", args.format())?;
     let mut target = Target::choose(&args.target, Tasks::Programs)?;
     let mut skel = attach::load(&args, target.filter())?;
-    let symbolizer = args
+    let mut symbolizer = args
         .with_stacks()
         .then(|| {
             let symbolizer = target.symbolizer()?;
@@ -53,8 +54,12 @@ fn run(args: Args) -> Result<ExitCode> {
     let links = attach::start(&mut skel, &args)?;
     let events = Events::decoding(&skel.maps.events, Record::decode)?;
 
+    let names = unwinder.as_ref().and_then(Unwinder::names);
+    let mappings = symbolizer
+        .as_mut()
+        .map(|symbolizer| symbolizer.begin(names));
+    let mappings = mappings.transpose()?;
     let mut tracer = Tracer::new(&args, &skel, symbolizer, output, exports)?;
-    let mappings = tracer.look_around(unwinder.as_ref())?;
     tracer.exports.begin();
     eprintln!("mmapsnoop: tracing mmap(2)... Ctrl-C to end");
     tracer.output.header(&tracer.columns.header())?;

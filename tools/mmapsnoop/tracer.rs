@@ -1,7 +1,6 @@
 //! Events as rows, and as sums for the files of other formats.
 
 use std::collections::HashMap;
-use std::os::fd::OwnedFd;
 
 use anyhow::Result;
 use libbpf_rs::MapMut;
@@ -14,7 +13,6 @@ use memtools::process::container::Homes;
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
-use memtools::stacks::unwind::Unwinder;
 
 use crate::args::Args;
 use crate::bpf::Loaded;
@@ -69,17 +67,6 @@ impl<'a> Tracer<'a> {
             exports,
             args,
         })
-    }
-
-    /// Remembers what processes execute, if stacks are to be named. Returns what to wait for to hear
-    /// of changes.
-    pub(crate) fn look_around(&mut self, unwinder: Option<&Unwinder>) -> Result<Option<OwnedFd>> {
-        let Some(symbolizer) = &mut self.symbolizer else {
-            return Ok(None);
-        };
-        symbolizer.name_interpreters(unwinder.and_then(Unwinder::names));
-        symbolizer.look_around();
-        symbolizer.descriptor().map(Some)
     }
 
     /// Prints what has come, or adds it up.

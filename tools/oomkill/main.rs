@@ -66,17 +66,23 @@ fn run(args: Args) -> Result<ExitCode> {
     let events: Events<event> = Events::new(&skel.maps.events)?;
 
     if let Some(symbolizer) = &mut symbolizer {
-        symbolizer.name_interpreters(unwinder.as_ref().and_then(Unwinder::names));
+        // There may be no memory for them later.
+        symbolizer.read_kernel_names();
+    }
+    // What processes execute is remembered: the one whose stack is to be named is often the victim.
+    let names = unwinder.as_ref().and_then(Unwinder::names);
+    let mappings = symbolizer
+        .as_mut()
+        .map(|symbolizer| symbolizer.begin(names));
+    let mappings = mappings.transpose()?;
+    if let Some(mappings) = &mappings {
+        poller.watch_mappings(mappings);
     }
     let choice = Choice::of(&args.target, &target);
     let alone = attach::is_mark_victim_alone(how);
     let mut printer = Printer::new(
         &args, &skel, alone, choice, symbolizer, output, exports, metrics,
     )?;
-    let mappings = printer.look_around()?;
-    if let Some(mappings) = &mappings {
-        poller.watch_mappings(mappings);
-    }
     printer.exports.begin();
     protect::from_lack_of_memory("oomkill");
     eprintln!("oomkill: tracing OOM kills ({how}), Ctrl-C to end");

@@ -1,7 +1,6 @@
 //! Events as rows, in metrics and in files of other formats.
 
 use std::fs;
-use std::os::fd::OwnedFd;
 
 use anyhow::Result;
 use libbpf_rs::MapMut;
@@ -95,18 +94,6 @@ impl<'a> Printer<'a> {
             last: None,
             choice,
         })
-    }
-
-    /// Remembers what processes execute: the one whose stack is to be named is often the victim.
-    /// Returns what to wait for to hear of changes.
-    pub(crate) fn look_around(&mut self) -> Result<Option<OwnedFd>> {
-        let Some(symbolizer) = &mut self.symbolizer else {
-            return Ok(None);
-        };
-        symbolizer.look_around();
-        // There may be no memory for them later.
-        symbolizer.read_kernel_names();
-        symbolizer.descriptor().map(Some)
     }
 
     pub(crate) fn print(&mut self, events: impl Iterator<Item = event>) -> Result<()> {
