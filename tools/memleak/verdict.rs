@@ -161,7 +161,8 @@ impl<'a> Case<'a> {
             walked.heap.coverage = Coverage::Complete;
         }
         expect_whole(&walked)?;
-        let mut case = Self::of(process, walked, kernel::words(process.pid()));
+        let home = Home::of_process(process.pid());
+        let mut case = Self::of(process, home, walked, kernel::words(process.pid()));
         case.before = judge::lost_blocks(&case.heap, &case.reach);
         if !case.before.is_empty() {
             expect_readable(&case.image)?;
@@ -172,18 +173,15 @@ impl<'a> Case<'a> {
     fn look(request: &Request<'a>) -> Result<Self> {
         // What the kernel has at the time between is in one of these, unless it has it for less than that.
         let mut kept = kernel::words(request.process.pid());
+        // It may have ended once it is walked.
         let home = Home::of_process(request.process.pid());
         let walked = Walked::take(request, "memleak")?;
         expect_whole(&walked)?;
         kept.extend(kernel::words(request.process.pid()));
-        Ok(Self {
-            // It may have ended since.
-            home,
-            ..Self::of(request.process, walked, kept)
-        })
+        Ok(Self::of(request.process, home, walked, kept))
     }
 
-    fn of(process: &'a Process, walked: Walked, kept: Vec<Kept>) -> Self {
+    fn of(process: &'a Process, home: Home, walked: Walked, kept: Vec<Kept>) -> Self {
         let Walked {
             mut image, heap, ..
         } = walked;
@@ -194,7 +192,7 @@ impl<'a> Case<'a> {
         let python = types.as_ref().map_or(&[][..], |types| &types.python);
         Self {
             process,
-            home: Home::of_process(process.pid()),
+            home,
             reach: Reach::new(&image, &heap, python),
             types,
             before: HashSet::new(),

@@ -91,7 +91,7 @@ impl Request<'_> {
         let start = Instant::now();
         let stopped = Stopped::stop(pid)?;
         let copied_ns = clock::monotonic_ns();
-        let mut threads = stopped.registers();
+        let threads = stopped.registers();
         let (areas, runs) = look(pid, pages)?;
         let bytes = sum(&runs);
         if bytes > buffer.len() as u64 {
@@ -108,16 +108,12 @@ impl Request<'_> {
         }
         drop(realtime);
         self.process.expect_running()?;
-        name(pid, &mut threads);
         let mut image = Image {
-            pid,
-            comm: comm(&format!("/proc/{pid}/comm")),
             areas,
-            threads,
             paused,
             copied_ns,
             unread,
-            ..Image::default()
+            ..named(pid, threads)
         };
         image.set_memory(runs, buffer)?;
         Ok(Some(image))
@@ -146,23 +142,19 @@ fn take_stopped(process: &Process, stopped: &Stopped) -> Result<Image> {
     let pid = process.pid();
     let (copied_ns, start) = (clock::monotonic_ns(), Instant::now());
     expect_known(process)?;
-    let mut threads = stopped.registers();
+    let threads = stopped.registers();
     let (areas, runs) = look(pid, &mut Pages::open(pid)?)?;
     let bytes = sum(&runs);
     expect_room(pid, bytes)?;
     let mut buffer = copy::buffer(usize::try_from(bytes)?)?;
     let unread = copy::copy(pid, &runs, &mut buffer)?;
     process.expect_running()?;
-    name(pid, &mut threads);
     let mut image = Image {
-        pid,
-        comm: comm(&format!("/proc/{pid}/comm")),
         areas,
-        threads,
         paused: start.elapsed(),
         copied_ns,
         unread,
-        ..Image::default()
+        ..named(pid, threads)
     };
     image.set_memory(runs, buffer)?;
     Ok(image)
@@ -245,10 +237,16 @@ fn sum(runs: &[Range<u64>]) -> u64 {
     runs.iter().map(|run| run.end - run.start).sum()
 }
 
-/// Fills in the threads' names.
-fn name(pid: u32, threads: &mut [Thread]) {
-    for thread in threads {
+/// An image without memory: the process and its threads, with their names.
+fn named(pid: u32, mut threads: Vec<Thread>) -> Image {
+    for thread in &mut threads {
         thread.comm = comm(&format!("/proc/{pid}/task/{}/comm", thread.tid));
+    }
+    Image {
+        pid,
+        comm: comm(&format!("/proc/{pid}/comm")),
+        threads,
+        ..Image::default()
     }
 }
 
