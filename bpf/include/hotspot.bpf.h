@@ -22,12 +22,10 @@ enum hotspot_layout {
 	HOTSPOT_HEAPS = 4,
 	/* In a word of pc[]: the rest is the address of the Method of an interpreted function. */
 	HOTSPOT_INTERPRETED_BIT = 62,
+	HOTSPOT_STEPS = 64,  /* through the map: each is of up to 254 segments of 128 bytes */
+	HOTSPOT_FREE = 0xff, /* in the map: no block is there */
 };
 #define HOTSPOT_PROCESSES 256
-/* A step of the map is up to 254 segments of 128 bytes; blocks that were joined have shorter ones.
- */
-#define HOTSPOT_STEPS 64
-#define HOTSPOT_FREE  0xff /* in the map: no block is there */
 
 struct hotspot_heap {
 	__u64 start;
@@ -139,19 +137,9 @@ __noinline __u64 hotspot_row(__u64 layout, __u64 at)
 /* Ask user space to look for HotSpot in the current process, unless it was asked just now. */
 static __noinline int hotspot_ask(__u64 layout)
 {
-	struct unwind_request *request;
-
-	if (!layout || bpf_map_lookup_elem(&hotspot_processes, &layout) || !unwind_is_time(~layout))
+	if (!layout || bpf_map_lookup_elem(&hotspot_processes, &layout))
 		return 0;
-	request = bpf_ringbuf_reserve(&unwind_requests, sizeof(*request), 0);
-	if (!request)
-		return 0;
-	__builtin_memset(request, 0, sizeof(*request));
-	request->file = layout;
-	request->pid = unwind_process_of_current();
-	request->interpreter = UNWIND_ASK_HOTSPOT;
-	bpf_ringbuf_submit(request, 0);
-	return 0;
+	return unwind_ask_interpreter(layout, ~layout, UNWIND_ASK_HOTSPOT);
 }
 
 #endif /* MEMTOOLS_HOTSPOT_BPF_H */

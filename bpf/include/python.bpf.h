@@ -225,20 +225,9 @@ static __noinline int python_walked(__u32 index)
  */
 static __noinline int python_ask(struct stack_walk *walk)
 {
-	struct unwind_request *request;
-
-	if (!walk->layout || bpf_map_lookup_elem(&python_processes, &walk->layout) ||
-	    !unwind_is_time(walk->layout))
+	if (!walk->layout || bpf_map_lookup_elem(&python_processes, &walk->layout))
 		return 0;
-	request = bpf_ringbuf_reserve(&unwind_requests, sizeof(*request), 0);
-	if (!request)
-		return 0;
-	__builtin_memset(request, 0, sizeof(*request));
-	request->file = walk->layout;
-	request->pid = unwind_process_of_current();
-	request->interpreter = UNWIND_ASK_PYTHON;
-	bpf_ringbuf_submit(request, 0);
-	return 0;
+	return unwind_ask_interpreter(walk->layout, walk->layout, UNWIND_ASK_PYTHON);
 }
 
 #endif /* MEMTOOLS_PYTHON_BPF_H */

@@ -246,6 +246,27 @@ static __noinline int unwind_ask(__u32 index)
 }
 
 /*
+ * Ask user space to look for this interpreter in the current process, of this layout, unless
+ * it was asked just now; `hash` tells the requests of each apart.
+ */
+static __always_inline int unwind_ask_interpreter(__u64 layout, __u64 hash, __u32 interpreter)
+{
+	struct unwind_request *request;
+
+	if (!unwind_is_time(hash))
+		return 0;
+	request = bpf_ringbuf_reserve(&unwind_requests, sizeof(*request), 0);
+	if (!request)
+		return 0;
+	__builtin_memset(request, 0, sizeof(*request));
+	request->file = layout;
+	request->pid = unwind_process_of_current();
+	request->interpreter = interpreter;
+	bpf_ringbuf_submit(request, 0);
+	return 0;
+}
+
+/*
  * Find the mapping that is at `pc`, and what is known of its file. Returns a row
  * that says why not, or 0.
  */

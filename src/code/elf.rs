@@ -253,24 +253,28 @@ pub fn is_go(file: &File) -> bool {
     Elf::read(file).is_ok_and(|elf| elf.section(".go.buildinfo").is_some())
 }
 
-/// Whether it is HotSpot, the Java virtual machine, by what that has for debuggers.
-pub fn is_hotspot(file: &File) -> bool {
-    has_dynamic_name(file, b"\0gHotSpotVMStructs\0")
+/// Which interpreters a file may hold, or use from another file.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MayHold {
+    /// CPython.
+    pub python: bool,
+    /// HotSpot, the Java virtual machine.
+    pub hotspot: bool,
 }
 
-/// Whether it may hold the interpreter of CPython, or uses one that is in another file.
-pub fn may_be_python(file: &File) -> bool {
-    has_dynamic_name(file, b"\0_PyRuntime\0")
-}
-
-/// Whether a name is among those that the file exports or needs.
-fn has_dynamic_name(file: &File, name: &[u8]) -> bool {
+/// Which interpreters a file may hold, by names that it exports or needs; HotSpot's are for debuggers.
+pub fn may_hold(file: &File) -> MayHold {
     const NAMES: &str = ".dynstr";
-    let has_name = |elf: &Elf<'_>| {
-        let names = elf.contents(elf.section(NAMES)?, MAX_DYNAMIC_NAMES).ok()?;
-        memmem::find(&names, name)
+    let contents = |elf: &Elf<'_>| elf.contents(elf.section(NAMES)?, MAX_DYNAMIC_NAMES).ok();
+    let names = Elf::read(file).ok().and_then(|elf| contents(&elf));
+    let has = |name: &[u8]| {
+        let found = names.as_ref().map(|names| memmem::find(names, name));
+        found.flatten().is_some()
     };
-    Elf::read(file).is_ok_and(|elf| has_name(&elf).is_some())
+    MayHold {
+        python: has(b"\0_PyRuntime\0"),
+        hotspot: has(b"\0gHotSpotVMStructs\0"),
+    }
 }
 
 /// The program interpreter (dynamic linker) that the file asks for, as the file spells it.

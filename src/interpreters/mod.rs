@@ -3,15 +3,21 @@
 //!
 //! | module | what it is for |
 //! |---|---|
+//! | `finders` | what finds the interpreters of processes for the kernel half |
 //! | [`hotspot`] | HotSpot: where it has the code that it generates |
 //! | `memory` | the memory of a process that has an interpreter |
 //! | [`python`] | CPython: its code objects, and their lines |
+//! | `search` | the search among the files that a process executes |
+//! | `told` | what the kernel half and the user were told |
 
 use clap::ValueEnum;
 
+pub(crate) mod finders;
 pub mod hotspot;
 pub(crate) mod memory;
 pub mod python;
+mod search;
+mod told;
 
 /// Options of the tools that show user stacks, for the frames of interpreters.
 #[derive(Debug, Clone, Copy, Default, clap::Args)]

@@ -8,9 +8,10 @@ use crate::interpreters::memory::Memory;
 
 /// Heaps that the kernel half has room for.
 const HEAPS: usize = hotspot_layout::HOTSPOT_HEAPS.0 as usize;
-/// Steps through a heap's map, and what its bytes mean, as in `hotspot.bpf.h`.
-const STEPS: usize = 64;
-const FREE: u8 = 0xff;
+/// Steps through a heap's map.
+const STEPS: u32 = hotspot_layout::HOTSPOT_STEPS.0;
+/// What the map has where no block is.
+const FREE: u8 = hotspot_layout::HOTSPOT_FREE.0 as u8;
 /// What the block is called that holds the interpreter.
 const INTERPRETER: &str = "Interpreter";
 /// The bytes of code that one heap may have: HotSpot's own limit is 2 GiB for all.

@@ -3,7 +3,7 @@
 //! Nothing is taken for granted: the interpreter is found by what its file exports, and where a thread
 //! keeps its state by a search that has to agree for several threads. All that is read is bounded.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::BTreeSet;
 
 use anyhow::Result;
 
@@ -13,8 +13,9 @@ use crate::code::elf;
 use crate::code::elf_file::Elf;
 use crate::code::probe_place::{self, Wish};
 use crate::interpreters::memory::{self, Memory};
+use crate::interpreters::search::{Files, Located, Seen};
 use crate::process::mapped_file::MappedFile;
-use crate::process::proc::{FileId, Mapping, Process};
+use crate::process::proc::Mapping;
 use crate::stacks::unwind::rules::Rules;
 
 /// Threads that are looked at to find where each has its state.
@@ -27,8 +28,6 @@ const FIRST_KEY: u64 = 0x318;
 const KEYS: u64 = 32;
 /// In a type: the function that ends its objects, `tp_dealloc`.
 const TYPE_DEALLOC: u64 = 48;
-/// Files without an interpreter that are remembered.
-const OTHERS: usize = 4096;
 
 /// What was found.
 #[derive(Debug)]
@@ -67,44 +66,19 @@ impl Python {
     }
 }
 
-/// What became of a search.
-#[derive(Debug)]
-pub(super) enum Located {
-    Found(Box<Python>),
-    /// The process has none, or none that has begun.
-    None,
-    /// The process has one whose frames cannot be walked, for this reason.
-    Unknown(String),
-}
-
-/// Looks for the interpreter of a process, in files other than `others`, to which those that hold none are
-/// added.
+/// Looks for the interpreter of a process.
 ///
 /// # Errors
 /// If the process cannot be read, or has exited.
-pub(super) fn locate(pid: u32, others: &mut HashSet<FileId>) -> Result<Located> {
-    let mappings = Process::open(pid)?.mappings()?;
-    if others.len() > OTHERS {
-        others.clear();
-    }
-    let code = mappings
-        .iter()
-        .filter(|mapping| mapping.executable && mapping.inode != 0);
-    for mapping in code {
-        if others.contains(&mapping.file_id()) {
-            continue;
-        }
-        let Ok(file) = MappedFile::open(pid, mapping) else {
-            continue;
-        };
-        if elf::may_be_python(file.file())
-            && let Some(interpreter) = Interpreter::open(pid, mapping, &file)?
-        {
-            return interpreter.describe(file, &mappings);
-        }
-        others.insert(mapping.file_id());
-    }
-    Ok(Located::None)
+pub(super) fn locate(pid: u32, files: &mut Files) -> Result<Located<Python>> {
+    files.locate(
+        pid,
+        |may_hold| may_hold.python,
+        |file, mapping, mappings| match Interpreter::open(pid, mapping, &file)? {
+            Some(interpreter) => Ok(Seen::It(interpreter.describe(file, mappings)?)),
+            None => Ok(Seen::No),
+        },
+    )
 }
 
 /// An interpreter in a process's memory.
@@ -146,7 +120,7 @@ impl Interpreter {
         }))
     }
 
-    fn describe(&self, file: MappedFile, mappings: &[Mapping]) -> Result<Located> {
+    fn describe(&self, file: MappedFile, mappings: &[Mapping]) -> Result<Located<Python>> {
         let unknown = |why: String| Ok(Located::Unknown(why));
         let Some(minor) = self.minor(&file) else {
             return unknown("of an unknown version".to_owned());
@@ -310,31 +284,10 @@ fn has_glibc(mappings: &[Mapping]) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::io::{BufRead, BufReader};
-    use std::process::{Child, Command, Stdio};
+    use std::process::Command;
 
     use super::*;
-
-    /// A process that is killed with the value, and has printed a line.
-    struct Running(Child);
-
-    impl Running {
-        fn start(command: &mut Command) -> Self {
-            let child = command.stdout(Stdio::piped()).stdin(Stdio::piped()).spawn();
-            let mut child = child.expect("a program of the machine");
-            let mut line = String::new();
-            let stdout = child.stdout.as_mut().expect("piped");
-            BufReader::new(stdout).read_line(&mut line).expect("a line");
-            Self(child)
-        }
-    }
-
-    impl Drop for Running {
-        fn drop(&mut self) {
-            let _ = self.0.kill();
-            let _ = self.0.wait();
-        }
-    }
+    use crate::interpreters::search::tests::Running;
 
     #[test]
     fn the_interpreter_of_a_process_is_found_where_its_threads_agree() {
@@ -342,7 +295,7 @@ mod tests {
                     for _ in range(3): threading.Thread(target=sys.stdin.read, daemon=True).start()\n\
                     print('ready', flush=True); threading.Event().wait()";
         let python = Running::start(Command::new("python3").args(["-c", code]));
-        let found = locate(python.0.id(), &mut HashSet::new()).expect("a process of ours");
+        let found = locate(python.pid(), &mut Files::default()).expect("a process of ours");
         let Located::Found(found) = found else {
             panic!("{found:?}");
         };
@@ -353,13 +306,13 @@ mod tests {
             "{found:?}"
         );
         assert!(found.deaths().expect("its file").is_some(), "{found:?}");
-        assert_ne!(memory::layout(python.0.id()).expect("its layout"), 0);
+        assert_ne!(memory::layout(python.pid()).expect("its layout"), 0);
     }
 
     #[test]
     fn a_process_without_an_interpreter_has_none() {
-        let other = Running::start(Command::new("sh").args(["-c", "echo ready; read _"]));
-        let found = locate(other.0.id(), &mut HashSet::new()).expect("a process of ours");
+        let other = Running::shell();
+        let found = locate(other.pid(), &mut Files::default()).expect("a process of ours");
         assert!(matches!(found, Located::None), "{found:?}");
     }
 }

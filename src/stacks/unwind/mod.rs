@@ -33,9 +33,10 @@ use self::publish::Publisher;
 use self::store::Store;
 pub use self::summary::Summary;
 use self::tables::Tables;
-use self::worker::{Interpreters as Found, Queue, Worker};
+use self::worker::{Queue, Worker};
 use crate::bpf::program_stats;
 use crate::bpf::types::unwind_mode;
+use crate::interpreters::finders::Finders;
 use crate::interpreters::hotspot::hotspots::Hotspots;
 use crate::interpreters::python::codes::Codes;
 use crate::interpreters::python::pythons::Pythons;
@@ -160,27 +161,30 @@ impl Whose {
         Ok(())
     }
 
-    /// Looks for the interpreters of processes that run, if their frames are to be walked.
-    fn interpreters(&self, args: UnwindArgs, parts: &Parts<'_>) -> Result<Found> {
+    /// Looks for the interpreters of processes that run, if their frames are to be walked. Returns what finds
+    /// others, and what names their functions.
+    fn interpreters(
+        &self,
+        args: UnwindArgs,
+        parts: &Parts<'_>,
+    ) -> Result<Option<(Finders, InterpreterNames)>> {
         if args.interpreters() == 0 {
-            return Ok(Found::default());
+            return Ok(None);
         }
-        let mut hotspots = Hotspots::new(handle(parts.hotspots)?);
-        let mut pythons = Pythons::new(
+        let hotspots = Hotspots::new(handle(parts.hotspots)?);
+        let java = hotspots.names();
+        let pythons = Pythons::new(
             handle(parts.pythons)?,
             parts.python_deaths,
             parts.python_note,
         )?;
+        let mut finders = Finders::new(pythons, hotspots);
         if let Self::Processes(pids) = self {
-            for &pid in pids {
-                pythons.look_at(pid, None);
-                hotspots.look_at(pid, None);
-            }
+            pids.iter().for_each(|&pid| finders.look_at(pid));
         }
-        Ok(Found {
-            pythons: Some(pythons),
-            hotspots: Some(hotspots),
-        })
+        let codes = Codes::start(parts.python_codes)?;
+        let python = PythonNames::new(codes, args.interpreters);
+        Ok(Some((finders, InterpreterNames { python, java })))
     }
 
     /// Makes the tables of processes that run. Returns what there was no time for.
@@ -376,14 +380,8 @@ impl Unwinder {
             None => whose.begin(Store::new(handle(parts.shards)?, args.memory << 20))?,
         };
         tables.publish_by(Publisher::new(parts.publish)?, handle(parts.files)?)?;
-        let interpreters = whose.interpreters(args, &parts)?;
-        if let Some(hotspots) = &interpreters.hotspots {
-            let codes = Codes::start(parts.python_codes)?;
-            unwinder.names = Some(InterpreterNames {
-                python: PythonNames::new(codes, args.interpreters),
-                java: hotspots.names(),
-            });
-        }
+        let (finders, names) = whose.interpreters(args, &parts)?.unzip();
+        unwinder.names = names;
         let held = match whose {
             Whose::Command {
                 pid, descendants, ..
@@ -397,7 +395,7 @@ impl Unwinder {
             }
             Whose::Processes(_) => None,
         };
-        unwinder.worker = Some(Worker::start(tables, queue, parts, held, interpreters)?);
+        unwinder.worker = Some(Worker::start(tables, queue, parts, held, finders)?);
         Ok(unwinder)
     }
 

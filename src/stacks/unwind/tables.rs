@@ -196,13 +196,14 @@ impl Tables {
             return Ok(Looked::Known);
         }
         let mut flags = 0;
-        if elf::is_hotspot(file) {
+        let may_hold = elf::may_hold(file);
+        if may_hold.hotspot {
             flags |= UNWIND_HOTSPOT;
             if !self.hotspot_keeps_frame_pointers {
                 flags |= UNWIND_SKIPS;
             }
         }
-        if elf::may_be_python(file) {
+        if may_hold.python {
             flags |= UNWIND_PYTHON;
         }
         let code = self.load(name, Rules::of_file(file), key, flags)?;

@@ -17,8 +17,7 @@ use super::tables::{Looked, Tables, is_code};
 use super::{Parts, WhileStopped, handle, join, tell};
 use crate::bpf::ring::Events;
 use crate::bpf::types::{unwind_ask as Ask, unwind_request as Request};
-use crate::interpreters::hotspot::hotspots::Hotspots;
-use crate::interpreters::python::pythons::Pythons;
+use crate::interpreters::finders::Finders;
 use crate::print::clock;
 use crate::process::mapped_file::MappedFile;
 use crate::process::proc::{Mapping, Process};
@@ -106,7 +105,7 @@ impl Worker {
         queue: Queue,
         parts: Parts<'_>,
         held: Option<Held>,
-        interpreters: Interpreters,
+        finders: Option<Finders>,
     ) -> Result<Self> {
         let (requests, asked) = (handle(parts.requests)?, handle(parts.asked)?);
         let (stopped, stop) = pipe().context("failed to open a pipe")?;
@@ -117,7 +116,7 @@ impl Worker {
             in_vain: HashMap::new(),
             busy: HashMap::new(),
             held,
-            interpreters,
+            finders,
             while_stopped: parts.while_stopped,
         };
         let thread = thread::Builder::new()
@@ -145,25 +144,6 @@ fn raise_priority() {
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
 }
 
-/// What finds the interpreters of processes; none of them if they are not asked for.
-#[derive(Default)]
-pub(super) struct Interpreters {
-    pub(super) pythons: Option<Pythons>,
-    pub(super) hotspots: Option<Hotspots>,
-}
-
-impl Interpreters {
-    /// Looks for those of a process that is stopped because it has mapped code.
-    fn look_at_stopped(&mut self, pid: u32) {
-        if let Some(pythons) = &mut self.pythons {
-            pythons.look_at_stopped(pid);
-        }
-        if let Some(hotspots) = &mut self.hotspots {
-            hotspots.look_at_stopped(pid);
-        }
-    }
-}
-
 /// What the thread knows.
 struct Answers {
     tables: Tables,
@@ -175,7 +155,8 @@ struct Answers {
     /// Processes that may be mapping code still, and are soon to be looked at again; since when.
     busy: HashMap<u32, Instant>,
     held: Option<Held>,
-    interpreters: Interpreters,
+    /// What finds the interpreters of processes, unless that is not asked for.
+    finders: Option<Finders>,
     while_stopped: Option<WhileStopped>,
 }
 
@@ -262,7 +243,9 @@ impl Answers {
             self.tables.look_at(waiting, false)?;
         }
         // Before its first instruction that allocates, if it is one.
-        self.interpreters.look_at_stopped(pid);
+        if let Some(finders) = &mut self.finders {
+            finders.look_at_stopped(pid);
+        }
         tell(&self.tables, pid, begun.elapsed());
         if let Some(held) = &mut self.held {
             held.go_on(pid, request.held_file);
@@ -298,17 +281,17 @@ impl Answers {
 
     /// Looks for the interpreter of a process that runs code of one.
     fn asked_of_interpreter(&mut self, request: &Request) -> Result<()> {
-        let layout = request.file;
-        let is_hotspot = request.interpreter == Ask::UNWIND_ASK_HOTSPOT.0;
-        let found = if is_hotspot {
-            let hotspots = self.interpreters.hotspots.as_mut();
-            hotspots.is_none_or(|hotspots| hotspots.look_at(request.pid, Some(layout)))
-        } else {
-            let pythons = self.interpreters.pythons.as_mut();
-            pythons.is_none_or(|pythons| pythons.look_at(request.pid, Some(layout)))
+        let Some(finders) = &mut self.finders else {
+            return Ok(());
         };
+        let (ask, layout) = (Ask(request.interpreter), request.file);
+        let found = finders.answer(ask, request.pid, layout);
         // The kernel half keeps the two apart so.
-        let asked = if is_hotspot { !layout } else { layout };
+        let asked = if ask == Ask::UNWIND_ASK_HOTSPOT {
+            !layout
+        } else {
+            layout
+        };
         if found {
             self.in_vain.remove(&asked);
             return Ok(());

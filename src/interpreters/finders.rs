@@ -1,0 +1,45 @@
+//! What finds the interpreters of processes for the kernel half.
+
+use super::hotspot::hotspots::Hotspots;
+use super::python::pythons::Pythons;
+use super::search::Files;
+use crate::bpf::types::unwind_ask as Ask;
+
+/// The finders of each kind of interpreter.
+pub(crate) struct Finders {
+    files: Files,
+    pythons: Pythons,
+    hotspots: Hotspots,
+}
+
+impl Finders {
+    pub(crate) fn new(pythons: Pythons, hotspots: Hotspots) -> Self {
+        Self {
+            files: Files::default(),
+            pythons,
+            hotspots,
+        }
+    }
+
+    /// Looks for the interpreters of a process that runs.
+    pub(crate) fn look_at(&mut self, pid: u32) {
+        self.pythons.look_at(pid, None, &mut self.files);
+        self.hotspots.look_at(pid, None, &mut self.files);
+    }
+
+    /// Looks for those of a process that is stopped because it has mapped code.
+    pub(crate) fn look_at_stopped(&mut self, pid: u32) {
+        self.pythons.look_at_stopped(pid, &mut self.files);
+        self.hotspots.look_at_stopped(pid, &mut self.files);
+    }
+
+    /// Answers the kernel half, which has asked for an interpreter of a process with this layout. Returns
+    /// whether it was found.
+    pub(crate) fn answer(&mut self, ask: Ask, pid: u32, layout: u64) -> bool {
+        let (layout, files) = (Some(layout), &mut self.files);
+        match ask {
+            Ask::UNWIND_ASK_HOTSPOT => self.hotspots.look_at(pid, layout, files),
+            _ => self.pythons.look_at(pid, layout, files),
+        }
+    }
+}
