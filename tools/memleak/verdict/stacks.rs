@@ -58,11 +58,9 @@ impl Known {
             let Some(stack) = stacks.named(path)? else {
                 continue;
             };
-            for kind in LeakKind::EACH {
-                if let Some(entry) = suppressions.find(kind, frames(&stack)) {
-                    known.suppressed.insert((path, kind), entry);
-                }
-            }
+            let found = suppressions.find(frames(&stack)).into_iter();
+            let found = found.map(|(kind, entry)| ((path, kind), entry));
+            known.suppressed.extend(found);
             known.stacks.insert(path, stack);
         }
         Ok(known)
