@@ -19,11 +19,13 @@
 //! | [`kernel`] | words that the kernel keeps for a process |
 //! | [`roots`] | where references begin, and what those places are |
 //! | [`reach`] | which blocks can be reached, and by which chain |
+//! | [`growth`] | which blocks become ever more, in several images |
 
 pub mod area;
 pub mod blocks;
 pub mod capture;
 pub mod glibc;
+pub mod growth;
 pub mod image;
 pub mod kernel;
 pub mod mallocng;

@@ -14,6 +14,7 @@ mod export;
 mod faults;
 mod ffaults;
 mod follow;
+mod growth;
 mod harness;
 mod heap;
 mod hfaults;
@@ -83,6 +84,7 @@ fn all() -> impl Iterator<Item = Trial> {
         faults::tests(),
         ffaults::tests(),
         follow::tests(),
+        growth::tests(),
         mmapsnoop::tests(),
         oomkill::tests(),
         perfetto::tests(),

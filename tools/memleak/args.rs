@@ -21,6 +21,7 @@ use memtools::stacks::table;
 use memtools::stacks::unwind::UnwindArgs;
 
 use crate::difference::DifferenceArgs;
+use crate::growth::args::GrowthArgs;
 use crate::heap::args::HeapArgs;
 use crate::kernel::args::KernelArgs;
 use crate::processes::pool::{Allocates, Frees, Named};
@@ -73,6 +74,7 @@ examples:
   memleak -p 1234 --types      which types of objects are allocated; traces nothing
   memleak -p 1234 --verdict    which of its blocks nothing refers to, and what holds the rest
   memleak -p 1234 --verdict=60 the same, with the stacks of what is allocated within a minute
+  memleak -p 1234 --growth 60  which types of its blocks become ever more, and what kind of growth that is
   memleak -c ./test --verdict=exit --fail-on unreachable
                                status 3 if the command, at its exit, has leaked
   memleak --container --cgroup db
@@ -262,6 +264,9 @@ pub(crate) struct Args {
 
     #[command(flatten)]
     pub(crate) verdict: VerdictArgs,
+
+    #[command(flatten)]
+    pub(crate) growth: GrowthArgs,
 
     #[command(flatten)]
     pub(crate) kernel: KernelArgs,

@@ -1,12 +1,13 @@
 //! memleak: memory that a process or the kernel allocated and has not freed, by call stack.
 //!
-//! Four kinds of runs: [`processes`] traces allocations by uprobes on the allocators' functions
+//! Five kinds of runs: [`processes`] traces allocations by uprobes on the allocators' functions
 //! (`bpf/memleak.bpf.c`), [`kernel`] those of the kernel by tracepoints, and
-//! [`heap`] and [`verdict`] look at a live heap without probes. A trace is a [`source`] of what is
+//! [`heap`], [`growth`] and [`verdict`] look at a live heap without probes. A trace is a [`source`] of what is
 //! outstanding; [`reporter`] makes reports of either, by stack ([`sums`], [`rows`]).
 
 mod args;
 mod difference;
+mod growth;
 mod heap;
 mod kernel;
 mod processes;
@@ -34,6 +35,8 @@ fn run(args: Args) -> Result<ExitCode> {
     let args = args.check()?;
     if args.verdict.wanted(&args)? {
         verdict::run(&args)
+    } else if let Some(period) = args.growth.wanted(&args.pid)? {
+        growth::run(&args, period)
     } else if args.heap.wanted(&args.pid)? {
         heap::run(&args)
     } else if kernel::args::wanted(&args)? {

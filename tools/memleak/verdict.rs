@@ -37,8 +37,10 @@ use crate::args::Args;
 use crate::difference::FailOn;
 use crate::rows::ProcessName;
 use args::Question;
+pub(crate) use judge::lost_blocks;
 use judge::{Judgement, Kind};
 use names::Names;
+pub(crate) use names::Names as Roots;
 use report::{Branch, Held, Lost, Memcheck, Origin, Suppressed, Trace, Verdict, What, Why};
 use seen::Seen;
 use stacks::{Known, Stacks, Untraced};
@@ -79,7 +81,10 @@ pub(crate) fn status(args: &Args, leaks: u64, command: Option<u8>) -> ExitCode {
 }
 
 /// Refuses to judge what is not known as a whole: a block or a page that is missing holds what looks lost.
-fn expect_whole(walked: &Walked) -> Result<()> {
+///
+/// # Errors
+/// If it is not, with what is missing.
+pub(crate) fn expect_whole(walked: &Walked) -> Result<()> {
     let pid = walked.image.pid;
     if let Some(nonsense) = walked.nonsense() {
         bail!("no verdict: {nonsense}");
@@ -100,7 +105,7 @@ fn expect_whole(walked: &Walked) -> Result<()> {
 /// image, and the process can take its protection away again.
 fn expect_readable(image: &Image) -> Result<()> {
     let pid = image.pid;
-    let protected = judge::protected_bytes(image, &smaps::read(pid)?);
+    let protected = protected_bytes(image)?;
     if protected > 0 {
         bail!(
             "no verdict on process {pid}: {} of its memory are protected from being read (PROT_NONE), and may hold \
@@ -109,6 +114,14 @@ fn expect_readable(image: &Image) -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// Bytes that the process has written to, and may not read now.
+///
+/// # Errors
+/// If its mappings cannot be read.
+pub(crate) fn protected_bytes(image: &Image) -> Result<u64> {
+    Ok(judge::protected_bytes(image, &smaps::read(image.pid)?))
 }
 
 /// What there is to judge.
@@ -367,7 +380,7 @@ fn origin_of(group: &judge::Group, stacks: &mut dyn Stacks) -> Result<Option<Ori
 }
 
 /// The types of blocks; of a process that has exited since there are fewer.
-fn types_of(process: &Process, image: &Image, heap: &Heap) -> types::Names {
+pub(crate) fn types_of(process: &Process, image: &Image, heap: &Heap) -> types::Names {
     RunningModules::open(process.pid())
         .map(|modules| types::Names::of(image, heap, &modules))
         .unwrap_or_default()

@@ -121,7 +121,7 @@ pub(super) struct Judgement {
 }
 
 /// Blocks that nothing refers to, to be found again in a later image.
-pub(super) fn lost_blocks(heap: &Heap, reach: &Reach) -> HashSet<(u64, u64)> {
+pub(crate) fn lost_blocks(heap: &Heap, reach: &Reach) -> HashSet<(u64, u64)> {
     let blocks = heap.blocks().iter().enumerate();
     let lost = blocks.filter(|(number, _)| reach.class(*number) < Class::Cycle);
     lost.map(|(_, block)| (block.address, block.size)).collect()

@@ -13,7 +13,7 @@ use super::judge;
 
 /// What is known of the files that roots are in.
 #[derive(Default)]
-pub(super) struct Names {
+pub(crate) struct Names {
     modules: Modules,
     /// Variables by file and place, with how far into them it is.
     variables: HashMap<(Vec<u8>, u64), (String, u64)>,
@@ -21,7 +21,7 @@ pub(super) struct Names {
 
 impl Names {
     /// Reads the files of a process that these roots are in.
-    pub(super) fn of(image: &Image, roots: impl Iterator<Item = Root>) -> Self {
+    pub(crate) fn of(image: &Image, roots: impl Iterator<Item = Root>) -> Self {
         let places: Vec<_> = roots.map(|root| roots::place(image, root)).collect();
         let in_modules = places.iter().filter_map(|place| match place {
             Place::Module { path, offset } => Some((path.as_slice(), *offset)),
@@ -51,7 +51,7 @@ impl Names {
     }
 
     /// What a root is called, without where in a variable it is: all of an array's elements are one holder.
-    pub(super) fn variable(&self, image: &Image, root: Option<Root>) -> String {
+    pub(crate) fn variable(&self, image: &Image, root: Option<Root>) -> String {
         self.label(image, root, |_| String::new())
     }
 

@@ -1,0 +1,196 @@
+//! Blocks from image to image, added up by type: how many there are at each point, and how many of them stayed.
+//!
+//! A block of the same address and size in two images is taken for the same one. If it was freed and its place given
+//! to another of that size, it is not: survival is what it is at most.
+
+use std::collections::HashMap;
+
+use crate::heap::blocks::{Block, Heap};
+use crate::heap::names::{Kind, Names, Type};
+
+/// The largest size that is told from others among unnamed blocks.
+const EACH_SIZE: u64 = 1024;
+/// Groups that are told apart at most.
+const MAX_GROUPS: usize = 1 << 16;
+
+/// What the blocks of a group have in common.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Key {
+    /// The type.
+    Type(Type),
+    /// Unnamed blocks of a size; above 1024 bytes, of those up to this power of two and above the one before.
+    Size(u64),
+    /// What came when there were too many groups.
+    Others,
+}
+
+impl Key {
+    fn of(named: Option<&Type>, size: u64) -> Self {
+        match named {
+            Some(named) => Self::Type(named.clone()),
+            None if size <= EACH_SIZE => Self::Size(size),
+            None => Self::Size(size.checked_next_power_of_two().unwrap_or(u64::MAX)),
+        }
+    }
+
+    /// What the blocks are, in words: not escaped.
+    pub fn describe(&self) -> String {
+        match self {
+            Self::Type(named) => named.name.clone(),
+            Self::Size(size) if *size <= EACH_SIZE => format!("blocks of {size} bytes"),
+            Self::Size(limit) => format!("blocks of {} to {limit} bytes", limit / 2 + 1),
+            Self::Others => "blocks of other types".into(),
+        }
+    }
+
+    /// The word for how the type is known.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Type(named) => named.kind.name(),
+            Self::Size(_) | Self::Others => "unnamed",
+        }
+    }
+
+    /// Whether the block's own contents prove the type, so that another type means another block.
+    fn is_certain(&self) -> bool {
+        matches!(self, Self::Type(named) if matches!(named.kind, Kind::Class | Kind::Python))
+    }
+}
+
+/// The blocks of a group at one point.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Sample {
+    /// How many.
+    pub blocks: u64,
+    /// Bytes that the program may use of them.
+    pub bytes: u64,
+    /// How many of them were there at the point before.
+    pub kept: u64,
+    /// How many of them were there at the first point.
+    pub original: u64,
+}
+
+/// Blocks of one type.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Group {
+    /// What they have in common.
+    pub key: Key,
+    /// By point.
+    pub samples: Vec<Sample>,
+}
+
+/// A block that was in the last image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Followed {
+    /// The block.
+    pub block: Block,
+    /// The group's place in [`Follower::groups`].
+    pub group: u32,
+    /// The number of the point at which it was there first.
+    pub since: u32,
+}
+
+/// All blocks as they were followed until now.
+#[derive(Debug, Default)]
+pub struct Follower {
+    groups: Vec<Group>,
+    numbers: HashMap<Key, u32>,
+    last: Vec<Followed>,
+    points: u32,
+}
+
+impl Follower {
+    /// Adds a point: the blocks of another image of the same process, with their names.
+    ///
+    /// A block keeps the group that it had at first, as what is known of some types changes with what is in the block
+    /// or points at it; unless it is proved to be of another type.
+    pub fn add(&mut self, heap: &Heap, names: &Names) {
+        let before = std::mem::take(&mut self.last);
+        let mut before = before.into_iter().peekable();
+        let mut of_types = vec![None; names.types().len()];
+        let point = self.points;
+        self.points += 1;
+        for group in &mut self.groups {
+            group.samples.push(Sample::default());
+        }
+        for (number, &block) in heap.blocks().iter().enumerate() {
+            let group = match names.number(number) {
+                Some(of) => *of_types[of]
+                    .get_or_insert_with(|| self.number(Key::Type(names.types()[of].clone()))),
+                None => self.number(Key::of(None, block.size)),
+            };
+            while before
+                .next_if(|old| old.block.address < block.address)
+                .is_some()
+            {}
+            let old = before.next_if(|old| old.block.address == block.address);
+            let old = old.filter(|old| old.block == block && !self.contradicts(old.group, group));
+            let followed = match old {
+                Some(old) if !self.key(group).is_certain() => old,
+                Some(old) => Followed { group, ..old },
+                None => Followed {
+                    block,
+                    group,
+                    since: point,
+                },
+            };
+            self.count(followed, old.is_some());
+            self.last.push(followed);
+        }
+    }
+
+    fn count(&mut self, followed: Followed, kept: bool) {
+        let samples = &mut self.groups[followed.group as usize].samples;
+        if let Some(sample) = samples.last_mut() {
+            sample.blocks += 1;
+            sample.bytes += followed.block.size;
+            sample.kept += u64::from(kept);
+            sample.original += u64::from(followed.since == 0);
+        }
+    }
+
+    fn key(&self, group: u32) -> &Key {
+        &self.groups[group as usize].key
+    }
+
+    /// Whether a block that was in one group and is in another now must be another block.
+    fn contradicts(&self, before: u32, now: u32) -> bool {
+        before != now && self.key(before).is_certain() && self.key(now).is_certain()
+    }
+
+    /// The number of a group, which is made if it is not there.
+    fn number(&mut self, key: Key) -> u32 {
+        if let Some(&number) = self.numbers.get(&key) {
+            return number;
+        }
+        let is_full = self.groups.len() >= MAX_GROUPS;
+        if is_full && key != Key::Others {
+            return self.number(Key::Others);
+        }
+        let number = self.groups.len() as u32;
+        self.groups.push(Group {
+            key: key.clone(),
+            samples: vec![Sample::default(); self.points as usize],
+        });
+        self.numbers.insert(key, number);
+        number
+    }
+
+    /// All groups that have had a block.
+    pub fn groups(&self) -> &[Group] {
+        &self.groups
+    }
+
+    /// The blocks of the last image, in order of address, as they are in its [`Heap::blocks`].
+    pub fn blocks(&self) -> &[Followed] {
+        &self.last
+    }
+
+    /// How many points there are.
+    pub fn points(&self) -> usize {
+        self.points as usize
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,242 @@
+//! memleak --growth: programs whose memory does what their label says, and what is said of them.
+
+use std::collections::HashMap;
+use std::process::Command;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+use crate::harness::{self, Tool, Workload};
+
+/// What programs do, and what is to be said of them.
+const LABELS: [(&str, &str); 8] = [
+    ("leak", "leak"),
+    ("unbounded", "unbounded"),
+    ("lru", "steady"),
+    ("warm-up", "warm_up"),
+    ("burst", "burst"),
+    ("holes", "fragmentation"),
+    ("forks", "fork_server"),
+    ("idle", "steady"),
+];
+/// Programs of each label.
+const SEEDS: [u64; 3] = [3, 101, 20_011];
+/// Programs that are watched at the same time.
+const AT_ONCE: usize = 4;
+/// How many of all programs may be judged wrong: 5 %.
+const WRONG: usize = LABELS.len() * SEEDS.len() / 20;
+
+/// All of these tests.
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "memleak::growth":
+        labelled_programs_are_told_apart [Once],
+        types_that_grow_are_told_with_their_rate,
+        a_held_type_is_told_with_what_holds_it,
+        growth_ends_early_by_a_signal_or_with_the_process [Once],
+        what_becomes_another_program_is_refused,
+        the_growth_of_a_process_is_a_table,
+    }
+}
+
+/// A program, and memleak, which has an image of it; from now on the program works.
+fn watch(label: &str, seed: u64, seconds: u64, args: &[&str]) -> Result<(Workload, Tool)> {
+    let milliseconds = (1000 * seconds).to_string();
+    let program = [label, &milliseconds, &seed.to_string()];
+    let mut workload = Workload::start("growth", &program)?;
+    let (pid, seconds) = (workload.pid(), seconds.to_string());
+    let own = ["-p", &pid, "--growth", &seconds, "--max-pause", "5000"];
+    let mut tool = Tool::start("memleak", &[&own[..], args].concat())?;
+    tool.wait_for("is watched for")?;
+    workload.go()?;
+    Ok((workload, tool))
+}
+
+/// What a program did until now, and its end.
+fn end(mut workload: Workload) -> Result<HashMap<String, String>> {
+    workload.go()?;
+    let facts = workload.done()?;
+    ensure!(workload.finish()?.success(), "it failed");
+    Ok(facts)
+}
+
+fn row<'a>(rows: &'a [Value], name: &str) -> Result<&'a Value> {
+    let row = rows.iter().find(|row| row["name"] == name);
+    row.with_context(|| format!("no {name} in {rows:#?}"))
+}
+
+fn number(row: &Value, name: &str) -> Result<f64> {
+    let number = row[name].as_f64();
+    number.with_context(|| format!("no {name} in {row}"))
+}
+
+fn labelled_programs_are_told_apart() -> Result<()> {
+    let mut wrong = Vec::new();
+    for seed in SEEDS {
+        for labels in LABELS.chunks(AT_ONCE) {
+            let watch = |&(label, _): &(&str, &str)| watch(label, seed, 8, &["-j"]);
+            let watched: Result<Vec<_>> = labels.iter().map(watch).collect();
+            for ((label, verdict), (workload, tool)) in labels.iter().zip(watched?) {
+                let rows = tool.end()?.objects()?;
+                end(workload)?;
+                if rows[0]["verdict"] != *verdict {
+                    wrong.push(format!("{label} of seed {seed}: {}", rows[0]));
+                }
+            }
+        }
+    }
+    println!("{} programs were judged wrong", wrong.len());
+    ensure!(wrong.len() <= WRONG, "{}", wrong.join("\n"));
+    Ok(())
+}
+
+fn types_that_grow_are_told_with_their_rate() -> Result<()> {
+    let (workload, tool) = watch("leak", 7, 4, &["-j", "-T", "1000"])?;
+    let rows = tool.end()?.objects()?;
+    let facts = end(workload)?;
+    let head = &rows[0];
+    ensure!(head["verdict"] == "leak", "{head}");
+    ensure!(head["types"] == rows.len() - 1, "{head}");
+    let lost = row(&rows, "shop::request")?;
+    ensure!(
+        lost["judgement"] == "growing" && lost["kind"] == "class",
+        "{lost}"
+    );
+    ensure!(
+        lost["survival_percent"] == 100.0 && lost["held_by"].is_null(),
+        "{lost}"
+    );
+    // A block of the class is what 216 bytes take, and the last few can still be in a register or on the stack.
+    let (blocks, lost_blocks) = (number(lost, "blocks")?, number(lost, "lost_blocks")?);
+    ensure!(number(lost, "last")? == blocks * 216.0, "{lost}");
+    ensure!(
+        lost_blocks <= blocks && lost_blocks >= blocks - 60.0,
+        "{lost}"
+    );
+    let per_second =
+        facts["blocks"].parse::<f64>()? / facts["milliseconds"].parse::<f64>()? * 1000.0;
+    let expected = per_second * 216.0;
+    let (low, high) = (number(lost, "low")?, number(lost, "high")?);
+    ensure!(
+        low > 0.8 * expected && high < 1.2 * expected && low < high,
+        "{low} to {high}, not {expected}"
+    );
+    let points = head["points"].as_array().context("no points")?;
+    ensure!(points.len() >= 4, "{head}");
+    for name in ["shop::entry", "shop::item"] {
+        let steady = row(&rows, name)?;
+        ensure!(
+            steady["judgement"] == "steady" && steady["lost_blocks"] == 0,
+            "{steady}"
+        );
+    }
+    Ok(())
+}
+
+fn a_held_type_is_told_with_what_holds_it() -> Result<()> {
+    let (workload, tool) = watch("unbounded", 7, 4, &["-j", "-T", "1000"])?;
+    let rows = tool.end()?.objects()?;
+    end(workload)?;
+    ensure!(
+        rows[0]["verdict"] == "unbounded" && rows[0]["lost_new_bytes"].is_u64(),
+        "{}",
+        rows[0]
+    );
+    for name in [
+        "shop::session",
+        "std::string buffer of shop::session",
+        "std::vector buffer of shop::session",
+    ] {
+        let held = row(&rows, name)?;
+        ensure!(held["judgement"] == "growing", "{held}");
+        let holder = held["held_by"].as_str().context("no holder")?;
+        ensure!(holder.contains("growth`sessions"), "{held}");
+    }
+    Ok(())
+}
+
+fn growth_ends_early_by_a_signal_or_with_the_process() -> Result<()> {
+    // Before there are three images, in vain.
+    let (workload, tool) = watch("unbounded", 7, 600, &["-j"])?;
+    tool.signal(Signal::SIGINT)?;
+    let ended = tool.end()?;
+    ensure!(ended.status.code() == Some(1), "{ended:?}");
+    ensure!(
+        ended
+            .stderr
+            .contains("images tell no growth, which takes 3"),
+        "{ended:?}"
+    );
+    // After these, by what there is.
+    end(workload)?;
+    let (workload, tool) = watch("unbounded", 7, 12, &["-j"])?;
+    thread::sleep(Duration::from_secs(7));
+    tool.signal(Signal::SIGINT)?;
+    let rows = tool.end()?.objects()?;
+    ensure!(
+        rows[0]["verdict"] == "unbounded" && number(&rows[0], "seconds")? < 11.0,
+        "{}",
+        rows[0]
+    );
+    end(workload)?;
+    let (workload, tool) = watch("unbounded", 7, 12, &["-j"])?;
+    thread::sleep(Duration::from_secs(8));
+    end(workload)?;
+    let rows = tool.end()?.objects()?;
+    ensure!(
+        rows[0]["verdict"] == "growing" && rows[0]["lost_new_bytes"].is_null(),
+        "{}",
+        rows[0]
+    );
+    Ok(())
+}
+
+fn what_becomes_another_program_is_refused() -> Result<()> {
+    let mut shell = Command::new("sh");
+    let program = harness::workload("growth");
+    let script = format!(
+        "echo ready $$; read line; exec {} idle 4000 7",
+        program.display()
+    );
+    let mut workload = Workload::spawn(shell.args(["-c", &script]))?;
+    let mut tool = Tool::start("memleak", &["-p", &workload.pid(), "--growth", "3"])?;
+    tool.wait_for("is watched for")?;
+    workload.go()?;
+    workload.ready()?;
+    let ended = tool.end()?;
+    ensure!(ended.status.code() == Some(1), "{ended:?}");
+    ensure!(
+        ended
+            .stderr
+            .contains("has become another program meanwhile"),
+        "{ended:?}"
+    );
+    Ok(())
+}
+
+fn the_growth_of_a_process_is_a_table() -> Result<()> {
+    let (workload, tool) = watch("leak", 7, 3, &["-T", "2"])?;
+    let ended = tool.end()?;
+    end(workload)?;
+    ensure!(ended.status.success(), "{ended:?}");
+    let lines: Vec<_> = ended.stdout.lines().collect();
+    let heading = lines.iter().position(|line| line.starts_with("JUDGEMENT "));
+    let heading = heading.with_context(|| format!("no table: {ended:?}"))?;
+    ensure!(lines.len() == heading + 3, "{ended:?}");
+    ensure!(lines[0].starts_with("growth of growth (pid "), "{ended:?}");
+    ensure!(lines[heading - 2].starts_with("a leak: +"), "{ended:?}");
+    let first = lines[heading + 1];
+    ensure!(
+        first.starts_with("growing ") && first.ends_with("  shop::request"),
+        "{ended:?}"
+    );
+    harness::refuses(
+        "memleak",
+        &["-p", "1,2", "--growth", "60"],
+        2,
+        "name it with -p PID",
+    )
+}

@@ -1,0 +1,216 @@
+/* SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * Programs whose memory does what their label says, for as long as they run.
+ *
+ *	growth LABEL MILLISECONDS SEED
+ *
+ * After the first line they work in rounds of 10 ms, until there is another
+ * line; rates and sizes are of SEED. What ends does so within MILLISECONDS.
+ *
+ *	leak	   loses requests, which nothing refers to
+ *	unbounded  puts sessions into a map, and never takes one out
+ *	lru	   a cache of 3001 items, each of which makes the oldest one go
+ *	warm-up	   fills a table in the first quarter of the time
+ *	burst	   has blocks for a third of the time, and frees them
+ *	holes	   frees blocks between others that stay, which fit nothing later
+ *	forks	   starts children that allocate, and exit
+ *	idle	   does nothing
+ *
+ * The facts are what is lost or held in the end, in blocks, and the milliseconds
+ * that it took.
+ */
+#include <deque>
+#include <map>
+#include <memory>
+#include <poll.h>
+#include <string>
+#include <time.h>
+#include <vector>
+
+#include "workload.h"
+
+namespace shop
+{
+struct base {
+	virtual ~base() = default;
+	unsigned long id = 0;
+};
+struct request : base {
+	char body[200];
+};
+struct session : base {
+	std::string user;
+	std::vector<int> numbers;
+};
+struct item : base {
+	char body[104];
+};
+struct entry : base {
+	char body[488];
+};
+} // namespace shop
+
+static unsigned long seed, length, blocks;
+static std::map<unsigned long, std::unique_ptr<shop::session>> sessions;
+static std::deque<std::unique_ptr<shop::item>> cache;
+static std::vector<std::unique_ptr<shop::entry>> entries;
+static std::vector<char *> pins;
+
+static unsigned long milliseconds()
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return now.tv_sec * 1000UL + now.tv_nsec / 1000000;
+}
+
+/* A number from low to high, the same in each run with the seed. */
+static unsigned long between(unsigned long low, unsigned long high)
+{
+	seed = seed * 6364136223846793005UL + 1442695040888963407UL;
+	return low + (seed >> 33) % (high - low + 1);
+}
+
+STEP static void lose(unsigned long count)
+{
+	for (unsigned long i = 0; i < count; i++) {
+		shop::request *request = new shop::request;
+
+		request->id = blocks++;
+		asm volatile("" : : "r"(request) : "memory");
+	}
+}
+
+/* Overwrites what lost addresses are left in. */
+STEP static void forget()
+{
+	volatile char old[8192];
+
+	for (unsigned long i = 0; i < sizeof(old); i++)
+		old[i] = 0;
+}
+
+STEP static void keep(unsigned long count)
+{
+	for (unsigned long i = 0; i < count; i++) {
+		auto session = std::make_unique<shop::session>();
+
+		session->id = blocks;
+		session->user = "the name of user number " + std::to_string(blocks);
+		session->numbers.resize(20);
+		sessions[blocks++] = std::move(session);
+	}
+}
+
+STEP static void replace(unsigned long count)
+{
+	for (unsigned long i = 0; i < count; i++) {
+		cache.push_back(std::make_unique<shop::item>());
+		if (cache.size() > 3001)
+			cache.pop_front();
+	}
+	blocks = cache.size();
+}
+
+STEP static void fill(unsigned long to)
+{
+	while (entries.size() < to)
+		entries.push_back(std::make_unique<shop::entry>());
+	blocks = entries.size();
+}
+
+/* Each round frees blocks that are smaller than all later ones. */
+STEP static void leave_holes(unsigned long round, unsigned long count)
+{
+	std::vector<char *> freed;
+
+	for (unsigned long i = 0; i < count; i++) {
+		size_t size = 2000 + 32 * round;
+
+		freed.push_back((char *)malloc(size));
+		memset(freed.back(), 1, size);
+		pins.push_back((char *)malloc(24));
+		blocks++;
+	}
+	for (char *block : freed)
+		free(block);
+}
+
+STEP static void start_child(unsigned long megabytes)
+{
+	pid_t child = fork();
+
+	if (child == 0) {
+		for (unsigned long i = 0; i < megabytes; i++)
+			memset(malloc(1000000), 1, 1000000);
+		usleep(50000);
+		_exit(0);
+	}
+	if (child < 0)
+		die("cannot start a child: %s", strerror(errno));
+	while (waitpid(-1, NULL, WNOHANG) > 0)
+		;
+	blocks++;
+}
+
+/* Whether the test has said that it is enough; waits for up to 10 ms. */
+static bool is_enough()
+{
+	struct pollfd input = { 0, POLLIN, 0 };
+
+	return poll(&input, 1, 10) > 0;
+}
+
+int main(int argc, char **argv)
+{
+	if (argc != 4)
+		usage("LABEL MILLISECONDS SEED");
+	std::string label = argv[1];
+	length = count(argv[2]);
+	seed = count(argv[3]);
+	unsigned long rate = between(11, 60), size = between(4001, 20011);
+	unsigned long begin_at = between(length / 8, length / 4);
+
+	/* What a program has that has run for a while. */
+	fill(between(2003, 8009));
+	unsigned long had = entries.size();
+	replace(3001);
+	pins.reserve(200000);
+	blocks = 0;
+	ready();
+	unsigned long start = milliseconds();
+	for (unsigned long round = 0; !is_enough(); round++) {
+		unsigned long now = milliseconds() - start;
+
+		if (label == "leak") {
+			lose(rate);
+			forget();
+		} else if (label == "unbounded") {
+			keep(rate);
+		} else if (label == "lru") {
+			replace(rate);
+		} else if (label == "warm-up") {
+			unsigned long part = std::min(now, begin_at);
+
+			fill(had + size * part / begin_at);
+		} else if (label == "burst") {
+			if (now > begin_at && now < begin_at + length / 3)
+				fill(had + size);
+			else if (now > begin_at)
+				entries.resize(had);
+		} else if (label == "holes") {
+			leave_holes(round, rate / 8 + 1);
+		} else if (label == "forks") {
+			if (round % 8 == 0)
+				start_child(rate / 10);
+		} else if (label != "idle") {
+			die("no label '%s'", label.c_str());
+		}
+	}
+	unsigned long took = milliseconds() - start;
+	wait_for_line();
+	fact("blocks", "%lu", blocks);
+	fact("milliseconds", "%lu", took);
+	done();
+	return 0;
+}

@@ -1,0 +1,125 @@
+//! Processes that a process starts, as far as looks at its list of children see them.
+
+use std::collections::HashSet;
+use std::fs;
+use std::time::{Duration, Instant};
+
+/// The time between two looks, which is longer where a look takes long.
+const BETWEEN: Duration = Duration::from_millis(20);
+/// How many times as long as a look the time between two is.
+const SPARING: u32 = 50;
+
+/// The children of a process.
+#[derive(Debug)]
+pub(super) struct Children {
+    pid: u32,
+    /// All that are known, also if they have ended.
+    known: HashSet<u32>,
+    /// Page faults of those that have ended and been waited for.
+    faults: u64,
+    started: u64,
+    ended: u64,
+    next: Instant,
+}
+
+impl Children {
+    /// The children that a process has now.
+    pub(super) fn of(pid: u32) -> Self {
+        Self {
+            pid,
+            known: list(pid),
+            faults: faults(pid),
+            started: 0,
+            ended: 0,
+            next: Instant::now() + BETWEEN,
+        }
+    }
+
+    /// When to look again.
+    pub(super) fn next(&self) -> Instant {
+        self.next
+    }
+
+    /// Looks whether there are others, or some have ended.
+    pub(super) fn look(&mut self) {
+        let begin = Instant::now();
+        self.add(list(self.pid));
+        let faults = faults(self.pid);
+        self.ended += u64::from(faults > self.faults);
+        self.faults = faults.max(self.faults);
+        self.next = begin + BETWEEN.max(begin.elapsed() * SPARING);
+    }
+
+    /// Adds what the list has now.
+    fn add(&mut self, now: HashSet<u32>) {
+        self.started += now.difference(&self.known).count() as u64;
+        self.known.extend(now);
+    }
+
+    /// Processes that were started meanwhile, at least: one that has ended between two looks is seen only if it was
+    /// waited for.
+    pub(super) fn started(&self) -> u64 {
+        self.started.max(self.ended)
+    }
+}
+
+/// The children of all threads. A kernel may be built without this list; then only what has ended is seen.
+fn list(pid: u32) -> HashSet<u32> {
+    let threads = fs::read_dir(format!("/proc/{pid}/task"));
+    let threads = threads.into_iter().flatten().flatten();
+    let lists =
+        threads.filter_map(|thread| fs::read_to_string(thread.path().join("children")).ok());
+    let mut children = HashSet::new();
+    for list in lists {
+        children.extend(
+            list.split_whitespace()
+                .filter_map(|child| child.parse::<u32>().ok()),
+        );
+    }
+    children
+}
+
+/// Minor page faults of children that have been waited for: cminflt, after the name in parentheses.
+fn faults(pid: u32) -> u64 {
+    const CMINFLT: usize = 8;
+    let stat = fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let stat = String::from_utf8_lossy(&stat);
+    let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
+    let number = fields.split_whitespace().nth(CMINFLT);
+    number.and_then(|number| number.parse().ok()).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn children_are_counted_once_each() {
+        let mut children = Children::of(0);
+        for now in [&[7, 8][..], &[7, 8], &[8, 9], &[]] {
+            children.add(now.iter().copied().collect());
+        }
+        assert_eq!(children.started(), 3);
+    }
+
+    #[test]
+    fn children_are_seen_while_they_run_and_once_they_have_ended() {
+        let mut children = Children::of(std::process::id());
+        let mut cat = Command::new("cat")
+            .stdin(Stdio::piped())
+            .spawn()
+            .expect("cat");
+        children.look();
+        assert!(children.known.contains(&cat.id()), "{children:?}");
+        let before = children.faults;
+        drop(cat.stdin.take());
+        cat.wait().expect("it ends");
+        children.look();
+        assert!(
+            children.faults > before && children.ended > 0,
+            "{children:?}"
+        );
+    }
+}

@@ -1,0 +1,117 @@
+//! One image of a process, and what is found in it.
+
+use std::collections::{HashMap, HashSet};
+
+use anyhow::Result;
+use memtools::heap::blocks::Heap;
+use memtools::heap::capture::Request;
+use memtools::heap::growth::follow::Followed;
+use memtools::heap::growth::judge::Point;
+use memtools::heap::image::Image;
+use memtools::heap::kernel;
+use memtools::heap::names::{Names, pymalloc};
+use memtools::heap::reach::{Class, Reach};
+use memtools::heap::walk::Walked;
+
+use crate::verdict;
+
+/// A process at one moment.
+pub(super) struct Look {
+    pub(super) image: Image,
+    pub(super) heap: Heap,
+    pub(super) names: Names,
+    /// Bytes of the process that were in memory.
+    resident: u64,
+}
+
+/// A block's address and size.
+pub(super) type Place = (u64, u64);
+
+impl Look {
+    /// Takes an image; None if its heap made no sense, as that of a process whose threads are in the middle of malloc
+    /// most of the time.
+    ///
+    /// # Errors
+    /// If no image can be taken, or there is no walk of the process's allocator.
+    pub(super) fn take(request: &Request) -> Result<Option<Self>> {
+        let mut kept = kernel::words(request.process.pid());
+        let walked = Walked::take(request, "memleak")?;
+        let resident = request.process.resident_bytes().unwrap_or(0);
+        kept.extend(kernel::words(request.process.pid()));
+        if walked.nonsense().is_some() {
+            return Ok(None);
+        }
+        verdict::expect_whole(&walked)?;
+        let Walked {
+            mut image, heap, ..
+        } = walked;
+        image.kept = kept;
+        let (heap, _) = pymalloc::with_pools(&image, heap);
+        let names = verdict::types_of(request.process, &image, &heap);
+        Ok(Some(Self {
+            image,
+            heap,
+            names,
+            resident,
+        }))
+    }
+
+    /// What the process had, at so many seconds.
+    pub(super) fn point(&self, seconds: f64) -> Point {
+        let present = |range| self.image.present(range);
+        let regions = self.heap.regions.iter().cloned();
+        let heap_resident: u64 = regions.map(present).sum();
+        let blocks = self.heap.blocks();
+        let live_resident: u64 = blocks.iter().map(|block| present(block.range())).sum();
+        Point {
+            seconds,
+            blocks: blocks.len() as u64,
+            live: self.heap.block_bytes(),
+            heap_resident,
+            free_resident: heap_resident.saturating_sub(live_resident),
+            resident: self.resident,
+        }
+    }
+
+    /// What refers to the blocks.
+    pub(super) fn reach(&self) -> Reach {
+        Reach::new(&self.image, &self.heap, &self.names.python)
+    }
+
+    /// What of these groups holds the newest block that is held, by the groups' numbers: the root that its chain begins at.
+    pub(super) fn holders(
+        &self,
+        reach: &Reach,
+        followed: &[Followed],
+        groups: &HashSet<u32>,
+    ) -> HashMap<u32, String> {
+        let mut newest: HashMap<u32, (u32, usize)> = HashMap::new();
+        for (number, one) in followed.iter().enumerate() {
+            let is_held = groups.contains(&one.group) && reach.class(number) > Class::Cycle;
+            let known = newest.get(&one.group).map(|&(since, _)| since);
+            if is_held && known.is_none_or(|since| since < one.since) {
+                newest.insert(one.group, (one.since, number));
+            }
+        }
+        let root = |number| reach.chain(number).1;
+        let roots = newest.values().filter_map(|&(_, number)| root(number));
+        let names = verdict::Roots::of(&self.image, roots);
+        let name = |number| names.variable(&self.image, root(number));
+        newest
+            .into_iter()
+            .map(|(group, (_, number))| (group, name(number)))
+            .collect()
+    }
+}
+
+/// The blocks that nothing refers to; None if the process has memory that it has protected from being read, which may
+/// hold references.
+///
+/// # Errors
+/// If the process's mappings cannot be read.
+pub(super) fn lost(look: &Look, reach: &Reach) -> Result<Option<HashSet<Place>>> {
+    if verdict::protected_bytes(&look.image)? > 0 {
+        return Ok(None);
+    }
+    Ok(Some(verdict::lost_blocks(&look.heap, reach)))
+}

@@ -1,0 +1,393 @@
+//! What `--growth` prints.
+
+use std::cmp::Reverse;
+use std::collections::HashMap;
+use std::io::{self, Write};
+
+use memtools::heap::growth::follow::Sample;
+use memtools::heap::growth::judge::{self, Evidence, Judged, Judgement, Point, Verdict};
+use memtools::heap::growth::trend::Line;
+use memtools::print::output::Row;
+use memtools::print::text;
+use serde::Serialize;
+
+use super::Study;
+use crate::rows::ProcessName;
+
+/// A process, and how it has grown.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename = "growth")]
+pub(super) struct GrowthRow {
+    #[serde(flatten)]
+    process: ProcessName,
+    /// By image, that in which what was lost is looked for again among them.
+    pauses_us: Vec<u64>,
+    images_left_out: u64,
+    allocator: String,
+    coverage: &'static str,
+    seconds: f64,
+    verdict: &'static str,
+    growth_bytes: i64,
+    new_blocks: u64,
+    new_bytes: u64,
+    lost_new_bytes: Option<u64>,
+    replaced_percent: Option<f64>,
+    started_processes: u64,
+    block_bytes: Slope,
+    heap_resident_bytes: Slope,
+    free_resident_bytes: Slope,
+    resident_bytes: Slope,
+    points: Vec<PointRow>,
+    types: usize,
+    types_shown: usize,
+    #[serde(skip)]
+    judged: Verdict,
+}
+
+/// What the process had in one image.
+#[derive(Debug, Serialize)]
+struct PointRow {
+    seconds: f64,
+    blocks: u64,
+    block_bytes: u64,
+    heap_resident_bytes: u64,
+    free_resident_bytes: u64,
+    resident_bytes: u64,
+}
+
+/// A number of bytes at first and at last, and the line through all points.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+struct Slope {
+    first: u64,
+    last: u64,
+    bytes_per_second: f64,
+    low: f64,
+    high: f64,
+}
+
+/// Blocks of a type, and how they have grown.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(tag = "type", rename = "type_growth")]
+pub(super) struct TypeRow {
+    kind: &'static str,
+    name: String,
+    judgement: &'static str,
+    first_blocks: u64,
+    blocks: u64,
+    #[serde(flatten)]
+    bytes: Slope,
+    survival_percent: Option<f64>,
+    lost_blocks: Option<u64>,
+    lost_bytes: Option<u64>,
+    held_by: Option<String>,
+    #[serde(skip)]
+    judged: Judgement,
+    #[serde(skip)]
+    is_first: bool,
+}
+
+/// The rows of a process, and of as many of its types.
+pub(super) fn rows(study: &Study, top: usize) -> (GrowthRow, Vec<TypeRow>) {
+    let mut types = types(study);
+    let growth = growth(study, types.len(), top);
+    types.truncate(top);
+    types.iter_mut().take(1).for_each(|row| row.is_first = true);
+    (growth, types)
+}
+
+fn growth(study: &Study, types: usize, top: usize) -> GrowthRow {
+    let points = &study.points;
+    let new = || study.follower.blocks().iter().filter(|one| one.since > 0);
+    let lost = study.found.lost.as_ref().map(|lost| {
+        let lost = new().filter(|one| lost.contains(&(one.block.address, one.block.size)));
+        lost.map(|one| one.block.size).sum()
+    });
+    let verdict = judge::judge(Evidence {
+        points,
+        lost,
+        forks: study.children.started(),
+    });
+    let slope = |of: fn(&Point) -> u64| Slope::of(points, of);
+    let block_bytes = slope(|point| point.live);
+    let original = study.follower.groups().iter().map(|group| {
+        let sample = |sample: Option<&Sample>| sample.copied().unwrap_or_default();
+        (
+            sample(group.samples.first()).blocks,
+            sample(group.samples.last()).original,
+        )
+    });
+    let (first, stayed) = original.fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+    GrowthRow {
+        process: study.name.clone(),
+        pauses_us: study.pauses_us.clone(),
+        images_left_out: study.left_out,
+        allocator: study.allocator.clone(),
+        coverage: "complete",
+        seconds: rounded(points.last().map_or(0.0, |point| point.seconds)),
+        verdict: verdict.name(),
+        growth_bytes: block_bytes.last.cast_signed() - block_bytes.first.cast_signed(),
+        new_blocks: new().count() as u64,
+        new_bytes: new().map(|one| one.block.size).sum(),
+        lost_new_bytes: lost,
+        replaced_percent: percent(first.saturating_sub(stayed), first),
+        started_processes: study.children.started(),
+        block_bytes,
+        heap_resident_bytes: slope(|point| point.heap_resident),
+        free_resident_bytes: slope(|point| point.free_resident),
+        resident_bytes: slope(|point| point.resident),
+        points: points.iter().map(PointRow::of).collect(),
+        types,
+        types_shown: types.min(top),
+        judged: verdict,
+    }
+}
+
+/// All types: those that grow, the fastest first; then by what they do, those with most bytes first.
+fn types(study: &Study) -> Vec<TypeRow> {
+    let seconds = study.seconds();
+    let mut lost: HashMap<u32, (u64, u64)> = HashMap::new();
+    for one in study.follower.blocks() {
+        let place = (one.block.address, one.block.size);
+        if study
+            .found
+            .lost
+            .as_ref()
+            .is_some_and(|lost| lost.contains(&place))
+        {
+            let (blocks, bytes) = lost.entry(one.group).or_default();
+            *blocks += 1;
+            *bytes += one.block.size;
+        }
+    }
+    let is_known = study.found.lost.is_some();
+    let groups = (0..).zip(study.follower.groups());
+    let mut rows: Vec<_> = groups
+        .filter_map(|(number, group)| {
+            let judged = judge::judge_type(&seconds, group)?;
+            let (first, last) = (group.samples.first()?, group.samples.last()?);
+            let (blocks, bytes) = lost.get(&number).copied().unwrap_or_default();
+            Some(TypeRow {
+                kind: group.key.kind(),
+                name: text::shown(&group.key.describe()),
+                judgement: judged.judgement.name(),
+                first_blocks: first.blocks,
+                blocks: last.blocks,
+                bytes: Slope::new(first.bytes, last.bytes, Some(judged.line)),
+                survival_percent: survival_percent(judged),
+                lost_blocks: is_known.then_some(blocks),
+                lost_bytes: is_known.then_some(bytes),
+                held_by: study.found.holders.get(&number).cloned(),
+                judged: judged.judgement,
+                is_first: false,
+            })
+        })
+        .collect();
+    rows.sort_by(|one, other| {
+        let of = |row: &TypeRow| {
+            let speed = match row.judged {
+                Judgement::Growing => row.bytes.bytes_per_second as i64,
+                _ => 0,
+            };
+            let most = row.bytes.first.max(row.bytes.last);
+            (row.judged, Reverse(speed), Reverse(most))
+        };
+        of(one)
+            .cmp(&of(other))
+            .then_with(|| one.name.cmp(&other.name))
+    });
+    rows
+}
+
+fn survival_percent(judged: Judged) -> Option<f64> {
+    judged.survival.map(|part| rounded(part * 100.0))
+}
+
+impl Slope {
+    fn of(points: &[Point], of: fn(&Point) -> u64) -> Self {
+        let at = |point: Option<&Point>| point.map_or(0, of);
+        let line = Line::through(&judge::series(points, of));
+        Self::new(at(points.first()), at(points.last()), line)
+    }
+
+    fn new(first: u64, last: u64, line: Option<Line>) -> Self {
+        let number = |of: fn(Line) -> f64| rounded(line.map_or(0.0, of));
+        Self {
+            first,
+            last,
+            bytes_per_second: number(|line| line.slope),
+            low: number(|line| line.low),
+            high: number(|line| line.high),
+        }
+    }
+
+    /// The slope, and half of its interval, as people read it.
+    fn text(&self) -> (String, String) {
+        let half = (self.high - self.low) / 2.0;
+        (
+            signed(self.bytes_per_second),
+            format!("±{}", text::bytes(half.round() as u64)),
+        )
+    }
+}
+
+impl PointRow {
+    fn of(point: &Point) -> Self {
+        Self {
+            seconds: rounded(point.seconds),
+            blocks: point.blocks,
+            block_bytes: point.live,
+            heap_resident_bytes: point.heap_resident,
+            free_resident_bytes: point.free_resident,
+            resident_bytes: point.resident,
+        }
+    }
+}
+
+fn percent(part: u64, all: u64) -> Option<f64> {
+    (all > 0).then(|| rounded(part as f64 / all as f64 * 100.0))
+}
+
+/// A number to three places.
+fn rounded(number: f64) -> f64 {
+    (number * 1000.0).round() / 1000.0
+}
+
+/// Bytes with a sign.
+fn signed(bytes: f64) -> String {
+    let sign = match bytes {
+        0.5.. => "+",
+        ..=-0.5 => "-",
+        _ => "",
+    };
+    format!("{sign}{}", text::bytes(bytes.abs().round() as u64))
+}
+
+impl Row for GrowthRow {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let pauses = || self.pauses_us.iter().map(|&us| us as f64 / 1000.0);
+        let (least, most) = pauses().fold((f64::INFINITY, 0.0), |(least, most), one| {
+            (f64::min(least, one), f64::max(most, one))
+        });
+        writeln!(
+            out,
+            "growth of {} (pid {}){} in {:.1} s; it stood still for {} images, {least:.1} to {most:.1} ms each, {:.1} ms in all",
+            self.process.comm,
+            self.process.pid,
+            self.process.inside(),
+            self.seconds,
+            self.pauses_us.len(),
+            pauses().sum::<f64>()
+        )?;
+        let blocks = self.points.last().map_or(0, |point| point.blocks);
+        let blocks = text::counted(blocks, "block");
+        write!(
+            out,
+            "{}; coverage: {}: {blocks}",
+            self.allocator, self.coverage
+        )?;
+        match self.images_left_out {
+            0 => writeln!(out)?,
+            images => writeln!(out, "; {} made no sense", text::counted(images, "image"))?,
+        }
+        writeln!(
+            out,
+            "\n{:>12} {:>12} {:>12} {:>12}  WHAT",
+            "FIRST", "LAST", "A SECOND", "95 %"
+        )?;
+        for (what, slope) in [
+            ("blocks in use", &self.block_bytes),
+            ("heap in memory", &self.heap_resident_bytes),
+            ("  of it in no block", &self.free_resident_bytes),
+            ("all that is in memory", &self.resident_bytes),
+        ] {
+            let (speed, half) = slope.text();
+            let (first, last) = (text::bytes(slope.first), text::bytes(slope.last));
+            writeln!(out, "{first:>12} {last:>12} {speed:>12} {half:>12}  {what}")?;
+        }
+        writeln!(out, "\n{}", self.conclusion())
+    }
+}
+
+impl GrowthRow {
+    /// What it is, in a sentence.
+    fn conclusion(&self) -> String {
+        let pid = self.process.pid;
+        let more = signed(self.growth_bytes as f64);
+        let most = self.points.iter().map(|point| point.block_bytes).max();
+        let (most, last) = (
+            text::bytes(most.unwrap_or(0)),
+            text::bytes(self.block_bytes.last),
+        );
+        let new = text::bytes(self.new_bytes);
+        match self.judged {
+            Verdict::Leak => format!(
+                "a leak: {more} in use, and nothing refers to {} of what is new; by which stacks: memleak -p {pid} --verdict=60",
+                text::bytes(self.lost_new_bytes.unwrap_or(0))
+            ),
+            Verdict::Unbounded => format!(
+                "growth that is held: {more} in use, which something refers to: a cache without a limit, or what is \
+                 never taken out; what holds it: memleak -p {pid} --verdict --why TYPE"
+            ),
+            Verdict::Growing => format!(
+                "growth: {more} in use; what refers to it is not known, as the process has exited, or protects memory \
+                 from being read"
+            ),
+            Verdict::WarmUp => {
+                format!("a warm-up: {more} in use, and no more lately; if in doubt, watch again")
+            }
+            Verdict::Burst => format!("a burst: up to {most} in use, and {last} now"),
+            Verdict::Fragmentation => {
+                let grown = |slope: &Slope| signed(slope.last as f64 - slope.first as f64);
+                format!(
+                    "fragmentation, not a leak: {} of the heap in no block, {more} in use; where: memleak -p {pid} --heap",
+                    grown(&self.free_resident_bytes)
+                )
+            }
+            Verdict::Elsewhere => format!(
+                "growth elsewhere: not of blocks, but of other memory, or of blocks that are used for the first time; \
+                 whose: memleak -p {pid} --heap, and by which stacks: faults -p {pid}"
+            ),
+            Verdict::ForkServer => format!(
+                "steady, and starts processes ({} seen), which have their own: memleak -p {pid} --children",
+                text::grouped(self.started_processes)
+            ),
+            Verdict::Steady => match self.replaced_percent {
+                Some(replaced) => format!(
+                    "steady: {more} in use; {replaced:.0} % of the blocks at first are others now ({new} are new)"
+                ),
+                None => format!("steady: {more} in use"),
+            },
+            Verdict::Undecided => {
+                format!("undecided: {more} in use at the end only; watch for longer")
+            }
+        }
+    }
+}
+
+impl Row for TypeRow {
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        if self.is_first {
+            writeln!(
+                out,
+                "\n{:<9} {:>12} {:>12} {:>12} {:>10} {:>8} {:>12}  TYPE",
+                "JUDGEMENT", "A SECOND", "95 %", "BYTES", "BLOCKS", "STAY", "LOST"
+            )?;
+        }
+        let (speed, half) = self.bytes.text();
+        let stay = self.survival_percent;
+        let stay = stay.map_or("-".to_owned(), |percent| format!("{percent:.0} %"));
+        let lost = self.lost_bytes.map_or("?".to_owned(), text::bytes);
+        write!(
+            out,
+            "{:<9} {speed:>12} {half:>12} {:>12} {:>10} {stay:>8} {lost:>12}  {}",
+            self.judgement.replace('_', "-"),
+            text::bytes(self.bytes.last),
+            text::grouped(self.blocks),
+            self.name
+        )?;
+        match &self.held_by {
+            Some(holder) => writeln!(out, " <- {holder}"),
+            None => writeln!(out),
+        }
+    }
+}

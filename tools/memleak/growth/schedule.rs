@@ -1,0 +1,131 @@
+//! When images are taken: as often as tells growth apart from what comes and goes, and as seldom as does no harm.
+
+use std::time::Duration;
+
+/// Images that are wanted, and those without which nothing is to be told.
+const MOST: u32 = 12;
+const LEAST: u32 = 4;
+/// The part of the time for which the process may stand still.
+const STANDING: f64 = 0.01;
+/// The part of the time that images may take to be looked through.
+const WORKING: f64 = 0.5;
+/// By how much of the distance images come early or late, so as not to keep step with what the process does.
+const JITTER: f64 = 0.4;
+/// The golden ratio's part after the point: its multiples' parts are spread evenly.
+const GOLDEN: f64 = 0.618_034;
+
+/// The moments of all images.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Schedule {
+    period: Duration,
+    images: u32,
+}
+
+impl Schedule {
+    /// The schedule of a process that stood still for `paused` for its first image, which was looked through in `took`.
+    /// If this takes too long for the period that is wanted, the period is longer.
+    pub(super) fn new(wanted: Duration, paused: Duration, took: Duration) -> Self {
+        let period = wanted.max(took.mul_f64(f64::from(LEAST) / WORKING));
+        let within = |part: f64, each: Duration| {
+            period.as_secs_f64() * part / each.as_secs_f64().max(f64::MIN_POSITIVE)
+        };
+        let images = within(STANDING, paused).min(within(WORKING, took));
+        Self {
+            period,
+            images: images.clamp(f64::from(LEAST), f64::from(MOST)) as u32,
+        }
+    }
+
+    /// The time from the first image to the last.
+    pub(super) fn period(self) -> Duration {
+        self.period
+    }
+
+    /// How many images are to be taken.
+    pub(super) fn images(self) -> u32 {
+        self.images
+    }
+
+    /// When the next image is due after the first, and whether it is the last; moments that have passed are left out.
+    pub(super) fn next(self, after: Duration) -> (Duration, bool) {
+        let due = (1..self.images).map(|number| self.at(number));
+        let due = due.into_iter().find(|&due| due > after);
+        let due = due.unwrap_or(self.period);
+        (due, due >= self.period)
+    }
+
+    fn at(self, number: u32) -> Duration {
+        let last = self.images - 1;
+        if number >= last {
+            return self.period;
+        }
+        let number = f64::from(number);
+        let jitter = JITTER * ((number * GOLDEN).fract() - 0.5);
+        self.period.mul_f64((number + jitter) / f64::from(last))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MINUTE: Duration = Duration::from_secs(60);
+
+    fn milliseconds(number: u64) -> Duration {
+        Duration::from_millis(number)
+    }
+
+    /// All moments after the first.
+    fn moments(schedule: Schedule) -> Vec<f64> {
+        let mut moments = vec![0.0];
+        loop {
+            let (due, is_last) = schedule.next(Duration::from_secs_f64(moments[moments.len() - 1]));
+            moments.push(due.as_secs_f64());
+            if is_last {
+                return moments;
+            }
+        }
+    }
+
+    #[test]
+    fn images_are_as_many_as_do_no_harm() {
+        let images = |paused, took| {
+            let schedule = Schedule::new(MINUTE, milliseconds(paused), milliseconds(took));
+            assert_eq!(moments(schedule).len(), schedule.images() as usize);
+            (schedule.images(), schedule.period())
+        };
+        assert_eq!(images(2, 50), (12, MINUTE));
+        // 1 % of a minute is enough for six pauses of 90 ms.
+        assert_eq!(images(90, 500), (6, MINUTE));
+        // Half of it for five looks of 6 s.
+        assert_eq!(images(2, 6000), (5, MINUTE));
+        // A pause may always be as long as --max-pause allows.
+        assert_eq!(images(2000, 500), (4, MINUTE));
+        assert_eq!(images(2, 30_000), (4, MINUTE * 4));
+    }
+
+    #[test]
+    fn images_are_apart_and_not_in_step() {
+        let moments = moments(Schedule::new(MINUTE, milliseconds(1), milliseconds(10)));
+        let distances: Vec<_> = moments.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        let even = 60.0 / 11.0;
+        assert!(
+            distances
+                .iter()
+                .all(|distance| (0.5 * even..1.5 * even).contains(distance)),
+            "{distances:?}"
+        );
+        let uneven = distances
+            .iter()
+            .filter(|&distance| (distance - even).abs() > 0.05 * even);
+        assert!(uneven.count() > 5, "{distances:?}");
+    }
+
+    #[test]
+    fn what_was_missed_is_left_out() {
+        let schedule = Schedule::new(MINUTE, milliseconds(1), milliseconds(10));
+        assert!(!schedule.next(milliseconds(40_000)).1);
+        assert_eq!(schedule.next(milliseconds(58_000)), (MINUTE, true));
+        assert_eq!(schedule.next(milliseconds(61_000)), (MINUTE, true));
+    }
+}
