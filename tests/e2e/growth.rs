@@ -34,11 +34,11 @@ const WRONG: usize = LABELS.len() * SEEDS.len() / 20;
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::growth":
         labelled_programs_are_told_apart [Once],
-        types_that_grow_are_told_with_their_rate,
-        a_held_type_is_told_with_what_holds_it,
+        types_that_grow_are_told_with_their_rate [Once],
+        a_held_type_is_told_with_what_holds_it [Once],
         growth_ends_early_by_a_signal_or_with_the_process [Once],
-        what_becomes_another_program_is_refused,
-        the_growth_of_a_process_is_a_table,
+        what_becomes_another_program_is_refused [Once],
+        the_growth_of_a_process_is_a_table [Once],
     }
 }
 

@@ -13,7 +13,7 @@ const README: &str = include_str!("../../README.md");
 const BY_KPROBES: [&str; 2] = ["swapin", "hfaults --thp"];
 
 /// Options by which a tool traces nothing, looks at a process once and ends.
-const LOOK_ONCE: [&str; 3] = ["--heap", "--types", "--verdict"];
+const LOOK_ONCE: [&str; 4] = ["--growth", "--heap", "--types", "--verdict"];
 
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "readme":
