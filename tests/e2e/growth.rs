@@ -19,7 +19,7 @@ const LABELS: [(&str, &str); 8] = [
     ("lru", "steady"),
     ("warm-up", "warm_up"),
     ("burst", "burst"),
-    ("holes", "fragmentation"),
+    ("arenas", "fragmentation"),
     ("forks", "fork_server"),
     ("idle", "steady"),
 ];

@@ -12,7 +12,7 @@
  *	lru	   a cache of 3001 items, each of which makes the oldest one go
  *	warm-up	   fills a table in the first quarter of the time
  *	burst	   has blocks for a third of the time, and frees them
- *	holes	   frees blocks between others that stay, which fit nothing later
+ *	arenas	   starts threads, each of which leaves an arena that is all but free
  *	forks	   starts children that allocate, and exit
  *	idle	   does nothing
  *
@@ -20,9 +20,11 @@
  * that it took.
  */
 #include <deque>
+#include <malloc.h>
 #include <map>
 #include <memory>
 #include <poll.h>
+#include <pthread.h>
 #include <string>
 #include <time.h>
 #include <vector>
@@ -54,7 +56,6 @@ static unsigned long seed, length, blocks;
 static std::map<unsigned long, std::unique_ptr<shop::session>> sessions;
 static std::deque<std::unique_ptr<shop::item>> cache;
 static std::vector<std::unique_ptr<shop::entry>> entries;
-static std::vector<char *> pins;
 
 static unsigned long milliseconds()
 {
@@ -119,21 +120,33 @@ STEP static void fill(unsigned long to)
 	blocks = entries.size();
 }
 
-/* Each round frees blocks that are smaller than all later ones. */
-STEP static void leave_holes(unsigned long round, unsigned long count)
+/* Frees all blocks of the thread's arena but the last one, so that nothing goes back to the kernel.
+ */
+static void *leave_arena(void *argument)
 {
 	std::vector<char *> freed;
 
-	for (unsigned long i = 0; i < count; i++) {
-		size_t size = 2000 + 32 * round;
-
-		freed.push_back((char *)malloc(size));
-		memset(freed.back(), 1, size);
-		pins.push_back((char *)malloc(24));
-		blocks++;
+	for (unsigned long i = 0; i < (unsigned long)argument; i++) {
+		freed.push_back((char *)malloc(1000));
+		memset(freed.back(), 1, 1000);
 	}
+	char *volatile last = (char *)malloc(1000);
 	for (char *block : freed)
 		free(block);
+	while (last)
+		pause();
+	return NULL;
+}
+
+/* Each thread has an arena of its own. */
+STEP static void start_thread(unsigned long count)
+{
+	pthread_t thread;
+
+	errno = pthread_create(&thread, NULL, leave_arena, (void *)count);
+	if (errno)
+		die("cannot start a thread: %s", strerror(errno));
+	blocks++;
 }
 
 STEP static void start_child(unsigned long megabytes)
@@ -168,6 +181,8 @@ int main(int argc, char **argv)
 	std::string label = argv[1];
 	length = count(argv[2]);
 	seed = count(argv[3]);
+	if (!mallopt(M_ARENA_MAX, 64))
+		die("cannot have as many arenas");
 	unsigned long rate = between(11, 60), size = between(4001, 20011);
 	unsigned long begin_at = between(length / 8, length / 4);
 
@@ -175,7 +190,6 @@ int main(int argc, char **argv)
 	fill(between(2003, 8009));
 	unsigned long had = entries.size();
 	replace(3001);
-	pins.reserve(200000);
 	blocks = 0;
 	ready();
 	unsigned long start = milliseconds();
@@ -198,8 +212,9 @@ int main(int argc, char **argv)
 				fill(had + size);
 			else if (now > begin_at)
 				entries.resize(had);
-		} else if (label == "holes") {
-			leave_holes(round, rate / 8 + 1);
+		} else if (label == "arenas") {
+			if (now * 20 / length > blocks)
+				start_thread(size / 10);
 		} else if (label == "forks") {
 			if (round % 8 == 0)
 				start_child(rate / 10);
