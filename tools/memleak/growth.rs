@@ -34,7 +34,9 @@ use schedule::Schedule;
 
 /// Points without which there is no slope.
 const LEAST_POINTS: usize = 3;
-/// Time between the last image and the one in which what was lost is looked for again.
+/// Tries at an image: on a busy machine threads may not stop in time.
+const TRIES: u32 = 3;
+/// Time between two tries, and between the last image and the one in which what was lost is looked for again.
 const BETWEEN: Duration = Duration::from_millis(100);
 
 /// Watches the process for so long, and shows how it has grown.
@@ -85,7 +87,7 @@ struct Study<'a> {
     pauses_us: Vec<u64>,
     follower: Follower,
     points: Vec<Point>,
-    /// Images whose heap made no sense.
+    /// Images that could not be taken, or whose heap made no sense.
     left_out: u64,
     children: Children,
     found: Found,
@@ -106,7 +108,7 @@ impl<'a> Study<'a> {
         let process = request.process;
         let home = Home::of_process(process.pid());
         let (begin, program) = (Instant::now(), program(process));
-        let Some(look) = Look::take(request)? else {
+        let Some(look) = take(request)? else {
             bail!(
                 "the heap of process {} makes no sense in any of 3 images; --heap tells where",
                 process.pid()
@@ -184,9 +186,9 @@ impl<'a> Study<'a> {
         }
     }
 
-    /// Takes an image, and adds its point; None if its heap made no sense.
+    /// Takes an image, and adds its point; None if it is left out.
     fn look(&mut self) -> Result<Option<Look>> {
-        let look = Look::take(self.request)?;
+        let look = self.take_or_tell()?;
         let pid = self.request.process.pid();
         if program(self.request.process) != self.program {
             self.request.process.expect_running()?;
@@ -197,6 +199,17 @@ impl<'a> Study<'a> {
             None => self.left_out += 1,
         }
         Ok(look)
+    }
+
+    /// Takes an image. If that fails it is told, as those before tell something, too; unless the process has exited.
+    fn take_or_tell(&self) -> Result<Option<Look>> {
+        match take(self.request) {
+            Err(error) if !self.request.process.exited() => {
+                eprintln!("memleak: an image is left out: {error:#}");
+                Ok(None)
+            }
+            taken => taken,
+        }
     }
 
     fn add(&mut self, look: &Look) {
@@ -222,7 +235,7 @@ impl<'a> Study<'a> {
             return Ok(());
         };
         thread::sleep(BETWEEN);
-        if let Some(again) = Look::take(self.request)? {
+        if let Some(again) = self.take_or_tell()? {
             self.pauses_us.push(again.image.paused.as_micros() as u64);
             let still = look::lost(&again, &again.reach())?.unwrap_or_default();
             lost.retain(|place| still.contains(place));
@@ -255,7 +268,7 @@ impl<'a> Study<'a> {
             let why = if self.request.process.exited() {
                 format!("process {pid} has exited")
             } else {
-                "it was ended early, or the heap made no sense in others".into()
+                "it was ended early, or others were left out".into()
             };
             bail!(
                 "{points} images tell no growth, which takes {LEAST_POINTS}: {why}; watch for longer"
@@ -263,6 +276,17 @@ impl<'a> Study<'a> {
         }
         Ok(report::rows(self, top))
     }
+}
+
+/// Takes an image, in some tries; None if its heap made no sense.
+fn take(request: &Request) -> Result<Option<Look>> {
+    for _ in 1..TRIES {
+        match Look::take(request) {
+            Err(_) if !request.process.exited() => thread::sleep(BETWEEN),
+            taken => return taken,
+        }
+    }
+    Look::take(request)
 }
 
 /// What is new with each program that a process executes: its auxiliary vector, which has random addresses.

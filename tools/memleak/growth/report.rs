@@ -287,7 +287,7 @@ impl Row for GrowthRow {
         )?;
         match self.images_left_out {
             0 => writeln!(out)?,
-            images => writeln!(out, "; {} made no sense", text::counted(images, "image"))?,
+            images => writeln!(out, "; {} left out", text::counted(images, "image"))?,
         }
         writeln!(
             out,
@@ -329,8 +329,8 @@ impl GrowthRow {
                  never taken out; what holds it: memleak -p {pid} --verdict --why TYPE"
             ),
             Verdict::Growing => format!(
-                "growth: {more} in use; what refers to it is not known, as the process has exited, or protects memory \
-                 from being read"
+                "growth: {more} in use; what refers to it is not known, as the process has exited, protects memory \
+                 from being read, or had no last image"
             ),
             Verdict::WarmUp => {
                 format!("a warm-up: {more} in use, and no more lately; if in doubt, watch again")
