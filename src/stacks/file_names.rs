@@ -29,7 +29,14 @@ const MAX_STRIPPED: usize = 1024;
 const OVERHEAD: usize = 64;
 
 /// A function's name, and an offset from its start.
-pub(crate) type Named = (String, u64);
+#[derive(Debug, Clone)]
+pub(crate) struct Named {
+    /// The name, demangled and escaped.
+    pub(crate) shown: String,
+    /// The name as the file has it, if it is a mangled one: not escaped.
+    pub(crate) mangled: Option<Rc<str>>,
+    pub(crate) offset: u64,
+}
 
 /// Names of functions by file and offset.
 #[derive(Debug, Default)]
@@ -80,7 +87,7 @@ struct Table {
 }
 
 impl FileNames {
-    /// The function that an offset in a file is in, demangled and escaped.
+    /// The function that an offset in a file is in.
     pub(crate) fn find(&mut self, file: &CodeFile, offset: u64) -> Option<Named> {
         let key = (file.number, offset);
         if let Some(known) = self.names.get(&key) {
@@ -92,7 +99,9 @@ impl FileNames {
         {
             places.unnamed += 1;
         }
-        let bytes = OVERHEAD + name.as_ref().map_or(0, |(name, _)| name.len());
+        let bytes_of =
+            |name: &Named| name.shown.len() + name.mangled.as_ref().map_or(0, |name| name.len());
+        let bytes = OVERHEAD + name.as_ref().map_or(0, bytes_of);
         if self.name_bytes + bytes > MAX_NAMES {
             self.names.clear();
             self.name_bytes = 0;
@@ -115,11 +124,15 @@ impl FileNames {
         let table = self.tables.get_mut(&file.number)?;
         table.used = self.uses;
         let name = table.symbols.find(offset)?;
-        let shown = match name.is_whole {
-            true => text::shown(&demangle(&name.text)),
-            false => text::shown(&name.text),
+        let demangled = match name.is_whole {
+            true => demangle(&name.text),
+            false => name.text.as_str().into(),
         };
-        Some((shown, name.offset))
+        Some(Named {
+            shown: text::shown(&demangled),
+            mangled: (*demangled != *name.text).then(|| name.text.as_str().into()),
+            offset: name.offset,
+        })
     }
 
     fn symbols(&mut self, file: &CodeFile, opened: &MappedFile) -> Result<Symbols> {

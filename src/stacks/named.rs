@@ -40,6 +40,8 @@ pub struct Frame {
     pub instruction: u64,
     /// The function, demangled and escaped, and the address's offset from its start.
     pub symbol: Option<(String, u64)>,
+    /// The function's name as its file has it, if that is a mangled one: not escaped.
+    pub mangled: Option<Rc<str>>,
     /// File name without folders, or a name such as `[vdso]`, and the offset in the file; for the
     /// kernel's code `kernel` or the kernel module, and the address.
     pub module: Option<(String, u64)>,

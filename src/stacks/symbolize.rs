@@ -426,10 +426,13 @@ impl Symbolizer {
             return Some(unknown);
         };
         let offset = instruction - code.range.start + code.file_offset;
-        let symbol = if code.file.is_generated() {
-            self.find_generated(pid, instruction)
+        let (symbol, mangled) = if code.file.is_generated() {
+            (self.find_generated(pid, instruction), None)
         } else {
-            self.names.find(&code.file, offset)
+            match self.names.find(&code.file, offset) {
+                Some(name) => (Some((name.shown, name.offset)), name.mangled),
+                None => (None, None),
+            }
         };
         let source = self.source(&code.file, offset);
         let module = code.file.module();
@@ -437,6 +440,7 @@ impl Symbolizer {
         let beyond = address - instruction;
         Some(Frame {
             symbol: symbol.map(|(name, offset)| (name, offset + beyond)),
+            mangled,
             module: (!module.is_empty()).then_some((module, offset + beyond)),
             code: Some(code.clone()),
             source,

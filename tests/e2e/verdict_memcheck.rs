@@ -24,6 +24,7 @@ const SUMS: [(&str, &str); 5] = [
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::verdict_memcheck":
         sums_are_memchecks [Host],
+        losses_are_leak_sanitizers [Host],
         suppressions_are_valgrinds [Host],
         bad_suppressions_are_refused [Once],
         a_function_is_asked_for [Once],
@@ -95,6 +96,37 @@ fn sums_are_memchecks() -> Result<()> {
     Ok(())
 }
 
+/// LeakSanitizer is linked into a program, and judges it at its exit: the same source is built for it.
+fn losses_are_leak_sanitizers() -> Result<()> {
+    let ours = sums(&at_exit("forget", &[])?)?;
+    let output = Command::new(harness::workload("forget-lsan"))
+        .stdin(std::process::Stdio::null())
+        .output()?;
+    let text = String::from_utf8_lossy(&output.stderr);
+    let sum = |kind: &str| {
+        // "Direct leak of 50500 byte(s) in 101 object(s) allocated from:"
+        let leaks = text.lines().filter_map(|line| line.strip_prefix(kind));
+        let numbers = leaks.map(|line| {
+            let numbers = line.split(' ').filter_map(|word| word.parse().ok());
+            numbers.collect::<Vec<u64>>()
+        });
+        numbers.fold((0, 0), |(bytes, blocks), leak| match leak[..] {
+            [of_leak, in_leak] => (bytes + of_leak, blocks + in_leak),
+            _ => (bytes, blocks),
+        })
+    };
+    let theirs = [sum("Direct leak of "), sum("Indirect leak of ")];
+    ensure!(
+        ours[..2] == theirs && theirs[0].1 == 101 + 1 + 5 + 7,
+        "memleak {ours:?}, LeakSanitizer {theirs:?}: {text}"
+    );
+    let (bytes, blocks) = (ours[0].0 + ours[1].0, ours[0].1 + ours[1].1);
+    let summary =
+        format!("SUMMARY: LeakSanitizer: {bytes} byte(s) leaked in {blocks} allocation(s).");
+    ensure!(text.contains(&summary), "not {summary}: {text}");
+    Ok(())
+}
+
 /// One file for both, and both suppress the same.
 fn suppressions_are_valgrinds() -> Result<()> {
     const FILE: &str = "\
@@ -113,7 +145,7 @@ fn suppressions_are_valgrinds() -> Result<()> {
    Memcheck:Leak
    match-leak-kinds: indirect,possible
    ...
-   fun:_ZN12_GLOBAL__N_19lose_listEv
+   fun:_ZN12_GLOBAL__N_1*lose_list*
    ...
    fun:main
 }

@@ -378,6 +378,25 @@ mod tests {
     }
 
     #[test]
+    fn wildcards_match_mangled_names() {
+        let mut open = frame("app::Session::open(int)");
+        open.mangled = Some("_ZN3app7Session4openEi".into());
+        for (pattern, fits) in [
+            ("_ZN3app7Session*", true),
+            ("_Z*4openE?", true),
+            ("app::Session::*", true),
+            ("_ZN3app5Cache*", false),
+            ("_Z*4openEv", false),
+        ] {
+            let text = format!("{{\nname\nMemcheck:Leak\nfun:{pattern}\n}}\n");
+            let found = parsed(&text)
+                .expect("valid")
+                .find(std::slice::from_ref(&open));
+            assert_eq!(!found.is_empty(), fits, "{pattern}");
+        }
+    }
+
+    #[test]
     fn kinds_are_looked_at() {
         let text = "{\nname\nMemcheck:Leak\nmatch-leak-kinds: possible\nfun:f\n}\n";
         let all = parsed(text).expect("valid");

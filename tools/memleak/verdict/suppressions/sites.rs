@@ -22,7 +22,7 @@ impl Caller {
     fn is(&self, site: &Site) -> bool {
         match self {
             Self::Function(pattern) => {
-                // Patterns are of mangled names, of which a stack has the names in the source.
+                // Patterns are of mangled names, of which some stacks have only the names in the source.
                 let is = |name: &&str| {
                     matches(pattern, name)
                         || (pattern.starts_with("_Z") && demangle(pattern) == **name)
@@ -71,7 +71,10 @@ impl<'a> Site<'a> {
             let place = place.and_then(|line| Some((line.file.as_deref()?, line.line)));
             let function = frame.symbol.as_ref().map(|(name, _)| name.as_str());
             sites.push(Self {
-                functions: function.into_iter().collect(),
+                functions: function
+                    .into_iter()
+                    .chain(frame.mangled.as_deref())
+                    .collect(),
                 object,
                 source: place,
             });
