@@ -56,6 +56,10 @@ pub struct Reach {
     leads: Vec<bool>,
 }
 
+/// Where the chains of all blocks begin ([`Reach::starts`]): the root's number, with [`IS_ROOT`], or [`NOTHING`].
+#[derive(Debug)]
+pub struct Starts(Vec<u32>);
+
 /// References by the block that they are in.
 #[derive(Debug, Default)]
 struct References {
@@ -128,6 +132,40 @@ impl Reach {
         }
         let root = (at != NOTHING).then(|| self.roots[(at & !IS_ROOT) as usize]);
         (chain, root)
+    }
+
+    /// The blocks by which a block is reached, the nearest first, so many at most: of a list there can be millions.
+    pub fn nearest(&self, block: usize, most: usize) -> Vec<usize> {
+        let after = |&at: &u32| Some(self.from[at as usize]).filter(|at| at & IS_ROOT == 0);
+        let first = Some(self.from[block]).filter(|at| at & IS_ROOT == 0);
+        let chain = std::iter::successors(first, after).take(most);
+        chain.map(|at| at as usize).collect()
+    }
+
+    /// Where the chains of all blocks begin, found at once: many chains have most of a long list in common.
+    pub fn starts(&self) -> Starts {
+        let mut starts = vec![0; self.from.len()];
+        let mut path = Vec::new();
+        for block in 0..self.from.len() {
+            let mut at = block;
+            while starts[at] == 0 {
+                starts[at] = self.from[at] | IS_ROOT;
+                path.push(at);
+                if self.from[at] & IS_ROOT != 0 {
+                    break;
+                }
+                at = self.from[at] as usize;
+            }
+            let start = starts[at];
+            path.drain(..).for_each(|on_way| starts[on_way] = start);
+        }
+        Starts(starts)
+    }
+
+    /// Where the chain of a block begins; None if it is lost.
+    pub fn start(&self, starts: &Starts, block: usize) -> Option<Root> {
+        let start = starts.0[block];
+        (start != NOTHING).then(|| self.roots[(start & !IS_ROOT) as usize])
     }
 
     /// For each block the one that it was lost with, itself included; None for what is reached.

@@ -248,15 +248,24 @@ impl<'a> Case<'a> {
             output.row(&Suppressed { name, sum })?;
         }
         let questions = self.questions(args, kind, &known);
-        let asked = questions.iter().flat_map(|(_, blocks)| blocks.iter());
+        let starts = (!questions.is_empty()).then(|| self.reach.starts());
+        let start = |block: usize| match &starts {
+            Some(starts) => self.reach.start(starts, block),
+            None => self.reach.chain(block).1,
+        };
+        let asked = questions
+            .iter()
+            .flat_map(|(_, blocks)| blocks.iter().take(judge::MOST_IN_TREE));
         let examples = held.iter().map(|group| &group.example);
-        let names = self.names(examples.chain(asked).copied());
+        let roots = examples.chain(asked).filter_map(|&block| start(block));
+        let names = Names::of(&self.image, roots);
         for group in &held {
             let origin = origin_of(group, stacks)?;
             output.row(&self.held(group, kind, &names, origin))?;
         }
         for (question, blocks) in &questions {
-            output.row(&self.why(question, blocks, kind, &names))?;
+            let root = |block: usize| names.variable(&self.image, start(block));
+            output.row(&self.why(question, blocks, kind, root))?;
         }
         if args.verdict.memcheck {
             output.row(&Memcheck::from(&judgement.sums))?;
@@ -348,28 +357,23 @@ impl<'a> Case<'a> {
         question: &str,
         blocks: &[usize],
         kind: impl Fn(usize) -> Kind,
-        names: &Names,
+        root: impl Fn(usize) -> String,
     ) -> Why {
         let heap = &self.heap;
-        let root = |block: usize| names.variable(&self.image, self.reach.chain(block).1);
         let label = |block: usize| {
             let label = judge::describe(&kind(block), &heap.blocks()[block]);
             text::escape(&label).into_owned()
         };
-        let tree = judge::tree(heap, &self.reach, &self.seen, blocks, root, label);
+        let all = judge::tree(heap, &self.reach, &self.seen, blocks, root, label);
+        let (tree, more) = Branch::list(&all, 0);
         Why {
             question: question.to_owned(),
             blocks: blocks.len() as u64,
             bytes: self.seen.sum(heap, blocks),
-            traced_blocks: tree.sum.blocks,
-            tree: Branch::list(&tree, 0),
+            traced_blocks: all.sum.blocks,
+            tree,
+            more,
         }
-    }
-
-    /// The variables that hold the chains of these blocks.
-    fn names(&self, blocks: impl Iterator<Item = usize>) -> Names {
-        let roots = blocks.filter_map(|block| self.reach.chain(block).1);
-        Names::of(&self.image, roots)
     }
 }
 

@@ -14,7 +14,7 @@ use super::suppressions::LeakKind;
 use crate::sums::Path;
 
 /// Blocks that a tree is made of at most.
-const MOST_IN_TREE: usize = 1000;
+pub(super) const MOST_IN_TREE: usize = 1000;
 /// Blocks of a chain that are told; of a list there can be millions.
 const MOST_OF_CHAIN: usize = 1000;
 
@@ -246,9 +246,9 @@ pub(super) fn tree(
 ) -> Tree {
     let mut tree = Tree::default();
     for &block in blocks.iter().take(MOST_IN_TREE) {
-        let (chain, _) = reach.chain(block);
+        let chain = reach.nearest(block, MOST_OF_CHAIN);
         let mut labels = vec![root(block)];
-        labels.extend(chain.iter().take(MOST_OF_CHAIN).rev().map(|&by| label(by)));
+        labels.extend(chain.iter().rev().map(|&by| label(by)));
         labels.push(label(block));
         tree.add(&labels, seen.bytes(block, &heap.blocks()[block]));
     }
