@@ -1,5 +1,6 @@
 //! A mapping of a process, with what may be done with its memory.
 
+use std::ops::Range;
 use std::os::unix::ffi::OsStrExt;
 
 use crate::process::proc::Mapping;
@@ -41,6 +42,26 @@ impl Area {
             writable: has(1, b'w'),
             shared: has(3, b's'),
         })
+    }
+
+    /// The writable data of each mapped file, with the zeros after it (bss).
+    pub(super) fn data_of_files(areas: &[Self]) -> Vec<(&[u8], Range<u64>)> {
+        /// More data than this is not looked through, of one file.
+        const MOST: u64 = 64 << 20;
+        let mut found: Vec<(&[u8], Range<u64>)> = Vec::new();
+        for area in areas.iter().filter(|area| area.writable && !area.shared) {
+            let range = area.mapping.range.clone();
+            let last = found.last_mut().filter(|(file, data)| {
+                let continues = area.name().is_empty() || area.name() == *file;
+                continues && data.end == range.start && range.end - data.start < MOST
+            });
+            if let Some((_, data)) = last {
+                data.end = range.end;
+            } else if area.has_file() && area.name().starts_with(b"/") {
+                found.push((area.name(), range));
+            }
+        }
+        found
     }
 
     /// The path of the file, or a name such as `[heap]`, or nothing, as the kernel prints it.

@@ -100,6 +100,41 @@ impl Heap {
         }
     }
 
+    /// This heap with that of another allocator of the process. All blocks are known if both heaps are complete.
+    pub(super) fn joined(self, other: Self) -> Self {
+        let (mut one, mut two) = (self, other);
+        if one.blocks.len() < two.blocks.len() {
+            std::mem::swap(&mut one, &mut two);
+        }
+        let sorted = |mut ranges: Vec<Range<u64>>, more: Vec<Range<u64>>| {
+            ranges.extend(more);
+            ranges.sort_unstable_by_key(|range| range.start);
+            ranges
+        };
+        let mut coverage = match one.coverage {
+            Coverage::Complete => two.coverage,
+            incomplete => incomplete,
+        };
+        let mut blocks = one.blocks;
+        blocks.extend(two.blocks);
+        blocks.sort_unstable_by_key(|block| block.address);
+        let all = blocks.len();
+        blocks.dedup_by(|next, block| block.range().end > next.address);
+        if blocks.len() < all {
+            coverage = Coverage::Incomplete {
+                why: "blocks of two allocators overlap".into(),
+                address: None,
+            };
+        }
+        let mut heap = Self::new(blocks, coverage);
+        one.allocators.extend(two.allocators);
+        heap.allocators = one.allocators;
+        heap.regions = sorted(one.regions, two.regions);
+        heap.structures = sorted(one.structures, two.structures);
+        heap.free = sorted(one.free, two.free);
+        heap
+    }
+
     /// The blocks, in order of address.
     pub fn blocks(&self) -> &[Block] {
         &self.blocks
@@ -196,6 +231,21 @@ mod tests {
         ] {
             assert_eq!(heap.block_at(outside), None, "{outside:#x}");
         }
+    }
+
+    #[test]
+    fn heaps_of_two_allocators_are_joined() {
+        let joined = |one: &[(u64, u64)], other: &[(u64, u64)]| heap(one).joined(heap(other));
+        let both = joined(&[(0x2000, 16)], &[(0x1000, 16), (0x3000, 8)]);
+        let addresses: Vec<_> = both.blocks().iter().map(|block| block.address).collect();
+        assert_eq!(addresses, [0x1000, 0x2000, 0x3000]);
+        assert_eq!(both.coverage, Coverage::Complete);
+        assert_eq!(both.block_at(0x2008), Some((1, 8)));
+        let overlapping = joined(&[(0x2000, 16)], &[(0x2008, 16)]);
+        assert!(matches!(overlapping.coverage, Coverage::Incomplete { .. }));
+        let why = || Coverage::Unknown { why: "x".into() };
+        let unknown = heap(&[(0x1000, 8)]).joined(Heap::new(Vec::new(), why()));
+        assert_eq!(unknown.coverage, why());
     }
 
     #[test]

@@ -23,6 +23,11 @@ const META: u64 = 40;
 const FIRST_META: u64 = 24;
 /// Groups of an area: it is a page.
 const MOST_METAS: u64 = (4096 - FIRST_META) / META;
+/// How far into the context it keeps by how much areas grow, and the first area.
+const SHIFT: u64 = 48;
+const AREAS: u64 = 56;
+/// What the context has in its second word once it is in use.
+const IN_USE: u32 = 1;
 /// Areas at most.
 const MOST_AREAS: usize = 1 << 20;
 /// Bytes between two slots that are the allocator's.
@@ -46,6 +51,7 @@ pub fn walk(image: &Image) -> Option<Heap> {
     let mut broken = None;
     let areas = areas(image, &context, &mut broken);
     let (mut groups, mut counted) = (Vec::new(), [0; 48]);
+    let (mut slots, most) = (0, image.copied_bytes() / UNIT + (1 << 20));
     for area in &areas {
         let metas = (word(image, area + 16) & 0xffff_ffff).min(MOST_METAS);
         for meta in (0..metas).map(|number| area + FIRST_META + number * META) {
@@ -54,7 +60,11 @@ pub fn walk(image: &Image) -> Option<Heap> {
                 continue;
             }
             match Group::of(image, meta, memory) {
+                Some(_) if slots > most => {
+                    broken = broken.or(Some(("there are more blocks than memory", memory)));
+                }
                 Some(group) => {
+                    slots += group.slots;
                     if group.freeable
                         && let Some(count) = counted.get_mut(group.class)
                     {
@@ -76,12 +86,14 @@ pub fn walk(image: &Image) -> Option<Heap> {
         why: why.into(),
         address: Some(address),
     });
+    if coverage != Coverage::Complete {
+        return Some(Heap::new(Vec::new(), coverage));
+    }
     Some(heap(image, &context, &groups, coverage))
 }
 
-/// A 64-bit secret, and within the next words the page that begins with the same one.
+/// A 64-bit secret, that the context is in use, some counts, and the page that begins with the same secret.
 fn context(image: &Image) -> Option<Context> {
-    const WITHIN: u64 = 16;
     let mut end = 0;
     for area in image
         .areas
@@ -95,16 +107,15 @@ fn context(image: &Image) -> Option<Context> {
         end = area.mapping.range.end;
         let mut words = image.words(area.mapping.range.clone());
         let found = words.find_map(|(at, secret)| {
-            let is_secret = secret > u64::from(u32::MAX);
-            let mut places = (1..WITHIN).map(|number| at + 8 * number);
-            let areas = places.find(|&place| {
-                let first = word(image, place);
-                is_secret
-                    && first != 0
-                    && first.is_multiple_of(4096)
-                    && image.word(first) == Some(secret)
-            })?;
-            Some((secret, areas))
+            let areas = at + AREAS;
+            let first = word(image, areas);
+            let is_context = secret > u64::from(u32::MAX)
+                && word(image, at + 8) as u32 == IN_USE
+                && word(image, at + SHIFT) < 64
+                && first != 0
+                && first.is_multiple_of(4096)
+                && image.word(first) == Some(secret);
+            is_context.then_some((secret, areas))
         });
         if let Some((secret, areas)) = found {
             return Some(Context {

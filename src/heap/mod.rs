@@ -13,6 +13,7 @@
 //! | [`blocks`] | the blocks of a heap, and the block that an address is in |
 //! | [`walk`] | the heaps of a process, in as many images as it takes |
 //! | [`glibc`] | the heap of glibc's malloc |
+//! | [`jemalloc`] | the heap of jemalloc |
 //! | [`names`] | the types of blocks: C++ classes, Python objects, strings, containers |
 //! | [`mallocng`] | the heap of musl's malloc |
 //! | [`page_table`] | a number for each page of an address space |
@@ -27,6 +28,7 @@ pub mod capture;
 pub mod glibc;
 pub mod growth;
 pub mod image;
+pub mod jemalloc;
 pub mod kernel;
 pub mod mallocng;
 pub mod names;

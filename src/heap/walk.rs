@@ -6,7 +6,8 @@ use crate::heap::blocks::{Coverage, Heap};
 use crate::heap::capture::Request;
 use crate::heap::glibc;
 use crate::heap::image::Image;
-use crate::heap::mallocng;
+use crate::heap::{jemalloc, mallocng};
+use crate::print::text;
 
 /// Images that are taken at most. A thread was in the middle of malloc in 2 of 300.
 const TRIES: u32 = 3;
@@ -28,12 +29,25 @@ impl Walked {
     /// Walks the heaps of an image.
     pub fn of(image: Image) -> Self {
         let glibc = glibc::walk(&image);
-        let heap = match &glibc {
-            Some(walk) => walk.heap(),
-            None => mallocng::walk(&image).unwrap_or_else(|| {
-                let why = "no heap of glibc's or musl's malloc was found, and there is no walk of other allocators";
-                Heap::new(Vec::new(), Coverage::Unknown { why: why.into() })
-            }),
+        let libc = glibc.as_ref().map(glibc::Walk::heap);
+        let libc = libc.or_else(|| mallocng::walk(&image));
+        let heap = match (libc, jemalloc::walk(&image)) {
+            (Some(one), Some(other)) => one.joined(other),
+            (Some(heap), None) | (None, Some(heap)) => heap,
+            (None, None) => Heap::new(Vec::new(), Coverage::Complete),
+        };
+        let heap = match not_walked(&image) {
+            // The C library's malloc may have been set up, and not used.
+            Some(why) if heap.blocks().is_empty() && heap.coverage == Coverage::Complete => {
+                Heap::new(Vec::new(), Coverage::Unknown { why })
+            }
+            None if heap.allocators.is_empty() && heap.coverage == Coverage::Complete => {
+                let why = format!(
+                    "no heap of {KNOWN} was found, and there is no walk of other allocators"
+                );
+                Heap::new(Vec::new(), Coverage::Unknown { why })
+            }
+            _ => heap,
         };
         Self {
             image,
@@ -77,5 +91,59 @@ impl Walked {
              allocator has it",
             self.image.pid
         ))
+    }
+}
+
+/// What has a walk.
+const KNOWN: &str = "glibc's malloc (2.26 to 2.43), musl's (1.2.1 and later) or jemalloc (5.3)";
+
+/// Says that there is no walk of an allocator that the process has loaded, if its file's name tells.
+fn not_walked(image: &Image) -> Option<String> {
+    const NAMES: [&str; 3] = ["jemalloc", "tcmalloc", "mimalloc"];
+    let mut loaded = image.areas.iter().filter_map(|area| {
+        let path = area.mapping.path.to_str().filter(|_| area.has_file())?;
+        let file = path.rsplit('/').next()?;
+        let name = NAMES.iter().find(|name| file.contains(**name))?;
+        Some((*name, text::escape(path)))
+    });
+    Some(match loaded.next()? {
+        ("jemalloc", path) => {
+            format!(
+                "{path} is no jemalloc of a version that is known, and no heap of {KNOWN} was found"
+            )
+        }
+        (name, path) => format!(
+            "there is no walk of the heap of {name}, which it has loaded ({path}); no heap of {KNOWN} was found"
+        ),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::heap::image::made::Made;
+
+    #[test]
+    fn an_allocator_without_a_walk_is_named() {
+        for (file, says) in [
+            (
+                "/lib/libtcmalloc_minimal.so.4",
+                "heap of tcmalloc, which it has loaded (/lib/libtc",
+            ),
+            ("/lib/libmimalloc.so.2", "heap of mimalloc, which"),
+            (
+                "/lib/libjemalloc.so.1",
+                "/lib/libjemalloc.so.1 is no jemalloc of a version",
+            ),
+            ("/lib/libc.so.6", "there is no walk of other allocators"),
+        ] {
+            let mut made = Made::default();
+            made.map(0x1000..0x3000, &format!("rw-p 00000000 fe:00 7 {file}"));
+            made.put(0x1000, 7);
+            match Walked::of(made.image()).heap.coverage {
+                Coverage::Unknown { why } => assert!(why.contains(says), "{why}"),
+                other => panic!("{file}: {other:?}"),
+            }
+        }
     }
 }

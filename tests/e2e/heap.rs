@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
 use std::time::Duration;
@@ -23,9 +23,13 @@ pub(crate) fn tests() -> Vec<Trial> {
         every_block_is_found_and_no_other [Once],
         blocks_are_found_where_brk_failed [Once],
         blocks_are_found_where_others_moved_the_end_of_the_heap [Once],
+        blocks_are_found_with_the_c_library_of_debian_11 [Once],
         blocks_are_found_with_the_c_library_of_debian_13 [Once],
         blocks_are_found_with_the_newest_c_library [Once],
         blocks_of_musl_are_found [Once],
+        blocks_of_jemalloc_are_found [Once],
+        blocks_of_jemalloc_under_other_names_are_found [Once],
+        an_allocator_without_a_walk_is_named [Once],
         blocks_of_a_static_program_are_found,
         what_malloc_trim_returns_is_foretold [Once],
         a_heap_in_use_is_whole_within_three_images,
@@ -145,8 +149,8 @@ fn blocks_are_found_where_others_moved_the_end_of_the_heap() -> Result<()> {
     expect_blocks("foreign").map(drop)
 }
 
-/// Every kind of heap with the C library of another Debian suite, by its own loader.
-fn expect_blocks_with(suite: &str, allocator: &str) -> Result<()> {
+/// The C library of another Debian suite, and its loader.
+fn fetch_libc(suite: &str) -> Result<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folder = root.join("target/libcs");
     let fetched = Command::new(root.join("scripts/libcs"))
@@ -154,27 +158,70 @@ fn expect_blocks_with(suite: &str, allocator: &str) -> Result<()> {
         .arg(suite)
         .status()?;
     ensure!(fetched.success(), "scripts/libcs has failed");
-    let folder = folder.join(suite);
+    Ok(folder.join(suite))
+}
+
+/// Every kind of heap with the C library in a folder, by its own loader.
+fn expect_blocks_with(
+    libc: &Path,
+    (program, recorder): (&Path, &Path),
+    allocator: &str,
+) -> Result<()> {
     for kind in ["plain", "brk", "foreign"] {
-        let mut command = Command::new(folder.join("ld-linux-x86-64.so.2"));
-        command.arg("--library-path").arg(&folder);
-        command
-            .arg("--preload")
-            .arg(harness::workload("librecord.so"));
-        command.arg(harness::workload("heap"));
+        let mut command = Command::new(libc.join("ld-linux-x86-64.so.2"));
+        command.arg("--library-path").arg(libc);
+        command.arg("--preload").arg(recorder).arg(program);
         let head = expect_blocks_of(command.args(["7", "20011", kind]))
-            .with_context(|| format!("{kind}, with the C library of {suite}"))?;
+            .with_context(|| format!("{kind}, with {}", libc.display()))?;
         ensure!(head["allocators"][0]["name"] == allocator, "{head}");
     }
     Ok(())
 }
 
+/// With the programs that the machine's own C library has.
+fn expect_blocks_with_suite(suite: &str, allocator: &str) -> Result<()> {
+    let [program, recorder] = ["heap", "librecord.so"].map(harness::workload);
+    expect_blocks_with(&fetch_libc(suite)?, (&program, &recorder), allocator)
+}
+
+/// A C library that is older than the machine's runs what is linked against it: 2.31.
+fn blocks_are_found_with_the_c_library_of_debian_11() -> Result<()> {
+    let libc = fetch_libc("bullseye-security")?;
+    let folder = harness::scratch()?;
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload");
+    let link = |name: &str, source: &str, options: &str| {
+        let made = folder.path().join(name);
+        let flags = "-O1 -fno-builtin -fno-stack-protector -nostdlib";
+        let mut command = Command::new("cc");
+        command.args(flags.split(' ')).args(options.split(' '));
+        command.arg("-o").arg(&made).arg(sources.join(source));
+        let libraries = [
+            "libc.so.6",
+            "libpthread.so.0",
+            "libdl.so.2",
+            "ld-linux-x86-64.so.2",
+        ];
+        command.args(libraries.map(|file| libc.join(file)));
+        ensure!(command.status()?.success(), "{command:?} has failed");
+        Ok(made)
+    };
+    let start = Command::new("cc").arg("-print-file-name=crt1.o").output()?;
+    let start = String::from_utf8(start.stdout)?;
+    let program = link(
+        "heap",
+        "heap.c",
+        &format!("-no-pie -fno-pie {}", start.trim()),
+    )?;
+    let recorder = link("librecord.so", "record.c", "-shared -fPIC")?;
+    expect_blocks_with(&libc, (&program, &recorder), "glibc malloc (2.27 to 2.42)")
+}
+
 fn blocks_are_found_with_the_c_library_of_debian_13() -> Result<()> {
-    expect_blocks_with("trixie", "glibc malloc (2.27 to 2.42)")
+    expect_blocks_with_suite("trixie", "glibc malloc (2.27 to 2.42)")
 }
 
 fn blocks_are_found_with_the_newest_c_library() -> Result<()> {
-    expect_blocks_with("sid", "glibc malloc (2.43 or later)")
+    expect_blocks_with_suite("sid", "glibc malloc (2.43 or later)")
 }
 
 /// Beside these there is what the loader has allocated before the recorder was there.
@@ -207,6 +254,70 @@ fn blocks_of_musl_are_found() -> Result<()> {
         "of {} blocks {exact} found with their sizes, and {others} others",
         live.len()
     );
+    Ok(())
+}
+
+/// Small and large ones, of several arenas, with what threads have set aside, and what those that have ended had.
+fn blocks_of_jemalloc_are_found() -> Result<()> {
+    for conf in [
+        "",
+        "narenas:2",
+        "lg_tcache_max:20",
+        "dirty_decay_ms:0,muzzy_decay_ms:0",
+        "junk:true",
+    ] {
+        let mut command = Command::new(harness::workload("heap"));
+        let recorder = harness::workload("librecord.so");
+        command.env(
+            "LD_PRELOAD",
+            format!("{}:libjemalloc.so.2", recorder.display()),
+        );
+        command.env("MALLOC_CONF", conf);
+        let head = expect_blocks_of(command.args(["7", "20011", "plain"]))
+            .with_context(|| format!("MALLOC_CONF={conf}"))?;
+        let allocator = &head["allocators"][0];
+        ensure!(allocator["name"] == "jemalloc (5.3)", "{head}");
+        let file = allocator["file"].as_str().unwrap_or_default();
+        ensure!(file.ends_with("/libjemalloc.so.2"), "{head}");
+    }
+    Ok(())
+}
+
+/// jemalloc with functions of other names, linked statically: seven of them leave blocks.
+fn blocks_of_jemalloc_under_other_names_are_found() -> Result<()> {
+    let mut workload = Workload::start("alloc-je", &["leak", "1009", "1000"])?;
+    workload.work()?;
+    let rows = look(&workload.pid(), &[])?;
+    let head = rows.first().context("no report")?;
+    ensure!(head["coverage"] == "complete", "{head}");
+    ensure!(head["allocators"][0]["name"] == "jemalloc (5.3)", "{head}");
+    ensure!(head["blocks"] == 7 * 1009, "{head}");
+    Ok(())
+}
+
+/// No verdict, and the rest of the report.
+fn an_allocator_without_a_walk_is_named() -> Result<()> {
+    for (library, name) in [
+        ("libtcmalloc_minimal.so.4", "tcmalloc"),
+        ("libmimalloc.so.2", "mimalloc"),
+    ] {
+        let mut command = Command::new(harness::workload("heap"));
+        command.env("LD_PRELOAD", library);
+        let workload = Workload::spawn(command.args(["3", "2003", "plain"]))?;
+        let pid = workload.pid();
+        let says = format!("no walk of the heap of {name}, which it has loaded (");
+        let rows = look(&pid, &[])?;
+        let note = rows[0]["coverage_note"].as_str().unwrap_or_default();
+        ensure!(
+            rows[0]["coverage"] == "unknown" && note.contains(&says),
+            "{rows:?}"
+        );
+        ensure!(number(&rows[0]["resident_bytes"])? > 0, "{rows:?}");
+        for question in ["--verdict", "--types"] {
+            let args = ["-p", &pid, question, "--max-pause", "5000"];
+            harness::refuses("memleak", &args, 1, &says)?;
+        }
+    }
     Ok(())
 }
 

@@ -17,6 +17,7 @@ mod follow;
 mod growth;
 mod harness;
 mod heap;
+mod heap_hostile;
 mod hfaults;
 mod hostile;
 mod java;
@@ -59,6 +60,7 @@ use libtest_mimic::{Arguments, Trial};
 fn all() -> impl Iterator<Item = Trial> {
     [
         heap::tests(),
+        heap_hostile::tests(),
         hfaults::tests(),
         containers::tests(),
         kubernetes::tests(),

@@ -17,6 +17,8 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_leak_fails_a_test_that_wants_none,
         what_is_not_known_as_a_whole_is_not_judged [Once],
         a_database_under_load_has_no_leak [Host],
+        a_database_with_jemalloc_has_no_leak [Host],
+        blocks_of_jemalloc_are_judged [Once],
         objects_of_python_are_judged_by_their_counts [Host],
     }
 }
@@ -88,6 +90,31 @@ fn blocks_are_lost_or_held_as_the_program_made_them() -> Result<()> {
     let interior = &verdict["interior_only"]["blocks"];
     ensure!(interior.as_u64() >= Some(3), "{verdict}");
     ensure!(verdict["coverage"] == "complete", "{verdict}");
+    expect_what_holds_the_cache(&rows)
+}
+
+/// A program has lost what it has lost with the C library's malloc, in jemalloc's sizes.
+fn blocks_of_jemalloc_are_judged() -> Result<()> {
+    let mut command = Command::new(harness::workload("verdict"));
+    let workload = Workload::spawn(command.env("LD_PRELOAD", "libjemalloc.so.2"))?;
+    let rows = judge(&workload.pid(), &["--why", "4096"])?;
+    for (bytes, lost, via) in [
+        (1024, 11, 0),
+        (2048, 1, 18),
+        (2560, 1, 12),
+        (3584, 23, 0),
+        (7168, 2, 0),
+        (5120, 1, 0),
+    ] {
+        let found = blocks(&rows, "leak", bytes);
+        ensure!(found == (lost, via), "{bytes}: {found:?}: {rows:?}");
+    }
+    let verdict = &rows[0];
+    ensure!(verdict["allocator"] == "jemalloc (5.3)", "{verdict}");
+    ensure!(verdict["coverage"] == "complete", "{verdict}");
+    let sums = ["unreachable", "unreachable_via", "undecided"];
+    let sums = sums.map(|class| verdict[class]["blocks"].as_u64());
+    ensure!(sums == [Some(39), Some(30), Some(0)], "{verdict}");
     expect_what_holds_the_cache(&rows)
 }
 
@@ -175,16 +202,25 @@ fn objects_of_python_are_judged_by_their_counts() -> Result<()> {
     Ok(())
 }
 
-/// redis with the C library's malloc rather than jemalloc, of which there is no walk, while values are set, changed and
-/// deleted all the time.
+/// redis with the C library's malloc rather than jemalloc.
 fn a_database_under_load_has_no_leak() -> Result<()> {
+    expect_no_leak_of_redis(Some("/lib/x86_64-linux-gnu/libc.so.6"), "glibc malloc")
+}
+
+/// redis as Debian has it.
+fn a_database_with_jemalloc_has_no_leak() -> Result<()> {
+    expect_no_leak_of_redis(None, "jemalloc (5.3)")
+}
+
+/// redis, while values are set, changed and deleted all the time.
+fn expect_no_leak_of_redis(preload: Option<&str>, allocator: &str) -> Result<()> {
     const VERDICTS: usize = 20;
     let folder = harness::scratch()?;
     let socket = folder.path().join("socket");
     // The same program, without a service that the system would start.
     let mut server = Command::new("redis-check-rdb")
         .arg0("redis-server")
-        .env("LD_PRELOAD", "/lib/x86_64-linux-gnu/libc.so.6")
+        .envs(preload.map(|library| ("LD_PRELOAD", library)))
         .args(["--port", "0", "--save", "", "--logfile", "/dev/null"])
         .arg("--unixsocket")
         .arg(&socket)
@@ -209,6 +245,8 @@ fn a_database_under_load_has_no_leak() -> Result<()> {
             let rows = judge(&pid, &[])?;
             let lost: Vec<_> = rows.iter().filter(|row| row["type"] == "leak").collect();
             ensure!(rows[0]["unreachable"]["blocks"] == 0, "{lost:?}");
+            let name = rows[0]["allocator"].as_str().unwrap_or_default();
+            ensure!(name.starts_with(allocator), "{}", rows[0]);
         }
         ensure!(load.try_wait()?.is_none(), "there was no load");
         Ok(())

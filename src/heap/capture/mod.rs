@@ -217,10 +217,15 @@ fn expect_room(pid: u32, bytes: u64) -> Result<()> {
 /// The mappings of the process, and the pages of them that are to be copied.
 fn look(pid: u32, pages: &mut Pages) -> Result<(Vec<Area>, Runs)> {
     let areas = areas(pid)?;
-    let runs = pages
-        .wanted(&areas)
-        .with_context(|| format!("failed to list the pages of process {pid}"))?;
-    Ok((areas, runs))
+    match pages.wanted(&areas) {
+        Ok(runs) => Ok((areas, runs)),
+        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => bail!(
+            "process {pid} has exited or executed another program while it was looked at; if it still runs, try again"
+        ),
+        Err(error) => {
+            Err(error).with_context(|| format!("failed to list the pages of process {pid}"))
+        }
+    }
 }
 
 fn areas(pid: u32) -> Result<Vec<Area>> {

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 
 use crate::heap::area::Area;
 use crate::heap::page_table::PAGE;
@@ -40,7 +40,13 @@ pub(super) struct Pages {
 impl Pages {
     pub(super) fn open(pid: u32) -> Result<Self> {
         let path = format!("/proc/{pid}/pagemap");
-        let pagemap = File::open(&path).with_context(|| {
+        let opened = File::open(&path);
+        if let Err(error) = &opened
+            && error.kind() == io::ErrorKind::NotFound
+        {
+            bail!("process {pid} has exited");
+        }
+        let pagemap = opened.with_context(|| {
             let remedy = capabilities::remedy(Capability::CAP_SYS_PTRACE);
             format!("failed to open {path}{remedy}")
         })?;

@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::heap::area::Area;
 use crate::heap::image::Image;
 
-use super::{Counts, Library, half, word};
+use super::{Counts, Fuel, Library, half, word};
 
 /// Lists of free chunks of an arena.
 const BINS: u64 = 127;
@@ -22,66 +22,58 @@ const BINS_2_27: u64 = 0x70;
 /// How far into the first heap of an arena the arena is: `heap_info` before 2.35, and since.
 pub(super) const HEAP_HEADERS: [u64; 2] = [0x20, 0x30];
 
-/// More data than this is not looked through, of one library.
-const MOST_DATA: u64 = 64 << 20;
 /// Arenas of a process at most.
 const MOST_ARENAS: usize = 1 << 16;
+/// Libraries at most: two in use are refused.
+const MOST_LIBRARIES: usize = 16;
 
 /// The libraries that have a heap.
 pub(super) fn libraries(image: &Image) -> Vec<Library> {
+    // Each 16 bytes can be a list's head, and begin a row of them.
+    let mut fuel = Fuel(image.copied_bytes().saturating_mul(10) + 50_000_000);
     let mut found = Vec::new();
-    for (file, data) in modules(&image.areas) {
+    for (file, data) in Area::data_of_files(&image.areas) {
         let mut from = data.start;
-        while let Some(library) = in_data(image, file, &data, from) {
+        while let Some(library) = in_data(image, file, &data, from, &mut fuel) {
             from = library.main + BINS_BYTES;
             found.push(library);
-        }
-    }
-    found
-}
-
-/// The writable data of each mapped file, with the zeros after it (bss).
-fn modules(areas: &[Area]) -> Vec<(&[u8], Range<u64>)> {
-    let mut found: Vec<(&[u8], Range<u64>)> = Vec::new();
-    for area in areas {
-        if !area.writable || area.shared {
-            continue;
-        }
-        let range = area.mapping.range.clone();
-        let last = found.last_mut().filter(|(file, data)| {
-            let continues = area.name().is_empty() || area.name() == *file;
-            continues && data.end == range.start && range.end - data.start < MOST_DATA
-        });
-        if let Some((_, data)) = last {
-            data.end = range.end;
-        } else if area.has_file() && area.name().starts_with(b"/") {
-            found.push((area.name(), range));
+            if found.len() == MOST_LIBRARIES {
+                return found;
+            }
         }
     }
     found
 }
 
 /// The first library from an address on.
-fn in_data(image: &Image, file: &[u8], data: &Range<u64>, from: u64) -> Option<Library> {
+fn in_data(
+    image: &Image,
+    file: &[u8],
+    data: &Range<u64>,
+    from: u64,
+    fuel: &mut Fuel,
+) -> Option<Library> {
     // The address of the last head comes first: most words are not even one.
     let last = 16 * (BINS - 1);
     let words = image.words(from.max(data.start + BINS_2_26).saturating_add(last)..data.end);
-    let heads = words.filter(|&(address, _)| is_head(image, address));
-    let mut starts = heads.filter(|&(address, _)| {
-        let heads = (0..BINS).map(|number| address - 16 * number);
-        heads
+    let mut heads = words.filter(|&(address, _)| is_head(image, address));
+    heads.find_map(|(address, _)| {
+        let row = (0..BINS).map(|number| address - 16 * number);
+        let torn = row.take_while(|_| fuel.burn());
+        let is_torn = torn
             .filter(|&head| !is_head(image, head))
             .nth(TORN)
-            .is_none()
-    });
-    starts.find_map(|(address, _)| {
+            .is_some();
+        if is_torn || fuel.0 == 0 {
+            return None;
+        }
         let bins_at = address - last;
         let next = word(image, bins_at + BINS_BYTES + 16);
         [BINS_2_27, BINS_2_43, BINS_2_26]
             .into_iter()
             .find_map(|bins| {
                 let main = bins_at.checked_sub(bins)?;
-                closes(image, main, bins, next).then(|| Library {
+                closes(image, main, bins, next, fuel).then(|| Library {
                     file: file.to_vec(),
                     main,
                     bins,
@@ -106,8 +98,11 @@ fn is_head(image: &Image, at: u64) -> bool {
 }
 
 /// Whether the ring of arenas comes back to the main one.
-fn closes(image: &Image, main: u64, bins: u64, mut arena: u64) -> bool {
+fn closes(image: &Image, main: u64, bins: u64, mut arena: u64, fuel: &mut Fuel) -> bool {
     for _ in 0..MOST_ARENAS {
+        if !fuel.burn() {
+            break;
+        }
         if arena == main {
             return true;
         }

@@ -146,6 +146,8 @@ pub struct Walk {
     pub mmapped: Vec<Range<u64>>,
     /// Addresses of the tcaches that were recognised.
     tcaches: Vec<u64>,
+    /// Libraries that have taken memory.
+    in_use: usize,
     /// What makes the walk incomplete, and where, apart from arenas.
     broken: Vec<(String, Option<u64>)>,
     /// The last chunk that begins at or before a page's end is found from here.
@@ -264,9 +266,8 @@ impl Walk {
                 .any(|(arena, _)| arena.system > 0)
         };
         let places = 0..self.libraries.len();
-        if places.filter(|&place| in_use(place)).count() > 1 {
-            let why = "two C libraries have heaps (dlmopen, or one linked statically), whose memory cannot be told apart";
-            self.broken.push((why.into(), None));
+        self.in_use = places.filter(|&place| in_use(place)).count();
+        if self.in_use > 1 {
             return;
         }
         let counts = self.libraries.iter().filter_map(|library| library.counts);
@@ -311,6 +312,10 @@ impl Walk {
 
     /// Whether all chunks were found.
     pub fn coverage(&self) -> Coverage {
+        if self.in_use > 1 {
+            let why = "two C libraries have heaps (dlmopen, or one linked statically), and their mappings cannot be told apart";
+            return Coverage::Unknown { why: why.into() };
+        }
         for arena in &self.arenas {
             if let Some((why, address)) = &arena.broken {
                 return Coverage::Incomplete {

@@ -15,6 +15,8 @@ const FLAGS: u64 = 7;
 
 /// Heaps of thread arenas are aligned to this; with huge pages, before 2.42, to less.
 const HEAP_ALIGNMENT: u64 = 64 << 20;
+/// Bytes of the smallest chunk.
+const SMALLEST: u64 = 0x20;
 /// Heaps of one arena at most.
 const MOST_HEAPS: usize = 100_000;
 /// Gaps that others have made in the main arena by brk(2), at most.
@@ -63,6 +65,7 @@ pub(super) fn walk_arenas(
     fuel: &mut Fuel,
 ) {
     let mut arenas = std::mem::take(&mut walk.arenas);
+    let most = image.copied_bytes() / SMALLEST;
     for (number, arena) in arenas.iter_mut().enumerate() {
         let library = &walk.libraries[used[number]];
         // The first top is the arena itself: nothing has been allocated.
@@ -75,6 +78,7 @@ pub(super) fn walk_arenas(
             number: number as u32,
             main: arena.main,
             top: arena.top,
+            room: most.saturating_sub(walk.chunks.len() as u64),
         };
         let chunks = if arena.main {
             walker.main_arena(arena, memory)
@@ -93,6 +97,8 @@ struct Walker<'a> {
     number: u32,
     main: bool,
     top: u64,
+    /// Chunks that are still to be found at most: heaps of a damaged arena can overlap.
+    room: u64,
 }
 
 impl Walker<'_> {
@@ -103,7 +109,8 @@ impl Walker<'_> {
     /// Adds the chunks from an address on, up to `limit`.
     fn row(&mut self, mut at: u64, limit: u64, chunks: &mut Vec<Chunk>) -> End {
         loop {
-            if at.checked_add(16).is_none_or(|header| header > limit) || !self.fuel.burn() {
+            let ends = at.checked_add(16).is_none_or(|header| header > limit);
+            if ends || !self.fuel.burn() || chunks.len() as u64 > self.room {
                 return End::Broken(at);
             }
             let field = self.size(at);
@@ -118,7 +125,7 @@ impl Walker<'_> {
             if let Some(end) = self.fence(at, size) {
                 return end;
             }
-            let fits = size >= 0x20 && size.is_multiple_of(16) && size <= limit - at - 16;
+            let fits = size >= SMALLEST && size.is_multiple_of(16) && size <= limit - at - 16;
             if !fits {
                 return End::Broken(at);
             }

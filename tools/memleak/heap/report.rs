@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::io::{self, Write};
 
-use memtools::heap::blocks::{Block, Coverage};
+use memtools::heap::blocks::{Block, Coverage, Heap};
 use memtools::heap::glibc::usage::{HeapUsage, SizeClass, Sum};
 use memtools::heap::glibc::{State, Walk, trim};
 use memtools::heap::image::Image;
@@ -89,6 +89,9 @@ struct Parts {
     tcaches: Part,
     tops: Part,
     overhead_bytes: u64,
+    /// Blocks of other allocators of the process, and their bytes.
+    other_blocks: u64,
+    other_block_bytes: u64,
 }
 
 #[derive(Debug, Serialize)]
@@ -156,7 +159,7 @@ impl HeapRow {
             block_bytes: heap.block_bytes(),
             heap: usage
                 .as_ref()
-                .map(|(_, usage)| Parts::of(usage, heap.block_bytes())),
+                .map(|(walk, usage)| Parts::of(walk, usage, heap)),
             stacks: Place::default(),
             other_private: Place::default(),
             shared: Place::default(),
@@ -213,8 +216,13 @@ impl HeapRow {
 }
 
 impl Parts {
-    fn of(usage: &HeapUsage, block_bytes: u64) -> Self {
+    fn of(walk: &Walk, usage: &HeapUsage, heap: &Heap) -> Self {
         let all = |state| Part::from(usage.all.of(state));
+        let in_use = walk
+            .chunks
+            .iter()
+            .filter(|chunk| chunk.state == State::InUse);
+        let block_bytes = in_use.map(|chunk| walk.usable(chunk)).sum();
         Self {
             in_use: all(State::InUse),
             mmapped: usage.mmapped.total.into(),
@@ -223,6 +231,9 @@ impl Parts {
             tcaches: all(State::Tcache),
             tops: all(State::Top),
             overhead_bytes: usage.overhead(block_bytes),
+            other_blocks: (heap.blocks().len() as u64)
+                .saturating_sub(usage.all.of(State::InUse).count),
+            other_block_bytes: heap.block_bytes().saturating_sub(block_bytes),
         }
     }
 }
@@ -424,7 +435,15 @@ impl Parts {
                 what,
             )?;
         }
-        line(out, "", &overhead, "", "  headers and the allocator's own")
+        line(out, "", &overhead, "", "  headers and the allocator's own")?;
+        if self.other_blocks > 0 {
+            let (bytes, count) = (
+                bytes(self.other_block_bytes),
+                text::grouped(self.other_blocks),
+            );
+            line(out, "", &bytes, &count, "  in use, of other allocators")?;
+        }
+        Ok(())
     }
 }
 

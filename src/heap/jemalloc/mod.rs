@@ -1,0 +1,237 @@
+//! The heap of jemalloc (5.3), walked by its structure alone.
+//!
+//! A map from pages to extents, which begins in a library's data, leads to all memory (`map`). An
+//! extent is one large block, or a slab of blocks of one size, whose bitmap tells which are free; what
+//! threads have set aside is in their caches (`caches`). The walk is complete if the slabs and blocks of
+//! each size and arena are as many as the arena's bin has counted, all extents as many pages as the
+//! arena has counted (`arenas`), and the caches as many as the threads that arenas have counted.
+//! Of another version that is not as this one nothing is found.
+//!
+//! What is walked is another user's memory: all steps together are bounded, and no value of it is trusted.
+
+mod arenas;
+mod caches;
+mod map;
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use crate::heap::area::Area;
+use crate::heap::blocks::{Allocator, Block, Coverage, Heap};
+use crate::heap::image::Image;
+
+use map::{Extent, Map};
+
+/// Sizes of which slabs are made; larger blocks have extents of their own.
+const SMALL: usize = 36;
+/// All sizes.
+const SIZES: usize = 232;
+/// Blocks of a slab at most.
+const MOST_OF_SLAB: u64 = 512;
+/// What the allocator itself takes memory by.
+const OWN: u64 = 2 << 20;
+
+/// How many more words may be looked at: what a walk takes is bounded, whatever the memory says.
+#[derive(Debug)]
+struct Fuel(u64);
+
+impl Fuel {
+    /// Whether so many more may be looked at.
+    fn burn(&mut self, words: u64) -> bool {
+        self.0 = self.0.saturating_sub(words);
+        self.0 > 0
+    }
+}
+
+/// Places that do not agree, as many as are kept.
+const MOST_BROKEN: usize = 16;
+
+/// What does not agree, and where.
+type Broken = (String, Option<u64>);
+
+/// The word at an address; 0 where there is none.
+fn word(image: &Image, address: u64) -> u64 {
+    image.word(address).unwrap_or(0)
+}
+
+/// The bytes of a size class.
+fn size_of(class: usize) -> u64 {
+    const FIRST: [u64; 5] = [8, 16, 32, 48, 64];
+    // Four to each power of two.
+    FIRST.get(class).copied().unwrap_or_else(|| {
+        let (group, step) = ((class - 5) / 4, (class - 5) % 4 + 1);
+        (1 << (6 + group)) + ((step as u64) << (4 + group))
+    })
+}
+
+/// A block, whoever has it.
+#[derive(Debug, Clone, Copy)]
+struct Region {
+    block: Block,
+    class: usize,
+    owner: Owner,
+}
+
+/// Who has a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Owner {
+    Program,
+    /// Nobody: it is free in its slab, or a thread has set it aside for itself.
+    Nobody,
+    /// The allocator, for the caches of a thread.
+    Allocator,
+}
+
+/// All blocks of slabs and extents, in order of address.
+#[derive(Debug, Default)]
+struct Regions(Vec<Region>);
+
+impl Regions {
+    /// The block that begins at an address, by its place.
+    fn starting_at(&self, address: u64) -> Option<usize> {
+        let found = self
+            .0
+            .binary_search_by_key(&address, |region| region.block.address);
+        found.ok()
+    }
+
+    /// The block that an address is in, by its place.
+    fn holding(&self, address: u64) -> Option<usize> {
+        let after = self
+            .0
+            .partition_point(|region| region.block.address <= address);
+        let at = after.checked_sub(1)?;
+        self.0[at].block.range().contains(&address).then_some(at)
+    }
+}
+
+/// Walks the jemalloc heap of a process; None if there is none.
+pub fn walk(image: &Image) -> Option<Heap> {
+    let modules = Area::data_of_files(&image.areas);
+    let mut fuel = Fuel(image.copied_bytes() / 2 + 50_000_000);
+    let found = modules
+        .iter()
+        .find_map(|(file, data)| Some((file, Map::find(image, data, &mut fuel)?, data)));
+    let (file, map, data) = found?;
+    let mut broken: Vec<Broken> = Vec::new();
+    let extents = map.extents(image, &mut fuel, &mut broken);
+    let mut regions = Regions::default();
+    let most = image.copied_bytes() / 8 + (1 << 20);
+    for extent in extents.values().filter(|extent| extent.is_active()) {
+        if regions.0.len() as u64 > most {
+            broken.push(("there are more blocks than memory".into(), None));
+            break;
+        }
+        regions.0.extend(blocks_of(image, extent, &mut broken));
+        // One is enough to refuse, and all could be.
+        broken.truncate(MOST_BROKEN);
+    }
+    regions
+        .0
+        .sort_unstable_by_key(|region| region.block.address);
+    let arenas = arenas::Arenas::find(image, data, &extents, &mut fuel)?;
+    let mut own = BTreeSet::new();
+    match arenas {
+        Ok(arenas) => {
+            if let Err(why) = caches::mark(image, &arenas, &mut regions, &mut fuel) {
+                broken.push(why);
+            }
+            own.extend(arenas.windows());
+        }
+        Err(why) => broken.push(why),
+    }
+    if fuel.0 == 0 {
+        broken.push(("the heap goes round in circles".into(), None));
+    }
+    let mut heap = heap(&extents, regions, broken);
+    own.extend(extents.keys().map(|edata| edata & !(OWN - 1)));
+    let own = own.into_iter().map(|window| window..window + OWN);
+    let leaves = map.leaves.iter().map(|&leaf| leaf..leaf + map::LEAF);
+    heap.structures = merged(own.chain(leaves).collect());
+    heap.allocators = vec![Allocator {
+        name: "jemalloc (5.3)".into(),
+        file: file.to_vec(),
+    }];
+    Some(heap)
+}
+
+/// The blocks of an extent, free ones included.
+fn blocks_of(image: &Image, extent: &Extent, broken: &mut Vec<Broken>) -> Vec<Region> {
+    let size = size_of(extent.class);
+    let region = |address: u64, owner: Owner| Region {
+        block: Block { address, size },
+        class: extent.class,
+        owner,
+    };
+    if !extent.is_slab {
+        let ends = extent.first.checked_add(size);
+        if extent.class < SMALL || ends.is_none_or(|end| end > extent.end()) {
+            broken.push((
+                "an extent is smaller than its block".into(),
+                Some(extent.edata),
+            ));
+            return Vec::new();
+        }
+        return vec![region(extent.first, Owner::Program)];
+    }
+    let count = extent.bytes / size;
+    if extent.class >= SMALL || !extent.bytes.is_multiple_of(size) || count > MOST_OF_SLAB {
+        broken.push(("a slab is not of whole blocks".into(), Some(extent.edata)));
+        return Vec::new();
+    }
+    let owner = |number: u64| {
+        let bits = word(image, extent.edata + map::BITMAP + number / 64 * 8);
+        if bits >> (number % 64) & 1 != 0 {
+            Owner::Nobody
+        } else {
+            Owner::Program
+        }
+    };
+    let regions: Vec<_> = (0..count)
+        .map(|number| region(extent.first + number * size, owner(number)))
+        .collect();
+    let free = regions
+        .iter()
+        .filter(|region| region.owner == Owner::Nobody);
+    if free.count() as u64 != extent.free {
+        let why = "a slab has another number of free blocks than it has counted";
+        broken.push((why.into(), Some(extent.edata)));
+    }
+    regions
+}
+
+/// The heap in terms that all allocators have in common; without blocks if it makes no sense, as forged ones can be
+/// anywhere, and many.
+fn heap(extents: &BTreeMap<u64, Extent>, regions: Regions, broken: Vec<Broken>) -> Heap {
+    let of = |owner: Owner| {
+        let regions = regions.0.iter();
+        let of = regions.filter(move |region| region.owner == owner);
+        of.map(|region| region.block)
+    };
+    if let Some((why, address)) = broken.into_iter().next() {
+        return Heap::new(Vec::new(), Coverage::Incomplete { why, address });
+    }
+    let mut heap = Heap::new(of(Owner::Program).collect(), Coverage::Complete);
+    heap.regions = merged(extents.values().map(Extent::range).collect());
+    let idle = extents.values().filter(|extent| !extent.is_active());
+    let free = of(Owner::Nobody).map(|block| block.range());
+    heap.free = free.chain(idle.map(Extent::range)).collect();
+    heap.free.sort_unstable_by_key(|range| range.start);
+    heap
+}
+
+/// Ranges in order, those that touch or overlap as one.
+fn merged(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    ranges.sort_unstable_by_key(|range| range.start);
+    ranges.dedup_by(|next, range| {
+        let touches = next.start <= range.end;
+        if touches {
+            range.end = range.end.max(next.end);
+        }
+        touches
+    });
+    ranges
+}

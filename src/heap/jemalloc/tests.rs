@@ -1,0 +1,177 @@
+//! A small heap, written by hand: whole, then damaged in every word.
+
+use crate::heap::image::made::Made;
+use crate::heap::page_table::PAGE;
+
+use super::*;
+
+const DATA: u64 = 0x7f00_0000_0000;
+/// The page map's table, and its one leaf.
+const TABLE: u64 = DATA + 0x1000;
+const LEAF: u64 = 0x7e00_0040_0000;
+/// What jemalloc takes for itself: extents' descriptions, and an arena.
+const OWN_MEMORY: u64 = 0x7e00_0000_0000;
+const ARENA: u64 = OWN_MEMORY + 0x1_0000;
+const BINS: u64 = ARENA + 0x1_0000;
+/// Extents: a slab of blocks of 64 bytes, the threads' caches, and one that is free.
+const MEMORY: u64 = 0x7d00_0000_0000;
+const SLAB: u64 = OWN_MEMORY + 0x1000;
+const LISTS: u64 = OWN_MEMORY + 0x1080;
+const IDLE: u64 = OWN_MEMORY + 0x1100;
+const THREAD: u64 = DATA + 0x30_0000;
+/// The size classes of 64 bytes, and of 28 KiB.
+const CLASS: u64 = 4;
+const LARGE: u64 = 39;
+
+/// Notes an extent: its description, and its elements in the page map.
+fn extent(made: &mut Made, edata: u64, bits: u64, pages: std::ops::Range<u64>, all: bool) {
+    made.put(edata, bits);
+    made.put(edata + 8, MEMORY + PAGE * pages.start);
+    made.put(edata + 16, PAGE * (pages.end - pages.start));
+    let first = (MEMORY >> 12) & 0x3ffff;
+    for page in pages.clone() {
+        if all || page == pages.start || page + 1 == pages.end {
+            made.put(LEAF + 8 * (first + page), edata);
+        }
+    }
+}
+
+/// A slab of 64 blocks: 0 to 59 in use, of which a thread has set 7 and 9 aside; the lists of caches; a free extent.
+fn heap() -> Made {
+    let mut made = Made::default();
+    made.map(
+        DATA..DATA + 0x40_0000,
+        "rw-p 00000000 fe:00 7 /lib/libjemalloc.so.2",
+    );
+    made.map(OWN_MEMORY..OWN_MEMORY + 0x20_0000, "rw-p 00000000 00:00 0 ");
+    made.map(LEAF..LEAF + map::LEAF, "rw-p 00000000 00:00 0 ");
+    made.map(MEMORY..MEMORY + 0x20_0000, "rw-p 00000000 00:00 0 ");
+    made.put(TABLE + 8 * (MEMORY >> 30), LEAF);
+    extent(&mut made, SLAB, 4 << 28 | CLASS << 20 | 1 << 12, 0..1, true);
+    made.put(SLAB + map::BITMAP, 0xf << 60);
+    extent(&mut made, LISTS, LARGE << 20, 1..9, false);
+    extent(&mut made, IDLE, 1 << 17 | 232 << 20, 9..20, false);
+    // The arena: one thread, its caches, the pages in use, and bins.
+    made.put(DATA, ARENA);
+    made.put(ARENA, 1);
+    made.put(ARENA + 0x800, THREAD);
+    made.put(ARENA + 0x1000, DATA + 0x800);
+    made.put(ARENA + 0x1008, 9);
+    let counts = BINS + 224 * CLASS + 112;
+    for (number, count) in [(0, 100), (1, 40), (3, 60), (6, 5), (8, 1), (9, 1)] {
+        made.put(counts + 8 * number, count);
+    }
+    made.put(counts + 80, SLAB);
+    for class in 0..SMALL as u64 {
+        // The words of a bin that has nothing are there.
+        made.put(BINS + 224 * class, 0);
+    }
+    // The thread's caches, of which that of 64 bytes holds two blocks.
+    made.put(THREAD, THREAD);
+    made.put(THREAD + 8, THREAD);
+    made.put(THREAD + 16, THREAD + 0x100);
+    let lists = MEMORY + PAGE + 8;
+    for class in 0..41 {
+        let (begin, end) = (lists + 80 * class, lists + 80 * (class + 1));
+        let from = end - if class == CLASS { 16 } else { 0 };
+        let at = THREAD + 0x100 + 24 * class;
+        made.put(at, from);
+        made.put(
+            at + 16,
+            begin & 0xffff | (begin & 0xffff) << 16 | (end & 0xffff) << 32,
+        );
+        made.put(end - 16, MEMORY + 64 * 9);
+        made.put(end - 8, MEMORY + 64 * 7);
+    }
+    made.put(MEMORY, 0);
+    made
+}
+
+#[test]
+fn a_whole_heap_has_its_blocks_and_what_is_free() {
+    let heap = walk(&heap().image()).expect("a heap");
+    assert_eq!(heap.coverage, Coverage::Complete);
+    let used = (0..60).filter(|number| ![7, 9].contains(number));
+    let expected: Vec<_> = used
+        .map(|number| Block {
+            address: MEMORY + 64 * number,
+            size: 64,
+        })
+        .collect();
+    assert_eq!(heap.blocks(), expected);
+    assert_eq!(heap.regions, [MEMORY..MEMORY + 20 * PAGE]);
+    let free: u64 = heap.free.iter().map(|range| range.end - range.start).sum();
+    assert_eq!(free, 64 * 6 + 11 * PAGE);
+    let covers = |address: u64| heap.structures.iter().any(|range| range.contains(&address));
+    assert!(covers(ARENA) && covers(BINS) && covers(SLAB) && covers(LEAF));
+    assert_eq!(heap.allocators[0].file, b"/lib/libjemalloc.so.2");
+}
+
+#[test]
+fn what_does_not_agree_is_told() {
+    let counts = BINS + 224 * CLASS + 112;
+    // The cache of 64 bytes has two entries at its end.
+    let entries = MEMORY + PAGE + 8 + 80 * 5 - 16;
+    for (address, word, says) in [
+        (counts + 64, 2, "other blocks of 64 bytes"),
+        (ARENA + 0x1008, 20, "pages of arena 0 were found"),
+        (ARENA, 2, "other caches than its 2 threads"),
+        (
+            SLAB + map::BITMAP,
+            0xe << 60,
+            "another number of free blocks",
+        ),
+        (SLAB, 4 << 28 | CLASS << 20 | 1 << 12 | 1, "no such arena"),
+        (IDLE + 16, PAGE, "no extent"),
+        (LISTS, (LARGE + 4) << 20, "smaller than its block"),
+        (entries, MEMORY + 64 * 62, "no cache"),
+        (entries, MEMORY + 64 * 7, "in two caches"),
+    ] {
+        let mut made = heap();
+        made.put(address, word);
+        let heap = walk(&made.image()).expect("a heap");
+        match heap.coverage {
+            Coverage::Incomplete { why, .. } => assert!(why.contains(says), "{address:#x}: {why}"),
+            other => panic!("{address:#x} {word:#x}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_heap_damaged_anywhere_ends_the_walk() {
+    let whole = heap();
+    let addresses = whole.pages.iter().flat_map(|(&page, bytes)| {
+        let words = bytes.chunks(8).zip((page..).step_by(8));
+        words.filter(|(word, _)| word.iter().any(|&byte| byte != 0))
+    });
+    let mut complete = 0;
+    for (_, address) in addresses {
+        for word in [
+            0,
+            1,
+            u64::MAX,
+            MEMORY + 64,
+            SLAB,
+            LEAF,
+            ARENA,
+            1 << 40,
+            THREAD,
+        ] {
+            let mut made = whole.clone();
+            made.put(address, word);
+            if let Some(heap) = walk(&made.image()) {
+                // Whatever it is, blocks are in order and apart.
+                let apart = heap.blocks().windows(2);
+                assert!(
+                    apart
+                        .into_iter()
+                        .all(|two| two[0].range().end <= two[1].address),
+                    "{address:#x} {word:#x}"
+                );
+                complete += u32::from(heap.coverage == Coverage::Complete);
+            }
+        }
+    }
+    // Words that are what they were, or that nothing is proved by: addresses of blocks' lists, counts of requests.
+    assert!(complete > 0);
+}

@@ -1,0 +1,284 @@
+//! memleak on heaps that are not as malloc left them, and on processes that do not stay what they are: it says what is wrong, takes
+//! no more memory than for others, ends, and leaves the process as it was.
+
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::harness::{self, Ended, Tool, Workload};
+
+/// All of these tests.
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "memleak::hostile":
+        damaged_heaps_are_refused_with_the_place,
+        forged_words_change_nothing,
+        a_ring_of_blocks_is_one_leak,
+        heaps_of_two_c_libraries_have_no_verdict [Once],
+        what_forks_or_starts_threads_is_judged,
+        what_executes_itself_is_judged_or_refused,
+        what_is_killed_has_no_verdict,
+        what_exits_has_no_verdict,
+        nobody_may_not_look,
+    }
+}
+
+const QUESTIONS: [&[&str]; 4] = [
+    &["--verdict"],
+    &["--heap"],
+    &["--types"],
+    &["--verdict", "--why", "24"],
+];
+/// Address space that memleak gets here, in bytes: what it takes for a process of 100 MB is much less.
+const ROOM: u64 = 1 << 30;
+/// How long a look at these processes may take at most, also in an emulated guest.
+const LONGEST: Duration = Duration::from_secs(60);
+
+/// What memleak says of a process, in bounded room and time.
+fn look(pid: &str, question: &[&str]) -> Result<Ended> {
+    let start = Instant::now();
+    let mut command = Command::new("prlimit");
+    command
+        .arg(format!("--as={ROOM}"))
+        .arg(harness::tool("memleak"))
+        .args(["-p", pid, "--max-pause", "10000"])
+        .args(question)
+        .stdin(Stdio::null());
+    let ended = Tool::spawn(&mut command)?.end()?;
+    ensure!(start.elapsed() < LONGEST, "{question:?}: {ended:?}");
+    Ok(ended)
+}
+
+/// Expects the process to go on to the end by itself. Returns a fact that it states.
+fn unharmed(mut workload: Workload, fact: &str) -> Result<String> {
+    let facts = workload.work()?;
+    ensure!(facts["counted"] == "1009", "{facts:?}");
+    let fact = facts.get(fact).context("no such fact")?.clone();
+    ensure!(workload.finish()?.success(), "it did not live on");
+    Ok(fact)
+}
+
+fn damaged_heaps_are_refused_with_the_place() -> Result<()> {
+    for (kind, says) in [
+        ("size", "a chunk's header makes no sense at 0x"),
+        ("tcache", "the tcache of a thread makes no sense at 0x"),
+        (
+            "fastbin",
+            "a fastbin leads to what is no chunk of its size at 0x",
+        ),
+        ("ring", "no heap of glibc's malloc"),
+        ("heaps", " makes no sense at 0x"),
+    ] {
+        let workload = Workload::start("hostile-heap", &[kind])?;
+        for question in QUESTIONS {
+            let ended = look(&workload.pid(), question)?;
+            // Where the heap is not found at all, the rest of the report is.
+            let may_report = kind == "ring" && question == ["--heap"];
+            let told = format!("{}{}", ended.stdout, ended.stderr);
+            ensure!(told.contains(says), "{kind} {question:?}: {ended:?}");
+            ensure!(
+                ended.status.code() == Some(i32::from(!may_report)),
+                "{kind} {question:?}: {ended:?}"
+            );
+            if question[0] == "--verdict" {
+                ensure!(
+                    ended.stderr.contains("memleak: no verdict"),
+                    "{kind}: {ended:?}"
+                );
+            }
+        }
+        let fact = if kind == "size" { "header" } else { "counted" };
+        let ended = look(&workload.pid(), QUESTIONS[0])?;
+        let fact = unharmed(workload, fact)?;
+        ensure!(
+            kind != "size" || ended.stderr.contains(&format!(" at {fact};")),
+            "not {fact}: {ended:?}"
+        );
+    }
+    Ok(())
+}
+
+/// Words that look like an allocator's where they are not change nothing: lists are not followed, and blocks hold what they hold.
+fn forged_words_change_nothing() -> Result<()> {
+    for (kind, blocks) in [
+        ("bin", "complete: 1,008 blocks"),
+        ("mapped", "complete: 1,009 blocks"),
+        ("noise", "complete: 20,011 blocks"),
+    ] {
+        let workload = Workload::start("hostile-heap", &[kind])?;
+        for question in QUESTIONS {
+            let ended = look(&workload.pid(), question)?;
+            ensure!(
+                ended.status.success() && ended.stdout.contains(blocks),
+                "{kind} {question:?}: {ended:?}"
+            );
+        }
+        unharmed(workload, "counted")?;
+    }
+    Ok(())
+}
+
+fn a_ring_of_blocks_is_one_leak() -> Result<()> {
+    let workload = Workload::start("hostile-heap", &["ring-of-blocks"])?;
+    let ended = look(&workload.pid(), &["--verdict", "--why", "24"])?;
+    for says in [
+        "24 bytes in 1 block unreachable (+ 7,200,144 bytes in 300,006 blocks via)",
+        "WHY 24: 7,200,168 bytes in 300,007 blocks, of which the first 1000 are followed",
+        "nothing: unreachable (24,000 bytes in 1,000 blocks)",
+    ] {
+        ensure!(ended.stdout.contains(says), "not {says:?}: {ended:?}");
+    }
+    unharmed(workload, "counted").map(drop)
+}
+
+fn heaps_of_two_c_libraries_have_no_verdict() -> Result<()> {
+    let workload = Workload::start("hostile-heap", &["twice"])?;
+    let says = "two C libraries have heaps (dlmopen, or one linked statically)";
+    let ended = look(&workload.pid(), QUESTIONS[0])?;
+    ensure!(
+        ended.status.code() == Some(1) && ended.stderr.contains("no verdict on process "),
+        "{ended:?}"
+    );
+    ensure!(ended.stderr.contains(says), "{ended:?}");
+    let ended = look(&workload.pid(), &["--heap"])?;
+    ensure!(
+        ended.status.success() && ended.stdout.contains(&format!("coverage: unknown: {says}")),
+        "{ended:?}"
+    );
+    unharmed(workload, "counted").map(drop)
+}
+
+fn what_forks_or_starts_threads_is_judged() -> Result<()> {
+    for kind in ["forks", "threads"] {
+        let mut workload = Workload::start("hostile-heap", &[kind])?;
+        workload.go()?;
+        for _ in 0..20 {
+            let ended = look(&workload.pid(), QUESTIONS[0])?;
+            ensure!(
+                ended.status.success() && ended.stdout.contains("coverage: complete: "),
+                "{kind}: {ended:?}"
+            );
+        }
+        let count: u64 = unharmed(workload, kind)?.parse()?;
+        ensure!(count > 20, "{kind}: {count}");
+    }
+    Ok(())
+}
+
+/// The image is of one program or of the next: either it has a heap, or that is said.
+fn what_executes_itself_is_judged_or_refused() -> Result<()> {
+    let mut workload = Workload::start("hostile-heap", &["execs"])?;
+    workload.go()?;
+    for _ in 0..20 {
+        let ended = look(&workload.pid(), QUESTIONS[0])?;
+        let refused = [
+            "executed another program while it was looked at; if it still runs, try again",
+            "no verdict on process ",
+        ];
+        let is_refused = refused.iter().any(|says| ended.stderr.contains(says));
+        let judged = ended.status.success() && ended.stdout.contains("coverage: complete: ");
+        ensure!(
+            judged || (ended.status.code() == Some(1) && is_refused),
+            "{ended:?}"
+        );
+    }
+    let count: u64 = unharmed(workload, "execs")?.parse()?;
+    ensure!(count > 20, "{count}");
+    Ok(())
+}
+
+/// A process of some size, that is killed as soon as it stands still.
+fn what_is_killed_has_no_verdict() -> Result<()> {
+    let mut met = 0;
+    for _ in 0..10 {
+        let mut workload = Workload::start("heap", &["0", "200003", "holes"])?;
+        let pid = workload.pid();
+        let mut tool = Tool::start(
+            "memleak",
+            &["-p", &pid, "--verdict", "--max-pause", "60000"],
+        )?;
+        let tracer = format!("TracerPid:\t{}\n", tool.pid());
+        while !tool.has_ended()? {
+            let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+            if status.contains(&tracer) {
+                kill(Pid::from_raw(pid.parse()?), Signal::SIGKILL)?;
+                met += 1;
+                break;
+            }
+        }
+        let was_met = met > 0;
+        let ended = tool.end()?;
+        if was_met {
+            ensure!(
+                ended.status.code() == Some(1) && ended.stderr.contains(" has exited"),
+                "{ended:?}"
+            );
+            ensure!(ended.stdout.is_empty(), "{ended:?}");
+            ensure!(!workload.wait()?.success(), "it was not killed");
+            break;
+        }
+    }
+    ensure!(met > 0, "no pause was met");
+    Ok(())
+}
+
+/// Processes exit, each at another moment of the look at it.
+fn what_exits_has_no_verdict() -> Result<()> {
+    let mut gone = 0;
+    for round in 0..24 {
+        let mut workload = Workload::start("heap", &["0", "20011", "holes"])?;
+        let tool = Tool::start(
+            "memleak",
+            &["-p", &workload.pid(), "--verdict", "--max-pause", "60000"],
+        )?;
+        thread::sleep(Duration::from_millis(3 * round));
+        workload.work()?;
+        workload.finish()?;
+        let ended = tool.end()?;
+        let is_gone = ended.status.code() == Some(1)
+            && [" has exited", "no such process", "No such process"]
+                .iter()
+                .any(|says| ended.stderr.contains(says));
+        gone += u32::from(is_gone);
+        ensure!(
+            is_gone || (ended.status.success() && ended.stdout.contains("coverage: complete: ")),
+            "{ended:?}"
+        );
+    }
+    ensure!(gone > 0, "all were judged");
+    Ok(())
+}
+
+/// Another user's process is refused with what it takes, and so is a process of root.
+fn nobody_may_not_look() -> Result<()> {
+    const NOBODY: u32 = 65534;
+    let folder = harness::scratch()?;
+    let tool = folder.path().join("memleak");
+    harness::copy(&harness::tool("memleak"), &tool)?;
+    Command::new("chmod")
+        .arg("755")
+        .arg(folder.path())
+        .status()?;
+    let workload = Workload::start("heap", &["0", "211", "holes"])?;
+    for question in QUESTIONS {
+        let mut command = Command::new(&tool);
+        command.args(["-p", &workload.pid()]).args(question);
+        command.uid(NOBODY).gid(NOBODY).stdin(Stdio::null());
+        let ended = Tool::spawn(&mut command)?.end()?;
+        ensure!(
+            ended.status.code() == Some(1) && ended.stdout.is_empty(),
+            "{question:?}: {ended:?}"
+        );
+        ensure!(
+            ended.stderr.contains("CAP_SYS_PTRACE") || ended.stderr.contains("run as root"),
+            "{question:?}: {ended:?}"
+        );
+    }
+    ensure!(workload.finish()?.success(), "it did not live on");
+    Ok(())
+}
