@@ -1,0 +1,106 @@
+//! The options of hfaults.
+
+use std::time::Duration;
+
+use clap::Parser;
+use memtools::export::metrics::MetricsArgs;
+use memtools::process::container::ContainerArgs;
+use memtools::run::cli::{self, CommonArgs};
+use memtools::run::target::TargetArgs;
+
+/// Count faults on huge pages, by process.
+#[derive(Debug, Parser)]
+#[command(
+    name = "hfaults",
+    version,
+    max_term_width = 100,
+    after_help = "\
+examples:
+  hfaults                      faults on reserved huge pages (hugetlbfs), until Ctrl-C
+  hfaults 1 10                 every second, ten times
+  hfaults -e                   by the size of the page, and why it faulted
+  hfaults --thp -d 10          transparent huge pages: given, and refused
+  hfaults --container          with the container or systemd unit of each process
+  hfaults --madvise            who asks for transparent huge pages by madvise(2)"
+)]
+pub(crate) struct Args {
+    /// Count by the size of the page too, and by why it faulted
+    #[arg(short, long)]
+    pub(crate) extended: bool,
+
+    /// Count faults that could be answered with a transparent huge page, and whether they were
+    #[arg(long, conflicts_with_all = ["extended", "madvise"])]
+    pub(crate) thp: bool,
+
+    /// Count calls of madvise(2) with MADV_HUGEPAGE
+    #[arg(long, conflicts_with = "extended")]
+    pub(crate) madvise: bool,
+
+    /// Print the time of day before each report
+    #[arg(short = 'T', long)]
+    pub(crate) timestamp: bool,
+
+    #[command(flatten)]
+    pub(crate) metrics: MetricsArgs,
+
+    #[command(flatten)]
+    pub(crate) containers: ContainerArgs,
+
+    #[command(flatten)]
+    pub(crate) target: TargetArgs,
+
+    #[command(flatten)]
+    pub(crate) common: CommonArgs,
+
+    /// Seconds between reports [default: one report, at the end]
+    #[arg(value_parser = cli::seconds)]
+    pub(crate) interval: Option<Duration>,
+
+    /// Reports before it exits [default: until Ctrl-C]
+    #[arg(value_parser = cli::count::<u64>)]
+    pub(crate) count: Option<u64>,
+}
+
+impl Args {
+    /// What is counted.
+    pub(crate) fn subject(&self) -> &'static str {
+        match (self.thp, self.madvise) {
+            (true, _) => "transparent huge pages",
+            (_, true) => "madvise(2) for huge pages",
+            _ => "huge page faults",
+        }
+    }
+
+    pub(crate) fn what(&self) -> &'static str {
+        match (self.thp, self.madvise) {
+            (true, _) => "transparent huge page faults",
+            (_, true) => "madvise(MADV_HUGEPAGE)",
+            _ => "huge page faults",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn wrong_usage_is_refused() {
+        for wrong in [
+            &["hfaults", "0"][..],
+            &["hfaults", "1", "0"],
+            &["hfaults", "--thp", "--madvise"],
+            &["hfaults", "--thp", "-e"],
+        ] {
+            let error = Args::try_parse_from(wrong).expect_err(&wrong.join(" "));
+            assert_eq!(error.exit_code(), 2);
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! hfaults: faults on huge pages, by process.
+//!
+//! Hooks (`bpf/hfaults.bpf.c`): the kernel's function for such faults, by fentry or kprobe; where
+//! neither can be had, the page-fault event, with a look at the mapping.
+
+mod args;
+mod attach;
+mod row;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use libbpf_rs::MapCore;
+use libbpf_rs::skel::Skel;
+use memtools::bpf::attach::{capture_log, detach};
+use memtools::bpf::kernel_support;
+use memtools::bpf::map_counts::Counts;
+use memtools::export::metrics::{Family, Kind, Metrics};
+use memtools::print::clock::{self, Clock};
+use memtools::print::output::Output;
+use memtools::process::container::Homes;
+use memtools::process::filter::Tasks;
+use memtools::run::cli;
+use memtools::run::losses::{self, Losses};
+use memtools::run::schedule::{Due, Reports};
+use memtools::run::target::{self, Target};
+
+use crate::args::Args;
+use crate::attach::Attached;
+use crate::bpf::types::fault_key;
+use crate::row::Row;
+
+memtools::skeleton!("hfaults", HfaultsSkelBuilder, stacks: none, plain: [fault_key]);
+
+static FAULTS: Family = Family {
+    name: "memtools_huge_page_faults_total",
+    help: "Page faults on huge pages, by task and by reason where that is asked for.",
+    labels: &["comm", "reason"],
+    kind: Kind::Count,
+};
+static MADVISE: Family = Family {
+    name: "memtools_huge_page_madvise_calls_total",
+    help: "Calls of madvise(2) with MADV_HUGEPAGE, by task.",
+    labels: &["comm"],
+    kind: Kind::Count,
+};
+
+fn main() -> ExitCode {
+    cli::main(run)
+}
+
+fn run(args: Args) -> Result<ExitCode> {
+    kernel_support::preflight()?;
+    capture_log(args.common.verbose);
+    let family = if args.madvise { &MADVISE } else { &FAULTS };
+    let mut metrics = args.metrics.open("hfaults", &[family])?;
+    let (mut poller, mut output) = args.common.start("hfaults")?;
+    let mut target = Target::choose(&args.target, Tasks::Programs)?;
+    target::doubt_interval("hfaults", args.interval, &args.target.filter.pid);
+    let (how, Attached { skel, links }) = attach::start(&args, target.filter())?;
+    let maps = &skel.maps;
+    let mut counts = Counts::new(&maps.counts, &maps.counts_a, &maps.counts_b);
+    let with_cgroups = args.containers.wanted(args.common.json);
+    let mut homes = Homes::if_wanted(with_cgroups, &maps.cgroup_paths);
+    let clock = Clock::new();
+    let mut print = |output: &mut Output, metrics: &mut Metrics| {
+        print(&mut counts, &mut homes, &args, &clock, output, metrics)
+    };
+    eprintln!("hfaults: tracing {} ({how})... Ctrl-C to end", args.what());
+    target.release()?;
+
+    target.watch_exit(&mut poller);
+    let deadline = args.common.deadline();
+    let mut reports = Reports::start(&mut poller, args.interval, args.count, deadline)?;
+    loop {
+        match reports.wait(&mut poller)?.1 {
+            Due::Nothing => {}
+            Due::Report => {
+                print(&mut output, &mut metrics)?;
+                losses::write_metrics(skel.object(), target.filter(), &mut metrics)?;
+            }
+            Due::Last => break,
+        }
+    }
+    detach(links);
+    print(&mut output, &mut metrics)?;
+    Losses::tell("hfaults", skel.object(), target.filter(), &mut output)?;
+    losses::finish_metrics(skel.object(), target.filter(), metrics)?;
+    output.finish()?;
+    target.finish()
+}
+
+/// Prints what has come since the last report.
+fn print<M: MapCore>(
+    counts: &mut Counts<'_, M, fault_key, u64>,
+    homes: &mut Option<Homes<'_>>,
+    args: &Args,
+    clock: &Clock,
+    output: &mut Output,
+    metrics: &mut Metrics,
+) -> Result<()> {
+    let time = clock.local(clock::monotonic_ns());
+    if args.timestamp {
+        output.header(&clock::time_of_day(&time))?;
+    }
+    let mut counts = counts.take()?;
+    counts.sort_by_key(|(_, count)| *count);
+    for (key, count) in counts {
+        let home = homes.as_mut().map(|homes| homes.of(key.cgroup));
+        let row = Row::new(&key, home, count, &time, args);
+        if args.madvise {
+            metrics.add(&MADVISE, &[&row.comm], count);
+        } else {
+            metrics.add(&FAULTS, &[&row.comm, row.reason.unwrap_or("")], count);
+        }
+        output.row(&row)?;
+    }
+    output.header("")?;
+    output.flush()
+}

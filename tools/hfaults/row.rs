@@ -1,0 +1,152 @@
+//! A row of hfaults' reports.
+
+use std::io::{self, Write};
+
+use jiff::Zoned;
+use memtools::print::output;
+use memtools::print::text;
+use memtools::print::{
+    clock,
+    timeline::{Count, Moment, Unit},
+};
+use memtools::process::container::Home;
+use serde::Serialize;
+
+use crate::args::Args;
+use crate::bpf::types::{fault_key, reason as Reason};
+
+/// The faults of one process, or of one kind of it.
+#[derive(Serialize)]
+#[serde(tag = "type", rename = "process")]
+pub(crate) struct Row<'a> {
+    #[serde(serialize_with = "clock::serialize")]
+    time: &'a Zoned,
+    pid: u32,
+    pub(crate) comm: String,
+    #[serde(flatten)]
+    home: Option<Home>,
+    /// None where it was not asked for, or is not known.
+    page_bytes: Option<u64>,
+    pub(crate) reason: Option<&'static str>,
+    count: u64,
+    #[serde(skip)]
+    extended: bool,
+    /// What is counted.
+    #[serde(skip)]
+    subject: &'static str,
+}
+
+impl<'a> Row<'a> {
+    pub(crate) fn new(
+        key: &fault_key,
+        home: Option<Home>,
+        count: u64,
+        time: &'a Zoned,
+        args: &Args,
+    ) -> Self {
+        Self {
+            time,
+            pid: key.pid,
+            comm: text::from_c(&key.comm),
+            home,
+            page_bytes: (key.page_shift != 0).then(|| 1 << key.page_shift),
+            reason: match key.reason {
+                Reason::REASON_NO_PAGE => Some("no page"),
+                Reason::REASON_COPY_ON_WRITE => Some("copy on write"),
+                Reason::REASON_THP => Some("huge page"),
+                Reason::REASON_THP_FALLBACK => Some("fallback"),
+                Reason::REASON_THP_ZERO => Some("zero page"),
+                Reason::REASON_THP_SHARED => Some("shared memory"),
+                Reason::REASON_EXHAUSTED => Some("pool exhausted"),
+                _ => None,
+            },
+            count,
+            extended: args.extended,
+            subject: args.subject(),
+        }
+    }
+}
+
+impl output::Row for Row<'_> {
+    /// `@[pid, comm]: N`, as bpftrace prints a map, and as the book's tool does.
+    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        write!(out, "@[{}, {}", self.pid, self.comm)?;
+        if let Some(home) = &self.home {
+            write!(out, ", {}", home.name())?;
+        }
+        match self.page_bytes {
+            Some(bytes) if bytes >= 1 << 30 => write!(out, ", {}GB", bytes >> 30)?,
+            Some(bytes) if bytes >= 1 << 20 => write!(out, ", {}MB", bytes >> 20)?,
+            Some(bytes) => write!(out, ", {}KB", bytes >> 10)?,
+            None if self.extended => write!(out, ", -")?,
+            None => {}
+        }
+        match self.reason {
+            Some(reason) => write!(out, ", {reason}")?,
+            None if self.extended => write!(out, ", -")?,
+            None => {}
+        }
+        writeln!(out, "]: {}", self.count)
+    }
+
+    fn moment(&self) -> Moment<'_> {
+        let name = match self.reason {
+            Some(reason) => format!("{}, {reason}", self.subject),
+            None => self.subject.to_owned(),
+        };
+        Moment::Counts(vec![Count {
+            name: name.into(),
+            unit: Unit::Count,
+            process: Some((self.pid, &self.comm)),
+            time: self.time,
+            more: self.count,
+        }])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use memtools::print::clock::Clock;
+    use memtools::print::output::Row as _;
+
+    use super::*;
+
+    #[test]
+    fn lines_are_those_of_bpftrace() {
+        let line = |args: &[&str], page_shift, reason| {
+            let mut key = fault_key {
+                pid: 884,
+                page_shift,
+                reason,
+                ..fault_key::default()
+            };
+            key.comm[..4].copy_from_slice(&b"java".map(u8::cast_signed));
+            let args = Args::try_parse_from(args).expect("valid");
+            let time = Clock::new().local(0);
+            let mut line = Vec::new();
+            Row::new(&key, None, 8, &time, &args)
+                .text(&mut line)
+                .expect("memory");
+            String::from_utf8(line).expect("UTF-8")
+        };
+        let unknown = Reason::REASON_UNKNOWN;
+        assert_eq!(line(&["hfaults"], 0, unknown), "@[884, java]: 8\n");
+        assert_eq!(
+            line(&["hfaults", "-e"], 21, Reason::REASON_COPY_ON_WRITE),
+            "@[884, java, 2MB, copy on write]: 8\n"
+        );
+        assert_eq!(
+            line(&["hfaults", "-e"], 30, unknown),
+            "@[884, java, 1GB, -]: 8\n"
+        );
+        assert_eq!(
+            line(&["hfaults", "--thp"], 0, Reason::REASON_THP_FALLBACK),
+            "@[884, java, fallback]: 8\n"
+        );
+        assert_eq!(
+            line(&["hfaults", "--thp"], 16, Reason::REASON_THP),
+            "@[884, java, 64KB, huge page]: 8\n"
+        );
+    }
+}
