@@ -44,13 +44,7 @@ const volatile __u8 growth_only;
 const volatile __u8 each_call;
 const volatile __u32 brk_number; /* of the system call */
 
-/* By thread: pid_tgid as bpf_get_current_pid_tgid() returns it. */
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, THREADS);
-	__type(key, __u64);
-	__type(value, struct call);
-} calls SEC(".maps");
+BY_THREAD(calls, struct call);
 
 static __always_inline int begins(void *ctx, __u64 interrupted, __u64 requested)
 {

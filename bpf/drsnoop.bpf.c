@@ -55,12 +55,7 @@ struct reclaim {
 	__s32 order;
 };
 
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, THREADS); /* set aside: 96 bytes each */
-	__type(key, __u64);	      /* thread, as bpf_get_current_pid_tgid() returns it */
-	__type(value, struct reclaim);
-} reclaims SEC(".maps");
+BY_THREAD(reclaims, struct reclaim);
 
 /* Options, set before load. */
 const volatile __u32 only_uid;

@@ -88,12 +88,7 @@ struct call {
 	__u64 flags;
 };
 
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, THREADS);
-	__type(key, __u64);
-	__type(value, struct call);
-} calls SEC(".maps");
+BY_THREAD(calls, struct call);
 
 /* FAULT_FLAG_* of <linux/mm_types.h>: macros on 5.10, with the same values since. */
 #define FLAG_WRITE	 0x001
@@ -205,11 +200,7 @@ int BPF_KPROBE(fault_kprobe, struct vm_area_struct *vma, unsigned long address, 
 
 	if (!filter_wants(&ids))
 		return 0;
-	/* One that is still there: its return was not seen (too many kretprobes at once). */
-	if (bpf_map_lookup_elem(&calls, &thread))
-		count_loss(calls);
-	if (bpf_map_update_elem(&calls, &thread, &call, BPF_ANY))
-		count_loss(calls);
+	begin_call(&calls, thread, &call);
 	return 0;
 }
 

@@ -65,13 +65,8 @@ const volatile __u8 uses_zero_page = 1;
 
 COUNTS(counts, struct fault_key, __u64, COUNT_KEYS);
 
-/* By thread; used with by_reason. */
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, THREADS);
-	__type(key, __u64);
-	__type(value, struct fault);
-} faults SEC(".maps");
+/* With by_reason. */
+BY_THREAD(faults, struct fault);
 
 static __always_inline bool begin(struct fault_key *key)
 {

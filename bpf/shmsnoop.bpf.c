@@ -71,13 +71,7 @@ struct call {
 /* Options, set before load. */
 const volatile __u8 with_segment;
 
-/* By thread: pid_tgid as bpf_get_current_pid_tgid() returns it. */
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, THREADS);
-	__type(key, __u64);
-	__type(value, struct call);
-} calls SEC(".maps");
+BY_THREAD(calls, struct call);
 
 /* One step down the tree that the kernel keeps segments in: the entry of a node, by index. */
 static __noinline void *tree_step(void *entry, __u32 index)

@@ -45,21 +45,10 @@ COUNTS(totals, struct task_key, struct total, COUNT_KEYS);
 
 const volatile struct total no_total;
 
-/* The pages that some thread is reading; with_zswap. */
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, THREADS);
-	__type(key, __u64); /* thread */
-	__type(value, __u64);
-} reading SEC(".maps");
+/* The pages that are being read; with_zswap. */
+BY_THREAD(reading, __u64);
 
-/* By thread: pid_tgid as bpf_get_current_pid_tgid() returns it. */
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, THREADS);
-	__type(key, __u64);
-	__type(value, struct fault);
-} faults SEC(".maps");
+BY_THREAD(faults, struct fault);
 
 /* Of the swap faults that came to a reading. */
 struct histogram latency_ns;
@@ -174,11 +163,7 @@ static __always_inline int fault_begins(void)
 
 	if (!filter_wants(&ids))
 		return 0;
-	/* One that is still there: its return was not seen (too many kretprobes at once). */
-	if (bpf_map_lookup_elem(&faults, &thread))
-		count_loss(calls);
-	if (bpf_map_update_elem(&faults, &thread, &fault, BPF_ANY))
-		count_loss(calls);
+	begin_call(&faults, thread, &fault);
 	return 0;
 }
 

@@ -43,12 +43,7 @@ struct shrinks {
 
 const volatile struct shrinks no_shrinks;
 
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, THREADS);
-	__type(key, __u64); /* thread */
-	__type(value, struct shrinks);
-} shrinking SEC(".maps");
+BY_THREAD(shrinking, struct shrinks);
 
 /* With --by-shrinker, by the address of its function scan_objects. */
 struct shrinker_total {

@@ -23,6 +23,19 @@
 #define THREADS 8192
 
 /*
+ * A map of what each thread is in the middle of, by pid_tgid as
+ * bpf_get_current_pid_tgid() returns it. Its memory is set aside when it is
+ * created.
+ */
+#define BY_THREAD(name_, type_)                                                                    \
+	struct {                                                                                   \
+		__uint(type, BPF_MAP_TYPE_HASH);                                                   \
+		__uint(max_entries, THREADS);                                                      \
+		__type(key, __u64);                                                                \
+		__type(value, type_);                                                              \
+	} name_ SEC(".maps")
+
+/*
  * Nothing is lost silently: each failure to record something adds one to the
  * counter of its reason, which user space reads and reports (src/run/losses.rs).
  * An array with atomic adds rather than a per-CPU one: losses are rare, and a
@@ -56,6 +69,18 @@ struct {
 			__sync_fetch_and_add(&_losses->reason, (count));                           \
 	})
 #define count_loss(reason) count_losses(reason, 1)
+
+/*
+ * Notes a call that this thread begins, in a BY_THREAD map. A call that is still
+ * there is lost: its return was not seen (too many kretprobes at once).
+ */
+static __always_inline void begin_call(void *calls, __u64 thread, const void *call)
+{
+	if (bpf_map_lookup_elem(calls, &thread))
+		count_loss(calls);
+	if (bpf_map_update_elem(calls, &thread, call, BPF_ANY))
+		count_loss(calls);
+}
 
 /* The key's value, at first a copy of `zero`; NULL if the map has no room for it. */
 static __always_inline void *value_of(void *map, const void *key, const void *zero)

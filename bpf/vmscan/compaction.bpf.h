@@ -43,13 +43,7 @@ const volatile struct compaction no_compaction = {
 	.fragmentation = FRAGMENTATION_UNKNOWN,
 };
 
-/* By thread, while it is at it. */
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, THREADS);
-	__type(key, __u64);
-	__type(value, struct compaction);
-} compacting SEC(".maps");
+BY_THREAD(compacting, struct compaction);
 
 /* Sizes of free blocks that a zone has lists for: 11, or 14 with pages of 64 KiB. */
 #define MAX_ORDERS 32
