@@ -5,12 +5,10 @@ mod files;
 use std::collections::HashMap;
 use std::fs;
 use std::io::Write;
-use std::path::Path;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
-use nix::mount::{MsFlags, mount, umount};
 use serde_json::Value;
 
 use crate::harness::{self, Cgroup, Ended, Tool, Workload};
@@ -475,28 +473,4 @@ fn mappings_have_both_numbers() -> Result<()> {
     ensure!(image.contains(&format!("{bytes} bytes")), "no {bytes}");
     ensure!(image.contains("leak_mmap (126,883 bytes, "), "no leak_mmap");
     Ok(())
-}
-
-/// A file system with little room, gone when it is dropped.
-pub(crate) struct Tiny<'a>(&'a Path);
-
-impl<'a> Tiny<'a> {
-    /// Mounts one with room for so much, such as `64k`.
-    pub(crate) fn new(at: &'a Path, room: &str) -> Result<Self> {
-        let options = format!("size={room}");
-        mount(
-            Some("tmpfs"),
-            at,
-            Some("tmpfs"),
-            MsFlags::empty(),
-            Some(options.as_str()),
-        )?;
-        Ok(Self(at))
-    }
-}
-
-impl Drop for Tiny<'_> {
-    fn drop(&mut self) {
-        let _ = umount(self.0);
-    }
 }

@@ -4,6 +4,7 @@
 //! of a known size, and is held again until the tool has reported.
 
 mod cgroup;
+mod mounted;
 mod needs;
 mod tool;
 mod workload;
@@ -20,6 +21,7 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{SigHandler, Signal};
 
 pub(crate) use cgroup::{Cgroup, change_events};
+pub(crate) use mounted::Mounted;
 pub(crate) use needs::{
     Need, at_entries, in_guest, listed, print_slowest, probe_entries, release, test, without_root,
 };
@@ -44,6 +46,17 @@ macro_rules! tests {
     };
 }
 pub(crate) use tests;
+
+/// A tool of events that is to see none of them ends after its `--duration`, with its header alone.
+pub(crate) fn ends_after_duration(tool: &str) -> Result<()> {
+    let begin = Instant::now();
+    let ended = run(tool, &["-d", "0.3", "-n", "no such name"])?;
+    let took = begin.elapsed();
+    ensure!(ended.status.success(), "{ended:?}");
+    ensure!(took >= Duration::from_millis(300), "{took:?}");
+    ensure!(ended.stdout.lines().count() == 1, "{ended:?}");
+    Ok(())
+}
 
 /// Has the signals that end a tool end it, also where the tests' caller ignores them: a shell's job in
 /// the background and nohup(1) do, and tools keep to that. To be called before there is a thread.

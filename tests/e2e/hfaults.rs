@@ -8,10 +8,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
-use nix::mount::{MsFlags, mount, umount};
 use serde_json::{Value, json};
 
-use crate::harness::{self, Ended, Need, Tool, Workload, workload};
+use crate::harness::{self, Ended, Mounted, Need, Tool, Workload, workload};
 use crate::pressure::{Group, Setting};
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -165,28 +164,18 @@ fn processes_are_counted() -> Result<()> {
 fn files_are_counted() -> Result<()> {
     let _pages = HugePages::reserve(5)?;
     let folder = harness::scratch()?;
-    mount(
-        Some("none"),
-        folder.path(),
-        Some("hugetlbfs"),
-        MsFlags::empty(),
-        None::<&str>,
-    )?;
+    let _files = Mounted::hugetlbfs(folder.path())?;
     let path = folder.path().join("file");
-    let counted = (|| {
-        for way in ways() {
-            let mut workload = Workload::start("hugefile", &["5", &path.to_string_lossy()])?;
-            let tool = start(way, &["-j", "-p", &workload.pid()])?;
-            workload.work()?;
-            let ended = end(tool)?;
-            workload.finish()?;
-            let rows = ended.objects()?;
-            ensure!(rows.len() == 1 && rows[0]["count"] == 5, "{way}: {ended:?}");
-        }
-        Ok(())
-    })();
-    umount(folder.path())?;
-    counted
+    for way in ways() {
+        let mut workload = Workload::start("hugefile", &["5", &path.to_string_lossy()])?;
+        let tool = start(way, &["-j", "-p", &workload.pid()])?;
+        workload.work()?;
+        let ended = end(tool)?;
+        workload.finish()?;
+        let rows = ended.objects()?;
+        ensure!(rows.len() == 1 && rows[0]["count"] == 5, "{way}: {ended:?}");
+    }
+    Ok(())
 }
 
 fn processes_are_filtered() -> Result<()> {

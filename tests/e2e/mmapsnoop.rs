@@ -8,7 +8,6 @@ use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::Trial;
@@ -304,16 +303,7 @@ fn sh(script: &str, enter: impl Fn() -> nix::Result<()> + Send + Sync + 'static)
 }
 
 fn a_duration_ends_it() -> Result<()> {
-    let begin = Instant::now();
-    let ended = harness::run("mmapsnoop", &["-d", "0.3", "-n", "no such name"])?;
-    ensure!(ended.status.success(), "{ended:?}");
-    ensure!(
-        begin.elapsed() >= Duration::from_millis(300),
-        "{:?}",
-        begin.elapsed()
-    );
-    ensure!(ended.stdout.lines().count() == 1, "{ended:?}");
-    Ok(())
+    harness::ends_after_duration("mmapsnoop")
 }
 
 fn what_is_not_there_is_named() -> Result<()> {

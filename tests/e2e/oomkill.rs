@@ -274,22 +274,27 @@ fn memory_is_that_of_the_log(kill: &Value, pid: &str) -> Result<()> {
     Ok(())
 }
 
-fn a_cgroups_kill_is_explained() -> Result<()> {
-    let group = Group::new("memtools-oomkill", 8 << 20)?;
-    group.forbid_swap()?;
-    let mut hog = Workload::spawn(&mut group.command(&workload("hog"), &["64", "77"]))?;
-    let pid = hog.pid();
+/// The one kill that is to come, of this hog, as an object.
+fn only_kill(hog: &mut Workload) -> Result<Value> {
     let before = vmstat("oom_kill")?;
     let tool = start(&["-j"])?;
-    kill(&mut hog)?;
+    kill(hog)?;
     let ended = tool.interrupt()?;
     ensure!(
         vmstat("oom_kill")? - before == 1,
         "not one kill by /proc/vmstat"
     );
-    let objects = objects(&ended)?;
+    let mut objects = objects(&ended)?;
     ensure!(objects.len() == 1, "{ended:?}");
-    let kill = &objects[0];
+    Ok(objects.remove(0))
+}
+
+fn a_cgroups_kill_is_explained() -> Result<()> {
+    let group = Group::new("memtools-oomkill", 8 << 20)?;
+    group.forbid_swap()?;
+    let mut hog = Workload::spawn(&mut group.command(&workload("hog"), &["64", "77"]))?;
+    let pid = hog.pid();
+    let kill = only_kill(&mut hog)?;
     ensure!(kill["type"] == "kill" && kill["kind"] == "memcg", "{kill}");
     ensure!(
         kill["pid"] == pid.parse::<u64>()? && kill["comm"] == "hog",
@@ -303,7 +308,7 @@ fn a_cgroups_kill_is_explained() -> Result<()> {
         "{kill}"
     );
     ensure!(kill["order"] == 0, "{kill}");
-    flags_are_those_of_the_log(kill)?;
+    flags_are_those_of_the_log(&kill)?;
     let victim = &kill["victim"];
     ensure!(
         victim["pid"] == pid.parse::<u64>()? && victim["comm"] == "hog",
@@ -315,7 +320,7 @@ fn a_cgroups_kill_is_explained() -> Result<()> {
     );
     ensure!(victim["cgroup"] == "/memtools-oomkill", "{kill}");
     ensure!(victim["container_id"].is_null(), "{kill}");
-    memory_is_that_of_the_log(kill, &pid)?;
+    memory_is_that_of_the_log(&kill, &pid)?;
     let kernel = kill["kernel_frames"].as_array().context("no stack")?;
     let has = |name: &str| kernel.iter().any(|frame| frame["symbol"] == name);
     ensure!(has("oom_kill_process") && has("out_of_memory"), "{kill}");
@@ -406,17 +411,7 @@ fn the_machines_kill_is_global() -> Result<()> {
     let megabytes = total.parse::<u64>()? / 1024 + 50;
     let mut hog = Workload::start("hog", &[&megabytes.to_string(), "900"])?;
     let pid = hog.pid();
-    let before = vmstat("oom_kill")?;
-    let tool = start(&["-j"])?;
-    kill(&mut hog)?;
-    let ended = tool.interrupt()?;
-    ensure!(
-        vmstat("oom_kill")? - before == 1,
-        "not one kill by /proc/vmstat"
-    );
-    let objects = objects(&ended)?;
-    ensure!(objects.len() == 1, "{ended:?}");
-    let kill = &objects[0];
+    let kill = only_kill(&mut hog)?;
     ensure!(
         kill["kind"] == "global" && kill["victim"]["pid"] == pid.parse::<u64>()?,
         "{kill}"

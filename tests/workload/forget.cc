@@ -13,7 +13,7 @@
  * only a register) holds, and one that has ended; "exec" by another run of itself, "fork" after a
  * child has exited that has lost 3 of 1100 bytes. A second argument is the exit status.
  */
-#include "workload.h"
+#include "wipe.h"
 #include <pthread.h>
 #include <signal.h>
 
@@ -83,18 +83,6 @@ STEP void remember()
 STEP void point_into()
 {
 	middle = (char *)calloc(1, 700) + 350;
-}
-
-/* Overwrites what returned frames have left, and registers. */
-STEP void wipe()
-{
-	volatile char stack[32768];
-
-	for (unsigned long i = 0; i < sizeof(stack); i++)
-		stack[i] = 0;
-	asm volatile("xor %%ebx, %%ebx\n\txor %%r12d, %%r12d\n\txor %%r13d, %%r13d\n\t"
-		     "xor %%r14d, %%r14d\n\txor %%r15d, %%r15d" ::
-			 : "rbx", "r12", "r13", "r14", "r15", "memory");
 }
 
 STEP void work()

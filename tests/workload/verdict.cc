@@ -13,7 +13,7 @@
  *
  * With an argument, one of 5600 besides by a page that the program itself may not read.
  */
-#include "workload.h"
+#include "wipe.h"
 #include <pthread.h>
 #include <signal.h>
 #include <sys/epoll.h>
@@ -88,19 +88,6 @@ STEP void lose_in_frames(int depth)
 	if (depth)
 		lose_in_frames(depth - 1);
 	asm volatile("" ::"r"(&frame[0]) : "memory");
-}
-
-/* Overwrites what returned frames have left, and registers. A thread has the stack of one that has
- * ended. */
-STEP void wipe()
-{
-	volatile char stack[32768];
-
-	for (unsigned long i = 0; i < sizeof(stack); i++)
-		stack[i] = 0;
-	asm volatile("xor %%ebx, %%ebx\n\txor %%r12d, %%r12d\n\txor %%r13d, %%r13d\n\t"
-		     "xor %%r14d, %%r14d\n\txor %%r15d, %%r15d" ::
-			 : "rbx", "r12", "r13", "r14", "r15", "memory");
 }
 
 STEP void hold()

@@ -5,8 +5,8 @@ use std::fs;
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 
-use super::{Files, Tiny, trace};
-use crate::harness::{self, Tool, Workload};
+use super::{Files, trace};
+use crate::harness::{self, Mounted, Tool, Workload};
 
 /// All of these tests.
 pub(super) fn tests() -> Vec<Trial> {
@@ -46,7 +46,7 @@ fn what_cannot_be_written_is_told_at_the_start() -> Result<()> {
 
 fn a_full_disk_keeps_the_old_file() -> Result<()> {
     let folder = harness::scratch()?;
-    let disk = Tiny::new(folder.path(), "4k")?;
+    let disk = Mounted::tmpfs(folder.path(), "4k")?;
     let path = folder.path().join("a.svg");
     fs::write(&path, "as before")?;
     let mut program = Workload::start("brk", &["23", "7", "5"])?;

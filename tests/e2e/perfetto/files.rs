@@ -6,8 +6,7 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use super::{Timeline, number, rows, start};
-use crate::export::Tiny;
-use crate::harness::{self, Workload, workload};
+use crate::harness::{self, Mounted, Workload, workload};
 use crate::oomkill;
 use crate::pressure::Group;
 
@@ -163,7 +162,7 @@ fn losses_are_on_the_timeline() -> Result<()> {
 
 fn a_full_disk_ends_the_timeline_alone() -> Result<()> {
     let folder = harness::scratch()?;
-    let _disk = Tiny::new(folder.path(), "64k")?;
+    let _disk = Mounted::tmpfs(folder.path(), "64k")?;
     let file = folder.path().join("mmap.pftrace");
     let mut program = Workload::start("contend", &["2", "1009", "mmap"])?;
     let tool = start("mmapsnoop", &program.pid(), &file, &[], "tracing mmap(2)")?;
