@@ -94,3 +94,61 @@ impl<'map, M: MapCore, K: Plain + Copy, V: Plain + Copy> Counts<'map, M, K, V> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    /// Counts as the kernel half does: in the map that the holder has.
+    fn count(holder: &MapHandle, key: u32, value: u64) {
+        let id = holder.lookup(&0u32.to_ne_bytes(), MapFlags::ANY);
+        let id = id.expect("a lookup").expect("a map");
+        let map = MapHandle::from_map_id(u32::from_ne_bytes(id.try_into().expect("4 bytes")));
+        map.expect("it lives")
+            .update(&key.to_ne_bytes(), &value.to_ne_bytes(), MapFlags::ANY)
+            .expect("there is room");
+    }
+
+    /// The map and its two sides, of two entries each.
+    fn maps() -> Option<[MapHandle; 3]> {
+        let side = || map_create::create_for_test(MapType::Hash, (4, 8), 2, 0);
+        let (a, b) = (side()?, side()?);
+        let holder = map_create::create_array_of(&a, "counts", 1).expect("a map of maps");
+        let first = a.as_fd().as_raw_fd().to_ne_bytes();
+        holder
+            .update(&0u32.to_ne_bytes(), &first, MapFlags::ANY)
+            .expect("an entry");
+        Some([holder, a, b])
+    }
+
+    #[test]
+    fn each_round_has_its_own_counts() {
+        let Some([holder, a, b]) = maps() else { return };
+        let mut counts: Counts<'_, _, u32, u64> = Counts::new(&holder, &a, &b);
+        for round in 1..7u64 {
+            count(&holder, 3, round);
+            count(&holder, 5, 1000 * round);
+            let mut taken = counts.take().expect("counts");
+            taken.sort_unstable();
+            assert_eq!(taken, [(3, round), (5, 1000 * round)]);
+        }
+        assert_eq!(counts.take().expect("counts"), []);
+    }
+
+    #[test]
+    fn a_larger_map_is_counted_in_from_the_next_round_on() {
+        let Some([holder, a, b]) = maps() else { return };
+        let mut counts: Counts<'_, _, u32, u64> = Counts::new(&holder, &a, &b);
+        counts.enlarge(7).expect("memory");
+        assert_eq!((counts.entries(), counts.next_entries()), (2, 7));
+        count(&holder, 1, 1);
+        assert_eq!(counts.take().expect("counts"), [(1, 1)]);
+        assert_eq!((counts.entries(), counts.next_entries()), (7, 2));
+        (0..7).for_each(|key| count(&holder, key, 11));
+        assert_eq!(counts.take().expect("counts").len(), 7);
+        counts.enlarge(2).expect("no memory is needed");
+        assert_eq!(counts.next_entries(), 7);
+    }
+}

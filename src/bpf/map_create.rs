@@ -149,3 +149,23 @@ fn create_with(
     MapHandle::create(kind, Some(name), key_bytes, value_bytes, entries, &options)
         .with_context(|| format!("failed to create the map {name}"))
 }
+
+/// A map for a test; None, which stderr is told by the test's name, where nobody but root may make one.
+#[cfg(test)]
+#[expect(clippy::print_stderr, reason = "a test that does not run says so")]
+pub(crate) fn create_for_test(
+    kind: MapType,
+    sizes: (usize, usize),
+    entries: u32,
+    flags: u32,
+) -> Option<MapHandle> {
+    match create(kind, "for_test", sizes, entries, flags) {
+        Ok(map) => Some(map),
+        Err(_) if !nix::unistd::geteuid().is_root() => {
+            let test = std::thread::current().name().unwrap_or("a test").to_owned();
+            eprintln!("not run: {test}: it makes BPF maps, which takes root");
+            None
+        }
+        Err(error) => panic!("{error:#}"),
+    }
+}

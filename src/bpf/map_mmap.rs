@@ -113,3 +113,72 @@ impl Drop for MappedArray {
         let _ = unsafe { munmap(self.memory.cast(), self.bytes.get()) };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use libbpf_rs::libbpf_sys::BPF_F_MMAPABLE;
+    use libbpf_rs::{MapHandle, MapType};
+
+    use super::*;
+    use crate::bpf::map_create;
+
+    #[repr(C)]
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    struct Words<const COUNT: usize>([u32; COUNT]);
+
+    // SAFETY: integers; every bit pattern is valid.
+    unsafe impl<const COUNT: usize> Plain for Words<COUNT> {}
+
+    /// Values of 20 bytes, which are 24 apart: each word is ten times the index, and its number.
+    fn array(flags: u32) -> Option<MapHandle> {
+        let map = map_create::create_for_test(MapType::Array, (4, 20), 3, flags)?;
+        for index in 0..3u32 {
+            let words = [0, 1, 2, 3, 4].map(|word| (10 * index + word).to_ne_bytes());
+            map.update(
+                &index.to_ne_bytes(),
+                words.as_flattened(),
+                libbpf_rs::MapFlags::ANY,
+            )
+            .expect("an entry");
+        }
+        Some(map)
+    }
+
+    #[test]
+    fn values_are_those_of_the_map() {
+        let Some(map) = array(BPF_F_MMAPABLE) else {
+            return;
+        };
+        let mapped = MappedArray::new(&map).expect("it can be mapped");
+        assert_eq!((mapped.len(), mapped.is_empty()), (3, false));
+        let value: Words<5> = mapped.get(2).expect("a value");
+        assert_eq!(value, Words([20, 21, 22, 23, 24]));
+        assert!(mapped.get::<Words<5>>(3).is_err(), "beyond the last value");
+        assert!(mapped.get::<Words<7>>(0).is_err(), "more than a value");
+    }
+
+    #[test]
+    fn a_word_is_replaced_if_it_is_as_it_was() {
+        let Some(map) = array(BPF_F_MMAPABLE) else {
+            return;
+        };
+        let mapped = MappedArray::new(&map).expect("it can be mapped");
+        let old = mapped.word(1, 8).expect("a word").load(Ordering::Relaxed);
+        assert_eq!(old, 12 | 13 << 32);
+        assert!(!mapped.replace(1, 8, old + 1, 7).expect("a word"));
+        assert!(mapped.replace(1, 8, old, 7).expect("a word"));
+        let kernels = map.lookup(&1u32.to_ne_bytes(), libbpf_rs::MapFlags::ANY);
+        let kernels = kernels.expect("a lookup").expect("a value");
+        assert_eq!(kernels[4..16], [11, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0]);
+        for (index, offset) in [(3, 0), (1, 4), (1, 24)] {
+            assert!(mapped.word(index, offset).is_err(), "{index}, {offset}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_mapped_is_refused() {
+        let Some(map) = array(0) else { return };
+        let error = MappedArray::new(&map).expect_err("a map in the kernel's memory alone");
+        assert!(error.to_string().contains("for_test"), "{error}");
+    }
+}

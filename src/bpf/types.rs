@@ -57,6 +57,13 @@ pub fn view<T: Plain>(bytes: &[u8]) -> Result<&T> {
         .map_err(|error| anyhow!("a map's value has another layout than expected: {error:?}"))
 }
 
+/// A copy of a struct in memory that the kernel half may be writing just then: part of one state and part of the
+/// next, unless the struct says which it is.
+pub fn read_while_written<T: Plain + Copy>(shared: &T) -> T {
+    // SAFETY: a reference is valid and aligned, and any bytes are a T. The read is volatile, so that each is one.
+    unsafe { std::ptr::from_ref(shared).read_volatile() }
+}
+
 /// A struct as the bytes of a map's key or value.
 pub fn bytes_of<T: Plain>(value: &T) -> &[u8] {
     // SAFETY: generated from a C struct whose padding, if any, is a field of its own.

@@ -11,15 +11,20 @@
 //! | `Prepared::load()`, `Prepared::load_only(&[...])` | loads the object, or these programs of it; sets the cgroup of the filter |
 //! | `bpf::Loaded` | the loaded object, to be attached |
 //!
-//! ```ignore
-//! // The object takes no stacks, only the kernel's, or those of processes too.
-//! memtools::skeleton!("shmsnoop", ShmsnoopSkelBuilder, stacks: none, plain: [event]);
-//! memtools::skeleton!("vmscan", VmscanSkelBuilder, stacks: kernel, plain: [event]);
+//! ```no_run
+//! use memtools::process::filter::Filter;
+//! use memtools::run::skeleton::StackRoom;
+//! use memtools::stacks::unwind::UnwindArgs;
+//!
+//! // Another object takes no stacks (`none`), or only the kernel's (`kernel`).
 //! memtools::skeleton!("faults", FaultsSkelBuilder, stacks: unwound, plain: []);
 //!
-//! let mut open = bpf::prepare(filter, StackRoom::of(4096), unwind_args)?;
-//! open.options()?.user_mode_only = 1;
-//! let skel = open.load()?;
+//! fn load(filter: &Filter, unwind: UnwindArgs) -> anyhow::Result<bpf::Loaded> {
+//!     let mut open = bpf::prepare(filter, StackRoom::of(4096), unwind)?;
+//!     open.options()?.user_mode_only = 1;
+//!     open.load()
+//! }
+//! # fn main() {}
 //! ```
 
 use crate::stacks::table::MAX_DEPTH;

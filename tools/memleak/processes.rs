@@ -71,7 +71,7 @@ use crate::source::{Found, Heading, Next, Source};
 use crate::sums::{self, Allocation, Entry, Path, Totals};
 use crate::verdict::traced::{self, Wanted};
 
-memtools::skeleton!("memleak", MemleakSkelBuilder, stacks: unwound, plain: [block_bucket, event, live_block, live_key, thread, total, total_key]);
+memtools::skeleton!("memleak", MemleakSkelBuilder, stacks: unwound, plain: [block_bucket, event, live_block, live_key, peak, thread, total, total_key]);
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     kernel_support::preflight()?;

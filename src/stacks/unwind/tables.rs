@@ -422,3 +422,6 @@ fn read_own(range: &Range<u64>) -> Result<Vec<u8>> {
         .context("failed to read our own memory")?;
     Ok(image)
 }
+
+#[cfg(test)]
+mod tests;

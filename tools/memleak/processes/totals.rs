@@ -1,7 +1,5 @@
 //! Totals by stack, as the programs have added them up.
 
-use std::ptr;
-
 use anyhow::{Context, Result};
 use memtools::bpf::map_batch;
 use memtools::bpf::types;
@@ -43,8 +41,7 @@ impl Processes<'_> {
 pub(super) fn at_peak(attached: &Attached) -> Result<Totals> {
     let bss = attached.skel.maps.bss_data.as_deref();
     let bss = bss.context("the BPF object has no variables")?;
-    // SAFETY: a reference, and any bytes are a peak; volatile, for the programs write there.
-    let peak = || unsafe { ptr::from_ref(&bss.peak).read_volatile() };
+    let peak = || types::read_while_written(&bss.peak);
     let mut tries = PEAK_TRIES;
     let (peak, totals) = loop {
         let before = peak();

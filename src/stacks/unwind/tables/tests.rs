@@ -1,0 +1,100 @@
+//! Tables of real files, in maps of the kernel; nothing is published, as that takes a program.
+
+use std::fs;
+use std::io::{Seek, Write};
+
+use libbpf_rs::MapType;
+
+use super::*;
+use crate::bpf::map_create;
+
+/// Tables with room for the words of one shard, and the map of what the kernel half knows.
+fn tables() -> Option<(Tables, MapHandle)> {
+    let like = map_create::create_for_test(
+        MapType::Array,
+        (4, 8),
+        types::unwind_layout::UNWIND_SHARD_WORDS.0,
+        libbpf_rs::libbpf_sys::BPF_F_MMAPABLE,
+    )?;
+    let shards = map_create::create_array_of(&like, "unwind_shards", 8).expect("a map of maps");
+    let sizes = (8, size_of::<types::unwind_file>());
+    let known = map_create::create_for_test(MapType::Hash, sizes, 64, 0)?;
+    let mut tables = Tables::new(Store::new(shards, 1), true);
+    let entries = MapHandle::try_from(&known).expect("a second handle");
+    tables.entries = Some(entries);
+    Some((tables, known))
+}
+
+/// A file of its own with this program's code.
+fn program() -> File {
+    let mut copy = tempfile::tempfile().expect("a file");
+    copy.write_all(&fs::read("/proc/self/exe").expect("our own file"))
+        .expect("room");
+    copy.rewind().expect("a file");
+    copy
+}
+
+/// Has the kernel half know a file's table, last used at this time.
+fn know(known: &MapHandle, file: &CodeFile, used_ns: u64) {
+    let entry = types::unwind_file {
+        number: file.number,
+        used_ns,
+        ..Default::default()
+    };
+    let key = u64::from(file.number).to_ne_bytes();
+    let entry = types::bytes_of(&entry);
+    known.update(&key, entry, MapFlags::ANY).expect("an entry");
+}
+
+fn of(tables: &Tables, file: &File) -> Arc<CodeFile> {
+    let key = key_of(&file.metadata().expect("a file"));
+    Arc::clone(&tables.files[&key])
+}
+
+#[test]
+fn a_file_has_one_table_whoever_maps_it() {
+    let Some((mut tables, _)) = tables() else {
+        return;
+    };
+    let (program, text) = (program(), tempfile::tempfile().expect("a file"));
+    for _ in 0..3 {
+        tables.expect("program", &program).expect("it is read");
+        tables.expect("text", &text).expect("it is read");
+    }
+    assert_eq!((tables.files(), tables.no_room()), (1, 0));
+    let number = of(&tables, &program).number;
+    assert_eq!(tables.name(number), "program");
+    assert_eq!(tables.name(number + 17), "a file");
+}
+
+#[test]
+fn what_finds_no_room_is_left_out_until_others_make_some() {
+    let Some((mut tables, known)) = tables() else {
+        return;
+    };
+    let files: Vec<File> = std::iter::repeat_with(program).take(200).collect();
+    let full = files.iter().position(|file| {
+        tables.expect("program", file).expect("it is read");
+        tables.no_room() > 0
+    });
+    let full = full.expect("a shard is not for 200 programs");
+    assert!(full > 0, "the first finds room");
+    let left_out = of(&tables, &files[full]);
+    assert!(left_out.left_out && left_out.words.is_empty());
+    assert_eq!(left_out.entry().pages, UNWIND_TABLE_LEFT_OUT);
+    assert!(tables.may_recover());
+
+    // The first is in use, and the second is not.
+    let (first, second) = (of(&tables, &files[0]), of(&tables, &files[1]));
+    know(&known, &first, clock::monotonic_ns());
+    know(&known, &second, 0);
+    know(&known, &left_out, clock::monotonic_ns());
+    tables.collected = None;
+    assert!(tables.collect().expect("it is collected"));
+    assert_eq!(tables.files(), 1);
+    let left: Vec<Vec<u8>> = known.keys().collect();
+    assert_eq!(left, [u64::from(first.number).to_ne_bytes()]);
+    assert!(!tables.collect().expect("not so soon again"));
+    tables.expect("program", &files[full]).expect("it is read");
+    assert_eq!(of(&tables, &files[full]).words, second.words);
+}
