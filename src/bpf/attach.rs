@@ -13,9 +13,9 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use libbpf_rs::skel::{OpenSkel, SkelBuilder};
-use libbpf_rs::{Link, Object, OpenObject, PrintLevel, ProgramMut, ProgramType};
+use libbpf_rs::{Link, Object, OpenObject, OpenProgramMut, PrintLevel, ProgramMut, ProgramType};
 use nix::fcntl::OFlag;
 use nix::unistd::{ForkResult, close, fork, pipe2, read, setsid};
 
@@ -213,14 +213,32 @@ fn object_storage() -> &'static mut MaybeUninit<OpenObject> {
     Box::leak(Box::new(MaybeUninit::uninit()))
 }
 
-/// Has only the programs with these names loaded.
-pub fn load_only(object: &mut OpenObject, names: &[&str]) {
-    for mut program in object.progs_mut() {
+/// The programs of the object that are its tool's own. Those of src/stacks/unwind are beside whatever takes
+/// user stacks.
+pub fn own_programs(object: &mut OpenObject) -> impl Iterator<Item = OpenProgramMut<'_>> {
+    object
+        .progs_mut()
+        .filter(|program| !program.name().to_string_lossy().starts_with("unwind_"))
+}
+
+/// Has only the programs with these names loaded, and those that unwind stacks.
+///
+/// # Errors
+/// If there is no such program.
+pub fn load_only(object: &mut OpenObject, names: &[&str]) -> Result<()> {
+    let mut found = 0;
+    for mut program in own_programs(object) {
         let wanted = names.iter().any(|name| program.name() == *name);
-        // The programs of src/stacks/unwind are beside whatever takes user stacks.
-        let unwinds = program.name().to_string_lossy().starts_with("unwind_");
-        program.set_autoload(wanted || unwinds);
+        found += usize::from(wanted);
+        program.set_autoload(wanted);
     }
+    ensure!(
+        found == names.len(),
+        "the object has {found} of the {} programs {}",
+        names.len(),
+        names.join(", ")
+    );
+    Ok(())
 }
 
 /// Attaches the programs with these names, in this order. What sees the end of something belongs

@@ -195,7 +195,7 @@ fn shrinkers_that_nest_keep_their_start_and_recover() -> Result<()> {
         .find(|(tool, _)| *tool == "vmscan")
         .context("no object")?;
     let mut open = ObjectBuilder::default().open_memory(object)?;
-    attach::load_only(&mut open, &["shrink_slab_start", "shrink_slab_end"]);
+    attach::load_only(&mut open, &["shrink_slab_start", "shrink_slab_end"])?;
     let object = open.load()?;
     let run = |name: &str, shrinker: u64| -> Result<()> {
         let program = object.progs_mut().find(|program| program.name() == name);

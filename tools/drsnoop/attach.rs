@@ -42,19 +42,24 @@ pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Start
     attach::first_that_works(args.common.verbose, variants)
 }
 
-/// Loads and attaches the programs of this kind. With `zones` the kernel half adds up the free memory of
-/// these itself.
-fn try_start(args: &Args, filter: &Filter, kind: &str, zones: bool) -> Result<Started> {
-    let reclaims = if args.memcg {
+/// The programs of this kind, also for memory cgroups if they are wanted, in the order to attach them.
+fn programs(memcg: bool, kind: &str) -> Vec<String> {
+    let reclaims = if memcg {
         &["direct", "memcg"][..]
     } else {
         &["direct"]
     };
     // The end first: a reclaim that is seen to begin must be seen to end.
-    let programs: Vec<String> = reclaims
+    reclaims
         .iter()
         .flat_map(|reclaim| ["end", "begin"].map(|moment| format!("{reclaim}_{moment}{kind}")))
-        .collect();
+        .collect()
+}
+
+/// Loads and attaches the programs of this kind. With `zones` the kernel half adds up the free memory of
+/// these itself.
+fn try_start(args: &Args, filter: &Filter, kind: &str, zones: bool) -> Result<Started> {
+    let programs = programs(args.memcg, kind);
     let programs: Vec<&str> = programs.iter().map(String::as_str).collect();
     let stacks = StackRoom::of(FIRST_OF_EVENTS).if_wanted(args.wants_stacks());
     let mut open = bpf::prepare(filter, stacks, args.unwind)?;
@@ -82,4 +87,18 @@ fn try_start(args: &Args, filter: &Filter, kind: &str, zones: bool) -> Result<St
         }
     })?;
     Ok((skel, links))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn each_program_has_a_name_that_is_asked_for() {
+        let kinds = ["", "_raw"].into_iter();
+        let asked_for: BTreeSet<String> = kinds.flat_map(|kind| programs(true, kind)).collect();
+        assert_eq!(asked_for, bpf::program_names());
+    }
 }

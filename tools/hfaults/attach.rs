@@ -21,6 +21,11 @@ use crate::bpf::Loaded;
 /// The kernel's settings of transparent huge pages.
 const THP: &str = "/sys/kernel/mm/transparent_hugepage";
 
+/// The programs that have one form.
+const MADVISE: &str = "madvise_enter";
+
+const EVENT: &str = "fault_event";
+
 pub(crate) struct Attached {
     pub(crate) skel: Loaded,
     pub(crate) links: Vec<Link>,
@@ -30,32 +35,26 @@ pub(crate) struct Attached {
 pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
     if args.madvise {
         kernel_support::preflight_tracepoints()?;
-        let attached = load(args, filter, &["madvise_enter".into()])?;
+        let attached = load(args, filter, &[MADVISE.into()])?;
         return Ok(("tracepoint", attached));
     }
     if args.thp {
-        let fexit = move || {
-            load(
-                args,
-                filter,
-                &thp_programs(&["thp_fexit"], "fentry", "fexit"),
-            )
-        };
-        let kprobes = ["thread_exit", "thp_kretprobe", "thp_kprobe"];
-        let kretprobe = move || load(args, filter, &thp_programs(&kprobes, "kprobe", "kretprobe"));
-        let variants = [
-            Variant::new("fexit", fexit).needing(Means::Fentry),
-            Variant::new("kretprobe", kretprobe).needing(Means::Kprobes),
-        ];
+        let sizes = kernel_support::btf_has_name("folio_add_new_anon_rmap") && has_small_thp();
+        let shared = kernel_support::name_here(&THP_OF_SHARED_MEMORY);
+        let variants = THP_FORMS.map(|form| {
+            let start = move || load(args, filter, &form.programs(sizes, shared));
+            Variant::new(form.name, start).needing(form.means)
+        });
         return attach::first_that_works(args.common.verbose, attach::exact_first(variants.into()));
     }
     let by_function = |kind: &'static str| {
         Variant::new(kind, move || {
-            load(args, filter, &fault_programs(args, kind))
+            let reasons = reason_functions().filter(|_| args.extended);
+            load(args, filter, &fault_programs(kind, reasons))
         })
     };
     let by_event = Variant::new("page-fault event", move || {
-        let mut attached = load(args, filter, &["fault_event".into()])?;
+        let mut attached = load(args, filter, &[EVENT.into()])?;
         let program = &attached.skel.progs.fault_event;
         attached.links = software_event::attach(program, Software::PAGE_FAULTS)?;
         Ok(attached)
@@ -69,22 +68,53 @@ pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Attac
     attach::first_that_works(args.common.verbose, variants)
 }
 
-/// The programs for transparent huge pages: `always`, and those for other sizes and for shared memory by
-/// the functions that the kernel has, of the kinds that see an entry and a return.
-fn thp_programs(always: &[&'static str], entry: &str, exit: &str) -> Vec<String> {
-    let mut programs: Vec<String> = always.iter().map(|&program| program.into()).collect();
-    if kernel_support::btf_has_name("folio_add_new_anon_rmap") && has_small_thp() {
-        programs.push(format!("small_thp_{entry}"));
+/// The programs for transparent huge pages in one form, by what they are attached to.
+#[derive(Debug, Clone, Copy)]
+struct ThpForm {
+    name: &'static str,
+    means: Means,
+    always: &'static [&'static str],
+    /// What ends the names of programs on a function's entry, and on its return.
+    entry: &'static str,
+    exit: &'static str,
+}
+
+const THP_FORMS: [ThpForm; 2] = [
+    ThpForm {
+        name: "fexit",
+        means: Means::Fentry,
+        always: &["thp_fexit"],
+        entry: "fentry",
+        exit: "fexit",
+    },
+    ThpForm {
+        name: "kretprobe",
+        means: Means::Kprobes,
+        always: &["thread_exit", "thp_kretprobe", "thp_kprobe"],
+        entry: "kprobe",
+        exit: "kretprobe",
+    },
+];
+
+/// What has allocated transparent huge pages of shared memory, the newer first.
+const THP_OF_SHARED_MEMORY: [&str; 3] = [
+    "shmem_alloc_and_add_folio",
+    "shmem_alloc_hugefolio",
+    "shmem_alloc_hugepage",
+];
+
+impl ThpForm {
+    /// The programs: those for other sizes if they are wanted, and for shared memory that on the function.
+    fn programs(self, sizes: bool, shared: Option<&str>) -> Vec<String> {
+        let mut programs: Vec<String> = self.always.iter().map(ToString::to_string).collect();
+        if sizes {
+            programs.push(format!("small_thp_{}", self.entry));
+        }
+        if let Some(function) = shared {
+            programs.push(format!("{function}_{}", self.exit));
+        }
+        programs
     }
-    let allocates = kernel_support::name_here(&[
-        "shmem_alloc_and_add_folio",
-        "shmem_alloc_hugefolio",
-        "shmem_alloc_hugepage",
-    ]);
-    if let Some(function) = allocates {
-        programs.push(format!("{function}_{exit}"));
-    }
-    programs
 }
 
 /// Whether there are transparent huge pages of several sizes.
@@ -99,24 +129,27 @@ fn has_small_thp() -> bool {
     sizes.count() > 1
 }
 
-/// The programs for faults on reserved pages, each in the form of this kind.
-fn fault_programs(args: &Args, kind: &str) -> Vec<String> {
+/// The programs for faults on reserved pages in the form of this kind; those for reasons are on these functions.
+fn fault_programs(kind: &str, reasons: Option<[&str; 2]>) -> Vec<String> {
     let mut programs = Vec::new();
-    if args.extended
-        && let Some(reasons) = reason_functions()
-    {
+    if let Some(functions) = reasons {
         programs.push("thread_exit".into());
         programs.push(format!("fault_end_{kind}"));
-        programs.extend(reasons.map(|function| format!("{function}_{kind}")));
+        programs.extend(functions.map(|function| format!("{function}_{kind}")));
     }
     programs.push(format!("fault_{kind}"));
     programs
 }
 
-/// The functions by which the kernel allocates a page and handles a write, if it has both.
+/// What allocates a page, and what handles a write, the newer first.
+const ALLOCATES: [&str; 2] = ["alloc_hugetlb_folio", "alloc_huge_page"];
+
+const WRITES: [&str; 2] = ["hugetlb_wp", "hugetlb_cow"];
+
+/// The functions that reasons are known by, if this kernel has both.
 fn reason_functions() -> Option<[&'static str; 2]> {
-    let allocates = kernel_support::name_here(&["alloc_hugetlb_folio", "alloc_huge_page"])?;
-    let writes = kernel_support::name_here(&["hugetlb_wp", "hugetlb_cow"])?;
+    let allocates = kernel_support::name_here(&ALLOCATES)?;
+    let writes = kernel_support::name_here(&WRITES)?;
     Some([allocates, writes])
 }
 
@@ -148,8 +181,32 @@ fn load(args: &Args, filter: &Filter, programs: &[String]) -> Result<Attached> {
     let by_name: Vec<&str> = programs
         .iter()
         .copied()
-        .filter(|program| *program != "fault_event")
+        .filter(|program| *program != EVENT)
         .collect();
     let links = attach::by_name(skel.object_mut(), &by_name)?;
     Ok(Attached { skel, links })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn each_program_has_a_name_that_is_asked_for() {
+        let mut asked_for = BTreeSet::from([MADVISE, EVENT].map(str::to_owned));
+        for form in THP_FORMS {
+            for shared in THP_OF_SHARED_MEMORY {
+                asked_for.extend(form.programs(true, Some(shared)));
+            }
+        }
+        for kind in ["fentry", "kprobe"] {
+            for name in [0, 1] {
+                let reasons = [ALLOCATES[name], WRITES[name]];
+                asked_for.extend(fault_programs(kind, Some(reasons)));
+            }
+        }
+        assert_eq!(asked_for, bpf::program_names());
+    }
 }

@@ -24,6 +24,9 @@ const ANONYMOUS: &str = "do_swap_page";
 
 const SHARED: [&str; 2] = ["shmem_swapin_folio", "shmem_swapin_page"];
 
+/// The forms that the programs are in, and what each needs of the kernel.
+const KINDS: [(&str, Means); 2] = [("fentry", Means::Fentry), ("kprobe", Means::Kprobes)];
+
 pub(crate) struct Attached {
     pub(crate) skel: Loaded,
     pub(crate) links: Vec<Link>,
@@ -62,31 +65,51 @@ pub(crate) fn start(
             SHARED[0]
         );
     }
-    let variants = [("fentry", Means::Fentry), ("kprobe", Means::Kprobes)];
-    let variants = variants.map(|(kind, means)| {
+    let variants = KINDS.map(|(kind, means)| {
         let variant = Variant::new(kind, move || {
-            let mut programs = Vec::new();
-            if args.latency || zswap.is_some() {
-                programs.push("thread_exit".to_owned());
-            }
-            if args.latency {
-                if let Some(function) = shared() {
-                    programs.push(format!("{function}_end_kprobe"));
-                    programs.push(format!("{function}_begin_kprobe"));
-                }
-                programs.push(format!("{ANONYMOUS}_end_{kind}"));
-                programs.push(format!("{ANONYMOUS}_begin_{kind}"));
-            }
-            programs.extend(zswap.map(|_| format!("{ZSWAP}_{kind}")));
-            if args.out {
-                programs.push(format!("{}_{kind}", function(WRITE)?));
-            }
-            programs.push(format!("{}_{kind}", function(READ)?));
+            let functions = Functions {
+                read: function(READ)?,
+                write: args.out.then(|| function(WRITE)).transpose()?,
+                shared: shared().filter(|_| args.latency),
+            };
+            let programs = programs(kind, functions, args.latency, zswap.is_some());
             load(args, zswap, filter, &programs)
         });
         variant.needing(means)
     });
     attach::first_that_works(args.common.verbose, attach::exact_first(variants.into()))
+}
+
+/// What this kernel calls the functions that have had several names; None: not wanted, or not to be had.
+#[derive(Debug, Clone, Copy)]
+struct Functions {
+    read: &'static str,
+    write: Option<&'static str>,
+    shared: Option<&'static str>,
+}
+
+/// The programs on these functions, in the form of this kind, in the order to attach them.
+fn programs(kind: &str, functions: Functions, latency: bool, zswap: bool) -> Vec<String> {
+    let mut programs = Vec::new();
+    if latency || zswap {
+        programs.push("thread_exit".to_owned());
+    }
+    if let Some(function) = functions.shared {
+        programs.push(format!("{function}_end_kprobe"));
+        programs.push(format!("{function}_begin_kprobe"));
+    }
+    if latency {
+        programs.push(format!("{ANONYMOUS}_end_{kind}"));
+        programs.push(format!("{ANONYMOUS}_begin_{kind}"));
+    }
+    if zswap {
+        programs.push(format!("{ZSWAP}_{kind}"));
+    }
+    if let Some(function) = functions.write {
+        programs.push(format!("{function}_{kind}"));
+    }
+    programs.push(format!("{}_{kind}", functions.read));
+    programs
 }
 
 /// The function that waits for shared memory, if this kernel has it by itself, and kprobes for it.
@@ -129,4 +152,27 @@ fn load(
     let mut skel = open.load_only(&programs)?;
     let links = attach::by_name(skel.object_mut(), &programs)?;
     Ok(Attached { skel, links })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn each_program_has_a_name_that_is_asked_for() {
+        let mut asked_for = BTreeSet::new();
+        for kind in KINDS.map(|(kind, _)| kind) {
+            for name in [0, 1] {
+                let functions = Functions {
+                    read: READ[name],
+                    write: Some(WRITE[name]),
+                    shared: Some(SHARED[name]),
+                };
+                asked_for.extend(programs(kind, functions, true, true));
+            }
+        }
+        assert_eq!(asked_for, bpf::program_names());
+    }
 }
