@@ -25,9 +25,6 @@ enum reclaim_kind {
 	RECLAIM_MEMCG,	/* a memory cgroup is at its limit */
 };
 
-/* free_pages where the kernel's count cannot be reached. */
-#define FREE_PAGES_UNKNOWN (~0ULL)
-
 struct event {
 	__u64 time_ns; /* CLOCK_MONOTONIC at the end */
 	__u64 latency_ns;
@@ -91,12 +88,12 @@ static __noinline __u64 free_pages(void)
 
 	bpf_core_read(&css, sizeof(css), &cgroups->subsys[memory]);
 	if (!css) /* cgroup_disable=memory */
-		return FREE_PAGES_UNKNOWN;
+		return UNKNOWN;
 	memcg = (void *)css - bpf_core_field_offset(struct mem_cgroup, css);
 	bpf_core_read(&info, sizeof(info), &memcg->nodeinfo[node]);
 	pgdat = BPF_CORE_READ(info, lruvec.pgdat);
 	if (!pgdat)
-		return FREE_PAGES_UNKNOWN;
+		return UNKNOWN;
 	ref = (void *)pgdat + bpf_core_field_offset(pgdat->node_zonelists);
 	for (__u32 i = 0; i < MAX_ZONES; i++) {
 		struct zone *zone = BPF_CORE_READ(ref, zone);
@@ -110,7 +107,7 @@ static __noinline __u64 free_pages(void)
 			sum += pages;
 		ref = (void *)ref + bpf_core_type_size(struct zoneref);
 	}
-	return FREE_PAGES_UNKNOWN;
+	return UNKNOWN;
 }
 
 static __always_inline int begin(__u32 gfp_flags, __s32 order)
@@ -125,7 +122,7 @@ static __always_inline int begin(__u32 gfp_flags, __s32 order)
 		return 0;
 	reclaim.gfp_flags = gfp_flags;
 	reclaim.order = order;
-	reclaim.free_pages = want_free_pages ? free_pages() : FREE_PAGES_UNKNOWN;
+	reclaim.free_pages = want_free_pages ? free_pages() : UNKNOWN;
 	reclaim.since_ns = bpf_ktime_get_ns();
 	if (bpf_map_update_elem(&reclaims, &thread, &reclaim, BPF_ANY))
 		count_loss(calls);

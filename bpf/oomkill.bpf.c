@@ -34,9 +34,6 @@ enum oom_kind {
 	OOM_UNKNOWN,
 };
 
-/* Numbers that could not be had. */
-#define UNKNOWN (~0ULL)
-
 #define CGROUP_NAME_BYTES 64
 
 struct task {

@@ -19,6 +19,12 @@
 #define EXPORT_TYPE_AS(type, number)	EXPORT_TYPE_NAMED(type, number)
 #define EXPORT_TYPE_NAMED(type, number) type *exported_type_##number __attribute__((unused))
 
+/*
+ * What stands for a number that this kernel does not tell. As src/bpf/types.rs
+ * has it: the enums of clang 14 have 32 bits.
+ */
+#define UNKNOWN (~0ULL)
+
 /* Threads that a map has room for, by which it is known what each is in the middle of. */
 #define THREADS 8192
 

@@ -59,7 +59,10 @@ EXPORT_TYPE(struct total);
 
 #define PAGE_ORDERS 12 /* and one more than the largest of any x86-64 kernel */
 
-#define CACHE_NAME_BYTES 32
+enum cache_name {
+	CACHE_NAME_BYTES = 32, /* with its NUL */
+};
+EXPORT_TYPE(enum cache_name);
 
 struct cache {
 	char name[CACHE_NAME_BYTES];

@@ -7,9 +7,11 @@
 
 #include "totals.bpf.h"
 
-/* What this kernel does not tell of a zone. */
-#define PAGES_UNKNOWN	      (~0ULL)
-#define FRAGMENTATION_UNKNOWN (-0x7fffffff)
+/* A zone's index that this kernel does not tell. */
+enum fragmentation {
+	FRAGMENTATION_UNKNOWN = 0x7fffffff,
+};
+EXPORT_TYPE(enum fragmentation);
 
 /* With --trace-compaction: a compaction, of one zone of memory. */
 struct compaction {
@@ -36,10 +38,10 @@ struct compaction {
 EXPORT_TYPE(struct compaction);
 
 const volatile struct compaction no_compaction = {
-	.min_pages = PAGES_UNKNOWN,
-	.low_pages = PAGES_UNKNOWN,
-	.high_pages = PAGES_UNKNOWN,
-	.free_pages = PAGES_UNKNOWN,
+	.min_pages = UNKNOWN,
+	.low_pages = UNKNOWN,
+	.high_pages = UNKNOWN,
+	.free_pages = UNKNOWN,
 	.fragmentation = FRAGMENTATION_UNKNOWN,
 };
 
@@ -86,7 +88,7 @@ static __noinline __u64 watermark(struct zone *zone, __u32 which)
 
 	if (!bpf_core_field_exists(zone->_watermark) ||
 	    !bpf_core_field_exists(zone->watermark_boost))
-		return PAGES_UNKNOWN;
+		return UNKNOWN;
 	bpf_core_read(&pages, sizeof(pages), &zone->_watermark[which & 3]);
 	/* All of them are raised by it for a while after pages of different mobility were mixed. */
 	return pages + BPF_CORE_READ(zone, watermark_boost);

@@ -48,6 +48,14 @@ unsafe impl Plain for stack_count {}
 // SAFETY: as above.
 unsafe impl Plain for stack_count_key {}
 
+/// What stands for a number that the kernel half could not have; UNKNOWN of `memtools.bpf.h`.
+pub const UNKNOWN: u64 = u64::MAX;
+
+/// The number, if the kernel half could have it.
+pub fn known(number: u64) -> Option<u64> {
+    (number != UNKNOWN).then_some(number)
+}
+
 /// A map's value as the struct that it is.
 ///
 /// # Errors

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use anyhow::Result;
 use libbpf_rs::MapMut;
 use memtools::bpf::kernel_support;
+use memtools::bpf::types::known;
 use memtools::export::files::{Exports, Subject};
 use memtools::export::metrics::{Family, Kind as Sums, Metrics};
 use memtools::export::profile::{Sample, Value};
@@ -46,9 +47,6 @@ static RECLAIMED: Family = Family {
     labels: &["comm", "kind"],
     kind: Sums::Count,
 };
-
-/// What the kernel half says if it cannot reach the count; FREE_PAGES_UNKNOWN.
-const FREE_PAGES_UNKNOWN: u64 = u64::MAX;
 
 /// Turns events into rows.
 pub(crate) struct Printer<'a> {
@@ -152,7 +150,7 @@ impl<'a> Printer<'a> {
     }
 
     fn free_kb(&mut self, pages: u64) -> Option<u64> {
-        if pages != FREE_PAGES_UNKNOWN {
+        if let Some(pages) = known(pages) {
             return Some(pages * self.page_kb);
         }
         if !self.told_of_free {

@@ -5,6 +5,7 @@ use std::fs;
 use anyhow::Result;
 use libbpf_rs::MapMut;
 use memtools::bpf::kernel_support;
+use memtools::bpf::types::known;
 use memtools::export::files::{Exports, Subject};
 use memtools::export::metrics::{self, Family, Metrics};
 use memtools::export::profile::{Sample, Value};
@@ -24,9 +25,6 @@ use crate::bpf::types::{event, event_kind, oom_kind, task};
 use crate::choice::Choice;
 use crate::row::{AlsoKilled, Kill, Kind, Victim};
 use crate::{candidates, row};
-
-/// What the kernel half says of a number that it could not have; UNKNOWN.
-const UNKNOWN: u64 = u64::MAX;
 
 /// Limits from here on are none: PAGE_COUNTER_MAX is LONG_MAX bytes.
 const NO_LIMIT_KB: u64 = (i64::MAX as u64 >> 10) & !3;
@@ -252,10 +250,6 @@ impl<'a> Printer<'a> {
         };
         NamedStack::read_if_asked(&ids, &mut self.stacks, self.symbolizer.as_mut())
     }
-}
-
-fn known(number: u64) -> Option<u64> {
-    (number != UNKNOWN).then_some(number)
 }
 
 fn loadavg() -> Option<String> {

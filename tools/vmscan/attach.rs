@@ -17,9 +17,6 @@ use crate::args::Args;
 use crate::bpf::{self, Loaded, Prepared};
 use crate::report::Columns;
 
-/// Tracepoints that --counts can count; COUNTERS of the BPF program.
-const COUNTERS: usize = 64;
-
 /// The programs while they are live.
 pub(crate) struct Attached {
     pub(crate) skel: Loaded,
@@ -300,7 +297,9 @@ fn try_start_counting(filter: &Filter, way: Way) -> Result<Counting> {
     without([&mut maps.calls, &mut maps.shrinking])?;
     without([&mut maps.cgroups, &mut maps.compacting])?;
     container::prepare(false, &mut maps.cgroup_paths)?;
+    let mut counters = 0;
     for mut program in open.open_object_mut().progs_mut() {
+        counters += usize::from(number(program.name()).is_some());
         let used = number(program.name()).is_some_and(|number| number < wanted.len());
         program.set_autoload(used);
         way.prepare(&mut program);
@@ -323,8 +322,8 @@ fn try_start_counting(filter: &Filter, way: Way) -> Result<Counting> {
     if links.is_empty() {
         bail!("this kernel has no tracepoint of vmscan, compaction or migrate");
     }
-    if wanted.len() > COUNTERS {
-        let left_out: Vec<&str> = wanted[COUNTERS..].iter().map(|(_, name)| &**name).collect();
+    if let Some(left_out @ [_, ..]) = wanted.get(counters..) {
+        let left_out: Vec<&str> = left_out.iter().map(|(_, name)| &**name).collect();
         eprintln!("vmscan: not counted: {}", left_out.join(", "));
     }
     Ok(Counting {
@@ -380,7 +379,7 @@ mod tests {
     #[test]
     fn programs_are_numbered_in_octal() {
         assert_eq!(number(OsStr::new("count_00")), Some(0));
-        assert_eq!(number(OsStr::new("count_77")), Some(COUNTERS - 1));
+        assert_eq!(number(OsStr::new("count_77")), Some(63));
         assert_eq!(number(OsStr::new("kswapd_wake")), None);
     }
 

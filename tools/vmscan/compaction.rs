@@ -7,6 +7,7 @@ use jiff::Zoned;
 use libbpf_rs::MapMut;
 use libbpf_rs::skel::Skel;
 use memtools::bpf::ring::Events;
+use memtools::bpf::types::known;
 use memtools::export::text::part_below_row;
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::{Output, Row};
@@ -24,13 +25,10 @@ use serde::Serialize;
 
 use crate::args::Args;
 use crate::attach::Tracing;
-use crate::bpf::types::{compact_result as Status, compaction};
+use crate::bpf::types::{compact_result as Status, compaction, fragmentation};
 
-/// What the kernel half says of pages that it cannot count; PAGES_UNKNOWN.
-const PAGES_UNKNOWN: u64 = u64::MAX;
-
-/// What it says where there is no index; FRAGMENTATION_UNKNOWN.
-const FRAGMENTATION_UNKNOWN: i32 = -i32::MAX;
+/// What the kernel half says where there is no index.
+const FRAGMENTATION_UNKNOWN: i32 = fragmentation::FRAGMENTATION_UNKNOWN.0.cast_signed();
 
 /// Prints them as they end, in the columns of BCC's compactsnoop.
 pub(crate) fn trace(
@@ -155,7 +153,6 @@ struct ZoneState {
 
 impl ZoneState {
     fn new(event: &compaction) -> Self {
-        let known = |pages: u64| (pages != PAGES_UNKNOWN).then_some(pages);
         let thousandths = event.fragmentation;
         Self {
             fragmentation_index: (thousandths != FRAGMENTATION_UNKNOWN)
@@ -290,7 +287,12 @@ impl Row for Compaction {
 
 #[cfg(test)]
 mod tests {
+    use memtools::bpf::types::UNKNOWN;
+    use memtools::process::filter::{FilterArgs, Tasks};
+    use memtools::run::skeleton::StackRoom;
+
     use super::*;
+    use crate::bpf;
 
     fn event() -> compaction {
         let mut event = compaction {
@@ -304,7 +306,7 @@ mod tests {
             min_pages: 11284,
             low_pages: 14105,
             high_pages: 16926,
-            free_pages: PAGES_UNKNOWN,
+            free_pages: UNKNOWN,
             ..compaction::default()
         };
         event.comm[..3].copy_from_slice(&b"zsh".map(u8::cast_signed));
@@ -365,5 +367,15 @@ mod tests {
         let json = serde_json::to_value(row).expect("JSON");
         assert_eq!(json["fragmentation_index"], 0.728);
         assert!(json["free_pages"].is_null() && json.get("kernel_frames").is_none());
+    }
+
+    #[test]
+    fn what_is_unknown_at_first_is_none() {
+        let everything = FilterArgs::default();
+        let filter = everything.resolve(None, Tasks::All).expect("a filter");
+        let mut open = bpf::prepare(&filter, StackRoom::NONE).expect("an object");
+        let at_first = &open.options().expect("options").no_compaction;
+        let zone = ZoneState::new(at_first);
+        assert_eq!((zone.fragmentation_index, zone.pages()), (None, [None; 4]));
     }
 }

@@ -5,9 +5,10 @@ use memtools::process::filter::FilterArgs;
 use memtools::run::cli::UsageError;
 
 use crate::args::{Args, Mode};
+use crate::kernel::bpf::types::cache_name;
 
-/// Bytes of a slab cache's name, the NUL not counted; CACHE_NAME_BYTES of the BPF program.
-const MAX_CACHE_NAME: usize = 31;
+/// Bytes of a slab cache's name, the NUL not counted.
+const MAX_CACHE_NAME: usize = cache_name::CACHE_NAME_BYTES.0 as usize - 1;
 
 /// Options of kernel mode only.
 #[derive(Debug, Clone, Default, clap::Args)]
