@@ -34,6 +34,17 @@ pub struct SourceLine {
     pub line: u32,
 }
 
+impl SourceLine {
+    /// A function whose place in the source is not known.
+    pub fn of_function(function: Option<String>) -> Self {
+        Self {
+            function,
+            file: None,
+            line: 0,
+        }
+    }
+}
+
 type Bytes = EndianSlice<'static, RunTimeEndian>;
 
 /// The DWARF of one program or library. What it takes of memory is kept until the process ends.

@@ -414,7 +414,8 @@ impl Symbolizer {
     /// The frame of a place of native code or Java; None of another.
     fn user_frame(&mut self, pid: u32, image: &Image, place: Place) -> Option<Frame> {
         if let Place::Java(method) = place {
-            return Some(self.java_frame(pid, method));
+            let names = self.interpreters.as_ref();
+            return Some(InterpreterNames::java_frame(names, pid, method));
         }
         let (address, instruction) = (place.address()?, place.instruction()?);
         let unknown = Frame {
@@ -426,15 +427,18 @@ impl Symbolizer {
             return Some(unknown);
         };
         let offset = instruction - code.range.start + code.file_offset;
-        let (symbol, mangled) = if code.file.is_generated() {
-            (self.find_generated(pid, instruction), None)
+        let (symbol, mangled, source) = if code.file.is_generated() {
+            let symbol = self.find_generated(pid, instruction);
+            let names = self.interpreters.as_ref();
+            let source = names.map(|names| names.inlined_java(pid, place, symbol.as_ref()));
+            (symbol, None, source.unwrap_or_default())
         } else {
+            let source = self.source(&code.file, offset);
             match self.names.find(&code.file, offset) {
-                Some(name) => (Some((name.shown, name.offset)), name.mangled),
-                None => (None, None),
+                Some(name) => (Some((name.shown, name.offset)), name.mangled, source),
+                None => (None, None, source),
             }
         };
-        let source = self.source(&code.file, offset);
         let module = code.file.module();
         // Offsets are the return address's own, as all peers print them.
         let beyond = address - instruction;
@@ -446,14 +450,6 @@ impl Symbolizer {
             source,
             ..unknown
         })
-    }
-
-    /// The frame of a function of Java that is interpreted.
-    fn java_frame(&self, pid: u32, method: u64) -> Frame {
-        const UNKNOWN: &str = "[interpreted]";
-        let names = self.interpreters.as_ref();
-        let name = names.and_then(|names| names.java.of_method(pid, method));
-        Frame::of_java(method, name.unwrap_or_else(|| UNKNOWN.to_owned()))
     }
 
     fn source(&mut self, file: &CodeFile, offset: u64) -> Source {

@@ -2,20 +2,24 @@
 //! is made. They are called as HotSpot itself writes them into perf maps: `void Orders.load(int, byte[])`.
 
 use std::collections::HashMap;
+use std::hash::Hash;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context, Result, ensure};
 
 use super::code_heaps;
+use super::inlined::Scopes;
 use super::vm_structs::VmStructs;
 use crate::bpf::types::hotspot_process;
 use crate::interpreters::memory::Memory;
 use crate::print::text;
+use crate::stacks::table::Place;
 
 /// Virtual machines that are remembered.
 const MACHINES: usize = 256;
-/// Bytes of names that are kept of all together, and what each takes beside its text.
-const MAX_KEPT: usize = 64 << 20;
+/// Bytes that are kept of the names of functions, and again of those that are compiled into others, and what each takes
+/// beside its text.
+const MAX_KEPT: usize = 32 << 20;
 const OVERHEAD: usize = 96;
 /// What a compiled function's block is called, and that of the code around a native one.
 const COMPILED: [&str; 2] = ["nmethod", "native nmethod"];
@@ -37,21 +41,41 @@ pub struct JavaNames(Arc<Mutex<Known>>);
 struct Known {
     machines: HashMap<u32, Machine>,
     /// By process, and what is named there; None: it has no name.
-    names: HashMap<(u32, Named), Option<Function>>,
-    /// Bytes of memory of these.
-    kept: usize,
+    names: Kept<Named, Option<Function>>,
+    /// By process, and where in its code.
+    inlined: Kept<Place, Inlined>,
 }
 
-impl Known {
-    /// Keeps a name; if there are too many, only this one.
-    fn keep(&mut self, pid: u32, what: Named, name: Option<Function>) {
-        let bytes = OVERHEAD + name.as_ref().map_or(0, |(name, _)| name.len());
-        if self.kept + bytes > MAX_KEPT {
-            self.names.clear();
-            self.kept = 0;
+/// What was read of processes, within bounds.
+struct Kept<K, V> {
+    values: HashMap<(u32, K), V>,
+    /// Bytes of memory of these.
+    bytes: usize,
+}
+
+impl<K, V> Default for Kept<K, V> {
+    fn default() -> Self {
+        Self {
+            values: HashMap::new(),
+            bytes: 0,
         }
-        self.kept += bytes;
-        self.names.insert((pid, what), name);
+    }
+}
+
+impl<K: Eq + Hash, V> Kept<K, V> {
+    /// Keeps a value with so many bytes of text; if there are too many, only this one.
+    fn keep(&mut self, pid: u32, what: K, value: V, text_bytes: usize) {
+        let bytes = OVERHEAD + text_bytes;
+        if self.bytes + bytes > MAX_KEPT {
+            self.values.clear();
+            self.bytes = 0;
+        }
+        self.bytes += bytes;
+        self.values.insert((pid, what), value);
+    }
+
+    fn forget(&mut self, pid: u32) {
+        self.values.retain(|(of, _), _| *of != pid);
     }
 }
 
@@ -67,6 +91,15 @@ enum Named {
 /// A function's name, escaped, and where its code begins; 0 if it is interpreted.
 type Function = (String, u64);
 
+/// What is compiled into a function at some place of its code.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Inlined {
+    /// The functions' names, innermost first; most often none.
+    Calls(Vec<String>),
+    /// Functions are compiled in, and the virtual machine has not kept which are so here.
+    Unknown,
+}
+
 impl std::fmt::Debug for JavaNames {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("JavaNames")
@@ -81,7 +114,8 @@ impl JavaNames {
             known.machines.clear();
         }
         known.machines.insert(pid, machine);
-        known.names.retain(|(of, _), _| *of != pid);
+        known.names.forget(pid);
+        known.inlined.forget(pid);
     }
 
     /// The function whose `Method` is at this address of a process.
@@ -100,6 +134,23 @@ impl JavaNames {
         Some((name, instruction.wrapping_sub(start)))
     }
 
+    /// What is compiled into the function whose code a frame is in. None if that is no function of Java, or cannot be
+    /// read.
+    pub fn inlined(&self, pid: u32, place: Place) -> Option<Inlined> {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(inlined) = known.inlined.values.get(&(pid, place)) {
+            return Some(inlined.clone());
+        }
+        let machine = known.machines.get(&pid)?;
+        let inlined = machine.inlined(place).ok()??;
+        let bytes = match &inlined {
+            Inlined::Calls(names) => names.iter().map(|name| OVERHEAD + name.len()).sum(),
+            Inlined::Unknown => 0,
+        };
+        known.inlined.keep(pid, place, inlined.clone(), bytes);
+        Some(inlined)
+    }
+
     /// A name that is known, or is read now.
     fn find(
         &self,
@@ -108,19 +159,30 @@ impl JavaNames {
         read: impl FnOnce(&Machine) -> Result<Option<Function>>,
     ) -> Option<Function> {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(name) = known.names.get(&(pid, what)) {
+        if let Some(name) = known.names.values.get(&(pid, what)) {
             return name.clone();
         }
         // Of a process that is gone nothing can be read.
         let name = read(known.machines.get(&pid)?).ok()?;
-        known.keep(pid, what, name.clone());
+        let bytes = name.as_ref().map_or(0, |(name, _)| name.len());
+        known.names.keep(pid, what, name.clone(), bytes);
         name
     }
 }
 
+/// A block of generated code.
+struct Block {
+    /// Where its description (`CodeBlob`) is.
+    blob: u64,
+    /// What it is called.
+    kind: String,
+    /// Where its code begins.
+    start: u64,
+}
+
 impl Machine {
-    /// The name of what an address of generated code is in, and where its code begins.
-    fn code(&self, address: u64) -> Result<Option<Function>> {
+    /// The block of generated code that an address is in.
+    fn block(&self, address: u64) -> Result<Option<Block>> {
         let (memory, structs) = (&self.memory, &self.structs);
         let Some(block) = code_heaps::block(memory, &self.process, address)? else {
             return Ok(None);
@@ -132,14 +194,49 @@ impl Machine {
             4 => blob.wrapping_add(u32::from_ne_bytes(memory.bytes(code)?).into()),
             _ => memory.word(code)?,
         };
-        if !COMPILED.contains(&&*kind) {
-            return Ok((!kind.is_empty()).then(|| (text::shown(&kind), start)));
+        Ok(Some(Block { blob, kind, start }))
+    }
+
+    /// The `Method` whose code a block has.
+    fn method_of(&self, block: &Block) -> Result<u64> {
+        let method = (self.structs.at("CompiledMethod", "_method"))
+            .or_else(|_| self.structs.at("nmethod", "_method"))?;
+        self.memory.word(block.blob.wrapping_add(method))
+    }
+
+    /// The name of what an address of generated code is in, and where its code begins.
+    fn code(&self, address: u64) -> Result<Option<Function>> {
+        let Some(block) = self.block(address)? else {
+            return Ok(None);
+        };
+        if !COMPILED.contains(&&*block.kind) {
+            return Ok((!block.kind.is_empty()).then(|| (text::shown(&block.kind), block.start)));
         }
-        let method = structs
-            .at("CompiledMethod", "_method")
-            .or_else(|_| structs.at("nmethod", "_method"))?;
-        let method = memory.word(blob.wrapping_add(method))?;
-        Ok(Some((self.method(method)?, start)))
+        Ok(Some((self.method(self.method_of(&block)?)?, block.start)))
+    }
+
+    /// What is compiled into the function whose code a frame is in; None if that is no such function.
+    fn inlined(&self, place: Place) -> Result<Option<Inlined>> {
+        let instruction = place.instruction().context("no machine code")?;
+        let Some(block) = self
+            .block(instruction)?
+            .filter(|block| block.kind == COMPILED[0])
+        else {
+            return Ok(None);
+        };
+        let own = self.method_of(&block)?;
+        let scopes = Scopes::of(&self.memory, &self.structs, block.blob, own)?;
+        // What is kept for an address is of the call that returns to it, not of the instruction there.
+        if let Place::Return(address) = place
+            && let Some(methods) = scopes.at_call(address.wrapping_sub(block.start))?
+        {
+            let names = methods.into_iter().map(|method| self.method(method));
+            return Ok(Some(Inlined::Calls(names.collect::<Result<_>>()?)));
+        }
+        Ok(Some(match scopes.any()? {
+            true => Inlined::Unknown,
+            false => Inlined::Calls(Vec::new()),
+        }))
     }
 
     /// The name of a function, as HotSpot's own `external_name()` has it.
@@ -249,13 +346,16 @@ mod tests {
 
     #[test]
     fn names_are_bounded() {
-        let mut known = Known::default();
+        let mut names: Kept<Named, Option<Function>> = Kept::default();
         let long = "n".repeat(1 << 20);
         for at in 0..200 {
-            known.keep(7, Named::Code(at), Some((long.clone(), 0)));
-            assert!(known.kept <= MAX_KEPT && known.names.contains_key(&(7, Named::Code(at))));
+            let name = Some((long.clone(), 0));
+            names.keep(7, Named::Code(at), name, long.len());
+            assert!(names.bytes <= MAX_KEPT && names.values.contains_key(&(7, Named::Code(at))));
         }
-        assert!(known.names.len() < 64);
+        assert!(names.values.len() < 32);
+        names.forget(7);
+        assert!(names.values.is_empty());
     }
 
     #[test]

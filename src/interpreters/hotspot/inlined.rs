@@ -1,0 +1,218 @@
+//! Functions that HotSpot has compiled into others, by the debug information of the compiled code.
+//!
+//! For each call that compiled code makes, HotSpot keeps the functions of Java that the call is in: a chain of scopes,
+//! innermost first, each with its `Method` and where the next scope is. Numbers in a scope take one to five bytes.
+
+use std::collections::HashSet;
+use std::ops::Range;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use super::vm_structs::VmStructs;
+use crate::interpreters::memory::Memory;
+
+/// Functions that are compiled into one another, at most: the compilers stop at some tens.
+const MOST_DEEP: usize = 256;
+/// Bytes of the places that debug information is kept for, at most, of one function.
+const MOST_PLACE_BYTES: u64 = 16 << 20;
+/// Scopes that are looked at to know whether anything is compiled in at all.
+const MOST_SCOPES: usize = 4096;
+/// Bytes of the numbers of a scope that are read here: where the next is, which `Method`, and where in that.
+const SCOPE_BYTES: usize = 3 * MOST_NUMBER_BYTES;
+const MOST_NUMBER_BYTES: usize = 5;
+/// The first version that writes numbers without zero bytes.
+const WITHOUT_ZEROS: u32 = 20;
+
+/// The debug information of one compiled function.
+pub(super) struct Scopes<'a> {
+    memory: &'a Memory,
+    /// Offsets of places in the code, ascending, each with that of its scope; `PcDesc`.
+    places: Vec<(i32, i32)>,
+    /// Where the scopes are, and the pointers to `Method`s that they number.
+    data: u64,
+    methods: u64,
+    /// The compiled function's own `Method`.
+    own: u64,
+    numbers: Numbers,
+}
+
+impl<'a> Scopes<'a> {
+    /// The debug information of the compiled function whose description is at `blob`.
+    ///
+    /// # Errors
+    /// If the memory cannot be read, or this version's debug information is not known.
+    pub(super) fn of(memory: &'a Memory, structs: &VmStructs, blob: u64, own: u64) -> Result<Self> {
+        let (range, data, methods) = parts(memory, structs, blob)?;
+        let bytes = range.end.checked_sub(range.start);
+        let bytes = bytes.filter(|&bytes| bytes <= MOST_PLACE_BYTES);
+        let mut places = vec![0; bytes.context("debug information without an end")? as usize];
+        memory.read_exact(&mut places, range.start)?;
+        let size = usize::try_from(structs.size("PcDesc")?)?;
+        let field = |name| structs.offset("PcDesc", name).map(usize::from);
+        let (offset, scope) = (field("_pc_offset")?, field("_scope_decode_offset")?);
+        ensure!(
+            offset.max(scope) + size_of::<i32>() <= size,
+            "places of {size} bytes"
+        );
+        let places = places.chunks_exact(size);
+        let places = places.map(|place| (int(place, offset), int(place, scope)));
+        let version = structs.at("Abstract_VM_Version", "_vm_major_version")?;
+        let version = memory.bytes(version).map(u32::from_ne_bytes)?;
+        Ok(Self {
+            memory,
+            places: places.collect(),
+            data,
+            methods,
+            own,
+            numbers: Numbers {
+                excluded: u8::from(version >= WITHOUT_ZEROS),
+            },
+        })
+    }
+
+    /// The `Method`s of the functions that are compiled in where the call is that returns to this offset, innermost
+    /// first. None if no debug information is kept for it.
+    ///
+    /// # Errors
+    /// If the memory cannot be read, or does not make sense.
+    pub(super) fn at_call(&self, offset: u64) -> Result<Option<Vec<u64>>> {
+        let Ok(offset) = i32::try_from(offset) else {
+            return Ok(None);
+        };
+        let found = self
+            .places
+            .binary_search_by_key(&offset, |&(offset, _)| offset);
+        let scope = found.ok().map(|at| self.places[at].1);
+        scope.map(|scope| self.chain(scope)).transpose()
+    }
+
+    /// Whether functions are compiled in at some place.
+    ///
+    /// # Errors
+    /// If the memory cannot be read, or does not make sense.
+    pub(super) fn any(&self) -> Result<bool> {
+        let scopes: HashSet<i32> = self.places.iter().map(|&(_, scope)| scope).collect();
+        if scopes.len() > MOST_SCOPES {
+            return Ok(true);
+        }
+        for scope in scopes {
+            if !self.chain(scope)?.is_empty() {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// The `Method`s of a scope and those around it, but for the last, which is the compiled function's own.
+    fn chain(&self, scope: i32) -> Result<Vec<u64>> {
+        let (mut methods, mut scope) = (Vec::new(), u64::try_from(scope)?);
+        if scope == 0 {
+            return Ok(methods);
+        }
+        while methods.len() < MOST_DEEP {
+            let bytes: [u8; SCOPE_BYTES] = self.memory.bytes(self.data.wrapping_add(scope))?;
+            let (around, rest) = self.numbers.read(&bytes).context("no number")?;
+            let (method, _) = self.numbers.read(rest).context("no number")?;
+            let method = method.checked_sub(1).context("a scope without a method")?;
+            let method = self.methods.wrapping_add(8 * u64::from(method));
+            let method = self.memory.word(method)?;
+            if around == 0 {
+                ensure!(method == self.own, "a chain that ends in another function");
+                return Ok(methods);
+            }
+            methods.push(method);
+            scope = around.into();
+        }
+        bail!("a chain without an end")
+    }
+}
+
+/// Where the parts of a function's debug information are: descriptions of places, scopes, and `Method`s.
+fn parts(memory: &Memory, structs: &VmStructs, blob: u64) -> Result<(Range<u64>, u64, u64)> {
+    let word = |class: &str, field: &str| -> Result<u64> {
+        memory.word(blob.wrapping_add(structs.at(class, field)?))
+    };
+    let offset = |class: &str, field: &str| -> Result<u64> {
+        let at = blob.wrapping_add(structs.at(class, field)?);
+        memory.bytes(at).map(u32::from_ne_bytes).map(u64::from)
+    };
+    let places = offset("nmethod", "_scopes_pcs_offset")?;
+    // 23 and later have what never changes in a block of its own.
+    if structs.field("nmethod", "_immutable_data").is_some() {
+        let constant = word("nmethod", "_immutable_data")?;
+        let data = constant.wrapping_add(offset("nmethod", "_scopes_data_offset")?);
+        let methods = word("CodeBlob", "_mutable_data")?
+            .wrapping_add(offset("CodeBlob", "_relocation_size")?);
+        return Ok((constant.wrapping_add(places)..data, data, methods));
+    }
+    let end = offset("nmethod", "_dependencies_offset")?;
+    let data = word("CompiledMethod", "_scopes_data_begin")?;
+    let methods = offset("nmethod", "_metadata_offset")?;
+    let at = |offset: u64| blob.wrapping_add(offset);
+    Ok((at(places)..at(end), data, at(methods)))
+}
+
+/// How numbers are written: `UNSIGNED5` of HotSpot, after Pack200. Each byte but the last is one of the 64 highest.
+#[derive(Debug, Clone, Copy)]
+struct Numbers {
+    /// Bytes, from zero on, that are never used.
+    excluded: u8,
+}
+
+impl Numbers {
+    /// The number that the bytes begin with, and what is behind it. None if they end before it does.
+    fn read(self, bytes: &[u8]) -> Option<(u32, &[u8])> {
+        const BITS: u32 = 6;
+        const FIRST_HIGH: u8 = 192;
+        let mut number = 0u32;
+        for (at, &byte) in bytes.iter().take(MOST_NUMBER_BYTES).enumerate() {
+            let digit = u32::from(byte.checked_sub(self.excluded)?);
+            number = number.wrapping_add(digit << (BITS * at as u32));
+            if byte < FIRST_HIGH || at + 1 == MOST_NUMBER_BYTES {
+                return Some((number, &bytes[at + 1..]));
+            }
+        }
+        None
+    }
+}
+
+/// The 32-bit number at an offset of a description.
+fn int(place: &[u8], at: usize) -> i32 {
+    let bytes = place[at..].first_chunk().copied();
+    i32::from_ne_bytes(bytes.unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn numbers_are_as_hotspot_writes_them() {
+        let old = Numbers { excluded: 0 };
+        let new = Numbers { excluded: 1 };
+        let read = |numbers: Numbers, bytes: &[u8]| numbers.read(bytes).map(|(number, _)| number);
+        assert_eq!(read(old, &[0]), Some(0));
+        assert_eq!(read(old, &[191]), Some(191));
+        assert_eq!(read(old, &[192, 0]), Some(192));
+        assert_eq!(read(old, &[255, 191]), Some(255 + 191 * 64));
+        assert_eq!(read(new, &[1]), Some(0));
+        assert_eq!(read(new, &[191]), Some(190));
+        assert_eq!(read(new, &[192, 1]), Some(191));
+        assert_eq!(read(new, &[0]), None);
+        assert_eq!(read(old, &[192]), None);
+        assert_eq!(
+            old.read(&[255, 255, 255, 255, 255, 7])
+                .map(|(_, rest)| rest),
+            Some(&[7][..])
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_number_or_none(bytes: Vec<u8>, excluded in 0..2u8) {
+            let _ = Numbers { excluded }.read(&bytes);
+        }
+    }
+}
