@@ -56,7 +56,7 @@ pub struct Reach {
     leads: Vec<bool>,
 }
 
-/// Where the chains of all blocks begin ([`Reach::starts`]): the root's number, with [`IS_ROOT`], or [`NOTHING`].
+/// Where the chains of all blocks begin ([`Reach::starts`]): the root's number, with `IS_ROOT`, or `NOTHING`.
 #[derive(Debug)]
 pub struct Starts(Vec<u32>);
 
