@@ -16,7 +16,7 @@ use std::fs;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use memmap2::MmapMut;
 
 use crate::heap::area::Area;
@@ -219,9 +219,7 @@ fn look(pid: u32, pages: &mut Pages) -> Result<(Vec<Area>, Runs)> {
     let areas = areas(pid)?;
     match pages.wanted(&areas) {
         Ok(runs) => Ok((areas, runs)),
-        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => bail!(
-            "process {pid} has exited or executed another program while it was looked at; if it still runs, try again"
-        ),
+        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Err(without_memory(pid)),
         Err(error) => {
             Err(error).with_context(|| format!("failed to list the pages of process {pid}"))
         }
@@ -233,9 +231,16 @@ fn areas(pid: u32) -> Result<Vec<Area>> {
         .with_context(|| format!("failed to read the mappings of process {pid}"))?;
     let areas = Area::parse_list(&maps);
     if areas.is_empty() {
-        bail!("process {pid} has exited");
+        return Err(without_memory(pid));
     }
     Ok(areas)
+}
+
+/// What is said of a process whose memory is gone: all that shows of an exit, and of an exec in its middle.
+fn without_memory(pid: u32) -> anyhow::Error {
+    anyhow!(
+        "process {pid} has exited or executed another program while it was looked at; if it still runs, try again"
+    )
 }
 
 fn sum(runs: &[Range<u64>]) -> u64 {
