@@ -10,6 +10,7 @@ use std::collections::HashSet;
 use crate::heap::area::Area;
 use crate::heap::blocks::{Allocator, Block, Coverage, Heap};
 use crate::heap::image::Image;
+use crate::heap::untrusted::word;
 
 /// Units of 16 bytes of each size class.
 const CLASSES: [u64; 48] = [
@@ -39,10 +40,6 @@ struct Context {
     secret: u64,
     /// Where it keeps the first area; the last one is next, and the counts follow.
     areas: u64,
-}
-
-fn word(image: &Image, address: u64) -> u64 {
-    image.word(address).unwrap_or(0)
 }
 
 /// Walks the mallocng heap of a process; None if there is none.

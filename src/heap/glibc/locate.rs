@@ -59,7 +59,7 @@ fn in_data(
     let mut heads = words.filter(|&(address, _)| is_head(image, address));
     heads.find_map(|(address, _)| {
         let row = (0..BINS).map(|number| address - 16 * number);
-        let torn = row.take_while(|_| fuel.burn());
+        let torn = row.take_while(|_| fuel.burn(1));
         let is_torn = torn
             .filter(|&head| !is_head(image, head))
             .nth(TORN)
@@ -100,7 +100,7 @@ fn is_head(image: &Image, at: u64) -> bool {
 /// Whether the ring of arenas comes back to the main one.
 fn closes(image: &Image, main: u64, bins: u64, mut arena: u64, fuel: &mut Fuel) -> bool {
     for _ in 0..MOST_ARENAS {
-        if !fuel.burn() {
+        if !fuel.burn(1) {
             break;
         }
         if arena == main {

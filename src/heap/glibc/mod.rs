@@ -26,6 +26,7 @@ use std::ops::Range;
 use crate::heap::blocks::{Allocator, Block, Coverage, Heap};
 use crate::heap::image::Image;
 use crate::heap::page_table::{PAGE, PageTable};
+use crate::heap::untrusted::{Fuel, word};
 
 /// A chunk: a header of 16 bytes, the first 8 of which may be the last of the chunk before it, and what follows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -152,28 +153,6 @@ pub struct Walk {
     broken: Vec<(String, Option<u64>)>,
     /// The last chunk that begins at or before a page's end is found from here.
     index: PageTable,
-}
-
-/// How many more headers may be looked at: what a walk takes is bounded, whatever the memory says.
-#[derive(Debug)]
-struct Fuel(u64);
-
-impl Fuel {
-    fn of(image: &Image) -> Self {
-        // Each 16 bytes can begin a chunk; a walk takes a few looks at each.
-        Self(image.copied_bytes() / 2 + 50_000_000)
-    }
-
-    /// Whether one more may be looked at.
-    fn burn(&mut self) -> bool {
-        self.0 = self.0.saturating_sub(1);
-        self.0 > 0
-    }
-}
-
-/// The word at an address; 0 where there is none.
-fn word(image: &Image, address: u64) -> u64 {
-    image.word(address).unwrap_or(0)
 }
 
 /// Half a word.

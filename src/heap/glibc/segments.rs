@@ -110,7 +110,7 @@ impl Walker<'_> {
     fn row(&mut self, mut at: u64, limit: u64, chunks: &mut Vec<Chunk>) -> End {
         loop {
             let ends = at.checked_add(16).is_none_or(|header| header > limit);
-            if ends || !self.fuel.burn() || chunks.len() as u64 > self.room {
+            if ends || !self.fuel.burn(1) || chunks.len() as u64 > self.room {
                 return End::Broken(at);
             }
             let field = self.size(at);

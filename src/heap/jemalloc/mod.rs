@@ -5,7 +5,7 @@
 //! threads have set aside is in their caches (`caches`). The walk is complete if the slabs and blocks of
 //! each size and arena are as many as the arena's bin has counted, all extents as many pages as the
 //! arena has counted (`arenas`), and the caches as many as the threads that arenas have counted.
-//! Of another version that is not as this one nothing is found.
+//! In the heap of a version that is not built like this one the walk finds nothing.
 //!
 //! What is walked is another user's memory: all steps together are bounded, and no value of it is trusted.
 
@@ -22,6 +22,7 @@ use std::ops::Range;
 use crate::heap::area::Area;
 use crate::heap::blocks::{Allocator, Block, Coverage, Heap};
 use crate::heap::image::Image;
+use crate::heap::untrusted::{Fuel, word};
 
 use map::{Extent, Map};
 
@@ -34,28 +35,11 @@ const MOST_OF_SLAB: u64 = 512;
 /// What the allocator itself takes memory by.
 const OWN: u64 = 2 << 20;
 
-/// How many more words may be looked at: what a walk takes is bounded, whatever the memory says.
-#[derive(Debug)]
-struct Fuel(u64);
-
-impl Fuel {
-    /// Whether so many more may be looked at.
-    fn burn(&mut self, words: u64) -> bool {
-        self.0 = self.0.saturating_sub(words);
-        self.0 > 0
-    }
-}
-
 /// Places that do not agree, as many as are kept.
 const MOST_BROKEN: usize = 16;
 
 /// What does not agree, and where.
 type Broken = (String, Option<u64>);
-
-/// The word at an address; 0 where there is none.
-fn word(image: &Image, address: u64) -> u64 {
-    image.word(address).unwrap_or(0)
-}
 
 /// The bytes of a size class.
 fn size_of(class: usize) -> u64 {
@@ -111,7 +95,7 @@ impl Regions {
 /// Walks the jemalloc heap of a process; None if there is none.
 pub fn walk(image: &Image) -> Option<Heap> {
     let modules = Area::data_of_files(&image.areas);
-    let mut fuel = Fuel(image.copied_bytes() / 2 + 50_000_000);
+    let mut fuel = Fuel::of(image);
     let found = modules
         .iter()
         .find_map(|(file, data)| Some((file, Map::find(image, data, &mut fuel)?, data)));
