@@ -125,13 +125,14 @@ impl Reach {
     /// The blocks by which a block is reached, the nearest first, and the root where the chain begins; no root if
     /// it is lost, and then the last block is the one that was lost first.
     pub fn chain(&self, block: usize) -> (Vec<usize>, Option<Root>) {
-        let (mut chain, mut at) = (Vec::new(), self.from[block]);
-        while at & IS_ROOT == 0 && chain.len() <= self.from.len() {
-            chain.push(at as usize);
-            at = self.from[at as usize];
-        }
-        let root = (at != NOTHING).then(|| self.roots[(at & !IS_ROOT) as usize]);
+        let chain = self.nearest(block, self.from.len() + 1);
+        let root = self.root(self.from[*chain.last().unwrap_or(&block)]);
         (chain, root)
+    }
+
+    /// The root that a chain begins at, by its number, with `IS_ROOT`; None of `NOTHING`.
+    fn root(&self, start: u32) -> Option<Root> {
+        (start != NOTHING).then(|| self.roots[(start & !IS_ROOT) as usize])
     }
 
     /// The blocks by which a block is reached, the nearest first, so many at most: of a list there can be millions.
@@ -164,8 +165,7 @@ impl Reach {
 
     /// Where the chain of a block begins; None if it is lost.
     pub fn start(&self, starts: &Starts, block: usize) -> Option<Root> {
-        let start = starts.0[block];
-        (start != NOTHING).then(|| self.roots[(start & !IS_ROOT) as usize])
+        self.root(starts.0[block])
     }
 
     /// For each block the one that it was lost with, itself included; None for what is reached.
