@@ -213,12 +213,13 @@ fn object_storage() -> &'static mut MaybeUninit<OpenObject> {
     Box::leak(Box::new(MaybeUninit::uninit()))
 }
 
-/// The programs of the object that are its tool's own. Those of src/stacks/unwind are beside whatever takes
-/// user stacks.
+/// The programs of the object that are its tool's own. Those that unwind stacks, and hold processes meanwhile, are
+/// beside whatever takes user stacks.
 pub fn own_programs(object: &mut OpenObject) -> impl Iterator<Item = OpenProgramMut<'_>> {
-    object
-        .progs_mut()
-        .filter(|program| !program.name().to_string_lossy().starts_with("unwind_"))
+    object.progs_mut().filter(|program| {
+        let name = program.name().to_string_lossy();
+        !["unwind_", "held_"].iter().any(|of| name.starts_with(of))
+    })
 }
 
 /// Has only the programs with these names loaded, and those that unwind stacks.

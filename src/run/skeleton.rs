@@ -148,15 +148,13 @@ macro_rules! skeleton {
 
             $crate::prepare_skeleton!($stacks);
 
-            /// The names of the tool's own programs: those that are beside whatever takes user stacks, to unwind
-            /// them and to hold processes meanwhile, are not among them.
+            /// The names of the tool's own programs.
             #[cfg(test)]
             #[allow(dead_code, reason = "for tests of tools that put names together")]
             pub(crate) fn program_names() -> std::collections::BTreeSet<String> {
                 let mut open = $crate::bpf::attach::open::<generated::$builder>().expect("an object");
                 $crate::bpf::attach::own_programs(open.open_object_mut())
                     .map(|program| program.name().to_string_lossy().into_owned())
-                    .filter(|name| !name.starts_with("held_"))
                     .collect()
             }
         }
