@@ -25,7 +25,7 @@ pub(crate) use mounted::Mounted;
 pub(crate) use needs::{
     Need, at_entries, in_guest, listed, print_slowest, probe_entries, release, test, without_root,
 };
-pub(crate) use tool::{Ended, Tool, object, tool};
+pub(crate) use tool::{Ended, Tool, object, tool, waits_for_events};
 pub(crate) use workload::{Workload, workload, workloads};
 
 /// How long anything may take. Software emulation is a hundred times slower than the machine.

@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::Value;
 
 use crate::harness::{self, Tool, Workload, tool, workload};
@@ -66,8 +68,24 @@ fn printed(stdout: &str, kind: &str) -> Result<Vec<Value>> {
         .collect())
 }
 
-/// The report of this program, which is killed, as JSON and as text.
-fn report_of(program: &str) -> Result<(Value, String)> {
+/// Stops a process that grows until a tool of this recorder, which traces it, has attached: on a busy machine the
+/// process would be killed before.
+fn hold_for(tool: &str, recorder: &mut Tool, grow: &Workload) -> Result<()> {
+    let pid = Pid::from_raw(grow.pid().parse()?);
+    recorder.wait_for_output("\"type\":\"tracing\"")?;
+    kill(pid, Signal::SIGSTOP)?;
+    harness::eventually(&format!("{tool} waits for events"), || {
+        let mut started = processes_of(recorder.pid())?.into_iter();
+        let tool = started.find(|(_, name)| name == tool);
+        // It may have ended since.
+        Ok(tool.is_some_and(|(pid, _)| harness::waits_for_events(pid).unwrap_or(false)))
+    })?;
+    kill(pid, Signal::SIGCONT)?;
+    Ok(())
+}
+
+/// The report of this program, which is killed while this tool traces it, as JSON and as text.
+fn report_of(program: &str, tool: &str) -> Result<(Value, String)> {
     // One of Docker's, where it is not told to leave cgroups to systemd.
     let container = format!("{:0<64x}", program.len());
     let group = Group::new(&container, LIMIT)?;
@@ -76,6 +94,7 @@ fn report_of(program: &str) -> Result<(Value, String)> {
     let mut recorder = record(&folder, HALF)?;
     let grow = grow(&group, program, "1000")?;
     let pid: u32 = grow.pid().parse()?;
+    hold_for(tool, &mut recorder, &grow)?;
     recorder.wait_for_output("\"type\":\"recorded\"")?;
     let ended = recorder.interrupt()?;
     ensure!(ended.status.code() == Some(3), "{ended:?}");
@@ -145,7 +164,7 @@ fn largest<'a>(report: &'a Value, command: &str) -> Result<&'a Value> {
 }
 
 fn a_kill_leaves_a_report_with_the_code_that_grew() -> Result<()> {
-    let (report, text) = report_of("grow")?;
+    let (report, text) = report_of("grow", "memleak")?;
     let stack = largest(&report, "memleak -p ")?;
     let frames = stack["frames"].as_array().context("no frames")?;
     ensure!(frames.iter().any(|frame| frame == "take_more"), "{report}");
@@ -162,7 +181,7 @@ fn a_kill_leaves_a_report_with_the_code_that_grew() -> Result<()> {
 }
 
 fn a_program_without_an_allocator_is_traced_by_its_faults() -> Result<()> {
-    let (report, _) = report_of("grow-stripped")?;
+    let (report, _) = report_of("grow-stripped", "faults")?;
     let stack = largest(&report, "faults --bytes -p ")?;
     ensure!(stack["comm"] == "grow-stripped", "{report}");
     Ok(())
@@ -205,16 +224,27 @@ fn tracing_ends_when_there_is_room_again() -> Result<()> {
 
 /// The names of the processes that this one has started, sorted.
 fn children(pid: u32) -> Result<Vec<String>> {
-    let mut names = Vec::new();
+    let mut names: Vec<_> = processes_of(pid)?
+        .into_iter()
+        .map(|(_, name)| name)
+        .collect();
+    names.sort();
+    Ok(names)
+}
+
+/// The processes that this one has started, with their names.
+fn processes_of(pid: u32) -> Result<Vec<(u32, String)>> {
+    let mut processes = Vec::new();
     for task in fs::read_dir(format!("/proc/{pid}/task"))? {
         let list = fs::read_to_string(task?.path().join("children"))?;
         for child in list.split_whitespace() {
-            let name = fs::read_to_string(format!("/proc/{child}/comm"))?;
-            names.push(name.trim_end().to_owned());
+            // One that has ended meanwhile has no name.
+            if let Ok(name) = fs::read_to_string(format!("/proc/{child}/comm")) {
+                processes.push((child.parse()?, name.trim_end().to_owned()));
+            }
         }
     }
-    names.sort();
-    Ok(names)
+    Ok(processes)
 }
 
 /// No tool runs, no descriptor is a BPF object's or a perf event's, and less than a thousandth of one CPU is taken.

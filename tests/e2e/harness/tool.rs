@@ -33,6 +33,18 @@ pub(crate) fn tool(name: &str) -> PathBuf {
     folder.join(name)
 }
 
+/// Whether a tool, which has no line to be heard from, waits for events: its probes are live then.
+///
+/// # Errors
+/// If there is no such process.
+pub(crate) fn waits_for_events(pid: u32) -> Result<bool> {
+    let call = fs::read_to_string(format!("/proc/{pid}/syscall"))?;
+    let number = call.split(' ').next().and_then(|word| word.parse().ok());
+    Ok([libc::SYS_epoll_wait, libc::SYS_epoll_pwait]
+        .into_iter()
+        .any(|wait| number == Some(wait)))
+}
+
 /// A running tool, its output collected as it comes.
 pub(crate) struct Tool {
     child: Child,
@@ -101,11 +113,8 @@ impl Tool {
         let program = workload("peers").join(name);
         let mut peer = Self::spawn(Command::new(program).args(args).stdin(Stdio::null()))?;
         let deadline = Instant::now() + PATIENCE;
-        let epoll_wait = format!("{} ", libc::SYS_epoll_wait);
-        let epoll_pwait = format!("{} ", libc::SYS_epoll_pwait);
         loop {
-            let call = fs::read_to_string(format!("/proc/{}/syscall", peer.pid()))?;
-            if call.starts_with(&epoll_wait) || call.starts_with(&epoll_pwait) {
+            if waits_for_events(peer.pid())? {
                 return Ok(peer);
             }
             if Instant::now() > deadline || peer.child.try_wait()?.is_some() {
