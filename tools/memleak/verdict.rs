@@ -39,8 +39,7 @@ use crate::rows::ProcessName;
 use args::Question;
 pub(crate) use judge::lost_blocks;
 use judge::{Judgement, Kind};
-use names::Names;
-pub(crate) use names::Names as Roots;
+pub(crate) use names::RootNames;
 use report::{Branch, Held, Lost, Memcheck, Origin, Suppressed, Trace, Verdict, What, Why};
 use seen::Seen;
 use stacks::{Known, Stacks, Untraced};
@@ -258,7 +257,7 @@ impl<'a> Case<'a> {
             .flat_map(|(_, blocks)| blocks.iter().take(judge::MOST_IN_TREE));
         let examples = held.iter().map(|group| &group.example);
         let roots = examples.chain(asked).filter_map(|&block| start(block));
-        let names = Names::of(&self.image, roots);
+        let names = RootNames::of(&self.image, roots);
         for group in &held {
             let origin = origin_of(group, stacks)?;
             output.row(&self.held(group, kind, &names, origin))?;
@@ -294,7 +293,7 @@ impl<'a> Case<'a> {
         &self,
         group: &judge::Group,
         kind: impl Fn(usize) -> Kind,
-        names: &Names,
+        names: &RootNames,
         origin: Option<Origin>,
     ) -> Held {
         let heap = &self.heap;

@@ -95,7 +95,7 @@ impl Look {
         }
         let root = |number| reach.chain(number).1;
         let roots = newest.values().filter_map(|&(_, number)| root(number));
-        let names = verdict::Roots::of(&self.image, roots);
+        let names = verdict::RootNames::of(&self.image, roots);
         let name = |number| names.variable(&self.image, root(number));
         newest
             .into_iter()

@@ -13,13 +13,13 @@ use super::judge;
 
 /// What is known of the files that roots are in.
 #[derive(Default)]
-pub(crate) struct Names {
+pub(crate) struct RootNames {
     modules: Modules,
     /// Variables by file and place, with how far into them it is.
     variables: HashMap<(Vec<u8>, u64), (String, u64)>,
 }
 
-impl Names {
+impl RootNames {
     /// Reads the files of a process that these roots are in.
     pub(crate) fn of(image: &Image, roots: impl Iterator<Item = Root>) -> Self {
         let places: Vec<_> = roots.map(|root| roots::place(image, root)).collect();
