@@ -40,9 +40,14 @@ pub(crate) fn tool(name: &str) -> PathBuf {
 pub(crate) fn waits_for_events(pid: u32) -> Result<bool> {
     let call = fs::read_to_string(format!("/proc/{pid}/syscall"))?;
     let number = call.split(' ').next().and_then(|word| word.parse().ok());
-    Ok([libc::SYS_epoll_wait, libc::SYS_epoll_pwait]
-        .into_iter()
-        .any(|wait| number == Some(wait)))
+    // Peers wait by epoll(7), tools by poll(2).
+    let waits = [
+        libc::SYS_epoll_wait,
+        libc::SYS_epoll_pwait,
+        libc::SYS_poll,
+        libc::SYS_ppoll,
+    ];
+    Ok(waits.into_iter().any(|wait| number == Some(wait)))
 }
 
 /// A running tool, its output collected as it comes.
