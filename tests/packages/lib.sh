@@ -1,12 +1,12 @@
 # Clean roots of Debian, for the tests of packages. Sourced, from the project's folder; needs `cache`, the folder that
 # roots are kept in, die() and scripts/suites.
 
-# Runs a command in a root, with this kernel's files, for WITHIN_SECONDS (120) at most; the mounts end with it.
+# Runs a command in a root, with this kernel's files, for WITHIN_SECONDS (600) at most; the mounts end with it.
 within() {
 	local root=$1
 	shift
 	# shellcheck disable=SC2016 # the inner shell's
-	timeout "${WITHIN_SECONDS:-120}" unshare --mount sh -euc 'root=$1; shift
+	timeout "${WITHIN_SECONDS:-600}" unshare --mount sh -euc 'root=$1; shift
 		mkdir -p "$root/proc" "$root/sys" "$root/dev"
 		for folder in proc sys dev; do mount --rbind "/$folder" "$root/$folder"; done
 		exec env -i HOME=/root TERM=dumb LC_ALL=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin chroot "$root" "$@"' - "$root" "$@"
