@@ -10,11 +10,15 @@
 
 #include "stack_table.bpf.h"
 
+/* What the kernel walks of its own stacks at most, unless kernel.perf_event_max_stack was changed.
+ */
+#define STACK_KERNEL_FRAMES 127
+
 static __noinline int stack_hash_all(struct stack_slot *slot)
 {
 	__u32 i;
 
-	for (i = 0; i < STACK_MAX_DEPTH && i < slot->stack.depth; i++)
+	for (i = 0; i < STACK_ENTRY_FRAMES && i < slot->stack.depth; i++)
 		stack_hash_add(&slot->walk.id, &slot->walk.check, slot->stack.pc[i]);
 	return 0;
 }
@@ -27,15 +31,17 @@ static __always_inline __u64 stack_id_of_kernel(struct stack_slot *slot, __u64 b
 						__u64 interrupted)
 {
 	struct stack *stack = &slot->stack;
-	__u32 depth = bytes / sizeof(stack->pc[0]);
+	__u32 depth = bytes / sizeof(stack->pc[0]), most = stack_depth;
 
 	stack->flags = STACK_KERNEL;
 	stack->end = STACK_END_ROOT;
 	stack->frame_pointer_steps = 0;
 	stack->interrupted[0] = interrupted;
 	stack->interrupted[1] = 0;
-	if (depth >= stack_depth) {
-		depth = stack_depth;
+	if (most > STACK_KERNEL_FRAMES)
+		most = STACK_KERNEL_FRAMES;
+	if (depth >= most) {
+		depth = most;
 		stack->end = STACK_END_DEPTH;
 		count_loss(deep_stacks);
 	}
@@ -43,7 +49,7 @@ static __always_inline __u64 stack_id_of_kernel(struct stack_slot *slot, __u64 b
 	slot->walk.id = interrupted;
 	slot->walk.check = 0;
 	stack_hash_all(slot);
-	return stack_put(stack, slot->walk.id, slot->walk.check);
+	return stack_put(slot, slot->walk.id, slot->walk.check);
 }
 
 static __always_inline __u64 stack_of_kernel_from(void *ctx, __u64 interrupted)

@@ -115,9 +115,6 @@ struct python_slot {
 	__u64 frame;
 	__u64 cframe;
 	__u64 next_anchor; /* of the group whose turn it is; 0: there is none */
-	/* The stack's hashes before the native frame that was walked last. */
-	__u64 id;
-	__u64 check;
 	__u64 window_at;
 	__u32 window_bytes; /* 0: nothing was read */
 	__u32 words;

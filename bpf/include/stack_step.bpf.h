@@ -18,6 +18,9 @@
 /* Steps of a walk: a frame may take a second one, for a return probe. */
 #define STACK_MAX_STEPS (STACK_MAX_DEPTH + 33)
 
+/* The same of a walk to a call that is going on, from what it has called. */
+#define STACK_CALL_STEPS 160
+
 /* Return probes that a thread can be in at once; the kernel allows 64. */
 #define RETURN_PROBES 64
 
@@ -254,6 +257,9 @@ __noinline int stack_step(__u32 index)
 	if (!slot)
 		return 0;
 	walk = &slot->walk;
+	walk->last_id = walk->id;
+	walk->last_check = walk->check;
+	walk->last_sp = walk->sp;
 	if (walk->process) {
 		row = unwind_row(walk->process, walk->pc << 1 | walk->interrupted, index);
 		if (row_kind(row) == UNWIND_NO_CODE)

@@ -8,6 +8,9 @@
  * entry holds a second, independent one: only if both agree are two stacks the
  * same.
  *
+ * An entry has room for few frames, as most stacks need no more. A deep stack has a
+ * second entry for the rest of its frames, to which the first one refers.
+ *
  * The table starts small. Before it is full, user space puts another one in its
  * place, and has the stacks that are still referred to copied there; the rest is
  * forgotten (src/stacks/table.rs). A program that meets a stack meanwhile stores it
@@ -26,7 +29,8 @@
 #include "room.bpf.h"
 
 enum stack_layout {
-	STACK_MAX_DEPTH = 127,
+	STACK_ENTRY_FRAMES = 128, /* of one entry: a power of two */
+	STACK_MAX_DEPTH = 255,	  /* of both */
 };
 #define STACK_WINDOW_BYTES 2048
 
@@ -59,7 +63,8 @@ enum stack_end {
 
 struct stack {
 	__u64 check; /* second hash of the frames */
-	__u32 depth; /* frames in pc[] */
+	__u64 rest;  /* id of the entry with further frames, if there are some; STACK_LOST */
+	__u32 depth; /* frames, also those in the other entry */
 	__u8 flags;  /* enum stack_flags */
 	__u8 end;    /* enum stack_end */
 	__u16 frame_pointer_steps;
@@ -68,7 +73,7 @@ struct stack {
 	 * return addresses, whose call lies before them.
 	 */
 	__u64 interrupted[2];
-	__u64 pc[STACK_MAX_DEPTH];
+	__u64 pc[STACK_ENTRY_FRAMES];
 };
 
 /* The sizes alone, as of `overflow` in memleak/live.bpf.h. */
@@ -102,12 +107,18 @@ struct stack_walk {
 	__u32 interrupted;   /* 1: pc is no return address */
 	__u64 id;	     /* two hashes of the frames so far */
 	__u64 check;
+	/* What these and sp were before the last step. */
+	__u64 last_id;
+	__u64 last_check;
+	__u64 last_sp;
 	/* The same where a frame pointer was first followed out of generated code. */
 	__u64 generated_id;
 	__u64 generated_check;
 	__u32 generated_depth; /* 0: nowhere yet */
-	__u32 interpreter;     /* whose code frames are in: UNWIND_PYTHON, UNWIND_HOTSPOT */
-	__u64 layout;	       /* of what is mapped at exec: unwind_space() */
+	__u32 with_python;     /* 1: frames of Python are to be added */
+	__u32 reserved;
+	__u32 interpreter; /* whose code frames are in: UNWIND_PYTHON, UNWIND_HOTSPOT */
+	__u64 layout;	   /* of what is mapped at exec: unwind_space() */
 };
 
 #define STACK_SLOTS 128
@@ -118,7 +129,10 @@ struct stack_slot {
 	__u64 ends[STACK_ENDS];
 	__u64 frame_pointer_steps; /* of those that are not walked by frame pointers alone */
 	struct stack_walk walk;
-	struct stack stack;
+	union {
+		struct stack stack;
+		struct stack entries[2]; /* it, and the rest of its frames */
+	};
 	__u8 window[STACK_WINDOW_BYTES];
 };
 
@@ -189,10 +203,8 @@ static __always_inline struct stack *stack_entry(void *map, __u64 *id)
  * Where the stack with these hashes is, or where it is to be stored: `*found`
  * tells which. Returns STACK_LOST if other stacks are in all the places for it.
  */
-static __noinline __u64 stack_find(__u64 id, __u64 check, __u32 *found)
+static __noinline __u64 stack_find(void *map, __u64 id, __u64 check, __u32 *found)
 {
-	void *map = stack_map();
-
 	if (id < STACK_SOME)
 		id = STACK_SOME;
 	/* Another stack with the same 64-bit id: the next id. */
@@ -208,25 +220,52 @@ static __noinline __u64 stack_find(__u64 id, __u64 check, __u32 *found)
 }
 
 /* Store a new stack. Returns 0 if there is no room for it. */
-static __noinline int stack_store(struct stack *stack, __u64 id)
+static __always_inline int stack_store(void *map, struct stack *stack, __u64 id)
 {
-	void *map = stack_map();
-
 	if (bpf_map_update_elem(map ?: &stacks, &id, stack, BPF_ANY))
 		return 0;
 	room_take(ROOM_STACKS);
 	return 1;
 }
 
-/* The id of the stack that is in the slot, with these hashes; it is stored if it is new. */
-static __noinline __u64 stack_put(struct stack *stack, __u64 id, __u64 check)
+/*
+ * Store the frames of a new stack that its own entry has no room for. It has the id of
+ * their entry then, or STACK_LOST, if there is no room for them.
+ */
+static __noinline int stack_put_rest(void *map, struct stack_slot *slot, __u64 id, __u64 check)
 {
+	struct stack *rest = &slot->entries[1];
 	__u32 found = 0;
 
-	stack->check = check;
-	id = stack_find(id, check, &found);
+	stack_hash_add(&id, &check, STACK_ENTRY_FRAMES);
+	rest->check = check;
+	rest->rest = STACK_LOST;
+	rest->depth = slot->stack.depth - STACK_ENTRY_FRAMES;
+	rest->flags = slot->stack.flags;
+	rest->end = slot->stack.end;
+	id = stack_find(map, id, check, &found);
+	if (id != STACK_LOST && !found && !stack_store(map, rest, id))
+		id = STACK_LOST;
+	slot->stack.rest = id;
+	return 0;
+}
+
+/*
+ * The id of the stack that is in the slot, with these hashes; it is stored if it is new, both
+ * of its entries in the same table.
+ */
+static __noinline __u64 stack_put(struct stack_slot *slot, __u64 id, __u64 check)
+{
+	void *map = stack_map();
+	__u32 found = 0;
+
+	slot->stack.check = check;
+	slot->stack.rest = STACK_LOST;
+	id = stack_find(map, id, check, &found);
+	if (id != STACK_LOST && !found && slot->stack.depth > STACK_ENTRY_FRAMES)
+		stack_put_rest(map, slot, id, check);
 	/* Another thread may have met the same stack at the same time: both store the same. */
-	if (id != STACK_LOST && !found && !stack_store(stack, id))
+	if (id != STACK_LOST && !found && !stack_store(map, &slot->stack, id))
 		id = STACK_LOST;
 	if (id == STACK_LOST)
 		count_loss(stacks);

@@ -77,18 +77,19 @@ static __always_inline int stack_end(struct stack_slot *slot, __u8 end)
 static __noinline int stack_push(struct stack_slot *slot, __u64 pc, __u64 interrupted)
 {
 	struct stack_walk *walk = &slot->walk;
-	struct stack *stack = &slot->stack;
-	__u64 depth = stack->depth;
+	struct stack *entry = slot->entries;
+	__u64 depth = slot->stack.depth;
 
 	if (depth >= stack_depth)
 		return stack_end(slot, STACK_END_DEPTH);
 	barrier_var(depth);
 	if (depth >= STACK_MAX_DEPTH)
 		return stack_end(slot, STACK_END_DEPTH);
-	stack->pc[depth] = pc;
+	entry += depth / STACK_ENTRY_FRAMES;
+	entry->pc[depth % STACK_ENTRY_FRAMES] = pc;
 	if (interrupted)
-		stack->interrupted[depth >> 6 & 1] |= 1ULL << (depth & 63);
-	stack->depth = depth + 1;
+		entry->interrupted[depth >> 6 & 1] |= 1ULL << (depth & 63);
+	slot->stack.depth = depth + 1;
 	stack_hash_add(&walk->id, &walk->check, pc + interrupted);
 	return 1;
 }
@@ -118,12 +119,15 @@ static __noinline int stack_begin(struct stack_slot *slot, __u64 pc, __u64 sp, _
 	walk->id = 0;
 	walk->check = 0;
 	walk->generated_depth = 0;
+	walk->with_python = 0;
 	stack->depth = 0;
 	stack->flags = 0;
 	stack->end = STACK_END_NO_CODE;
 	stack->frame_pointer_steps = 0;
-	stack->interrupted[0] = 0;
-	stack->interrupted[1] = 0;
+	for (int i = 0; i < 2; i++) {
+		slot->entries[i].interrupted[0] = 0;
+		slot->entries[i].interrupted[1] = 0;
+	}
 	return 0;
 }
 

@@ -15,6 +15,10 @@ use crate::bpf::map_create;
 use crate::bpf::room::{self, Filled, Room, Table};
 use crate::bpf::types;
 
+mod place;
+
+pub use place::Place;
+
 /// Frames that the table holds of a stack at most.
 pub const MAX_DEPTH: u32 = types::stack_layout::STACK_MAX_DEPTH.0;
 
@@ -82,67 +86,6 @@ pub enum Side {
     Kernel,
 }
 
-/// Where a frame's code was.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Place {
-    /// The address that the frame returns to: the call lies before it.
-    Return(u64),
-    /// The instruction at which the frame was interrupted.
-    Interrupted(u64),
-    /// A frame of Python, by the word that tells its code object and the instruction in that. The frames of one call
-    /// of the interpreter's loop follow the loop's own, innermost first.
-    Python(u64),
-    /// The frames of Python that follow are of loops that are among no native frames before.
-    PythonUnpaired,
-    /// Python has further frames, which could not be read or had no room.
-    PythonCut,
-    /// A function of Java that is interpreted, by the address of its `Method`.
-    Java(u64),
-}
-
-impl Place {
-    /// What a word of a user's stack stands for.
-    fn of_user(word: u64, interrupted: bool) -> Self {
-        /// `PYTHON_WORD` in C. No address of a process has that bit.
-        const PYTHON: u64 = 1 << 63;
-        const JAVA: u64 = 1 << types::hotspot_layout::HOTSPOT_INTERPRETED_BIT.0;
-        const UNPAIRED: u64 = PYTHON | types::python_mark::PYTHON_UNPAIRED.0 as u64;
-        const CUT: u64 = PYTHON | types::python_mark::PYTHON_CUT.0 as u64;
-        match word {
-            UNPAIRED => Self::PythonUnpaired,
-            CUT => Self::PythonCut,
-            _ if word & PYTHON != 0 => Self::Python(word),
-            _ if word & JAVA != 0 => Self::Java(word & !JAVA),
-            _ => Self::of_native(word, interrupted),
-        }
-    }
-
-    /// What an address stands for.
-    fn of_native(address: u64, interrupted: bool) -> Self {
-        if interrupted {
-            Self::Interrupted(address)
-        } else {
-            Self::Return(address)
-        }
-    }
-
-    /// The absolute address, as the stack has it; None of what is interpreted.
-    pub fn address(self) -> Option<u64> {
-        match self {
-            Self::Return(address) | Self::Interrupted(address) => Some(address),
-            Self::Python(_) | Self::PythonUnpaired | Self::PythonCut | Self::Java(_) => None,
-        }
-    }
-
-    /// An address within the instruction that the frame is in; None of what is interpreted.
-    pub fn instruction(self) -> Option<u64> {
-        match self {
-            Self::Return(address) => Some(address.wrapping_sub(1)),
-            _ => self.address(),
-        }
-    }
-}
-
 /// One stack, innermost frame first. It may have no frame at all, as a kernel thread's user stack.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stack {
@@ -205,21 +148,28 @@ impl End {
 }
 
 impl Stack {
-    fn read(entry: &types::stack) -> Self {
-        let depth = (entry.depth as usize).min(entry.pc.len());
-        let interrupted = |frame: usize| entry.interrupted[frame / 64] & (1 << (frame % 64)) != 0;
+    /// The stack of an entry, and of the one with the rest of its frames.
+    fn read(entry: &types::stack, rest: Option<&types::stack>) -> Self {
         let side = match entry.flags & KERNEL {
             0 => Side::User,
             _ => Side::Kernel,
         };
-        let place = |(frame, &word)| match side {
-            Side::User => Place::of_user(word, interrupted(frame)),
-            Side::Kernel => Place::of_native(word, interrupted(frame)),
+        let place = |(word, interrupted)| match side {
+            Side::User => Place::of_user(word, interrupted),
+            Side::Kernel => Place::of_native(word, interrupted),
         };
+        let is_cut = rest.is_none() && entry.depth as usize > entry.pc.len();
         Self {
             side,
-            places: entry.pc[..depth].iter().enumerate().map(place).collect(),
-            end: End::read(entry.end),
+            places: words(entry)
+                .chain(rest.into_iter().flat_map(words))
+                .map(place)
+                .collect(),
+            end: if is_cut {
+                End::Depth
+            } else {
+                End::read(entry.end)
+            },
             checked: ![
                 types::stack_end::STACK_END_FRAME_POINTER,
                 types::stack_end::STACK_END_NO_TABLES,
@@ -227,6 +177,13 @@ impl Stack {
             .contains(&types::stack_end(entry.end.into())),
         }
     }
+}
+
+/// The words of an entry, and whether each is an instruction that was interrupted.
+fn words(entry: &types::stack) -> impl Iterator<Item = (u64, bool)> {
+    let is_interrupted = |frame: usize| entry.interrupted[frame / 64] & (1 << (frame % 64)) != 0;
+    let words = entry.pc.iter().take(entry.depth as usize).enumerate();
+    words.map(move |(frame, &word)| (word, is_interrupted(frame)))
 }
 
 /// The maps of a loaded skeleton that the table of stacks is made of.
@@ -335,7 +292,13 @@ impl<'map, M: MapCore> Stacks<'map, M> {
         let Some(bytes) = self.entry(id)? else {
             return Ok(None);
         };
-        let stack = Rc::new(Stack::read(types::view(&bytes)?));
+        let entry: &types::stack = types::view(&bytes)?;
+        let rest = match entry.rest {
+            LOST => None,
+            rest => self.entry(rest)?,
+        };
+        let rest = rest.as_deref().map(types::view).transpose()?;
+        let stack = Rc::new(Stack::read(entry, rest));
         self.known.insert(id, Rc::clone(&stack));
         Ok(Some(stack))
     }
@@ -408,23 +371,26 @@ impl<'map, M: MapCore> Stacks<'map, M> {
         let lost_before = mem::take(&mut self.lost);
         let mut copied = 0;
         for id in ids {
-            let key = id.to_ne_bytes();
-            let stack = match &previous {
-                Previous::First => lookup(self.maps.first, &key)?,
-                Previous::Other(map) => lookup(map, &key)?,
+            let entry = |id: u64| match &previous {
+                Previous::First => lookup(self.maps.first, &id.to_ne_bytes()),
+                Previous::Other(map) => lookup(map, &id.to_ne_bytes()),
             };
-            let Some(stack) = stack else {
+            let Some(stack) = entry(id)? else {
                 if lost_before.contains(&id) {
                     self.lost.insert(id);
                 }
                 continue;
             };
-            self.kept += 1;
-            match current.update(&key, &stack, MapFlags::NO_EXIST) {
-                Ok(()) => copied += 1,
-                // A program has met it since.
-                Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
-                Err(_) => {
+            let rest = match types::view::<types::stack>(&stack)?.rest {
+                LOST => None,
+                rest => entry(rest)?.map(|entry| (rest, entry)),
+            };
+            self.kept += 1 + u64::from(rest.is_some());
+            // The rest first: who finds a stack finds all of it.
+            let entries = rest.into_iter().chain([(id, stack)]);
+            match copy(entries, current) {
+                Some(copies) => copied += copies,
+                None => {
                     self.lost.insert(id);
                     self.lost_count += 1;
                 }
@@ -482,6 +448,20 @@ impl<'map, M: MapCore> Stacks<'map, M> {
             None => lookup(self.maps.first, &id),
         }
     }
+}
+
+/// Copies entries to a map. Returns how many it did not have before; None if it has no room.
+fn copy(entries: impl Iterator<Item = (u64, Vec<u8>)>, to: &MapHandle) -> Option<u64> {
+    let mut copied = 0;
+    for (id, entry) in entries {
+        match to.update(&id.to_ne_bytes(), &entry, MapFlags::NO_EXIST) {
+            Ok(()) => copied += 1,
+            // A program has met it since.
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            Err(_) => return None,
+        }
+    }
+    Some(copied)
 }
 
 fn lookup(map: &impl MapCore, id: &[u8]) -> Result<Option<Vec<u8>>> {

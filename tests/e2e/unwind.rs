@@ -419,7 +419,7 @@ fn calls_that_are_bound_lazily() -> Result<()> {
     Ok(())
 }
 
-/// The innermost 127 frames are right, and the root says that others are missing.
+/// The innermost 255 frames are right, and the root says that others are missing.
 fn deep_recursion_is_cut() -> Result<()> {
     let mut program = Workload::start("unwind", &["deep", &COUNT.to_string()])?;
     let mut tool = Tool::start("brkstack", &["-j", "-p", &program.pid()])?;
@@ -432,7 +432,7 @@ fn deep_recursion_is_cut() -> Result<()> {
     let stack = rows.iter().find(|row| row["type"] == "stack");
     let entry = Entry::read(stack.context("no stack")?)?;
     ensure!(own.len() > 300 && entry.count == COUNT, "{entry:?}");
-    ensure!(entry.addresses.len() == 127, "{entry:?}");
+    ensure!(entry.addresses.len() == 255, "{entry:?}");
     let leaf = entry.symbols.iter().position(|name| name == "leaf_brk");
     let below = &entry.addresses[leaf.context("no leaf")? + 1..];
     ensure!(

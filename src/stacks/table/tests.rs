@@ -12,7 +12,7 @@ fn an_entry_is_read_as_it_was_written() {
     };
     entry.interrupted = [0b101, 0];
     entry.pc[..4].copy_from_slice(&[10, 20, 30, 40]);
-    let stack = Stack::read(&entry);
+    let stack = Stack::read(&entry, None);
     assert_eq!((stack.side, stack.end), (Side::User, End::Depth));
     assert_eq!(
         stack.places,
@@ -27,17 +27,50 @@ fn an_entry_is_read_as_it_was_written() {
 
     const PYTHON: u64 = 1 << 63;
     entry.pc[..3].copy_from_slice(&[10, PYTHON | 7 << 20 | 2, PYTHON]);
-    let stack = Stack::read(&entry);
+    let stack = Stack::read(&entry, None);
     let python = [Place::Python(PYTHON | 7 << 20 | 2), Place::PythonUnpaired];
     assert_eq!(stack.places[1..], python);
     assert_eq!(stack.places[1].instruction(), None);
 
     entry.flags = KERNEL;
     entry.end = types::stack_end::STACK_END_ROOT.0 as u8;
-    entry.depth = u32::MAX;
-    let stack = Stack::read(&entry);
+    let stack = Stack::read(&entry, None);
     assert_eq!((stack.side, stack.end), (Side::Kernel, End::Root));
-    assert_eq!(stack.places.len(), MAX_DEPTH as usize);
     // All addresses of the kernel have that bit.
     assert_eq!(stack.places[2], Place::Interrupted(PYTHON));
+}
+
+#[test]
+fn a_deep_stack_has_two_entries() {
+    let mut entry = types::stack {
+        depth: 131,
+        rest: 7,
+        end: types::stack_end::STACK_END_ROOT.0 as u8,
+        ..Default::default()
+    };
+    entry.pc[127] = 10;
+    entry.interrupted[1] = 1 << 63;
+    let mut rest = types::stack {
+        depth: 3,
+        ..Default::default()
+    };
+    rest.pc[..3].copy_from_slice(&[20, 30, 40]);
+    rest.interrupted[0] = 0b10;
+    let stack = Stack::read(&entry, Some(&rest));
+    assert_eq!((stack.places.len(), stack.end), (131, End::Root));
+    let behind = [
+        Place::Interrupted(10),
+        Place::Return(20),
+        Place::Interrupted(30),
+        Place::Return(40),
+    ];
+    assert_eq!(stack.places[127..], behind);
+
+    // What is said of its depth is not believed, and without the other entry it is cut.
+    entry.depth = u32::MAX;
+    rest.depth = u32::MAX;
+    let stack = Stack::read(&entry, Some(&rest));
+    assert_eq!(stack.places.len(), MAX_DEPTH as usize + 1);
+    let stack = Stack::read(&entry, None);
+    assert_eq!((stack.places.len(), stack.end), (128, End::Depth));
 }

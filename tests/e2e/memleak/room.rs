@@ -42,14 +42,14 @@ fn deep_stacks_are_cut_and_counted() -> Result<()> {
         bail!("{groups:#?}")
     };
     ensure!(
-        group.frames.len() == 127 + 1,
+        group.frames.len() == 255 + 1,
         "{} frames",
         group.frames.len()
     );
     ensure!(
-        group.frames[127].starts_with("[truncated"),
+        group.frames[255].starts_with("[truncated"),
         "{}",
-        group.frames[127]
+        group.frames[255]
     );
     ensure!(
         ended.stderr.contains("lost 1 stack tails"),

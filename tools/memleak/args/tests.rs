@@ -72,7 +72,7 @@ fn wrong_usage_is_refused() {
         &["memleak", "-p", "1", "5", "2", "3"],
         &["memleak", "-p", "1", "0"],
         &["memleak", "-p", "1", "--sort", "name"],
-        &["memleak", "-p", "1", "--perf-max-stack-depth", "128"],
+        &["memleak", "-p", "1", "--perf-max-stack-depth", "256"],
         &["memleak", "-p", "1", "-f", "-j"],
         &["memleak", "-p", "1", "-f", "--container"],
         &["memleak", "--cache", "filp", "--pages"],
