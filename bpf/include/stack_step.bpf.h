@@ -232,15 +232,21 @@ static __noinline int stack_cut_generated(struct stack_slot *slot)
 	return stack_without_rule(slot, UNWIND_NO_RULE);
 }
 
-/* The rule for generated code, if it is HotSpot's. */
-static __always_inline __u64 stack_row_of_hotspot(struct stack_walk *walk)
+/*
+ * The walk has come to what is of no file: the page of the return probes, or generated code that
+ * is of no HotSpot that is known. Returns 1 if the walk goes on from the return address that a
+ * probe has replaced.
+ *
+ * What is known to be HotSpot's is not asked for probes, which takes twice the time of its row.
+ */
+static __always_inline int stack_out_of_files(struct stack_slot *slot)
 {
-	__u64 row = hotspot_row(walk->layout, walk->pc << 1 | walk->interrupted);
-
+	if (stack_return_probed(slot))
+		return 1;
 	/* It may be that of a process whose HotSpot is still to be found. */
-	if (row == UNWIND_NO_RULE)
-		walk->interpreter |= UNWIND_HOTSPOT;
-	return row;
+	if (interpreters && hotspot_met)
+		slot->walk.interpreter |= UNWIND_HOTSPOT;
+	return 0;
 }
 
 /*
@@ -264,14 +270,13 @@ __noinline int stack_step(__u32 index)
 		row = unwind_row(walk->process, walk->pc << 1 | walk->interrupted, index);
 		if (row_kind(row) == UNWIND_NO_CODE)
 			return stack_out_of_code(slot);
-		/* The page of the return probes is of no file, as generated code is. */
-		if (row == UNWIND_NO_RULE && stack_return_probed(slot))
+		if (row == UNWIND_NO_RULE && interpreters && hotspot_met)
+			row = hotspot_row(walk->layout, walk->pc << 1 | walk->interrupted);
+		if (row == UNWIND_NO_RULE && stack_out_of_files(slot))
 			return 1;
 		if (walk->generated_depth && row_file(row) & UNWIND_SKIPS)
 			return stack_cut_generated(slot);
 		walk->interpreter |= row_file(row) & (UNWIND_PYTHON | UNWIND_HOTSPOT);
-		if (row == UNWIND_NO_RULE && interpreters && hotspot_met)
-			row = stack_row_of_hotspot(walk);
 	}
 	kind = row_kind(row);
 	/* It begins there: it is not what is before. */
