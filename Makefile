@@ -144,6 +144,7 @@ bench: build
 	benches/events
 	benches/start
 	benches/stacks
+	benches/interpreters
 	benches/faults
 	benches/start-guest
 
