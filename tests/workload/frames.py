@@ -6,6 +6,11 @@
 # Each place allocates twice: with the GIL held, and released. The protocol is that of workload.h.
 #
 # facts: blocks
+import sys
+
+# Beside this file is a types.py, which is not Python's own.
+del sys.path[0]
+
 import asyncio
 import ctypes
 import functools
@@ -14,7 +19,6 @@ import json
 import os
 import re
 import signal
-import sys
 import threading
 import weakref
 
