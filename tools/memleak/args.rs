@@ -161,6 +161,10 @@ pub(crate) struct Args {
     #[arg(help_heading = RECORD, long, value_name = "OBJECT:SYMBOL(ptr=argN)")]
     pub(crate) free: Vec<Frees>,
 
+    /// Also probe the functions by which CPython allocates objects, so that each is a block, however small
+    #[arg(help_heading = RECORD, long)]
+    pub(crate) python_objects: bool,
+
     /// Probe each function at its entry, even where a probe a few instructions on costs less
     #[arg(help_heading = RECORD, long)]
     pub(crate) no_placement: bool,

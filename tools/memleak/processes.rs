@@ -18,6 +18,7 @@ mod objects;
 mod overhead;
 pub(crate) mod pool;
 mod probes;
+mod python_objects;
 mod regions;
 mod renewal;
 mod signature;

@@ -26,7 +26,7 @@ pub(crate) struct HeapArgs {
 pub(crate) const ALLOCATORS: [&str; 4] = ["obj", "symbols_prefix", "alloc", "free"];
 
 /// Options of tracing, which are refused beside these modes.
-pub(crate) const TRACING: [&str; 29] = [
+pub(crate) const TRACING: [&str; 30] = [
     "interval",
     "count",
     "children",
@@ -37,6 +37,7 @@ pub(crate) const TRACING: [&str; 29] = [
     "sample_rate",
     "sample_bytes",
     "max_overhead",
+    "python_objects",
     "mode",
     "churn",
     "peak",

@@ -99,6 +99,7 @@ pub(crate) fn wanted(args: &Args) -> Result<bool> {
         ("--max-overhead", args.max_overhead.is_some()),
         ("--alloc", !args.alloc.is_empty()),
         ("--free", !args.free.is_empty()),
+        ("--python-objects", args.python_objects),
         ("--no-placement", args.no_placement),
         ("--container", args.containers.container),
         ("--lines", args.export.source.lines),

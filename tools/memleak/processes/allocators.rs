@@ -1,5 +1,6 @@
 //! What is known of allocators: their functions by name, and what they are called themselves.
 
+use super::python_objects;
 use super::signature::Signature;
 
 const ALLOCATE: Signature = Signature::allocate(1);
@@ -172,6 +173,12 @@ pub(crate) fn name(functions: &[&str], module: &str) -> &'static str {
         Some(marked) => marked,
         // Its functions are stripped of the local ones.
         None if module.contains("musl") => "musl",
+        None if functions
+            .iter()
+            .any(|name| python_objects::signature(name).is_some()) =>
+        {
+            "pymalloc"
+        }
         None if only(of_rust) => "Rust's own",
         None if only(of_cxx) => "operator new",
         None => "malloc",

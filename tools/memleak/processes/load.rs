@@ -14,6 +14,7 @@ use super::allocators;
 use super::block_room::BlockRoom;
 use super::bpf::{self, Loaded, Prepared};
 use super::probes::{Attached, Started, Way};
+use super::python_objects;
 use super::signature::Signature;
 use super::stopped;
 use super::target::Target;
@@ -24,7 +25,7 @@ use crate::sampling::Sampling;
 const MAX_TOTALS: u32 = 1 << 18;
 /// Why a trace has few of the objects of a Python program.
 const PYTHON_NOTE: &str = "its objects of up to 512 bytes are in arenas of its own, which are the blocks that are seen; \
-                           with PYTHONMALLOC=malloc in its environment each object is a block";
+                           with --python-objects, or PYTHONMALLOC=malloc in its environment, each object is a block";
 
 /// Size of the buffer where events are only of mappings and processes: 12,000. It counts twice as memory
 /// of ours, as all of its kind.
@@ -64,7 +65,7 @@ pub(super) fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
     let parts = Parts {
         early,
         while_stopped: Some(while_stopped),
-        python_note: Some(PYTHON_NOTE),
+        python_note: (!args.python_objects).then_some(PYTHON_NOTE),
         ..memtools::unwind_parts!(skel)
     };
     let unwinder = Unwinder::start(args.unwind, parts, whose)?;
@@ -74,7 +75,7 @@ pub(super) fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
         overflow: room.overflow,
         questions,
         way,
-        signatures: signatures(target),
+        signatures: signatures(target, args),
     };
     Ok((attached, links, unwinder))
 }
@@ -166,7 +167,7 @@ fn open<'target>(
     if !rest.is_empty() {
         options.overflow_crowded = u64::from(first / 2);
     }
-    for (to, signature) in options.signatures.iter_mut().zip(signatures(target)) {
+    for (to, signature) in options.signatures.iter_mut().zip(signatures(target, args)) {
         *to = signature.packed();
     }
 
@@ -192,9 +193,10 @@ fn open<'target>(
 
 /// The signatures of the programs entry_0 and so on: those that are wanted now, and of what may be loaded
 /// later as many as there is room for.
-fn signatures(target: &Target) -> Vec<Signature> {
+fn signatures(target: &Target, args: &Args) -> Vec<Signature> {
+    let of_python = python_objects::signatures().filter(|_| args.python_objects);
     let mut signatures = target.signatures();
-    for signature in allocators::signatures() {
+    for signature in allocators::signatures().chain(of_python) {
         if !signatures.contains(&signature) {
             signatures.push(signature);
         }

@@ -13,7 +13,9 @@ use memtools::print::text;
 use memtools::process::mapped_file::MappedFile;
 
 use super::allocators;
+use super::objects::tell_once;
 use super::pool::Named;
+use super::python_objects;
 use super::signature::Signature;
 use crate::args::{Args, Mode};
 
@@ -78,10 +80,20 @@ impl Object {
         wish: Wish,
         args: &Args,
     ) -> Result<Option<Self>> {
-        let wanted = Wanted::new(file, is_program, args)?;
-        let is_wanted = |name: &str, local: bool| wanted.has(name, local);
-        let found = elf::functions(file.file(), is_wanted).context("failed to read its symbols")?;
+        let mut wanted = Wanted::new(file, is_program, args)?;
+        let found = elf::functions(file.file(), |name, local| wanted.has(name, local))
+            .context("failed to read its symbols")?;
         let found = with_code(file, found);
+        if wanted.python
+            && let Some(why) = python_objects::why_not(file.file(), &found)?
+        {
+            wanted.python = false;
+            tell_once(&format!(
+                "objects of up to 512 bytes are not seen one by one in {}, as {why}; with PYTHONMALLOC=malloc in its \
+                 environment each object is a block",
+                file.module()
+            ));
+        }
         let names: Vec<&str> = found.iter().map(|symbol| symbol.name.as_str()).collect();
         let by_user = wanted.by_user_in(file, &found);
         let mut symbols = wanted.of_allocator_in(file, &found, &names, &by_user)?;
@@ -149,6 +161,8 @@ struct Wanted<'a> {
     named: Vec<&'a Named>,
     /// Whether the file's allocator is: with -O, of that file only.
     searched: bool,
+    /// Whether functions that allocate objects of CPython are, too.
+    python: bool,
     /// Whether the file is a static program: there the linker can make the functions local, as it does for Rust.
     is_static: bool,
 }
@@ -157,10 +171,12 @@ impl<'a> Wanted<'a> {
     fn new(file: &MappedFile, is_program: bool, args: &'a Args) -> Result<Self> {
         let named = args.named().filter(|named| is_named(file, &named.object));
         let object = args.obj.as_deref();
+        let searched = object.is_none_or(|object| is_named(file, object));
         Ok(Self {
             args,
             named: named.collect(),
-            searched: object.is_none_or(|object| is_named(file, object)),
+            searched,
+            python: args.python_objects && searched,
             is_static: is_program && elf::interpreter(file.file())?.is_none(),
         })
     }
@@ -172,12 +188,15 @@ impl<'a> Wanted<'a> {
 
     fn by_name(&self, name: &str) -> Option<Signature> {
         let known = || allocators::signature(name, &self.args.symbols_prefix);
-        self.searched.then(known).flatten()
+        let of_python = || python_objects::signature(name).filter(|_| self.python);
+        self.searched.then(known).flatten().or_else(of_python)
     }
 
     fn has(&self, name: &str, local: bool) -> bool {
         let usable = !local || self.is_static || !allocators::is_common_name(name);
-        let known = self.by_name(name).is_some() || allocators::is_marker(name);
+        let is_marker =
+            allocators::is_marker(name) || self.python && python_objects::is_caller(name);
+        let known = self.by_name(name).is_some() || is_marker;
         self.by_user(name).is_some() || usable && known
     }
 
