@@ -1,21 +1,16 @@
 //! The heap of a process as memleak finds it in a copy, against what a recorder before malloc has
-//! seen; and that the process lives on as if nobody had looked.
+//! seen.
 
 use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::thread;
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
-use nix::sys::ptrace;
-use nix::sys::signal::Signal;
-use nix::unistd::Pid;
 use serde_json::Value;
 
-use crate::harness::{self, Tool, Workload};
+use crate::harness::{self, Workload};
 
 /// All of these tests.
 pub(crate) fn tests() -> Vec<Trial> {
@@ -27,28 +22,21 @@ pub(crate) fn tests() -> Vec<Trial> {
         blocks_are_found_with_the_c_library_of_debian_13 [Once],
         blocks_are_found_with_the_newest_c_library [Once],
         blocks_of_musl_are_found [Once],
-        blocks_of_jemalloc_are_found [Once],
-        blocks_of_jemalloc_under_other_names_are_found [Once],
         an_allocator_without_a_walk_is_named [Once],
         blocks_of_a_static_program_are_found,
         what_malloc_trim_returns_is_foretold [Once],
         a_heap_in_use_is_whole_within_three_images,
         a_damaged_heap_is_refused_with_the_place,
-        a_traced_process_is_refused,
-        a_process_under_seccomp_lives_on,
-        shared_memory_is_not_brought_in,
-        a_pause_that_is_too_long_is_refused,
-        a_process_runs_on_if_memleak_is_killed_in_the_pause,
     }
 }
 
 /// What `memleak --heap` says in JSON.
-fn look(pid: &str, args: &[&str]) -> Result<Vec<Value>> {
+pub(super) fn look(pid: &str, args: &[&str]) -> Result<Vec<Value>> {
     let args = [&["-p", pid, "--heap", "-j", "--max-pause", "5000"], args].concat();
     harness::run("memleak", &args)?.objects()
 }
 
-fn number(value: &Value) -> Result<u64> {
+pub(super) fn number(value: &Value) -> Result<u64> {
     value
         .as_u64()
         .with_context(|| format!("no number: {value}"))
@@ -86,7 +74,7 @@ fn expect_blocks(kind: &str) -> Result<Value> {
 }
 
 /// Compares every block of a command that has the recorder before its malloc. Returns the head of the report.
-fn expect_blocks_of(command: &mut Command) -> Result<Value> {
+pub(super) fn expect_blocks_of(command: &mut Command) -> Result<Value> {
     let folder = harness::scratch()?;
     let record = folder.path().join("record");
     let workload = Workload::spawn(command.env("RECORD", &record))?;
@@ -257,44 +245,6 @@ fn blocks_of_musl_are_found() -> Result<()> {
     Ok(())
 }
 
-/// Small and large ones, of several arenas, with what threads have set aside, and what those that have ended had.
-fn blocks_of_jemalloc_are_found() -> Result<()> {
-    for conf in [
-        "",
-        "narenas:2",
-        "lg_tcache_max:20",
-        "dirty_decay_ms:0,muzzy_decay_ms:0",
-        "junk:true",
-    ] {
-        let mut command = Command::new(harness::workload("heap"));
-        let recorder = harness::workload("librecord.so");
-        command.env(
-            "LD_PRELOAD",
-            format!("{}:libjemalloc.so.2", recorder.display()),
-        );
-        command.env("MALLOC_CONF", conf);
-        let head = expect_blocks_of(command.args(["7", "20011", "plain"]))
-            .with_context(|| format!("MALLOC_CONF={conf}"))?;
-        let allocator = &head["allocators"][0];
-        ensure!(allocator["name"] == "jemalloc (5.3)", "{head}");
-        let file = allocator["file"].as_str().unwrap_or_default();
-        ensure!(file.ends_with("/libjemalloc.so.2"), "{head}");
-    }
-    Ok(())
-}
-
-/// jemalloc with functions of other names, linked statically: seven of them leave blocks.
-fn blocks_of_jemalloc_under_other_names_are_found() -> Result<()> {
-    let mut workload = Workload::start("alloc-je", &["leak", "1009", "1000"])?;
-    workload.work()?;
-    let rows = look(&workload.pid(), &[])?;
-    let head = rows.first().context("no report")?;
-    ensure!(head["coverage"] == "complete", "{head}");
-    ensure!(head["allocators"][0]["name"] == "jemalloc (5.3)", "{head}");
-    ensure!(head["blocks"] == 7 * 1009, "{head}");
-    Ok(())
-}
-
 /// No verdict, and the rest of the report.
 fn an_allocator_without_a_walk_is_named() -> Result<()> {
     for (library, name) in [
@@ -369,89 +319,4 @@ fn a_damaged_heap_is_refused_with_the_place() -> Result<()> {
         "not {header}: {ended:?}"
     );
     Ok(())
-}
-
-fn a_traced_process_is_refused() -> Result<()> {
-    let mut workload = Workload::start("heap", &["1", "211", "plain"])?;
-    let pid = Pid::from_raw(workload.pid().parse()?);
-    ptrace::seize(pid, ptrace::Options::empty())?;
-    let ended = harness::run("memleak", &["-p", &workload.pid(), "--heap"])?;
-
-    ensure!(
-        ended.status.code() == Some(1) && ended.stderr.contains("is traced already, by "),
-        "{ended:?}"
-    );
-    workload.work().map(drop)
-}
-
-fn a_process_under_seccomp_lives_on() -> Result<()> {
-    let mut workload = Workload::start("heap", &["0", "2003", "strict"])?;
-    let rows = look(&workload.pid(), &[])?;
-    ensure!(rows[0]["coverage"] == "complete", "{rows:?}");
-    workload.work().map(drop)
-}
-
-fn shared_memory_is_not_brought_in() -> Result<()> {
-    let mut workload = Workload::start("heap", &["0", "0", "shared"])?;
-    let rows = look(&workload.pid(), &[])?;
-    ensure!(
-        number(&rows[0]["shared"]["mapped_bytes"])? >= 64 << 20,
-        "{rows:?}"
-    );
-    let facts = workload.work()?;
-    ensure!(facts["shared"] == "0", "{facts:?}");
-    Ok(())
-}
-
-fn a_pause_that_is_too_long_is_refused() -> Result<()> {
-    let mut workload = Workload::start("heap", &["0", "200003", "holes"])?;
-    let args = ["-p", &workload.pid(), "--heap", "--max-pause", "1"];
-    let ended = harness::run("memleak", &args)?;
-    ensure!(
-        ended.status.code() == Some(1)
-            && ended.stderr.contains("would stand still for about")
-            && ended.stderr.contains("more than --max-pause 1 allows"),
-        "{ended:?}"
-    );
-    workload.work().map(drop)
-}
-
-/// The process that traces a process, and the process's state.
-fn tracer_and_state(pid: &str) -> Result<(String, String)> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let field = |name: &str| {
-        let value = status.lines().find_map(|line| line.strip_prefix(name));
-        value
-            .map(|value| value.trim().to_owned())
-            .context("no field")
-    };
-    Ok((field("TracerPid:")?, field("State:")?))
-}
-
-fn a_process_runs_on_if_memleak_is_killed_in_the_pause() -> Result<()> {
-    let mut workload = Workload::start("heap", &["0", "300007", "holes"])?;
-    let pid = workload.pid();
-    let mut killed = 0;
-    for _ in 0..10 {
-        let mut tool = Tool::start("memleak", &["-p", &pid, "--heap", "--max-pause", "60000"])?;
-        let tracer = tool.pid().to_string();
-        while !tool.has_ended()? {
-            if tracer_and_state(&pid)?.0 == tracer {
-                tool.signal(Signal::SIGKILL)?;
-                killed += 1;
-                break;
-            }
-        }
-        drop(tool);
-        harness::eventually("the process runs on", || {
-            let (tracer, state) = tracer_and_state(&pid)?;
-            Ok(tracer == "0" && state.starts_with('S'))
-        })?;
-        if killed == 3 {
-            break;
-        }
-        thread::sleep(Duration::from_millis(10));
-    }
-    ensure!(killed > 0, "no pause was met");
-    workload.work().map(drop)
 }

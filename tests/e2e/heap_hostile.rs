@@ -13,6 +13,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::harness::{self, Ended, Tool, Workload};
+use crate::heap_pause::tracer_and_state;
 
 /// All of these tests.
 pub(crate) fn tests() -> Vec<Trial> {
@@ -205,10 +206,9 @@ fn what_is_killed_has_no_verdict() -> Result<()> {
             "memleak",
             &["-p", &pid, "--verdict", "--max-pause", "60000"],
         )?;
-        let tracer = format!("TracerPid:\t{}\n", tool.pid());
+        let tracer = tool.pid().to_string();
         while !tool.has_ended()? {
-            let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
-            if status.contains(&tracer) {
+            if tracer_and_state(&pid)?.0 == tracer {
                 kill(Pid::from_raw(pid.parse()?), Signal::SIGKILL)?;
                 met += 1;
                 break;

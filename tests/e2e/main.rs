@@ -18,6 +18,8 @@ mod growth;
 mod harness;
 mod heap;
 mod heap_hostile;
+mod heap_jemalloc;
+mod heap_pause;
 mod hfaults;
 mod hostile;
 mod java;
@@ -61,6 +63,8 @@ fn all() -> impl Iterator<Item = Trial> {
     [
         heap::tests(),
         heap_hostile::tests(),
+        heap_jemalloc::tests(),
+        heap_pause::tests(),
         hfaults::tests(),
         containers::tests(),
         kubernetes::tests(),

@@ -17,6 +17,7 @@
  *		 is the work, and what it returned a fact, in kB
  *	shared	 64 MB of shared memory are mapped, whose pages are only another
  *		 process's; the work is to look how many are ours
+ *	vfork	 the work is to wait, in vfork(2), until somebody kills the child
  *	strict	 under seccomp's strict mode, from ready on
  */
 #define _GNU_SOURCE
@@ -24,6 +25,8 @@
 #include <pthread.h>
 #include <stdint.h>
 #include <sys/prctl.h>
+#include <signal.h>
+#include <sys/wait.h>
 #include "workload.h"
 
 #define MEGABYTE  (1UL << 20)
@@ -255,6 +258,23 @@ static void shared(void)
 	fact("shared", "%ld", mapped_pages(memory, size));
 }
 
+/* The parent sleeps where no signal reaches it, while the child is there. */
+static void wait_in_vfork(void)
+{
+	pid_t child;
+
+	free(malloc(1));
+	ready();
+	child = vfork();
+	if (!child) {
+		prctl(PR_SET_PDEATHSIG, SIGKILL);
+		for (;;)
+			pause();
+	}
+	waitpid(child, NULL, 0);
+	fact("waited", "%d", 1);
+}
+
 /* ready(), of which only reading and writing is allowed in strict mode, and to end one's own
  * thread. */
 __attribute__((noreturn)) static void be_strict(void)
@@ -284,6 +304,8 @@ int main(int argc, char **argv)
 		holes();
 	} else if (!strcmp(kind, "shared")) {
 		shared();
+	} else if (!strcmp(kind, "vfork")) {
+		wait_in_vfork();
 	} else {
 		/* What is larger has a mapping of its own, however often such a block is freed. */
 #ifdef __GLIBC__

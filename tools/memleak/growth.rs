@@ -34,9 +34,7 @@ use schedule::Schedule;
 
 /// Points without which there is no slope.
 const LEAST_POINTS: usize = 3;
-/// Tries at an image: on a busy machine threads may not stop in time.
-const TRIES: u32 = 3;
-/// Time between two tries, and between the last image and the one in which what was lost is looked for again.
+/// Time between the last image and the one in which what was lost is looked for again.
 const BETWEEN: Duration = Duration::from_millis(100);
 
 /// Watches the process for so long, and shows how it has grown.
@@ -108,7 +106,7 @@ impl<'a> Study<'a> {
         let process = request.process;
         let home = Home::of_process(process.pid());
         let (begin, program) = (Instant::now(), program(process));
-        let Some(look) = take(request)? else {
+        let Some(look) = Look::take(request)? else {
             bail!(
                 "the heap of process {} makes no sense in any of 3 images; --heap tells where",
                 process.pid()
@@ -203,7 +201,7 @@ impl<'a> Study<'a> {
 
     /// Takes an image. If that fails it is told, as those before tell something, too; unless the process has exited.
     fn take_or_tell(&self) -> Result<Option<Look>> {
-        match take(self.request) {
+        match Look::take(self.request) {
             Err(error) if !self.request.process.exited() => {
                 eprintln!("memleak: an image is left out: {error:#}");
                 Ok(None)
@@ -276,17 +274,6 @@ impl<'a> Study<'a> {
         }
         Ok(report::rows(self, top))
     }
-}
-
-/// Takes an image, in some tries; None if its heap made no sense.
-fn take(request: &Request) -> Result<Option<Look>> {
-    for _ in 1..TRIES {
-        match Look::take(request) {
-            Err(_) if !request.process.exited() => thread::sleep(BETWEEN),
-            taken => return taken,
-        }
-    }
-    Look::take(request)
 }
 
 /// What is new with each program that a process executes: its auxiliary vector, which has random addresses.

@@ -11,9 +11,12 @@ mod copy;
 mod pages;
 mod realtime;
 mod stop;
+mod tries;
 
 use std::fs;
 use std::ops::Range;
+use std::panic;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -27,7 +30,8 @@ use crate::process::translator;
 
 use pages::{Pages, Runs};
 use realtime::Realtime;
-use stop::Stopped;
+use stop::{Late, Stopped};
+use tries::Tries;
 
 /// How often a process may outgrow the room that was made for its copy.
 const GROWN: usize = 3;
@@ -41,6 +45,15 @@ const COPY: f64 = 2.0;
 /// What it takes to find the pages of a gigabyte.
 const FIND: Duration = Duration::from_millis(5);
 
+/// What has become of one try at an image.
+enum Taken {
+    Image(Box<Image>),
+    /// This thread did not stop in time.
+    Late(Late),
+    /// The process has outgrown the room for its copy.
+    Outgrown,
+}
+
 /// How the image of a process is to be taken.
 #[derive(Debug)]
 pub struct Request<'a> {
@@ -51,19 +64,21 @@ pub struct Request<'a> {
 }
 
 impl Request<'_> {
-    /// Takes an image. What could not be done as it should is told on stderr after `tool`.
+    /// Takes an image. What could not be done as it should is told on stderr after `tool`. If a thread does not stop
+    /// in time all go on, and there are some more tries, of about 3 seconds together.
     ///
     /// # Errors
     /// If the process is traced already, has memory in swap, would stand still for longer than
-    /// allowed, is run by a translator, has exited, or if there is no room for a copy. In each case
-    /// it runs on.
+    /// allowed, is run by a translator, has a thread that never stops in time, has exited, or if there is no room for
+    /// a copy. In each case it runs on.
     pub fn take(&self, tool: &str) -> Result<Image> {
         let process = self.process;
         let pid = process.pid();
         check(process)?;
         let rate = copy::rate()?;
         let mut pages = Pages::open(pid)?;
-        for _ in 0..GROWN {
+        let (mut tries, mut grown) = (Tries::begin(), 0);
+        while grown < GROWN {
             let (_, runs) = look(pid, &mut pages)?;
             let bytes = sum(&runs);
             let threads = fs::read_dir(format!("/proc/{pid}/task")).map_or(1, Iterator::count);
@@ -71,31 +86,47 @@ impl Request<'_> {
             let room = bytes + bytes / 16 + SLACK;
             expect_room(pid, room)?;
             let buffer = copy::buffer(usize::try_from(room)?)?;
-            if let Some(image) = self.stop_and_copy(tool, &mut pages, buffer, rate)? {
-                return Ok(image);
+            // The kernel lets a thread that was late go when the thread that has asked it to stop ends.
+            let taken = thread::scope(|scope| {
+                let taker = scope.spawn(|| self.stop_and_copy(tool, &mut pages, buffer, rate));
+                taker
+                    .join()
+                    .unwrap_or_else(|panicked| panic::resume_unwind(panicked))
+            });
+            match taken? {
+                Taken::Image(image) => {
+                    if let Some(told) = tries.told() {
+                        eprintln!("{tool}: {told}");
+                    }
+                    return Ok(*image);
+                }
+                Taken::Late(late) => tries.wait(late)?,
+                Taken::Outgrown => grown += 1,
             }
         }
         bail!("process {pid} grew faster than room for its copy was made, {GROWN} times; try again")
     }
 
-    /// None if the process has outgrown the buffer.
     fn stop_and_copy(
         &self,
         tool: &str,
         pages: &mut Pages,
         mut buffer: MmapMut,
         rate: f64,
-    ) -> Result<Option<Image>> {
+    ) -> Result<Taken> {
         let pid = self.process.pid();
         let realtime = Realtime::begin();
         let start = Instant::now();
-        let stopped = Stopped::stop(pid)?;
+        let stopped = match Stopped::stop(pid)? {
+            Ok(stopped) => stopped,
+            Err(late) => return Ok(Taken::Late(late)),
+        };
         let copied_ns = clock::monotonic_ns();
         let threads = stopped.registers();
         let (areas, runs) = look(pid, pages)?;
         let bytes = sum(&runs);
         if bytes > buffer.len() as u64 {
-            return Ok(None);
+            return Ok(Taken::Outgrown);
         }
         self.expect_short(bytes, stopped.count(), rate)?;
         let unread = copy::copy(pid, &runs, &mut buffer)?;
@@ -116,7 +147,7 @@ impl Request<'_> {
             ..named(pid, threads)
         };
         image.set_memory(runs, buffer)?;
-        Ok(Some(image))
+        Ok(Taken::Image(Box::new(image)))
     }
 
     /// Fails if a copy of as many bytes is foretold to take longer than allowed.

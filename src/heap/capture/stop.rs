@@ -18,7 +18,7 @@ use crate::print::text;
 
 /// How long a thread may take to stop, while others stand already. One that sleeps in the kernel
 /// where no signal reaches it (state D: a disk, NFS, a vfork) can take for ever.
-const PATIENCE: Duration = Duration::from_millis(100);
+pub(super) const PATIENCE: Duration = Duration::from_millis(100);
 
 /// The pause between two looks at whether a thread has stopped.
 const LOOK: Duration = Duration::from_micros(20);
@@ -44,20 +44,71 @@ enum State {
     Ended,
 }
 
+/// A thread that did not stop in time.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Late {
+    pub(super) pid: u32,
+    pub(super) tid: u32,
+    /// Whether it slept in the kernel where nothing interrupts it.
+    pub(super) sleeps: bool,
+}
+
+impl Late {
+    fn of(pid: u32, tid: u32) -> Self {
+        Self {
+            pid,
+            tid,
+            sleeps: state(pid, tid) == Some(b'D'),
+        }
+    }
+
+    /// Whether it slept where nothing interrupts it, and does so now.
+    pub(super) fn sleeps_still(&self) -> bool {
+        self.sleeps && state(self.pid, self.tid) == Some(b'D')
+    }
+
+    /// What is said of it after so many tries in this time.
+    pub(super) fn told(&self, tries: usize, time: Duration) -> String {
+        let Self { pid, tid, sleeps } = self;
+        let why = if *sleeps {
+            "it sleeps in the kernel where nothing interrupts it (state D: a disk, NFS, or a vfork \
+             whose child still runs)"
+        } else {
+            "it may lack CPU time"
+        };
+        format!(
+            "thread {tid} of process {pid} did not stop within {} ms in {tries} tries over {:.1} s: {why}; all \
+             threads go on, try again",
+            PATIENCE.as_millis(),
+            time.as_secs_f64()
+        )
+    }
+}
+
 impl Stopped {
-    /// Stops all threads, those too that others start in the meantime.
+    /// Stops all threads, those too that others start in the meantime; or says which one did not stop in time.
+    ///
+    /// A late one is let go when the thread that called this ends, and not before: no request reaches it until it
+    /// stops.
     ///
     /// # Errors
-    /// If one is traced already, may not be traced, or does not stop in time. All go on then.
-    pub(super) fn stop(pid: u32) -> Result<Self> {
+    /// If one is traced already, or may not be traced. All go on then.
+    pub(super) fn stop(pid: u32) -> Result<Result<Self, Late>> {
         let mut all = Self {
             pid,
             threads: BTreeMap::new(),
         };
         let deadline = Instant::now() + PATIENCE;
         // A thread that is not stopped yet can start another one.
-        while all.seize_new()? {
-            all.wait(deadline)?;
+        loop {
+            match all.seize_new()? {
+                Err(late) => return Ok(Err(late)),
+                Ok(false) => break,
+                Ok(true) => {}
+            }
+            if let Some(tid) = all.wait(deadline) {
+                return Ok(Err(Late::of(pid, tid)));
+            }
         }
         if !all
             .threads
@@ -66,7 +117,7 @@ impl Stopped {
         {
             bail!("process {pid} has exited");
         }
-        Ok(all)
+        Ok(Ok(all))
     }
 
     /// Threads that this thread traces and the kernel holds.
@@ -78,8 +129,9 @@ impl Stopped {
         }
     }
 
-    /// Seizes the threads that have not been seized. Returns whether there are any.
-    fn seize_new(&mut self) -> Result<bool> {
+    /// Seizes the threads that have not been seized. Returns whether there are any; or one that an earlier try of ours
+    /// has not let go yet.
+    fn seize_new(&mut self) -> Result<Result<bool, Late>> {
         let mut any = false;
         for tid in tids(self.pid)? {
             if self.threads.contains_key(&tid) {
@@ -92,28 +144,31 @@ impl Stopped {
                 Err(error) if error.raw_os_error() == Some(libc::ESRCH) => State::Ended,
                 // A leader that has called pthread_exit() stays as a zombie.
                 Err(_) if has_ended(self.pid, tid) => State::Ended,
+                Err(_) if tracer(self.pid, tid) == Some(std::process::id()) => {
+                    return Ok(Err(Late::of(self.pid, tid)));
+                }
                 Err(error) => bail!(why_not_seized(self.pid, tid, &error)),
             };
             any |= state == State::Asked;
             self.threads.insert(tid, state);
         }
-        Ok(any)
+        Ok(Ok(any))
     }
 
-    /// Waits until all that were asked have stopped.
-    fn wait(&mut self, deadline: Instant) -> Result<()> {
+    /// Waits until all that were asked have stopped. Returns one that has not.
+    fn wait(&mut self, deadline: Instant) -> Option<u32> {
         for (&tid, state) in &mut self.threads {
             while *state == State::Asked {
                 *state = look(tid);
                 if *state == State::Asked {
                     if Instant::now() > deadline {
-                        bail!(why_not_stopped(self.pid, tid));
+                        return Some(tid);
                     }
                     std::thread::sleep(LOOK);
                 }
             }
         }
-        Ok(())
+        None
     }
 
     /// The registers of all threads that stand.
@@ -233,11 +288,16 @@ pub(super) fn has_ended(pid: u32, tid: u32) -> bool {
 
 /// The process that traces a thread.
 pub(super) fn tracer(pid: u32, tid: u32) -> Option<u32> {
-    let status = fs::read_to_string(format!("/proc/{pid}/task/{tid}/status")).ok()?;
-    let tracer = status
-        .lines()
-        .find_map(|line| line.strip_prefix("TracerPid:"))?;
-    tracer.trim().parse().ok().filter(|&tracer| tracer != 0)
+    let thread = status_number(&format!("/proc/{pid}/task/{tid}/status"), "TracerPid:");
+    let thread = thread.filter(|&tracer| tracer != 0)?;
+    // One of its threads is told, which is not the first one of memleak's.
+    Some(status_number(&format!("/proc/{thread}/status"), "Tgid:").unwrap_or(thread))
+}
+
+fn status_number(path: &str, name: &str) -> Option<u32> {
+    let status = fs::read_to_string(path).ok()?;
+    let number = status.lines().find_map(|line| line.strip_prefix(name))?;
+    number.trim().parse().ok()
 }
 
 /// That a process is traced already, and by whom.
@@ -256,20 +316,6 @@ pub(super) fn why_not_seized(pid: u32, tid: u32, error: &io::Error) -> String {
     }
     let remedy = capabilities::remedy(Capability::CAP_SYS_PTRACE);
     format!("failed to stop thread {tid} of process {pid} (PTRACE_SEIZE): {error}{remedy}")
-}
-
-fn why_not_stopped(pid: u32, tid: u32) -> String {
-    let milliseconds = PATIENCE.as_millis();
-    let why = match state(pid, tid) {
-        Some(b'D') => {
-            "it sleeps in the kernel where nothing interrupts it (state D: a disk, NFS, or a vfork \
-             whose child still runs)"
-        }
-        _ => "it may lack CPU time",
-    };
-    format!(
-        "thread {tid} of process {pid} did not stop within {milliseconds} ms: {why}; all threads go on, try again"
-    )
 }
 
 // A register is a word of each set.

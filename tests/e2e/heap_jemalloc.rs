@@ -1,0 +1,55 @@
+//! The heap of jemalloc as memleak finds it in a copy.
+
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+
+use crate::harness::{self, Workload};
+use crate::heap::{expect_blocks_of, look};
+
+/// All of these tests.
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "memleak::heap":
+        blocks_of_jemalloc_are_found [Once],
+        blocks_of_jemalloc_under_other_names_are_found [Once],
+    }
+}
+
+/// Small and large ones, of several arenas, with what threads have set aside, and what those that have ended had.
+fn blocks_of_jemalloc_are_found() -> Result<()> {
+    for conf in [
+        "",
+        "narenas:2",
+        "lg_tcache_max:20",
+        "dirty_decay_ms:0,muzzy_decay_ms:0",
+        "junk:true",
+    ] {
+        let mut command = Command::new(harness::workload("heap"));
+        let recorder = harness::workload("librecord.so");
+        command.env(
+            "LD_PRELOAD",
+            format!("{}:libjemalloc.so.2", recorder.display()),
+        );
+        command.env("MALLOC_CONF", conf);
+        let head = expect_blocks_of(command.args(["7", "20011", "plain"]))
+            .with_context(|| format!("MALLOC_CONF={conf}"))?;
+        let allocator = &head["allocators"][0];
+        ensure!(allocator["name"] == "jemalloc (5.3)", "{head}");
+        let file = allocator["file"].as_str().unwrap_or_default();
+        ensure!(file.ends_with("/libjemalloc.so.2"), "{head}");
+    }
+    Ok(())
+}
+
+/// jemalloc with functions of other names, linked statically: seven of them leave blocks.
+fn blocks_of_jemalloc_under_other_names_are_found() -> Result<()> {
+    let mut workload = Workload::start("alloc-je", &["leak", "1009", "1000"])?;
+    workload.work()?;
+    let rows = look(&workload.pid(), &[])?;
+    let head = rows.first().context("no report")?;
+    ensure!(head["coverage"] == "complete", "{head}");
+    ensure!(head["allocators"][0]["name"] == "jemalloc (5.3)", "{head}");
+    ensure!(head["blocks"] == 7 * 1009, "{head}");
+    Ok(())
+}

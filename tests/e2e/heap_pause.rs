@@ -1,0 +1,172 @@
+//! memleak has a process stand still for a moment: it lives on as if nobody had looked, and what cannot be held is refused.
+
+use std::fs;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use nix::sys::ptrace;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::harness::{self, Tool, Workload};
+use crate::heap::{look, number};
+
+/// All of these tests.
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "memleak::heap":
+        a_traced_process_is_refused,
+        a_thread_that_is_late_is_tried_again,
+        a_thread_that_never_stops_is_refused,
+        a_process_under_seccomp_lives_on,
+        shared_memory_is_not_brought_in,
+        a_pause_that_is_too_long_is_refused,
+        a_process_runs_on_if_memleak_is_killed_in_the_pause,
+    }
+}
+
+fn a_traced_process_is_refused() -> Result<()> {
+    let mut workload = Workload::start("heap", &["1", "211", "plain"])?;
+    let pid = Pid::from_raw(workload.pid().parse()?);
+    ptrace::seize(pid, ptrace::Options::empty())?;
+    let ended = harness::run("memleak", &["-p", &workload.pid(), "--heap"])?;
+
+    ensure!(
+        ended.status.code() == Some(1) && ended.stderr.contains("is traced already, by "),
+        "{ended:?}"
+    );
+    workload.work().map(drop)
+}
+
+/// A process in vfork(2), with its child.
+fn in_vfork() -> Result<(Workload, String)> {
+    let mut workload = Workload::start("heap", &["0", "0", "vfork"])?;
+    let pid = workload.pid();
+    workload.go()?;
+    let mut child = String::new();
+    harness::eventually("the process has a child, and waits for it", || {
+        child = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"))?;
+        Ok(!child.is_empty() && tracer_and_state(&pid)?.1.starts_with('D'))
+    })?;
+    Ok((workload, child.trim().to_owned()))
+}
+
+/// The first try fails, as the process sleeps where nothing interrupts it; then it no longer does.
+fn a_thread_that_is_late_is_tried_again() -> Result<()> {
+    for question in ["--heap", "--types", "--verdict"] {
+        let (mut workload, child) = in_vfork()?;
+        let pid = workload.pid();
+        let mut tool = Tool::start("memleak", &["-p", &pid, question, "--max-pause", "5000"])?;
+        let tracer = tool.pid().to_string();
+        for holder in [tracer.as_str(), "0"] {
+            while tracer_and_state(&pid)?.0 != holder {
+                ensure!(!tool.has_ended()?, "{question}: {:?}", tool.end()?);
+            }
+        }
+        kill(Pid::from_raw(child.parse()?), Signal::SIGKILL)?;
+        let ended = tool.end()?;
+        let says = format!(
+            " tries to stop all threads of process {pid}: thread {pid} did not stop within 100 ms"
+        );
+        ensure!(
+            ended.status.success() && ended.stderr.contains(&says),
+            "{question}: {ended:?}"
+        );
+        ensure!(workload.done()?["waited"] == "1", "it did not live on");
+    }
+    Ok(())
+}
+
+fn a_thread_that_never_stops_is_refused() -> Result<()> {
+    let (mut workload, child) = in_vfork()?;
+    let pid = workload.pid();
+    let says = [
+        &format!("thread {pid} of process {pid} did not stop within 100 ms in 6 tries over "),
+        "a vfork whose child still runs); all threads go on, try again",
+    ];
+    for question in ["--verdict", "--growth=10"] {
+        let args = ["-p", &pid, question, "--max-pause", "5000"];
+        let ended = harness::run("memleak", &args)?;
+        ensure!(
+            ended.status.code() == Some(1) && says.iter().all(|says| ended.stderr.contains(says)),
+            "{question}: {ended:?}"
+        );
+    }
+    kill(Pid::from_raw(child.parse()?), Signal::SIGKILL)?;
+    ensure!(workload.done()?["waited"] == "1", "it did not live on");
+    Ok(())
+}
+
+fn a_process_under_seccomp_lives_on() -> Result<()> {
+    let mut workload = Workload::start("heap", &["0", "2003", "strict"])?;
+    let rows = look(&workload.pid(), &[])?;
+    ensure!(rows[0]["coverage"] == "complete", "{rows:?}");
+    workload.work().map(drop)
+}
+
+fn shared_memory_is_not_brought_in() -> Result<()> {
+    let mut workload = Workload::start("heap", &["0", "0", "shared"])?;
+    let rows = look(&workload.pid(), &[])?;
+    ensure!(
+        number(&rows[0]["shared"]["mapped_bytes"])? >= 64 << 20,
+        "{rows:?}"
+    );
+    let facts = workload.work()?;
+    ensure!(facts["shared"] == "0", "{facts:?}");
+    Ok(())
+}
+
+fn a_pause_that_is_too_long_is_refused() -> Result<()> {
+    let mut workload = Workload::start("heap", &["0", "200003", "holes"])?;
+    let args = ["-p", &workload.pid(), "--heap", "--max-pause", "1"];
+    let ended = harness::run("memleak", &args)?;
+    ensure!(
+        ended.status.code() == Some(1)
+            && ended.stderr.contains("would stand still for about")
+            && ended.stderr.contains("more than --max-pause 1 allows"),
+        "{ended:?}"
+    );
+    workload.work().map(drop)
+}
+
+/// The process that traces a process, one of whose threads does, and the process's state.
+pub(super) fn tracer_and_state(pid: &str) -> Result<(String, String)> {
+    let field = |pid: &str, name: &str| {
+        let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+        let value = status.lines().find_map(|line| line.strip_prefix(name));
+        let value = value.context("no field")?.trim().to_owned();
+        anyhow::Ok(value)
+    };
+    let (tracer, state) = (field(pid, "TracerPid:")?, field(pid, "State:")?);
+    let tracer = field(&tracer, "Tgid:").unwrap_or(tracer);
+    Ok((tracer, state))
+}
+
+fn a_process_runs_on_if_memleak_is_killed_in_the_pause() -> Result<()> {
+    let mut workload = Workload::start("heap", &["0", "300007", "holes"])?;
+    let pid = workload.pid();
+    let mut killed = 0;
+    for _ in 0..10 {
+        let mut tool = Tool::start("memleak", &["-p", &pid, "--heap", "--max-pause", "60000"])?;
+        let tracer = tool.pid().to_string();
+        while !tool.has_ended()? {
+            if tracer_and_state(&pid)?.0 == tracer {
+                tool.signal(Signal::SIGKILL)?;
+                killed += 1;
+                break;
+            }
+        }
+        drop(tool);
+        harness::eventually("the process runs on", || {
+            let (tracer, state) = tracer_and_state(&pid)?;
+            Ok(tracer == "0" && state.starts_with('S'))
+        })?;
+        if killed == 3 {
+            break;
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+    ensure!(killed > 0, "no pause was met");
+    workload.work().map(drop)
+}
