@@ -49,6 +49,22 @@ pub enum Coverage {
     },
 }
 
+/// Ranges in order, less these holes, which are in order, too, each within one of them.
+pub(super) fn without(ranges: &[Range<u64>], holes: &[Range<u64>]) -> Vec<Range<u64>> {
+    let mut left = Vec::new();
+    let mut holes = holes.iter().peekable();
+    for range in ranges {
+        let mut start = range.start;
+        while let Some(hole) = holes.next_if(|hole| hole.start < range.end) {
+            left.push(start..hole.start);
+            start = hole.end;
+        }
+        left.push(start..range.end);
+    }
+    left.retain(|range| range.start < range.end);
+    left
+}
+
 /// The heaps of a process: what its allocators hold, and what of it the program has.
 ///
 /// Only words in blocks and words outside of [`regions`](Heap::regions) and

@@ -36,17 +36,12 @@ impl Walked {
             (Some(heap), None) | (None, Some(heap)) => heap,
             (None, None) => Heap::new(Vec::new(), Coverage::Complete),
         };
+        let nothing_found = heap.blocks().is_empty() && heap.coverage == Coverage::Complete;
+        let is_known = !heap.allocators.is_empty();
         let heap = match not_walked(&image) {
             // The C library's malloc may have been set up, and not used.
-            Some(why) if heap.blocks().is_empty() && heap.coverage == Coverage::Complete => {
-                Heap::new(Vec::new(), Coverage::Unknown { why })
-            }
-            None if heap.allocators.is_empty() && heap.coverage == Coverage::Complete => {
-                let why = format!(
-                    "no heap of {KNOWN} was found, and there is no walk of other allocators"
-                );
-                Heap::new(Vec::new(), Coverage::Unknown { why })
-            }
+            Some(why) if nothing_found => Heap::new(Vec::new(), Coverage::Unknown { why }),
+            None if nothing_found && !is_known => Heap::new(Vec::new(), why_not_found(&image)),
             _ => heap,
         };
         Self {
@@ -96,6 +91,18 @@ impl Walked {
 
 /// What has a walk.
 const KNOWN: &str = "glibc's malloc (2.26 to 2.43), musl's (1.2.1 and later) or jemalloc (5.3)";
+
+/// What is said of a process without a heap that is known.
+fn why_not_found(image: &Image) -> Coverage {
+    if let Some(place) = glibc::broken_ring(image) {
+        return Coverage::Incomplete {
+            why: "the arenas of glibc's malloc do not lead back to the main one".into(),
+            address: Some(place),
+        };
+    }
+    let why = format!("no heap of {KNOWN} was found, and there is no walk of other allocators");
+    Coverage::Unknown { why }
+}
 
 /// Says that there is no walk of an allocator that the process has loaded, if its file's name tells.
 fn not_walked(image: &Image) -> Option<String> {

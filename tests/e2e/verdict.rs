@@ -19,6 +19,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_database_under_load_has_no_leak [Host],
         a_database_with_jemalloc_has_no_leak [Host],
         blocks_of_jemalloc_are_judged [Once],
+        blocks_that_another_allocators_hold_are_not_lost [Once],
         objects_of_python_are_judged_by_their_counts [Host],
     }
 }
@@ -256,4 +257,27 @@ fn expect_no_leak_of_redis(preload: Option<&str>, allocator: &str) -> Result<()>
         child.wait()?;
     }
     judged
+}
+
+/// Of an allocator without a walk, all memory may hold blocks: tcmalloc's is in the middle of glibc's heap. jemalloc's blocks
+/// are judged themselves, with what they hold.
+fn blocks_that_another_allocators_hold_are_not_lost() -> Result<()> {
+    for (program, args, lost, via) in [
+        ("second", &["libmimalloc.so.2", "mi_malloc"][..], 101, 0),
+        ("second", &["libtcmalloc_minimal.so.4", "tc_malloc"], 101, 0),
+        ("second-je", &[], 101 + 103, 103),
+    ] {
+        let workload = Workload::start(program, args)?;
+        let rows = judge(&workload.pid(), &[])?;
+        let head = rows.first().context("no report")?;
+        ensure!(head["coverage"] == "complete", "{args:?}: {head}");
+        ensure!(
+            head["unreachable"]["blocks"] == lost && head["unreachable_via"]["blocks"] == via,
+            "{args:?}: {rows:?}"
+        );
+        let held = 1010 + if args.is_empty() { 1010 } else { 103 };
+        let reachable = head["reachable"]["blocks"].as_u64().unwrap_or_default();
+        ensure!(reachable >= held, "{args:?}: {head}");
+    }
+    Ok(())
 }

@@ -164,6 +164,7 @@ static void ring(void)
 		    (uint64_t)forged + (i + 1) % 3 * PAGE + 0x30;
 	}
 	*(uint64_t *)arena_next = (uint64_t)forged + 0x30;
+	fact("broken", "%p", (void *)(forged + 2 * PAGE + 0x30 + (arena_next - arena)));
 }
 
 /* Each page begins a heap of chunks of 32 bytes, which goes on to a fence that many heaps share. */

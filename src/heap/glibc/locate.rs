@@ -1,5 +1,6 @@
 //! Where glibc keeps `main_arena` and `mp_`, in a library's or a static program's data.
 
+use std::collections::HashSet;
 use std::ops::Range;
 
 use crate::heap::area::Area;
@@ -53,6 +54,47 @@ fn in_data(
     from: u64,
     fuel: &mut Fuel,
 ) -> Option<Library> {
+    first_row(image, data, from, fuel, |bins_at, fuel| {
+        let (main, bins) =
+            places(bins_at).find(|&(main, bins)| follow(image, main, bins, fuel).is_ok())?;
+        Some(Library {
+            file: file.to_vec(),
+            main,
+            bins,
+            counts: counts(image, data),
+        })
+    })
+}
+
+/// Where an arena's place in the ring of arenas says what cannot be, in a process in which no library has a heap: the
+/// arenas do not lead back to the main one.
+pub(super) fn broken_ring(image: &Image) -> Option<u64> {
+    let mut fuel = Fuel::of(image);
+    let mut furthest = None;
+    for (_, data) in Area::data_of_files(&image.areas) {
+        first_row(image, &data, data.start, &mut fuel, |bins_at, fuel| {
+            // Rows that begin a head or two beside the bins are torn at their ends.
+            let whole = (0..BINS).all(|number| is_head(image, bins_at + 16 * number));
+            for (main, bins) in places(bins_at) {
+                if let Err((arenas, place)) = follow(image, main, bins, fuel) {
+                    // That of the version that it is leads furthest.
+                    furthest = furthest.max(Some((arenas, whole, place)));
+                }
+            }
+            None::<()>
+        });
+    }
+    furthest.map(|(_, _, place)| place)
+}
+
+/// What is made of the first row of lists of free chunks, by its address, of which anything is.
+fn first_row<T>(
+    image: &Image,
+    data: &Range<u64>,
+    from: u64,
+    fuel: &mut Fuel,
+    mut made: impl FnMut(u64, &mut Fuel) -> Option<T>,
+) -> Option<T> {
     // The address of the last head comes first: most words are not even one.
     let last = 16 * (BINS - 1);
     let words = image.words(from.max(data.start + BINS_2_26).saturating_add(last)..data.end);
@@ -67,20 +109,14 @@ fn in_data(
         if is_torn || fuel.0 == 0 {
             return None;
         }
-        let bins_at = address - last;
-        let next = word(image, bins_at + BINS_BYTES + 16);
-        [BINS_2_27, BINS_2_43, BINS_2_26]
-            .into_iter()
-            .find_map(|bins| {
-                let main = bins_at.checked_sub(bins)?;
-                closes(image, main, bins, next, fuel).then(|| Library {
-                    file: file.to_vec(),
-                    main,
-                    bins,
-                    counts: counts(image, data),
-                })
-            })
+        made(address - last, fuel)
     })
+}
+
+/// Where the main arena can be, of which the bins are here, and how far into it these are.
+fn places(bins_at: u64) -> impl Iterator<Item = (u64, u64)> {
+    let bins = [BINS_2_27, BINS_2_43, BINS_2_26].into_iter();
+    bins.filter_map(move |bins| Some((bins_at.checked_sub(bins)?, bins)))
 }
 
 /// Whether a list's head is here: it points to itself, or to chunks that point back.
@@ -97,23 +133,24 @@ fn is_head(image: &Image, at: u64) -> bool {
         && word(image, last.wrapping_add(16)) == head
 }
 
-/// Whether the ring of arenas comes back to the main one.
-fn closes(image: &Image, main: u64, bins: u64, mut arena: u64, fuel: &mut Fuel) -> bool {
-    for _ in 0..MOST_ARENAS {
-        if !fuel.burn(1) {
-            break;
-        }
+/// Follows the ring of arenas back to the main one. If it leads elsewhere: after how many arenas, and the place of the
+/// word that does.
+fn follow(image: &Image, main: u64, bins: u64, fuel: &mut Fuel) -> Result<(), (usize, u64)> {
+    let mut seen = HashSet::new();
+    let next = |arena: u64| arena.wrapping_add(bins + BINS_BYTES + 16);
+    let mut place = next(main);
+    loop {
+        let arena = word(image, place);
         if arena == main {
-            return true;
+            return Ok(());
         }
         let header = arena & 0xfff;
         let is_arena = HEAP_HEADERS.contains(&header) && image.word(arena - header) == Some(arena);
-        if !is_arena {
-            return false;
+        if !is_arena || !seen.insert(arena) || seen.len() == MOST_ARENAS || !fuel.burn(1) {
+            return Err((seen.len(), place));
         }
-        arena = word(image, arena.wrapping_add(bins + BINS_BYTES + 16));
+        place = next(arena);
     }
-    false
 }
 
 /// What `mp_` counts. The place is known by what stands together: `mmapped_mem`, its maximum, the

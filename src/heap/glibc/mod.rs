@@ -23,7 +23,7 @@ mod tests;
 
 use std::ops::Range;
 
-use crate::heap::blocks::{Allocator, Block, Coverage, Heap};
+use crate::heap::blocks::{self, Allocator, Block, Coverage, Heap};
 use crate::heap::image::Image;
 use crate::heap::page_table::{PAGE, PageTable};
 use crate::heap::untrusted::{Fuel, word};
@@ -86,6 +86,8 @@ pub struct Arena {
     pub system: u64,
     /// Memory that was walked.
     pub segments: Vec<Range<u64>>,
+    /// Memory within these that others have taken by sbrk(2): tcmalloc beside malloc does.
+    pub gaps: Vec<Range<u64>>,
     /// What did not make sense, and where, if anything.
     pub broken: Option<(String, u64)>,
 }
@@ -158,6 +160,11 @@ pub struct Walk {
 /// Half a word.
 fn half(image: &Image, address: u64) -> u32 {
     (word(image, address & !7) >> (8 * (address & 4))) as u32
+}
+
+/// Where the ring of arenas is broken, in a process that has no heap of glibc's malloc which is whole.
+pub fn broken_ring(image: &Image) -> Option<u64> {
+    locate::broken_ring(image)
 }
 
 /// Walks the glibc heap of a process; None if no C library of its has allocated anything.
@@ -340,6 +347,9 @@ impl Walk {
         let segments = self.arenas.iter().flat_map(|arena| &arena.segments);
         heap.regions = segments.chain(&self.mmapped).cloned().collect();
         heap.regions.sort_unstable_by_key(|range| range.start);
+        // What is there is another's, and may hold blocks.
+        let gaps = self.arenas.iter().flat_map(|arena| arena.gaps.clone());
+        heap.regions = blocks::without(&heap.regions, &gaps.collect::<Vec<_>>());
         heap.structures = self
             .libraries
             .iter()

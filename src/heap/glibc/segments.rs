@@ -236,10 +236,11 @@ impl Walker<'_> {
             if base != arena.top && self.size(base) & FLAGS != PREVIOUS_IN_USE {
                 continue;
             }
-            let mut chunks = Vec::new();
-            match self.row_with_gaps(base, end, &mut chunks) {
+            let (mut chunks, mut gaps) = (Vec::new(), Vec::new());
+            match self.row_with_gaps(base, end, &mut chunks, &mut gaps) {
                 None => {
                     arena.segments.push(base..end);
+                    arena.gaps = gaps;
                     self.elsewhere(arena, memory, &mut chunks);
                     // Elsewhere there is only a part of the heap, behind what is damaged.
                     if let Some(at) =
@@ -267,13 +268,22 @@ impl Walker<'_> {
     }
 
     /// Walks to the top chunk across what others took by sbrk(2). Returns where that fails, if it does.
-    fn row_with_gaps(&mut self, base: u64, end: u64, chunks: &mut Vec<Chunk>) -> Option<u64> {
+    fn row_with_gaps(
+        &mut self,
+        base: u64,
+        end: u64,
+        chunks: &mut Vec<Chunk>,
+        gaps: &mut Vec<Range<u64>>,
+    ) -> Option<u64> {
         let mut at = base;
         for _ in 0..MOST_GAPS {
             match self.row(at, end, chunks) {
                 End::Top => return None,
                 End::Broken(at) => return Some(at),
-                End::Fence(after) => at = self.after_gap(after, end),
+                End::Fence(after) => {
+                    at = self.after_gap(after, end);
+                    gaps.push(after..at);
+                }
             }
         }
         Some(at)
