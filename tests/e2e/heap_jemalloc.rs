@@ -6,13 +6,14 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 
 use crate::harness::{self, Workload};
-use crate::heap::{expect_blocks_of, look};
+use crate::heap::{expect_blocks_of, look, number};
 
 /// All of these tests.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::heap":
         blocks_of_jemalloc_are_found [Once],
         blocks_of_jemalloc_under_other_names_are_found [Once],
+        a_heap_of_jemalloc_in_use_has_a_verdict [Once],
     }
 }
 
@@ -24,6 +25,7 @@ fn blocks_of_jemalloc_are_found() -> Result<()> {
         "lg_tcache_max:20",
         "dirty_decay_ms:0,muzzy_decay_ms:0",
         "junk:true",
+        "tcache:false",
     ] {
         let mut command = Command::new(harness::workload("heap"));
         let recorder = harness::workload("librecord.so");
@@ -51,5 +53,25 @@ fn blocks_of_jemalloc_under_other_names_are_found() -> Result<()> {
     ensure!(head["coverage"] == "complete", "{head}");
     ensure!(head["allocators"][0]["name"] == "jemalloc (5.3)", "{head}");
     ensure!(head["blocks"] == 7 * 1009, "{head}");
+    Ok(())
+}
+
+/// Threads that fill and flush their caches all the time: what is in the middle of that is left in doubt, and all else
+/// is judged.
+fn a_heap_of_jemalloc_in_use_has_a_verdict() -> Result<()> {
+    let mut command = Command::new(harness::workload("heap"));
+    command.env("LD_PRELOAD", "libjemalloc.so.2");
+    let workload = Workload::spawn(command.args(["6", "2003", "busy"]))?;
+    let pid = workload.pid();
+    for _ in 0..10 {
+        let args = ["-p", &pid, "--verdict", "-j", "--max-pause", "5000"];
+        let ended = harness::run("memleak", &args)?;
+        ensure!(ended.status.success(), "{ended:?}");
+        let rows = ended.objects()?;
+        let head = rows.first().context("no report")?;
+        ensure!(head["coverage"] == "complete", "{head}");
+        ensure!(number(&head["reachable"]["blocks"])? > 5000, "{head}");
+        ensure!(head["unreachable"]["blocks"] == 0, "{rows:?}");
+    }
     Ok(())
 }

@@ -16,6 +16,8 @@ use super::{Broken, Fuel, MOST_OF_SLAB, OWN, SMALL, size_of, word};
 const BIN: u64 = 224;
 const COUNTS: u64 = 112;
 const CURRENT: u64 = COUNTS + 80;
+/// How far into a bin its lock is; its first 32 bits are not 0 while a thread has it.
+const LOCK: u64 = 64;
 /// Bytes of an arena before its bins, at most.
 const LONGEST: u64 = 256 << 10;
 /// Arenas at most.
@@ -27,12 +29,16 @@ struct Sums {
     pages: u64,
     /// Slabs and their blocks in use, by size.
     bins: [(u64, u64); SMALL],
+    /// Slabs among these of which no block is in use: a bin does not count one that a thread is about to
+    /// bring or to give back.
+    empty: [u64; SMALL],
 }
 
 impl Sums {
     const NONE: Self = Self {
         pages: 0,
         bins: [(0, 0); SMALL],
+        empty: [0; SMALL],
     };
 
     /// By arena.
@@ -46,6 +52,7 @@ impl Sums {
                 let (slabs, blocks) = &mut sums.bins[extent.class];
                 *slabs += 1;
                 *blocks += count.saturating_sub(extent.free);
+                sums.empty[extent.class] += u64::from(count == extent.free);
             }
         }
         all
@@ -66,6 +73,11 @@ impl Bin {
         let (made, slabs, not_full) = (count(6), count(8), count(9));
         let fits = allocated.checked_sub(freed) == Some(blocks) && slabs <= made;
         (fits && not_full <= slabs).then_some(Self { slabs, blocks })
+    }
+
+    /// Whether it has counted these slabs and blocks; slabs that are empty, or not.
+    fn agrees(&self, (slabs, blocks): (u64, u64), empty: u64) -> bool {
+        self.blocks == blocks && (slabs - empty..=slabs).contains(&self.slabs)
     }
 }
 
@@ -144,11 +156,12 @@ impl Arenas {
         let mut differs = None;
         for (number, arena) in self.each() {
             let sums = sums.get(&number).unwrap_or(&Sums::NONE);
-            for (class, &(slabs, blocks)) in (0..).zip(&sums.bins) {
-                let at = arena + self.length + BIN * class + COUNTS;
-                match Bin::read(image, at) {
-                    Some(bin) if (bin.slabs, bin.blocks) == (slabs, blocks) => agreeing += 1,
-                    _ => differs = differs.or(Some((number, class, at))),
+            for (class, (&counted, &empty)) in (0..).zip(sums.bins.iter().zip(&sums.empty)) {
+                let bin = arena + self.length + BIN * class;
+                if Bin::read(image, bin + COUNTS).is_some_and(|bin| bin.agrees(counted, empty)) {
+                    agreeing += 1;
+                } else if !is_locked(image, bin) {
+                    differs = differs.or(Some((number, class, bin + COUNTS)));
                 }
             }
         }
@@ -208,6 +221,13 @@ impl Arenas {
         (address != 0).then_some(address)
     }
 
+    /// Whether a thread has the lock of a bin, and may be in the middle of changing its counts and its slabs' bitmaps.
+    pub(super) fn is_locked(&self, image: &Image, arena: u32, class: usize) -> bool {
+        let bin = |arena: u64| arena + self.length + BIN * class as u64;
+        self.address(arena)
+            .is_some_and(|arena| is_locked(image, bin(arena)))
+    }
+
     /// The memory that arenas are in, by what jemalloc takes for itself.
     pub(super) fn windows(&self) -> impl Iterator<Item = u64> {
         self.each().flat_map(|(_, arena)| {
@@ -215,6 +235,10 @@ impl Arenas {
             [arena & !(OWN - 1), (end - 1) & !(OWN - 1)]
         })
     }
+}
+
+fn is_locked(image: &Image, bin: u64) -> bool {
+    word(image, bin.wrapping_add(LOCK)) & 0xffff_ffff != 0
 }
 
 /// What may be the bins of an arena: its number, and how far from it they begin.

@@ -1,10 +1,12 @@
 //! What threads have set aside: jemalloc's caches of threads, of which each arena has a ring.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use crate::heap::image::Image;
 
 use super::arenas::Arenas;
+use super::inside::Inside;
 use super::{Broken, Fuel, Owner, Regions, SMALL, word};
 
 /// Bytes of a thread's cache of one size: where its blocks are, from the next one on, a count, and the
@@ -13,22 +15,32 @@ const CACHE: u64 = 24;
 /// Sizes that a cache has at most.
 const MOST_SIZES: u64 = 76;
 
-/// What a thread's caches hold.
-#[derive(Debug, Default)]
-struct Held {
-    /// Blocks, by their place.
-    blocks: Vec<usize>,
-    /// A block of the allocator's own, in which their addresses are.
-    list: Option<usize>,
+/// A thread's cache of one size.
+struct Cache {
+    class: u64,
+    /// Where the list of its blocks begins, from where on it is filled, and where it ends.
+    begins: u64,
+    from: u64,
+    end: u64,
 }
 
-/// Marks blocks in caches as nobody's, and those that caches themselves are in as the allocator's.
+impl Cache {
+    /// The words of its list that are in use; or all, of a list that is being filled.
+    fn list(&self, all: bool) -> impl Iterator<Item = u64> + use<> {
+        let from = if all { self.begins } else { self.from };
+        (from..self.end).step_by(8)
+    }
+}
+
+/// Marks blocks in caches as nobody's, and those that caches themselves are in as the allocator's. What is in the
+/// caches of a thread that may be in the middle of changing them is left in doubt.
 ///
 /// # Errors
 /// If not each thread that an arena has counted has caches there that make sense.
 pub(super) fn mark(
     image: &Image,
     arenas: &Arenas,
+    inside: &Inside,
     regions: &mut Regions,
     fuel: &mut Fuel,
 ) -> Result<(), Broken> {
@@ -37,9 +49,9 @@ pub(super) fn mark(
         return Ok(());
     }
     let Some(place) = place_of_rings(image, arenas, regions, fuel) else {
-        let why = "no cache of a thread was found (MALLOC_CONF=tcache:false?)";
-        return Err((why.into(), None));
+        return expect_no_caches(image, inside, regions, fuel);
     };
+    let mut in_doubt = Vec::new();
     for (number, arena) in arenas.each() {
         let first = word(image, arena + place);
         let most = threads(arena);
@@ -48,19 +60,74 @@ pub(super) fn mark(
             (why, Some(arena + place))
         })?;
         for member in members {
-            let held = held_by(image, member, regions, fuel).ok_or_else(|| {
+            let caches = caches_of(image, member, regions, fuel).ok_or_else(|| {
                 let why = "the cache of a thread makes no sense";
                 (why.to_owned(), Some(member))
             })?;
-            let blocks = held.blocks.iter().map(|&at| (at, Owner::Nobody));
-            let list = held.list.map(|at| (at, Owner::Allocator));
-            for (at, owner) in blocks.chain(list) {
-                let region = &mut regions.0[at];
-                if region.owner != Owner::Program {
-                    let why = "a block is in two caches of threads";
-                    return Err((why.into(), Some(region.block.address)));
-                }
-                region.owner = owner;
+            // All caches have their lists in one block.
+            if let Some(list) = caches.first().and_then(|one| regions.holding(one.begins)) {
+                set(regions, list, Owner::Allocator)?;
+            }
+            let thread = inside.thread_of(member);
+            if thread.is_some_and(|thread| inside.is_inside(thread)) {
+                in_doubt.extend(caches);
+                continue;
+            }
+            for block in blocks_of(image, &caches, regions, fuel).ok_or_else(|| {
+                let why = "the cache of a thread makes no sense";
+                (why.to_owned(), Some(member))
+            })? {
+                set(regions, block, Owner::Nobody)?;
+            }
+        }
+    }
+    doubt(image, &in_doubt, regions, fuel);
+    Ok(())
+}
+
+fn set(regions: &mut Regions, at: usize, owner: Owner) -> Result<(), Broken> {
+    let region = &mut regions.0[at];
+    if region.owner != Owner::Program {
+        let why = "a block in the cache of a thread is free, or in another one's";
+        return Err((why.into(), Some(region.block.address)));
+    }
+    region.owner = owner;
+    Ok(())
+}
+
+/// Leaves in doubt what is in these caches, and in the lists of those that are empty, which may be being filled.
+fn doubt(image: &Image, caches: &[Cache], regions: &mut Regions, fuel: &mut Fuel) {
+    for cache in caches {
+        for at in cache.list(cache.from == cache.end) {
+            if !fuel.burn(1) {
+                return;
+            }
+            let Some(at) = regions.starting_at(word(image, at)) else {
+                continue;
+            };
+            let region = &mut regions.0[at];
+            if region.owner == Owner::Program && region.class as u64 == cache.class {
+                region.owner = Owner::InDoubt;
+            }
+        }
+    }
+}
+
+/// No cache is where threads have what is theirs alone, as with MALLOC_CONF=tcache:false.
+///
+/// # Errors
+/// If one is.
+fn expect_no_caches(
+    image: &Image,
+    inside: &Inside,
+    regions: &Regions,
+    fuel: &mut Fuel,
+) -> Result<(), Broken> {
+    for memory in inside.own_memory() {
+        for (at, _) in image.words(memory) {
+            if caches_at(image, at, regions, fuel).is_some() {
+                let why = "a thread has a cache that no arena knows of";
+                return Err((why.into(), Some(at)));
             }
         }
     }
@@ -77,7 +144,7 @@ fn place_of_rings(
     let mut votes: BTreeMap<u64, usize> = BTreeMap::new();
     for (_, arena) in arenas.each() {
         for (at, first) in image.words(arena..arena + arenas.length) {
-            if next(image, first).is_some() && held_by(image, first, regions, fuel).is_some() {
+            if next(image, first).is_some() && caches_of(image, first, regions, fuel).is_some() {
                 *votes.entry(at - arena).or_default() += 1;
             }
         }
@@ -111,11 +178,16 @@ fn ring(image: &Image, first: u64, count: u64) -> Option<Vec<u64>> {
     (members.len() as u64 == count).then_some(members)
 }
 
-/// What the caches hold of which a member of a ring tells; None if these make no sense.
-fn held_by(image: &Image, member: u64, regions: &Regions, fuel: &mut Fuel) -> Option<Held> {
+/// The caches of which a member of a ring tells; None if these make no sense.
+fn caches_of(image: &Image, member: u64, regions: &Regions, fuel: &mut Fuel) -> Option<Vec<Cache>> {
     let caches = image.word(member.checked_add(16)?)?;
-    let mut held = Held::default();
-    let mut sizes = 0;
+    caches_at(image, caches, regions, fuel)
+}
+
+/// The caches at an address, each with its list in a block; None if there are none for all small sizes.
+fn caches_at(image: &Image, caches: u64, regions: &Regions, fuel: &mut Fuel) -> Option<Vec<Cache>> {
+    let mut found = Vec::new();
+    let mut block: Option<Range<u64>> = None;
     for class in 0..MOST_SIZES {
         let at = caches.checked_add(CACHE * class)?;
         let filled_from = image.word(at).filter(|&from| from.is_multiple_of(8));
@@ -128,20 +200,43 @@ fn held_by(image: &Image, member: u64, regions: &Regions, fuel: &mut Fuel) -> Op
         if room == 0 || !room.is_multiple_of(8) || !filled.is_multiple_of(8) || filled > room {
             break;
         }
-        if !fuel.burn(u64::from(filled / 8) + 1) {
+        if !fuel.burn(1) {
             return None;
         }
-        for entry in (0..u64::from(filled)).step_by(8) {
-            let at = regions.starting_at(image.word(from.checked_add(entry)?)?)?;
-            let region = regions.0[at];
-            if region.class as u64 != class || region.owner != Owner::Program {
+        let begins = from.checked_sub(u64::from(room - filled))?;
+        if block.is_none() {
+            let list = regions.holding(begins)?;
+            block = Some(regions.0[list].block.range());
+        }
+        found.push(Cache {
+            class,
+            begins,
+            from,
+            end: from.checked_add(u64::from(filled))?,
+        });
+    }
+    (found.len() >= SMALL).then_some(found)
+}
+
+/// The blocks in these caches, by their places; None if one is no block of its cache's size.
+fn blocks_of(
+    image: &Image,
+    caches: &[Cache],
+    regions: &Regions,
+    fuel: &mut Fuel,
+) -> Option<Vec<usize>> {
+    let mut blocks = Vec::new();
+    for cache in caches {
+        for entry in cache.list(false) {
+            if !fuel.burn(1) {
                 return None;
             }
-            held.blocks.push(at);
+            let at = regions.starting_at(image.word(entry)?)?;
+            if regions.0[at].class as u64 != cache.class {
+                return None;
+            }
+            blocks.push(at);
         }
-        let begins = from.checked_sub(u64::from(room - filled))?;
-        held.list = held.list.or_else(|| regions.holding(begins));
-        sizes += 1;
     }
-    (sizes >= SMALL && held.list.is_some()).then_some(held)
+    Some(blocks)
 }

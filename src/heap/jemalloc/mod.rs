@@ -11,6 +11,7 @@
 
 mod arenas;
 mod caches;
+mod inside;
 mod map;
 
 #[cfg(test)]
@@ -20,10 +21,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use crate::heap::area::Area;
-use crate::heap::blocks::{Allocator, Block, Coverage, Heap};
+use crate::heap::blocks::{self, Allocator, Block, Coverage, Heap};
 use crate::heap::image::Image;
 use crate::heap::untrusted::{Fuel, word};
 
+use inside::Inside;
 use map::{Extent, Map};
 
 /// Sizes of which slabs are made; larger blocks have extents of their own.
@@ -67,6 +69,8 @@ enum Owner {
     Nobody,
     /// The allocator, for the caches of a thread.
     Allocator,
+    /// Any of these: a thread was in the middle of filling or flushing a cache.
+    InDoubt,
 }
 
 /// All blocks of slabs and extents, in order of address.
@@ -102,14 +106,18 @@ pub fn walk(image: &Image) -> Option<Heap> {
     let (file, map, data) = found?;
     let mut broken: Vec<Broken> = Vec::new();
     let extents = map.extents(image, &mut fuel, &mut broken);
-    let mut regions = Regions::default();
+    let (mut regions, mut miscounted) = (Regions::default(), Vec::new());
     let most = image.copied_bytes() / 8 + (1 << 20);
     for extent in extents.values().filter(|extent| extent.is_active()) {
         if regions.0.len() as u64 > most {
             broken.push(("there are more blocks than memory".into(), None));
             break;
         }
-        regions.0.extend(blocks_of(image, extent, &mut broken));
+        let (blocks, agrees) = blocks_of(image, extent, &mut broken);
+        regions.0.extend(blocks);
+        if !agrees && miscounted.len() < MOST_BROKEN {
+            miscounted.push(extent);
+        }
         // One is enough to refuse, and all could be.
         broken.truncate(MOST_BROKEN);
     }
@@ -117,13 +125,23 @@ pub fn walk(image: &Image) -> Option<Heap> {
         .0
         .sort_unstable_by_key(|region| region.block.address);
     let arenas = arenas::Arenas::find(image, data, &extents, &mut fuel)?;
-    let mut own = BTreeSet::new();
+    let mut own: BTreeSet<_> = extents.keys().map(|edata| edata & !(OWN - 1)).collect();
     match arenas {
         Ok(arenas) => {
-            if let Err(why) = caches::mark(image, &arenas, &mut regions, &mut fuel) {
-                broken.push(why);
+            let unlocked = miscounted
+                .iter()
+                .find(|slab| !arenas.is_locked(image, slab.arena, slab.class));
+            if let Some(slab) = unlocked {
+                let why = "a slab has another number of free blocks than it has counted";
+                broken.push((why.into(), Some(slab.edata)));
             }
             own.extend(arenas.windows());
+            let locks = own.iter().map(|&window| window..window + OWN);
+            let locks = locks.chain([data.clone()]).collect();
+            let inside = Inside::of(image, file, locks);
+            if let Err(why) = caches::mark(image, &arenas, &inside, &mut regions, &mut fuel) {
+                broken.push(why);
+            }
         }
         Err(why) => broken.push(why),
     }
@@ -131,7 +149,6 @@ pub fn walk(image: &Image) -> Option<Heap> {
         broken.push(("the heap goes round in circles".into(), None));
     }
     let mut heap = heap(&extents, regions, broken);
-    own.extend(extents.keys().map(|edata| edata & !(OWN - 1)));
     let own = own.into_iter().map(|window| window..window + OWN);
     let leaves = map.leaves.iter().map(|&leaf| leaf..leaf + map::LEAF);
     heap.structures = merged(own.chain(leaves).collect());
@@ -142,8 +159,8 @@ pub fn walk(image: &Image) -> Option<Heap> {
     Some(heap)
 }
 
-/// The blocks of an extent, free ones included.
-fn blocks_of(image: &Image, extent: &Extent, broken: &mut Vec<Broken>) -> Vec<Region> {
+/// The blocks of an extent, free ones included; and whether these are as many as it has counted.
+fn blocks_of(image: &Image, extent: &Extent, broken: &mut Vec<Broken>) -> (Vec<Region>, bool) {
     let size = size_of(extent.class);
     let region = |address: u64, owner: Owner| Region {
         block: Block { address, size },
@@ -157,14 +174,14 @@ fn blocks_of(image: &Image, extent: &Extent, broken: &mut Vec<Broken>) -> Vec<Re
                 "an extent is smaller than its block".into(),
                 Some(extent.edata),
             ));
-            return Vec::new();
+            return (Vec::new(), true);
         }
-        return vec![region(extent.first, Owner::Program)];
+        return (vec![region(extent.first, Owner::Program)], true);
     }
     let count = extent.bytes / size;
     if extent.class >= SMALL || !extent.bytes.is_multiple_of(size) || count > MOST_OF_SLAB {
         broken.push(("a slab is not of whole blocks".into(), Some(extent.edata)));
-        return Vec::new();
+        return (Vec::new(), true);
     }
     let owner = |number: u64| {
         let bits = word(image, extent.edata + map::BITMAP + number / 64 * 8);
@@ -180,11 +197,8 @@ fn blocks_of(image: &Image, extent: &Extent, broken: &mut Vec<Broken>) -> Vec<Re
     let free = regions
         .iter()
         .filter(|region| region.owner == Owner::Nobody);
-    if free.count() as u64 != extent.free {
-        let why = "a slab has another number of free blocks than it has counted";
-        broken.push((why.into(), Some(extent.edata)));
-    }
-    regions
+    let agrees = free.count() as u64 == extent.free;
+    (regions, agrees)
 }
 
 /// The heap in terms that all allocators have in common; without blocks if it makes no sense, as forged ones can be
@@ -199,7 +213,12 @@ fn heap(extents: &BTreeMap<u64, Extent>, regions: Regions, broken: Vec<Broken>) 
         return Heap::new(Vec::new(), Coverage::Incomplete { why, address });
     }
     let mut heap = Heap::new(of(Owner::Program).collect(), Coverage::Complete);
-    heap.regions = merged(extents.values().map(Extent::range).collect());
+    // What is in doubt is judged by nobody, and may hold others: it is as memory of the program's own.
+    let in_doubt: Vec<_> = of(Owner::InDoubt).map(|block| block.range()).collect();
+    heap.regions = blocks::without(
+        &merged(extents.values().map(Extent::range).collect()),
+        &in_doubt,
+    );
     let idle = extents.values().filter(|extent| !extent.is_active());
     let free = of(Owner::Nobody).map(|block| block.range());
     heap.free = free.chain(idle.map(Extent::range)).collect();
