@@ -20,6 +20,25 @@ impl Block {
     }
 }
 
+/// Chunks, or blocks, added up.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Sum {
+    /// How many.
+    pub count: u64,
+    /// Their bytes; of chunks, with headers.
+    pub bytes: u64,
+    /// Bytes of these whose pages are in memory.
+    pub resident: u64,
+}
+
+impl Sum {
+    pub(super) fn add(&mut self, bytes: u64, resident: u64) {
+        self.count += 1;
+        self.bytes += bytes;
+        self.resident += resident;
+    }
+}
+
 /// An allocator whose structures have been walked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Allocator {

@@ -21,6 +21,8 @@ pub struct Walked {
     pub heap: Heap,
     /// The arenas and free chunks of glibc's malloc, if it has been used.
     pub glibc: Option<glibc::Walk>,
+    /// What jemalloc has its memory for, if it has been used.
+    pub jemalloc: Option<jemalloc::usage::HeapUsage>,
     /// Images that have been taken until then.
     pub images: u32,
 }
@@ -31,7 +33,8 @@ impl Walked {
         let glibc = glibc::walk(&image);
         let libc = glibc.as_ref().map(glibc::Walk::heap);
         let libc = libc.or_else(|| mallocng::walk(&image));
-        let heap = match (libc, jemalloc::walk(&image)) {
+        let (other, jemalloc) = jemalloc::walk(&image).unzip();
+        let heap = match (libc, other) {
             (Some(one), Some(other)) => one.joined(other),
             (Some(heap), None) | (None, Some(heap)) => heap,
             (None, None) => Heap::new(Vec::new(), Coverage::Complete),
@@ -48,6 +51,7 @@ impl Walked {
             image,
             heap,
             glibc,
+            jemalloc,
             images: 1,
         }
     }

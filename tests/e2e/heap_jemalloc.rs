@@ -4,6 +4,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use serde_json::Value;
 
 use crate::harness::{self, Workload};
 use crate::heap::{expect_blocks_of, look, number};
@@ -13,6 +14,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::heap":
         blocks_of_jemalloc_are_found [Once],
         blocks_of_jemalloc_under_other_names_are_found [Once],
+        free_memory_of_jemalloc_is_as_it_says_itself [Once],
         a_heap_of_jemalloc_in_use_has_a_verdict [Once],
     }
 }
@@ -72,6 +74,50 @@ fn a_heap_of_jemalloc_in_use_has_a_verdict() -> Result<()> {
         ensure!(head["coverage"] == "complete", "{head}");
         ensure!(number(&head["reachable"]["blocks"])? > 5000, "{head}");
         ensure!(head["unreachable"]["blocks"] == 0, "{rows:?}");
+    }
+    Ok(())
+}
+
+/// What jemalloc's own statistics say, to the byte; by arena and by size it adds up.
+fn free_memory_of_jemalloc_is_as_it_says_itself() -> Result<()> {
+    for conf in [
+        "",
+        "tcache:false",
+        "dirty_decay_ms:-1",
+        "narenas:3,retain:true",
+    ] {
+        let mut command = Command::new(harness::workload("heap"));
+        command.env("LD_PRELOAD", "libjemalloc.so.2");
+        command.env("MALLOC_CONF", conf);
+        let mut workload = Workload::spawn(command.args(["7", "20011", "stats"]))?;
+        let rows = look(&workload.pid(), &["-T", "1000"])?;
+        let heap = &rows.first().context("no report")?["jemalloc"];
+        let facts = workload.work()?;
+        let fact = |name: &str| -> Result<u64> { Ok(facts[name].parse()?) };
+        let parts = &heap["parts"];
+        for (name, found) in [
+            ("allocated", &heap["allocated_bytes"]),
+            ("active", &heap["active_bytes"]),
+            ("retained", &parts["retained"]["bytes"]),
+            ("dirty", &parts["dirty"]["bytes"]),
+            ("muzzy", &parts["muzzy"]["bytes"]),
+            ("caches", &parts["caches"]["bytes"]),
+        ] {
+            ensure!(
+                number(found)? == fact(name)?,
+                "MALLOC_CONF={conf}: {name} is {found}, of {facts:?}"
+            );
+        }
+        let sum = |rows: &Value, bytes: &dyn Fn(&Value) -> Result<u64>| -> Result<u64> {
+            rows.as_array().context("no rows")?.iter().map(bytes).sum()
+        };
+        let active = sum(&heap["arenas"], &|arena| number(&arena["active_bytes"]))?;
+        ensure!(heap["active_bytes"] == active, "{heap}");
+        let free = sum(&heap["size_classes"], &|class| {
+            number(&class["free"]["bytes"])
+        })?;
+        let parts = number(&parts["slabs"]["bytes"])? + number(&parts["caches"]["bytes"])?;
+        ensure!(free == parts, "{heap}");
     }
     Ok(())
 }

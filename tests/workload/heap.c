@@ -19,6 +19,7 @@
  *	shared	 64 MB of shared memory are mapped, whose pages are only another
  *		 process's; the work is to look how many are ours
  *	vfork	 the work is to wait, in vfork(2), until somebody kills the child
+ *	stats	 as plain; the work is to ask jemalloc's own statistics, which are facts
  *	strict	 under seccomp's strict mode, from ready on
  */
 #define _GNU_SOURCE
@@ -261,6 +262,35 @@ static void shared(void)
 	fact("shared", "%ld", mapped_pages(memory, size));
 }
 
+/* jemalloc's, if it is there. */
+__attribute__((weak)) int mallctl(const char *name, void *old, size_t *length, void *new,
+				  size_t new_length);
+
+static size_t statistic(const char *name)
+{
+	size_t value = 0, length = sizeof(value);
+
+	if (mallctl(name, &value, &length, NULL, 0))
+		die("no %s", name);
+	return value;
+}
+
+static void tell_statistics(void)
+{
+	uint64_t epoch = 1;
+
+	if (!mallctl)
+		die("there is no jemalloc");
+	mallctl("epoch", NULL, NULL, &epoch, sizeof(epoch));
+	fact("allocated", "%zu", statistic("stats.allocated"));
+	fact("active", "%zu", statistic("stats.active"));
+	fact("retained", "%zu", statistic("stats.retained"));
+	fact("dirty", "%zu", statistic("stats.arenas.4096.pdirty") * PAGE);
+	fact("muzzy", "%zu", statistic("stats.arenas.4096.pmuzzy") * PAGE);
+	fact("caches", "%zu", statistic("stats.arenas.4096.tcache_bytes"));
+	fact("resident", "%zu", statistic("stats.resident"));
+}
+
 /* The parent sleeps where no signal reaches it, while the child is there. */
 static void wait_in_vfork(void)
 {
@@ -319,6 +349,8 @@ int main(int argc, char **argv)
 			be_strict();
 		else
 			ready();
+		if (!strcmp(kind, "stats"))
+			tell_statistics();
 	}
 	done();
 	_exit(0);

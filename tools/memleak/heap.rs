@@ -4,6 +4,8 @@
 //! blocks and the free chunks, whenever they were allocated.
 
 pub(crate) mod args;
+mod block;
+mod jemalloc;
 mod report;
 mod types;
 
@@ -19,7 +21,8 @@ use memtools::run::privileges;
 
 use crate::args::Args;
 use crate::rows::ProcessName;
-use report::{BlockRow, HeapRow};
+use block::BlockRow;
+use report::HeapRow;
 
 /// Shows where the memory of the process is.
 ///

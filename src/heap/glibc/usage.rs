@@ -2,28 +2,10 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use crate::heap::blocks::Sum;
 use crate::heap::image::Image;
 
 use super::{MMAPPED, State, Walk};
-
-/// Chunks, or blocks, added up.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Sum {
-    /// How many.
-    pub count: u64,
-    /// Bytes, with headers.
-    pub bytes: u64,
-    /// Bytes of these whose pages are in memory.
-    pub resident: u64,
-}
-
-impl Sum {
-    fn add(&mut self, bytes: u64, resident: u64) {
-        self.count += 1;
-        self.bytes += bytes;
-        self.resident += resident;
-    }
-}
 
 /// The chunks of an arena, or of all, by who has them.
 #[derive(Debug, Clone, Default)]

@@ -77,7 +77,7 @@ pub(super) fn mark(
                 let why = "the cache of a thread makes no sense";
                 (why.to_owned(), Some(member))
             })? {
-                set(regions, block, Owner::Nobody)?;
+                set(regions, block, Owner::Cached)?;
             }
         }
     }

@@ -38,7 +38,30 @@ pub(super) struct Extent {
     pub(super) is_slab: bool,
     /// Blocks of a slab that are free.
     pub(super) free: u64,
-    state: u64,
+    state: State,
+}
+
+/// What an extent's pages are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum State {
+    Active,
+    Dirty,
+    Muzzy,
+    Retained,
+    /// A thread is in the middle of changing it.
+    Changing,
+}
+
+impl State {
+    fn of(number: u64) -> Self {
+        match number {
+            0 => Self::Active,
+            1 => Self::Dirty,
+            2 => Self::Muzzy,
+            3 => Self::Retained,
+            _ => Self::Changing,
+        }
+    }
 }
 
 impl Extent {
@@ -54,7 +77,7 @@ impl Extent {
             class: (bits >> 20 & 0xff) as usize,
             is_slab: bits >> 12 & 1 != 0,
             free: bits >> 28 & 0x3ff,
-            state: bits >> 17 & 7,
+            state: State::of(bits >> 17 & 7),
         };
         let ends = first.checked_add(extent.bytes)?;
         (first >= PAGE && extent.bytes > 0 && ends >> 47 == 0).then_some(extent)
@@ -63,7 +86,15 @@ impl Extent {
     /// Whether the program has it, or some blocks of it, or threads' caches have. What a thread is about to give
     /// back to the kernel has no size class.
     pub(super) fn is_active(&self) -> bool {
-        self.state == 0 && self.class < SIZES
+        self.state == State::Active && self.class < SIZES
+    }
+
+    /// What its pages are; what a thread is about to give back to the kernel is none of the program's.
+    pub(super) fn state(&self) -> State {
+        if self.state == State::Active && !self.is_active() {
+            return State::Changing;
+        }
+        self.state
     }
 
     /// The addresses of its pages.

@@ -13,6 +13,7 @@ mod arenas;
 mod caches;
 mod inside;
 mod map;
+pub mod usage;
 
 #[cfg(test)]
 mod tests;
@@ -27,6 +28,7 @@ use crate::heap::untrusted::{Fuel, word};
 
 use inside::Inside;
 use map::{Extent, Map};
+use usage::HeapUsage;
 
 /// Sizes of which slabs are made; larger blocks have extents of their own.
 const SMALL: usize = 36;
@@ -65,8 +67,10 @@ struct Region {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Owner {
     Program,
-    /// Nobody: it is free in its slab, or a thread has set it aside for itself.
-    Nobody,
+    /// Nobody: it is free in its slab.
+    Free,
+    /// Nobody: a thread has set it aside for itself.
+    Cached,
     /// The allocator, for the caches of a thread.
     Allocator,
     /// Any of these: a thread was in the middle of filling or flushing a cache.
@@ -97,7 +101,7 @@ impl Regions {
 }
 
 /// Walks the jemalloc heap of a process; None if there is none.
-pub fn walk(image: &Image) -> Option<Heap> {
+pub fn walk(image: &Image) -> Option<(Heap, HeapUsage)> {
     let modules = Area::data_of_files(&image.areas);
     let mut fuel = Fuel::of(image);
     let found = modules
@@ -125,6 +129,7 @@ pub fn walk(image: &Image) -> Option<Heap> {
         .0
         .sort_unstable_by_key(|region| region.block.address);
     let arenas = arenas::Arenas::find(image, data, &extents, &mut fuel)?;
+    let mut usage = HeapUsage::default();
     let mut own: BTreeSet<_> = extents.keys().map(|edata| edata & !(OWN - 1)).collect();
     match arenas {
         Ok(arenas) => {
@@ -142,6 +147,10 @@ pub fn walk(image: &Image) -> Option<Heap> {
             if let Err(why) = caches::mark(image, &arenas, &inside, &mut regions, &mut fuel) {
                 broken.push(why);
             }
+            let mut in_order: Vec<_> = extents.values().collect();
+            in_order.sort_unstable_by_key(|extent| extent.first);
+            let address = |number: u32| arenas.addresses.get(number as usize).copied();
+            usage = HeapUsage::of(image, &in_order, &regions.0, address);
         }
         Err(why) => broken.push(why),
     }
@@ -156,7 +165,7 @@ pub fn walk(image: &Image) -> Option<Heap> {
         name: "jemalloc (5.3)".into(),
         file: file.to_vec(),
     }];
-    Some(heap)
+    Some((heap, usage))
 }
 
 /// The blocks of an extent, free ones included; and whether these are as many as it has counted.
@@ -186,7 +195,7 @@ fn blocks_of(image: &Image, extent: &Extent, broken: &mut Vec<Broken>) -> (Vec<R
     let owner = |number: u64| {
         let bits = word(image, extent.edata + map::BITMAP + number / 64 * 8);
         if bits >> (number % 64) & 1 != 0 {
-            Owner::Nobody
+            Owner::Free
         } else {
             Owner::Program
         }
@@ -194,9 +203,7 @@ fn blocks_of(image: &Image, extent: &Extent, broken: &mut Vec<Broken>) -> (Vec<R
     let regions: Vec<_> = (0..count)
         .map(|number| region(extent.first + number * size, owner(number)))
         .collect();
-    let free = regions
-        .iter()
-        .filter(|region| region.owner == Owner::Nobody);
+    let free = regions.iter().filter(|region| region.owner == Owner::Free);
     let agrees = free.count() as u64 == extent.free;
     (regions, agrees)
 }
@@ -220,7 +227,8 @@ fn heap(extents: &BTreeMap<u64, Extent>, regions: Regions, broken: Vec<Broken>) 
         &in_doubt,
     );
     let idle = extents.values().filter(|extent| !extent.is_active());
-    let free = of(Owner::Nobody).map(|block| block.range());
+    let free = of(Owner::Free).chain(of(Owner::Cached));
+    let free = free.map(|block| block.range());
     heap.free = free.chain(idle.map(Extent::range)).collect();
     heap.free.sort_unstable_by_key(|range| range.start);
     heap

@@ -89,7 +89,7 @@ fn heap() -> Made {
 
 #[test]
 fn a_whole_heap_has_its_blocks_and_what_is_free() {
-    let heap = walk(&heap().image()).expect("a heap");
+    let (heap, usage) = walk(&heap().image()).expect("a heap");
     assert_eq!(heap.coverage, Coverage::Complete);
     let used = (0..60).filter(|number| ![7, 9].contains(number));
     let expected: Vec<_> = used
@@ -106,6 +106,15 @@ fn a_whole_heap_has_its_blocks_and_what_is_free() {
     let covers = |address: u64| heap.structures.iter().any(|range| range.contains(&address));
     assert!(covers(ARENA) && covers(BINS) && covers(SLAB) && covers(LEAF));
     assert_eq!(heap.allocators[0].file, b"/lib/libjemalloc.so.2");
+    let all = usage.all;
+    let counts = [all.in_use, all.cached, all.slabs, all.own].map(|sum| sum.count);
+    assert_eq!(counts, [58, 2, 4, 1]);
+    let bytes = [all.active, all.dirty, all.muzzy, all.retained].map(|sum| sum.bytes / PAGE);
+    assert_eq!(bytes, [9, 11, 0, 0]);
+    assert_eq!(all.allocated(), 60 * 64 + (28 << 10));
+    assert_eq!(usage.arenas[&0].address, ARENA);
+    let class = usage.classes[&64];
+    assert_eq!((class.in_use.count, class.free.count), (58, 6));
 }
 
 #[test]
@@ -131,7 +140,7 @@ fn what_does_not_agree_is_told() {
     ] {
         let mut made = heap();
         made.put(address, word);
-        let heap = walk(&made.image()).expect("a heap");
+        let (heap, _) = walk(&made.image()).expect("a heap");
         match heap.coverage {
             Coverage::Incomplete { why, .. } => assert!(why.contains(says), "{address:#x}: {why}"),
             other => panic!("{address:#x} {word:#x}: {other:?}"),
@@ -161,7 +170,7 @@ fn a_heap_damaged_anywhere_ends_the_walk() {
         ] {
             let mut made = whole.clone();
             made.put(address, word);
-            if let Some(heap) = walk(&made.image()) {
+            if let Some((heap, _)) = walk(&made.image()) {
                 // Whatever it is, blocks are in order and apart.
                 let apart = heap.blocks().windows(2);
                 assert!(

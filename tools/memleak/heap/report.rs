@@ -3,8 +3,8 @@
 use std::collections::HashSet;
 use std::io::{self, Write};
 
-use memtools::heap::blocks::{Block, Coverage, Heap};
-use memtools::heap::glibc::usage::{HeapUsage, SizeClass, Sum};
+use memtools::heap::blocks::{Coverage, Heap, Sum};
+use memtools::heap::glibc::usage::{HeapUsage, SizeClass};
 use memtools::heap::glibc::{State, Walk, trim};
 use memtools::heap::image::Image;
 use memtools::heap::walk::Walked;
@@ -13,10 +13,11 @@ use memtools::print::text;
 use memtools::process::smaps::MappedMemory;
 use serde::Serialize;
 
+use super::jemalloc::Jemalloc;
 use crate::rows::ProcessName;
 
 /// Free memory below this is no news.
-const NEWS: u64 = 4 << 20;
+pub(super) const NEWS: u64 = 4 << 20;
 
 /// The memory of a process by what it is for.
 #[derive(Debug, Serialize)]
@@ -36,6 +37,7 @@ pub(super) struct HeapRow {
     blocks: u64,
     block_bytes: u64,
     heap: Option<Parts>,
+    jemalloc: Option<Jemalloc>,
     stacks: Place,
     other_private: Place,
     shared: Place,
@@ -63,10 +65,17 @@ struct Place {
 
 /// Chunks of one kind.
 #[derive(Debug, Serialize)]
-struct Part {
-    count: u64,
-    bytes: u64,
+pub(super) struct Part {
+    pub(super) count: u64,
+    pub(super) bytes: u64,
     resident_bytes: u64,
+}
+
+impl Part {
+    pub(super) fn text(&self, out: &mut dyn Write, what: &str) -> io::Result<()> {
+        let (resident, bytes) = (text::bytes(self.resident_bytes), text::bytes(self.bytes));
+        line(out, &resident, &bytes, &text::grouped(self.count), what)
+    }
 }
 
 impl From<Sum> for Part {
@@ -122,7 +131,11 @@ impl HeapRow {
         top: usize,
     ) -> Self {
         let Walked {
-            image, heap, glibc, ..
+            image,
+            heap,
+            glibc,
+            jemalloc,
+            ..
         } = walked;
         let (coverage, coverage_note) = match &heap.coverage {
             Coverage::Complete => ("complete", None),
@@ -160,6 +173,9 @@ impl HeapRow {
             heap: usage
                 .as_ref()
                 .map(|(walk, usage)| Parts::of(walk, usage, heap)),
+            jemalloc: jemalloc
+                .as_ref()
+                .map(|usage| Jemalloc::of(usage, heap_resident_bytes, top)),
             stacks: Place::default(),
             other_private: Place::default(),
             shared: Place::default(),
@@ -171,8 +187,13 @@ impl HeapRow {
             left_out: (0, 0),
         };
         row.place(image, mappings);
+        if let Some(jemalloc) = &row.jemalloc {
+            row.verdict = jemalloc.verdict();
+        }
         if let Some((walk, usage)) = &usage {
-            row.verdict = verdict(usage);
+            if row.verdict != "fragmentation" {
+                row.verdict = verdict(usage);
+            }
             row.arenas = arenas(walk, usage);
             row.size_classes = classes(usage);
             let (arenas, classes) = (row.arenas.len(), row.size_classes.len());
@@ -319,10 +340,17 @@ impl Row for HeapRow {
         line(out, &resident, &all, "", "heap")?;
         match &self.heap {
             Some(heap) => heap.text(out)?,
+            None if self.jemalloc.is_some() => {}
             None => {
                 let count = text::grouped(self.blocks);
                 line(out, "", &bytes(self.block_bytes), &count, "  in use")?;
             }
+        }
+        if let Some(jemalloc) = &self.jemalloc {
+            if self.heap.is_some() {
+                writeln!(out, "{:>40}of them by jemalloc", "")?;
+            }
+            jemalloc.text(out)?;
         }
         for (what, place) in [
             ("stacks", &self.stacks),
@@ -392,7 +420,11 @@ impl HeapRow {
                 class.chunk_bytes
             )?;
         }
-        more(out, self.left_out.1, "size")
+        more(out, self.left_out.1, "size")?;
+        match &self.jemalloc {
+            Some(jemalloc) => jemalloc.tables(out),
+            None => Ok(()),
+        }
     }
 
     fn conclusion(&self, out: &mut dyn Write) -> io::Result<()> {
@@ -400,7 +432,8 @@ impl HeapRow {
             return Ok(());
         };
         writeln!(out)?;
-        if self.verdict == "fragmentation" {
+        let by_jemalloc = self.jemalloc.as_ref().is_some_and(Jemalloc::is_fragmented);
+        if self.verdict == "fragmentation" && !by_jemalloc {
             let parts = [&heap.bins, &heap.fastbins, &heap.tcaches, &heap.tops];
             let free: u64 = parts.iter().map(|part| part.resident_bytes).sum();
             writeln!(
@@ -426,14 +459,7 @@ impl Parts {
             ("  free in tcaches", &self.tcaches),
             ("  free at the tops of arenas", &self.tops),
         ] {
-            let count = text::grouped(part.count);
-            line(
-                out,
-                &bytes(part.resident_bytes),
-                &bytes(part.bytes),
-                &count,
-                what,
-            )?;
+            part.text(out, what)?;
         }
         line(out, "", &overhead, "", "  headers and the allocator's own")?;
         if self.other_blocks > 0 {
@@ -447,7 +473,7 @@ impl Parts {
     }
 }
 
-fn line(
+pub(super) fn line(
     out: &mut dyn Write,
     resident: &str,
     bytes: &str,
@@ -457,34 +483,10 @@ fn line(
     writeln!(out, "{resident:>12} {bytes:>12} {count:>12}  {what}")
 }
 
-fn more(out: &mut dyn Write, left_out: usize, thing: &str) -> io::Result<()> {
+pub(super) fn more(out: &mut dyn Write, left_out: usize, thing: &str) -> io::Result<()> {
     if left_out == 0 {
         return Ok(());
     }
     let things = text::counted(left_out as u64, thing);
     writeln!(out, "{:>12} {things} more (-T shows more)", "...")
-}
-
-/// A block that the program has.
-#[derive(Debug, Serialize)]
-pub(super) struct BlockRow {
-    r#type: &'static str,
-    address: String,
-    size_bytes: u64,
-}
-
-impl BlockRow {
-    pub(super) fn of(block: &Block) -> Self {
-        Self {
-            r#type: "block",
-            address: format!("{:#x}", block.address),
-            size_bytes: block.size,
-        }
-    }
-}
-
-impl Row for BlockRow {
-    fn text(&self, out: &mut dyn Write) -> io::Result<()> {
-        writeln!(out, "\taddr = {} size = {}", self.address, self.size_bytes)
-    }
 }

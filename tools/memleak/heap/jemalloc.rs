@@ -1,0 +1,187 @@
+//! What `--heap` prints of a heap of jemalloc.
+
+use std::io::{self, Write};
+
+use memtools::heap::jemalloc::usage::{HeapUsage, Usage};
+use memtools::print::text;
+use serde::Serialize;
+
+use super::report::{NEWS, Part, more};
+
+/// What jemalloc has its memory for.
+#[derive(Debug, Serialize)]
+pub(super) struct Jemalloc {
+    /// What its own statistics say: what threads' caches have is allocated, too.
+    allocated_bytes: u64,
+    active_bytes: u64,
+    parts: Parts,
+    arenas: Vec<ArenaRow>,
+    size_classes: Vec<ClassRow>,
+    #[serde(skip)]
+    left_out: (usize, usize),
+    #[serde(skip)]
+    is_fragmented: bool,
+    #[serde(skip)]
+    free_resident: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct Parts {
+    in_use: Part,
+    caches: Part,
+    in_doubt: Part,
+    slabs: Part,
+    dirty: Part,
+    muzzy: Part,
+    retained: Part,
+}
+
+impl From<&Usage> for Parts {
+    fn from(usage: &Usage) -> Self {
+        Self {
+            in_use: usage.in_use.into(),
+            caches: usage.cached.into(),
+            in_doubt: usage.in_doubt.into(),
+            slabs: usage.slabs.into(),
+            dirty: usage.dirty.into(),
+            muzzy: usage.muzzy.into(),
+            retained: usage.retained.into(),
+        }
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct ArenaRow {
+    number: u32,
+    address: String,
+    active_bytes: u64,
+    parts: Parts,
+}
+
+#[derive(Debug, Serialize)]
+struct ClassRow {
+    block_bytes: u64,
+    in_use: Part,
+    free: Part,
+}
+
+impl Jemalloc {
+    /// The `top` largest arenas and sizes of a heap with so much in memory.
+    pub(super) fn of(usage: &HeapUsage, heap_resident: u64, top: usize) -> Self {
+        let arena = |(&number, usage): (&u32, &Usage)| ArenaRow {
+            number,
+            address: format!("{:#x}", usage.address),
+            active_bytes: usage.active.bytes,
+            parts: usage.into(),
+        };
+        let mut arenas: Vec<_> = usage.arenas.iter().map(arena).collect();
+        arenas.sort_by_key(|row| std::cmp::Reverse(row.active_bytes));
+        let mut size_classes: Vec<_> = usage
+            .classes
+            .iter()
+            .map(|(&block_bytes, class)| ClassRow {
+                block_bytes,
+                in_use: class.in_use.into(),
+                free: class.free.into(),
+            })
+            .collect();
+        size_classes.sort_by_key(|row| std::cmp::Reverse(row.in_use.bytes + row.free.bytes));
+        let left_out = (
+            arenas.len().saturating_sub(top),
+            size_classes.len().saturating_sub(top),
+        );
+        arenas.truncate(top);
+        size_classes.truncate(top);
+        let free = usage.all.free_resident();
+        Self {
+            allocated_bytes: usage.all.allocated(),
+            active_bytes: usage.all.active.bytes,
+            parts: (&usage.all).into(),
+            arenas,
+            size_classes,
+            left_out,
+            is_fragmented: free >= NEWS && free * 2 >= heap_resident,
+            free_resident: free,
+        }
+    }
+
+    /// Whether at least half of the heap, and not little, is free.
+    pub(super) fn is_fragmented(&self) -> bool {
+        self.is_fragmented
+    }
+
+    /// A word for programs, as of a heap of glibc's.
+    pub(super) fn verdict(&self) -> &'static str {
+        if self.is_fragmented {
+            "fragmentation"
+        } else {
+            "in_use"
+        }
+    }
+
+    pub(super) fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let parts = &self.parts;
+        for (what, part) in [
+            ("  in use", &parts.in_use),
+            ("  free in threads' caches", &parts.caches),
+            ("  in use or in these", &parts.in_doubt),
+            ("  free in slabs", &parts.slabs),
+            ("  free pages, dirty", &parts.dirty),
+            ("  free pages, muzzy", &parts.muzzy),
+            ("  free addresses, retained", &parts.retained),
+        ] {
+            if what.contains(" or ") && part.count == 0 {
+                continue;
+            }
+            part.text(out, what)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn tables(&self, out: &mut dyn Write) -> io::Result<()> {
+        let bytes = text::bytes;
+        writeln!(
+            out,
+            "\n{:>12} {:>12} {:>12} {:>12}  ARENA OF JEMALLOC",
+            "ACTIVE", "IN USE", "FREE IN IT", "DIRTY"
+        )?;
+        for arena in &self.arenas {
+            writeln!(
+                out,
+                "{:>12} {:>12} {:>12} {:>12}  {} at {}",
+                bytes(arena.active_bytes),
+                bytes(arena.parts.in_use.bytes),
+                bytes(arena.parts.slabs.bytes + arena.parts.caches.bytes),
+                bytes(arena.parts.dirty.bytes),
+                arena.number,
+                arena.address
+            )?;
+        }
+        more(out, self.left_out.0, "arena")?;
+        writeln!(
+            out,
+            "\n{:>12} {:>12} {:>12} {:>12}  BLOCK SIZE",
+            "IN USE", "BLOCKS", "FREE", "BLOCKS"
+        )?;
+        for class in &self.size_classes {
+            writeln!(
+                out,
+                "{:>12} {:>12} {:>12} {:>12}  {}",
+                bytes(class.in_use.bytes),
+                text::grouped(class.in_use.count),
+                bytes(class.free.bytes),
+                text::grouped(class.free.count),
+                class.block_bytes
+            )?;
+        }
+        more(out, self.left_out.1, "size")?;
+        if self.is_fragmented {
+            let free = bytes(self.free_resident);
+            writeln!(
+                out,
+                "\nfragmentation, not a leak: {free} of the heap are free"
+            )?;
+        }
+        Ok(())
+    }
+}
