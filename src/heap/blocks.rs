@@ -181,14 +181,7 @@ impl Heap {
     pub fn block_at(&self, address: u64) -> Option<(usize, u64)> {
         let at = match self.index.get(address) {
             Some(first) => {
-                // How many blocks a page has is up to the allocator: the step doubles until it is enough.
-                let mut low = first as usize;
-                let mut step = 1;
-                while self.starts_by(low + step, address) {
-                    low += step;
-                    step *= 2;
-                }
-                let high = (low + step).min(self.blocks.len());
+                let (low, high) = self.near(first as usize, address);
                 let after =
                     self.blocks[low..high].partition_point(|block| block.address <= address);
                 (low + after).checked_sub(1)?
@@ -203,6 +196,39 @@ impl Heap {
         let block = &self.blocks[at];
         let offset = address.checked_sub(block.address)?;
         (offset < block.size.max(1)).then_some((at, offset))
+    }
+
+    /// The blocks among which the last one is that begins by an address, of a page whose first block is `first`.
+    ///
+    /// Most pages have blocks of one size, so that the place in the page tells which one; each step of a search from
+    /// the page's start would wait for memory.
+    fn near(&self, first: usize, address: u64) -> (usize, usize) {
+        let page = address & !(PAGE - 1);
+        let next = self
+            .index
+            .get(page + PAGE)
+            .map_or(first, |next| next as usize);
+        let blocks = next.saturating_sub(first) as u64;
+        let guess = first + ((address - page) * blocks / PAGE) as usize;
+        let mut step = 1;
+        if self.starts_by(guess, address) {
+            let mut low = guess;
+            while self.starts_by(low + step, address) {
+                low += step;
+                step *= 2;
+            }
+            return (low, (low + step).min(self.blocks.len()));
+        }
+        let mut high = guess;
+        while high > first {
+            let low = high.saturating_sub(step).max(first);
+            if self.starts_by(low, address) {
+                return (low, high);
+            }
+            high = low;
+            step *= 2;
+        }
+        (first, first)
     }
 
     fn starts_by(&self, number: usize, address: u64) -> bool {
@@ -265,6 +291,23 @@ mod tests {
             u64::MAX,
         ] {
             assert_eq!(heap.block_at(outside), None, "{outside:#x}");
+        }
+    }
+
+    #[test]
+    fn a_block_is_found_where_sizes_are_mixed() {
+        // Few blocks and then many in a page, and the other way round: most are not where one would guess.
+        let mut blocks = vec![(0x1000, 0x800)];
+        blocks.extend((0..128).map(|n| (0x1800 + 16 * n, 16)));
+        blocks.extend((0..128).map(|n| (0x2000 + 16 * n, 12)));
+        blocks.extend([(0x2900, 0x500), (0x2e08, 0x800), (0x3800, 8)]);
+        let heap = heap(&blocks);
+        for address in 0xff0..0x4010 {
+            let at = blocks
+                .iter()
+                .position(|&(start, size)| (start..start + size).contains(&address));
+            let expected = at.map(|at| (at, address - blocks[at].0));
+            assert_eq!(heap.block_at(address), expected, "{address:#x}");
         }
     }
 
