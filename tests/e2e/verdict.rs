@@ -259,7 +259,7 @@ fn expect_no_leak_of_redis(preload: Option<&str>, allocator: &str) -> Result<()>
     judged
 }
 
-/// Of an allocator without a walk, all memory may hold blocks: tcmalloc's is in the middle of glibc's heap. jemalloc's blocks
+/// All memory of an allocator without a walk may hold blocks: tcmalloc's is in the middle of glibc's heap. jemalloc's blocks
 /// are judged themselves, with what they hold.
 fn blocks_that_another_allocators_hold_are_not_lost() -> Result<()> {
     for (program, args, lost, via) in [

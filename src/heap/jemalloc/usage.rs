@@ -76,9 +76,9 @@ impl Usage {
 /// Blocks of one size.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Class {
-    /// Those that the program has.
+    /// Blocks that the program has.
     pub in_use: Sum,
-    /// Those that nobody has, in slabs and caches.
+    /// Blocks that nobody has, in slabs and caches.
     pub free: Sum,
 }
 
