@@ -25,7 +25,7 @@ impl Block {
 pub struct Sum {
     /// How many.
     pub count: u64,
-    /// Their bytes; of chunks, with headers.
+    /// Bytes of these blocks; of chunks, with headers.
     pub bytes: u64,
     /// Bytes of these whose pages are in memory.
     pub resident: u64,
