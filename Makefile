@@ -13,7 +13,6 @@
 #   make test-packages   the release built twice and compared; .deb and .rpm installed, run and removed in roots
 #                        of Debian 11, 12, 13 and testing; the crate installed by cargo without clang;
 #                        the image run as a pod is
-#   make test-dist   the same, of what target/dist holds, without making it first
 #   make bench     overhead beside peers, as ratios
 #   make clean
 
@@ -55,7 +54,7 @@ PACKAGES_PACKAGES = rpm
 IMAGE_PACKAGES = buildah
 PACKAGES_TEST_PACKAGES = python3-venv python3-yaml lintian rpmlint mmdebstrap debian-archive-keyring
 
-.PHONY: build deps demo test lint test-host test-vm install uninstall release packages crate image test-packages test-dist bench clean vmlinux
+.PHONY: build deps demo test lint test-host test-vm install uninstall release packages crate image test-packages bench clean vmlinux
 
 build: deps
 	$(CARGO) build $(FLAGS) --bins
@@ -127,9 +126,6 @@ crate: build
 	scripts/crate $(VERSION) $(TARGET)
 
 test-packages: packages crate image
-	$(MAKE) test-dist TARGET=$(TARGET)
-
-test-dist:
 	@scripts/need $(PACKAGES_TEST_PACKAGES)
 	tests/packages/installed target/dist/bpf-memtools_$(VERSION)-1_*.deb target/dist/bpf-memtools-$(VERSION)-1.*.rpm
 	tests/packages/image target/dist/bpf-memtools-$(VERSION)-$(TARGET).oci.tar
