@@ -48,7 +48,7 @@ fn watch(label: &str, seed: u64, seconds: u64, args: &[&str]) -> Result<(Workloa
     let program = [label, &milliseconds, &seed.to_string()];
     let mut workload = Workload::start("growth", &program)?;
     let (pid, seconds) = (workload.pid(), seconds.to_string());
-    let own = ["-p", &pid, "--growth", &seconds, "--max-pause", "5000"];
+    let own = ["-p", &pid, "--growth", &seconds, "--max-pause", "60000"];
     let mut tool = Tool::start("memleak", &[&own[..], args].concat())?;
     tool.wait_for("is watched for")?;
     workload.go()?;

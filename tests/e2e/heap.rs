@@ -32,7 +32,7 @@ pub(crate) fn tests() -> Vec<Trial> {
 
 /// What `memleak --heap` says in JSON.
 pub(super) fn look(pid: &str, args: &[&str]) -> Result<Vec<Value>> {
-    let args = [&["-p", pid, "--heap", "-j", "--max-pause", "5000"], args].concat();
+    let args = [&["-p", pid, "--heap", "-j", "--max-pause", "60000"], args].concat();
     harness::run("memleak", &args)?.objects()
 }
 
@@ -264,7 +264,7 @@ fn an_allocator_without_a_walk_is_named() -> Result<()> {
         );
         ensure!(number(&rows[0]["resident_bytes"])? > 0, "{rows:?}");
         for question in ["--verdict", "--types"] {
-            let args = ["-p", &pid, question, "--max-pause", "5000"];
+            let args = ["-p", &pid, question, "--max-pause", "60000"];
             harness::refuses("memleak", &args, 1, &says)?;
         }
     }

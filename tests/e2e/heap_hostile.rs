@@ -46,7 +46,7 @@ fn look(pid: &str, question: &[&str]) -> Result<Ended> {
     let start = Instant::now();
     let mut command = Command::new(harness::tool("memleak"));
     command
-        .args(["-p", pid, "--max-pause", "10000"])
+        .args(["-p", pid, "--max-pause", "60000"])
         .args(question)
         .stdin(Stdio::null());
     // SAFETY: one system call, which a child of many threads may make.

@@ -66,7 +66,7 @@ fn a_heap_of_jemalloc_in_use_has_a_verdict() -> Result<()> {
     let workload = Workload::spawn(command.args(["6", "2003", "busy"]))?;
     let pid = workload.pid();
     for _ in 0..10 {
-        let args = ["-p", &pid, "--verdict", "-j", "--max-pause", "5000"];
+        let args = ["-p", &pid, "--verdict", "-j", "--max-pause", "60000"];
         let ended = harness::run("memleak", &args)?;
         ensure!(ended.status.success(), "{ended:?}");
         let rows = ended.objects()?;

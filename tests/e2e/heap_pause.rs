@@ -57,7 +57,7 @@ fn a_thread_that_is_late_is_tried_again() -> Result<()> {
     for question in ["--heap", "--types", "--verdict"] {
         let (mut workload, child) = in_vfork()?;
         let pid = workload.pid();
-        let mut tool = Tool::start("memleak", &["-p", &pid, question, "--max-pause", "5000"])?;
+        let mut tool = Tool::start("memleak", &["-p", &pid, question, "--max-pause", "60000"])?;
         let tracer = tool.pid().to_string();
         for holder in [tracer.as_str(), "0"] {
             while tracer_and_state(&pid)?.0 != holder {
@@ -86,7 +86,7 @@ fn a_thread_that_never_stops_is_refused() -> Result<()> {
         "a vfork whose child still runs); all threads go on, try again",
     ];
     for question in ["--verdict", "--growth=10"] {
-        let args = ["-p", &pid, question, "--max-pause", "5000"];
+        let args = ["-p", &pid, question, "--max-pause", "60000"];
         let ended = harness::run("memleak", &args)?;
         ensure!(
             ended.status.code() == Some(1) && says.iter().all(|says| ended.stderr.contains(says)),

@@ -183,7 +183,7 @@ fn a_heap_and_a_verdict_have_theirs() -> Result<()> {
         ("--types", "types", "types of blocks in alloc"),
         ("--verdict", "verdict", "verdict on alloc"),
     ] {
-        let args = [option, "--max-pause", "5000", "-p", &pid];
+        let args = [option, "--max-pause", "60000", "-p", &pid];
         let ended = harness::run("memleak", &[&args[..], &["-j"]].concat())?;
         let rows = ended.objects()?;
         let row = rows.iter().find(|row| row["type"] == kind);

@@ -25,7 +25,15 @@ pub(crate) fn tests() -> Vec<Trial> {
 }
 
 fn judge(pid: &str, args: &[&str]) -> Result<Vec<Value>> {
-    let options = ["-jp", pid, "--verdict", "-T", "1000", "--max-pause", "5000"];
+    let options = [
+        "-jp",
+        pid,
+        "--verdict",
+        "-T",
+        "1000",
+        "--max-pause",
+        "60000",
+    ];
     let args = [&options, args].concat();
     harness::run("memleak", &args)?.objects()
 }
@@ -138,7 +146,7 @@ fn expect_what_holds_the_cache(rows: &[Value]) -> Result<()> {
 
 fn a_leak_fails_a_test_that_wants_none() -> Result<()> {
     let workload = Workload::start("verdict", &[])?;
-    let args = ["-p", &workload.pid(), "--verdict", "--max-pause", "5000"];
+    let args = ["-p", &workload.pid(), "--verdict", "--max-pause", "60000"];
     let ended = harness::run(
         "memleak",
         &[&args[..], &["--fail-on", "unreachable"]].concat(),
@@ -155,7 +163,7 @@ fn a_leak_fails_a_test_that_wants_none() -> Result<()> {
 
 fn what_is_not_known_as_a_whole_is_not_judged() -> Result<()> {
     let refused = |mut workload: Workload, why: &str| {
-        let args = ["-p", &workload.pid(), "--verdict", "--max-pause", "5000"];
+        let args = ["-p", &workload.pid(), "--verdict", "--max-pause", "60000"];
         let ended = harness::run("memleak", &args)?;
         ensure!(
             ended.status.code() == Some(1) && ended.stderr.contains(why),
@@ -180,7 +188,7 @@ fn objects_of_python_are_judged_by_their_counts() -> Result<()> {
     let options = ["-jp", &workload.pid(), "--verdict", "-T", "100000"];
     let rows = harness::run(
         "memleak",
-        &[&options[..], &["--max-pause", "5000"]].concat(),
+        &[&options[..], &["--max-pause", "60000"]].concat(),
     )?;
     let rows = rows.objects()?;
     ensure!(workload.finish()?.success(), "it did not live on");

@@ -68,7 +68,7 @@ pub(crate) fn expect_what_was_made(rows: &[Value]) -> Result<()> {
 fn judged(args: &[&str]) -> Result<Vec<Value>> {
     let mut workload = Workload::start("forget", &[])?;
     let options = ["-jp", &workload.pid(), "--verdict=1000", "-T", "1000"];
-    let options = [&options[..], &["--max-pause", "5000"], args].concat();
+    let options = [&options[..], &["--max-pause", "60000"], args].concat();
     let mut tool = Tool::start("memleak", &options)?;
     tool.wait_for("allocator: glibc")?;
     workload.work()?;
