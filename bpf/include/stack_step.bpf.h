@@ -18,7 +18,7 @@
 /* Steps of a walk: a frame may take a second one, for a return probe. */
 #define STACK_MAX_STEPS (STACK_MAX_DEPTH + 33)
 
-/* The same of a walk to a call that is going on, from what it has called. */
+/* Steps of a walk to a call that is going on, from what it has called. */
 #define STACK_CALL_STEPS 160
 
 /* Return probes that a thread can be in at once; the kernel allows 64. */
