@@ -7,7 +7,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -17,6 +17,15 @@ use crate::code::elf;
 use crate::host::capabilities::{self, Capability};
 use crate::print::text;
 use crate::process::mapped_file::{self, MappedFile};
+
+/// The value of a field, with the colon in its name, of a file such as `/proc/PID/status`. The file need not be
+/// UTF-8: it has the process's name, which can be anything.
+pub(crate) fn field(path: impl AsRef<Path>, name: &str) -> Option<String> {
+    let text = fs::read(path).ok()?;
+    let mut lines = text.split(|&byte| byte == b'\n');
+    let value = lines.find_map(|line| line.strip_prefix(name.as_bytes()))?;
+    Some(str::from_utf8(value).ok()?.trim().to_owned())
+}
 
 /// The numbers of all processes that run now in our PID namespace.
 ///
@@ -65,9 +74,8 @@ impl Process {
     /// # Errors
     /// If there is no such thread.
     pub fn of_thread(tid: u32) -> Result<Self> {
-        let status = fs::read_to_string(format!("/proc/{tid}/status")).unwrap_or_default();
-        let process = status.lines().find_map(|line| line.strip_prefix("Tgid:"));
-        match process.and_then(|pid| pid.trim().parse().ok()) {
+        let process = field(format!("/proc/{tid}/status"), "Tgid:");
+        match process.and_then(|pid| pid.parse().ok()) {
             Some(pid) => Self::open(pid),
             None => bail!("no thread has TID {tid}; list those of a process with: ps -L -p PID"),
         }
@@ -196,16 +204,14 @@ impl Process {
 
     /// The process's number in its own PID namespace, which is what it names its files after.
     pub fn pid_in_its_namespace(&self) -> u32 {
-        let status = fs::read_to_string(self.file("status")).unwrap_or_default();
-        let ids = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+        let ids = field(self.file("status"), "NSpid:");
         ids.and_then(|ids| ids.split_whitespace().next_back()?.parse().ok())
             .unwrap_or(self.pid)
     }
 
     /// The user that it runs as (effective); None if it has exited.
     pub fn user(&self) -> Option<u32> {
-        let status = fs::read_to_string(self.file("status")).ok()?;
-        let ids = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+        let ids = field(self.file("status"), "Uid:")?;
         ids.split_whitespace().nth(1)?.parse().ok()
     }
 
@@ -375,6 +381,16 @@ mod tests {
         let CodeFiles { files, .. } = process.code_files().expect("our files");
         let exe = std::env::current_exe().expect("our program");
         assert!(files.iter().any(|file| file.name() == exe), "{files:?}");
+    }
+
+    #[test]
+    fn a_field_is_read_behind_a_name_that_is_not_utf_8() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        fs::write(&file, b"Name:\tt\xe9st\nTgid:\t4242\nVmSwap:\t  12 kB\n").expect("written");
+        let value = |name: &str| field(file.path(), name);
+        assert_eq!(value("Tgid:").as_deref(), Some("4242"));
+        assert_eq!(value("VmSwap:").as_deref(), Some("12 kB"));
+        assert_eq!((value("Name:"), value("Pid:")), (None, None));
     }
 
     #[test]

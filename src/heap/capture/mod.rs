@@ -25,7 +25,7 @@ use memmap2::MmapMut;
 use crate::heap::area::Area;
 use crate::heap::image::{Image, Thread};
 use crate::print::clock;
-use crate::process::proc::Process;
+use crate::process::proc::{self, Process};
 use crate::process::translator;
 
 use pages::{Pages, Runs};
@@ -298,11 +298,8 @@ fn comm(path: &str) -> Vec<u8> {
 
 /// A number in a file whose lines are like `VmSwap:  12 kB`.
 fn status_kilobytes(path: &str, name: &str) -> Option<u64> {
-    let text = fs::read(path).ok()?;
-    let mut lines = text.split(|&byte| byte == b'\n');
-    let value = lines.find_map(|line| line.strip_prefix(name.as_bytes()))?;
-    let value = str::from_utf8(value).ok()?.trim().strip_suffix("kB")?;
-    value.trim().parse().ok()
+    let value = proc::field(path, name)?;
+    value.strip_suffix("kB")?.trim().parse().ok()
 }
 
 #[cfg(test)]

@@ -15,6 +15,7 @@ use anyhow::{Result, bail};
 use crate::heap::image::{GENERAL_REGISTERS, Thread};
 use crate::host::capabilities::{self, Capability};
 use crate::print::text;
+use crate::process::proc;
 
 /// How long a thread may take to stop, while others stand already. One that sleeps in the kernel
 /// where no signal reaches it (state D: a disk, NFS, a vfork) can take for ever.
@@ -288,16 +289,12 @@ pub(super) fn has_ended(pid: u32, tid: u32) -> bool {
 
 /// The process that traces a thread.
 pub(super) fn tracer(pid: u32, tid: u32) -> Option<u32> {
-    let thread = status_number(&format!("/proc/{pid}/task/{tid}/status"), "TracerPid:");
+    let number =
+        |path: String, name: &str| -> Option<u32> { proc::field(path, name)?.parse().ok() };
+    let thread = number(format!("/proc/{pid}/task/{tid}/status"), "TracerPid:");
     let thread = thread.filter(|&tracer| tracer != 0)?;
     // One of its threads is told, which is not the first one of memleak's.
-    Some(status_number(&format!("/proc/{thread}/status"), "Tgid:").unwrap_or(thread))
-}
-
-fn status_number(path: &str, name: &str) -> Option<u32> {
-    let status = fs::read_to_string(path).ok()?;
-    let number = status.lines().find_map(|line| line.strip_prefix(name))?;
-    number.trim().parse().ok()
+    Some(number(format!("/proc/{thread}/status"), "Tgid:").unwrap_or(thread))
 }
 
 /// That a process is traced already, and by whom.
