@@ -85,7 +85,7 @@ impl Bin {
 #[derive(Debug)]
 pub(super) struct Arenas {
     /// By number: their addresses.
-    pub(super) addresses: Vec<u64>,
+    addresses: Vec<u64>,
     /// Bytes of each before its bins.
     pub(super) length: u64,
 }
@@ -157,7 +157,7 @@ impl Arenas {
         for (number, arena) in self.each() {
             let sums = sums.get(&number).unwrap_or(&Sums::NONE);
             for (class, (&counted, &empty)) in (0..).zip(sums.bins.iter().zip(&sums.empty)) {
-                let bin = arena + self.length + BIN * class;
+                let bin = self.bin(arena, class);
                 if Bin::read(image, bin + COUNTS).is_some_and(|bin| bin.agrees(counted, empty)) {
                     agreeing += 1;
                 } else if !is_locked(image, bin) {
@@ -216,22 +216,27 @@ impl Arenas {
         all.filter(|(_, arena)| *arena != 0 && arena >> 47 == 0 && arena.is_multiple_of(8))
     }
 
-    fn address(&self, number: u32) -> Option<u64> {
+    /// Where the bin of a size of an arena is; behind the last one, where the arena ends.
+    fn bin(&self, arena: u64, class: u64) -> u64 {
+        arena + self.length + BIN * class
+    }
+
+    /// The address of an arena, by its number.
+    pub(super) fn address(&self, number: u32) -> Option<u64> {
         let address = *self.addresses.get(number as usize)?;
         (address != 0).then_some(address)
     }
 
     /// Whether a thread has the lock of a bin, and may be in the middle of changing its counts and its slabs' bitmaps.
     pub(super) fn is_locked(&self, image: &Image, arena: u32, class: usize) -> bool {
-        let bin = |arena: u64| arena + self.length + BIN * class as u64;
         self.address(arena)
-            .is_some_and(|arena| is_locked(image, bin(arena)))
+            .is_some_and(|arena| is_locked(image, self.bin(arena, class as u64)))
     }
 
     /// The memory that arenas are in, by what jemalloc takes for itself.
     pub(super) fn windows(&self) -> impl Iterator<Item = u64> {
         self.each().flat_map(|(_, arena)| {
-            let end = arena + self.length + BIN * SMALL as u64;
+            let end = self.bin(arena, SMALL as u64);
             [arena & !(OWN - 1), (end - 1) & !(OWN - 1)]
         })
     }

@@ -149,8 +149,9 @@ pub fn walk(image: &Image) -> Option<(Heap, HeapUsage)> {
             }
             let mut in_order: Vec<_> = extents.values().collect();
             in_order.sort_unstable_by_key(|extent| extent.first);
-            let address = |number: u32| arenas.addresses.get(number as usize).copied();
-            usage = HeapUsage::of(image, &in_order, &regions.0, address);
+            usage = HeapUsage::of(image, &in_order, &regions.0, |number| {
+                arenas.address(number)
+            });
         }
         Err(why) => broken.push(why),
     }
