@@ -6,7 +6,7 @@ use memtools::heap::jemalloc::usage::{HeapUsage, Usage};
 use memtools::print::text;
 use serde::Serialize;
 
-use super::report::{NEWS, Part, more};
+use super::report::{Part, is_fragmented, more, size_line};
 
 /// What jemalloc has its memory for.
 #[derive(Debug, Serialize)]
@@ -100,7 +100,7 @@ impl Jemalloc {
             arenas,
             size_classes,
             left_out,
-            is_fragmented: free >= NEWS && free * 2 >= heap_resident,
+            is_fragmented: is_fragmented(free, heap_resident),
             free_resident: free,
         }
     }
@@ -108,15 +108,6 @@ impl Jemalloc {
     /// Whether at least half of the heap, and not little, is free.
     pub(super) fn is_fragmented(&self) -> bool {
         self.is_fragmented
-    }
-
-    /// A word for programs, as of a heap of glibc's.
-    pub(super) fn verdict(&self) -> &'static str {
-        if self.is_fragmented {
-            "fragmentation"
-        } else {
-            "in_use"
-        }
     }
 
     pub(super) fn text(&self, out: &mut dyn Write) -> io::Result<()> {
@@ -164,15 +155,7 @@ impl Jemalloc {
             "IN USE", "BLOCKS", "FREE", "BLOCKS"
         )?;
         for class in &self.size_classes {
-            writeln!(
-                out,
-                "{:>12} {:>12} {:>12} {:>12}  {}",
-                bytes(class.in_use.bytes),
-                text::grouped(class.in_use.count),
-                bytes(class.free.bytes),
-                text::grouped(class.free.count),
-                class.block_bytes
-            )?;
+            size_line(out, &class.in_use, &class.free, class.block_bytes)?;
         }
         more(out, self.left_out.1, "size")?;
         if self.is_fragmented {

@@ -1,6 +1,7 @@
 //! What `--heap` prints.
 
 use std::collections::HashSet;
+use std::fmt;
 use std::io::{self, Write};
 
 use memtools::heap::blocks::{Coverage, Heap, Sum};
@@ -17,7 +18,7 @@ use super::jemalloc::Jemalloc;
 use crate::rows::ProcessName;
 
 /// Free memory below this is no news.
-pub(super) const NEWS: u64 = 4 << 20;
+const NEWS: u64 = 4 << 20;
 
 /// The memory of a process by what it is for.
 #[derive(Debug, Serialize)]
@@ -188,11 +189,12 @@ impl HeapRow {
         };
         row.place(image, mappings);
         if let Some(jemalloc) = &row.jemalloc {
-            row.verdict = jemalloc.verdict();
+            row.verdict = verdict(jemalloc.is_fragmented());
         }
         if let Some((walk, usage)) = &usage {
             if row.verdict != "fragmentation" {
-                row.verdict = verdict(usage);
+                let all = &usage.all;
+                row.verdict = verdict(is_fragmented(all.free().resident, all.total.resident));
             }
             row.arenas = arenas(walk, usage);
             row.size_classes = classes(usage);
@@ -259,14 +261,35 @@ impl Parts {
     }
 }
 
+/// Whether at least half of what is in memory of a heap, and not little, is free.
+pub(super) fn is_fragmented(free: u64, resident: u64) -> bool {
+    free >= NEWS && free * 2 >= resident
+}
+
 /// What the heap's size comes from: a word for programs.
-fn verdict(usage: &HeapUsage) -> &'static str {
-    let free = usage.all.free().resident;
-    if free >= NEWS && free * 2 >= usage.all.total.resident {
+pub(super) fn verdict(is_fragmented: bool) -> &'static str {
+    if is_fragmented {
         "fragmentation"
     } else {
         "in_use"
     }
+}
+
+/// A line of a table of sizes, of the blocks or chunks of one.
+pub(super) fn size_line(
+    out: &mut dyn Write,
+    in_use: &Part,
+    free: &Part,
+    size: impl fmt::Display,
+) -> io::Result<()> {
+    writeln!(
+        out,
+        "{:>12} {:>12} {:>12} {:>12}  {size}",
+        text::bytes(in_use.bytes),
+        text::grouped(in_use.count),
+        text::bytes(free.bytes),
+        text::grouped(free.count),
+    )
 }
 
 /// The arenas, the largest first.
@@ -410,15 +433,8 @@ impl HeapRow {
         }
         for class in &self.size_classes {
             let up_to = if class.is_limit { "up to " } else { "" };
-            writeln!(
-                out,
-                "{:>12} {:>12} {:>12} {:>12}  {up_to}{}",
-                bytes(class.in_use.bytes),
-                text::grouped(class.in_use.count),
-                bytes(class.free.bytes),
-                text::grouped(class.free.count),
-                class.chunk_bytes
-            )?;
+            let size = format_args!("{up_to}{}", class.chunk_bytes);
+            size_line(out, &class.in_use, &class.free, size)?;
         }
         more(out, self.left_out.1, "size")?;
         match &self.jemalloc {
