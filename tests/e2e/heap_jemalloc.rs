@@ -19,6 +19,15 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
+const JEMALLOC: &str = "libjemalloc.so.2";
+
+/// The workload `heap` on jemalloc, with these options of MALLOC_CONF.
+fn heap(conf: &str) -> Command {
+    let mut command = Command::new(harness::workload("heap"));
+    command.env("LD_PRELOAD", JEMALLOC).env("MALLOC_CONF", conf);
+    command
+}
+
 /// Small and large ones, of several arenas, with what threads have set aside, and what those that have ended had.
 fn blocks_of_jemalloc_are_found() -> Result<()> {
     for conf in [
@@ -29,13 +38,9 @@ fn blocks_of_jemalloc_are_found() -> Result<()> {
         "junk:true",
         "tcache:false",
     ] {
-        let mut command = Command::new(harness::workload("heap"));
+        let mut command = heap(conf);
         let recorder = harness::workload("librecord.so");
-        command.env(
-            "LD_PRELOAD",
-            format!("{}:libjemalloc.so.2", recorder.display()),
-        );
-        command.env("MALLOC_CONF", conf);
+        command.env("LD_PRELOAD", format!("{}:{JEMALLOC}", recorder.display()));
         let head = expect_blocks_of(command.args(["7", "20011", "plain"]))
             .with_context(|| format!("MALLOC_CONF={conf}"))?;
         let allocator = &head["allocators"][0];
@@ -61,9 +66,7 @@ fn blocks_of_jemalloc_under_other_names_are_found() -> Result<()> {
 /// Threads that fill and flush their caches all the time: what is in the middle of that is left in doubt, and all else
 /// is judged.
 fn a_heap_of_jemalloc_in_use_has_a_verdict() -> Result<()> {
-    let mut command = Command::new(harness::workload("heap"));
-    command.env("LD_PRELOAD", "libjemalloc.so.2");
-    let workload = Workload::spawn(command.args(["6", "2003", "busy"]))?;
+    let workload = Workload::spawn(heap("").args(["6", "2003", "busy"]))?;
     let pid = workload.pid();
     for _ in 0..10 {
         let args = ["-p", &pid, "--verdict", "-j", "--max-pause", "60000"];
@@ -86,10 +89,7 @@ fn free_memory_of_jemalloc_is_as_it_says_itself() -> Result<()> {
         "dirty_decay_ms:-1",
         "narenas:3,retain:true",
     ] {
-        let mut command = Command::new(harness::workload("heap"));
-        command.env("LD_PRELOAD", "libjemalloc.so.2");
-        command.env("MALLOC_CONF", conf);
-        let mut workload = Workload::spawn(command.args(["7", "20011", "stats"]))?;
+        let mut workload = Workload::spawn(heap(conf).args(["7", "20011", "stats"]))?;
         let rows = look(&workload.pid(), &["-T", "1000"])?;
         let heap = &rows.first().context("no report")?["jemalloc"];
         let facts = workload.work()?;
