@@ -66,9 +66,9 @@ fn in_data(
     })
 }
 
-/// Where an arena's place in the ring of arenas says what cannot be, in a process in which no library has a heap: the
-/// arenas do not lead back to the main one.
-pub(super) fn broken_ring(image: &Image) -> Option<u64> {
+/// Where an arena's place in the ring of arenas says what cannot be, in a process that has no heap of glibc's malloc which
+/// is whole: the arenas do not lead back to the main one.
+pub fn broken_ring(image: &Image) -> Option<u64> {
     let mut fuel = Fuel::of(image);
     let mut furthest = None;
     for (_, data) in Area::data_of_files(&image.areas) {

@@ -23,6 +23,8 @@ mod tests;
 
 use std::ops::Range;
 
+pub use locate::broken_ring;
+
 use crate::heap::blocks::{self, Allocator, Block, Coverage, Heap};
 use crate::heap::image::Image;
 use crate::heap::page_table::{PAGE, PageTable};
@@ -160,11 +162,6 @@ pub struct Walk {
 /// Half a word.
 fn half(image: &Image, address: u64) -> u32 {
     (word(image, address & !7) >> (8 * (address & 4))) as u32
-}
-
-/// Where the ring of arenas is broken, in a process that has no heap of glibc's malloc which is whole.
-pub fn broken_ring(image: &Image) -> Option<u64> {
-    locate::broken_ring(image)
 }
 
 /// Walks the glibc heap of a process; None if no C library of its has allocated anything.
