@@ -33,6 +33,11 @@ pub struct InterpreterArgs {
     /// Show the interpreter's own frames, too, that execute functions of Python
     #[arg(long)]
     pub native_frames: bool,
+
+    /// Have each HotSpot that is traced write a perf map into its /tmp, as jcmd does, which runs code in it; functions
+    /// are named by that
+    #[arg(long)]
+    pub java_names: bool,
 }
 
 /// Whose functions are shown.

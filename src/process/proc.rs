@@ -215,6 +215,12 @@ impl Process {
         ids.split_whitespace().nth(1)?.parse().ok()
     }
 
+    /// The group that it runs as (effective); None if it has exited.
+    pub fn group(&self) -> Option<u32> {
+        let ids = field(self.file("status"), "Gid:")?;
+        ids.split_whitespace().nth(1)?.parse().ok()
+    }
+
     /// PF_KTHREAD of the flags in /proc/PID/stat.
     fn is_kernel_thread(&self) -> Result<bool> {
         const PF_KTHREAD: u64 = 0x0020_0000;

@@ -3,6 +3,7 @@
 use crate::code::lines::SourceLine;
 use crate::interpreters::hotspot::names::{Inlined, JavaNames};
 use crate::stacks::named::{Frame, Source};
+use crate::stacks::perf_map::PerfMaps;
 use crate::stacks::python_names::PythonNames;
 use crate::stacks::table::Place;
 
@@ -14,6 +15,23 @@ pub struct InterpreterNames {
 }
 
 impl InterpreterNames {
+    /// Has the virtual machines of Java that are known write their perf maps, if that is wanted, and reads these: the
+    /// processes may exit before a report.
+    pub(in crate::stacks) fn ask_for_maps(&self, maps: &mut PerfMaps) {
+        for pid in self.java.to_be_asked() {
+            self.ask_for_map(pid, maps);
+        }
+    }
+
+    /// Has a process write its perf map, and reads that, if it is to be asked now. Returns whether it was.
+    pub(in crate::stacks) fn ask_for_map(&self, pid: u32, maps: &mut PerfMaps) -> bool {
+        let written = self.java.ask_for_map(pid);
+        if written {
+            maps.reread(pid);
+        }
+        written
+    }
+
     /// The frame of a function of Java that is interpreted.
     pub(in crate::stacks) fn java_frame(names: Option<&Self>, pid: u32, method: u64) -> Frame {
         const UNKNOWN: &str = "[interpreted]";

@@ -150,6 +150,12 @@ impl PerfMaps {
         self.make_room();
     }
 
+    /// Reads the map of a process anew, which has written all of it again.
+    pub fn reread(&mut self, pid: u32) {
+        self.maps.remove(&pid);
+        self.refresh(pid);
+    }
+
     /// The function of a process that the address is in, escaped, and the offset from its start.
     pub fn find(&self, pid: u32, address: u64) -> Option<(String, u64)> {
         let (_, map) = self.maps.get(&pid)?;

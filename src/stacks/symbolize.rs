@@ -181,6 +181,9 @@ impl Symbolizer {
 
     /// Shows functions of interpreters from now on.
     pub fn name_interpreters(&mut self, names: Option<InterpreterNames>) {
+        if let Some(names) = &names {
+            names.ask_for_maps(&mut self.perf_maps);
+        }
         self.interpreters = names;
     }
 
@@ -463,13 +466,13 @@ impl Symbolizer {
     }
 
     fn find_generated(&mut self, pid: u32, address: u64) -> Option<(String, u64)> {
-        if self.perf_maps_read.insert(pid) {
-            self.perf_maps.refresh(pid);
+        let (names, maps) = (self.interpreters.as_ref(), &mut self.perf_maps);
+        let asked = names.is_some_and(|names| names.ask_for_map(pid, maps));
+        if !asked && self.perf_maps_read.insert(pid) {
+            maps.refresh(pid);
         }
-        self.perf_maps.find(pid, address).or_else(|| {
-            let names = self.interpreters.as_ref()?;
-            names.java.of_code(pid, address)
-        })
+        maps.find(pid, address)
+            .or_else(|| names?.java.of_code(pid, address))
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -24,14 +25,14 @@ pub(crate) fn tests() -> Vec<Trial> {
 }
 
 /// The bytes of each block of the workload, which are not Java's own.
-const BYTES: &str = "1016";
+pub(crate) const BYTES: &str = "1016";
 /// Blocks that each of the workload's three threads allocates.
-const COUNT: usize = 1009;
+pub(crate) const COUNT: usize = 1009;
 /// Pages that are touched.
 const PAGES: &str = "5003";
 
 /// The Java development kits of the machine: folders, each named once.
-fn kits() -> Result<Vec<PathBuf>> {
+pub(crate) fn kits() -> Result<Vec<PathBuf>> {
     let installed = fs::read_dir("/usr/lib/jvm").context("no Java")?;
     let mut kits: Vec<PathBuf> = installed
         .filter_map(|entry| fs::canonicalize(entry.ok()?.path()).ok())
@@ -44,13 +45,13 @@ fn kits() -> Result<Vec<PathBuf>> {
 }
 
 /// A workload that was compiled by a kit, and what it has written down.
-struct Java {
+pub(crate) struct Java {
     kit: PathBuf,
     folder: TempDir,
 }
 
 impl Java {
-    fn compile(kit: &Path) -> Result<Self> {
+    pub(crate) fn compile(kit: &Path) -> Result<Self> {
         let folder = harness::scratch()?;
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload/Frames.java");
         let compiled = Command::new(kit.join("bin/javac"))
@@ -68,13 +69,33 @@ impl Java {
         self.folder.path().join("truth")
     }
 
-    fn start(&self, options: &[&str], arguments: &[&str]) -> Result<Workload> {
+    /// Where the classes are, and what it writes down.
+    pub(crate) fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    pub(crate) fn start(&self, options: &[&str], arguments: &[&str]) -> Result<Workload> {
+        Workload::spawn(&mut self.command(options, arguments))
+    }
+
+    /// Starts it as another user and group.
+    pub(crate) fn start_as(
+        &self,
+        (user, group): (u32, u32),
+        options: &[&str],
+        arguments: &[&str],
+    ) -> Result<Workload> {
+        let mut command = self.command(options, arguments);
+        Workload::spawn(command.uid(user).gid(group))
+    }
+
+    fn command(&self, options: &[&str], arguments: &[&str]) -> Command {
         let mut command = Command::new(self.kit.join("bin/java"));
         command.args(options).arg("-cp").arg(self.folder.path());
         command.arg("Frames").arg(self.truth_file()).args(arguments);
         // It warns of what the workload uses.
         command.stderr(Stdio::null());
-        Workload::spawn(&mut command)
+        command
     }
 
     /// Has memleak follow the workload.
@@ -99,7 +120,7 @@ impl Java {
 
     /// The methods of each block, by its address, as the workload has noted them; the innermost are those
     /// that it calls to allocate one.
-    fn truth(&self) -> Result<HashMap<u64, Vec<String>>> {
+    pub(crate) fn truth(&self) -> Result<HashMap<u64, Vec<String>>> {
         const ALLOCATE: [&str; 3] = [
             "jdk.internal.misc.Unsafe.allocateMemory0",
             "jdk.internal.misc.Unsafe.allocateMemory",
@@ -121,7 +142,7 @@ impl Java {
 }
 
 /// The method that a frame executes, `Frames.take`; None of native code and stubs.
-fn method(frame: &Value) -> Option<&str> {
+pub(crate) fn method(frame: &Value) -> Option<&str> {
     let is_native = frame["module"]
         .as_str()
         .is_some_and(|module| module.contains(".so") || module == "java" || module == "[vdso]");
@@ -167,7 +188,7 @@ fn methods(stack: &Value) -> Result<Vec<&str>> {
 }
 
 /// Compares every block that the workload noted, frame by frame.
-fn expect_all(ended: &Ended, truth: &HashMap<u64, Vec<String>>) -> Result<()> {
+pub(crate) fn expect_all(ended: &Ended, truth: &HashMap<u64, Vec<String>>) -> Result<()> {
     let objects = ended.objects()?;
     let of = |kind: &'static str| objects.iter().filter(move |row| row["type"] == kind);
     let stacks: BTreeMap<&str, &Value> = of("stack")

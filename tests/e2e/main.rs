@@ -23,6 +23,7 @@ mod heap_pause;
 mod hfaults;
 mod hostile;
 mod java;
+mod java_names;
 mod kubernetes;
 mod lines;
 mod load;
@@ -70,6 +71,7 @@ fn all() -> impl Iterator<Item = Trial> {
         kubernetes::tests(),
         hostile::tests(),
         java::tests(),
+        java_names::tests(),
         drsnoop::tests(),
         export::tests(),
         memleak::tests(),

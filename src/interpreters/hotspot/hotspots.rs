@@ -22,11 +22,12 @@ pub(crate) struct Hotspots {
 }
 
 impl Hotspots {
-    /// After load; `processes` is the skeleton's map `hotspot_processes`.
-    pub(crate) fn new(processes: MapHandle) -> Self {
+    /// After load; `processes` is the skeleton's map `hotspot_processes`, and `ask` whether those that are
+    /// found are asked for perf maps.
+    pub(crate) fn new(processes: MapHandle, ask: bool) -> Self {
         Self {
             told: Told::new(processes),
-            names: JavaNames::default(),
+            names: JavaNames::new(ask),
         }
     }
 

@@ -6,12 +6,14 @@
 //!
 //! | module | what it is for |
 //! |---|---|
+//! | `asked_map` | the perf map that it writes when it is asked for one |
 //! | `vm_structs` | what HotSpot tells of its classes: offsets, sizes, and addresses of static fields |
 //! | `code_heaps` | where it has its code, and how blocks of that are described |
 //! | `hotspots` | the processes whose frames the kernel half is to walk |
 //! | `inlined` | which functions are compiled into others |
 //! | [`names`] | what functions are called |
 
+mod asked_map;
 mod code_heaps;
 pub(crate) mod hotspots;
 mod inlined;

@@ -4,15 +4,18 @@
 use std::collections::HashMap;
 use std::hash::Hash;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
+use super::asked_map;
 use super::code_heaps;
 use super::inlined::Scopes;
 use super::vm_structs::VmStructs;
 use crate::bpf::types::hotspot_process;
 use crate::interpreters::memory::Memory;
 use crate::print::text;
+use crate::process::proc::Process;
 use crate::stacks::table::Place;
 
 /// Virtual machines that are remembered.
@@ -21,6 +24,9 @@ const MACHINES: usize = 256;
 /// beside its text.
 const MAX_KEPT: usize = 32 << 20;
 const OVERHEAD: usize = 96;
+/// The time between two perf maps of a process, as a multiple of what the first one took, and at least.
+const ASK_SHARE: u32 = 100;
+const ASK_AFTER: Duration = Duration::from_secs(1);
 /// What a compiled function's block is called, and that of the code around a native one.
 const COMPILED: [&str; 2] = ["nmethod", "native nmethod"];
 /// Bytes of a slot in a class's table of constants.
@@ -39,7 +45,11 @@ pub struct JavaNames(Arc<Mutex<Known>>);
 
 #[derive(Default)]
 struct Known {
-    machines: HashMap<u32, Machine>,
+    machines: HashMap<u32, Arc<Machine>>,
+    /// Whether they are asked for perf maps.
+    ask: bool,
+    /// By process, from when on it may be asked again; None: it is not to be.
+    ask_again: HashMap<u32, Option<Instant>>,
     /// By process, and what is named there; None: it has no name.
     names: Kept<Named, Option<Function>>,
     /// By process, and where in its code.
@@ -107,13 +117,63 @@ impl std::fmt::Debug for JavaNames {
 }
 
 impl JavaNames {
+    /// No names yet; `ask` is whether virtual machines are asked for perf maps.
+    pub(super) fn new(ask: bool) -> Self {
+        Self(Arc::new(Mutex::new(Known {
+            ask,
+            ..Known::default()
+        })))
+    }
+
+    /// The processes whose virtual machines were found, if these are to be asked for perf maps.
+    pub fn to_be_asked(&self) -> Vec<u32> {
+        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let pids = known.machines.keys().filter(|_| known.ask);
+        pids.copied().collect()
+    }
+
+    /// Has the virtual machine of a process write a perf map, if that is wanted, has not just been done, and
+    /// can be without harm; if it cannot, says why, once. Returns whether it has written one now.
+    pub fn ask_for_map(&self, pid: u32) -> bool {
+        let machine = {
+            let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let machine = known.machines.get(&pid).filter(|_| known.ask);
+            let may_be_asked = match known.ask_again.get(&pid) {
+                Some(Some(from)) => Instant::now() >= *from,
+                Some(None) => false,
+                None => true,
+            };
+            match machine {
+                Some(machine) if may_be_asked => Arc::clone(machine),
+                _ => return false,
+            }
+        };
+        let begun = Instant::now();
+        // Of one that has exited there is nothing to say.
+        let asked = Process::open(pid)
+            .ok()
+            .map(|process| (asked_map::ask(&process, &machine), process.exited()));
+        if let Some((Err(why), false)) = &asked {
+            eprintln!(
+                "process {pid} is not asked for names of Java: {why:#}; they are read from its memory"
+            );
+        }
+        let written = matches!(asked, Some((Ok(()), _)));
+        let again = written.then(|| Instant::now() + (begun.elapsed() * ASK_SHARE).max(ASK_AFTER));
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        known.ask_again.insert(pid, again);
+        written
+    }
+
     /// Takes note of a virtual machine that was found; that of an earlier process of the number is forgotten.
     pub(super) fn add(&self, pid: u32, machine: Machine) {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if known.machines.len() >= MACHINES {
             known.machines.clear();
+            known.ask_again.clear();
         }
-        known.machines.insert(pid, machine);
+        known.machines.insert(pid, Arc::new(machine));
+        known.ask_again.remove(&pid);
         known.names.forget(pid);
         known.inlined.forget(pid);
     }

@@ -171,7 +171,7 @@ impl Whose {
         if args.interpreters() == 0 {
             return Ok(None);
         }
-        let hotspots = Hotspots::new(handle(parts.hotspots)?);
+        let hotspots = Hotspots::new(handle(parts.hotspots)?, args.interpreters.java_names);
         let java = hotspots.names();
         let pythons = Pythons::new(
             handle(parts.pythons)?,
