@@ -144,8 +144,15 @@ __noinline int python_step(__u32 index)
 		return python_end_group(slot, frame);
 	code = python_field(slot, at, slot->process.frame_code) & ~7ULL;
 	instruction = python_field(slot, at, slot->process.frame_instruction);
-	if (!python_note(slot, code, instruction))
+	if (!python_note(slot, code, instruction)) {
+		/*
+		 * From 3.15 on a chain ends in a frame of the thread state, which executes
+		 * nothing. In some threads it does not have the mark.
+		 */
+		if (!slot->frame && slot->process.chain == PYTHON_ENTRY_FRAMES)
+			return 0;
 		return python_give_up(slot);
+	}
 	if (slot->process.chain == PYTHON_SINGLE_FRAMES ||
 	    (slot->process.chain == PYTHON_MARKED_FRAMES && mark == slot->process.mark))
 		return python_end_cframe(slot);
