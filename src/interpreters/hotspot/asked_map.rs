@@ -111,7 +111,7 @@ fn catches_quit(pid: u32) -> bool {
 struct Asked<'a> {
     process: &'a Process,
     machine: &'a Machine,
-    /// Its /tmp.
+    /// The folder that it has as /tmp.
     folder: OwnedFd,
     /// What it calls itself.
     number: u32,
