@@ -16,6 +16,7 @@
 //! | [`map_cache`] | what the kernel half writes once and refers to: names |
 //! | [`room`] | how full the tables are that programs add to, and when they are to grow |
 //! | [`map_mmap`] | arrays that are read without system calls |
+//! | `test_run` | programs that we run ourselves |
 //! | [`program_stats`] | how often the kernel has skipped BPF programs |
 
 pub mod attach;
@@ -34,4 +35,5 @@ pub mod program_stats;
 pub mod ring;
 pub mod room;
 pub mod software_event;
+pub(crate) mod test_run;
 pub mod types;

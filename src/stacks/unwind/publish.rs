@@ -6,15 +6,15 @@
 //! the very file that the rules were read from.
 
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use anyhow::{Context, Result, bail};
 use libbpf_rs::ProgramMut;
-use libbpf_rs::libbpf_sys::{bpf_prog_test_run_opts, bpf_test_run_opts};
 use memmap2::MmapOptions;
 
+use crate::bpf::test_run::TestRun;
+
 /// The program, which can be run from any thread.
-pub(super) struct Publisher(OwnedFd);
+pub(super) struct Publisher(TestRun);
 
 /// What the kernel half is told of a file; `struct unwind_file`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,10 +37,7 @@ pub(super) enum Published {
 impl Publisher {
     /// The skeleton's program `unwind_publish`, after load.
     pub(super) fn new(program: &ProgramMut<'_>) -> Result<Self> {
-        let program = program.as_fd().try_clone_to_owned();
-        program
-            .map(Self)
-            .context("failed to open a program a second time")
+        TestRun::new(program).map(Self)
     }
 
     /// Publishes the rules of a file.
@@ -56,27 +53,12 @@ impl Publisher {
     /// Publishes the rules of what we ourselves have mapped at an address.
     pub(super) fn at(&self, address: u64, entry: Entry) -> Result<Published> {
         let first = u64::from(entry.first_page) | u64::from(entry.number) << 32;
-        match self.run(&[address, entry.pages, first])? {
+        let run = self.0.run(&[address, entry.pages, first]);
+        match run.context("failed to publish unwind tables (BPF_PROG_TEST_RUN)")? {
             0 => Ok(Published::Done),
             1 => Ok(Published::NotMapped),
             2 => Ok(Published::NoRoom),
             other => bail!("failed to publish unwind tables: the program returned {other}"),
         }
-    }
-
-    fn run(&self, arguments: &[u64]) -> Result<u32> {
-        let mut options = bpf_test_run_opts {
-            sz: size_of::<bpf_test_run_opts>() as _,
-            ctx_in: arguments.as_ptr().cast(),
-            ctx_size_in: size_of_val(arguments) as u32,
-            ..Default::default()
-        };
-        // SAFETY: the descriptor is the program's, and the options describe memory that outlives the call.
-        let error = unsafe { bpf_prog_test_run_opts(self.0.as_raw_fd(), &raw mut options) };
-        if error < 0 {
-            return Err(std::io::Error::from_raw_os_error(-error))
-                .context("failed to publish unwind tables (BPF_PROG_TEST_RUN)");
-        }
-        Ok(options.retval)
     }
 }
