@@ -17,6 +17,7 @@
 //! | [`names`] | the types of blocks: C++ classes, Python objects, strings, containers |
 //! | [`mallocng`] | the heap of musl's malloc |
 //! | [`page_table`] | a number for each page of an address space |
+//! | `realtime` | running before everything else |
 //! | `untrusted` | what the walks share: bounds, and words that may not be there |
 //! | [`kernel`] | words that the kernel keeps for a process |
 //! | [`roots`] | where references begin, and what those places are |
@@ -35,6 +36,7 @@ pub mod mallocng;
 pub mod names;
 pub mod page_table;
 pub mod reach;
+mod realtime;
 pub mod roots;
 mod untrusted;
 pub mod walk;

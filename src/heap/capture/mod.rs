@@ -9,7 +9,6 @@
 pub mod at_exit;
 mod copy;
 mod pages;
-mod realtime;
 mod stop;
 mod tries;
 
@@ -24,12 +23,12 @@ use memmap2::MmapMut;
 
 use crate::heap::area::Area;
 use crate::heap::image::{Image, Thread};
+use crate::heap::realtime::Realtime;
 use crate::print::clock;
 use crate::process::proc::{self, Process};
 use crate::process::translator;
 
 use pages::{Pages, Runs};
-use realtime::Realtime;
 use stop::{Late, Stopped};
 use tries::Tries;
 
