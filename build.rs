@@ -31,6 +31,7 @@ fn main() -> Result<()> {
     sources.retain(|path| path.to_string_lossy().ends_with(".bpf.c"));
     sources.push(bpf.join("include/shared.bpf.c"));
     sources.push(bpf.join("include/follow.bpf.c"));
+    sources.push(bpf.join("include/page_tables.bpf.c"));
 
     let mut objects = String::from("&[\n");
     for source in sources {

@@ -18,6 +18,11 @@ pub struct MappedArray {
     stride: usize,
 }
 
+// SAFETY: the mapping is of the process, not of a thread.
+unsafe impl Send for MappedArray {}
+// SAFETY: we write words atomically, and nothing else; what is read of a value can be of several moments anyway.
+unsafe impl Sync for MappedArray {}
+
 impl MappedArray {
     /// Maps the whole array.
     ///

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, ensure};
 use memmap2::MmapMut;
 
 use crate::heap::area::Area;
+use crate::heap::idle::IdlePages;
 use crate::heap::kernel::Kept;
 use crate::heap::page_table::{PAGE, PageTable};
 
@@ -32,6 +33,8 @@ pub struct Image {
     pub unread: u64,
     /// Words of it that the kernel keeps, if they have been asked for.
     pub kept: Vec<Kept>,
+    /// Which pages nobody has used for a while, if that was watched.
+    pub idle: Option<IdlePages>,
     pub(super) memory: Memory,
 }
 

@@ -16,7 +16,9 @@
 //! | [`jemalloc`] | the heap of jemalloc |
 //! | [`names`] | the types of blocks: C++ classes, Python objects, strings, containers |
 //! | [`mallocng`] | the heap of musl's malloc |
+//! | [`idle`] | which pages nobody has used for a while |
 //! | [`page_table`] | a number for each page of an address space |
+//! | `page_runs` | ranges of whole pages |
 //! | `realtime` | running before everything else |
 //! | `untrusted` | what the walks share: bounds, and words that may not be there |
 //! | [`kernel`] | words that the kernel keeps for a process |
@@ -29,11 +31,13 @@ pub mod blocks;
 pub mod capture;
 pub mod glibc;
 pub mod growth;
+pub mod idle;
 pub mod image;
 pub mod jemalloc;
 pub mod kernel;
 pub mod mallocng;
 pub mod names;
+mod page_runs;
 pub mod page_table;
 pub mod reach;
 mod realtime;

@@ -49,6 +49,7 @@ pub(crate) fn run(args: &Args, period: Duration) -> Result<ExitCode> {
     let request = Request {
         process: &process,
         max_pause: args.heap.max_pause,
+        idle: None,
     };
     let mut study = Study::begin(&request, args)?;
     study.conduct(period, args.top, &mut poller)?;

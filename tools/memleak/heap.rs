@@ -35,6 +35,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let request = Request {
         process: &process,
         max_pause: args.heap.max_pause,
+        idle: None,
     };
     let home = Home::of_process(process.pid());
     let walked = Walked::take(&request, "memleak")?;

@@ -22,13 +22,15 @@ use anyhow::{Context, Result, anyhow, bail};
 use memmap2::MmapMut;
 
 use crate::heap::area::Area;
+use crate::heap::idle::Watch;
 use crate::heap::image::{Image, Thread};
+use crate::heap::page_runs::PageRuns;
 use crate::heap::realtime::Realtime;
 use crate::print::clock;
 use crate::process::proc::{self, Process};
 use crate::process::translator;
 
-use pages::{Pages, Runs};
+use pages::Pages;
 use stop::{Late, Stopped};
 use tries::Tries;
 
@@ -60,6 +62,8 @@ pub struct Request<'a> {
     pub process: &'a Process,
     /// How long its threads may stand still, as foretold.
     pub max_pause: Duration,
+    /// What has watched the process, if the image is to tell which of its pages are idle.
+    pub idle: Option<&'a Watch>,
 }
 
 impl Request<'_> {
@@ -128,6 +132,8 @@ impl Request<'_> {
             return Ok(Taken::Outgrown);
         }
         self.expect_short(bytes, stopped.count(), rate)?;
+        let idle = self.idle.map(|watch| watch.look(pages.pagemap(), &runs));
+        let idle = idle.transpose()?;
         let unread = copy::copy(pid, &runs, &mut buffer)?;
         drop(stopped);
         let paused = start.elapsed();
@@ -143,6 +149,7 @@ impl Request<'_> {
             paused,
             copied_ns,
             unread,
+            idle,
             ..named(pid, threads)
         };
         image.set_memory(runs, buffer)?;
@@ -245,7 +252,7 @@ fn expect_room(pid: u32, bytes: u64) -> Result<()> {
 }
 
 /// The mappings of the process, and the pages of them that are to be copied.
-fn look(pid: u32, pages: &mut Pages) -> Result<(Vec<Area>, Runs)> {
+fn look(pid: u32, pages: &mut Pages) -> Result<(Vec<Area>, PageRuns)> {
     let areas = areas(pid)?;
     match pages.wanted(&areas) {
         Ok(runs) => Ok((areas, runs)),

@@ -12,6 +12,7 @@ use std::os::unix::fs::FileExt;
 use anyhow::{Context, Result, bail};
 
 use crate::heap::area::Area;
+use crate::heap::page_runs::{self, PageRuns};
 use crate::heap::page_table::PAGE;
 use crate::host::capabilities::{self, Capability};
 
@@ -25,9 +26,6 @@ enum Wanted {
     Changed,
     Nothing,
 }
-
-/// Ranges of whole pages, in order.
-pub(super) type Runs = Vec<Range<u64>>;
 
 /// The page table of a process.
 #[derive(Debug)]
@@ -56,12 +54,17 @@ impl Pages {
         })
     }
 
+    /// The open file of /proc/PID/pagemap.
+    pub(super) fn pagemap(&self) -> &File {
+        &self.pagemap
+    }
+
     /// The pages of these areas that are to be copied.
     ///
     /// # Errors
     /// If the process has gone.
-    pub(super) fn wanted(&mut self, areas: &[Area]) -> io::Result<Runs> {
-        let mut runs = Runs::new();
+    pub(super) fn wanted(&mut self, areas: &[Area]) -> io::Result<PageRuns> {
+        let mut runs = PageRuns::new();
         for area in areas {
             let wanted = wanted(area);
             if wanted == Wanted::Nothing {
@@ -81,7 +84,7 @@ impl Pages {
     }
 
     /// Adds the wanted pages of a range, by the 64 bits that /proc/PID/pagemap has of each page.
-    fn read(&self, range: Range<u64>, wanted: Wanted, runs: &mut Runs) -> io::Result<()> {
+    fn read(&self, range: Range<u64>, wanted: Wanted, runs: &mut PageRuns) -> io::Result<()> {
         const PAGES_AT_ONCE: u64 = 1 << 16;
         let (mut page, end) = (range.start / PAGE, range.end / PAGE);
         let mut entries = vec![0; 8 * PAGES_AT_ONCE.min(end - page) as usize];
@@ -94,7 +97,7 @@ impl Pages {
             }
             for entry in entries {
                 if is_wanted(u64::from_le_bytes(*entry), wanted) {
-                    add(runs, page * PAGE..(page + 1) * PAGE);
+                    page_runs::add(runs, page * PAGE..(page + 1) * PAGE);
                 }
                 page += 1;
             }
@@ -108,13 +111,6 @@ fn is_wanted(entry: u64, wanted: Wanted) -> bool {
     const PRESENT: u64 = 1 << 63;
     const OF_A_FILE: u64 = 1 << 61;
     entry & PRESENT != 0 && (wanted == Wanted::Present || entry & OF_A_FILE == 0)
-}
-
-fn add(runs: &mut Runs, range: Range<u64>) {
-    match runs.last_mut().filter(|last| last.end == range.start) {
-        Some(last) => last.end = range.end,
-        None => runs.push(range),
-    }
 }
 
 /// What of an area is copied, by what it is.
@@ -175,7 +171,7 @@ const IS_PRESENT: u64 = 1 << 3;
 const IS_ZERO: u64 = 1 << 5;
 
 /// Asks the kernel for runs of wanted pages, which takes 4 ms/GB, where reading their entries takes 16.
-fn scan(pagemap: &File, range: Range<u64>, wanted: Wanted, runs: &mut Runs) -> io::Result<()> {
+fn scan(pagemap: &File, range: Range<u64>, wanted: Wanted, runs: &mut PageRuns) -> io::Result<()> {
     let mut regions = [Region::default(); 512];
     let without = match wanted {
         Wanted::Changed => IS_ZERO | IS_FILE,
@@ -201,7 +197,7 @@ fn scan(pagemap: &File, range: Range<u64>, wanted: Wanted, runs: &mut Runs) -> i
             return Err(io::Error::last_os_error());
         }
         for region in &regions[..found as usize] {
-            add(runs, region.start..region.end);
+            page_runs::add(runs, region.start..region.end);
         }
         if argument.walk_end <= start {
             break;
@@ -230,12 +226,12 @@ mod tests {
             .into();
         let range = start..start + 64 * PAGE;
         let pages = Pages::open(std::process::id()).expect("our own");
-        let mut read = Runs::new();
+        let mut read = PageRuns::new();
         pages
             .read(range.clone(), Wanted::Present, &mut read)
             .expect("readable");
         assert_eq!(read, expected);
-        let mut scanned = Runs::new();
+        let mut scanned = PageRuns::new();
         match scan(&pages.pagemap, range, Wanted::Present, &mut scanned) {
             Ok(()) => assert_eq!(scanned, expected),
             Err(error) => assert_eq!(error.raw_os_error(), Some(libc::ENOTTY)),

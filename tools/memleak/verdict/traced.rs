@@ -123,6 +123,7 @@ fn follow<S: Source>(
                 let case = Case::look_twice(&Request {
                     process,
                     max_pause: args.heap.max_pause,
+                    idle: None,
                 })?;
                 // What is lost has not been freed meanwhile, so that nothing of it is missing here.
                 let found = source.find(case.image.copied_ns, true)?;

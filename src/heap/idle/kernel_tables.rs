@@ -1,0 +1,146 @@
+//! Page tables as the kernel has them, read by BPF programs that we run ourselves.
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::Ordering;
+
+use anyhow::{Context, Result, ensure};
+use libbpf_rs::skel::OpenSkel;
+
+use super::arch;
+use super::walk::{AT_ONCE, ENTRIES, Table, Tables};
+use crate::bpf::attach;
+use crate::bpf::map_mmap::MappedArray;
+use crate::bpf::test_run::TestRun;
+
+#[allow(
+    missing_docs,
+    unreachable_pub,
+    dead_code,
+    clippy::all,
+    clippy::undocumented_unsafe_blocks,
+    clippy::unwrap_used,
+    reason = "generated code"
+)]
+mod skeleton {
+    include!(concat!(env!("OUT_DIR"), "/page_tables.skel.rs"));
+}
+
+use skeleton::types::{page_tables, page_tables_sizes};
+
+const _: () = assert!(AT_ONCE == page_tables_sizes::PAGE_TABLES_AT_ONCE.0 as usize);
+const _: () = assert!(ENTRIES == page_tables_sizes::PAGE_TABLE_ENTRIES.0 as usize);
+
+/// Steps in which the direct map is looked for below a page table: 16 TiB of memory.
+const MOST_STEPS: u64 = 1 << 14;
+
+/// Tables by their addresses in the kernel's own address space.
+#[derive(Debug)]
+pub(super) struct KernelTables {
+    root: TestRun,
+    read: TestRun,
+    shared: MappedArray,
+}
+
+/// Tables by their physical addresses: the kernel has mapped all memory, from `base` on.
+#[derive(Debug)]
+pub(super) struct DirectMap<'a> {
+    pub(super) tables: &'a KernelTables,
+    pub(super) base: u64,
+}
+
+impl KernelTables {
+    pub(super) fn load() -> Result<Self> {
+        let open = attach::open::<skeleton::PageTablesSkelBuilder>()?;
+        let loaded = open
+            .load()
+            .context("failed to load what reads page tables")?;
+        Ok(Self {
+            root: TestRun::new(&loaded.progs.page_table_root)?,
+            read: TestRun::new(&loaded.progs.page_tables_read)?,
+            shared: MappedArray::new(&loaded.maps.page_tables)?,
+        })
+    }
+
+    /// The root of the tables of the process that a pagemap is of.
+    pub(super) fn root(&self, pagemap: &File) -> Result<u64> {
+        let file = pagemap.as_raw_fd().cast_unsigned();
+        run(&self.root, u64::from(file))?;
+        let root = self
+            .shared
+            .word(0, std::mem::offset_of!(page_tables, root))?;
+        let root = root.load(Ordering::Relaxed);
+        ensure!(root != 0, "the kernel does not tell where page tables are");
+        Ok(root)
+    }
+
+    fn read_at(&self, addresses: impl ExactSizeIterator<Item = u64>) -> Result<Vec<Option<Table>>> {
+        let count = addresses.len();
+        ensure!(count <= AT_ONCE, "{count} page tables are too many at once");
+        let word = |offset: usize, at: usize| self.shared.word(0, offset + 8 * at);
+        let address_offset = std::mem::offset_of!(page_tables, address);
+        let table_offset = std::mem::offset_of!(page_tables, table);
+        for (at, address) in addresses.enumerate() {
+            word(address_offset, at)?.store(address, Ordering::Relaxed);
+        }
+        run(&self.read, count as u64)?;
+        let copied = |at: usize| -> Result<Option<Table>> {
+            if word(address_offset, at)?.load(Ordering::Relaxed) == 0 {
+                return Ok(None);
+            }
+            let mut table: Table = Box::new([0; ENTRIES]);
+            for (entry, to) in table.iter_mut().enumerate() {
+                *to = word(table_offset, at * ENTRIES + entry)?.load(Ordering::Relaxed);
+            }
+            Ok(Some(table))
+        };
+        (0..count).map(copied).collect()
+    }
+
+    /// Finds where the kernel has mapped all memory: there, a page of ours is found by the tables below `root`, and by
+    /// what is in it.
+    ///
+    /// # Errors
+    /// If it is found nowhere.
+    pub(super) fn direct_map(&self, root: u64, page: u64, content: &[u64; ENTRIES]) -> Result<u64> {
+        let first = root & !(arch::DIRECT_MAP_STEP - 1);
+        let bases = (0..MOST_STEPS).map(|step| first - step * arch::DIRECT_MAP_STEP);
+        for base in bases.take_while(|&base| base >= arch::LOWEST_DIRECT_MAP) {
+            let map = DirectMap { tables: self, base };
+            if map.finds(root, page, content)? {
+                return Ok(base);
+            }
+        }
+        anyhow::bail!("a page of memleak's own is not found by its page tables")
+    }
+}
+
+impl DirectMap<'_> {
+    /// Whether the tables below `root` lead from a page's address to what is in it.
+    fn finds(&self, root: u64, page: u64, content: &[u64; ENTRIES]) -> Result<bool> {
+        let mut at = root - self.base;
+        for level in (0..arch::levels()).rev() {
+            let Some(table) = self.read(&[at])?.pop().flatten() else {
+                return Ok(false);
+            };
+            at = arch::address(table[arch::index(page, level)]);
+        }
+        let found = self.read(&[at])?.pop().flatten();
+        Ok(found.is_some_and(|found| *found == *content))
+    }
+}
+
+impl Tables for DirectMap<'_> {
+    fn read(&self, addresses: &[u64]) -> Result<Vec<Option<Table>>> {
+        let base = self.base;
+        self.tables
+            .read_at(addresses.iter().map(|address| base.wrapping_add(*address)))
+    }
+}
+
+fn run(program: &TestRun, argument: u64) -> Result<()> {
+    let returned = program.run(&[argument]);
+    let returned = returned.context("failed to read page tables (BPF_PROG_TEST_RUN)")?;
+    ensure!(returned == 0, "the kernel does not tell of page tables");
+    Ok(())
+}

@@ -1,0 +1,215 @@
+//! Which memory of a process nobody uses: pages that stayed untouched for a while, by the Accessed bits of its page
+//! tables.
+//!
+//! A CPU sets the bit in a page's entry when it uses the page. The kernel clears all of them when asked
+//! (`/proc/PID/clear_refs`), and tells of them by the mapping, not by the page; so a BPF program copies the tables
+//! (`kernel_tables`), which are looked through here (`walk`). No kernel option is needed: neither idle page tracking nor
+//! DAMON, which distributions leave out. The CPUs have to be made to forget what they remember (`translations`).
+//!
+//! Before anything is said, memleak finds pages of its own by the same means, and at the end it looks how many of these
+//! have lost their marks. What is not certain counts as used.
+
+#[cfg(target_arch = "x86_64")]
+#[path = "x86_64.rs"]
+mod arch;
+mod kernel_tables;
+mod own_pages;
+mod translations;
+mod walk;
+
+use std::fs::{self, File};
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::heap::page_runs::{self, PageRuns};
+use crate::host::capabilities::{self, Capability};
+use crate::host::values::Values;
+use crate::process::proc::Process;
+
+use kernel_tables::{DirectMap, KernelTables};
+use own_pages::OwnPages;
+use walk::{Huge, Walk};
+
+/// How often the means are tried on our own pages: others may clear the marks just then.
+const TRIES: usize = 3;
+
+/// With more marks lost than one in so many, as of our own pages, nothing is called idle.
+const MOST_LOST: u64 = 10;
+
+/// A process whose use of its pages is watched, from [`begin`](Watch::begin) on.
+#[derive(Debug)]
+pub struct Watch {
+    tables: KernelTables,
+    /// Where the kernel has mapped all memory.
+    direct_map: u64,
+    own: OwnPages,
+    /// Huge pages of ours that were used and marked.
+    own_huge: PageRuns,
+    begin: Instant,
+    cpus_not_reached: usize,
+    /// Pages that the kernel's reclaim had looked at.
+    scanned: u64,
+    /// Pages that were used until the first image; its copy marks huge pages as used.
+    used: Mutex<Option<PageRuns>>,
+}
+
+/// The pages of a process that were used while it was watched.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct IdlePages {
+    /// For how long it was watched.
+    pub watched: Duration,
+    /// CPUs that may have used pages without a mark.
+    pub cpus_not_reached: usize,
+    /// Pages, of whichever process, that the kernel's reclaim has looked at meanwhile: it clears the mark of each.
+    pub reclaim_scanned: u64,
+    /// Marks of memleak's own pages, which it has used once, and how many of these others have cleared.
+    pub own: Marks,
+    /// Whether huge pages were judged; they count as used where marks of memleak's own were cleared.
+    pub huge_judged: bool,
+    used: PageRuns,
+}
+
+/// Marks of pages that were used.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Marks {
+    /// Pages that were used.
+    pub pages: u64,
+    /// Those without a mark at last.
+    pub lost: u64,
+}
+
+impl Marks {
+    fn are_too_few(self) -> bool {
+        self.lost * MOST_LOST > self.pages
+    }
+}
+
+impl Watch {
+    /// Clears the marks of a process's pages, and watches it from now on. The process does not stop.
+    ///
+    /// # Errors
+    /// If the marks of this machine cannot be relied on, or may not be read or cleared: says why.
+    pub fn begin(process: &Process) -> Result<Self> {
+        let means = || "which memory is idle cannot be told on this machine";
+        if let Some(why) = arch::keeps_translations() {
+            bail!("{}: {why}", means());
+        }
+        let tables = KernelTables::load().with_context(|| {
+            let remedy = capabilities::remedy(Capability::CAP_PERFMON);
+            format!("{}{remedy}", means())
+        })?;
+        let own = OwnPages::new()?;
+        let root = tables.root(own.pagemap()).with_context(means)?;
+        let (page, content) = own.known();
+        let direct_map = tables.direct_map(root, page, content).with_context(means)?;
+        let mut watch = Self {
+            tables,
+            direct_map,
+            own,
+            own_huge: PageRuns::new(),
+            begin: Instant::now(),
+            cpus_not_reached: 0,
+            scanned: 0,
+            used: Mutex::default(),
+        };
+        for _ in 0..TRIES {
+            clear_marks("self")?;
+            clear_marks(&process.pid().to_string())?;
+            watch.cpus_not_reached = translations::forget()?;
+            watch.begin = Instant::now();
+            watch.scanned = scanned();
+            watch.own.touch();
+            if watch.used_of_ours(watch.own.small())? == watch.own.touched() {
+                watch.own_huge = watch.used_of_ours(watch.own.huge())?;
+                return Ok(watch);
+            }
+        }
+        bail!(
+            "{}: of pages that memleak used itself, others were marked, {TRIES} times",
+            means()
+        )
+    }
+
+    /// The pages, of those wanted, that were used until now. The process stands still, and is not copied yet.
+    ///
+    /// # Errors
+    /// If its tables cannot be read.
+    pub(super) fn look(&self, pagemap: &File, wanted: &[Range<u64>]) -> Result<IdlePages> {
+        let mut seen = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+        let touched = own_pages::count(&self.own.touched());
+        let marked = own_pages::count(&self.used_of_ours(self.own.small())?);
+        let own = Marks {
+            pages: touched,
+            lost: touched.saturating_sub(marked),
+        };
+        let huge_judged = self.used_of_ours(self.own.huge())? == self.own_huge;
+        // To copy a huge page marks it as used, by us; another page it does not.
+        let huge = match *seen {
+            None if huge_judged => Huge::Judged,
+            None => Huge::Used,
+            Some(_) => Huge::LeftOut,
+        };
+        let used = if own.are_too_few() {
+            wanted.to_vec()
+        } else {
+            self.used_pages(pagemap, wanted, huge)?
+        };
+        let before = seen.take().unwrap_or_default();
+        let used = page_runs::union(&before, &used);
+        *seen = Some(used.clone());
+        Ok(IdlePages {
+            watched: self.begin.elapsed(),
+            cpus_not_reached: self.cpus_not_reached,
+            reclaim_scanned: scanned().saturating_sub(self.scanned),
+            own,
+            huge_judged,
+            used,
+        })
+    }
+
+    fn used_of_ours(&self, pages: &[Range<u64>]) -> Result<PageRuns> {
+        self.used_pages(self.own.pagemap(), pages, Huge::Judged)
+    }
+
+    fn used_pages(&self, pagemap: &File, wanted: &[Range<u64>], huge: Huge) -> Result<PageRuns> {
+        let root = self.tables.root(pagemap)?;
+        let physical = DirectMap {
+            tables: &self.tables,
+            base: self.direct_map,
+        };
+        let walk = Walk::new(&physical, wanted, huge);
+        walk.used(root.wrapping_sub(self.direct_map), arch::levels())
+    }
+}
+
+impl IdlePages {
+    /// Whether no page of a range was used.
+    pub fn contain(&self, range: &Range<u64>) -> bool {
+        page_runs::within(&self.used, range).is_empty()
+    }
+}
+
+/// Clears the marks of all pages of a process.
+fn clear_marks(process: &str) -> Result<()> {
+    const ALL: &str = "1";
+    let path = format!("/proc/{process}/clear_refs");
+    fs::write(&path, ALL).with_context(|| match fs::exists(&path) {
+        Ok(false) if fs::exists("/proc/self/clear_refs").unwrap_or(true) => {
+            format!("process {process} has exited")
+        }
+        Ok(false) => "which memory is idle cannot be told by this kernel, built without CONFIG_PROC_PAGE_MONITOR".into(),
+        _ => format!(
+            "failed to clear the marks of used pages in {path}{}",
+            capabilities::remedy(Capability::CAP_DAC_OVERRIDE)
+        ),
+    })
+}
+
+/// Pages that reclaim has looked at since the machine has started.
+fn scanned() -> u64 {
+    let values = Values::read("/proc/vmstat").unwrap_or_default();
+    values.of("pgscan_anon") + values.of("pgscan_file")
+}

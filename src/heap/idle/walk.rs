@@ -1,0 +1,286 @@
+//! The pages that page tables say were used, as a function of the tables.
+
+use std::ops::Range;
+
+use anyhow::Result;
+
+use super::arch;
+use crate::heap::page_runs::{self, PageRuns};
+use crate::heap::page_table::PAGE;
+
+/// Entries of a table, and bits of an address that choose one.
+pub(super) const ENTRIES: usize = 512;
+const ENTRY_BITS: u32 = 9;
+/// Tables that are read in one go.
+pub(super) const AT_ONCE: usize = 64;
+
+/// A table, as it was read.
+pub(super) type Table = Box<[u64; ENTRIES]>;
+
+/// What an entry of a table says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Entry {
+    /// A page, and whether it has been used since the mark of that was cleared.
+    Page { is_used: bool },
+    /// The physical address of a table of the next lower level.
+    Table(u64),
+    /// No page, or one that is on its way somewhere.
+    Unknown,
+}
+
+/// Tables that can be read.
+pub(super) trait Tables {
+    /// Reads [`AT_ONCE`] tables at most, by physical address; None are those that cannot be read.
+    fn read(&self, addresses: &[u64]) -> Result<Vec<Option<Table>>>;
+}
+
+/// What the walk is to make of pages that are larger than 4 KiB.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Huge {
+    /// They are used if they are marked, as others are.
+    Judged,
+    /// They count as used.
+    Used,
+    /// They count as not used.
+    LeftOut,
+}
+
+/// A walk through the tables of a process.
+pub(super) struct Walk<'a, T> {
+    tables: &'a T,
+    /// Pages that are asked for.
+    wanted: &'a [Range<u64>],
+    huge: Huge,
+    used: PageRuns,
+}
+
+impl<'a, T: Tables> Walk<'a, T> {
+    pub(super) fn new(tables: &'a T, wanted: &'a [Range<u64>], huge: Huge) -> Self {
+        Self {
+            tables,
+            wanted,
+            huge,
+            used: PageRuns::new(),
+        }
+    }
+
+    /// The wanted pages that have been used, as the tables below this root say, which is of so many levels. Pages that
+    /// they say nothing about count as used.
+    ///
+    /// # Errors
+    /// If tables cannot be read at all.
+    pub(super) fn used(mut self, root: u64, levels: u32) -> Result<PageRuns> {
+        let end = 1 << (PAGE.trailing_zeros() + ENTRY_BITS * levels);
+        let whole = 0..end;
+        match self.tables.read(&[root])?.pop().flatten() {
+            Some(table) => self.visit(root, &table, levels - 1, 0)?,
+            None => self.add(&whole),
+        }
+        Ok(self.used)
+    }
+
+    /// Looks through a table, whose first entry is of `start`, and those below it.
+    fn visit(&mut self, address: u64, table: &Table, level: u32, start: u64) -> Result<()> {
+        let bytes = PAGE << (ENTRY_BITS * level);
+        let covered = start..start + bytes * ENTRIES as u64;
+        let mut indexes: Vec<usize> = Vec::new();
+        for run in page_runs::within(self.wanted, &covered) {
+            let first = (run.start.max(covered.start) - start) / bytes;
+            let last = (run.end.min(covered.end) - 1 - start) / bytes;
+            let next = indexes.last().map_or(0, |&index| index + 1);
+            indexes.extend((first as usize).max(next)..=last as usize);
+        }
+        let range = |index: usize| {
+            let start = start + bytes * index as u64;
+            start..start + bytes
+        };
+        for indexes in indexes.chunks(AT_ONCE) {
+            let entry = |&index: &usize| (index, arch::entry(table[index], level));
+            let entries: Vec<(usize, Entry)> = indexes.iter().map(entry).collect();
+            let below = self.below(address, level, &entries)?;
+            for ((index, entry), below) in entries.into_iter().zip(below) {
+                match (entry, below) {
+                    (Entry::Page { .. }, _) if level > 0 && self.huge == Huge::LeftOut => {}
+                    (Entry::Page { .. }, _) if level > 0 && self.huge == Huge::Used => {
+                        self.add(&range(index));
+                    }
+                    (Entry::Page { is_used: false }, _) => {}
+                    (Entry::Table(address), Some(table)) => {
+                        self.visit(address, &table, level - 1, range(index).start)?;
+                    }
+                    _ => self.add(&range(index)),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the tables that these entries of a table name, by their numbers in it; None for other entries, and where
+    /// the entry has changed meanwhile: what it named may have become something else.
+    fn below(
+        &self,
+        address: u64,
+        level: u32,
+        entries: &[(usize, Entry)],
+    ) -> Result<Vec<Option<Table>>> {
+        let named = entries.iter().filter_map(|(_, entry)| match entry {
+            Entry::Table(address) => Some(*address),
+            _ => None,
+        });
+        let named: Vec<u64> = named.collect();
+        if named.is_empty() {
+            return Ok(vec![None; entries.len()]);
+        }
+        let mut tables = self.tables.read(&named)?.into_iter();
+        let again = self.tables.read(&[address])?.pop().flatten();
+        let below = entries.iter().map(|&(index, entry)| {
+            let table = match entry {
+                Entry::Table(_) => tables.next().flatten(),
+                _ => None,
+            };
+            let now = again.as_ref().map(|again| arch::entry(again[index], level));
+            table.filter(|_| now == Some(entry))
+        });
+        Ok(below.collect())
+    }
+
+    /// Adds the wanted pages of a range to those used.
+    fn add(&mut self, range: &Range<u64>) {
+        for run in page_runs::within(self.wanted, range) {
+            let part = run.start.max(range.start)..run.end.min(range.end);
+            page_runs::add(&mut self.used, part);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::collections::HashMap;
+    use std::slice;
+
+    use super::*;
+
+    const PRESENT: u64 = 0x67 & !ACCESSED;
+    const ACCESSED: u64 = 1 << 5;
+    const HUGE: u64 = 1 << 7;
+
+    /// Tables by address.
+    #[derive(Default)]
+    struct Made {
+        tables: RefCell<HashMap<u64, Table>>,
+        /// An entry that becomes nothing as soon as this table has been read.
+        vanishes: Option<(u64, (u64, usize))>,
+    }
+
+    impl Tables for Made {
+        fn read(&self, addresses: &[u64]) -> Result<Vec<Option<Table>>> {
+            assert!(addresses.len() <= AT_ONCE);
+            let read = |address| self.tables.borrow().get(address).cloned();
+            let read = addresses.iter().map(read).collect();
+            if let Some((trigger, (table, index))) = self.vanishes
+                && addresses.contains(&trigger)
+            {
+                let mut tables = self.tables.borrow_mut();
+                tables.get_mut(&table).expect("a table")[index] = 0;
+            }
+            Ok(read)
+        }
+    }
+
+    impl Made {
+        fn put(&self, table: u64, index: usize, word: u64) {
+            let mut tables = self.tables.borrow_mut();
+            tables
+                .entry(table)
+                .or_insert_with(|| Box::new([0; ENTRIES]))[index] = word;
+        }
+
+        /// Maps a page of 4 KiB by tables of four levels, whose addresses tell where they are.
+        fn map(&self, page: u64, flags: u64) {
+            let mut table = ROOT;
+            for level in [3, 2, 1] {
+                let shift = 12 + 9 * level;
+                let below = (level << 44) | (page >> shift << 12);
+                self.put(table, (page >> shift) as usize % ENTRIES, below | PRESENT);
+                table = below;
+            }
+            self.put(table, (page >> 12) as usize % ENTRIES, 0x5000 | flags);
+        }
+
+        fn used(&self, wanted: &[Range<u64>], huge: Huge) -> PageRuns {
+            let walk = Walk::new(self, wanted, huge);
+            walk.used(ROOT, 4).expect("tables")
+        }
+    }
+
+    const ROOT: u64 = 7 << 44;
+    const GIB: u64 = 1 << 30;
+
+    #[test]
+    fn pages_that_were_used_are_found_among_those_wanted() {
+        let made = Made::default();
+        // In all 200 tables of pages, across the ends of those above, the third of every seven pages.
+        let start = GIB - 100 * (2 << 20);
+        let end = GIB + 100 * (2 << 20);
+        for page in (start..end).step_by(4096) {
+            let flags = PRESENT | if page / 4096 % 7 == 3 { ACCESSED } else { 0 };
+            made.map(page, flags);
+        }
+        let expected = |wanted: Range<u64>| -> PageRuns {
+            let pages = wanted.step_by(4096).filter(|page| page / 4096 % 7 == 3);
+            pages.map(|page| page..page + 4096).collect()
+        };
+        let whole = start..end;
+        let all = slice::from_ref(&whole);
+        assert_eq!(made.used(all, Huge::Judged), expected(start..end));
+        assert_eq!(made.used(all, Huge::LeftOut), expected(start..end));
+        let wanted = [
+            start + 0x5000..start + 0x100_0000,
+            GIB - 0x9000..GIB + 0x9000,
+        ];
+        let both = [expected(wanted[0].clone()), expected(wanted[1].clone())].concat();
+        assert_eq!(made.used(&wanted, Huge::Judged), both);
+    }
+
+    #[test]
+    fn large_pages_are_used_as_a_whole_or_left_out() {
+        let made = Made::default();
+        made.map(GIB, PRESENT);
+        let middle = (1 << 44) | (GIB >> 21 << 12);
+        let (third, directory) = (GIB + (4 << 20), (2 << 44) | (GIB >> 30 << 12));
+        assert_ne!(middle, directory);
+        made.put(directory, 2, 0x4000_0000 | HUGE | PRESENT | ACCESSED);
+        made.put(directory, 3, 0x4000_0000 | HUGE | PRESENT);
+        let wanted = [GIB..GIB + 0x1000, third + 0x3000..third + (4 << 20)];
+        let large = third + 0x3000..third + (2 << 20);
+        assert_eq!(made.used(&wanted, Huge::Judged), [large]);
+        assert!(made.used(&wanted, Huge::LeftOut).is_empty());
+    }
+
+    #[test]
+    fn what_is_not_told_counts_as_used() {
+        let made = Made::default();
+        made.map(GIB, PRESENT);
+        made.map(GIB + 0x2000, PRESENT);
+        // Nothing between the two pages, and no table for what is far away.
+        let far = 5 * GIB..5 * GIB + 0x3000;
+        let wanted = [GIB..GIB + 0x3000, far.clone()];
+        let between = GIB + 0x1000..GIB + 0x2000;
+        assert_eq!(made.used(&wanted, Huge::Judged), [between, far]);
+        let none = Made::default();
+        assert_eq!(none.used(&wanted, Huge::Judged), wanted);
+    }
+
+    #[test]
+    fn a_table_that_is_given_back_meanwhile_is_not_believed() {
+        let mut made = Made::default();
+        let page = GIB..GIB + 0x1000;
+        let wanted = slice::from_ref(&page);
+        made.map(GIB, PRESENT);
+        assert!(made.used(wanted, Huge::Judged).is_empty());
+        let (pages, directory) = ((1 << 44) | (GIB >> 21 << 12), (2 << 44) | (GIB >> 30 << 12));
+        made.vanishes = Some((pages, (directory, 0)));
+        assert_eq!(made.used(wanted, Huge::Judged), wanted);
+    }
+}

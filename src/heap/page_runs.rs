@@ -1,0 +1,63 @@
+//! Ranges of whole pages, in order and apart.
+
+use std::ops::Range;
+
+/// Ranges of whole pages, in order; those that touch each other are one.
+pub(super) type PageRuns = Vec<Range<u64>>;
+
+/// Adds a range that begins where the last one ends, or behind it.
+pub(super) fn add(runs: &mut PageRuns, range: Range<u64>) {
+    match runs.last_mut().filter(|last| last.end >= range.start) {
+        Some(last) => last.end = last.end.max(range.end),
+        None => runs.push(range),
+    }
+}
+
+/// The pages of both.
+pub(super) fn union(one: &[Range<u64>], other: &[Range<u64>]) -> PageRuns {
+    let (mut one, mut other) = (one.iter().peekable(), other.iter().peekable());
+    let mut both = PageRuns::new();
+    loop {
+        let next = match (one.peek(), other.peek()) {
+            (Some(first), Some(second)) if second.start < first.start => other.next(),
+            (Some(_), _) => one.next(),
+            (None, _) => other.next(),
+        };
+        match next {
+            Some(range) => add(&mut both, range.clone()),
+            None => return both,
+        }
+    }
+}
+
+/// The runs, in order, that have a page within a range.
+pub(super) fn within<'a>(runs: &'a [Range<u64>], range: &Range<u64>) -> &'a [Range<u64>] {
+    let first = runs.partition_point(|run| run.end <= range.start);
+    let behind = runs.partition_point(|run| run.start < range.end);
+    &runs[first..behind.max(first)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_touches_is_one() {
+        let both = union(&[1..2, 4..8, 20..30], &[2..3, 5..6, 8..9, 29..40, 50..51]);
+        assert_eq!(both, [1..3, 4..9, 20..40, 50..51]);
+        let some = [1..2, 4..8];
+        assert_eq!(
+            (union(&[], &some), union(&some, &[])),
+            (some.to_vec(), some.to_vec())
+        );
+    }
+
+    #[test]
+    fn runs_are_within_by_one_page() {
+        let runs = [1..2, 4..8, 20..30];
+        assert_eq!(within(&runs, &(2..4)), &runs[..0]);
+        assert_eq!(within(&runs, &(7..21)), &runs[1..]);
+        assert_eq!(within(&runs, &(0..u64::MAX)), &runs[..]);
+        assert!(within(&runs, &(30..31)).is_empty() && within(&runs, &(9..9)).is_empty());
+    }
+}
