@@ -22,6 +22,7 @@ mod heap_jemalloc;
 mod heap_pause;
 mod hfaults;
 mod hostile;
+mod idle;
 mod java;
 mod java_names;
 mod kubernetes;
@@ -67,6 +68,7 @@ fn all() -> impl Iterator<Item = Trial> {
         heap_jemalloc::tests(),
         heap_pause::tests(),
         hfaults::tests(),
+        idle::tests(),
         containers::tests(),
         kubernetes::tests(),
         hostile::tests(),

@@ -74,6 +74,8 @@ examples:
   memleak -p 1234 --types      which types of objects are allocated; traces nothing
   memleak -p 1234 --verdict    which of its blocks nothing refers to, and what holds the rest
   memleak -p 1234 --verdict=60 the same, with the stacks of what is allocated within a minute
+  memleak -p 1234 --verdict --idle 60
+                               which of its blocks nobody has used for a minute, too
   memleak -p 1234 --growth 60  whether it grows, by which types of blocks, and what that is
   memleak -c ./test --verdict=exit --fail-on unreachable
                                status 3 if the command, at its exit, has leaked

@@ -5,6 +5,7 @@
 //! for again in a second image, and called a leak only if it is lost there, too.
 
 pub(crate) mod args;
+mod idle;
 mod judge;
 mod names;
 mod report;
@@ -37,6 +38,7 @@ use crate::args::Args;
 use crate::difference::FailOn;
 use crate::rows::ProcessName;
 use args::Question;
+use idle::Idle;
 pub(crate) use judge::lost_blocks;
 use judge::{Judgement, Kind};
 pub(crate) use names::RootNames;
@@ -58,11 +60,17 @@ const BETWEEN: Duration = Duration::from_millis(100);
 /// If no image of the process can be taken, or its heap cannot be walked, so that there is no verdict.
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let process = Process::open(args.pid[0])?;
-    let (_poller, mut output) = args.start()?;
+    let (mut poller, mut output) = args.start()?;
     privileges::keep_what_tracing_takes(&[])?;
+    let watched = args
+        .verdict
+        .idle
+        .map(|time| idle::watch(&process, time, &mut poller));
+    let watched = watched.transpose()?;
     let request = Request {
         process: &process,
         max_pause: args.heap.max_pause,
+        idle: watched.as_ref(),
     };
     let case = Case::look_twice(&request)?;
     let leaks = case.print(args, &mut output, &mut Untraced, &Suppressions::default())?;
@@ -233,10 +241,14 @@ impl<'a> Case<'a> {
             None => Kind::Size(seen.bytes(block, &heap.blocks()[block])),
         };
         let known = Known::of(seen, suppressions, args, stacks)?;
-        let judgement = judge::judge(heap, &self.reach, &self.before, (seen, &known), kind);
+        let idle = self.image.idle.as_ref();
+        let judgement = judge::judge(heap, &self.reach, &self.before, (seen, &known), idle, kind);
         let lost: Vec<_> = judgement.lost.iter().take(args.top).collect();
         let held: Vec<_> = judgement.held.iter().take(args.top).collect();
         output.row(&self.verdict(&judgement, args))?;
+        if let Some(pages) = idle {
+            output.row(&Idle::of(pages, judgement.idle))?;
+        }
         for group in lost {
             let address = heap.blocks()[group.example].address;
             let origin = origin_of(group, stacks)?;
@@ -303,6 +315,7 @@ impl<'a> Case<'a> {
             what: What::of(group.kind.as_ref()),
             blocks: group.sum.blocks,
             bytes: group.sum.bytes,
+            idle: self.image.idle.as_ref().map(|_| group.idle.into()),
             address: format!("{:#x}", heap.blocks()[group.example].address),
             chain: shown
                 .map(|&by| {

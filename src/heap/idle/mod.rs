@@ -77,7 +77,7 @@ pub struct IdlePages {
 pub struct Marks {
     /// Pages that were used.
     pub pages: u64,
-    /// Those without a mark at last.
+    /// Pages without a mark at last.
     pub lost: u64,
 }
 

@@ -15,7 +15,7 @@ use crate::heap::page_table::PAGE;
 
 /// Pages of 4 KiB, of which some are used once.
 const PAGES: u64 = 4096;
-/// Of so many pages two are.
+/// Pages of which two are.
 const STEP: u64 = 7;
 const HUGE_PAGE: u64 = 2 << 20;
 /// Huge pages, which are all used once.

@@ -37,11 +37,11 @@ pub(super) trait Tables {
 /// What the walk is to make of pages that are larger than 4 KiB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Huge {
-    /// They are used if they are marked, as others are.
+    /// Larger pages are used if they are marked, as others are.
     Judged,
-    /// They count as used.
+    /// Larger pages count as used.
     Used,
-    /// They count as not used.
+    /// Larger pages count as not used.
     LeftOut,
 }
 

@@ -20,6 +20,11 @@ pub(crate) struct VerdictArgs {
           value_parser = moment, conflicts_with_all = TRACING, conflicts_with_all = ["heap", "types", "show_allocs"])]
     pub(crate) verdict: Option<Moment>,
 
+    /// Also show what nobody uses of what is held: watch for so many seconds which memory the process uses, and give the
+    /// verdict then; what was not used is told page by page, and is first in the list
+    #[arg(long, value_name = "SECONDS", value_parser = cli::seconds, requires = "verdict")]
+    pub(crate) idle: Option<Duration>,
+
     /// Also show what holds the block at this address (0x...), or the blocks of this type, or of this size, or those that
     /// this function has allocated, if that was traced
     #[arg(long, value_name = "ADDRESS|TYPE|BYTES|FUNCTION", requires = "verdict")]
@@ -75,6 +80,11 @@ impl VerdictArgs {
                     "--verdict without SECONDS traces nothing: leave out {}",
                     ALLOCATORS.join(", ")
                 ));
+            }
+            Some(Moment::After(_) | Moment::Exit) if self.idle.is_some() => {
+                return refuse(
+                    "--idle is of --verdict without a moment of its own, with nothing traced",
+                );
             }
             Some(Moment::Exit) if args.command.is_none() => {
                 return refuse(
@@ -153,6 +163,8 @@ mod tests {
             &["-p", "1", "--verdict=exit"],
             &["-p", "1", "--verdict", "-O", "c"],
             &["-p", "1", "--verdict", "--suppressions", "file"],
+            &["-p", "1", "--verdict=60", "--idle", "60"],
+            &["-c", "true", "--verdict=exit", "--idle", "60"],
         ] {
             assert!(wanted(wrong).is_err(), "{wrong:?}");
         }

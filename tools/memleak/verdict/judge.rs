@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use memtools::heap::blocks::{Block, Heap};
+use memtools::heap::idle::IdlePages;
 use memtools::heap::image::Image;
 use memtools::heap::reach::{Class, Reach};
 use memtools::process::smaps::MappedMemory;
@@ -85,6 +86,8 @@ pub(super) struct Group {
     pub(super) sum: Sum,
     /// What was lost with them.
     pub(super) via: Sum,
+    /// What nobody used of it for a while, if that was watched.
+    pub(super) idle: Sum,
     /// One of them.
     pub(super) example: usize,
 }
@@ -96,6 +99,7 @@ impl Group {
             born,
             sum: Sum::default(),
             via: Sum::default(),
+            idle: Sum::default(),
             example,
         }
     }
@@ -116,6 +120,8 @@ pub(super) struct Judgement {
     pub(super) sums: Sums,
     pub(super) lost: Vec<Group>,
     pub(super) held: Vec<Group>,
+    /// What nobody used of what is held.
+    pub(super) idle: Sum,
     /// By entry of --suppressions.
     pub(super) suppressed: BTreeMap<usize, Sum>,
 }
@@ -139,15 +145,16 @@ pub(super) fn protected_bytes(image: &Image, mappings: &[MappedMemory]) -> u64 {
 }
 
 /// Judges a heap. `before` are the blocks that were lost in an earlier image, `seen` those whose allocation was traced, of
-/// whose stacks something is `known`.
+/// whose stacks something is `known`, and `idle` the pages that nobody has used for a while.
 pub(super) fn judge(
     heap: &Heap,
     reach: &Reach,
     before: &HashSet<(u64, u64)>,
     (seen, known): (&Seen, &Known),
+    idle: Option<&IdlePages>,
     kind: impl Fn(usize) -> Kind,
 ) -> Judgement {
-    let mut sums = Sums::default();
+    let (mut sums, mut idle_sum) = (Sums::default(), Sum::default());
     let (mut lost, mut held, mut suppressed) = (HashMap::new(), HashMap::new(), BTreeMap::new());
     let leaders = reach.leaders();
     let entry = |number: usize, kind: LeakKind| known.suppressed(seen.born(number)?.path, kind);
@@ -193,20 +200,27 @@ pub(super) fn judge(
             group.via.add(bytes);
         } else {
             group.add(bytes, &kind, born);
+            let is_held = class > Class::Cycle;
+            if is_held && idle.is_some_and(|pages| pages.contain(&block.range())) {
+                group.idle.add(bytes);
+                idle_sum.add(bytes);
+            }
         }
     }
     Judgement {
         sums,
         lost: largest_first(lost),
         held: largest_first(held),
+        idle: idle_sum,
         suppressed,
     }
 }
 
+/// The groups with most idle bytes first, and of those with as many the largest.
 fn largest_first(groups: HashMap<Key, Group>) -> Vec<Group> {
     let mut groups: Vec<_> = groups.into_iter().collect();
     groups.sort_by(|(key, one), (other_key, other)| {
-        let bytes = |group: &Group| group.sum.bytes + group.via.bytes;
+        let bytes = |group: &Group| (group.idle.bytes, group.sum.bytes + group.via.bytes);
         let order = bytes(other).cmp(&bytes(one));
         order.then_with(|| key.cmp(other_key))
     });

@@ -315,6 +315,9 @@ pub(super) struct Held {
     pub(super) what: What,
     pub(super) blocks: u64,
     pub(super) bytes: u64,
+    /// What nobody used of it, if that was watched.
+    #[serde(flatten)]
+    pub(super) idle: Option<IdleSum>,
     pub(super) address: String,
     /// The nearest holder first.
     pub(super) chain: Vec<String>,
@@ -325,6 +328,35 @@ pub(super) struct Held {
     /// Whether allocations were traced.
     #[serde(skip)]
     pub(super) is_traced: bool,
+}
+
+/// What is idle of a kind of blocks.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub(super) struct IdleSum {
+    idle_blocks: u64,
+    idle_bytes: u64,
+}
+
+impl From<Sum> for IdleSum {
+    fn from(sum: Sum) -> Self {
+        Self {
+            idle_blocks: sum.blocks,
+            idle_bytes: sum.bytes,
+        }
+    }
+}
+
+impl IdleSum {
+    fn text(&self) -> String {
+        if self.idle_blocks == 0 {
+            return String::new();
+        }
+        format!(
+            ", {} bytes in {} idle",
+            text::grouped(self.idle_bytes),
+            text::counted(self.idle_blocks, "block")
+        )
+    }
 }
 
 impl Row for Held {
@@ -339,9 +371,10 @@ impl Row for Held {
         chain.push(self.root.clone());
         write!(
             out,
-            "\t{} bytes in {} reachable: {} <- {}",
+            "\t{} bytes in {} reachable{}: {} <- {}",
             text::grouped(self.bytes),
             text::counted(self.blocks, "block"),
+            self.idle.as_ref().map_or(String::new(), IdleSum::text),
             self.what.text(),
             chain.join(" <- ")
         )?;

@@ -1,0 +1,182 @@
+//! Which memory nobody uses, as memleak finds it by page tables, against what a program uses.
+
+use std::fs;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use serde_json::Value;
+
+use crate::harness::{self, Ended, Tool, Workload};
+use crate::pressure::{self, Group};
+
+/// All of these tests.
+pub(crate) fn tests() -> Vec<Trial> {
+    harness::tests! { "memleak::idle":
+        what_nobody_uses_is_told_by_block,
+        huge_pages_are_used_as_a_whole,
+        a_page_that_is_used_all_the_time_is_never_idle,
+        what_ends_meanwhile_has_no_verdict [Once],
+        reclaim_is_told [Guest, Disk],
+    }
+}
+
+/// Blocks that are not used, that are used when told to, and that are used all the time.
+const BLOCKS: [u64; 3] = [1009, 307, 211];
+/// Bytes of these blocks, as the program asks for them.
+const BYTES: [u64; 3] = [8000, 9000, 10000];
+
+fn start(pages: &str) -> Result<Workload> {
+    let [cold, warm, hot] = BLOCKS.map(|blocks| blocks.to_string());
+    Workload::start("idle", &[&cold, &warm, &hot, pages])
+}
+
+/// Starts a tool that watches the workload for so many seconds, and does now.
+fn watch(workload: &Workload, seconds: &str, options: &[&str]) -> Result<Tool> {
+    let pid = workload.pid();
+    let args = ["-p", &pid, "--verdict", "--idle", seconds, "-T", "1000"];
+    let args = [&args[..], &["--max-pause", "60000"], options].concat();
+    let mut tool = Tool::start("memleak", &args)?;
+    tool.wait_for("which memory process")?;
+    Ok(tool)
+}
+
+/// How many blocks of each size are idle, of those that are held.
+fn idle_blocks(rows: &[Value]) -> Result<[u64; 3]> {
+    let mut idle = [0; 3];
+    for ((idle, bytes), blocks) in idle.iter_mut().zip(BYTES).zip(BLOCKS) {
+        let is_it = |row: &&Value| {
+            let size = row["size_bytes"].as_u64().unwrap_or_default();
+            row["type"] == "held" && (bytes..bytes + 24).contains(&size)
+        };
+        let row = rows.iter().find(is_it);
+        let row = row.with_context(|| format!("nothing of {bytes} bytes: {rows:?}"))?;
+        ensure!(row["blocks"] == blocks, "{row}");
+        *idle = row["idle_blocks"].as_u64().context("not watched")?;
+        let size = row["size_bytes"].as_u64().unwrap_or_default();
+        ensure!(row["idle_bytes"] == *idle * size, "{row}");
+    }
+    Ok(idle)
+}
+
+/// The rows of a verdict that took two images, for one block is lost.
+fn rows(ended: &Ended) -> Result<Vec<Value>> {
+    let rows = ended.objects()?;
+    let verdict = rows.first().context("no verdict")?;
+    let images = verdict["pauses_us"].as_array().map(Vec::len);
+    ensure!(images == Some(2), "{verdict}");
+    ensure!(verdict["unreachable"]["blocks"] == 1, "{verdict}");
+    Ok(rows)
+}
+
+fn what_nobody_uses_is_told_by_block() -> Result<()> {
+    let mut workload = start("small")?;
+    let tool = watch(&workload, "2", &["-j"])?;
+    let facts = workload.work()?;
+    ensure!(facts["huge_kb"] == "0", "{facts:?}");
+    let rows = rows(&tool.end()?)?;
+    ensure!(idle_blocks(&rows)? == [BLOCKS[0], 0, 0], "{rows:?}");
+
+    let of_all = rows.iter().find(|row| row["type"] == "idle");
+    let of_all = of_all.context("no sum")?;
+    ensure!(of_all["watched_ms"].as_u64() >= Some(2000), "{of_all}");
+    ensure!(of_all["blocks"].as_u64() >= Some(BLOCKS[0]), "{of_all}");
+    ensure!(of_all["cpus_not_reached"] == 0, "{of_all}");
+
+    // Used again before this look, and not in it.
+    let tool = watch(&workload, "1", &[])?;
+    let text = tool.end()?.stdout;
+    for (blocks, bytes, holder) in [
+        ("1,009", "8,080,072", "idle`blocks"),
+        ("307", "2,763,000", "idle`blocks"),
+    ] {
+        let line = format!(
+            "\t{bytes} bytes in {blocks} blocks reachable, {bytes} bytes in {blocks} blocks idle: "
+        );
+        let line = text.lines().find(|found| found.starts_with(&line));
+        let line = line.with_context(|| format!("no {blocks} blocks: {text}"))?;
+        ensure!(line.contains(holder), "{line}");
+    }
+    let hot = text
+        .lines()
+        .find(|line| line.contains("211 blocks reachable"));
+    ensure!(hot.is_some_and(|line| !line.contains("idle:")), "{text}");
+    ensure!(workload.finish()?.success(), "it did not live on");
+    Ok(())
+}
+
+/// The copy of the first image marks huge pages as used: by us. Where others clear marks, as DAMON does on some hosts,
+/// all count as used.
+fn huge_pages_are_used_as_a_whole() -> Result<()> {
+    let mut workload = start("huge")?;
+    let tool = watch(&workload, "1", &["-j"])?;
+    let facts = workload.work()?;
+    let huge: u64 = facts["huge_kb"].parse()?;
+    ensure!(huge >= 8 << 10, "{facts:?}");
+    let rows = rows(&tool.end()?)?;
+    let is_judged = rows.iter().any(|row| row["huge_pages_judged"] == true);
+    ensure!(is_judged || damon_runs()?, "{rows:?}");
+    let cold = if is_judged { BLOCKS[0] } else { 0 };
+    ensure!(idle_blocks(&rows)? == [cold, 0, 0], "{rows:?}");
+    Ok(())
+}
+
+/// Whether a thread of DAMON's looks at memory, and clears marks.
+fn damon_runs() -> Result<bool> {
+    let names = fs::read_dir("/proc")?
+        .flatten()
+        .map(|entry| entry.path().join("comm"));
+    let mut names = names.filter_map(|path| fs::read_to_string(path).ok());
+    Ok(names.any(|name| name.starts_with("kdamond")))
+}
+
+/// The CPU of the thread that uses the pages remembers where they are, and has to forget.
+fn a_page_that_is_used_all_the_time_is_never_idle() -> Result<()> {
+    let workload = start("small")?;
+    for _ in 0..11 {
+        let tool = watch(&workload, "0.1", &["-j"])?;
+        let rows = rows(&tool.end()?)?;
+        let [cold, _, hot] = idle_blocks(&rows)?;
+        ensure!((cold, hot) == (BLOCKS[0], 0), "{rows:?}");
+    }
+    Ok(())
+}
+
+fn what_ends_meanwhile_has_no_verdict() -> Result<()> {
+    let mut workload = start("small")?;
+    let pid = workload.pid();
+    let tool = watch(&workload, "600", &[])?;
+    workload.work()?;
+    ensure!(workload.finish()?.success(), "it did not live on");
+    let ended = tool.end()?;
+    let why = format!("no verdict: process {pid} ended");
+    ensure!(
+        ended.status.code() == Some(1) && ended.stderr.contains(&why),
+        "{ended:?}"
+    );
+    // Whoever does not want to wait has the verdict at once.
+    let workload = start("small")?;
+    let tool = watch(&workload, "600", &["-j"])?;
+    thread::sleep(Duration::from_millis(200));
+    let rows = rows(&tool.interrupt()?)?;
+    ensure!(idle_blocks(&rows)?[0] == BLOCKS[0], "{rows:?}");
+    Ok(())
+}
+
+/// Reclaim clears the marks of what it looks at, so that less is known.
+fn reclaim_is_told() -> Result<()> {
+    let workload = start("small")?;
+    let folder = pressure::folder_on_disk()?;
+    let file = folder.path().join("file").display().to_string();
+    let group = Group::new("memtools-idle", 32 << 20)?;
+    let mut reader = Workload::start("reread", &[&file, "20011"])?;
+    group.set("cgroup.procs", &reader.pid())?;
+    let tool = watch(&workload, "600", &["-j"])?;
+    reader.work()?;
+    let rows = rows(&tool.interrupt()?)?;
+    let idle = rows.iter().find(|row| row["type"] == "idle");
+    let scanned = idle.and_then(|row| row["reclaim_scanned"].as_u64());
+    ensure!(scanned >= Some(20011 - (32 << 8)), "{idle:?}");
+    Ok(())
+}
