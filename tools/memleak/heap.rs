@@ -5,6 +5,7 @@
 
 pub(crate) mod args;
 mod block;
+mod glibc;
 mod jemalloc;
 mod report;
 mod types;

@@ -13,6 +13,7 @@ mod seen;
 mod stacks;
 mod suppressions;
 pub(crate) mod traced;
+mod why;
 
 use std::collections::HashSet;
 use std::process::ExitCode;
@@ -42,10 +43,11 @@ use idle::Idle;
 pub(crate) use judge::lost_blocks;
 use judge::{Judgement, Kind};
 pub(crate) use names::RootNames;
-use report::{Branch, Held, Lost, Memcheck, Origin, Suppressed, Trace, Verdict, What, Why};
+use report::{Held, Lost, Memcheck, Origin, Suppressed, Trace, Verdict, What};
 use seen::Seen;
 use stacks::{Known, Stacks, Untraced};
 use suppressions::Suppressions;
+use why::{Branch, Why};
 
 /// The exit status with --fail-on unreachable, if there is a leak.
 const LEAKS: u8 = 3;

@@ -5,7 +5,7 @@ use std::fmt;
 use std::io::{self, Write};
 
 use memtools::heap::blocks::{Coverage, Heap, Sum};
-use memtools::heap::glibc::usage::{HeapUsage, SizeClass};
+use memtools::heap::glibc::usage::HeapUsage;
 use memtools::heap::glibc::{State, Walk, trim};
 use memtools::heap::image::Image;
 use memtools::heap::walk::Walked;
@@ -14,6 +14,7 @@ use memtools::print::text;
 use memtools::process::smaps::MappedMemory;
 use serde::Serialize;
 
+use super::glibc::{self, ArenaRow, ClassRow};
 use super::jemalloc::Jemalloc;
 use crate::rows::ProcessName;
 
@@ -104,25 +105,6 @@ struct Parts {
     other_block_bytes: u64,
 }
 
-#[derive(Debug, Serialize)]
-struct ArenaRow {
-    address: String,
-    main: bool,
-    bytes: u64,
-    resident_bytes: u64,
-    in_use: Part,
-    free: Part,
-    top: Part,
-}
-
-#[derive(Debug, Serialize)]
-struct ClassRow {
-    chunk_bytes: u64,
-    is_limit: bool,
-    in_use: Part,
-    free: Part,
-}
-
 impl HeapRow {
     /// Adds up what was walked, with what the kernel says is in memory of each mapping, and the `top` largest parts.
     pub(super) fn of(
@@ -196,8 +178,8 @@ impl HeapRow {
                 let all = &usage.all;
                 row.verdict = verdict(is_fragmented(all.free().resident, all.total.resident));
             }
-            row.arenas = arenas(walk, usage);
-            row.size_classes = classes(usage);
+            row.arenas = glibc::arenas(walk, usage);
+            row.size_classes = glibc::classes(usage);
             let (arenas, classes) = (row.arenas.len(), row.size_classes.len());
             row.arenas.truncate(top);
             row.size_classes.truncate(top);
@@ -290,37 +272,6 @@ pub(super) fn size_line(
         text::bytes(free.bytes),
         text::grouped(free.count),
     )
-}
-
-/// The arenas, the largest first.
-fn arenas(walk: &Walk, usage: &HeapUsage) -> Vec<ArenaRow> {
-    let arenas = walk.arenas.iter().zip(&usage.arenas);
-    let mut rows: Vec<_> = arenas
-        .map(|(arena, usage)| ArenaRow {
-            address: format!("{:#x}", arena.address),
-            main: arena.main,
-            bytes: usage.total.bytes,
-            resident_bytes: usage.total.resident,
-            in_use: usage.of(State::InUse).into(),
-            free: usage.free().into(),
-            top: usage.of(State::Top).into(),
-        })
-        .collect();
-    rows.sort_by_key(|row| std::cmp::Reverse(row.resident_bytes));
-    rows
-}
-
-/// The sizes, those with most memory first.
-fn classes(usage: &HeapUsage) -> Vec<ClassRow> {
-    let row = |(&chunk_bytes, class): (&u64, &SizeClass)| ClassRow {
-        chunk_bytes,
-        is_limit: chunk_bytes > 1024,
-        in_use: class.in_use.into(),
-        free: class.free.into(),
-    };
-    let mut rows: Vec<_> = usage.sizes.iter().map(row).collect();
-    rows.sort_by_key(|row| std::cmp::Reverse(row.in_use.bytes + row.free.bytes));
-    rows
 }
 
 impl Row for HeapRow {
