@@ -38,6 +38,11 @@ fn main() -> ExitCode {
     cli::main(run)
 }
 
+fn symbolizer(args: &Args) -> Result<Symbolizer> {
+    let symbolizer = Symbolizer::of_all_processes()?;
+    symbolizer.with_source(args.export.source, args.export.any())
+}
+
 fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     capture_log(args.common.verbose);
@@ -45,13 +50,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let metrics = args.metrics.open("oomkill", &[&printer::KILLS])?;
     let (mut poller, output) = args.common.start("oomkill")?;
     let mut target = Target::choose(&args.target, Tasks::All)?;
-    let mut symbolizer = args
-        .wants_stacks()
-        .then(|| {
-            let symbolizer = Symbolizer::of_all_processes()?;
-            symbolizer.with_source(args.export.source, args.export.any())
-        })
-        .transpose()?;
+    let mut symbolizer = args.wants_stacks().then(|| symbolizer(&args)).transpose()?;
     let (how, (skel, links)) = attach::start(&args, target.filter())?;
     let unwinder = args
         .wants_stacks()

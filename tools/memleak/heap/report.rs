@@ -178,14 +178,22 @@ impl HeapRow {
                 let all = &usage.all;
                 row.verdict = verdict(is_fragmented(all.free().resident, all.total.resident));
             }
-            row.arenas = glibc::arenas(walk, usage);
-            row.size_classes = glibc::classes(usage);
-            let (arenas, classes) = (row.arenas.len(), row.size_classes.len());
-            row.arenas.truncate(top);
-            row.size_classes.truncate(top);
-            row.left_out = (arenas - row.arenas.len(), classes - row.size_classes.len());
+            row.list(walk, usage, top);
         }
         row
+    }
+
+    /// Lists the `top` largest arenas and sizes.
+    fn list(&mut self, walk: &Walk, usage: &HeapUsage, top: usize) {
+        self.arenas = glibc::arenas(walk, usage);
+        self.size_classes = glibc::classes(usage);
+        let (arenas, classes) = (self.arenas.len(), self.size_classes.len());
+        self.arenas.truncate(top);
+        self.size_classes.truncate(top);
+        self.left_out = (
+            arenas - self.arenas.len(),
+            classes - self.size_classes.len(),
+        );
     }
 
     /// Gives each mapping its place. What is the heap's is taken off the private memory that it is in.
@@ -276,35 +284,8 @@ pub(super) fn size_line(
 
 impl Row for HeapRow {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        self.head(out)?;
         let bytes = text::bytes;
-        let ProcessName { pid, comm, .. } = &self.process;
-        let inside = self.process.inside();
-        let pause = self.paused_us as f64 / 1000.0;
-        writeln!(
-            out,
-            "heap of {comm} (pid {pid}){inside}, which stood still for {pause:.1} ms; {} copied",
-            bytes(self.copied_bytes)
-        )?;
-        for one in &self.allocators {
-            writeln!(out, "{} in {}", one.name, one.file)?;
-        }
-        match (&self.coverage_note, &self.heap) {
-            (Some(note), _) => writeln!(out, "coverage: {}: {note}", self.coverage)?,
-            (None, Some(heap)) => writeln!(
-                out,
-                "coverage: complete: {}, {}, {}",
-                text::counted(self.blocks, "block"),
-                text::counted((self.arenas.len() + self.left_out.0) as u64, "arena"),
-                text::counted(heap.mmapped.count, "mmapped chunk"),
-            )?,
-            (None, None) => {
-                let blocks = text::counted(self.blocks, "block");
-                writeln!(out, "coverage: {}: {blocks}", self.coverage)?
-            }
-        }
-        if self.unread_bytes > 0 {
-            writeln!(out, "{} could not be read", bytes(self.unread_bytes))?;
-        }
         writeln!(
             out,
             "\n{:>12} {:>12} {:>12}  WHAT",
@@ -353,6 +334,39 @@ impl Row for HeapRow {
 }
 
 impl HeapRow {
+    fn head(&self, out: &mut dyn Write) -> io::Result<()> {
+        let bytes = text::bytes;
+        let ProcessName { pid, comm, .. } = &self.process;
+        let inside = self.process.inside();
+        let pause = self.paused_us as f64 / 1000.0;
+        writeln!(
+            out,
+            "heap of {comm} (pid {pid}){inside}, which stood still for {pause:.1} ms; {} copied",
+            bytes(self.copied_bytes)
+        )?;
+        for one in &self.allocators {
+            writeln!(out, "{} in {}", one.name, one.file)?;
+        }
+        match (&self.coverage_note, &self.heap) {
+            (Some(note), _) => writeln!(out, "coverage: {}: {note}", self.coverage)?,
+            (None, Some(heap)) => writeln!(
+                out,
+                "coverage: complete: {}, {}, {}",
+                text::counted(self.blocks, "block"),
+                text::counted((self.arenas.len() + self.left_out.0) as u64, "arena"),
+                text::counted(heap.mmapped.count, "mmapped chunk"),
+            )?,
+            (None, None) => {
+                let blocks = text::counted(self.blocks, "block");
+                writeln!(out, "coverage: {}: {blocks}", self.coverage)?
+            }
+        }
+        if self.unread_bytes > 0 {
+            writeln!(out, "{} could not be read", bytes(self.unread_bytes))?;
+        }
+        Ok(())
+    }
+
     fn parts(&self, out: &mut dyn Write) -> io::Result<()> {
         let bytes = text::bytes;
         if !self.arenas.is_empty() {
