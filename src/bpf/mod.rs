@@ -8,6 +8,7 @@
 //! | [`software_event`] | programs on events that the kernel counts itself, on all CPUs |
 //! | `kretprobe` | programs on the return of kernel functions, for many threads at once |
 //! | [`btf_subset`] | the kernel's types that a BPF object is fitted to |
+//! | `generated` | what libbpf-cargo makes of an object |
 //! | [`types`] | structs generated from the BPF headers |
 //! | [`ring`] | typed events from the ring buffer |
 //! | [`map_create`] | maps that are made while a tool runs |
@@ -23,6 +24,7 @@ pub mod attach;
 pub(crate) mod btf;
 pub mod btf_subset;
 mod fentry_id;
+mod generated;
 pub mod kernel_differences;
 pub mod kernel_support;
 pub(crate) mod kretprobe;

@@ -3,17 +3,9 @@
 use anyhow::{Result, anyhow};
 use plain::Plain;
 
-#[expect(
-    unreachable_pub,
-    clippy::undocumented_unsafe_blocks,
-    clippy::unwrap_used,
-    reason = "generated code"
-)]
-mod skeleton {
-    include!(concat!(env!("OUT_DIR"), "/shared.skel.rs"));
-}
+crate::generated!("shared");
 
-pub use skeleton::types::{
+pub use generated::types::{
     cgroup_path, filter, filter_table, histogram, hotspot_heap, hotspot_layout, hotspot_process,
     losses, python_chain, python_code, python_instruction, python_mark, python_process, room,
     room_of, stack, stack_count, stack_count_key, stack_end, stack_flags, stack_id, stack_layout,

@@ -67,24 +67,15 @@ impl StackRoom {
 macro_rules! skeleton {
     ($tool:literal, $builder:ident, stacks: $stacks:tt, plain: [$($plain:ident),*]) => {
         mod bpf {
-            #[allow(
-                missing_docs,
-                unreachable_pub,
-                dead_code,
-                clippy::all,
-                clippy::undocumented_unsafe_blocks,
-                clippy::unwrap_used,
-                reason = "generated code"
-            )]
-            mod generated {
-                include!(concat!(env!("OUT_DIR"), "/", $tool, ".skel.rs"));
+            $crate::generated!(
+                $tool,
                 // SAFETY: generated from C structs of integers; every bit pattern is valid.
                 unsafe impl ::plain::Plain for types::filter {}
-                $(
+                $(,
                     // SAFETY: as above.
                     unsafe impl ::plain::Plain for types::$plain {}
                 )*
-            }
+            );
 
             pub(crate) use generated::types;
 

@@ -13,20 +13,9 @@ use crate::bpf::attach;
 use crate::bpf::map_mmap::MappedArray;
 use crate::bpf::test_run::TestRun;
 
-#[allow(
-    missing_docs,
-    unreachable_pub,
-    dead_code,
-    clippy::all,
-    clippy::undocumented_unsafe_blocks,
-    clippy::unwrap_used,
-    reason = "generated code"
-)]
-mod skeleton {
-    include!(concat!(env!("OUT_DIR"), "/page_tables.skel.rs"));
-}
+crate::generated!("page_tables");
 
-use skeleton::types::{page_tables, page_tables_sizes};
+use generated::types::{page_tables, page_tables_sizes};
 
 const _: () = assert!(AT_ONCE == page_tables_sizes::PAGE_TABLES_AT_ONCE.0 as usize);
 const _: () = assert!(ENTRIES == page_tables_sizes::PAGE_TABLE_ENTRIES.0 as usize);
@@ -51,7 +40,7 @@ pub(super) struct DirectMap<'a> {
 
 impl KernelTables {
     pub(super) fn load() -> Result<Self> {
-        let open = attach::open::<skeleton::PageTablesSkelBuilder>()?;
+        let open = attach::open::<generated::PageTablesSkelBuilder>()?;
         let loaded = open
             .load()
             .context("failed to load what reads page tables")?;
