@@ -133,10 +133,13 @@ impl Request<'_> {
         }
         self.expect_short(bytes, stopped.count(), rate)?;
         let idle = self.idle.map(|watch| watch.look(pages.pagemap(), &runs));
-        let idle = idle.transpose()?;
+        let mut idle = idle.transpose()?;
         let unread = copy::copy(pid, &runs, &mut buffer)?;
         drop(stopped);
         let paused = start.elapsed();
+        if let (Some(watch), Some(pages)) = (self.idle, &mut idle) {
+            pages.reclaim_scanned = watch.reclaim_scanned();
+        }
         if let Some(error) = realtime.refused() {
             eprintln!(
                 "{tool}: without real-time priority (SCHED_FIFO: {error}), the pause is longer on a busy machine"

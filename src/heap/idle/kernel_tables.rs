@@ -4,7 +4,7 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use libbpf_rs::skel::OpenSkel;
 
 use super::arch;
@@ -29,6 +29,8 @@ pub(super) struct KernelTables {
     root: TestRun,
     read: TestRun,
     shared: MappedArray,
+    /// Levels of the tables of each process.
+    pub(super) levels: u32,
 }
 
 /// Tables by their physical addresses: the kernel has mapped all memory, from `base` on.
@@ -48,6 +50,7 @@ impl KernelTables {
             root: TestRun::new(&loaded.progs.page_table_root)?,
             read: TestRun::new(&loaded.progs.page_tables_read)?,
             shared: MappedArray::new(&loaded.maps.page_tables)?,
+            levels: arch::levels(),
         })
     }
 
@@ -100,7 +103,7 @@ impl KernelTables {
                 return Ok(base);
             }
         }
-        anyhow::bail!("a page of memleak's own is not found by its page tables")
+        bail!("a page of memleak's own is not found by its page tables")
     }
 }
 
@@ -108,7 +111,7 @@ impl DirectMap<'_> {
     /// Whether the tables below `root` lead from a page's address to what is in it.
     fn finds(&self, root: u64, page: u64, content: &[u64; ENTRIES]) -> Result<bool> {
         let mut at = root - self.base;
-        for level in (0..arch::levels()).rev() {
+        for level in (0..self.tables.levels).rev() {
             let Some(table) = self.read(&[at])?.pop().flatten() else {
                 return Ok(false);
             };

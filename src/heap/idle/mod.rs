@@ -4,7 +4,7 @@
 //! A CPU sets the bit in a page's entry when it uses the page. The kernel clears all of them when asked
 //! (`/proc/PID/clear_refs`), and tells of them by the mapping, not by the page; so a BPF program copies the tables
 //! (`kernel_tables`), which are looked through here (`walk`). No kernel option is needed: neither idle page tracking nor
-//! DAMON, which distributions leave out. The CPUs have to be made to forget what they remember (`translations`).
+//! DAMON of address spaces, which many distributions leave out. The CPUs have to be made to forget what they remember (`translations`).
 //!
 //! Before anything is said, memleak finds pages of its own by the same means, and at the end it looks how many of these
 //! have lost their marks. What is not certain counts as used.
@@ -32,6 +32,9 @@ use crate::process::proc::Process;
 use kernel_tables::{DirectMap, KernelTables};
 use own_pages::OwnPages;
 use walk::{Huge, Walk};
+
+/// What is said where marks cannot be relied on.
+const CANNOT: &str = "which memory is idle cannot be told on this machine";
 
 /// How often the means are tried on our own pages: others may clear the marks just then.
 const TRIES: usize = 3;
@@ -93,18 +96,17 @@ impl Watch {
     /// # Errors
     /// If the marks of this machine cannot be relied on, or may not be read or cleared: says why.
     pub fn begin(process: &Process) -> Result<Self> {
-        let means = || "which memory is idle cannot be told on this machine";
         if let Some(why) = arch::keeps_translations() {
-            bail!("{}: {why}", means());
+            bail!("{CANNOT}: {why}");
         }
         let tables = KernelTables::load().with_context(|| {
             let remedy = capabilities::remedy(Capability::CAP_PERFMON);
-            format!("{}{remedy}", means())
+            format!("{CANNOT}{remedy}")
         })?;
         let own = OwnPages::new()?;
-        let root = tables.root(own.pagemap()).with_context(means)?;
+        let root = tables.root(own.pagemap()).context(CANNOT)?;
         let (page, content) = own.known();
-        let direct_map = tables.direct_map(root, page, content).with_context(means)?;
+        let direct_map = tables.direct_map(root, page, content).context(CANNOT)?;
         let mut watch = Self {
             tables,
             direct_map,
@@ -127,13 +129,11 @@ impl Watch {
                 return Ok(watch);
             }
         }
-        bail!(
-            "{}: of pages that memleak used itself, others were marked, {TRIES} times",
-            means()
-        )
+        bail!("{CANNOT}: of pages that memleak used itself, others were marked, {TRIES} times")
     }
 
-    /// The pages, of those wanted, that were used until now. The process stands still, and is not copied yet.
+    /// The pages, of those wanted, that were used until now. The process stands still, and is not copied yet; what
+    /// [reclaim](Watch::reclaim_scanned) has looked at is left for later.
     ///
     /// # Errors
     /// If its tables cannot be read.
@@ -163,11 +163,16 @@ impl Watch {
         Ok(IdlePages {
             watched: self.begin.elapsed(),
             cpus_not_reached: self.cpus_not_reached,
-            reclaim_scanned: scanned().saturating_sub(self.scanned),
+            reclaim_scanned: 0,
             own,
             huge_judged,
             used,
         })
+    }
+
+    /// How many pages reclaim has looked at until now.
+    pub(super) fn reclaim_scanned(&self) -> u64 {
+        scanned().saturating_sub(self.scanned)
     }
 
     fn used_of_ours(&self, pages: &[Range<u64>]) -> Result<PageRuns> {
@@ -181,7 +186,7 @@ impl Watch {
             base: self.direct_map,
         };
         let walk = Walk::new(&physical, wanted, huge);
-        walk.used(root.wrapping_sub(self.direct_map), arch::levels())
+        walk.used(root.wrapping_sub(self.direct_map), self.tables.levels)
     }
 }
 

@@ -15,7 +15,7 @@ use crate::heap::page_table::PAGE;
 
 /// Pages of 4 KiB, of which some are used once.
 const PAGES: u64 = 4096;
-/// Pages of which two are.
+/// Pages among which two are used.
 const STEP: u64 = 7;
 const HUGE_PAGE: u64 = 2 << 20;
 /// Huge pages, which are all used once.
@@ -34,6 +34,8 @@ pub(super) struct OwnPages {
 }
 
 impl OwnPages {
+    /// Makes the pages, and writes to all of them.
+    ///
     /// # Errors
     /// If there is no memory, or the kernel has no random numbers.
     pub(super) fn new() -> Result<Self> {

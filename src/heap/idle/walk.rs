@@ -256,6 +256,7 @@ mod tests {
         let large = third + 0x3000..third + (2 << 20);
         assert_eq!(made.used(&wanted, Huge::Judged), [large]);
         assert!(made.used(&wanted, Huge::LeftOut).is_empty());
+        assert_eq!(made.used(&wanted, Huge::Used), wanted[1..]);
     }
 
     #[test]
