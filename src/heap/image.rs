@@ -12,6 +12,7 @@ use memmap2::MmapMut;
 use crate::heap::area::Area;
 use crate::heap::idle::IdlePages;
 use crate::heap::kernel::Kept;
+use crate::heap::page_runs;
 use crate::heap::page_table::{PAGE, PageTable};
 
 /// A process, as it stood still.
@@ -124,9 +125,7 @@ impl Image {
     /// Bytes within a range of addresses that were copied, as far as they are of whole pages.
     pub fn resident(&self, range: Range<u64>) -> u64 {
         let start = range.start.next_multiple_of(PAGE);
-        let runs = &self.memory.runs;
-        let first = runs.partition_point(|run| run.end <= start);
-        let within = runs[first..].iter().take_while(|run| run.start < range.end);
+        let within = page_runs::within(&self.memory.runs, &(start..range.end)).iter();
         let bytes = within.map(|run| {
             let end = run.end.min(range.end & !(PAGE - 1));
             end.saturating_sub(run.start.max(start))
@@ -136,9 +135,7 @@ impl Image {
 
     /// Bytes within a range of addresses whose pages were copied.
     pub fn present(&self, range: Range<u64>) -> u64 {
-        let runs = &self.memory.runs;
-        let first = runs.partition_point(|run| run.end <= range.start);
-        let within = runs[first..].iter().take_while(|run| run.start < range.end);
+        let within = page_runs::within(&self.memory.runs, &range).iter();
         within
             .map(|run| run.end.min(range.end) - run.start.max(range.start))
             .sum()
@@ -198,11 +195,7 @@ impl Image {
     /// The words of a range of addresses that are in memory, each with its address, in order; those
     /// across the range's ends are left out. Whole pages that were not copied are skipped quickly.
     pub fn words(&self, range: Range<u64>) -> impl Iterator<Item = (u64, u64)> {
-        let runs = &self.memory.runs;
-        let first = runs.partition_point(|run| run.end <= range.start);
-        let runs = runs[first..]
-            .iter()
-            .take_while(move |run| run.start < range.end);
+        let runs = page_runs::within(&self.memory.runs, &range).iter();
         runs.flat_map(move |run| {
             let start = run.start.max(range.start).next_multiple_of(8);
             let end = run.end.min(range.end) & !7;
