@@ -41,7 +41,7 @@ use crate::rows::ProcessName;
 use args::Question;
 use idle::Idle;
 pub(crate) use judge::lost_blocks;
-use judge::{Judgement, Kind};
+use judge::{Judgement, Kind, Sum};
 pub(crate) use names::RootNames;
 use report::{Held, Lost, Memcheck, Origin, Suppressed, Trace, Verdict, What};
 use seen::Seen;
@@ -249,7 +249,9 @@ impl<'a> Case<'a> {
         let held: Vec<_> = judgement.held.iter().take(args.top).collect();
         output.row(&self.verdict(&judgement, args))?;
         if let Some(pages) = idle {
-            output.row(&Idle::of(pages, judgement.idle))?;
+            let sums = judgement.held.iter().map(|group| group.idle);
+            let sum = sums.fold(Sum::default(), Sum::plus);
+            output.row(&Idle::of(pages, sum))?;
         }
         for group in lost {
             let address = heap.blocks()[group.example].address;

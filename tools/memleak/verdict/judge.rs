@@ -120,8 +120,6 @@ pub(super) struct Judgement {
     pub(super) sums: Sums,
     pub(super) lost: Vec<Group>,
     pub(super) held: Vec<Group>,
-    /// What nobody used of what is held.
-    pub(super) idle: Sum,
     /// By entry of --suppressions.
     pub(super) suppressed: BTreeMap<usize, Sum>,
 }
@@ -154,7 +152,7 @@ pub(super) fn judge(
     idle: Option<&IdlePages>,
     kind: impl Fn(usize) -> Kind,
 ) -> Judgement {
-    let (mut sums, mut idle_sum) = (Sums::default(), Sum::default());
+    let mut sums = Sums::default();
     let (mut lost, mut held, mut suppressed) = (HashMap::new(), HashMap::new(), BTreeMap::new());
     let leaders = reach.leaders();
     let entry = |number: usize, kind: LeakKind| known.suppressed(seen.born(number)?.path, kind);
@@ -203,7 +201,6 @@ pub(super) fn judge(
             let is_held = class > Class::Cycle;
             if is_held && idle.is_some_and(|pages| pages.contain(&block.range())) {
                 group.idle.add(bytes);
-                idle_sum.add(bytes);
             }
         }
     }
@@ -211,7 +208,6 @@ pub(super) fn judge(
         sums,
         lost: largest_first(lost),
         held: largest_first(held),
-        idle: idle_sum,
         suppressed,
     }
 }
