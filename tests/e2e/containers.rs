@@ -81,7 +81,7 @@ impl Layout {
 impl Drop for Layout {
     fn drop(&mut self) {
         for folder in self.made.iter().rev() {
-            let _ = fs::remove_dir(folder);
+            harness::remove_cgroup(folder);
         }
     }
 }

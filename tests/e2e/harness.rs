@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{SigHandler, Signal};
 
-pub(crate) use cgroup::{Cgroup, change_events};
+pub(crate) use cgroup::{Cgroup, change_events, remove_cgroup};
 pub(crate) use mounted::Mounted;
 pub(crate) use needs::{
     Need, at_entries, in_guest, listed, print_slowest, probe_entries, release, test, without_root,

@@ -2,7 +2,7 @@
 
 use std::env;
 use std::fs::{self, File};
-use std::io::{ErrorKind, Write};
+use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -91,15 +91,7 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // The kernel takes a process that has been waited for out of its cgroup a moment later.
-        for _ in 0..100 {
-            match fs::remove_dir(&self.path) {
-                Err(error) if error.kind() == ErrorKind::ResourceBusy => {
-                    thread::sleep(Duration::from_millis(10));
-                }
-                _ => return,
-            }
-        }
+        crate::harness::remove_cgroup(&self.path);
     }
 }
 

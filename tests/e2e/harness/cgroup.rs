@@ -1,9 +1,11 @@
 //! A cgroup of a test's own.
 
 use std::fs::{self, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 
@@ -39,7 +41,19 @@ impl Cgroup {
 
 impl Drop for Cgroup {
     fn drop(&mut self) {
-        let _ = fs::remove_dir(&self.0);
+        remove_cgroup(&self.0);
+    }
+}
+
+/// Removes a cgroup. The kernel takes a process that has been waited for out of it a moment later.
+pub(crate) fn remove_cgroup(folder: &Path) {
+    for _ in 0..100 {
+        match fs::remove_dir(folder) {
+            Err(error) if error.kind() == ErrorKind::ResourceBusy => {
+                thread::sleep(Duration::from_millis(10));
+            }
+            _ => return,
+        }
     }
 }
 
