@@ -25,7 +25,8 @@ enum hotspot_layout {
 	HOTSPOT_STEPS = 64,  /* through the map: each is of up to 254 segments of 128 bytes */
 	HOTSPOT_FREE = 0xff, /* in the map: no block is there */
 };
-#define HOTSPOT_PROCESSES 256
+#define HOTSPOT_PROCESSES  256
+#define HOTSPOT_NO_SEGMENT (~0ULL)
 
 struct hotspot_heap {
 	__u64 start;
@@ -69,22 +70,33 @@ static __always_inline __s64 hotspot_number(__u64 at, __u8 bytes)
 	return bytes == 4 ? (__s32)number : number;
 }
 
-/* The block that an address of a heap is in; 0: none. */
-static __noinline __u64 hotspot_block(const struct hotspot_heap *heap, __u64 pc)
+/*
+ * The first segment of the block that a segment is in, by the heap's map;
+ * HOTSPOT_NO_SEGMENT: none. Global, so that the verifier follows it once and not
+ * again for each heap.
+ */
+__noinline __u64 hotspot_first_segment(__u64 map, __u64 segment)
 {
-	__u32 shift = heap->segment_shift & 63;
-	__u64 segment = (pc - heap->start) >> shift;
 	__u8 back;
 
 	for (int i = 0; i < HOTSPOT_STEPS; i++) {
-		if (bpf_probe_read_user(&back, sizeof(back), (void *)(heap->map + segment)) ||
+		if (bpf_probe_read_user(&back, sizeof(back), (void *)(map + segment)) ||
 		    back == HOTSPOT_FREE || back > segment)
-			return 0;
+			return HOTSPOT_NO_SEGMENT;
 		if (!back)
-			return heap->start + (segment << shift);
+			return segment;
 		segment -= back;
 	}
-	return 0;
+	return HOTSPOT_NO_SEGMENT;
+}
+
+/* The block that an address of a heap is in; 0: none. */
+static __always_inline __u64 hotspot_block(const struct hotspot_heap *heap, __u64 pc)
+{
+	__u32 shift = heap->segment_shift & 63;
+	__u64 segment = hotspot_first_segment(heap->map, (pc - heap->start) >> shift);
+
+	return segment == HOTSPOT_NO_SEGMENT ? 0 : heap->start + (segment << shift);
 }
 
 /* The rule for code of a block. `at` is as in unwind_row(). */

@@ -159,6 +159,19 @@ __noinline int python_step(__u32 index)
 	return 1;
 }
 
+/*
+ * A round of frames. Returns 0 at the end.
+ *
+ * The verifier follows each turn of a loop: in rounds, 48 for 512 frames.
+ */
+__noinline int python_round(__u32 index)
+{
+	for (int i = 0; i < PYTHON_ROUND_STEPS; i++)
+		if (!python_step(index))
+			return 0;
+	return 1;
+}
+
 /* The thread's state, whose place follows from a key that the process has made meanwhile. */
 static __noinline int python_find_state(struct python_process *process)
 {
@@ -208,6 +221,7 @@ static __noinline int python_begin(__u32 index, struct stack_walk *walk)
 	slot->words = 0;
 	slot->groups = 0;
 	slot->group = 0;
+	slot->due = 0;
 	slot->done = 0;
 	slot->cut = 0;
 	return python_first_frame(slot);

@@ -18,10 +18,12 @@
 /* An option, set before load. */
 const volatile __u8 python_lines;
 
-#define PYTHON_PROCESSES    1024
-#define PYTHON_FRAMES	    STACK_MAX_DEPTH
-#define PYTHON_GROUPS	    48
-#define PYTHON_STEPS	    512 /* a chain is followed for so many frames, also unnoted ones */
+#define PYTHON_PROCESSES 1024
+#define PYTHON_FRAMES	 STACK_MAX_DEPTH
+#define PYTHON_GROUPS	 48
+/* A chain is followed for so many rounds of so many frames, also unnoted ones. */
+#define PYTHON_ROUND_STEPS  32
+#define PYTHON_ROUNDS	    16
 #define PYTHON_BUCKETS	    4096
 #define PYTHON_WAYS	    7
 #define PYTHON_CODES_BYTES  (512 << 10)
@@ -120,6 +122,7 @@ struct python_slot {
 	__u32 words;
 	__u32 groups;
 	__u32 group; /* whose turn it is */
+	__u32 due;   /* number of the word behind those whose turn it is */
 	__u32 done;  /* words that are in the stack */
 	__u32 cut;   /* 1: there are further frames */
 	__u64 anchors[PYTHON_GROUPS];
@@ -220,7 +223,7 @@ static __always_inline __u64 python_pointer(__u64 at)
 }
 
 /* Where the pieces of a code object are. */
-static __noinline int python_describe(struct python_slot *slot, __u64 code)
+static __always_inline void python_describe(struct python_slot *slot, __u64 code)
 {
 	struct python_code *record = (void *)slot->record;
 	const struct python_process *process = &slot->process;
@@ -235,7 +238,6 @@ static __noinline int python_describe(struct python_slot *slot, __u64 code)
 	record->lines_at += process->bytes;
 	record->first_line = python_pointer(code + process->code_first_line);
 	record->minor = process->minor;
-	return 0;
 }
 
 /* Send a code object. Returns whether the ring buffer has taken it. The window is lost. */

@@ -15,7 +15,7 @@
 #ifndef MEMTOOLS_STACK_BPF_H
 #define MEMTOOLS_STACK_BPF_H
 
-#include "stack_python.bpf.h"
+#include "stack_step.bpf.h"
 
 /* Count the walk, and store the stack. Returns its id. */
 static __noinline __u64 stack_finish(struct stack_slot *slot)
@@ -54,15 +54,12 @@ __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
 	if (interpreters && python_met)
 		stack_begin_python(index, slot);
 	/*
-	 * One loop for all: the verifier keeps what it has seen of each turn in memory of the
-	 * kernel. With two, and as many turns in stack_comes_from(), it took 2 MB more.
+	 * One loop for all, and nothing in it that can go two ways: the verifier follows each of
+	 * its turns, and keeps what it has seen of them in memory of the kernel.
 	 */
-	for (int i = 0; i < STACK_MAX_STEPS; i++) {
+	for (int i = 0; i < STACK_MAX_STEPS; i++)
 		if (!stack_step(index))
 			break;
-		if (interpreters && slot->walk.with_python && !stack_push_due(index))
-			break;
-	}
 	if (interpreters && slot->walk.with_python)
 		stack_push_unpaired(index);
 	if (interpreters && slot->walk.interpreter & UNWIND_PYTHON)

@@ -1,84 +1,87 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * A walk that adds the frames of Python functions behind those of the loop that
+ * How a walk adds the frames of Python functions behind those of the loop that
  * executes them.
  */
 #ifndef MEMTOOLS_STACK_PYTHON_BPF_H
 #define MEMTOOLS_STACK_PYTHON_BPF_H
 
 #include "python.bpf.h"
-#include "stack_step.bpf.h"
+#include "stack_walk.bpf.h"
 
-enum stack_pushed {
-	STACK_NO_ROOM, /* of the stack */
+enum stack_due {
+	STACK_NONE_DUE,
 	STACK_PUSHED,
-	STACK_NO_MORE, /* in the group */
+	STACK_NO_ROOM, /* in the stack */
 };
 
+/* It is the turn of the next group of Python's, whose loop the walk has just come through. */
+static __always_inline void stack_next_group(struct stack_walk *walk, struct python_slot *python)
+{
+	__u64 group = python->group, due = python->words;
+
+	/*
+	 * Where in its function the loop calls depends on the instruction, and on how
+	 * often that was executed. It does not make the stack another one.
+	 */
+	walk->id = walk->last_id;
+	walk->check = walk->last_check;
+	stack_hash_add(&walk->id, &walk->check, PYTHON_WORD);
+	/* A loop has one group. */
+	walk->last_sp = walk->sp;
+	barrier_var(group);
+	if (group < python->groups && group < PYTHON_GROUPS)
+		due = python->ends[group];
+	python->due = due;
+	group++;
+	python->group = group;
+	python->next_anchor = 0;
+	barrier_var(group);
+	if (group < python->groups && group < PYTHON_GROUPS)
+		python->next_anchor = python->anchors[group];
+}
+
 /*
- * Add the next frame of the group of Python's whose turn it is. Returns enum stack_pushed.
+ * Add a frame of Python's, if it is the turn of one. Returns enum stack_due.
  *
  * Global, so that the verifier follows it once and not again for each frame.
  */
-__noinline int stack_push_word(__u32 index)
+__noinline int stack_push_due(__u32 index)
 {
 	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
 	struct python_slot *python = bpf_map_lookup_elem(&python_slots, &index);
-	__u64 group, done, end;
+	struct stack_walk *walk;
+	__u64 done;
 
 	if (!slot || !python)
-		return STACK_NO_ROOM;
-	group = python->group;
-	end = python->words;
-	barrier_var(group);
-	if (group < python->groups && group < PYTHON_GROUPS)
-		end = python->ends[group];
+		return STACK_NONE_DUE;
+	walk = &slot->walk;
+	/* What a signal has interrupted may be on another stack. */
+	if (python->done >= python->due && python->next_anchor && !walk->interrupted &&
+	    python->next_anchor - walk->last_sp < walk->sp - walk->last_sp)
+		stack_next_group(walk, python);
 	done = python->done;
+	if (done >= python->due)
+		return STACK_NONE_DUE;
 	barrier_var(done);
-	if (done >= end || done >= PYTHON_FRAMES)
-		return STACK_NO_MORE;
+	if (done >= PYTHON_FRAMES)
+		return STACK_NONE_DUE;
 	if (!stack_push(slot, python->word[done], 0))
 		return STACK_NO_ROOM;
 	python->done = done + 1;
 	return STACK_PUSHED;
 }
 
-/*
- * Add the group of Python's frames whose turn it is, behind the frame that was added
- * last if that is the loop's. Returns 0 if there is no room for it.
- */
-__noinline int stack_push_group(__u32 index, __u32 paired)
+/* Add a round of the frames whose turn it is. Returns 0 where there are no more, or no room. */
+__noinline int stack_push_round(__u32 index)
 {
-	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
-	struct python_slot *python = bpf_map_lookup_elem(&python_slots, &index);
-	int pushed = STACK_PUSHED;
-	__u64 group;
-
-	if (!slot || !python)
-		return 0;
-	/*
-	 * Where in its function the loop calls depends on the instruction, and on how
-	 * often that was executed. It does not make the stack another one.
-	 */
-	if (paired) {
-		slot->walk.id = slot->walk.last_id;
-		slot->walk.check = slot->walk.last_check;
-		stack_hash_add(&slot->walk.id, &slot->walk.check, PYTHON_WORD);
-	}
-	for (int i = 0; i <= PYTHON_FRAMES && pushed == STACK_PUSHED; i++)
-		pushed = stack_push_word(index);
-	if (pushed == STACK_NO_ROOM)
-		return 0;
-	group = python->group + 1;
-	python->group = group;
-	python->next_anchor = 0;
-	barrier_var(group);
-	if (group < python->groups && group < PYTHON_GROUPS)
-		python->next_anchor = python->anchors[group];
+	for (int i = 0; i < PYTHON_ROUND_STEPS; i++)
+		if (stack_push_due(index) != STACK_PUSHED)
+			return 0;
 	return 1;
 }
 
-/* Add the groups of Python's frames whose loops are not among the native frames, marked so. */
+/* Add the frames of Python's whose loops are not among the native frames, marked so. */
 __noinline int stack_push_unpaired(__u32 index)
 {
 	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
@@ -89,33 +92,15 @@ __noinline int stack_push_unpaired(__u32 index)
 	if (python->done < python->words) {
 		if (!stack_push(slot, PYTHON_WORD | PYTHON_UNPAIRED, 0))
 			return 0;
-		for (int i = 0; i <= PYTHON_GROUPS && python->done < python->words; i++)
-			if (!stack_push_group(index, 0))
-				return 0;
+		python->next_anchor = 0;
+		python->due = python->words;
+		for (int i = 0; i < PYTHON_ROUNDS; i++)
+			if (!stack_push_round(index))
+				break;
 	}
 	if (python->cut)
 		stack_push(slot, PYTHON_WORD | PYTHON_CUT, 0);
 	return 0;
-}
-
-/*
- * Add the group of Python's frames whose loop the walk has just come through, if it has.
- * Returns 0 if there is no room for it.
- */
-__noinline int stack_push_due(__u32 index)
-{
-	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
-	struct python_slot *python = bpf_map_lookup_elem(&python_slots, &index);
-	struct stack_walk *walk;
-
-	if (!slot || !python)
-		return 0;
-	walk = &slot->walk;
-	/* What a signal has interrupted may be on another stack. */
-	if (python->next_anchor && !walk->interrupted &&
-	    python->next_anchor - walk->last_sp < walk->sp - walk->last_sp)
-		return stack_push_group(index, 1);
-	return 1;
 }
 
 /* Look for frames of Python first, which the walk is then to add where they belong. */
@@ -123,8 +108,8 @@ static __always_inline void stack_begin_python(__u32 index, struct stack_slot *s
 {
 	if (!python_begin(index, &slot->walk))
 		return;
-	for (int i = 0; i < PYTHON_STEPS; i++)
-		if (!python_step(index))
+	for (int i = 0; i < PYTHON_ROUNDS; i++)
+		if (!python_round(index))
 			break;
 	slot->walk.with_python = python_walked(index);
 }

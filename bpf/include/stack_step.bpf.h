@@ -9,7 +9,7 @@
 
 #include "arch_stack.bpf.h"
 #include "hotspot.bpf.h"
-#include "stack_walk.bpf.h"
+#include "stack_python.bpf.h"
 
 /* A frame record farther from the stack pointer than this is taken for a stray value. */
 #define STACK_MAX_FRAME_BYTES (16 << 20)
@@ -250,7 +250,8 @@ static __always_inline int stack_out_of_files(struct stack_slot *slot)
 }
 
 /*
- * One step: add the frame, and go on to its caller. Returns 0 at the end.
+ * One step: add the frame, and go on to its caller; or add a frame of Python's, where
+ * it is the turn of one. Returns 0 at the end.
  *
  * Global, so that the verifier follows it once and not again for each frame.
  */
@@ -259,10 +260,16 @@ __noinline int stack_step(__u32 index)
 	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
 	struct stack_walk *walk;
 	__u64 row = UNWIND_NO_RULE, kind;
+	int due;
 
 	if (!slot)
 		return 0;
 	walk = &slot->walk;
+	if (interpreters && walk->with_python) {
+		due = stack_push_due(index);
+		if (due != STACK_NONE_DUE)
+			return due == STACK_PUSHED;
+	}
 	walk->last_id = walk->id;
 	walk->last_check = walk->check;
 	walk->last_sp = walk->sp;

@@ -120,6 +120,7 @@ static __noinline int stack_begin(struct stack_slot *slot, __u64 pc, __u64 sp, _
 	walk->check = 0;
 	walk->generated_depth = 0;
 	walk->with_python = 0;
+	walk->last_sp = sp;
 	stack->depth = 0;
 	stack->flags = 0;
 	stack->end = STACK_END_NO_CODE;
