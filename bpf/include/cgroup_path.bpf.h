@@ -75,10 +75,13 @@ static __noinline int cgroup_walk_step(struct cgroup_walk *walk, char *names)
 	return 1;
 }
 
-/* Keeps a cgroup's path by its id. */
-static __noinline int cgroup_path_keep(__u64 id, struct kernfs_node *node)
+/*
+ * Keeps a cgroup's path by its id. Global, and its argument a number, so that the
+ * verifier follows it once and not again for each caller.
+ */
+__noinline int cgroup_path_keep(__u64 id, __u64 node)
 {
-	struct cgroup_walk walk = { .node = node };
+	struct cgroup_walk walk = { .node = (void *)node };
 	struct cgroup_path *path;
 
 	path = value_of(&cgroup_paths, &id, (const void *)&no_cgroup_path);
@@ -106,7 +109,7 @@ static __always_inline __u64 cgroup_of(struct task_struct *task)
 	path = bpf_map_lookup_elem(&cgroup_paths, &id);
 	/* One that is not complete: it is too long, or another CPU is about it. */
 	if (!path || !path->complete)
-		cgroup_path_keep(id, node);
+		cgroup_path_keep(id, (__u64)node);
 	return id;
 }
 

@@ -27,9 +27,10 @@ static __noinline __u32 process_that_vforked(void)
 
 /*
  * The process that a block belongs to, in the tool's PID namespace: the first one
- * with this address space. Not inline, for the callers' stacks.
+ * with this address space. Not inline, for the callers' stacks; global, so that the
+ * verifier follows it once and not again for each caller.
  */
-static __noinline __u32 process_of_current(void)
+__noinline __u32 process_of_current(void)
 {
 	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
 
