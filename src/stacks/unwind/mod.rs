@@ -137,6 +137,11 @@ impl From<&[u32]> for Whose {
 }
 
 impl Whose {
+    /// Whether no process is to have tables before it asks for them.
+    fn is_nobody(&self) -> bool {
+        matches!(self, Self::Processes(pids) if pids.is_empty())
+    }
+
     /// Makes the tables that are wanted before anything is traced. Returns what there was no time for.
     fn begin(&self, store: Store) -> Result<(Tables, Queue)> {
         let mut tables = Tables::new(store, hotspot::keep_frame_pointers(self));
@@ -380,6 +385,11 @@ impl Unwinder {
             None => whose.begin(Store::new(handle(parts.shards)?, args.memory << 20))?,
         };
         tables.publish_by(Publisher::new(parts.publish)?, handle(parts.files)?)?;
+        // The first table waits for a grace period of the kernel. Where nobody is to have tables from the
+        // start, the worker waits for it.
+        if !whose.is_nobody() {
+            tables.publish_vdso()?;
+        }
         let (finders, names) = whose.interpreters(args, &parts)?.unzip();
         unwinder.names = names;
         let held = match whose {

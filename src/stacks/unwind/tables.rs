@@ -76,6 +76,9 @@ pub(super) struct Tables {
 /// Device, inode, time of change, size.
 type FileKey = (u64, u64, i64, i64, u64);
 
+/// The key of the vdso, which is of no file.
+const VDSO: FileKey = (0, 0, 0, 0, 0);
+
 /// A file with its rules in the store.
 #[derive(Debug, Default)]
 struct CodeFile {
@@ -110,7 +113,6 @@ impl Tables {
     pub(super) fn publish_by(&mut self, publisher: Publisher, entries: MapHandle) -> Result<()> {
         self.publisher = Some(publisher);
         self.entries = Some(entries);
-        self.publish_vdso()?;
         for (file, code) in std::mem::take(&mut self.to_publish) {
             self.publish(&file, &code)?;
         }
@@ -291,8 +293,11 @@ impl Tables {
         Ok(())
     }
 
-    /// The vdso is the same in all processes.
-    fn publish_vdso(&mut self) -> Result<()> {
+    /// Publishes the table of the vdso, which is the same in all processes, unless that was done.
+    pub(super) fn publish_vdso(&mut self) -> Result<()> {
+        if self.files.contains_key(&VDSO) {
+            return Ok(());
+        }
         let own = Process::open(std::process::id())?;
         let mappings = own.mappings()?;
         let is_vdso = |mapping: &&Mapping| mapping.path.as_os_str() == "[vdso]";
@@ -300,13 +305,13 @@ impl Tables {
             return Ok(());
         };
         let rules = read_own(&vdso.range).and_then(|image| Rules::of_image(&image));
-        let code = self.load("[vdso]", rules, (0, 0, 0, 0, 0), 0)?;
+        let code = self.load("[vdso]", rules, VDSO, 0)?;
         self.store.settle()?;
         if let Some(publisher) = &self.publisher {
             publisher.at(vdso.range.start, code.entry())?;
         }
         self.seen.insert(vdso.file_id(), Arc::clone(&code));
-        self.files.insert((0, 0, 0, 0, 0), code);
+        self.files.insert(VDSO, code);
         Ok(())
     }
 

@@ -164,6 +164,7 @@ impl Answers {
     /// Looks at whatever the kernel half asks for, until `stopped` is closed.
     fn until(&mut self, stopped: &PipeReader, requests: &MapHandle) -> Result<()> {
         let requests: Events<Request> = Events::new(requests)?;
+        self.tables.publish_vdso()?;
         loop {
             let mut sources = [
                 PollFd::new(stopped.as_fd(), PollFlags::POLLIN),
