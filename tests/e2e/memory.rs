@@ -12,9 +12,9 @@ use crate::harness::{self, Tool, Workload, eventually};
 use crate::memleak;
 use crate::pressure::Group;
 
-/// Six sevenths of it are pages of the tool's own file: memleak has 11,760 KiB since it walks heaps and names types and
-/// functions of Python, 1.4 MiB more than before.
-const MOST_KIB: u64 = 12_800;
+/// Six sevenths of it are pages of the tool's own file: memleak has 12,500 KiB since it walks heaps, finds idle memory and
+/// names types and functions of Python and Java. Once 12,868 were seen, of a file that had just been written.
+const MOST_KIB: u64 = 13_200;
 /// What memleak may need where the kernel's BTF has five megabytes or six and cannot be mapped, as before 6.16: 10988 KiB
 /// were seen on 6.12, of a program of 1 MB less.
 const MOST_KIB_WITH_BTF: u64 = MOST_KIB + 1024;
