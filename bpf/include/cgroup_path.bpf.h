@@ -95,28 +95,49 @@ __noinline int cgroup_path_keep(__u64 id, __u64 node)
 	return 0;
 }
 
+/* Whether a cgroup's path is kept. One in pieces is too long, or another CPU is about it. */
+static __always_inline bool cgroup_path_is_kept(__u64 id)
+{
+	struct cgroup_path *path = bpf_map_lookup_elem(&cgroup_paths, &id);
+
+	return path && path->complete;
+}
+
+static __always_inline struct kernfs_node *cgroup_node(struct task_struct *task)
+{
+	return BPF_CORE_READ(task, cgroups, dfl_cgrp, kn);
+}
+
 /* The id of a task's cgroup, whose path is kept; 0 if nothing is wanted of cgroups. */
 static __always_inline __u64 cgroup_of(struct task_struct *task)
 {
-	struct cgroup_path *path;
 	struct kernfs_node *node;
 	__u64 id;
 
 	if (!with_cgroups)
 		return 0;
-	node = BPF_CORE_READ(task, cgroups, dfl_cgrp, kn);
+	node = cgroup_node(task);
 	id = BPF_CORE_READ(node, id);
-	path = bpf_map_lookup_elem(&cgroup_paths, &id);
-	/* One that is not complete: it is too long, or another CPU is about it. */
-	if (!path || !path->complete)
+	if (!cgroup_path_is_kept(id))
 		cgroup_path_keep(id, (__u64)node);
 	return id;
 }
 
-/* The id of the current task's cgroup, whose path is kept; 0 if nothing is wanted of cgroups. */
+/*
+ * As cgroup_of(), of the current task, whose cgroup's id the kernel tells without
+ * five reads of its memory.
+ */
 static __always_inline __u64 cgroup_of_current(void)
 {
-	return cgroup_of((struct task_struct *)bpf_get_current_task());
+	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+	__u64 id;
+
+	if (!with_cgroups)
+		return 0;
+	id = bpf_get_current_cgroup_id();
+	if (!cgroup_path_is_kept(id))
+		cgroup_path_keep(id, (__u64)cgroup_node(task));
+	return id;
 }
 
 #endif /* MEMTOOLS_CGROUP_PATH_BPF_H */
