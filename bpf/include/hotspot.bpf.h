@@ -41,6 +41,8 @@ struct hotspot_process {
 	struct hotspot_heap heaps[HOTSPOT_HEAPS];
 	__u64 interpreter; /* the interpreter's code */
 	__u64 interpreter_end;
+	__u64 continuation; /* stubs that bring frames of a virtual thread to the stack */
+	__u64 continuation_end;
 	__u16 blob;	      /* in a block: the CodeBlob */
 	__u16 frame_size;     /* in a CodeBlob: an int, in words; 0, -1: there is a frame pointer */
 	__u16 frame_complete; /* bytes of the code until the frame is complete: a short or an int */
@@ -135,6 +137,12 @@ __noinline __u64 hotspot_row(__u64 layout, __u64 at)
 		return UNWIND_NO_RULE;
 	if (address - process->interpreter < process->interpreter_end - process->interpreter)
 		return hotspot_row_by_fp(UNWIND_INTERPRETED);
+	/*
+	 * When a virtual thread goes on, few of its frames come from the heap, and the last of
+	 * these returns to a stub, which brings others: the frame behind is not its caller's.
+	 */
+	if (address - process->continuation < process->continuation_end - process->continuation)
+		return UNWIND_IN_JAVA_HEAP;
 	for (int i = 0; i < HOTSPOT_HEAPS; i++) {
 		const struct hotspot_heap *heap = &process->heaps[i];
 

@@ -303,6 +303,8 @@ __noinline int stack_step(__u32 index)
 		return stack_without_rule(slot, row);
 	if (kind == UNWIND_ROOT || kind == UNWIND_FIBER_END)
 		return stack_end(slot, STACK_END_ROOT);
+	if (kind == UNWIND_IN_JAVA_HEAP)
+		return stack_end(slot, STACK_END_IN_JAVA_HEAP);
 	if (kind == UNWIND_SIGNAL)
 		return stack_by_signal(slot);
 	if (kind == UNWIND_INTERPRETED)

@@ -58,6 +58,7 @@ enum stack_end {
 	STACK_END_NO_CODE,	 /* it would be in no code that is known of the process */
 	STACK_END_UNREADABLE,	 /* the stack's memory could not be read */
 	STACK_END_BACKWARDS,	 /* it would be farther from the stack's base than the last one */
+	STACK_END_IN_JAVA_HEAP,	 /* it is in Java's heap: a virtual thread's */
 	STACK_ENDS,
 };
 

@@ -35,6 +35,7 @@ enum unwind_kind {
 	UNWIND_FIBER_END,   /* no call returns there: where a fiber has been told to end */
 	UNWIND_INTERPRETED, /* as UNWIND_BY_FP; the caller's sp is noted beside it:
 			       arch_hotspot.bpf.h */
+	UNWIND_IN_JAVA_HEAP, /* the callers' frames are in Java's heap: a virtual thread's */
 };
 
 enum unwind_frame_pointer {

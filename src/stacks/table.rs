@@ -116,6 +116,8 @@ pub enum End {
     Unreadable,
     /// Before a frame that would be nearer to the stack's top.
     Backwards,
+    /// Before frames of a virtual thread that are in Java's heap.
+    InJavaHeap,
 }
 
 impl End {
@@ -129,6 +131,7 @@ impl End {
             types::stack_end::STACK_END_NO_RULE => Self::NoRule,
             types::stack_end::STACK_END_UNREADABLE => Self::Unreadable,
             types::stack_end::STACK_END_BACKWARDS => Self::Backwards,
+            types::stack_end::STACK_END_IN_JAVA_HEAP => Self::InJavaHeap,
             _ => Self::NoCode,
         }
     }
@@ -143,6 +146,7 @@ impl End {
             Self::NoCode => "called from no known code".into(),
             Self::Unreadable => "stack not readable".into(),
             Self::Backwards => "stack makes no sense".into(),
+            Self::InJavaHeap => "a virtual thread's callers are in Java's heap".into(),
         })
     }
 }

@@ -17,6 +17,7 @@ use crate::harness::{self, Ended, Tool, Workload};
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "java":
         frames_are_those_that_java_has [Host],
+        frames_of_virtual_threads_are_those_that_java_has [Host],
         names_are_those_of_the_perf_map [Host],
         inlined_functions_are_shown [Host],
         stacks_of_page_faults_are_complete [Host],
@@ -48,20 +49,29 @@ pub(crate) fn kits() -> Result<Vec<PathBuf>> {
 pub(crate) struct Java {
     kit: PathBuf,
     folder: TempDir,
+    class: &'static str,
 }
 
 impl Java {
     pub(crate) fn compile(kit: &Path) -> Result<Self> {
+        Self::compile_class(kit, "Frames")
+    }
+
+    /// Compiles a workload that uses that of [`Java::compile`].
+    fn compile_class(kit: &Path, class: &'static str) -> Result<Self> {
         let folder = harness::scratch()?;
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload/Frames.java");
+        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload");
         let compiled = Command::new(kit.join("bin/javac"))
             .args(["-nowarn", "-d"])
-            .args([folder.path(), &source])
+            .arg(folder.path())
+            .arg("-sourcepath")
+            .args([&sources, &sources.join(class).with_extension("java")])
             .output()?;
         ensure!(compiled.status.success(), "{compiled:?}");
         Ok(Self {
             kit: kit.to_owned(),
             folder,
+            class,
         })
     }
 
@@ -92,7 +102,10 @@ impl Java {
     fn command(&self, options: &[&str], arguments: &[&str]) -> Command {
         let mut command = Command::new(self.kit.join("bin/java"));
         command.args(options).arg("-cp").arg(self.folder.path());
-        command.arg("Frames").arg(self.truth_file()).args(arguments);
+        command
+            .arg(self.class)
+            .arg(self.truth_file())
+            .args(arguments);
         // It warns of what the workload uses.
         command.stderr(Stdio::null());
         command
@@ -171,6 +184,12 @@ fn methods_of_frame(frame: &Value) -> impl Iterator<Item = &str> {
     inlined.chain(method(frame))
 }
 
+/// The methods of a stack, innermost first.
+fn methods_of(stack: &Value) -> Result<Vec<&str>> {
+    let frames = stack["user_frames"].as_array().context("no frames")?;
+    Ok(frames.iter().flat_map(methods_of_frame).collect())
+}
+
 /// The methods of a complete stack, innermost first.
 fn methods(stack: &Value) -> Result<Vec<&str>> {
     let frames = stack["user_frames"].as_array().context("no frames")?;
@@ -184,37 +203,47 @@ fn methods(stack: &Value) -> Result<Vec<&str>> {
         stack["truncated"].is_null() && starts_thread,
         "not complete: {stack}"
     );
-    Ok(frames.iter().flat_map(methods_of_frame).collect())
+    methods_of(stack)
+}
+
+/// By the address of each block, its stack.
+fn stacks_of_blocks(objects: &[Value]) -> HashMap<u64, &Value> {
+    let of = |kind: &'static str| objects.iter().filter(move |row| row["type"] == kind);
+    let stacks: HashMap<&str, &Value> = of("stack")
+        .filter_map(|row| Some((row["stack_id"].as_str()?, row)))
+        .collect();
+    let blocks = of("allocation").filter_map(|row| {
+        let address = row["address"].as_str()?.strip_prefix("0x")?;
+        let stack = stacks.get(row["stack_id"].as_str()?)?;
+        Some((u64::from_str_radix(address, 16).ok()?, *stack))
+    });
+    blocks.collect()
 }
 
 /// Compares every block that the workload noted, frame by frame.
 pub(crate) fn expect_all(ended: &Ended, truth: &HashMap<u64, Vec<String>>) -> Result<()> {
     let objects = ended.objects()?;
-    let of = |kind: &'static str| objects.iter().filter(move |row| row["type"] == kind);
-    let stacks: BTreeMap<&str, &Value> = of("stack")
-        .filter_map(|row| Some((row["stack_id"].as_str()?, row)))
-        .collect();
-    let blocks: HashMap<u64, &str> = of("allocation")
-        .filter_map(|row| {
-            let address = row["address"].as_str()?.strip_prefix("0x")?;
-            let stack = row["stack_id"].as_str()?;
-            Some((u64::from_str_radix(address, 16).ok()?, stack))
-        })
-        .collect();
+    let stacks = stacks_of_blocks(&objects);
     for (address, expected) in truth {
-        let id = blocks
+        let stack = stacks
             .get(address)
             .with_context(|| format!("no block at {address:#x}: {}", ended.stderr))?;
-        let stack = stacks.get(id).with_context(|| format!("no stack {id}"))?;
         let found = methods(stack)?;
         ensure!(
             found == *expected,
             "found {found:?}, not {expected:?}, in {stack}"
         );
     }
-    let unwinding = of("unwinding").next().context("no summary")?;
+    let unwinding = summary(&objects)?;
     ensure!(unwinding["stacks"] == unwinding["complete"], "{unwinding}");
     Ok(())
+}
+
+/// What is said of all stacks at the end.
+fn summary(objects: &[Value]) -> Result<&Value> {
+    let mut rows = objects.iter();
+    let summary = rows.find(|row| row["type"] == "unwinding");
+    summary.context("no summary")
 }
 
 /// Frame by frame: by the interpreter alone, by each compiler, with one code heap and with three.
@@ -233,6 +262,73 @@ fn frames_are_those_that_java_has() -> Result<()> {
                 .with_context(|| format!("{} {options:?}", kit.display()))?;
         }
     }
+    Ok(())
+}
+
+/// Frame by frame, up to where the others are in Java's heap, which is said; interpreted and compiled.
+fn frames_of_virtual_threads_are_those_that_java_has() -> Result<()> {
+    let mut kits = kits()?;
+    kits.retain(|kit| has_virtual_threads(kit));
+    ensure!(!kits.is_empty(), "no Java with virtual threads");
+    for kit in kits {
+        let java = Java::compile_class(&kit, "Virtual")?;
+        for options in [&["-XX:-Inline"][..], &["-Xint"], &["-XX:-Inline", "-Xcomp"]] {
+            let ended = java.trace(options)?;
+            expect_up_to_heap(&ended, &java.truth()?)
+                .with_context(|| format!("{} {options:?}", kit.display()))?;
+        }
+    }
+    Ok(())
+}
+
+/// Whether a kit is of JDK 21 or later.
+fn has_virtual_threads(kit: &Path) -> bool {
+    let release = fs::read_to_string(kit.join("release")).unwrap_or_default();
+    let version = release.lines().find_map(|line| {
+        let version = line.strip_prefix("JAVA_VERSION=\"")?;
+        version.split(['.', '"']).next()?.parse::<u32>().ok()
+    });
+    version.is_some_and(|version| version >= 21)
+}
+
+/// Compares every block that the threads of `Virtual` noted: the first thread's stacks go on to the thread that carries
+/// it, those of the others end where their callers are in Java's heap.
+fn expect_up_to_heap(ended: &Ended, truth: &HashMap<u64, Vec<String>>) -> Result<()> {
+    const IN_HEAP: &str = "a virtual thread's callers are in Java's heap";
+    let objects = ended.objects()?;
+    let stacks = stacks_of_blocks(&objects);
+    let mut whole = 0;
+    for (address, expected) in truth {
+        let stack = stacks
+            .get(address)
+            .with_context(|| format!("no block at {address:#x}: {}", ended.stderr))?;
+        let found = methods_of(stack)?;
+        let noted = if stack["truncated"].is_null() {
+            whole += 1;
+            found.get(..expected.len())
+        } else {
+            ensure!(stack["truncated"] == IN_HEAP, "{stack}");
+            // Frames.take, and who calls it.
+            ensure!(
+                (5..expected.len()).contains(&found.len()),
+                "{} of {} in {stack}",
+                found.len(),
+                expected.len()
+            );
+            Some(&found[..])
+        };
+        let is_noted = noted.is_some_and(|noted| expected.iter().zip(noted).all(|(a, b)| a == b));
+        ensure!(is_noted, "found {found:?}, not {expected:?}, in {stack}");
+    }
+    let unwinding = summary(&objects)?;
+    let in_heap = unwinding["truncated_by_reason"]["in_java_heap"].as_u64();
+    let in_heap = in_heap.context("not counted")?;
+    ensure!(
+        whole == COUNT && in_heap >= 2 * COUNT as u64,
+        "{whole} whole, {unwinding}"
+    );
+    let complete = unwinding["complete"].as_u64().context("not counted")?;
+    ensure!(unwinding["stacks"] == complete + in_heap, "{unwinding}");
     Ok(())
 }
 

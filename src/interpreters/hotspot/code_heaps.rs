@@ -14,6 +14,10 @@ const STEPS: u32 = hotspot_layout::HOTSPOT_STEPS.0;
 const FREE: u8 = hotspot_layout::HOTSPOT_FREE.0 as u8;
 /// What the block is called that holds the interpreter.
 const INTERPRETER: &str = "Interpreter";
+/// How the name of the block begins that holds the stubs of continuations.
+const CONTINUATION: &str = "StubRoutines (continuation";
+/// Blocks that are looked through for it, from the beginning of the heap: what is made at the start comes first.
+const STUB_BLOCKS: u32 = 1024;
 /// The bytes of code that one heap may have: HotSpot's own limit is 2 GiB for all.
 const MOST_HEAP_BYTES: u64 = 2 << 30;
 
@@ -44,6 +48,8 @@ pub(super) fn find(memory: &Memory, structs: &VmStructs) -> Result<Option<hotspo
     let block = block(memory, &process, start)?.context("whose code is not found")?;
     let name = name_of_blob(memory, structs, block.wrapping_add(process.blob.into()))?;
     ensure!(name == INTERPRETER, "whose interpreter is called {name:?}");
+    (process.continuation, process.continuation_end) =
+        continuation_stubs(memory, structs, &process)?.unwrap_or_default();
     Ok(Some(process))
 }
 
@@ -117,6 +123,42 @@ fn interpreter(memory: &Memory, structs: &VmStructs) -> Result<Option<(u64, u64)
     let limit = structs.at("StubQueue", "_buffer_limit")?;
     let bytes = int(memory, queue.wrapping_add(limit))?;
     Ok((bytes > 0).then(|| (start, start.wrapping_add(bytes.into()))))
+}
+
+/// Where the code is by which a virtual thread's frames come back from Java's heap. None if there is none: before
+/// JDK 21, and with `-XX:-VMContinuations`.
+fn continuation_stubs(
+    memory: &Memory,
+    structs: &VmStructs,
+    process: &hotspot_process,
+) -> Result<Option<(u64, u64)>> {
+    let Some(returns_to) = structs.field("ContinuationEntry", "_return_pc") else {
+        return Ok(None);
+    };
+    let has_interpreter =
+        |heap: &&hotspot_heap| (heap.start..heap.end).contains(&process.interpreter);
+    let heap = process.heaps.iter().find(has_interpreter);
+    let heap = heap.context("whose interpreter is in no heap")?;
+    let length = structs.at("HeapBlock::Header", "_length")?;
+    let mut block = heap.start;
+    for _ in 0..STUB_BLOCKS {
+        // Behind the last block there may be no memory yet.
+        let segments = int(memory, block.wrapping_add(length)).unwrap_or(0);
+        let end = block.wrapping_add(u64::from(segments) << heap.segment_shift);
+        // A block that is free, or has just been taken, has no name.
+        let name = name_of_blob(memory, structs, block.wrapping_add(process.blob.into()));
+        if name.is_ok_and(|name| name.starts_with(CONTINUATION)) {
+            return Ok(Some((block, end)));
+        }
+        if segments == 0 {
+            break;
+        }
+        block = end;
+    }
+    // Where they are used, they are there.
+    let used = memory.word(returns_to.at)? != 0;
+    ensure!(!used, "whose continuations' code is not found");
+    Ok(None)
 }
 
 /// The block that an address is in, as the kernel half finds that. None if no block is there.

@@ -54,6 +54,8 @@ pub struct Truncated {
     pub no_code: u64,
     /// Where the stack could not be read, or made no sense.
     pub stack: u64,
+    /// Where further frames of a virtual thread were in Java's heap.
+    pub in_java_heap: u64,
 }
 
 impl Summary {
@@ -103,6 +105,7 @@ impl Summary {
         self.truncated.no_unwind_info += of(End::STACK_END_NO_RULE);
         self.truncated.no_code += of(End::STACK_END_NO_CODE);
         self.truncated.stack += of(End::STACK_END_UNREADABLE) + of(End::STACK_END_BACKWARDS);
+        self.truncated.in_java_heap += of(End::STACK_END_IN_JAVA_HEAP);
     }
 
     /// On stderr, and as an object in JSON.
@@ -154,6 +157,7 @@ impl fmt::Display for Summary {
             no_unwind_info,
             no_code,
             stack,
+            in_java_heap,
         } = self.truncated;
         let without_tables = match self.mode {
             Mode::Dwarf => "not walked, for want of tables",
@@ -166,6 +170,7 @@ impl fmt::Display for Summary {
             (no_unwind_info, &missing),
             (no_code, "called from no known code"),
             (stack, "where the stack is not readable"),
+            (in_java_heap, "of virtual threads whose callers are in Java's heap"),
         ];
         let mut separator = "; incomplete: ";
         for (count, reason) in reasons.into_iter().filter(|(count, _)| *count > 0) {
