@@ -21,8 +21,8 @@ pub struct Walked {
     pub heap: Heap,
     /// The arenas and free chunks of glibc's malloc, if it has been used.
     pub glibc: Option<glibc::Walk>,
-    /// What jemalloc has its memory for, if it has been used.
-    pub jemalloc: Option<jemalloc::usage::HeapUsage>,
+    /// The extents of jemalloc, if it has been used.
+    pub jemalloc: Option<jemalloc::Walk>,
     /// Images that have been taken until then.
     pub images: u32,
 }

@@ -100,8 +100,27 @@ impl Regions {
     }
 }
 
+/// What was found of a jemalloc heap, besides its blocks.
+#[derive(Debug)]
+pub struct Walk {
+    /// By the address of what describes them.
+    extents: BTreeMap<u64, Extent>,
+    regions: Regions,
+    /// The addresses of arenas, by their numbers.
+    arenas: BTreeMap<u32, u64>,
+}
+
+impl Walk {
+    /// What the heap's memory is used for; the image is that which was walked.
+    pub fn usage(&self, image: &Image) -> HeapUsage {
+        let mut in_order: Vec<_> = self.extents.values().collect();
+        in_order.sort_unstable_by_key(|extent| extent.first);
+        HeapUsage::of(image, &in_order, &self.regions.0, &self.arenas)
+    }
+}
+
 /// Walks the jemalloc heap of a process; None if there is none.
-pub fn walk(image: &Image) -> Option<(Heap, HeapUsage)> {
+pub fn walk(image: &Image) -> Option<(Heap, Walk)> {
     let modules = Area::data_of_files(&image.areas);
     let mut fuel = Fuel::of(image);
     let found = modules
@@ -129,7 +148,7 @@ pub fn walk(image: &Image) -> Option<(Heap, HeapUsage)> {
         .0
         .sort_unstable_by_key(|region| region.block.address);
     let arenas = arenas::Arenas::find(image, data, &extents, &mut fuel)?;
-    let mut usage = HeapUsage::default();
+    let mut addresses = BTreeMap::new();
     let mut own: BTreeSet<_> = extents.keys().map(|edata| edata & !(OWN - 1)).collect();
     match arenas {
         Ok(arenas) => {
@@ -147,18 +166,14 @@ pub fn walk(image: &Image) -> Option<(Heap, HeapUsage)> {
             if let Err(why) = caches::mark(image, &arenas, &inside, &mut regions, &mut fuel) {
                 broken.push(why);
             }
-            let mut in_order: Vec<_> = extents.values().collect();
-            in_order.sort_unstable_by_key(|extent| extent.first);
-            usage = HeapUsage::of(image, &in_order, &regions.0, |number| {
-                arenas.address(number)
-            });
+            addresses = arenas.each().collect();
         }
         Err(why) => broken.push(why),
     }
     if fuel.0 == 0 {
         broken.push(("the heap goes round in circles".into(), None));
     }
-    let mut heap = heap(&extents, regions, broken);
+    let mut heap = heap(&extents, &regions, broken);
     let own = own.into_iter().map(|window| window..window + OWN);
     let leaves = map.leaves.iter().map(|&leaf| leaf..leaf + map::LEAF);
     heap.structures = merged(own.chain(leaves).collect());
@@ -166,7 +181,12 @@ pub fn walk(image: &Image) -> Option<(Heap, HeapUsage)> {
         name: "jemalloc (5.3)".into(),
         file: file.to_vec(),
     }];
-    Some((heap, usage))
+    let walk = Walk {
+        extents,
+        regions,
+        arenas: addresses,
+    };
+    Some((heap, walk))
 }
 
 /// The blocks of an extent, free ones included; and whether these are as many as it has counted.
@@ -211,7 +231,7 @@ fn blocks_of(image: &Image, extent: &Extent, broken: &mut Vec<Broken>) -> (Vec<R
 
 /// The heap in terms that all allocators have in common; without blocks if it makes no sense, as forged ones can be
 /// anywhere, and many.
-fn heap(extents: &BTreeMap<u64, Extent>, regions: Regions, broken: Vec<Broken>) -> Heap {
+fn heap(extents: &BTreeMap<u64, Extent>, regions: &Regions, broken: Vec<Broken>) -> Heap {
     let of = |owner: Owner| {
         let regions = regions.0.iter();
         let of = regions.filter(move |region| region.owner == owner);

@@ -89,7 +89,9 @@ fn heap() -> Made {
 
 #[test]
 fn a_whole_heap_has_its_blocks_and_what_is_free() {
-    let (heap, usage) = walk(&heap().image()).expect("a heap");
+    let image = heap().image();
+    let (heap, walk) = walk(&image).expect("a heap");
+    let usage = walk.usage(&image);
     assert_eq!(heap.coverage, Coverage::Complete);
     let used = (0..60).filter(|number| ![7, 9].contains(number));
     let expected: Vec<_> = used

@@ -94,12 +94,12 @@ pub struct HeapUsage {
 }
 
 impl HeapUsage {
-    /// Adds up extents and the blocks in them, both in order of address; an arena's address is by its number.
+    /// Adds up extents and the blocks in them, both in order of address; arenas' addresses are by their numbers.
     pub(super) fn of(
         image: &Image,
         extents: &[&Extent],
         regions: &[Region],
-        address: impl Fn(u32) -> Option<u64>,
+        addresses: &BTreeMap<u32, u64>,
     ) -> Self {
         let mut usage = Self::default();
         let mut regions = regions.iter().peekable();
@@ -108,7 +108,7 @@ impl HeapUsage {
             let bytes = range.end - range.start;
             let resident = image.present(range.clone());
             let arena = usage.arenas.entry(extent.arena).or_insert_with(|| Usage {
-                address: address(extent.arena).unwrap_or(0),
+                address: addresses.get(&extent.arena).copied().unwrap_or(0),
                 ..Usage::default()
             });
             for all in [&mut *arena, &mut usage.all] {

@@ -158,7 +158,7 @@ impl HeapRow {
                 .map(|(walk, usage)| Parts::of(walk, usage, heap)),
             jemalloc: jemalloc
                 .as_ref()
-                .map(|usage| Jemalloc::of(usage, heap_resident_bytes, top)),
+                .map(|walk| Jemalloc::of(&walk.usage(image), heap_resident_bytes, top)),
             stacks: Place::default(),
             other_private: Place::default(),
             shared: Place::default(),
