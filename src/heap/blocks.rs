@@ -102,6 +102,9 @@ pub struct Heap {
     pub structures: Vec<Range<u64>>,
     /// Chunks that are free, with their headers, whichever list they are in. In order.
     pub free: Vec<Range<u64>>,
+    /// Blocks that the program may have or not, as a thread is in the middle of setting them aside, or of giving them
+    /// back. They are no [`blocks`](Heap::blocks), and outside of [`regions`](Heap::regions).
+    pub in_doubt: Vec<Block>,
     blocks: Vec<Block>,
     index: PageTable,
 }
@@ -130,6 +133,7 @@ impl Heap {
             regions: Vec::new(),
             structures: Vec::new(),
             free: Vec::new(),
+            in_doubt: Vec::new(),
             blocks,
             index,
         }
@@ -167,6 +171,8 @@ impl Heap {
         heap.regions = sorted(one.regions, two.regions);
         heap.structures = sorted(one.structures, two.structures);
         heap.free = sorted(one.free, two.free);
+        heap.in_doubt = one.in_doubt;
+        heap.in_doubt.extend(two.in_doubt);
         heap
     }
 

@@ -63,11 +63,12 @@ fn blocks_of_jemalloc_under_other_names_are_found() -> Result<()> {
     Ok(())
 }
 
-/// Threads that fill and flush their caches all the time: what is in the middle of that is left in doubt, and all else
-/// is judged.
+/// Threads that fill and flush their caches all the time: what is in the middle of that is left in doubt, and told; all
+/// else is judged.
 fn a_heap_of_jemalloc_in_use_has_a_verdict() -> Result<()> {
     let workload = Workload::spawn(heap("").args(["6", "2003", "busy"]))?;
     let pid = workload.pid();
+    let mut in_doubt = 0;
     for _ in 0..10 {
         let args = ["-p", &pid, "--verdict", "-j", "--max-pause", "60000"];
         let ended = harness::run("memleak", &args)?;
@@ -77,7 +78,10 @@ fn a_heap_of_jemalloc_in_use_has_a_verdict() -> Result<()> {
         ensure!(head["coverage"] == "complete", "{head}");
         ensure!(number(&head["reachable"]["blocks"])? > 5000, "{head}");
         ensure!(head["unreachable"]["blocks"] == 0, "{rows:?}");
+        in_doubt += number(&head["in_doubt"]["blocks"])?;
     }
+    // A thread is inside of jemalloc most of the time.
+    ensure!(in_doubt > 0, "nothing was in doubt in any of ten copies");
     Ok(())
 }
 

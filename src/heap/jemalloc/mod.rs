@@ -242,10 +242,11 @@ fn heap(extents: &BTreeMap<u64, Extent>, regions: &Regions, broken: Vec<Broken>)
     }
     let mut heap = Heap::new(of(Owner::Program).collect(), Coverage::Complete);
     // What is in doubt is judged by nobody, and may hold others: it is as memory of the program's own.
-    let in_doubt: Vec<_> = of(Owner::InDoubt).map(|block| block.range()).collect();
+    heap.in_doubt = of(Owner::InDoubt).collect();
+    let holes: Vec<_> = heap.in_doubt.iter().map(Block::range).collect();
     heap.regions = blocks::without(
         &merged(extents.values().map(Extent::range).collect()),
-        &in_doubt,
+        &holes,
     );
     let idle = extents.values().filter(|extent| !extent.is_active());
     let free = of(Owner::Free).chain(of(Owner::Cached));

@@ -1,5 +1,6 @@
 //! A small heap, written by hand: whole, then damaged in every word.
 
+use crate::heap::image::Thread;
 use crate::heap::image::made::Made;
 use crate::heap::page_table::PAGE;
 
@@ -117,6 +118,61 @@ fn a_whole_heap_has_its_blocks_and_what_is_free() {
     assert_eq!(usage.arenas[&0].address, ARENA);
     let class = usage.classes[&64];
     assert_eq!((class.in_use.count, class.free.count), (58, 6));
+}
+
+/// The thread whose caches these are, with its stack in the data, and one that is inside of the allocator: after a call
+/// out of its code.
+fn with_thread(is_inside: bool) -> Made {
+    const CODE: u64 = DATA - 0x1_0000;
+    const STACK: u64 = DATA + 0x20_0000;
+    let mut made = heap();
+    let code = "r-xp 00000000 fe:00 7 /lib/libjemalloc.so.2";
+    made.map(CODE..DATA, code);
+    made.put(STACK + 0x100, if is_inside { CODE + 0x123 } else { 1 });
+    made.threads.push(Thread {
+        instruction: 0x1000,
+        stack_pointer: STACK,
+        thread_pointer: THREAD + 0x1000,
+        general: vec![u64::MAX; 16],
+        ..Thread::default()
+    });
+    made
+}
+
+#[test]
+fn what_a_thread_in_the_middle_of_its_cache_has_there_is_in_doubt() {
+    for is_inside in [false, true] {
+        let image = with_thread(is_inside).image();
+        let (heap, walk) = walk(&image).expect("a heap");
+        assert_eq!(heap.coverage, Coverage::Complete);
+        let usage = walk.usage(&image).all;
+        let counts = [usage.in_use, usage.cached, usage.in_doubt].map(|sum| sum.count);
+        assert_eq!(heap.blocks().len(), 58);
+        let block = |number: u64| Block {
+            address: MEMORY + 64 * number,
+            size: 64,
+        };
+        let all = MEMORY..MEMORY + 20 * PAGE;
+        if is_inside {
+            assert_eq!(heap.in_doubt, [block(7), block(9)]);
+            assert_eq!(counts, [58, 0, 2]);
+            // As memory of the program's own, they hold what they refer to.
+            let parts = [
+                all.start..block(7).address,
+                block(8).address..block(9).address,
+                block(10).address..all.end,
+            ];
+            assert_eq!(heap.regions, parts);
+        } else {
+            assert_eq!((heap.in_doubt, counts), (Vec::new(), [58, 2, 0]));
+            assert_eq!(heap.regions.as_slice(), std::slice::from_ref(&all));
+        }
+        assert!(
+            heap.free
+                .iter()
+                .all(|free| !is_inside || !free.contains(&block(7).address))
+        );
+    }
 }
 
 #[test]

@@ -101,6 +101,7 @@ impl Found {
     fn added_to(mut self, heap: Heap) -> Heap {
         self.blocks.extend_from_slice(heap.blocks());
         let mut with = Heap::new(self.blocks, heap.coverage);
+        with.in_doubt = heap.in_doubt;
         self.pools.extend(heap.regions);
         self.pools.sort_unstable_by_key(|range| range.start);
         with.regions = self.pools;

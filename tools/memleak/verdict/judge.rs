@@ -58,6 +58,8 @@ pub(super) struct Sums {
     pub(super) interior_only: Sum,
     /// An entry of --suppressions has them, whichever class they are of.
     pub(super) suppressed: Sum,
+    /// A thread may have set them aside; of none of these classes.
+    pub(super) in_doubt: Sum,
 }
 
 /// What blocks are alike by: their type's name, or else their size.
@@ -153,6 +155,7 @@ pub(super) fn judge(
     kind: impl Fn(usize) -> Kind,
 ) -> Judgement {
     let mut sums = Sums::default();
+    (heap.in_doubt.iter()).for_each(|block| sums.in_doubt.add(block.size));
     let (mut lost, mut held, mut suppressed) = (HashMap::new(), HashMap::new(), BTreeMap::new());
     let leaders = reach.leaders();
     let entry = |number: usize, kind: LeakKind| known.suppressed(seen.born(number)?.path, kind);

@@ -88,6 +88,11 @@ impl Row for Verdict {
             ),
             ("suppressed", sums.suppressed, "of any of these classes"),
         ];
+        let in_doubt = (
+            "in doubt",
+            sums.in_doubt,
+            "in use or in a thread's cache: beside these, and not judged",
+        );
         let blocks = all.iter().map(|(_, sum, _)| sum.blocks).sum();
         writeln!(
             out,
@@ -108,13 +113,14 @@ impl Row for Verdict {
                 text::grouped(trace.traced_blocks)
             )?;
         }
-        text_of_classes(all, out)
+        text_of_classes(&all, out)?;
+        text_of_classes(&[in_doubt], out)
     }
 }
 
 /// Writes the sums of those classes that have any.
-fn text_of_classes(classes: [(&str, Sum, &str); 7], out: &mut dyn Write) -> io::Result<()> {
-    for (name, sum, remark) in classes {
+fn text_of_classes(classes: &[(&str, Sum, &str)], out: &mut dyn Write) -> io::Result<()> {
+    for &(name, sum, remark) in classes {
         if sum.blocks == 0 && name != "unreachable" {
             continue;
         }
@@ -375,5 +381,46 @@ impl Row for Held {
             chain.join(" <- ")
         )?;
         text_of_origin(self.origin.as_ref(), self.is_traced, out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_in_doubt_is_told_beside_the_number_of_blocks() {
+        let text = |in_doubt: u64| {
+            let sum = |blocks| Sum {
+                blocks,
+                bytes: 64 * blocks,
+            };
+            let verdict = Verdict {
+                process: ProcessName::default(),
+                pauses_us: vec![1000],
+                copied_bytes: 0,
+                allocator: "jemalloc (5.3)".into(),
+                coverage: "complete",
+                references: 0,
+                trace: None,
+                sums: Sums {
+                    reachable: sum(2003),
+                    in_doubt: sum(in_doubt),
+                    ..Sums::default()
+                },
+            };
+            let mut text = Vec::new();
+            verdict.text(&mut text).expect("memory");
+            String::from_utf8(text).expect("UTF-8")
+        };
+        let (some, none) = (text(7), text(0));
+        assert!(
+            some.contains("coverage: complete: 2,003 blocks\n"),
+            "{some}"
+        );
+        let last = some.lines().last().unwrap_or_default();
+        let words = "in doubt           7 blocks    448 bytes  in use or in a thread's cache: ";
+        assert!(last.trim_start().starts_with(words), "{last}");
+        assert!(!none.contains("in doubt"), "{none}");
     }
 }
