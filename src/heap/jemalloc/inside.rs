@@ -76,3 +76,144 @@ impl<'a> Inside<'a> {
         threads.map(|thread| thread.thread_pointer.saturating_sub(OWN)..thread.thread_pointer)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::heap::image::made::Made;
+
+    const FILE: &str = "/lib/libjemalloc.so.2";
+    const CODE: u64 = 0x7f00_0000_0000;
+    const DATA: u64 = CODE + 0x10_0000;
+    const STACK: u64 = 0x7e00_0000_0000;
+    /// Beside the file's code: its data, and the code of another one.
+    const OTHER: u64 = CODE + 0x20_0000;
+
+    /// An image in which a word is on a stack.
+    fn image(at: u64, word: u64) -> Image {
+        let mut made = Made::default();
+        let file = |access: &str, name: &str| format!("{access} 00000000 fe:00 7 {name}");
+        made.map(STACK..STACK + 0x10_0000, "rw-p 00000000 00:00 0 ");
+        made.map(CODE..CODE + 0x1000, &file("r-xp", FILE));
+        made.map(CODE + 0x5000..CODE + 0x6000, &file("r-xp", FILE));
+        made.map(DATA..DATA + 0x1000, &file("rw-p", FILE));
+        made.map(OTHER..OTHER + 0x1000, &file("r-xp", "/lib/libc.so.6"));
+        for page in (STACK..STACK + 0x6000).step_by(0x1000) {
+            made.put(page, 0);
+        }
+        made.put(at, word);
+        made.image()
+    }
+
+    /// A thread that runs, not in a system call.
+    fn running(instruction: u64) -> Thread {
+        Thread {
+            instruction,
+            stack_pointer: STACK + 3,
+            general: vec![u64::MAX; 16],
+            ..Thread::default()
+        }
+    }
+
+    /// A thread that waits in a system call with this argument.
+    fn waiting(call: i64, argument: u64) -> Thread {
+        let mut thread = running(OTHER);
+        thread.general[CALL] = call as u64;
+        thread.general[ARGUMENT] = argument;
+        thread
+    }
+
+    fn is_inside(image: &Image, thread: &Thread) -> bool {
+        let lock = DATA..DATA + 0x1000;
+        Inside::of(image, FILE.as_bytes(), Vec::from([lock])).is_inside(thread)
+    }
+
+    #[test]
+    fn a_thread_is_inside_by_its_next_instruction() {
+        let image = image(STACK, 0);
+        for instruction in [CODE, CODE + 0xfff, CODE + 0x5800] {
+            assert!(is_inside(&image, &running(instruction)), "{instruction:#x}");
+        }
+        for instruction in [CODE - 1, CODE + 0x1000, DATA, OTHER, 0] {
+            assert!(
+                !is_inside(&image, &running(instruction)),
+                "{instruction:#x}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_thread_is_inside_by_an_address_on_its_stack() {
+        for (at, word, expected) in [
+            (STACK, CODE + 5, true),
+            (STACK + FRAMES - 8, CODE + 0x5fff, true),
+            (STACK + FRAMES, CODE + 5, false),
+            (STACK + 8, DATA, false),
+            (STACK + 8, OTHER, false),
+        ] {
+            let found = is_inside(&image(at, word), &running(OTHER));
+            assert_eq!(found, expected, "{at:#x}: {word:#x}");
+        }
+        // What it has returned from is below its stack pointer.
+        let mut thread = running(OTHER);
+        thread.stack_pointer = STACK + 0x1000;
+        assert!(!is_inside(&image(STACK + 0xff8, CODE), &thread));
+        // And a stack that is not there has nothing.
+        thread.stack_pointer = u64::MAX - 8;
+        assert!(!is_inside(&image(STACK, CODE), &thread));
+    }
+
+    #[test]
+    fn a_thread_that_waits_is_inside_only_where_jemalloc_waits() {
+        let called = image(STACK + 64, CODE + 5);
+        let waits = |call, argument| is_inside(&called, &waiting(call, argument));
+        for call in [
+            libc::SYS_madvise,
+            libc::SYS_mmap,
+            libc::SYS_munmap,
+            libc::SYS_sched_yield,
+        ] {
+            assert!(waits(call, 0), "{call}");
+        }
+        for call in [libc::SYS_read, libc::SYS_epoll_wait, libc::SYS_nanosleep] {
+            assert!(!waits(call, DATA), "{call}");
+        }
+        // A lock of jemalloc's own, and one of the program's.
+        assert!(waits(libc::SYS_futex, DATA + 0x40));
+        assert!(!waits(libc::SYS_futex, DATA + 0x1000));
+        assert!(!waits(libc::SYS_futex, STACK));
+        // It may wait, and nothing of jemalloc has called.
+        assert!(!is_inside(&image(STACK, 0), &waiting(libc::SYS_madvise, 0)));
+        // Without registers, nothing says that it waits.
+        let mut bare = running(OTHER);
+        bare.general.clear();
+        assert!(is_inside(&called, &bare));
+    }
+
+    #[test]
+    fn a_thread_has_what_is_just_below_its_pointer() {
+        let mut image = image(STACK, 0);
+        let pointers = [0x10_0000, 0x10_8000, 0x20_0000];
+        for (tid, thread_pointer) in (1..).zip(pointers) {
+            image.threads.push(Thread {
+                tid,
+                thread_pointer,
+                ..Thread::default()
+            });
+        }
+        let inside = Inside::of(&image, FILE.as_bytes(), Vec::new());
+        let tid = |address| inside.thread_of(address).map(|thread| thread.tid);
+        for (address, expected) in [
+            (0x10_0000, Some(1)),
+            (0x10_0000 - OWN, Some(1)),
+            (0x10_0000 - OWN - 1, None),
+            (0x10_0001, Some(2)),
+            (0x10_8001, None),
+            (0x1f_fff8, Some(3)),
+        ] {
+            assert_eq!(tid(address), expected, "{address:#x}");
+        }
+        let own: Vec<_> = inside.own_memory().collect();
+        assert_eq!(own, pointers.map(|pointer| pointer - OWN..pointer));
+    }
+}
