@@ -85,6 +85,30 @@ fn a_heap_of_jemalloc_in_use_has_a_verdict() -> Result<()> {
     Ok(())
 }
 
+/// `stats.resident` is a bound that jemalloc works out, of what can be in memory: pages in use, dirty ones, and its own, to which
+/// the walk counts nothing (`base`, in whole pages, of each block that it has taken for that). What is in memory is less.
+fn expect_resident(heap: &Value, resident: u64, base: u64) -> Result<()> {
+    const PAGE: u64 = 4096;
+    let arenas = heap["arenas"].as_array().map_or(0, Vec::len) as u64;
+    let own = resident
+        .checked_sub(number(&heap["active_bytes"])? + number(&heap["parts"]["dirty"]["bytes"])?)
+        .with_context(|| format!("{resident} are too few for {heap}"))?;
+    let whole_pages = base..base + 2 * PAGE * arenas;
+    ensure!(
+        whole_pages.contains(&own),
+        "{own}, not {whole_pages:?}: {heap}"
+    );
+    let parts = heap["parts"].as_object().context("no parts")?.values();
+    let found: u64 = parts
+        .map(|part| number(&part["resident_bytes"]))
+        .sum::<Result<_>>()?;
+    ensure!(
+        (1 << 20..resident - own).contains(&found),
+        "{found} of {resident}"
+    );
+    Ok(())
+}
+
 /// What jemalloc's own statistics say, to the byte; by arena and by size it adds up.
 fn free_memory_of_jemalloc_is_as_it_says_itself() -> Result<()> {
     for conf in [
@@ -112,6 +136,7 @@ fn free_memory_of_jemalloc_is_as_it_says_itself() -> Result<()> {
                 "MALLOC_CONF={conf}: {name} is {found}, of {facts:?}"
             );
         }
+        expect_resident(heap, fact("resident")?, fact("base")?)?;
         let sum = |rows: &Value, bytes: &dyn Fn(&Value) -> Result<u64>| -> Result<u64> {
             rows.as_array().context("no rows")?.iter().map(bytes).sum()
         };

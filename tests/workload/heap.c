@@ -289,6 +289,7 @@ static void tell_statistics(void)
 	fact("muzzy", "%zu", statistic("stats.arenas.4096.pmuzzy") * PAGE);
 	fact("caches", "%zu", statistic("stats.arenas.4096.tcache_bytes"));
 	fact("resident", "%zu", statistic("stats.resident"));
+	fact("base", "%zu", statistic("stats.arenas.4096.base"));
 }
 
 /* The parent sleeps where no signal reaches it, while the child is there. */
