@@ -55,8 +55,16 @@ pub struct Watch {
     cpus_not_reached: usize,
     /// Pages that the kernel's reclaim had looked at.
     scanned: u64,
-    /// Pages that were used until the first image; its copy marks huge pages as used.
-    used: Mutex<Option<PageRuns>>,
+    /// What the looks before have told, if there was one.
+    before: Mutex<Option<Before>>,
+}
+
+/// What looks until now have told.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct Before {
+    used: PageRuns,
+    /// Whether the first look has judged huge pages; the copy after it marks them as used.
+    huge_judged: bool,
 }
 
 /// The pages of a process that were used while it was watched.
@@ -70,7 +78,8 @@ pub struct IdlePages {
     pub reclaim_scanned: u64,
     /// Marks of memleak's own pages, which it has used once, and how many of these others have cleared.
     pub own: Marks,
-    /// Whether huge pages were judged; they count as used where marks of memleak's own were cleared.
+    /// Whether huge pages were judged, by the first image; they count as used where marks of memleak's own were cleared
+    /// until then.
     pub huge_judged: bool,
     used: PageRuns,
 }
@@ -115,7 +124,7 @@ impl Watch {
             begin: Instant::now(),
             cpus_not_reached: 0,
             scanned: 0,
-            used: Mutex::default(),
+            before: Mutex::default(),
         };
         for _ in 0..TRIES {
             clear_marks("self")?;
@@ -138,28 +147,26 @@ impl Watch {
     /// # Errors
     /// If its tables cannot be read.
     pub(super) fn look(&self, pagemap: &File, wanted: &[Range<u64>]) -> Result<IdlePages> {
-        let mut seen = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
         let touched = own_pages::count(&self.own.touched());
         let marked = own_pages::count(&self.used_of_ours(self.own.small())?);
         let own = Marks {
             pages: touched,
             lost: touched.saturating_sub(marked),
         };
-        let huge_judged = self.used_of_ours(self.own.huge())? == self.own_huge;
-        // To copy a huge page marks it as used, by us; another page it does not.
-        let huge = match *seen {
-            None if huge_judged => Huge::Judged,
-            None => Huge::Used,
-            Some(_) => Huge::LeftOut,
-        };
+        let are_marked = self.used_of_ours(self.own.huge())? == self.own_huge;
+        let (huge, huge_judged) = how_to_judge_huge(before.as_ref(), are_marked);
         let used = if own.are_too_few() {
             wanted.to_vec()
         } else {
             self.used_pages(pagemap, wanted, huge)?
         };
-        let before = seen.take().unwrap_or_default();
-        let used = page_runs::union(&before, &used);
-        *seen = Some(used.clone());
+        let used_before = before.take().unwrap_or_default().used;
+        let used = page_runs::union(&used_before, &used);
+        *before = Some(Before {
+            used: used.clone(),
+            huge_judged,
+        });
         Ok(IdlePages {
             watched: self.begin.elapsed(),
             cpus_not_reached: self.cpus_not_reached,
@@ -197,6 +204,16 @@ impl IdlePages {
     }
 }
 
+/// What a look is to make of huge pages, and whether they are judged, by what was told before and whether huge pages of
+/// ours still have their marks. To copy a huge page marks it as used, by us; another page it does not.
+fn how_to_judge_huge(before: Option<&Before>, are_marked: bool) -> (Huge, bool) {
+    match before {
+        None if are_marked => (Huge::Judged, true),
+        None => (Huge::Used, false),
+        Some(before) => (Huge::LeftOut, before.huge_judged),
+    }
+}
+
 /// Clears the marks of all pages of a process.
 fn clear_marks(process: &str) -> Result<()> {
     const ALL: &str = "1";
@@ -217,4 +234,30 @@ fn clear_marks(process: &str) -> Result<()> {
 fn scanned() -> u64 {
     let values = Values::read("/proc/vmstat").unwrap_or_default();
     values.of("pgscan_anon") + values.of("pgscan_file")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn huge_pages_are_judged_by_the_first_look_alone() {
+        let before = |huge_judged| {
+            Some(Before {
+                huge_judged,
+                ..Before::default()
+            })
+        };
+        for (before, are_marked, expected) in [
+            (None, true, (Huge::Judged, true)),
+            (None, false, (Huge::Used, false)),
+            // Marks that are cleared after it, and what else is after it, change nothing.
+            (before(true), true, (Huge::LeftOut, true)),
+            (before(true), false, (Huge::LeftOut, true)),
+            (before(false), true, (Huge::LeftOut, false)),
+        ] {
+            let found = how_to_judge_huge(before.as_ref(), are_marked);
+            assert_eq!(found, expected, "{before:?}, {are_marked}");
+        }
+    }
 }
