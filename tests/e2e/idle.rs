@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::harness::{self, Ended, Tool, Workload};
@@ -15,6 +16,7 @@ use crate::pressure::{self, Group};
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::idle":
         what_nobody_uses_is_told_by_block,
+        what_nobody_uses_is_told_beside_a_trace,
         huge_pages_are_used_as_a_whole,
         a_page_that_is_used_all_the_time_is_never_idle,
         what_ends_meanwhile_has_no_verdict [Once],
@@ -103,6 +105,42 @@ fn what_nobody_uses_is_told_by_block() -> Result<()> {
         .find(|line| line.contains("211 blocks reachable"));
     ensure!(hot.is_some_and(|line| !line.contains("idle:")), "{text}");
     ensure!(workload.finish()?.success(), "it did not live on");
+    Ok(())
+}
+
+/// The watch is of the end of a trace: what was used before its last part is idle. It begins anew after a verdict in between.
+fn what_nobody_uses_is_told_beside_a_trace() -> Result<()> {
+    let traced = |workload: &Workload, verdict: &str, idle: &str| -> Result<Tool> {
+        let args = ["-jp", &workload.pid(), verdict, "--idle", idle];
+        let args = [&args[..], &["-T", "1000", "--max-pause", "60000"]].concat();
+        let mut tool = Tool::start("memleak", &args)?;
+        tool.wait_for("which memory process")?;
+        Ok(tool)
+    };
+    let mut workload = start("small")?;
+    let tool = traced(&workload, "--verdict=3", "1")?;
+    workload.work()?;
+    let all = rows(&tool.end()?)?;
+    ensure!(idle_blocks(&all)? == [BLOCKS[0], BLOCKS[1], 0], "{all:?}");
+    let idle = all.iter().find(|row| row["type"] == "idle");
+    let watched = idle.and_then(|row| row["watched_ms"].as_u64());
+    ensure!((1000..3000).contains(&watched.unwrap_or(0)), "{idle:?}");
+
+    let mut workload = start("small")?;
+    let mut tool = traced(&workload, "--verdict=1000", "1000")?;
+    workload.work()?;
+    tool.signal(Signal::SIGUSR1)?;
+    tool.wait_for_output("\"verdict\"")?;
+    let all = rows(&tool.interrupt()?)?;
+    let is_verdict = |row: &Value| row["type"] == "verdict";
+    let last = all.iter().rposition(is_verdict).context("no verdict")?;
+    let (first, last) = all.split_at(last);
+    ensure!(
+        first.iter().filter(|row| is_verdict(row)).count() == 1,
+        "{all:?}"
+    );
+    ensure!(idle_blocks(first)? == [BLOCKS[0], 0, 0], "{first:?}");
+    ensure!(idle_blocks(last)? == [BLOCKS[0], BLOCKS[1], 0], "{last:?}");
     Ok(())
 }
 

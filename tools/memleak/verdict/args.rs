@@ -20,8 +20,8 @@ pub(crate) struct VerdictArgs {
           value_parser = moment, conflicts_with_all = TRACING, conflicts_with_all = ["heap", "types", "show_allocs"])]
     pub(crate) verdict: Option<Moment>,
 
-    /// Also show what nobody uses of what is held: watch for so many seconds which memory the process uses, and give the
-    /// verdict then; what was not used is told page by page, and is first in the list
+    /// Also show what nobody uses of what is held: watch for so many seconds, the last ones before the verdict, which memory
+    /// the process uses; what was not used is told page by page, and is first in the list
     #[arg(long, value_name = "SECONDS", value_parser = cli::seconds, requires = "verdict")]
     pub(crate) idle: Option<Duration>,
 
@@ -81,9 +81,14 @@ impl VerdictArgs {
                     ALLOCATORS.join(", ")
                 ));
             }
-            Some(Moment::After(_) | Moment::Exit) if self.idle.is_some() => {
+            Some(Moment::After(time)) if self.idle.is_some_and(|idle| idle > time) => {
                 return refuse(
-                    "--idle is of --verdict without a moment of its own, with nothing traced",
+                    "--idle watches for the last part of --verdict=SECONDS, which has to be as long, or longer",
+                );
+            }
+            Some(Moment::Exit) if self.idle.is_some() => {
+                return refuse(
+                    "--idle is of a process that runs: leave it out with --verdict=exit",
                 );
             }
             Some(Moment::Exit) if args.command.is_none() => {
@@ -155,6 +160,8 @@ mod tests {
         assert_eq!(wanted(&["-p", "1", "--verdict"]), Ok((Moment::Now, true)));
         let minute = Moment::After(Duration::from_secs(60));
         assert_eq!(wanted(&["-p", "1", "--verdict=60"]), Ok((minute, false)));
+        let idle = ["-p", "1", "--verdict=60", "--idle", "60"];
+        assert_eq!(wanted(&idle), Ok((minute, false)));
         let exit = ["-c", "true", "--verdict=exit", "--suppressions", "file"];
         assert_eq!(wanted(&exit), Ok((Moment::Exit, false)));
         for wrong in [
@@ -163,7 +170,7 @@ mod tests {
             &["-p", "1", "--verdict=exit"],
             &["-p", "1", "--verdict", "-O", "c"],
             &["-p", "1", "--verdict", "--suppressions", "file"],
-            &["-p", "1", "--verdict=60", "--idle", "60"],
+            &["-p", "1", "--verdict=60", "--idle", "60.1"],
             &["-c", "true", "--verdict=exit", "--idle", "60"],
         ] {
             assert!(wanted(wrong).is_err(), "{wrong:?}");

@@ -38,6 +38,73 @@ pub(super) fn watch<'a>(
     }
 }
 
+/// Which memory the process uses while its allocations are traced.
+pub(super) struct Beside<'a> {
+    process: &'a Process,
+    watch: Watch,
+    /// When the watch begins anew, so that it is of the time before the verdict that was asked for.
+    anew: Option<Instant>,
+}
+
+impl<'a> Beside<'a> {
+    /// Begins to watch, if a time is given: the last part of the trace, which begins now and takes so long, `traced`. Until
+    /// then what was used since now is watched: so it is known at once whether it can be told, and whoever ends the trace
+    /// early has what was seen.
+    ///
+    /// # Errors
+    /// If it cannot be told on this machine.
+    pub(super) fn if_wanted(
+        process: &'a Process,
+        time: Option<Duration>,
+        traced: Duration,
+    ) -> Result<Option<Self>> {
+        let Some(time) = time else {
+            return Ok(None);
+        };
+        let watch = Watch::begin(process)?;
+        let (pid, seconds) = (process.pid(), time.as_secs_f64());
+        eprintln!(
+            "memleak: which memory process {pid} uses is watched for the last {seconds:.1} s of the trace"
+        );
+        let before = traced.saturating_sub(time);
+        Ok(Some(Self {
+            process,
+            watch,
+            anew: (!before.is_zero()).then(|| Instant::now() + before),
+        }))
+    }
+
+    /// When [`follow`](Self::follow) is to be called at the latest.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.anew
+    }
+
+    /// Begins the watch anew if it is time for that.
+    ///
+    /// # Errors
+    /// If the marks cannot be relied on any more.
+    pub(super) fn follow(&mut self) -> Result<()> {
+        if self.anew.is_some_and(|anew| anew <= Instant::now()) {
+            self.anew = None;
+            self.begin_anew()?;
+        }
+        Ok(())
+    }
+
+    /// Begins the watch anew, as after an image: the copy has marked huge pages as used.
+    ///
+    /// # Errors
+    /// If the marks cannot be relied on any more.
+    pub(super) fn begin_anew(&mut self) -> Result<()> {
+        self.watch = Watch::begin(self.process)?;
+        Ok(())
+    }
+
+    pub(super) fn watch(&self) -> &Watch {
+        &self.watch
+    }
+}
+
 /// What is idle of all that is held, and how sure that is.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "idle")]

@@ -15,6 +15,7 @@ use memtools::stacks::named::NamedStack;
 
 use super::Case;
 use super::args::Moment;
+use super::idle::Beside;
 use super::report::{Origin, Trace};
 use super::seen::{Born, Seen};
 use super::stacks::Stacks;
@@ -101,12 +102,15 @@ fn follow<S: Source>(
     wanted: &Wanted,
 ) -> Result<u64> {
     let begun = Instant::now();
+    let mut beside = None;
     if let Some(Moment::After(time)) = args.verdict.verdict {
         poller.tick_every(time)?;
+        beside = Beside::if_wanted(process, args.verdict.idle, time)?;
     }
     let (mut leaks, mut is_ending) = (None, false);
     loop {
-        let wake = poller.wait(source.deadline())?;
+        let anew = beside.as_ref().and_then(Beside::deadline);
+        let wake = poller.wait(source.deadline().into_iter().chain(anew).min())?;
         match source.follow(&wake, output)? {
             Next::GoOn => (),
             Next::End { exited: true } => {
@@ -118,12 +122,13 @@ fn follow<S: Source>(
             // Whoever ends the run says why.
             Next::End { exited: false } => return Ok(0),
         }
+        beside.as_mut().map_or(Ok(()), Beside::follow)?;
         let Some(at_exit) = &wanted.at_exit else {
             if wake.report || wake.tick || wake.stop {
                 let case = Case::look_twice(&Request {
                     process,
                     max_pause: args.heap.max_pause,
-                    idle: None,
+                    idle: beside.as_ref().map(Beside::watch),
                 })?;
                 // What is lost has not been freed meanwhile, so that nothing of it is missing here.
                 let found = source.find(case.image.copied_ns, true)?;
@@ -132,6 +137,7 @@ fn follow<S: Source>(
                 if wake.tick || wake.stop {
                     return Ok(leaks);
                 }
+                beside.as_mut().map_or(Ok(()), Beside::begin_anew)?;
             }
             continue;
         };
