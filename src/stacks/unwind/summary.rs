@@ -170,7 +170,10 @@ impl fmt::Display for Summary {
             (no_unwind_info, &missing),
             (no_code, "called from no known code"),
             (stack, "where the stack is not readable"),
-            (in_java_heap, "of virtual threads whose callers are in Java's heap"),
+            (
+                in_java_heap,
+                "of virtual threads whose callers are in Java's heap",
+            ),
         ];
         let mut separator = "; incomplete: ";
         for (count, reason) in reasons.into_iter().filter(|(count, _)| *count > 0) {
