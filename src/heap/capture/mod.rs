@@ -240,7 +240,9 @@ fn expect_known(process: &Process) -> Result<()> {
 
 /// Fails if the machine has less than what the copy and judging it take.
 fn expect_room(pid: u32, bytes: u64) -> Result<()> {
-    // Blocks and the references between them take up to 0.7 times as much as the memory that they are in.
+    // Blocks and the references between them take 0.7 times as much as the memory that they are in, but of small blocks
+    // more: how many there are is not known before the walk. Of ten million it was 1.0 times with 48 bytes each, and 2.4
+    // times with 24.
     let needed = bytes + bytes / 10 * 7;
     let free = status_kilobytes("/proc/meminfo", "MemAvailable:").unwrap_or(u64::MAX >> 10) * 1024;
     if needed > free {
