@@ -36,6 +36,10 @@ pub(crate) enum Need {
     Compat,
     /// Tools of other projects, which scripts/test-vm takes from Debian's packages.
     Peers,
+    /// Python, which tests/vm/fetch takes from Debian's packages.
+    Python,
+    /// Debian 11's Python, from there.
+    Python39,
     /// Swap compressed in memory.
     Zswap,
     /// File systems in layers, as containers have.
@@ -88,6 +92,8 @@ impl Need {
             ),
             Need::Compat => (runs_32_bit(), "this kernel runs no 32-bit programs"),
             Need::Peers => (workload("peers").exists(), "no peers beside the workloads"),
+            Need::Python => (in_path("python3"), "no python3 in PATH"),
+            Need::Python39 => (in_path("python3.9"), "no python3.9 in PATH"),
         };
         (!there).then_some(reason)
     }
@@ -109,6 +115,11 @@ pub(crate) fn runs_32_bit() -> bool {
         .stdout(Stdio::null())
         .status()
         .is_ok()
+}
+
+fn in_path(program: &str) -> bool {
+    let path = env::var_os("PATH").unwrap_or_default();
+    env::split_paths(&path).any(|folder| folder.join(program).exists())
 }
 
 thread_local! {
