@@ -2,16 +2,15 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
-use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::path::Path;
+use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
-use tempfile::TempDir;
 
-use crate::harness::{self, Ended, Tool, Workload};
+use crate::harness::{self, Ended, Tool};
+use crate::java_kits::{BYTES, COUNT, Java, kits};
 
 /// All of these tests.
 pub(crate) fn tests() -> Vec<Trial> {
@@ -25,134 +24,8 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// The bytes of each block of the workload, which are not Java's own.
-pub(crate) const BYTES: &str = "1016";
-/// Blocks that each of the workload's three threads allocates.
-pub(crate) const COUNT: usize = 1009;
 /// Pages that are touched.
 const PAGES: &str = "5003";
-
-/// The Java development kits of the machine: folders, each named once.
-pub(crate) fn kits() -> Result<Vec<PathBuf>> {
-    let installed = fs::read_dir("/usr/lib/jvm").context("no Java")?;
-    let mut kits: Vec<PathBuf> = installed
-        .filter_map(|entry| fs::canonicalize(entry.ok()?.path()).ok())
-        .filter(|kit| kit.join("bin/javac").exists() && kit.join("lib/server/libjvm.so").exists())
-        .collect();
-    kits.sort();
-    kits.dedup();
-    ensure!(!kits.is_empty(), "no Java in /usr/lib/jvm");
-    Ok(kits)
-}
-
-/// A workload that was compiled by a kit, and what it has written down.
-pub(crate) struct Java {
-    kit: PathBuf,
-    folder: TempDir,
-    class: &'static str,
-}
-
-impl Java {
-    pub(crate) fn compile(kit: &Path) -> Result<Self> {
-        Self::compile_class(kit, "Frames")
-    }
-
-    /// Compiles a workload that uses that of [`Java::compile`].
-    fn compile_class(kit: &Path, class: &'static str) -> Result<Self> {
-        let folder = harness::scratch()?;
-        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload");
-        let compiled = Command::new(kit.join("bin/javac"))
-            .args(["-nowarn", "-d"])
-            .arg(folder.path())
-            .arg("-sourcepath")
-            .args([&sources, &sources.join(class).with_extension("java")])
-            .output()?;
-        ensure!(compiled.status.success(), "{compiled:?}");
-        Ok(Self {
-            kit: kit.to_owned(),
-            folder,
-            class,
-        })
-    }
-
-    fn truth_file(&self) -> PathBuf {
-        self.folder.path().join("truth")
-    }
-
-    /// Where the classes are, and what it writes down.
-    pub(crate) fn folder(&self) -> &Path {
-        self.folder.path()
-    }
-
-    pub(crate) fn start(&self, options: &[&str], arguments: &[&str]) -> Result<Workload> {
-        Workload::spawn(&mut self.command(options, arguments))
-    }
-
-    /// Starts it as another user and group.
-    pub(crate) fn start_as(
-        &self,
-        (user, group): (u32, u32),
-        options: &[&str],
-        arguments: &[&str],
-    ) -> Result<Workload> {
-        let mut command = self.command(options, arguments);
-        Workload::spawn(command.uid(user).gid(group))
-    }
-
-    fn command(&self, options: &[&str], arguments: &[&str]) -> Command {
-        let mut command = Command::new(self.kit.join("bin/java"));
-        command.args(options).arg("-cp").arg(self.folder.path());
-        command
-            .arg(self.class)
-            .arg(self.truth_file())
-            .args(arguments);
-        // It warns of what the workload uses.
-        command.stderr(Stdio::null());
-        command
-    }
-
-    /// Has memleak follow the workload.
-    fn trace(&self, options: &[&str]) -> Result<Ended> {
-        let mut workload = self.start(options, &[&COUNT.to_string()])?;
-        let pid = workload.pid();
-        let each_block = [
-            "-j", "-a", "-o", "0", "-T", "100000", "-z", BYTES, "-Z", BYTES,
-        ];
-        let mut tool = Tool::start("memleak", &[&each_block[..], &["-p", &pid]].concat())?;
-        tool.wait_for("allocator: ")?;
-        workload.work()?;
-        Self::end(tool, workload)
-    }
-
-    /// Ends the tool, and then the workload: names are read from its memory.
-    fn end(tool: Tool, workload: Workload) -> Result<Ended> {
-        let ended = tool.interrupt()?;
-        workload.finish()?;
-        Ok(ended)
-    }
-
-    /// The methods of each block, by its address, as the workload has noted them; the innermost are those
-    /// that it calls to allocate one.
-    pub(crate) fn truth(&self) -> Result<HashMap<u64, Vec<String>>> {
-        const ALLOCATE: [&str; 3] = [
-            "jdk.internal.misc.Unsafe.allocateMemory0",
-            "jdk.internal.misc.Unsafe.allocateMemory",
-            "sun.misc.Unsafe.allocateMemory",
-        ];
-        let text = fs::read_to_string(self.truth_file())?;
-        let truth: HashMap<u64, Vec<String>> = text
-            .lines()
-            .map(|line| {
-                let mut fields = line.split('\t');
-                let address = fields.next().context("an empty line")?.parse()?;
-                let methods = ALLOCATE.into_iter().chain(fields);
-                Ok((address, methods.map(str::to_owned).collect()))
-            })
-            .collect::<Result<_>>()?;
-        ensure!(truth.len() == 3 * COUNT, "{}", truth.len());
-        Ok(truth)
-    }
-}
 
 /// The method that a frame executes, `Frames.take`; None of native code and stubs.
 pub(crate) fn method(frame: &Value) -> Option<&str> {

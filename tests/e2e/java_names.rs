@@ -11,7 +11,8 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 
 use crate::harness::{self, Ended, Tool, Workload};
-use crate::java::{self, BYTES, COUNT, Java};
+use crate::java;
+use crate::java_kits::{self, BYTES, COUNT, Java};
 
 /// All of these tests.
 pub(crate) fn tests() -> Vec<Trial> {
@@ -133,7 +134,7 @@ fn compare(ended: &Ended, map: &str) -> Result<usize> {
 /// A map is written, once the tool is ready, by HotSpot as its own user and not by ours; it is asked for
 /// again, when there is later code; the frames are Java's own, and named as the map has them.
 fn a_perf_map_is_asked_for() -> Result<()> {
-    for kit in java::kits()? {
+    for kit in java_kits::kits()? {
         let java = Java::compile(&kit)?;
         fs::set_permissions(java.folder(), Permissions::from_mode(0o777))?;
         let options = ["-XX:-Inline", "-XX:-TieredCompilation", "-Xcomp"];
@@ -192,7 +193,7 @@ fn expect_jcmd(kit: &Path, pid: &str) -> Result<()> {
 /// What does not want to be attached to would print all its stacks at SIGQUIT: it is left alone, goes on, and is
 /// named from its memory.
 fn a_virtual_machine_that_refuses_is_not_asked() -> Result<()> {
-    for kit in java::kits()? {
+    for kit in java_kits::kits()? {
         let why = "it was started with -XX:+DisableAttachMechanism";
         expect_refused(&kit, "-XX:+DisableAttachMechanism", why, |_| Ok(()))?;
     }
@@ -201,7 +202,7 @@ fn a_virtual_machine_that_refuses_is_not_asked() -> Result<()> {
 
 /// What SIGQUIT would kill is asked without that, as it listens from its start; if it does not, it is left alone.
 fn a_virtual_machine_that_would_be_killed_gets_no_signal() -> Result<()> {
-    for kit in java::kits()? {
+    for kit in java_kits::kits()? {
         let java = Java::compile(&kit)?;
         let mut workload = java.start(&["-Xrs"], &["7"])?;
         let traces = Traces::of(&workload.pid());

@@ -24,6 +24,7 @@ mod hfaults;
 mod hostile;
 mod idle;
 mod java;
+mod java_kits;
 mod java_names;
 mod kubernetes;
 mod lines;
