@@ -121,6 +121,27 @@ fn memleak_names_what_is_missing() {
     }
 }
 
+#[test]
+fn names_of_java_are_not_asked_for_where_none_are_shown() {
+    let tools = [
+        "brkstack",
+        "drsnoop",
+        "faults",
+        "memleak",
+        "mmapsnoop",
+        "oomkill",
+    ];
+    for (tool, path) in TOOLS.iter().filter(|(tool, _)| tools.contains(tool)) {
+        for cause in [["--interpreters", "off"], ["--unwind", "fp"]] {
+            let output = run(path, &["--java-names", cause[0], cause[1]]);
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(2), "{tool} {cause:?}: {stderr}");
+            let reason = format!("which {} does not show", cause.join(" "));
+            assert!(stderr.contains(&reason), "{tool} {cause:?}: {stderr}");
+        }
+    }
+}
+
 /// What bash completes of a tool's last word, by the script that the tool prints.
 fn completed(tool: &str, path: &str, words: &[&str]) -> Vec<String> {
     const COMPLETE: &str = r#"

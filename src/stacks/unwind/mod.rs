@@ -13,6 +13,7 @@
 
 mod held;
 mod hotspot;
+mod options;
 mod publish;
 pub mod rules;
 mod store;
@@ -25,93 +26,28 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use clap::ValueEnum;
 use libbpf_rs::{Link, MapHandle, MapMut, OpenMapMut, ProgramMut};
 
 use self::held::{Held, HeldMaps};
+pub use self::options::{Given, Mode, UnwindArgs};
 use self::publish::Publisher;
 use self::store::Store;
 pub use self::summary::Summary;
 use self::tables::Tables;
 use self::worker::{Queue, Worker};
 use crate::bpf::program_stats;
-use crate::bpf::types::unwind_mode;
 use crate::interpreters::finders::Finders;
 use crate::interpreters::hotspot::hotspots::Hotspots;
 use crate::interpreters::python::codes::Codes;
 use crate::interpreters::python::pythons::Pythons;
-use crate::interpreters::{InterpreterArgs, Interpreters, PythonLines};
 use crate::print::output::Output;
 use crate::process::command::{self, CommandLine};
-use crate::process::filter;
 use crate::process::proc::Process;
-use crate::run::cli;
 use crate::stacks::interpreter_names::InterpreterNames;
 use crate::stacks::python_names::PythonNames;
 
-/// Memory for tables, where --unwind-memory says nothing, in MiB.
-const DEFAULT_MEMORY: usize = 64;
 /// How long the tool's start may wait for tables. The others are made beside it.
 const START_WITHIN: Duration = Duration::from_secs(2);
-
-/// How callers are found.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
-pub enum Mode {
-    /// By unwind tables; by frame pointers in a process that has none yet
-    #[default]
-    Auto,
-    /// By unwind tables only
-    Dwarf,
-    /// By frame pointers only
-    Fp,
-}
-
-/// Options of the tools that show user stacks.
-#[derive(Debug, Clone, Copy, clap::Args)]
-pub struct UnwindArgs {
-    /// How the callers of a function are found
-    #[arg(id = "unwind", long, value_name = "HOW", value_enum, default_value_t = Mode::Auto)]
-    pub mode: Mode,
-
-    /// How frames of interpreters are shown.
-    #[command(flatten)]
-    pub interpreters: InterpreterArgs,
-
-    /// Memory for unwind tables at most, in MiB
-    #[arg(id = "unwind_memory", long = "unwind-memory", value_name = "MIB", default_value_t = DEFAULT_MEMORY, value_parser = cli::number::<usize>)]
-    pub memory: usize,
-}
-
-impl UnwindArgs {
-    /// The skeleton's constant `unwind_mode`.
-    pub fn mode(&self) -> u8 {
-        match self.mode {
-            Mode::Fp => unwind_mode::UNWIND_MODE_FP,
-            Mode::Auto => unwind_mode::UNWIND_MODE_AUTO,
-            Mode::Dwarf => unwind_mode::UNWIND_MODE_DWARF,
-        }
-        .0 as u8
-    }
-
-    /// The skeleton's constant `interpreters`.
-    pub fn interpreters(&self) -> u8 {
-        let wanted = self.interpreters.interpreters == Interpreters::Auto;
-        (wanted && self.mode != Mode::Fp).into()
-    }
-
-    /// The skeleton's constant `python_lines`.
-    pub fn python_lines(&self) -> u8 {
-        (self.interpreters.python_lines == PythonLines::Yes).into()
-    }
-
-    /// The skeleton's constant `unwind_namespace`.
-    ///
-    /// # Errors
-    /// If /proc does not tell our PID namespace.
-    pub fn namespace(&self) -> Result<u32> {
-        filter::pid_namespace()
-    }
-}
 
 /// Whose tables are made before anything is traced.
 #[derive(Debug, Clone, PartialEq, Eq)]

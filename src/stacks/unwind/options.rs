@@ -1,0 +1,119 @@
+//! Options of the tools that show user stacks.
+
+use std::ops::Deref;
+
+use anyhow::Result;
+use clap::error::ErrorKind;
+use clap::{ArgMatches, Args, Command, FromArgMatches, ValueEnum};
+
+use crate::bpf::types::unwind_mode;
+use crate::interpreters::{InterpreterArgs, Interpreters, PythonLines};
+use crate::process::filter;
+use crate::run::cli;
+
+/// Memory for tables, where --unwind-memory says nothing, in MiB.
+const DEFAULT_MEMORY: usize = 64;
+
+/// How callers are found.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum Mode {
+    /// By unwind tables; by frame pointers in a process that has none yet
+    #[default]
+    Auto,
+    /// By unwind tables only
+    Dwarf,
+    /// By frame pointers only
+    Fp,
+}
+
+/// Options of the tools that show user stacks, none of which would do nothing.
+#[derive(Debug, Clone, Copy)]
+pub struct UnwindArgs(Given);
+
+/// What [`UnwindArgs`] has, before it is known whether that makes sense together.
+#[derive(Debug, Clone, Copy, Args)]
+pub struct Given {
+    /// How the callers of a function are found
+    #[arg(id = "unwind", long, value_name = "HOW", value_enum, default_value_t = Mode::Auto)]
+    pub mode: Mode,
+
+    /// How frames of interpreters are shown.
+    #[command(flatten)]
+    pub interpreters: InterpreterArgs,
+
+    /// Memory for unwind tables at most, in MiB
+    #[arg(id = "unwind_memory", long = "unwind-memory", value_name = "MIB", default_value_t = DEFAULT_MEMORY, value_parser = cli::number::<usize>)]
+    pub memory: usize,
+}
+
+impl Deref for UnwindArgs {
+    type Target = Given;
+
+    fn deref(&self) -> &Given {
+        &self.0
+    }
+}
+
+impl Args for UnwindArgs {
+    fn augment_args(command: Command) -> Command {
+        Given::augment_args(command)
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Given::augment_args_for_update(command)
+    }
+}
+
+impl FromArgMatches for UnwindArgs {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        Given::from_arg_matches(matches)?.check().map(Self)
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        self.0.update_from_arg_matches(matches)
+    }
+}
+
+impl Given {
+    /// Refuses names of Java where no functions of Java are shown.
+    fn check(self) -> Result<Self, clap::Error> {
+        if !self.interpreters.java_names || self.interpreters() != 0 {
+            return Ok(self);
+        }
+        let cause = match self.mode {
+            Mode::Fp => "--unwind fp",
+            Mode::Auto | Mode::Dwarf => "--interpreters off",
+        };
+        let message = format!("--java-names is for functions of Java, which {cause} does not show");
+        Err(clap::Error::raw(ErrorKind::ArgumentConflict, message))
+    }
+
+    /// The skeleton's constant `unwind_mode`.
+    pub fn mode(&self) -> u8 {
+        match self.mode {
+            Mode::Fp => unwind_mode::UNWIND_MODE_FP,
+            Mode::Auto => unwind_mode::UNWIND_MODE_AUTO,
+            Mode::Dwarf => unwind_mode::UNWIND_MODE_DWARF,
+        }
+        .0 as u8
+    }
+
+    /// The skeleton's constant `interpreters`.
+    pub fn interpreters(&self) -> u8 {
+        let wanted = self.interpreters.interpreters == Interpreters::Auto;
+        (wanted && self.mode != Mode::Fp).into()
+    }
+
+    /// The skeleton's constant `python_lines`.
+    pub fn python_lines(&self) -> u8 {
+        (self.interpreters.python_lines == PythonLines::Yes).into()
+    }
+
+    /// The skeleton's constant `unwind_namespace`.
+    ///
+    /// # Errors
+    /// If /proc does not tell our PID namespace.
+    pub fn namespace(&self) -> Result<u32> {
+        filter::pid_namespace()
+    }
+}
