@@ -424,7 +424,10 @@ fn an_older_version_has_native_frames() -> Result<()> {
     let mut workload = Workload::spawn(&mut command)?;
     let bytes = BYTES.to_string();
     let options = ["-j", "-o", "0", "-z", &bytes, "-Z", &bytes];
-    let mut tool = Tool::start("memleak", &[&options[..], &["-p", &workload.pid()]].concat())?;
+    let mut tool = Tool::start(
+        "memleak",
+        &[&options[..], &["-p", &workload.pid()]].concat(),
+    )?;
     tool.wait_for("allocator: ")?;
     workload.work()?;
     let ended = tool.interrupt()?;
