@@ -82,6 +82,18 @@ impl Java {
         Workload::spawn(command.uid(user).gid(group))
     }
 
+    /// Starts it by a command that executes what follows its own arguments.
+    pub(crate) fn start_by(
+        &self,
+        mut by: Command,
+        options: &[&str],
+        arguments: &[&str],
+    ) -> Result<Workload> {
+        let command = self.command(options, arguments);
+        by.arg(command.get_program()).args(command.get_args());
+        Workload::spawn(by.stderr(Stdio::null()))
+    }
+
     fn command(&self, options: &[&str], arguments: &[&str]) -> Command {
         let mut command = Command::new(self.kit.join("bin/java"));
         command.args(options).arg("-cp").arg(self.folder.path());

@@ -2,7 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, Permissions};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::io::{Read, Write};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -18,37 +20,56 @@ use crate::java_kits::{self, BYTES, COUNT, Java};
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "java_names":
         a_perf_map_is_asked_for [Host],
+        names_are_those_of_the_map_that_was_asked_for [Host],
+        a_virtual_machine_in_a_container_is_asked [Host],
         a_virtual_machine_that_refuses_is_not_asked [Host],
         a_virtual_machine_that_would_be_killed_gets_no_signal [Host],
     }
 }
 
 /// A user and a group that have nothing to do with the tool's.
-const NOBODY: (u32, u32) = (65534, 60001);
+pub(crate) const NOBODY: (u32, u32) = (65534, 60001);
+/// Options by which all functions are compiled.
+const COMPILED: [&str; 3] = ["-XX:-Inline", "-XX:-TieredCompilation", "-Xcomp"];
 /// How long the tool may take until it asks again.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What a process may leave in /tmp when it is asked.
-struct Traces {
+/// What a process may leave in its /tmp when it is asked.
+pub(crate) struct Traces {
     map: PathBuf,
     socket: PathBuf,
     trigger: PathBuf,
+    /// The folder of its open files, and how the map is called there.
+    descriptors: PathBuf,
+    own_map: PathBuf,
 }
 
 impl Traces {
-    fn of(pid: &str) -> Self {
-        let file = |name: &str| PathBuf::from(format!("/tmp/{name}"));
+    pub(crate) fn of(pid: &str) -> Self {
+        Self::in_root(Path::new("/"), pid, pid)
+    }
+
+    /// What a process leaves that has this root and knows itself by this number.
+    fn in_root(root: &Path, pid: &str, number: &str) -> Self {
+        let file = |name: &str| root.join("tmp").join(name);
+        let map = format!("perf-{number}.map");
         Self {
-            map: file(&format!("perf-{pid}.map")),
-            socket: file(&format!(".java_pid{pid}")),
-            trigger: file(&format!(".attach_pid{pid}")),
+            map: file(&map),
+            socket: file(&format!(".java_pid{number}")),
+            trigger: file(&format!(".attach_pid{number}")),
+            descriptors: PathBuf::from(format!("/proc/{pid}/fd")),
+            own_map: Path::new("/tmp").join(map),
         }
+    }
+
+    pub(crate) fn has_map(&self) -> bool {
+        self.map.exists()
     }
 
     /// Waits until there is a map: the tool asks when its probes are live.
     fn wait_for_map(&self) -> Result<()> {
         let begun = Instant::now();
-        while !self.map.exists() || !self.is_written()? {
+        while !self.has_map() || !self.is_written()? {
             ensure!(begun.elapsed() < PATIENCE, "not asked");
             std::thread::sleep(Duration::from_millis(10));
         }
@@ -57,13 +78,31 @@ impl Traces {
 
     /// Whether HotSpot has closed the map.
     fn is_written(&self) -> Result<bool> {
-        let pid = self.map.to_string_lossy();
-        let pid = pid
-            .trim_start_matches("/tmp/perf-")
-            .trim_end_matches(".map");
-        let descriptors = fs::read_dir(format!("/proc/{pid}/fd"))?.flatten();
+        let descriptors = fs::read_dir(&self.descriptors)?.flatten();
         let mut files = descriptors.filter_map(|entry| fs::read_link(entry.path()).ok());
-        Ok(files.all(|file| file != self.map))
+        Ok(files.all(|file| file != self.own_map))
+    }
+
+    /// Has the process, which listens by now, write its map once more.
+    fn ask_again(&self) -> Result<()> {
+        let mut socket = UnixStream::connect(&self.socket)?;
+        socket.write_all(b"1\0jcmd\0Compiler.perfmap\0\0\0")?;
+        let mut answer = String::new();
+        socket.read_to_string(&mut answer)?;
+        ensure!(answer.starts_with("0\n"), "{answer}");
+        Ok(())
+    }
+
+    /// Puts another map in the place of that of a process of [`NOBODY`], which cannot write it again: the functions of
+    /// the workload have names there that are nowhere else.
+    fn rename_functions(&self) -> Result<String> {
+        let map = fs::read_to_string(&self.map)?;
+        let map = map.replace(" Frames", " Renamed");
+        fs::remove_file(&self.map)?;
+        fs::write(&self.map, &map)?;
+        fs::set_permissions(&self.map, Permissions::from_mode(0o444))?;
+        chown(&self.map, Some(NOBODY.0), Some(NOBODY.1))?;
+        Ok(map)
     }
 
     fn expect_none(&self) -> Result<()> {
@@ -92,12 +131,16 @@ fn trace(pid: &str, more: &[&str]) -> Result<Tool> {
 
 /// The functions of a map: start, and name.
 fn functions(map: &str) -> BTreeMap<u64, &str> {
-    let lines = map.lines().filter_map(|line| {
-        let (start, rest) = line.split_once(' ')?;
-        let start = u64::from_str_radix(start.trim_start_matches("0x"), 16).ok()?;
-        Some((start, rest.split_once(' ')?.1))
-    });
-    lines.collect()
+    let lines = map.lines().filter_map(function);
+    lines.map(|(start, _, name)| (start, name)).collect()
+}
+
+/// The function in a line of a map: start, bytes, and name.
+fn function(line: &str) -> Option<(u64, u64, &str)> {
+    let (start, rest) = line.split_once(' ')?;
+    let (size, name) = rest.split_once(' ')?;
+    let number = |text: &str| u64::from_str_radix(text.trim_start_matches("0x"), 16).ok();
+    Some((number(start)?, number(size)?, name))
 }
 
 /// Waits until a map has a function that is first called, and compiled, while the tool traces.
@@ -137,8 +180,7 @@ fn a_perf_map_is_asked_for() -> Result<()> {
     for kit in java_kits::kits()? {
         let java = Java::compile(&kit)?;
         fs::set_permissions(java.folder(), Permissions::from_mode(0o777))?;
-        let options = ["-XX:-Inline", "-XX:-TieredCompilation", "-Xcomp"];
-        let mut workload = java.start_as(NOBODY, &options, &[&COUNT.to_string()])?;
+        let mut workload = java.start_as(NOBODY, &COMPILED, &[&COUNT.to_string()])?;
         let pid = workload.pid();
         let traces = Traces::of(&pid);
         trace(&pid, &[])?.interrupt()?;
@@ -179,6 +221,78 @@ fn a_perf_map_is_asked_for() -> Result<()> {
         );
         ensure!(workload.finish()?.success());
     }
+    Ok(())
+}
+
+/// As the map is another one than HotSpot has written, names show whether they come from there or from memory.
+fn names_are_those_of_the_map_that_was_asked_for() -> Result<()> {
+    for kit in java_kits::kits()? {
+        let java = Java::compile(&kit)?;
+        fs::set_permissions(java.folder(), Permissions::from_mode(0o777))?;
+        let workload = java.start_as(NOBODY, &COMPILED, &[&COUNT.to_string()])?;
+        let pid = workload.pid();
+        expect_renamed(workload, &pid, &Traces::of(&pid))
+            .with_context(|| kit.display().to_string())?;
+    }
+    Ok(())
+}
+
+/// By another number than that by which it knows itself, and with a /tmp that only its own mount namespace has.
+fn a_virtual_machine_in_a_container_is_asked() -> Result<()> {
+    const CONTAINER: &str = "mount --bind \"$1\" /mnt && mount -t tmpfs none /tmp && mkdir -p \"$1\" && \
+                             mount --bind /mnt \"$1\" && shift && exec \"$@\"";
+    for kit in java_kits::kits()? {
+        let java = Java::compile(&kit)?;
+        fs::set_permissions(java.folder(), Permissions::from_mode(0o777))?;
+        let mut container = Command::new("unshare");
+        container.args(["--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]);
+        container
+            .args(["sh", "-c", CONTAINER, "sh"])
+            .arg(java.folder());
+        container.args(["setpriv", "--reuid", &NOBODY.0.to_string(), "--regid"]);
+        container.args([&NOBODY.1.to_string(), "--clear-groups"]);
+        let workload = java.start_by(container, &COMPILED, &[&COUNT.to_string()])?;
+        let pid = workload.pid_in_container()?;
+        let root = PathBuf::from(format!("/proc/{pid}/root"));
+        expect_renamed(workload, &pid, &Traces::in_root(&root, &pid, "1"))
+            .with_context(|| kit.display().to_string())?;
+        for number in [&pid, "1"] {
+            Traces::of(number).expect_none()?;
+        }
+    }
+    Ok(())
+}
+
+/// The workload's functions, once a map was asked for, are called as another map has them that is there by then.
+fn expect_renamed(mut workload: Workload, pid: &str, traces: &Traces) -> Result<()> {
+    let tool = trace(pid, &["--java-names"])?;
+    traces.wait_for_map()?;
+    workload.work()?;
+    traces.ask_again()?;
+    let map = traces.rename_functions()?;
+    let ended = tool.interrupt()?;
+    ensure!(!ended.stderr.contains("not asked"), "{}", ended.stderr);
+    ensure!(!traces.trigger.exists(), "the trigger is left");
+    let renamed: Vec<(u64, u64, &str)> = map.lines().filter_map(function).collect();
+    let objects = ended.objects()?;
+    let frames = objects
+        .iter()
+        .filter_map(|row| row["user_frames"].as_array());
+    let mut compared = 0;
+    for frame in frames.flatten().filter(|frame| frame["kind"] == "native") {
+        let address = frame["address"].as_str().context("no address")?;
+        let address = u64::from_str_radix(address.trim_start_matches("0x"), 16)?;
+        let mut there = renamed
+            .iter()
+            .filter(|(start, size, _)| address.wrapping_sub(*start) < *size);
+        let Some((.., name)) = there.next_back() else {
+            continue;
+        };
+        ensure!(frame["symbol"] == *name, "{name} is in the map: {frame}");
+        compared += usize::from(name.contains(" Renamed"));
+    }
+    ensure!(compared > 100, "{compared} frames: {}", ended.stderr);
+    ensure!(workload.finish()?.success());
     Ok(())
 }
 

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::env;
+use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
@@ -67,6 +68,16 @@ impl Workload {
     /// The workload's number in our PID namespace.
     pub(crate) fn pid(&self) -> String {
         self.pid.to_string()
+    }
+
+    /// The number in our PID namespace of what unshare(1) has started, which is process 1 of its own.
+    pub(crate) fn pid_in_container(&self) -> Result<String> {
+        let unshare = self.pid;
+        let children = fs::read_to_string(format!("/proc/{unshare}/task/{unshare}/children"))?;
+        let pid = children.trim_end();
+        let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+        ensure!(status.contains(&format!("NSpid:\t{pid}\t1\n")), "{status}");
+        Ok(pid.to_owned())
     }
 
     /// Lets it do its work and waits until that is done. Returns the facts that it states.
