@@ -21,6 +21,8 @@ use serde_yaml_ng::{self as yaml, Value};
 use tempfile::TempDir;
 
 use crate::harness::{self, Ended, Tool, Workload, tool};
+use crate::java_kits::{self, Java};
+use crate::java_names::{NOBODY, Traces};
 use crate::memleak;
 use crate::memtriage::doctor::doctor;
 use crate::pressure::{Group, Setting};
@@ -35,6 +37,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         each_capability_is_wanted,
         memleak_runs_on_demand,
         every_tool_can_run_on_demand,
+        names_of_java_are_asked_for_with_two_capabilities_more [Host],
     )
 }
 
@@ -418,6 +421,50 @@ fn every_tool_can_run_on_demand() -> Result<()> {
             inside["works"] == outside["works"],
             "{inside}, else {outside}"
         );
+    }
+    Ok(())
+}
+
+/// A perf map of another user's HotSpot: without either of the capabilities that a comment in the file names, memleak says
+/// which it is, and reads names from memory.
+fn names_of_java_are_asked_for_with_two_capabilities_more() -> Result<()> {
+    let _permits = permit_perf_events()?;
+    for file in [DEBUG, DEBUG_SYS_ADMIN] {
+        ensure!(
+            file.contains(
+                "# --java-names for processes of other users wants KILL and DAC_OVERRIDE"
+            )
+        );
+    }
+    let java = Java::compile(&java_kits::kits()?[0])?;
+    fs::set_permissions(java.folder(), Permissions::from_mode(0o777))?;
+    for (more, lacks) in [
+        (&[][..], Some("CAP_KILL")),
+        (&["KILL"], Some("CAP_DAC_OVERRIDE")),
+        (&["KILL", "DAC_OVERRIDE"], None),
+    ] {
+        let mut workload = java.start_as(NOBODY, &[], &["7"])?;
+        let traces = Traces::of(&workload.pid());
+        let (root, mut context) = debug()?;
+        let add = &mut context.capabilities.add;
+        add.extend(more.iter().map(|&name| name.to_owned()));
+        let mut memleak = root.command("memleak", &context, None)?;
+        memleak.args(["-o", "0", "--java-names", "-p", &workload.pid()]);
+        let mut memleak = Tool::spawn(&mut memleak)?;
+        memleak.wait_for(memleak::READY)?;
+        workload.work()?;
+        let ended = memleak.interrupt()?;
+        ensure!(workload.finish()?.success());
+        let said = ended
+            .stderr
+            .lines()
+            .find(|line| line.contains("is not asked"));
+        let is_told = match (said, lacks) {
+            (Some(said), Some(lacks)) => said.contains(&format!("it wants {lacks}")),
+            (None, None) => traces.has_map(),
+            _ => false,
+        };
+        ensure!(is_told, "{more:?}: {}", ended.stderr);
     }
     Ok(())
 }

@@ -14,7 +14,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat, openat2};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -23,6 +23,7 @@ use nix::sys::stat::{Mode, SFlag, fstat};
 use nix::unistd::{UnlinkatFlags, getegid, geteuid, unlinkat};
 
 use super::names::Machine;
+use crate::host::capabilities::{self, Capability};
 use crate::print::text;
 use crate::process::mapped_file;
 use crate::process::proc::{self, Process};
@@ -148,7 +149,11 @@ impl Asked<'_> {
         match socket::connect(socket.as_raw_fd(), &UnixAddr::new(&*path)?) {
             Ok(()) => Ok(Some(socket)),
             Err(Errno::ECONNREFUSED | Errno::EAGAIN) => Ok(None),
-            Err(error) => Err(error).context("failed to connect with its socket"),
+            Err(error) => {
+                let remedy = remedy_for(error, Errno::EACCES, Capability::CAP_DAC_OVERRIDE);
+                let failed = format!("failed to connect with its socket{remedy}");
+                Err(anyhow!(error).context(failed))
+            }
         }
     }
 
@@ -192,10 +197,10 @@ impl Asked<'_> {
                 0,
             )
         };
-        match sent {
-            0 => Ok(()),
-            _ => Err(io::Error::last_os_error()).context("failed to signal it"),
-        }
+        Errno::result(sent).map(drop).map_err(|error| {
+            let remedy = remedy_for(error, Errno::EPERM, Capability::CAP_KILL);
+            anyhow!(error).context(format!("failed to signal it{remedy}"))
+        })
     }
 
     /// The stream, if it is the very process that listens.
@@ -207,6 +212,14 @@ impl Asked<'_> {
         stream.set_nonblocking(false)?;
         stream.set_write_timeout(Some(PATIENCE))?;
         Ok(stream)
+    }
+}
+
+/// The remedy if an error is that by which the kernel refuses us what it grants who has this capability.
+fn remedy_for(error: Errno, refusal: Errno, capability: Capability) -> String {
+    match error == refusal {
+        true => capabilities::remedy(capability),
+        false => String::new(),
     }
 }
 
@@ -222,7 +235,10 @@ impl<'a> Trigger<'a> {
         let flags = OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
         let mode = Mode::S_IRUSR | Mode::S_IWUSR;
         let made = openat(folder, Path::new(&name), flags | OFlag::O_WRONLY, mode);
-        drop(made.with_context(|| format!("failed to make /tmp/{name}"))?);
+        drop(made.map_err(|error| {
+            let remedy = remedy_for(error, Errno::EACCES, Capability::CAP_DAC_OVERRIDE);
+            anyhow!(error).context(format!("failed to make /tmp/{name}{remedy}"))
+        })?);
         Ok(Self { folder, name })
     }
 }
