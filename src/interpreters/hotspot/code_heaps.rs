@@ -16,8 +16,8 @@ const FREE: u8 = hotspot_layout::HOTSPOT_FREE.0 as u8;
 const INTERPRETER: &str = "Interpreter";
 /// How the name of the block begins that holds the stubs of continuations.
 const CONTINUATION: &str = "StubRoutines (continuation";
-/// Blocks that are looked through for it, from the beginning of the heap: what is made at the start comes first.
-const STUB_BLOCKS: u32 = 1024;
+/// Blocks that are looked through for it, from the beginning of the heap: it was the seventh.
+const STUB_BLOCKS: u32 = 256;
 /// The bytes of code that one heap may have: HotSpot's own limit is 2 GiB for all.
 const MOST_HEAP_BYTES: u64 = 2 << 30;
 
@@ -132,9 +132,6 @@ fn continuation_stubs(
     structs: &VmStructs,
     process: &hotspot_process,
 ) -> Result<Option<(u64, u64)>> {
-    let Some(returns_to) = structs.field("ContinuationEntry", "_return_pc") else {
-        return Ok(None);
-    };
     let has_interpreter =
         |heap: &&hotspot_heap| (heap.start..heap.end).contains(&process.interpreter);
     let heap = process.heaps.iter().find(has_interpreter);
@@ -155,9 +152,11 @@ fn continuation_stubs(
         }
         block = end;
     }
-    // Where they are used, they are there.
-    let used = memory.word(returns_to.at)? != 0;
-    ensure!(!used, "whose continuations' code is not found");
+    // Where continuations are used, which not all versions tell, the stubs are there.
+    if let Some(returns_to) = structs.field("ContinuationEntry", "_return_pc") {
+        let used = memory.word(returns_to.at)? != 0;
+        ensure!(!used, "whose continuations' code is not found");
+    }
     Ok(None)
 }
 
