@@ -15,12 +15,16 @@ use crate::harness::{self, Ended, Tool, Workload};
 pub(crate) const BYTES: &str = "1016";
 /// Blocks that each of the workload's three threads allocates.
 pub(crate) const COUNT: usize = 1009;
-/// The Java development kits of the machine: folders, each named once.
+
+/// The Javas of the machine, and the one that scripts/java has unpacked, if that had to: folders, each named once.
 pub(crate) fn kits() -> Result<Vec<PathBuf>> {
+    let unpacked = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/java");
     let installed = fs::read_dir("/usr/lib/jvm").context("no Java")?;
     let mut kits: Vec<PathBuf> = installed
-        .filter_map(|entry| fs::canonicalize(entry.ok()?.path()).ok())
-        .filter(|kit| kit.join("bin/javac").exists() && kit.join("lib/server/libjvm.so").exists())
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .chain([unpacked])
+        .filter_map(|kit| fs::canonicalize(kit).ok())
+        .filter(|kit| kit.join("lib/server/libjvm.so").exists())
         .collect();
     kits.sort();
     kits.dedup();
@@ -28,7 +32,17 @@ pub(crate) fn kits() -> Result<Vec<PathBuf>> {
     Ok(kits)
 }
 
-/// A workload that was compiled by a kit, and what it has written down.
+/// The compiler of a kit, or, if it has none, of the first that has.
+fn compiler(kit: &Path) -> Result<PathBuf> {
+    let mut compilers = [kit.to_owned()].into_iter().chain(kits()?);
+    let compiler = compilers.find_map(|kit| {
+        let compiler = kit.join("bin/javac");
+        compiler.exists().then_some(compiler)
+    });
+    compiler.context("no compiler of Java in /usr/lib/jvm")
+}
+
+/// A workload that was compiled for a kit, and what it has written down.
 pub(crate) struct Java {
     kit: PathBuf,
     folder: TempDir,
@@ -44,7 +58,7 @@ impl Java {
     pub(crate) fn compile_class(kit: &Path, class: &'static str) -> Result<Self> {
         let folder = harness::scratch()?;
         let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload");
-        let compiled = Command::new(kit.join("bin/javac"))
+        let compiled = Command::new(compiler(kit)?)
             .args(["-nowarn", "-d"])
             .arg(folder.path())
             .arg("-sourcepath")

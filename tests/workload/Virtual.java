@@ -50,14 +50,16 @@ public class Virtual {
 
 		List<Map<Long, List<String>>> notes = new ArrayList<>();
 		for (Step step : List.<Step>of(Virtual::straight, Virtual::giveWay, Virtual::giveWayAndReturn)) {
-			Thread thread = Thread.ofVirtual().start(() -> {
+			Runnable body = () -> {
 				for (int i = 0; i < count; i++)
 					descend(DEPTH, step);
 				synchronized (notes) {
 					notes.add(Frames.NOTES.get());
 				}
-			});
-			thread.join();
+			};
+			/* By name: a compiler of JDK 17 does not know it. */
+			Object thread = Thread.class.getMethod("startVirtualThread", Runnable.class).invoke(null, body);
+			((Thread) thread).join();
 		}
 		try (PrintWriter file = new PrintWriter(arguments[0])) {
 			for (Map<Long, List<String>> noted : notes)
