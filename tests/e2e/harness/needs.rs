@@ -92,8 +92,8 @@ impl Need {
             ),
             Need::Compat => (runs_32_bit(), "this kernel runs no 32-bit programs"),
             Need::Peers => (workload("peers").exists(), "no peers beside the workloads"),
-            Need::Python => (in_path("python3"), "no python3 in PATH"),
-            Need::Python39 => (in_path("python3.9"), "no python3.9 in PATH"),
+            Need::Python => (is_python("python3"), "no python3 in PATH"),
+            Need::Python39 => (is_python("python3.9"), "no python3.9 in PATH"),
         };
         (!there).then_some(reason)
     }
@@ -117,9 +117,11 @@ pub(crate) fn runs_32_bit() -> bool {
         .is_ok()
 }
 
-fn in_path(program: &str) -> bool {
-    let path = env::var_os("PATH").unwrap_or_default();
-    env::split_paths(&path).any(|folder| folder.join(program).exists())
+/// Whether there is such a Python: pyenv has programs of these names that start none.
+fn is_python(program: &str) -> bool {
+    let mut command = Command::new(program);
+    let ended = command.args(["-c", ""]).stderr(Stdio::null()).status();
+    ended.is_ok_and(|status| status.success())
 }
 
 thread_local! {
