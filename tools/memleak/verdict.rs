@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use memtools::heap::blocks::{Coverage, Heap};
-use memtools::heap::capture::Request;
+use memtools::heap::capture::{self, Request};
 use memtools::heap::image::Image;
 use memtools::heap::kernel::{self, Kept};
 use memtools::heap::names::{self as types, RunningModules, pymalloc};
@@ -89,7 +89,8 @@ pub(crate) fn status(args: &Args, leaks: u64, command: Option<u8>) -> ExitCode {
     }
 }
 
-/// Refuses to judge what is not known as a whole: a block or a page that is missing holds what looks lost.
+/// Refuses to judge what is not known as a whole: a block or a page that is missing holds what looks lost. Also what this
+/// machine has no memory for.
 ///
 /// # Errors
 /// If it is not, with what is missing.
@@ -107,7 +108,7 @@ pub(crate) fn expect_whole(walked: &Walked) -> Result<()> {
             text::bytes(walked.image.unread)
         );
     }
-    Ok(())
+    capture::expect_room_to_judge(pid, walked.heap.blocks().len())
 }
 
 /// Refuses to judge if there is memory that the process itself may not read now, and has written: it is not in the

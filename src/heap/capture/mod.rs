@@ -46,6 +46,9 @@ const COPY: f64 = 2.0;
 /// What it takes to find the pages of a gigabyte.
 const FIND: Duration = Duration::from_millis(5);
 
+/// What a block takes until it is judged, with the references in it: 77 bytes were measured, of ten million.
+const JUDGED_BYTES: u64 = 80;
+
 /// What has become of one try at an image.
 enum Taken {
     Image(Box<Image>),
@@ -240,20 +243,38 @@ fn expect_known(process: &Process) -> Result<()> {
 
 /// Fails if the machine has less than what the copy and judging it take.
 fn expect_room(pid: u32, bytes: u64) -> Result<()> {
-    // Blocks and the references between them take 0.7 times as much as the memory that they are in, but of small blocks
-    // more: how many there are is not known before the walk. Of ten million it was 1.0 times with 48 bytes each, and 2.4
-    // times with 24.
+    // Blocks and the references between them take 0.7 times as much as the memory that they are in, but small blocks
+    // more, which the walk counts.
     let needed = bytes + bytes / 10 * 7;
-    let free = status_kilobytes("/proc/meminfo", "MemAvailable:").unwrap_or(u64::MAX >> 10) * 1024;
+    let what = format!("a copy of process {pid}, and what is made of it, takes");
+    is_there(&what, needed, available())
+}
+
+/// Fails if the machine has less than what it takes to judge so many blocks of a process, whose image was walked.
+///
+/// # Errors
+/// If that is so: small blocks take more than [`Request::take`] has foreseen.
+pub fn expect_room_to_judge(pid: u32, blocks: usize) -> Result<()> {
+    let needed = blocks as u64 * JUDGED_BYTES;
+    let what = format!("to judge the {blocks} blocks of process {pid} takes");
+    is_there(&what, needed, available())
+}
+
+/// Fails if what is needed is more than what is free, both in bytes.
+fn is_there(what: &str, needed: u64, free: u64) -> Result<()> {
     if needed > free {
         bail!(
-            "a copy of process {pid}, and what is made of it, takes about {} MB, and the machine has {} MB \
-             available",
+            "{what} about {} MB, and the machine has {} MB available",
             needed >> 20,
             free >> 20
         );
     }
     Ok(())
+}
+
+/// Bytes that programs can have without swap.
+fn available() -> u64 {
+    status_kilobytes("/proc/meminfo", "MemAvailable:").unwrap_or(u64::MAX >> 10) * 1024
 }
 
 /// The mappings of the process, and the pages of them that are to be copied.
@@ -322,6 +343,19 @@ mod tests {
         let gigabyte = foretell(1_000_000_000, 1, 10e9);
         assert_eq!(gigabyte.as_millis(), 205);
         assert_eq!(foretell(0, 1000, 10e9).as_millis(), 30);
+    }
+
+    #[test]
+    fn what_there_is_no_room_for_is_refused_with_the_sizes() {
+        assert!(is_there("it takes", 5 << 20, 5 << 20).is_ok());
+        let refused = is_there("it takes", (5 << 20) + 1, 5 << 20);
+        assert_eq!(
+            refused.expect_err("too much").to_string(),
+            "it takes about 5 MB, and the machine has 5 MB available"
+        );
+        assert!(expect_room_to_judge(7, 1).is_ok());
+        let refused = expect_room_to_judge(7, usize::MAX / 128).expect_err("too much");
+        assert!(refused.to_string().contains("blocks of process 7"));
     }
 
     #[test]
