@@ -15,7 +15,7 @@ enum stack_due {
 	STACK_NO_ROOM, /* in the stack */
 };
 
-/* It is the turn of the next group of Python's, whose loop the walk has just come through. */
+/* Make the words of the next group due: the walk has just come through the loop of that group. */
 static __always_inline void stack_next_group(struct stack_walk *walk, struct python_slot *python)
 {
 	__u64 group = python->group, due = python->words;
