@@ -135,7 +135,10 @@ fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
     if !args.with_result() {
         map_create::size(&mut open.maps.calls, 1)?;
     }
-    if !args.events {
+    if args.events {
+        map_create::size(&mut open.maps.counts_a, 1)?;
+        map_create::size(&mut open.maps.counts_b, 1)?;
+    } else {
         // A ring buffer has a page at least.
         let page = kernel_support::page_bytes()? as u32;
         map_create::size(&mut open.maps.events, page)?;
