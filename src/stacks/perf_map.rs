@@ -24,6 +24,8 @@ const MAX_READ: u64 = 64 << 20;
 const MAX_FILE: u64 = 256 << 20;
 /// Bytes that are read at a time.
 const CHUNK: usize = 256 << 10;
+/// Bytes before the place up to which a file was read that show, the next time, whether it was written anew.
+const LAST: usize = 512;
 /// Bytes of a line: two numbers and a name. The rest of a longer one is skipped.
 const MAX_LINE: usize = 40 + MAX_NAME;
 
@@ -37,6 +39,8 @@ struct PerfMap {
     /// Device, inode, and how far it was read: to behind the last whole line.
     file: (u64, u64),
     read: u64,
+    /// The last bytes of those.
+    last: Vec<u8>,
     /// Whether what was read last ends in a line that is too long.
     skipping: bool,
     /// Whether there was no room for more of it.
@@ -44,12 +48,12 @@ struct PerfMap {
 }
 
 impl PerfMap {
-    /// Reads what has been added to the file. What does not parse is skipped: the compiler may be
-    /// writing.
+    /// Reads what has been added to the file, or all of it if it was written anew. What does not parse is skipped: the
+    /// compiler may be writing.
     fn read(&mut self, file: &File) -> io::Result<()> {
         let metadata = file.metadata()?;
         let identity = (metadata.dev(), metadata.ino());
-        if self.file != identity || metadata.len() < self.read {
+        if self.file != identity || metadata.len() < self.read || !self.begins(file) {
             *self = Self {
                 file: identity,
                 ..Self::default()
@@ -67,8 +71,19 @@ impl PerfMap {
                 break;
             }
             self.read += used as u64;
+            self.last
+                .extend_from_slice(&chunk[used.saturating_sub(LAST)..used]);
+            self.last.drain(..self.last.len().saturating_sub(LAST));
         }
         Ok(())
+    }
+
+    /// Whether the file still begins with what was read of it: another can have its inode, and its compiler can have
+    /// written all of it once more.
+    fn begins(&self, file: &File) -> bool {
+        let mut there = vec![0; self.last.len()];
+        let from = self.read - there.len() as u64;
+        file.read_exact_at(&mut there, from).is_ok() && there == self.last
     }
 
     /// Takes the lines of a part of the file. Returns how many bytes are done with: all whole lines. A
@@ -189,7 +204,7 @@ fn open(pid: u32) -> io::Result<File> {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
+    use std::io::{Seek, Write};
 
     use proptest::prelude::*;
 
@@ -225,11 +240,13 @@ mod tests {
     fn only_what_was_added_is_read_again() {
         let mut file = tempfile::tempfile().expect("a file");
         let mut map = PerfMap::default();
-        file.write_all(b"1000 10 first\n2000 10 sec").expect("room");
+        let first = format!("1000 10 first\n{:1$}\n", "", LAST);
+        file.write_all(format!("{first}2000 10 sec").as_bytes())
+            .expect("room");
         map.read(&file).expect("its text");
         assert_eq!(map.find(0x2000), Some(("sec", 0)));
-        assert_eq!(map.read, "1000 10 first\n".len() as u64);
-        // What was read is not looked at any more.
+        assert_eq!(map.read, first.len() as u64);
+        // What was read is not looked at any more, but for its end.
         file.write_all_at(b"1000 10 FIRST", 0).expect("room");
         file.write_all(b"ond\n3000 10 third\n").expect("room");
         map.read(&file).expect("its text");
@@ -241,6 +258,22 @@ mod tests {
         map.read(&file).expect("its text");
         assert_eq!(map.find(0x1000), Some(("FIRST", 0)));
         assert_eq!(map.find(0x3000), None);
+    }
+
+    #[test]
+    fn a_file_that_was_written_anew_is_read_anew() {
+        let mut file = tempfile::tempfile().expect("a file");
+        let mut map = PerfMap::default();
+        for (text, name) in [
+            ("1000 10 Frames\n2000 10 gone\n", "Frames"),
+            ("1000 10 Renamed\n3000 10 a longer one\n", "Renamed"),
+        ] {
+            file.rewind().expect("its beginning");
+            file.write_all(text.as_bytes()).expect("room");
+            map.read(&file).expect("its text");
+            assert_eq!(map.find(0x1000), Some((name, 0)));
+        }
+        assert_eq!(map.find(0x2000), None);
     }
 
     #[test]
