@@ -21,17 +21,6 @@
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
-/* The same for all programs with the table, and for all without. */
-static __noinline int enter_with_table(struct pt_regs *ctx, __u32 signature)
-{
-	return enter(ctx, signature, true);
-}
-
-static __noinline int enter_without_table(struct pt_regs *ctx, __u32 signature)
-{
-	return enter(ctx, signature, false);
-}
-
 /*
  * At the entry the instruction pointer is at the probe. To there no function
  * returns, as no call is before it. bpf_session_is_return() would tell it too,
@@ -51,7 +40,7 @@ int session_call(struct pt_regs *ctx)
 	if (is_return(ctx))
 		leave(ctx, true);
 	else
-		result = !enter_with_table(ctx, bpf_get_attach_cookie(ctx));
+		result = !enter(ctx, bpf_get_attach_cookie(ctx), true);
 	timing_end(start);
 	return result;
 }
@@ -75,7 +64,7 @@ int cookie_entry(struct pt_regs *ctx)
 {
 	__u64 start = timing_start();
 
-	enter_with_table(ctx, bpf_get_attach_cookie(ctx));
+	enter(ctx, bpf_get_attach_cookie(ctx), true);
 	timing_end(start);
 	return 0;
 }
@@ -124,7 +113,7 @@ int plain_entry(struct pt_regs *ctx)
 	__u64 begun = call ? *call : 0;
 
 	if ((__u32)begun == thread)
-		enter_without_table(ctx, begun >> 32);
+		enter(ctx, begun >> 32, false);
 	else
 		count_loss(calls);
 	timing_end(start);

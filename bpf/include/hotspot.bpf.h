@@ -22,11 +22,14 @@ enum hotspot_layout {
 	HOTSPOT_HEAPS = 4,
 	/* In a word of pc[]: the rest is the address of the Method of an interpreted function. */
 	HOTSPOT_INTERPRETED_BIT = 62,
-	HOTSPOT_STEPS = 64,  /* through the map: each is of up to 254 segments of 128 bytes */
+	/* Steps through the map, in rounds: each is of up to 254 segments of 128 bytes. */
+	HOTSPOT_ROUND_STEPS = 8,
+	HOTSPOT_ROUNDS = 8,
 	HOTSPOT_FREE = 0xff, /* in the map: no block is there */
 };
 #define HOTSPOT_PROCESSES  256
 #define HOTSPOT_NO_SEGMENT (~0ULL)
+#define HOTSPOT_FIRST	   (1ULL << 63)
 
 struct hotspot_heap {
 	__u64 start;
@@ -73,23 +76,36 @@ static __always_inline __s64 hotspot_number(__u64 at, __u8 bytes)
 }
 
 /*
+ * Go back by the heap's map from a segment of a block to an earlier one. Returns that, with
+ * HOTSPOT_FIRST if it is the block's first; HOTSPOT_NO_SEGMENT: it is in none.
+ */
+__noinline __u64 hotspot_segments_back(__u64 map, __u64 segment)
+{
+	__u8 back;
+
+	for (long i = 0; i < HOTSPOT_ROUND_STEPS; i++) {
+		if (bpf_probe_read_user(&back, sizeof(back), (void *)(map + segment)) ||
+		    back == HOTSPOT_FREE || back > segment)
+			return HOTSPOT_NO_SEGMENT;
+		if (!back)
+			return segment | HOTSPOT_FIRST;
+		segment -= back;
+	}
+	return segment;
+}
+
+/*
  * The first segment of the block that a segment is in, by the heap's map;
  * HOTSPOT_NO_SEGMENT: none. Global, so that the verifier follows it once and not
  * again for each heap.
  */
 __noinline __u64 hotspot_first_segment(__u64 map, __u64 segment)
 {
-	__u8 back;
-
-	for (int i = 0; i < HOTSPOT_STEPS; i++) {
-		if (bpf_probe_read_user(&back, sizeof(back), (void *)(map + segment)) ||
-		    back == HOTSPOT_FREE || back > segment)
-			return HOTSPOT_NO_SEGMENT;
-		if (!back)
-			return segment;
-		segment -= back;
-	}
-	return HOTSPOT_NO_SEGMENT;
+	for (long i = 0; i < HOTSPOT_ROUNDS && segment < HOTSPOT_FIRST; i++)
+		segment = hotspot_segments_back(map, segment);
+	if (segment == HOTSPOT_NO_SEGMENT || segment < HOTSPOT_FIRST)
+		return HOTSPOT_NO_SEGMENT;
+	return segment & ~HOTSPOT_FIRST;
 }
 
 /* The block that an address of a heap is in; 0: none. */

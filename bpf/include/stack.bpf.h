@@ -53,12 +53,8 @@ __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
 	stack_begin(slot, pc, sp, fp, interrupted);
 	if (interpreters && python_met)
 		stack_begin_python(index, slot);
-	/*
-	 * One loop for all, and nothing in it that can go two ways: the verifier follows each of
-	 * its turns, and keeps what it has seen of them in memory of the kernel.
-	 */
-	for (int i = 0; i < STACK_MAX_STEPS; i++)
-		if (!stack_step(index))
+	for (long i = 0; i < STACK_ROUNDS; i++)
+		if (!stack_round(index))
 			break;
 	if (interpreters && slot->walk.with_python)
 		stack_push_unpaired(index);
@@ -71,6 +67,31 @@ __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
 	return id;
 }
 
+/* What a walk to a call has found. */
+enum stack_call {
+	STACK_CALL_AHEAD, /* it goes on */
+	STACK_CALL_FOUND, /* the call is there, or nobody can tell */
+	STACK_CALL_PAST,  /* it is not */
+};
+
+/* A round of steps of a walk to the call whose return address is at `address`. */
+__noinline int stack_round_to(__u32 index, __u64 address)
+{
+	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
+
+	if (!slot)
+		return STACK_CALL_FOUND;
+	for (long i = 0; i < STACK_ROUND_STEPS; i++) {
+		if (slot->walk.pc_at == address)
+			return STACK_CALL_FOUND;
+		if (slot->walk.sp > address)
+			return slot->stack.frame_pointer_steps ? STACK_CALL_FOUND : STACK_CALL_PAST;
+		if (!stack_step(index))
+			return slot->stack.end == STACK_END_ROOT ? STACK_CALL_PAST : STACK_CALL_FOUND;
+	}
+	return STACK_CALL_AHEAD;
+}
+
 /*
  * Whether the call whose return address is at `address` is among the callers of
  * the frame that stack_id() would begin with. 1 also where nobody can tell: if the
@@ -80,23 +101,15 @@ __noinline int stack_comes_from(__u64 pc, __u64 sp, __u64 fp, __u64 address)
 {
 	__u32 index = stack_slot_take();
 	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
-	int comes = 1;
+	int found = STACK_CALL_AHEAD;
 
 	if (!slot)
 		return 1;
 	stack_begin(slot, pc, sp, fp, 0);
-	for (int i = 0; i < STACK_CALL_STEPS && slot->walk.pc_at != address; i++) {
-		if (slot->walk.sp > address) {
-			comes = slot->stack.frame_pointer_steps != 0;
-			break;
-		}
-		if (!stack_step(index)) {
-			comes = slot->stack.end != STACK_END_ROOT;
-			break;
-		}
-	}
+	for (long i = 0; i < STACK_CALL_ROUNDS && found == STACK_CALL_AHEAD; i++)
+		found = stack_round_to(index, address);
 	stack_slot_give_back(slot);
-	return comes;
+	return found != STACK_CALL_PAST;
 }
 
 /*

@@ -75,7 +75,7 @@ __noinline int stack_push_due(__u32 index)
 /* Add a round of the frames whose turn it is. Returns 0 where there are no more, or no room. */
 __noinline int stack_push_round(__u32 index)
 {
-	for (int i = 0; i < PYTHON_ROUND_STEPS; i++)
+	for (long i = 0; i < PYTHON_ROUND_STEPS; i++)
 		if (stack_push_due(index) != STACK_PUSHED)
 			return 0;
 	return 1;

@@ -15,34 +15,49 @@
 #define STACK_MAX_FRAME_BYTES (16 << 20)
 #define NO_FRAME_POINTER      1 /* or any odd number */
 
-/* Steps of a walk: a frame may take a second one, for a return probe. */
-#define STACK_MAX_STEPS (STACK_MAX_DEPTH + 33)
+/* Steps of a walk, in rounds: a frame may take a second one, for a return probe. */
+#define STACK_ROUND_STEPS 17
+#define STACK_ROUNDS	  17
+_Static_assert(STACK_ROUNDS * STACK_ROUND_STEPS > STACK_MAX_DEPTH + 32, "too few steps");
 
-/* Steps of a walk to a call that is going on, from what it has called. */
-#define STACK_CALL_STEPS 160
+/* Rounds of a walk to a call that is going on, from what it has called. */
+#define STACK_CALL_ROUNDS 10
 
 /* Return probes that a thread can be in at once; the kernel allows 64. */
 #define RETURN_PROBES 64
 
+#define KERNEL_ADDRESS (1ULL << 63)
+
+/*
+ * Ask a pending return probe (uretprobe), a return_instance of the kernel, for the return address
+ * that was at `address`. Returns that, which is an address of the process, or the next probe to
+ * ask, which is one of the kernel, or 0.
+ */
+__noinline __u64 stack_ask_return_probe(__u64 probe, __u64 address)
+{
+	struct return_instance *instance = (void *)probe;
+
+	if (BPF_CORE_READ(instance, stack) == address)
+		return BPF_CORE_READ(instance, orig_ret_vaddr);
+	return (__u64)BPF_CORE_READ(instance, next);
+}
+
 /*
  * Where the return address that was at `address` would return to: a pending
- * return probe (uretprobe) has put its own there. 0 if there is none.
+ * return probe has put its own there. 0 if there is none.
  */
 __noinline __u64 stack_of_return_probes(__u64 address)
 {
 	struct task_struct *task = (void *)bpf_get_current_task();
-	struct return_instance *instance = BPF_CORE_READ(task, utask, return_instances);
+	__u64 found = (__u64)BPF_CORE_READ(task, utask, return_instances);
 
-	for (int i = 0; i < RETURN_PROBES && instance; i++) {
-		if (BPF_CORE_READ(instance, stack) == address)
-			return BPF_CORE_READ(instance, orig_ret_vaddr);
-		instance = BPF_CORE_READ(instance, next);
-	}
-	return 0;
+	for (long i = 0; i < RETURN_PROBES && found & KERNEL_ADDRESS; i++)
+		found = stack_ask_return_probe(found, address);
+	return found & KERNEL_ADDRESS ? 0 : found;
 }
 
 /* No rule tells where the caller is. */
-static __noinline int stack_without_rule(struct stack_slot *slot, __u64 row)
+static __always_inline int stack_without_rule(struct stack_slot *slot, __u64 row)
 {
 	unwind_count_missing(row_file(row));
 	return stack_end(slot, STACK_END_NO_RULE);
@@ -310,6 +325,20 @@ __noinline int stack_step(__u32 index)
 	if (kind == UNWIND_INTERPRETED)
 		return stack_by_interpreter(slot, row);
 	return stack_by_rule(slot, row);
+}
+
+/*
+ * A round of steps. Returns 0 at the end.
+ *
+ * The verifier follows each turn of a loop, and keeps what it has seen of them in memory of the
+ * kernel: in rounds, 34 for 289 steps.
+ */
+__noinline int stack_round(__u32 index)
+{
+	for (long i = 0; i < STACK_ROUND_STEPS; i++)
+		if (!stack_step(index))
+			return 0;
+	return 1;
 }
 
 #endif /* MEMTOOLS_STACK_STEP_BPF_H */

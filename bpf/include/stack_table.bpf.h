@@ -117,7 +117,7 @@ struct stack_walk {
 	__u64 generated_check;
 	__u32 generated_depth; /* 0: nowhere yet */
 	__u32 with_python;     /* 1: frames of Python are to be added */
-	__u32 reserved;
+	__u32 index;	       /* of the slot that it is in */
 	__u32 interpreter; /* whose code frames are in: UNWIND_PYTHON, UNWIND_HOTSPOT */
 	__u64 layout;	   /* of what is mapped at exec: unwind_space() */
 };
@@ -160,8 +160,10 @@ static __noinline __u32 stack_slot_take(void)
 		 * at the same time, who reads 1 is alone; the rest step back.
 		 */
 		__sync_fetch_and_add(&slot->holders, 1);
-		if (*(volatile __u64 *)&slot->holders == 1)
+		if (*(volatile __u64 *)&slot->holders == 1) {
+			slot->walk.index = index;
 			return index;
+		}
 		__sync_fetch_and_add(&slot->holders, -1);
 	}
 	return STACK_SLOTS;
@@ -209,7 +211,7 @@ static __noinline __u64 stack_find(void *map, __u64 id, __u64 check, __u32 *foun
 	if (id < STACK_SOME)
 		id = STACK_SOME;
 	/* Another stack with the same 64-bit id: the next id. */
-	for (int probe = 0; probe < 4; probe++) {
+	for (int probe = 0; probe < 2; probe++) {
 		struct stack *stack = stack_entry(map, &id);
 
 		*found = stack != NULL;

@@ -16,17 +16,22 @@
 #define STACK_PAGE_BYTES 4096ULL
 
 /*
- * Read the stack around `address` into the window. Returns 0 if it cannot be read.
+ * Read the stack around `address` into the window of the walk in this slot. Returns 0 if it cannot be read.
+ * Global, so that the verifier follows it once and not for each word that is read.
  *
  * All of a page can be read or nothing, so the window does not cross into another
  * one: the first thread's stack ends, above main() and the environment, with its
  * page, and a read of more is a page fault, which takes 800 ns.
  */
-static __noinline int stack_fill(struct stack_slot *slot, __u64 address)
+__noinline int stack_fill(__u32 index, __u64 address)
 {
-	struct stack_walk *walk = &slot->walk;
+	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
 	__u64 page = address & -STACK_PAGE_BYTES, from = address - 128, bytes;
+	struct stack_walk *walk;
 
+	if (!slot)
+		return 0;
+	walk = &slot->walk;
 	/* What is below is of frames that have been walked. */
 	if (from < walk->sp || from > address)
 		from = walk->sp > address ? address : walk->sp;
@@ -52,7 +57,7 @@ static __always_inline int stack_word(struct stack_slot *slot, __u64 address)
 	__u64 offset = address - walk->window_at;
 
 	if (offset >= walk->window_places) {
-		if (!stack_fill(slot, address))
+		if (!stack_fill(walk->index, address))
 			return 0;
 		offset = address - walk->window_at;
 		/* It crosses into another page, as no word of a stack does. */

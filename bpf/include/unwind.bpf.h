@@ -154,7 +154,8 @@ static __always_inline __u32 unwind_process_of_current(void)
 	return task_ids_in(task, unwind_namespace).pid;
 }
 
-static __always_inline __u64 unwind_read(__u64 number)
+/* The word with this number. Global, so that the verifier follows it once. */
+__noinline __u64 unwind_read(__u64 number)
 {
 	__u32 shard_number = number / UNWIND_SHARD_WORDS, word_number;
 	void *shard = bpf_map_lookup_elem(&unwind_shards, &shard_number);

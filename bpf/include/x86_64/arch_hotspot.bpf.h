@@ -37,9 +37,10 @@ static __always_inline __u64 hotspot_row_by_fp(__u64 kind)
 
 /*
  * Whether "sub $size,%rsp" is among the instructions before `pc`, from `code` on. Returns
- * how many bytes after its beginning `pc` is; 0: it is not there.
+ * how many bytes after its beginning `pc` is; 0: it is not there. Global, so that the verifier
+ * follows it once.
  */
-static __noinline __u64 hotspot_after_sub(__u64 code, __u64 pc, __u64 size)
+__noinline __u64 hotspot_after_sub(__u64 code, __u64 pc, __u64 size)
 {
 	/* A size of one byte, or of four. */
 	__u64 instruction = (size < 0x80 ? 0xec8348 : 0xec8148) | size << 24, word;
@@ -68,7 +69,7 @@ static __always_inline int hotspot_has_set_fp(__u64 bytes)
  *	push %rbp; sub $SIZE,%rsp	push %rbp; mov %rsp,%rbp; sub $SIZE,%rsp
  *	sub $SIZE,%rsp; mov %rbp,...(%rsp)
  */
-static __noinline __u64 hotspot_prologue(__u64 code, __u64 pc, __u64 words)
+__noinline __u64 hotspot_prologue(__u64 code, __u64 pc, __u64 words)
 {
 	__u64 after = hotspot_after_sub(code, pc, words * 8 - 8);
 	__u64 sub_bytes = words * 8 - 8 < 0x80 ? 4 : 7, first = 0, last = 0;
