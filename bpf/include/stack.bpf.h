@@ -87,7 +87,8 @@ __noinline int stack_round_to(__u32 index, __u64 address)
 		if (slot->walk.sp > address)
 			return slot->stack.frame_pointer_steps ? STACK_CALL_FOUND : STACK_CALL_PAST;
 		if (!stack_step(index))
-			return slot->stack.end == STACK_END_ROOT ? STACK_CALL_PAST : STACK_CALL_FOUND;
+			return slot->stack.end == STACK_END_ROOT ? STACK_CALL_PAST
+								 : STACK_CALL_FOUND;
 	}
 	return STACK_CALL_AHEAD;
 }

@@ -118,8 +118,8 @@ struct stack_walk {
 	__u32 generated_depth; /* 0: nowhere yet */
 	__u32 with_python;     /* 1: frames of Python are to be added */
 	__u32 index;	       /* of the slot that it is in */
-	__u32 interpreter; /* whose code frames are in: UNWIND_PYTHON, UNWIND_HOTSPOT */
-	__u64 layout;	   /* of what is mapped at exec: unwind_space() */
+	__u32 interpreter;     /* whose code frames are in: UNWIND_PYTHON, UNWIND_HOTSPOT */
+	__u64 layout;	       /* of what is mapped at exec: unwind_space() */
 };
 
 #define STACK_SLOTS 128

@@ -16,8 +16,8 @@
 #define STACK_PAGE_BYTES 4096ULL
 
 /*
- * Read the stack around `address` into the window of the walk in this slot. Returns 0 if it cannot be read.
- * Global, so that the verifier follows it once and not for each word that is read.
+ * Read the stack around `address` into the window of the walk in this slot. Returns 0 if it cannot
+ * be read. Global, so that the verifier follows it once and not for each word that is read.
  *
  * All of a page can be read or nothing, so the window does not cross into another
  * one: the first thread's stack ends, above main() and the environment, with its

@@ -325,14 +325,22 @@ static __noinline int skip_return(struct pt_regs *ctx, struct thread *thread)
 	return thread->returns_to != 0;
 }
 
+/* A function of its own for the ids, which a program on a uprobe has no room for: 48 bytes are all
+ * of its stack. */
+static __noinline int filter_wants_current(void)
+{
+	struct task_ids ids;
+
+	return filter_wants(&ids);
+}
+
 /* Returns 1 if the function's return is to be seen. */
 static __always_inline int enter(struct pt_regs *ctx, __u32 signature, bool use_table)
 {
-	struct task_ids ids;
 	struct thread *thread;
 
 	count_hit();
-	if (!filter_wants(&ids))
+	if (!filter_wants_current())
 		return 0;
 	if (field(signature, SIGNATURE_KIND) == FUNCTION_FREE) {
 		release(ctx, signature, use_table);

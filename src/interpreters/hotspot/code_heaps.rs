@@ -9,8 +9,7 @@ use crate::interpreters::memory::Memory;
 /// Heaps that the kernel half has room for.
 const HEAPS: usize = hotspot_layout::HOTSPOT_HEAPS.0 as usize;
 /// Steps through a heap's map.
-const STEPS: u32 =
-    hotspot_layout::HOTSPOT_ROUNDS.0 * hotspot_layout::HOTSPOT_ROUND_STEPS.0;
+const STEPS: u32 = hotspot_layout::HOTSPOT_ROUNDS.0 * hotspot_layout::HOTSPOT_ROUND_STEPS.0;
 /// What the map has where no block is.
 const FREE: u8 = hotspot_layout::HOTSPOT_FREE.0 as u8;
 /// What the block is called that holds the interpreter.
