@@ -308,29 +308,19 @@ impl Row for Faulter<'_> {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     #[test]
-    fn the_definition_is_consistent() {
-        Args::command().debug_assert();
-    }
-
-    #[test]
     fn wrong_usage_is_refused() {
-        for wrong in [
-            &["faults", "-M", "-m"][..],
-            &["faults", "--by-process", "-f"],
-            &["faults", "--by-process", "-s"],
-            &["faults", "--container"],
-            &["faults", "-p", "1", "-c", "true"],
-            &["faults", "-f", "-j"],
-            &["faults", "0"],
-        ] {
-            let error = Args::try_parse_from(wrong).expect_err(&wrong.join(" "));
-            assert_eq!(error.exit_code(), 2);
-        }
+        cli::assert_refuses::<Args>(&[
+            "-M -m",
+            "--by-process -f",
+            "--by-process -s",
+            "--container",
+            "-p 1 -c true",
+            "-f -j",
+            "0",
+        ]);
         let args = Args::try_parse_from(["faults", "-MUKaP", "1", "5"]).expect("valid");
         assert!(args.major && args.stacks.annotations && args.stacks.count == Some(5));
     }

@@ -87,7 +87,7 @@ __noinline int cgroup_path_keep(__u64 id, __u64 node)
 	path = value_of(&cgroup_paths, &id, (const void *)&no_cgroup_path);
 	if (!path)
 		return 0;
-	for (int i = 0; i < CGROUP_PATH_STEPS; i++)
+	CALL_LOOP (long i = 0; i < CGROUP_PATH_STEPS; i++)
 		if (!cgroup_walk_step(&walk, path->names))
 			break;
 	path->bytes = walk.bytes;

@@ -101,7 +101,7 @@ __noinline __u64 hotspot_segments_back(__u64 map, __u64 segment)
  */
 __noinline __u64 hotspot_first_segment(__u64 map, __u64 segment)
 {
-	for (long i = 0; i < HOTSPOT_ROUNDS && segment < HOTSPOT_FIRST; i++)
+	CALL_LOOP (long i = 0; i < HOTSPOT_ROUNDS && segment < HOTSPOT_FIRST; i++)
 		segment = hotspot_segments_back(map, segment);
 	if (segment == HOTSPOT_NO_SEGMENT || segment < HOTSPOT_FIRST)
 		return HOTSPOT_NO_SEGMENT;

@@ -166,7 +166,7 @@ __noinline int python_step(__u32 index)
  */
 __noinline int python_round(__u32 index)
 {
-	for (long i = 0; i < PYTHON_ROUND_STEPS; i++)
+	CALL_LOOP (long i = 0; i < PYTHON_ROUND_STEPS; i++)
 		if (!python_step(index))
 			return 0;
 	return 1;

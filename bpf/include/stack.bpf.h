@@ -53,7 +53,7 @@ __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
 	stack_begin(slot, pc, sp, fp, interrupted);
 	if (interpreters && python_met)
 		stack_begin_python(index, slot);
-	for (long i = 0; i < STACK_ROUNDS; i++)
+	CALL_LOOP (long i = 0; i < STACK_ROUNDS; i++)
 		if (!stack_round(index))
 			break;
 	if (interpreters && slot->walk.with_python)
@@ -81,7 +81,7 @@ __noinline int stack_round_to(__u32 index, __u64 address)
 
 	if (!slot)
 		return STACK_CALL_FOUND;
-	for (long i = 0; i < STACK_ROUND_STEPS; i++) {
+	CALL_LOOP (long i = 0; i < STACK_ROUND_STEPS; i++) {
 		if (slot->walk.pc_at == address)
 			return STACK_CALL_FOUND;
 		if (slot->walk.sp > address)
@@ -107,7 +107,7 @@ __noinline int stack_comes_from(__u64 pc, __u64 sp, __u64 fp, __u64 address)
 	if (!slot)
 		return 1;
 	stack_begin(slot, pc, sp, fp, 0);
-	for (long i = 0; i < STACK_CALL_ROUNDS && found == STACK_CALL_AHEAD; i++)
+	CALL_LOOP (long i = 0; i < STACK_CALL_ROUNDS && found == STACK_CALL_AHEAD; i++)
 		found = stack_round_to(index, address);
 	stack_slot_give_back(slot);
 	return found != STACK_CALL_PAST;

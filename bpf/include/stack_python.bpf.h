@@ -75,7 +75,7 @@ __noinline int stack_push_due(__u32 index)
 /* Add a round of the frames whose turn it is. Returns 0 where there are no more, or no room. */
 __noinline int stack_push_round(__u32 index)
 {
-	for (long i = 0; i < PYTHON_ROUND_STEPS; i++)
+	CALL_LOOP (long i = 0; i < PYTHON_ROUND_STEPS; i++)
 		if (stack_push_due(index) != STACK_PUSHED)
 			return 0;
 	return 1;
@@ -94,7 +94,7 @@ __noinline int stack_push_unpaired(__u32 index)
 			return 0;
 		python->next_anchor = 0;
 		python->due = python->words;
-		for (int i = 0; i < PYTHON_ROUNDS; i++)
+		CALL_LOOP (long i = 0; i < PYTHON_ROUNDS; i++)
 			if (!stack_push_round(index))
 				break;
 	}
@@ -108,7 +108,7 @@ static __always_inline void stack_begin_python(__u32 index, struct stack_slot *s
 {
 	if (!python_begin(index, &slot->walk))
 		return;
-	for (int i = 0; i < PYTHON_ROUNDS; i++)
+	CALL_LOOP (long i = 0; i < PYTHON_ROUNDS; i++)
 		if (!python_round(index))
 			break;
 	slot->walk.with_python = python_walked(index);

@@ -51,7 +51,7 @@ __noinline __u64 stack_of_return_probes(__u64 address)
 	struct task_struct *task = (void *)bpf_get_current_task();
 	__u64 found = (__u64)BPF_CORE_READ(task, utask, return_instances);
 
-	for (long i = 0; i < RETURN_PROBES && found & KERNEL_ADDRESS; i++)
+	CALL_LOOP (long i = 0; i < RETURN_PROBES && found & KERNEL_ADDRESS; i++)
 		found = stack_ask_return_probe(found, address);
 	return found & KERNEL_ADDRESS ? 0 : found;
 }
@@ -335,7 +335,7 @@ __noinline int stack_step(__u32 index)
  */
 __noinline int stack_round(__u32 index)
 {
-	for (long i = 0; i < STACK_ROUND_STEPS; i++)
+	CALL_LOOP (long i = 0; i < STACK_ROUND_STEPS; i++)
 		if (!stack_step(index))
 			return 0;
 	return 1;

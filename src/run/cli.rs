@@ -289,6 +289,21 @@ fn can_be_printed(file: BorrowedFd<'_>) -> bool {
     matches!(poll(&mut room, PollTimeout::ZERO), Ok(1..))
 }
 
+/// Checks the command line of a tool, in its unit tests: it is well defined, and refuses these lines as wrong usage,
+/// with exit status 2. Words are parted by spaces, without the tool's name.
+///
+/// # Panics
+/// If the definition contradicts itself, or a line is accepted.
+pub fn assert_refuses<A: Parser>(lines: &[&str]) {
+    A::command().debug_assert();
+    for line in lines {
+        match A::try_parse_from(["tool"].into_iter().chain(line.split_whitespace())) {
+            Ok(_) => panic!("accepted: {line}"),
+            Err(error) => assert_eq!(error.exit_code(), 2, "{line}: {error}"),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use anyhow::Context;

@@ -120,32 +120,24 @@ impl Args {
 mod tests {
     use std::time::Duration;
 
-    use clap::CommandFactory;
+    use memtools::run::cli;
 
     use super::*;
 
     #[test]
-    fn the_definition_is_consistent() {
-        Args::command().debug_assert();
-    }
-
-    #[test]
     fn wrong_usage_is_refused() {
-        for wrong in [
-            &["brkstack", "--events", "--bytes"][..],
-            &["brkstack", "--events", "1"],
-            &["brkstack", "--events", "-i", "1"],
-            &["brkstack", "-i", "1", "2"],
-            &["brkstack", "-s", "-f"],
-            &["brkstack", "-p", "1", "-c", "true"],
-            &["brkstack", "-f", "-j"],
-            &["brkstack", "-f", "-T"],
-            &["brkstack", "--container"],
-            &["brkstack", "0"],
-        ] {
-            let error = Args::try_parse_from(wrong).expect_err(&wrong.join(" "));
-            assert_eq!(error.exit_code(), 2);
-        }
+        cli::assert_refuses::<Args>(&[
+            "--events --bytes",
+            "--events 1",
+            "--events -i 1",
+            "-i 1 2",
+            "-s -f",
+            "-p 1 -c true",
+            "-f -j",
+            "-f -T",
+            "--container",
+            "0",
+        ]);
         let args = Args::try_parse_from(["brkstack", "-UKaPp", "1,2", "0.5"]).expect("valid");
         assert!(args.kernel_stacks && args.target.filter.pid == [1, 2]);
         let args = Args::try_parse_from(["brkstack", "-UsPTi", "5", "-D", "10"]).expect("valid");

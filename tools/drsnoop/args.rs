@@ -122,14 +122,7 @@ impl Args {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
-
-    #[test]
-    fn the_definition_is_consistent() {
-        Args::command().debug_assert();
-    }
 
     #[test]
     fn short_flags_cluster_as_in_bcc() {
@@ -140,12 +133,6 @@ mod tests {
 
     #[test]
     fn wrong_usage_is_refused() {
-        for wrong in [&["-t", "0"][..], &["-u", "root"], &["-d", "0"], &["1"]] {
-            let line = ["drsnoop"].iter().chain(wrong);
-            assert_eq!(
-                Args::try_parse_from(line).expect_err("wrong").exit_code(),
-                2
-            );
-        }
+        cli::assert_refuses::<Args>(&["-t 0", "-u root", "-d 0", "1"]);
     }
 }

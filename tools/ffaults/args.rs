@@ -89,12 +89,10 @@ impl Args {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     #[test]
-    fn the_definition_is_consistent() {
-        Args::command().debug_assert();
+    fn wrong_usage_is_refused() {
+        cli::assert_refuses::<Args>(&["0", "1 0", "-p 0"]);
     }
 }

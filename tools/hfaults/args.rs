@@ -82,25 +82,10 @@ impl Args {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     #[test]
-    fn the_definition_is_consistent() {
-        Args::command().debug_assert();
-    }
-
-    #[test]
     fn wrong_usage_is_refused() {
-        for wrong in [
-            &["hfaults", "0"][..],
-            &["hfaults", "1", "0"],
-            &["hfaults", "--thp", "--madvise"],
-            &["hfaults", "--thp", "-e"],
-        ] {
-            let error = Args::try_parse_from(wrong).expect_err(&wrong.join(" "));
-            assert_eq!(error.exit_code(), 2);
-        }
+        cli::assert_refuses::<Args>(&["0", "1 0", "--thp --madvise", "--thp -e"]);
     }
 }

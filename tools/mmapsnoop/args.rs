@@ -116,29 +116,21 @@ impl Args {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
+    use memtools::run::cli;
 
     use super::*;
 
     #[test]
-    fn the_definition_is_consistent() {
-        Args::command().debug_assert();
-    }
-
-    #[test]
     fn wrong_usage_is_refused() {
-        for wrong in [
-            &["mmapsnoop", "-p", "0"][..],
-            &["mmapsnoop", "-p", "1,x"],
-            &["mmapsnoop", "-d", "0"],
-            &["mmapsnoop", "5"],
-            &["mmapsnoop", "-f", "-j"],
-            &["mmapsnoop", "--calls"],
-            &["mmapsnoop", "-x", "--flame", "f.svg"],
-        ] {
-            let error = Args::try_parse_from(wrong).expect_err(&wrong.join(" "));
-            assert_eq!(error.exit_code(), 2);
-        }
+        cli::assert_refuses::<Args>(&[
+            "-p 0",
+            "-p 1,x",
+            "-d 0",
+            "5",
+            "-f -j",
+            "--calls",
+            "-x --flame f.svg",
+        ]);
         let args = Args::try_parse_from(["mmapsnoop", "-Txp", "1,2"]).expect("valid");
         assert!(args.time && args.failed && args.target.filter.pid == [1, 2]);
     }

@@ -53,12 +53,12 @@ impl Args {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
+    use memtools::run::cli;
 
     use super::*;
 
     #[test]
-    fn the_definition_is_consistent() {
-        Args::command().debug_assert();
+    fn wrong_usage_is_refused() {
+        cli::assert_refuses::<Args>(&["1", "-d 0", "-p 0"]);
     }
 }
