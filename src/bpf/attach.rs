@@ -216,13 +216,23 @@ fn object_storage() -> &'static mut MaybeUninit<OpenObject> {
 /// The programs of the object that are its tool's own. Those that unwind stacks, and hold processes meanwhile, are
 /// beside whatever takes user stacks.
 pub fn own_programs(object: &mut OpenObject) -> impl Iterator<Item = OpenProgramMut<'_>> {
-    object.progs_mut().filter(|program| {
-        let name = program.name().to_string_lossy();
-        !["unwind_", "held_"].iter().any(|of| name.starts_with(of))
-    })
+    object.progs_mut().filter(|program| !unwinds(program))
 }
 
-/// Has only the programs with these names loaded, and those that unwind stacks.
+/// Has no program loaded that unwinds stacks, of an object that is to take none.
+pub fn load_no_unwinding(object: &mut OpenObject) {
+    for mut program in object.progs_mut().filter(unwinds) {
+        program.set_autoload(false);
+    }
+}
+
+/// Whether a program is there for the stacks of processes, and not for what its tool traces.
+fn unwinds(program: &OpenProgramMut<'_>) -> bool {
+    let name = program.name().to_string_lossy();
+    ["unwind_", "held_"].iter().any(|of| name.starts_with(of))
+}
+
+/// Has only the programs with these names loaded, and those that unwind stacks, if these are to be.
 ///
 /// # Errors
 /// If there is no such program.

@@ -130,7 +130,7 @@ macro_rules! skeleton {
                     Ok(loaded)
                 }
 
-                /// Loads only the programs with these names, and those that unwind.
+                /// Loads only the programs with these names, and those that unwind, if stacks are taken.
                 pub(crate) fn load_only(mut self, programs: &[&str]) -> anyhow::Result<Loaded> {
                     $crate::bpf::attach::load_only(self.open.open_object_mut(), programs)?;
                     self.load()
@@ -199,6 +199,10 @@ macro_rules! prepare_skeleton {
                 &mut maps.unwind_missing,
             ];
             $crate::stacks::table::size(&mut maps.stacks, others, stacks.first_entries)?;
+            if stacks.first_entries.is_none() {
+                $crate::bpf::attach::load_no_unwinding(prepared.open.open_object_mut());
+            }
+            let maps = &mut prepared.maps;
             if stacks.first_entries.is_none() || unwind.interpreters() == 0 {
                 let of_interpreters = [
                     &mut maps.hotspot_processes,
