@@ -107,19 +107,24 @@ pub struct Heap {
     pub in_doubt: Vec<Block>,
     blocks: Vec<Block>,
     index: PageTable,
+    /// The places of blocks that have pages which are not in the index. In order.
+    large: Vec<u32>,
 }
 
-/// Pages of a block that are in the index; a block that is larger is found by a search in its other pages.
+/// Pages of a block that are in the index; a block that is larger is found by a search among these in its other pages.
 const INDEXED_PAGES: u64 = 512;
 
 impl Heap {
     /// A heap of these blocks, which overlap nowhere. They need not be in order.
     pub fn new(mut blocks: Vec<Block>, coverage: Coverage) -> Self {
         blocks.sort_unstable_by_key(|block| block.address);
-        let mut index = PageTable::default();
+        let (mut index, mut large) = (PageTable::default(), Vec::new());
         for (number, block) in (0..).zip(&blocks) {
             let last = block.address.saturating_add(block.size.max(1) - 1);
             let first = block.address & !(PAGE - 1);
+            if (last - first) / PAGE >= INDEXED_PAGES {
+                large.push(number);
+            }
             for page in (first..=last)
                 .step_by(PAGE as usize)
                 .take(INDEXED_PAGES as usize)
@@ -136,6 +141,7 @@ impl Heap {
             in_doubt: Vec::new(),
             blocks,
             index,
+            large,
         }
     }
 
@@ -192,11 +198,11 @@ impl Heap {
                     self.blocks[low..high].partition_point(|block| block.address <= address);
                 (low + after).checked_sub(1)?
             }
+            // Most words are no addresses of blocks at all: nothing is searched for them.
             None => {
-                let after = self
-                    .blocks
-                    .partition_point(|block| block.address <= address);
-                after.checked_sub(1)?
+                let begins_by = |&large: &u32| self.blocks[large as usize].address <= address;
+                let after = self.large.partition_point(begins_by);
+                self.large[after.checked_sub(1)?] as usize
             }
         };
         let block = &self.blocks[at];
