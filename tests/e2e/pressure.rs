@@ -2,18 +2,21 @@
 
 use std::env;
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 
 const CGROUP2: &str = "/sys/fs/cgroup";
 const CGROUP1: &str = "/sys/fs/cgroup/memory";
 const TRACEFS: &str = "/sys/kernel/tracing";
+
+/// How long a cgroup of another test may have the name of one that is to be made.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A memory cgroup with a limit, removed when it is dropped.
 pub(crate) struct Group {
@@ -31,7 +34,7 @@ impl Group {
             (CGROUP1, "memory.limit_in_bytes")
         };
         let path = Path::new(root).join(name);
-        fs::create_dir_all(&path).with_context(|| format!("failed to make {}", path.display()))?;
+        make_alone(&path).with_context(|| format!("failed to make {}", path.display()))?;
         let group = Self { path };
         group.set(limit, &limit_bytes.to_string())?;
         Ok(group)
@@ -86,6 +89,26 @@ impl Group {
             .arg(program)
             .args(args);
         command
+    }
+}
+
+/// Makes the folder of a cgroup. While another test has one of the name, which it will remove, this waits; what a test
+/// that was killed has left is taken.
+fn make_alone(path: &Path) -> io::Result<()> {
+    if let Some(parent) = path.parent() {
+        fs::create_dir_all(parent)?;
+    }
+    let begun = Instant::now();
+    loop {
+        match fs::create_dir(path) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                if begun.elapsed() >= PATIENCE {
+                    return Ok(());
+                }
+                thread::sleep(Duration::from_millis(10));
+            }
+            made => return made,
+        }
     }
 }
 
