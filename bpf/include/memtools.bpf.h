@@ -26,9 +26,9 @@
 #define UNKNOWN (~0ULL)
 
 /*
- * A loop of calls that stays a loop. Where clang unrolls it, the verifier, which asks how deep the
- * stack gets along each way of calls, looks once more at all that is called for each of its turns:
- * for rounds in rounds a million times, which took longer than all else.
+ * A loop of calls that stays a loop. Where clang unrolls it, the verifier looks for each turn at
+ * all that is called once more, to find out how deep the stack gets: at millions of instructions
+ * for rounds of rounds.
  */
 #define CALL_LOOP _Pragma("clang loop unroll(disable)") for
 

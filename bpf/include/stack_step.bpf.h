@@ -18,7 +18,7 @@
 /* Steps of a walk, in rounds: a frame may take a second one, for a return probe. */
 #define STACK_ROUND_STEPS 17
 #define STACK_ROUNDS	  17
-_Static_assert(STACK_ROUNDS *STACK_ROUND_STEPS > STACK_MAX_DEPTH + 32, "too few steps");
+_Static_assert(STACK_MAX_DEPTH + 32 < STACK_ROUNDS * STACK_ROUND_STEPS, "too few steps");
 
 /* Rounds of a walk to a call that is going on, from what it has called. */
 #define STACK_CALL_ROUNDS 10
