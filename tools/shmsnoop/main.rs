@@ -168,6 +168,6 @@ mod tests {
 
     #[test]
     fn wrong_usage_is_refused() {
-        cli::assert_refuses::<Args>(&["-t 0", "-p"]);
+        cli::assert_refuses::<Args>(&["-t 0", "--pid="]);
     }
 }
