@@ -261,7 +261,7 @@ fn free_kb() -> Result<u64> {
     meminfo_kb("MemFree")
 }
 
-fn meminfo_kb(key: &str) -> Result<u64> {
+pub(crate) fn meminfo_kb(key: &str) -> Result<u64> {
     let meminfo = fs::read_to_string("/proc/meminfo").context("no meminfo")?;
     let value = meminfo.lines().find_map(|line| {
         let rest = line.strip_prefix(key)?.strip_prefix(':')?;
