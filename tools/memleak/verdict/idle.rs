@@ -38,16 +38,23 @@ pub(super) fn watch<'a>(
     }
 }
 
-/// Which memory the process uses while its allocations are traced.
+/// Which memory the process uses while its allocations are traced, and when that has been watched for long enough.
 pub(super) struct Beside<'a> {
     process: &'a Process,
     watch: Watch,
-    /// When the watch begins anew, so that it is of the time before the verdict that was asked for.
-    anew: Option<Instant>,
+    /// The last part of the trace, of which the watch is.
+    last: Duration,
+    next: Step,
+}
+
+/// What is to be done next, and when.
+enum Step {
+    BeginAnew(Instant),
+    Judge(Instant),
 }
 
 impl<'a> Beside<'a> {
-    /// Begins to watch, if a time is given: the last part of the trace, which begins now and takes so long, `traced`. Until
+    /// Begins to watch, if a time is given: the last part of the trace, which takes so long from now on, `traced`. Until
     /// then what was used since now is watched: so it is known at once whether it can be told, and whoever ends the trace
     /// early has what was seen.
     ///
@@ -66,29 +73,41 @@ impl<'a> Beside<'a> {
         eprintln!(
             "memleak: which memory process {pid} uses is watched for the last {seconds:.1} s of the trace"
         );
-        let before = traced.saturating_sub(time);
+        let next = if time < traced {
+            Step::BeginAnew(Instant::now() + (traced - time))
+        } else {
+            Step::Judge(Instant::now() + traced)
+        };
         Ok(Some(Self {
             process,
             watch,
-            anew: (!before.is_zero()).then(|| Instant::now() + before),
+            last: time,
+            next,
         }))
     }
 
     /// When [`follow`](Self::follow) is to be called at the latest.
-    pub(super) fn deadline(&self) -> Option<Instant> {
-        self.anew
+    pub(super) fn deadline(&self) -> Instant {
+        match self.next {
+            Step::BeginAnew(at) | Step::Judge(at) => at,
+        }
     }
 
-    /// Begins the watch anew if it is time for that.
+    /// Begins the watch anew if it is time for that. Returns whether the verdict is due: not before the last part was
+    /// watched to its end, however late it began on a busy machine.
     ///
     /// # Errors
     /// If the marks cannot be relied on any more.
-    pub(super) fn follow(&mut self) -> Result<()> {
-        if self.anew.is_some_and(|anew| anew <= Instant::now()) {
-            self.anew = None;
-            self.begin_anew()?;
+    pub(super) fn follow(&mut self) -> Result<bool> {
+        match self.next {
+            Step::BeginAnew(at) if at <= Instant::now() => {
+                self.begin_anew()?;
+                self.next = Step::Judge(Instant::now() + self.last);
+                Ok(false)
+            }
+            Step::BeginAnew(_) => Ok(false),
+            Step::Judge(at) => Ok(at <= Instant::now()),
         }
-        Ok(())
     }
 
     /// Begins the watch anew, as after an image: the copy has marked huge pages as used.

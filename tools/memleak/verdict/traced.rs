@@ -104,13 +104,15 @@ fn follow<S: Source>(
     let begun = Instant::now();
     let mut beside = None;
     if let Some(Moment::After(time)) = args.verdict.verdict {
-        poller.tick_every(time)?;
         beside = Beside::if_wanted(process, args.verdict.idle, time)?;
+        if beside.is_none() {
+            poller.tick_every(time)?;
+        }
     }
     let (mut leaks, mut is_ending) = (None, false);
     loop {
-        let anew = beside.as_ref().and_then(Beside::deadline);
-        let wake = poller.wait(source.deadline().into_iter().chain(anew).min())?;
+        let watched = beside.as_ref().map(Beside::deadline);
+        let wake = poller.wait(source.deadline().into_iter().chain(watched).min())?;
         match source.follow(&wake, output)? {
             Next::GoOn => (),
             Next::End { exited: true } => {
@@ -122,9 +124,9 @@ fn follow<S: Source>(
             // Whoever ends the run says why.
             Next::End { exited: false } => return Ok(0),
         }
-        beside.as_mut().map_or(Ok(()), Beside::follow)?;
+        let is_due = wake.tick || beside.as_mut().map_or(Ok(false), Beside::follow)?;
         let Some(at_exit) = &wanted.at_exit else {
-            if wake.report || wake.tick || wake.stop {
+            if wake.report || is_due || wake.stop {
                 let case = Case::look_twice(&Request {
                     process,
                     max_pause: args.heap.max_pause,
@@ -134,7 +136,7 @@ fn follow<S: Source>(
                 let found = source.find(case.image.copied_ns, true)?;
                 let due = (args, wanted, begun.elapsed());
                 let leaks = judge(source, case, found, due, output)?;
-                if wake.tick || wake.stop {
+                if is_due || wake.stop {
                     return Ok(leaks);
                 }
                 beside.as_mut().map_or(Ok(()), Beside::begin_anew)?;
