@@ -47,7 +47,7 @@ impl Report {
             above,
             place: tracing.place().clone(),
             moments: history.moments().cloned().collect(),
-            processes: tracing.largest(kill.pid, PROCESSES),
+            processes: tracing.largest(kill.pid),
             profiles: tracing.profiles(kill.pid),
             kill,
         }

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Write};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use jiff::Zoned;
@@ -28,6 +28,9 @@ const MOST: usize = 3;
 const LEAST_GROWTH: i64 = 1 << 20;
 /// How far the first two looks are apart.
 const FIRST: Duration = Duration::from_millis(250);
+/// How long the profile of a process that is gone is kept: on a machine in need oomkill may tell only seconds later
+/// that it was killed.
+const KEPT: Duration = Duration::from_secs(60);
 /// Time between two profiles of a process, in seconds.
 const PROFILE: &str = "2";
 
@@ -36,6 +39,8 @@ pub(crate) struct Tracing {
     place: Place,
     kills: Kills,
     traced: Vec<Traced>,
+    /// Those whose process is gone, each with the time since when.
+    gone: Vec<(Instant, Traced)>,
     /// The processes at the last look, ...
     now: Processes,
     /// ... and at the one before.
@@ -54,13 +59,15 @@ struct Processes {
 
 /// A process that is traced.
 pub(crate) struct Traced {
+    /// The process when it was largest.
     usage: Usage,
     pub(crate) question: Question,
     run: Run,
     /// Whether what is run is the second choice.
     is_fallback: bool,
-    /// Whether the process was gone at the last look: oomkill may not have told yet that it was killed.
-    is_gone: bool,
+    /// The largest processes when this one itself was largest, with their growth: one that is being killed has less and
+    /// less.
+    beside: Vec<(Usage, i64)>,
 }
 
 impl Tracing {
@@ -73,6 +80,7 @@ impl Tracing {
         let mut tracing = Self {
             kills,
             traced: Vec::new(),
+            gone: Vec::new(),
             now: Processes::default(),
             before: Processes::default(),
             folder: tempfile::tempdir().context("failed to make a folder for profiles")?,
@@ -121,22 +129,31 @@ impl Tracing {
         processes::find_homes(&mut all[..shown]);
         let growth = processes::growth(&self.now.all, &all);
         self.before = std::mem::replace(&mut self.now, Processes { all, growth });
+        let largest = self.now.largest();
+        for one in &mut self.traced {
+            if let Some(usage) = self.now.find(&one.usage)
+                && usage.own() >= one.usage.own()
+            {
+                one.usage = usage.clone();
+                one.beside.clone_from(&largest);
+            }
+        }
     }
 
-    /// Forgets those whose process was gone at the last look, too. One that its tool cannot trace is given to another tool.
+    /// Takes those that have ended from what is traced. A process that its tool cannot trace is given to another tool.
     fn drop_ended(&mut self) -> Vec<Started> {
         let mut again = Vec::new();
         for mut one in std::mem::take(&mut self.traced) {
-            let is_there = self.now.has(&one.usage);
+            let is_there = self.now.find(&one.usage).is_some();
             if !siblings::has_ended(&mut one.run.child) {
                 self.traced.push(one);
             } else if is_there && !one.is_fallback {
                 again.push(one.usage);
-            } else if !is_there && !one.is_gone {
-                one.is_gone = true;
-                self.traced.push(one);
+            } else if !is_there {
+                self.gone.push((Instant::now(), one));
             }
         }
+        self.gone.retain(|(since, _)| since.elapsed() < KEPT);
         again
             .into_iter()
             .filter_map(|usage| self.trace(usage, true))
@@ -168,7 +185,7 @@ impl Tracing {
             question,
             run,
             is_fallback,
-            is_gone: false,
+            beside: self.now.largest(),
         });
         Some(started)
     }
@@ -180,26 +197,32 @@ impl Tracing {
 
     /// What was found of the victim, and then of the others that are traced.
     pub(crate) fn profiles(&mut self, victim: u32) -> Vec<(Question, Outcome)> {
-        let traced = std::mem::take(&mut self.traced);
-        let (of_victim, others): (Vec<_>, Vec<_>) =
-            traced.into_iter().partition(|one| one.usage.pid == victim);
-        let mut profiles: Vec<_> = of_victim.into_iter().map(Traced::last_profile).collect();
-        for one in &others {
+        let is_victim = |one: &Traced| one.usage.pid == victim;
+        let gone = self.gone.extract_if(.., |(_, one)| is_victim(one));
+        let gone = gone.map(|(_, one)| one);
+        let running = self.traced.extract_if(.., |one| is_victim(one));
+        let mut profiles: Vec<_> = running.chain(gone).map(Traced::last_profile).collect();
+        for one in &self.traced {
             let so_far = one.run.so_far().map(|profile| (profile, None));
             profiles.push((one.question.clone(), so_far));
         }
-        self.traced = others;
         profiles
     }
 
-    /// The largest processes at the last look at which the victim was there, with their growth to it.
-    pub(crate) fn largest(&self, victim: u32, most: usize) -> Vec<(Usage, i64)> {
+    /// The largest processes, with their growth to it, at the look at which the victim was largest if it is traced, else
+    /// at the last one at which it was there.
+    pub(crate) fn largest(&self, victim: u32) -> Vec<(Usage, i64)> {
+        let gone = self.gone.iter().map(|(_, one)| one);
+        let mut traced = self.traced.iter().chain(gone);
+        if let Some(one) = traced.find(|one| one.usage.pid == victim) {
+            return one.beside.clone();
+        }
         let was_there = |usage: &Usage| usage.pid == victim;
         let looks = [&self.now, &self.before];
         let seen = looks
             .into_iter()
             .find(|look| look.all.iter().any(was_there));
-        seen.unwrap_or(&self.now).largest(most)
+        seen.unwrap_or(&self.now).largest()
     }
 }
 
@@ -228,9 +251,10 @@ impl Processes {
         self.growth.get(&usage.pid).copied().unwrap_or_default()
     }
 
-    fn has(&self, usage: &Usage) -> bool {
-        let same = |one: &Usage| (one.pid, one.started) == (usage.pid, usage.started);
-        self.all.iter().any(same)
+    /// The same process at this look.
+    fn find(&self, usage: &Usage) -> Option<&Usage> {
+        let same = |one: &&Usage| (one.pid, one.started) == (usage.pid, usage.started);
+        self.all.iter().find(same)
     }
 
     /// The processes that have grown most, of those that are wanted, the fastest first.
@@ -242,13 +266,14 @@ impl Processes {
         growing
     }
 
-    fn largest(&self, most: usize) -> Vec<(Usage, i64)> {
+    /// The largest processes, with their growth.
+    fn largest(&self) -> Vec<(Usage, i64)> {
         let all = self.all.iter();
         let mut largest: Vec<_> = all
             .map(|usage| (usage.clone(), self.grown(usage)))
             .collect();
         largest.sort_by_key(|(usage, _)| (Reverse(usage.own()), usage.pid));
-        largest.truncate(most);
+        largest.truncate(PROCESSES);
         largest
     }
 }
