@@ -30,6 +30,47 @@ pub(super) fn union(one: &[Range<u64>], other: &[Range<u64>]) -> PageRuns {
     }
 }
 
+/// The pages of both at once.
+pub(super) fn intersection(one: &[Range<u64>], other: &[Range<u64>]) -> PageRuns {
+    let (mut one, mut other) = (one.iter().peekable(), other.iter().peekable());
+    let mut both = PageRuns::new();
+    while let (Some(first), Some(second)) = (one.peek(), other.peek()) {
+        let range = first.start.max(second.start)..first.end.min(second.end);
+        if !range.is_empty() {
+            add(&mut both, range);
+        }
+        if first.end <= second.end {
+            one.next();
+        } else {
+            other.next();
+        }
+    }
+    both
+}
+
+/// The pages of one that the other does not have.
+pub(super) fn difference(one: &[Range<u64>], other: &[Range<u64>]) -> PageRuns {
+    let mut rest = PageRuns::new();
+    for range in one {
+        let mut start = range.start;
+        for taken in within(other, range) {
+            if taken.start > start {
+                add(&mut rest, start..taken.start);
+            }
+            start = taken.end.min(range.end);
+        }
+        if start < range.end {
+            add(&mut rest, start..range.end);
+        }
+    }
+    rest
+}
+
+/// Bytes of the runs.
+pub(super) fn bytes(runs: &[Range<u64>]) -> u64 {
+    runs.iter().map(|run| run.end - run.start).sum()
+}
+
 /// The runs, in order, that have a page within a range.
 pub(super) fn within<'a>(runs: &'a [Range<u64>], range: &Range<u64>) -> &'a [Range<u64>] {
     let first = runs.partition_point(|run| run.end <= range.start);
@@ -49,6 +90,21 @@ mod tests {
         assert_eq!(
             (union(&[], &some), union(&some, &[])),
             (some.to_vec(), some.to_vec())
+        );
+    }
+
+    #[test]
+    fn what_is_taken_away_and_what_is_left_are_the_whole() {
+        let some = [1..9, 10..20, 30..40, 50..51];
+        let other = [0..2, 4..6, 8..12, 15..35, 36..37, 60..70];
+        let (both, rest) = (intersection(&some, &other), difference(&some, &other));
+        assert_eq!(both, [1..2, 4..6, 8..9, 10..12, 15..20, 30..35, 36..37]);
+        assert_eq!(rest, [2..4, 6..8, 12..15, 35..36, 37..40, 50..51]);
+        assert_eq!(intersection(&other, &some), both);
+        assert_eq!(bytes(&both) + bytes(&rest), bytes(&some));
+        assert_eq!(difference(&some, &[]), some);
+        assert!(
+            difference(&some, &[0..30, 30..90]).is_empty() && intersection(&some, &[]).is_empty()
         );
     }
 
