@@ -137,6 +137,7 @@ bench: build
 	benches/run
 	benches/live
 	benches/verdict
+	benches/pre-copy
 	benches/kernel
 	benches/events
 	benches/start

@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use memtools::heap::capture::Request;
+use memtools::process::proc::Process;
 use nix::sys::ptrace;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -23,6 +25,11 @@ pub(crate) fn tests() -> Vec<Trial> {
         shared_memory_is_not_brought_in,
         a_pause_that_is_too_long_is_refused,
         a_process_runs_on_if_memleak_is_killed_in_the_pause,
+        a_copy_is_of_one_moment,
+        a_copy_of_which_most_was_made_before_is_of_one_moment [SoftDirty],
+        what_was_copied_before_is_not_copied_again [SoftDirty],
+        blocks_that_come_and_go_are_not_lost_in_a_copy_made_before [SoftDirty],
+        a_kernel_without_marks_copies_nothing_before [NoSoftDirty],
     }
 }
 
@@ -168,5 +175,114 @@ fn a_process_runs_on_if_memleak_is_killed_in_the_pause() -> Result<()> {
         thread::sleep(Duration::from_millis(10));
     }
     ensure!(killed > 0, "no pause was met");
+    workload.work().map(drop)
+}
+
+/// What a process's memory is at one moment, which changes all the time, is in the copy; whatever the marks of written
+/// pages miss.
+fn expect_one_moment(pre_copy: bool) -> Result<()> {
+    const PLACES: u64 = 499;
+    let mut workload = Workload::start("restless", &[&PLACES.to_string()])?;
+    let facts = workload.work()?;
+    let address = |fact: &str| facts[fact].parse::<u64>();
+    let (words, table) = (address("words")?, address("table")?);
+    let (busy, changes) = (address("busy")?, address("changes")?);
+    let process = Process::open(workload.pid().parse()?)?;
+    let request = Request {
+        process: &process,
+        max_pause: Duration::from_secs(60),
+        pre_copy,
+        idle: None,
+    };
+    let mut before = 0;
+    for _ in 0..23 {
+        let image = request.take("e2e")?;
+        let word = |address: u64| image.word(address).unwrap_or(0);
+        let busy = word(busy);
+        for number in (0..PLACES).filter(|number| !(busy..busy + 2).contains(number)) {
+            let (expected, found) = (word(table + 8 * number), word(words + (number << 21)));
+            ensure!(
+                found == expected,
+                "place {number} of {PLACES}: {found}, not {expected}, after {} changes, {} since the copy before",
+                word(changes),
+                word(changes) - before
+            );
+        }
+        ensure!(word(changes) > before, "nothing changes");
+        before = word(changes);
+    }
+    Ok(())
+}
+
+fn a_copy_is_of_one_moment() -> Result<()> {
+    expect_one_moment(false)
+}
+
+fn a_copy_of_which_most_was_made_before_is_of_one_moment() -> Result<()> {
+    expect_one_moment(true)
+}
+
+fn what_was_copied_before_is_not_copied_again() -> Result<()> {
+    let mut workload = Workload::start("heap", &["0", "50021", "holes"])?;
+    let pid = workload.pid();
+    let refused = harness::run("memleak", &["-p", &pid, "--heap", "--max-pause", "1"])?;
+    ensure!(refused.stderr.contains(": --pre-copy"), "{refused:?}");
+    let args = ["-p", &pid, "--heap", "-j", "--max-pause", "60000"];
+    let whole = harness::run("memleak", &args)?.objects()?;
+    let ended = harness::run("memleak", &[&args[..], &["--pre-copy"]].concat())?;
+    let rows = ended.objects()?;
+    for field in ["coverage", "blocks", "block_bytes", "heap", "copied_bytes"] {
+        ensure!(rows[0][field] == whole[0][field], "{rows:?}, {whole:?}");
+    }
+    // memleak: of 53.0 MB of process 4242, 1.2 MB were copied while it stood still
+    let (all, due) = ended
+        .stderr
+        .lines()
+        .find_map(|line| {
+            let (all, rest) = line
+                .strip_prefix("memleak: of ")?
+                .split_once(&format!(" of process {pid}, "))?;
+            let due = rest.strip_suffix(" were copied while it stood still")?;
+            Some((bytes(all)?, bytes(due)?))
+        })
+        .with_context(|| format!("not told: {ended:?}"))?;
+    ensure!(all > 50_021_000.0 && due < all / 20.0, "{due} of {all}");
+    workload.work().map(drop)
+}
+
+/// A size as people read it, in bytes.
+fn bytes(text: &str) -> Option<f64> {
+    let (value, unit) = text.split_once(' ')?;
+    let factor = match unit {
+        "bytes" => 1.0,
+        "kB" => 1e3,
+        "MB" => 1e6,
+        "GB" => 1e9,
+        _ => return None,
+    };
+    Some(value.parse::<f64>().ok()? * factor)
+}
+
+fn blocks_that_come_and_go_are_not_lost_in_a_copy_made_before() -> Result<()> {
+    let workload = Workload::start("heap", &["3", "5003", "busy"])?;
+    for _ in 0..7 {
+        let args = ["-jp", &workload.pid(), "--verdict", "--pre-copy"];
+        let args = [&args[..], &["--max-pause", "60000"]].concat();
+        let rows = harness::run("memleak", &args)?.objects()?;
+        ensure!(rows[0]["unreachable"]["blocks"] == 0, "{rows:?}");
+        ensure!(number(&rows[0]["reachable"]["blocks"])? > 1000, "{rows:?}");
+    }
+    Ok(())
+}
+
+fn a_kernel_without_marks_copies_nothing_before() -> Result<()> {
+    let mut workload = Workload::start("heap", &["0", "211", "plain"])?;
+    let ended = harness::run("memleak", &["-p", &workload.pid(), "--heap", "--pre-copy"])?;
+    ensure!(
+        ended.status.code() == Some(1)
+            && ended.stderr.contains("CONFIG_MEM_SOFT_DIRTY")
+            && ended.stderr.contains("leave out --pre-copy"),
+        "{ended:?}"
+    );
     workload.work().map(drop)
 }

@@ -44,11 +44,12 @@ const BETWEEN: Duration = Duration::from_millis(100);
 pub(crate) fn run(args: &Args, period: Duration) -> Result<ExitCode> {
     let process = Process::open(args.pid[0])?;
     let (mut poller, mut output) = args.start()?;
-    privileges::keep_what_tracing_takes(&[])?;
+    privileges::keep_what_tracing_takes(args.heap.capabilities())?;
     poller.watch_exit(&process);
     let request = Request {
         process: &process,
         max_pause: args.heap.max_pause,
+        pre_copy: args.heap.pre_copy,
         idle: None,
     };
     let mut study = Study::begin(&request, args)?;

@@ -32,10 +32,11 @@ use report::HeapRow;
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let process = Process::open(args.pid[0])?;
     let (_poller, mut output) = args.start()?;
-    privileges::keep_what_tracing_takes(&[])?;
+    privileges::keep_what_tracing_takes(args.heap.capabilities())?;
     let request = Request {
         process: &process,
         max_pause: args.heap.max_pause,
+        pre_copy: args.heap.pre_copy,
         idle: None,
     };
     let home = Home::of_process(process.pid());

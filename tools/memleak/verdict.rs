@@ -63,7 +63,7 @@ const BETWEEN: Duration = Duration::from_millis(100);
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let process = Process::open(args.pid[0])?;
     let (mut poller, mut output) = args.start()?;
-    privileges::keep_what_tracing_takes(&[])?;
+    privileges::keep_what_tracing_takes(args.heap.capabilities())?;
     let watched = args
         .verdict
         .idle
@@ -72,6 +72,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let request = Request {
         process: &process,
         max_pause: args.heap.max_pause,
+        pre_copy: args.heap.pre_copy,
         idle: watched.as_ref(),
     };
     let case = Case::look_twice(&request)?;

@@ -3,7 +3,6 @@
 use std::io::IoSliceMut;
 use std::ops::Range;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Instant;
 
@@ -11,6 +10,9 @@ use anyhow::{Context, Result, ensure};
 use memmap2::{Advice, MmapMut};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
+
+use crate::heap::page_runs::PageRuns;
+use crate::heap::page_table::PAGE;
 
 /// Bytes that a thread copies at a time: less, and threads wait for each other; more, and they end apart.
 const PIECE: usize = 2 << 20;
@@ -61,12 +63,12 @@ struct Piece<'a> {
     to: &'a mut [u8],
 }
 
-/// Copies the ranges to the beginning of the buffer, one after the other. Returns the bytes that
-/// could not be read, and are zeros.
+/// Copies the ranges to the beginning of the buffer, one after the other. Returns what could not be read, in order: the
+/// rest of a piece from there on is zeros.
 ///
 /// # Errors
 /// If the buffer is too small.
-pub(super) fn copy(pid: u32, runs: &[Range<u64>], buffer: &mut [u8]) -> Result<u64> {
+pub(super) fn copy(pid: u32, runs: &[Range<u64>], buffer: &mut [u8]) -> Result<PageRuns> {
     let mut rest = buffer;
     let mut pieces = Vec::with_capacity(runs.len());
     for run in runs {
@@ -85,7 +87,7 @@ pub(super) fn copy(pid: u32, runs: &[Range<u64>], buffer: &mut [u8]) -> Result<u
             });
         }
     }
-    let unread = AtomicU64::new(0);
+    let unread = Mutex::new(Vec::new());
     let pieces = Mutex::new(pieces.into_iter());
     let work = || {
         let mut some = Vec::with_capacity(RANGES);
@@ -105,7 +107,10 @@ pub(super) fn copy(pid: u32, runs: &[Range<u64>], buffer: &mut [u8]) -> Result<u
             if some.is_empty() {
                 return;
             }
-            unread.fetch_add(read(pid, &mut some), Ordering::Relaxed);
+            let rest = read(pid, &mut some);
+            if let Ok(mut unread) = unread.lock() {
+                unread.extend(rest);
+            }
             some.clear();
         }
     };
@@ -115,11 +120,13 @@ pub(super) fn copy(pid: u32, runs: &[Range<u64>], buffer: &mut [u8]) -> Result<u
         }
         work();
     });
-    Ok(unread.into_inner())
+    let mut unread = unread.into_inner().unwrap_or_default();
+    unread.sort_by_key(|range: &Range<u64>| range.start);
+    Ok(unread)
 }
 
-/// Reads pieces in one system call, or one by one if not all can be. Returns the bytes that cannot.
-fn read(pid: u32, pieces: &mut [Piece]) -> u64 {
+/// Reads pieces in one system call, or one by one if not all can be. Returns what cannot, in whole pages.
+fn read(pid: u32, pieces: &mut [Piece]) -> PageRuns {
     let read = |pieces: &mut [Piece]| {
         let from: Vec<_> = pieces
             .iter()
@@ -136,13 +143,16 @@ fn read(pid: u32, pieces: &mut [Piece]) -> u64 {
     };
     let wanted: usize = pieces.iter().map(|piece| piece.to.len()).sum();
     if read(pieces) == wanted {
-        return 0;
+        return PageRuns::new();
     }
-    let mut unread = 0;
+    let mut unread = PageRuns::new();
     for piece in pieces {
         let done = read(std::slice::from_mut(piece));
-        piece.to[done..].fill(0);
-        unread += (piece.to.len() - done) as u64;
+        let done = done & !(PAGE as usize - 1);
+        if done < piece.to.len() {
+            piece.to[done..].fill(0);
+            unread.push(piece.from.start + done as u64..piece.from.end);
+        }
     }
     unread
 }
@@ -152,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_arrives_in_order_and_what_is_not_there_is_counted() {
+    fn memory_arrives_in_order_and_what_is_not_there_is_told() {
         let mut source = MmapMut::map_anon(5 << 20).expect("memory");
         for (number, byte) in source.iter_mut().enumerate() {
             *byte = (number / 4096) as u8;
@@ -165,15 +175,15 @@ mod tests {
         let mut copied = buffer(5 << 20).expect("memory");
         assert_eq!(
             copy(std::process::id(), &runs, &mut copied).expect("room"),
-            0
+            []
         );
         assert_eq!(copied[..3 << 20], source[..3 << 20]);
         assert_eq!(copied[3 << 20..4 << 20], source[4 << 20..]);
         let too_small = copy(std::process::id(), &runs, &mut copied[..4096]);
         assert!(too_small.is_err());
-        let nothing = 0x1000..0x3000;
-        let unread = copy(std::process::id(), &[runs[1].clone(), nothing], &mut copied);
-        assert_eq!(unread.expect("room"), 0x2000);
+        let runs = [0x1000..0x3000, runs[1].clone()];
+        let unread = copy(std::process::id(), &runs, &mut copied);
+        assert_eq!(unread.expect("room"), runs[..1]);
         assert!(rate().expect("memory") > 1e6);
     }
 }

@@ -3,34 +3,37 @@
 //! What can go wrong is looked at before: [`Request::take`] refuses, with the reason, rather than
 //! hold a process for longer than allowed. Then room for the copy is made, the threads are stopped
 //! (`stop`), and while they stand, their registers, the mappings, and the pages that are there
-//! (`pages`) are copied (`copy`); nothing is judged until they run again. A command can be held at its
-//! exit instead, and be copied there ([`at_exit`]).
+//! (`pages`) are copied (`copy`); nothing is judged until they run again. Most can be copied before they stop (`room`),
+//! where the kernel marks what is written since then (`soft_dirty`). A command can be held at its exit instead, and be
+//! copied there ([`at_exit`]).
 
 pub mod at_exit;
 mod copy;
 mod pages;
+mod room;
+mod soft_dirty;
 mod stop;
 mod tries;
 
 use std::fs;
-use std::ops::Range;
+use std::io;
 use std::panic;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use memmap2::MmapMut;
 
 use crate::heap::area::Area;
 use crate::heap::idle::Watch;
 use crate::heap::image::{Image, Thread};
-use crate::heap::page_runs::PageRuns;
+use crate::heap::page_runs::{self, PageRuns};
 use crate::heap::realtime::Realtime;
-use crate::print::clock;
+use crate::print::{clock, text};
 use crate::process::proc::{self, Process};
 use crate::process::translator;
 
-use pages::Pages;
+use pages::{Found, Pages};
+use room::Room;
 use stop::{Late, Stopped};
 use tries::Tries;
 
@@ -65,6 +68,9 @@ pub struct Request<'a> {
     pub process: &'a Process,
     /// How long its threads may stand still, as foretold.
     pub max_pause: Duration,
+    /// Whether most of its memory is copied before it stands still, and only what it has written since then while it does.
+    /// That takes CAP_SYS_ADMIN.
+    pub pre_copy: bool,
     /// What has watched the process, if the image is to tell which of its pages are idle.
     pub idle: Option<&'a Watch>,
 }
@@ -76,25 +82,25 @@ impl Request<'_> {
     /// # Errors
     /// If the process is traced already, has memory in swap, would stand still for longer than
     /// allowed, is run by a translator, has a thread that never stops in time, has exited, or if there is no room for
-    /// a copy. In each case it runs on.
+    /// a copy; or if the kernel does not tell what is written after a part was copied. In each case it runs on.
     pub fn take(&self, tool: &str) -> Result<Image> {
         let process = self.process;
         let pid = process.pid();
         check(process)?;
+        if self.pre_copy && !soft_dirty::is_there()? {
+            bail!(
+                "this kernel does not mark the pages that a process writes (CONFIG_MEM_SOFT_DIRTY), so that nothing can be \
+                 copied before process {pid} stands still: leave out --pre-copy"
+            );
+        }
         let rate = copy::rate()?;
         let mut pages = Pages::open(pid)?;
         let (mut tries, mut grown) = (Tries::begin(), 0);
         while grown < GROWN {
-            let (_, runs) = look(pid, &mut pages)?;
-            let bytes = sum(&runs);
-            let threads = fs::read_dir(format!("/proc/{pid}/task")).map_or(1, Iterator::count);
-            self.expect_short(bytes, threads, rate)?;
-            let room = bytes + bytes / 16 + SLACK;
-            expect_room(pid, room)?;
-            let buffer = copy::buffer(usize::try_from(room)?)?;
+            let room = self.make_room(&mut pages, rate)?;
             // The kernel lets a thread that was late go when the thread that has asked it to stop ends.
             let taken = thread::scope(|scope| {
-                let taker = scope.spawn(|| self.stop_and_copy(tool, &mut pages, buffer, rate));
+                let taker = scope.spawn(|| self.stop_and_copy(tool, &mut pages, room, rate));
                 taker
                     .join()
                     .unwrap_or_else(|panicked| panic::resume_unwind(panicked))
@@ -113,11 +119,41 @@ impl Request<'_> {
         bail!("process {pid} grew faster than room for its copy was made, {GROWN} times; try again")
     }
 
+    /// Makes room for the copy, and copies what can be copied before.
+    fn make_room(&self, pages: &mut Pages, rate: f64) -> Result<Room> {
+        let pid = self.process.pid();
+        let (_, found) = look(pid, pages, false)?;
+        let bytes = page_runs::bytes(&found.wanted);
+        let mut work = Work {
+            all: bytes,
+            due: bytes,
+            threads: fs::read_dir(format!("/proc/{pid}/task")).map_or(1, Iterator::count),
+        };
+        if !self.pre_copy {
+            self.expect_short(&work, rate)?;
+        }
+        let room = bytes + bytes / 16 + SLACK;
+        expect_room(pid, room)?;
+        let mut room = Room::empty(room)?;
+        if self.pre_copy {
+            room.fill(pid, pages, found.wanted)?;
+            let (_, found) = look(pid, pages, true)?;
+            work.all = page_runs::bytes(&found.wanted);
+            work.due = page_runs::bytes(&due(pid, pages, &room, &found)?);
+            self.expect_short(&work, rate)?;
+            let late = work.due + work.due / 4 + SLACK;
+            let what = format!("a copy of what process {pid} writes meanwhile takes");
+            is_there(&what, late, available())?;
+            room.make_late(late)?;
+        }
+        Ok(room)
+    }
+
     fn stop_and_copy(
         &self,
         tool: &str,
         pages: &mut Pages,
-        mut buffer: MmapMut,
+        mut room: Room,
         rate: f64,
     ) -> Result<Taken> {
         let pid = self.process.pid();
@@ -129,15 +165,25 @@ impl Request<'_> {
         };
         let copied_ns = clock::monotonic_ns();
         let threads = stopped.registers();
-        let (areas, runs) = look(pid, pages)?;
-        let bytes = sum(&runs);
-        if bytes > buffer.len() as u64 {
+        let (areas, found) = look(pid, pages, self.pre_copy)?;
+        let due = due(pid, pages, &room, &found)?;
+        let wanted = found.wanted;
+        if !room.holds(&wanted, &due) {
             return Ok(Taken::Outgrown);
         }
-        self.expect_short(bytes, stopped.count(), rate)?;
-        let idle = self.idle.map(|watch| watch.look(pages.pagemap(), &runs));
+        let work = Work {
+            all: page_runs::bytes(&wanted),
+            due: page_runs::bytes(&due),
+            threads: stopped.count(),
+        };
+        let foretold = work.foretell(rate);
+        if foretold > self.max_pause {
+            drop(stopped);
+            return Err(self.refusal(&work, foretold));
+        }
+        let idle = self.idle.map(|watch| watch.look(pages.pagemap(), &wanted));
         let mut idle = idle.transpose()?;
-        let unread = copy::copy(pid, &runs, &mut buffer)?;
+        let unread = room.copy(pid, &due)?;
         drop(stopped);
         let paused = start.elapsed();
         if let (Some(watch), Some(pages)) = (self.idle, &mut idle) {
@@ -150,33 +196,70 @@ impl Request<'_> {
         }
         drop(realtime);
         self.process.expect_running()?;
+        if self.pre_copy {
+            eprintln!(
+                "{tool}: of {} of process {pid}, {} were copied while it stood still",
+                text::bytes(work.all),
+                text::bytes(work.due)
+            );
+        }
         let mut image = Image {
             areas,
             paused,
             copied_ns,
-            unread,
+            unread: page_runs::bytes(&unread),
             idle,
             ..named(pid, threads)
         };
-        image.set_memory(runs, buffer)?;
+        let copy = room.finish(&wanted, &due)?;
+        image.set_memory(wanted, copy)?;
         Ok(Taken::Image(Box::new(image)))
     }
 
-    /// Fails if a copy of as many bytes is foretold to take longer than allowed.
-    fn expect_short(&self, bytes: u64, threads: usize, rate: f64) -> Result<()> {
-        let foretold = foretell(bytes, threads, rate);
+    /// Fails if the process is foretold to stand still for longer than allowed.
+    fn expect_short(&self, work: &Work, rate: f64) -> Result<()> {
+        let foretold = work.foretell(rate);
         if foretold > self.max_pause {
-            bail!(
-                "process {} would stand still for about {} ms ({} MB of memory, {threads} threads), \
-                 more than --max-pause {} allows; if that does no harm: --max-pause {}",
-                self.process.pid(),
-                foretold.as_millis(),
-                bytes / 1_000_000,
-                self.max_pause.as_millis(),
-                (foretold.as_millis() * 3 / 2).next_multiple_of(10)
-            );
+            return Err(self.refusal(work, foretold));
         }
         Ok(())
+    }
+
+    /// What is said of a pause that would take so long. The process runs, as more is tried for that.
+    fn refusal(&self, work: &Work, foretold: Duration) -> anyhow::Error {
+        let or = if !self.pre_copy && soft_dirty::is_there().unwrap_or(false) {
+            ", or have most of it copied before: --pre-copy"
+        } else {
+            ""
+        };
+        anyhow!(
+            "process {} would stand still for about {} ms ({} MB of memory, {} threads), \
+             more than --max-pause {} allows; if that does no harm: --max-pause {}{or}",
+            self.process.pid(),
+            foretold.as_millis(),
+            work.due / 1_000_000,
+            work.threads,
+            self.max_pause.as_millis(),
+            (foretold.as_millis() * 3 / 2).next_multiple_of(10)
+        )
+    }
+}
+
+/// What is done while a process stands still.
+struct Work {
+    /// Bytes of its memory.
+    all: u64,
+    /// Bytes that are copied.
+    due: u64,
+    threads: usize,
+}
+
+impl Work {
+    /// How long it takes, where so many bytes a second are copied within a process.
+    fn foretell(&self, rate: f64) -> Duration {
+        let threads = THREAD * u32::try_from(self.threads).unwrap_or(u32::MAX);
+        let copy = Duration::from_secs_f64(self.due as f64 / rate * COPY);
+        threads + FIND.mul_f64(self.all as f64 / 1e9) + copy
     }
 }
 
@@ -186,28 +269,22 @@ fn take_stopped(process: &Process, stopped: &Stopped) -> Result<Image> {
     let (copied_ns, start) = (clock::monotonic_ns(), Instant::now());
     expect_known(process)?;
     let threads = stopped.registers();
-    let (areas, runs) = look(pid, &mut Pages::open(pid)?)?;
-    let bytes = sum(&runs);
+    let (areas, found) = look(pid, &mut Pages::open(pid)?, false)?;
+    let wanted = found.wanted;
+    let bytes = page_runs::bytes(&wanted);
     expect_room(pid, bytes)?;
     let mut buffer = copy::buffer(usize::try_from(bytes)?)?;
-    let unread = copy::copy(pid, &runs, &mut buffer)?;
+    let unread = copy::copy(pid, &wanted, &mut buffer)?;
     process.expect_running()?;
     let mut image = Image {
         areas,
         paused: start.elapsed(),
         copied_ns,
-        unread,
+        unread: page_runs::bytes(&unread),
         ..named(pid, threads)
     };
-    image.set_memory(runs, buffer)?;
+    image.set_memory(wanted, buffer)?;
     Ok(image)
-}
-
-/// How long a process stands still for a copy of as many bytes, at so many bytes a second within a process.
-fn foretell(bytes: u64, threads: usize, rate: f64) -> Duration {
-    let gigabytes = bytes as f64 / 1e9;
-    let threads = THREAD * u32::try_from(threads).unwrap_or(u32::MAX);
-    threads + FIND.mul_f64(gigabytes) + Duration::from_secs_f64(bytes as f64 / rate * COPY)
 }
 
 /// Fails if no image of the process can be taken, or none that holds all of it.
@@ -277,15 +354,23 @@ fn available() -> u64 {
     status_kilobytes("/proc/meminfo", "MemAvailable:").unwrap_or(u64::MAX >> 10) * 1024
 }
 
-/// The mappings of the process, and the pages of them that are to be copied.
-fn look(pid: u32, pages: &mut Pages) -> Result<(Vec<Area>, PageRuns)> {
+/// The mappings of the process, and the pages of them that are to be copied; with `marks`, also what was written.
+fn look(pid: u32, pages: &mut Pages, marks: bool) -> Result<(Vec<Area>, Found)> {
     let areas = areas(pid)?;
-    match pages.wanted(&areas) {
-        Ok(runs) => Ok((areas, runs)),
+    let found = listed(pid, pages.find(&areas, marks))?;
+    Ok((areas, found))
+}
+
+/// Which of the pages that were found are to be copied into the room.
+fn due(pid: u32, pages: &Pages, room: &Room, found: &Found) -> Result<PageRuns> {
+    listed(pid, room.due(pages, found))
+}
+
+/// What was read of a process's page table.
+fn listed<T>(pid: u32, read: io::Result<T>) -> Result<T> {
+    match read {
         Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Err(without_memory(pid)),
-        Err(error) => {
-            Err(error).with_context(|| format!("failed to list the pages of process {pid}"))
-        }
+        read => read.with_context(|| format!("failed to list the pages of process {pid}")),
     }
 }
 
@@ -304,10 +389,6 @@ fn without_memory(pid: u32) -> anyhow::Error {
     anyhow!(
         "process {pid} has exited or executed another program while it was looked at; if it still runs, try again"
     )
-}
-
-fn sum(runs: &[Range<u64>]) -> u64 {
-    runs.iter().map(|run| run.end - run.start).sum()
 }
 
 /// An image without memory: the process and its threads, with their names.
@@ -340,9 +421,9 @@ mod tests {
 
     #[test]
     fn a_pause_is_foretold_by_bytes_and_threads() {
-        let gigabyte = foretell(1_000_000_000, 1, 10e9);
-        assert_eq!(gigabyte.as_millis(), 205);
-        assert_eq!(foretell(0, 1000, 10e9).as_millis(), 30);
+        let foretell = |all, due, threads| Work { all, due, threads }.foretell(10e9).as_millis();
+        assert_eq!(foretell(1_000_000_000, 1_000_000_000, 1), 205);
+        assert_eq!(foretell(1_000_000_000, 0, 1000), 35);
     }
 
     #[test]

@@ -16,6 +16,8 @@ use crate::heap::page_runs::{self, PageRuns};
 use crate::heap::page_table::PAGE;
 use crate::host::capabilities::{self, Capability};
 
+use super::soft_dirty;
+
 /// What of an area is copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Wanted {
@@ -25,6 +27,15 @@ enum Wanted {
     /// functions, which are read-only when the program starts.
     Changed,
     Nothing,
+}
+
+/// Pages of a process.
+#[derive(Debug, Default)]
+pub(super) struct Found {
+    /// What is to be copied.
+    pub(super) wanted: PageRuns,
+    /// What of that may have been written since the marks of written pages were cleared, if that was asked.
+    pub(super) written: PageRuns,
 }
 
 /// The page table of a process.
@@ -59,32 +70,82 @@ impl Pages {
         &self.pagemap
     }
 
-    /// The pages of these areas that are to be copied.
+    /// The pages of these areas that are to be copied; and, with `marks`, which of these may have been written since the
+    /// marks of that were cleared (`soft_dirty`).
     ///
     /// # Errors
     /// If the process has gone.
-    pub(super) fn wanted(&mut self, areas: &[Area]) -> io::Result<PageRuns> {
-        let mut runs = PageRuns::new();
+    pub(super) fn find(&mut self, areas: &[Area], marks: bool) -> io::Result<Found> {
+        let mut found = Found::default();
         for area in areas {
             let wanted = wanted(area);
             if wanted == Wanted::Nothing {
                 continue;
             }
+            // What others write has marks in page tables of theirs.
+            let believe = marks && is_own_memory(area);
             let range = area.mapping.range.clone();
+            let mut add = |pages: Range<u64>, is_marked: bool| {
+                if marks && (is_marked || !believe) {
+                    page_runs::add(&mut found.written, pages.clone());
+                }
+                page_runs::add(&mut found.wanted, pages);
+            };
             if self.scans {
-                match scan(&self.pagemap, range.clone(), wanted, &mut runs) {
+                match scan(&self.pagemap, range.clone(), wanted, believe, &mut add) {
                     Ok(()) => continue,
-                    Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => self.scans = false,
+                    // 6.7 has no category of marked pages.
+                    Err(error)
+                        if matches!(error.raw_os_error(), Some(libc::ENOTTY | libc::EINVAL)) =>
+                    {
+                        self.scans = false;
+                    }
                     Err(error) => return Err(error),
                 }
             }
-            self.read(range, wanted, &mut runs)?;
+            self.read(range, wanted, &mut add)?;
         }
-        Ok(runs)
+        Ok(found)
     }
 
-    /// Adds the wanted pages of a range, by the 64 bits that /proc/PID/pagemap has of each page.
-    fn read(&self, range: Range<u64>, wanted: Wanted, runs: &mut PageRuns) -> io::Result<()> {
+    /// The frame of memory that each of these pages is in: 0 of one that is not there, or if we may not know.
+    ///
+    /// # Errors
+    /// If the process has gone.
+    pub(super) fn frames(&self, runs: &[Range<u64>]) -> io::Result<Vec<u64>> {
+        let mut frames = Vec::new();
+        for run in runs {
+            let mut entries = vec![0; ((run.end - run.start) / PAGE * 8) as usize];
+            self.pagemap
+                .read_exact_at(&mut entries, run.start / PAGE * 8)?;
+            let (entries, _) = entries.as_chunks::<8>();
+            frames.extend(
+                entries
+                    .iter()
+                    .map(|entry| frame(u64::from_le_bytes(*entry))),
+            );
+        }
+        Ok(frames)
+    }
+
+    /// The frame of memory that a page is in.
+    ///
+    /// # Errors
+    /// As of [`frames`](Self::frames).
+    pub(super) fn frame(&self, page: u64) -> io::Result<u64> {
+        let mut entry = [0; 8];
+        self.pagemap.read_exact_at(&mut entry, page / PAGE * 8)?;
+        Ok(frame(u64::from_le_bytes(entry)))
+    }
+
+    /// Gives the wanted pages of a range, each with whether it may have been written, by the 64 bits that
+    /// /proc/PID/pagemap has of each page.
+    fn read(
+        &self,
+        range: Range<u64>,
+        wanted: Wanted,
+        mut add: impl FnMut(Range<u64>, bool),
+    ) -> io::Result<()> {
         const PAGES_AT_ONCE: u64 = 1 << 16;
         let (mut page, end) = (range.start / PAGE, range.end / PAGE);
         let mut entries = vec![0; 8 * PAGES_AT_ONCE.min(end - page) as usize];
@@ -96,8 +157,9 @@ impl Pages {
                 break;
             }
             for entry in entries {
-                if is_wanted(u64::from_le_bytes(*entry), wanted) {
-                    page_runs::add(runs, page * PAGE..(page + 1) * PAGE);
+                let entry = u64::from_le_bytes(*entry);
+                if is_wanted(entry, wanted) {
+                    add(page * PAGE..(page + 1) * PAGE, is_written(entry));
                 }
                 page += 1;
             }
@@ -106,11 +168,36 @@ impl Pages {
     }
 }
 
+const PRESENT: u64 = 1 << 63;
+const OF_A_FILE: u64 = 1 << 61;
+
 /// Whether a page is wanted, by its entry in pagemap.
 fn is_wanted(entry: u64, wanted: Wanted) -> bool {
-    const PRESENT: u64 = 1 << 63;
-    const OF_A_FILE: u64 = 1 << 61;
     entry & PRESENT != 0 && (wanted == Wanted::Present || entry & OF_A_FILE == 0)
+}
+
+/// The frame in an entry of pagemap.
+fn frame(entry: u64) -> u64 {
+    const FRAME: u64 = (1 << 55) - 1;
+    if entry & PRESENT == 0 {
+        0
+    } else {
+        entry & FRAME
+    }
+}
+
+/// Whether a page may have been written since the marks were cleared, by its entry in pagemap. The page of zeros, which
+/// may have taken the place of another, is shared by all who have it.
+fn is_written(entry: u64) -> bool {
+    const ITS_ALONE: u64 = 1 << 56;
+    entry & soft_dirty::MARK != 0 || entry & OF_A_FILE != 0 || entry & ITS_ALONE == 0
+}
+
+/// Whether all that is written to an area is marked in the process's own page table: memory that no file is behind, and
+/// that nobody shares. Pages of hugetlbfs, which have a file, are not.
+fn is_own_memory(area: &Area) -> bool {
+    let name = area.name();
+    !area.shared && (name.is_empty() || name.starts_with(b"["))
 }
 
 /// What of an area is copied, by what it is.
@@ -167,11 +254,20 @@ const _: () = assert!(size_of::<ScanArgument>() == 0x60);
 /// Categories of pages.
 const IS_FILE: u64 = 1 << 2;
 const IS_PRESENT: u64 = 1 << 3;
+const IS_MARKED: u64 = 1 << 7;
 /// The one page of zeros that stands for all that were read and never written.
 const IS_ZERO: u64 = 1 << 5;
 
-/// Asks the kernel for runs of wanted pages, which takes 4 ms/GB, where reading their entries takes 16.
-fn scan(pagemap: &File, range: Range<u64>, wanted: Wanted, runs: &mut PageRuns) -> io::Result<()> {
+/// Asks the kernel for runs of wanted pages, which takes 4 ms/GB, where reading their entries takes 16. With `marks` each
+/// is given with whether it may have been written.
+fn scan(
+    pagemap: &File,
+    range: Range<u64>,
+    wanted: Wanted,
+    marks: bool,
+    mut add: impl FnMut(Range<u64>, bool),
+) -> io::Result<()> {
+    let written = if marks { IS_MARKED | IS_FILE } else { 0 };
     let mut regions = [Region::default(); 512];
     let without = match wanted {
         Wanted::Changed => IS_ZERO | IS_FILE,
@@ -187,7 +283,7 @@ fn scan(pagemap: &File, range: Range<u64>, wanted: Wanted, runs: &mut PageRuns) 
             vec_len: regions.len() as u64,
             category_inverted: without,
             category_mask: IS_PRESENT | without,
-            return_mask: IS_PRESENT,
+            return_mask: IS_PRESENT | written,
             ..ScanArgument::default()
         };
         // SAFETY: the kernel reads and writes the argument, whose size it checks, and writes at most
@@ -197,7 +293,7 @@ fn scan(pagemap: &File, range: Range<u64>, wanted: Wanted, runs: &mut PageRuns) 
             return Err(io::Error::last_os_error());
         }
         for region in &regions[..found as usize] {
-            page_runs::add(runs, region.start..region.end);
+            add(region.start..region.end, region.categories & written != 0);
         }
         if argument.walk_end <= start {
             break;
@@ -227,15 +323,37 @@ mod tests {
         let range = start..start + 64 * PAGE;
         let pages = Pages::open(std::process::id()).expect("our own");
         let mut read = PageRuns::new();
+        let add = |pages, _| page_runs::add(&mut read, pages);
         pages
-            .read(range.clone(), Wanted::Present, &mut read)
+            .read(range.clone(), Wanted::Present, add)
             .expect("readable");
         assert_eq!(read, expected);
         let mut scanned = PageRuns::new();
-        match scan(&pages.pagemap, range, Wanted::Present, &mut scanned) {
+        let add = |pages, _| page_runs::add(&mut scanned, pages);
+        match scan(&pages.pagemap, range, Wanted::Present, false, add) {
             Ok(()) => assert_eq!(scanned, expected),
             Err(error) => assert_eq!(error.raw_os_error(), Some(libc::ENOTTY)),
         }
+    }
+
+    #[test]
+    fn marks_are_believed_of_own_memory_alone() {
+        for (line, expected) in [
+            ("rw-p 00000000 00:00 0 [heap]", true),
+            ("rw-p 00000000 00:00 0", true),
+            ("rw-p 00000000 00:00 0 [anon:arena]", true),
+            ("rw-s 00000000 00:01 9 /dev/shm/buffers", false),
+            ("rw-s 00000000 00:01 9", false),
+            ("rw-p 00000000 00:0f 9 /anon_hugepage (deleted)", false),
+            ("rw-p 00003000 fe:00 9 /lib/libc.so.6", false),
+        ] {
+            let areas = Area::parse_list(format!("1000-2000 {line}").as_bytes());
+            assert_eq!(is_own_memory(&areas[0]), expected, "{line}");
+        }
+        const OWN: u64 = PRESENT | 1 << 56;
+        assert!(!is_written(OWN) && is_written(OWN | soft_dirty::MARK));
+        // The page of zeros, and the page of a file.
+        assert!(is_written(PRESENT) && is_written(OWN | OF_A_FILE));
     }
 
     #[test]

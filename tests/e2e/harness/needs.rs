@@ -3,7 +3,9 @@
 use std::cell::Cell;
 use std::collections::HashSet;
 use std::env;
-use std::fs;
+use std::fs::{self, File};
+use std::hint;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
@@ -48,6 +50,10 @@ pub(crate) enum Need {
     SmallThp,
     /// Namespaces of unprivileged users, which some systems forbid.
     UserNamespaces,
+    /// Marks of the pages that a process has written.
+    SoftDirty,
+    /// A kernel without them.
+    NoSoftDirty,
     /// The kernel's memory, counted by cgroup, BPF maps included: 5.18 and later, version 2.
     KernelMemory,
 }
@@ -85,6 +91,14 @@ impl Need {
                         .is_ok_and(|most| most.trim() != "0"),
                 "unprivileged users may not make namespaces here",
             ),
+            Need::SoftDirty => (
+                marks_written_pages().unwrap_or(false),
+                "this kernel does not mark written pages (CONFIG_MEM_SOFT_DIRTY)",
+            ),
+            Need::NoSoftDirty => (
+                !marks_written_pages().unwrap_or(true),
+                "this kernel marks written pages",
+            ),
             Need::KernelMemory => (
                 fs::read_to_string("/sys/fs/cgroup/memory.stat")
                     .is_ok_and(|stat| stat.contains("\nkernel ")),
@@ -115,6 +129,24 @@ pub(crate) fn runs_32_bit() -> bool {
         .stdout(Stdio::null())
         .status()
         .is_ok()
+}
+
+/// Whether a page of ours has the mark of written pages once it was written, and has not before.
+fn marks_written_pages() -> Result<bool> {
+    const PAGE: usize = 4096;
+    const MARK: u64 = 1 << 55;
+    let mut pages = vec![1_u8; 2 * PAGE];
+    fs::write("/proc/self/clear_refs", "4")?;
+    let pagemap = File::open("/proc/self/pagemap")?;
+    let at = (pages.as_ptr() as u64).div_ceil(PAGE as u64) * 8;
+    let is_marked = || -> Result<bool> {
+        let mut entry = [0; 8];
+        pagemap.read_exact_at(&mut entry, at)?;
+        Ok(u64::from_le_bytes(entry) & MARK != 0)
+    };
+    let before = is_marked()?;
+    hint::black_box(&mut pages).fill(2);
+    Ok(!before && is_marked()?)
 }
 
 /// Whether there is such a Python: pyenv has programs of these names that start none.

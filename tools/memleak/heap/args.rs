@@ -2,11 +2,14 @@
 
 use std::time::Duration;
 
+use clap::ArgGroup;
+use memtools::host::capabilities::Capability;
 use memtools::run::cli::{self, UsageError};
 
 /// Options that trace nothing.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Without tracing: the heap of a process as it is")]
+#[command(group = ArgGroup::new("copies").args(["heap", "types", "verdict", "growth"]).multiple(true))]
 pub(crate) struct HeapArgs {
     /// Show where the memory of the process of -p is: blocks in use, free in arenas, and the rest; -a lists blocks
     #[arg(long, requires = "pid", conflicts_with_all = TRACING, conflicts_with_all = ALLOCATORS)]
@@ -20,6 +23,11 @@ pub(crate) struct HeapArgs {
     /// Milliseconds that the process may stand still for while its memory is copied; refused if it would take longer
     #[arg(long, value_name = "MS", default_value = "250", value_parser = milliseconds)]
     pub(crate) max_pause: Duration,
+
+    /// Copy most of the process's memory while it runs, and only what it has written since then while it stands still; the
+    /// first write to each page takes a page fault for that
+    #[arg(long, conflicts_with = "idle", requires = "copies")]
+    pub(crate) pre_copy: bool,
 }
 
 /// Options that name what is to be probed.
@@ -65,6 +73,13 @@ fn milliseconds(text: &str) -> Result<Duration, String> {
 }
 
 impl HeapArgs {
+    /// What may be done for these options beyond tracing.
+    pub(crate) fn capabilities(&self) -> &'static [Capability] {
+        // Where a page is in memory only this may know.
+        const PRE_COPY: [Capability; 1] = [Capability::CAP_SYS_ADMIN];
+        if self.pre_copy { &PRE_COPY } else { &[] }
+    }
+
     /// Whether nothing is to be traced.
     ///
     /// # Errors

@@ -130,6 +130,7 @@ fn follow<S: Source>(
                 let case = Case::look_twice(&Request {
                     process,
                     max_pause: args.heap.max_pause,
+                    pre_copy: args.heap.pre_copy,
                     idle: beside.as_ref().map(Beside::watch),
                 })?;
                 // What is lost has not been freed meanwhile, so that nothing of it is missing here.

@@ -39,7 +39,7 @@ pub(crate) struct Tracing {
     place: Place,
     kills: Kills,
     traced: Vec<Traced>,
-    /// Those whose process is gone, each with the time since when.
+    /// Traced processes that are gone, each with the time since when.
     gone: Vec<(Instant, Traced)>,
     /// The processes at the last look, ...
     now: Processes,

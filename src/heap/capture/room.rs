@@ -1,0 +1,355 @@
+//! Room for the copy of a process, in which most of it may be before the process stands still.
+//!
+//! What is copied while the process runs is copied again while it stands, if it has been written since
+//! (`soft_dirty`), or if another page is at its address. mremap(2) moves what is in a whole page table by moving the
+//! table, and does not mark its pages: so of each table one page's frame is compared.
+//!
+//! The copy of an image has its pages in order and without gaps, so what came and went in between has others move, after
+//! the process runs again.
+
+use std::io;
+use std::ops::Range;
+
+use anyhow::{Context, Result, ensure};
+use memmap2::MmapMut;
+
+use super::copy;
+use super::pages::{Found, Pages};
+use super::soft_dirty;
+use crate::heap::page_runs::{self, PageRuns};
+use crate::heap::page_table::PAGE;
+use crate::host::capabilities::{self, Capability};
+
+/// Bytes whose pages are in one page table.
+const TABLE: u64 = 512 * PAGE;
+
+/// Room for a copy, with what is in it already.
+#[derive(Debug)]
+pub(super) struct Room {
+    /// The pages that were copied while the process ran, one after the other at the beginning of `copy`.
+    early: PageRuns,
+    /// What of these could not be read then.
+    unread: PageRuns,
+    /// The frame of memory that each of these pages was in.
+    frames: Vec<u64>,
+    copy: MmapMut,
+    /// For the pages that are copied while it stands, if some were copied before.
+    late: Option<MmapMut>,
+}
+
+impl Room {
+    /// Room for so many bytes, with nothing in it.
+    ///
+    /// # Errors
+    /// If there is not as much memory.
+    pub(super) fn empty(bytes: u64) -> Result<Self> {
+        Ok(Self {
+            early: PageRuns::new(),
+            unread: PageRuns::new(),
+            frames: Vec::new(),
+            copy: copy::buffer(usize::try_from(bytes)?)?,
+            late: None,
+        })
+    }
+
+    /// Copies these pages of a process while it runs, whose marks of written pages are cleared before.
+    ///
+    /// # Errors
+    /// If the marks cannot be cleared, the frames of its pages not be told apart, or the room is too small.
+    pub(super) fn fill(&mut self, pid: u32, pages: &Pages, wanted: PageRuns) -> Result<()> {
+        soft_dirty::clear(pid)?;
+        self.frames = pages
+            .frames(&wanted)
+            .with_context(|| format!("failed to list the pages of process {pid}"))?;
+        ensure!(
+            self.frames.is_empty() || self.frames.iter().any(|&frame| frame != 0),
+            "the kernel does not tell where the pages of process {pid} are{}",
+            capabilities::remedy(Capability::CAP_SYS_ADMIN)
+        );
+        self.unread = copy::copy(pid, &wanted, &mut self.copy)?;
+        self.early = wanted;
+        Ok(())
+    }
+
+    /// Makes room for so many bytes that will be copied while the process stands.
+    ///
+    /// # Errors
+    /// If there is not as much memory.
+    pub(super) fn make_late(&mut self, bytes: u64) -> Result<()> {
+        self.late = Some(copy::buffer(usize::try_from(bytes)?)?);
+        Ok(())
+    }
+
+    /// What is to be copied, of the pages that a process has by now: what is not in the room as it is now.
+    ///
+    /// # Errors
+    /// If the process has gone.
+    pub(super) fn due(&self, pages: &Pages, found: &Found) -> io::Result<PageRuns> {
+        let early = page_runs::difference(&self.early, &self.unread);
+        let known = page_runs::difference(&early, &found.written);
+        let known = page_runs::intersection(&found.wanted, &known);
+        let moved = self.moved(&known, |page| pages.frame(page))?;
+        let known = page_runs::difference(&known, &moved);
+        Ok(page_runs::difference(&found.wanted, &known))
+    }
+
+    /// What is covered by page tables that are not those of the copy, of pages that are not marked.
+    fn moved(
+        &self,
+        known: &[Range<u64>],
+        frame: impl Fn(u64) -> io::Result<u64>,
+    ) -> io::Result<PageRuns> {
+        let places = Places::of(&self.early);
+        let (mut moved, mut next) = (PageRuns::new(), 0);
+        for run in known {
+            while next < run.end {
+                let page = run.start.max(next);
+                let table = page - page % TABLE..page - page % TABLE + TABLE;
+                let before = self.frames[places.of_run(&(page..page + PAGE)).start / PAGE as usize];
+                if frame(page)? != before {
+                    page_runs::add(&mut moved, table.clone());
+                }
+                next = table.end;
+            }
+        }
+        Ok(moved)
+    }
+
+    /// Whether there is room for all pages, of which these are due.
+    pub(super) fn holds(&self, wanted: &[Range<u64>], due: &[Range<u64>]) -> bool {
+        let late = self
+            .late
+            .as_ref()
+            .map_or(self.copy.len(), |late| late.len());
+        page_runs::bytes(wanted) <= self.copy.len() as u64 && page_runs::bytes(due) <= late as u64
+    }
+
+    /// Copies what is due from a process that stands. Returns what could not be read, which is zeros.
+    ///
+    /// # Errors
+    /// If there is no room for it.
+    pub(super) fn copy(&mut self, pid: u32, due: &[Range<u64>]) -> Result<PageRuns> {
+        let into = self.late.as_mut().unwrap_or(&mut self.copy);
+        copy::copy(pid, due, into)
+    }
+
+    /// The copy of all pages, in order, of which these were due.
+    ///
+    /// # Errors
+    /// If there is no room for them, or one was neither due nor there before.
+    pub(super) fn finish(mut self, wanted: &[Range<u64>], due: &[Range<u64>]) -> Result<MmapMut> {
+        if let Some(late) = self.late {
+            merge(&mut self.copy, &self.early, wanted, due, &late)?;
+        }
+        Ok(self.copy)
+    }
+}
+
+/// Has a copy, in which the pages `early` are, hold the pages `wanted`, of which those that are `due` are in `late`.
+fn merge(
+    copy: &mut [u8],
+    early: &[Range<u64>],
+    wanted: &[Range<u64>],
+    due: &[Range<u64>],
+    late: &[u8],
+) -> Result<()> {
+    let stay = page_runs::intersection(early, wanted);
+    let missing = page_runs::difference(&page_runs::difference(wanted, &stay), due);
+    ensure!(
+        missing.is_empty()
+            && page_runs::difference(due, wanted).is_empty()
+            && page_runs::bytes(wanted) <= copy.len() as u64
+            && page_runs::bytes(due) <= late.len() as u64,
+        "pages are missing in the copy of a process"
+    );
+    // Those that stay move together, the first one first, and then apart, the last one first: none is overwritten.
+    let (from, between, to) = (Places::of(early), Places::of(&stay), Places::of(wanted));
+    for run in &stay {
+        move_within(copy, run, &from, &between);
+    }
+    for run in stay.iter().rev() {
+        move_within(copy, run, &between, &to);
+    }
+    let mut rest = late;
+    for run in due {
+        let (bytes, after) = rest.split_at((run.end - run.start) as usize);
+        copy[to.of_run(run)].copy_from_slice(bytes);
+        rest = after;
+    }
+    Ok(())
+}
+
+fn move_within(copy: &mut [u8], run: &Range<u64>, from: &Places, to: &Places) {
+    let (from, to) = (from.of_run(run), to.of_run(run));
+    if from != to {
+        copy.copy_within(from, to.start);
+    }
+}
+
+/// Where pages are that are one after the other.
+struct Places<'a> {
+    runs: &'a [Range<u64>],
+    /// By run: the bytes before it.
+    before: Vec<u64>,
+}
+
+impl<'a> Places<'a> {
+    fn of(runs: &'a [Range<u64>]) -> Self {
+        let before = runs.iter().scan(0, |sum, run| {
+            let before = *sum;
+            *sum += run.end - run.start;
+            Some(before)
+        });
+        Self {
+            runs,
+            before: before.collect(),
+        }
+    }
+
+    /// The place of pages that are all in one of the runs.
+    fn of_run(&self, pages: &Range<u64>) -> Range<usize> {
+        let at = self.runs.partition_point(|run| run.end <= pages.start);
+        let start = self.before[at] + (pages.start - self.runs[at].start);
+        start as usize..(start + pages.end - pages.start) as usize
+    }
+}
+
+#[cfg(test)]
+#[expect(
+    clippy::single_range_in_vec_init,
+    reason = "a run of pages may be the only one"
+)]
+mod tests {
+    use super::*;
+    use crate::heap::page_table::PAGE;
+
+    /// Runs of pages, by their numbers.
+    fn runs(pages: &[Range<u64>]) -> PageRuns {
+        let runs = pages.iter();
+        runs.map(|run| run.start * PAGE..run.end * PAGE).collect()
+    }
+
+    /// The pages of these runs, each of which has its number and a version.
+    fn content(runs: &[Range<u64>], version: u8) -> Vec<u8> {
+        let addresses = runs
+            .iter()
+            .cloned()
+            .flat_map(|run| run.step_by(PAGE as usize));
+        let pages = addresses.flat_map(|address| {
+            let mut page = vec![version; PAGE as usize];
+            page[0] = (address / PAGE) as u8;
+            page
+        });
+        pages.collect()
+    }
+
+    /// What a merge makes of pages that were there before, by number and version.
+    fn merged(early: &[Range<u64>], wanted: &[Range<u64>], due: &[Range<u64>]) -> Vec<(u8, u8)> {
+        let (early, wanted, due) = (runs(early), runs(wanted), runs(due));
+        let mut copy = content(&early, 1);
+        copy.resize(64 * PAGE as usize, 0);
+        merge(&mut copy, &early, &wanted, &due, &content(&due, 2)).expect("all is there");
+        let pages = copy.chunks(PAGE as usize);
+        let pages = pages.map(|page| (page[0], page[1]));
+        pages
+            .take((page_runs::bytes(&wanted) / PAGE) as usize)
+            .collect()
+    }
+
+    #[test]
+    fn a_copy_holds_what_stayed_came_and_was_written() {
+        assert_eq!(
+            merged(&[1..4, 8..10], &[1..4, 8..10], &[]),
+            [(1, 1), (2, 1), (3, 1), (8, 1), (9, 1)]
+        );
+        // 2 and 9 were written, 3 and 8 have gone, 0, 5 and 10 are new.
+        assert_eq!(
+            merged(
+                &[1..4, 8..10],
+                &[0..3, 5..6, 9..11],
+                &[0..1, 2..3, 5..6, 9..11]
+            ),
+            [(0, 2), (1, 1), (2, 2), (5, 2), (9, 2), (10, 2)]
+        );
+        // Many new ones before, and many gone behind: what stays moves far, and by more than its length.
+        assert_eq!(
+            merged(&[20..22, 30..39], &[0..15, 20..22, 38..39], &[0..15]),
+            (0..15)
+                .map(|page| (page, 2))
+                .chain([(20, 1), (21, 1), (38, 1)])
+                .collect::<Vec<_>>()
+        );
+        assert_eq!(merged(&[5..9], &[40..42], &[40..42]), [(40, 2), (41, 2)]);
+    }
+
+    #[test]
+    fn a_page_that_is_nowhere_is_an_error() {
+        let mut copy = vec![0; 4 * PAGE as usize];
+        let (early, wanted) = (runs(&[1..2]), runs(&[1..3]));
+        assert!(merge(&mut copy, &early, &wanted, &[], &[]).is_err());
+        let due = runs(&[2..3]);
+        assert!(merge(&mut copy, &early, &wanted, &due, &[]).is_err());
+        assert!(merge(&mut copy, &early, &wanted, &due, &content(&due, 2)).is_ok());
+    }
+
+    #[test]
+    fn what_was_written_or_not_read_or_is_new_is_due() {
+        let room = Room {
+            early: runs(&[1..10]),
+            unread: runs(&[7..8]),
+            frames: vec![77; 9],
+            copy: MmapMut::map_anon(12 * PAGE as usize).expect("memory"),
+            late: Some(MmapMut::map_anon(5 * PAGE as usize).expect("memory")),
+        };
+        let found = Found {
+            wanted: runs(&[2..8, 9..12]),
+            written: runs(&[3..4, 11..12]),
+        };
+        let ours = Pages::open(std::process::id()).expect("our own");
+        // Nothing of ours is there, so that no frame is that of the copy.
+        assert_eq!(room.due(&ours, &found).expect("readable"), found.wanted);
+        let due = runs(&[3..4, 7..8, 10..12]);
+        assert!(room.holds(&found.wanted, &due));
+        assert!(!room.holds(&found.wanted, &found.wanted));
+        assert!(!room.holds(&runs(&[0..13]), &due));
+    }
+
+    #[test]
+    fn a_page_table_that_was_moved_is_told_by_one_page() {
+        let early = runs(&[500..600, 1024..1026, 1600..1601]);
+        let room = Room {
+            unread: PageRuns::new(),
+            frames: (0..page_runs::bytes(&early) / PAGE).collect(),
+            early,
+            copy: MmapMut::map_anon(1).expect("memory"),
+            late: None,
+        };
+        let known = runs(&[505..520, 590..595, 1025..1026, 1600..1601]);
+        let moved = |asked: &mut Vec<u64>, moved: &[u64]| {
+            let asked = std::cell::RefCell::new(asked);
+            let frame = |page: u64| {
+                asked.borrow_mut().push(page / PAGE);
+                let number = match page / PAGE {
+                    page @ 500..600 => page - 500,
+                    page @ 1024..1026 => page - 924,
+                    _ => 102,
+                };
+                Ok(number
+                    + if moved.contains(&(page / PAGE)) {
+                        1000
+                    } else {
+                        0
+                    })
+            };
+            room.moved(&known, frame).expect("no error")
+        };
+        let mut asked = Vec::new();
+        assert_eq!(moved(&mut asked, &[]), []);
+        assert_eq!(asked, [505, 512, 1025, 1600]);
+        assert_eq!(moved(&mut asked, &[512]), runs(&[512..1024]));
+        assert_eq!(
+            moved(&mut asked, &[505, 1025, 1600]),
+            runs(&[0..512, 1024..2048])
+        );
+    }
+}
