@@ -199,10 +199,6 @@ macro_rules! prepare_skeleton {
                 &mut maps.unwind_missing,
             ];
             $crate::stacks::table::size(&mut maps.stacks, others, stacks.first_entries)?;
-            if stacks.first_entries.is_none() {
-                $crate::bpf::attach::load_no_unwinding(prepared.open.open_object_mut());
-            }
-            let maps = &mut prepared.maps;
             if stacks.first_entries.is_none() || unwind.interpreters() == 0 {
                 let of_interpreters = [
                     &mut maps.hotspot_processes,
@@ -214,6 +210,9 @@ macro_rules! prepare_skeleton {
                 for map in of_interpreters {
                     $crate::bpf::map_create::size(map, 1)?;
                 }
+            }
+            if stacks.first_entries.is_none() {
+                $crate::bpf::attach::load_no_unwinding(prepared.open.open_object_mut());
             }
             Ok(prepared)
         }
