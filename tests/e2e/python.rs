@@ -33,8 +33,8 @@ pub(crate) fn tests() -> Vec<Trial> {
 const BYTES: &str = "1009";
 
 /// The arguments by which memleak tells of each of the workload's blocks where it was allocated.
-const EACH_BLOCK: [&str; 10] = [
-    "-j", "-a", "-o", "0", "-T", "100000", "-z", BYTES, "-Z", BYTES,
+const EACH_BLOCK: [&str; 11] = [
+    "-j", "-a", "-o", "0", "-T", "100000", "-z", BYTES, "-Z", BYTES, "3600",
 ];
 
 fn script() -> PathBuf {
