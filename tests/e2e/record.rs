@@ -19,6 +19,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         nothing_is_traced_before_the_mark [Guest],
         a_kill_leaves_a_report_with_the_code_that_grew [Guest],
         a_program_without_an_allocator_is_traced_by_its_faults [Guest],
+        a_kill_that_is_told_late_has_its_stacks [Guest],
         a_kill_that_came_too_early_is_told [Guest],
         tracing_ends_when_there_is_room_again [Guest],
         a_folder_of_others_is_refused [Once],
@@ -50,10 +51,10 @@ fn record(folder: &Path, above: &str) -> Result<Tool> {
     Ok(recorder)
 }
 
-/// Lets this program grow by 6 MB a second in a cgroup, up to so many.
+/// Lets this program grow by 4 MB a second in a cgroup, up to so many: memtriage looks seldom where a look takes long.
 fn grow(group: &Group, program: &str, most: &str) -> Result<Workload> {
     group.forbid_swap()?;
-    let mut grow = Workload::spawn(&mut group.command(&workload(program), &["6", most]))?;
+    let mut grow = Workload::spawn(&mut group.command(&workload(program), &["4", most]))?;
     grow.go()?;
     Ok(grow)
 }
@@ -84,10 +85,26 @@ fn hold_for(tool: &str, recorder: &mut Tool, grow: &Workload) -> Result<()> {
     Ok(())
 }
 
-/// The report of this program, which is killed while this tool traces it, as JSON and as text.
-fn report_of(program: &str, tool: &str) -> Result<(Value, String)> {
+/// Stops oomkill until a process that grows has been gone for so long, as on a machine that lacks CPU time.
+fn hold_oomkill(recorder: &Tool, grow: &Workload, after: Duration) -> Result<()> {
+    let mut started = processes_of(recorder.pid())?.into_iter();
+    let oomkill = started.find(|(_, name)| name == "oomkill");
+    let oomkill = Pid::from_raw(oomkill.context("no oomkill")?.0.try_into()?);
+    kill(oomkill, Signal::SIGSTOP)?;
+    harness::eventually("the process is killed", || {
+        // We have not waited for it.
+        let stat = fs::read_to_string(format!("/proc/{}/stat", grow.pid()))?;
+        Ok(stat.contains(") Z "))
+    })?;
+    thread::sleep(after);
+    kill(oomkill, Signal::SIGCONT)?;
+    Ok(())
+}
+
+/// The report of this program, which is killed while this tool traces it, as JSON and as text; the kill is told so late.
+fn report_of(program: &str, tool: &str, late: Option<Duration>) -> Result<(Value, String)> {
     // One of Docker's, where it is not told to leave cgroups to systemd.
-    let container = format!("{:0<64x}", program.len());
+    let container = format!("{:0<64x}", program.len() + usize::from(late.is_some()));
     let group = Group::new(&container, LIMIT)?;
     let above = harness::scratch()?;
     let folder = above.path().join("reports");
@@ -95,6 +112,9 @@ fn report_of(program: &str, tool: &str) -> Result<(Value, String)> {
     let grow = grow(&group, program, "1000")?;
     let pid: u32 = grow.pid().parse()?;
     hold_for(tool, &mut recorder, &grow)?;
+    if let Some(late) = late {
+        hold_oomkill(&recorder, &grow, late)?;
+    }
     recorder.wait_for_output("\"type\":\"recorded\"")?;
     let ended = recorder.interrupt()?;
     ensure!(ended.status.code() == Some(3), "{ended:?}");
@@ -164,7 +184,7 @@ fn largest<'a>(report: &'a Value, command: &str) -> Result<&'a Value> {
 }
 
 fn a_kill_leaves_a_report_with_the_code_that_grew() -> Result<()> {
-    let (report, text) = report_of("grow", "memleak")?;
+    let (report, text) = report_of("grow", "memleak", None)?;
     let stack = largest(&report, "memleak -p ")?;
     let frames = stack["frames"].as_array().context("no frames")?;
     ensure!(frames.iter().any(|frame| frame == "take_more"), "{report}");
@@ -181,9 +201,17 @@ fn a_kill_leaves_a_report_with_the_code_that_grew() -> Result<()> {
 }
 
 fn a_program_without_an_allocator_is_traced_by_its_faults() -> Result<()> {
-    let (report, _) = report_of("grow-stripped", "faults")?;
+    let (report, _) = report_of("grow-stripped", "faults", None)?;
     let stack = largest(&report, "faults --bytes -p ")?;
     ensure!(stack["comm"] == "grow-stripped", "{report}");
+    Ok(())
+}
+
+fn a_kill_that_is_told_late_has_its_stacks() -> Result<()> {
+    let (report, _) = report_of("grow", "memleak", Some(Duration::from_secs(5)))?;
+    let stack = largest(&report, "memleak -p ")?;
+    let frames = stack["frames"].as_array().context("no frames")?;
+    ensure!(frames.iter().any(|frame| frame == "take_more"), "{report}");
     Ok(())
 }
 
