@@ -212,7 +212,7 @@ fn names_are_those_of_the_perf_map() -> Result<()> {
         let mut workload = java.start(&["-XX:-Inline"], &[&COUNT.to_string()])?;
         let pid = workload.pid();
         let tool = [
-            "-j", "-o", "0", "-T", "1000", "-z", BYTES, "-Z", BYTES, "-p", &pid,
+            "-j", "-o", "0", "-T", "1000", "-z", BYTES, "-Z", BYTES, "-p", &pid, "3600",
         ];
         let mut tool = Tool::start("memleak", &tool)?;
         tool.wait_for("allocator: ")?;

@@ -125,7 +125,7 @@ impl Java {
         let mut workload = self.start(options, &[&COUNT.to_string()])?;
         let pid = workload.pid();
         let each_block = [
-            "-j", "-a", "-o", "0", "-T", "100000", "-z", BYTES, "-Z", BYTES,
+            "-j", "-a", "-o", "0", "-T", "100000", "-z", BYTES, "-Z", BYTES, "3600",
         ];
         let mut tool = Tool::start("memleak", &[&each_block[..], &["-p", &pid]].concat())?;
         tool.wait_for("allocator: ")?;

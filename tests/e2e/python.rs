@@ -66,8 +66,23 @@ fn is_python(frame: &&Value) -> bool {
     frame["kind"] == "python"
 }
 
+/// Whether the function has come to where Python itself shows it. Before that a coroutine or generator is made, for
+/// which the collector may run any function, and sys._getframe() leaves out the one that is called.
+fn has_begun(frame: &Value) -> bool {
+    const FIRST_SHOWN: u64 = 4;
+    const UNIT: u64 = (1 << 20) - 1;
+    let address = frame["address"].as_str().unwrap_or_default();
+    let word = u64::from_str_radix(address.trim_start_matches("0x"), 16);
+    word.is_ok_and(|word| word & UNIT >= FIRST_SHOWN)
+}
+
 /// The frames of Python of a stack, if there is nothing else that is odd about it.
 fn places(stack: &Value) -> Result<Vec<Place>> {
+    places_of(stack, |_| true)
+}
+
+/// The frames of Python of a stack that are wanted.
+fn places_of(stack: &Value, wanted: impl Fn(&Value) -> bool) -> Result<Vec<Place>> {
     let frames = stack["user_frames"].as_array().context("no frames")?;
     ensure!(
         !frames.iter().any(has_loop),
@@ -80,7 +95,8 @@ fn places(stack: &Value) -> Result<Vec<Place>> {
             && matches!(outermost, None | Some("_start" | "clone3" | "__clone3")),
         "not complete: {stack}"
     );
-    let places = frames.iter().filter(is_python).map(|frame| {
+    let frames = frames.iter().filter(is_python);
+    let places = frames.filter(|frame| wanted(frame)).map(|frame| {
         let text = |field: &str| frame[field].as_str().map(str::to_owned);
         Some((text("symbol")?, text("file")?, frame["line"].as_u64()?))
     });
@@ -113,7 +129,7 @@ fn expect_exact(ended: &Ended, truth: &HashMap<u64, Vec<Place>>) -> Result<()> {
         let stack = stacks.get(id).with_context(|| format!("no stack {id}"))?;
         let found = places(stack)?;
         ensure!(
-            found == *frames,
+            found == *frames || places_of(stack, has_begun)? == *frames,
             "found {found:?}, not {frames:?}, in {stack}"
         );
     }
@@ -270,7 +286,7 @@ fn without_lines_a_function_has_one_stack() -> Result<()> {
     for (lines, expected) in [("yes", &[601, 601][..]), ("no", &[1202])] {
         let mut workload = Workload::spawn(Command::new("python3").args(["-c", PROGRAM]))?;
         let (pid, option) = (workload.pid(), format!("--python-lines={lines}"));
-        let mut tool = Tool::start("memleak", &["-o", "0", "-j", &option, "-p", &pid])?;
+        let mut tool = Tool::start("memleak", &["-o", "0", "-j", &option, "-p", &pid, "3600"])?;
         tool.wait_for("allocator: ")?;
         workload.work()?;
         let ended = tool.interrupt()?;
@@ -309,7 +325,10 @@ fn small_objects_are_blocks_where_they_come_from_malloc() -> Result<()> {
         let mut command = Command::new("python3");
         command.args(["-c", PROGRAM]).env("PYTHONMALLOC", allocator);
         let mut workload = Workload::spawn(&mut command)?;
-        let mut tool = Tool::start("memleak", &["-o", "0", "--folded", "-p", &workload.pid()])?;
+        let mut tool = Tool::start(
+            "memleak",
+            &["-o", "0", "--folded", "-p", &workload.pid(), "3600"],
+        )?;
         tool.wait_for("allocator: ")?;
         workload.work()?;
         let ended = tool.interrupt()?;
@@ -367,7 +386,7 @@ fn each_object_is_a_block_if_that_is_asked_for() -> Result<()> {
                            print('done blocks=%d optimized=%d' % (counts[1] - counts[0], optimized), flush=True)\n\
                            sys.stdin.readline()\n";
     let mut workload = Workload::spawn(Command::new("python3").args(["-c", PROGRAM]))?;
-    let each = ["-j", "-o", "0", "-T", "100000", "--python-objects"];
+    let each = ["-j", "-o", "0", "-T", "100000", "--python-objects", "3600"];
     let mut tool = Tool::start("memleak", &[&each[..], &["-p", &workload.pid()]].concat())?;
     tool.wait_for("allocator: glibc")?;
     let facts = workload.work()?;
@@ -420,7 +439,7 @@ fn an_older_version_has_native_frames() -> Result<()> {
     command.args(["-I", "-S", "-c", &program]);
     let mut workload = Workload::spawn(&mut command)?;
     let bytes = BYTES.to_string();
-    let options = ["-j", "-o", "0", "-z", &bytes, "-Z", &bytes];
+    let options = ["-j", "-o", "0", "-z", &bytes, "-Z", &bytes, "3600"];
     let mut tool = Tool::start(
         "memleak",
         &[&options[..], &["-p", &workload.pid()]].concat(),
