@@ -18,6 +18,7 @@
 //! | [`mallocng`] | the heap of musl's malloc |
 //! | [`idle`] | which pages nobody has used for a while |
 //! | [`page_table`] | a number for each page of an address space |
+//! | `clear_refs` | having the kernel clear the marks of used and of written pages |
 //! | `page_runs` | ranges of whole pages |
 //! | `realtime` | running before everything else |
 //! | `untrusted` | what the walks share: bounds, and words that may not be there |
@@ -29,6 +30,7 @@
 pub mod area;
 pub mod blocks;
 pub mod capture;
+mod clear_refs;
 pub mod glibc;
 pub mod growth;
 pub mod idle;

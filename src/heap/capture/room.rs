@@ -15,7 +15,7 @@ use memmap2::MmapMut;
 
 use super::copy;
 use super::pages::{Found, Pages};
-use super::soft_dirty;
+use crate::heap::clear_refs::{self, PageMarks};
 use crate::heap::page_runs::{self, PageRuns};
 use crate::heap::page_table::PAGE;
 use crate::host::capabilities::{self, Capability};
@@ -57,7 +57,7 @@ impl Room {
     /// # Errors
     /// If the marks cannot be cleared, the frames of its pages not be told apart, or the room is too small.
     pub(super) fn fill(&mut self, pid: u32, pages: &Pages, wanted: PageRuns) -> Result<()> {
-        soft_dirty::clear(pid)?;
+        clear_refs::clear(&pid.to_string(), PageMarks::Written)?;
         self.frames = pages
             .frames(&wanted)
             .with_context(|| format!("failed to list the pages of process {pid}"))?;

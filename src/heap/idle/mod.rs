@@ -17,13 +17,14 @@ mod own_pages;
 mod translations;
 mod walk;
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
+use crate::heap::clear_refs::{self, PageMarks};
 use crate::heap::page_runs::{self, PageRuns};
 use crate::host::capabilities::{self, Capability};
 use crate::host::values::Values;
@@ -108,6 +109,11 @@ impl Watch {
         if let Some(why) = arch::keeps_translations() {
             bail!("{CANNOT}: {why}");
         }
+        if clear_refs::is_missing() {
+            bail!(
+                "which memory is idle cannot be told by this kernel, built without CONFIG_PROC_PAGE_MONITOR"
+            );
+        }
         let tables = KernelTables::load().with_context(|| {
             let remedy = capabilities::remedy(Capability::CAP_PERFMON);
             format!("{CANNOT}{remedy}")
@@ -127,8 +133,8 @@ impl Watch {
             before: Mutex::default(),
         };
         for _ in 0..TRIES {
-            clear_marks("self")?;
-            clear_marks(&process.pid().to_string())?;
+            clear_refs::clear("self", PageMarks::Used)?;
+            clear_refs::clear(&process.pid().to_string(), PageMarks::Used)?;
             watch.cpus_not_reached = translations::forget()?;
             watch.begin = Instant::now();
             watch.scanned = scanned();
@@ -212,22 +218,6 @@ fn how_to_judge_huge(before: Option<&Before>, are_marked: bool) -> (Huge, bool) 
         None => (Huge::Used, false),
         Some(before) => (Huge::LeftOut, before.huge_judged),
     }
-}
-
-/// Clears the marks of all pages of a process.
-fn clear_marks(process: &str) -> Result<()> {
-    const ALL: &str = "1";
-    let path = format!("/proc/{process}/clear_refs");
-    fs::write(&path, ALL).with_context(|| match fs::exists(&path) {
-        Ok(false) if fs::exists("/proc/self/clear_refs").unwrap_or(true) => {
-            format!("process {process} has exited")
-        }
-        Ok(false) => "which memory is idle cannot be told by this kernel, built without CONFIG_PROC_PAGE_MONITOR".into(),
-        _ => format!(
-            "failed to clear the marks of used pages in {path}{}",
-            capabilities::remedy(Capability::CAP_DAC_OVERRIDE)
-        ),
-    })
 }
 
 /// Pages that reclaim has looked at since the machine has started.

@@ -1,0 +1,66 @@
+//! Having the kernel clear the marks of all pages of a process, by /proc/PID/clear_refs (CONFIG_PROC_PAGE_MONITOR).
+
+use std::fs;
+
+use anyhow::{Context, Result};
+
+use crate::host::capabilities::{self, Capability};
+
+/// What a mark tells of a page.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum PageMarks {
+    /// A CPU has used it (the Accessed bit).
+    Used,
+    /// It was written (soft-dirty).
+    Written,
+}
+
+impl PageMarks {
+    /// What is written to the file, and what the marked pages are called.
+    fn words(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Used => ("1", "used"),
+            Self::Written => ("4", "written"),
+        }
+    }
+}
+
+/// Whether the kernel has no such file.
+pub(super) fn is_missing() -> bool {
+    matches!(fs::exists("/proc/self/clear_refs"), Ok(false))
+}
+
+/// Clears the marks of all pages of a process: its number, or `self`.
+///
+/// # Errors
+/// If it has exited, or if its marks may not be cleared.
+pub(super) fn clear(process: &str, marks: PageMarks) -> Result<()> {
+    let path = format!("/proc/{process}/clear_refs");
+    let (number, pages) = marks.words();
+    let Err(error) = fs::write(&path, number) else {
+        return Ok(());
+    };
+    let has_exited = matches!(error.raw_os_error(), Some(libc::ESRCH | libc::ENOENT));
+    Err(error).with_context(|| {
+        if has_exited {
+            return format!("process {process} has exited");
+        }
+        let remedy = capabilities::remedy(Capability::CAP_DAC_OVERRIDE);
+        format!("failed to clear the marks of {pages} pages in {path}{remedy}")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_has_exited_is_told() {
+        for marks in [PageMarks::Used, PageMarks::Written] {
+            // Above the greatest that a process can have.
+            let error = clear("8388608", marks).expect_err("no such process");
+            assert_eq!(error.to_string(), "process 8388608 has exited");
+            clear("self", marks).expect("our own can be cleared");
+        }
+    }
+}
