@@ -46,12 +46,7 @@ pub(crate) fn run(args: &Args, period: Duration) -> Result<ExitCode> {
     let (mut poller, mut output) = args.start()?;
     privileges::keep_what_tracing_takes(args.heap.capabilities())?;
     poller.watch_exit(&process);
-    let request = Request {
-        process: &process,
-        max_pause: args.heap.max_pause,
-        pre_copy: args.heap.pre_copy,
-        idle: None,
-    };
+    let request = args.heap.request(&process, None);
     let mut study = Study::begin(&request, args)?;
     study.conduct(period, args.top, &mut poller)?;
     let (growth, types) = study.rows(args.top)?;

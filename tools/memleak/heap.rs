@@ -13,7 +13,6 @@ mod types;
 use std::process::ExitCode;
 
 use anyhow::{Result, bail};
-use memtools::heap::capture::Request;
 use memtools::heap::walk::Walked;
 use memtools::process::container::Home;
 use memtools::process::proc::Process;
@@ -33,12 +32,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let process = Process::open(args.pid[0])?;
     let (_poller, mut output) = args.start()?;
     privileges::keep_what_tracing_takes(args.heap.capabilities())?;
-    let request = Request {
-        process: &process,
-        max_pause: args.heap.max_pause,
-        pre_copy: args.heap.pre_copy,
-        idle: None,
-    };
+    let request = args.heap.request(&process, None);
     let home = Home::of_process(process.pid());
     let walked = Walked::take(&request, "memleak")?;
     let named = ProcessName::of_image(&walked.image, home, args);

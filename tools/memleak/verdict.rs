@@ -69,12 +69,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         .idle
         .map(|time| idle::watch(&process, time, &mut poller));
     let watched = watched.transpose()?;
-    let request = Request {
-        process: &process,
-        max_pause: args.heap.max_pause,
-        pre_copy: args.heap.pre_copy,
-        idle: watched.as_ref(),
-    };
+    let request = args.heap.request(&process, watched.as_ref());
     let case = Case::look_twice(&request)?;
     let leaks = case.print(args, &mut output, &mut Untraced, &Suppressions::default())?;
     output.finish()?;

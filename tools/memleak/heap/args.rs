@@ -3,7 +3,10 @@
 use std::time::Duration;
 
 use clap::ArgGroup;
+use memtools::heap::capture::Request;
+use memtools::heap::idle::Watch;
 use memtools::host::capabilities::Capability;
+use memtools::process::proc::Process;
 use memtools::run::cli::{self, UsageError};
 
 /// Options that trace nothing.
@@ -73,6 +76,16 @@ fn milliseconds(text: &str) -> Result<Duration, String> {
 }
 
 impl HeapArgs {
+    /// How images of a process are to be taken.
+    pub(crate) fn request<'a>(&self, process: &'a Process, idle: Option<&'a Watch>) -> Request<'a> {
+        Request {
+            process,
+            max_pause: self.max_pause,
+            pre_copy: self.pre_copy,
+            idle,
+        }
+    }
+
     /// What may be done for these options beyond tracing.
     pub(crate) fn capabilities(&self) -> &'static [Capability] {
         // Where a page is in memory only this may know.

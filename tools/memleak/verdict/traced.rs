@@ -5,7 +5,6 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use memtools::heap::capture::Request;
 use memtools::heap::capture::at_exit::AtExit;
 use memtools::print::output::Output;
 use memtools::process::command::HeldCommand;
@@ -127,12 +126,8 @@ fn follow<S: Source>(
         let is_due = wake.tick || beside.as_mut().map_or(Ok(false), Beside::follow)?;
         let Some(at_exit) = &wanted.at_exit else {
             if wake.report || is_due || wake.stop {
-                let case = Case::look_twice(&Request {
-                    process,
-                    max_pause: args.heap.max_pause,
-                    pre_copy: args.heap.pre_copy,
-                    idle: beside.as_ref().map(Beside::watch),
-                })?;
+                let watch = beside.as_ref().map(Beside::watch);
+                let case = Case::look_twice(&args.heap.request(process, watch))?;
                 // What is lost has not been freed meanwhile, so that nothing of it is missing here.
                 let found = source.find(case.image.copied_ns, true)?;
                 let due = (args, wanted, begun.elapsed());
