@@ -52,6 +52,7 @@ pub(crate) struct Tracing {
 /// The processes at one look.
 #[derive(Default)]
 struct Processes {
+    /// All of them, the largest first.
     all: Vec<Usage>,
     /// Bytes by which each has grown since the look before.
     growth: HashMap<u32, i64>,
@@ -251,7 +252,7 @@ impl Processes {
         self.growth.get(&usage.pid).copied().unwrap_or_default()
     }
 
-    /// The same process at this look.
+    /// A process of an earlier look, as it is at this one.
     fn find(&self, usage: &Usage) -> Option<&Usage> {
         let same = |one: &&Usage| (one.pid, one.started) == (usage.pid, usage.started);
         self.all.iter().find(same)
@@ -268,13 +269,10 @@ impl Processes {
 
     /// The largest processes, with their growth.
     fn largest(&self) -> Vec<(Usage, i64)> {
-        let all = self.all.iter();
-        let mut largest: Vec<_> = all
-            .map(|usage| (usage.clone(), self.grown(usage)))
-            .collect();
-        largest.sort_by_key(|(usage, _)| (Reverse(usage.own()), usage.pid));
-        largest.truncate(PROCESSES);
+        let largest = self.all.iter().take(PROCESSES);
         largest
+            .map(|usage| (usage.clone(), self.grown(usage)))
+            .collect()
     }
 }
 
