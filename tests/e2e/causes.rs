@@ -54,9 +54,13 @@ fn wrong(objects: &[Value]) -> Vec<&Value> {
 
 /// The finding of this rule, which is the first, with its evidence.
 fn foremost<'a>(objects: &'a [Value], rule: &str) -> Result<(&'a Value, &'a str)> {
-    let wrong = wrong(objects);
-    let first = *wrong.first().context("nothing is found")?;
-    ensure!(first["rule"] == rule, "{wrong:#?}");
+    foremost_of(&wrong(objects), rule)
+}
+
+/// The finding of this rule, which is the first of these, with its evidence.
+fn foremost_of<'a>(findings: &[&'a Value], rule: &str) -> Result<(&'a Value, &'a str)> {
+    let first = *findings.first().context("nothing is found")?;
+    ensure!(first["rule"] == rule, "{findings:#?}");
     Ok((first, first["evidence"].as_str().context("no evidence")?))
 }
 
@@ -67,11 +71,9 @@ fn foremost_beside<'a>(
     made: &str,
     rule: &str,
 ) -> Result<(&'a Value, &'a str)> {
-    let wrong = wrong(objects);
-    let mut others = wrong.iter().filter(|finding| finding["rule"] != made);
-    let first = others.next().context("nothing is found")?;
-    ensure!(first["rule"] == rule, "{wrong:#?}");
-    Ok((first, first["evidence"].as_str().context("no evidence")?))
+    let mut others = wrong(objects);
+    others.retain(|finding| finding["rule"] != made);
+    foremost_of(&others, rule)
 }
 
 /// The finding of this rule, which is the first, and of this level.
