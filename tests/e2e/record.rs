@@ -207,8 +207,11 @@ fn a_program_without_an_allocator_is_traced_by_its_faults() -> Result<()> {
     Ok(())
 }
 
+/// Longer than what memtriage waits for after the process has gone if it knows of no kill.
+const LATE: Duration = Duration::from_secs(20);
+
 fn a_kill_that_is_told_late_has_its_stacks() -> Result<()> {
-    let (report, _) = report_of("grow", "memleak", Some(Duration::from_secs(5)))?;
+    let (report, _) = report_of("grow", "memleak", Some(LATE))?;
     let stack = largest(&report, "memleak -p ")?;
     let frames = stack["frames"].as_array().context("no frames")?;
     ensure!(frames.iter().any(|frame| frame == "take_more"), "{report}");

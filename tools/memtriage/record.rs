@@ -184,7 +184,13 @@ impl Recorder {
     ) -> Result<()> {
         let is_calm = percent < self.above - BELOW;
         self.calm_since = is_calm.then(|| self.calm_since.unwrap_or(start));
-        let is_over = self.calm_since.is_some_and(|since| since.elapsed() >= CALM);
+        // A kill that is told later leaves no report.
+        let wait = if self.unseen.awaits(sight.kills()) {
+            tracing::KEPT
+        } else {
+            CALM
+        };
+        let is_over = self.calm_since.is_some_and(|since| since.elapsed() >= wait);
         if is_over && let Some(tracing) = self.tracing.take() {
             let percent = sight.percent(tracing.place());
             output.row(&Passed::Disarmed(Used::now(tracing.place(), percent)))?;
@@ -223,7 +229,7 @@ fn prepared(folder: &Path) -> Result<PathBuf> {
         .with_context(|| format!("failed to find {shown}"))
 }
 
-/// Kills that came while nothing was traced, or before the hook for them was there.
+/// Kills that came while nothing was traced, or before the hook for them was there, or that oomkill has not told yet.
 struct Unseen {
     /// The kernel's count when all were accounted for, and those that were told since.
     kills: u64,
@@ -237,6 +243,11 @@ impl Unseen {
     fn told(&mut self, kill: &kills::Kill) {
         // One that another one brought along is in the kernel's count, too.
         self.kills += 1 + kill.also_killed;
+    }
+
+    /// Whether the kernel has counted kills beyond that, which oomkill may tell yet.
+    fn awaits(&self, kills: u64) -> bool {
+        kills > self.kills
     }
 
     /// What the kernel has counted beyond that, if anything; each kill once.
@@ -308,7 +319,7 @@ impl Row for Missed {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         writeln!(
             out,
-            "{} {} OOM kills without a report: they came before anything was traced",
+            "{} {} OOM kills without a report: they came before anything was traced, or were told too late",
             clock::time_of_day(&self.time),
             self.kills
         )
@@ -341,6 +352,17 @@ mod tests {
         let missed = unseen.missed(9).map(|missed| missed.kills);
         assert_eq!(missed, Some(3));
         assert_eq!(unseen.missed(9), None);
+    }
+
+    #[test]
+    fn kills_are_awaited_until_they_are_told() {
+        let mut unseen = Unseen::since(5);
+        assert!(!unseen.awaits(5) && unseen.awaits(7));
+        unseen.told(&kills::Kill {
+            also_killed: 1,
+            ..kills::Kill::default()
+        });
+        assert!(!unseen.awaits(7) && unseen.awaits(8));
     }
 
     #[test]

@@ -30,7 +30,7 @@ const LEAST_GROWTH: i64 = 1 << 20;
 const FIRST: Duration = Duration::from_millis(250);
 /// How long the profile of a process that is gone is kept: on a machine in need oomkill may tell only seconds later
 /// that it was killed.
-const KEPT: Duration = Duration::from_secs(60);
+pub(crate) const KEPT: Duration = Duration::from_secs(60);
 /// Time between two profiles of a process, in seconds.
 const PROFILE: &str = "2";
 
