@@ -141,13 +141,21 @@ fn frames_in_threads_and_elsewhere_are_those_that_python_has() -> Result<()> {
     let path = folder.path().join("truth");
     let workload = Workload::spawn(Command::new("python3").arg(script()).arg(&path))?;
     let pid = workload.pid();
-    expect_exact(&trace(workload, &pid)?, &truth(&path)?)
+    expect_exact(&trace(&EACH_BLOCK, workload, &pid)?, &truth(&path)?)
+}
+
+/// A memleak that follows the process of this number, and has the tables of all its files: an emulated CPU may need more
+/// time for them than memleak's start takes.
+fn follow(options: &[&str], pid: &str) -> Result<Tool> {
+    let mut tool = Tool::start("memleak", &[options, &["--verbose", "-p", pid]].concat())?;
+    tool.wait_for("allocator: ")?;
+    tool.wait_for(&format!("unwind tables for process {pid}: "))?;
+    Ok(tool)
 }
 
 /// Has memleak follow the process of the workload with this number.
-fn trace(mut workload: Workload, pid: &str) -> Result<Ended> {
-    let mut tool = Tool::start("memleak", &[&EACH_BLOCK[..], &["-p", pid]].concat())?;
-    tool.wait_for("allocator: ")?;
+fn trace(options: &[&str], mut workload: Workload, pid: &str) -> Result<Ended> {
+    let tool = follow(options, pid)?;
     workload.work()?;
     let ended = tool.interrupt()?;
     workload.finish()?;
@@ -171,7 +179,7 @@ fn frames_in_a_container_are_those_that_python_has() -> Result<()> {
     command.args(["sh", "-c", CONTAINER, "sh", prefix, name]);
     let workload = Workload::spawn(command.arg(script()).arg(&path))?;
     let pid = workload.pid_in_container()?;
-    let ended = trace(workload, &pid)?;
+    let ended = trace(&EACH_BLOCK, workload, &pid)?;
     let truth = truth(&path)?;
     let of_container = |place: &Place| place.1 == "/mnt/frames.py";
     ensure!(truth.values().any(|frames| frames.iter().any(of_container)));
@@ -210,16 +218,10 @@ fn frames_are_in_text_and_in_folded_lines() -> Result<()> {
         (&[][..], "größe_函数 (frames.py:"),
         (&["--folded"], ";größe_函数 (frames.py:"),
     ] {
-        let mut workload = Workload::spawn(Command::new("python3").arg(script()).arg(&path))?;
+        let workload = Workload::spawn(Command::new("python3").arg(script()).arg(&path))?;
         let pid = workload.pid();
-        let args = [
-            "-o", "0", "-T", "100000", "-z", BYTES, "-Z", BYTES, "-p", &pid,
-        ];
-        let mut tool = Tool::start("memleak", &[&args, folded].concat())?;
-        tool.wait_for("allocator: ")?;
-        workload.work()?;
-        let ended = tool.interrupt()?;
-        workload.finish()?;
+        let options = ["-o", "0", "-T", "100000", "-z", BYTES, "-Z", BYTES];
+        let ended = trace(&[&options, folded].concat(), workload, &pid)?;
         ensure!(ended.stdout.contains(expected), "{ended:?}");
     }
     Ok(())
@@ -284,13 +286,9 @@ fn without_lines_a_function_has_one_stack() -> Result<()> {
                            print('done', flush=True)\n\
                            sys.stdin.readline()\n";
     for (lines, expected) in [("yes", &[601, 601][..]), ("no", &[1202])] {
-        let mut workload = Workload::spawn(Command::new("python3").args(["-c", PROGRAM]))?;
+        let workload = Workload::spawn(Command::new("python3").args(["-c", PROGRAM]))?;
         let (pid, option) = (workload.pid(), format!("--python-lines={lines}"));
-        let mut tool = Tool::start("memleak", &["-o", "0", "-j", &option, "-p", &pid, "3600"])?;
-        tool.wait_for("allocator: ")?;
-        workload.work()?;
-        let ended = tool.interrupt()?;
-        workload.finish()?;
+        let ended = trace(&["-o", "0", "-j", &option, "3600"], workload, &pid)?;
         let objects = ended.objects()?;
         let counts: Vec<u64> = objects
             .iter()
@@ -324,15 +322,9 @@ fn small_objects_are_blocks_where_they_come_from_malloc() -> Result<()> {
     for (allocator, is_block) in [("pymalloc", false), ("malloc", true)] {
         let mut command = Command::new("python3");
         command.args(["-c", PROGRAM]).env("PYTHONMALLOC", allocator);
-        let mut workload = Workload::spawn(&mut command)?;
-        let mut tool = Tool::start(
-            "memleak",
-            &["-o", "0", "--folded", "-p", &workload.pid(), "3600"],
-        )?;
-        tool.wait_for("allocator: ")?;
-        workload.work()?;
-        let ended = tool.interrupt()?;
-        workload.finish()?;
+        let workload = Workload::spawn(&mut command)?;
+        let pid = workload.pid();
+        let ended = trace(&["-o", "0", "--folded", "3600"], workload, &pid)?;
         let lines = ended.stdout.lines();
         let kept: u64 = lines
             .filter(|line| line.contains(";keep (<string>:5)"))
@@ -387,8 +379,7 @@ fn each_object_is_a_block_if_that_is_asked_for() -> Result<()> {
                            sys.stdin.readline()\n";
     let mut workload = Workload::spawn(Command::new("python3").args(["-c", PROGRAM]))?;
     let each = ["-j", "-o", "0", "-T", "100000", "--python-objects", "3600"];
-    let mut tool = Tool::start("memleak", &[&each[..], &["-p", &workload.pid()]].concat())?;
-    tool.wait_for("allocator: glibc")?;
+    let tool = follow(&each, &workload.pid())?;
     let facts = workload.work()?;
     let ended = tool.interrupt()?;
     workload.finish()?;
@@ -437,17 +428,10 @@ fn an_older_version_has_native_frames() -> Result<()> {
     // Its smallest package has no module that tells the number.
     let program = PROGRAM.replace("PID", "int(open('/proc/self/stat').read().split()[0])");
     command.args(["-I", "-S", "-c", &program]);
-    let mut workload = Workload::spawn(&mut command)?;
-    let bytes = BYTES.to_string();
+    let workload = Workload::spawn(&mut command)?;
+    let (pid, bytes) = (workload.pid(), BYTES.to_string());
     let options = ["-j", "-o", "0", "-z", &bytes, "-Z", &bytes, "3600"];
-    let mut tool = Tool::start(
-        "memleak",
-        &[&options[..], &["-p", &workload.pid()]].concat(),
-    )?;
-    tool.wait_for("allocator: ")?;
-    workload.work()?;
-    let ended = tool.interrupt()?;
-    workload.finish()?;
+    let ended = trace(&options, workload, &pid)?;
     let said = ended.stderr.matches("a Python of version 3.9").count();
     ensure!(said == 1, "said {said} times: {}", ended.stderr);
     let objects = ended.objects()?;
@@ -467,16 +451,10 @@ fn native_frames_are_left_when_asked_for() -> Result<()> {
     let folder = harness::scratch()?;
     let path = folder.path().join("truth");
     let frames = |option: &str| -> Result<(usize, usize)> {
-        let mut workload = Workload::spawn(Command::new("python3").arg(script()).arg(&path))?;
+        let workload = Workload::spawn(Command::new("python3").arg(script()).arg(&path))?;
         let pid = workload.pid();
-        let mut tool = Tool::start(
-            "memleak",
-            &[&EACH_BLOCK[..], &[option, "-p", &pid]].concat(),
-        )?;
-        tool.wait_for("allocator: ")?;
-        workload.work()?;
-        let objects = tool.interrupt()?.objects()?;
-        workload.finish()?;
+        let ended = trace(&[&EACH_BLOCK[..], &[option]].concat(), workload, &pid)?;
+        let objects = ended.objects()?;
         let all = objects
             .iter()
             .filter_map(|row| row["user_frames"].as_array())

@@ -21,6 +21,7 @@ mod summary;
 mod tables;
 mod worker;
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -78,12 +79,16 @@ impl Whose {
         matches!(self, Self::Processes(pids) if pids.is_empty())
     }
 
-    /// Makes the tables that are wanted before anything is traced. Returns what there was no time for.
-    fn begin(&self, store: Store) -> Result<(Tables, Queue)> {
+    /// Makes the tables that are wanted before anything is traced.
+    fn begin(&self, store: Store) -> Result<Begun> {
         let mut tables = Tables::new(store, hotspot::keep_frame_pointers(self));
         self.expect(&mut tables)?;
-        let queue = self.look_at(&mut tables)?;
-        Ok((tables, queue))
+        let (queue, busy) = self.look_at(&mut tables)?;
+        Ok(Begun {
+            tables,
+            queue,
+            busy,
+        })
     }
 
     /// Makes the tables of the files that a command is going to map.
@@ -128,11 +133,11 @@ impl Whose {
         Ok(Some((finders, InterpreterNames { python, java })))
     }
 
-    /// Makes the tables of processes that run. Returns what there was no time for.
-    fn look_at(&self, tables: &mut Tables) -> Result<Queue> {
+    /// Makes the tables of processes that run. Returns what there was no time for, and whose that is.
+    fn look_at(&self, tables: &mut Tables) -> Result<(Queue, HashMap<u32, Instant>)> {
         let mut queue = Queue::default();
         let Self::Processes(pids) = self else {
-            return Ok(queue);
+            return Ok((queue, HashMap::new()));
         };
         let begun = Instant::now();
         for &pid in pids {
@@ -143,16 +148,29 @@ impl Whose {
         {
             tables.look_at(waiting, false)?;
         }
-        for &pid in pids {
-            tell(tables, pid, begun.elapsed());
+        if queue.is_empty() {
+            for &pid in pids {
+                tell(tables, pid, begun.elapsed());
+            }
+            return Ok((queue, HashMap::new()));
         }
-        Ok(queue)
+        let busy = pids.iter().map(|&pid| (pid, begun));
+        Ok((queue, busy.collect()))
     }
+}
+
+/// The tables that there are before anything is traced.
+struct Begun {
+    tables: Tables,
+    /// What there was no time for.
+    queue: Queue,
+    /// The processes whose files these are, and since when their tables are made.
+    busy: HashMap<u32, Instant>,
 }
 
 /// Tables that are made while a skeleton is loaded: both take as long, and memory for tables comes
 /// after a grace period of the kernel.
-pub struct Early(JoinHandle<Result<(Tables, Queue)>>);
+pub struct Early(JoinHandle<Result<Begun>>);
 
 impl Early {
     /// Starts to make tables, in the place of an opened skeleton's map `unwind_shards`; None if no tables are used.
@@ -316,15 +334,16 @@ impl Unwinder {
         if args.mode == Mode::Fp {
             return Ok(unwinder);
         }
-        let (mut tables, queue) = match parts.early.take() {
+        let mut begun = match parts.early.take() {
             Some(Early(thread)) => join(thread)?,
             None => whose.begin(Store::new(handle(parts.shards)?, args.memory << 20))?,
         };
-        tables.publish_by(Publisher::new(parts.publish)?, handle(parts.files)?)?;
+        let publisher = Publisher::new(parts.publish)?;
+        begun.tables.publish_by(publisher, handle(parts.files)?)?;
         // The first table waits for a grace period of the kernel. Where nobody is to have tables from the
         // start, the worker waits for it.
         if !whose.is_nobody() {
-            tables.publish_vdso()?;
+            begun.tables.publish_vdso()?;
         }
         let (finders, names) = whose.interpreters(args, &parts)?.unzip();
         unwinder.names = names;
@@ -341,7 +360,7 @@ impl Unwinder {
             }
             Whose::Processes(_) => None,
         };
-        unwinder.worker = Some(Worker::start(tables, queue, parts, held, finders)?);
+        unwinder.worker = Some(Worker::start(begun, parts, held, finders)?);
         Ok(unwinder)
     }
 

@@ -14,7 +14,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::held::Held;
 use super::tables::{Looked, Tables, is_code};
-use super::{Parts, WhileStopped, handle, join, tell};
+use super::{Begun, Parts, WhileStopped, handle, join, tell};
 use crate::bpf::ring::Events;
 use crate::bpf::types::{unwind_ask as Ask, unwind_request as Request};
 use crate::interpreters::finders::Finders;
@@ -83,7 +83,7 @@ impl Queue {
         self.0.pop_front()
     }
 
-    fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
@@ -101,8 +101,7 @@ pub(super) struct Worker {
 
 impl Worker {
     pub(super) fn start(
-        tables: Tables,
-        queue: Queue,
+        begun: Begun,
         parts: Parts<'_>,
         held: Option<Held>,
         finders: Option<Finders>,
@@ -110,11 +109,11 @@ impl Worker {
         let (requests, asked) = (handle(parts.requests)?, handle(parts.asked)?);
         let (stopped, stop) = pipe().context("failed to open a pipe")?;
         let mut answers = Answers {
-            tables,
-            queue,
+            tables: begun.tables,
+            queue: begun.queue,
             asked,
             in_vain: HashMap::new(),
-            busy: HashMap::new(),
+            busy: begun.busy,
             held,
             finders,
             while_stopped: parts.while_stopped,
