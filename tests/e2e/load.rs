@@ -1,11 +1,12 @@
 //! Every program of every tool passes the verifier of this kernel, or this kernel lacks what the
 //! program is for, and is known to; and reads the fields of this kernel.
 //!
-//! Each is loaded alone, with the options at their defaults and with all of them on: options are
-//! constants to the verifier, which leaves out what they switch off.
+//! A tool's programs are loaded in one go, and each alone if one of them does not pass, with the options at their defaults
+//! and with all of them on: options are constants to the verifier, which leaves out what they switch off.
 
-use std::fs;
-use std::sync::Mutex;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::{fmt, fs};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use libbpf_rs::btf::Btf;
@@ -51,6 +52,9 @@ const BPF_LOG_STATS: u32 = 4;
 static LOG: Mutex<String> = Mutex::new(String::new());
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
+/// libbpf's messages of a load, for those who ask later; None if it failed.
+type Messages = Option<Arc<str>>;
+
 /// A line for each program that has passed.
 static VERDICTS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
@@ -59,6 +63,80 @@ static VERDICTS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 pub(crate) fn print_verdicts() {
     for verdict in VERDICTS.lock().iter().flat_map(|verdicts| verdicts.iter()) {
         println!("{verdict}");
+    }
+}
+
+/// A program of a tool.
+struct Program {
+    tool: &'static str,
+    object: &'static [u8],
+    name: String,
+    /// The ELF section, which says what the program is attached to.
+    section: String,
+}
+
+impl Program {
+    /// A tool's programs; of those that differ in one number the first.
+    fn all_of(tool: &'static str, object: &'static [u8]) -> Vec<Self> {
+        let open = ObjectBuilder::default()
+            .open_memory(object)
+            .expect("an object of ours");
+        let prefix = COPIES.iter().find(|(of, _)| *of == tool);
+        let is_copy = |name: &str| {
+            let number = prefix.and_then(|(_, prefix)| name.strip_prefix(prefix));
+            number.is_some_and(|number| !number.trim_matches('0').is_empty())
+        };
+        let programs = open.progs().map(|program| {
+            let section = program.section().to_string_lossy();
+            Self {
+                tool,
+                object,
+                name: program.name().to_string_lossy().into_owned(),
+                section: section.trim_start_matches('?').to_owned(),
+            }
+        });
+        programs.filter(|program| !is_copy(&program.name)).collect()
+    }
+
+    fn kind(&self) -> &str {
+        let parts = self.section.split_once('/');
+        parts.map_or(&self.section, |(kind, _)| kind)
+    }
+
+    fn is_on_uprobe(&self) -> bool {
+        self.section.starts_with('u')
+    }
+
+    /// Whether a kernel may refuse all programs of this kind, for lack of permission.
+    fn may_be_refused(&self) -> bool {
+        ["fentry", "fexit"].contains(&self.kind())
+    }
+
+    /// Whether that is so here, and not the verifier refuses this one: that says EACCES or EINVAL.
+    fn is_refused(&self, error: &anyhow::Error) -> bool {
+        self.may_be_refused() && error.to_string().starts_with("Operation not permitted")
+    }
+
+    /// Why this kernel cannot have the program, if it cannot.
+    fn missing(&self) -> Option<String> {
+        let full_name = self.to_string();
+        let only_with = ONLY_WITH.iter().find(|(program, _)| *program == full_name);
+        let only_with = only_with.map(|(_, needed)| (*needed).to_owned());
+        let target = self.section.split_once('/').map(|(_, target)| target);
+        let target = match (self.kind(), target) {
+            ("fentry" | "fexit", Some(target)) => Some(target.to_owned()),
+            ("tp_btf", Some(target)) => Some(format!("btf_trace_{target}")),
+            _ => None,
+        };
+        let mut needed = only_with.into_iter().chain(target);
+        let missing = needed.find(|name| !kernel_support::btf_has_name(name))?;
+        Some(format!("this kernel has no {missing}"))
+    }
+}
+
+impl fmt::Display for Program {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.tool, self.name)
     }
 }
 
@@ -74,22 +152,9 @@ pub(crate) fn tests() -> Vec<Trial> {
         trials.push(trial(format!("load::{tool}"), move || {
             fields_are_those_of_the_whole_btf(object)
         }));
-        let open = ObjectBuilder::default()
-            .open_memory(object)
-            .expect("an object of ours");
-        for program in open.progs() {
-            let program = program.name().to_string_lossy().into_owned();
-            let number = COPIES.iter().find_map(|(of, prefix)| {
-                (*of == tool)
-                    .then(|| program.strip_prefix(prefix))
-                    .flatten()
-            });
-            if number.is_some_and(|number| !number.trim_matches('0').is_empty()) {
-                continue;
-            }
-            trials.push(trial(format!("load::{tool}::{program}"), move || {
-                passes(tool, object, &program)
-            }));
+        for program in Program::all_of(tool, object) {
+            let name = format!("load::{tool}::{}", program.name);
+            trials.push(trial(name, move || passes(&program)));
         }
     }
     trials
@@ -158,49 +223,44 @@ fn relocated(open: &OpenObject) -> Result<Vec<(String, Vec<u64>)>> {
     Ok(programs.collect())
 }
 
-fn passes(tool: &str, object: &[u8], program: &str) -> Result<Completion> {
-    let full_name = format!("{tool}/{program}");
-    if let Some(reason) = not_here(&full_name, object, program)? {
+fn passes(program: &Program) -> Result<Completion> {
+    if let Some(reason) = program.missing() {
         return Ok(Completion::ignored_with(reason));
     }
-    ensure!(
-        !on_uprobe(object, program)? || per_cpu_maps(object)?.is_empty(),
-        "a program on a uprobe has per-CPU maps beside it, which it would share with whatever \
-         preempts it: {:?}",
-        per_cpu_maps(object)?
-    );
+    if program.is_on_uprobe() {
+        let per_cpu = per_cpu_maps(program.object)?;
+        ensure!(
+            per_cpu.is_empty(),
+            "a program on a uprobe has per-CPU maps beside it, which it would share with whatever \
+             preempts it: {per_cpu:?}"
+        );
+    }
     for options in [Options::Defaults, Options::AllOn] {
-        let (section, loaded) = load(object, program, options)?;
-        let log = match loaded {
-            Err(error) if refuses_kind(&section, &error) => {
+        let log = match log_of(program, options) {
+            Err(error) if program.is_refused(&error) => {
                 return Ok(Completion::ignored_with("this kernel refuses fentry"));
             }
-            loaded => loaded?,
+            log => log?,
         };
         let verdict = Verdict::parse(&log).with_context(|| format!("no statistics in:\n{log}"))?;
         if let Ok(mut verdicts) = VERDICTS.lock() {
-            verdicts.push(format!("{full_name} ({options:?}): {verdict}"));
+            verdicts.push(format!("{program} ({options:?}): {verdict}"));
         }
         ensure!(
             verdict.instructions <= MOST_INSTRUCTIONS,
             "the verifier had to follow {} instructions",
             verdict.instructions
         );
+        let fits = verdict
+            .stacks
+            .iter()
+            .all(|&bytes| bytes <= UPROBE_STACK_BYTES);
         ensure!(
-            !section.starts_with('u')
-                || verdict
-                    .stacks
-                    .iter()
-                    .all(|&bytes| bytes <= UPROBE_STACK_BYTES),
+            !program.is_on_uprobe() || fits,
             "a program on a uprobe uses more than {UPROBE_STACK_BYTES} bytes of stack: {verdict}"
         );
     }
     Ok(Completion::Completed)
-}
-
-fn on_uprobe(object: &[u8], program: &str) -> Result<bool> {
-    let open = ObjectBuilder::default().open_memory(object)?;
-    Ok(section(&open, program)?.starts_with('u'))
 }
 
 /// But for those whose values say whose they are, and are written and read as a whole.
@@ -214,60 +274,51 @@ fn per_cpu_maps(object: &[u8]) -> Result<Vec<String>> {
         .collect())
 }
 
-/// Why this kernel cannot have the program, if it cannot.
-fn not_here(full_name: &str, object: &[u8], program: &str) -> Result<Option<String>> {
-    if let Some((_, needed)) = ONLY_WITH.iter().find(|(program, _)| *program == full_name)
-        && !kernel_support::btf_has_name(needed)
-    {
-        return Ok(Some(format!("this kernel has no {needed}")));
-    }
-    let open = ObjectBuilder::default().open_memory(object)?;
-    let section = section(&open, program)?;
-    let section = section.trim_start_matches('?');
-    let Some((kind @ ("fentry" | "fexit" | "tp_btf"), target)) = section.split_once('/') else {
-        return Ok(None);
-    };
-    let target = if kind == "tp_btf" {
-        format!("btf_trace_{target}")
-    } else {
-        target.to_owned()
-    };
-    if !kernel_support::btf_has_name(&target) {
-        return Ok(Some(format!("this kernel has no {target}")));
-    }
-    Ok(None)
-}
-
-/// Whether it is the kernel that refuses all programs of this kind, for lack of permission, and not
-/// the verifier that refuses this one: that says EACCES or EINVAL.
-fn refuses_kind(section: &str, error: &anyhow::Error) -> bool {
-    let section = section.trim_start_matches('?');
-    let kind = section.split_once('/').map_or(section, |(kind, _)| kind);
-    ["fentry", "fexit"].contains(&kind) && error.to_string().starts_with("Operation not permitted")
-}
-
-fn section(open: &OpenObject, program: &str) -> Result<String> {
-    let found = open.progs().find(|candidate| candidate.name() == program);
-    Ok(found
-        .context("no such program")?
-        .section()
-        .to_string_lossy()
-        .into_owned())
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Options {
     Defaults,
     AllOn,
 }
 
-/// Loads one program. Returns its section and the verifier's statistics.
-fn load(object: &[u8], program: &str, options: Options) -> Result<(String, Result<String>)> {
+/// What the verifier said of a program: with all of the tool's, or alone if one of them does not pass.
+fn log_of(program: &Program, options: Options) -> Result<String> {
+    let (tool, object) = (program.tool, program.object);
+    let log = match logs_together(tool, object, options) {
+        Some(log) if !program.may_be_refused() => log,
+        _ => load(object, &[&program.name], options)?.into(),
+    };
+    let begin = format!("prog '{}': -- BEGIN PROG LOAD LOG --", program.name);
+    let own = log.split_once(&begin).map(|(_, own)| own);
+    let own = own.with_context(|| format!("nothing is said of {program}:\n{log}"))?;
+    let end = own.split_once("-- END PROG LOAD LOG --");
+    Ok(end.map_or(own, |(own, _)| own).to_owned())
+}
+
+/// What the verifier said of those of a tool's programs that this kernel can have and does not refuse, loaded once for all
+/// tests; None if one did not pass.
+fn logs_together(tool: &'static str, object: &'static [u8], options: Options) -> Messages {
+    static LOGS: Mutex<BTreeMap<(&str, Options), Messages>> = Mutex::new(BTreeMap::new());
+    let mut logs = LOGS.lock().ok()?;
+    let log = logs.entry((tool, options)).or_insert_with(|| {
+        let programs = Program::all_of(tool, object).into_iter();
+        let programs: Vec<Program> = programs
+            .filter(|program| !program.may_be_refused() && program.missing().is_none())
+            .collect();
+        let names: Vec<&str> = programs
+            .iter()
+            .map(|program| program.name.as_str())
+            .collect();
+        Some(load(object, &names, options).ok()?.into())
+    });
+    log.clone()
+}
+
+/// Loads these programs. Returns libbpf's messages, with the verifier's statistics.
+fn load(object: &[u8], programs: &[&str], options: Options) -> Result<String> {
     let mut open = open(object)?;
-    let section = section(&open, program)?;
     for mut candidate in open.progs_mut() {
-        let wanted = candidate.name() == program;
-        candidate.set_autoload(wanted);
+        let name = candidate.name().to_string_lossy().into_owned();
+        candidate.set_autoload(programs.contains(&name.as_str()));
         candidate.set_log_level(BPF_LOG_STATS);
     }
     if options == Options::AllOn {
@@ -278,8 +329,8 @@ fn load(object: &[u8], program: &str, options: Options) -> Result<(String, Resul
     }
     let loaded = open.load();
     let log = LOG.lock().map(|log| log.clone()).unwrap_or_default();
-    let loaded = loaded.map_err(|error| anyhow!("{error} with the options {options:?}:\n{log}"));
-    Ok((section, loaded.map(|_| log)))
+    loaded.map_err(|error| anyhow!("{error} with the options {options:?}:\n{log}"))?;
+    Ok(log)
 }
 
 /// Sets every option of one byte, which is what flags are.
@@ -333,8 +384,8 @@ impl Verdict {
     }
 }
 
-impl std::fmt::Display for Verdict {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
             "{} instructions processed, stack depth {:?}",
