@@ -11,7 +11,7 @@ use crate::host::capabilities::{self, Capability};
 pub(super) enum PageMarks {
     /// A CPU has used it (the Accessed bit).
     Used,
-    /// It was written (soft-dirty).
+    /// The page was written (soft-dirty).
     Written,
 }
 
