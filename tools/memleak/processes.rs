@@ -265,8 +265,12 @@ impl Source for Processes<'_> {
         self.stacks.get(path.stack)
     }
 
+    fn is_several(&self) -> bool {
+        self.target.is_several()
+    }
+
     fn heading(&mut self) -> Heading {
-        let only = self.names.any().filter(|_| !self.target.is_several());
+        let only = self.names.any().filter(|_| !self.is_several());
         let bss = self.attached.skel.maps.bss_data.as_deref();
         let peak = bss.map(|bss| bss.peak);
         let peak = peak.filter(|peak| self.args.mode == Mode::Peak && peak.number > 0);
@@ -279,7 +283,7 @@ impl Source for Processes<'_> {
     }
 
     fn resident_bytes(&self) -> Option<u64> {
-        if self.args.mode != Mode::Leak || self.target.is_several() {
+        if self.args.mode != Mode::Leak || self.is_several() {
             return None;
         }
         Process::open(self.names.any()?).ok()?.resident_bytes()
@@ -476,7 +480,7 @@ impl<'a> Processes<'a> {
 
     /// The process, where rows say which one they are of.
     fn process_if_several(&mut self, pid: u32) -> Option<ProcessName> {
-        self.target.is_several().then(|| self.names.process(pid))
+        self.is_several().then(|| self.names.process(pid))
     }
 
     fn live_regions(&self) -> Vec<Allocation> {

@@ -141,8 +141,8 @@ impl<'a, S: Source> Reporter<'a, S> {
         self.head(now, sum, error_bytes)?;
         if self.args.show_allocs {
             let allocations = &mut found.allocations;
-            allocations.sort_unstable_by_key(|allocation| (allocation.size, allocation.address));
-            rows::list(&mut self.output, allocations)?;
+            allocations.sort_unstable_by_key(|one| (one.size, one.address, one.pid));
+            rows::list(&mut self.output, allocations, self.source.is_several())?;
         }
         let whole = Whole {
             bytes: sum.total.bytes,

@@ -129,26 +129,35 @@ struct Block {
     #[serde(serialize_with = "hex")]
     address: u64,
     size_bytes: u64,
+    /// The process, if there are several.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pid: Option<u32>,
     #[serde(serialize_with = "hex")]
     stack_id: u64,
 }
 
 impl Row for Block {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
-        writeln!(
-            out,
-            "\taddr = {:x} size = {}",
-            self.address, self.size_bytes
-        )
+        let (address, size) = (self.address, self.size_bytes);
+        write!(out, "\taddr = {address:x} size = {size}")?;
+        if let Some(pid) = self.pid {
+            write!(out, " of PID {pid}")?;
+        }
+        writeln!(out)
     }
 }
 
-/// Prints the rows of `--show-allocs`.
-pub(crate) fn list(output: &mut Output, allocations: &[Allocation]) -> Result<()> {
+/// Prints the rows of `--show-allocs`, with the process of each if there are several.
+pub(crate) fn list(
+    output: &mut Output,
+    allocations: &[Allocation],
+    is_several: bool,
+) -> Result<()> {
     for allocation in allocations {
         output.row(&Block {
             address: allocation.address,
             size_bytes: allocation.size,
+            pid: is_several.then_some(allocation.pid),
             stack_id: allocation.stack,
         })?;
     }

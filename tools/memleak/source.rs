@@ -42,6 +42,11 @@ pub(crate) trait Source {
         Groups::Stacks(count)
     }
 
+    /// Whether rows have to say which process they are of.
+    fn is_several(&self) -> bool {
+        false
+    }
+
     /// What the head of a report says beside its sums.
     fn heading(&mut self) -> Heading;
 
