@@ -18,6 +18,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "python":
         frames_in_threads_and_elsewhere_are_those_that_python_has [Python],
         frames_in_a_container_are_those_that_python_has [Python],
+        frames_of_children_are_those_that_python_has [Python],
         frames_of_a_command_are_known_from_its_first_block [Python, Once],
         frames_are_in_text_and_in_folded_lines [Python],
         other_tools_have_them_too [Python],
@@ -107,8 +108,18 @@ fn places_of(stack: &Value, wanted: impl Fn(&Value) -> bool) -> Result<Vec<Place
 
 /// Compares every block that the workload noted.
 fn expect_exact(ended: &Ended, truth: &HashMap<u64, Vec<Place>>) -> Result<()> {
-    let objects = ended.objects()?;
-    let of = |kind: &'static str| objects.iter().filter(move |row| row["type"] == kind);
+    expect_exact_in(None, &ended.objects()?, truth)
+}
+
+/// Compares every block that a process of the workload noted, by its number if there are several.
+fn expect_exact_in(
+    pid: Option<&str>,
+    objects: &[Value],
+    truth: &HashMap<u64, Vec<Place>>,
+) -> Result<()> {
+    let is_own = |row: &&Value| pid.is_none_or(|pid| row["pid"].to_string() == pid);
+    let own = || objects.iter().filter(is_own);
+    let of = |kind: &'static str| own().filter(move |row| row["type"] == kind);
     let stacks: HashMap<&str, &Value> = of("stack")
         .filter_map(|row| Some((row["stack_id"].as_str()?, row)))
         .collect();
@@ -121,7 +132,7 @@ fn expect_exact(ended: &Ended, truth: &HashMap<u64, Vec<Place>>) -> Result<()> {
             ))
         })
         .collect();
-    ensure!(truth.len() > 1000, "{}", truth.len());
+    ensure!(truth.len() > 800, "{}", truth.len());
     for (address, frames) in truth {
         let id = blocks
             .get(address)
@@ -160,6 +171,27 @@ fn trace(options: &[&str], mut workload: Workload, pid: &str) -> Result<Ended> {
     let ended = tool.interrupt()?;
     workload.finish()?;
     Ok(ended)
+}
+
+/// Frames of a child that has called exec, and of one that has not, whose code objects are where its parent's are.
+fn frames_of_children_are_those_that_python_has() -> Result<()> {
+    let folder = harness::scratch()?;
+    let path = folder.path().join("truth");
+    let mut command = Command::new("python3");
+    let mut workload = Workload::spawn(command.arg(script()).arg(&path).arg("family"))?;
+    let parent = workload.pid();
+    let tool = follow(&[&EACH_BLOCK[..], &["--children"]].concat(), &parent)?;
+    let facts = workload.work()?;
+    let ended = tool.interrupt()?;
+    workload.finish()?;
+    let objects = ended.objects()?;
+    let children = [(&facts["fork"], "fork"), (&facts["exec"], "exec")];
+    let children = children.map(|(pid, suffix)| (pid, path.with_extension(suffix)));
+    for (pid, path) in [(&parent, path)].into_iter().chain(children) {
+        expect_exact_in(Some(pid), &objects, &truth(&path)?)
+            .with_context(|| format!("in the process of {}", path.display()))?;
+    }
+    Ok(())
 }
 
 /// By another number than that by which it knows itself, and of files that only its own mount namespace has.

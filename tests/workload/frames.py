@@ -1,11 +1,13 @@
 # Blocks of malloc() that are allocated at many kinds of places in a program of Python.
 #
-#   python3 frames.py FILE   FILE gets a JSON object: a block's address to its frames, innermost first, each a function's
-#                            qualified name, its file and the line, as sys._getframe() has them
+#   python3 frames.py FILE [family]   FILE gets a JSON object: a block's address to its frames, innermost first, each a
+#                                     function's qualified name, its file and the line, as sys._getframe() has them
 #
-# Each place allocates twice: with the GIL held, and released. The protocol is that of workload.h.
+# Each place allocates twice: with the GIL held, and released. With "family", so do two children while this process
+# lives: one that is forked, whose frames are in FILE.fork, and one that has called exec, FILE.exec.
+# The protocol is that of workload.h.
 #
-# facts: blocks
+# facts: blocks, and with "family" fork and exec, the children's numbers
 import sys
 
 # Beside this file is a types.py, which is not Python's own.
@@ -19,6 +21,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import threading
 import weakref
 
@@ -228,6 +231,40 @@ async def tasks():
         take()
 
 
+def write(path):
+    with open(path, "w") as file:
+        json.dump(truth, file)
+
+
+# Forks a child that allocates, and lives until the last copy of the pipe's other end is closed.
+def fork(path):
+    is_done, done = os.pipe()
+    parents, kept = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(kept)
+        truth.clear()
+        places()
+        passing()
+        write(path)
+        os.write(done, b"1")
+        os.read(parents, 1)
+        os._exit(0)
+    os.read(is_done, 1)
+    return pid
+
+
+# Starts this program anew, for FILE alone. It lives until its stdin is closed.
+def execute(path):
+    pipe = subprocess.PIPE
+    child = subprocess.Popen([sys.executable, __file__, path], stdin=pipe, stdout=pipe, text=True)
+    child.stdout.readline()
+    child.stdin.write("\n")
+    child.stdin.flush()
+    child.stdout.readline()
+    return child
+
+
 print("ready", os.getpid(), flush=True)
 sys.stdin.readline()
 places()
@@ -240,7 +277,10 @@ for thread in threads:
 for thread in threads:
     thread.join()
 asyncio.run(tasks())
-with open(sys.argv[1], "w") as file:
-    json.dump(truth, file)
-print("done blocks=%d" % len(truth), flush=True)
+facts = ""
+if sys.argv[2:] == ["family"]:
+    executed = execute(sys.argv[1] + ".exec")
+    facts = " fork=%d exec=%d" % (fork(sys.argv[1] + ".fork"), executed.pid)
+write(sys.argv[1])
+print("done blocks=%d%s" % (len(truth), facts), flush=True)
 sys.stdin.readline()
