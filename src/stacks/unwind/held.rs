@@ -4,8 +4,10 @@
 //! No process must stay stopped when we are killed meanwhile: whatever becomes of us, a guard lets all
 //! go on.
 
+use std::fs;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::ptr::{from_mut, from_ref, null};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use libbpf_rs::{Link, MapCore, MapFlags, MapHandle, libbpf_sys};
@@ -21,6 +23,9 @@ const HELD_DESCENDANTS: u32 = 1;
 /// HELD_AT_A_TIME: processes that are stopped at a time.
 const HELD_AT_A_TIME: u32 = 256;
 
+/// A command that has mapped no code for so long has started. The time in which it waits for a CPU does not count.
+const STARTED: Duration = Duration::from_millis(250);
+
 /// Maps of a skeleton, of these names.
 pub(super) struct HeldMaps {
     /// `unwind_held`: what is held.
@@ -33,8 +38,9 @@ pub(super) struct HeldMaps {
 
 /// The command, held until this is dropped.
 pub(super) struct Held {
-    /// Whether the command has called exec.
-    began: bool,
+    pid: u32,
+    /// When a process was last let go on, and how long the command had waited for a CPU by then; None before it calls exec.
+    went_on: Option<(Instant, Duration)>,
     descendants: bool,
     maps: HeldMaps,
     _links: Vec<Link>,
@@ -65,7 +71,8 @@ impl Held {
                 .context("failed to hold the command")?;
         }
         Ok(Self {
-            began: false,
+            pid,
+            went_on: None,
             descendants,
             maps,
             _links: links,
@@ -73,15 +80,17 @@ impl Held {
         })
     }
 
-    /// Whether the command has begun, and nothing is to be held once it has mapped its libraries.
-    pub(super) fn ends_with_start(&self) -> bool {
-        self.began && !self.descendants
+    /// How long the command is held yet if it maps no more code. None if it has not begun, or is held for good.
+    pub(super) fn left(&self) -> Option<Duration> {
+        let (since, had_waited) = self.went_on.filter(|_| !self.descendants)?;
+        let waited = time_without_cpu(self.pid).saturating_sub(had_waited);
+        Some(STARTED.saturating_sub(since.elapsed().saturating_sub(waited)))
     }
 
     /// Lets a process go on that was stopped for a file, to where it maps code again. No other one is
     /// stopped for that file where descendants are held.
     pub(super) fn go_on(&mut self, pid: u32, file: u64) {
-        self.began = true;
+        self.went_on = Some((Instant::now(), time_without_cpu(self.pid)));
         if self.descendants {
             // Without room for it, the next process is stopped for it, too.
             let looked = &self.maps.looked;
@@ -96,6 +105,17 @@ impl Held {
             resume(pid);
         }
     }
+}
+
+/// How long the first thread of a process has waited for a CPU although it could run. Zero where the kernel does not tell
+/// (CONFIG_SCHED_INFO).
+fn time_without_cpu(pid: u32) -> Duration {
+    // Nanoseconds on a CPU, those of waiting, and how often it ran.
+    let told = fs::read_to_string(format!("/proc/{pid}/schedstat"));
+    let waited = told
+        .ok()
+        .and_then(|told| told.split(' ').nth(1)?.parse().ok());
+    Duration::from_nanos(waited.unwrap_or_default())
 }
 
 /// Holds nothing any longer, and resumes what the kernel half has stopped: what has stopped itself is left

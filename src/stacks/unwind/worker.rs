@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::{PipeReader, PipeWriter, pipe};
 use std::os::fd::AsFd;
 use std::thread::{self, JoinHandle};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use libbpf_rs::{MapCore, MapFlags, MapHandle};
@@ -36,8 +36,8 @@ const MAX_QUEUE: usize = 256;
 const NICE: i32 = -10;
 /// After how many milliseconds a process that has mapped code is looked at again: it may be starting.
 const LOOK_AGAIN: u16 = 1;
-/// A command that has mapped no code for so many milliseconds has started.
-const STARTED: u16 = 250;
+/// What makes whole milliseconds of a time no shorter than that.
+const ROUND_UP: Duration = Duration::from_millis(1);
 /// After how many milliseconds there may be room for the tables of files that had none.
 const RECOVER: u16 = 10_000;
 
@@ -196,8 +196,8 @@ impl Answers {
             PollTimeout::ZERO
         } else if !self.busy.is_empty() {
             PollTimeout::from(LOOK_AGAIN)
-        } else if self.held.as_ref().is_some_and(Held::ends_with_start) {
-            PollTimeout::from(STARTED)
+        } else if let Some(left) = self.held.as_ref().and_then(Held::left) {
+            PollTimeout::try_from(left + ROUND_UP).unwrap_or(PollTimeout::NONE)
         } else if self.tables.may_recover() {
             PollTimeout::from(RECOVER)
         } else {
@@ -219,8 +219,10 @@ impl Answers {
                     tell(&self.tables, pid, since.elapsed());
                 }
             }
-        } else if self.held.as_ref().is_some_and(Held::ends_with_start) {
-            self.held = None;
+        } else if let Some(left) = self.held.as_ref().and_then(Held::left) {
+            if left.is_zero() {
+                self.held = None;
+            }
         } else {
             self.tables.collect()?;
         }
