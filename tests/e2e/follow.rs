@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
-use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
@@ -41,26 +40,6 @@ fn weight(ended: &Ended, root: &str, leaf: &str) -> u64 {
         .filter(|(stack, _)| stack.starts_with(';') && stack.ends_with(&format!(";{leaf}")))
         .filter_map(|(_, weight)| weight.parse::<u64>().ok())
         .sum()
-}
-
-/// This thread, and what it starts, on one CPU as long as it lives.
-struct OneCpu(CpuSet);
-
-impl OneCpu {
-    fn enter() -> Result<Self> {
-        let this = Pid::from_raw(0);
-        let before = sched_getaffinity(this)?;
-        let mut one = CpuSet::new();
-        one.set(0)?;
-        sched_setaffinity(this, &one)?;
-        Ok(Self(before))
-    }
-}
-
-impl Drop for OneCpu {
-    fn drop(&mut self) {
-        let _ = sched_setaffinity(Pid::from_raw(0), &self.0);
-    }
 }
 
 fn children_of_children_are_traced_and_no_others() -> Result<()> {
@@ -104,7 +83,7 @@ fn children_of_children_are_traced_and_no_others() -> Result<()> {
 
 /// What the kernel knew a process by is given to others, of the same CPU first.
 fn a_process_that_takes_the_place_of_another_is_not() -> Result<()> {
-    let _one_cpu = OneCpu::enter()?;
+    let _one_cpu = harness::OneCpu::enter()?;
     let minor = workload("minor").display().to_string();
     let folder = harness::scratch()?;
     let file = |name: &str| folder.path().join(name);

@@ -20,6 +20,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         frames_in_a_container_are_those_that_python_has [Python],
         frames_of_children_are_those_that_python_has [Python],
         frames_of_a_command_are_known_from_its_first_block [Python, Once],
+        frames_of_a_command_that_waits_for_the_cpu_are_known [Python, Once],
         frames_are_in_text_and_in_folded_lines [Python],
         other_tools_have_them_too [Python],
         without_lines_a_function_has_one_stack [Python],
@@ -218,15 +219,34 @@ fn frames_in_a_container_are_those_that_python_has() -> Result<()> {
     expect_exact(&ended, &truth)
 }
 
-/// A program that takes one block and ends, before anybody could have looked at it. An emulated CPU may take longer from one
-/// library to the next than memleak waits for those of a command that starts.
+/// An emulated CPU may take longer from one library to the next than memleak waits for those of a command that starts.
 fn frames_of_a_command_are_known_from_its_first_block() -> Result<()> {
+    expect_the_only_block()
+}
+
+/// With twelve others on one CPU it maps no code for longer than a command needs that has a CPU for itself.
+fn frames_of_a_command_that_waits_for_the_cpu_are_known() -> Result<()> {
+    const SPIN: &str = "echo ready $$; while :; do :; done";
+    let _one = harness::OneCpu::enter()?;
+    let spin = |_| Workload::spawn(Command::new("sh").args(["-c", SPIN]));
+    let _others = (0..12).map(spin).collect::<Result<Vec<_>>>()?;
+    expect_the_only_block()
+}
+
+/// Has memleak start a program that takes one block and ends, before anybody could have looked at it.
+fn expect_the_only_block() -> Result<()> {
     let folder = harness::scratch()?;
     let script = folder.path().join("one.py");
     let source =
         format!("import ctypes\ndef one():\n    ctypes.CDLL(None).malloc({BYTES})\none()\n");
     fs::write(&script, source)?;
-    let command = format!("python3 {}", script.display());
+    // pyenv's `python3` is a script that starts others before it calls exec.
+    let program = Command::new("python3")
+        .args(["-c", "import sys; print(sys.executable)"])
+        .output()?
+        .stdout;
+    let program = String::from_utf8(program)?;
+    let command = format!("{} {}", program.trim_end(), script.display());
     let ended = harness::run("memleak", &[&EACH_BLOCK[..], &["-c", &command]].concat())?;
     let objects = ended.objects()?;
     let file = script.display().to_string();

@@ -1,0 +1,25 @@
+//! Tests on one CPU.
+
+use anyhow::Result;
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+use nix::unistd::Pid;
+
+/// This thread, and what it starts, on one CPU as long as it lives.
+pub(crate) struct OneCpu(CpuSet);
+
+impl OneCpu {
+    pub(crate) fn enter() -> Result<Self> {
+        let this = Pid::from_raw(0);
+        let before = sched_getaffinity(this)?;
+        let mut one = CpuSet::new();
+        one.set(0)?;
+        sched_setaffinity(this, &one)?;
+        Ok(Self(before))
+    }
+}
+
+impl Drop for OneCpu {
+    fn drop(&mut self) {
+        let _ = sched_setaffinity(Pid::from_raw(0), &self.0);
+    }
+}
