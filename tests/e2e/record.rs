@@ -208,7 +208,7 @@ fn a_program_without_an_allocator_is_traced_by_its_faults() -> Result<()> {
 }
 
 /// Longer than what memtriage waits for after the process has gone if it knows of no kill.
-const LATE: Duration = Duration::from_secs(20);
+const LATE: Duration = Duration::from_secs(15);
 
 fn a_kill_that_is_told_late_has_its_stacks() -> Result<()> {
     let (report, _) = report_of("grow", "memleak", Some(LATE))?;
