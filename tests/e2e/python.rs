@@ -114,11 +114,11 @@ fn expect_exact(ended: &Ended, truth: &HashMap<u64, Vec<Place>>) -> Result<()> {
 
 /// Compares every block that a process of the workload noted, by its number if there are several.
 fn expect_exact_in(
-    pid: Option<&str>,
+    pid: Option<u64>,
     objects: &[Value],
     truth: &HashMap<u64, Vec<Place>>,
 ) -> Result<()> {
-    let is_own = |row: &&Value| pid.is_none_or(|pid| row["pid"].to_string() == pid);
+    let is_own = |row: &&Value| pid.is_none_or(|pid| row["pid"] == pid);
     let own = || objects.iter().filter(is_own);
     let of = |kind: &'static str| own().filter(move |row| row["type"] == kind);
     let stacks: HashMap<&str, &Value> = of("stack")
@@ -189,7 +189,7 @@ fn frames_of_children_are_those_that_python_has() -> Result<()> {
     let children = [(&facts["fork"], "fork"), (&facts["exec"], "exec")];
     let children = children.map(|(pid, suffix)| (pid, path.with_extension(suffix)));
     for (pid, path) in [(&parent, path)].into_iter().chain(children) {
-        expect_exact_in(Some(pid), &objects, &truth(&path)?)
+        expect_exact_in(Some(pid.parse()?), &objects, &truth(&path)?)
             .with_context(|| format!("in the process of {}", path.display()))?;
     }
     Ok(())
