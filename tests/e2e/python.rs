@@ -133,7 +133,7 @@ fn expect_exact_in(
             ))
         })
         .collect();
-    ensure!(truth.len() > 800, "{}", truth.len());
+    ensure!(truth.len() > 1000, "{}", truth.len());
     for (address, frames) in truth {
         let id = blocks
             .get(address)

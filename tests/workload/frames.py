@@ -231,7 +231,18 @@ async def tasks():
         take()
 
 
-def write(path):
+# Allocates at all places, and writes down where.
+def work(path):
+    places()
+    passing()
+    signal.signal(signal.SIGUSR1, lambda *_: take())
+    signal.raise_signal(signal.SIGUSR1)
+    threads = [threading.Thread(target=places) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    asyncio.run(tasks())
     with open(path, "w") as file:
         json.dump(truth, file)
 
@@ -244,9 +255,7 @@ def fork(path):
     if pid == 0:
         os.close(kept)
         truth.clear()
-        places()
-        passing()
-        write(path)
+        work(path)
         os.write(done, b"1")
         os.read(parents, 1)
         os._exit(0)
@@ -267,20 +276,10 @@ def execute(path):
 
 print("ready", os.getpid(), flush=True)
 sys.stdin.readline()
-places()
-passing()
-signal.signal(signal.SIGUSR1, lambda *_: take())
-signal.raise_signal(signal.SIGUSR1)
-threads = [threading.Thread(target=places) for _ in range(3)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-asyncio.run(tasks())
-facts = ""
+work(sys.argv[1])
+facts = "blocks=%d" % len(truth)
 if sys.argv[2:] == ["family"]:
     executed = execute(sys.argv[1] + ".exec")
-    facts = " fork=%d exec=%d" % (fork(sys.argv[1] + ".fork"), executed.pid)
-write(sys.argv[1])
-print("done blocks=%d%s" % (len(truth), facts), flush=True)
+    facts += " fork=%d exec=%d" % (fork(sys.argv[1] + ".fork"), executed.pid)
+print("done", facts, flush=True)
 sys.stdin.readline()
