@@ -174,6 +174,13 @@ fn trace(options: &[&str], mut workload: Workload, pid: &str) -> Result<Ended> {
     Ok(ended)
 }
 
+/// What Python prints for expressions about itself.
+fn printed_by_python(expressions: &str) -> Result<String> {
+    let program = format!("import sys; print({expressions})");
+    let printed = Command::new("python3").args(["-c", &program]).output()?;
+    Ok(String::from_utf8(printed.stdout)?.trim_end().to_owned())
+}
+
 /// Frames of a child that has called exec, and of one that has not, whose code objects are where its parent's are.
 fn frames_of_children_are_those_that_python_has() -> Result<()> {
     let folder = harness::scratch()?;
@@ -201,10 +208,8 @@ fn frames_in_a_container_are_those_that_python_has() -> Result<()> {
                              cp \"$3\" /mnt/frames.py && \
                              PYTHONHOME=/mnt/python LD_LIBRARY_PATH=/mnt/python/lib \
                              exec \"/mnt/python/bin/$2\" /mnt/frames.py \"$4\"";
-    const WHERE: &str = "import sys; print(sys.base_prefix, 'python3.%d' % sys.version_info[1])";
-    let told = Command::new("python3").args(["-c", WHERE]).output()?.stdout;
-    let told = String::from_utf8(told)?;
-    let (prefix, name) = told.trim_end().rsplit_once(' ').context("no prefix")?;
+    let told = printed_by_python("sys.base_prefix, 'python3.%d' % sys.version_info[1]")?;
+    let (prefix, name) = told.rsplit_once(' ').context("no prefix")?;
     let folder = harness::scratch()?;
     let path = folder.path().join("truth");
     let mut command = Command::new("unshare");
@@ -241,12 +246,8 @@ fn expect_the_only_block() -> Result<()> {
         format!("import ctypes\ndef one():\n    ctypes.CDLL(None).malloc({BYTES})\none()\n");
     fs::write(&script, source)?;
     // pyenv's `python3` is a script that starts others before it calls exec.
-    let program = Command::new("python3")
-        .args(["-c", "import sys; print(sys.executable)"])
-        .output()?
-        .stdout;
-    let program = String::from_utf8(program)?;
-    let command = format!("{} {}", program.trim_end(), script.display());
+    let program = printed_by_python("sys.executable")?;
+    let command = format!("{program} {}", script.display());
     let ended = harness::run("memleak", &[&EACH_BLOCK[..], &["-c", &command]].concat())?;
     let objects = ended.objects()?;
     let file = script.display().to_string();
