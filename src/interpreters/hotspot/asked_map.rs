@@ -22,7 +22,7 @@ use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, UnixAddr, sockop
 use nix::sys::stat::{Mode, SFlag, fstat};
 use nix::unistd::{UnlinkatFlags, getegid, geteuid, unlinkat};
 
-use super::names::Machine;
+use super::machine::Machine;
 use crate::host::capabilities::{self, Capability};
 use crate::print::text;
 use crate::process::mapped_file;

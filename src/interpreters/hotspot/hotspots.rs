@@ -4,7 +4,8 @@ use anyhow::Result;
 use libbpf_rs::MapHandle;
 
 use super::code_heaps;
-use super::names::{JavaNames, Machine};
+use super::machine::Machine;
+use super::names::JavaNames;
 use super::vm_structs::VmStructs;
 use crate::bpf::attach;
 use crate::bpf::types;

@@ -11,11 +11,15 @@
 //! | `code_heaps` | where it has its code, and how blocks of that are described |
 //! | `hotspots` | the processes whose frames the kernel half is to walk |
 //! | `inlined` | which functions are compiled into others |
-//! | [`names`] | what functions are called |
+//! | `machine` | what blocks of its code are of |
+//! | `methods` | what functions are called, by their `Method`s |
+//! | [`names`] | the names that were read, by process |
 
 mod asked_map;
 mod code_heaps;
 pub(crate) mod hotspots;
 mod inlined;
+mod machine;
+mod methods;
 pub mod names;
 mod vm_structs;

@@ -6,15 +6,10 @@ use std::hash::Hash;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
 
 use super::asked_map;
-use super::code_heaps;
-use super::inlined::Scopes;
-use super::vm_structs::VmStructs;
-use crate::bpf::types::hotspot_process;
-use crate::interpreters::memory::Memory;
-use crate::print::text;
+use super::machine::Machine;
 use crate::process::proc::Process;
 use crate::stacks::table::Place;
 
@@ -27,17 +22,6 @@ const OVERHEAD: usize = 96;
 /// The time between two perf maps of a process, as a multiple of what the first one took, and at least.
 const ASK_SHARE: u32 = 100;
 const ASK_AFTER: Duration = Duration::from_secs(1);
-/// What a compiled function's block is called, and that of the code around a native one.
-const COMPILED: [&str; 2] = ["nmethod", "native nmethod"];
-/// Bytes of a slot in a class's table of constants.
-const SLOT: u64 = 8;
-
-/// A virtual machine whose memory can be read while its process lives.
-pub(super) struct Machine {
-    pub(super) memory: Memory,
-    pub(super) structs: VmStructs,
-    pub(super) process: hotspot_process,
-}
 
 /// Names of functions, by process. Clones share them.
 #[derive(Clone, Default)]
@@ -99,7 +83,7 @@ enum Named {
 }
 
 /// A function's name, escaped, and where its code begins; 0 if it is interpreted.
-type Function = (String, u64);
+pub(super) type Function = (String, u64);
 
 /// What is compiled into a function at some place of its code.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -230,179 +214,9 @@ impl JavaNames {
     }
 }
 
-/// A block of generated code.
-struct Block {
-    /// Where its description (`CodeBlob`) is.
-    blob: u64,
-    /// What it is called.
-    kind: String,
-    /// Where its code begins.
-    start: u64,
-}
-
-impl Machine {
-    /// The block of generated code that an address is in.
-    fn block(&self, address: u64) -> Result<Option<Block>> {
-        let (memory, structs) = (&self.memory, &self.structs);
-        let Some(block) = code_heaps::block(memory, &self.process, address)? else {
-            return Ok(None);
-        };
-        let blob = block.wrapping_add(self.process.blob.into());
-        let kind = code_heaps::name_of_blob(memory, structs, blob)?;
-        let code = blob.wrapping_add(self.process.code.into());
-        let start = match self.process.code_bytes {
-            4 => blob.wrapping_add(u32::from_ne_bytes(memory.bytes(code)?).into()),
-            _ => memory.word(code)?,
-        };
-        Ok(Some(Block { blob, kind, start }))
-    }
-
-    /// The `Method` whose code a block has.
-    fn method_of(&self, block: &Block) -> Result<u64> {
-        let method = (self.structs.at("CompiledMethod", "_method"))
-            .or_else(|_| self.structs.at("nmethod", "_method"))?;
-        self.memory.word(block.blob.wrapping_add(method))
-    }
-
-    /// The name of what an address of generated code is in, and where its code begins.
-    fn code(&self, address: u64) -> Result<Option<Function>> {
-        let Some(block) = self.block(address)? else {
-            return Ok(None);
-        };
-        if !COMPILED.contains(&&*block.kind) {
-            return Ok((!block.kind.is_empty()).then(|| (text::shown(&block.kind), block.start)));
-        }
-        Ok(Some((self.method(self.method_of(&block)?)?, block.start)))
-    }
-
-    /// What is compiled into the function whose code a frame is in; None if that is no such function.
-    fn inlined(&self, place: Place) -> Result<Option<Inlined>> {
-        let instruction = place.instruction().context("no machine code")?;
-        let Some(block) = self
-            .block(instruction)?
-            .filter(|block| block.kind == COMPILED[0])
-        else {
-            return Ok(None);
-        };
-        let own = self.method_of(&block)?;
-        let scopes = Scopes::of(&self.memory, &self.structs, block.blob, own)?;
-        // What is kept for an address is of the call that returns to it, not of the instruction there.
-        if let Place::Return(address) = place
-            && let Some(methods) = scopes.at_call(address.wrapping_sub(block.start))?
-        {
-            let names = methods.into_iter().map(|method| self.method(method));
-            return Ok(Some(Inlined::Calls(names.collect::<Result<_>>()?)));
-        }
-        Ok(Some(match scopes.any()? {
-            true => Inlined::Unknown,
-            false => Inlined::Calls(Vec::new()),
-        }))
-    }
-
-    /// The name of a function, as HotSpot's own `external_name()` has it.
-    fn method(&self, method: u64) -> Result<String> {
-        let word = |at: u64, class: &str, field: &str| -> Result<u64> {
-            self.memory
-                .word(at.wrapping_add(self.structs.at(class, field)?))
-        };
-        let short = |at: u64, class: &str, field: &str| -> Result<u64> {
-            let at = at.wrapping_add(self.structs.at(class, field)?);
-            Ok(u16::from_ne_bytes(self.memory.bytes(at)?).into())
-        };
-        let parts = word(method, "Method", "_constMethod")?;
-        let constants = word(parts, "ConstMethod", "_constants")?;
-        let slots = constants.wrapping_add(self.structs.size("ConstantPool")?);
-        let constant = |index: u64| self.memory.word(slots.wrapping_add(SLOT * index));
-        let class = word(constants, "ConstantPool", "_pool_holder")?;
-        let class = self.symbol(word(class, "Klass", "_name")?)?;
-        let name = self.symbol(constant(short(parts, "ConstMethod", "_name_index")?)?)?;
-        let signature = constant(short(parts, "ConstMethod", "_signature_index")?)?;
-        let signature = self.symbol(signature)?;
-        let (returned, arguments) = types(&signature).context("no signature")?;
-        let name = format!("{returned} {}.{name}({arguments})", class_name(&class));
-        Ok(text::shown(&name))
-    }
-
-    /// The text of a `Symbol`.
-    fn symbol(&self, symbol: u64) -> Result<String> {
-        ensure!(symbol != 0, "no symbol");
-        let length = symbol.wrapping_add(self.structs.at("Symbol", "_length")?);
-        let length = u16::from_ne_bytes(self.memory.bytes(length)?);
-        let mut bytes = vec![0; length.into()];
-        let body = symbol.wrapping_add(self.structs.at("Symbol", "_body")?);
-        self.memory.read_exact(&mut bytes, body)?;
-        Ok(String::from_utf8_lossy(&bytes).into_owned())
-    }
-}
-
-/// A class's name as Java has it. That of a hidden class ends in a plus sign and its address, in which no
-/// name of a source file's has one.
-fn class_name(symbol: &str) -> String {
-    symbol.replace('/', ".").replace('+', "/")
-}
-
-/// What a function with this signature returns, and its arguments.
-fn types(signature: &str) -> Option<(String, String)> {
-    let mut rest = signature.strip_prefix('(')?;
-    let mut arguments = Vec::new();
-    loop {
-        if let Some(returned) = rest.strip_prefix(')') {
-            let (returned, after) = one_type(returned)?;
-            return after.is_empty().then(|| (returned, arguments.join(", ")));
-        }
-        let (argument, after) = one_type(rest)?;
-        arguments.push(argument);
-        rest = after;
-    }
-}
-
-/// The type that a signature begins with, and what is behind it.
-fn one_type(signature: &str) -> Option<(String, &str)> {
-    let element = signature.trim_start_matches('[');
-    let dimensions = signature.len() - element.len();
-    let (name, rest) = match element.split_at_checked(1)? {
-        ("L", rest) => {
-            let (class, rest) = rest.split_once(';')?;
-            (class_name(class), rest)
-        }
-        (letter, rest) => {
-            let name = match letter {
-                "B" => "byte",
-                "C" => "char",
-                "D" => "double",
-                "F" => "float",
-                "I" => "int",
-                "J" => "long",
-                "S" => "short",
-                "V" => "void",
-                "Z" => "boolean",
-                _ => return None,
-            };
-            (name.to_owned(), rest)
-        }
-    };
-    Some((name + &"[]".repeat(dimensions), rest))
-}
-
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
-
-    #[test]
-    fn signatures_are_as_in_a_source_file() {
-        let of = |signature| types(signature).expect("a signature");
-        let text = |(returned, arguments)| format!("{returned}({arguments})");
-        assert_eq!(text(of("()V")), "void()");
-        assert_eq!(
-            text(of("(IJ[B[[Ljava/util/Map$Entry;Z)Ljava/lang/String;")),
-            "java.lang.String(int, long, byte[], java.util.Map$Entry[][], boolean)"
-        );
-        for broken in ["", "()", "(", "(I", "(Q)V", "()VV", "(Ljava)V", "V", "([)V"] {
-            assert_eq!(types(broken), None, "{broken}");
-        }
-    }
 
     #[test]
     fn names_are_bounded() {
@@ -416,20 +230,5 @@ mod tests {
         assert!(names.values.len() < 32);
         names.forget(7);
         assert!(names.values.is_empty());
-    }
-
-    #[test]
-    fn a_hidden_class_is_called_as_java_does() {
-        assert_eq!(
-            class_name("a/Map$Lambda$14+0x0800c03000"),
-            "a.Map$Lambda$14/0x0800c03000"
-        );
-    }
-
-    proptest! {
-        #[test]
-        fn any_text_is_a_signature_or_none(signature in "[(\\[LIV;)a-z/é]{0,40}") {
-            let _ = types(&signature);
-        }
     }
 }

@@ -1,0 +1,92 @@
+//! A virtual machine's generated code, read from the memory of the process that it runs in: what a block of it is of.
+
+use anyhow::{Context, Result};
+
+use super::code_heaps;
+use super::inlined::Scopes;
+use super::names::{Function, Inlined};
+use super::vm_structs::VmStructs;
+use crate::bpf::types::hotspot_process;
+use crate::interpreters::memory::Memory;
+use crate::print::text;
+use crate::stacks::table::Place;
+
+/// What a compiled function's block is called, and that of the code around a native one.
+const COMPILED: [&str; 2] = ["nmethod", "native nmethod"];
+
+/// A virtual machine whose memory can be read while its process lives.
+pub(super) struct Machine {
+    pub(super) memory: Memory,
+    pub(super) structs: VmStructs,
+    pub(super) process: hotspot_process,
+}
+
+/// A block of generated code.
+struct Block {
+    /// Where its description (`CodeBlob`) is.
+    blob: u64,
+    /// What it is called.
+    kind: String,
+    /// Where its code begins.
+    start: u64,
+}
+
+impl Machine {
+    /// The block of generated code that an address is in.
+    fn block(&self, address: u64) -> Result<Option<Block>> {
+        let (memory, structs) = (&self.memory, &self.structs);
+        let Some(block) = code_heaps::block(memory, &self.process, address)? else {
+            return Ok(None);
+        };
+        let blob = block.wrapping_add(self.process.blob.into());
+        let kind = code_heaps::name_of_blob(memory, structs, blob)?;
+        let code = blob.wrapping_add(self.process.code.into());
+        let start = match self.process.code_bytes {
+            4 => blob.wrapping_add(u32::from_ne_bytes(memory.bytes(code)?).into()),
+            _ => memory.word(code)?,
+        };
+        Ok(Some(Block { blob, kind, start }))
+    }
+
+    /// The `Method` whose code a block has.
+    fn method_of(&self, block: &Block) -> Result<u64> {
+        let method = (self.structs.at("CompiledMethod", "_method"))
+            .or_else(|_| self.structs.at("nmethod", "_method"))?;
+        self.memory.word(block.blob.wrapping_add(method))
+    }
+
+    /// The name of what an address of generated code is in, and where its code begins.
+    pub(super) fn code(&self, address: u64) -> Result<Option<Function>> {
+        let Some(block) = self.block(address)? else {
+            return Ok(None);
+        };
+        if !COMPILED.contains(&&*block.kind) {
+            return Ok((!block.kind.is_empty()).then(|| (text::shown(&block.kind), block.start)));
+        }
+        Ok(Some((self.method(self.method_of(&block)?)?, block.start)))
+    }
+
+    /// What is compiled into the function whose code a frame is in; None if that is no such function.
+    pub(super) fn inlined(&self, place: Place) -> Result<Option<Inlined>> {
+        let instruction = place.instruction().context("no machine code")?;
+        let Some(block) = self
+            .block(instruction)?
+            .filter(|block| block.kind == COMPILED[0])
+        else {
+            return Ok(None);
+        };
+        let own = self.method_of(&block)?;
+        let scopes = Scopes::of(&self.memory, &self.structs, block.blob, own)?;
+        // What is kept for an address is of the call that returns to it, not of the instruction there.
+        if let Place::Return(address) = place
+            && let Some(methods) = scopes.at_call(address.wrapping_sub(block.start))?
+        {
+            let names = methods.into_iter().map(|method| self.method(method));
+            return Ok(Some(Inlined::Calls(names.collect::<Result<_>>()?)));
+        }
+        Ok(Some(match scopes.any()? {
+            true => Inlined::Unknown,
+            false => Inlined::Calls(Vec::new()),
+        }))
+    }
+}
