@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use anyhow::{Context, Result, bail, ensure};
 
+use super::numbers::{MOST_NUMBER_BYTES, Numbers};
 use super::vm_structs::VmStructs;
 use crate::interpreters::memory::Memory;
 
@@ -19,9 +20,6 @@ const MOST_PLACE_BYTES: u64 = 16 << 20;
 const MOST_SCOPES: usize = 4096;
 /// Bytes of the numbers of a scope that are read here: where the next is, which `Method`, and where in that.
 const SCOPE_BYTES: usize = 3 * MOST_NUMBER_BYTES;
-const MOST_NUMBER_BYTES: usize = 5;
-/// The first version that writes numbers without zero bytes.
-const WITHOUT_ZEROS: u32 = 20;
 
 /// The debug information of one compiled function.
 pub(super) struct Scopes<'a> {
@@ -56,17 +54,13 @@ impl<'a> Scopes<'a> {
         );
         let places = places.chunks_exact(size);
         let places = places.map(|place| (int(place, offset), int(place, scope)));
-        let version = structs.at("Abstract_VM_Version", "_vm_major_version")?;
-        let version = memory.bytes(version).map(u32::from_ne_bytes)?;
         Ok(Self {
             memory,
             places: places.collect(),
             data,
             methods,
             own,
-            numbers: Numbers {
-                excluded: u8::from(version >= WITHOUT_ZEROS),
-            },
+            numbers: Numbers::of(memory, structs)?,
         })
     }
 
@@ -152,67 +146,8 @@ fn parts(memory: &Memory, structs: &VmStructs, blob: u64) -> Result<(Range<u64>,
     Ok((at(places)..at(end), data, at(methods)))
 }
 
-/// How numbers are written: `UNSIGNED5` of HotSpot, after Pack200. Each byte but the last is one of the 64 highest.
-#[derive(Debug, Clone, Copy)]
-struct Numbers {
-    /// Bytes, from zero on, that are never used.
-    excluded: u8,
-}
-
-impl Numbers {
-    /// The number that the bytes begin with, and what is behind it. None if they end before it does.
-    fn read(self, bytes: &[u8]) -> Option<(u32, &[u8])> {
-        const BITS: u32 = 6;
-        const FIRST_HIGH: u8 = 192;
-        let mut number = 0u32;
-        for (at, &byte) in bytes.iter().take(MOST_NUMBER_BYTES).enumerate() {
-            let digit = u32::from(byte.checked_sub(self.excluded)?);
-            number = number.wrapping_add(digit << (BITS * at as u32));
-            if byte < FIRST_HIGH || at + 1 == MOST_NUMBER_BYTES {
-                return Some((number, &bytes[at + 1..]));
-            }
-        }
-        None
-    }
-}
-
 /// The 32-bit number at an offset of a description.
 fn int(place: &[u8], at: usize) -> i32 {
     let bytes = place[at..].first_chunk().copied();
     i32::from_ne_bytes(bytes.unwrap_or_default())
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    #[test]
-    fn numbers_are_as_hotspot_writes_them() {
-        let old = Numbers { excluded: 0 };
-        let new = Numbers { excluded: 1 };
-        let read = |numbers: Numbers, bytes: &[u8]| numbers.read(bytes).map(|(number, _)| number);
-        assert_eq!(read(old, &[0]), Some(0));
-        assert_eq!(read(old, &[191]), Some(191));
-        assert_eq!(read(old, &[192, 0]), Some(192));
-        assert_eq!(read(old, &[255, 191]), Some(255 + 191 * 64));
-        assert_eq!(read(new, &[1]), Some(0));
-        assert_eq!(read(new, &[191]), Some(190));
-        assert_eq!(read(new, &[192, 1]), Some(191));
-        assert_eq!(read(new, &[0]), None);
-        assert_eq!(read(old, &[192]), None);
-        assert_eq!(
-            old.read(&[255, 255, 255, 255, 255, 7])
-                .map(|(_, rest)| rest),
-            Some(&[7][..])
-        );
-    }
-
-    proptest! {
-        #[test]
-        fn any_bytes_are_a_number_or_none(bytes: Vec<u8>, excluded in 0..2u8) {
-            let _ = Numbers { excluded }.read(&bytes);
-        }
-    }
 }

@@ -13,6 +13,7 @@
 //! | `inlined` | which functions are compiled into others |
 //! | `machine` | what blocks of its code are of |
 //! | `methods` | what functions are called, by their `Method`s |
+//! | `numbers` | how it writes numbers |
 //! | [`names`] | the names that were read, by process |
 
 mod asked_map;
@@ -22,4 +23,5 @@ mod inlined;
 mod machine;
 mod methods;
 pub mod names;
+mod numbers;
 mod vm_structs;

@@ -1,0 +1,82 @@
+//! Numbers as HotSpot writes them (`UNSIGNED5`, after Pack200): each byte but the last is one of the 64 highest.
+
+use anyhow::Result;
+
+use super::vm_structs::VmStructs;
+use crate::interpreters::memory::Memory;
+
+/// Bytes of a number, at most.
+pub(super) const MOST_NUMBER_BYTES: usize = 5;
+/// The first version that writes numbers without zero bytes.
+const WITHOUT_ZEROS: u32 = 20;
+
+/// How a version of HotSpot writes numbers.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Numbers {
+    /// Bytes, from zero on, that are never used.
+    excluded: u8,
+}
+
+impl Numbers {
+    /// As the virtual machine in this memory does.
+    ///
+    /// # Errors
+    /// If it does not tell its version.
+    pub(super) fn of(memory: &Memory, structs: &VmStructs) -> Result<Self> {
+        let version = structs.at("Abstract_VM_Version", "_vm_major_version")?;
+        let version = memory.bytes(version).map(u32::from_ne_bytes)?;
+        Ok(Self {
+            excluded: u8::from(version >= WITHOUT_ZEROS),
+        })
+    }
+
+    /// The number that the bytes begin with, and what is behind it. None if they end before it does.
+    pub(super) fn read(self, bytes: &[u8]) -> Option<(u32, &[u8])> {
+        const BITS: u32 = 6;
+        const FIRST_HIGH: u8 = 192;
+        let mut number = 0u32;
+        for (at, &byte) in bytes.iter().take(MOST_NUMBER_BYTES).enumerate() {
+            let digit = u32::from(byte.checked_sub(self.excluded)?);
+            number = number.wrapping_add(digit << (BITS * at as u32));
+            if byte < FIRST_HIGH || at + 1 == MOST_NUMBER_BYTES {
+                return Some((number, &bytes[at + 1..]));
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn numbers_are_as_hotspot_writes_them() {
+        let old = Numbers { excluded: 0 };
+        let new = Numbers { excluded: 1 };
+        let read = |numbers: Numbers, bytes: &[u8]| numbers.read(bytes).map(|(number, _)| number);
+        assert_eq!(read(old, &[0]), Some(0));
+        assert_eq!(read(old, &[191]), Some(191));
+        assert_eq!(read(old, &[192, 0]), Some(192));
+        assert_eq!(read(old, &[255, 191]), Some(255 + 191 * 64));
+        assert_eq!(read(new, &[1]), Some(0));
+        assert_eq!(read(new, &[191]), Some(190));
+        assert_eq!(read(new, &[192, 1]), Some(191));
+        assert_eq!(read(new, &[0]), None);
+        assert_eq!(read(old, &[192]), None);
+        assert_eq!(
+            old.read(&[255, 255, 255, 255, 255, 7])
+                .map(|(_, rest)| rest),
+            Some(&[7][..])
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_number_or_none(bytes: Vec<u8>, excluded in 0..2u8) {
+            let _ = Numbers { excluded }.read(&bytes);
+        }
+    }
+}
