@@ -20,6 +20,7 @@ use super::store::Store;
 use super::worker::Waiting;
 use crate::bpf::types;
 use crate::code::elf;
+use crate::code::elf_file::NotElf;
 use crate::print::clock;
 use crate::process::proc::{FileId, Mapping, Process};
 
@@ -63,7 +64,7 @@ pub(super) struct Tables {
     files: HashMap<FileKey, Arc<CodeFile>>,
     /// Files by what processes' lists of mappings say of them.
     seen: HashMap<FileId, Arc<CodeFile>>,
-    /// Names of files by their number; 0 is code that was generated.
+    /// Names of files by their number, behind which may be why a file has no table; 0 is code that was generated.
     names: HashMap<u32, String>,
     next_number: u32,
     /// The skeleton's map `unwind_files`.
@@ -151,7 +152,7 @@ impl Tables {
         self.no_room.len() as u64
     }
 
-    /// The name of a file.
+    /// The name of a file, and why it has no table if it cannot be understood.
     pub(super) fn name(&self, number: u32) -> &str {
         let name = self.names.get(&number);
         name.map_or("a file", String::as_str)
@@ -230,9 +231,15 @@ impl Tables {
             number,
             ..CodeFile::default()
         };
-        // A file that cannot be understood is one without rules; a stack that needs them says so.
-        let Ok(rules) = rules.and_then(Rules::by_file_offset) else {
-            return Ok(Arc::new(file));
+        let rules = match rules.and_then(Rules::by_file_offset) {
+            Ok(rules) => rules,
+            // A file that cannot be understood is one without rules; a stack that needs them says so.
+            Err(error) => {
+                if !error.is::<NotElf>() {
+                    self.names.insert(number, format!("{name}: {error:#}"));
+                }
+                return Ok(Arc::new(file));
+            }
         };
         let words = rules.rows.len() + rules.pages().len();
         let Some(first) = self.put(&rules)? else {

@@ -68,6 +68,19 @@ fn a_file_has_one_table_whoever_maps_it() {
 }
 
 #[test]
+fn a_file_that_cannot_be_understood_says_why() {
+    let Some((mut tables, _)) = tables() else {
+        return;
+    };
+    let cut_short = program();
+    cut_short.set_len(1 << 16).expect("a file");
+    tables.expect("program", &cut_short).expect("it is read");
+    let number = of(&tables, &cut_short).number;
+    let why = "program: its code is said to be where it cannot be";
+    assert_eq!((tables.files(), tables.name(number)), (0, why));
+}
+
+#[test]
 fn what_finds_no_room_is_left_out_until_others_make_some() {
     let Some((mut tables, known)) = tables() else {
         return;
