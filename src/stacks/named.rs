@@ -162,6 +162,11 @@ impl Frame {
         self.kind == FrameKind::Kernel
     }
 
+    /// Whether it is a function of Python.
+    pub fn is_python(&self) -> bool {
+        self.kind == FrameKind::Python
+    }
+
     /// The language of a function that is interpreted; None of machine code.
     pub fn language(&self) -> Option<&'static str> {
         match self.kind {

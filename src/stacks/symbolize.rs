@@ -482,7 +482,9 @@ impl Names for Symbolizer {
             return self.kernel.part(pid, stack);
         }
         let frames = self.user_frames(pid, stack);
-        let last = frames.last().and_then(|frame| frame.module.as_ref());
+        // Frames of Python that follow are not where the walk has ended.
+        let mut walked = frames.iter().rev().filter(|frame| !frame.is_python());
+        let last = walked.next().and_then(|frame| frame.module.as_ref());
         let truncated = stack.end.truncated(last.map(|(module, _)| module.as_str()));
         Part { frames, truncated }
     }
