@@ -430,9 +430,17 @@ int unwind_publish(struct bpf_raw_tracepoint_args *ctx)
 		.number = ctx->args[2] >> 32,
 		.used_ns = bpf_ktime_get_ns(),
 	};
+	struct unwind_file *known;
 
 	if (!mapping || !mapping->file.inode)
 		return 1;
+	/*
+	 * It was asked for once more meanwhile. To replace an entry would give its memory to the
+	 * next one, while a program that has found it may still be reading.
+	 */
+	known = bpf_map_lookup_elem(&unwind_files, &mapping->file);
+	if (known && known->pages == file.pages && known->number == file.number)
+		return 0;
 	if (file.number & UNWIND_PYTHON)
 		python_met = 1;
 	if (file.number & UNWIND_HOTSPOT)
