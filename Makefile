@@ -10,9 +10,9 @@
 #   make packages  the release as .deb and .rpm, in target/dist
 #   make crate     the package for crates.io, which has the BPF objects, in target/dist
 #   make image     the release as a container image, target/dist/bpf-memtools-VERSION-TARGET.oci.tar
-#   make test-packages   the release built twice and compared; .deb and .rpm installed, run and removed in roots
-#                        of Debian 11, 12, 13 and testing; the crate installed by cargo without clang;
-#                        the image run as a pod is
+#   make test-packages   the release; .deb and .rpm installed, run and removed in roots of Debian 11, 12, 13 and
+#                        testing; the crate installed by cargo without clang; the image run as a pod is
+#   make test-reproducible   the release built once more, elsewhere, and compared
 #   make bench     overhead beside peers, as ratios
 #   make clean
 
@@ -54,7 +54,7 @@ PACKAGES_PACKAGES = rpm
 IMAGE_PACKAGES = buildah
 PACKAGES_TEST_PACKAGES = python3-venv python3-yaml lintian rpmlint mmdebstrap debian-archive-keyring
 
-.PHONY: build deps demo test lint test-host test-vm install uninstall release packages crate image test-packages bench clean vmlinux
+.PHONY: build deps demo test lint test-host test-vm install uninstall release packages crate image test-packages test-reproducible bench clean vmlinux
 
 build: deps
 	$(CARGO) build $(FLAGS) --bins
@@ -132,6 +132,9 @@ test-packages: packages crate image
 	tests/packages/image target/dist/bpf-memtools-$(VERSION)-$(TARGET).oci.tar
 	tests/packages/crate target/dist/bpf-memtools-$(VERSION).crate
 	tests/packages/release target/dist/bpf-memtools-$(VERSION)-$(TARGET).tar.zst
+
+test-reproducible: release
+	tests/packages/reproducible target/dist/bpf-memtools-$(VERSION)-$(TARGET).tar.zst
 
 bench: build
 	benches/run
