@@ -25,6 +25,9 @@ use crate::process::proc::{Mapping, Process};
 /// The longest time for which a file that was looked at in vain is not asked for again, as a power of
 /// two in milliseconds.
 const MAX_PATIENCE: u32 = 14;
+/// The same of an interpreter: a process that has called exec is asked about from its first instructions on, and what
+/// it runs before its interpreter is found lacks frames.
+const MAX_INTERPRETER_PATIENCE: u32 = 8;
 /// The shortest such time, as UNWIND_PATIENCE_NS.
 const MIN_PATIENCE: u32 = 4;
 const MILLISECOND: u64 = 1_000_000;
@@ -274,7 +277,7 @@ impl Answers {
             None => Looked::Vain,
         };
         if looked == Looked::Vain {
-            return self.put_off(request.file);
+            return self.put_off(request.file, MAX_PATIENCE);
         }
         self.in_vain.remove(&request.file);
         self.busy.entry(pid).or_insert_with(Instant::now);
@@ -298,16 +301,17 @@ impl Answers {
             self.in_vain.remove(&asked);
             return Ok(());
         }
-        self.put_off(asked)
+        self.put_off(asked, MAX_INTERPRETER_PATIENCE)
     }
 
-    /// Has a file not asked for again at once.
-    fn put_off(&mut self, file: u64) -> Result<()> {
+    /// Has a file, or the interpreter of a process, not asked for again at once; for so long at the most, as a power of
+    /// two in milliseconds.
+    fn put_off(&mut self, file: u64, most: u32) -> Result<()> {
         if self.in_vain.len() >= MAX_IN_VAIN {
             self.in_vain.clear();
         }
         let times = self.in_vain.entry(file).or_default();
-        let patience = MILLISECOND << (MIN_PATIENCE + *times).min(MAX_PATIENCE);
+        let patience = MILLISECOND << (MIN_PATIENCE + *times).min(most);
         *times += 1;
         let not_before = clock::monotonic_ns() + patience;
         self.asked
