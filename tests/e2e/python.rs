@@ -197,9 +197,16 @@ fn frames_of_children_are_those_that_python_has() -> Result<()> {
     let children = children.map(|(pid, suffix)| (pid, path.with_extension(suffix)));
     for (pid, path) in [(&parent, path)].into_iter().chain(children) {
         expect_exact_in(Some(pid.parse()?), &objects, &truth(&path)?)
-            .with_context(|| format!("in the process of {}", path.display()))?;
+            .with_context(|| format!("in process {pid}, {}", path.display()))
+            .with_context(|| said_of_python(&ended))?;
     }
     Ok(())
+}
+
+/// What a tool has said of Python's processes.
+fn said_of_python(ended: &Ended) -> String {
+    let lines = ended.stderr.lines();
+    lines.filter(|line| line.contains("Python")).collect()
 }
 
 /// By another number than that by which it knows itself, and of files that only its own mount namespace has.
