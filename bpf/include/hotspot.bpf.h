@@ -20,8 +20,14 @@
 
 enum hotspot_layout {
 	HOTSPOT_HEAPS = 4,
-	/* In a word of pc[]: the rest is the address of the Method of an interpreted function. */
+	/*
+	 * In a word of pc[], of an interpreted function: a bit that says so; whether it has noted
+	 * the bytecode that it calls from; the lower 16 bits of that one's address, of which
+	 * 65,535 bytes are all that a function may have; and below, an eighth of its Method's.
+	 */
 	HOTSPOT_INTERPRETED_BIT = 62,
+	HOTSPOT_BYTECODE_BIT = 61,
+	HOTSPOT_BYTECODE_SHIFT = 44,
 	/* Steps through the map, in rounds: each is of up to 254 segments of 128 bytes. */
 	HOTSPOT_ROUND_STEPS = 8,
 	HOTSPOT_ROUNDS = 8,

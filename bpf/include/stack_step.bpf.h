@@ -194,17 +194,24 @@ static __noinline int stack_by_interpreter(struct stack_slot *slot, __u64 row)
 }
 
 /*
- * Add the frame of a function that HotSpot interprets, by its Method: the code is the same
- * for all of them.
+ * Add the frame of a function that HotSpot interprets, by its Method and the bytecode that it
+ * calls from: the code is the same for all of them.
  */
 static __noinline int stack_push_interpreted(struct stack_slot *slot)
 {
 	struct stack_walk *walk = &slot->walk;
+	__u64 word;
 
-	if (!stack_word(slot, walk->fp + INTERPRETED_METHOD) || !walk->word ||
+	if (!stack_word(slot, walk->fp + INTERPRETED_METHOD) || !walk->word || walk->word & 7 ||
 	    walk->word >> INTERPRETED_ADDRESS_BITS)
 		return stack_push_walked(slot);
-	return stack_push(slot, walk->word | 1ULL << HOTSPOT_INTERPRETED_BIT, 0);
+	word = 1ULL << HOTSPOT_INTERPRETED_BIT | walk->word >> 3;
+	/* It is another one that is noted where it was interrupted, and none in a native function.
+	 */
+	if (!walk->interrupted && stack_word(slot, walk->fp + INTERPRETED_BYTECODE) && walk->word)
+		word |= 1ULL << HOTSPOT_BYTECODE_BIT | (walk->word & 0xffff)
+							   << HOTSPOT_BYTECODE_SHIFT;
+	return stack_push(slot, word, 0);
 }
 
 /* Whether a return probe has put the return address there that the walk has come to. */

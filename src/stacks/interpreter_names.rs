@@ -1,8 +1,8 @@
 //! Names for the frames of interpreters in a user's stack.
 
 use crate::code::lines::SourceLine;
-use crate::interpreters::hotspot::names::{Inlined, JavaNames};
-use crate::stacks::named::{Frame, Source};
+use crate::interpreters::hotspot::names::JavaNames;
+use crate::stacks::named::Source;
 use crate::stacks::perf_map::PerfMaps;
 use crate::stacks::python_names::PythonNames;
 use crate::stacks::table::Place;
@@ -32,34 +32,27 @@ impl InterpreterNames {
         written
     }
 
-    /// The frame of a function of Java that is interpreted.
-    pub(in crate::stacks) fn java_frame(names: Option<&Self>, pid: u32, method: u64) -> Frame {
-        const UNKNOWN: &str = "[interpreted]";
-        let name = names.and_then(|names| names.java.of_method(pid, method));
-        Frame::of_java(method, name.unwrap_or_else(|| UNKNOWN.to_owned()))
+    /// The function of Java that is interpreted at a place, and the line that it is at.
+    pub(in crate::stacks) fn java_line(&self, pid: u32, place: Place) -> Option<SourceLine> {
+        self.java.lines(pid, place)?.pop()
     }
 
-    /// The functions of Java that are compiled into the one that a frame of generated code is in, and this one's own
-    /// name: shown with its frame, as those are that a native compiler has inlined.
-    pub(in crate::stacks) fn inlined_java(
+    /// The functions of Java that are compiled into the one that a frame of generated code is in, and that one itself,
+    /// which is called `own`: shown with its frame, as those are that a native compiler has inlined.
+    pub(in crate::stacks) fn java_source(
         &self,
         pid: u32,
         place: Place,
         own: Option<&(String, u64)>,
     ) -> Source {
-        const UNKNOWN: &str = "[inlined calls unknown]";
-        let calls = match self.java.inlined(pid, place) {
-            Some(Inlined::Calls(calls)) => calls,
-            Some(Inlined::Unknown) => vec![UNKNOWN.to_owned()],
-            None => Vec::new(),
-        };
-        if calls.is_empty() {
+        let Some(mut lines) = self.java.lines(pid, place) else {
             return Source::default();
+        };
+        if let (Some(last), Some((name, _))) = (lines.last_mut(), own) {
+            last.function = Some(name.clone());
         }
-        let own = own.map(|(name, _)| name.clone());
-        let functions = calls.into_iter().map(Some).chain([own]);
         Source {
-            lines: functions.map(SourceLine::of_function).collect(),
+            lines: lines.into(),
             shown: true,
         }
     }

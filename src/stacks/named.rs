@@ -24,8 +24,8 @@ pub enum FrameKind {
     /// A code object of CPython, which the interpreter's loop executes. The symbol is its qualified name, without an
     /// offset; the place in the source is always shown; there is no module.
     Python,
-    /// A function of Java that HotSpot interprets. The symbol is its name with its types, without an offset; there is
-    /// no module. Compiled functions are native code.
+    /// A function of Java that HotSpot interprets. The symbol is its name with its types, without an offset; the place in
+    /// the source is always shown, as it is of compiled functions; there is no module. Compiled functions are native code.
     Java,
 }
 
@@ -120,13 +120,20 @@ impl Frame {
         }
     }
 
-    /// A frame of a function of Java that is interpreted, by the address of its `Method`, with its escaped name.
-    pub fn of_java(method: u64, name: String) -> Self {
+    /// A frame of a function of Java that is interpreted, by the address of its `Method`, with its name and the place
+    /// that it is at, which are escaped, if they are known.
+    pub fn of_java(method: u64, line: Option<SourceLine>) -> Self {
+        const UNKNOWN: &str = "[interpreted]";
+        let name = line.as_ref().and_then(|line| line.function.clone());
         Self {
             address: method,
             instruction: method,
-            symbol: Some((name, 0)),
+            symbol: Some((name.unwrap_or_else(|| UNKNOWN.to_owned()), 0)),
             kind: FrameKind::Java,
+            source: Source {
+                lines: line.into_iter().collect(),
+                shown: true,
+            },
             ..Self::default()
         }
     }
@@ -152,7 +159,7 @@ impl Frame {
                 file: Some(file),
                 line: 0,
                 ..
-            }) if self.kind == FrameKind::Python => format!(" ({})", base_name(file)),
+            }) if self.is_python() => format!(" ({})", base_name(file)),
             _ => self.source.in_report().to_string(),
         }
     }
@@ -160,6 +167,11 @@ impl Frame {
     /// Whether it is the kernel's.
     pub fn is_kernel(&self) -> bool {
         self.kind == FrameKind::Kernel
+    }
+
+    /// What the module is called that the code is in.
+    pub fn module_name(&self) -> Option<&str> {
+        self.module.as_ref().map(|(name, _)| name.as_str())
     }
 
     /// Whether it is a function of Python.
@@ -181,10 +193,11 @@ impl Frame {
         self.language().is_some()
     }
 
-    /// The function, of Python with its place, or else the module in brackets.
+    /// The function, of Python with its place, or else the module in brackets. A function of Java is called the same
+    /// whether it is compiled or interpreted.
     pub fn function_or_module(&self) -> String {
         match (&self.symbol, &self.module) {
-            (Some((name, _)), _) if self.is_interpreted() => format!("{name}{}", self.place()),
+            (Some((name, _)), _) if self.is_python() => format!("{name}{}", self.place()),
             (Some((name, _)), _) => name.clone(),
             (None, Some((module, _))) => format!("[{module}]"),
             (None, None) => "[unknown]".to_owned(),
@@ -193,7 +206,8 @@ impl Frame {
 }
 
 /// `malloc+0x1d [libc.so.6]`, as BCC prints it; `libfoo.so+0x1234 [libfoo.so]` without a symbol; and
-/// `main+0x6d (demo.c:41) [demo]` with its source line. Of Python, `load_orders (orders.py:41) [python]`.
+/// `main+0x6d (demo.c:41) [demo]` with its source line. Of Python, `load_orders (orders.py:41) [python]`, and of Java that
+/// is interpreted, `void Orders.load(int) (Orders.java:41) [java]`.
 impl fmt::Display for Frame {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let place = self.place();

@@ -54,7 +54,7 @@ impl PythonNames {
     /// What a place is for Python.
     pub(super) fn find(&self, place: Place) -> Found {
         match place {
-            Place::Return(_) | Place::Interrupted(_) | Place::Java(_) => Found::Native,
+            Place::Return(_) | Place::Interrupted(_) | Place::Java { .. } => Found::Native,
             Place::PythonUnpaired => Found::Frame(Frame::of_python(0, UNPAIRED, None)),
             Place::PythonCut => Found::Frame(Frame::of_python(0, CUT, None)),
             Place::Python(word) => frame(word, &self.codes.get(word), self.lines),

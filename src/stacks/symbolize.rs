@@ -392,7 +392,7 @@ impl Symbolizer {
         let image = self.spaces.image_with(pid, &code).unwrap_or_default();
         for (frame, &place) in stack.places.iter().enumerate() {
             // Another process has another function there.
-            if matches!(place, Place::Java(_)) {
+            if matches!(place, Place::Java { .. }) {
                 return false;
             }
             let Some(address) = place.instruction() else {
@@ -416,9 +416,10 @@ impl Symbolizer {
 
     /// The frame of a place of native code or Java; None of another.
     fn user_frame(&mut self, pid: u32, image: &Image, place: Place) -> Option<Frame> {
-        if let Place::Java(method) = place {
+        if let Place::Java { method, .. } = place {
             let names = self.interpreters.as_ref();
-            return Some(InterpreterNames::java_frame(names, pid, method));
+            let line = names.and_then(|names| names.java_line(pid, place));
+            return Some(Frame::of_java(method, line));
         }
         let (address, instruction) = (place.address()?, place.instruction()?);
         let unknown = Frame {
@@ -433,7 +434,7 @@ impl Symbolizer {
         let (symbol, mangled, source) = if code.file.is_generated() {
             let symbol = self.find_generated(pid, instruction);
             let names = self.interpreters.as_ref();
-            let source = names.map(|names| names.inlined_java(pid, place, symbol.as_ref()));
+            let source = names.map(|names| names.java_source(pid, place, symbol.as_ref()));
             (symbol, None, source.unwrap_or_default())
         } else {
             let source = self.source(&code.file, offset);
@@ -483,9 +484,8 @@ impl Names for Symbolizer {
         }
         let frames = self.user_frames(pid, stack);
         // Frames of Python that follow are not where the walk has ended.
-        let mut walked = frames.iter().rev().filter(|frame| !frame.is_python());
-        let last = walked.next().and_then(|frame| frame.module.as_ref());
-        let truncated = stack.end.truncated(last.map(|(module, _)| module.as_str()));
+        let last = frames.iter().rfind(|frame| !frame.is_python());
+        let truncated = stack.end.truncated(last.and_then(Frame::module_name));
         Part { frames, truncated }
     }
 

@@ -140,13 +140,13 @@ impl Java {
         Ok(ended)
     }
 
-    /// The methods of each block, by its address, as the workload has noted them; the innermost are those
-    /// that it calls to allocate one.
+    /// The frames of each block, by its address, as the workload has noted them, such as `Frames.take (Frames.java:46)`;
+    /// the innermost are those that it calls to allocate one, whose lines it does not know.
     pub(crate) fn truth(&self) -> Result<HashMap<u64, Vec<String>>> {
         const ALLOCATE: [&str; 3] = [
             "jdk.internal.misc.Unsafe.allocateMemory0",
-            "jdk.internal.misc.Unsafe.allocateMemory",
-            "sun.misc.Unsafe.allocateMemory",
+            "jdk.internal.misc.Unsafe.allocateMemory (Unsafe.java:*)",
+            "sun.misc.Unsafe.allocateMemory (Unsafe.java:*)",
         ];
         let text = fs::read_to_string(self.truth_file())?;
         let truth: HashMap<u64, Vec<String>> = text

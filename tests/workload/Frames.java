@@ -16,7 +16,8 @@ import java.util.stream.IntStream;
 /*
  * java Frames FILE COUNT [PAGES]: three threads allocate COUNT blocks each of 1016 bytes that are not
  * Java's own, from chains of calls of many kinds, and write down for each block what StackWalker
- * says of its place: the address, and the methods from the innermost on, between tabs. Then
+ * says of its place: the address, and the frames from the innermost on, between tabs, each a method
+ * and, if it is known, its line. Then
  * others have PAGES page faults, or more: in their bodies, in copies, and on their stacks.
  */
 @SuppressWarnings({"removal", "deprecation"})
@@ -42,11 +43,21 @@ public class Frames {
 	/* What a thread has noted. */
 	static final ThreadLocal<Map<Long, List<String>>> NOTES = ThreadLocal.withInitial(HashMap::new);
 
+	/* The line that allocates is the one that is noted. */
 	static void take() {
-		long at = UNSAFE.allocateMemory(BYTES);
-		List<String> frames = WALKER.walk(
-			all -> all.map(f -> f.getClassName() + "." + f.getMethodName()).toList());
-		NOTES.get().put(at, frames);
+		NOTES.get().put(UNSAFE.allocateMemory(BYTES), frames());
+	}
+
+	/* The caller's frame, and those that it was called from. */
+	static List<String> frames() {
+		return WALKER.walk(all -> all.skip(1).map(Frames::text).toList());
+	}
+
+	/* Frames.take (Frames.java:47) */
+	static String text(StackWalker.StackFrame frame) {
+		String method = frame.getClassName() + "." + frame.getMethodName();
+		int line = frame.getLineNumber();
+		return line > 0 ? method + " (" + frame.getFileName() + ":" + line + ")" : method;
 	}
 
 	interface Step {

@@ -9,10 +9,14 @@
 
 #include "unwind_row.bpf.h"
 
-/* Where, from its frame pointer on, an interpreted function's frame has its caller's stack pointer.
+/*
+ * Where, from its frame pointer on, an interpreted function's frame has its caller's stack pointer,
+ * its Method, and the address of its bytecode, which is noted before each call but those that
+ * the interpreter's code makes for itself.
  */
 #define INTERPRETED_CALLER_SP	 -8
 #define INTERPRETED_METHOD	 -24
+#define INTERPRETED_BYTECODE	 -64
 #define INTERPRETED_ADDRESS_BITS 47
 
 /* In the first so many bytes before an address a function has made room for its frame. */

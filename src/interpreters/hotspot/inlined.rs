@@ -1,12 +1,12 @@
 //! Functions that HotSpot has compiled into others, by the debug information of the compiled code.
 //!
 //! For each call that compiled code makes, HotSpot keeps the functions of Java that the call is in: a chain of scopes,
-//! innermost first, each with its `Method` and where the next scope is. Numbers in a scope take one to five bytes.
+//! innermost first, each with its `Method`, the bytecode that calls, and where the next scope is. Numbers in a scope take one to five bytes.
 
 use std::collections::HashSet;
 use std::ops::Range;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 
 use super::numbers::{MOST_NUMBER_BYTES, Numbers};
 use super::vm_structs::VmStructs;
@@ -20,6 +20,14 @@ const MOST_PLACE_BYTES: u64 = 16 << 20;
 const MOST_SCOPES: usize = 4096;
 /// Bytes of the numbers of a scope that are read here: where the next is, which `Method`, and where in that.
 const SCOPE_BYTES: usize = 3 * MOST_NUMBER_BYTES;
+
+/// A function that a call is in.
+pub(super) struct Scope {
+    /// Where its `Method` is.
+    pub(super) method: u64,
+    /// The bytecode that calls, as an index.
+    pub(super) bytecode: u32,
+}
 
 /// The debug information of one compiled function.
 pub(super) struct Scopes<'a> {
@@ -64,12 +72,12 @@ impl<'a> Scopes<'a> {
         })
     }
 
-    /// The `Method`s of the functions that are compiled in where the call is that returns to this offset, innermost
-    /// first. None if no debug information is kept for it.
+    /// The functions that the call is in that returns to this offset, innermost first: those that are compiled in, and
+    /// last the compiled function itself. None if no debug information is kept for it.
     ///
     /// # Errors
     /// If the memory cannot be read, or does not make sense.
-    pub(super) fn at_call(&self, offset: u64) -> Result<Option<Vec<u64>>> {
+    pub(super) fn at_call(&self, offset: u64) -> Result<Option<Vec<Scope>>> {
         let Ok(offset) = i32::try_from(offset) else {
             return Ok(None);
         };
@@ -77,7 +85,8 @@ impl<'a> Scopes<'a> {
             .places
             .binary_search_by_key(&offset, |&(offset, _)| offset);
         let scope = found.ok().map(|at| self.places[at].1);
-        scope.map(|scope| self.chain(scope)).transpose()
+        let chain = scope.map(|scope| self.chain(scope)).transpose()?;
+        Ok(chain.filter(|chain| !chain.is_empty()))
     }
 
     /// Whether functions are compiled in at some place.
@@ -90,34 +99,38 @@ impl<'a> Scopes<'a> {
             return Ok(true);
         }
         for scope in scopes {
-            if !self.chain(scope)?.is_empty() {
+            if self.chain(scope)?.len() > 1 {
                 return Ok(true);
             }
         }
         Ok(false)
     }
 
-    /// The `Method`s of a scope and those around it, but for the last, which is the compiled function's own.
-    fn chain(&self, scope: i32) -> Result<Vec<u64>> {
-        let (mut methods, mut scope) = (Vec::new(), u64::try_from(scope)?);
-        if scope == 0 {
-            return Ok(methods);
-        }
-        while methods.len() < MOST_DEEP {
+    /// A scope and those around it, the last of which is the compiled function's own; none of the scope 0, which stands
+    /// for no information.
+    fn chain(&self, scope: i32) -> Result<Vec<Scope>> {
+        let (mut chain, mut scope) = (Vec::new(), u64::try_from(scope)?);
+        while scope != 0 {
+            ensure!(chain.len() < MOST_DEEP, "a chain without an end");
             let bytes: [u8; SCOPE_BYTES] = self.memory.bytes(self.data.wrapping_add(scope))?;
             let (around, rest) = self.numbers.read(&bytes).context("no number")?;
-            let (method, _) = self.numbers.read(rest).context("no number")?;
+            let (method, rest) = self.numbers.read(rest).context("no number")?;
+            let (bytecode, _) = self.numbers.read(rest).context("no number")?;
             let method = method.checked_sub(1).context("a scope without a method")?;
             let method = self.methods.wrapping_add(8 * u64::from(method));
-            let method = self.memory.word(method)?;
-            if around == 0 {
-                ensure!(method == self.own, "a chain that ends in another function");
-                return Ok(methods);
-            }
-            methods.push(method);
+            chain.push(Scope {
+                method: self.memory.word(method)?,
+                // 0 stands for what is done before the first one.
+                bytecode: bytecode.saturating_sub(1),
+            });
             scope = around.into();
         }
-        bail!("a chain without an end")
+        let is_own = |last: &Scope| last.method == self.own;
+        ensure!(
+            chain.last().is_none_or(is_own),
+            "a chain that ends in another function"
+        );
+        Ok(chain)
     }
 }
 

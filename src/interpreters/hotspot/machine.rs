@@ -3,10 +3,11 @@
 use anyhow::{Context, Result};
 
 use super::code_heaps;
-use super::inlined::Scopes;
-use super::names::{Function, Inlined};
+use super::inlined::{Scope, Scopes};
+use super::names::Function;
 use super::vm_structs::VmStructs;
 use crate::bpf::types::hotspot_process;
+use crate::code::lines::SourceLine;
 use crate::interpreters::memory::Memory;
 use crate::print::text;
 use crate::stacks::table::Place;
@@ -63,12 +64,18 @@ impl Machine {
         if !COMPILED.contains(&&*block.kind) {
             return Ok((!block.kind.is_empty()).then(|| (text::shown(&block.kind), block.start)));
         }
-        Ok(Some((self.method(self.method_of(&block)?)?, block.start)))
+        let method = self.method(self.method_of(&block)?)?;
+        Ok(Some((method.name()?, block.start)))
     }
 
-    /// What is compiled into the function whose code a frame is in; None if that is no such function.
-    pub(super) fn inlined(&self, place: Place) -> Result<Option<Inlined>> {
-        let instruction = place.instruction().context("no machine code")?;
+    /// The functions that a frame is in, and their lines: those that are compiled into others first, innermost first;
+    /// last the one that is executed. None if that is no function of Java.
+    pub(super) fn lines(&self, place: Place) -> Result<Option<Vec<SourceLine>>> {
+        const UNKNOWN: &str = "[inlined calls unknown]";
+        if let Place::Java { method, bytecode } = place {
+            return Ok(Some(vec![self.method(method)?.line_of(bytecode)?]));
+        }
+        let instruction = place.instruction().context("no code of Java")?;
         let Some(block) = self
             .block(instruction)?
             .filter(|block| block.kind == COMPILED[0])
@@ -79,14 +86,14 @@ impl Machine {
         let scopes = Scopes::of(&self.memory, &self.structs, block.blob, own)?;
         // What is kept for an address is of the call that returns to it, not of the instruction there.
         if let Place::Return(address) = place
-            && let Some(methods) = scopes.at_call(address.wrapping_sub(block.start))?
+            && let Some(scopes) = scopes.at_call(address.wrapping_sub(block.start))?
         {
-            let names = methods.into_iter().map(|method| self.method(method));
-            return Ok(Some(Inlined::Calls(names.collect::<Result<_>>()?)));
+            let line = |scope: Scope| self.method(scope.method)?.line_at(Some(scope.bytecode));
+            return Ok(Some(scopes.into_iter().map(line).collect::<Result<_>>()?));
         }
-        Ok(Some(match scopes.any()? {
-            true => Inlined::Unknown,
-            false => Inlined::Calls(Vec::new()),
-        }))
+        let unknown = scopes.any()?.then(|| UNKNOWN.to_owned());
+        let unknown = unknown.map(|name| SourceLine::of_function(Some(name)));
+        let own = self.method(own)?.line_at(None)?;
+        Ok(Some(unknown.into_iter().chain([own]).collect()))
     }
 }

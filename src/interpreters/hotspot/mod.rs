@@ -11,8 +11,9 @@
 //! | `code_heaps` | where it has its code, and how blocks of that are described |
 //! | `hotspots` | the processes whose frames the kernel half is to walk |
 //! | `inlined` | which functions are compiled into others |
+//! | `line_table` | which lines of the source bytecode is from |
 //! | `machine` | what blocks of its code are of |
-//! | `methods` | what functions are called, by their `Method`s |
+//! | `methods` | what functions are called, and their lines, by their `Method`s |
 //! | `numbers` | how it writes numbers |
 //! | [`names`] | the names that were read, by process |
 
@@ -20,6 +21,7 @@ mod asked_map;
 mod code_heaps;
 pub(crate) mod hotspots;
 mod inlined;
+mod line_table;
 mod machine;
 mod methods;
 pub mod names;

@@ -1,22 +1,20 @@
-//! What functions of Java are called, read from the memory of the process that runs them, when a report
-//! is made. They are called as HotSpot itself writes them into perf maps: `void Orders.load(int, byte[])`.
+//! What functions of Java are called, and which lines they are at, read from the memory of the process that runs them, when
+//! a report is made. They are called as HotSpot itself writes them into perf maps: `void Orders.load(int, byte[])`.
 
 use std::collections::HashMap;
 use std::hash::Hash;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
-
 use super::asked_map;
 use super::machine::Machine;
+use crate::code::lines::SourceLine;
 use crate::process::proc::Process;
 use crate::stacks::table::Place;
 
 /// Virtual machines that are remembered.
 const MACHINES: usize = 256;
-/// Bytes that are kept of the names of functions, and again of those that are compiled into others, and what each takes
-/// beside its text.
+/// Bytes that are kept of the names of functions, and again of the lines of frames, and what each takes beside its text.
 const MAX_KEPT: usize = 32 << 20;
 const OVERHEAD: usize = 96;
 /// The time between two perf maps of a process, as a multiple of what the first one took, and at least.
@@ -34,10 +32,10 @@ struct Known {
     ask: bool,
     /// By process, from when on it may be asked again; None: it is not to be.
     ask_again: HashMap<u32, Option<Instant>>,
-    /// By process, and what is named there; None: it has no name.
-    names: Kept<Named, Option<Function>>,
-    /// By process, and where in its code.
-    inlined: Kept<Place, Inlined>,
+    /// By process, and an instruction of its generated code; None: that has no name.
+    names: Kept<u64, Option<Function>>,
+    /// By process, and where in its code; None: it is of no function of Java.
+    lines: Kept<Place, Option<Vec<SourceLine>>>,
 }
 
 /// What was read of processes, within bounds.
@@ -57,6 +55,20 @@ impl<K, V> Default for Kept<K, V> {
 }
 
 impl<K: Eq + Hash, V> Kept<K, V> {
+    /// A value that is known, or is read now, with how many bytes of text it has.
+    fn find(&mut self, pid: u32, what: K, read: impl FnOnce() -> Option<(V, usize)>) -> Option<V>
+    where
+        K: Copy,
+        V: Clone,
+    {
+        if let Some(value) = self.values.get(&(pid, what)) {
+            return Some(value.clone());
+        }
+        let (value, bytes) = read()?;
+        self.keep(pid, what, value.clone(), bytes);
+        Some(value)
+    }
+
     /// Keeps a value with so many bytes of text; if there are too many, only this one.
     fn keep(&mut self, pid: u32, what: K, value: V, text_bytes: usize) {
         let bytes = OVERHEAD + text_bytes;
@@ -73,26 +85,8 @@ impl<K: Eq + Hash, V> Kept<K, V> {
     }
 }
 
-/// What has a name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Named {
-    /// The interpreted function whose `Method` is at this address.
-    Method(u64),
-    /// The generated code that an instruction is in.
-    Code(u64),
-}
-
-/// A function's name, escaped, and where its code begins; 0 if it is interpreted.
+/// A function's name, escaped, and where its code begins.
 pub(super) type Function = (String, u64);
-
-/// What is compiled into a function at some place of its code.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Inlined {
-    /// The functions' names, innermost first; most often none.
-    Calls(Vec<String>),
-    /// Functions are compiled in, and the virtual machine has not kept which are so here.
-    Unknown,
-}
 
 impl std::fmt::Debug for JavaNames {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -159,59 +153,41 @@ impl JavaNames {
         known.machines.insert(pid, Arc::new(machine));
         known.ask_again.remove(&pid);
         known.names.forget(pid);
-        known.inlined.forget(pid);
-    }
-
-    /// The function whose `Method` is at this address of a process.
-    pub fn of_method(&self, pid: u32, method: u64) -> Option<String> {
-        let name = self.find(pid, Named::Method(method), |machine| {
-            Ok(Some((machine.method(method)?, 0)))
-        });
-        name.map(|(name, _)| name)
+        known.lines.forget(pid);
     }
 
     /// The function or stub of generated code that an instruction is in, and the offset from its start.
     pub fn of_code(&self, pid: u32, instruction: u64) -> Option<(String, u64)> {
-        let (name, start) = self.find(pid, Named::Code(instruction), |machine| {
-            machine.code(instruction)
-        })?;
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = &mut *known;
+        let function = known.names.find(pid, instruction, || {
+            // Of a process that is gone nothing can be read.
+            let function = known.machines.get(&pid)?.code(instruction).ok()?;
+            let bytes = function.as_ref().map_or(0, |(name, _)| name.len());
+            Some((function, bytes))
+        });
+        let (name, start) = function??;
         Some((name, instruction.wrapping_sub(start)))
     }
 
-    /// What is compiled into the function whose code a frame is in. None if that is no function of Java, or cannot be
-    /// read.
-    pub fn inlined(&self, pid: u32, place: Place) -> Option<Inlined> {
+    /// The functions of Java that a frame is in, and the lines that they are at, escaped: those that are compiled into
+    /// others first, innermost first; last the one that is executed there. None if there is none, or it cannot be read.
+    pub fn lines(&self, pid: u32, place: Place) -> Option<Vec<SourceLine>> {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(inlined) = known.inlined.values.get(&(pid, place)) {
-            return Some(inlined.clone());
-        }
-        let machine = known.machines.get(&pid)?;
-        let inlined = machine.inlined(place).ok()??;
-        let bytes = match &inlined {
-            Inlined::Calls(names) => names.iter().map(|name| OVERHEAD + name.len()).sum(),
-            Inlined::Unknown => 0,
-        };
-        known.inlined.keep(pid, place, inlined.clone(), bytes);
-        Some(inlined)
+        let known = &mut *known;
+        let lines = known.lines.find(pid, place, || {
+            let lines = known.machines.get(&pid)?.lines(place).ok()?;
+            let bytes = lines.iter().flatten().map(bytes_of).sum();
+            Some((lines, bytes))
+        });
+        lines?
     }
+}
 
-    /// A name that is known, or is read now.
-    fn find(
-        &self,
-        pid: u32,
-        what: Named,
-        read: impl FnOnce(&Machine) -> Result<Option<Function>>,
-    ) -> Option<Function> {
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(name) = known.names.values.get(&(pid, what)) {
-            return name.clone();
-        }
-        // Of a process that is gone nothing can be read.
-        let name = read(known.machines.get(&pid)?).ok()?;
-        let bytes = name.as_ref().map_or(0, |(name, _)| name.len());
-        known.names.keep(pid, what, name.clone(), bytes);
-        name
-    }
+/// The bytes of a line's texts, and what they take beside.
+fn bytes_of(line: &SourceLine) -> usize {
+    let texts = [&line.function, &line.file].into_iter().flatten();
+    texts.map(|text| OVERHEAD + text.len()).sum()
 }
 
 #[cfg(test)]
@@ -220,12 +196,12 @@ mod tests {
 
     #[test]
     fn names_are_bounded() {
-        let mut names: Kept<Named, Option<Function>> = Kept::default();
+        let mut names: Kept<u64, Option<Function>> = Kept::default();
         let long = "n".repeat(1 << 20);
         for at in 0..200 {
             let name = Some((long.clone(), 0));
-            names.keep(7, Named::Code(at), name, long.len());
-            assert!(names.bytes <= MAX_KEPT && names.values.contains_key(&(7, Named::Code(at))));
+            names.keep(7, at, name, long.len());
+            assert!(names.bytes <= MAX_KEPT && names.values.contains_key(&(7, at)));
         }
         assert!(names.values.len() < 32);
         names.forget(7);

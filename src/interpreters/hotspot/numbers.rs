@@ -14,7 +14,7 @@ const WITHOUT_ZEROS: u32 = 20;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Numbers {
     /// Bytes, from zero on, that are never used.
-    excluded: u8,
+    pub(super) excluded: u8,
 }
 
 impl Numbers {
@@ -43,6 +43,14 @@ impl Numbers {
             }
         }
         None
+    }
+
+    /// The signed number that the bytes begin with, whose lowest bit is its sign, and what is behind it. None if they end
+    /// before it does.
+    pub(super) fn read_signed(self, bytes: &[u8]) -> Option<(i32, &[u8])> {
+        let (number, rest) = self.read(bytes)?;
+        let sign = -((number & 1) as i32);
+        Some(((number >> 1) as i32 ^ sign, rest))
     }
 }
 
@@ -73,10 +81,17 @@ mod tests {
         );
     }
 
+    #[test]
+    fn the_lowest_bit_is_the_sign() {
+        let numbers = Numbers { excluded: 0 };
+        let read = |byte| numbers.read_signed(&[byte]).map(|(number, _)| number);
+        assert_eq!([0, 1, 2, 3, 82].map(read), [0, -1, 1, -2, 41].map(Some));
+    }
+
     proptest! {
         #[test]
         fn any_bytes_are_a_number_or_none(bytes: Vec<u8>, excluded in 0..2u8) {
-            let _ = Numbers { excluded }.read(&bytes);
+            let _ = Numbers { excluded }.read_signed(&bytes);
         }
     }
 }

@@ -34,6 +34,30 @@ fn frames_print_as_bcc_prints_them() {
 }
 
 #[test]
+fn a_function_of_java_has_its_line_in_reports_and_none_in_its_name() {
+    let line = |line| SourceLine {
+        function: Some("void Orders.load(int)".to_owned()),
+        file: Some("Orders.java".to_owned()),
+        line,
+    };
+    let frame = Frame::of_java(0x1238, Some(line(41)));
+    assert_eq!(
+        frame.to_string(),
+        "void Orders.load(int) (Orders.java:41) [java]"
+    );
+    assert_eq!(frame.function_or_module(), "void Orders.load(int)");
+    let json = serde_json::to_value(&frame).expect("JSON");
+    assert_eq!(
+        (&json["file"], &json["line"]),
+        (&"Orders.java".into(), &41.into())
+    );
+    let without = Frame::of_java(0x1238, Some(line(0)));
+    assert_eq!(without.to_string(), "void Orders.load(int) [java]");
+    let unknown = Frame::of_java(0x1238, None);
+    assert_eq!(unknown.to_string(), "[interpreted] [java]");
+}
+
+#[test]
 fn our_own_frames_are_left_out_and_others_of_such_names_are_not() {
     let names = |frames: &[(&str, &str)]| -> Vec<String> {
         let frames = frames.iter().map(|&(name, of)| frame(Some(name), Some(of)));

@@ -16,8 +16,13 @@ pub enum Place {
     PythonUnpaired,
     /// Python has further frames, which could not be read or had no room.
     PythonCut,
-    /// A function of Java that is interpreted, by the address of its `Method`.
-    Java(u64),
+    /// A function of Java that is interpreted.
+    Java {
+        /// The address of its `Method`.
+        method: u64,
+        /// The lower bits of the address of the bytecode that it calls from, if that is noted in its frame.
+        bytecode: Option<u16>,
+    },
 }
 
 impl Place {
@@ -32,8 +37,18 @@ impl Place {
             UNPAIRED => Self::PythonUnpaired,
             CUT => Self::PythonCut,
             _ if word & PYTHON != 0 => Self::Python(word),
-            _ if word & JAVA != 0 => Self::Java(word & !JAVA),
+            _ if word & JAVA != 0 => Self::of_java(word),
             _ => Self::of_native(word, interrupted),
+        }
+    }
+
+    /// The function of Java that a word stands for.
+    fn of_java(word: u64) -> Self {
+        const KNOWN: u64 = 1 << types::hotspot_layout::HOTSPOT_BYTECODE_BIT.0;
+        const SHIFT: u32 = types::hotspot_layout::HOTSPOT_BYTECODE_SHIFT.0;
+        Self::Java {
+            method: (word & ((1 << SHIFT) - 1)) << 3,
+            bytecode: (word & KNOWN != 0).then_some((word >> SHIFT) as u16),
         }
     }
 
@@ -50,7 +65,7 @@ impl Place {
     pub fn address(self) -> Option<u64> {
         match self {
             Self::Return(address) | Self::Interrupted(address) => Some(address),
-            Self::Python(_) | Self::PythonUnpaired | Self::PythonCut | Self::Java(_) => None,
+            Self::Python(_) | Self::PythonUnpaired | Self::PythonCut | Self::Java { .. } => None,
         }
     }
 
@@ -60,5 +75,27 @@ impl Place {
             Self::Return(address) => Some(address.wrapping_sub(1)),
             _ => self.address(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_word_of_java_has_the_method_and_where_it_calls() {
+        const INTERPRETED: u64 = 1 << 62;
+        let word = INTERPRETED | 1 << 61 | 0xfffe << 44 | 0x7fa2_0000_1238 >> 3;
+        let expected = Place::Java {
+            method: 0x7fa2_0000_1238,
+            bytecode: Some(0xfffe),
+        };
+        assert_eq!(Place::of_user(word, false), expected);
+        assert_eq!((expected.address(), expected.instruction()), (None, None));
+        let without = Place::Java {
+            method: 0x1238,
+            bytecode: None,
+        };
+        assert_eq!(Place::of_user(INTERPRETED | 0x1238 >> 3, false), without);
     }
 }
