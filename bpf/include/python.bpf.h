@@ -187,14 +187,22 @@ static __noinline int python_find_state(struct python_process *process)
 	return 1;
 }
 
-/* Go to the innermost frame of the thread. Returns 0 if it has none. */
+/*
+ * Go to the innermost frame of the thread. Returns 0 if it has none, or if it cannot be read just
+ * then, which is a cut: the kernel may be moving the page, to make a huge one.
+ */
 static __noinline int python_first_frame(struct python_slot *slot)
 {
-	__u64 thread = thread_pointer(), state = python_pointer(thread + slot->process.state_at);
+	__u64 thread = thread_pointer(), state;
 
+	if (bpf_probe_read_user(&state, sizeof(state), (void *)(thread + slot->process.state_at)))
+		return python_give_up(slot);
 	/* A thread that has not come to Python has no state. */
-	if (!state || bpf_probe_read_user(slot->near, sizeof(slot->near), (void *)state) ||
-	    python_near(slot, slot->process.thread) != thread)
+	if (!state)
+		return 0;
+	if (bpf_probe_read_user(slot->near, sizeof(slot->near), (void *)state))
+		return python_give_up(slot);
+	if (python_near(slot, slot->process.thread) != thread)
 		return 0;
 	slot->frame = python_near(slot, slot->process.frame);
 	if (!slot->process.cframe)
@@ -216,6 +224,7 @@ static __noinline int python_begin(__u32 index, struct stack_walk *walk)
 	slot->process = *process;
 	slot->identity = python_identity();
 	slot->sp = walk->sp;
+	slot->frame = 0;
 	slot->next_anchor = 0;
 	slot->window_bytes = 0;
 	slot->words = 0;
@@ -224,7 +233,7 @@ static __noinline int python_begin(__u32 index, struct stack_walk *walk)
 	slot->due = 0;
 	slot->done = 0;
 	slot->cut = 0;
-	return python_first_frame(slot);
+	return python_first_frame(slot) || slot->cut;
 }
 
 /* The walk is over: what is left of a group whose beginning was not reached is without an anchor.

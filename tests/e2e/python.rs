@@ -19,6 +19,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         frames_in_threads_and_elsewhere_are_those_that_python_has [Python],
         frames_in_a_container_are_those_that_python_has [Python],
         frames_of_children_are_those_that_python_has [Python],
+        frames_that_cannot_be_read_are_said_to_be_missing [Python, Collapse],
         frames_of_a_command_are_known_from_its_first_block [Python, Once],
         frames_of_a_command_that_waits_for_the_cpu_are_known [Python, Once],
         frames_are_in_text_and_in_folded_lines [Python],
@@ -229,6 +230,49 @@ fn frames_in_a_container_are_those_that_python_has() -> Result<()> {
     let of_container = |place: &Place| place.1 == "/mnt/frames.py";
     ensure!(truth.values().any(|frames| frames.iter().any(of_container)));
     expect_exact(&ended, &truth)
+}
+
+/// While the kernel makes huge pages of the memory in which Python has the thread's state. Every block is there, and has
+/// the thread's frames, or says that some are missing.
+fn frames_that_cannot_be_read_are_said_to_be_missing() -> Result<()> {
+    const BLOCKS: u64 = 5003;
+    const MARKS: [&str; 2] = ["[further functions]", "[called by frames that are missing]"];
+    let script = script().with_file_name("collapse.py");
+    let mut command = Command::new("python3");
+    let mut workload = Workload::spawn(command.arg(script).arg(BLOCKS.to_string()))?;
+    let each_block = [
+        "-j", "-o", "0", "-T", "1000", "-z", BYTES, "-Z", BYTES, "3600",
+    ];
+    let tool = follow(&each_block, &workload.pid())?;
+    let facts = workload.work()?;
+    let objects = tool.interrupt()?.objects()?;
+    workload.finish()?;
+    let (mut exact, mut marked) = (0, 0);
+    for stack in objects.iter().filter(|row| row["type"] == "stack") {
+        let count = stack["allocations"].as_u64().context("no count")?;
+        let frames = stack["user_frames"].as_array().context("no frames")?;
+        let is_mark = |frame: &Value| {
+            frame["symbol"]
+                .as_str()
+                .is_some_and(|name| MARKS.contains(&name))
+        };
+        if !stack["truncated"].is_null() || frames.iter().any(is_mark) {
+            marked += count;
+            continue;
+        }
+        let names: Vec<String> = places(stack)?.into_iter().map(|(name, ..)| name).collect();
+        let innermost = ["take", "work"];
+        ensure!(
+            names.len() > innermost.len() && names.starts_with(&innermost.map(String::from)),
+            "{stack}"
+        );
+        exact += count;
+    }
+    ensure!(
+        exact + marked == BLOCKS && marked > 0 && exact > marked,
+        "{exact} exact, {marked} marked, {facts:?}"
+    );
+    Ok(())
 }
 
 /// An emulated CPU may take longer from one library to the next than memleak waits for those of a command that starts.

@@ -2,6 +2,7 @@
 //! what the program's own unwinder says.
 
 mod hooks;
+mod moved;
 mod processes;
 
 use std::collections::{BTreeMap, HashMap};
@@ -29,7 +30,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         deep_recursion_is_cut,
         tables_alone_are_enough,
     };
-    [own, hooks::tests(), processes::tests()]
+    [own, hooks::tests(), moved::tests(), processes::tests()]
         .into_iter()
         .flatten()
         .collect()

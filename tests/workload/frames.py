@@ -28,6 +28,10 @@ import weakref
 BYTES = 1009
 ROUNDS = 293
 
+# Nobody can read the memory that the kernel is making a huge page of: collapse.py is about that. Children inherit this.
+PR_SET_THP_DISABLE = 41
+ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
+
 with_gil = ctypes.PyDLL(None).malloc
 without_gil = ctypes.CDLL(None).malloc
 for function in (with_gil, without_gil):

@@ -48,6 +48,8 @@ pub(crate) enum Need {
     Overlay,
     /// Transparent huge pages of several sizes, each with counters.
     SmallThp,
+    /// Huge pages that are made of what a process has, when it asks for that.
+    Collapse,
     /// Namespaces of unprivileged users, which some systems forbid.
     UserNamespaces,
     /// Marks of the pages that a process has written.
@@ -81,6 +83,10 @@ impl Need {
             Need::SmallThp => (
                 Path::new("/sys/kernel/mm/transparent_hugepage/hugepages-64kB/stats").exists(),
                 "this kernel has transparent huge pages of one size",
+            ),
+            Need::Collapse => (
+                makes_huge_pages(),
+                "this kernel makes no huge pages when it is asked to (MADV_COLLAPSE)",
             ),
             Need::Once => (!in_guest(), "the same on every kernel; runs on the host"),
             Need::UserNamespaces => (
@@ -129,6 +135,16 @@ pub(crate) fn runs_32_bit() -> bool {
         .stdout(Stdio::null())
         .status()
         .is_ok()
+}
+
+/// Whether the kernel makes a huge page of memory of ours.
+fn makes_huge_pages() -> bool {
+    const HUGE_PAGE: usize = 2 << 20;
+    let mut memory = vec![1_u8; 2 * HUGE_PAGE];
+    let start = memory.as_mut_ptr();
+    let start = start.wrapping_add(start.align_offset(HUGE_PAGE));
+    // SAFETY: the memory is ours, and has the same bytes afterwards.
+    unsafe { libc::madvise(start.cast(), HUGE_PAGE, libc::MADV_COLLAPSE) == 0 }
 }
 
 /// Whether a page of ours has the mark of written pages once it was written, and has not before.
