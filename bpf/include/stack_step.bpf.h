@@ -206,7 +206,9 @@ static __noinline int stack_push_interpreted(struct stack_slot *slot)
 	    walk->word >> INTERPRETED_ADDRESS_BITS)
 		return stack_push_walked(slot);
 	word = 1ULL << HOTSPOT_INTERPRETED_BIT | walk->word >> 3;
-	/* It is another one that is noted where it was interrupted, and none in a native function.
+	/*
+	 * Where it was interrupted, the bytecode that is noted is that of an earlier call; a native
+	 * function has none.
 	 */
 	if (!walk->interrupted && stack_word(slot, walk->fp + INTERPRETED_BYTECODE) && walk->word)
 		word |= 1ULL << HOTSPOT_BYTECODE_BIT | (walk->word & 0xffff)

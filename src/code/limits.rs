@@ -17,7 +17,7 @@ pub const MAX_MEMORY: usize = 64 << 20;
 /// and had two other guests on it.
 const MAX_TIME: Duration = Duration::from_secs(10);
 /// How long files are still read when a signal has asked for the end, and nobody has taken note of it yet: a process
-/// may have thousands of files that take a second each.
+/// may have thousands of files, each of which takes all the time that one may.
 const LAST_READING: Duration = Duration::from_secs(2);
 
 /// Bytes of what is executed: Chromium has 200 MB of it.

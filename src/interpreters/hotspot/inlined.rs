@@ -1,7 +1,8 @@
 //! Functions that HotSpot has compiled into others, by the debug information of the compiled code.
 //!
 //! For each call that compiled code makes, HotSpot keeps the functions of Java that the call is in: a chain of scopes,
-//! innermost first, each with its `Method`, the bytecode that calls, and where the next scope is. Numbers in a scope take one to five bytes.
+//! innermost first, each with its `Method`, the bytecode that calls, and where the next scope is. Numbers in a scope take
+//! one to five bytes.
 
 use std::collections::HashSet;
 use std::ops::Range;

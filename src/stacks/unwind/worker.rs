@@ -25,8 +25,9 @@ use crate::process::proc::{Mapping, Process};
 /// The longest time for which a file that was looked at in vain is not asked for again, as a power of
 /// two in milliseconds.
 const MAX_PATIENCE: u32 = 14;
-/// The same of an interpreter: a process that has called exec is asked about from its first instructions on, and what
-/// it runs before its interpreter is found lacks frames.
+/// The longest time for which an interpreter that was looked for in vain is not asked for again, as a power of two in
+/// milliseconds. A process that has called exec is asked about from its first instructions on, and what it runs before
+/// its interpreter is found lacks frames.
 const MAX_INTERPRETER_PATIENCE: u32 = 8;
 /// The shortest such time, as UNWIND_PATIENCE_NS.
 const MIN_PATIENCE: u32 = 4;
