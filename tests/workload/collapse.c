@@ -15,7 +15,7 @@
 #endif
 #define BYTES 1009
 #define DEPTH 40
-/* Of the stack, in each function: the walk needs many reads. */
+/* Bytes of the stack that each function takes, so that a walk needs many reads. */
 #define FRAME (16 << 10)
 
 static unsigned long blocks;
