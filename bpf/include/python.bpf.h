@@ -193,23 +193,28 @@ static __noinline int python_find_state(struct python_process *process)
  */
 static __noinline int python_first_frame(struct python_slot *slot)
 {
-	__u64 thread = thread_pointer(), state;
+	__u64 thread = thread_pointer(), pointer;
 
-	if (bpf_probe_read_user(&state, sizeof(state), (void *)(thread + slot->process.state_at)))
+	if (bpf_probe_read_user(&pointer, sizeof(pointer),
+				(void *)(thread + slot->process.state_at)))
 		return python_give_up(slot);
 	/* A thread that has not come to Python has no state. */
-	if (!state)
+	if (!pointer)
 		return 0;
-	if (bpf_probe_read_user(slot->near, sizeof(slot->near), (void *)state))
+	if (bpf_probe_read_user(slot->near, sizeof(slot->near), (void *)pointer))
 		return python_give_up(slot);
 	if (python_near(slot, slot->process.thread) != thread)
 		return 0;
-	slot->frame = python_near(slot, slot->process.frame);
-	if (!slot->process.cframe)
+	if (slot->process.cframe)
+		slot->cframe = python_near(slot, slot->process.cframe);
+	if (slot->process.frame) {
+		slot->frame = python_near(slot, slot->process.frame);
 		return 1;
-	slot->cframe = python_near(slot, slot->process.cframe);
-	if (!slot->process.frame)
-		slot->frame = python_pointer(slot->cframe + slot->process.cframe_frame);
+	}
+	if (bpf_probe_read_user(&pointer, sizeof(pointer),
+				(void *)(slot->cframe + slot->process.cframe_frame)))
+		return python_give_up(slot);
+	slot->frame = pointer;
 	return 1;
 }
 
