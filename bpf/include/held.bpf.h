@@ -155,9 +155,10 @@ static __noinline int held_mmap(struct bpf_raw_tracepoint_args *ctx)
 }
 
 /*
- * These are attached only while something is held: all system calls come through the last
- * two. From about 7.0 on the kernel skips one that is running on that CPU already, for a
- * task that was preempted in it; where nothing may be missed, the next one then does it.
+ * All system calls come through the last two: they are attached only until what is held has
+ * started, and anew when it calls exec. From about 7.0 on the kernel skips one that is
+ * running on that CPU already, for a task that was preempted in it; where nothing may be
+ * missed, the next one then does it.
  */
 SEC("raw_tp/sched_process_exec")
 int unwind_exec(struct bpf_raw_tracepoint_args *ctx)

@@ -6,6 +6,7 @@
 //! | [`kernel_differences`] | what hooks and structs are called, kernel by kernel: documentation only |
 //! | [`attach`] | a ladder of variants of the same hook, tried from the best down |
 //! | [`software_event`] | programs on events that the kernel counts itself, on all CPUs |
+//! | `raw_tracepoint` | programs on tracepoints that are attached and detached while a tool runs |
 //! | `kretprobe` | programs on the return of kernel functions, for many threads at once |
 //! | [`btf_subset`] | the kernel's types that a BPF object is fitted to |
 //! | `generated` | what libbpf-cargo makes of an object |
@@ -34,6 +35,7 @@ pub mod map_counts;
 pub mod map_create;
 pub mod map_mmap;
 pub mod program_stats;
+pub(crate) mod raw_tracepoint;
 pub mod ring;
 pub mod room;
 pub mod software_event;

@@ -14,6 +14,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         each_of_two_has_its_own: at_entries,
         children_are_followed,
         children_of_a_command_are_followed,
+        a_command_behind_a_script_is_seen_from_its_first_call,
         without_children_only_the_parent_is_traced,
         those_in_a_cgroup_are_traced,
         those_of_a_name_are_traced,
@@ -92,18 +93,35 @@ fn children_of_a_command_are_followed() -> Result<()> {
     let args = ["--children", "--mode", "alloc", "-j", "-T", "1000", "-c"];
     let ended = harness::run("memleak", &[&args[..], &[&command, "60"]].concat())?;
     ensure!(ended.status.success(), "{ended:?}");
-    let stacks = ended.stdout.lines().filter_map(|line| {
+    let mut found = calls_through(&ended.stdout, "in_process");
+    found.sort_unstable();
+    ensure!(found == [101, 202, 303], "{}", ended.stdout);
+    Ok(())
+}
+
+/// The calls of each stack with this function, from an output in JSON and between its lines what the command has printed.
+fn calls_through(stdout: &str, function: &str) -> Vec<u64> {
+    let rows = stdout.lines().filter_map(|line| {
         let row: serde_json::Value = serde_json::from_str(line).ok()?;
         let frames = row["user_frames"].to_string();
-        frames.contains("in_process").then_some(row)
+        frames.contains(function).then_some(row)
     });
-    let mut found: Vec<_> = stacks.map(|row| row["allocations"].as_u64()).collect();
-    found.sort_unstable();
-    ensure!(
-        found == [Some(101), Some(202), Some(303)],
-        "{}",
-        ended.stdout
+    rows.filter_map(|row| row["allocations"].as_u64()).collect()
+}
+
+/// A shell that works for longer than a command needs that maps its code becomes a program with an allocator of its own.
+fn a_command_behind_a_script_is_seen_from_its_first_call() -> Result<()> {
+    let program = harness::workload("alloc-musl-static");
+    let command = format!(
+        "sh -c 'sleep 1; exec {} one malloc 1009 61'",
+        program.display()
     );
+    let args = ["--mode", "alloc", "-j", "-T", "1000", "-c", &command, "60"];
+    let ended = harness::run("memleak", &args)?;
+    ensure!(ended.status.success(), "{ended:?}");
+    ensure!(!ended.stderr.contains("is not known"), "{ended:?}");
+    let found = calls_through(&ended.stdout, "leak_malloc");
+    ensure!(found == [1009], "{found:?}: {ended:?}");
     Ok(())
 }
 

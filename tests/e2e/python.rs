@@ -22,6 +22,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         frames_that_cannot_be_read_are_said_to_be_missing [Python, Collapse],
         frames_of_a_command_are_known_from_its_first_block [Python, Once],
         frames_of_a_command_that_waits_for_the_cpu_are_known [Python, Once],
+        frames_of_a_command_behind_a_script_are_known [Python],
         frames_are_in_text_and_in_folded_lines [Python],
         other_tools_have_them_too [Python],
         without_lines_a_function_has_one_stack [Python],
@@ -277,7 +278,15 @@ fn frames_that_cannot_be_read_are_said_to_be_missing() -> Result<()> {
 
 /// An emulated CPU may take longer from one library to the next than memleak waits for those of a command that starts.
 fn frames_of_a_command_are_known_from_its_first_block() -> Result<()> {
-    expect_the_only_block()
+    expect_the_only_block("")
+}
+
+/// Behind a shell that works for longer than a command needs that maps its code, as pyenv's `python3` does.
+fn frames_of_a_command_behind_a_script_are_known() -> Result<()> {
+    let folder = harness::scratch()?;
+    let script = folder.path().join("script");
+    fs::write(&script, "sleep 1\nexec \"$@\"\n")?;
+    expect_the_only_block(&format!("sh {}", script.display()))
 }
 
 /// With twelve others on one CPU it maps no code for longer than a command needs that has a CPU for itself.
@@ -286,11 +295,12 @@ fn frames_of_a_command_that_waits_for_the_cpu_are_known() -> Result<()> {
     let _one = harness::OneCpu::enter()?;
     let spin = |_| Workload::spawn(Command::new("sh").args(["-c", SPIN]));
     let _others = (0..12).map(spin).collect::<Result<Vec<_>>>()?;
-    expect_the_only_block()
+    expect_the_only_block("")
 }
 
-/// Has memleak start a program that takes one block and ends, before anybody could have looked at it.
-fn expect_the_only_block() -> Result<()> {
+/// Has memleak start a program that takes one block and ends, before anybody could have looked at it. The first words of
+/// the command are those of its wrapper, if it has one.
+fn expect_the_only_block(wrapper: &str) -> Result<()> {
     let folder = harness::scratch()?;
     let script = folder.path().join("one.py");
     let source =
@@ -298,7 +308,7 @@ fn expect_the_only_block() -> Result<()> {
     fs::write(&script, source)?;
     // pyenv's `python3` is a script that starts others before it calls exec.
     let program = printed_by_python("sys.executable")?;
-    let command = format!("{program} {}", script.display());
+    let command = format!("{wrapper} {program} {}", script.display());
     let ended = harness::run("memleak", &[&EACH_BLOCK[..], &["-c", &command]].concat())?;
     let objects = ended.objects()?;
     let file = script.display().to_string();

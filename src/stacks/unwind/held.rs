@@ -14,6 +14,7 @@ use libbpf_rs::{Link, MapCore, MapFlags, MapHandle, libbpf_sys};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+use crate::bpf::raw_tracepoint::RawTracepoint;
 use crate::process::guard::Guard;
 
 /// HELD_PROCESS of `held.bpf.h`: the command's number; 0 where nothing is held.
@@ -36,26 +37,29 @@ pub(super) struct HeldMaps {
     pub(super) looked: MapHandle,
 }
 
+/// What stops processes.
+pub(super) struct Stops {
+    /// At exec.
+    pub(super) _exec: Vec<Link>,
+    /// At mmap(2). Each system call of every process comes through these.
+    pub(super) mmap: Vec<RawTracepoint>,
+}
+
 /// The command, held until this is dropped.
 pub(super) struct Held {
     pid: u32,
-    /// When a process was last let go on, and how long the command had waited for a CPU by then; None before it calls exec.
+    /// When a process was last let go on, and how long the command had waited for a CPU by then; None before it calls exec,
+    /// and once it has started.
     went_on: Option<(Instant, Duration)>,
     descendants: bool,
     maps: HeldMaps,
-    _links: Vec<Link>,
+    stops: Stops,
     _guard: Guard,
 }
 
 impl Held {
-    /// Holds a command from now on, and what it starts if `descendants` says so. `links` are the
-    /// programs that see exec and mmap(2).
-    pub(super) fn hold(
-        pid: u32,
-        descendants: bool,
-        maps: HeldMaps,
-        links: Vec<Link>,
-    ) -> Result<Self> {
+    /// Holds a command from now on, and what it starts if `descendants` says so.
+    pub(super) fn hold(pid: u32, descendants: bool, maps: HeldMaps, stops: Stops) -> Result<Self> {
         let keep = [maps.held.as_fd(), maps.stopped.as_fd()];
         let [held, stopped] = keep;
         // SAFETY: what is done makes system calls only.
@@ -75,21 +79,33 @@ impl Held {
             went_on: None,
             descendants,
             maps,
-            _links: links,
+            stops,
             _guard: guard,
         })
     }
 
-    /// How long the command is held yet if it maps no more code. None if it has not begun, or is held for good.
+    /// How long the command is stopped yet when it maps code. None if it has not begun, has started, or is stopped for good.
     pub(super) fn left(&self) -> Option<Duration> {
         let (since, had_waited) = self.went_on.filter(|_| !self.descendants)?;
         let waited = time_without_cpu(self.pid).saturating_sub(had_waited);
         Some(STARTED.saturating_sub(since.elapsed().saturating_sub(waited)))
     }
 
+    /// Stops the command no more when it maps code, as it has started. When it calls exec, another program starts, which
+    /// is stopped again.
+    pub(super) fn has_started(&mut self) {
+        self.went_on = None;
+        self.stops.mmap.iter_mut().for_each(RawTracepoint::detach);
+    }
+
     /// Lets a process go on that was stopped for a file, to where it maps code again. No other one is
     /// stopped for that file where descendants are held.
-    pub(super) fn go_on(&mut self, pid: u32, file: u64) {
+    ///
+    /// # Errors
+    /// If the kernel refuses to stop it there, though it goes on.
+    pub(super) fn go_on(&mut self, pid: u32, file: u64) -> Result<()> {
+        let mut stops = self.stops.mmap.iter_mut();
+        let stopped_again = stops.try_for_each(RawTracepoint::attach);
         self.went_on = Some((Instant::now(), time_without_cpu(self.pid)));
         if self.descendants {
             // Without room for it, the next process is stopped for it, too.
@@ -104,6 +120,7 @@ impl Held {
             let _ = self.maps.stopped.delete(&pid.to_ne_bytes());
             resume(pid);
         }
+        stopped_again
     }
 }
 

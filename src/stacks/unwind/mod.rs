@@ -27,9 +27,9 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use libbpf_rs::{Link, MapHandle, MapMut, OpenMapMut, ProgramMut};
+use libbpf_rs::{MapHandle, MapMut, OpenMapMut, ProgramMut};
 
-use self::held::{Held, HeldMaps};
+use self::held::{Held, HeldMaps, Stops};
 pub use self::options::{Given, Mode, UnwindArgs};
 use self::publish::Publisher;
 use self::store::Store;
@@ -37,6 +37,7 @@ pub use self::summary::Summary;
 use self::tables::Tables;
 use self::worker::{Queue, Worker};
 use crate::bpf::program_stats;
+use crate::bpf::raw_tracepoint::RawTracepoint;
 use crate::interpreters::finders::Finders;
 use crate::interpreters::hotspot::hotspots::Hotspots;
 use crate::interpreters::python::codes::Codes;
@@ -254,12 +255,14 @@ pub struct Holds<'a> {
 }
 
 impl<'a> Holds<'a> {
-    fn attach(&self) -> Result<Vec<Link>> {
+    fn attach(&self) -> Result<Stops> {
         let [exec, mmap] = self.loaded();
         let exec = exec.map(|program| program.attach_raw_tracepoint("sched_process_exec"));
-        let mmap = mmap.map(|program| program.attach_raw_tracepoint("sys_exit"));
-        let links = exec.chain(mmap).collect::<Result<_, _>>();
-        links.context("failed to watch the command")
+        let mmap = mmap.map(|program| RawTracepoint::new(program, c"sys_exit"));
+        Ok(Stops {
+            _exec: exec.collect::<Result<_, _>>()?,
+            mmap: mmap.collect::<Result<_>>()?,
+        })
     }
 
     /// How often, at most, all programs of a hook were skipped: each may be a process that was not stopped.
@@ -351,12 +354,14 @@ impl Unwinder {
             Whose::Command {
                 pid, descendants, ..
             } => {
+                let stops = parts.holds.attach();
+                let stops = stops.context("failed to watch the command")?;
                 let maps = HeldMaps {
                     held: handle(parts.held)?,
                     stopped: handle(parts.stopped)?,
                     looked: handle(parts.looked)?,
                 };
-                Some(Held::hold(pid, descendants, maps, parts.holds.attach()?)?)
+                Some(Held::hold(pid, descendants, maps, stops)?)
             }
             Whose::Processes(_) => None,
         };

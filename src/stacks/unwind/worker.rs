@@ -223,9 +223,11 @@ impl Answers {
                     tell(&self.tables, pid, since.elapsed());
                 }
             }
-        } else if let Some(left) = self.held.as_ref().and_then(Held::left) {
+        } else if let Some(held) = &mut self.held
+            && let Some(left) = held.left()
+        {
             if left.is_zero() {
-                self.held = None;
+                held.has_started();
             }
         } else {
             self.tables.collect()?;
@@ -236,10 +238,7 @@ impl Answers {
     /// Looks at a process that has mapped something and is stopped, and lets it go on.
     fn stopped(&mut self, request: &Request) -> Result<()> {
         let pid = request.pid;
-        // Whoever was stopped when the hold ended has been let go on.
-        if self.held.is_some()
-            && let Some(work) = &mut self.while_stopped
-        {
+        if let Some(work) = &mut self.while_stopped {
             work(pid);
         }
         let begun = Instant::now();
@@ -253,8 +252,10 @@ impl Answers {
             finders.look_at_stopped(pid);
         }
         tell(&self.tables, pid, begun.elapsed());
-        if let Some(held) = &mut self.held {
-            held.go_on(pid, request.held_file);
+        if let Some(held) = &mut self.held
+            && let Err(error) = held.go_on(pid, request.held_file)
+        {
+            eprintln!("the command is no longer stopped when it maps code: {error:#}");
         }
         Ok(())
     }
