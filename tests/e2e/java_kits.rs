@@ -16,19 +16,21 @@ pub(crate) const BYTES: &str = "1016";
 /// Blocks that each of the workload's three threads allocates.
 pub(crate) const COUNT: usize = 1009;
 
-/// The Javas of the machine, and the one that scripts/java has unpacked, if that had to: folders, each named once.
+/// The Javas of the machine, and those that scripts/java has unpacked, as far as that had to: folders, each named once.
 pub(crate) fn kits() -> Result<Vec<PathBuf>> {
     let unpacked = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/java");
-    let installed = fs::read_dir("/usr/lib/jvm").context("no Java")?;
-    let mut kits: Vec<PathBuf> = installed
-        .filter_map(|entry| Some(entry.ok()?.path()))
-        .chain([unpacked])
-        .filter_map(|kit| fs::canonicalize(kit).ok())
+    let folders = [Path::new("/usr/lib/jvm"), &unpacked];
+    let entries = folders
+        .iter()
+        .filter_map(|folder| fs::read_dir(folder).ok());
+    let mut kits: Vec<PathBuf> = entries
+        .flatten()
+        .filter_map(|entry| fs::canonicalize(entry.ok()?.path()).ok())
         .filter(|kit| kit.join("lib/server/libjvm.so").exists())
         .collect();
     kits.sort();
     kits.dedup();
-    ensure!(!kits.is_empty(), "no Java in /usr/lib/jvm");
+    ensure!(!kits.is_empty(), "no Java in {folders:?}");
     Ok(kits)
 }
 
@@ -141,21 +143,26 @@ impl Java {
     }
 
     /// The frames of each block, by its address, as the workload has noted them, such as `Frames.take (Frames.java:46)`;
-    /// the innermost are those that it calls to allocate one, whose lines it does not know.
+    /// the innermost are those that it calls to allocate one, whose lines it does not know. A kit may have been made
+    /// without the lines of its own classes (jlink --strip-java-debug-attributes).
     pub(crate) fn truth(&self) -> Result<HashMap<u64, Vec<String>>> {
-        const ALLOCATE: [&str; 3] = [
-            "jdk.internal.misc.Unsafe.allocateMemory0",
-            "jdk.internal.misc.Unsafe.allocateMemory (Unsafe.java:*)",
-            "sun.misc.Unsafe.allocateMemory (Unsafe.java:*)",
-        ];
         let text = fs::read_to_string(self.truth_file())?;
+        let place = match text.contains("(Thread.java:") {
+            true => " (Unsafe.java:*)",
+            false => "",
+        };
+        let allocate = [
+            "jdk.internal.misc.Unsafe.allocateMemory0".to_owned(),
+            format!("jdk.internal.misc.Unsafe.allocateMemory{place}"),
+            format!("sun.misc.Unsafe.allocateMemory{place}"),
+        ];
         let truth: HashMap<u64, Vec<String>> = text
             .lines()
             .map(|line| {
                 let mut fields = line.split('\t');
                 let address = fields.next().context("an empty line")?.parse()?;
-                let methods = ALLOCATE.into_iter().chain(fields);
-                Ok((address, methods.map(str::to_owned).collect()))
+                let methods = fields.map(str::to_owned);
+                Ok((address, allocate.iter().cloned().chain(methods).collect()))
             })
             .collect::<Result<_>>()?;
         ensure!(truth.len() == 3 * COUNT, "{}", truth.len());
