@@ -80,6 +80,7 @@ lint: deps
 test-host: build
 	@scripts/need $(TEST_PACKAGES)
 	scripts/java target/java
+	scripts/pythons target/pythons
 	scripts/test-host $(FLAGS) -- $(TEST)
 
 test-vm: build

@@ -7,6 +7,7 @@ mod cgroup;
 mod mounted;
 mod needs;
 mod one_cpu;
+mod pythons;
 mod tool;
 mod workload;
 
@@ -27,6 +28,7 @@ pub(crate) use needs::{
     Need, at_entries, in_guest, listed, print_slowest, probe_entries, release, test, without_root,
 };
 pub(crate) use one_cpu::OneCpu;
+pub(crate) use pythons::Python;
 pub(crate) use tool::{Ended, Tool, object, tool, waits_for_events};
 pub(crate) use workload::{Workload, workload, workloads};
 

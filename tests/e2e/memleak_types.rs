@@ -1,13 +1,10 @@
 //! memleak --types: the types of a process's objects, counted by the process itself, with nothing traced.
 
-use std::path::Path;
-use std::process::Command;
-
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Workload};
+use crate::harness::{self, Python, Workload};
 
 /// Objects of each kind.
 const COUNT: u64 = 211;
@@ -16,7 +13,7 @@ const COUNT: u64 = 211;
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::types":
         objects_of_a_stripped_program_are_counted_by_class,
-        objects_of_python_are_counted_by_type [Host],
+        objects_of_python_are_counted_by_type [Pythons],
         the_largest_types_are_in_a_table,
     }
 }
@@ -82,11 +79,16 @@ fn objects_of_a_stripped_program_are_counted_by_class() -> Result<()> {
 }
 
 fn objects_of_python_are_counted_by_type() -> Result<()> {
+    for python in Python::all()? {
+        expect_objects_by_type(&python).with_context(|| python.to_string())?;
+    }
+    Ok(())
+}
+
+fn expect_objects_by_type(python: &Python) -> Result<()> {
     let folder = harness::scratch()?;
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload/types.py");
-    let mut python = Command::new("python3");
-    let python = python.arg(script).arg(COUNT.to_string());
-    let mut workload = Workload::spawn(python.arg(folder.path().join("truth")))?;
+    let mut command = python.command("types.py", folder.path())?;
+    let mut workload = Workload::spawn(command.args([&COUNT.to_string(), "truth"]))?;
     workload.work()?;
     let rows = types(&workload.pid())?;
     workload.finish()?;
@@ -98,9 +100,10 @@ fn objects_of_python_are_counted_by_type() -> Result<()> {
         let row = row.with_context(|| format!("no {class}"))?;
         ensure!(row["blocks"] == COUNT, "{row}");
     }
+    // CPython 3.12 has the fewest, 88 %: it marks its pointers to the values of an object's attributes.
     let named = &rows[0]["named_blocks"];
     let share = named.as_f64().unwrap_or(0.0) / rows[0]["blocks"].as_f64().unwrap_or(1.0);
-    ensure!(share > 0.9, "{}", rows[0]);
+    ensure!(share > 0.87, "{}", rows[0]);
     Ok(())
 }
 

@@ -11,13 +11,14 @@ use memtools::bpf::kernel_support;
 use memtools::host::capabilities;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Tool, Workload};
+use crate::harness::{self, Ended, Python, Tool, Workload};
 
 /// All of these tests.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "python":
         frames_in_threads_and_elsewhere_are_those_that_python_has [Python],
         frames_in_a_container_are_those_that_python_has [Python],
+        frames_of_each_version_are_those_that_python_has [Pythons],
         frames_of_children_are_those_that_python_has [Python],
         frames_that_cannot_be_read_are_said_to_be_missing [Python, Collapse],
         frames_of_a_command_are_known_from_its_first_block [Python, Once],
@@ -70,14 +71,15 @@ fn is_python(frame: &&Value) -> bool {
     frame["kind"] == "python"
 }
 
-/// Whether the function has come to where Python itself shows it. Before that a coroutine or generator is made, for
-/// which the collector may run any function, and sys._getframe() leaves out the one that is called.
+/// Whether the function has come to where Python itself shows it. Before that its variables are made that others share,
+/// which have no line, and a coroutine or generator, for which the collector may run any function; sys._getframe()
+/// leaves out the one that is called.
 fn has_begun(frame: &Value) -> bool {
     const FIRST_SHOWN: u64 = 4;
     const UNIT: u64 = (1 << 20) - 1;
     let address = frame["address"].as_str().unwrap_or_default();
     let word = u64::from_str_radix(address.trim_start_matches("0x"), 16);
-    word.is_ok_and(|word| word & UNIT >= FIRST_SHOWN)
+    frame["line"].is_u64() && word.is_ok_and(|word| word & UNIT >= FIRST_SHOWN)
 }
 
 /// The frames of Python of a stack, if there is nothing else that is odd about it.
@@ -141,9 +143,11 @@ fn expect_exact_in(
             .get(address)
             .with_context(|| format!("no block at {address:#x}"))?;
         let stack = stacks.get(id).with_context(|| format!("no stack {id}"))?;
-        let found = places(stack)?;
+        let found = places(stack);
+        let is_exact =
+            |found: &Result<Vec<Place>>| found.as_ref().is_ok_and(|found| found == frames);
         ensure!(
-            found == *frames || places_of(stack, has_begun)? == *frames,
+            is_exact(&found) || is_exact(&places_of(stack, has_begun)),
             "found {found:?}, not {frames:?}, in {stack}"
         );
     }
@@ -153,9 +157,7 @@ fn expect_exact_in(
 fn frames_in_threads_and_elsewhere_are_those_that_python_has() -> Result<()> {
     let folder = harness::scratch()?;
     let path = folder.path().join("truth");
-    let workload = Workload::spawn(Command::new("python3").arg(script()).arg(&path))?;
-    let pid = workload.pid();
-    expect_exact(&trace(&EACH_BLOCK, workload, &pid)?, &truth(&path)?)
+    expect_exact_frames(Command::new("python3").arg(script()).arg(&path), &path)
 }
 
 /// A memleak that follows the process of this number, and has the tables of all its files: an emulated CPU may need more
@@ -231,6 +233,26 @@ fn frames_in_a_container_are_those_that_python_has() -> Result<()> {
     let of_container = |place: &Place| place.1 == "/mnt/frames.py";
     ensure!(truth.values().any(|frames| frames.iter().any(of_container)));
     expect_exact(&ended, &truth)
+}
+
+/// By CPython 3.10 to 3.15, as far as the machine has them: builds of its own, and Debian's, with their own C library, in a
+/// root of their own.
+fn frames_of_each_version_are_those_that_python_has() -> Result<()> {
+    for python in Python::all()? {
+        let folder = harness::scratch()?;
+        let mut command = python.command("frames.py", folder.path())?;
+        expect_exact_frames(command.arg("truth"), &folder.path().join("truth"))
+            .with_context(|| python.to_string())?;
+    }
+    Ok(())
+}
+
+/// Has memleak follow the workload that a command starts, and compares every block.
+fn expect_exact_frames(command: &mut Command, truth_file: &Path) -> Result<()> {
+    let workload = Workload::spawn(command)?;
+    let pid = workload.pid();
+    let ended = trace(&EACH_BLOCK, workload, &pid)?;
+    expect_exact(&ended, &truth(truth_file)?).with_context(|| said_of_python(&ended))
 }
 
 /// While the kernel makes huge pages of the memory in which Python has the thread's state. Every block is there, and has

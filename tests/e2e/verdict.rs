@@ -1,7 +1,6 @@
 //! Whether memory is lost, as memleak finds it in copies of a process, against what a program has lost and kept.
 
 use std::os::unix::process::CommandExt;
-use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
@@ -10,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Tool, Workload};
+use crate::harness::{self, Python, Tool, Workload};
 
 /// All of these tests.
 pub(crate) fn tests() -> Vec<Trial> {
@@ -22,7 +21,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         a_database_with_jemalloc_has_no_leak [Host],
         blocks_of_jemalloc_are_judged [Once],
         blocks_that_another_allocators_hold_are_not_lost [Once],
-        objects_of_python_are_judged_by_their_counts [Host],
+        objects_of_python_are_judged_by_their_counts [Pythons],
         ten_million_blocks_are_judged_in_bounded_memory [Once],
     }
 }
@@ -186,8 +185,15 @@ fn what_is_not_known_as_a_whole_is_not_judged() -> Result<()> {
 
 /// A word that CPython has left in memory that it uses again can hide a few, and invents none.
 fn objects_of_python_are_judged_by_their_counts() -> Result<()> {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload/verdict.py");
-    let workload = Workload::spawn(Command::new("python3").arg(script))?;
+    for python in Python::all()? {
+        expect_objects_by_counts(&python).with_context(|| python.to_string())?;
+    }
+    Ok(())
+}
+
+fn expect_objects_by_counts(python: &Python) -> Result<()> {
+    let folder = harness::scratch()?;
+    let workload = Workload::spawn(&mut python.command("verdict.py", folder.path())?)?;
     let options = ["-jp", &workload.pid(), "--verdict", "-T", "100000"];
     let rows = harness::run(
         "memleak",

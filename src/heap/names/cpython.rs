@@ -1,4 +1,4 @@
-//! Objects of CPython, 3.9 to 3.14, by the chain of their types.
+//! Objects of CPython, 3.9 to 3.15, by the chain of their types.
 //!
 //! An object begins with a reference count and its type. A type is an object, too: its type is a
 //! metatype, and the chain ends in `type`, the only object that is its own type. What is before an

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use libtest_mimic::{Completion, Failed, Trial};
 
-use crate::harness::workload;
+use crate::harness::{pythons, workload};
 
 /// How many tests are named at the end for the time that they took.
 pub(crate) const SLOWEST: usize = 20;
@@ -42,6 +42,8 @@ pub(crate) enum Need {
     Python,
     /// Debian 11's Python, from there.
     Python39,
+    /// Pythons of several versions, which scripts/pythons unpacks.
+    Pythons,
     /// Swap compressed in memory.
     Zswap,
     /// File systems in layers, as containers have.
@@ -113,6 +115,10 @@ impl Need {
             Need::Compat => (runs_32_bit(), "this kernel runs no 32-bit programs"),
             Need::Peers => (workload("peers").exists(), "no peers beside the workloads"),
             Need::Python => (is_python("python3"), "no python3 in PATH"),
+            Need::Pythons => (
+                pythons::unpacked().exists(),
+                "no Pythons of scripts/pythons",
+            ),
             Need::Python39 => (is_python("python3.9"), "no python3.9 in PATH"),
         };
         (!there).then_some(reason)

@@ -1,0 +1,85 @@
+//! The Pythons of the machine, and those that scripts/pythons has unpacked.
+
+use std::env;
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+/// The folder to chroot into that scripts/pythons makes.
+pub(crate) fn unpacked() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("target/pythons")
+}
+
+/// A Python.
+#[derive(Debug)]
+pub(crate) struct Python {
+    /// The program, as it is called within its root.
+    program: PathBuf,
+    /// What it has as its root, with a C library of its own, if it has one.
+    root: Option<PathBuf>,
+}
+
+impl Python {
+    /// The one that is first in PATH, those of pyenv from 3.10 on, and those that were unpacked.
+    pub(crate) fn all() -> Result<Vec<Self>> {
+        let home = env::var_os("HOME").unwrap_or_default();
+        let versions = Path::new(&home).join(".pyenv/versions");
+        let of_pyenv = names(&versions, "3.1").into_iter().map(|name| Self {
+            program: versions.join(name).join("bin/python3"),
+            root: None,
+        });
+        let root = unpacked();
+        let unpacked = names(&root.join("usr/bin"), "python3.");
+        ensure!(!unpacked.is_empty(), "no Python in {}", root.display());
+        let unpacked = unpacked.into_iter().map(|name| Self {
+            program: Path::new("/usr/bin").join(name),
+            root: Some(root.clone()),
+        });
+        let first = Self {
+            program: "python3".into(),
+            root: None,
+        };
+        Ok([first]
+            .into_iter()
+            .chain(of_pyenv)
+            .chain(unpacked)
+            .collect())
+    }
+
+    /// What runs one of the scripts of tests/workload in this folder. A script does not take the place of a module of its
+    /// name (`-I`), such as `types`.
+    pub(crate) fn command(&self, script: &str, folder: &Path) -> Result<Command> {
+        const IN_ROOT: &str = "mount -t proc proc \"$1/proc\" && mount --bind \"$2\" \"$1/mnt\" && \
+                               root=$1 && shift 2 && exec unshare --root=\"$root\" --wd=/mnt \"$@\"";
+        let scripts = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload");
+        fs::copy(scripts.join(script), folder.join(script)).context("no such script")?;
+        let Some(root) = &self.root else {
+            let mut command = Command::new(&self.program);
+            command.args(["-I", script]).current_dir(folder);
+            return Ok(command);
+        };
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-c", IN_ROOT, "sh"]);
+        command.args([root, folder, &self.program]);
+        command.args(["-I", script]);
+        Ok(command)
+    }
+}
+
+impl fmt::Display for Python {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let root = self.root.iter().map(|root| root.display());
+        root.into_iter().try_for_each(|root| write!(f, "{root}"))?;
+        write!(f, "{}", self.program.display())
+    }
+}
+
+/// The names in a folder that begin so.
+fn names(folder: &Path, begin: &str) -> Vec<String> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    names.filter(|name| name.starts_with(begin)).collect()
+}
