@@ -1,5 +1,8 @@
 //! Frames of Python in user stacks, against what Python itself says of each block's place.
 
+mod commands;
+mod objects;
+
 use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,23 +18,22 @@ use crate::harness::{self, Ended, Python, Tool, Workload};
 
 /// All of these tests.
 pub(crate) fn tests() -> Vec<Trial> {
-    harness::tests! { "python":
+    let own = harness::tests! { "python":
         frames_in_threads_and_elsewhere_are_those_that_python_has [Python],
         frames_in_a_container_are_those_that_python_has [Python],
         frames_of_each_version_are_those_that_python_has [Pythons],
         frames_of_children_are_those_that_python_has [Python],
         frames_that_cannot_be_read_are_said_to_be_missing [Python, Collapse],
-        frames_of_a_command_are_known_from_its_first_block [Python, Once],
-        frames_of_a_command_that_waits_for_the_cpu_are_known [Python, Once],
-        frames_of_a_command_behind_a_script_are_known [Python],
         frames_are_in_text_and_in_folded_lines [Python],
         other_tools_have_them_too [Python],
         without_lines_a_function_has_one_stack [Python],
-        small_objects_are_blocks_where_they_come_from_malloc [Python],
-        each_object_is_a_block_if_that_is_asked_for [Python],
         native_frames_are_left_when_asked_for [Python],
         an_older_version_has_native_frames [Python39],
-    }
+    };
+    let of_others = [commands::tests(), objects::tests()];
+    own.into_iter()
+        .chain(of_others.into_iter().flatten())
+        .collect()
 }
 
 /// The bytes of each block of the workload.
@@ -298,55 +300,6 @@ fn frames_that_cannot_be_read_are_said_to_be_missing() -> Result<()> {
     Ok(())
 }
 
-/// An emulated CPU may take longer from one library to the next than memleak waits for those of a command that starts.
-fn frames_of_a_command_are_known_from_its_first_block() -> Result<()> {
-    expect_the_only_block("")
-}
-
-/// Behind a shell that works for longer than a command needs that maps its code, as pyenv's `python3` does.
-fn frames_of_a_command_behind_a_script_are_known() -> Result<()> {
-    let folder = harness::scratch()?;
-    let script = folder.path().join("script");
-    fs::write(&script, "sleep 1\nexec \"$@\"\n")?;
-    expect_the_only_block(&format!("sh {}", script.display()))
-}
-
-/// With twelve others on one CPU it maps no code for longer than a command needs that has a CPU for itself.
-fn frames_of_a_command_that_waits_for_the_cpu_are_known() -> Result<()> {
-    const SPIN: &str = "echo ready $$; while :; do :; done";
-    let _one = harness::OneCpu::enter()?;
-    let spin = |_| Workload::spawn(Command::new("sh").args(["-c", SPIN]));
-    let _others = (0..12).map(spin).collect::<Result<Vec<_>>>()?;
-    expect_the_only_block("")
-}
-
-/// Has memleak start a program that takes one block and ends, before anybody could have looked at it. The first words of
-/// the command are those of its wrapper, if it has one.
-fn expect_the_only_block(wrapper: &str) -> Result<()> {
-    let folder = harness::scratch()?;
-    let script = folder.path().join("one.py");
-    let source =
-        format!("import ctypes\ndef one():\n    ctypes.CDLL(None).malloc({BYTES})\none()\n");
-    fs::write(&script, source)?;
-    // pyenv's `python3` is a script that starts others before it calls exec.
-    let program = printed_by_python("sys.executable")?;
-    let command = format!("{wrapper} {program} {}", script.display());
-    let ended = harness::run("memleak", &[&EACH_BLOCK[..], &["-c", &command]].concat())?;
-    let objects = ended.objects()?;
-    let file = script.display().to_string();
-    let expected =
-        [("one", 3), ("<module>", 4)].map(|(name, line)| (name.to_owned(), file.clone(), line));
-    let mut found = objects
-        .iter()
-        .filter(|row| row["type"] == "stack")
-        .map(places);
-    ensure!(
-        found.any(|found| found.is_ok_and(|found| found == expected)),
-        "{ended:?}"
-    );
-    Ok(())
-}
-
 fn frames_are_in_text_and_in_folded_lines() -> Result<()> {
     let folder = harness::scratch()?;
     let path = folder.path().join("truth");
@@ -441,111 +394,6 @@ fn is_from(stack: &Value, function: &str) -> bool {
     let frames = stack["user_frames"].as_array();
     let innermost = frames.into_iter().flatten().find(is_python);
     innermost.is_some_and(|frame| frame["symbol"] == function)
-}
-
-/// Small objects are in arenas, which is said; or each of them is a block.
-fn small_objects_are_blocks_where_they_come_from_malloc() -> Result<()> {
-    const PROGRAM: &str = "import os, sys\n\
-                           kept = [None] * 1009\n\
-                           def keep():\n    for i in range(1009):\n        kept[i] = bytes(101)\n\
-                           print('ready', os.getpid(), flush=True)\n\
-                           sys.stdin.readline()\n\
-                           keep()\n\
-                           print('done', flush=True)\n\
-                           sys.stdin.readline()\n";
-    // 33 bytes are Python's own.
-    const BYTES: u64 = 1009 * (33 + 101);
-    for (allocator, is_block) in [("pymalloc", false), ("malloc", true)] {
-        let mut command = Command::new("python3");
-        command.args(["-c", PROGRAM]).env("PYTHONMALLOC", allocator);
-        let workload = Workload::spawn(&mut command)?;
-        let pid = workload.pid();
-        let ended = trace(&["-o", "0", "--folded", "3600"], workload, &pid)?;
-        let lines = ended.stdout.lines();
-        let kept: u64 = lines
-            .filter(|line| line.contains(";keep (<string>:5)"))
-            .filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok())
-            .sum();
-        ensure!(
-            (kept == BYTES) == is_block,
-            "{allocator}: {kept}: {ended:?}"
-        );
-        let is_said = ended
-            .stderr
-            .contains("up to 512 bytes are in arenas of its own");
-        ensure!(is_said != is_block, "{allocator}: {ended:?}");
-    }
-    Ok(())
-}
-
-/// As many as Python itself counts, of those that live on; or why not, of an interpreter that was optimized by a profile,
-/// as those of distributions are.
-fn each_object_is_a_block_if_that_is_asked_for() -> Result<()> {
-    const PROGRAM: &str = "import array, gc, os, sys, sysconfig\n\
-                           class Slots: __slots__ = ('a', 'b')\n\
-                           class Plain: pass\n\
-                           kept = [None] * 11011\n\
-                           counts = array.array('q', [0, 0])\n\
-                           def keep(end):\n    \
-                               for i in range(0, end, 11):\n        \
-                                   kept[i] = 'x%d' % i\n        \
-                                   kept[i + 1] = (i, i + 1, object())\n        \
-                                   kept[i + 2] = [i] * 3\n        \
-                                   kept[i + 3] = {'a': i, i: 2}\n        \
-                                   kept[i + 4] = i * 100000.5\n        \
-                                   kept[i + 5] = Slots()\n        \
-                                   kept[i + 6] = Plain()\n        \
-                                   kept[i + 6].z = [kept[i + 4]]\n        \
-                                   kept[i + 7] = bytes(101 + i % 900)\n        \
-                                   kept[i + 8] = {i, i + 1}\n        \
-                                   kept[i + 9] = lambda: i\n        \
-                                   kept[i + 10] = list(range(i % 97))\n\
-                           keep(0)\n\
-                           gc.collect()\n\
-                           gc.disable()\n\
-                           options = sysconfig.get_config_var('CONFIG_ARGS')\n\
-                           optimized = sys.base_prefix in ('/usr', '/opt/pythons') or '--enable-optimizations' in options\n\
-                           print('ready', os.getpid(), flush=True)\n\
-                           sys.stdin.readline()\n\
-                           counts[0] = sys.getallocatedblocks()\n\
-                           counts[0] = sys.getallocatedblocks()\n\
-                           keep(11011)\n\
-                           counts[1] = sys.getallocatedblocks()\n\
-                           print('done blocks=%d optimized=%d' % (counts[1] - counts[0], optimized), flush=True)\n\
-                           sys.stdin.readline()\n";
-    let mut workload = Workload::spawn(Command::new("python3").args(["-c", PROGRAM]))?;
-    let each = ["-j", "-o", "0", "-T", "100000", "--python-objects", "3600"];
-    let tool = follow(&each, &workload.pid())?;
-    let facts = workload.work()?;
-    let ended = tool.interrupt()?;
-    workload.finish()?;
-    let is_exact = facts["optimized"] == "0";
-    let is_said = ended.stderr.contains("are not seen one by one in ");
-    ensure!(is_said != is_exact, "{ended:?}");
-    let counted: u64 = facts["blocks"].parse()?;
-    let call = PROGRAM.lines().position(|line| line == "keep(11011)");
-    let line = call.context("no call")? + 1;
-    let objects = ended.objects()?;
-    let blocks: u64 = objects
-        .iter()
-        .filter(|row| row["type"] == "stack" && comes_from_line(row, line))
-        .filter_map(|row| row["allocations"].as_u64())
-        .sum();
-    ensure!(counted > 11_011, "{counted}");
-    ensure!(
-        (blocks == counted) == is_exact,
-        "{blocks}, not {counted}: {}",
-        ended.stderr
-    );
-    ensure!(!ended.stderr.contains("lost"), "{}", ended.stderr);
-    Ok(())
-}
-
-/// Whether this line of the program is in a stack.
-fn comes_from_line(stack: &Value, line: usize) -> bool {
-    let frames = stack["user_frames"].as_array();
-    let mut python = frames.into_iter().flatten().filter(is_python);
-    python.any(|frame| frame["symbol"] == "<module>" && frame["line"] == line)
 }
 
 /// Python 3.9, of which it is said once.
