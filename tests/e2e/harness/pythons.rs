@@ -49,23 +49,29 @@ impl Python {
             .collect())
     }
 
-    /// What runs one of the scripts of tests/workload in this folder. A script does not take the place of a module of its
-    /// name (`-I`), such as `types`.
+    /// What runs one of the scripts of tests/workload in this folder.
     pub(crate) fn command(&self, script: &str, folder: &Path) -> Result<Command> {
-        const IN_ROOT: &str = "mount -t proc proc \"$1/proc\" && mount --bind \"$2\" \"$1/mnt\" && \
-                               root=$1 && shift 2 && exec unshare --root=\"$root\" --wd=/mnt \"$@\"";
         let scripts = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload");
         fs::copy(scripts.join(script), folder.join(script)).context("no such script")?;
+        let mut command = self.in_folder(folder);
+        command.arg(script);
+        Ok(command)
+    }
+
+    /// What runs this Python in this folder, whose files do not take the place of modules of their names (`-I`), such as
+    /// `types`.
+    pub(crate) fn in_folder(&self, folder: &Path) -> Command {
+        const IN_ROOT: &str = "mount -t proc proc \"$1/proc\" && mount --bind \"$2\" \"$1/mnt\" && \
+                               root=$1 && shift 2 && exec unshare --root=\"$root\" --wd=/mnt \"$@\"";
         let Some(root) = &self.root else {
             let mut command = Command::new(&self.program);
-            command.args(["-I", script]).current_dir(folder);
-            return Ok(command);
+            command.arg("-I").current_dir(folder);
+            return command;
         };
         let mut command = Command::new("unshare");
         command.args(["--mount", "sh", "-c", IN_ROOT, "sh"]);
-        command.args([root, folder, &self.program]);
-        command.args(["-I", script]);
-        Ok(command)
+        command.args([root, folder, &self.program]).arg("-I");
+        command
     }
 }
 

@@ -7,13 +7,14 @@ use libtest_mimic::Trial;
 use serde_json::Value;
 
 use super::{follow, is_python, trace};
-use crate::harness::{self, Workload};
+use crate::harness::{self, Python, Workload};
 
 /// All of these tests.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "python":
         small_objects_are_blocks_where_they_come_from_malloc [Python],
         each_object_is_a_block_if_that_is_asked_for [Python],
+        each_object_of_each_version_is_a_block [Pythons],
     }
 }
 
@@ -52,9 +53,22 @@ fn small_objects_are_blocks_where_they_come_from_malloc() -> Result<()> {
     Ok(())
 }
 
-/// As many as Python itself counts, of those that live on; or why not, of an interpreter that was optimized by a profile,
-/// as those of distributions are.
 fn each_object_is_a_block_if_that_is_asked_for() -> Result<()> {
+    expect_each_object(&mut Command::new("python3"))
+}
+
+fn each_object_of_each_version_is_a_block() -> Result<()> {
+    for python in Python::all()? {
+        let folder = harness::scratch()?;
+        let mut command = python.in_folder(folder.path());
+        expect_each_object(&mut command).with_context(|| python.to_string())?;
+    }
+    Ok(())
+}
+
+/// Has memleak follow a Python, and compares its blocks with those that Python itself counts, of those that live on; or
+/// has it told why not, of an interpreter that was optimized by a profile, as those of distributions are.
+fn expect_each_object(python: &mut Command) -> Result<()> {
     const PROGRAM: &str = "import array, gc, os, sys, sysconfig\n\
                            class Slots: __slots__ = ('a', 'b')\n\
                            class Plain: pass\n\
@@ -87,7 +101,7 @@ fn each_object_is_a_block_if_that_is_asked_for() -> Result<()> {
                            counts[1] = sys.getallocatedblocks()\n\
                            print('done blocks=%d optimized=%d' % (counts[1] - counts[0], optimized), flush=True)\n\
                            sys.stdin.readline()\n";
-    let mut workload = Workload::spawn(Command::new("python3").args(["-c", PROGRAM]))?;
+    let mut workload = Workload::spawn(python.args(["-c", PROGRAM]))?;
     let each = ["-j", "-o", "0", "-T", "100000", "--python-objects", "3600"];
     let tool = follow(&each, &workload.pid())?;
     let facts = workload.work()?;
