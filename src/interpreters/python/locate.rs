@@ -20,6 +20,9 @@ use crate::stacks::unwind::rules::Rules;
 
 /// Threads that are looked at to find where each has its state.
 const THREADS: usize = 8;
+/// Interpreters that are looked at, and states of all their threads.
+const INTERPRETERS: usize = 64;
+const STATES: usize = 512;
 /// What lies around a thread's pointer: thread-local variables below, glibc's `struct pthread` above.
 const BELOW_THREAD: u64 = 8 << 10;
 const ABOVE_THREAD: u64 = 0x910;
@@ -132,11 +135,17 @@ impl Interpreter {
             if self.memory.word(self.runtime + 16)? != 0 {
                 return unknown("a free-threaded build".to_owned());
             }
-            let told = (
-                self.memory.word(self.runtime + 40)?,
-                self.memory.word(self.runtime + 72)?,
-            );
-            if told != (offsets.interpreters, offsets.threads) {
+            let mut told = [0; 3];
+            for (told, at) in told.iter_mut().zip([40, 64, 72]) {
+                *told = self.memory.word(self.runtime + at)?;
+            }
+            if told
+                != [
+                    offsets.interpreters,
+                    offsets.next_interpreter,
+                    offsets.threads,
+                ]
+            {
                 return unknown("an unusual build".to_owned());
             }
         }
@@ -189,7 +198,7 @@ impl Interpreter {
     fn state_at(&self, offsets: &Offsets) -> Result<State> {
         let expected = self.expected_at(offsets)?;
         let mut common: Option<BTreeSet<i64>> = None;
-        for (thread, state) in self.threads(offsets)? {
+        for (thread, states) in self.threads(offsets)? {
             let from = thread.wrapping_sub(BELOW_THREAD);
             let mut bytes = vec![0; (BELOW_THREAD + ABOVE_THREAD) as usize];
             // What is below may be no memory.
@@ -206,7 +215,7 @@ impl Interpreter {
             };
             let places = bytes[..length].chunks_exact(8).enumerate();
             let found: BTreeSet<i64> = places
-                .filter(|(_, word)| *word == state.to_ne_bytes())
+                .filter(|(_, word)| states.iter().any(|state| *word == state.to_ne_bytes()))
                 .map(|(number, _)| (from + 8 * number as u64).wrapping_sub(thread) as i64)
                 .collect();
             common = Some(match common {
@@ -239,30 +248,44 @@ impl Interpreter {
         Ok((created == 1 && key < KEYS).then_some((FIRST_KEY + 16 * key) as i64))
     }
 
-    /// Threads' pointers, and the address of each one's state.
-    fn threads(&self, offsets: &Offsets) -> Result<Vec<(u64, u64)>> {
-        let mut threads = Vec::new();
-        // The threads of the first interpreter are enough.
-        let interpreter = self.memory.word(self.runtime + offsets.interpreters)?;
-        if interpreter == 0 {
-            return Ok(threads);
-        }
-        let mut state = self
-            .memory
-            .word(interpreter.wrapping_add(offsets.threads))?;
-        for _ in 0..THREADS {
-            if state == 0 {
-                break;
+    /// Threads' pointers, and the addresses of each one's states: of an interpreter within another one a thread has one in
+    /// each.
+    fn threads(&self, offsets: &Offsets) -> Result<Vec<(u64, Vec<u64>)>> {
+        let mut threads: Vec<(u64, Vec<u64>)> = Vec::new();
+        for state in self.states(offsets)? {
+            let at = state.wrapping_add(offsets.process.thread.into());
+            let thread = self.memory.word(at)?;
+            let is_full = threads.len() >= THREADS;
+            match threads.iter_mut().find(|(known, _)| *known == thread) {
+                Some((_, states)) => states.push(state),
+                None if thread == 0 || is_full => {}
+                None => threads.push((thread, vec![state])),
             }
-            let thread = self
-                .memory
-                .word(state.wrapping_add(offsets.process.thread.into()))?;
-            if thread != 0 {
-                threads.push((thread, state));
-            }
-            state = self.memory.word(state.wrapping_add(offsets.next_thread))?;
         }
         Ok(threads)
+    }
+
+    /// The states of the threads of all interpreters.
+    fn states(&self, offsets: &Offsets) -> Result<Vec<u64>> {
+        let mut states = Vec::new();
+        let mut interpreter = self.memory.word(self.runtime + offsets.interpreters)?;
+        for _ in 0..INTERPRETERS {
+            if interpreter == 0 {
+                break;
+            }
+            let mut at = interpreter.wrapping_add(offsets.threads);
+            while states.len() < STATES {
+                let state = self.memory.word(at)?;
+                if state == 0 {
+                    break;
+                }
+                states.push(state);
+                at = state.wrapping_add(offsets.next_thread);
+            }
+            let next = interpreter.wrapping_add(offsets.next_interpreter);
+            interpreter = self.memory.word(next)?;
+        }
+        Ok(states)
     }
 }
 

@@ -13,6 +13,8 @@ pub(super) struct Offsets {
     pub(super) key: Option<u64>,
     /// In `_PyRuntime`: the first interpreter.
     pub(super) interpreters: u64,
+    /// In an interpreter: the next one.
+    pub(super) next_interpreter: u64,
     /// In an interpreter: its first thread's state.
     pub(super) threads: u64,
     /// In a thread's state: the next one.
@@ -23,18 +25,19 @@ pub(super) struct Offsets {
 
 /// The offsets of version 3.`minor`, if they are known.
 pub(super) fn of(minor: u8) -> Option<Offsets> {
-    let (key, interpreters, threads) = match minor {
-        10 => (Some(584), 32, 8),
-        11 => (Some(592), 40, 16),
-        12 => (Some(1544), 40, 72),
-        13 => (Some(2160), 632, 7344),
-        14 => (Some(2336), 808, 7344),
-        15 => (None, 936, 7336),
+    let (key, interpreters, next_interpreter, threads) = match minor {
+        10 => (Some(584), 32, 0, 8),
+        11 => (Some(592), 40, 0, 16),
+        12 => (Some(1544), 40, 0, 72),
+        13 => (Some(2160), 632, 7264, 7344),
+        14 => (Some(2336), 808, 7272, 7344),
+        15 => (None, 936, 7264, 7336),
         _ => return None,
     };
     Some(Offsets {
         key,
         interpreters,
+        next_interpreter,
         threads,
         next_thread: 8,
         process: process(minor),
