@@ -51,6 +51,13 @@ impl PythonNames {
         !self.native_frames && matches!(next, Some(Place::Python(_)))
     }
 
+    /// Marks the calls of the interpreter's loop that are left among these frames of a stack, unless all are wanted.
+    pub(super) fn mark_loops(&self, frames: &mut Vec<Frame>) {
+        if !self.native_frames {
+            mark_loops(frames);
+        }
+    }
+
     /// What a place is for Python.
     pub(super) fn find(&self, place: Place) -> Found {
         match place {
@@ -62,6 +69,8 @@ impl PythonNames {
     }
 }
 
+/// The interpreter's loop, also in parts that the compiler has made of it.
+const LOOP: &str = "_PyEval_EvalFrameDefault";
 /// Frames that are marks.
 const UNPAIRED: &str = "[called by frames that are missing]";
 const CUT: &str = "[further functions]";
@@ -83,6 +92,24 @@ fn frame(word: u64, known: &Known, lines: bool) -> Found {
         .then(|| code.line(Instruction::of_word(word)))
         .flatten();
     Found::Frame(Frame::of_python(word, &code.name, Some((&code.file, line))))
+}
+
+/// Marks the calls of the interpreter's loop among frames of Python: which functions they execute is not known. They are of
+/// an interpreter that has called another one, or of a greenlet that has switched to another. Only a loop with a symbol is
+/// found.
+fn mark_loops(frames: &mut Vec<Frame>) {
+    let is_loop = |frame: &Frame| {
+        let symbol = frame.symbol.as_ref();
+        symbol.is_some_and(|(name, _)| name.starts_with(LOOP))
+    };
+    if !frames.iter().any(Frame::is_python) {
+        return;
+    }
+    for at in (0..frames.len()).rev() {
+        if is_loop(&frames[at]) {
+            frames.insert(at + 1, Frame::of_python(0, CUT, None));
+        }
+    }
 }
 
 #[cfg(test)]
@@ -138,5 +165,25 @@ mod tests {
             Some("[ambiguous] [python]")
         );
         assert_eq!(found(&known("__init__", "__init__")), None);
+    }
+
+    #[test]
+    fn a_loop_that_is_left_among_frames_of_python_is_marked() {
+        let native = |name: &str| Frame {
+            symbol: Some((name.to_owned(), 0)),
+            ..Frame::default()
+        };
+        let python = || Frame::of_python(WORD, "keep", None);
+        let marked = |mut frames: Vec<Frame>| {
+            mark_loops(&mut frames);
+            let symbols = frames.into_iter().map(|frame| frame.symbol);
+            symbols
+                .map(|symbol| symbol.expect("a name").0)
+                .collect::<Vec<_>>()
+        };
+        let left = vec![native("malloc"), python(), native(LOOP), native("main")];
+        assert_eq!(marked(left), ["malloc", "keep", LOOP, CUT, "main"]);
+        let without = vec![native(LOOP), native("main")];
+        assert_eq!(marked(without), [LOOP, "main"]);
     }
 }

@@ -357,7 +357,7 @@ impl Symbolizer {
     }
 
     fn user_frames(&mut self, pid: u32, stack: &Stack) -> Vec<Frame> {
-        let code: Vec<u64> = native(stack).collect();
+        let code: Vec<u64> = stack.instructions().collect();
         let image = self.spaces.image_with(pid, &code).unwrap_or_default();
         // A frame pointer can be any number: what leads out of all code is no frame.
         let is_real = |(at, place): &(usize, &Place)| {
@@ -381,6 +381,9 @@ impl Symbolizer {
                 }
             }
         }
+        if let Some(names) = &self.interpreters {
+            names.python.mark_loops(&mut frames);
+        }
         frames
     }
 
@@ -388,7 +391,7 @@ impl Symbolizer {
     /// that its names are made of, and the same in each process that runs these files; of Python its words. Returns false
     /// where more is needed: for generated code, and what is in no mapping.
     pub fn hash_places(&mut self, pid: u32, stack: &Stack, hasher: &mut impl Hasher) -> bool {
-        let code: Vec<u64> = native(stack).collect();
+        let code: Vec<u64> = stack.instructions().collect();
         let image = self.spaces.image_with(pid, &code).unwrap_or_default();
         for (frame, &place) in stack.places.iter().enumerate() {
             // Another process has another function there.
@@ -492,9 +495,4 @@ impl Names for Symbolizer {
     fn program(&self, pid: u32) -> Option<MappedCode> {
         self.spaces.newest_image(pid)?.program().cloned()
     }
-}
-
-/// The instructions of a stack's native frames.
-fn native(stack: &Stack) -> impl Iterator<Item = u64> {
-    stack.places.iter().filter_map(|place| place.instruction())
 }

@@ -152,6 +152,11 @@ impl End {
 }
 
 impl Stack {
+    /// The instructions that the native frames are at, innermost first.
+    pub fn instructions(&self) -> impl Iterator<Item = u64> {
+        self.places.iter().filter_map(|place| place.instruction())
+    }
+
     /// The stack of an entry, and of the one with the rest of its frames.
     fn read(entry: &types::stack, rest: Option<&types::stack>) -> Self {
         let side = match entry.flags & KERNEL {
