@@ -100,24 +100,10 @@ fn methods(stack: &Value) -> Result<Vec<String>> {
     methods_of(stack)
 }
 
-/// By the address of each block, its stack.
-fn stacks_of_blocks(objects: &[Value]) -> HashMap<u64, &Value> {
-    let of = |kind: &'static str| objects.iter().filter(move |row| row["type"] == kind);
-    let stacks: HashMap<&str, &Value> = of("stack")
-        .filter_map(|row| Some((row["stack_id"].as_str()?, row)))
-        .collect();
-    let blocks = of("allocation").filter_map(|row| {
-        let address = row["address"].as_str()?.strip_prefix("0x")?;
-        let stack = stacks.get(row["stack_id"].as_str()?)?;
-        Some((u64::from_str_radix(address, 16).ok()?, *stack))
-    });
-    blocks.collect()
-}
-
 /// Compares every block that the workload noted, frame by frame.
 pub(crate) fn expect_all(ended: &Ended, truth: &HashMap<u64, Vec<String>>) -> Result<()> {
     let objects = ended.objects()?;
-    let stacks = stacks_of_blocks(&objects);
+    let stacks = harness::stacks_of_blocks(&objects);
     for (address, expected) in truth {
         let stack = stacks
             .get(address)
@@ -190,7 +176,7 @@ fn has_virtual_threads(kit: &Path) -> bool {
 fn expect_up_to_heap(ended: &Ended, truth: &HashMap<u64, Vec<String>>) -> Result<()> {
     const IN_HEAP: &str = "a virtual thread's callers are in Java's heap";
     let objects = ended.objects()?;
-    let stacks = stacks_of_blocks(&objects);
+    let stacks = harness::stacks_of_blocks(&objects);
     let mut whole = 0;
     for (address, expected) in truth {
         let stack = stacks

@@ -2,6 +2,7 @@
 
 mod commands;
 mod objects;
+mod versions;
 
 use std::collections::HashMap;
 use std::fs;
@@ -14,14 +15,13 @@ use memtools::bpf::kernel_support;
 use memtools::host::capabilities;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Python, Tool, Workload};
+use crate::harness::{self, Ended, Tool, Workload};
 
 /// All of these tests.
 pub(crate) fn tests() -> Vec<Trial> {
     let own = harness::tests! { "python":
         frames_in_threads_and_elsewhere_are_those_that_python_has [Python],
         frames_in_a_container_are_those_that_python_has [Python],
-        frames_of_each_version_are_those_that_python_has [Pythons],
         frames_of_children_are_those_that_python_has [Python],
         frames_that_cannot_be_read_are_said_to_be_missing [Python, Collapse],
         frames_are_in_text_and_in_folded_lines [Python],
@@ -30,7 +30,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         native_frames_are_left_when_asked_for [Python],
         an_older_version_has_native_frames [Python39],
     };
-    let of_others = [commands::tests(), objects::tests()];
+    let of_others = [commands::tests(), objects::tests(), versions::tests()];
     own.into_iter()
         .chain(of_others.into_iter().flatten())
         .collect()
@@ -50,6 +50,9 @@ fn script() -> PathBuf {
     }
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload/frames.py")
 }
+
+/// Frames of Python that stand for others.
+const MARKS: [&str; 2] = ["[further functions]", "[called by frames that are missing]"];
 
 /// A frame of Python: the function, its file and the line.
 type Place = (String, String, u64);
@@ -73,6 +76,12 @@ fn is_python(frame: &&Value) -> bool {
     frame["kind"] == "python"
 }
 
+/// Whether a frame stands for others.
+fn is_mark(frame: &Value) -> bool {
+    let name = frame["symbol"].as_str();
+    name.is_some_and(|name| MARKS.contains(&name))
+}
+
 /// Whether the function has come to where Python itself shows it. Before that its variables are made that others share,
 /// which have no line, and a coroutine or generator, for which the collector may run any function; sys._getframe()
 /// leaves out the one that is called.
@@ -86,11 +95,12 @@ fn has_begun(frame: &Value) -> bool {
 
 /// The frames of Python of a stack, if there is nothing else that is odd about it.
 fn places(stack: &Value) -> Result<Vec<Place>> {
+    expect_whole(stack)?;
     places_of(stack, |_| true)
 }
 
-/// The frames of Python of a stack that are wanted.
-fn places_of(stack: &Value, wanted: impl Fn(&Value) -> bool) -> Result<Vec<Place>> {
+/// Whether no frame of a stack is missing, of Python or another.
+fn expect_whole(stack: &Value) -> Result<()> {
     let frames = stack["user_frames"].as_array().context("no frames")?;
     ensure!(
         !frames.iter().any(has_loop),
@@ -100,9 +110,16 @@ fn places_of(stack: &Value, wanted: impl Fn(&Value) -> bool) -> Result<Vec<Place
     let outermost = frames.last().and_then(|frame| frame["symbol"].as_str());
     ensure!(
         stack["truncated"].is_null()
-            && matches!(outermost, None | Some("_start" | "clone3" | "__clone3")),
+            && matches!(outermost, None | Some("_start" | "clone3" | "__clone3"))
+            && !frames.iter().any(is_mark),
         "not complete: {stack}"
     );
+    Ok(())
+}
+
+/// The frames of Python of a stack that are wanted.
+fn places_of(stack: &Value, wanted: impl Fn(&Value) -> bool) -> Result<Vec<Place>> {
+    let frames = stack["user_frames"].as_array().context("no frames")?;
     let frames = frames.iter().filter(is_python);
     let places = frames.filter(|frame| wanted(frame)).map(|frame| {
         let text = |field: &str| frame[field].as_str().map(str::to_owned);
@@ -125,34 +142,25 @@ fn expect_exact_in(
     truth: &HashMap<u64, Vec<Place>>,
 ) -> Result<()> {
     let is_own = |row: &&Value| pid.is_none_or(|pid| row["pid"] == pid);
-    let own = || objects.iter().filter(is_own);
-    let of = |kind: &'static str| own().filter(move |row| row["type"] == kind);
-    let stacks: HashMap<&str, &Value> = of("stack")
-        .filter_map(|row| Some((row["stack_id"].as_str()?, row)))
-        .collect();
-    let blocks: HashMap<u64, &str> = of("allocation")
-        .filter_map(|row| {
-            let address = row["address"].as_str()?.strip_prefix("0x")?;
-            Some((
-                u64::from_str_radix(address, 16).ok()?,
-                row["stack_id"].as_str()?,
-            ))
-        })
-        .collect();
+    let stacks = harness::stacks_of_blocks(objects.iter().filter(is_own));
     ensure!(truth.len() > 1000, "{}", truth.len());
     for (address, frames) in truth {
-        let id = blocks
-            .get(address)
-            .with_context(|| format!("no block at {address:#x}"))?;
-        let stack = stacks.get(id).with_context(|| format!("no stack {id}"))?;
-        let found = places(stack);
-        let is_exact =
-            |found: &Result<Vec<Place>>| found.as_ref().is_ok_and(|found| found == frames);
-        ensure!(
-            is_exact(&found) || is_exact(&places_of(stack, has_begun)),
-            "found {found:?}, not {frames:?}, in {stack}"
-        );
+        let stack = stacks.get(address);
+        let stack = stack.with_context(|| format!("no block at {address:#x}"))?;
+        expect_whole(stack)?;
+        expect_places(stack, frames)?;
     }
+    Ok(())
+}
+
+/// Compares the frames of Python of a stack, without marks of others.
+fn expect_places(stack: &Value, frames: &[Place]) -> Result<()> {
+    let found = places_of(stack, |frame| !is_mark(frame));
+    let is_exact = |found: &Result<Vec<Place>>| found.as_ref().is_ok_and(|found| found == frames);
+    ensure!(
+        is_exact(&found) || is_exact(&places_of(stack, has_begun)),
+        "found {found:?}, not {frames:?}, in {stack}"
+    );
     Ok(())
 }
 
@@ -237,18 +245,6 @@ fn frames_in_a_container_are_those_that_python_has() -> Result<()> {
     expect_exact(&ended, &truth)
 }
 
-/// By CPython 3.10 to 3.15, as far as the machine has them: builds of its own, and Debian's, with their own C library, in a
-/// root of their own.
-fn frames_of_each_version_are_those_that_python_has() -> Result<()> {
-    for python in Python::all()? {
-        let folder = harness::scratch()?;
-        let mut command = python.command("frames.py", folder.path())?;
-        expect_exact_frames(command.arg("truth"), &folder.path().join("truth"))
-            .with_context(|| python.to_string())?;
-    }
-    Ok(())
-}
-
 /// Has memleak follow the workload that a command starts, and compares every block.
 fn expect_exact_frames(command: &mut Command, truth_file: &Path) -> Result<()> {
     let workload = Workload::spawn(command)?;
@@ -261,7 +257,6 @@ fn expect_exact_frames(command: &mut Command, truth_file: &Path) -> Result<()> {
 /// the thread's frames, or says that some are missing.
 fn frames_that_cannot_be_read_are_said_to_be_missing() -> Result<()> {
     const BLOCKS: u64 = 5003;
-    const MARKS: [&str; 2] = ["[further functions]", "[called by frames that are missing]"];
     let script = script().with_file_name("collapse.py");
     let mut command = Command::new("python3");
     let mut workload = Workload::spawn(command.arg(script).arg(BLOCKS.to_string()))?;
@@ -276,11 +271,6 @@ fn frames_that_cannot_be_read_are_said_to_be_missing() -> Result<()> {
     for stack in objects.iter().filter(|row| row["type"] == "stack") {
         let count = stack["allocations"].as_u64().context("no count")?;
         let frames = stack["user_frames"].as_array().context("no frames")?;
-        let is_mark = |frame: &Value| {
-            frame["symbol"]
-                .as_str()
-                .is_some_and(|name| MARKS.contains(&name))
-        };
         if !stack["truncated"].is_null() || frames.iter().any(is_mark) {
             marked += count;
             continue;

@@ -1,5 +1,6 @@
 //! A tool of the suite, run as a user runs it.
 
+use std::collections::HashMap;
 use std::env;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -340,4 +341,23 @@ impl Drop for Tool {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// By the address of each block, its stack, of the objects that memleak prints with `-a -j`.
+pub(crate) fn stacks_of_blocks<'a>(
+    objects: impl IntoIterator<Item = &'a Value>,
+) -> HashMap<u64, &'a Value> {
+    let (stacks, others): (Vec<_>, Vec<_>) =
+        objects.into_iter().partition(|row| row["type"] == "stack");
+    let stacks: HashMap<&str, &Value> = stacks
+        .into_iter()
+        .filter_map(|row| Some((row["stack_id"].as_str()?, row)))
+        .collect();
+    let blocks = others.into_iter().filter(|row| row["type"] == "allocation");
+    let blocks = blocks.filter_map(|row| {
+        let address = row["address"].as_str()?.strip_prefix("0x")?;
+        let stack = stacks.get(row["stack_id"].as_str()?)?;
+        Some((u64::from_str_radix(address, 16).ok()?, *stack))
+    });
+    blocks.collect()
 }

@@ -1,0 +1,109 @@
+//! Frames of each CPython, with whatever else makes its stacks odd.
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use serde_json::Value;
+
+use super::{
+    EACH_BLOCK, MARKS, expect_exact_frames, expect_places, follow, has_loop, is_mark, is_python,
+    truth,
+};
+use crate::harness::{self, Python, Workload};
+
+/// All of these tests.
+pub(super) fn tests() -> Vec<Trial> {
+    harness::tests! { "python":
+        frames_of_each_version_are_those_that_python_has [Pythons],
+        frames_of_greenlets_are_those_that_python_has [Pythons],
+        frames_of_an_inner_interpreter_are_those_that_it_has [Pythons],
+    }
+}
+
+/// By CPython 3.10 to 3.15, as far as the machine has them: builds of its own, and Debian's, with their own C library, in a
+/// root of their own.
+fn frames_of_each_version_are_those_that_python_has() -> Result<()> {
+    for python in Python::all()? {
+        let folder = harness::scratch()?;
+        let mut command = python.command("frames.py", folder.path())?;
+        expect_exact_frames(command.arg("truth"), &folder.path().join("truth"))
+            .with_context(|| python.to_string())?;
+    }
+    Ok(())
+}
+
+/// By those of the Pythons that have greenlets: Debian's newest. A greenlet has only its own part of the native stack: what
+/// was below it can be another's by now.
+fn frames_of_greenlets_are_those_that_python_has() -> Result<()> {
+    let mut compared = 0;
+    for python in Python::all()? {
+        let folder = harness::scratch()?;
+        let mut command = python.command("greenlets.py", folder.path())?;
+        let mut workload = Workload::spawn(command.arg("truth"))?;
+        let tool = follow(&EACH_BLOCK, &workload.pid())?;
+        let facts = workload.work()?;
+        let ended = tool.interrupt()?;
+        workload.finish()?;
+        let objects = ended.objects()?;
+        let stacks = harness::stacks_of_blocks(&objects);
+        let truth = truth(&folder.path().join("truth"))?;
+        for (address, frames) in &truth {
+            let stack = stacks.get(address);
+            let stack = stack.with_context(|| format!("{python}: no block at {address:#x}"))?;
+            expect_places(stack, frames).with_context(|| python.to_string())?;
+        }
+        ensure!(facts["blocks"] == truth.len().to_string(), "{facts:?}");
+        compared += truth.len();
+    }
+    ensure!(compared > 1000, "{compared}: no Python has greenlets");
+    Ok(())
+}
+
+/// Those of the outer interpreter are not known, which is said where its loop has a symbol. Before 3.12 those of the inner
+/// one are not known, which is said.
+fn frames_of_an_inner_interpreter_are_those_that_it_has() -> Result<()> {
+    const BLOCKS: u64 = 101;
+    // With 33 bytes of Python's own.
+    const BYTES: &str = "2036";
+    for python in Python::all()? {
+        let folder = harness::scratch()?;
+        let mut command = python.command("inner.py", folder.path())?;
+        let mut workload = Workload::spawn(command.arg(BLOCKS.to_string()))?;
+        let options = [
+            "-j", "-o", "0", "-T", "1000", "-z", BYTES, "-Z", BYTES, "3600",
+        ];
+        let tool = follow(&options, &workload.pid())?;
+        let facts = workload.work()?;
+        let objects = tool.interrupt()?.objects()?;
+        workload.finish()?;
+        let mut blocks = 0;
+        for stack in objects.iter().filter(|row| row["type"] == "stack") {
+            expect_inner(stack, facts["inner"] == "1")
+                .with_context(|| format!("{python}: {stack}"))?;
+            blocks += stack["allocations"].as_u64().unwrap_or_default();
+        }
+        ensure!(blocks == BLOCKS, "{python}: {blocks}");
+    }
+    Ok(())
+}
+
+/// Whether a stack has the functions of the inner interpreter, if they can be known, and is marked where some are missing.
+fn expect_inner(stack: &Value, is_known: bool) -> Result<()> {
+    let frames = stack["user_frames"].as_array().context("no frames")?;
+    let python = frames.iter().filter(is_python);
+    let names = python.filter_map(|frame| frame["symbol"].as_str());
+    if !is_known {
+        ensure!(frames.iter().any(is_mark), "not marked");
+        return Ok(());
+    }
+    let mut expected = vec!["keep", "other", "<module>"];
+    if let Some(outer) = frames.iter().position(has_loop) {
+        let next = frames.get(outer + 1).context("a loop is the outermost")?;
+        ensure!(next["symbol"] == MARKS[0], "not marked");
+        expected.push(MARKS[0]);
+    }
+    ensure!(
+        names.eq(expected) && stack["truncated"].is_null(),
+        "not those"
+    );
+    Ok(())
+}
