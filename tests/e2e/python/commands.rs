@@ -14,7 +14,7 @@ pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "python":
         frames_of_a_command_are_known_from_its_first_block [Python, Once],
         frames_of_a_command_that_waits_for_the_cpu_are_known [Python, Once],
-        frames_of_a_command_behind_a_script_are_known [Python],
+        frames_of_a_command_behind_a_script_are_known [Python, Once],
     }
 }
 
