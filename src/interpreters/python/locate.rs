@@ -133,20 +133,17 @@ impl Interpreter {
         };
         if minor >= 13 {
             if self.memory.word(self.runtime + 16)? != 0 {
-                return unknown("a free-threaded build".to_owned());
+                return unknown("of a free-threaded build".to_owned());
             }
-            let mut told = [0; 3];
-            for (told, at) in told.iter_mut().zip([40, 64, 72]) {
-                *told = self.memory.word(self.runtime + at)?;
-            }
-            if told
-                != [
-                    offsets.interpreters,
-                    offsets.next_interpreter,
-                    offsets.threads,
-                ]
-            {
-                return unknown("an unusual build".to_owned());
+            let told = [
+                (40, offsets.interpreters),
+                (64, offsets.next_interpreter),
+                (72, offsets.threads),
+            ];
+            for (at, expected) in told {
+                if self.memory.word(self.runtime + at)? != expected {
+                    return unknown("of an unusual build".to_owned());
+                }
             }
         }
         let mut process = python_process {
