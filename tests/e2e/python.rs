@@ -388,25 +388,29 @@ fn is_from(stack: &Value, function: &str) -> bool {
 
 /// Python 3.9, of which it is said once.
 fn an_older_version_has_native_frames() -> Result<()> {
+    let mut command = Command::new("python3.9");
+    // Its smallest package has no modules besides those in the program.
+    command.args(["-I", "-S"]);
+    expect_native(&mut command, "a Python of version 3.9")
+}
+
+/// Has memleak follow a Python, of which it says this once, and whose stacks are complete without frames of Python.
+fn expect_native(python: &mut Command, expected: &str) -> Result<()> {
     const PROGRAM: &str = "import sys\n\
                            kept = [None] * 1009\n\
                            def keep():\n    for i in range(1009):\n        kept[i] = bytes(2003)\n\
-                           print('ready', PID, flush=True)\n\
+                           print('ready', int(open('/proc/self/stat').read().split()[0]), flush=True)\n\
                            sys.stdin.readline()\n\
                            keep()\n\
                            print('done', flush=True)\n\
                            sys.stdin.readline()\n";
     // 33 bytes are Python's own.
     const BYTES: u64 = 33 + 2003;
-    let mut command = Command::new("python3.9");
-    // Its smallest package has no module that tells the number.
-    let program = PROGRAM.replace("PID", "int(open('/proc/self/stat').read().split()[0])");
-    command.args(["-I", "-S", "-c", &program]);
-    let workload = Workload::spawn(&mut command)?;
+    let workload = Workload::spawn(python.args(["-c", PROGRAM]))?;
     let (pid, bytes) = (workload.pid(), BYTES.to_string());
     let options = ["-j", "-o", "0", "-z", &bytes, "-Z", &bytes, "3600"];
     let ended = trace(&options, workload, &pid)?;
-    let said = ended.stderr.matches("a Python of version 3.9").count();
+    let said = ended.stderr.matches(expected).count();
     ensure!(said == 1, "said {said} times: {}", ended.stderr);
     let objects = ended.objects()?;
     let stacks = objects.iter().filter(|row| row["type"] == "stack");

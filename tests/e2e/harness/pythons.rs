@@ -2,7 +2,8 @@
 
 use std::env;
 use std::fmt;
-use std::fs;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -31,22 +32,39 @@ impl Python {
             program: versions.join(name).join("bin/python3"),
             root: None,
         });
-        let root = unpacked();
-        let unpacked = names(&root.join("usr/bin"), "python3.");
-        ensure!(!unpacked.is_empty(), "no Python in {}", root.display());
-        let unpacked = unpacked.into_iter().map(|name| Self {
-            program: Path::new("/usr/bin").join(name),
-            root: Some(root.clone()),
-        });
         let first = Self {
             program: "python3".into(),
             root: None,
         };
-        Ok([first]
-            .into_iter()
-            .chain(of_pyenv)
-            .chain(unpacked)
-            .collect())
+        let installed = [first].into_iter().chain(of_pyenv);
+        Ok(installed.chain(Self::unpacked()?).collect())
+    }
+
+    /// Those that were unpacked.
+    pub(crate) fn unpacked() -> Result<Vec<Self>> {
+        let root = unpacked();
+        let names = names(&root.join("usr/bin"), "python3.");
+        ensure!(!names.is_empty(), "no Python in {}", root.display());
+        let unpacked = names.into_iter().map(|name| Self {
+            program: Path::new("/usr/bin").join(name),
+            root: Some(root.clone()),
+        });
+        Ok(unpacked.collect())
+    }
+
+    /// This Python with other bytes in its program, which is put into the folder that it will run in.
+    pub(crate) fn changed(&self, folder: &Path, change: impl FnOnce(&mut [u8])) -> Result<Self> {
+        const NAME: &str = "changed";
+        let root = self.root.as_deref().context("it has no root")?;
+        let mut program = fs::read(root.join(self.program.strip_prefix("/")?))?;
+        change(&mut program);
+        let path = folder.join(NAME);
+        fs::write(&path, program)?;
+        fs::set_permissions(path, Permissions::from_mode(0o755))?;
+        Ok(Self {
+            program: Path::new("/mnt").join(NAME),
+            root: self.root.clone(),
+        })
     }
 
     /// What runs one of the scripts of tests/workload in this folder.

@@ -2,11 +2,12 @@
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
+use memchr::memmem;
 use serde_json::Value;
 
 use super::{
-    EACH_BLOCK, MARKS, expect_exact_frames, expect_places, follow, has_loop, is_mark, is_python,
-    truth,
+    EACH_BLOCK, MARKS, expect_exact_frames, expect_native, expect_places, follow, has_loop,
+    is_mark, is_python, truth,
 };
 use crate::harness::{self, Python, Workload};
 
@@ -15,6 +16,7 @@ pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "python":
         frames_of_each_version_are_those_that_python_has [Pythons],
         frames_of_greenlets_are_those_that_python_has [Pythons],
+        a_build_of_another_kind_has_native_frames [Pythons],
         frames_of_an_inner_interpreter_are_those_that_it_has [Pythons],
     }
 }
@@ -55,6 +57,35 @@ fn frames_of_greenlets_are_those_that_python_has() -> Result<()> {
         compared += truth.len();
     }
     ensure!(compared > 1000, "{compared}: no Python has greenlets");
+    Ok(())
+}
+
+/// As the interpreter tells of itself: `_PyRuntime` begins with a cookie, the version, whether there is no GIL, and where
+/// things are in the interpreter.
+fn a_build_of_another_kind_has_native_frames() -> Result<()> {
+    const COOKIE: &[u8] = b"xdebugpy";
+    const MAJOR_VERSION: usize = 11;
+    const IS_FREE_THREADED: usize = 16;
+    const THREADS: usize = 72;
+    for python in Python::unpacked()? {
+        for (at, said) in [
+            (IS_FREE_THREADED, "a Python of a free-threaded build"),
+            (THREADS, "a Python of an unusual build"),
+        ] {
+            let folder = harness::scratch()?;
+            let changed = python.changed(folder.path(), |program| {
+                let found: Vec<usize> = memmem::find_iter(program, COOKIE).collect();
+                // In code it is followed by instructions.
+                for place in found {
+                    if program[place + MAJOR_VERSION] == 3 {
+                        program[place + at] += 1;
+                    }
+                }
+            })?;
+            expect_native(&mut changed.in_folder(folder.path()), said)
+                .with_context(|| format!("{python} as {said}"))?;
+        }
+    }
     Ok(())
 }
 
