@@ -74,7 +74,7 @@ enum stack_call {
 	STACK_CALL_PAST,  /* it is not */
 };
 
-/* A round of steps of a walk to the call whose return address is at `address`. */
+/* A round of steps of a walk to the allocator's call whose return address is at `address`. */
 __noinline int stack_round_to(__u32 index, __u64 address)
 {
 	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
@@ -82,13 +82,17 @@ __noinline int stack_round_to(__u32 index, __u64 address)
 	if (!slot)
 		return STACK_CALL_FOUND;
 	CALL_LOOP (long i = 0; i < STACK_ROUND_STEPS; i++) {
+		/* Its functions are in files, and call none that a program generates. */
+		if (slot->walk.generated_depth)
+			return STACK_CALL_PAST;
 		if (slot->walk.pc_at == address)
 			return STACK_CALL_FOUND;
 		if (slot->walk.sp > address)
 			return slot->stack.frame_pointer_steps ? STACK_CALL_FOUND : STACK_CALL_PAST;
 		if (!stack_step(index))
-			return slot->stack.end == STACK_END_ROOT ? STACK_CALL_PAST
-								 : STACK_CALL_FOUND;
+			return slot->stack.end == STACK_END_ROOT || slot->walk.generated_depth
+				   ? STACK_CALL_PAST
+				   : STACK_CALL_FOUND;
 	}
 	return STACK_CALL_AHEAD;
 }

@@ -69,6 +69,11 @@ static __noinline int stack_by_frame_pointer(struct stack_slot *slot, __u64 row)
 	struct stack_walk *walk = &slot->walk;
 	__u64 fp = walk->fp, sp = walk->sp, caller_fp;
 
+	if (walk->process && row == UNWIND_NO_RULE && !walk->generated_depth) {
+		walk->generated_id = walk->id;
+		walk->generated_check = walk->check;
+		walk->generated_depth = slot->stack.depth;
+	}
 	/* As the ABI has it of the outermost frame; but where there are rules, it is any number. */
 	if (!fp && walk->process && row_kind(row) == UNWIND_NO_RULE)
 		return stack_end(slot, STACK_END_ROOT);
@@ -81,11 +86,6 @@ static __noinline int stack_by_frame_pointer(struct stack_slot *slot, __u64 row)
 	caller_fp = walk->word;
 	if (!stack_word(slot, fp + 8) || !walk->word)
 		goto none;
-	if (walk->process && row == UNWIND_NO_RULE && !walk->generated_depth) {
-		walk->generated_id = walk->id;
-		walk->generated_check = walk->check;
-		walk->generated_depth = slot->stack.depth;
-	}
 	walk->pc = walk->word;
 	walk->pc_at = fp + 8;
 	walk->sp = fp + 16;

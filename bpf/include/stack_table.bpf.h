@@ -112,7 +112,7 @@ struct stack_walk {
 	__u64 last_id;
 	__u64 last_check;
 	__u64 last_sp;
-	/* The same where a frame pointer was first followed out of generated code. */
+	/* The same where the walk first came to generated code. */
 	__u64 generated_id;
 	__u64 generated_check;
 	__u32 generated_depth; /* 0: nowhere yet */
