@@ -192,7 +192,7 @@ fn cxx_blocks_of_a_stripped_static_program() {
 
 #[test]
 fn objects_of_cpython() {
-    let script = Path::new(WORKLOAD).join("types.py");
+    let script = Path::new(WORKLOAD).join("objects.py");
     let waiting = Waiting::start(Command::new("python3").arg(script));
     let image = waiting.image();
     let heap = Heap::new(Vec::new(), Coverage::Complete);

@@ -87,7 +87,7 @@ fn objects_of_python_are_counted_by_type() -> Result<()> {
 
 fn expect_objects_by_type(python: &Python) -> Result<()> {
     let folder = harness::scratch()?;
-    let mut command = python.command("types.py", folder.path())?;
+    let mut command = python.command("objects.py", folder.path())?;
     let mut workload = Workload::spawn(command.args([&COUNT.to_string(), "truth"]))?;
     workload.work()?;
     let rows = types(&workload.pid())?;

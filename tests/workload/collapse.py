@@ -6,14 +6,10 @@
 # The protocol is that of workload.h.
 #
 # facts: collapses (huge pages that were made)
-import sys
-
-# Beside this file is a types.py, which is not Python's own.
-del sys.path[0]
-
 import ctypes
 import os
 import queue
+import sys
 import threading
 
 BYTES = 1009

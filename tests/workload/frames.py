@@ -8,11 +8,6 @@
 # The protocol is that of workload.h.
 #
 # facts: blocks, and with "family" fork and exec, the children's numbers
-import sys
-
-# Beside this file is a types.py, which is not Python's own.
-del sys.path[0]
-
 import asyncio
 import ctypes
 import functools
@@ -22,6 +17,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import weakref
 

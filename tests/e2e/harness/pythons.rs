@@ -76,19 +76,18 @@ impl Python {
         Ok(command)
     }
 
-    /// What runs this Python in this folder, whose files do not take the place of modules of their names (`-I`), such as
-    /// `types`.
+    /// What runs this Python in this folder.
     pub(crate) fn in_folder(&self, folder: &Path) -> Command {
         const IN_ROOT: &str = "mount -t proc proc \"$1/proc\" && mount --bind \"$2\" \"$1/mnt\" && \
                                root=$1 && shift 2 && exec unshare --root=\"$root\" --wd=/mnt \"$@\"";
         let Some(root) = &self.root else {
             let mut command = Command::new(&self.program);
-            command.arg("-I").current_dir(folder);
+            command.current_dir(folder);
             return command;
         };
         let mut command = Command::new("unshare");
         command.args(["--mount", "sh", "-c", IN_ROOT, "sh"]);
-        command.args([root, folder, &self.program]).arg("-I");
+        command.args([root, folder, &self.program]);
         command
     }
 }

@@ -1,5 +1,8 @@
 //! Frames of each CPython, with whatever else makes its stacks odd.
 
+use std::collections::HashMap;
+use std::process::Command;
+
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use memchr::memmem;
@@ -7,7 +10,7 @@ use serde_json::Value;
 
 use super::{
     EACH_BLOCK, MARKS, expect_exact_frames, expect_native, expect_places, follow, has_loop,
-    is_mark, is_python, truth,
+    is_mark, is_python, places_of, truth,
 };
 use crate::harness::{self, Python, Workload};
 
@@ -16,6 +19,7 @@ pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "python":
         frames_of_each_version_are_those_that_python_has [Pythons],
         frames_of_greenlets_are_those_that_python_has [Pythons],
+        lines_of_compiled_functions_are_those_that_python_has [Pythons],
         a_build_of_another_kind_has_native_frames [Pythons],
         frames_of_an_inner_interpreter_are_those_that_it_has [Pythons],
     }
@@ -89,32 +93,75 @@ fn a_build_of_another_kind_has_native_frames() -> Result<()> {
     Ok(())
 }
 
+/// By the compiler of 3.14 and later, in builds that have it. What it makes has no unwind information: where that ends the
+/// native frames, those of Python are there all the same.
+fn lines_of_compiled_functions_are_those_that_python_has() -> Result<()> {
+    const COUNT: u64 = 10_007;
+    let mut compiled = 0;
+    for python in Python::all()? {
+        let folder = harness::scratch()?;
+        let mut command = python.command("jit.py", folder.path())?;
+        command.arg(COUNT.to_string()).env("PYTHON_JIT", "1");
+        let (facts, stacks) = stacks_of_objects(&mut command)?;
+        let mut blocks: HashMap<(String, u64), u64> = HashMap::new();
+        for stack in &stacks {
+            let frames = places_of(stack, |frame| !is_mark(frame))?;
+            let is_called = frames.first().is_some_and(|(name, ..)| name == "one");
+            let mut frames = frames.into_iter().skip(usize::from(is_called));
+            let (name, _, line) = frames.next().context("no function")?;
+            let callers = frames.map(|(name, ..)| name);
+            ensure!(callers.eq(["<module>"]), "{python}: {stack}");
+            *blocks.entry((name, line)).or_default() += calls(stack)?;
+        }
+        let line = |fact: &str| anyhow::Ok(("hot".to_owned(), facts[fact].parse::<u64>()?));
+        let expected = [line("called")?, line("own")?].map(|place| (place, COUNT));
+        ensure!(
+            blocks == HashMap::from(expected),
+            "{python}: {blocks:?}, {facts:?}"
+        );
+        compiled += facts["compiled"].parse::<u64>()?;
+    }
+    ensure!(compiled > COUNT / 2, "{compiled} rounds of compiled code");
+    Ok(())
+}
+
 /// Those of the outer interpreter are not known, which is said where its loop has a symbol. Before 3.12 those of the inner
 /// one are not known, which is said.
 fn frames_of_an_inner_interpreter_are_those_that_it_has() -> Result<()> {
     const BLOCKS: u64 = 101;
-    // With 33 bytes of Python's own.
-    const BYTES: &str = "2036";
     for python in Python::all()? {
         let folder = harness::scratch()?;
         let mut command = python.command("inner.py", folder.path())?;
-        let mut workload = Workload::spawn(command.arg(BLOCKS.to_string()))?;
-        let options = [
-            "-j", "-o", "0", "-T", "1000", "-z", BYTES, "-Z", BYTES, "3600",
-        ];
-        let tool = follow(&options, &workload.pid())?;
-        let facts = workload.work()?;
-        let objects = tool.interrupt()?.objects()?;
-        workload.finish()?;
+        let (facts, stacks) = stacks_of_objects(command.arg(BLOCKS.to_string()))?;
         let mut blocks = 0;
-        for stack in objects.iter().filter(|row| row["type"] == "stack") {
+        for stack in &stacks {
             expect_inner(stack, facts["inner"] == "1")
                 .with_context(|| format!("{python}: {stack}"))?;
-            blocks += stack["allocations"].as_u64().unwrap_or_default();
+            blocks += calls(stack)?;
         }
         ensure!(blocks == BLOCKS, "{python}: {blocks}");
     }
     Ok(())
+}
+
+/// What the workload that a command starts says of itself, and the stacks of its objects of 2003 bytes, which are 33 larger
+/// for Python.
+fn stacks_of_objects(command: &mut Command) -> Result<(HashMap<String, String>, Vec<Value>)> {
+    const BYTES: &str = "2036";
+    let mut workload = Workload::spawn(command)?;
+    let options = [
+        "-j", "-o", "0", "-T", "1000", "-z", BYTES, "-Z", BYTES, "3600",
+    ];
+    let tool = follow(&options, &workload.pid())?;
+    let facts = workload.work()?;
+    let mut objects = tool.interrupt()?.objects()?;
+    workload.finish()?;
+    objects.retain(|row| row["type"] == "stack");
+    Ok((facts, objects))
+}
+
+fn calls(stack: &Value) -> Result<u64> {
+    stack["allocations"].as_u64().context("no count")
 }
 
 /// Whether a stack has the functions of the inner interpreter, if they can be known, and is marked where some are missing.
