@@ -24,7 +24,7 @@ pub(crate) struct Python {
 }
 
 impl Python {
-    /// The one that is first in PATH, those of pyenv from 3.10 on, and those that were unpacked.
+    /// The Python that is first in PATH, those of pyenv from 3.10 on, and those that were unpacked.
     pub(crate) fn all() -> Result<Vec<Self>> {
         let home = env::var_os("HOME").unwrap_or_default();
         let versions = Path::new(&home).join(".pyenv/versions");
@@ -40,7 +40,7 @@ impl Python {
         Ok(installed.chain(Self::unpacked()?).collect())
     }
 
-    /// Those that were unpacked.
+    /// The Pythons that were unpacked.
     pub(crate) fn unpacked() -> Result<Vec<Self>> {
         let root = unpacked();
         let names = names(&root.join("usr/bin"), "python3.");

@@ -343,7 +343,7 @@ impl Drop for Tool {
     }
 }
 
-/// By the address of each block, its stack, of the objects that memleak prints with `-a -j`.
+/// The stack of each block, by the block's address, from the objects that memleak prints with `-a -j`.
 pub(crate) fn stacks_of_blocks<'a>(
     objects: impl IntoIterator<Item = &'a Value>,
 ) -> HashMap<u64, &'a Value> {

@@ -25,8 +25,8 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// By CPython 3.10 to 3.15, as far as the machine has them: builds of its own, and Debian's, with their own C library, in a
-/// root of their own.
+/// The Pythons are of 3.10 to 3.15, as far as the machine has them: builds of its own, and Debian's, with their own C
+/// library, in a root of their own.
 fn frames_of_each_version_are_those_that_python_has() -> Result<()> {
     for python in Python::all()? {
         let folder = harness::scratch()?;
@@ -37,7 +37,7 @@ fn frames_of_each_version_are_those_that_python_has() -> Result<()> {
     Ok(())
 }
 
-/// By those of the Pythons that have greenlets: Debian's newest. A greenlet has only its own part of the native stack: what
+/// Some of the Pythons have greenlets: Debian's newest. A greenlet has only its own part of the native stack: what
 /// was below it can be another's by now.
 fn frames_of_greenlets_are_those_that_python_has() -> Result<()> {
     let mut compared = 0;
@@ -64,7 +64,7 @@ fn frames_of_greenlets_are_those_that_python_has() -> Result<()> {
     Ok(())
 }
 
-/// As the interpreter tells of itself: `_PyRuntime` begins with a cookie, the version, whether there is no GIL, and where
+/// An interpreter tells of itself what it is: `_PyRuntime` begins with a cookie, the version, whether there is no GIL, and where
 /// things are in the interpreter.
 fn a_build_of_another_kind_has_native_frames() -> Result<()> {
     const COOKIE: &[u8] = b"xdebugpy";
@@ -93,7 +93,7 @@ fn a_build_of_another_kind_has_native_frames() -> Result<()> {
     Ok(())
 }
 
-/// By the compiler of 3.14 and later, in builds that have it. What it makes has no unwind information: where that ends the
+/// CPython compiles functions from 3.14 on, in builds that have its compiler. What that makes has no unwind information: where that ends the
 /// native frames, those of Python are there all the same.
 fn lines_of_compiled_functions_are_those_that_python_has() -> Result<()> {
     const COUNT: u64 = 10_007;
@@ -125,8 +125,8 @@ fn lines_of_compiled_functions_are_those_that_python_has() -> Result<()> {
     Ok(())
 }
 
-/// Those of the outer interpreter are not known, which is said where its loop has a symbol. Before 3.12 those of the inner
-/// one are not known, which is said.
+/// The functions of the outer interpreter are not known, which is said where its loop has a symbol. Before 3.12 those of the
+/// inner one are not known, which is said.
 fn frames_of_an_inner_interpreter_are_those_that_it_has() -> Result<()> {
     const BLOCKS: u64 = 101;
     for python in Python::all()? {
