@@ -9,7 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::Trial;
 use memtools::bpf::kernel_support;
 use memtools::host::capabilities;
@@ -254,8 +254,19 @@ fn expect_exact_frames(command: &mut Command, truth_file: &Path) -> Result<()> {
 }
 
 /// While the kernel makes huge pages of the memory in which Python has the thread's state. Every block is there, and has
-/// the thread's frames, or says that some are missing.
+/// the thread's frames, or says that some are missing. On a busy machine it may make none just when they are read.
 fn frames_that_cannot_be_read_are_said_to_be_missing() -> Result<()> {
+    const RUNS: u32 = 5;
+    for _ in 0..RUNS {
+        if expect_whole_or_marked()? > 0 {
+            return Ok(());
+        }
+    }
+    bail!("no read has failed in {RUNS} runs");
+}
+
+/// How many blocks were marked, of those that were allocated while the kernel made huge pages.
+fn expect_whole_or_marked() -> Result<u64> {
     const BLOCKS: u64 = 5003;
     let script = script().with_file_name("collapse.py");
     let mut command = Command::new("python3");
@@ -284,10 +295,10 @@ fn frames_that_cannot_be_read_are_said_to_be_missing() -> Result<()> {
         exact += count;
     }
     ensure!(
-        exact + marked == BLOCKS && marked > 0 && exact > marked,
+        exact + marked == BLOCKS && exact > marked,
         "{exact} exact, {marked} marked, {facts:?}"
     );
-    Ok(())
+    Ok(marked)
 }
 
 fn frames_are_in_text_and_in_folded_lines() -> Result<()> {
