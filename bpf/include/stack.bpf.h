@@ -78,21 +78,22 @@ enum stack_call {
 __noinline int stack_round_to(__u32 index, __u64 address)
 {
 	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
+	int more;
 
 	if (!slot)
 		return STACK_CALL_FOUND;
 	CALL_LOOP (long i = 0; i < STACK_ROUND_STEPS; i++) {
-		/* Its functions are in files, and call none that a program generates. */
-		if (slot->walk.generated_depth)
-			return STACK_CALL_PAST;
 		if (slot->walk.pc_at == address)
 			return STACK_CALL_FOUND;
 		if (slot->walk.sp > address)
 			return slot->stack.frame_pointer_steps ? STACK_CALL_FOUND : STACK_CALL_PAST;
-		if (!stack_step(index))
-			return slot->stack.end == STACK_END_ROOT || slot->walk.generated_depth
-				   ? STACK_CALL_PAST
-				   : STACK_CALL_FOUND;
+		more = stack_step(index);
+		/* An allocator's functions are in files, and call none that a program generates. */
+		if (slot->walk.generated_depth)
+			return STACK_CALL_PAST;
+		if (!more)
+			return slot->stack.end == STACK_END_ROOT ? STACK_CALL_PAST
+								 : STACK_CALL_FOUND;
 	}
 	return STACK_CALL_AHEAD;
 }
