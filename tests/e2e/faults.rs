@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::env;
-use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -238,9 +237,7 @@ fn intervals_add_up() -> Result<()> {
 /// Whether a tool's table of stacks, the last that it has made, is not half full.
 fn has_room_for_stacks(tool: u32) -> Result<bool> {
     let mut tables = Vec::new();
-    for entry in fs::read_dir(format!("/proc/{tool}/fdinfo"))? {
-        // One that was closed meanwhile.
-        let info = fs::read_to_string(entry?.path()).unwrap_or_default();
+    for info in harness::descriptors(tool)? {
         let id = info.lines().find_map(|line| line.strip_prefix("map_id:"));
         let map = id.and_then(|id| MapHandle::from_map_id(id.trim().parse().ok()?).ok());
         let map = map.filter(|map| map.name() == "stacks" && map.map_type() == MapType::Hash);

@@ -1,7 +1,6 @@
 //! How much memory the tools need until they trace: what a machine that is short of it can spare.
 
 use std::collections::HashMap;
-use std::fs;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
@@ -116,11 +115,7 @@ fn maps_need_no_more() -> Result<()> {
 /// Bytes of the maps that a process has descriptors of, as the kernel tells.
 fn maps_of(pid: u32) -> Result<u64> {
     let mut maps = HashMap::new();
-    for entry in fs::read_dir(format!("/proc/{pid}/fdinfo"))? {
-        // One that was closed meanwhile.
-        let Ok(info) = fs::read_to_string(entry?.path()) else {
-            continue;
-        };
+    for info in harness::descriptors(pid)? {
         let field = |name: &str| {
             let value = info.lines().find_map(|line| line.strip_prefix(name));
             value.and_then(|value| value.trim().parse::<u64>().ok())

@@ -51,6 +51,17 @@ pub(crate) fn waits_for_events(pid: u32) -> Result<bool> {
     Ok(waits.into_iter().any(|wait| number == Some(wait)))
 }
 
+/// What the kernel tells of each descriptor that a process has open (proc(5), `fdinfo`).
+///
+/// # Errors
+/// If there is no such process.
+pub(crate) fn descriptors(pid: u32) -> Result<Vec<String>> {
+    let entries = fs::read_dir(format!("/proc/{pid}/fdinfo"))?;
+    // One that was closed meanwhile has nothing.
+    let told = entries.map(|entry| Ok(fs::read_to_string(entry?.path()).unwrap_or_default()));
+    told.collect()
+}
+
 /// A running tool, its output collected as it comes.
 pub(crate) struct Tool {
     child: Child,

@@ -93,7 +93,7 @@ fn what_a_command_starts_goes_on_when_the_tool_is_killed() -> Result<()> {
 fn a_command_that_stops_itself_is_left_stopped() -> Result<()> {
     let mut tool = Tool::start("brkstack", &["-f", "-c", "sh -c 'kill -STOP $$; exit 5'"])?;
     tool.wait_for("tracing brk(2)")?;
-    eventually("it has started", || Ok(!watches_mmap(tool.pid())))?;
+    eventually("it has started", || Ok(!watches_mmap(tool.pid())?))?;
     let command = stopped_child(&tool).context("it runs")?;
     kill(Pid::from_raw(command.cast_signed()), Signal::SIGCONT)?;
     let ended = tool.end()?;
@@ -102,13 +102,9 @@ fn a_command_that_stops_itself_is_left_stopped() -> Result<()> {
 }
 
 /// Whether a tool has programs at the end of system calls, as while a command of its may map code.
-fn watches_mmap(pid: u32) -> bool {
-    let descriptors = fs::read_dir(format!("/proc/{pid}/fdinfo"));
-    let mut told = descriptors
-        .into_iter()
-        .flatten()
-        .filter_map(|entry| fs::read_to_string(entry.ok()?.path()).ok());
-    told.any(|told| told.contains("tp_name:\tsys_exit"))
+fn watches_mmap(pid: u32) -> Result<bool> {
+    let told = harness::descriptors(pid)?;
+    Ok(told.iter().any(|told| told.contains("tp_name:\tsys_exit")))
 }
 
 /// A tool that is started with a signal blocked, another ignored, and few files that it may open.
