@@ -180,12 +180,21 @@ fn follow(options: &[&str], pid: &str) -> Result<Tool> {
 }
 
 /// Has memleak follow the process of the workload with this number.
-fn trace(options: &[&str], mut workload: Workload, pid: &str) -> Result<Ended> {
+fn trace(options: &[&str], workload: Workload, pid: &str) -> Result<Ended> {
+    Ok(trace_with_facts(options, workload, pid)?.1)
+}
+
+/// What a workload says of its work, and what memleak, which follows its process of this number, says.
+fn trace_with_facts(
+    options: &[&str],
+    mut workload: Workload,
+    pid: &str,
+) -> Result<(HashMap<String, String>, Ended)> {
     let tool = follow(options, pid)?;
-    workload.work()?;
+    let facts = workload.work()?;
     let ended = tool.interrupt()?;
     workload.finish()?;
-    Ok(ended)
+    Ok((facts, ended))
 }
 
 /// What Python prints for expressions about itself.
@@ -200,12 +209,10 @@ fn frames_of_children_are_those_that_python_has() -> Result<()> {
     let folder = harness::scratch()?;
     let path = folder.path().join("truth");
     let mut command = Command::new("python3");
-    let mut workload = Workload::spawn(command.arg(script()).arg(&path).arg("family"))?;
+    let workload = Workload::spawn(command.arg(script()).arg(&path).arg("family"))?;
     let parent = workload.pid();
-    let tool = follow(&[&EACH_BLOCK[..], &["--children"]].concat(), &parent)?;
-    let facts = workload.work()?;
-    let ended = tool.interrupt()?;
-    workload.finish()?;
+    let options = [&EACH_BLOCK[..], &["--children"]].concat();
+    let (facts, ended) = trace_with_facts(&options, workload, &parent)?;
     let objects = ended.objects()?;
     let children = [(&facts["fork"], "fork"), (&facts["exec"], "exec")];
     let children = children.map(|(pid, suffix)| (pid, path.with_extension(suffix)));
@@ -270,14 +277,13 @@ fn expect_whole_or_marked() -> Result<u64> {
     const BLOCKS: u64 = 5003;
     let script = script().with_file_name("collapse.py");
     let mut command = Command::new("python3");
-    let mut workload = Workload::spawn(command.arg(script).arg(BLOCKS.to_string()))?;
+    let workload = Workload::spawn(command.arg(script).arg(BLOCKS.to_string()))?;
+    let pid = workload.pid();
     let each_block = [
         "-j", "-o", "0", "-T", "1000", "-z", BYTES, "-Z", BYTES, "3600",
     ];
-    let tool = follow(&each_block, &workload.pid())?;
-    let facts = workload.work()?;
-    let objects = tool.interrupt()?.objects()?;
-    workload.finish()?;
+    let (facts, ended) = trace_with_facts(&each_block, workload, &pid)?;
+    let objects = ended.objects()?;
     let (mut exact, mut marked) = (0, 0);
     for stack in objects.iter().filter(|row| row["type"] == "stack") {
         let count = stack["allocations"].as_u64().context("no count")?;

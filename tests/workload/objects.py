@@ -1,7 +1,7 @@
 # Objects of CPython whose types are known.
 #
 #   python3 objects.py COUNT FILE   COUNT objects of each of some types; FILE gets a line for each object that is known
-#                                 to the garbage collector or made here: its address and its type's name
+#                                   to the garbage collector or made here: its address and its type's name
 #
 # The protocol is that of workload.h.
 import collections

@@ -115,10 +115,7 @@ impl Need {
             Need::Compat => (runs_32_bit(), "this kernel runs no 32-bit programs"),
             Need::Peers => (workload("peers").exists(), "no peers beside the workloads"),
             Need::Python => (is_python("python3"), "no python3 in PATH"),
-            Need::Pythons => (
-                pythons::unpacked().exists(),
-                "no Pythons of scripts/pythons",
-            ),
+            Need::Pythons => (pythons::root().exists(), "no Pythons of scripts/pythons"),
             Need::Python39 => (is_python("python3.9"), "no python3.9 in PATH"),
         };
         (!there).then_some(reason)

@@ -10,7 +10,7 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 
 /// The folder to chroot into that scripts/pythons makes.
-pub(crate) fn unpacked() -> PathBuf {
+pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("target/pythons")
 }
 
@@ -42,7 +42,7 @@ impl Python {
 
     /// The Pythons that were unpacked.
     pub(crate) fn unpacked() -> Result<Vec<Self>> {
-        let root = unpacked();
+        let root = root();
         let names = names(&root.join("usr/bin"), "python3.");
         ensure!(!names.is_empty(), "no Python in {}", root.display());
         let unpacked = names.into_iter().map(|name| Self {
@@ -94,9 +94,8 @@ impl Python {
 
 impl fmt::Display for Python {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let root = self.root.iter().map(|root| root.display());
-        root.into_iter().try_for_each(|root| write!(f, "{root}"))?;
-        write!(f, "{}", self.program.display())
+        let root = self.root.as_deref().unwrap_or(Path::new(""));
+        write!(f, "{}{}", root.display(), self.program.display())
     }
 }
 

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use super::{follow, is_python, trace};
+use super::{is_python, trace, trace_with_facts};
 use crate::harness::{self, Python, Workload};
 
 /// All of these tests.
@@ -101,12 +101,10 @@ fn expect_each_object(python: &mut Command) -> Result<()> {
                            counts[1] = sys.getallocatedblocks()\n\
                            print('done blocks=%d optimized=%d' % (counts[1] - counts[0], optimized), flush=True)\n\
                            sys.stdin.readline()\n";
-    let mut workload = Workload::spawn(python.args(["-c", PROGRAM]))?;
+    let workload = Workload::spawn(python.args(["-c", PROGRAM]))?;
+    let pid = workload.pid();
     let each = ["-j", "-o", "0", "-T", "100000", "--python-objects", "3600"];
-    let tool = follow(&each, &workload.pid())?;
-    let facts = workload.work()?;
-    let ended = tool.interrupt()?;
-    workload.finish()?;
+    let (facts, ended) = trace_with_facts(&each, workload, &pid)?;
     let is_exact = facts["optimized"] == "0";
     let is_said = ended.stderr.contains("are not seen one by one in ");
     ensure!(is_said != is_exact, "{ended:?}");

@@ -9,8 +9,8 @@ use memchr::memmem;
 use serde_json::Value;
 
 use super::{
-    EACH_BLOCK, MARKS, expect_exact_frames, expect_native, expect_places, follow, has_loop,
-    is_mark, is_python, places_of, truth,
+    EACH_BLOCK, MARKS, expect_exact_frames, expect_native, expect_places, has_loop, is_mark,
+    is_python, places_of, trace_with_facts, truth,
 };
 use crate::harness::{self, Python, Workload};
 
@@ -44,11 +44,9 @@ fn frames_of_greenlets_are_those_that_python_has() -> Result<()> {
     for python in Python::all()? {
         let folder = harness::scratch()?;
         let mut command = python.command("greenlets.py", folder.path())?;
-        let mut workload = Workload::spawn(command.arg("truth"))?;
-        let tool = follow(&EACH_BLOCK, &workload.pid())?;
-        let facts = workload.work()?;
-        let ended = tool.interrupt()?;
-        workload.finish()?;
+        let workload = Workload::spawn(command.arg("truth"))?;
+        let pid = workload.pid();
+        let (facts, ended) = trace_with_facts(&EACH_BLOCK, workload, &pid)?;
         let objects = ended.objects()?;
         let stacks = harness::stacks_of_blocks(&objects);
         let truth = truth(&folder.path().join("truth"))?;
@@ -64,8 +62,8 @@ fn frames_of_greenlets_are_those_that_python_has() -> Result<()> {
     Ok(())
 }
 
-/// An interpreter tells of itself what it is: `_PyRuntime` begins with a cookie, the version, whether there is no GIL, and where
-/// things are in the interpreter.
+/// An interpreter tells of itself what it is: `_PyRuntime` begins with a cookie, the version, whether there is no GIL, and
+/// where things are in the interpreter.
 fn a_build_of_another_kind_has_native_frames() -> Result<()> {
     const COOKIE: &[u8] = b"xdebugpy";
     const MAJOR_VERSION: usize = 11;
@@ -93,8 +91,8 @@ fn a_build_of_another_kind_has_native_frames() -> Result<()> {
     Ok(())
 }
 
-/// CPython compiles functions from 3.14 on, in builds that have its compiler. What that makes has no unwind information: where that ends the
-/// native frames, those of Python are there all the same.
+/// CPython compiles functions from 3.14 on, in builds that have its compiler. What that makes has no unwind information: where
+/// it ends the native frames, those of Python are there all the same.
 fn lines_of_compiled_functions_are_those_that_python_has() -> Result<()> {
     const COUNT: u64 = 10_007;
     let mut compiled = 0;
@@ -148,14 +146,13 @@ fn frames_of_an_inner_interpreter_are_those_that_it_has() -> Result<()> {
 /// for Python.
 fn stacks_of_objects(command: &mut Command) -> Result<(HashMap<String, String>, Vec<Value>)> {
     const BYTES: &str = "2036";
-    let mut workload = Workload::spawn(command)?;
+    let workload = Workload::spawn(command)?;
+    let pid = workload.pid();
     let options = [
         "-j", "-o", "0", "-T", "1000", "-z", BYTES, "-Z", BYTES, "3600",
     ];
-    let tool = follow(&options, &workload.pid())?;
-    let facts = workload.work()?;
-    let mut objects = tool.interrupt()?.objects()?;
-    workload.finish()?;
+    let (facts, ended) = trace_with_facts(&options, workload, &pid)?;
+    let mut objects = ended.objects()?;
     objects.retain(|row| row["type"] == "stack");
     Ok((facts, objects))
 }
