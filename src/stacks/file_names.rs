@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 use anyhow::Result;
@@ -10,6 +10,7 @@ use anyhow::Result;
 use crate::code::elf_file::NotElf;
 use crate::code::lines::SourceLine;
 use crate::code::symbols::Symbols;
+use crate::host::packages;
 use crate::print::demangle::demangle;
 use crate::print::text;
 use crate::process::address_space::CodeFile;
@@ -58,15 +59,15 @@ pub(crate) struct FileNames {
 
 /// A file that has lost its symbols.
 #[derive(Debug)]
-pub(crate) struct Places {
+struct Places {
     /// The file's name without folders, escaped.
-    pub(crate) module: String,
+    module: String,
     /// The file's path in the mount namespace of who has it mapped.
-    pub(crate) path: PathBuf,
+    path: PathBuf,
     /// The file's build id, in hexadecimal digits.
-    pub(crate) build_id: Option<String>,
+    build_id: Option<String>,
     /// Places in it that have no names.
-    pub(crate) unnamed: u64,
+    unnamed: u64,
 }
 
 impl Places {
@@ -153,11 +154,47 @@ impl FileNames {
     }
 
     /// The files that have lost their symbols, of which there are places without names: those with most first.
-    pub(crate) fn stripped(&self) -> Vec<&Places> {
+    fn stripped(&self) -> Vec<&Places> {
         let mut stripped: Vec<_> = self.stripped.values().collect();
         stripped.retain(|places| places.unnamed > 0);
         stripped.sort_by_key(|places| (Reverse(places.unnamed), &places.path));
         stripped
+    }
+
+    /// Names the files whose symbols would name most of what has no name.
+    pub(crate) fn tell_stripped(&self, tool: &str) {
+        const MOST: usize = 3;
+        let stripped = self.stripped();
+        if stripped.is_empty() {
+            return;
+        }
+        let places: u64 = stripped.iter().map(|file| file.unnamed).sum();
+        let first = &stripped[..stripped.len().min(MOST)];
+        let paths: Vec<&Path> = first.iter().map(|file| &*file.path).collect();
+        let mut named: Vec<String> = Vec::new();
+        for (file, package) in first.iter().zip(packages::of_files(&paths)) {
+            let package = package.map(|name| format!("package {name}"));
+            let build_id = file.build_id.as_ref().map(|id| format!("build id {id}"));
+            let known: Vec<String> = package.into_iter().chain(build_id).collect();
+            let known = match known.is_empty() {
+                true => String::new(),
+                false => format!(" ({})", known.join(", ")),
+            };
+            named.push(format!("{} in {}{known}", file.unnamed, file.module));
+        }
+        if stripped.len() > MOST {
+            let more = text::counted((stripped.len() - MOST) as u64, "other file");
+            named.push(format!("the rest in {more}"));
+        }
+        let way = match self.debug_files.debuginfod {
+            Some(_) => "install their debug symbols",
+            None => "install their debug symbols, or fetch them with --debuginfod",
+        };
+        let places = text::counted(places, "place");
+        eprintln!(
+            "{tool}: {places} in code without symbols: {}; for names {way}",
+            named.join(", ")
+        );
     }
 
     /// The source lines of the instruction at an offset in a file, demangled and escaped: the innermost

@@ -8,13 +8,10 @@
 use std::collections::HashSet;
 use std::hash::{Hash, Hasher};
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::Path;
 use std::rc::Rc;
 
 use anyhow::{Context, Result};
 
-use crate::host::packages;
-use crate::print::text;
 use crate::process::address_space::{AddressSpaces, CodeFile, Image, MappedCode, Wanted};
 use crate::process::mapping_log::MappingLog;
 use crate::process::proc::Process;
@@ -317,43 +314,7 @@ impl Symbolizer {
         if !missed.is_empty() {
             eprintln!("{tool}: {missed}: some frames may lack names");
         }
-        self.tell_stripped(tool);
-    }
-
-    /// Names the files whose symbols would name most of what has no name.
-    fn tell_stripped(&self, tool: &str) {
-        const MOST: usize = 3;
-        let stripped = self.names.stripped();
-        if stripped.is_empty() {
-            return;
-        }
-        let places: u64 = stripped.iter().map(|file| file.unnamed).sum();
-        let first = &stripped[..stripped.len().min(MOST)];
-        let paths: Vec<&Path> = first.iter().map(|file| &*file.path).collect();
-        let mut named: Vec<String> = Vec::new();
-        for (file, package) in first.iter().zip(packages::of_files(&paths)) {
-            let package = package.map(|name| format!("package {name}"));
-            let build_id = file.build_id.as_ref().map(|id| format!("build id {id}"));
-            let known: Vec<String> = package.into_iter().chain(build_id).collect();
-            let known = match known.is_empty() {
-                true => String::new(),
-                false => format!(" ({})", known.join(", ")),
-            };
-            named.push(format!("{} in {}{known}", file.unnamed, file.module));
-        }
-        if stripped.len() > MOST {
-            let more = text::counted((stripped.len() - MOST) as u64, "other file");
-            named.push(format!("the rest in {more}"));
-        }
-        let way = match self.names.debug_files.debuginfod {
-            Some(_) => "install their debug symbols",
-            None => "install their debug symbols, or fetch them with --debuginfod",
-        };
-        let places = text::counted(places, "place");
-        eprintln!(
-            "{tool}: {places} in code without symbols: {}; for names {way}",
-            named.join(", ")
-        );
+        self.names.tell_stripped(tool);
     }
 
     fn user_frames(&mut self, pid: u32, stack: &Stack) -> Vec<Frame> {
