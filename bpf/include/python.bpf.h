@@ -193,11 +193,15 @@ static __noinline int python_find_state(struct python_process *process)
  */
 static __noinline int python_first_frame(struct python_slot *slot)
 {
-	__u64 thread = thread_pointer(), pointer;
+	__u64 thread = thread_pointer(), at = thread + slot->process.state_at, pointer;
 
-	if (bpf_probe_read_user(&pointer, sizeof(pointer),
-				(void *)(thread + slot->process.state_at)))
+	if (bpf_probe_read_user(&pointer, sizeof(pointer), (void *)at))
 		return python_give_up(slot);
+	if (slot->process.value && pointer) {
+		at = pointer + 8 * (slot->process.value - 1);
+		if (bpf_probe_read_user(&pointer, sizeof(pointer), (void *)at))
+			return python_give_up(slot);
+	}
 	/* A thread that has not come to Python has no state. */
 	if (!pointer)
 		return 0;

@@ -73,7 +73,7 @@ struct python_process {
 	__u8 mark;	  /* value of frame_mark */
 	__u8 chain;	  /* enum python_chain */
 	__u8 minor;	  /* of the version, 3.minor */
-	__u8 reserved;
+	__u8 value;	  /* 0; musl: of what state_at points to, the state's number, from 1 */
 };
 
 /* By unwind_space()'s layout. */

@@ -26,9 +26,13 @@ const STATES: usize = 512;
 /// What lies around a thread's pointer: thread-local variables below, glibc's `struct pthread` above.
 const BELOW_THREAD: u64 = 8 << 10;
 const ABOVE_THREAD: u64 = 0x910;
+/// Bytes that have memory or have none together.
+const PAGE: u64 = 4096;
 /// Where in it glibc has the values of the first 32 keys: `specific_1stblock[].data`.
 const FIRST_KEY: u64 = 0x318;
 const KEYS: u64 = 32;
+/// Keys that musl has.
+const MUSL_KEYS: u64 = 128;
 /// In a type: the function that ends its objects, `tp_dealloc`.
 const TYPE_DEALLOC: u64 = 48;
 
@@ -152,6 +156,10 @@ impl Interpreter {
         };
         match self.state_at(&offsets)? {
             State::At(at) => process.state_at = at,
+            State::Among { values, key } => {
+                process.state_at = values;
+                process.value = key as u8 + 1;
+            }
             State::Nowhere => {
                 return unknown(
                     "of a C library in which its threads' states are not found".to_owned(),
@@ -193,56 +201,61 @@ impl Interpreter {
 
     /// Where threads have their states, from each one's thread pointer.
     fn state_at(&self, offsets: &Offsets) -> Result<State> {
-        let expected = self.expected_at(offsets)?;
-        let mut common: Option<BTreeSet<i64>> = None;
-        for (thread, states) in self.threads(offsets)? {
-            let from = thread.wrapping_sub(BELOW_THREAD);
-            let mut bytes = vec![0; (BELOW_THREAD + ABOVE_THREAD) as usize];
-            // What is below may be no memory.
-            let (from, length) = match self.memory.read_exact(&mut bytes, from) {
-                Ok(()) => (from, bytes.len()),
-                Err(_) => {
-                    let length = ABOVE_THREAD as usize;
-                    match self.memory.read_exact(&mut bytes[..length], thread) {
-                        Ok(()) => (thread, length),
-                        // One that has exited without a word to the interpreter.
-                        Err(_) => continue,
-                    }
-                }
-            };
-            let places = bytes[..length].chunks_exact(8).enumerate();
-            let found: BTreeSet<i64> = places
-                .filter(|(_, word)| states.iter().any(|state| *word == state.to_ne_bytes()))
-                .map(|(number, _)| (from + 8 * number as u64).wrapping_sub(thread) as i64)
-                .collect();
-            common = Some(match common {
-                Some(common) => common.intersection(&found).copied().collect(),
-                None => found,
-            });
-        }
-        let Some(common) = common else {
+        let threads: Vec<Thread> = self
+            .threads(offsets)?
+            .into_iter()
+            .filter_map(|(at, states)| Thread::read(&self.memory, at, states))
+            .collect();
+        if threads.is_empty() {
             return Ok(State::NotYet);
+        }
+        let common = |holds: &dyn Fn(&Thread, u64) -> bool| {
+            let places = threads.iter().map(|thread| {
+                let held = thread.words().filter(|(_, word)| holds(thread, *word));
+                held.map(|(place, _)| place).collect::<BTreeSet<i64>>()
+            });
+            places
+                .reduce(|common, places| &common & &places)
+                .unwrap_or_default()
         };
-        let mut places = common.iter().copied();
-        Ok(match (expected, places.next(), places.next()) {
-            (Some(expected), ..) if common.contains(&expected) => State::At(expected),
-            (_, Some(only), None) => State::At(only),
-            _ => State::Nowhere,
-        })
+        let direct = common(&|thread, word| thread.states.contains(&word));
+        let expected = self.expected_at(offsets)?;
+        if let Some(expected) = expected.filter(|expected| direct.contains(expected)) {
+            return Ok(State::At(expected));
+        }
+        if let Some(key) = self.key(offsets)?.filter(|key| *key < MUSL_KEYS) {
+            let values = common(&|thread, word| {
+                let value = self.memory.word(word.wrapping_add(8 * key));
+                value.is_ok_and(|value| thread.states.contains(&value))
+            });
+            if let Some(values) = only(&values) {
+                return Ok(State::Among { values, key });
+            }
+        }
+        Ok(only(&direct).map_or(State::Nowhere, State::At))
     }
 
     /// Where they are if the process uses glibc, or the interpreter is not in a library.
     fn expected_at(&self, offsets: &Offsets) -> Result<Option<i64>> {
         const LOAD: &[u8] = b"\x64\x48\x8b\x04\x25"; // mov %fs:distance, %rax
-        let Some(key) = offsets.key else {
+        if offsets.key.is_none() {
             let code = self.this_thread_state.as_deref().unwrap_or_default();
             let load = memchr::memmem::find(code, LOAD);
             let distance = load.and_then(|at| code.get(at + LOAD.len()..)?.first_chunk());
             return Ok(distance.map(|distance| i32::from_le_bytes(*distance).into()));
+        }
+        let key = self.key(offsets)?.filter(|key| *key < KEYS);
+        Ok(key.map(|key| (FIRST_KEY + 16 * key) as i64))
+    }
+
+    /// The key by which threads have their states, if there is one already.
+    fn key(&self, offsets: &Offsets) -> Result<Option<u64>> {
+        let Some(key) = offsets.key else {
+            return Ok(None);
         };
         let key = self.memory.word(self.runtime + key)?;
         let (created, key) = (key as u32, key >> 32);
-        Ok((created == 1 && key < KEYS).then_some((FIRST_KEY + 16 * key) as i64))
+        Ok((created == 1).then_some(key))
     }
 
     /// Threads' pointers, and the addresses of each one's states: of an interpreter within another one a thread has one in
@@ -286,9 +299,66 @@ impl Interpreter {
     }
 }
 
+/// A thread, and what lies around its pointer.
+struct Thread {
+    at: u64,
+    states: Vec<u64>,
+    /// The address of the first byte.
+    from: u64,
+    bytes: Vec<u8>,
+}
+
+impl Thread {
+    /// Reads as much as there is memory. None if the thread is gone, without a word to the interpreter.
+    fn read(memory: &Memory, at: u64, states: Vec<u64>) -> Option<Self> {
+        let below = at.wrapping_sub(BELOW_THREAD);
+        let above = at.wrapping_add(ABOVE_THREAD);
+        // musl has less to say of a thread than glibc.
+        let end_of_page = (at | (PAGE - 1)).wrapping_add(1);
+        let ranges = [
+            (below, above),
+            (at, above),
+            (below, end_of_page),
+            (at, end_of_page),
+        ];
+        let mut read = ranges.into_iter().filter_map(|(from, to)| {
+            let mut bytes = vec![0; to.wrapping_sub(from) as usize];
+            let read = memory.read_exact(&mut bytes, from);
+            read.is_ok().then_some((from, bytes))
+        });
+        let (from, bytes) = read.next()?;
+        Some(Self {
+            at,
+            states,
+            from,
+            bytes,
+        })
+    }
+
+    /// Distances from the thread's pointer, and the words there.
+    fn words(&self) -> impl Iterator<Item = (i64, u64)> {
+        let words = self.bytes.as_chunks().0.iter().enumerate();
+        words.map(|(number, word)| {
+            let at = self.from + 8 * number as u64;
+            (at.wrapping_sub(self.at) as i64, u64::from_ne_bytes(*word))
+        })
+    }
+}
+
+/// The only one of some places.
+fn only(places: &BTreeSet<i64>) -> Option<i64> {
+    let mut places = places.iter();
+    places.next().copied().filter(|_| places.next().is_none())
+}
+
 /// Where threads have their states.
 enum State {
     At(i64),
+    /// Among the values of a thread's keys, of which musl has the address here.
+    Among {
+        values: i64,
+        key: u64,
+    },
     /// There is no thread yet.
     NotYet,
     Nowhere,

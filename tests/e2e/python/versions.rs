@@ -1,6 +1,6 @@
 //! Frames of each CPython, with whatever else makes its stacks odd.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
@@ -22,6 +22,7 @@ pub(super) fn tests() -> Vec<Trial> {
         lines_of_compiled_functions_are_those_that_python_has [Pythons],
         a_build_of_another_kind_has_native_frames [Pythons],
         frames_of_an_inner_interpreter_are_those_that_it_has [Pythons],
+        each_thread_on_musl_has_its_frames,
     }
 }
 
@@ -180,5 +181,40 @@ fn expect_inner(stack: &Value, is_known: bool) -> Result<()> {
         names.eq(expected) && stack["truncated"].is_null(),
         "not those"
     );
+    Ok(())
+}
+
+/// musl keeps the values of a thread's keys apart from the thread, and those of the first one elsewhere than others'. The
+/// workload is no Python, but has what one of 3.12 is walked by: Debian has none on musl.
+fn each_thread_on_musl_has_its_frames() -> Result<()> {
+    const COUNT: u64 = 1009;
+    for (options, kept) in [(&[][..], true), (&["nowhere"], false)] {
+        // A guest has no musl but this.
+        let mut command = Command::new(harness::workload("ld-musl.so.1"));
+        command.arg(harness::workload("python-musl"));
+        command.arg(COUNT.to_string()).args(options);
+        let workload = Workload::spawn(&mut command)?;
+        let pid = workload.pid();
+        let (_, ended) = trace_with_facts(&["-j", "-o", "0", "3600"], workload, &pid)?;
+        let objects = ended.objects()?;
+        let stacks = objects.iter().filter(|row| row["type"] == "stack");
+        let mut blocks = BTreeMap::new();
+        for stack in stacks.filter(|stack| stack["bytes"] == COUNT * 113) {
+            let frames = stack["user_frames"].as_array().context("no frames")?;
+            let functions = frames.iter().filter(is_python);
+            let functions =
+                functions.map(|frame| (frame["symbol"].as_str(), frame["file"].as_str()));
+            *blocks.entry(functions.collect::<Vec<_>>()).or_insert(0) +=
+                stack["allocations"].as_u64().context("no count")?;
+        }
+        let function = |name| vec![(Some(name), Some("shop.py"))];
+        let expected = match kept {
+            true => BTreeMap::from([(function("of_main"), COUNT), (function("of_thread"), COUNT)]),
+            false => BTreeMap::from([(Vec::new(), 2 * COUNT)]),
+        };
+        ensure!(blocks == expected, "{options:?}: {blocks:?}");
+        let said = "of a C library in which its threads' states are not found";
+        ensure!(ended.stderr.contains(said) != kept, "{}", ended.stderr);
+    }
     Ok(())
 }
