@@ -6,6 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, anyhow, bail};
 use memtools::code::elf;
+use memtools::code::elf_file::NotElf;
 use memtools::print::progress::Progress;
 use memtools::process::command;
 use memtools::process::mapped_file::MappedFile;
@@ -117,6 +118,8 @@ fn search(files: &[MappedFile], args: &Args) -> Vec<Object> {
         let is_program = file.name() == files[0].name();
         match Object::new(file, is_program, args) {
             Ok(object) => objects.extend(object),
+            // Such as what .NET maps of its assemblies.
+            Err(error) if error.is::<NotElf>() => {}
             // Its other files have the allocator, as a rule.
             Err(error) => {
                 progress.clear();
