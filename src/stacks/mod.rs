@@ -13,6 +13,7 @@
 //! | [`kallsyms`] | the kernel's own names |
 //! | [`python_names`] | names for the frames of Python |
 //! | [`perf_map`] | names that JIT compilers write down |
+//! | `runtimes` | who writes them down if started so |
 
 mod debug_files;
 mod debuginfod;
@@ -22,6 +23,7 @@ pub mod kallsyms;
 pub mod named;
 pub mod perf_map;
 pub mod python_names;
+mod runtimes;
 pub(crate) mod source_lines;
 pub mod symbolize;
 pub mod table;

@@ -171,6 +171,12 @@ impl PerfMaps {
         self.refresh(pid);
     }
 
+    /// Whether a process has named functions.
+    pub fn has(&self, pid: u32) -> bool {
+        let of_process = self.maps.get(&pid);
+        of_process.is_some_and(|(_, map)| !map.functions.is_empty())
+    }
+
     /// The function of a process that the address is in, escaped, and the offset from its start.
     pub fn find(&self, pid: u32, address: u64) -> Option<(String, u64)> {
         let (_, map) = self.maps.get(&pid)?;

@@ -23,6 +23,7 @@ use crate::stacks::kallsyms::Kallsyms;
 use crate::stacks::named::{Frame, FrameKind, Names, Part, Source};
 use crate::stacks::perf_map::PerfMaps;
 use crate::stacks::python_names::{Found, PythonNames};
+use crate::stacks::runtimes::{self, UnnamedPlaces};
 use crate::stacks::table::{Place, Side, Stack};
 
 /// Names the frames of stacks.
@@ -33,6 +34,8 @@ pub struct Symbolizer {
     perf_maps: PerfMaps,
     /// The processes whose perf maps were read since the last refresh.
     perf_maps_read: HashSet<u32>,
+    /// Of processes without a perf map.
+    unnamed: UnnamedPlaces,
     kernel: KernelNames,
     /// If somebody asks for them.
     translators: Option<translator::Started>,
@@ -153,6 +156,7 @@ impl Symbolizer {
             names: FileNames::default(),
             perf_maps: PerfMaps::default(),
             perf_maps_read: HashSet::new(),
+            unnamed: UnnamedPlaces::default(),
             kernel: KernelNames::default(),
             translators: None,
             wanted_lines: WantedLines::None,
@@ -315,6 +319,7 @@ impl Symbolizer {
             eprintln!("{tool}: {missed}: some frames may lack names");
         }
         self.names.tell_stripped(tool);
+        self.unnamed.tell(tool);
     }
 
     fn user_frames(&mut self, pid: u32, stack: &Stack) -> Vec<Frame> {
@@ -407,6 +412,13 @@ impl Symbolizer {
                 None => (None, None, source),
             }
         };
+        let in_perf_map = match &symbol {
+            Some((function, _)) => runtimes::interprets(function),
+            None => code.file.is_generated(),
+        };
+        if in_perf_map && !self.perf_maps.has(pid) {
+            self.unnamed.note(pid, image, instruction);
+        }
         let module = code.file.module();
         // Offsets are the return address's own, as all peers print them.
         let beyond = address - instruction;
