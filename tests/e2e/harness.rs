@@ -137,6 +137,17 @@ pub(crate) fn in_root(command: &mut Command, root: &Path) {
     }
 }
 
+/// A command that executes what follows it in a PID and a mount namespace of its own: its /tmp has nothing but this
+/// folder.
+pub(crate) fn container(folder: &Path) -> Command {
+    const PREPARE: &str = "mount --bind \"$1\" /mnt && mount -t tmpfs none /tmp && mkdir -p \"$1\" && \
+                           mount --bind /mnt \"$1\" && shift && exec \"$@\"";
+    let mut container = Command::new("unshare");
+    container.args(["--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]);
+    container.args(["sh", "-c", PREPARE, "sh"]).arg(folder);
+    container
+}
+
 /// A folder for one test, gone when it is dropped.
 pub(crate) fn scratch() -> Result<tempfile::TempDir> {
     tempfile::tempdir().context("failed to make a folder")

@@ -239,16 +239,10 @@ fn names_are_those_of_the_map_that_was_asked_for() -> Result<()> {
 
 /// By another number than that by which it knows itself, and with a /tmp that only its own mount namespace has.
 fn a_virtual_machine_in_a_container_is_asked() -> Result<()> {
-    const CONTAINER: &str = "mount --bind \"$1\" /mnt && mount -t tmpfs none /tmp && mkdir -p \"$1\" && \
-                             mount --bind /mnt \"$1\" && shift && exec \"$@\"";
     for kit in java_kits::kits()? {
         let java = Java::compile(&kit)?;
         fs::set_permissions(java.folder(), Permissions::from_mode(0o777))?;
-        let mut container = Command::new("unshare");
-        container.args(["--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]);
-        container
-            .args(["sh", "-c", CONTAINER, "sh"])
-            .arg(java.folder());
+        let mut container = harness::container(java.folder());
         container.args(["setpriv", "--reuid", &NOBODY.0.to_string(), "--regid"]);
         container.args([&NOBODY.1.to_string(), "--clear-groups"]);
         let workload = java.start_by(container, &COMPILED, &[&COUNT.to_string()])?;

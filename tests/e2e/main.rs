@@ -46,6 +46,7 @@ mod python;
 mod readme;
 mod record;
 mod running;
+mod runtimes;
 mod serve;
 mod shmsnoop;
 mod swapin;
@@ -103,6 +104,7 @@ fn all() -> impl Iterator<Item = Trial> {
         readme::tests(),
         record::tests(),
         running::tests(),
+        runtimes::tests(),
         serve::tests(),
         shmsnoop::tests(),
         swapin::tests(),
