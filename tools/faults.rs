@@ -240,7 +240,7 @@ fn print_processes<M: MapCore>(
     container: bool,
     metrics: &mut Metrics,
 ) -> Result<()> {
-    let time = Zoned::now();
+    let time = clock::now();
     if report.args.timestamp {
         output.header(&format!("{:<8}", clock::time_of_day(&time)))?;
     }

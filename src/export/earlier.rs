@@ -10,13 +10,13 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use flate2::read::MultiGzDecoder;
 use jiff::Zoned;
-use jiff::tz::TimeZone;
 use prost::Message;
 
 use crate::export::folded;
 use crate::export::pprof::Encoded;
 use crate::export::pprof_message as message;
 use crate::export::profile::{Profile, Value};
+use crate::print::clock;
 use crate::print::text;
 
 /// Bytes that a profile may have when it is unpacked: forty times what 75,000 stacks of a compiler have.
@@ -71,7 +71,7 @@ impl Earlier {
             let until = until.ok().filter(|_| profile.time_nanos != 0);
             Ok(Self {
                 file: file.clone(),
-                until: until.map(|until| until.to_zoned(TimeZone::system())),
+                until: until.map(|until| until.to_zoned(clock::time_zone())),
                 values: kinds.collect::<Result<_>>()?,
                 stacks: tables.stacks()?,
             })
@@ -318,8 +318,8 @@ mod tests {
             tool: "memleak",
             target: "pid 1".into(),
             subject: "outstanding allocations".into(),
-            since: Zoned::now(),
-            until: Zoned::now(),
+            since: clock::now(),
+            until: clock::now(),
             values: VALUES.to_vec(),
             main: 1,
             by_thread: false,

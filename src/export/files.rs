@@ -11,6 +11,7 @@ use crate::export::perfetto::Heaps;
 use crate::export::profile::{Profile, Sample, Value};
 use crate::export::replace::Replaced;
 use crate::export::{flame, pprof};
+use crate::print::clock;
 use crate::stacks::symbolize::SourceArgs;
 
 /// What writes a profile in one format.
@@ -67,7 +68,7 @@ impl ExportArgs {
             heaps: None,
             tool,
             target,
-            since: Zoned::now(),
+            since: clock::now(),
             failed: None,
         })
     }
@@ -116,7 +117,7 @@ impl Exports {
     /// What comes from now on is what the next report is of: the trace has begun, or the last
     /// report had all that was before.
     pub fn begin(&mut self) {
-        self.since = Zoned::now();
+        self.since = clock::now();
     }
 
     /// A report's stacks, with what they are of.
@@ -126,7 +127,7 @@ impl Exports {
             target: self.target.clone(),
             subject: subject.name,
             since: self.since.clone(),
-            until: Zoned::now(),
+            until: clock::now(),
             values: subject.values,
             main: subject.main,
             by_thread: subject.by_thread,

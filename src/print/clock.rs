@@ -1,8 +1,11 @@
 //! Kernel time stamps (CLOCK_MONOTONIC nanoseconds, as `bpf_ktime_get_ns` returns them) as wall time.
 
+use std::env;
+use std::fs;
 use std::sync::OnceLock;
 use std::time::Duration;
 
+use jiff::tz::TimeZone;
 use jiff::{Timestamp, Zoned};
 use nix::time::{ClockId, clock_gettime};
 use serde::Serializer;
@@ -38,7 +41,7 @@ impl Clock {
         Timestamp::UNIX_EPOCH
             .checked_add(since_epoch)
             .unwrap_or(Timestamp::MAX)
-            .to_zoned(jiff::tz::TimeZone::system())
+            .to_zoned(time_zone())
     }
 }
 
@@ -46,6 +49,26 @@ impl Default for Clock {
     fn default() -> Self {
         Self::new()
     }
+}
+
+/// The machine's time zone, or that of the variable `TZ`, as it was at the first call.
+pub fn time_zone() -> TimeZone {
+    static ZONE: OnceLock<TimeZone> = OnceLock::new();
+    // To learn the zone's name, the library lists all zones that there are: a twentieth of memleak's start.
+    let nameless = || {
+        let rules = fs::read("/etc/localtime").ok()?;
+        TimeZone::tzif("local", &rules).ok()
+    };
+    let zone = || match env::var_os("TZ") {
+        Some(_) => TimeZone::system(),
+        None => nameless().unwrap_or_else(TimeZone::system),
+    };
+    ZONE.get_or_init(zone).clone()
+}
+
+/// Local wall time now.
+pub fn now() -> Zoned {
+    Timestamp::now().to_zoned(time_zone())
 }
 
 /// CLOCK_MONOTONIC now, in nanoseconds.
@@ -83,6 +106,16 @@ mod tests {
         let now = Clock::new().local(monotonic_ns());
         let apart = now.timestamp().as_millisecond() - Timestamp::now().as_millisecond();
         assert!(apart.abs() < 1000, "{apart} ms apart");
+    }
+
+    #[test]
+    fn the_time_zone_is_the_machine_s() {
+        let system = TimeZone::system();
+        for month in 1..=12 {
+            let time = jiff::civil::date(2026, month, 1).at(12, 0, 0, 0);
+            let time = time.to_zoned(TimeZone::UTC).expect("a time").timestamp();
+            assert_eq!(time_zone().to_offset(time), system.to_offset(time));
+        }
     }
 
     #[test]

@@ -255,7 +255,7 @@ impl Unseen {
         let missed = kills.saturating_sub(self.kills);
         self.kills = kills;
         (missed > 0).then(|| Missed {
-            time: Zoned::now(),
+            time: clock::now(),
             kills: missed,
         })
     }
@@ -284,7 +284,7 @@ struct Used<'a> {
 impl<'a> Used<'a> {
     fn now(place: &'a Place, percent: f64) -> Self {
         Self {
-            time: Zoned::now(),
+            time: clock::now(),
             place,
             percent,
         }

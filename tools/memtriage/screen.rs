@@ -64,7 +64,7 @@ impl Host {
     pub(crate) fn now(memory: &Values, since: Duration) -> Self {
         let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
         Self {
-            time: Zoned::now(),
+            time: clock::now(),
             release: release.trim_end().to_owned(),
             cpus: thread::available_parallelism().map_or(1, Into::into),
             memory_bytes: memory.of("MemTotal"),

@@ -328,7 +328,6 @@ impl Tables {
 mod tests {
     use std::fs;
 
-    use jiff::Zoned;
     use prost::Message;
 
     use super::super::tests::Packets;
@@ -354,8 +353,8 @@ mod tests {
             tool: "memleak",
             target: "pid 7".to_owned(),
             subject: "outstanding allocations".to_owned(),
-            since: Zoned::now(),
-            until: Zoned::now(),
+            since: clock::now(),
+            until: clock::now(),
             values: vec![
                 Value::count("inuse_objects", "allocations"),
                 Value::bytes("inuse_space"),

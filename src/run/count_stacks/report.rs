@@ -33,7 +33,7 @@ impl<M: MapCore> StackCounts<'_, M> {
             args,
             ..
         } = report;
-        let time = Zoned::now();
+        let time = clock::now();
         self.add_lines(report)?;
         let sums = self.sums.take();
         self.export(report, &sums.counts)?;

@@ -59,7 +59,7 @@ impl Sight {
         let memory = Values::read("/proc/meminfo")?;
         Ok(Self {
             at: Instant::now(),
-            time: Zoned::now(),
+            time: clock::now(),
             machine_percent: used_percent(&memory),
             groups: MemoryCgroups::look().limited,
             counters: Values::read("/proc/vmstat")?,
@@ -230,7 +230,7 @@ mod tests {
     fn sight(seconds: u64, machine_percent: f64, groups: &[MemoryCgroup], counters: &str) -> Sight {
         Sight {
             at: Instant::now() + Duration::from_secs(seconds),
-            time: Zoned::now(),
+            time: clock::now(),
             machine_percent,
             groups: groups.to_vec(),
             counters: Values::parse(counters),

@@ -43,7 +43,7 @@ impl Report {
     /// The report of a kill while this was traced.
     pub(crate) fn of(kill: Kill, above: f64, history: &History, tracing: &mut Tracing) -> Self {
         Self {
-            time: Zoned::now(),
+            time: clock::now(),
             above,
             place: tracing.place().clone(),
             moments: history.moments().cloned().collect(),

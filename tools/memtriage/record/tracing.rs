@@ -174,7 +174,7 @@ impl Tracing {
             }
         };
         let started = Started {
-            time: Zoned::now(),
+            time: clock::now(),
             pid: usage.pid,
             home: question.of.home().cloned(),
             container: false,
