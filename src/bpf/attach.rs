@@ -5,13 +5,16 @@
 //! loading and attaching it, and every failure is kept until one has worked. Only what the kernel
 //! refuses as a whole is asked for first: to find that out by loading takes 25 ms.
 
+use std::any::TypeId;
+use std::collections::BTreeMap;
 use std::env;
 use std::fmt;
 use std::fs;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
 
 use anyhow::{Context, Result, bail, ensure};
 use libbpf_rs::skel::{OpenSkel, SkelBuilder};
@@ -19,7 +22,7 @@ use libbpf_rs::{Link, Object, OpenObject, OpenProgramMut, PrintLevel, ProgramMut
 use nix::fcntl::OFlag;
 use nix::unistd::{ForkResult, close, fork, pipe2, read, setsid};
 
-use crate::bpf::btf_subset::KernelTypes;
+use crate::bpf::btf_subset::{self, KernelTypes};
 use crate::bpf::fentry_id;
 use crate::bpf::kernel_support;
 use crate::bpf::kretprobe;
@@ -34,6 +37,9 @@ static LOG: Mutex<String> = Mutex::new(String::new());
 
 /// Names the only variant that is to be tried, so that tests reach those below the best.
 const ONLY: &str = "MEMTOOLS_ATTACH";
+
+/// What is said if libbpf does not understand an object.
+const NOT_OPENED: &str = "failed to open the BPF object";
 
 /// The last lines of a log that a failed variant is reported with.
 const LOG_LINES: usize = 12;
@@ -180,17 +186,38 @@ pub fn exact_first<T>(mut variants: Vec<Variant<'_, T>>) -> Vec<Variant<'_, T>> 
     variants
 }
 
+/// Searches for the kernel's types that objects need, by the types of their builders.
+static SEARCHES: Mutex<BTreeMap<TypeId, JoinHandle<Result<Vec<u8>>>>> = Mutex::new(BTreeMap::new());
+
+/// Begins to look for the kernel's types that a tool's object needs, which [`open`] waits for: on another CPU, if there is
+/// one, while the caller does what it can do without the object. No process may be forked meanwhile.
+pub fn begin<B: SkelBuilder<'static> + Default + 'static>() {
+    let search = thread::spawn(|| {
+        let mut builder = B::default();
+        let _file = KernelTypes::for_object(builder.object_builder_mut())?;
+        let open = builder.open(object_storage()).context(NOT_OPENED)?;
+        btf_subset::types_for(open.open_object())
+    });
+    let mut searches = SEARCHES.lock().unwrap_or_else(PoisonError::into_inner);
+    searches.insert(TypeId::of::<B>(), search);
+}
+
 /// Opens a tool's skeleton, to be given its options and to be loaded.
 ///
 /// # Errors
 /// If libbpf does not understand the object, or the kernel's types cannot be read.
-pub fn open<B: SkelBuilder<'static> + Default>() -> Result<B::Output> {
+pub fn open<B: SkelBuilder<'static> + Default + 'static>() -> Result<B::Output> {
     let mut builder = B::default();
     let types = KernelTypes::for_object(builder.object_builder_mut())?;
-    let mut open = builder
-        .open(object_storage())
-        .context("failed to open the BPF object")?;
-    types.write(open.open_object())?;
+    let mut open = builder.open(object_storage()).context(NOT_OPENED)?;
+    let mut searches = SEARCHES.lock().unwrap_or_else(PoisonError::into_inner);
+    let begun = searches.remove(&TypeId::of::<B>());
+    drop(searches);
+    let found = match begun.map(JoinHandle::join) {
+        Some(Ok(found)) => found?,
+        Some(Err(_)) | None => btf_subset::types_for(open.open_object())?,
+    };
+    types.write(&found)?;
     map_create::choose_when(open.open_object_mut())?;
     Ok(open)
 }

@@ -7,11 +7,11 @@
 //! and what they hold by value. What a pointer points to is left out, as a program names the type
 //! that it expects there. The functions that programs are on (fentry, fexit) are found on the way.
 
-use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::{AsRawFd, IntoRawFd};
 
+use ahash::{HashMap, HashSet};
 use anyhow::{Context, Result};
 use libbpf_rs::btf::{Btf, BtfKind, BtfType};
 use libbpf_rs::{AsRawLibbpf, ObjectBuilder, OpenObject};
@@ -38,28 +38,35 @@ impl KernelTypes {
         Ok(Self(file))
     }
 
-    /// Writes the kernel's types that the opened object names; all of them, if this kernel's BTF is
-    /// not as it is known here. They are there until we exit, as the object can be loaded at any time.
+    /// Writes the types that [`types_for`] has found. They are there until we exit, as the object can be loaded at any
+    /// time.
     ///
     /// # Errors
-    /// If the kernel's BTF cannot be read.
-    pub fn write(mut self, object: &OpenObject) -> Result<()> {
-        let functions: HashSet<&[u8]> = object
-            .progs()
-            .filter_map(|program| fentry_id::target(program.section().as_encoded_bytes()))
-            .collect();
-        // SAFETY: libbpf keeps it for as long as the object is there, which is borrowed.
-        let object = unsafe { object.as_libbpf_object().as_ref() };
-        let own = Btf::from_bpf_object(object)?.context("the BPF object has no types")?;
-        let names = names(&own);
-        kernel_support::with_btf(|kernel| match part(kernel, &names, &functions) {
-            Some(part) => self.0.write_all(&part),
-            None => self.0.write_all(kernel),
-        })?
-        .context("failed to write down the kernel's types")?;
+    /// If there is no memory for them.
+    pub fn write(mut self, types: &[u8]) -> Result<()> {
+        let written = self.0.write_all(types);
+        written.context("failed to write down the kernel's types")?;
         let _stays_open = self.0.into_raw_fd();
         Ok(())
     }
+}
+
+/// The kernel's types that an opened object names, as BTF; all of them, if this kernel's BTF is not as it is known here.
+///
+/// # Errors
+/// If the kernel's BTF cannot be read.
+pub fn types_for(object: &OpenObject) -> Result<Vec<u8>> {
+    let functions: HashSet<&[u8]> = object
+        .progs()
+        .filter_map(|program| fentry_id::target(program.section().as_encoded_bytes()))
+        .collect();
+    // SAFETY: libbpf keeps it for as long as the object is there, which is borrowed.
+    let object = unsafe { object.as_libbpf_object().as_ref() };
+    let own = Btf::from_bpf_object(object)?.context("the BPF object has no types")?;
+    let names = names(&own);
+    kernel_support::with_btf(|kernel| {
+        part(kernel, &names, &functions).unwrap_or_else(|| kernel.to_vec())
+    })
 }
 
 /// The names by which libbpf looks for an object's types in the kernel.
@@ -127,9 +134,9 @@ impl<'kernel> Part<'kernel> {
         Self {
             kernel,
             ids: Vec::new(),
-            numbers: HashMap::new(),
+            numbers: HashMap::default(),
             // What has no name is at 0.
-            offsets: HashMap::from([(0, 0)]),
+            offsets: HashMap::from_iter([(0, 0)]),
             types: pointer.into_iter().flat_map(u32::to_ne_bytes).collect(),
             names: vec![0],
         }
@@ -226,12 +233,12 @@ mod tests {
     }
 
     fn only(name: &str) -> HashSet<Vec<u8>> {
-        HashSet::from([name.into()])
+        HashSet::from_iter([name.into()])
     }
 
     #[test]
     fn a_type_comes_with_what_it_holds_but_not_with_what_it_points_to() {
-        let part = part(&kernel(), &only("outer"), &HashSet::new()).expect("BTF");
+        let part = part(&kernel(), &only("outer"), &HashSet::default()).expect("BTF");
         let types = [
             record(0, 2, 0, VOID, &[]),
             record(1, 4, 2, 16, &[7, 3, 0, 9, 1, 64]),
@@ -251,8 +258,8 @@ mod tests {
             record(B, 1, 0, 4, &[0x0100_0020]),
         ];
         let kernel = btf::from_parts(&types.concat(), NAMES);
-        let functions: HashSet<&[u8]> = HashSet::from([&b"a"[..], b"b"]);
-        part(&kernel, &HashSet::new(), &functions).expect("BTF");
+        let functions: HashSet<&[u8]> = HashSet::from_iter([&b"a"[..], b"b"]);
+        part(&kernel, &HashSet::default(), &functions).expect("BTF");
         let numbers = ["inner", "a", "b"].map(|name| fentry_id::number(name.as_bytes()));
         assert_eq!(numbers, [None, Some(3), None]);
     }
@@ -264,13 +271,13 @@ mod tests {
             part(
                 &btf::from_parts(&unknown, NAMES),
                 &only("outer"),
-                &HashSet::new()
+                &HashSet::default()
             ),
             None
         );
         let mut cut = kernel();
         cut.pop();
-        assert_eq!(part(&cut, &only("outer"), &HashSet::new()), None);
+        assert_eq!(part(&cut, &only("outer"), &HashSet::default()), None);
     }
 
     #[test]

@@ -108,6 +108,12 @@ macro_rules! skeleton {
                 }
             }
 
+            /// Begins with what takes long of `prepare`, on another CPU. No process may be forked until that is called.
+            #[allow(dead_code, reason = "most tools have nothing else to do meanwhile")]
+            pub(crate) fn begin() {
+                $crate::bpf::attach::begin::<generated::$builder>();
+            }
+
             #[allow(dead_code, reason = "a tool loads all programs, or some")]
             impl<'filter> Prepared<'filter> {
                 fn open(filter: &'filter Filter) -> anyhow::Result<Self> {

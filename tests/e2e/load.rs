@@ -13,7 +13,7 @@ use libbpf_rs::btf::Btf;
 use libbpf_rs::btf::types::DataSec;
 use libbpf_rs::{AsRawLibbpf, ObjectBuilder, OpenObject, PrintLevel, libbpf_sys};
 use libtest_mimic::{Completion, Failed, Trial};
-use memtools::bpf::btf_subset::KernelTypes;
+use memtools::bpf::btf_subset::{self, KernelTypes};
 use memtools::bpf::kernel_support;
 
 use crate::harness;
@@ -197,7 +197,7 @@ fn open(object: &[u8]) -> Result<OpenObject> {
     let mut builder = ObjectBuilder::default();
     let types = KernelTypes::for_object(&mut builder)?;
     let open = builder.open_memory(object)?;
-    types.write(&open)?;
+    types.write(&btf_subset::types_for(&open)?)?;
     Ok(open)
 }
 

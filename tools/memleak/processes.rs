@@ -83,6 +83,9 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let difference = Difference::of(args, args.view())?;
     let listener = args.serve.listen()?;
     let (mut poller, output) = args.start()?;
+    if args.command.is_none() {
+        bpf::begin();
+    }
     let mut target = Target::choose(args)?;
     let server = listener.map(Server::start).transpose()?;
     server.as_ref().inspect(|server| serve::tell(server));

@@ -6,10 +6,11 @@
 //! tells which it is: all its ways are followed, and each has to go through the other function.
 
 use std::cell::RefCell;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
+use ahash::HashSet;
 use anyhow::{Context, Result};
 use iced_x86::{
     Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpKind,
@@ -123,7 +124,7 @@ impl Calls {
         };
         let mut information = InstructionInfoFactory::new();
         let mut ways = vec![(entry, State::Before(Held::at_entry()))];
-        let mut seen = HashSet::new();
+        let mut seen = HashSet::default();
         let (mut always, mut ever) = (true, false);
         while let Some((address, state)) = ways.pop() {
             if !seen.insert((address, state)) {
@@ -187,7 +188,7 @@ impl Calls {
         let Some(entry) = elf::address(&self.segments, function.file_offset) else {
             return true;
         };
-        let (mut ways, mut seen) = (vec![entry], HashSet::new());
+        let (mut ways, mut seen) = (vec![entry], HashSet::default());
         while let Some(address) = ways.pop() {
             if !seen.insert(address) {
                 continue;
