@@ -50,7 +50,7 @@ __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
 		count_loss(stacks);
 		return STACK_LOST;
 	}
-	stack_begin(slot, pc, sp, fp, interrupted);
+	stack_begin(index, pc, sp, fp, interrupted);
 	if (interpreters && python_met)
 		stack_begin_python(index, slot);
 	CALL_LOOP (long i = 0; i < STACK_ROUNDS; i++)
@@ -111,7 +111,7 @@ __noinline int stack_comes_from(__u64 pc, __u64 sp, __u64 fp, __u64 address)
 
 	if (!slot)
 		return 1;
-	stack_begin(slot, pc, sp, fp, 0);
+	stack_begin(index, pc, sp, fp, 0);
 	CALL_LOOP (long i = 0; i < STACK_CALL_ROUNDS && found == STACK_CALL_AHEAD; i++)
 		found = stack_round_to(index, address);
 	stack_slot_give_back(slot);
