@@ -120,18 +120,13 @@ impl HeapRow {
             jemalloc,
             ..
         } = walked;
-        let (coverage, coverage_note) = match &heap.coverage {
-            Coverage::Complete => ("complete", None),
-            Coverage::Incomplete { why, .. } => ("incomplete", Some(why.clone())),
-            Coverage::Unknown { why } => ("unknown", Some(why.clone())),
-        };
+        let (coverage, coverage_note) = told(&heap.coverage);
         let usage = glibc
             .as_ref()
             .map(|walk| (walk, HeapUsage::of(image, walk)));
         let regions = heap.regions.iter();
-        let sizes = regions.map(|range| (range.end - range.start, image.present(range.clone())));
-        let (heap_bytes, heap_resident_bytes) =
-            sizes.fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+        let heap_bytes = regions.clone().map(|range| range.end - range.start).sum();
+        let heap_resident_bytes = regions.map(|range| image.present(range.clone())).sum();
         let mut row = Self {
             r#type: "heap",
             process,
@@ -225,6 +220,15 @@ impl HeapRow {
         other.resident_bytes = other
             .resident_bytes
             .saturating_sub(self.heap_resident_bytes);
+    }
+}
+
+/// How much of the heap was walked, and why not all of it.
+fn told(coverage: &Coverage) -> (&'static str, Option<String>) {
+    match coverage {
+        Coverage::Complete => ("complete", None),
+        Coverage::Incomplete { why, .. } => ("incomplete", Some(why.clone())),
+        Coverage::Unknown { why } => ("unknown", Some(why.clone())),
     }
 }
 

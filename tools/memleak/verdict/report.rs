@@ -94,14 +94,13 @@ impl Row for Verdict {
             "in use or in a thread's cache: beside these, and not judged",
         );
         let blocks = all.iter().map(|(_, sum, _)| sum.blocks).sum();
+        let allocator = match self.allocator.as_str() {
+            "" => "no heap",
+            allocator => allocator,
+        };
         writeln!(
             out,
-            "{}; coverage: {}: {}",
-            if self.allocator.is_empty() {
-                "no heap"
-            } else {
-                &self.allocator
-            },
+            "{allocator}; coverage: {}: {}",
             self.coverage,
             text::counted(blocks, "block")
         )?;
