@@ -48,7 +48,7 @@ FLAGS = --release --locked --features static --target $(TARGET)
 
 BUILD_PACKAGES = clang gcc libc6-dev libelf-dev zlib1g-dev libzstd-dev pkg-config
 LINT_PACKAGES  = clang-format
-TEST_PACKAGES  = g++ binutils valgrind musl-tools libjemalloc-dev libtcmalloc-minimal4 libmimalloc2.0 redis-tools strace gdb procps smem python3 python3-venv python3-prometheus-client python3-protobuf protobuf-compiler golang-go openjdk-17-jdk-headless nodejs mono-mcs curl tzdata xz-utils dwz debuginfod chromium golang-github-google-pprof-dev
+TEST_PACKAGES  = g++ binutils valgrind musl-tools libjemalloc-dev libtcmalloc-minimal4 libmimalloc2.0 redis-tools strace gdb procps smem python3 python3-dev python3-venv python3-prometheus-client python3-protobuf protobuf-compiler golang-go openjdk-17-jdk-headless nodejs mono-mcs curl tzdata xz-utils dwz debuginfod chromium golang-github-google-pprof-dev
 RELEASE_PACKAGES = zstd python3
 PACKAGES_PACKAGES = rpm
 IMAGE_PACKAGES = buildah

@@ -1,6 +1,7 @@
 //! Frames of Python in user stacks, against what Python itself says of each block's place.
 
 mod commands;
+mod extension;
 mod objects;
 mod versions;
 
@@ -30,7 +31,12 @@ pub(crate) fn tests() -> Vec<Trial> {
         native_frames_are_left_when_asked_for [Python],
         an_older_version_has_native_frames [Python39],
     };
-    let of_others = [commands::tests(), objects::tests(), versions::tests()];
+    let of_others = [
+        commands::tests(),
+        extension::tests(),
+        objects::tests(),
+        versions::tests(),
+    ];
     own.into_iter()
         .chain(of_others.into_iter().flatten())
         .collect()
