@@ -182,6 +182,8 @@ struct Processes<'a> {
     ends: HashMap<u32, Ends>,
     /// What those had that have exited.
     ended: Ended,
+    /// Stacks that mapped memory, and whether a function that frees did.
+    mapped_by_free: HashMap<Path, bool>,
     /// The stacks that freed a block twice.
     told_of: HashSet<Path>,
     clock: Clock,
@@ -368,6 +370,7 @@ impl<'a> Processes<'a> {
             execs: HashMap::new(),
             ends: HashMap::new(),
             ended: Ended::default(),
+            mapped_by_free: HashMap::new(),
             told_of: HashSet::new(),
             clock: Clock::new(),
             page_bytes: kernel_support::page_bytes()?,

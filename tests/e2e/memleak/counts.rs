@@ -18,6 +18,7 @@ pub(super) fn tests() -> Vec<Trial> {
         big_blocks_count_once: at_entries,
         calls_that_are_not_recorded_are_known_to_go_on,
         parts_of_mappings_are_unmapped: at_entries,
+        what_free_maps_is_no_allocation: at_entries,
         threads_exact: at_entries,
         combined_totals_equal_the_blocks: at_entries,
         a_tenth_is_recorded: at_entries,
@@ -143,6 +144,20 @@ fn big_blocks_count_once() -> Result<()> {
     ensure!(
         groups.len() == 1,
         "glibc's own mmap is counted too: {groups:#?}"
+    );
+    Ok(())
+}
+
+/// glibc's free makes an arena where it is a thread's first call: 64 MiB of addresses, which are none of the program's.
+fn what_free_maps_is_no_allocation() -> Result<()> {
+    const THREADS: u64 = 7;
+    const PAGE: u64 = 4096;
+    let groups = trace_all("freefirst", &[&THREADS.to_string()])?;
+    let found = outstanding(&groups, "map_own");
+    ensure!(found == (THREADS * PAGE, THREADS), "{found:?}");
+    ensure!(
+        groups.len() == 1,
+        "glibc's own mmap is counted: {groups:#?}"
     );
     Ok(())
 }

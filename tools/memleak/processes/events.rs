@@ -3,16 +3,22 @@
 use anyhow::Result;
 use memtools::print::output::Output;
 use memtools::print::text;
+use memtools::stacks::named::Frame;
 
+use super::allocators;
 use super::bpf::types::{event, event_kind as Kind};
 use super::ended::End;
 use super::regions::Regions;
+use super::signature::Signature;
 use super::{Processes, allocations_of};
 use crate::args::Mode;
 use crate::rows::{Call, Freed, Step};
 use crate::sampling::Sampling;
 use crate::source::Source;
 use crate::sums::Path;
+
+/// Stacks of mappings that are remembered.
+const MAX_PATHS: usize = 1 << 16;
 
 impl Processes<'_> {
     /// Follows mappings and the ends of processes, and prints the lines of --trace.
@@ -50,12 +56,18 @@ impl Processes<'_> {
             stack,
             ..
         } = event;
+        let kind = match event.kind {
+            Kind::EVENT_MAP if self.is_mapped_by_free(Path { pid, stack })? => {
+                Kind::EVENT_MAP_IGNORED
+            }
+            kind => kind,
+        };
         let page_bytes = self.page_bytes;
         let regions = self
             .regions
             .entry(pid)
             .or_insert_with(|| Regions::new(page_bytes));
-        Ok(match event.kind {
+        Ok(match kind {
             Kind::EVENT_MAP if self.args.mode == Mode::Alloc => {
                 let total = self.mapped.entry(Path { pid, stack }).or_default();
                 total.bytes += size;
@@ -103,6 +115,32 @@ impl Processes<'_> {
             Kind::EVENT_ALLOC_EXIT => Some(Step::AllocExited),
             _ => Some(Step::FreeEntered),
         })
+    }
+
+    /// Whether memory was mapped within a function that frees. It is the allocator's own: where a thread's first call is
+    /// free(), glibc makes an arena for it. That of one that allocates is known in the kernel, by its return.
+    fn is_mapped_by_free(&mut self, path: Path) -> Result<bool> {
+        /// Frames from mmap() to free() at most.
+        const INNERMOST: usize = 8;
+        if let Some(&known) = self.mapped_by_free.get(&path) {
+            return Ok(known);
+        }
+        self.symbolizer.refresh();
+        let stack = self.named(path)?;
+        let frees = |frame: &Frame| {
+            let shown = frame.symbol.as_ref().map(|(name, _)| name.as_str());
+            let name = frame.mangled.as_deref().or(shown);
+            let signature =
+                name.and_then(|name| allocators::signature(name, &self.args.symbols_prefix));
+            signature.is_some_and(Signature::frees)
+        };
+        let frames = stack.user.iter().flat_map(|part| &part.frames);
+        let found = frames.take(INNERMOST).any(frees);
+        if self.mapped_by_free.len() == MAX_PATHS {
+            self.mapped_by_free.clear();
+        }
+        self.mapped_by_free.insert(path, found);
+        Ok(found)
     }
 
     /// A process's memory has ended.
