@@ -6,16 +6,18 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::Instant;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use memmap2::{Advice, MmapMut};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
 
+use super::stream;
 use crate::heap::page_runs::PageRuns;
 use crate::heap::page_table::PAGE;
 
-/// Bytes that a thread copies at a time: less, and threads wait for each other; more, and they end apart.
-const PIECE: usize = 2 << 20;
+/// Bytes that a thread copies at a time: less, and threads wait for each other; more, and they end apart, and the caches
+/// have no room for them.
+const PIECE: usize = 1 << 20;
 /// Ranges of one system call.
 const RANGES: usize = 64;
 /// Bytes that are copied to learn how fast that is.
@@ -68,8 +70,8 @@ struct Piece<'a> {
 ///
 /// # Errors
 /// If the buffer is too small.
-pub(super) fn copy(pid: u32, runs: &[Range<u64>], buffer: &mut [u8]) -> Result<PageRuns> {
-    let mut rest = buffer;
+pub(super) fn copy(pid: u32, runs: &[Range<u64>], into: &mut [u8]) -> Result<PageRuns> {
+    let mut rest = into;
     let mut pieces = Vec::with_capacity(runs.len());
     for run in runs {
         for start in run.clone().step_by(PIECE) {
@@ -89,11 +91,13 @@ pub(super) fn copy(pid: u32, runs: &[Range<u64>], buffer: &mut [u8]) -> Result<P
     }
     let unread = Mutex::new(Vec::new());
     let pieces = Mutex::new(pieces.into_iter());
-    let work = || {
+    let work = || -> Result<()> {
         let mut some = Vec::with_capacity(RANGES);
+        // The last of some has room, too.
+        let mut near = buffer(2 * PIECE)?;
         loop {
             let Ok(mut pieces) = pieces.lock() else {
-                return;
+                bail!("another thread has failed");
             };
             let mut bytes = 0;
             while bytes < PIECE
@@ -105,9 +109,9 @@ pub(super) fn copy(pid: u32, runs: &[Range<u64>], buffer: &mut [u8]) -> Result<P
             }
             drop(pieces);
             if some.is_empty() {
-                return;
+                return Ok(());
             }
-            let rest = read(pid, &mut some);
+            let rest = read(pid, &mut some, &mut near);
             if let Ok(mut unread) = unread.lock() {
                 unread.extend(rest);
             }
@@ -118,43 +122,52 @@ pub(super) fn copy(pid: u32, runs: &[Range<u64>], buffer: &mut [u8]) -> Result<P
         for _ in 1..threads() {
             scope.spawn(work);
         }
-        work();
-    });
+        work()
+    })?;
     let mut unread = unread.into_inner().unwrap_or_default();
     unread.sort_by_key(|range: &Range<u64>| range.start);
     Ok(unread)
 }
 
 /// Reads pieces in one system call, or one by one if not all can be. Returns what cannot, in whole pages.
-fn read(pid: u32, pieces: &mut [Piece]) -> PageRuns {
-    let read = |pieces: &mut [Piece]| {
-        let from: Vec<_> = pieces
-            .iter()
-            .map(|piece| RemoteIoVec {
-                base: piece.from.start as usize,
-                len: piece.to.len(),
-            })
-            .collect();
-        let mut to: Vec<_> = pieces
-            .iter_mut()
-            .map(|piece| IoSliceMut::new(piece.to))
-            .collect();
-        process_vm_readv(Pid::from_raw(pid as i32), &mut to, &from).unwrap_or(0)
-    };
+///
+/// They come to the near buffer first, which stays in the caches: the kernel writes through them, and would have what it
+/// writes to read from memory before.
+fn read(pid: u32, pieces: &mut [Piece], near: &mut [u8]) -> PageRuns {
     let wanted: usize = pieces.iter().map(|piece| piece.to.len()).sum();
-    if read(pieces) == wanted {
+    if read_near(pid, pieces, &mut near[..wanted]) == wanted {
+        let mut rest = &*near;
+        for piece in pieces {
+            let (own, after) = rest.split_at(piece.to.len());
+            stream::copy(piece.to, own);
+            rest = after;
+        }
         return PageRuns::new();
     }
     let mut unread = PageRuns::new();
     for piece in pieces {
-        let done = read(std::slice::from_mut(piece));
-        let done = done & !(PAGE as usize - 1);
+        let near = &mut near[..piece.to.len()];
+        let done = read_near(pid, std::slice::from_ref(piece), near) & !(PAGE as usize - 1);
+        piece.to[..done].copy_from_slice(&near[..done]);
         if done < piece.to.len() {
             piece.to[done..].fill(0);
             unread.push(piece.from.start + done as u64..piece.from.end);
         }
     }
     unread
+}
+
+/// Reads pieces, one behind the other. Returns how many bytes could be read.
+fn read_near(pid: u32, pieces: &[Piece], near: &mut [u8]) -> usize {
+    let from: Vec<_> = pieces
+        .iter()
+        .map(|piece| RemoteIoVec {
+            base: piece.from.start as usize,
+            len: piece.to.len(),
+        })
+        .collect();
+    let pid = Pid::from_raw(pid as i32);
+    process_vm_readv(pid, &mut [IoSliceMut::new(near)], &from).unwrap_or(0)
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ mod pages;
 mod room;
 mod soft_dirty;
 mod stop;
+mod stream;
 mod tries;
 
 use std::fs;
