@@ -11,11 +11,11 @@ use std::fs::File;
 use std::io::Write;
 use std::os::fd::{AsRawFd, IntoRawFd};
 
-use ahash::{HashMap, HashSet};
 use anyhow::{Context, Result};
 use libbpf_rs::btf::{Btf, BtfKind, BtfType};
 use libbpf_rs::{AsRawLibbpf, ObjectBuilder, OpenObject};
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::bpf::btf::{self, Types, VOID, WORD_BYTES, Word, word, words};
 use crate::bpf::fentry_id;
@@ -56,7 +56,7 @@ impl KernelTypes {
 /// # Errors
 /// If the kernel's BTF cannot be read.
 pub fn types_for(object: &OpenObject) -> Result<Vec<u8>> {
-    let functions: HashSet<&[u8]> = object
+    let functions: FxHashSet<&[u8]> = object
         .progs()
         .filter_map(|program| fentry_id::target(program.section().as_encoded_bytes()))
         .collect();
@@ -70,7 +70,7 @@ pub fn types_for(object: &OpenObject) -> Result<Vec<u8>> {
 }
 
 /// The names by which libbpf looks for an object's types in the kernel.
-fn names(own: &Btf<'_>) -> HashSet<Vec<u8>> {
+fn names(own: &Btf<'_>) -> FxHashSet<Vec<u8>> {
     let types = (1..own.len() as u32).filter_map(|id| own.type_by_id::<BtfType<'_>>(id.into()));
     types
         .filter(|of| looked_for(of.kind()))
@@ -93,7 +93,11 @@ fn in_kernel(name: &[u8]) -> &[u8] {
 
 /// The types with these names, and those that they hold by value, as BTF of its own. Of these functions
 /// it learns the numbers. None if the kernel's BTF is not as it is known here.
-fn part(kernel: &[u8], names: &HashSet<Vec<u8>>, functions: &HashSet<&[u8]>) -> Option<Vec<u8>> {
+fn part(
+    kernel: &[u8],
+    names: &FxHashSet<Vec<u8>>,
+    functions: &FxHashSet<&[u8]>,
+) -> Option<Vec<u8>> {
     let kernel = Types::parse(kernel)?;
     let mut part = Part::new(&kernel);
     for (id, of) in kernel.all() {
@@ -119,9 +123,9 @@ struct Part<'kernel> {
     /// The kernel's numbers of the types after the pointer.
     ids: Vec<u32>,
     /// The types' numbers here, by their numbers in the kernel.
-    numbers: HashMap<u32, u32>,
+    numbers: FxHashMap<u32, u32>,
     /// Where names are here, by where they are in the kernel's.
-    offsets: HashMap<u32, u32>,
+    offsets: FxHashMap<u32, u32>,
     types: Vec<u8>,
     names: Vec<u8>,
 }
@@ -134,9 +138,9 @@ impl<'kernel> Part<'kernel> {
         Self {
             kernel,
             ids: Vec::new(),
-            numbers: HashMap::default(),
+            numbers: FxHashMap::default(),
             // What has no name is at 0.
-            offsets: HashMap::from_iter([(0, 0)]),
+            offsets: FxHashMap::from_iter([(0, 0)]),
             types: pointer.into_iter().flat_map(u32::to_ne_bytes).collect(),
             names: vec![0],
         }
@@ -232,13 +236,13 @@ mod tests {
         btf::from_parts(&types.concat(), NAMES)
     }
 
-    fn only(name: &str) -> HashSet<Vec<u8>> {
-        HashSet::from_iter([name.into()])
+    fn only(name: &str) -> FxHashSet<Vec<u8>> {
+        FxHashSet::from_iter([name.into()])
     }
 
     #[test]
     fn a_type_comes_with_what_it_holds_but_not_with_what_it_points_to() {
-        let part = part(&kernel(), &only("outer"), &HashSet::default()).expect("BTF");
+        let part = part(&kernel(), &only("outer"), &FxHashSet::default()).expect("BTF");
         let types = [
             record(0, 2, 0, VOID, &[]),
             record(1, 4, 2, 16, &[7, 3, 0, 9, 1, 64]),
@@ -258,8 +262,8 @@ mod tests {
             record(B, 1, 0, 4, &[0x0100_0020]),
         ];
         let kernel = btf::from_parts(&types.concat(), NAMES);
-        let functions: HashSet<&[u8]> = HashSet::from_iter([&b"a"[..], b"b"]);
-        part(&kernel, &HashSet::default(), &functions).expect("BTF");
+        let functions: FxHashSet<&[u8]> = FxHashSet::from_iter([&b"a"[..], b"b"]);
+        part(&kernel, &FxHashSet::default(), &functions).expect("BTF");
         let numbers = ["inner", "a", "b"].map(|name| fentry_id::number(name.as_bytes()));
         assert_eq!(numbers, [None, Some(3), None]);
     }
@@ -271,13 +275,13 @@ mod tests {
             part(
                 &btf::from_parts(&unknown, NAMES),
                 &only("outer"),
-                &HashSet::default()
+                &FxHashSet::default()
             ),
             None
         );
         let mut cut = kernel();
         cut.pop();
-        assert_eq!(part(&cut, &only("outer"), &HashSet::default()), None);
+        assert_eq!(part(&cut, &only("outer"), &FxHashSet::default()), None);
     }
 
     #[test]

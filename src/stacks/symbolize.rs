@@ -34,7 +34,7 @@ pub struct Symbolizer {
     perf_maps: PerfMaps,
     /// The processes whose perf maps were read since the last refresh.
     perf_maps_read: HashSet<u32>,
-    /// Of processes without a perf map.
+    /// Functions of processes without a perf map.
     unnamed: UnnamedPlaces,
     kernel: KernelNames,
     /// If somebody asks for them.

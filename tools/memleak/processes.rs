@@ -83,6 +83,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let difference = Difference::of(args, args.view())?;
     let listener = args.serve.listen()?;
     let (mut poller, output) = args.start()?;
+    // A command is forked, when no other thread may hold a lock.
     if args.command.is_none() {
         bpf::begin();
     }

@@ -10,12 +10,12 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use ahash::HashSet;
 use anyhow::{Context, Result};
 use iced_x86::{
     Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpKind,
     Register,
 };
+use rustc_hash::FxHashSet;
 
 use super::held::{Held, writes};
 use crate::code::elf::{self, CodeSegment, Function};
@@ -124,7 +124,7 @@ impl Calls {
         };
         let mut information = InstructionInfoFactory::new();
         let mut ways = vec![(entry, State::Before(Held::at_entry()))];
-        let mut seen = HashSet::default();
+        let mut seen = FxHashSet::default();
         let (mut always, mut ever) = (true, false);
         while let Some((address, state)) = ways.pop() {
             if !seen.insert((address, state)) {
@@ -188,7 +188,7 @@ impl Calls {
         let Some(entry) = elf::address(&self.segments, function.file_offset) else {
             return true;
         };
-        let (mut ways, mut seen) = (vec![entry], HashSet::default());
+        let (mut ways, mut seen) = (vec![entry], FxHashSet::default());
         while let Some(address) = ways.pop() {
             if !seen.insert(address) {
                 continue;

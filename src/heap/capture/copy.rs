@@ -2,7 +2,7 @@
 
 use std::io::IoSliceMut;
 use std::ops::Range;
-use std::sync::Mutex;
+use std::sync::{Mutex, OnceLock};
 use std::thread;
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ use memmap2::{Advice, MmapMut};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
 
-use super::stream;
+use super::arch;
 use crate::heap::page_runs::PageRuns;
 use crate::heap::page_table::PAGE;
 
@@ -39,11 +39,13 @@ pub(super) fn buffer(bytes: usize) -> Result<MmapMut> {
     Ok(buffer)
 }
 
-/// How many threads copy.
+/// How many threads copy. Found out at the first call, which is not in a pause: files of cgroups are read for it.
 pub(super) fn threads() -> usize {
-    thread::available_parallelism()
-        .map_or(1, usize::from)
-        .min(8)
+    static THREADS: OnceLock<usize> = OnceLock::new();
+    *THREADS.get_or_init(|| {
+        let all = thread::available_parallelism().map_or(1, usize::from);
+        all.min(8)
+    })
 }
 
 /// Bytes per second that all threads copy from memory to memory, just now.
@@ -139,7 +141,7 @@ fn read(pid: u32, pieces: &mut [Piece], near: &mut [u8]) -> PageRuns {
         let mut rest = &*near;
         for piece in pieces {
             let (own, after) = rest.split_at(piece.to.len());
-            stream::copy(piece.to, own);
+            arch::copy_around_caches(piece.to, own);
             rest = after;
         }
         return PageRuns::new();

@@ -7,13 +7,15 @@
 //! where the kernel marks what is written since then (`soft_dirty`). A command can be held at its exit instead, and be
 //! copied there ([`at_exit`]).
 
+#[cfg(target_arch = "x86_64")]
+#[path = "x86_64.rs"]
+mod arch;
 pub mod at_exit;
 mod copy;
 mod pages;
 mod room;
 mod soft_dirty;
 mod stop;
-mod stream;
 mod tries;
 
 use std::fs;

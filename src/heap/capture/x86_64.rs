@@ -1,4 +1,4 @@
-//! Copies of bytes that nobody looks at soon, around the caches.
+//! What the copy of a process takes of x86-64: stores that go around the caches.
 
 use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
 
@@ -6,11 +6,12 @@ const WORD: usize = size_of::<__m128i>();
 /// Bytes that go to memory at once.
 const LINE: usize = 64;
 
-/// Copies bytes as `to.copy_from_slice(from)` does, to memory that is not read for that: a third less goes to and fro.
+/// Copies bytes that nobody looks at soon, as `to.copy_from_slice(from)` does. Their destination is not read from memory
+/// before, which is a third of what would go to and fro.
 ///
 /// # Panics
 /// If the slices have different lengths.
-pub(super) fn copy(to: &mut [u8], from: &[u8]) {
+pub(super) fn copy_around_caches(to: &mut [u8], from: &[u8]) {
     assert_eq!(to.len(), from.len());
     let head = to.as_ptr().align_offset(LINE).min(to.len());
     let (to_head, to) = to.split_at_mut(head);
@@ -42,7 +43,7 @@ mod tests {
         for start in 0..LINE + 1 {
             for length in [0, 1, 15, 63, 64, 65, 127, 128, 700] {
                 let mut to = vec![0xff; 1009];
-                copy(&mut to[start..start + length], &from[..length]);
+                copy_around_caches(&mut to[start..start + length], &from[..length]);
                 assert_eq!(
                     to[start..start + length],
                     from[..length],
