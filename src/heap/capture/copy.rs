@@ -2,11 +2,11 @@
 
 use std::io::IoSliceMut;
 use std::ops::Range;
-use std::sync::{Mutex, OnceLock};
+use std::sync::Mutex;
 use std::thread;
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use memmap2::{Advice, MmapMut};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
@@ -39,13 +39,20 @@ pub(super) fn buffer(bytes: usize) -> Result<MmapMut> {
     Ok(buffer)
 }
 
-/// How many threads copy. Found out at the first call, which is not in a pause: files of cgroups are read for it.
+/// How many threads copy.
 pub(super) fn threads() -> usize {
-    static THREADS: OnceLock<usize> = OnceLock::new();
-    *THREADS.get_or_init(|| {
-        let all = thread::available_parallelism().map_or(1, usize::from);
-        all.min(8)
-    })
+    thread::available_parallelism()
+        .map_or(1, usize::from)
+        .min(8)
+}
+
+/// A buffer for each thread that copies, which stays in the caches. The last range that a thread reads at once has room
+/// behind the others.
+///
+/// # Errors
+/// If there is no memory for them.
+pub(super) fn near_buffers() -> Result<Vec<MmapMut>> {
+    (0..threads()).map(|_| buffer(2 * PIECE)).collect()
 }
 
 /// Bytes per second that all threads copy from memory to memory, just now.
@@ -67,12 +74,17 @@ struct Piece<'a> {
     to: &'a mut [u8],
 }
 
-/// Copies the ranges to the beginning of the buffer, one after the other. Returns what could not be read, in order: the
+/// Copies the ranges to the beginning of `into`, one after the other, by a thread for each near buffer. Returns what could not be read, in order: the
 /// rest of a piece from there on is zeros.
 ///
 /// # Errors
 /// If the buffer is too small.
-pub(super) fn copy(pid: u32, runs: &[Range<u64>], into: &mut [u8]) -> Result<PageRuns> {
+pub(super) fn copy(
+    pid: u32,
+    runs: &[Range<u64>],
+    into: &mut [u8],
+    near: &mut [MmapMut],
+) -> Result<PageRuns> {
     let mut rest = into;
     let mut pieces = Vec::with_capacity(runs.len());
     for run in runs {
@@ -93,13 +105,11 @@ pub(super) fn copy(pid: u32, runs: &[Range<u64>], into: &mut [u8]) -> Result<Pag
     }
     let unread = Mutex::new(Vec::new());
     let pieces = Mutex::new(pieces.into_iter());
-    let work = || -> Result<()> {
+    let work = |near: &mut [u8]| {
         let mut some = Vec::with_capacity(RANGES);
-        // The last of some has room, too.
-        let mut near = buffer(2 * PIECE)?;
         loop {
             let Ok(mut pieces) = pieces.lock() else {
-                bail!("another thread has failed");
+                return;
             };
             let mut bytes = 0;
             while bytes < PIECE
@@ -111,21 +121,22 @@ pub(super) fn copy(pid: u32, runs: &[Range<u64>], into: &mut [u8]) -> Result<Pag
             }
             drop(pieces);
             if some.is_empty() {
-                return Ok(());
+                return;
             }
-            let rest = read(pid, &mut some, &mut near);
+            let rest = read(pid, &mut some, near);
             if let Ok(mut unread) = unread.lock() {
                 unread.extend(rest);
             }
             some.clear();
         }
     };
+    let (own, others) = near.split_last_mut().context("no buffer to copy by")?;
     thread::scope(|scope| {
-        for _ in 1..threads() {
-            scope.spawn(work);
+        for near in others {
+            scope.spawn(|| work(near));
         }
-        work()
-    })?;
+        work(own);
+    });
     let mut unread = unread.into_inner().unwrap_or_default();
     unread.sort_by_key(|range: &Range<u64>| range.start);
     Ok(unread)
@@ -188,16 +199,17 @@ mod tests {
             start + (4 << 20)..start + (5 << 20),
         ];
         let mut copied = buffer(5 << 20).expect("memory");
+        let mut near = near_buffers().expect("memory");
         assert_eq!(
-            copy(std::process::id(), &runs, &mut copied).expect("room"),
+            copy(std::process::id(), &runs, &mut copied, &mut near).expect("room"),
             []
         );
         assert_eq!(copied[..3 << 20], source[..3 << 20]);
         assert_eq!(copied[3 << 20..4 << 20], source[4 << 20..]);
-        let too_small = copy(std::process::id(), &runs, &mut copied[..4096]);
+        let too_small = copy(std::process::id(), &runs, &mut copied[..4096], &mut near);
         assert!(too_small.is_err());
         let runs = [0x1000..0x3000, runs[1].clone()];
-        let unread = copy(std::process::id(), &runs, &mut copied);
+        let unread = copy(std::process::id(), &runs, &mut copied, &mut near);
         assert_eq!(unread.expect("room"), runs[..1]);
         assert!(rate().expect("memory") > 1e6);
     }

@@ -277,7 +277,7 @@ fn take_stopped(process: &Process, stopped: &Stopped) -> Result<Image> {
     let bytes = page_runs::bytes(&wanted);
     expect_room(pid, bytes)?;
     let mut buffer = copy::buffer(usize::try_from(bytes)?)?;
-    let unread = copy::copy(pid, &wanted, &mut buffer)?;
+    let unread = copy::copy(pid, &wanted, &mut buffer, &mut copy::near_buffers()?)?;
     process.expect_running()?;
     let mut image = Image {
         areas,

@@ -35,6 +35,8 @@ pub(super) struct Room {
     copy: MmapMut,
     /// For the pages that are copied while it stands, if some were copied before.
     late: Option<MmapMut>,
+    /// What the threads read to first.
+    near: Vec<MmapMut>,
 }
 
 impl Room {
@@ -49,6 +51,7 @@ impl Room {
             frames: Vec::new(),
             copy: copy::buffer(usize::try_from(bytes)?)?,
             late: None,
+            near: copy::near_buffers()?,
         })
     }
 
@@ -66,7 +69,7 @@ impl Room {
             "the kernel does not tell where the pages of process {pid} are{}",
             capabilities::remedy(Capability::CAP_SYS_ADMIN)
         );
-        self.unread = copy::copy(pid, &wanted, &mut self.copy)?;
+        self.unread = copy::copy(pid, &wanted, &mut self.copy, &mut self.near)?;
         self.early = wanted;
         Ok(())
     }
@@ -130,7 +133,7 @@ impl Room {
     /// If there is no room for it.
     pub(super) fn copy(&mut self, pid: u32, due: &[Range<u64>]) -> Result<PageRuns> {
         let into = self.late.as_mut().unwrap_or(&mut self.copy);
-        copy::copy(pid, due, into)
+        copy::copy(pid, due, into, &mut self.near)
     }
 
     /// The copy of all pages, in order, of which these were due.
@@ -300,6 +303,7 @@ mod tests {
             frames: vec![77; 9],
             copy: MmapMut::map_anon(12 * PAGE as usize).expect("memory"),
             late: Some(MmapMut::map_anon(5 * PAGE as usize).expect("memory")),
+            near: Vec::new(),
         };
         let found = Found {
             wanted: runs(&[2..8, 9..12]),
@@ -323,6 +327,7 @@ mod tests {
             early,
             copy: MmapMut::map_anon(1).expect("memory"),
             late: None,
+            near: Vec::new(),
         };
         let known = runs(&[505..520, 590..595, 1025..1026, 1600..1601]);
         let moved = |asked: &mut Vec<u64>, moved: &[u64]| {
