@@ -193,9 +193,7 @@ static SEARCHES: Mutex<BTreeMap<TypeId, JoinHandle<Result<Vec<u8>>>>> = Mutex::n
 /// one, while the caller does what it can do without the object. No process may be forked meanwhile.
 pub fn begin<B: SkelBuilder<'static> + Default + 'static>() {
     let search = thread::spawn(|| {
-        let mut builder = B::default();
-        let _file = KernelTypes::for_object(builder.object_builder_mut())?;
-        let open = builder.open(object_storage()).context(NOT_OPENED)?;
+        let open = B::default().open(object_storage()).context(NOT_OPENED)?;
         btf_subset::types_for(open.open_object())
     });
     let mut searches = SEARCHES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -213,9 +211,9 @@ pub fn open<B: SkelBuilder<'static> + Default + 'static>() -> Result<B::Output> 
     let mut searches = SEARCHES.lock().unwrap_or_else(PoisonError::into_inner);
     let begun = searches.remove(&TypeId::of::<B>());
     drop(searches);
-    let found = match begun.map(JoinHandle::join) {
-        Some(Ok(found)) => found?,
-        Some(Err(_)) | None => btf_subset::types_for(open.open_object())?,
+    let found = match begun.and_then(|search| search.join().ok()) {
+        Some(found) => found?,
+        None => btf_subset::types_for(open.open_object())?,
     };
     types.write(&found)?;
     map_create::choose_when(open.open_object_mut())?;
