@@ -56,18 +56,18 @@ impl Processes<'_> {
             stack,
             ..
         } = event;
-        let kind = match event.kind {
-            Kind::EVENT_MAP if self.is_mapped_by_free(Path { pid, stack })? => {
-                Kind::EVENT_MAP_IGNORED
-            }
-            kind => kind,
-        };
+        let is_map = event.kind == Kind::EVENT_MAP;
+        let by_free = is_map && self.is_mapped_by_free(Path { pid, stack })?;
         let page_bytes = self.page_bytes;
         let regions = self
             .regions
             .entry(pid)
             .or_insert_with(|| Regions::new(page_bytes));
-        Ok(match kind {
+        Ok(match event.kind {
+            Kind::EVENT_MAP if by_free => {
+                regions.map_ignored(start, size);
+                Some(Step::AllocExited)
+            }
             Kind::EVENT_MAP if self.args.mode == Mode::Alloc => {
                 let total = self.mapped.entry(Path { pid, stack }).or_default();
                 total.bytes += size;
