@@ -30,7 +30,7 @@ pub(crate) use needs::{
 pub(crate) use one_cpu::OneCpu;
 pub(crate) use pythons::Python;
 pub(crate) use tool::{Ended, Tool, descriptors, object, stacks_of_blocks, tool, waits_for_events};
-pub(crate) use workload::{Workload, workload, workloads};
+pub(crate) use workload::{Workload, each_block, sources, workload, workloads};
 
 /// How long anything may take. Software emulation is a hundred times slower than the machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(180);

@@ -176,7 +176,7 @@ fn expect_blocks_with_suite(suite: &str, allocator: &str) -> Result<()> {
 fn blocks_are_found_with_the_c_library_of_debian_11() -> Result<()> {
     let libc = fetch_libc("bullseye-security")?;
     let folder = harness::scratch()?;
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload");
+    let sources = harness::sources();
     let link = |name: &str, source: &str, options: &str| {
         let made = folder.path().join(name);
         let flags = "-O1 -fno-builtin -fno-stack-protector -nostdlib";

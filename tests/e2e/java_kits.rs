@@ -59,7 +59,7 @@ impl Java {
     /// Compiles a workload that uses that of [`Java::compile`].
     pub(crate) fn compile_class(kit: &Path, class: &'static str) -> Result<Self> {
         let folder = harness::scratch()?;
-        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload");
+        let sources = harness::sources();
         let compiled = Command::new(compiler(kit)?)
             .args(["-nowarn", "-d"])
             .arg(folder.path())
@@ -126,10 +126,8 @@ impl Java {
     pub(crate) fn trace(&self, options: &[&str]) -> Result<Ended> {
         let mut workload = self.start(options, &[&COUNT.to_string()])?;
         let pid = workload.pid();
-        let each_block = [
-            "-j", "-a", "-o", "0", "-T", "100000", "-z", BYTES, "-Z", BYTES, "3600",
-        ];
-        let mut tool = Tool::start("memleak", &[&each_block[..], &["-p", &pid]].concat())?;
+        let options = [&harness::each_block(BYTES)[..], &["-p", &pid]].concat();
+        let mut tool = Tool::start("memleak", &options)?;
         tool.wait_for("allocator: ")?;
         workload.work()?;
         Self::end(tool, workload)

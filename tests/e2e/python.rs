@@ -46,9 +46,7 @@ pub(crate) fn tests() -> Vec<Trial> {
 const BYTES: &str = "1009";
 
 /// The arguments by which memleak tells of each of the workload's blocks where it was allocated.
-const EACH_BLOCK: [&str; 11] = [
-    "-j", "-a", "-o", "0", "-T", "100000", "-z", BYTES, "-Z", BYTES, "3600",
-];
+const EACH_BLOCK: [&str; 11] = harness::each_block(BYTES);
 
 fn script() -> PathBuf {
     if harness::in_guest() {

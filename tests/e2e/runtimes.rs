@@ -42,7 +42,7 @@ impl Runtime {
     fn node(options: &[&str]) -> Result<Self> {
         let folder = harness::scratch()?;
         let script = folder.path().join("runtime.js");
-        harness::copy(&source("runtime.js"), &script)?;
+        harness::copy(&harness::sources().join("runtime.js"), &script)?;
         let command = [&["node"], options].concat();
         let command = command.into_iter().map(PathBuf::from).chain([script]);
         Ok(Self {
@@ -57,7 +57,7 @@ impl Runtime {
         let compiled = Command::new("mcs")
             .arg("-optimize")
             .arg(format!("-out:{}", assembly.display()))
-            .arg(source("runtime.cs"))
+            .arg(harness::sources().join("runtime.cs"))
             .output()
             .context("no compiler of C#")?;
         ensure!(compiled.status.success(), "{compiled:?}");
@@ -83,18 +83,10 @@ impl Runtime {
     }
 }
 
-fn source(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("tests/workload")
-        .join(name)
-}
-
 /// Traces the blocks of a workload, and removes its perf map, if there is one.
 fn trace(mut workload: Workload, pid: &str) -> Result<Ended> {
-    let each_block = [
-        "-j", "-a", "-o", "0", "-T", "100000", "-z", BYTES, "-Z", BYTES, "3600",
-    ];
-    let mut tool = Tool::start("memleak", &[&each_block[..], &["-p", pid]].concat())?;
+    let options = [&harness::each_block(BYTES)[..], &["-p", pid]].concat();
+    let mut tool = Tool::start("memleak", &options)?;
     tool.wait_for("allocator: glibc")?;
     workload.work()?;
     let ended = tool.interrupt()?;

@@ -69,7 +69,7 @@ impl Python {
 
     /// What runs one of the scripts of tests/workload in this folder.
     pub(crate) fn command(&self, script: &str, folder: &Path) -> Result<Command> {
-        let scripts = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload");
+        let scripts = crate::harness::sources();
         fs::copy(scripts.join(script), folder.join(script)).context("no such script")?;
         let mut command = self.in_folder(folder);
         command.arg(script);

@@ -21,6 +21,18 @@ pub(crate) fn workload(name: &str) -> PathBuf {
     workloads().join(name)
 }
 
+/// The folder of the workloads' sources.
+pub(crate) fn sources() -> PathBuf {
+    concat!(env!("CARGO_MANIFEST_DIR"), "/tests/workload").into()
+}
+
+/// The arguments by which memleak tells of each block of so many bytes where it was allocated.
+pub(crate) const fn each_block(bytes: &str) -> [&str; 11] {
+    [
+        "-j", "-a", "-o", "0", "-T", "100000", "-z", bytes, "-Z", bytes, "3600",
+    ]
+}
+
 /// A workload that has said that it is ready.
 pub(crate) struct Workload {
     child: Child,

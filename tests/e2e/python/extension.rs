@@ -75,7 +75,7 @@ fn build(folder: &Path) -> Result<()> {
         ])
         .output()?;
     let headers = String::from_utf8(told.stdout)?;
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload");
+    let sources = harness::sources();
     let built = Command::new("cc")
         .args([
             "-g",
