@@ -293,10 +293,10 @@ __noinline int stack_step(__u32 index)
 		due = stack_push_due(index);
 		if (due != STACK_NONE_DUE)
 			return due == STACK_PUSHED;
+		walk->last_id = walk->id;
+		walk->last_check = walk->check;
+		walk->last_sp = walk->sp;
 	}
-	walk->last_id = walk->id;
-	walk->last_check = walk->check;
-	walk->last_sp = walk->sp;
 	if (walk->process) {
 		row = unwind_row(walk->process, walk->pc << 1 | walk->interrupted, index);
 		if (row_kind(row) == UNWIND_NO_CODE)
@@ -315,6 +315,8 @@ __noinline int stack_step(__u32 index)
 		walk->interrupted = 1;
 	if (kind == UNWIND_INTERPRETED ? !stack_push_interpreted(slot) : !stack_push_walked(slot))
 		return 0;
+	if (row_is_plain(row))
+		return stack_by_rule(slot, row);
 	/* Here and not where it is found: programs may be eight calls deep. */
 	if (kind == UNWIND_NO_TABLE)
 		unwind_ask(index);
@@ -323,8 +325,6 @@ __noinline int stack_step(__u32 index)
 		walk->process = 0;
 	if (kind == UNWIND_NO_RULE || !walk->process)
 		return stack_by_frame_pointer(slot, row);
-	if (kind == UNWIND_STRANGE)
-		return stack_without_rule(slot, row);
 	if (kind == UNWIND_ROOT || kind == UNWIND_FIBER_END)
 		return stack_end(slot, STACK_END_ROOT);
 	if (kind == UNWIND_IN_JAVA_HEAP)
@@ -333,7 +333,7 @@ __noinline int stack_step(__u32 index)
 		return stack_by_signal(slot);
 	if (kind == UNWIND_INTERPRETED)
 		return stack_by_interpreter(slot, row);
-	return stack_by_rule(slot, row);
+	return stack_without_rule(slot, row);
 }
 
 /*

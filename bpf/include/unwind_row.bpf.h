@@ -51,6 +51,15 @@ static __always_inline __u64 row_kind(__u64 row)
 	return row & 0xf;
 }
 
+/* Whether the row alone tells where the caller's frame is, as most do. */
+static __always_inline int row_is_plain(__u64 row)
+{
+	const __u32 plain = 1 << UNWIND_BY_SP | 1 << UNWIND_BY_FP | 1 << UNWIND_PLT |
+			    1 << UNWIND_THROUGH_FP | 1 << UNWIND_THROUGH_SP;
+
+	return plain >> row_kind(row) & 1;
+}
+
 /* By which of enum unwind_frame_pointer the caller's frame pointer is found. */
 static __always_inline __u64 row_frame_pointer(__u64 row)
 {
