@@ -7,6 +7,8 @@
 
 #include "task_ids.bpf.h"
 
+#define PF_FORKNOEXEC 0x40 /* in task_struct.flags */
+
 /* How many processes that wait for each other's vfork() are looked through. */
 #define VFORKS 4
 
@@ -25,6 +27,23 @@ static __noinline __u32 process_that_vforked(void)
 	return ids_of(task).pid;
 }
 
+/* Whether the current task has not called exec since its fork, by what takes no time to read. */
+static __always_inline bool has_not_called_exec(void)
+{
+	/* As in unwind_space(). */
+	if (bpf_core_enum_value_exists(enum bpf_func_id, BPF_FUNC_get_current_task_btf))
+		return bpf_get_current_task_btf()->flags & PF_FORKNOEXEC;
+	return true;
+}
+
+/* Whether the current task is a child of vfork() that uses its parent's memory. */
+static __always_inline bool is_of_vfork(void)
+{
+	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+
+	return BPF_CORE_READ(task, vfork_done);
+}
+
 /*
  * The process that a block belongs to, in the tool's PID namespace: the first one
  * with this address space. Not inline, for the callers' stacks; global, so that the
@@ -32,11 +51,12 @@ static __noinline __u32 process_that_vforked(void)
  */
 __noinline __u32 process_of_current(void)
 {
-	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+	struct task_ids ids = ids_of_current();
 
-	if (BPF_CORE_READ(task, vfork_done))
+	/* To find out takes some 100 ns: only of the first thread of what may be such a child. */
+	if (ids.tid == ids.pid && has_not_called_exec() && is_of_vfork())
 		return process_that_vforked();
-	return ids_of_current().pid;
+	return ids.pid;
 }
 
 #endif /* MEMTOOLS_MEMLEAK_PROCESS_BPF_H */
