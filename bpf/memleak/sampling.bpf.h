@@ -42,19 +42,22 @@ static __noinline __u64 timing_start(void)
 	return measures && *measures ? timing_now() : 0;
 }
 
-static __noinline int timing_end(__u64 start)
+static __noinline int timing_add(__u64 start)
 {
-	__u64 now, ns;
+	__u64 now = timing_now(), ns = (now - start) >> SWITCHES_BITS;
 
-	if (!start)
-		return 0;
-	now = timing_now();
-	ns = (now - start) >> SWITCHES_BITS;
 	if (ns > LONGEST_RUN_NS || (__u16)now != (__u16)start)
 		return 0;
 	__sync_fetch_and_add(&hits_of_cpu()->measured, 1);
 	__sync_fetch_and_add(&hits_of_cpu()->measured_ns, ns);
 	return 0;
+}
+
+/* The end of a run. */
+static __always_inline void timing_end(__u64 start)
+{
+	if (start)
+		timing_add(start);
 }
 
 /* The level at which user space wants to have it sampled now. */
