@@ -25,7 +25,7 @@ static __always_inline __u32 field(__u64 signature, __u32 shift)
 }
 
 /* The argument with this number. Registers are read at constant offsets, as the verifier wants. */
-static __noinline __u64 argument(struct pt_regs *ctx, __u32 number)
+static __noinline __u64 argument_with(struct pt_regs *ctx, __u32 number)
 {
 	__u64 value = 0;
 
@@ -47,6 +47,14 @@ static __noinline __u64 argument(struct pt_regs *ctx, __u32 number)
 	if (number == 6)
 		value = PT_REGS_PARM6(ctx);
 	return value;
+}
+
+/* The argument that a signature names by this shift; 0 if the function has none. */
+static __always_inline __u64 argument(struct pt_regs *ctx, __u64 signature, __u32 shift)
+{
+	__u32 number = field(signature, shift);
+
+	return number ? argument_with(ctx, number) : 0;
 }
 
 /* A block has left the live ones. */
@@ -127,19 +135,17 @@ static __noinline struct thread *begin(struct pt_regs *ctx, __u32 signature)
 {
 	struct thread *thread = thread_of_current();
 	__u64 sp = PT_REGS_SP(ctx);
-	__u32 count;
 
 	/* Read once: clang would add the offset to the context, which the verifier refuses. */
 	barrier_var(sp);
 	if (!thread || nested(ctx, thread, sp))
 		return NULL;
 	thread->sp = sp;
-	thread->size = argument(ctx, field(signature, SIGNATURE_SIZE));
-	count = field(signature, SIGNATURE_COUNT);
-	if (count)
-		thread->size = product(argument(ctx, count), thread->size);
-	thread->address = argument(ctx, field(signature, SIGNATURE_ADDRESS));
-	thread->result = argument(ctx, field(signature, SIGNATURE_RESULT));
+	thread->size = argument(ctx, signature, SIGNATURE_SIZE);
+	if (field(signature, SIGNATURE_COUNT))
+		thread->size = product(argument(ctx, signature, SIGNATURE_COUNT), thread->size);
+	thread->address = argument(ctx, signature, SIGNATURE_ADDRESS);
+	thread->result = argument(ctx, signature, SIGNATURE_RESULT);
 	thread->kind = field(signature, SIGNATURE_KIND);
 	thread->level = current_level();
 	thread->recorded = thread->kind != FUNCTION_UNMAP && wanted(thread->size, thread->level);
@@ -294,7 +300,7 @@ static __noinline int freed_unknown(struct pt_regs *ctx, __u64 address, __u64 bo
 
 static __always_inline void release(struct pt_regs *ctx, __u32 signature, bool use_table)
 {
-	__u64 address = argument(ctx, field(signature, SIGNATURE_ADDRESS));
+	__u64 address = argument(ctx, signature, SIGNATURE_ADDRESS);
 	struct live_block block = {};
 	int state;
 
