@@ -66,23 +66,23 @@ static __always_inline void block_freed(const struct live_block *block)
 		total_add(block->stack, block->size);
 }
 
-static __always_inline void block_allocated(__u64 address, const struct thread *thread, __u64 stack,
+static __always_inline void block_allocated(__u64 address, struct thread *thread, __u64 stack,
 					    bool use_table)
 {
 	__u64 born, size = thread->size;
-	struct live_block old = {};
+	struct live_block *unfreed = &thread->held; /* it is not needed any more */
 
 	if (only_totals) {
 		total_add(stack, size);
 		return;
 	}
-	if (live_take(address, &old, use_table) == LIVE_FOUND) {
+	if (live_take(&thread->pid, address, unfreed, use_table)) {
 		__sync_fetch_and_add(&frees.replaced, 1);
 		if (keep_totals)
-			total_subtract(old.stack, old.size);
+			total_subtract(unfreed->stack, unfreed->size);
 	}
 	born = bpf_ktime_get_ns() | (__u64)thread->level << BORN_TIME_BITS;
-	if (live_put(address, size, stack, born, use_table) && keep_totals)
+	if (live_put(&thread->pid, address, size, stack, born, use_table) && keep_totals)
 		total_add(stack, size);
 }
 
@@ -149,6 +149,7 @@ static __noinline struct thread *begin(struct pt_regs *ctx, __u32 signature)
 	thread->kind = field(signature, SIGNATURE_KIND);
 	thread->level = current_level();
 	thread->recorded = thread->kind != FUNCTION_UNMAP && wanted(thread->size, thread->level);
+	thread->pid = thread->recorded || thread->address ? process_of_current() : 0;
 	thread->replaces = 0;
 	thread->returns_to = 0;
 	if (thread->recorded)
@@ -215,8 +216,8 @@ static __always_inline void allocated(struct pt_regs *ctx, struct thread *thread
 		if (address || !thread->size)
 			block_freed(&thread->held);
 		else
-			live_put(thread->address, thread->held.size, thread->held.stack,
-				 thread->held.born, use_table);
+			live_put(&thread->pid, thread->address, thread->held.size,
+				 thread->held.stack, thread->held.born, use_table);
 	}
 	if (address && thread->recorded)
 		block_allocated(address, thread, stack_of_caller_at_return(ctx), use_table);
@@ -286,11 +287,11 @@ static __noinline int nested_free(struct pt_regs *ctx)
 	       called_by_allocator(ctx);
 }
 
-/* A free of what is not live. If it was freed before, it was allocated at `born`. */
-static __noinline int freed_unknown(struct pt_regs *ctx, __u64 address, __u64 born, int state)
+/* A free of what is not live. `born`: when it was allocated that was freed before; 0: unknown. */
+static __noinline int freed_unknown(struct pt_regs *ctx, __u64 address, __u64 born)
 {
 	/* A process that shares the memory can have allocated it again, and not be traced. */
-	if (state != LIVE_FREED || (born & BORN_TIME) < shared_memory_ns) {
+	if (!born || (born & BORN_TIME) < shared_memory_ns) {
 		__sync_fetch_and_add(&frees.unknown, 1);
 		return count_unknown_frees ? unknown_free_by(stack_of_caller_at_entry(ctx)) : 0;
 	}
@@ -302,17 +303,15 @@ static __always_inline void release(struct pt_regs *ctx, __u32 signature, bool u
 {
 	__u64 address = argument(ctx, signature, SIGNATURE_ADDRESS);
 	struct live_block block = {};
-	int state;
 
 	if (!address)
 		return;
-	state = live_take(address, &block, use_table);
-	if (state == LIVE_FOUND) {
+	if (live_take(NULL, address, &block, use_table)) {
 		block_freed(&block);
 		if (trace_calls)
 			emit(EVENT_FREE_ENTER, address, block.size, 0);
 	} else if (records_all() && !nested_free(ctx)) {
-		freed_unknown(ctx, address, block.born, state);
+		freed_unknown(ctx, address, block.born);
 	}
 	if (records_all() && field(signature, SIGNATURE_WRAPS))
 		begin_freeing(ctx);
@@ -364,7 +363,7 @@ static __always_inline int enter(struct pt_regs *ctx, __u32 signature, bool use_
 	 */
 	else if (thread->address && !only_totals)
 		thread->replaces =
-		    live_take(thread->address, &thread->held, use_table) == LIVE_FOUND;
+		    live_take(&thread->pid, thread->address, &thread->held, use_table);
 	return !skip_return(ctx, thread);
 }
 

@@ -65,13 +65,6 @@ struct live_block {
 	__u64 born;
 };
 
-/* What is known of an address that is freed. */
-enum live_state {
-	LIVE_UNKNOWN, /* allocated before the trace, not recorded, or freed long ago */
-	LIVE_FOUND,
-	LIVE_FREED, /* freed already, and not allocated since */
-};
-
 const volatile __u32 bucket_count = 1;
 
 struct {
@@ -154,16 +147,14 @@ __noinline int bucket_put(struct block_bucket *bucket, __u64 address, __u64 owne
 }
 
 /*
- * Take a block out of a bucket into `taken`; of one that was freed, when it was
- * allocated. Returns an enum live_state.
+ * Take a block out of a bucket into `taken`. Returns 0 if it is not there; if it was freed
+ * already, and not allocated since, taken->born then says when it was allocated.
  */
 __noinline int bucket_take(struct block_bucket *bucket, __u64 address, __u64 pid,
 			   struct live_block *taken)
 {
-	int state = LIVE_UNKNOWN;
-
 	if (!bucket || !taken)
-		return state;
+		return 0;
 	for (int i = 0; i < BUCKET_BLOCKS; i++) {
 		struct block *block = &bucket->blocks[i];
 		__u64 owner = block->owner;
@@ -174,7 +165,6 @@ __noinline int bucket_take(struct block_bucket *bucket, __u64 address, __u64 pid
 		if (__sync_val_compare_and_swap(&block->address, address, SLOT_CLAIMED) !=
 		    address) {
 			taken->born = block->born;
-			state = LIVE_FREED;
 			continue;
 		}
 		/* While it was not claimed, it could become another process's at the same address.
@@ -187,14 +177,14 @@ __noinline int bucket_take(struct block_bucket *bucket, __u64 address, __u64 pid
 		taken->stack = block->stack;
 		taken->born = block->born;
 		block->address = address | SLOT_FREED;
-		return LIVE_FOUND;
+		return 1;
 	}
-	return state;
+	return 0;
 }
 
-static __noinline int overflow_put(__u64 address, __u64 size, __u64 stack, __u64 born)
+static __noinline int overflow_put(__u32 pid, __u64 address, __u64 size, __u64 stack, __u64 born)
 {
-	struct live_key key = { .address = address, .pid = process_of_current() };
+	struct live_key key = { .address = address, .pid = pid };
 	struct live_block block = { .size = size, .stack = stack, .born = born };
 	long error = -1;
 
@@ -232,9 +222,9 @@ static __always_inline int take_from(void *map, const struct live_key *key,
 	return 1;
 }
 
-static __noinline int overflow_take(__u64 address, struct live_block *taken)
+static __noinline int overflow_take(__u32 pid, __u64 address, struct live_block *taken)
 {
-	struct live_key key = { .address = address, .pid = process_of_current() };
+	struct live_key key = { .address = address, .pid = pid };
 
 	if (take_from(&overflow, &key, taken))
 		return 1;
@@ -250,9 +240,8 @@ static __noinline int overflow_take(__u64 address, struct live_block *taken)
 	return 0;
 }
 
-static __noinline int table_put(__u64 address, __u64 size, __u64 stack, __u64 born)
+static __noinline int table_put(__u64 pid, __u64 address, __u64 size, __u64 stack, __u64 born)
 {
-	__u64 pid = process_of_current();
 	struct block_bucket *bucket;
 
 	if (size > BLOCK_MAX_SIZE)
@@ -265,40 +254,46 @@ static __noinline int table_put(__u64 address, __u64 size, __u64 stack, __u64 bo
 	return 0;
 }
 
-static __noinline int table_take(__u64 address, struct live_block *taken)
+static __noinline int table_take(__u64 pid, __u64 address, struct live_block *taken)
 {
-	__u64 pid = process_of_current();
-	int state = LIVE_UNKNOWN;
-
 	for (__u32 choice = 0; choice < 2; choice++) {
 		struct block_bucket *bucket = bucket_of(address, pid, choice);
-		int found = bucket_take(bucket, address, pid, taken);
 
-		if (found == LIVE_FOUND)
-			return found;
-		state |= found;
+		if (bucket_take(bucket, address, pid, taken))
+			return 1;
 		if (!bucket || !bucket->was_full)
 			break;
 	}
-	return state;
+	return 0;
 }
 
-/* Remember a block of the current process that was not live before. Returns 0 if it is lost. */
-static __always_inline int live_put(__u64 address, __u64 size, __u64 stack, __u64 born,
-				    bool use_table)
+/*
+ * The process whose number is there; NULL: the current one. Read where it is needed: the programs
+ * on probes have no room to keep it.
+ */
+static __always_inline __u32 live_process(const volatile __u32 *pid)
 {
-	return (use_table && table_put(address, size, stack, born)) ||
-	       overflow_put(address, size, stack, born);
+	return pid ? *pid : process_of_current();
 }
 
-/* Forget a block of the current process, which is then in `taken`. Returns an enum live_state. */
-static __always_inline int live_take(__u64 address, struct live_block *taken, bool use_table)
+/* Remember a block of a process that was not live before. Returns 0 if it is lost. */
+static __always_inline int live_put(const volatile __u32 *pid, __u64 address, __u64 size,
+				    __u64 stack, __u64 born, bool use_table)
 {
-	int state = use_table ? table_take(address, taken) : LIVE_UNKNOWN;
+	return (use_table && table_put(live_process(pid), address, size, stack, born)) ||
+	       overflow_put(live_process(pid), address, size, stack, born);
+}
 
-	if (state != LIVE_FOUND && (!use_table || overflow_blocks) && overflow_take(address, taken))
-		return LIVE_FOUND;
-	return state;
+/*
+ * Forget a block of a process, which is then in `taken`. Returns 0 if it is not live: if
+ * taken->born changes, it was freed before, and that is when it was allocated.
+ */
+static __always_inline int live_take(const volatile __u32 *pid, __u64 address,
+				     struct live_block *taken, bool use_table)
+{
+	if (use_table && table_take(live_process(pid), address, taken))
+		return 1;
+	return (!use_table || overflow_blocks) && overflow_take(live_process(pid), address, taken);
 }
 
 #endif /* MEMTOOLS_LIVE_BPF_H */

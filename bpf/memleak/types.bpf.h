@@ -86,10 +86,11 @@ struct thread {
 	__u64 returns_to;	/* of a call that is not followed to its return: to where; else 0 */
 	struct live_block held; /* the old block, until the outcome is known */
 	enum function_kind kind;
+	__u32 pid;     /* the process that its block belongs to; 0: it has none */
 	__u8 recorded; /* the options want it */
 	__u8 replaces; /* `held` is one; a mapping is being unmapped; MAP_FIXED */
 	__u8 level;    /* of sampling, at which that was decided */
-	__u8 reserved;
+	__u8 reserved[5];
 };
 EXPORT_TYPE(struct thread);
 
