@@ -14,6 +14,11 @@ use plain::Plain;
 use crate::bpf::attach;
 use crate::run::poll::Poller;
 
+/// Events that are given to a tool at once. To print so many takes some 10 ms, in which the buffer has room for more.
+const AT_ONCE: usize = 1024;
+/// Events that wait outside of the buffer, at which it is not read until some have been given.
+const WAITING: usize = 1 << 17;
+
 /// The events of one tool, in the order in which their handlers reserved them.
 pub struct Events<'map, T> {
     ring: RingBuffer<'map>,
@@ -67,14 +72,37 @@ impl<'map, T: 'map> Events<'map, T> {
     /// # Errors
     /// If the kernel does not let us read the buffer.
     pub fn drain(&self) -> Result<IntoIter<T>> {
-        self.ring
-            .consume()
-            .context("failed to read the ring buffer")?;
+        self.read()?;
         Ok(self.queue.take().into_iter())
     }
 
-    /// Gives `each` all events as they come, until what the poller watches or the deadline ends the
+    /// Takes everything out of the buffer, to where it waits to be given.
+    fn read(&self) -> Result<()> {
+        self.ring
+            .consume()
+            .context("failed to read the ring buffer")
+    }
+
+    /// The first events, [`AT_ONCE`] at the most, when the buffer has been read.
+    fn next(&self) -> Result<IntoIter<T>> {
+        if self.queue.borrow().len() < WAITING {
+            self.read()?;
+        }
+        let mut queue = self.queue.borrow_mut();
+        let count = queue.len().min(AT_ONCE);
+        let next: VecDeque<T> = queue.drain(..count).collect();
+        Ok(next.into_iter())
+    }
+
+    /// Whether no event waits to be given.
+    fn is_idle(&self) -> bool {
+        self.queue.borrow().is_empty()
+    }
+
+    /// Gives `each` all events as they come, some at a time, until what the poller watches or the deadline ends the
     /// trace. Then it detaches the links, and gives what came before they were gone.
+    ///
+    /// The buffer is read again after each time, so that a burst has room where there is most of it: in our memory.
     ///
     /// # Errors
     /// If the buffer cannot be read, the kernel does not let us wait, or `each` fails.
@@ -87,14 +115,22 @@ impl<'map, T: 'map> Events<'map, T> {
     ) -> Result<()> {
         poller.watch_events(self);
         loop {
-            let wake = poller.wait(deadline)?;
-            each(self.drain()?)?;
+            let wake = if self.is_idle() {
+                poller.wait(deadline)?
+            } else {
+                poller.look(deadline)?
+            };
+            each(self.next()?)?;
             if wake.stop || wake.deadline || wake.exited {
                 break;
             }
         }
         attach::detach(links);
-        each(self.drain()?)
+        each(self.next()?)?;
+        while !self.is_idle() {
+            each(self.next()?)?;
+        }
+        Ok(())
     }
 
     /// Records too short for the event type; only a mismatch of program and binary makes them.

@@ -181,14 +181,22 @@ impl<'a> Poller<'a> {
     /// If the kernel does not let us wait.
     pub fn wait(&mut self, deadline: Option<Instant>) -> Result<Wake> {
         loop {
-            let wake = self.wait_once(deadline)?;
+            let wake = self.wait_once(deadline, true)?;
             if wake != Wake::default() {
                 return Ok(wake);
             }
         }
     }
 
-    fn wait_once(&mut self, deadline: Option<Instant>) -> Result<Wake> {
+    /// What is to be done now, or whether the deadline has passed: [`Poller::wait`] without waiting.
+    ///
+    /// # Errors
+    /// If the kernel does not let us look.
+    pub fn look(&mut self, deadline: Option<Instant>) -> Result<Wake> {
+        self.wait_once(deadline, false)
+    }
+
+    fn wait_once(&mut self, deadline: Option<Instant>, waits: bool) -> Result<Wake> {
         let now = Instant::now();
         let resting = self.ring.is_some() && now < self.look_again;
         let until = match deadline {
@@ -196,7 +204,12 @@ impl<'a> Poller<'a> {
             Some(deadline) => Some(deadline.min(self.look_again)),
             None => resting.then_some(self.look_again),
         };
-        let ready = self.ready(resting, timeout(until, now))?;
+        let timeout = if waits {
+            timeout(until, now)
+        } else {
+            PollTimeout::ZERO
+        };
+        let ready = self.ready(resting, timeout)?;
 
         let mut wake = Wake {
             deadline: deadline.is_some_and(|deadline| deadline <= Instant::now()),

@@ -20,6 +20,7 @@ pub(super) fn tests() -> Vec<Trial> {
         calls_of_32_bit_programs [Compat],
         threads_at_once_are_all_shown,
         a_burst_is_complete,
+        a_burst_with_stacks_loses_nothing [Once],
         what_a_stopped_tool_loses_is_counted,
         a_row_comes_at_once,
     }
@@ -267,6 +268,22 @@ fn a_burst_is_complete() -> Result<()> {
     ensure!(
         lost == 0 || ended.stderr.contains("ring buffer full"),
         "{}",
+        ended.stderr
+    );
+    Ok(())
+}
+
+/// To print a stack takes longer than the call that it is of, so of a burst more waits than the ring buffer has room for.
+fn a_burst_with_stacks_loses_nothing() -> Result<()> {
+    const CALLS: usize = 60_013;
+    let mut workload = Workload::start("burst", &[&CALLS.to_string()])?;
+    let tool = start(&["--stack", "--json", "--munmap", "-p", &workload.pid()])?;
+    workload.work()?;
+    let ended = end(tool)?;
+    let rows = ended.stdout.matches(r#""comm":"burst""#).count();
+    ensure!(
+        rows == 2 * CALLS && lost(&ended.stderr)? == 0,
+        "{rows} rows; {}",
         ended.stderr
     );
     Ok(())
