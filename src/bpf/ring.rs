@@ -3,6 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::collections::vec_deque::IntoIter;
+use std::mem;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::rc::Rc;
 use std::time::Instant;
@@ -89,8 +90,11 @@ impl<'map, T: 'map> Events<'map, T> {
             self.read()?;
         }
         let mut queue = self.queue.borrow_mut();
-        let count = queue.len().min(AT_ONCE);
-        let next: VecDeque<T> = queue.drain(..count).collect();
+        if queue.len() <= AT_ONCE {
+            // With the memory that a burst has taken.
+            return Ok(mem::take(&mut *queue).into_iter());
+        }
+        let next: VecDeque<T> = queue.drain(..AT_ONCE).collect();
         Ok(next.into_iter())
     }
 
