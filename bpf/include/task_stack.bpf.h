@@ -7,9 +7,8 @@
 #define MEMTOOLS_TASK_STACK_BPF_H
 
 #include "arch_registers.bpf.h"
+#include "current_task.bpf.h"
 #include "stack.bpf.h"
-
-#define PF_KTHREAD 0x00200000
 
 /*
  * The id of the stack. STACK_NONE for kernel threads, and for 32-bit programs, whose
@@ -17,10 +16,9 @@
  */
 static __noinline __u64 stack_of_task(void)
 {
-	struct task_struct *task = (void *)bpf_get_current_task();
 	struct user_registers registers = {};
 
-	if (BPF_CORE_READ(task, flags) & PF_KTHREAD)
+	if (flags_of_current() & PF_KTHREAD)
 		return STACK_NONE;
 	read_user_registers(&registers);
 	if (!user_registers_are_64_bit(&registers))

@@ -17,6 +17,7 @@
 #define MEMTOOLS_UNWIND_BPF_H
 
 #include "arch_code.bpf.h"
+#include "current_task.bpf.h"
 #include "mapping.bpf.h"
 #include "task_ids.bpf.h"
 #include "unwind_row.bpf.h"
@@ -379,8 +380,7 @@ static __noinline __u64 unwind_space(__u64 *layout)
 	__u64 pages, stack, code, data;
 
 	epoch = bpf_jiffies64() >> UNWIND_EPOCH_SHIFT;
-	/* As in arch_registers.bpf.h; by the verifier's own loads it takes a tenth of the time. */
-	if (bpf_core_enum_value_exists(enum bpf_func_id, BPF_FUNC_get_current_task_btf)) {
+	if (has_current_task_btf()) {
 		struct mm_struct *mm = bpf_get_current_task_btf()->mm;
 
 		if (!mm)

@@ -5,9 +5,8 @@
 #ifndef MEMTOOLS_MEMLEAK_PROCESS_BPF_H
 #define MEMTOOLS_MEMLEAK_PROCESS_BPF_H
 
+#include "current_task.bpf.h"
 #include "task_ids.bpf.h"
-
-#define PF_FORKNOEXEC 0x40 /* in task_struct.flags */
 
 /* How many processes that wait for each other's vfork() are looked through. */
 #define VFORKS 4
@@ -25,15 +24,6 @@ static __noinline __u32 process_that_vforked(void)
 		task = parent;
 	}
 	return ids_of(task).pid;
-}
-
-/* Whether the current task has not called exec since its fork, by what takes no time to read. */
-static __always_inline bool has_not_called_exec(void)
-{
-	/* As in unwind_space(). */
-	if (bpf_core_enum_value_exists(enum bpf_func_id, BPF_FUNC_get_current_task_btf))
-		return bpf_get_current_task_btf()->flags & PF_FORKNOEXEC;
-	return true;
 }
 
 /* Whether the current task is a child of vfork() that uses its parent's memory. */
@@ -54,7 +44,7 @@ __noinline __u32 process_of_current(void)
 	struct task_ids ids = ids_of_current();
 
 	/* To find out takes some 100 ns: only of the first thread of what may be such a child. */
-	if (ids.tid == ids.pid && has_not_called_exec() && is_of_vfork())
+	if (ids.tid == ids.pid && flags_of_current() & PF_FORKNOEXEC && is_of_vfork())
 		return process_that_vforked();
 	return ids.pid;
 }

@@ -15,7 +15,7 @@
 #ifndef MEMTOOLS_ARCH_REGISTERS_BPF_H
 #define MEMTOOLS_ARCH_REGISTERS_BPF_H
 
-#include "memtools.bpf.h"
+#include "current_task.bpf.h"
 
 /* What the kernel's functions of system calls begin with. */
 #define SYSTEM_CALL "__x64_sys_"
@@ -35,7 +35,7 @@ struct user_registers {
 static __always_inline bool has_register_helpers(void)
 {
 	return bpf_core_enum_value_exists(enum bpf_func_id, BPF_FUNC_task_pt_regs) &&
-	       bpf_core_enum_value_exists(enum bpf_func_id, BPF_FUNC_get_current_task_btf);
+	       has_current_task_btf();
 }
 
 /* Where has_register_helpers(): what it points to may be read as it is. */
@@ -108,8 +108,7 @@ static __always_inline bool user_registers_are_64_bit(const struct user_register
 /* Where the current thread has what is its own (TLS): a register that user mode seldom changes. */
 static __always_inline __u64 thread_pointer(void)
 {
-	/* By the verifier's own loads it takes a tenth of the time. */
-	if (bpf_core_enum_value_exists(enum bpf_func_id, BPF_FUNC_get_current_task_btf))
+	if (has_current_task_btf())
 		return bpf_get_current_task_btf()->thread.fsbase;
 	return BPF_CORE_READ((struct task_struct *)bpf_get_current_task(), thread.fsbase);
 }
