@@ -42,6 +42,7 @@ static __noinline __u64 timing_start(void)
 	return measures && *measures ? timing_now() : 0;
 }
 
+/* Add up a run that is timed, and began then. */
 static __noinline int timing_add(__u64 start)
 {
 	__u64 now = timing_now(), ns = (now - start) >> SWITCHES_BITS;
