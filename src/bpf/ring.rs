@@ -3,7 +3,6 @@
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::collections::vec_deque::IntoIter;
-use std::mem;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::rc::Rc;
 use std::time::Instant;
@@ -17,7 +16,7 @@ use crate::run::poll::Poller;
 
 /// Events that are given to a tool at once. To print so many takes some 10 ms, in which the buffer has room for more.
 const AT_ONCE: usize = 1024;
-/// Events that wait outside of the buffer, at which it is not read until some have been given.
+/// So many events may wait in our memory; the buffer is left alone then until some have been given.
 const WAITING: usize = 1 << 17;
 
 /// The events of one tool, in the order in which their handlers reserved them.
@@ -89,12 +88,11 @@ impl<'map, T: 'map> Events<'map, T> {
         if self.queue.borrow().len() < WAITING {
             self.read()?;
         }
-        let mut queue = self.queue.borrow_mut();
-        if queue.len() <= AT_ONCE {
+        if self.queue.borrow().len() <= AT_ONCE {
             // With the memory that a burst has taken.
-            return Ok(mem::take(&mut *queue).into_iter());
+            return Ok(self.queue.take().into_iter());
         }
-        let next: VecDeque<T> = queue.drain(..AT_ONCE).collect();
+        let next: VecDeque<T> = self.queue.borrow_mut().drain(..AT_ONCE).collect();
         Ok(next.into_iter())
     }
 
@@ -130,11 +128,12 @@ impl<'map, T: 'map> Events<'map, T> {
             }
         }
         attach::detach(links);
-        each(self.next()?)?;
-        while !self.is_idle() {
+        loop {
             each(self.next()?)?;
+            if self.is_idle() {
+                return Ok(());
+            }
         }
-        Ok(())
     }
 
     /// Records too short for the event type; only a mismatch of program and binary makes them.
