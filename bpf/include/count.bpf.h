@@ -19,26 +19,17 @@
 
 /* The maps: `name` holds `name`_a or `name`_b, which have values of `value_type` by `key_type`. */
 #define COUNTS(name, key_type, value_type, entries)                                                \
-	struct name##_hash {                                                                       \
-		__uint(type, BPF_MAP_TYPE_HASH);                                                   \
-		__uint(max_entries, entries);                                                      \
-		__type(key, key_type);                                                             \
-		__type(value, value_type);                                                         \
-	} name##_a SEC(".maps"), name##_b SEC(".maps");                                            \
-	struct {                                                                                   \
-		__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);                                          \
-		__uint(max_entries, 1);                                                            \
-		__type(key, __u32);                                                                \
-		__array(values, struct name##_hash);                                               \
-	} name SEC(".maps")
+	COUNT_MAPS(name, entries, __type(key, key_type); __type(value, value_type))
 
 /* COUNTS by the sizes of keys and values alone: such maps can be replaced by larger ones. */
 #define COUNTS_OF_SIZES(name, key_bytes, value_bytes, entries)                                     \
+	COUNT_MAPS(name, entries, __uint(key_size, key_bytes); __uint(value_size, value_bytes))
+
+#define COUNT_MAPS(name, entries, key_and_value)                                                   \
 	struct name##_hash {                                                                       \
 		__uint(type, BPF_MAP_TYPE_HASH);                                                   \
 		__uint(max_entries, entries);                                                      \
-		__uint(key_size, key_bytes);                                                       \
-		__uint(value_size, value_bytes);                                                   \
+		key_and_value;                                                                     \
 	} name##_a SEC(".maps"), name##_b SEC(".maps");                                            \
 	struct {                                                                                   \
 		__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);                                          \
