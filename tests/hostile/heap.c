@@ -24,6 +24,7 @@
  * malloc is not called any more once a list is damaged. In the end the program counts to 1009 by
  *itself, and that is a fact, too: it was not harmed.
  */
+#include "../workload/wipe.h"
 #include "hostile.h"
 #include <dlfcn.h>
 #include <poll.h>
@@ -242,18 +243,6 @@ static void ring_of_blocks(void)
 		last = *last;
 	}
 	*last = first;
-}
-
-/* Overwrites what has been on the stack and in registers. */
-STEP static void wipe(void)
-{
-	volatile char stack[32768];
-
-	for (unsigned long i = 0; i < sizeof(stack); i++)
-		stack[i] = 0;
-	asm volatile("xor %%ebx, %%ebx\n\txor %%r12d, %%r12d\n\txor %%r13d, %%r13d\n\t"
-		     "xor %%r14d, %%r14d\n\txor %%r15d, %%r15d" ::
-			 : "rbx", "r12", "r13", "r14", "r15", "memory");
 }
 
 static void twice(void)

@@ -12,15 +12,11 @@
  *
  * facts: operations (= THREADS * COUNT), minor, major
  */
-#include "workload.h"
-#include <pthread.h>
+#include "team.h"
 #include <sys/shm.h>
 
-#define MOST  256
-#define STACK (64 << 10)
-#define KEY   0x6d656d74 /* nobody's */
+#define KEY 0x6d656d74 /* nobody's */
 
-static pthread_barrier_t go, over;
 static unsigned long each;
 static void (*operation)(char *at);
 static char *memory;
@@ -55,11 +51,10 @@ static void look_for_segment(char *at)
 		die("there is a segment %#x", KEY);
 }
 
-STEP static void *work(void *argument)
+STEP static void *work(void *number)
 {
-	unsigned long first = (unsigned long)argument * each;
+	unsigned long first = (unsigned long)number * each;
 
-	/* Twice: all threads are there; the memory is mapped and the test is ready. */
 	pthread_barrier_wait(&go);
 	pthread_barrier_wait(&go);
 	for (unsigned long i = 0; i < each; i++)
@@ -88,7 +83,6 @@ int main(int argc, char **argv)
 {
 	struct faults before, after;
 	const char *kind, *path = NULL;
-	pthread_attr_t attributes;
 	unsigned long n;
 
 	if (argc < 4 || argc > 5)
@@ -96,22 +90,7 @@ int main(int argc, char **argv)
 	n = count(argv[1]);
 	each = count(argv[2]);
 	kind = argv[3];
-	if (n > MOST)
-		die("at most %d threads", MOST);
-	pthread_barrier_init(&go, NULL, n + 1);
-	pthread_barrier_init(&over, NULL, n + 1);
-	pthread_attr_init(&attributes);
-	pthread_attr_setstacksize(&attributes, STACK);
-	for (unsigned long i = 0; i < n; i++) {
-		pthread_t thread;
-		int error = pthread_create(&thread, &attributes, work, (void *)i);
-
-		if (error)
-			die("cannot start thread %lu: %s; see ulimit -u", i, strerror(error));
-	}
-	pthread_barrier_wait(&go);
-	/* Of this thread alone: the others go on running on all CPUs. */
-	settle();
+	start_team(n, work);
 	if (!strcmp(kind, "fault") && argc == 5) {
 		operation = fault;
 		path = argv[4];

@@ -6,13 +6,8 @@
  * facts: threads, pages (of each), minor (= threads * pages), major (= 0), tids,
  *        addrs (of the threads' pages, in the order of their names)
  */
-#include "workload.h"
-#include <pthread.h>
+#include "team.h"
 
-#define MOST  256
-#define STACK (64 << 10)
-
-static pthread_barrier_t go, over;
 static unsigned long pages;
 
 static struct worker {
@@ -20,15 +15,14 @@ static struct worker {
 	char *at;
 } workers[MOST];
 
-STEP static void *work(void *argument)
+STEP static void *work(void *number)
 {
-	struct worker *worker = argument;
+	struct worker *worker = &workers[(unsigned long)number];
 	char name[16];
 
-	snprintf(name, sizeof(name), "worker-%d", (int)(worker - workers));
+	snprintf(name, sizeof(name), "worker-%lu", (unsigned long)number);
 	pthread_setname_np(pthread_self(), name);
 	worker->tid = syscall(SYS_gettid);
-	/* Twice: all have told their tid; the memory is mapped and the test is ready. */
 	pthread_barrier_wait(&go);
 	pthread_barrier_wait(&go);
 	write_pages(worker->at, pages, PAGE);
@@ -39,29 +33,13 @@ STEP static void *work(void *argument)
 int main(int argc, char **argv)
 {
 	struct faults before, after;
-	pthread_attr_t attributes;
 	unsigned long n;
 
 	if (argc != 3)
 		usage("THREADS PAGES");
 	n = count(argv[1]);
 	pages = count(argv[2]);
-	if (n > MOST)
-		die("at most %d threads", MOST);
-	pthread_barrier_init(&go, NULL, n + 1);
-	pthread_barrier_init(&over, NULL, n + 1);
-	pthread_attr_init(&attributes);
-	pthread_attr_setstacksize(&attributes, STACK);
-	for (unsigned long i = 0; i < n; i++) {
-		pthread_t thread;
-		int error = pthread_create(&thread, &attributes, work, &workers[i]);
-
-		if (error)
-			die("cannot start thread %lu: %s; see ulimit -u", i, strerror(error));
-	}
-	pthread_barrier_wait(&go);
-	/* Of this thread alone: the others go on running on all CPUs. */
-	settle();
+	start_team(n, work);
 	for (unsigned long i = 0; i < n; i++)
 		workers[i].at = map_pages(pages);
 	before = faults_now();
