@@ -14,6 +14,7 @@ use crate::export::metrics::Metrics;
 use crate::print::output::{Output, Row};
 use crate::print::timeline::Moment;
 use crate::process::filter::Filter;
+use crate::stacks::unwind::Unwinder;
 
 /// Counts since the start; all zero if the report is complete.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -115,6 +116,21 @@ impl Losses {
     /// If the map `losses` cannot be read, or the output cannot be written to.
     pub fn tell(tool: &str, object: &Object, filter: &Filter, output: &mut Output) -> Result<()> {
         Self::of(object, filter)?.tell_all(tool, object, output)
+    }
+
+    /// [`Losses::tell`] of a tool whose events may have stacks, with what the unwinder has to say of them.
+    ///
+    /// # Errors
+    /// If the map `losses` cannot be read, or the output cannot be written to.
+    pub fn tell_with_stacks(
+        tool: &str,
+        object: &Object,
+        filter: &Filter,
+        unwinder: Option<Unwinder>,
+        output: &mut Output,
+    ) -> Result<()> {
+        Self::tell(tool, object, filter, output)?;
+        unwinder.map_or(Ok(()), |unwinder| unwinder.tell(tool, output))
     }
 
     /// Says what these losses are, and how many events of the tool's own `object` left out, if any:

@@ -45,6 +45,24 @@ impl Reports {
         })
     }
 
+    /// Calls `report` for each report but the last, which is due when this returns.
+    ///
+    /// # Errors
+    /// If the kernel does not let us wait, or `report` fails.
+    pub fn each(
+        mut self,
+        poller: &mut Poller<'_>,
+        mut report: impl FnMut() -> Result<()>,
+    ) -> Result<()> {
+        loop {
+            match self.wait(poller)?.1 {
+                Due::Nothing => {}
+                Due::Report => report()?,
+                Due::Last => return Ok(()),
+            }
+        }
+    }
+
     /// Waits until something is to be done.
     ///
     /// # Errors

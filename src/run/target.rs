@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::Result;
 
 use crate::bpf::kernel_support;
+use crate::export::files::ExportArgs;
 use crate::print::text;
 use crate::process::command::{CommandLine, HeldCommand};
 use crate::process::filter::{Filter, FilterArgs, Tasks};
@@ -125,11 +126,18 @@ impl Target {
         &self.filter
     }
 
-    /// A symbolizer that knows what is traced. Make it before the probes are live.
+    /// A symbolizer that knows what is traced, with the source lines that `export` asks for. Make it before
+    /// the probes are live.
     ///
     /// # Errors
-    /// If the kernel's log of mappings cannot be opened, or a process has gone.
-    pub fn symbolizer(&self) -> Result<Symbolizer> {
+    /// If the kernel's log of mappings cannot be opened, a process has gone, or servers are to be asked for
+    /// debug information, and cannot be.
+    pub fn symbolizer(&self, export: &ExportArgs) -> Result<Symbolizer> {
+        self.without_source()?
+            .with_source(export.source, export.any())
+    }
+
+    fn without_source(&self) -> Result<Symbolizer> {
         if self.processes.is_empty() {
             return Symbolizer::of_all_processes();
         }

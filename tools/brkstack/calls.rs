@@ -72,9 +72,7 @@ pub(crate) fn print(
         output,
     };
     let names = unwinder.as_ref().and_then(Unwinder::names);
-    let symbolizer = calls.symbolizer.as_mut();
-    let mappings = symbolizer.map(|symbolizer| symbolizer.begin(names));
-    let mappings = mappings.transpose()?;
+    let mappings = Symbolizer::begin_if_any(calls.symbolizer.as_mut(), names)?;
     if let Some(mappings) = &mappings {
         poller.watch_mappings(mappings);
     }
@@ -87,10 +85,13 @@ pub(crate) fn print(
     if let Some(symbolizer) = &calls.symbolizer {
         symbolizer.tell_losses("brkstack");
     }
-    Losses::tell("brkstack", skel.object(), filter, &mut calls.output)?;
-    if let Some(unwinder) = unwinder {
-        unwinder.tell("brkstack", &mut calls.output)?;
-    }
+    Losses::tell_with_stacks(
+        "brkstack",
+        skel.object(),
+        filter,
+        unwinder,
+        &mut calls.output,
+    )?;
     calls.output.finish()
 }
 

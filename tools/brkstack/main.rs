@@ -43,10 +43,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let mut target = Target::choose(&args.target, Tasks::Programs)?;
     target::doubt_interval("brkstack", args.stacks.interval(), &args.target.filter.pid);
     let mut skel = load(&args, target.filter())?;
-    let export = &args.stacks.export;
-    let symbolizer = target
-        .symbolizer()?
-        .with_source(export.source, export.any())?;
+    let symbolizer = target.symbolizer(&args.stacks.export)?;
     let unwinder = args
         .user_stacks()
         .then(|| target.unwinder(args.stacks.unwind, memtools::unwind_parts!(skel)))

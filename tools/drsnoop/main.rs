@@ -60,10 +60,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let events: Events<event> = Events::new(&skel.maps.events)?;
 
     let names = unwinder.as_ref().and_then(Unwinder::names);
-    let mappings = symbolizer
-        .as_mut()
-        .map(|symbolizer| symbolizer.begin(names));
-    let mappings = mappings.transpose()?;
+    let mappings = Symbolizer::begin_if_any(symbolizer.as_mut(), names)?;
     if let Some(mappings) = &mappings {
         poller.watch_mappings(mappings);
     }
@@ -84,15 +81,13 @@ fn run(args: Args) -> Result<ExitCode> {
         losses::write_metrics(skel.object(), target.filter(), &mut printer.metrics)
     })?;
     printer.print_end()?;
-    Losses::tell(
+    Losses::tell_with_stacks(
         "drsnoop",
         skel.object(),
         target.filter(),
+        unwinder,
         &mut printer.output,
     )?;
-    if let Some(unwinder) = unwinder {
-        unwinder.tell("drsnoop", &mut printer.output)?;
-    }
     printer.export();
     losses::finish_metrics(skel.object(), target.filter(), printer.metrics)?;
     printer.exports.finish()?;

@@ -18,7 +18,7 @@ use memtools::bpf::kernel_support;
 use memtools::process::filter::Tasks;
 use memtools::run::cli;
 use memtools::run::losses::{self, Losses};
-use memtools::run::schedule::{Due, Reports};
+use memtools::run::schedule::Reports;
 use memtools::run::target::{self, Target};
 
 use crate::args::Args;
@@ -45,17 +45,11 @@ fn run(args: Args) -> Result<ExitCode> {
     target.watch_exit(&mut poller);
     let mut report = Report::new(&args, &skel, knows);
     let deadline = args.common.deadline();
-    let mut reports = Reports::start(&mut poller, args.interval, args.count, deadline)?;
-    loop {
-        match reports.wait(&mut poller)?.1 {
-            Due::Nothing => {}
-            Due::Report => {
-                report.print(&mut output, &mut metrics)?;
-                losses::write_metrics(skel.object(), target.filter(), &mut metrics)?;
-            }
-            Due::Last => break,
-        }
-    }
+    let reports = Reports::start(&mut poller, args.interval, args.count, deadline)?;
+    reports.each(&mut poller, || {
+        report.print(&mut output, &mut metrics)?;
+        losses::write_metrics(skel.object(), target.filter(), &mut metrics)
+    })?;
     detach(links);
     report.print(&mut output, &mut metrics)?;
     Losses::tell("ffaults", skel.object(), target.filter(), &mut output)?;

@@ -22,7 +22,7 @@ use memtools::process::container::Homes;
 use memtools::process::filter::Tasks;
 use memtools::run::cli;
 use memtools::run::losses::{self, Losses};
-use memtools::run::schedule::{Due, Reports};
+use memtools::run::schedule::Reports;
 use memtools::run::target::{self, Target};
 
 use crate::args::Args;
@@ -71,17 +71,11 @@ fn run(args: Args) -> Result<ExitCode> {
 
     target.watch_exit(&mut poller);
     let deadline = args.common.deadline();
-    let mut reports = Reports::start(&mut poller, args.interval, args.count, deadline)?;
-    loop {
-        match reports.wait(&mut poller)?.1 {
-            Due::Nothing => {}
-            Due::Report => {
-                print(&mut output, &mut metrics)?;
-                losses::write_metrics(skel.object(), target.filter(), &mut metrics)?;
-            }
-            Due::Last => break,
-        }
-    }
+    let reports = Reports::start(&mut poller, args.interval, args.count, deadline)?;
+    reports.each(&mut poller, || {
+        print(&mut output, &mut metrics)?;
+        losses::write_metrics(skel.object(), target.filter(), &mut metrics)
+    })?;
     detach(links);
     print(&mut output, &mut metrics)?;
     Losses::tell("hfaults", skel.object(), target.filter(), &mut output)?;

@@ -20,6 +20,7 @@ use memtools::process::filter::Tasks;
 use memtools::run::cli;
 use memtools::run::losses::Losses;
 use memtools::run::target::Target;
+use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::unwind::Unwinder;
 
 use crate::args::Args;
@@ -42,10 +43,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let mut skel = attach::load(&args, target.filter())?;
     let mut symbolizer = args
         .with_stacks()
-        .then(|| {
-            let symbolizer = target.symbolizer()?;
-            symbolizer.with_source(args.export.source, args.export.any())
-        })
+        .then(|| target.symbolizer(&args.export))
         .transpose()?;
     let unwinder = args
         .with_stacks()
@@ -55,10 +53,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let events = Events::decoding(&skel.maps.events, Record::decode)?;
 
     let names = unwinder.as_ref().and_then(Unwinder::names);
-    let mappings = symbolizer
-        .as_mut()
-        .map(|symbolizer| symbolizer.begin(names));
-    let mappings = mappings.transpose()?;
+    let mappings = Symbolizer::begin_if_any(symbolizer.as_mut(), names)?;
     let mut tracer = Tracer::new(&args, &skel, symbolizer, output, exports)?;
     tracer.exports.begin();
     eprintln!("mmapsnoop: tracing mmap(2)... Ctrl-C to end");
@@ -76,15 +71,13 @@ fn run(args: Args) -> Result<ExitCode> {
     if let Some(symbolizer) = &tracer.symbolizer {
         symbolizer.tell_losses("mmapsnoop");
     }
-    Losses::tell(
+    Losses::tell_with_stacks(
         "mmapsnoop",
         skel.object(),
         target.filter(),
+        unwinder,
         &mut tracer.output,
     )?;
-    if let Some(unwinder) = unwinder {
-        unwinder.tell("mmapsnoop", &mut tracer.output)?;
-    }
     tracer.exports.finish()?;
     tracer.output.finish()?;
     target.finish()

@@ -70,10 +70,7 @@ fn run(args: Args) -> Result<ExitCode> {
     }
     // What processes execute is remembered: the one whose stack is to be named is often the victim.
     let names = unwinder.as_ref().and_then(Unwinder::names);
-    let mappings = symbolizer
-        .as_mut()
-        .map(|symbolizer| symbolizer.begin(names));
-    let mappings = mappings.transpose()?;
+    let mappings = Symbolizer::begin_if_any(symbolizer.as_mut(), names)?;
     if let Some(mappings) = &mappings {
         poller.watch_mappings(mappings);
     }
@@ -96,15 +93,13 @@ fn run(args: Args) -> Result<ExitCode> {
         losses::write_metrics(skel.object(), target.filter(), &mut printer.metrics)
     })?;
     printer.tell_losses();
-    Losses::tell(
+    Losses::tell_with_stacks(
         "oomkill",
         skel.object(),
         target.filter(),
+        unwinder,
         &mut printer.output,
     )?;
-    if let Some(unwinder) = unwinder {
-        unwinder.tell("oomkill", &mut printer.output)?;
-    }
     printer.export();
     losses::finish_metrics(skel.object(), target.filter(), printer.metrics)?;
     printer.exports.finish()?;

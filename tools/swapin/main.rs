@@ -18,7 +18,7 @@ use memtools::bpf::attach::{capture_log, detach};
 use memtools::bpf::kernel_support;
 use memtools::process::filter::Tasks;
 use memtools::run::losses::{self, Losses};
-use memtools::run::schedule::{Due, Reports};
+use memtools::run::schedule::Reports;
 use memtools::run::target::{self, Target};
 use memtools::run::{cli, protect};
 
@@ -48,17 +48,11 @@ fn run(args: Args) -> Result<ExitCode> {
 
     target.watch_exit(&mut poller);
     let deadline = args.common.deadline();
-    let mut reports = Reports::start(&mut poller, Some(args.interval), args.count, deadline)?;
-    loop {
-        match reports.wait(&mut poller)?.1 {
-            Due::Nothing => {}
-            Due::Report => {
-                report.print(&mut output, &mut metrics)?;
-                losses::write_metrics(skel.object(), target.filter(), &mut metrics)?;
-            }
-            Due::Last => break,
-        }
-    }
+    let reports = Reports::start(&mut poller, Some(args.interval), args.count, deadline)?;
+    reports.each(&mut poller, || {
+        report.print(&mut output, &mut metrics)?;
+        losses::write_metrics(skel.object(), target.filter(), &mut metrics)
+    })?;
     detach(links);
     report.print(&mut output, &mut metrics)?;
     report.print_latencies(&mut output)?;
