@@ -175,10 +175,9 @@ impl Source for Kernel<'_> {
         }
         for entry in groups {
             let stack = self.named(entry.path)?;
-            output.row(&Group {
-                requested_bytes: Some(entry.total.requested_bytes),
-                ..Group::new(&entry, stack, self.args)
-            })?;
+            let mut group = Group::new(&entry, stack, self.args);
+            group.amount.requested_bytes = Some(entry.total.requested_bytes);
+            output.row(&group)?;
         }
         Ok(())
     }

@@ -17,10 +17,10 @@ use memtools::serve::trend::Trends;
 
 use crate::args::{Args, Mode};
 use crate::difference::{self, Difference};
-use crate::rows::{self, Groups, Head};
+use crate::rows::{self, Amount, Groups, Head};
 use crate::sampling;
 use crate::serve::{self, Numbers};
-use crate::source::{Found, Next, Source};
+use crate::source::{Found, Heading, Next, Source};
 use crate::sums::{self, Ages, Entry, History, Sum, Totals};
 use crate::verdict;
 use crate::whole::Whole;
@@ -136,18 +136,22 @@ impl<'a, S: Source> Reporter<'a, S> {
     fn print(&mut self, now: u64, shown: &Totals, found: &mut Found) -> Result<()> {
         let sum = Sum::of(shown);
         let errors = found.errors.as_ref();
-        let error_bytes = errors.map(|errors| sampling::Error::sum(errors.values()).bytes());
+        let heading = self.source.heading();
+        let amount = Amount {
+            bytes: sum.total.bytes,
+            error_bytes: errors.map(|errors| sampling::Error::sum(errors.values()).bytes()),
+            requested_bytes: heading.tells_requested.then_some(sum.total.requested_bytes),
+            allocations: sum.total.allocations,
+        };
         let largest = self.largest(now, shown, found, self.args.top);
-        self.head(now, sum, error_bytes)?;
+        self.head(now, heading, sum.paths, amount)?;
         if self.args.show_allocs {
             let allocations = &mut found.allocations;
             allocations.sort_unstable_by_key(|one| (one.size, one.address, one.pid));
             rows::list(&mut self.output, allocations, self.source.is_several())?;
         }
         let whole = Whole {
-            bytes: sum.total.bytes,
-            error_bytes,
-            allocations: sum.total.allocations,
+            amount,
             groups: sum.paths,
             shown: largest.len(),
             ..Whole::default()
@@ -189,19 +193,15 @@ impl<'a, S: Source> Reporter<'a, S> {
         sums::largest(entries.collect(), self.args.sort, top)
     }
 
-    fn head(&mut self, now: u64, sum: Sum, error_bytes: Option<u64>) -> Result<()> {
-        let heading = self.source.heading();
+    fn head(&mut self, now: u64, heading: Heading, paths: usize, amount: Amount) -> Result<()> {
         self.output.row(&Head {
             time: self.clock.local(now),
             process: heading.process,
             peak_time: heading.peak_ns.map(|peak_ns| self.clock.local(peak_ns)),
             top: self.args.top,
             view: self.args.view(),
-            groups: self.source.groups(sum.paths),
-            bytes: sum.total.bytes,
-            error_bytes,
-            requested_bytes: heading.tells_requested.then_some(sum.total.requested_bytes),
-            allocations: sum.total.allocations,
+            groups: self.source.groups(paths),
+            amount,
             unknown_frees: heading.frees.unknown,
             double_frees: heading.frees.double,
             unseen_frees: heading.frees.unseen,

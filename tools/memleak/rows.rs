@@ -17,6 +17,25 @@ use serde::{Serialize, Serializer};
 use crate::args::Args;
 use crate::sums::{Age, Allocation, Entry, Growth, View};
 
+/// How much a report is of, or one of its groups.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(crate) struct Amount {
+    pub(crate) bytes: u64,
+    /// Half of the interval in which the truth is in 95 % of all cases, if it is an estimate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) error_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) requested_bytes: Option<u64>,
+    pub(crate) allocations: u64,
+}
+
+impl Amount {
+    /// Half of the interval in which the truth is, where that is not one number.
+    pub(crate) fn error(&self) -> Option<u64> {
+        self.error_bytes.filter(|error| *error > 0)
+    }
+}
+
 /// The head of a report, and in JSON its sums.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "report")]
@@ -41,13 +60,8 @@ pub(crate) struct Head {
     /// Groups with anything outstanding.
     #[serde(flatten)]
     pub(crate) groups: Groups,
-    pub(crate) bytes: u64,
-    /// Half of the interval in which the truth is in 95 % of all cases, if it is an estimate.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) error_bytes: Option<u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) requested_bytes: Option<u64>,
-    pub(crate) allocations: u64,
+    #[serde(flatten)]
+    pub(crate) amount: Amount,
     /// Frees of what was not recorded, such as what is older than the trace.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) unknown_frees: Option<u64>,
@@ -260,13 +274,8 @@ pub(crate) fn text_of_stack(
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "stack")]
 pub(crate) struct Group {
-    pub(crate) bytes: u64,
-    /// Half of the interval in which the truth is in 95 % of all cases, if it is an estimate.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) error_bytes: Option<u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) requested_bytes: Option<u64>,
-    pub(crate) allocations: u64,
+    #[serde(flatten)]
+    pub(crate) amount: Amount,
     /// The process, if there are several.
     #[serde(flatten)]
     pub(crate) process: Option<ProcessName>,
@@ -291,10 +300,12 @@ impl Group {
     pub(crate) fn new(entry: &Entry, stack: NamedStack, args: &Args) -> Self {
         let Entry { path, total, .. } = *entry;
         Self {
-            bytes: total.bytes,
-            error_bytes: entry.error_bytes,
-            requested_bytes: None,
-            allocations: total.allocations,
+            amount: Amount {
+                bytes: total.bytes,
+                error_bytes: entry.error_bytes,
+                requested_bytes: None,
+                allocations: total.allocations,
+            },
             process: None,
             age: entry.age,
             growth: entry.growth,
@@ -308,16 +319,18 @@ impl Group {
 
 impl Row for Group {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+        let amount = &self.amount;
         write!(
             out,
             "\t{} bytes in {} allocations from stack",
-            self.bytes, self.allocations
+            amount.bytes, amount.allocations
         )?;
         text_of_process(self.process.as_ref(), out)?;
-        if let Some(requested) = self.requested_bytes.filter(|bytes| *bytes != self.bytes) {
+        let requested = amount.requested_bytes;
+        if let Some(requested) = requested.filter(|bytes| *bytes != amount.bytes) {
             write!(out, " ({requested} requested)")?;
         }
-        if let Some(error) = self.error_bytes.filter(|error| *error > 0) {
+        if let Some(error) = amount.error() {
             write!(out, " (estimated, within {error} bytes)")?;
         }
         writeln!(out)?;
@@ -424,10 +437,11 @@ mod tests {
             truncated: None,
         };
         let mut group = Group {
-            bytes: 80,
-            error_bytes: None,
-            requested_bytes: None,
-            allocations: 5,
+            amount: Amount {
+                bytes: 80,
+                allocations: 5,
+                ..Amount::default()
+            },
             process: None,
             age: None,
             growth: None,

@@ -5,13 +5,12 @@ use std::io::{self, Write};
 use memtools::print::text;
 use memtools::stacks::table::Stack;
 
+use crate::rows::Amount;
+
 /// All of a report.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Whole {
-    pub(crate) bytes: u64,
-    /// Half of the interval in which the truth is in 95 % of all cases, if it is an estimate.
-    pub(crate) error_bytes: Option<u64>,
-    pub(crate) allocations: u64,
+    pub(crate) amount: Amount,
     /// Groups with any of it, and those that were shown.
     pub(crate) groups: usize,
     pub(crate) shown: usize,
@@ -35,11 +34,11 @@ impl Whole {
 
     /// Writes the line, with what a group is called, such as `stack`.
     pub(crate) fn write(&self, group: &str, out: &mut dyn Write) -> io::Result<()> {
-        write!(out, "\ttotal {}", text::bytes(self.bytes))?;
-        if let Some(error) = self.error_bytes.filter(|error| *error > 0) {
+        write!(out, "\ttotal {}", text::bytes(self.amount.bytes))?;
+        if let Some(error) = self.amount.error() {
             write!(out, " (estimated, within {})", text::bytes(error))?;
         }
-        let blocks = text::counted(self.allocations, "block");
+        let blocks = text::counted(self.amount.allocations, "block");
         let groups = text::counted(self.groups as u64, group);
         let shown = text::grouped(self.shown as u64);
         write!(out, " in {blocks} of {groups}, shown {shown}")?;
@@ -71,8 +70,11 @@ mod tests {
     #[test]
     fn the_line_has_what_there_is() {
         let mut whole = Whole {
-            bytes: 5_242_880,
-            allocations: 1286,
+            amount: Amount {
+                bytes: 5_242_880,
+                allocations: 1286,
+                ..Amount::default()
+            },
             groups: 14,
             shown: 10,
             ..Whole::default()
@@ -82,7 +84,7 @@ mod tests {
             "\ttotal 5.2 MB in 1,286 blocks of 14 stacks, shown 10\n"
         );
         whole.resident_bytes = Some(12_300_000);
-        whole.error_bytes = Some(1200);
+        whole.amount.error_bytes = Some(1200);
         (whole.lost_bytes, whole.truncated_bytes) = (999, 4_000_000);
         assert_eq!(
             lines(&whole),
@@ -90,11 +92,14 @@ mod tests {
              resident 12.3 MB\n\tof these 999 bytes with no stack: it was lost\n\tof these 4.0 MB \
              with a truncated stack\n"
         );
-        whole.error_bytes = Some(0);
+        whole.amount.error_bytes = Some(0);
         assert!(!lines(&whole).contains("estimated"));
         let one = Whole {
-            bytes: 1,
-            allocations: 1,
+            amount: Amount {
+                bytes: 1,
+                allocations: 1,
+                ..Amount::default()
+            },
             groups: 1,
             shown: 1,
             ..Whole::default()
