@@ -2,9 +2,17 @@
 
 use std::fmt;
 
+use serde::{Serialize, Serializer};
+
 /// What an allocation may do and where, named as the kernel's own traces name it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Gfp(pub u32);
+
+impl Serialize for Gfp {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
 
 /// The bits, by their positions; the same on all kernels from 5.10 to 7.2, and since 6.10 an enum.
 const BITS: [&str; 25] = [

@@ -10,6 +10,7 @@
 //! | [`inherited`] | signals and limits as the caller has set them, and what ends a run |
 //! | [`cgroup`] | cgroups by their ids |
 //! | [`container`] | the cgroup that a task was in, and whose container that is |
+//! | [`origin`] | when an event was, and which thread it is of |
 //! | [`mapped_file`] | a file of another user, opened once |
 //! | [`mapping_log`] | code mappings as processes make them, from the kernel's own log |
 //! | [`smaps`] | what of each mapping is in memory |
@@ -26,6 +27,7 @@ pub mod guard;
 pub mod inherited;
 pub mod mapped_file;
 pub mod mapping_log;
+pub mod origin;
 pub mod proc;
 pub mod smaps;
 pub mod translator;

@@ -3,17 +3,16 @@
 use std::io::{self, Write};
 
 use anyhow::Result;
-use jiff::Zoned;
 use libbpf_rs::skel::Skel;
 use libbpf_rs::{Link, MapMut};
 use memtools::bpf::ring::Events;
 use memtools::export::text::{below_row, part_below_row};
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::{Hex, Output, Row};
-use memtools::print::text;
-use memtools::print::timeline::{Event, Moment};
+use memtools::print::timeline::Moment;
 use memtools::process::container::{self, Home, Homes};
 use memtools::process::filter::Filter;
+use memtools::process::origin::Origin;
 use memtools::run::losses::Losses;
 use memtools::run::poll::Poller;
 use memtools::stacks::named::{NamedStack, StackIds};
@@ -113,10 +112,10 @@ impl Calls<'_> {
             symbolizer.refresh();
         }
         for event in events {
-            let mut call = Call::new(&event, &self.clock);
-            call.stack = self.named(&event, &call.comm)?;
+            let home = self.homes.as_mut().map(|homes| homes.of(event.cgroup));
+            let mut call = Call::new(&event, home, &self.clock);
+            call.stack = self.named(&event, &call.origin.comm)?;
             call.shown = self.shown;
-            call.home = self.homes.as_mut().map(|homes| homes.of(event.cgroup));
             call.container = self.container;
             self.output.row(&call)?;
         }
@@ -140,13 +139,8 @@ impl Calls<'_> {
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "call")]
 struct Call {
-    #[serde(serialize_with = "clock::serialize")]
-    time: Zoned,
-    pid: u32,
-    tid: u32,
-    comm: String,
     #[serde(flatten)]
-    home: Option<Home>,
+    origin: Origin,
     /// Where the heap was to end; 0 if the call only asked.
     requested: Hex,
     /// Where the heap ended before and after.
@@ -173,13 +167,14 @@ impl Call {
         )
     }
 
-    fn new(event: &event, clock: &Clock) -> Self {
+    fn new(event: &event, home: Option<Home>, clock: &Clock) -> Self {
         Self {
-            time: clock.local(event.time_ns),
-            pid: event.pid,
-            tid: event.tid,
-            comm: text::from_c(&event.comm),
-            home: None,
+            origin: Origin::new(
+                clock.local(event.time_ns),
+                (event.pid, event.tid),
+                &event.comm,
+                home,
+            ),
             container: false,
             requested: Hex(event.requested),
             old: Hex(event.old_end),
@@ -196,10 +191,10 @@ impl Row for Call {
         writeln!(
             out,
             "{:<8} {:<7} {:<16} {}{:<18} {:<18} {:>10}",
-            clock::time_of_day(&self.time),
-            self.pid,
-            self.comm,
-            container::column(self.home.as_ref().filter(|_| self.container)),
+            clock::time_of_day(&self.origin.time),
+            self.origin.pid,
+            self.origin.comm,
+            container::column(self.origin.home.as_ref().filter(|_| self.container)),
             self.old,
             self.new,
             self.growth_bytes
@@ -212,14 +207,7 @@ impl Row for Call {
     }
 
     fn moment(&self) -> Moment<'_> {
-        Moment::Event(Event {
-            name: "brk".into(),
-            pid: self.pid,
-            tid: self.tid,
-            comm: &self.comm,
-            end: &self.time,
-            took_ns: None,
-        })
+        self.origin.moment("brk", None)
     }
 }
 
@@ -238,8 +226,8 @@ mod tests {
             ..event::default()
         };
         event.comm[..2].copy_from_slice(&b"sh".map(u8::cast_signed));
-        let mut call = Call::new(&event, &Clock::new());
-        call.time = "2026-11-20T04:05:06+01:00[+01:00]".parse().expect("a time");
+        let mut call = Call::new(&event, None, &Clock::new());
+        call.origin.time = "2026-11-20T04:05:06+01:00[+01:00]".parse().expect("a time");
         let mut line = Vec::new();
         call.text(&mut line).expect("memory");
         assert_eq!(

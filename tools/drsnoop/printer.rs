@@ -17,6 +17,7 @@ use memtools::print::output::Output;
 use memtools::print::text;
 use memtools::process::cgroup::Cgroups;
 use memtools::process::container::Homes;
+use memtools::process::origin::Origin;
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
@@ -118,10 +119,12 @@ impl<'a> Printer<'a> {
                 self.add(&event, stack);
             }
             let row = Row {
-                time: self.clock.local(event.time_ns),
-                comm: text::from_c(&event.comm),
-                pid: event.pid,
-                tid: event.tid,
+                origin: Origin::new(
+                    self.clock.local(event.time_ns),
+                    (event.pid, event.tid),
+                    &event.comm,
+                    home,
+                ),
                 uid: event.uid,
                 kind: match event.kind {
                     reclaim_kind::RECLAIM_MEMCG => Kind::Memcg,
@@ -135,7 +138,6 @@ impl<'a> Printer<'a> {
                     .flatten(),
                 order: event.order,
                 gfp_flags: Gfp(event.gfp_flags),
-                home,
                 limited,
                 limited_id: Some(event.limited).filter(|&id| id != 0),
                 stack: stack.filter(|_| self.print_stacks),
@@ -230,8 +232,8 @@ impl Row {
     fn measure(&self, metrics: &mut Metrics) {
         let kind = self.kind.name();
         metrics.observe(&STALLS, &[kind], self.latency_ns);
-        metrics.add(&STALLED, &[&self.comm, kind], self.latency_ns);
-        metrics.add(&RECLAIMED, &[&self.comm, kind], self.reclaimed_pages);
+        metrics.add(&STALLED, &[&self.origin.comm, kind], self.latency_ns);
+        metrics.add(&RECLAIMED, &[&self.origin.comm, kind], self.reclaimed_pages);
     }
 }
 

@@ -2,15 +2,14 @@
 
 use std::io::{self, Write};
 
-use jiff::Zoned;
 use memtools::export::text::below_row;
-use memtools::print::clock;
 use memtools::print::gfp::Gfp;
 use memtools::print::output;
-use memtools::print::timeline::{Event, Moment};
-use memtools::process::container::{self, Home};
+use memtools::print::timeline::Moment;
+use memtools::process::container;
+use memtools::process::origin::Origin;
 use memtools::stacks::named::NamedStack;
-use serde::{Serialize, Serializer};
+use serde::Serialize;
 
 /// Characters of the name that BCC's column has room for.
 const NAME_CHARACTERS: usize = 14;
@@ -82,12 +81,8 @@ impl Kind {
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "reclaim")]
 pub(crate) struct Row {
-    /// When it ended.
-    #[serde(serialize_with = "rfc3339")]
-    pub(crate) time: Zoned,
-    pub(crate) comm: String,
-    pub(crate) pid: u32,
-    pub(crate) tid: u32,
+    #[serde(flatten)]
+    pub(crate) origin: Origin,
     pub(crate) uid: u32,
     pub(crate) kind: Kind,
     pub(crate) latency_ns: u64,
@@ -96,11 +91,7 @@ pub(crate) struct Row {
     pub(crate) free_kb: Option<u64>,
     /// The logarithm of how many pages together were wanted.
     pub(crate) order: i32,
-    #[serde(serialize_with = "gfp")]
     pub(crate) gfp_flags: Gfp,
-    /// The task's cgroup of version 2, and its container.
-    #[serde(flatten)]
-    pub(crate) home: Option<Home>,
     /// The cgroup whose limit it was for: the task's or one above it, below the mount of those that memory
     /// is limited in. None for direct reclaim, or if it has gone.
     pub(crate) limited: Option<String>,
@@ -125,12 +116,13 @@ impl output::Row for Row {
         if columns.uid {
             write!(out, "{:<6}", self.uid)?;
         }
-        let id = if columns.tid { self.tid } else { self.pid };
-        let name: String = self.comm.chars().take(NAME_CHARACTERS).collect();
+        let origin = &self.origin;
+        let id = if columns.tid { origin.tid } else { origin.pid };
+        let name: String = origin.comm.chars().take(NAME_CHARACTERS).collect();
         let milliseconds = self.latency_ns as f64 / 1e6;
         let pages = self.reclaimed_pages;
         write!(out, "{name:<14} {id:<6} ")?;
-        let home = self.home.as_ref().filter(|_| columns.container);
+        let home = origin.home.as_ref().filter(|_| columns.container);
         write!(out, "{}", container::column(home))?;
         write!(out, "{milliseconds:>8.2} {pages:>5}")?;
         if columns.free {
@@ -145,7 +137,7 @@ impl output::Row for Row {
         if columns.extended {
             // "memcg" is the shorter of the two kinds.
             let width = if self.kind == Kind::Memcg { 7 } else { 6 };
-            let cgroup = self.home.as_ref().and_then(|home| home.cgroup.as_deref());
+            let cgroup = origin.home.as_ref().and_then(|home| home.cgroup.as_deref());
             let cgroup = cgroup.unwrap_or("-");
             write!(out, "{:>width$} {:<44} ", self.order, self.gfp_flags)?;
             match (columns.limited, &self.limited, self.limited_id) {
@@ -164,38 +156,28 @@ impl output::Row for Row {
     }
 
     fn moment(&self) -> Moment<'_> {
-        Moment::Event(Event {
-            name: format!("{} reclaim", self.kind.name()).into(),
-            pid: self.pid,
-            tid: self.tid,
-            comm: &self.comm,
-            end: &self.time,
-            took_ns: Some(self.latency_ns),
-        })
+        let name = format!("{} reclaim", self.kind.name());
+        self.origin.moment(name, Some(self.latency_ns))
     }
-}
-
-fn rfc3339<S: Serializer>(time: &Zoned, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(&clock::rfc3339(time))
-}
-
-fn gfp<S: Serializer>(flags: &Gfp, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_str(flags)
 }
 
 #[cfg(test)]
 mod tests {
     use memtools::print::output::Row as _;
+    use memtools::process::container::Home;
     use memtools::stacks::named::{Frame, FrameKind, Part};
 
     use super::*;
 
     fn row(columns: Columns) -> Row {
         Row {
-            time: "2019-08-01T21:30:25+00:00[+00:00]".parse().expect("a time"),
-            comm: "a-very-long-name".into(),
-            pid: 17678,
-            tid: 17679,
+            origin: Origin {
+                time: "2019-08-01T21:30:25+00:00[+00:00]".parse().expect("a time"),
+                pid: 17678,
+                tid: 17679,
+                comm: "a-very-long-name".into(),
+                home: Some(Home::at(Some("/db.service/worker".into()))),
+            },
             uid: 1000,
             kind: Kind::Memcg,
             latency_ns: 30_695_000,
@@ -203,7 +185,6 @@ mod tests {
             free_kb: Some(176_604),
             order: 0,
             gfp_flags: Gfp(0x100cca),
-            home: Some(Home::at(Some("/db.service/worker".into()))),
             limited: Some("/db.service".into()),
             limited_id: Some(4321),
             stack: None,
@@ -261,11 +242,9 @@ mod tests {
             free: true,
             ..Columns::default()
         };
-        let row = Row {
-            free_kb: None,
-            home: None,
-            ..row(columns)
-        };
+        let mut row = row(columns);
+        row.free_kb = None;
+        row.origin.home = None;
         assert_eq!(
             format!("{}\n{}", columns.header(), text(&row)),
             "COMM           PID     LAT(ms) PAGES  FREE(KB) KIND   ORDER GFP                                          CGROUP\n\
@@ -317,7 +296,7 @@ mod tests {
         let json = serde_json::to_string(&row(Columns::default())).expect("JSON");
         assert_eq!(
             json,
-            r#"{"type":"reclaim","time":"2019-08-01T21:30:25.000000+00:00","comm":"a-very-long-name","pid":17678,"tid":17679,"uid":1000,"kind":"memcg","latency_ns":30695000,"reclaimed_pages":38,"free_kb":176604,"order":0,"gfp_flags":"GFP_HIGHUSER_MOVABLE","cgroup":"/db.service/worker","container_id":null,"limited":"/db.service","limited_id":4321}"#
+            r#"{"type":"reclaim","time":"2019-08-01T21:30:25.000000+00:00","pid":17678,"tid":17679,"comm":"a-very-long-name","cgroup":"/db.service/worker","container_id":null,"uid":1000,"kind":"memcg","latency_ns":30695000,"reclaimed_pages":38,"free_kb":176604,"order":0,"gfp_flags":"GFP_HIGHUSER_MOVABLE","limited":"/db.service","limited_id":4321}"#
         );
     }
 }

@@ -3,7 +3,6 @@
 use std::borrow::Cow;
 use std::io::{self, Write};
 
-use jiff::Zoned;
 use memtools::export::text::part_below_row;
 use memtools::print::clock::{self, Clock};
 use memtools::print::errno;
@@ -11,8 +10,9 @@ use memtools::print::file_path::{self, Reach};
 use memtools::print::output;
 use memtools::print::output::{Exact, Hex};
 use memtools::print::text;
-use memtools::print::timeline::{Event, Moment};
+use memtools::print::timeline::Moment;
 use memtools::process::container::{self, Home};
+use memtools::process::origin::Origin;
 use memtools::stacks::named::NamedStack;
 use serde::Serialize;
 
@@ -113,13 +113,8 @@ impl Columns {
 #[derive(Serialize)]
 #[serde(tag = "type", rename = "call")]
 pub(crate) struct Row {
-    #[serde(serialize_with = "clock::serialize")]
-    time: Zoned,
-    pid: u32,
-    tid: u32,
-    comm: String,
     #[serde(flatten)]
-    home: Option<Home>,
+    origin: Origin,
     call: &'static str,
     /// The address that was asked for: where to map, what to unmap or to move.
     address: Hex,
@@ -156,11 +151,12 @@ impl Row {
         let [address, second, third, fourth, fifth, sixth] = event.args;
         let outcome = errno::result(event.result);
         let row = Self {
-            time: clock.local(event.time_ns),
-            pid: event.pid,
-            tid: event.tid,
-            comm: text::from_c(&event.comm),
-            home,
+            origin: Origin::new(
+                clock.local(event.time_ns),
+                (event.pid, event.tid),
+                &event.comm,
+                home,
+            ),
             call: "munmap",
             address: Hex(address),
             old_size_bytes: None,
@@ -227,10 +223,10 @@ fn kibibytes(bytes: u64) -> String {
 impl output::Row for Row {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         if self.columns.time {
-            write!(out, "{:<8} ", clock::time_of_day(&self.time))?;
+            write!(out, "{:<8} ", clock::time_of_day(&self.origin.time))?;
         }
-        write!(out, "{:<6} {:<14.14} ", self.pid, self.comm)?;
-        write!(out, "{}", container::column(self.home.as_ref()))?;
+        write!(out, "{:<6} {:<14.14} ", self.origin.pid, self.origin.comm)?;
+        write!(out, "{}", container::column(self.origin.home.as_ref()))?;
         if self.columns.call {
             write!(out, "{:<6} {:<14} ", self.call, self.address)?;
         }
@@ -262,14 +258,7 @@ impl output::Row for Row {
     }
 
     fn moment(&self) -> Moment<'_> {
-        Moment::Event(Event {
-            name: self.call.into(),
-            pid: self.pid,
-            tid: self.tid,
-            comm: &self.comm,
-            end: &self.time,
-            took_ns: None,
-        })
+        self.origin.moment(self.call, None)
     }
 }
 

@@ -15,6 +15,7 @@ use memtools::print::output::Output;
 use memtools::print::text;
 use memtools::process::cgroup::Cgroups;
 use memtools::process::container::Homes;
+use memtools::process::origin::Origin;
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
@@ -175,10 +176,12 @@ impl<'a> Printer<'a> {
             });
         }
         Ok(Kill {
-            time: self.clock.local(event.time_ns),
-            pid: event.pid,
-            tid: event.tid,
-            comm: text::from_c(&event.comm),
+            origin: Origin::new(
+                self.clock.local(event.time_ns),
+                (event.pid, event.tid),
+                &event.comm,
+                None,
+            ),
             victim: self.victim(&event.victim),
             total_pages: known(event.total_pages),
             kind,

@@ -9,8 +9,9 @@ use memtools::print::gfp::Gfp;
 use memtools::print::output;
 use memtools::print::timeline::{Event, Moment};
 use memtools::process::container::Home;
+use memtools::process::origin::Origin;
 use memtools::stacks::named::NamedStack;
-use serde::{Serialize, Serializer};
+use serde::Serialize;
 
 use crate::candidates::Candidate;
 
@@ -60,12 +61,9 @@ pub(crate) struct Victim {
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "kill")]
 pub(crate) struct Kill {
-    #[serde(serialize_with = "clock::serialize")]
-    pub(crate) time: Zoned,
     /// Who wanted the memory that there was not.
-    pub(crate) pid: u32,
-    pub(crate) tid: u32,
-    pub(crate) comm: String,
+    #[serde(flatten)]
+    pub(crate) origin: Origin,
     pub(crate) victim: Victim,
     /// What there is in all where it ran out, with swap: the machine's memory, or the limit.
     pub(crate) total_pages: Option<u64>,
@@ -75,7 +73,6 @@ pub(crate) struct Kill {
     pub(crate) limit_cgroup_id: Option<u64>,
     pub(crate) limit_kb: Option<u64>,
     pub(crate) order: Option<i32>,
-    #[serde(serialize_with = "gfp")]
     pub(crate) gfp_flags: Option<Gfp>,
     pub(crate) loadavg: Option<String>,
     /// Who is ranked highest now that the victim is dead.
@@ -107,9 +104,9 @@ impl output::Row for Kill {
         write!(
             out,
             "{} Triggered by PID {} (\"{}\"), OOM kill of PID {} (\"{}\"), {} pages",
-            clock::time_of_day(&self.time),
-            self.pid,
-            self.comm,
+            clock::time_of_day(&self.origin.time),
+            self.origin.pid,
+            self.origin.comm,
             victim.pid,
             dash(victim.comm.as_ref()),
             dash(self.total_pages),
@@ -134,14 +131,7 @@ impl output::Row for Kill {
     }
 
     fn moment(&self) -> Moment<'_> {
-        Moment::Event(Event {
-            name: "OOM kill".into(),
-            pid: self.pid,
-            tid: self.tid,
-            comm: &self.comm,
-            end: &self.time,
-            took_ns: None,
-        })
+        self.origin.moment("OOM kill", None)
     }
 }
 
@@ -220,13 +210,6 @@ impl output::Row for AlsoKilled {
     }
 }
 
-fn gfp<S: Serializer>(flags: &Option<Gfp>, serializer: S) -> Result<S::Ok, S::Error> {
-    match flags {
-        Some(flags) => serializer.collect_str(flags),
-        None => serializer.serialize_none(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use memtools::print::output::Row;
@@ -236,10 +219,13 @@ mod tests {
 
     fn kill() -> Kill {
         Kill {
-            time: "2019-08-01T21:03:39+00:00[+00:00]".parse().expect("a time"),
-            pid: 3297,
-            tid: 3297,
-            comm: "ntpd".into(),
+            origin: Origin {
+                time: "2019-08-01T21:03:39+00:00[+00:00]".parse().expect("a time"),
+                pid: 3297,
+                tid: 3297,
+                comm: "ntpd".into(),
+                home: None,
+            },
             victim: Victim {
                 pid: 22516,
                 comm: Some("perl".into()),

@@ -4,15 +4,14 @@ use std::borrow::Cow;
 use std::io::{self, Write};
 use std::time::Duration;
 
-use jiff::Zoned;
-use memtools::print::clock::{self, Clock};
+use memtools::print::clock::Clock;
 use memtools::print::errno;
 use memtools::print::flags;
 use memtools::print::output;
 use memtools::print::output::{Exact, Hex};
-use memtools::print::text;
-use memtools::print::timeline::{Event, Moment};
+use memtools::print::timeline::Moment;
 use memtools::process::container::{self, Home};
+use memtools::process::origin::Origin;
 use serde::Serialize;
 
 use crate::bpf::types::{call_kind as Kind, event, segment};
@@ -176,13 +175,8 @@ fn command(cmd: u64) -> Cow<'static, str> {
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "call")]
 pub(crate) struct Row {
-    #[serde(serialize_with = "clock::serialize")]
-    time: Zoned,
-    pid: u32,
-    tid: u32,
-    comm: String,
     #[serde(flatten)]
-    home: Option<Home>,
+    origin: Origin,
     #[serde(flatten)]
     call: Call,
     /// An id, an address, or 0; None if the call failed.
@@ -213,11 +207,12 @@ impl Row {
         let outcome = errno::result(event.result);
         let segment = Some(event.segment).filter(|segment: &segment| segment.known != 0);
         Self {
-            time: clock.local(event.time_ns),
-            pid: event.pid,
-            tid: event.tid,
-            comm: text::from_c(&event.comm),
-            home,
+            origin: Origin::new(
+                clock.local(event.time_ns),
+                (event.pid, event.tid),
+                &event.comm,
+                home,
+            ),
             call: Call::new(event.kind, event.args),
             result: outcome.ok().map(Hex),
             error: outcome.err().map(errno::name),
@@ -238,9 +233,10 @@ impl output::Row for Row {
         if columns.timestamp {
             write!(out, "{:<14.9}", self.since_first.as_secs_f64())?;
         }
-        let id = if columns.tid { self.tid } else { self.pid };
-        write!(out, "{id:<6} {:<16} ", self.comm)?;
-        write!(out, "{}", container::column(self.home.as_ref()))?;
+        let origin = &self.origin;
+        let id = if columns.tid { origin.tid } else { origin.pid };
+        write!(out, "{id:<6} {:<16} ", origin.comm)?;
+        write!(out, "{}", container::column(origin.home.as_ref()))?;
         write!(out, "{:>6} ", self.call.name())?;
         match (self.result, &self.error) {
             (Some(Hex(value)), _) => write!(out, "{value:>16x} ")?,
@@ -293,14 +289,8 @@ impl output::Row for Row {
     }
 
     fn moment(&self) -> Moment<'_> {
-        Moment::Event(Event {
-            name: self.call.name().to_lowercase().into(),
-            pid: self.pid,
-            tid: self.tid,
-            comm: &self.comm,
-            end: &self.time,
-            took_ns: Some(self.latency_ns),
-        })
+        let name = self.call.name().to_lowercase();
+        self.origin.moment(name, Some(self.latency_ns))
     }
 }
 

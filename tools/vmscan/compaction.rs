@@ -3,7 +3,6 @@
 use std::io::{self, Write};
 
 use anyhow::Result;
-use jiff::Zoned;
 use libbpf_rs::MapMut;
 use libbpf_rs::skel::Skel;
 use memtools::bpf::ring::Events;
@@ -12,9 +11,10 @@ use memtools::export::text::part_below_row;
 use memtools::print::clock::{self, Clock};
 use memtools::print::output::{Output, Row};
 use memtools::print::text;
-use memtools::print::timeline::{Event, Moment};
+use memtools::print::timeline::Moment;
 use memtools::process::container::{self, Home, Homes};
 use memtools::process::filter::Filter;
+use memtools::process::origin::Origin;
 use memtools::run::losses::Losses;
 use memtools::run::poll::Poller;
 use memtools::run::protect;
@@ -82,9 +82,9 @@ struct Printer<'a> {
 impl Printer<'_> {
     fn print(&mut self, events: impl Iterator<Item = compaction>) -> Result<()> {
         for event in events {
-            let mut row = Compaction::new(&event, &self.clock);
+            let home = self.homes.as_mut().map(|homes| homes.of(event.cgroup));
+            let mut row = Compaction::new(&event, home, &self.clock);
             row.extended = self.extended;
-            row.home = self.homes.as_mut().map(|homes| homes.of(event.cgroup));
             row.container = self.container;
             if self.with_stacks {
                 row.stack = Some(self.stack(&event)?);
@@ -112,14 +112,8 @@ impl Printer<'_> {
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "compaction")]
 struct Compaction {
-    /// When it ended.
-    #[serde(serialize_with = "clock::serialize")]
-    time: Zoned,
-    pid: u32,
-    tid: u32,
-    comm: String,
     #[serde(flatten)]
-    home: Option<Home>,
+    origin: Origin,
     /// Whether text has the column CONTAINER.
     #[serde(skip)]
     container: bool,
@@ -206,13 +200,14 @@ fn header(extended: bool, container: bool) -> String {
 }
 
 impl Compaction {
-    fn new(event: &compaction, clock: &Clock) -> Self {
+    fn new(event: &compaction, home: Option<Home>, clock: &Clock) -> Self {
         Self {
-            time: clock.local(event.time_ns + event.latency_ns),
-            pid: event.pid,
-            tid: event.tid,
-            comm: text::from_c(&event.comm),
-            home: None,
+            origin: Origin::new(
+                clock.local(event.time_ns + event.latency_ns),
+                (event.pid, event.tid),
+                &event.comm,
+                home,
+            ),
             container: false,
             node: event.node,
             zone: text::from_c(&event.zone),
@@ -248,10 +243,10 @@ impl Row for Compaction {
         write!(
             out,
             "{:<8} {:<14.14} {:<6} {}{:<4} {:<12} {:<5} {:<7} ",
-            clock::time_of_day(&self.time),
-            self.comm,
-            self.pid,
-            container::column(self.home.as_ref().filter(|_| self.container)),
+            clock::time_of_day(&self.origin.time),
+            self.origin.comm,
+            self.origin.pid,
+            container::column(self.origin.home.as_ref().filter(|_| self.container)),
             self.node,
             self.zone,
             self.order,
@@ -274,14 +269,7 @@ impl Row for Compaction {
     }
 
     fn moment(&self) -> Moment<'_> {
-        Moment::Event(Event {
-            name: "compaction".into(),
-            pid: self.pid,
-            tid: self.tid,
-            comm: &self.comm,
-            end: &self.time,
-            took_ns: Some(self.latency_ns),
-        })
+        self.origin.moment("compaction", Some(self.latency_ns))
     }
 }
 
@@ -315,8 +303,8 @@ mod tests {
     }
 
     fn printed(event: &compaction, extended: bool) -> String {
-        let mut row = Compaction::new(event, &Clock::new());
-        row.time = "2019-08-01T21:30:25+00:00[+00:00]".parse().expect("a time");
+        let mut row = Compaction::new(event, None, &Clock::new());
+        row.origin.time = "2019-08-01T21:30:25+00:00[+00:00]".parse().expect("a time");
         row.extended = extended;
         let mut line = Vec::new();
         row.text(&mut line).expect("memory");
@@ -335,9 +323,9 @@ mod tests {
              21:30:25 zsh            23685  0    DMA          -1    SYNC        0.025         complete\n"
         );
         assert_eq!(name(Status(99)), None);
-        let mut row = Compaction::new(&event(), &Clock::new());
-        row.time = "2019-08-01T21:30:25+00:00[+00:00]".parse().expect("a time");
-        row.home = Some(Home::at(Some("/system.slice/db.service".into())));
+        let home = Some(Home::at(Some("/system.slice/db.service".into())));
+        let mut row = Compaction::new(&event(), home, &Clock::new());
+        row.origin.time = "2019-08-01T21:30:25+00:00[+00:00]".parse().expect("a time");
         row.container = true;
         let mut line = Vec::new();
         row.text(&mut line).expect("memory");
@@ -363,7 +351,7 @@ mod tests {
         event.fragmentation = -1000;
         assert!(printed(&event, true).contains(" SYNC    -1.000   11284 "));
         event.fragmentation = 728;
-        let row = Compaction::new(&event, &Clock::new());
+        let row = Compaction::new(&event, None, &Clock::new());
         let json = serde_json::to_value(row).expect("JSON");
         assert_eq!(json["fragmentation_index"], 0.728);
         assert!(json["free_pages"].is_null() && json.get("kernel_frames").is_none());
