@@ -5,6 +5,7 @@
 //! | [`table`] | the table of distinct call stacks |
 //! | [`unwind`] | tables by which user stacks are walked without frame pointers |
 //! | [`named`] | a stack with names, which every format is made of |
+//! | [`events`] | the stacks of events, named when the events are printed |
 //! | [`symbolize`] | names for a stack's frames, also of a process that has exited |
 //! | `file_names` | names and source lines of code in files, within bounded memory |
 //! | `source_lines` | source lines, read by processes made for that |
@@ -17,6 +18,7 @@
 
 mod debug_files;
 mod debuginfod;
+pub mod events;
 mod file_names;
 pub mod interpreter_names;
 pub mod kallsyms;

@@ -372,21 +372,6 @@ impl NamedStack {
         })
     }
 
-    /// Reads the stacks with these ids, if there is somebody to name their frames: a tool has no `names`
-    /// where stacks were not asked for.
-    ///
-    /// # Errors
-    /// If the table of stacks cannot be read.
-    pub fn read_if_asked<M: MapCore>(
-        ids: &StackIds<'_>,
-        stacks: &mut Stacks<'_, M>,
-        names: Option<&mut impl Names>,
-    ) -> Result<Option<Self>> {
-        names
-            .map(|names| Self::read(ids, stacks, names))
-            .transpose()
-    }
-
     /// The part of a stack that has only one.
     pub fn part(&self) -> Option<&Part> {
         self.user.as_ref().or(self.kernel.as_ref())

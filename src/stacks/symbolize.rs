@@ -230,19 +230,6 @@ impl Symbolizer {
         self.descriptor()
     }
 
-    /// [`Symbolizer::begin`] of a tool that names stacks only where they are asked for.
-    ///
-    /// # Errors
-    /// If there are no file descriptors left.
-    pub fn begin_if_any(
-        symbolizer: Option<&mut Self>,
-        names: Option<InterpreterNames>,
-    ) -> Result<Option<OwnedFd>> {
-        symbolizer
-            .map(|symbolizer| symbolizer.begin(names))
-            .transpose()
-    }
-
     /// Reads the kernel's symbols now, and not when the first is asked for.
     pub fn read_kernel_names(&mut self) {
         self.kernel

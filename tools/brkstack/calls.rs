@@ -1,6 +1,7 @@
 //! Each call of brk(2) as a row, with its stack.
 
 use std::io::{self, Write};
+use std::rc::Rc;
 
 use anyhow::Result;
 use libbpf_rs::skel::Skel;
@@ -15,9 +16,9 @@ use memtools::process::filter::Filter;
 use memtools::process::origin::Origin;
 use memtools::run::losses::Losses;
 use memtools::run::poll::Poller;
+use memtools::stacks::events::EventStacks;
 use memtools::stacks::named::{NamedStack, StackIds};
 use memtools::stacks::symbolize::Symbolizer;
-use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
 use memtools::stacks::unwind::Unwinder;
 use serde::Serialize;
 
@@ -58,32 +59,29 @@ pub(crate) fn print(
         symbolizer,
         unwinder,
     } = names;
+    let mut stacks = EventStacks::new(memtools::stack_maps!(skel), symbolizer)?;
+    let mappings = stacks.begin(unwinder.as_ref().and_then(Unwinder::names))?;
+    if let Some(mappings) = &mappings {
+        poller.watch_mappings(mappings);
+    }
     let mut calls = Calls {
-        stacks: Stacks::new(memtools::stack_maps!(skel), MAX_OF_EVENTS)?,
+        stacks,
         homes: Homes::if_wanted(
             args.containers.wanted(args.common.json),
             &skel.maps.cgroup_paths,
         ),
         container: args.containers.container,
-        symbolizer,
         shown: args.event_stacks(),
         clock: Clock::new(),
         output,
     };
-    let names = unwinder.as_ref().and_then(Unwinder::names);
-    let mappings = Symbolizer::begin_if_any(calls.symbolizer.as_mut(), names)?;
-    if let Some(mappings) = &mappings {
-        poller.watch_mappings(mappings);
-    }
     calls
         .output
         .header(&Call::header(args.containers.container))?;
     calls.output.flush()?;
     let deadline = args.common.deadline();
     events.follow(poller, deadline, links, |events| calls.print(events))?;
-    if let Some(symbolizer) = &calls.symbolizer {
-        symbolizer.tell_losses("brkstack");
-    }
+    calls.stacks.tell_losses("brkstack");
     Losses::tell_with_stacks(
         "brkstack",
         skel.object(),
@@ -96,11 +94,10 @@ pub(crate) fn print(
 
 /// Turns events into lines.
 struct Calls<'a> {
-    stacks: Stacks<'a, MapMut<'static>>,
+    stacks: EventStacks<'a, MapMut<'static>>,
     homes: Option<Homes<'a>>,
     /// Whether there is the column CONTAINER.
     container: bool,
-    symbolizer: Option<Symbolizer>,
     shown: Shown,
     clock: Clock,
     output: Output,
@@ -108,9 +105,7 @@ struct Calls<'a> {
 
 impl Calls<'_> {
     fn print(&mut self, events: impl Iterator<Item = event>) -> Result<()> {
-        if let Some(symbolizer) = &mut self.symbolizer {
-            symbolizer.refresh();
-        }
+        self.stacks.refresh();
         for event in events {
             let home = self.homes.as_mut().map(|homes| homes.of(event.cgroup));
             let mut call = Call::new(&event, home, &self.clock);
@@ -119,19 +114,19 @@ impl Calls<'_> {
             call.container = self.container;
             self.output.row(&call)?;
         }
-        self.stacks.renew_for_events()?;
+        self.stacks.renew()?;
         self.output.flush()
     }
 
     /// The parts of the stack that are asked for, with their names.
-    fn named(&mut self, event: &event, comm: &str) -> Result<Option<NamedStack>> {
+    fn named(&mut self, event: &event, comm: &str) -> Result<Option<Rc<NamedStack>>> {
         let ids = StackIds {
             pid: event.pid,
             comm,
             user: self.shown.user.then_some(event.user_stack),
             kernel: self.shown.kernel.then_some(event.kernel_stack),
         };
-        NamedStack::read_if_asked(&ids, &mut self.stacks, self.symbolizer.as_mut())
+        self.stacks.named(&ids)
     }
 }
 
@@ -150,7 +145,7 @@ struct Call {
     growth_bytes: i64,
     /// The stack of the call, with -U or -K.
     #[serde(flatten)]
-    stack: Option<NamedStack>,
+    stack: Option<Rc<NamedStack>>,
     #[serde(skip)]
     shown: Shown,
     /// Whether text has the column CONTAINER.

@@ -22,6 +22,7 @@ use memtools::run::cli;
 use memtools::run::losses::{self, Losses};
 use memtools::run::protect;
 use memtools::run::target::Target;
+use memtools::stacks::events::EventStacks;
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::unwind::Unwinder;
 
@@ -42,7 +43,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let metrics = args.metrics.open("drsnoop", &printer::METRICS)?;
     let (mut poller, output) = args.common.start("drsnoop")?;
     let mut target = Target::choose_thread(&args.target, args.tid, Tasks::All)?;
-    let mut symbolizer = args
+    let symbolizer = args
         .wants_stacks()
         .then(|| {
             let symbolizer = Symbolizer::of_all_processes()?;
@@ -60,11 +61,12 @@ fn run(args: Args) -> Result<ExitCode> {
     let events: Events<event> = Events::new(&skel.maps.events)?;
 
     let names = unwinder.as_ref().and_then(Unwinder::names);
-    let mappings = Symbolizer::begin_if_any(symbolizer.as_mut(), names)?;
+    let mut stacks = EventStacks::new(memtools::stack_maps!(skel), symbolizer)?;
+    let mappings = stacks.begin(names)?;
     if let Some(mappings) = &mappings {
         poller.watch_mappings(mappings);
     }
-    let mut printer = Printer::new(&args, &skel, symbolizer, output, exports, metrics)?;
+    let mut printer = Printer::new(&args, &skel, stacks, output, exports, metrics)?;
     printer.exports.begin();
     protect::from_lack_of_memory("drsnoop");
     eprintln!("drsnoop: tracing direct reclaim ({how}), Ctrl-C to end");

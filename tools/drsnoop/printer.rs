@@ -1,6 +1,7 @@
 //! Events as rows, in metrics and in files of other formats.
 
 use std::collections::HashMap;
+use std::rc::Rc;
 
 use anyhow::Result;
 use libbpf_rs::MapMut;
@@ -18,9 +19,8 @@ use memtools::print::text;
 use memtools::process::cgroup::Cgroups;
 use memtools::process::container::Homes;
 use memtools::process::origin::Origin;
+use memtools::stacks::events::EventStacks;
 use memtools::stacks::named::{NamedStack, StackIds};
-use memtools::stacks::symbolize::Symbolizer;
-use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
 
 use crate::args::Args;
 use crate::bpf::Loaded;
@@ -59,8 +59,7 @@ pub(crate) struct Printer<'a> {
     /// When the first reclaim ended.
     first_ns: Option<u64>,
     latencies: Option<Histogram>,
-    stacks: Stacks<'a, MapMut<'static>>,
-    symbolizer: Option<Symbolizer>,
+    stacks: EventStacks<'a, MapMut<'static>>,
     print_stacks: bool,
     /// What the files show, by process, its name and the ids of its stacks.
     stalls: HashMap<(u32, String, u64, u64), Sample>,
@@ -76,7 +75,7 @@ impl<'a> Printer<'a> {
     pub(crate) fn new(
         args: &Args,
         skel: &'a Loaded,
-        symbolizer: Option<Symbolizer>,
+        stacks: EventStacks<'a, MapMut<'static>>,
         output: Output,
         exports: Exports,
         metrics: Metrics,
@@ -88,8 +87,7 @@ impl<'a> Printer<'a> {
             limited: args.wants_limited().then(Cgroups::of_memory),
             first_ns: None,
             latencies: args.hist.then(Histogram::new),
-            stacks: Stacks::new(memtools::stack_maps!(skel), MAX_OF_EVENTS)?,
-            symbolizer,
+            stacks,
             print_stacks: args.stack,
             stalls: HashMap::new(),
             exports,
@@ -102,9 +100,7 @@ impl<'a> Printer<'a> {
     }
 
     pub(crate) fn print(&mut self, events: impl Iterator<Item = event>) -> Result<()> {
-        if let Some(symbolizer) = &mut self.symbolizer {
-            symbolizer.refresh();
-        }
+        self.stacks.refresh();
         for event in events {
             if let Some(latencies) = &mut self.latencies {
                 latencies.add(event.latency_ns);
@@ -147,7 +143,7 @@ impl<'a> Printer<'a> {
             row.measure(&mut self.metrics);
             self.output.row(&row)?;
         }
-        self.stacks.renew_for_events()?;
+        self.stacks.renew()?;
         self.output.flush()
     }
 
@@ -190,9 +186,7 @@ impl<'a> Printer<'a> {
             self.output.row(&histogram::Named { name, buckets })?;
             self.output.flush()?;
         }
-        if let Some(symbolizer) = &self.symbolizer {
-            symbolizer.tell_losses("drsnoop");
-        }
+        self.stacks.tell_losses("drsnoop");
         Ok(())
     }
 
@@ -217,14 +211,14 @@ impl<'a> Printer<'a> {
     }
 
     /// The kernel's and the user's stack with their names, if they are asked for.
-    fn named(&mut self, event: &event) -> Result<Option<NamedStack>> {
+    fn named(&mut self, event: &event) -> Result<Option<Rc<NamedStack>>> {
         let ids = StackIds {
             pid: event.pid,
             comm: &text::from_c(&event.comm),
             user: Some(event.user_stack),
             kernel: Some(event.kernel_stack),
         };
-        NamedStack::read_if_asked(&ids, &mut self.stacks, self.symbolizer.as_mut())
+        self.stacks.named(&ids)
     }
 }
 

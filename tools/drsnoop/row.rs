@@ -1,6 +1,7 @@
 //! One line for each reclaim.
 
 use std::io::{self, Write};
+use std::rc::Rc;
 
 use memtools::export::text::below_row;
 use memtools::print::gfp::Gfp;
@@ -99,7 +100,7 @@ pub(crate) struct Row {
     pub(crate) limited_id: Option<u64>,
     /// The stack of the reclaim, with --stack.
     #[serde(flatten)]
-    pub(crate) stack: Option<NamedStack>,
+    pub(crate) stack: Option<Rc<NamedStack>>,
     /// Since the first event.
     #[serde(skip)]
     pub(crate) microseconds: u64,
@@ -279,11 +280,11 @@ mod tests {
             frames: vec![frame],
             truncated: None,
         };
-        row.stack = Some(NamedStack {
+        row.stack = Some(Rc::new(NamedStack {
             kernel: Some(part(frame("try_to_free_pages", 0x1, "kernel"))),
             user: Some(part(frame("main", 0x2, "app"))),
             ..NamedStack::default()
-        });
+        }));
         assert!(
             text(&row).ends_with(
                 "38\n    try_to_free_pages+0x1 [kernel]\n    --\n    main+0x2 [app]\n\n"

@@ -20,7 +20,7 @@ use memtools::process::filter::Tasks;
 use memtools::run::cli;
 use memtools::run::losses::Losses;
 use memtools::run::target::Target;
-use memtools::stacks::symbolize::Symbolizer;
+use memtools::stacks::events::EventStacks;
 use memtools::stacks::unwind::Unwinder;
 
 use crate::args::Args;
@@ -41,7 +41,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let (mut poller, output) = args.common.start_as("mmapsnoop", args.format())?;
     let mut target = Target::choose(&args.target, Tasks::Programs)?;
     let mut skel = attach::load(&args, target.filter())?;
-    let mut symbolizer = args
+    let symbolizer = args
         .with_stacks()
         .then(|| target.symbolizer(&args.export))
         .transpose()?;
@@ -53,8 +53,9 @@ fn run(args: Args) -> Result<ExitCode> {
     let events = Events::decoding(&skel.maps.events, Record::decode)?;
 
     let names = unwinder.as_ref().and_then(Unwinder::names);
-    let mappings = Symbolizer::begin_if_any(symbolizer.as_mut(), names)?;
-    let mut tracer = Tracer::new(&args, &skel, symbolizer, output, exports)?;
+    let mut stacks = EventStacks::new(memtools::stack_maps!(skel), symbolizer)?;
+    let mappings = stacks.begin(names)?;
+    let mut tracer = Tracer::new(&args, &skel, stacks, output, exports);
     tracer.exports.begin();
     eprintln!("mmapsnoop: tracing mmap(2)... Ctrl-C to end");
     tracer.output.header(&tracer.columns.header())?;
@@ -68,9 +69,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let deadline = args.common.deadline();
     events.follow(poller, deadline, links, |records| tracer.take(records))?;
     tracer.fold()?;
-    if let Some(symbolizer) = &tracer.symbolizer {
-        symbolizer.tell_losses("mmapsnoop");
-    }
+    tracer.stacks.tell_losses("mmapsnoop");
     Losses::tell_with_stacks(
         "mmapsnoop",
         skel.object(),

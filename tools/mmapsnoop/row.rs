@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::io::{self, Write};
+use std::rc::Rc;
 
 use memtools::export::text::part_below_row;
 use memtools::print::clock::{self, Clock};
@@ -134,7 +135,7 @@ pub(crate) struct Row {
     result: Option<Hex>,
     error: Option<Cow<'static, str>>,
     #[serde(flatten)]
-    stack: Option<NamedStack>,
+    stack: Option<Rc<NamedStack>>,
     #[serde(skip)]
     columns: Columns,
 }
@@ -143,7 +144,7 @@ impl Row {
     pub(crate) fn new(
         record: Record,
         home: Option<Home>,
-        stack: Option<NamedStack>,
+        stack: Option<Rc<NamedStack>>,
         clock: &Clock,
         columns: Columns,
     ) -> Self {

@@ -1,6 +1,7 @@
 //! Events as rows, and as sums for the files of other formats.
 
 use std::collections::HashMap;
+use std::rc::Rc;
 
 use anyhow::Result;
 use libbpf_rs::MapMut;
@@ -10,9 +11,8 @@ use memtools::export::profile::{Sample, Value};
 use memtools::print::clock::Clock;
 use memtools::print::output::Output;
 use memtools::process::container::Homes;
+use memtools::stacks::events::EventStacks;
 use memtools::stacks::named::{NamedStack, StackIds};
-use memtools::stacks::symbolize::Symbolizer;
-use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
 
 use crate::args::Args;
 use crate::bpf::Loaded;
@@ -27,10 +27,8 @@ struct Mapped {
 
 /// The state of the trace.
 pub(crate) struct Tracer<'a> {
-    stacks: Stacks<'a, MapMut<'static>>,
-    /// Where stacks are asked for.
-    pub(crate) symbolizer: Option<Symbolizer>,
-    /// Where they are asked for.
+    pub(crate) stacks: EventStacks<'a, MapMut<'static>>,
+    /// Where cgroups are asked for.
     homes: Option<Homes<'a>>,
     clock: Clock,
     pub(crate) columns: Columns,
@@ -45,14 +43,13 @@ impl<'a> Tracer<'a> {
     pub(crate) fn new(
         args: &'a Args,
         skel: &'a Loaded,
-        symbolizer: Option<Symbolizer>,
+        stacks: EventStacks<'a, MapMut<'static>>,
         output: Output,
         exports: Exports,
-    ) -> Result<Self> {
+    ) -> Self {
         let with_cgroups = args.containers.wanted(args.common.json);
-        Ok(Self {
-            stacks: Stacks::new(memtools::stack_maps!(skel), MAX_OF_EVENTS)?,
-            symbolizer,
+        Self {
+            stacks,
             homes: Homes::if_wanted(with_cgroups, &skel.maps.cgroup_paths),
             clock: Clock::new(),
             columns: Columns {
@@ -66,14 +63,12 @@ impl<'a> Tracer<'a> {
             weights: HashMap::new(),
             exports,
             args,
-        })
+        }
     }
 
     /// Prints what has come, or adds it up.
     pub(crate) fn take(&mut self, records: impl Iterator<Item = Record>) -> Result<()> {
-        if let Some(symbolizer) = &mut self.symbolizer {
-            symbolizer.refresh();
-        }
+        self.stacks.refresh();
         for record in records {
             if self.args.folded || self.exports.any() {
                 self.add(&record)?;
@@ -90,7 +85,7 @@ impl<'a> Tracer<'a> {
             self.output
                 .row(&Row::new(record, home, stack, &self.clock, self.columns))?;
         }
-        self.stacks.renew_for_events()?;
+        self.stacks.renew()?;
         self.output.flush()
     }
 
@@ -99,7 +94,7 @@ impl<'a> Tracer<'a> {
         let Some(bytes) = record.mapped_bytes() else {
             return Ok(());
         };
-        self.stacks.get(record.stack())?;
+        self.stacks.remember(record.stack())?;
         let key = (record.pid(), record.comm(), record.stack());
         let mapped = self.weights.entry(key).or_default();
         mapped.calls += 1;
@@ -108,14 +103,14 @@ impl<'a> Tracer<'a> {
     }
 
     /// The stack with its names, if stacks are asked for.
-    fn named(&mut self, pid: u32, comm: &str, stack: u64) -> Result<Option<NamedStack>> {
+    fn named(&mut self, pid: u32, comm: &str, stack: u64) -> Result<Option<Rc<NamedStack>>> {
         let ids = StackIds {
             pid,
             comm,
             user: Some(stack),
             kernel: None,
         };
-        NamedStack::read_if_asked(&ids, &mut self.stacks, self.symbolizer.as_mut())
+        self.stacks.named(&ids)
     }
 
     /// Prints the stacks of --folded, the heaviest first, and writes them into the files that are
@@ -137,7 +132,10 @@ impl<'a> Tracer<'a> {
                 self.output.raw(|out| line.write(weight(mapped), out))?;
             }
             let values = vec![mapped.calls, mapped.bytes];
-            samples.push(Sample { stack, values });
+            samples.push(Sample {
+                stack: Rc::unwrap_or_clone(stack),
+                values,
+            });
         }
         self.output.flush()?;
         if self.exports.any() {

@@ -24,6 +24,7 @@ use memtools::process::filter::Tasks;
 use memtools::run::losses::{self, Losses};
 use memtools::run::target::Target;
 use memtools::run::{cli, protect};
+use memtools::stacks::events::EventStacks;
 use memtools::stacks::symbolize::Symbolizer;
 use memtools::stacks::unwind::Unwinder;
 
@@ -70,14 +71,15 @@ fn run(args: Args) -> Result<ExitCode> {
     }
     // What processes execute is remembered: the one whose stack is to be named is often the victim.
     let names = unwinder.as_ref().and_then(Unwinder::names);
-    let mappings = Symbolizer::begin_if_any(symbolizer.as_mut(), names)?;
+    let mut stacks = EventStacks::new(memtools::stack_maps!(skel), symbolizer)?;
+    let mappings = stacks.begin(names)?;
     if let Some(mappings) = &mappings {
         poller.watch_mappings(mappings);
     }
     let choice = Choice::of(&args.target, &target);
     let alone = attach::is_mark_victim_alone(how);
     let mut printer = Printer::new(
-        &args, &skel, alone, choice, symbolizer, output, exports, metrics,
+        &args, &skel, alone, choice, stacks, output, exports, metrics,
     )?;
     printer.exports.begin();
     protect::from_lack_of_memory("oomkill");

@@ -1,6 +1,7 @@
 //! Events as rows, in metrics and in files of other formats.
 
 use std::fs;
+use std::rc::Rc;
 
 use anyhow::Result;
 use libbpf_rs::MapMut;
@@ -16,9 +17,8 @@ use memtools::print::text;
 use memtools::process::cgroup::Cgroups;
 use memtools::process::container::Homes;
 use memtools::process::origin::Origin;
+use memtools::stacks::events::EventStacks;
 use memtools::stacks::named::{NamedStack, StackIds};
-use memtools::stacks::symbolize::Symbolizer;
-use memtools::stacks::table::{MAX_OF_EVENTS, Stacks};
 
 use crate::args::Args;
 use crate::bpf::Loaded;
@@ -47,8 +47,7 @@ pub(crate) struct Printer<'a> {
     cgroups: Cgroups,
     homes: Homes<'a>,
     container: bool,
-    stacks: Stacks<'a, MapMut<'static>>,
-    symbolizer: Option<Symbolizer>,
+    stacks: EventStacks<'a, MapMut<'static>>,
     /// What the files show.
     kills: Vec<Sample>,
     pub(crate) exports: Exports,
@@ -71,7 +70,7 @@ impl<'a> Printer<'a> {
         skel: &'a Loaded,
         alone: bool,
         choice: Option<Choice>,
-        symbolizer: Option<Symbolizer>,
+        stacks: EventStacks<'a, MapMut<'static>>,
         output: Output,
         exports: Exports,
         metrics: Metrics,
@@ -82,8 +81,7 @@ impl<'a> Printer<'a> {
             cgroups: Cgroups::new(),
             homes: Homes::new(&skel.maps.cgroup_paths),
             container: args.containers.container,
-            stacks: Stacks::new(memtools::stack_maps!(skel), MAX_OF_EVENTS)?,
-            symbolizer,
+            stacks,
             kills: Vec::new(),
             exports,
             metrics,
@@ -96,9 +94,7 @@ impl<'a> Printer<'a> {
     }
 
     pub(crate) fn print(&mut self, events: impl Iterator<Item = event>) -> Result<()> {
-        if let Some(symbolizer) = &mut self.symbolizer {
-            symbolizer.refresh();
-        }
+        self.stacks.refresh();
         for event in events {
             if let Some(choice) = &self.choice
                 && !choice.wants(&event, &mut self.cgroups, &mut self.homes)
@@ -123,7 +119,7 @@ impl<'a> Printer<'a> {
                 }
             }
         }
-        self.stacks.renew_for_events()?;
+        self.stacks.renew()?;
         self.output.flush()
     }
 
@@ -134,9 +130,7 @@ impl<'a> Printer<'a> {
 
     /// Tells what names were lost.
     pub(crate) fn tell_losses(&self) {
-        if let Some(symbolizer) = &self.symbolizer {
-            symbolizer.tell_losses("oomkill");
-        }
+        self.stacks.tell_losses("oomkill");
     }
 
     /// Writes the stacks of all kills into the files that are asked for.
@@ -171,7 +165,7 @@ impl<'a> Printer<'a> {
             && let Some(stack) = &stack
         {
             self.kills.push(Sample {
-                stack: stack.clone(),
+                stack: NamedStack::clone(stack),
                 values: vec![1],
             });
         }
@@ -244,14 +238,14 @@ impl<'a> Printer<'a> {
     }
 
     /// The stacks of the task that wanted memory, with their names, if --extended asks for them.
-    fn named(&mut self, event: &event) -> Result<Option<NamedStack>> {
+    fn named(&mut self, event: &event) -> Result<Option<Rc<NamedStack>>> {
         let ids = StackIds {
             pid: event.pid,
             comm: &text::from_c(&event.comm),
             user: Some(event.user_stack),
             kernel: Some(event.kernel_stack),
         };
-        NamedStack::read_if_asked(&ids, &mut self.stacks, self.symbolizer.as_mut())
+        self.stacks.named(&ids)
     }
 }
 

@@ -1,6 +1,7 @@
 //! What is printed of a kill.
 
 use std::io::{self, Write};
+use std::rc::Rc;
 
 use jiff::Zoned;
 use memtools::export::text::below_row;
@@ -80,7 +81,7 @@ pub(crate) struct Kill {
     pub(crate) candidates: Option<Vec<Candidate>>,
     /// The stacks of the task that wanted memory.
     #[serde(flatten)]
-    pub(crate) stack: Option<NamedStack>,
+    pub(crate) stack: Option<Rc<NamedStack>>,
     #[serde(skip)]
     pub(crate) extended: bool,
     /// Add the victim's container.
@@ -329,11 +330,11 @@ mod tests {
                 oom_score_adj: 0,
                 rss_kb: 900,
             }]),
-            stack: Some(NamedStack {
+            stack: Some(Rc::new(NamedStack {
                 kernel: Some(part(frame("oom_kill_process", 0x1, "kernel"))),
                 user: Some(part(frame("main", 0x2, "ntpd"))),
                 ..NamedStack::default()
-            }),
+            })),
             extended: true,
             ..kill()
         };

@@ -1,0 +1,167 @@
+//! The stacks of events, which are named when the events are printed.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+
+use anyhow::Result;
+use libbpf_rs::MapCore;
+
+use crate::stacks::interpreter_names::InterpreterNames;
+use crate::stacks::named::{NamedStack, StackIds};
+use crate::stacks::symbolize::Symbolizer;
+use crate::stacks::table::{MAX_OF_EVENTS, StackMaps, Stacks};
+
+/// Stacks that are kept with their names at a time.
+const MOST_NAMED: usize = 1024;
+
+/// The table of the stacks of events, and what names them.
+///
+/// Events come many at a time, and those of a burst are of few stacks: each of these is named once.
+pub struct EventStacks<'map, M> {
+    table: Stacks<'map, M>,
+    /// None where stacks were not asked for.
+    symbolizer: Option<Symbolizer>,
+    named: Recent,
+}
+
+impl<'map, M: MapCore> EventStacks<'map, M> {
+    /// The stacks in the maps of a skeleton, which `symbolizer` names: a tool has none where stacks were not asked for.
+    ///
+    /// # Errors
+    /// If the map that says how full the table is cannot be mapped.
+    pub fn new(maps: StackMaps<'map, M>, symbolizer: Option<Symbolizer>) -> Result<Self> {
+        Ok(Self {
+            table: Stacks::new(maps, MAX_OF_EVENTS)?,
+            symbolizer,
+            named: Recent::default(),
+        })
+    }
+
+    /// [`Symbolizer::begin`], if there is one: call it once the probes are live.
+    ///
+    /// # Errors
+    /// If there are no file descriptors left.
+    pub fn begin(&mut self, names: Option<InterpreterNames>) -> Result<Option<OwnedFd>> {
+        let symbolizer = self.symbolizer.as_mut();
+        symbolizer
+            .map(|symbolizer| symbolizer.begin(names))
+            .transpose()
+    }
+
+    /// Takes note of new mappings. Call it when events have come, before they are looked at.
+    pub fn refresh(&mut self) {
+        self.named = Recent::default();
+        if let Some(symbolizer) = &mut self.symbolizer {
+            symbolizer.refresh();
+        }
+    }
+
+    /// The stacks with these ids, with their names; None where stacks were not asked for.
+    ///
+    /// # Errors
+    /// If the table of stacks cannot be read.
+    pub fn named(&mut self, ids: &StackIds<'_>) -> Result<Option<Rc<NamedStack>>> {
+        let Some(symbolizer) = &mut self.symbolizer else {
+            return Ok(None);
+        };
+        if let Some(named) = self.named.find(ids) {
+            return Ok(Some(named));
+        }
+        let named = Rc::new(NamedStack::read(ids, &mut self.table, symbolizer)?);
+        self.named.add(ids, &named);
+        Ok(Some(named))
+    }
+
+    /// Reads the stack with this id, so that it can be named when the table is another.
+    ///
+    /// # Errors
+    /// If the table of stacks cannot be read.
+    pub fn remember(&mut self, id: u64) -> Result<()> {
+        self.table.get(id)?;
+        Ok(())
+    }
+
+    /// Makes room in the table if it is crowded ([`Stacks::renew_for_events`]). Call it when all events that there were
+    /// have been looked at.
+    ///
+    /// # Errors
+    /// If the table in use cannot be read or counted in.
+    pub fn renew(&mut self) -> Result<()> {
+        self.table.renew_for_events()
+    }
+
+    /// [`Symbolizer::tell_losses`], if there is one.
+    pub fn tell_losses(&self, tool: &str) {
+        if let Some(symbolizer) = &self.symbolizer {
+            symbolizer.tell_losses(tool);
+        }
+    }
+}
+
+/// The stacks of the events that are looked at, with their names, by process and ids.
+#[derive(Default)]
+struct Recent(HashMap<(u32, Option<u64>, Option<u64>), Rc<NamedStack>>);
+
+impl Recent {
+    fn find(&self, ids: &StackIds<'_>) -> Option<Rc<NamedStack>> {
+        let named = self.0.get(&(ids.pid, ids.user, ids.kernel))?;
+        // Threads of a process have names of their own.
+        (named.comm == ids.comm).then(|| Rc::clone(named))
+    }
+
+    fn add(&mut self, ids: &StackIds<'_>, named: &Rc<NamedStack>) {
+        if self.0.len() >= MOST_NAMED {
+            self.0.clear();
+        }
+        let key = (ids.pid, ids.user, ids.kernel);
+        self.0.insert(key, Rc::clone(named));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stacks_are_found_by_process_thread_name_and_ids() {
+        let ids = StackIds {
+            pid: 7,
+            comm: "worker",
+            user: Some(11),
+            kernel: None,
+        };
+        let named = Rc::new(NamedStack {
+            pid: 7,
+            comm: "worker".to_owned(),
+            ..NamedStack::default()
+        });
+        let mut recent = Recent::default();
+        assert!(recent.find(&ids).is_none());
+        recent.add(&ids, &named);
+        let found = recent.find(&ids).expect("what was added");
+        assert!(Rc::ptr_eq(&found, &named));
+        for other in [
+            StackIds { pid: 8, ..ids },
+            StackIds {
+                comm: "main",
+                ..ids
+            },
+            StackIds {
+                user: Some(12),
+                ..ids
+            },
+            StackIds {
+                kernel: Some(11),
+                ..ids
+            },
+        ] {
+            assert!(recent.find(&other).is_none(), "{other:?}");
+        }
+        for pid in 0..5003 {
+            recent.add(&StackIds { pid, ..ids }, &named);
+            assert!(recent.0.len() <= MOST_NAMED);
+        }
+        assert!(recent.find(&StackIds { pid: 5002, ..ids }).is_some());
+    }
+}
