@@ -133,11 +133,11 @@ impl Target {
     /// If the kernel's log of mappings cannot be opened, a process has gone, or servers are to be asked for
     /// debug information, and cannot be.
     pub fn symbolizer(&self, export: &ExportArgs) -> Result<Symbolizer> {
-        self.without_source()?
+        self.plain_symbolizer()?
             .with_source(export.source, export.any())
     }
 
-    fn without_source(&self) -> Result<Symbolizer> {
+    fn plain_symbolizer(&self) -> Result<Symbolizer> {
         if self.processes.is_empty() {
             return Symbolizer::of_all_processes();
         }
