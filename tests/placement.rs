@@ -15,7 +15,7 @@ use std::process::Command;
 
 use libc::user_regs_struct as Registers;
 use memtools::code::elf;
-use memtools::code::probe_place::{self, Place, Wish};
+use memtools::code::probe_place::{self, ProbePlace, Wish};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 use nix::sys::ptrace;
 use nix::sys::signal::{Signal, kill, raise};
@@ -48,7 +48,7 @@ struct Placed {
     name: String,
     /// The entry's address in the file's own address space.
     address: u64,
-    place: Place,
+    place: ProbePlace,
 }
 
 struct Library {

@@ -20,7 +20,7 @@ use memtools::print::output::{Format, Output, Row};
 use memtools::process::container::{self, ContainerArgs, Home};
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli::{self, CommonArgs};
-use memtools::run::count_stacks::{ProcessSum, Report, StackCountArgs, StackCounts, Weight};
+use memtools::run::count_stacks::{ProcessSum, StackCountArgs, StackCounts, StackReport, Weight};
 use memtools::run::losses;
 use memtools::run::target::{self, Target, TargetArgs};
 use perf_event::events::Software;
@@ -138,7 +138,7 @@ fn run(args: Args) -> Result<ExitCode> {
 
     target.watch_exit(&mut poller);
     let maps = memtools::stack_count_maps!(skel);
-    let report = Report {
+    let report = StackReport {
         format: args.format(),
         by_process: args.by_process,
         weight: if args.bytes {
@@ -233,7 +233,7 @@ fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
 fn print_processes<M: MapCore>(
     output: &mut Output,
     counts: &mut StackCounts<'_, M>,
-    report: &Report<'_>,
+    report: &StackReport<'_>,
     container: bool,
     metrics: &mut Metrics,
 ) -> Result<()> {

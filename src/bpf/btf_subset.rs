@@ -99,26 +99,26 @@ fn part(
     functions: &FxHashSet<&[u8]>,
 ) -> Option<Vec<u8>> {
     let kernel = Types::parse(kernel)?;
-    let mut part = Part::new(&kernel);
+    let mut subset = Subset::new(&kernel);
     for (id, of) in kernel.all() {
         if looked_for(of.kind) && names.contains(kernel.name(of.name)?) {
-            part.number(id)?;
+            subset.number(id)?;
         } else if of.kind == BtfKind::Func && functions.contains(kernel.name(of.name)?) {
             fentry_id::learn(kernel.name(of.name)?, id);
         }
     }
     // Each that is added can have others numbered.
     let mut added = 0;
-    while let Some(&id) = part.ids.get(added) {
-        part.add(id)?;
+    while let Some(&id) = subset.ids.get(added) {
+        subset.add(id)?;
         added += 1;
     }
-    Some(part.into_bytes())
+    Some(subset.into_bytes())
 }
 
 /// Types taken over from the kernel's, numbered anew. The first is the pointer to void, which all
 /// pointers become.
-struct Part<'kernel> {
+struct Subset<'kernel> {
     kernel: &'kernel Types<'kernel>,
     /// The kernel's numbers of the types after the pointer.
     ids: Vec<u32>,
@@ -132,7 +132,7 @@ struct Part<'kernel> {
 
 const POINTER: u32 = 1;
 
-impl<'kernel> Part<'kernel> {
+impl<'kernel> Subset<'kernel> {
     fn new(kernel: &'kernel Types<'kernel>) -> Self {
         let pointer = [0, (BtfKind::Ptr as u32) << 24, VOID];
         Self {

@@ -36,13 +36,13 @@ pub enum Wish {
 
 /// The instruction of a function to probe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
+pub struct ProbePlace {
     /// The instruction's offset from the entry, in bytes.
     pub offset: u64,
     pub(super) held_by: [u8; held::ARGUMENTS],
 }
 
-impl Place {
+impl ProbePlace {
     /// Where all is as it should be.
     pub const ENTRY: Self = Self {
         offset: 0,
@@ -65,7 +65,7 @@ pub fn places(
     file: &File,
     functions: &[(&Function, Vec<u8>)],
     wish: Wish,
-) -> Result<Vec<Option<Place>>> {
+) -> Result<Vec<Option<ProbePlace>>> {
     let segments = elf::code_segments(file)?;
     let entries: Vec<Option<u64>> = functions
         .iter()
@@ -105,7 +105,7 @@ pub fn places(
 
 /// The place to try when a jump leads behind the entry up to `wrong`: the nearest to the entry, and
 /// none after that.
-fn next_place(wrong: Option<Place>, nearest: Option<Place>) -> Option<Place> {
+fn next_place(wrong: Option<ProbePlace>, nearest: Option<ProbePlace>) -> Option<ProbePlace> {
     nearest.filter(|nearest| wrong.is_some_and(|wrong| nearest.offset < wrong.offset))
 }
 
@@ -114,7 +114,7 @@ fn led_into(
     file: &File,
     segments: &[CodeSegment],
     entries: &[Option<u64>],
-    places: &[Option<Place>],
+    places: &[Option<ProbePlace>],
 ) -> Result<Vec<usize>> {
     let mut windows: Vec<(Range<u64>, usize)> = places
         .iter()
@@ -136,9 +136,9 @@ mod tests {
     #[test]
     fn each_place_is_tried_once() {
         let at = |offset| {
-            Some(Place {
+            Some(ProbePlace {
                 offset,
-                ..Place::ENTRY
+                ..ProbePlace::ENTRY
             })
         };
         assert_eq!(next_place(at(9), at(5)), at(5));

@@ -12,7 +12,7 @@ mod python;
 use crate::heap::blocks::Heap;
 use crate::heap::image::Image;
 use crate::heap::names::PythonObject;
-use crate::heap::roots::{self, Place, Root};
+use crate::heap::roots::{self, Root, RootPlace};
 
 use python::Objects;
 
@@ -347,7 +347,7 @@ fn means_start(image: &Image, heap: &Heap, block: usize, offset: u64) -> bool {
 }
 
 /// A place where a chain begins, and how many blocks are between, for a block that is reached.
-pub fn origin(image: &Image, reach: &Reach, block: usize) -> Option<(Place, Vec<usize>)> {
+pub fn origin(image: &Image, reach: &Reach, block: usize) -> Option<(RootPlace, Vec<usize>)> {
     let (chain, root) = reach.chain(block);
     Some((roots::place(image, root?), chain))
 }

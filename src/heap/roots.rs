@@ -36,7 +36,7 @@ pub enum Root {
 
 /// What a root is, for a reader. Paths are as in /proc/PID/maps: not escaped.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Place {
+pub enum RootPlace {
     /// A register of a thread.
     Register {
         /// The thread.
@@ -83,7 +83,7 @@ pub enum Place {
     },
 }
 
-impl Place {
+impl RootPlace {
     /// How well a place says who holds what it refers to, the best first: of two chains of the same length the
     /// one from the better place is told.
     pub fn rank(&self) -> u8 {
@@ -191,7 +191,7 @@ fn ended_stacks(image: &Image) -> Vec<Range<u64>> {
 }
 
 /// What a root is. Memory without a file that touches a file's is told as that file's bss: [`Modules::place`] knows better.
-pub fn place(image: &Image, root: Root) -> Place {
+pub fn place(image: &Image, root: Root) -> RootPlace {
     Modules::default().place(image, root)
 }
 
@@ -203,18 +203,18 @@ pub struct Modules(pub HashMap<Vec<u8>, u64>);
 impl Modules {
     /// What a root is. What lies behind a module's bss is not that module's, even where the kernel has joined it with
     /// the bss in one mapping.
-    pub fn place(&self, image: &Image, root: Root) -> Place {
+    pub fn place(&self, image: &Image, root: Root) -> RootPlace {
         let address = match root {
             Root::Memory(address) => address,
             Root::Register(thread, name) => {
                 let thread = image.threads.get(thread as usize);
                 let tid = thread.map_or(0, |thread| thread.tid);
-                return Place::Register { tid, name };
+                return RootPlace::Register { tid, name };
             }
             Root::Kernel(at) => {
                 let kept = image.kept.get(at as usize);
                 let (what, number) = kept.map_or(("", 0), |kept| (kept.what, kept.number));
-                return Place::Kernel { what, number };
+                return RootPlace::Kernel { what, number };
             }
         };
         let of_thread = || place_of_thread(image, address);
@@ -224,15 +224,15 @@ impl Modules {
             .unwrap_or_else(|| place_of_area(image, address))
     }
 
-    fn has(&self, place: &Place) -> bool {
-        let Place::Module { path, offset } = place else {
+    fn has(&self, place: &RootPlace) -> bool {
+        let RootPlace::Module { path, offset } = place else {
             return false;
         };
         self.0.get(path).is_none_or(|bytes| offset < bytes)
     }
 }
 
-fn place_of_thread(image: &Image, address: u64) -> Option<Place> {
+fn place_of_thread(image: &Image, address: u64) -> Option<RootPlace> {
     let area = image.area(address)?;
     let from = |base: u64| address.wrapping_sub(base).cast_signed();
     let of = |thread: &&Thread| {
@@ -240,7 +240,7 @@ fn place_of_thread(image: &Image, address: u64) -> Option<Place> {
         own.is_some_and(|own| own.contains(&address))
     };
     if let Some(thread) = image.threads.iter().find(of) {
-        return Some(Place::ThreadLocal {
+        return Some(RootPlace::ThreadLocal {
             tid: thread.tid,
             offset: from(thread.thread_pointer),
         });
@@ -252,7 +252,7 @@ fn place_of_thread(image: &Image, address: u64) -> Option<Place> {
     });
     stacks
         .max_by_key(|thread| thread.stack_pointer)
-        .map(|thread| Place::Stack {
+        .map(|thread| RootPlace::Stack {
             tid: thread.tid,
             offset: from(thread.stack_pointer),
         })
@@ -287,7 +287,7 @@ fn own_storage(image: &Image, thread: &Thread) -> Option<Range<u64>> {
 
 /// The place in a module's data, if a file is mapped there, or memory without a file that touches a file's: what the file
 /// has no bytes for, its bss, is mapped behind it.
-fn place_of_module(image: &Image, address: u64) -> Option<Place> {
+fn place_of_module(image: &Image, address: u64) -> Option<RootPlace> {
     let areas = &image.areas;
     let at = areas.partition_point(|area| area.mapping.range.end <= address);
     let area = areas
@@ -307,16 +307,16 @@ fn place_of_module(image: &Image, address: u64) -> Option<Place> {
     let same = areas[..=file].iter().rev();
     let near = same.take_while(|area| area.name() == name || area.name().is_empty());
     let first = near.filter(|area| area.name() == name).last()?;
-    Some(Place::Module {
+    Some(RootPlace::Module {
         path: name.to_vec(),
         offset: address - first.mapping.range.start,
     })
 }
 
-fn place_of_area(image: &Image, address: u64) -> Place {
+fn place_of_area(image: &Image, address: u64) -> RootPlace {
     let area = image.area(address);
     let start = area.map_or(address, |area| area.mapping.range.start);
-    Place::Other {
+    RootPlace::Other {
         start,
         offset: address - start,
         name: area.map_or(Vec::new(), |area| area.name().to_vec()),

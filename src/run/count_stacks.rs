@@ -42,7 +42,7 @@ pub use options::{StackCountArgs, Weight};
 
 /// What is to be reported, and how.
 #[derive(Debug, Clone, Copy)]
-pub struct Report<'a> {
+pub struct StackReport<'a> {
     /// What it looks like.
     pub format: Format,
     /// Whether processes are counted, whatever their stacks.
@@ -57,7 +57,7 @@ pub struct Report<'a> {
     pub args: &'a StackCountArgs,
 }
 
-impl Report<'_> {
+impl StackReport<'_> {
     /// Whether what is printed the same is one: processes of one name have the same code at different
     /// addresses.
     fn by_line(&self) -> bool {
@@ -235,7 +235,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         tool: &str,
         (mut poller, mut output): (Poller<'_>, Output),
         common: &CommonArgs,
-        report: &Report<'_>,
+        report: &StackReport<'_>,
         links: Vec<Link>,
         mut print: impl FnMut(&mut Self, &mut Output) -> Result<()>,
     ) -> Result<()> {
@@ -288,7 +288,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
     }
 
     /// What was counted since the last report, by process, where no stacks are; the largest last.
-    pub fn processes(&mut self, report: &Report<'_>) -> Vec<ProcessSum> {
+    pub fn processes(&mut self, report: &StackReport<'_>) -> Vec<ProcessSum> {
         let counts = self.sums.take().counts;
         let sums = counts
             .iter()
@@ -307,7 +307,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
     /// Takes what the kernel half has counted, so that its maps are empty again.
     ///
     /// If it goes on, the maps are made larger where they filled too fast.
-    fn collect(&mut self, report: &Report<'_>, goes_on: bool) -> Result<()> {
+    fn collect(&mut self, report: &StackReport<'_>, goes_on: bool) -> Result<()> {
         // Whoever has exited by now has all its counts in what is taken.
         self.symbolizer.refresh();
         if goes_on {
@@ -353,7 +353,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
     }
 
     /// Puts what processes did since the last report on the timeline, if there is one.
-    fn count_processes(&mut self, report: &Report<'_>, output: &mut Output) {
+    fn count_processes(&mut self, report: &StackReport<'_>, output: &mut Output) {
         let time = Clock::new().local(clock::monotonic_ns());
         for ((pid, comm), sum) in self.processes.iter_mut().flat_map(HashMap::drain) {
             let mut count = timeline::Count {
@@ -394,7 +394,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             .begin(0, room::enough(0, self.counts.next_entries()))
     }
 
-    fn add_line(&mut self, report: &Report<'_>, key: &Key, count: Count) -> Result<()> {
+    fn add_line(&mut self, report: &StackReport<'_>, key: &Key, count: Count) -> Result<()> {
         let weight = count.weight(report.weight);
         let place = self.place(report, key)?;
         if place.is_some_and(|place| self.sums.add_at(place, weight)) {
@@ -410,7 +410,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
     }
 
     /// Makes lines of what was collected without them.
-    fn add_lines(&mut self, report: &Report<'_>) -> Result<()> {
+    fn add_lines(&mut self, report: &StackReport<'_>) -> Result<()> {
         if report.by_line() && self.symbolizer.shows_lines() {
             let counts = mem::take(&mut self.sums.counts);
             for (key, count) in &counts {
@@ -422,13 +422,13 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
     }
 
     /// What is printed of a count, without its sum, and what it lacks.
-    fn line(&mut self, report: &Report<'_>, key: &Key) -> Result<(String, Option<String>)> {
+    fn line(&mut self, report: &StackReport<'_>, key: &Key) -> Result<(String, Option<String>)> {
         let names = &mut self.symbolizer.for_reports();
         Ok(report.line(&NamedStack::read(&key.ids(), &mut self.stacks, names)?))
     }
 
     /// A hash of all that the line of a count is made of, where that is known without names.
-    fn place(&mut self, report: &Report<'_>, key: &Key) -> Result<Option<u128>> {
+    fn place(&mut self, report: &StackReport<'_>, key: &Key) -> Result<Option<u128>> {
         let mut hasher = self.places.begin();
         // A file is at other addresses in each process.
         let by_process = report.args.perpid || report.args.addresses;

@@ -17,7 +17,7 @@ use crate::run::cli::UsageError;
 use crate::run::poll::Poller;
 use crate::run::privileges;
 use crate::stacks::symbolize::Symbolizer;
-use crate::stacks::unwind::{Parts, UnwindArgs, Unwinder, Whose};
+use crate::stacks::unwind::{UnwindArgs, UnwindParts, Unwinder, Whose};
 
 /// Options that choose it.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -162,7 +162,7 @@ impl Target {
     ///
     /// # Errors
     /// As [`Unwinder::start`].
-    pub fn unwinder(&self, args: UnwindArgs, parts: Parts<'_>) -> Result<Unwinder> {
+    pub fn unwinder(&self, args: UnwindArgs, parts: UnwindParts<'_>) -> Result<Unwinder> {
         self.unwinder_and(args, parts, &[])
     }
 
@@ -174,7 +174,7 @@ impl Target {
     pub fn unwinder_and(
         &self,
         args: UnwindArgs,
-        parts: Parts<'_>,
+        parts: UnwindParts<'_>,
         likely: &[u32],
     ) -> Result<Unwinder> {
         let whose = match &self.command {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-use crate::serve::report::Report;
+use crate::serve::report::ServedReport;
 
 /// How long a report is given to whoever asks, at least.
 const FRESH: Duration = Duration::from_secs(1);
@@ -45,7 +45,7 @@ struct State {
 /// The last report, with when its making began, and until when it is good enough.
 #[derive(Debug)]
 struct Latest {
-    report: Arc<Report>,
+    report: Arc<ServedReport>,
     begun: Instant,
     fresh_until: Instant,
 }
@@ -61,7 +61,7 @@ impl Exchange {
     }
 
     /// A report, which may have been made for others a second ago.
-    pub(super) fn report(&self) -> Result<Arc<Report>, Unavailable> {
+    pub(super) fn report(&self) -> Result<Arc<ServedReport>, Unavailable> {
         self.report_from(None).map(|(report, _)| report)
     }
 
@@ -69,7 +69,7 @@ impl Exchange {
     pub(super) fn report_from(
         &self,
         earliest: Option<Instant>,
-    ) -> Result<(Arc<Report>, Instant), Unavailable> {
+    ) -> Result<(Arc<ServedReport>, Instant), Unavailable> {
         let mut deadline = Instant::now() + PATIENCE;
         let mut state = self.lock();
         loop {
@@ -118,7 +118,7 @@ impl Exchange {
     }
 
     /// Makes a report for those who wait for one.
-    pub(super) fn answer(&self, make: impl FnOnce() -> Result<Report>) -> Result<()> {
+    pub(super) fn answer(&self, make: impl FnOnce() -> Result<ServedReport>) -> Result<()> {
         // What is asked for from here on is another one.
         let _ = self.asked.read();
         let begun = Instant::now();
@@ -181,7 +181,7 @@ mod tests {
             while clients.iter().any(|client| !client.is_finished()) {
                 if is_asked(&exchange) {
                     made += 1;
-                    let made = exchange.answer(|| Ok(Report::default()));
+                    let made = exchange.answer(|| Ok(ServedReport::default()));
                     made.expect("a report");
                 }
                 thread::yield_now();
@@ -200,14 +200,18 @@ mod tests {
     #[test]
     fn one_of_later_is_waited_for() {
         let exchange = Exchange::new().expect("an eventfd");
-        exchange.answer(|| Ok(Report::default())).expect("a report");
+        exchange
+            .answer(|| Ok(ServedReport::default()))
+            .expect("a report");
         let earliest = Instant::now();
         thread::scope(|scope| {
             let client = scope.spawn(|| exchange.report_from(Some(earliest)));
             while !client.is_finished() {
                 if is_asked(&exchange) {
                     assert!(earliest.elapsed() >= FRESH, "more than one a second");
-                    exchange.answer(|| Ok(Report::default())).expect("a report");
+                    exchange
+                        .answer(|| Ok(ServedReport::default()))
+                        .expect("a report");
                 }
                 thread::sleep(Duration::from_millis(5));
             }

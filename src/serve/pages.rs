@@ -7,7 +7,7 @@ use crate::serve::exchange::Unavailable;
 use crate::serve::html;
 use crate::serve::http::{Request, Response, Status};
 use crate::serve::openmetrics;
-use crate::serve::report::{self, Content, Report};
+use crate::serve::report::{self, Content, ServedReport};
 use crate::serve::server::{Shared, Slot};
 
 /// Where Go programs have their profiles.
@@ -54,14 +54,14 @@ fn as_go(mut message: Response) -> Response {
 
 fn with_report(
     shared: &Shared,
-    make: fn(&Report, &Content) -> Result<Response, String>,
+    make: fn(&ServedReport, &Content) -> Result<Response, String>,
 ) -> Result<Response, Response> {
     let report = shared.exchange.report().map_err(unavailable)?;
     let content = content(&report)?;
     make(&report, content).map_err(|error| Response::text(Status::InternalError, &error))
 }
 
-fn content(report: &Report) -> Result<&Content, Response> {
+fn content(report: &ServedReport) -> Result<&Content, Response> {
     let missing = || Response::text(Status::InternalError, "the report is empty");
     report.content.as_ref().ok_or_else(missing)
 }
@@ -90,11 +90,11 @@ fn html(page: String) -> Response {
     }
 }
 
-fn page(_: &Report, content: &Content) -> Result<Response, String> {
+fn page(_: &ServedReport, content: &Content) -> Result<Response, String> {
     Ok(html(html::page(&content.page)))
 }
 
-fn flame(report: &Report, content: &Content) -> Result<Response, String> {
+fn flame(report: &ServedReport, content: &Content) -> Result<Response, String> {
     let body = report.flame.get_or_init(|| content.flame()).clone()?;
     Ok(Response {
         headers: vec![("Content-Security-Policy", FLAME_POLICY.to_owned())],
@@ -102,7 +102,7 @@ fn flame(report: &Report, content: &Content) -> Result<Response, String> {
     })
 }
 
-fn metrics(_: &Report, content: &Content) -> Result<Response, String> {
+fn metrics(_: &ServedReport, content: &Content) -> Result<Response, String> {
     let body = report::made(|out| Ok(openmetrics::write(&content.families, out)?))?;
     Ok(ok(openmetrics::CONTENT_TYPE, body))
 }
@@ -140,7 +140,7 @@ fn profile(name: &str, request: &Request, shared: &Arc<Shared>) -> Result<Respon
 }
 
 /// The profile as text, for people.
-fn text(_: &Report, content: &Content) -> Result<Response, String> {
+fn text(_: &ServedReport, content: &Content) -> Result<Response, String> {
     let mut is_heap = false;
     let body = report::made(|out| {
         is_heap = content.encoded.write_text(out)?;

@@ -24,13 +24,13 @@ type Made = OnceLock<Result<Arc<[u8]>, String>>;
 
 /// A report, and its formats as they were first asked for.
 #[derive(Default)]
-pub struct Report {
+pub struct ServedReport {
     pub(super) content: Option<Content>,
     pub(super) pprof: Made,
     pub(super) flame: Made,
 }
 
-impl fmt::Debug for Report {
+impl fmt::Debug for ServedReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Report").finish_non_exhaustive()
     }
@@ -69,7 +69,7 @@ pub(super) struct Row {
     pub(super) frames: Vec<String>,
 }
 
-impl Report {
+impl ServedReport {
     /// The report of this profile. `keys` tell its samples, in their order.
     pub fn new(
         profile: &Profile,

@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 
 use crate::serve::address::{Address, Listener, Stream};
 use crate::serve::exchange::Exchange;
-use crate::serve::report::Report;
+use crate::serve::report::ServedReport;
 use crate::serve::{http, pages};
 
 /// Connections at once. Others wait to be accepted: one that hangs takes [`http::READING`].
@@ -65,7 +65,7 @@ impl Server {
     ///
     /// # Errors
     /// If it cannot be made.
-    pub fn answer(&self, make: impl FnOnce() -> Result<Report>) -> Result<()> {
+    pub fn answer(&self, make: impl FnOnce() -> Result<ServedReport>) -> Result<()> {
         self.shared.exchange.answer(make)
     }
 }

@@ -17,7 +17,7 @@ use memtools::print::output::Output;
 use memtools::process::container;
 use memtools::process::filter::{Filter, Tasks};
 use memtools::run::cli;
-use memtools::run::count_stacks::{Report, StackCounts, Weight};
+use memtools::run::count_stacks::{StackCounts, StackReport, Weight};
 use memtools::run::poll::Poller;
 use memtools::run::target::{self, Target};
 
@@ -86,7 +86,7 @@ fn count_stacks(
     links: Vec<Link>,
     (poller, output): (Poller<'_>, Output),
 ) -> Result<()> {
-    let report = Report {
+    let report = StackReport {
         format: args.format(),
         by_process: false,
         weight: if args.bytes {

@@ -28,7 +28,7 @@ use memtools::run::privileges;
 use crate::args::Args;
 use crate::rows::ProcessName;
 use children::Children;
-use look::{Look, Place};
+use look::{BlockPlace, Look};
 use report::{GrowthRow, TypeRow};
 use schedule::Schedule;
 
@@ -92,7 +92,7 @@ struct Study<'a> {
 #[derive(Debug, Default)]
 struct Found {
     /// Blocks that nothing refers to; None if that is not known.
-    lost: Option<HashSet<Place>>,
+    lost: Option<HashSet<BlockPlace>>,
     /// What holds groups of blocks that grow, by their numbers.
     holders: HashMap<u32, String>,
 }

@@ -60,7 +60,7 @@ use self::names::Names;
 use self::probes::Attached;
 use self::regions::{Regions, allocations_of};
 use self::renewal::{MORE_STACKS, Renewal};
-use self::target::Target;
+use self::target::Targets;
 use self::upkeep::Upkeep;
 use crate::args::{Args, Mode};
 use crate::difference::Difference;
@@ -87,7 +87,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     if args.command.is_none() {
         bpf::begin();
     }
-    let mut target = Target::choose(args)?;
+    let mut target = Targets::choose(args)?;
     let server = listener.map(Server::start).transpose()?;
     server.as_ref().inspect(|server| serve::tell(server));
     priority::raise();
@@ -163,7 +163,7 @@ impl<'a> Rings<'a> {
 /// Processes, and what they have allocated.
 struct Processes<'a> {
     attached: &'a Attached,
-    target: &'a Target,
+    target: &'a Targets,
     args: &'a Args,
     upkeep: Upkeep<'a>,
     rings: &'a Rings<'a>,

@@ -11,7 +11,7 @@ use memtools::print::clock::{self, Clock};
 use memtools::print::output::Output;
 use memtools::print::progress::Progress;
 use memtools::run::poll::Poller;
-use memtools::serve::report::Report;
+use memtools::serve::report::ServedReport;
 use memtools::serve::server::Server;
 use memtools::serve::trend::Trends;
 
@@ -249,7 +249,7 @@ impl<'a, S: Source> Reporter<'a, S> {
 
     /// The report of the moment for clients of --serve, of all that --pprof would write. The next one that
     /// is printed does not know of it.
-    fn served(&mut self) -> Result<Report> {
+    fn served(&mut self) -> Result<ServedReport> {
         let Found { totals, .. } = self.source.find(clock::monotonic_ns(), false)?;
         self.look(&totals);
         let profile = self.profile(&totals)?;
@@ -264,7 +264,13 @@ impl<'a, S: Source> Reporter<'a, S> {
         let families = numbers.families(&profile);
         let keys: Vec<_> = totals.keys().map(|path| serve::key(*path)).collect();
         let lost = lost.any().then(|| lost.to_string());
-        Ok(Report::new(&profile, &keys, &self.trends, families, lost))
+        Ok(ServedReport::new(
+            &profile,
+            &keys,
+            &self.trends,
+            families,
+            lost,
+        ))
     }
 
     /// Takes a look at how stacks grow, if there are clients to show that to.

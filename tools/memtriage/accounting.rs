@@ -21,7 +21,7 @@ pub(crate) const FREE_IN_LISTS: &str = "free, in lists of CPUs";
 
 /// One part of the machine's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub(crate) struct Part {
+pub(crate) struct MemoryPart {
     pub(crate) name: &'static str,
     pub(crate) bytes: u64,
 }
@@ -33,7 +33,7 @@ pub(crate) struct Accounting {
     pub(crate) whole: &'static str,
     /// Bytes of it.
     pub(crate) total: u64,
-    pub(crate) parts: Vec<Part>,
+    pub(crate) parts: Vec<MemoryPart>,
 }
 
 impl Accounting {
@@ -43,7 +43,7 @@ impl Accounting {
         total: u64,
         parts: impl IntoIterator<Item = (&'static str, u64)>,
     ) -> Self {
-        let part = |(name, bytes)| Part { name, bytes };
+        let part = |(name, bytes)| MemoryPart { name, bytes };
         Self {
             whole,
             total,

@@ -132,12 +132,12 @@ pub(crate) struct Orphans {
     pub(crate) segments: u64,
     /// Bytes that are there, in memory or swapped out.
     pub(crate) bytes: u64,
-    pub(crate) largest: Option<Segment>,
+    pub(crate) largest: Option<SharedSegment>,
 }
 
 /// One segment of System V shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Segment {
+pub(crate) struct SharedSegment {
     /// The number that ipcrm(1) takes it by.
     pub(crate) id: u32,
     /// The process that made it, which may have gone.
@@ -163,9 +163,9 @@ impl Orphans {
             let bytes = bytes(resident) + bytes(swapped);
             orphans.segments += 1;
             orphans.bytes += bytes;
-            let segment = |(id, creator)| Segment { id, creator, bytes };
+            let segment = |(id, creator)| SharedSegment { id, creator, bytes };
             let segment = number(1).zip(number(4)).map(segment);
-            let size = |segment: Option<Segment>| segment.map_or(0, |segment| segment.bytes);
+            let size = |segment: Option<SharedSegment>| segment.map_or(0, |segment| segment.bytes);
             if size(segment) > size(orphans.largest) {
                 orphans.largest = segment;
             }
@@ -190,7 +190,7 @@ mod tests {
             Orphans {
                 segments: 1,
                 bytes: 12288,
-                largest: Some(Segment {
+                largest: Some(SharedSegment {
                     id: 1,
                     creator: 100,
                     bytes: 12288

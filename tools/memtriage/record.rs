@@ -22,8 +22,8 @@ use memtools::run::protect;
 use serde::Serialize;
 
 use crate::doctor;
-use crate::record::mark::{History, Place, Sight};
-use crate::record::report::{Report, Reports};
+use crate::record::mark::{History, MemoryPlace, Sight};
+use crate::record::report::{KillReport, ReportFolder};
 use crate::record::tracing::Tracing;
 
 /// Least time between two looks.
@@ -89,7 +89,7 @@ struct Recorder {
     above: f64,
     /// Whether text tells in which container a process is.
     container: bool,
-    reports: Reports,
+    reports: ReportFolder,
     history: History,
     /// None while nothing is traced.
     tracing: Option<Tracing>,
@@ -103,7 +103,7 @@ impl Recorder {
     fn new(options: &Options<'_>) -> Result<Self> {
         Ok(Self {
             above: options.above,
-            reports: Reports::into(prepared(options.folder)?, options.keep, options.container),
+            reports: ReportFolder::into(prepared(options.folder)?, options.keep, options.container),
             container: options.container,
             history: History::default(),
             tracing: None,
@@ -140,7 +140,7 @@ impl Recorder {
     }
 
     /// The mark is passed: begins to trace.
-    fn arm(&mut self, place: Place, percent: f64, output: &mut Output) -> Result<()> {
+    fn arm(&mut self, place: MemoryPlace, percent: f64, output: &mut Output) -> Result<()> {
         match Tracing::start(place) {
             Ok(started) => {
                 output.row(&Passed::Armed(Used::now(started.place(), percent)))?;
@@ -160,7 +160,7 @@ impl Recorder {
         };
         for kill in tracing.kills() {
             self.unseen.told(&kill);
-            let report = Report::of(kill, self.above, &self.history, tracing);
+            let report = KillReport::of(kill, self.above, &self.history, tracing);
             // A disk that is full now may have room for the next.
             match self.reports.write(&report) {
                 Ok(recorded) => output.row(&recorded)?,
@@ -277,12 +277,12 @@ struct Used<'a> {
     #[serde(serialize_with = "clock::serialize")]
     time: Zoned,
     #[serde(flatten)]
-    place: &'a Place,
+    place: &'a MemoryPlace,
     percent: f64,
 }
 
 impl<'a> Used<'a> {
-    fn now(place: &'a Place, percent: f64) -> Self {
+    fn now(place: &'a MemoryPlace, percent: f64) -> Self {
         Self {
             time: clock::now(),
             place,

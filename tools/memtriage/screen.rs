@@ -13,7 +13,7 @@ use memtools::print::output::Row;
 use memtools::process::container::{self, Home};
 use serde::Serialize;
 
-use crate::accounting::{Accounting, Part};
+use crate::accounting::{Accounting, MemoryPart};
 use crate::findings::{Finding, Level};
 use crate::processes::Usage;
 
@@ -130,7 +130,7 @@ pub(crate) struct Table<'a> {
     pub(crate) cgroup: Option<String>,
     #[serde(rename = "total_bytes")]
     total: u64,
-    parts: &'a [Part],
+    parts: &'a [MemoryPart],
     unaccounted_bytes: i64,
     #[serde(skip)]
     whole: &'static str,
@@ -179,7 +179,7 @@ impl Row for Table<'_> {
             "\n{:<28} {:>8} {:>8} {:>9}",
             "WHERE", "SIZE", "SHARE", "CHANGE"
         )?;
-        let small = |part: &Part| {
+        let small = |part: &MemoryPart| {
             !self.all && (part.bytes as f64) < self.total as f64 * SMALL_PERCENT / 100.0
         };
         let (mut others, mut others_before, mut count) = (0, 0, 0);
@@ -326,7 +326,7 @@ mod tests {
 
     #[test]
     fn small_parts_are_one_line_and_nothing_is_left_out() {
-        let part = |name, bytes| Part { name, bytes };
+        let part = |name, bytes| MemoryPart { name, bytes };
         let before = Accounting {
             whole: "MemTotal",
             total: 1000 << 10,

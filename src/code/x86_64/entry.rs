@@ -18,7 +18,7 @@ use iced_x86::{
 
 use super::held::{Held, writes};
 use crate::bpf::kernel_support;
-use crate::code::probe_place::Place;
+use crate::code::probe_place::ProbePlace;
 
 /// How far from the entry a probe may go. jemalloc's `free` has its first jump 48 bytes on.
 pub(crate) const MAX_OFFSET: u64 = 128;
@@ -39,7 +39,7 @@ pub(crate) static CHANGES_NOPS: LazyLock<bool> = LazyLock::new(|| {
 
 /// The entry of the function that begins with this code, or the first instruction behind the nops
 /// that no probe may be on. None if the nops do not end.
-pub(crate) fn nearest(head: &[u8], changes_nops: bool) -> Option<Place> {
+pub(crate) fn nearest(head: &[u8], changes_nops: bool) -> Option<ProbePlace> {
     let decoder = Decoder::with_ip(64, head, 0, DecoderOptions::NONE);
     let mut instructions = decoder.into_iter();
     let first = instructions.find(|instruction| !changes_nops || !is_long_nop(instruction));
@@ -48,14 +48,14 @@ pub(crate) fn nearest(head: &[u8], changes_nops: bool) -> Option<Place> {
         None if head.is_empty() => 0,
         None => return None,
     };
-    Some(Place {
+    Some(ProbePlace {
         offset,
-        ..Place::ENTRY
+        ..ProbePlace::ENTRY
     })
 }
 
 /// The first place that is cheap, as far as a function's own code tells.
-pub(crate) fn candidate(code: &[u8], arguments: &[u8]) -> Option<Place> {
+pub(crate) fn candidate(code: &[u8], arguments: &[u8]) -> Option<ProbePlace> {
     let mut information = InstructionInfoFactory::new();
     let mut held = Held::at_entry();
     let mut decoder = Decoder::with_ip(64, code, 0, DecoderOptions::NONE);
@@ -67,7 +67,7 @@ pub(crate) fn candidate(code: &[u8], arguments: &[u8]) -> Option<Place> {
         if is_emulated(&instruction)
             && let Some(held_by) = held.held_by(arguments)
         {
-            return Some(Place {
+            return Some(ProbePlace {
                 offset: instruction.ip(),
                 held_by,
             });
@@ -135,9 +135,9 @@ mod tests {
         place_of(code, &[1, 2, 3, 4, 5, 6]).offset
     }
 
-    fn place_of(code: &[&[u8]], arguments: &[u8]) -> Place {
+    fn place_of(code: &[&[u8]], arguments: &[u8]) -> ProbePlace {
         let code = [&code.concat()[..], &[RET]].concat();
-        candidate(&code, arguments).unwrap_or(Place::ENTRY)
+        candidate(&code, arguments).unwrap_or(ProbePlace::ENTRY)
     }
 
     const PUSH_RBP: &[u8] = &[0x55];
@@ -194,8 +194,8 @@ mod tests {
     #[test]
     fn what_it_does_not_read_may_be_lost() {
         assert_eq!(place_of(&[XOR_ESI, PUSH_RBP], &[1]).offset, 2);
-        assert_eq!(place_of(&[XOR_ESI, PUSH_RBP], &[1, 2]), Place::ENTRY);
-        assert_eq!(place_of(&[SUB_RSP, PUSH_RBP], &[]), Place::ENTRY);
+        assert_eq!(place_of(&[XOR_ESI, PUSH_RBP], &[1, 2]), ProbePlace::ENTRY);
+        assert_eq!(place_of(&[SUB_RSP, PUSH_RBP], &[]), ProbePlace::ENTRY);
     }
 
     #[test]
@@ -207,14 +207,14 @@ mod tests {
         assert_eq!((place.offset, place.register_of(1)), (6, 1));
         // Half of it is no copy.
         let place = place_of(&[MOV_EDI_TO_ESI, XOR_EDI, PUSH_RBP], &[1]);
-        assert_eq!(place, Place::ENTRY);
+        assert_eq!(place, ProbePlace::ENTRY);
         assert_eq!(
             place_of(&[MOV_RDI_TO_RSI, XOR_EDI, XOR_ESI, PUSH_RBP], &[1]),
-            Place::ENTRY
+            ProbePlace::ENTRY
         );
         // What was the second argument is lost.
         let place = place_of(&[MOV_RDI_TO_RSI, XOR_EDI, PUSH_RBP], &[1, 2]);
-        assert_eq!(place, Place::ENTRY);
+        assert_eq!(place, ProbePlace::ENTRY);
     }
 
     #[test]
@@ -246,8 +246,8 @@ mod tests {
     fn no_code_and_code_that_does_not_decode() {
         assert_eq!(candidate(&[], &[1]), None);
         assert_eq!(candidate(&[0x06], &[1]), None);
-        assert_eq!(nearest(&[], true), Some(Place::ENTRY));
-        assert_eq!(nearest(&[0x06], true), Some(Place::ENTRY));
+        assert_eq!(nearest(&[], true), Some(ProbePlace::ENTRY));
+        assert_eq!(nearest(&[0x06], true), Some(ProbePlace::ENTRY));
         assert_eq!(offset_of(&[TEST_RDI, &[0x06]]), 0);
     }
 }

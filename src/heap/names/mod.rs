@@ -293,9 +293,9 @@ impl Naming<'_> {
         let has_library = modules.any(|area| area.mapping.module().starts_with("libstdc++"));
         let is_cxx = has_library || self.names.types.iter().any(|of| of.kind == Kind::Class);
         let shapes = Shapes::new(self.memory, self.heap, classes);
-        let mut parts: HashMap<u32, Part> = HashMap::new();
+        let mut parts: HashMap<u32, ContainerPart> = HashMap::new();
         let mut add = |block: u32, shape: Shape, owner: Option<usize>| {
-            let part = Part::new(shape, owner);
+            let part = ContainerPart::new(shape, owner);
             let known = parts.entry(block).or_insert(part);
             *known = known.and(part);
         };
@@ -359,7 +359,7 @@ impl Naming<'_> {
 
 /// What is known of a part of a container so far.
 #[derive(Clone, Copy)]
-struct Part {
+struct ContainerPart {
     shape: Shape,
     /// The number of the class whose object the container is in.
     owner: Option<usize>,
@@ -367,7 +367,7 @@ struct Part {
     shared: bool,
 }
 
-impl Part {
+impl ContainerPart {
     fn new(shape: Shape, owner: Option<usize>) -> Self {
         Self {
             shape,

@@ -62,7 +62,7 @@ fn a_list_is_reached_by_a_global_and_lost_without_it() {
     assert_eq!(chain, [1, 2]);
     assert_eq!(
         place,
-        Place::Module {
+        RootPlace::Module {
             path: b"/bin/app".to_vec(),
             offset: GLOBALS + 0x18 - CODE
         }
@@ -157,7 +157,7 @@ fn registers_hold_what_nothing_else_does() {
     let (image, heap) = (made.image(), heap(3));
     let reach = Reach::new(&image, &heap, &[]);
     let name = |block| match origin(&image, &reach, block) {
-        Some((Place::Register { tid: 12, name }, _)) => Some(name),
+        Some((RootPlace::Register { tid: 12, name }, _)) => Some(name),
         _ => None,
     };
     assert_eq!(
@@ -176,7 +176,7 @@ fn the_kernel_holds_what_it_gives_back() {
     }];
     let heap = heap(2);
     let reach = Reach::new(&image, &heap, &[]);
-    let place = Place::Kernel {
+    let place = RootPlace::Kernel {
         what: "sigev_value of timer",
         number: 3,
     };

@@ -102,27 +102,27 @@ fn places_have_names() {
     add_table(&mut made, &[(CONTROL - 0x40, 0)]);
     let image = made.image();
     let of = |address| place(&image, Root::Memory(address));
-    let module = |offset| Place::Module {
+    let module = |offset| RootPlace::Module {
         path: b"/lib/libx.so".to_vec(),
         offset,
     };
     assert_eq!((of(0x2010), of(0x3010)), (module(0x1010), module(0x2010)));
-    assert!(matches!(of(0x5008), Place::Other { offset: 8, .. }));
-    assert!(matches!(of(0x8008), Place::Other { name, .. } if name == b"/dev/shm/x"));
+    assert!(matches!(of(0x5008), RootPlace::Other { offset: 8, .. }));
+    assert!(matches!(of(0x8008), RootPlace::Other { name, .. } if name == b"/dev/shm/x"));
     assert_eq!(
         of(CONTROL - 0x1800 + 24),
-        Place::Stack { tid: 7, offset: 24 }
+        RootPlace::Stack { tid: 7, offset: 24 }
     );
     assert_eq!(
         of(CONTROL - 16),
-        Place::ThreadLocal {
+        RootPlace::ThreadLocal {
             tid: 7,
             offset: -16
         }
     );
     assert_eq!(
         place(&image, Root::Register(0, "r12")),
-        Place::Register {
+        RootPlace::Register {
             tid: 7,
             name: "r12"
         }
@@ -132,7 +132,7 @@ fn places_have_names() {
 #[test]
 fn frames_end_where_thread_local_storage_begins() {
     let place_at = |made: &Made, address| place(&made.image(), Root::Memory(address));
-    let local = |offset| Place::ThreadLocal { tid: 7, offset };
+    let local = |offset| RootPlace::ThreadLocal { tid: 7, offset };
     let mut made = with_stack();
     let stack_pointer = CONTROL - 0x200;
     made.threads = vec![thread(stack_pointer)];
@@ -147,7 +147,7 @@ fn frames_end_where_thread_local_storage_begins() {
     assert_eq!(place_at(&made, CONTROL - 0x48), local(-0x48));
     assert_eq!(
         place_at(&made, CONTROL - 0x50),
-        Place::Stack {
+        RootPlace::Stack {
             tid: 7,
             offset: 0x1b0
         }
@@ -163,7 +163,10 @@ fn frames_end_where_thread_local_storage_begins() {
         made.put(at, word);
     }
     assert_eq!(place_at(&made, table), local(-0x60));
-    assert!(matches!(place_at(&made, table - 8), Place::Stack { .. }));
+    assert!(matches!(
+        place_at(&made, table - 8),
+        RootPlace::Stack { .. }
+    ));
 }
 
 #[test]
@@ -172,8 +175,8 @@ fn of_stacks_in_one_mapping_the_closest_below_has_a_word() {
     made.threads = vec![thread(STACK + 0x1000), thread(STACK + 0x8000)];
     made.threads[1].tid = 8;
     let of = |address| place(&made.image(), Root::Memory(address));
-    assert_eq!(of(STACK + 0x1010), Place::Stack { tid: 7, offset: 16 });
-    assert_eq!(of(STACK + 0x8010), Place::Stack { tid: 8, offset: 16 });
+    assert_eq!(of(STACK + 0x1010), RootPlace::Stack { tid: 7, offset: 16 });
+    assert_eq!(of(STACK + 0x8010), RootPlace::Stack { tid: 8, offset: 16 });
 }
 
 #[test]
@@ -184,10 +187,13 @@ fn what_is_behind_a_modules_bss_is_other_memory() {
     let image = made.image();
     let modules = Modules(HashMap::from([(b"/lib/libx.so".to_vec(), 0x1808)]));
     let of = |address| modules.place(&image, Root::Memory(address));
-    assert!(matches!(of(0x3800), Place::Module { offset: 0x1800, .. }));
+    assert!(matches!(
+        of(0x3800),
+        RootPlace::Module { offset: 0x1800, .. }
+    ));
     assert_eq!(
         of(0x3808),
-        Place::Other {
+        RootPlace::Other {
             start: 0x3000,
             offset: 0x808,
             name: Vec::new()

@@ -9,7 +9,7 @@ use jiff::Zoned;
 use libbpf_rs::MapCore;
 use serde::Serialize;
 
-use super::{Report, StackCounts, Weight};
+use super::{StackCounts, StackReport, Weight};
 use crate::export::files::Subject;
 use crate::export::profile::Sample;
 use crate::print::clock;
@@ -26,8 +26,8 @@ impl<M: MapCore> StackCounts<'_, M> {
     ///
     /// # Errors
     /// If a map cannot be read, or the output cannot be written to.
-    pub fn report(&mut self, output: &mut Output, report: &Report<'_>) -> Result<()> {
-        let &Report {
+    pub fn report(&mut self, output: &mut Output, report: &StackReport<'_>) -> Result<()> {
+        let &StackReport {
             format,
             weight,
             args,
@@ -81,7 +81,7 @@ impl<M: MapCore> StackCounts<'_, M> {
     }
 
     /// Writes all stacks into the files that are asked for.
-    fn export(&mut self, report: &Report<'_>, counts: &HashMap<Key, Count>) -> Result<()> {
+    fn export(&mut self, report: &StackReport<'_>, counts: &HashMap<Key, Count>) -> Result<()> {
         if !self.exports.any() {
             return Ok(());
         }
@@ -120,7 +120,7 @@ impl<M: MapCore> StackCounts<'_, M> {
     fn report_json(
         &mut self,
         output: &mut Output,
-        report: &Report<'_>,
+        report: &StackReport<'_>,
         counts: HashMap<Key, Count>,
         time: Zoned,
     ) -> Result<()> {
@@ -159,7 +159,7 @@ struct Whole {
 
 impl Whole {
     /// Writes a line with all, unless there is nothing.
-    fn write(&self, report: &Report<'_>, shown: usize, out: &mut dyn Write) -> io::Result<()> {
+    fn write(&self, report: &StackReport<'_>, shown: usize, out: &mut dyn Write) -> io::Result<()> {
         if self.stacks == 0 {
             return Ok(());
         }

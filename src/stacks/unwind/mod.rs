@@ -113,7 +113,7 @@ impl Whose {
     fn interpreters(
         &self,
         args: UnwindArgs,
-        parts: &Parts<'_>,
+        parts: &UnwindParts<'_>,
     ) -> Result<Option<(Finders, InterpreterNames)>> {
         if args.interpreters() == 0 {
             return Ok(None);
@@ -204,7 +204,7 @@ fn join<T>(thread: JoinHandle<T>) -> T {
 #[macro_export]
 macro_rules! unwind_parts {
     ($skel:expr) => {
-        $crate::stacks::unwind::Parts {
+        $crate::stacks::unwind::UnwindParts {
             early: None,
             while_stopped: None,
             python_note: None,
@@ -279,12 +279,12 @@ impl<'a> Holds<'a> {
     }
 }
 
-/// See [`Parts::while_stopped`]. Takes the process that is stopped.
+/// See [`UnwindParts::while_stopped`]. Takes the process that is stopped.
 pub type WhileStopped = Box<dyn FnMut(u32) + Send>;
 
 /// What [`unwind_parts!`] makes.
 #[expect(missing_docs, reason = "named as in the skeleton")]
-pub struct Parts<'a> {
+pub struct UnwindParts<'a> {
     /// Tables that were begun before load.
     pub early: Option<Early>,
     /// What is done, on the unwinder's thread, while the command or what it starts is stopped because
@@ -325,7 +325,11 @@ impl Unwinder {
     ///
     /// # Errors
     /// If the kernel half's maps cannot be had, or the worker's thread does not start.
-    pub fn start(args: UnwindArgs, mut parts: Parts<'_>, whose: impl Into<Whose>) -> Result<Self> {
+    pub fn start(
+        args: UnwindArgs,
+        mut parts: UnwindParts<'_>,
+        whose: impl Into<Whose>,
+    ) -> Result<Self> {
         let whose = whose.into();
         let mut unwinder = Self {
             mode: args.mode,

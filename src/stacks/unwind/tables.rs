@@ -60,10 +60,10 @@ pub(super) struct Tables {
     /// What publishes them, after load.
     publisher: Option<Publisher>,
     /// Files that were read before load.
-    to_publish: Vec<(File, Arc<CodeFile>)>,
-    files: HashMap<FileKey, Arc<CodeFile>>,
+    to_publish: Vec<(File, Arc<StoredFile>)>,
+    files: HashMap<FileKey, Arc<StoredFile>>,
     /// Files by what processes' lists of mappings say of them.
-    seen: HashMap<FileId, Arc<CodeFile>>,
+    seen: HashMap<FileId, Arc<StoredFile>>,
     /// Names of files by their number, behind which may be why a file has no table; 0 is code that was generated.
     names: HashMap<u32, String>,
     next_number: u32,
@@ -82,7 +82,7 @@ const VDSO: FileKey = (0, 0, 0, 0, 0);
 
 /// A file with its rules in the store.
 #[derive(Debug, Default)]
-struct CodeFile {
+struct StoredFile {
     number: u32,
     /// All its words; none without rules.
     words: Range<u32>,
@@ -127,7 +127,7 @@ impl Tables {
 
     /// Files whose rules are there.
     pub(super) fn files(&self) -> usize {
-        let has_rules = |file: &&Arc<CodeFile>| !file.words.is_empty();
+        let has_rules = |file: &&Arc<StoredFile>| !file.words.is_empty();
         self.files.values().filter(has_rules).count()
     }
 
@@ -223,13 +223,13 @@ impl Tables {
         rules: Result<Rules>,
         key: FileKey,
         flags: u32,
-    ) -> Result<Arc<CodeFile>> {
+    ) -> Result<Arc<StoredFile>> {
         let number = self.next_number | flags;
         self.next_number = (self.next_number % MAX_NUMBER) + 1;
         self.names.insert(number, name.to_owned());
-        let mut file = CodeFile {
+        let mut file = StoredFile {
             number,
-            ..CodeFile::default()
+            ..StoredFile::default()
         };
         let rules = match rules.and_then(Rules::by_file_offset) {
             Ok(rules) => rules,
@@ -284,7 +284,7 @@ impl Tables {
     }
 
     /// Tells the kernel half of a file, as soon as that is there.
-    fn publish(&mut self, file: &File, code: &Arc<CodeFile>) -> Result<()> {
+    fn publish(&mut self, file: &File, code: &Arc<StoredFile>) -> Result<()> {
         let Some(publisher) = &self.publisher else {
             let file = file.try_clone().context("failed to hold a file open")?;
             self.to_publish.push((file, Arc::clone(code)));
@@ -349,7 +349,7 @@ impl Tables {
             .map(|(_, entry)| entry.number)
             .collect();
         let is_vdso = |key: &FileKey| key.1 == 0;
-        let kept = |key: &FileKey, file: &CodeFile| {
+        let kept = |key: &FileKey, file: &StoredFile| {
             (used.contains(&file.number) && !file.left_out) || is_vdso(key)
         };
         let keep: HashSet<u32> = self
@@ -388,7 +388,7 @@ impl Tables {
     }
 }
 
-impl CodeFile {
+impl StoredFile {
     /// What the kernel half is told of it.
     fn entry(&self) -> Entry {
         let pages = if self.left_out {

@@ -14,7 +14,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::held::Held;
 use super::tables::{Looked, Tables, is_code};
-use super::{Begun, Parts, WhileStopped, handle, join, tell};
+use super::{Begun, UnwindParts, WhileStopped, handle, join, tell};
 use crate::bpf::ring::Events;
 use crate::bpf::types::{unwind_ask as Ask, unwind_request as Request};
 use crate::interpreters::finders::Finders;
@@ -106,7 +106,7 @@ pub(super) struct Worker {
 impl Worker {
     pub(super) fn start(
         begun: Begun,
-        parts: Parts<'_>,
+        parts: UnwindParts<'_>,
         held: Option<Held>,
         finders: Option<Finders>,
     ) -> Result<Self> {

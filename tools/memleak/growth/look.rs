@@ -25,7 +25,7 @@ pub(super) struct Look {
 }
 
 /// A block's address and size.
-pub(super) type Place = (u64, u64);
+pub(super) type BlockPlace = (u64, u64);
 
 impl Look {
     /// Takes an image; None if its heap made no sense, as that of a process whose threads are in the middle of malloc
@@ -109,7 +109,7 @@ impl Look {
 ///
 /// # Errors
 /// If the process's mappings cannot be read.
-pub(super) fn lost(look: &Look, reach: &Reach) -> Result<Option<HashSet<Place>>> {
+pub(super) fn lost(look: &Look, reach: &Reach) -> Result<Option<HashSet<BlockPlace>>> {
     if verdict::protected_bytes(&look.image)? > 0 {
         return Ok(None);
     }

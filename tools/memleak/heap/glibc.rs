@@ -4,7 +4,7 @@ use memtools::heap::glibc::usage::{HeapUsage, SizeClass};
 use memtools::heap::glibc::{State, Walk};
 use serde::Serialize;
 
-use super::report::Part;
+use super::report::ChunkSum;
 
 /// An arena, by what its memory is for.
 #[derive(Debug, Serialize)]
@@ -13,9 +13,9 @@ pub(super) struct ArenaRow {
     pub(super) main: bool,
     pub(super) bytes: u64,
     pub(super) resident_bytes: u64,
-    pub(super) in_use: Part,
-    pub(super) free: Part,
-    pub(super) top: Part,
+    pub(super) in_use: ChunkSum,
+    pub(super) free: ChunkSum,
+    pub(super) top: ChunkSum,
 }
 
 /// Chunks of one size.
@@ -23,8 +23,8 @@ pub(super) struct ArenaRow {
 pub(super) struct ClassRow {
     pub(super) chunk_bytes: u64,
     pub(super) is_limit: bool,
-    pub(super) in_use: Part,
-    pub(super) free: Part,
+    pub(super) in_use: ChunkSum,
+    pub(super) free: ChunkSum,
 }
 
 /// The arenas, the largest first.

@@ -6,7 +6,7 @@ use memtools::heap::jemalloc::usage::{HeapUsage, Usage};
 use memtools::print::text;
 use serde::Serialize;
 
-use super::report::{Part, is_fragmented, more, size_line};
+use super::report::{ChunkSum, is_fragmented, more, size_line};
 
 /// What jemalloc has its memory for.
 #[derive(Debug, Serialize)]
@@ -14,7 +14,7 @@ pub(super) struct Jemalloc {
     /// What its own statistics say: what threads' caches have is allocated, too.
     allocated_bytes: u64,
     active_bytes: u64,
-    parts: Parts,
+    parts: JemallocSums,
     arenas: Vec<ArenaRow>,
     size_classes: Vec<ClassRow>,
     #[serde(skip)]
@@ -26,17 +26,17 @@ pub(super) struct Jemalloc {
 }
 
 #[derive(Debug, Serialize)]
-struct Parts {
-    in_use: Part,
-    caches: Part,
-    in_doubt: Part,
-    slabs: Part,
-    dirty: Part,
-    muzzy: Part,
-    retained: Part,
+struct JemallocSums {
+    in_use: ChunkSum,
+    caches: ChunkSum,
+    in_doubt: ChunkSum,
+    slabs: ChunkSum,
+    dirty: ChunkSum,
+    muzzy: ChunkSum,
+    retained: ChunkSum,
 }
 
-impl From<&Usage> for Parts {
+impl From<&Usage> for JemallocSums {
     fn from(usage: &Usage) -> Self {
         Self {
             in_use: usage.in_use.into(),
@@ -55,14 +55,14 @@ struct ArenaRow {
     number: u32,
     address: String,
     active_bytes: u64,
-    parts: Parts,
+    parts: JemallocSums,
 }
 
 #[derive(Debug, Serialize)]
 struct ClassRow {
     block_bytes: u64,
-    in_use: Part,
-    free: Part,
+    in_use: ChunkSum,
+    free: ChunkSum,
 }
 
 impl Jemalloc {

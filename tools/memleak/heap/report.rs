@@ -38,12 +38,12 @@ pub(super) struct HeapRow {
     heap_resident_bytes: u64,
     blocks: u64,
     block_bytes: u64,
-    heap: Option<Parts>,
+    heap: Option<HeapSums>,
     jemalloc: Option<Jemalloc>,
-    stacks: Place,
-    other_private: Place,
-    shared: Place,
-    files: Place,
+    stacks: MappedSum,
+    other_private: MappedSum,
+    shared: MappedSum,
+    files: MappedSum,
     trim_bytes: Option<u64>,
     verdict: &'static str,
     arenas: Vec<ArenaRow>,
@@ -60,27 +60,27 @@ struct AllocatorRow {
 
 /// Mappings of one kind.
 #[derive(Debug, Default, Serialize)]
-struct Place {
+struct MappedSum {
     mapped_bytes: u64,
     resident_bytes: u64,
 }
 
 /// Chunks of one kind.
 #[derive(Debug, Serialize)]
-pub(super) struct Part {
+pub(super) struct ChunkSum {
     pub(super) count: u64,
     pub(super) bytes: u64,
     resident_bytes: u64,
 }
 
-impl Part {
+impl ChunkSum {
     pub(super) fn text(&self, out: &mut dyn Write, what: &str) -> io::Result<()> {
         let (resident, bytes) = (text::bytes(self.resident_bytes), text::bytes(self.bytes));
         line(out, &resident, &bytes, &text::grouped(self.count), what)
     }
 }
 
-impl From<Sum> for Part {
+impl From<Sum> for ChunkSum {
     fn from(sum: Sum) -> Self {
         Self {
             count: sum.count,
@@ -92,13 +92,13 @@ impl From<Sum> for Part {
 
 /// What the heap is made of.
 #[derive(Debug, Serialize)]
-struct Parts {
-    in_use: Part,
-    mmapped: Part,
-    bins: Part,
-    fastbins: Part,
-    tcaches: Part,
-    tops: Part,
+struct HeapSums {
+    in_use: ChunkSum,
+    mmapped: ChunkSum,
+    bins: ChunkSum,
+    fastbins: ChunkSum,
+    tcaches: ChunkSum,
+    tops: ChunkSum,
     overhead_bytes: u64,
     /// Blocks of other allocators of the process, and their bytes.
     other_blocks: u64,
@@ -150,14 +150,14 @@ impl HeapRow {
             block_bytes: heap.block_bytes(),
             heap: usage
                 .as_ref()
-                .map(|(walk, usage)| Parts::of(walk, usage, heap)),
+                .map(|(walk, usage)| HeapSums::of(walk, usage, heap)),
             jemalloc: jemalloc
                 .as_ref()
                 .map(|walk| Jemalloc::of(&walk.usage(image), heap_resident_bytes, top)),
-            stacks: Place::default(),
-            other_private: Place::default(),
-            shared: Place::default(),
-            files: Place::default(),
+            stacks: MappedSum::default(),
+            other_private: MappedSum::default(),
+            shared: MappedSum::default(),
+            files: MappedSum::default(),
             trim_bytes: usage.as_ref().map(|(walk, _)| trim::returned(image, walk)),
             verdict: "",
             arenas: Vec::new(),
@@ -232,9 +232,9 @@ fn told(coverage: &Coverage) -> (&'static str, Option<String>) {
     }
 }
 
-impl Parts {
+impl HeapSums {
     fn of(walk: &Walk, usage: &HeapUsage, heap: &Heap) -> Self {
-        let all = |state| Part::from(usage.all.of(state));
+        let all = |state| ChunkSum::from(usage.all.of(state));
         let in_use = walk
             .chunks
             .iter()
@@ -272,8 +272,8 @@ pub(super) fn verdict(is_fragmented: bool) -> &'static str {
 /// A line of a table of sizes, of the blocks or chunks of one.
 pub(super) fn size_line(
     out: &mut dyn Write,
-    in_use: &Part,
-    free: &Part,
+    in_use: &ChunkSum,
+    free: &ChunkSum,
     size: impl fmt::Display,
 ) -> io::Result<()> {
     writeln!(
@@ -432,7 +432,7 @@ impl HeapRow {
     }
 }
 
-impl Parts {
+impl HeapSums {
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let bytes = text::bytes;
         let overhead = bytes(self.overhead_bytes);

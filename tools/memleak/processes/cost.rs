@@ -19,7 +19,7 @@ use serde::Serialize;
 
 use super::bpf::types::steering;
 use super::probes::{Attached, Hits};
-use super::target::Target;
+use super::target::Targets;
 
 /// How long runs are timed, or are not, at a time.
 const SLICE: Duration = Duration::from_millis(200);
@@ -102,7 +102,7 @@ struct Used {
 
 impl<'a> Cost<'a> {
     /// Begins with a slice that is timed.
-    pub(crate) fn new(attached: &'a Attached, target: &Target) -> anyhow::Result<Self> {
+    pub(crate) fn new(attached: &'a Attached, target: &Targets) -> anyhow::Result<Self> {
         let mut cost = Self {
             attached,
             clocks: Clocks::new(target),
@@ -228,7 +228,7 @@ struct Clock {
 
 impl Clocks {
     /// None, where processes can join the target later: it is not known here which these are.
-    fn new(target: &Target) -> Self {
+    fn new(target: &Targets) -> Self {
         let processes = target.processes.iter().filter(|_| target.is_fixed());
         let clock = |pid: u32| {
             let id = ClockId::pid_cpu_clock_id(Pid::from_raw(pid.cast_signed())).ok()?;

@@ -8,7 +8,7 @@ use libbpf_rs::{MapCore, MapFlags, ProgramAttachType};
 use memtools::bpf::kernel_support;
 use memtools::bpf::map_create;
 use memtools::process::container;
-use memtools::stacks::unwind::{self, Early, Parts, Unwinder};
+use memtools::stacks::unwind::{self, Early, UnwindParts, Unwinder};
 
 use super::allocators;
 use super::block_room::BlockRoom;
@@ -17,7 +17,7 @@ use super::probes::{Attached, Started, Way};
 use super::python_objects;
 use super::signature::Signature;
 use super::stopped;
-use super::target::Target;
+use super::target::Targets;
 use crate::args::{Args, Mode};
 use crate::sampling::Sampling;
 
@@ -35,7 +35,7 @@ const MAPPING_EVENT_BYTES: u32 = 1 << 20;
 const LOOKED_AT: u32 = 4096;
 
 /// Loads the programs that are wanted, and attaches what every way needs.
-pub(super) fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
+pub(super) fn load(way: Way, target: &Targets, args: &Args) -> Result<Started> {
     let room = match way {
         Way::Plain => BlockRoom::without_table(args),
         _ => BlockRoom::with_table(args)?,
@@ -62,7 +62,7 @@ pub(super) fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
     });
     let links = links.collect::<Result<_>>()?;
     let (while_stopped, questions) = stopped::questions()?;
-    let parts = Parts {
+    let parts = UnwindParts {
         early,
         while_stopped: Some(while_stopped),
         python_note: (!args.python_objects).then_some(PYTHON_NOTE),
@@ -81,7 +81,7 @@ pub(super) fn load(way: Way, target: &Target, args: &Args) -> Result<Started> {
 }
 
 /// Has the programs loaded that this way and these options need.
-fn choose_programs(open: &mut Prepared<'_>, way: Way, target: &Target, args: &Args) {
+fn choose_programs(open: &mut Prepared<'_>, way: Way, target: &Targets, args: &Args) {
     let wanted = programs(way);
     for mut program in open.open_object_mut().progs_mut() {
         let load = wanted(&program.name().to_string_lossy());
@@ -134,7 +134,7 @@ fn programs(way: Way) -> fn(&str) -> bool {
 fn open<'target>(
     way: Way,
     room: &BlockRoom,
-    target: &'target Target,
+    target: &'target Targets,
     args: &Args,
 ) -> Result<Prepared<'target>> {
     let mut open = bpf::prepare(&target.filter, args.stack_room(), args.unwind)?;
@@ -193,7 +193,7 @@ fn open<'target>(
 
 /// The signatures of the programs entry_0 and so on: those that are wanted now, and of what may be loaded
 /// later as many as there is room for.
-fn signatures(target: &Target, args: &Args) -> Vec<Signature> {
+fn signatures(target: &Targets, args: &Args) -> Vec<Signature> {
     let of_python = python_objects::signatures().filter(|_| args.python_objects);
     let mut signatures = target.signatures();
     for signature in allocators::signatures().chain(of_python) {

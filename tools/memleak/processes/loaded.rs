@@ -15,7 +15,7 @@ use nix::unistd::{Pid, getpgid};
 use super::object::{Object, ProbedFile};
 use super::objects;
 use super::probes::Attached;
-use super::target::{EVERY_PROCESS, Target, read_by_translator};
+use super::target::{EVERY_PROCESS, Targets, read_by_translator};
 use crate::args::Args;
 
 /// Time between two looks, and what is allocated in it from a new allocator is not seen.
@@ -45,7 +45,7 @@ pub(crate) struct Loaded {
 }
 
 impl Loaded {
-    pub(crate) fn new(target: &Target) -> Self {
+    pub(crate) fn new(target: &Targets) -> Self {
         let mut looked_through: HashMap<_, HashSet<_>> = HashMap::new();
         for traced in &target.processes {
             let pid = target.probed_in(traced.process.pid());
@@ -66,7 +66,7 @@ impl Loaded {
     pub(crate) fn look(
         &mut self,
         files: Vec<(u32, Rc<CodeFile>)>,
-        target: &Target,
+        target: &Targets,
         attached: &Attached,
         args: &Args,
     ) {
@@ -111,7 +111,7 @@ impl Loaded {
         &mut self,
         pid: u32,
         is_stopped: &dyn Fn() -> bool,
-        target: &Target,
+        target: &Targets,
         attached: &Attached,
         args: &Args,
     ) -> Result<()> {
@@ -198,7 +198,7 @@ impl Loaded {
     pub(crate) fn tell_missed(
         &mut self,
         files: Vec<(u32, Rc<CodeFile>)>,
-        target: &Target,
+        target: &Targets,
         args: &Args,
     ) {
         for (pid, file) in files {

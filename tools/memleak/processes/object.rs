@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use memtools::code::elf;
 use memtools::code::instruction::{self, Code};
-use memtools::code::probe_place::{self, Place, Wish};
+use memtools::code::probe_place::{self, ProbePlace, Wish};
 use memtools::code::wrappers::{Callee, Calls, Given, Passes, Passing};
 use memtools::print::text;
 use memtools::process::mapped_file::MappedFile;
@@ -354,14 +354,14 @@ fn place(
     args: &Args,
 ) -> Result<Vec<Function>> {
     let places = if cfg!(not(target_arch = "x86_64")) {
-        vec![Some(Place::ENTRY); symbols.len()]
+        vec![Some(ProbePlace::ENTRY); symbols.len()]
     } else {
         let asked: Vec<_> = symbols
             .iter()
             .map(|(symbol, signature)| (*symbol, signature.arguments()))
             .collect();
         let mut places = probe_place::places(file.file(), &asked, wish)?;
-        let moved = |(place, (_, signature)): (&Option<Place>, &(_, Signature))| {
+        let moved = |(place, (_, signature)): (&Option<ProbePlace>, &(_, Signature))| {
             place.is_some_and(|place| signature.at(place).is_none())
         };
         if places.iter().zip(symbols).any(moved) {

@@ -23,7 +23,7 @@ use super::object::{Function, Object};
 use super::objects;
 use super::signature::Signature;
 use super::stopped::Questions;
-use super::target::Target;
+use super::target::Targets;
 use crate::args::Args;
 
 /// The loaded program, for placing its probes.
@@ -78,7 +78,7 @@ pub(super) enum Way {
 }
 
 /// Loads the program and places the probes, in the best way that this kernel has.
-pub(crate) fn attach(target: &Target, args: &Args) -> Result<Started> {
+pub(crate) fn attach(target: &Targets, args: &Args) -> Result<Started> {
     wake_uprobes();
     let session = Variant::new("uprobe session", || {
         if !kernel_support::btf_has_name("BPF_TRACE_UPROBE_SESSION") {
@@ -101,7 +101,7 @@ pub(crate) fn attach(target: &Target, args: &Args) -> Result<Started> {
     Ok((Attached { how, ..attached }, links, unwinder))
 }
 
-fn start(way: Way, target: &Target, args: &Args) -> Result<Started> {
+fn start(way: Way, target: &Targets, args: &Args) -> Result<Started> {
     let (attached, mut links, unwinder) = load::load(way, target, args)?;
     if way == Way::Multi {
         links.push(try_with_a_thread(&attached.skel)?);

@@ -1,6 +1,6 @@
 //! How a call of a probed function is read from its registers.
 
-use memtools::code::probe_place::Place;
+use memtools::code::probe_place::ProbePlace;
 
 use super::bpf::types::{function_kind as FunctionKind, signature_shift as Shift};
 
@@ -155,7 +155,7 @@ impl Signature {
 
     /// How it is read at a place in the function where arguments may be in other registers. None
     /// if it cannot be read there.
-    pub(crate) fn at(self, place: Place) -> Option<Self> {
+    pub(crate) fn at(self, place: ProbePlace) -> Option<Self> {
         let moved = Self {
             size: place.register_of(self.size),
             count: place.register_of(self.count),

@@ -29,7 +29,7 @@ pub(crate) const EVERY_PROCESS: i32 = -1;
 const FOR_UPROBES: [Capability; 1] = [Capability::CAP_SYS_ADMIN];
 
 /// The options' targets, checked and held until they are traced.
-pub(crate) struct Target {
+pub(crate) struct Targets {
     pub(crate) processes: Vec<Traced>,
     pub(crate) filter: Filter,
     /// The command that the process is to become, if we start it.
@@ -61,7 +61,7 @@ impl Traced {
     }
 }
 
-impl Target {
+impl Targets {
     /// Finds the processes and their allocators; starts the command, which is then held. From then on this process
     /// may do no more than tracing takes.
     pub(crate) fn choose(args: &Args) -> Result<Self> {

@@ -13,7 +13,7 @@ use super::cost::Cost;
 use super::loaded::{self, Loaded};
 use super::overhead::Limit;
 use super::probes::Attached;
-use super::target::Target;
+use super::target::Targets;
 use crate::args::Args;
 
 /// How long nothing may happen at all before we say why that can be.
@@ -21,7 +21,7 @@ const QUIET: Duration = Duration::from_secs(2);
 
 pub(super) struct Upkeep<'a> {
     pub(super) attached: &'a Attached,
-    pub(super) target: &'a Target,
+    pub(super) target: &'a Targets,
     pub(super) args: &'a Args,
     /// The probes in place since the start; those in files loaded later are in `loaded`.
     links: Vec<Link>,
@@ -39,7 +39,7 @@ pub(super) struct Upkeep<'a> {
 impl<'a> Upkeep<'a> {
     pub(super) fn new(
         attached: &'a Attached,
-        target: &'a Target,
+        target: &'a Targets,
         args: &'a Args,
         links: Vec<Link>,
     ) -> Result<Self> {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use memtools::code::elf;
 use memtools::heap::image::Image;
-use memtools::heap::roots::{self, Modules, Place, Root};
+use memtools::heap::roots::{self, Modules, Root, RootPlace};
 use memtools::print::demangle::demangle;
 use memtools::print::text;
 use memtools::process::mapped_file::MappedFile;
@@ -24,7 +24,7 @@ impl RootNames {
     pub(crate) fn of(image: &Image, roots: impl Iterator<Item = Root>) -> Self {
         let places: Vec<_> = roots.map(|root| roots::place(image, root)).collect();
         let in_modules = places.iter().filter_map(|place| match place {
-            Place::Module { path, offset } => Some((path.as_slice(), *offset)),
+            RootPlace::Module { path, offset } => Some((path.as_slice(), *offset)),
             _ => None,
         });
         let mut names = Self::default();
@@ -61,13 +61,13 @@ impl RootNames {
             return "nothing: unreachable".into();
         };
         match self.modules.place(image, root) {
-            Place::Register { tid, name } => format!("register {name} of thread {tid}"),
-            Place::Kernel { what, number } => format!("the kernel, {what} {number}"),
-            Place::Stack { tid, offset } => format!("stack of thread {tid}, sp{offset:+}"),
-            Place::ThreadLocal { tid, offset } => {
+            RootPlace::Register { tid, name } => format!("register {name} of thread {tid}"),
+            RootPlace::Kernel { what, number } => format!("the kernel, {what} {number}"),
+            RootPlace::Stack { tid, offset } => format!("stack of thread {tid}, sp{offset:+}"),
+            RootPlace::ThreadLocal { tid, offset } => {
                 format!("thread-local storage of thread {tid}, {offset:+}")
             }
-            Place::Module { path, offset } => {
+            RootPlace::Module { path, offset } => {
                 let file = path.rsplit(|&byte| byte == b'/').next().unwrap_or(&path);
                 let file = text::escape_bytes(file);
                 match self.variables.get(&(path, offset)) {
@@ -79,7 +79,7 @@ impl RootNames {
                     None => format!("global {file}+{offset:#x}"),
                 }
             }
-            Place::Other {
+            RootPlace::Other {
                 start,
                 offset,
                 name,

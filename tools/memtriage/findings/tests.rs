@@ -15,7 +15,7 @@ use memtools::host::values::Values;
 use super::*;
 use crate::accounting::{Accounting, FREE_IN_LISTS};
 use crate::huge_pages::HugePages;
-use crate::look::{Look, Orphans, Segment, Surroundings, Tmpfs};
+use crate::look::{Look, Orphans, SharedSegment, Surroundings, Tmpfs};
 use crate::nameless::Nameless;
 use crate::processes::Usage;
 use crate::whose::Holders;

@@ -21,14 +21,14 @@ const LOOKS: usize = 60;
 
 /// The machine's memory, or a cgroup's limit, that can be used up.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub(crate) struct Place {
+pub(crate) struct MemoryPlace {
     /// The cgroup's path. None for the machine.
     pub(crate) cgroup: Option<String>,
     #[serde(skip)]
     pub(crate) folder: Option<PathBuf>,
 }
 
-impl Place {
+impl MemoryPlace {
     fn of(group: &MemoryCgroup) -> Self {
         Self {
             cgroup: Some(group.path.clone()),
@@ -68,20 +68,20 @@ impl Sight {
     }
 
     /// The place of which most is used, and how much, in percent. The machine comes before a cgroup with as much.
-    pub(crate) fn fullest(&self) -> (Place, f64) {
-        let machine = Place {
+    pub(crate) fn fullest(&self) -> (MemoryPlace, f64) {
+        let machine = MemoryPlace {
             cgroup: None,
             folder: None,
         };
         let groups = self.groups.iter();
-        let groups = groups.map(|group| (Place::of(group), group.percent()));
+        let groups = groups.map(|group| (MemoryPlace::of(group), group.percent()));
         groups.fold((machine, self.machine_percent), |most, one| {
             if one.1 > most.1 { one } else { most }
         })
     }
 
     /// How much of this place is used, in percent; nothing of a cgroup that has gone.
-    pub(crate) fn percent(&self, place: &Place) -> f64 {
+    pub(crate) fn percent(&self, place: &MemoryPlace) -> f64 {
         let Some(folder) = &place.folder else {
             return self.machine_percent;
         };
@@ -173,7 +173,7 @@ pub(crate) struct Moment {
     #[serde(serialize_with = "clock::serialize")]
     time: Zoned,
     machine_percent: f64,
-    fullest: Place,
+    fullest: MemoryPlace,
     fullest_percent: f64,
     /// Percent of the last ten seconds in which a task waited for memory. None if this kernel does not tell.
     some_percent: Option<f64>,

@@ -17,7 +17,7 @@ use serde_json::Value;
 
 use crate::processes::Usage;
 use crate::record::kills::Kill;
-use crate::record::mark::{History, Moment, Place};
+use crate::record::mark::{History, MemoryPlace, Moment};
 use crate::record::tracing::{Outcome, Tracing};
 use crate::screen::{ProcessRow, size};
 use crate::siblings::Question;
@@ -29,17 +29,17 @@ pub(crate) const PROCESSES: usize = 10;
 const RULES: &[&str] = &["growing"];
 
 /// Everything that is known of a kill.
-pub(crate) struct Report {
+pub(crate) struct KillReport {
     time: Zoned,
     kill: Kill,
     above: f64,
-    place: Place,
+    place: MemoryPlace,
     moments: Vec<Moment>,
     processes: Vec<(Usage, i64)>,
     profiles: Vec<(Question, Outcome)>,
 }
 
-impl Report {
+impl KillReport {
     /// The report of a kill while this was traced.
     pub(crate) fn of(kill: Kill, above: f64, history: &History, tracing: &mut Tracing) -> Self {
         Self {
@@ -97,7 +97,7 @@ struct Rows<'a> {
     container: bool,
     mark_percent: f64,
     #[serde(flatten)]
-    place: &'a Place,
+    place: &'a MemoryPlace,
     moments: &'a [Moment],
     processes: Vec<ProcessRow<'a>>,
     traced: Vec<Answer<'a>>,
@@ -157,7 +157,7 @@ impl Row for Rows<'_> {
 }
 
 /// The files of reports.
-pub(crate) struct Reports {
+pub(crate) struct ReportFolder {
     folder: PathBuf,
     keep: usize,
     /// Whether their text tells containers.
@@ -165,7 +165,7 @@ pub(crate) struct Reports {
     any: bool,
 }
 
-impl Reports {
+impl ReportFolder {
     /// Reports in this folder, of which so many are kept; their text tells containers if that is asked for.
     pub(crate) fn into(folder: PathBuf, keep: usize, container: bool) -> Self {
         Self {
@@ -185,7 +185,7 @@ impl Reports {
     ///
     /// # Errors
     /// If one cannot be written.
-    pub(crate) fn write(&mut self, report: &Report) -> Result<Recorded> {
+    pub(crate) fn write(&mut self, report: &KillReport) -> Result<Recorded> {
         let stamp = report.time.with_time_zone(TimeZone::UTC);
         let name = format!(
             "oom-{}-{}",
@@ -307,7 +307,7 @@ mod tests {
         for name in names {
             fs::write(folder.path().join(name), "").expect("a file");
         }
-        Reports::into(folder.path().to_owned(), 1, false)
+        ReportFolder::into(folder.path().to_owned(), 1, false)
             .remove_oldest()
             .expect("they can be removed");
         let there = |name: &&str| folder.path().join(name).exists();

@@ -18,7 +18,7 @@ use tempfile::TempDir;
 
 use crate::processes::{self, Usage};
 use crate::record::kills::{Kill, Kills};
-use crate::record::mark::Place;
+use crate::record::mark::MemoryPlace;
 use crate::record::report::PROCESSES;
 use crate::siblings::{self, Question, Run, Unit, Whose};
 
@@ -36,7 +36,7 @@ const PROFILE: &str = "2";
 
 /// Runs of the tools for one place.
 pub(crate) struct Tracing {
-    place: Place,
+    place: MemoryPlace,
     kills: Kills,
     traced: Vec<Traced>,
     /// Traced processes that are gone, each with the time since when.
@@ -76,7 +76,7 @@ impl Tracing {
     ///
     /// # Errors
     /// If oomkill cannot be run, or there is no folder for the tools' profiles.
-    pub(crate) fn start(place: Place) -> Result<Self> {
+    pub(crate) fn start(place: MemoryPlace) -> Result<Self> {
         let kills = Kills::start()?;
         let mut tracing = Self {
             kills,
@@ -93,7 +93,7 @@ impl Tracing {
         Ok(tracing)
     }
 
-    pub(crate) fn place(&self) -> &Place {
+    pub(crate) fn place(&self) -> &MemoryPlace {
         &self.place
     }
 

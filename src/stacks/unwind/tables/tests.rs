@@ -35,7 +35,7 @@ fn program() -> File {
 }
 
 /// Has the kernel half know a file's table, last used at this time.
-fn know(known: &MapHandle, file: &CodeFile, used_ns: u64) {
+fn know(known: &MapHandle, file: &StoredFile, used_ns: u64) {
     let entry = types::unwind_file {
         number: file.number,
         used_ns,
@@ -46,7 +46,7 @@ fn know(known: &MapHandle, file: &CodeFile, used_ns: u64) {
     known.update(&key, entry, MapFlags::ANY).expect("an entry");
 }
 
-fn of(tables: &Tables, file: &File) -> Arc<CodeFile> {
+fn of(tables: &Tables, file: &File) -> Arc<StoredFile> {
     let key = key_of(&file.metadata().expect("a file"));
     Arc::clone(&tables.files[&key])
 }

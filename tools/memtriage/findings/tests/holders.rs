@@ -141,7 +141,7 @@ fn shared_memory_that_nobody_has() {
     machine.around.orphans = Orphans {
         segments: 3,
         bytes: GIB / 64,
-        largest: Some(Segment {
+        largest: Some(SharedSegment {
             id: 11,
             creator: 77,
             bytes: GIB / 128,
