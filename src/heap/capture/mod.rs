@@ -31,8 +31,9 @@ use crate::heap::idle::Watch;
 use crate::heap::image::{Image, Thread};
 use crate::heap::page_runs::{self, PageRuns};
 use crate::heap::realtime::Realtime;
+use crate::host::values::Values;
 use crate::print::{clock, text};
-use crate::process::proc::{self, Process};
+use crate::process::proc::Process;
 use crate::process::translator;
 
 use pages::{Found, Pages};
@@ -311,11 +312,13 @@ fn expect_known(process: &Process) -> Result<()> {
              program without it"
         );
     }
-    let swapped = status_kilobytes(&format!("/proc/{pid}/status"), "VmSwap:").unwrap_or(0);
+    let status = Values::read(format!("/proc/{pid}/status")).unwrap_or_default();
+    let swapped = status.of("VmSwap");
     if swapped > 0 {
         bail!(
-            "process {pid} has {swapped} kB in swap, which would be read back while it stands still; \
-             once there is room for it: swapoff -a && swapon -a"
+            "process {pid} has {} kB in swap, which would be read back while it stands still; \
+             once there is room for it: swapoff -a && swapon -a",
+            swapped / 1024
         );
     }
     Ok(())
@@ -354,7 +357,8 @@ fn is_there(what: &str, needed: u64, free: u64) -> Result<()> {
 
 /// Bytes that programs can have without swap.
 fn available() -> u64 {
-    status_kilobytes("/proc/meminfo", "MemAvailable:").unwrap_or(u64::MAX >> 10) * 1024
+    let memory = Values::read("/proc/meminfo").unwrap_or_default();
+    memory.get("MemAvailable").unwrap_or(u64::MAX)
 }
 
 /// The mappings of the process, and the pages of them that are to be copied; with `marks`, also what was written.
@@ -412,12 +416,6 @@ fn comm(path: &str) -> Vec<u8> {
     comm.strip_suffix(b"\n").unwrap_or(&comm).to_vec()
 }
 
-/// A number in a file whose lines are like `VmSwap:  12 kB`.
-fn status_kilobytes(path: &str, name: &str) -> Option<u64> {
-    let value = proc::field(path, name)?;
-    value.strip_suffix("kB")?.trim().parse().ok()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -444,7 +442,6 @@ mod tests {
 
     #[test]
     fn this_machine_has_memory() {
-        assert!(status_kilobytes("/proc/meminfo", "MemAvailable:").expect("a number") > 0);
-        assert_eq!(status_kilobytes("/proc/meminfo", "NoSuchName:"), None);
+        assert!((1 << 20..1 << 50).contains(&available()));
     }
 }
