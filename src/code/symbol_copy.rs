@@ -6,6 +6,8 @@
 //! that nobody can change: segments, functions and names, read once and checked, each function in
 //! order and of one name. The names keep their places: what no function needs is a hole.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
@@ -26,6 +28,9 @@ const FUNCTION: usize = size_of::<Sym>() + size_of::<usize>();
 const BLOCK: usize = limits::MAX_NAME;
 /// Underscores before a name that are told apart.
 const MOST_UNDERSCORES: usize = 4;
+/// Bytes of names that are read at a time to see how some of them begin, and how many such are kept.
+const PIECE: u32 = 1 << 10;
+const MOST_PIECES: usize = 1 << 12;
 /// Functions that are written at a time.
 const CHUNK: usize = 1 << 14;
 /// The names of the copy's sections, each after a NUL.
@@ -146,8 +151,9 @@ impl Writer<'_> {
             Ok(())
         })?;
         functions.sort_by_key(|function| (function.address, function.local));
+        let mut beginnings = Beginnings::of(self.elf, names);
         for aliases in functions.chunk_by_mut(|one, other| one.address == other.address) {
-            self.put_plainest_first(aliases, names)?;
+            put_plainest_first(aliases, &mut beginnings)?;
         }
         functions.dedup_by_key(|function| function.address);
         self.take(functions.len() * FUNCTION)?;
@@ -164,29 +170,6 @@ impl Writer<'_> {
         let to = self.place(names.size);
         self.add(section_header(titles[1], raw::SHT_STRTAB, to, names.size));
         self.names(names, to, &functions)
-    }
-
-    /// Puts the name first that users know, which has fewest underscores before it: `mmap`, not `__mmap`.
-    /// Among such, the first one in the file is the function's name, of those that other files can name it by if
-    /// there are any.
-    fn put_plainest_first(&self, aliases: &mut [Function], names: &Section) -> Result<()> {
-        if aliases.len() < 2 {
-            return Ok(());
-        }
-        let mut plainest = (usize::MAX, 0);
-        for (number, alias) in aliases.iter().enumerate() {
-            self.elf.deadline.check()?;
-            let at = u64::from(alias.name);
-            let length = names.size.saturating_sub(at).min(MOST_UNDERSCORES as u64);
-            let start = self
-                .elf
-                .bytes(names.file_offset + at, length as usize)
-                .context("failed to read its names of symbols")?;
-            let underscores = start.iter().take_while(|&&byte| byte == b'_').count();
-            plainest = plainest.min((underscores, number));
-        }
-        aliases.swap(0, plainest.1);
-        Ok(())
     }
 
     fn names(&mut self, section: &Section, to: u64, functions: &[Function]) -> Result<()> {
@@ -300,6 +283,66 @@ impl Writer<'_> {
     }
 }
 
+/// How names begin. The names of one function are all over a file's, so what is read stays for a while.
+struct Beginnings<'a> {
+    elf: &'a Elf<'a>,
+    section: &'a Section,
+    /// Pieces by their numbers, each with the bytes that a name at its end goes on with.
+    pieces: HashMap<u32, Vec<u8>>,
+}
+
+impl<'a> Beginnings<'a> {
+    fn of(elf: &'a Elf<'a>, section: &'a Section) -> Self {
+        Self {
+            elf,
+            section,
+            pieces: HashMap::new(),
+        }
+    }
+
+    /// Up to four bytes of the name that begins here among the names.
+    fn at(&mut self, name: u32) -> Result<&[u8]> {
+        let number = name / PIECE;
+        if self.pieces.len() >= MOST_PIECES && !self.pieces.contains_key(&number) {
+            self.pieces.clear();
+        }
+        let piece = match self.pieces.entry(number) {
+            Entry::Occupied(piece) => piece.into_mut(),
+            Entry::Vacant(piece) => {
+                self.elf.deadline.check()?;
+                let start = u64::from(number) * u64::from(PIECE);
+                let length = u64::from(PIECE) + MOST_UNDERSCORES as u64;
+                let length = length.min(self.section.size.saturating_sub(start));
+                let bytes = self
+                    .elf
+                    .bytes(self.section.file_offset + start, length as usize)
+                    .context("failed to read its names of symbols")?;
+                piece.insert(bytes)
+            }
+        };
+        let start = piece.len().min((name % PIECE) as usize);
+        let end = piece.len().min(start + MOST_UNDERSCORES);
+        Ok(&piece[start..end])
+    }
+}
+
+/// Puts the name first that users know, which has fewest underscores before it: `mmap`, not `__mmap`.
+/// Among such, the first one in the file is the function's name, of those that other files can name it by if
+/// there are any.
+fn put_plainest_first(aliases: &mut [Function], beginnings: &mut Beginnings<'_>) -> Result<()> {
+    if aliases.len() < 2 {
+        return Ok(());
+    }
+    let mut plainest = (usize::MAX, 0);
+    for (number, alias) in aliases.iter().enumerate() {
+        let start = beginnings.at(alias.name)?;
+        let underscores = start.iter().take_while(|&&byte| byte == b'_').count();
+        plainest = plainest.min((underscores, number));
+    }
+    aliases.swap(0, plainest.1);
+    Ok(())
+}
+
 impl Function {
     /// None for one that does not tell its size, or has no name.
     fn new(symbol: Symbol, names: u64) -> Option<Self> {
@@ -344,5 +387,67 @@ fn section_header(title: &[u8], kind: raw::SectionType, at: u64, length: u64) ->
         sh_info: U32::new(e, 0),
         sh_addralign: U64::new(e, BLOCK as u64),
         sh_entsize: U64::new(e, entry as u64),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::io;
+
+    use super::*;
+    use crate::code::elf_file::Source;
+
+    /// A file of which is counted how often it is read.
+    struct Counted {
+        file: File,
+        reads: Cell<usize>,
+    }
+
+    impl Source for Counted {
+        fn length(&self) -> io::Result<u64> {
+            self.file.length()
+        }
+
+        fn read(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+            self.reads.set(self.reads.get() + 1);
+            self.file.read(buffer, offset)
+        }
+    }
+
+    #[test]
+    fn names_are_read_many_at_a_time() {
+        let counted = Counted {
+            file: File::open("/usr/lib/x86_64-linux-gnu/libc.so.6").expect("Debian's libc"),
+            reads: Cell::new(0),
+        };
+        let elf = Elf::read(&counted).expect("an ELF file");
+        let (table, names) = elf.symbol_table(raw::SHT_DYNSYM).expect("symbols");
+        let mut functions = Vec::new();
+        let all = elf.each_function(table, |symbol| {
+            functions.extend(Function::new(symbol, names.size));
+            Ok(())
+        });
+        all.expect("symbols");
+        functions.sort_by_key(|function| function.address);
+
+        let (mut aliases, before) = (0, counted.reads.get());
+        let mut beginnings = Beginnings::of(&elf, names);
+        for named in functions.chunk_by_mut(|one, other| one.address == other.address) {
+            aliases += if named.len() > 1 { named.len() } else { 0 };
+            put_plainest_first(named, &mut beginnings).expect("names");
+        }
+        let pieces = names.size.div_ceil(PIECE.into()) as usize;
+        let reads = counted.reads.get() - before;
+        assert!(
+            reads <= pieces && pieces < aliases / 4,
+            "{reads} reads of {pieces} pieces for {aliases} names"
+        );
+
+        for function in &functions {
+            let at = names.file_offset + u64::from(function.name);
+            let there = elf.bytes(at, MOST_UNDERSCORES).expect("a name");
+            assert_eq!(beginnings.at(function.name).expect("a name"), there);
+        }
     }
 }
