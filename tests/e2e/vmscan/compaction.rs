@@ -231,7 +231,7 @@ fn fragmentation_is_the_kernels_own_index() -> Result<()> {
     let recording = Recording::start("vmscan-index", &events, 0)?;
     // The kernel stops at the first huge page that it cannot make, and puts the next tries off for longer and longer
     // if others have failed lately: it is asked as often as it may take.
-    let script = "for i in $(seq 40); do echo 600 >/proc/sys/vm/nr_hugepages; done";
+    let script = "for i in $(seq 120); do echo 600 >/proc/sys/vm/nr_hugepages; done";
     let command = &format!("sh -c '{script}'");
     let ended = start(&["--trace-compaction", "-j", "-c", command])?.end()?;
     let trace = recording.read()?;
