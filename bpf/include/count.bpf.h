@@ -25,6 +25,7 @@
 #define COUNTS_OF_SIZES(name, key_bytes, value_bytes, entries)                                     \
 	COUNT_MAPS(name, entries, __uint(key_size, key_bytes); __uint(value_size, value_bytes))
 
+/* The maps of either, by the members that describe their keys and values. */
 #define COUNT_MAPS(name, entries, key_and_value)                                                   \
 	struct name##_hash {                                                                       \
 		__uint(type, BPF_MAP_TYPE_HASH);                                                   \

@@ -12,7 +12,7 @@ use crate::export::profile::{Profile, Sample, Value};
 use crate::export::replace::Replaced;
 use crate::export::{flame, pprof};
 use crate::print::clock;
-use crate::stacks::symbolize::SourceArgs;
+use crate::stacks::symbolize::{SourceArgs, Symbolizer};
 
 /// What writes a profile in one format.
 type Writer = Box<dyn Fn(&Profile, &mut dyn Write) -> Result<()>>;
@@ -39,6 +39,14 @@ pub struct ExportArgs {
 }
 
 impl ExportArgs {
+    /// The symbolizer with the source lines that these options ask for.
+    ///
+    /// # Errors
+    /// As [`Symbolizer::with_source`].
+    pub fn with_source(&self, symbolizer: Symbolizer) -> Result<Symbolizer> {
+        symbolizer.with_source(self.source, self.any())
+    }
+
     /// Whether any file is asked for.
     pub fn any(&self) -> bool {
         self.flame.is_some() || self.pprof.is_some()

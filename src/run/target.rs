@@ -133,8 +133,7 @@ impl Target {
     /// If the kernel's log of mappings cannot be opened, a process has gone, or servers are to be asked for
     /// debug information, and cannot be.
     pub fn symbolizer(&self, export: &ExportArgs) -> Result<Symbolizer> {
-        self.plain_symbolizer()?
-            .with_source(export.source, export.any())
+        export.with_source(self.plain_symbolizer()?)
     }
 
     fn plain_symbolizer(&self) -> Result<Symbolizer> {

@@ -45,10 +45,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let mut target = Target::choose_thread(&args.target, args.tid, Tasks::All)?;
     let symbolizer = args
         .wants_stacks()
-        .then(|| {
-            let symbolizer = Symbolizer::of_all_processes()?;
-            symbolizer.with_source(args.export.source, args.export.any())
-        })
+        .then(|| args.export.with_source(Symbolizer::of_all_processes()?))
         .transpose()?;
     let (how, (skel, links)) = attach::start(&args, target.filter())?;
     let unwinder = args

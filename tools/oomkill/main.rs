@@ -39,11 +39,6 @@ fn main() -> ExitCode {
     cli::main(run)
 }
 
-fn symbolizer(args: &Args) -> Result<Symbolizer> {
-    let symbolizer = Symbolizer::of_all_processes()?;
-    symbolizer.with_source(args.export.source, args.export.any())
-}
-
 fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     capture_log(args.common.verbose);
@@ -51,7 +46,10 @@ fn run(args: Args) -> Result<ExitCode> {
     let metrics = args.metrics.open("oomkill", &[&printer::KILLS])?;
     let (mut poller, output) = args.common.start("oomkill")?;
     let mut target = Target::choose(&args.target, Tasks::All)?;
-    let mut symbolizer = args.wants_stacks().then(|| symbolizer(&args)).transpose()?;
+    let mut symbolizer = args
+        .wants_stacks()
+        .then(|| args.export.with_source(Symbolizer::of_all_processes()?))
+        .transpose()?;
     let (how, (skel, links)) = attach::start(&args, target.filter())?;
     let unwinder = args
         .wants_stacks()
@@ -94,7 +92,7 @@ fn run(args: Args) -> Result<ExitCode> {
         printer.print(events)?;
         losses::write_metrics(skel.object(), target.filter(), &mut printer.metrics)
     })?;
-    printer.tell_losses();
+    printer.stacks.tell_losses("oomkill");
     Losses::tell_with_stacks(
         "oomkill",
         skel.object(),

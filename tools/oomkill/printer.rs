@@ -47,7 +47,7 @@ pub(crate) struct Printer<'a> {
     cgroups: Cgroups,
     homes: Homes<'a>,
     container: bool,
-    stacks: EventStacks<'a, MapMut<'static>>,
+    pub(crate) stacks: EventStacks<'a, MapMut<'static>>,
     /// What the files show.
     kills: Vec<Sample>,
     pub(crate) exports: Exports,
@@ -126,11 +126,6 @@ impl<'a> Printer<'a> {
     fn measure(&mut self, victim: &Victim, kind: &str) {
         let comm = victim.comm.as_deref().unwrap_or_default();
         self.metrics.add(&KILLS, &[comm, kind], 1);
-    }
-
-    /// Tells what names were lost.
-    pub(crate) fn tell_losses(&self) {
-        self.stacks.tell_losses("oomkill");
     }
 
     /// Writes the stacks of all kills into the files that are asked for.
