@@ -1,10 +1,10 @@
-//! The image of a command at its exit, when all of its memory is there still.
+//! Image of a command at its exit, when all of its memory is still mapped.
 //!
-//! A thread of ours traces the command by ptrace(2), from before its first instruction on: it passes on
-//! every signal, stop and new thread at once, and has the kernel hold each thread at its end
-//! (PTRACE_EVENT_EXIT), with its registers, before anything of the process is given back. When all are
-//! held, the image is taken. What the command starts is not traced. If we are killed, the kernel lets all
-//! threads go on.
+//! A thread of ours traces the command by ptrace(2), from before its first instruction on. This thread passes on
+//! every signal, stop and new thread at once. It has the kernel hold each thread of the command at its end
+//! (PTRACE_EVENT_EXIT), with its registers, before any memory of the process is freed. When all threads are held, the
+//! image is taken. Processes that the command starts are not traced. If we are killed, the kernel lets all threads go
+//! on.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -24,22 +24,22 @@ use super::stop::{self, Stopped};
 use crate::heap::image::{GENERAL_REGISTERS, Image};
 use crate::process::proc::Process;
 
-/// The pause between two looks at whether the other threads are held, too.
+/// Time between two checks of whether the other threads are held, too.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// Which events the kernel stops a thread for: its end, and the start of another one.
+/// Events for which the kernel stops a thread: its end, and the start of another thread.
 const OPTIONS: libc::c_int = libc::PTRACE_O_TRACEEXIT | libc::PTRACE_O_TRACECLONE;
 
-/// A command that is held at its exit until it is [released](AtExit::release), or this is dropped.
+/// Command that is held at its exit until it is [released](AtExit::release), or until the value is dropped.
 #[derive(Debug)]
 pub struct AtExit {
     pid: u32,
     images: Receiver<Result<Image>>,
-    /// Readable when there is an image, or why there is none.
+    /// Socket that becomes readable when there is an image, or an error instead.
     told: UnixStream,
-    /// The other end, lest its end is taken for a word.
+    /// Copy of the other end of `told`, which keeps the end of the thread from making `told` readable.
     _other: UnixStream,
-    /// What the thread waits for while the command is held.
+    /// Channel on which the thread waits while the command is held.
     release: Sender<()>,
 }
 
@@ -47,14 +47,14 @@ impl AtExit {
     /// Traces a process that is about to become the command.
     ///
     /// # Errors
-    /// If the kernel does not let us.
+    /// If the kernel does not let us trace the process.
     pub fn watch(pid: u32) -> Result<Self> {
         let (told, tells) = UnixStream::pair().context("failed to open a pair of sockets")?;
         let other = tells.try_clone()?;
         let (image, images) = channel();
         let (release, released) = channel();
         let (traced, is_traced) = channel();
-        // Only the thread that traces may ask anything of ptrace(2).
+        // Only the thread that traces may make requests of ptrace(2).
         thread::Builder::new()
             .name("at-exit".into())
             .spawn(move || {
@@ -67,7 +67,7 @@ impl AtExit {
                 if traced.send(seized).is_ok() && is_ok {
                     watch.follow(|of| {
                         if image.send(of).is_ok() && (&tells).write_all(&[0]).is_ok() {
-                            // An error is the word to go on, too: the sender has been dropped.
+                            // An error means to go on, too: the sender has been dropped.
                             let _ = released.recv();
                         }
                     });
@@ -87,7 +87,8 @@ impl AtExit {
         }
     }
 
-    /// The image, once there is one, as the descriptor tells: the command stands still from then on. None before.
+    /// Returns the image once there is one, and None before. The descriptor becomes readable then. The command stands
+    /// still from then on.
     ///
     /// # Errors
     /// If no image can be taken.
@@ -98,14 +99,14 @@ impl AtExit {
         })
     }
 
-    /// Has the command go on, and exit.
+    /// Lets the command go on, and exit.
     pub fn release(&self) {
         let _ = self.release.send(());
     }
 
     /// Asks the command to end, by SIGTERM.
     pub fn terminate(&self) {
-        // It is a child of ours that nobody has waited for.
+        // The PID cannot be another process's: the command is a child of ours that nobody has waited for.
         let _ = kill(Pid::from_raw(self.pid.cast_signed()), Signal::SIGTERM);
     }
 }
@@ -116,27 +117,27 @@ impl AsFd for AtExit {
     }
 }
 
-/// The thread's view of the process.
+/// State of the thread that traces the process.
 struct Watch {
     pid: u32,
     /// Threads that the kernel holds at their end.
     held: BTreeSet<u32>,
 }
 
-/// What is known of a thread at its end.
+/// Reason why a thread is at its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     /// The thread calls exit(2), for itself alone.
     Own,
-    /// The process ends by SIGKILL, or its other threads do, in exec(2).
+    /// The process ends by SIGKILL, or another thread's exec(2) ends this one.
     Killed,
-    /// The process ends, or its other threads do, in exec(2).
+    /// The process ends, or another thread's exec(2) ends this one.
     Of,
 }
 
 impl Watch {
-    /// Passes on what comes, until all threads are held, and then gives the image to `take`. They go on when
-    /// that returns; so they do, without an image, when the process is killed.
+    /// Passes on events until all threads are held, and then gives the image to `take`. The threads go on when `take`
+    /// returns. If the process is killed, its threads go on without an image.
     fn follow(mut self, take: impl FnOnce(Result<Image>)) {
         loop {
             let flags = if self.held.is_empty() {
@@ -145,7 +146,7 @@ impl Watch {
                 libc::WNOHANG
             };
             match next(flags) {
-                // It has been killed, and is for its parent to wait for; or nobody is left.
+                // The process was killed, and its parent has to wait for it; or no thread is left.
                 Ok(Next::Ended(tid)) if tid == self.pid => return,
                 Err(_) => return,
                 Ok(Next::Ended(tid)) => {
@@ -170,11 +171,11 @@ impl Watch {
         }
     }
 
-    /// Has a thread that has stopped go on as it would without us, or holds it at its end.
+    /// Lets a stopped thread go on as it would without us, or holds it at its end.
     fn pass_on(&mut self, tid: u32, status: i32) {
         let signal = libc::WSTOPSIG(status);
         let go_on = |with: i32| {
-            // It has been killed if the kernel refuses.
+            // The kernel refuses if the thread has been killed.
             let _ = stop::request(libc::PTRACE_CONT, tid, with as usize);
         };
         match status >> 16 {
@@ -187,11 +188,11 @@ impl Watch {
                 }
                 End::Own | End::Killed => go_on(0),
             },
-            // A child with memory of ours that is no thread: clone(2) tells of both.
+            // A child process with memory of its parent, not a thread: PTRACE_O_TRACECLONE reports both.
             libc::PTRACE_EVENT_STOP if !is_thread(self.pid, tid) => {
                 let _ = stop::request(libc::PTRACE_DETACH, tid, 0);
             }
-            // It stays stopped, and hears of SIGCONT.
+            // The thread stays stopped, and reacts to SIGCONT.
             libc::PTRACE_EVENT_STOP if signal != libc::SIGTRAP => {
                 let _ = stop::request(libc::PTRACE_LISTEN, tid, 0);
             }
@@ -200,21 +201,21 @@ impl Watch {
         }
     }
 
-    /// Whether all threads are held that have not ended.
+    /// Whether all threads are held that have not ended, and at least one is.
     fn is_all(&self) -> bool {
         let others = || stop::tids(self.pid).unwrap_or_default().into_iter();
         !self.held.is_empty()
             && others().all(|tid| self.held.contains(&tid) || stop::has_ended(self.pid, tid))
     }
 
-    /// Whether a thread has no other beside it but those that have ended.
+    /// Whether all other threads of the process have ended.
     fn is_last(&self, tid: u32) -> bool {
         let others = stop::tids(self.pid).unwrap_or_default();
         let mut others = others.into_iter().filter(|&other| other != tid);
         others.all(|other| stop::has_ended(self.pid, other))
     }
 
-    /// Whether threads end because another one calls exec(2), which waits for that.
+    /// Whether threads are at their end because another thread calls exec(2), which waits for them.
     fn is_exec(&self) -> bool {
         let calls_exec = |tid: u32| {
             let call = fs::read_to_string(format!("/proc/{}/task/{tid}/syscall", self.pid));
@@ -238,7 +239,7 @@ impl Watch {
     }
 }
 
-/// Why a thread is at its end.
+/// Returns the reason why a thread is at its end.
 fn end(pid: u32, tid: u32) -> End {
     let code = event_message(tid).unwrap_or_default();
     if code & 0x7f == libc::SIGKILL as u64 {
@@ -262,14 +263,14 @@ fn is_thread(pid: u32, tid: u32) -> bool {
     fs::exists(format!("/proc/{pid}/task/{tid}")).unwrap_or(false)
 }
 
-/// What a wait has found.
+/// Event that a wait has found.
 enum Next {
     Stopped(u32),
     Ended(u32),
     Nothing,
 }
 
-/// Waits for what this thread traces, and leaves it to be waited for.
+/// Waits for an event of the threads that this thread traces, and leaves the event to be waited for again.
 fn next(flags: i32) -> io::Result<Next> {
     let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
     let what = libc::WEXITED | libc::WSTOPPED | libc::WNOWAIT | libc::__WALL | libc::__WNOTHREAD;
@@ -284,7 +285,7 @@ fn next(flags: i32) -> io::Result<Next> {
             return Err(error);
         }
     }
-    // SAFETY: zeros, or what the kernel has written, and of a wait it has these fields.
+    // SAFETY: info holds zeros, or what the kernel has written. After a wait it has these fields.
     let (pid, code) = unsafe {
         let info = info.assume_init_ref();
         (info.si_pid().cast_unsigned(), info.si_code)
@@ -296,7 +297,7 @@ fn next(flags: i32) -> io::Result<Next> {
     })
 }
 
-/// Takes the status of a thread that there is one of.
+/// Consumes the status of a thread that a wait has found. Returns None if the thread is not stopped.
 fn status_of(tid: u32) -> Option<i32> {
     let mut status = 0;
     let what = libc::__WALL | libc::__WNOTHREAD | libc::WNOHANG;
@@ -305,7 +306,7 @@ fn status_of(tid: u32) -> Option<i32> {
     (found > 0 && libc::WIFSTOPPED(status)).then_some(status)
 }
 
-/// What the kernel tells about the event that a thread has stopped for.
+/// Returns the kernel's message about the event that a thread has stopped for.
 fn event_message(tid: u32) -> Option<u64> {
     let mut message: libc::c_ulong = 0;
     let nothing: *mut libc::c_void = std::ptr::null_mut();

@@ -1,4 +1,4 @@
-//! Copying a process's pages, by all CPUs at once.
+//! Copy of a process's pages by several threads at once.
 
 use std::io::IoSliceMut;
 use std::ops::Range;
@@ -15,39 +15,39 @@ use super::arch;
 use crate::heap::page_runs::PageRuns;
 use crate::heap::page_table::PAGE;
 
-/// Bytes that a thread copies at a time: less, and threads wait for each other; more, and they end apart, and the caches
-/// have no room for them.
+/// Bytes that a thread copies at a time. With less, threads wait for each other. With more, threads end at different
+/// times, and the caches have no space for the pieces.
 const PIECE: usize = 1 << 20;
-/// Ranges of one system call.
+/// Largest number of ranges in one system call.
 const RANGES: usize = 64;
-/// Bytes that are copied to learn how fast that is.
+/// Bytes that are copied to measure the speed of a copy.
 const SAMPLE: usize = 32 << 20;
 
-/// Memory of ours with all its pages in place: to make them during a pause took 1.3 s/GB and more.
+/// Allocates memory with all of its pages in place. To allocate them during a pause took 1.3 s/GB and more.
 ///
 /// # Errors
-/// If there is not as much.
+/// If there is not enough memory.
 pub(super) fn buffer(bytes: usize) -> Result<MmapMut> {
     let mut buffer = MmapMut::map_anon(bytes.max(1))
         .with_context(|| format!("no room for a copy of {bytes} bytes"))?;
-    // Advice that a kernel without huge pages does not take.
+    // A kernel without huge pages refuses this advice.
     let _ = buffer.advise(Advice::HugePage);
     if buffer.advise(Advice::PopulateWrite).is_err() {
-        // Before 5.14.
+        // Kernels before 5.14 have no MADV_POPULATE_WRITE.
         buffer.iter_mut().step_by(4096).for_each(|byte| *byte = 1);
     }
     Ok(buffer)
 }
 
-/// How many threads copy.
+/// Returns the number of threads that copy.
 pub(super) fn threads() -> usize {
     thread::available_parallelism()
         .map_or(1, usize::from)
         .min(8)
 }
 
-/// A buffer for each thread that copies, which stays in the caches. The last range that a thread reads at once has room
-/// behind the others.
+/// Allocates a buffer for each thread that copies, which stays in the caches. A buffer has space for two pieces: the
+/// last range that a thread reads at once is behind the others.
 ///
 /// # Errors
 /// If there is no memory for them.
@@ -55,7 +55,7 @@ pub(super) fn near_buffers() -> Result<Vec<MmapMut>> {
     (0..threads()).map(|_| buffer(2 * PIECE)).collect()
 }
 
-/// Bytes per second that all threads copy from memory to memory, just now.
+/// Measures the bytes per second that all threads together copy from memory to memory at present.
 pub(super) fn rate() -> Result<f64> {
     let (from, mut to) = (buffer(SAMPLE)?, buffer(SAMPLE)?);
     let part = SAMPLE.div_ceil(threads());
@@ -68,14 +68,14 @@ pub(super) fn rate() -> Result<f64> {
     Ok(SAMPLE as f64 / start.elapsed().as_secs_f64().max(1e-9))
 }
 
-/// A range of the process with its place in the copy.
+/// Range of the process's memory, with its place in the copy.
 struct Piece<'a> {
     from: Range<u64>,
     to: &'a mut [u8],
 }
 
-/// Copies the ranges to the beginning of `into`, one after the other, by a thread for each near buffer. Returns what could not be read, in order: the
-/// rest of a piece from there on is zeros.
+/// Copies the ranges to the beginning of `into`, one after the other, by a thread for each near buffer. Returns the
+/// ranges that could not be read, in order. The copy has zeros there, to the end of the piece.
 ///
 /// # Errors
 /// If the buffer is too small.
@@ -142,10 +142,11 @@ pub(super) fn copy(
     Ok(unread)
 }
 
-/// Reads pieces in one system call, or one by one if not all can be. Returns what cannot, in whole pages.
+/// Reads pieces in one system call, or one by one if that does not read all. Returns the ranges that cannot be read,
+/// in whole pages.
 ///
-/// They come to the near buffer first, which stays in the caches: the kernel writes through them, and would have what it
-/// writes to read from memory before.
+/// The pieces are read into the near buffer first, which stays in the caches. The kernel writes through the caches: a
+/// destination outside of them would be read from memory before it is written.
 fn read(pid: u32, pieces: &mut [Piece], near: &mut [u8]) -> PageRuns {
     let wanted: usize = pieces.iter().map(|piece| piece.to.len()).sum();
     if read_near(pid, pieces, &mut near[..wanted]) == wanted {
@@ -170,7 +171,7 @@ fn read(pid: u32, pieces: &mut [Piece], near: &mut [u8]) -> PageRuns {
     unread
 }
 
-/// Reads pieces, one behind the other. Returns how many bytes could be read.
+/// Reads pieces into `near`, one behind the other. Returns the number of bytes that could be read.
 fn read_near(pid: u32, pieces: &[Piece], near: &mut [u8]) -> usize {
     let from: Vec<_> = pieces
         .iter()

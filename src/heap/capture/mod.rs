@@ -1,11 +1,11 @@
-//! Taking the image of a live process.
+//! Capture of the image of a live process.
 //!
-//! What can go wrong is looked at before: [`Request::take`] refuses, with the reason, rather than
-//! hold a process for longer than allowed. Then room for the copy is made, the threads are stopped
-//! (`stop`), and while they stand, their registers, the mappings, and the pages that are there
-//! (`pages`) are copied (`copy`); nothing is judged until they run again. Most can be copied before they stop (`room`),
-//! where the kernel marks what is written since then (`soft_dirty`). A command can be held at its exit instead, and be
-//! copied there ([`at_exit`]).
+//! [`Request::take`] checks first what can go wrong. It refuses, with the reason, rather than hold a process for
+//! longer than allowed. Then it allocates the buffers for the copy (`room`) and stops the threads (`stop`). While
+//! they stand still, it copies (`copy`) their registers, the mappings, and the pages that are present (`pages`).
+//! Nothing is judged until the threads run again. Most pages can be copied before the stop, where the kernel marks
+//! pages that are written later (`soft_dirty`). A command can instead be held at its exit, and be copied there
+//! ([`at_exit`]).
 
 #[cfg(target_arch = "x86_64")]
 #[path = "x86_64.rs"]
@@ -41,52 +41,54 @@ use room::Room;
 use stop::{Late, Stopped};
 use tries::Tries;
 
-/// How often a process may outgrow the room that was made for its copy.
+/// Number of times that a process may outgrow the buffers for its copy.
 const GROWN: usize = 3;
-/// What a process may grow by between the look at its size and its stop.
+/// Bytes by which a process may grow between the look at its size and its stop.
 const SLACK: u64 = 16 << 20;
-/// What it takes to stop a thread and to read its registers; 751 took 21 to 23 ms.
+/// Predicted time to stop a thread and to read its registers. 751 threads took 21 to 23 ms.
 const THREAD: Duration = Duration::from_micros(30);
-/// What a copy from another process takes, of the time that a copy of as much takes within one: 69 to
-/// 72 ms for 36 to 39, of 1 GB on two idle CPUs, as each page has to be found and held.
+/// Ratio of the time of a copy from another process to that of a copy of as much within a process. 1 GB took 69 to 72
+/// ms instead of 36 to 39 ms on two idle CPUs, as each page has to be found and held.
 const COPY: f64 = 2.0;
-/// What it takes to find the pages of a gigabyte.
+/// Predicted time to find the pages of a gigabyte.
 const FIND: Duration = Duration::from_millis(5);
 
-/// What a block takes until it is judged, with the references in it: 77 bytes were measured, of ten million.
+/// Bytes of memory that it takes to judge a block, with the references in it. 77 bytes were measured, of ten million
+/// blocks.
 const JUDGED_BYTES: u64 = 80;
 
-/// What has become of one try at an image.
+/// Outcome of one try at an image.
 enum Taken {
     Image(Box<Image>),
-    /// This thread did not stop in time.
+    /// A thread did not stop in time.
     Late(Late),
-    /// The process has outgrown the room for its copy.
+    /// The process has outgrown the buffers for its copy.
     Outgrown,
 }
 
-/// How the image of a process is to be taken.
+/// Parameters of the capture of a process.
 #[derive(Debug)]
 pub struct Request<'a> {
-    /// The process, which is a 64-bit program.
+    /// Target process, which must be a 64-bit program.
     pub process: &'a Process,
-    /// How long its threads may stand still, as foretold.
+    /// Limit on the predicted time for which the process's threads stand still.
     pub max_pause: Duration,
-    /// Whether most of its memory is copied before it stands still, and only what it has written since then while it does.
-    /// That takes CAP_SYS_ADMIN.
+    /// Whether most of the process's memory is copied before the process stands still, and during the stop only what
+    /// has been written since then. This takes CAP_SYS_ADMIN.
     pub pre_copy: bool,
-    /// What has watched the process, if the image is to tell which of its pages are idle.
+    /// Watch of the process by which the image tells which pages are idle, if that is wanted.
     pub idle: Option<&'a Watch>,
 }
 
 impl Request<'_> {
-    /// Takes an image. What could not be done as it should is told on stderr after `tool`. If a thread does not stop
-    /// in time all go on, and there are some more tries, of about 3 seconds together.
+    /// Takes an image. Shortcomings are reported on stderr after the name `tool`. If a thread does not stop in time,
+    /// all threads go on, and further tries follow, over about 3 seconds.
     ///
     /// # Errors
-    /// If the process is traced already, has memory in swap, would stand still for longer than
-    /// allowed, is run by a translator, has a thread that never stops in time, has exited, or if there is no room for
-    /// a copy; or if the kernel does not tell what is written after a part was copied. In each case it runs on.
+    /// If the process is traced already, has memory in swap, would stand still for longer than allowed, is run by a
+    /// binary translator, has a thread that never stops in time, or has exited. Also if there is no memory for a
+    /// copy, or if the kernel does not tell which pages are written after a part was copied. In each case the process
+    /// runs on.
     pub fn take(&self, tool: &str) -> Result<Image> {
         let process = self.process;
         let pid = process.pid();
@@ -102,7 +104,8 @@ impl Request<'_> {
         let (mut tries, mut grown) = (Tries::begin(), 0);
         while grown < GROWN {
             let room = self.make_room(&mut pages, rate)?;
-            // The kernel lets a thread that was late go when the thread that has asked it to stop ends.
+            // When a try's thread ends, the kernel releases a target thread that the try has asked to stop and that
+            // was late.
             let taken = thread::scope(|scope| {
                 let taker = scope.spawn(|| self.stop_and_copy(tool, &mut pages, room, rate));
                 taker
@@ -123,7 +126,7 @@ impl Request<'_> {
         bail!("process {pid} grew faster than room for its copy was made, {GROWN} times; try again")
     }
 
-    /// Makes room for the copy, and copies what can be copied before.
+    /// Allocates the buffers for the copy, and copies what can be copied before the stop.
     fn make_room(&self, pages: &mut Pages, rate: f64) -> Result<Room> {
         let pid = self.process.pid();
         let (_, found) = look(pid, pages, false)?;
@@ -220,7 +223,7 @@ impl Request<'_> {
         Ok(Taken::Image(Box::new(image)))
     }
 
-    /// Fails if the process is foretold to stand still for longer than allowed.
+    /// Fails if the predicted pause is longer than allowed.
     fn expect_short(&self, work: &Work, rate: f64) -> Result<()> {
         let foretold = work.foretell(rate);
         if foretold > self.max_pause {
@@ -229,7 +232,8 @@ impl Request<'_> {
         Ok(())
     }
 
-    /// What is said of a pause that would take so long. The process runs, as more is tried for that.
+    /// Returns the error about a pause that would be too long. The process must run by now, because trying for
+    /// soft-dirty marks takes time.
     fn refusal(&self, work: &Work, foretold: Duration) -> anyhow::Error {
         let or = if !self.pre_copy && soft_dirty::is_there().unwrap_or(false) {
             ", or have most of it copied before: --pre-copy"
@@ -249,17 +253,17 @@ impl Request<'_> {
     }
 }
 
-/// What is done while a process stands still.
+/// Amount of work that is done while a process stands still.
 struct Work {
-    /// Bytes of its memory.
+    /// Bytes of the process's memory.
     all: u64,
-    /// Bytes that are copied.
+    /// Bytes that are copied during the stop.
     due: u64,
     threads: usize,
 }
 
 impl Work {
-    /// How long it takes, where so many bytes a second are copied within a process.
+    /// Predicts how long the work takes. `rate` is the speed of a copy within a process, in bytes per second.
     fn foretell(&self, rate: f64) -> Duration {
         let threads = THREAD * u32::try_from(self.threads).unwrap_or(u32::MAX);
         let copy = Duration::from_secs_f64(self.due as f64 / rate * COPY);
@@ -267,7 +271,7 @@ impl Work {
     }
 }
 
-/// Takes an image of a process whose threads all stand already, for as long as it takes.
+/// Takes an image of a process whose threads all stand still already, with no limit on the time.
 fn take_stopped(process: &Process, stopped: &Stopped) -> Result<Image> {
     let pid = process.pid();
     let (copied_ns, start) = (clock::monotonic_ns(), Instant::now());
@@ -291,7 +295,7 @@ fn take_stopped(process: &Process, stopped: &Stopped) -> Result<Image> {
     Ok(image)
 }
 
-/// Fails if no image of the process can be taken, or none that holds all of it.
+/// Fails if no image of the process can be taken, or only an image that lacks a part.
 fn check(process: &Process) -> Result<()> {
     let pid = process.pid();
     if let Some(tracer) = stop::tracer(pid, pid) {
@@ -300,7 +304,7 @@ fn check(process: &Process) -> Result<()> {
     expect_known(process)
 }
 
-/// Fails if an image of the process would not hold all of it, or nothing that means anything.
+/// Fails if an image of the process would lack a part, or would not show the program's own memory.
 fn expect_known(process: &Process) -> Result<()> {
     let pid = process.pid();
     process.expect_native_program()?;
@@ -324,26 +328,27 @@ fn expect_known(process: &Process) -> Result<()> {
     Ok(())
 }
 
-/// Fails if the machine has less than what the copy and judging it take.
+/// Fails if the machine has less memory available than it takes to hold the copy and to judge it.
 fn expect_room(pid: u32, bytes: u64) -> Result<()> {
-    // Blocks and the references between them take 0.7 times as much as the memory that they are in, but small blocks
-    // more, which the walk counts.
+    // Blocks and the references between them take 0.7 times as much as the memory that they are in. Small blocks take
+    // more: these are checked for after the walk, which counts blocks.
     let needed = bytes + bytes / 10 * 7;
     let what = format!("a copy of process {pid}, and what is made of it, takes");
     is_there(&what, needed, available())
 }
 
-/// Fails if the machine has less than what it takes to judge so many blocks of a process, whose image was walked.
+/// Fails if the machine has less memory available than it takes to judge the blocks of a process whose image was
+/// walked.
 ///
 /// # Errors
-/// If that is so: small blocks take more than [`Request::take`] has foreseen.
+/// If memory is short: small blocks take more than [`Request::take`] has predicted.
 pub fn expect_room_to_judge(pid: u32, blocks: usize) -> Result<()> {
     let needed = blocks as u64 * JUDGED_BYTES;
     let what = format!("to judge the {blocks} blocks of process {pid} takes");
     is_there(&what, needed, available())
 }
 
-/// Fails if what is needed is more than what is free, both in bytes.
+/// Fails if more memory is needed than is free, both in bytes.
 fn is_there(what: &str, needed: u64, free: u64) -> Result<()> {
     if needed > free {
         bail!(
@@ -355,25 +360,26 @@ fn is_there(what: &str, needed: u64, free: u64) -> Result<()> {
     Ok(())
 }
 
-/// Bytes that programs can have without swap.
+/// Returns the bytes of memory that programs can allocate without swapping.
 fn available() -> u64 {
     let memory = Values::read("/proc/meminfo").unwrap_or_default();
     memory.get("MemAvailable").unwrap_or(u64::MAX)
 }
 
-/// The mappings of the process, and the pages of them that are to be copied; with `marks`, also what was written.
+/// Returns the mappings of the process, and its pages that are to be copied. With `marks`, also finds the pages that
+/// may have been written.
 fn look(pid: u32, pages: &mut Pages, marks: bool) -> Result<(Vec<Area>, Found)> {
     let areas = areas(pid)?;
     let found = listed(pid, pages.find(&areas, marks))?;
     Ok((areas, found))
 }
 
-/// Which of the pages that were found are to be copied into the room.
+/// Returns the pages that are still to be copied, of those that were found.
 fn due(pid: u32, pages: &Pages, room: &Room, found: &Found) -> Result<PageRuns> {
     listed(pid, room.due(pages, found))
 }
 
-/// What was read of a process's page table.
+/// Explains an error of reading a process's page table.
 fn listed<T>(pid: u32, read: io::Result<T>) -> Result<T> {
     match read {
         Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Err(without_memory(pid)),
@@ -391,14 +397,15 @@ fn areas(pid: u32) -> Result<Vec<Area>> {
     Ok(areas)
 }
 
-/// What is said of a process whose memory is gone: all that shows of an exit, and of an exec in its middle.
+/// Returns the error about a process whose memory is gone. An exit shows as nothing else, and neither does the middle
+/// of an exec.
 fn without_memory(pid: u32) -> anyhow::Error {
     anyhow!(
         "process {pid} has exited or executed another program while it was looked at; if it still runs, try again"
     )
 }
 
-/// An image without memory: the process and its threads, with their names.
+/// Makes an image without memory: the process and its threads, with their names.
 fn named(pid: u32, mut threads: Vec<Thread>) -> Image {
     for thread in &mut threads {
         thread.comm = comm(&format!("/proc/{pid}/task/{}/comm", thread.tid));

@@ -1,7 +1,7 @@
-//! Which pages of a process are to be copied: those that hold what it has written.
+//! Selection of the pages of a process to copy: those that hold what the process has written.
 //!
-//! Only pages that are in the process's own page table are: to read others would bring them in,
-//! from a file or the buffers that a database shares, and charge them to the process.
+//! Only pages in the process's own page table are copied. Reading other pages would bring them in, from a file or
+//! from the buffers that a database shares, and charge them to the process.
 
 use std::fs::File;
 use std::io;
@@ -18,10 +18,10 @@ use crate::host::capabilities::{self, Capability};
 
 use super::soft_dirty;
 
-/// What of an area is copied.
+/// Selection of the pages of an area to copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Wanted {
-    /// Every page that is there.
+    /// Every page that is present.
     Present,
     /// Pages that are no longer those of the file: relocated constants, such as tables of virtual
     /// functions, which are read-only when the program starts.
@@ -29,20 +29,20 @@ enum Wanted {
     Nothing,
 }
 
-/// Pages of a process.
+/// Pages of a process that were found.
 #[derive(Debug, Default)]
 pub(super) struct Found {
-    /// What is to be copied.
+    /// Pages that are to be copied.
     pub(super) wanted: PageRuns,
-    /// What of that may have been written since the marks of written pages were cleared, if that was asked.
+    /// Wanted pages that may have been written since the marks of written pages were cleared, if this was asked for.
     pub(super) written: PageRuns,
 }
 
-/// The page table of a process.
+/// Reader of the page table of a process.
 #[derive(Debug)]
 pub(super) struct Pages {
     pagemap: File,
-    /// Whether the kernel has PAGEMAP_SCAN (6.7).
+    /// Whether to use PAGEMAP_SCAN, which the kernel has from 6.7 on.
     scans: bool,
 }
 
@@ -65,16 +65,16 @@ impl Pages {
         })
     }
 
-    /// The open file of /proc/PID/pagemap.
+    /// Returns the open file of /proc/PID/pagemap.
     pub(super) fn pagemap(&self) -> &File {
         &self.pagemap
     }
 
-    /// The pages of these areas that are to be copied; and, with `marks`, which of these may have been written since the
-    /// marks of that were cleared (`soft_dirty`).
+    /// Finds the pages of these areas that are to be copied. With `marks`, also finds which of these may have been
+    /// written since the soft-dirty marks were cleared (`soft_dirty`).
     ///
     /// # Errors
-    /// If the process has gone.
+    /// If the process has exited.
     pub(super) fn find(&mut self, areas: &[Area], marks: bool) -> io::Result<Found> {
         let mut found = Found::default();
         for area in areas {
@@ -82,7 +82,7 @@ impl Pages {
             if wanted == Wanted::Nothing {
                 continue;
             }
-            // What others write has marks in page tables of theirs.
+            // Writes by other processes are marked in their own page tables.
             let believe = marks && is_own_memory(area);
             let range = area.mapping.range.clone();
             let mut add = |pages: Range<u64>, is_marked: bool| {
@@ -94,7 +94,7 @@ impl Pages {
             if self.scans {
                 match scan(&self.pagemap, range.clone(), wanted, believe, &mut add) {
                     Ok(()) => continue,
-                    // 6.7 has no category of marked pages.
+                    // Linux 6.7 has no category for soft-dirty pages.
                     Err(error)
                         if matches!(error.raw_os_error(), Some(libc::ENOTTY | libc::EINVAL)) =>
                     {
@@ -108,10 +108,11 @@ impl Pages {
         Ok(found)
     }
 
-    /// The frame of memory that each of these pages is in: 0 of one that is not there, or if we may not know.
+    /// Returns the frame of memory that each of these pages is in. The frame is 0 if the page is not present, or if
+    /// the kernel hides frames from us.
     ///
     /// # Errors
-    /// If the process has gone.
+    /// If the process has exited.
     pub(super) fn frames(&self, runs: &[Range<u64>]) -> io::Result<Vec<u64>> {
         let mut frames = Vec::new();
         for run in runs {
@@ -128,7 +129,7 @@ impl Pages {
         Ok(frames)
     }
 
-    /// The frame of memory that a page is in.
+    /// Returns the frame of memory that a page is in.
     ///
     /// # Errors
     /// As of [`frames`](Self::frames).
@@ -138,8 +139,8 @@ impl Pages {
         Ok(frame(u64::from_le_bytes(entry)))
     }
 
-    /// Gives the wanted pages of a range, each with whether it may have been written, by the 64 bits that
-    /// /proc/PID/pagemap has of each page.
+    /// Passes the wanted pages of a range to `add`, each with whether it may have been written. Reads the 64 bits
+    /// that /proc/PID/pagemap has of each page.
     fn read(
         &self,
         range: Range<u64>,
@@ -176,7 +177,7 @@ fn is_wanted(entry: u64, wanted: Wanted) -> bool {
     entry & PRESENT != 0 && (wanted == Wanted::Present || entry & OF_A_FILE == 0)
 }
 
-/// The frame in an entry of pagemap.
+/// Returns the frame in an entry of pagemap; 0 if the page is not present.
 fn frame(entry: u64) -> u64 {
     const FRAME: u64 = (1 << 55) - 1;
     if entry & PRESENT == 0 {
@@ -186,25 +187,25 @@ fn frame(entry: u64) -> u64 {
     }
 }
 
-/// Whether a page may have been written since the marks were cleared, by its entry in pagemap. The page of zeros, which
-/// may have taken the place of another, is shared by all who have it.
+/// Whether a page may have been written since the marks were cleared, by its entry in pagemap. A page that is mapped
+/// more than once counts as written: the zero page may have taken the place of another page.
 fn is_written(entry: u64) -> bool {
     const ITS_ALONE: u64 = 1 << 56;
     entry & soft_dirty::MARK != 0 || entry & OF_A_FILE != 0 || entry & ITS_ALONE == 0
 }
 
-/// Whether all that is written to an area is marked in the process's own page table: memory that no file is behind, and
-/// that nobody shares. Pages of hugetlbfs, which have a file, are not.
+/// Whether all writes to an area are marked in the process's own page table. This is so for memory that has no file
+/// and that nobody shares. Pages of hugetlbfs have a file.
 fn is_own_memory(area: &Area) -> bool {
     let name = area.name();
     !area.shared && (name.is_empty() || name.starts_with(b"["))
 }
 
-/// What of an area is copied, by what it is.
+/// Returns the selection of pages to copy from an area.
 fn wanted(area: &Area) -> Wanted {
     let name = area.name();
     let starts = |prefix: &[u8]| name.starts_with(prefix);
-    // The registers of a device can change by being read. The kernel refuses most (VM_IO, VM_PFNMAP).
+    // Reading the registers of a device can change them. The kernel refuses most such reads (VM_IO, VM_PFNMAP).
     let device = starts(b"/dev/") && !starts(b"/dev/shm/") && !starts(b"/dev/zero")
         || starts(b"anon_inode:")
         || starts(b"[vvar")
@@ -251,15 +252,15 @@ struct Region {
 const PAGEMAP_SCAN: libc::Ioctl = 0xc060_6610;
 const _: () = assert!(size_of::<ScanArgument>() == 0x60);
 
-/// Categories of pages.
+/// Categories of pages, of PAGEMAP_SCAN.
 const IS_FILE: u64 = 1 << 2;
 const IS_PRESENT: u64 = 1 << 3;
 const IS_MARKED: u64 = 1 << 7;
-/// The one page of zeros that stands for all that were read and never written.
+/// Category of the zero page, which is mapped for all pages that were read and never written.
 const IS_ZERO: u64 = 1 << 5;
 
-/// Asks the kernel for runs of wanted pages, which takes 4 ms/GB, where reading their entries takes 16. With `marks` each
-/// is given with whether it may have been written.
+/// Passes the runs of wanted pages that PAGEMAP_SCAN finds to `add`. A scan takes 4 ms/GB, reading the entries takes
+/// 16. With `marks`, each run comes with whether it may have been written.
 fn scan(
     pagemap: &File,
     range: Range<u64>,
@@ -352,7 +353,7 @@ mod tests {
         }
         const OWN: u64 = PRESENT | 1 << 56;
         assert!(!is_written(OWN) && is_written(OWN | soft_dirty::MARK));
-        // The page of zeros, and the page of a file.
+        // The zero page, and a page of a file.
         assert!(is_written(PRESENT) && is_written(OWN | OF_A_FILE));
     }
 

@@ -1,11 +1,11 @@
-//! Room for the copy of a process, in which most of it may be before the process stands still.
+//! Buffers for the copy of a process, into which most of it may be copied before the process stands still.
 //!
-//! What is copied while the process runs is copied again while it stands, if it has been written since
-//! (`soft_dirty`), or if another page is at its address. mremap(2) moves what is in a whole page table by moving the
-//! table, and does not mark its pages: so of each table one page's frame is compared.
+//! A page that is copied while the process runs is copied again during the stop if it has been written since
+//! (`soft_dirty`), or if another page is at its address by then. mremap(2) moves all pages of a page table by moving
+//! the table, and does not mark them: so the frame of one page of each table is compared.
 //!
-//! The copy of an image has its pages in order and without gaps, so what came and went in between has others move, after
-//! the process runs again.
+//! The copy of an image has its pages in order and without gaps. If pages have appeared or disappeared in between,
+//! other pages are moved within the copy, after the process runs again.
 
 use std::io;
 use std::ops::Range;
@@ -20,30 +20,30 @@ use crate::heap::page_runs::{self, PageRuns};
 use crate::heap::page_table::PAGE;
 use crate::host::capabilities::{self, Capability};
 
-/// Bytes whose pages are in one page table.
+/// Bytes of address space that one page table covers.
 const TABLE: u64 = 512 * PAGE;
 
-/// Room for a copy, with what is in it already.
+/// Buffers for a copy, with the pages that they hold already.
 #[derive(Debug)]
 pub(super) struct Room {
-    /// The pages that were copied while the process ran, one after the other at the beginning of `copy`.
+    /// Pages that were copied while the process ran. They are one after the other at the beginning of `copy`.
     early: PageRuns,
-    /// What of these could not be read then.
+    /// Early pages that could not be read then.
     unread: PageRuns,
-    /// The frame of memory that each of these pages was in.
+    /// Frame of memory that each early page was in.
     frames: Vec<u64>,
     copy: MmapMut,
-    /// For the pages that are copied while it stands, if some were copied before.
+    /// Buffer for the pages that are copied during the stop, if other pages were copied before.
     late: Option<MmapMut>,
-    /// What the threads read to first.
+    /// Buffers that the copying threads read into first.
     near: Vec<MmapMut>,
 }
 
 impl Room {
-    /// Room for so many bytes, with nothing in it.
+    /// Allocates a buffer of this many bytes, and copies nothing yet.
     ///
     /// # Errors
-    /// If there is not as much memory.
+    /// If there is not enough memory.
     pub(super) fn empty(bytes: u64) -> Result<Self> {
         Ok(Self {
             early: PageRuns::new(),
@@ -55,10 +55,10 @@ impl Room {
         })
     }
 
-    /// Copies these pages of a process while it runs, whose marks of written pages are cleared before.
+    /// Clears a process's marks of written pages, and then copies these of its pages while it runs.
     ///
     /// # Errors
-    /// If the marks cannot be cleared, the frames of its pages not be told apart, or the room is too small.
+    /// If the marks cannot be cleared, if the frames of the pages are not shown to us, or if the buffer is too small.
     pub(super) fn fill(&mut self, pid: u32, pages: &Pages, wanted: PageRuns) -> Result<()> {
         clear_refs::clear(&pid.to_string(), PageMarks::Written)?;
         self.frames = pages
@@ -74,19 +74,20 @@ impl Room {
         Ok(())
     }
 
-    /// Makes room for so many bytes that will be copied while the process stands.
+    /// Allocates the buffer for this many bytes that will be copied during the stop.
     ///
     /// # Errors
-    /// If there is not as much memory.
+    /// If there is not enough memory.
     pub(super) fn make_late(&mut self, bytes: u64) -> Result<()> {
         self.late = Some(copy::buffer(usize::try_from(bytes)?)?);
         Ok(())
     }
 
-    /// What is to be copied, of the pages that a process has by now: what is not in the room as it is now.
+    /// Returns the pages that are still to be copied, of those that the process has now: all but the ones whose
+    /// present content was copied before.
     ///
     /// # Errors
-    /// If the process has gone.
+    /// If the process has exited.
     pub(super) fn due(&self, pages: &Pages, found: &Found) -> io::Result<PageRuns> {
         let early = page_runs::difference(&self.early, &self.unread);
         let known = page_runs::difference(&early, &found.written);
@@ -96,7 +97,8 @@ impl Room {
         Ok(page_runs::difference(&found.wanted, &known))
     }
 
-    /// What is covered by page tables that are not those of the copy, of pages that are not marked.
+    /// Returns the ranges of page tables that have been replaced since the early copy. Only one of the unmarked pages
+    /// `known` is looked at in each page table.
     fn moved(
         &self,
         known: &[Range<u64>],
@@ -118,7 +120,7 @@ impl Room {
         Ok(moved)
     }
 
-    /// Whether there is room for all pages, of which these are due.
+    /// Whether the buffers are large enough for all wanted pages, of which `due` are still to be copied.
     pub(super) fn holds(&self, wanted: &[Range<u64>], due: &[Range<u64>]) -> bool {
         let late = self
             .late
@@ -127,19 +129,20 @@ impl Room {
         page_runs::bytes(wanted) <= self.copy.len() as u64 && page_runs::bytes(due) <= late as u64
     }
 
-    /// Copies what is due from a process that stands. Returns what could not be read, which is zeros.
+    /// Copies the due pages of a process that stands still. Returns the pages that could not be read, which are
+    /// zeros.
     ///
     /// # Errors
-    /// If there is no room for it.
+    /// If the buffer is too small.
     pub(super) fn copy(&mut self, pid: u32, due: &[Range<u64>]) -> Result<PageRuns> {
         let into = self.late.as_mut().unwrap_or(&mut self.copy);
         copy::copy(pid, due, into, &mut self.near)
     }
 
-    /// The copy of all pages, in order, of which these were due.
+    /// Returns the copy of all wanted pages, in order, of which `due` were copied during the stop.
     ///
     /// # Errors
-    /// If there is no room for them, or one was neither due nor there before.
+    /// If the buffers are too small, or if a page was neither due nor copied before.
     pub(super) fn finish(mut self, wanted: &[Range<u64>], due: &[Range<u64>]) -> Result<MmapMut> {
         if let Some(late) = self.late {
             merge(&mut self.copy, &self.early, wanted, due, &late)?;
@@ -148,7 +151,7 @@ impl Room {
     }
 }
 
-/// Has a copy, in which the pages `early` are, hold the pages `wanted`, of which those that are `due` are in `late`.
+/// Turns a copy of the pages `early` into a copy of the pages `wanted`. Those that are `due` are taken from `late`.
 fn merge(
     copy: &mut [u8],
     early: &[Range<u64>],
@@ -165,7 +168,8 @@ fn merge(
             && page_runs::bytes(due) <= late.len() as u64,
         "pages are missing in the copy of a process"
     );
-    // Those that stay move together, the first one first, and then apart, the last one first: none is overwritten.
+    // Pages that stay are first moved together, the first one first, and then apart, the last one first: none is
+    // overwritten.
     let (from, between, to) = (Places::of(early), Places::of(&stay), Places::of(wanted));
     for run in &stay {
         move_within(copy, run, &from, &between);
@@ -189,10 +193,10 @@ fn move_within(copy: &mut [u8], run: &Range<u64>, from: &Places, to: &Places) {
     }
 }
 
-/// Where pages are that are one after the other.
+/// Offsets of pages that are stored one after the other.
 struct Places<'a> {
     runs: &'a [Range<u64>],
-    /// By run: the bytes before it.
+    /// Bytes before each run.
     before: Vec<u64>,
 }
 
@@ -209,7 +213,7 @@ impl<'a> Places<'a> {
         }
     }
 
-    /// The place of pages that are all in one of the runs.
+    /// Returns the byte range of pages that are all in one of the runs.
     fn of_run(&self, pages: &Range<u64>) -> Range<usize> {
         let at = self.runs.partition_point(|run| run.end <= pages.start);
         let start = self.before[at] + (pages.start - self.runs[at].start);
@@ -226,13 +230,13 @@ mod tests {
     use super::*;
     use crate::heap::page_table::PAGE;
 
-    /// Runs of pages, by their numbers.
+    /// Returns runs of pages, which are given by their numbers.
     fn runs(pages: &[Range<u64>]) -> PageRuns {
         let runs = pages.iter();
         runs.map(|run| run.start * PAGE..run.end * PAGE).collect()
     }
 
-    /// The pages of these runs, each of which has its number and a version.
+    /// Returns the content of the pages of these runs. Each page holds its number and a version.
     fn content(runs: &[Range<u64>], version: u8) -> Vec<u8> {
         let addresses = runs
             .iter()
@@ -246,7 +250,7 @@ mod tests {
         pages.collect()
     }
 
-    /// What a merge makes of pages that were there before, by number and version.
+    /// Merges early pages of version 1 and due pages of version 2. Returns the number and version of each page.
     fn merged(early: &[Range<u64>], wanted: &[Range<u64>], due: &[Range<u64>]) -> Vec<(u8, u8)> {
         let (early, wanted, due) = (runs(early), runs(wanted), runs(due));
         let mut copy = content(&early, 1);
@@ -310,7 +314,7 @@ mod tests {
             written: runs(&[3..4, 11..12]),
         };
         let ours = Pages::open(std::process::id()).expect("our own");
-        // Nothing of ours is there, so that no frame is that of the copy.
+        // We have no pages at these addresses, so no frame is that of the copy.
         assert_eq!(room.due(&ours, &found).expect("readable"), found.wanted);
         let due = runs(&[3..4, 7..8, 10..12]);
         assert!(room.holds(&found.wanted, &due));

@@ -1,7 +1,7 @@
-//! Marks of the pages that a process has written (soft-dirty, CONFIG_MEM_SOFT_DIRTY).
+//! Soft-dirty marks of the pages that a process has written (CONFIG_MEM_SOFT_DIRTY).
 //!
-//! The kernel clears all of a process's marks when asked, and makes its pages read-only: the first write to each is a
-//! page fault, which sets the mark.
+//! When asked, the kernel clears all of a process's marks and makes its pages read-only. The first write to each page
+//! is then a page fault, which sets the mark.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -13,14 +13,14 @@ use memmap2::MmapMut;
 use crate::heap::clear_refs::{self, PageMarks};
 use crate::heap::page_table::PAGE;
 
-/// The mark in an entry of /proc/PID/pagemap.
+/// Soft-dirty mark in an entry of /proc/PID/pagemap.
 pub(super) const MARK: u64 = 1 << 55;
 
-/// Whether this kernel marks what is written, as tried once on a page of ours: while we have little memory, all of which
-/// is marked anew.
+/// Whether this kernel marks written pages. This is tried once, on a page of ours. It should be tried while we have
+/// little memory, because all of our memory has to be marked anew.
 ///
 /// # Errors
-/// If that cannot be tried.
+/// If the marks cannot be cleared or read.
 pub(super) fn is_there() -> Result<bool> {
     static IS_THERE: OnceLock<bool> = OnceLock::new();
     if let Some(is_there) = IS_THERE.get() {

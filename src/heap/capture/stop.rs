@@ -1,7 +1,7 @@
-//! Every thread of a process, held where it is for a moment.
+//! Threads of a process that are all stopped for a moment.
 //!
-//! Threads are stopped by PTRACE_SEIZE and PTRACE_INTERRUPT, of which nothing stays behind: no
-//! signal is sent, and the kernel lets them go by itself if we are killed in between.
+//! Threads are stopped by PTRACE_SEIZE and PTRACE_INTERRUPT, which leave nothing behind: no signal is sent, and the
+//! kernel releases the threads by itself if we are killed in between.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,14 +17,14 @@ use crate::host::capabilities::{self, Capability};
 use crate::print::text;
 use crate::process::proc;
 
-/// How long a thread may take to stop, while others stand already. One that sleeps in the kernel
+/// Time that a thread may take to stop, while other threads stand still already. A thread that sleeps in the kernel
 /// where no signal reaches it (state D: a disk, NFS, a vfork) can take for ever.
 pub(super) const PATIENCE: Duration = Duration::from_millis(100);
 
-/// The pause between two looks at whether a thread has stopped.
+/// Time between two checks of whether a thread has stopped.
 const LOOK: Duration = Duration::from_micros(20);
 
-/// Bytes of the vector state that are asked for: AMX has 11 KiB.
+/// Size of the buffer for the vector state, in bytes. AMX has 11 KiB.
 const VECTOR_BYTES: usize = 16 << 10;
 
 /// The threads of a process, which stand still until the value is dropped.
@@ -34,14 +34,14 @@ pub(super) struct Stopped {
     threads: BTreeMap<u32, State>,
 }
 
-/// What is known of a thread.
+/// State of a thread that is being stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     /// Seized, and asked to stop.
     Asked,
-    /// Stopped; this signal was about to be delivered, and is when it goes on. 0 is none.
+    /// Stopped. The signal was about to be delivered, and is delivered when the thread goes on. 0 means none.
     Stopped(i32),
-    /// Ended, or about to.
+    /// Ended, or about to end.
     Ended,
 }
 
@@ -50,7 +50,7 @@ enum State {
 pub(super) struct Late {
     pub(super) pid: u32,
     pub(super) tid: u32,
-    /// Whether it slept in the kernel where nothing interrupts it.
+    /// Whether the thread slept in the kernel where nothing interrupts it (state D).
     pub(super) sleeps: bool,
 }
 
@@ -63,12 +63,12 @@ impl Late {
         }
     }
 
-    /// Whether it slept where nothing interrupts it, and does so now.
+    /// Whether the thread slept where nothing interrupts it (state D) when it was late, and does so now.
     pub(super) fn sleeps_still(&self) -> bool {
         self.sleeps && state(self.pid, self.tid) == Some(b'D')
     }
 
-    /// What is said of it after so many tries in this time.
+    /// Returns the message about the thread after `tries` tries in `time`.
     pub(super) fn told(&self, tries: usize, time: Duration) -> String {
         let Self { pid, tid, sleeps } = self;
         let why = if *sleeps {
@@ -87,13 +87,14 @@ impl Late {
 }
 
 impl Stopped {
-    /// Stops all threads, those too that others start in the meantime; or says which one did not stop in time.
+    /// Stops all threads, including those that other threads start in the meantime; or returns a thread that did not
+    /// stop in time.
     ///
-    /// A late one is let go when the thread that called this ends, and not before: no request reaches it until it
-    /// stops.
+    /// A late thread is released only when the thread that called this function ends: no ptrace(2) request reaches it
+    /// until it stops.
     ///
     /// # Errors
-    /// If one is traced already, or may not be traced. All go on then.
+    /// If a thread is traced already or may not be traced, or if the process has exited. All threads go on then.
     pub(super) fn stop(pid: u32) -> Result<Result<Self, Late>> {
         let mut all = Self {
             pid,
@@ -121,7 +122,7 @@ impl Stopped {
         Ok(Ok(all))
     }
 
-    /// Threads that this thread traces and the kernel holds.
+    /// Wraps threads that this thread traces and that the kernel holds.
     pub(super) fn of(pid: u32, held: impl IntoIterator<Item = u32>) -> Self {
         let threads = held.into_iter().map(|tid| (tid, State::Stopped(0)));
         Self {
@@ -130,8 +131,8 @@ impl Stopped {
         }
     }
 
-    /// Seizes the threads that have not been seized. Returns whether there are any; or one that an earlier try of ours
-    /// has not let go yet.
+    /// Seizes the threads that have not been seized. Returns whether there were any, or a thread that an earlier try
+    /// of ours has not released yet.
     fn seize_new(&mut self) -> Result<Result<bool, Late>> {
         let mut any = false;
         for tid in tids(self.pid)? {
@@ -156,7 +157,7 @@ impl Stopped {
         Ok(Ok(any))
     }
 
-    /// Waits until all that were asked have stopped. Returns one that has not.
+    /// Waits until all threads that were asked to stop have stopped. Returns a thread that has not.
     fn wait(&mut self, deadline: Instant) -> Option<u32> {
         for (&tid, state) in &mut self.threads {
             while *state == State::Asked {
@@ -172,7 +173,7 @@ impl Stopped {
         None
     }
 
-    /// The registers of all threads that stand.
+    /// Returns the registers of all stopped threads.
     pub(super) fn registers(&self) -> Vec<Thread> {
         let stopped = self.threads.iter();
         let stopped = stopped.filter(|(_, state)| matches!(state, State::Stopped(_)));
@@ -184,7 +185,7 @@ impl Stopped {
         threads.collect()
     }
 
-    /// How many threads stand.
+    /// Returns the number of stopped threads.
     pub(super) fn count(&self) -> usize {
         let states = self.threads.values();
         states
@@ -194,24 +195,24 @@ impl Stopped {
 }
 
 impl Drop for Stopped {
-    /// Has all go on as they would have without us.
+    /// Lets all threads go on as they would have without us.
     fn drop(&mut self) {
         for (&tid, state) in &mut self.threads {
-            // PTRACE_DETACH works on a stopped thread alone; one that was asked to stop and has not is
-            // given as long as it takes, up to a limit. The kernel lets it go when this thread ends.
+            // PTRACE_DETACH works only on a stopped thread. A thread that was asked to stop and has not is given some
+            // more time. After that, the kernel releases it when this thread ends.
             let until = Instant::now() + LOOK * 10;
             while *state == State::Asked && Instant::now() < until {
                 *state = look(tid);
             }
             if let State::Stopped(signal) = *state {
-                // It has ended if the kernel refuses.
+                // The kernel refuses if the thread has ended.
                 let _ = request(libc::PTRACE_DETACH, tid, signal as usize);
             }
         }
     }
 }
 
-/// What has become of a thread that was asked to stop.
+/// Returns the state of a thread that was asked to stop.
 fn look(tid: u32) -> State {
     let mut status = 0;
     // SAFETY: the kernel writes one int.
@@ -219,24 +220,24 @@ fn look(tid: u32) -> State {
     match found {
         0 => State::Asked,
         _ if found < 0 || !libc::WIFSTOPPED(status) => State::Ended,
-        // PTRACE_EVENT_STOP is our interrupt, or a stop by SIGSTOP that lasts after we have gone.
+        // PTRACE_EVENT_STOP is our interrupt, or a stop by SIGSTOP, which lasts after we have detached.
         _ if status >> 16 != 0 => State::Stopped(0),
-        // Any other is a signal on its way, which the thread is to get.
+        // Any other stop is a signal in delivery, which the thread must get.
         _ => State::Stopped(libc::WSTOPSIG(status)),
     }
 }
 
-/// The set of registers that `user_regs_struct` has not: x87, SSE, AVX and so on.
+/// Register set of everything that `user_regs_struct` lacks: x87, SSE, AVX and so on.
 const NT_X86_XSTATE: i32 = 0x202;
 
-/// The words of a set of registers; None if the kernel has none.
+/// Reads the words of a register set of a thread. Returns None if the kernel has no such set.
 pub(super) fn register_set(tid: u32, set: i32, bytes: usize) -> Option<Vec<u64>> {
     let mut words = vec![0_u64; bytes / 8];
     let mut place = libc::iovec {
         iov_base: words.as_mut_ptr().cast(),
         iov_len: bytes,
     };
-    // SAFETY: the kernel writes at most `iov_len` bytes to `iov_base`, and how many to `iov_len`.
+    // SAFETY: the kernel writes at most `iov_len` bytes to `iov_base`, and the number of bytes to `iov_len`.
     let done = unsafe {
         libc::ptrace(
             libc::PTRACE_GETREGSET,
@@ -252,10 +253,10 @@ pub(super) fn register_set(tid: u32, set: i32, bytes: usize) -> Option<Vec<u64>>
     Some(words)
 }
 
-/// A request of ptrace(2) that takes no pointer.
+/// Makes a ptrace(2) request that takes no pointer.
 pub(super) fn request(request: libc::c_uint, tid: u32, data: usize) -> io::Result<()> {
     let nothing: *mut libc::c_void = ptr::null_mut();
-    // SAFETY: SEIZE, INTERRUPT and DETACH take numbers, and touch no memory of ours.
+    // SAFETY: SEIZE, INTERRUPT, DETACH, CONT and LISTEN take numbers, and touch no memory of ours.
     let done = unsafe { libc::ptrace(request, tid as libc::pid_t, nothing, data) };
     if done == 0 {
         Ok(())
@@ -264,7 +265,7 @@ pub(super) fn request(request: libc::c_uint, tid: u32, data: usize) -> io::Resul
     }
 }
 
-/// The numbers of a process's threads.
+/// Returns the IDs of a process's threads.
 pub(super) fn tids(pid: u32) -> Result<Vec<u32>> {
     let Ok(entries) = fs::read_dir(format!("/proc/{pid}/task")) else {
         bail!("process {pid} has exited");
@@ -275,7 +276,7 @@ pub(super) fn tids(pid: u32) -> Result<Vec<u32>> {
         .collect())
 }
 
-/// The letter by which the kernel tells a thread's state.
+/// Returns the letter that the kernel prints for a thread's state.
 fn state(pid: u32, tid: u32) -> Option<u8> {
     let stat = fs::read(format!("/proc/{pid}/task/{tid}/stat")).ok()?;
     // The name is in parentheses and can hold anything, parentheses too.
@@ -287,17 +288,17 @@ pub(super) fn has_ended(pid: u32, tid: u32) -> bool {
     matches!(state(pid, tid), None | Some(b'Z' | b'X'))
 }
 
-/// The process that traces a thread.
+/// Returns the PID of the process that traces a thread.
 pub(super) fn tracer(pid: u32, tid: u32) -> Option<u32> {
     let number =
         |path: String, name: &str| -> Option<u32> { proc::field(path, name)?.parse().ok() };
     let thread = number(format!("/proc/{pid}/task/{tid}/status"), "TracerPid:");
     let thread = thread.filter(|&tracer| tracer != 0)?;
-    // One of its threads is told, which is not the first one of memleak's.
+    // The kernel names the thread that traces, which in memleak is not the first one.
     Some(number(format!("/proc/{thread}/status"), "Tgid:").unwrap_or(thread))
 }
 
-/// That a process is traced already, and by whom.
+/// Returns the message that a process is traced already, and by which process.
 pub(super) fn traced_by(pid: u32, tracer: u32) -> String {
     let name = fs::read(format!("/proc/{tracer}/comm")).unwrap_or_default();
     let name = text::escape_bytes(name.trim_ascii_end());
@@ -315,5 +316,5 @@ pub(super) fn why_not_seized(pid: u32, tid: u32, error: &io::Error) -> String {
     format!("failed to stop thread {tid} of process {pid} (PTRACE_SEIZE): {error}{remedy}")
 }
 
-// A register is a word of each set.
+// Each register is one word, and has a name in `GENERAL_REGISTERS`.
 const _: () = assert!(mem::size_of::<libc::user_regs_struct>() == 8 * GENERAL_REGISTERS.len());

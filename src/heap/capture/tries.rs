@@ -1,7 +1,8 @@
-//! Trying again, where a thread did not stop in time: on a busy machine it may lack CPU time, and in a vfork it stops
-//! only once the child runs a program of its own.
+//! Repeated tries at stopping a process, after a thread did not stop in time. On a busy machine, the thread may lack
+//! CPU time. In a vfork, the thread stops only once the child runs a program of its own.
 //!
-//! Between two tries all threads run. How long others stand in each of them is the same, however many there are.
+//! All threads run between two tries. Further tries do not prolong the time for which the other threads stand still
+//! in each.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -10,7 +11,7 @@ use anyhow::{Result, bail};
 
 use super::stop::Late;
 
-/// How long all run before the next try: 3.1 seconds together.
+/// Pauses between tries, in which all threads run: 3.1 seconds together.
 const GAPS: [Duration; 5] = [
     Duration::from_millis(100),
     Duration::from_millis(200),
@@ -19,7 +20,7 @@ const GAPS: [Duration; 5] = [
     Duration::from_millis(1600),
 ];
 
-/// The tries at stopping a process that have failed, and why the last one did.
+/// Failed tries at stopping a process, with the thread that was late in the last one.
 #[derive(Debug)]
 pub(super) struct Tries {
     begin: Instant,
@@ -36,11 +37,12 @@ impl Tries {
         }
     }
 
-    /// Has all threads run for a while, as this one was late. While it sleeps where nothing interrupts it, a try would
-    /// fail as well, and no other thread is stopped for that.
+    /// Lets all threads run until the next try, after this thread was late. While the thread sleeps where nothing
+    /// interrupts it, the next try would fail as well: the pause goes on, counts as a failed try, and no other thread
+    /// is stopped.
     ///
     /// # Errors
-    /// If there is no other try.
+    /// If no try is left.
     pub(super) fn wait(&mut self, late: Late) -> Result<()> {
         self.last = Some(late);
         loop {
@@ -56,7 +58,7 @@ impl Tries {
         }
     }
 
-    /// What is to be said if it took more than one try: the other threads stood still in each.
+    /// Returns a message if it took more than one try, as the other threads stood still in each.
     pub(super) fn told(&self) -> Option<String> {
         let last = self.last?;
         Some(format!(

@@ -1,13 +1,13 @@
-//! What the copy of a process takes of x86-64: stores that go around the caches.
+//! Stores of x86-64 that bypass the caches (non-temporal), for the copy of a process.
 
 use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
 
 const WORD: usize = size_of::<__m128i>();
-/// Bytes that go to memory at once.
+/// Size of a cache line, which goes to memory at once, in bytes.
 const LINE: usize = 64;
 
-/// Copies bytes that nobody looks at soon, as `to.copy_from_slice(from)` does. Their destination is not read from memory
-/// before, which is a third of what would go to and fro.
+/// Copies bytes as `to.copy_from_slice(from)` does, but around the caches, for bytes that nobody reads soon. The
+/// destination is not read from memory before, which saves a third of the memory traffic.
 ///
 /// # Panics
 /// If the slices have different lengths.
@@ -28,7 +28,8 @@ pub(super) fn copy_around_caches(to: &mut [u8], from: &[u8]) {
             }
         }
     }
-    // SAFETY: it has no operand. Other threads see what was written once they know that this one has returned.
+    // SAFETY: the instruction has no operand. Other threads see the stores once they know that this function has
+    // returned.
     unsafe { _mm_sfence() };
     to.into_remainder().copy_from_slice(from.remainder());
 }
