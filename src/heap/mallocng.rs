@@ -1,9 +1,9 @@
-//! The heap of musl's malloc (mallocng, 1.2.1 and later), walked by its structure alone.
+//! Walk of the heap of musl's malloc (mallocng, 1.2.1 and later), by its structures alone.
 //!
-//! Memory is in groups of slots of one size; what is known of a group is apart from it, in areas
-//! that begin with a secret which the context in the library's data begins with, too. There are no
-//! caches of threads. The walk is complete if the list of areas ends where the context says, every
-//! group refers back, and the slots of each size class add up to the context's own count.
+//! Memory is in groups of slots of one size. The metadata of a group is apart from the group, in an area. Each area
+//! begins with a secret, with which the context in the library's data begins, too. There are no thread caches. The
+//! walk is complete if the list of areas ends where the context says, if every group refers back to its metadata, and
+//! if the slots of each size class add up to the context's own count.
 
 use std::collections::HashSet;
 
@@ -12,37 +12,39 @@ use crate::heap::blocks::{Allocator, Block, Coverage, Heap};
 use crate::heap::image::Image;
 use crate::heap::untrusted::word;
 
-/// Units of 16 bytes of each size class.
+/// Size of the slots of each size class, in units of 16 bytes.
 const CLASSES: [u64; 48] = [
     1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 18, 20, 25, 31, 36, 42, 50, 63, 72, 84, 102, 127, 146,
     170, 204, 255, 292, 340, 409, 511, 584, 682, 818, 1023, 1169, 1364, 1637, 2047, 2340, 2730,
     3276, 4095, 4680, 5460, 6552, 8191,
 ];
 const UNIT: u64 = 16;
-/// Bytes of what is known of a group, and where the first is in its area.
+/// Size of a group's metadata, and offset of the first one in its area, in bytes.
 const META: u64 = 40;
 const FIRST_META: u64 = 24;
-/// Groups of an area: it is a page.
+/// Largest number of groups of an area, which is a page.
 const MOST_METAS: u64 = (4096 - FIRST_META) / META;
-/// How far into the context it keeps by how much areas grow, and the first area.
+/// Offsets in the context: of the shift by which areas grow (`meta_alloc_shift`), and of the address of the first
+/// area.
 const SHIFT: u64 = 48;
 const AREAS: u64 = 56;
-/// What the context has in its second word once it is in use.
+/// Value of the context's second word once the context is in use (`init_done`).
 const IN_USE: u32 = 1;
-/// Areas at most.
+/// Largest number of areas that are walked.
 const MOST_AREAS: usize = 1 << 20;
-/// Bytes between two slots that are the allocator's.
+/// Bytes between two slots that belong to the allocator.
 const BETWEEN: u64 = 4;
 
 /// The allocator's context, in the data of the library or of a static program.
 struct Context {
     file: Vec<u8>,
     secret: u64,
-    /// Where it keeps the first area; the last one is next, and the counts follow.
+    /// Address of the word that refers to the first area. The word that refers to the last area is next, and the
+    /// counts follow.
     areas: u64,
 }
 
-/// Walks the mallocng heap of a process; None if there is none.
+/// Walks the mallocng heap of a process. Returns None if the process has none.
 pub fn walk(image: &Image) -> Option<Heap> {
     let context = context(image)?;
     let mut broken = None;
@@ -89,7 +91,8 @@ pub fn walk(image: &Image) -> Option<Heap> {
     Some(heap(image, &context, &groups, coverage))
 }
 
-/// A 64-bit secret, that the context is in use, some counts, and the page that begins with the same secret.
+/// Finds the context: a 64-bit secret, the sign that the context is in use, a shift, and the address of a page that
+/// begins with the same secret.
 fn context(image: &Image) -> Option<Context> {
     let mut end = 0;
     for area in image
@@ -125,12 +128,12 @@ fn context(image: &Image) -> Option<Context> {
     None
 }
 
-/// Whether an area is the zeros after a file's data, which end at `end`.
+/// Whether an area is the zeros (bss) after a file's data, which end at `end`.
 fn is_bss(area: &Area, end: u64) -> bool {
     area.name().is_empty() && area.mapping.range.start == end
 }
 
-/// The areas, from the first to the last.
+/// Returns the areas, from the first to the last.
 fn areas(image: &Image, context: &Context, broken: &mut Option<(&'static str, u64)>) -> Vec<u64> {
     let last = word(image, context.areas + 8);
     let (mut area, mut seen, mut found) = (word(image, context.areas), HashSet::new(), Vec::new());
@@ -147,15 +150,15 @@ fn areas(image: &Image, context: &Context, broken: &mut Option<(&'static str, u6
     found
 }
 
-/// Slots of one size.
+/// Group of slots of one size.
 struct Group {
     memory: u64,
     slots: u64,
     stride: u64,
     class: usize,
-    /// Slots that nobody has.
+    /// Free slots, as a bit mask.
     free: u32,
-    /// Whether it is of the allocator's own making, and not a rest that the loader gave it.
+    /// Whether the allocator made the group itself. Other groups are leftover memory that the loader has donated.
     freeable: bool,
 }
 
@@ -196,7 +199,8 @@ fn byte(image: &Image, address: u64) -> u64 {
     word(image, address & !7) >> (8 * (address & 7)) & 0xff
 }
 
-/// The block in a slot: it may begin further on, and it ends where the program asked for.
+/// Returns the block in a slot. The block may begin behind the slot's start, and ends where the size that the program
+/// asked for ends.
 fn block(image: &Image, slot: u64, stride: u64) -> Block {
     let end = slot + stride - BETWEEN;
     let moved = byte(image, slot - 3) == 0xe0;
@@ -226,7 +230,7 @@ fn heap(image: &Image, context: &Context, groups: &[Group], coverage: Coverage) 
                 free.push(slot..slot + group.stride);
             } else {
                 let block = block(image, slot, group.stride);
-                // Groups of small slots are in slots of larger ones.
+                // A group of small slots may be in a slot of a group of larger ones. Such a slot is no block.
                 if !memory.contains(&block.address) {
                     blocks.push(block);
                 }
@@ -243,7 +247,7 @@ fn heap(image: &Image, context: &Context, groups: &[Group], coverage: Coverage) 
         .map(|group| group.memory..group.end())
         .collect();
     regions.sort_unstable_by_key(|range| (range.start, std::cmp::Reverse(range.end)));
-    // A group within a slot of another is part of its range.
+    // The range of a group in another group's slot is part of the other group's range.
     regions.dedup_by(|next, range| next.end <= range.end);
     heap.regions = regions;
     free.sort_unstable_by_key(|range| range.start);

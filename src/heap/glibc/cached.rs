@@ -1,4 +1,4 @@
-//! Chunks that look as if they were in use, and are free: those in threads' tcaches, and in fastbins.
+//! Free chunks that look as if they were in use: those in threads' tcaches, and those in fastbins.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -6,22 +6,23 @@ use crate::heap::image::Image;
 
 use super::{Chunk, MMAPPED, State, Walk, half, word};
 
-/// The chunk sizes of `tcache_perthread_struct`: with 64 counts of one byte (2.26 to 2.29), of two
-/// (2.30 to 2.41), and 76 (2.42). Each may be 16 more: a remainder that is too small to be cut off.
+/// Layouts of `tcache_perthread_struct`, by the size of its chunk: with 64 counts of one byte (2.26 to 2.29), with 64
+/// of two bytes (2.30 to 2.41), and with 76 (2.42). A chunk may be 16 bytes larger, if the rest was too small to be
+/// cut off.
 const SHAPES: [Shape; 3] = [
     Shape::new(0x250, 64, 1),
     Shape::new(0x290, 64, 2),
     Shape::new(0x300, 76, 2),
 ];
 
-/// Lists of chunks of one size each; those beyond hold sizes up to a power of two.
+/// Number of lists that hold chunks of one size each. Further lists hold sizes up to a power of two.
 const SMALL: u64 = 64;
-/// Chunks of one list at most: counts have 16 bits.
+/// Largest number of chunks in one list. Counts have 16 bits.
 const LONGEST: usize = 0x1_0000;
-/// Bytes before the thread pointer that hold a thread's own pointer to its tcache.
+/// Bytes before the thread pointer in which a thread's own pointer to its tcache is looked for.
 const TLS: u64 = 4096;
 
-/// How a tcache is laid out.
+/// Layout of a tcache.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     chunk: u64,
@@ -44,7 +45,7 @@ impl Shape {
         SHAPES.into_iter().find(|shape| possible && fits(shape))
     }
 
-    /// The count of a list.
+    /// Returns the count of a list.
     fn count(&self, image: &Image, tcache: u64, list: u64) -> u64 {
         let at = tcache + self.count_bytes * list;
         let bits = u64::from(half(image, at & !3)) >> (8 * (at & 3));
@@ -52,7 +53,7 @@ impl Shape {
     }
 }
 
-/// Marks tcaches and what they hold, then fastbins.
+/// Marks tcaches and the chunks in them, then the chunks in fastbins.
 pub(super) fn mark(image: &Image, walk: &mut Walk, used: &[usize]) {
     let candidates: Vec<(usize, Shape)> = walk
         .chunks
@@ -60,7 +61,7 @@ pub(super) fn mark(image: &Image, walk: &mut Walk, used: &[usize]) {
         .enumerate()
         .filter_map(|(at, chunk)| Some((at, Shape::of(chunk)?)))
         .collect();
-    // Links are mangled since 2.32: the decoding by which more tcaches make sense is the library's.
+    // Links are mangled since 2.32. The library's decoding is the one by which more tcaches are valid.
     let by = |mangled: bool| {
         let lists = |&(at, shape): &(usize, Shape)| {
             let held = held_by(image, walk, at, shape, mangled)?;
@@ -94,7 +95,7 @@ fn next(image: &Image, entry: u64, mangled: bool) -> u64 {
     if mangled { link ^ (entry >> 12) } else { link }
 }
 
-/// The chunks in the lists of what may be a tcache; None if it is none.
+/// Returns the chunks in the lists of a possible tcache; None if it is not one.
 fn held_by(
     image: &Image,
     walk: &Walk,
@@ -123,7 +124,7 @@ fn held_by(
             entry = next(image, entry, mangled);
         }
         let counted = shape.count(image, tcache, list) as i64;
-        // A thread may be between the list and its count. Since 2.42 free places are counted instead.
+        // A thread may have changed the list and not yet its count. Since 2.42, free places are counted instead.
         let expected = match shape.lists {
             76 if list < SMALL => walk.tcache_count().map(|most| most as i64 - counted),
             76 => None,
@@ -136,9 +137,9 @@ fn held_by(
     Some(held)
 }
 
-/// Holds the tcaches against the threads' own pointers to them, which are at the same distance from
-/// each thread pointer: one that no thread has is that of a thread that has ended; one that a thread
-/// has and that was not recognised makes the walk incomplete, as its chunks would be called in use.
+/// Compares the tcaches with the threads' own pointers to them, which are at the same distance from each thread
+/// pointer. A tcache that no thread refers to belongs to a thread that has ended. A tcache that a thread refers to
+/// and that was not recognised makes the walk incomplete, as its chunks would be taken for chunks in use.
 fn check_threads(image: &Image, walk: &mut Walk) {
     let mut votes: BTreeMap<u64, usize> = BTreeMap::new();
     for thread in &image.threads {
@@ -158,12 +159,12 @@ fn check_threads(image: &Image, walk: &mut Walk) {
         if walk.tcaches.contains(&tcache) {
             continue;
         }
-        // A thread that has not allocated has none, or since 2.42 one of the library's data.
+        // A thread that has not allocated has no tcache, or since 2.42 one in the library's data.
         let chunk = tcache
             .checked_sub(16)
             .and_then(|header| walk.chunk_at(header));
         match chunk {
-            // An empty one.
+            // This can be an empty tcache.
             Some(at) if Shape::of(&walk.chunks[at]).is_some() => {
                 walk.chunks[at].state = State::Internal;
                 walk.tcaches.push(tcache);
@@ -181,9 +182,9 @@ fn check_threads(image: &Image, walk: &mut Walk) {
     }
 }
 
-/// Where no thread has a tcache that was recognised: that is so if all are empty, or if none is used
-/// (glibc.malloc.tcache_count=0). If a thread refers to what could be one and holds something, it is
-/// one that makes no sense.
+/// Checks the tcaches if none that was recognised belongs to a thread. This is so if all are empty, or if none is
+/// used (glibc.malloc.tcache_count=0). If all possible tcaches that threads refer to hold chunks, they are
+/// inconsistent.
 fn check_nothing_recognised(image: &Image, walk: &mut Walk) {
     if !walk.tcaches.is_empty() {
         let why = "no thread has a tcache that was found";
@@ -191,7 +192,8 @@ fn check_nothing_recognised(image: &Image, walk: &mut Walk) {
             .push((why.into(), walk.tcaches.first().copied()));
         return;
     }
-    // Each thread has its own at the same distance; what else looks like one is on stacks, which end there, too.
+    // Each thread's pointer to its tcache is at the same distance. Other words that look like one are on stacks,
+    // which end there, too.
     let mut by_distance: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
     for thread in &image.threads {
         let pointer = thread.thread_pointer;
@@ -204,7 +206,8 @@ fn check_nothing_recognised(image: &Image, walk: &mut Walk) {
             }
         }
     }
-    // Of several that are as good, the nearest: variables of threads are there, and stacks behind.
+    // Of distances with as many words, the nearest is taken: thread-local variables are there, and stacks are further
+    // below.
     let best = by_distance.into_values().rev().max_by_key(Vec::len);
     let possible = best.unwrap_or_default();
     let empty: Vec<usize> = possible
@@ -222,14 +225,14 @@ fn check_nothing_recognised(image: &Image, walk: &mut Walk) {
     }
 }
 
-/// Chunks that bear the mark of a tcache and are in none: a few were freed again when their thread
-/// ended, and handed out since; many are those of tcaches that were not recognised.
+/// Checks for chunks that bear the key of tcaches and are in no tcache. A few were freed again when their thread
+/// ended, and allocated since. Many belong to tcaches that were not recognised.
 fn check_key(image: &Image, walk: &mut Walk, keys: &HashMap<u64, usize>, cached: usize) {
     const FEW: usize = 256;
     let Some((&key, &count)) = keys.iter().max_by_key(|key| key.1) else {
         return;
     };
-    // Before 2.34 each thread has a mark of its own, and before 2.29 there is none.
+    // Before 2.34 each thread has a key of its own, and before 2.29 there is no key.
     if key == 0 || count * 10 < cached * 9 {
         return;
     }
@@ -248,7 +251,7 @@ fn check_key(image: &Image, walk: &mut Walk, keys: &HashMap<u64, usize>, cached:
     }
 }
 
-/// Marks what is in fastbins, of which 2.43 has none.
+/// Marks the chunks in fastbins, which 2.43 does not have.
 fn mark_fastbins(image: &Image, walk: &mut Walk, used: &[usize], mangled: bool) {
     const FASTBINS: u64 = 10;
     for (number, &place) in used.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Where glibc keeps `main_arena` and `mp_`, in a library's or a static program's data.
+//! Search for glibc's `main_arena` and `mp_` in the data of a library or of a static program.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -8,29 +8,29 @@ use crate::heap::image::Image;
 
 use super::{Counts, Fuel, Library, half, word};
 
-/// Lists of free chunks of an arena.
+/// Number of lists of free chunks (bins) of an arena.
 const BINS: u64 = 127;
-/// Bytes of their heads.
+/// Size of the heads of all bins, in bytes.
 pub(super) const BINS_BYTES: u64 = 16 * BINS;
-/// Heads that may be caught while a thread changes their list.
+/// Number of heads that may be inconsistent because threads are changing their lists.
 const TORN: usize = 2;
 
-/// How far into an arena the bins are.
+/// Offsets of the bins in an arena, by the version of glibc.
 pub(super) const BINS_2_43: u64 = 0x18;
 pub(super) const BINS_2_26: u64 = 0x68;
 const BINS_2_27: u64 = 0x70;
 
-/// How far into the first heap of an arena the arena is: `heap_info` before 2.35, and since.
+/// Offsets of an arena in its first heap, behind `heap_info`: before 2.35, and since.
 pub(super) const HEAP_HEADERS: [u64; 2] = [0x20, 0x30];
 
-/// Arenas of a process at most.
+/// Largest number of arenas of a process.
 const MOST_ARENAS: usize = 1 << 16;
-/// Libraries at most: two in use are refused.
+/// Largest number of libraries. Two that are in use are refused.
 const MOST_LIBRARIES: usize = 16;
 
-/// The libraries that have a heap.
+/// Returns the libraries that have a heap.
 pub(super) fn libraries(image: &Image) -> Vec<Library> {
-    // Each 16 bytes can be a list's head, and begin a row of them.
+    // Each 16 bytes can be a list's head, and begin a row of heads.
     let mut fuel = Fuel(image.copied_bytes().saturating_mul(10) + 50_000_000);
     let mut found = Vec::new();
     for (file, data) in Area::data_of_files(&image.areas) {
@@ -46,7 +46,7 @@ pub(super) fn libraries(image: &Image) -> Vec<Library> {
     found
 }
 
-/// The first library from an address on.
+/// Returns the first library from an address on.
 fn in_data(
     image: &Image,
     file: &[u8],
@@ -66,18 +66,18 @@ fn in_data(
     })
 }
 
-/// Where an arena's place in the ring of arenas says what cannot be, in a process that has no heap of glibc's malloc which
-/// is whole: the arenas do not lead back to the main one.
+/// Finds the word that breaks the ring of arenas, in a process without an intact heap of glibc's malloc. From this
+/// word on, the arenas do not lead back to the main one.
 pub fn broken_ring(image: &Image) -> Option<u64> {
     let mut fuel = Fuel::of(image);
     let mut furthest = None;
     for (_, data) in Area::data_of_files(&image.areas) {
         first_row(image, &data, data.start, &mut fuel, |bins_at, fuel| {
-            // Rows that begin a head or two beside the bins are torn at their ends.
+            // Rows that begin a head or two beside the bins have invalid heads at an end.
             let whole = (0..BINS).all(|number| is_head(image, bins_at + 16 * number));
             for (main, bins) in places(bins_at) {
                 if let Err((arenas, place)) = follow(image, main, bins, fuel) {
-                    // That of the version that it is leads furthest.
+                    // The ring is followed furthest with the offset of the right version.
                     furthest = furthest.max(Some((arenas, whole, place)));
                 }
             }
@@ -87,7 +87,8 @@ pub fn broken_ring(image: &Image) -> Option<u64> {
     furthest.map(|(_, _, place)| place)
 }
 
-/// What is made of the first row of lists of free chunks, by its address, of which anything is.
+/// Returns what `made` makes of the first row of list heads for which it returns anything. `made` gets the row's
+/// address.
 fn first_row<T>(
     image: &Image,
     data: &Range<u64>,
@@ -95,7 +96,7 @@ fn first_row<T>(
     fuel: &mut Fuel,
     mut made: impl FnMut(u64, &mut Fuel) -> Option<T>,
 ) -> Option<T> {
-    // The address of the last head comes first: most words are not even one.
+    // The last head of a row is looked for first: most words are no head at all.
     let last = 16 * (BINS - 1);
     let words = image.words(from.max(data.start + BINS_2_26).saturating_add(last)..data.end);
     let mut heads = words.filter(|&(address, _)| is_head(image, address));
@@ -113,13 +114,14 @@ fn first_row<T>(
     })
 }
 
-/// Where the main arena can be, of which the bins are here, and how far into it these are.
+/// Returns the possible addresses of the main arena whose bins are at `bins_at`, each with the offset of the bins in
+/// it.
 fn places(bins_at: u64) -> impl Iterator<Item = (u64, u64)> {
     let bins = [BINS_2_27, BINS_2_43, BINS_2_26].into_iter();
     bins.filter_map(move |bins| Some((bins_at.checked_sub(bins)?, bins)))
 }
 
-/// Whether a list's head is here: it points to itself, or to chunks that point back.
+/// Whether a list's head is at this address: the head points to itself, or to chunks that point back.
 fn is_head(image: &Image, at: u64) -> bool {
     let head = at.wrapping_sub(16);
     let (first, last) = (word(image, at), word(image, at.wrapping_add(8)));
@@ -133,8 +135,8 @@ fn is_head(image: &Image, at: u64) -> bool {
         && word(image, last.wrapping_add(16)) == head
 }
 
-/// Follows the ring of arenas back to the main one. If it leads elsewhere: after how many arenas, and the place of the
-/// word that does.
+/// Follows the ring of arenas back to the main one. If the ring leads elsewhere, returns the number of arenas before
+/// that, and the address of the word that leads elsewhere.
 fn follow(image: &Image, main: u64, bins: u64, fuel: &mut Fuel) -> Result<(), (usize, u64)> {
     let mut seen = HashSet::new();
     let next = |arena: u64| arena.wrapping_add(bins + BINS_BYTES + 16);
@@ -153,8 +155,8 @@ fn follow(image: &Image, main: u64, bins: u64, fuel: &mut Fuel) -> Result<(), (u
     }
 }
 
-/// What `mp_` counts. The place is known by what stands together: `mmapped_mem`, its maximum, the
-/// start of the heap, and the limits of tcaches, after a limit of 65536 mappings.
+/// Finds the counts of `mp_`. Their place is recognised by fields that stand together: `mmapped_mem`, its maximum,
+/// the start of the heap, and the limits of tcaches, after a limit of 65536 mappings.
 fn counts(image: &Image, data: &Range<u64>) -> Option<Counts> {
     const MOST_MMAPS: u32 = 65_536;
     image.words(data.clone()).find_map(|(at, sbrk_base)| {
@@ -169,7 +171,7 @@ fn counts(image: &Image, data: &Range<u64>) -> Option<Counts> {
             return None;
         }
         let half = |offset: u64| half(image, at.wrapping_sub(offset));
-        // `hp_flags` is before them since 2.35, which moves them by 4 bytes.
+        // Since 2.35, `hp_flags` is before these fields, which moves them by 4 bytes.
         let (mmaps, max_mmaps) = match (half(32), half(28)) {
             (MOST_MMAPS, max_mmaps) => (half(36), max_mmaps),
             (mmaps, MOST_MMAPS) => (mmaps, half(24)),

@@ -8,10 +8,10 @@ use crate::heap::page_table::PAGE;
 
 use super::{Chunk, Library, MMAPPED, State, Walk, word};
 
-/// The one flag of their size fields.
+/// Flag in the size field of mmapped chunks, which have no other flag.
 const IS_MMAPPED: u64 = 2;
-/// Adds all such chunks: at the starts of mappings, or, if they are aligned to more than 16 bytes
-/// (memalign), further on, with the distance to the start before their size.
+/// Adds all mmapped chunks to the walk. Their headers are at the starts of mappings. If a chunk is aligned to more
+/// than 16 bytes (memalign), its header is further on, with the distance to the start before the size.
 pub(super) fn find(image: &Image, memory: &[Range<u64>], walk: &mut Walk) {
     let mut segments: Vec<_> = walk
         .arenas
@@ -30,7 +30,7 @@ pub(super) fn find(image: &Image, memory: &[Range<u64>], walk: &mut Walk) {
         inner: inner_headers(image),
     };
     for area in memory {
-        // Only pages that are there can begin one.
+        // Only present pages can begin a chunk.
         let runs = image.copied();
         let first = runs.partition_point(|run| run.end <= area.start);
         let mut after = area.start;
@@ -65,8 +65,8 @@ pub(super) fn find(image: &Image, memory: &[Range<u64>], walk: &mut Walk) {
     }
 }
 
-/// What can be headers just before a page, of chunks aligned to more than a page: each with the
-/// page that its mapping would begin with. The distance is what alignment made it; mremap(2), by
+/// Finds possible headers just before a page, of chunks aligned to more than a page. Returns the headers by the page
+/// with which their mapping would begin. The alignment has determined the distance between the two. mremap(2), by
 /// which realloc() moves such a chunk, keeps the distance and not the alignment.
 fn inner_headers(image: &Image) -> HashMap<u64, u64> {
     let pages = image
@@ -85,17 +85,17 @@ fn inner_headers(image: &Image) -> HashMap<u64, u64> {
 
 struct Finder<'a> {
     image: &'a Image,
-    /// Bytes of the mapping after the chunk.
+    /// Bytes of the mapping behind the end that the chunk's size gives.
     outside: u64,
-    /// By page: the header of a chunk that is aligned to more than a page.
+    /// Headers of chunks that are aligned to more than a page, by the first page of their mappings.
     inner: HashMap<u64, u64>,
 }
 
 impl Finder<'_> {
-    /// The chunk whose mapping begins with this page: its address and size.
+    /// Returns the address and the size of the chunk whose mapping begins with this page.
     fn at(&self, page: u64, limit: u64) -> Option<(u64, u64)> {
-        // memalign() leaves the first header behind, and mremap() does not keep it right: an inner
-        // one is the chunk's.
+        // memalign() leaves the first header behind, and mremap() does not update it: if there is an inner header, it
+        // is the chunk's.
         let below_page = (5..12).map(|bits| page + (1_u64 << bits) - 16);
         let candidates = self.inner.get(&page).copied().into_iter().chain(below_page);
         candidates.chain([page]).find_map(|at| {
@@ -104,7 +104,7 @@ impl Finder<'_> {
         })
     }
 
-    /// The size in a header that is so far from the start of its mapping.
+    /// Returns the size in a header at this offset from the start of its mapping; None if the header is not valid.
     fn header(&self, at: u64, offset: u64, limit: u64) -> Option<u64> {
         let field = word(self.image, at + 8);
         let size = field & !7;

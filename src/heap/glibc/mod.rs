@@ -1,15 +1,15 @@
-//! The heap of glibc's malloc (2.26 to 2.43), walked by its structure alone.
+//! Walk of the heap of glibc's malloc (2.26 to 2.43), by its structures alone.
 //!
-//! Neither symbols nor a table of versions is needed. `main_arena` shows itself by 127 list heads in
-//! a row in a library's data (`locate`); every chunk tells where the next one is (`segments`);
-//! chunks with mappings of their own begin a page (`mmapped`); and whether a chunk is free is told
-//! by the one after it, except for those that threads have set aside (`cached`). The walk is
-//! complete if the segments of each arena add up to the arena's own `system_mem`, mmapped chunks to
-//! `n_mmaps` and `mmapped_mem`, and every thread's tcache has been recognised. Otherwise a thread was
-//! in the middle of malloc, which another image shows to have passed, or the heap is damaged.
+//! Neither symbols nor a table of versions is needed. `main_arena` is recognised by 127 list heads in a row in a
+//! library's data (`locate`). The size of every chunk gives the address of the next one (`segments`). Chunks with
+//! mappings of their own begin a page (`mmapped`). The header of the next chunk tells whether a chunk is free, except
+//! for chunks in the caches of threads (`cached`). The walk is complete if the segments of each arena add up to the
+//! arena's own `system_mem`, mmapped chunks to `n_mmaps` and `mmapped_mem`, and if every thread's tcache has been
+//! recognised. Otherwise, either a thread was in the middle of malloc, which another image shows to have passed, or
+//! the heap is damaged.
 //!
-//! What is walked is another user's memory: each step is bounded by the image, all steps together by
-//! `Fuel`, and no value of it is trusted.
+//! The walked memory belongs to another user. Each step is bounded by the image, all steps together are bounded by
+//! `Fuel`, and no value in the memory is trusted.
 
 mod cached;
 mod locate;
@@ -30,72 +30,73 @@ use crate::heap::image::Image;
 use crate::heap::page_table::{PAGE, PageTable};
 use crate::heap::untrusted::{Fuel, word};
 
-/// A chunk: a header of 16 bytes, the first 8 of which may be the last of the chunk before it, and what follows.
+/// Chunk: a header of 16 bytes, the first 8 of which may be the last of the chunk before it, and the memory that
+/// follows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chunk {
-    /// The address of the header.
+    /// Address of the header.
     pub address: u64,
-    /// Bytes, with the header.
+    /// Size in bytes, with the header.
     pub size: u64,
-    /// Who has it.
+    /// Owner of the chunk.
     pub state: State,
-    /// The arena's place in [`Walk::arenas`]; [`MMAPPED`] if it has a mapping of its own.
+    /// Index of the arena in [`Walk::arenas`]; [`MMAPPED`] for a chunk with a mapping of its own.
     pub arena: u32,
 }
 
-/// The arena of chunks that are in none.
+/// Arena of chunks that belong to no arena.
 pub const MMAPPED: u32 = u32::MAX;
 
-/// Who has a chunk.
+/// Owner of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum State {
     /// The program.
     InUse,
-    /// The allocator, for a list of threads' free chunks (tcache).
+    /// The allocator, for a thread's table of free chunks (tcache).
     Internal,
-    /// Nobody: it is in one of the bins.
+    /// None: the chunk is free, in one of the bins.
     Bin,
-    /// Nobody: it is in a fastbin, and not merged with its neighbours yet.
+    /// None: the chunk is free, in a fastbin, and not merged with its neighbours yet.
     Fastbin,
-    /// Nobody: a thread has set it aside for itself.
+    /// None: the chunk is free, in the tcache of a thread.
     Tcache,
-    /// Nobody: it is the end of the arena, of which new chunks are cut.
+    /// None: the chunk is the end of the arena, of which new chunks are cut.
     Top,
 }
 
 impl Chunk {
-    /// The address that the program has been given, or would be.
+    /// Returns the address that the program has been given, or would be given.
     pub fn user(&self) -> u64 {
         self.address.saturating_add(16)
     }
 
-    /// The address after the chunk.
+    /// Returns the address after the chunk.
     pub fn end(&self) -> u64 {
         self.address.saturating_add(self.size)
     }
 }
 
-/// An arena: a heap that threads share.
+/// Arena: a heap that threads share.
 #[derive(Debug, Clone, Default)]
 pub struct Arena {
-    /// The address of its `malloc_state`.
+    /// Address of the arena's `malloc_state`.
     pub address: u64,
-    /// Whether it is the main one, which grows by brk(2).
+    /// Whether this is the main arena, which grows by brk(2).
     pub main: bool,
-    /// The address of the top chunk; the initial one if nothing has been allocated.
+    /// Address of the top chunk; the initial value if nothing has been allocated.
     pub top: u64,
-    /// Bytes that it has taken from the kernel, by its own account.
+    /// Bytes that the arena has taken from the kernel, by its own count.
     pub system: u64,
-    /// Memory that was walked.
+    /// Ranges of memory that were walked.
     pub segments: Vec<Range<u64>>,
-    /// Memory within these that others have taken by sbrk(2): tcmalloc beside malloc does.
+    /// Ranges within the segments that other code has taken by sbrk(2), as tcmalloc does beside malloc.
     pub gaps: Vec<Range<u64>>,
-    /// What did not make sense, and where, if anything.
+    /// Inconsistency with its address, if there is one.
     pub broken: Option<(String, u64)>,
 }
 
 impl Arena {
-    /// Bytes of the segments that were walked.
+    /// Returns the bytes of the segments that were walked.
     pub fn found(&self) -> u64 {
         let sizes = self.segments.iter().map(|range| range.end - range.start);
         sizes.fold(0, u64::wrapping_add)
@@ -105,17 +106,17 @@ impl Arena {
 /// A C library whose malloc has been used.
 #[derive(Debug, Clone)]
 pub struct Library {
-    /// The file that its data are of.
+    /// Path of the file that holds the library's data.
     pub file: Vec<u8>,
     /// The address of `main_arena`.
     main: u64,
-    /// How far into an arena the bins are.
+    /// Offset of the bins in an arena.
     bins: u64,
-    /// What `mp_` counts, if it was found.
+    /// Counts of `mp_`, if it was found.
     counts: Option<Counts>,
 }
 
-/// What `mp_` holds of mmapped chunks and of tcaches.
+/// Counts that `mp_` keeps of mmapped chunks and of tcaches.
 #[derive(Debug, Clone, Copy)]
 struct Counts {
     mmaps: u64,
@@ -124,7 +125,7 @@ struct Counts {
 }
 
 impl Library {
-    /// 2.43 has no fastbins, and mmapped chunks whose size leaves out their header.
+    /// Whether this is 2.43 or later, which has no fastbins, and mmapped chunks whose size leaves out their header.
     fn is_2_43(&self) -> bool {
         self.bins == locate::BINS_2_43
     }
@@ -138,12 +139,12 @@ impl Library {
     }
 }
 
-/// What the walk of a process's glibc heap has found.
+/// Result of the walk of a process's glibc heap.
 #[derive(Debug, Default)]
 pub struct Walk {
-    /// The C libraries; more than one if a second was loaded by dlmopen(3), or linked statically.
+    /// C libraries. There is more than one if a second was loaded by dlmopen(3), or linked statically.
     pub libraries: Vec<Library>,
-    /// The arenas of all of them, main ones first.
+    /// Arenas of all libraries. The main arena of each library comes first.
     pub arenas: Vec<Arena>,
     /// Chunks, in order of address.
     pub chunks: Vec<Chunk>,
@@ -151,20 +152,20 @@ pub struct Walk {
     pub mmapped: Vec<Range<u64>>,
     /// Addresses of the tcaches that were recognised.
     tcaches: Vec<u64>,
-    /// Libraries that have taken memory.
+    /// Number of libraries that have taken memory.
     in_use: usize,
-    /// What makes the walk incomplete, and where, apart from arenas.
+    /// Inconsistencies outside of arenas that make the walk incomplete, with their addresses.
     broken: Vec<(String, Option<u64>)>,
-    /// The last chunk that begins at or before a page's end is found from here.
+    /// Index in `chunks` of the first chunk that begins in each page.
     index: PageTable,
 }
 
-/// Half a word.
+/// Reads half a word.
 fn half(image: &Image, address: u64) -> u32 {
     (word(image, address & !7) >> (8 * (address & 4))) as u32
 }
 
-/// Walks the glibc heap of a process; None if no C library of its has allocated anything.
+/// Walks the glibc heap of a process. Returns None if no C library of the process has allocated anything.
 pub fn walk(image: &Image) -> Option<Walk> {
     let libraries = locate::libraries(image);
     if libraries.is_empty() {
@@ -203,7 +204,7 @@ pub fn walk(image: &Image) -> Option<Walk> {
 }
 
 impl Walk {
-    /// Finds the arenas of each library. Returns, for each, the library's place.
+    /// Finds the arenas of each library. Returns the index of the library for each arena.
     fn find_arenas(&mut self, image: &Image) -> Vec<usize> {
         const MOST: usize = 1 << 16;
         let mut used = Vec::new();
@@ -228,7 +229,7 @@ impl Walk {
         used
     }
 
-    /// The chunk that begins at an address, by its place.
+    /// Returns the index of the chunk that begins at an address.
     fn chunk_at(&self, address: u64) -> Option<usize> {
         let first = self.index.get(address)? as usize;
         let page = address | (PAGE - 1);
@@ -240,7 +241,7 @@ impl Walk {
         found.ok().map(|at| first + at)
     }
 
-    /// Holds what was found against what the libraries have counted.
+    /// Compares what was found with what the libraries have counted.
     fn check_counts(&mut self, used: &[usize]) {
         let in_use = |place: usize| {
             let arenas = self.arenas.iter().zip(used);
@@ -282,7 +283,7 @@ impl Walk {
         }
     }
 
-    /// Bytes of a chunk that the program may use.
+    /// Returns the bytes of a chunk that the program may use.
     pub fn usable(&self, chunk: &Chunk) -> u64 {
         // An mmapped chunk has no neighbour whose header it may use.
         let header = if chunk.arena == MMAPPED && !self.libraries.iter().any(Library::is_2_43) {
@@ -293,7 +294,7 @@ impl Walk {
         chunk.size.saturating_sub(header)
     }
 
-    /// Whether all chunks were found.
+    /// Returns whether all chunks were found.
     pub fn coverage(&self) -> Coverage {
         if self.in_use > 1 {
             let why = "two C libraries have heaps (dlmopen, or one linked statically), and their mappings cannot be told apart";
@@ -306,7 +307,8 @@ impl Walk {
                     address: Some(*address),
                 };
             }
-            // An sbrk() of others before the first can leave an odd start: ld.so 2.31 copies GLIBC_TUNABLES there.
+            // An sbrk() by other code before the first one can leave an odd start: ld.so 2.31 copies GLIBC_TUNABLES
+            // there.
             let missing = arena.system.wrapping_sub(arena.found());
             if missing >= 16 {
                 return Coverage::Incomplete {
@@ -329,7 +331,7 @@ impl Walk {
         }
     }
 
-    /// The heap in terms that all allocators have in common.
+    /// Returns the heap in the terms that all allocators have in common.
     pub fn heap(&self) -> Heap {
         let in_use = self
             .chunks
@@ -344,7 +346,7 @@ impl Walk {
         let segments = self.arenas.iter().flat_map(|arena| &arena.segments);
         heap.regions = segments.chain(&self.mmapped).cloned().collect();
         heap.regions.sort_unstable_by_key(|range| range.start);
-        // What is there is another's, and may hold blocks.
+        // The memory of gaps belongs to other code, and may hold blocks.
         let gaps = self.arenas.iter().flat_map(|arena| arena.gaps.clone());
         heap.regions = blocks::without(&heap.regions, &gaps.collect::<Vec<_>>());
         heap.structures = self

@@ -1,4 +1,4 @@
-//! The chunks of arenas: each tells how far away the next one is.
+//! Walk of the chunks of arenas. Each chunk's size gives the address of the next one.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -8,35 +8,37 @@ use crate::heap::page_table::PAGE;
 
 use super::{Arena, Chunk, Fuel, Library, State, Walk, word};
 
-/// Bits of a size field: the chunk before is in use, it is mmapped, it is not of the main arena.
+/// Flags in a size field: the chunk before is in use, the chunk is mmapped, the chunk is not of the main arena.
 const PREVIOUS_IN_USE: u64 = 1;
 const IS_MMAPPED: u64 = 2;
 const FLAGS: u64 = 7;
 
-/// Heaps of thread arenas are aligned to this; with huge pages, before 2.42, to less.
+/// Alignment of the heaps of thread arenas. With huge pages, before 2.42, they are aligned to less.
 const HEAP_ALIGNMENT: u64 = 64 << 20;
-/// Bytes of the smallest chunk.
+/// Size of the smallest chunk, in bytes.
 const SMALLEST: u64 = 0x20;
-/// Heaps of one arena at most.
+/// Largest number of heaps of one arena.
 const MOST_HEAPS: usize = 100_000;
-/// Gaps that others have made in the main arena by brk(2), at most.
+/// Largest number of gaps that other code has made in the main arena by brk(2).
 const MOST_GAPS: usize = 1000;
 
-/// What is wrong with a chunk that is broken.
+/// Message about a chunk with an invalid header.
 const NO_HEADER: &str = "a chunk's header makes no sense";
 
-/// How the walk of a row of chunks has ended.
+/// End of the walk of a row of adjacent chunks.
 #[derive(Debug, PartialEq, Eq)]
 enum End {
-    /// With the top chunk.
+    /// The walk has reached the top chunk.
     Top,
-    /// With the fence that malloc leaves where memory is not its own; the address after it.
+    /// The walk has reached the fence that malloc leaves before memory that is not its own. Holds the address after
+    /// the fence.
     Fence(u64),
-    /// With a header that makes no sense.
+    /// The walk has reached an invalid header, at this address.
     Broken(u64),
 }
 
-/// Private memory of no file, neighbours joined: madvise(2) and mprotect(2) split mappings.
+/// Returns the private memory without a file. Adjacent areas are joined, because madvise(2) and mprotect(2) split
+/// mappings.
 pub(super) fn private_memory(image: &Image) -> Vec<Range<u64>> {
     let mut joined: Vec<Range<u64>> = Vec::new();
     let areas = image.areas.iter();
@@ -50,13 +52,13 @@ pub(super) fn private_memory(image: &Image) -> Vec<Range<u64>> {
     joined
 }
 
-/// The range that an address is in.
+/// Returns the range that contains an address.
 fn within(ranges: &[Range<u64>], address: u64) -> Option<&Range<u64>> {
     let at = ranges.partition_point(|range| range.end <= address);
     ranges.get(at).filter(|range| range.start <= address)
 }
 
-/// Walks all arenas; what of them makes no sense is noted there.
+/// Walks all arenas. Notes an inconsistency in the arena that has it.
 pub(super) fn walk_arenas(
     image: &Image,
     memory: &[Range<u64>],
@@ -68,7 +70,7 @@ pub(super) fn walk_arenas(
     let most = image.copied_bytes() / SMALLEST;
     for (number, arena) in arenas.iter_mut().enumerate() {
         let library = &walk.libraries[used[number]];
-        // The first top is the arena itself: nothing has been allocated.
+        // The initial top is in the arena itself: nothing has been allocated.
         if arena.top == library.top_of(arena.address) {
             continue;
         }
@@ -90,14 +92,14 @@ pub(super) fn walk_arenas(
     walk.arenas = arenas;
 }
 
-/// What walks the chunks of one arena.
+/// Walker of the chunks of one arena.
 struct Walker<'a> {
     image: &'a Image,
     fuel: &'a mut Fuel,
     number: u32,
     main: bool,
     top: u64,
-    /// Chunks that are still to be found at most: heaps of a damaged arena can overlap.
+    /// Largest number of chunks that may still be found. The heaps of a damaged arena can overlap.
     room: u64,
 }
 
@@ -130,7 +132,7 @@ impl Walker<'_> {
                 return End::Broken(at);
             }
             let next = self.size(at + size);
-            // The end of a heap whose top has moved to the next one is a fence of 32 bytes, or of 48 as one chunk.
+            // A heap whose top has moved to the next heap ends with a fence of 32 bytes, or of 48 bytes as one chunk.
             if !self.main && size == 0x20 && next & !FLAGS == 0 && at + size + 16 == limit {
                 return End::Fence(limit);
             }
@@ -153,7 +155,7 @@ impl Walker<'_> {
         });
     }
 
-    /// The end that a size of 0 or 16 stands for; None for other sizes.
+    /// Returns the end that a size of 0 or 16 marks; None for other sizes.
     fn fence(&self, at: u64, size: u64) -> Option<End> {
         let next = self.size(at + 16) & !FLAGS;
         match (size, self.main) {
@@ -165,7 +167,7 @@ impl Walker<'_> {
         }
     }
 
-    /// A thread's arena: heaps, from the one that holds the top chunk back to the first.
+    /// Walks a thread's arena: its heaps, from the one that holds the top chunk back to the first.
     fn thread_arena(&mut self, arena: &mut Arena, library: &Library) -> Vec<Chunk> {
         let header = arena.address & 0xfff;
         let first = arena.address - header;
@@ -208,7 +210,7 @@ impl Walker<'_> {
         chunks
     }
 
-    /// The main arena: one row of chunks up to the top, and others where brk(2) failed.
+    /// Walks the main arena: one row of chunks up to the top, and other rows where brk(2) failed.
     fn main_arena(&mut self, arena: &mut Arena, memory: &[Range<u64>]) -> Vec<Chunk> {
         let end = arena.top.saturating_add(self.size(arena.top) & !FLAGS);
         let area = within(memory, arena.top);
@@ -223,7 +225,7 @@ impl Walker<'_> {
             .checked_sub(arena.system)
             .filter(|&base| base >= area.start);
         let contiguous = contiguous.map(|base| base.next_multiple_of(16));
-        // An sbrk() by others makes a start that is not where the mapping starts.
+        // After an sbrk() by other code, the heap does not start where its mapping starts.
         let near = (area.start..arena.top.min(area.start + (1 << 20))).step_by(16);
         let far = (area.start + (1 << 20)..arena.top).step_by(PAGE as usize);
         let mut broken_at = None;
@@ -242,7 +244,7 @@ impl Walker<'_> {
                     arena.segments.push(base..end);
                     arena.gaps = gaps;
                     self.elsewhere(arena, memory, &mut chunks);
-                    // Elsewhere there is only a part of the heap, behind what is damaged.
+                    // The row that was found is only a part of the heap, behind the damage.
                     if let Some(at) =
                         broken_at.filter(|_| arena.found().saturating_add(15) < arena.system)
                     {
@@ -252,7 +254,8 @@ impl Walker<'_> {
                 }
                 Some(at) if Some(base) == contiguous && base != at => {
                     broken_at = Some(at);
-                    // A row that ends after many chunks is the heap, damaged: others would be made up.
+                    // A row that ends after many chunks is the heap, damaged. Rows from other starts would not be
+                    // real.
                     if chunks.len() > 64 {
                         break;
                     }
@@ -267,7 +270,8 @@ impl Walker<'_> {
         Vec::new()
     }
 
-    /// Walks to the top chunk across what others took by sbrk(2). Returns where that fails, if it does.
+    /// Walks to the top chunk across gaps that other code took by sbrk(2). Returns the address at which the walk
+    /// fails, if it does.
     fn row_with_gaps(
         &mut self,
         base: u64,
@@ -289,7 +293,7 @@ impl Walker<'_> {
         Some(at)
     }
 
-    /// Where chunks go on after a gap: the first place from which a row of them leads on.
+    /// Returns where chunks go on after a gap: the first address from which a row of chunks leads on.
     fn after_gap(&mut self, from: u64, end: u64) -> u64 {
         for at in (from..self.top).step_by(16) {
             let field = self.size(at);
@@ -308,8 +312,8 @@ impl Walker<'_> {
         self.top
     }
 
-    /// Finds the memory that malloc mapped when brk(2) had failed: rows of chunks that begin a page
-    /// and end with a fence at the end of one, until the arena's sum is reached.
+    /// Finds the memory that malloc mapped when brk(2) had failed: rows of chunks that begin a page and end with a
+    /// fence at the end of a page. Stops when the arena's sum is reached.
     fn elsewhere(&mut self, arena: &mut Arena, memory: &[Range<u64>], chunks: &mut Vec<Chunk>) {
         let mut missing = arena.system.saturating_sub(arena.found());
         for area in memory {

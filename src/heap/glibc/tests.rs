@@ -15,7 +15,7 @@ const THREAD: u64 = 0x7d00_0000_1000;
 /// The key of tcaches.
 const KEY: u64 = 0x1234_5678_9abc_def1;
 
-/// Chunks with these sizes, each in use or not, from an address on. Returns the address after them.
+/// Writes chunks with these sizes, each in use or free, from an address on. Returns the address after them.
 fn chunks(made: &mut Made, mut at: u64, chunks: &[(u64, bool)]) -> u64 {
     let mut previous = true;
     for &(size, in_use) in chunks {
@@ -30,7 +30,7 @@ fn chunks(made: &mut Made, mut at: u64, chunks: &[(u64, bool)]) -> u64 {
     at
 }
 
-/// A tcache (2.30 to 2.41) with one chunk in it, four blocks, a free chunk, and an mmapped block.
+/// Makes a heap: a tcache (2.30 to 2.41) with one chunk in it, four blocks, a free chunk, and an mmapped block.
 fn heap() -> Made {
     let mut made = Made::default();
     made.map(DATA..DATA + 0x3000, "rw-p 00000000 fe:00 7 /lib/libc.so.6");
@@ -143,7 +143,7 @@ fn what_does_not_add_up_is_incomplete() {
             "{what}: {coverage:?}"
         );
     }
-    // A header that was written over is told with its address.
+    // A header that was overwritten is reported with its address.
     let header = HEAP + 0x290 + 0x20;
     match coverage(header + 8, 0x5a5a_5a5a_5a5a_5a5a) {
         Coverage::Incomplete { address, .. } => assert_eq!(address, Some(header)),
@@ -151,7 +151,7 @@ fn what_does_not_add_up_is_incomplete() {
     }
 }
 
-/// Whatever a word says, the walk ends, and blocks are within what was walked.
+/// Tests that the walk ends whatever a word holds, and that blocks are within what was walked.
 #[test]
 fn a_heap_that_is_damaged_in_any_word_is_walked_to_an_end() {
     let whole = heap();

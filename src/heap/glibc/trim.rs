@@ -1,20 +1,20 @@
-//! What malloc_trim(0) would give back to the kernel.
+//! Prediction of what malloc_trim(0) would give back to the kernel.
 //!
-//! The call merges fastbins into their neighbours, gives back the whole pages inside each free chunk
-//! of at least a page, in every arena, and then the end of the main arena's top. It does not touch
-//! the tops of other arenas, nor what threads have set aside.
+//! The call merges fastbins into their neighbours. In every arena, it gives back the whole pages inside each free
+//! chunk of at least a page. Then it gives back the end of the main arena's top. It does not touch the tops of other
+//! arenas, nor the chunks in tcaches.
 
 use crate::heap::image::Image;
 use crate::heap::page_table::PAGE;
 
 use super::{Chunk, State, Walk};
 
-/// Bytes at the start of a free chunk that stay: its header and its places in lists.
+/// Bytes at the start of a free chunk that stay: its header and its list pointers.
 const LINKS: u64 = 48;
 /// Bytes at the start of the top chunk that stay: the smallest chunk, and one byte.
 const LEAST_TOP: u64 = 33;
 
-/// Bytes of memory, in whole pages, that are in use now and would not be afterwards.
+/// Returns the bytes of memory, in whole pages, that are resident now and would not be after the call.
 pub fn returned(image: &Image, walk: &Walk) -> u64 {
     let mut bytes = 0;
     let mut chunks = walk.chunks.iter().peekable();
@@ -45,13 +45,14 @@ fn merges(chunk: &Chunk) -> bool {
     [State::Bin, State::Fastbin].contains(&chunk.state)
 }
 
-/// What is given back of a top chunk that begins at `start` once its neighbours are merged with it.
+/// Returns the bytes that are given back of a top chunk. `start` is its address after its free neighbours are merged
+/// with it.
 fn of_top(image: &Image, walk: &Walk, start: u64, top: &Chunk) -> u64 {
     let main = walk
         .arenas
         .get(top.arena as usize)
         .is_some_and(|arena| arena.main);
-    // By brk(2), which works if the top is what it ends with.
+    // The memory is given back by brk(2), which works only if the top is at the end of the heap's mapping.
     let by_brk = image
         .area(top.address)
         .is_some_and(|area| area.name() == b"[heap]" && area.mapping.range.end == top.end());

@@ -1,4 +1,4 @@
-//! Where the memory of a glibc heap is: in use, free in one way or another, or the allocator's own.
+//! Use of the memory of a glibc heap: in use, free in one way or another, or the allocator's own.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -7,22 +7,22 @@ use crate::heap::image::Image;
 
 use super::{MMAPPED, State, Walk};
 
-/// The chunks of an arena, or of all, by who has them.
+/// Chunks of an arena, or of all arenas, by their owner.
 #[derive(Debug, Clone, Default)]
 pub struct Usage {
-    /// Bytes taken from the kernel, by what was walked, and how much of it is in memory.
+    /// Bytes taken from the kernel, as far as they were walked, and how many of them are resident.
     pub total: Sum,
-    /// Chunks by state; those that are mmapped among those in use.
+    /// Chunks by state. Mmapped chunks are among those in use.
     pub by_state: HashMap<State, Sum>,
 }
 
 impl Usage {
-    /// The chunks in a state.
+    /// Returns the sum of the chunks in a state.
     pub fn of(&self, state: State) -> Sum {
         self.by_state.get(&state).copied().unwrap_or_default()
     }
 
-    /// All chunks that nobody has.
+    /// Returns the sum of all free chunks.
     pub fn free(&self) -> Sum {
         let states = [State::Bin, State::Fastbin, State::Tcache, State::Top];
         states.iter().fold(Sum::default(), |sum, &state| {
@@ -43,16 +43,16 @@ impl Usage {
 /// Chunks of one size, or of sizes up to a power of two.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SizeClass {
-    /// Chunks that the program has.
+    /// Chunks in use by the program.
     pub in_use: Sum,
-    /// Chunks that nobody has; tops apart.
+    /// Free chunks, without tops.
     pub free: Sum,
 }
 
-/// The largest chunk size that is told from others.
+/// Largest chunk size that has a class of its own.
 const EACH_SIZE: u64 = 1024;
 
-/// What a heap's memory is used for.
+/// Use of a heap's memory.
 #[derive(Debug, Default)]
 pub struct HeapUsage {
     /// All arenas and mmapped chunks.
@@ -61,12 +61,12 @@ pub struct HeapUsage {
     pub mmapped: Usage,
     /// Each arena, in the order of [`Walk::arenas`].
     pub arenas: Vec<Usage>,
-    /// By size, up to 1024 bytes; beyond, by the next power of two.
+    /// Size classes: each size up to 1024 bytes; beyond, the next power of two.
     pub sizes: BTreeMap<u64, SizeClass>,
 }
 
 impl HeapUsage {
-    /// Adds up a walk.
+    /// Adds up the chunks of a walk.
     pub fn of(image: &Image, walk: &Walk) -> Self {
         let mut usage = Self {
             arenas: vec![Usage::default(); walk.arenas.len()],
@@ -108,7 +108,7 @@ impl HeapUsage {
         usage
     }
 
-    /// What the allocator itself takes: headers, the arenas' own structures, lists of threads, and fences.
+    /// Returns the bytes that the allocator itself takes: headers, the arenas' own structures, tcaches, and fences.
     pub fn overhead(&self, block_bytes: u64) -> u64 {
         let free = self.all.free().bytes;
         self.all.total.bytes.saturating_sub(free + block_bytes)

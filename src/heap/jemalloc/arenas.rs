@@ -1,7 +1,7 @@
-//! jemalloc's arenas, and what each has counted: the proof that no extent was missed.
+//! Arenas of jemalloc, and their counts, which prove that no extent was missed.
 //!
-//! An arena's bins, one for each size of slabs, stand in a row after what else it has. A bin shows itself by the slab
-//! that it takes blocks from, with the bin's counts before.
+//! The bins of an arena, one for each size of slabs, are in a row behind its other fields. A bin is recognised by its
+//! reference to the slab that it takes blocks from, with the bin's counts before it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -12,25 +12,25 @@ use crate::heap::page_table::PAGE;
 use super::map::Extent;
 use super::{Broken, Fuel, MOST_OF_SLAB, OWN, SMALL, size_of, word};
 
-/// Bytes of a bin, how far in its counts are, and the slab in use.
+/// Size of a bin, and the offsets in it of the counts and of the slab in use, in bytes.
 const BIN: u64 = 224;
 const COUNTS: u64 = 112;
 const CURRENT: u64 = COUNTS + 80;
-/// How far into a bin its lock is; its first 32 bits are not 0 while a thread has it.
+/// Offset of the lock in a bin. The first 32 bits of the lock are not 0 while a thread holds it.
 const LOCK: u64 = 64;
-/// Bytes of an arena before its bins, at most.
+/// Largest number of bytes of an arena before its bins.
 const LONGEST: u64 = 256 << 10;
-/// Arenas at most.
+/// Largest number of arenas.
 const MOST: u64 = 4095;
 
-/// What an arena has in use, as the page map has it.
+/// Memory that an arena has in use, according to the page map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Sums {
     pages: u64,
-    /// Slabs and their blocks in use, by size.
+    /// Slabs and their blocks in use, by size class.
     bins: [(u64, u64); SMALL],
-    /// Slabs among these of which no block is in use: a bin does not count one that a thread is about to
-    /// bring or to give back.
+    /// Number of these slabs that have no block in use, by size class. A bin does not count a slab that a thread is
+    /// about to add or to give back.
     empty: [u64; SMALL],
 }
 
@@ -41,7 +41,7 @@ impl Sums {
         empty: [0; SMALL],
     };
 
-    /// By arena.
+    /// Adds up the extents of each arena.
     fn of(extents: &BTreeMap<u64, Extent>) -> HashMap<u32, Self> {
         let mut all: HashMap<u32, Self> = HashMap::new();
         for extent in extents.values().filter(|extent| extent.is_active()) {
@@ -59,14 +59,14 @@ impl Sums {
     }
 }
 
-/// The counts of a bin.
+/// Counts of a bin.
 struct Bin {
     slabs: u64,
     blocks: u64,
 }
 
 impl Bin {
-    /// The bin whose counts begin at an address; None if they make no sense.
+    /// Reads the bin whose counts begin at an address. Returns None if the counts are inconsistent.
     fn read(image: &Image, at: u64) -> Option<Self> {
         let count = |number: u64| word(image, at.wrapping_add(8 * number));
         let (allocated, freed, blocks) = (count(0), count(1), count(3));
@@ -75,7 +75,7 @@ impl Bin {
         (fits && not_full <= slabs).then_some(Self { slabs, blocks })
     }
 
-    /// Whether it has counted these slabs and blocks; slabs that are empty, or not.
+    /// Whether the bin has counted these slabs and blocks. Empty slabs may be counted or not.
     fn agrees(&self, (slabs, blocks): (u64, u64), empty: u64) -> bool {
         self.blocks == blocks && (slabs - empty..=slabs).contains(&self.slabs)
     }
@@ -84,19 +84,19 @@ impl Bin {
 /// The arenas of a process, whose counts agree with the page map.
 #[derive(Debug)]
 pub(super) struct Arenas {
-    /// By number: their addresses.
+    /// Addresses of the arenas, by number.
     addresses: Vec<u64>,
-    /// Bytes of each before its bins.
+    /// Bytes of each arena before its bins.
     pub(super) length: u64,
 }
 
 impl Arenas {
-    /// Finds the arenas, by the array of them that is in these data.
+    /// Finds the arenas by the array of their addresses, which is in these data.
     ///
-    /// None if there is nothing like it: then this is not jemalloc, or of another version.
+    /// Returns None if there is nothing like such an array: the heap is not jemalloc's, or of another version.
     ///
     /// # Errors
-    /// If there is none whose counts agree with these extents.
+    /// If no such array has arenas whose counts agree with these extents.
     pub(super) fn find(
         image: &Image,
         data: &Range<u64>,
@@ -136,7 +136,7 @@ impl Arenas {
         nearest.map(|(_, why)| Err(why))
     }
 
-    /// The arenas of an array.
+    /// Reads the arenas of an array.
     fn read(image: &Image, array: u64, length: u64) -> Self {
         let addresses = (0..MOST).map(|number| word(image, array.wrapping_add(8 * number)));
         Self {
@@ -145,7 +145,7 @@ impl Arenas {
         }
     }
 
-    /// Holds what the arenas have counted against what the page map has. If they differ, with how many sizes agree.
+    /// Compares the arenas' counts with the page map. The error has the number of size classes that agree.
     fn check(
         &self,
         image: &Image,
@@ -179,7 +179,8 @@ impl Arenas {
             .map_err(|why| (agreeing, why))
     }
 
-    /// The count of pages is the word after a reference to what all arenas share, at the same place in each.
+    /// Checks the arenas' counts of pages. The count is the word after a reference to data that all arenas share, at
+    /// the same offset in each.
     fn check_pages(
         &self,
         image: &Image,
@@ -210,30 +211,31 @@ impl Arenas {
         Err((why, Some(arena)))
     }
 
-    /// The arenas with their numbers.
+    /// Iterates over the arenas with their numbers.
     pub(super) fn each(&self) -> impl Iterator<Item = (u32, u64)> {
         let all = (0..).zip(self.addresses.iter().copied());
         all.filter(|(_, arena)| *arena != 0 && arena >> 47 == 0 && arena.is_multiple_of(8))
     }
 
-    /// Where the bin of a size of an arena is; behind the last one, where the arena ends.
+    /// Returns the address of an arena's bin for a size class; for the class after the last one, the arena's end.
     fn bin(&self, arena: u64, class: u64) -> u64 {
         arena + self.length + BIN * class
     }
 
-    /// The address of an arena, by its number.
+    /// Returns the address of an arena by its number.
     pub(super) fn address(&self, number: u32) -> Option<u64> {
         let address = *self.addresses.get(number as usize)?;
         (address != 0).then_some(address)
     }
 
-    /// Whether a thread has the lock of a bin, and may be in the middle of changing its counts and its slabs' bitmaps.
+    /// Whether a thread holds the lock of a bin, and may be in the middle of changing its counts and its slabs'
+    /// bitmaps.
     pub(super) fn is_locked(&self, image: &Image, arena: u32, class: usize) -> bool {
         self.address(arena)
             .is_some_and(|arena| is_locked(image, self.bin(arena, class as u64)))
     }
 
-    /// The memory that arenas are in, by what jemalloc takes for itself.
+    /// Iterates over the pieces of jemalloc's own memory that hold the arenas, by their start addresses.
     pub(super) fn windows(&self) -> impl Iterator<Item = u64> {
         self.each().flat_map(|(_, arena)| {
             let end = self.bin(arena, SMALL as u64);
@@ -246,7 +248,7 @@ fn is_locked(image: &Image, bin: u64) -> bool {
     word(image, bin.wrapping_add(LOCK)) & 0xffff_ffff != 0
 }
 
-/// What may be the bins of an arena: its number, and how far from it they begin.
+/// Finds possible bins of an arena: its number, and the offset of the bins in it.
 fn bins_after(
     image: &Image,
     arena: u64,

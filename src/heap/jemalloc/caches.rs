@@ -1,4 +1,4 @@
-//! What threads have set aside: jemalloc's caches of threads, of which each arena has a ring.
+//! Caches of jemalloc's threads, which hold free blocks. Each arena has a ring of the caches of its threads.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -9,34 +9,34 @@ use super::arenas::Arenas;
 use super::inside::Inside;
 use super::{Broken, Fuel, Owner, Regions, SMALL, word};
 
-/// Bytes of a thread's cache of one size: where its blocks are, from the next one on, a count, and the
-/// low bits of where the blocks begin and end.
+/// Size of a thread's cache of one size class, in bytes: the address of the next block's entry in the list, a count,
+/// and the low bits of the addresses at which the list begins and ends.
 const CACHE: u64 = 24;
-/// Sizes that a cache has at most.
+/// Largest number of size classes of a cache.
 const MOST_SIZES: u64 = 76;
 
-/// A thread's cache of one size.
+/// Cache of a thread for one size class.
 struct Cache {
     class: u64,
-    /// Where the list of its blocks begins, from where on it is filled, and where it ends.
+    /// Address at which the list of blocks begins, address from which on it is filled, and address at which it ends.
     begins: u64,
     from: u64,
     end: u64,
 }
 
 impl Cache {
-    /// The words of its list that are in use; or all, of a list that is being filled.
+    /// Returns the addresses of the list's words that are in use, or of all words of a list that is being filled.
     fn list(&self, all: bool) -> impl Iterator<Item = u64> + use<> {
         let from = if all { self.begins } else { self.from };
         (from..self.end).step_by(8)
     }
 }
 
-/// Marks blocks in caches as nobody's, and those that caches themselves are in as the allocator's. What is in the
-/// caches of a thread that may be in the middle of changing them is left in doubt.
+/// Marks the blocks in caches as free, and the blocks that hold the lists of caches as the allocator's. The blocks in
+/// the caches of a thread that may be in the middle of changing them are left in doubt.
 ///
 /// # Errors
-/// If not each thread that an arena has counted has caches there that make sense.
+/// If an arena does not have valid caches for each thread that it has counted.
 pub(super) fn mark(
     image: &Image,
     arenas: &Arenas,
@@ -64,7 +64,7 @@ pub(super) fn mark(
                 let why = "the cache of a thread makes no sense";
                 (why.to_owned(), Some(member))
             })?;
-            // All caches have their lists in one block.
+            // The lists of all caches of a thread are in one block.
             if let Some(list) = caches.first().and_then(|one| regions.holding(one.begins)) {
                 set(regions, list, Owner::Allocator)?;
             }
@@ -95,7 +95,8 @@ fn set(regions: &mut Regions, at: usize, owner: Owner) -> Result<(), Broken> {
     Ok(())
 }
 
-/// Leaves in doubt what is in these caches, and in the lists of those that are empty, which may be being filled.
+/// Marks the blocks in these caches as in doubt. If a cache is empty, it may be being filled: all words of its list
+/// are looked at.
 fn doubt(image: &Image, caches: &[Cache], regions: &mut Regions, fuel: &mut Fuel) {
     for cache in caches {
         for at in cache.list(cache.from == cache.end) {
@@ -113,10 +114,10 @@ fn doubt(image: &Image, caches: &[Cache], regions: &mut Regions, fuel: &mut Fuel
     }
 }
 
-/// No cache is where threads have what is theirs alone, as with MALLOC_CONF=tcache:false.
+/// Checks that no thread has a cache in its thread-local memory, as with MALLOC_CONF=tcache:false.
 ///
 /// # Errors
-/// If one is.
+/// If a thread has one.
 fn expect_no_caches(
     image: &Image,
     inside: &Inside,
@@ -134,7 +135,7 @@ fn expect_no_caches(
     Ok(())
 }
 
-/// How far into an arena its ring of caches is, which is the same in each.
+/// Returns the offset of the ring of caches in an arena, which is the same in each.
 fn place_of_rings(
     image: &Image,
     arenas: &Arenas,
@@ -155,7 +156,8 @@ fn place_of_rings(
         .map(|vote| vote.0)
 }
 
-/// The next member of a ring, in which each refers to the next and to the one before; None if this is no member.
+/// Returns the next member of a ring, in which each member refers to the next one and to the one before. Returns None
+/// if `member` is not part of a ring.
 fn next(image: &Image, member: u64) -> Option<u64> {
     let neighbours = |member: u64| Some((image.word(member)?, image.word(member.checked_add(8)?)?));
     let (next, before) = neighbours(member)?;
@@ -163,8 +165,8 @@ fn next(image: &Image, member: u64) -> Option<u64> {
     agrees.then_some(next)
 }
 
-/// The members of a ring; None if it has not as many. None of it can come twice before the first does, as each
-/// knows the one before.
+/// Returns the members of a ring; None if the ring has another number of members. No member can come twice before the
+/// first one does, as each refers to the one before.
 fn ring(image: &Image, first: u64, count: u64) -> Option<Vec<u64>> {
     let mut members = Vec::new();
     let mut at = first;
@@ -178,13 +180,14 @@ fn ring(image: &Image, first: u64, count: u64) -> Option<Vec<u64>> {
     (members.len() as u64 == count).then_some(members)
 }
 
-/// The caches of which a member of a ring tells; None if these make no sense.
+/// Returns the caches that a member of a ring refers to; None if the caches are not valid.
 fn caches_of(image: &Image, member: u64, regions: &Regions, fuel: &mut Fuel) -> Option<Vec<Cache>> {
     let caches = image.word(member.checked_add(16)?)?;
     caches_at(image, caches, regions, fuel)
 }
 
-/// The caches at an address, each with its list in a block; None if there are none for all small sizes.
+/// Returns the caches at an address, the first of which must have its list in a block. Returns None unless there are
+/// valid caches for all small sizes.
 fn caches_at(image: &Image, caches: u64, regions: &Regions, fuel: &mut Fuel) -> Option<Vec<Cache>> {
     let mut found = Vec::new();
     let mut block: Option<Range<u64>> = None;
@@ -218,7 +221,7 @@ fn caches_at(image: &Image, caches: u64, regions: &Regions, fuel: &mut Fuel) -> 
     (found.len() >= SMALL).then_some(found)
 }
 
-/// The blocks in these caches, by their places; None if one is no block of its cache's size.
+/// Returns the indexes of the blocks in these caches; None if an entry is no block of its cache's size.
 fn blocks_of(
     image: &Image,
     caches: &[Cache],

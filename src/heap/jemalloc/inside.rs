@@ -1,30 +1,30 @@
-//! Threads that may be in the middle of filling or flushing a cache, and whose caches may not be as they seem then:
-//! what is flushed is free, and maybe another's, before it is out of the cache; what fills it is out of its slab before
-//! it is in.
+//! Detection of threads that may be in the middle of filling or flushing a cache. The caches of such a thread can be
+//! misleading: a flushed block is free, and maybe another thread's, before it is out of the cache, and a block that
+//! fills the cache is out of its slab before it is in the cache.
 
 use std::ops::Range;
 
 use crate::heap::image::{Image, Thread};
 
-/// Bytes of a stack in which functions of jemalloc have their frames, with lists of what is flushed.
+/// Bytes of a stack in which the frames of jemalloc's functions are, with lists of flushed blocks.
 const FRAMES: u64 = 16 << 10;
-/// Bytes below a thread's pointer in which it has what is its own.
+/// Bytes below a thread pointer that hold the thread's own data.
 const OWN: u64 = 64 << 10;
-/// Where in the general registers the first argument of a system call is, and its number.
+/// Indexes in the general registers of the first argument of a system call and of the call's number.
 const ARGUMENT: usize = 14;
 const CALL: usize = 15;
 
-/// What tells whether a thread is inside of jemalloc.
+/// Check for threads that are inside of jemalloc.
 pub(super) struct Inside<'a> {
     image: &'a Image,
-    /// The code of the file that jemalloc is in.
+    /// Code of the file that contains jemalloc.
     code: Vec<Range<u64>>,
-    /// Where jemalloc has locks: in its own memory, and in the file's data.
+    /// Memory that holds jemalloc's locks: its own memory, and the file's data.
     locks: Vec<Range<u64>>,
 }
 
 impl<'a> Inside<'a> {
-    /// With the file that jemalloc is in, and where its locks are.
+    /// Makes the check for the file that contains jemalloc. `locks` is the memory that holds its locks.
     pub(super) fn of(image: &'a Image, file: &[u8], locks: Vec<Range<u64>>) -> Self {
         let areas = image.areas.iter();
         let code = areas.filter(|area| area.mapping.executable && area.name() == file);
@@ -35,7 +35,7 @@ impl<'a> Inside<'a> {
         }
     }
 
-    /// The thread that has this in its own memory.
+    /// Returns the thread whose own memory contains an address.
     pub(super) fn thread_of(&self, address: u64) -> Option<&'a Thread> {
         let threads = self.image.threads.iter();
         let near = threads.filter(|thread| {
@@ -45,8 +45,8 @@ impl<'a> Inside<'a> {
         near.min_by_key(|thread| thread.thread_pointer)
     }
 
-    /// Whether the thread may be in the middle of something. One that waits in the kernel is so only where jemalloc
-    /// itself would wait.
+    /// Whether the thread may be in the middle of a function of jemalloc. A thread that waits in the kernel counts
+    /// only if it waits where jemalloc itself would wait.
     pub(super) fn is_inside(&self, thread: &Thread) -> bool {
         let call = thread.general.get(CALL).map_or(-1, |&call| call as i64);
         let may_wait = match call {
@@ -70,7 +70,7 @@ impl<'a> Inside<'a> {
         self.code.iter().any(|code| code.contains(&address))
     }
 
-    /// What threads have of their own.
+    /// Iterates over the memory with the threads' own data.
     pub(super) fn own_memory(&self) -> impl Iterator<Item = Range<u64>> {
         let threads = self.image.threads.iter();
         threads.map(|thread| thread.thread_pointer.saturating_sub(OWN)..thread.thread_pointer)
@@ -86,10 +86,10 @@ mod tests {
     const CODE: u64 = 0x7f00_0000_0000;
     const DATA: u64 = CODE + 0x10_0000;
     const STACK: u64 = 0x7e00_0000_0000;
-    /// Beside the file's code: its data, and the code of another one.
+    /// Code of another file.
     const OTHER: u64 = CODE + 0x20_0000;
 
-    /// An image in which a word is on a stack.
+    /// Makes an image with a word on a stack.
     fn image(at: u64, word: u64) -> Image {
         let mut made = Made::default();
         let file = |access: &str, name: &str| format!("{access} 00000000 fe:00 7 {name}");
@@ -105,7 +105,7 @@ mod tests {
         made.image()
     }
 
-    /// A thread that runs, not in a system call.
+    /// Makes a thread that runs, and is in no system call.
     fn running(instruction: u64) -> Thread {
         Thread {
             instruction,
@@ -115,7 +115,7 @@ mod tests {
         }
     }
 
-    /// A thread that waits in a system call with this argument.
+    /// Makes a thread that waits in a system call with this argument.
     fn waiting(call: i64, argument: u64) -> Thread {
         let mut thread = running(OTHER);
         thread.general[CALL] = call as u64;
@@ -154,11 +154,11 @@ mod tests {
             let found = is_inside(&image(at, word), &running(OTHER));
             assert_eq!(found, expected, "{at:#x}: {word:#x}");
         }
-        // What it has returned from is below its stack pointer.
+        // Functions from which a thread has returned are below its stack pointer.
         let mut thread = running(OTHER);
         thread.stack_pointer = STACK + 0x1000;
         assert!(!is_inside(&image(STACK + 0xff8, CODE), &thread));
-        // And a stack that is not there has nothing.
+        // A stack that was not copied has no frames.
         thread.stack_pointer = u64::MAX - 8;
         assert!(!is_inside(&image(STACK, CODE), &thread));
     }
@@ -182,9 +182,9 @@ mod tests {
         assert!(waits(libc::SYS_futex, DATA + 0x40));
         assert!(!waits(libc::SYS_futex, DATA + 0x1000));
         assert!(!waits(libc::SYS_futex, STACK));
-        // It may wait, and nothing of jemalloc has called.
+        // The thread may wait, but no function of jemalloc is on its stack.
         assert!(!is_inside(&image(STACK, 0), &waiting(libc::SYS_madvise, 0)));
-        // Without registers, nothing says that it waits.
+        // Without registers, nothing shows that the thread waits.
         let mut bare = running(OTHER);
         bare.general.clear();
         assert!(is_inside(&called, &bare));

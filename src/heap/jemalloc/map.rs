@@ -8,47 +8,47 @@ use crate::heap::page_table::PAGE;
 
 use super::{Broken, Fuel, SIZES};
 
-/// Bytes of a leaf, and of the part of the table that is for user programs.
+/// Size of a leaf, and of the part of the table that is for user programs, in bytes.
 pub(super) const LEAF: u64 = 8 << 18;
 const TABLE: u64 = 8 << 17;
-/// Bits of an address that a leaf covers.
+/// Number of address bits that a leaf covers.
 const LEAF_BITS: u32 = 30;
-/// Elements of a leaf that are looked at to see whether it is one.
+/// Largest number of elements that are looked at to recognise a leaf.
 const LOOKED_AT: usize = 16;
-/// How far into an extent's description its bitmap is.
+/// Offset of the bitmap in an extent's description.
 pub(super) const BITMAP: u64 = 64;
 
-/// The map, by its place and its leaves.
+/// Page map: the address of its table, and its leaves.
 #[derive(Debug)]
 pub(super) struct Map {
     table: u64,
     pub(super) leaves: Vec<u64>,
 }
 
-/// Memory that jemalloc has cut out for one use.
+/// Extent: memory that jemalloc has set apart for one use.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Extent {
-    /// The address of its description.
+    /// Address of the extent's description.
     pub(super) edata: u64,
-    /// The address that a large block has, which begins at a random cache line of the first page.
+    /// Address of a large block, which begins at a random cache line of the first page.
     pub(super) first: u64,
     pub(super) bytes: u64,
     pub(super) arena: u32,
     pub(super) class: usize,
     pub(super) is_slab: bool,
-    /// Blocks of a slab that are free.
+    /// Number of free blocks of a slab.
     pub(super) free: u64,
     state: State,
 }
 
-/// What an extent's pages are.
+/// State of an extent's pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum State {
     Active,
     Dirty,
     Muzzy,
     Retained,
-    /// A thread is in the middle of changing it.
+    /// A thread is in the middle of changing the extent.
     Changing,
 }
 
@@ -65,7 +65,7 @@ impl State {
 }
 
 impl Extent {
-    /// The extent with this description; None if it makes no sense.
+    /// Reads the extent with this description. Returns None if the description is invalid.
     fn read(image: &Image, edata: u64) -> Option<Self> {
         let bits = image.word(edata)?;
         let (first, size) = (image.word(edata + 8)?, image.word(edata + 16)?);
@@ -83,13 +83,14 @@ impl Extent {
         (first >= PAGE && extent.bytes > 0 && ends >> 47 == 0).then_some(extent)
     }
 
-    /// Whether the program has it, or some blocks of it, or threads' caches have. What a thread is about to give
-    /// back to the kernel has no size class.
+    /// Whether the extent is in use, in whole or in part, by the program or by threads' caches. An extent that a
+    /// thread is about to give back to the kernel has no size class.
     pub(super) fn is_active(&self) -> bool {
         self.state == State::Active && self.class < SIZES
     }
 
-    /// What its pages are; what a thread is about to give back to the kernel is none of the program's.
+    /// Returns the state of the extent's pages. An extent that a thread is about to give back to the kernel is none
+    /// of the program's.
     pub(super) fn state(&self) -> State {
         if self.state == State::Active && !self.is_active() {
             return State::Changing;
@@ -97,7 +98,7 @@ impl Extent {
         self.state
     }
 
-    /// The addresses of its pages.
+    /// Returns the addresses of the extent's pages.
     pub(super) fn range(&self) -> Range<u64> {
         let start = self.first & !(PAGE - 1);
         start..start + self.bytes
@@ -108,21 +109,21 @@ impl Extent {
     }
 }
 
-/// The description that an element of a leaf refers to; 0 is none. Its other bits are the size class
-/// above, and below what kind of extent it is.
+/// Returns the address of the description that an element of a leaf refers to; 0 if there is none. The element's bits
+/// above the address are the size class. The bits below tell the kind of extent.
 fn edata_of(element: u64) -> u64 {
     const ADDRESS: u64 = 0x0000_ffff_ffff_ff80;
     element & ADDRESS
 }
 
-/// Whether a word can be an element.
+/// Whether a word can be an element of a leaf.
 fn is_element(word: u64) -> bool {
     const UNUSED: u64 = 0x60;
     word >> 48 <= SIZES as u64 && word & UNUSED == 0 && edata_of(word) >> 47 == 0
 }
 
 impl Map {
-    /// Finds the map whose table is in these data: where most leaves agree.
+    /// Finds the map whose table is in these data, at the address on which most leaves agree.
     pub(super) fn find(image: &Image, data: &Range<u64>, fuel: &mut Fuel) -> Option<Self> {
         let mut votes: BTreeMap<u64, Vec<u64>> = BTreeMap::new();
         let mut looked_at = HashSet::new();
@@ -147,7 +148,7 @@ impl Map {
         Some(Self { table, leaves })
     }
 
-    /// All extents, by their descriptions.
+    /// Returns all extents, by the addresses of their descriptions.
     pub(super) fn extents(
         &self,
         image: &Image,
@@ -181,7 +182,7 @@ impl Map {
                     }
                     None => broken.push(("the page map refers to no extent".into(), Some(at))),
                 }
-                // One is enough to refuse, and all could be.
+                // One inconsistency is enough to refuse the heap, and every element could have one.
                 if broken.len() > 16 {
                     return extents;
                 }
@@ -197,7 +198,7 @@ impl Map {
     }
 }
 
-/// Whether there is room for a leaf at an address.
+/// Whether a leaf may be at an address: enough private memory follows.
 fn may_be_leaf(image: &Image, leaf: u64) -> bool {
     leaf != 0
         && leaf.is_multiple_of(64)
@@ -207,7 +208,8 @@ fn may_be_leaf(image: &Image, leaf: u64) -> bool {
         })
 }
 
-/// The gigabyte that a leaf covers, if it is one: some of its elements refer to extents that have their pages.
+/// Returns the number of the gigabyte that a leaf covers. Returns None if this is not a leaf, one of whose first
+/// elements refers to an extent with the element's page.
 fn covers(image: &Image, leaf: u64, fuel: &mut Fuel) -> Option<u64> {
     let mut looked_at = 0;
     for (at, element) in image.words(leaf..leaf + LEAF) {

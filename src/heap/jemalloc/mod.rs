@@ -1,13 +1,13 @@
-//! The heap of jemalloc (5.3), walked by its structure alone.
+//! Walk of the heap of jemalloc (5.3), by its structures alone.
 //!
-//! A map from pages to extents, which begins in a library's data, leads to all memory (`map`). An
-//! extent is one large block, or a slab of blocks of one size, whose bitmap tells which are free; what
-//! threads have set aside is in their caches (`caches`). The walk is complete if the slabs and blocks of
-//! each size and arena are as many as the arena's bin has counted, all extents as many pages as the
-//! arena has counted (`arenas`), and the caches as many as the threads that arenas have counted.
-//! In the heap of a version that is not built like this one the walk finds nothing.
+//! A map from pages to extents, which begins in a library's data, leads to all memory (`map`). An extent is one large
+//! block, or a slab of blocks of one size, whose bitmap tells which blocks are free. Further free blocks are in the
+//! caches of threads (`caches`). The walk is complete if three counts agree: the slabs and blocks of each size and
+//! arena are as many as the arena's bin has counted, all extents have as many pages as the arena has counted
+//! (`arenas`), and the caches are as many as the threads that arenas have counted. In the heap of a version with
+//! another layout, the walk finds nothing.
 //!
-//! What is walked is another user's memory: all steps together are bounded, and no value of it is trusted.
+//! The walked memory belongs to another user: all steps together are bounded, and no value in the memory is trusted.
 
 mod arenas;
 mod caches;
@@ -30,32 +30,32 @@ use inside::Inside;
 use map::{Extent, Map};
 use usage::HeapUsage;
 
-/// Sizes of which slabs are made; larger blocks have extents of their own.
+/// Number of size classes that have slabs. Larger blocks have extents of their own.
 const SMALL: usize = 36;
-/// All sizes.
+/// Number of all size classes.
 const SIZES: usize = 232;
-/// Blocks of a slab at most.
+/// Largest number of blocks of a slab.
 const MOST_OF_SLAB: u64 = 512;
-/// What the allocator itself takes memory by.
+/// Size of the pieces in which the allocator takes memory for itself, in bytes.
 const OWN: u64 = 2 << 20;
 
-/// Places that do not agree, as many as are kept.
+/// Largest number of inconsistencies that are kept.
 const MOST_BROKEN: usize = 16;
 
-/// What does not agree, and where.
+/// Inconsistency, with its address.
 type Broken = (String, Option<u64>);
 
-/// The bytes of a size class.
+/// Returns the size of the blocks of a size class, in bytes.
 fn size_of(class: usize) -> u64 {
     const FIRST: [u64; 5] = [8, 16, 32, 48, 64];
-    // Four to each power of two.
+    // There are four classes to each power of two.
     FIRST.get(class).copied().unwrap_or_else(|| {
         let (group, step) = ((class - 5) / 4, (class - 5) % 4 + 1);
         (1 << (6 + group)) + ((step as u64) << (4 + group))
     })
 }
 
-/// A block, whoever has it.
+/// Block with its owner.
 #[derive(Debug, Clone, Copy)]
 struct Region {
     block: Block,
@@ -63,17 +63,17 @@ struct Region {
     owner: Owner,
 }
 
-/// Who has a block.
+/// Owner of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Owner {
     Program,
-    /// Nobody: it is free in its slab.
+    /// None: the block is free in its slab.
     Free,
-    /// Nobody: a thread has set it aside for itself.
+    /// None: the block is free, in the cache of a thread.
     Cached,
     /// The allocator, for the caches of a thread.
     Allocator,
-    /// Any of these: a thread was in the middle of filling or flushing a cache.
+    /// Unknown: a thread was in the middle of filling or flushing a cache.
     InDoubt,
 }
 
@@ -82,7 +82,7 @@ enum Owner {
 struct Regions(Vec<Region>);
 
 impl Regions {
-    /// The block that begins at an address, by its place.
+    /// Returns the index of the block that begins at an address.
     fn starting_at(&self, address: u64) -> Option<usize> {
         let found = self
             .0
@@ -90,7 +90,7 @@ impl Regions {
         found.ok()
     }
 
-    /// The block that an address is in, by its place.
+    /// Returns the index of the block that contains an address.
     fn holding(&self, address: u64) -> Option<usize> {
         let after = self
             .0
@@ -100,18 +100,18 @@ impl Regions {
     }
 }
 
-/// What was found of a jemalloc heap, besides its blocks.
+/// Result of the walk of a jemalloc heap, besides its blocks in use.
 #[derive(Debug)]
 pub struct Walk {
-    /// By the address of what describes them.
+    /// Extents, by the addresses of their descriptions.
     extents: BTreeMap<u64, Extent>,
     regions: Regions,
-    /// The addresses of arenas, by their numbers.
+    /// Addresses of the arenas, by their numbers.
     arenas: BTreeMap<u32, u64>,
 }
 
 impl Walk {
-    /// What the heap's memory is used for; the image is that which was walked.
+    /// Returns the use of the heap's memory. `image` is the image that was walked.
     pub fn usage(&self, image: &Image) -> HeapUsage {
         let mut in_order: Vec<_> = self.extents.values().collect();
         in_order.sort_unstable_by_key(|extent| extent.first);
@@ -119,7 +119,7 @@ impl Walk {
     }
 }
 
-/// Walks the jemalloc heap of a process; None if there is none.
+/// Walks the jemalloc heap of a process. Returns None if the process has none.
 pub fn walk(image: &Image) -> Option<(Heap, Walk)> {
     let modules = Area::data_of_files(&image.areas);
     let mut fuel = Fuel::of(image);
@@ -141,7 +141,7 @@ pub fn walk(image: &Image) -> Option<(Heap, Walk)> {
         if !agrees && miscounted.len() < MOST_BROKEN {
             miscounted.push(extent);
         }
-        // One is enough to refuse, and all could be.
+        // One inconsistency is enough to refuse the heap, and every extent could have one.
         broken.truncate(MOST_BROKEN);
     }
     regions
@@ -189,7 +189,7 @@ pub fn walk(image: &Image) -> Option<(Heap, Walk)> {
     Some((heap, walk))
 }
 
-/// The blocks of an extent, free ones included; and whether these are as many as it has counted.
+/// Returns the blocks of an extent, free ones included, and whether as many are free as the extent has counted.
 fn blocks_of(image: &Image, extent: &Extent, broken: &mut Vec<Broken>) -> (Vec<Region>, bool) {
     let size = size_of(extent.class);
     let region = |address: u64, owner: Owner| Region {
@@ -229,8 +229,8 @@ fn blocks_of(image: &Image, extent: &Extent, broken: &mut Vec<Broken>) -> (Vec<R
     (regions, agrees)
 }
 
-/// The heap in terms that all allocators have in common; without blocks if it makes no sense, as forged ones can be
-/// anywhere, and many.
+/// Returns the heap in the terms that all allocators have in common. An inconsistent heap is returned without blocks,
+/// as forged blocks can be anywhere, and many.
 fn heap(extents: &BTreeMap<u64, Extent>, regions: &Regions, broken: Vec<Broken>) -> Heap {
     let of = |owner: Owner| {
         let regions = regions.0.iter();
@@ -241,7 +241,7 @@ fn heap(extents: &BTreeMap<u64, Extent>, regions: &Regions, broken: Vec<Broken>)
         return Heap::new(Vec::new(), Coverage::Incomplete { why, address });
     }
     let mut heap = Heap::new(of(Owner::Program).collect(), Coverage::Complete);
-    // What is in doubt is judged by nobody, and may hold others: it is as memory of the program's own.
+    // Blocks in doubt are not judged, and may hold references to others: they count as memory of the program's own.
     heap.in_doubt = of(Owner::InDoubt).collect();
     let holes: Vec<_> = heap.in_doubt.iter().map(Block::range).collect();
     heap.regions = blocks::without(
@@ -256,7 +256,7 @@ fn heap(extents: &BTreeMap<u64, Extent>, regions: &Regions, broken: Vec<Broken>)
     heap
 }
 
-/// Ranges in order, those that touch or overlap as one.
+/// Returns the ranges in order. Ranges that touch or overlap are merged into one.
 fn merged(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     ranges.sort_unstable_by_key(|range| range.start);
     ranges.dedup_by(|next, range| {

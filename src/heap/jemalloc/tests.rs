@@ -10,7 +10,7 @@ const DATA: u64 = 0x7f00_0000_0000;
 /// The page map's table, and its one leaf.
 const TABLE: u64 = DATA + 0x1000;
 const LEAF: u64 = 0x7e00_0040_0000;
-/// What jemalloc takes for itself: extents' descriptions, and an arena.
+/// Memory that jemalloc takes for itself: extents' descriptions, and an arena.
 const OWN_MEMORY: u64 = 0x7e00_0000_0000;
 const ARENA: u64 = OWN_MEMORY + 0x1_0000;
 const BINS: u64 = ARENA + 0x1_0000;
@@ -24,7 +24,7 @@ const THREAD: u64 = DATA + 0x30_0000;
 const CLASS: u64 = 4;
 const LARGE: u64 = 39;
 
-/// Notes an extent: its description, and its elements in the page map.
+/// Writes an extent: its description, and its elements in the page map.
 fn extent(made: &mut Made, edata: u64, bits: u64, pages: std::ops::Range<u64>, all: bool) {
     made.put(edata, bits);
     made.put(edata + 8, MEMORY + PAGE * pages.start);
@@ -37,7 +37,8 @@ fn extent(made: &mut Made, edata: u64, bits: u64, pages: std::ops::Range<u64>, a
     }
 }
 
-/// A slab of 64 blocks: 0 to 59 in use, of which a thread has set 7 and 9 aside; the lists of caches; a free extent.
+/// Makes a heap: a slab of 64 blocks, the lists of caches, and a free extent. Blocks 0 to 59 are in use, except 7 and
+/// 9, which are in a thread's cache.
 fn heap() -> Made {
     let mut made = Made::default();
     made.map(
@@ -64,7 +65,7 @@ fn heap() -> Made {
     }
     made.put(counts + 80, SLAB);
     for class in 0..SMALL as u64 {
-        // The words of a bin that has nothing are there.
+        // The words of an empty bin are present, too.
         made.put(BINS + 224 * class, 0);
     }
     // The thread's caches, of which that of 64 bytes holds two blocks.
@@ -120,8 +121,8 @@ fn a_whole_heap_has_its_blocks_and_what_is_free() {
     assert_eq!((class.in_use.count, class.free.count), (58, 6));
 }
 
-/// The thread whose caches these are, with its stack in the data, and one that is inside of the allocator: after a call
-/// out of its code.
+/// Makes the heap with the thread whose caches these are, and with its stack in the data. A thread that is inside of
+/// the allocator has made a call out of the allocator's code.
 fn with_thread(is_inside: bool) -> Made {
     const CODE: u64 = DATA - 0x1_0000;
     const STACK: u64 = DATA + 0x20_0000;
@@ -156,7 +157,7 @@ fn what_a_thread_in_the_middle_of_its_cache_has_there_is_in_doubt() {
         if is_inside {
             assert_eq!(heap.in_doubt, [block(7), block(9)]);
             assert_eq!(counts, [58, 0, 2]);
-            // As memory of the program's own, they hold what they refer to.
+            // As memory of the program's own, blocks in doubt keep reachable what they refer to.
             let parts = [
                 all.start..block(7).address,
                 block(8).address..block(9).address,

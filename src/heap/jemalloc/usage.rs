@@ -1,4 +1,4 @@
-//! Where the memory of a jemalloc heap is: in use, in threads' caches, free in slabs, or kept for later.
+//! Use of the memory of a jemalloc heap: in use, in threads' caches, free in slabs, or kept for later.
 
 use std::collections::BTreeMap;
 
@@ -8,24 +8,24 @@ use crate::heap::image::Image;
 use super::map::{Extent, State};
 use super::{Owner, Region};
 
-/// What an arena, or all of them, has its memory for.
+/// Use of the memory of an arena, or of all arenas.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Usage {
-    /// The address of the arena; 0 for all of them.
+    /// Address of the arena; 0 for all arenas.
     pub address: u64,
-    /// Blocks that the program has.
+    /// Blocks in use by the program.
     pub in_use: Sum,
-    /// Blocks that threads have set aside.
+    /// Free blocks in the caches of threads.
     pub cached: Sum,
-    /// Blocks that are one of these two, of threads in the middle of filling or flushing their caches.
+    /// Blocks in use or in caches, of threads in the middle of filling or flushing their caches.
     pub in_doubt: Sum,
-    /// Blocks of the allocator's own, in which the caches have their lists.
+    /// Blocks of the allocator's own, which hold the lists of the caches.
     pub own: Sum,
-    /// Blocks of slabs that nobody has.
+    /// Free blocks of slabs.
     pub slabs: Sum,
     /// Pages of slabs and large blocks: `stats.active`.
     pub active: Sum,
-    /// Pages that nobody has, as they were (`dirty`), given back if the kernel wants them (`muzzy`), or of which only the
+    /// Free pages that are as they were (`dirty`), that the kernel may take back (`muzzy`), or of which only the
     /// addresses are kept (`retained`).
     pub dirty: Sum,
     /// See [`dirty`](Self::dirty).
@@ -35,12 +35,12 @@ pub struct Usage {
 }
 
 impl Usage {
-    /// What is allocated by jemalloc's own account: what is in caches is, too (`stats.allocated`).
+    /// Returns the allocated bytes by jemalloc's own count, which includes blocks in caches (`stats.allocated`).
     pub fn allocated(&self) -> u64 {
         self.in_use.bytes + self.cached.bytes + self.in_doubt.bytes + self.own.bytes
     }
 
-    /// All that is free and in memory.
+    /// Returns the bytes that are free and resident.
     pub fn free_resident(&self) -> u64 {
         let free = [
             self.cached,
@@ -76,25 +76,26 @@ impl Usage {
 /// Blocks of one size.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Class {
-    /// Blocks that the program has.
+    /// Blocks in use by the program.
     pub in_use: Sum,
-    /// Blocks that nobody has, in slabs and caches.
+    /// Free blocks, in slabs and caches.
     pub free: Sum,
 }
 
-/// What a heap's memory is used for.
+/// Use of a heap's memory.
 #[derive(Debug, Default)]
 pub struct HeapUsage {
     /// All arenas together.
     pub all: Usage,
-    /// Each arena that has anything, by its number.
+    /// Each arena that has extents, by its number.
     pub arenas: BTreeMap<u32, Usage>,
-    /// By the size of blocks.
+    /// Size classes, by the size of their blocks.
     pub classes: BTreeMap<u64, Class>,
 }
 
 impl HeapUsage {
-    /// Adds up extents and the blocks in them, both in order of address; arenas' addresses are by their numbers.
+    /// Adds up extents and the blocks in them, both in order of address. `addresses` holds those of the arenas, by
+    /// number.
     pub(super) fn of(
         image: &Image,
         extents: &[&Extent],
