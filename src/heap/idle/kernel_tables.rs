@@ -1,4 +1,4 @@
-//! Page tables as the kernel has them, read by BPF programs that we run ourselves.
+//! Page tables of the kernel, read by BPF programs that we run ourselves.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -20,20 +20,20 @@ use generated::types::{page_tables, page_tables_sizes};
 const _: () = assert!(AT_ONCE == page_tables_sizes::PAGE_TABLES_AT_ONCE.0 as usize);
 const _: () = assert!(ENTRIES == page_tables_sizes::PAGE_TABLE_ENTRIES.0 as usize);
 
-/// Steps in which the direct map is looked for below a page table: 16 TiB of memory.
+/// Largest number of steps in which the direct map is looked for below a page table: 16 TiB of memory.
 const MOST_STEPS: u64 = 1 << 14;
 
-/// Tables by their addresses in the kernel's own address space.
+/// Reader of page tables by their addresses in the kernel's own address space.
 #[derive(Debug)]
 pub(super) struct KernelTables {
     root: TestRun,
     read: TestRun,
     shared: MappedArray,
-    /// Levels of the tables of each process.
+    /// Number of levels of each process's page tables.
     pub(super) levels: u32,
 }
 
-/// Tables by their physical addresses: the kernel has mapped all memory, from `base` on.
+/// Reader of page tables by their physical addresses: the kernel has mapped all memory, from `base` on.
 #[derive(Debug)]
 pub(super) struct DirectMap<'a> {
     pub(super) tables: &'a KernelTables,
@@ -54,7 +54,7 @@ impl KernelTables {
         })
     }
 
-    /// The root of the tables of the process that a pagemap is of.
+    /// Returns the address of the root table of the process to which a pagemap belongs.
     pub(super) fn root(&self, pagemap: &File) -> Result<u64> {
         let file = pagemap.as_raw_fd().cast_unsigned();
         run(&self.root, u64::from(file))?;
@@ -89,11 +89,11 @@ impl KernelTables {
         (0..count).map(copied).collect()
     }
 
-    /// Finds where the kernel has mapped all memory: there, a page of ours is found by the tables below `root`, and by
-    /// what is in it.
+    /// Finds the address at which the kernel has mapped all memory. With the right address, the tables below `root`
+    /// lead to a page of ours, which is recognised by its content.
     ///
     /// # Errors
-    /// If it is found nowhere.
+    /// If the page is found with no address.
     pub(super) fn direct_map(&self, root: u64, page: u64, content: &[u64; ENTRIES]) -> Result<u64> {
         let first = root & !(arch::DIRECT_MAP_STEP - 1);
         let bases = (0..MOST_STEPS).map(|step| first - step * arch::DIRECT_MAP_STEP);
@@ -108,7 +108,7 @@ impl KernelTables {
 }
 
 impl DirectMap<'_> {
-    /// Whether the tables below `root` lead from a page's address to what is in it.
+    /// Whether the tables below `root` lead from a page's address to its content.
     fn finds(&self, root: u64, page: u64, content: &[u64; ENTRIES]) -> Result<bool> {
         let mut at = root - self.base;
         for level in (0..self.tables.levels).rev() {

@@ -1,13 +1,14 @@
-//! Which memory of a process nobody uses: pages that stayed untouched for a while, by the Accessed bits of its page
+//! Detection of idle memory: pages of a process that stayed untouched for a while, by the Accessed bits of its page
 //! tables.
 //!
-//! A CPU sets the bit in a page's entry when it uses the page. The kernel clears all of them when asked
-//! (`/proc/PID/clear_refs`), and tells of them by the mapping, not by the page; so a BPF program copies the tables
-//! (`kernel_tables`), which are looked through here (`walk`). No kernel option is needed: neither idle page tracking nor
-//! DAMON of address spaces, which many distributions leave out. The CPUs have to be made to forget what they remember (`translations`).
+//! A CPU sets the Accessed bit in a page's entry when it uses the page. The kernel clears all of these bits when
+//! asked (`/proc/PID/clear_refs`), but reports them for each mapping, not for each page. So a BPF program copies the
+//! page tables (`kernel_tables`), and this module looks through the copy (`walk`). No kernel option is needed:
+//! neither idle page tracking nor DAMON of address spaces, which many distributions leave out. The CPUs have to be
+//! made to drop the translations that they have cached (`translations`).
 //!
-//! Before anything is said, memleak finds pages of its own by the same means, and at the end it looks how many of these
-//! have lost their marks. What is not certain counts as used.
+//! Before it judges any page, memleak finds pages of its own by the same means. At the end it looks how many of these
+//! have lost their marks. Pages whose use is not certain count as used.
 
 #[cfg(target_arch = "x86_64")]
 #[path = "x86_64.rs"]
@@ -34,63 +35,64 @@ use kernel_tables::{DirectMap, KernelTables};
 use own_pages::OwnPages;
 use walk::{Huge, Walk};
 
-/// What is said where marks cannot be relied on.
+/// Message for a machine whose marks cannot be relied on.
 const CANNOT: &str = "which memory is idle cannot be told on this machine";
 
-/// How often the means are tried on our own pages: others may clear the marks just then.
+/// Number of times that the means are tried on our own pages: others may clear the marks just then.
 const TRIES: usize = 3;
 
-/// With more marks lost than one in so many, as of our own pages, nothing is called idle.
+/// Limit of lost marks: if more than one in this many of our own pages has lost its mark, nothing is called idle.
 const MOST_LOST: u64 = 10;
 
-/// A process whose use of its pages is watched, from [`begin`](Watch::begin) on.
+/// Watch of a process's use of its pages, from [`begin`](Watch::begin) on.
 #[derive(Debug)]
 pub struct Watch {
     tables: KernelTables,
-    /// Where the kernel has mapped all memory.
+    /// Address at which the kernel has mapped all memory (its direct map).
     direct_map: u64,
     own: OwnPages,
-    /// Huge pages of ours that were used and marked.
+    /// Huge pages of ours that were used and found marked.
     own_huge: PageRuns,
     begin: Instant,
     cpus_not_reached: usize,
-    /// Pages that the kernel's reclaim had looked at.
+    /// Number of pages that the kernel's reclaim had scanned when the watch began.
     scanned: u64,
-    /// What the looks before have told, if there was one.
+    /// Results of the looks before, if there were any.
     before: Mutex<Option<Before>>,
 }
 
-/// What looks until now have told.
+/// Results of all looks until now.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Before {
     used: PageRuns,
-    /// Whether the first look has judged huge pages; the copy after it marks them as used.
+    /// Whether the first look has judged huge pages. The copy after that look marks them as used.
     huge_judged: bool,
 }
 
-/// The pages of a process that were used while it was watched.
+/// Pages of a process that were used while it was watched. All other pages are idle.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct IdlePages {
-    /// For how long it was watched.
+    /// Time for which the process was watched.
     pub watched: Duration,
-    /// CPUs that may have used pages without a mark.
+    /// Number of CPUs that may have used pages without marking them.
     pub cpus_not_reached: usize,
-    /// Pages, of whichever process, that the kernel's reclaim has looked at meanwhile: it clears the mark of each.
+    /// Number of pages, of any process, that the kernel's reclaim has scanned meanwhile. Reclaim clears the mark of
+    /// each.
     pub reclaim_scanned: u64,
-    /// Marks of memleak's own pages, which it has used once, and how many of these others have cleared.
+    /// Marks of memleak's own pages, which it has used once. Others have cleared those that are lost.
     pub own: Marks,
-    /// Whether huge pages were judged, by the first image; they count as used where marks of memleak's own were cleared
-    /// until then.
+    /// Whether the first image has judged huge pages. They count as used if marks of memleak's own huge pages were
+    /// cleared until then.
     pub huge_judged: bool,
     used: PageRuns,
 }
 
-/// Marks of pages that were used.
+/// Counts of marks of pages that were used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Marks {
     /// Pages that were used.
     pub pages: u64,
-    /// Pages without a mark at last.
+    /// Pages without a mark at the end.
     pub lost: u64,
 }
 
@@ -101,10 +103,10 @@ impl Marks {
 }
 
 impl Watch {
-    /// Clears the marks of a process's pages, and watches it from now on. The process does not stop.
+    /// Clears the marks of a process's pages, and watches the process from now on. The process does not stop.
     ///
     /// # Errors
-    /// If the marks of this machine cannot be relied on, or may not be read or cleared: says why.
+    /// If the marks of this machine cannot be relied on, or may not be read or cleared. The error says why.
     pub fn begin(process: &Process) -> Result<Self> {
         if let Some(why) = arch::keeps_translations() {
             bail!("{CANNOT}: {why}");
@@ -147,11 +149,11 @@ impl Watch {
         bail!("{CANNOT}: of pages that memleak used itself, others were marked, {TRIES} times")
     }
 
-    /// The pages, of those wanted, that were used until now. The process stands still, and is not copied yet; what
-    /// [reclaim](Watch::reclaim_scanned) has looked at is left for later.
+    /// Returns the wanted pages that were used until now. The process must stand still, and must not be copied yet.
+    /// The number of pages that [reclaim](Watch::reclaim_scanned) has scanned is left 0, for the caller to set.
     ///
     /// # Errors
-    /// If its tables cannot be read.
+    /// If the page tables cannot be read.
     pub(super) fn look(&self, pagemap: &File, wanted: &[Range<u64>]) -> Result<IdlePages> {
         let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
         let touched = own_pages::count(&self.own.touched());
@@ -183,7 +185,7 @@ impl Watch {
         })
     }
 
-    /// How many pages reclaim has looked at until now.
+    /// Returns the number of pages that reclaim has scanned since the watch began.
     pub(super) fn reclaim_scanned(&self) -> u64 {
         scanned().saturating_sub(self.scanned)
     }
@@ -210,8 +212,9 @@ impl IdlePages {
     }
 }
 
-/// What a look is to make of huge pages, and whether they are judged, by what was told before and whether huge pages of
-/// ours still have their marks. To copy a huge page marks it as used, by us; another page it does not.
+/// Returns how a look treats huge pages, and whether they are judged, by the results of the looks before and by
+/// whether huge pages of ours still have their marks. A copy of a huge page marks the page as used, by us. A copy of
+/// a small page does not.
 fn how_to_judge_huge(before: Option<&Before>, are_marked: bool) -> (Huge, bool) {
     match before {
         None if are_marked => (Huge::Judged, true),
@@ -220,7 +223,7 @@ fn how_to_judge_huge(before: Option<&Before>, are_marked: bool) -> (Huge, bool) 
     }
 }
 
-/// Pages that reclaim has looked at since the machine has started.
+/// Returns the number of pages that reclaim has scanned since the machine was started.
 fn scanned() -> u64 {
     let values = Values::read("/proc/vmstat").unwrap_or_default();
     values.of("pgscan_anon") + values.of("pgscan_file")
@@ -241,7 +244,7 @@ mod tests {
         for (before, are_marked, expected) in [
             (None, true, (Huge::Judged, true)),
             (None, false, (Huge::Used, false)),
-            // Marks that are cleared after it, and what else is after it, change nothing.
+            // After the first look, neither cleared marks nor anything else changes the result.
             (before(true), true, (Huge::LeftOut, true)),
             (before(true), false, (Huge::LeftOut, true)),
             (before(false), true, (Huge::LeftOut, false)),

@@ -1,5 +1,5 @@
-//! Pages of memleak's own, by which it proves that page tables are read as they are, and measures how many marks of use
-//! are lost: reclaim, DAMON and others clear them, too.
+//! Pages of memleak's own. They prove that page tables are read as they are, and measure how many marks of use are
+//! lost: reclaim, DAMON and others clear marks, too.
 
 use std::fs::File;
 use std::io::Read;
@@ -13,12 +13,12 @@ use super::walk::ENTRIES;
 use crate::heap::page_runs::{self, PageRuns};
 use crate::heap::page_table::PAGE;
 
-/// Pages of 4 KiB, of which some are used once.
+/// Number of pages of 4 KiB. Some of them are used once.
 const PAGES: u64 = 4096;
-/// Pages among which two are used.
+/// Number of pages in each group. Two pages of a group are used.
 const STEP: u64 = 7;
 const HUGE_PAGE: u64 = 2 << 20;
-/// Huge pages, which are all used once.
+/// Number of huge pages. All of them are used once.
 const HUGE_PAGES: u64 = 16;
 
 /// Pages that have all been written to, and of which some are used once more.
@@ -27,7 +27,7 @@ pub(super) struct OwnPages {
     pagemap: File,
     memory: MmapMut,
     range: Range<u64>,
-    /// What the first one holds.
+    /// Content of the first page.
     content: Box<[u64; ENTRIES]>,
     huge_memory: MmapMut,
     huge_range: Range<u64>,
@@ -40,7 +40,7 @@ impl OwnPages {
     /// If there is no memory, or the kernel has no random numbers.
     pub(super) fn new() -> Result<Self> {
         let mut memory = MmapMut::map_anon((PAGES * PAGE) as usize).context("no memory")?;
-        // Advice that a kernel without huge pages does not take.
+        // A kernel without huge pages refuses this advice.
         let _ = memory.advise(Advice::NoHugePage);
         memory.fill(1);
         let first = &mut memory[..PAGE as usize];
@@ -72,17 +72,17 @@ impl OwnPages {
         &self.pagemap
     }
 
-    /// The first page's address, and what it holds.
+    /// Returns the first page's address, and its content.
     pub(super) fn known(&self) -> (u64, &[u64; ENTRIES]) {
         (self.range.start, &self.content)
     }
 
-    /// All pages of 4 KiB.
+    /// Returns all pages of 4 KiB.
     pub(super) fn small(&self) -> &[Range<u64>] {
         slice::from_ref(&self.range)
     }
 
-    /// All pages that are huge if the kernel had some.
+    /// Returns all pages that are huge if the kernel had huge pages left.
     pub(super) fn huge(&self) -> &[Range<u64>] {
         slice::from_ref(&self.huge_range)
     }
@@ -90,7 +90,7 @@ impl OwnPages {
     /// Uses some of the pages.
     pub(super) fn touch(&mut self) {
         let touch = |byte: *mut u8| {
-            // SAFETY: inside of our memory; volatile, as the use is all that is wanted.
+            // SAFETY: the byte is inside of our memory. The write is volatile, as only the use of the page matters.
             unsafe { byte.write_volatile(2) };
         };
         for page in Self::some() {
@@ -102,7 +102,7 @@ impl OwnPages {
         }
     }
 
-    /// The pages of 4 KiB that were used.
+    /// Returns the pages of 4 KiB that were used.
     pub(super) fn touched(&self) -> PageRuns {
         let mut touched = PageRuns::new();
         for page in Self::some() {
@@ -117,7 +117,7 @@ impl OwnPages {
     }
 }
 
-/// How many pages of 4 KiB ranges have.
+/// Returns the number of pages of 4 KiB in the ranges.
 pub(super) fn count(runs: &[Range<u64>]) -> u64 {
     let bytes: u64 = runs.iter().map(|run| run.end - run.start).sum();
     bytes / PAGE

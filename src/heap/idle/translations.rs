@@ -1,8 +1,9 @@
-//! Having all CPUs forget what they know of page tables.
+//! Eviction of cached translations (TLB) from all CPUs.
 //!
-//! A CPU marks a page as used when it looks the page up in the tables. While it remembers where the page is, it does not look:
-//! of pages that were used all the time, up to 154 of 4,220 stayed without a mark. What a CPU remembers is by address
-//! space, of a few at a time, so as many others are made, one after the other, and each runs on every CPU.
+//! A CPU marks a page as used when it looks the page up in the page tables. While the CPU has the translation cached,
+//! it does not look the page up: of pages that were used all the time, up to 154 of 4,220 stayed without a mark. A
+//! CPU caches translations by address space, of a few address spaces at a time. So as many other address spaces are
+//! made, one after the other, and each runs on every CPU.
 
 use std::io;
 use std::thread;
@@ -14,17 +15,17 @@ use super::arch;
 use crate::heap::realtime::Realtime;
 use crate::host::cpus::Cpus;
 
-/// Address spaces that run on every CPU: two more than are needed.
+/// Number of address spaces that run on every CPU: two more than are needed.
 const CHILDREN: usize = arch::KEPT_ADDRESS_SPACES + 2;
-/// How long one may take to run on every CPU; eight took 3.5 to 11.7 ms on two CPUs.
+/// Time that one address space may take to run on every CPU. Eight took 3.5 to 11.7 ms on two CPUs.
 const PATIENCE: Duration = Duration::from_millis(500);
-/// The pause between two looks at whether one is done.
+/// Time between two checks of whether a child is done.
 const LOOK: Duration = Duration::from_micros(50);
-/// What a child returns if there are as many CPUs, or more, that it could not run on.
+/// Exit status of a child that could not run on this many CPUs, or more.
 const MOST_TOLD: usize = 255;
 
-/// Has all CPUs that are online forget translations, and returns of how many that is not certain: this process may not
-/// run there, or did not within half a second.
+/// Makes all online CPUs drop their cached translations. Returns the number of CPUs for which this is not certain:
+/// this process may not run there, or did not within half a second.
 ///
 /// # Errors
 /// If no process can be started.
@@ -35,7 +36,7 @@ pub(super) fn forget() -> Result<usize> {
     (0..CHILDREN).try_fold(0, |most, _| Ok(most.max(visit_by_child(&sets)?)))
 }
 
-/// The set of one CPU; None if it has no place in a set.
+/// Returns the set of one CPU; None if the CPU's number does not fit into a set.
 fn only(cpu: usize) -> Option<libc::cpu_set_t> {
     if cpu >= libc::CPU_SETSIZE as usize {
         return None;
@@ -48,9 +49,10 @@ fn only(cpu: usize) -> Option<libc::cpu_set_t> {
     }
 }
 
-/// Has a process of its own address space run on every CPU, and returns how many it did not.
+/// Runs a child process, with an address space of its own, on every CPU. Returns the number of CPUs on which it did
+/// not run.
 fn visit_by_child(sets: &[Option<libc::cpu_set_t>]) -> Result<usize> {
-    // SAFETY: the child makes system calls alone, which is what it may do though other threads were running.
+    // SAFETY: the child makes system calls alone, which is allowed even if other threads are running.
     let child = unsafe { libc::fork() };
     if child < 0 {
         return Err(io::Error::last_os_error())
@@ -65,7 +67,7 @@ fn visit_by_child(sets: &[Option<libc::cpu_set_t>]) -> Result<usize> {
             });
             missed += usize::from(!is_there);
         }
-        // SAFETY: nothing of this process is to be ended in order: it is a copy.
+        // SAFETY: the child is a copy of this process, and has nothing to clean up.
         unsafe { libc::_exit(missed.min(MOST_TOLD) as i32) };
     }
     let deadline = Instant::now() + PATIENCE;
@@ -97,7 +99,7 @@ mod tests {
         let online = Cpus::now().expect("a list").online().count();
         let sets: Vec<_> = (0..online).map(only).collect();
         assert_eq!(visit_by_child(&sets).expect("a process"), 0);
-        // One that there is not, and one that has no place in a set.
+        // A CPU that does not exist, and one whose number does not fit into a set.
         let sets = [only(0), only(1023), only(1 << 20)];
         assert_eq!(visit_by_child(&sets).expect("a process"), 2);
     }

@@ -1,4 +1,4 @@
-//! The pages that page tables say were used, as a function of the tables.
+//! Walk through page tables that finds the pages that were used, as a function of the tables.
 
 use std::ops::Range;
 
@@ -8,36 +8,36 @@ use super::arch;
 use crate::heap::page_runs::{self, PageRuns};
 use crate::heap::page_table::PAGE;
 
-/// Entries of a table, and bits of an address that choose one.
+/// Number of entries of a table, and number of address bits that select one.
 pub(super) const ENTRIES: usize = 512;
 const ENTRY_BITS: u32 = 9;
-/// Tables that are read in one go.
+/// Largest number of tables that are read at once.
 pub(super) const AT_ONCE: usize = 64;
 
-/// A table, as it was read.
+/// Page table, as it was read.
 pub(super) type Table = Box<[u64; ENTRIES]>;
 
-/// What an entry of a table says.
+/// Content of an entry of a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Entry {
-    /// A page, and whether it has been used since the mark of that was cleared.
+    /// A page, and whether it has been used since its mark was cleared.
     Page { is_used: bool },
     /// The physical address of a table of the next lower level.
     Table(u64),
-    /// No page, or one that is on its way somewhere.
+    /// No page, or a page that is being moved or swapped.
     Unknown,
 }
 
-/// Tables that can be read.
+/// Source from which tables can be read.
 pub(super) trait Tables {
-    /// Reads [`AT_ONCE`] tables at most, by physical address; None are those that cannot be read.
+    /// Reads up to [`AT_ONCE`] tables by their physical addresses. A table that cannot be read is None.
     fn read(&self, addresses: &[u64]) -> Result<Vec<Option<Table>>>;
 }
 
-/// What the walk is to make of pages that are larger than 4 KiB.
+/// Treatment of pages that are larger than 4 KiB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Huge {
-    /// Larger pages are used if they are marked, as others are.
+    /// Larger pages are used if they are marked, as small pages are.
     Judged,
     /// Larger pages count as used.
     Used,
@@ -45,10 +45,10 @@ pub(super) enum Huge {
     LeftOut,
 }
 
-/// A walk through the tables of a process.
+/// Walk through the page tables of a process.
 pub(super) struct Walk<'a, T> {
     tables: &'a T,
-    /// Pages that are asked for.
+    /// Pages whose use is asked for.
     wanted: &'a [Range<u64>],
     huge: Huge,
     used: PageRuns,
@@ -64,11 +64,11 @@ impl<'a, T: Tables> Walk<'a, T> {
         }
     }
 
-    /// The wanted pages that have been used, as the tables below this root say, which is of so many levels. Pages that
-    /// they say nothing about count as used.
+    /// Returns the wanted pages that have been used, according to the tables below this root, which have this many
+    /// levels. Pages that the tables say nothing about count as used.
     ///
     /// # Errors
-    /// If tables cannot be read at all.
+    /// If no table can be read because the reader fails.
     pub(super) fn used(mut self, root: u64, levels: u32) -> Result<PageRuns> {
         let end = 1 << (PAGE.trailing_zeros() + ENTRY_BITS * levels);
         let whole = 0..end;
@@ -79,7 +79,7 @@ impl<'a, T: Tables> Walk<'a, T> {
         Ok(self.used)
     }
 
-    /// Looks through a table, whose first entry is of `start`, and those below it.
+    /// Walks through a table and the tables below it. `start` is the address that its first entry translates.
     fn visit(&mut self, address: u64, table: &Table, level: u32, start: u64) -> Result<()> {
         let bytes = PAGE << (ENTRY_BITS * level);
         let covered = start..start + bytes * ENTRIES as u64;
@@ -115,8 +115,8 @@ impl<'a, T: Tables> Walk<'a, T> {
         Ok(())
     }
 
-    /// Reads the tables that these entries of a table name, by their numbers in it; None for other entries, and where
-    /// the entry has changed meanwhile: what it named may have become something else.
+    /// Reads the tables that these entries of a table refer to, each with its index. Returns None for other entries,
+    /// and where the entry has changed meanwhile: its table may have become something else.
     fn below(
         &self,
         address: u64,
@@ -144,7 +144,7 @@ impl<'a, T: Tables> Walk<'a, T> {
         Ok(below.collect())
     }
 
-    /// Adds the wanted pages of a range to those used.
+    /// Adds the wanted pages of a range to the used pages.
     fn add(&mut self, range: &Range<u64>) {
         for run in page_runs::within(self.wanted, range) {
             let part = run.start.max(range.start)..run.end.min(range.end);
@@ -165,11 +165,11 @@ mod tests {
     const ACCESSED: u64 = 1 << 5;
     const HUGE: u64 = 1 << 7;
 
-    /// Tables by address.
+    /// Page tables by address.
     #[derive(Default)]
     struct Made {
         tables: RefCell<HashMap<u64, Table>>,
-        /// An entry that becomes nothing as soon as this table has been read.
+        /// Entry that is cleared as soon as this table has been read.
         vanishes: Option<(u64, (u64, usize))>,
     }
 
@@ -196,7 +196,8 @@ mod tests {
                 .or_insert_with(|| Box::new([0; ENTRIES]))[index] = word;
         }
 
-        /// Maps a page of 4 KiB by tables of four levels, whose addresses tell where they are.
+        /// Maps a page of 4 KiB by tables of four levels. The address of each table is made of its level and the
+        /// page's address.
         fn map(&self, page: u64, flags: u64) {
             let mut table = ROOT;
             for level in [3, 2, 1] {
@@ -220,7 +221,7 @@ mod tests {
     #[test]
     fn pages_that_were_used_are_found_among_those_wanted() {
         let made = Made::default();
-        // In all 200 tables of pages, across the ends of those above, the third of every seven pages.
+        // One in seven pages was used, in 200 tables of pages, across the ends of the tables above.
         let start = GIB - 100 * (2 << 20);
         let end = GIB + 100 * (2 << 20);
         for page in (start..end).step_by(4096) {
@@ -264,7 +265,7 @@ mod tests {
         let made = Made::default();
         made.map(GIB, PRESENT);
         made.map(GIB + 0x2000, PRESENT);
-        // Nothing between the two pages, and no table for what is far away.
+        // The tables have nothing between the two pages, and no table for the range far away.
         let far = 5 * GIB..5 * GIB + 0x3000;
         let wanted = [GIB..GIB + 0x3000, far.clone()];
         let between = GIB + 0x1000..GIB + 0x2000;
