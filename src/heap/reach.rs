@@ -1,9 +1,10 @@
-//! Which blocks a program can still reach, and through what: Memcheck's question, about an image.
+//! Search for the blocks that a program can still reach, and for the chains that lead to them: Memcheck's leak check,
+//! on an image.
 //!
-//! Every word in a block that is an address in another block is a reference, of 4 bytes here. From the
-//! [roots] a first flood follows references to the start of blocks, a second one those into
-//! their middle as well; what neither reaches, nor a reference in another form (`disguised`), is lost.
-//! Floods go in breadth, so that the chain which a block was reached by is a shortest one.
+//! Every word in a block that is an address in another block is a reference. A reference takes 4 bytes here. From the
+//! [roots] a first flood follows references to the start of blocks. A second flood also follows references into the
+//! middle of blocks. A block that neither flood reaches, nor a reference in another form (`disguised`), is lost.
+//! Floods go breadth-first, so that the chain by which a block was reached is a shortest one.
 
 mod disguised;
 mod lost;
@@ -16,54 +17,54 @@ use crate::heap::roots::{self, Root, RootPlace};
 
 use python::Objects;
 
-/// Set in a reference into the middle of a block; the rest is the block's number.
+/// Bit that marks a reference into the middle of a block. The other bits are the block's number.
 const MIDDLE: u32 = 1 << 31;
-/// Set in what a block was reached from, if that is a root's number.
+/// Bit that marks a root in `Reach::from`. The other bits are the root's number.
 const IS_ROOT: u32 = 1 << 31;
-/// What was reached from nothing.
+/// Value in `Reach::from` of a block that was reached from nothing.
 const NOTHING: u32 = u32::MAX;
-/// Bytes by which an allocator's size may be above what was asked for: headers of 16 bytes share 8 with the
-/// next chunk, and the smallest has 24.
+/// Largest difference between an allocator's size of a block and the size that was asked for, in bytes. Headers of 16
+/// bytes share 8 with the next chunk, and the smallest has 24.
 const SLACK: u64 = 24;
 
 /// Whether a program can reach a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Class {
-    /// No word anywhere refers to it, but for those of lost blocks of which it is the first.
+    /// No word refers to the block, except in lost blocks that this block leads.
     Unreachable,
-    /// Only a lost block refers to it.
+    /// Only a lost block refers to the block.
     Via,
-    /// Only objects of CPython refer to it that its garbage collector will free, being cycles that nothing else
-    /// refers to, or that CPython never frees; or it is one of these.
+    /// Only objects of CPython refer to the block, or it is one of them. CPython's garbage collector will free these
+    /// objects, as they are in cycles that nothing else refers to, or CPython never frees them.
     Cycle,
-    /// There is a chain, but somewhere a word refers to the middle of a block, as those of some programs do, or
-    /// one is not a plain word.
+    /// A chain leads to the block, but one of its words refers to the middle of a block, as words of some programs
+    /// do, or is not a plain word.
     Interior,
-    /// There is a chain of references to the start of blocks.
+    /// A chain of references to the start of blocks leads to the block.
     Reachable,
 }
 
-/// The classes of all blocks, and what reaches them. Blocks are by their place in [`Heap::blocks`].
+/// Classes of all blocks, and the chains that reach them. A block is given by its index in [`Heap::blocks`].
 #[derive(Debug)]
 pub struct Reach {
     classes: Vec<Class>,
-    /// What each was reached from: a block, or a root.
+    /// Block or root from which each block was reached.
     from: Vec<u32>,
     roots: Vec<Root>,
     references: References,
     objects: Objects,
-    /// Blocks that were lost first, and others with them.
+    /// Whether each block leads a group of lost blocks, as the one that was lost first.
     leads: Vec<bool>,
 }
 
-/// Where the chains of all blocks begin ([`Reach::starts`]): the root's number, with `IS_ROOT`, or `NOTHING`.
+/// Starts of the chains of all blocks ([`Reach::starts`]): the root's number with `IS_ROOT`, or `NOTHING`.
 #[derive(Debug)]
 pub struct Starts(Vec<u32>);
 
-/// References by the block that they are in.
+/// References by the block that contains them.
 #[derive(Debug, Default)]
 struct References {
-    /// Where those of each block begin, and the end.
+    /// Index in `to` at which the references of each block begin, and the end.
     begin: Vec<u64>,
     to: Vec<u32>,
 }
@@ -74,17 +75,17 @@ impl References {
         &self.to[self.begin[at] as usize..self.begin[at + 1] as usize]
     }
 
-    /// The block that one of a block's references is to, by the number of the reference.
+    /// Returns the block that a block's reference with this number refers to.
     fn block(&self, block: u32, number: usize) -> u32 {
         self.to[self.begin[block as usize] as usize + number] & !MIDDLE
     }
 }
 
 impl Reach {
-    /// Finds out what is reached. It takes 4 bytes a reference and 23 a block. `python` are objects of CPython
-    /// ([`Names::python`](crate::heap::names::Names::python)), if there are any.
+    /// Finds the class of each block. This takes 4 bytes for each reference and 23 for each block. `python` are the
+    /// objects of CPython ([`Names::python`](crate::heap::names::Names::python)), if there are any.
     ///
-    /// Blocks beyond the first 2^31 - 1 are left out, which is 64 GB of the smallest.
+    /// Blocks beyond the first 2^31 - 1 are left out, which is 64 GB of the smallest blocks.
     pub fn new(image: &Image, heap: &Heap, python: &[PythonObject]) -> Self {
         let count = heap.blocks().len().min((MIDDLE - 1) as usize);
         let objects = Objects::new(count, python);
@@ -112,30 +113,31 @@ impl Reach {
         reach
     }
 
-    /// Whether a block can be reached.
+    /// Returns the class of a block: whether it can be reached.
     pub fn class(&self, block: usize) -> Class {
         self.classes[block]
     }
 
-    /// References from one block to another, those of a block to itself left out.
+    /// Returns the number of references from one block to another, without those of a block to itself.
     pub fn references(&self) -> usize {
         self.references.to.len()
     }
 
-    /// The blocks by which a block is reached, the nearest first, and the root where the chain begins; no root if
-    /// it is lost, and then the last block is the one that was lost first.
+    /// Returns the blocks by which a block is reached, the nearest first, and the root where the chain begins. The
+    /// chain of a lost block has no root, and its last block is the one that was lost first.
     pub fn chain(&self, block: usize) -> (Vec<usize>, Option<Root>) {
         let chain = self.nearest(block, self.from.len() + 1);
         let root = self.root(self.from[*chain.last().unwrap_or(&block)]);
         (chain, root)
     }
 
-    /// The root that a chain begins at, by its number, with `IS_ROOT`; None of `NOTHING`.
+    /// Returns the root at which a chain begins, by the root's number with `IS_ROOT`; None for `NOTHING`.
     fn root(&self, start: u32) -> Option<Root> {
         (start != NOTHING).then(|| self.roots[(start & !IS_ROOT) as usize])
     }
 
-    /// The blocks by which a block is reached, the nearest first, so many at most: of a list there can be millions.
+    /// Returns the blocks by which a block is reached, the nearest first, `most` at most. The chain in a list can
+    /// have millions.
     pub fn nearest(&self, block: usize, most: usize) -> Vec<usize> {
         let after = |&at: &u32| Some(self.from[at as usize]).filter(|at| at & IS_ROOT == 0);
         let first = Some(self.from[block]).filter(|at| at & IS_ROOT == 0);
@@ -143,7 +145,7 @@ impl Reach {
         chain.map(|at| at as usize).collect()
     }
 
-    /// Where the chains of all blocks begin, found at once: many chains have most of a long list in common.
+    /// Finds where the chains of all blocks begin, all at once: many chains have most of a long list in common.
     pub fn starts(&self) -> Starts {
         let mut starts = vec![0; self.from.len()];
         let mut path = Vec::new();
@@ -163,12 +165,13 @@ impl Reach {
         Starts(starts)
     }
 
-    /// Where the chain of a block begins; None if it is lost.
+    /// Returns the root where the chain of a block begins; None if the block is lost.
     pub fn start(&self, starts: &Starts, block: usize) -> Option<Root> {
         self.root(starts.0[block])
     }
 
-    /// For each block the one that it was lost with, itself included; None for what is reached.
+    /// Returns for each lost block its leader: the block that it was lost with, or itself. All other blocks have
+    /// None.
     pub fn leaders(&self) -> Vec<Option<u32>> {
         let mut leaders: Vec<Option<u32>> = (0..)
             .zip(&self.classes)
@@ -187,7 +190,7 @@ impl Reach {
         leaders
     }
 
-    /// The blocks that refer to this one, in order of address.
+    /// Returns the blocks that refer to this one, in order of address.
     pub fn holders(&self, block: usize) -> Vec<usize> {
         let refers = |&from: &usize| {
             let to = self.references.of(from as u32);
@@ -196,7 +199,8 @@ impl Reach {
         (0..self.classes.len()).filter(refers).collect()
     }
 
-    /// Reaches what is not, or not so well: for [`Class::Reachable`] by references to starts only.
+    /// Reaches blocks that have a lower class, from the roots on. For [`Class::Reachable`], only references to starts
+    /// are followed.
     fn flood(&mut self, found: &[(Root, u32)], class: Class) {
         let follows = |to: u32| class == Class::Interior || to & MIDDLE == 0;
         let mut queue: Vec<u32> = Vec::new();
@@ -237,17 +241,17 @@ impl Reach {
     }
 }
 
-/// What words are looked for, and what they mean.
+/// Interpreter of the words of an image as references.
 struct Words<'a> {
     image: &'a Image,
     heap: &'a Heap,
-    /// Blocks that are looked at.
+    /// Number of blocks that are considered.
     count: usize,
     objects: &'a Objects,
 }
 
 impl Words<'_> {
-    /// A reference to the block that a word is an address in.
+    /// Returns a reference to the block that contains the address `word`; None if no block does.
     #[inline]
     fn reference(&self, word: u64) -> Option<u32> {
         let (block, offset) = self.heap.block_at(word)?;
@@ -260,7 +264,7 @@ impl Words<'_> {
         Some(block as u32 | if is_start { 0 } else { MIDDLE })
     }
 
-    /// The references of all blocks. Blocks are in order, and so are these, without sorting.
+    /// Returns the references of all blocks. Blocks are in order, and so are their references, without sorting.
     fn references(&self) -> References {
         let mut references = References::default();
         references.begin.reserve_exact(self.count + 1);
@@ -271,7 +275,7 @@ impl Words<'_> {
                 let Some(to) = self.reference(word) else {
                     continue;
                 };
-                // Neighbours often refer to the same block: rows of a table, members of an object.
+                // Neighbouring words often refer to the same block: rows of a table, members of an object.
                 let is_known = references.to[begin..].last() == Some(&to);
                 if to & !MIDDLE != number && !is_known {
                     references.to.push(to);
@@ -282,8 +286,8 @@ impl Words<'_> {
         references
     }
 
-    /// The first root of each block that refers to its start, and the first into its middle, in order of address, and
-    /// the registers.
+    /// Returns for each block the first root that refers to its start, and the first that refers into its middle.
+    /// Roots are in memory, in order of address, then in the kernel, then in registers.
     fn roots(&self) -> Vec<(Root, u32)> {
         let image = self.image;
         let mut found = Vec::new();
@@ -315,10 +319,10 @@ impl Words<'_> {
     }
 }
 
-/// Whether an address in the middle of a block is where the program has its start, as Memcheck finds out: behind
-/// the length that a library keeps before its blocks (length64), or the number of an array's objects
-/// (newarray); in a string with its length before (stdstring); at a further base of an object, where it
-/// has another vtable (multipleinheritance).
+/// Whether an address in the middle of a block counts as its start, by Memcheck's heuristics: behind the length that
+/// a library keeps before its blocks (length64), or behind the number of an array's objects (newarray); in a string
+/// with its length before (stdstring); at a further base of an object, which has another vtable
+/// (multipleinheritance).
 fn means_start(image: &Image, heap: &Heap, block: usize, offset: u64) -> bool {
     let block = heap.blocks()[block];
     let word = |offset: u64| image.word(block.address + offset).unwrap_or_default();
@@ -346,7 +350,7 @@ fn means_start(image: &Image, heap: &Heap, block: usize, offset: u64) -> bool {
     is_vtable(first) && is_vtable(word(offset))
 }
 
-/// A place where a chain begins, and how many blocks are between, for a block that is reached.
+/// Returns the place where the chain of a block begins, and the blocks between, if the block is reached.
 pub fn origin(image: &Image, reach: &Reach, block: usize) -> Option<(RootPlace, Vec<usize>)> {
     let (chain, root) = reach.chain(block);
     Some((roots::place(image, root?), chain))

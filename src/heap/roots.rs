@@ -1,8 +1,8 @@
-//! Where a program's references begin: the words outside of its blocks that it can still read.
+//! Roots of a program's references: the words outside of its blocks that the program can still read.
 //!
-//! Roots are the registers, vectors included, of every thread, words that the kernel keeps, and all memory that was copied except
-//! what nobody reads any more, or what only an allocator does. Whatever is wrongly taken for a root hides a
-//! lost block, whatever is wrongly left out invents one: in doubt, memory is a root.
+//! Roots are the registers of every thread, vectors included, words that the kernel keeps, and all copied memory
+//! except what nobody reads any more, or what only an allocator reads. Memory that is wrongly taken for a root hides
+//! a lost block. Memory that is wrongly left out invents a lost block. In doubt, memory is a root.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -13,70 +13,70 @@ use crate::heap::page_table::PAGE;
 
 /// Bytes below the stack pointer that a function may use (the System V ABI's red zone).
 const RED_ZONE: u64 = 128;
-/// Where at most glibc keeps a thread's control block, below the end of its stack.
+/// Largest distance from the end of a thread's stack down to its control block, in glibc.
 const CONTROL_BLOCK_WITHIN: u64 = 16 << 10;
-/// Bytes of the control block that stay in use when its thread has ended: the pointer to its table of
-/// thread-local storage is among them, and the table is used again by the next thread.
+/// Bytes of the control block that stay in use after its thread has ended. The pointer to the table of thread-local
+/// storage is among them, and the next thread uses that table again.
 const KEPT_OF_CONTROL_BLOCK: u64 = 64;
-/// Bytes of glibc's `struct pthread`, of which the control block is the beginning, rounded up.
+/// Size of glibc's `struct pthread`, which begins with the control block, rounded up.
 const PTHREAD_BYTES: u64 = 0x900;
-/// Modules with thread-local storage that are looked at of a thread.
+/// Largest number of modules with thread-local storage that are considered for a thread.
 const MODULES: u64 = 4096;
 
-/// A word outside of blocks.
+/// Word outside of blocks that may refer to a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Root {
-    /// In memory, at this address.
+    /// Word in memory, at this address.
     Memory(u64),
-    /// In a register of the thread with this place in [`Image::threads`].
+    /// Register, with its name, of the thread with this index in [`Image::threads`].
     Register(u32, &'static str),
-    /// In the kernel, with this place in [`Image::kept`].
+    /// Word in the kernel, with this index in [`Image::kept`].
     Kernel(u32),
 }
 
-/// What a root is, for a reader. Paths are as in /proc/PID/maps: not escaped.
+/// Description of a root for a reader. Paths are as in /proc/PID/maps: not escaped.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RootPlace {
     /// A register of a thread.
     Register {
-        /// The thread.
+        /// ID of the thread.
         tid: u32,
-        /// The register, or `vector`.
+        /// Name of the register, or `vector`.
         name: &'static str,
     },
     /// A thread's stack.
     Stack {
-        /// The thread.
+        /// ID of the thread.
         tid: u32,
         /// Bytes above the stack pointer.
         offset: i64,
     },
-    /// A thread's own storage, or its control block.
+    /// A thread's thread-local storage, or its control block.
     ThreadLocal {
-        /// The thread.
+        /// ID of the thread.
         tid: u32,
-        /// Bytes from the thread pointer, mostly below.
+        /// Bytes from the thread pointer, mostly negative.
         offset: i64,
     },
-    /// The data of a program or library, those without a file (bss) included.
+    /// The data of a program or library, including data without a file (bss).
     Module {
-        /// The file.
+        /// Path of the file.
         path: Vec<u8>,
-        /// The address less that at which the file's first byte is mapped.
+        /// Distance of the address from the one at which the file's first byte is mapped.
         offset: u64,
     },
-    /// In the kernel.
+    /// A word in the kernel.
     Kernel {
-        /// What has it: `sigev_value of timer`.
+        /// Owner of the word: `sigev_value of timer`.
         what: &'static str,
-        /// The number of that.
+        /// Number of the owner.
         number: u32,
     },
-    /// Other memory: the start of its mapping, how far in, and its name, if it has one.
+    /// Other memory: the start of its mapping, the offset in it, and its name, if it has one.
     Other {
-        /// Where the mapping starts.
+        /// Address at which the mapping starts.
         start: u64,
-        /// Bytes from there.
+        /// Offset in the mapping, in bytes.
         offset: u64,
         /// A name such as `[anon:x]` or `/dev/shm/x`; mostly empty.
         name: Vec<u8>,
@@ -84,8 +84,8 @@ pub enum RootPlace {
 }
 
 impl RootPlace {
-    /// How well a place says who holds what it refers to, the best first: of two chains of the same length the
-    /// one from the better place is told.
+    /// Returns how well a place says who holds a block, with the best place first. From two chains of the same
+    /// length, the one from the better place is reported.
     pub fn rank(&self) -> u8 {
         match self {
             Self::Module { .. } => 0,
@@ -97,8 +97,8 @@ impl RootPlace {
     }
 }
 
-/// All memory whose words are no roots, in order and apart: the allocators' memory, blocks included, what is
-/// below a thread's stack pointer, and stacks of threads that have ended.
+/// Returns all memory whose words are no roots, in order and disjoint: the allocators' memory, blocks included,
+/// memory below a thread's stack pointer, and stacks of threads that have ended.
 pub fn not_roots(image: &Image, heap: &Heap) -> Vec<Range<u64>> {
     let blocks = heap.blocks().iter().map(|block| block.range());
     let own = heap.regions.iter().chain(&heap.structures).cloned();
@@ -123,15 +123,16 @@ pub fn not_roots(image: &Image, heap: &Heap) -> Vec<Range<u64>> {
     merged
 }
 
-/// All addresses but those of `not_roots`, in order.
+/// Returns all addresses outside of `not_roots`, in order.
 pub fn ranges(not_roots: &[Range<u64>]) -> impl Iterator<Item = Range<u64>> {
     let starts = [0].into_iter().chain(not_roots.iter().map(|skip| skip.end));
     let ends = not_roots.iter().map(|skip| skip.start).chain([u64::MAX]);
     starts.zip(ends).map(|(start, end)| start..end)
 }
 
-/// The part of a thread's stack that it has returned from. A stack pointer in memory that may hold other stacks, too,
-/// such as those of coroutines, says nothing of what is below: only stacks that the kernel or glibc has made count.
+/// Returns the part of a thread's stack from which the thread has returned. Only stacks that the kernel or glibc has
+/// made count: in memory that may hold other stacks, too, such as those of coroutines, a stack pointer says nothing
+/// about the memory below.
 fn below_stack(image: &Image, thread: &Thread) -> Option<Range<u64>> {
     let area = image.area(thread.stack_pointer)?;
     let range = &area.mapping.range;
@@ -147,15 +148,15 @@ fn below_stack(image: &Image, thread: &Thread) -> Option<Range<u64>> {
         .then(|| range.start..(thread.stack_pointer.saturating_sub(RED_ZONE) & !7).max(range.start))
 }
 
-/// Whether memory that nobody may touch ends here.
+/// Whether memory that nobody may access (a guard) ends at this address.
 fn has_guard(image: &Image, address: u64) -> bool {
     let before = address.checked_sub(1).and_then(|last| image.area(last));
     before.is_some_and(|guard| !guard.readable && !guard.writable && guard.is_private_memory())
 }
 
-/// Stacks that glibc keeps, mapped, for threads to come. Their words, the thread-specific ones included,
-/// are those of a thread that has ended. In each there is still its control block, which begins with its own
-/// address and has that again 16 bytes on.
+/// Returns the stacks that glibc keeps, mapped, for later threads. Their words, the thread-specific ones included,
+/// are those of a thread that has ended. Each still has its control block, which begins with its own address and has
+/// this address again 16 bytes on.
 fn ended_stacks(image: &Image) -> Vec<Range<u64>> {
     let mut ended = Vec::new();
     for area in &image.areas {
@@ -190,18 +191,19 @@ fn ended_stacks(image: &Image) -> Vec<Range<u64>> {
     ended
 }
 
-/// What a root is. Memory without a file that touches a file's is told as that file's bss: [`Modules::place`] knows better.
+/// Describes a root. Memory without a file that touches a file's mapping is taken for that file's bss:
+/// [`Modules::place`] knows better.
 pub fn place(image: &Image, root: Root) -> RootPlace {
     Modules::default().place(image, root)
 }
 
-/// How many bytes of memory files are loaded into, by their paths in the image
+/// Bytes of memory that files are loaded into, by their paths in the image
 /// ([`elf::loaded_bytes`](crate::code::elf::loaded_bytes)).
 #[derive(Debug, Clone, Default)]
 pub struct Modules(pub HashMap<Vec<u8>, u64>);
 
 impl Modules {
-    /// What a root is. What lies behind a module's bss is not that module's, even where the kernel has joined it with
+    /// Describes a root. Memory behind a module's bss is not the module's, even where the kernel has joined it with
     /// the bss in one mapping.
     pub fn place(&self, image: &Image, root: Root) -> RootPlace {
         let address = match root {
@@ -245,7 +247,7 @@ fn place_of_thread(image: &Image, address: u64) -> Option<RootPlace> {
             offset: from(thread.thread_pointer),
         });
     }
-    // Of several stacks in a mapping, as of coroutines, it is the one that begins closest below.
+    // If a mapping has several stacks, as of coroutines, the stack that begins closest below is taken.
     let red_zone = |thread: &Thread| thread.stack_pointer.saturating_sub(RED_ZONE);
     let stacks = image.threads.iter().filter(|thread| {
         area.mapping.range.contains(&thread.stack_pointer) && red_zone(thread) <= address
@@ -258,11 +260,11 @@ fn place_of_thread(image: &Image, address: u64) -> Option<RootPlace> {
         })
 }
 
-/// A thread's own storage: from the lowest block of its modules' static storage, which are below its control block, to
-/// the end of that. The control block's second word points at the table of these blocks (dtv): of glibc, pairs of a
-/// block and what is to be freed of it, their number two words before; of musl, which has the table at the beginning
-/// of the storage, their number and blocks. What is loaded later into the room that glibc's loader has spare below
-/// is not in the table.
+/// Returns a thread's own storage: from the lowest block of its modules' static storage, which are below its control
+/// block, to the end of the control block. The control block's second word points at the table of these blocks (dtv).
+/// glibc's table has pairs of a block and what is to be freed of it, with their number two words before. musl's
+/// table, which is at the beginning of the storage, has their number and then the blocks. Modules that are loaded
+/// later into the space that glibc's loader has spare below are not in the table.
 fn own_storage(image: &Image, thread: &Thread) -> Option<Range<u64>> {
     let control = thread.thread_pointer;
     let area = image
@@ -285,8 +287,8 @@ fn own_storage(image: &Image, thread: &Thread) -> Option<Range<u64>> {
     Some(start..end)
 }
 
-/// The place in a module's data, if a file is mapped there, or memory without a file that touches a file's: what the file
-/// has no bytes for, its bss, is mapped behind it.
+/// Returns the place in a module's data, if a file is mapped at the address, or memory without a file that touches a
+/// file's. Such memory is the file's bss, for which the file has no bytes, and which is mapped behind it.
 fn place_of_module(image: &Image, address: u64) -> Option<RootPlace> {
     let areas = &image.areas;
     let at = areas.partition_point(|area| area.mapping.range.end <= address);

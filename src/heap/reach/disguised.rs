@@ -1,11 +1,12 @@
 //! References that are not plain words at multiples of 8.
 //!
-//! What is lost by plain words is looked for in other forms before it is called lost, as all of these are rare, and a
-//! number in such a form looks like an address by chance more often:
+//! Only blocks that plain words do not reach are looked for in these forms, before they are called lost. All of these
+//! forms are rare, and a number in such a form looks like an address by chance more often:
 //!
 //! - at addresses that are no multiple of 8: in packed structures, such as arrays of `struct epoll_event` (12 bytes each);
-//! - with something else in the bits above the 47 of an address: tagged pointers, values in NaNs;
-//! - as an integer of CPython, in digits of 30 bits: what ctypes and cffi give a program of Python for an address.
+//! - with other data in the bits above the 47 of an address: tagged pointers, values in NaNs;
+//! - as an integer of CPython, in digits of 30 bits: in this form, ctypes and cffi give an address to a Python
+//! program.
 
 use std::ops::Range;
 
@@ -14,11 +15,11 @@ use crate::heap::blocks::Heap;
 use crate::heap::image::Image;
 use crate::heap::roots::{self, Root};
 
-/// The bits of an address.
+/// Mask of the bits of an address.
 const ADDRESS: u64 = (1 << 47) - 1;
 
 impl Reach {
-    /// Reaches what is still lost by references in other forms, and what those blocks refer to.
+    /// Reaches lost blocks by references in other forms, and then the blocks that these refer to.
     pub(super) fn flood_disguised(&mut self, image: &Image, heap: &Heap) {
         let Some(lost) = self.lost_addresses(heap) else {
             return;
@@ -51,7 +52,7 @@ impl Reach {
         }
     }
 
-    /// From the first to the last address of lost blocks; None if there are none.
+    /// Returns the range from the first to the last address of lost blocks; None if no block is lost.
     fn lost_addresses(&self, heap: &Heap) -> Option<Range<u64>> {
         let is_lost = |block: &usize| self.classes[*block] < Class::Interior;
         let first = (0..self.classes.len()).find(is_lost)?;
@@ -67,7 +68,8 @@ impl Reach {
     }
 }
 
-/// The addresses within `wanted` that are disguised in a range, each with where it is.
+/// Iterates over the addresses within `wanted` that are disguised in a range. Each comes after the address where it
+/// was found.
 fn disguised(
     image: &Image,
     range: Range<u64>,
@@ -96,7 +98,7 @@ fn disguised(
     meanings.filter(|(_, address)| wanted.contains(address))
 }
 
-/// The number that two digits of a Python integer make; 0 if it is none.
+/// Returns the number that two digits of a Python integer make; 0 if the word does not hold two digits.
 fn digits(word: u64) -> u64 {
     const DIGIT: u64 = 1 << 30;
     let (low, high) = (word & 0xffff_ffff, word >> 32);
@@ -116,11 +118,12 @@ mod tests {
     fn packed_structures_hold_what_nothing_else_does() {
         use Class::{Interior, Reachable, Unreachable};
         let mut made = process();
-        // A global structure refers to 0, which refers to 1, which has 2 in a packed structure.
+        // A packed global structure refers to block 0, and block 0 to block 1, which refers to 2 in a packed
+        // structure.
         made.put(GLOBALS + 0x21, block(0));
         made.put(block(0) + 16, block(1));
         made.put(block(1) + 20, block(2) + 8);
-        // The structure of 3 is in a block that is lost itself, that of 4 in a chunk that is free.
+        // The structure that refers to 3 is in a lost block, and that for 4 in a free chunk.
         made.put(block(5) + 4, block(3));
         made.put(block(0) + 131, block(4));
         made.put(GLOBALS + 0x40, block(6));

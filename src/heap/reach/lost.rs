@@ -1,4 +1,4 @@
-//! What is lost: which blocks were lost first, which with them, and what the collector of CPython will free.
+//! Grouping of lost blocks: which were lost first, which with them, and which the collector of CPython will free.
 
 use std::mem;
 
@@ -9,9 +9,9 @@ use crate::heap::names::PythonObject;
 use crate::heap::names::cycles::{self, Reference, Unreachable};
 
 impl Reach {
-    /// Puts lost blocks below those that no other lost block refers to, or of which CPython has counted more
-    /// references than there are. Cycles of CPython's objects that these do not refer to are no loss. Of what is left then,
-    /// rings, the first leads.
+    /// Groups lost blocks under leaders. Leaders are the blocks that no other lost block refers to, and objects of
+    /// which CPython has counted more references than exist. Cycles of CPython's objects that these do not refer to
+    /// are no loss. In the rings that are left then, the first block leads.
     pub(super) fn gather_lost(&mut self, image: &Image, heap: &Heap, python: &[PythonObject]) {
         let lost: Vec<u32> = (0..)
             .zip(&self.classes)
@@ -40,7 +40,8 @@ impl Reach {
         self.gather_all(lost.iter().copied(), Class::Via);
     }
 
-    /// Has each of these blocks lead what it refers to, unless another one that was lost leads it, or did.
+    /// Makes each of these blocks the leader of the blocks that it refers to, unless another lost block leads it, or
+    /// did.
     fn gather_all(&mut self, leaders: impl Iterator<Item = u32>, class: Class) {
         for leader in leaders {
             if self.classes[leader as usize] == Class::Unreachable && !self.leads[leader as usize] {
@@ -63,13 +64,13 @@ impl Reach {
                 if to == leader || self.classes[at] != Class::Unreachable {
                     continue;
                 }
-                // What was lost first stays so, though a cycle refers to it.
+                // A block that was lost first stays so, though a cycle refers to it.
                 if self.leads[at] && class == Class::Cycle {
                     continue;
                 }
                 self.classes[at] = class;
                 self.from[at] = block;
-                // What leads others already has gathered them.
+                // A block that was a leader already has gathered its blocks.
                 if !mem::take(&mut self.leads[at]) {
                     rest.push(to);
                 }
@@ -77,7 +78,7 @@ impl Reach {
         }
     }
 
-    /// Judges lost objects of CPython by the references among lost blocks, in order of blocks.
+    /// Judges lost objects of CPython by the references among lost blocks. Returns the results in order of blocks.
     fn judge_python(
         &self,
         image: &Image,

@@ -1,24 +1,25 @@
-//! Objects of CPython, as references see them.
+//! Objects of CPython as targets of references.
 //!
-//! What refers to an object has the address behind the words that CPython keeps before it (two for the list of its
-//! garbage collector, and two for a dictionary and weak references). The list has all objects, and holds none: it
-//! links the words before, so their addresses are no references.
+//! A reference to an object is an address behind the words that CPython keeps before the object: two for the list of
+//! its garbage collector, and two for a dictionary and weak references. The list has all objects, and keeps none of
+//! them alive. It links the words before the objects, so the addresses of these words are no references.
 
 use crate::heap::names::PythonObject;
 
 /// Objects by block.
 #[derive(Debug, Default)]
 pub(super) struct Objects {
-    /// Bytes before the object of a block, which are a multiple of 16, with flags. Empty if there is none.
+    /// Bytes before the object of each block, a multiple of 16, with flags. Empty if there are no objects.
     heads: Vec<u8>,
 }
 
 const IS_OBJECT: u8 = 1;
-/// The collector knows the object: the last two words before it are links of its list.
+/// Flag of an object that the collector tracks: the last two words before the object are links of the collector's
+/// list.
 const HAS_LINKS: u8 = 2;
-/// Bytes of the links.
+/// Size of the links, in bytes.
 const LINKS: u64 = 16;
-/// The collector has flags in the lower bits of a link.
+/// Mask of the flags that the collector has in the lower bits of a link.
 const FLAGS: u64 = 3;
 
 impl Objects {
@@ -51,7 +52,7 @@ impl Objects {
         head & IS_OBJECT != 0 && offset == u64::from(head & !15)
     }
 
-    /// Whether an address so far in a block is that of the links before its object.
+    /// Whether an address at this offset in a block is that of the links before the block's object.
     #[inline]
     pub(super) fn is_link(&self, block: usize, offset: u64) -> bool {
         let head = self.head(block);
@@ -65,7 +66,7 @@ mod tests {
     use super::super::{Class, Reach};
     use super::*;
 
-    /// An object of CPython in each block.
+    /// Makes an object of CPython in each block, with this count of references.
     fn objects(references: &[u32]) -> Vec<PythonObject> {
         let objects = references.iter().enumerate();
         objects
@@ -82,14 +83,15 @@ mod tests {
     fn the_collectors_list_holds_nothing_and_cycles_are_no_loss() {
         use Class::{Cycle, Reachable, Unreachable, Via};
         let mut made = process();
-        // The list has all: from a global on, and back, with flags in the links.
+        // The list links all objects, from a global on, and back, with flags in the links.
         made.put(GLOBALS, block(0));
         for number in 0..7 {
             made.put(block(number), block(number + 1));
             made.put(block(number + 1) + 8, block(number) | 3);
         }
         let object = |number: u64| block(number) + 16;
-        // 0 is held; 1 and 2 are a cycle that has 3; 4 was lost with 5; 6 is a cycle that 4 has.
+        // A global refers to 0. 1 and 2 are a cycle that refers to 3. 4 was lost with 5. 6 is a cycle that 4 refers
+        // to.
         made.put(GLOBALS + 8, object(0));
         for (from, to) in [(1, 2), (2, 1), (2, 3), (4, 5), (4, 6)] {
             made.put(object(from) + 16 + 8 * (to % 3), object(to));
@@ -103,7 +105,7 @@ mod tests {
         assert_eq!(classes, expected);
         assert_eq!(reach.leaders()[4..], [Some(4); 3]);
         assert_eq!(reach.leaders()[..4], [None; 4]);
-        // A count that is more than the references there are: somebody has forgotten one.
+        // A count above the number of references: somebody has forgotten one.
         let python = objects(&[1, 1, 2, 1, 1, 1, 2]);
         let reach = Reach::new(&image, &heap, &python);
         assert_eq!(

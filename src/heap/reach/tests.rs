@@ -76,7 +76,7 @@ fn a_ring_is_lost_with_one_leader() {
     for number in 0..10 {
         made.put(block(number), block((number + 1) % 10));
     }
-    // A block that refers to itself alone, and one that a lost one was found to lead to.
+    // A block that refers to itself alone, and a lost block that refers to the ring.
     made.put(block(10), block(10));
     made.put(block(11), block(3));
     let image = made.image();
@@ -95,7 +95,7 @@ fn a_ring_is_lost_with_one_leader() {
 fn only_a_reference_to_the_middle_is_an_attribute() {
     let mut made = process();
     made.put(GLOBALS, block(0) + 40);
-    // What a block reached so holds by its start is no better.
+    // A block that only such a block refers to has the same class.
     made.put(block(0), block(1));
     made.put(GLOBALS + 8, block(2) + 64);
     assert_eq!(

@@ -8,7 +8,7 @@ const STACK: u64 = 0x7f00_0000_1000;
 const STACK_END: u64 = STACK + 0x2_0000;
 const CONTROL: u64 = STACK_END - 0x940;
 
-/// A thread's stack as glibc makes them, with its guard and control block.
+/// Makes a thread's stack as glibc does, with its guard and control block.
 fn with_stack() -> Made {
     let mut made = Made::default();
     made.map(STACK - 0x1000..STACK, "---p 00000000 00:00 0 ");
@@ -26,7 +26,8 @@ fn thread(stack_pointer: u64) -> Thread {
 
 const TABLE: u64 = 0x6010;
 
-/// The control block's table of thread-local storage as glibc has it, of pairs of a block and what is to be freed.
+/// Adds the control block's table of thread-local storage as glibc has it, of pairs of a block and what is to be
+/// freed.
 fn add_table(made: &mut Made, modules: &[(u64, u64)]) {
     made.put(CONTROL + 8, TABLE);
     made.put(TABLE - 16, modules.len() as u64);
