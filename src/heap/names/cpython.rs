@@ -1,9 +1,9 @@
 //! Objects of CPython, 3.9 to 3.15, by the chain of their types.
 //!
-//! An object begins with a reference count and its type. A type is an object, too: its type is a
-//! metatype, and the chain ends in `type`, the only object that is its own type. What is before an
-//! object in its block is told by its type's flags: the words of the garbage collector's list, and
-//! those of a managed dictionary and weak references.
+//! An object begins with a reference count and its type. A type is an object, too, and its type is a metatype. The
+//! chain of types ends in `type`, the only object that is its own type. The flags of an object's type tell which
+//! words are before the object in its block: those of the garbage collector's list, and those of a managed dictionary
+//! and weak references.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -12,12 +12,12 @@ use std::rc::Rc;
 use crate::heap::blocks::Block;
 use crate::heap::names::memory::Memory;
 
-/// Metatypes between a type and `type`.
+/// Largest number of metatypes between a type and `type`.
 const MAX_METATYPES: usize = 4;
-/// Bytes of a type's name.
+/// Largest size of a type's name, in bytes.
 const MAX_NAME: usize = 400;
 
-/// Places in a type object (`PyTypeObject`), in bytes.
+/// Offsets in a type object (`PyTypeObject`), in bytes.
 const NAME: u64 = 24;
 const BASIC_SIZE: u64 = 32;
 const FLAGS: u64 = 168;
@@ -29,27 +29,27 @@ const COLLECTED: u64 = 1 << 14;
 const IS_STRING: u64 = 1 << 28;
 const IS_TYPE: u64 = 1 << 31;
 
-/// Bytes of a string of ASCII without its text (`PyASCIIObject`, 3.12), less than what the type tells, which is of the
-/// largest form that a string can have.
+/// Bytes of a string of ASCII without its text (`PyASCIIObject`, 3.12). The type's own size is larger: it is that of
+/// the largest form that a string can have.
 const SMALLEST_STRING: u64 = 40;
 
-/// Where the object can be in its block.
+/// Offsets at which an object can be in its block.
 const HEADS: [u64; 3] = [0, 16, 32];
 
-/// An object.
+/// Object of CPython.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Object {
-    /// `tp_name`, as it is: not escaped.
+    /// `tp_name`, not escaped.
     pub(super) name: Rc<str>,
     /// Bytes of the block before the object, which are none of its references.
     pub(super) head: u64,
-    /// The reference count; of 3.12 and later, its lower half.
+    /// Reference count; from 3.12 on, its lower half.
     pub(super) references: u32,
-    /// Whether the garbage collector looks at it.
+    /// Whether the garbage collector tracks the object.
     pub(super) collected: bool,
 }
 
-/// A type.
+/// Type of CPython's objects.
 #[derive(Debug, Clone)]
 struct Type {
     name: Rc<str>,
@@ -58,14 +58,14 @@ struct Type {
     collected: bool,
 }
 
-/// The types of a process's objects, each looked up once.
+/// Types of a process's objects. Each type is looked up once.
 pub(super) struct Types<'a> {
     memory: Memory<'a>,
     types: RefCell<HashMap<u64, Option<Type>>>,
 }
 
 impl<'a> Types<'a> {
-    /// None if no module of CPython is mapped.
+    /// Makes a reader of types; None if no module of CPython is mapped.
     pub(super) fn new(memory: Memory<'a>) -> Option<Self> {
         let mut areas = memory.image.areas.iter().filter(|area| area.has_file());
         areas
@@ -76,10 +76,11 @@ impl<'a> Types<'a> {
             })
     }
 
-    /// The object that a block holds.
+    /// Returns the object that a block holds.
     ///
-    /// The first place that fits is the one: what is before an object are pointers, which are no count. What is in an
-    /// object can look like another one, as a tuple's length and its first element do if that is a class.
+    /// The first offset that fits is taken. The words before an object are pointers, and no reference count. The
+    /// content of an object can look like another object, as a tuple's length and its first element do if that
+    /// element is a class.
     pub(super) fn object(&self, block: Block) -> Option<Object> {
         let mut heads = HEADS.into_iter();
         heads.find_map(|head| self.object_at(block, head))
@@ -88,7 +89,7 @@ impl<'a> Types<'a> {
     fn object_at(&self, block: Block, head: u64) -> Option<Object> {
         let room = block.size.checked_sub(head + 16)? + 16;
         let [references, address] = self.memory.words(block.address + head)?;
-        // What begins with a pointer is an array, even if the second one is to a type.
+        // A block that begins with a pointer is an array, even if its second pointer is to a type.
         if references as u32 == 0 || self.memory.image.area(references).is_some() {
             return None;
         }
@@ -101,7 +102,7 @@ impl<'a> Types<'a> {
         })
     }
 
-    /// The type at an address.
+    /// Returns the type at an address.
     fn of(&self, address: u64) -> Option<Type> {
         if !address.is_multiple_of(8) || self.memory.image.word(address).is_none() {
             return None;
@@ -171,7 +172,7 @@ mod tests {
         sample.string(at + 0x200, name);
     }
 
-    /// CPython with `type`, a metatype made of it, and a class of each kind.
+    /// Makes a process of CPython with `type`, a metatype made of it, and a class of each kind.
     fn python() -> Sample {
         let mut sample = Sample::default();
         sample.module(0x30_0000, 0x1000, "libpython3.11.so.1.0");
@@ -223,7 +224,7 @@ mod tests {
             let address = TYPE + kind * 0x400;
             sample.words(BLOCK + head, &[1, address]);
             assert_eq!(object(&sample, size), Some((name.into(), head)));
-            // Too small, elsewhere, freed, an array of pointers, and of a type that is none.
+            // The block is too small, the object is elsewhere, freed, an array of pointers, or of an invalid type.
             assert_eq!(object(&sample, head + 8), None);
             for (place, words) in [
                 (BLOCK + (head + 16) % 48, [1, address]),

@@ -1,43 +1,43 @@
-//! Unreachable objects of CPython: which were lost, and which the garbage collector will free.
+//! Judgement of unreachable objects of CPython: which were lost, and which the garbage collector will free.
 //!
-//! A reference count is the number of references. Objects in a cycle that nobody refers to have as
-//! many as are found in the unreachable blocks: the next collection frees them. One that has more
-//! was counted by somebody who has forgotten it, as an extension does that owes a `Py_DECREF`: it
-//! and what it refers to stay for ever.
+//! A reference count is the number of references to an object. For objects in a cycle that nobody refers to, this
+//! number of references is found in the unreachable blocks: the next collection frees them. An object with a higher
+//! count was counted by somebody who has forgotten it, such as an extension that owes a `Py_DECREF`. This object and
+//! what it refers to stay for ever.
 
 use std::collections::HashMap;
 
 use crate::heap::names::PythonObject;
 
-/// Counts from which on objects are immortal: 3.12 and later give them half of all that 32 bits hold, or more.
+/// Smallest count of an immortal object: 3.12 and later give these objects half of all that 32 bits hold, or more.
 const IMMORTAL: u32 = 1 << 30;
 
-/// Why an unreachable object is still there.
+/// Reason why an unreachable object has not been freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unreachable {
-    /// More references were counted than there are.
+    /// More references to the object were counted than exist.
     Lost,
-    /// A lost object refers to it, by way of others or not.
+    /// A lost object refers to the object, by way of others or not.
     ViaLost,
-    /// All of its references are from others that are unreachable, too: it waits for the collector.
+    /// All references to the object are from other unreachable objects: it waits for the collector.
     Cycle,
-    /// An object that is never freed, whoever refers to it.
+    /// The object is never freed, whoever refers to it.
     Immortal,
 }
 
-/// A word in one unreachable block that points into another one. Words before an object in its
-/// block ([`PythonObject::head`]) are none: they are the collector's list.
+/// Word in an unreachable block that points into an unreachable block. Words before an object in its block
+/// ([`PythonObject::head`]) do not count: they are the collector's list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reference {
-    /// The number of the block that the word is in.
+    /// Number of the block that contains the word.
     pub from: usize,
-    /// The number of the block that it points into.
+    /// Number of the block that the word points into.
     pub to: usize,
-    /// How many bytes into it.
+    /// Offset in that block, in bytes.
     pub offset: u64,
 }
 
-/// Judges unreachable objects by all references among unreachable blocks, each word of which is one.
+/// Judges unreachable objects by all references among unreachable blocks. `references` has one for each word.
 pub fn judge(objects: &[PythonObject], references: &[Reference]) -> Vec<Unreachable> {
     let by_block: HashMap<usize, usize> = (0..)
         .zip(objects)

@@ -1,4 +1,4 @@
-//! What names are found in: the image of a process, and what its modules have in memory that is not copied.
+//! Memory in which names are found: the image of a process, and its modules' memory that is not copied.
 
 use std::fs::File;
 use std::io;
@@ -6,23 +6,23 @@ use std::os::unix::fs::FileExt;
 
 use crate::heap::image::Image;
 
-/// Memory of the program and its libraries that is read-only, and so was not copied: vtables, the
-/// names of classes. It is the same after the image was taken as it was then.
+/// Memory of the program and its libraries that is read-only, and so was not copied: vtables, and the names of
+/// classes. This memory is the same later as when the image was taken.
 pub trait Modules {
-    /// Fills the buffer from an address on; false if any of it is not there.
+    /// Fills the buffer from an address on. Returns false if any byte cannot be read.
     fn read(&self, address: u64, buffer: &mut [u8]) -> bool;
 }
 
-/// The memory of a running process. Once that has exited, or runs another program, there is none:
-/// the file is of the address space, not of the process's number.
+/// Memory of a running process. Nothing can be read once the process has exited or runs another program: the open
+/// file belongs to the address space, and not to the PID.
 #[derive(Debug)]
 pub struct RunningModules(File);
 
 impl RunningModules {
-    /// The memory that a process has now, which is to be held so that its number means no other.
+    /// Opens the memory that a process has now. The caller must hold the process, so that its PID means no other.
     ///
     /// # Errors
-    /// If the process has gone, or may not be looked at.
+    /// If the process has exited, or may not be looked at.
     pub fn open(pid: u32) -> io::Result<Self> {
         File::open(format!("/proc/{pid}/mem")).map(Self)
     }
@@ -34,7 +34,7 @@ impl Modules for RunningModules {
     }
 }
 
-/// An image, and what it does not have of modules.
+/// Image with the memory of modules that it lacks.
 #[derive(Clone, Copy)]
 pub(super) struct Memory<'a> {
     pub(super) image: &'a Image,
@@ -42,7 +42,7 @@ pub(super) struct Memory<'a> {
 }
 
 impl Memory<'_> {
-    /// Fills the buffer from an address on; false if any of it is not known.
+    /// Fills the buffer from an address on. Returns false if any byte is neither in the image nor in a module.
     pub(super) fn read(&self, address: u64, buffer: &mut [u8]) -> bool {
         let Some(end) = address.checked_add(buffer.len() as u64) else {
             return false;
@@ -54,7 +54,7 @@ impl Memory<'_> {
         self.is_module(address) && self.modules.read(address, buffer)
     }
 
-    /// The word at an address.
+    /// Returns the word at an address.
     pub(super) fn word(&self, address: u64) -> Option<u64> {
         let mut word = [0; 8];
         let known = self.image.word(address);
@@ -64,14 +64,14 @@ impl Memory<'_> {
         })
     }
 
-    /// So many words from an address on.
+    /// Returns `N` words from an address on.
     pub(super) fn words<const N: usize>(&self, address: u64) -> Option<[u64; N]> {
         let mut bytes = [[0; 8]; N];
         let read = self.read(address, bytes.as_flattened_mut());
         read.then(|| bytes.map(u64::from_le_bytes))
     }
 
-    /// Whether an address is in what the program or a library has mapped, or in the zeros after it (`.bss`).
+    /// Whether an address is in a mapped file, such as the program or a library, or in the zeros after it (`.bss`).
     pub(super) fn is_module(&self, address: u64) -> bool {
         let areas = &self.image.areas;
         let at = areas.partition_point(|area| area.mapping.range.end <= address);
@@ -88,9 +88,9 @@ impl Memory<'_> {
         area.has_file() || area.name().is_empty() && at.checked_sub(1).is_some_and(follows)
     }
 
-    /// The bytes before the first NUL; None if there is none within the limit.
+    /// Returns the bytes before the first NUL; None if there is no NUL within the limit.
     pub(super) fn c_string(&self, address: u64, limit: usize) -> Option<Vec<u8>> {
-        /// A piece ends where memory that is not known can begin.
+        /// Alignment of the ends of pieces, where memory that is not known can begin.
         const PIECE: u64 = 64;
         let mut string = Vec::new();
         while string.len() <= limit {
@@ -171,7 +171,7 @@ pub(super) mod sample {
             }
         }
 
-        /// What names are found in, while `found` does so.
+        /// Calls `found` with this memory.
         pub(crate) fn with<T>(&self, found: impl FnOnce(Memory<'_>) -> T) -> T {
             let image = self.made.image();
             found(Memory {
@@ -185,7 +185,7 @@ pub(super) mod sample {
         }
     }
 
-    /// A heap of these blocks: address and size.
+    /// Makes a heap of these blocks, each given as address and size.
     pub(crate) fn heap(blocks: &[(u64, u64)]) -> Heap {
         let blocks = blocks
             .iter()

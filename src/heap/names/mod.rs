@@ -1,4 +1,4 @@
-//! Types of the objects in a heap, and never a guess: what cannot be proved is unnamed.
+//! Types of the objects in a heap. A type is never guessed: a block whose type cannot be proved is unnamed.
 //!
 //! | module | whose objects it names | what proves it |
 //! |---|---|---|
@@ -9,10 +9,10 @@
 //! | `shapes` | buffers of strings, vectors, deques, hash tables | the object that points at them |
 //! | `nodes` | nodes of lists, maps and sets | links back, and the container's count |
 //! | `text` | C strings | they fill their blocks |
-//! | `references` | what one named block alone points at | all words of the image |
+//! | `references` | blocks that only one named block points at | all words of the image |
 //!
-//! All that is read here is chosen by the process: names are bounded, and to be escaped where they
-//! are printed.
+//! The target process chooses all data that is read here. So names are bounded, and must be escaped where they are
+//! printed.
 
 mod cpython;
 pub mod cycles;
@@ -35,13 +35,14 @@ use crate::heap::names::references::Holder;
 use crate::heap::names::rtti::Classes;
 use crate::heap::names::shapes::Shapes;
 
-/// Bytes of different types' names that are kept at most. What comes later is unnamed.
+/// Limit on the bytes of different types' names. Later names are left out.
 const MAX_NAMES: usize = 64 << 20;
 
-/// Bytes by which two blocks of one class differ at most: glibc keeps a remainder that is too small to split.
+/// Largest difference in size between two blocks of one class, in bytes: glibc keeps a remainder that is too small to
+/// split.
 const SAME_SIZE: u64 = 16;
 
-/// How a type is known.
+/// Evidence by which a type is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
     /// A C++ class, by run-time type information.
@@ -54,12 +55,12 @@ pub enum Kind {
     Container,
     /// A C string.
     Text,
-    /// Nothing is known but the one block that points at it.
+    /// Nothing is known of the block but the one block that points at it.
     Held,
 }
 
 impl Kind {
-    /// The word for it in JSON.
+    /// Returns the word for the kind in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Class => "class",
@@ -75,14 +76,14 @@ impl Kind {
 /// The type of a block.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Type {
-    /// How it is known.
+    /// Evidence by which the type is known.
     pub kind: Kind,
-    /// The name as it is in the source, such as `app::Session`, or what it is: `std::string buffer of app::Session`.
+    /// Name as it is in the source, such as `app::Session`, or a description: `std::string buffer of app::Session`.
     /// Not escaped.
     pub name: String,
 }
 
-/// A part of a string or a container.
+/// Part of a string or a container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Shape {
     String,
@@ -109,7 +110,8 @@ impl Shape {
         }
     }
 
-    /// Which of two is right for a block: strings first, vectors, of which three words tell, last.
+    /// Returns the rank of a shape. Of two shapes for a block, the lower rank is right: strings first, and vectors,
+    /// which only three words prove, last.
     fn rank(self) -> u8 {
         match self {
             Self::String => 0,
@@ -119,16 +121,16 @@ impl Shape {
     }
 }
 
-/// An object of CPython, as the judgement needs it that tells lost ones from those in a cycle.
+/// Object of CPython, with what [`cycles::judge`] needs to tell lost objects from those in a cycle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PythonObject {
-    /// The number of the block that it is in.
+    /// Number of the block that contains the object.
     pub block: usize,
-    /// Bytes of the block before the object: words of the garbage collector's list, which hold nothing.
+    /// Bytes of the block before the object: words of the garbage collector's list, which keep nothing alive.
     pub head: u64,
-    /// The reference count; of 3.12 and later, its lower half.
+    /// Reference count; from 3.12 on, its lower half.
     pub references: u32,
-    /// Whether the garbage collector looks at it, and so will free it in an unreachable cycle.
+    /// Whether the garbage collector tracks the object, and so will free it in an unreachable cycle.
     pub collected: bool,
 }
 
@@ -136,11 +138,11 @@ pub struct PythonObject {
 #[derive(Debug, Default)]
 pub struct Names {
     types: Vec<Type>,
-    /// By block: the number of its type, plus 1.
+    /// Number of each block's type, plus 1; 0 if the block is unnamed.
     of_blocks: Vec<u32>,
     /// Python's objects, in order of their blocks.
     pub python: Vec<PythonObject>,
-    /// Whether names were so many that later ones were left out.
+    /// Whether names were left out because there were too many.
     pub cut: bool,
 }
 
@@ -167,23 +169,23 @@ impl Names {
         naming.names
     }
 
-    /// The type of a block, by its place in [`Heap::blocks`]; None if it is unnamed.
+    /// Returns the type of a block, by the block's index in [`Heap::blocks`]; None if the block is unnamed.
     pub fn of_block(&self, block: usize) -> Option<&Type> {
         self.types.get(self.number(block)?)
     }
 
-    /// The number of a block's type, which is the same for all blocks of that type.
+    /// Returns the number of a block's type, which is the same for all blocks of that type.
     pub fn number(&self, block: usize) -> Option<usize> {
         (*self.of_blocks.get(block)? as usize).checked_sub(1)
     }
 
-    /// All types, by their numbers.
+    /// Returns all types, by their numbers.
     pub fn types(&self) -> &[Type] {
         &self.types
     }
 }
 
-/// Names on their way.
+/// Naming of the blocks of a heap, in progress.
 struct Naming<'a> {
     memory: Memory<'a>,
     heap: &'a Heap,
@@ -218,9 +220,9 @@ impl Naming<'_> {
 
     /// Names objects of C++ classes.
     ///
-    /// A block that begins with a vtable can be more than the object: memory that the program hands out in parts, or a
-    /// vector's buffer. All objects of a class are equally large, so blocks of other sizes than most are left out, and one
-    /// in which the vtable comes again at equal distances is an array.
+    /// A block that begins with a vtable can be more than the object: memory that the program hands out in parts, or
+    /// a vector's buffer. All objects of a class are equally large, so blocks that differ from the most frequent size
+    /// are left out. A block in which the vtable comes again at equal distances is an array.
     fn classes(&mut self, classes: &Classes<'_>) {
         let mut by_vtable: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
         for (number, block) in self.heap.blocks().iter().enumerate() {
@@ -255,7 +257,7 @@ impl Naming<'_> {
         }
     }
 
-    /// None if a block's first word does not come again in it; else whether it does so at equal distances only.
+    /// Returns whether a block's first word comes again at equal distances only; None if it does not come again.
     fn repeats(&self, block: usize, vtable: u64) -> Option<bool> {
         let block = self.heap.blocks()[block];
         let words = self.memory.image.words(block.range());
@@ -287,7 +289,7 @@ impl Naming<'_> {
         }
     }
 
-    /// Names parts of strings and containers, if the program is a C++ one. Returns who points at each block.
+    /// Names parts of strings and containers, if the program is a C++ one. Returns the holder of each block.
     fn shapes(&mut self, classes: &Classes<'_>) -> Vec<Holder> {
         let mut modules = self.memory.image.areas.iter();
         let has_library = modules.any(|area| area.mapping.module().starts_with("libstdc++"));
@@ -340,7 +342,7 @@ impl Naming<'_> {
         }
     }
 
-    /// Names what is left by the block that alone points at it, if that has a type of its own.
+    /// Names the remaining blocks by the only block that points at them, if that block has a type of its own.
     fn held(&mut self, holders: &[Holder]) {
         let mut held = Vec::new();
         for (number, holder) in holders.iter().enumerate() {
@@ -357,13 +359,13 @@ impl Naming<'_> {
     }
 }
 
-/// What is known of a part of a container so far.
+/// Findings about a part of a container so far.
 #[derive(Clone, Copy)]
 struct ContainerPart {
     shape: Shape,
-    /// The number of the class whose object the container is in.
+    /// Number of the class whose object contains the container.
     owner: Option<usize>,
-    /// Whether objects of several classes have it.
+    /// Whether containers in objects of several classes have the part.
     shared: bool,
 }
 
@@ -391,7 +393,7 @@ impl ContainerPart {
     }
 }
 
-/// The number that comes most often, the smallest of several.
+/// Returns the most frequent number; of several, the smallest.
 fn most_frequent(numbers: impl Iterator<Item = u64>) -> Option<u64> {
     let mut counts: HashMap<u64, u64> = HashMap::new();
     numbers.for_each(|number| *counts.entry(number).or_default() += 1);

@@ -1,19 +1,20 @@
-//! Nodes of libstdc++'s lists, maps and sets, by their links back and by the count that the container keeps.
+//! Nodes of libstdc++'s lists, maps and sets, recognised by their links back and by the container's count.
 //!
-//! The container's object has a node without an element, and after it the number of those with one.
-//! So a ring or a tree is told from one of the program's own making: each node is linked back to, and the count is right.
+//! The container's object has a node without an element, and after it the number of nodes with one. This tells a
+//! container's nodes from rings and trees of the program's own making: each node is linked back to, and the count is
+//! right.
 
 use crate::heap::blocks::Heap;
 use crate::heap::names::Shape;
 use crate::heap::names::memory::Memory;
 
-/// Red, as a tree's header is.
+/// Color of red nodes, and of a tree's header.
 const RED: u32 = 0;
-/// The other color.
+/// Color of black nodes.
 const BLACK: u32 = 1;
 
-/// Calls `found` with the number of each block that is a node, its shape, and the address of the
-/// container's own node.
+/// Calls `found` with the number of each block that is a node, its shape, and the address of the container's own
+/// node.
 pub(super) fn find(memory: Memory<'_>, heap: &Heap, mut found: impl FnMut(u32, Shape, u64)) {
     let nodes = Nodes { memory, heap };
     let mut in_ring = vec![false; heap.blocks().len()];
@@ -39,16 +40,16 @@ struct Nodes<'a> {
     heap: &'a Heap,
 }
 
-/// Nodes of one container, by their numbers as blocks.
+/// Nodes of one container, by the numbers of their blocks.
 struct Elements {
     nodes: Vec<u32>,
-    /// The address of the container's own node.
+    /// Address of the container's own node.
     container: u64,
 }
 
 impl Nodes<'_> {
-    /// The list `{ next, previous, element }` that a block is in, whose container has `{ next, previous, count }`.
-    /// Blocks on the way are marked, so that each is passed once.
+    /// Returns the list of nodes `{ next, previous, element }` that contains a block. Its container has
+    /// `{ next, previous, count }`. Blocks on the way are marked in `in_ring`, so that each is passed once.
     fn ring(&self, start: u64, in_ring: &mut [bool]) -> Option<Elements> {
         let (mut blocks, mut others) = (Vec::new(), Vec::new());
         let mut at = start;
@@ -89,7 +90,7 @@ impl Nodes<'_> {
         Some(Elements { nodes, container })
     }
 
-    /// The tree `{ color, parent, left, right, element }` that a block is the root of, whose container has
+    /// Returns the tree of nodes `{ color, parent, left, right, element }` with this root. Its container has
     /// `{ red, root, leftmost, rightmost, count }`.
     fn tree(&self, root: u64) -> Option<Elements> {
         let container = self.memory.word(root + 8)?;
@@ -120,7 +121,8 @@ impl Nodes<'_> {
         agrees.then_some(Elements { nodes, container })
     }
 
-    /// The last node on the way from the root of a tree to one side, whose link is so many bytes into nodes.
+    /// Returns the last node on the way from the root of a tree to one side. `link` is the offset of that side's link
+    /// in a node.
     fn last(&self, root: u64, link: u64) -> Option<u64> {
         let mut node = root;
         loop {
@@ -135,7 +137,7 @@ impl Nodes<'_> {
         self.memory.word(node).map(|word| word as u32)
     }
 
-    /// The block that begins at an address, if it has so many bytes.
+    /// Returns the block that begins at an address, if it has at least this many bytes.
     fn block(&self, address: u64, bytes: u64) -> Option<u32> {
         let (number, offset) = self.heap.block_at(address)?;
         let is_large = self.heap.blocks()[number].size >= bytes;
@@ -161,7 +163,7 @@ mod tests {
         sample
     }
 
-    /// The nodes among so many blocks.
+    /// Returns the nodes that are found among this many blocks.
     fn nodes(sample: &Sample, blocks: u64) -> Vec<(u32, Shape, u64)> {
         let blocks: Vec<_> = (0..blocks).map(|number| (at(number), 0x38)).collect();
         let (heap, mut nodes) = (sample::heap(&blocks), Vec::new());
@@ -174,7 +176,7 @@ mod tests {
         nodes
     }
 
-    /// A ring of these addresses.
+    /// Links these addresses in a ring.
     fn link(sample: &mut Sample, ring: &[u64]) {
         for (number, &node) in ring.iter().enumerate() {
             let (last, next) = (
@@ -193,7 +195,7 @@ mod tests {
         sample.words(STACK + 16, &[3]);
         let expected = [0, 1, 2].map(|node| (node, Shape::ListNode, STACK));
         assert_eq!(nodes(&sample, 3), expected);
-        // One that is not linked back to.
+        // A node that is not linked back to.
         sample.words(at(2) + 8, &[at(1)]);
         assert_eq!(nodes(&sample, 3), []);
     }
@@ -205,7 +207,7 @@ mod tests {
         sample.words(at(1) + 16, &[2]);
         let expected = [0, 2].map(|node| (node, Shape::ListNode, at(1)));
         assert_eq!(nodes(&sample, 3), expected);
-        // An element that is as large by chance.
+        // An element whose value is the count by chance.
         sample.words(at(2) + 16, &[2]);
         assert_eq!(nodes(&sample, 3), []);
     }

@@ -1,44 +1,44 @@
 //! Blocks of CPython's own allocator (pymalloc), which holds objects of up to 512 bytes.
 //!
-//! Arenas of 256 KiB (1 MiB since 3.10) are mapped by CPython itself, and cut into pools of one
-//! size class: 4 KiB, or 16 KiB since 3.10. A pool's header tells the class, the number of blocks
-//! in use, the first free one, and how far the pool has been used. That a page begins with such a
-//! header is proved by what is in it: the free list has as many blocks as the number in use leaves.
+//! CPython itself maps arenas of 256 KiB (1 MiB since 3.10), and cuts them into pools of one size class: 4 KiB, or 16
+//! KiB since 3.10. A pool's header has the class, the number of blocks in use, the first free block, and the offset
+//! up to which the pool has been used. The free list proves that a page begins with such a header: it has as many
+//! blocks as the number in use leaves.
 
 use std::ops::Range;
 
 use crate::heap::blocks::{Block, Heap};
 use crate::heap::image::Image;
 
-/// Bytes of a pool's header.
+/// Size of a pool's header, in bytes.
 const HEADER: u64 = 48;
-/// Bytes by which size classes differ.
+/// Difference between two size classes, in bytes.
 const STEP: u64 = 16;
-/// The size classes: 16 to 512 bytes.
+/// Number of size classes: 16 to 512 bytes.
 const CLASSES: u32 = 32;
-/// Sizes of pools: of 3.10 and later first.
+/// Sizes of pools, in bytes: that of 3.10 and later first.
 const POOLS: [u64; 2] = [16 << 10, 4 << 10];
-/// Pools without which there is no pymalloc here: one header can come about by chance.
+/// Smallest number of pools that proves pymalloc: one header can come about by chance.
 const MIN_POOLS: usize = 3;
 
-/// What was found of pymalloc.
+/// Sums over the pools of pymalloc.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Pools {
-    /// Pools whose blocks are known.
+    /// Number of pools whose blocks are known.
     pub pools: u64,
-    /// Blocks in them.
+    /// Number of blocks in use in these pools.
     pub blocks: u64,
-    /// Bytes that pools have, and no block in use is in.
+    /// Bytes of these pools in no block in use, without the pools' headers.
     pub free_bytes: u64,
-    /// Pools in which the number in use and the free list do not agree, as while one of the two is
-    /// being changed. Their blocks are not known.
+    /// Number of pools in which the number in use and the free list do not agree, as while one of the two is being
+    /// changed. The blocks of these pools are not known.
     pub strange: u64,
 }
 
-/// The heap with the blocks of pymalloc's pools as well, which its allocators know nothing of.
+/// Adds the blocks of pymalloc's pools to a heap. The heap's allocators know nothing of these blocks.
 pub fn with_pools(image: &Image, heap: Heap) -> (Heap, Pools) {
     let found = POOLS.map(|size| Found::of(image, &heap, size));
-    // The header of a pool of 16 KiB makes sense as one of 4 KiB only by chance, and the other way round.
+    // The header of a pool of 16 KiB is valid as one of 4 KiB only by chance, and the other way round.
     let best = found.into_iter().max_by_key(|found| found.pools.len());
     let Some(found) = best.filter(|found| found.pools.len() >= MIN_POOLS) else {
         return (heap, Pools::default());
@@ -112,15 +112,15 @@ impl Found {
     }
 }
 
-/// A pool's header (`struct pool_header`) that makes sense.
+/// Valid header of a pool (`struct pool_header`).
 struct Header {
-    /// Blocks in use.
+    /// Number of blocks in use.
     used: u64,
-    /// Bytes of each block.
+    /// Size of each block, in bytes.
     block: u64,
-    /// The first free block; 0 if there is none.
+    /// Address of the first free block; 0 if there is none.
     free: u64,
-    /// Where the part begins that was never used.
+    /// Offset of the part that was never used.
     untouched: u64,
 }
 
@@ -148,7 +148,7 @@ impl Header {
         })
     }
 
-    /// The blocks in use; None if the free list does not leave as many.
+    /// Returns the blocks in use; None if the free list does not leave as many.
     fn blocks(&self, image: &Image, pool: u64) -> Option<impl Iterator<Item = Block>> {
         let number = |address: u64| {
             let within = address.checked_sub(pool + HEADER)?;
@@ -186,7 +186,8 @@ mod tests {
 
     const ARENA: u64 = 0x7000_0000;
 
-    /// A pool of blocks of 48 bytes, of which so many are used from the first on, and these are free.
+    /// Writes a pool of blocks of 48 bytes. Of the first `touched` blocks, those in `free` are free, and the others
+    /// in use.
     fn pool(sample: &mut Sample, at: u64, size: u64, touched: u64, free: &[u64]) {
         let place = |number: u64| at + HEADER + 48 * number;
         let used = touched - free.len() as u64;

@@ -1,19 +1,19 @@
-//! Words that point at where a block begins: one pass over all that was copied.
+//! Words that point at the start of a block: one pass over all copied memory.
 
 use std::ops::Range;
 
 use crate::heap::blocks::Heap;
 use crate::heap::image::{Image, Thread};
 
-/// Who points at a block.
+/// Source of the words that point at a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Holder {
-    /// No word in memory.
+    /// No word in memory points at the block.
     #[default]
     Nobody,
-    /// Words in this block, and nowhere else.
+    /// Words in this block point at the block, and no other words.
     Block(u32),
-    /// Words in several places, or outside of blocks.
+    /// Words in several places, or outside of blocks, point at the block.
     Several,
 }
 
@@ -27,11 +27,11 @@ impl Holder {
     }
 }
 
-/// Calls `found` with each place of a word that points at the start of a block, that block, and the
-/// block that the place is in. Returns who points at each block.
+/// Calls `found` with the place of each word that points at the start of a block, with that block, and with the block
+/// that contains the place. Returns the holder of each block.
 ///
-/// What allocators keep for themselves, and what is left in free chunks, refers to nothing. Nor do
-/// words of a block to itself.
+/// Words in allocators' own structures and in free chunks are left out, and so are words of a block that point at the
+/// same block.
 pub(super) fn scan(
     image: &Image,
     heap: &Heap,

@@ -1,11 +1,11 @@
 //! Classes of C++ objects by their vtables, also in stripped programs (Itanium C++ ABI, 2.5 and 2.9).
 //!
-//! The first word of a polymorphic object points into its class's vtable. Two words before that
-//! place is the offset to the top of the object, which is 0 in the vtable that an object begins
-//! with, multiple and virtual bases or not; one word before, the class's `std::type_info`, which
-//! points at the mangled name. A type_info is an object too: its own class is one of the three of
-//! the C++ runtime that describe classes, and is found by the same steps. That is the proof: no
-//! other data leads to the name of `__cxxabiv1::__class_type_info` on this path.
+//! The first word of a polymorphic object points into its class's vtable. Two words before that place is the offset
+//! to the top of the object. This offset is 0 in the vtable that an object begins with, multiple and virtual bases or
+//! not. One word before that place is the address of the class's `std::type_info`, which points at the mangled name.
+//! A type_info is an object, too: its own class is one of the three classes of the C++ runtime that describe classes,
+//! and is found by the same steps. This is the proof: no other data leads to the name of
+//! `__cxxabiv1::__class_type_info` on this path.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -14,10 +14,10 @@ use std::rc::Rc;
 use crate::heap::names::memory::Memory;
 use crate::print::demangle::demangle;
 
-/// Bytes of a mangled name that are read. A longer one is not demangled in part: its class has none.
+/// Largest size of a mangled name, in bytes. A longer name is not demangled in part: its class is unnamed.
 const MAX_MANGLED: usize = 16 << 10;
 
-/// Base classes between a class and the one that is asked for.
+/// Largest number of base classes between a class and the one that is asked for.
 const MAX_BASES: usize = 16;
 
 /// The classes of the C++ runtime that describe other classes: without bases, with one, with several.
@@ -27,7 +27,7 @@ const DESCRIBING: [(&[u8], Describes); 3] = [
     (b"N10__cxxabiv121__vmi_class_type_infoE", Describes::Bases),
 ];
 
-/// Which bases a type_info tells of.
+/// Kind of bases that a type_info describes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Describes {
     NoBase,
@@ -35,12 +35,12 @@ enum Describes {
     Bases,
 }
 
-/// The classes that vtables are of, each looked up once.
+/// Classes of vtables. Each class is looked up once.
 pub(super) struct Classes<'a> {
     memory: Memory<'a>,
-    /// The name by the first word of objects; None if that word is no vtable's.
+    /// Name of the class by the first word of its objects; None if that word is no vtable's.
     names: RefCell<HashMap<u64, Option<Rc<str>>>>,
-    /// What a type_info describes, by its first word.
+    /// Kind of bases that a type_info describes, by the first word of the type_info.
     describing: RefCell<HashMap<u64, Option<Describes>>>,
 }
 
@@ -53,7 +53,7 @@ impl<'a> Classes<'a> {
         }
     }
 
-    /// The class of an object that begins with this word, as it is in the source.
+    /// Returns the class of an object that begins with this word, as it is in the source.
     pub(super) fn of(&self, vtable: u64) -> Option<Rc<str>> {
         if !vtable.is_multiple_of(8) || !self.memory.is_module(vtable) {
             return None;
@@ -66,7 +66,7 @@ impl<'a> Classes<'a> {
         name
     }
 
-    /// Whether an object that begins with this word is a `std::streambuf` or of a class made of it.
+    /// Whether an object that begins with this word is a `std::streambuf` or of a class derived from it.
     pub(super) fn is_stream_buffer(&self, vtable: u64) -> bool {
         const STREAM_BUFFER: &[u8] = b"St15basic_streambufI";
         if self.of(vtable).is_none() {
@@ -91,13 +91,14 @@ impl<'a> Classes<'a> {
         false
     }
 
-    /// The type_info of the class that a vtable is of, if it begins whole objects and describes a class.
+    /// Returns the type_info of a vtable's class, if the vtable begins whole objects and the type_info describes a
+    /// class.
     fn type_info(&self, vtable: u64) -> Option<u64> {
         let info = self.info_unproved(vtable)?;
         self.describes(info).map(|_| info)
     }
 
-    /// What a vtable names as its type_info, whatever that is.
+    /// Returns the address at which a vtable has its type_info, without a proof that this is one.
     fn info_unproved(&self, vtable: u64) -> Option<u64> {
         let offset_to_top = self.memory.word(vtable.checked_sub(16)?)?;
         let info = self.memory.word(vtable - 8)?;
@@ -105,13 +106,13 @@ impl<'a> Classes<'a> {
         (offset_to_top == 0 && is_place).then_some(info)
     }
 
-    /// Which kind of class a type_info describes; None if it is no type_info of a class.
+    /// Returns the kind of bases that a type_info describes; None if it is no type_info of a class.
     fn describes(&self, info: u64) -> Option<Describes> {
         let vtable = self.memory.word(info)?;
         if let Some(&known) = self.describing.borrow().get(&vtable) {
             return known;
         }
-        // The runtime's own description ends here: it is not described in turn, so this ends, too.
+        // The class of the type_info is recognised by its name alone, and is not described in turn: so this ends.
         let found = self
             .info_unproved(vtable)
             .filter(|_| vtable.is_multiple_of(8))
@@ -130,9 +131,10 @@ impl<'a> Classes<'a> {
             .map(Rc::from)
     }
 
-    /// The mangled name that a type_info points at.
+    /// Returns the mangled name that a type_info points at.
     fn mangled(&self, info: u64) -> Option<Vec<u8>> {
-        // Some architectures mark names that are compared by address in the highest bit; all do with an asterisk.
+        // A name that is compared by address is marked: on some architectures in the highest bit, on all with an
+        // asterisk.
         let address = self.memory.word(info.checked_add(8)?)? & !(1 << 63);
         let mut name = self.memory.c_string(address, MAX_MANGLED)?;
         if name.first() == Some(&b'*') {
@@ -149,8 +151,8 @@ mod tests {
 
     const MODULE: u64 = 0x40_0000;
 
-    /// A module with the runtime's three describing classes, at MODULE, +0x100 and +0x200: their
-    /// vtables' address points are 16 bytes on.
+    /// Makes a module with the runtime's three describing classes, at MODULE, +0x100 and +0x200. The address points
+    /// of their vtables are 16 bytes on.
     fn runtime() -> Sample {
         let mut sample = Sample::default();
         sample.module(MODULE, 0x10000, "program");
@@ -162,7 +164,7 @@ mod tests {
         sample
     }
 
-    /// A class of no bases, one or more; returns the word that its objects begin with.
+    /// Makes a class of no bases, one or more. Returns the word that its objects begin with.
     fn class(sample: &mut Sample, at: u64, name: &[u8], bases: &[u64]) -> u64 {
         let kind = bases.len().min(2) as u64;
         sample.words(at, &[0, at + 0x20]);
@@ -206,7 +208,7 @@ mod tests {
     fn a_vtable_that_does_not_begin_objects_names_none() {
         let mut sample = runtime();
         let vtable = class(&mut sample, MODULE + 0x1000, b"3Mix", &[]);
-        // That of a second base, 16 bytes into the object.
+        // The vtable of a second base, 16 bytes into the object.
         sample.words(MODULE + 0x1000, &[(-16_i64).cast_unsigned()]);
         assert_eq!(name_of(&sample, vtable), None);
     }
@@ -217,7 +219,7 @@ mod tests {
         let at = MODULE + 0x1000;
         let vtable = class(&mut sample, at, b"5Fraud", &[]);
         let fraud = class(&mut sample, at + 0x200, b"5Other", &[]);
-        // The type_info's class is a common one; then itself: a loop.
+        // The type_info's class is an ordinary one; then the class itself: a loop.
         sample.words(at + 0x20, &[fraud]);
         assert_eq!(name_of(&sample, vtable), None);
         sample.words(at + 0x20, &[vtable]);

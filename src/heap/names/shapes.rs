@@ -1,8 +1,8 @@
 //! Buffers of libstdc++'s strings, vectors, deques and hash tables, by the object that holds them.
 //!
-//! A buffer says nothing of itself. The words around the one that points at it do: an object of the
-//! library has its parts in a fixed order, and they must agree with each other, with the size of
-//! the block and with what is in it.
+//! A buffer does not describe itself. The words around the pointer to the buffer do: an object of the library has its
+//! fields in a fixed order, and they must agree with each other, with the size of the block and with the content of
+//! the block.
 
 use std::cell::Cell;
 
@@ -11,15 +11,15 @@ use crate::heap::names::Shape;
 use crate::heap::names::memory::Memory;
 use crate::heap::names::rtti::Classes;
 
-/// Bytes of a string's text that are looked at.
+/// Largest number of bytes of a string's text that are looked at.
 const MAX_TEXT: u64 = 64;
-/// Characters that a string holds without a block.
+/// Number of characters that a string holds without a block.
 const SHORT_STRING: u64 = 15;
-/// Buckets, or nodes, that are followed for each block that there is: hash tables that claim the
-/// nodes of others cost no more than that.
+/// Limit on the buckets and nodes that are followed, for each block of the heap. Hash tables that claim the nodes of
+/// others cost no more than that.
 const STEPS_PER_BLOCK: usize = 16;
 
-/// What is looked for, and in what.
+/// Search for the shapes of blocks, by the objects that hold them.
 pub(super) struct Shapes<'a> {
     memory: Memory<'a>,
     heap: &'a Heap,
@@ -38,8 +38,8 @@ impl<'a> Shapes<'a> {
         }
     }
 
-    /// Calls `found` with the blocks, by their numbers, whose shape is known by the object around the word at `place`,
-    /// which points at the start of a block.
+    /// Looks at the object around the word at `place`, which points at the start of the block `target`. Calls `found`
+    /// with each block whose shape this object proves, by number.
     pub(super) fn at(&self, place: u64, target: u32, mut found: impl FnMut(u32, Shape)) {
         let block = self.heap.blocks()[target as usize];
         if self.is_string(place, block) {
@@ -59,7 +59,8 @@ impl<'a> Shapes<'a> {
         }
     }
 
-    /// `{ pointer, length, capacity }`, a NUL at the length, and a block of that capacity.
+    /// Whether `place` has `{ pointer, length, capacity }` of a string, with a NUL at the length, and a block of that
+    /// capacity.
     fn is_string(&self, place: u64, block: Block) -> bool {
         let Some([length, capacity]) = self.memory.words(place + 8) else {
             return false;
@@ -77,8 +78,8 @@ impl<'a> Shapes<'a> {
             && text.iter().all(|&byte| byte >= b'\t')
     }
 
-    /// `{ begin, end, end of capacity }`, and a block of that capacity. A deque's iterator and the
-    /// buffer of a stream have three such words, too.
+    /// Whether `place` has `{ begin, end, end of capacity }` of a vector, and a block of that capacity. A deque's
+    /// iterator and the buffer of a stream have three such words, too.
     fn is_vector(&self, place: u64, block: Block) -> bool {
         let Some([end, limit]) = self.memory.words(place + 8) else {
             return false;
@@ -88,7 +89,7 @@ impl<'a> Shapes<'a> {
         if !is_within || !fits(block, capacity) {
             return false;
         }
-        // In a deque's iterator the fourth word points at the place where the first is from.
+        // In a deque's iterator, the fourth word points at a word with the address of the node.
         let node = self.memory.word(place + 24).unwrap_or(0);
         let is_iterator = self.memory.word(node) == Some(block.address);
         let begins = |distance: u64| {
@@ -99,7 +100,8 @@ impl<'a> Shapes<'a> {
         !is_iterator && !begins(8) && !begins(32)
     }
 
-    /// `{ map, its size, begin, end }`, where begin and end are `{ current, first, last, node }`. Returns the nodes' numbers.
+    /// Returns the numbers of the nodes of a deque at `place`: `{ map, its size, begin, end }`, where begin and end
+    /// are `{ current, first, last, node }`.
     fn deque(&self, place: u64, map: Block) -> Option<Vec<u32>> {
         let [size, begin, first, last, node] = self.memory.words(place + 8)?;
         let [end, end_first, end_last, end_node] = self.memory.words(place + 48)?;
@@ -125,8 +127,9 @@ impl<'a> Shapes<'a> {
             .collect()
     }
 
-    /// `{ buckets, their number, first node, nodes, maximal load factor }`: as many nodes are found from the first
-    /// one on, and each bucket that is not empty points at one of them, or at the place of the first.
+    /// Returns the numbers of the nodes of a hash table at `place`:
+    /// `{ buckets, their number, first node, nodes, maximal load factor }`. As many nodes must follow from the first
+    /// one on, and each bucket that is not empty must point at one of them, or at the place of the first.
     fn hash_table(&self, place: u64, buckets: Block) -> Option<Vec<u32>> {
         let [count, first, nodes, load_factor] = self.memory.words(place + 8)?;
         let load_factor = f32::from_bits(load_factor as u32);
@@ -161,13 +164,13 @@ impl<'a> Shapes<'a> {
         (used <= nodes && (used > 0) == (nodes > 0)).then_some(numbers)
     }
 
-    /// Takes so many steps, if they are left.
+    /// Takes this many steps. Returns None if fewer are left.
     fn step(&self, steps: usize) -> Option<()> {
         self.steps.set(self.steps.get().checked_sub(steps)?);
         Some(())
     }
 
-    /// The number of the block that begins there, if it has so many bytes.
+    /// Returns the number of the block that begins at an address, if it has at least this many bytes.
     fn starting_at(&self, address: u64, bytes: u64) -> Option<u32> {
         let (number, offset) = self.heap.block_at(address)?;
         let is_large = self.heap.blocks()[number].size >= bytes;
@@ -175,8 +178,8 @@ impl<'a> Shapes<'a> {
     }
 }
 
-/// Whether a block may be of a request of so many bytes. Allocators round that up to the next size class: glibc
-/// by less than 16 bytes, a header, and a remainder too small to split; jemalloc by a quarter.
+/// Whether a block may be of a request of this many bytes. Allocators round a request up to the next size class:
+/// glibc by less than 16 bytes, a header, and a remainder too small to split; jemalloc by a quarter.
 pub(super) fn fits(block: Block, bytes: u64) -> bool {
     let rounded = 39.max(bytes / 4);
     bytes <= block.size && block.size - bytes <= rounded
@@ -190,7 +193,7 @@ mod tests {
     const HEAP: u64 = 0x10_0000;
     const STACK: u64 = 0x7000_0000;
 
-    /// Memory with blocks of these sizes, 0x1000 bytes apart.
+    /// Makes memory for blocks, and a stack.
     fn memory() -> Sample {
         let mut sample = Sample::default();
         sample.anonymous(HEAP, 0x10000);
@@ -202,7 +205,8 @@ mod tests {
         HEAP + number * 0x1000
     }
 
-    /// What the words on the stack, the first of which points at block 0, tell of blocks of these sizes.
+    /// Returns the shapes of blocks of these sizes. Words on the stack, the first of which points at block 0, prove
+    /// the shapes.
     fn told(sample: &Sample, sizes: &[u64]) -> Vec<(u32, Shape)> {
         let blocks: Vec<_> = (0..).map(at).zip(sizes.iter().copied()).collect();
         let (heap, mut told) = (sample::heap(&blocks), Vec::new());
@@ -248,7 +252,8 @@ mod tests {
             sample.words(STACK + 0x40, &wrong);
             assert_eq!(told(&sample, &[104]), [], "{wrong:x?}");
         }
-        // The first element, the node's start and end, and where the node is known.
+        // A deque's iterator: the first element, the node's start and end, and the place of the node's address in the
+        // map.
         sample.words(STACK + 0x40, &[at(0), at(0), at(0) + 512, at(1) + 24]);
         assert_eq!(told(&sample, &[520]), [(0, Shape::Vector)]);
         sample.words(at(1) + 24, &[at(0)]);

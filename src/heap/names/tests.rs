@@ -1,4 +1,4 @@
-//! Names of whole heaps, made up.
+//! Tests of the names of whole heaps, made up.
 
 use super::*;
 use crate::heap::names::memory::sample::{self, Sample};
@@ -30,7 +30,7 @@ fn at(number: u64) -> u64 {
     HEAP + number * 0x400
 }
 
-/// The names of blocks of these sizes, 0x400 bytes apart.
+/// Returns the names of blocks of these sizes, 0x400 bytes apart.
 fn names(sample: &Sample, sizes: &[u64]) -> Vec<String> {
     let blocks: Vec<_> = (0..).map(at).zip(sizes.iter().copied()).collect();
     let heap = sample::heap(&blocks);
@@ -69,7 +69,7 @@ fn a_buffer_is_of_the_object_that_its_container_is_in() {
     sample.words(at(1) + 8, &string(4));
     sample.words(at(2), &[session]);
     sample.words(at(2) + 8, &string(4));
-    // Also a vector, if there were no string.
+    // The block is also a vector's, if there is no string.
     sample.words(STACK, &string(5));
     sample.words(STACK + 0x20, &[at(5), at(5) + 8, at(5) + 32]);
     let names = names(&sample, &[40, 40, 40, 40, 40, 40]);

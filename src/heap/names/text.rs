@@ -4,12 +4,12 @@ use crate::heap::blocks::Block;
 use crate::heap::image::Image;
 use crate::heap::names::shapes::fits;
 
-/// Bytes of text below which a word or a tag at the start of a structure could be meant.
+/// Smallest length of a text, in bytes. With less, a word or a tag at the start of a structure could be meant.
 const MIN_TEXT: usize = 9;
 
 /// Whether a block holds a C string that fills it: printable ASCII and UTF-8, tabs and line ends, up to the first NUL.
 ///
-/// A structure that begins with a short text has other things after it, and is larger.
+/// A structure that begins with a short text has other data after it, and is larger.
 pub(super) fn is_text(image: &Image, block: Block) -> bool {
     let Some(bytes) = image.bytes(block.range()) else {
         return false;
