@@ -1,8 +1,8 @@
-//! Growth: what several images of one process tell together, of its blocks by type and of the whole.
+//! Growth of a process over several images: of its blocks by type, and of the whole.
 //!
-//! One image cannot tell a cache from a leak, or either from data that a program needs. Several can: whether the
-//! memory in use grows, by how much a second, whether it goes on, and whether new blocks stay. All of this is judged
-//! by pure functions over points, each of which is what one image had:
+//! One image cannot tell a cache from a leak, or either from data that a program needs. Several images show whether
+//! the memory in use grows, by how much a second, whether the growth continues, and whether new blocks stay
+//! allocated. Pure functions judge all of this from points, each of which holds the figures of one image:
 //!
 //! | module | what it judges |
 //! |---|---|

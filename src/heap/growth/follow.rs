@@ -1,26 +1,27 @@
-//! Blocks from image to image, added up by type: how many there are at each point, and how many of them stayed.
+//! Blocks followed from image to image and added up by type: the number of blocks at each point, and how many of them
+//! stayed.
 //!
-//! A block of the same address and size in two images is taken for the same one. If it was freed and its place given
-//! to another of that size, it is not: survival is what it is at most.
+//! A block of the same address and size in two images is taken for the same block. This is wrong if the block was
+//! freed and its place given to another of that size: so survival is an upper bound.
 
 use std::collections::HashMap;
 
 use crate::heap::blocks::{Block, Heap};
 use crate::heap::names::{Kind, Names, Type};
 
-/// The largest size that is told from others among unnamed blocks.
+/// Largest size of unnamed blocks that has a group of its own, in bytes.
 const EACH_SIZE: u64 = 1024;
-/// Groups that are told apart at most.
+/// Largest number of groups that are told apart.
 const MAX_GROUPS: usize = 1 << 16;
 
-/// What the blocks of a group have in common.
+/// Property that the blocks of a group have in common.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Key {
-    /// The type.
+    /// Blocks of a type.
     Type(Type),
-    /// Unnamed blocks of a size; above 1024 bytes, of those up to this power of two and above the one before.
+    /// Unnamed blocks of a size; above 1024 bytes, of the sizes up to this power of two and above the one before.
     Size(u64),
-    /// What came when there were too many groups.
+    /// Blocks that came when there were too many groups.
     Others,
 }
 
@@ -33,7 +34,7 @@ impl Key {
         }
     }
 
-    /// What the blocks are, in words: not escaped.
+    /// Describes the blocks in words. The description is not escaped.
     pub fn describe(&self) -> String {
         match self {
             Self::Type(named) => named.name.clone(),
@@ -43,7 +44,7 @@ impl Key {
         }
     }
 
-    /// The word for how the type is known.
+    /// Returns the word for how the type is known.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Type(named) => named.kind.name(),
@@ -57,25 +58,25 @@ impl Key {
     }
 }
 
-/// The blocks of a group at one point.
+/// Sums of the blocks of a group at one point.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Sample {
-    /// How many.
+    /// Number of blocks.
     pub blocks: u64,
-    /// Bytes that the program may use of them.
+    /// Usable bytes of the blocks.
     pub bytes: u64,
-    /// How many of them were there at the point before.
+    /// Number of these blocks that existed at the point before.
     pub kept: u64,
-    /// How many of them were there at the first point.
+    /// Number of these blocks that existed at the first point.
     pub original: u64,
 }
 
 /// Blocks of one type.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Group {
-    /// What they have in common.
+    /// Property that the blocks have in common.
     pub key: Key,
-    /// By point.
+    /// Sums of the blocks at each point.
     pub samples: Vec<Sample>,
 }
 
@@ -84,13 +85,13 @@ pub struct Group {
 pub struct Followed {
     /// The block.
     pub block: Block,
-    /// The group's place in [`Follower::groups`].
+    /// Index of the group in [`Follower::groups`].
     pub group: u32,
-    /// The number of the point at which it was there first.
+    /// Number of the first point at which the block existed.
     pub since: u32,
 }
 
-/// All blocks as they were followed until now.
+/// Blocks that are followed, with all points until now.
 #[derive(Debug, Default)]
 pub struct Follower {
     groups: Vec<Group>,
@@ -102,8 +103,8 @@ pub struct Follower {
 impl Follower {
     /// Adds a point: the blocks of another image of the same process, with their names.
     ///
-    /// A block keeps the group that it had at first, as what is known of some types changes with what is in the block
-    /// or points at it; unless it is proved to be of another type.
+    /// A block keeps its first group, unless it is proved to be of another type: for some types, the evidence changes
+    /// with what is in the block or points at it.
     pub fn add(&mut self, heap: &Heap, names: &Names) {
         let before = std::mem::take(&mut self.last);
         let mut before = before.into_iter().peekable();
@@ -153,12 +154,12 @@ impl Follower {
         &self.groups[group as usize].key
     }
 
-    /// Whether a block that was in one group and is in another now must be another block.
+    /// Whether a block in this group now must be another block than the one that was in the group before.
     fn contradicts(&self, before: u32, now: u32) -> bool {
         before != now && self.key(before).is_certain() && self.key(now).is_certain()
     }
 
-    /// The number of a group, which is made if it is not there.
+    /// Returns the number of a group. Makes the group if it does not exist.
     fn number(&mut self, key: Key) -> u32 {
         if let Some(&number) = self.numbers.get(&key) {
             return number;
@@ -176,17 +177,17 @@ impl Follower {
         number
     }
 
-    /// All groups that have had a block.
+    /// Returns all groups that have had a block.
     pub fn groups(&self) -> &[Group] {
         &self.groups
     }
 
-    /// The blocks of the last image, in order of address, as they are in its [`Heap::blocks`].
+    /// Returns the blocks of the last image, in order of address, as they are in its [`Heap::blocks`].
     pub fn blocks(&self) -> &[Followed] {
         &self.last
     }
 
-    /// How many points there are.
+    /// Returns the number of points.
     pub fn points(&self) -> usize {
         self.points as usize
     }

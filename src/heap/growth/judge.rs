@@ -1,29 +1,30 @@
-//! The judgement: of each type of blocks, and of the process.
+//! Judgement of each type of blocks, and of the process.
 
 use crate::heap::growth::follow::{Group, Sample};
 use crate::heap::growth::trend::{self, Course, Least, Line};
 
-/// What matters of the memory of a process: 64 KiB or a thousandth of growth that goes on, and of any other change
-/// 256 KiB or a tenth.
+/// Limits for the memory of a process: 64 KiB or a thousandth for growth that goes on, and 256 KiB or a tenth for any
+/// other change.
 const OF_PROCESS: Least = Least {
     growth: (65_536.0, 0.001),
     change: (262_144.0, 0.1),
 };
-/// What matters of a type: 1 KiB or a fiftieth of growth that goes on, and of any other change 16 KiB or a fifth.
+/// Limits for a type: 1 KiB or a fiftieth for growth that goes on, and 16 KiB or a fifth for any other change.
 const OF_TYPE: Least = Least {
     growth: (1_024.0, 0.02),
     change: (16_384.0, 0.2),
 };
-/// The part of the blocks at first of which fewer are there at last where blocks are replaced.
+/// Part of the first blocks. If fewer of them exist at the end, blocks are being replaced.
 const REPLACED: f64 = 0.5;
-/// The part of growth that has to be lost to make it a leak.
+/// Part of growth that has to be lost to make it a leak.
 const LEAK: f64 = 0.1;
-/// How many times as much as blocks in use their heap grows by, where it is the free memory in between that grows.
+/// Ratio of a heap's growth to the growth of the blocks in use above which it is the free memory in between that
+/// grows.
 const FRAGMENTED: f64 = 2.0;
-/// Processes that were started meanwhile, from which on a process is there to start them.
+/// Number of processes started meanwhile from which on starting them is what a process does.
 const FORKS: u64 = 2;
 
-/// What the blocks of a type do.
+/// Judgement of the blocks of a type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Judgement {
     /// Ever more blocks.
@@ -39,7 +40,7 @@ pub enum Judgement {
 }
 
 impl Judgement {
-    /// The word for it.
+    /// Returns the word for the judgement.
     pub fn name(self) -> &'static str {
         match self {
             Self::Growing => "growing",
@@ -51,18 +52,18 @@ impl Judgement {
     }
 }
 
-/// A type of blocks, judged.
+/// Type of blocks with its judgement.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Judged {
-    /// What they do.
+    /// Judgement of the blocks.
     pub judgement: Judgement,
-    /// The growth of their bytes.
+    /// Growth of the blocks' bytes.
     pub line: Line,
-    /// The part of them that is still there at the next point; None if there never were any.
+    /// Part of the blocks that exist at the next point, too; None if there never were any.
     pub survival: Option<f64>,
 }
 
-/// Judges a type by its bytes at the points, which are at these seconds.
+/// Judges a type by its bytes at the points. `seconds` are the times of the points.
 pub fn judge_type(seconds: &[f64], group: &Group) -> Option<Judged> {
     let samples = &group.samples;
     let bytes = samples.iter().map(|sample| sample.bytes as f64);
@@ -82,7 +83,8 @@ pub fn judge_type(seconds: &[f64], group: &Group) -> Option<Judged> {
     })
 }
 
-/// Whether most of the blocks at first are there at last; if there were none, whether those of a point are at the next.
+/// Whether most of the blocks of the first point exist at the last; if there were none, whether most of each point
+/// exist at the next.
 fn stays(samples: &[Sample]) -> bool {
     match (samples.first(), samples.last()) {
         (Some(first), Some(last)) if first.blocks > 0 => {
@@ -92,7 +94,7 @@ fn stays(samples: &[Sample]) -> bool {
     }
 }
 
-/// The part of the blocks of each point that are there at the next, of all points together.
+/// Returns the part of the blocks of each point that exist at the next, for all points together.
 pub fn survival(samples: &[Sample]) -> Option<f64> {
     let all: u64 = samples
         .iter()
@@ -104,35 +106,36 @@ pub fn survival(samples: &[Sample]) -> Option<f64> {
     (all > 0).then(|| (kept as f64 / all as f64).min(1.0))
 }
 
-/// The memory of a process at one point.
+/// Memory of a process at one point.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Point {
-    /// Seconds since the first.
+    /// Seconds since the first point.
     pub seconds: f64,
-    /// Blocks that the program has.
+    /// Number of blocks in use.
     pub blocks: u64,
-    /// Bytes that it may use of them.
+    /// Usable bytes of the blocks in use.
     pub live: u64,
-    /// Bytes of its heap that are in memory.
+    /// Bytes of the heap that are resident.
     pub heap_resident: u64,
-    /// Bytes of these in no block: free, or the allocator's own.
+    /// Resident bytes of the heap in no block in use: free, or the allocator's own.
     pub free_resident: u64,
-    /// Bytes of the process that are in memory.
+    /// Bytes of the process that are resident.
     pub resident: u64,
 }
 
-/// What is known of a process, to be judged.
+/// Evidence by which a process is judged.
 #[derive(Debug, Clone, Copy)]
 pub struct Evidence<'a> {
-    /// In order of time.
+    /// Points in order of time.
     pub points: &'a [Point],
-    /// Bytes of the blocks allocated since the first point that nothing refers to at last; None if that is not known.
+    /// Bytes of the blocks allocated since the first point that nothing refers to at the end; None if that is not
+    /// known.
     pub lost: Option<u64>,
-    /// Processes that it was seen to start meanwhile.
+    /// Number of processes that the process was seen to start meanwhile.
     pub forks: u64,
 }
 
-/// What a process does.
+/// Verdict on the memory of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
     /// Ever more blocks, and nothing refers to a good part of the new ones.
@@ -149,16 +152,16 @@ pub enum Verdict {
     Fragmentation,
     /// Growth elsewhere than in the heap, or of blocks that are written to for the first time.
     Elsewhere,
-    /// As much as before, in a process that starts others, which have their own.
+    /// As much memory as before, in a process that starts others, which have their own.
     ForkServer,
-    /// As much as before, or less.
+    /// As much memory as before, or less.
     Steady,
     /// Growth at the end only.
     Undecided,
 }
 
 impl Verdict {
-    /// The word for it in JSON.
+    /// Returns the word for the verdict in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Leak => "leak",
@@ -207,13 +210,13 @@ pub fn judge(evidence: Evidence<'_>) -> Verdict {
     }
 }
 
-/// A number of each point, over time.
+/// Returns a number of each point, with the point's seconds.
 pub fn series(points: &[Point], of: fn(&Point) -> u64) -> Vec<(f64, f64)> {
     let value = |point: &Point| (point.seconds, of(point) as f64);
     points.iter().map(value).collect()
 }
 
-/// By how much a number has grown from the first point to the last.
+/// Returns by how much a number has grown from the first point to the last.
 fn grown(points: &[Point], of: fn(&Point) -> u64) -> f64 {
     match (points.first(), points.last()) {
         (Some(first), Some(last)) => of(last) as f64 - of(first) as f64,

@@ -1,13 +1,14 @@
-//! The course of a number over time: a line through it with an interval, and whether it grows, has grown, or comes back.
+//! Course of a number over time: a line through it with an interval, and whether the number grows, has grown, or
+//! comes back.
 
-/// A line through points, by least squares.
+/// Line through points, by least squares.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Line {
-    /// By how much the number grows a second.
+    /// Growth of the number per second.
     pub slope: f64,
-    /// The lower end of the interval that has the true slope in 95 % of all cases.
+    /// Lower end of the interval that contains the true slope in 95 % of all cases.
     pub low: f64,
-    /// The upper end.
+    /// Upper end of this interval.
     pub high: f64,
 }
 
@@ -15,14 +16,15 @@ pub struct Line {
 const STUDENT: [f64; 12] = [
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179,
 ];
-/// The quantile of the normal distribution, which Student's comes near to from above.
+/// Quantile of the normal distribution, which Student's quantiles approach from above.
 const NORMAL: f64 = 1.96;
 
 impl Line {
-    /// A line through points of seconds and numbers; None if there are fewer than three, or all are of one moment.
+    /// Fits a line to points of seconds and numbers. Returns None if there are fewer than three points, or if all are
+    /// of one moment.
     ///
-    /// The interval takes deviations from the line as independent. Where they are not, as those of a number that
-    /// wanders, it is too narrow: so [`course`] asks for more than a slope.
+    /// The interval assumes that deviations from the line are independent. Where they are not, as those of a number
+    /// that wanders, the interval is too narrow: so [`course`] asks for more than a slope.
     pub fn through(points: &[(f64, f64)]) -> Option<Self> {
         let freedom = points.len().checked_sub(2).filter(|&freedom| freedom > 0)?;
         let count = points.len() as f64;
@@ -49,14 +51,14 @@ impl Line {
     }
 }
 
-/// What a number does over time.
+/// Course of a number over time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Course {
     /// Growth that goes on.
     Growing,
     /// Growth that has ended.
     Stopped,
-    /// Growth at the end, of which nobody knows yet whether it goes on.
+    /// Growth at the end. Nobody knows yet whether it goes on.
     Late,
     /// A rise, and the way back.
     Burst,
@@ -66,28 +68,31 @@ pub enum Course {
     Level,
 }
 
-/// Changes below which a number stays where it is.
+/// Limits below which a change of a number does not matter.
 #[derive(Debug, Clone, Copy)]
 pub struct Least {
-    /// Growth that goes on: the smallest, and that as a part of the number.
+    /// Limits of growth that goes on: as a number, and as a part of the highest number.
     pub growth: (f64, f64),
-    /// Any other change: the smallest, and that as a part of the number when it is least.
+    /// Limits of any other change: as a number, and as a part of the lowest number.
     pub change: (f64, f64),
 }
 
-/// How much of the way from the least to the most is up there, and how much is down there.
+/// Parts of the way from the lowest to the highest number: from `UP` on a number is up, and below `DOWN` it is down.
 const UP: f64 = 0.7;
 const DOWN: f64 = 0.3;
-/// Where the last part begins, in which what grows has to grow on, and by how much of what it does on average.
+/// Part of the time after which the last part begins, in which growth must go on, and part of the average growth that
+/// it must have there.
 const LAST_PART: f64 = 0.6;
 const GROWS_ON: f64 = 1.0 / 3.0;
-/// A step that makes so much of all growth is the only one.
+/// Part of all growth that makes a step the only one.
 const ONE_STEP: f64 = 0.8;
 
-/// Judges the course of a number by points of seconds and numbers, in order of time; fewer than three tell nothing.
+/// Judges the course of a number by points of seconds and numbers, in order of time. Fewer than three points tell
+/// nothing.
 ///
-/// What grows does so by its line, whose interval is above 0, and by every point of its last third, which is above
-/// all of its first; and not in one step, and in its last part by a third of the average at least.
+/// A number is growing if the interval of its line's slope is above 0, and if every point of its last third is above
+/// all points of its first third. The growth must not be in one step, and in the last part it must be at least a
+/// third of the average.
 pub fn course(points: &[(f64, f64)], least: Least) -> Course {
     let values = || points.iter().map(|point| point.1);
     let (Some(first), Some(last), Some(line)) =
@@ -130,7 +135,7 @@ pub fn course(points: &[(f64, f64)], least: Least) -> Course {
     }
 }
 
-/// Whether growth is not one step, and is there in the last part, too.
+/// Whether growth is not one step, and goes on in the last part.
 fn goes_on(points: &[(f64, f64)], growth: f64) -> bool {
     let steps = points.windows(2).map(|pair| pair[1].1 - pair[0].1);
     let largest = steps.fold(f64::NEG_INFINITY, f64::max);
@@ -143,7 +148,7 @@ fn goes_on(points: &[(f64, f64)], growth: f64) -> bool {
     late >= GROWS_ON * (1.0 - LAST_PART) * growth
 }
 
-/// The number at a moment between two points, on the straight line between them.
+/// Returns the number at a moment between two points, on the straight line between them.
 fn value_at(points: &[(f64, f64)], at: f64) -> f64 {
     let after = points.partition_point(|point| point.0 < at);
     let (Some(before), Some(after)) = (
@@ -208,7 +213,7 @@ mod tests {
             of(&[5e6, 5e6 + 4e3, 5e6 + 8e3, 5e6 + 1.2e4]),
             Course::Growing
         );
-        // By steps, and less and less.
+        // Growth by steps, and growth that slows down.
         assert_eq!(
             of(&[0.0, 0.0, 90.0, 90.0, 90.0, 180.0, 180.0, 270.0, 270.0]),
             Course::Growing

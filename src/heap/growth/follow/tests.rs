@@ -11,7 +11,7 @@ impl Modules for NoModules {
     }
 }
 
-/// Adds a point of blocks by address and size, of which those in `texts` hold a text that fills them.
+/// Adds a point of blocks, given by address and size. The blocks in `texts` hold a text that fills them.
 fn add(follower: &mut Follower, blocks: &[(u64, u64)], texts: &[u64]) {
     let mut made = Made::default();
     made.map(0x1000..0x9000, "rw-p 00000000 00:00 0 [heap]");

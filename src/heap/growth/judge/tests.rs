@@ -1,13 +1,13 @@
 use super::*;
 use crate::heap::growth::follow::Key;
 
-/// Programs of each label that are made up.
+/// Number of programs that are made up for each label.
 const PROGRAMS: u64 = 400;
-/// How many of these may be judged wrong.
+/// Number of these programs that may be judged wrong.
 const WRONG: u64 = PROGRAMS / 20;
 const MEGABYTE: f64 = 1e6;
 
-/// Numbers that look random, and are the same in each run.
+/// Generator of numbers that look random, and are the same in each run.
 struct Numbers(u64);
 
 impl Numbers {
@@ -18,7 +18,7 @@ impl Numbers {
         self.0
     }
 
-    /// A number from 0 to 1.
+    /// Returns a number from 0 to 1.
     fn part(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
@@ -27,19 +27,19 @@ impl Numbers {
         low + (high - low) * self.part()
     }
 
-    /// A number that is about as often above 0 as below, and mostly within 1 of it.
+    /// Returns a number that is about as often above 0 as below, and mostly within 1 of it.
     fn noise(&mut self) -> f64 {
         (0..6).map(|_| self.between(-1.0, 1.0)).sum::<f64>() / 1.4
     }
 }
 
-/// What a program does to its memory, over the time from 0 to 1.
+/// Memory of a made-up program, over the time from 0 to 1.
 struct Program {
     live: Box<dyn Fn(f64) -> f64>,
     free: Box<dyn Fn(f64) -> f64>,
     /// Memory outside of the heap.
     other: Box<dyn Fn(f64) -> f64>,
-    /// The part of what is new that nothing refers to.
+    /// Part of the new memory that nothing refers to.
     lost: Option<f64>,
     forks: u64,
 }
@@ -61,7 +61,7 @@ impl Program {
     }
 }
 
-/// A program of this label, of sizes and rates by chance, in a process that has 2 to 50 MB to begin with.
+/// Makes a program of this label, of random sizes and rates, in a process that has 2 to 50 MB to begin with.
 fn program(label: Verdict, numbers: &mut Numbers) -> Program {
     let base = numbers.between(2.0, 50.0) * MEGABYTE;
     let size = numbers.between(0.5, 1.5) * base;
@@ -98,7 +98,7 @@ fn program(label: Verdict, numbers: &mut Numbers) -> Program {
     }
 }
 
-/// The program as `count` images see it, with up to 1 % of noise in each number.
+/// Returns the points of a program in `count` images, with up to 1 % of noise in each number.
 fn points(program: &Program, count: usize, numbers: &mut Numbers) -> Vec<Point> {
     let mut noisy = |number: f64| (number * (1.0 + 0.005 * numbers.noise())) as u64;
     let point = |number: usize| {
@@ -181,7 +181,8 @@ fn three_images_of_what_grows_in_a_line_are_enough() {
     assert_eq!(judged(Some(0), &points), Verdict::Undecided);
 }
 
-/// A group of blocks of 100 bytes: how many there are at each point, how many of them were at the one before, and at first.
+/// Makes a group of blocks of 100 bytes. For each point it takes the number of blocks, of those that existed at the
+/// point before, and of those that existed at the first.
 fn group(samples: &[(u64, u64, u64)]) -> Group {
     let sample = |&(blocks, kept, original): &(u64, u64, u64)| Sample {
         blocks,
