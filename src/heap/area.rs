@@ -1,4 +1,4 @@
-//! A mapping of a process, with what may be done with its memory.
+//! Mapping of a process with its permissions.
 
 use std::ops::Range;
 use std::os::unix::ffi::OsStrExt;
@@ -8,18 +8,19 @@ use crate::process::proc::Mapping;
 /// One line of /proc/PID/maps.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Area {
-    /// Addresses, the file, and its offset, device and inode; or a name such as `[heap]`.
+    /// Address range, with the path, offset, device and inode of the file, or with a name such as `[heap]`.
     pub mapping: Mapping,
-    /// Whether the process may read it.
+    /// Whether the process may read the memory.
     pub readable: bool,
-    /// Whether the process may write to it.
+    /// Whether the process may write to the memory.
     pub writable: bool,
-    /// Whether what is written to it is seen by others, too (MAP_SHARED).
+    /// Whether writes to the memory are seen by other processes, too (MAP_SHARED).
     pub shared: bool,
 }
 
 impl Area {
-    /// The areas in the text of a `maps` file, in order of their addresses. Lines that make no sense are left out.
+    /// Parses the text of a `maps` file. Returns the areas in order of their addresses, without lines that cannot be
+    /// parsed.
     pub fn parse_list(maps: &[u8]) -> Vec<Self> {
         let mut areas: Vec<_> = maps
             .split(|&byte| byte == b'\n')
@@ -44,9 +45,9 @@ impl Area {
         })
     }
 
-    /// The writable data of each mapped file, with the zeros after it (bss).
+    /// Returns the writable private data of each mapped file, with the zeros (bss) that follow the data.
     pub(super) fn data_of_files(areas: &[Self]) -> Vec<(&[u8], Range<u64>)> {
-        /// More data than this is not looked through, of one file.
+        /// Size up to which the data of one file are extended by the next area, in bytes.
         const MOST: u64 = 64 << 20;
         let mut found: Vec<(&[u8], Range<u64>)> = Vec::new();
         for area in areas.iter().filter(|area| area.writable && !area.shared) {
@@ -64,17 +65,17 @@ impl Area {
         found
     }
 
-    /// The path of the file, or a name such as `[heap]`, or nothing, as the kernel prints it.
+    /// Returns the path of the file, a name such as `[heap]`, or nothing, as the kernel prints it.
     pub fn name(&self) -> &[u8] {
         self.mapping.path.as_os_str().as_bytes()
     }
 
-    /// Whether a file is mapped, be it one of tmpfs.
+    /// Whether the area maps a file, tmpfs included.
     pub fn has_file(&self) -> bool {
         self.mapping.inode != 0
     }
 
-    /// Whether it is memory of this process alone that no file fills: what allocators take.
+    /// Whether the area is private memory without a file, which is what allocators map.
     pub fn is_private_memory(&self) -> bool {
         let name = self.name();
         let anonymous = name.is_empty() || name == b"[heap]" || name.starts_with(b"[anon:");

@@ -4,30 +4,30 @@ use std::ops::Range;
 
 use crate::heap::page_table::{PAGE, PageTable};
 
-/// Memory that the program has been given by an allocator, and has not given back.
+/// Block of memory that the program has allocated and not freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Block {
-    /// The address that the program was given.
+    /// Address that the allocator returned to the program.
     pub address: u64,
-    /// Bytes from there that the program may use: as many as it asked for, or some more.
+    /// Number of usable bytes: as many as the program asked for, or some more.
     pub size: u64,
 }
 
 impl Block {
-    /// The addresses of the block.
+    /// Returns the range of addresses of the block.
     pub fn range(&self) -> Range<u64> {
         self.address..self.address.saturating_add(self.size)
     }
 }
 
-/// Chunks, or blocks, added up.
+/// Count and bytes of several chunks or blocks, added up.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Sum {
-    /// How many.
+    /// Number of chunks or blocks.
     pub count: u64,
-    /// Bytes of these blocks; of chunks, with headers.
+    /// Bytes of the blocks; of chunks, with their headers.
     pub bytes: u64,
-    /// Bytes of these whose pages are in memory.
+    /// Bytes whose pages are in memory.
     pub resident: u64,
 }
 
@@ -42,33 +42,33 @@ impl Sum {
 /// An allocator whose structures have been walked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Allocator {
-    /// The allocator's name, with what is known of its version by its structures: `glibc malloc (2.26 to 2.42)`.
+    /// Name of the allocator, with the versions that its structures are known from: `glibc malloc (2.26 to 2.42)`.
     pub name: String,
-    /// The file that its data are of, in the process's own mount namespace: not escaped.
+    /// Path of the file whose data hold the allocator's state, in the process's own mount namespace. Not escaped.
     pub file: Vec<u8>,
 }
 
 /// Whether all blocks of a process have been found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Coverage {
-    /// All have been found: what was walked agrees with the allocators' own sums.
+    /// All blocks were found: the walk agrees with the allocators' own sums.
     Complete,
-    /// Some may be missing, because the structures do not agree. If that is so in each of
-    /// several images, the heap is damaged.
+    /// Some blocks may be missing, because the allocator's structures are inconsistent. If each of several images has
+    /// an inconsistency, the heap is damaged.
     Incomplete {
-        /// What does not agree.
+        /// Description of the inconsistency.
         why: String,
-        /// Where that is seen first, if it is one place: a chunk's header that makes no sense.
+        /// Address of the inconsistency, if it is in one place, such as an invalid chunk header.
         address: Option<u64>,
     },
-    /// There is no walk of the allocator that the process uses.
+    /// The allocator that the process uses cannot be walked.
     Unknown {
-        /// What was looked for, or what the process seems to use.
+        /// Reason: the allocators that were looked for, or the one that the process seems to use.
         why: String,
     },
 }
 
-/// Ranges in order, less these holes, which are in order, too, each within one of them.
+/// Subtracts `holes` from `ranges`. Both are in order, and each hole is within one of the ranges.
 pub(super) fn without(ranges: &[Range<u64>], holes: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut left = Vec::new();
     let mut holes = holes.iter().peekable();
@@ -84,38 +84,39 @@ pub(super) fn without(ranges: &[Range<u64>], holes: &[Range<u64>]) -> Vec<Range<
     left
 }
 
-/// The heaps of a process: what its allocators hold, and what of it the program has.
+/// Heaps of a process: the memory of its allocators, and the blocks in it that the program holds.
 ///
-/// Only words in blocks and words outside of [`regions`](Heap::regions) and
-/// [`structures`](Heap::structures) are the program's own: headers, free chunks and what allocators
-/// keep for themselves refer to blocks, but do not hold them.
+/// Only words in blocks, and words outside of [`regions`](Heap::regions) and [`structures`](Heap::structures), are
+/// the program's own. Headers, free chunks and the allocators' private data refer to blocks, too, but do not keep
+/// them reachable.
 #[derive(Debug)]
 pub struct Heap {
-    /// The allocators, the one with most blocks first.
+    /// Allocators, the one with most blocks first.
     pub allocators: Vec<Allocator>,
-    /// Whether these are all blocks.
+    /// Whether all blocks were found.
     pub coverage: Coverage,
-    /// Memory that allocators have taken from the kernel: arenas, and chunks with mappings of their
-    /// own. In order, apart from each other; blocks are within.
+    /// Memory that allocators have obtained from the kernel: arenas, and chunks with mappings of their own. The
+    /// ranges are in order and disjoint. Blocks are within them.
     pub regions: Vec<Range<u64>>,
-    /// Allocators' own structures elsewhere, such as lists of free chunks in a library's data. In order.
+    /// Allocators' own structures outside of the regions, such as lists of free chunks in a library's data. In order.
     pub structures: Vec<Range<u64>>,
-    /// Chunks that are free, with their headers, whichever list they are in. In order.
+    /// Free chunks with their headers, from all free lists. In order.
     pub free: Vec<Range<u64>>,
     /// Blocks that the program may have or not, as a thread is in the middle of setting them aside, or of giving them
     /// back. They are no [`blocks`](Heap::blocks), and outside of [`regions`](Heap::regions).
     pub in_doubt: Vec<Block>,
     blocks: Vec<Block>,
     index: PageTable,
-    /// The places of blocks that have pages which are not in the index. In order.
+    /// Indexes of blocks that have further pages, which are not in `index`. In order.
     large: Vec<u32>,
 }
 
-/// Pages of a block that are in the index; a block that is larger is found by a search among these in its other pages.
+/// Largest number of a block's pages that are in the index. In its further pages, a block is found by a search in
+/// `large`.
 const INDEXED_PAGES: u64 = 512;
 
 impl Heap {
-    /// A heap of these blocks, which overlap nowhere. They need not be in order.
+    /// Makes a heap of these blocks, which must not overlap. They need not be in order.
     pub fn new(mut blocks: Vec<Block>, coverage: Coverage) -> Self {
         blocks.sort_unstable_by_key(|block| block.address);
         let (mut index, mut large) = (PageTable::default(), Vec::new());
@@ -145,7 +146,8 @@ impl Heap {
         }
     }
 
-    /// This heap with that of another allocator of the process. All blocks are known if both heaps are complete.
+    /// Joins this heap with the heap of another allocator of the process. The result is complete if both heaps are,
+    /// and if no blocks overlap.
     pub(super) fn joined(self, other: Self) -> Self {
         let (mut one, mut two) = (self, other);
         if one.blocks.len() < two.blocks.len() {
@@ -187,8 +189,8 @@ impl Heap {
         &self.blocks
     }
 
-    /// The block that an address is in, by its place in [`blocks`](Heap::blocks), and how far into
-    /// it the address is. A block of no size has its first byte.
+    /// Returns the block that contains an address, by its index in [`blocks`](Heap::blocks), and the offset of the
+    /// address in the block. A block of size 0 contains its first byte.
     #[inline]
     pub fn block_at(&self, address: u64) -> Option<(usize, u64)> {
         let at = match self.index.get(address) {
@@ -198,7 +200,7 @@ impl Heap {
                     self.blocks[low..high].partition_point(|block| block.address <= address);
                 (low + after).checked_sub(1)?
             }
-            // Most words are no addresses of blocks at all: nothing is searched for them.
+            // Most words are not addresses of blocks. For these, only large blocks are searched.
             None => {
                 let begins_by = |&large: &u32| self.blocks[large as usize].address <= address;
                 let after = self.large.partition_point(begins_by);
@@ -210,10 +212,11 @@ impl Heap {
         (offset < block.size.max(1)).then_some((at, offset))
     }
 
-    /// The blocks among which the last one is that begins by an address, of a page whose first block is `first`.
+    /// Returns the bounds of the search for the last block that begins at or below an address. `first` is the first
+    /// block of the address's page.
     ///
-    /// Most pages have blocks of one size, so that the place in the page tells which one; each step of a search from
-    /// the page's start would wait for memory.
+    /// Most pages have blocks of one size, so the offset in the page predicts the index of the block. A binary search
+    /// from the page's start would wait for memory in each step.
     fn near(&self, first: usize, address: u64) -> (usize, usize) {
         let page = address & !(PAGE - 1);
         let next = self
@@ -249,7 +252,7 @@ impl Heap {
             .is_some_and(|block| block.address <= address)
     }
 
-    /// Bytes that the program may use, of all blocks.
+    /// Returns the usable bytes of all blocks together.
     pub fn block_bytes(&self) -> u64 {
         self.blocks.iter().map(|block| block.size).sum()
     }

@@ -1,4 +1,4 @@
-//! Having the kernel clear the marks of all pages of a process, by /proc/PID/clear_refs (CONFIG_PROC_PAGE_MONITOR).
+//! Clearing of the kernel's marks on all pages of a process, by /proc/PID/clear_refs (CONFIG_PROC_PAGE_MONITOR).
 
 use std::fs;
 
@@ -6,17 +6,17 @@ use anyhow::{Context, Result};
 
 use crate::host::capabilities::{self, Capability};
 
-/// What a mark tells of a page.
+/// Kind of mark that the kernel has on a page.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum PageMarks {
-    /// A CPU has used it (the Accessed bit).
+    /// A CPU has used the page (the Accessed bit).
     Used,
     /// The page was written (soft-dirty).
     Written,
 }
 
 impl PageMarks {
-    /// What is written to the file, and what the marked pages are called.
+    /// Returns the number to write to clear_refs, and the word for marked pages in messages.
     fn words(self) -> (&'static str, &'static str) {
         match self {
             Self::Used => ("1", "used"),
@@ -25,15 +25,15 @@ impl PageMarks {
     }
 }
 
-/// Whether the kernel has no such file.
+/// Whether the kernel lacks /proc/PID/clear_refs.
 pub(super) fn is_missing() -> bool {
     matches!(fs::exists("/proc/self/clear_refs"), Ok(false))
 }
 
-/// Clears the marks of all pages of a process: its number, or `self`.
+/// Clears the marks of all pages of a process, which is given by its PID or as `self`.
 ///
 /// # Errors
-/// If it has exited, or if its marks may not be cleared.
+/// If the process has exited, or if its marks may not be cleared.
 pub(super) fn clear(process: &str, marks: PageMarks) -> Result<()> {
     let path = format!("/proc/{process}/clear_refs");
     let (number, pages) = marks.words();
@@ -57,7 +57,7 @@ mod tests {
     #[test]
     fn a_process_that_has_exited_is_told() {
         for marks in [PageMarks::Used, PageMarks::Written] {
-            // Above the greatest that a process can have.
+            // Above the greatest PID that a process can have.
             let error = clear("8388608", marks).expect_err("no such process");
             assert_eq!(error.to_string(), "process 8388608 has exited");
             clear("self", marks).expect("our own can be cleared");

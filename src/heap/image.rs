@@ -1,7 +1,7 @@
-//! What a process was at one moment: its memory, its mappings and its threads' registers.
+//! Image of a process at one moment: its memory, its mappings and its threads' registers.
 //!
-//! An image is pure data. Whatever is found out about a process is a function of its image, so that
-//! it can be tested without a kernel, and be made while the process runs on.
+//! An image is pure data. Everything that is found out about a process is a function of its image. Such a function
+//! can be tested without a kernel, and be computed while the process runs on.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -15,46 +15,46 @@ use crate::heap::kernel::Kept;
 use crate::heap::page_runs;
 use crate::heap::page_table::{PAGE, PageTable};
 
-/// A process, as it stood still.
+/// Image of a process, taken while its threads stood still.
 #[derive(Debug, Default)]
 pub struct Image {
-    /// The process's number in our PID namespace.
+    /// PID of the process in our PID namespace.
     pub pid: u32,
-    /// The process's name, as it is: not escaped.
+    /// Name of the process (comm). Not escaped.
     pub comm: Vec<u8>,
-    /// What it had mapped, in order of address.
+    /// Mappings of the process, in order of address.
     pub areas: Vec<Area>,
-    /// All of its threads, in order of their numbers.
+    /// All threads of the process, in order of their IDs.
     pub threads: Vec<Thread>,
     /// How long the threads stood still.
     pub paused: Duration,
-    /// CLOCK_MONOTONIC, in nanoseconds, when they stood.
+    /// Time at which the threads stood still, by CLOCK_MONOTONIC, in nanoseconds.
     pub copied_ns: u64,
-    /// Bytes among those copied that the kernel refused to read, and are zeros.
+    /// Bytes of the copy that the kernel refused to read. They are zeros.
     pub unread: u64,
-    /// Words of it that the kernel keeps, if they have been asked for.
+    /// Words that the kernel keeps for the process, if they were asked for.
     pub kept: Vec<Kept>,
-    /// Which pages nobody has used for a while, if that was watched.
+    /// Pages that nobody has used for a while, if the process was watched for them.
     pub idle: Option<IdlePages>,
     pub(super) memory: Memory,
 }
 
-/// A thread, as it stood still.
+/// Thread of a process, as it stood still.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Thread {
-    /// The thread's number in our PID namespace.
+    /// ID of the thread in our PID namespace.
     pub tid: u32,
-    /// The thread's name, as it is: not escaped.
+    /// Name of the thread (comm). Not escaped.
     pub comm: Vec<u8>,
-    /// The address of the instruction that is next.
+    /// Address of the next instruction.
     pub instruction: u64,
     /// The stack pointer.
     pub stack_pointer: u64,
-    /// The thread pointer, which is where the thread's control block is (fs_base).
+    /// Thread pointer (fs_base): the address of the thread's control block.
     pub thread_pointer: u64,
     /// The general registers, in the order of [`GENERAL_REGISTERS`].
     pub general: Vec<u64>,
-    /// The words of the vector state, as NT_X86_XSTATE has them; empty if the kernel has none.
+    /// Words of the vector state, in the layout of NT_X86_XSTATE; empty if the kernel has none.
     pub vector: Vec<u64>,
 }
 
@@ -65,20 +65,20 @@ pub const GENERAL_REGISTERS: [&str; 27] = [
     "gs",
 ];
 
-/// Pages that were copied, one after the other.
+/// Copied pages, one after the other.
 #[derive(Debug, Default)]
 pub(super) struct Memory {
-    /// Where they were, in the order of the copy.
+    /// Addresses of the pages, in the order of the copy.
     runs: Vec<Range<u64>>,
-    /// The copy, which may be larger than the pages are.
+    /// Buffer with the copied pages, which may be larger than the pages are.
     copy: Option<MmapMut>,
-    /// By page: how many pages are in the copy before it.
+    /// Number of each page: how many pages are before it in the copy.
     pages: PageTable,
 }
 
 impl Image {
-    /// Adds the memory of an image that has none yet: page by page, the ranges `runs`, copied one
-    /// after the other to the beginning of `copy`.
+    /// Sets the memory of an image that has none yet. `copy` begins with the pages of the ranges `runs`, one after
+    /// the other.
     ///
     /// # Errors
     /// If ranges are not of whole pages, in order and apart, or the copy is too small for them.
@@ -111,18 +111,18 @@ impl Image {
         Ok(())
     }
 
-    /// The ranges of addresses whose bytes were copied, in order.
+    /// Returns the ranges of addresses whose bytes were copied, in order.
     pub fn copied(&self) -> &[Range<u64>] {
         &self.memory.runs
     }
 
-    /// Bytes that were copied.
+    /// Returns the number of bytes that were copied.
     pub fn copied_bytes(&self) -> u64 {
         let runs = self.memory.runs.iter();
         runs.map(|run| run.end - run.start).sum()
     }
 
-    /// Bytes within a range of addresses that were copied, as far as they are of whole pages.
+    /// Returns how many bytes of a range were copied. Only pages that are wholly within the range count.
     pub fn resident(&self, range: Range<u64>) -> u64 {
         let start = range.start.next_multiple_of(PAGE);
         let within = page_runs::within(&self.memory.runs, &(start..range.end)).iter();
@@ -133,7 +133,7 @@ impl Image {
         bytes.sum()
     }
 
-    /// Bytes within a range of addresses whose pages were copied.
+    /// Returns how many bytes of a range were copied, parts of pages included.
     pub fn present(&self, range: Range<u64>) -> u64 {
         let within = page_runs::within(&self.memory.runs, &range).iter();
         within
@@ -141,9 +141,10 @@ impl Image {
             .sum()
     }
 
-    /// The word at an address that is a multiple of 8; None if it is not, or if its page was not copied.
+    /// Returns the word at an address. Returns None if the address is not a multiple of 8, or if its page was not
+    /// copied.
     ///
-    /// A page of private memory that the process has never written to is not there to be copied. It
+    /// A page of private memory that the process has never written to is not present, and so not copied. Such a page
     /// reads as zeros, which refer to nothing: `unwrap_or(0)` is what the process would have read.
     #[inline]
     pub fn word(&self, address: u64) -> Option<u64> {
@@ -156,7 +157,7 @@ impl Image {
         Some(u64::from_le_bytes(word.try_into().ok()?))
     }
 
-    /// The page that an address is in.
+    /// Returns the page that contains an address; None if it was not copied.
     #[inline]
     pub fn page(&self, address: u64) -> Option<&[u8]> {
         let number = self.memory.pages.get(address)? as usize;
@@ -164,7 +165,7 @@ impl Image {
         copy.get(number * PAGE as usize..(number + 1) * PAGE as usize)
     }
 
-    /// The bytes of a range; None if not all of them were copied.
+    /// Returns the bytes of a range; None if the range is empty, or if not all of it was copied.
     pub fn bytes(&self, range: Range<u64>) -> Option<&[u8]> {
         let runs = &self.memory.runs;
         if range.is_empty() {
@@ -184,7 +185,7 @@ impl Image {
         self.memory.copy.as_ref()?.get(at..at + length)
     }
 
-    /// The mapping that an address is in.
+    /// Returns the mapping that contains an address.
     pub fn area(&self, address: u64) -> Option<&Area> {
         let areas = &self.areas;
         let at = areas.partition_point(|area| area.mapping.range.end <= address);
@@ -192,8 +193,8 @@ impl Image {
         area.mapping.range.contains(&address).then_some(area)
     }
 
-    /// The words of a range of addresses that are in memory, each with its address, in order; those
-    /// across the range's ends are left out. Whole pages that were not copied are skipped quickly.
+    /// Iterates over the copied words of a range, in order, each with its address. Leaves out words that cross an end
+    /// of the range. Pages that were not copied are skipped quickly.
     pub fn words(&self, range: Range<u64>) -> impl Iterator<Item = (u64, u64)> {
         let runs = page_runs::within(&self.memory.runs, &range).iter();
         runs.flat_map(move |run| {
@@ -208,12 +209,12 @@ impl Image {
 }
 
 impl Thread {
-    /// Where the thread pointer is among the general registers.
+    /// Index of the thread pointer in the general registers.
     const FS_BASE: usize = 21;
     const RIP: usize = 16;
     const RSP: usize = 19;
 
-    /// A thread with these registers.
+    /// Makes a thread of its registers.
     pub fn new(tid: u32, comm: Vec<u8>, general: Vec<u64>, vector: Vec<u64>) -> Self {
         let register = |at: usize| general.get(at).copied().unwrap_or_default();
         Self {
@@ -227,7 +228,8 @@ impl Thread {
         }
     }
 
-    /// All words that could be pointers, each with the register's name; `vector` for those of vectors.
+    /// Iterates over all words that could be pointers, each with its register's name, or `vector` for words of the
+    /// vector state.
     pub fn words(&self) -> impl Iterator<Item = (&'static str, u64)> {
         let general = GENERAL_REGISTERS
             .into_iter()
@@ -243,7 +245,7 @@ pub(crate) mod made {
 
     use super::*;
 
-    /// Memory by page, and mappings.
+    /// Memory by page, mappings and threads, of which an image is made.
     #[derive(Debug, Default, Clone)]
     pub(crate) struct Made {
         pub(crate) pages: BTreeMap<u64, Vec<u8>>,
@@ -252,17 +254,17 @@ pub(crate) mod made {
     }
 
     impl Made {
-        /// A mapping, as a line of /proc/PID/maps without its addresses: `rw-p 00000000 00:00 0 [heap]`.
+        /// Adds a mapping. `rest` is a line of /proc/PID/maps without its addresses: `rw-p 00000000 00:00 0 [heap]`.
         pub(crate) fn map(&mut self, range: Range<u64>, rest: &str) {
             self.maps += &format!("{:x}-{:x} {rest}\n", range.start, range.end);
         }
 
-        /// Writes a word, and so makes its page one that is copied.
+        /// Writes a word, and so makes its page a copied one.
         pub(crate) fn put(&mut self, address: u64, word: u64) {
             self.put_bytes(address, &word.to_le_bytes());
         }
 
-        /// Writes bytes, and so makes their pages ones that are copied.
+        /// Writes bytes, and so makes their pages copied ones.
         pub(crate) fn put_bytes(&mut self, address: u64, bytes: &[u8]) {
             for (address, byte) in (address..).zip(bytes) {
                 let page = self.pages.entry(address & !(PAGE - 1));

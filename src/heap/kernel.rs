@@ -1,27 +1,27 @@
-//! Words that the kernel keeps for a process, and gives back to it later: a program can have the address of a block
-//! nowhere else.
+//! Words that the kernel keeps for a process and hands back to it later. Such a word can be a program's only copy of
+//! a block's address.
 //!
-//! Told by /proc are those of epoll, and of POSIX timers (where the kernel has CONFIG_CHECKPOINT_RESTORE, as those of
-//! distributions have); not those of io_uring, of aio, and of queued signals.
+//! /proc shows the words of epoll, and those of POSIX timers where the kernel has CONFIG_CHECKPOINT_RESTORE, as
+//! kernels of distributions have. It does not show the words of io_uring, of aio, and of queued signals.
 
 use std::fs::{self, File};
 use std::io::Read;
 
-/// A word of a process that the kernel has.
+/// Word that the kernel keeps for a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kept {
-    /// What it belongs to: `epoll_event.data of file descriptor` or `sigev_value of timer`.
+    /// Owner of the word: `epoll_event.data of file descriptor` or `sigev_value of timer`.
     pub what: &'static str,
-    /// The number of that.
+    /// Number of the file descriptor or of the timer.
     pub number: u32,
     /// The word.
     pub word: u64,
 }
 
-/// Bytes that are read of a file: 100,000 watched file descriptors take 8 MB.
+/// Limit on the bytes that are read from a file. 100,000 watched file descriptors take 8 MB.
 const MAX_BYTES: u64 = 64 << 20;
 
-/// The words that the kernel has of a process now. What cannot be read has none.
+/// Returns the words that the kernel keeps for a process now. A file that cannot be read yields none.
 pub fn words(pid: u32) -> Vec<Kept> {
     let mut words = timers(&read(&format!("/proc/{pid}/timers")));
     let files = fs::read_dir(format!("/proc/{pid}/fd"));
@@ -45,13 +45,14 @@ pub fn words(pid: u32) -> Vec<Kept> {
 fn read(path: &str) -> String {
     let mut text = String::new();
     if let Ok(file) = File::open(path) {
-        // What was read before an error is text, too.
+        // Text that was read before an error is used, too.
         let _ = file.take(MAX_BYTES).read_to_string(&mut text);
     }
     text
 }
 
-/// The words of what an epoll instance watches: `tfd: 5 events: 19 data: 7f00c0de0010 pos:0 ino:61af sdev:7`.
+/// Returns the words that belong to the files an epoll instance watches:
+/// `tfd: 5 events: 19 data: 7f00c0de0010 pos:0 ino:61af sdev:7`.
 fn epoll(fdinfo: &str) -> impl Iterator<Item = u64> {
     fdinfo.lines().filter_map(|line| {
         let mut fields = line.strip_prefix("tfd:")?.split_whitespace();
@@ -60,7 +61,7 @@ fn epoll(fdinfo: &str) -> impl Iterator<Item = u64> {
     })
 }
 
-/// The words of timers: `ID: 2`, then `signal: 60/00007fff86e452a8`.
+/// Returns the words of POSIX timers: `ID: 2`, then `signal: 60/00007fff86e452a8`.
 fn timers(text: &str) -> Vec<Kept> {
     let (mut words, mut number) = (Vec::new(), 0);
     for line in text.lines() {

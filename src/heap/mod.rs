@@ -1,31 +1,31 @@
 //! Room `heap`: a live process's heap, found in a copy of its memory, with nothing traced.
 //!
-//! A process stands still for as long as its memory takes to be copied. Everything else is found
-//! out from that [`Image`](image::Image) afterwards, by pure functions: the blocks that the program
-//! has and the chunks that are free, by the structures of its allocator alone, with neither symbols
-//! nor a table of versions, and with a proof that none was missed.
+//! The process stands still while its memory is copied. Everything else is computed afterwards from that
+//! [`Image`](image::Image), by pure functions. Allocated blocks and free chunks are found by the allocator's
+//! structures alone, with neither symbols nor a table of versions. The allocator's own counts prove that none was
+//! missed.
 //!
 //! | module | what it is for |
 //! |---|---|
-//! | [`image`] | what a process was at one moment |
+//! | [`image`] | the image of a process at one moment |
 //! | [`capture`] | taking the image of a live process |
-//! | [`area`] | a mapping, with what may be done with its memory |
-//! | [`blocks`] | the blocks of a heap, and the block that an address is in |
-//! | [`walk`] | the heaps of a process, in as many images as it takes |
+//! | [`area`] | a mapping, with its permissions |
+//! | [`blocks`] | the blocks of a heap, and the lookup of a block by an address in it |
+//! | [`walk`] | the heaps of a process, walked in further images until one is complete |
 //! | [`glibc`] | the heap of glibc's malloc |
 //! | [`jemalloc`] | the heap of jemalloc |
 //! | [`names`] | the types of blocks: C++ classes, Python objects, strings, containers |
 //! | [`mallocng`] | the heap of musl's malloc |
-//! | [`idle`] | which pages nobody has used for a while |
+//! | [`idle`] | pages that nobody has used for a while |
 //! | [`page_table`] | a number for each page of an address space |
-//! | `clear_refs` | having the kernel clear the marks of used and of written pages |
+//! | `clear_refs` | clearing the kernel's marks of used and of written pages |
 //! | `page_runs` | ranges of whole pages |
-//! | `realtime` | running before everything else |
-//! | `untrusted` | what the walks share: bounds, and words that may not be there |
+//! | `realtime` | real-time priority while a process stands still |
+//! | `untrusted` | what the walks share: bounds, and reads of memory that may hold anything |
 //! | [`kernel`] | words that the kernel keeps for a process |
-//! | [`roots`] | where references begin, and what those places are |
-//! | [`reach`] | which blocks can be reached, and by which chain |
-//! | [`growth`] | which blocks become ever more, in several images |
+//! | [`roots`] | the places where references begin |
+//! | [`reach`] | the blocks that are reachable, and by which chain |
+//! | [`growth`] | the blocks that grow in number over several images |
 
 pub mod area;
 pub mod blocks;

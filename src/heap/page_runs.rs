@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-/// Ranges of whole pages, in order; those that touch each other are one.
+/// Ranges of whole pages, in order. Ranges that touch each other are merged into one.
 pub(super) type PageRuns = Vec<Range<u64>>;
 
-/// Adds a range that begins where the last one ends, or behind it.
+/// Adds a range that begins no earlier than the last one. Merges the two if they touch or overlap.
 pub(super) fn add(runs: &mut PageRuns, range: Range<u64>) {
     match runs.last_mut().filter(|last| last.end >= range.start) {
         Some(last) => last.end = last.end.max(range.end),
@@ -13,7 +13,7 @@ pub(super) fn add(runs: &mut PageRuns, range: Range<u64>) {
     }
 }
 
-/// The pages of both.
+/// Returns the pages that are in `one`, in `other`, or in both.
 pub(super) fn union(one: &[Range<u64>], other: &[Range<u64>]) -> PageRuns {
     let (mut one, mut other) = (one.iter().peekable(), other.iter().peekable());
     let mut both = PageRuns::new();
@@ -30,7 +30,7 @@ pub(super) fn union(one: &[Range<u64>], other: &[Range<u64>]) -> PageRuns {
     }
 }
 
-/// The pages of both at once.
+/// Returns the pages that are both in `one` and in `other`.
 pub(super) fn intersection(one: &[Range<u64>], other: &[Range<u64>]) -> PageRuns {
     let (mut one, mut other) = (one.iter().peekable(), other.iter().peekable());
     let mut both = PageRuns::new();
@@ -48,7 +48,7 @@ pub(super) fn intersection(one: &[Range<u64>], other: &[Range<u64>]) -> PageRuns
     both
 }
 
-/// The pages of one that the other does not have.
+/// Returns the pages of `one` that are not in `other`.
 pub(super) fn difference(one: &[Range<u64>], other: &[Range<u64>]) -> PageRuns {
     let mut rest = PageRuns::new();
     for range in one {
@@ -66,12 +66,12 @@ pub(super) fn difference(one: &[Range<u64>], other: &[Range<u64>]) -> PageRuns {
     rest
 }
 
-/// Bytes of the runs.
+/// Returns the number of bytes of the runs.
 pub(super) fn bytes(runs: &[Range<u64>]) -> u64 {
     runs.iter().map(|run| run.end - run.start).sum()
 }
 
-/// The runs, in order, that have a page within a range.
+/// Returns the runs that have a page within a range, in order.
 pub(super) fn within<'a>(runs: &'a [Range<u64>], range: &Range<u64>) -> &'a [Range<u64>] {
     let first = runs.partition_point(|run| run.end <= range.start);
     let behind = runs.partition_point(|run| run.start < range.end);

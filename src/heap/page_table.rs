@@ -1,31 +1,31 @@
-//! A number for each page of an address space, found with three loads.
+//! Table that maps each page of an address space to a number. A lookup takes three loads.
 //!
-//! An image has one to find where a page was copied to, and the blocks of a heap one to find the
-//! block that an address is in; both are asked once for each word that could be a pointer.
+//! An image has a table to find where a page was copied to. A heap has a table to find the block that contains an
+//! address. Both tables are asked once for each word that could be a pointer.
 
-/// Bytes of a page; those of huge pages are many of these.
+/// Size of a page, in bytes. A huge page counts as many of these.
 pub const PAGE: u64 = 4096;
 /// Bits of an address within its page.
 const PAGE_BITS: u32 = 12;
-/// Bits of an address below the half that user programs have.
+/// Bits of an address in the half of the address space that user programs have.
 const USER_BITS: u32 = 47;
-/// Pages of a leaf, which covers 2 MiB.
+/// Bits of an address that select a page of a leaf, which covers 2 MiB.
 const LEAF_BITS: u32 = 9;
-/// Leaves of a branch, which covers 8 GiB.
+/// Bits of an address that select a leaf of a branch, which covers 8 GiB.
 const BRANCH_BITS: u32 = 12;
 const ROOT_BITS: u32 = USER_BITS - PAGE_BITS - LEAF_BITS - BRANCH_BITS;
 
-/// Numbers by page. What it takes follows what is in it: 4 bytes a page, and for each lonely page
-/// 18 KiB at most, so that a process which maps one page in each gigabyte cannot exhaust us.
+/// Numbers by page. The table takes 4 bytes for each page in it, and 18 KiB at most for a page far from all others,
+/// so that a process that maps one page in each gigabyte cannot exhaust our memory.
 #[derive(Debug, Clone, Default)]
 pub struct PageTable {
-    /// Branches by root index, each plus one; 0 is none.
+    /// Branches by root index, each as its index plus one; 0 is none.
     root: Vec<u32>,
     branches: Vec<Vec<u32>>,
     leaves: Vec<[u32; 1 << LEAF_BITS]>,
 }
 
-/// Root, branch and leaf index; None beyond what user programs can map.
+/// Splits an address into the indexes for root, branch and leaf. Returns None beyond what user programs can map.
 fn split(address: u64) -> Option<(usize, usize, usize)> {
     if address >> USER_BITS != 0 {
         return None;
@@ -39,7 +39,7 @@ fn split(address: u64) -> Option<(usize, usize, usize)> {
 }
 
 impl PageTable {
-    /// The number of the page that this address is in.
+    /// Returns the number of the page that contains this address.
     #[inline]
     pub fn get(&self, address: u64) -> Option<u32> {
         let (root, branch, leaf) = split(address)?;
@@ -48,8 +48,8 @@ impl PageTable {
         self.leaves[leaves as usize][leaf].checked_sub(1)
     }
 
-    /// Gives the page of this address a number, which is below `u32::MAX`, unless it has one. Pages
-    /// that user programs cannot map are left out.
+    /// Gives the page of this address a number, which is below `u32::MAX`, unless the page has one. Ignores pages
+    /// that user programs cannot map.
     pub fn insert(&mut self, address: u64, number: u32) {
         let Some((root, branch, leaf)) = split(address) else {
             return;

@@ -1,4 +1,4 @@
-//! A process's heap, walked in as many images as it takes for one that is whole.
+//! Walk of a process's heaps, in as many images as it takes to get a complete one.
 
 use anyhow::Result;
 
@@ -9,21 +9,21 @@ use crate::heap::image::Image;
 use crate::heap::{jemalloc, mallocng};
 use crate::print::text;
 
-/// Images that are taken at most. A thread was in the middle of malloc in 2 of 300.
+/// Largest number of images that are taken. In 2 of 300 images, a thread was in the middle of malloc.
 const TRIES: u32 = 3;
 
-/// An image with what its allocators' structures say.
+/// Image with the heaps that the walk of its allocators' structures has found.
 #[derive(Debug)]
 pub struct Walked {
-    /// The process, as it stood still.
+    /// Image of the process, as it stood still.
     pub image: Image,
-    /// The blocks, and whether these are all.
+    /// Blocks of all allocators, and whether they are complete.
     pub heap: Heap,
-    /// The arenas and free chunks of glibc's malloc, if it has been used.
+    /// Arenas and chunks of glibc's malloc, if it has been used.
     pub glibc: Option<glibc::Walk>,
-    /// The extents of jemalloc, if it has been used.
+    /// Extents of jemalloc, if it has been used.
     pub jemalloc: Option<jemalloc::Walk>,
-    /// Images that have been taken until then.
+    /// Number of images that were taken.
     pub images: u32,
 }
 
@@ -56,8 +56,8 @@ impl Walked {
         }
     }
 
-    /// Takes images until the heap of one is complete, up to three. The last one is returned if none
-    /// is, with the reason in its coverage.
+    /// Takes up to three images, until the heap of one is not [`Coverage::Incomplete`]. If all are incomplete,
+    /// returns the last one, with the reason in its coverage.
     ///
     /// # Errors
     /// If no image can be taken, as [`Request::take`] says.
@@ -67,7 +67,7 @@ impl Walked {
             if !matches!(walked.heap.coverage, Coverage::Incomplete { .. }) {
                 break;
             }
-            // The copy is given back before there is another one.
+            // The copy is freed before another one is made.
             drop(walked);
             walked = Self::of(request.take(tool)?);
             walked.images = images;
@@ -75,7 +75,7 @@ impl Walked {
         Ok(walked)
     }
 
-    /// What is to be said if the heap made no sense in any of the images that were taken.
+    /// Returns a message if the heap was inconsistent in every image that was taken.
     pub fn nonsense(&self) -> Option<String> {
         let Coverage::Incomplete { why, address } = &self.heap.coverage else {
             return None;
@@ -93,10 +93,10 @@ impl Walked {
     }
 }
 
-/// What has a walk.
+/// Supported allocators and their versions, as messages name them.
 const KNOWN: &str = "glibc's malloc (2.26 to 2.43), musl's (1.2.1 and later) or jemalloc (5.3)";
 
-/// What is said of a process without a heap that is known.
+/// Returns the coverage of a process in which no known heap was found.
 fn why_not_found(image: &Image) -> Coverage {
     if let Some(place) = glibc::broken_ring(image) {
         return Coverage::Incomplete {
@@ -108,7 +108,7 @@ fn why_not_found(image: &Image) -> Coverage {
     Coverage::Unknown { why }
 }
 
-/// Says that there is no walk of an allocator that the process has loaded, if its file's name tells.
+/// Returns a message if the process has loaded an allocator, by the name of its file, that cannot be walked.
 fn not_walked(image: &Image) -> Option<String> {
     const NAMES: [&str; 3] = ["jemalloc", "tcmalloc", "mimalloc"];
     let mut loaded = image.areas.iter().filter_map(|area| {
