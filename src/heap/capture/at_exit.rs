@@ -37,7 +37,7 @@ pub struct AtExit {
     images: Receiver<Result<Image>>,
     /// Socket that becomes readable when there is an image, or an error instead.
     told: UnixStream,
-    /// Copy of the other end of `told`, which keeps the end of the thread from making `told` readable.
+    /// Copy of the other end of `told`. While it is open, the end of the thread does not make `told` readable.
     _other: UnixStream,
     /// Channel on which the thread waits while the command is held.
     release: Sender<()>,
@@ -188,7 +188,7 @@ impl Watch {
                 }
                 End::Own | End::Killed => go_on(0),
             },
-            // A child process with memory of its parent, not a thread: PTRACE_O_TRACECLONE reports both.
+            // A child process that shares its parent's memory, not a thread: PTRACE_O_TRACECLONE reports both.
             libc::PTRACE_EVENT_STOP if !is_thread(self.pid, tid) => {
                 let _ = stop::request(libc::PTRACE_DETACH, tid, 0);
             }

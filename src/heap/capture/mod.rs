@@ -232,8 +232,8 @@ impl Request<'_> {
         Ok(())
     }
 
-    /// Returns the error about a pause that would be too long. The process must run by now, because trying for
-    /// soft-dirty marks takes time.
+    /// Returns the error about a pause that would be too long. The process must run by then, as this function may try
+    /// whether the kernel has soft-dirty marks.
     fn refusal(&self, work: &Work, foretold: Duration) -> anyhow::Error {
         let or = if !self.pre_copy && soft_dirty::is_there().unwrap_or(false) {
             ", or have most of it copied before: --pre-copy"
@@ -397,8 +397,8 @@ fn areas(pid: u32) -> Result<Vec<Area>> {
     Ok(areas)
 }
 
-/// Returns the error about a process whose memory is gone. An exit shows as nothing else, and neither does the middle
-/// of an exec.
+/// Returns the error about a process whose memory is gone. A process that exits and one in the middle of an exec look
+/// the same.
 fn without_memory(pid: u32) -> anyhow::Error {
     anyhow!(
         "process {pid} has exited or executed another program while it was looked at; if it still runs, try again"

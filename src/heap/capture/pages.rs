@@ -195,7 +195,7 @@ fn is_written(entry: u64) -> bool {
 }
 
 /// Whether all writes to an area are marked in the process's own page table. This is so for memory that has no file
-/// and that nobody shares. Pages of hugetlbfs have a file.
+/// and that nobody shares. Writes to pages of hugetlbfs, which have a file, are not marked there.
 fn is_own_memory(area: &Area) -> bool {
     let name = area.name();
     !area.shared && (name.is_empty() || name.starts_with(b"["))
@@ -259,8 +259,8 @@ const IS_MARKED: u64 = 1 << 7;
 /// Category of the zero page, which is mapped for all pages that were read and never written.
 const IS_ZERO: u64 = 1 << 5;
 
-/// Passes the runs of wanted pages that PAGEMAP_SCAN finds to `add`. A scan takes 4 ms/GB, reading the entries takes
-/// 16. With `marks`, each run comes with whether it may have been written.
+/// Passes the runs of wanted pages that PAGEMAP_SCAN finds to `add`. A scan takes 4 ms/GB, and reading the entries
+/// takes 16 ms/GB. With `marks`, each run comes with whether it may have been written.
 fn scan(
     pagemap: &File,
     range: Range<u64>,

@@ -97,8 +97,8 @@ impl Room {
         Ok(page_runs::difference(&found.wanted, &known))
     }
 
-    /// Returns the ranges of page tables that have been replaced since the early copy. Only one of the unmarked pages
-    /// `known` is looked at in each page table.
+    /// Returns the address ranges whose page tables have been replaced since the early copy. Only one of the unmarked
+    /// pages `known` is looked at in each page table.
     fn moved(
         &self,
         known: &[Range<u64>],
@@ -151,7 +151,7 @@ impl Room {
     }
 }
 
-/// Turns a copy of the pages `early` into a copy of the pages `wanted`. Those that are `due` are taken from `late`.
+/// Turns a copy of the pages `early` into a copy of the pages `wanted`. Pages that are `due` are taken from `late`.
 fn merge(
     copy: &mut [u8],
     early: &[Range<u64>],

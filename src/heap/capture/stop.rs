@@ -294,7 +294,7 @@ pub(super) fn tracer(pid: u32, tid: u32) -> Option<u32> {
         |path: String, name: &str| -> Option<u32> { proc::field(path, name)?.parse().ok() };
     let thread = number(format!("/proc/{pid}/task/{tid}/status"), "TracerPid:");
     let thread = thread.filter(|&tracer| tracer != 0)?;
-    // The kernel names the thread that traces, which in memleak is not the first one.
+    // TracerPid is the ID of the tracing thread, which in memleak is not the main thread.
     Some(number(format!("/proc/{thread}/status"), "Tgid:").unwrap_or(thread))
 }
 

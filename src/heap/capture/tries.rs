@@ -1,8 +1,8 @@
 //! Repeated tries at stopping a process, after a thread did not stop in time. On a busy machine, the thread may lack
 //! CPU time. In a vfork, the thread stops only once the child runs a program of its own.
 //!
-//! All threads run between two tries. Further tries do not prolong the time for which the other threads stand still
-//! in each.
+//! All threads run between two tries. The time for which the other threads stand still in one try does not depend on
+//! the number of tries.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -37,9 +37,9 @@ impl Tries {
         }
     }
 
-    /// Lets all threads run until the next try, after this thread was late. While the thread sleeps where nothing
-    /// interrupts it, the next try would fail as well: the pause goes on, counts as a failed try, and no other thread
-    /// is stopped.
+    /// Lets all threads run until the next try, after this thread was late. As long as the thread sleeps where
+    /// nothing interrupts it, the next try would fail as well. So the pause goes on and counts as a failed try, and
+    /// no other thread is stopped.
     ///
     /// # Errors
     /// If no try is left.
@@ -58,7 +58,7 @@ impl Tries {
         }
     }
 
-    /// Returns a message if it took more than one try, as the other threads stood still in each.
+    /// Returns a message if the stop took more than one try, because the other threads stood still in each try.
     pub(super) fn told(&self) -> Option<String> {
         let last = self.last?;
         Some(format!(

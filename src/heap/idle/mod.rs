@@ -7,8 +7,8 @@
 //! neither idle page tracking nor DAMON of address spaces, which many distributions leave out. The CPUs have to be
 //! made to drop the translations that they have cached (`translations`).
 //!
-//! Before it judges any page, memleak finds pages of its own by the same means. At the end it looks how many of these
-//! have lost their marks. Pages whose use is not certain count as used.
+//! Before memleak judges any page, it finds pages of its own by the same means. At the end it checks how many of
+//! these have lost their marks. Pages whose use is not certain count as used.
 
 #[cfg(target_arch = "x86_64")]
 #[path = "x86_64.rs"]
@@ -38,7 +38,7 @@ use walk::{Huge, Walk};
 /// Message for a machine whose marks cannot be relied on.
 const CANNOT: &str = "which memory is idle cannot be told on this machine";
 
-/// Number of times that the means are tried on our own pages: others may clear the marks just then.
+/// Number of tries to find our own used pages by their marks: others may clear the marks just then.
 const TRIES: usize = 3;
 
 /// Limit of lost marks: if more than one in this many of our own pages has lost its mark, nothing is called idle.
@@ -212,9 +212,9 @@ impl IdlePages {
     }
 }
 
-/// Returns how a look treats huge pages, and whether they are judged, by the results of the looks before and by
-/// whether huge pages of ours still have their marks. A copy of a huge page marks the page as used, by us. A copy of
-/// a small page does not.
+/// Returns how a look treats huge pages, and whether they are judged. This depends on the results of the looks
+/// before, and on whether huge pages of ours still have their marks. A copy of a huge page marks the page as used, by
+/// us. A copy of a small page does not.
 fn how_to_judge_huge(before: Option<&Before>, are_marked: bool) -> (Huge, bool) {
     match before {
         None if are_marked => (Huge::Judged, true),

@@ -2,8 +2,8 @@
 //!
 //! A CPU marks a page as used when it looks the page up in the page tables. While the CPU has the translation cached,
 //! it does not look the page up: of pages that were used all the time, up to 154 of 4,220 stayed without a mark. A
-//! CPU caches translations by address space, of a few address spaces at a time. So as many other address spaces are
-//! made, one after the other, and each runs on every CPU.
+//! CPU caches translations by address space, of a few address spaces at a time. So other address spaces are made,
+//! more than a CPU caches, and each in turn runs on every CPU.
 
 use std::io;
 use std::thread;

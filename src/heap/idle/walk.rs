@@ -68,7 +68,7 @@ impl<'a, T: Tables> Walk<'a, T> {
     /// levels. Pages that the tables say nothing about count as used.
     ///
     /// # Errors
-    /// If no table can be read because the reader fails.
+    /// If tables cannot be read at all.
     pub(super) fn used(mut self, root: u64, levels: u32) -> Result<PageRuns> {
         let end = 1 << (PAGE.trailing_zeros() + ENTRY_BITS * levels);
         let whole = 0..end;
@@ -115,8 +115,9 @@ impl<'a, T: Tables> Walk<'a, T> {
         Ok(())
     }
 
-    /// Reads the tables that these entries of a table refer to, each with its index. Returns None for other entries,
-    /// and where the entry has changed meanwhile: its table may have become something else.
+    /// Reads the tables that entries of a table refer to. Each entry comes with its index in the table at `address`.
+    /// Returns None for other entries, and where the entry has changed meanwhile: its table may have become something
+    /// else.
     fn below(
         &self,
         address: u64,
