@@ -42,7 +42,7 @@ impl Sum {
 /// An allocator whose structures have been walked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Allocator {
-    /// Name of the allocator, with the versions that its structures are known from: `glibc malloc (2.26 to 2.42)`.
+    /// Name of the allocator, with the versions whose structures match: `glibc malloc (2.26 to 2.42)`.
     pub name: String,
     /// Path of the file whose data hold the allocator's state, in the process's own mount namespace. Not escaped.
     pub file: Vec<u8>,
@@ -102,8 +102,8 @@ pub struct Heap {
     pub structures: Vec<Range<u64>>,
     /// Free chunks with their headers, from all free lists. In order.
     pub free: Vec<Range<u64>>,
-    /// Blocks that the program may have or not, as a thread is in the middle of setting them aside, or of giving them
-    /// back. They are no [`blocks`](Heap::blocks), and outside of [`regions`](Heap::regions).
+    /// Blocks that the program may hold or not, because a thread was in the middle of filling or flushing its cache.
+    /// These blocks are not in [`blocks`](Heap::blocks), and lie outside of [`regions`](Heap::regions).
     pub in_doubt: Vec<Block>,
     blocks: Vec<Block>,
     index: PageTable,
@@ -184,7 +184,7 @@ impl Heap {
         heap
     }
 
-    /// The blocks, in order of address.
+    /// Returns the blocks, in order of address.
     pub fn blocks(&self) -> &[Block] {
         &self.blocks
     }

@@ -91,8 +91,8 @@ pub fn walk(image: &Image) -> Option<Heap> {
     Some(heap(image, &context, &groups, coverage))
 }
 
-/// Finds the context: a 64-bit secret, the sign that the context is in use, a shift, and the address of a page that
-/// begins with the same secret.
+/// Finds the context by its content: a 64-bit secret, the sign that the context is in use, the shift by which areas
+/// grow, and the address of a page that begins with the same secret.
 fn context(image: &Image) -> Option<Context> {
     let mut end = 0;
     for area in image

@@ -1,4 +1,4 @@
-//! Ranges of whole pages, in order and apart.
+//! Ranges of whole pages, in order, which neither overlap nor touch.
 
 use std::ops::Range;
 

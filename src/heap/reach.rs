@@ -136,8 +136,8 @@ impl Reach {
         (start != NOTHING).then(|| self.roots[(start & !IS_ROOT) as usize])
     }
 
-    /// Returns the blocks by which a block is reached, the nearest first, `most` at most. The chain in a list can
-    /// have millions.
+    /// Returns the blocks by which a block is reached, the nearest first, `most` at most. The chain through a long
+    /// list can have millions.
     pub fn nearest(&self, block: usize, most: usize) -> Vec<usize> {
         let after = |&at: &u32| Some(self.from[at as usize]).filter(|at| at & IS_ROOT == 0);
         let first = Some(self.from[block]).filter(|at| at & IS_ROOT == 0);
@@ -199,8 +199,8 @@ impl Reach {
         (0..self.classes.len()).filter(refers).collect()
     }
 
-    /// Reaches blocks that have a lower class, from the roots on. For [`Class::Reachable`], only references to starts
-    /// are followed.
+    /// Raises blocks of a lower class to `class`, from the roots on. For [`Class::Reachable`], only references to
+    /// starts are followed.
     fn flood(&mut self, found: &[(Root, u32)], class: Class) {
         let follows = |to: u32| class == Class::Interior || to & MIDDLE == 0;
         let mut queue: Vec<u32> = Vec::new();
@@ -287,7 +287,7 @@ impl Words<'_> {
     }
 
     /// Returns for each block the first root that refers to its start, and the first that refers into its middle.
-    /// Roots are in memory, in order of address, then in the kernel, then in registers.
+    /// Memory is searched first, in order of address, then the words in the kernel, then the registers.
     fn roots(&self) -> Vec<(Root, u32)> {
         let image = self.image;
         let mut found = Vec::new();

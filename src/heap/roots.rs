@@ -69,7 +69,7 @@ pub enum RootPlace {
     Kernel {
         /// Owner of the word: `sigev_value of timer`.
         what: &'static str,
-        /// Number of the owner.
+        /// Number of the timer or of the file descriptor.
         number: u32,
     },
     /// Other memory: the start of its mapping, the offset in it, and its name, if it has one.

@@ -85,7 +85,7 @@ fn inner_headers(image: &Image) -> HashMap<u64, u64> {
 
 struct Finder<'a> {
     image: &'a Image,
-    /// Bytes of the mapping behind the end that the chunk's size gives.
+    /// Bytes of the mapping that the chunk's size leaves out, at its end.
     outside: u64,
     /// Headers of chunks that are aligned to more than a page, by the first page of their mappings.
     inner: HashMap<u64, u64>,

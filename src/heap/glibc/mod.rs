@@ -30,8 +30,8 @@ use crate::heap::image::Image;
 use crate::heap::page_table::{PAGE, PageTable};
 use crate::heap::untrusted::{Fuel, word};
 
-/// Chunk: a header of 16 bytes, the first 8 of which may be the last of the chunk before it, and the memory that
-/// follows.
+/// Chunk: a header of 16 bytes, the first 8 of which may hold the last bytes of the block before it, and the memory
+/// that follows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chunk {
     /// Address of the header.

@@ -254,8 +254,8 @@ impl Walker<'_> {
                 }
                 Some(at) if Some(base) == contiguous && base != at => {
                     broken_at = Some(at);
-                    // A row that ends after many chunks is the heap, damaged. Rows from other starts would not be
-                    // real.
+                    // A row that ends after many chunks is the heap, damaged. Rows from other starts would be chance
+                    // matches.
                     if chunks.len() > 64 {
                         break;
                     }

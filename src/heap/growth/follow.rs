@@ -154,7 +154,7 @@ impl Follower {
         &self.groups[group as usize].key
     }
 
-    /// Whether a block in this group now must be another block than the one that was in the group before.
+    /// Whether a block in the group `now` must be another block than the one in the group `before` at its address.
     fn contradicts(&self, before: u32, now: u32) -> bool {
         before != now && self.key(before).is_certain() && self.key(now).is_certain()
     }

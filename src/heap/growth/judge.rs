@@ -14,14 +14,14 @@ const OF_TYPE: Least = Least {
     growth: (1_024.0, 0.02),
     change: (16_384.0, 0.2),
 };
-/// Part of the first blocks. If fewer of them exist at the end, blocks are being replaced.
+/// Part of the first point's blocks. If fewer of them exist at the last point, blocks are being replaced.
 const REPLACED: f64 = 0.5;
 /// Part of growth that has to be lost to make it a leak.
 const LEAK: f64 = 0.1;
-/// Ratio of a heap's growth to the growth of the blocks in use above which it is the free memory in between that
-/// grows.
+/// Ratio of a heap's growth to the growth of its blocks in use. Above this ratio, it is the free memory between the
+/// blocks that grows.
 const FRAGMENTED: f64 = 2.0;
-/// Number of processes started meanwhile from which on starting them is what a process does.
+/// Smallest number of processes started meanwhile that makes a process a fork server.
 const FORKS: u64 = 2;
 
 /// Judgement of the blocks of a type.

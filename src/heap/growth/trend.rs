@@ -84,7 +84,7 @@ const DOWN: f64 = 0.3;
 /// it must have there.
 const LAST_PART: f64 = 0.6;
 const GROWS_ON: f64 = 1.0 / 3.0;
-/// Part of all growth that makes a step the only one.
+/// Part of all growth from which on a single step counts as all of it.
 const ONE_STEP: f64 = 0.8;
 
 /// Judges the course of a number by points of seconds and numbers, in order of time. Fewer than three points tell

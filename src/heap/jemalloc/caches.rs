@@ -1,4 +1,4 @@
-//! Caches of jemalloc's threads, which hold free blocks. Each arena has a ring of the caches of its threads.
+//! Thread caches of jemalloc (tcaches), which hold free blocks. Each arena has a ring of the caches of its threads.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -9,8 +9,8 @@ use super::arenas::Arenas;
 use super::inside::Inside;
 use super::{Broken, Fuel, Owner, Regions, SMALL, word};
 
-/// Size of a thread's cache of one size class, in bytes: the address of the next block's entry in the list, a count,
-/// and the low bits of the addresses at which the list begins and ends.
+/// Size of a thread's cache of one size class, in bytes. The cache has the address of the next block's entry in the
+/// list, a count, and the low bits of the addresses at which the list begins and ends.
 const CACHE: u64 = 24;
 /// Largest number of size classes of a cache.
 const MOST_SIZES: u64 = 76;

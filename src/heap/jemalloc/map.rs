@@ -208,8 +208,8 @@ fn may_be_leaf(image: &Image, leaf: u64) -> bool {
         })
 }
 
-/// Returns the number of the gigabyte that a leaf covers. Returns None if this is not a leaf, one of whose first
-/// elements refers to an extent with the element's page.
+/// Returns the number of the gigabyte that a leaf covers; None if there is no leaf at the address. A leaf is
+/// recognised by an element that refers to an extent with the element's page.
 fn covers(image: &Image, leaf: u64, fuel: &mut Fuel) -> Option<u64> {
     let mut looked_at = 0;
     for (at, element) in image.words(leaf..leaf + LEAF) {

@@ -230,7 +230,7 @@ fn a_heap_damaged_anywhere_ends_the_walk() {
             let mut made = whole.clone();
             made.put(address, word);
             if let Some((heap, _)) = walk(&made.image()) {
-                // Whatever it is, blocks are in order and apart.
+                // Whatever the coverage is, blocks are in order and disjoint.
                 let apart = heap.blocks().windows(2);
                 assert!(
                     apart
@@ -242,6 +242,7 @@ fn a_heap_damaged_anywhere_ends_the_walk() {
             }
         }
     }
-    // Words that are what they were, or that nothing is proved by: addresses of blocks' lists, counts of requests.
+    // The heap stays complete if the word keeps its value, or if nothing is proved by the word: addresses of blocks'
+    // lists, counts of requests.
     assert!(complete > 0);
 }

@@ -2,8 +2,8 @@
 //!
 //! A reference count is the number of references to an object. For objects in a cycle that nobody refers to, this
 //! number of references is found in the unreachable blocks: the next collection frees them. An object with a higher
-//! count was counted by somebody who has forgotten it, such as an extension that owes a `Py_DECREF`. This object and
-//! what it refers to stay for ever.
+//! count has references that were counted and never given up, as by an extension that owes a `Py_DECREF`. This object
+//! and what it refers to stay for ever.
 
 use std::collections::HashMap;
 

@@ -126,7 +126,7 @@ impl Shape {
 pub struct PythonObject {
     /// Number of the block that contains the object.
     pub block: usize,
-    /// Bytes of the block before the object: words of the garbage collector's list, which keep nothing alive.
+    /// Bytes of the block before the object, such as words of the garbage collector's list, which keep nothing alive.
     pub head: u64,
     /// Reference count; from 3.12 on, its lower half.
     pub references: u32,

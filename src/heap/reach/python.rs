@@ -105,7 +105,7 @@ mod tests {
         assert_eq!(classes, expected);
         assert_eq!(reach.leaders()[4..], [Some(4); 3]);
         assert_eq!(reach.leaders()[..4], [None; 4]);
-        // A count above the number of references: somebody has forgotten one.
+        // A count above the number of references: one was never given up.
         let python = objects(&[1, 1, 2, 1, 1, 1, 2]);
         let reach = Reach::new(&image, &heap, &python);
         assert_eq!(

@@ -181,8 +181,8 @@ fn three_images_of_what_grows_in_a_line_are_enough() {
     assert_eq!(judged(Some(0), &points), Verdict::Undecided);
 }
 
-/// Makes a group of blocks of 100 bytes. For each point it takes the number of blocks, of those that existed at the
-/// point before, and of those that existed at the first.
+/// Makes a group of blocks of 100 bytes. Each point is given as the number of blocks, how many of them existed at the
+/// point before, and how many at the first.
 fn group(samples: &[(u64, u64, u64)]) -> Group {
     let sample = |&(blocks, kept, original): &(u64, u64, u64)| Sample {
         blocks,
