@@ -1,8 +1,8 @@
-//! A command that is stopped by the kernel half (`bpf/include/held.bpf.h`) whenever it maps code, until
-//! there are tables for that; on request also what it starts.
+//! A command that BPF programs (`bpf/include/held.bpf.h`) stop whenever it maps code, until that code has tables. On
+//! request, its descendants are stopped, too.
 //!
-//! No process must stay stopped when we are killed meanwhile: whatever becomes of us, a guard lets all
-//! go on.
+//! No process may stay stopped if this tool is killed meanwhile: however the tool ends, a guard process resumes all of
+//! them.
 
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -17,19 +17,20 @@ use nix::unistd::Pid;
 use crate::bpf::raw_tracepoint::RawTracepoint;
 use crate::process::guard::Guard;
 
-/// HELD_PROCESS of `held.bpf.h`: the command's number; 0 where nothing is held.
+/// HELD_PROCESS of `held.bpf.h`: the command's PID; 0 if nothing is held.
 const HELD_PROCESS: u32 = 0;
-/// HELD_DESCENDANTS: 1 if what the command starts is held, too.
+/// HELD_DESCENDANTS: 1 if the command's descendants are held, too.
 const HELD_DESCENDANTS: u32 = 1;
-/// HELD_AT_A_TIME: processes that are stopped at a time.
+/// HELD_AT_A_TIME: maximum number of processes that are stopped at a time.
 const HELD_AT_A_TIME: u32 = 256;
 
-/// A command that has mapped no code for so long has started. The time in which it waits for a CPU does not count.
+/// Time without a new mapping of code after which a command counts as started. The time in which it waits for a CPU
+/// does not count.
 const STARTED: Duration = Duration::from_millis(250);
 
-/// Maps of a skeleton, of these names.
+/// Maps of a skeleton by which processes are held.
 pub(super) struct HeldMaps {
-    /// `unwind_held`: what is held.
+    /// `unwind_held`: the command that is held.
     pub(super) held: MapHandle,
     /// `unwind_stopped`: processes that are stopped.
     pub(super) stopped: MapHandle,
@@ -37,19 +38,19 @@ pub(super) struct HeldMaps {
     pub(super) looked: MapHandle,
 }
 
-/// What stops processes.
+/// Attached BPF programs that stop processes.
 pub(super) struct Stops {
-    /// At exec.
+    /// Programs at exec.
     pub(super) _exec: Vec<Link>,
-    /// At mmap(2). Each system call of every process comes through these.
+    /// Programs at mmap(2). They run at the exit of each system call of every process.
     pub(super) mmap: Vec<RawTracepoint>,
 }
 
-/// The command, held until this is dropped.
+/// A command that is held until this is dropped.
 pub(super) struct Held {
     pid: u32,
-    /// When a process was last let go on, and how long the command had waited for a CPU by then; None before it calls exec,
-    /// and once it has started.
+    /// Time at which a process was last resumed, and how long the command had waited for a CPU by then. None before the
+    /// command calls exec, and once it has started.
     went_on: Option<(Instant, Duration)>,
     descendants: bool,
     maps: HeldMaps,
@@ -58,11 +59,11 @@ pub(super) struct Held {
 }
 
 impl Held {
-    /// Holds a command from now on, and what it starts if `descendants` says so.
+    /// Holds a command from now on, and its descendants if `descendants` is set.
     pub(super) fn hold(pid: u32, descendants: bool, maps: HeldMaps, stops: Stops) -> Result<Self> {
         let keep = [maps.held.as_fd(), maps.stopped.as_fd()];
         let [held, stopped] = keep;
-        // SAFETY: what is done makes system calls only.
+        // SAFETY: `let_go` makes system calls only.
         let guard = unsafe { Guard::start(&keep, || let_go(held, stopped)) };
         let guard =
             guard.context("failed to start what lets the command go on if we are killed")?;
@@ -84,39 +85,41 @@ impl Held {
         })
     }
 
-    /// How long the command is stopped yet when it maps code. None if it has not begun, has started, or is stopped for good.
+    /// Returns how much longer the command is stopped when it maps code. None if it has not called exec, has started,
+    /// or is to be stopped until the end of the trace.
     pub(super) fn left(&self) -> Option<Duration> {
         let (since, had_waited) = self.went_on.filter(|_| !self.descendants)?;
         let waited = time_without_cpu(self.pid).saturating_sub(had_waited);
         Some(STARTED.saturating_sub(since.elapsed().saturating_sub(waited)))
     }
 
-    /// Stops the command no more when it maps code, as it has started. When it calls exec, another program starts, which
+    /// Detaches the programs at mmap(2), as the command has started. When it calls exec, another program starts, which
     /// is stopped again.
     pub(super) fn has_started(&mut self) {
         self.went_on = None;
         self.stops.mmap.iter_mut().for_each(RawTracepoint::detach);
     }
 
-    /// Lets a process go on that was stopped for a file, to where it maps code again. No other one is
-    /// stopped for that file where descendants are held.
+    /// Resumes a process that was stopped for a file, until it maps code again. Where descendants are held, no other
+    /// process is stopped for that file.
     ///
     /// # Errors
-    /// If the kernel refuses to stop it there, though it goes on.
+    /// If the programs that stop the process again cannot be attached. The process is resumed all the same.
     pub(super) fn go_on(&mut self, pid: u32, file: u64) -> Result<()> {
         let mut stops = self.stops.mmap.iter_mut();
         let stopped_again = stops.try_for_each(RawTracepoint::attach);
         self.went_on = Some((Instant::now(), time_without_cpu(self.pid)));
         if self.descendants {
-            // Without room for it, the next process is stopped for it, too.
+            // If the map is full, the next process is stopped for this file, too.
             let looked = &self.maps.looked;
             let _ = looked.update(&file.to_ne_bytes(), &[1], MapFlags::ANY);
         }
         let stopped = self.maps.stopped.lookup(&pid.to_ne_bytes(), MapFlags::ANY);
         let now = stopped.ok().flatten();
-        // Another of its threads may have been stopped for another file meanwhile: that lets it go on.
+        // Another thread may have been stopped for another file meanwhile: the answer for that file resumes the
+        // process.
         if now.is_none_or(|now| now == file.to_ne_bytes()) {
-            // One that is gone needs neither.
+            // A process that has exited needs neither.
             let _ = self.maps.stopped.delete(&pid.to_ne_bytes());
             resume(pid);
         }
@@ -124,10 +127,10 @@ impl Held {
     }
 }
 
-/// How long the first thread of a process has waited for a CPU although it could run. Zero where the kernel does not tell
-/// (CONFIG_SCHED_INFO).
+/// Returns how long the first thread of a process has waited for a CPU although it could run. Zero where the kernel
+/// does not count that (CONFIG_SCHED_INFO).
 fn time_without_cpu(pid: u32) -> Duration {
-    // Nanoseconds on a CPU, those of waiting, and how often it ran.
+    // Nanoseconds on a CPU, nanoseconds of waiting, and how often the thread ran.
     let told = fs::read_to_string(format!("/proc/{pid}/schedstat"));
     let waited = told
         .ok()
@@ -135,8 +138,8 @@ fn time_without_cpu(pid: u32) -> Duration {
     Duration::from_nanos(waited.unwrap_or_default())
 }
 
-/// Holds nothing any longer, and resumes what the kernel half has stopped: what has stopped itself is left
-/// alone. Makes system calls only.
+/// Stops holding the command, and resumes the processes that BPF programs have stopped. Processes that have stopped
+/// themselves are left alone. Makes system calls only.
 fn let_go(held: BorrowedFd<'_>, stopped: BorrowedFd<'_>) {
     // SAFETY: keys and values are of the sizes that the map has, and outlive the call.
     unsafe {
@@ -153,7 +156,8 @@ fn let_go(held: BorrowedFd<'_>, stopped: BorrowedFd<'_>) {
         let (mut pid, mut file) = (0u32, 0u64);
         let from = last.as_ref().map_or(null(), from_ref::<u32>);
         let map = stopped.as_raw_fd();
-        // SAFETY: as above; a null pointer stands for the beginning.
+        // SAFETY: keys and values are of the sizes that the map has, and outlive the call; a null pointer means the
+        // beginning.
         let none = unsafe {
             libbpf_sys::bpf_map_get_next_key(map, from.cast(), from_mut(&mut pid).cast()) != 0
                 || libbpf_sys::bpf_map_lookup_elem(
@@ -172,15 +176,15 @@ fn let_go(held: BorrowedFd<'_>, stopped: BorrowedFd<'_>) {
     }
 }
 
-/// Waits until every BPF program has ended that runs now. They run between two RCU grace periods, and
-/// MEMBARRIER_CMD_GLOBAL waits for one; it is refused on a kernel with nohz_full CPUs.
+/// Waits until every BPF program that runs now has ended. BPF programs run in RCU read-side critical sections, and
+/// MEMBARRIER_CMD_GLOBAL waits for a grace period. A kernel with nohz_full CPUs refuses that command.
 fn wait_for_programs() {
     const MEMBARRIER_CMD_GLOBAL: i32 = 1;
     const LONGER_THAN_ANY_PROGRAM: libc::timespec = libc::timespec {
         tv_sec: 0,
         tv_nsec: 100_000_000,
     };
-    // SAFETY: takes integers only.
+    // SAFETY: the call takes integers only.
     let waited = unsafe { libc::syscall(libc::SYS_membarrier, MEMBARRIER_CMD_GLOBAL, 0, 0) };
     if waited != 0 {
         // SAFETY: the time outlives the call, which writes nothing back.
@@ -188,8 +192,8 @@ fn wait_for_programs() {
     }
 }
 
-/// Lets a process go on. It is a system call.
+/// Resumes a process by one system call.
 fn resume(pid: u32) {
-    // One that is gone needs none.
+    // A process that has exited needs no signal.
     let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGCONT);
 }

@@ -1,5 +1,5 @@
-//! Whether HotSpot's generated code can be walked by frame pointers: it keeps them if it was started
-//! with `-XX:+PreserveFramePointer`.
+//! Whether HotSpot's generated code can be walked by frame pointers: HotSpot keeps them if it was started with
+//! `-XX:+PreserveFramePointer`.
 
 use std::fs;
 
@@ -9,7 +9,7 @@ use super::Whose;
 
 const OPTION: &[u8] = b"PreserveFramePointer";
 
-/// Whether all these processes were told to. Of those that nobody has named, one may not have been.
+/// Whether all these processes were started with the option. False if none are named, since any of them may lack it.
 pub(super) fn keep_frame_pointers(whose: &Whose) -> bool {
     match whose {
         Whose::Processes(pids) => !pids.is_empty() && pids.iter().all(|&pid| keeps(pid, "")),
@@ -17,7 +17,8 @@ pub(super) fn keep_frame_pointers(whose: &Whose) -> bool {
     }
 }
 
-/// By a process's environment (`JAVA_TOOL_OPTIONS`) and command line, and what it is to execute.
+/// Whether a process was started with the option, by its environment (`JAVA_TOOL_OPTIONS`), its command line, and the
+/// command that it is to execute.
 fn keeps(pid: u32, line: &str) -> bool {
     let of_process = |what| fs::read(format!("/proc/{pid}/{what}")).unwrap_or_default();
     is_on(
@@ -30,7 +31,7 @@ fn keeps(pid: u32, line: &str) -> bool {
     )
 }
 
-/// Whether the option is given, and the last time on.
+/// Whether the option is given, and turned on by its last occurrence.
 fn is_on(options: &[u8]) -> bool {
     let last = memmem::rfind(options, OPTION);
     last.is_some_and(|at| options[..at].ends_with(b"-XX:+"))

@@ -1,15 +1,14 @@
-//! Complete user stacks through code that was built without frame pointers.
+//! Unwind tables, for complete user stacks through code that was built without frame pointers.
 //!
-//! Files tell in `.eh_frame` how their code is unwound ([`rules`]). Of every file in which the kernel
-//! half meets a frame, that is put as a table into memory that it reads (`store`), and it is told
-//! which file that is the table of (`publish`). It looks itself at what a process has mapped, so
-//! that a table serves every process from its first instruction on. `bpf/include/unwind.bpf.h` looks
-//! it up, and `bpf/include/stack.bpf.h` walks by it.
+//! The `.eh_frame` of a file has the rules by which its code is unwound ([`rules`]). The rules of each file in which a
+//! BPF program meets a frame are put as a table into memory that BPF programs read (`store`), and the BPF side is told
+//! which file the table is of (`publish`). BPF programs look up the mappings of a process themselves, so a table serves
+//! every process from its first instruction on. `bpf/include/unwind.bpf.h` looks up the rule of an address, and
+//! `bpf/include/stack.bpf.h` walks a stack by these rules.
 //!
-//! Tables are made of the files of the processes that are named on the command line before anything
-//! is traced, as far as that takes no longer than two seconds; of others when the kernel half meets
-//! them first and asks. A thread of its own answers (`worker`), so that it waits for nothing that the
-//! tool prints.
+//! Tables for the processes that are named on the command line are made before tracing begins, as far as that takes no
+//! longer than two seconds. Tables of other files are made when a BPF program meets the file first and requests it.
+//! These requests are answered by a separate thread (`worker`), so that no request waits for what the tool prints.
 
 mod held;
 mod hotspot;
@@ -48,22 +47,22 @@ use crate::process::proc::Process;
 use crate::stacks::interpreter_names::InterpreterNames;
 use crate::stacks::python_names::PythonNames;
 
-/// How long the tool's start may wait for tables. The others are made beside it.
+/// Maximum time that the tool's start waits for tables. The remaining tables are made during the trace.
 const START_WITHIN: Duration = Duration::from_secs(2);
 
-/// Whose tables are made before anything is traced.
+/// Processes whose tables are made before tracing begins.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Whose {
-    /// Processes that run.
+    /// Running processes.
     Processes(Vec<u32>),
     /// A command that is held before exec.
     Command {
-        /// The process that it is to become.
+        /// The process that will execute the command.
         pid: u32,
         /// The command line, as the user gave it.
         line: String,
-        /// Whether what the command starts is stopped, too, when it maps code that nobody has looked
-        /// at, as long as the trace lasts.
+        /// Whether the command's descendants are stopped, too, when they map code that nobody has looked at, as long as
+        /// the trace lasts.
         descendants: bool,
     },
 }
@@ -75,12 +74,12 @@ impl From<&[u32]> for Whose {
 }
 
 impl Whose {
-    /// Whether no process is to have tables before it asks for them.
+    /// Whether no process has tables made before a BPF program requests them.
     fn is_nobody(&self) -> bool {
         matches!(self, Self::Processes(pids) if pids.is_empty())
     }
 
-    /// Makes the tables that are wanted before anything is traced.
+    /// Makes the tables that are wanted before tracing begins.
     fn begin(&self, store: Store) -> Result<Begun> {
         let mut tables = Tables::new(store, hotspot::keep_frame_pointers(self));
         self.expect(&mut tables)?;
@@ -98,7 +97,7 @@ impl Whose {
             return Ok(());
         };
         let line = CommandLine::parse(line)?;
-        // A program of another architecture has none.
+        // A program of another architecture has no such files.
         for path in command::code_files(line.program()).unwrap_or_default() {
             if let Ok(file) = File::open(&path) {
                 let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -108,8 +107,8 @@ impl Whose {
         Ok(())
     }
 
-    /// Looks for the interpreters of processes that run, if their frames are to be walked. Returns what finds
-    /// others, and what names their functions.
+    /// Looks for the interpreters of running processes, if the frames of interpreters are to be walked. Returns the
+    /// finders of further interpreters, and the names of their functions.
     fn interpreters(
         &self,
         args: UnwindArgs,
@@ -134,7 +133,7 @@ impl Whose {
         Ok(Some((finders, InterpreterNames { python, java })))
     }
 
-    /// Makes the tables of processes that run. Returns what there was no time for, and whose that is.
+    /// Makes the tables of running processes. Returns the files for which there was no time, and their processes.
     fn look_at(&self, tables: &mut Tables) -> Result<(Queue, HashMap<u32, Instant>)> {
         let mut queue = Queue::default();
         let Self::Processes(pids) = self else {
@@ -160,21 +159,22 @@ impl Whose {
     }
 }
 
-/// The tables that there are before anything is traced.
+/// Tables that were made before tracing begins, and the files that still wait.
 struct Begun {
     tables: Tables,
-    /// What there was no time for.
+    /// Files for which there was no time.
     queue: Queue,
-    /// The processes whose files these are, and since when their tables are made.
+    /// Processes of these files, each with the time since which its tables are made.
     busy: HashMap<u32, Instant>,
 }
 
-/// Tables that are made while a skeleton is loaded: both take as long, and memory for tables comes
-/// after a grace period of the kernel.
+/// Tables that are made while a skeleton is loaded: both take as long, and memory for tables comes after an RCU grace
+/// period.
 pub struct Early(JoinHandle<Result<Begun>>);
 
 impl Early {
-    /// Starts to make tables, in the place of an opened skeleton's map `unwind_shards`; None if no tables are used.
+    /// Starts to make tables, in a map that replaces an opened skeleton's `unwind_shards`. Returns None if no tables
+    /// are used.
     ///
     /// # Errors
     /// If the kernel refuses the maps.
@@ -192,7 +192,7 @@ impl Early {
     }
 }
 
-/// What a thread returns, when it has ended.
+/// Waits for the end of a thread. Returns its result, or resumes its panic.
 fn join<T>(thread: JoinHandle<T>) -> T {
     match thread.join() {
         Ok(returned) => returned,
@@ -200,7 +200,7 @@ fn join<T>(thread: JoinHandle<T>) -> T {
     }
 }
 
-/// The maps and programs of a loaded skeleton that an [`Unwinder`] works with.
+/// Collects the maps and programs of a loaded skeleton that an [`Unwinder`] works with.
 #[macro_export]
 macro_rules! unwind_parts {
     ($skel:expr) => {
@@ -230,7 +230,7 @@ macro_rules! unwind_parts {
     };
 }
 
-/// The programs of a skeleton by which a command is held, as [`Holds`].
+/// Collects the programs of a skeleton that stop a command, as [`Holds`].
 #[macro_export]
 macro_rules! unwind_holds {
     ($skel:expr) => {
@@ -245,12 +245,12 @@ macro_rules! unwind_holds {
     };
 }
 
-/// What stops a command that maps code. Of each hook the first program is loaded, and the others where
-/// nothing may be missed.
+/// Programs that stop a command when it maps code. Of each hook the first program is loaded, and the others only where
+/// no call may be missed.
 pub struct Holds<'a> {
-    /// At exec.
+    /// Programs at exec.
     pub exec: [&'a ProgramMut<'static>; 3],
-    /// At mmap(2).
+    /// Programs at mmap(2).
     pub mmap: [&'a ProgramMut<'static>; 2],
 }
 
@@ -265,7 +265,7 @@ impl<'a> Holds<'a> {
         })
     }
 
-    /// How often, at most, all programs of a hook were skipped: each may be a process that was not stopped.
+    /// Returns how often, at most, all programs of a hook were skipped. Each time, a process may not have been stopped.
     pub fn skipped_runs(&self) -> u64 {
         self.loaded()
             .map(program_stats::skipped_by_all)
@@ -279,18 +279,18 @@ impl<'a> Holds<'a> {
     }
 }
 
-/// See [`UnwindParts::while_stopped`]. Takes the process that is stopped.
+/// Callback for [`UnwindParts::while_stopped`]. Takes the process that is stopped.
 pub type WhileStopped = Box<dyn FnMut(u32) + Send>;
 
-/// What [`unwind_parts!`] makes.
+/// Maps and programs of a skeleton for an [`Unwinder`], as collected by [`unwind_parts!`].
 #[expect(missing_docs, reason = "named as in the skeleton")]
 pub struct UnwindParts<'a> {
-    /// Tables that were begun before load.
+    /// Tables that were begun before load, if there are any.
     pub early: Option<Early>,
-    /// What is done, on the unwinder's thread, while the command or what it starts is stopped because
-    /// it has mapped code. It must end by itself.
+    /// Callback on the unwinder's thread while the command or one of its descendants is stopped because it has mapped
+    /// code. The callback must end by itself.
     pub while_stopped: Option<WhileStopped>,
-    /// What is said on stderr of the first process that runs Python, unless all its objects come from malloc.
+    /// Note for stderr about the first process that runs Python, unless all its objects come from malloc.
     pub python_note: Option<&'static str>,
     pub shards: &'a MapMut<'static>,
     pub files: &'a MapMut<'static>,
@@ -309,22 +309,22 @@ pub struct UnwindParts<'a> {
     pub holds: Holds<'a>,
 }
 
-/// Keeps the tables up to date while it lives.
+/// Unwind tables of a trace, which are kept up to date until this is dropped.
 pub struct Unwinder {
     mode: Mode,
     slots: MapHandle,
     missing: MapHandle,
     worker: Option<Worker>,
-    /// Names for the frames of interpreters, unless they are not walked.
+    /// Names for the frames of interpreters; None if these are not walked.
     names: Option<InterpreterNames>,
 }
 
 impl Unwinder {
-    /// Makes these tables, and from now on those of whatever else is met. To be called after load and
-    /// before the probes are live; what is to be forked must have been.
+    /// Makes the tables of `whose`, and from now on those of all other files that are met. To be called after load and
+    /// before the probes are live. Processes that are to be forked must have been forked before.
     ///
     /// # Errors
-    /// If the kernel half's maps cannot be had, or the worker's thread does not start.
+    /// If the skeleton's maps cannot be opened, or the worker's thread does not start.
     pub fn start(
         args: UnwindArgs,
         mut parts: UnwindParts<'_>,
@@ -347,8 +347,8 @@ impl Unwinder {
         };
         let publisher = Publisher::new(parts.publish)?;
         begun.tables.publish_by(publisher, handle(parts.files)?)?;
-        // The first table waits for a grace period of the kernel. Where nobody is to have tables from the
-        // start, the worker waits for it.
+        // The first table waits for an RCU grace period. Where no process is to have tables from the start, the worker
+        // waits instead.
         if !whose.is_nobody() {
             begun.tables.publish_vdso()?;
         }
@@ -373,15 +373,15 @@ impl Unwinder {
         Ok(unwinder)
     }
 
-    /// What names the frames of interpreters in the stacks.
+    /// Returns the names for the frames of interpreters.
     pub fn names(&self) -> Option<InterpreterNames> {
         self.names.clone()
     }
 
-    /// Says at the end how complete the stacks were: on stderr, and as an object in JSON.
+    /// Reports at the end how complete the stacks were: on stderr, and as an object in JSON.
     ///
     /// # Errors
-    /// If the kernel half's counts cannot be read, or the output cannot be written to.
+    /// If the counts of the BPF programs cannot be read, or the output cannot be written to.
     pub fn tell(mut self, tool: &str, output: &mut Output) -> Result<()> {
         let tables = self.worker.take().map(Worker::stop);
         let summary = Summary::read(self.mode, &self.slots, &self.missing, tables.as_ref())?;
@@ -389,7 +389,7 @@ impl Unwinder {
     }
 }
 
-/// Says, with --verbose, that a process's tables are there, and how long that took.
+/// Reports, with --verbose, that a process's tables are complete, and how long that took.
 fn tell(tables: &Tables, pid: u32, took: Duration) {
     let mappings = Process::open(pid).and_then(|process| process.mappings());
     let (words, files) = tables.size_of(&mappings.unwrap_or_default());

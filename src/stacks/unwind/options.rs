@@ -11,7 +11,7 @@ use crate::interpreters::{InterpreterArgs, Interpreters, PythonLines};
 use crate::process::filter;
 use crate::run::cli;
 
-/// Memory for tables, where --unwind-memory says nothing, in MiB.
+/// Default of --unwind-memory: memory for tables, in MiB.
 const DEFAULT_MEMORY: usize = 64;
 
 /// How callers are found.
@@ -75,7 +75,7 @@ impl FromArgMatches for UnwindArgs {
 }
 
 impl Given {
-    /// Refuses names of Java where no functions of Java are shown.
+    /// Refuses --java-names where no functions of Java are shown.
     fn check(self) -> Result<Self, clap::Error> {
         if !self.interpreters.java_names || self.interpreters() != 0 {
             return Ok(self);
@@ -88,7 +88,7 @@ impl Given {
         Err(clap::Error::raw(ErrorKind::ArgumentConflict, message))
     }
 
-    /// The skeleton's constant `unwind_mode`.
+    /// Returns the skeleton's constant `unwind_mode`.
     pub fn mode(&self) -> u8 {
         match self.mode {
             Mode::Fp => unwind_mode::UNWIND_MODE_FP,
@@ -98,21 +98,21 @@ impl Given {
         .0 as u8
     }
 
-    /// The skeleton's constant `interpreters`.
+    /// Returns the skeleton's constant `interpreters`.
     pub fn interpreters(&self) -> u8 {
         let wanted = self.interpreters.interpreters == Interpreters::Auto;
         (wanted && self.mode != Mode::Fp).into()
     }
 
-    /// The skeleton's constant `python_lines`.
+    /// Returns the skeleton's constant `python_lines`.
     pub fn python_lines(&self) -> u8 {
         (self.interpreters.python_lines == PythonLines::Yes).into()
     }
 
-    /// The skeleton's constant `unwind_namespace`.
+    /// Returns the skeleton's constant `unwind_namespace`.
     ///
     /// # Errors
-    /// If /proc does not tell our PID namespace.
+    /// If our PID namespace cannot be read from /proc.
     pub fn namespace(&self) -> Result<u32> {
         filter::pid_namespace()
     }

@@ -1,9 +1,8 @@
-//! How the kernel half learns of a file's rules: `unwind_publish` in `bpf/include/unwind.bpf.h`.
+//! Publication of a file's rules to the BPF side: `unwind_publish` in `bpf/include/unwind.bpf.h`.
 //!
-//! The kernel half knows a file by what the kernel knows of its inode, of which user space is told
-//! another number by overlayfs and btrfs. So the file is mapped here, and a BPF program that we run
-//! ourselves finds what is mapped as it will find it in other processes. An entry is thereby of
-//! the very file that the rules were read from.
+//! The BPF side identifies a file by the fields of its inode in the kernel. On overlayfs and btrfs, user space is told
+//! another number. So the file is mapped here, and a BPF program that we run ourselves looks up the mapping as it will
+//! in other processes. An entry is thereby of the very file that the rules were read from.
 
 use std::fs::File;
 
@@ -13,10 +12,10 @@ use memmap2::MmapOptions;
 
 use crate::bpf::test_run::TestRun;
 
-/// The program, which can be run from any thread.
+/// The BPF program `unwind_publish`, which can be run from any thread.
 pub(super) struct Publisher(TestRun);
 
-/// What the kernel half is told of a file; `struct unwind_file`.
+/// Published data of a file: `struct unwind_file`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Entry {
     pub(super) pages: u64,
@@ -24,7 +23,7 @@ pub(super) struct Entry {
     pub(super) number: u32,
 }
 
-/// What became of an entry.
+/// Outcome of publishing an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Published {
     Done,
@@ -35,14 +34,14 @@ pub(super) enum Published {
 }
 
 impl Publisher {
-    /// The skeleton's program `unwind_publish`, after load.
+    /// Creates the publisher from the skeleton's program `unwind_publish`, after load.
     pub(super) fn new(program: &ProgramMut<'_>) -> Result<Self> {
         TestRun::new(program).map(Self)
     }
 
     /// Publishes the rules of a file.
     pub(super) fn file(&self, file: &File, entry: Entry) -> Result<Published> {
-        // SAFETY: the memory is never looked at.
+        // SAFETY: the memory is never accessed.
         let mapped = unsafe { MmapOptions::new().len(1).map(file) };
         match mapped {
             Ok(mapped) => self.at(mapped.as_ptr() as u64, entry),
@@ -50,7 +49,7 @@ impl Publisher {
         }
     }
 
-    /// Publishes the rules of what we ourselves have mapped at an address.
+    /// Publishes the rules of the file that we ourselves have mapped at an address.
     pub(super) fn at(&self, address: u64, entry: Entry) -> Result<Published> {
         let first = u64::from(entry.first_page) | u64::from(entry.number) << 32;
         let run = self.0.run(&[address, entry.pages, first]);

@@ -1,8 +1,8 @@
-//! The rules by which code is unwound, from a file's `.eh_frame`, as rows of eight bytes.
+//! Unwind rules of a file's code, from its `.eh_frame`, as rows of eight bytes.
 //!
-//! `.eh_frame` is a program for each function; it is run here once, and what it says of the stack
-//! pointer, the frame pointer and the return address is written down for each range of addresses.
-//! `bpf/include/unwind_row.bpf.h` has the format. What no row can hold becomes a row that says so.
+//! `.eh_frame` has a program for each function. The program is run here once, and its rules for the stack pointer, the
+//! frame pointer and the return address are stored for each range of addresses. `bpf/include/unwind_row.bpf.h` has the
+//! format. A rule that no row can hold becomes a row that says so.
 
 mod builder;
 mod functions;
@@ -26,27 +26,27 @@ type Slice<'a> = EndianSlice<'a, LittleEndian>;
 type Fde<'a> = FrameDescriptionEntry<Slice<'a>>;
 type Expression = UnwindExpression<usize>;
 
-/// Addresses are 32 bits of a row.
+/// Limit of addresses, which are 32 bits of a row.
 const MAX_ADDRESS: u64 = 1 << 32;
 /// Bytes of code that share an entry of the index, as a power of two; `UNWIND_PAGE_SHIFT`.
 const PAGE_SHIFT: u32 = types::unwind_layout::UNWIND_PAGE_SHIFT.0;
-/// Between two functions there is padding to a multiple of this, which is no code of its own.
+/// Alignment of functions, in bytes: the padding between two functions is no code of its own.
 const ALIGNMENT: u64 = 16;
 
-/// After how many bytes of `.eh_frame` that were run the time is looked at.
+/// Number of bytes of `.eh_frame` that are run between two checks of the deadline.
 const CHECK_EVERY: usize = 64 << 10;
 
 /// The rows of one file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rules {
-    /// Ascending by address. Each is valid up to the next one.
+    /// Rows in the order of their addresses. Each is valid up to the next one.
     pub rows: Vec<u64>,
-    /// The code: bytes of the file, and the address of the first of them.
+    /// Segments of code: the bytes of the file, and the address of the first of them.
     pub segments: Vec<(Range<u64>, u64)>,
 }
 
 impl Rules {
-    /// The rules in an ELF file. Those of a file without any are empty.
+    /// Reads the rules in an ELF file. A file without unwind information has none.
     ///
     /// # Errors
     /// If it is no ELF file, or its unwind information makes no sense.
@@ -54,7 +54,7 @@ impl Rules {
         Self::read(file)
     }
 
-    /// The rules in an ELF image that is in memory, such as the vdso.
+    /// Reads the rules in an ELF image that is in memory, such as the vdso.
     ///
     /// # Errors
     /// If it is no ELF image, or its unwind information makes no sense.
@@ -62,7 +62,7 @@ impl Rules {
         Self::read(&image)
     }
 
-    /// Whether a function begins at this address, by what the file tells of its functions.
+    /// Whether a function begins at this address, by the file's `.eh_frame`.
     ///
     /// # Errors
     /// If it is no ELF file, or its `.eh_frame` makes no sense.
@@ -111,11 +111,11 @@ impl Rules {
         Ok(Self { rows, segments })
     }
 
-    /// Rules by bytes of the file in place of addresses, as the kernel half looks for them: a mapping
-    /// says which bytes of its file it shows.
+    /// Replaces addresses by offsets in the file, by which BPF programs look rules up: a mapping says which bytes of
+    /// its file it shows.
     ///
     /// # Errors
-    /// If segments are in one another's place in the file, or beyond 4 GiB.
+    /// If segments overlap in the file, or are beyond 4 GiB.
     pub fn by_file_offset(mut self) -> Result<Self> {
         self.segments.sort_unstable_by_key(|(bytes, _)| bytes.start);
         let overlap = self
@@ -145,7 +145,7 @@ impl Rules {
         Ok(self)
     }
 
-    /// The rows of one of several segments, by bytes of the file. No rule is valid after its end.
+    /// Returns the rows of one of several segments, by offset in the file. No rule is valid after the segment's end.
     fn rows_of(&self, (bytes, start): &(Range<u64>, u64)) -> impl Iterator<Item = u64> {
         let end = start + (bytes.end - bytes.start);
         let first = self.rows.partition_point(|&row| address_of(row) < *start);
@@ -157,12 +157,12 @@ impl Rules {
             .chain((first < after).then_some(none))
     }
 
-    /// The page of code that [`Rules::pages`] begins with: an address divided by 256.
+    /// Returns the first page of code in [`Rules::pages`]: an address divided by 256.
     pub fn first_page(&self) -> u32 {
         self.rows.first().map_or(0, |&row| page_of(row))
     }
 
-    /// An index to the rows: those that are valid somewhere in each page.
+    /// Returns an index to the rows: for each page of code, the rows that are valid somewhere in the page.
     pub fn pages(&self) -> Pages<'_> {
         let after = self.rows.last().map_or(0, |&row| page_of(row) + 1);
         Pages {
@@ -173,12 +173,12 @@ impl Rules {
     }
 }
 
-/// See [`Rules::pages`].
+/// Iterator over the ranges of rows of consecutive pages of code; see [`Rules::pages`].
 #[derive(Debug, Clone)]
 pub struct Pages<'a> {
     rows: &'a [u64],
     left: Range<u32>,
-    /// The first row that begins in the first page that is left, or later.
+    /// The first row that begins in the first remaining page, or later.
     next: usize,
 }
 
@@ -187,7 +187,7 @@ impl Iterator for Pages<'_> {
 
     fn next(&mut self) -> Option<Range<u32>> {
         let page = self.left.next()?;
-        // The row before is still valid where the page begins, unless a row begins there.
+        // The previous row is still valid where the page begins, unless a row begins there.
         let first = self.rows.get(self.next).map(|&row| address_of(row));
         let begins = first == Some(u64::from(page) << PAGE_SHIFT);
         let start = self.next - usize::from(!begins && self.next > 0);
@@ -207,12 +207,12 @@ fn page_of(row: u64) -> u32 {
     (address_of(row) >> PAGE_SHIFT) as u32
 }
 
-/// The address from which a row is valid.
+/// Returns the address from which a row is valid.
 pub fn address_of(row: u64) -> u64 {
     row >> 32
 }
 
-/// All rows, ascending.
+/// Builds all rows of a file, ascending by address.
 fn rows(
     frames: &[u8],
     bases: &BaseAddresses,
@@ -224,7 +224,7 @@ fn rows(
     let used = frames.len() + size_of_val(&*in_order);
     let mut builder = Builder {
         rows: Vec::with_capacity(frames.len() / 8),
-        // What is left of the memory.
+        // Number of rows that fit into the memory that is left.
         most: limits::MAX_MEMORY.saturating_sub(used) / size_of::<u64>(),
         section: functions.section,
     };

@@ -1,8 +1,7 @@
-//! Memory that BPF programs read by the number of a word of eight bytes; `unwind_shards` in
-//! `bpf/include/unwind.bpf.h`.
+//! Memory that BPF programs read by the number of a word of eight bytes: `unwind_shards` in `bpf/include/unwind.bpf.h`.
 //!
-//! It grows by shards of 2 MiB. What a program may still be reading is never written to: to give
-//! memory back takes [`Store::synchronize`] first.
+//! The memory grows by shards of 2 MiB. Words that a program may still be reading are never written to: giving memory
+//! back takes a [`Store::synchronize`] first.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,25 +16,25 @@ use memmap2::MmapOptions;
 use crate::bpf::map_create;
 use crate::bpf::types;
 
-/// Words of a shard; `UNWIND_SHARD_WORDS`.
+/// Words of a shard: `UNWIND_SHARD_WORDS`.
 const SHARD_WORDS: usize = types::unwind_layout::UNWIND_SHARD_WORDS.0 as usize;
 const WORD: usize = size_of::<u64>();
-/// Words that are written at a time; a shard is a multiple of it.
+/// Number of words that are written at a time; the size of a shard is a multiple of it.
 const PIECE_WORDS: usize = 1 << 13;
 
-/// What shards make of it.
+/// Memory for unwind tables, in shards.
 pub(super) struct Store {
-    /// The map of maps.
+    /// Map of maps with the shards.
     map: MapHandle,
     shards: Vec<MapHandle>,
-    /// Put the last of them into the map.
+    /// Threads that put new shards into the map of maps.
     adding: Vec<JoinHandle<Result<()>>>,
     max_shards: usize,
     free: FreeList,
 }
 
 impl Store {
-    /// The skeleton's map `unwind_shards`, of which at most so many bytes are to be used.
+    /// Creates a store in the skeleton's map `unwind_shards`, of which at most `max_bytes` bytes are used.
     pub(super) fn new(map: MapHandle, max_bytes: usize) -> Self {
         let max_shards = (max_bytes / (SHARD_WORDS * WORD)).clamp(1, map.max_entries() as usize);
         Self {
@@ -47,7 +46,7 @@ impl Store {
         }
     }
 
-    /// A store made before load, when the map is not made yet. The first shard is added meanwhile.
+    /// Creates a store before load, in a map that replaces the skeleton's. The first shard is added in the background.
     pub(super) fn before_load(map: &mut OpenMapMut<'_>, max_bytes: usize) -> Result<Self> {
         let (name, first) = (map.name().to_string_lossy(), shard()?);
         let own = map_create::create_array_of(&first, &name, map.max_entries())?;
@@ -57,13 +56,13 @@ impl Store {
         Ok(store)
     }
 
-    /// Bytes in use by the kernel.
+    /// Returns the kernel memory in use, in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.shards.len() * SHARD_WORDS * WORD
     }
 
-    /// Takes room for words. Returns the number of the first, which is never 0; None if there is no
-    /// room. Before a program is to know of it, call [`Store::settle`].
+    /// Takes a range of free words. Returns the number of the first word, which is never 0, or None if the range does
+    /// not fit. Before a program is told of the words, call [`Store::settle`].
     pub(super) fn take(&mut self, words: usize) -> Result<Option<u32>> {
         let mut found = self.free.take(words);
         if found.is_none() {
@@ -73,8 +72,8 @@ impl Store {
         Ok(found.and_then(|first| u32::try_from(first).ok()))
     }
 
-    /// Writes to room that was taken and that no program knows of yet. It is mapped meanwhile only,
-    /// a piece at a time, or all tables would count as memory of ours.
+    /// Writes to words that were taken and that no program knows of yet. The memory is mapped only for the write, a
+    /// piece at a time: otherwise all tables would count as memory of ours.
     pub(super) fn write(
         &mut self,
         first: u32,
@@ -99,18 +98,17 @@ impl Store {
         Ok(())
     }
 
-    /// Gives words back that no program can be reading.
+    /// Frees words that no program can be reading.
     pub(super) fn give_back(&mut self, words: Range<u32>) {
         self.free.give(words.start as usize..words.end as usize);
     }
 
-    /// Waits until programs see all memory that was taken.
+    /// Waits until programs see all words that were taken.
     pub(super) fn settle(&mut self) -> Result<()> {
         self.adding.drain(..).try_for_each(super::join)
     }
 
-    /// Waits until all programs have ended that run now. The kernel does so for whoever changes a
-    /// map of maps.
+    /// Waits until all BPF programs that run now have ended. The kernel waits so whenever a map of maps is changed.
     pub(super) fn synchronize(&mut self) -> Result<()> {
         self.settle()?;
         match self.shards.first() {
@@ -119,7 +117,7 @@ impl Store {
         }
     }
 
-    /// Adds shards until so many words in a row are free, or there are as many shards as may be.
+    /// Adds shards until `words` words in a row are free. Adds none if the maximum number of shards would be exceeded.
     fn grow(&mut self, words: usize) -> Result<()> {
         let first = self.shards.len();
         let wanted = words + usize::from(first == 0) - self.free.at_end(first * SHARD_WORDS);
@@ -135,13 +133,13 @@ impl Store {
 
     fn add(&mut self, shard: MapHandle) -> Result<()> {
         let number = self.shards.len();
-        // It can be written to at once; to put it into the map takes a grace period, as long as it
-        // takes to make a table.
+        // The shard can be written to at once. Putting it into the map of maps takes a grace period, as long as making
+        // a table does.
         let handles = (copy(&self.map)?, copy(&shard)?);
         let set = move || set(&handles.0, number, &handles.1);
         self.adding.push(thread::spawn(set));
         self.shards.push(shard);
-        // Word 0 is none.
+        // Word 0 is never used.
         let start = (number * SHARD_WORDS).max(1);
         self.free.give(start..(number + 1) * SHARD_WORDS);
         Ok(())
@@ -171,12 +169,12 @@ fn shard() -> Result<MapHandle> {
     )
 }
 
-/// Free ranges: by start, their end. No two of them touch.
+/// Free ranges, as the end of each by its start. No two of them touch.
 #[derive(Debug, Default)]
 struct FreeList(BTreeMap<usize, usize>);
 
 impl FreeList {
-    /// Takes so many from the first range that has them.
+    /// Takes `words` words from the first range that is long enough.
     fn take(&mut self, words: usize) -> Option<usize> {
         let (&start, &end) = self.0.iter().find(|(start, end)| *end - *start >= words)?;
         self.0.remove(&start);
@@ -201,7 +199,7 @@ impl FreeList {
         self.0.insert(range.start, range.end);
     }
 
-    /// How many are free before `end`, without a gap.
+    /// Returns how many words before `end` are free without a gap.
     fn at_end(&self, end: usize) -> usize {
         match self.0.last_key_value() {
             Some((&start, &last)) if last == end => end - start,

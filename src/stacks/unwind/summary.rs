@@ -1,4 +1,4 @@
-//! What is said at the end: how many of the stacks were complete, and why others were not.
+//! Summary at the end of a run: how many of the stacks were complete, and why others were not.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -12,13 +12,13 @@ use super::tables::Tables;
 use crate::bpf::types::{self, stack_end as End};
 use crate::print::output::{Output, Row};
 
-/// Files that are named.
+/// Maximum number of files that are named.
 const NAMED: usize = 3;
 
-/// Counts of user stacks, of each as often as it was met.
+/// Counts of user stacks, each stack as often as it was met.
 #[derive(Debug, Default, Clone, PartialEq, Serialize)]
 pub struct Summary {
-    /// All.
+    /// All user stacks.
     pub stacks: u64,
     /// Stacks that go to the outermost function.
     pub complete: u64,
@@ -30,7 +30,7 @@ pub struct Summary {
     /// Stacks that are cut, by reason.
     #[serde(rename = "truncated_by_reason")]
     pub truncated: Truncated,
-    /// Memory for tables, and the files that they are of.
+    /// Kernel memory of the tables, in bytes.
     pub table_bytes: usize,
     /// Files with tables.
     pub table_files: usize,
@@ -38,7 +38,7 @@ pub struct Summary {
     pub no_room: u64,
     #[serde(skip)]
     mode: Mode,
-    /// Files without unwind information, and how many stacks ended in each; the most first.
+    /// Files without unwind information, each with the number of stacks that ended in it; the largest number first.
     #[serde(skip)]
     missing: Vec<(String, u64)>,
 }
@@ -50,11 +50,11 @@ pub struct Truncated {
     pub depth: u64,
     /// Walks that ended in code without unwind information.
     pub no_unwind_info: u64,
-    /// Where the caller was in no code that the process is known to have mapped.
+    /// Walks that ended where the caller was in no code that the process is known to have mapped.
     pub no_code: u64,
-    /// Where the stack could not be read, or made no sense.
+    /// Walks that ended where the stack could not be read, or made no sense.
     pub stack: u64,
-    /// Where further frames of a virtual thread were in Java's heap.
+    /// Walks that ended where further frames of a virtual thread were in Java's heap.
     pub in_java_heap: u64,
 }
 
@@ -108,7 +108,7 @@ impl Summary {
         self.truncated.in_java_heap += of(End::STACK_END_IN_JAVA_HEAP);
     }
 
-    /// On stderr, and as an object in JSON.
+    /// Reports the summary on stderr, and as an object in JSON.
     pub(super) fn tell(&self, tool: &str, output: &mut Output) -> Result<()> {
         if self.stacks > 0 {
             output.row(&LastRow { unwinding: self })?;
@@ -119,7 +119,7 @@ impl Summary {
     }
 }
 
-/// `{"type":"unwinding","stacks":7,...}`; text has it on stderr.
+/// The summary in JSON: `{"type":"unwinding","stacks":7,...}`. Text output has it on stderr.
 #[derive(Serialize)]
 #[serde(tag = "type", rename = "unwinding")]
 struct LastRow<'a> {
@@ -133,7 +133,7 @@ impl Row for LastRow<'_> {
     }
 }
 
-/// A sentence for stderr.
+/// Formats the summary as a sentence for stderr.
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.mode == Mode::Fp {
@@ -192,7 +192,7 @@ impl fmt::Display for Summary {
 }
 
 impl Summary {
-    /// ` (libfoo.so, libbar.so)`.
+    /// Formats the names of files without unwind information: ` (libfoo.so, libbar.so)`.
     fn named(&self) -> String {
         let mut names: Vec<&str> = self
             .missing
@@ -211,7 +211,7 @@ impl Summary {
     }
 }
 
-/// A part as a percentage, which is 100 only if it is all.
+/// Formats a part as a percentage, or as `all` only if it is all.
 fn share(part: u64, all: u64) -> String {
     let tenths = part * 1000 / all.max(1);
     if part == all {

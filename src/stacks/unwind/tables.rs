@@ -1,8 +1,8 @@
-//! The tables of all files that were asked about, and what the kernel half knows of them.
+//! The unwind tables of all files that were requested, and what the BPF side knows of them.
 //!
-//! Rules are kept once for each file, whatever number of processes have it mapped, and
-//! published for all of them. When there is no more room, the files in which nobody has looked for
-//! a rule for some time make some; the others stay, whoever wants it.
+//! The rules of a file are stored once, whatever number of processes have it mapped, and published for all of them.
+//! When the memory is full, the files in which no rule was looked up for some time lose their tables. The other tables
+//! stay, whatever file needs memory.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{File, Metadata};
@@ -24,32 +24,32 @@ use crate::code::elf_file::NotElf;
 use crate::print::clock;
 use crate::process::proc::{FileId, Mapping, Process};
 
-/// What stands in place of a table for which there was no room.
+/// Value of `pages` in the entry of a file whose table did not fit.
 const UNWIND_TABLE_LEFT_OUT: u64 = types::unwind_layout::UNWIND_TABLE_LEFT_OUT.0 as u64;
-/// The bit of a file's number that says that generated code which calls it keeps no frame pointers.
+/// Bit of a file's number: generated code that calls the file keeps no frame pointers.
 const UNWIND_SKIPS: u32 = 1 << types::unwind_layout::UNWIND_SKIPS_BIT.0;
-/// The bit of a file's number that says that the file is HotSpot's.
+/// Bit of a file's number: the file is HotSpot's.
 const UNWIND_HOTSPOT: u32 = 1 << types::unwind_layout::UNWIND_HOTSPOT_BIT.0;
-/// The bit of a file's number that says that the file holds an interpreter of Python.
+/// Bit of a file's number: the file holds an interpreter of Python.
 const UNWIND_PYTHON: u32 = 1 << types::unwind_layout::UNWIND_PYTHON_BIT.0;
-/// Numbers of files, below the flags.
+/// Largest number of a file, below the flags.
 const MAX_NUMBER: u32 = UNWIND_SKIPS - 1;
-/// The vdso is two pages long, or some more.
+/// Maximum size of the vdso in bytes. It has two pages, or some more.
 const MAX_VDSO: u64 = 1 << 20;
-/// A file in which no rule was looked for since can make room. The kernel half looks again for
-/// each that it uses within ten seconds at the most.
+/// Time without a lookup after which a file's table may be dropped. BPF programs look up each file that they use at
+/// least every ten seconds.
 const UNUSED: Duration = Duration::from_secs(30);
-/// Files are not looked through for such more often than this.
+/// Minimum time between two searches for unused tables.
 const COLLECT_AGAIN: Duration = Duration::from_secs(5);
 
-/// What became of a file that was to have a table.
+/// Outcome of building the unwind table of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Looked {
     /// The file has been read.
     New,
     /// The file was known.
     Known,
-    /// There is no such file, or it cannot be opened, or its process has gone.
+    /// The file does not exist or cannot be opened, or its process has exited.
     Vain,
 }
 
@@ -57,39 +57,39 @@ pub(super) struct Tables {
     store: Store,
     /// Whether HotSpot's generated code has frame pointers in all processes that are traced.
     hotspot_keeps_frame_pointers: bool,
-    /// What publishes them, after load.
+    /// Publisher of the tables; None before load.
     publisher: Option<Publisher>,
-    /// Files that were read before load.
+    /// Files that were read before load, and are to be published.
     to_publish: Vec<(File, Arc<StoredFile>)>,
     files: HashMap<FileKey, Arc<StoredFile>>,
-    /// Files by what processes' lists of mappings say of them.
+    /// Files by their device and inode in lists of mappings (/proc/PID/maps).
     seen: HashMap<FileId, Arc<StoredFile>>,
-    /// Names of files by their number, behind which may be why a file has no table; 0 is code that was generated.
+    /// Names of files by their number, each followed by why the file has no table, if so. Number 0 is generated code.
     names: HashMap<u32, String>,
     next_number: u32,
-    /// The skeleton's map `unwind_files`.
+    /// The skeleton's map `unwind_files`; None before load.
     entries: Option<MapHandle>,
     collected: Option<Instant>,
-    /// Files for whose rules there was no room, now or before.
+    /// Files whose rules did not fit, now or before.
     no_room: HashSet<FileKey>,
 }
 
-/// Device, inode, time of change, size.
+/// Identity of a file: device, inode, modification time in seconds and nanoseconds, size.
 type FileKey = (u64, u64, i64, i64, u64);
 
-/// The key of the vdso, which is of no file.
+/// Key of the vdso, which is in no file.
 const VDSO: FileKey = (0, 0, 0, 0, 0);
 
 /// A file with its rules in the store.
 #[derive(Debug, Default)]
 struct StoredFile {
     number: u32,
-    /// All its words; none without rules.
+    /// All words of the file; none without rules.
     words: Range<u32>,
-    /// Where in `words` the index begins.
+    /// The part of `words` that is the index.
     pages: Range<u32>,
     first_page: u32,
-    /// There was no room for its rules.
+    /// Whether the rules did not fit.
     left_out: bool,
 }
 
@@ -110,7 +110,7 @@ impl Tables {
         }
     }
 
-    /// Publishes what was read, and from now on what will be.
+    /// Publishes the files that were read before, and from now on each file that is read.
     pub(super) fn publish_by(&mut self, publisher: Publisher, entries: MapHandle) -> Result<()> {
         self.publisher = Some(publisher);
         self.entries = Some(entries);
@@ -120,18 +120,18 @@ impl Tables {
         Ok(())
     }
 
-    /// Bytes of memory in the kernel.
+    /// Returns the memory of the tables in the kernel, in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.store.bytes()
     }
 
-    /// Files whose rules are there.
+    /// Returns the number of files that have rules.
     pub(super) fn files(&self) -> usize {
         let has_rules = |file: &&Arc<StoredFile>| !file.words.is_empty();
         self.files.values().filter(has_rules).count()
     }
 
-    /// How many words of tables these mappings refer to, and in how many files.
+    /// Returns the number of words of the tables for these mappings, and the number of their files.
     pub(super) fn size_of(&self, mappings: &[Mapping]) -> (usize, usize) {
         let files = mappings.iter().filter(|mapping| is_code(mapping));
         let files = files.filter_map(|mapping| self.seen.get(&mapping.file_id()));
@@ -142,29 +142,29 @@ impl Tables {
         (files.values().sum(), files.len())
     }
 
-    /// Whether such a file was looked at, perhaps with other contents.
+    /// Whether the file of a mapping was looked at, perhaps with other contents.
     pub(super) fn has_seen(&self, mapping: &Mapping) -> bool {
         self.seen.contains_key(&mapping.file_id())
     }
 
-    /// Files for whose rules there was no room.
+    /// Returns the number of files whose rules did not fit.
     pub(super) fn no_room(&self) -> u64 {
         self.no_room.len() as u64
     }
 
-    /// The name of a file, and why it has no table if it cannot be understood.
+    /// Returns the name of a file, followed by why it has no table if it cannot be parsed.
     pub(super) fn name(&self, number: u32) -> &str {
         let name = self.names.get(&number);
         name.map_or("a file", String::as_str)
     }
 
-    /// Keeps the rules of a file that is going to be mapped.
+    /// Stores the rules of a file that is going to be mapped.
     pub(super) fn expect(&mut self, name: &str, file: &File) -> Result<()> {
         self.file(name, file, None, false).map(drop)
     }
 
-    /// Keeps the rules of a file that a process has mapped. `asked` says that the kernel half does not
-    /// know it.
+    /// Stores the rules of a file that a process has mapped. `asked` means that a BPF program has requested the file,
+    /// and so does not know it.
     pub(super) fn look_at(&mut self, waiting: Waiting, asked: bool) -> Result<Looked> {
         let Waiting { mapping, file } = waiting;
         if mapping.path.to_string_lossy().starts_with("/memfd:") {
@@ -216,7 +216,7 @@ impl Tables {
         Ok(Looked::New)
     }
 
-    /// Puts rules into the store. The file's number has these flags.
+    /// Puts the rules of a file into the store. The file's number gets these flags.
     fn load(
         &mut self,
         name: &str,
@@ -233,7 +233,8 @@ impl Tables {
         };
         let rules = match rules.and_then(Rules::by_file_offset) {
             Ok(rules) => rules,
-            // A file that cannot be understood is one without rules; a stack that needs them says so.
+            // A file that cannot be parsed counts as one without rules. The summary gives the reason if a stack ends
+            // there.
             Err(error) => {
                 if !error.is::<NotElf>() {
                     self.names.insert(number, format!("{name}: {error:#}"));
@@ -256,7 +257,7 @@ impl Tables {
         Ok(Arc::new(file))
     }
 
-    /// Puts a file's rows and then its pages there, if there is room. Returns where.
+    /// Writes a file's rows and then its pages to the store, if they fit. Returns the first word.
     fn put(&mut self, rules: &Rules) -> Result<Option<u32>> {
         let (rows, pages) = (rules.rows.iter().copied(), rules.pages());
         let Some(first) = self.room(rows.len() + pages.len())? else {
@@ -271,7 +272,7 @@ impl Tables {
         Ok(Some(first))
     }
 
-    /// Room for so many words, of what is no longer used if need be.
+    /// Takes words of the store, and frees those of unused tables if need be. Returns the first word.
     fn room(&mut self, words: usize) -> Result<Option<u32>> {
         if words == 0 {
             return Ok(None);
@@ -283,7 +284,7 @@ impl Tables {
         self.store.take(words)
     }
 
-    /// Tells the kernel half of a file, as soon as that is there.
+    /// Publishes a file to the BPF side, or before load keeps it to be published later.
     fn publish(&mut self, file: &File, code: &Arc<StoredFile>) -> Result<()> {
         let Some(publisher) = &self.publisher else {
             let file = file.try_clone().context("failed to hold a file open")?;
@@ -292,7 +293,7 @@ impl Tables {
         };
         self.store.settle()?;
         if publisher.file(file, code.entry())? == Published::NoRoom && self.collect()? {
-            // If there is still no room, stacks are flagged, and the kernel half asks again.
+            // If there is still no room, stacks are flagged, and BPF programs request the file again.
             if let Some(publisher) = &self.publisher {
                 publisher.file(file, code.entry())?;
             }
@@ -322,13 +323,13 @@ impl Tables {
         Ok(())
     }
 
-    /// Whether files that had no room may have some now.
+    /// Whether there are files whose rules did not fit, which may fit later.
     pub(super) fn may_recover(&self) -> bool {
         self.files.values().any(|file| file.left_out)
     }
 
-    /// Gives back the room of files that are no longer used. The kernel half asks again for those that
-    /// had none. Returns whether there is any more.
+    /// Frees the tables of files that are no longer used. BPF programs request the files again whose rules did not fit.
+    /// Returns whether anything was freed.
     pub(super) fn collect(&mut self) -> Result<bool> {
         let Some(entries) = &self.entries else {
             return Ok(false);
@@ -371,7 +372,7 @@ impl Tables {
         if !more {
             return Ok(false);
         }
-        // A program that has found one of them has ended then.
+        // Afterwards, all programs that have found one of these entries have ended.
         self.store.synchronize()?;
         self.seen
             .retain(|_, file| file.number != 0 && keep.contains(&file.number));
@@ -389,7 +390,7 @@ impl Tables {
 }
 
 impl StoredFile {
-    /// What the kernel half is told of it.
+    /// Returns the file's entry for the BPF side.
     fn entry(&self) -> Entry {
         let pages = if self.left_out {
             UNWIND_TABLE_LEFT_OUT
@@ -414,7 +415,7 @@ fn key_of(meta: &Metadata) -> FileKey {
     (meta.dev(), meta.ino(), changed.0, changed.1, meta.len())
 }
 
-/// What the kernel half knows: keys, and what is there.
+/// Returns the published entries with their keys.
 fn published(entries: &MapHandle) -> Result<Vec<(Vec<u8>, types::unwind_file)>> {
     let mut known = Vec::new();
     for key in entries.keys() {

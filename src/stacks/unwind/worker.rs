@@ -1,5 +1,5 @@
-//! The thread that makes tables while the tool traces: of the files that the kernel half asks for at
-//! once, of others that their processes have mapped when there is nothing else to do.
+//! Thread that makes tables while the tool traces. Files that BPF programs request are read at once. Other files that
+//! their processes have mapped are read when there is nothing else to do.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::{PipeReader, PipeWriter, pipe};
@@ -22,27 +22,26 @@ use crate::print::clock;
 use crate::process::mapped_file::MappedFile;
 use crate::process::proc::{Mapping, Process};
 
-/// The longest time for which a file that was looked at in vain is not asked for again, as a power of
-/// two in milliseconds.
+/// Maximum time before a file that was looked at in vain is requested again, as a power of two in milliseconds.
 const MAX_PATIENCE: u32 = 14;
-/// The longest time for which an interpreter that was looked for in vain is not asked for again, as a power of two in
+/// Maximum time before an interpreter that was looked for in vain is requested again, as a power of two in
 /// milliseconds. A process that has called exec is asked about from its first instructions on, and what it runs before
 /// its interpreter is found lacks frames.
 const MAX_INTERPRETER_PATIENCE: u32 = 8;
-/// The shortest such time, as UNWIND_PATIENCE_NS.
+/// Minimum of these times, likewise: 16 ms, close to UNWIND_PATIENCE_NS.
 const MIN_PATIENCE: u32 = 4;
 const MILLISECOND: u64 = 1_000_000;
-/// Files that were looked at in vain and are remembered as such.
+/// Maximum number of files that are remembered as looked at in vain.
 const MAX_IN_VAIN: usize = 4096;
-/// Files that wait, each held open. The kernel half asks for what is beyond.
+/// Maximum number of waiting files, each held open. BPF programs request the files beyond that.
 const MAX_QUEUE: usize = 256;
-/// By how much the thread is preferred to others: whose file it is to open may end soon.
+/// Nice value of the thread: the process whose file is to be opened may end soon.
 const NICE: i32 = -10;
-/// After how many milliseconds a process that has mapped code is looked at again: it may be starting.
+/// Time in milliseconds after which a process that has mapped code is looked at again: it may be starting.
 const LOOK_AGAIN: u16 = 1;
-/// What makes whole milliseconds of a time no shorter than that.
+/// Addend that rounds a duration up before it is truncated to whole milliseconds.
 const ROUND_UP: Duration = Duration::from_millis(1);
-/// After how many milliseconds there may be room for the tables of files that had none.
+/// Time in milliseconds after which tables that did not fit may fit.
 const RECOVER: u16 = 10_000;
 
 /// A file that is to have a table.
@@ -57,10 +56,10 @@ pub(super) struct Waiting {
 pub(super) struct Queue(VecDeque<Waiting>);
 
 impl Queue {
-    /// Adds what a process has mapped, as far as nobody has looked at it yet. The files are opened at
-    /// once: the process may end sooner than one of them is read.
+    /// Adds the files that a process has mapped and that nobody has looked at yet. The files are opened at once: the
+    /// process may end sooner than one of them is read.
     pub(super) fn add(&mut self, tables: &Tables, pid: u32) {
-        // Of one that is gone there is nothing to look at.
+        // A process that has exited has no mappings to look at.
         let mappings = Process::open(pid).and_then(|process| process.mappings());
         self.add_mappings(tables, pid, mappings.unwrap_or_default());
     }
@@ -96,9 +95,9 @@ impl Queue {
     }
 }
 
-/// The thread.
+/// The thread that makes tables.
 pub(super) struct Worker {
-    /// The end of a pipe whose closing, when this is dropped, stops the thread.
+    /// Write end of a pipe. When it is dropped, and so closed, the thread stops.
     stop: PipeWriter,
     thread: JoinHandle<Tables>,
 }
@@ -141,30 +140,30 @@ impl Worker {
     }
 }
 
-/// Prefers this thread to others, if that is allowed.
+/// Raises the priority of this thread, if that is allowed.
 fn raise_priority() {
-    // SAFETY: takes three integers; 0 is the calling thread, as each has a priority of its own here.
+    // SAFETY: takes three integers; 0 is the calling thread, as each thread has a priority of its own on Linux.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
 }
 
-/// What the thread knows.
+/// State of the thread.
 struct Answers {
     tables: Tables,
     queue: Queue,
     /// The skeleton's map `unwind_asked`.
     asked: MapHandle,
-    /// By the kernel half's hash of a file, how often it was looked at in vain.
+    /// Number of times that a file was looked at in vain, by the BPF side's hash of the file.
     in_vain: HashMap<u64, u32>,
-    /// Processes that may be mapping code still, and are soon to be looked at again; since when.
+    /// Processes that may still be mapping code and are soon to be looked at again, each with the time since which.
     busy: HashMap<u32, Instant>,
     held: Option<Held>,
-    /// What finds the interpreters of processes, unless that is not asked for.
+    /// Finders of the interpreters of processes; None if these are not asked for.
     finders: Option<Finders>,
     while_stopped: Option<WhileStopped>,
 }
 
 impl Answers {
-    /// Looks at whatever the kernel half asks for, until `stopped` is closed.
+    /// Answers the requests of BPF programs until `stopped` is closed.
     fn until(&mut self, stopped: &PipeReader, requests: &MapHandle) -> Result<()> {
         let requests: Events<Request> = Events::new(requests)?;
         self.tables.publish_vdso()?;
@@ -194,7 +193,7 @@ impl Answers {
         }
     }
 
-    /// How long to wait for a request.
+    /// Returns how long to wait for a request.
     fn patience(&self) -> PollTimeout {
         if !self.queue.is_empty() {
             PollTimeout::ZERO
@@ -209,7 +208,7 @@ impl Answers {
         }
     }
 
-    /// Does what there is to do when nothing was asked for so long.
+    /// Does background work after no request has come for the time that [`Answers::patience`] returned.
     fn idle(&mut self) -> Result<()> {
         if let Some(waiting) = self.queue.pop() {
             self.tables.look_at(waiting, false)?;
@@ -235,7 +234,7 @@ impl Answers {
         Ok(())
     }
 
-    /// Looks at a process that has mapped something and is stopped, and lets it go on.
+    /// Looks at a process that is stopped because it has mapped code, and lets it go on.
     fn stopped(&mut self, request: &Request) -> Result<()> {
         let pid = request.pid;
         if let Some(work) = &mut self.while_stopped {
@@ -247,7 +246,7 @@ impl Answers {
         while let Some(waiting) = queue.pop() {
             self.tables.look_at(waiting, false)?;
         }
-        // Before its first instruction that allocates, if it is one.
+        // An interpreter is found before the process's first instruction that allocates.
         if let Some(finders) = &mut self.finders {
             finders.look_at_stopped(pid);
         }
@@ -260,7 +259,7 @@ impl Answers {
         Ok(())
     }
 
-    /// Looks at a file that the kernel half has met.
+    /// Looks at a file that a BPF program has met.
     fn asked(&mut self, request: &Request) -> Result<()> {
         let pid = request.pid;
         let mappings = Process::open(pid).and_then(|process| process.mappings());
@@ -286,14 +285,14 @@ impl Answers {
         Ok(())
     }
 
-    /// Looks for the interpreter of a process that runs code of one.
+    /// Looks for the interpreter of a process that executes an interpreter's code.
     fn asked_of_interpreter(&mut self, request: &Request) -> Result<()> {
         let Some(finders) = &mut self.finders else {
             return Ok(());
         };
         let (ask, layout) = (Ask(request.interpreter), request.file);
         let found = finders.answer(ask, request.pid, layout);
-        // The kernel half keeps the two apart so.
+        // The BPF side tells requests for the two interpreters apart in this way.
         let asked = if ask == Ask::UNWIND_ASK_HOTSPOT {
             !layout
         } else {
@@ -306,8 +305,8 @@ impl Answers {
         self.put_off(asked, MAX_INTERPRETER_PATIENCE)
     }
 
-    /// Has a file, or the interpreter of a process, not asked for again at once; for so long at the most, as a power of
-    /// two in milliseconds.
+    /// Delays the next request for a file, or for the interpreter of a process. The delay doubles with each call, up to
+    /// 2 to the power of `most` milliseconds.
     fn put_off(&mut self, file: u64, most: u32) -> Result<()> {
         if self.in_vain.len() >= MAX_IN_VAIN {
             self.in_vain.clear();

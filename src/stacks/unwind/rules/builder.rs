@@ -1,4 +1,4 @@
-//! Rows from the instructions of one function's unwind information.
+//! Builder of rows from the unwind information of functions.
 
 use gimli::{BaseAddresses, CfaRule, EhFrame, Operation, Register, RegisterRule, UnwindContext};
 
@@ -6,20 +6,20 @@ use super::{Expression, Fde, Slice, address_of};
 use crate::bpf::types::{unwind_frame_pointer as FramePointer, unwind_kind as Kind};
 use crate::code::registers::{FRAME_POINTER, RETURN_ADDRESS, RETURN_ADDRESS_AT, STACK_POINTER};
 
-/// Rows as they are made.
+/// Rows that are being built.
 pub(super) struct Builder<'a> {
     pub(super) rows: Vec<u64>,
-    /// How many there may be.
+    /// Maximum number of rows.
     pub(super) most: usize,
     pub(super) section: EhFrame<Slice<'a>>,
 }
 
 impl<'a> Builder<'a> {
-    /// From here on the rule is this. A row that says what the one before it says is none.
+    /// Adds a rule that is valid from an address on. There is no row for a rule that equals the previous one.
     pub(super) fn push(&mut self, address: u64, rule: u32) {
         match self.rows.last().copied() {
             Some(last) if last as u32 == rule => {}
-            // A rule for no instruction.
+            // The last rule would be valid for no instruction.
             Some(last) if address_of(last) == address => {
                 self.rows.pop();
                 self.push(address, rule);
@@ -60,7 +60,7 @@ impl<'a> Builder<'a> {
                     reached = to;
                 }
                 Ok(None) => return,
-                // What it said up to there holds.
+                // The rows that came before the error are valid.
                 Err(_) => return self.push(reached.min(function.end_address() - 1), strange),
             }
         }
@@ -107,7 +107,7 @@ impl<'a> Builder<'a> {
         offset.map_or(strange, |offset| word(kind, offset, Some(fp)))
     }
 
-    /// What becomes of the frame pointer, and the offset in words. None: it fits no row.
+    /// Returns how the caller's frame pointer is found, with the offset in words. Returns None if the rule fits no row.
     pub(super) fn frame_pointer(
         &self,
         function: &Fde<'a>,
@@ -115,7 +115,7 @@ impl<'a> Builder<'a> {
     ) -> Option<(FramePointer, i8)> {
         let within = |offset| i8::try_from(words(offset)?).ok();
         Some(match rule {
-            // It is a register that functions preserve.
+            // The frame pointer is a register that functions preserve.
             None | Some(RegisterRule::SameValue) => (FramePointer::UNWIND_FP_KEPT, 0),
             Some(&RegisterRule::Offset(offset)) => {
                 (FramePointer::UNWIND_FP_AT_CFA, within(offset)?)
@@ -131,13 +131,13 @@ impl<'a> Builder<'a> {
         })
     }
 
-    /// The kinds of expression that compilers and linkers make for the CFA.
+    /// Decodes the kinds of CFA expressions that compilers and linkers make.
     pub(super) fn cfa_expression(
         &self,
         function: &Fde<'a>,
         expression: &Expression,
     ) -> Option<(Kind, i16)> {
-        // Of a PLT: rsp + 8 + ((rip & 15) >= byte) * 8; the byte is that after the push.
+        // Of a PLT: rsp + 8 + ((rip & 15) >= byte) * 8, where `byte` is the offset in the entry behind the push.
         if let [
             0x77,
             8,
@@ -173,7 +173,7 @@ impl<'a> Builder<'a> {
         ))
     }
 
-    /// An expression that is a register and an offset, or goes through the word that is there.
+    /// Decodes an expression that is a register and an offset, or that dereferences this sum.
     pub(super) fn base_and_steps(
         &self,
         function: &Fde<'a>,
@@ -210,20 +210,20 @@ impl<'a> Builder<'a> {
     }
 }
 
-/// What an expression does with the sum of its register and offset.
+/// Operations of an expression on the sum of its register and offset.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Steps {
     None,
-    /// The word there is taken, and so many bytes are added.
+    /// The word at the sum is loaded, and so many bytes are added.
     Through(i64),
 }
 
-/// An offset in words, if it is a whole number of them.
+/// Converts an offset to words, if it is a whole number of them.
 pub(super) fn words(bytes: i64) -> Option<i64> {
     (bytes % 8 == 0).then_some(bytes / 8)
 }
 
-/// A row without its address.
+/// Encodes a row without its address.
 pub(super) fn word(kind: Kind, offset: i16, fp: Option<(FramePointer, i8)>) -> u32 {
     let (fp, fp_offset) = fp.unwrap_or((FramePointer::UNWIND_FP_KEPT, 0));
     u32::from(offset.cast_unsigned()) << 16

@@ -1,4 +1,4 @@
-//! The functions of a file that have unwind information, found by the index of `.eh_frame_hdr`.
+//! The functions of a file that have unwind information in `.eh_frame`.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,17 +15,17 @@ use crate::code::elf::CodeSegment;
 use crate::code::elf_file::Elf;
 use crate::code::limits::{self, Deadline};
 
-/// How often a byte of `.eh_frame` may be run: a CIE, 24 bytes or so, is run for each of its FDEs.
+/// Maximum number of runs per byte of `.eh_frame`: a CIE of about 24 bytes is run for each of its FDEs.
 const MAX_RUNS: usize = 64;
 
-/// CIEs that are kept parsed; linkers merge equal ones.
+/// Maximum number of CIEs that are kept parsed; linkers merge equal ones.
 const MAX_CIES: usize = 1 << 14;
 
-/// Bytes of the header of `.eh_frame` before its table, at most.
+/// Maximum size of `.eh_frame_hdr` before its table, in bytes.
 const EH_FRAME_HEADER: u64 = 64;
 
-/// The functions that `.eh_frame` describes. To keep all that gimli makes of them took 8 MB for a
-/// compiler, so each is parsed again when it is needed.
+/// The functions that `.eh_frame` describes. Keeping all of them as gimli parses them took 8 MB for a compiler, so each
+/// is parsed again when it is needed.
 pub(super) struct Functions<'a> {
     pub(super) section: EhFrame<Slice<'a>>,
     bytes: usize,
@@ -45,7 +45,7 @@ impl<'a> Functions<'a> {
         }
     }
 
-    /// The functions of this code, ascending: start, end, and where in the section they are.
+    /// Returns the functions of this code, ascending: start, end, and offset in the section.
     pub(super) fn in_order(
         &mut self,
         code: &[Range<u64>],
@@ -70,7 +70,7 @@ impl<'a> Functions<'a> {
                 "its .eh_frame repeats itself"
             );
             let (start, end) = (function.initial_address(), function.end_address());
-            // What the linker has left out stands at 0, or wherever.
+            // Functions that the linker has left out are at address 0, or anywhere.
             let inside = |segment: &Range<u64>| segment.start <= start && end <= segment.end;
             if start < end && code.iter().any(inside) {
                 functions.push((start as u32, end as u32, offset));
@@ -98,7 +98,7 @@ impl<'a> Functions<'a> {
     }
 }
 
-/// The code, if it is where code can be.
+/// Returns the segments of code, if addresses and offsets are possible.
 pub(super) fn code_segments(file: &Elf<'_>, bytes: u64) -> Result<Vec<CodeSegment>> {
     let code = file.code()?;
     for segment in &code {
@@ -113,7 +113,7 @@ pub(super) fn code_segments(file: &Elf<'_>, bytes: u64) -> Result<Vec<CodeSegmen
         .iter()
         .map(|segment| segment.address + segment.size)
         .max();
-    // The index is of all that lies between.
+    // The index covers all addresses between the first and the last.
     ensure!(
         end.unwrap_or(0) - start.unwrap_or(0) <= bytes.saturating_mul(2).saturating_add(64 << 20),
         "its code is spread too far"
@@ -121,7 +121,7 @@ pub(super) fn code_segments(file: &Elf<'_>, bytes: u64) -> Result<Vec<CodeSegmen
     Ok(code)
 }
 
-/// The section's address and contents; through its header where the sections were stripped.
+/// Returns the address and contents of `.eh_frame`, found by `.eh_frame_hdr` if section headers were stripped.
 pub(super) fn eh_frame(file: &Elf<'_>) -> Result<Option<(u64, Vec<u8>)>> {
     if let Some(section) = file.section(".eh_frame") {
         let frames = file.contents(section, limits::MAX_EH_FRAME)?;
@@ -154,7 +154,7 @@ pub(super) fn eh_frame(file: &Elf<'_>) -> Result<Option<(u64, Vec<u8>)>> {
         Some((segment.file_offset + within, length))
     });
     let (offset, length) = found.context("its .eh_frame is nowhere in the file")?;
-    // It ends by an entry of no length, and other things may follow.
+    // The section ends with an entry of length 0, and other data may follow.
     let frames = file
         .bytes(offset, length.min(limits::MAX_EH_FRAME) as usize)
         .context("failed to read .eh_frame")?;

@@ -1,4 +1,4 @@
-//! Tables of real files, in maps of the kernel; nothing is published, as that takes a program.
+//! Tests with tables of real files in BPF maps. Nothing is published, as that takes a BPF program.
 
 use std::fs;
 use std::io::{Seek, Write};
@@ -8,7 +8,7 @@ use libbpf_rs::MapType;
 use super::*;
 use crate::bpf::map_create;
 
-/// Tables with room for the words of one shard, and the map of what the kernel half knows.
+/// Creates tables with memory for the words of one shard, and the map of published entries.
 fn tables() -> Option<(Tables, MapHandle)> {
     let like = map_create::create_for_test(
         MapType::Array,
@@ -25,7 +25,7 @@ fn tables() -> Option<(Tables, MapHandle)> {
     Some((tables, known))
 }
 
-/// A file of its own with this program's code.
+/// Creates a file of its own with this program's code.
 fn program() -> File {
     let mut copy = tempfile::tempfile().expect("a file");
     copy.write_all(&fs::read("/proc/self/exe").expect("our own file"))
@@ -34,7 +34,7 @@ fn program() -> File {
     copy
 }
 
-/// Has the kernel half know a file's table, last used at this time.
+/// Adds a file's entry to the published ones, last used at this time.
 fn know(known: &MapHandle, file: &StoredFile, used_ns: u64) {
     let entry = types::unwind_file {
         number: file.number,
@@ -97,7 +97,7 @@ fn what_finds_no_room_is_left_out_until_others_make_some() {
     assert_eq!(left_out.entry().pages, UNWIND_TABLE_LEFT_OUT);
     assert!(tables.may_recover());
 
-    // The first is in use, and the second is not.
+    // The first file is in use, and the second is not.
     let (first, second) = (of(&tables, &files[0]), of(&tables, &files[1]));
     know(&known, &first, clock::monotonic_ns());
     know(&known, &second, 0);
