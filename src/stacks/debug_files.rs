@@ -1,4 +1,4 @@
-//! Files that hold what was split from a program or library: its symbols and its source lines.
+//! Separate debug files: files with the symbols and source lines that were split from a program or library.
 //!
 //! | where | who puts it there |
 //! |---|---|
@@ -9,8 +9,8 @@
 //! | the name in `.gnu_debugaltlink` | `dwz`, for what the files of a package have in common |
 //! | a server, by build id | [`debuginfod`](super::debuginfod) |
 //!
-//! Each path is tried in the root of the process that has the file mapped, which can be a container's, and in ours. What
-//! is found there has to have the same build id, or the checksum that the link tells.
+//! Each path is tried in the root directory of the process that has the file mapped, which can be a container's, and in
+//! ours. The file found there must have the same build id, or the checksum that the link names.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -31,52 +31,52 @@ use crate::process::address_space::CodeFile;
 use crate::process::mapped_file;
 use crate::stacks::debuginfod::Debuginfod;
 
-/// Where distributions put what they split from their files.
+/// Directory in which distributions install separate debug files.
 const INSTALLED: &str = "/usr/lib/debug";
-/// Bytes of a section with a link: a name, and a checksum or build id.
+/// Maximum size in bytes of a section with a link: a name, and a checksum or build id.
 const MAX_LINK: u64 = 4096;
-/// Bytes of `.gnu_debugdata`, which is compressed.
+/// Maximum size in bytes of `.gnu_debugdata`, which is compressed.
 const MAX_COMPRESSED: u64 = 16 << 20;
-/// KiB of memory to uncompress it.
+/// Maximum memory to decompress `.gnu_debugdata`, in KiB.
 const MAX_DICTIONARY_KB: u32 = 64 << 10;
 /// Bytes of a file that are read at a time.
 const CHUNK: usize = 1 << 20;
 
-/// What has the DWARF of one file.
+/// Files that hold the DWARF of a program or library.
 #[derive(Debug)]
 pub(crate) struct DebugInfo {
-    /// The code that it is of.
+    /// Code segments that the DWARF describes.
     pub(crate) code: Vec<CodeSegment>,
-    /// The file itself, or what was split from it.
+    /// The file itself, or the debug file that was split from it.
     pub(crate) file: File,
-    /// A package of the units that were split from it (`.dwp`).
+    /// Package of split DWARF units (`.dwp`).
     pub(crate) package: Option<File>,
-    /// What it has in common with other files (of dwz).
+    /// Supplementary file with the DWARF that several files share (of dwz).
     pub(crate) supplement: Option<File>,
 }
 
-/// Where the symbols of all functions of a file are.
+/// Location of the symbol table that covers all functions of a file.
 pub(crate) enum SymbolsAt {
-    /// The file itself has what was asked for.
+    /// The file itself is to be read.
     TheFile,
-    /// A file that was split from it has what was asked for.
+    /// A separate debug file, or the file's `.gnu_debugdata`, has the symbols.
     Other(Box<dyn Source>),
-    /// Nowhere: they were taken away, and only the functions that other files can call have names.
+    /// No symbol table is found: the file is stripped, and only functions that other files can call have names.
     Nowhere,
 }
 
 /// A file, and its path in the root that it was found in.
 type Found = (File, PathBuf);
 
-/// Who looks for the files.
+/// Finder of separate debug files.
 #[derive(Debug, Default)]
 pub(crate) struct DebugFiles {
-    /// If servers may be asked.
+    /// Client of debuginfod servers, if they may be asked.
     pub(crate) debuginfod: Option<Debuginfod>,
 }
 
 impl DebugFiles {
-    /// Where the symbols of a file are.
+    /// Finds the symbol table of a file.
     pub(crate) fn symbols(&mut self, code: &CodeFile, file: &File) -> SymbolsAt {
         let Ok(elf) = Elf::read(file) else {
             return SymbolsAt::TheFile;
@@ -96,7 +96,7 @@ impl DebugFiles {
         }
     }
 
-    /// The DWARF of a file; None if there is none.
+    /// Opens the files that hold the DWARF of a file. Returns None if there is no DWARF.
     pub(crate) fn lines(&mut self, code: &CodeFile, file: &File) -> Option<DebugInfo> {
         let elf = Elf::read(file).ok()?;
         let (file, path) = if has_lines(&elf) {
@@ -134,7 +134,7 @@ fn has_lines(elf: &Elf<'_>) -> bool {
     elf.has_debug(".debug_line")
 }
 
-/// What was split from a file, if it is there and has what is `wanted`.
+/// Finds the installed debug file that was split from a file and has what `wanted` checks for.
 fn beside(code: &CodeFile, elf: &Elf<'_>, wanted: impl Fn(&Elf<'_>) -> bool) -> Option<Found> {
     let build_id = elf.build_id();
     let by_build_id = build_id.as_deref().and_then(build_id_path);
@@ -157,13 +157,13 @@ fn beside(code: &CodeFile, elf: &Elf<'_>, wanted: impl Fn(&Elf<'_>) -> bool) -> 
     })
 }
 
-/// Opens a path in the root of who has the file mapped, or in ours.
+/// Opens a path in the root directory of the process that has the file mapped, or in ours.
 fn open(code: &CodeFile, path: &Path) -> Option<File> {
     let mut roots = mapped_file::roots(code.last_pid());
     roots.find_map(|root| mapped_file::open_installed(root, path).ok())
 }
 
-/// `/usr/lib/debug/.build-id/ab/cdef.debug`.
+/// Returns the path of a debug file by build id: `/usr/lib/debug/.build-id/ab/cdef.debug`.
 fn build_id_path(build_id: &[u8]) -> Option<PathBuf> {
     let (first, rest) = build_id
         .split_first()
@@ -172,14 +172,14 @@ fn build_id_path(build_id: &[u8]) -> Option<PathBuf> {
     Some(format!("{INSTALLED}/.build-id/{first:02x}/{rest}.debug").into())
 }
 
-/// The name in `.gnu_debuglink`, and the checksum of the file that is meant.
+/// Returns the name in `.gnu_debuglink`, and the checksum of the file with that name.
 fn debug_link(elf: &Elf<'_>) -> Option<(Vec<u8>, u32)> {
     let link = elf
         .contents(elf.section(".gnu_debuglink")?, MAX_LINK)
         .ok()?;
     let name = c_string(&link)?.to_vec();
     let checksum = u32::from_le_bytes(*link.get(name.len()..)?.last_chunk()?);
-    // It names a file, wherever that is.
+    // The link must be a file name without a folder.
     (!name.is_empty() && !name.contains(&b'/')).then_some((name, checksum))
 }
 
@@ -194,7 +194,7 @@ fn linked_paths(program: &Path, name: &[u8]) -> Vec<PathBuf> {
     ]
 }
 
-/// The CRC-32 of a whole file.
+/// Computes the CRC-32 of a whole file.
 fn checksum_of(file: &File) -> Result<u32> {
     let deadline = limits::Deadline::start();
     let length = file.metadata()?.len();
@@ -207,7 +207,7 @@ fn checksum_of(file: &File) -> Result<u32> {
     Ok(sum.sum())
 }
 
-/// The symbols in `.gnu_debugdata`: an ELF file, compressed by xz.
+/// Decompresses the symbols in `.gnu_debugdata`: an ELF file, compressed by xz.
 fn own_symbols(elf: &Elf<'_>) -> Option<Vec<u8>> {
     let section = elf.section(".gnu_debugdata")?;
     let compressed = elf.contents(section, MAX_COMPRESSED).ok()?;
@@ -229,7 +229,7 @@ fn uncompress(compressed: &[u8]) -> Result<Vec<u8>> {
     }
 }
 
-/// What dwz has moved to a file of its own.
+/// Opens the supplementary file, to which dwz has moved DWARF that several files share.
 fn supplement(code: &CodeFile, elf: &Elf<'_>, path: &Path) -> Option<File> {
     let link = elf.contents(elf.section(".gnu_debugaltlink")?, MAX_LINK);
     let link = link.ok()?;

@@ -1,7 +1,7 @@
-//! Debug files from the servers of distributions, by build id.
+//! Debug files from debuginfod servers, by build id.
 //!
-//! `debuginfod-find` of elfutils asks them: it knows the servers (`DEBUGINFOD_URLS`), TLS, and the cache that gdb, perf and
-//! others share.
+//! `debuginfod-find` of elfutils does the requests: it knows the servers (`DEBUGINFOD_URLS`), TLS, and the cache that
+//! gdb, perf and others share.
 
 use std::collections::HashMap;
 use std::env;
@@ -20,23 +20,23 @@ use crate::code::limits;
 use crate::print::text;
 
 const PROGRAM: &str = "debuginfod-find";
-/// The servers, separated by spaces.
+/// Environment variable with the URLs of the servers, separated by spaces.
 const URLS: &str = "DEBUGINFOD_URLS";
-/// How long one file is waited for.
+/// Timeout for one file.
 const MAX_TIME: Duration = Duration::from_secs(60);
-/// What the program says of a file that no server has: the text of ENOENT.
+/// Message of the program about a file that no server has: the text of ENOENT.
 const NOT_THERE: &str = "No such file or directory";
-/// Bytes of the program's output that are read.
+/// Maximum number of bytes that are read of the program's output.
 const MAX_OUTPUT: u64 = 16 << 10;
-/// How often it is looked whether it is there.
+/// Pause between two checks whether the program has ended.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// The files of a run that were asked for.
+/// Debug files that were asked for during this run.
 #[derive(Debug, Default)]
 pub(crate) struct Debuginfod {
-    /// By build id; None of what no server has.
+    /// Paths by build id; None for a file that no server has.
     files: HashMap<Vec<u8>, Option<PathBuf>>,
-    /// Whether the servers took too long once.
+    /// Whether a request has failed, after which no file is requested any more.
     gave_up: bool,
 }
 
@@ -44,7 +44,7 @@ impl Debuginfod {
     /// Checks that servers can be asked.
     ///
     /// # Errors
-    /// If none is named, or there is no program to ask them.
+    /// If no server is named, or the program that asks them cannot be run.
     pub(crate) fn new() -> Result<Self> {
         let urls = env::var_os(URLS).filter(|urls| !urls.is_empty());
         if urls.is_none() {
@@ -68,7 +68,7 @@ impl Debuginfod {
         Ok(Self::default())
     }
 
-    /// The path of the file that has the symbols and source lines of another one; `module` is what that is called.
+    /// Returns the path of the debug file with this build id. `module` is the name of the file that it was split from.
     pub(crate) fn find(&mut self, build_id: &[u8], module: &str) -> Option<PathBuf> {
         if let Some(known) = self.files.get(build_id) {
             return known.clone();
@@ -86,13 +86,13 @@ impl Debuginfod {
     }
 }
 
-/// Asks the servers. None if they have no such file.
+/// Requests a debug file from the servers. Returns None if no server has it.
 fn fetch(build_id: &[u8]) -> Result<Option<PathBuf>> {
     let build_id = text::hex(build_id);
     let mut command = Command::new(PROGRAM);
     command.args(["debuginfo", &build_id]);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
-    // Ctrl-C ends the trace, which may have to wait for this file.
+    // Ctrl-C ends the trace, but not this program: the last report may need its file.
     command.process_group(0);
     if io::stderr().is_terminal() {
         command.env("DEBUGINFOD_PROGRESS", "1");
@@ -102,7 +102,7 @@ fn fetch(build_id: &[u8]) -> Result<Option<PathBuf>> {
     let mut child = command.spawn().context("failed to run debuginfod-find")?;
     let ended = wait(&mut child);
     if ended.is_err() {
-        // Then it runs still.
+        // The program is still running in this case.
         let _ = child.kill();
         let _ = child.wait();
     }
@@ -125,7 +125,7 @@ fn read_all(from: &mut impl Read) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Waits for the end. Returns whether there is a file.
+/// Waits for the end of the program. Returns whether it has found the file.
 fn wait(child: &mut Child) -> Result<bool> {
     let started = Instant::now();
     loop {

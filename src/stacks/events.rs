@@ -1,4 +1,4 @@
-//! The stacks of events, which are named when the events are printed.
+//! The stacks of events, which are symbolized when the events are printed.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -12,21 +12,21 @@ use crate::stacks::named::{NamedStack, StackIds};
 use crate::stacks::symbolize::Symbolizer;
 use crate::stacks::table::{MAX_OF_EVENTS, StackMaps, Stacks};
 
-/// Stacks that are kept with their names at a time.
+/// Maximum number of symbolized stacks in the cache.
 const MOST_NAMED: usize = 1024;
 
-/// The table of the stacks of events, and what names them.
+/// The table of the stacks of events, with their symbolizer.
 ///
-/// Events come many at a time, and those of a burst are of few stacks: each of these is named once.
+/// Events come in bursts, and the events of a burst have few distinct stacks: each of these is symbolized once.
 pub struct EventStacks<'map, M> {
     table: Stacks<'map, M>,
-    /// None where stacks were not asked for.
+    /// The symbolizer; None if stacks were not asked for.
     symbolizer: Option<Symbolizer>,
     named: Recent,
 }
 
 impl<'map, M: MapCore> EventStacks<'map, M> {
-    /// The stacks in the maps of a skeleton, which `symbolizer` names: a tool has none where stacks were not asked for.
+    /// Creates the table from the maps of a skeleton. `symbolizer` is None if stacks were not asked for.
     ///
     /// # Errors
     /// If the map that says how full the table is cannot be mapped.
@@ -38,7 +38,7 @@ impl<'map, M: MapCore> EventStacks<'map, M> {
         })
     }
 
-    /// [`Symbolizer::begin`], if there is one: call it once the probes are live.
+    /// Calls [`Symbolizer::begin`] if stacks were asked for. To be called once the probes are live.
     ///
     /// # Errors
     /// If there are no file descriptors left.
@@ -49,7 +49,7 @@ impl<'map, M: MapCore> EventStacks<'map, M> {
             .transpose()
     }
 
-    /// Takes note of new mappings. Call it when events have come, before they are looked at.
+    /// Reads new mappings. Call it when events have arrived, before they are handled.
     pub fn refresh(&mut self) {
         self.named = Recent::default();
         if let Some(symbolizer) = &mut self.symbolizer {
@@ -57,7 +57,7 @@ impl<'map, M: MapCore> EventStacks<'map, M> {
         }
     }
 
-    /// The stacks with these ids, with their names; None where stacks were not asked for.
+    /// Returns the symbolized stacks with these ids, or None if stacks were not asked for.
     ///
     /// # Errors
     /// If the table of stacks cannot be read.
@@ -73,7 +73,7 @@ impl<'map, M: MapCore> EventStacks<'map, M> {
         Ok(Some(named))
     }
 
-    /// Reads the stack with this id, so that it can be named when the table is another.
+    /// Reads the stack with this id into the cache, so that it can be symbolized after the table was renewed.
     ///
     /// # Errors
     /// If the table of stacks cannot be read.
@@ -82,16 +82,16 @@ impl<'map, M: MapCore> EventStacks<'map, M> {
         Ok(())
     }
 
-    /// Makes room in the table if it is crowded ([`Stacks::renew_for_events`]). Call it when all events that there were
-    /// have been looked at.
+    /// Renews the table if it is crowded ([`Stacks::renew_for_events`]). Call it when all pending events have been
+    /// handled.
     ///
     /// # Errors
-    /// If the table in use cannot be read or counted in.
+    /// If the map in use cannot be read, or its fill level cannot be set.
     pub fn renew(&mut self) -> Result<()> {
         self.table.renew_for_events()
     }
 
-    /// [`Symbolizer::tell_losses`], if there is one.
+    /// Calls [`Symbolizer::tell_losses`] if stacks were asked for.
     pub fn tell_losses(&self, tool: &str) {
         if let Some(symbolizer) = &self.symbolizer {
             symbolizer.tell_losses(tool);
@@ -99,7 +99,7 @@ impl<'map, M: MapCore> EventStacks<'map, M> {
     }
 }
 
-/// The stacks of the events that are looked at, with their names, by process and ids.
+/// Cache of the symbolized stacks of current events, by process and ids.
 #[derive(Default)]
 struct Recent(HashMap<(u32, Option<u64>, Option<u64>), Rc<NamedStack>>);
 

@@ -18,15 +18,15 @@ use crate::process::mapped_file::MappedFile;
 use crate::stacks::debug_files::{DebugFiles, SymbolsAt};
 use crate::stacks::source_lines::SourceLines;
 
-/// Bytes of symbol tables that are kept: one of the largest.
+/// Maximum size of all cached symbol tables in bytes: enough for one of the largest.
 const MAX_TABLES: usize = 64 << 20;
-/// Bytes of names that are kept.
+/// Maximum size of all cached names, in bytes.
 const MAX_NAMES: usize = 16 << 20;
-/// Files that are told to have no names: whoever makes many of them would fill the screen.
+/// Maximum number of files that are reported to have no names: whoever makes many of them would fill the screen.
 const MAX_TOLD: u32 = 16;
-/// Files without symbols that are remembered, to tell what has no names.
+/// Maximum number of files without symbols that are remembered for the report about places without names.
 const MAX_STRIPPED: usize = 1024;
-/// Bytes that a name takes beside its own.
+/// Overhead of a cached name beside its text, in bytes.
 const OVERHEAD: usize = 64;
 
 /// A function's name, and an offset from its start.
@@ -34,7 +34,7 @@ const OVERHEAD: usize = 64;
 pub(crate) struct Named {
     /// The name, demangled and escaped.
     pub(crate) shown: String,
-    /// The name as the file has it, if it is a mangled one: not escaped.
+    /// Mangled name as the file has it, not escaped; None if the name is not mangled.
     pub(crate) mangled: Option<Rc<str>>,
     pub(crate) offset: u64,
 }
@@ -42,31 +42,31 @@ pub(crate) struct Named {
 /// Names of functions by file and offset.
 #[derive(Debug, Default)]
 pub(crate) struct FileNames {
-    /// By the file's number.
+    /// Symbol tables by the file's number.
     tables: HashMap<u32, Table>,
     table_bytes: usize,
-    /// By the file's number and the offset in it.
+    /// Cached names by the file's number and the offset in the file.
     names: HashMap<(u32, u64), Option<Named>>,
     name_bytes: usize,
     uses: u64,
     told: u32,
-    /// Files that were split from these.
+    /// Finder of separate debug files.
     pub(crate) debug_files: DebugFiles,
     lines: SourceLines,
-    /// Files that have lost their symbols, by their numbers.
+    /// Stripped files by their numbers.
     stripped: HashMap<u32, Places>,
 }
 
-/// A file that has lost its symbols.
+/// A stripped file, with the number of its places without names.
 #[derive(Debug)]
 struct Places {
     /// The file's name without folders, escaped.
     module: String,
-    /// The file's path in the mount namespace of who has it mapped.
+    /// The file's path in the mount namespace of the process that has it mapped.
     path: PathBuf,
     /// The file's build id, in hexadecimal digits.
     build_id: Option<String>,
-    /// Places in it that have no names.
+    /// Number of places in the file that have no names.
     unnamed: u64,
 }
 
@@ -88,7 +88,7 @@ struct Table {
 }
 
 impl FileNames {
-    /// The function that an offset in a file is in.
+    /// Returns the function at an offset in a file.
     pub(crate) fn find(&mut self, file: &CodeFile, offset: u64) -> Option<Named> {
         let key = (file.number, offset);
         if let Some(known) = self.names.get(&key) {
@@ -153,7 +153,7 @@ impl FileNames {
         }
     }
 
-    /// The files that have lost their symbols, of which there are places without names: those with most first.
+    /// Returns the stripped files that have places without names, those with the most places first.
     fn stripped(&self) -> Vec<&Places> {
         let mut stripped: Vec<_> = self.stripped.values().collect();
         stripped.retain(|places| places.unnamed > 0);
@@ -161,7 +161,7 @@ impl FileNames {
         stripped
     }
 
-    /// Names the files whose symbols would name most of what has no name.
+    /// Reports on stderr the stripped files with the most places without names, and how to get their symbols.
     pub(crate) fn tell_stripped(&self, tool: &str) {
         const MOST: usize = 3;
         let stripped = self.stripped();
@@ -197,8 +197,8 @@ impl FileNames {
         );
     }
 
-    /// The source lines of the instruction at an offset in a file, demangled and escaped: the innermost
-    /// inlined call first. None if they are not known.
+    /// Returns the source lines of the instruction at an offset in a file, demangled and escaped: the innermost inlined
+    /// call first. Returns none if they are not known.
     pub(crate) fn lines(&mut self, file: &CodeFile, offset: u64) -> Rc<[SourceLine]> {
         let debug_files = &mut self.debug_files;
         self.lines.find(file, offset, || {
@@ -206,7 +206,7 @@ impl FileNames {
         })
     }
 
-    /// Says why a file's functions have no names. One that is no ELF file has none.
+    /// Reports on stderr why a file's functions have no names. Nothing is reported about a file that is not ELF.
     fn tell(&mut self, file: &CodeFile, error: &anyhow::Error) {
         if error.is::<NotElf>() || self.told == MAX_TOLD {
             return;
@@ -218,7 +218,7 @@ impl FileNames {
         }
     }
 
-    /// Keeps a table, and makes room by what has not been used for longest.
+    /// Caches a symbol table, and evicts the least recently used ones if there are too many bytes.
     fn keep(&mut self, number: u32, symbols: Symbols) {
         self.table_bytes += symbols.bytes();
         while self.table_bytes > MAX_TABLES

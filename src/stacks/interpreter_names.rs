@@ -1,4 +1,4 @@
-//! Names for the frames of interpreters in a user's stack.
+//! Names for the frames of interpreters in a user stack.
 
 use crate::code::lines::SourceLine;
 use crate::interpreters::hotspot::names::JavaNames;
@@ -7,7 +7,7 @@ use crate::stacks::perf_map::PerfMaps;
 use crate::stacks::python_names::PythonNames;
 use crate::stacks::table::Place;
 
-/// What names the frames of each interpreter.
+/// Names for the frames of each interpreter.
 #[derive(Debug, Clone)]
 pub struct InterpreterNames {
     pub(in crate::stacks) python: PythonNames,
@@ -15,15 +15,16 @@ pub struct InterpreterNames {
 }
 
 impl InterpreterNames {
-    /// Has the virtual machines of Java that are known write their perf maps, if that is wanted, and reads these: the
-    /// processes may exit before a report.
+    /// Asks all known Java virtual machines to write their perf maps, if that is wanted. Reads the maps at once, since
+    /// the processes may exit before a report.
     pub(in crate::stacks) fn ask_for_maps(&self, maps: &mut PerfMaps) {
         for pid in self.java.to_be_asked() {
             self.ask_for_map(pid, maps);
         }
     }
 
-    /// Has a process write its perf map, and reads that, if it is to be asked now. Returns whether it was.
+    /// Asks a process to write its perf map, if it may be asked now, and reads the map. Returns whether the map was
+    /// written.
     pub(in crate::stacks) fn ask_for_map(&self, pid: u32, maps: &mut PerfMaps) -> bool {
         let written = self.java.ask_for_map(pid);
         if written {
@@ -32,13 +33,13 @@ impl InterpreterNames {
         written
     }
 
-    /// The function of Java that is interpreted at a place, and the line that it is at.
+    /// Returns the interpreted Java function at a place, and the line that it is at.
     pub(in crate::stacks) fn java_line(&self, pid: u32, place: Place) -> Option<SourceLine> {
         self.java.lines(pid, place)?.pop()
     }
 
-    /// The functions of Java that are compiled into the one that a frame of generated code is in, and that one itself,
-    /// which is called `own`: shown with its frame, as those are that a native compiler has inlined.
+    /// Returns the Java functions that are inlined at a place in generated code, and last the compiled function itself,
+    /// whose name is `own`. Reports show them with the frame, as they show calls that a native compiler has inlined.
     pub(in crate::stacks) fn java_source(
         &self,
         pid: u32,

@@ -1,17 +1,17 @@
-//! Names of the kernel's functions, from /proc/kallsyms, with the modules that they are of.
+//! Names of the kernel's functions and their modules, from /proc/kallsyms.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader};
 
 use crate::host::capabilities::{self, Capability};
 
-/// What the kernel itself is called in frames, where a module has its name.
+/// Name of the kernel itself in frames, in the place of a module's name.
 const KERNEL: &str = "kernel";
 
 /// The kernel's functions by address.
 #[derive(Debug, Default)]
 pub struct Kallsyms {
-    /// Sorted by address, each once.
+    /// Functions sorted by address, each address once.
     functions: Vec<Function>,
     names: String,
     modules: Vec<String>,
@@ -21,14 +21,15 @@ pub struct Kallsyms {
 #[derive(Debug)]
 struct Function {
     address: u64,
-    /// First byte in `names`; it ends where the next line begins.
+    /// First byte of the name in `names`; `length` is its number of bytes.
     name: u32,
     length: u16,
     module: u16,
 }
 
 impl Kallsyms {
-    /// The running kernel's names, or none, after saying so on stderr.
+    /// Reads the running kernel's function names. Reports on stderr if they cannot be read or are hidden; then none are
+    /// found.
     pub fn read_or_tell() -> Self {
         let symbols = Self::read().unwrap_or_else(|error| {
             eprintln!("no names for kernel frames: failed to read /proc/kallsyms: {error}");
@@ -47,7 +48,7 @@ impl Kallsyms {
         symbols
     }
 
-    /// Reads the running kernel's.
+    /// Reads the running kernel's function names.
     ///
     /// # Errors
     /// If /proc/kallsyms cannot be read.
@@ -77,7 +78,8 @@ impl Kallsyms {
         Ok(symbols)
     }
 
-    /// `ffffffff81000000 T _text`, or `ffffffffc0001000 t nft_do_chain\t[nf_tables]`.
+    /// Adds a line such as `ffffffff81000000 T _text` or `ffffffffc0001000 t nft_do_chain\t[nf_tables]`, if it is a
+    /// function's.
     fn add(&mut self, line: &str) {
         let mut words = line.split_ascii_whitespace();
         let (Some(address), Some("t" | "T" | "w" | "W"), Some(name)) =
@@ -95,7 +97,7 @@ impl Kallsyms {
         let module = words
             .next()
             .map_or(KERNEL, |module| module.trim_matches(['[', ']']));
-        // Modules come one after the other.
+        // The lines of a module are contiguous.
         if self.modules.last().is_none_or(|last| last != module) {
             self.modules.push(module.to_owned());
         }
@@ -108,13 +110,12 @@ impl Kallsyms {
         self.names.push_str(name);
     }
 
-    /// Whether the kernel keeps its addresses to itself.
+    /// Whether the kernel hides the addresses of its functions.
     pub fn hidden(&self) -> bool {
         self.functions.is_empty() && self.hidden
     }
 
-    /// The function that the address is in, the offset from its start, and the module, or
-    /// `kernel`.
+    /// Returns the function at an address, the offset from the function's start, and its module, or `kernel`.
     pub fn find(&self, address: u64) -> Option<(&str, u64, &str)> {
         let after = self
             .functions

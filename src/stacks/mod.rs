@@ -1,20 +1,21 @@
-//! Room `stacks`: call stacks, from the kernel half's walk to names.
+//! Call stacks, from the walk in the BPF programs to named frames.
 //!
 //! | module | what it is for |
 //! |---|---|
 //! | [`table`] | the table of distinct call stacks |
 //! | [`unwind`] | tables by which user stacks are walked without frame pointers |
-//! | [`named`] | a stack with names, which every format is made of |
-//! | [`events`] | the stacks of events, named when the events are printed |
+//! | [`named`] | a symbolized stack, the input of every output format |
+//! | [`events`] | the stacks of events, symbolized when the events are printed |
 //! | [`symbolize`] | names for a stack's frames, also of a process that has exited |
+//! | `interpreter_names` | names for the frames of interpreters |
 //! | `file_names` | names and source lines of code in files, within bounded memory |
-//! | `source_lines` | source lines, read by processes made for that |
-//! | `debug_files` | what was split from a file: its symbols and source lines |
-//! | `debuginfod` | the same from the servers of distributions |
-//! | [`kallsyms`] | the kernel's own names |
+//! | `source_lines` | source lines, read from DWARF by separate processes |
+//! | `debug_files` | separate debug files: symbols and source lines that were split from a file |
+//! | `debuginfod` | debug files from debuginfod servers |
+//! | [`kallsyms`] | names of kernel functions, from /proc/kallsyms |
 //! | [`python_names`] | names for the frames of Python |
-//! | [`perf_map`] | names that JIT compilers write down |
-//! | `runtimes` | who writes them down if started so |
+//! | [`perf_map`] | perf maps, the files in which JIT compilers name their functions |
+//! | `runtimes` | runtimes that write a perf map only if started with an option |
 
 mod debug_files;
 mod debuginfod;

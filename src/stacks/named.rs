@@ -1,4 +1,4 @@
-//! Stacks with names: what every output format is made of.
+//! Symbolized stacks, the input of every output format.
 
 use std::fmt;
 use std::rc::Rc;
@@ -12,7 +12,7 @@ use crate::code::lines::SourceLine;
 use crate::process::address_space::MappedCode;
 use crate::stacks::table::{Stack, Stacks};
 
-/// What kind of code a frame executes.
+/// Kind of code that a frame executes.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FrameKind {
@@ -29,46 +29,45 @@ pub enum FrameKind {
     Java,
 }
 
-/// A code address, with what is known of it.
+/// A stack frame with its symbol, module and source lines.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Frame {
-    /// Absolute address, in the process or in the kernel; of a Python frame the word that stands for it
-    /// in the stack.
+    /// Absolute address, in the process or in the kernel. For a Python frame, the word that encodes the frame in the
+    /// stack; for an interpreted Java frame, the address of the `Method`.
     pub address: u64,
-    /// An address within the instruction that the frame is in: of a caller, the byte before
-    /// `address`.
+    /// An address within the instruction of the frame: for a caller, the byte before `address`.
     pub instruction: u64,
     /// The function, demangled and escaped, and the address's offset from its start.
     pub symbol: Option<(String, u64)>,
-    /// The function's name as its file has it, if that is a mangled one: not escaped.
+    /// Mangled name of the function as its file has it, not escaped; None if the name is not mangled.
     pub mangled: Option<Rc<str>>,
     /// File name without folders, or a name such as `[vdso]`, and the offset in the file; for the
     /// kernel's code `kernel` or the kernel module, and the address.
     pub module: Option<(String, u64)>,
-    /// The mapping that the instruction is in, with its file; None of the kernel's code.
+    /// The mapping that the instruction is in, with its file; None for the kernel's code.
     pub code: Option<MappedCode>,
-    /// What kind of code it is.
+    /// Kind of code.
     pub kind: FrameKind,
-    /// Where in the source the instruction is from, if that was asked for and is known.
+    /// Source lines of the instruction, if they were asked for and are known.
     pub source: Source,
 }
 
-/// The places in the source that a frame's instruction is from.
+/// Source lines of a frame's instruction.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Source {
     /// The innermost inlined call first, and last the place in the frame's own function.
     pub lines: Rc<[SourceLine]>,
-    /// Whether reports show them. Profiles always have them.
+    /// Whether reports show the lines. Profiles always have them.
     pub shown: bool,
 }
 
 impl Source {
-    /// The inlined calls, the innermost first.
+    /// Returns the inlined calls, innermost first.
     pub fn inlined(&self) -> &[SourceLine] {
         self.lines.split_last().map_or(&[], |(_, inlined)| inlined)
     }
 
-    /// The place in the frame's own function, if reports show it.
+    /// Returns the place in the frame's own function, if reports show it.
     pub fn in_report(&self) -> ShownLine<'_> {
         ShownLine(self.lines.last().filter(|_| self.shown))
     }
@@ -93,14 +92,14 @@ impl fmt::Display for ShownLine<'_> {
     }
 }
 
-/// A file's name without its folders.
+/// Returns a file's name without its folders.
 fn base_name(file: &str) -> &str {
     file.rsplit('/').next().unwrap_or(file)
 }
 
 impl Frame {
-    /// A frame of Python, by its word, with its function's name, and the file and the line that it is in; both
-    /// are escaped.
+    /// Creates a frame of Python from its word, the function's name, and the file and line of the place. Name and file
+    /// are escaped already.
     pub fn of_python(word: u64, name: &str, place: Option<(&str, Option<u32>)>) -> Self {
         let line = SourceLine {
             function: Some(name.to_owned()),
@@ -120,8 +119,8 @@ impl Frame {
         }
     }
 
-    /// A frame of a function of Java that is interpreted, by the address of its `Method`, with its name and the place
-    /// that it is at, which are escaped, if they are known.
+    /// Creates a frame of an interpreted Java function from the address of its `Method`. `line` is the function's name
+    /// and its place in the source, both escaped already, if they are known.
     pub fn of_java(method: u64, line: Option<SourceLine>) -> Self {
         const UNKNOWN: &str = "[interpreted]";
         let name = line.as_ref().and_then(|line| line.function.clone());
@@ -138,12 +137,12 @@ impl Frame {
         }
     }
 
-    /// The frame as lines of a report: the inlined calls before the function that they are in.
+    /// Returns the frame as lines of a report: the inlined calls before the function that they are in.
     pub fn rows(&self) -> impl Iterator<Item = String> {
         self.inlined_rows().chain([self.to_string()])
     }
 
-    /// The inlined calls that a report shows, each as a line, such as `grow (demo.h:12) [inlined]`.
+    /// Returns the inlined calls that a report shows, each as a line, such as `grow (demo.h:12) [inlined]`.
     pub fn inlined_rows(&self) -> impl Iterator<Item = String> {
         let inlined = self.source.inlined().iter();
         inlined.filter(|_| self.source.shown).map(|call| {
@@ -152,7 +151,8 @@ impl Frame {
         })
     }
 
-    /// Where in the source it is, as reports show it: ` (demo.c:41)`; of Python also without a line, ` (demo.py)`.
+    /// Returns the place in the source as reports show it: ` (demo.c:41)`. For Python also without a line:
+    /// ` (demo.py)`.
     pub fn place(&self) -> String {
         match self.source.lines.last() {
             Some(SourceLine {
@@ -164,22 +164,22 @@ impl Frame {
         }
     }
 
-    /// Whether it is the kernel's.
+    /// Whether the frame is in kernel code.
     pub fn is_kernel(&self) -> bool {
         self.kind == FrameKind::Kernel
     }
 
-    /// What the module is called that the code is in.
+    /// Returns the name of the module that the code is in.
     pub fn module_name(&self) -> Option<&str> {
         self.module.as_ref().map(|(name, _)| name.as_str())
     }
 
-    /// Whether it is a function of Python.
+    /// Whether the frame is of a Python function.
     pub fn is_python(&self) -> bool {
         self.kind == FrameKind::Python
     }
 
-    /// The language of a function that is interpreted; None of machine code.
+    /// Returns the language of an interpreted function, or None for machine code.
     pub fn language(&self) -> Option<&'static str> {
         match self.kind {
             FrameKind::Native | FrameKind::Kernel => None,
@@ -188,13 +188,13 @@ impl Frame {
         }
     }
 
-    /// Whether no machine code is executed but a function that is interpreted.
+    /// Whether the frame is of an interpreted function instead of machine code.
     pub fn is_interpreted(&self) -> bool {
         self.language().is_some()
     }
 
-    /// The function, of Python with its place, or else the module in brackets. A function of Java is called the same
-    /// whether it is compiled or interpreted.
+    /// Returns the function, for Python with its place in the source, or else the module in brackets. A function of
+    /// Java has the same name whether it is compiled or interpreted.
     pub fn function_or_module(&self) -> String {
         match (&self.symbol, &self.module) {
             (Some((name, _)), _) if self.is_python() => format!("{name}{}", self.place()),
@@ -205,9 +205,9 @@ impl Frame {
     }
 }
 
-/// `malloc+0x1d [libc.so.6]`, as BCC prints it; `libfoo.so+0x1234 [libfoo.so]` without a symbol; and
-/// `main+0x6d (demo.c:41) [demo]` with its source line. Of Python, `load_orders (orders.py:41) [python]`, and of Java that
-/// is interpreted, `void Orders.load(int) (Orders.java:41) [java]`.
+/// Prints `malloc+0x1d [libc.so.6]` as BCC does, `libfoo.so+0x1234 [libfoo.so]` without a symbol, and
+/// `main+0x6d (demo.c:41) [demo]` with its source line. A frame of Python is `load_orders (orders.py:41) [python]`, and
+/// one of interpreted Java `void Orders.load(int) (Orders.java:41) [java]`.
 impl fmt::Display for Frame {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let place = self.place();
@@ -225,8 +225,10 @@ impl fmt::Display for Frame {
     }
 }
 
-/// `{"kind":"native","address":"0x401136","symbol":"main","offset":109,"module":"allocs","module_offset":4406}`, and with
-/// source lines `"file":"/src/allocs.c","line":41,"inlined":[{"symbol":"grow","file":"/src/grow.h","line":12}]`; of Python
+/// Serializes to
+/// `{"kind":"native","address":"0x401136","symbol":"main","offset":109,"module":"allocs","module_offset":4406}`, and
+/// with source lines also
+/// `"file":"/src/allocs.c","line":41,"inlined":[{"symbol":"grow","file":"/src/grow.h","line":12}]`. Python:
 /// `{"kind":"python","address":"0x8…","symbol":"load_orders","offset":null,"module":null,"module_offset":null,"file":"/srv/orders.py","line":41}`.
 impl Serialize for Frame {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
@@ -234,7 +236,7 @@ impl Serialize for Frame {
         let module = self.module.as_ref();
         let offset = symbol.map(|(_, offset)| offset);
         let offset = offset.filter(|_| !self.is_interpreted());
-        // The kernel's is the address once more.
+        // The kernel's module offset would be the address once more.
         let module_offset = module.filter(|_| !self.is_kernel());
         let mut frame = serializer.serialize_struct("Frame", 9)?;
         frame.serialize_field("kind", &self.kind)?;
@@ -256,7 +258,7 @@ impl Serialize for Frame {
     }
 }
 
-/// A call that has no frame of its own, as the compiler has put the function's code in its place.
+/// An inlined call, which has no frame of its own.
 #[derive(Serialize)]
 struct InlinedCall<'a> {
     symbol: Option<&'a str>,
@@ -274,21 +276,21 @@ impl<'a> InlinedCall<'a> {
     }
 }
 
-/// The number of a line; None if there is none.
+/// Returns the number of a line, or None if it is 0 (unknown).
 fn line(place: &SourceLine) -> Option<u32> {
     (place.line > 0).then_some(place.line)
 }
 
-/// The user's or the kernel's part of a stack, named.
+/// The user or the kernel part of a stack, symbolized.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Part {
-    /// Innermost first, as stacks are kept; none if the stack was lost.
+    /// Frames, innermost first; empty if the stack was lost.
     pub frames: Vec<Frame>,
     /// Why frames are missing at the root, if they are.
     pub truncated: Option<String>,
 }
 
-/// The stack of an event or of a count, with its process.
+/// Symbolized stack of an event or of a count, with its process.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct NamedStack {
     /// The process.
@@ -303,9 +305,9 @@ pub struct NamedStack {
     pub program: Option<MappedCode>,
 }
 
-/// `{"kernel_frames":[...],"user_frames":[...],"truncated":null}`, to be flattened into a row: innermost
-/// frames first; no frames if the stack was lost. A part that was not asked for, or that there is none of,
-/// is not there. `truncated` says why outer frames are missing, if they are.
+/// Serializes to `{"kernel_frames":[...],"user_frames":[...],"truncated":null}`, to be flattened into a row. The
+/// innermost frame comes first. A lost stack has no frames. A part that was not asked for or does not exist is left
+/// out. `truncated` says why outer frames are missing, if they are.
 impl Serialize for NamedStack {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut stack = serializer.serialize_struct("NamedStack", 3)?;
@@ -320,7 +322,7 @@ impl Serialize for NamedStack {
     }
 }
 
-/// A stack by the ids that the kernel half gave its two parts.
+/// Ids of the user and the kernel part of a stack, as assigned by a BPF program.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct StackIds<'a> {
     /// The process.
@@ -333,20 +335,20 @@ pub struct StackIds<'a> {
     pub kernel: Option<u64>,
 }
 
-/// What can name the frames of stacks.
+/// Source of names for the frames of stacks.
 pub trait Names {
-    /// The stack's frames with their names, innermost first, and why there are no more of them.
-    /// `pid` is the process that a user stack is of.
+    /// Symbolizes a stack: returns its frames, innermost first, and why outer frames are missing. `pid` is the process
+    /// of a user stack.
     fn part(&mut self, pid: u32, stack: &Stack) -> Part;
 
-    /// The code of the program that a process runs, if that is known.
+    /// Returns the code of the program that a process runs, if it is known.
     fn program(&self, _pid: u32) -> Option<MappedCode> {
         None
     }
 }
 
 impl NamedStack {
-    /// Reads the stacks with these ids, and names their frames.
+    /// Reads the stacks with these ids, and symbolizes their frames.
     ///
     /// # Errors
     /// If the table of stacks cannot be read.
@@ -372,12 +374,12 @@ impl NamedStack {
         })
     }
 
-    /// The part of a stack that has only one.
+    /// Returns the part of a stack that has only one: the user part, or else the kernel part.
     pub fn part(&self) -> Option<&Part> {
         self.user.as_ref().or(self.kernel.as_ref())
     }
 
-    /// Why frames are missing at the root of either part, if they are.
+    /// Returns why frames are missing at the root of either part, if they are.
     pub fn truncated(&self) -> Option<&str> {
         let parts = [&self.user, &self.kernel].into_iter().flatten();
         parts.filter_map(|part| part.truncated.as_deref()).next()
@@ -390,8 +392,8 @@ impl Part {
         self.frames.is_empty()
     }
 
-    /// The part without the innermost frames that are our own tracing: the BPF program, and what
-    /// calls it at a tracepoint or at a function's entry.
+    /// Removes the innermost frames that belong to our own tracing: the BPF program, and its callers at a tracepoint or
+    /// at a function's entry.
     fn without_tracer(mut self) -> Self {
         const TRACER: [&str; 5] = [
             "bpf_prog_",

@@ -1,8 +1,8 @@
-//! Names that JIT compilers write down: `/tmp/perf-PID.map`, one `START SIZE NAME` a line.
+//! Perf maps, in which JIT compilers name their functions: `/tmp/perf-PID.map`, one `START SIZE NAME` a line.
 //!
-//! Everybody can write to `/tmp`, so that the file is read only if it is a regular one of the
-//! process's own user, reached without a link of his; else he could have root read, and print, the
-//! files of others. It is read from where the last reading ended, and kept within bounds.
+//! Everybody can write to `/tmp`. So a map is read only if it is a regular file of the process's own user and no
+//! symbolic link: otherwise the user could make root read and print the files of others. Each read continues where the
+//! last one ended, and memory is bounded.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -14,42 +14,42 @@ use crate::print::text::{self, MAX_NAME};
 use crate::process::mapped_file;
 use crate::process::proc::Process;
 
-/// Bytes of all maps that are kept.
+/// Maximum size in bytes of all maps in memory.
 const MAX_KEPT: usize = 64 << 20;
-/// Bytes that a function takes beside its name.
+/// Overhead of a function beside its name, in bytes.
 const OVERHEAD: usize = 48;
-/// Bytes of a file that are read in one go; what is behind them is read the next time.
+/// Maximum number of bytes of a file that one refresh reads; the next refresh reads on.
 const MAX_READ: u64 = 64 << 20;
-/// Bytes of a file that are read at all.
+/// Maximum number of bytes of a file that are read at all.
 const MAX_FILE: u64 = 256 << 20;
 /// Bytes that are read at a time.
 const CHUNK: usize = 256 << 10;
-/// Bytes before the place up to which a file was read that show, the next time, whether it was written anew.
+/// Number of bytes before the read position that show, at the next read, whether the file was rewritten.
 const LAST: usize = 512;
-/// Bytes of a line: two numbers and a name. The rest of a longer one is skipped.
+/// Maximum length of a line in bytes: two numbers and a name. The rest of a longer one is skipped.
 const MAX_LINE: usize = 40 + MAX_NAME;
 
 /// Functions of generated code by address.
 #[derive(Debug, Default)]
 struct PerfMap {
-    /// By first address: bytes and name. A later line for the same address replaces the earlier.
+    /// Size in bytes and name, by start address. A later line for the same address replaces the earlier.
     functions: BTreeMap<u64, (u64, Box<str>)>,
-    /// Bytes of memory.
+    /// Memory in use, in bytes.
     kept: usize,
-    /// Device, inode, and how far it was read: to behind the last whole line.
+    /// Device and inode of the file. `read` is the position up to which it was read: behind the last whole line.
     file: (u64, u64),
     read: u64,
-    /// The last bytes of those.
+    /// The last bytes before that position.
     last: Vec<u8>,
-    /// Whether what was read last ends in a line that is too long.
+    /// Whether the read position is in the middle of a line that is too long.
     skipping: bool,
-    /// Whether there was no room for more of it.
+    /// Whether functions were left out for lack of memory.
     full: bool,
 }
 
 impl PerfMap {
-    /// Reads what has been added to the file, or all of it if it was written anew. What does not parse is skipped: the
-    /// compiler may be writing.
+    /// Reads what has been added to the file, or all of it if it was rewritten. Lines that do not parse are skipped:
+    /// the compiler may be writing.
     fn read(&mut self, file: &File) -> io::Result<()> {
         let metadata = file.metadata()?;
         let identity = (metadata.dev(), metadata.ino());
@@ -66,7 +66,7 @@ impl PerfMap {
             let length = file.read_at(&mut chunk[..wanted], self.read)?;
             let is_last = self.read + length as u64 >= end;
             let used = self.take(&chunk[..length], is_last);
-            // It was cut short, or nothing but the beginning of a line is left.
+            // The file was truncated, or nothing but the beginning of a line is left.
             if used == 0 {
                 break;
             }
@@ -78,16 +78,16 @@ impl PerfMap {
         Ok(())
     }
 
-    /// Whether the file still begins with what was read of it: another can have its inode, and its compiler can have
-    /// written all of it once more.
+    /// Whether the file still has the bytes that were read last. Another file can have its inode, and the compiler can
+    /// have rewritten all of it.
     fn begins(&self, file: &File) -> bool {
         let mut there = vec![0; self.last.len()];
         let from = self.read - there.len() as u64;
         file.read_exact_at(&mut there, from).is_ok() && there == self.last
     }
 
-    /// Takes the lines of a part of the file. Returns how many bytes are done with: all whole lines. A
-    /// last one may have no end yet, and is read again later.
+    /// Parses the lines of a part of the file. Returns how many bytes are consumed: all whole lines. The last line may
+    /// have no end yet, and is read again later.
     fn take(&mut self, bytes: &[u8], is_last: bool) -> usize {
         let mut used = 0;
         for line in bytes.split_inclusive(|&byte| byte == b'\n') {
@@ -95,7 +95,7 @@ impl PerfMap {
             if !self.skipping && (is_whole || is_last || line.len() > MAX_LINE) {
                 self.add(&line[..line.len().min(MAX_LINE)]);
             }
-            // What is too long is not kept for when its end is there.
+            // A line that is too long is consumed before its end is there.
             if is_whole || self.skipping || line.len() > MAX_LINE {
                 used += line.len();
                 self.skipping = !is_whole;
@@ -120,7 +120,7 @@ impl PerfMap {
         }
     }
 
-    /// The function that the address is in, and the offset from its start.
+    /// Returns the function at an address, and the offset from the function's start.
     fn find(&self, address: u64) -> Option<(&str, u64)> {
         let (start, (size, name)) = self.functions.range(..=address).next_back()?;
         let offset = address - start;
@@ -136,10 +136,10 @@ fn parse(line: &str) -> Option<(u64, u64, &str)> {
     Some((hex(start)?, hex(size)?, name))
 }
 
-/// The maps of processes.
+/// Perf maps of processes.
 #[derive(Debug, Default)]
 pub struct PerfMaps {
-    /// By process, each with when it was read last.
+    /// Maps by process, each with the number of its last read.
     maps: HashMap<u32, (u64, PerfMap)>,
     reads: u64,
     told: bool,
@@ -152,7 +152,7 @@ impl PerfMaps {
         self.reads += 1;
         let (used, map) = self.maps.entry(pid).or_default();
         *used = self.reads;
-        // What was read before an error is there.
+        // What was read before an error is kept.
         let _ = map.read(&file);
         if map.full && !self.told {
             self.told = true;
@@ -165,26 +165,26 @@ impl PerfMaps {
         self.make_room();
     }
 
-    /// Reads the map of a process anew, which has written all of it again.
+    /// Reads the map of a process from the start, after the process has rewritten all of it.
     pub fn reread(&mut self, pid: u32) {
         self.maps.remove(&pid);
         self.refresh(pid);
     }
 
-    /// Whether a process has named functions.
+    /// Whether the map of a process has functions.
     pub fn has(&self, pid: u32) -> bool {
         let of_process = self.maps.get(&pid);
         of_process.is_some_and(|(_, map)| !map.functions.is_empty())
     }
 
-    /// The function of a process that the address is in, escaped, and the offset from its start.
+    /// Returns the escaped name of a process's function at an address, and the offset from the function's start.
     pub fn find(&self, pid: u32, address: u64) -> Option<(String, u64)> {
         let (_, map) = self.maps.get(&pid)?;
         let (name, offset) = map.find(address)?;
         Some((text::shown(name), offset))
     }
 
-    /// Forgets the maps that were read longest ago, if there is too much of all.
+    /// Evicts the least recently read maps while all maps together are too large.
     fn make_room(&mut self) {
         while self.maps.values().map(|(_, map)| map.kept).sum::<usize>() > MAX_KEPT {
             let oldest = self.maps.iter().min_by_key(|(_, (used, _))| *used);
@@ -196,7 +196,7 @@ impl PerfMaps {
     }
 }
 
-/// The process's own map, by the number that it knows itself by.
+/// Opens the perf map of a process, whose name has the PID in the process's own namespace.
 fn open(pid: u32) -> io::Result<File> {
     let process = Process::open(pid).map_err(io::Error::other)?;
     let name = format!("tmp/perf-{}.map", process.pid_in_its_namespace());
@@ -252,14 +252,14 @@ mod tests {
         map.read(&file).expect("its text");
         assert_eq!(map.find(0x2000), Some(("sec", 0)));
         assert_eq!(map.read, first.len() as u64);
-        // What was read is not looked at any more, but for its end.
+        // The bytes that were read are not read again, except for the last ones.
         file.write_all_at(b"1000 10 FIRST", 0).expect("room");
         file.write_all(b"ond\n3000 10 third\n").expect("room");
         map.read(&file).expect("its text");
         assert_eq!(map.find(0x1000), Some(("first", 0)));
         assert_eq!(map.find(0x2000), Some(("second", 0)));
         assert_eq!(map.find(0x3000), Some(("third", 0)));
-        // One that is shorter is another one.
+        // A file that is shorter than before is read anew.
         file.set_len(14).expect("a shorter file");
         map.read(&file).expect("its text");
         assert_eq!(map.find(0x1000), Some(("FIRST", 0)));
@@ -319,7 +319,7 @@ mod tests {
                 parts.read(&file).expect("its text");
                 written = end;
             }
-            // A line that was not all there can have had another address: it is of no more use.
+            // A line that was not complete can have had another address: such functions in `parts` do not matter.
             for (start, function) in &whole.functions {
                 prop_assert_eq!(parts.functions.get(start), Some(function));
             }

@@ -1,4 +1,4 @@
-//! Names for the frames of Python in a user's stack.
+//! Names for the frames of Python in a user stack.
 
 use crate::interpreters::python::codes::{Codes, Known};
 use crate::interpreters::python::lines::Instruction;
@@ -6,7 +6,7 @@ use crate::interpreters::{InterpreterArgs, PythonLines};
 use crate::stacks::named::Frame;
 use crate::stacks::table::Place;
 
-/// Names frames of Python, as the options want them.
+/// Symbolizer for frames of Python, by the options of the command line.
 #[derive(Debug, Clone)]
 pub struct PythonNames {
     codes: Codes,
@@ -15,19 +15,19 @@ pub struct PythonNames {
     native_frames: bool,
 }
 
-/// What a place in a stack is for Python.
+/// Outcome of looking up a place of a stack as a frame of Python.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Found {
-    /// A frame of a function.
+    /// A frame to show: of a Python function, or a mark.
     Frame(Frame),
-    /// A frame that is none of the program's.
+    /// A frame that is not shown, as it is not of the program.
     Hidden,
-    /// Native code.
+    /// A place that is not of Python.
     Native,
 }
 
 impl PythonNames {
-    /// With the code objects that the kernel half sends.
+    /// Creates the names from the code objects that the BPF programs send.
     pub fn new(codes: Codes, args: InterpreterArgs) -> Self {
         Self {
             codes,
@@ -36,29 +36,31 @@ impl PythonNames {
         }
     }
 
-    /// Has what was asked for in vain looked for again.
+    /// Allows a new lookup of code objects that were not found.
     pub(super) fn refresh(&self) {
         self.codes.refresh();
     }
 
-    /// How many code objects there was no memory for.
+    /// Returns how many code objects were dropped for lack of memory.
     pub(super) fn dropped(&self) -> u64 {
         self.codes.dropped()
     }
 
-    /// Whether the frame of a place is not shown, which Python's frames follow: it is the interpreter's loop.
+    /// Whether a native frame is hidden if `next` follows it: a frame that Python frames follow is the interpreter's
+    /// loop.
     pub(super) fn hides_before(&self, next: Option<&Place>) -> bool {
         !self.native_frames && matches!(next, Some(Place::Python(_)))
     }
 
-    /// Marks the calls of the interpreter's loop that are left among these frames of a stack, unless all are wanted.
+    /// Marks the calls of the interpreter's loop that remain among the frames of a stack, unless native frames are
+    /// shown.
     pub(super) fn mark_loops(&self, frames: &mut Vec<Frame>) {
         if !self.native_frames {
             mark_loops(frames);
         }
     }
 
-    /// What a place is for Python.
+    /// Looks up a place of a stack as a frame of Python.
     pub(super) fn find(&self, place: Place) -> Found {
         match place {
             Place::Return(_) | Place::Interrupted(_) | Place::Java { .. } => Found::Native,
@@ -69,16 +71,16 @@ impl PythonNames {
     }
 }
 
-/// The interpreter's loop, also in parts that the compiler has made of it.
+/// Symbol of the interpreter's loop, and prefix of the symbols of parts that the compiler splits off it.
 const LOOP: &str = "_PyEval_EvalFrameDefault";
-/// Frames that are marks.
+/// Names of frames that are marks.
 const UNPAIRED: &str = "[called by frames that are missing]";
 const CUT: &str = "[further functions]";
-/// Functions whose names are not known.
+/// Names of functions that are not known.
 const UNKNOWN: &str = "[unknown]";
 const AMBIGUOUS: &str = "[ambiguous]";
 
-/// The frame of a word.
+/// Creates the frame of a word.
 fn frame(word: u64, known: &Known, lines: bool) -> Found {
     let code = match known {
         Known::Code(code) => code,
@@ -94,9 +96,9 @@ fn frame(word: u64, known: &Known, lines: bool) -> Found {
     Found::Frame(Frame::of_python(word, &code.name, Some((&code.file, line))))
 }
 
-/// Marks the calls of the interpreter's loop among frames of Python: which functions they execute is not known. They are of
-/// an interpreter that has called another one, or of a greenlet that has switched to another. Only a loop with a symbol is
-/// found.
+/// Marks the calls of the interpreter's loop in a stack with frames of Python: the functions that these calls execute
+/// are not known. Such a call is of an interpreter that has called another one, or of a greenlet that has switched to
+/// another. Only a loop with a symbol is found.
 fn mark_loops(frames: &mut Vec<Frame>) {
     let is_loop = |frame: &Frame| {
         let symbol = frame.symbol.as_ref();
@@ -127,7 +129,7 @@ mod tests {
             name: name.into(),
             first_line: 41,
             minor: 12,
-            // Two units of line 41, one of 43.
+            // Two code units of line 41, one of line 43.
             lines: Some([0x81, 0, 0x80 | 13 << 3, 4].into()),
         }))
     }

@@ -1,6 +1,7 @@
-//! Runtimes that name the functions that they compile or interpret in a perf map, if they are started so.
+//! Runtimes that write a perf map of the functions that they compile or interpret only if started with an option for
+//! it.
 //!
-//! HotSpot is not among them: its memory is read, and it can be asked for a perf map while it runs.
+//! HotSpot is not among these runtimes: its memory is read, and it can be asked for a perf map while it runs.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -11,9 +12,9 @@ use crate::process::address_space::Image;
 #[derive(Debug)]
 struct Runtime {
     name: &'static str,
-    /// Files that it runs from, without their versions.
+    /// Names of the program and library files that it runs from, without versions.
     files: &'static [&'static str],
-    /// How to start it.
+    /// How to start the runtime so that it writes a perf map.
     started: &'static str,
 }
 
@@ -50,15 +51,16 @@ const RUNTIMES: [Runtime; 6] = [
     },
 ];
 
-/// The function of V8 that interprets others: started as above, it has a copy with a name for each of them.
+/// V8's function that interprets others. With `--interpreted-frames-native-stack`, each interpreted function has a
+/// named copy of it.
 const V8_INTERPRETER: &str = "Builtins_InterpreterEntryTrampoline";
 
-/// Processes that are remembered, and places of each.
+/// Maximum number of processes that are recorded, and of places of each.
 const MAX_PROCESSES: usize = 1024;
 const MAX_PLACES: usize = 1024;
 
 impl Runtime {
-    /// The runtime that a process runs, if it is known.
+    /// Returns the runtime that a process runs, if it is one of [`RUNTIMES`].
     fn of(image: &Image) -> Option<&'static Self> {
         image.files().find_map(|file| Self::in_file(&file.module()))
     }
@@ -75,12 +77,12 @@ impl Runtime {
     }
 }
 
-/// Whether a native function is executed in the place of one that it interprets.
+/// Whether a native function is executed in place of the functions that it interprets.
 pub(super) fn interprets(function: &str) -> bool {
     function == V8_INTERPRETER
 }
 
-/// Places in functions of runtimes that have no names, for want of a perf map.
+/// Places without a name in functions of runtimes, for lack of a perf map.
 #[derive(Debug, Default)]
 pub(super) struct UnnamedPlaces {
     by_process: HashMap<u32, OfProcess>,
@@ -88,13 +90,13 @@ pub(super) struct UnnamedPlaces {
 
 #[derive(Debug)]
 struct OfProcess {
-    /// None if the process runs none that is known.
+    /// The process's runtime; None if it is not known.
     runtime: Option<&'static Runtime>,
     instructions: HashSet<u64>,
 }
 
 impl UnnamedPlaces {
-    /// Takes note of a place of a process that has no perf map.
+    /// Records a place of a process that has no perf map.
     pub(super) fn note(&mut self, pid: u32, image: &Image, instruction: u64) {
         if self.by_process.len() == MAX_PROCESSES && !self.by_process.contains_key(&pid) {
             return;
@@ -108,7 +110,7 @@ impl UnnamedPlaces {
         }
     }
 
-    /// Says on stderr how each runtime is to be started, for its functions to have names.
+    /// Reports on stderr how each runtime must be started for its functions to have names.
     pub(super) fn tell(&self, tool: &str) {
         for line in self.lines() {
             eprintln!("{tool}: {line}");

@@ -1,9 +1,9 @@
-//! Source lines of the code in files that processes have mapped, read by processes made for that.
+//! Source lines of the code in files that processes have mapped, read by separate processes.
 //!
-//! Each file's DWARF is read by a process of its own ([`answer`]), which is started when the first line is asked for: this
-//! very program, without privileges, with the file open and a limit to its memory and CPU time. Whatever the
-//! file's owner has written there, that process ends alone, and the file has no source lines. It is asked over a pipe:
-//! an address on a line, answered by a line of JSON.
+//! Each file's DWARF is read by a reader process of its own ([`answer`]), which is started at the first lookup. The
+//! reader is this same program, without privileges, with the file open, and with limits on its memory and CPU time.
+//! Whatever the file's owner has written into the file, at worst the reader ends, and the file has no source lines.
+//! Requests go over a pipe: each is a line with an address, and its answer is a line of JSON.
 
 use std::collections::{HashMap, HashSet};
 use std::env;
@@ -30,46 +30,46 @@ use crate::print::text;
 use crate::process::address_space::CodeFile;
 use crate::stacks::debug_files::DebugInfo;
 
-/// The environment variable that has this program read source lines: the numbers of the file's descriptor, of its
-/// package's and of its supplement's, with commas between them; `-` for none.
+/// Environment variable that makes this program a reader of source lines. Its value lists the descriptors of the file,
+/// of its package and of its supplement, separated by commas; `-` if there is none.
 const VARIABLE: &str = "MEMTOOLS_LINES";
-/// Files that are read at a time.
+/// Maximum number of readers at a time.
 const MAX_READERS: usize = 8;
-/// Bytes of memory for one file, beside what is mapped of it: sections that are compressed.
+/// Limit of a reader's memory in bytes, beside the mapped file: compressed sections need memory.
 const MAX_MEMORY: u64 = 256 << 20;
-/// CPU time for one file, in seconds: debug information of 1 GB takes 2 s.
+/// Limit of a reader's CPU time in seconds: debug information of 1 GB takes 2 s.
 const MAX_CPU: u64 = 20;
-/// How long one answer is waited for, on a machine that is busy.
+/// Timeout for one answer, on a busy machine.
 const MAX_TIME: Duration = Duration::from_secs(60);
-/// Bytes of one answer: more than the most and longest functions and paths.
+/// Maximum size of an answer in bytes: more than the most and longest functions and paths.
 const MAX_ANSWER: u64 = 4 << 20;
-/// Files that are told to have no lines: whoever makes many of them would fill the screen.
+/// Maximum number of files that are reported to have no lines: whoever makes many of them would fill the screen.
 const MAX_TOLD: usize = 16;
-/// Bytes of all lines that are kept.
+/// Maximum size of all cached lines, in bytes.
 const MAX_LINES: usize = 16 << 20;
-/// Bytes that a line takes beside its text.
+/// Overhead of a cached line beside its text, in bytes.
 const OVERHEAD: usize = 96;
 
 /// The source lines of one place, innermost first.
 type Lines = Rc<[SourceLine]>;
 
-/// Source lines by file and address.
+/// Source lines by file and offset, with the readers that find them.
 #[derive(Debug, Default)]
 pub(crate) struct SourceLines {
-    /// By the file's number; None of one that has no lines.
+    /// Readers by the file's number; None for a file that has no lines.
     readers: HashMap<u32, Option<Reader>>,
-    /// By the file's number and the offset in it.
+    /// Cached lines by the file's number and the offset in the file.
     lines: HashMap<(u32, u64), Lines>,
     line_bytes: usize,
     uses: u64,
-    /// Files that are said to have no lines, or not all.
+    /// Files that were reported to have no lines, or not all.
     told: HashSet<u32>,
 }
 
 /// A process that reads a file's DWARF.
 #[derive(Debug)]
 struct Reader {
-    /// The file's code.
+    /// Code segments of the file.
     code: Vec<CodeSegment>,
     child: Child,
     questions: ChildStdin,
@@ -78,7 +78,7 @@ struct Reader {
 }
 
 impl SourceLines {
-    /// The source lines of the instruction at an offset in a file, demangled and escaped; none if they are not
+    /// Returns the source lines of the instruction at an offset in a file, demangled and escaped; none if they are not
     /// known. `open` finds the file's DWARF.
     pub(crate) fn find(
         &mut self,
@@ -136,7 +136,7 @@ impl SourceLines {
         }
     }
 
-    /// Ends the reader that has not been used for longest, if there are as many as may be.
+    /// Ends the least recently used reader if the maximum number of readers is running.
     fn make_room(&mut self) {
         let running = self
             .readers
@@ -151,7 +151,7 @@ impl SourceLines {
     }
 }
 
-/// The address in the file's own address space of what is at an offset in it.
+/// Converts an offset in a file to an address in the file's own address space.
 fn address_of(code: &[CodeSegment], offset: u64) -> Option<u64> {
     code.iter().find_map(|segment| {
         let within = offset.checked_sub(segment.file_offset)?;
@@ -159,7 +159,7 @@ fn address_of(code: &[CodeSegment], offset: u64) -> Option<u64> {
     })
 }
 
-/// A line as it is printed: its function demangled, and all that its file's owner has written escaped.
+/// Returns a line as it is printed: its function demangled, and all that the file's owner has written escaped.
 fn shown(line: SourceLine) -> SourceLine {
     let name = |name: String| text::shown(&demangle(&name));
     SourceLine {
@@ -176,7 +176,7 @@ impl Reader {
             info.package.as_ref(),
             info.supplement.as_ref(),
         ];
-        // Copies that exec leaves open, and that are closed here once it has been called.
+        // Duplicated descriptors stay open across exec in the child. They are closed here when this function returns.
         let copies = files.map(|file| file.map(dup).transpose());
         let copies: Result<Vec<Option<OwnedFd>>, _> = copies.into_iter().collect();
         let copies = copies.context("failed to pass it on")?;
@@ -191,7 +191,7 @@ impl Reader {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
-            // Ctrl-C ends the trace, and what this has read is for the report at its end.
+            // Ctrl-C ends the trace, but not the reader, which is needed for the report at the end.
             .process_group(0)
             .spawn()
             .context("failed to start a process that reads them")?;
@@ -208,10 +208,11 @@ impl Reader {
         })
     }
 
-    /// The lines of what is at an offset in the file, or why the file's DWARF does not tell them.
+    /// Asks for the source lines at an offset in the file. The inner error says why the file's DWARF does not have
+    /// them.
     ///
     /// # Errors
-    /// If there is no answer, nor will there be.
+    /// If no answer comes, and none will come.
     fn ask(&mut self, offset: u64) -> Result<Result<Vec<SourceLine>, String>> {
         const ENDED: &str =
             "the process that reads them has ended: its debug information is damaged, or too large";
@@ -246,14 +247,14 @@ impl Reader {
 
 impl Drop for Reader {
     fn drop(&mut self) {
-        // If it has ended, there is nothing to end.
+        // The reader may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Reads source lines for the process that started this one, until that has no more questions, if this is what it was
-/// started for.
+/// Runs as a reader of source lines if this process was started as one, until the process that started it has no more
+/// requests. Returns None if it was not.
 pub(crate) fn answer() -> Option<ExitCode> {
     let files = env::var(VARIABLE).ok()?;
     let answered = read_for(&files);
@@ -285,19 +286,19 @@ fn read_for(files: &str) -> Result<()> {
     Ok(())
 }
 
-/// What is open under this number, which [`Reader::start`] has passed on; None of `-`.
+/// Opens the file descriptor that [`Reader::start`] passed on by its number. Returns None for `-`.
 fn inherited(number: &str) -> Result<Option<File>> {
     if number == "-" {
         return Ok(None);
     }
     let number: RawFd = number.parse()?;
     ensure!(number > 2, "a standard stream");
-    // SAFETY: nothing else in this process has opened or closed anything yet; a number that is not open is
-    // refused by whatever is asked of it.
+    // SAFETY: nothing else in this process has opened or closed a file yet. If the descriptor is not open, every
+    // operation on it fails.
     Ok(Some(unsafe { File::from_raw_fd(number) }))
 }
 
-/// What reads what others have written needs to be allowed nothing.
+/// Drops all privileges and sets resource limits: a program that parses foreign data needs no rights.
 fn give_up_privileges() -> Result<()> {
     for set in [CapSet::Effective, CapSet::Permitted] {
         caps::clear(None, set)?;

@@ -1,9 +1,9 @@
-//! Names for the frames of stacks: of the kernel, of a process, of a process that has exited.
+//! Symbolizer for the frames of stacks: of the kernel, of a process, of a process that has exited.
 //!
-//! The images of processes are remembered ([`crate::process::address_space`]): /proc/PID is gone once the
-//! process has exited. Names come from `.symtab` and `.dynsym` ([`crate::code::symbols`]), and for generated code
-//! from perf maps. An address that no symbol covers gets none: a wrong name is worse than
-//! `libfoo.so+0x1234`. The kernel names its own functions ([`crate::stacks::kallsyms`]).
+//! The images of processes are remembered ([`crate::process::address_space`]), since /proc/PID vanishes when the
+//! process exits. Names come from `.symtab` and `.dynsym` ([`crate::code::symbols`]), and for generated code from perf
+//! maps. An address that no symbol covers gets no name: a wrong name is worse than `libfoo.so+0x1234`. The kernel names
+//! its own functions ([`crate::stacks::kallsyms`]).
 
 use std::collections::HashSet;
 use std::hash::{Hash, Hasher};
@@ -26,7 +26,7 @@ use crate::stacks::python_names::{Found, PythonNames};
 use crate::stacks::runtimes::{self, UnnamedPlaces};
 use crate::stacks::table::{Place, Side, Stack};
 
-/// Names the frames of stacks.
+/// Symbolizer for the frames of stacks.
 pub struct Symbolizer {
     log: MappingLog,
     spaces: AddressSpaces,
@@ -34,13 +34,13 @@ pub struct Symbolizer {
     perf_maps: PerfMaps,
     /// The processes whose perf maps were read since the last refresh.
     perf_maps_read: HashSet<u32>,
-    /// Functions of processes without a perf map.
+    /// Places without a name, in processes that have no perf map.
     unnamed: UnnamedPlaces,
     kernel: KernelNames,
-    /// If somebody asks for them.
+    /// Binary translators that have started; None until [`Symbolizer::watch_translators`].
     translators: Option<translator::Started>,
     wanted_lines: WantedLines,
-    /// If functions of Python are shown.
+    /// Names for the frames of interpreters; None if these frames are not shown.
     interpreters: Option<InterpreterNames>,
 }
 
@@ -56,8 +56,8 @@ pub struct SourceArgs {
     pub debuginfod: bool,
 }
 
-/// Names the frames of stacks for a report, which may show no source lines although a profile has them: these
-/// are looked for when that is made. To read a file's DWARF takes up to a second, while events come.
+/// Symbolizer for reports. A report may show no source lines although a profile has them: the lines are then looked up
+/// when the profile is made, since reading a file's DWARF takes up to a second, while events come.
 pub struct ForReports<'a>(&'a mut Symbolizer);
 
 impl Names for ForReports<'_> {
@@ -76,10 +76,10 @@ impl Names for ForReports<'_> {
     }
 }
 
-/// Where source lines are wanted.
+/// Outputs in which source lines are wanted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum WantedLines {
-    /// Nowhere.
+    /// No source lines are wanted.
     #[default]
     None,
     /// Lines are shown in profiles alone.
@@ -88,10 +88,10 @@ enum WantedLines {
     InReports,
 }
 
-/// Names the frames of the kernel's stacks, which is all that a tool without user stacks needs.
+/// Symbolizer for kernel stacks alone, which is all that a tool without user stacks needs.
 #[derive(Debug, Default)]
 pub struct KernelNames {
-    /// Read when the first frame is named.
+    /// Kernel symbols, read when the first frame is symbolized.
     symbols: Option<Kallsyms>,
 }
 
@@ -124,7 +124,7 @@ impl KernelNames {
 }
 
 impl Symbolizer {
-    /// For processes that are yet to be named, by [`Symbolizer::follow`].
+    /// Creates a symbolizer for the processes that [`Symbolizer::follow`] adds.
     ///
     /// # Errors
     /// If the kernel's log of mappings cannot be opened, mostly for want of privilege.
@@ -132,7 +132,7 @@ impl Symbolizer {
         Self::with(AddressSpaces::of(Wanted::Chosen))
     }
 
-    /// For processes that are yet to be named, and what these start.
+    /// Creates a symbolizer for the processes that [`Symbolizer::follow`] adds, and for their descendants.
     ///
     /// # Errors
     /// If the kernel's log of mappings cannot be opened, mostly for want of privilege.
@@ -140,7 +140,7 @@ impl Symbolizer {
         Self::with(AddressSpaces::of(Wanted::Descendants))
     }
 
-    /// For all processes: those that will start, and those that run when
+    /// Creates a symbolizer for all processes: those that start later, and those that run when
     /// [`Symbolizer::look_around`] is called.
     ///
     /// # Errors
@@ -164,10 +164,10 @@ impl Symbolizer {
         })
     }
 
-    /// Adds the source lines that the options ask for, and those that a profile has, if one is made.
+    /// Enables the source lines that the options ask for, and those of a profile if `profile` says that one is made.
     ///
     /// # Errors
-    /// If servers are to be asked for debug information, and cannot be.
+    /// If debuginfod servers are to be asked, and cannot be.
     pub fn with_source(mut self, args: SourceArgs, profile: bool) -> Result<Self> {
         self.wanted_lines = match (args.lines, profile) {
             (true, _) => WantedLines::InReports,
@@ -180,7 +180,7 @@ impl Symbolizer {
         Ok(self)
     }
 
-    /// Shows functions of interpreters from now on.
+    /// Symbolizes frames of interpreters by `names` from now on; None turns that off.
     pub fn name_interpreters(&mut self, names: Option<InterpreterNames>) {
         if let Some(names) = &names {
             names.ask_for_maps(&mut self.perf_maps);
@@ -188,7 +188,7 @@ impl Symbolizer {
         self.interpreters = names;
     }
 
-    /// What names stacks for a report.
+    /// Returns the symbolizer to use for a report.
     pub fn for_reports(&mut self) -> ForReports<'_> {
         ForReports(self)
     }
@@ -198,7 +198,7 @@ impl Symbolizer {
         self.wanted_lines == WantedLines::InReports
     }
 
-    /// Remembers what a running process has mapped, and from now on what it maps.
+    /// Records the mappings of a running process, and from now on its new mappings.
     ///
     /// # Errors
     /// If the mappings of the process cannot be read.
@@ -207,19 +207,19 @@ impl Symbolizer {
         self.spaces.look_at(process)
     }
 
-    /// Remembers what a process maps from now on that is about to call exec.
+    /// Records from now on the mappings of a process that is about to call exec.
     pub fn follow_new(&mut self, pid: u32) {
         self.spaces.choose(pid);
     }
 
-    /// Remembers what all running processes have mapped. It takes some milliseconds, so call it
-    /// when the probes are live.
+    /// Records the mappings of all running processes. This takes some milliseconds, so call it when the probes are
+    /// live.
     pub fn look_around(&mut self) {
         self.spaces.look_at_all();
     }
 
-    /// Begins, once the probes are live: names the frames of interpreters by these, if they are walked, and
-    /// remembers what all running processes have mapped. Returns what
+    /// Prepares to symbolize; call it once the probes are live. Takes the names for the frames of interpreters, if
+    /// these are walked, and records the mappings of all running processes. Returns the file descriptor that
     /// [`crate::run::poll::Poller::watch_mappings`] waits for.
     ///
     /// # Errors
@@ -230,14 +230,14 @@ impl Symbolizer {
         self.descriptor()
     }
 
-    /// Reads the kernel's symbols now, and not when the first is asked for.
+    /// Reads the kernel's symbols now instead of at the first lookup.
     pub fn read_kernel_names(&mut self) {
         self.kernel
             .symbols
             .get_or_insert_with(Kallsyms::read_or_tell);
     }
 
-    /// What [`crate::run::poll::Poller::watch_mappings`] waits for.
+    /// Returns the file descriptor that [`crate::run::poll::Poller::watch_mappings`] waits for.
     ///
     /// # Errors
     /// If there are no file descriptors left.
@@ -246,8 +246,8 @@ impl Symbolizer {
         log.context("failed to watch the log of mappings")
     }
 
-    /// Takes note of new mappings and of newly generated code. Call it when the poller says that
-    /// there are mappings, before a report, and as soon as a process has exited.
+    /// Reads new mappings and newly generated code. Call it when the poller reports mappings, before a report, and as
+    /// soon as a process has exited.
     pub fn refresh(&mut self) {
         for change in self.log.drain() {
             if let Some(translators) = &mut self.translators {
@@ -267,13 +267,13 @@ impl Symbolizer {
         }
     }
 
-    /// Forgets the processes that had exited at the last refresh: all that they did is named.
+    /// Forgets the processes that had exited at the last refresh. Call it when all their stacks are symbolized.
     pub fn forget_exited(&mut self) {
         self.spaces.forget_exited();
     }
 
-    /// The files that the processes that are followed execute code from, as of the last refresh;
-    /// each as often as it is mapped.
+    /// Returns the files from which the followed processes execute code, as of the last refresh, each with its process.
+    /// A file is returned as often as it is mapped.
     pub fn code_files(&self) -> Vec<(u32, Rc<CodeFile>)> {
         let of = |(pid, image): (u32, &Image)| {
             let files: Vec<_> = image.files().map(|file| (pid, file)).collect();
@@ -282,17 +282,17 @@ impl Symbolizer {
         self.spaces.wanted_images().flat_map(of).collect()
     }
 
-    /// Takes note of translators from now on, whoever starts them.
+    /// Records the binary translators that start from now on, whoever starts them.
     pub fn watch_translators(&mut self) {
         self.translators = Some(translator::Started::default());
     }
 
-    /// The processes of the translators that have started since they are watched, as of the last refresh.
+    /// Returns the processes of the translators that have started since they are watched, as of the last refresh.
     pub fn translators(&self) -> impl Iterator<Item = u32> {
         self.translators.iter().flat_map(translator::Started::pids)
     }
 
-    /// Says on stderr what has been missed, and may lack names therefore. Call it at the end.
+    /// Reports on stderr what was lost or has no symbols, so that frames may lack names. Call it at the end.
     pub fn tell_losses(&self, tool: &str) {
         let mut missed = Vec::new();
         match self.log.lost() {
@@ -325,7 +325,7 @@ impl Symbolizer {
     fn user_frames(&mut self, pid: u32, stack: &Stack) -> Vec<Frame> {
         let code: Vec<u64> = stack.instructions().collect();
         let image = self.spaces.image_with(pid, &code).unwrap_or_default();
-        // A frame pointer can be any number: what leads out of all code is no frame.
+        // A frame pointer can be any number: an address outside all code is no frame.
         let is_real = |(at, place): &(usize, &Place)| {
             let found = |code| image.find(code).is_some();
             *at == 0 || place.instruction().is_none_or(found)
@@ -353,14 +353,15 @@ impl Symbolizer {
         frames
     }
 
-    /// Hashes the files and offsets that a user stack's frames are at, and why there are no more: all
-    /// that its names are made of, and the same in each process that runs these files; of Python its words. Returns false
-    /// where more is needed: for generated code, and what is in no mapping.
+    /// Hashes all that the names of a user stack depend on: the file and offset of each native frame, the word of each
+    /// Python frame, and the reason for the stack's end. The hash is the same in each process that runs these files.
+    /// Returns false if the names depend on more: for generated code, interpreted Java functions, and addresses in no
+    /// mapping.
     pub fn hash_places(&mut self, pid: u32, stack: &Stack, hasher: &mut impl Hasher) -> bool {
         let code: Vec<u64> = stack.instructions().collect();
         let image = self.spaces.image_with(pid, &code).unwrap_or_default();
         for (frame, &place) in stack.places.iter().enumerate() {
-            // Another process has another function there.
+            // The same word is another function in another process.
             if matches!(place, Place::Java { .. }) {
                 return false;
             }
@@ -374,7 +375,7 @@ impl Symbolizer {
                     let offset = address - code.range.start + code.file_offset;
                     (code.file.number, offset).hash(hasher);
                 }
-                // As user_frames() has it.
+                // user_frames() ends the stack here, too.
                 None if frame > 0 && !stack.checked && !image.is_empty() => break,
                 None => return false,
             }
@@ -383,7 +384,7 @@ impl Symbolizer {
         true
     }
 
-    /// The frame of a place of native code or Java; None of another.
+    /// Symbolizes a frame of native code or of interpreted Java. Returns None for other places.
     fn user_frame(&mut self, pid: u32, image: &Image, place: Place) -> Option<Frame> {
         if let Place::Java { method, .. } = place {
             let names = self.interpreters.as_ref();
@@ -420,7 +421,7 @@ impl Symbolizer {
             self.unnamed.note(pid, image, instruction);
         }
         let module = code.file.module();
-        // Offsets are the return address's own, as all peers print them.
+        // Offsets are those of the return address, as all comparable tools print them.
         let beyond = address - instruction;
         Some(Frame {
             symbol: symbol.map(|(name, offset)| (name, offset + beyond)),
@@ -459,7 +460,7 @@ impl Names for Symbolizer {
             return self.kernel.part(pid, stack);
         }
         let frames = self.user_frames(pid, stack);
-        // Frames of Python that follow are not where the walk has ended.
+        // The walk ended in the last frame that is not of Python, though frames of Python can follow it.
         let last = frames.iter().rfind(|frame| !frame.is_python());
         let truncated = stack.end.truncated(last.and_then(Frame::module_name));
         Part { frames, truncated }

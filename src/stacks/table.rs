@@ -19,28 +19,27 @@ mod place;
 
 pub use place::Place;
 
-/// Frames that the table holds of a stack at most.
+/// Maximum number of frames that the table holds of a stack.
 pub const MAX_DEPTH: u32 = types::stack_layout::STACK_MAX_DEPTH.0;
 
-/// Bytes that an entry takes of the kernel's memory: key, value, and the kernel's own.
+/// Bytes of kernel memory per entry: key, value, and the kernel's overhead.
 pub const ENTRY_BYTES: u64 = 8 + size_of::<types::stack>() as u64 + 64;
 
-/// Entries that the table may grow to, where only events that were not looked at yet refer to it.
+/// Maximum number of entries of a table whose stacks only pending events refer to.
 pub const MAX_OF_EVENTS: u32 = 1 << 16;
 
-/// Entries that a table begins with for each CPU that is online: they have to last until more room is
-/// made, and each CPU brings new stacks meanwhile.
+/// Initial entries per online CPU. They have to last until the table is renewed, while each CPU adds new stacks.
 const FIRST_ENTRIES_PER_CPU: u32 = 2048;
 
-/// Entries that a table begins with at least and at most.
+/// Minimum and maximum of the initial number of entries.
 const FIRST_ENTRIES: RangeInclusive<u32> = 4096..=16384;
 
-/// Entries that the table begins with where each stack comes with an event, which takes its time, too.
+/// Initial number of entries where each stack comes with an event, which takes time, too.
 pub const FIRST_OF_EVENTS: u32 = 2048;
 
-/// Entries that the table of distinct stacks begins with where the kernel counts by them: 4.6 MB on two CPUs.
+/// Returns the initial number of entries where BPF programs count by stack: 4.6 MB on two CPUs.
 pub fn first_entries() -> u32 {
-    // What the C library cannot count is taken for few.
+    // If the C library cannot count the CPUs, the minimum is used.
     let online = sysconf(SysconfVar::_NPROCESSORS_ONLN).ok().flatten();
     let cpus = online
         .and_then(|cpus| u32::try_from(cpus).ok())
@@ -50,8 +49,8 @@ pub fn first_entries() -> u32 {
         .clamp(least, most)
 }
 
-/// Sizes an opened skeleton's table of stacks, and the maps that serve to take them, before load: for so
-/// many distinct stacks at first, or, with None, for none at all.
+/// Sizes an opened skeleton's table of stacks before load, for `first_entries` distinct stacks at first. None means
+/// that no stacks are recorded: the table and `others`, the maps needed to record stacks, then get one entry each.
 ///
 /// # Errors
 /// If libbpf refuses a size.
@@ -68,41 +67,41 @@ pub fn size<const MAPS: usize>(
     map_create::size(stacks, first_entries.unwrap_or(1))
 }
 
-/// The id of a stack that could not be taken or stored.
+/// The id of a stack that could not be recorded or stored.
 const LOST: u64 = types::stack_id::STACK_LOST.0 as u64;
 
 /// The id of "no stack": the user stack of a kernel thread, the kernel stack of user code.
 const NO_STACK: u64 = types::stack_id::STACK_NONE.0 as u64;
 
-/// The bit of an entry's flags for addresses of the kernel.
+/// The flag of an entry whose addresses are the kernel's.
 const KERNEL: u8 = types::stack_flags::STACK_KERNEL.0 as u8;
 
-/// Whose code a stack goes through.
+/// Side of a stack: user space or the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
-    /// A process's.
+    /// Code of a process.
     User,
-    /// The kernel's.
+    /// Code of the kernel.
     Kernel,
 }
 
-/// One stack, innermost frame first. It may have no frame at all, as a kernel thread's user stack.
+/// A stack, innermost frame first. A stack may have no frame at all, such as a kernel thread's user stack.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stack {
-    /// Whose addresses these are.
+    /// Side that the addresses belong to.
     pub side: Side,
     /// The frames.
     pub places: Vec<Place>,
     /// Why there is no further frame.
     pub end: End,
-    /// Whether each frame is known to be in code; frame pointers alone do not tell.
+    /// Whether each frame is known to be in code. A walk by frame pointers alone does not check that.
     pub checked: bool,
 }
 
-/// Where a walk up a stack has ended.
+/// Reason for the end of a stack walk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum End {
-    /// The walk ended at the outermost frame; or, by frame pointers alone, as that was asked for, at the last.
+    /// The walk ended at the outermost frame, or at the last frame pointer if only frame pointers were asked for.
     Root,
     /// The walk ended at the depth limit.
     Depth,
@@ -112,11 +111,11 @@ pub enum End {
     NoRule,
     /// The walk ended before a frame in no code that the process is known to have mapped.
     NoCode,
-    /// Where the stack could not be read.
+    /// The walk ended where the stack could not be read.
     Unreadable,
-    /// Before a frame that would be nearer to the stack's top.
+    /// The walk ended before a frame that would be farther from the stack's base than the last one.
     Backwards,
-    /// Before frames of a virtual thread that are in Java's heap.
+    /// The walk ended before frames of a virtual thread, which are in Java's heap.
     InJavaHeap,
 }
 
@@ -136,7 +135,7 @@ impl End {
         }
     }
 
-    /// Why frames are missing, if they are. `module` is where the last one's code is.
+    /// Returns why outer frames are missing, if they are. `module` is the module of the last frame.
     pub fn truncated(self, module: Option<&str>) -> Option<String> {
         Some(match self {
             Self::Root => return None,
@@ -152,12 +151,12 @@ impl End {
 }
 
 impl Stack {
-    /// The instructions that the native frames are at, innermost first.
+    /// Returns an address within the instruction of each native frame, innermost first.
     pub fn instructions(&self) -> impl Iterator<Item = u64> {
         self.places.iter().filter_map(|place| place.instruction())
     }
 
-    /// The stack of an entry, and of the one with the rest of its frames.
+    /// Decodes a stack from its entry and from `rest`, the entry with its remaining frames.
     fn read(entry: &types::stack, rest: Option<&types::stack>) -> Self {
         let side = match entry.flags & KERNEL {
             0 => Side::User,
@@ -188,14 +187,14 @@ impl Stack {
     }
 }
 
-/// The words of an entry, and whether each is an instruction that was interrupted.
+/// Returns the words of an entry, each with whether it is an instruction that was interrupted.
 fn words(entry: &types::stack) -> impl Iterator<Item = (u64, bool)> {
     let is_interrupted = |frame: usize| entry.interrupted[frame / 64] & (1 << (frame % 64)) != 0;
     let words = entry.pc.iter().take(entry.depth as usize).enumerate();
     words.map(move |(frame, &word)| (word, is_interrupted(frame)))
 }
 
-/// The maps of a loaded skeleton that the table of stacks is made of.
+/// Collects the maps of a loaded skeleton that make up the table of stacks.
 #[macro_export]
 macro_rules! stack_maps {
     ($skel:expr) => {
@@ -207,52 +206,52 @@ macro_rules! stack_maps {
     };
 }
 
-/// What [`stack_maps!`] makes.
+/// Maps of a skeleton that make up the table of stacks, as collected by [`stack_maps!`].
 #[derive(Debug)]
 pub struct StackMaps<'map, M> {
-    /// `stacks`, which programs begin with.
+    /// `stacks`, the map that BPF programs use first.
     pub first: &'map M,
-    /// `stack_maps`, for another in its place.
+    /// `stack_maps`, the map of maps that holds the replacement of `stacks`.
     pub holder: &'map M,
-    /// `rooms`.
+    /// `rooms`, the fill levels of tables.
     pub rooms: &'map M,
 }
 
-/// The table of stacks, read by id, and renewed before it is full.
+/// The table of stacks, which is read by id and renewed before it is full.
 ///
-/// To renew it is to put an empty map in its place, to which whatever is still referred to is copied
-/// ([`Stacks::renew`], [`Stacks::keep`]). No reference is missed: programs that had an id from the
-/// old map have ended when `renew` returns, and all others store their stacks in the new one.
+/// A renewal ([`Stacks::renew`]) replaces the map with an empty one. [`Stacks::keep`] then copies the stacks that are
+/// still referred to. No reference is missed: BPF programs that had an id from the old map have ended when `renew`
+/// returns, and later ones store their stacks in the new map.
 pub struct Stacks<'map, M> {
     maps: StackMaps<'map, M>,
     room: Room,
-    /// The map in the place of the first.
+    /// Map that has replaced the first one; None before the first renewal.
     current: Option<MapHandle>,
-    /// The map before it, until it is known what is referred to.
+    /// Map before the current one, until [`Stacks::keep`] has copied what is still referred to.
     previous: Option<Previous>,
-    /// Entries of the map in use.
+    /// Capacity of the map in use, in entries.
     entries: u32,
-    /// Entries that the map may have.
+    /// Maximum capacity of a map, in entries.
     most: u32,
-    /// How many stacks were kept at the last renewal, and when that began.
+    /// Number of entries kept at the last renewal. `renewed` is when that renewal began.
     kept: u64,
     renewed: Instant,
-    /// Ids that were referred to when a renewal had no room for their stacks.
+    /// Ids that are referred to although their stacks did not fit into the new map of a renewal.
     lost: HashSet<u64>,
-    /// How many such stacks there were.
+    /// Number of stacks that did not fit, over all renewals.
     lost_count: u64,
     known: HashMap<u64, Rc<Stack>>,
     none: Rc<Stack>,
 }
 
-/// A map that programs add no more stacks to.
+/// Map that has been replaced, to which BPF programs add no more stacks.
 enum Previous {
     First,
     Other(MapHandle),
 }
 
 impl<'map, M: MapCore> Stacks<'map, M> {
-    /// The table of this skeleton, which may grow to `most` entries.
+    /// Creates the table from a skeleton's maps. A map may grow to `most` entries.
     ///
     /// # Errors
     /// If the map that says how full the table is cannot be mapped.
@@ -284,7 +283,7 @@ impl<'map, M: MapCore> Stacks<'map, M> {
         Ok(stacks)
     }
 
-    /// The stack with this id; None if it was lost.
+    /// Returns the stack with this id, or None if the stack was lost.
     ///
     /// # Errors
     /// If the table cannot be read, or has an entry of another size.
@@ -312,7 +311,7 @@ impl<'map, M: MapCore> Stacks<'map, M> {
         Ok(Some(stack))
     }
 
-    /// The id, or that of all lost stacks if a renewal had no room for this one.
+    /// Returns the id, or the id of all lost stacks if a renewal has lost the stack.
     ///
     /// # Errors
     /// If the table cannot be read.
@@ -323,7 +322,7 @@ impl<'map, M: MapCore> Stacks<'map, M> {
         Ok(id)
     }
 
-    /// How many stacks the renewals had no room for, although they were referred to.
+    /// Returns how many stacks renewals have lost for lack of room, although something referred to them.
     pub fn lost(&self) -> u64 {
         self.lost_count
     }
@@ -331,17 +330,17 @@ impl<'map, M: MapCore> Stacks<'map, M> {
     /// Whether the table should be renewed.
     ///
     /// # Errors
-    /// If the map that says how full the table is has no such entry.
+    /// If the map of fill levels has no entry for this table.
     pub fn is_crowded(&self) -> Result<bool> {
         self.room.is_crowded()
     }
 
-    /// Puts an empty map in the place of the one in use, a larger one if that has filled fast or much
-    /// was kept of it. What the old one has can be read until [`Stacks::keep`] or the next renewal.
-    /// A renewal takes a grace period of the kernel, 10 to 30 ms.
+    /// Replaces the map in use with an empty one, which is larger if the old map has filled fast or if much of it was
+    /// kept. The stacks of the old map can be read until [`Stacks::keep`] or the next renewal. A renewal takes an RCU
+    /// grace period, 10 to 30 ms.
     ///
     /// # Errors
-    /// If there is no memory for another map, or the kernel does not take it.
+    /// If there is no memory for another map, or the kernel refuses to insert the map.
     pub fn renew(&mut self) -> Result<()> {
         let begun = Instant::now();
         let filled = Filled {
@@ -368,11 +367,11 @@ impl<'map, M: MapCore> Stacks<'map, M> {
         Ok(())
     }
 
-    /// Copies these from the map that was in use before, and forgets the rest of it. A stack that there
-    /// is no room for is lost ([`Stacks::lost`]).
+    /// Copies the stacks with these ids from the previous map, and drops that map. A stack that does not fit is lost
+    /// ([`Stacks::lost`]).
     ///
     /// # Errors
-    /// If the map that was in use before cannot be read.
+    /// If the previous map cannot be read.
     pub fn keep(&mut self, ids: impl IntoIterator<Item = u64>) -> Result<()> {
         let (Some(previous), Some(current)) = (self.previous.take(), &self.current) else {
             return Ok(());
@@ -395,7 +394,7 @@ impl<'map, M: MapCore> Stacks<'map, M> {
                 rest => entry(rest)?.map(|entry| (rest, entry)),
             };
             self.kept += 1 + u64::from(rest.is_some());
-            // The rest first: who finds a stack finds all of it.
+            // The rest comes first, so that whoever finds a stack finds all of it.
             let entries = rest.into_iter().chain([(id, stack)]);
             match copy(entries, current) {
                 Some(copies) => copied += copies,
@@ -405,21 +404,20 @@ impl<'map, M: MapCore> Stacks<'map, M> {
                 }
             }
         }
-        // Measured by what was kept: what programs have added since may be gone soon.
+        // The threshold depends on kept entries alone: those that BPF programs have added since may soon be dropped.
         let taken = self.room.taken()? + copied;
         self.room
             .begin(taken, room::enough(self.kept, self.entries))
     }
 
-    /// Renews the table if it is crowded, where nothing but events refers to stacks.
+    /// Renews the table if it is crowded, for tools in which only events refer to stacks.
     ///
-    /// Call it when all events that there were have been looked at: those that come meanwhile find
-    /// their stacks until the next renewal. Stacks that were read stay known. Without memory for
-    /// another table all stays as it is, and what has no room is lost and counted: these tools also
-    /// run where memory runs out.
+    /// Call it when all pending events have been handled. Events that arrive meanwhile find their stacks until the next
+    /// renewal. Stacks that were read stay cached. Without memory for another map the table stays as it is, and stacks
+    /// that do not fit are lost and counted: these tools also run where memory runs out.
     ///
     /// # Errors
-    /// If the table in use cannot be read or counted in; a lack of memory is none.
+    /// If the map in use cannot be read, or its fill level cannot be set. A lack of memory is no error.
     pub fn renew_for_events(&mut self) -> Result<()> {
         if !self.is_crowded()? {
             return Ok(());
@@ -432,12 +430,12 @@ impl<'map, M: MapCore> Stacks<'map, M> {
         self.room.begin(taken, room::enough(taken, self.entries))
     }
 
-    /// How many stacks the table has room for.
+    /// Returns the capacity of the table, in entries.
     pub fn entries(&self) -> u32 {
         self.entries
     }
 
-    /// Forgets what was read, as it will not be asked for again.
+    /// Clears the cache of stacks that were read. Call it when they will not be asked for again.
     pub fn forget_read(&mut self) {
         self.known.clear();
     }
@@ -459,13 +457,13 @@ impl<'map, M: MapCore> Stacks<'map, M> {
     }
 }
 
-/// Copies entries to a map. Returns how many it did not have before; None if it has no room.
+/// Copies entries to a map. Returns how many are new to the map, or None if the map is full.
 fn copy(entries: impl Iterator<Item = (u64, Vec<u8>)>, to: &MapHandle) -> Option<u64> {
     let mut copied = 0;
     for (id, entry) in entries {
         match to.update(&id.to_ne_bytes(), &entry, MapFlags::NO_EXIST) {
             Ok(()) => copied += 1,
-            // A program has met it since.
+            // A BPF program has stored the stack since.
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
             Err(_) => return None,
         }

@@ -1,34 +1,34 @@
-//! The place of a frame, as a word of a stack tells it.
+//! Place of a frame, decoded from a word of a stack.
 
 use crate::bpf::types;
 
-/// Where a frame's code was.
+/// Place of a frame: where its code is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Place {
     /// The address that the frame returns to: the call lies before it.
     Return(u64),
     /// The instruction at which the frame was interrupted.
     Interrupted(u64),
-    /// A frame of Python, by the word that tells its code object and the instruction in that. The frames of one call
-    /// of the interpreter's loop follow the loop's own, innermost first.
+    /// A frame of Python, as the word that encodes its code object and instruction. The Python frames of one call of
+    /// the interpreter's loop follow the native frame of the loop, innermost first.
     Python(u64),
-    /// The frames of Python that follow are of loops that are among no native frames before.
+    /// Mark before Python frames whose interpreter loops are not among the native frames before it.
     PythonUnpaired,
-    /// Python has further frames, which could not be read or had no room.
+    /// Mark for further frames of Python, which could not be read or did not fit.
     PythonCut,
-    /// A function of Java that is interpreted.
+    /// A frame of an interpreted Java function.
     Java {
-        /// The address of its `Method`.
+        /// Address of the function's `Method`.
         method: u64,
-        /// The lower bits of the address of the bytecode that it calls from, if that is noted in its frame.
+        /// Lower bits of the address of the bytecode at which the function calls, if its frame notes that address.
         bytecode: Option<u16>,
     },
 }
 
 impl Place {
-    /// What a word of a user's stack stands for.
+    /// Decodes a word of a user stack.
     pub(super) fn of_user(word: u64, interrupted: bool) -> Self {
-        /// `PYTHON_WORD` in C. No address of a process has that bit.
+        /// `PYTHON_WORD` in C. No user-space address has this bit set.
         const PYTHON: u64 = 1 << 63;
         const JAVA: u64 = 1 << types::hotspot_layout::HOTSPOT_INTERPRETED_BIT.0;
         const UNPAIRED: u64 = PYTHON | types::python_mark::PYTHON_UNPAIRED.0 as u64;
@@ -42,7 +42,7 @@ impl Place {
         }
     }
 
-    /// The function of Java that a word stands for.
+    /// Decodes the word of an interpreted Java function.
     fn of_java(word: u64) -> Self {
         const KNOWN: u64 = 1 << types::hotspot_layout::HOTSPOT_BYTECODE_BIT.0;
         const SHIFT: u32 = types::hotspot_layout::HOTSPOT_BYTECODE_SHIFT.0;
@@ -52,7 +52,7 @@ impl Place {
         }
     }
 
-    /// What an address stands for.
+    /// Creates the place of a native frame from its address.
     pub(super) fn of_native(address: u64, interrupted: bool) -> Self {
         if interrupted {
             Self::Interrupted(address)
@@ -61,7 +61,7 @@ impl Place {
         }
     }
 
-    /// The absolute address, as the stack has it; None of what is interpreted.
+    /// Returns the absolute address as in the stack, or None for an interpreted frame.
     pub fn address(self) -> Option<u64> {
         match self {
             Self::Return(address) | Self::Interrupted(address) => Some(address),
@@ -69,7 +69,7 @@ impl Place {
         }
     }
 
-    /// An address within the instruction that the frame is in; None of what is interpreted.
+    /// Returns an address within the instruction of the frame, or None for an interpreted frame.
     pub fn instruction(self) -> Option<u64> {
         match self {
             Self::Return(address) => Some(address.wrapping_sub(1)),

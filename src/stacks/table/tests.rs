@@ -36,7 +36,7 @@ fn an_entry_is_read_as_it_was_written() {
     entry.end = types::stack_end::STACK_END_ROOT.0 as u8;
     let stack = Stack::read(&entry, None);
     assert_eq!((stack.side, stack.end), (Side::Kernel, End::Root));
-    // All addresses of the kernel have that bit.
+    // All addresses of the kernel have the bit `PYTHON` set.
     assert_eq!(stack.places[2], Place::Interrupted(PYTHON));
 }
 
@@ -66,7 +66,7 @@ fn a_deep_stack_has_two_entries() {
     ];
     assert_eq!(stack.places[127..], behind);
 
-    // What is said of its depth is not believed, and without the other entry it is cut.
+    // A wrong depth is not believed. Without the other entry the stack is cut.
     entry.depth = u32::MAX;
     rest.depth = u32::MAX;
     let stack = Stack::read(&entry, Some(&rest));
