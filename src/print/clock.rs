@@ -10,7 +10,7 @@ use jiff::{Timestamp, Zoned};
 use nix::time::{ClockId, clock_gettime};
 use serde::Serializer;
 
-/// Converts CLOCK_MONOTONIC to wall time by the offset between the two when the first one was made.
+/// Converter of CLOCK_MONOTONIC to wall time, by the offset between the two clocks when the first converter was made.
 #[derive(Debug, Clone)]
 pub struct Clock {
     /// Wall time minus monotonic time.
@@ -28,14 +28,14 @@ impl Clock {
         Self { offset }
     }
 
-    /// The kernel time stamp of a wall time: what [`Clock::local`] made this time of.
+    /// Returns the kernel time stamp of a wall time, the inverse of [`Clock::local`].
     pub fn monotonic_ns(&self, time: &Zoned) -> u64 {
         let since_epoch = Duration::try_from(time.timestamp().as_duration()).unwrap_or_default();
         let monotonic = since_epoch.saturating_sub(self.offset);
         u64::try_from(monotonic.as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// Local wall time of a kernel time stamp.
+    /// Returns the local wall time of a kernel time stamp.
     pub fn local(&self, monotonic_ns: u64) -> Zoned {
         let since_epoch = self.offset + Duration::from_nanos(monotonic_ns);
         Timestamp::UNIX_EPOCH
@@ -51,10 +51,10 @@ impl Default for Clock {
     }
 }
 
-/// The machine's time zone, or that of the variable `TZ`, as it was at the first call.
+/// Returns the machine's time zone, or the one that the variable `TZ` names, as of the first call.
 pub fn time_zone() -> TimeZone {
     static ZONE: OnceLock<TimeZone> = OnceLock::new();
-    // To learn the zone's name, the library lists all zones that there are: a twentieth of memleak's start.
+    // To find the zone's name, the library lists all zones, which takes a twentieth of memleak's start.
     let nameless = || {
         let rules = fs::read("/etc/localtime").ok()?;
         TimeZone::tzif("local", &rules).ok()
@@ -66,12 +66,12 @@ pub fn time_zone() -> TimeZone {
     ZONE.get_or_init(zone).clone()
 }
 
-/// Local wall time now.
+/// Returns the local wall time now.
 pub fn now() -> Zoned {
     Timestamp::now().to_zoned(time_zone())
 }
 
-/// CLOCK_MONOTONIC now, in nanoseconds.
+/// Returns CLOCK_MONOTONIC now, in nanoseconds.
 pub fn monotonic_ns() -> u64 {
     let now = clock_gettime(ClockId::CLOCK_MONOTONIC)
         .map(Duration::from)
@@ -79,17 +79,17 @@ pub fn monotonic_ns() -> u64 {
     u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// `HH:MM:SS`, the BCC tools' time of day.
+/// Formats a time as `HH:MM:SS`, the BCC tools' time of day.
 pub fn time_of_day(time: &Zoned) -> String {
     time.strftime("%H:%M:%S").to_string()
 }
 
-/// RFC 3339 with microseconds and offset, for JSON.
+/// Formats a time by RFC 3339 with microseconds and offset, for JSON.
 pub fn rfc3339(time: &Zoned) -> String {
     time.strftime("%Y-%m-%dT%H:%M:%S.%6f%:z").to_string()
 }
 
-/// [`rfc3339`] for the fields of a row.
+/// Serializes a time by [`rfc3339`], for the fields of a row.
 ///
 /// # Errors
 /// If the serializer fails.

@@ -1,16 +1,16 @@
 //! Names of C++ and Rust functions as they are in the source.
 //!
-//! A mangled name can refer back to its parts: 600 bytes of it stand for gigabytes (each parameter's
-//! type made of two of the one before). So what comes out is cut when it is long enough.
+//! A mangled name can refer back to its parts, so that 600 bytes can expand to gigabytes (each parameter's type made of
+//! two of the one before). So the demangled name is cut when it is long enough.
 
 use std::borrow::Cow;
 use std::fmt::{self, Write};
 
 use crate::print::text::{self, MAX_NAME};
 
-/// The name as it is in the source, as far as it is shown; or as it is, if it is not mangled.
+/// Demangles a name, as far as it is shown. Returns the name itself if it is not mangled.
 pub fn demangle(name: &str) -> Cow<'_, str> {
-    // Rust's older mangling is that of a C++ variable, but for the hash in the end.
+    // Rust's older mangling is that of a C++ variable, except for the hash at the end.
     let may_be_rust = name.starts_with("_R") || name.contains("17h");
     if let Some(rust) = may_be_rust
         .then(|| rustc_demangle::try_demangle(name).ok())
@@ -28,12 +28,12 @@ pub fn demangle(name: &str) -> Cow<'_, str> {
     Cut::of(|cut| symbol.structured_demangle(cut, &options)).map_or(name.into(), Cow::Owned)
 }
 
-/// Text that ends a little after what is shown of a name.
+/// Buffer for a demangled name, which is full a little after the part that is shown.
 #[derive(Default)]
 struct Cut(String);
 
 impl Cut {
-    /// What is written; None if that fails for another reason than its length.
+    /// Returns the text that `write` writes, or None if writing fails for another reason than the length.
     fn of(write: impl FnOnce(&mut Self) -> fmt::Result) -> Option<String> {
         let mut cut = Self::default();
         let written = write(&mut cut);
@@ -78,7 +78,7 @@ mod tests {
         }
     }
 
-    /// Each parameter's type is made of two of the one before it.
+    /// Makes a mangled name in which each parameter's type is made of two of the one before it.
     fn bomb(parameters: usize) -> String {
         let reference = |number: usize| match number {
             0 => "S_".to_owned(),
@@ -103,7 +103,7 @@ mod tests {
 
     #[test]
     fn a_bomb_is_cut() {
-        // The prefix tells that it was understood.
+        // The prefix shows that the name was parsed.
         assert_eq!(
             demangle(&bomb(1)),
             "f(X<int, int>, X<X<int, int>, X<int, int> >)"

@@ -4,13 +4,13 @@ use std::borrow::Cow;
 
 use nix::errno::Errno;
 
-/// Values from here up to -1 are errors, by the kernel's convention for every system call.
+/// Lowest error value: results from here up to -1 are errors, by the kernel's convention for every system call.
 const LOWEST: i64 = -4095;
 
-/// What a system call returned, as its exit has it: its value, or its error (a positive errno).
+/// Splits the result of a system call, as its exit has it, into a value or an error (a positive errno).
 ///
 /// # Errors
-/// If it is an error: with its number.
+/// If the result is an error: with its number.
 pub fn result(returned: i64) -> Result<u64, i32> {
     if (LOWEST..0).contains(&returned) {
         Err(-returned as i32)
@@ -19,9 +19,9 @@ pub fn result(returned: i64) -> Result<u64, i32> {
     }
 }
 
-/// `EINVAL` for 22.
+/// Returns the name of an errno: `EINVAL` for 22.
 pub fn name(errno: i32) -> Cow<'static, str> {
-    // The kernel's own, which become EINTR or a new call before the program sees them.
+    // Errors of the kernel's own. The first four become EINTR or a restarted call before the program sees them.
     match errno {
         512 => return "ERESTARTSYS".into(),
         513 => return "ERESTARTNOINTR".into(),

@@ -1,26 +1,26 @@
-//! File names as `bpf/include/file.bpf.h` writes them.
+//! Names and paths of files, as `bpf/include/file.bpf.h` writes them.
 
 use crate::print::text;
 
-/// What is known of a path.
+/// Extent to which a path is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reach {
-    /// All of it, up to the root of the process's files.
+    /// The whole path is known, up to the root of the process's files.
     Root,
-    /// The file is in no folder, as memfd_create(2) makes them.
+    /// The file is in no folder, such as a file of memfd_create(2).
     NoFolder,
-    /// Folders at the beginning are missing: it is too long.
+    /// Folders at the beginning are missing, as the path is too long.
     Cut,
 }
 
-/// A file's name, escaped. `record` is the name, with its NUL and what may follow.
+/// Returns a file's name, escaped. `record` is the name, with its NUL and what may follow.
 pub fn name(record: &[u8]) -> String {
     let end = record.iter().position(|&byte| byte == 0);
     text::escape_bytes(&record[..end.unwrap_or(record.len())])
 }
 
-/// A file's path, escaped. `record` holds its names from the file upwards, each with its NUL. One that is in no
-/// folder is written as in /proc/PID/maps: `/dev/zero (deleted)` is anonymous memory that is shared.
+/// Returns a file's path, escaped. `record` holds its names from the file upwards, each with its NUL. A file in no
+/// folder is written as in /proc/PID/maps: `/dev/zero (deleted)` is shared anonymous memory.
 pub fn path(record: &[u8], reach: Reach) -> String {
     let names = record.strip_suffix(b"\0").unwrap_or(record);
     let mut path = String::new();

@@ -1,6 +1,6 @@
-//! Flag words by name.
+//! Names of the bits of flag words.
 
-/// The names of the bits that are set, in the table's order, and the bits that have none.
+/// Returns the names of the bits that are set, in the table's order, and the set bits that have no name.
 pub fn names(bits: u64, table: &[(u64, &'static str)]) -> (Vec<&'static str>, u64) {
     let mut rest = bits;
     let names = table
@@ -14,14 +14,14 @@ pub fn names(bits: u64, table: &[(u64, &'static str)]) -> (Vec<&'static str>, u6
     (names, rest)
 }
 
-/// Where the size of huge pages is in the flags of mmap(2) and shmget(2): its binary logarithm,
-/// 6 bits wide. 0 stands for the default size.
+/// Position of the size of huge pages in the flags of mmap(2) and shmget(2): a binary logarithm, 6 bits wide. 0 means
+/// the default size.
 const HUGE_SHIFT: u32 = 26;
 
-/// The bits of the huge pages' size.
+/// Mask of the size of huge pages.
 pub const HUGE_MASK: u64 = 0x3f << HUGE_SHIFT;
 
-/// The huge pages' size in flags that ask for such, such as `2MB`; None for the default size.
+/// Returns the size of huge pages in the flags that ask for it, such as `2MB`, or None for the default size.
 pub fn huge_page_size(flags: u64) -> Option<String> {
     let log2 = (flags & HUGE_MASK) >> HUGE_SHIFT;
     const UNITS: [&str; 7] = ["B", "KB", "MB", "GB", "TB", "PB", "EB"];

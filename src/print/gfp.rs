@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Serialize, Serializer};
 
-/// What an allocation may do and where, named as the kernel's own traces name it.
+/// Allocation flags: what an allocation may do and where. The names are those in the kernel's own traces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Gfp(pub u32);
 
@@ -14,7 +14,7 @@ impl Serialize for Gfp {
     }
 }
 
-/// The bits, by their positions; the same on all kernels from 5.10 to 7.2, and since 6.10 an enum.
+/// Names of the bits by position. The positions are the same on all kernels from 5.10 to 7.2, and an enum since 6.10.
 const BITS: [&str; 25] = [
     "__GFP_DMA",
     "__GFP_HIGHMEM",
@@ -75,7 +75,7 @@ const COMBINATIONS: [(u32, &str); 12] = [
     (1 << 2, "GFP_DMA32"),
 ];
 
-/// `GFP_HIGHUSER_MOVABLE|__GFP_ZERO`; what has no name in hexadecimal, `none` if there is no flag.
+/// Prints flags such as `GFP_HIGHUSER_MOVABLE|__GFP_ZERO`. Bits without a name are in hexadecimal; no flag is `none`.
 impl fmt::Display for Gfp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut left = self.0;
@@ -106,7 +106,7 @@ mod tests {
     #[test]
     fn names_are_the_kernels() {
         let name = |flags| Gfp(flags).to_string();
-        // Of an anonymous page's fault, as 6.12 traces it.
+        // The flags of an anonymous page's fault, as 6.12 traces them.
         assert_eq!(name(0x140dca), "GFP_HIGHUSER_MOVABLE|__GFP_ZERO|__GFP_COMP");
         assert_eq!(name(0xcc0), "GFP_KERNEL");
         assert_eq!(name(0x400cc0), "GFP_KERNEL_ACCOUNT");

@@ -15,7 +15,7 @@ const SLOTS: usize = 65;
 /// Columns of the longest bar.
 const BAR_COLUMNS: f32 = 52.0;
 
-/// How often values of each length in bits were seen.
+/// Counts of values by their length in bits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Histogram {
     /// Slot 0 counts zeros, slot n the values in [2^(n-1), 2^n).
@@ -28,7 +28,7 @@ pub struct Histogram {
 pub struct Named {
     /// What was measured, with its unit at the end.
     pub name: &'static str,
-    /// How often it was how much.
+    /// The counts of its values.
     pub buckets: Histogram,
 }
 
@@ -41,16 +41,16 @@ impl Row for Named {
 /// A slot with its bounds, both included.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Bucket {
-    /// Smallest value that it counts.
+    /// Smallest value of the bucket.
     pub min: u64,
-    /// Largest value that it counts.
+    /// Largest value of the bucket.
     pub max: u64,
-    /// Values seen.
+    /// Number of values seen.
     pub count: u64,
 }
 
 impl Histogram {
-    /// A histogram of nothing.
+    /// Creates an empty histogram.
     pub fn new() -> Self {
         Self { slots: [0; SLOTS] }
     }
@@ -61,24 +61,24 @@ impl Histogram {
         self.slots[slot as usize] += 1;
     }
 
-    /// Values seen.
+    /// Returns the number of values seen.
     pub fn count(&self) -> u64 {
         self.slots.iter().sum()
     }
 
-    /// Values seen that are below this power of two.
+    /// Returns the number of values seen that are below 2 to the power of `bits`.
     pub fn count_below(&self, bits: usize) -> u64 {
         self.slots[..=bits].iter().sum()
     }
 
-    /// Counts all that another histogram has.
+    /// Adds the counts of another histogram.
     pub fn add_all(&mut self, more: &Self) {
         for (slot, more) in self.slots.iter_mut().zip(more.slots) {
             *slot += more;
         }
     }
 
-    /// From the lowest to the highest bucket that is not empty, with the empty ones between.
+    /// Returns the buckets from the lowest to the highest that is not empty, with the empty ones between.
     pub fn buckets(&self) -> impl Iterator<Item = Bucket> + '_ {
         let first = self.slots.iter().position(|&count| count > 0);
         let end = self.slots.iter().rposition(|&count| count > 0);
@@ -122,7 +122,7 @@ impl Default for Histogram {
     }
 }
 
-/// From a program's own histogram, whatever skeleton its type is from.
+/// Converts the slots of a BPF program's histogram, whatever skeleton its type is from.
 impl From<[u64; SLOTS]> for Histogram {
     fn from(slots: [u64; SLOTS]) -> Self {
         Self { slots }
@@ -135,7 +135,7 @@ impl From<&types::histogram> for Histogram {
     }
 }
 
-/// An array of the buckets.
+/// Serializes to an array of the buckets.
 impl Serialize for Histogram {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_seq(self.buckets())
@@ -149,7 +149,7 @@ fn lower_bound(slot: usize) -> u64 {
     }
 }
 
-/// The interval's name: `[0]`, `[1]`, `[2, 4)`, `[512, 1K)`.
+/// Name of a bucket's interval: `[0]`, `[1]`, `[2, 4)`, `[512, 1K)`.
 struct Label(Bucket);
 
 impl fmt::Display for Label {
@@ -167,7 +167,7 @@ impl fmt::Display for Label {
     }
 }
 
-/// 2 to that power, with a suffix for every factor of 1024.
+/// 2 to the given power, with a suffix for every factor of 1024.
 struct Power(u32);
 
 impl fmt::Display for Power {
@@ -177,8 +177,8 @@ impl fmt::Display for Power {
     }
 }
 
-/// The bar of a bucket beside one of `most` values. bpftrace computes its length in single
-/// precision; so do we, or a bar would now and then differ by one.
+/// Draws the bar of a bucket, where the largest bucket has `most` values. bpftrace computes a bar's length in single
+/// precision. This function does, too, or a bar would now and then differ by one.
 fn bar(count: u64, most: u64) -> String {
     "@".repeat((count as f32 / most as f32 * BAR_COLUMNS) as usize)
 }

@@ -1,15 +1,15 @@
-//! Room `print`: how a value becomes text or JSON. This room uses no other.
+//! Formatting of values as text or JSON. This module uses no other one but the types in `bpf`.
 //!
 //! | module | what it is for |
 //! |---|---|
 //! | [`output`] | rows as text or JSON |
-//! | [`timeline`] | what rows are on a timeline |
-//! | [`progress`] | how far something is that takes long, on a terminal |
+//! | [`timeline`] | rows as events and counts on a timeline |
+//! | [`progress`] | progress of a long operation, on a terminal |
 //! | [`demangle`] | names of C++ and Rust as they are in the source |
 //! | [`text`] | strings from elsewhere, made safe for a terminal |
 //! | [`clock`] | kernel time stamps as wall time |
 //! | [`histogram`] | distributions by powers of two |
-//! | [`file_path`] | names and paths of files, as the kernel half writes them |
+//! | [`file_path`] | names and paths of files, as BPF programs write them |
 //! | [`flags`] | flag words by name |
 //! | [`gfp`] | allocation flags by name |
 //! | [`errno`] | results of system calls, and errors by name |

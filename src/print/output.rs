@@ -17,17 +17,17 @@ use serde::{Serialize, Serializer};
 
 use crate::print::timeline::{Count, Moment, Timeline};
 
-/// Bytes that a pipe has room for whenever it is writable at all (PIPE_BUF).
+/// Bytes that can be written to a pipe without blocking whenever it is writable at all (PIPE_BUF).
 const PIECE: usize = 4096;
-/// How long a reader that does not read is waited for after Ctrl-C.
+/// Time that a reader that does not read gets after Ctrl-C.
 const LAST_CHANCE: Duration = Duration::from_secs(1);
 
-/// The number of the tools' JSON objects and their fields, which the man pages list. A new type of object or a
-/// new field leaves it; it rises when one goes, or has another name or meaning.
+/// Version of the tools' JSON objects and their fields, which the man pages list. A new type of object or a new field
+/// leaves the number as it is. The number rises when a type or field is removed, is renamed or changes its meaning.
 pub const SCHEMA: u32 = 1;
 
-/// Something that a tool prints. Its fields are its JSON; `text` writes the line or lines of the
-/// default format, each with its newline.
+/// Something that a tool prints. Its fields are its JSON. `text` writes the line or lines of the default format, each
+/// with its newline.
 pub trait Row: Serialize {
     /// Writes the text form.
     ///
@@ -35,37 +35,37 @@ pub trait Row: Serialize {
     /// If `out` cannot be written to.
     fn text(&self, out: &mut dyn Write) -> io::Result<()>;
 
-    /// What it is on a timeline.
+    /// Returns what the row is on a timeline.
     fn moment(&self) -> Moment<'_> {
         Moment::None
     }
 }
 
-/// How rows are printed.
+/// Format in which rows are printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
-    /// The BCC tools' columns.
+    /// Columns as in the BCC tools.
     Text,
     /// One JSON object a line.
     Json,
-    /// One line a stack, for flame graphs; there is nothing else on stdout then.
+    /// One line for each stack, for flame graphs. Nothing else is printed on stdout.
     Folded,
 }
 
-/// Buffered stdout, or a file. Nothing reaches the reader before [`Output::flush`], so that a burst of
-/// rows is one write.
+/// Buffered stdout, or a file. Nothing reaches the reader before [`Output::flush`], so that a burst of rows takes one
+/// write.
 pub struct Output {
     format: Format,
     out: BufWriter<Sink>,
-    /// The object that is being printed, kept for the next.
+    /// Buffer for the object that is being printed, reused for the next one.
     json: Vec<u8>,
     timeline: Option<Box<dyn Timeline>>,
 }
 
 impl Output {
-    /// Prints on stdout in this format. While nobody reads it, the signals of `stop`, which are
-    /// blocked, end the wait: what is printed then fails with [`Unread`]. If one was taken before, as
-    /// `stopped` tells, the run's last report waits for its reader, says so, and another signal ends that.
+    /// Creates an output to stdout in this format. If nobody reads stdout, a signal of `stop` ends the wait: the print
+    /// then fails with [`Unread`]. The signals of `stop` are blocked. `stopped` tells that such a signal was taken
+    /// before: then the last report of the run waits for its reader and says so, and another signal ends that wait.
     pub fn stdout(
         tool: &'static str,
         format: Format,
@@ -83,10 +83,10 @@ impl Output {
         Self::to(format, Sink::Stdout(pipe))
     }
 
-    /// Prints into a new file, or one that is emptied.
+    /// Creates an output to a file, which is created or truncated.
     ///
     /// # Errors
-    /// If it cannot be written to.
+    /// If the file cannot be written to.
     pub fn file(format: Format, path: &Path) -> Result<Self> {
         let file = File::create(path)
             .with_context(|| format!("failed to open {} for --output", path.display()))?;
@@ -102,7 +102,7 @@ impl Output {
         }
     }
 
-    /// Also keeps the rows on a timeline.
+    /// Returns the output with a timeline, which also gets the rows.
     #[must_use]
     pub fn with(self, timeline: impl Timeline + 'static) -> Self {
         Self {
@@ -116,7 +116,7 @@ impl Output {
         self.timeline.is_some()
     }
 
-    /// Whether it is stdout, whose reader can leave.
+    /// Whether the output is stdout, whose reader can leave.
     pub fn is_stdout(&self) -> bool {
         matches!(self.out.get_ref(), Sink::Stdout(_))
     }
@@ -124,7 +124,7 @@ impl Output {
     /// Prints one row.
     ///
     /// # Errors
-    /// If the output cannot be written to, as its reader has gone or its disk is full.
+    /// If the output cannot be written to, as its reader has left or its disk is full.
     pub fn row(&mut self, row: &impl Row) -> Result<()> {
         if let Some(timeline) = &mut self.timeline {
             match row.moment() {
@@ -154,7 +154,7 @@ impl Output {
     /// Prints the line of column names, which only text has.
     ///
     /// # Errors
-    /// If the output cannot be written to, as its reader has gone or its disk is full.
+    /// If the output cannot be written to, as its reader has left or its disk is full.
     pub fn header(&mut self, line: &str) -> Result<()> {
         if self.format == Format::Text {
             writeln!(self.out, "{line}").context("failed to print")?;
@@ -162,25 +162,25 @@ impl Output {
         Ok(())
     }
 
-    /// Prints what is no row, such as a folded stack.
+    /// Prints something other than a row, such as a folded stack.
     ///
     /// # Errors
-    /// If the output cannot be written to, as its reader has gone or its disk is full.
+    /// If the output cannot be written to, as its reader has left or its disk is full.
     pub fn raw(&mut self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
         write(&mut self.out).context("failed to print")
     }
 
-    /// Adds to a count of the timeline, if there is one, that no row has.
+    /// Adds to a count of the timeline, if there is one. For counts that are in no row.
     pub fn count(&mut self, count: &Count<'_>) {
         if let Some(timeline) = &mut self.timeline {
             timeline.count(count);
         }
     }
 
-    /// Hands what was printed to the reader; once per wake-up.
+    /// Writes the buffered output for the reader; to be called once per wake-up.
     ///
     /// # Errors
-    /// If the output cannot be written to, as its reader has gone or its disk is full.
+    /// If the output cannot be written to, as its reader has left or its disk is full.
     pub fn flush(&mut self) -> Result<()> {
         if let Some(timeline) = &mut self.timeline {
             timeline.flush();
@@ -191,7 +191,7 @@ impl Output {
     /// Ends the timeline, if there is one.
     ///
     /// # Errors
-    /// If not all of it could be written.
+    /// If not all of the timeline could be written.
     pub fn finish(mut self) -> Result<()> {
         self.timeline
             .as_mut()
@@ -199,7 +199,7 @@ impl Output {
     }
 }
 
-/// Where an output goes.
+/// Destination of an output.
 enum Sink {
     Stdout(Pipe),
     File(File),
@@ -221,31 +221,31 @@ impl Write for Sink {
     }
 }
 
-/// Stdout as something that can be full.
+/// Stdout that can be a full pipe.
 struct Pipe {
     tool: &'static str,
     out: Stdout,
     stop: SignalFd,
     stopped: Arc<AtomicBool>,
-    /// Whether it was said that the last report waits.
+    /// Whether the message that the last report waits was printed.
     told: bool,
     given_up: bool,
 }
 
 impl Pipe {
-    /// A write that could block is made only when there is room for all of it.
+    /// Writes at most [`PIECE`] bytes, and only once they can be written without blocking.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let piece = &bytes[..bytes.len().min(PIECE)];
         if self.given_up || !self.wait_for_room()? {
             self.given_up = true;
             return Err(io::Error::other(Unread));
         }
-        // By the descriptor: Rust's stdout would keep what comes after the last newline.
+        // The write goes to the descriptor: Rust's stdout would keep the bytes after the last newline.
         nix::unistd::write(&self.out, piece).map_err(io::Error::from)
     }
 
-    /// Waits until there is room, or an error that the write will meet. Returns false if a signal comes
-    /// that ends the run, and still there is none a second later.
+    /// Waits until stdout is writable, or has an error that the write will meet. Returns false if a signal comes that
+    /// ends the run, and stdout is still full a second later.
     fn wait_for_room(&mut self) -> io::Result<bool> {
         let (out, stop) = (self.out.as_fd(), self.stop.as_fd());
         let is_last = self.stopped.load(Ordering::Relaxed);
@@ -260,23 +260,23 @@ impl Pipe {
     }
 }
 
-/// What came of waiting for a reader.
+/// Outcome of waiting for a reader.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Room {
-    /// There is room, or an error that the write will meet.
+    /// The output is writable, or has an error that the write will meet.
     Some,
-    /// There is none, and the time is up.
+    /// The output is still full, and the time is up.
     NotYet,
-    /// A signal came that ends the run, and still there was none a second later.
+    /// A signal came that ends the run, and the output was still full a second later.
     GivenUp,
 }
 
-/// Says on stderr that the run's last report waits for its reader, unless nobody reads that either.
+/// Reports on stderr that the run's last report waits for its reader, unless nobody reads stderr either.
 fn say_that_it_waits(tool: &str) {
     let stderr = io::stderr();
     let mut sources = [PollFd::new(stderr.as_fd(), PollFlags::POLLOUT)];
     if poll(&mut sources, PollTimeout::ZERO).is_ok_and(|ready| ready > 0) {
-        // Without it, nothing is missing but the line.
+        // If this fails, only the message is missing.
         let _ = writeln!(
             &stderr,
             "{tool}: the last report waits for its reader; another Ctrl-C gives it up"
@@ -284,7 +284,7 @@ fn say_that_it_waits(tool: &str) {
     }
 }
 
-/// Waits until there is room in `out`, for a signal of `stop`, or so long.
+/// Waits until `out` is writable, for a signal of `stop`, or for the duration `patience`.
 fn wait_for_room(
     out: BorrowedFd<'_>,
     stop: BorrowedFd<'_>,
@@ -313,7 +313,7 @@ fn wait_for_room(
     }
 }
 
-/// Nobody has read the output, and the run was to end.
+/// Error: nobody has read the output, and the run was to end.
 #[derive(Debug)]
 pub struct Unread;
 
@@ -325,7 +325,7 @@ impl fmt::Display for Unread {
 
 impl std::error::Error for Unread {}
 
-/// A number that is written in hexadecimal, such as an address: `0x7f12`, in JSON as a string.
+/// A number that is printed in hexadecimal, such as an address: `0x7f12`, in JSON as a string.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hex(pub u64);
 
@@ -341,8 +341,8 @@ impl Serialize for Hex {
     }
 }
 
-/// A number of 64 bits that a program chose. JSON has it as a string from 2^53 on, where a reader that
-/// keeps numbers as doubles would round it.
+/// A 64-bit number that a program chose. In JSON it is a string from 2^53 on, since a reader that keeps numbers as
+/// doubles would round it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Exact(pub u64);
 

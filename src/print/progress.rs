@@ -1,27 +1,27 @@
-//! How far something is that takes long, on a terminal's last line.
+//! Progress of a long operation, on a terminal's last line.
 
 use std::io::{self, IsTerminal, Write};
 use std::time::{Duration, Instant};
 
-/// What is done in less has no line.
+/// Duration up to which an operation shows no line.
 const SHORT: Duration = Duration::from_secs(1);
-/// How often the line is written.
+/// Time between two updates of the line.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// A line on stderr, if that is a terminal, from the second second on: `naming stacks: 1204 of 75389`. It is
-/// taken away when this is dropped.
+/// A line on stderr with the progress of an operation: `naming stacks: 1204 of 75389`. The line is shown if stderr is a
+/// terminal, from the second second on. It is removed when this is dropped.
 #[derive(Debug)]
 pub struct Progress {
     what: &'static str,
     all: usize,
     done: usize,
-    /// When the line is written next; None where nobody looks.
+    /// Time of the next update of the line; None if stderr is no terminal.
     next: Option<Instant>,
     shown: bool,
 }
 
 impl Progress {
-    /// Begins something of so many steps.
+    /// Begins an operation of `all` steps.
     pub fn new(what: &'static str, all: usize) -> Self {
         Self {
             what,
@@ -32,7 +32,7 @@ impl Progress {
         }
     }
 
-    /// One step more is done.
+    /// Counts one more step as done.
     pub fn step(&mut self) {
         self.done += 1;
         let now = match self.next {
@@ -47,11 +47,11 @@ impl Progress {
         let Self {
             what, all, done, ..
         } = self;
-        // Without it, nothing is missing but the line.
+        // If this fails, only the line is missing.
         let _ = write!(io::stderr(), "\r\x1b[K{what}: {done} of {all}");
     }
 
-    /// Makes way for another message.
+    /// Clears the line to make way for another message.
     pub fn clear(&mut self) {
         if self.next.is_some() {
             let _ = write!(io::stderr(), "\r\x1b[K");

@@ -7,11 +7,11 @@ use std::borrow::Cow;
 use std::ffi::c_char;
 use std::fmt::Write;
 
-/// Bytes of a symbol's name that are shown. C++ has longer ones, but not to be read.
+/// Maximum number of bytes that are shown of a symbol's name. C++ has longer names, which nobody can read.
 pub const MAX_NAME: usize = 4096;
 
-/// `name` with control characters as `\xNN`, and others that are not seen but change how a line is
-/// shown as `\u{NNNN}`.
+/// Escapes control characters in `name` as `\xNN`, and invisible characters that change how a line is shown as
+/// `\u{NNNN}`.
 pub fn escape(name: &str) -> Cow<'_, str> {
     if !name.chars().any(|c| c.is_control() || rearranges(c)) {
         return Cow::Borrowed(name);
@@ -30,7 +30,7 @@ pub fn escape(name: &str) -> Cow<'_, str> {
     Cow::Owned(safe)
 }
 
-/// Whether it has text run from right to left, or begins a line: names would seem to be others.
+/// Whether a character turns text from right to left, or begins a line: a name with it would look like another.
 fn rearranges(c: char) -> bool {
     matches!(
         c,
@@ -38,14 +38,14 @@ fn rearranges(c: char) -> bool {
     )
 }
 
-/// A symbol's name as it is shown: escaped, and cut where it is too long, which is marked.
+/// Returns a symbol's name as it is shown: escaped, and cut where it is too long, which is marked.
 pub fn shown(name: &str) -> String {
     let cut = cut(name, MAX_NAME);
     let mark = if cut.len() < name.len() { "[...]" } else { "" };
     format!("{}{mark}", escape(cut))
 }
 
-/// The beginning of a text, in whole characters, of so many bytes at most.
+/// Returns the beginning of a text, in whole characters, of at most `bytes` bytes.
 pub fn cut(text: &str, bytes: usize) -> &str {
     let mut end = bytes.min(text.len());
     while !text.is_char_boundary(end) {
@@ -54,7 +54,7 @@ pub fn cut(text: &str, bytes: usize) -> &str {
     &text[..end]
 }
 
-/// [`escape`] for bytes that need not be UTF-8.
+/// Escapes bytes that need not be UTF-8, like [`escape`].
 pub fn escape_bytes(name: &[u8]) -> String {
     let mut safe = String::with_capacity(name.len());
     for chunk in name.utf8_chunks() {
@@ -66,7 +66,7 @@ pub fn escape_bytes(name: &[u8]) -> String {
     safe
 }
 
-/// The text up to the first NUL of a C string's array, escaped.
+/// Returns the text up to the first NUL of a C string's array, escaped.
 pub fn from_c(array: &[c_char]) -> String {
     let bytes: Vec<u8> = array
         .iter()
@@ -76,12 +76,12 @@ pub fn from_c(array: &[c_char]) -> String {
     escape_bytes(&bytes)
 }
 
-/// Bytes as hexadecimal digits, as build ids are written.
+/// Formats bytes as hexadecimal digits, as build ids are written.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// `1204331` as `1,204,331`.
+/// Formats a number with groups of digits: `1204331` as `1,204,331`.
 pub fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();
@@ -94,18 +94,18 @@ pub fn grouped(number: u64) -> String {
     text
 }
 
-/// A number of things for people: `1 block`, `1,204,331 blocks`.
+/// Formats a number of things for people: `1 block`, `1,204,331 blocks`.
 pub fn counted(number: u64, thing: &str) -> String {
     let plural = if number == 1 { "" } else { "s" };
     format!("{} {thing}{plural}", grouped(number))
 }
 
-/// A number of bytes for people, in powers of 1000: `999 bytes`, `5.2 MB`.
+/// Formats a number of bytes for people, in powers of 1000: `999 bytes`, `5.2 MB`.
 pub fn bytes(bytes: u64) -> String {
     const UNITS: [&str; 6] = ["kB", "MB", "GB", "TB", "PB", "EB"];
     let (mut value, mut unit) = (bytes as f64, "bytes");
     for larger in UNITS {
-        // What would be rounded up to 1000 belongs to the next unit.
+        // A value that would be rounded up to 1000 belongs to the next unit.
         if value < 999.95 {
             break;
         }

@@ -1,4 +1,4 @@
-//! What rows are on a timeline, besides text and JSON: something that a thread did, or counts.
+//! Rows on a timeline, besides text and JSON: as something that a thread did, or as counts.
 
 use std::borrow::Cow;
 
@@ -6,24 +6,24 @@ use anyhow::Result;
 use jiff::Zoned;
 use serde_json::Value;
 
-/// What a row is on a timeline.
+/// Role of a row on a timeline.
 #[derive(Debug, Default)]
 pub enum Moment<'a> {
-    /// Nothing: what is printed at the end, of all that was before.
+    /// No role: such as a summary that is printed at the end.
     #[default]
     None,
-    /// Something on the track of a thread.
+    /// An event on the track of a thread.
     Event(Event<'a>),
     /// Counts, each on a track of its own.
     Counts(Vec<Count<'a>>),
-    /// Something about the trace itself, such as losses, with its name.
+    /// A remark about the trace itself, such as losses, with its name.
     Remark(&'static str),
 }
 
-/// Something that a thread did. The fields of its row go with it.
+/// Something that a thread did. The fields of the event's row go with it.
 #[derive(Debug)]
 pub struct Event<'a> {
-    /// What it did, such as `mmap`.
+    /// Name of the event, such as `mmap`.
     pub name: Cow<'a, str>,
     /// The thread's process.
     pub pid: u32,
@@ -31,31 +31,31 @@ pub struct Event<'a> {
     pub tid: u32,
     /// The thread's name, escaped.
     pub comm: &'a str,
-    /// When it was done, by [`Clock`](crate::print::clock::Clock).
+    /// Time of the event's end, by [`Clock`](crate::print::clock::Clock).
     pub end: &'a Zoned,
-    /// How long it took, in nanoseconds, if that is known.
+    /// Duration of the event in nanoseconds, if it is known.
     pub took_ns: Option<u64>,
 }
 
-/// How much more there is of something than at its last count.
+/// Increase of a count since it was last reported.
 #[derive(Debug)]
 pub struct Count<'a> {
-    /// What is counted, such as `page faults`.
+    /// Name of what is counted, such as `page faults`.
     pub name: Cow<'a, str>,
-    /// What the number is.
+    /// Unit of the number.
     pub unit: Unit,
-    /// The process that it is of, and its name, escaped; None for the machine.
+    /// Process that the count is of, with its escaped name; None for the machine.
     pub process: Option<(u32, &'a str)>,
-    /// Until when it was counted, by [`Clock`](crate::print::clock::Clock).
+    /// End of the time that was counted, by [`Clock`](crate::print::clock::Clock).
     pub time: &'a Zoned,
-    /// How much came since the last count.
+    /// Increase since the last count.
     pub more: u64,
 }
 
-/// What a count is a number of.
+/// Unit of a count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unit {
-    /// Things.
+    /// A number of things.
     Count,
     /// Bytes.
     Bytes,
@@ -63,19 +63,19 @@ pub enum Unit {
     Nanoseconds,
 }
 
-/// What keeps the moments of rows, in a file of its own format. Where that fails the trace goes on, and
-/// the reason is told then and at the end.
+/// Recorder of rows on a timeline, in a file of its own format. If recording fails, the trace goes on, and the reason
+/// is reported then and at the end.
 pub trait Timeline {
-    /// Keeps what a thread did. `row` is the JSON of its row.
+    /// Records what a thread did. `row` is the JSON of the event's row.
     fn event(&mut self, event: &Event<'_>, row: &Value);
 
     /// Adds to a count.
     fn count(&mut self, count: &Count<'_>);
 
-    /// Keeps something about the trace itself.
+    /// Records a remark about the trace itself.
     fn remark(&mut self, name: &str, row: &Value);
 
-    /// Writes what was kept since the last time.
+    /// Writes what was recorded since the last time.
     fn flush(&mut self);
 
     /// Writes the rest.

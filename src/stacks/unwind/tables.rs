@@ -1,4 +1,4 @@
-//! The unwind tables of all files that were requested, and what the BPF side knows of them.
+//! The unwind tables of all files that were looked at, and what the BPF side knows of them.
 //!
 //! The rules of a file are stored once, whatever number of processes have it mapped, and published for all of them.
 //! When the memory is full, the files in which no rule was looked up for some time lose their tables. The other tables
@@ -64,7 +64,8 @@ pub(super) struct Tables {
     files: HashMap<FileKey, Arc<StoredFile>>,
     /// Files by their device and inode in lists of mappings (/proc/PID/maps).
     seen: HashMap<FileId, Arc<StoredFile>>,
-    /// Names of files by their number, each followed by why the file has no table, if so. Number 0 is generated code.
+    /// Names of files by their number, each followed by the error if the file cannot be parsed. Number 0 is generated
+    /// code.
     names: HashMap<u32, String>,
     next_number: u32,
     /// The skeleton's map `unwind_files`; None before load.

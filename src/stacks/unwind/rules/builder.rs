@@ -137,7 +137,8 @@ impl<'a> Builder<'a> {
         function: &Fde<'a>,
         expression: &Expression,
     ) -> Option<(Kind, i16)> {
-        // Of a PLT: rsp + 8 + ((rip & 15) >= byte) * 8, where `byte` is the offset in the entry behind the push.
+        // The expression of a PLT: rsp + 8 + ((rip & 15) >= byte) * 8, where `byte` is the offset in the entry behind
+        // the push.
         if let [
             0x77,
             8,
