@@ -1,4 +1,4 @@
-//! Where to serve: a port of this machine alone, or a Unix socket, unless other addresses are allowed.
+//! Addresses to serve at: a port of this machine alone, or a Unix socket, unless other addresses are allowed.
 
 use std::fmt;
 use std::fs;
@@ -20,7 +20,7 @@ use nix::sys::stat::{Mode, umask};
 use crate::print::text;
 use crate::run::cli::UsageError;
 
-/// What a path on the command line can begin with, to tell it from an address.
+/// Prefix of a path on the command line, which tells it from an address.
 const UNIX: &str = "unix:";
 
 /// Options of tools that serve their reports.
@@ -37,7 +37,7 @@ pub struct ServeArgs {
 }
 
 impl ServeArgs {
-    /// Begins to listen, before anything is traced, if there is somewhere to.
+    /// Begins to listen, before tracing begins, if an address was given.
     ///
     /// # Errors
     /// If the address is in use, or is one that other machines can reach and that is not allowed.
@@ -63,13 +63,13 @@ impl ServeArgs {
 /// An address to serve at.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Address {
-    /// An address and port; port 0 is one that is free.
+    /// An IP address and port; port 0 means any free port.
     Tcp(SocketAddr),
     /// A Unix socket's path.
     Unix(PathBuf),
 }
 
-/// A URL as far as there is one.
+/// Prints a URL for TCP, and `unix:` with the path for a Unix socket.
 impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -82,7 +82,7 @@ impl fmt::Display for Address {
     }
 }
 
-/// An address of the command line.
+/// Parses an address on the command line.
 fn parse(argument: &str) -> Result<Address, String> {
     let path = argument.strip_prefix(UNIX);
     if let Some(path) = path.or_else(|| argument.contains('/').then_some(argument)) {
@@ -106,11 +106,11 @@ fn parse(argument: &str) -> Result<Address, String> {
     })
 }
 
-/// A socket that listens.
+/// A listening socket.
 #[derive(Debug)]
 pub struct Listener {
     socket: Socket,
-    /// Where it listens, with the port that it was given.
+    /// The address, with the port that was assigned.
     address: Address,
 }
 
@@ -132,8 +132,8 @@ impl Listener {
             }
             Address::Unix(path) => {
                 make_way(path).with_context(failed)?;
-                // Whoever may write to it may connect. Nothing else makes files at this moment: no
-                // thread was started.
+                // Whoever may write to the socket's file may connect. No other thread can create a file with this
+                // umask, as none has been started.
                 let before = umask(Mode::from_bits_truncate(0o177));
                 let listener = UnixListener::bind(path);
                 umask(before);
@@ -147,13 +147,13 @@ impl Listener {
         }
     }
 
-    /// Where it listens.
+    /// Returns the address at which the socket listens.
     pub fn address(&self) -> &Address {
         &self.address
     }
 
-    /// Whether only programs of this machine reach it, and by a name that they could have been
-    /// deceived about: a page on the web can have a browser look its own name up as 127.0.0.1.
+    /// Whether requests must name this machine as their host. Only programs of this machine reach the socket, but a
+    /// page on the web can have a browser resolve the page's own name to 127.0.0.1.
     pub(super) fn wants_local_names(&self) -> bool {
         matches!(&self.address, Address::Tcp(address) if address.ip().is_loopback())
     }
@@ -166,8 +166,8 @@ impl Listener {
         })
     }
 
-    /// Takes no more clients, and removes the socket's file. Whoever waits in [`Listener::accept`] is
-    /// woken with an error.
+    /// Stops accepting clients, and removes the socket's file. A thread that waits in [`Listener::accept`] wakes up
+    /// with an error.
     pub(super) fn close(&self) {
         let fd: RawFd = match &self.socket {
             Socket::Tcp(listener) => listener.as_raw_fd(),
@@ -176,12 +176,12 @@ impl Listener {
                 listener.as_raw_fd()
             }
         };
-        // All that this can fail for is that it has been done.
+        // The only possible failure is that the socket was shut down before.
         let _ = shutdown(fd, Shutdown::Both);
     }
 }
 
-/// A message that says what to do about it.
+/// Adds to an error what to do about it.
 fn named(error: io::Error) -> anyhow::Error {
     let in_use = error.kind() == io::ErrorKind::AddrInUse;
     let error = anyhow::Error::from(error);
@@ -194,7 +194,7 @@ fn named(error: io::Error) -> anyhow::Error {
     }
 }
 
-/// Removes a socket's file that a program left behind, which nobody listens at.
+/// Removes a Unix socket's file that a program left behind and at which nobody listens.
 fn make_way(path: &Path) -> Result<()> {
     let Ok(there) = fs::symlink_metadata(path) else {
         return Ok(());
@@ -220,7 +220,7 @@ fn make_way(path: &Path) -> Result<()> {
 #[derive(Debug)]
 struct SocketFile {
     path: PathBuf,
-    /// Device and inode: the file at the path can have become another program's.
+    /// Device and inode: the path can have become another program's file.
     id: (u64, u64),
 }
 
@@ -234,7 +234,7 @@ impl SocketFile {
 
     fn remove(&self) {
         if id(&self.path).is_ok_and(|id| id == self.id) {
-            // What stays is taken for what it is by the next that serves there.
+            // If this fails, the next server at this path finds that nobody listens, and removes the file.
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -245,16 +245,16 @@ fn id(path: &Path) -> io::Result<(u64, u64)> {
     Ok((file.dev(), file.ino()))
 }
 
-/// However the run ends, nothing is left.
+/// Closes the socket, so that nothing is left however the run ends.
 impl Drop for Listener {
     fn drop(&mut self) {
         self.close();
     }
 }
 
-/// A connection, of either kind.
+/// A connection, over TCP or a Unix socket.
 pub(super) trait Stream: io::Read + io::Write + Send {
-    /// Has reads and writes fail that take longer.
+    /// Sets the time after which reads and writes fail.
     fn limit(&self, time: Duration) -> io::Result<()>;
     /// Tells the client that nothing more comes.
     fn end(&self) -> io::Result<()>;
@@ -393,7 +393,7 @@ mod tests {
         );
         drop(first);
         assert!(!path.exists(), "it is left");
-        // As a tool leaves it that is killed.
+        // A tool that is killed leaves such a socket.
         drop(UnixListener::bind(&path).expect("a socket"));
         drop(bind().expect("an old socket is replaced"));
         fs::write(&path, "mine").expect("room");

@@ -1,4 +1,4 @@
-//! Requests for reports, from the threads of connections, and the reports, from the one that traces.
+//! Exchange of requests for reports, from the threads of connections, and of reports, from the tracing thread.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -9,15 +9,15 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use crate::serve::report::ServedReport;
 
-/// How long a report is given to whoever asks, at least.
+/// Minimum time for which a report is given to all clients that ask.
 const FRESH: Duration = Duration::from_secs(1);
-/// A report is given to whoever asks for this many times as long as it took to make it: at most a tenth
-/// of the tracing thread's time goes into reports for clients.
+/// Time for which a report is given to all clients that ask, as a multiple of the time that making it took: at most a
+/// tenth of the tracing thread's time goes into reports for clients.
 const FRESH_PART: u32 = 10;
-/// How long a client waits for a report at most.
+/// Maximum time that a client waits for a report.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Why there is no report.
+/// Reason for which there is no report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Unavailable {
     /// The trace has not begun, or its thread is busy with something else.
@@ -26,7 +26,7 @@ pub(super) enum Unavailable {
     Ended,
 }
 
-/// What the threads share.
+/// State that the tracing thread and the threads of connections share.
 #[derive(Debug)]
 pub(super) struct Exchange {
     state: Mutex<State>,
@@ -42,7 +42,7 @@ struct State {
     ended: bool,
 }
 
-/// The last report, with when its making began, and until when it is good enough.
+/// The last report, with the time at which making it began, and the time until which it is fresh.
 #[derive(Debug)]
 struct Latest {
     report: Arc<ServedReport>,
@@ -60,12 +60,12 @@ impl Exchange {
         })
     }
 
-    /// A report, which may have been made for others a second ago.
+    /// Returns a report, which may have been made for other clients a second ago.
     pub(super) fn report(&self) -> Result<Arc<ServedReport>, Unavailable> {
         self.report_from(None).map(|(report, _)| report)
     }
 
-    /// A report that was begun at `earliest` or later, if that is given; with when it was begun.
+    /// Returns a report and when making it began. With `earliest`, that time is `earliest` or later.
     pub(super) fn report_from(
         &self,
         earliest: Option<Instant>,
@@ -82,7 +82,7 @@ impl Exchange {
                     if earliest.is_none_or(|earliest| latest.begun >= earliest) {
                         return Ok((Arc::clone(&latest.report), latest.begun));
                     }
-                    // The next one is not asked for before, however long that is.
+                    // The next report is not requested before the last one is stale, however long that takes.
                     deadline = latest.fresh_until + PATIENCE;
                     let left = latest.fresh_until.saturating_duration_since(now);
                     state = self.wait(state, left);
@@ -117,9 +117,9 @@ impl Exchange {
         }
     }
 
-    /// Makes a report for those who wait for one.
+    /// Makes a report for the clients that wait for one.
     pub(super) fn answer(&self, make: impl FnOnce() -> Result<ServedReport>) -> Result<()> {
-        // What is asked for from here on is another one.
+        // Requests from here on are for another report.
         let _ = self.asked.read();
         let begun = Instant::now();
         let report = Arc::new(make()?);
@@ -135,14 +135,14 @@ impl Exchange {
         Ok(())
     }
 
-    /// Has all who wait, and who come, go.
+    /// Ends the wait of all clients, also of later ones.
     pub(super) fn end(&self) {
         self.lock().ended = true;
         self.changed.notify_all();
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing is half done in between, whatever panicked.
+        // No panic can leave the state half changed.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -6,11 +6,11 @@ use crate::print::text;
 use crate::serve::report::{Page, Row};
 use crate::serve::trend::Trend;
 
-/// Seconds after which a browser fetches the page again.
+/// Seconds after which a browser reloads the page.
 const REFRESH: u64 = 5;
 /// Frames that are shown of a stack while it is folded.
 const INNERMOST: usize = 4;
-/// The size of a sparkline.
+/// Width and height of a sparkline, in pixels.
 const WIDTH: f64 = 160.0;
 const HEIGHT: f64 = 28.0;
 
@@ -29,7 +29,7 @@ ol { margin: .3rem 0 .5rem; padding-left: 2rem }
 svg { color: #2a7; display: block }
 ";
 
-/// The page of a report.
+/// Formats the page of a report.
 pub(super) fn page(page: &Page) -> String {
     let mut html = head(&page.title, Some(REFRESH));
     // Writing to a String does not fail.
@@ -53,7 +53,7 @@ pub(super) fn page(page: &Page) -> String {
     html
 }
 
-/// The list of profiles, where Go programs have it.
+/// Formats the list of profiles, at the path where Go programs have it.
 pub(super) fn index() -> String {
     let mut html = head("/debug/pprof/", None);
     html += "<h1>/debug/pprof/</h1>\n<ul>\n";
@@ -105,14 +105,14 @@ fn table(html: &mut String, heading: &str, page: &Page, rows: &[Row], nothing: &
 
 fn signed(per_second: f64) -> String {
     let sign = if per_second < 0.0 { '\u{2212}' } else { '+' };
-    // The whole part is what is shown.
+    // Only the whole part is shown.
     match per_second.abs() as u64 {
         0 => "0".to_owned(),
         number => format!("{sign}{}", text::bytes(number)),
     }
 }
 
-/// The innermost functions, which unfold to all.
+/// Writes the innermost functions of a stack, which unfold to all.
 fn stack(html: &mut String, row: &Row) {
     let innermost = row.frames.iter().take(INNERMOST);
     let innermost: Vec<String> = innermost.map(|frame| escape(frame)).collect();
@@ -127,7 +127,7 @@ fn stack(html: &mut String, row: &Row) {
     html.push_str("</ol></details>");
 }
 
-/// A line from the first look to now, over 0.
+/// Draws a line from the first look to now, above a base line of 0.
 fn sparkline(Trend(points): &Trend) -> String {
     let Some(&(last, _)) = points.last().filter(|(last, _)| *last > 0.0) else {
         return String::new();
@@ -148,7 +148,7 @@ fn sparkline(Trend(points): &Trend) -> String {
     )
 }
 
-/// Text as HTML has it, in an attribute's value as well.
+/// Escapes text for HTML, also for the value of an attribute.
 fn escape(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     for c in text.chars() {
@@ -192,7 +192,7 @@ mod tests {
         assert!(!page.contains("<script"), "{page}");
         assert!(!page.contains("alert('"), "{page}");
         let safe = "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;&amp;&quot;";
-        // Twice the title, once the facts; twice the process, seven frames, and four of these folded.
+        // The title is there twice, the facts once; for both rows the process, seven frames, and four of these folded.
         assert_eq!(page.matches(safe).count(), 3 + 2 * (1 + 7 + 4));
         assert!(page.contains("\u{2212}2.0 kB"), "{page}");
     }

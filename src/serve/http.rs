@@ -1,7 +1,7 @@
-//! HTTP/1.1, as little as a reader of reports needs: GET and HEAD, one request a connection.
+//! HTTP/1.1, as little as clients of reports need: GET and HEAD, one request a connection.
 //!
-//! A client can send what it likes, and as slowly as it likes. So a request has a size and a time
-//! that it may take in all, and so has the answer.
+//! A client can send what it likes, as slowly as it likes. So there are limits on the size of a request and on the time
+//! that a request or a response takes in all.
 
 use std::fmt::Write as _;
 use std::io::{self, Read};
@@ -13,31 +13,31 @@ use jiff::fmt::rfc2822::DateTimePrinter;
 
 use crate::serve::address::{Stream, is_local};
 
-/// Bytes of a request at most.
+/// Maximum size of a request, in bytes.
 pub(super) const MOST_BYTES: usize = 8 << 10;
-/// Headers of a request at most.
+/// Maximum number of a request's headers.
 const MOST_HEADERS: usize = 64;
-/// How long a request may take to arrive.
+/// Maximum time in which a request must arrive.
 pub(super) const READING: Duration = Duration::from_secs(2);
-/// How long a client may take to read the answer.
+/// Maximum time in which a client must read the response.
 const WRITING: Duration = Duration::from_secs(10);
-/// How long, and for how many bytes, a client is listened to that was answered before it had said all:
-/// otherwise the kernel would take back what it has not read yet of the answer.
+/// Time and number of bytes for which a client is still read from after the response: if the client had not sent all of
+/// its request, the kernel would otherwise discard the part of the response that the client has not read yet.
 const LINGERING: (Duration, usize) = (Duration::from_secs(1), 256 << 10);
 
-/// What is asked for.
+/// An HTTP request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Request {
-    /// Whether only the headers of the answer are wanted.
+    /// Whether only the headers of the response are wanted.
     pub(super) head_only: bool,
     /// The path, as it was sent.
     pub(super) path: String,
-    /// What is behind `?`.
+    /// The part after `?`.
     query: String,
 }
 
 impl Request {
-    /// The value of a parameter, as it was sent.
+    /// Returns the value of a parameter, as it was sent.
     pub(super) fn parameter(&self, name: &str) -> Option<&str> {
         let pairs = self.query.split('&');
         let mut pairs = pairs.map(|pair| pair.split_once('=').unwrap_or((pair, "")));
@@ -45,7 +45,7 @@ impl Request {
     }
 }
 
-/// The status of an answer.
+/// Status of a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Status {
     Ok,
@@ -77,7 +77,7 @@ impl Status {
     }
 }
 
-/// An answer.
+/// An HTTP response.
 #[derive(Debug, Clone)]
 pub(super) struct Response {
     pub(super) status: Status,
@@ -88,7 +88,7 @@ pub(super) struct Response {
 }
 
 impl Response {
-    /// A message for people.
+    /// Creates a response with a message for people.
     pub(super) fn text(status: Status, message: &str) -> Self {
         let mut headers = Vec::new();
         match status {
@@ -123,7 +123,7 @@ impl Response {
         head + "\r\n"
     }
 
-    /// Sends it, and ends the connection.
+    /// Sends the response, and ends the connection.
     pub(super) fn send(&self, stream: &mut dyn Stream, head_only: bool) -> io::Result<()> {
         let deadline = Instant::now() + WRITING;
         write_all(stream, self.head().as_bytes(), deadline)?;
@@ -145,7 +145,7 @@ impl Response {
     }
 }
 
-/// Reads a request; None if there is none, as of a client that leaves again.
+/// Reads a request. Returns None if there is no request, such as from a client that leaves again.
 pub(super) fn read(
     stream: &mut dyn Stream,
     local_names: bool,
@@ -177,7 +177,7 @@ fn too_large() -> Response {
     Response::text(Status::HeadersTooLarge, &message)
 }
 
-/// The request in these bytes; None if it is not complete.
+/// Parses a request. Returns None if it is not complete.
 fn parse(bytes: &[u8], local_names: bool) -> Option<Result<Request, Response>> {
     let mut headers = [httparse::EMPTY_HEADER; MOST_HEADERS];
     let mut request = httparse::Request::new(&mut headers);
@@ -204,7 +204,7 @@ fn check(request: &httparse::Request<'_, '_>, local_names: bool) -> Result<Reque
         return refused(Status::BadRequest, "a request has one Host");
     }
     let target = request.path.unwrap_or_default();
-    // As a proxy is asked, which can be told any Host.
+    // Requests to a proxy have this form. A proxy can be told any Host.
     let (named, target) = match target.strip_prefix("http://") {
         Some(rest) => {
             let (host, target) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
@@ -229,7 +229,7 @@ fn check(request: &httparse::Request<'_, '_>, local_names: bool) -> Result<Reque
     })
 }
 
-/// Reads what has come, before the deadline.
+/// Reads the bytes that have arrived, before the deadline.
 fn read_some(stream: &mut dyn Stream, bytes: &mut [u8], deadline: Instant) -> io::Result<usize> {
     loop {
         stream.limit(left(deadline)?)?;
@@ -240,7 +240,7 @@ fn read_some(stream: &mut dyn Stream, bytes: &mut [u8], deadline: Instant) -> io
     }
 }
 
-/// Writes all, before the deadline, however slowly it is read.
+/// Writes all bytes before the deadline, however slowly they are read.
 fn write_all(stream: &mut dyn Stream, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
     while !bytes.is_empty() {
         stream.limit(left(deadline)?)?;
@@ -254,7 +254,7 @@ fn write_all(stream: &mut dyn Stream, mut bytes: &[u8], deadline: Instant) -> io
     Ok(())
 }
 
-/// The time that is left; the kernel takes none for no limit.
+/// Returns the time that is left. An error replaces 0, which the kernel takes for no limit.
 fn left(deadline: Instant) -> io::Result<Duration> {
     let left = deadline.saturating_duration_since(Instant::now());
     if left < Duration::from_micros(1) {
@@ -337,7 +337,7 @@ mod tests {
         assert_eq!(status(&many, true), Some(Status::HeadersTooLarge));
     }
 
-    /// What becomes of a client that does this.
+    /// Returns the status that a client gets, or None if its request is not answered.
     fn read_from(client: impl FnOnce(UnixStream) + Send) -> Option<Status> {
         let (ours, theirs) = UnixStream::pair().expect("sockets");
         thread::scope(|scope| {
@@ -356,7 +356,7 @@ mod tests {
                 let rest = bytes - start.len() - 4;
                 let request = [&start[..], &vec![b'x'; rest], b"\r\n\r\n"].concat();
                 assert_eq!(request.len(), bytes);
-                // What comes after is not waited for.
+                // The client may be answered before it has sent all.
                 let _ = client.write_all(&request);
             }
         };

@@ -1,19 +1,18 @@
-//! Room `serve`: the report of the moment, for browsers and other programs, over HTTP.
+//! HTTP server for the current report, for browsers and other programs.
 //!
-//! The thread that traces reads the maps and names the stacks, as for any report; it is woken for
-//! that by its [`Poller`](crate::run::poll::Poller), at most once a second however many clients there
-//! are. All else is done by other threads: each connection has one, so that a client that hangs holds
-//! up itself alone.
+//! The thread that traces reads the maps and symbolizes the stacks, as for any report. Its
+//! [`Poller`](crate::run::poll::Poller) wakes it for a report at most once a second, however many clients there are.
+//! Other threads do all else: each connection has its own thread, so that a client that hangs delays only itself.
 //!
 //! | module | what it is for |
 //! |---|---|
 //! | [`address`] | the option and its address: loopback or a Unix socket, unless told otherwise |
 //! | [`server`] | connections, each with its thread |
 //! | `exchange` | requests for reports, and the reports, between the threads |
-//! | `http` | requests, and what is answered to those that are refused |
-//! | `pages` | what is where, in which format |
-//! | [`report`] | what a report has that is served |
-//! | [`trend`] | how stacks have grown |
+//! | `http` | HTTP requests and responses, also to requests that are refused |
+//! | `pages` | which path has what, in which format |
+//! | [`report`] | contents of a report that is served |
+//! | [`trend`] | growth of stacks |
 //! | `html` | the page for people |
 //! | [`openmetrics`] | numbers for Prometheus |
 

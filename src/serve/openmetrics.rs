@@ -1,16 +1,16 @@
-//! Numbers of the moment in OpenMetrics' text format 1.0, which Prometheus and others scrape.
+//! Current numbers in OpenMetrics' text format 1.0, which Prometheus and others scrape.
 
 use std::io::{self, Write};
 
 use crate::export::metrics::{braces, pair};
 
-/// The content type that the format has.
+/// Content type of the format.
 pub(super) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// What the numbers of a family are.
+/// Type of the numbers of a family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// What there is now.
+    /// A current value.
     Gauge,
     /// A sum since the start, which never falls.
     Counter,
@@ -18,23 +18,23 @@ pub enum Kind {
     Info,
 }
 
-/// Numbers of one kind.
+/// Metric family: numbers of one kind.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Family {
-    /// The name, without what the kind has it end in.
+    /// Name, without the suffix that the kind adds.
     pub name: &'static str,
-    /// One line.
+    /// Description, one line.
     pub help: &'static str,
-    /// The unit, in which the name ends; empty for none.
+    /// Unit, in which the name ends; empty for none.
     pub unit: &'static str,
-    /// What the numbers are.
+    /// Type of the numbers.
     pub kind: Kind,
     /// Each number, with its labels.
     pub series: Vec<(Vec<(&'static str, String)>, u64)>,
 }
 
 impl Family {
-    /// A family of one number.
+    /// Creates a family of one number.
     pub fn one(
         kind: Kind,
         name: &'static str,
@@ -72,7 +72,7 @@ impl Family {
     }
 }
 
-/// Writes them all.
+/// Writes all families, and the end mark.
 pub(super) fn write(families: &[Family], out: &mut dyn Write) -> io::Result<()> {
     for family in families {
         family.write(out)?;

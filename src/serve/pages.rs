@@ -1,4 +1,4 @@
-//! What is where: the paths of Go's net/http/pprof, and our own.
+//! Paths of the server: those of Go's net/http/pprof, and our own.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,19 +10,19 @@ use crate::serve::openmetrics;
 use crate::serve::report::{self, Content, ServedReport};
 use crate::serve::server::{Shared, Slot};
 
-/// Where Go programs have their profiles.
+/// Path at which Go programs have their profiles.
 const PPROF: &str = "/debug/pprof/";
-/// Seconds that a difference may be over.
+/// Maximum number of seconds of a difference.
 const MOST_SECONDS: u64 = 60;
 
-/// What the page may load: its own frame, and nothing from elsewhere.
+/// Content security policy of the page: it may load its own frame, and nothing from elsewhere.
 const PAGE_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; frame-src 'self'; \
                            base-uri 'none'; form-action 'none'";
-/// What a flame graph may: the script that is in it.
+/// Content security policy of a flame graph: it may run the script that is in it.
 const FLAME_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; \
                             script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'";
 
-/// What a report has in one format, or why not.
+/// A report in one format, or an error message.
 type Body = Result<Arc<[u8]>, String>;
 
 /// Answers a request.
@@ -33,8 +33,8 @@ pub(super) fn answer(request: &Request, shared: &Arc<Shared>) -> Response {
         "/metrics" => with_report(shared, metrics),
         path => match path.strip_prefix(PPROF) {
             Some("") => Ok(html(html::index())),
-            // What Go programs tell apart by the value that is shown first: here both have all that
-            // is known.
+            // Go programs distinguish the two by the value that is shown first. Here both have all values that are
+            // known.
             Some(name @ ("heap" | "allocs")) => profile(name, request, shared).map_err(as_go),
             Some(_) => Err(as_go(Response::text(Status::NotFound, "Unknown profile"))),
             None => Err(Response::text(
@@ -46,7 +46,7 @@ pub(super) fn answer(request: &Request, shared: &Arc<Shared>) -> Response {
     answer.unwrap_or_else(|refused| refused)
 }
 
-/// A message that `go tool pprof` shows.
+/// Marks a message so that `go tool pprof` shows it.
 fn as_go(mut message: Response) -> Response {
     message.headers.push(("X-Go-Pprof", "1".to_owned()));
     message
@@ -107,7 +107,7 @@ fn metrics(_: &ServedReport, content: &Content) -> Result<Response, String> {
     Ok(ok(openmetrics::CONTENT_TYPE, body))
 }
 
-/// A profile, or what came within some seconds, under the headers that Go programs send.
+/// Returns a profile, or what was added within some seconds, under the headers that Go programs send.
 fn profile(name: &str, request: &Request, shared: &Arc<Shared>) -> Result<Response, Response> {
     let debug = request.parameter("debug").unwrap_or_default();
     let debug = debug.parse::<i64>().is_ok_and(|debug| debug != 0);
@@ -115,7 +115,7 @@ fn profile(name: &str, request: &Request, shared: &Arc<Shared>) -> Result<Respon
     if debug {
         return match seconds {
             None => with_report(shared, text),
-            // In Go's words.
+            // The text of the error is Go's.
             Some(_) => Err(Response::text(
                 Status::BadRequest,
                 "seconds and debug params are incompatible",
@@ -139,7 +139,7 @@ fn profile(name: &str, request: &Request, shared: &Arc<Shared>) -> Result<Respon
     })
 }
 
-/// The profile as text, for people.
+/// Returns the profile as text, for people.
 fn text(_: &ServedReport, content: &Content) -> Result<Response, String> {
     let mut is_heap = false;
     let body = report::made(|out| {
@@ -155,7 +155,7 @@ fn text(_: &ServedReport, content: &Content) -> Result<Response, String> {
     })
 }
 
-/// What came within so many seconds from now on.
+/// Returns the profile of what is added within so many seconds from now on.
 fn difference(seconds: &str, shared: &Arc<Shared>) -> Result<Body, Response> {
     let seconds = match seconds.parse() {
         Ok(seconds @ 1..=MOST_SECONDS) => Duration::from_secs(seconds),
@@ -170,7 +170,7 @@ fn difference(seconds: &str, shared: &Arc<Shared>) -> Result<Body, Response> {
     }
     let _slot = Slot::of(shared, |shared| &shared.differences);
     let exchange = &shared.exchange;
-    // What was reported before would be counted as having come since.
+    // An older report is no start: what was added between it and now would be counted, too.
     let (earlier, begun) = exchange
         .report_from(Some(Instant::now()))
         .map_err(unavailable)?;

@@ -1,4 +1,4 @@
-//! What a report has that is served: text and numbers, which every thread can format.
+//! Contents of a report that is served: text and numbers, which every thread can format.
 
 use std::cmp::Reverse;
 use std::fmt;
@@ -16,10 +16,10 @@ use crate::serve::openmetrics::Family;
 use crate::serve::trend::{Key, Trend, Trends};
 use crate::stacks::named::{Frame, NamedStack};
 
-/// Stacks of the page in each of its tables.
+/// Number of stacks in each table of the page.
 const TOP: usize = 10;
 
-/// What a format makes of a report, once, or why it could not.
+/// A report in one format, made once, or an error message.
 type Made = OnceLock<Result<Arc<[u8]>, String>>;
 
 /// A report, and its formats as they were first asked for.
@@ -36,7 +36,7 @@ impl fmt::Debug for ServedReport {
     }
 }
 
-/// What is in a report.
+/// Contents of a report.
 pub(super) struct Content {
     pub(super) encoded: Encoded,
     graph: Graph,
@@ -44,14 +44,14 @@ pub(super) struct Content {
     pub(super) page: Page,
 }
 
-/// What is on the page.
+/// Contents of the page.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Page {
     /// The title of the report, such as `memleak: outstanding allocations of pid 7 (demo)`.
     pub(super) title: String,
     /// Time, sum, and what a reader has to know.
     pub(super) facts: Vec<String>,
-    /// What the columns of numbers are of.
+    /// Headings of the columns of numbers.
     pub(super) columns: Vec<&'static str>,
     pub(super) largest: Vec<Row>,
     pub(super) growing: Vec<Row>,
@@ -61,16 +61,16 @@ pub(super) struct Page {
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Row {
     pub(super) numbers: Vec<String>,
-    /// Growth, if it is known.
+    /// Growth per second, if it is known.
     pub(super) per_second: Option<f64>,
     pub(super) trend: Trend,
     pub(super) process: String,
-    /// Innermost first, with what stands for those that are missing.
+    /// Frames, innermost first, with notes about missing ones.
     pub(super) frames: Vec<String>,
 }
 
 impl ServedReport {
-    /// The report of this profile. `keys` tell its samples, in their order.
+    /// Creates the report of a profile. `keys` identify the profile's samples, in their order.
     pub fn new(
         profile: &Profile,
         keys: &[Key],
@@ -101,14 +101,14 @@ impl Content {
     }
 }
 
-/// What a format writes.
+/// Collects the bytes that a format writes.
 pub(super) fn made(write: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<Arc<[u8]>, String> {
     let mut bytes = Vec::new();
     let written = write(&mut bytes).map_err(|error| format!("{error:#}"));
     written.map(|()| bytes.into())
 }
 
-/// A sample, while rows are chosen.
+/// A sample, while the rows of the page are chosen.
 struct Stack<'a> {
     key: Key,
     sample: &'a Sample,
@@ -183,7 +183,7 @@ fn numbers(profile: &Profile, sample: &Sample) -> Vec<String> {
 
 fn number(number: u64, unit: &str, counted: &str) -> String {
     match unit {
-        // To the byte, beside what is easily read.
+        // The exact number follows the one that is easily read.
         "bytes" if number >= 1000 => {
             format!("{} ({} bytes)", text::bytes(number), text::grouped(number))
         }

@@ -12,32 +12,32 @@ use crate::serve::exchange::Exchange;
 use crate::serve::report::ServedReport;
 use crate::serve::{http, pages};
 
-/// Connections at once. Others wait to be accepted: one that hangs takes [`http::READING`].
+/// Maximum number of connections at once. Others wait to be accepted: one that hangs takes [`http::READING`].
 const MOST_CONNECTIONS: usize = 64;
-/// Differences over a time that are waited for at once.
+/// Maximum number of clients that wait for a difference over a time at once.
 const MOST_DIFFERENCES: usize = 8;
-/// How long to wait after a connection could not be accepted, such as for lack of descriptors.
+/// Pause after a connection could not be accepted, such as for lack of descriptors.
 const AFTER_FAILURE: Duration = Duration::from_millis(100);
 
-/// What serves the reports of a run, until it is dropped.
+/// Server of a run's reports, until it is dropped.
 #[derive(Debug)]
 pub struct Server {
     shared: Arc<Shared>,
 }
 
-/// What the threads share.
+/// State that the threads share.
 #[derive(Debug)]
 pub(super) struct Shared {
     listener: Listener,
     pub(super) exchange: Exchange,
     connections: Slots,
-    /// Connections that wait for a difference, which are not to keep all others out.
+    /// Connections that wait for a difference, limited so that they do not keep all others out.
     pub(super) differences: Slots,
 }
 
 impl Server {
-    /// Begins to accept clients, who wait until the trace has begun. Threads keep the priority that
-    /// this one has: call it before that is raised.
+    /// Begins to accept clients. They wait until the trace has begun. The threads inherit the priority of the calling
+    /// thread: call this before that priority is raised.
     ///
     /// # Errors
     /// If a thread cannot be started.
@@ -56,15 +56,15 @@ impl Server {
         Ok(Self { shared })
     }
 
-    /// Where it serves.
+    /// Returns the address at which the server listens.
     pub fn address(&self) -> &Address {
         self.shared.listener.address()
     }
 
-    /// Makes a report for the clients who wait for one. To be called when the poller says so.
+    /// Makes a report for the clients that wait for one. To be called when the poller says so.
     ///
     /// # Errors
-    /// If it cannot be made.
+    /// If the report cannot be made.
     pub fn answer(&self, make: impl FnOnce() -> Result<ServedReport>) -> Result<()> {
         self.shared.exchange.answer(make)
     }
@@ -77,8 +77,8 @@ impl AsFd for Server {
     }
 }
 
-/// Takes no more clients, and tells those who wait that the trace has ended. Nobody is waited for: who
-/// reads slowly is cut off by the end of the process.
+/// Stops accepting clients, and tells those that wait that the trace has ended. No client is waited for: the end of the
+/// process cuts off slow readers.
 impl Drop for Server {
     fn drop(&mut self) {
         self.shared.exchange.end();
@@ -107,7 +107,7 @@ fn accept(shared: &Arc<Shared>) {
     }
 }
 
-/// Answers one request. Whatever a client does to fail this is its own affair.
+/// Answers one request. Errors that a client causes are ignored.
 fn talk(mut stream: Box<dyn Stream>, Slot { shared, .. }: &Slot) {
     let request = http::read(&mut *stream, shared.listener.wants_local_names());
     let Ok(Some(request)) = request else { return };
@@ -117,10 +117,10 @@ fn talk(mut stream: Box<dyn Stream>, Slot { shared, .. }: &Slot) {
     let _ = response.send(&mut *stream, head_only);
 }
 
-/// A limited number of something that is in use at once.
+/// Counter of free slots, which limits how many of something are in use at once.
 #[derive(Debug)]
 pub(super) struct Slots {
-    /// None once it is closed.
+    /// Number of free slots; None once this is closed.
     free: Mutex<Option<usize>>,
     changed: Condvar,
 }
@@ -133,7 +133,7 @@ impl Slots {
         }
     }
 
-    /// Takes a slot, when there is one; false once it is closed.
+    /// Takes a slot, and waits until one is free. Returns false once this is closed.
     fn take_or_wait(&self) -> bool {
         let mut free = self.lock();
         loop {
@@ -151,7 +151,7 @@ impl Slots {
         }
     }
 
-    /// Takes a slot if there is one.
+    /// Takes a slot if one is free.
     pub(super) fn take(&self) -> bool {
         let mut free = self.lock();
         let count = free.as_mut().filter(|count| **count > 0);
@@ -175,7 +175,7 @@ impl Slots {
     }
 }
 
-/// A slot that was taken, until it is dropped, even by a panic.
+/// A slot that was taken, which is given back when this is dropped, even by a panic.
 pub(super) struct Slot {
     shared: Arc<Shared>,
     slots: fn(&Shared) -> &Slots,

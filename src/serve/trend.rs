@@ -1,19 +1,19 @@
-//! How stacks have grown: some looks at the largest, over the last minutes.
+//! Growth of stacks: samples of the largest stacks over the last minutes.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-/// Looks that are kept.
+/// Maximum number of looks that are kept.
 const MOST_LOOKS: usize = 60;
-/// Stacks that are kept of each look: those with most.
+/// Maximum number of stacks that are kept of each look: those with the largest numbers.
 const MOST_STACKS: usize = 1000;
-/// The least time between two looks.
+/// Minimum time between two looks.
 const PAUSE: Duration = Duration::from_secs(1);
 
 /// A process, and the id of one of its stacks.
 pub type Key = (u32, u64);
 
-/// What the stacks had.
+/// Numbers of the stacks at the last looks.
 #[derive(Debug, Default)]
 pub struct Trends(VecDeque<Look>);
 
@@ -21,16 +21,16 @@ pub struct Trends(VecDeque<Look>);
 struct Look {
     time: Instant,
     numbers: HashMap<Key, u64>,
-    /// Whether there were more stacks than are kept.
+    /// Whether there were more stacks than [`MOST_STACKS`].
     is_cut: bool,
 }
 
-/// What one stack had, at so many seconds after the first look that is kept.
+/// Numbers of one stack over time, each with the seconds since the first look that is kept.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Trend(pub Vec<(f64, u64)>);
 
 impl Look {
-    /// What a stack had, if that was kept.
+    /// Returns the number of a stack. A stack that is not in the look has 0, or None if the look is cut.
     fn of(&self, key: Key) -> Option<u64> {
         let absent = (!self.is_cut).then_some(0);
         self.numbers.get(&key).copied().or(absent)
@@ -38,7 +38,7 @@ impl Look {
 }
 
 impl Trends {
-    /// Takes a look, unless the last one was just now.
+    /// Takes a look, unless the last one was less than a second ago.
     pub fn look(&mut self, time: Instant, numbers: impl IntoIterator<Item = (Key, u64)>) {
         let last = self.0.back();
         if last.is_some_and(|last| time.saturating_duration_since(last.time) < PAUSE) {
@@ -60,7 +60,7 @@ impl Trends {
         });
     }
 
-    /// What a stack had at each look, and has now. Where it was not kept, nothing is said.
+    /// Returns the numbers of a stack at each look, and now. Looks that did not keep the stack are left out.
     pub fn of(&self, key: Key, now: Instant, number: u64) -> Trend {
         let first = self.0.front().map_or(now, |first| first.time);
         let seconds = |time: Instant| time.saturating_duration_since(first).as_secs_f64();
@@ -70,7 +70,7 @@ impl Trends {
         Trend(points)
     }
 
-    /// By how much a stack that now has `number` has grown a second, if it is known what it had before.
+    /// Returns the growth per second of a stack that now has `number`, if an earlier number is known.
     pub fn per_second(&self, key: Key, now: Instant, number: u64) -> Option<f64> {
         let known = |look: &Look| Some((look.time, look.of(key)?));
         let (time, before) = self.0.iter().find_map(known)?;
@@ -119,7 +119,7 @@ mod tests {
         );
         let now = start + Duration::from_secs(71);
         assert_eq!(trends.of((1, stacks), now, 1).0.len(), MOST_LOOKS + 1);
-        // The least were not kept, so nothing is known of what they had.
+        // The smallest stacks were not kept, so their earlier numbers are not known.
         assert_eq!(trends.of((1, 7), now, 1).0, [(60.0, 1)]);
         assert_eq!(trends.of((1, 8), now, 1).0.len(), MOST_LOOKS + 1);
     }
