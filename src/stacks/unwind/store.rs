@@ -62,7 +62,7 @@ impl Store {
     }
 
     /// Takes a range of free words. Returns the number of the first word, which is never 0, or None if the range does
-    /// not fit. Before a program is told of the words, call [`Store::settle`].
+    /// not fit. Before a BPF program learns of the words, call [`Store::settle`].
     pub(super) fn take(&mut self, words: usize) -> Result<Option<u32>> {
         let mut found = self.free.take(words);
         if found.is_none() {
