@@ -26,7 +26,7 @@ pub struct Histogram {
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "histogram")]
 pub struct Named {
-    /// What was measured, with its unit at the end.
+    /// Name of the measured quantity, with its unit at the end.
     pub name: &'static str,
     /// The counts of its values.
     pub buckets: Histogram,

@@ -152,7 +152,7 @@ impl PerfMaps {
         self.reads += 1;
         let (used, map) = self.maps.entry(pid).or_default();
         *used = self.reads;
-        // What was read before an error is kept.
+        // Functions that were read before an error are kept.
         let _ = map.read(&file);
         if map.full && !self.told {
             self.told = true;
