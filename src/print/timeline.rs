@@ -78,9 +78,9 @@ pub trait Timeline {
     /// Writes what was recorded since the last time.
     fn flush(&mut self);
 
-    /// Writes the rest.
+    /// Writes the rest of the timeline.
     ///
     /// # Errors
-    /// If not all could be written, now or before.
+    /// If not all of the timeline could be written, now or before.
     fn finish(&mut self) -> Result<()>;
 }

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use crate::print::text;
 use crate::process::address_space::Image;
 
-/// A runtime that writes `/tmp/perf-PID.map` only if that is asked for when it is started.
+/// A runtime that writes `/tmp/perf-PID.map` only if it is started with an option for that.
 #[derive(Debug)]
 struct Runtime {
     name: &'static str,

@@ -49,7 +49,7 @@ impl Rules {
     /// Reads the rules in an ELF file. A file without unwind information has none.
     ///
     /// # Errors
-    /// If it is no ELF file, or its unwind information makes no sense.
+    /// If the file is no ELF file, or its unwind information is malformed.
     pub fn of_file(file: &File) -> Result<Self> {
         Self::read(file)
     }
@@ -57,7 +57,7 @@ impl Rules {
     /// Reads the rules in an ELF image that is in memory, such as the vdso.
     ///
     /// # Errors
-    /// If it is no ELF image, or its unwind information makes no sense.
+    /// If the image is no ELF image, or its unwind information is malformed.
     pub fn of_image(image: &[u8]) -> Result<Self> {
         Self::read(&image)
     }
@@ -65,7 +65,7 @@ impl Rules {
     /// Whether a function begins at this address, by the file's `.eh_frame`.
     ///
     /// # Errors
-    /// If it is no ELF file, or its `.eh_frame` makes no sense.
+    /// If the file is no ELF file, or its `.eh_frame` is malformed.
     pub fn has_function_at(file: &File, address: u64) -> Result<bool> {
         let elf = Elf::read(file)?.expect_64_bit()?;
         let Some((start, frames)) = eh_frame(&elf)? else {
