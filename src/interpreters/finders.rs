@@ -1,11 +1,11 @@
-//! What finds the interpreters of processes for the kernel half.
+//! Finders of the interpreters of processes, for the BPF side.
 
 use super::hotspot::hotspots::Hotspots;
 use super::python::pythons::Pythons;
 use super::search::Files;
 use crate::bpf::types::unwind_ask as Ask;
 
-/// The finders of each kind of interpreter.
+/// One finder for each kind of interpreter.
 pub(crate) struct Finders {
     files: Files,
     pythons: Pythons,
@@ -21,20 +21,20 @@ impl Finders {
         }
     }
 
-    /// Looks for the interpreters of a process that runs.
+    /// Looks for the interpreters of a running process.
     pub(crate) fn look_at(&mut self, pid: u32) {
         self.pythons.look_at(pid, None, &mut self.files);
         self.hotspots.look_at(pid, None, &mut self.files);
     }
 
-    /// Looks for those of a process that is stopped because it has mapped code.
+    /// Looks for the interpreters of a process that is stopped because it has mapped code.
     pub(crate) fn look_at_stopped(&mut self, pid: u32) {
         self.pythons.look_at_stopped(pid, &mut self.files);
         self.hotspots.look_at_stopped(pid, &mut self.files);
     }
 
-    /// Answers the kernel half, which has asked for an interpreter of a process with this layout. Returns
-    /// whether it was found.
+    /// Answers a request of the BPF side for an interpreter of the process with this layout. Returns whether the
+    /// interpreter was found.
     pub(crate) fn answer(&mut self, ask: Ask, pid: u32, layout: u64) -> bool {
         let (layout, files) = (Some(layout), &mut self.files);
         match ask {

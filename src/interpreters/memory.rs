@@ -1,4 +1,4 @@
-//! The memory of a process whose interpreter is looked at, and where files and programs are in it.
+//! Memory of a process that has an interpreter, and the addresses of files and of the program in this memory.
 
 use std::fs::{self, File};
 use std::io;
@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use crate::code::elf_file::Elf;
 use crate::process::proc::Mapping;
 
-/// The memory of a process. Whatever is read may be anything.
+/// Memory of a process. The bytes that are read are untrusted.
 pub(crate) struct Memory(File);
 
 impl Memory {
@@ -22,26 +22,26 @@ impl Memory {
             .context("failed to read the memory of a process")
     }
 
-    /// Fills a buffer.
+    /// Reads memory into a buffer and fills the buffer.
     ///
     /// # Errors
-    /// If not all of it is memory.
+    /// If a part of the range is not mapped.
     pub(crate) fn read_exact(&self, bytes: &mut [u8], address: u64) -> io::Result<()> {
         self.0.read_exact_at(bytes, address)
     }
 
-    /// The word at an address.
+    /// Reads the word at an address.
     ///
     /// # Errors
-    /// If no memory is there.
+    /// If the address is not mapped.
     pub(crate) fn word(&self, address: u64) -> Result<u64> {
         self.bytes(address).map(u64::from_ne_bytes)
     }
 
-    /// The bytes at an address.
+    /// Reads the bytes at an address.
     ///
     /// # Errors
-    /// If not all of it is memory.
+    /// If a part of the range is not mapped.
     pub(crate) fn bytes<const LENGTH: usize>(&self, address: u64) -> Result<[u8; LENGTH]> {
         let mut bytes = [0; LENGTH];
         self.read_exact(&mut bytes, address)
@@ -49,13 +49,13 @@ impl Memory {
         Ok(bytes)
     }
 
-    /// The text at an address up to its first zero byte, at most so many bytes of it.
+    /// Reads the text at an address up to its first zero byte, but at most `most` bytes.
     ///
     /// # Errors
-    /// If no memory is there.
+    /// If the address is not mapped.
     pub(crate) fn c_string(&self, address: u64, most: usize) -> Result<String> {
         let mut bytes = vec![0; most];
-        // It may be the last in its mapping.
+        // The text may be the last in its mapping: then the read returns fewer bytes.
         let length = self
             .0
             .read_at(&mut bytes, address)
@@ -65,7 +65,8 @@ impl Memory {
     }
 }
 
-/// What is to be added to addresses of a file where a process has mapped this executable part of it.
+/// Returns the load bias of a file: the difference between addresses in a process and addresses in the file, from one
+/// executable mapping.
 pub(crate) fn bias(elf: &Elf<'_>, mapping: &Mapping) -> Option<u64> {
     let mut segments = elf.segments.iter().filter(|segment| segment.is_loaded());
     let segment = segments.find(|segment| {
@@ -78,8 +79,8 @@ pub(crate) fn bias(elf: &Elf<'_>, mapping: &Mapping) -> Option<u64> {
     Some(mapping.range.start.wrapping_sub(at))
 }
 
-/// A number for where exec has put the program of a process: `layout` of the kernel half's
-/// `unwind_space()`.
+/// Returns a number that identifies where exec has placed the program of a process: the `layout` of `unwind_space()`
+/// on the BPF side.
 ///
 /// # Errors
 /// If the process has exited, or may not be read.
@@ -90,7 +91,7 @@ pub(crate) fn layout(pid: u32) -> Result<u64> {
     const START_DATA: usize = 45;
     const FIRST: usize = 3;
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // What is before the last parenthesis is of the user's choice.
+    // The command's name, before the last parenthesis, is untrusted.
     let rest = stat.rsplit_once(')').context("no process")?.1;
     let fields: Vec<&str> = rest.split_whitespace().collect();
     let field = |number: usize| -> Result<u64> {

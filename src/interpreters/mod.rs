@@ -1,14 +1,13 @@
-//! Room `interpreters`: what the frames of an interpreter's loop execute, in the words of the
-//! interpreted language.
+//! Room `interpreters`: functions of interpreted and JIT-compiled languages that the frames of a stack execute.
 //!
 //! | module | what it is for |
 //! |---|---|
-//! | `finders` | what finds the interpreters of processes for the kernel half |
-//! | [`hotspot`] | HotSpot: where it has the code that it generates |
+//! | `finders` | the finders of all kinds of interpreters, for the BPF side |
+//! | [`hotspot`] | HotSpot: the code that it generates, and the names of Java functions |
 //! | `memory` | the memory of a process that has an interpreter |
 //! | [`python`] | CPython: its code objects, and their lines |
-//! | `search` | the search among the files that a process executes |
-//! | `told` | what the kernel half and the user were told |
+//! | `search` | the search for an interpreter in the files that a process maps as code |
+//! | `told` | what the BPF side and the user have been told about the interpreters of processes |
 
 use clap::ValueEnum;
 

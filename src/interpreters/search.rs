@@ -1,5 +1,5 @@
-//! The search for the interpreter of a process, among the files that it executes. A file is read once
-//! for all interpreters.
+//! Search for the interpreter of a process in the files that it maps as code. Each file is read once for all kinds of
+//! interpreters.
 
 use std::collections::HashMap;
 
@@ -9,36 +9,36 @@ use crate::code::elf::{self, MayHold};
 use crate::process::mapped_file::MappedFile;
 use crate::process::proc::{FileId, Mapping, Process};
 
-/// Files of which it is remembered what they may hold.
+/// Number of files for which the cache keeps which interpreters they may hold.
 const FILES: usize = 4096;
 
-/// What became of a search.
+/// Result of a search for an interpreter.
 #[derive(Debug)]
 pub(super) enum Located<T> {
     Found(Box<T>),
-    /// The process has none, or none that has begun.
+    /// The process has no interpreter, or none that is initialized yet.
     None,
-    /// The process has one whose frames cannot be walked, for this reason.
+    /// The process has an interpreter whose frames cannot be walked, for this reason.
     Unknown(String),
 }
 
-/// What a file turned out to be.
+/// Result of looking at one file.
 pub(super) enum Seen<T> {
-    /// The one that is looked for.
+    /// The file holds the wanted interpreter.
     It(Located<T>),
-    /// One that is to be looked at again: the dynamic linker has not been there yet.
+    /// The file has to be looked at again later: the dynamic linker has not relocated it yet.
     NotYet,
-    /// Another one, which only uses what it was taken for.
+    /// The file only uses the interpreter and does not hold it.
     No,
 }
 
-/// The files of all processes that were looked at.
+/// Cache of which interpreters the files of all processes may hold.
 #[derive(Debug, Default)]
 pub(crate) struct Files(HashMap<FileId, MayHold>);
 
 impl Files {
-    /// Looks, in the order of their addresses, at the files of a process that may hold what is wanted, until
-    /// one does.
+    /// Calls `look` for each file of a process that may hold what is wanted, in the order of addresses, until one
+    /// file does.
     ///
     /// # Errors
     /// If the process cannot be read, or has exited, or `look` fails.
@@ -88,13 +88,13 @@ impl Files {
     }
 }
 
-/// Programs for the tests of searches.
+/// Programs that the tests of searches run.
 #[cfg(test)]
 pub(super) mod tests {
     use std::io::{BufRead, BufReader};
     use std::process::{Child, Command, Stdio};
 
-    /// A process that is killed with the value, and has printed a line.
+    /// A child process that has printed a line, and that is killed when the value is dropped.
     pub(in crate::interpreters) struct Running(Child);
 
     impl Running {
@@ -107,7 +107,7 @@ pub(super) mod tests {
             Self(child)
         }
 
-        /// A shell, which has no interpreter that is looked for.
+        /// Starts a shell, which has none of the interpreters.
         pub(in crate::interpreters) fn shell() -> Self {
             Self::start(Command::new("sh").args(["-c", "echo ready; read _"]))
         }

@@ -1,4 +1,4 @@
-//! What the kernel half, and the user, were told of the interpreters of processes.
+//! Record of what the BPF side and the user have been told about the interpreters of processes.
 
 use std::collections::HashSet;
 
@@ -7,18 +7,18 @@ use libbpf_rs::{MapCore, MapFlags, MapHandle};
 
 use super::memory;
 
-/// Reasons that are said; those of one more process are like one before.
+/// Maximum number of distinct reasons that are printed; further processes mostly have one of the same reasons.
 const REASONS: usize = 16;
 
-/// What was told of one kind of interpreter.
+/// Record of what was told about one kind of interpreter.
 pub(super) struct Told {
-    /// The skeleton's map of processes, by layout.
+    /// The skeleton's map of processes, keyed by layout.
     processes: MapHandle,
     said: HashSet<String>,
 }
 
 impl Told {
-    /// Nothing yet, of this map.
+    /// Creates an empty record for this map.
     pub(super) fn new(processes: MapHandle) -> Self {
         Self {
             processes,
@@ -26,7 +26,7 @@ impl Told {
         }
     }
 
-    /// Whether the kernel half knows of the interpreter of this process.
+    /// Returns whether the BPF side knows the interpreter of this process.
     pub(super) fn knows(&self, pid: u32) -> bool {
         let known = |layout: u64| {
             let known = self.processes.lookup(&layout.to_ne_bytes(), MapFlags::ANY);
@@ -35,7 +35,8 @@ impl Told {
         memory::layout(pid).is_ok_and(known)
     }
 
-    /// The layout of a process; None if the kernel half has asked about another one.
+    /// Returns the layout of a process. None if it differs from the layout `asked`, which the BPF side has asked
+    /// about.
     ///
     /// # Errors
     /// If the process has exited, or may not be read.
@@ -44,11 +45,11 @@ impl Told {
         Ok(Some(layout).filter(|layout| asked.is_none_or(|asked| asked == *layout)))
     }
 
-    /// Tells the kernel half what it needs to know, unless the process has called exec since it had this
-    /// layout. Returns whether it was told.
+    /// Stores the description of an interpreter in the map of the BPF side, unless the process has called exec since
+    /// it had this layout. Returns whether the description was stored.
     ///
     /// # Errors
-    /// If the process has exited, or the map has no room.
+    /// If the process has exited, or the map is full.
     pub(super) fn tell(&self, pid: u32, layout: u64, process: &[u8]) -> Result<bool> {
         if memory::layout(pid)? != layout {
             return Ok(false);
@@ -59,7 +60,8 @@ impl Told {
         Ok(true)
     }
 
-    /// Says once why the frames of such an interpreter are not walked: `sentence` makes a sentence of it.
+    /// Prints once for each reason why the frames of an interpreter are not walked; `sentence` turns the reason into
+    /// a message.
     pub(super) fn say(&mut self, why: String, sentence: impl FnOnce(&str) -> String) {
         if self.said.len() < REASONS && !self.said.contains(&why) {
             eprintln!("{}", sentence(&why));

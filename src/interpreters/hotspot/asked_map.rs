@@ -1,11 +1,10 @@
-//! The perf map that a virtual machine writes when it is asked for one: what `jcmd PID Compiler.perfmap`
-//! does, without a JDK.
+//! The perf map that a virtual machine writes on request, as for `jcmd PID Compiler.perfmap`, but without a JDK.
 //!
-//! HotSpot listens on a socket in its `/tmp` for its own user and root, and makes that only when a file of a
-//! certain name is there, of one of them, and SIGQUIT comes. Where it does not catch that signal it would be
-//! killed, and where it does not want us to attach it would print all of its stacks: so it is found out first,
-//! in its memory and from the kernel, what it would do. Files and sockets in that folder can be anybody's:
-//! no link is followed, and nothing is said to another process.
+//! HotSpot listens on a socket in its `/tmp` for its own user and root. It creates the socket only when SIGQUIT
+//! arrives while a file of a certain name exists that belongs to one of these users. A process that does not catch
+//! SIGQUIT would be killed. A HotSpot that does not accept requests would print all of its stacks. So its memory and
+//! the kernel are asked first what HotSpot would do. Files and sockets in `/tmp` can belong to anybody: no link is
+//! followed, and nothing is sent to another process.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -28,24 +27,25 @@ use crate::print::text;
 use crate::process::mapped_file;
 use crate::process::proc::{self, Process};
 
-/// How long a virtual machine may take to listen, and again to answer.
+/// Maximum time until a virtual machine listens, and again until it answers.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How often it is looked whether it listens.
+/// Interval between two attempts to connect.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
-/// Flags of a virtual machine that are looked through: JDK 25 has 1,400.
+/// Maximum number of a virtual machine's flags that are searched: JDK 25 has 1,400.
 const MOST_FLAGS: u64 = 16_384;
-/// Bytes of a flag's name, and of an answer.
+/// Maximum length of a flag's name that is read, in bytes.
 const NAME_BYTES: usize = 64;
+/// Maximum length of an answer that is read, in bytes.
 const ANSWER_BYTES: u64 = 4096;
-/// Characters of an answer that are shown.
+/// Maximum number of characters of an answer that are shown.
 const SHOWN: usize = 160;
-/// Version of the protocol, command, and its three arguments.
+/// Request: the version of the protocol, the command, and its three arguments.
 const REQUEST: &[u8] = b"1\0jcmd\0Compiler.perfmap\0\0\0";
 
-/// Has a virtual machine write a perf map.
+/// Requests a perf map from a virtual machine.
 ///
 /// # Errors
-/// If it cannot be asked without harm, refuses, or does not answer in time.
+/// If the request would do harm, or the virtual machine refuses it or does not answer in time.
 pub(super) fn ask(process: &Process, machine: &Machine) -> Result<()> {
     ensure!(!process.is_stopped(), "it is stopped");
     ensure!(
@@ -66,7 +66,8 @@ pub(super) fn ask(process: &Process, machine: &Machine) -> Result<()> {
     asked.ask()
 }
 
-/// HotSpot takes us for its own user, or for root; in another user namespace it knows neither.
+/// Checks that HotSpot will accept the request: this process has to have HotSpot's user and group, or be root. In
+/// another user namespace HotSpot recognizes neither.
 fn expect_accepted(process: &Process) -> Result<()> {
     let namespace = |process: &str| fs::read_link(format!("/proc/{process}/ns/user"));
     ensure!(
@@ -80,7 +81,7 @@ fn expect_accepted(process: &Process) -> Result<()> {
     Ok(())
 }
 
-/// Whether a virtual machine has this flag set, which is a bool.
+/// Reads a flag of a virtual machine, which is a bool.
 fn is_set(machine: &Machine, name: &str) -> Result<bool> {
     let (memory, structs) = (&machine.memory, &machine.structs);
     let flags = memory.word(structs.at("JVMFlag", "flags")?)?;
@@ -101,20 +102,20 @@ fn is_set(machine: &Machine, name: &str) -> Result<bool> {
     bail!("it does not tell whether {name} is set")
 }
 
-/// Whether a process catches SIGQUIT, which would else kill it.
+/// Returns whether a process catches SIGQUIT, which kills it otherwise.
 fn catches_quit(pid: u32) -> bool {
     let caught = proc::field(format!("/proc/{pid}/status"), "SigCgt:");
     let caught = caught.and_then(|signals| u64::from_str_radix(&signals, 16).ok());
     caught.is_some_and(|signals| signals & (1 << (libc::SIGQUIT - 1)) != 0)
 }
 
-/// A process that is asked.
+/// Process that gets a request.
 struct Asked<'a> {
     process: &'a Process,
     machine: &'a Machine,
-    /// The folder that it has as /tmp.
+    /// The process's /tmp.
     folder: OwnedFd,
-    /// What it calls itself.
+    /// The PID in the process's own PID namespace.
     number: u32,
 }
 
@@ -129,7 +130,7 @@ impl Asked<'_> {
         expect_success(&read_answer(&mut socket)?)
     }
 
-    /// Connects with what the process listens on. None if it does not, or is too busy for the moment.
+    /// Connects to the socket of the process. None if the process does not listen, or is too busy for the moment.
     fn connect(&self) -> Result<Option<OwnedFd>> {
         let name = format!(".java_pid{}", self.number);
         let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
@@ -138,7 +139,7 @@ impl Asked<'_> {
             Err(Errno::ENOENT) => return Ok(None),
             Err(error) => return Err(error).context("failed to open its socket"),
         };
-        // A link is not a socket, and what this one leads to is the very file.
+        // A symbolic link is no socket. The path in /proc leads to the opened file itself.
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         ensure!(
             SFlag::from_bits_truncate(fstat(&file)?.st_mode) & SFlag::S_IFMT == SFlag::S_IFSOCK,
@@ -157,9 +158,9 @@ impl Asked<'_> {
         }
     }
 
-    /// Has the process listen.
+    /// Makes the process create its socket, and connects to it.
     fn wait_for_socket(&self) -> Result<OwnedFd> {
-        // With that it listens from its start, and the signal is not for it.
+        // With -Xrs the process listens from its start, and does not handle the signal.
         ensure!(
             !is_set(self.machine, "ReduceSignalUsage")?,
             "it was started with -Xrs, and does not listen any more"
@@ -187,7 +188,7 @@ impl Asked<'_> {
     fn quit(&self) -> Result<()> {
         let pidfd = self.process.as_fd().as_raw_fd();
         let no_info = std::ptr::null::<libc::siginfo_t>();
-        // SAFETY: the descriptor is open, and without information none is read.
+        // SAFETY: the descriptor is open, and the kernel reads no siginfo from a null pointer.
         let sent = unsafe {
             libc::syscall(
                 libc::SYS_pidfd_send_signal,
@@ -203,7 +204,7 @@ impl Asked<'_> {
         })
     }
 
-    /// The stream, if it is the very process that listens.
+    /// Returns the stream if the peer is the process itself.
     fn expect_process(&self, socket: OwnedFd) -> Result<UnixStream> {
         let peer = socket::getsockopt(&socket, sockopt::PeerCredentials)?.pid();
         let is_it = u32::try_from(peer).is_ok_and(|pid| pid == self.process.pid());
@@ -215,7 +216,7 @@ impl Asked<'_> {
     }
 }
 
-/// The remedy if an error is that by which the kernel refuses us what it grants who has this capability.
+/// Returns the remedy if an error is the refusal that this capability would prevent. Otherwise returns an empty text.
 fn remedy_for(error: Errno, refusal: Errno, capability: Capability) -> String {
     match error == refusal {
         true => capabilities::remedy(capability),
@@ -223,7 +224,7 @@ fn remedy_for(error: Errno, refusal: Errno, capability: Capability) -> String {
     }
 }
 
-/// The file that tells HotSpot that it is to listen, while it is there.
+/// File that asks HotSpot to listen. The file is removed when the value is dropped.
 struct Trigger<'a> {
     folder: &'a OwnedFd,
     name: String,
@@ -250,7 +251,7 @@ impl Drop for Trigger<'_> {
     }
 }
 
-/// What comes until the other end is closed, bounded in bytes and time.
+/// Reads an answer until the peer closes the connection. The number of bytes and the time are bounded.
 fn read_answer(socket: &mut UnixStream) -> Result<Vec<u8>> {
     let (begun, mut answer) = (Instant::now(), Vec::new());
     let mut part = [0; 512];
@@ -277,7 +278,7 @@ fn is_late(error: &io::Error) -> bool {
     [Interrupted, TimedOut, WouldBlock].contains(&error.kind())
 }
 
-/// An answer begins with a number, which is 0 if all went well.
+/// Checks that an answer reports success: it begins with a number, which is 0 then.
 fn expect_success(answer: &[u8]) -> Result<()> {
     ensure!(!answer.is_empty(), "it does not answer");
     let answer = String::from_utf8_lossy(answer);

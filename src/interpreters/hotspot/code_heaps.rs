@@ -1,4 +1,4 @@
-//! Where HotSpot has the code that it generates, and how a block of that is described.
+//! Heaps of the code that HotSpot generates, and the descriptions of the blocks in these heaps.
 
 use anyhow::{Context, Result, ensure};
 
@@ -6,25 +6,27 @@ use super::vm_structs::VmStructs;
 use crate::bpf::types::{hotspot_heap, hotspot_layout, hotspot_process};
 use crate::interpreters::memory::Memory;
 
-/// Heaps that the kernel half has room for.
+/// Maximum number of heaps that the BPF side supports.
 const HEAPS: usize = hotspot_layout::HOTSPOT_HEAPS.0 as usize;
-/// Steps through a heap's map.
+/// Maximum number of steps through a heap's segment map.
 const STEPS: u32 = hotspot_layout::HOTSPOT_ROUNDS.0 * hotspot_layout::HOTSPOT_ROUND_STEPS.0;
-/// What the map has where no block is.
+/// Entry of the segment map for a segment that is in no block.
 const FREE: u8 = hotspot_layout::HOTSPOT_FREE.0 as u8;
-/// What the block is called that holds the interpreter.
+/// Name of the block that holds the interpreter.
 const INTERPRETER: &str = "Interpreter";
-/// How the name of the block begins that holds the stubs of continuations.
+/// Prefix of the name of the block that holds the stubs of continuations.
 const CONTINUATION: &str = "StubRoutines (continuation";
-/// Blocks that are looked through for it, from the beginning of the heap: it was the seventh.
+/// Maximum number of blocks, from the beginning of the heap, that are searched for the stubs of continuations. The
+/// stubs were in the seventh block.
 const STUB_BLOCKS: u32 = 256;
-/// The bytes of code that one heap may have: HotSpot's own limit is 2 GiB for all.
+/// Maximum size of one heap, in bytes: HotSpot's own limit is 2 GiB for all heaps.
 const MOST_HEAP_BYTES: u64 = 2 << 30;
 
-/// Where a process has its code, for the kernel half. None if the virtual machine has not begun.
+/// Finds the generated code of a process, for the BPF side. None if the virtual machine is not initialized yet.
 ///
 /// # Errors
-/// If the memory cannot be read, or is not as in the versions that are known: the message goes behind "a HotSpot".
+/// If the memory cannot be read, or does not have the layout of a known version. The message continues the words "a
+/// HotSpot".
 pub(super) fn find(memory: &Memory, structs: &VmStructs) -> Result<Option<hotspot_process>> {
     let mut process = hotspot_process {
         blob: u16::try_from(structs.size("HeapBlock")?).context("with large blocks")?,
@@ -44,7 +46,7 @@ pub(super) fn find(memory: &Memory, structs: &VmStructs) -> Result<Option<hotspo
         return Ok(None);
     }
     (process.interpreter, process.interpreter_end) = (start, end);
-    // What is called so by the very way that the kernel half goes proves that all is understood.
+    // If the lookup of the BPF side leads to the right name, the layout is understood.
     let block = block(memory, &process, start)?.context("whose code is not found")?;
     let name = name_of_blob(memory, structs, block.wrapping_add(process.blob.into()))?;
     ensure!(name == INTERPRETER, "whose interpreter is called {name:?}");
@@ -53,7 +55,8 @@ pub(super) fn find(memory: &Memory, structs: &VmStructs) -> Result<Option<hotspo
     Ok(Some(process))
 }
 
-/// Where in a block's description its code begins, and when the frame is complete. It depends on the version.
+/// Finds the fields in a block's description for the start of its code and for the offset where the frame is
+/// complete. The fields depend on the version.
 fn describe_code(structs: &VmStructs, process: &mut hotspot_process) -> Result<()> {
     let complete = structs.field("CodeBlob", "_frame_complete_offset");
     process.frame_complete_bytes = match complete.map(|field| field.kind.as_str()) {
@@ -69,7 +72,7 @@ fn describe_code(structs: &VmStructs, process: &mut hotspot_process) -> Result<(
     Ok(())
 }
 
-/// The heaps that code is in. None before the virtual machine has made them.
+/// Reads the heaps of code. Empty before the virtual machine has created them.
 fn heaps(memory: &Memory, structs: &VmStructs) -> Result<Vec<hotspot_heap>> {
     let heaps = memory.word(structs.at("CodeCache", "_heaps")?)?;
     if heaps == 0 {
@@ -113,7 +116,7 @@ fn heap(memory: &Memory, structs: &VmStructs, heap: u64) -> Result<hotspot_heap>
     Ok(found)
 }
 
-/// Where the interpreter's code is. None before it is made.
+/// Returns the address range of the interpreter's code. None before the code is generated.
 fn interpreter(memory: &Memory, structs: &VmStructs) -> Result<Option<(u64, u64)>> {
     let queue = memory.word(structs.at("AbstractInterpreter", "_code")?)?;
     if queue == 0 {
@@ -125,8 +128,8 @@ fn interpreter(memory: &Memory, structs: &VmStructs) -> Result<Option<(u64, u64)
     Ok((bytes > 0).then(|| (start, start.wrapping_add(bytes.into()))))
 }
 
-/// Where the code is by which a virtual thread's frames come back from Java's heap. None if there is none: before
-/// JDK 21, and with `-XX:-VMContinuations`.
+/// Finds the code that copies a virtual thread's frames from Java's heap back to the stack. None if no such code
+/// exists: before JDK 21, and with `-XX:-VMContinuations`.
 fn continuation_stubs(
     memory: &Memory,
     structs: &VmStructs,
@@ -139,10 +142,10 @@ fn continuation_stubs(
     let length = structs.at("HeapBlock::Header", "_length")?;
     let mut block = heap.start;
     for _ in 0..STUB_BLOCKS {
-        // Behind the last block there may be no memory yet.
+        // The memory after the last block may not be mapped yet.
         let segments = int(memory, block.wrapping_add(length)).unwrap_or(0);
         let end = block.wrapping_add(u64::from(segments) << heap.segment_shift);
-        // A block that is free, or has just been taken, has no name.
+        // A block that is free, or has just been allocated, has no name.
         let name = name_of_blob(memory, structs, block.wrapping_add(process.blob.into()));
         if name.is_ok_and(|name| name.starts_with(CONTINUATION)) {
             return Ok(Some((block, end)));
@@ -152,7 +155,7 @@ fn continuation_stubs(
         }
         block = end;
     }
-    // Where continuations are used, which not all versions tell, the stubs are there.
+    // If continuations are in use, which not all versions tell, their stubs must exist.
     if let Some(returns_to) = structs.field("ContinuationEntry", "_return_pc") {
         let used = memory.word(returns_to.at)? != 0;
         ensure!(!used, "whose continuations' code is not found");
@@ -160,7 +163,8 @@ fn continuation_stubs(
     Ok(None)
 }
 
-/// The block that an address is in, as the kernel half finds that. None if no block is there.
+/// Returns the block that contains an address, by the same lookup as the BPF side. None if the address is in no
+/// block.
 pub(super) fn block(
     memory: &Memory,
     process: &hotspot_process,
@@ -186,7 +190,7 @@ pub(super) fn block(
     Ok(None)
 }
 
-/// What a block's `CodeBlob` is called.
+/// Returns the name of a block's `CodeBlob`.
 pub(super) fn name_of_blob(memory: &Memory, structs: &VmStructs, blob: u64) -> Result<String> {
     const MOST: usize = 64;
     let name = blob.wrapping_add(structs.at("CodeBlob", "_name")?);

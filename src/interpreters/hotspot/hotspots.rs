@@ -1,4 +1,4 @@
-//! The processes whose frames of Java the kernel half is to walk.
+//! Processes whose Java frames the BPF side walks.
 
 use anyhow::Result;
 use libbpf_rs::MapHandle;
@@ -16,15 +16,15 @@ use crate::interpreters::told::Told;
 use crate::process::mapped_file::MappedFile;
 use crate::process::proc::Mapping;
 
-/// What the kernel half knows of HotSpot, kept up to date.
+/// Finder of HotSpot, which keeps the BPF side up to date.
 pub(crate) struct Hotspots {
     told: Told,
     names: JavaNames,
 }
 
 impl Hotspots {
-    /// After load; `processes` is the skeleton's map `hotspot_processes`, and `ask` whether those that are
-    /// found are asked for perf maps.
+    /// Creates the finder after load; `processes` is the skeleton's map `hotspot_processes`. If `ask` is true, perf
+    /// maps are requested from the virtual machines that are found.
     pub(crate) fn new(processes: MapHandle, ask: bool) -> Self {
         Self {
             told: Told::new(processes),
@@ -32,25 +32,26 @@ impl Hotspots {
         }
     }
 
-    /// What names the functions of those that are found.
+    /// Returns the names of functions in the virtual machines that are found.
     pub(crate) fn names(&self) -> JavaNames {
         self.names.clone()
     }
 
-    /// Looks for the HotSpot of a process. `layout` is what the kernel half has asked about. Returns
-    /// whether it is found.
+    /// Looks for the HotSpot of a process. `layout` is the layout that the BPF side has asked about. Returns whether
+    /// the HotSpot is found.
     pub(crate) fn look_at(&mut self, pid: u32, layout: Option<u64>, files: &mut Files) -> bool {
         match self.try_to(pid, layout, files) {
             Ok(found) => found,
             Err(error) => {
-                // Most likely the process is gone; else its stacks are as those of other generated code.
+                // Most likely the process has exited. Otherwise its stacks are like those of other generated code.
                 attach::verbose(format_args!("no Java frames of process {pid}: {error:#}"));
                 false
             }
         }
     }
 
-    /// Looks for the HotSpot of a process that is stopped because it has mapped code, unless it was found.
+    /// Looks for the HotSpot of a process that is stopped because it has mapped code, unless the HotSpot is already
+    /// known.
     pub(crate) fn look_at_stopped(&mut self, pid: u32, files: &mut Files) {
         if !self.told.knows(pid) {
             self.look_at(pid, None, files);
@@ -105,7 +106,7 @@ fn locate(pid: u32, files: &mut Files) -> Result<Located<Machine>> {
     )
 }
 
-/// What the library in this file tells of its classes, if it is linked in.
+/// Reads the layout of the classes of the library in this file. None if the library is not relocated yet.
 fn structs(pid: u32, mapping: &Mapping, file: &MappedFile) -> Result<Option<(Memory, VmStructs)>> {
     let elf = Elf::read(file.file())?.expect_64_bit()?;
     let Some(bias) = memory::bias(&elf, mapping) else {

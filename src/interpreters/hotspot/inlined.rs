@@ -1,8 +1,8 @@
-//! Functions that HotSpot has compiled into others, by the debug information of the compiled code.
+//! Functions that HotSpot has inlined into others, by the debug information of the compiled code.
 //!
-//! For each call that compiled code makes, HotSpot keeps the functions of Java that the call is in: a chain of scopes,
-//! innermost first, each with its `Method`, the bytecode that calls, and where the next scope is. Numbers in a scope take
-//! one to five bytes.
+//! For each call in compiled code, HotSpot keeps the Java functions that contain the call. They form a chain of
+//! scopes, innermost first. Each scope has its `Method`, the bytecode of the call, and the offset of the next scope.
+//! Numbers in a scope take one to five bytes.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -13,30 +13,32 @@ use super::numbers::{MOST_NUMBER_BYTES, Numbers};
 use super::vm_structs::VmStructs;
 use crate::interpreters::memory::Memory;
 
-/// Functions that are compiled into one another, at most: the compilers stop at some tens.
+/// Maximum depth of inlined functions: the compilers stop at some tens.
 const MOST_DEEP: usize = 256;
-/// Bytes of the places that debug information is kept for, at most, of one function.
+/// Maximum size of the places (`PcDesc`) of one function's debug information, in bytes.
 const MOST_PLACE_BYTES: u64 = 16 << 20;
-/// Scopes that are looked at to know whether anything is compiled in at all.
+/// Maximum number of scopes that are read to find out whether any function is inlined.
 const MOST_SCOPES: usize = 4096;
-/// Bytes of the numbers of a scope that are read here: where the next is, which `Method`, and where in that.
+/// Bytes of a scope that are read: its first three numbers, which are the offset of the next scope, the `Method` and
+/// the bytecode.
 const SCOPE_BYTES: usize = 3 * MOST_NUMBER_BYTES;
 
-/// A function that a call is in.
+/// Java function that contains a call.
 pub(super) struct Scope {
-    /// Where its `Method` is.
+    /// The address of its `Method`.
     pub(super) method: u64,
-    /// The bytecode that calls, as an index.
+    /// The index of the bytecode of the call.
     pub(super) bytecode: u32,
 }
 
-/// The debug information of one compiled function.
+/// Debug information of one compiled function.
 pub(super) struct Scopes<'a> {
     memory: &'a Memory,
-    /// Offsets of places in the code, ascending, each with that of its scope; `PcDesc`.
+    /// Offsets of places in the code, ascending, each with the offset of its scope; `PcDesc`.
     places: Vec<(i32, i32)>,
-    /// Where the scopes are, and the pointers to `Method`s that they number.
+    /// The address of the scopes.
     data: u64,
+    /// The address of the array of pointers to `Method`s. Scopes refer to it by index, from 1.
     methods: u64,
     /// The compiled function's own `Method`.
     own: u64,
@@ -44,10 +46,10 @@ pub(super) struct Scopes<'a> {
 }
 
 impl<'a> Scopes<'a> {
-    /// The debug information of the compiled function whose description is at `blob`.
+    /// Reads the debug information of the compiled function whose description is at `blob`.
     ///
     /// # Errors
-    /// If the memory cannot be read, or this version's debug information is not known.
+    /// If the memory cannot be read, or the debug information of this version is not supported.
     pub(super) fn of(memory: &'a Memory, structs: &VmStructs, blob: u64, own: u64) -> Result<Self> {
         let (range, data, methods) = parts(memory, structs, blob)?;
         let bytes = range.end.checked_sub(range.start);
@@ -73,11 +75,11 @@ impl<'a> Scopes<'a> {
         })
     }
 
-    /// The functions that the call is in that returns to this offset, innermost first: those that are compiled in, and
-    /// last the compiled function itself. None if no debug information is kept for it.
+    /// Returns the functions that contain the call that returns to this offset. The inlined functions come first,
+    /// from the innermost on; the compiled function itself is last. None if the offset has no debug information.
     ///
     /// # Errors
-    /// If the memory cannot be read, or does not make sense.
+    /// If the memory cannot be read, or is inconsistent.
     pub(super) fn at_call(&self, offset: u64) -> Result<Option<Vec<Scope>>> {
         let Ok(offset) = i32::try_from(offset) else {
             return Ok(None);
@@ -90,10 +92,10 @@ impl<'a> Scopes<'a> {
         Ok(chain.filter(|chain| !chain.is_empty()))
     }
 
-    /// Whether functions are compiled in at some place.
+    /// Returns whether any function is inlined. Returns true if there are too many scopes to check.
     ///
     /// # Errors
-    /// If the memory cannot be read, or does not make sense.
+    /// If the memory cannot be read, or is inconsistent.
     pub(super) fn any(&self) -> Result<bool> {
         let scopes: HashSet<i32> = self.places.iter().map(|&(_, scope)| scope).collect();
         if scopes.len() > MOST_SCOPES {
@@ -107,8 +109,8 @@ impl<'a> Scopes<'a> {
         Ok(false)
     }
 
-    /// A scope and those around it, the last of which is the compiled function's own; none of the scope 0, which stands
-    /// for no information.
+    /// Reads a scope and the scopes around it; the last one is the compiled function's own. Scope 0 means that there
+    /// is no information: the result is empty.
     fn chain(&self, scope: i32) -> Result<Vec<Scope>> {
         let (mut chain, mut scope) = (Vec::new(), u64::try_from(scope)?);
         while scope != 0 {
@@ -121,7 +123,7 @@ impl<'a> Scopes<'a> {
             let method = self.methods.wrapping_add(8 * u64::from(method));
             chain.push(Scope {
                 method: self.memory.word(method)?,
-                // 0 stands for what is done before the first one.
+                // 0 encodes the point before the first bytecode.
                 bytecode: bytecode.saturating_sub(1),
             });
             scope = around.into();
@@ -135,7 +137,7 @@ impl<'a> Scopes<'a> {
     }
 }
 
-/// Where the parts of a function's debug information are: descriptions of places, scopes, and `Method`s.
+/// Returns the address range of the places, the address of the scopes, and the address of the array of `Method`s.
 fn parts(memory: &Memory, structs: &VmStructs, blob: u64) -> Result<(Range<u64>, u64, u64)> {
     let word = |class: &str, field: &str| -> Result<u64> {
         memory.word(blob.wrapping_add(structs.at(class, field)?))
@@ -145,7 +147,7 @@ fn parts(memory: &Memory, structs: &VmStructs, blob: u64) -> Result<(Range<u64>,
         memory.bytes(at).map(u32::from_ne_bytes).map(u64::from)
     };
     let places = offset("nmethod", "_scopes_pcs_offset")?;
-    // 23 and later have what never changes in a block of its own.
+    // JDK 23 and later keep constant data in a separate block.
     if structs.field("nmethod", "_immutable_data").is_some() {
         let constant = word("nmethod", "_immutable_data")?;
         let data = constant.wrapping_add(offset("nmethod", "_scopes_data_offset")?);
@@ -160,7 +162,7 @@ fn parts(memory: &Memory, structs: &VmStructs, blob: u64) -> Result<(Range<u64>,
     Ok((at(places)..at(end), data, at(methods)))
 }
 
-/// The 32-bit number at an offset of a description.
+/// Returns the 32-bit number at an offset of a place.
 fn int(place: &[u8], at: usize) -> i32 {
     let bytes = place[at..].first_chunk().copied();
     i32::from_ne_bytes(bytes.unwrap_or_default())

@@ -1,19 +1,19 @@
-//! Which lines of the source a function's bytecode is from, as HotSpot keeps that behind the bytecode.
+//! Source lines of a function's bytecode, from the table that HotSpot keeps after the bytecode.
 //!
-//! The table has pairs, each an index of the bytecode and the line that begins there, as differences from the pair before:
-//! in one byte, 5 bits of the index's and 3 of the line's, or behind a byte of all ones in two signed numbers.
-//! A byte of zero ends it.
+//! Each entry of the table is a pair: an index of the bytecode, and the line that begins there. Both are stored as
+//! differences from the previous pair. An entry is either one byte, with 5 bits for the index and 3 for the line, or
+//! a byte of all ones and two signed numbers. A zero byte ends the table.
 
 use super::numbers::Numbers;
 
-/// The byte that two numbers follow.
+/// Byte that precedes an entry of two signed numbers.
 const NUMBERS: u8 = 0xff;
 
-/// The line of the bytecode with this index. None if the table has none that begins there or before.
+/// Returns the line of the bytecode with this index. None if no line begins there or before.
 pub(super) fn line_at(table: &[u8], numbers: Numbers, bytecode: u32) -> Option<u32> {
     let mut best: Option<(u32, u32)> = None;
     for (index, line) in pairs(table, numbers) {
-        // Lines need not ascend, nor the indices.
+        // Neither the lines nor the indices need to ascend.
         if index == bytecode {
             return Some(line);
         }
@@ -24,7 +24,7 @@ pub(super) fn line_at(table: &[u8], numbers: Numbers, bytecode: u32) -> Option<u
     best.map(|(_, line)| line)
 }
 
-/// The pairs of a table: where in the bytecode a line begins, and its number.
+/// Decodes the pairs of a table: the index of the bytecode at which a line begins, and the line.
 fn pairs(table: &[u8], numbers: Numbers) -> impl Iterator<Item = (u32, u32)> {
     let (mut rest, mut index, mut line) = (table, 0u32, 0u32);
     std::iter::from_fn(move || {
@@ -52,7 +52,7 @@ mod tests {
 
     use super::*;
 
-    /// 0: line 41, 3: line 43, 40: line 12, 44: line 13.
+    /// Index 0: line 41, index 3: line 43, index 40: line 12, index 44: line 13.
     const TABLE: [u8; 9] = [NUMBERS, 0, 82, 3 << 3 | 2, NUMBERS, 74, 61, 4 << 3 | 1, 0];
 
     #[test]

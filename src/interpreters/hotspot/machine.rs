@@ -1,4 +1,4 @@
-//! A virtual machine's generated code, read from the memory of the process that it runs in: what a block of it is of.
+//! Generated code of a virtual machine, read from the memory of its process: the function that each block belongs to.
 
 use anyhow::{Context, Result};
 
@@ -12,28 +12,28 @@ use crate::interpreters::memory::Memory;
 use crate::print::text;
 use crate::stacks::table::Place;
 
-/// What a compiled function's block is called, and that of the code around a native one.
+/// Names of the blocks of compiled functions, and of the blocks with the code around native functions.
 const COMPILED: [&str; 2] = ["nmethod", "native nmethod"];
 
-/// A virtual machine whose memory can be read while its process lives.
+/// Virtual machine whose memory can be read while its process lives.
 pub(super) struct Machine {
     pub(super) memory: Memory,
     pub(super) structs: VmStructs,
     pub(super) process: hotspot_process,
 }
 
-/// A block of generated code.
+/// Block of generated code.
 struct Block {
-    /// Where its description (`CodeBlob`) is.
+    /// The address of its description (`CodeBlob`).
     blob: u64,
-    /// What it is called.
+    /// The name of its `CodeBlob`.
     kind: String,
-    /// Where its code begins.
+    /// The address at which its code begins.
     start: u64,
 }
 
 impl Machine {
-    /// The block of generated code that an address is in.
+    /// Finds the block of generated code that contains an address.
     fn block(&self, address: u64) -> Result<Option<Block>> {
         let (memory, structs) = (&self.memory, &self.structs);
         let Some(block) = code_heaps::block(memory, &self.process, address)? else {
@@ -49,14 +49,15 @@ impl Machine {
         Ok(Some(Block { blob, kind, start }))
     }
 
-    /// The `Method` whose code a block has.
+    /// Returns the address of the `Method` that a block's code belongs to.
     fn method_of(&self, block: &Block) -> Result<u64> {
         let method = (self.structs.at("CompiledMethod", "_method"))
             .or_else(|_| self.structs.at("nmethod", "_method"))?;
         self.memory.word(block.blob.wrapping_add(method))
     }
 
-    /// The name of what an address of generated code is in, and where its code begins.
+    /// Returns the name of the function or stub at an address of generated code, and the address at which its code
+    /// begins.
     pub(super) fn code(&self, address: u64) -> Result<Option<Function>> {
         let Some(block) = self.block(address)? else {
             return Ok(None);
@@ -68,8 +69,8 @@ impl Machine {
         Ok(Some((method.name()?, block.start)))
     }
 
-    /// The functions that a frame is in, and their lines: those that are compiled into others first, innermost first;
-    /// last the one that is executed. None if that is no function of Java.
+    /// Returns the functions of a frame and their source lines: the inlined functions first, from the innermost on,
+    /// and the executed function last. None if the frame is of no Java function.
     pub(super) fn lines(&self, place: Place) -> Result<Option<Vec<SourceLine>>> {
         const UNKNOWN: &str = "[inlined calls unknown]";
         if let Place::Java { method, bytecode } = place {
@@ -84,7 +85,8 @@ impl Machine {
         };
         let own = self.method_of(&block)?;
         let scopes = Scopes::of(&self.memory, &self.structs, block.blob, own)?;
-        // What is kept for an address is of the call that returns to it, not of the instruction there.
+        // The debug information for an address belongs to the call that returns there, not to the instruction at the
+        // address.
         if let Place::Return(address) = place
             && let Some(scopes) = scopes.at_call(address.wrapping_sub(block.start))?
         {

@@ -1,5 +1,5 @@
-//! Functions of Java, by their `Method`s in the memory of the process that runs them: what they are called, and which
-//! lines of the source their bytecode is from.
+//! Java functions, read by their `Method`s from the memory of the process that runs them: their names, and the source
+//! lines of their bytecode.
 
 use anyhow::{Context, Result, ensure};
 
@@ -9,24 +9,24 @@ use super::numbers::Numbers;
 use crate::code::lines::SourceLine;
 use crate::print::text;
 
-/// Bytes of a word: of a slot in a class's table of constants, and of what sizes of objects are counted in.
+/// Size of a word, in bytes: a slot in a class's constant pool is a word, and sizes of objects are counted in words.
 const WORD: u64 = 8;
-/// The bit of a function's flags that says that lines are known; `_has_linenumber_table`.
+/// Flag of a function that has a line table; `_has_linenumber_table`.
 const HAS_LINES: u16 = 1;
-/// Bytes of a function's table of lines that are read, at most.
+/// Maximum size of a function's line table, in bytes.
 const MOST_TABLE_BYTES: u64 = 1 << 20;
 
-/// A function of Java.
+/// Java function.
 pub(super) struct Method<'a> {
     machine: &'a Machine,
-    /// Where its `ConstMethod` is: what never changes of a function.
+    /// The address of its `ConstMethod`: the data of a function that never changes.
     parts: u64,
-    /// Where its class's `ConstantPool` is.
+    /// The address of its class's `ConstantPool`.
     constants: u64,
 }
 
 impl Machine {
-    /// The function whose `Method` is at this address.
+    /// Returns the function whose `Method` is at this address.
     ///
     /// # Errors
     /// If the memory cannot be read.
@@ -39,19 +39,19 @@ impl Machine {
         })
     }
 
-    /// A word of an object.
+    /// Reads a field of an object that is a word.
     fn field(&self, object: u64, class: &str, field: &str) -> Result<u64> {
         let at = self.structs.at(class, field)?;
         self.memory.word(object.wrapping_add(at))
     }
 
-    /// A number of two bytes of an object.
+    /// Reads a field of an object that is a number of two bytes.
     fn short(&self, object: u64, class: &str, field: &str) -> Result<u16> {
         let at = object.wrapping_add(self.structs.at(class, field)?);
         self.memory.bytes(at).map(u16::from_ne_bytes)
     }
 
-    /// The text of a `Symbol`.
+    /// Reads the text of a `Symbol`.
     fn symbol(&self, symbol: u64) -> Result<String> {
         ensure!(symbol != 0, "no symbol");
         let length = self.short(symbol, "Symbol", "_length")?;
@@ -63,10 +63,10 @@ impl Machine {
 }
 
 impl Method<'_> {
-    /// The function's name, as HotSpot's own `external_name()` has it; escaped.
+    /// Returns the function's name in the format of HotSpot's own `external_name()`, escaped.
     ///
     /// # Errors
-    /// If the memory cannot be read, or does not make sense.
+    /// If the memory cannot be read, or is inconsistent.
     pub(super) fn name(&self) -> Result<String> {
         let class = self
             .machine
@@ -80,7 +80,7 @@ impl Method<'_> {
         Ok(text::shown(&name))
     }
 
-    /// The place in the source of the bytecode whose address ends in these bits, with the function's name.
+    /// Returns the function's name and the source line of the bytecode whose address ends in these 16 bits.
     ///
     /// # Errors
     /// If the name cannot be read.
@@ -89,12 +89,12 @@ impl Method<'_> {
         self.line_at(bytecode.map(|at| at.wrapping_sub(begins as u16).into()))
     }
 
-    /// The place in the source of the bytecode with this index, with the function's name.
+    /// Returns the function's name and the source line of the bytecode with this index.
     ///
     /// # Errors
     /// If the name cannot be read.
     pub(super) fn line_at(&self, bytecode: Option<u32>) -> Result<SourceLine> {
-        // What was compiled without lines, or without its source file's name, has none.
+        // Classes can be compiled without lines, or without the name of the source file.
         let line = bytecode.and_then(|bytecode| self.find_line(bytecode).ok()?);
         let index = self
             .machine
@@ -107,9 +107,9 @@ impl Method<'_> {
         })
     }
 
-    /// The line of the bytecode with this index, if it is known.
+    /// Returns the line of the bytecode with this index. None if the line is unknown.
     fn find_line(&self, bytecode: u32) -> Result<Option<u32>> {
-        // A native function has no bytecode, and its frame says nothing of it.
+        // A native function has no bytecode, so the index in its frame has no meaning.
         if bytecode >= self.short("_code_size")?.into() || !self.has_lines()? {
             return Ok(None);
         }
@@ -117,9 +117,9 @@ impl Method<'_> {
         Ok(line_table::line_at(&self.line_table()?, numbers, bytecode))
     }
 
-    /// Whether its class file tells lines.
+    /// Returns whether the function's class file contains lines.
     fn has_lines(&self) -> Result<bool> {
-        // Flags became a class of their own in JDK 21.
+        // Since JDK 21 the flags are a class of their own.
         let nested = self.machine.structs.field("ConstMethod", "_flags._flags");
         let flags = match nested {
             Some(_) => self.short("_flags._flags")?,
@@ -128,7 +128,7 @@ impl Method<'_> {
         Ok(flags & HAS_LINES != 0)
     }
 
-    /// The table of lines, and what follows it.
+    /// Reads the line table and the bytes after it, up to the end of the `ConstMethod`.
     fn line_table(&self) -> Result<Vec<u8>> {
         let (memory, structs) = (&self.machine.memory, &self.machine.structs);
         let words = structs.at("ConstMethod", "_constMethod_size")?;
@@ -144,7 +144,7 @@ impl Method<'_> {
         Ok(table)
     }
 
-    /// Where its bytecode begins.
+    /// Returns the address of the function's bytecode.
     fn bytecode(&self) -> Result<u64> {
         let size = self.machine.structs.size("ConstMethod")?;
         Ok(self.parts.wrapping_add(size))
@@ -154,7 +154,7 @@ impl Method<'_> {
         self.machine.short(self.parts, "ConstMethod", field)
     }
 
-    /// A constant of its class that is a text.
+    /// Reads a constant of the function's class that is a text.
     fn constant(&self, index: u16) -> Result<String> {
         ensure!(index != 0, "no constant");
         let size = self.machine.structs.size("ConstantPool")?;
@@ -167,13 +167,13 @@ impl Method<'_> {
     }
 }
 
-/// A class's name as Java has it. That of a hidden class ends in a plus sign and its address, in which no
-/// name of a source file's has one.
+/// Returns a class's name in Java's notation. The name of a hidden class ends in a plus sign and its address; the
+/// name of a class from a source file contains no plus sign.
 fn class_name(symbol: &str) -> String {
     symbol.replace('/', ".").replace('+', "/")
 }
 
-/// What a function with this signature returns, and its arguments.
+/// Parses a signature into the returned type and the types of the arguments.
 fn types(signature: &str) -> Option<(String, String)> {
     let mut rest = signature.strip_prefix('(')?;
     let mut arguments = Vec::new();
@@ -188,7 +188,7 @@ fn types(signature: &str) -> Option<(String, String)> {
     }
 }
 
-/// The type that a signature begins with, and what is behind it.
+/// Parses the type at the beginning of a signature. Returns the type and the rest of the signature.
 fn one_type(signature: &str) -> Option<(String, &str)> {
     let element = signature.trim_start_matches('[');
     let dimensions = signature.len() - element.len();

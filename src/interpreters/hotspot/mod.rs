@@ -1,21 +1,21 @@
-//! HotSpot: where a process that runs Java has the code that its virtual machine has generated.
+//! HotSpot: the code that the virtual machine of a Java process generates, and the functions in this code.
 //!
-//! Compiled functions keep no frame pointers, and have no unwind information. What the virtual machine
-//! itself knows of them is in its memory, and it exports where, for debuggers: by that the kernel half
-//! (`bpf/include/hotspot.bpf.h`) finds their callers.
+//! Compiled functions have no frame pointers and no unwind information. The virtual machine keeps its own data about
+//! them in its memory, and exports the addresses of this data for debuggers. With this data the BPF side
+//! (`bpf/include/hotspot.bpf.h`) unwinds the frames of compiled functions.
 //!
 //! | module | what it is for |
 //! |---|---|
-//! | `asked_map` | the perf map that it writes when it is asked for one |
-//! | `vm_structs` | what HotSpot tells of its classes: offsets, sizes, and addresses of static fields |
-//! | `code_heaps` | where it has its code, and how blocks of that are described |
-//! | `hotspots` | the processes whose frames the kernel half is to walk |
-//! | `inlined` | which functions are compiled into others |
-//! | `line_table` | which lines of the source bytecode is from |
-//! | `machine` | what blocks of its code are of |
-//! | `methods` | what functions are called, and their lines, by their `Method`s |
-//! | `numbers` | how it writes numbers |
-//! | [`names`] | the names that were read, by process |
+//! | `asked_map` | the perf map that HotSpot writes on request |
+//! | `vm_structs` | the layout of HotSpot's classes: offsets, sizes, and addresses of static fields |
+//! | `code_heaps` | the heaps of generated code, and the descriptions of their blocks |
+//! | `hotspots` | the processes whose frames the BPF side walks |
+//! | `inlined` | the functions that are inlined into compiled ones |
+//! | `line_table` | the source lines of bytecode |
+//! | `machine` | the functions that blocks of generated code belong to |
+//! | `methods` | the names and source lines of functions, by their `Method`s |
+//! | `numbers` | the encoding of HotSpot's numbers |
+//! | [`names`] | cache of the names that were read, by process |
 
 mod asked_map;
 mod code_heaps;

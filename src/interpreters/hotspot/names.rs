@@ -1,5 +1,5 @@
-//! What functions of Java are called, and which lines they are at, read from the memory of the process that runs them, when
-//! a report is made. They are called as HotSpot itself writes them into perf maps: `void Orders.load(int, byte[])`.
+//! Names of Java functions and their source lines, read from the memory of the process when a report is made. The
+//! names have the format that HotSpot itself writes into perf maps: `void Orders.load(int, byte[])`.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -12,36 +12,38 @@ use crate::code::lines::SourceLine;
 use crate::process::proc::Process;
 use crate::stacks::table::Place;
 
-/// Virtual machines that are remembered.
+/// Maximum number of virtual machines that are remembered.
 const MACHINES: usize = 256;
-/// Bytes that are kept of the names of functions, and again of the lines of frames, and what each takes beside its text.
+/// Maximum size of the cache of names, and again of the cache of lines, in bytes.
 const MAX_KEPT: usize = 32 << 20;
+/// Size of a cache entry besides its text, in bytes.
 const OVERHEAD: usize = 96;
-/// The time between two perf maps of a process, as a multiple of what the first one took, and at least.
+/// Minimum interval between two perf maps of a process, as a multiple of the time that the previous one took.
 const ASK_SHARE: u32 = 100;
+/// Minimum interval between two perf maps of a process.
 const ASK_AFTER: Duration = Duration::from_secs(1);
 
-/// Names of functions, by process. Clones share them.
+/// Cache of the names of functions, by process. Clones share the cache.
 #[derive(Clone, Default)]
 pub struct JavaNames(Arc<Mutex<Known>>);
 
 #[derive(Default)]
 struct Known {
     machines: HashMap<u32, Arc<Machine>>,
-    /// Whether they are asked for perf maps.
+    /// Whether perf maps are requested from the virtual machines.
     ask: bool,
-    /// By process, from when on it may be asked again; None: it is not to be.
+    /// By process: the time from which on a perf map may be requested again. None: no further perf map is requested.
     ask_again: HashMap<u32, Option<Instant>>,
-    /// By process, and an instruction of its generated code; None: that has no name.
+    /// By process, and an instruction of its generated code. None: the instruction has no name.
     names: Kept<u64, Option<Function>>,
-    /// By process, and where in its code; None: it is of no function of Java.
+    /// By process, and a place in its code. None: the place is in no Java function.
     lines: Kept<Place, Option<Vec<SourceLine>>>,
 }
 
-/// What was read of processes, within bounds.
+/// Cache of values that were read from processes, with bounded memory.
 struct Kept<K, V> {
     values: HashMap<(u32, K), V>,
-    /// Bytes of memory of these.
+    /// Memory of the values that were added since the cache was last emptied, in bytes.
     bytes: usize,
 }
 
@@ -55,7 +57,8 @@ impl<K, V> Default for Kept<K, V> {
 }
 
 impl<K: Eq + Hash, V> Kept<K, V> {
-    /// A value that is known, or is read now, with how many bytes of text it has.
+    /// Returns a value from the cache, or reads the value and adds it; `read` also returns the number of bytes of
+    /// text.
     fn find(&mut self, pid: u32, what: K, read: impl FnOnce() -> Option<(V, usize)>) -> Option<V>
     where
         K: Copy,
@@ -69,7 +72,7 @@ impl<K: Eq + Hash, V> Kept<K, V> {
         Some(value)
     }
 
-    /// Keeps a value with so many bytes of text; if there are too many, only this one.
+    /// Adds a value with this many bytes of text. If the cache is full, all other values are removed.
     fn keep(&mut self, pid: u32, what: K, value: V, text_bytes: usize) {
         let bytes = OVERHEAD + text_bytes;
         if self.bytes + bytes > MAX_KEPT {
@@ -85,7 +88,7 @@ impl<K: Eq + Hash, V> Kept<K, V> {
     }
 }
 
-/// A function's name, escaped, and where its code begins.
+/// Name of a function, escaped, and the address at which its code begins.
 pub(super) type Function = (String, u64);
 
 impl std::fmt::Debug for JavaNames {
@@ -95,7 +98,7 @@ impl std::fmt::Debug for JavaNames {
 }
 
 impl JavaNames {
-    /// No names yet; `ask` is whether virtual machines are asked for perf maps.
+    /// Creates an empty cache; `ask` is whether perf maps are requested from virtual machines.
     pub(super) fn new(ask: bool) -> Self {
         Self(Arc::new(Mutex::new(Known {
             ask,
@@ -103,15 +106,15 @@ impl JavaNames {
         })))
     }
 
-    /// The processes whose virtual machines were found, if these are to be asked for perf maps.
+    /// Returns the processes whose virtual machines were found, if perf maps are to be requested from them.
     pub fn to_be_asked(&self) -> Vec<u32> {
         let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let pids = known.machines.keys().filter(|_| known.ask);
         pids.copied().collect()
     }
 
-    /// Has the virtual machine of a process write a perf map, if that is wanted, has not just been done, and
-    /// can be without harm; if it cannot, says why, once. Returns whether it has written one now.
+    /// Requests a perf map from the virtual machine of a process, if that is wanted, was not just done, and does no
+    /// harm. If the request fails, prints the reason once. Returns whether a perf map was written now.
     pub fn ask_for_map(&self, pid: u32) -> bool {
         let machine = {
             let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -127,7 +130,7 @@ impl JavaNames {
             }
         };
         let begun = Instant::now();
-        // Of one that has exited there is nothing to say.
+        // If the process has exited, no message is printed.
         let asked = Process::open(pid)
             .ok()
             .map(|process| (asked_map::ask(&process, &machine), process.exited()));
@@ -143,7 +146,7 @@ impl JavaNames {
         written
     }
 
-    /// Takes note of a virtual machine that was found; that of an earlier process of the number is forgotten.
+    /// Adds a virtual machine that was found. Names of an earlier process with the same PID are removed.
     pub(super) fn add(&self, pid: u32, machine: Machine) {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if known.machines.len() >= MACHINES {
@@ -156,12 +159,12 @@ impl JavaNames {
         known.lines.forget(pid);
     }
 
-    /// The function or stub of generated code that an instruction is in, and the offset from its start.
+    /// Returns the function or stub of generated code that contains an instruction, and the offset from its start.
     pub fn of_code(&self, pid: u32, instruction: u64) -> Option<(String, u64)> {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let known = &mut *known;
         let function = known.names.find(pid, instruction, || {
-            // Of a process that is gone nothing can be read.
+            // The memory of a process that has exited cannot be read.
             let function = known.machines.get(&pid)?.code(instruction).ok()?;
             let bytes = function.as_ref().map_or(0, |(name, _)| name.len());
             Some((function, bytes))
@@ -170,8 +173,8 @@ impl JavaNames {
         Some((name, instruction.wrapping_sub(start)))
     }
 
-    /// The functions of Java that a frame is in, and the lines that they are at, escaped: those that are compiled into
-    /// others first, innermost first; last the one that is executed there. None if there is none, or it cannot be read.
+    /// Returns the Java functions of a frame and their source lines, escaped: the inlined functions first, from the
+    /// innermost on, and the executed function last. None if the frame is of no Java function, or cannot be read.
     pub fn lines(&self, pid: u32, place: Place) -> Option<Vec<SourceLine>> {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let known = &mut *known;
@@ -184,7 +187,7 @@ impl JavaNames {
     }
 }
 
-/// The bytes of a line's texts, and what they take beside.
+/// Returns the memory that a line takes, in bytes: its texts and the overhead of each.
 fn bytes_of(line: &SourceLine) -> usize {
     let texts = [&line.function, &line.file].into_iter().flatten();
     texts.map(|text| OVERHEAD + text.len()).sum()

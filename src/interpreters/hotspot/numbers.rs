@@ -1,27 +1,28 @@
-//! Numbers as HotSpot writes them (`UNSIGNED5`, after Pack200): each byte but the last is one of the 64 highest.
+//! Numbers in HotSpot's encoding (`UNSIGNED5`, after Pack200): all bytes but the last are among the 64 highest
+//! values.
 
 use anyhow::Result;
 
 use super::vm_structs::VmStructs;
 use crate::interpreters::memory::Memory;
 
-/// Bytes of a number, at most.
+/// Maximum size of an encoded number, in bytes.
 pub(super) const MOST_NUMBER_BYTES: usize = 5;
-/// The first version that writes numbers without zero bytes.
+/// First JDK version that encodes numbers without zero bytes.
 const WITHOUT_ZEROS: u32 = 20;
 
-/// How a version of HotSpot writes numbers.
+/// Encoding of numbers in a version of HotSpot.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Numbers {
-    /// Bytes, from zero on, that are never used.
+    /// Number of byte values, from zero on, that are never used.
     pub(super) excluded: u8,
 }
 
 impl Numbers {
-    /// As the virtual machine in this memory does.
+    /// Returns the encoding of the virtual machine in this memory.
     ///
     /// # Errors
-    /// If it does not tell its version.
+    /// If the virtual machine does not publish its version.
     pub(super) fn of(memory: &Memory, structs: &VmStructs) -> Result<Self> {
         let version = structs.at("Abstract_VM_Version", "_vm_major_version")?;
         let version = memory.bytes(version).map(u32::from_ne_bytes)?;
@@ -30,7 +31,8 @@ impl Numbers {
         })
     }
 
-    /// The number that the bytes begin with, and what is behind it. None if they end before it does.
+    /// Decodes the number at the beginning of `bytes`, and returns the bytes after it. None if the bytes end before
+    /// the number.
     pub(super) fn read(self, bytes: &[u8]) -> Option<(u32, &[u8])> {
         const BITS: u32 = 6;
         const FIRST_HIGH: u8 = 192;
@@ -45,8 +47,8 @@ impl Numbers {
         None
     }
 
-    /// The signed number that the bytes begin with, whose lowest bit is its sign, and what is behind it. None if they end
-    /// before it does.
+    /// Decodes the signed number at the beginning of `bytes`, whose lowest bit is its sign, and returns the bytes
+    /// after it. None if the bytes end before the number.
     pub(super) fn read_signed(self, bytes: &[u8]) -> Option<(i32, &[u8])> {
         let (number, rest) = self.read(bytes)?;
         let sign = -((number & 1) as i32);

@@ -1,4 +1,4 @@
-//! What HotSpot tells of its own classes, for debuggers (`gHotSpotVMStructs` and `gHotSpotVMTypes`).
+//! Layout of HotSpot's own classes, as it publishes them for debuggers (`gHotSpotVMStructs` and `gHotSpotVMTypes`).
 
 use std::collections::HashMap;
 
@@ -7,13 +7,14 @@ use anyhow::{Context, Result};
 use crate::code::elf_file::Elf;
 use crate::interpreters::memory::Memory;
 
-/// Entries that are read of each table: JDK 17 has 2,200.
+/// Maximum number of entries that are read of each table: JDK 17 has 2,200.
 const MOST_ENTRIES: u64 = 16_384;
-/// Bytes of an entry, at most, and of a name in it.
+/// Maximum size of an entry, in bytes.
 const ENTRY_BYTES: u64 = 128;
+/// Maximum length of a name that is read, in bytes.
 const NAME_BYTES: usize = 96;
 
-/// A field of a class.
+/// Field of a class.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Field {
     /// The offset in an object, or the address of a static field.
@@ -22,7 +23,7 @@ pub(super) struct Field {
     pub(super) kind: String,
 }
 
-/// The classes of one virtual machine.
+/// Layout of the classes of one virtual machine.
 #[derive(Debug, Default)]
 pub(super) struct VmStructs {
     fields: HashMap<(String, String), Field>,
@@ -30,8 +31,8 @@ pub(super) struct VmStructs {
 }
 
 impl VmStructs {
-    /// Reads what the library exports that is mapped with this bias. None if it exports nothing, or has not
-    /// been linked in yet.
+    /// Reads the tables that a library exports which is mapped with this load bias. None if the library exports no
+    /// tables, or is not relocated yet.
     ///
     /// # Errors
     /// If the memory of the process cannot be read.
@@ -83,7 +84,7 @@ impl VmStructs {
         Ok(Some(read))
     }
 
-    /// Adds the field of an entry. Returns whether there was one.
+    /// Adds the field of an entry. Returns false at the end of the table.
     fn add_field(
         &mut self,
         names: &mut Names<'_>,
@@ -102,41 +103,41 @@ impl VmStructs {
         Ok(true)
     }
 
-    /// A field of a class, if there is one.
+    /// Returns a field of a class, if the class has this field.
     pub(super) fn field(&self, class: &str, name: &str) -> Option<&Field> {
         self.fields.get(&(class.to_owned(), name.to_owned()))
     }
 
-    /// Where a field is.
+    /// Returns the offset of a field, or the address of a static field.
     ///
     /// # Errors
-    /// If there is no such field.
+    /// If the class or the field does not exist.
     pub(super) fn at(&self, class: &str, name: &str) -> Result<u64> {
         let field = self.field(class, name);
         let field = field.with_context(|| format!("without {class}::{name}"))?;
         Ok(field.at)
     }
 
-    /// Where a field is in an object.
+    /// Returns the offset of a field in an object.
     ///
     /// # Errors
-    /// If there is no such field, or it is farther away than any is.
+    /// If the class or the field does not exist, or the offset has more than 16 bits.
     pub(super) fn offset(&self, class: &str, name: &str) -> Result<u16> {
         let at = self.at(class, name)?;
         u16::try_from(at).with_context(|| format!("with {class}::{name} at {at:#x}"))
     }
 
-    /// The bytes of a class's objects.
+    /// Returns the size of a class's objects, in bytes.
     ///
     /// # Errors
-    /// If there is no such class.
+    /// If the class does not exist.
     pub(super) fn size(&self, class: &str) -> Result<u64> {
         let size = self.sizes.get(class);
         size.copied().with_context(|| format!("without {class}"))
     }
 }
 
-/// Calls `add` with the address of each entry of a table, until that returns false.
+/// Calls `add` with the address of each entry of a table until `add` returns false.
 fn each(table: u64, stride: u64, mut add: impl FnMut(u64) -> Result<bool>) -> Result<()> {
     anyhow::ensure!(
         (1..=ENTRY_BYTES).contains(&stride),
@@ -150,7 +151,7 @@ fn each(table: u64, stride: u64, mut add: impl FnMut(u64) -> Result<bool>) -> Re
     anyhow::bail!("more than {MOST_ENTRIES} entries")
 }
 
-/// Names in the memory of a process, each of which many entries refer to.
+/// Cache of names in the memory of a process. Many entries refer to the same name.
 struct Names<'a> {
     memory: &'a Memory,
     known: HashMap<u64, String>,
@@ -164,7 +165,7 @@ impl<'a> Names<'a> {
         }
     }
 
-    /// The name that the pointer at an address leads to. None if it leads nowhere.
+    /// Returns the name to which the pointer at an address points. None if the pointer is null.
     fn at(&mut self, address: u64) -> Result<Option<String>> {
         let pointer = self.memory.word(address)?;
         if pointer == 0 {

@@ -1,27 +1,27 @@
-//! A code object: a function, a class's body, a module, a comprehension, as CPython compiled it.
+//! Code object of CPython: a compiled function, class body, module or comprehension.
 
 use std::fmt::Write;
 
 use crate::interpreters::python::lines::{self, Instruction};
 use crate::print::text;
 
-/// What names the frames that execute a code object.
+/// Names and lines of a code object, for the frames that execute it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Code {
-    /// `co_filename`: the source file as Python was told of it, escaped; `<string>` and the like if there is none.
+    /// `co_filename`: the source file as it was passed to Python, escaped; `<string>` and the like if there is none.
     pub file: String,
     /// `co_qualname`, such as `Order.load.<locals>.row`, escaped; before 3.11 `co_name`.
     pub name: String,
     /// `co_firstlineno`.
     pub first_line: u32,
-    /// The version that compiled it: 11 for 3.11.
+    /// The minor version of the CPython that compiled the code object: 11 for 3.11.
     pub minor: u8,
     /// The line table; None if it could not be read.
     pub lines: Option<Box<[u8]>>,
 }
 
 impl Code {
-    /// The line of an instruction, if it is of one, and that is known.
+    /// Returns the source line of an instruction. None if the instruction belongs to no line, or the line is unknown.
     pub fn line(&self, instruction: Instruction) -> Option<u32> {
         let lines = match (&self.lines, instruction) {
             (Some(lines), _) => lines,
@@ -31,13 +31,14 @@ impl Code {
         lines::line(self.minor, lines, self.first_line, instruction)
     }
 
-    /// Whether it is what CPython 3.12 and later put between a class that is called and its `__init__`
-    /// (`_Py_InitCleanup`): a frame without a function of the program. `sys._getframe()` leaves it out, too.
+    /// Returns whether this is the code object `_Py_InitCleanup`. CPython 3.12 and later run it in a frame between
+    /// the call of a class and its `__init__`; no function of the program is in this frame. `sys._getframe()` skips
+    /// the frame, too.
     pub fn is_shim(&self) -> bool {
         self.minor >= 12 && self.name == "__init__" && self.file == "__init__"
     }
 
-    /// The bytes of memory that it takes, about.
+    /// Returns the approximate size of the code object in memory, in bytes.
     pub(super) fn size(&self) -> usize {
         let lines = self.lines.as_ref().map_or(0, |lines| lines.len());
         size_of::<Self>() + self.file.capacity() + self.name.capacity() + lines
@@ -56,7 +57,7 @@ pub enum Characters {
 }
 
 impl Characters {
-    /// By the number of bytes a character, which is `kind` in CPython.
+    /// Returns the kind for this number of bytes per character, which is `kind` in CPython.
     pub fn of_kind(kind: u8) -> Option<Self> {
         Some(match kind {
             1 => Self::One,
@@ -66,8 +67,9 @@ impl Characters {
         })
     }
 
-    /// The text that these bytes are, escaped and cut as all text of other processes is. A file's name that is no
-    /// UTF-8 has, in Python, a lone surrogate for each byte that makes no sense (PEP 383), which is shown as that byte.
+    /// Decodes these bytes, and escapes and cuts the text like all text of other processes. For a file name that is
+    /// not UTF-8, Python has a lone surrogate in the place of each undecodable byte (PEP 383); the surrogate is shown
+    /// as that byte.
     pub fn text(self, bytes: &[u8]) -> String {
         let numbers: Vec<u32> = match self {
             Self::One => bytes.iter().map(|&byte| byte.into()).collect(),

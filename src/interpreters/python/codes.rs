@@ -1,8 +1,9 @@
-//! All code objects that the kernel half met, by the words that stand for them in stacks.
+//! Table of all code objects that the BPF side has met, keyed by the words that identify them in stacks.
 //!
-//! The kernel half sends a code object before it stores the first stack that it is in. A thread reads the ring
-//! buffer as it fills: what a record has no room for is in the process's memory, until the code object dies. Whoever
-//! needs a name waits until all that was sent before is read ([`Codes::get`]).
+//! The BPF side sends a code object before it stores the first stack that contains the code object. A thread reads
+//! the ring buffer as it fills. Texts that do not fit into a record are read from the process's memory, where they
+//! stay until the code object is freed. A lookup of an unknown code object waits until all records that were sent
+//! before are read ([`Codes::get`]).
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -24,35 +25,35 @@ use crate::bpf::types::python_code as Header;
 use crate::interpreters::python::code::{Characters, Code};
 use crate::print::text;
 
-/// Memory for code objects, in bytes. A large program has 50,000, which take 20 MB.
+/// Maximum memory for code objects, in bytes. A large program has 50,000, which take 20 MB.
 const MOST: usize = 64 << 20;
-/// Bytes of a text that are read: as many characters as are shown.
+/// Maximum number of bytes that are read of a text: as many characters as are shown, of 4 bytes each.
 const MAX_TEXT: usize = 4 * text::MAX_NAME;
-/// Bytes of a line table that are read. The longest of the standard library's has 37 KB.
+/// Maximum number of bytes that are read of a line table. The longest one in the standard library has 37 KB.
 const MAX_LINES: usize = 1 << 20;
-/// How long a name is waited for at most.
+/// Maximum time that a lookup waits for records to be read.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// What stands for a code object in a word of a stack.
+/// Bits of a word in a stack that identify the code object.
 const CODE_BITS: u64 = !((1 << super::lines::Instruction::BITS) - 1);
 
-/// What is known of a word.
+/// Result of looking up a word.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Known {
     /// The code object.
     Code(Arc<Code>),
-    /// Two different code objects have the same word: which of them a frame is of is not known.
+    /// Two different code objects have the same word: a frame with this word may belong to either.
     Ambiguous,
-    /// Nothing was sent, or there was no room for it.
+    /// No code object was sent for this word, or its record was dropped.
     Nothing,
 }
 
-/// The code objects, within bounded memory.
+/// Table of code objects, with bounded memory.
 #[derive(Debug, Default)]
 struct Table {
     by_word: HashMap<u64, Known>,
     bytes: usize,
-    /// Code objects that there was no room for.
+    /// Number of code objects that were dropped because the table was full.
     dropped: u64,
 }
 
@@ -81,8 +82,8 @@ impl Table {
     }
 }
 
-/// Whether two records can be of one code object, which is sent again when it was forgotten. A line table can be missing
-/// in one of them.
+/// Returns whether two records can describe the same code object. A code object that the BPF side has forgotten is
+/// sent again, and one of the records can lack the line table.
 fn is_same(one: &Code, other: &Code) -> bool {
     let head = |code: &Code| (code.first_line, code.minor);
     let lines = match (&one.lines, &other.lines) {
@@ -92,7 +93,7 @@ fn is_same(one: &Code, other: &Code) -> bool {
     head(one) == head(other) && one.name == other.name && one.file == other.file && lines
 }
 
-/// What the kernel half has sent of a code object.
+/// Record of a code object, as the BPF side has sent it.
 #[derive(Debug)]
 struct Record {
     header: Header,
@@ -102,7 +103,7 @@ struct Record {
 }
 
 impl Record {
-    /// The record in these bytes; None if they are too few.
+    /// Decodes a record. None if there are too few bytes.
     fn decode(bytes: &[u8]) -> Option<Self> {
         let header: Header = *plain::from_bytes(bytes).ok()?;
         let mut rest = bytes.get(size_of::<Header>()..)?;
@@ -119,7 +120,8 @@ impl Record {
         })
     }
 
-    /// The code object, if it has a name: what is not in the record is read from `memory`, a process's, at addresses.
+    /// Builds the code object. None if it has no name. What the record does not contain is read by `memory`, which
+    /// takes an address in the process and a length.
     fn code(self, memory: &mut impl FnMut(u64, usize) -> Option<Vec<u8>>) -> Option<Code> {
         let header = &self.header;
         let mut whole = |sent: Vec<u8>, at: u64, length: u32, most: usize| {
@@ -127,7 +129,7 @@ impl Record {
             if at == 0 || sent.len() >= length {
                 return sent;
             }
-            // What is there now can be another text: then its beginning is not the one that was sent.
+            // Another text may be at this address by now: then it does not begin with the bytes that were sent.
             let read = memory(at, length).filter(|read| read.starts_with(&sent));
             read.unwrap_or(sent)
         };
@@ -136,7 +138,7 @@ impl Record {
         if name.is_empty() {
             return None;
         }
-        // A part of it is of no use.
+        // An incomplete line table is of no use.
         let length = header.lines_length as usize;
         let is_wanted = header.lines_at != 0 && length <= MAX_LINES;
         let lines = is_wanted
@@ -152,7 +154,7 @@ impl Record {
     }
 }
 
-/// Bytes of a process's memory; None if that cannot be read.
+/// Reads bytes of a process's memory. None if they cannot be read.
 fn read_memory(pid: u32, address: u64, length: usize) -> Option<Vec<u8>> {
     let memory = File::open(format!("/proc/{pid}/mem")).ok()?;
     let mut bytes = vec![0; length];
@@ -160,7 +162,7 @@ fn read_memory(pid: u32, address: u64, length: usize) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// The code objects that were met, for whoever names stacks. Its thread ends when the last copy is dropped.
+/// Shared handle to the table of code objects. The thread that fills the table ends when the last clone is dropped.
 #[derive(Debug, Clone)]
 pub struct Codes(Arc<Shared>);
 
@@ -170,21 +172,22 @@ struct Shared {
     reader: Mutex<Reader>,
 }
 
-/// The thread, as it is asked.
+/// The requesting side of the thread that reads records.
 #[derive(Debug)]
 struct Reader {
-    /// A byte is a question: whether all that was sent before is read. Its closing stops the thread.
+    /// Pipe for requests: each byte asks the thread to answer when all records that were sent before are read. The
+    /// thread ends when the pipe is closed.
     ask: OwnedFd,
     answers: mpsc::Receiver<()>,
-    /// Words that were asked for in vain.
+    /// Words for which a lookup has found nothing.
     in_vain: HashSet<u64>,
 }
 
 impl Codes {
-    /// Reads the skeleton's map `python_codes` from now on.
+    /// Starts a thread that reads the skeleton's map `python_codes`.
     ///
     /// # Errors
-    /// If the map, or a thread for it, cannot be had.
+    /// If the map cannot be opened a second time, or the pipe or the thread cannot be created.
     pub fn start(ring: &MapMut<'_>) -> Result<Self> {
         let ring = MapHandle::try_from(ring).context("failed to open a map a second time")?;
         let (questions, ask) = unistd::pipe().context("failed to open a pipe")?;
@@ -210,8 +213,8 @@ impl Codes {
         })))
     }
 
-    /// What is known of the code object that a word of a stack stands for. If that is nothing, all that was sent
-    /// until now is read first.
+    /// Looks up the code object of a word in a stack. If the word is unknown, the lookup first waits until all
+    /// records that were sent before are read.
     pub fn get(&self, word: u64) -> Known {
         let known = lock(&self.0.table).get(word);
         if known != Known::Nothing {
@@ -229,30 +232,30 @@ impl Codes {
         known
     }
 
-    /// Has what was asked for in vain looked for again.
+    /// Forgets which words were looked up in vain, so that the next lookups wait for records again.
     pub fn refresh(&self) {
         lock(&self.0.reader).in_vain.clear();
     }
 
-    /// How many code objects there was no memory for.
+    /// Returns how many code objects were dropped because the table was full.
     pub fn dropped(&self) -> u64 {
         lock(&self.0.table).dropped
     }
 }
 
 impl Reader {
-    /// Waits until all that was sent before is read.
+    /// Waits until all records that were sent before are read.
     fn wait(&mut self) {
-        // An answer that came too late for the question before.
+        // A late answer to the previous request may still be in the channel.
         while self.answers.try_recv().is_ok() {}
         if unistd::write(&self.ask, &[0]) == Ok(1) {
-            // Without one, the thread has ended, and said why.
+            // A missing answer means that the thread has ended and printed why, or that it is late.
             let _ = self.answers.recv_timeout(PATIENCE);
         }
     }
 }
 
-/// What the thread does, until nobody can ask any more.
+/// Reads records and answers requests until the pipe for requests is closed.
 fn read(
     ring: &MapHandle,
     mut questions: File,
@@ -288,7 +291,7 @@ fn read(
     }
 }
 
-/// A table is whole between any two of its calls, even if a thread has panicked.
+/// Locks a mutex even if it is poisoned: a table is consistent between two calls, even if a thread has panicked.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -357,7 +360,7 @@ mod tests {
         let whole = code(&of, b"orders.pynnnn", &memory).expect("a code object");
         assert_eq!(whole.name.len(), 3000);
         assert_eq!(whole.lines.as_deref(), Some(&*lines));
-        // Another text is there by now.
+        // Another text is at the address by now.
         let memory: [(u64, &[u8]); 1] = [(0x2000, &long)];
         let cut = code(&of, b"orders.pymmmm", &memory).expect("a code object");
         assert_eq!((&*cut.name, cut.lines), ("mmmm", None));

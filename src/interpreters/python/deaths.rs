@@ -1,4 +1,4 @@
-//! Probes where code objects of an interpreter end, so that an address that is used again has another name.
+//! Probes on the function of an interpreter that frees code objects, so that a reused address gets another name.
 
 use std::ffi::CString;
 use std::fs;
@@ -19,23 +19,23 @@ use perf_event_open_sys::bindings::perf_event_attr;
 
 use crate::process::mapped_file::MappedFile;
 
-/// The programs that forget a code object: the skeleton's `unwind_code_dies` and `unwind_code_dies_too`.
+/// BPF programs that forget a code object: the skeleton's `unwind_code_dies` and `unwind_code_dies_too`.
 pub(super) struct Programs([OwnedFd; 2]);
 
-/// Probes on one file, which are there until this is dropped.
+/// Probes on one file, which stay attached until the value is dropped.
 pub(super) enum Deaths {
-    /// Linux 6.6 and later: takes no CAP_SYS_ADMIN, and no run of the program is skipped.
+    /// A link, on Linux 6.6 and later. A link needs no CAP_SYS_ADMIN, and skips no run of the program.
     Link(#[expect(dead_code, reason = "held")] OwnedFd),
-    /// One of each program.
+    /// Perf events, one for each of the two programs.
     Events(#[expect(dead_code, reason = "held")] [Counter; 2]),
 }
 
-/// The kernel wants CAP_SYS_ADMIN for a uprobe, and this process does not have it.
+/// Error: the kernel requires CAP_SYS_ADMIN for a uprobe, and this process does not have the capability.
 #[derive(Debug)]
 pub(super) struct Refused;
 
 impl Programs {
-    /// After load.
+    /// Duplicates the file descriptors of the programs, which have to be loaded already.
     pub(super) fn new([first, second]: [&ProgramMut<'_>; 2]) -> Result<Self> {
         let duplicate = |program: &ProgramMut<'_>| {
             let duplicate = program.as_fd().try_clone_to_owned();
@@ -44,7 +44,7 @@ impl Programs {
         Ok(Self([duplicate(first)?, duplicate(second)?]))
     }
 
-    /// Runs them wherever the instruction at this offset of a file is executed.
+    /// Attaches the programs to the instruction at this offset of a file.
     pub(super) fn attach(&self, file: &MappedFile, offset: u64) -> Result<Result<Deaths, Refused>> {
         let Self([first, second]) = self;
         if let Ok(link) = link(first, file, offset) {
@@ -59,7 +59,7 @@ impl Programs {
     }
 }
 
-/// Whether the kernel does not permit it.
+/// Returns whether the kernel has denied permission.
 fn is_refused(error: &anyhow::Error) -> bool {
     let cause = error.root_cause().downcast_ref::<io::Error>();
     cause.is_some_and(|cause| cause.kind() == io::ErrorKind::PermissionDenied)
@@ -69,7 +69,7 @@ fn path_of(file: &MappedFile) -> Result<CString> {
     Ok(CString::new(file.path().as_os_str().as_bytes())?)
 }
 
-/// Runs a program there by a multi-uprobe, of all processes.
+/// Attaches a program to an offset of a file by a multi-uprobe, for all processes.
 fn link(program: &OwnedFd, file: &MappedFile, offset: u64) -> Result<OwnedFd> {
     let path = path_of(file)?;
     let mut options = bpf_link_create_opts {
@@ -81,7 +81,7 @@ fn link(program: &OwnedFd, file: &MappedFile, offset: u64) -> Result<OwnedFd> {
     place.uprobe_multi.offsets = &raw const offset;
     place.uprobe_multi.cnt = 1;
     options.__bindgen_anon_1 = place;
-    // SAFETY: path and offset live until the call returns, which keeps nothing of them.
+    // SAFETY: path and offset live until the call returns, and the kernel keeps no pointer to them.
     let link = unsafe {
         bpf_link_create(
             program.as_raw_fd(),
@@ -93,11 +93,11 @@ fn link(program: &OwnedFd, file: &MappedFile, offset: u64) -> Result<OwnedFd> {
     if link < 0 {
         return Err(io::Error::from_raw_os_error(-link)).context("no multi-uprobe");
     }
-    // SAFETY: the kernel has just made it, for us alone.
+    // SAFETY: the kernel has just created the descriptor, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(link) })
 }
 
-/// Runs a program there by an event of perf's.
+/// Attaches a program to an offset of a file by a perf event.
 fn event(program: &OwnedFd, file: &MappedFile, offset: u64) -> Result<Counter> {
     let mut probe = Builder::new(Uprobe::new(file, offset)?)
         .any_pid()
@@ -112,7 +112,7 @@ fn event(program: &OwnedFd, file: &MappedFile, offset: u64) -> Result<Counter> {
     Ok(probe)
 }
 
-/// A uprobe: the crate's own is no event.
+/// Uprobe as an [`Event`]. The type for uprobes of the perf_event crate does not implement this trait.
 struct Uprobe {
     kind: u32,
     path: CString,

@@ -1,25 +1,26 @@
-//! From an instruction of a code object to its line: CPython's line tables.
+//! Source lines of the instructions of a code object, from CPython's line tables.
 //!
-//! `co_linetable` of 3.10 is a row of pairs of bytes: how many bytes of bytecode, and by how much the line is
-//! farther than that of the pair before; −128 is for code that is of no line (PEP 626). That of 3.11 and later, the
-//! location table, has an entry of one byte and more for 1 to 8 code units (Objects/locations.md of CPython).
+//! `co_linetable` of 3.10 is a sequence of pairs of bytes: a number of bytes of bytecode, and the difference between
+//! the line and the line of the previous pair. A difference of −128 marks code without a line (PEP 626).
+//! `co_linetable` of 3.11 and later, the location table, has an entry of one or more bytes for 1 to 8 code units
+//! (Objects/locations.md of CPython).
 
 /// An instruction in a code object, counted in code units of two bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Instruction {
-    /// The frame has not begun: its next instruction is the first.
+    /// The frame has not started: its next instruction is the first.
     NotBegun,
-    /// The code unit.
+    /// The index of the code unit.
     At(u32),
 }
 
 impl Instruction {
-    /// The bits of a word that are the instruction.
+    /// Number of low bits of a word that hold the instruction.
     pub const BITS: u32 = 20;
-    /// What is not a unit: −1 and −2 of 3.10 to 3.12, before the first instruction.
+    /// First value that is not a code unit: −2 and −1 of 3.10 to 3.12 mean that the frame has not started.
     const NOT_BEGUN: u32 = (1 << Self::BITS) - 2;
 
-    /// The instruction that the lowest bits of a word say.
+    /// Decodes the instruction in the lowest bits of a word.
     pub fn of_word(word: u64) -> Self {
         match word as u32 & ((1 << Self::BITS) - 1) {
             Self::NOT_BEGUN.. => Self::NotBegun,
@@ -28,9 +29,10 @@ impl Instruction {
     }
 }
 
-/// The line that an instruction is of; None if it is of none, or `table` does not reach it.
+/// Returns the source line of an instruction. None if the instruction belongs to no line, or `table` does not cover
+/// it.
 ///
-/// `minor` is the version: 10 for 3.10. `first` is the line that the code object begins in.
+/// `minor` is the minor version: 10 for 3.10. `first` is the first line of the code object.
 pub fn line(minor: u8, table: &[u8], first: u32, instruction: Instruction) -> Option<u32> {
     let Instruction::At(unit) = instruction else {
         return (first > 0).then_some(first);
@@ -44,11 +46,11 @@ pub fn line(minor: u8, table: &[u8], first: u32, instruction: Instruction) -> Op
             found = entry.line;
         }
     }
-    // Longer code has instructions that a word cannot tell apart.
+    // In longer code, several instructions have the same bits in a word.
     found.filter(|_| end <= Instruction::NOT_BEGUN.into())
 }
 
-/// Code units that are of one line.
+/// Run of code units that belong to one line.
 struct Entry {
     units: u32,
     line: Option<u32>,
@@ -63,7 +65,7 @@ fn entries(minor: u8, table: &[u8], first: u32) -> Box<dyn Iterator<Item = Entry
     }
 }
 
-/// The entries of a table of 3.10.
+/// Iterator over the entries of a line table of 3.10.
 struct Pairs<'a> {
     table: &'a [u8],
     line: i64,
@@ -87,7 +89,7 @@ impl Iterator for Pairs<'_> {
     }
 }
 
-/// The entries of a location table.
+/// Iterator over the entries of a location table.
 struct Locations<'a> {
     table: &'a [u8],
     line: i64,
@@ -100,7 +102,8 @@ impl Locations<'_> {
         Some(byte)
     }
 
-    /// Six bits a byte, the lowest first; bit 6 says that there are more. None if it is no 32-bit number.
+    /// Reads an unsigned number: six bits per byte, the lowest first; bit 6 is set if another byte follows. None if
+    /// the number has more than 32 bits, or the table ends.
     fn unsigned(&mut self) -> Option<u32> {
         let mut number = 0;
         for shift in (0..u32::BITS).step_by(6) {
@@ -113,14 +116,15 @@ impl Locations<'_> {
         None
     }
 
-    /// A number as [`Self::unsigned`] reads it, whose bit 0 is the sign.
+    /// Reads a number like [`Self::unsigned`], and takes its bit 0 as the sign.
     fn signed(&mut self) -> Option<i64> {
         let number = self.unsigned()?;
         let size = i64::from(number >> 1);
         Some(if number & 1 == 0 { size } else { -size })
     }
 
-    /// Goes on by the rest of an entry's bytes. Returns by how much its line is farther, if it has one.
+    /// Consumes the rest of an entry. Returns the difference between its line and the previous line; the inner None
+    /// is an entry without a line.
     fn delta(&mut self, kind: u8) -> Option<Option<i64>> {
         let delta = match kind {
             // One byte of columns.
@@ -136,7 +140,7 @@ impl Locations<'_> {
             }
             // No columns.
             13 => self.signed()?,
-            // The last line, and columns.
+            // Line, last line, and columns.
             14 => {
                 let delta = self.signed()?;
                 for _ in 0..3 {
@@ -164,7 +168,7 @@ impl Iterator for Locations<'_> {
     }
 }
 
-/// The number of a line, if it can be one.
+/// Returns the number of a line if it is valid.
 fn number(line: i64) -> Option<u32> {
     u32::try_from(line).ok().filter(|&line| line > 0)
 }
@@ -177,9 +181,10 @@ mod tests {
 
     use super::*;
 
-    /// A function with a `try` in a loop, 80 empty lines before its `finally`, and a comprehension, compiled by
-    /// `compile(source, 'orders.py', 'exec')` of the Pythons that pyenv builds: the version, `co_linetable`, how many
-    /// code units, and the units at which the line changes, as `co_lines()` has them; 0 for no line.
+    /// Compiled function with a `try` in a loop, 80 empty lines before its `finally`, and a comprehension. It was
+    /// compiled by `compile(source, 'orders.py', 'exec')` of the Pythons that pyenv builds. The fields are the
+    /// version, `co_linetable`, the number of code units, and the units at which the line changes, as `co_lines()`
+    /// returns them; 0 is no line.
     struct Compiled {
         minor: u8,
         table: &'static [u8],
@@ -292,7 +297,7 @@ mod tests {
         },
     ];
 
-    /// The lines of the first `units` code units, where they change; 0 for none.
+    /// Returns the lines of the first `units` code units, each with the unit at which it begins; 0 is no line.
     fn runs(minor: u8, table: &[u8], first: u32, units: u32) -> Vec<(u32, u32)> {
         let mut runs: Vec<(u32, u32)> = Vec::new();
         for unit in 0..units {
@@ -332,14 +337,14 @@ mod tests {
 
     #[test]
     fn code_without_a_line_has_none_and_the_next_goes_on_from_the_line_before() {
-        // 2 units of line 8, 1 of none, 1 of line 9.
+        // Two units of line 8, one without a line, one of line 9.
         let pairs = [4, 1, 2, 128, 2, 1];
         assert_eq!(runs(10, &pairs, 7, 4), [(0, 8), (2, 0), (3, 9)]);
         let locations = [0x80 | 11 << 3 | 1, 0, 0, 0x80 | 15 << 3, 0x80 | 13 << 3, 2];
         assert_eq!(runs(11, &locations, 7, 4), [(0, 8), (2, 0), (3, 9)]);
     }
 
-    /// A word has 20 bits for the instruction: code of two megabytes would bear wrong lines.
+    /// Code of two megabytes would get wrong lines, because a word has 20 bits for the instruction.
     #[test]
     fn code_too_long_for_a_word_has_no_lines() {
         let of = |units: usize| [0x87, 0].repeat(units / 8);
@@ -348,7 +353,7 @@ mod tests {
         assert_eq!(line(12, &of(0x100_000), 7, Instruction::At(3)), None);
     }
 
-    /// All lines of all code objects of a module, as the Python of this machine compiles and tells them.
+    /// Compares all lines of all code objects of a module with the lines that this machine's Python returns.
     #[test]
     fn the_python_of_this_machine_agrees() {
         const TELL: &str = "

@@ -1,7 +1,7 @@
-//! Where a process has its CPython, and what the kernel half needs to know to walk its frames.
+//! Search for the CPython of a process, and for what the BPF side needs to walk its frames.
 //!
-//! Nothing is taken for granted: the interpreter is found by what its file exports, and where a thread
-//! keeps its state by a search that has to agree for several threads. All that is read is bounded.
+//! The search makes no assumptions: it finds the interpreter by the symbols that the file exports. It finds the
+//! thread state of each thread by a search whose result has to agree for several threads. All reads are bounded.
 
 use std::collections::BTreeSet;
 
@@ -18,38 +18,40 @@ use crate::process::mapped_file::MappedFile;
 use crate::process::proc::Mapping;
 use crate::stacks::unwind::rules::Rules;
 
-/// Threads that are looked at to find where each has its state.
+/// Maximum number of threads that are searched for their thread states.
 const THREADS: usize = 8;
-/// Interpreters that are looked at, and states of all their threads.
+/// Maximum number of interpreters that are read.
 const INTERPRETERS: usize = 64;
+/// Maximum number of thread states that are read, of all interpreters.
 const STATES: usize = 512;
-/// What lies around a thread's pointer: thread-local variables below, glibc's `struct pthread` above.
+/// Bytes that are searched below a thread pointer, for thread-local variables.
 const BELOW_THREAD: u64 = 8 << 10;
+/// Bytes that are searched above a thread pointer, for glibc's `struct pthread`.
 const ABOVE_THREAD: u64 = 0x910;
-/// Bytes that have memory or have none together.
+/// Size of a page, in bytes.
 const PAGE: u64 = 4096;
-/// Where in it glibc has the values of the first 32 keys: `specific_1stblock[].data`.
+/// Offset in glibc's `struct pthread` of the values of the first 32 pthread keys: `specific_1stblock[].data`.
 const FIRST_KEY: u64 = 0x318;
 const KEYS: u64 = 32;
-/// Keys that musl has.
+/// Number of pthread keys in musl.
 const MUSL_KEYS: u64 = 128;
-/// In a type: the function that ends its objects, `tp_dealloc`.
+/// Offset in a type object of `tp_dealloc`, the function that frees the type's objects.
 const TYPE_DEALLOC: u64 = 48;
 
-/// What was found.
+/// CPython interpreter that was found in a process.
 #[derive(Debug)]
 pub(super) struct Python {
-    /// What the kernel half needs to know. Threads' states may not be there yet.
+    /// Description for the BPF side. The place of the thread states may be missing.
     pub(super) process: python_process,
-    /// The file that the interpreter is in.
+    /// The file that holds the interpreter.
     pub(super) file: MappedFile,
-    /// The address in the file of the function that ends code objects, as the process has it.
+    /// The file address of the function that frees code objects, as the process's memory has it.
     dealloc: u64,
 }
 
 impl Python {
-    /// Where in the file that function is to be probed. None if no function begins there: the process may
-    /// lie.
+    /// Returns the file offset for a probe on the function that frees code objects. None if no function begins at the
+    /// address: the process's memory is untrusted.
     ///
     /// # Errors
     /// If the file cannot be read.
@@ -88,20 +90,20 @@ pub(super) fn locate(pid: u32, files: &mut Files) -> Result<Located<Python>> {
     )
 }
 
-/// An interpreter in a process's memory.
+/// Interpreter in the memory of a process.
 struct Interpreter {
     memory: Memory,
-    /// What is to be added to addresses of the file.
+    /// Load bias: the value to add to addresses of the file.
     bias: u64,
     runtime: u64,
     code_type: u64,
     version: Option<u64>,
-    /// A function that begins with where the thread's state is, from 3.15 on.
+    /// First bytes of a function that loads the address of the current thread state, from 3.15 on.
     this_thread_state: Option<Vec<u8>>,
 }
 
 impl Interpreter {
-    /// The one that is in this file, if it is.
+    /// Opens the interpreter in this file. None if the file holds no interpreter.
     fn open(pid: u32, mapping: &Mapping, file: &MappedFile) -> Result<Option<Self>> {
         let elf = Elf::read(file.file())?.expect_64_bit()?;
         let names = [
@@ -172,7 +174,7 @@ impl Interpreter {
         }
         let at = self.code_type.wrapping_add(TYPE_DEALLOC);
         let mut dealloc = self.memory.word(at)?.wrapping_sub(self.bias);
-        // The dynamic linker has not been there yet.
+        // Null: the dynamic linker has not relocated the type yet.
         if dealloc.wrapping_add(self.bias) == 0 {
             let elf = Elf::read(file.file())?;
             let Some(address) = elf.relocated(at.wrapping_sub(self.bias))? else {
@@ -187,7 +189,7 @@ impl Interpreter {
         })))
     }
 
-    /// The minor version of 3.
+    /// Returns the minor version: `x` of 3.`x`.
     fn minor(&self, file: &MappedFile) -> Option<u8> {
         if let Some(at) = self.version {
             let version = self.memory.word(at).ok()? as u32;
@@ -199,7 +201,7 @@ impl Interpreter {
         digits.parse().ok()
     }
 
-    /// Where threads have their states, from each one's thread pointer.
+    /// Returns where threads keep pointers to their thread states, relative to the thread pointer.
     fn state_at(&self, offsets: &Offsets) -> Result<State> {
         let threads: Vec<Thread> = self
             .threads(offsets)?
@@ -235,7 +237,7 @@ impl Interpreter {
         Ok(only(&direct).map_or(State::Nowhere, State::At))
     }
 
-    /// Where they are if the process uses glibc, or the interpreter is not in a library.
+    /// Returns the expected place if the process uses glibc, or if the interpreter is not in a library.
     fn expected_at(&self, offsets: &Offsets) -> Result<Option<i64>> {
         const LOAD: &[u8] = b"\x64\x48\x8b\x04\x25"; // mov %fs:distance, %rax
         if offsets.key.is_none() {
@@ -248,7 +250,7 @@ impl Interpreter {
         Ok(key.map(|key| (FIRST_KEY + 16 * key) as i64))
     }
 
-    /// The key by which threads have their states, if there is one already.
+    /// Returns the pthread key of the thread states. None if the key is not created yet.
     fn key(&self, offsets: &Offsets) -> Result<Option<u64>> {
         let Some(key) = offsets.key else {
             return Ok(None);
@@ -258,8 +260,8 @@ impl Interpreter {
         Ok((created == 1).then_some(key))
     }
 
-    /// Threads' pointers, and the addresses of each one's states: of an interpreter within another one a thread has one in
-    /// each.
+    /// Returns the thread pointers, and for each thread the addresses of its thread states: a thread that uses
+    /// several interpreters has one state in each.
     fn threads(&self, offsets: &Offsets) -> Result<Vec<(u64, Vec<u64>)>> {
         let mut threads: Vec<(u64, Vec<u64>)> = Vec::new();
         for state in self.states(offsets)? {
@@ -275,7 +277,7 @@ impl Interpreter {
         Ok(threads)
     }
 
-    /// The states of the threads of all interpreters.
+    /// Returns the thread states of all interpreters.
     fn states(&self, offsets: &Offsets) -> Result<Vec<u64>> {
         let mut states = Vec::new();
         let mut interpreter = self.memory.word(self.runtime + offsets.interpreters)?;
@@ -299,21 +301,22 @@ impl Interpreter {
     }
 }
 
-/// A thread, and what lies around its pointer.
+/// Thread, and the memory around its thread pointer.
 struct Thread {
     at: u64,
     states: Vec<u64>,
-    /// The address of the first byte.
+    /// The address of the first byte of `bytes`.
     from: u64,
     bytes: Vec<u8>,
 }
 
 impl Thread {
-    /// Reads as much as there is memory. None if the thread is gone, without a word to the interpreter.
+    /// Reads as much memory around the thread pointer as is mapped. None if nothing is mapped: the thread may have
+    /// exited without telling the interpreter.
     fn read(memory: &Memory, at: u64, states: Vec<u64>) -> Option<Self> {
         let below = at.wrapping_sub(BELOW_THREAD);
         let above = at.wrapping_add(ABOVE_THREAD);
-        // musl has less to say of a thread than glibc.
+        // musl keeps less data for a thread than glibc.
         let end_of_page = (at | (PAGE - 1)).wrapping_add(1);
         let ranges = [
             (below, above),
@@ -335,7 +338,7 @@ impl Thread {
         })
     }
 
-    /// Distances from the thread's pointer, and the words there.
+    /// Returns the words around the thread pointer, each with its distance from the thread pointer.
     fn words(&self) -> impl Iterator<Item = (i64, u64)> {
         let words = self.bytes.as_chunks().0.iter().enumerate();
         words.map(|(number, word)| {
@@ -345,26 +348,26 @@ impl Thread {
     }
 }
 
-/// The only one of some places.
+/// Returns the only element of a set. None if the set is empty or has several elements.
 fn only(places: &BTreeSet<i64>) -> Option<i64> {
     let mut places = places.iter();
     places.next().copied().filter(|_| places.next().is_none())
 }
 
-/// Where threads have their states.
+/// Place of a thread's pointer to its thread state.
 enum State {
     At(i64),
-    /// Among the values of a thread's keys, of which musl has the address here.
+    /// In an array of the values of the thread's pthread keys. musl keeps the address of the array here.
     Among {
         values: i64,
         key: u64,
     },
-    /// There is no thread yet.
+    /// No thread has a thread state yet.
     NotYet,
     Nowhere,
 }
 
-/// Whether the process uses glibc.
+/// Returns whether the process uses glibc.
 fn has_glibc(mappings: &[Mapping]) -> bool {
     mappings.iter().any(|mapping| {
         let module = mapping.module();
@@ -389,7 +392,7 @@ mod tests {
         let Located::Found(found) = found else {
             panic!("{found:?}");
         };
-        // By pthread keys up to 3.14; the first ones are Python's.
+        // Up to 3.14 threads find their states by pthread keys, and Python has created the first keys.
         let place = found.process.state_at - FIRST_KEY as i64;
         assert!(
             found.process.minor >= 15 || (place >= 0 && place % 16 == 0),

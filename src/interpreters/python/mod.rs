@@ -1,18 +1,18 @@
-//! CPython: which function of which file a frame executes, and which line of it.
+//! CPython: the function, the file and the line that a Python frame executes.
 //!
-//! A Python frame in a stack is a word with bit 63 set: bits 62 to 20 name the code object, and bits 19 to
-//! 0 are the instruction in it. The kernel half sends what a code object is called when it meets it first,
-//! in the walk that met it ([`codes`]); so names outlive the process, and the code object.
+//! A Python frame in a stack is a word with bit 63 set. Bits 62 to 20 identify the code object, and bits 19 to 0 are
+//! the instruction in the code object. The BPF side sends the names of a code object during the first walk that meets
+//! the code object ([`codes`]). So the names outlive the process and the code object.
 //!
 //! | module | what it is for |
 //! |---|---|
-//! | [`code`] | a code object, as the kernel half sends it |
-//! | [`codes`] | all code objects that were met, by their words |
-//! | `deaths` | probes where code objects end |
-//! | [`lines`] | from an instruction to its line |
-//! | `locate` | where a process has its interpreter |
-//! | `offsets` | where that keeps what is read of it, by version |
-//! | `pythons` | the processes whose frames the kernel half is to walk |
+//! | [`code`] | a code object, as the BPF side sends it |
+//! | [`codes`] | all code objects that were met, by their words in stacks |
+//! | `deaths` | probes on the function that frees code objects |
+//! | [`lines`] | the source line of an instruction |
+//! | `locate` | the search for the interpreter of a process |
+//! | `offsets` | offsets in CPython's structs, by version |
+//! | `pythons` | the processes whose Python frames the BPF side walks |
 
 pub mod code;
 pub mod codes;
@@ -25,8 +25,8 @@ pub(crate) mod pythons;
 use std::fs::File;
 use std::io::Read;
 
-/// Whether all objects of a process come from malloc, also those of 512 bytes or less, as its environment
-/// asks for (`PYTHONMALLOC`).
+/// Returns whether all objects of a process come from malloc, including objects of 512 bytes or less, because the
+/// environment variable `PYTHONMALLOC` asks for malloc.
 fn allocates_by_malloc(pid: u32) -> bool {
     const MOST_BYTES: u64 = 4 << 20;
     let mut environment = Vec::new();

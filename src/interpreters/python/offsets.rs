@@ -1,29 +1,29 @@
-//! Where CPython keeps what is read of it, by its minor version.
+//! Offsets in CPython's structs, by minor version.
 //!
-//! The offsets are those of ordinary builds. From 3.13 on the interpreter itself tells most of them
-//! (`_Py_DebugOffsets`); where it tells others, it is another kind of build.
+//! The offsets are those of regular builds. From 3.13 on the interpreter itself publishes most of them
+//! (`_Py_DebugOffsets`); if the published offsets differ, the interpreter is another kind of build.
 
 use crate::bpf::types::{python_chain as Chain, python_process};
 
-/// What [`of`] knows of a version, in bytes.
+/// Offsets of one version, in bytes, as [`of`] returns them.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Offsets {
-    /// In `_PyRuntime`: the pthread key of the thread's state (`int created; unsigned key`), where
-    /// there is one.
+    /// In `_PyRuntime`: the pthread key of the thread state (`int created; unsigned key`). None in versions without a
+    /// key.
     pub(super) key: Option<u64>,
     /// In `_PyRuntime`: the first interpreter.
     pub(super) interpreters: u64,
     /// In an interpreter: the next one.
     pub(super) next_interpreter: u64,
-    /// In an interpreter: its first thread's state.
+    /// In an interpreter: the state of its first thread.
     pub(super) threads: u64,
-    /// In a thread's state: the next one.
+    /// In a thread state: the next one.
     pub(super) next_thread: u64,
-    /// What the kernel half needs.
+    /// The offsets that the BPF side needs.
     pub(super) process: python_process,
 }
 
-/// The offsets of version 3.`minor`, if they are known.
+/// Returns the offsets of version 3.`minor`. None if the version is not supported.
 pub(super) fn of(minor: u8) -> Option<Offsets> {
     let (key, interpreters, next_interpreter, threads) = match minor {
         10 => (Some(584), 32, 0, 8),
@@ -129,7 +129,7 @@ mod tests {
 
     #[test]
     fn what_is_read_of_each_version_lies_in_what_is_read_at_once() {
-        // PYTHON_STATE_BYTES and PYTHON_NEAR_BYTES of the kernel half.
+        // PYTHON_STATE_BYTES and PYTHON_NEAR_BYTES of the BPF side.
         const STATE: u16 = 192;
         const FRAME: u16 = 80;
         for minor in 10..=15 {

@@ -1,4 +1,4 @@
-//! The processes whose Python frames the kernel half is to walk.
+//! Processes whose Python frames the BPF side walks.
 
 use std::collections::HashMap;
 
@@ -12,24 +12,24 @@ use crate::bpf::types;
 use crate::interpreters::search::{Files, Located};
 use crate::interpreters::told::Told;
 
-/// Files with an interpreter that are probed.
+/// Maximum number of files with an interpreter that are probed.
 const FILES: usize = 64;
 
-/// Why code objects die unseen where [`Refused`] is the reason.
+/// Reason why freed code objects are not noticed if attaching has failed with [`Refused`].
 const REFUSED: &str = ", as the kernel wants CAP_SYS_ADMIN for uprobes, which is given up here";
 
-/// What the kernel half knows of Python, kept up to date.
+/// Finder of CPython, which keeps the BPF side up to date.
 pub(crate) struct Pythons {
     told: Told,
     programs: Programs,
-    /// Where code objects are seen to die, by device and inode.
+    /// Probes on the functions that free code objects, by device and inode of the file.
     probes: HashMap<(u64, u64), Deaths>,
-    /// What is said of the first process that is found, if pymalloc has its small objects.
+    /// Note to print for the first process that is found, if its small objects come from pymalloc.
     note: Option<&'static str>,
 }
 
 impl Pythons {
-    /// After load; `processes` is the skeleton's map `python_processes`.
+    /// Creates the finder after load; `processes` is the skeleton's map `python_processes`.
     pub(crate) fn new(
         processes: MapHandle,
         programs: [&ProgramMut<'_>; 2],
@@ -43,8 +43,8 @@ impl Pythons {
         })
     }
 
-    /// Looks for the Python of a process. `layout` is what the kernel half has asked about. Returns
-    /// whether it is found.
+    /// Looks for the Python of a process. `layout` is the layout that the BPF side has asked about. Returns whether
+    /// the Python is found.
     pub(crate) fn look_at(&mut self, pid: u32, layout: Option<u64>, files: &mut Files) -> bool {
         match self.try_to(pid, layout, files) {
             Ok(Outcome::Found) => true,
@@ -56,17 +56,19 @@ impl Pythons {
                 false
             }
             Err(error) => {
-                // Most likely the process is gone; else its stacks have native frames only.
+                // Most likely the process has exited. Otherwise its stacks have native frames only.
                 attach::verbose(format_args!("no Python frames of process {pid}: {error:#}"));
                 false
             }
         }
     }
 
-    /// Looks for the Python of a process that is stopped because it has mapped code, unless it was found.
+    /// Looks for the Python of a process that is stopped because it has mapped code, unless the Python is already
+    /// known.
     pub(crate) fn look_at_stopped(&mut self, pid: u32, files: &mut Files) {
         if !self.told.knows(pid) {
-            // One that has not begun may look like another: it is asked about again.
+            // An interpreter that is not initialized yet may look unsupported, so no message is printed. The BPF side
+            // asks again.
             let _ = self.try_to(pid, None, files);
         }
     }
@@ -98,7 +100,8 @@ impl Pythons {
         Ok(Outcome::Found)
     }
 
-    /// Sees to it that code objects of this interpreter do not die unseen. Returns why they do, if they do.
+    /// Attaches probes to the function that frees code objects of this interpreter. If they cannot be attached,
+    /// returns why.
     fn probe(&mut self, python: &Python) -> Result<Option<&'static str>> {
         let identity = python.file.identity()?;
         if self.probes.contains_key(&identity) {
@@ -116,7 +119,7 @@ impl Pythons {
     }
 }
 
-/// What became of a search.
+/// Outcome of looking for the Python of a process.
 enum Outcome {
     Found,
     None,
