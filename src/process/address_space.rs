@@ -1,8 +1,8 @@
-//! What code processes have mapped, now and before: their images.
+//! Images of processes: the code that they have mapped, now and before.
 //!
-//! A process has one image after another: the one that fork gave it, and one for each exec. Stacks
-//! are looked at when the process may have gone on to another image, or exited, or its number
-//! belongs to another one. So images are kept, and a stack tells by its addresses which it is of.
+//! A process has one image after another: the one that it gets by fork, and one for each exec. When a stack is
+//! symbolized, its process may have another image already, or have exited, or its PID may belong to another process.
+//! So images are kept, and the addresses of a stack tell which image the stack belongs to.
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -25,34 +25,34 @@ use crate::process::mapped_file::MappedFile;
 use crate::process::mapping_log::Change;
 use crate::process::proc::{self, FileId, Mapping, Process};
 
-/// Exited processes that are remembered, at a kilobyte or less each.
+/// Maximum number of exited processes that are remembered, at a kilobyte or less each.
 const MAX_EXITED: usize = 16384;
-/// Images that are remembered of one process number.
+/// Maximum number of images that are remembered for one PID.
 const MAX_IMAGES: usize = 8;
-/// Mappings of code that are remembered of an image. The kernel does not log what is unmapped, so that
-/// who maps code for ever would have the list grow for ever. Kept are the first half, which the program and
-/// its libraries are in, and the newest ones.
+/// Maximum number of code mappings that are remembered for an image. The kernel does not log unmapping, so the list
+/// of a process that keeps mapping code would grow without limit. The first half of the list, with the program and
+/// its libraries, and the newest mappings are kept.
 const MAX_MAPPINGS: usize = 8192;
-/// Files that are remembered before those are forgotten that no image has.
+/// Number of files from which on files without an image are forgotten.
 const MAX_FILES: usize = 16384;
 
-/// A file, or other thing with a name, that code was mapped from.
+/// File, or other named object, from which code was mapped.
 #[derive(Debug)]
 pub struct CodeFile {
-    /// A number of ours, never given to another file.
+    /// Number that identifies the file in this tool. The number is never reused.
     pub number: u32,
-    /// Where it was first seen; inode 0 for what is no file.
+    /// The mapping by which the file was first seen; inode 0 if this is no file.
     mapping: Mapping,
-    /// The process that mapped it last, and when.
+    /// The process that mapped the file last, and the time.
     seen: Cell<(u32, SystemTime)>,
     opened: RefCell<Opened>,
     build_id: OnceCell<Option<Vec<u8>>>,
 }
 
-/// Whether a file is open.
+/// Whether a file is held open.
 #[derive(Debug)]
 enum Opened {
-    /// Not at present.
+    /// Not held open at present.
     No,
     /// Held open, and counted in [`HELD`].
     Held(Rc<MappedFile>),
@@ -60,11 +60,11 @@ enum Opened {
     Never,
 }
 
-/// Files that are held open.
+/// Number of files that are held open.
 static HELD: AtomicUsize = AtomicUsize::new(0);
 
-/// How many files are held open at most: half of what this process may open. The rest is for what is opened
-/// for a moment, and for probes, maps and copies of symbols.
+/// Returns the maximum number of files that are held open: half of this process's limit. The other half is for files
+/// that are opened for a moment, and for probes, maps and copies of symbols.
 fn most_held() -> usize {
     static MOST: OnceLock<usize> = OnceLock::new();
     *MOST.get_or_init(|| {
@@ -82,41 +82,42 @@ impl Drop for CodeFile {
 }
 
 impl CodeFile {
-    /// The file's name without folders, escaped; a name such as `[vdso]`; or empty.
+    /// Returns the file's name without folders, escaped; a name such as `[vdso]`; or an empty string.
     pub fn module(&self) -> String {
         self.mapping.module()
     }
 
-    /// The file's path in the mount namespace of the process that has it, escaped; a name such as
-    /// `[vdso]`; or empty.
+    /// Returns the file's path in the mount namespace of the process that maps it, escaped; a name such as `[vdso]`;
+    /// or an empty string.
     pub fn path(&self) -> String {
         text::escape_bytes(self.mapping.path.as_os_str().as_bytes())
     }
 
-    /// The file's build id, if it has one. Read at the first call.
+    /// Returns the file's build ID, if it has one. The first call reads it.
     pub fn build_id(&self) -> Option<&[u8]> {
         let read = || elf::build_id(self.open()?.file());
         self.build_id.get_or_init(read).as_deref()
     }
 
-    /// The file's path as it was mapped, not escaped.
+    /// Returns the file's path as it was mapped, not escaped.
     pub fn raw_path(&self) -> &Path {
         &self.mapping.path
     }
 
-    /// The process that mapped it last.
+    /// Returns the process that mapped the file last.
     pub fn last_pid(&self) -> u32 {
         self.seen.get().0
     }
 
-    /// Whether its code was generated: there is no file, or one that only holds it (memfd).
+    /// Returns whether the code was generated at run time: the mapping has no file, or a memfd.
     pub fn is_generated(&self) -> bool {
         let path = self.mapping.path.to_string_lossy();
         (self.mapping.inode == 0 && !path.starts_with('[')) || path.starts_with("/memfd:")
     }
 
-    /// The open file; None if it is no file, or cannot be found any more. Opened at the first call and
-    /// then held open, for its descriptor to name it; or, where as many are as may be, at each call.
+    /// Returns the open file. None if the mapping has no file, or the file cannot be found any more. The first call
+    /// opens the file and keeps it open, so that its descriptor identifies it. If the maximum number of files is
+    /// already held open, each call opens the file again.
     pub fn open(&self) -> Option<Rc<MappedFile>> {
         let mut opened = self.opened.borrow_mut();
         match &*opened {
@@ -143,12 +144,12 @@ impl CodeFile {
         }
         let (pid, time) = self.seen.get();
         let file = MappedFile::open(pid, &self.mapping).ok()?;
-        // Another file may be there now, even with the same inode number.
+        // Another file may have this path now, even with the same inode number.
         (changed(&file).ok()? <= time).then_some(file)
     }
 }
 
-/// When the file or its inode was changed last.
+/// Returns the time of the last change of the file or its inode.
 fn changed(file: &MappedFile) -> io::Result<SystemTime> {
     let meta = file.file().metadata()?;
     let since_epoch = std::time::Duration::new(
@@ -166,27 +167,27 @@ impl PartialEq for CodeFile {
 
 impl Eq for CodeFile {}
 
-/// Some of a file's code, at some addresses.
+/// Part of a file that is mapped as code.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MappedCode {
-    /// Addresses, in bytes.
+    /// The addresses of the mapping, in bytes.
     pub range: Range<u64>,
-    /// Byte of the file that `range.start` shows.
+    /// The offset in the file of the byte at `range.start`.
     pub file_offset: u64,
     /// The file.
     pub file: Rc<CodeFile>,
 }
 
-/// What a process could execute from one exec to the next.
+/// Code mappings of a process from one exec to the next.
 #[derive(Debug, Clone, Default)]
 pub struct Image {
-    /// Mappings of code in the order in which they were made; a later one covers an earlier one.
+    /// Code mappings in the order in which they were made; a later one covers an earlier one.
     code: Rc<Vec<MappedCode>>,
     number: u64,
 }
 
 impl Image {
-    /// The code that is at an address.
+    /// Returns the code mapping that contains an address.
     pub fn find(&self, address: u64) -> Option<&MappedCode> {
         self.code
             .iter()
@@ -194,49 +195,49 @@ impl Image {
             .find(|code| code.range.contains(&address))
     }
 
-    /// The code of the program itself, which is mapped before its libraries, and below them.
+    /// Returns the code of the program itself, which is mapped before its libraries, and below them.
     pub fn program(&self) -> Option<&MappedCode> {
         let mut code = self.code.iter();
         code.find(|code| !code.file.is_generated())
     }
 
-    /// Whether nothing is known of it.
+    /// Returns whether the image has no known mappings.
     pub fn is_empty(&self) -> bool {
         self.code.is_empty()
     }
 
-    /// The files that code is from, in the order in which they were mapped.
+    /// Returns the files of the code mappings, in the order in which they were mapped.
     pub fn files(&self) -> impl Iterator<Item = Rc<CodeFile>> {
         self.code.iter().map(|code| Rc::clone(&code.file))
     }
 
-    /// Whether it has generated code.
+    /// Returns whether the image contains generated code.
     pub fn generates_code(&self) -> bool {
         self.code.iter().any(|code| code.file.is_generated())
     }
 }
 
-/// Whose images are remembered.
+/// Processes whose images are remembered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wanted {
-    /// Images of the processes that are chosen.
+    /// Images of the chosen processes.
     Chosen,
-    /// The processes, those that they start, and so on.
+    /// Images of the chosen processes and of all their descendants.
     Descendants,
     /// Images of all processes.
     All,
 }
 
-/// The images of processes.
+/// Images of all wanted processes.
 pub struct AddressSpaces {
     wanted: Wanted,
     chosen: HashSet<u32>,
-    /// By process number, oldest first.
+    /// By PID, oldest first.
     images: HashMap<u32, Vec<Image>>,
     files: HashMap<(FileId, PathBuf), Rc<CodeFile>>,
     max_files: usize,
     files_met: u32,
-    /// Process numbers in the order in which they exited, each with its last image.
+    /// PIDs in the order in which their processes exited, each with the number of the last image.
     exited: VecDeque<(u32, u64)>,
     images_made: u64,
     forgotten_processes: u64,
@@ -244,7 +245,8 @@ pub struct AddressSpaces {
 }
 
 impl AddressSpaces {
-    /// No images yet, of the processes that are `wanted`; the chosen ones are named later.
+    /// Creates an empty set of images for the processes that are `wanted`. Chosen processes are added by
+    /// [`Self::choose`].
     pub fn of(wanted: Wanted) -> Self {
         Self {
             wanted,
@@ -260,12 +262,12 @@ impl AddressSpaces {
         }
     }
 
-    /// Remembers from now on what this process maps.
+    /// Adds a process whose mappings are remembered from now on.
     pub fn choose(&mut self, pid: u32) {
         self.chosen.insert(pid);
     }
 
-    /// Remembers what a running process has mapped.
+    /// Reads and remembers the code mappings of a running process.
     ///
     /// # Errors
     /// If the mappings of the process cannot be read.
@@ -279,7 +281,7 @@ impl AddressSpaces {
         Ok(())
     }
 
-    /// Remembers what all processes have mapped that run now and are not known yet.
+    /// Reads and remembers the code mappings of all running processes that are not known yet.
     pub fn look_at_all(&mut self) {
         let own_pid = std::process::id();
         for pid in proc::all().unwrap_or_default() {
@@ -287,13 +289,13 @@ impl AddressSpaces {
                 && !self.images.contains_key(&pid)
                 && let Ok(process) = Process::open(pid)
             {
-                // One that is gone has nothing to be remembered.
+                // A process that has exited meanwhile has no mappings.
                 let _ = self.look_at(&process);
             }
         }
     }
 
-    /// Takes note of what a process has done.
+    /// Applies a change of a process to its images.
     pub fn apply(&mut self, change: Change) {
         if let Change::Forked(parent, child) = change
             && self.wanted == Wanted::Descendants
@@ -342,7 +344,8 @@ impl AddressSpaces {
             .and_then(|images| images.last_mut())
         {
             let code = Rc::make_mut(&mut image.code);
-            // What it covers is gone, as when generated code is made executable once more.
+            // Mappings that the new one covers completely are removed, as when generated code is made executable once
+            // more.
             code.retain(|old| old.range.start < range.start || old.range.end > range.end);
             if code.len() == MAX_MAPPINGS {
                 code.remove(MAX_MAPPINGS / 2);
@@ -359,7 +362,7 @@ impl AddressSpaces {
     fn file(&mut self, pid: u32, mapping: Mapping) -> Rc<CodeFile> {
         if self.files.len() >= self.max_files {
             self.files.retain(|_, file| Rc::strong_count(file) > 1);
-            // Not again for each new file, if they are all in use.
+            // The limit grows, so that this does not happen for each new file if all files are in use.
             self.max_files = MAX_FILES.max(2 * self.files.len());
         }
         let number = self.files_met;
@@ -378,15 +381,16 @@ impl AddressSpaces {
                 })
             });
         file.seen.set(seen);
-        // The files of a few processes can be held open at once, and then have their names
-        // whatever becomes of them. Those of all would keep file systems from being unmounted.
+        // The files of a few processes are opened at once, so that they can be symbolized even after they are
+        // removed. Open files of all processes would keep file systems from being unmounted.
         if self.wanted != Wanted::All {
             file.open();
         }
         Rc::clone(file)
     }
 
-    /// Keeps the images of a process that has exited, until there are too many of them.
+    /// Keeps the images of a process that has exited. If there are too many exited processes, forgets the one that
+    /// exited first.
     fn retire(&mut self, pid: u32) {
         let Some(last) = self.images.get(&pid).and_then(|images| images.last()) else {
             return;
@@ -398,7 +402,7 @@ impl AddressSpaces {
         }
     }
 
-    /// Forgets those that have exited, when all is named that they have done.
+    /// Forgets the images of all exited processes. To be called when all stacks of these processes are symbolized.
     pub fn forget_exited(&mut self) {
         while self.forget_oldest() {}
     }
@@ -416,8 +420,8 @@ impl AddressSpaces {
         true
     }
 
-    /// The image of a process that all these addresses are in, the newest if there are several; or
-    /// the one that most are in. A process that is not known yet is looked at now.
+    /// Returns the image of a process that contains most of these addresses, and the newest of several. If all
+    /// processes are wanted and this process is not known yet, its mappings are read now.
     pub fn image_with(&mut self, pid: u32, addresses: &[u64]) -> Option<Image> {
         if !self.images.contains_key(&pid) && self.wanted == Wanted::All {
             let _ = Process::open(pid).and_then(|process| self.look_at(&process));
@@ -434,31 +438,31 @@ impl AddressSpaces {
             .cloned()
     }
 
-    /// The newest image of a process.
+    /// Returns the newest image of a process.
     pub fn newest_image(&self, pid: u32) -> Option<&Image> {
         self.images.get(&pid)?.last()
     }
 
-    /// The newest image of each chosen process.
+    /// Returns the newest image of each chosen process.
     pub fn chosen_images(&self) -> impl Iterator<Item = (u32, &Image)> {
         let chosen = self.chosen.iter();
         chosen.filter_map(|pid| Some((*pid, self.images.get(pid)?.last()?)))
     }
 
-    /// The newest image of each process whose images are remembered for its own sake.
+    /// Returns the newest image of each wanted process: of all processes, or of the chosen ones.
     pub fn wanted_images(&self) -> impl Iterator<Item = (u32, &Image)> {
         let wanted = |pid| self.wanted == Wanted::All || self.chosen.contains(pid);
         let images = self.images.iter().filter(move |(pid, _)| wanted(pid));
         images.filter_map(|(&pid, images)| Some((pid, images.last()?)))
     }
 
-    /// Exited processes whose images were forgotten.
+    /// Returns how many exited processes were forgotten because there were too many.
     pub fn forgotten_processes(&self) -> u64 {
         self.forgotten_processes
     }
 
-    /// Mappings of code that were forgotten, as their process has more than are remembered. Some of them may
-    /// have been unmapped before.
+    /// Returns how many code mappings were forgotten because their process has too many. Some of them may have been
+    /// unmapped before.
     pub fn forgotten_mappings(&self) -> u64 {
         self.forgotten_mappings
     }

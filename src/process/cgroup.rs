@@ -1,4 +1,4 @@
-//! Cgroups (version 2) by the id that the kernel knows them by.
+//! Cgroups (version 2) by their ids in the kernel.
 
 use std::collections::HashMap;
 use std::fs;
@@ -10,16 +10,16 @@ use anyhow::{Context, Result};
 use crate::host::mounts::Mounts;
 use crate::print::text;
 
-/// The processes that are in a cgroup or below it now, by the path of its folder.
+/// Returns the processes that are now in a cgroup or below it; `folder` is the cgroup's folder.
 ///
 /// # Errors
-/// If it is no cgroup.
+/// If the folder is no cgroup.
 pub fn processes_below(folder: &Path) -> Result<Vec<u32>> {
     let list = fs::read_to_string(folder.join("cgroup.procs"))
         .with_context(|| format!("{} is no cgroup of version 2", folder.display()))?;
     let mut pids: Vec<u32> = list.lines().filter_map(|line| line.parse().ok()).collect();
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        // One that has gone meanwhile has no processes.
+        // A cgroup that was removed meanwhile has no processes.
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
             pids.extend(processes_below(&entry.path()).unwrap_or_default());
         }
@@ -27,17 +27,19 @@ pub fn processes_below(folder: &Path) -> Result<Vec<u32>> {
     Ok(pids)
 }
 
-/// Cgroups that are looked at to find one by its name: more than a host has that is not run over by them.
+/// Maximum number of cgroups in a search by name: a host in normal operation has fewer.
 const MAX_SEARCHED: usize = 100_000;
-/// Digits of a container's id, or of a pod's, that are taken for its beginning; fewer may be a name.
+/// Minimum number of digits that are taken for the beginning of a container's id or of a pod's uid; fewer may be a
+/// name.
 const LEAST_DIGITS: usize = 8;
-/// Digits of a container's whole id.
+/// Number of digits of a container's full id.
 const ID_DIGITS: usize = 64;
-/// What stands for the middle of a name that is too long for the column CONTAINER.
+/// Character that replaces the middle of a name that is too long for the column CONTAINER.
 pub(crate) const LEFT_OUT: char = '…';
 
-/// The folders below `mount` of the cgroups that go by this name: a folder's own, a systemd service's without
-/// `.service`, either with its middle left out, and the first digits of the id of a container or of the uid of a pod.
+/// Returns the folders below `mount` of the cgroups that have this name. The name can be the folder's own name, or
+/// that of a systemd service without `.service`. The middle of either can be left out. The name can also be the first
+/// digits of the id of a container or of the uid of a pod.
 pub(crate) fn called(mount: &Path, name: &str) -> Vec<PathBuf> {
     let mut found = folders(mount, MAX_SEARCHED);
     found.retain(|folder| {
@@ -48,7 +50,8 @@ pub(crate) fn called(mount: &Path, name: &str) -> Vec<PathBuf> {
     found
 }
 
-/// The folders of cgroups from `mount` on, those at the top first, and at most about so many.
+/// Returns the folders of cgroups from `mount` on, top level first. The search ends when there are `most` or a few
+/// more.
 pub(crate) fn folders(mount: &Path, most: usize) -> Vec<PathBuf> {
     let mut folders = vec![mount.to_owned()];
     let mut looked_at = 0;
@@ -71,7 +74,7 @@ fn is_called(folder: &str, name: &str) -> bool {
         || pod_uid(folder).is_some_and(|uid| begins(&uid))
 }
 
-/// Whether a name is another one's beginning and end, with its middle left out.
+/// Returns whether `short` consists of the beginning and the end of `whole`, with the middle left out.
 fn is_ends_of(short: &str, whole: &str) -> bool {
     short.split_once(LEFT_OUT).is_some_and(|(head, tail)| {
         let ends = head.len() + tail.len();
@@ -80,8 +83,9 @@ fn is_ends_of(short: &str, whole: &str) -> bool {
     })
 }
 
-/// The id of the container whose cgroup has this folder: `docker-ID.scope`, `cri-containerd-ID.scope`, `crio-ID.scope`,
-/// `libpod-ID.scope`, or only the id where cgroups are not made by systemd. A container's monitor is none.
+/// Returns the id of the container whose cgroup has this folder: `docker-ID.scope`, `cri-containerd-ID.scope`,
+/// `crio-ID.scope`, `libpod-ID.scope`, or only the id if cgroups are not made by systemd. The cgroup of a container's
+/// monitor (conmon) is not a container.
 pub(crate) fn container_id(folder: &str) -> Option<&str> {
     let (runtime, id) = match folder.strip_suffix(".scope") {
         Some(scope) => scope.rsplit_once('-')?,
@@ -91,7 +95,8 @@ pub(crate) fn container_id(folder: &str) -> Option<&str> {
     (is_id && !runtime.ends_with("conmon")).then_some(id)
 }
 
-/// The uid of the pod whose cgroup has this folder: `kubepods-burstable-podUID.slice`, with underscores, or `podUID`.
+/// Returns the uid of the pod whose cgroup has this folder: `kubepods-burstable-podUID.slice`, with underscores, or
+/// `podUID`.
 pub(crate) fn pod_uid(folder: &str) -> Option<String> {
     let uid = match folder.strip_suffix(".slice") {
         Some(slice) => slice.strip_prefix("kubepods-")?.rsplit_once("pod")?.1,
@@ -100,8 +105,8 @@ pub(crate) fn pod_uid(folder: &str) -> Option<String> {
     Some(uid.replace('_', "-"))
 }
 
-/// The path of the cgroup that a process is in, escaped: of version 2, or where that is the root, of version 1's
-/// memory controller. None if the process has gone.
+/// Returns the path of the cgroup of a process, escaped: its cgroup of version 2, or, if that is the root, its cgroup
+/// of version 1's memory controller. None if the process has exited.
 pub fn of_process(pid: u32) -> Option<String> {
     in_list(&fs::read(format!("/proc/{pid}/cgroup")).ok()?)
 }
@@ -126,16 +131,16 @@ fn in_list(list: &[u8]) -> Option<String> {
     }
 }
 
-/// Paths of cgroups, also of such as have gone since they were last looked at.
+/// Paths of cgroups. Paths of removed cgroups are kept.
 #[derive(Debug, Default)]
 pub struct Cgroups {
     mount: Option<PathBuf>,
-    /// None: it was not there when it was asked for. Ids are not used twice.
+    /// By id. None: the cgroup did not exist at the first lookup. The kernel does not reuse ids.
     paths: HashMap<u64, Option<String>>,
 }
 
 impl Cgroups {
-    /// The cgroups that there are now.
+    /// Returns the cgroups of version 2 that exist now.
     pub fn new() -> Self {
         let mut cgroups = Self {
             mount: Mounts::now().cgroup2().map(PathBuf::from),
@@ -145,7 +150,7 @@ impl Cgroups {
         cgroups
     }
 
-    /// The cgroups of the hierarchy that the memory controller has, of version 1 or 2.
+    /// Returns the cgroups of the hierarchy that the memory controller is bound to, of version 1 or 2.
     pub fn of_memory() -> Self {
         let mut cgroups = Self {
             mount: Mounts::now().memory_limits().map(PathBuf::from),
@@ -155,8 +160,8 @@ impl Cgroups {
         cgroups
     }
 
-    /// The path of a cgroup below the mount, `/` for the root; None if it was gone before anybody
-    /// asked, or is not in our cgroup namespace.
+    /// Returns the path of a cgroup below the mount, `/` for the root. None if the cgroup was removed before the
+    /// first lookup, or is not in our cgroup namespace.
     pub fn path(&mut self, id: u64) -> Option<&str> {
         if !self.paths.contains_key(&id) {
             self.look();
@@ -170,7 +175,7 @@ impl Cgroups {
         }
     }
 
-    /// The id of a cgroup is its folder's inode.
+    /// Adds the paths of a cgroup and of all cgroups below it. The id of a cgroup is the inode number of its folder.
     fn look_at(&mut self, folder: &Path, name: &str) {
         let Ok(metadata) = fs::metadata(folder) else {
             return;
@@ -215,7 +220,7 @@ mod tests {
         assert_eq!(cgroups.path(ino(folder.path())), Some("/"));
         assert_eq!(cgroups.path(ino(&folder.path().join("a"))), Some("/a"));
         let inner = ino(&folder.path().join("a/b\x1b"));
-        // Before the other one goes, whose inode it could get: no cgroup would.
+        // Made before `b` is removed: a new folder could get the inode number of `b`. A new cgroup could not.
         let later = folder.path().join("c");
         fs::create_dir(&later).expect("a folder");
         fs::remove_dir(folder.path().join("a/b\x1b")).expect("it is empty");

@@ -1,4 +1,4 @@
-//! A command to be traced: started, but held before exec until the probes are live.
+//! Command to be traced: it is started, but held before exec until the probes are live.
 
 use std::convert::Infallible;
 use std::env;
@@ -25,10 +25,10 @@ use crate::print::text;
 use crate::process::inherited;
 use crate::process::proc::Process;
 
-/// How long a command that is to end is waited for, in milliseconds.
+/// Maximum time to wait for the command to end after SIGTERM, in milliseconds.
 const TIME_TO_END: u16 = 3000;
 
-/// A command line that can be run.
+/// Command line whose program was found.
 #[derive(Debug)]
 pub struct CommandLine {
     line: String,
@@ -37,10 +37,10 @@ pub struct CommandLine {
 }
 
 impl CommandLine {
-    /// Takes words and quotes as a shell does, and finds the program.
+    /// Splits the command line into words as a shell does, and finds the program.
     ///
     /// # Errors
-    /// If a quote is open, or there is no such program.
+    /// If a quote is not closed, or the program does not exist.
     pub fn parse(line: &str) -> Result<Self> {
         let words = split(line)?;
         let program = find_program(&words[0])?;
@@ -52,15 +52,15 @@ impl CommandLine {
         })
     }
 
-    /// The file to run.
+    /// Returns the file to run.
     pub fn program(&self) -> &Path {
         &self.program
     }
 
-    /// Starts it, held before exec, and says so on stderr as BCC does.
+    /// Starts the command, held before exec, and prints a message about it on stderr, as BCC does.
     ///
     /// # Errors
-    /// If the program cannot be found or a process cannot be forked.
+    /// If the command contains a NUL byte, or a pipe or a process cannot be created.
     pub fn start(&self) -> Result<HeldCommand> {
         eprintln!(
             "Executing '{}' and tracing the resulting process.",
@@ -78,7 +78,7 @@ fn split(line: &str) -> Result<Vec<String>> {
     Ok(words)
 }
 
-/// The file that a command's first word names, by PATH if it holds no slash.
+/// Finds the file that the first word of a command names; searches PATH if the word contains no slash.
 fn find_program(name: &str) -> Result<PathBuf> {
     let runnable = |path: &Path| {
         path.metadata()
@@ -101,8 +101,8 @@ fn find_program(name: &str) -> Result<PathBuf> {
         .with_context(|| format!("{name}: command not found in PATH"))
 }
 
-/// The files that running `program` will execute code from: itself, or what its `#!` names, and
-/// the libraries that its dynamic linker lists. Nothing of the program itself is run for that.
+/// Returns the files from which a run of `program` will execute code: the program itself or the interpreter of its
+/// `#!` line, and the libraries that its dynamic linker lists. No code of the program itself is run for this.
 ///
 /// # Errors
 /// If the program cannot be read, is of another architecture, or its dynamic linker does not list
@@ -127,7 +127,7 @@ pub fn code_files(program: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// What a script's first line runs.
+/// Returns the program that the first line of a script runs. None if the file is no script.
 fn script_interpreter(program: &Path) -> Result<Option<PathBuf>> {
     let mut head = Vec::new();
     File::open(program)
@@ -143,7 +143,7 @@ fn script_interpreter(program: &Path) -> Result<Option<PathBuf>> {
         .trim_ascii();
     let mut words = line.split(u8::is_ascii_whitespace);
     let interpreter = words.next().unwrap_or_default();
-    // #!/usr/bin/env NAME replaces itself by NAME.
+    // With #!/usr/bin/env NAME, env replaces itself by NAME.
     let run = match words.next() {
         Some(name) if interpreter.ends_with(b"/env") => {
             find_program(&String::from_utf8_lossy(name))?
@@ -153,7 +153,7 @@ fn script_interpreter(program: &Path) -> Result<Option<PathBuf>> {
     Ok(Some(run))
 }
 
-/// Asks the dynamic linker, glibc's or musl's, what it would load.
+/// Lists the libraries that the dynamic linker of glibc or musl would load.
 fn libraries(linker: &Path, program: &Path) -> Result<Vec<PathBuf>> {
     let listing = Command::new(linker)
         .arg("--list")
@@ -186,9 +186,9 @@ fn libraries(linker: &Path, program: &Path) -> Result<Vec<PathBuf>> {
         .collect())
 }
 
-/// A child that waits to become the command.
+/// Child process that waits to become the command.
 ///
-/// Dropping it before [`HeldCommand::release`] ends the child without the command having run.
+/// Dropping the value before [`HeldCommand::release`] ends the child without running the command.
 pub struct HeldCommand {
     pid: Pid,
     release: Option<OwnedFd>,
@@ -197,7 +197,7 @@ pub struct HeldCommand {
 }
 
 impl HeldCommand {
-    /// Forks the child. It has our stdin, stdout, stderr and environment.
+    /// Forks the child, which inherits our stdin, stdout, stderr and environment.
     fn start(program: &Path, words: &[String]) -> Result<Self> {
         let to_c = |word: &OsStr| {
             CString::new(word.as_bytes()).map_err(|_| anyhow!("the command has a NUL byte in it"))
@@ -232,15 +232,15 @@ impl HeldCommand {
         }
     }
 
-    /// The process's number, before and after it has become the command.
+    /// Returns the PID of the child, which stays the same when the child becomes the command.
     pub fn pid(&self) -> u32 {
         self.pid.as_raw().cast_unsigned()
     }
 
-    /// Lets it become the command, and waits until it has.
+    /// Lets the child become the command, and waits until exec has succeeded or failed.
     ///
     /// # Errors
-    /// If the held process has gone, or exec fails: with the error of exec.
+    /// If the child has exited, or exec fails: with the error of exec.
     pub fn release(&mut self) -> Result<()> {
         if let Some(release) = self.release.take() {
             write(&release, b"g").context("the held command has gone")?;
@@ -254,13 +254,13 @@ impl HeldCommand {
         }
     }
 
-    /// Ends the command if it still runs, as what we started ends with us, and reaps it. One that
-    /// does not heed SIGTERM is left to run, and named.
+    /// Terminates the command if it still runs, because processes that the tool has started end with it, and reaps
+    /// the command. A command that does not end on SIGTERM is left running, and a message names it.
     ///
-    /// Returns its own exit status, as a shell gives it; None if it was we who ended it.
+    /// Returns the command's own exit status, as a shell reports it. None if we terminated the command.
     ///
     /// # Errors
-    /// If the kernel does not let us wait for it.
+    /// If the kernel does not let us wait for the command.
     pub fn finish(&mut self) -> Result<Option<u8>> {
         let now = || waitpid(self.pid, Some(WaitPidFlag::WNOHANG)).context("failed to wait");
         let status = now()?;
@@ -274,7 +274,7 @@ impl HeldCommand {
         }
         let process = Process::open(self.pid())?;
         let _ = kill(self.pid, Signal::SIGTERM);
-        // One that is stopped does not hear of it before.
+        // A stopped command handles SIGTERM only after SIGCONT.
         let _ = kill(self.pid, Signal::SIGCONT);
         let mut ended = [PollFd::new(process.as_fd(), PollFlags::POLLIN)];
         while poll(&mut ended, PollTimeout::from(TIME_TO_END)) == Err(Errno::EINTR) {}
@@ -291,7 +291,7 @@ impl HeldCommand {
 
 impl Drop for HeldCommand {
     fn drop(&mut self) {
-        // Without the word, the child reads the end of its pipe and exits.
+        // When the pipe is closed without a byte, the child reads its end and exits.
         self.release = None;
         if !self.reaped {
             let _ = self.finish();
@@ -299,18 +299,19 @@ impl Drop for HeldCommand {
     }
 }
 
-/// Becomes the command, in the child: sets signals as the caller had them, waits for the word, calls exec.
+/// Turns the child into the command: restores signals as the caller had them, waits for a byte from the parent, and
+/// calls exec.
 fn become_command(
     wait_for_release: &OwnedFd,
     path: &CString,
     argv: &[*const c_char],
 ) -> Result<Infallible, Errno> {
     inherited::give_back()?;
-    // What follows is done once in vain, so that its code is there: page faults of ours, which a fork
-    // takes again on each file page, would be counted as the command's.
+    // The following calls are first made without effect, so that the pages of their code are mapped. Otherwise page
+    // faults of ours would be counted as the command's: after a fork they occur again on each file page.
     let mut word = [0; 1];
     let _ = read(wait_for_release, &mut word[..0]);
-    // SAFETY: as below; there is no file of no name.
+    // SAFETY: as below; an empty path names no file.
     unsafe { libc::execv(c"".as_ptr(), argv.as_ptr()) };
     let _ = Errno::last();
     if read(wait_for_release, &mut word)? == 0 {

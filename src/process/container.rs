@@ -1,8 +1,8 @@
-//! In which cgroup (version 2) a task was, and which container's that is: the column `--container` and the
-//! fields of JSON.
+//! Cgroup (version 2) of a task and the container of this cgroup, for the column `--container` and for fields of
+//! JSON.
 //!
-//! The kernel half keeps the path of each cgroup that it meets (`bpf/include/cgroup_path.bpf.h`), so that containers
-//! are known that had gone before anybody looked at what they did.
+//! The BPF side keeps the path of each cgroup that it meets (`bpf/include/cgroup_path.bpf.h`). So containers are
+//! known even if they were removed before their events are printed.
 
 use std::collections::HashMap;
 
@@ -24,17 +24,17 @@ pub struct ContainerArgs {
 }
 
 impl ContainerArgs {
-    /// Whether the kernel half is to tell cgroups: for the column, or for JSON, which always has them.
+    /// Returns whether the BPF side has to report cgroups: for the column, or for JSON, which always has them.
     pub fn wanted(&self, json: bool) -> bool {
         self.container || json
     }
 }
 
-/// Gives the map `cgroup_paths` of an opened skeleton one entry if nothing is wanted of cgroups. Returns the
-/// skeleton's constant `with_cgroups`.
+/// Shrinks the map `cgroup_paths` of an opened skeleton to one entry if cgroups are not wanted. Returns the value of
+/// the skeleton's constant `with_cgroups`.
 ///
 /// # Errors
-/// If libbpf refuses it.
+/// If libbpf refuses to set the size of the map.
 pub fn prepare(wanted: bool, paths: &mut OpenMapMut<'_>) -> Result<u8> {
     if !wanted {
         map_create::size(paths, 1)?;
@@ -42,19 +42,20 @@ pub fn prepare(wanted: bool, paths: &mut OpenMapMut<'_>) -> Result<u8> {
     Ok(wanted.into())
 }
 
-/// Digits of a container's id by which it is called, as `docker ps` prints them.
+/// Number of digits of a container's id that are shown, as in `docker ps`.
 const SHORT_ID: usize = 12;
-/// Digits of a pod's uid by which it is called: the first group.
+/// Number of digits of a pod's uid that are shown: its first group.
 const SHORT_UID: usize = 8;
-/// The width of the column CONTAINER.
+/// Width of the column CONTAINER, in characters.
 const WIDTH: usize = 16;
 
-/// Where a task was.
+/// Cgroup and container of a task.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Home {
     /// The path of the cgroup from the root of the hierarchy, escaped. None if it is not known.
     pub cgroup: Option<String>,
-    /// The id of the container whose cgroup it is or is inside of, all 64 digits of it.
+    /// The id of the container that the cgroup belongs to, with all 64 digits. The container's cgroup is the cgroup
+    /// itself or one above it.
     pub container_id: Option<String>,
     /// Whether the cgroup was removed before its path could be looked up.
     #[serde(skip)]
@@ -62,7 +63,7 @@ pub struct Home {
 }
 
 impl Home {
-    /// The home at this path.
+    /// Returns the home with this cgroup path.
     pub fn at(cgroup: Option<String>) -> Self {
         let container_id = cgroup.as_deref().and_then(container_of);
         Self {
@@ -72,8 +73,8 @@ impl Home {
         }
     }
 
-    /// The home of a process that runs, as this process sees it; if none can be read, as the process has ended, it is
-    /// `gone`.
+    /// Returns the home of a running process, as this process sees it. If the home cannot be read because the process
+    /// has exited, it is `gone`.
     pub fn of_process(pid: u32) -> Self {
         let cgroup = cgroup::of_process(pid);
         Self {
@@ -82,9 +83,10 @@ impl Home {
         }
     }
 
-    /// What the task's cgroup is called where people read it, and `--cgroup` takes: the first digits of the container's id or, in none, of the
-    /// pod's uid; else the name of the cgroup's folder, of a service without `.service`. `-` for the root and for a
-    /// task without a cgroup, `[gone]` for a cgroup of which no path was kept.
+    /// Returns the name of the task's cgroup for human readers, which `--cgroup` accepts, too: the first digits of
+    /// the container's id, or outside containers those of the pod's uid. Otherwise the name is that of the cgroup's
+    /// folder, without `.service` for a service. The name is `-` for the root and for a task without a cgroup, and
+    /// `[gone]` for a cgroup whose path is not known.
     pub fn name(&self) -> String {
         if self.gone {
             return "[gone]".to_owned();
@@ -104,24 +106,25 @@ impl Home {
     }
 }
 
-/// The id of the innermost container whose cgroup is on this path.
+/// Returns the id of the innermost container whose cgroup is on this path.
 fn container_of(path: &str) -> Option<&str> {
     path.rsplit('/').find_map(cgroup::container_id)
 }
 
-/// The column CONTAINER of a row, with the blank behind it; nothing if it is not asked for. A name that is wider than the
-/// column has its middle left out, as its end may be what tells it from others: rows come one by one, so that no width
-/// fits all. `--cgroup` takes it as it is shown.
+/// Formats the column CONTAINER of a row, with the blank after it; empty if the column is not asked for. If a name is
+/// wider than the column, its middle is left out, because its end may distinguish it from other names. The width is
+/// fixed, because rows are printed one by one. `--cgroup` accepts the name as it is shown.
 pub fn column(home: Option<&Home>) -> String {
     home.map_or_else(String::new, |home| cell(&home.name()))
 }
 
-/// The column CONTAINER of a row that is of no task.
+/// Formats the column CONTAINER of a row that belongs to no task.
 pub fn empty_column(asked_for: bool) -> String {
     if asked_for { cell("") } else { String::new() }
 }
 
-/// Where a sentence tells a task's container: ` in NAME`, whole; nothing if it is not asked for.
+/// Formats a task's container for a sentence: ` in NAME`, with the whole name; empty if the container is not asked
+/// for.
 pub fn inside(home: Option<&Home>) -> String {
     home.map_or_else(String::new, |home| format!(" in {}", home.name()))
 }
@@ -130,7 +133,7 @@ fn cell(name: &str) -> String {
     format!("{:<WIDTH$} ", cut(name))
 }
 
-/// A name in so many characters at most as the column has.
+/// Shortens a name to the width of the column.
 fn cut(name: &str) -> String {
     let length = name.chars().count();
     if length <= WIDTH {
@@ -142,7 +145,7 @@ fn cut(name: &str) -> String {
     format!("{head}{LEFT_OUT}{tail}")
 }
 
-/// The column's name, as wide.
+/// Formats the heading of the column, with the width of the column.
 pub fn header(asked_for: bool) -> String {
     if asked_for {
         cell("CONTAINER")
@@ -151,18 +154,18 @@ pub fn header(asked_for: bool) -> String {
     }
 }
 
-/// The homes of tasks, by the ids of cgroups that the kernel half tells.
+/// Lookup of the homes of tasks, by the cgroup ids that the BPF side reports.
 pub struct Homes<'a> {
     /// The map `cgroup_paths`.
     kept: &'a dyn MapCore,
-    /// For what the kernel half could not keep.
+    /// The cgroups of the file system, for paths that the BPF side could not keep.
     tree: Option<Cgroups>,
-    /// Ids are not used twice.
+    /// Homes by cgroup id. The kernel does not reuse ids.
     known: HashMap<u64, Home>,
 }
 
 impl<'a> Homes<'a> {
-    /// The homes whose paths this map keeps, the kernel half's `cgroup_paths`.
+    /// Creates a lookup in this map, which is `cgroup_paths` of the BPF side.
     pub fn new(kept: &'a dyn MapCore) -> Self {
         Self {
             kept,
@@ -171,12 +174,12 @@ impl<'a> Homes<'a> {
         }
     }
 
-    /// The homes, if anything is wanted of cgroups.
+    /// Creates a lookup if cgroups are wanted.
     pub fn if_wanted(wanted: bool, kept: &'a dyn MapCore) -> Option<Self> {
         wanted.then(|| Self::new(kept))
     }
 
-    /// The home of tasks in a cgroup; 0 if the kernel half knows none.
+    /// Returns the home of tasks in the cgroup with this id. The id is 0 if the BPF side knows no cgroup.
     pub fn of(&mut self, id: u64) -> Home {
         if id == 0 {
             return Home::default();
@@ -193,14 +196,14 @@ impl<'a> Homes<'a> {
             gone,
             ..Home::at(path)
         };
-        // Another time it may be kept whole.
+        // A missing path is not cached: the BPF side may have kept the complete path by the next lookup.
         if !gone {
             self.known.insert(id, home.clone());
         }
         home
     }
 
-    /// The path that the kernel half keeps, if all of it is.
+    /// Returns the path that the BPF side has kept, if the path is complete.
     fn kept_path(&self, id: u64) -> Option<String> {
         let value = self.kept.lookup(&id.to_ne_bytes(), MapFlags::ANY).ok()??;
         let path: &cgroup_path = types::view(&value).ok()?;
@@ -270,7 +273,7 @@ mod tests {
     fn a_process_has_a_home_until_it_ends() {
         let own = Home::of_process(std::process::id());
         assert!(!own.gone && own.cgroup.is_some());
-        // No process has so large a number.
+        // No process has a PID of this size.
         assert_eq!(Home::of_process(u32::MAX).name(), "[gone]");
     }
 

@@ -1,9 +1,8 @@
-//! Which tasks are traced: `-p`, `-n`, `--cgroup`, and `-t` where a tool has it.
+//! Filter of the tasks that are traced: `-p`, `-n`, `--cgroup`, and `-t` in tools that have it.
 //!
-//! The tests are made in the kernel, by `bpf/include/filter.bpf.h`. The tool itself is never traced.
+//! The BPF programs apply the filter, in `bpf/include/filter.bpf.h`. The tool itself is never traced.
 //!
-//! What a BPF object needs of a filter is set by `prepare` and `load`, which
-//! [`skeleton!`](crate::skeleton) makes.
+//! `prepare` and `load`, which [`skeleton!`](crate::skeleton) generates, set a filter in a BPF object.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -27,14 +26,14 @@ use crate::process::proc::Process;
 use crate::run::cli::{self, UsageError};
 use crate::run::complete;
 
-/// Processes that `-p` takes at most.
+/// Maximum number of processes that `-p` accepts.
 const MAX_PIDS: usize = 512;
-/// Bits of a slot's number in the kernel half's hash table of processes, which has four slots for each of
-/// [`MAX_PIDS`], so that hardly any factor fails to place them all.
+/// Number of bits of a slot's index in the hash table of processes on the BPF side. The table has four slots for each
+/// of [`MAX_PIDS`], so that almost any factor places all processes.
 const SLOT_BITS: u32 = types::filter_table::FILTER_SLOT_BITS.0;
 const SLOTS: usize = types::filter_table::FILTER_SLOTS.0 as usize;
 const PROBES: usize = types::filter_table::FILTER_PROBES.0 as usize;
-/// Bytes of a task's name, the NUL not counted.
+/// Maximum length of a task's name in bytes, without the NUL.
 const MAX_NAME: usize = 15;
 /// Inode of the initial PID namespace, the same on every kernel (PROC_PID_INIT_INO).
 const INITIAL_PID_NAMESPACE: u32 = 0xeffffffc;
@@ -55,7 +54,7 @@ pub struct FilterArgs {
     pub cgroup: Option<PathBuf>,
 }
 
-/// What is traced, in words and escaped, such as `pid 1234`.
+/// Describes in words what is traced, escaped, such as `pid 1234`.
 impl fmt::Display for FilterArgs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut parts = Vec::new();
@@ -84,11 +83,11 @@ impl fmt::Display for FilterArgs {
 }
 
 impl FilterArgs {
-    /// Checks that what is asked for is there. `tid` is a tool's `-t`; it wins over `-p`.
+    /// Checks that the selected processes, thread and cgroup exist. `tid` is the `-t` of a tool; it takes precedence
+    /// over `-p`.
     ///
     /// # Errors
-    /// If a process, thread or cgroup does not exist, or is of a kind that does not do what is
-    /// traced, or a name cannot be one.
+    /// If a process, thread or cgroup does not exist, or cannot do what is traced, or a name is not valid.
     pub fn resolve(&self, tid: Option<u32>, tasks: Tasks) -> Result<Filter> {
         for &pid in &self.pid {
             tasks.expect(&Process::open(pid)?)?;
@@ -124,12 +123,12 @@ impl FilterArgs {
     }
 }
 
-/// Which tasks can do what a tool traces.
+/// Kind of tasks that can do what a tool traces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tasks {
     /// Tasks of programs, which have user memory.
     Programs,
-    /// Kernel threads too.
+    /// All tasks, including kernel threads.
     All,
 }
 
@@ -142,8 +141,8 @@ impl Tasks {
     }
 }
 
-/// The hash table of these processes, with the factor of its hash: each in one of the slots from
-/// `pid * factor >> (32 - SLOT_BITS)` on, with no empty one between.
+/// Builds the hash table of these processes, and returns it with the factor of its hash. Each process is in one of
+/// the slots from `pid * factor >> (32 - SLOT_BITS)` on, with no empty slot in between.
 fn place(pids: &[u32]) -> Result<(u32, [u32; SLOTS])> {
     if pids.len() > MAX_PIDS {
         let message = format!(
@@ -153,7 +152,7 @@ fn place(pids: &[u32]) -> Result<(u32, [u32; SLOTS])> {
         );
         return Err(UsageError(message).into());
     }
-    // Multiples of an odd number that has no pattern in its bits.
+    // Multiples of an odd number without a pattern in its bits.
     let factors = (1..1000u32).map(|n| n.wrapping_mul(0x9e37_79b1) | 1);
     let mut placed = factors.filter_map(|factor| Some((factor, place_by(factor, pids)?)));
     placed
@@ -172,7 +171,7 @@ fn place_by(factor: u32, pids: &[u32]) -> Option<[u32; SLOTS]> {
     Some(slots)
 }
 
-/// What the options ask for, as the kernel half wants it.
+/// Filter in the form that the BPF side needs.
 #[derive(Debug)]
 pub struct Filter {
     options: types::filter,
@@ -181,7 +180,7 @@ pub struct Filter {
 }
 
 impl Filter {
-    /// Lets through what the processes of `-p` start from now on, too, and what these start.
+    /// Also traces the descendants of the processes of `-p` that start from now on.
     ///
     /// # Errors
     /// If the follower's programs cannot be loaded or attached.
@@ -191,8 +190,8 @@ impl Filter {
         Ok(())
     }
 
-    /// Makes the skeleton's maps `filter_followed` and `losses` those of the follower, if there is
-    /// one, before load.
+    /// Replaces the skeleton's maps `filter_followed` and `losses` by those of the follower, if there is a follower.
+    /// To be called before load.
     ///
     /// # Errors
     /// If libbpf refuses to share a map.
@@ -205,19 +204,18 @@ impl Filter {
         follower.map_or(Ok(()), |follower| follower.share_maps(followed, losses))
     }
 
-    /// How often the kernel has skipped a program of the follower's: each may be a process that is not
-    /// followed.
+    /// Returns how often the kernel has skipped a program of the follower. Each time, a process may not be followed.
     pub(crate) fn skipped_runs(&self) -> u64 {
         self.follower.as_ref().map_or(0, Follower::skipped_runs)
     }
 
-    /// Sets the skeleton's constant `filter`: the same C struct as ours, under the type's name in
-    /// that skeleton, before load.
+    /// Sets the skeleton's constant `filter`. Its type in that skeleton is generated from the same C struct as ours.
+    /// To be called before load.
     pub fn set<T: Plain>(&self, constant: &mut T) {
         const {
             assert!(size_of::<T>() == size_of::<types::filter>());
         }
-        // SAFETY: both are plain; the copy has the size of both.
+        // SAFETY: both are plain data of the same size.
         let (from, to) = unsafe {
             (
                 plain::as_bytes(&self.options),
@@ -227,10 +225,10 @@ impl Filter {
         to.copy_from_slice(from);
     }
 
-    /// Puts the cgroup, if one is asked for, into the loaded skeleton's map `filter_cgroup`.
+    /// Stores the cgroup, if one is selected, in the loaded skeleton's map `filter_cgroup`.
     ///
     /// # Errors
-    /// If the kernel refuses it.
+    /// If the kernel refuses the map entry.
     pub fn set_cgroup(&self, map: &impl MapCore) -> Result<()> {
         let Some(cgroup) = &self.cgroup else {
             return Ok(());
@@ -244,7 +242,7 @@ impl Filter {
     }
 }
 
-/// The name's bytes from the start of comm's, and 0xff for each.
+/// Returns the bytes of the name and a mask with 0xff for each of them, both as long as the kernel's comm.
 fn name_and_mask(name: &[u8]) -> Result<([u8; 16], [u8; 16])> {
     if name.is_empty() || name.len() > MAX_NAME {
         let message = format!(
@@ -259,11 +257,11 @@ fn name_and_mask(name: &[u8]) -> Result<([u8; 16], [u8; 16])> {
     Ok((bytes, mask))
 }
 
-/// The folder of a cgroup, which can also be named as tools print it, by its path below the mount, or by the name
-/// of what runs in it (`cgroup::called`).
+/// Returns the folder of a cgroup. The cgroup can be given by its folder, by its path below the mount as tools print
+/// it, or by the name of what runs in it (`cgroup::called`).
 ///
 /// # Errors
-/// If several cgroups go by this name: all of them.
+/// If several cgroups have this name: the message lists all of them.
 pub fn cgroup_path(name: &str) -> Result<PathBuf, String> {
     let path = PathBuf::from(name);
     let mounts = Mounts::now();
@@ -275,7 +273,7 @@ pub fn cgroup_path(name: &str) -> Result<PathBuf, String> {
         return Ok(below);
     }
     match &cgroup::called(mount, name)[..] {
-        // What cannot be opened is told of then.
+        // If the path cannot be opened, the error is reported when it is opened.
         [] => Ok(path),
         [only] => Ok(only.clone()),
         several => {
@@ -288,7 +286,7 @@ pub fn cgroup_path(name: &str) -> Result<PathBuf, String> {
     }
 }
 
-/// A cgroup of version 2. One of version 1 would be accepted by the kernel, and never match.
+/// Opens a cgroup of version 2. The kernel would accept a cgroup of version 1, but it would never match.
 fn open_cgroup(path: &Path) -> Result<OwnedFd> {
     let name = path.display();
     let remedy = || match Mounts::now().cgroup2() {
@@ -307,7 +305,7 @@ fn open_cgroup(path: &Path) -> Result<OwnedFd> {
     Ok(folder.into())
 }
 
-/// The PID namespace whose numbers are ours; 0 for the initial one, whose numbers the kernel's are.
+/// Returns the inode of our PID namespace; 0 for the initial namespace, whose PIDs are those of the kernel.
 pub(crate) fn pid_namespace() -> Result<u32> {
     let link = fs::read_link("/proc/self/ns/pid")
         .context("failed to read /proc/self/ns/pid; is /proc mounted?")?;
@@ -320,7 +318,7 @@ pub(crate) fn pid_namespace() -> Result<u32> {
     })
 }
 
-/// 4026531836 of `pid:[4026531836]`.
+/// Returns 4026531836 for `pid:[4026531836]`.
 fn namespace_inode(link: &str) -> Option<u32> {
     link.strip_prefix("pid:[")?.strip_suffix(']')?.parse().ok()
 }
@@ -383,7 +381,7 @@ mod tests {
             let (factor, slots) = place(&pids).expect("room");
             for pid in pids {
                 let first = (pid.wrapping_mul(factor) >> (32 - SLOT_BITS)) as usize;
-                // As the kernel half looks for it.
+                // The same lookup as on the BPF side.
                 let mut probes = (first..first + PROBES).map(|slot| slots[slot % SLOTS]);
                 let found = probes.find(|&here| here == 0 || here == pid);
                 assert_eq!(found, Some(pid), "of every {step}th");

@@ -1,7 +1,8 @@
-//! The processes that a traced command starts, and what these start.
+//! Descendants of traced processes.
 //!
-//! `bpf/include/follow.bpf.c` writes them down as they are forked. It is an object of its own, so
-//! that a tool has one however many variants it tries; its maps are shared with each.
+//! `bpf/include/follow.bpf.c` records processes when they are forked. It is a separate object, so that a tool has one
+//! copy of it regardless of how many variants of its own object it tries; each variant shares the maps of this
+//! object.
 
 use std::fmt;
 
@@ -14,17 +15,17 @@ use crate::process::filter::Filter;
 
 crate::skeleton!("follow", FollowSkelBuilder, stacks: none, plain: []);
 
-/// Processes that can be followed at a time: the largest PID is 32768 on small systems.
+/// Maximum number of processes that are followed at a time: the largest PID is 32768 on small systems.
 const PROCESSES: u32 = 32768;
 
-/// Follows as long as it lives.
+/// Loaded BPF programs that follow processes until the value is dropped.
 pub struct Follower {
     skel: bpf::Loaded,
     _links: [Link; 5],
 }
 
 impl Follower {
-    /// Follows what the processes of the filter start from now on.
+    /// Follows all descendants of the filter's processes that start from now on.
     pub(crate) fn start(filter: &Filter) -> Result<Self> {
         let mut open = bpf::prepare(filter)?;
         map_create::size(&mut open.maps.filter_followed, PROCESSES)?;
@@ -45,7 +46,7 @@ impl Follower {
         })
     }
 
-    /// Puts its maps in the place of a tool's.
+    /// Replaces the maps of a tool by the follower's.
     pub(crate) fn share_maps(
         &self,
         followed: &mut OpenMapMut<'_>,
@@ -56,7 +57,8 @@ impl Follower {
         map_create::use_instead(losses, &own.losses)
     }
 
-    /// How often, at most, all programs of a hook were skipped.
+    /// Returns an upper limit of how many forks and exits were missed because the kernel skipped all programs of a
+    /// hook.
     pub(crate) fn skipped_runs(&self) -> u64 {
         let programs = &self.skel.progs;
         let forks = [

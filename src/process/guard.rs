@@ -1,4 +1,4 @@
-//! A process of our own that outlives us, to undo what must not stay as it is when we are killed.
+//! Guard process that outlives the tool, to undo temporary changes if the tool is killed.
 
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
@@ -8,33 +8,32 @@ use nix::fcntl::OFlag;
 use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, Pid, fork, pipe2, read, setsid};
 
-/// The guard process, until it is dropped. Dropping it waits until it has done its work.
+/// Handle of the guard process. Dropping the handle starts the guard's work and waits until it is done.
 #[derive(Debug)]
 pub struct Guard {
     pid: Pid,
-    /// The only open end of the pipe that the guard waits at.
+    /// The only open write end of the pipe on which the guard waits.
     until: Option<OwnedFd>,
 }
 
 impl Guard {
-    /// Starts a process that does `work` when this guard is dropped, or when we have ended in
-    /// whatever way, SIGKILL included. It has nothing of ours open but `keep`, so that no pipe of ours
-    /// stays open by it, and is in a session of its own, where no signal for a group of processes
-    /// reaches it.
+    /// Starts a process that does `work` when this guard is dropped, or when the tool has ended in whatever way,
+    /// including SIGKILL. The guard process keeps only `keep` of our descriptors open, so that it does not hold our
+    /// pipes open. It has a session of its own, so that it gets no signal that is sent to our process group.
     ///
     /// # Errors
     /// If there are no descriptors or no processes left.
     ///
     /// # Safety
-    /// `work` runs in a child that has this thread only, where another one can have left a lock taken
-    /// for ever: it may make system calls, and must neither allocate nor take a lock.
+    /// `work` runs in a forked child that has only this thread. Another thread may have held a lock, which then stays
+    /// locked for ever. So `work` may make system calls, and must neither allocate nor take a lock.
     pub unsafe fn start(keep: &[BorrowedFd<'_>], work: impl FnOnce()) -> Result<Self> {
         let (wait, until) = pipe2(OFlag::O_CLOEXEC).context("failed to open a pipe")?;
         let mut kept: Vec<RawFd> = keep.iter().map(AsRawFd::as_raw_fd).collect();
         kept.push(wait.as_raw_fd());
         kept.sort_unstable();
         let others = gaps(&kept);
-        // SAFETY: up to its end, the child makes system calls only; `work` by our caller's promise.
+        // SAFETY: until it exits, the child makes system calls only; our caller promises this for `work`.
         match unsafe { fork() }.context("failed to fork")? {
             ForkResult::Parent { child } => Ok(Self {
                 pid: child,
@@ -43,7 +42,7 @@ impl Guard {
             ForkResult::Child => {
                 let _ = setsid();
                 for &(first, last) in &others {
-                    // SAFETY: closes descriptors of the child that it does not use again.
+                    // SAFETY: closes descriptors that the child does not use again.
                     unsafe { libc::close_range(first, last, 0) };
                 }
                 while read(&wait, &mut [0]) == Err(Errno::EINTR) {}
@@ -62,7 +61,7 @@ impl Drop for Guard {
     }
 }
 
-/// What is between these descriptors, which are sorted, as first and last of each range.
+/// Returns the ranges of descriptors between these sorted ones, each with its first and last descriptor.
 fn gaps(kept: &[RawFd]) -> Vec<(u32, u32)> {
     let kept = kept.iter().map(|fd| fd.cast_unsigned());
     let starts = [0].into_iter().chain(kept.clone().map(|fd| fd + 1));
@@ -97,7 +96,7 @@ mod tests {
         };
         // SAFETY: the work is a system call.
         let guard = unsafe { Guard::start(&[tell.as_fd()], work) }.expect("a guard");
-        // The guard does not have it open: this is its end.
+        // The guard has closed its copy of this write end: this was the last one.
         drop(closes);
         assert_eq!(read(&other, &mut [0]), Ok(0));
         assert_eq!(read(&told, &mut [0]), Err(Errno::EAGAIN));

@@ -1,5 +1,5 @@
-//! What a tool changes of what it inherits from its caller, signals and the limit of open files, and
-//! gives back to a command that it starts.
+//! Inherited settings that a tool changes for itself: signals, and the limit of open files. Commands that the tool
+//! starts get the original settings.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -10,43 +10,41 @@ use nix::errno::Errno;
 use nix::sys::resource::{Resource, getrlimit, rlim_t, setrlimit};
 use nix::sys::signal::{SigHandler, SigSet, SigmaskHow, Signal, pthread_sigmask, signal};
 
-/// What this process has inherited from its caller, and then changed for itself.
+/// Settings as this process has inherited them from its caller.
 #[derive(Debug, Clone, Copy)]
 struct Inherited {
     mask: SigSet,
     ignores_children: bool,
-    /// Soft and hard limit.
+    /// Soft and hard limit of open files.
     open_files: Option<(rlim_t, rlim_t)>,
 }
 
 static INHERITED: OnceLock<Inherited> = OnceLock::new();
 
-/// Takes note of what the caller has set. From then on the kernel keeps the exit status of children,
-/// which it drops for a caller that ignores SIGCHLD, and we may have as many files open as the
-/// administrator allows: each library of a traced process and each probe is one. To be called before
-/// there is a child or a thread.
+/// Saves the inherited settings and then changes them. From then on the kernel keeps the exit status of children,
+/// which it discards if SIGCHLD is ignored. This process may then open as many files as the hard limit allows: each
+/// library of a traced process and each probe needs one. To be called before there is a child or a thread.
 pub fn take_over() {
     let inherited = INHERITED.get_or_init(|| Inherited {
         mask: SigSet::thread_get_mask().unwrap_or_else(|_| SigSet::empty()),
         ignores_children: is_ignored(Signal::SIGCHLD),
         open_files: getrlimit(Resource::RLIMIT_NOFILE).ok(),
     });
-    // SAFETY: sets the default action, which runs nothing of ours.
+    // SAFETY: sets the default action, which runs no code of ours.
     let _ = unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) };
     if let Some((_, most)) = inherited.open_files {
-        // A limit that is reached all the same is told where a file is opened.
+        // If setting the limit fails and it is reached, opening a file reports the error.
         let _ = setrlimit(Resource::RLIMIT_NOFILE, most, most);
     }
 }
 
-/// Sets everything as the caller had it, in a child that is about to call exec. Makes system calls
-/// only.
+/// Restores the settings of the caller, in a child that is about to call exec. Makes system calls only.
 pub(crate) fn give_back() -> Result<(), Errno> {
-    // SAFETY: sets the default action; Rust's runtime had SIGPIPE ignored, which exec passes on.
+    // SAFETY: sets the default action. Rust's runtime has set SIGPIPE to be ignored, which exec would pass on.
     unsafe { signal(Signal::SIGPIPE, SigHandler::SigDfl) }?;
     let inherited = INHERITED.get();
     if inherited.is_some_and(|inherited| inherited.ignores_children) {
-        // SAFETY: has the signal ignored, which runs nothing of ours.
+        // SAFETY: ignores the signal, which runs no code of ours.
         unsafe { signal(Signal::SIGCHLD, SigHandler::SigIgn) }?;
     }
     if let Some((soft, hard)) = inherited.and_then(|inherited| inherited.open_files) {
@@ -56,8 +54,8 @@ pub(crate) fn give_back() -> Result<(), Errno> {
     pthread_sigmask(SigmaskHow::SIG_SETMASK, Some(&mask), None)
 }
 
-/// The signals that end a run with its last report. Those of a terminal that goes away and of Ctrl-\
-/// only if the caller does not ignore them, as nohup(1) does.
+/// Returns the signals that end a run after a last report. SIGHUP and SIGQUIT (Ctrl-\) are included only if the
+/// caller does not ignore them, as nohup(1) does.
 pub fn stopping() -> SigSet {
     let mut stopping = SigSet::empty();
     stopping.add(Signal::SIGINT);
@@ -72,14 +70,14 @@ pub fn stopping() -> SigSet {
 
 fn is_ignored(signal: Signal) -> bool {
     let mut action = MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: with no new action, the call only writes the present one to `action`.
+    // SAFETY: without a new action, the call only writes the present action to `action`.
     let asked = unsafe { libc::sigaction(signal as i32, ptr::null(), action.as_mut_ptr()) };
     if asked != 0 {
         let error = io::Error::last_os_error();
         debug_assert!(false, "sigaction: {error}");
         return false;
     }
-    // SAFETY: the call has succeeded; zeroes are an action, too.
+    // SAFETY: the call has succeeded; zeroed memory is a valid action, too.
     unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN
 }
 
@@ -89,7 +87,7 @@ mod tests {
 
     #[test]
     fn what_is_ignored_does_not_end_a_run() {
-        // SIGPIPE is ignored by Rust's runtime, SIGWINCH by nobody.
+        // Rust's runtime ignores SIGPIPE; nothing ignores SIGWINCH.
         assert!(is_ignored(Signal::SIGPIPE) && !is_ignored(Signal::SIGWINCH));
         let stopping = stopping();
         assert!(stopping.contains(Signal::SIGINT) && stopping.contains(Signal::SIGTERM));

@@ -1,9 +1,9 @@
-//! A file of another user, opened once.
+//! File that another user may control, opened once.
 //!
-//! Whoever runs a process chooses what it has mapped, and what its paths mean later: a FIFO, a
-//! device or a link can stand where a library was. So a file is opened without following links and
-//! without waiting, is checked to be a regular one and the one that is mapped, by device and inode,
-//! and whatever follows, attaching included, goes through that descriptor.
+//! The user who runs a process chooses what the process maps, and what its paths mean later: a FIFO, a device or a
+//! link can take the place of a library. So a file is opened without following links and without waiting. Then it is
+//! checked to be a regular file, and to be the mapped file, by device and inode. All further use of the file,
+//! including attaching, goes through this descriptor.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -20,8 +20,8 @@ use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use crate::print::text;
 use crate::process::proc::{FileId, Mapping};
 
-/// A file that a process executes code from, whatever its path means now. It is held open while
-/// the value or a clone of it lives.
+/// Open file from which a process executes code, regardless of what its path means now. The file is held open until
+/// the value and all its clones are dropped.
 #[derive(Debug, Clone)]
 pub struct MappedFile {
     file: Arc<File>,
@@ -29,11 +29,11 @@ pub struct MappedFile {
 }
 
 impl MappedFile {
-    /// Opens the file of a mapping: through the mapping itself, which works for deleted files, too;
-    /// or, where the kernel does not let us or the process has gone, by its path.
+    /// Opens the file of a mapping. It is opened through the mapping itself, which works for deleted files, too. If
+    /// the kernel denies this, or the process has exited, the file is opened by its path.
     ///
     /// # Errors
-    /// `NotFound` if the file is not there any more; `InvalidInput` if it is no regular file.
+    /// `NotFound` if the file cannot be found any more; `InvalidInput` if it is no regular file.
     pub fn open(pid: u32, mapping: &Mapping) -> io::Result<Self> {
         let file = open_mapped(pid, mapping)?;
         Ok(Self {
@@ -53,40 +53,40 @@ impl MappedFile {
         })
     }
 
-    /// The open file.
+    /// Returns the open file.
     pub fn file(&self) -> &File {
         &self.file
     }
 
-    /// A path at which we, and the kernel on our behalf, reach the very file, while it is open.
+    /// Returns a path by which we, and the kernel on our behalf, reach exactly this file while it is open.
     pub fn path(&self) -> PathBuf {
         by_descriptor(&*self.file)
     }
 
-    /// The path in the process's own mount namespace, which may mean another file by now.
+    /// Returns the path in the process's own mount namespace, which may mean another file by now.
     pub fn name(&self) -> &Path {
         &self.name
     }
 
-    /// What tells it from other files that we have opened.
+    /// Returns the device and the inode, which identify the file among those that we have opened.
     ///
     /// # Errors
-    /// If the kernel does not tell its metadata.
+    /// If the metadata cannot be read.
     pub fn identity(&self) -> io::Result<(u64, u64)> {
         let metadata = self.file.metadata()?;
         Ok((metadata.dev(), metadata.ino()))
     }
 
-    /// The file's name without its folders, escaped.
+    /// Returns the file's name without folders, escaped.
     pub fn module(&self) -> String {
         let name = self.name.file_name().unwrap_or(self.name.as_os_str());
         text::escape_bytes(name.as_bytes())
     }
 }
 
-/// Opens what is a regular file, and nothing else, for reading; links are followed.
+/// Opens a regular file for reading, and no other kind of file. Links are followed.
 ///
-/// The first open, of the path alone, runs no code of a device and waits for no writer of a FIFO.
+/// The first open uses O_PATH: it runs no code of a device and does not wait for the writer of a FIFO.
 ///
 /// # Errors
 /// If it cannot be opened for reading, or is no regular file.
@@ -98,7 +98,7 @@ pub fn open_regular(path: &Path) -> io::Result<File> {
     read_regular(&OwnedFd::from(found))
 }
 
-/// Opens for reading what an O_PATH descriptor is of.
+/// Opens the file of an O_PATH descriptor for reading.
 fn read_regular(found: &OwnedFd) -> io::Result<File> {
     let found_file = File::from(found.try_clone()?);
     if !found_file.metadata()?.is_file() {
@@ -107,18 +107,18 @@ fn read_regular(found: &OwnedFd) -> io::Result<File> {
             "not a regular file",
         ));
     }
-    // A link of /proc to a descriptor leads to the very file. Whoever holds a lease (fcntl F_SETLEASE)
-    // on a file would have us wait for 45 s, were it not for O_NONBLOCK.
+    // A link of /proc to a descriptor leads to exactly its file. Without O_NONBLOCK, a process that holds a lease on
+    // a file (fcntl F_SETLEASE) would make us wait for 45 s.
     OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
         .open(by_descriptor(found))
 }
 
-/// Opens the path within a folder as its root, without following a link anywhere.
+/// Opens a path with `root` as the root folder, without following any link.
 ///
 /// # Errors
-/// As openat2(2) fails, and `InvalidInput` if it is no regular file.
+/// The error of openat2(2), and `InvalidInput` if the path names no regular file.
 pub fn open_within(root: impl AsFd, path: &Path) -> io::Result<File> {
     let how = OpenHow::new()
         .flags(OFlag::O_PATH | OFlag::O_CLOEXEC)
@@ -126,8 +126,8 @@ pub fn open_within(root: impl AsFd, path: &Path) -> io::Result<File> {
     read_regular(&openat2(root, path, how)?)
 }
 
-/// Opens a file whose name is not the kernel's: its folder may be a link within that root,
-/// as `/tmp` can be, but the file may not.
+/// Opens a file whose name does not come from the kernel. Its folder may be a link within `root`, as `/tmp` can be,
+/// but the file itself may not.
 ///
 /// # Errors
 /// If it cannot be opened for reading, is a link, or is no regular file.
@@ -138,10 +138,10 @@ pub fn open_own(root: impl AsFd, path: &Path) -> io::Result<File> {
     read_regular(&openat2(root, path, how)?)
 }
 
-/// Opens what an administrator has put there: links are followed, but none leads out of that root.
+/// Opens a file that an administrator has installed: links are followed, but none leads out of `root`.
 ///
 /// # Errors
-/// As openat2(2) fails, and `InvalidInput` if it is no regular file.
+/// The error of openat2(2), and `InvalidInput` if the path names no regular file.
 pub fn open_installed(root: impl AsFd, path: &Path) -> io::Result<File> {
     let how = OpenHow::new()
         .flags(OFlag::O_PATH | OFlag::O_CLOEXEC)
@@ -149,17 +149,17 @@ pub fn open_installed(root: impl AsFd, path: &Path) -> io::Result<File> {
     read_regular(&openat2(root, path, how)?)
 }
 
-/// The root of a process's file system, as openat2(2) takes it.
+/// Opens the root folder of a process, for openat2(2).
 ///
 /// # Errors
-/// If the process has gone, or may not be looked at.
+/// If the process has exited, or permission is denied.
 pub fn root_of(pid: u32) -> io::Result<File> {
     let root = format!("/proc/{pid}/root");
     let flags = libc::O_PATH | libc::O_DIRECTORY;
     OpenOptions::new().read(true).custom_flags(flags).open(root)
 }
 
-/// The roots that a process's paths may be meant in: its own, while it runs, and ours.
+/// Returns the root folders to which a process's paths may refer: its own while it runs, and ours.
 pub fn roots(pid: u32) -> impl Iterator<Item = File> {
     [root_of(pid), File::open("/")].into_iter().flatten()
 }
@@ -177,7 +177,7 @@ fn open_mapped(pid: u32, mapping: &Mapping) -> io::Result<File> {
     opened.find(|file| is_of(file, mapping)).ok_or(error)
 }
 
-/// Whether a file is the one that was mapped.
+/// Returns whether a file is the mapped file.
 fn is_of(file: &File, mapping: &Mapping) -> bool {
     let by_name = file.metadata().is_ok_and(|metadata| {
         let device = (libc::major(metadata.dev()), libc::minor(metadata.dev()));
@@ -186,8 +186,8 @@ fn is_of(file: &File, mapping: &Mapping) -> bool {
     by_name || id_when_mapped(file).is_ok_and(|id| id == mapping.file_id())
 }
 
-/// What the kernel calls the file in lists of mappings: in btrfs and overlayfs the device is another
-/// than stat(2) tells.
+/// Returns the device and inode of a file as the kernel shows them in lists of mappings. In btrfs and overlayfs this
+/// device differs from the one that stat(2) returns.
 fn id_when_mapped(file: &File) -> io::Result<FileId> {
     // SAFETY: the memory is never read.
     let page = unsafe { MmapOptions::new().len(1).map(file)? };
@@ -211,7 +211,7 @@ mod tests {
     use super::*;
     use crate::process::proc::Process;
 
-    /// A mapping of a file, at addresses where no process has one.
+    /// Returns a mapping of a file, at addresses where no process has a mapping.
     fn mapping(path: &Path, device: u64, inode: u64) -> Mapping {
         Mapping {
             range: 0x1000..0x2000,
@@ -250,7 +250,7 @@ mod tests {
         open(&path, (device + 1, inode)).expect_err("another device");
         open(&link, (device, inode)).expect_err("a link");
 
-        // Whatever becomes of the path.
+        // The open file does not depend on the path.
         fs::remove_file(&path).expect("our own");
         assert_eq!(
             fs::read(file.path()).expect("a path of ours"),
@@ -275,7 +275,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let fifo = folder.path().join("fifo");
         nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).expect("a FIFO");
-        // An open for reading would wait for somebody who writes.
+        // An open for reading would wait for a writer.
         let error = open(&fifo, identity(&fifo)).expect_err("no file");
         assert_ne!(error.raw_os_error(), Some(libc::ENXIO));
         for path in [&fifo, Path::new("/dev/null"), folder.path()] {

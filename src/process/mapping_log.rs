@@ -1,9 +1,9 @@
 //! Code mappings as processes make them, from the kernel's own log (PERF_RECORD_MMAP2).
 //!
-//! /proc/PID/maps is gone when a process has exited, and a process can live for less time than it
-//! takes to read it. The kernel's log is complete: it has every mapping of code that any process
-//! makes, by exec, by its dynamic linker or by dlopen, from the moment that it is opened; and every
-//! fork, which gives the child its parent's.
+//! /proc/PID/maps disappears when a process exits, and a process can live for less time than it takes to read this
+//! file. The kernel's log is complete. From the moment when it is opened, it has every code mapping that any process
+//! makes, by exec, by its dynamic linker or by dlopen. It also has every fork, by which the child gets its parent's
+//! mappings.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -24,40 +24,42 @@ use crate::host::cpus::Cpus;
 use crate::print::clock;
 use crate::process::proc::Mapping;
 
-/// Bytes of log per CPU between two readings. A record is about 100 bytes long, and an exec makes
-/// ten or so.
+/// Size of the log of one CPU, in bytes; it has to last from one drain to the next. A record has about 100 bytes, and
+/// an exec makes ten or so.
 const LOG_BYTES: usize = 256 << 10;
-/// The fewest, where the user may lock no more memory: without CAP_IPC_LOCK it is 516 KiB per CPU for all
-/// tools of a user (kernel.perf_event_mlock_kb), those included that have ended just now.
+/// Minimum size of the log of one CPU, in bytes, for users that may lock no more memory. Without CAP_IPC_LOCK the
+/// limit is 516 KiB per CPU for all tools of a user (kernel.perf_event_mlock_kb), including tools that have just
+/// ended.
 const LEAST_LOG_BYTES: usize = 16 << 10;
-/// The part of it from which on a reader is woken.
+/// Divisor of the log's size: a reader is woken when one such part of the log is filled.
 const WAKE_PART: usize = 4;
 
 /// PERF_RECORD_MISC_COMM_EXEC: the name changed because of an exec.
 const MISC_COMM_EXEC: u16 = 1 << 13;
 
-/// A change in what code a process can execute.
+/// Change of the code mappings of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
     /// A process mapped code.
     Mapped(u32, Mapping),
-    /// A process called exec: all that it had mapped is gone.
+    /// A process called exec: all its mappings are removed.
     Exec(u32),
-    /// The first made the second, which has the same mapped.
+    /// The first process forked the second one, which has the same mappings.
     Forked(u32, u32),
     /// A process has exited.
     Exited(u32),
 }
 
-/// The log, of all processes, one buffer per CPU, also of those that come online later. Its descriptor
-/// is readable when it should be drained lest it overflow, or a CPU has come.
+/// Log of all processes, with one buffer per CPU, also for CPUs that come online later. Its descriptor is readable
+/// when the log should be drained before it overflows, or when a CPU has come online.
 pub struct MappingLog {
     cpus: Cpus,
-    /// By the CPU's number.
+    /// Buffers by CPU number.
     buffers: BTreeMap<usize, Sampler>,
-    /// Changes later than the last drain began, each with its time: another CPU's buffer was read
-    /// before them, and may hold earlier ones.
+    /// Changes later than the beginning of the last drain, each with its time. The buffers of other CPUs were read
+    /// before, and may hold earlier changes.
     early: Vec<(u64, Change)>,
+    /// The epoll set of all buffers and of the events of CPUs.
     filling: Epoll,
     lost: u64,
 }
@@ -66,8 +68,7 @@ impl MappingLog {
     /// Starts logging.
     ///
     /// # Errors
-    /// If a perf event cannot be opened on each CPU, mostly for want of privilege: the message
-    /// names the remedy.
+    /// If a perf event cannot be opened on each CPU, mostly for lack of privilege: the message names the remedy.
     pub fn start() -> Result<Self> {
         let cpus = Cpus::now()?;
         let filling =
@@ -97,7 +98,7 @@ impl MappingLog {
         Ok(log)
     }
 
-    /// Starts logging on a CPU, in the place of what it logged before it went offline.
+    /// Starts logging on a CPU, and replaces the buffer from before the CPU went offline.
     fn open(&mut self, cpu: usize) -> Result<()> {
         let mut bytes = LOG_BYTES;
         let mut buffer = Self::buffer(cpu, bytes);
@@ -108,8 +109,8 @@ impl MappingLog {
             buffer = Self::buffer(cpu, bytes);
         }
         let buffer = buffer?;
-        // SAFETY: the descriptor is the sampler's, which lives as long as `filling`, or leaves it when it
-        // is closed.
+        // SAFETY: the descriptor belongs to the sampler, which lives as long as `filling`; closing it removes it from
+        // `filling`.
         let fd = unsafe { BorrowedFd::borrow_raw(buffer.as_raw_fd()) };
         self.filling
             .add(fd, EpollEvent::new(EpollFlags::EPOLLIN, 0))
@@ -128,7 +129,7 @@ impl MappingLog {
             .comm(true)
             .comm_exec(true)
             .task(true)
-            // Each record ends in its time.
+            // Each record ends with its time.
             .sample(SampleFlag::TIME)
             .sample_id_all(true)
             .clockid(Clock::MONOTONIC)
@@ -138,7 +139,7 @@ impl MappingLog {
             .sampled(bytes)
     }
 
-    /// What has happened up to now since the last call, in order.
+    /// Returns all changes since the last call, in order of time.
     pub fn drain(&mut self) -> Vec<Change> {
         let now = clock::monotonic_ns();
         let mut changes = std::mem::take(&mut self.early);
@@ -151,7 +152,7 @@ impl MappingLog {
                     .map_or(0, |time| u64::from_ne_bytes(*time));
                 let change = match record.parse_record() {
                     Ok(Record::Mmap2(map)) => {
-                        // What /proc/PID/maps leaves empty.
+                        // For these mappings /proc/PID/maps has an empty path.
                         let name = map.filename.strip_prefix(b"//anon");
                         let path = name.unwrap_or(&map.filename).to_vec();
                         let path = PathBuf::from(OsString::from_vec(path));
@@ -168,7 +169,7 @@ impl MappingLog {
                         ))
                     }
                     Ok(Record::Comm(comm)) if exec => Some(Change::Exec(comm.pid)),
-                    // Not a thread.
+                    // With the same PID the fork has created a thread.
                     Ok(Record::Fork(fork)) if fork.pid != fork.ppid => {
                         Some(Change::Forked(fork.ppid, fork.pid))
                     }
@@ -197,7 +198,7 @@ impl MappingLog {
         changes.into_iter().map(|(_, change)| change).collect()
     }
 
-    /// Records that did not fit into the log.
+    /// Returns the number of records that were lost because the log was full.
     pub fn lost(&self) -> u64 {
         self.lost
     }

@@ -1,21 +1,21 @@
-//! Room `process`: who is traced, and what they have mapped.
+//! Room `process`: the processes that are traced, and their mappings.
 //!
 //! | module | what it is for |
 //! |---|---|
-//! | [`proc`] | a process to be traced: is it there, what is it, what has it mapped |
+//! | [`proc`] | a process to be traced: whether it runs, its kind, its mappings |
 //! | [`filter`] | which tasks are traced: processes, names, a cgroup |
 //! | [`command`] | a command to be traced, held before exec until the probes are live |
-//! | [`follow`] | the processes that a traced command starts |
-//! | [`guard`] | a process that outlives the tool, to undo what must not stay |
-//! | [`inherited`] | signals and limits as the caller has set them, and what ends a run |
+//! | [`follow`] | the descendants of traced processes |
+//! | [`guard`] | a process that outlives the tool, to undo temporary changes |
+//! | [`inherited`] | signals and limits as the caller has set them, and the signals that end a run |
 //! | [`cgroup`] | cgroups by their ids |
-//! | [`container`] | the cgroup that a task was in, and whose container that is |
-//! | [`origin`] | when an event was, and which thread it is of |
+//! | [`container`] | the cgroup of a task, and the container of this cgroup |
+//! | [`origin`] | the time and the thread of an event |
 //! | [`mapped_file`] | a file of another user, opened once |
 //! | [`mapping_log`] | code mappings as processes make them, from the kernel's own log |
-//! | [`smaps`] | what of each mapping is in memory |
+//! | [`smaps`] | resident and swapped bytes of each mapping |
 //! | [`translator`] | programs that read other programs' code as data |
-//! | [`address_space`] | what code processes have mapped, now and before |
+//! | [`address_space`] | current and earlier code mappings of processes |
 
 pub mod address_space;
 pub mod cgroup;

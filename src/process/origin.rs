@@ -1,4 +1,4 @@
-//! Where an event comes from: when it was, and which thread it is of.
+//! Origin of an event: its time and its thread.
 
 use std::borrow::Cow;
 use std::ffi::c_char;
@@ -11,25 +11,26 @@ use crate::print::text;
 use crate::print::timeline::{Event, Moment};
 use crate::process::container::Home;
 
-/// When an event was, and which thread it is of: the first members of its object in JSON.
+/// Time and thread of an event: the first members of its object in JSON.
 #[derive(Debug, Serialize)]
 pub struct Origin {
-    /// When it ended.
+    /// The time at which the event ended.
     #[serde(serialize_with = "clock::serialize")]
     pub time: Zoned,
-    /// The thread's process.
+    /// The PID of the thread's process.
     pub pid: u32,
-    /// The thread.
+    /// The thread's TID.
     pub tid: u32,
     /// The thread's name, escaped.
     pub comm: String,
-    /// The thread's cgroup of version 2, and its container, where they are asked for.
+    /// The thread's cgroup of version 2 and its container, if they are asked for.
     #[serde(flatten)]
     pub home: Option<Home>,
 }
 
 impl Origin {
-    /// The origin of what ended at `time` in the thread `tid`, whose name is `comm` as the kernel has it.
+    /// Creates the origin of an event that ended at `time` in the thread `tid`; `comm` is the thread's name as the
+    /// kernel has it.
     pub fn new(time: Zoned, (pid, tid): (u32, u32), comm: &[c_char], home: Option<Home>) -> Self {
         Self {
             time,
@@ -40,7 +41,7 @@ impl Origin {
         }
     }
 
-    /// The event as a timeline shows it, called `name`; `took_ns` is None where it is not known how long it took.
+    /// Returns the event for a timeline, with the name `name`; `took_ns` is None if its duration is not known.
     pub fn moment<'a>(&'a self, name: impl Into<Cow<'a, str>>, took_ns: Option<u64>) -> Moment<'a> {
         Moment::Event(Event {
             name: name.into(),

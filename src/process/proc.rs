@@ -1,4 +1,4 @@
-//! A process to be traced: whether it is there, what it is, what it has mapped.
+//! Process to be traced: whether it runs, its kind, and its mappings.
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
@@ -18,8 +18,8 @@ use crate::host::capabilities::{self, Capability};
 use crate::print::text;
 use crate::process::mapped_file::{self, MappedFile};
 
-/// The value of a field, with the colon in its name, of a file such as `/proc/PID/status`. The file need not be
-/// UTF-8: it has the process's name, which can be anything.
+/// Reads a field of a file such as `/proc/PID/status`; the field's name includes the colon. The file need not be
+/// UTF-8: it contains the process's name, which can be any bytes.
 pub(crate) fn field(path: impl AsRef<Path>, name: &str) -> Option<String> {
     let text = fs::read(path).ok()?;
     let mut lines = text.split(|&byte| byte == b'\n');
@@ -27,7 +27,7 @@ pub(crate) fn field(path: impl AsRef<Path>, name: &str) -> Option<String> {
     Some(str::from_utf8(value).ok()?.trim().to_owned())
 }
 
-/// The numbers of all processes that run now in our PID namespace.
+/// Returns the PIDs of all processes that run now in our PID namespace.
 ///
 /// # Errors
 /// If /proc cannot be listed.
@@ -39,7 +39,7 @@ pub fn all() -> Result<Vec<u32>> {
         .collect())
 }
 
-/// A running process, held by a pidfd so that its number cannot come to mean another one.
+/// Running process, held by a pidfd so that its PID cannot come to mean another process.
 #[derive(Debug)]
 pub struct Process {
     pid: u32,
@@ -47,10 +47,10 @@ pub struct Process {
 }
 
 impl Process {
-    /// The process with this number in our PID namespace.
+    /// Opens the process with this PID in our PID namespace.
     ///
     /// # Errors
-    /// If there is none, or the number is a thread's.
+    /// If no process has this PID, or it is the TID of a thread.
     pub fn open(pid: u32) -> Result<Self> {
         match pidfd_open(pid) {
             Ok(pidfd) => Ok(Self { pid, pidfd }),
@@ -69,10 +69,10 @@ impl Process {
         }
     }
 
-    /// The process that this thread is of.
+    /// Opens the process of this thread.
     ///
     /// # Errors
-    /// If there is no such thread.
+    /// If the thread does not exist.
     pub fn of_thread(tid: u32) -> Result<Self> {
         let process = field(format!("/proc/{tid}/status"), "Tgid:");
         match process.and_then(|pid| pid.parse().ok()) {
@@ -81,15 +81,15 @@ impl Process {
         }
     }
 
-    /// The process's number in our PID namespace.
+    /// Returns the PID in our PID namespace.
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// Fails if it has exited, and only its parent has not taken note of that.
+    /// Fails if the process has exited, even if its parent has not reaped it yet.
     ///
     /// # Errors
-    /// If it has exited: the message names it.
+    /// If the process has exited: the message names it.
     pub fn expect_running(&self) -> Result<()> {
         if self.exited() {
             bail!("process {} ({}) has exited", self.pid, self.comm());
@@ -97,10 +97,10 @@ impl Process {
         Ok(())
     }
 
-    /// Fails unless it runs a program, saying what it is instead.
+    /// Fails unless the process runs a program; the message says what it is instead.
     ///
     /// # Errors
-    /// If it has exited or is a kernel thread: the message names it.
+    /// If the process has exited or is a kernel thread: the message names it.
     pub fn expect_program(&self) -> Result<()> {
         self.expect_running()?;
         if self.is_kernel_thread()? {
@@ -113,10 +113,10 @@ impl Process {
         Ok(())
     }
 
-    /// Fails unless it is a 64-bit user program, saying what it is instead.
+    /// Fails unless the process runs a 64-bit user program; the message says what it is instead.
     ///
     /// # Errors
-    /// If it has exited, is a kernel thread or a 32-bit program, or its program cannot be opened.
+    /// If the process has exited, is a kernel thread or runs a 32-bit program, or its program cannot be opened.
     pub fn expect_native_program(&self) -> Result<()> {
         let pid = self.pid;
         self.expect_program()?;
@@ -134,13 +134,13 @@ impl Process {
         Ok(())
     }
 
-    /// The process's name, as the kernel keeps it: up to 15 bytes.
+    /// Returns the process's name as the kernel keeps it, escaped: up to 15 bytes.
     pub fn comm(&self) -> String {
         let comm = fs::read(self.file("comm")).unwrap_or_default();
         text::escape_bytes(comm.strip_suffix(b"\n").unwrap_or(&comm))
     }
 
-    /// Bytes of its memory that are resident; None once it has exited.
+    /// Returns the resident memory of the process, in bytes. None after its exit.
     pub fn resident_bytes(&self) -> Option<u64> {
         let sizes = fs::read_to_string(self.file("statm")).ok()?;
         let pages: u64 = sizes.split(' ').nth(1)?.parse().ok()?;
@@ -148,21 +148,21 @@ impl Process {
         (bytes > 0).then_some(bytes)
     }
 
-    /// Whether it has exited, reaped or not.
+    /// Returns whether the process has exited, reaped or not.
     pub fn exited(&self) -> bool {
         let mut fds = [PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)];
         matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..))
     }
 
-    /// Whether it is stopped, by a signal.
+    /// Returns whether the process is stopped by a signal.
     pub fn is_stopped(&self) -> bool {
         let stat = fs::read(self.file("stat")).unwrap_or_default();
-        // The name is in parentheses and can hold anything, parentheses too.
+        // The name is in parentheses and can contain any bytes, including parentheses.
         let name_ends = stat.iter().rposition(|&byte| byte == b')').unwrap_or(0);
         stat.get(name_ends + 2) == Some(&b'T')
     }
 
-    /// What the process has mapped now; empty after its exit.
+    /// Returns the present mappings of the process; empty after its exit.
     ///
     /// # Errors
     /// If /proc/PID/maps cannot be read.
@@ -172,8 +172,8 @@ impl Process {
         Ok(Mapping::parse_list(&maps).collect())
     }
 
-    /// The files that it executes code from, each once. Devices and files that are gone are left out;
-    /// what else cannot be opened is `refused`, each with the reason.
+    /// Opens the files from which the process executes code, each once. Devices, and files that cannot be found any
+    /// more, are left out. Other errors are in `refused`.
     ///
     /// # Errors
     /// If /proc/PID/maps cannot be read.
@@ -202,32 +202,32 @@ impl Process {
         Ok(found)
     }
 
-    /// The process's number in its own PID namespace, which is what it names its files after.
+    /// Returns the PID in the process's own PID namespace, after which the process names its files.
     pub fn pid_in_its_namespace(&self) -> u32 {
         let ids = field(self.file("status"), "NSpid:");
         ids.and_then(|ids| ids.split_whitespace().next_back()?.parse().ok())
             .unwrap_or(self.pid)
     }
 
-    /// The user that it runs as (effective); None if it has exited.
+    /// Returns the effective user ID. None after the process's exit.
     pub fn user(&self) -> Option<u32> {
         let ids = field(self.file("status"), "Uid:")?;
         ids.split_whitespace().nth(1)?.parse().ok()
     }
 
-    /// The group that it runs as (effective); None if it has exited.
+    /// Returns the effective group ID. None after the process's exit.
     pub fn group(&self) -> Option<u32> {
         let ids = field(self.file("status"), "Gid:")?;
         ids.split_whitespace().nth(1)?.parse().ok()
     }
 
-    /// PF_KTHREAD of the flags in /proc/PID/stat.
+    /// Returns PF_KTHREAD of the flags in /proc/PID/stat.
     fn is_kernel_thread(&self) -> Result<bool> {
         const PF_KTHREAD: u64 = 0x0020_0000;
         const FLAGS_AFTER_COMM: usize = 6;
         let stat = fs::read(self.file("stat"))
             .with_context(|| format!("process {} has exited", self.pid))?;
-        // The name is in parentheses and can hold anything, parentheses too.
+        // The name is in parentheses and can contain any bytes, including parentheses.
         let after_comm = stat
             .iter()
             .rposition(|&byte| byte == b')')
@@ -246,7 +246,7 @@ impl Process {
 }
 
 impl AsFd for Process {
-    /// The pidfd, which becomes readable when the process exits.
+    /// Returns the pidfd, which becomes readable when the process exits.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()
     }
@@ -258,29 +258,29 @@ fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the descriptor was just made for us.
+    // SAFETY: the descriptor has just been created, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
 }
 
-/// One line of /proc/PID/maps, or one mapping event of the kernel.
+/// Mapping, from a line of /proc/PID/maps or from a mapping event of the kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mapping {
-    /// Addresses, in bytes.
+    /// The addresses of the mapping, in bytes.
     pub range: Range<u64>,
-    /// Whether its code can run.
+    /// Whether the mapping is executable.
     pub executable: bool,
-    /// Byte of the file that `range.start` shows.
+    /// The offset in the file of the byte at `range.start`.
     pub file_offset: u64,
     /// Major and minor number of the file's device.
     pub device: (u32, u32),
-    /// The file's inode; 0 if there is none.
+    /// The file's inode; 0 if the mapping has no file.
     pub inode: u64,
-    /// The file in the process's own mount namespace, or a name such as `[heap]`, or empty.
+    /// The path in the process's own mount namespace, or a name such as `[heap]`, or empty.
     pub path: PathBuf,
 }
 
 impl Mapping {
-    /// The mappings in the text of a `maps` file.
+    /// Parses the mappings in the text of a `maps` file.
     pub(crate) fn parse_list(maps: &[u8]) -> impl Iterator<Item = Self> {
         let lines = maps.split(|&byte| byte == b'\n');
         lines.filter_map(Self::parse)
@@ -315,12 +315,12 @@ impl Mapping {
         })
     }
 
-    /// What tells one mapped file from another.
+    /// Returns the device and the inode, which identify the mapped file.
     pub fn file_id(&self) -> FileId {
         (self.device, self.inode)
     }
 
-    /// The file's name without its folders, escaped; a name such as `[vdso]` as it is.
+    /// Returns the file's name without folders, escaped; a name such as `[vdso]` stays as it is.
     pub fn module(&self) -> String {
         let path = self.path.as_os_str().as_bytes();
         let path = path.strip_suffix(b" (deleted)").unwrap_or(path);
@@ -328,16 +328,16 @@ impl Mapping {
     }
 }
 
-/// The files that a process executes code from.
+/// Files from which a process executes code.
 #[derive(Debug, Default)]
 pub struct CodeFiles {
-    /// The open files, the program itself first if it is among them.
+    /// The open files, in the order of their mappings.
     pub files: Vec<MappedFile>,
-    /// Why the others are not open.
+    /// Why other files could not be opened.
     pub refused: Vec<anyhow::Error>,
 }
 
-/// Device and inode.
+/// Device (major and minor number) and inode.
 pub type FileId = ((u32, u32), u64);
 
 #[cfg(test)]

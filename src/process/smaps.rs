@@ -1,4 +1,4 @@
-//! /proc/PID/smaps: what of each mapping is in memory, and of which kind.
+//! /proc/PID/smaps: how much of each mapping is in memory, by kind.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -7,28 +7,28 @@ use anyhow::{Context, Result};
 
 use crate::process::proc::Mapping;
 
-/// A mapping, with the bytes of it that the kernel has found by walking the page tables.
+/// Mapping, with the sizes that the kernel finds by walking the page tables.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MappedMemory {
-    /// Where it is, and of which file.
+    /// The addresses and the file of the mapping.
     pub mapping: Mapping,
-    /// Bytes in memory, those of hugetlbfs apart.
+    /// Resident bytes, without hugetlbfs.
     pub resident: u64,
-    /// Bytes of these that no file has.
+    /// Resident bytes that are anonymous.
     pub anonymous: u64,
-    /// Bytes of these in transparent huge pages.
+    /// Anonymous bytes in transparent huge pages.
     pub huge: u64,
     /// Bytes in pages of hugetlbfs.
     pub hugetlb: u64,
-    /// Bytes that are swapped out.
+    /// Swapped bytes.
     pub swap: u64,
 }
 
-/// The mappings of a process, one after the other. The kernel holds the process's mmap_lock for some of them at a
-/// time, and lets it go between two reads.
+/// Reads the mappings of a process, one after the other. The kernel holds the process's mmap_lock for some mappings
+/// at a time, and releases it between two reads.
 ///
 /// # Errors
-/// If the process is gone, or not ours to look at.
+/// If the process has exited, or permission is denied.
 pub fn read(pid: u32) -> Result<Vec<MappedMemory>> {
     let path = format!("/proc/{pid}/smaps");
     let file = File::open(&path).with_context(|| format!("failed to open {path}"))?;
@@ -45,7 +45,7 @@ pub fn read(pid: u32) -> Result<Vec<MappedMemory>> {
     Ok(all)
 }
 
-/// Adds a line's mapping, or its number to the last mapping. Names that are not known are left out.
+/// Parses a line: adds a mapping, or sets a size of the last mapping. Sizes with unknown names are ignored.
 fn add_line(all: &mut Vec<MappedMemory>, line: &[u8]) {
     let Some((name, bytes)) = number(line) else {
         let mapping = Mapping::parse(line).map(|mapping| MappedMemory {
@@ -72,7 +72,7 @@ fn add_line(all: &mut Vec<MappedMemory>, line: &[u8]) {
     }
 }
 
-/// The name and the bytes of a line such as `Rss:    12 kB`.
+/// Parses a line such as `Rss:    12 kB` into its name and the number of bytes.
 fn number(line: &[u8]) -> Option<(&[u8], u64)> {
     let colon = line.iter().position(|&byte| byte == b':')?;
     let rest = line[colon + 1..].trim_ascii().strip_suffix(b" kB")?;
@@ -100,7 +100,7 @@ mod tests {
             add_line(&mut all, line.as_bytes());
         }
         assert_eq!(all.len(), 2, "{all:?}");
-        // The path of a file may look like a number.
+        // The path of a file may look like a size.
         assert_eq!(all[0].mapping.path, Path::new("/tmp/Rss: 7 kB"));
         assert_eq!((all[0].resident, all[0].anonymous), (12 << 10, 4 << 10));
         let second = &all[1];

@@ -1,15 +1,15 @@
-//! Programs that read other programs' code as data, to run a translation of it.
+//! Programs that read the code of other programs as data and run a translation of it.
 //!
-//! A uprobe is a breakpoint in the code of a file, for whoever has it mapped. A translator does not
-//! execute it but reads it as an instruction of the program, which then ends by SIGTRAP.
+//! A uprobe is a breakpoint in the code of a file, for all processes that map the file. A translator does not execute
+//! this breakpoint. It reads the breakpoint as an instruction of the translated program, which SIGTRAP then kills.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
 use crate::process::mapping_log::Change;
 
-/// Processors that QEMU's user mode translates programs of, as its own names begin; behind `qemu-`
-/// there are also tools (qemu-img) and whole machines (qemu-system-x86_64).
+/// Prefixes of the names of processors for which QEMU has a user mode. The names after `qemu-` also include tools
+/// (qemu-img) and emulators of whole machines (qemu-system-x86_64).
 const QEMU_USER: [&str; 22] = [
     "aarch64",
     "alpha",
@@ -35,7 +35,7 @@ const QEMU_USER: [&str; 22] = [
     "sparc64",
 ];
 
-/// Names of programs and of what they load, by which others are known.
+/// File names of other translators, or of libraries that they load, each with the translator's name.
 const NAMES: [(&str, &str); 9] = [
     ("box64", "box64"),
     ("box86", "box86"),
@@ -48,17 +48,17 @@ const NAMES: [(&str, &str); 9] = [
     ("librrpreload.so", "rr"),
 ];
 
-/// The translator that is among the files that a process executes code from.
+/// Finds a translator among the files from which a process executes code.
 pub fn among<'a>(files: impl IntoIterator<Item = &'a Path>) -> Option<&'static str> {
     files.into_iter().find_map(of_file)
 }
 
-/// The translators that have started since the kernel's log of mappings is read, and still run.
+/// Translators that have started since the kernel's log of mappings was opened, and that still run.
 #[derive(Debug, Default)]
 pub struct Started(BTreeSet<u32>);
 
 impl Started {
-    /// Takes note of what a process has done.
+    /// Updates the set by a change of a process.
     pub fn note(&mut self, change: &Change) {
         match change {
             Change::Mapped(pid, mapping) if of_file(&mapping.path).is_some() => {
@@ -74,7 +74,7 @@ impl Started {
         }
     }
 
-    /// The processes.
+    /// Returns the PIDs of these translators.
     pub fn pids(&self) -> impl Iterator<Item = u32> {
         self.0.iter().copied()
     }

@@ -25,7 +25,7 @@ fn at(spaces: &mut AddressSpaces, pid: u32, addresses: &[u64]) -> Vec<String> {
         .collect()
 }
 
-/// A number that no process has.
+/// PID that no process has.
 const PID: u32 = i32::MAX as u32 - 1;
 
 #[test]
@@ -41,7 +41,7 @@ fn a_stack_finds_the_image_that_it_is_of() {
 
     assert_eq!(at(&mut spaces, PID, &[0x1000, 0x5fff]), ["sh", "libc"]);
     assert_eq!(at(&mut spaces, PID, &[0x1000, 0x6000]), ["sh", ""]);
-    // Before its exec, the child was in its parent's code.
+    // Before its exec, the child executed its parent's code.
     assert_eq!(at(&mut spaces, PID + 1, &[0x1000, 0x5000]), ["sh", "libc"]);
     assert_eq!(at(&mut spaces, PID + 1, &[0x1000, 0x7000]), ["ls", "libc"]);
     assert_eq!(at(&mut spaces, PID + 1, &[0x1000]), ["ls"]);
@@ -67,7 +67,7 @@ fn code_that_is_mapped_for_ever_takes_bounded_memory() {
     assert!(spaces.files.len() <= MAX_FILES, "{}", spaces.files.len());
     let last = 0x10_0000 + (3 * MAX_MAPPINGS as u64 - 1) * 0x1000;
     assert_eq!(at(&mut spaces, PID, &[0x1000, last]), ["jit", "file"]);
-    // Another file never has its number.
+    // No two files have the same number.
     let numbers = spaces.files.values().map(|file| file.number);
     assert_eq!(numbers.collect::<HashSet<_>>().len(), spaces.files.len());
 }
@@ -133,7 +133,7 @@ fn descendants_are_remembered_and_who_has_their_numbers_later_is_not() {
     spaces.apply(Change::Exec(grandchild));
     spaces.apply(mapped(grandchild, 0x1000, "/bin/cc"));
     spaces.apply(mapped(other - 1, 0x1000, "/bin/sh"));
-    // Its first thread exits, and another one calls exec.
+    // The first thread of the grandchild exits, and another thread of it calls exec.
     spaces.apply(Change::Exited(grandchild));
     spaces.apply(Change::Exec(grandchild));
     spaces.apply(mapped(grandchild, 0x3000, "/bin/ld"));
