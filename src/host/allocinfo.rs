@@ -1,5 +1,4 @@
-//! /proc/allocinfo: what each line of the kernel's code that allocates holds (CONFIG_MEM_ALLOC_PROFILING, from
-//! 6.10 on).
+//! /proc/allocinfo: outstanding allocations by line of the kernel's code (CONFIG_MEM_ALLOC_PROFILING, from 6.10 on).
 
 use std::fs;
 
@@ -7,21 +6,21 @@ use anyhow::{Context, Result};
 
 use crate::print::text;
 
-/// A line of code that allocates, and what it holds.
+/// Line of code with its outstanding allocations.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Site {
     /// `file:line func:function`, with the module in brackets between the two, escaped.
     pub code: String,
     /// Bytes that were allocated there, and not freed.
     pub bytes: u64,
-    /// Allocations of them.
+    /// Number of these allocations.
     pub calls: u64,
 }
 
-/// All lines of code that hold something.
+/// Reads all lines of code that have outstanding allocations.
 ///
 /// # Errors
-/// If this kernel does not tell, or this user may not read it.
+/// If this kernel has no such file, or this user may not read it.
 pub fn read() -> Result<Vec<Site>> {
     let text = fs::read_to_string("/proc/allocinfo").context(
         "failed to read /proc/allocinfo, which is of root alone, and of kernels with \

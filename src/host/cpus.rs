@@ -1,5 +1,5 @@
-//! CPUs that are online, and that come online later: in a virtual machine that is given more, or when a
-//! machine wakes up, which takes all but the first one offline for its sleep.
+//! CPUs that are online, and CPUs that come online later: in a virtual machine that gets more CPUs, or when a machine
+//! wakes up. During sleep, all CPUs but the first are offline.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -10,20 +10,20 @@ use nix::sys::socket::{
     AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, socket,
 };
 
-/// The group of netlink's kernel events that the kernel itself sends to.
+/// Netlink multicast group to which the kernel itself sends its device events.
 const FROM_KERNEL: u32 = 1;
-/// Most bytes of such an event; UEVENT_BUFFER_SIZE of the kernel and the line before it.
+/// Maximum size of a device event, in bytes: UEVENT_BUFFER_SIZE of the kernel and the line before it.
 const MESSAGE_BYTES: usize = 4096;
 
-/// The CPUs that are online, kept up to date by the kernel's device events (NETLINK_KOBJECT_UEVENT).
+/// Set of the CPUs that are online, kept up to date by the kernel's device events (NETLINK_KOBJECT_UEVENT).
 #[derive(Debug)]
 pub struct Cpus {
     online: BTreeSet<usize>,
-    /// None where such events cannot be had: no CPU comes then.
+    /// None if the socket for device events could not be opened: then the set does not change.
     events: Option<OwnedFd>,
 }
 
-/// A CPU has come online, or gone offline.
+/// Device event of a CPU that has come online or gone offline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Event {
     Online(usize),
@@ -31,12 +31,12 @@ enum Event {
 }
 
 impl Cpus {
-    /// The CPUs that are online now.
+    /// Returns the CPUs that are online now.
     ///
     /// # Errors
-    /// If `/sys` does not tell them.
+    /// If `/sys` cannot be read.
     pub fn now() -> Result<Self> {
-        // Opened first: a CPU that comes in between is in the list, or is told of.
+        // Opened before the list is read: a CPU that comes online in between is in the list, or has an event.
         let events = open().ok();
         let list = fs::read_to_string("/sys/devices/system/cpu/online")
             .context("failed to list the CPUs; is /sys mounted?")?;
@@ -47,18 +47,18 @@ impl Cpus {
         Ok(Self { online, events })
     }
 
-    /// The numbers of the CPUs that are online.
+    /// Returns the numbers of the CPUs that are online.
     pub fn online(&self) -> impl Iterator<Item = usize> {
         self.online.iter().copied()
     }
 
-    /// A descriptor that is readable when [`Cpus::came`] may have something to tell.
+    /// Returns a descriptor that is readable when [`Cpus::came`] may return CPUs.
     pub fn events(&self) -> Option<BorrowedFd<'_>> {
         self.events.as_ref().map(AsFd::as_fd)
     }
 
-    /// The CPUs that have come online since the last call, those that had been online before included.
-    /// Does not wait.
+    /// Returns the CPUs that have come online since the last call, including CPUs that had been online earlier. Does
+    /// not wait.
     pub fn came(&mut self) -> Vec<usize> {
         let mut came = Vec::new();
         let Some(events) = &self.events else {
@@ -90,7 +90,7 @@ fn open() -> nix::Result<OwnedFd> {
 }
 
 impl Event {
-    /// Reads `online@/devices/system/cpu/cpu1`, which is what an event begins with, to its first NUL.
+    /// Parses `online@/devices/system/cpu/cpu1`, the beginning of an event up to its first NUL.
     fn parse(message: &[u8]) -> Option<Self> {
         let head = message.split(|&byte| byte == 0).next()?;
         let (action, device) = std::str::from_utf8(head).ok()?.split_once('@')?;
@@ -104,7 +104,7 @@ impl Event {
     }
 }
 
-/// Numbers from a list such as `0-3,8`.
+/// Parses a list such as `0-3,8`.
 fn parse_list(list: &str) -> Option<Vec<usize>> {
     let mut cpus = Vec::new();
     for range in list.trim().split(',') {

@@ -1,4 +1,4 @@
-//! What the kernel's log, `/dev/kmsg`, tells, which takes CAP_SYSLOG to read on most systems.
+//! OOM kills and other messages in the kernel's log, `/dev/kmsg`. Reading the log takes CAP_SYSLOG on most systems.
 
 use std::fs::OpenOptions;
 use std::io::{ErrorKind, Read};
@@ -8,28 +8,28 @@ use std::time::Duration;
 use crate::print::clock;
 use crate::print::text;
 
-/// Records that are read at most; the log of most kernels has room for fewer.
+/// Maximum number of records that are read; the log of most kernels holds fewer.
 const MAX_RECORDS: usize = 1 << 17;
-/// Bytes that a record can have, as the kernel sets it (CONSOLE_EXT_LOG_MAX); more fails with EINVAL.
+/// Maximum size of a record in the kernel, in bytes (CONSOLE_EXT_LOG_MAX). Reading a larger record fails with EINVAL.
 const RECORD_BYTES: usize = 8192;
 
-/// How far the log's clock, sched_clock(), may be behind CLOCK_MONOTONIC, in microseconds.
+/// Maximum time by which the log's clock, sched_clock(), lags behind CLOCK_MONOTONIC, in microseconds.
 const SLACK_MICROS: u64 = 1_000_000;
 
-/// One kill.
+/// OOM kill.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Kill {
-    /// How long ago.
+    /// The time since the kill.
     pub age: Duration,
-    /// The victim's number in the initial PID namespace.
+    /// The victim's PID in the initial PID namespace.
     pub pid: u32,
     /// The victim's name, escaped.
     pub comm: String,
-    /// Whether a memory cgroup was at its limit, rather than the machine.
+    /// Whether the kill was caused by the limit of a memory cgroup, not by a shortage of the machine.
     pub by_cgroup: bool,
 }
 
-/// The kills that the log still has, oldest first. None if the log may not be read.
+/// Returns the OOM kills that are still in the log, oldest first. None if the log may not be read.
 pub fn oom_kills() -> Option<Vec<Kill>> {
     let now = Duration::from_nanos(clock::monotonic_ns());
     let mut kills = Vec::new();
@@ -37,8 +37,8 @@ pub fn oom_kills() -> Option<Vec<Kill>> {
     Some(kills)
 }
 
-/// The last message with this text that the kernel has logged since then, escaped. None if there is
-/// none, or the log may not be read.
+/// Returns the last message that contains `wanted` and was logged at or after `since_ns`, escaped. None if no message
+/// does, or the log may not be read.
 pub fn last_with(wanted: &str, since_ns: u64) -> Option<String> {
     let since_micros = (since_ns / 1000).saturating_sub(SLACK_MICROS);
     let mut last = None;
@@ -54,7 +54,7 @@ pub fn last_with(wanted: &str, since_ns: u64) -> Option<String> {
     last
 }
 
-/// Gives each record that the log still has, oldest first. None if the log may not be read.
+/// Calls `take` with each record that is still in the log, oldest first. None if the log may not be read.
 fn read(mut take: impl FnMut(&str)) -> Option<()> {
     let mut log = OpenOptions::new()
         .read(true)
@@ -68,7 +68,7 @@ fn read(mut take: impl FnMut(&str)) -> Option<()> {
             Ok(length) => {
                 take(&String::from_utf8_lossy(&record[..length]));
             }
-            // The kernel has overwritten what we were at, and goes on with the oldest.
+            // The kernel has overwritten the next record. The next read returns the oldest one.
             Err(error) if error.raw_os_error() == Some(libc::EPIPE) => {}
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(_) => break,
@@ -77,13 +77,13 @@ fn read(mut take: impl FnMut(&str)) -> Option<()> {
     Some(())
 }
 
-/// The time in the head of a record, `3,1371,5140900,-`, in microseconds since the start.
+/// Parses the time in the head of a record, `3,1371,5140900,-`, in microseconds since boot.
 fn micros(head: &str) -> Option<u64> {
     head.split(',').nth(2)?.parse().ok()
 }
 
-/// `3,1371,5140900,-;Out of memory: Killed process 100 (sh) total-vm:…`: priority, number,
-/// microseconds since the start, flags; the text.
+/// Parses a record of an OOM kill: `3,1371,5140900,-;Out of memory: Killed process 100 (sh) total-vm:…`. Its fields
+/// are the priority, the sequence number, the microseconds since boot, the flags, and the text.
 fn parse(record: &str, now: Duration) -> Option<Kill> {
     let (head, message) = record.split_once(';')?;
     let (before, victim) = message.split_once("Killed process ")?;
@@ -93,7 +93,7 @@ fn parse(record: &str, now: Duration) -> Option<Kill> {
     }
     let micros = micros(head)?;
     let (pid, rest) = victim.split_once(" (")?;
-    // A name can have brackets; the last one before the sizes is the kernel's.
+    // A name can contain parentheses; the last one before the sizes is the kernel's.
     let (comm, _) = rest.split_once(") total-vm:").or(rest.rsplit_once(')'))?;
     Some(Kill {
         age: now.saturating_sub(Duration::from_micros(micros)),

@@ -1,4 +1,4 @@
-//! Memory cgroups of both versions: what they use, and what they may use.
+//! Memory cgroups of both versions: their usage, and their limits.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,76 +7,78 @@ use crate::host::mounts::Mounts;
 use crate::host::values::Values;
 use crate::print::text;
 
-/// A limit of version 1 from here on is none: 2^63 bytes, rounded down to a page of any size.
+/// Limit of version 1 that means no limit, and all above it: the kernel reports 2^63 bytes, rounded down to a page of
+/// any size.
 const NO_LIMIT: u64 = 1 << 62;
-/// From so many removed cgroups on it is told where they were.
+/// Minimum number of removed cgroups for which [`MemoryCgroups::most_dying`] is determined.
 const MANY_DYING: u64 = 1000;
-/// Cgroups that are looked at, at most: a host of thousands of containers has fewer.
+/// Maximum number of cgroups that are visited: a host of thousands of containers has fewer.
 const MAX_GROUPS: usize = 20_000;
 
-/// One cgroup with a limit, at one moment.
+/// Cgroup with a limit, at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryCgroup {
     /// The cgroup's folder.
     pub folder: PathBuf,
     /// The cgroup's path below the mount, escaped; `/` for the root.
     pub path: String,
-    /// Bytes in use, with page cache.
+    /// Bytes in use, including page cache.
     pub current: u64,
-    /// Bytes of file cache that has not been used lately, which the kernel takes away first.
+    /// Bytes of file cache that was not used recently, which the kernel reclaims first.
     pub inactive_file: u64,
-    /// Bytes that it may use at most.
+    /// The limit, in bytes.
     pub limit: u64,
-    /// How often the limit was hit.
+    /// Number of times that the limit was hit.
     pub hits: u64,
-    /// Processes that were killed because of a limit here or below.
+    /// Number of processes that were killed because of a limit of this cgroup or of one below it.
     pub oom_kills: u64,
 }
 
 impl MemoryCgroup {
-    /// The share of the limit that is used and cannot simply be dropped, in percent.
+    /// Returns the percentage of the limit that is in use and cannot simply be reclaimed.
     pub fn percent(&self) -> f64 {
         let held = self.current.saturating_sub(self.inactive_file);
         held as f64 * 100.0 / self.limit.max(1) as f64
     }
 }
 
-/// What a cgroup has, with those below it.
+/// Memory that a cgroup and the cgroups below it use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CgroupSize {
     /// The cgroup's path below the mount, escaped.
     pub path: String,
-    /// Bytes in use, with page cache.
+    /// Bytes in use, including page cache.
     pub current: u64,
 }
 
-/// All memory cgroups that have a limit.
+/// Memory cgroups that have a limit, and the number of removed cgroups.
 #[derive(Debug, Default, Clone)]
 pub struct MemoryCgroups {
     /// The cgroups with a limit, in the order of their paths.
     pub limited: Vec<MemoryCgroup>,
-    /// Cgroups that were removed and still hold memory.
+    /// Number of cgroups that were removed and still hold memory.
     pub dying: u64,
-    /// The cgroup that most of the removed ones were below, if there are a thousand of them.
+    /// The innermost cgroup below which most of the removed ones were. None if there are fewer than a thousand of
+    /// them.
     pub most_dying: Option<Dying>,
-    /// Whether there were more than are looked at.
+    /// Whether cgroups were left out because there are too many.
     pub left_out: bool,
-    /// Whether they are cgroups of version 1, which other tools do not take.
+    /// Whether some of the cgroups are of version 1, which other tools do not accept.
     pub version_1: bool,
 }
 
-/// Removed cgroups that were below one that is there.
+/// Number of removed cgroups below an existing one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Dying {
     /// The cgroup's folder.
     pub folder: PathBuf,
     /// The cgroup's path below the mount, escaped; `/` for the root.
     pub path: String,
-    /// Removed cgroups below it.
+    /// Number of removed cgroups below the cgroup.
     pub count: u64,
 }
 
-/// The files of one version.
+/// Names of the files of one version, and how the number of hits is read.
 struct Files {
     current: &'static str,
     limit: &'static str,
@@ -102,7 +104,7 @@ const VERSION_1: Files = Files {
 };
 
 impl MemoryCgroups {
-    /// The memory cgroups that are mounted here, of whichever version has the memory controller.
+    /// Reads the memory cgroups that are mounted here, of both versions.
     pub fn look() -> Self {
         let mut groups = Self::default();
         for (mount, files) in memory_mounts(&Mounts::now()) {
@@ -125,8 +127,7 @@ impl MemoryCgroups {
     }
 }
 
-/// What each memory cgroup but the root has, of whichever version has the memory controller, in the order of their
-/// paths.
+/// Returns the memory usage of each memory cgroup but the root, of both versions, in the order of their paths.
 pub fn sizes() -> Vec<CgroupSize> {
     let mut sizes = Vec::new();
     for (mount, files) in memory_mounts(&Mounts::now()) {
@@ -141,8 +142,8 @@ pub fn sizes() -> Vec<CgroupSize> {
     sizes
 }
 
-/// The folder of the memory controller for this cgroup: the same, or the one with the same path below the mount of
-/// version 1, if that has the controller.
+/// Returns the folder of this cgroup in the hierarchy of the memory controller. This is the same folder if it has the
+/// controller, and otherwise the folder with the same path below a mount that has the controller.
 pub fn folder_with_memory(folder: &Path) -> PathBuf {
     let mut folders = memory_mounts(&Mounts::now()).into_iter().map(|(mount, _)| {
         let below = folder.to_string_lossy();
@@ -156,24 +157,24 @@ pub fn folder_with_memory(folder: &Path) -> PathBuf {
     }
 }
 
-/// Bytes that the cgroup of this folder uses, with page cache; None if it does not count memory.
+/// Returns the bytes that a cgroup uses, including page cache. None if the cgroup does not count memory.
 pub fn current(folder: &Path) -> Option<u64> {
     let files = [VERSION_2.current, VERSION_1.current];
     files.iter().find_map(|file| number(&folder.join(file)))
 }
 
-/// Bytes of the kernel's memory in what a cgroup of version 1 uses; None for one of version 2.
+/// Returns the bytes of kernel memory in the usage of a cgroup of version 1. None for a cgroup of version 2.
 pub fn kernel_of_version_1(folder: &Path) -> Option<u64> {
     number(&folder.join(VERSION_1.current))?;
-    // The root, which alone has this file, does not count them.
+    // The usage of the root does not include kernel memory. Only the root has this file.
     if folder.join("release_agent").exists() {
         return Some(0);
     }
     Some(number(&folder.join("memory.kmem.usage_in_bytes")).unwrap_or_default())
 }
 
-/// Bytes that the cgroup at the mount itself may use: in a container with a cgroup namespace its own limit. None where
-/// nothing limits it, as on the host.
+/// Returns the limit of the cgroup at the mount itself, in bytes: in a container with a cgroup namespace, the
+/// container's own limit. None if the cgroup has no limit, as on the host.
 pub fn root_limit() -> Option<u64> {
     let mut mounts = memory_mounts(&Mounts::now()).into_iter();
     mounts.find_map(|(mount, files)| {
@@ -181,8 +182,8 @@ pub fn root_limit() -> Option<u64> {
     })
 }
 
-/// Shows the folders of all cgroups from the mount on, with their escaped paths, in the order of these, at most
-/// [`MAX_GROUPS`]. Whether that was all of them.
+/// Calls `look` with the folders of all cgroups from the mount on and their escaped paths, in the order of the paths,
+/// for at most [`MAX_GROUPS`] cgroups. Returns whether these were all.
 fn visit(mount: &Path, mut look: impl FnMut(&Path, &str)) -> bool {
     let mut left = vec![(mount.to_owned(), "/".to_owned())];
     for _ in 0..MAX_GROUPS {
@@ -191,14 +192,14 @@ fn visit(mount: &Path, mut look: impl FnMut(&Path, &str)) -> bool {
         };
         look(&folder, &path);
         let mut below = children(&folder, &path);
-        // The last one is the next.
+        // The last element is taken next.
         below.sort_unstable_by(|a, b| b.cmp(a));
         left.append(&mut below);
     }
     left.is_empty()
 }
 
-/// The folders of the cgroups right below one, with their escaped paths.
+/// Returns the folders of the child cgroups, with their escaped paths.
 fn children(folder: &Path, path: &str) -> Vec<(PathBuf, String)> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let folders = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
@@ -210,13 +211,14 @@ fn children(folder: &Path, path: &str) -> Vec<(PathBuf, String)> {
     folders.map(child).collect()
 }
 
-/// How many removed cgroups below this one are still there.
+/// Returns the number of removed cgroups below this one that still exist in the kernel.
 fn dying_below(folder: &Path) -> u64 {
     let stat = Values::read(folder.join("cgroup.stat")).unwrap_or_default();
     stat.of("nr_dying_descendants")
 }
 
-/// The innermost cgroup that half or more of its parent's removed ones are below.
+/// Descends from the mount as long as one child has at least half of the removed cgroups of its parent. Returns the
+/// last cgroup.
 fn most_dying(mount: PathBuf, count: u64) -> Dying {
     let path = "/".to_owned();
     let mut most = Dying {
@@ -238,7 +240,7 @@ fn most_dying(mount: PathBuf, count: u64) -> Dying {
     }
 }
 
-/// The cgroup, if it has a limit. One that goes away while it is looked at has none.
+/// Reads a cgroup. None if the cgroup has no limit, or is removed meanwhile.
 fn look_at(folder: &Path, path: &str, files: &Files) -> Option<MemoryCgroup> {
     let limit = number(&folder.join(files.limit)).filter(|&limit| limit < NO_LIMIT)?;
     let stat = Values::read(folder.join("memory.stat")).ok()?;
@@ -254,12 +256,13 @@ fn look_at(folder: &Path, path: &str, files: &Files) -> Option<MemoryCgroup> {
     })
 }
 
-/// The number that a file has; None for `max`, or if there is no such file.
+/// Reads a file that contains one number. None for `max`, or if the file does not exist.
 fn number(path: &Path) -> Option<u64> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
-/// Where memory cgroups are. Each hierarchy is taken once: it can be mounted in several places.
+/// Returns the mount points of memory cgroups. Each version is returned once, even if it is mounted in several
+/// places.
 fn memory_mounts(mounts: &Mounts) -> Vec<(PathBuf, &'static Files)> {
     let second = mounts.cgroup2().map(|mount| (mount, &VERSION_2));
     let first = mounts.cgroup1_memory().map(|mount| (mount, &VERSION_1));

@@ -1,17 +1,17 @@
-//! Room `host`: what the kernel tells about memory and the machine by itself, with nothing traced.
+//! Room `host`: what the kernel itself reports about memory and the machine, without tracing.
 //!
 //! | module | what it is for |
 //! |---|---|
 //! | [`values`] | files of named numbers: meminfo, vmstat, memory.stat |
-//! | [`packages`] | which package a file is from |
-//! | [`pressure`] | how long tasks were held up for want of memory |
+//! | [`packages`] | the package that a file belongs to |
+//! | [`pressure`] | how long tasks were stalled because memory was short |
 //! | [`slabinfo`] | slab caches and the bytes of their pages |
-//! | [`allocinfo`] | which lines of the kernel's code hold how much |
-//! | [`memory_cgroups`] | memory cgroups of both versions: what they use, and their limits |
-//! | [`mounts`] | file systems that are mounted here, and where cgroups are |
+//! | [`allocinfo`] | memory by the lines of the kernel's code that allocate it |
+//! | [`memory_cgroups`] | memory cgroups of both versions: their usage, and their limits |
+//! | [`mounts`] | mounted file systems, and the mount points of cgroups |
 //! | [`cpus`] | CPUs that are online, and that come online later |
 //! | [`kernel_log`] | OOM kills and other messages in the kernel's log |
-//! | [`capabilities`] | what the kernel lets this process do |
+//! | [`capabilities`] | the capabilities of this process |
 
 pub mod allocinfo;
 pub mod capabilities;

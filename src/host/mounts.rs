@@ -1,38 +1,39 @@
-//! File systems that are mounted here, and where among them cgroups are.
+//! Mounted file systems, and the mount points of cgroups among them.
 
 use std::ffi::OsString;
 use std::fs;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
-/// A mounted file system, as a line of `/proc/self/mounts` has it.
+/// Mounted file system, from a line of `/proc/self/mounts`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mount {
-    /// The folder that it is mounted on.
+    /// The mount point.
     pub folder: PathBuf,
-    /// The kind of file system, such as `tmpfs`.
+    /// The type of the file system, such as `tmpfs`.
     pub kind: String,
     options: String,
 }
 
 impl Mount {
-    /// Whether it is mounted with this option: of cgroups of version 1, a controller.
+    /// Returns whether the file system is mounted with this option. For cgroups of version 1, a controller is an
+    /// option.
     pub fn has_option(&self, option: &str) -> bool {
         self.options.split(',').any(|one| one == option)
     }
 }
 
-/// The file systems that this process sees, in the order in which they were mounted.
+/// Mounted file systems that this process sees, in the order in which they were mounted.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Mounts(Vec<Mount>);
 
 impl Mounts {
-    /// What is mounted now; nothing if /proc is not.
+    /// Returns the present mounts; empty if /proc is not mounted.
     pub fn now() -> Self {
         Self::parse(&fs::read("/proc/self/mounts").unwrap_or_default())
     }
 
-    /// The lines of such a file: device, folder, kind, options. Others are left out.
+    /// Parses the lines of a mounts file: device, mount point, type, options. Other lines are ignored.
     pub fn parse(lines: &[u8]) -> Self {
         let mount = |line: &[u8]| {
             let mut fields = line.split(|&byte| byte == b' ').skip(1);
@@ -52,12 +53,12 @@ impl Mounts {
         )
     }
 
-    /// All of them.
+    /// Iterates over all mounts.
     pub fn iter(&self) -> impl Iterator<Item = &Mount> {
         self.0.iter()
     }
 
-    /// Where cgroups of version 2 are: the first of the places.
+    /// Returns the mount point of cgroups of version 2, the first of several.
     pub fn cgroup2(&self) -> Option<&Path> {
         let mut mounts = self.iter();
         mounts
@@ -65,8 +66,8 @@ impl Mounts {
             .map(|mount| &*mount.folder)
     }
 
-    /// Where cgroups of version 1 are that have the memory controller: the first of the places. They can
-    /// be mounted with it only if it is not bound to version 2.
+    /// Returns the mount point of cgroups of version 1 with the memory controller, the first of several. A mount with
+    /// this controller is possible only if the controller is not bound to version 2.
     pub fn cgroup1_memory(&self) -> Option<&Path> {
         let mut mounts = self.iter();
         mounts
@@ -74,14 +75,14 @@ impl Mounts {
             .map(|mount| &*mount.folder)
     }
 
-    /// Where the cgroups with memory limits are: those of version 1 if they have the controller, which is
-    /// bound to one hierarchy.
+    /// Returns the mount point of the cgroups with memory limits: of version 1 if it has the memory controller,
+    /// otherwise of version 2. The controller is bound to only one hierarchy.
     pub fn memory_limits(&self) -> Option<&Path> {
         self.cgroup1_memory().or(self.cgroup2())
     }
 }
 
-/// The kernel writes spaces, tabs, newlines and backslashes in octal: `\040`.
+/// Decodes spaces, tabs, newlines and backslashes, which the kernel writes in octal: `\040`.
 fn unescaped(text: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut left = text;

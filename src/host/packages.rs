@@ -1,18 +1,18 @@
-//! Which packages installed files are from, by dpkg's lists (`/var/lib/dpkg/info/PACKAGE.list`).
+//! Packages of installed files, by dpkg's lists (`/var/lib/dpkg/info/PACKAGE.list`).
 //!
-//! Where there are none, as with RPM, nothing is told.
+//! Without these lists, as with RPM, no packages are found.
 
 use std::fs;
 use std::path::Path;
 
 use crate::print::text;
 
-/// Where dpkg has a list of files for each package.
+/// Folder in which dpkg has a list of files for each package.
 const LISTS: &str = "/var/lib/dpkg/info";
-/// Bytes of a list that are read: a kernel's headers have 2 MB.
+/// Maximum size of a list that is read, in bytes: the list of a kernel's headers has 2 MB.
 const MAX_LIST: u64 = 16 << 20;
 
-/// The names of the packages that have these files, without architecture, escaped.
+/// Returns for each file the name of its package, without architecture, escaped. None if no package has the file.
 pub fn of_files(paths: &[&Path]) -> Vec<Option<String>> {
     in_lists(Path::new(LISTS), paths)
 }
@@ -45,7 +45,8 @@ fn in_lists(folder: &Path, paths: &[&Path]) -> Vec<Option<String>> {
     packages
 }
 
-/// Whether a list has a file, as it is mapped or as it was called before `/lib` became a link to `/usr/lib`.
+/// Returns whether a list contains a file, by its path as it is mapped, or by its path before `/lib` became a link to
+/// `/usr/lib`.
 fn has(files: &str, path: &Path) -> bool {
     let Some(path) = path.to_str() else {
         return false;

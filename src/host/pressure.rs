@@ -1,6 +1,6 @@
-//! Pressure stall information: how long tasks were held up because memory was short.
+//! Pressure stall information: how long tasks were stalled because memory was short.
 //!
-//! From 4.20 on, where the kernel is built with CONFIG_PSI and not started with psi=0.
+//! Available from 4.20 on, if the kernel is built with CONFIG_PSI and not booted with psi=0.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
@@ -10,28 +10,28 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-/// One line: the share of time in which tasks waited for memory.
+/// One line of the file: the share of time in which tasks waited for memory.
 #[derive(Debug, Default, Clone, Copy, PartialEq)]
 pub struct Stalled {
     /// Percent of the last ten seconds.
     pub avg10: f64,
     /// Percent of the last minute.
     pub avg60: f64,
-    /// Microseconds since the start.
+    /// Microseconds since boot.
     pub total_us: u64,
 }
 
 /// Memory pressure of the host or of a cgroup.
 #[derive(Debug, Default, Clone, Copy, PartialEq)]
 pub struct Pressure {
-    /// At least one task waited.
+    /// The share of time in which at least one task waited.
     pub some: Stalled,
-    /// All tasks that were not idle waited.
+    /// The share of time in which all tasks that were not idle waited.
     pub full: Stalled,
 }
 
 impl Pressure {
-    /// The pressure that a file such as `/proc/pressure/memory` has. None where the kernel does not tell.
+    /// Reads the pressure from a file such as `/proc/pressure/memory`. None if the kernel does not report pressure.
     pub fn read(path: impl AsRef<Path>) -> Option<Self> {
         Self::parse(&fs::read_to_string(path).ok()?)
     }
@@ -56,22 +56,22 @@ impl Pressure {
     }
 }
 
-/// A wake-up by the kernel once tasks have waited for memory for so long; it costs nothing until then.
+/// Notification by the kernel when tasks have waited for memory for a given time. Until then it costs nothing.
 pub struct Trigger {
     file: File,
 }
 
 impl Trigger {
-    /// Asks the kernel to tell when at least one task waited for memory for `stalled` in all within a `window` of 0.5 to
-    /// 10 seconds. `path` is `/proc/pressure/memory`, or a cgroup's `memory.pressure`.
+    /// Registers for a notification when at least one task has waited for memory for `stalled` in total within a
+    /// `window` of 0.5 to 10 seconds. `path` is `/proc/pressure/memory`, or a cgroup's `memory.pressure`.
     ///
     /// # Errors
-    /// If this kernel tells no pressure, or for want of privilege.
+    /// If this kernel does not report pressure, or privileges are missing.
     pub fn some(path: impl AsRef<Path>, stalled: Duration, window: Duration) -> Result<Self> {
         let path = path.as_ref();
         let open = || {
             let mut file = OpenOptions::new().read(true).write(true).open(path)?;
-            // The kernel wants the end of a string.
+            // The kernel expects a terminating NUL.
             let wanted = format!("some {} {}\0", stalled.as_micros(), window.as_micros());
             file.write_all(wanted.as_bytes())?;
             std::io::Result::Ok(file)

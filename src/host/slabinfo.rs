@@ -1,4 +1,4 @@
-//! Slab caches, of `/proc/slabinfo`, which only root may read.
+//! Slab caches, from `/proc/slabinfo`, which only root may read.
 
 use std::collections::HashMap;
 use std::fs;
@@ -8,29 +8,30 @@ use serde::Serialize;
 use crate::bpf::kernel_support;
 use crate::print::text;
 
-/// `/proc/slabinfo` at one moment, by cache. Of caches that are alike the kernel makes one, which has
-/// the first one's name.
+/// `/proc/slabinfo` at one moment, by cache. The kernel merges similar caches into one, which has the name of the
+/// first.
 #[derive(Debug, Default, Clone)]
 pub struct Slabinfo(HashMap<String, Usage>);
 
-/// What a cache holds, or how that has changed.
+/// Objects and bytes of a cache, or their change.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Usage {
-    /// Objects in use, or ready for use on some CPU.
+    /// Objects in use, or cached for use on some CPU.
     pub objects: i64,
-    /// Bytes of the pages that hold them.
+    /// Bytes of the pages that hold the objects.
     pub bytes: i64,
 }
 
 impl Slabinfo {
-    /// The caches as they are now; none if the file cannot be read.
+    /// Reads the present caches; empty if the file cannot be read.
     pub fn read() -> Self {
         let page_bytes = kernel_support::page_bytes().unwrap_or_default();
         let text = fs::read_to_string("/proc/slabinfo").unwrap_or_default();
         Self::parse(&text, page_bytes.cast_signed())
     }
 
-    /// `filp 2176 2208 256 16 1 : tunables 0 0 0 : slabdata 138 138 0`, after two lines of headers.
+    /// Parses lines such as `filp 2176 2208 256 16 1 : tunables 0 0 0 : slabdata 138 138 0`, after two lines of
+    /// headers.
     pub fn parse(text: &str, page_bytes: i64) -> Self {
         let usage = |line: &str| {
             let fields: Vec<&str> = line.split_whitespace().collect();
@@ -47,32 +48,32 @@ impl Slabinfo {
         Self(text.lines().filter_map(usage).collect())
     }
 
-    /// How many caches there are.
+    /// Returns the number of caches.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there are none, or they could not be read.
+    /// Returns whether there are no caches, or they could not be read.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whether there is a cache of this name.
+    /// Returns whether a cache with this name exists.
     pub fn has(&self, cache: &str) -> bool {
         self.0.contains_key(cache)
     }
 
-    /// The caches with their names, in no order.
+    /// Iterates over the caches with their names, in no particular order.
     pub fn caches(&self) -> impl Iterator<Item = (&str, Usage)> {
         self.0.iter().map(|(name, usage)| (name.as_str(), *usage))
     }
 
-    /// The cache whose pages have most bytes, with its name.
+    /// Returns the cache with the most bytes of pages, and its name.
     pub fn largest(&self) -> Option<(&str, Usage)> {
         self.caches().max_by_key(|(_, usage)| usage.bytes)
     }
 
-    /// How the cache has changed until `now`; None if it is in neither.
+    /// Returns the change of a cache from this moment to `now`. None if the cache exists at neither moment.
     pub fn change(&self, now: &Self, cache: &str) -> Option<Usage> {
         let (before, now) = (self.0.get(cache), now.0.get(cache));
         before.or(now)?;
@@ -86,7 +87,7 @@ impl Slabinfo {
         })
     }
 
-    /// The cache whose pages have grown most until `now`, if one has.
+    /// Returns the cache whose pages have grown most from this moment to `now`. None if no cache has grown.
     pub fn fastest(&self, now: &Self) -> Option<(String, Usage)> {
         let changes = now.0.keys().filter_map(|name| {
             let change = self.change(now, name)?;

@@ -1,5 +1,5 @@
-//! Files of named numbers, one a line: `/proc/meminfo`, `/proc/vmstat`, `/proc/PID/status`,
-//! `memory.stat`, `memory.events`.
+//! Files with a named number on each line: `/proc/meminfo`, `/proc/vmstat`, `/proc/PID/status`, `memory.stat`,
+//! `memory.events`.
 
 use std::collections::HashMap;
 use std::fs;
@@ -7,12 +7,12 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-/// The numbers of one file by their names. What a newer kernel has added is there, too.
+/// Numbers of one file by their names, including names that newer kernels have added.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Values(HashMap<String, u64>);
 
 impl Values {
-    /// The numbers of a file of /proc, /sys or a cgroup.
+    /// Reads the numbers of a file of /proc, /sys or a cgroup.
     ///
     /// # Errors
     /// If the file cannot be read.
@@ -22,8 +22,8 @@ impl Values {
         Ok(Self::parse(&String::from_utf8_lossy(&text)))
     }
 
-    /// The numbers of lines such as `MemTotal:  24684084 kB` and `pgfault 1317`. Numbers in kB become
-    /// bytes. Lines of another form are left out.
+    /// Parses lines such as `MemTotal:  24684084 kB` and `pgfault 1317`. Numbers in kB are converted to bytes. Other
+    /// lines are ignored.
     pub fn parse(text: &str) -> Self {
         let value = |line: &str| -> Option<(String, u64)> {
             let mut words = line.split_ascii_whitespace();
@@ -39,24 +39,24 @@ impl Values {
         Self(text.lines().filter_map(value).collect())
     }
 
-    /// The number of this name, in bytes where the file has it in kB. None if this kernel has none.
+    /// Returns the number with this name, in bytes if the file has it in kB. None if this kernel does not report it.
     pub fn get(&self, name: &str) -> Option<u64> {
         self.0.get(name).copied()
     }
 
-    /// The number of this name, 0 if this kernel has none.
+    /// Returns the number with this name, or 0 if this kernel does not report it.
     pub fn of(&self, name: &str) -> u64 {
         self.get(name).unwrap_or_default()
     }
 
-    /// The sum of all numbers whose names begin so: `allocstall_` has one for each zone.
+    /// Returns the sum of all numbers whose names begin with `prefix`: `allocstall_` has one for each zone.
     pub fn sum_of(&self, prefix: &str) -> u64 {
         let with_prefix = self.0.iter().filter(|(name, _)| name.starts_with(prefix));
         with_prefix.map(|(_, number)| number).sum()
     }
 }
 
-/// Free pages that wait in lists of single CPUs, of `/proc/zoneinfo`: `MemFree` does not count them.
+/// Returns the number of free pages in per-CPU lists, from `/proc/zoneinfo`. `MemFree` does not count these pages.
 pub fn pages_in_cpu_lists(zoneinfo: &str) -> u64 {
     let count = |line: &str| {
         let count = line.trim_start().strip_prefix("count:")?;
