@@ -1,9 +1,9 @@
 //! A ladder of variants: the same hook in several forms, tried from the best down.
 //!
-//! That the kernel's BTF lists a function or a link type does not mean that it can be used: some
-//! kernels are built without kprobes, some refuse fentry. So each variant is tried for real, by
-//! loading and attaching it, and every failure is kept until one has worked. Only what the kernel
-//! refuses as a whole is asked for first: to find that out by loading takes 25 ms.
+//! A function or link type in the kernel's BTF need not be usable: some kernels are built without kprobes, some
+//! refuse fentry. So each variant is tried for real, by loading and attaching it, and every failure is kept until one
+//! variant has worked. Only what a kernel refuses as a whole ([`Means`]) is checked first: finding that out by
+//! loading takes 25 ms.
 
 use std::any::TypeId;
 use std::collections::BTreeMap;
@@ -32,20 +32,20 @@ use crate::bpf::software_event;
 /// Whether --verbose was given.
 static VERBOSE: AtomicBool = AtomicBool::new(false);
 
-/// What libbpf said since the last [`take_log`]: its warnings, the verifier's log among them.
+/// Messages of libbpf since the last [`take_log`]: warnings, among them the verifier's log.
 static LOG: Mutex<String> = Mutex::new(String::new());
 
-/// Names the only variant that is to be tried, so that tests reach those below the best.
+/// Environment variable that names the only variant to try, so that tests reach the variants below the best.
 const ONLY: &str = "MEMTOOLS_ATTACH";
 
-/// What is said if libbpf does not understand an object.
+/// Error message if libbpf does not understand an object.
 const NOT_OPENED: &str = "failed to open the BPF object";
 
-/// The last lines of a log that a failed variant is reported with.
+/// Number of the log's last lines that the report of a failed variant includes.
 const LOG_LINES: usize = 12;
 
-/// Keeps libbpf's messages for the report of a failure instead of printing them. With `verbose`
-/// all of them, down to debug, go to stderr as they come.
+/// Keeps libbpf's messages for the report of a failure instead of printing them. With `verbose` all messages, down to
+/// debug, go to stderr as they come.
 pub fn capture_log(verbose: bool) {
     VERBOSE.store(verbose, Ordering::Relaxed);
     fn keep(_level: PrintLevel, message: String) {
@@ -63,7 +63,7 @@ pub fn capture_log(verbose: bool) {
     }
 }
 
-/// Says something on stderr, if that is wanted.
+/// Prints a message on stderr, if [`capture_log`] was called with `verbose`.
 pub fn verbose(what: fmt::Arguments<'_>) {
     if VERBOSE.load(Ordering::Relaxed) {
         eprintln!("{what}");
@@ -76,7 +76,7 @@ fn take_log() -> String {
         .unwrap_or_default()
 }
 
-/// What a kernel gives or refuses as a whole.
+/// Facility that a kernel supports or refuses as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Means {
     /// Programs on the entry and exit of kernel functions.
@@ -86,10 +86,10 @@ pub enum Means {
 }
 
 impl Means {
-    /// Says why it is not to be had, if it is not.
+    /// Returns an error with the reason if the kernel does not support the facility.
     fn check(self) -> Result<()> {
         match self {
-            // libbpf loads a program of two instructions. What it cannot tell is tried.
+            // libbpf loads a program of two instructions. If that does not tell, the variant is tried.
             Self::Fentry if !ProgramType::Tracing.is_supported().unwrap_or(true) => {
                 bail!("this kernel refuses fentry")
             }
@@ -101,13 +101,13 @@ impl Means {
     }
 }
 
-/// One variant: its name for messages, and what opens, loads and attaches it.
+/// One variant: its name for messages, and the function that opens, loads and attaches it.
 pub struct Variant<'a, T> {
     /// How the variant is called in messages.
     pub name: &'static str,
-    /// What it is not tried without.
+    /// Facility without which the variant is not tried.
     pub needs: Option<Means>,
-    /// Does everything up to live probes.
+    /// Function that does everything up to live probes.
     pub start: Box<dyn FnOnce() -> Result<T> + 'a>,
 }
 
@@ -121,14 +121,14 @@ impl<'a, T> Variant<'a, T> {
         }
     }
 
-    /// This variant, left untried where the kernel does not give `means`.
+    /// Returns this variant, to be tried only where the kernel supports `means`.
     pub fn needing(self, means: Means) -> Self {
         let needs = Some(means);
         Self { needs, ..self }
     }
 }
 
-/// A failure for a reason that every variant would meet, so that no other is tried.
+/// A failure for a reason that every variant would meet, so that no further variant is tried.
 #[derive(Debug)]
 pub struct NoVariantHelps(pub String);
 
@@ -176,9 +176,9 @@ pub fn first_that_works<'a, T: 'a>(
     bail!("no way to attach works on this kernel:{failures}");
 }
 
-/// Puts fentry and fexit behind all else where the kernel can preempt a task. It can while such a program runs, and
-/// then the program is skipped for every other task on that CPU until the first goes on: of 20 threads'
-/// page faults on 2 CPUs, half were missed. Kprobes and perf events run with preemption off.
+/// Moves fentry and fexit variants behind all others where the kernel can preempt a task. If it preempts a task in
+/// such a program, the program is skipped for every other task on that CPU until the first task continues: of 20
+/// threads' page faults on 2 CPUs, half were missed. Programs on kprobes and perf events run with preemption off.
 pub fn exact_first<T>(mut variants: Vec<Variant<'_, T>>) -> Vec<Variant<'_, T>> {
     if kernel_support::can_preempt() {
         variants.sort_by_key(|variant| variant.needs == Some(Means::Fentry));
@@ -186,11 +186,12 @@ pub fn exact_first<T>(mut variants: Vec<Variant<'_, T>>) -> Vec<Variant<'_, T>> 
     variants
 }
 
-/// Searches for the kernel's types that objects need, by the types of their builders.
+/// Running searches for the kernel's types that objects need, by the types of the objects' builders.
 static SEARCHES: Mutex<BTreeMap<TypeId, JoinHandle<Result<Vec<u8>>>>> = Mutex::new(BTreeMap::new());
 
-/// Begins to look for the kernel's types that a tool's object needs, which [`open`] waits for: on another CPU, if there is
-/// one, while the caller does what it can do without the object. No process may be forked meanwhile.
+/// Starts a search for the kernel's types that a tool's object needs, whose result [`open`] waits for. The search
+/// runs on another CPU, if there is one, while the caller does what needs no object. No process may be forked until
+/// [`open`] has returned.
 pub fn begin<B: SkelBuilder<'static> + Default + 'static>() {
     let search = thread::spawn(|| {
         let open = B::default().open(object_storage()).context(NOT_OPENED)?;
@@ -232,32 +233,33 @@ pub fn options<'open, T>(constants: &'open mut Option<&mut T>) -> Result<&'open 
 
 /// Memory for one opened skeleton.
 ///
-/// A skeleton borrows it for as long as it lives. A tool opens as many as its ladder has variants
-/// and keeps the last until it exits, so the memory is never given back.
+/// A skeleton borrows this memory for as long as it lives. A tool opens one skeleton for each variant that it tries,
+/// and keeps the last one until it exits, so the memory is never freed.
 fn object_storage() -> &'static mut MaybeUninit<OpenObject> {
     Box::leak(Box::new(MaybeUninit::uninit()))
 }
 
-/// The programs of the object that are its tool's own. Those that unwind stacks, and hold processes meanwhile, are
-/// beside whatever takes user stacks.
+/// Returns the programs of the object that are its tool's own. Programs that unwind stacks, and hold processes
+/// meanwhile, are left out: they are part of every object that takes user stacks.
 pub fn own_programs(object: &mut OpenObject) -> impl Iterator<Item = OpenProgramMut<'_>> {
     object.progs_mut().filter(|program| !unwinds(program))
 }
 
-/// Has no program loaded that unwinds stacks, of an object that is to take none.
+/// Excludes the programs that unwind stacks from loading, for an object that takes no user stacks.
 pub fn load_no_unwinding(object: &mut OpenObject) {
     for mut program in object.progs_mut().filter(unwinds) {
         program.set_autoload(false);
     }
 }
 
-/// Whether a program is there for the stacks of processes, and not for what its tool traces.
+/// Whether a program serves to unwind user stacks, rather than to trace what its tool traces.
 fn unwinds(program: &OpenProgramMut<'_>) -> bool {
     let name = program.name().to_string_lossy();
     ["unwind_", "held_"].iter().any(|of| name.starts_with(of))
 }
 
-/// Has only the programs with these names loaded, and those that unwind stacks, if these are to be.
+/// Selects the tool's own programs with these names, and no other ones, for loading. Programs that unwind stacks keep
+/// their setting.
 ///
 /// # Errors
 /// If there is no such program.
@@ -277,8 +279,8 @@ pub fn load_only(object: &mut OpenObject, names: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Attaches the programs with these names, in this order. What sees the end of something belongs
-/// before what sees its beginning.
+/// Attaches the programs with these names, in this order. A program that sees the end of something belongs before the
+/// program that sees its beginning.
 ///
 /// # Errors
 /// If there is no such program, or the kernel does not attach it.
@@ -300,8 +302,8 @@ fn one(program: &ProgramMut<'_>) -> Result<Link> {
     }
 }
 
-/// The programs of a tool that traces system calls: those on tracepoints, and those on the system calls' functions where
-/// they are of use ([`kernel_support::preempts_system_call_programs`]).
+/// Returns the names of the programs that a tool loads to trace system calls: those on tracepoints, and those on the
+/// system calls' functions where they are of use ([`kernel_support::preempts_system_call_programs`]).
 pub fn programs_on_system_calls<'a>(
     tracepoints: &[&'a str],
     functions: &[&'a str],
@@ -313,8 +315,8 @@ pub fn programs_on_system_calls<'a>(
     programs
 }
 
-/// Attaches what traces system calls: of [`programs_on_system_calls`] those on functions, if they were loaded
-/// and can be attached, else those on tracepoints; each in the order in which they are given.
+/// Attaches the programs of [`programs_on_system_calls`]: those on functions, if they were loaded and can be
+/// attached, else those on tracepoints. Programs are attached in the order in which they are given.
 ///
 /// # Errors
 /// If neither can be attached.
@@ -338,14 +340,14 @@ pub fn system_calls(
     )
 }
 
-/// What must be said where a system call's tracepoint is not to be had.
+/// End of the error message where the tracepoint of a system call is missing.
 pub const SYSCALLS: &str = "; this needs a kernel with CONFIG_FTRACE_SYSCALLS=y";
 
-/// Attaches programs in their order: those for the exit of something before those for its entry,
-/// as what is seen to begin must be seen to end.
+/// Attaches programs in the given order. Programs on the exit of something come before those on its entry: what is
+/// seen to begin must be seen to end.
 ///
 /// # Errors
-/// At the first that cannot be attached; `remedy` ends the message.
+/// If a program cannot be attached. No further program is attached then, and `remedy` ends the message.
 pub fn all(programs: &[&ProgramMut<'_>], remedy: &str) -> Result<Vec<Link>> {
     let attach = |program: &&ProgramMut<'_>| {
         one(program).with_context(|| {
@@ -356,9 +358,9 @@ pub fn all(programs: &[&ProgramMut<'_>], remedy: &str) -> Result<Vec<Link>> {
     programs.iter().map(attach).collect()
 }
 
-/// Detaches all links at once. The kernel waits for a grace period for each, up to 0.1 s; waiting
-/// for all of them together takes no longer than for one. With kretprobes it is the last attached
-/// first: what is still seen to begin must be seen to end, or it would be told as lost.
+/// Detaches all links at once. The kernel waits for a grace period for each link, up to 0.1 s. Waiting for all of
+/// them together takes no longer than for one. With kretprobes the links are detached one by one, the last attached
+/// first: what is still seen to begin must be seen to end, or it would be reported as lost.
 pub fn detach(links: Vec<Link>) {
     software_event::detach();
     if kretprobe::any() {
@@ -372,23 +374,23 @@ pub fn detach(links: Vec<Link>) {
     });
 }
 
-/// Detaches links that have perf events of their own, such as perf uprobes. The kernel takes one of
-/// those away after the other, 0.1 s each; a process of its own waits for that, and ends with the
-/// last. When this returns, they are disabled.
+/// Detaches links that have perf events of their own, such as perf uprobes. The kernel removes such events one after
+/// the other, 0.1 s each. A child process waits for that, and ends with the last event. When this function returns,
+/// the events are disabled.
 pub fn detach_in_background(links: Vec<Link>) {
     let Ok(held) = hold_links() else {
         return detach(links);
     };
-    // This disables the events, but closes none: they are open there, too.
+    // Dropping the links disables the events, but closes none: the child has them open, too.
     drop(links);
     drop(held);
 }
 
-/// What such a link consists of, as `/proc/PID/fd` has it.
+/// Files that a link with a perf event consists of, as the symlinks in `/proc/PID/fd` name them.
 const HELD: [&str; 2] = ["anon_inode:[perf_event]", "anon_inode:bpf_link"];
 
-/// Starts a process that has our perf events and links open, and nothing else, until what this
-/// returns is dropped.
+/// Forks a process that keeps our perf events and links open, and nothing else, until the returned descriptor is
+/// dropped.
 fn hold_links() -> Result<OwnedFd> {
     let (until, held) = pipe2(OFlag::O_CLOEXEC)?;
     let (has_closed, closes) = pipe2(OFlag::O_CLOEXEC)?;
@@ -403,11 +405,12 @@ fn hold_links() -> Result<OwnedFd> {
             others.push(file);
         }
     }
-    // SAFETY: of several threads the child has this one only, so another can have left a lock taken
-    // for ever. The child takes none: all it does is system calls.
+    // SAFETY: the child has no thread but this one, so another thread can have left a lock taken for ever. The child
+    // takes no lock: all it does is system calls.
     match unsafe { fork() }? {
         ForkResult::Parent { .. } => {
-            // Nothing of ours may be closed by the child at last: that can take long.
+            // The child must not be the last to close any other file, as that can take long: wait until it has closed
+            // them.
             drop(closes);
             read(&has_closed, &mut [0])?;
             Ok(held)
@@ -419,7 +422,7 @@ fn hold_links() -> Result<OwnedFd> {
             drop(closes);
             let _ = setsid();
             let _ = read(&until, &mut [0]);
-            // SAFETY: it ends this process, and runs nothing of ours.
+            // SAFETY: _exit() ends this process, and runs nothing of ours.
             unsafe { libc::_exit(0) }
         }
     }

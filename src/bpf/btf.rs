@@ -1,5 +1,5 @@
-//! BTF, in which the kernel describes its own types, as `linux/btf.h` has it: a header, the types,
-//! and their names. All of it is words in the order of the machine's bytes, but for the first of
+//! Parser and encoder for BTF, the format in which the kernel describes its own types (`linux/btf.h`): a header, the
+//! types, and their names. Header and types are 32-bit words in the machine's byte order, except the first word of
 //! the header.
 
 use std::iter;
@@ -7,35 +7,35 @@ use std::iter;
 use libbpf_rs::btf::BtfKind;
 use memchr::memchr;
 
-/// What BTF begins with.
+/// Magic number at the start of BTF.
 const MAGIC: u16 = 0xeb9f;
 const VERSION: u8 = 1;
 const HEADER_BYTES: u32 = 24;
 
-/// The number of no type at all.
+/// Id of the type void.
 pub(crate) const VOID: u32 = 0;
 
 pub(crate) const WORD_BYTES: usize = 4;
 
-/// What each type begins with: its name, its kind with the number of its members, and its size or
+/// Size of the fixed part of each type, in bytes: its name, its kind with the number of its members, and its size or
 /// the type that it is made of.
 const TYPE_BYTES: usize = 3 * WORD_BYTES;
 
-/// How many types lie between two whose places the index keeps; the others are found from there on.
+/// Distance between types whose offsets the index keeps. Types between them are found by walking on from there.
 const STRIDE: usize = 16;
 
-/// What a word of a type stands for.
+/// Meaning of a word in the encoding of a type.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Word {
     Number,
     /// The offset of a name.
     Name,
-    /// The number of a type; that of void is 0.
+    /// The id of a type; 0 for void.
     Type,
 }
 
-/// The words of a type of this kind: its third, and those that follow, for each member if it has
-/// any.
+/// Returns the meanings of a type's words by its kind: of the third word, and of the words that follow. If the kind
+/// has members, the latter repeat for each member.
 pub(crate) fn words(kind: BtfKind) -> (Word, &'static [Word]) {
     use BtfKind as Kind;
     use Word::{Name, Number, Type};
@@ -69,22 +69,22 @@ pub(crate) fn word(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(*word))
 }
 
-/// All types, which are numbered from 1.
+/// Parsed BTF. Ids of types begin with 1.
 pub(crate) struct Types<'btf> {
     types: &'btf [u8],
     names: &'btf [u8],
-    /// Where every sixteenth type begins, from the first on. All would take half a megabyte.
+    /// Offsets of every sixteenth type, from the first on. Offsets of all types would take half a megabyte.
     offsets: Vec<u32>,
 }
 
 pub(crate) struct Type<'btf> {
-    /// Where its name begins.
+    /// The offset of the type's name among the names.
     pub(crate) name: u32,
     pub(crate) kind: BtfKind,
     /// The type's kind and the number of its members.
     pub(crate) info: u32,
     pub(crate) size_or_type: u32,
-    /// The words that follow.
+    /// The words after the fixed part.
     pub(crate) rest: &'btf [u8],
 }
 
@@ -93,7 +93,7 @@ impl Type<'_> {
         TYPE_BYTES + self.rest.len()
     }
 
-    /// The number of the type that it is made of.
+    /// Returns the id of the type that this type is made of.
     fn base(&self) -> Option<u32> {
         let (third, _) = words(self.kind);
         matches!(third, Word::Type).then_some(self.size_or_type)
@@ -101,7 +101,7 @@ impl Type<'_> {
 }
 
 impl<'btf> Types<'btf> {
-    /// None if the bytes are not BTF as it is known here.
+    /// Parses BTF. Returns None if the bytes have a format that is not known here.
     pub(crate) fn parse(btf: &'btf [u8]) -> Option<Self> {
         if !btf.starts_with(&MAGIC.to_ne_bytes()) {
             return None;
@@ -129,8 +129,8 @@ impl<'btf> Types<'btf> {
 
     fn at(&self, at: usize) -> Option<Type<'btf>> {
         let info = word(self.types, at + 4)?;
-        // Members have 16 bits, and the kind has five. Those that are free beside them are zero as
-        // long as they have no meaning.
+        // The number of members has 16 bits, and the kind has five. The unused bits beside them are zero as long as
+        // they have no meaning.
         let kind = BtfKind::try_from(info >> 24 & 0x7f).ok()?;
         let members = if has_members(kind) {
             info & 0xff_ffff
@@ -148,12 +148,12 @@ impl<'btf> Types<'btf> {
         })
     }
 
-    /// All types with their numbers.
+    /// Iterates over all types, with their ids.
     pub(crate) fn all(&self) -> impl Iterator<Item = (u32, Type<'btf>)> {
         (1..).zip(self.from(0))
     }
 
-    /// All types from the offset `at` on.
+    /// Iterates over the types from the offset `at` on.
     fn from(&self, mut at: usize) -> impl Iterator<Item = Type<'btf>> {
         iter::from_fn(move || {
             let of = self.at(at)?;
@@ -179,12 +179,12 @@ impl<'btf> Types<'btf> {
         types.find(|of| of.kind == kind && self.name(of.name) == Some(name.as_bytes()))
     }
 
-    /// The type that one is made of: what a pointer points to, a function's prototype.
+    /// Returns the type that a type is made of: a pointer's target, or a function's prototype.
     pub(crate) fn base(&self, of: &Type<'btf>) -> Option<Type<'btf>> {
         self.get(of.base()?)
     }
 
-    /// The type names of a prototype's arguments. None if it is no prototype.
+    /// Returns the type names of a prototype's arguments; None if the type is no prototype.
     pub(crate) fn arguments(&self, prototype: &Type<'btf>) -> Option<Vec<String>> {
         if prototype.kind != BtfKind::FuncProto {
             return None;
@@ -195,7 +195,8 @@ impl<'btf> Types<'btf> {
             .collect()
     }
 
-    /// The name of a type, or of the first that has one of those that it is made of. Empty for void.
+    /// Returns the name of a type. From a type without a name, such as a pointer, it walks on to the first named type
+    /// that the type is made of. Returns an empty string for void.
     pub(crate) fn unqualified_name(&self, mut id: u32) -> Option<String> {
         while id != VOID {
             let of = self.get(id)?;
@@ -208,7 +209,7 @@ impl<'btf> Types<'btf> {
     }
 }
 
-/// BTF from its types and their names.
+/// Encodes BTF from its types and their names.
 pub(crate) fn from_parts(types: &[u8], names: &[u8]) -> Vec<u8> {
     let mut bytes = MAGIC.to_ne_bytes().to_vec();
     bytes.extend([VERSION, 0]);

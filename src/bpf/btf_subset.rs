@@ -1,11 +1,11 @@
-//! The kernel's types for one BPF object: of the kernel's BTF the small part that tells where the
-//! fields are that its programs read.
+//! The part of the kernel's BTF that one BPF object needs: the types that tell where the fields are that its programs
+//! read.
 //!
-//! libbpf looks for each type that a program uses among all types of the kernel, of which there are
-//! more than a hundred thousand; that was a fifth of memleak's start. Here they are gone through
-//! once, for all names at a time, and libbpf is given what was found: the types with these names,
-//! and what they hold by value. What a pointer points to is left out, as a program names the type
-//! that it expects there. The functions that programs are on (fentry, fexit) are found on the way.
+//! libbpf looks up each type that a program uses among all types of the kernel, of which there are more than a
+//! hundred thousand. That was a fifth of memleak's start. This module walks the kernel's types once, for all names
+//! together, and passes libbpf only the types with these names and the types that they contain by value. Targets of
+//! pointers are left out, as a program names the type that it expects there. The same walk finds the functions that
+//! fentry and fexit programs attach to.
 
 use std::fs::File;
 use std::io::Write;
@@ -21,15 +21,16 @@ use crate::bpf::btf::{self, Types, VOID, WORD_BYTES, Word, word, words};
 use crate::bpf::fentry_id;
 use crate::bpf::kernel_support;
 
-/// A file in memory that an object is opened with; the types must be in it when it is loaded.
+/// File in memory that libbpf reads the kernel's types from. The file is set when an object is opened, and must have
+/// the types when the object is loaded.
 #[derive(Debug)]
 pub struct KernelTypes(File);
 
 impl KernelTypes {
-    /// The file, still empty, for an object that is yet to be opened.
+    /// Creates an empty file, and sets it as the source of the kernel's types for an object that is yet to be opened.
     ///
     /// # Errors
-    /// If the kernel gives no such file.
+    /// If the kernel does not create the file.
     pub fn for_object(builder: &mut ObjectBuilder) -> Result<Self> {
         fentry_id::register();
         let file = memfd_create(c"memtools-types", MFdFlags::MFD_CLOEXEC);
@@ -38,11 +39,11 @@ impl KernelTypes {
         Ok(Self(file))
     }
 
-    /// Writes the types that [`types_for`] has found. They are there until we exit, as the object can be loaded at any
-    /// time.
+    /// Writes the types that [`types_for`] has found. The file stays open until the process exits, as the object can
+    /// be loaded at any time.
     ///
     /// # Errors
-    /// If there is no memory for them.
+    /// If there is no memory for the types.
     pub fn write(mut self, types: &[u8]) -> Result<()> {
         let written = self.0.write_all(types);
         written.context("failed to write down the kernel's types")?;
@@ -51,7 +52,8 @@ impl KernelTypes {
     }
 }
 
-/// The kernel's types that an opened object names, as BTF; all of them, if this kernel's BTF is not as it is known here.
+/// Returns the kernel's types that an opened object names, as BTF. Returns the kernel's whole BTF if it has a format
+/// that is not known here.
 ///
 /// # Errors
 /// If the kernel's BTF cannot be read.
@@ -60,7 +62,7 @@ pub fn types_for(object: &OpenObject) -> Result<Vec<u8>> {
         .progs()
         .filter_map(|program| fentry_id::target(program.section().as_encoded_bytes()))
         .collect();
-    // SAFETY: libbpf keeps it for as long as the object is there, which is borrowed.
+    // SAFETY: the pointer is valid as long as the object lives, and the object is borrowed.
     let object = unsafe { object.as_libbpf_object().as_ref() };
     let own = Btf::from_bpf_object(object)?.context("the BPF object has no types")?;
     let names = names(&own);
@@ -69,7 +71,7 @@ pub fn types_for(object: &OpenObject) -> Result<Vec<u8>> {
     })
 }
 
-/// The names by which libbpf looks for an object's types in the kernel.
+/// Returns the names by which libbpf looks up an object's types in the kernel's BTF.
 fn names(own: &Btf<'_>) -> FxHashSet<Vec<u8>> {
     let types = (1..own.len() as u32).filter_map(|id| own.type_by_id::<BtfType<'_>>(id.into()));
     types
@@ -78,21 +80,21 @@ fn names(own: &Btf<'_>) -> FxHashSet<Vec<u8>> {
         .collect()
 }
 
-/// Whether libbpf looks for types of this kind.
+/// Whether libbpf looks up types of this kind in the kernel's BTF.
 fn looked_for(kind: BtfKind) -> bool {
     use BtfKind::{Enum, Enum64, Struct, Typedef, Union};
     matches!(kind, Struct | Union | Enum | Enum64 | Typedef)
 }
 
-/// What a type of which a program knows several shapes is called in the kernel: `folio` for
-/// `folio___old`.
+/// Strips the flavor from the name of a type (CO-RE): `folio` for `folio___old`. Flavors tell apart several shapes of
+/// one kernel type in a program.
 fn in_kernel(name: &[u8]) -> &[u8] {
     let flavor = name.windows(3).rposition(|part| part == b"___");
     &name[..flavor.unwrap_or(name.len())]
 }
 
-/// The types with these names, and those that they hold by value, as BTF of its own. Of these functions
-/// it learns the numbers. None if the kernel's BTF is not as it is known here.
+/// Returns the types with these names, and the types that they contain by value, as BTF of its own. Stores the BTF
+/// ids of `functions` with `fentry_id::learn`. Returns None if the kernel's BTF has a format that is not known here.
 fn part(
     kernel: &[u8],
     names: &FxHashSet<Vec<u8>>,
@@ -107,7 +109,7 @@ fn part(
             fentry_id::learn(kernel.name(of.name)?, id);
         }
     }
-    // Each that is added can have others numbered.
+    // Adding a type can give ids to further types, which are added in their turn.
     let mut added = 0;
     while let Some(&id) = subset.ids.get(added) {
         subset.add(id)?;
@@ -116,15 +118,15 @@ fn part(
     Some(subset.into_bytes())
 }
 
-/// Types taken over from the kernel's, numbered anew. The first is the pointer to void, which all
-/// pointers become.
+/// BTF under construction: types taken over from the kernel, with new ids. The first type is the pointer to void,
+/// which replaces all pointers.
 struct Subset<'kernel> {
     kernel: &'kernel Types<'kernel>,
-    /// The kernel's numbers of the types after the pointer.
+    /// The kernel's ids of the types after the pointer, in the order of their new ids.
     ids: Vec<u32>,
-    /// The types' numbers here, by their numbers in the kernel.
+    /// New ids of the types, by their ids in the kernel.
     numbers: FxHashMap<u32, u32>,
-    /// Where names are here, by where they are in the kernel's.
+    /// Offsets in `names`, by the offsets of the same names in the kernel's BTF.
     offsets: FxHashMap<u32, u32>,
     types: Vec<u8>,
     names: Vec<u8>,
@@ -139,21 +141,21 @@ impl<'kernel> Subset<'kernel> {
             kernel,
             ids: Vec::new(),
             numbers: FxHashMap::default(),
-            // What has no name is at 0.
+            // A type without a name has the offset 0.
             offsets: FxHashMap::from_iter([(0, 0)]),
             types: pointer.into_iter().flat_map(u32::to_ne_bytes).collect(),
             names: vec![0],
         }
     }
 
-    /// The number here of a type of the kernel, which is to be added if it is not yet.
+    /// Returns the new id of a type of the kernel. A type without a new id gets one, and is to be added later.
     fn number(&mut self, id: u32) -> Option<u32> {
         if id == VOID {
             return Some(VOID);
         }
         match self.kernel.get(id)?.kind {
             BtfKind::Ptr => return Some(POINTER),
-            // Only pointed to.
+            // A prototype is only ever the target of a pointer.
             BtfKind::FuncProto => return Some(VOID),
             _ => {}
         }
@@ -164,7 +166,7 @@ impl<'kernel> Subset<'kernel> {
         }))
     }
 
-    /// Where a name of the kernel's is here.
+    /// Returns the offset in `names` of a name of the kernel, which is copied there if it is new.
     fn name(&mut self, at: u32) -> Option<u32> {
         if let Some(&known) = self.offsets.get(&at) {
             return Some(known);
@@ -176,7 +178,7 @@ impl<'kernel> Subset<'kernel> {
         Some(here)
     }
 
-    /// Adds a type of the kernel, with the numbers and names that it has here.
+    /// Adds a type of the kernel, with the new ids and name offsets that it refers to.
     fn add(&mut self, id: u32) -> Option<()> {
         let of = self.kernel.get(id)?;
         let (third, each) = words(of.kind);
@@ -208,7 +210,7 @@ impl<'kernel> Subset<'kernel> {
 mod tests {
     use super::*;
 
-    /// A type's first three words, and those that follow.
+    /// Encodes a type: its first three words, and the words that follow.
     fn record(name: u32, kind: u32, members: u32, third: u32, rest: &[u32]) -> Vec<u8> {
         let words = [name, kind << 24 | members, third];
         let words = words.iter().chain(rest);

@@ -1,8 +1,8 @@
-//! Programs on the entry and exit of kernel functions, loaded without a copy of the kernel's BTF.
+//! Loading of programs on the entry and exit of kernel functions (fentry, fexit) without a copy of the kernel's BTF.
 //!
-//! To find the number that a function has there, libbpf reads all of it: two copies for a moment, 9 MB,
-//! more than all else that a tool holds. But all types are gone through anyway ([`kernel_types`]), and
-//! libbpf asks for nothing more if a handler of the program's section tells it the number.
+//! To find the BTF id of a function, libbpf reads the kernel's whole BTF: two copies for a moment, 9 MB, more than
+//! all other memory of a tool. But a tool walks all types anyway ([`kernel_types`]). libbpf needs nothing more if a
+//! handler of the program's section tells it the id.
 //!
 //! [`kernel_types`]: crate::bpf::btf_subset
 
@@ -17,10 +17,10 @@ use libbpf_rs::libbpf_sys::{
 };
 use libbpf_rs::{Link, ProgramMut, ProgramType};
 
-/// Functions of the kernel by name, and their numbers in its BTF.
+/// BTF ids of the kernel's functions, by name.
 static FUNCTIONS: LazyLock<Mutex<HashMap<Vec<u8>, u32>>> = LazyLock::new(Mutex::default);
 
-/// Has libbpf ask [`tell_number`], for all objects that are opened from now on.
+/// Registers [`tell_number`] with libbpf, for all objects that are opened from now on.
 pub(crate) fn register() {
     static REGISTERED: Once = Once::new();
     REGISTERED.call_once(|| {
@@ -31,9 +31,9 @@ pub(crate) fn register() {
         };
         for (section, attach_type) in [(c"fentry/", BPF_TRACE_FENTRY), (c"fexit/", BPF_TRACE_FEXIT)]
         {
-            // libbpf reads BTF for whatever it takes to be a tracing program.
+            // libbpf reads the kernel's BTF if a program has the type tracing, so the type is set only at load.
             let until_load = BPF_PROG_TYPE_RAW_TRACEPOINT;
-            // SAFETY: libbpf copies both.
+            // SAFETY: libbpf copies the section's name and the handler.
             unsafe {
                 libbpf_register_prog_handler(section.as_ptr(), until_load, attach_type, &handler);
             }
@@ -41,31 +41,32 @@ pub(crate) fn register() {
     });
 }
 
-/// The function that a program of this section is on.
+/// Returns the kernel function that a program of this section attaches to; None if the section is neither fentry nor
+/// fexit.
 pub(crate) fn target(section: &[u8]) -> Option<&[u8]> {
     let entry = section.strip_prefix(b"fentry/");
     entry.or_else(|| section.strip_prefix(b"fexit/"))
 }
 
-/// Keeps the number of a function.
+/// Stores the BTF id of a function.
 pub(crate) fn learn(function: &[u8], number: u32) {
     if let Ok(mut functions) = FUNCTIONS.lock() {
         functions.entry(function.to_vec()).or_insert(number);
     }
 }
 
-/// The number of a function that was learned.
+/// Returns the BTF id that [`learn`] has stored for a function.
 pub(crate) fn number(function: &[u8]) -> Option<u32> {
     FUNCTIONS.lock().ok()?.get(function).copied()
 }
 
-/// libbpf's last question before it loads a program.
+/// Callback that tells libbpf the BTF id of a program's function, just before libbpf loads the program.
 unsafe extern "C" fn tell_number(
     program: *mut bpf_program,
     options: *mut bpf_prog_load_opts,
     _cookie: c_long,
 ) -> c_int {
-    // SAFETY: both are libbpf's, which has called us for this; it changes neither meanwhile.
+    // SAFETY: libbpf has passed both pointers for this call, and does not change their objects meanwhile.
     unsafe {
         let section = CStr::from_ptr(bpf_program__section_name(program));
         let Some(number) = target(section.to_bytes()).and_then(number) else {
@@ -76,8 +77,8 @@ unsafe extern "C" fn tell_number(
     }
 }
 
-/// Attaches a program as its section says. libbpf has forgotten the section of one whose type has
-/// become another at load.
+/// Attaches a program as its section says. libbpf forgets the section of a program whose type changes at load, so
+/// fentry and fexit programs are attached explicitly.
 pub(crate) fn attach(program: &ProgramMut<'_>) -> libbpf_rs::Result<Link> {
     if program.prog_type() == ProgramType::Tracing {
         program.attach_trace()

@@ -1,6 +1,6 @@
-//! What libbpf-cargo generates for an object, as a module.
+//! Macro that includes the code that libbpf-cargo generates for an object, as a module.
 
-/// Includes what was generated for a BPF object as the module `generated`, with these items in it, too.
+/// Includes the code that was generated for a BPF object as the module `generated`, together with these items.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! generated {

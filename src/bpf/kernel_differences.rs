@@ -1,8 +1,8 @@
-//! Kernel differences: what the hooks and structs that the tools use are called, kernel by kernel.
+//! Kernel differences: the names and forms of the hooks and structs that the tools use, by kernel version.
 //!
-//! A tool asks the kernel's BTF for what there is, as distributions carry changes back; two questions, marked below,
-//! go by the release. The releases here say where the difference was met: on Linux 5.10, 6.1,
-//! 6.12, 6.18 and 7.2, on which the end-to-end tests run (`make test-vm`). An arrow is followed by the newer name.
+//! A tool asks the kernel's BTF what exists, as distributions backport changes. Two checks, marked below, go by the
+//! kernel's release. The releases in the tables tell where a difference was met: on Linux 5.10, 6.1, 6.12, 6.18 and
+//! 7.2, on which the end-to-end tests run (`make test-vm`). An arrow is followed by the newer name.
 //!
 //! # Functions
 //!
@@ -15,7 +15,7 @@
 //! | a huge page of the pool is allocated | `alloc_huge_page` → `alloc_hugetlb_folio`, in 6.12 | [`name_here`], hfaults |
 //! | a reserved huge page is written to | `hugetlb_cow` → `hugetlb_wp`, in 6.1 | [`name_here`], hfaults |
 //! | shared memory gets a transparent huge page | `shmem_alloc_hugepage` → `shmem_alloc_hugefolio` → `shmem_alloc_and_add_folio` | [`name_here`], hfaults |
-//! | anonymous memory gets one of another size | `folio_add_new_anon_rmap`, 6.8 | hfaults, where sysfs has several sizes |
+//! | anonymous memory gets a multi-size THP | `folio_add_new_anon_rmap`, 6.8 | hfaults, where sysfs has several sizes |
 //! | objects wait in a sheaf until they are freed by `kfree_rcu()` | `__kfree_rcu_sheaf`, in 6.18 | `memleak -k` |
 //! | a program asks which mapping an address is in | `bpf_find_vma()`, 5.17 | ffaults, hfaults and shmsnoop, which without it have a kprobe or less |
 //!
@@ -36,8 +36,8 @@
 //! | what | differs | what follows |
 //! |---|---|---|
 //! | a program on a raw tracepoint | it can be preempted from 7.0 on, and is skipped meanwhile for all other tasks of its CPU | [`preempts_raw_tracepoints`], by the release: programs on tracefs' tracepoints come first there |
-//! | a program on a system call's tracepoint | the same in 7.2 | [`preempts_system_call_programs`]: kprobes stand for them |
-//! | a raw tracepoint's program that interrupts itself | it is skipped from 6.1 on | `memleak -k` has two programs on each |
+//! | a system call's tracepoint | preempted and skipped in 7.2 | [`preempts_system_call_programs`]: kprobes instead |
+//! | a raw tracepoint's program that interrupts itself | skipped from 6.1 on | `memleak -k`: two programs on each |
 //! | a uprobe | a perf event each, with a cookie from 5.15 on; one link for all from 6.6, and for entry and return from 6.13 | the ladder of memleak ([`attach`]) |
 //! | fexit | no more than six arguments before 6.6; no array of pointers among them in 5.10 and 6.1 | kprobes: `swapin --latency`, `memleak -k` |
 //! | memory for maps and programs | locked memory, with a limit, before 5.11 | by the release, too: without CAP_SYS_RESOURCE, or a limit that is high, a tool says what is missing |

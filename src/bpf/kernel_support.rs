@@ -1,4 +1,4 @@
-//! What this kernel and this user allow, and the remedy where they do not.
+//! Checks of what this kernel supports and this user may do, with the remedy for what is missing.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -19,11 +19,11 @@ use crate::host::capabilities::{self, Capability};
 const BTF: &str = "/sys/kernel/btf/vmlinux";
 const NOT_READ: &str = "failed to read the kernel's BTF, /sys/kernel/btf/vmlinux";
 
-/// Checks what every tool needs before it loads anything, so that what is missing is named rather
-/// than seen as an errno from deep inside the load.
+/// Checks what every tool needs before it loads anything. Whatever is missing is thus named, rather than reported as
+/// an errno from deep inside the load.
 ///
 /// # Errors
-/// Says what is missing, and the command or setting that gives it.
+/// If something is missing. The message names it, and the command or setting that provides it.
 pub fn preflight() -> Result<()> {
     check_capabilities(capabilities::has)?;
     check_locked_memory()?;
@@ -40,7 +40,7 @@ pub fn preflight() -> Result<()> {
 /// Checks that uprobes can be opened, which tools on user functions need.
 ///
 /// # Errors
-/// If there are none: the message names the option of the kernel.
+/// If the kernel has no uprobes. The message names the kernel's build option.
 pub fn preflight_uprobes() -> Result<()> {
     if !Path::new("/sys/bus/event_source/devices/uprobe/type").exists() {
         bail!("this kernel has no uprobes: it needs CONFIG_UPROBE_EVENTS=y, and /sys mounted");
@@ -48,11 +48,11 @@ pub fn preflight_uprobes() -> Result<()> {
     Ok(())
 }
 
-/// Checks that tracepoints can be found by name. Where tracefs is not mounted yet, which systemd
-/// does when a system starts and nobody may do in a container, it is now, as perf does it too.
+/// Checks that tracepoints can be found by name. Mounts tracefs if it is not mounted yet, as perf does. systemd
+/// mounts tracefs when a system starts; in a container it may never be mounted.
 ///
 /// # Errors
-/// If they cannot be found: the message names the remedy.
+/// If tracepoints cannot be found. The message names the remedy.
 pub fn preflight_tracepoints() -> Result<()> {
     const TRACEFS: &str = "/sys/kernel/tracing";
     let events = [
@@ -83,7 +83,7 @@ pub fn preflight_tracepoints() -> Result<()> {
     })
 }
 
-/// Whether the kernel has this tracepoint. Ask after [`preflight_tracepoints`].
+/// Whether the kernel has this tracepoint. Call [`preflight_tracepoints`] first.
 pub fn has_tracepoint(category: &str, name: &str) -> bool {
     ["/sys/kernel/tracing", "/sys/kernel/debug/tracing"]
         .iter()
@@ -101,8 +101,9 @@ pub fn has_kprobes() -> bool {
     Path::new("/sys/bus/event_source/devices/kprobe/type").exists()
 }
 
-/// Whether a task can be preempted in the kernel: built for it, and not started with preempt=none or
-/// preempt=voluntary. Where that is not told (debugfs is not mounted), it can.
+/// Whether a task can be preempted in the kernel: the kernel was built for preemption, and was not started with
+/// preempt=none or preempt=voluntary. A kernel built for preemption counts as preemptible if its mode cannot be read
+/// (debugfs is not mounted).
 pub fn can_preempt() -> bool {
     let built = uname().is_ok_and(|name| name.version().to_string_lossy().contains("PREEMPT"));
     let chosen = fs::read_to_string("/sys/kernel/debug/sched/preempt").unwrap_or_default();
@@ -112,21 +113,21 @@ pub fn can_preempt() -> bool {
             .any(|mode| chosen.contains(mode))
 }
 
-/// Whether a task can be preempted in a program on the tracepoint of a system call, and the program is
-/// skipped meanwhile for all other tasks on its CPU (7.2 and later): of 19,360 calls by eight threads on two
-/// CPUs, 16,251 were seen. The programs on kprobes of the system calls' functions stand for them then.
+/// Whether a program on the tracepoint of a system call can be preempted, and kprobes can replace it. A preempted
+/// program is skipped for all other tasks on its CPU (7.2 and later): of 19,360 calls by eight threads on two CPUs,
+/// 16,251 were seen. Tools then use programs on kprobes of the system calls' functions.
 pub fn preempts_system_call_programs() -> bool {
     has_kprobes() && btf_has_name("trace_call_bpf_faultable")
 }
 
-/// Whether a task can be preempted in a program on a raw tracepoint, and the program is skipped meanwhile for all
-/// other tasks on its CPU: from 7.0 on. Before, tracepoints are called with preemption off, and a raw one costs
-/// less than one of tracefs, most of all when it is taken away: 4 ms for vmscan, not 330.
+/// Whether a program on a raw tracepoint can be preempted, and is then skipped for all other tasks on its CPU: from
+/// 7.0 on. Before 7.0, tracepoints are called with preemption off. A raw tracepoint then costs less than one of
+/// tracefs, most of all when it is detached: 4 ms for vmscan, not 330.
 pub fn preempts_raw_tracepoints() -> bool {
     !is_before(7, 0) && can_preempt()
 }
 
-/// Whether the kernel's release is before this one; if it cannot be told, it is not.
+/// Whether the kernel's release is before `major.minor`. Returns false if the release cannot be parsed.
 fn is_before(major: u32, minor: u32) -> bool {
     let release = || {
         let name = uname().ok()?;
@@ -138,7 +139,7 @@ fn is_before(major: u32, minor: u32) -> bool {
     release().is_some_and(|release| release < (major, minor))
 }
 
-/// Says so if the kernel half cannot know whose limit a task reclaims for (reclaim.bpf.h).
+/// Prints a note on stderr if BPF programs cannot know whose memory limit a task reclaims for (reclaim.bpf.h).
 pub fn tell_if_limits_are_unknown(tool: &str) {
     if !btf_has_name("target_mem_cgroup") {
         eprintln!("{tool}: this kernel's BTF lacks struct scan_control: LIMITED is not known");
@@ -167,7 +168,7 @@ pub fn page_shift() -> Result<u32> {
 
 /// Whether a type, function or enumerator of this name is in the kernel's BTF.
 ///
-/// It says what the kernel was built from, not what it lets us do: attach to find that out.
+/// A name in BTF tells what the kernel was built from, not what the kernel permits: attach to find that out.
 pub fn btf_has_name(name: &str) -> bool {
     // Names are NUL-terminated in BTF's string section.
     let needle = [b"\0", name.as_bytes(), b"\0"].concat();
@@ -180,14 +181,14 @@ pub fn btf_has_name(name: &str) -> bool {
     }
 }
 
-/// What this kernel calls something that has had several names: the first of them that is in its BTF, of which the
-/// newest is to be named first. All that is known of renamed hooks is in
+/// Returns this kernel's name of something that was renamed: the first of `names` that is in the kernel's BTF.
+/// `names` begins with the newest name. All known renamed hooks are listed in
 /// [`kernel_differences`](crate::bpf::kernel_differences).
 pub fn name_here(names: &[&'static str]) -> Option<&'static str> {
     names.iter().copied().find(|name| btf_has_name(name))
 }
 
-/// What a function makes of the kernel's BTF.
+/// Calls `look_at` with the kernel's BTF, and returns its result.
 pub(crate) fn with_btf<T>(look_at: impl FnOnce(&[u8]) -> T) -> Result<T> {
     let mut btf = File::open(BTF).context(NOT_READ)?;
     if let Ok(bytes) = map(&btf) {
@@ -198,14 +199,14 @@ pub(crate) fn with_btf<T>(look_at: impl FnOnce(&[u8]) -> T) -> Result<T> {
     Ok(look_at(&bytes))
 }
 
-/// The kernel's BTF without a copy, as kernels have it from 6.16 on.
+/// Maps the kernel's BTF into memory without a copy, which kernels support from 6.16 on.
 fn map(btf: &File) -> io::Result<Mmap> {
-    // SAFETY: the kernel never changes it. It refuses to share it.
+    // SAFETY: the kernel never changes its BTF. It refuses a shared mapping.
     unsafe { MmapOptions::new().map_copy_read_only(btf) }
 }
 
-/// Whether the bytes are in a file, of which only a piece is in memory at a time: BTF has six
-/// megabytes, more than all else that a tool holds.
+/// Whether a file contains the bytes of `needle`. Only a piece of the file is in memory at a time: BTF has six
+/// megabytes, more than all other memory of a tool.
 fn contains(mut file: impl Read, needle: &[u8]) -> io::Result<bool> {
     let mut piece = vec![0; 256 << 10];
     let mut kept = 0;
@@ -218,7 +219,7 @@ fn contains(mut file: impl Read, needle: &[u8]) -> io::Result<bool> {
         if memmem::find(&piece[..filled], needle).is_some() {
             return Ok(true);
         }
-        // What is looked for may go on in the next piece.
+        // The needle may begin in this piece and end in the next one.
         kept = filled.min(needle.len() - 1);
         piece.copy_within(filled - kept..filled, 0);
     }
@@ -246,7 +247,7 @@ pub fn tracepoint_arguments(tracepoint: &str) -> Result<Option<Vec<String>>> {
         let Some(handler) = types.find(BtfKind::Typedef, &handler) else {
             return Some(None);
         };
-        // A pointer to a function, whose first argument is the tracepoint's own data.
+        // The type is a pointer to a function, whose first argument is the tracepoint's own data.
         let function = types.base(&types.base(&handler)?)?;
         let arguments = types.arguments(&function)?;
         Some(Some(arguments.into_iter().skip(1).collect()))
@@ -255,7 +256,7 @@ pub fn tracepoint_arguments(tracepoint: &str) -> Result<Option<Vec<String>>> {
         .with_context(|| format!("the kernel's BTF does not tell the arguments of {tracepoint}"))
 }
 
-/// The type name of what a function of the kernel returns, such as `int` or `bool`.
+/// Returns the type name of the result of a kernel function, such as `int` or `bool`.
 ///
 /// # Errors
 /// If the kernel has no BTF, or it does not tell the result.
@@ -268,7 +269,7 @@ pub fn function_result(function: &str) -> Result<String> {
     result?.with_context(|| format!("the kernel's BTF does not say what {function} returns"))
 }
 
-/// Each tracepoint has a type for its arguments, `btf_trace_NAME`.
+/// Finds the tracepoints in BTF, where each has a type for its arguments, `btf_trace_NAME`.
 fn tracepoints_in(btf: &[u8]) -> Vec<String> {
     let names = btf.split(|&byte| byte == 0);
     let mut tracepoints: Vec<String> = names
@@ -298,8 +299,8 @@ fn check_capabilities(has: impl Fn(Capability) -> bool) -> Result<()> {
     );
 }
 
-/// Before 5.11, where no memory cgroup is charged for them, BPF maps count as memory that is locked. libbpf
-/// raises the limit when it loads a program.
+/// Checks the limit of locked memory. Before 5.11 BPF maps count as locked memory, and are not charged to a memory
+/// cgroup. libbpf raises the limit when it loads a program.
 fn check_locked_memory() -> Result<()> {
     let (limit, _) = getrlimit(Resource::RLIMIT_MEMLOCK)?;
     if capabilities::has(Capability::CAP_SYS_RESOURCE)

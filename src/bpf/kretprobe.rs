@@ -1,12 +1,12 @@
 //! Programs on the return of kernel functions that many threads are in at once.
 //!
-//! A kretprobe has an instance for each thread that is in the function. The return of a thread that
-//! finds none left is not seen. perf's kretprobes have one for each CPU, with preemption two but at
-//! least ten: of 20 threads that waited for a disk in page faults, up to a third were missed. tracefs
-//! lets the number be chosen, so kretprobes are defined there.
+//! A kretprobe needs an instance for each thread that is in the function. If no instance is free, the return of a
+//! thread is missed. perf's kretprobes have one instance for each CPU, or with preemption two for each CPU but at
+//! least ten: of 20 threads that waited for a disk in page faults, up to a third were missed. tracefs lets the number
+//! of instances be chosen, so kretprobes are defined there.
 //!
-//! A definition stays until it is removed, but does nothing without a program. It is removed with the
-//! links, or by the next tool if its own was killed.
+//! A definition stays until it is removed, but does nothing without a program. A tool removes its definitions with
+//! the links. If a tool was killed, the next tool removes them.
 
 use std::ffi::OsStr;
 use std::fs::{self, OpenOptions};
@@ -22,10 +22,10 @@ use libbpf_rs::{Link, ProgramMut, TracepointCategory};
 
 use crate::bpf::kernel_support;
 
-/// Instances of each, the kernel's most (`KRETPROBE_MAXACTIVE_MAX`). They take 0.3 MB.
+/// Instances of each kretprobe: the kernel's maximum (`KRETPROBE_MAXACTIVE_MAX`). They take 0.3 MB.
 const INSTANCES: u32 = 4096;
 
-/// The group of our definitions.
+/// Group of the tools' definitions in tracefs.
 const GROUP: &str = "memtools";
 
 /// How often to try to remove a definition whose link has just been closed.
@@ -34,13 +34,13 @@ const TRIES: u32 = 10;
 /// Definitions that this process has made.
 static DEFINED: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
-/// The function that a program of this section is on the return of.
+/// Returns the function whose return a program of this section attaches to; None if the section is no kretprobe.
 pub(crate) fn target(section: &OsStr) -> Option<&str> {
     section.to_str()?.strip_prefix("kretprobe/")
 }
 
-/// Attaches a program to the return of a function, with as many instances as the kernel permits; where
-/// tracefs is not to be had, with perf's few.
+/// Attaches a program to the return of a function, with as many instances as the kernel permits. Where tracefs is not
+/// available, it falls back to perf's few instances.
 ///
 /// # Errors
 /// If the kernel has no kprobe for the function.
@@ -77,16 +77,16 @@ fn define(function: &str) -> Result<String> {
     Ok(name)
 }
 
-/// Whether this process has defined any.
+/// Whether this process has defined any kretprobe.
 pub(crate) fn any() -> bool {
     DEFINED.lock().is_ok_and(|defined| !defined.is_empty())
 }
 
-/// Removes what this process has defined, once its links are closed.
+/// Removes the kretprobes that this process has defined, once their links are closed.
 pub(crate) fn remove() {
     let defined = DEFINED.lock().map(|mut all| std::mem::take(&mut *all));
     for name in defined.unwrap_or_default() {
-        // The kernel may still be about to let go of it.
+        // The kernel may not have released the definition yet.
         for _ in 0..TRIES {
             match write(&format!("-:{GROUP}/{name}")) {
                 Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
@@ -98,7 +98,7 @@ pub(crate) fn remove() {
     }
 }
 
-/// The name and the process of one of our definitions, from its line in the file of all.
+/// Parses the name and the process of a definition of the tools from its line in the file of all definitions.
 fn definition(line: &str) -> Option<(&str, u32)> {
     let (_, rest) = line.split_once(':')?;
     let name = rest.strip_prefix(GROUP)?.strip_prefix('/')?;
@@ -116,7 +116,7 @@ fn file() -> io::Result<&'static Path> {
     there.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))
 }
 
-/// Adds a line to the definitions. To open the file for anything but appending removes all of them.
+/// Appends a line to the file of definitions. Opening that file with O_TRUNC would remove all definitions.
 fn write(line: &str) -> io::Result<()> {
     let mut file = OpenOptions::new().append(true).open(file()?)?;
     file.write_all(format!("{line}\n").as_bytes())

@@ -1,7 +1,7 @@
-//! All entries of a hash map, many at a time.
+//! Reading of all entries of a hash map, in batches.
 //!
-//! Not by libbpf-rs: its iterator takes a batch that is not full for the last one, but the kernel
-//! also leaves places empty where all entries of the next bucket do not fit.
+//! The iterator of libbpf-rs is not used: it takes a batch that is not full for the last one. But the kernel also
+//! leaves a batch partly empty where the entries of the next bucket do not all fit.
 
 use std::collections::HashSet;
 use std::io;
@@ -13,22 +13,22 @@ use std::thread;
 use anyhow::{Context, Result, anyhow};
 use libbpf_rs::{MapCore, libbpf_sys};
 
-/// Entries read at once.
+/// Entries that are read at once.
 const BATCH: u32 = 4096;
 
-/// Buckets from which on a thread is worth its start.
+/// Buckets for each reader thread, at least: for fewer, a thread is not worth its start.
 const PART: u32 = 1 << 16;
-/// Threads at most: they take the CPUs from what is traced.
+/// Reader threads at most. They take CPU time from the traced processes.
 const READERS: u32 = 4;
 
-/// The number of the bucket behind the last one.
+/// Number of the bucket behind the last one of any map.
 const END: u32 = u32::MAX;
 
-/// Calls `each` with every key and its value. What is added or removed meanwhile may be missing;
-/// all else comes once.
+/// Calls `each` with every key and its value. Entries that are added or removed meanwhile may be missing. Every other
+/// entry comes once.
 ///
 /// # Errors
-/// If the map is no hash, or an error of `each`, which ends it.
+/// If the map is no hash map, or `each` fails, which ends the reading.
 pub fn read(
     map: &(impl MapCore + ?Sized),
     each: impl FnMut(&[u8], &[u8]) -> Result<()>,
@@ -36,10 +36,10 @@ pub fn read(
     all(map, libbpf_sys::bpf_map_lookup_batch, BATCH, each)
 }
 
-/// Calls `each` with every key and its value, and removes them.
+/// Calls `each` with every key and its value, and removes the entries.
 ///
 /// # Errors
-/// As [`read`]; what had been removed by then is lost.
+/// As [`read`]. Entries that had been removed by then are lost.
 pub fn take(
     map: &(impl MapCore + ?Sized),
     each: impl FnMut(&[u8], &[u8]) -> Result<()>,
@@ -48,10 +48,9 @@ pub fn take(
     all(map, lookup, BATCH, each)
 }
 
-/// What `parse` makes of every key and its value, in any order. Several threads read a part each of
-/// a large map: most of the time they wait for memory. What is added or removed meanwhile may be
-/// missing; what is removed can also come twice, if two read it at the same time; all else comes
-/// once.
+/// Parses every key with its value, and returns the results in any order. Several threads read a part each of a large
+/// map, as most of the time they wait for memory. Entries that are added or removed meanwhile may be missing. A
+/// removed entry can also come twice, if two threads read it at the same time. Every other entry comes once.
 ///
 /// # Errors
 /// As [`read`].
@@ -88,7 +87,8 @@ fn collect_in<T: Send>(
     })
 }
 
-/// Joins two lists, in any order; of millions, a copy is felt, so the smaller one is moved.
+/// Joins two lists, in any order. The smaller list is moved to the end of the larger one, as copying millions of
+/// elements is slow.
 pub fn join<T>(one: Vec<T>, other: Vec<T>) -> Vec<T> {
     let (mut larger, mut smaller) = if one.len() < other.len() {
         (other, one)
@@ -99,7 +99,7 @@ pub fn join<T>(one: Vec<T>, other: Vec<T>) -> Vec<T> {
     larger
 }
 
-/// The kernel makes so many of a hash map.
+/// Returns the number of buckets that the kernel gives a hash map.
 fn buckets_of(map: &(impl MapCore + ?Sized)) -> u32 {
     map.max_entries().max(1).next_power_of_two()
 }
@@ -135,10 +135,10 @@ struct Source<'a> {
     value_bytes: usize,
 }
 
-/// Entries that were read at once: all of some buckets.
+/// Entries that one system call has read: all entries of some buckets.
 struct Batch<'a> {
     source: &'a Source<'a>,
-    /// The bucket after them, or [`END`].
+    /// The number of the bucket after these, or [`END`].
     next: u32,
     count: usize,
     keys: &'a [u8],
@@ -167,7 +167,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// The entries of these buckets.
+    /// Parses the entries of the buckets from `from` up to, but not including, `to`.
     fn part<T>(
         &self,
         from: u32,
@@ -177,7 +177,8 @@ impl<'a> Source<'a> {
         let lookup = libbpf_sys::bpf_map_lookup_batch;
         let mut found = Vec::new();
         self.walk(lookup, BATCH, from, |batch| {
-            // Nothing tells in which bucket an entry is: what is read from `to` on is not here.
+            // The kernel does not tell in which bucket an entry is. Entries that a read from `to` on finds are of
+            // another part.
             let mut beyond = HashSet::new();
             if batch.next > to {
                 self.walk(lookup, BATCH, to, |other| {
@@ -200,8 +201,8 @@ impl<'a> Source<'a> {
         Ok(found)
     }
 
-    /// Calls `each` with all entries of the buckets from the one with this number on, in batches of
-    /// so many, until it breaks.
+    /// Calls `each` with all entries from the bucket `from` on, in batches of at least `batch` entries, until `each`
+    /// breaks.
     fn walk(
         &self,
         lookup: Lookup,
@@ -213,7 +214,7 @@ impl<'a> Source<'a> {
             sz: size_of::<libbpf_sys::bpf_map_batch_opts>() as _,
             ..Default::default()
         };
-        // Where the kernel is to begin: of a hash map the number of a bucket.
+        // Where the kernel begins to read: for a hash map, the number of a bucket.
         let mut place = from;
         let mut keys = vec![0; batch as usize * self.key_bytes];
         let mut values = vec![0; batch as usize * self.value_bytes];
@@ -236,7 +237,7 @@ impl<'a> Source<'a> {
             match -result {
                 0 | libc::ENOENT => {}
                 libc::EINTR => continue,
-                // A bucket has more entries than that.
+                // A bucket has more entries than the buffers.
                 libc::ENOSPC => {
                     batch *= 2;
                     keys.resize(batch as usize * self.key_bytes, 0);
@@ -270,7 +271,7 @@ mod tests {
     use super::*;
     use crate::bpf::map_create;
 
-    /// A hash map of numbers to their squares; None where we may make none.
+    /// Creates a hash map of numbers to their squares. Returns None where the test may not create maps.
     fn squares(count: u64) -> Option<MapHandle> {
         let entries = count.max(1) as u32;
         let map = map_create::create_for_test(MapType::Hash, (8, 8), entries, 0)?;

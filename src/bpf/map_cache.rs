@@ -1,15 +1,15 @@
-//! Entries of a map that the kernel half writes once and refers to by their keys, such as names.
+//! Cache of map entries that BPF programs write once and then refer to by key, such as names.
 //!
-//! Each is read once. In long runs those that are not referred to any more are removed, lest the
-//! map be full of what has gone. A program can find an entry just before it is removed, and
-//! refer to it just after that; so what is removed is still known here for another round.
+//! Each entry is read once. In long runs, entries that are not referred to any more are removed, so that the map does
+//! not fill with old entries. A program can find an entry just before its removal, and refer to it just after that.
+//! So a removed entry stays known here for another round.
 
 use std::collections::HashMap;
 
 use anyhow::{Context, Result};
 use libbpf_rs::{MapCore, MapFlags};
 
-/// The entries of one map, as `V`.
+/// Cache of the entries of one map, as values of type `V`.
 pub struct Recorded<'map, M, V> {
     map: &'map M,
     known: HashMap<Vec<u8>, Known<V>>,
@@ -18,13 +18,13 @@ pub struct Recorded<'map, M, V> {
 
 struct Known<V> {
     value: V,
-    /// The round in which it was last asked for.
+    /// The round of the last lookup.
     asked_for: u64,
     removed: bool,
 }
 
 impl<'map, M: MapCore, V: Clone> Recorded<'map, M, V> {
-    /// The entries of this map of the skeleton.
+    /// Creates an empty cache for this map of the skeleton.
     pub fn new(map: &'map M) -> Self {
         Self {
             map,
@@ -33,8 +33,8 @@ impl<'map, M: MapCore, V: Clone> Recorded<'map, M, V> {
         }
     }
 
-    /// The entry as `understand` has it, which returns None for one that is just being written;
-    /// None if there is none.
+    /// Returns the entry with this key, parsed by `understand`; None if there is no such entry. `understand` returns
+    /// None for an entry that is just being written.
     ///
     /// # Errors
     /// If the map cannot be read, or `understand` fails.
@@ -64,7 +64,7 @@ impl<'map, M: MapCore, V: Clone> Recorded<'map, M, V> {
         Ok(Some(value))
     }
 
-    /// Ends a round: removes what was not asked for in it.
+    /// Ends a round: removes the entries that were not looked up in it.
     ///
     /// # Errors
     /// If an entry cannot be removed.
@@ -97,7 +97,8 @@ mod tests {
 
     use super::*;
 
-    /// A map with the numbers up to this as keys, and as values; None where we may make none.
+    /// Creates a map with the numbers below `count` as keys and values. Returns None where the test may not create
+    /// maps.
     fn numbers(count: u64) -> Option<MapHandle> {
         let options = libbpf_sys::bpf_map_create_opts {
             sz: size_of::<libbpf_sys::bpf_map_create_opts>() as _,
@@ -143,7 +144,7 @@ mod tests {
         assert_eq!(get(&mut recorded, 0), None);
         assert!(!there(1));
 
-        // It comes back, and is one that is there.
+        // An entry that is added again is an ordinary entry.
         let one = 1u64.to_ne_bytes();
         map.update(&one, &one, MapFlags::ANY).expect("room");
         assert!(get(&mut recorded, 1).is_some());

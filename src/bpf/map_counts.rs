@@ -1,4 +1,4 @@
-//! Counts by key, which `bpf/include/count.bpf.h` adds to, as what has come since the last look.
+//! Counts by key, which BPF programs add to (`bpf/include/count.bpf.h`), read as the counts since the last read.
 
 use std::marker::PhantomData;
 use std::os::fd::AsRawFd;
@@ -13,14 +13,15 @@ use crate::bpf::types;
 
 /// The counts of one kind: values `V` by keys `K`.
 pub struct Counts<'map, M, K, V> {
-    /// Empty until the first call of [`Counts::take`], which stands for the first of `maps`.
+    /// Array of maps that holds the map in use. It is empty until the first call of [`Counts::take`]: until then the
+    /// first of `maps` is in use.
     holder: &'map M,
-    /// The first is counted in, the second is empty.
+    /// BPF programs count in the first map. The second map is empty.
     maps: [Counted<'map, M>; 2],
     types: PhantomData<(K, V)>,
 }
 
-/// A map of the skeleton, or a larger one in its place.
+/// A map of the skeleton, or a larger map that replaces it.
 enum Counted<'map, M> {
     Skeleton(&'map M),
     Made(MapHandle),
@@ -36,7 +37,7 @@ impl<M: MapCore> Counted<'_, M> {
 }
 
 impl<'map, M: MapCore, K: Plain + Copy, V: Plain + Copy> Counts<'map, M, K, V> {
-    /// The counts of these maps of the skeleton, `name`, `name_a` and `name_b`.
+    /// Creates a reader of the skeleton's maps `name`, `name_a` and `name_b`.
     pub fn new(holder: &'map M, a: &'map M, b: &'map M) -> Self {
         Self {
             holder,
@@ -45,14 +46,14 @@ impl<'map, M: MapCore, K: Plain + Copy, V: Plain + Copy> Counts<'map, M, K, V> {
         }
     }
 
-    /// What was counted since the last call, and from now on is forgotten.
+    /// Returns the counts since the last call, and removes them from the kernel's map.
     ///
     /// # Errors
     /// If a map cannot be read, emptied or exchanged.
     pub fn take(&mut self) -> Result<Vec<(K, V)>> {
         self.maps.swap(0, 1);
         let [counted_in, full] = self.maps.each_ref().map(Counted::map);
-        // A replacement takes a grace period: then nobody counts in the other map any more.
+        // The kernel waits for a grace period in this update. After that no program counts in the other map any more.
         self.holder
             .update(
                 &0u32.to_ne_bytes(),
@@ -68,18 +69,18 @@ impl<'map, M: MapCore, K: Plain + Copy, V: Plain + Copy> Counts<'map, M, K, V> {
         Ok(counts)
     }
 
-    /// How many keys the map has room for that is counted in.
+    /// Returns the capacity of the map in use, in keys.
     pub fn entries(&self) -> u32 {
         self.maps[0].map().max_entries()
     }
 
-    /// How many keys the map has room for that the next call of [`Counts::take`] begins to count in.
+    /// Returns the capacity, in keys, of the map that the next call of [`Counts::take`] puts into use.
     pub fn next_entries(&self) -> u32 {
         self.maps[1].map().max_entries()
     }
 
-    /// Has the next call of [`Counts::take`] begin to count in a map with room for so many keys, for
-    /// maps that the kernel half knows by their sizes alone.
+    /// Makes the next call of [`Counts::take`] put a map of at least `entries` keys into use. Works only for maps
+    /// that the BPF side declares by the sizes of keys and values alone (`COUNTS_OF_SIZES`).
     ///
     /// # Errors
     /// If there is no memory for a larger map.
@@ -101,7 +102,7 @@ mod tests {
 
     use super::*;
 
-    /// Counts as the kernel half does: in the map that the holder has.
+    /// Counts as a BPF program does: in the map that `holder` holds.
     fn count(holder: &MapHandle, key: u32, value: u64) {
         let id = holder.lookup(&0u32.to_ne_bytes(), MapFlags::ANY);
         let id = id.expect("a lookup").expect("a map");
@@ -111,7 +112,7 @@ mod tests {
             .expect("there is room");
     }
 
-    /// The map and its two sides, of two entries each.
+    /// Creates the holder and its two maps, of two entries each.
     fn maps() -> Option<[MapHandle; 3]> {
         let side = || map_create::create_for_test(MapType::Hash, (4, 8), 2, 0);
         let (a, b) = (side()?, side()?);

@@ -1,4 +1,4 @@
-//! BPF maps that are made while a tool runs; all others are their skeleton's.
+//! BPF maps that are created while a tool runs, beside those that a skeleton creates at load.
 
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd};
@@ -9,20 +9,20 @@ use libbpf_rs::{AsRawLibbpf, MapHandle, MapType, OpenMapMut, OpenObject};
 
 use crate::bpf::kernel_support;
 
-/// The flag of a hash map whose entries are made when they are needed: BPF_F_NO_PREALLOC.
+/// Returns the flag of a hash map whose entries are allocated when they are needed: BPF_F_NO_PREALLOC.
 ///
-/// Kernels before 6.1 warn of such a map of a tracing program, once, in their log. Where a warning is to stop
-/// the machine (kernel.panic_on_warn) it is 0, and memory for all entries is set aside at once.
+/// Kernels before 6.1 warn once in their log if a tracing program uses such a map. Where a warning stops the machine
+/// (kernel.panic_on_warn), the function returns 0, and the kernel allocates all entries at once.
 pub fn as_needed() -> u32 {
-    // Asked first, as every tool starts by this, and the kernel's types take longer to look through.
+    // Checked first, as every tool calls this at its start, and searching the kernel's BTF takes longer.
     let panic_on_warn = fs::read_to_string("/proc/sys/kernel/panic_on_warn");
     let stops = panic_on_warn.is_ok_and(|value| value.trim() != "0")
         && !kernel_support::btf_has_name("bpf_mem_alloc");
     if stops { 0 } else { BPF_F_NO_PREALLOC }
 }
 
-/// Has an opened object's hash maps, and those that its arrays of maps are to have, made as [`as_needed`]
-/// says.
+/// Clears BPF_F_NO_PREALLOC of an opened object's hash maps, and of the hash maps in its arrays of maps, where
+/// [`as_needed`] returns 0.
 pub(crate) fn choose_when(open: &mut OpenObject) -> Result<()> {
     if as_needed() != 0 {
         return Ok(());
@@ -40,9 +40,9 @@ pub(crate) fn choose_when(open: &mut OpenObject) -> Result<()> {
     Ok(())
 }
 
-/// Has an array of hash maps take those whose memory is set aside at once.
+/// Replaces the inner hash map of an array of maps by one whose entries are allocated at once.
 fn replace_inner(map: &mut OpenMapMut<'_>) -> Result<()> {
-    // SAFETY: the object lives, and so do its maps. The one that an array is to have is only read.
+    // SAFETY: the object lives, and so do its maps. The inner map is only read.
     let (kind, sizes, entries) = unsafe {
         let inner = libbpf_sys::bpf_map__inner_map(map.as_libbpf_object().as_ptr());
         if inner.is_null() {
@@ -61,12 +61,12 @@ fn replace_inner(map: &mut OpenMapMut<'_>) -> Result<()> {
     let made = create(kind, "inner", sizes, entries, 0)?;
     map.set_inner_map_fd(made.as_fd())
         .context("failed to replace the map that an array of maps is to have")?;
-    // libbpf has its number until it loads the object.
+    // libbpf uses the descriptor's number until it loads the object, so the descriptor stays open.
     std::mem::forget(made);
     Ok(())
 }
 
-/// Creates a map for so many entries of these sizes in bytes; `flags` are BPF_F_*.
+/// Creates a map for up to `entries` entries, with keys and values of these sizes in bytes. `flags` are BPF_F_*.
 ///
 /// # Errors
 /// If the kernel does not make the map, for want of memory or privilege.
@@ -84,17 +84,17 @@ pub fn create(
     create_with(kind, name, (key_bytes, value_bytes), entries, options)
 }
 
-/// Gives a map of an opened skeleton room for so many entries, or a ring buffer so many bytes. What no program
-/// uses that is to be loaded gets one entry: there is no map without.
+/// Sets the capacity of a map of an opened skeleton, in entries; for a ring buffer, in bytes. Callers pass 1 for a
+/// map that no program to be loaded uses, as a map cannot have no entries.
 ///
 /// # Errors
-/// If libbpf refuses it.
+/// If libbpf refuses the capacity.
 pub fn size(map: &mut OpenMapMut<'_>, entries: u32) -> Result<()> {
     map.set_max_entries(entries)
         .with_context(|| format!("failed to size the map {}", map.name().to_string_lossy()))
 }
 
-/// Makes a map of an opened skeleton now, and not at load.
+/// Creates a map of an opened skeleton now, rather than at load.
 ///
 /// # Errors
 /// If the kernel does not make the map, for want of memory or privilege.
@@ -112,7 +112,7 @@ pub fn create_before_load(map: &mut OpenMapMut<'_>) -> Result<MapHandle> {
     Ok(made)
 }
 
-/// Has a skeleton use this map instead of one that it would make at load.
+/// Makes a skeleton use this map instead of the one that it would create at load.
 ///
 /// # Errors
 /// If the skeleton has been loaded, or the map is of another kind.
@@ -121,7 +121,7 @@ pub fn use_instead(map: &mut OpenMapMut<'_>, made: &impl AsFd) -> Result<()> {
         .context("failed to replace a map before load")
 }
 
-/// Creates an array of so many maps that are like this one.
+/// Creates an array of `entries` maps, whose inner maps are of the kind and sizes of `like`.
 ///
 /// # Errors
 /// If the kernel does not make the map, for want of memory or privilege.
@@ -150,7 +150,7 @@ fn create_with(
         .with_context(|| format!("failed to create the map {name}"))
 }
 
-/// A map for a test; None, which stderr is told by the test's name, where nobody but root may make one.
+/// Creates a map for a test. Returns None, and prints the test's name on stderr, where only root may create maps.
 #[cfg(test)]
 #[expect(clippy::print_stderr, reason = "a test that does not run says so")]
 pub(crate) fn create_for_test(

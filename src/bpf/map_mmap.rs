@@ -1,4 +1,4 @@
-//! A BPF array map as memory of ours, so that reading it takes no system calls.
+//! BPF array maps that are mapped into this process, so that reading them takes no system calls.
 
 use std::num::NonZeroUsize;
 use std::ptr::NonNull;
@@ -9,8 +9,8 @@ use libbpf_rs::MapCore;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use plain::Plain;
 
-/// An array made with BPF_F_MMAPABLE. The kernel half writes it at any time, so what is read of a
-/// value can be half of one and half of another; values carry what it takes to notice.
+/// Memory mapping of an array map that was created with BPF_F_MMAPABLE. BPF programs write to the map at any time, so
+/// a value that is read can mix two states. Values have fields by which a reader notices that.
 #[derive(Debug)]
 pub struct MappedArray {
     memory: NonNull<u8>,
@@ -18,9 +18,9 @@ pub struct MappedArray {
     stride: usize,
 }
 
-// SAFETY: the mapping is of the process, not of a thread.
+// SAFETY: the mapping belongs to the process, not to a thread.
 unsafe impl Send for MappedArray {}
-// SAFETY: we write words atomically, and nothing else; what is read of a value can be of several moments anyway.
+// SAFETY: user space writes single words only, atomically. A value that is read can mix several states anyway.
 unsafe impl Sync for MappedArray {}
 
 impl MappedArray {
@@ -29,7 +29,7 @@ impl MappedArray {
     /// # Errors
     /// If the map is no array that can be mapped, or has no entries.
     pub fn new(map: &impl MapCore) -> Result<Self> {
-        // The kernel places values on 8 bytes.
+        // The kernel aligns values to 8 bytes.
         let stride = (map.value_size() as usize).next_multiple_of(8);
         let bytes = NonZeroUsize::new(stride * map.max_entries() as usize)
             .context("the array has no entries")?;
@@ -53,20 +53,20 @@ impl MappedArray {
         })
     }
 
-    /// How many values it has.
+    /// Returns the number of values.
     pub fn len(&self) -> usize {
         self.bytes.get() / self.stride
     }
 
-    /// Whether it has none, which no array can.
+    /// Whether the array has no values, which is never true.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// A copy of the value with this index.
+    /// Copies the value with this index.
     ///
     /// # Errors
-    /// If there is none, or it is smaller than a `T`.
+    /// If there is no such value, or it is smaller than a `T`.
     pub fn get<T: Plain + Copy>(&self, index: usize) -> Result<T> {
         ensure!(
             index < self.len() && size_of::<T>() <= self.stride && align_of::<T>() <= 8,
@@ -85,7 +85,7 @@ impl MappedArray {
     /// The 64-bit word `offset` bytes into the value with this index.
     ///
     /// # Errors
-    /// If there is none there.
+    /// If the value has no such word.
     pub fn word(&self, index: usize, offset: usize) -> Result<&AtomicU64> {
         ensure!(
             index < self.len() && offset.is_multiple_of(8) && offset + 8 <= self.stride,
@@ -99,7 +99,8 @@ impl MappedArray {
         Ok(unsafe { AtomicU64::from_ptr(word.cast()) })
     }
 
-    /// Replaces such a word if it still is `current`.
+    /// Replaces the 64-bit word `offset` bytes into a value if the word still is `current`. Returns whether it was
+    /// replaced.
     ///
     /// # Errors
     /// If the array has no such word.
@@ -113,8 +114,8 @@ impl MappedArray {
 
 impl Drop for MappedArray {
     fn drop(&mut self) {
-        // SAFETY: our own mapping, which nothing refers to any more. It can only fail for a wrong
-        // address, and there is nothing to do then.
+        // SAFETY: our own mapping, which nothing refers to any more. munmap can only fail for a wrong address, and
+        // nothing could be done then.
         let _ = unsafe { munmap(self.memory.cast(), self.bytes.get()) };
     }
 }
@@ -134,7 +135,8 @@ mod tests {
     // SAFETY: integers; every bit pattern is valid.
     unsafe impl<const COUNT: usize> Plain for Words<COUNT> {}
 
-    /// Values of 20 bytes, which are 24 apart: each word is ten times the index, and its number.
+    /// Creates an array of values of 20 bytes, 24 bytes apart. Each word is ten times the value's index plus the
+    /// word's number.
     fn array(flags: u32) -> Option<MapHandle> {
         let map = map_create::create_for_test(MapType::Array, (4, 20), 3, flags)?;
         for index in 0..3u32 {

@@ -1,24 +1,24 @@
-//! Room `bpf`: BPF objects, their maps and hooks, and what this kernel allows.
+//! BPF objects, their maps and hooks, and what this kernel allows.
 //!
 //! | module | what it is for |
 //! |---|---|
-//! | [`kernel_support`] | what this kernel and this user allow, with the remedy where they do not |
-//! | [`kernel_differences`] | what hooks and structs are called, kernel by kernel: documentation only |
+//! | [`kernel_support`] | what this kernel supports and this user may do, with the remedy for what is missing |
+//! | [`kernel_differences`] | names of hooks and structs by kernel version: documentation only |
 //! | [`attach`] | a ladder of variants of the same hook, tried from the best down |
-//! | [`software_event`] | programs on events that the kernel counts itself, on all CPUs |
+//! | [`software_event`] | programs on software perf events, on all CPUs |
 //! | `raw_tracepoint` | programs on tracepoints that are attached and detached while a tool runs |
-//! | `kretprobe` | programs on the return of kernel functions, for many threads at once |
-//! | [`btf_subset`] | the kernel's types that a BPF object is fitted to |
-//! | `generated` | what libbpf-cargo makes of an object |
+//! | `kretprobe` | programs on the return of kernel functions that many threads are in at once |
+//! | [`btf_subset`] | the part of the kernel's BTF that a BPF object needs |
+//! | `generated` | the module that includes libbpf-cargo's code for an object |
 //! | [`types`] | structs generated from the BPF headers |
 //! | [`ring`] | typed events from the ring buffer |
-//! | [`map_create`] | maps that are made while a tool runs |
-//! | [`map_batch`] | all entries of a map |
-//! | [`map_counts`] | counts by key, as what has come since the last look |
-//! | [`map_cache`] | what the kernel half writes once and refers to: names |
-//! | [`room`] | how full the tables are that programs add to, and when they are to grow |
-//! | [`map_mmap`] | arrays that are read without system calls |
-//! | `test_run` | programs that we run ourselves |
+//! | [`map_create`] | maps that user space creates, sizes or replaces |
+//! | [`map_batch`] | reading of all entries of a map, in batches |
+//! | [`map_counts`] | counts by key since the last read |
+//! | [`map_cache`] | cache of map entries that BPF programs write once and refer to by key, such as names |
+//! | [`room`] | fill levels of the tables that BPF programs add to, and when these tables grow |
+//! | [`map_mmap`] | array maps that are mapped into user space and read without system calls |
+//! | `test_run` | BPF programs that user space runs itself |
 //! | [`program_stats`] | how often the kernel has skipped BPF programs |
 
 pub mod attach;

@@ -1,22 +1,23 @@
-//! How often the kernel has skipped BPF programs, as it counts it.
+//! How often the kernel has skipped BPF programs, from the kernel's own counters.
 
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd};
 
-/// How often the kernel has skipped these programs, as they were already running on that CPU. Kernels
-/// that do not count it (before 5.12) skip none of those on raw tracepoints.
+/// Returns how often the kernel has skipped these programs, as they were already running on that CPU. Kernels before
+/// 5.12 do not count this, but skip no programs on raw tracepoints.
 pub(crate) fn skipped<P: AsFd>(programs: impl IntoIterator<Item = P>) -> u64 {
     let skipped = |program| fdinfo_of(program).number("recursion_misses");
     programs.into_iter().filter_map(skipped).sum()
 }
 
-/// How often, at most, it has skipped all of these programs, of one hook, which do the same.
+/// Returns how often, at most, the kernel has skipped all of these programs for one event. They must be on one hook
+/// and do the same.
 pub(crate) fn skipped_by_all<P: AsFd>(programs: impl IntoIterator<Item = P>) -> u64 {
     let skipped = programs.into_iter().map(|program| skipped([program]));
     skipped.min().unwrap_or_default()
 }
 
-/// What the kernel says of a program.
+/// Text of a program's file in `/proc/self/fdinfo`.
 struct FdInfo(String);
 
 fn fdinfo_of(program: impl AsFd) -> FdInfo {

@@ -1,4 +1,4 @@
-//! A program on a raw tracepoint that is attached and detached while a tool runs, by whichever thread.
+//! A program on a raw tracepoint that can be attached and detached while a tool runs, from any thread.
 
 use std::ffi::CStr;
 use std::io;
@@ -30,7 +30,7 @@ impl RawTracepoint {
         Ok(tracepoint)
     }
 
-    /// Attaches the program, unless it is.
+    /// Attaches the program, unless it is attached already.
     ///
     /// # Errors
     /// If no descriptors are left, or the kernel refuses it.

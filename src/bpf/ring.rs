@@ -14,9 +14,11 @@ use plain::Plain;
 use crate::bpf::attach;
 use crate::run::poll::Poller;
 
-/// Events that are given to a tool at once. To print so many takes some 10 ms, in which the buffer has room for more.
+/// Events that are passed to a tool at once, at most. Printing this many takes about 10 ms, for which the ring buffer
+/// has space.
 const AT_ONCE: usize = 1024;
-/// So many events may wait in our memory; the buffer is left alone then until some have been given.
+/// Events that may wait in user space. From this number on the ring buffer is not read until some have been passed
+/// on.
 const WAITING: usize = 1 << 17;
 
 /// The events of one tool, in the order in which their handlers reserved them.
@@ -32,13 +34,13 @@ impl<'map, T: Plain + Copy + 'map> Events<'map, T> {
     /// # Errors
     /// If the ring buffer cannot be mapped.
     pub fn new(map: &'map impl MapCore) -> Result<Self> {
-        // A ring buffer record starts on 8 bytes, as every event type does at most.
+        // Records of a ring buffer are aligned to 8 bytes, which no event type exceeds.
         Self::decoding(map, |record| plain::from_bytes(record).ok().copied())
     }
 }
 
 impl<'map, T: 'map> Events<'map, T> {
-    /// Reads from the skeleton's map `events`, whose records `decode` understands.
+    /// Reads from the skeleton's map `events`, whose records `decode` decodes.
     ///
     /// # Errors
     /// If the ring buffer cannot be mapped.
@@ -67,7 +69,7 @@ impl<'map, T: 'map> Events<'map, T> {
         })
     }
 
-    /// Everything that is in the buffer now.
+    /// Reads everything that is in the ring buffer now, and returns all events that have not been passed on.
     ///
     /// # Errors
     /// If the kernel does not let us read the buffer.
@@ -76,35 +78,37 @@ impl<'map, T: 'map> Events<'map, T> {
         Ok(self.queue.take().into_iter())
     }
 
-    /// Takes everything out of the buffer, to where it waits to be given.
+    /// Moves everything from the ring buffer into the queue.
     fn read(&self) -> Result<()> {
         self.ring
             .consume()
             .context("failed to read the ring buffer")
     }
 
-    /// The first events, [`AT_ONCE`] at the most, when the buffer has been read.
+    /// Reads the ring buffer, unless [`WAITING`] events wait. Returns the first events of the queue, [`AT_ONCE`] at
+    /// most.
     fn next(&self) -> Result<IntoIter<T>> {
         if self.queue.borrow().len() < WAITING {
             self.read()?;
         }
         if self.queue.borrow().len() <= AT_ONCE {
-            // With the memory that a burst has taken.
+            // Taking the whole queue also frees the memory that a burst has taken.
             return Ok(self.queue.take().into_iter());
         }
         let next: VecDeque<T> = self.queue.borrow_mut().drain(..AT_ONCE).collect();
         Ok(next.into_iter())
     }
 
-    /// Whether no event waits to be given.
+    /// Whether no event waits in the queue.
     fn is_idle(&self) -> bool {
         self.queue.borrow().is_empty()
     }
 
-    /// Gives `each` all events as they come, some at a time, until what the poller watches or the deadline ends the
-    /// trace. Then it detaches the links, and gives what came before they were gone.
+    /// Passes all events to `each` as they arrive, some at a time, until a source of the poller or the deadline ends
+    /// the trace. Then detaches the links, and passes on the events that arrived until the links were detached.
     ///
-    /// The buffer is read again after each time, so that a burst has room where there is most of it: in our memory.
+    /// The ring buffer is read again after each call of `each`. A burst is thus held in user space, which has more
+    /// memory for it.
     ///
     /// # Errors
     /// If the buffer cannot be read, the kernel does not let us wait, or `each` fails.
@@ -136,7 +140,8 @@ impl<'map, T: 'map> Events<'map, T> {
         }
     }
 
-    /// Records too short for the event type; only a mismatch of program and binary makes them.
+    /// Returns the number of records that could not be decoded, such as records too short for the event type. Only a
+    /// mismatch between BPF program and binary causes them.
     pub fn malformed(&self) -> u64 {
         self.malformed.get()
     }

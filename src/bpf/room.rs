@@ -1,4 +1,4 @@
-//! How full the tables are that programs add to, and when they ask for more room
+//! Fill levels of the tables that BPF programs add to, and when the programs ask for a larger table
 //! (`bpf/include/room.bpf.h`).
 
 use std::mem::offset_of;
@@ -11,10 +11,10 @@ use libbpf_rs::MapCore;
 use crate::bpf::map_mmap::MappedArray;
 use crate::bpf::types::{room, room_of};
 
-/// A table that was full again within this time is made larger.
+/// A table that filled within this time is replaced by a larger one.
 const FAST: Duration = Duration::from_millis(500);
 
-/// Which table it is.
+/// A table that BPF programs add entries to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Table {
     /// The table of distinct stacks.
@@ -23,7 +23,7 @@ pub enum Table {
     Counts,
 }
 
-/// The room in one table, as programs and we know it.
+/// Fill level of one table, shared by BPF programs and user space.
 #[derive(Debug)]
 pub struct Room {
     rooms: MappedArray,
@@ -31,7 +31,7 @@ pub struct Room {
 }
 
 impl Room {
-    /// The room in this table; `rooms` is the skeleton's map.
+    /// Opens the fill level of a table; `rooms` is the skeleton's map.
     ///
     /// # Errors
     /// If the map cannot be mapped, or has no entry for this table.
@@ -44,12 +44,13 @@ impl Room {
             rooms: MappedArray::new(rooms).context("failed to see how full the tables are")?,
             index: index.0 as usize,
         };
-        // All three are there, or it fails here.
+        // The last word of the entry: if it exists, the other two do.
         room.word(offset_of!(room, asked))?;
         Ok(room)
     }
 
-    /// How many entries programs have added since [`Room::begin`].
+    /// Returns the number of entries in the table: those that [`Room::begin`] was given, and those that programs have
+    /// added since.
     ///
     /// # Errors
     /// If the map has no entry for this table.
@@ -57,7 +58,7 @@ impl Room {
         Ok(self.word(offset_of!(room, taken))?.load(Ordering::Relaxed))
     }
 
-    /// Whether that is enough to make more room.
+    /// Whether the table has so many entries that it is to be replaced.
     ///
     /// # Errors
     /// If the map has no entry for this table.
@@ -66,9 +67,9 @@ impl Room {
         Ok(enough > 0 && self.taken()? >= enough)
     }
 
-    /// Counts from here on, in a table that has so many entries already. Programs ask for more room
-    /// when it has `enough`. To be called before the table is replaced: what is then added to the
-    /// old one counts, but the new one never has more than is known.
+    /// Starts the count of a table that has `taken` entries already. Programs ask for a larger table when it has
+    /// `enough` entries. Call this before the table is replaced. Entries that are added to the old table in between
+    /// are counted too, so that the new table never has more entries than counted.
     ///
     /// # Errors
     /// If the map has no entry for this table.
@@ -87,27 +88,27 @@ impl Room {
     }
 }
 
-/// At how many entries programs ask for more room: when a quarter of what was free is taken, since
-/// the rest has to last until we come, and for a grace period of the kernel, 10 to 30 ms.
+/// Returns the number of entries at which programs ask for a larger table: when a quarter of the free entries is
+/// taken. The rest has to last until user space reacts, and for a grace period of the kernel, 10 to 30 ms.
 pub fn enough(taken: u64, entries: u32) -> u64 {
     taken + (u64::from(entries).saturating_sub(taken) / 4).max(1)
 }
 
-/// What a table was like that is replaced.
+/// Fill level and age of a table that is replaced.
 #[derive(Debug, Clone, Copy)]
 pub struct Filled {
-    /// How many entries it had room for.
+    /// Capacity of the table, in entries.
     pub entries: u32,
-    /// How many there were in it.
+    /// Entries in the table.
     pub taken: u64,
-    /// How many of these it had from the table before it.
+    /// Entries that the table took over from the table before it.
     pub kept: u64,
-    /// For how long it was in use.
+    /// Time for which the table was in use.
     pub for_time: Duration,
 }
 
 impl Filled {
-    /// How many entries the next one is to have, if it may have `most`.
+    /// Returns the capacity of the next table, in entries; `most` is the maximum.
     pub fn next(self, most: u32) -> u32 {
         let entries = u64::from(self.entries);
         let fast = self.for_time < FAST;

@@ -1,5 +1,5 @@
-//! Programs on every single event of a kind that the kernel counts itself, such as page faults: a perf
-//! event for each CPU, also for those that come online while the tool traces.
+//! Programs on software perf events, such as page faults, which run at every single event. Each CPU has a perf event
+//! of its own, also CPUs that come online while the tool traces.
 
 use std::io::{PipeReader, PipeWriter, pipe};
 use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
@@ -16,11 +16,11 @@ use perf_event::{Builder, Counter};
 use crate::host::capabilities;
 use crate::host::cpus::Cpus;
 
-/// What attaches programs on CPUs that come, until [`detach`].
+/// Threads that attach programs on CPUs that come online, until [`detach`].
 static FOLLOWERS: Mutex<Vec<Follower>> = Mutex::new(Vec::new());
 
-/// Attaches a program to each event on every CPU. What is returned is that of the CPUs that are online
-/// now; that of later ones goes with [`attach::detach`](crate::bpf::attach::detach).
+/// Attaches a program to each event on every CPU. Returns the links of the CPUs that are online now.
+/// [`attach::detach`](crate::bpf::attach::detach) also detaches the program from CPUs that come online later.
 ///
 /// # Errors
 /// If the kernel refuses the perf event on a CPU, or the program on it.
@@ -29,7 +29,7 @@ pub fn attach(program: &ProgramMut<'_>, event: Software) -> Result<Vec<Link>> {
     let links = cpus
         .online()
         .map(|cpu| {
-            // The link closes it.
+            // The link closes the perf event.
             program
                 .attach_perf_event(open(event, cpu)?.into_raw_fd())
                 .context("failed to attach to the perf event")
@@ -41,7 +41,7 @@ pub fn attach(program: &ProgramMut<'_>, event: Software) -> Result<Vec<Link>> {
     Ok(links)
 }
 
-/// Takes programs away from the CPUs that came later.
+/// Detaches programs from the CPUs that came online later.
 pub(crate) fn detach() {
     followers().clear();
 }
@@ -63,9 +63,9 @@ fn open(event: Software, cpu: usize) -> Result<Counter> {
         })
 }
 
-/// A thread that attaches a program on CPUs as they come. They are detached when this is dropped.
+/// A thread that attaches a program on CPUs as they come online. Dropping it detaches the program from these CPUs.
 struct Follower {
-    /// The end of a pipe whose closing stops the thread; None once it is closed.
+    /// The write end of a pipe, whose closing stops the thread; None once it is closed.
     stop: Option<PipeWriter>,
     thread: Option<JoinHandle<()>>,
 }
@@ -88,13 +88,13 @@ impl Drop for Follower {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // It has said what it had to say.
+            // The thread has printed its errors itself.
             let _ = thread.join();
         }
     }
 }
 
-/// Attaches the program on each CPU that comes, until `stopped` is closed.
+/// Attaches the program on each CPU that comes online, until the write end of `stopped` is closed.
 fn follow(mut cpus: Cpus, stopped: &PipeReader, program: &OwnedFd, event: Software) {
     let mut counters = Vec::new();
     loop {

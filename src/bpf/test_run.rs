@@ -1,4 +1,4 @@
-//! BPF programs that we run ourselves (BPF_PROG_TEST_RUN), in the place of an event.
+//! BPF programs that user space runs itself (BPF_PROG_TEST_RUN), without an event.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -12,7 +12,7 @@ use libbpf_rs::libbpf_sys::{bpf_prog_test_run_opts, bpf_test_run_opts};
 pub(crate) struct TestRun(OwnedFd);
 
 impl TestRun {
-    /// The skeleton's program, after load.
+    /// Takes a program of a skeleton, after load.
     ///
     /// # Errors
     /// If there are no file descriptors left.
@@ -23,7 +23,8 @@ impl TestRun {
             .context("failed to open a program a second time")
     }
 
-    /// Runs the program with these as the tracepoint's arguments, 12 at most, and returns what it returns.
+    /// Runs the program with `arguments`, 12 at most, as the tracepoint's arguments. Returns the program's return
+    /// value.
     ///
     /// # Errors
     /// If the kernel does not run it.

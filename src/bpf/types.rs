@@ -15,56 +15,57 @@ pub use generated::types::{
 
 // SAFETY: plain integers, generated from the C struct; every bit pattern is valid.
 unsafe impl Plain for filter {}
-// SAFETY: as above.
+// SAFETY: plain integers; every bit pattern is valid.
 unsafe impl Plain for cgroup_path {}
-// SAFETY: as above.
+// SAFETY: plain integers; every bit pattern is valid.
 unsafe impl Plain for hotspot_process {}
-// SAFETY: as above.
+// SAFETY: plain integers; every bit pattern is valid.
 unsafe impl Plain for losses {}
-// SAFETY: as above.
+// SAFETY: plain integers; every bit pattern is valid.
 unsafe impl Plain for python_code {}
-// SAFETY: as above.
+// SAFETY: plain integers; every bit pattern is valid.
 unsafe impl Plain for python_process {}
-// SAFETY: as above.
+// SAFETY: plain integers; every bit pattern is valid.
 unsafe impl Plain for stack {}
-// SAFETY: as above.
+// SAFETY: plain integers; every bit pattern is valid.
 unsafe impl Plain for stack_slot {}
-// SAFETY: as above.
+// SAFETY: plain integers; every bit pattern is valid.
 unsafe impl Plain for unwind_file {}
-// SAFETY: as above.
+// SAFETY: plain integers; every bit pattern is valid.
 unsafe impl Plain for unwind_request {}
-// SAFETY: as above.
+// SAFETY: plain integers; every bit pattern is valid.
 unsafe impl Plain for histogram {}
-// SAFETY: as above.
+// SAFETY: plain integers; every bit pattern is valid.
 unsafe impl Plain for stack_count {}
-// SAFETY: as above.
+// SAFETY: plain integers; every bit pattern is valid.
 unsafe impl Plain for stack_count_key {}
 
-/// What stands for a number that the kernel half could not have; UNKNOWN of `memtools.bpf.h`.
+/// Value of a number that a BPF program could not read; UNKNOWN of `memtools.bpf.h`.
 pub const UNKNOWN: u64 = u64::MAX;
 
-/// The number, if the kernel half could have it.
+/// Returns the number; None if it is [`UNKNOWN`].
 pub fn known(number: u64) -> Option<u64> {
     (number != UNKNOWN).then_some(number)
 }
 
-/// A map's value as the struct that it is.
+/// Views the bytes of a map's key or value as the struct that they hold.
 ///
 /// # Errors
-/// If the bytes are too few for it, which only a mismatch of program and binary can make.
+/// If there are too few bytes for the struct, which only a mismatch between BPF program and binary can cause.
 pub fn view<T: Plain>(bytes: &[u8]) -> Result<&T> {
     plain::from_bytes(bytes)
         .map_err(|error| anyhow!("a map's value has another layout than expected: {error:?}"))
 }
 
-/// A copy of a struct in memory that the kernel half may be writing just then: part of one state and part of the
-/// next, unless the struct says which it is.
+/// Copies a struct in memory that a BPF program may be writing at the same time. The copy can mix two states, and
+/// only fields of the struct itself can tell that.
 pub fn read_while_written<T: Plain + Copy>(shared: &T) -> T {
-    // SAFETY: a reference is valid and aligned, and any bytes are a T. The read is volatile, so that each is one.
+    // SAFETY: a reference is valid and aligned, and any bytes are a T. The read is volatile, so that every call reads
+    // memory.
     unsafe { std::ptr::from_ref(shared).read_volatile() }
 }
 
-/// A struct as the bytes of a map's key or value.
+/// Views a struct as the bytes of a map's key or value.
 pub fn bytes_of<T: Plain>(value: &T) -> &[u8] {
     // SAFETY: generated from a C struct whose padding, if any, is a field of its own.
     unsafe { plain::as_bytes(value) }
