@@ -2,9 +2,9 @@
 //! beside the object itself, `$OUT_DIR/<tool>.bpf.o`. `$OUT_DIR/objects.rs` is the list of all
 //! objects, for the tests that load each.
 //!
-//! The package on crates.io has the objects in `bpf/prebuilt/<architecture>` (scripts/crate puts
-//! them there), so that it builds without clang; with the feature `build-bpf` they are compiled
-//! all the same. The repository never has that folder: what is built there is built from C.
+//! The package on crates.io has the objects in `bpf/prebuilt/<architecture>` (scripts/crate puts them there), so that
+//! it builds without clang. With the feature `build-bpf` the objects are compiled all the same. The repository never
+//! has that folder, so that a build there always compiles the C sources.
 
 use std::env;
 use std::fs;
@@ -16,8 +16,8 @@ use libbpf_cargo::SkeletonBuilder;
 fn main() -> Result<()> {
     let out = PathBuf::from(env::var("OUT_DIR")?);
     let arch = env::var("CARGO_CFG_TARGET_ARCH")?;
-    // A build script runs in the package's folder. BTF names the file of each line and quotes the line:
-    // relative paths are the same, and found, wherever that folder is.
+    // A build script runs in the package's folder. BTF records the file and the text of each source line: relative
+    // paths are the same, and found, wherever that folder is.
     let bpf = PathBuf::from("bpf");
     println!("cargo:rerun-if-changed={}", bpf.display());
     println!("cargo:rerun-if-env-changed=CLANG");
@@ -53,7 +53,7 @@ fn main() -> Result<()> {
             .obj(&object)
             .generate(out.join(format!("{name}.skel.rs")))
             .with_context(|| format!("failed to generate the skeleton of {name}"))?;
-        // The types that tools share have no programs of their own.
+        // The object `shared` has the types that tools share, and no programs.
         if name != "shared" {
             objects += &format!("    ({name:?}, include_bytes!(\"{name}.bpf.o\")),\n");
         }
@@ -77,13 +77,13 @@ fn main() -> Result<()> {
 /// Compiles one source file into one object.
 fn compile(source: &Path, name: &str, arch: &str, object: &Path) -> Result<()> {
     let bpf = Path::new("bpf");
-    // The name that bpf_tracing.h knows the architecture by.
+    // Name of the architecture in bpf_tracing.h.
     let bpf_arch = match arch {
         "x86_64" => "x86",
         "aarch64" => "arm64",
         other => other,
     };
-    // Compare-and-exchange, of the programs that use it, is of the third instruction set.
+    // memleak's programs use compare-and-exchange, which needs version 3 of the BPF instruction set.
     let cpu = if name == "memleak" { "v3" } else { "v2" };
     SkeletonBuilder::new()
         .source(source)
@@ -93,7 +93,7 @@ fn compile(source: &Path, name: &str, arch: &str, object: &Path) -> Result<()> {
             format!("-D__TARGET_ARCH_{bpf_arch}"),
             format!("-mcpu={cpu}"),
             format!("-I{}", bpf.join("include").display()),
-            // What is of one architecture: arch_*.bpf.h.
+            // Headers of one architecture: arch_*.bpf.h.
             format!("-I{}", bpf.join("include").join(arch).display()),
             format!("-I{}", bpf.join("vmlinux").join(arch).display()),
             "-fdebug-compilation-dir=.".into(),
