@@ -31,7 +31,7 @@ use crate::run::poll::Poller;
 use crate::stacks::source_lines;
 use crate::stacks::table::MAX_DEPTH;
 
-/// Parse the arguments, run the tool, and turn its outcome into an exit status.
+/// Parses the arguments, runs the tool, and turns its outcome into an exit status.
 pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
     complete::answer::<A>();
     if let Some(status) = source_lines::answer() {
@@ -44,7 +44,7 @@ pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
     inherited::take_over();
     give_memory_back();
     let outcome = run(args);
-    // Whatever could not be started has left them.
+    // A tool that could not be started has left its kretprobes.
     kretprobe::remove();
     match outcome {
         Ok(status) => status,
@@ -63,7 +63,7 @@ pub fn main<A: Parser>(run: impl FnOnce(A) -> Result<ExitCode>) -> ExitCode {
     }
 }
 
-/// A message without what Rust adds to the system's words.
+/// Removes from a message what Rust adds to the system's words.
 fn in_plain_words(message: &str) -> String {
     let message = message.replace("failed to fill whole buffer", "it ends too early");
     let mut parts = message.split(" (os error ");
@@ -90,11 +90,11 @@ fn usage<A: Parser>(said: &clap::Error) -> ExitCode {
     ExitCode::from(2)
 }
 
-/// Has what is large go back to the kernel as soon as it is freed. glibc otherwise keeps up to twice
-/// the largest that there was, which is the kernel's BTF or a compiler's unwind rules.
+/// Makes glibc return large blocks to the kernel as soon as they are freed. Otherwise glibc keeps up to twice the
+/// largest block that there was, which is the kernel's BTF or a compiler's unwind rules.
 fn give_memory_back() {
     const LARGE: i32 = 128 << 10;
-    // SAFETY: there is no other thread yet. If it is refused, more memory is kept.
+    // SAFETY: there is no other thread yet. If the call is refused, more memory is kept.
     unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE) };
 }
 
@@ -137,12 +137,12 @@ impl CommonArgs {
         }
     }
 
-    /// Whether somebody looks at what is printed as it comes.
+    /// Whether the output goes to a terminal.
     pub fn is_terminal(&self) -> bool {
         self.output.is_none() && io::stdout().is_terminal()
     }
 
-    /// What a tool begins with: [`start`], and its timeline, if one is asked for.
+    /// Begins a tool: calls [`start`], and creates the timeline, if one is asked for.
     ///
     /// # Errors
     /// If a file cannot be written to.
@@ -188,12 +188,12 @@ pub fn start<'a>(
     Ok((poller, output))
 }
 
-/// A number of seconds that is not 0, such as `10` or `0.5`.
+/// Parses a number of seconds that is not 0, such as `10` or `0.5`.
 ///
 /// # Errors
-/// If it is none, or out of bounds: with the text for the user.
+/// If the text is no such number, or out of bounds. The error is the text for the user.
 pub fn seconds(text: &str) -> Result<Duration, String> {
-    // More than the kernel's timers take is as good as for ever.
+    // A longer time than the kernel's timers take is as good as for ever.
     const MOST: f64 = 1e9;
     match text.parse() {
         Ok(seconds) if (1e-3..=MOST).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
@@ -202,10 +202,10 @@ pub fn seconds(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// A whole number that is not 0.
+/// Parses a whole number that is not 0.
 ///
 /// # Errors
-/// If it is none: with the text for the user.
+/// If the text is no such number. The error is the text for the user.
 pub fn count<N: FromStr + PartialOrd + Default>(text: &str) -> Result<N, String> {
     match text.parse::<N>() {
         Ok(number) if number > N::default() => Ok(number),
@@ -213,19 +213,19 @@ pub fn count<N: FromStr + PartialOrd + Default>(text: &str) -> Result<N, String>
     }
 }
 
-/// A whole number, which may be 0.
+/// Parses a whole number, which may be 0.
 ///
 /// # Errors
-/// If it is none: with the text for the user.
+/// If the text is no such number. The error is the text for the user.
 pub fn number<N: FromStr>(text: &str) -> Result<N, String> {
     text.parse()
         .map_err(|_| "must be a whole number, not too large".into())
 }
 
-/// Frames of a stack.
+/// Parses the maximum number of frames of a stack.
 ///
 /// # Errors
-/// If it is none, or out of bounds: with the text for the user.
+/// If the text is no such number, or out of bounds. The error is the text for the user.
 pub fn stack_depth(text: &str) -> Result<u32, String> {
     match text.parse() {
         Ok(depth @ 1..=MAX_DEPTH) => Ok(depth),
@@ -233,18 +233,18 @@ pub fn stack_depth(text: &str) -> Result<u32, String> {
     }
 }
 
-/// The number of a process or thread.
+/// Parses the id of a process or thread.
 ///
 /// # Errors
-/// If it is none: with the text for the user.
+/// If the text is no such id. The error is the text for the user.
 pub fn pid(text: &str) -> Result<u32, String> {
     count(text).map_err(|_| "must be the number of a process, as ps -e shows it".into())
 }
 
-/// A number of bytes, such as `4096`, `512K` or `1G`, in powers of 1024.
+/// Parses a number of bytes, such as `4096`, `512K` or `1G`, in powers of 1024.
 ///
 /// # Errors
-/// If it is none: with the text for the user.
+/// If the text is no such number. The error is the text for the user.
 pub fn bytes(text: &str) -> Result<u64, String> {
     let sizes = parse_size::Config::new().with_binary();
     sizes
@@ -252,7 +252,7 @@ pub fn bytes(text: &str) -> Result<u64, String> {
         .map_err(|_| "not a number of bytes, such as 4096, 512K or 1G".into())
 }
 
-/// Arguments that are wrong together; exit status 2.
+/// Error of arguments that contradict each other; exit status 2.
 #[derive(Debug)]
 pub struct UsageError(pub String);
 
@@ -264,8 +264,8 @@ impl fmt::Display for UsageError {
 
 impl Error for UsageError {}
 
-/// Whether the reader of our output has gone, as `head` does when it has enough, and a terminal that
-/// is closed (EIO).
+/// Whether the reader of our output has closed it: `head` does so when it has enough, and a closed terminal has none
+/// (EIO).
 fn is_reader_gone(error: &anyhow::Error) -> bool {
     let mut causes = error
         .chain()
@@ -275,7 +275,7 @@ fn is_reader_gone(error: &anyhow::Error) -> bool {
     })
 }
 
-/// Whether a reader that does not read has kept us from ending.
+/// Whether a reader that does not read has kept this process from ending.
 fn is_unread(error: &anyhow::Error) -> bool {
     let mut causes = error
         .chain()
@@ -290,7 +290,7 @@ fn can_be_printed(file: BorrowedFd<'_>) -> bool {
 }
 
 /// Checks the command line of a tool, in its unit tests: it is well defined, and refuses these lines as wrong usage,
-/// with exit status 2. Words are parted by spaces, without the tool's name.
+/// with exit status 2. Words in a line are separated by spaces; the tool's name is left out.
 ///
 /// # Panics
 /// If the definition contradicts itself, or a line is accepted.

@@ -1,7 +1,7 @@
-//! What a shell completes: options, and for these the processes and cgroups that there are.
+//! Completion in shells: of options, and of processes and cgroups as their values.
 //!
-//! A shell asks the tool itself, with `MEMTOOLS_COMPLETE` set to the shell's name. Without further arguments it prints the
-//! script that has the shell do so, which `make install` puts where bash, zsh and fish look for it.
+//! A shell asks the tool itself, with `MEMTOOLS_COMPLETE` set to the shell's name. Without further arguments the tool
+//! prints the script that makes the shell ask. `make install` puts this script where bash, zsh and fish look for it.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -19,15 +19,15 @@ use crate::process::proc::{self, Process};
 /// The environment variable that asks for completions.
 const VARIABLE: &str = "MEMTOOLS_COMPLETE";
 
-/// Cgroups that are looked at to complete one: a host with more has them deep in its tree.
+/// Cgroups that are listed at most to complete one. A host with more cgroups has them deep in its tree.
 const MAX_CGROUPS: usize = 4096;
 
-/// Answers a shell, and ends the process, if that is what it was started for.
+/// Answers a shell and ends the process, if a shell started the process for completions.
 pub(crate) fn answer<A: CommandFactory>() {
     if env::var_os(VARIABLE).is_none() {
         return;
     }
-    // As it is installed: memleak, or memleak-mt.
+    // The name under which the tool is installed: memleak, or memleak-mt.
     let program = env::args_os().next().unwrap_or_default();
     let name = Path::new(&program).file_name().unwrap_or_default();
     let name = name.to_string_lossy().into_owned();
@@ -38,7 +38,7 @@ pub(crate) fn answer<A: CommandFactory>() {
         .complete();
 }
 
-/// Processes by their numbers, each with its name.
+/// Completes the id of a process; each candidate has the process's name as help.
 pub fn pids(current: &OsStr) -> Vec<CompletionCandidate> {
     let begun = current.to_string_lossy();
     let programs = programs().into_iter().filter_map(|process| {
@@ -49,7 +49,7 @@ pub fn pids(current: &OsStr) -> Vec<CompletionCandidate> {
     programs.collect()
 }
 
-/// Names of processes, each with how many have it.
+/// Completes the name of a process; each candidate has the number of processes of this name as help.
 pub fn names(current: &OsStr) -> Vec<CompletionCandidate> {
     let begun = current.to_string_lossy();
     let mut names: BTreeMap<String, usize> = BTreeMap::new();
@@ -66,7 +66,7 @@ pub fn names(current: &OsStr) -> Vec<CompletionCandidate> {
     candidates.collect()
 }
 
-/// Cgroups of version 2, as their paths below the mount.
+/// Completes a cgroup of version 2, by its path below the mount.
 pub fn cgroups(current: &OsStr) -> Vec<CompletionCandidate> {
     let mounts = Mounts::now();
     let Some(mount) = mounts.cgroup2() else {

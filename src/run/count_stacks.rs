@@ -1,5 +1,5 @@
-//! Counts by process and stack, which `bpf/include/stack_count.bpf.h` keeps in the kernel. They are
-//! taken from there whenever its maps fill, and added up here until they are reported.
+//! Counts by process and stack, which `bpf/include/stack_count.bpf.h` keeps in the kernel. User space takes the
+//! counts whenever the kernel's maps fill, and adds them up until they are reported.
 
 mod options;
 mod report;
@@ -40,31 +40,31 @@ use crate::stacks::unwind::Unwinder;
 
 pub use options::{StackCountArgs, Weight};
 
-/// What is to be reported, and how.
+/// Contents and format of a report.
 #[derive(Debug, Clone, Copy)]
 pub struct StackReport<'a> {
-    /// What it looks like.
+    /// The format of the report.
     pub format: Format,
     /// Whether processes are counted, whatever their stacks.
     pub by_process: bool,
-    /// What its sums are of.
+    /// The quantity that the sums add up.
     pub weight: Weight,
-    /// What is counted, in words, such as `page faults`.
+    /// Name of what is counted, such as `page faults`.
     pub subject: &'static str,
-    /// What the events are called, and the bytes where they are known.
+    /// Names and units of the events, and of their bytes where these are known.
     pub values: (Value, Option<Value>),
     /// The rest of the options.
     pub args: &'a StackCountArgs,
 }
 
 impl StackReport<'_> {
-    /// Whether what is printed the same is one: processes of one name have the same code at different
+    /// Whether stacks that are printed the same are merged: processes of one name have the same code at different
     /// addresses.
     fn by_line(&self) -> bool {
         !self.by_process && self.format != Format::Json
     }
 
-    /// What is printed of a stack, without its sum, and what it lacks.
+    /// Returns the text of a stack, without its sum, and why the stack is incomplete, if it is.
     fn line(&self, stack: &NamedStack) -> (String, Option<String>) {
         let &StackCountArgs {
             perpid: pid,
@@ -107,7 +107,7 @@ impl StackReport<'_> {
     }
 }
 
-/// Reads the counts, and prints what has come since the last time.
+/// Reader of the counts, which prints what was counted since the last report.
 pub struct StackCounts<'map, M> {
     counts: Counts<'map, M, types::stack_count_key, types::stack_count>,
     room: Room,
@@ -117,16 +117,16 @@ pub struct StackCounts<'map, M> {
     stacks: Stacks<'map, M>,
     homes: Homes<'map>,
     symbolizer: Symbolizer,
-    /// If there are user stacks.
+    /// The unwinder, if there are user stacks.
     unwinder: Option<Unwinder>,
     exports: Exports,
     sums: Sums,
     places: WideHashes,
-    /// Stacks that the sums may have.
+    /// Maximum number of stacks in the sums.
     most: u32,
-    /// Events whose stacks the sums had no room for.
+    /// Events whose stacks were left out, as the sums were full.
     without_stack: u64,
-    /// What each did since the last report, where there is a timeline.
+    /// Counts of each process since the last report, if there is a timeline.
     processes: Option<HashMap<(u32, String), Count>>,
     /// When the counts were collected last.
     collected: Instant,
@@ -136,20 +136,20 @@ pub struct StackCounts<'map, M> {
     has_reported: bool,
 }
 
-/// What one process did.
+/// Sum of one process.
 #[derive(Debug)]
 pub struct ProcessSum {
     /// The process.
     pub pid: u32,
     /// The name of the process or thread, escaped.
     pub comm: String,
-    /// Where it was when it was last counted, if that is wanted.
+    /// The cgroup and container of the process when it was last counted, if they are asked for.
     pub home: Home,
-    /// How often it happened, or the bytes.
+    /// The number of events, or of bytes.
     pub sum: u64,
 }
 
-/// The skeleton's maps that they are made of.
+/// Maps of a skeleton that [`StackCounts`] reads.
 #[derive(Debug)]
 pub struct StackCountMaps<'map, M> {
     /// `counts`, `counts_a` and `counts_b`.
@@ -160,7 +160,7 @@ pub struct StackCountMaps<'map, M> {
     pub requests: &'map M,
     /// `cgroup_paths`.
     pub cgroup_paths: &'map M,
-    /// All of them.
+    /// The object that has all these maps.
     pub object: &'map Object,
 }
 
@@ -183,7 +183,7 @@ macro_rules! stack_count_maps {
 }
 
 impl<'map, M: MapCore> StackCounts<'map, M> {
-    /// Nothing has been counted yet.
+    /// Creates a reader of these maps, with empty sums.
     ///
     /// # Errors
     /// If the maps that say how full the tables are cannot be mapped.
@@ -225,8 +225,8 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         })
     }
 
-    /// Reports at each interval, and when the probes have been detached at the end; and then tells
-    /// what could not be counted or named.
+    /// Prints a report at each interval, and a last one when the probes have been detached at the end. Then prints
+    /// what could not be counted or symbolized.
     ///
     /// # Errors
     /// If a map cannot be read, or the output cannot be written to.
@@ -249,7 +249,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         self.processes = output.has_timeline().then(HashMap::new);
         self.exports.begin();
         let deadline = common.deadline();
-        // Much may have come since the probes are live.
+        // Many events may have been counted since the probes went live.
         if self.room.is_crowded()? {
             self.collect(report, true)?;
         }
@@ -287,7 +287,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         output.finish()
     }
 
-    /// What was counted since the last report, by process, where no stacks are; the largest last.
+    /// Returns the sums by process since the last report, for counts without stacks; the largest last.
     pub fn processes(&mut self, report: &StackReport<'_>) -> Vec<ProcessSum> {
         let counts = self.sums.take().counts;
         let sums = counts
@@ -304,16 +304,17 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             .collect()
     }
 
-    /// Takes what the kernel half has counted, so that its maps are empty again.
+    /// Takes the counts out of the kernel's maps.
     ///
-    /// If it goes on, the maps are made larger where they filled too fast.
+    /// If the run goes on, maps that filled too fast are replaced by larger ones.
     fn collect(&mut self, report: &StackReport<'_>, goes_on: bool) -> Result<()> {
-        // Whoever has exited by now has all its counts in what is taken.
+        // All counts of a process that has exited by now are among the counts taken below.
         self.symbolizer.refresh();
         if goes_on {
             self.make_room()?;
         }
-        // Source lines are looked for when all is added up: meanwhile more comes than the maps have room for.
+        // Source lines are looked up only for the final sums: during a lookup more events come than the maps can
+        // take.
         let by_line = report.by_line() && !self.symbolizer.shows_lines();
         for (key, value) in self.counts.take()? {
             let key = Key {
@@ -334,7 +335,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             }
             if !by_line || self.exports.any() {
                 let whole = self.add(&key, count)?;
-                // Of a line it is counted below.
+                // By line, add_line() counts the loss.
                 if !whole && !by_line {
                     self.without_stack += count.events;
                 }
@@ -343,7 +344,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
                 self.add_line(report, &key, count)?;
             }
         }
-        // Nothing in the kernel refers to a stack of the last table any more.
+        // Nothing in the kernel refers to a stack of the previous table any more.
         self.stacks.keep([])?;
         if by_line && !self.exports.any() {
             self.stacks.forget_read();
@@ -352,7 +353,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         Ok(())
     }
 
-    /// Puts what processes did since the last report on the timeline, if there is one.
+    /// Adds what processes did since the last report to the timeline, if there is one.
     fn count_processes(&mut self, report: &StackReport<'_>, output: &mut Output) {
         let time = Clock::new().local(clock::monotonic_ns());
         for ((pid, comm), sum) in self.processes.iter_mut().flat_map(HashMap::drain) {
@@ -373,8 +374,8 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         }
     }
 
-    /// Replaces whatever has filled, the stacks first: a count may refer to the table that was there
-    /// before it or to the one after.
+    /// Replaces the tables that have filled, the table of stacks first: a count may refer to the old table of stacks
+    /// or to the new one.
     fn make_room(&mut self) -> Result<()> {
         if self.stacks.is_crowded()? {
             self.stacks.renew()?;
@@ -409,7 +410,7 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         Ok(())
     }
 
-    /// Makes lines of what was collected without them.
+    /// Makes lines of the counts that were collected without lines.
     fn add_lines(&mut self, report: &StackReport<'_>) -> Result<()> {
         if report.by_line() && self.symbolizer.shows_lines() {
             let counts = mem::take(&mut self.sums.counts);
@@ -421,19 +422,19 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         Ok(())
     }
 
-    /// What is printed of a count, without its sum, and what it lacks.
+    /// Returns the text of a count's stacks, without the sum, and why the stacks are incomplete, if they are.
     fn line(&mut self, report: &StackReport<'_>, key: &Key) -> Result<(String, Option<String>)> {
         let names = &mut self.symbolizer.for_reports();
         Ok(report.line(&NamedStack::read(&key.ids(), &mut self.stacks, names)?))
     }
 
-    /// A hash of all that the line of a count is made of, where that is known without names.
+    /// Hashes all that the line of a count is made of. Returns None where that is not known without symbolizing.
     fn place(&mut self, report: &StackReport<'_>, key: &Key) -> Result<Option<u128>> {
         let mut hasher = self.places.begin();
-        // A file is at other addresses in each process.
+        // With addresses, processes are kept apart: each maps a file at other addresses.
         let by_process = report.args.perpid || report.args.addresses;
         let pid = by_process.then_some(key.pid);
-        // The kernel's addresses are the same in all its stacks, and so are the ids of these.
+        // Addresses of the kernel are the same in every process, and so are the ids of kernel stacks.
         (&key.comm, pid, key.kernel).hash(&mut hasher);
         let Some(user) = self.stacks.get(key.user)? else {
             return Ok(None);
@@ -442,9 +443,10 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         Ok(known.then(|| hasher.finish_wide()))
     }
 
-    /// Adds to the key's count. Returns false if it is without its stacks.
+    /// Adds to the key's count. Returns false if the stacks had to be left out.
     fn add(&mut self, key: &Key, count: Count) -> Result<bool> {
-        // Named when it is printed; by then the table may be another.
+        // The stacks are symbolized when they are printed. By then the table may have been replaced, so they are read
+        // now.
         self.stacks.get(key.user)?;
         self.stacks.get(key.kernel)?;
         let has_room = self.sums.has_room_for(key, self.most);
@@ -454,17 +456,17 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
         Ok(has_room)
     }
 
-    /// The two stacks of a key with their names.
+    /// Symbolizes the two stacks of a key.
     fn named(&mut self, key: &Key) -> Result<NamedStack> {
         NamedStack::read(&key.ids(), &mut self.stacks, &mut self.symbolizer)
     }
 
-    /// What is missing since the start.
+    /// Returns the losses since the start.
     fn losses(&self) -> Result<Losses> {
         Ok(Losses::of(self.object, self.filter)?.and_stacks(self.without_stack))
     }
 
-    /// Says what could not be counted or named, at the end.
+    /// Reports at the end what could not be counted or symbolized.
     fn tell_losses(&self, tool: &str, output: &mut Output) -> Result<()> {
         self.losses()?.tell_all(tool, self.object, output)?;
         self.symbolizer.tell_losses(tool);

@@ -1,4 +1,4 @@
-//! What a tool could not record, by reason. `bpf/include/memtools.bpf.h` counts it.
+//! Counts of what a tool could not record, by reason. `bpf/include/memtools.bpf.h` counts most of it.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -40,13 +40,12 @@ pub struct Losses {
 }
 
 impl Losses {
-    /// What its programs have counted themselves, in the map `losses`, and what the kernel has counted
-    /// of them, and of those that follow processes for the filter. Not of those that keep unwind tables
-    /// up to date: a stack itself says what it lacks.
+    /// Reads the losses of an object and its filter: what the object's programs have counted in the map `losses`, and
+    /// how often the kernel has skipped these programs, or the programs that follow processes for the filter.
+    /// Programs that keep unwind tables up to date do not count: a stack itself tells what it lacks.
     ///
     /// # Errors
-    /// If the map `losses` cannot be read, or the kernel does not tell what its programs have
-    /// missed.
+    /// If the map `losses` cannot be read.
     pub fn of(object: &Object, filter: &Filter) -> Result<Self> {
         let records = |program: &Program<'_>| {
             let name = program.name().as_encoded_bytes();
@@ -85,7 +84,7 @@ impl Losses {
         })
     }
 
-    /// These losses, with the runs that the kernel skipped of `programs`.
+    /// Returns these losses, with the runs of `programs` that the kernel skipped.
     pub fn and_runs<P: AsFd>(self, programs: impl IntoIterator<Item = P>) -> Self {
         Self {
             runs: program_stats::skipped(programs),
@@ -93,7 +92,7 @@ impl Losses {
         }
     }
 
-    /// These losses, with so many more runs that were skipped.
+    /// Returns these losses, with `runs` more skipped runs.
     pub fn and_skipped(self, runs: u64) -> Self {
         Self {
             runs: self.runs + runs,
@@ -101,7 +100,7 @@ impl Losses {
         }
     }
 
-    /// These losses, with so many more stacks, which user space had no room for.
+    /// Returns these losses, with `stacks` more lost stacks, which user space could not keep.
     pub fn and_stacks(self, stacks: u64) -> Self {
         Self {
             stacks: self.stacks + stacks,
@@ -109,8 +108,8 @@ impl Losses {
         }
     }
 
-    /// Says at the end what was lost, and how many events of the tool's own were left out, if any:
-    /// on stderr, and as last objects in JSON.
+    /// Reports at the end what was lost, and how many events of the tool itself were left out, if any: on stderr, and
+    /// as last objects in JSON.
     ///
     /// # Errors
     /// If the map `losses` cannot be read, or the output cannot be written to.
@@ -118,7 +117,7 @@ impl Losses {
         Self::of(object, filter)?.tell_all(tool, object, output)
     }
 
-    /// [`Losses::tell`] of a tool whose events may have stacks, with what the unwinder has to say of them.
+    /// [`Losses::tell`] for a tool whose events may have stacks, followed by the report of the unwinder.
     ///
     /// # Errors
     /// If the map `losses` cannot be read, or the output cannot be written to.
@@ -133,8 +132,8 @@ impl Losses {
         unwinder.map_or(Ok(()), |unwinder| unwinder.tell(tool, output))
     }
 
-    /// Says what these losses are, and how many events of the tool's own `object` left out, if any:
-    /// on stderr, and as last objects in JSON.
+    /// Reports these losses, and how many events of the tool itself `object` left out, if any: on stderr, and as last
+    /// objects in JSON.
     ///
     /// # Errors
     /// If the map `losses` cannot be read, or the output cannot be written to.
@@ -148,7 +147,7 @@ impl Losses {
         Ok(())
     }
 
-    /// How much was lost for each reason, by its name.
+    /// Returns the number of losses for each reason, with the reason's name.
     pub fn by_reason(self) -> [(&'static str, u64); 8] {
         [
             ("events", self.events),
@@ -174,7 +173,8 @@ impl Losses {
     }
 }
 
-/// Writes the file of metrics, if there is one, with what was lost up to now; unless that was done just now.
+/// Writes the file of metrics, if there is one, with the losses up to now. The file is not written if it was written
+/// just before.
 ///
 /// # Errors
 /// If the map `losses` cannot be read.
@@ -197,8 +197,8 @@ pub fn finish_metrics(object: &Object, filter: &Filter, mut metrics: Metrics) ->
     metrics.finish()
 }
 
-/// Says how many events of the tool's own were left out that the options would have asked for, if any:
-/// on stderr, and as an object in JSON.
+/// Reports how many events of the tool itself were left out although the options ask for them, if any: on stderr, and
+/// as an object in JSON.
 ///
 /// # Errors
 /// If the map `losses` cannot be read, or the output cannot be written to.
@@ -223,7 +223,7 @@ fn counters(object: &Object) -> Result<types::losses> {
     Ok(*types::view(&bytes)?)
 }
 
-/// `{"type":"lost","lost":{...}}`; text has it on stderr.
+/// JSON object `{"type":"lost","lost":{...}}`; in text the losses are on stderr.
 #[derive(Serialize)]
 #[serde(tag = "type", rename = "lost")]
 struct LostRow {
@@ -240,7 +240,7 @@ impl Row for LostRow {
     }
 }
 
-/// `{"type":"own_events","own_events":N}`; text has it on stderr.
+/// JSON object `{"type":"own_events","own_events":N}`; in text the number is on stderr.
 #[derive(Serialize)]
 #[serde(tag = "type", rename = "own_events")]
 struct OwnRow {

@@ -1,19 +1,19 @@
-//! Room `run`: what the frontend of a tool does from its arguments to its exit status.
+//! The user-space side of a tool, from its arguments to its exit status.
 //!
 //! | module | what it is for |
 //! |---|---|
 //! | [`cli`] | running a tool: arguments, exit status, errors |
-//! | [`complete`] | what a shell completes |
+//! | [`complete`] | completion in shells |
 //! | [`skeleton`] | a BPF object of a tool, from opening to loading |
-//! | [`target`] | what is traced: what the filter lets through, or a command |
+//! | [`target`] | what is traced: the processes that pass the filter, or a command |
 //! | [`poll`] | one wait for events, ticks, signals and the target's end |
-//! | [`schedule`] | when a tool that counts reports |
+//! | [`schedule`] | when a counting tool reports |
 //! | [`count_stacks`] | counts by process and stack, kept in the kernel |
-//! | `stack_sums` | what of these a report tells apart |
-//! | [`losses`] | what could not be recorded |
-//! | [`privileges`] | what a tool may no longer do once it knows its target |
+//! | `stack_sums` | sums of these counts for one report |
+//! | [`losses`] | counts of what could not be recorded |
+//! | [`privileges`] | dropping the privileges that a tool does not need once it knows its target |
 //! | [`priority`] | a tool's priority, above what it traces |
-//! | [`protect`] | working on when memory has run out |
+//! | [`protect`] | protection of a tool when memory runs out |
 
 pub mod cli;
 pub mod complete;

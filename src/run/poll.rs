@@ -1,5 +1,5 @@
-//! One wait for everything that a tool reacts to: events, ticks, signals, the target's end, and a
-//! reader of our output that has gone.
+//! One wait for everything that a tool reacts to: events, ticks, signals, the target's exit, and a reader that closes
+//! our output.
 
 use std::io::{self, Stdout};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -18,14 +18,13 @@ use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFl
 use crate::host::pressure::Trigger;
 use crate::process::inherited;
 
-/// How long the ring buffer is left alone after a look at it. The kernel wakes the reader only for
-/// an event that finds the buffer empty, so a burst costs one wake-up per pause; the first event
-/// after it is seen at once.
+/// Pause after each read of the ring buffer. The kernel wakes the reader only for an event that finds the buffer
+/// empty, so a burst costs one wake-up per pause. The first event after a pause is seen at once.
 const PAUSE_BETWEEN_LOOKS: Duration = Duration::from_millis(10);
 
 const SIGUSR1: u32 = Signal::SIGUSR1 as u32;
 
-/// Why the wait ended; several can be true at once.
+/// Reasons why a wait ended. Several can be true at once.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Wake {
     /// The ring buffer has events.
@@ -34,19 +33,19 @@ pub struct Wake {
     pub mappings: bool,
     /// Another thread asks for something.
     pub asked: bool,
-    /// A table of the kernel half wants more room.
+    /// A BPF program asks for a larger table.
     pub room: bool,
     /// A client of [`serve`](crate::serve) waits for a report.
     pub client: bool,
-    /// A command stands at its exit.
+    /// A command is held at its exit.
     pub held: bool,
     /// Tasks have waited for memory as long as a [`Trigger`] says.
     pub pressure: bool,
     /// The interval has passed.
     pub tick: bool,
-    /// A signal came that ends the run, such as SIGINT, or the reader of stdout has gone.
+    /// A signal that ends the run arrived, such as SIGINT, or the reader of stdout closed it.
     pub stop: bool,
-    /// SIGUSR1 came: a report is wanted now.
+    /// SIGUSR1 arrived: a report is wanted now.
     pub report: bool,
     /// The last of the watched processes has exited.
     pub exited: bool,
@@ -54,7 +53,7 @@ pub struct Wake {
     pub deadline: bool,
 }
 
-/// Waits for all of it.
+/// Waits for everything that a tool reacts to, as [`Wake`] lists it.
 pub struct Poller<'a> {
     ring: Option<BorrowedFd<'a>>,
     mappings: Option<BorrowedFd<'a>>,
@@ -72,13 +71,12 @@ pub struct Poller<'a> {
 }
 
 impl<'a> Poller<'a> {
-    /// Takes over SIGUSR1 and the signals that end a run, which from now on are only seen by
-    /// [`Poller::wait`].
+    /// Blocks SIGUSR1 and the signals that end a run. From now on only [`Poller::wait`] receives them.
     ///
-    /// Call it before any thread is started, so that no other thread gets the signals.
+    /// Call this before any thread is started, so that no other thread gets the signals.
     ///
     /// # Errors
-    /// If signals cannot be taken over.
+    /// If the signals cannot be blocked.
     pub fn new() -> Result<Self> {
         let mut taken = inherited::stopping();
         taken.add(Signal::SIGUSR1);
@@ -102,12 +100,12 @@ impl<'a> Poller<'a> {
         })
     }
 
-    /// Whether a signal has come that ends the run; it stays true.
+    /// Returns a flag that is set, and stays set, when a signal that ends the run arrives.
     pub fn stopped(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.stopped)
     }
 
-    /// Wakes to stop when the reader of stdout has gone.
+    /// Wakes with [`Wake::stop`] when the reader of stdout closes it.
     pub fn watch_stdout(&mut self) {
         self.stdout = Some(io::stdout());
     }
@@ -127,20 +125,20 @@ impl<'a> Poller<'a> {
         self.questions = Some(questions.as_fd());
     }
 
-    /// Wakes when a program asks for more room in a table, in the ring buffer `room_requests`. Whoever
-    /// is woken has to read it.
+    /// Wakes when a BPF program asks for a larger table, in the ring buffer `room_requests`. The caller has to read
+    /// that ring buffer then.
     pub fn watch_room(&mut self, requests: &'a impl AsFd) {
         self.room = Some(requests.as_fd());
     }
 
-    /// Wakes when a client waits for a report of this [`Server`](crate::serve::server::Server), which has to
-    /// be given one then.
+    /// Wakes when a client waits for a report of this [`Server`](crate::serve::server::Server). The caller has to
+    /// give the server a report then.
     pub fn watch_clients(&mut self, server: &'a impl AsFd) {
         self.clients = Some(server.as_fd());
     }
 
-    /// Wakes when a command is held at its exit, as [`AtExit`](crate::heap::capture::at_exit::AtExit) tells by
-    /// this descriptor.
+    /// Wakes when a command is held at its exit. `told` is the descriptor of
+    /// [`AtExit`](crate::heap::capture::at_exit::AtExit) that tells so.
     pub fn watch_held(&mut self, told: BorrowedFd<'a>) {
         self.held = Some(told);
     }
@@ -188,7 +186,7 @@ impl<'a> Poller<'a> {
         }
     }
 
-    /// What is to be done now, or whether the deadline has passed: [`Poller::wait`] without waiting.
+    /// Returns what is to be done now, and whether the deadline has passed: [`Poller::wait`] without waiting.
     ///
     /// # Errors
     /// If the kernel does not let us look.
@@ -230,12 +228,12 @@ impl<'a> Poller<'a> {
         Ok(wake)
     }
 
-    /// Waits for the sources, and returns those in which there is something. While it is `resting` the ring
-    /// buffer is not one of them.
+    /// Waits for the sources, and returns those that are ready. While it is `resting`, the ring buffer is not one of
+    /// the sources.
     fn ready(&self, resting: bool, timeout: PollTimeout) -> Result<Vec<Source>> {
         let mut sources = vec![(Source::Signals, self.signals.as_fd(), PollFlags::POLLIN)];
         if let Some(stdout) = &self.stdout {
-            // An error is all that is asked of it: a pipe without a reader has one.
+            // Only an error of stdout is waited for: a pipe without a reader has one.
             sources.push((Source::Stdout, stdout.as_fd(), PollFlags::empty()));
         }
         let optional = [
@@ -269,7 +267,7 @@ impl<'a> Poller<'a> {
         Ok(ready.map(|(_, &(source, ..))| source).collect())
     }
 
-    /// Notes what is to be done about a source that is no process.
+    /// Records in `wake` that a source other than a process is ready.
     fn note(&mut self, source: Source, wake: &mut Wake) {
         match source {
             Source::Signals => match self.signals.read_signal() {
@@ -302,7 +300,8 @@ impl<'a> Poller<'a> {
     }
 }
 
-/// The time until then, rounded up, else the last millisecond is spent in a busy loop.
+/// Returns the time until `until`, rounded up to milliseconds: otherwise the last millisecond is spent in a busy
+/// loop.
 fn timeout(until: Option<Instant>, now: Instant) -> PollTimeout {
     let Some(until) = until else {
         return PollTimeout::NONE;
@@ -311,7 +310,7 @@ fn timeout(until: Option<Instant>, now: Instant) -> PollTimeout {
     PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
 }
 
-/// What a descriptor that is waited for stands for.
+/// Kind of a descriptor that is waited for.
 #[derive(Clone, Copy)]
 enum Source {
     Signals,
@@ -333,7 +332,7 @@ mod tests {
 
     #[test]
     fn ticks_deadlines_and_exits_are_told_apart() {
-        // It ends once its input does.
+        // cat ends once its input does.
         let mut child = std::process::Command::new("cat")
             .stdin(std::process::Stdio::piped())
             .spawn()

@@ -1,14 +1,14 @@
 //! The tool's own priority.
 
-/// The nice value, as low as a reader of events needs to be before what it traces. The lowest, -20, is
-/// for what the machine cannot do without.
+/// Nice value of a reader of events, low enough to run before the traced processes. The lowest value, -20, is for
+/// what the machine cannot do without.
 const NICE: i32 = -10;
 
-/// Has this thread, and those that it starts from now on, run before what is traced where there is
-/// more to run than CPUs: a reader that waits for its turn loses events. Call it after the command
-/// of `-c` has been started, which is to run as it would without us.
+/// Raises the priority of this thread, and of threads that it starts from now on, above that of the traced processes.
+/// On a machine with more to run than CPUs, a reader that waits for its turn loses events. Call this after the
+/// command of `-c` has been started, so that the command keeps its own priority.
 ///
-/// Without CAP_SYS_NICE all stays as it is: more may be lost then, and that is counted.
+/// Without CAP_SYS_NICE the priority stays as it is. More events may be lost then, which are counted.
 pub fn raise() {
     // SAFETY: a system call that takes numbers.
     unsafe {

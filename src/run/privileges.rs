@@ -6,30 +6,30 @@ use nix::sys::prctl::set_no_new_privs;
 
 use crate::host::capabilities::{self, Capability};
 
-/// What tracing takes, from loading the programs to the last report.
+/// Capabilities that tracing takes, from loading the programs to the last report.
 const KEPT: [Capability; 12] = [
-    // To load and attach programs, also to what comes later.
+    // To load and attach programs, also to processes and CPUs that come later.
     Capability::CAP_BPF,
     Capability::CAP_PERFMON,
     Capability::CAP_SYSLOG,
     Capability::CAP_IPC_LOCK,
     Capability::CAP_SYS_RESOURCE,
     Capability::CAP_SYS_NICE,
-    // To look into processes and their files, and to have those go on that were stopped.
+    // To look into processes and their files, and to let stopped processes continue.
     Capability::CAP_SYS_PTRACE,
     Capability::CAP_CHECKPOINT_RESTORE,
     Capability::CAP_KILL,
-    // To read tracefs, and to replace the files that options name, in whoever's folder.
+    // To read tracefs, and to replace the files that options name, whoever owns their folders.
     Capability::CAP_DAC_READ_SEARCH,
     Capability::CAP_DAC_OVERRIDE,
     Capability::CAP_FOWNER,
 ];
 
-/// Gives up, for ever, what this process may do beyond tracing: to mount, load modules, configure networks, become
-/// somebody else and so on. Call it before any thread is started, and after the command of `-c`, which is to
-/// have what its caller has. No program that this process may execute later has more.
+/// Gives up for ever what this process may do beyond tracing: to mount, load modules, configure networks, become
+/// another user and so on. Call this before any thread is started, and after the command of `-c`, which keeps the
+/// privileges of its caller. No program that this process executes later has more privileges.
 ///
-/// `also` is kept, too.
+/// The capabilities in `also` are kept, too.
 ///
 /// # Errors
 /// If the kernel refuses, which it has no reason to.
@@ -56,7 +56,7 @@ mod tests {
 
     #[test]
     fn what_is_beyond_tracing_is_given_up() {
-        // Of a thread, so that other tests keep what they have.
+        // In a thread of its own, so that other tests keep their capabilities.
         let given_up = thread::spawn(|| {
             let before = caps::read(None, CapSet::Permitted).expect("readable");
             keep_what_tracing_takes(&[]).expect("nobody minds");

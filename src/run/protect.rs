@@ -1,4 +1,4 @@
-//! Tools that are to work when memory has run out.
+//! Protection of tools that have to work when memory runs out.
 
 use std::fs;
 
@@ -8,17 +8,17 @@ use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 
 use crate::host::capabilities::{self, Capability};
 
-/// Has this process work on when memory has run out: what it has stays in memory, what it is yet to
-/// touch once it has, and the kernel kills others. To be called when all has been set up; what cannot
-/// be done is said on stderr as the tool of this name. Commands that were started before are not
-/// spared.
+/// Keeps this process working when memory runs out: its memory is locked, later mappings are locked as they are
+/// touched, and the OOM killer kills other processes. Call this when everything has been set up. Failures are printed
+/// on stderr in the name of `tool`. Commands that were started before are not protected.
 pub fn from_lack_of_memory(tool: &str) {
     if let Err(error) = protect() {
         eprintln!("{tool}: {error:#}; when memory runs out, this may be killed, or be late");
     }
 }
 
-/// Does as much as it may. Fails without CAP_IPC_LOCK or CAP_SYS_RESOURCE.
+/// Spares this process from the OOM killer and locks its memory, as far as permitted. Fails without CAP_IPC_LOCK or
+/// CAP_SYS_RESOURCE.
 fn protect() -> Result<()> {
     let spared = fs::write("/proc/self/oom_score_adj", "-1000");
     lock_memory()?;
@@ -29,10 +29,10 @@ fn protect() -> Result<()> {
     spared.with_context(failed)
 }
 
-/// Keeps in memory what is mapped, and what will be.
+/// Locks the memory that is mapped, and later mappings as they are touched.
 ///
-/// With a limit (RLIMIT_MEMLOCK) nothing is locked: once all that is mapped later is to be, no thread could be
-/// started beyond it, as its stack counts whole.
+/// With a limit (RLIMIT_MEMLOCK) nothing is locked: a thread's stack would count whole against the limit, so that no
+/// thread could be started beyond it.
 fn lock_memory() -> Result<()> {
     let (limit, _) = getrlimit(Resource::RLIMIT_MEMLOCK)?;
     let failed = || {
@@ -43,7 +43,7 @@ fn lock_memory() -> Result<()> {
         capabilities::has(Capability::CAP_IPC_LOCK) || limit == RLIM_INFINITY,
         failed()
     );
-    // Of what is mapped later only what is touched: stacks of threads would be brought in whole.
+    // Only touched pages of later mappings: otherwise the stacks of threads would be populated whole.
     let on_fault = MlockAllFlags::from_bits_retain(libc::MCL_ONFAULT);
     mlockall(MlockAllFlags::MCL_CURRENT)
         .and_then(|()| mlockall(MlockAllFlags::MCL_FUTURE | on_fault))

@@ -1,5 +1,5 @@
-//! When a tool that counts reports: at each interval, whenever SIGUSR1 asks for it, and for a last
-//! time at its end.
+//! Times at which a counting tool reports: at each interval, whenever SIGUSR1 asks for it, and for a last time at the
+//! end of the run.
 
 use std::time::{Duration, Instant};
 
@@ -7,14 +7,14 @@ use anyhow::Result;
 
 use crate::run::poll::{Poller, Wake};
 
-/// What is to be done after a wake-up.
+/// Report that is due after a wake-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Due {
     /// No report.
     Nothing,
-    /// One, and on.
+    /// A report, after which the run goes on.
     Report,
-    /// The last one.
+    /// The last report.
     Last,
 }
 
@@ -26,7 +26,7 @@ pub struct Reports {
 }
 
 impl Reports {
-    /// One each `interval`, if there is one, from now on; `count` at most.
+    /// Schedules a report each `interval`, if there is one, from now on. After `count` of them the run ends.
     ///
     /// # Errors
     /// If there are no timers or descriptors left.

@@ -1,8 +1,8 @@
-//! A tool's BPF object, from opening to loading: what `skeleton!` makes of the generated skeleton.
+//! A tool's BPF object, from opening to loading: the module that `skeleton!` makes of the generated skeleton.
 //!
-//! What every object needs is done in one order, by two calls that a tool cannot do without: the builder
-//! of the skeleton is private to the module that [`skeleton!`](crate::skeleton) makes, and libbpf's own
-//! `load` takes a skeleton that nobody gets hold of.
+//! What every object needs is done in one order, by two calls that a tool cannot do without. The skeleton's builder
+//! is private to the module that [`skeleton!`](crate::skeleton) makes, and libbpf's own `load` consumes the skeleton,
+//! which a tool gets by reference only.
 //!
 //! | call | what it does |
 //! |---|---|
@@ -29,23 +29,23 @@
 
 use crate::stacks::table::MAX_DEPTH;
 
-/// How many call stacks an object has room for, and how deep they are.
+/// Capacity of an object for call stacks, and their maximum depth.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StackRoom {
-    /// Distinct stacks that there is room for at first; None if no stack is ever taken.
+    /// Capacity for distinct stacks at first; None if no stack is ever taken.
     pub first_entries: Option<u32>,
-    /// Frames of a stack at most.
+    /// Maximum number of frames of a stack.
     pub depth: u32,
 }
 
 impl StackRoom {
-    /// Room for no stack.
+    /// Capacity for no stack.
     pub const NONE: Self = Self {
         first_entries: None,
         depth: MAX_DEPTH,
     };
 
-    /// Room for this many distinct stacks at first, as deep as can be.
+    /// Returns the capacity for `first_entries` distinct stacks at first, of the maximum depth.
     pub fn of(first_entries: u32) -> Self {
         Self {
             first_entries: Some(first_entries),
@@ -53,7 +53,7 @@ impl StackRoom {
         }
     }
 
-    /// This room if stacks are wanted, else none.
+    /// Returns this capacity if stacks are wanted, else [`StackRoom::NONE`].
     #[must_use]
     pub fn if_wanted(self, wanted: bool) -> Self {
         if wanted { self } else { Self::NONE }
@@ -61,8 +61,8 @@ impl StackRoom {
 }
 
 /// Includes a tool's skeleton as the module `bpf`, with `prepare`, `Prepared` and `Loaded`
-/// ([`run::skeleton`](crate::run::skeleton)), and lets the structs named `plain`, besides the filter, be
-/// read from bytes.
+/// ([`run::skeleton`](crate::run::skeleton)). Also makes the filter, and the structs named in `plain`, readable from
+/// bytes.
 #[macro_export]
 macro_rules! skeleton {
     ($tool:literal, $builder:ident, stacks: $stacks:tt, plain: [$($plain:ident),*]) => {
@@ -72,7 +72,7 @@ macro_rules! skeleton {
                 // SAFETY: generated from C structs of integers; every bit pattern is valid.
                 unsafe impl ::plain::Plain for types::filter {}
                 $(,
-                    // SAFETY: as above.
+                    // SAFETY: generated from C structs of integers; every bit pattern is valid.
                     unsafe impl ::plain::Plain for types::$plain {}
                 )*
             );
@@ -108,7 +108,8 @@ macro_rules! skeleton {
                 }
             }
 
-            /// Begins with what takes long of `prepare`, on another CPU. No process may be forked until that is called.
+            /// Starts the slow part of `prepare`, on another CPU. No process may be forked until `prepare` has
+            /// returned.
             #[allow(dead_code, reason = "most tools have nothing else to do meanwhile")]
             pub(crate) fn begin() {
                 $crate::bpf::attach::begin::<generated::$builder>();
@@ -136,7 +137,7 @@ macro_rules! skeleton {
                     Ok(loaded)
                 }
 
-                /// Loads only the programs with these names, and those that unwind, if stacks are taken.
+                /// Loads only the programs with these names, and those that unwind stacks, if stacks are taken.
                 pub(crate) fn load_only(mut self, programs: &[&str]) -> anyhow::Result<Loaded> {
                     $crate::bpf::attach::load_only(self.open.open_object_mut(), programs)?;
                     self.load()
@@ -158,18 +159,18 @@ macro_rules! skeleton {
     };
 }
 
-/// The function `prepare` of [`skeleton!`], by what stacks the object takes.
+/// Defines the function `prepare` of [`skeleton!`], depending on the stacks that the object takes.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! prepare_skeleton {
     (none) => {
-        /// Opens the object, with what the filter needs of it.
+        /// Opens the object, and sets up its filter.
         pub(crate) fn prepare(filter: &Filter) -> anyhow::Result<Prepared<'_>> {
             Prepared::open(filter)
         }
     };
     (kernel) => {
-        /// Opens the object, with what the filter and the kernel's stacks need of it.
+        /// Opens the object, and sets up its filter and the kernel's stacks.
         pub(crate) fn prepare(
             filter: &Filter,
             stacks: $crate::run::skeleton::StackRoom,
@@ -183,7 +184,7 @@ macro_rules! prepare_skeleton {
         }
     };
     (unwound) => {
-        /// Opens the object, with what the filter, and the stacks of processes, need of it.
+        /// Opens the object, and sets up its filter and the stacks of processes.
         pub(crate) fn prepare(
             filter: &Filter,
             stacks: $crate::run::skeleton::StackRoom,

@@ -1,7 +1,7 @@
-//! What was counted by process and stack since the last report, as far as that tells it apart.
+//! Sums of the counts by process and stack since the last report, one for all that the report does not tell apart.
 //!
-//! Counts are taken out of the kernel whenever its maps fill, so a thousand runs of a compiler, whose
-//! addresses all differ, pass through small maps. Here what has the same name is one.
+//! Counts are taken out of the kernel whenever its maps fill, so a thousand runs of a compiler, whose addresses all
+//! differ, pass through small maps. Here stacks with the same names are merged.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -11,18 +11,18 @@ use std::mem;
 use crate::run::count_stacks::Weight;
 use crate::stacks::named::StackIds;
 
-/// What a line lacks whose stack is lost.
+/// Gap of a line whose stack is lost.
 pub(crate) const LOST_STACK: &str = "[lost]";
 
 /// The id of a stack that could not be stored.
 const LOST: u64 = 0;
-/// The id where there is no stack, or none was asked for.
+/// The id of no stack: there is none, or none was asked for.
 const NONE: u64 = 1;
 
-/// What is counted apart in the kernel.
+/// Key of a count in the kernel: a process with its stacks.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Key {
-    /// Ids of stacks.
+    /// The ids of the two stacks.
     pub(crate) user: u64,
     pub(crate) kernel: u64,
     pub(crate) pid: u32,
@@ -40,7 +40,7 @@ impl Key {
         }
     }
 
-    /// This process, with its stacks lost.
+    /// Returns the key of this process with its stacks lost.
     pub(crate) fn without_stacks(self) -> Self {
         let lose = |id| if id == NONE { NONE } else { LOST };
         Self {
@@ -56,7 +56,7 @@ impl Key {
 pub(crate) struct Count {
     pub(crate) events: u64,
     pub(crate) bytes: u64,
-    /// The id of the cgroup that the process was in last; 0 if nothing is wanted of cgroups.
+    /// The id of the cgroup that the process was in last; 0 if cgroups are not asked for.
     pub(crate) cgroup: u64,
 }
 
@@ -69,7 +69,7 @@ impl Count {
     }
 }
 
-/// Makes hashes of 128 bits, of which two are taken for one thing if they are equal.
+/// Makes hashes of 128 bits. Two things with equal hashes are taken for the same thing.
 #[derive(Debug, Default)]
 pub(crate) struct WideHashes([RandomState; 2]);
 
@@ -79,7 +79,7 @@ impl WideHashes {
     }
 }
 
-/// A hash of 128 bits in the making.
+/// A hash of 128 bits that is being computed.
 pub(crate) struct WideHasher([DefaultHasher; 2]);
 
 impl WideHasher {
@@ -106,7 +106,7 @@ impl Hasher for WideHasher {
 struct Line {
     text: String,
     sum: u64,
-    /// What the stack lacks, `[lost]` or `[truncated: ...]`.
+    /// Why the stack is incomplete, `[lost]` or `[truncated: ...]`; None if it is complete.
     gap: Option<String>,
 }
 
@@ -114,18 +114,18 @@ struct Line {
 #[derive(Debug, Default)]
 pub(crate) struct Sums {
     lines: Vec<Line>,
-    /// Lines of stacks that are not lost.
+    /// The number of lines whose stacks are not lost.
     stacks: u32,
-    /// Numbers of lines by their text.
+    /// Indexes of lines by their text.
     by_text: HashMap<String, usize>,
-    /// Numbers of lines by where the code of their frames is, so that a stack is named only once.
+    /// Indexes of lines by the places of their frames' code, so that a stack is symbolized only once.
     by_place: HashMap<u128, usize>,
-    /// By process and stack, where these are objects of their own.
+    /// Counts by process and stack, for output that keeps these apart, such as JSON.
     pub(crate) counts: HashMap<Key, Count>,
 }
 
 impl Sums {
-    /// Adds to the line of the stacks at this place. Returns false if it is not known yet.
+    /// Adds to the line of the stacks at this place. Returns false if no line is known for the place yet.
     pub(crate) fn add_at(&mut self, place: u128, weight: u64) -> bool {
         let Some(&number) = self.by_place.get(&place) else {
             return false;
@@ -134,8 +134,8 @@ impl Sums {
         true
     }
 
-    /// Adds to a line; `place` is where its stack is, if that is known. Returns false if there may be
-    /// only so many lines of stacks, and this is one more.
+    /// Adds to the line with this text; `place` is the place of its stack, if known. Returns false if the line would
+    /// be new, and there are `most` lines of stacks already.
     pub(crate) fn add_line(
         &mut self,
         (text, gap): (String, Option<String>),
@@ -160,7 +160,7 @@ impl Sums {
         true
     }
 
-    /// Whether there is room for this key, if there may be so many.
+    /// Whether the counts can take this key, if they may have `most` keys.
     pub(crate) fn has_room_for(&self, key: &Key, most: u32) -> bool {
         self.counts.len() < most as usize || self.counts.contains_key(key)
     }
@@ -173,7 +173,7 @@ impl Sums {
         sum.cgroup = count.cgroup;
     }
 
-    /// The sums, which begin anew.
+    /// Returns the sums, and begins anew with empty ones.
     pub(crate) fn take(&mut self) -> Self {
         mem::take(self)
     }
@@ -183,7 +183,7 @@ impl Sums {
         self.lines.into_iter().map(|line| (line.text, line.sum))
     }
 
-    /// Sums of what is not whole, by what it lacks; the largest last.
+    /// Returns the sums of incomplete stacks, by the reasons why they are incomplete; the largest last.
     pub(crate) fn gaps(&self) -> Vec<(String, u64)> {
         let mut gaps: HashMap<String, u64> = HashMap::new();
         for line in &self.lines {
@@ -195,7 +195,8 @@ impl Sums {
     }
 }
 
-/// The largest `top`, or all, the largest last; what is equal by name.
+/// Returns the `top` largest sums above 0, or all, the largest last. Equal sums are in descending order of their
+/// keys.
 pub(crate) fn largest<K: Clone + Ord>(
     sums: impl IntoIterator<Item = (K, u64)>,
     top: Option<usize>,

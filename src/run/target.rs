@@ -1,5 +1,4 @@
-//! What a tool traces that can trace the whole system: what its filter lets through, or a command
-//! that it starts.
+//! Target of a tool that can trace the whole system: the processes that pass its filter, or a command that it starts.
 
 use std::fmt;
 use std::process::ExitCode;
@@ -35,7 +34,7 @@ pub struct TargetArgs {
     pub filter: FilterArgs,
 }
 
-/// What is traced, in words and escaped.
+/// Formats what is traced, in words and escaped.
 impl fmt::Display for TargetArgs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.command {
@@ -46,31 +45,31 @@ impl fmt::Display for TargetArgs {
 }
 
 impl TargetArgs {
-    /// Whether they leave anything out.
+    /// Whether the options leave anything out.
     pub fn is_some(&self) -> bool {
         let FilterArgs { pid, name, cgroup } = &self.filter;
         self.command.is_some() || !pid.is_empty() || name.is_some() || cgroup.is_some()
     }
 }
 
-/// The options' target, checked and held, before it is traced.
+/// Target that the options choose, checked and held, before it is traced.
 pub struct Target {
     filter: Filter,
-    /// The processes that were named.
+    /// The processes that the options name.
     processes: Vec<Process>,
-    /// Whether what these start is traced, too.
+    /// Whether the processes that these start are traced, too.
     follows: bool,
-    /// The command, if one is traced, with its line.
+    /// The command line and the held command, if one is traced.
     command: Option<(String, HeldCommand)>,
 }
 
 impl Target {
-    /// Checks that what the options name is there, or starts the command, held until
+    /// Checks that the processes of the options exist, or starts the command, which is held until
     /// [`Target::release`]. From then on this process may do no more than tracing takes.
     ///
     /// # Errors
-    /// If the options contradict each other (then it is a [`UsageError`]), a process has gone or
-    /// may not be traced, or the command cannot be started.
+    /// If the options contradict each other (then the error is a [`UsageError`]), a process has exited or may not be
+    /// traced, or the command cannot be started.
     pub fn choose(args: &TargetArgs, tasks: Tasks) -> Result<Self> {
         Self::choose_thread(args, None, tasks)
     }
@@ -78,8 +77,8 @@ impl Target {
     /// [`Target::choose`] with a tool's `-t`, which wins over `-p`.
     ///
     /// # Errors
-    /// If the options contradict each other (then it is a [`UsageError`]), a process has gone or
-    /// may not be traced, or the command cannot be started.
+    /// If the options contradict each other (then the error is a [`UsageError`]), a process has exited or may not be
+    /// traced, or the command cannot be started.
     pub fn choose_thread(args: &TargetArgs, tid: Option<u32>, tasks: Tasks) -> Result<Self> {
         let mut filter_args = args.filter.clone();
         let line = args.command.as_deref();
@@ -94,8 +93,8 @@ impl Target {
         let command = line
             .map(|line| -> Result<_> { Ok((line.to_owned(), CommandLine::parse(line)?.start()?)) })
             .transpose()?;
-        // Mounting tracefs takes a privilege that is given up next. Who needs tracefs asks once more, and tells
-        // what is missing.
+        // Mounting tracefs takes a privilege that is given up next. A tool that needs tracefs checks once more, and
+        // reports what is missing.
         let _ = kernel_support::preflight_tracepoints();
         privileges::keep_what_tracing_takes(&[])?;
         if let Some((_, command)) = &command {
@@ -121,17 +120,17 @@ impl Target {
         })
     }
 
-    /// What the kernel half tests.
+    /// Returns the filter that the BPF programs test.
     pub fn filter(&self) -> &Filter {
         &self.filter
     }
 
-    /// A symbolizer that knows what is traced, with the source lines that `export` asks for. Make it before
-    /// the probes are live.
+    /// Creates a symbolizer for what is traced, with the source lines that `export` asks for. Call this before the
+    /// probes are live.
     ///
     /// # Errors
-    /// If the kernel's log of mappings cannot be opened, a process has gone, or servers are to be asked for
-    /// debug information, and cannot be.
+    /// If the kernel's log of mappings cannot be opened, a process has exited, or servers that are to be asked for
+    /// debug information cannot be asked.
     pub fn symbolizer(&self, export: &ExportArgs) -> Result<Symbolizer> {
         export.with_source(self.plain_symbolizer()?)
     }
@@ -146,18 +145,18 @@ impl Target {
             Symbolizer::new()?
         };
         for process in &self.processes {
-            // Also a held command, which is still a copy of us.
+            // A held command is followed, too: it is still a copy of this process.
             symbolizer.follow(process)?;
         }
         Ok(symbolizer)
     }
 
-    /// The numbers of the processes that are named; of a command, that of its process.
+    /// Returns the ids of the processes that the options name; of a command, the id of its process.
     pub fn pids(&self) -> Vec<u32> {
         self.processes.iter().map(Process::pid).collect()
     }
 
-    /// What unwinds the stacks of what is traced. Make it before the probes are live.
+    /// Starts the unwinder for the stacks of what is traced. Call this before the probes are live.
     ///
     /// # Errors
     /// As [`Unwinder::start`].
@@ -165,7 +164,7 @@ impl Target {
         self.unwinder_and(args, parts, &[])
     }
 
-    /// What unwinds the stacks of what is traced, with tables from the start for `likely`, too, unless a
+    /// Starts the unwinder for the stacks of what is traced. It has tables from the start for `likely`, too, unless a
     /// command is traced.
     ///
     /// # Errors
@@ -187,8 +186,7 @@ impl Target {
         Unwinder::start(args, parts, whose)
     }
 
-    /// Wakes the poller at the end of the last of the processes that were named: that is the end of
-    /// the trace.
+    /// Wakes the poller when the last of the processes that the options name has exited, which ends the trace.
     pub fn watch_exit<'a>(&'a self, poller: &mut Poller<'a>) {
         for process in &self.processes {
             poller.watch_exit(process);
@@ -215,7 +213,7 @@ impl Target {
     }
 }
 
-/// Says what an interval after `-p` that is the number of a process probably means.
+/// Prints a hint on stderr if an interval after `-p` is also the id of a process, which was probably meant.
 pub fn doubt_interval(tool: &str, interval: Option<Duration>, named: &[u32]) {
     if let Some(pid) = interval.and_then(|interval| meant_pid(interval, named)) {
         eprintln!(
@@ -230,8 +228,8 @@ pub fn doubt_interval(tool: &str, interval: Option<Duration>, named: &[u32]) {
     }
 }
 
-/// The process whose number an interval is, if it is of a running program other than init, and there
-/// are others that it could have been named with.
+/// Returns the process whose id is the number of seconds of an interval, if that process runs a program, is not init,
+/// and could have been named with others.
 fn meant_pid(interval: Duration, named: &[u32]) -> Option<u32> {
     let pid = u32::try_from(interval.as_secs()).ok()?;
     let whole = interval.subsec_nanos() == 0;

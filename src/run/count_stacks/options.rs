@@ -12,7 +12,8 @@ use crate::stacks::unwind::UnwindArgs;
 /// Distinct stacks that are kept at most, unless --stack-storage-size says otherwise.
 pub(crate) const MAX_STACKS: u32 = 1 << 18;
 
-/// Entries that a map in the kernel may grow to, since it is emptied again and again: 72 MB of stacks.
+/// Entries that a map in the kernel may grow to: 72 MB of stacks. More are not needed, as user space empties the map
+/// again and again.
 pub(crate) const MAX_IN_KERNEL: u32 = 1 << 16;
 
 /// Stacks that a report in text shows, unless --top says otherwise.
@@ -84,12 +85,12 @@ pub struct StackCountArgs {
 }
 
 impl StackCountArgs {
-    /// How far summaries are apart; None for one at the end.
+    /// Returns the interval between summaries; None for one summary at the end.
     pub fn interval(&self) -> Option<Duration> {
         self.interval.or(self.interval_option)
     }
 
-    /// What the table of stacks has room for at first.
+    /// Returns the initial capacity of the table of stacks.
     pub fn room(&self) -> StackRoom {
         let first_entries = self
             .stack_storage_size
@@ -100,7 +101,7 @@ impl StackCountArgs {
         }
     }
 
-    /// How many of so many stacks are not shown.
+    /// Returns how many of `stacks` stacks are not shown.
     pub(crate) fn hidden(&self, format: Format, stacks: usize) -> usize {
         let as_text = (format == Format::Text).then_some(TOP_AS_TEXT);
         let shown = self.top.or(as_text);
@@ -112,7 +113,8 @@ impl StackCountArgs {
         self.text || self.timestamp || self.offsets || self.addresses
     }
 
-    /// What reports look like, with the tool's `--json`, on a terminal or not.
+    /// Returns the format of reports. `json` is the tool's `--json`; `terminal` tells whether the output is a
+    /// terminal.
     pub fn format(&self, json: bool, terminal: bool) -> Format {
         if json {
             Format::Json
@@ -124,12 +126,12 @@ impl StackCountArgs {
     }
 }
 
-/// What the sums are of.
+/// Quantity that the sums add up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Weight {
-    /// How often it happened.
+    /// The number of events.
     Events,
-    /// The bytes that were given with each.
+    /// The bytes that BPF programs gave with each event.
     Bytes,
 }
 

@@ -51,7 +51,7 @@ impl<M: MapCore> StackCounts<'_, M> {
         let has_time = format == Format::Text && args.timestamp;
         let says_something = has_time || !shown.is_empty() || uncounted > 0;
         if says_something && mem::replace(&mut self.has_reported, true) {
-            // Reports are apart like paragraphs.
+            // An empty line separates reports, like paragraphs.
             output.raw(|out| writeln!(out))?;
         }
         if has_time {
@@ -64,7 +64,7 @@ impl<M: MapCore> StackCounts<'_, M> {
             })?;
         }
         if format == Format::Folded {
-            // How many bytes it was, nobody knows.
+            // The bytes of events that were not counted are not known.
             if uncounted > 0 && weight == Weight::Events {
                 output.raw(|out| writeln!(out, "[lost] {uncounted}"))?;
             }
@@ -110,7 +110,7 @@ impl<M: MapCore> StackCounts<'_, M> {
         Ok(())
     }
 
-    /// Events that no map had room for, since the last report.
+    /// Returns the events since the last report that were not counted, as a map was full.
     fn uncounted(&mut self) -> Result<u64> {
         let lost = Losses::counted(self.object)?.entries;
         let told = mem::replace(&mut self.told, lost);
@@ -151,14 +151,14 @@ impl<M: MapCore> StackCounts<'_, M> {
     }
 }
 
-/// All that a report in text shows a part of.
+/// Totals of all stacks, of which a report in text shows a part.
 struct Whole {
     sum: u64,
     stacks: usize,
 }
 
 impl Whole {
-    /// Writes a line with all, unless there is nothing.
+    /// Writes a line with the totals, unless there are no stacks.
     fn write(&self, report: &StackReport<'_>, shown: usize, out: &mut dyn Write) -> io::Result<()> {
         if self.stacks == 0 {
             return Ok(());
@@ -178,16 +178,16 @@ impl Whole {
 struct Head {
     #[serde(serialize_with = "clock::serialize")]
     time: Zoned,
-    /// Stacks and processes that something was counted for.
+    /// The number of pairs of process and stack that something was counted for.
     stacks: usize,
     count: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     bytes: Option<u64>,
-    /// Since the start.
+    /// The losses since the start.
     lost: Losses,
 }
 
-/// What was counted for one stack of one process.
+/// Counts of one stack of one process.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "stack")]
 struct Entry<'a> {
@@ -196,14 +196,14 @@ struct Entry<'a> {
     #[serde(flatten)]
     home: Home,
     count: u64,
-    /// If these are what is asked for.
+    /// The bytes, if these are what the report sums up.
     #[serde(skip_serializing_if = "Option::is_none")]
     bytes: Option<u64>,
     #[serde(flatten)]
     stack: NamedStack,
 }
 
-/// JSON only: text is not a row for each.
+/// JSON only: a report in text has no rows.
 impl Row for Head {
     fn text(&self, _out: &mut dyn Write) -> io::Result<()> {
         Ok(())
