@@ -1,5 +1,4 @@
-//! What is asked of ELF files, of whatever user: functions by name, code, and what kind of program
-//! they are.
+//! Queries of ELF files, which may belong to any user: functions by name, code, and the kind of program.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
@@ -43,13 +42,13 @@ impl Function {
     }
 }
 
-/// The file's build id, which its linker made of what it holds.
+/// Returns the file's build id, which its linker made of the file's contents.
 pub fn build_id(file: &File) -> Option<Vec<u8>> {
     Elf::read(file).ok()?.build_id()
 }
 
-/// The functions of `file` that `wanted` accepts, from `.dynsym` and `.symtab`. It is given the name,
-/// and whether the symbol is local, as that of a program's own static `free` is.
+/// Returns the functions of `file` that `wanted` accepts, from `.dynsym` and `.symtab`. `wanted` is given the name,
+/// and whether the symbol is local, such as the symbol of a program's own static `free`.
 ///
 /// A function with several accepted names is listed once for each.
 ///
@@ -67,7 +66,7 @@ pub fn functions(file: &File, wanted: impl Fn(&str, bool) -> bool) -> Result<Vec
             "the names of its functions have more than {} MiB",
             limits::MAX_SYMBOLS >> 20
         );
-        // Of many names a part at a time, and the table as often.
+        // Many names are read in parts, and the table once for each part.
         for start in (0..names.size).step_by(NAMES as usize) {
             let length = (names.size - start).min(NAMES + limits::MAX_NAME as u64) as usize;
             let names = elf.bytes(names.file_offset + start, length)?;
@@ -108,15 +107,15 @@ pub fn functions(file: &File, wanted: impl Fn(&str, bool) -> bool) -> Result<Vec
     Ok(functions)
 }
 
-/// Where the first page that is loaded of a file is in the file's own address space.
+/// Returns the address of a file's first loaded page, in the file's own address space.
 fn first_page(elf: &Elf) -> Result<u64> {
     let loaded = elf.segments.iter().filter(|segment| segment.is_loaded());
     let first = loaded.map(|segment| segment.address & !0xfff).min();
     first.context("nothing of the file is loaded")
 }
 
-/// Bytes of memory that a 64-bit file is loaded into, from the first page to the end of its last segment, zeros that
-/// the file does not have (bss) included.
+/// Returns the bytes of memory that a 64-bit file is loaded into, from the first page to the end of its last segment.
+/// They include zeros that the file does not have (bss).
 ///
 /// # Errors
 /// If it is no 64-bit ELF file, or one that is over the limits.
@@ -128,8 +127,8 @@ pub fn loaded_bytes(file: &File) -> Result<u64> {
     Ok(end.max().unwrap_or(first).saturating_sub(first))
 }
 
-/// The variables that hold each of these places of a 64-bit file's data, by symbol, with how far into them the
-/// place is. A place is an address less that at which the file's first byte is mapped.
+/// Returns the variables that hold each of these places of a 64-bit file's data: the symbol, and the place's offset
+/// from the variable's start. A place is an address minus the address at which the file's first byte is mapped.
 ///
 /// # Errors
 /// If it is no 64-bit ELF file, or one that is over the limits.
@@ -181,16 +180,16 @@ pub struct CodeSegment {
 }
 
 impl CodeSegment {
-    /// Whether this address is in it.
+    /// Whether this address is in the segment.
     pub fn has(&self, address: u64) -> bool {
         (self.address..self.address + self.size).contains(&address)
     }
 
-    /// Reads it in pieces of `length` bytes, which overlap by `overlap`; `each` is given the
-    /// address of a piece and its bytes.
+    /// Reads the segment in pieces of `length` bytes, which overlap by `overlap`. `each` is given the address of a
+    /// piece and its bytes.
     ///
     /// # Errors
-    /// If the file has not all of it, or it takes too long.
+    /// If the file ends before the segment does, or reading takes too long.
     pub fn read(
         &self,
         file: &File,
@@ -220,7 +219,7 @@ pub fn code_segments(file: &File) -> Result<Vec<CodeSegment>> {
     Elf::read(file)?.expect_64_bit()?.code()
 }
 
-/// Where code that is here in a file is in the file's own address space, which jumps are relative to.
+/// Converts an offset of code in a file to an address in the file's own address space, which jumps are relative to.
 pub fn address(segments: &[CodeSegment], file_offset: u64) -> Option<u64> {
     segments.iter().find_map(|segment| {
         let within = file_offset.checked_sub(segment.file_offset)?;
@@ -247,8 +246,8 @@ pub fn is_native(file: &File) -> Result<bool> {
         && u16::from_le_bytes([header[MACHINE_AT], header[MACHINE_AT + 1]]) == MACHINE)
 }
 
-/// Whether the Go toolchain linked the file. Its goroutines move their stacks, which a return
-/// probe, whose return address lies on the stack, does not survive.
+/// Whether the Go toolchain linked the file. Goroutines move their stacks, which breaks return probes, as these
+/// replace a return address on the stack.
 pub fn is_go(file: &File) -> bool {
     Elf::read(file).is_ok_and(|elf| elf.section(".go.buildinfo").is_some())
 }
@@ -262,7 +261,8 @@ pub struct MayHold {
     pub hotspot: bool,
 }
 
-/// Which interpreters a file may hold, by names that it exports or needs; HotSpot's are for debuggers.
+/// Returns which interpreters a file may hold, by names that the file exports or needs. HotSpot exports such a name
+/// for debuggers.
 pub fn may_hold(file: &File) -> MayHold {
     const NAMES: &str = ".dynstr";
     let contents = |elf: &Elf<'_>| elf.contents(elf.section(NAMES)?, MAX_DYNAMIC_NAMES).ok();
@@ -277,7 +277,7 @@ pub fn may_hold(file: &File) -> MayHold {
     }
 }
 
-/// The program interpreter (dynamic linker) that the file asks for, as the file spells it.
+/// Returns the program interpreter (dynamic linker) that the file asks for, as the file spells it.
 ///
 /// # Errors
 /// If it is no 64-bit ELF file, or ends before the name does.

@@ -1,8 +1,8 @@
-//! The headers of ELF files, of whatever user, and what is read by them.
+//! Parser for ELF files, which may belong to any user: headers, symbols and relocations.
 //!
-//! Nothing is mapped: a file that is cut short by its owner would end the process (SIGBUS), and one
-//! that he changes meanwhile would be read twice with two results. Each part is read once, into
-//! memory of our own, within the [limits].
+//! Nothing is mapped: a file that is cut short by its owner would end the process (SIGBUS), and a file that changes
+//! meanwhile could be read twice with different results. Each part is read once, into memory of our own, within the
+//! [limits].
 
 mod source;
 
@@ -24,7 +24,7 @@ pub(crate) use source::read_at;
 /// Bytes of a table that are read at a time.
 const CHUNK: usize = 1 << 20;
 
-/// What is wrong with a file of another kind.
+/// Error for a file that is no ELF file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NotElf;
 
@@ -58,19 +58,19 @@ pub(crate) struct Section {
     pub(crate) address: u64,
     pub(crate) file_offset: u64,
     pub(crate) size: u64,
-    /// The number of the section that it refers to.
+    /// The index of the section that this section refers to.
     link: u32,
 }
 
 /// A symbol of a function or variable that is defined.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Symbol {
-    /// Where its name begins among the names.
+    /// The offset of the symbol's name among the names.
     pub(crate) name: u32,
     pub(crate) address: u64,
     pub(crate) size: u64,
     pub(crate) local: bool,
-    /// Whether it is a resolver (IFUNC): its code chooses the function, and is not it.
+    /// Whether the symbol is a resolver (IFUNC), whose code chooses the function, and is not the function.
     pub(crate) resolves: bool,
 }
 
@@ -80,13 +80,14 @@ pub(crate) struct Elf<'a> {
     endian: Endianness,
     is_64: bool,
     pub(crate) segments: Vec<Segment>,
-    /// Numbered as in the file; one that makes no sense is empty.
+    /// Sections, indexed as in the file. A section that makes no sense is empty.
     pub(crate) sections: Vec<Section>,
     pub(crate) deadline: Deadline,
 }
 
 impl<'a> Elf<'a> {
-    /// Reads the headers. Sections that make no sense are none: the program runs without them.
+    /// Reads the headers. If the section headers make no sense, the file counts as one without sections: a program
+    /// runs without them.
     ///
     /// # Errors
     /// If it is no ELF file, or its segments are over the limits.
@@ -132,8 +133,10 @@ impl<'a> Elf<'a> {
         })
     }
 
+    /// Checks that this is a 64-bit file.
+    ///
     /// # Errors
-    /// If it is one of another word size.
+    /// If the file is of another word size.
     pub(crate) fn expect_64_bit(self) -> Result<Self> {
         ensure!(self.is_64, "not a 64-bit ELF file");
         Ok(self)
@@ -145,10 +148,10 @@ impl<'a> Elf<'a> {
         sections.find(|section| section.name == name.as_bytes() && section.size > 0)
     }
 
-    /// What is in a section.
+    /// Returns the contents of a section.
     ///
     /// # Errors
-    /// If it has more bytes than this, or they are not there.
+    /// If the section has more than `limit` bytes, or the file ends before it does.
     pub(crate) fn contents(&self, section: &Section, limit: u64) -> Result<Vec<u8>> {
         let name = || section.name.escape_ascii().to_string();
         ensure!(
@@ -162,15 +165,15 @@ impl<'a> Elf<'a> {
             .with_context(|| format!("failed to read its {}", name()))
     }
 
-    /// Bytes of the file.
+    /// Reads `length` bytes of the file from `offset` on.
     pub(crate) fn bytes(&self, offset: u64, length: usize) -> Result<Vec<u8>> {
         read_at(self.source, offset, length)
     }
 
-    /// The parts that are mapped to be executed.
+    /// Returns the parts that are mapped to be executed.
     ///
     /// # Errors
-    /// If they are larger than any program's code.
+    /// If the parts are larger than any program's code.
     pub(crate) fn code(&self) -> Result<Vec<CodeSegment>> {
         let loaded = self.segments.iter().filter(|segment| segment.is_loaded());
         let code: Vec<CodeSegment> = loaded
@@ -190,7 +193,7 @@ impl<'a> Elf<'a> {
         Ok(code)
     }
 
-    /// Where in the file the byte at a virtual address is.
+    /// Converts a virtual address to an offset in the file.
     pub(crate) fn file_offset(&self, address: u64) -> Option<u64> {
         let mut loaded = self.segments.iter().filter(|segment| segment.is_loaded());
         loaded.find_map(|segment| {
@@ -199,13 +202,14 @@ impl<'a> Elf<'a> {
         })
     }
 
-    /// Whether there is a section of this name, or of the one that it had when it was first compressed.
+    /// Whether the file has a section of this name, or of its `.zdebug` name, under which debug information was first
+    /// compressed.
     pub(crate) fn has_debug(&self, name: &str) -> bool {
         let compressed = name.replacen(".debug", ".zdebug", 1);
         self.section(name).is_some() || self.section(&compressed).is_some()
     }
 
-    /// The build id, which the linker made of what the file holds.
+    /// Returns the build id, which the linker made of the file's contents.
     pub(crate) fn build_id(&self) -> Option<Vec<u8>> {
         /// Bytes of the note: its header, "GNU", and a hash.
         const MAX_NOTE: u64 = 4096;
@@ -217,7 +221,7 @@ impl<'a> Elf<'a> {
         Some(rest.strip_prefix(&HEADER)?.get(..length)?.to_vec())
     }
 
-    /// The first table of symbols of a kind, and their names.
+    /// Returns the first table of symbols of a kind, and the section with their names.
     pub(crate) fn symbol_table(&self, kind: raw::SectionType) -> Option<(&Section, &Section)> {
         let mut sections = self.sections.iter();
         let table = sections.find(|section| section.kind == kind)?;
@@ -268,7 +272,7 @@ impl<'a> Elf<'a> {
         })
     }
 
-    /// The addresses of what the file exports by these names. Nothing is at those that it imports.
+    /// Returns the addresses of the symbols that the file exports by these names. Symbols that it imports have none.
     ///
     /// # Errors
     /// If its tables are over the limits.
@@ -296,7 +300,8 @@ impl<'a> Elf<'a> {
         Ok(found)
     }
 
-    /// What the dynamic linker writes to this address, where that is a place in the file itself.
+    /// Returns the value that the dynamic linker writes to this address, if the value is an address in the file
+    /// itself.
     ///
     /// # Errors
     /// If its tables are over the limits.
@@ -315,8 +320,8 @@ impl<'a> Elf<'a> {
         Ok(found)
     }
 
-    /// The functions that the dynamic linker finds for the file, each with the address of the
-    /// pointer that it sets.
+    /// Returns the functions that the dynamic linker finds for the file, by the address of the pointer that the
+    /// linker sets.
     pub(crate) fn imports(&self) -> Result<HashMap<u64, String>> {
         let mut imports = HashMap::new();
         let Some((symbols, names)) = self.symbol_table(raw::SHT_DYNSYM) else {
@@ -347,7 +352,7 @@ impl<'a> Elf<'a> {
         Ok(imports)
     }
 
-    /// Calls `each` with every entry of a section, of which a part at a time is in memory.
+    /// Calls `each` with every entry of a section. Only a part of the section is in memory at a time.
     fn each<Entry: Pod>(
         &self,
         section: &Section,
@@ -388,7 +393,7 @@ impl Segment {
     }
 }
 
-/// The sections, numbered as in the file.
+/// Reads the sections, indexed as in the file.
 fn sections<Header: FileHeader<Endian = Endianness>>(
     source: &dyn Source,
     header: &Header,
@@ -427,7 +432,7 @@ fn sections<Header: FileHeader<Endian = Endianness>>(
     Ok(headers.iter().map(section).collect())
 }
 
-/// What a symbol says, if it is a function's.
+/// Converts a symbol, if it is a function's.
 fn function<Symbol_: Sym<Endian = Endianness>>(
     symbol: &Symbol_,
     endian: Endianness,
@@ -446,7 +451,7 @@ fn symbol_of<Symbol_: Sym<Endian = Endianness>>(symbol: &Symbol_, endian: Endian
     }
 }
 
-/// The bytes before the first NUL; None if there is none, or not soon.
+/// Returns the bytes before the first NUL; None if there is no NUL within [`limits::MAX_NAME`] bytes.
 pub(crate) fn c_string(bytes: &[u8]) -> Option<&[u8]> {
     let bytes = &bytes[..bytes.len().min(limits::MAX_NAME)];
     Some(&bytes[..memchr::memchr(0, bytes)?])

@@ -1,8 +1,8 @@
-//! What the reading of one file of another user may take.
+//! Limits of memory and time for reading one file of another user.
 //!
-//! Whoever owns a file can make each size, count and depth in it as large as he likes: a section of
-//! 64 GiB is a hole on his disk. So there is a limit to each, and a file that is over one is left out
-//! with the reason. The limits are above what the largest programs of distributions have.
+//! The owner of a file can make each size, count and depth in it as large as he likes: a section of 64 GiB is a hole
+//! on his disk. So each has a limit. A file that exceeds one is left out, and the reason is reported. The limits are
+//! above what the largest programs of distributions have.
 
 use std::mem::MaybeUninit;
 use std::sync::OnceLock;
@@ -16,11 +16,11 @@ pub const MAX_MEMORY: usize = 64 << 20;
 /// CPU time for one file. A compiler of 109 MB takes 0.05 s; but a Python of 7 MB took a second where the CPU was emulated,
 /// and had two other guests on it.
 const MAX_TIME: Duration = Duration::from_secs(10);
-/// How long files are still read when a signal has asked for the end, and nobody has taken note of it yet: a process
-/// may have thousands of files, each of which takes all the time that one may.
+/// Time for which files are still read while a signal that ends the run is pending: a process may have thousands of
+/// files, each of which takes all the time that one file may take.
 const LAST_READING: Duration = Duration::from_secs(2);
 
-/// Bytes of what is executed: Chromium has 200 MB of it.
+/// Bytes of executable code: Chromium has 200 MB of it.
 pub(crate) const MAX_CODE: u64 = 512 << 20;
 /// Program headers: the kernel executes no program with more of them (64 KiB).
 pub(crate) const MAX_SEGMENTS: usize = 1170;
@@ -36,24 +36,27 @@ pub(crate) const MAX_NAME: usize = 16 << 10;
 pub(crate) const MAX_FOUND: usize = 1 << 14;
 /// Bytes of `.eh_frame`: a web browser has 20 MB of it.
 pub(crate) const MAX_EH_FRAME: u64 = 40 << 20;
-/// Functions that a file takes from others.
+/// Functions that a file imports.
 pub(crate) const MAX_IMPORTS: usize = 1 << 18;
 /// Bytes of a table of relocations.
 pub(crate) const MAX_RELOCATIONS: u64 = 64 << 20;
 
-/// The end of the time that one file may take, in CPU time of the thread that reads it: how busy the
-/// machine is does not matter, but for what a hypervisor gives to others meanwhile.
+/// Deadline for reading one file, in CPU time of the thread that reads it. Other load of the machine does not matter,
+/// except CPU time that a hypervisor gives to other guests.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Deadline(Duration);
 
 impl Deadline {
-    /// Begins to read a file.
+    /// Starts the time for one file.
     pub(crate) fn start() -> Self {
         Self(cpu_time() + MAX_TIME)
     }
 
+    /// Checks that there is time left for the file.
+    ///
     /// # Errors
-    /// If the time is over, also that of all files once the end was asked for.
+    /// If the time for the file is over, or a signal has asked for the end and the time for all files since then is
+    /// over.
     pub(crate) fn check(self) -> Result<()> {
         expect_no_end()?;
         ensure!(
@@ -65,8 +68,10 @@ impl Deadline {
     }
 }
 
+/// Checks that files may still be read.
+///
 /// # Errors
-/// If the end was asked for, and the time for all files is over since.
+/// If a signal has asked for the end, and the time for all files since then is over.
 pub(crate) fn expect_no_end() -> Result<()> {
     static ASKED: OnceLock<Instant> = OnceLock::new();
     if end_is_asked_for() {
@@ -76,7 +81,7 @@ pub(crate) fn expect_no_end() -> Result<()> {
     Ok(())
 }
 
-/// Whether a signal that ends a run waits to be taken note of. The tools block these.
+/// Whether a signal that ends a run is pending. The tools block these signals.
 fn end_is_asked_for() -> bool {
     let mut waiting = MaybeUninit::zeroed();
     // SAFETY: the call writes a set of signals there, and any bytes are one.

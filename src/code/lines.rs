@@ -1,8 +1,8 @@
 //! Source lines of machine code, from the DWARF of an ELF file.
 //!
-//! The files are mapped, and their owners can write into them whatever they like: a file that is cut short, or inlined
-//! calls a million deep, end the process. So it is one that has nothing else to do
-//! (`stacks::source_lines`).
+//! The files are mapped, and their owners can write into them whatever they like. A file that is cut short, or
+//! inlined calls a million deep, end the process that reads it. So a process that has nothing else to do reads the
+//! files (`stacks::source_lines`).
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::code::limits;
 use crate::print::text;
 
-/// Functions that a place is in at most: beyond, the outer ones are left out.
+/// Maximum number of functions that an address is in, by inlining. Further outer functions are left out.
 const MAX_INLINED: usize = 64;
 /// Bytes of a source file's path that are kept.
 const MAX_PATH: usize = 4096;
@@ -26,9 +26,9 @@ const MAX_PATH: usize = 4096;
 /// A place in the source that an instruction was made from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SourceLine {
-    /// The function, if the DWARF tells it; here mangled, and demangled and escaped in a stack.
+    /// The function, if the DWARF tells it: mangled as it is read, demangled and escaped in a stack.
     pub function: Option<String>,
-    /// The source file with its folders, as the compiler was told of it; in a stack escaped.
+    /// The path of the source file, as the compiler was given it; escaped in a stack.
     pub file: Option<String>,
     /// The line, from 1; 0 if there is none.
     pub line: u32,
@@ -47,15 +47,15 @@ impl SourceLine {
 
 type Bytes = EndianSlice<'static, RunTimeEndian>;
 
-/// The DWARF of one program or library. What it takes of memory is kept until the process ends.
+/// The DWARF of one program or library. Its memory is kept until the process ends.
 pub struct FileLines {
     context: Context<Bytes>,
     package: Option<DwarfPackage<Bytes>>,
 }
 
 impl FileLines {
-    /// Reads the DWARF in `file`, of which parts can be in a package (`.dwp`), and in a supplement that
-    /// several files share (of dwz).
+    /// Reads the DWARF in `file`. Parts of it can be in a package (`.dwp`), and in a supplement that several files
+    /// share (made by dwz).
     ///
     /// # Errors
     /// If one of them is no ELF file, or its sections make no sense.
@@ -76,8 +76,8 @@ impl FileLines {
         })
     }
 
-    /// The source lines of the instruction at an address of the file: the innermost inlined call first, and
-    /// last the place in the function that it is in itself. None if the DWARF tells nothing of it.
+    /// Returns the source lines of the instruction at an address of the file: the innermost inlined call first, and
+    /// last the place in the enclosing function itself. Returns no lines if the DWARF has none for the address.
     ///
     /// # Errors
     /// If the DWARF makes no sense.
@@ -119,7 +119,7 @@ struct Sections {
 
 impl Sections {
     fn of(file: &File) -> Result<Self> {
-        // SAFETY: who changes the file meanwhile changes what is read of it, which is not trusted; who cuts it
+        // SAFETY: a change of the file changes what is read of it, which is not trusted anyway. Cutting the file
         // short ends the process, which is made for that.
         let bytes = unsafe { Mmap::map(file) }.context("failed to map it")?;
         let bytes: &'static Mmap = Box::leak(Box::new(bytes));
@@ -135,7 +135,7 @@ impl Sections {
         Bytes::new(bytes, self.endian)
     }
 
-    /// What is in the section of this name, uncompressed; nothing if there is none.
+    /// Returns the uncompressed contents of the section with this name; nothing if there is no such section.
     fn get(&self, name: Option<&str>) -> Result<Bytes> {
         let section = name.and_then(|name| self.file.section_by_name(name));
         let data = section.map(|section| section.uncompressed_data());

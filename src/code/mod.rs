@@ -1,13 +1,13 @@
-//! Room `code`: machine code and the ELF files that it comes from.
+//! Machine code and the ELF files that it comes from.
 //!
 //! | module | what it is for |
 //! |---|---|
-//! | `arch` | what is of one architecture, in a folder of its name: how functions begin, what registers hold, jumps |
-//! | [`elf`] | what is asked of ELF files: functions by name, code, kind of program |
-//! | [`elf_file`] | the headers of an ELF file, and what is read by them |
+//! | `arch` | code for one architecture, in a folder of its name: function entries, contents of registers, jumps |
+//! | [`elf`] | queries of ELF files: functions by name, code, kind of program |
+//! | [`elf_file`] | parser for the headers, symbols and relocations of an ELF file |
 //! | [`instruction`] | the instruction at a place in a file |
 //! | [`lines`] | source lines of machine code |
-//! | [`limits`] | what the reading of one file of another user may take |
+//! | [`limits`] | limits of memory and time for reading one file of another user |
 //! | [`probe_place`] | where in a function a uprobe costs least |
 //! | `symbol_copy` | a copy of a file's symbols, which blazesym can read |
 //! | [`registers`] | the machine in ELF files, and its registers in unwind information |

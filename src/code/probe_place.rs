@@ -1,16 +1,16 @@
 //! Where in a function a uprobe costs least.
 //!
-//! A uprobe replaces an instruction by a breakpoint. If the kernel can emulate that instruction, a
-//! hit costs one trap; else it lets the process execute the instruction elsewhere, in a single
-//! step, which costs a second trap. On the machine that this was measured on that is 0.8 µs
-//! against 13 µs. glibc's `free` begins with `test %rdi,%rdi; je`, which is of the dear kind, and
-//! code built for control-flow protection begins with `endbr64`, which is too.
+//! A uprobe replaces an instruction by a breakpoint. If the kernel can emulate that instruction, a hit costs one
+//! trap. Otherwise the kernel lets the process execute the instruction elsewhere, in a single step, which costs a
+//! second trap. On the machine where this was measured, a hit costs 0.8 µs with emulation, and 13 µs without. glibc's
+//! `free` begins with `test %rdi,%rdi; je`, which costs 13 µs. So does `endbr64`, with which code built for
+//! control-flow protection begins.
 //!
-//! So the probe goes to the first instruction that can be emulated, if until there nothing that a
-//! handler reads at a function's entry has been lost: arguments, stack pointer, frame pointer,
-//! return address; and if nothing but the entry leads there. Else it stays at the entry. An
-//! argument may have been copied to another argument's register before its own is used for
-//! something else, as mimalloc's `malloc` does; then that is where the handler has to read it.
+//! So the probe goes to the first instruction that can be emulated, on two conditions. Nothing that a handler reads
+//! at a function's entry may be lost before that instruction: arguments, stack pointer, frame pointer, return
+//! address. And nothing but the entry may lead there. Otherwise the probe stays at the entry. A function may copy an
+//! argument to another argument's register, and then use the argument's own register for something else, as
+//! mimalloc's `malloc` does. Then the handler has to read the argument from the other register.
 
 use std::fs::File;
 use std::ops::Range;
@@ -25,12 +25,12 @@ use crate::code::elf::{self, CodeSegment, Function};
 /// Bytes at a function's entry that are searched for the end of its nops.
 const HEAD: usize = 64;
 
-/// Where in a function a probe is wanted.
+/// Wanted place of a probe in a function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wish {
-    /// Where it costs least.
+    /// The place where the probe costs least.
     Cheap,
-    /// At the entry, or as near behind it as is safe.
+    /// The entry, or the nearest safe place behind it.
     Entry,
 }
 
@@ -43,21 +43,21 @@ pub struct ProbePlace {
 }
 
 impl ProbePlace {
-    /// Where all is as it should be.
+    /// The entry, where each argument is in its own register.
     pub const ENTRY: Self = Self {
         offset: 0,
         held_by: held::IN_THEIR_OWN,
     };
 
-    /// The number of the argument whose register holds this argument there. Numbers begin with 1.
+    /// Returns the number of the argument whose register holds `argument` at this place. Numbers begin with 1.
     pub fn register_of(&self, argument: u8) -> u8 {
         let index = usize::from(argument).wrapping_sub(1);
         self.held_by.get(index).copied().unwrap_or(argument)
     }
 }
 
-/// The places to probe functions of a file at, each given with the numbers of the arguments that
-/// its handler reads. None where no place is safe for the target.
+/// Returns the places to probe functions of a file at. Each function is given with the numbers of the arguments that
+/// its handler reads. A place is None where no probe is safe for the target.
 ///
 /// # Errors
 /// If the file's segments or code cannot be read.
@@ -78,7 +78,7 @@ pub fn places(
             .read_at(&mut head, function.file_offset)
             .with_context(|| format!("failed to read the code of {}", function.name))?;
         let code = function.code(file)?;
-        // Where the jumps to it are is not known: no place but the entry will do.
+        // Not all jumps into the function can be found, so only the entry is safe.
         let unknown = entry.is_none() || jumps::lead_anywhere(&code);
         let nearest = entry::nearest(&head[..length], *CHANGES_NOPS);
         let nearest = nearest.filter(|place| place.offset == 0 || !unknown);
@@ -103,13 +103,14 @@ pub fn places(
     }
 }
 
-/// The place to try when a jump leads behind the entry up to `wrong`: the nearest to the entry, and
-/// none after that.
+/// Returns the place to try next if a jump leads behind the entry, up to `wrong`: the nearest place to the entry, and
+/// no place after that.
 fn next_place(wrong: Option<ProbePlace>, nearest: Option<ProbePlace>) -> Option<ProbePlace> {
     nearest.filter(|nearest| wrong.is_some_and(|wrong| nearest.offset < wrong.offset))
 }
 
-/// The functions with a jump that leads behind the entry, up to and including the probe; each once.
+/// Returns the indexes of the functions that a jump leads into behind the entry, up to and including the probe; each
+/// once.
 fn led_into(
     file: &File,
     segments: &[CodeSegment],

@@ -1,10 +1,10 @@
-//! A copy of what names the functions of an ELF file, which blazesym can read.
+//! Copy of the function symbols of an ELF file, which blazesym can read.
 //!
-//! blazesym maps its files, whole: one that its owner cuts short would end the process (SIGBUS). Of
-//! several symbols at an address it takes any of the largest, and walks through all of them each time;
-//! sums of what the file says may overflow. So it is not given the file, but one in memory (memfd)
-//! that nobody can change: segments, functions and names, read once and checked, each function in
-//! order and of one name. The names keep their places: what no function needs is a hole.
+//! blazesym maps its files whole: a file that its owner cuts short would end the process (SIGBUS). Of several symbols
+//! at an address blazesym takes any of the largest, and walks through all of them at each lookup. Sums of numbers in
+//! the file may overflow. So blazesym is not given the file, but a file in memory (memfd) that nobody can change. The
+//! copy has segments, functions and names, read once and checked. Its functions are in order, and each has one name.
+//! The names keep their offsets: parts that no function needs are holes.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -21,23 +21,24 @@ use object::{NativeEndian, U16, U32, U64};
 use crate::code::elf_file::{Elf, Section, Segment, Symbol};
 use crate::code::limits;
 
-/// Bytes that blazesym takes for a function: the symbol, and its number in the order of addresses.
+/// Bytes that blazesym takes for a function: the symbol, and its index in the order of addresses.
 const FUNCTION: usize = size_of::<Sym>() + size_of::<usize>();
 /// Bytes of names that are copied at a time. A name that may be shown ends in the block in which it
 /// begins, or in the next one.
 const BLOCK: usize = limits::MAX_NAME;
-/// Underscores before a name that are told apart.
+/// Leading underscores of a name that are counted at most.
 const MOST_UNDERSCORES: usize = 4;
-/// Bytes of names that are read at a time to see how some of them begin, and how many such are kept.
+/// Bytes of names that are read at a time to see how some names begin, and how many such pieces are kept.
 const PIECE: u32 = 1 << 10;
 const MOST_PIECES: usize = 1 << 12;
 /// Functions that are written at a time.
 const CHUNK: usize = 1 << 14;
 /// The names of the copy's sections, each after a NUL.
 const SECTION_NAMES: &[u8] = b"\0.shstrtab\0.symtab\0.strtab\0.dynsym\0.dynstr\0";
-/// The number of the section that has them.
+/// Index of the section with the names of the sections.
 const SECTION_NAMES_INDEX: u16 = 1;
-/// Sections: none, their names, and two tables with their names.
+/// Sections of the copy at most: the null section, the names of the sections, and two tables of symbols with their
+/// names.
 const MAX_SECTIONS: usize = 6;
 
 type Sym = raw::Sym64<NativeEndian>;
@@ -45,28 +46,28 @@ type FileHeader = raw::FileHeader64<NativeEndian>;
 type ProgramHeader = raw::ProgramHeader64<NativeEndian>;
 type SectionHeader = raw::SectionHeader64<NativeEndian>;
 
-/// The copy, sealed.
+/// Sealed copy of a file's function symbols.
 #[derive(Debug)]
 pub(crate) struct SymbolCopy {
     pub(crate) file: File,
-    /// Memory that it takes, with what blazesym makes of it.
+    /// Bytes of memory that the copy takes, with blazesym's own data about it.
     pub(crate) bytes: usize,
 }
 
-/// What a name is written for.
+/// Function whose name is written into the copy.
 #[derive(Debug, Clone, Copy)]
 struct Function {
     address: u64,
-    /// Never 0, and never up to behind the last address.
+    /// The size in bytes. It is never 0, and the function's end never wraps.
     size: u32,
-    /// Where its name begins among the names.
+    /// The offset of the function's name among the names.
     name: u32,
-    /// Whether other files cannot name it so.
+    /// Whether other files cannot refer to the function by this name.
     local: bool,
 }
 
 struct Writer<'a> {
-    /// What the tables are read from.
+    /// The file that the tables are read from.
     elf: &'a Elf<'a>,
     segments: &'a [Segment],
     file: File,
@@ -75,21 +76,21 @@ struct Writer<'a> {
     sections: Vec<SectionHeader>,
 }
 
-/// Names of which some are copied.
+/// Table of names, of which some blocks are copied.
 struct Names<'a> {
     section: &'a Section,
-    /// Where they are in the copy.
+    /// The offset of the names in the copy.
     to: u64,
-    /// For each block that is copied, what follows the last NUL in it; 0 if it has none.
+    /// For each block that is copied, the offset in it behind its last NUL; 0 if it has none.
     blocks: Vec<Option<usize>>,
 }
 
 impl SymbolCopy {
-    /// Copies what names functions; None if there are none. A file that has lost its symbols has them of
-    /// `debug`, which was split from it: its addresses are the same, but not its offsets.
+    /// Copies the function symbols; None if there are none. For a stripped file, `.symtab` is read from `debug`,
+    /// which was split from it: its addresses are the same, but not its offsets.
     ///
     /// # Errors
-    /// If the file's owner has it take more than the limits, or it has changed.
+    /// If the file exceeds the limits, or changes meanwhile.
     pub(crate) fn of(elf: &Elf<'_>, debug: Option<&Elf<'_>>) -> Result<Option<Self>> {
         let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
         let file = memfd_create(c"memtools-symbols", flags);
@@ -121,7 +122,7 @@ impl SymbolCopy {
 }
 
 impl Writer<'_> {
-    /// Room of so many bytes, aligned as blazesym wants it.
+    /// Reserves `length` bytes in the copy, aligned as blazesym wants it, and returns their offset.
     fn place(&mut self, length: u64) -> u64 {
         let at = self.end.next_multiple_of(BLOCK as u64);
         self.end = at + length;
@@ -191,7 +192,7 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Copies a block of names unless it is there. Returns what follows its last NUL.
+    /// Copies a block of names, unless it is copied already. Returns the offset behind its last NUL.
     fn block(&mut self, names: &mut Names<'_>, number: usize) -> Result<usize> {
         if let Some(known) = names.blocks[number] {
             return Ok(known);
@@ -208,7 +209,7 @@ impl Writer<'_> {
         Ok(after)
     }
 
-    /// Takes memory, if there is so much left for one file.
+    /// Counts memory for this file. Fails if the file then takes more than the limit.
     fn take(&mut self, bytes: usize) -> Result<()> {
         self.bytes += bytes;
         ensure!(
@@ -219,7 +220,7 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Writes the headers, and lets nobody write any more.
+    /// Writes the headers, and seals the file, so that nobody can write to it any more.
     fn finish(self) -> Result<SymbolCopy> {
         let e = NativeEndian;
         let segments = self.segments.iter();
@@ -283,11 +284,12 @@ impl Writer<'_> {
     }
 }
 
-/// How names begin. The names of one function are all over a file's, so what is read stays for a while.
+/// Reader of the beginnings of names. The names of one function are all over a file's names, so pieces that were read
+/// are kept for a while.
 struct Beginnings<'a> {
     elf: &'a Elf<'a>,
     section: &'a Section,
-    /// Pieces by their numbers, each with the bytes that a name at its end goes on with.
+    /// Pieces by their numbers, each with some bytes of the next one, for a name at the piece's end.
     pieces: HashMap<u32, Vec<u8>>,
 }
 
@@ -300,7 +302,7 @@ impl<'a> Beginnings<'a> {
         }
     }
 
-    /// Up to four bytes of the name that begins here among the names.
+    /// Returns up to four bytes of the name at the offset `name` among the names.
     fn at(&mut self, name: u32) -> Result<&[u8]> {
         let number = name / PIECE;
         if self.pieces.len() >= MOST_PIECES && !self.pieces.contains_key(&number) {
@@ -326,9 +328,8 @@ impl<'a> Beginnings<'a> {
     }
 }
 
-/// Puts the name first that users know, which has fewest underscores before it: `mmap`, not `__mmap`.
-/// Among such, the first one in the file is the function's name, of those that other files can name it by if
-/// there are any.
+/// Moves the name to the front that users know, which has the fewest leading underscores: `mmap`, not `__mmap`. Among
+/// equals the first alias wins: names that other files can refer to come first, each kind in the file's order.
 fn put_plainest_first(aliases: &mut [Function], beginnings: &mut Beginnings<'_>) -> Result<()> {
     if aliases.len() < 2 {
         return Ok(());
@@ -344,7 +345,7 @@ fn put_plainest_first(aliases: &mut [Function], beginnings: &mut Beginnings<'_>)
 }
 
 impl Function {
-    /// None for one that does not tell its size, or has no name.
+    /// Converts a symbol. Returns None for a symbol without a size or a name.
     fn new(symbol: Symbol, names: u64) -> Option<Self> {
         let size = symbol.size.min(u64::MAX - symbol.address);
         let size = size.try_into().unwrap_or(u32::MAX);
@@ -362,7 +363,7 @@ impl Function {
             st_name: U32::new(e, self.name),
             st_info: raw::SymbolInfo::new(raw::STB_GLOBAL, raw::STT_FUNC),
             st_other: raw::SymbolOther(0),
-            // Any that is defined.
+            // Any section that is defined.
             st_shndx: U16::new(e, raw::SymbolSection(SECTION_NAMES_INDEX)),
             st_value: U64::new(e, self.address),
             st_size: U64::new(e, self.size.into()),
@@ -398,7 +399,7 @@ mod tests {
     use super::*;
     use crate::code::elf_file::Source;
 
-    /// A file of which is counted how often it is read.
+    /// A file that counts how often it is read.
     struct Counted {
         file: File,
         reads: Cell<usize>,

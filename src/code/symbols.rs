@@ -1,7 +1,7 @@
-//! The function that an offset in a file is in, by the file's tables of symbols.
+//! Lookup of the function at an offset in a file, by the file's tables of symbols.
 //!
-//! blazesym looks it up, in a copy of these tables (`symbol_copy`). A name is never
-//! given past its symbol's end.
+//! blazesym does the lookup, in a copy of these tables (`symbol_copy`). An offset past the end of every symbol gets
+//! no name.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -14,8 +14,8 @@ use crate::code::elf_file::{Elf, Source};
 use crate::code::limits;
 use crate::code::symbol_copy::SymbolCopy;
 
-/// Memory for a file beside its symbols. Each also takes two descriptors and a mapping, so that this
-/// bounds how many are kept.
+/// Memory that is counted for a file beside its symbols. Each file also takes two descriptors and a mapping, so this
+/// bounds how many files are kept.
 const OVERHEAD: usize = 512 << 10;
 
 /// The functions of a file by address.
@@ -24,7 +24,7 @@ pub struct Symbols(Option<Names>);
 
 #[derive(Debug)]
 struct Names {
-    /// For this file alone: blazesym forgets it when it is dropped.
+    /// The symbolizer for this file alone. Dropping it frees what blazesym keeps of the file.
     blazesym: Symbolizer,
     copy: SymbolCopy,
 }
@@ -32,9 +32,9 @@ struct Names {
 /// The name of a function that an offset is in.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Name {
-    /// The name as the file has it, mangled, but without its version; without its end if it has none within 16 KiB.
+    /// The mangled name as the file has it, without its version. A name that does not end within 16 KiB is cut.
     pub text: String,
-    /// Whether it is all of the name.
+    /// Whether the name is complete.
     pub is_whole: bool,
     /// The offset from the function's start.
     pub offset: u64,
@@ -49,7 +49,7 @@ impl Symbols {
         Self::copy(&Elf::read(file)?, None)
     }
 
-    /// Reads the tables of an ELF file that has lost its symbols, with those of a file that was split from it.
+    /// Reads the tables of a stripped ELF file, together with those of the debug file that was split from it.
     ///
     /// # Errors
     /// If one of them is no ELF file, or is over the limits.
@@ -71,13 +71,13 @@ impl Symbols {
         Ok(Self(names))
     }
 
-    /// Bytes of memory that they take.
+    /// Returns the bytes of memory that the symbols take.
     pub fn bytes(&self) -> usize {
         let names = self.0.as_ref();
         names.map_or(0, |names| OVERHEAD + names.copy.bytes)
     }
 
-    /// The function that this offset in the file is in.
+    /// Finds the function that this offset in the file is in.
     pub fn find(&self, file_offset: u64) -> Option<Name> {
         let Names { blazesym, copy } = self.0.as_ref()?;
         let mut elf = source::Elf::new(format!("/proc/self/fd/{}", copy.file.as_raw_fd()));
@@ -88,7 +88,7 @@ impl Symbols {
             return None;
         };
         let is_in_it = symbol.offset < symbol.size.unwrap_or(0);
-        // Names that have no end soon may go on with those of other functions.
+        // A name without a near end may go on with the names of other functions.
         let mut length = symbol.name.len().min(limits::MAX_NAME);
         while !symbol.name.is_char_boundary(length) {
             length -= 1;
@@ -145,7 +145,7 @@ mod tests {
         let file = tempfile::tempfile().expect("a file");
         file.write_all_at(&program, 0).expect("room");
         let symbols = Symbols::of_file(&file).expect("its symbols");
-        // A file that is mapped would end us with SIGBUS.
+        // If the file were mapped, SIGBUS would end this process.
         file.set_len(0).expect("an empty file");
         let own = File::open("/proc/self/exe").expect("our program");
         let name = "memtools_symbols_test_function";

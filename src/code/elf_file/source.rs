@@ -1,4 +1,4 @@
-//! What an ELF file is read from: a file, or bytes in memory.
+//! Sources that an ELF file is read from: a file, or bytes in memory.
 
 use std::fs::File;
 use std::io;
@@ -8,15 +8,15 @@ use anyhow::{Context, Result, ensure};
 
 /// Bytes that an ELF file is read from: a file, or memory.
 pub trait Source {
-    /// How many there are.
+    /// Returns the number of bytes.
     ///
     /// # Errors
     /// If the kernel does not tell it.
     fn length(&self) -> io::Result<u64>;
-    /// Fills the buffer from there on.
+    /// Fills the buffer with the bytes from `offset` on.
     ///
     /// # Errors
-    /// If there are fewer bytes from there on.
+    /// If there are fewer bytes from `offset` on.
     fn read(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
 }
 
@@ -53,7 +53,8 @@ impl Source for &[u8] {
     }
 }
 
-/// Bytes of a file. It is asked for its length first: memory for what is not there is not taken.
+/// Reads `length` bytes from `offset` on. The source's length is checked first, so that no memory is taken for bytes
+/// that do not exist.
 pub(crate) fn read_at(source: &dyn Source, offset: u64, length: usize) -> Result<Vec<u8>> {
     let end = offset.checked_add(length as u64);
     let there = end.is_some_and(|end| source.length().is_ok_and(|all| end <= all));

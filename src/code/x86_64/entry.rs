@@ -2,12 +2,11 @@
 //!
 //! # Long nops
 //!
-//! No probe is ever placed on a `nop` of five bytes or more where the kernel may turn one into a
-//! call of a page of its own (`arch_uprobe_optimize`, from 6.18 on). Forked children inherit the
-//! call, but not the page: on 6.18.44 each child that a target forked after some hits, and that
-//! reached the probe, died of SIGSEGV. The call would save a trap; nothing is lost that counts.
-//! Functions built to be patched (`-mfentry`, `-fpatchable-function-entry`) begin with such a `nop`
-//! and are probed behind it; those that have a jump to there are not probed at all.
+//! No probe is ever placed on a `nop` of five bytes or more where the kernel may turn such a `nop` into a call of a
+//! page of its own (`arch_uprobe_optimize`, from 6.18 on). Forked children inherit the call, but not the page: on
+//! 6.18.44 each child that a target forked after some hits, and that reached the probe, died of SIGSEGV. The call
+//! would only save a trap. Functions built to be patched (`-mfentry`, `-fpatchable-function-entry`) begin with such a
+//! `nop`, and are probed behind it. If they have a jump to that place, they are not probed at all.
 
 use std::sync::LazyLock;
 
@@ -23,22 +22,22 @@ use crate::code::probe_place::ProbePlace;
 /// How far from the entry a probe may go. jemalloc's `free` has its first jump 48 bytes on.
 pub(crate) const MAX_OFFSET: u64 = 128;
 
-/// What unwinding the stack begins with.
+/// Registers that unwinding the stack begins with.
 const FRAME_REGISTERS: [Register; 2] = [Register::RSP, Register::RBP];
 
-/// The shortest `nop` that a kernel makes a call: 5 bytes in 6.18, 10 later.
+/// Bytes of the shortest `nop` that a kernel turns into a call: 5 in 6.18, 10 later.
 const LONG_NOP_BYTES: usize = 5;
 
-/// Whether the kernel makes a long `nop` under a probe a call: 6.18 and later. The second name is
-/// of the system call behind it.
+/// Whether the kernel turns a long `nop` under a probe into a call: 6.18 and later. The second name is that of the
+/// system call that this call makes.
 pub(crate) static CHANGES_NOPS: LazyLock<bool> = LazyLock::new(|| {
     ["arch_uprobe_optimize", "__x64_sys_uprobe"]
         .iter()
         .any(|name| kernel_support::btf_has_name(name))
 });
 
-/// The entry of the function that begins with this code, or the first instruction behind the nops
-/// that no probe may be on. None if the nops do not end.
+/// Returns the entry of the function that begins with this code, or the first instruction behind the nops that no
+/// probe may be on. Returns None if these nops do not end within `head`.
 pub(crate) fn nearest(head: &[u8], changes_nops: bool) -> Option<ProbePlace> {
     let decoder = Decoder::with_ip(64, head, 0, DecoderOptions::NONE);
     let mut instructions = decoder.into_iter();
@@ -54,7 +53,7 @@ pub(crate) fn nearest(head: &[u8], changes_nops: bool) -> Option<ProbePlace> {
     })
 }
 
-/// The first place that is cheap, as far as a function's own code tells.
+/// Returns the first cheap place, as far as a function's own code tells.
 pub(crate) fn candidate(code: &[u8], arguments: &[u8]) -> Option<ProbePlace> {
     let mut information = InstructionInfoFactory::new();
     let mut held = Held::at_entry();
@@ -92,13 +91,13 @@ fn spares_the_frame(information: &mut InstructionInfoFactory, instruction: &Inst
     }) && memory.all(|used| !writes(used.access()) || spares_the_stack(used))
 }
 
-/// Whether it is a variable of the file's own: no register has a part in the address.
+/// Whether memory is a variable of the file's own: no register but the instruction pointer is part of the address.
 fn spares_the_stack(used: &UsedMemory) -> bool {
     used.base() == Register::None && used.index() == Register::None || used.base() == Register::RIP
 }
 
-/// Whether the kernels from 5.10 on emulate it: `push` of a register, `nop` of one byte, and direct
-/// jumps (arch/x86/kernel/uprobes.c). They emulate direct calls too, which no function begins with.
+/// Whether kernels from 5.10 on emulate an instruction: `push` of a register, `nop` of one byte, and direct jumps
+/// (arch/x86/kernel/uprobes.c). They emulate direct calls too, which no function begins with.
 fn is_emulated(instruction: &Instruction) -> bool {
     match instruction.mnemonic() {
         Mnemonic::Push => {
@@ -119,7 +118,7 @@ fn is_emulated(instruction: &Instruction) -> bool {
     }
 }
 
-/// Whether it is a `nop` that a kernel can make a call.
+/// Whether an instruction is a `nop` that a kernel can turn into a call.
 fn is_long_nop(instruction: &Instruction) -> bool {
     instruction.mnemonic() == Mnemonic::Nop && instruction.len() >= LONG_NOP_BYTES
 }
@@ -130,7 +129,7 @@ mod tests {
 
     const RET: u8 = 0xc3;
 
-    /// The offset of a probe of a function that reads all its arguments.
+    /// Returns the offset of the probe in a function whose handler reads all arguments.
     fn offset_of(code: &[&[u8]]) -> u64 {
         place_of(code, &[1, 2, 3, 4, 5, 6]).offset
     }
@@ -185,7 +184,7 @@ mod tests {
         }
         // pop %rax: the stack pointer.
         assert_eq!(offset_of(&[&[0x58], PUSH_RBP]), 0);
-        // A call comes back with anything.
+        // A call can change any register.
         assert_eq!(offset_of(&[&[0xe8, 0, 0, 0, 0], PUSH_RBP]), 0);
         // A variable is not the stack.
         assert_eq!(offset_of(&[MOV_RDI_TO_VARIABLE, PUSH_RBP]), 7);
@@ -202,10 +201,10 @@ mod tests {
     fn an_argument_may_be_in_another_ones_register() {
         let place = place_of(&[MOV_RDI_TO_RSI, XOR_EDI, PUSH_RBP], &[1]);
         assert_eq!((place.offset, place.register_of(1)), (5, 2));
-        // Its own register, as long as it is there.
+        // The argument's own register comes first, as long as it holds the argument.
         let place = place_of(&[MOV_RDI_TO_RSI, TEST_RDI, JE_2], &[1]);
         assert_eq!((place.offset, place.register_of(1)), (6, 1));
-        // Half of it is no copy.
+        // Half of an argument is no copy.
         let place = place_of(&[MOV_EDI_TO_ESI, XOR_EDI, PUSH_RBP], &[1]);
         assert_eq!(place, ProbePlace::ENTRY);
         assert_eq!(

@@ -1,12 +1,13 @@
-//! What the registers of x86-64 hold while a function's first instructions are executed: the
-//! arguments that it was called with, or something else.
+//! Contents of the registers of x86-64 while a function's first instructions are executed: the arguments that the
+//! function was called with, or other values.
 
 use iced_x86::{Instruction, InstructionInfoFactory, Mnemonic, OpAccess, OpKind, Register};
 
-/// How many arguments of a function are in registers.
+/// Number of a function's arguments that are in registers.
 pub(crate) const ARGUMENTS: usize = 6;
 
-/// The numbers of the arguments whose registers hold the arguments, at a function's entry.
+/// Registers that hold the arguments at a function's entry, by the numbers of their arguments: each argument is in
+/// its own.
 pub(crate) const IN_THEIR_OWN: [u8; ARGUMENTS] = [1, 2, 3, 4, 5, 6];
 
 /// The registers of the arguments from the first on.
@@ -19,8 +20,8 @@ const ARGUMENT_REGISTERS: [Register; ARGUMENTS] = [
     Register::R9,
 ];
 
-/// What registers hold, by their numbers in the instruction set: the number of the argument whose
-/// value it was at entry, or something else.
+/// Contents of the registers, by the registers' numbers in the instruction set: the number of the argument that a
+/// register holds as it was at entry, or None for any other value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Held([Option<u8>; 16]);
 
@@ -33,17 +34,18 @@ impl Held {
         held
     }
 
-    /// What the register of this argument holds.
+    /// Returns the number of the argument that the register of `argument` holds; None if it holds another value.
     pub(crate) fn in_register_of(&self, argument: u8) -> Option<u8> {
         let index = usize::from(argument.checked_sub(1)?);
         self.0[ARGUMENT_REGISTERS.get(index)?.number()]
     }
 
-    /// Where each of these arguments is; None if one of them is in no argument's register.
+    /// Returns the argument registers that hold these arguments; None if one of the arguments is in no argument
+    /// register.
     pub(crate) fn held_by(&self, arguments: &[u8]) -> Option<[u8; ARGUMENTS]> {
         let mut held_by = IN_THEIR_OWN;
         for &argument in arguments {
-            // Its own register, if it is still there.
+            // The argument's own register comes first, if it still holds the argument.
             let holder = [argument, 1, 2, 3, 4, 5, 6]
                 .into_iter()
                 .find(|&holder| self.in_register_of(holder) == Some(argument))?;
@@ -52,7 +54,7 @@ impl Held {
         Some(held_by)
     }
 
-    /// Follows one instruction.
+    /// Returns the contents after one instruction.
     pub(crate) fn after(
         mut self,
         information: &mut InstructionInfoFactory,
@@ -72,7 +74,7 @@ impl Held {
         self
     }
 
-    /// Follows a call, which leaves some registers as they are.
+    /// Returns the contents after a call, which preserves only some registers.
     pub(crate) fn after_call(mut self) -> Self {
         const KEPT: [Register; 6] = [
             Register::RBX,

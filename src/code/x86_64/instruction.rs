@@ -9,13 +9,13 @@ use iced_x86::{Decoder, DecoderOptions};
 /// Bytes of the longest instruction of x86-64.
 const LONGEST: usize = 15;
 
-/// The bytes of a file from a place on that can be one instruction; zero behind the file's end.
+/// Bytes of a file from an offset on, enough for one instruction; zero behind the file's end.
 pub type Code = [u8; LONGEST];
 
-/// Reads what is at this offset of a file.
+/// Reads the bytes at this offset of a file.
 ///
 /// # Errors
-/// If the file has nothing there.
+/// If the file ends before this offset.
 pub fn code_at(file: &File, offset: u64) -> Result<Code> {
     let mut code = [0; LONGEST];
     let length = file.read_at(&mut code, offset).context("failed to read")?;

@@ -1,4 +1,4 @@
-//! The jumps of x86-64: where in a file they lead.
+//! Targets of the jumps in a file of x86-64 code.
 
 use std::fs::File;
 use std::ops::Range;
@@ -11,15 +11,15 @@ use memchr::memchr3_iter;
 use super::entry::MAX_OFFSET;
 use crate::code::elf::CodeSegment;
 
-/// What a jump of two bytes reaches, before and behind it.
+/// Distance that a jump of two bytes reaches, before and behind it.
 const SHORT_REACH: u64 = 128 + 2;
-/// Bytes of code that are searched at once for jumps, and how many of them once more with the next.
+/// Bytes of code that are searched for jumps at once, and how many of them overlap with the next piece.
 const PIECE: (usize, usize) = (256 << 10, FAR_JUMP - 1);
-/// The longest jump with four bytes of distance: two of opcode.
+/// Bytes of the longest jump with four bytes of distance: its opcode has two.
 const FAR_JUMP: usize = 6;
 
-/// Whether a function has a jump through a table or a register, whose targets are not in the code.
-/// One through a variable of the file's own goes to another function.
+/// Whether a function has a jump through a table or a register, whose targets are not in the code. A jump through a
+/// variable of the file's own does not count, as it goes to another function.
 pub(crate) fn lead_anywhere(code: &[u8]) -> bool {
     let decoder = Decoder::with_ip(64, code, 0, DecoderOptions::NONE);
     decoder.into_iter().any(|instruction| {
@@ -29,9 +29,9 @@ pub(crate) fn lead_anywhere(code: &[u8]) -> bool {
     })
 }
 
-/// Which of `windows` a direct jump leads into, from anywhere in the file: a function's cold
-/// part is elsewhere and comes back, and functions written by hand share their ends. However many
-/// jumps lead into a window, its index is there once.
+/// Returns the indexes of the `windows` that a direct jump leads into, from anywhere in the file: a function's cold
+/// part is elsewhere and jumps back, and functions written by hand share their ends. Each index is returned once,
+/// however many jumps lead into its window.
 pub(crate) fn lead_into(
     file: &File,
     segments: &[CodeSegment],
@@ -76,9 +76,9 @@ pub(crate) fn lead_into(
     Ok(hit)
 }
 
-/// Where the jumps and calls with four bytes of distance lead. Whatever looks like one is taken for
-/// one, be it in the middle of another instruction: a distance that leads just here by accident is
-/// one in a hundred million.
+/// Calls `mark` with the targets of the jumps and calls with four bytes of distance. Whatever looks like one is taken
+/// for one, even in the middle of another instruction: the chance that such a distance leads into a window by
+/// accident is one in a hundred million.
 fn far_targets(address: u64, bytes: &[u8], mark: &mut impl FnMut(u64)) {
     for at in memchr3_iter(0xe8, 0xe9, 0x0f, bytes) {
         let opcode = match bytes[at..] {
@@ -93,8 +93,8 @@ fn far_targets(address: u64, bytes: &[u8], mark: &mut impl FnMut(u64)) {
     }
 }
 
-/// Where the jumps with one byte of distance lead. Where instructions begin is not known outside of
-/// a function, so all beginnings are tried: after a few instructions they agree.
+/// Calls `mark` with the targets of the jumps with one byte of distance. Outside of a function it is not known where
+/// instructions begin, so all beginnings are tried: after a few instructions they agree.
 fn short_targets(address: u64, bytes: &[u8], mark: &mut impl FnMut(u64)) {
     const LONGEST: usize = 15;
     for start in 0..LONGEST.min(bytes.len()) {

@@ -1,12 +1,12 @@
-//! What the machine code of x86-64 tells. Another architecture is a folder beside this one, with
-//! files of the same names; [`code`](super) calls the one that is built for `arch`.
+//! Analysis of the machine code of x86-64. Another architecture is a folder beside this one, with files of the same
+//! names. [`code`](super) includes the folder of the target architecture as the module `arch`.
 //!
 //! | module | what it is for |
 //! |---|---|
 //! | `entry` | the instructions with which a function begins, and which of them a uprobe may be on |
-//! | `held` | what registers hold while these are executed |
+//! | `held` | contents of registers while these instructions are executed |
 //! | [`instruction`] | the instruction at a place in a file |
-//! | `jumps` | where jumps lead |
+//! | `jumps` | targets of jumps |
 //! | [`registers`] | the machine in ELF files, and its registers in unwind information |
 //! | [`wrappers`] | functions that only pass a call on to another one |
 

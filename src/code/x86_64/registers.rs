@@ -15,5 +15,5 @@ pub const FRAME_POINTER: Register = X86_64::RBP;
 /// The return address, as if a register held it.
 pub const RETURN_ADDRESS: Register = X86_64::RA;
 
-/// Where the return address is, in bytes from the canonical frame address. A call has pushed it.
+/// Place of the return address, in bytes from the canonical frame address. A call has pushed it.
 pub const RETURN_ADDRESS_AT: i64 = -8;

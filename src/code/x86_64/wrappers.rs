@@ -1,9 +1,9 @@
 //! Functions that only pass a call on to another one.
 //!
-//! C++'s `operator new` in libstdc++ returns what `malloc` returned; mimalloc's `mi_free_size` jumps
-//! to its `mi_free`. Where the other one is probed, a probe on these tells nothing more and costs as
-//! much again. But an `operator new` with an allocator of its own inside has to be probed. The code
-//! tells which it is: all its ways are followed, and each has to go through the other function.
+//! C++'s `operator new` in libstdc++ returns what `malloc` returned; mimalloc's `mi_free_size` jumps to its
+//! `mi_free`. Where the other function is probed, a probe on such a wrapper tells nothing more and costs as much
+//! again. But an `operator new` with an allocator of its own inside has to be probed. The code tells which is which:
+//! all paths through a function are followed, and each has to go through the other function.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -21,14 +21,14 @@ use super::held::{Held, writes};
 use crate::code::elf::{self, CodeSegment, Function};
 use crate::code::elf_file::Elf;
 
-/// Instructions that are followed in one function. A function that only passes a call on is short.
+/// Instructions at most that are followed in one function. A function that only passes a call on is short.
 const MAX_INSTRUCTIONS: usize = 512;
 /// Bytes of the longest instruction.
 const LONGEST: u64 = 15;
 /// Bytes of a file that are read at a time.
 const PAGE: u64 = 4096;
 
-/// Functions that do not return, by which a way ends.
+/// Functions that do not return, whose calls end a path.
 const NO_RETURN: [&str; 5] = [
     "__cxa_throw",
     "_ZSt17__throw_bad_allocv",
@@ -40,18 +40,18 @@ const NO_RETURN: [&str; 5] = [
 /// A function that another one calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Callee<'a> {
-    /// One of the same file, by its first byte in the file.
+    /// A function of the same file, by the offset of its first byte in the file.
     Own(u64),
-    /// One that the dynamic linker is to find by this name.
+    /// A function that the dynamic linker finds by this name.
     Import(&'a str),
 }
 
-/// What a function has in common with the one that it passes a call on to.
+/// Part of a call that a function passes on unchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Passes {
-    /// What it returns, as `operator new`.
+    /// The result, as `operator new` does.
     Result,
-    /// What it is given, as `operator delete`.
+    /// The arguments, as `operator delete` does.
     Arguments,
 }
 
@@ -60,9 +60,9 @@ pub enum Passes {
 pub enum Passing {
     /// The function does not call the other one, as far as the code tells.
     Never,
-    /// The function calls the other one on some ways, and returns without a call on others.
+    /// The function calls the other one on some paths, and returns without a call on others.
     Sometimes,
-    /// The function calls the other one on every way to its return.
+    /// The function calls the other one on every path to its return.
     Always,
 }
 
@@ -72,28 +72,27 @@ pub struct Calls {
     /// Parts of the file that were read, by the number of their first page.
     pages: RefCell<HashMap<u64, Vec<u8>>>,
     segments: Vec<CodeSegment>,
-    /// By the address of the pointer that the dynamic linker sets.
+    /// Names of imported functions, by the address of the pointer that the dynamic linker sets.
     imports: HashMap<u64, String>,
 }
 
-/// What a function gives to the one that it calls: for an argument of that, the number of its own
-/// argument that it is.
+/// Arguments that a function gives to the function that it calls: which of its own arguments each one is.
 #[derive(Debug, Clone, Copy)]
 pub struct Given(Held);
 
 impl Given {
-    /// None if it is something else.
+    /// Returns the number of the caller's own argument that is given as `argument`; None if another value is given.
     pub fn as_argument(&self, argument: u8) -> Option<u8> {
         self.0.in_register_of(argument)
     }
 }
 
-/// How far a way through a function is.
+/// State of a path through a function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum State {
-    /// The other function was not called, or what it returned is gone.
+    /// The other function was not called, or its result was overwritten.
     Before(Held),
-    /// The other function was called, and all is as that left it.
+    /// The other function was called, and what it passes on is unchanged.
     Passed(Held),
 }
 
@@ -112,7 +111,8 @@ impl Calls {
         })
     }
 
-    /// Whether a function passes its calls on to one of `others`, which is told what that is given.
+    /// Returns whether a function passes its calls on to one of `others`. `others` is asked about each function that
+    /// is called, with the arguments that this function is given.
     pub fn passing(
         &self,
         function: &Function,
@@ -150,7 +150,7 @@ impl Calls {
                     ways.push((next, state));
                     ways.push((instruction.near_branch_target(), state));
                 }
-                // The last call of a function can be a jump.
+                // A function's last call can be a jump.
                 FlowControl::UnconditionalBranch if passed => {}
                 FlowControl::UnconditionalBranch => {
                     ways.push((instruction.near_branch_target(), state));
@@ -162,7 +162,7 @@ impl Calls {
                     let held = held.after_call();
                     let after = match (passed, state, passes) {
                         (true, ..) => State::Passed(held),
-                        // What was freed stays so.
+                        // A block that was freed stays freed.
                         (false, State::Passed(_), Passes::Arguments) => State::Passed(held),
                         _ => State::Before(held),
                     };
@@ -213,7 +213,7 @@ impl Calls {
         false
     }
 
-    /// What a call or a jump goes to, if the code says it.
+    /// Returns the function that a call or a jump goes to, if the code names it.
     fn callee(&self, instruction: &Instruction) -> Option<Callee<'_>> {
         match instruction.flow_control() {
             FlowControl::Call | FlowControl::UnconditionalBranch => {
@@ -238,7 +238,7 @@ impl Calls {
         }
     }
 
-    /// The one at this address.
+    /// Decodes the instruction at this address.
     fn instruction(&self, address: u64) -> Option<Instruction> {
         let segment = self.segments.iter().find(|segment| segment.has(address))?;
         let within = address - segment.address;
@@ -254,7 +254,8 @@ impl Calls {
         (!instruction.is_invalid()).then_some(instruction)
     }
 
-    /// A page of the file with what begins in it, as far as the file goes.
+    /// Reads a page of the file, with the bytes behind it of an instruction that begins in it, as far as the file
+    /// goes.
     fn page(&self, number: u64) -> Vec<u8> {
         let mut page = vec![0; (PAGE + LONGEST) as usize];
         let length = self.file.read_at(&mut page, number * PAGE).unwrap_or(0);
@@ -262,7 +263,7 @@ impl Calls {
         page
     }
 
-    /// The function that the dynamic linker finds for the pointer that an instruction uses.
+    /// Returns the imported function whose pointer an instruction uses.
     fn import(&self, instruction: &Instruction) -> Option<&str> {
         let by_pointer =
             instruction.op0_kind() == OpKind::Memory && instruction.memory_base() == Register::RIP;
@@ -277,7 +278,7 @@ impl State {
         held
     }
 
-    /// After an instruction that is no jump.
+    /// Returns the state after an instruction that is no jump.
     fn after(
         self,
         information: &mut InstructionInfoFactory,
