@@ -103,7 +103,7 @@ impl Means {
 
 /// One variant: its name for messages, and the function that opens, loads and attaches it.
 pub struct Variant<'a, T> {
-    /// How the variant is called in messages.
+    /// The variant's name in messages.
     pub name: &'static str,
     /// Facility without which the variant is not tried.
     pub needs: Option<Means>,
@@ -245,7 +245,7 @@ pub fn own_programs(object: &mut OpenObject) -> impl Iterator<Item = OpenProgram
     object.progs_mut().filter(|program| !unwinds(program))
 }
 
-/// Excludes the programs that unwind stacks from loading, for an object that takes no user stacks.
+/// Excludes the programs that unwind stacks from loading, for an object that takes no stacks.
 pub fn load_no_unwinding(object: &mut OpenObject) {
     for mut program in object.progs_mut().filter(unwinds) {
         program.set_autoload(false);

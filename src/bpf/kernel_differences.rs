@@ -40,7 +40,7 @@
 //! | a raw tracepoint's program that interrupts itself | skipped from 6.1 on | `memleak -k`: two programs on each |
 //! | a uprobe | a perf event each, with a cookie from 5.15 on; one link for all from 6.6, and for entry and return from 6.13 | the ladder of memleak ([`attach`]) |
 //! | fexit | no more than six arguments before 6.6; no array of pointers among them in 5.10 and 6.1 | kprobes: `swapin --latency`, `memleak -k` |
-//! | memory for maps and programs | locked memory, with a limit, before 5.11 | by the release, too: without CAP_SYS_RESOURCE, or a limit that is high, a tool says what is missing |
+//! | memory for maps and programs | locked memory before 5.11 | by the release: needs CAP_SYS_RESOURCE or no limit |
 //!
 //! # Structs
 //!

@@ -121,7 +121,7 @@ pub fn preempts_system_call_programs() -> bool {
 }
 
 /// Whether a program on a raw tracepoint can be preempted, and is then skipped for all other tasks on its CPU: from
-/// 7.0 on. Before 7.0, tracepoints are called with preemption off. A raw tracepoint then costs less than one of
+/// 7.0 on. Before 7.0, tracepoints are called with preemption off. A raw tracepoint costs less than a tracepoint of
 /// tracefs, most of all when it is detached: 4 ms for vmscan, not 330.
 pub fn preempts_raw_tracepoints() -> bool {
     !is_before(7, 0) && can_preempt()

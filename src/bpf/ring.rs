@@ -14,8 +14,8 @@ use plain::Plain;
 use crate::bpf::attach;
 use crate::run::poll::Poller;
 
-/// Events that are passed to a tool at once, at most. Printing this many takes about 10 ms, for which the ring buffer
-/// has space.
+/// Events that are passed to a tool at once, at most. Printing this many takes about 10 ms, during which the ring
+/// buffer has space for more.
 const AT_ONCE: usize = 1024;
 /// Events that may wait in user space. From this number on the ring buffer is not read until some have been passed
 /// on.

@@ -115,7 +115,7 @@ fn first_page(elf: &Elf) -> Result<u64> {
 }
 
 /// Returns the bytes of memory that a 64-bit file is loaded into, from the first page to the end of its last segment.
-/// They include zeros that the file does not have (bss).
+/// Zeros that the file does not have (bss) are included.
 ///
 /// # Errors
 /// If it is no 64-bit ELF file, or one that is over the limits.

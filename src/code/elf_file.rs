@@ -44,9 +44,9 @@ pub(crate) struct Segment {
     /// The first byte's address in the file's own address space.
     pub(crate) address: u64,
     pub(crate) file_offset: u64,
-    /// Bytes of it that are in the file.
+    /// Bytes of the segment that are in the file.
     pub(crate) size: u64,
-    /// Bytes of it in memory: those behind what is in the file begin as zeros (bss).
+    /// Bytes of the segment in memory. Bytes behind those in the file begin as zeros (bss).
     pub(crate) memory_size: u64,
 }
 

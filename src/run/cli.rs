@@ -264,8 +264,8 @@ impl fmt::Display for UsageError {
 
 impl Error for UsageError {}
 
-/// Whether the reader of our output has closed it: `head` does so when it has enough, and a closed terminal has none
-/// (EIO).
+/// Whether the reader of our output is gone: `head` closes its input when it has enough, and writes to a closed
+/// terminal fail with EIO.
 fn is_reader_gone(error: &anyhow::Error) -> bool {
     let mut causes = error
         .chain()

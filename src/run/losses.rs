@@ -189,7 +189,7 @@ pub fn write_metrics(object: &Object, filter: &Filter, metrics: &mut Metrics) ->
 /// Writes the file of metrics for the last time.
 ///
 /// # Errors
-/// If it could not be written.
+/// If the map `losses` cannot be read, or the file could not be written.
 pub fn finish_metrics(object: &Object, filter: &Filter, mut metrics: Metrics) -> Result<()> {
     if metrics.any() {
         Losses::of(object, filter)?.measure(&mut metrics);

@@ -31,7 +31,7 @@ pub struct Wake {
     pub events: bool,
     /// The log of mappings is filling up.
     pub mappings: bool,
-    /// Another thread asks for something.
+    /// Another thread of the tool asks for something.
     pub asked: bool,
     /// A BPF program asks for a larger table.
     pub room: bool,
@@ -228,8 +228,8 @@ impl<'a> Poller<'a> {
         Ok(wake)
     }
 
-    /// Waits for the sources, and returns those that are ready. While it is `resting`, the ring buffer is not one of
-    /// the sources.
+    /// Waits for the sources, and returns those that are ready. While the poller is `resting`, the ring buffer is not
+    /// one of the sources.
     fn ready(&self, resting: bool, timeout: PollTimeout) -> Result<Vec<Source>> {
         let mut sources = vec![(Source::Signals, self.signals.as_fd(), PollFlags::POLLIN)];
         if let Some(stdout) = &self.stdout {

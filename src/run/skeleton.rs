@@ -1,12 +1,12 @@
 //! A tool's BPF object, from opening to loading: the module that `skeleton!` makes of the generated skeleton.
 //!
-//! What every object needs is done in one order, by two calls that a tool cannot do without. The skeleton's builder
-//! is private to the module that [`skeleton!`](crate::skeleton) makes, and libbpf's own `load` consumes the skeleton,
+//! Two calls do in one order what every object needs, and a tool cannot do without them. The skeleton's builder is
+//! private to the module that [`skeleton!`](crate::skeleton) makes, and libbpf's own `load` consumes the skeleton,
 //! which a tool gets by reference only.
 //!
 //! | call | what it does |
 //! |---|---|
-//! | `bpf::prepare(filter, ...)` | opens the object; sets the filter, how stacks are walked and how many there is room for; puts the follower's maps in the place of the object's |
+//! | `bpf::prepare(filter, ...)` | opens the object; sets filter, unwinding, stack capacity, the follower's maps |
 //! | `bpf::Prepared` | the opened object: the tool sets its own options, sizes and programs |
 //! | `Prepared::load()`, `Prepared::load_only(&[...])` | loads the object, or these programs of it; sets the cgroup of the filter |
 //! | `bpf::Loaded` | the loaded object, to be attached |

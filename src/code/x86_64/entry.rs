@@ -211,7 +211,7 @@ mod tests {
             place_of(&[MOV_RDI_TO_RSI, XOR_EDI, XOR_ESI, PUSH_RBP], &[1]),
             ProbePlace::ENTRY
         );
-        // What was the second argument is lost.
+        // The second argument is lost.
         let place = place_of(&[MOV_RDI_TO_RSI, XOR_EDI, PUSH_RBP], &[1, 2]);
         assert_eq!(place, ProbePlace::ENTRY);
     }

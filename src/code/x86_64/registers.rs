@@ -12,7 +12,7 @@ pub const STACK_POINTER: Register = X86_64::RSP;
 /// The frame pointer, rbp.
 pub const FRAME_POINTER: Register = X86_64::RBP;
 
-/// The return address, as if a register held it.
+/// The return address, which unwind information treats as a register.
 pub const RETURN_ADDRESS: Register = X86_64::RA;
 
 /// Place of the return address, in bytes from the canonical frame address. A call has pushed it.

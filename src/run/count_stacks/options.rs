@@ -131,7 +131,7 @@ impl StackCountArgs {
 pub enum Weight {
     /// The number of events.
     Events,
-    /// The bytes that BPF programs gave with each event.
+    /// The bytes that came with the events.
     Bytes,
 }
 
