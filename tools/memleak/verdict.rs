@@ -1,8 +1,9 @@
-//! Whether memory is lost: which blocks of a process nothing refers to, found in copies of it. It does not matter when
-//! they were allocated; if that was traced ([`traced`]), they are shown by stack.
+//! Verdict on lost memory: which blocks of a process nothing refers to, found in copies of the process. It does not
+//! matter when the blocks were allocated. Blocks whose allocation was traced ([`traced`]) are shown by stack.
 //!
-//! What is lost in one image may be on its way from one place to another, in the hands of the kernel. So it is looked
-//! for again in a second image, and called a leak only if it is lost there, too.
+//! The only reference to a block can be in transit from one place to another, in the hands of the kernel, while an
+//! image is taken. So lost blocks are looked for again in a second image, and called a leak only if they are lost
+//! there, too.
 
 pub(crate) mod args;
 mod idle;
@@ -49,14 +50,14 @@ use stacks::{Known, Stacks, Untraced};
 use suppressions::Suppressions;
 use why::{Branch, Why};
 
-/// The exit status with --fail-on unreachable, if there is a leak.
+/// Exit status with --fail-on unreachable, if there is a leak.
 const LEAKS: u8 = 3;
-/// Blocks of a chain that are shown.
+/// Maximum number of blocks of a chain that are shown.
 const CHAIN: usize = 6;
-/// Time between two images, in which what is only on its way from one place to another gets there.
+/// Time between two images, in which a reference that is in transit arrives.
 const BETWEEN: Duration = Duration::from_millis(100);
 
-/// Finds out which blocks of the process nothing refers to, and shows that, and what holds the rest.
+/// Prints which blocks of the process nothing refers to, and what holds the other blocks.
 ///
 /// # Errors
 /// If no image of the process can be taken, or its heap cannot be walked, so that there is no verdict.
@@ -76,7 +77,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     Ok(status(args, leaks, None))
 }
 
-/// The exit status of a run: of a command, if that has failed, else whether there was a leak and none may be.
+/// Returns the exit status of a run: the command's if the command has failed, else [`LEAKS`] if there is a leak and
+/// --fail-on forbids leaks.
 pub(crate) fn status(args: &Args, leaks: u64, command: Option<u8>) -> ExitCode {
     let fails = leaks > 0 && args.difference.fail_on == Some(FailOn::Unreachable);
     match command {
@@ -85,11 +87,11 @@ pub(crate) fn status(args: &Args, leaks: u64, command: Option<u8>) -> ExitCode {
     }
 }
 
-/// Refuses to judge what is not known as a whole: a block or a page that is missing holds what looks lost. Also what this
-/// machine has no memory for.
+/// Refuses to judge a heap that is not known as a whole: a missing block or page may hold blocks that look lost. Also
+/// refuses a heap that this machine lacks the memory to judge.
 ///
 /// # Errors
-/// If it is not, with what is missing.
+/// If the heap is incomplete or too large. The error says what is missing.
 pub(crate) fn expect_whole(walked: &Walked) -> Result<()> {
     let pid = walked.image.pid;
     if let Some(nonsense) = walked.nonsense() {
@@ -107,8 +109,8 @@ pub(crate) fn expect_whole(walked: &Walked) -> Result<()> {
     capture::expect_room_to_judge(pid, walked.heap.blocks().len())
 }
 
-/// Refuses to judge if there is memory that the process itself may not read now, and has written: it is not in the
-/// image, and the process can take its protection away again.
+/// Refuses to judge if the process has written memory that it may not read now. Such memory is not in the image, and
+/// the process can remove its protection again.
 fn expect_readable(image: &Image) -> Result<()> {
     let pid = image.pid;
     let protected = protected_bytes(image)?;
@@ -122,7 +124,7 @@ fn expect_readable(image: &Image) -> Result<()> {
     Ok(())
 }
 
-/// Bytes that the process has written to, and may not read now.
+/// Returns the bytes that the process has written, and may not read now.
 ///
 /// # Errors
 /// If its mappings cannot be read.
@@ -130,28 +132,28 @@ pub(crate) fn protected_bytes(image: &Image) -> Result<u64> {
     Ok(judge::protected_bytes(image, &smaps::read(image.pid)?))
 }
 
-/// What there is to judge.
+/// Process to judge, with its image and heap.
 struct Case<'a> {
     process: &'a Process,
-    /// The cgroup that the process was in.
+    /// Cgroup that the process was in.
     home: Home,
     image: Image,
     heap: Heap,
     reach: Reach,
-    /// The types of blocks, if there are objects of CPython.
+    /// Types of the blocks, if they were needed before the verdict: for objects of CPython.
     types: Option<types::Names>,
-    /// What nothing referred to in the image before.
+    /// Address and size of the blocks that were lost in the image before.
     before: HashSet<(u64, u64)>,
     /// How long the process stood still for each image, in microseconds.
     pauses: Vec<u64>,
     /// Blocks whose allocation was traced.
     seen: Seen,
-    /// How it was traced, if it was.
+    /// Trace of the allocations, if they were traced.
     trace: Option<Trace>,
 }
 
 impl<'a> Case<'a> {
-    /// Takes an image, and another one if something is lost in it.
+    /// Takes an image, and a second one if blocks are lost in the first.
     fn look_twice(request: &Request<'a>) -> Result<Self> {
         let mut case = Self::look(request)?;
         case.before = judge::lost_blocks(&case.heap, &case.reach);
@@ -160,7 +162,7 @@ impl<'a> Case<'a> {
         }
         expect_readable(&case.image)?;
         let (before, mut pauses) = (case.before, case.pauses);
-        // The first copy is given back before there is another one.
+        // The first copy is freed before the second one is taken.
         drop((case.image, case.heap, case.reach, case.types));
         thread::sleep(BETWEEN);
         case = Self::look(request)?;
@@ -172,8 +174,8 @@ impl<'a> Case<'a> {
         })
     }
 
-    /// Looks at the only image of a process, which stands at its exit. What is lost now will not be found again.
-    /// If nothing is allocated there may be no heap to be found.
+    /// Judges the only image of a process, which is held at its exit. A block that is lost now stays lost. If nothing
+    /// is allocated (`is_empty`), the process need not have a heap.
     fn look_at_exit(process: &'a Process, image: Image, is_empty: bool) -> Result<Self> {
         let mut walked = Walked::of(image);
         if is_empty && matches!(walked.heap.coverage, Coverage::Unknown { .. }) {
@@ -190,9 +192,10 @@ impl<'a> Case<'a> {
     }
 
     fn look(request: &Request<'a>) -> Result<Self> {
-        // What the kernel has at the time between is in one of these, unless it has it for less than that.
+        // Words that the kernel keeps while the image is taken are in one of these two lists, unless the kernel keeps
+        // them for a shorter time than that.
         let mut kept = kernel::words(request.process.pid());
-        // It may have ended once it is walked.
+        // The process may have exited by the time its heap is walked.
         let home = Home::of_process(request.process.pid());
         let walked = Walked::take(request, "memleak")?;
         expect_whole(&walked)?;
@@ -206,7 +209,7 @@ impl<'a> Case<'a> {
         } = walked;
         image.kept = kept;
         let (heap, pools) = pymalloc::with_pools(&image, heap);
-        // Types are needed of objects of CPython already to judge them.
+        // The types of CPython objects are needed to judge them.
         let types = (pools.blocks > 0).then(|| types_of(process, &image, &heap));
         let python = types.as_ref().map_or(&[][..], |types| &types.python);
         Self {
@@ -330,7 +333,7 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// What --why asks for, with the blocks of each question.
+    /// Returns the questions of --why, each with its blocks.
     fn questions(
         &self,
         args: &Args,
@@ -390,13 +393,13 @@ impl<'a> Case<'a> {
     }
 }
 
-/// Where the blocks of a group come from, if that was traced.
+/// Returns the stack and the ages of a group's blocks, if their allocation was traced.
 fn origin_of(group: &judge::Group, stacks: &mut dyn Stacks) -> Result<Option<Origin>> {
     let origin = group.born.map(|born| stacks.origin(born));
     Ok(origin.transpose()?.flatten())
 }
 
-/// The types of blocks; of a process that has exited since there are fewer.
+/// Returns the types of blocks. None are known if the memory of the process cannot be opened any more.
 pub(crate) fn types_of(process: &Process, image: &Image, heap: &Heap) -> types::Names {
     RunningModules::open(process.pid())
         .map(|modules| types::Names::of(image, heap, &modules))

@@ -39,14 +39,14 @@ pub(crate) struct VerdictArgs {
     pub(crate) suppressions: Vec<PathBuf>,
 }
 
-/// When the verdict is given.
+/// Time at which the verdict is given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Moment {
-    /// Now, with nothing traced.
+    /// Now, without a trace.
     Now,
-    /// When allocations have been traced for so long.
+    /// After allocations have been traced for this long.
     After(Duration),
-    /// When the command exits, and all that it has allocated is traced.
+    /// At the exit of the command, all of whose allocations are traced.
     Exit,
 }
 
@@ -59,10 +59,10 @@ fn moment(text: &str) -> Result<Moment, String> {
 }
 
 impl VerdictArgs {
-    /// Whether there is to be a verdict with nothing traced.
+    /// Whether a verdict without a trace is asked for.
     ///
     /// # Errors
-    /// If not just one process was named, or an option has no meaning here or elsewhere.
+    /// If not exactly one process was named, or an option makes no sense with this verdict, or without one.
     pub(crate) fn wanted(&self, args: &Args) -> Result<bool, UsageError> {
         let refuse = |message: &str| Err(UsageError(message.into()));
         let is_one = args.pid.len() + usize::from(args.command.is_some()) == 1;
@@ -113,12 +113,12 @@ impl VerdictArgs {
     }
 }
 
-/// Whether it is said which allocators to probe.
+/// Whether options say which allocators to probe.
 fn names_allocators(args: &Args) -> bool {
     args.obj.is_some() || !args.symbols_prefix.is_empty() || args.named().next().is_some()
 }
 
-/// What --why asks for.
+/// Blocks that --why asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Question {
     /// The block that an address is in.

@@ -1,4 +1,4 @@
-//! What nobody uses, of what is held: blocks on pages that stayed untouched for a while (`--idle`).
+//! Idle memory (`--idle`): blocks that are held, on pages that stayed untouched for a while.
 
 use std::io::{self, Write};
 use std::time::{Duration, Instant};
@@ -13,10 +13,10 @@ use serde::Serialize;
 
 use super::judge::Sum;
 
-/// Watches which memory the process uses, for so long, or until a signal asks for the end.
+/// Watches which memory the process uses, for `time`, or until a signal asks for a report or for the end.
 ///
 /// # Errors
-/// If that cannot be told on this machine, or the process exits.
+/// If memory use cannot be watched on this machine, or the process exits.
 pub(super) fn watch<'a>(
     process: &'a Process,
     time: Duration,
@@ -38,28 +38,28 @@ pub(super) fn watch<'a>(
     }
 }
 
-/// Which memory the process uses while its allocations are traced, and when that has been watched for long enough.
+/// Watch of the memory that the process uses while its allocations are traced, with its schedule.
 pub(super) struct Beside<'a> {
     process: &'a Process,
     watch: Watch,
-    /// The last part of the trace, of which the watch is.
+    /// Length of the last part of the trace, which the watch is of.
     last: Duration,
     next: Step,
 }
 
-/// What is to be done next, and when.
+/// Next step of the watch, and when it is due.
 enum Step {
     BeginAnew(Instant),
     Judge(Instant),
 }
 
 impl<'a> Beside<'a> {
-    /// Begins to watch, if a time is given: the last part of the trace, which takes so long from now on, `traced`. Until
-    /// then what was used since now is watched: so it is known at once whether it can be told, and whoever ends the trace
-    /// early has what was seen.
+    /// Begins a watch of the last part of the trace, if its length is given as `time`. The trace takes `traced` from
+    /// now on. The watch begins at once, and anew when the last part begins. So an error shows at once, and a trace
+    /// that is ended early has a result.
     ///
     /// # Errors
-    /// If it cannot be told on this machine.
+    /// If memory use cannot be watched on this machine.
     pub(super) fn if_wanted(
         process: &'a Process,
         time: Option<Duration>,
@@ -86,18 +86,18 @@ impl<'a> Beside<'a> {
         }))
     }
 
-    /// When [`follow`](Self::follow) is to be called at the latest.
+    /// Returns the latest time at which [`follow`](Self::follow) is to be called.
     pub(super) fn deadline(&self) -> Instant {
         match self.next {
             Step::BeginAnew(at) | Step::Judge(at) => at,
         }
     }
 
-    /// Begins the watch anew if it is time for that. Returns whether the verdict is due: not before the last part was
-    /// watched to its end, however late it began on a busy machine.
+    /// Begins the watch anew when the last part of the trace begins. Returns whether the verdict is due. The verdict is
+    /// not due before the last part was watched to its end, however late its watch began on a busy machine.
     ///
     /// # Errors
-    /// If the marks cannot be relied on any more.
+    /// If the Accessed bits cannot be relied on any more.
     pub(super) fn follow(&mut self) -> Result<bool> {
         match self.next {
             Step::BeginAnew(at) if at <= Instant::now() => {
@@ -110,10 +110,10 @@ impl<'a> Beside<'a> {
         }
     }
 
-    /// Begins the watch anew, as after an image: the copy has marked huge pages as used.
+    /// Begins the watch anew, such as after an image: the copy has marked huge pages as used.
     ///
     /// # Errors
-    /// If the marks cannot be relied on any more.
+    /// If the Accessed bits cannot be relied on any more.
     pub(super) fn begin_anew(&mut self) -> Result<()> {
         self.watch = Watch::begin(self.process)?;
         Ok(())
@@ -124,7 +124,7 @@ impl<'a> Beside<'a> {
     }
 }
 
-/// What is idle of all that is held, and how sure that is.
+/// Idle part of the memory that is held, and figures on its uncertainty.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "idle")]
 pub(super) struct Idle {

@@ -1,4 +1,4 @@
-//! The judgement: blocks by kind, with what they are lost with, or held by.
+//! Judgement of a heap: groups of blocks, with the blocks that were lost via them, or with what holds them.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
@@ -14,12 +14,13 @@ use super::stacks::Known;
 use super::suppressions::LeakKind;
 use crate::sums::Path;
 
-/// Blocks that a tree is made of at most.
+/// Maximum number of blocks that a tree is made of.
 pub(super) const MOST_IN_TREE: usize = 1000;
-/// Blocks of a chain that are told; of a list there can be millions.
+/// Maximum number of blocks of a chain that are followed. The chain through a list can have millions.
 const MOST_OF_CHAIN: usize = 1000;
 
-/// A number of blocks, and their bytes as the allocator counts them.
+/// Number of blocks and their bytes: the requested ones where the allocation was traced, else those that the program
+/// may use.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(super) struct Sum {
     pub(super) blocks: u64,
@@ -32,7 +33,7 @@ impl Sum {
         self.bytes += bytes;
     }
 
-    /// Both together.
+    /// Returns the sum of both.
     pub(super) fn plus(self, other: Self) -> Self {
         Self {
             blocks: self.blocks + other.blocks,
@@ -41,56 +42,57 @@ impl Sum {
     }
 }
 
-/// All blocks by class.
+/// Sums of all blocks by class.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(super) struct Sums {
-    /// Nothing refers to them, and nothing did in the image before: leaks.
+    /// Blocks that nothing refers to, neither in the last image nor in the one before: leaks.
     pub(super) unreachable: Sum,
-    /// Only those refer to them.
+    /// Blocks that only unreachable blocks refer to.
     pub(super) unreachable_via: Sum,
-    /// Nothing refers to them, or only what nothing refers to, in the last image; in the one before it was otherwise.
+    /// Blocks that are unreachable, or unreachable via others, in the last image, but were not in the one before.
     pub(super) undecided: Sum,
-    /// Objects of CPython in cycles that its collector will free, and what these alone hold.
+    /// Objects of CPython in cycles that its garbage collector will free, and blocks that only these objects hold.
     pub(super) python_cycles: Sum,
-    /// There is a chain of references to starts.
+    /// Blocks with a chain of references from a root, all of which are to starts of blocks.
     pub(super) reachable: Sum,
-    /// There is a chain, through the middle of a block.
+    /// Blocks whose chain has a reference to the middle of a block, or one that is not a plain word.
     pub(super) interior_only: Sum,
-    /// An entry of --suppressions has them, whichever class they are of.
+    /// Blocks that an entry of --suppressions suppresses: unreachable ones, those via them, reachable and interior-only
+    /// ones. They count in no other class.
     pub(super) suppressed: Sum,
-    /// A thread may have set them aside; of none of these classes.
+    /// Blocks of which it is not known whether they are in use or in a thread's cache. They count in no other class.
     pub(super) in_doubt: Sum,
 }
 
-/// What blocks are alike by: their type's name, or else their size.
+/// Kind of a block: its type's name, or its size if the type is not known.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) enum Kind {
     Type(String),
     Size(u64),
 }
 
-/// What the blocks of a row have in common.
+/// Key by which blocks are grouped into a row.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Key {
-    /// The stack that allocated them, which was traced.
+    /// Stack that has allocated the blocks, if they were traced.
     Stack(Path),
-    /// The kind of the blocks, if their stack was not traced.
+    /// Kind of the blocks, if they were not traced.
     Kind(Kind),
 }
 
 /// Blocks of one stack, or of one kind, that are all lost, or all held.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Group {
-    /// What all of them are; None if a stack has allocated several kinds.
+    /// Kind of all blocks. None if a stack has allocated several kinds.
     pub(super) kind: Option<Kind>,
-    /// The stack that allocated them, if that was traced, and when.
+    /// Stack and times of the blocks' allocation, if they were traced.
     pub(super) born: Option<Born>,
     pub(super) sum: Sum,
-    /// What was lost with them.
+    /// Sum of the blocks that were lost via these.
     pub(super) via: Sum,
-    /// What nobody used of it for a while, if that was watched.
+    /// Sum of the blocks that are idle, if memory use was watched.
     pub(super) idle: Sum,
-    /// One of them.
+    /// Index of one of the blocks.
     pub(super) example: usize,
 }
 
@@ -106,7 +108,7 @@ impl Group {
         }
     }
 
-    /// Adds a block that is not lost with another one.
+    /// Adds a block that was not lost via another one.
     fn add(&mut self, bytes: u64, kind: &Kind, born: Option<Born>) {
         self.sum.add(bytes);
         self.kind = self.kind.take().filter(|all| all == kind);
@@ -116,25 +118,25 @@ impl Group {
     }
 }
 
-/// The heap, judged.
+/// Result of judging a heap.
 #[derive(Debug)]
 pub(super) struct Judgement {
     pub(super) sums: Sums,
     pub(super) lost: Vec<Group>,
     pub(super) held: Vec<Group>,
-    /// By entry of --suppressions.
+    /// Sums of the suppressed blocks, by entry of --suppressions.
     pub(super) suppressed: BTreeMap<usize, Sum>,
 }
 
-/// Blocks that nothing refers to, to be found again in a later image.
+/// Returns address and size of the lost blocks, to look for them in a later image.
 pub(crate) fn lost_blocks(heap: &Heap, reach: &Reach) -> HashSet<(u64, u64)> {
     let blocks = heap.blocks().iter().enumerate();
     let lost = blocks.filter(|(number, _)| reach.class(*number) < Class::Cycle);
     lost.map(|(_, block)| (block.address, block.size)).collect()
 }
 
-/// Bytes of private memory in pages of their own that the process may not read itself, and whose words therefore are not
-/// in the image.
+/// Returns the bytes of private memory in anonymous pages that the process itself may not read. Their words are not in
+/// the image.
 pub(super) fn protected_bytes(image: &Image, mappings: &[MappedMemory]) -> u64 {
     let is_protected = |memory: &&MappedMemory| {
         let area = image.area(memory.mapping.range.start);
@@ -144,8 +146,8 @@ pub(super) fn protected_bytes(image: &Image, mappings: &[MappedMemory]) -> u64 {
     protected.map(|memory| memory.anonymous).sum()
 }
 
-/// Judges a heap. `before` are the blocks that were lost in an earlier image, `seen` those whose allocation was traced, of
-/// whose stacks something is `known`, and `idle` the pages that nobody has used for a while.
+/// Judges a heap. `before` are the blocks that were lost in an earlier image. `seen` are the traced blocks, and `known`
+/// is what was looked up in the names of their stacks. `idle` are the pages that nobody has used for a while.
 pub(super) fn judge(
     heap: &Heap,
     reach: &Reach,
@@ -162,7 +164,7 @@ pub(super) fn judge(
     for (number, block) in heap.blocks().iter().enumerate() {
         let class = reach.class(number);
         let bytes = seen.bytes(number, block);
-        // What is lost with another block counts below that.
+        // A block that was lost with another block is counted in the group of that block.
         let of = leaders[number].map_or(number, |leader| leader as usize);
         let leader = &heap.blocks()[of];
         let is_leak = before.contains(&(leader.address, leader.size));
@@ -215,7 +217,7 @@ pub(super) fn judge(
     }
 }
 
-/// The groups with most idle bytes first, and of those with as many the largest.
+/// Sorts groups by idle bytes, then by size, the largest first.
 fn largest_first(groups: HashMap<Key, Group>) -> Vec<Group> {
     let mut groups: Vec<_> = groups.into_iter().collect();
     groups.sort_by(|(key, one), (other_key, other)| {
@@ -226,7 +228,7 @@ fn largest_first(groups: HashMap<Key, Group>) -> Vec<Group> {
     groups.into_iter().map(|(_, group)| group).collect()
 }
 
-/// Who holds blocks, the last holder first: roots, and below each what it refers to.
+/// Tree of the holders of blocks: roots at the top, and below each holder what it refers to.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Tree {
     pub(super) sum: Sum,
@@ -234,7 +236,7 @@ pub(super) struct Tree {
 }
 
 impl Tree {
-    /// Adds a block by its chain's labels, the root's first. A label again and again, as of a list, is told once.
+    /// Adds a block by the labels of its chain, the root's first. A label that repeats, as along a list, is added once.
     fn add(&mut self, labels: &[String], bytes: u64) {
         self.sum.add(bytes);
         let mut tree = self;
@@ -248,7 +250,8 @@ impl Tree {
     }
 }
 
-/// The tree of what holds these blocks, of the first thousand. `root` names where a chain begins.
+/// Returns the tree of what holds these blocks, of the first [`MOST_IN_TREE`]. `root` names the root at which a block's
+/// chain begins.
 pub(super) fn tree(
     heap: &Heap,
     reach: &Reach,
@@ -268,7 +271,7 @@ pub(super) fn tree(
     tree
 }
 
-/// The roots' places in modules' data that are to be named, by path.
+/// Returns the offsets in modules' data whose variables are to be named, by path.
 pub(super) fn wanted_names<'a>(
     places: impl Iterator<Item = (&'a [u8], u64)>,
 ) -> HashMap<Vec<u8>, BTreeSet<u64>> {
@@ -279,7 +282,7 @@ pub(super) fn wanted_names<'a>(
     wanted
 }
 
-/// The block as people are told of it.
+/// Describes a block for people.
 pub(super) fn describe(kind: &Kind, block: &Block) -> String {
     match kind {
         Kind::Type(name) => format!("{name} [{}]", block.size),

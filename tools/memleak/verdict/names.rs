@@ -1,4 +1,4 @@
-//! What roots are called: where the chain of references that holds a block begins.
+//! Names of roots, at which the chains of references begin that hold blocks.
 
 use std::collections::HashMap;
 
@@ -11,16 +11,16 @@ use memtools::process::mapped_file::MappedFile;
 
 use super::judge;
 
-/// What is known of the files that roots are in.
+/// Names in the files that roots are in.
 #[derive(Default)]
 pub(crate) struct RootNames {
     modules: Modules,
-    /// Variables by file and place, with how far into them it is.
+    /// Variables by file and offset: name, and offset within the variable.
     variables: HashMap<(Vec<u8>, u64), (String, u64)>,
 }
 
 impl RootNames {
-    /// Reads the files of a process that these roots are in.
+    /// Reads the names in the files of a process that these roots are in.
     pub(crate) fn of(image: &Image, roots: impl Iterator<Item = Root>) -> Self {
         let places: Vec<_> = roots.map(|root| roots::place(image, root)).collect();
         let in_modules = places.iter().filter_map(|place| match place {
@@ -32,7 +32,7 @@ impl RootNames {
             let mut areas = image.areas.iter();
             let area = areas.find(|area| area.has_file() && area.name() == path);
             let file = area.map(|area| MappedFile::open(image.pid, &area.mapping));
-            // A file that cannot be read, or is no program, has no names, and no bss.
+            // A file that cannot be read, or is no program, has no names and no bss.
             let Some(Ok(file)) = file else { continue };
             let bytes = elf::loaded_bytes(file.file()).unwrap_or_default();
             names.modules.0.insert(path.clone(), bytes);
@@ -45,17 +45,17 @@ impl RootNames {
         names
     }
 
-    /// What a root is called.
+    /// Returns the name of a root.
     pub(super) fn root(&self, image: &Image, root: Option<Root>) -> String {
         self.label(image, root, |at| format!("+{at:#x}"))
     }
 
-    /// What a root is called, without where in a variable it is: all of an array's elements are one holder.
+    /// Returns the name of a root without its offset in a variable: all elements of an array are one holder.
     pub(crate) fn variable(&self, image: &Image, root: Option<Root>) -> String {
         self.label(image, root, |_| String::new())
     }
 
-    /// `within` writes how far into a variable a root is.
+    /// Returns the name of a root. `within` writes its offset in a variable.
     fn label(&self, image: &Image, root: Option<Root>, within: fn(u64) -> String) -> String {
         let Some(root) = root else {
             return "nothing: unreachable".into();

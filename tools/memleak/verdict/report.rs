@@ -1,4 +1,4 @@
-//! What `--verdict` prints.
+//! Rows that `--verdict` prints.
 
 use std::io::{self, Write};
 
@@ -18,28 +18,28 @@ use super::judge::{Group, Kind, Sum, Sums};
 pub(super) struct Verdict {
     #[serde(flatten)]
     pub(super) process: ProcessName,
-    /// By image.
+    /// Pauses of the process by image, in microseconds.
     pub(super) pauses_us: Vec<u64>,
     pub(super) copied_bytes: u64,
     pub(super) allocator: String,
     pub(super) coverage: &'static str,
     pub(super) references: usize,
-    /// How allocations were traced, if they were.
+    /// Trace of the allocations, if they were traced.
     #[serde(flatten)]
     pub(super) trace: Option<Trace>,
     #[serde(flatten)]
     pub(super) sums: Sums,
 }
 
-/// The trace before a verdict.
+/// Trace before a verdict.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(super) struct Trace {
     pub(super) traced_ms: u64,
     /// Whether the process was copied at its exit.
     pub(super) at_exit: bool,
-    /// Blocks of the heap whose allocation was seen.
+    /// Number of blocks of the heap whose allocation was traced.
     pub(super) traced_blocks: u64,
-    /// Entries of --suppressions that mean nothing here.
+    /// Number of entries of --suppressions that were left out.
     pub(super) ignored_suppressions: u64,
     pub(super) lost: Losses,
 }
@@ -117,7 +117,7 @@ impl Row for Verdict {
     }
 }
 
-/// Writes the sums of those classes that have any.
+/// Writes the sums of the classes that have blocks. The class of unreachable blocks is always written.
 fn text_of_classes(classes: &[(&str, Sum, &str)], out: &mut dyn Write) -> io::Result<()> {
     for &(name, sum, remark) in classes {
         if sum.blocks == 0 && name != "unreachable" {
@@ -131,7 +131,7 @@ fn text_of_classes(classes: &[(&str, Sum, &str)], out: &mut dyn Write) -> io::Re
     Ok(())
 }
 
-/// The sums by the names that Memcheck has for them.
+/// Sums by Memcheck's names.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "memcheck")]
 pub(super) struct Memcheck {
@@ -171,11 +171,11 @@ impl Row for Memcheck {
     }
 }
 
-/// What an entry of --suppressions has.
+/// Blocks that an entry of --suppressions suppresses.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "suppressed")]
 pub(super) struct Suppressed {
-    /// The entry.
+    /// Name of the entry.
     pub(super) name: String,
     #[serde(flatten)]
     pub(super) sum: Sum,
@@ -191,7 +191,7 @@ impl Row for Suppressed {
     }
 }
 
-/// Blocks of a kind that nothing refers to, with what was lost with them.
+/// Blocks of one group that nothing refers to, with the blocks that were lost via these.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "leak")]
 pub(super) struct Lost {
@@ -209,7 +209,7 @@ pub(super) struct Lost {
     pub(super) is_traced: bool,
 }
 
-/// The stack that blocks were allocated by, and how long ago.
+/// Stack that blocks were allocated by, and the ages of the blocks.
 #[derive(Debug, Serialize)]
 pub(super) struct Origin {
     pub(super) oldest_age_ms: u64,
@@ -220,7 +220,7 @@ pub(super) struct Origin {
     pub(super) stack: NamedStack,
 }
 
-/// Ends a row with where its blocks come from; if nothing was traced, nothing is said of that.
+/// Ends a row with the stack that its blocks were allocated by. If nothing was traced, only ends the line.
 fn text_of_origin(origin: Option<&Origin>, is_traced: bool, out: &mut dyn Write) -> io::Result<()> {
     let Some(origin) = origin else {
         let remark = if is_traced {
@@ -244,7 +244,7 @@ fn text_of_origin(origin: Option<&Origin>, is_traced: bool, out: &mut dyn Write)
     rows::text_of_stack(&origin.stack, true, out)
 }
 
-/// A kind of blocks.
+/// Kind of the blocks of a row.
 #[derive(Debug, Serialize)]
 pub(super) struct What {
     pub(super) name: Option<String>,
@@ -252,7 +252,7 @@ pub(super) struct What {
 }
 
 impl What {
-    /// What blocks are, if all are the same.
+    /// Returns the kind that all blocks of a row have. None means several kinds.
     pub(super) fn of(kind: Option<&Kind>) -> Self {
         let (name, size_bytes) = match kind {
             Some(Kind::Type(name)) => (Some(text::escape(name).into_owned()), None),
@@ -308,7 +308,7 @@ impl Row for Lost {
     }
 }
 
-/// Blocks of a kind that can be reached, and what one of them is held by.
+/// Blocks of one group that can be reached, and the holders of one of them.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "held")]
 pub(super) struct Held {
@@ -316,11 +316,11 @@ pub(super) struct Held {
     pub(super) what: What,
     pub(super) blocks: u64,
     pub(super) bytes: u64,
-    /// What nobody used of it, if that was watched.
+    /// Sum of the idle blocks, if memory use was watched.
     #[serde(flatten)]
     pub(super) idle: Option<IdleSum>,
     pub(super) address: String,
-    /// The nearest holder first.
+    /// Holders of the example, the nearest first.
     pub(super) chain: Vec<String>,
     pub(super) chain_blocks: usize,
     pub(super) root: String,
@@ -331,7 +331,7 @@ pub(super) struct Held {
     pub(super) is_traced: bool,
 }
 
-/// What is idle of a kind of blocks.
+/// Sum of the idle blocks of a row.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(super) struct IdleSum {
     idle_blocks: u64,

@@ -1,7 +1,7 @@
-//! Blocks whose allocation was traced: who allocated them, when, and how many bytes were asked for.
+//! Blocks whose allocation was traced: their stack, time and requested bytes.
 //!
-//! Which blocks there are is found in the copy of the process alone; what was traced is added to those by their address. So a
-//! call that was not seen can only leave a block without its stack, and make none lost.
+//! The blocks themselves are found in the copy of the process alone. Traced allocations are added to them by address.
+//! So an allocation that was not traced can only leave a block without its stack. It cannot make a block lost.
 
 use std::collections::BTreeSet;
 
@@ -9,45 +9,46 @@ use memtools::heap::blocks::{Block, Heap};
 
 use crate::sums::{Allocation, Path};
 
-/// When and by which stack blocks were allocated.
+/// Stack that has allocated blocks, and the times of the allocations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Born {
     pub(super) path: Path,
-    /// CLOCK_MONOTONIC of the first and of the last of them.
+    /// CLOCK_MONOTONIC of the first and of the last allocation.
     pub(super) first_ns: u64,
     pub(super) last_ns: u64,
 }
 
 impl Born {
-    /// Adds others of the same stack.
+    /// Adds other allocations of the same stack.
     pub(super) fn join(&mut self, other: Self) {
         self.first_ns = self.first_ns.min(other.first_ns);
         self.last_ns = self.last_ns.max(other.last_ns);
     }
 }
 
-/// What was traced of the blocks of a heap.
+/// Traced blocks of a heap.
 #[derive(Debug, Default)]
 pub(super) struct Seen {
     pid: u32,
-    /// In the order of blocks.
+    /// Traced blocks, sorted by number.
     blocks: Vec<Made>,
 }
 
-/// A block that was seen to be allocated.
+/// Block whose allocation was traced.
 #[derive(Debug, Clone, Copy)]
 struct Made {
-    /// The block's place in the heap.
+    /// Index of the block in the heap's blocks.
     number: usize,
-    /// Bytes that were asked for.
+    /// Bytes that were requested.
     bytes: u64,
     stack: u64,
     time_ns: u64,
 }
 
 impl Seen {
-    /// Finds the blocks that these allocations made. What is younger than the copy, at `copied_ns` of CLOCK_MONOTONIC, may have the
-    /// address of a block that was freed meanwhile, and what is larger than the block is another one.
+    /// Finds the blocks that these allocations made. An allocation after the copy, at `copied_ns` of CLOCK_MONOTONIC,
+    /// may have the address of a block that was freed meanwhile, and is left out. So is an allocation that is larger
+    /// than the block at its address: it made another block.
     pub(super) fn of(
         heap: &Heap,
         pid: u32,
@@ -71,23 +72,23 @@ impl Seen {
         Self { pid, blocks }
     }
 
-    /// How many blocks they are.
+    /// Returns the number of traced blocks.
     pub(super) fn count(&self) -> u64 {
         self.blocks.len() as u64
     }
 
-    /// Bytes of a block: as many as were asked for, if that was traced, else those that the program may use.
+    /// Returns the bytes of a block: the requested bytes if the block was traced, else those that the program may use.
     pub(super) fn bytes(&self, number: usize, block: &Block) -> u64 {
         self.made(number).map_or(block.size, |made| made.bytes)
     }
 
-    /// Bytes of these blocks.
+    /// Returns the sum of these blocks' bytes.
     pub(super) fn sum(&self, heap: &Heap, blocks: &[usize]) -> u64 {
         let bytes = |&block: &usize| self.bytes(block, &heap.blocks()[block]);
         blocks.iter().map(bytes).sum()
     }
 
-    /// Who has allocated a block, and when, if that was traced.
+    /// Returns the stack and the time of a block's allocation, if it was traced.
     pub(super) fn born(&self, number: usize) -> Option<Born> {
         let made = self.made(number)?;
         Some(Born {
@@ -100,7 +101,7 @@ impl Seen {
         })
     }
 
-    /// The stacks that have allocated them, each once.
+    /// Returns the stacks that have allocated the traced blocks, each once.
     pub(super) fn paths(&self) -> BTreeSet<Path> {
         let pid = self.pid;
         let stacks = self.blocks.iter().map(|made| made.stack);

@@ -1,4 +1,4 @@
-//! The stacks that blocks were allocated by, with names: which of them are suppressed, and which a function is in.
+//! Symbolized stacks of blocks' allocations: which of them are suppressed, and which contain a function.
 
 use std::collections::HashMap;
 
@@ -11,16 +11,17 @@ use super::suppressions::{LeakKind, Suppressions};
 use crate::args::Args;
 use crate::sums::Path;
 
-/// Who knows the stacks that blocks were allocated by.
+/// Source of the stacks that blocks were allocated by.
 pub(super) trait Stacks {
-    /// The stack with its names; None if nothing was traced.
+    /// Returns the symbolized stack. Returns None if nothing was traced.
     fn named(&mut self, path: Path) -> Result<Option<NamedStack>>;
 
-    /// The stack with its names, and when it has allocated.
+    /// Returns the symbolized stack, and the ages of the blocks that it has allocated. Returns None if nothing was
+    /// traced.
     fn origin(&mut self, born: Born) -> Result<Option<Origin>>;
 }
 
-/// Nothing was traced.
+/// Source of stacks of a verdict without a trace.
 pub(super) struct Untraced;
 
 impl Stacks for Untraced {
@@ -33,17 +34,17 @@ impl Stacks for Untraced {
     }
 }
 
-/// What is known of stacks by their names.
+/// Symbolized stacks of the traced blocks, and what suppresses them.
 #[derive(Debug, Default)]
 pub(super) struct Known {
-    /// Only if something wants them.
+    /// Symbolized stacks. Empty if no option needs them.
     stacks: HashMap<Path, NamedStack>,
-    /// The entries that suppress what a stack has allocated.
+    /// Numbers of the entries that suppress leaks, by stack and kind of leak.
     suppressed: HashMap<(Path, LeakKind), usize>,
 }
 
 impl Known {
-    /// Names the stacks of the blocks that were seen, if options ask for what has to be looked for in them.
+    /// Symbolizes the stacks of the traced blocks, if options ask for something that is looked up in the names.
     pub(super) fn of(
         seen: &Seen,
         suppressions: &Suppressions,
@@ -66,12 +67,12 @@ impl Known {
         Ok(known)
     }
 
-    /// The entry that suppresses leaks of this kind, allocated by this stack.
+    /// Returns the number of the entry that suppresses leaks of this kind, allocated by this stack.
     pub(super) fn suppressed(&self, path: Path, kind: LeakKind) -> Option<usize> {
         self.suppressed.get(&(path, kind)).copied()
     }
 
-    /// Whether a function of this name is in the stack, with its parameters and the scope that it is in, or without.
+    /// Whether a function of this name is in the stack. The name may leave out the parameters and the enclosing scopes.
     pub(super) fn has_function(&self, path: Path, name: &str) -> bool {
         let stack = self.stacks.get(&path);
         let mut symbols = stack
@@ -86,7 +87,8 @@ fn frames(stack: &NamedStack) -> &[Frame] {
     stack.part().map_or(&[], |part| &part.frames)
 }
 
-/// Whether a function is meant by a name: `app::Session::open(int)` by itself, `app::Session::open` and `open`.
+/// Whether a name means a function. `app::Session::open(int)` is meant by its full name, by `app::Session::open` and by
+/// `open`.
 fn is_called(symbol: &str, name: &str) -> bool {
     let base = without_parameters(symbol);
     let is_scoped = || {
@@ -96,7 +98,7 @@ fn is_called(symbol: &str, name: &str) -> bool {
     symbol == name || (!name.is_empty() && is_scoped())
 }
 
-/// A function's name without the parentheses at its end.
+/// Returns a function's name without the parameters at its end.
 fn without_parameters(symbol: &str) -> &str {
     let whole = symbol.strip_suffix(" const").unwrap_or(symbol);
     if !whole.ends_with(')') {

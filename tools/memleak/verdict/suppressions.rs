@@ -1,6 +1,6 @@
-//! Leaks that are known and not to be told, in the files of valgrind (`--suppressions`): patterns of call stacks.
+//! Suppressions in valgrind's file format (`--suppressions`): patterns of call stacks whose leaks are not reported.
 //!
-//! Only entries of Memcheck's about leaks mean anything here. The others are left out, and counted.
+//! Only Memcheck's entries about leaks are used. Other entries are left out, and counted.
 
 mod sites;
 
@@ -13,12 +13,12 @@ use memtools::stacks::named::Frame;
 
 use sites::{Site, begins_with};
 
-/// Bounds of what a file may have: valgrind's own are lower.
+/// Limits of a suppression file. Valgrind's own limits are lower.
 const MOST_BYTES: u64 = 16 << 20;
 const MOST_CALLERS: usize = 500;
 const LONGEST_LINE: usize = 4096;
 
-/// The classes of Memcheck's leaks.
+/// Kinds of leaks that Memcheck tells apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) enum LeakKind {
     Definite,
@@ -28,7 +28,7 @@ pub(super) enum LeakKind {
 }
 
 impl LeakKind {
-    /// All of them.
+    /// All kinds.
     pub(super) const EACH: [Self; 4] = [
         Self::Definite,
         Self::Indirect,
@@ -44,24 +44,24 @@ impl LeakKind {
     ];
 }
 
-/// The entries of files, in their order.
+/// Entries of all files, in their order.
 #[derive(Debug, Default)]
 pub(super) struct Suppressions {
     entries: Vec<Entry>,
-    /// Entries that are of another tool, or of no leak.
+    /// Number of entries that are of another tool, or not about leaks.
     ignored: u64,
 }
 
-/// A kind of leak that is not told.
+/// Entry of a file: leaks that are not reported.
 #[derive(Debug, PartialEq, Eq)]
 struct Entry {
     name: String,
     kinds: Vec<LeakKind>,
-    /// What the stack begins with, innermost first.
+    /// Patterns of the stack's first frames, innermost first.
     callers: Vec<Caller>,
 }
 
-/// What a frame, or some frames, of a stack have to be.
+/// Pattern of a frame of a stack, or of any number of frames.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Caller {
     /// `fun:` the function, by its name or its mangled name.
@@ -75,10 +75,10 @@ enum Caller {
 }
 
 impl Suppressions {
-    /// Reads these files.
+    /// Reads suppression files.
     ///
     /// # Errors
-    /// If one cannot be read, or is not as valgrind has it; the line is named then.
+    /// If a file cannot be read, or is not in valgrind's format. A format error names the line.
     pub(super) fn read(paths: &[impl AsRef<Path>]) -> Result<Self> {
         let mut all = Self::default();
         for path in paths {
@@ -123,12 +123,12 @@ impl Suppressions {
         Ok(())
     }
 
-    /// Entries that mean nothing here.
+    /// Returns the number of entries that were left out.
     pub(super) fn ignored(&self) -> u64 {
         self.ignored
     }
 
-    /// Whether source lines are asked for.
+    /// Whether patterns need source lines.
     pub(super) fn want_source(&self) -> bool {
         let callers = self.entries.iter().flat_map(|entry| &entry.callers);
         callers
@@ -136,11 +136,11 @@ impl Suppressions {
             .any(|caller| matches!(caller, Caller::Source(..)))
     }
 
-    /// For each kind of leak that these frames have allocated, the first entry, by its number, that has it not
-    /// told.
+    /// Returns the kinds of leaks that are suppressed for a stack with these frames, each with the number of the first
+    /// entry that suppresses it.
     pub(super) fn find(&self, frames: &[Frame]) -> Vec<(LeakKind, usize)> {
         let sites = Site::of(frames);
-        // The allocator's own function has no frame here; that of operator new, which calls it, has.
+        // Our stacks have no frame of the allocator's own function, but have one of operator new, which calls it.
         let fits = |entry: &Entry| {
             begins_with(&sites[1..], &entry.callers) || begins_with(&sites, &entry.callers)
         };
@@ -155,19 +155,20 @@ impl Suppressions {
         LeakKind::EACH.into_iter().filter_map(first_of).collect()
     }
 
-    /// What an entry is called.
+    /// Returns the name of an entry.
     pub(super) fn name(&self, number: usize) -> &str {
         &self.entries[number].name
     }
 
-    /// How many entries there are.
+    /// Returns the number of entries.
     pub(super) fn count(&self) -> usize {
         self.entries.len()
     }
 }
 
 impl Entry {
-    /// Reads an entry from behind its brace, in this line, to the other one. None if it is of no leak.
+    /// Parses an entry, from the line after its opening brace to the closing brace. `begins` is the line of the opening
+    /// brace. Returns None if the entry is not about Memcheck's leaks.
     fn parse<'a>(
         begins: usize,
         lines: &mut impl Iterator<Item = (usize, &'a str)>,
@@ -223,7 +224,7 @@ impl Entry {
     }
 }
 
-/// The kinds in a list such as `definite,possible`; also `all` and `none`.
+/// Parses a list of kinds such as `definite,possible`. The list may also be `all` or `none`.
 fn leak_kinds(list: &str) -> Result<Vec<LeakKind>> {
     match list.trim() {
         "all" => return Ok(LeakKind::EACH.to_vec()),

@@ -1,5 +1,4 @@
-//! A verdict on a process whose allocations have been traced: the blocks that were seen to be allocated are shown by
-//! their stacks.
+//! Verdict on a process whose allocations have been traced. Blocks whose allocation was traced are shown by stack.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
@@ -23,19 +22,19 @@ use crate::args::Args;
 use crate::source::{Found, Next, Source};
 use crate::sums::Path;
 
-/// What a verdict takes besides the trace.
+/// Input of a verdict besides the trace.
 #[derive(Default)]
 pub(crate) struct Wanted {
     suppressions: Suppressions,
-    /// The command, if the verdict is due at its exit.
+    /// Command, if the verdict is due at its exit.
     at_exit: Option<AtExit>,
 }
 
 impl Wanted {
-    /// Reads the files that options name.
+    /// Reads the files that --suppressions names.
     ///
     /// # Errors
-    /// If one cannot be read, or makes no sense.
+    /// If a file cannot be read or parsed.
     pub(crate) fn read(args: &Args) -> Result<Self> {
         let suppressions = Suppressions::read(&args.verdict.suppressions)?;
         if suppressions.ignored() > 0 {
@@ -55,27 +54,27 @@ impl Wanted {
         self.suppressions.want_source()
     }
 
-    /// Traces the command's exit, if that is when the verdict is due.
+    /// Begins to watch for the command's exit, if the verdict is due then.
     ///
     /// # Errors
-    /// If the kernel does not let us.
+    /// If the kernel refuses to trace the command.
     pub(crate) fn watch(&mut self, args: &Args, command: Option<&HeldCommand>) -> Result<()> {
         let command = command.filter(|_| args.verdict.verdict == Some(Moment::Exit));
         self.at_exit = command.map(|held| AtExit::watch(held.pid())).transpose()?;
         Ok(())
     }
 
-    /// What tells that the command stands at its exit.
+    /// Returns the file descriptor that becomes readable when the command is held at its exit.
     pub(crate) fn told(&self) -> Option<BorrowedFd<'_>> {
         self.at_exit.as_ref().map(AsFd::as_fd)
     }
 }
 
-/// Follows a trace until the verdict is due, or a signal ends it, and prints that; on SIGUSR1 one more. Returns how many
-/// blocks are leaks.
+/// Follows a trace until the verdict is due or a signal ends the trace, and prints the verdict. On SIGUSR1, prints one
+/// more verdict, unless the verdict is due at the command's exit. Returns the number of leaked blocks.
 ///
 /// # Errors
-/// If there can be no verdict, or the process has exited before.
+/// If no verdict is possible, or the process has exited before.
 pub(crate) fn run<S: Source>(
     source: &mut S,
     process: &Process,
@@ -85,7 +84,7 @@ pub(crate) fn run<S: Source>(
     wanted: &Wanted,
 ) -> Result<u64> {
     let leaks = follow(source, process, args, poller, output, wanted);
-    // Also of a command that there is no verdict on.
+    // Release the command even if there is no verdict on it.
     if let Some(at_exit) = &wanted.at_exit {
         at_exit.release();
     }
@@ -120,7 +119,7 @@ fn follow<S: Source>(
                     format!("no verdict: process {pid} ended, or was killed, before one was due")
                 });
             }
-            // Whoever ends the run says why.
+            // The source says why it ends the run.
             Next::End { exited: false } => return Ok(0),
         }
         let is_due = wake.tick || beside.as_mut().map_or(Ok(false), Beside::follow)?;
@@ -128,7 +127,7 @@ fn follow<S: Source>(
             if wake.report || is_due || wake.stop {
                 let watch = beside.as_ref().map(Beside::watch);
                 let case = Case::look_twice(&args.heap.request(process, watch))?;
-                // What is lost has not been freed meanwhile, so that nothing of it is missing here.
+                // Lost blocks have not been freed since the copy, so none of their allocations are missing here.
                 let found = source.find(case.image.copied_ns, true)?;
                 let due = (args, wanted, begun.elapsed());
                 let leaks = judge(source, case, found, due, output)?;
@@ -143,7 +142,7 @@ fn follow<S: Source>(
             && let Some(image) = at_exit.image()?
         {
             let found = source.find(image.copied_ns, true)?;
-            // All was traced, and all has been freed: there need not even be a heap.
+            // If all allocations were traced, and all were freed, the process need not even have a heap.
             let is_empty = found.allocations.len() == found.mappings && !source.losses()?.any();
             let case = Case::look_at_exit(process, image, is_empty)?;
             let due = (args, wanted, begun.elapsed());
@@ -189,7 +188,7 @@ fn judge<S: Source>(
     Ok(leaks)
 }
 
-/// The stacks of a trace.
+/// Source of the stacks of a trace.
 struct Traced<'a, S> {
     source: &'a mut S,
     /// CLOCK_MONOTONIC of the copy.

@@ -1,4 +1,4 @@
-//! What `--why` prints: who holds blocks, as a tree.
+//! Rows of `--why`: who holds blocks, as a tree.
 
 use std::io::{self, Write};
 
@@ -8,21 +8,21 @@ use serde::Serialize;
 
 use super::judge::Tree;
 
-/// Branches of a tree that are shown below one, and how deep.
+/// Limits of a tree: the branches that are shown below one branch, and the levels that are shown.
 const MOST_BRANCHES: usize = 8;
 const MOST_DEPTH: usize = 12;
 
-/// What holds the blocks that --why asks for.
+/// Holders of the blocks that --why asks for.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "why")]
 pub(super) struct Why {
     pub(super) question: String,
     pub(super) blocks: u64,
     pub(super) bytes: u64,
-    /// Blocks that the tree is of.
+    /// Number of blocks whose holders are in the tree.
     pub(super) traced_blocks: u64,
     pub(super) tree: Vec<Branch>,
-    /// Holders beside those of the tree, which are smaller.
+    /// Number of smaller holders that the tree leaves out.
     pub(super) more: usize,
 }
 
@@ -33,12 +33,12 @@ pub(super) struct Branch {
     pub(super) blocks: u64,
     pub(super) bytes: u64,
     pub(super) below: Vec<Branch>,
-    /// Holders beside those below, which are smaller, or all where the tree is cut off.
+    /// Number of holders left out below: the smaller ones, or all where the tree is cut off.
     pub(super) more: usize,
 }
 
 impl Branch {
-    /// The branches of a tree, the largest first, as far as they are shown, and how many more there are.
+    /// Returns the branches of a tree that are shown, the largest first, and the number of branches left out.
     pub(super) fn list(tree: &Tree, depth: usize) -> (Vec<Self>, usize) {
         let mut list: Vec<_> = tree.below.iter().collect();
         list.sort_by_key(|(_, tree)| std::cmp::Reverse(tree.sum.bytes));
@@ -61,7 +61,7 @@ impl Branch {
         (list.into_iter().map(branch).collect(), more)
     }
 
-    /// Writes branches of which so many more are not shown.
+    /// Writes branches, and that `more` branches are not shown.
     fn text_of(list: &[Self], more: usize, depth: usize, out: &mut dyn Write) -> io::Result<()> {
         list.iter().try_for_each(|branch| branch.text(depth, out))?;
         if more > 0 {
@@ -119,7 +119,7 @@ mod tests {
         }
         let largest = tree.below.get_mut("g_19").expect("it was inserted");
         largest.below.insert("Node".into(), leaf(19));
-        // A chain that is as deep as is shown, and one deeper.
+        // A chain that is one level deeper than what is shown.
         let deep = (0..MOST_DEPTH).fold(leaf(1), |tree, _| {
             let below = [("Node".to_owned(), tree)].into();
             Tree { below, ..leaf(1) }

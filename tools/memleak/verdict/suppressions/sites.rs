@@ -1,12 +1,12 @@
-//! Whether a stack is as patterns of its calls say.
+//! Matching of stacks with patterns of calls.
 
 use memtools::print::demangle::demangle;
 use memtools::stacks::named::Frame;
 
 use super::Caller;
 
-/// Functions that allocate, one of which has allocated each block: they have no frame in the stacks of a trace, but in
-/// those of Memcheck.
+/// Functions of the allocator, one of which has allocated each block. They have frames in Memcheck's stacks, but not in
+/// the stacks of a trace.
 const ALLOCATORS: [&str; 8] = [
     "malloc",
     "calloc",
@@ -22,7 +22,7 @@ impl Caller {
     fn is(&self, site: &Site) -> bool {
         match self {
             Self::Function(pattern) => {
-                // Patterns are of mangled names, of which some stacks have only the names in the source.
+                // Patterns are of mangled names, but some stacks have only demangled names.
                 let is = |name: &&str| {
                     matches(pattern, name)
                         || (pattern.starts_with("_Z") && demangle(pattern) == **name)
@@ -40,7 +40,7 @@ impl Caller {
     }
 }
 
-/// A call of a stack, as patterns look at it.
+/// Call of a stack, with what patterns are matched with.
 #[derive(Debug, Default)]
 pub(super) struct Site<'a> {
     functions: Vec<&'a str>,
@@ -49,7 +49,8 @@ pub(super) struct Site<'a> {
 }
 
 impl<'a> Site<'a> {
-    /// The calls of a stack, innermost first: that of the allocator, then the frames, those that were inlined too.
+    /// Returns the calls of a stack, innermost first: the call of the allocator, then the frames with their inlined
+    /// calls.
     pub(super) fn of(frames: &'a [Frame]) -> Vec<Self> {
         let mut sites = vec![Self {
             functions: ALLOCATORS.to_vec(),
@@ -83,9 +84,10 @@ impl<'a> Site<'a> {
     }
 }
 
-/// Whether the innermost calls are as these patterns say. Time is bounded by the product of both.
+/// Whether the innermost calls match the patterns. The time is bounded by the product of both lengths.
 pub(super) fn begins_with(sites: &[Site], callers: &[Caller]) -> bool {
-    // By how many calls the patterns so far can have taken: more than one with `...`.
+    // By number of calls: whether the patterns so far can have matched as many. With `...`, several numbers are
+    // possible.
     let mut taken = vec![false; sites.len() + 1];
     taken[0] = true;
     for caller in callers {
@@ -102,7 +104,8 @@ pub(super) fn begins_with(sites: &[Site], callers: &[Caller]) -> bool {
     taken.contains(&true)
 }
 
-/// Whether a text is as a pattern says, in which `*` is any text and `?` any byte. Time is bounded by the product of both.
+/// Whether a text matches a pattern, in which `*` matches any text and `?` any byte. The time is bounded by the product
+/// of both lengths.
 fn matches(pattern: &str, text: &str) -> bool {
     let (pattern, text) = (pattern.as_bytes(), text.as_bytes());
     let (mut at, mut of, mut star) = (0, 0, None);
@@ -117,7 +120,7 @@ fn matches(pattern: &str, text: &str) -> bool {
                 of += 1;
             }
             _ => {
-                // The last star takes one more byte.
+                // The last star matches one more byte.
                 let Some((star_at, star_of)) = star else {
                     return false;
                 };
