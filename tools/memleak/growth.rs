@@ -1,9 +1,9 @@
-//! Whether the heap of a process grows, by which types of blocks, and what kind of growth that is: found in several
-//! images of it, with nothing traced.
+//! Growth of a process's heap: whether the heap grows, by which types of blocks, and what kind of growth that is. The
+//! answers are found in several images of the process, with nothing traced.
 //!
-//! Images are taken as the [`schedule`] says; what is kept of each is a point, and its blocks by type. The last one
-//! also tells which of the blocks that are new something refers to; what nothing does is looked for again a moment
-//! later, as what is on its way from one place to another looks the same in one image.
+//! Images are taken by the [`schedule`]. A point and the blocks by type are kept of each image. The last image also
+//! shows which new blocks nothing refers to. These are looked for again a moment later, in one more image: a reference
+//! that is in transit from one place to another is missing in a single image, too.
 
 pub(crate) mod args;
 mod children;
@@ -32,12 +32,12 @@ use look::{BlockPlace, Look};
 use report::{GrowthRow, TypeRow};
 use schedule::Schedule;
 
-/// Points without which there is no slope.
+/// Minimum number of points for a slope.
 const LEAST_POINTS: usize = 3;
-/// Time between the last image and the one in which what was lost is looked for again.
+/// Time between the last image and the one in which lost blocks are looked for again.
 const BETWEEN: Duration = Duration::from_millis(100);
 
-/// Watches the process for so long, and shows how it has grown.
+/// Watches the process for `period`, and prints how it has grown.
 ///
 /// # Errors
 /// If no images of the process can be taken, or too few.
@@ -56,10 +56,10 @@ pub(crate) fn run(args: &Args, period: Duration) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Why a wait has ended.
+/// Reason why a wait has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Waited {
-    /// The time has come.
+    /// The time is over.
     Due,
     /// A signal asks for the end.
     Stopped,
@@ -67,33 +67,33 @@ enum Waited {
     Exited,
 }
 
-/// A process that is watched.
+/// Process that is watched, with what was found until now.
 struct Study<'a> {
     request: &'a Request<'a>,
     begin: Instant,
     /// CLOCK_MONOTONIC of the first image.
     begin_ns: u64,
-    /// What tells the program that it runs from one after an exec.
+    /// Contents that tell the program apart from one after an exec: see [`program`].
     program: Vec<u8>,
     name: ProcessName,
     allocator: String,
-    /// What it takes to look at an image, and for how long the process stood still.
+    /// Duration of the first look, and the time that the process stood still for its image.
     took: (Duration, Duration),
     pauses_us: Vec<u64>,
     follower: Follower,
     points: Vec<Point>,
-    /// Images that could not be taken, or whose heap made no sense.
+    /// Number of images that could not be taken, or whose heap made no sense.
     left_out: u64,
     children: Children,
     found: Found,
 }
 
-/// What the last images say about who refers to blocks.
+/// References to blocks, as found in the last images.
 #[derive(Debug, Default)]
 struct Found {
-    /// Blocks that nothing refers to; None if that is not known.
+    /// Blocks that nothing refers to. None if they are not known.
     lost: Option<HashSet<BlockPlace>>,
-    /// What holds groups of blocks that grow, by their numbers.
+    /// Holders of the groups that grow, by the groups' numbers.
     holders: HashMap<u32, String>,
 }
 
@@ -155,7 +155,7 @@ impl<'a> Study<'a> {
             } else {
                 self.look().map(drop)
             };
-            // What has exited in the middle of an image is judged by those before.
+            // A process that has exited during an image is judged by the images before.
             match outcome {
                 Err(_) if self.request.process.exited() => return Ok(()),
                 Ok(()) if !is_last => {}
@@ -164,7 +164,7 @@ impl<'a> Study<'a> {
         }
     }
 
-    /// Waits, and looks meanwhile for processes that this one starts.
+    /// Waits until `until`, and meanwhile looks for processes that this process starts.
     fn wait(&mut self, until: Instant, poller: &mut Poller) -> Result<Waited> {
         loop {
             let wake = poller.wait(Some(until.min(self.children.next())))?;
@@ -181,7 +181,7 @@ impl<'a> Study<'a> {
         }
     }
 
-    /// Takes an image, and adds its point; None if it is left out.
+    /// Takes an image, and adds its point. Returns None if the image is left out.
     fn look(&mut self) -> Result<Option<Look>> {
         let look = self.take_or_tell()?;
         let pid = self.request.process.pid();
@@ -196,7 +196,8 @@ impl<'a> Study<'a> {
         Ok(look)
     }
 
-    /// Takes an image. If that fails it is told, as those before tell something, too; unless the process has exited.
+    /// Takes an image. A failure is only printed, since the images before are of use, too. It is an error if the
+    /// process has exited.
     fn take_or_tell(&self) -> Result<Option<Look>> {
         match Look::take(self.request) {
             Err(error) if !self.request.process.exited() => {
@@ -214,7 +215,8 @@ impl<'a> Study<'a> {
         self.follower.add(&look.heap, &look.names);
     }
 
-    /// Takes the last image, and finds what refers to the blocks in it; what is lost has to be so in another one.
+    /// Takes the last image, and finds what refers to the blocks in it. Blocks count as lost only if they are lost in
+    /// one more image, too.
     fn look_at_last(&mut self, top: usize) -> Result<()> {
         let Some(look) = self.look()? else {
             return Ok(());
@@ -223,7 +225,7 @@ impl<'a> Study<'a> {
         let groups: HashSet<u32> = self.growing().into_iter().take(top).collect();
         self.found.holders = look.holders(&reach, self.follower.blocks(), &groups);
         let lost = look::lost(&look, &reach)?;
-        // The first copy is given back before there is another one.
+        // The first copy is freed before the second one is taken.
         drop((look, reach));
         let Some(mut lost) = lost.filter(|lost| !lost.is_empty()) else {
             self.found.lost = Some(HashSet::new());
@@ -243,7 +245,7 @@ impl<'a> Study<'a> {
         self.points.iter().map(|point| point.seconds).collect()
     }
 
-    /// The groups that grow, by their numbers, those that grow fastest first.
+    /// Returns the numbers of the groups that grow, those that grow fastest first.
     fn growing(&self) -> Vec<u32> {
         let seconds = self.seconds();
         let groups = (0..).zip(self.follower.groups());
@@ -255,7 +257,7 @@ impl<'a> Study<'a> {
         growing.into_iter().map(|(number, _)| number).collect()
     }
 
-    /// What there is to print, of as many types.
+    /// Returns the rows to print, for up to `top` types.
     fn rows(&self, top: usize) -> Result<(GrowthRow, Vec<TypeRow>)> {
         let pid = self.request.process.pid();
         let points = self.points.len();
@@ -273,7 +275,8 @@ impl<'a> Study<'a> {
     }
 }
 
-/// What is new with each program that a process executes: its auxiliary vector, which has random addresses.
+/// Returns the process's auxiliary vector, which has random addresses and so is new with each program that the process
+/// executes.
 fn program(process: &Process) -> Vec<u8> {
     std::fs::read(format!("/proc/{}/auxv", process.pid())).unwrap_or_default()
 }

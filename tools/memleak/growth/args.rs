@@ -20,10 +20,10 @@ pub(crate) struct GrowthArgs {
 }
 
 impl GrowthArgs {
-    /// For how long growth is to be watched, if it is.
+    /// Returns for how long growth is to be watched, or None without --growth.
     ///
     /// # Errors
-    /// If not just one process was named.
+    /// If not exactly one process was named.
     pub(crate) fn wanted(&self, pids: &[u32]) -> Result<Option<Duration>, UsageError> {
         if self.growth.is_some() && pids.len() != 1 {
             return Err(UsageError(

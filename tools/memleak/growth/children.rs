@@ -1,21 +1,21 @@
-//! Processes that a process starts, as far as looks at its list of children see them.
+//! Child processes of a process, as far as repeated looks at its list of children see them.
 
 use std::collections::HashSet;
 use std::fs;
 use std::time::{Duration, Instant};
 
-/// The time between two looks, which is longer where a look takes long.
+/// Minimum time between two looks. The time is longer where a look takes long.
 const BETWEEN: Duration = Duration::from_millis(20);
-/// How many times as long as a look the time between two is.
+/// Minimum ratio of the time between two looks to the duration of a look.
 const SPARING: u32 = 50;
 
 /// The children of a process.
 #[derive(Debug)]
 pub(super) struct Children {
     pid: u32,
-    /// All that are known, also if they have ended.
+    /// All children that were seen, including those that have ended.
     known: HashSet<u32>,
-    /// Page faults of those that have ended and been waited for.
+    /// Page faults of the children that have ended and been waited for.
     faults: u64,
     started: u64,
     ended: u64,
@@ -23,7 +23,7 @@ pub(super) struct Children {
 }
 
 impl Children {
-    /// The children that a process has now.
+    /// Begins with the children that a process has now.
     pub(super) fn of(pid: u32) -> Self {
         Self {
             pid,
@@ -35,12 +35,12 @@ impl Children {
         }
     }
 
-    /// When to look again.
+    /// Returns the time of the next look.
     pub(super) fn next(&self) -> Instant {
         self.next
     }
 
-    /// Looks whether there are others, or some have ended.
+    /// Looks for new children, and for children that have ended.
     pub(super) fn look(&mut self) {
         let begin = Instant::now();
         self.add(list(self.pid));
@@ -50,20 +50,21 @@ impl Children {
         self.next = begin + BETWEEN.max(begin.elapsed() * SPARING);
     }
 
-    /// Adds what the list has now.
+    /// Adds the children that are in the list now.
     fn add(&mut self, now: HashSet<u32>) {
         self.started += now.difference(&self.known).count() as u64;
         self.known.extend(now);
     }
 
-    /// Processes that were started meanwhile, at least: one that has ended between two looks is seen only if it was
-    /// waited for.
+    /// Returns the minimum number of processes that were started meanwhile. A process that has ended between two looks
+    /// is seen only if it was waited for.
     pub(super) fn started(&self) -> u64 {
         self.started.max(self.ended)
     }
 }
 
-/// The children of all threads. A kernel may be built without this list; then only what has ended is seen.
+/// Returns the children of all threads. A kernel may be built without this list. Then only children that have ended are
+/// seen.
 fn list(pid: u32) -> HashSet<u32> {
     let threads = fs::read_dir(format!("/proc/{pid}/task"));
     let threads = threads.into_iter().flatten().flatten();
@@ -79,7 +80,7 @@ fn list(pid: u32) -> HashSet<u32> {
     children
 }
 
-/// Minor page faults of children that have been waited for: cminflt, after the name in parentheses.
+/// Returns the minor page faults of children that have been waited for: cminflt, after the name in parentheses.
 fn faults(pid: u32) -> u64 {
     const CMINFLT: usize = 8;
     let stat = fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();

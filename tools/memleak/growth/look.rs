@@ -15,7 +15,7 @@ use memtools::heap::walk::Walked;
 
 use crate::verdict;
 
-/// A process at one moment.
+/// Process at one moment: its image, heap and types of blocks.
 pub(super) struct Look {
     pub(super) image: Image,
     pub(super) heap: Heap,
@@ -28,11 +28,11 @@ pub(super) struct Look {
 pub(super) type BlockPlace = (u64, u64);
 
 impl Look {
-    /// Takes an image; None if its heap made no sense, as that of a process whose threads are in the middle of malloc
-    /// most of the time.
+    /// Takes an image. Returns None if its heap makes no sense, such as that of a process whose threads are in the
+    /// middle of malloc most of the time.
     ///
     /// # Errors
-    /// If no image can be taken, or there is no walk of the process's allocator.
+    /// If no image can be taken, or the heap cannot be walked as a whole.
     pub(super) fn take(request: &Request) -> Result<Option<Self>> {
         let mut kept = kernel::words(request.process.pid());
         let walked = Walked::take(request, "memleak")?;
@@ -56,7 +56,7 @@ impl Look {
         }))
     }
 
-    /// What the process had, at so many seconds.
+    /// Returns the sums of the image as a point, which is at `seconds`.
     pub(super) fn point(&self, seconds: f64) -> Point {
         let present = |range| self.image.present(range);
         let regions = self.heap.regions.iter().cloned();
@@ -73,12 +73,13 @@ impl Look {
         }
     }
 
-    /// What refers to the blocks.
+    /// Finds what refers to the blocks.
     pub(super) fn reach(&self) -> Reach {
         Reach::new(&self.image, &self.heap, &self.names.python)
     }
 
-    /// What of these groups holds the newest block that is held, by the groups' numbers: the root that its chain begins at.
+    /// Finds what holds the newest reachable block of each of these groups, by the groups' numbers: the root at which
+    /// the block's chain begins.
     pub(super) fn holders(
         &self,
         reach: &Reach,
@@ -104,8 +105,8 @@ impl Look {
     }
 }
 
-/// The blocks that nothing refers to; None if the process has memory that it has protected from being read, which may
-/// hold references.
+/// Returns the blocks that nothing refers to. Returns None if the process has memory that is protected from being read,
+/// which may hold references.
 ///
 /// # Errors
 /// If the process's mappings cannot be read.

@@ -1,4 +1,4 @@
-//! What `--growth` prints.
+//! Rows that `--growth` prints.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -14,13 +14,14 @@ use serde::Serialize;
 use super::Study;
 use crate::rows::ProcessName;
 
-/// A process, and how it has grown.
+/// Process, with the growth of its heap.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "growth")]
 pub(super) struct GrowthRow {
     #[serde(flatten)]
     process: ProcessName,
-    /// By image, that in which what was lost is looked for again among them.
+    /// Pauses of the process by image, in microseconds. The image in which lost blocks are looked for again is
+    /// included.
     pauses_us: Vec<u64>,
     images_left_out: u64,
     allocator: String,
@@ -44,7 +45,7 @@ pub(super) struct GrowthRow {
     judged: Verdict,
 }
 
-/// What the process had in one image.
+/// Sums of one image.
 #[derive(Debug, Serialize)]
 struct PointRow {
     seconds: f64,
@@ -55,7 +56,7 @@ struct PointRow {
     resident_bytes: u64,
 }
 
-/// A number of bytes at first and at last, and the line through all points.
+/// First and last number of bytes, and the slope of the line through all points.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 struct Slope {
     first: u64,
@@ -65,7 +66,7 @@ struct Slope {
     high: f64,
 }
 
-/// Blocks of a type, and how they have grown.
+/// Blocks of a type, with their growth.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(tag = "type", rename = "type_growth")]
 pub(super) struct TypeRow {
@@ -86,7 +87,7 @@ pub(super) struct TypeRow {
     is_first: bool,
 }
 
-/// The rows of a process, and of as many of its types.
+/// Makes the row of a process, and the rows of up to `top` types.
 pub(super) fn rows(study: &Study, top: usize) -> (GrowthRow, Vec<TypeRow>) {
     let mut types = types(study);
     let growth = growth(study, types.len(), top);
@@ -142,7 +143,8 @@ fn growth(study: &Study, types: usize, top: usize) -> GrowthRow {
     }
 }
 
-/// All types: those that grow, the fastest first; then by what they do, those with most bytes first.
+/// Returns the rows of all types by judgement: those that grow first, the fastest of them first. Within the other
+/// judgements, types with most bytes come first.
 fn types(study: &Study) -> Vec<TypeRow> {
     let seconds = study.seconds();
     let mut lost: HashMap<u32, (u64, u64)> = HashMap::new();
@@ -220,7 +222,7 @@ impl Slope {
         }
     }
 
-    /// The slope, and half of its interval, as people read it.
+    /// Formats the slope, and half of its confidence interval, for people.
     fn text(&self) -> (String, String) {
         let half = (self.high - self.low) / 2.0;
         (
@@ -247,12 +249,12 @@ fn percent(part: u64, all: u64) -> Option<f64> {
     (all > 0).then(|| rounded(part as f64 / all as f64 * 100.0))
 }
 
-/// A number to three places.
+/// Rounds a number to three decimal places.
 fn rounded(number: f64) -> f64 {
     (number * 1000.0).round() / 1000.0
 }
 
-/// Bytes with a sign.
+/// Formats bytes with a sign.
 fn signed(bytes: f64) -> String {
     let sign = match bytes {
         0.5.. => "+",
@@ -309,7 +311,7 @@ impl Row for GrowthRow {
 }
 
 impl GrowthRow {
-    /// What it is, in a sentence.
+    /// Returns the verdict as a sentence.
     fn conclusion(&self) -> String {
         let pid = self.process.pid;
         let more = signed(self.growth_bytes as f64);

@@ -1,20 +1,21 @@
-//! When images are taken: as often as tells growth apart from what comes and goes, and as seldom as does no harm.
+//! Schedule of images: often enough to tell growth from blocks that come and go, and seldom enough to do no harm.
 
 use std::time::Duration;
 
-/// Images that are wanted, and those without which nothing is to be told.
+/// Maximum and minimum number of images.
 const MOST: u32 = 12;
 const LEAST: u32 = 4;
-/// The part of the time for which the process may stand still.
+/// Maximum part of the period for which the process may stand still.
 const STANDING: f64 = 0.01;
-/// The part of the time that images may take to be looked through.
+/// Maximum part of the period that it may take to look through images.
 const WORKING: f64 = 0.5;
-/// By how much of the distance images come early or late, so as not to keep step with what the process does.
+/// Width of the range in which an image comes early or late, as a part of the distance between images. So images do not
+/// keep step with what the process does.
 const JITTER: f64 = 0.4;
-/// The golden ratio's part after the point: its multiples' parts are spread evenly.
+/// Fractional part of the golden ratio. The fractional parts of its multiples are spread evenly.
 const GOLDEN: f64 = 0.618_034;
 
-/// The moments of all images.
+/// Times of all images.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Schedule {
     period: Duration,
@@ -22,8 +23,8 @@ pub(super) struct Schedule {
 }
 
 impl Schedule {
-    /// The schedule of a process that stood still for `paused` for its first image, which was looked through in `took`.
-    /// If this takes too long for the period that is wanted, the period is longer.
+    /// Makes the schedule for a process that stood still for `paused` for its first image, which was looked through in
+    /// `took`. The period is longer than `wanted` if images take too long for that.
     pub(super) fn new(wanted: Duration, paused: Duration, took: Duration) -> Self {
         let period = wanted.max(took.mul_f64(f64::from(LEAST) / WORKING));
         let within = |part: f64, each: Duration| {
@@ -36,17 +37,18 @@ impl Schedule {
         }
     }
 
-    /// The time from the first image to the last.
+    /// Returns the time from the first image to the last.
     pub(super) fn period(self) -> Duration {
         self.period
     }
 
-    /// How many images are to be taken.
+    /// Returns the number of images to take.
     pub(super) fn images(self) -> u32 {
         self.images
     }
 
-    /// When the next image is due after the first, and whether it is the last; moments that have passed are left out.
+    /// Returns when the next image is due, and whether it is the last. Times count from the first image. Images whose
+    /// time has passed are left out.
     pub(super) fn next(self, after: Duration) -> (Duration, bool) {
         let due = (1..self.images).map(|number| self.at(number));
         let due = due.into_iter().find(|&due| due > after);
@@ -75,7 +77,7 @@ mod tests {
         Duration::from_millis(number)
     }
 
-    /// All moments after the first.
+    /// Returns the times of all images.
     fn moments(schedule: Schedule) -> Vec<f64> {
         let mut moments = vec![0.0];
         loop {
@@ -97,7 +99,7 @@ mod tests {
         assert_eq!(images(2, 50), (12, MINUTE));
         // 1 % of a minute is enough for six pauses of 90 ms.
         assert_eq!(images(90, 500), (6, MINUTE));
-        // Half of it for five looks of 6 s.
+        // Half a minute is enough for five looks of 6 s.
         assert_eq!(images(2, 6000), (5, MINUTE));
         // A pause may always be as long as --max-pause allows.
         assert_eq!(images(2000, 500), (4, MINUTE));
