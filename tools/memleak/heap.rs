@@ -1,7 +1,7 @@
-//! Where the memory of a process is, found in a copy of it: nothing is traced, nothing was recorded.
+//! Use of a process's memory, found in a copy of it: nothing is traced, and nothing was recorded before.
 //!
-//! The process stands still while it is copied, and the walk of its allocator's structures finds the
-//! blocks and the free chunks, whenever they were allocated.
+//! The process stands still while it is copied. The walk of its allocator's structures finds the blocks and the free
+//! chunks, whenever they were allocated.
 
 pub(crate) mod args;
 mod block;
@@ -24,10 +24,10 @@ use crate::rows::ProcessName;
 use block::BlockRow;
 use report::HeapRow;
 
-/// Shows where the memory of the process is.
+/// Prints where the memory of the process is.
 ///
 /// # Errors
-/// If no image of it can be taken, or its heap cannot be walked.
+/// If no image of the process can be taken, or its heap cannot be walked.
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let process = Process::open(args.pid[0])?;
     let (_poller, mut output) = args.start()?;

@@ -1,4 +1,4 @@
-//! The options of what is found in a copy of a process, with nothing traced.
+//! Options of modes that examine a copy of a process, with nothing traced.
 
 use std::time::Duration;
 
@@ -76,7 +76,7 @@ fn milliseconds(text: &str) -> Result<Duration, String> {
 }
 
 impl HeapArgs {
-    /// How images of a process are to be taken.
+    /// Makes the request for images of a process.
     pub(crate) fn request<'a>(&self, process: &'a Process, idle: Option<&'a Watch>) -> Request<'a> {
         Request {
             process,
@@ -86,17 +86,17 @@ impl HeapArgs {
         }
     }
 
-    /// What may be done for these options beyond tracing.
+    /// Returns the capabilities that these options take besides those of tracing.
     pub(crate) fn capabilities(&self) -> &'static [Capability] {
-        // Where a page is in memory only this may know.
+        // Without this capability, the kernel does not show where pages are in memory.
         const PRE_COPY: [Capability; 1] = [Capability::CAP_SYS_ADMIN];
         if self.pre_copy { &PRE_COPY } else { &[] }
     }
 
-    /// Whether nothing is to be traced.
+    /// Whether --heap or --types is given.
     ///
     /// # Errors
-    /// If not just one process was named.
+    /// If one of these options is given, and not exactly one process was named.
     pub(crate) fn wanted(&self, pids: &[u32]) -> Result<bool, UsageError> {
         let wanted = self.heap || self.types;
         if wanted && pids.len() != 1 {

@@ -1,4 +1,4 @@
-//! What `--heap -a` prints of each block.
+//! Row that `--heap -a` prints for each block.
 
 use std::io::{self, Write};
 
@@ -6,7 +6,7 @@ use memtools::heap::blocks::Block;
 use memtools::print::output::Row;
 use serde::Serialize;
 
-/// A block that the program has.
+/// Block that the program has.
 #[derive(Debug, Serialize)]
 pub(super) struct BlockRow {
     r#type: &'static str,

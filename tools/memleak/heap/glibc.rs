@@ -1,4 +1,4 @@
-//! What `--heap` prints of glibc's arenas and of the sizes of their chunks.
+//! Rows that `--heap` prints of glibc's arenas, and of the sizes of their chunks.
 
 use memtools::heap::glibc::usage::{HeapUsage, SizeClass};
 use memtools::heap::glibc::{State, Walk};
@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::report::ChunkSum;
 
-/// An arena, by what its memory is for.
+/// Memory of an arena, by use.
 #[derive(Debug, Serialize)]
 pub(super) struct ArenaRow {
     pub(super) address: String,
@@ -27,7 +27,7 @@ pub(super) struct ClassRow {
     pub(super) free: ChunkSum,
 }
 
-/// The arenas, the largest first.
+/// Returns the rows of the arenas, those with most resident memory first.
 pub(super) fn arenas(walk: &Walk, usage: &HeapUsage) -> Vec<ArenaRow> {
     let arenas = walk.arenas.iter().zip(&usage.arenas);
     let mut rows: Vec<_> = arenas
@@ -45,7 +45,7 @@ pub(super) fn arenas(walk: &Walk, usage: &HeapUsage) -> Vec<ArenaRow> {
     rows
 }
 
-/// The sizes, those with most memory first.
+/// Returns the rows of the chunk sizes, those with most bytes first.
 pub(super) fn classes(usage: &HeapUsage) -> Vec<ClassRow> {
     let row = |(&chunk_bytes, class): (&u64, &SizeClass)| ClassRow {
         chunk_bytes,

@@ -1,4 +1,4 @@
-//! What `--heap` prints of a heap of jemalloc.
+//! Rows that `--heap` prints of jemalloc's heap.
 
 use std::io::{self, Write};
 
@@ -8,10 +8,10 @@ use serde::Serialize;
 
 use super::report::{ChunkSum, is_fragmented, more, size_line};
 
-/// What jemalloc has its memory for.
+/// Memory of jemalloc, by use.
 #[derive(Debug, Serialize)]
 pub(super) struct Jemalloc {
-    /// What its own statistics say: what threads' caches have is allocated, too.
+    /// Allocated bytes, as jemalloc's own statistics count: blocks in threads' caches are included.
     allocated_bytes: u64,
     active_bytes: u64,
     parts: JemallocSums,
@@ -66,7 +66,7 @@ struct ClassRow {
 }
 
 impl Jemalloc {
-    /// The `top` largest arenas and sizes of a heap with so much in memory.
+    /// Makes the sums of a heap with `heap_resident` resident bytes, and its `top` largest arenas and sizes.
     pub(super) fn of(usage: &HeapUsage, heap_resident: u64, top: usize) -> Self {
         let arena = |(&number, usage): (&u32, &Usage)| ArenaRow {
             number,
@@ -105,7 +105,7 @@ impl Jemalloc {
         }
     }
 
-    /// Whether at least half of the heap, and not little, is free.
+    /// Whether at least half of the heap's resident memory, and not little, is free.
     pub(super) fn is_fragmented(&self) -> bool {
         self.is_fragmented
     }

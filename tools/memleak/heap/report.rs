@@ -1,4 +1,4 @@
-//! What `--heap` prints.
+//! Row that `--heap` prints.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -18,10 +18,10 @@ use super::glibc::{self, ArenaRow, ClassRow};
 use super::jemalloc::Jemalloc;
 use crate::rows::ProcessName;
 
-/// Free memory below this is no news.
+/// Bytes of free memory below which a heap does not count as fragmented.
 const NEWS: u64 = 4 << 20;
 
-/// The memory of a process by what it is for.
+/// Memory of a process, by use.
 #[derive(Debug, Serialize)]
 pub(super) struct HeapRow {
     r#type: &'static str,
@@ -90,7 +90,7 @@ impl From<Sum> for ChunkSum {
     }
 }
 
-/// What the heap is made of.
+/// Parts of glibc's heap.
 #[derive(Debug, Serialize)]
 struct HeapSums {
     in_use: ChunkSum,
@@ -100,13 +100,14 @@ struct HeapSums {
     tcaches: ChunkSum,
     tops: ChunkSum,
     overhead_bytes: u64,
-    /// Blocks of other allocators of the process, and their bytes.
+    /// Number of blocks of other allocators of the process, and their bytes.
     other_blocks: u64,
     other_block_bytes: u64,
 }
 
 impl HeapRow {
-    /// Adds up what was walked, with what the kernel says is in memory of each mapping, and the `top` largest parts.
+    /// Adds up the walked heap, and the resident memory of each mapping, which the kernel counts. Lists the `top`
+    /// largest parts.
     pub(super) fn of(
         walked: &Walked,
         mappings: &[MappedMemory],
@@ -191,7 +192,8 @@ impl HeapRow {
         );
     }
 
-    /// Gives each mapping its place. What is the heap's is taken off the private memory that it is in.
+    /// Adds each mapping to the sum of its kind. The heap is subtracted from the other private memory, which includes
+    /// it.
     fn place(&mut self, image: &Image, mappings: &[MappedMemory]) {
         let stacks: HashSet<u64> = image
             .threads
@@ -223,7 +225,7 @@ impl HeapRow {
     }
 }
 
-/// How much of the heap was walked, and why not all of it.
+/// Returns how much of the heap was walked, and why not all of it.
 fn told(coverage: &Coverage) -> (&'static str, Option<String>) {
     match coverage {
         Coverage::Complete => ("complete", None),
@@ -255,12 +257,12 @@ impl HeapSums {
     }
 }
 
-/// Whether at least half of what is in memory of a heap, and not little, is free.
+/// Whether at least half of a heap's resident memory, and not little, is free.
 pub(super) fn is_fragmented(free: u64, resident: u64) -> bool {
     free >= NEWS && free * 2 >= resident
 }
 
-/// What the heap's size comes from: a word for programs.
+/// Returns the cause of the heap's size, as a word for programs.
 pub(super) fn verdict(is_fragmented: bool) -> &'static str {
     if is_fragmented {
         "fragmentation"
@@ -269,7 +271,7 @@ pub(super) fn verdict(is_fragmented: bool) -> &'static str {
     }
 }
 
-/// A line of a table of sizes, of the blocks or chunks of one.
+/// Writes a line of a table of sizes, for the blocks or chunks of one size.
 pub(super) fn size_line(
     out: &mut dyn Write,
     in_use: &ChunkSum,

@@ -1,4 +1,4 @@
-//! What `--types` prints: which types of objects the blocks of a process are.
+//! Rows that `--types` prints: the types of objects that the blocks of a process are.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -16,10 +16,10 @@ use serde::Serialize;
 
 use crate::rows::ProcessName;
 
-/// Bytes of the smallest blocks that are told apart among unnamed ones.
+/// Upper limit of the smallest size class of unnamed blocks, in bytes.
 const SMALLEST: u64 = 32;
 
-/// All blocks of a process.
+/// Sums over all blocks of a process.
 #[derive(Debug, Serialize)]
 struct TypesRow {
     r#type: &'static str,
@@ -53,10 +53,10 @@ struct TypeRow {
     first: bool,
 }
 
-/// Prints the types of all blocks, with those of CPython's own allocator, and the `top` types with most bytes.
+/// Prints the sums over all blocks, including those of CPython's own allocator, and the `top` types with most bytes.
 ///
 /// # Errors
-/// If no blocks are known, or the process has gone, in whose memory the names of its classes are.
+/// If no blocks are known, or the process has exited: the names of its classes are in its memory.
 pub(super) fn print(
     walked: Walked,
     process: ProcessName,
@@ -76,7 +76,7 @@ pub(super) fn print(
     types.iter().try_for_each(|row| output.row(row))
 }
 
-/// The blocks by type: all of them, and the `top` types with most bytes.
+/// Returns the sums over all blocks, and the `top` types with most bytes.
 fn rows(
     image: &Image,
     process: ProcessName,
@@ -117,7 +117,7 @@ fn rows(
     (all, types)
 }
 
-/// The blocks of each type, those with most bytes first.
+/// Returns the blocks of each type, those with most bytes first.
 fn by_type(heap: &Heap, names: &Names) -> Vec<TypeRow> {
     let mut sums: BTreeMap<(Option<usize>, u64), (u64, u64)> = BTreeMap::new();
     for (number, block) in heap.blocks().iter().enumerate() {
@@ -147,7 +147,7 @@ fn by_type(heap: &Heap, names: &Names) -> Vec<TypeRow> {
     rows
 }
 
-/// The largest size of the class that a size is in: powers of two.
+/// Returns the upper limit of a size's class. Limits are powers of two.
 fn size_class(size: u64) -> u64 {
     size.max(SMALLEST)
         .checked_next_power_of_two()
