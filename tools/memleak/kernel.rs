@@ -1,8 +1,8 @@
 //! Kernel mode: memory that the kernel allocated and has not freed, by kernel stack or slab cache.
 //!
-//! Hooks: the tracepoints of the slab, page and per-CPU allocators (`bpf/memleak_kernel.bpf.c`),
-//! whichever are asked for ([`probes`]). Blocks are kept in a BPF map; a report adds them up by
-//! stack, as the other mode's, or by slab cache ([`caches`]).
+//! Hooks: the tracepoints of the slab, page and per-CPU allocators (`bpf/memleak_kernel.bpf.c`), as far as options ask
+//! for them ([`probes`]). Blocks are kept in a BPF map. A report adds them up by stack, as reports on processes do, or
+//! by slab cache ([`caches`]).
 
 pub(crate) mod args;
 mod caches;
@@ -84,19 +84,19 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     status
 }
 
-/// The kernel's memory.
+/// Source of reports on the kernel's memory.
 struct Kernel<'a> {
     attached: &'a Attached,
-    /// Requests to make room in the maps.
+    /// Requests of the BPF programs for more capacity in their maps.
     room_requests: &'a Events<'a, u32>,
     args: &'a Args,
     stacks: Stacks<'a, MapMut<'static>>,
     names: KernelNames,
-    /// /proc/slabinfo as it was when the trace began.
+    /// Contents of /proc/slabinfo at the beginning of the trace.
     slabinfo: Slabinfo,
 }
 
-/// Refuses a slab cache that there is none of: nothing would ever be shown.
+/// Refuses a slab cache that does not exist: nothing would ever be shown.
 fn check_cache(cache: Option<&str>) -> Result<()> {
     let caches = Slabinfo::read();
     match cache {
@@ -226,7 +226,7 @@ impl Kernel<'_> {
         Ok(())
     }
 
-    /// The name of a slab cache, or in brackets what it is instead.
+    /// Returns the name of a slab cache, or of another kind of memory, in brackets.
     fn cache_name(&self, address: u64) -> Result<String> {
         let name = match u32::try_from(address).map_or(Kind::KINDS, Kind) {
             Kind::KIND_UNKNOWN => "-",
@@ -246,7 +246,7 @@ impl Kernel<'_> {
         Ok(name.into())
     }
 
-    /// Has the table of stacks forget whatever no block and no sum refers to.
+    /// Renews the stack table if it is crowded, so that it keeps only the stacks that a block or a total refers to.
     fn renew_stacks(&mut self) -> Result<()> {
         if !self.stacks.is_crowded()? {
             return Ok(());
@@ -267,7 +267,7 @@ impl Kernel<'_> {
         Ok(())
     }
 
-    /// What a block is added up by, in the place of the stack.
+    /// Returns the path that a block is added up by. With --by-cache, the slab cache takes the place of the stack.
     fn path(&self, block: &block) -> Path {
         let by_cache = self.args.kernel.by_cache;
         Path {
@@ -276,7 +276,7 @@ impl Kernel<'_> {
         }
     }
 
-    /// The blocks that are old enough, with their sums.
+    /// Returns the blocks that are old enough, with their totals.
     fn outstanding(&self, now_ns: u64) -> Result<(Totals, Vec<Allocation>)> {
         let born_before = self.args.born_before(now_ns, false);
         let (mut totals, mut allocations) = (Totals::new(), Vec::new());
@@ -305,7 +305,7 @@ impl Kernel<'_> {
         Ok((totals, allocations))
     }
 
-    /// The sums that were kept in the kernel.
+    /// Returns the totals that were kept in the kernel.
     fn totals(&self) -> Result<Totals> {
         let mut totals = Totals::new();
         map_batch::read(&self.attached.skel.maps.totals, |key, value| {

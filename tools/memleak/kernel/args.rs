@@ -1,4 +1,4 @@
-//! The options of kernel mode, and what of the others makes no sense in it.
+//! Options of kernel mode, and the check for options that make no sense in it.
 
 use anyhow::Result;
 use memtools::process::filter::FilterArgs;
@@ -43,7 +43,7 @@ pub(crate) struct KernelArgs {
     pub(crate) wa_missing_free: bool,
 }
 
-/// What is traced.
+/// Kinds of memory that are traced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Kinds {
     pub(super) slab: bool,
@@ -52,7 +52,7 @@ pub(super) struct Kinds {
 }
 
 impl KernelArgs {
-    /// The first of these options that was given.
+    /// Returns the first of these options that was given.
     fn given(&self) -> Option<&'static str> {
         let given = [
             ("--slab", self.slab),
@@ -75,7 +75,7 @@ impl KernelArgs {
     }
 }
 
-/// Whether it is the kernel that is to be traced.
+/// Whether the kernel's allocations are to be traced.
 ///
 /// # Errors
 /// If an option was given that the mode does not have.
@@ -134,7 +134,7 @@ fn usage<T>(message: String) -> Result<T> {
     Err(UsageError(message).into())
 }
 
-/// Whose allocations are traced.
+/// Returns the filter of the processes whose kernel allocations are traced.
 pub(super) fn filter(args: &Args) -> FilterArgs {
     FilterArgs {
         pid: args.pid.clone(),

@@ -1,4 +1,4 @@
-//! Slab caches: what is outstanding in each, and what the kernel's own statistics say.
+//! Slab caches: outstanding objects of each, and the kernel's own statistics.
 
 use std::io::{self, Write};
 
@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use crate::sums::{Age, Growth};
 
-/// What is outstanding in one cache.
+/// Outstanding objects of one slab cache.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "cache")]
 pub(super) struct CacheRow {

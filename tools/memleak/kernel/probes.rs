@@ -1,4 +1,4 @@
-//! The programs of kernel mode, on the tracepoints that this kernel has.
+//! BPF programs of kernel mode: loads them, and attaches them to the tracepoints that this kernel has.
 
 use std::io;
 
@@ -19,41 +19,41 @@ use super::bpf::types::program_pair;
 use super::bpf::{self, Loaded, Prepared};
 use crate::args::{Args, count_within};
 
-/// Room in a pipe for which the kernel allocates one object of LEARN_ORDER (2) pages: 256 buffers of
-/// 40 bytes, which is more than the largest slab cache of kmalloc has.
+/// Capacity of a pipe for which the kernel allocates one object of order LEARN_ORDER (2): 256 buffers of 40 bytes,
+/// which is more than the objects of kmalloc's largest slab cache have.
 const LEARNING_PIPE_BYTES: i32 = 1 << 20;
-/// An interrupt can come in between.
+/// Number of attempts to learn: an interrupt can come in between.
 const LEARNING_ATTEMPTS: usize = 3;
 
-/// Sums by stack, unless --stack-storage-size says otherwise.
+/// Capacity of the map of totals by stack, unless --stack-storage-size gives one.
 const DEFAULT_TOTALS: u32 = 16384;
-/// Blocks that are followed at once, without --max-allocs, if --mem-limit allows so many.
+/// Capacity of the map of blocks without --max-allocs, if --mem-limit allows so many blocks.
 const DEFAULT_BLOCKS: u32 = 1_000_000;
-/// Memory that each takes from the start: an entry of a preallocated hash map, and its bucket.
+/// Bytes that each block takes from the start: an entry of a preallocated hash map, and its bucket.
 const BLOCK_BYTES: u64 = 112;
 
-/// What the name of a tracepoint's second program ends in: TRACED of the BPF program.
+/// Suffix of the names of tracepoints' second programs, which the macro TRACED of the BPF program makes.
 const SECOND: &str = "_nested";
 
 /// A tracepoint's two programs, in the order in which they are called.
 type Pair<'a> = [&'a ProgramMut<'a>; 2];
 
-/// The programs while they are live.
+/// Loaded BPF programs with their links.
 pub(super) struct Attached {
     pub(super) skel: Loaded,
     pub(super) links: Vec<Link>,
-    /// The tracepoints of allocations.
+    /// Names of the tracepoints of allocations.
     pub(super) tracepoints: Vec<&'static str>,
 }
 
-/// How frees in bulk are seen.
+/// Ways to trace frees in bulk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Bulk {
     Kprobe,
     Unseen,
 }
 
-/// Attaches to what is asked for.
+/// Loads and attaches the programs for these kinds of memory.
 pub(super) fn start(args: &Args, filter: &Filter, kinds: Kinds) -> Result<Attached> {
     blocks(args)?;
     let way = |name, bulk| Variant::new(name, move || try_start(args, filter, kinds, bulk));
@@ -84,7 +84,7 @@ fn try_start(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk) -> Result<A
     let skel = load(args, filter, kinds, bulk, learns)?;
     let programs = &skel.progs;
     let mut links = Vec::new();
-    // Frees first: what is seen to be allocated must be seen to be freed.
+    // Frees are attached first: if the allocation of a block is traced, its free must be traced, too.
     let in_bulk = [&programs.bulk_free, &programs.rcu_free];
     for program in in_bulk.into_iter().filter(|program| program.autoload()) {
         let name = program.name().to_string_lossy();
@@ -93,7 +93,7 @@ fn try_start(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk) -> Result<A
     }
     let allocations = allocations(&skel, kinds);
     for (pair, tracepoint) in frees(&skel, kinds).iter().chain(&allocations) {
-        // The second program is called after the first, as it was attached after it.
+        // The second program is called after the first, since it was attached later.
         for program in pair {
             let link = program.attach_raw_tracepoint(tracepoint);
             links.push(link.with_context(|| format!("failed to attach to {tracepoint}"))?);
@@ -134,7 +134,7 @@ fn load(args: &Args, filter: &Filter, kinds: Kinds, bulk: Bulk, learns: bool) ->
     open.load()
 }
 
-/// The tracepoints of allocations, with their programs.
+/// Returns the tracepoints of allocations, with their programs.
 fn allocations(skel: &Loaded, kinds: Kinds) -> Vec<(Pair<'_>, &'static str)> {
     let programs = &skel.progs;
     let mut allocations: Vec<(Pair<'_>, &'static str)> = Vec::new();
@@ -143,7 +143,7 @@ fn allocations(skel: &Loaded, kinds: Kinds) -> Vec<(Pair<'_>, &'static str)> {
         let cache_alloc = [&programs.cache_alloc, &programs.cache_alloc_nested];
         allocations.push((kmalloc, "kmalloc"));
         allocations.push((cache_alloc, "kmem_cache_alloc"));
-        // One with the above from 6.1 on.
+        // From Linux 6.1 on, these tracepoints are one with those above.
         if kernel_support::btf_has_name("btf_trace_kmalloc_node") {
             allocations.push((kmalloc, "kmalloc_node"));
             allocations.push((cache_alloc, "kmem_cache_alloc_node"));
@@ -160,7 +160,7 @@ fn allocations(skel: &Loaded, kinds: Kinds) -> Vec<(Pair<'_>, &'static str)> {
     allocations
 }
 
-/// The tracepoints of frees, with their programs.
+/// Returns the tracepoints of frees, with their programs.
 fn frees(skel: &Loaded, kinds: Kinds) -> Vec<(Pair<'_>, &'static str)> {
     let programs = &skel.progs;
     let mut frees: Vec<(Pair<'_>, &'static str)> = Vec::new();
@@ -181,9 +181,9 @@ fn frees(skel: &Loaded, kinds: Kinds) -> Vec<(Pair<'_>, &'static str)> {
 }
 
 impl Attached {
-    /// What could not be recorded.
+    /// Returns the counts of what could not be recorded.
     pub(super) fn losses(&self) -> Result<Losses> {
-        // Of a tracepoint's two programs it is enough that one was called.
+        // Only the second of a tracepoint's two programs counts: if the first is skipped, the second does its work.
         let decides = |program: &Program<'_>| {
             let name = program.name().to_string_lossy();
             program.autoload() && (name.ends_with(SECOND) || name.contains("k_free"))
@@ -196,13 +196,13 @@ impl Attached {
         })
     }
 
-    /// Frees that were not seen: their memory was allocated again.
+    /// Returns the number of frees that were not traced, as far as their memory was allocated again.
     pub(super) fn unseen_frees(&self) -> u64 {
         let counters = self.skel.maps.bss_data.as_deref();
         counters.map_or(0, |counters| counters.unseen_frees)
     }
 
-    /// How often a second program was not called and need not have been.
+    /// Returns how often a second program was skipped without a loss, as the first had been called.
     fn harmless_skips(&self) -> Result<u64> {
         let pairs = &self.skel.maps.program_pairs;
         let mut skips = 0;
@@ -218,7 +218,7 @@ impl Attached {
         Ok(skips)
     }
 
-    /// Has the programs learn where the struct page of an address is. Returns whether they have.
+    /// Has the BPF programs learn where the struct page of an address is. Returns whether they have learned that.
     fn learn(&self) -> Result<bool> {
         let pages = self
             .skel
@@ -228,7 +228,7 @@ impl Attached {
         let _pages = pages.context("failed to attach to mm_page_alloc")?;
         for _ in 0..LEARNING_ATTEMPTS {
             let (_reader, writer) = io::pipe().context("failed to make a pipe")?;
-            // If that is refused (pipe-max-size), nothing is learned.
+            // If the kernel refuses this size (pipe-max-size), nothing is learned.
             let _ = fcntl(&writer, FcntlArg::F_SETPIPE_SZ(LEARNING_PIPE_BYTES));
             let learned = self.skel.maps.bss_data.as_deref();
             if learned.is_some_and(|bss| bss.page_bias != 0) {
@@ -239,7 +239,7 @@ impl Attached {
     }
 }
 
-/// How many blocks there is to be room for.
+/// Returns the capacity of the map of blocks.
 fn blocks(args: &Args) -> Result<u32> {
     let each = BLOCK_BYTES + args.reported_block_bytes();
     let Some(blocks) = args.max_allocs else {
@@ -262,7 +262,7 @@ fn with_caches(args: &Args) -> bool {
     args.kernel.by_cache || args.kernel.cache.is_some()
 }
 
-/// The skeleton with the options in it, before load.
+/// Opens the skeleton and sets its options, before it is loaded.
 fn open<'filter>(args: &Args, filter: &'filter Filter, kinds: Kinds) -> Result<Prepared<'filter>> {
     let mut open = bpf::prepare(filter, args.stack_room())?;
     let cpus = libbpf_rs::num_possible_cpus().context("failed to count the CPUs")?;
@@ -289,7 +289,7 @@ fn open<'filter>(args: &Args, filter: &'filter Filter, kinds: Kinds) -> Result<P
         .iter()
         .any(|name| name == "kmem_cache");
     options.tells_cache = tells_cache.into();
-    // The call site comes first since the bytes are told, too.
+    // The tracepoint's first argument is the call site if it has the allocated bytes, too.
     let tells_bytes = arguments("percpu_alloc_percpu")?
         .first()
         .is_some_and(|name| name != "bool");
