@@ -1,4 +1,4 @@
-//! --diff: reports compared with the profile of an earlier run, and --fail-on, which makes of that an exit status.
+//! Comparison of reports with the profile of an earlier run (--diff), and the exit status that follows (--fail-on).
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -33,7 +33,7 @@ pub(crate) struct DifferenceArgs {
     pub(crate) fail_on: Option<FailOn>,
 }
 
-/// What a test in CI fails on.
+/// Condition on which a test in CI fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FailOn {
     /// More growth in bytes than this.
@@ -58,15 +58,15 @@ pub(crate) struct Difference {
     earlier: Earlier,
     /// Bytes of growth that are permitted.
     permitted: Option<u64>,
-    /// Bytes that the last report had more.
+    /// Bytes that the last report has more than the earlier profile.
     grown: i64,
 }
 
 impl Difference {
-    /// Reads the profile, if there is one to compare with, which has to be of the values of this view.
+    /// Reads the earlier profile, if there is one to compare with. Its values have to be those of `view`.
     ///
     /// # Errors
-    /// If it cannot be compared with.
+    /// If the profile cannot be read, or has other values.
     pub(crate) fn of(args: &Args, view: View) -> Result<Option<Self>> {
         let Some(path) = &args.difference.diff else {
             return Ok(None);
@@ -83,7 +83,7 @@ impl Difference {
         }))
     }
 
-    /// Prints the stacks of a report that have changed most, of the largest growth last, and the sum.
+    /// Prints the sum of all changes, and the stacks that have changed most, the one with the largest growth last.
     pub(crate) fn print(
         &mut self,
         report: &Profile,
@@ -111,7 +111,7 @@ impl Difference {
         Ok(())
     }
 
-    /// Whether the last report had more growth than is permitted; says so if it had.
+    /// Whether the last report had more growth than is permitted. If so, prints that.
     fn is_too_much(&self) -> bool {
         let permitted = self.permitted.and_then(|bytes| i64::try_from(bytes).ok());
         let Some(permitted) = permitted.filter(|permitted| self.grown > *permitted) else {
@@ -126,7 +126,8 @@ impl Difference {
     }
 }
 
-/// The exit status of a run: of a command, if that has failed, else whether there was too much growth.
+/// Returns the exit status of a run: the command's if the command has failed, else [`GROWN`] if there was too much
+/// growth.
 pub(crate) fn status(difference: Option<Difference>, command: Option<u8>) -> ExitCode {
     let grown = difference.is_some_and(|difference| difference.is_too_much());
     match command {
@@ -135,7 +136,7 @@ pub(crate) fn status(difference: Option<Difference>, command: Option<u8>) -> Exi
     }
 }
 
-/// The stacks that differ by the most bytes, in either direction, with the largest growth last.
+/// Returns the stacks that differ by the most bytes, in either direction, with the largest growth last.
 fn most_changed(mut changed: Vec<Changed>, top: usize) -> Vec<Changed> {
     let size = |change: &Changed| {
         let Numbers {
@@ -148,7 +149,7 @@ fn most_changed(mut changed: Vec<Changed>, top: usize) -> Vec<Changed> {
             growth_allocations.unsigned_abs(),
         )
     };
-    // Names last, so that equal ones have an order.
+    // Names come last, so that stacks with equal changes have an order, too.
     changed.sort_by(|one, other| {
         let order = size(other).cmp(&size(one));
         order.then_with(|| (&one.comm, &one.functions).cmp(&(&other.comm, &other.functions)))
@@ -158,7 +159,7 @@ fn most_changed(mut changed: Vec<Changed>, top: usize) -> Vec<Changed> {
     changed
 }
 
-/// What there is, and was in the earlier profile.
+/// Numbers of a stack in the report and in the earlier profile.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
 struct Numbers {
     bytes: i64,
@@ -197,12 +198,12 @@ struct Changed {
     #[serde(flatten)]
     numbers: Numbers,
     comm: String,
-    /// Names, innermost first.
+    /// Names of functions, innermost first.
     functions: Vec<String>,
 }
 
 impl Changed {
-    /// `main` is the place of the bytes, and the other value that of the allocations.
+    /// Converts a change. `main` is the index of the bytes among its values, and the other value is the allocations.
     fn of(change: &Change, main: usize) -> Self {
         let value = |values: &[i64], at: usize| values.get(at).copied().unwrap_or_default();
         let [bytes, earlier_bytes] = [&change.now, &change.before].map(|of| value(of, main));
@@ -240,7 +241,7 @@ impl Row for Changed {
     }
 }
 
-/// All stacks together.
+/// Sum of the changes of all stacks.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "difference")]
 struct Sum {
@@ -250,7 +251,7 @@ struct Sum {
     file: String,
     #[serde(flatten)]
     numbers: Numbers,
-    /// Stacks that have changed, of which those that have most follow.
+    /// Number of stacks that have changed. Those that have changed most follow.
     changed: usize,
     /// The earlier profile, with its time.
     #[serde(skip)]

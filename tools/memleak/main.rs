@@ -1,9 +1,9 @@
 //! memleak: memory that a process or the kernel allocated and has not freed, by call stack.
 //!
-//! Five kinds of runs: [`processes`] traces allocations by uprobes on the allocators' functions
-//! (`bpf/memleak.bpf.c`), [`kernel`] those of the kernel by tracepoints, and
-//! [`heap`], [`growth`] and [`verdict`] look at a live heap without probes. A trace is a [`source`] of what is
-//! outstanding; [`reporter`] makes reports of either, by stack ([`sums`], [`rows`]).
+//! There are five kinds of runs. [`processes`] traces the allocations of processes, by uprobes on the allocators'
+//! functions (`bpf/memleak.bpf.c`). [`kernel`] traces those of the kernel, by tracepoints. [`heap`], [`growth`] and
+//! [`verdict`] examine the heap of a live process without probes. Both traces are a [`source`] of outstanding
+//! allocations, and [`reporter`] makes reports of either, by stack ([`sums`], [`rows`]).
 
 mod args;
 mod difference;

@@ -1,4 +1,4 @@
-//! Reports of what is outstanding, from the first to the last: one loop for both sources.
+//! Reports of outstanding allocations, from the first to the last: one loop for both kinds of sources.
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -25,12 +25,12 @@ use crate::sums::{self, Ages, Entry, History, Sum, Totals};
 use crate::verdict;
 use crate::whole::Whole;
 
-/// Makes reports of a source.
+/// Reporter of a source: prints, exports and serves its reports.
 pub(crate) struct Reporter<'a, S> {
     pub(crate) source: S,
     args: &'a Args,
     history: History,
-    /// How stacks have grown, for clients of --serve.
+    /// Growth of stacks over time, for clients of --serve.
     trends: Trends,
     clock: Clock,
     pub(crate) output: Output,
@@ -39,7 +39,7 @@ pub(crate) struct Reporter<'a, S> {
 }
 
 impl<'a, S: Source> Reporter<'a, S> {
-    /// Begins what is written into files.
+    /// Makes the reporter, and begins the exported files.
     pub(crate) fn new(
         source: S,
         args: &'a Args,
@@ -88,14 +88,14 @@ impl<'a, S: Source> Reporter<'a, S> {
                 if last {
                     return Ok(());
                 }
-                // What is younger than --older is left out, so reports are a whole interval apart.
+                // Blocks younger than --older are left out, so reports have to be a whole interval apart.
                 poller.tick_every(interval)?;
             }
         }
     }
 
-    /// Ends what is written into files. Returns the exit status, with that of the command, if there is one, and as many
-    /// leaks as a verdict has found.
+    /// Ends the exported files. Returns the exit status, from the command's, if there is a command, and from the number
+    /// of leaks that a verdict has found.
     pub(crate) fn finish(self, command: Option<u8>, leaks: u64) -> Result<ExitCode> {
         self.exports.finish()?;
         if self.args.verdict.verdict.is_some() {
@@ -104,11 +104,11 @@ impl<'a, S: Source> Reporter<'a, S> {
         Ok(difference::status(self.difference, command))
     }
 
-    /// Prints and exports what there is now.
+    /// Prints and exports a report of this moment.
     fn report(&mut self, exited: bool) -> Result<()> {
         let now = clock::monotonic_ns();
         let mut found = self.source.find(now, exited)?;
-        // With --folded there is one report, of all.
+        // With --folded there is one report, of everything since the start.
         let shown = match self.args.mode {
             Mode::Alloc | Mode::Churn if !self.args.folded => {
                 sums::since(self.history.last(), &found.totals)
@@ -172,7 +172,7 @@ impl<'a, S: Source> Reporter<'a, S> {
         Ok(())
     }
 
-    /// The groups with most of what the options sort by, as many as `top`, the largest last.
+    /// Returns the `top` groups that are largest by the sort key of the options, the largest last.
     fn largest(&self, now: u64, shown: &Totals, found: &Found, top: usize) -> Vec<Entry> {
         let mut ages = if self.args.wants_ages() {
             Ages::of(&found.allocations)
@@ -221,8 +221,8 @@ impl<'a, S: Source> Reporter<'a, S> {
         self.output.raw(|out| whole.write(groups.name(), out))
     }
 
-    /// Writes all stacks into the files that are asked for, and prints how they differ from an earlier run's. With
-    /// --mode alloc and churn that is all that came since the start.
+    /// Writes all stacks into the files that options name, and prints the difference from an earlier run. With --mode
+    /// alloc and churn, these are all allocations since the start.
     fn export(&mut self, totals: &Totals) -> Result<()> {
         if !self.exports.any() && self.difference.is_none() {
             return Ok(());
@@ -235,7 +235,7 @@ impl<'a, S: Source> Reporter<'a, S> {
         difference.print(&profile, self.args.top, &mut self.output)
     }
 
-    /// All stacks by name, for other formats.
+    /// Symbolizes all stacks, for other formats.
     fn profile(&mut self, totals: &Totals) -> Result<Profile> {
         let mut progress = Progress::new("naming stacks", totals.len());
         let samples = totals.iter().map(|(&path, &total)| {
@@ -247,8 +247,8 @@ impl<'a, S: Source> Reporter<'a, S> {
         Ok(self.exports.profile(subject, samples))
     }
 
-    /// The report of the moment for clients of --serve, of all that --pprof would write. The next one that
-    /// is printed does not know of it.
+    /// Makes a report of this moment for clients of --serve, with all stacks, as --pprof would write them. Such a
+    /// report does not change what the next printed one shows.
     fn served(&mut self) -> Result<ServedReport> {
         let Found { totals, .. } = self.source.find(clock::monotonic_ns(), false)?;
         self.look(&totals);
@@ -273,7 +273,7 @@ impl<'a, S: Source> Reporter<'a, S> {
         ))
     }
 
-    /// Takes a look at how stacks grow, if there are clients to show that to.
+    /// Records how stacks grow, if there are clients to show that to.
     fn look(&mut self, totals: &Totals) {
         if self.args.serve.serve.is_some() {
             self.trends.look(Instant::now(), serve::bytes(totals));

@@ -17,11 +17,11 @@ use serde::{Serialize, Serializer};
 use crate::args::Args;
 use crate::sums::{Age, Allocation, Entry, Growth, View};
 
-/// How much a report is of, or one of its groups.
+/// Amount of memory in a report, or in one of its groups.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(crate) struct Amount {
     pub(crate) bytes: u64,
-    /// Half of the interval in which the truth is in 95 % of all cases, if it is an estimate.
+    /// Half of the 95 % confidence interval of the bytes, if they are an estimate.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) error_bytes: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -30,7 +30,7 @@ pub(crate) struct Amount {
 }
 
 impl Amount {
-    /// Half of the interval in which the truth is, where that is not one number.
+    /// Returns half of the confidence interval of the bytes, unless they are exact.
     pub(crate) fn error(&self) -> Option<u64> {
         self.error_bytes.filter(|error| *error > 0)
     }
@@ -42,22 +42,22 @@ impl Amount {
 pub(crate) struct Head {
     #[serde(serialize_with = "clock::serialize")]
     pub(crate) time: Zoned,
-    /// The process, if it is one.
+    /// Target, if it is a single process.
     #[serde(flatten)]
     pub(crate) process: Option<ProcessName>,
-    /// When most was outstanding, if the numbers are of then.
+    /// Time of the peak, if the numbers are of the peak.
     #[serde(
         serialize_with = "rfc3339_if_any",
         skip_serializing_if = "Option::is_none"
     )]
     pub(crate) peak_time: Option<Zoned>,
-    /// Groups asked for.
+    /// Number of groups that the options ask for.
     #[serde(skip)]
     pub(crate) top: usize,
-    /// What they are chosen by.
+    /// Kind of allocations that groups are of.
     #[serde(skip)]
     pub(crate) view: View,
-    /// Groups with anything outstanding.
+    /// Kind and number of the groups with allocations.
     #[serde(flatten)]
     pub(crate) groups: Groups,
     #[serde(flatten)]
@@ -97,7 +97,7 @@ pub(crate) enum Groups {
 }
 
 impl Groups {
-    /// What one of them is called.
+    /// Returns the name of one group.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Stacks(_) => "stack",
@@ -106,21 +106,21 @@ impl Groups {
     }
 }
 
-/// A process as rows name it.
+/// Process, as rows name it.
 #[derive(Debug, Clone, Default, Serialize)]
 pub(crate) struct ProcessName {
     pub(crate) pid: u32,
     pub(crate) comm: String,
-    /// The cgroup that it is in, or was. None if nothing is wanted of cgroups.
+    /// Cgroup that the process is in, or was in. None if cgroups are not wanted.
     #[serde(flatten)]
     pub(crate) home: Option<Home>,
-    /// Whether text tells the container.
+    /// Whether text output names the container.
     #[serde(skip)]
     pub(crate) container: bool,
 }
 
 impl ProcessName {
-    /// A process of which there is a copy, and that was in this cgroup then.
+    /// Names a process by its image, and by the cgroup that it was in when the image was taken.
     pub(crate) fn of_image(image: &Image, home: Home, args: &Args) -> Self {
         Self {
             pid: image.pid,
@@ -130,7 +130,7 @@ impl ProcessName {
         }
     }
 
-    /// Where a line tells the container: ` in NAME`; nothing if it is not asked for.
+    /// Returns the text that names the container: ` in NAME`, or nothing if --container is not given.
     pub(crate) fn inside(&self) -> String {
         container::inside(self.home.as_ref().filter(|_| self.container))
     }
@@ -178,7 +178,7 @@ pub(crate) fn list(
     Ok(())
 }
 
-/// A free of what had been freed before.
+/// Free of a block that had been freed before.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "double_free")]
 pub(crate) struct Freed {
@@ -192,7 +192,7 @@ pub(crate) struct Freed {
     pub(crate) stack: NamedStack,
 }
 
-/// For stderr: a report on stdout has BCC's lines only.
+/// Text for stderr: a report on stdout has BCC's lines only.
 impl fmt::Display for Freed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let inside = self.process.as_ref().map(ProcessName::inside);
@@ -217,11 +217,11 @@ impl Row for Freed {
     }
 }
 
-/// A stack that freed what was not recorded.
+/// Stack that freed blocks that were not recorded.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "unknown_frees")]
 pub(crate) struct UnknownFrees {
-    /// How often, since the start.
+    /// Number of frees since the start.
     pub(crate) frees: u64,
     #[serde(flatten)]
     pub(crate) process: Option<ProcessName>,
@@ -246,7 +246,7 @@ fn text_of_process(process: Option<&ProcessName>, out: &mut dyn Write) -> io::Re
     write!(out, " of PID {pid} ({comm}){inside}")
 }
 
-/// Writes the frames of a stack as lines, or why there are none or not all.
+/// Writes the frames of a stack as lines, or why they are missing or incomplete.
 pub(crate) fn text_of_stack(
     stack: &NamedStack,
     addresses: bool,
@@ -270,7 +270,7 @@ pub(crate) fn text_of_stack(
     Ok(())
 }
 
-/// One stack with what it has outstanding.
+/// Stack with its allocations.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "stack")]
 pub(crate) struct Group {
@@ -296,7 +296,7 @@ pub(crate) struct Group {
 }
 
 impl Group {
-    /// The group of this entry.
+    /// Makes the row of an entry.
     pub(crate) fn new(entry: &Entry, stack: NamedStack, args: &Args) -> Self {
         let Entry { path, total, .. } = *entry;
         Self {
@@ -380,7 +380,7 @@ pub(crate) struct Call {
     pub(crate) address: u64,
 }
 
-/// Where in a call it is.
+/// Point of a call that a row is of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Step {

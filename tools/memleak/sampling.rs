@@ -1,40 +1,39 @@
-//! `--sample-bytes` and `--max-overhead`: each block is recorded with a probability in proportion to its size, and what
-//! was recorded stands for what was not.
+//! Sampling by size (`--sample-bytes`, `--max-overhead`): each block is recorded with a probability in proportion to
+//! its size, and the totals of all blocks are estimated from the recorded ones.
 //!
-//! This is Poisson sampling: whether one block is recorded does not depend on others. A block of S
-//! bytes, with a mean distance of M bytes between records, is recorded with the probability
-//! P = min(1, S/M), and then counts 1/P times (Horvitz and Thompson's estimator). The sum of sizes
-//! so weighted has no bias, and an unbiased estimate of its variance is the sum of
-//! S² (1 - P) / P². Large blocks are exact, and small ones count as M bytes each.
+//! This is Poisson sampling: each block is recorded or not independently of all others. A block of S bytes, with a mean
+//! distance of M bytes between records, is recorded with the probability P = min(1, S/M), and then counts 1/P times
+//! (Horvitz and Thompson's estimator). The sum of the weighted sizes has no bias, and an unbiased estimate of its
+//! variance is the sum of S² (1 - P) / P². Large blocks are exact, and small ones count as M bytes each.
 //!
-//! With `--max-overhead` M can grow, by levels. A record carries the level by which the kernel half
-//! decided on it, so its P is known whenever that was. The choice of a level depends on what was
-//! before, never on the block; so the sum still has no bias.
+//! With `--max-overhead` M can grow, by levels. A record carries the level at which the BPF program decided to record
+//! it, so P of each record stays known. The choice of a level depends on earlier measurements, never on the block, so
+//! the sum still has no bias.
 
 use std::collections::HashMap;
 
 use crate::args::Args;
 use crate::sums::{Allocation, Path, Total, Totals};
 
-/// How many standard deviations to both sides hold the truth in 95 % of all cases.
+/// Standard deviations on each side of an estimate that make a 95 % confidence interval.
 const DEVIATIONS: f64 = 1.96;
 
-/// The distance that levels begin from, unless `--sample-bytes` says so: less than most blocks.
+/// Distance in bytes that levels begin from, unless `--sample-bytes` gives one. Most blocks are larger.
 const LEVEL_BYTES: u32 = 16;
-/// Levels go up to this distance, in bytes. Hardly anything is recorded from there on.
+/// Largest distance of a level, in bytes. Hardly anything is recorded from there on.
 const FARTHEST: u64 = 512 << 10;
 
 /// The mean distance in bytes between records, by level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Sampling {
-    /// At level 0; 0 records all.
+    /// Distance at level 0, in bytes. 0 records all blocks.
     pub(crate) sample_bytes: u32,
-    /// Each level doubles this; 0 if there are no levels.
+    /// Distance that each level doubles, in bytes. 0 if there are no levels.
     pub(crate) level_bytes: u32,
 }
 
 impl Sampling {
-    /// The sampling that the options ask for, if they do.
+    /// Returns the sampling that the options ask for, if any.
     pub(crate) fn of(args: &Args) -> Option<Self> {
         let first = args.sample_bytes.unwrap_or(LEVEL_BYTES);
         let sampling = Self {
@@ -44,7 +43,7 @@ impl Sampling {
         (args.sample_bytes.is_some() || args.max_overhead.is_some()).then_some(sampling)
     }
 
-    /// The mean distance at a level, as the kernel half has it.
+    /// Returns the mean distance at a level, as the BPF program computes it.
     pub(crate) fn distance(self, level: u32) -> u64 {
         match level {
             0 => self.sample_bytes.into(),
@@ -52,14 +51,14 @@ impl Sampling {
         }
     }
 
-    /// The last level that there is.
+    /// Returns the highest level.
     pub(crate) fn highest_level(self) -> u32 {
         let doublings = FARTHEST.checked_div(self.level_bytes.into());
         doublings.and_then(u64::checked_ilog2).unwrap_or(0)
     }
 
-    /// The probability that a block of this size is recorded, exactly as the kernel half has it:
-    /// in units of 2^-32.
+    /// Returns the probability that a block of this size is recorded, exactly as the BPF program computes it: in units
+    /// of 2^-32.
     fn probability(self, size: u64, level: u32) -> f64 {
         const ONE: u64 = 1 << 32;
         let distance = self.distance(level);
@@ -71,7 +70,7 @@ impl Sampling {
         threshold as f64 / ONE as f64
     }
 
-    /// What the recorded allocations stand for, and how far off that may be.
+    /// Estimates the totals of all allocations from the recorded ones, with the error of each total.
     pub(crate) fn estimate(self, recorded: &[Allocation]) -> (Totals, HashMap<Path, Error>) {
         let mut sums: HashMap<Path, Sum> = HashMap::new();
         for allocation in recorded {
@@ -84,7 +83,7 @@ impl Sampling {
                 ..
             } = allocation;
             let probability = self.probability(size, level);
-            // What is too small ever to be recorded was recorded before it was cut down.
+            // A size with probability 0 is of a record that was cut down after it was made.
             if probability > 0.0 {
                 let sum = sums.entry(Path { pid, stack }).or_default();
                 sum.bytes += size as f64 / probability;
@@ -110,7 +109,7 @@ struct Sum {
     variance: f64,
 }
 
-/// Half of the interval around a number of bytes in which the truth is, in 95 % of all cases.
+/// Error of an estimated number of bytes: half of its 95 % confidence interval.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct Error {
     variance: f64,
@@ -127,12 +126,12 @@ impl Error {
         (self.variance.sqrt() * DEVIATIONS).ceil() as u64
     }
 
-    /// Takes in the error of other bytes.
+    /// Adds the error of another estimate.
     pub(crate) fn add(&mut self, other: Self) {
         self.variance += other.variance;
     }
 
-    /// The error of all together.
+    /// Returns the error of the sum of several estimates.
     pub(crate) fn sum<'a>(errors: impl Iterator<Item = &'a Self>) -> Self {
         Self {
             variance: errors.map(|error| error.variance).sum(),
@@ -191,8 +190,8 @@ mod tests {
         assert!(errors[&PATH].bytes() > 4096);
     }
 
-    /// A thousand runs, in each of which these blocks, of a size and at a level, are sampled, show that the
-    /// truth is in the interval as often as it claims; and the mean of all estimates is the truth.
+    /// Samples these blocks, of a size and at a level each, in a thousand runs. Expects the truth to be in the interval
+    /// as often as the interval claims, and the mean of all estimates to be the truth.
     fn expect_the_truth(sampling: Sampling, random: &mut Random, blocks: &[(u64, u32)]) {
         let truth: u64 = blocks.iter().map(|(size, _)| size).sum();
         let (mut held, mut sum) = (0, 0.0);
@@ -225,7 +224,8 @@ mod tests {
         expect_the_truth(sampling, &mut random, &blocks);
     }
 
-    /// Every third block is of a time when all was recorded; the others are sampled ever more.
+    /// Every third block is of a time when all blocks were recorded. The other blocks are sampled at ever higher
+    /// levels.
     #[test]
     fn levels_can_change_in_between() {
         let sampling = Sampling {

@@ -1,4 +1,4 @@
-//! --serve: the numbers of a report as metrics, and what else both modes need.
+//! Numbers of a report as metrics for --serve, and what else process and kernel mode need for it.
 
 use memtools::export::profile::Profile;
 use memtools::run::losses::Losses;
@@ -8,22 +8,22 @@ use memtools::serve::trend::Key;
 
 use crate::sums::{Path, Sum, Total, Totals, View};
 
-/// Says where it is served.
+/// Prints the address at which reports are served.
 pub(crate) fn tell(server: &Server) {
     eprintln!("memleak: serving {}", server.address());
 }
 
-/// What tells a stack.
+/// Returns the key that identifies a stack.
 pub(crate) fn key(path: Path) -> Key {
     (path.pid, path.stack)
 }
 
-/// What each stack has.
+/// Returns the bytes of each stack.
 pub(crate) fn bytes(totals: &Totals) -> impl Iterator<Item = (Key, u64)> {
     totals.iter().map(|(&path, total)| (key(path), total.bytes))
 }
 
-/// Frees that are not of what was recorded; None where that is not known.
+/// Counts of frees that do not match the records. None where a count is not known.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Frees {
     pub(crate) unknown: Option<u64>,
@@ -31,7 +31,7 @@ pub(crate) struct Frees {
     pub(crate) unseen: u64,
 }
 
-/// The numbers of a report.
+/// Numbers of a report, for metrics.
 pub(crate) struct Numbers {
     pub(crate) view: View,
     pub(crate) sum: Sum,
@@ -42,7 +42,7 @@ pub(crate) struct Numbers {
 }
 
 impl Numbers {
-    /// What /metrics has.
+    /// Returns the metrics of /metrics.
     pub(crate) fn families(&self, profile: &Profile) -> Vec<Family> {
         let mut families = self.of_view();
         families.push(Family::one(
@@ -92,7 +92,7 @@ impl Numbers {
         families
     }
 
-    /// What the profile has, in sums: what can fall is a gauge.
+    /// Returns the sums of the profile. Sums that can fall are gauges.
     fn of_view(&self) -> Vec<Family> {
         let Total {
             bytes, allocations, ..
@@ -159,7 +159,7 @@ impl Numbers {
     }
 }
 
-/// What is traced, and what a reader of the numbers has to know.
+/// Returns the metric that describes the trace: its target, and the remarks that a reader of the numbers has to know.
 fn info(profile: &Profile) -> Family {
     let labels = [
         ("target", profile.target.clone()),

@@ -1,5 +1,5 @@
-//! What reports are of: the memory of processes ([`processes`](crate::processes)), or the kernel's own
-//! ([`kernel`](crate::kernel)). How they are made is the same for both ([`reporter`](crate::reporter)).
+//! Sources of reports: the memory of processes ([`processes`](crate::processes)), or the kernel's own
+//! ([`kernel`](crate::kernel)). Reports are made in the same way for both ([`reporter`](crate::reporter)).
 
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -17,40 +17,40 @@ use crate::sampling;
 use crate::serve::Frees;
 use crate::sums::{Allocation, Entry, Path, Totals};
 
-/// Memory that was allocated, as it is traced.
+/// Trace of allocated memory, of which reports are made.
 pub(crate) trait Source {
-    /// Takes what came since the last call, for which the wait has ended.
+    /// Handles the events since the last call. `wake` says why the wait has ended.
     fn follow(&mut self, wake: &Wake, output: &mut Output) -> Result<Next>;
 
-    /// When [`Source::follow`] is to be called at the latest.
+    /// Returns the latest time at which [`Source::follow`] is to be called.
     fn deadline(&self) -> Option<Instant> {
         None
     }
 
-    /// All that there is at this time of CLOCK_MONOTONIC, from which a report chooses. Once the target
-    /// has exited the age of a block no longer matters: nothing of it will be freed.
+    /// Returns all allocations at `now_ns` of CLOCK_MONOTONIC, from which a report chooses. Once the target has exited,
+    /// the age of a block no longer matters: none will be freed any more.
     fn find(&mut self, now_ns: u64, exited: bool) -> Result<Found>;
 
-    /// A path's stack with its names.
+    /// Returns the symbolized stack of a path.
     fn named(&mut self, path: Path) -> Result<NamedStack>;
 
-    /// A path's stack as the kernel recorded it; None if it was lost.
+    /// Returns the stack of a path as the kernel recorded it. Returns None if the stack was lost.
     fn stack(&mut self, path: Path) -> Result<Option<Rc<Stack>>>;
 
-    /// What reports group by, and how many of these there are.
+    /// Returns what reports group by, with the number of groups.
     fn groups(&self, count: usize) -> Groups {
         Groups::Stacks(count)
     }
 
-    /// Whether rows have to say which process they are of.
+    /// Whether rows have to name their process.
     fn is_several(&self) -> bool {
         false
     }
 
-    /// What the head of a report says beside its sums.
+    /// Returns the parts of a report's head besides its sums.
     fn heading(&mut self) -> Heading;
 
-    /// Resident bytes now, if the target is one process of which all that is outstanding is shown.
+    /// Returns the target's resident bytes now, if it is a single process and reports show all that is outstanding.
     fn resident_bytes(&self) -> Option<u64> {
         None
     }
@@ -63,49 +63,49 @@ pub(crate) trait Source {
         Ok(())
     }
 
-    /// What could not be recorded, or kept.
+    /// Returns the counts of what could not be recorded, or kept.
     fn losses(&self) -> Result<Losses>;
 
-    /// Says on stderr what helps against these losses, and what else a report lacks.
+    /// Prints remedies for these losses on stderr, and what else a report lacks.
     fn tell_remedies(&self, losses: &Losses);
 
-    /// Runs of the probes, if they are counted.
+    /// Returns the number of runs of the probes, if they are counted.
     fn hits(&self) -> Option<u64> {
         None
     }
 }
 
-/// What a report is made of.
+/// Data that a report is made of.
 #[derive(Default)]
 pub(crate) struct Found {
     pub(crate) totals: Totals,
-    /// What is outstanding, if it is known block by block.
+    /// Outstanding allocations, if they are known one by one.
     pub(crate) allocations: Vec<Allocation>,
-    /// How many of these are mappings, and no blocks of an allocator's.
+    /// Number of `allocations` that are mappings, not blocks of an allocator.
     pub(crate) mappings: usize,
-    /// How far off the totals may be, if they are estimates.
+    /// Errors of the totals, if the totals are estimates.
     pub(crate) errors: Option<HashMap<Path, sampling::Error>>,
 }
 
-/// What the head of a report says beside its sums.
+/// Parts of a report's head besides its sums.
 #[derive(Default)]
 pub(crate) struct Heading {
-    /// The process, if it is one.
+    /// Target, if it is a single process.
     pub(crate) process: Option<ProcessName>,
-    /// CLOCK_MONOTONIC when most was outstanding, if the numbers are of then.
+    /// CLOCK_MONOTONIC of the peak, if the numbers are of the peak.
     pub(crate) peak_ns: Option<u64>,
-    /// Whether bytes are what blocks take, and those asked for are known beside.
+    /// Whether bytes are those that blocks take, and the requested bytes are known, too.
     pub(crate) tells_requested: bool,
     pub(crate) frees: Frees,
 }
 
-/// What follows what [`Source::follow`] took.
+/// Next step of a run, after a call of [`Source::follow`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Next {
     GoOn,
     /// The trace ends with a last report.
     End {
-        /// Whether all processes have exited that were named.
+        /// Whether all processes that were named have exited.
         exited: bool,
     },
 }

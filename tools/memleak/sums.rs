@@ -1,4 +1,4 @@
-//! What is outstanding, added up by stack: totals, ages, growth, and which stacks have most.
+//! Sums of outstanding allocations by stack: totals, ages, growth, and the stacks that have most.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -21,17 +21,17 @@ pub(crate) struct Allocation {
     pub(crate) address: u64,
     /// Bytes asked for.
     pub(crate) size: u64,
-    /// Id of the stack that made it.
+    /// Id of the stack that made the allocation.
     pub(crate) stack: u64,
-    /// CLOCK_MONOTONIC when it was made.
+    /// CLOCK_MONOTONIC when the allocation was made.
     pub(crate) time_ns: u64,
-    /// How many calls it stands for: 1, or 0 for a further part of a mapping that has a hole.
+    /// Number of calls that this entry counts as: 1, or 0 for a further part of a mapping that has a hole.
     pub(crate) calls: u64,
-    /// The sampling level at which it was recorded.
+    /// Sampling level at which the allocation was recorded.
     pub(crate) level: u32,
 }
 
-/// Who allocates: a call path of a process.
+/// Call path of a process, by which allocations are added up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Path {
     pub(crate) pid: u32,
@@ -39,17 +39,17 @@ pub(crate) struct Path {
     pub(crate) stack: u64,
 }
 
-/// What one path has outstanding, or has allocated.
+/// Allocations of one path, outstanding or made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Total {
     pub(crate) bytes: u64,
     pub(crate) allocations: u64,
-    /// What was asked for of the kernel's memory, where `bytes` is what that takes.
+    /// Requested bytes of kernel memory, where `bytes` is what the allocations take.
     pub(crate) requested_bytes: u64,
 }
 
 impl Total {
-    /// The numbers that [`subject`] names, for the files of other formats.
+    /// Returns the numbers that [`subject`] names, as a sample for other formats.
     pub(crate) fn sample(self, stack: NamedStack) -> Sample {
         Sample {
             stack,
@@ -58,8 +58,7 @@ impl Total {
     }
 }
 
-/// What the numbers of a view are called in files of other formats: as in Go's heap profiles, as far
-/// as those have them.
+/// Returns the names of a view's numbers in other formats. They are the names of Go's heap profiles, where Go has any.
 pub(crate) fn subject(view: View, args: &Args) -> Subject {
     let (name, objects, space) = match view {
         View::Outstanding => ("outstanding allocations", "inuse_objects", "inuse_space"),
@@ -97,10 +96,10 @@ pub(crate) fn subject(view: View, args: &Args) -> Subject {
 /// Totals by path.
 pub(crate) type Totals = HashMap<Path, Total>;
 
-/// What all paths have together.
+/// Sum over all paths.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Sum {
-    /// Paths that have any of it.
+    /// Number of paths with allocations.
     pub(crate) paths: usize,
     pub(crate) total: Total,
 }
@@ -131,7 +130,8 @@ pub(crate) fn add_up<'a>(
     }
 }
 
-/// Counts what has a stack that the table had no room for at a renewal as having one lost stack.
+/// Replaces the id of each stack that the table lost at a renewal by the one id of lost stacks, and merges their
+/// totals.
 pub(crate) fn merge_lost<M: MapCore>(
     stacks: &mut Stacks<'_, M>,
     totals: &mut Totals,
@@ -153,7 +153,7 @@ pub(crate) fn merge_lost<M: MapCore>(
     Ok(())
 }
 
-/// What came to each path's total since an earlier look; paths to which nothing came are left out.
+/// Returns what was added to each path's total since an earlier look. Paths without new allocations are left out.
 pub(crate) fn since(earlier: &Totals, now: &Totals) -> Totals {
     let added = now.iter().map(|(&path, total)| {
         let before = earlier.get(&path).copied().unwrap_or_default();
@@ -167,7 +167,7 @@ pub(crate) fn since(earlier: &Totals, now: &Totals) -> Totals {
     added.filter(|(_, total)| total.allocations > 0).collect()
 }
 
-/// When each path's outstanding blocks were allocated.
+/// Times at which each path's outstanding blocks were allocated.
 #[derive(Debug, Default)]
 pub(crate) struct Ages(HashMap<Path, Vec<u64>>);
 
@@ -186,7 +186,7 @@ impl Ages {
         Self(times)
     }
 
-    /// The oldest and the median age of a path's blocks at a time, in milliseconds.
+    /// Returns the oldest and the median age of a path's blocks at `now_ns`, in milliseconds.
     pub(crate) fn at(&mut self, now_ns: u64, path: Path) -> Option<Age> {
         let times = self.0.get_mut(&path)?;
         let oldest = *times.iter().min()?;
@@ -200,25 +200,25 @@ impl Ages {
     }
 }
 
-/// How old a path's outstanding blocks are.
+/// Ages of a path's outstanding blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(crate) struct Age {
     pub(crate) oldest_age_ms: u64,
     pub(crate) median_age_ms: u64,
 }
 
-/// How a path's outstanding bytes have changed.
+/// Change of a path's outstanding bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(crate) struct Growth {
-    /// Since the last report.
+    /// Change since the last report.
     pub(crate) growth_bytes: i64,
-    /// Since the first.
+    /// Change since the first report.
     pub(crate) growth_bytes_in_all: i64,
-    /// A second, since the first.
+    /// Change per second, since the first report.
     pub(crate) growth_bytes_per_second: i64,
 }
 
-/// The reports that growth is measured from.
+/// Totals of the first and the last report, from which growth is measured.
 #[derive(Debug, Default)]
 pub(crate) struct History {
     first: Option<(u64, Totals)>,
@@ -226,18 +226,18 @@ pub(crate) struct History {
 }
 
 impl History {
-    /// Takes note of what a report at this time shows.
+    /// Records the totals of a report at `time_ns`.
     pub(crate) fn add(&mut self, time_ns: u64, totals: Totals) {
         self.first.get_or_insert_with(|| (time_ns, totals.clone()));
         self.last = totals;
     }
 
-    /// What was outstanding, or had been allocated, at the last report.
+    /// Returns what was outstanding, or had been allocated, at the last report.
     pub(crate) fn last(&self) -> &Totals {
         &self.last
     }
 
-    /// Growth up to this time; None at the first report.
+    /// Returns the growth of a path up to `time_ns`. Returns None at the first report.
     pub(crate) fn growth(&self, time_ns: u64, path: Path, bytes: u64) -> Option<Growth> {
         let (first_ns, first) = self.first.as_ref()?;
         let grown = |from: &Totals| {
@@ -256,18 +256,18 @@ impl History {
     }
 }
 
-/// What one path has outstanding, with what paths are ordered by.
+/// Allocations of one path, with the values that paths are sorted by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Entry {
     pub(crate) path: Path,
     pub(crate) total: Total,
-    /// How far off the bytes may be, if they are an estimate.
+    /// Error of the bytes, if they are an estimate.
     pub(crate) error_bytes: Option<u64>,
     pub(crate) age: Option<Age>,
     pub(crate) growth: Option<Growth>,
 }
 
-/// The `top` entries with the most of what the key says, the largest last.
+/// Returns the `top` entries that are largest by the sort key, the largest last.
 pub(crate) fn largest(mut entries: Vec<Entry>, key: SortKey, top: usize) -> Vec<Entry> {
     entries.retain(|entry| entry.total.allocations > 0);
     entries.sort_by_key(|entry| {
@@ -287,16 +287,16 @@ pub(crate) fn largest(mut entries: Vec<Entry>, key: SortKey, top: usize) -> Vec<
     entries.split_off(entries.len().saturating_sub(top))
 }
 
-/// What the numbers of a report are of.
+/// Kind of allocations that the numbers of a report are of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum View {
-    /// What is live.
+    /// Allocations that are live.
     Outstanding,
-    /// What was allocated since the last report.
+    /// Allocations made since the last report.
     Allocated,
-    /// What was freed since the last report, and lived for less than an interval.
+    /// Allocations that were freed since the last report, and had lived for less than an interval.
     Churned,
-    /// What was live when most was.
+    /// Allocations that were live at the peak.
     Peak,
 }
 
@@ -339,8 +339,8 @@ mod tests {
         totals
     }
 
-    /// The stacks of what is left and in its order, of four blocks from three stacks. Growth is
-    /// measured against an earlier look at two of them.
+    /// Returns the stacks that [`largest`] keeps, in its order, of four blocks from three stacks. Growth is measured
+    /// against an earlier look at two of these stacks.
     fn order(key: SortKey, top: usize) -> Vec<u64> {
         const SECOND: u64 = 1_000_000_000;
         let blocks = [

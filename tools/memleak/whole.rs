@@ -1,4 +1,4 @@
-//! The line that a text report ends with: all that there is, of which the groups above show a part.
+//! Summary at the end of a text report: the sums over all groups, of which the report shows a part.
 
 use std::io::{self, Write};
 
@@ -7,23 +7,23 @@ use memtools::stacks::table::Stack;
 
 use crate::rows::Amount;
 
-/// All of a report.
+/// Sums over all groups of a report.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Whole {
     pub(crate) amount: Amount,
-    /// Groups with any of it, and those that were shown.
+    /// Number of groups with allocations, and of those that were shown.
     pub(crate) groups: usize,
     pub(crate) shown: usize,
     /// Bytes in groups whose stack was lost.
     pub(crate) lost_bytes: u64,
     /// Bytes in groups whose stack is truncated.
     pub(crate) truncated_bytes: u64,
-    /// Resident memory of the process now, if it is one.
+    /// Resident memory of the process now, if the target is a single process.
     pub(crate) resident_bytes: Option<u64>,
 }
 
 impl Whole {
-    /// Notes that so many of the bytes have this stack, or a lost one.
+    /// Counts these bytes as lost or truncated, if their stack is. `stack` is None if the stack was lost.
     pub(crate) fn note_stack(&mut self, stack: Option<&Stack>, bytes: u64) {
         match stack {
             None => self.lost_bytes += bytes,
@@ -32,7 +32,7 @@ impl Whole {
         }
     }
 
-    /// Writes the line, with what a group is called, such as `stack`.
+    /// Writes the summary. `group` is the name of a group, such as `stack`.
     pub(crate) fn write(&self, group: &str, out: &mut dyn Write) -> io::Result<()> {
         write!(out, "\ttotal {}", text::bytes(self.amount.bytes))?;
         if let Some(error) = self.amount.error() {
