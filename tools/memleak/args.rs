@@ -34,10 +34,10 @@ const DEFAULT_OLDER_MS: u64 = 500;
 /// The part of --mem-limit that stacks may take: a quarter.
 const STACKS_PART: u64 = 4;
 
-/// What a block takes of memleak's own memory while a report is made, as measured with four million of them.
+/// Bytes of memleak's own memory that a block takes while a report is made, as measured with four million blocks.
 const REPORTED_BLOCK_BYTES: u64 = 72;
-/// What a stack takes of memleak's own memory while a report is made: its sums, growth and ages, as measured with
-/// 131,000 of them.
+/// Bytes of memleak's own memory that a stack takes while a report is made: its sums, growth and ages, as measured with
+/// 131,000 stacks.
 const REPORTED_STACK_BYTES: u64 = 640;
 
 /// Headings of --help.
@@ -279,7 +279,7 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// Distinct stacks that are kept at most.
+    /// Returns the maximum number of distinct stacks that are kept.
     pub(crate) fn max_stacks(&self) -> u32 {
         let bytes = table::ENTRY_BYTES + REPORTED_STACK_BYTES;
         let within_limit = (self.mem_limit / STACKS_PART / bytes).max(1);
@@ -287,7 +287,7 @@ impl Args {
             .unwrap_or_else(|| within_limit.try_into().unwrap_or(u32::MAX))
     }
 
-    /// What the table of stacks has room for at first.
+    /// Returns the initial capacity of the stack table.
     pub(crate) fn stack_room(&self) -> StackRoom {
         let first = || self.max_stacks().min(table::first_entries());
         StackRoom {
@@ -296,7 +296,7 @@ impl Args {
         }
     }
 
-    /// Bytes that a block takes of our own memory: sums are kept in the kernel.
+    /// Returns the bytes of memleak's own memory that a block takes: none if only totals are kept, in the kernel.
     pub(crate) fn reported_block_bytes(&self) -> u64 {
         if self.combined_only {
             0
@@ -305,13 +305,13 @@ impl Args {
         }
     }
 
-    /// Bytes that following blocks may take, of which --max-allocs says nothing.
+    /// Returns the bytes that following blocks may take, if --max-allocs does not limit the blocks.
     pub(crate) fn bytes_for_blocks(&self) -> u64 {
         self.mem_limit - self.mem_limit / STACKS_PART
     }
 
-    /// Settles what can be said in two ways, and refuses options that make no sense together, where
-    /// that is more than a conflict of two.
+    /// Resolves options that are shorthands of others. Refuses options that make no sense together, where that is more
+    /// than a conflict of two.
     pub(crate) fn check(mut self) -> Result<Self, UsageError> {
         if self.churn {
             self.mode = Mode::Churn;
@@ -334,7 +334,7 @@ impl Args {
         Ok(self)
     }
 
-    /// How rows are printed.
+    /// Returns the format in which rows are printed.
     pub(crate) fn format(&self) -> Format {
         match (self.json, self.folded) {
             (true, _) => Format::Json,
@@ -343,7 +343,7 @@ impl Args {
         }
     }
 
-    /// What is reported of processes.
+    /// Returns the kind of allocations that reports on processes are of.
     pub(crate) fn view(&self) -> View {
         match self.mode {
             Mode::Leak => View::Outstanding,
@@ -353,7 +353,7 @@ impl Args {
         }
     }
 
-    /// What is traced, in words.
+    /// Describes the target in words.
     pub(crate) fn target(&self) -> String {
         let target = TargetArgs {
             command: self.command.clone(),
@@ -367,10 +367,10 @@ impl Args {
         target.to_string()
     }
 
-    /// The files that reports are written into.
+    /// Prepares the files that reports are written into.
     ///
     /// # Errors
-    /// If one cannot be written to.
+    /// If a file cannot be written to.
     pub(crate) fn exports(&self) -> Result<Exports> {
         let exports = self.export.prepare("memleak", self.target())?;
         Ok(match &self.perfetto {
@@ -379,12 +379,12 @@ impl Args {
         })
     }
 
-    /// Whether anything is made of reports that has source lines unasked.
+    /// Whether anything is made of reports that always has source lines, such as a profile.
     pub(crate) fn makes_profiles(&self) -> bool {
         self.export.any() || self.difference.diff.is_some() || self.serve.serve.is_some()
     }
 
-    /// What the tool begins with: [`cli::start`].
+    /// Starts the tool: see [`cli::start`].
     pub(crate) fn start<'a>(&self) -> Result<(Poller<'a>, Output)> {
         cli::start("memleak", self.format(), self.output.as_deref())
     }
@@ -407,32 +407,32 @@ impl Args {
             && (self.min_size, self.max_size) == (0, u64::MAX)
     }
 
-    /// Whether it is not known beforehand which processes that will be.
+    /// Whether the traced processes are not known beforehand.
     pub(crate) fn any_process(&self) -> bool {
         self.children || self.name.is_some() || self.cgroup.is_some()
     }
 
-    /// The functions that --alloc and --free name.
+    /// Returns the functions that --alloc and --free name.
     pub(crate) fn named(&self) -> impl Iterator<Item = &Named> {
         let allocate = self.alloc.iter().map(|Allocates(named)| named);
         allocate.chain(self.free.iter().map(|Frees(named)| named))
     }
 
-    /// CLOCK_MONOTONIC after which a block is too young for a report at `now_ns`. Where `all` are wanted
-    /// only the option leaves any out.
+    /// Returns the CLOCK_MONOTONIC time after which a block is too young for a report at `now_ns`. If `all` blocks are
+    /// wanted, only --older leaves any out.
     pub(crate) fn born_before(&self, now_ns: u64, all: bool) -> u64 {
         let default = if all { 0 } else { DEFAULT_OLDER_MS };
         let older_ms = self.older.unwrap_or(default);
         now_ns.saturating_sub(older_ms.saturating_mul(1_000_000))
     }
 
-    /// Whether the ages of blocks are looked at.
+    /// Whether reports need the ages of blocks.
     pub(crate) fn wants_ages(&self) -> bool {
         self.extended || self.json || self.sort == SortKey::Age
     }
 }
 
-/// A number of bytes from 1 to 4G - 1.
+/// Parses a number of bytes from 1 to 4G - 1.
 fn sampling_distance(text: &str) -> Result<u32, String> {
     match u32::try_from(cli::bytes(text)?) {
         Ok(bytes @ 1..) => Ok(bytes),
@@ -440,7 +440,7 @@ fn sampling_distance(text: &str) -> Result<u32, String> {
     }
 }
 
-/// A part such as `5%` or `0.5`, of a hundred.
+/// Parses a percentage such as `5%` or `0.5`.
 fn percent(text: &str) -> Result<f64, String> {
     match text.strip_suffix('%').unwrap_or(text).trim_end().parse() {
         Ok(percent) if percent > 0.0 && percent <= 100.0 => Ok(percent),
@@ -476,7 +476,7 @@ pub(crate) enum SortKey {
     Rate,
 }
 
-/// How many of what takes `each` bytes there is room for in so many bytes, at least one.
+/// Returns how many items of `each` bytes fit into `bytes`, at least one.
 pub(crate) fn count_within(bytes: u64, each: u64) -> u32 {
     (bytes / each).max(1).try_into().unwrap_or(u32::MAX)
 }
