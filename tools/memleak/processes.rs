@@ -1,8 +1,7 @@
-//! Memory of processes: what the allocators in them gave out, and has not come back.
+//! Memory of processes: blocks and mappings that were allocated in them and not freed.
 //!
-//! Hooks: uprobes on the allocators' functions, which [`probes`] places. Blocks are in
-//! the kernel's maps ([`live`]); mappings, which can end in part, come as events and are
-//! kept here ([`regions`]).
+//! Hooks: uprobes on the allocators' functions, which [`probes`] attaches. Blocks are kept in BPF maps ([`live`]).
+//! Mappings, which can be unmapped in part, come as events and are kept in user space ([`regions`]).
 
 mod allocators;
 mod block_room;
@@ -83,7 +82,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let difference = Difference::of(args, args.view())?;
     let listener = args.serve.listen()?;
     let (mut poller, output) = args.start()?;
-    // A command is forked, when no other thread may hold a lock.
+    // With a command, no thread is started here: no other thread may hold a lock when the command is forked.
     if args.command.is_none() {
         bpf::begin();
     }
@@ -104,7 +103,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let upkeep = Upkeep::new(&attached, &target, args, links)?;
     let processes = Processes::new(upkeep, &rings, symbolizer)?;
     let mut reporter = Reporter::new(processes, args, output, exports, difference);
-    // Whoever waits for these lines takes the trace as begun.
+    // Readers of stderr take these lines as the sign that the trace has begun.
     for object in target.files() {
         eprintln!("memleak: {} ({})", object.found(), attached.how);
     }
@@ -143,10 +142,10 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     }
 }
 
-/// What the programs send.
+/// Ring buffers that the BPF programs write to.
 struct Rings<'a> {
     events: Events<'a, event>,
-    /// Requests to make room in the maps.
+    /// Requests of the BPF programs for more capacity in their maps.
     room_requests: Events<'a, u32>,
 }
 
@@ -160,7 +159,7 @@ impl<'a> Rings<'a> {
     }
 }
 
-/// Processes, and what they have allocated.
+/// Source of reports on processes: the traced processes, and their allocations.
 struct Processes<'a> {
     attached: &'a Attached,
     target: &'a Targets,
@@ -172,20 +171,20 @@ struct Processes<'a> {
     renewal: Renewal,
     blocks: LiveBlocks<'a>,
     regions: HashMap<u32, Regions>,
-    /// What --mode alloc has seen mapped.
+    /// Totals of the mappings made, for --mode alloc.
     mapped: Totals,
     /// The processes that were named and still run.
     named: HashSet<u32>,
     names: Names<'a>,
-    /// How often a process has called exec, as the kernel counts.
+    /// Number of times that each process has called exec, as the BPF programs count.
     execs: HashMap<u32, u64>,
-    /// The ends of processes' memory whose blocks are still to be taken out of the kernel's maps.
+    /// Ends of processes' address spaces whose blocks are still to be removed from the BPF maps.
     ends: HashMap<u32, Ends>,
-    /// What those had that have exited.
+    /// Allocations that exited processes had outstanding.
     ended: Ended,
-    /// Stacks that mapped memory, and whether a function that frees did.
+    /// Stacks that mapped memory, each with whether a function that frees has done so.
     mapped_by_free: HashMap<Path, bool>,
-    /// The stacks that freed a block twice.
+    /// Stacks whose double frees were already printed.
     told_of: HashSet<Path>,
     clock: Clock,
     page_bytes: u64,
@@ -378,15 +377,15 @@ impl<'a> Processes<'a> {
         })
     }
 
-    /// Takes the probes away, and tells what the trace cost and lost. Returns whom it would have harmed to
-    /// go on, if that is why it has ended.
+    /// Detaches the probes, and prints what the trace cost and lost. Returns which process the trace would have harmed,
+    /// if that has ended the trace.
     fn finish(&mut self, output: &mut Output) -> Result<Option<String>> {
         let harm = self.upkeep.finish(output)?;
         self.symbolizer.tell_losses("memleak");
         Ok(harm)
     }
 
-    /// Makes room for blocks and stacks before it is needed.
+    /// Adds capacity for blocks and stacks before it is needed.
     fn make_room(&mut self, output: &mut Output) -> Result<()> {
         if self.wants_stacks_renewed()? {
             self.renew_stacks(output)?;
@@ -422,14 +421,14 @@ impl<'a> Processes<'a> {
         Ok((totals, allocations))
     }
 
-    /// How old a block has to be at its process's end, in nanoseconds. It will not be freed any more,
-    /// however young it is; so only the option leaves any out.
+    /// Returns the minimum age of a block at its process's end, in nanoseconds. Blocks of an ended process will not be
+    /// freed any more, however young they are, so only --older leaves any out.
     fn older_at_end(&self) -> u64 {
         let older_ms = self.args.older.unwrap_or(0);
         older_ms.saturating_mul(1_000_000)
     }
 
-    /// Takes the blocks of memory that has ended out of the kernel's maps, where totals are shown.
+    /// Removes the blocks of ended address spaces from the BPF maps, for reports of totals.
     fn drop_ended(&mut self) -> Result<()> {
         if !self.ends.is_empty() {
             self.read_blocks()?;
@@ -437,19 +436,19 @@ impl<'a> Processes<'a> {
         Ok(())
     }
 
-    /// The blocks that are live. Those of memory that has ended are taken out of the kernel's maps,
-    /// and what exited processes left is kept here.
+    /// Returns the live blocks. Blocks of ended address spaces are removed from the BPF maps, and those that exited
+    /// processes left are kept in `ended`.
     fn read_blocks(&mut self) -> Result<Vec<Allocation>> {
         let (blocks, left) = self.blocks.read(&self.ends, self.older_at_end())?;
         self.ends.clear();
-        // All other reports are of the kernel's totals, which have these already.
+        // All other reports are of the BPF programs' totals, which include these blocks already.
         if self.args.mode == Mode::Leak && !self.args.combined_only {
             self.ended.add(&left, Sampling::of(self.args));
         }
         Ok(blocks)
     }
 
-    /// Frees that are not of what was recorded.
+    /// Returns the counts of frees that do not match the records.
     fn frees(&self) -> Frees {
         let skel = &self.attached.skel;
         let Some(bss) = skel.maps.bss_data.as_deref() else {
@@ -462,7 +461,7 @@ impl<'a> Processes<'a> {
         }
     }
 
-    /// Prints who has freed what was not recorded, most often last.
+    /// Prints the stacks that freed unrecorded blocks, the most frequent last.
     fn print_unknown_frees(&mut self, output: &mut Output) -> Result<()> {
         let mut counts: HashMap<Path, u64> = HashMap::new();
         map_batch::read(&self.attached.skel.maps.unknown_frees, |key, count| {
@@ -485,7 +484,7 @@ impl<'a> Processes<'a> {
         Ok(())
     }
 
-    /// The process, where rows say which one they are of.
+    /// Returns the process, if rows have to name theirs.
     fn process_if_several(&mut self, pid: u32) -> Option<ProcessName> {
         self.is_several().then(|| self.names.process(pid))
     }

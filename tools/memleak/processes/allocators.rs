@@ -1,4 +1,4 @@
-//! What is known of allocators: their functions by name, and what they are called themselves.
+//! Known allocators: the signatures of their functions by name, and the names of the allocators.
 
 use super::python_objects;
 use super::signature::Signature;
@@ -30,10 +30,11 @@ const C: [(&str, Signature); 17] = [
     ("malloc_skip_new_handler", ALLOCATE),
 ];
 
-/// Prefixes of names in C that allocators are built with, so that the libc's own stay reachable.
+/// Prefixes of C names that allocators are built with, so that the libc's own functions stay reachable.
 const PREFIXES: [&str; 7] = ["je_", "_rjem_", "tc_", "mi_", "sn_", "dl", "rp"];
 
-/// mimalloc's own. Those of a heap (`mi_heap_malloc`) have the heap before the other arguments.
+/// Functions of mimalloc alone, without their prefix. Those of a heap (`mi_heap_malloc`) have the heap before the other
+/// arguments.
 const MIMALLOC: [(&str, Signature); 28] = [
     ("zalloc", ALLOCATE),
     ("malloc_small", ALLOCATE),
@@ -71,9 +72,9 @@ const MIMALLOC: [(&str, Signature); 28] = [
     ("free_aligned", FREE),
 ];
 
-/// What is between `operator new(` or `operator new[](` with its size, and the end of its name:
-/// nothing, std::nothrow_t, std::align_val_t, both, and tcmalloc's own. Others, such as placement
-/// new, take memory that somebody else has allocated.
+/// Ends of the mangled names of `operator new` and `operator new[]`: their parameters after the size. These are none,
+/// std::nothrow_t, std::align_val_t, both, and tcmalloc's own. Other forms, such as placement new, take memory that was
+/// allocated elsewhere.
 const NEW: [&str; 8] = [
     "",
     "RKSt9nothrow_t",
@@ -85,7 +86,8 @@ const NEW: [&str; 8] = [
     "St11align_val_tRKSt9nothrow_t12__hot_cold_t",
 ];
 
-/// Mangled names of `operator delete`, whose `m` is the size.
+/// Ends of the mangled names of `operator delete` and `operator delete[]`: their parameters after the block. `m` is the
+/// size.
 const DELETE: [&str; 6] = [
     "",
     "m",
@@ -95,7 +97,7 @@ const DELETE: [&str; 6] = [
     "St11align_val_tRKSt9nothrow_t",
 ];
 
-/// What the Rust compiler calls, by the end of its mangled name.
+/// Functions that the Rust compiler calls to allocate and free, by the end of their mangled names.
 const RUST: [(&str, Signature); 4] = [
     ("__rust_alloc", ALLOCATE),
     ("__rust_alloc_zeroed", ALLOCATE),
@@ -103,7 +105,7 @@ const RUST: [(&str, Signature); 4] = [
     ("__rust_dealloc", FREE),
 ];
 
-/// What Rust's standard library allocates by where the program has no allocator of its own: malloc.
+/// Function by which Rust's standard library allocates if the program has no allocator of its own: it calls malloc.
 const RUST_DEFAULT: &str = "__rdl_alloc";
 
 /// Functions of the C library that map memory, which have no prefix.
@@ -113,7 +115,7 @@ const MAPPING: [(&str, Signature); 3] = [
     ("mremap", Signature::remap()),
 ];
 
-/// Functions that tell whose the others are.
+/// Functions that identify an allocator, with its name.
 const MARKERS: [(&str, &str); 8] = [
     ("dallocx", "jemalloc"),
     ("tc_version", "tcmalloc"),
@@ -121,13 +123,13 @@ const MARKERS: [(&str, &str); 8] = [
     ("__asan_init", "AddressSanitizer"),
     ("__hwasan_init", "HWAddressSanitizer"),
     ("__tsan_init", "ThreadSanitizer"),
-    // mallopt is also in what stands in for malloc, such as Chromium's and the sanitizers'.
+    // mallopt is also in replacements of malloc, such as Chromium's and the sanitizers'.
     ("__libc_mallopt", "glibc"),
     ("__malloc_donate", "musl"),
 ];
 
-/// How a function of this name is called, if it is one to be probed. `prefix` is of the functions
-/// that the user wants; empty: those of all known allocators.
+/// Returns the signature of a function of this name, if it is to be probed. With a `prefix`, only C functions of this
+/// prefix and functions that map memory are to be probed. With an empty one, the functions of all known allocators are.
 pub(crate) fn signature(name: &str, prefix: &str) -> Option<Signature> {
     if let Some(mapping) = find(&MAPPING, name) {
         return Some(mapping);
@@ -145,23 +147,23 @@ pub(crate) fn signature(name: &str, prefix: &str) -> Option<Signature> {
         .or_else(|| of_rust(name))
 }
 
-/// Whether a function of this name can be a program's own that has nothing to do with an
-/// allocator, unless others can call it too.
+/// Whether a function of this name can be a program's own and have nothing to do with an allocator, unless others can
+/// call it, too.
 pub(crate) fn is_common_name(name: &str) -> bool {
     find(&C, name).is_some() || find(&MAPPING, name).is_some()
 }
 
-/// Whether a function of this name asks another one for more than it was asked for.
+/// Whether a function of this name asks another one for more bytes than it was asked for.
 pub(crate) fn rounds_up(name: &str) -> bool {
     name.ends_with("pvalloc")
 }
 
-/// Whether a function of this name tells whose the others are.
+/// Whether a function of this name identifies an allocator.
 pub(crate) fn is_marker(name: &str) -> bool {
     marked(name).is_some() || name.ends_with(RUST_DEFAULT)
 }
 
-/// What the allocator with these functions is called, in a file of this name.
+/// Returns the name of the allocator with these functions, in a file of this name.
 pub(crate) fn name(functions: &[&str], module: &str) -> &'static str {
     let only = |is: fn(&str) -> Option<Signature>| {
         let mut known = functions
@@ -171,7 +173,7 @@ pub(crate) fn name(functions: &[&str], module: &str) -> &'static str {
     };
     match functions.iter().find_map(|name| marked(name)) {
         Some(marked) => marked,
-        // Its functions are stripped of the local ones.
+        // musl is stripped of its local symbols.
         None if module.contains("musl") => "musl",
         None if functions
             .iter()
@@ -199,13 +201,13 @@ pub(crate) fn is_rusts_default(functions: &[&str]) -> bool {
     functions.iter().any(|name| name.ends_with(RUST_DEFAULT))
 }
 
-/// The signatures of the functions that are known by name, as often as there are such functions.
+/// Returns the signatures of the functions that are known by name, as often as there are such functions.
 pub(crate) fn signatures() -> impl Iterator<Item = Signature> {
     let known = C.iter().chain(&MAPPING).chain(&RUST).chain(&MIMALLOC);
     known.map(|&(_, signature)| signature)
 }
 
-/// Whether it is what the Rust compiler calls.
+/// Whether the Rust compiler calls a function of this name to allocate or free.
 pub(crate) fn is_of_rust(name: &str) -> bool {
     of_rust(name).is_some()
 }
@@ -215,7 +217,7 @@ fn of_mimalloc(name: &str) -> Option<Signature> {
     let Some(of_heap) = name.strip_prefix("heap_") else {
         return find(&MIMALLOC, name);
     };
-    // mi_heap_new makes a heap; mi_heap_alloc_new is what mi_new is.
+    // mi_heap_new makes a heap. mi_heap_alloc_new is mi_new with a heap.
     let of_heap = match of_heap.strip_prefix("alloc_") {
         Some(operator) => operator,
         None if of_heap == "new" => return None,
@@ -227,7 +229,8 @@ fn of_mimalloc(name: &str) -> Option<Signature> {
         .map(Signature::one_further)
 }
 
-/// By the mangled name: `_Znwm` is `operator new(unsigned long)`, `_ZdaPv` `operator delete[](void*)`.
+/// Returns the signature of a C++ operator by its mangled name: `_Znwm` is `operator new(unsigned long)`, `_ZdaPv`
+/// `operator delete[](void*)`.
 fn of_cxx(name: &str) -> Option<Signature> {
     let rest = |starts: [&str; 2]| starts.iter().find_map(|start| name.strip_prefix(start));
     if let Some(rest) = rest(["_Znwm", "_Znam"]) {
@@ -237,7 +240,8 @@ fn of_cxx(name: &str) -> Option<Signature> {
     DELETE.contains(&rest).then_some(FREE)
 }
 
-/// By the plain name, or since 1.87 `_RNvCs...___rustc12___rust_alloc`.
+/// Returns the signature of one of Rust's functions, by the plain name, or since Rust 1.87 by
+/// `_RNvCs...___rustc12___rust_alloc`.
 fn of_rust(name: &str) -> Option<Signature> {
     let name = match name.strip_prefix("_RNvCs") {
         Some(mangled) => {
@@ -275,7 +279,7 @@ mod tests {
         assert_eq!(signature("je_malloc", "je_"), Some(ALLOCATE));
         assert_eq!(signature("my_free", "my_"), Some(FREE));
         assert_eq!(signature("my_free", ""), None);
-        // The user wants those with the prefix, and no others.
+        // With a prefix, functions without it are not probed.
         assert_eq!(signature("malloc", "je_"), None);
         assert_eq!(signature("mmap", "je_"), Some(Signature::map()));
         assert_eq!(signature("mallocator", ""), None);

@@ -1,4 +1,4 @@
-//! The room for live blocks: how large their maps are.
+//! Sizes of the maps for live blocks.
 
 use anyhow::Result;
 use memtools::run::cli::UsageError;
@@ -6,21 +6,21 @@ use memtools::run::cli::UsageError;
 use super::bpf::types::{block_bucket, live_layout};
 use crate::args::{Args, count_within};
 
-/// Blocks that the table has slots for; what is more goes to the map `overflow` and its successors.
+/// Default number of blocks that the table is made for. Further blocks go to the map `overflow` and its successors.
 const DEFAULT_BLOCKS: u32 = 1 << 17;
 const BUCKET_BLOCKS: u32 = live_layout::BUCKET_BLOCKS.0;
-/// What a block in such a map takes of the kernel's memory: key, value, and the kernel's own.
+/// Bytes of kernel memory that a block takes in an overflow map: key, value, and the kernel's own.
 const OVERFLOW_BLOCK_BYTES: u64 = 112;
-/// Blocks of the first such map and of the second, which are made when they are needed, at most, and
-/// the part of all that they have then. The third has what is left.
+/// Limits of the capacities of the first and the second overflow map: a number of blocks, and the divisor of all blocks
+/// in overflow maps. The third map has the rest. The second and the third are made when they are needed.
 const OVERFLOW_STEPS: [(u32, u32); 2] = [(1 << 17, 32), (1 << 20, 4)];
 
-/// How large the maps of live blocks are.
+/// Sizes of the maps for live blocks.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct BlockRoom {
     /// Buckets of the table.
     pub(super) buckets: u32,
-    /// Blocks in the maps that take what the table has no room for.
+    /// Capacities of the overflow maps, in blocks. These maps take the blocks for which the table has no space.
     pub(super) overflow: Vec<u32>,
 }
 
@@ -65,7 +65,7 @@ impl BlockRoom {
     }
 }
 
-/// The sizes of the maps for so many blocks that are made one after the other.
+/// Returns the capacities of the overflow maps for `blocks` blocks, in the order in which they are made.
 fn steps(blocks: u32) -> Vec<u32> {
     let steps = OVERFLOW_STEPS.map(|(most, part)| most.min(blocks / part));
     let rest = blocks - steps.iter().sum::<u32>();
@@ -73,7 +73,8 @@ fn steps(blocks: u32) -> Vec<u32> {
     steps.filter(|blocks| *blocks > 0).collect()
 }
 
-/// Two thirds of the slots are for blocks: with more, too many find both their buckets full.
+/// Returns the number of buckets for `blocks` blocks. Two thirds of the slots are for blocks: with more, too many
+/// blocks find both their buckets full.
 fn buckets_for(blocks: u32) -> u32 {
     let slots = u64::from(blocks) * 3 / 2;
     let buckets = slots.div_ceil(u64::from(BUCKET_BLOCKS)).max(1);

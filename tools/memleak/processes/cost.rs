@@ -1,10 +1,10 @@
-//! What tracing costs the target, as memleak says it at the end:
+//! Cost of tracing for the target, as memleak prints it at the end:
 //! `memleak: probes: 1,204,331 hits; their programs: ~310 ns each, 3.1 % of the target's CPU time`.
 //!
-//! The programs count each hit. In one [`SLICE`] of [`SLICES`] they also time themselves, which
-//! takes them two looks at the clock, about 40 ns a hit; what a hit took there it is taken to take
-//! until the next one. A run in which its task lost the CPU is left out: that time is not the
-//! target's. The kernel's handling of the probe is not in it.
+//! The BPF programs count each hit. In one [`SLICE`] of [`SLICES`] they also time themselves, which takes two looks at
+//! the clock, about 40 ns a hit. Until the next timed slice, each hit is assumed to take the mean time of the last one.
+//! A run in which its task lost the CPU is left out, since that time is not the target's. The kernel's handling of the
+//! probe is not included.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -21,15 +21,15 @@ use super::bpf::types::steering;
 use super::probes::{Attached, Hits};
 use super::target::Targets;
 
-/// How long runs are timed, or are not, at a time.
+/// Length of a slice, in which runs are either timed or not.
 const SLICE: Duration = Duration::from_millis(200);
-/// How many slices there are to one that is timed, the first of them.
+/// Number of slices of which one is timed, the first.
 const SLICES: u32 = 10;
 
-/// CPU time of the target from which its share can be told.
+/// Minimum CPU time of the target from which the programs' share can be told, in nanoseconds.
 const ENOUGH_NS: u64 = 10_000_000;
 
-/// Measures what the programs cost.
+/// Measurement of the BPF programs' cost.
 pub(crate) struct Cost<'a> {
     attached: &'a Attached,
     clocks: Clocks,
@@ -38,28 +38,28 @@ pub(crate) struct Cost<'a> {
     slices: u32,
     ends: Instant,
     spent: Spent,
-    /// When the target's CPU time was known last.
+    /// Counters when the target's CPU time was known last.
     used: Used,
-    /// When a share was told last.
+    /// Counters when a share was returned last.
     told: Used,
 }
 
-/// The time that all hits took, from what some took.
+/// Time that all hits took, estimated from the timed ones.
 #[derive(Debug, Default, Clone, Copy)]
 struct Spent {
     hits: u64,
-    /// Runs that were timed, and the nanoseconds that these took.
+    /// Number of timed runs, and the nanoseconds that they took.
     measured: (u64, u64),
     /// Nanoseconds of all hits but those in `unknown`.
     ns: f64,
-    /// Hits before the first that was timed.
+    /// Number of hits before the first timed one.
     unknown: u64,
-    /// What one took in the last slice that was timed.
+    /// Mean nanoseconds of a hit in the last timed slice.
     hit_ns: Option<f64>,
 }
 
 impl Spent {
-    /// Adds a measurement of how many hits there were until now.
+    /// Adds the counters of the hits until now.
     fn add(&mut self, hits: Hits) {
         let (runs, ns) = (
             hits.measured - self.measured.0,
@@ -82,26 +82,26 @@ impl Spent {
     }
 }
 
-/// What was measured in some time.
+/// Cost that was measured over some time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Share {
-    /// The programs' part of the target's CPU time, in percent.
+    /// BPF programs' part of the target's CPU time, in percent.
     pub(crate) percent: f64,
-    /// The part of the hits by which a call came to be recorded.
+    /// Part of the hits that were entries of calls to be recorded.
     pub(crate) recorded: f64,
 }
 
-/// What there was at a time, since the start.
+/// Counters at a point of time, since the start.
 #[derive(Debug, Default, Clone, Copy)]
 struct Used {
     hits: Hits,
-    /// Nanoseconds in the programs.
+    /// Nanoseconds in the BPF programs.
     ns: Option<f64>,
     cpu_ns: u64,
 }
 
 impl<'a> Cost<'a> {
-    /// Begins with a slice that is timed.
+    /// Begins the measurement with a timed slice.
     pub(crate) fn new(attached: &'a Attached, target: &Targets) -> anyhow::Result<Self> {
         let mut cost = Self {
             attached,
@@ -117,8 +117,9 @@ impl<'a> Cost<'a> {
         Ok(cost)
     }
 
-    /// Call it several times a second. Returns what has shown since it last did, once the target has
-    /// used enough CPU time for that: one that is idle most of the time does so in many slices.
+    /// Ends a slice whose time is over, and begins the next one. Call it several times a second. Returns the share
+    /// since it last returned one, once the target has used enough CPU time. A target that is idle most of the time
+    /// takes many slices for that.
     pub(crate) fn look(&mut self) -> anyhow::Result<Option<Share>> {
         if Instant::now() < self.ends {
             return Ok(None);
@@ -148,15 +149,15 @@ impl<'a> Cost<'a> {
         Ok(())
     }
 
-    /// Has this slice timed, whichever it is, as hits will now take another time; what there was
-    /// until now is forgotten. Call it at the slice's beginning.
+    /// Has the current slice timed, since hits take another time from now on. The next share counts from here. Call it
+    /// at the slice's beginning.
     pub(crate) fn measure(&mut self) -> anyhow::Result<()> {
         self.told = self.used;
         self.slices = 1;
         self.set_measuring(true)
     }
 
-    /// Call it before the probes are removed.
+    /// Ends a slice, and reads the counters and the target's CPU time. Call it before the probes are detached.
     pub(crate) fn end_slice(&mut self) {
         let hits = self.attached.hits();
         self.spent.add(hits);
@@ -166,12 +167,12 @@ impl<'a> Cost<'a> {
         }
     }
 
-    /// The share of the target's CPU time in the programs, since the start.
+    /// Returns the BPF programs' share of the target's CPU time since the start, in percent.
     pub(crate) fn percent(&self) -> Option<f64> {
         self.used.percent()
     }
 
-    /// Says it on stderr, and as an object in JSON.
+    /// Prints the cost on stderr, and as an object in JSON.
     pub(crate) fn tell(&self, output: &mut Output) -> anyhow::Result<()> {
         let hits = self.attached.hits().count;
         if hits == 0 {
@@ -195,7 +196,8 @@ impl Used {
         (self.cpu_ns > 0).then_some((percent * 10.0).round() / 10.0)
     }
 
-    /// None if the target has used too little CPU time since then.
+    /// Returns the share since an earlier point of time. Returns None if the target has used too little CPU time since
+    /// then.
     fn since(&self, earlier: &Self) -> Option<Share> {
         let cpu_ns = self.cpu_ns - earlier.cpu_ns;
         let hits = self.hits.count - earlier.hits.count;
@@ -208,15 +210,16 @@ impl Used {
     }
 }
 
-/// The programs run within the target's time. A mean of some runs can be above that of all.
+/// Returns the BPF programs' share of the CPU time, in percent. The programs run within the target's time, so the share
+/// is at most 100, but a mean of some runs can be above that of all.
 fn percent(ns: f64, cpu_ns: u64) -> f64 {
     (ns / cpu_ns as f64 * 100.0).min(100.0)
 }
 
-/// The CPU time that processes use.
+/// CPU time of the target's processes.
 struct Clocks {
     running: Vec<Clock>,
-    /// What those used that are gone.
+    /// Nanoseconds of the processes that have exited.
     gone_ns: u64,
 }
 
@@ -227,7 +230,8 @@ struct Clock {
 }
 
 impl Clocks {
-    /// None, where processes can join the target later: it is not known here which these are.
+    /// Begins with the target's processes. Has no clocks where processes can join later, since those are not known
+    /// here.
     fn new(target: &Targets) -> Self {
         let processes = target.processes.iter().filter(|_| target.is_fixed());
         let clock = |pid: u32| {
@@ -247,8 +251,8 @@ impl Clocks {
         }
     }
 
-    /// All since the start; None once all processes have gone. What one has used since the last look
-    /// before it went is not known.
+    /// Returns the CPU time of all processes since the start. Returns None once all have exited. The time that a
+    /// process has used between the last look and its exit is not known.
     fn read_ns(&mut self) -> Option<u64> {
         let gone_ns = &mut self.gone_ns;
         self.running.retain_mut(|clock| {
@@ -270,16 +274,16 @@ fn now_ns(clock: ClockId) -> Option<u64> {
     u64::try_from(time.num_nanoseconds()).ok()
 }
 
-/// The last object but one in JSON, and a line on stderr.
+/// Cost as it is printed: the last object but one in JSON, and a line on stderr.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "probes")]
 struct Summary {
     /// Entries into probed functions, and returns from them.
     hits: u64,
-    /// What our program took at one of them, on average.
+    /// Mean nanoseconds of a BPF program's run.
     #[serde(skip_serializing_if = "Option::is_none")]
     hit_ns: Option<u64>,
-    /// The programs' part of the processes' CPU time, in percent.
+    /// BPF programs' part of the processes' CPU time, in percent.
     #[serde(skip_serializing_if = "Option::is_none")]
     cpu_percent: Option<f64>,
 }

@@ -1,32 +1,32 @@
-//! What processes had outstanding when they exited. Their memory is gone, and what they did not free
-//! before is what they leaked, as a leak checker would tell it at their end.
+//! Allocations that processes had outstanding when they exited. A process has leaked what it did not free before its
+//! exit, as a leak checker would report at its end.
 
 use std::collections::HashMap;
 
 use crate::sampling::{Error, Sampling};
 use crate::sums::{self, Allocation, Path, Total, Totals};
 
-/// Paths that are kept apart. Of more, those with the least bytes are counted together.
+/// Maximum number of paths that are kept apart. Of more, those with the least bytes are counted together.
 const MAX_PATHS: usize = 1 << 16;
 
-/// The ends of a process's memory, by exec or exit, in their order.
+/// Ends of a process's address spaces, by exec or exit, in their order.
 #[derive(Debug, Default)]
 pub(crate) struct Ends(Vec<(u64, End)>);
 
-/// How a process's memory has ended.
+/// Way in which a process's address space has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum End {
-    /// The process became another program, which has nothing of that memory.
+    /// The process became another program, which has none of the old memory.
     Exec,
     Exit,
 }
 
-/// What has become of a block that was not freed.
+/// State of a block that was not freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fate {
-    /// The block is there.
+    /// The block is still in its process's address space.
     Live,
-    /// The block was there when its process exited, at this time.
+    /// The block was outstanding when its process exited, at this time.
     Left(u64),
     /// The block's process has become another program.
     Gone,
@@ -37,7 +37,8 @@ impl Ends {
         self.0.push((time_ns, end));
     }
 
-    /// The fate of a block that was allocated at a time. A process's number can have several owners.
+    /// Returns the fate of a block that was allocated at `born_ns`. Several processes can have the same pid, one after
+    /// the other.
     pub(crate) fn fate(&self, born_ns: u64) -> Fate {
         let end = self.0.iter().find(|(time_ns, _)| born_ns < *time_ns);
         match end {
@@ -48,12 +49,12 @@ impl Ends {
     }
 }
 
-/// What all processes that have exited have left, by path.
+/// Allocations that all exited processes have left, by path.
 #[derive(Debug, Default)]
 pub(crate) struct Ended {
     totals: Totals,
     errors: HashMap<Path, Error>,
-    /// What is not kept apart any more.
+    /// Sum of the paths that are not kept apart any more.
     rest: Total,
 }
 
@@ -75,7 +76,7 @@ impl Ended {
         }
     }
 
-    /// Adds what they left to what is live.
+    /// Adds what exited processes have left to the totals of live memory.
     pub(crate) fn add_to(&self, totals: &mut Totals, errors: Option<&mut HashMap<Path, Error>>) {
         add_all(totals, &self.totals);
         if let Some(errors) = errors {
@@ -85,12 +86,12 @@ impl Ended {
         }
     }
 
-    /// The stacks of all that is kept.
+    /// Returns the stacks of all paths that are kept apart.
     pub(crate) fn stacks(&self) -> impl Iterator<Item = u64> {
         self.totals.keys().map(|path| path.stack)
     }
 
-    /// What is in no path, if there is any.
+    /// Returns the sum of the paths that are not kept apart, if there are any.
     pub(crate) fn rest(&self) -> Option<Total> {
         (self.rest.allocations > 0).then_some(self.rest)
     }

@@ -1,4 +1,4 @@
-//! The events that the programs send: mappings, exec and exit, calls of --trace.
+//! Events that the BPF programs send: mappings, exec and exit, calls of --trace.
 
 use anyhow::Result;
 use memtools::print::output::Output;
@@ -17,11 +17,11 @@ use crate::sampling::Sampling;
 use crate::source::Source;
 use crate::sums::Path;
 
-/// Stacks of mappings that are remembered.
+/// Maximum number of stacks of mappings that are remembered.
 const MAX_PATHS: usize = 1 << 16;
 
 impl Processes<'_> {
-    /// Follows mappings and the ends of processes, and prints the lines of --trace.
+    /// Handles mappings and the ends of processes, and prints the lines of --trace.
     pub(super) fn take(
         &mut self,
         events: impl IntoIterator<Item = event>,
@@ -82,7 +82,7 @@ impl Processes<'_> {
                 regions.map_ignored(start, size);
                 None
             }
-            // The allocator's own mappings are none of ours.
+            // The allocator's own mappings are not recorded, so --trace does not show their unmaps.
             Kind::EVENT_UNMAP => regions.unmap(tid, start, size).then_some(Step::FreeEntered),
             Kind::EVENT_UNMAP_FAILED => {
                 regions.unmap_failed(tid);
@@ -98,7 +98,7 @@ impl Processes<'_> {
             Kind::EVENT_EXIT => {
                 let comm = text::from_c(&event.comm);
                 self.names.exit(pid, comm, event.cgroup);
-                // With the last one that was named the trace ends, and its memory is reported.
+                // The trace ends with the last process that was named, and the last report shows its memory.
                 let last = self.named.remove(&pid) && self.named.is_empty();
                 if !last {
                     self.end(pid, time_ns, End::Exit);
@@ -109,7 +109,7 @@ impl Processes<'_> {
                 self.freed_twice(event, output)?;
                 None
             }
-            // Whoever waited for it has been woken.
+            // The event has already woken up the poller, and make_room() follows.
             Kind::EVENT_CROWDED => None,
             Kind::EVENT_ALLOC_ENTER => Some(Step::AllocEntered),
             Kind::EVENT_ALLOC_EXIT => Some(Step::AllocExited),
@@ -117,10 +117,11 @@ impl Processes<'_> {
         })
     }
 
-    /// Whether memory was mapped within a function that frees. It is the allocator's own: where a thread's first call is
-    /// free(), glibc makes an arena for it. That of one that allocates is known in the kernel, by its return.
+    /// Whether memory was mapped within a function that frees. Such memory is the allocator's own: if a thread's first
+    /// call is free(), glibc makes an arena for the thread. Memory that was mapped within a function that allocates is
+    /// known to the BPF programs, by the function's return.
     fn is_mapped_by_free(&mut self, path: Path) -> Result<bool> {
-        /// Frames from mmap() to free() at most.
+        /// Maximum number of frames from mmap() to free().
         const INNERMOST: usize = 8;
         if let Some(&known) = self.mapped_by_free.get(&path) {
             return Ok(known);
@@ -143,7 +144,7 @@ impl Processes<'_> {
         Ok(found)
     }
 
-    /// A process's memory has ended.
+    /// Handles the end of a process's address space.
     fn end(&mut self, pid: u32, time_ns: u64, end: End) {
         if let Some(regions) = self.regions.remove(&pid)
             && end == End::Exit
@@ -155,7 +156,7 @@ impl Processes<'_> {
         self.ends.entry(pid).or_default().add(time_ns, end);
     }
 
-    /// Tells of each stack once; the report has the count.
+    /// Prints each stack that has freed a block twice, once. The report has the count.
     fn freed_twice(&mut self, event: &event, output: &mut Output) -> Result<()> {
         let path = Path {
             pid: event.pid,

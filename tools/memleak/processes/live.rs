@@ -1,4 +1,4 @@
-//! The blocks that are live, read from the kernel's maps (`bpf/memleak/live.bpf.h`).
+//! Live blocks, read from the BPF maps (`bpf/memleak/live.bpf.h`).
 
 use std::collections::HashMap;
 use std::mem::{self, offset_of};
@@ -19,20 +19,20 @@ use crate::sums::Allocation;
 
 const PID_BITS: u32 = live_layout::BLOCK_PID_BITS.0;
 const TIME_BITS: u32 = live_layout::BORN_TIME_BITS.0;
-/// Addresses from here on are the marks of slots without a live block, SLOT_FREED the lower.
+/// Lowest address that marks a slot without a live block: SLOT_FREED, the lower of the marks.
 const MARKS: u64 = 1 << 62;
 
-/// The table, and what it has no room for.
+/// Maps of live blocks: the table, and the overflow maps for blocks that do not fit into it.
 pub(crate) struct LiveBlocks<'a> {
     table: &'a MapMut<'static>,
     first: &'a MapMut<'static>,
     /// The map `more_overflow`.
     more: &'a MapMut<'static>,
-    /// The maps in it.
+    /// Maps that were added to `more`.
     added: Vec<MapHandle>,
-    /// Blocks that each map has room for, `first` and those in `more`, whether they are there yet.
+    /// Capacity of each overflow map in blocks, first `first`, then those in `more`, whether they exist yet or not.
     rooms: Vec<u32>,
-    /// Blocks that were taken out of these maps here, which the programs do not count.
+    /// Number of blocks that were removed from the overflow maps here, which the BPF programs do not count.
     dropped: u64,
 }
 
@@ -49,9 +49,8 @@ impl<'a> LiveBlocks<'a> {
         }
     }
 
-    /// Adds the next map where those that are there have `blocks` in them, as the programs count,
-    /// and are half full.
-    /// Returns for how many more.
+    /// Adds the next overflow map if those that exist are half full. `blocks` is the number of blocks in them, as the
+    /// BPF programs count. Returns the capacity of the added map.
     pub(crate) fn make_room(&mut self, blocks: u64) -> Result<Option<u32>> {
         let made = 1 + self.added.len();
         let room: u64 = self.rooms.iter().take(made).copied().map(u64::from).sum();
@@ -79,12 +78,11 @@ impl<'a> LiveBlocks<'a> {
         Ok(Some(next))
     }
 
-    /// The blocks that are live, and those that processes which have exited left. What is allocated
-    /// or freed meanwhile may be missing or not.
+    /// Returns the live blocks, and the blocks that exited processes left. What is allocated or freed meanwhile may be
+    /// missing or not.
     ///
-    /// Blocks of memory that has ended are in the kernel's maps no more after this, and are not
-    /// returned again. Of those that exited processes left, only what was at least `older_ns` old
-    /// at the exit is returned.
+    /// Blocks of ended address spaces are removed from the BPF maps, so they are not returned again. Blocks that exited
+    /// processes left are returned only if they were at least `older_ns` old at the exit.
     pub(crate) fn read(
         &mut self,
         ends: &HashMap<u32, Ends>,
@@ -102,13 +100,13 @@ impl<'a> LiveBlocks<'a> {
     }
 
     fn read_table(&self, sorted: &mut Sorted<'_>) -> Result<()> {
-        // Meanwhile only, or it would count as memory of ours.
+        // The table is mapped only while it is read, or it would count as memory of ours.
         let table = MappedArray::new(self.table)?;
         for bucket in 0..table.len() {
             let copy: block_bucket = table.get(bucket)?;
             for (slot, block) in copy.blocks.iter().enumerate() {
-                // The address is written last and taken away first: with the same before and after,
-                // what is between belongs to it.
+                // The address is written last and removed first. If it is the same before and after, the words between
+                // belong to it.
                 if !is_live(block) || address_at(&table, bucket, slot)? != block.address {
                     continue;
                 }
@@ -133,7 +131,7 @@ impl<'a> LiveBlocks<'a> {
         Ok(())
     }
 
-    /// Reads the maps that take what the table has no room for.
+    /// Reads the overflow maps.
     fn read_overflow(&mut self, sorted: &mut Sorted<'_>) -> Result<()> {
         let first: &dyn MapCore = self.first;
         let added = self.added.iter().map(|map| map as &dyn MapCore);
@@ -158,7 +156,7 @@ impl<'a> LiveBlocks<'a> {
                     address: block.address,
                     pid: block.pid.into(),
                 };
-                // Nobody else removes it.
+                // The BPF programs do not remove blocks of ended address spaces.
                 map.delete(types::bytes_of(&key))
                     .context("failed to drop the blocks of an exited process")?;
                 self.dropped += 1;
@@ -170,10 +168,10 @@ impl<'a> LiveBlocks<'a> {
     }
 }
 
-/// Blocks by what became of their processes' memory.
+/// Blocks by the fate of their processes' memory.
 struct Sorted<'a> {
     ends: &'a HashMap<u32, Ends>,
-    /// How old a block has to be at its process's exit to have been left.
+    /// Minimum age of a block at its process's exit, in nanoseconds, to count as left.
     older_ns: u64,
     live: Vec<Allocation>,
     left: Vec<Allocation>,
@@ -185,7 +183,7 @@ impl Sorted<'_> {
         ends.map_or(Fate::Live, |ends| ends.fate(block.time_ns))
     }
 
-    /// Notes a block of memory that has ended.
+    /// Adds a block of an ended address space to `left`, if its process has exited and it was old enough.
     fn leave(&mut self, block: Allocation, fate: Fate) {
         if let Fate::Left(time_ns) = fate
             && block.time_ns.saturating_add(self.older_ns) <= time_ns
@@ -216,7 +214,7 @@ fn level_of(born: u64) -> u32 {
     (born >> TIME_BITS) as u32
 }
 
-/// Where a slot's address is in its bucket.
+/// Returns the offset of a slot's address in its bucket.
 fn address_offset(slot: usize) -> usize {
     offset_of!(block_bucket, blocks) + slot * size_of::<block>() + offset_of!(block, address)
 }

@@ -1,4 +1,4 @@
-//! Loads the programs that see calls of allocators, with the options in them.
+//! Loads the BPF programs that see calls of allocators, with their options set.
 
 use std::os::fd::{AsFd, AsRawFd};
 
@@ -21,20 +21,20 @@ use super::target::Targets;
 use crate::args::{Args, Mode};
 use crate::sampling::Sampling;
 
-/// Sums by process and stack, unless --stack-storage-size says otherwise.
+/// Capacity of the totals by process and stack, unless --stack-storage-size gives one.
 const MAX_TOTALS: u32 = 1 << 18;
-/// Why a trace has few of the objects of a Python program.
+/// Message on why a trace shows few of the objects of a Python program.
 const PYTHON_NOTE: &str = "its objects of up to 512 bytes are in arenas of its own, which are the blocks that are seen; \
                            with --python-objects, or PYTHONMALLOC=malloc in its environment, each object is a block";
 
-/// Size of the buffer where events are only of mappings and processes: 12,000. It counts twice as memory
-/// of ours, as all of its kind.
+/// Size of the ring buffer in bytes, for 12,000 events, if events are only of mappings and processes. The buffer counts
+/// twice as memory of ours, as all ring buffers do.
 const MAPPING_EVENT_BYTES: u32 = 1 << 20;
 
-/// Files that what a command starts is stopped for at the first of its runs only.
+/// Maximum number of files for each of which only the first of a command's descendants is stopped.
 const LOOKED_AT: u32 = 4096;
 
-/// Loads the programs that are wanted, and attaches what every way needs.
+/// Loads the BPF programs that are wanted, and attaches those that every way needs.
 pub(super) fn load(way: Way, target: &Targets, args: &Args) -> Result<Started> {
     let room = match way {
         Way::Plain => BlockRoom::without_table(args),
@@ -80,7 +80,7 @@ pub(super) fn load(way: Way, target: &Targets, args: &Args) -> Result<Started> {
     Ok((attached, links, unwinder))
 }
 
-/// Has the programs loaded that this way and these options need.
+/// Chooses the BPF programs that this way and these options need.
 fn choose_programs(open: &mut Prepared<'_>, way: Way, target: &Targets, args: &Args) {
     let wanted = programs(way);
     for mut program in open.open_object_mut().progs_mut() {
@@ -94,7 +94,7 @@ fn choose_programs(open: &mut Prepared<'_>, way: Way, target: &Targets, args: &A
             program.set_attach_type(ProgramAttachType::TraceUprobeMulti);
         }
     }
-    // Where other processes are traced too, what they share is known.
+    // If other processes are traced, too, what a child of vfork() does with its parent's blocks is seen.
     let only_named = !args.any_process();
     programs.process_shares.set_autoload(only_named);
     programs.process_exec.set_autoload(true);
@@ -108,7 +108,7 @@ fn choose_programs(open: &mut Prepared<'_>, way: Way, target: &Targets, args: &A
     ] {
         program.set_autoload(true);
     }
-    // An allocator whose process was not stopped is not known.
+    // An allocator is missed if its process is not stopped. So a program that the kernel may skip is attached twice.
     let is_skipped = target.is_command && kernel_support::preempts_raw_tracepoints();
     for program in [
         &mut programs.held_exec_too,
@@ -119,7 +119,7 @@ fn choose_programs(open: &mut Prepared<'_>, way: Way, target: &Targets, args: &A
     }
 }
 
-/// Which programs see the calls.
+/// Returns which BPF programs see the calls, by their names.
 fn programs(way: Way) -> fn(&str) -> bool {
     match way {
         Way::Session => |program| program == "session_call",
@@ -130,7 +130,7 @@ fn programs(way: Way) -> fn(&str) -> bool {
     }
 }
 
-/// The skeleton with the options in it, before load.
+/// Opens the skeleton and sets its options, before it is loaded.
 fn open<'target>(
     way: Way,
     room: &BlockRoom,
@@ -150,7 +150,7 @@ fn open<'target>(
         options.level_bytes = sampling.level_bytes;
     }
     options.trace_calls = args.trace.into();
-    // Without a return it takes a walk by tables to know that a call goes on.
+    // Without a return probe, only a walk by unwind tables can tell that a call goes on.
     let has_tables = args.unwind.mode != unwind::Mode::Fp;
     options.skips_returns = (way == Way::Session && !args.records_all() && has_tables).into();
     options.keep_totals = (args.combined_only || args.mode == Mode::Peak).into();
@@ -177,7 +177,7 @@ fn open<'target>(
     if args.children && target.is_command {
         map_create::size(&mut maps.unwind_looked, LOOKED_AT)?;
     }
-    // Entries are made as they are needed, but buckets at once.
+    // The kernel makes entries as they are needed, but all buckets at once.
     let by_stack = |wanted| {
         let most = args.stack_storage_size.unwrap_or(MAX_TOTALS);
         if wanted { most } else { 1 }
@@ -191,8 +191,8 @@ fn open<'target>(
     Ok(open)
 }
 
-/// The signatures of the programs entry_0 and so on: those that are wanted now, and of what may be loaded
-/// later as many as there is room for.
+/// Returns the signatures of the programs entry_0 and so on: those that are wanted now, then those of functions that
+/// may be loaded later. Only as many as there are such programs are used.
 fn signatures(target: &Targets, args: &Args) -> Vec<Signature> {
     let of_python = python_objects::signatures().filter(|_| args.python_objects);
     let mut signatures = target.signatures();
@@ -204,7 +204,7 @@ fn signatures(target: &Targets, args: &Args) -> Vec<Signature> {
     signatures
 }
 
-/// Has the programs entry_0 and so on go on to the one that does their work.
+/// Has the programs entry_0 and so on tail-call the program that does their work.
 fn share_plain_entry(skel: &Loaded) -> Result<()> {
     let program = skel.progs.plain_entry.as_fd().as_raw_fd();
     let map = &skel.maps.plain_work;

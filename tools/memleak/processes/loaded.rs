@@ -1,4 +1,4 @@
-//! Allocators that a process loads while it is traced, by dlopen or by becoming another program.
+//! Allocators that a process loads while it is traced, by dlopen or by exec.
 
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
@@ -18,29 +18,29 @@ use super::probes::Attached;
 use super::target::{EVERY_PROCESS, Targets, read_by_translator};
 use crate::args::Args;
 
-/// Time between two looks, and what is allocated in it from a new allocator is not seen.
+/// Time between two looks at loaded files. What is allocated by a new allocator before the next look is not seen.
 pub(crate) const PAUSE: Duration = Duration::from_millis(200);
 /// Time from an exec to a look: by then a program has mapped its libraries, as a rule.
 pub(crate) const AFTER_EXEC: Duration = Duration::from_millis(5);
 
-/// What is said of an allocator that is met while its process runs.
+/// Remark on an allocator that is met while its process runs.
 const TOO_LATE: &str = "met when it was loaded already: what it allocated until then is not known";
-/// Time from an allocator's probes to telling of what it allocated before: a process that is about to be stopped
-/// for the file has not allocated by it yet.
+/// Time after which an allocator that was just probed is said to have allocated before. Until then, its process may be
+/// about to be stopped for the file, and has not allocated by it yet.
 const DOUBT: Duration = Duration::from_millis(100);
 
-/// What is known of the files that processes execute code from.
+/// Files that processes execute code from.
 pub(crate) struct Loaded {
-    /// Files that were looked through, by the process that they are probed in.
+    /// Files that were searched, by the process that they are probed in.
     looked_through: HashMap<i32, HashSet<(u64, u64)>>,
-    /// Files that were looked through, by the symbolizer's numbers, which need no look at the file.
+    /// Files that were searched, by process and by the symbolizer's number, which is known without opening the file.
     seen: HashSet<(u32, u32)>,
     /// Files that the command, or what it started, had mapped when it was stopped.
     seen_stopped: HashSet<FileId>,
-    /// Allocators that were met before their process was stopped for them, if it is to be.
+    /// Allocators that were probed before their process was stopped for them, if it is to be stopped.
     late: Vec<Late>,
     pub(crate) links: Vec<Link>,
-    /// The files that are probed for everybody, those that were probed at the start included.
+    /// Files that are probed in every process, including those that were probed at the start.
     shared: Vec<ProbedFile>,
 }
 
@@ -62,7 +62,8 @@ impl Loaded {
         }
     }
 
-    /// Probes what is new. Says so, or why it cannot be probed.
+    /// Probes what processes have newly loaded. Prints what was found once it is clear whether that was in time, or why
+    /// it cannot be probed.
     pub(crate) fn look(
         &mut self,
         files: Vec<(u32, Rc<CodeFile>)>,
@@ -101,9 +102,9 @@ impl Loaded {
         }
     }
 
-    /// Probes what a process has mapped, which is stopped until this is done: nothing that it
-    /// allocates is missed. It is the command, or one that this has started. `is_stopped` tells whether it
-    /// still is: it has been let go on where we came too late.
+    /// Probes what a stopped process has mapped: the command, or one that it has started. The process continues only
+    /// when this is done, so nothing that it allocates is missed. `is_stopped` tells whether the process is still
+    /// stopped: it was let go on if we came too late.
     ///
     /// # Errors
     /// If the command has become a translator, which must not be probed.
@@ -115,7 +116,7 @@ impl Loaded {
         attached: &Attached,
         args: &Args,
     ) -> Result<()> {
-        // One that has ended meanwhile has nothing mapped.
+        // A process that has exited meanwhile has nothing mapped.
         let Ok(process) = Process::open(pid) else {
             return Ok(());
         };
@@ -125,12 +126,12 @@ impl Loaded {
         if target.is_named(pid) {
             objects::expect_no_translator(&process, names)?;
         } else if translator::among(&mut names).is_some() {
-            // The trace is about to end, if it reads what is probed: read_by().
+            // If the translator reads a file that is probed, the trace is about to end: read_by().
             return Ok(());
         }
         let probed_in = target.probed_in(pid);
         for (number, mapping) in code.iter().enumerate() {
-            // A program of 200 libraries is stopped 200 times: each file is opened at one of them.
+            // A program with 200 libraries is stopped 200 times. Each file is opened only once.
             if !self.seen_stopped.insert(mapping.file_id()) {
                 continue;
             }
@@ -165,9 +166,9 @@ impl Loaded {
         Ok(())
     }
 
-    /// Tells of an allocator that a process is stopped for, and that was met just before that, in the same
-    /// process or in another one: that was about to be stopped, too, if it is in our process group
-    /// (`bpf/include/held.bpf.h`), and goes on now without.
+    /// Prints an allocator that was probed shortly before a process was stopped for its file, as probed in time. The
+    /// allocator was probed in the same process or in another one in our process group. Such a process was about to be
+    /// stopped, too, and continues now without a stop (`bpf/include/held.bpf.h`).
     fn tell_in_time(&mut self, pid: u32, file: (u64, u64)) {
         let group_of = |pid| getpgid(pid).ok();
         let is_held = |other: u32| {
@@ -183,7 +184,7 @@ impl Loaded {
         });
     }
 
-    /// Tells of the allocators that were met so long ago and without a stop.
+    /// Prints the allocators that were probed at least `doubt` ago, and whose process was not stopped.
     pub(crate) fn tell_late(&mut self, doubt: Duration) {
         self.late.retain(|late| {
             let in_doubt = late.since.elapsed() < doubt;
@@ -194,7 +195,7 @@ impl Loaded {
         });
     }
 
-    /// Names the allocators that processes have mapped and ended with before anybody looked.
+    /// Prints the allocators of processes that exited before memleak looked at them.
     pub(crate) fn tell_missed(
         &mut self,
         files: Vec<(u32, Rc<CodeFile>)>,
@@ -240,19 +241,19 @@ impl Loaded {
         Ok(Some(object))
     }
 
-    /// Says which of these translators reads a file that is probed for everybody, if one does.
+    /// Returns a message if one of these translators reads a file that is probed in every process.
     pub(crate) fn read_by(&self, translators: impl Iterator<Item = u32>) -> Option<String> {
         read_by_translator(&self.shared, translators)
     }
 }
 
-/// An allocator that was probed in a process that ran.
+/// Allocator that was probed in a running process.
 struct Late {
-    /// When it was probed.
+    /// Time at which the allocator was probed.
     since: Instant,
     pid: u32,
     file: (u64, u64),
-    /// What was found, and how it is probed.
+    /// Description of the allocator, and of how it is probed.
     found: String,
 }
 
@@ -260,7 +261,7 @@ fn tell_probed(found: &str) {
     eprintln!("memleak: {found}");
 }
 
-/// Whether a process is stopped by a signal: if it is we who have stopped it, look_at_stopped() is next.
+/// Whether a process is stopped by a signal. If we have stopped it, look_at_stopped() follows.
 fn is_stopped(pid: u32) -> bool {
     Process::open(pid).is_ok_and(|process| process.is_stopped())
 }

@@ -1,4 +1,4 @@
-//! What processes are called, and in which cgroups they are, or were when they ended.
+//! Names of processes, and the cgroups that they are in, or were in when they exited.
 
 use std::collections::HashMap;
 
@@ -7,28 +7,28 @@ use memtools::process::proc::Process;
 
 use crate::rows::ProcessName;
 
-/// The processes that are traced, or were.
+/// Names of the processes that are traced, or were traced.
 pub(super) struct Names<'a> {
     known: HashMap<u32, Known>,
-    /// The cgroups that the kernel half met. None if nothing is wanted of cgroups.
+    /// Cgroups that the BPF programs met. None if cgroups are not wanted.
     homes: Option<Homes<'a>>,
-    /// Whether text tells the container.
+    /// Whether text output names the container.
     container: bool,
 }
 
-/// What is known of a process.
+/// Name and cgroup of a process.
 #[derive(Default)]
 struct Known {
     comm: String,
-    /// The cgroup that it was in at its exec or exit, by the kernel's id; 0 before these.
+    /// Cgroup at the process's last exec or exit, by the kernel's id. 0 before these.
     cgroup: u64,
     has_exited: bool,
-    /// Where it was found at this report.
+    /// Cgroup in which the process was found for the current report.
     home: Option<Home>,
 }
 
 impl Known {
-    /// A process that was forked, and has called no exec.
+    /// Makes the entry of a process that was forked and has not called exec.
     fn running(pid: u32) -> Self {
         Self {
             comm: Process::open(pid).map_or_else(|_| String::new(), |process| process.comm()),
@@ -36,7 +36,8 @@ impl Known {
         }
     }
 
-    /// The home of a process that runs is where it is now, of another one where it was last seen.
+    /// Returns the cgroup of a process: the current one of a running process, else the one in which the process was
+    /// last seen.
     fn find(&self, pid: u32, homes: &mut Homes<'_>) -> Home {
         let now = || Some(Home::of_process(pid)).filter(|home| !home.gone);
         let running = if self.has_exited { None } else { now() };
@@ -45,7 +46,7 @@ impl Known {
 }
 
 impl<'a> Names<'a> {
-    /// Begins with these processes, which run.
+    /// Begins with these running processes.
     pub(super) fn of<'p>(
         processes: impl Iterator<Item = &'p Process>,
         homes: Option<Homes<'a>>,
@@ -65,12 +66,12 @@ impl<'a> Names<'a> {
         }
     }
 
-    /// One of those that are known, which is the only one if no other can join.
+    /// Returns the pid of one known process, which is the only one if no other can join.
     pub(super) fn any(&self) -> Option<u32> {
         self.known.keys().next().copied()
     }
 
-    /// Takes note that a process in this cgroup has become another program. Its number may be that of one that has exited.
+    /// Records that a process in this cgroup has called exec. Its pid may be that of a process that has exited before.
     pub(super) fn exec(&mut self, pid: u32, comm: String, cgroup: u64) {
         let known = Known {
             comm,
@@ -80,7 +81,7 @@ impl<'a> Names<'a> {
         self.known.insert(pid, known);
     }
 
-    /// Takes note that a process has exited in this cgroup.
+    /// Records that a process has exited in this cgroup.
     pub(super) fn exit(&mut self, pid: u32, comm: String, cgroup: u64) {
         let new = || Known {
             comm,
@@ -92,20 +93,20 @@ impl<'a> Names<'a> {
         known.home = None;
     }
 
-    /// Has processes be looked for again: one that runs can be moved from cgroup to cgroup. The kernel takes a lock of all
-    /// cgroups for each answer, so each is asked for once a report.
+    /// Forgets where processes were found, since a running process can be moved from cgroup to cgroup. The kernel takes
+    /// a lock of all cgroups for each lookup, so each process is looked up once per report.
     pub(super) fn look_again(&mut self) {
         for known in self.known.values_mut() {
             known.home = None;
         }
     }
 
-    /// A process's name alone.
+    /// Returns the name of a process.
     pub(super) fn comm(&mut self, pid: u32) -> &str {
         &self.known(pid).comm
     }
 
-    /// A process as rows name it.
+    /// Returns a process as rows name it.
     pub(super) fn process(&mut self, pid: u32) -> ProcessName {
         let known = self.known.entry(pid).or_insert_with(|| Known::running(pid));
         if let (None, Some(homes)) = (&known.home, &mut self.homes) {
@@ -119,7 +120,7 @@ impl<'a> Names<'a> {
         }
     }
 
-    /// A process that told by itself in which cgroup it was, with an event.
+    /// Returns a process as rows name it, for an event that has the process's cgroup.
     pub(super) fn at_event(&mut self, pid: u32, comm: Option<String>, cgroup: u64) -> ProcessName {
         ProcessName {
             pid,

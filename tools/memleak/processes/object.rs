@@ -1,4 +1,4 @@
-//! A file with functions to probe: which these are, and where each is probed.
+//! File with functions to probe: which functions these are, and where each is probed.
 
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
@@ -26,15 +26,15 @@ pub(crate) struct Object {
     pub(crate) file: MappedFile,
     /// The file's name for messages.
     pub(crate) module: String,
-    /// What the allocator in it is called.
+    /// Name of the allocator in the file.
     allocator: &'static str,
-    /// Whether it is the program itself, and no library.
+    /// Whether the file is the program itself, not a library.
     is_program: bool,
-    /// Where names share an address, as aligned_alloc and memalign do in glibc, one is here.
+    /// Functions to probe. Of names that share an address, as aligned_alloc and memalign do in glibc, one is included.
     pub(crate) functions: Vec<Function>,
 }
 
-/// A file in which functions are probed, which it does not hold open.
+/// File in which functions are probed, which is not held open here.
 #[derive(Debug)]
 pub(crate) struct ProbedFile {
     pub(crate) inode: u64,
@@ -42,7 +42,7 @@ pub(crate) struct ProbedFile {
     pub(crate) module: String,
 }
 
-/// What it is called where only --alloc and --free name functions.
+/// Name in place of the allocator's where only --alloc and --free name functions.
 const NAMED: &str = "named functions";
 
 /// A function to probe.
@@ -55,11 +55,11 @@ pub(crate) struct Function {
     code: Code,
 }
 
-/// A function as the file has it.
+/// Symbol of a function in the file, with the function's signature.
 type Symbol<'a> = (&'a elf::Function, Signature);
 
 impl Object {
-    /// This file, if there is anything in it to probe.
+    /// Searches a file for functions to probe. Returns None if there are none.
     pub(crate) fn new(file: &MappedFile, is_program: bool, args: &Args) -> Result<Option<Self>> {
         let wish = match args.no_placement {
             true => Wish::Entry,
@@ -68,7 +68,7 @@ impl Object {
         Self::with_probes(file, is_program, wish, args)
     }
 
-    /// This file with its functions probed at their entries or as near behind them as is safe.
+    /// Places the probes of this file at the functions' entries, or as close behind these as is safe.
     pub(crate) fn at_entries(&self, args: &Args) -> Result<Self> {
         let object = Self::with_probes(&self.file, self.is_program, Wish::Entry, args)?;
         object.with_context(|| format!("{} was changed while it was searched", self.module))
@@ -117,8 +117,8 @@ impl Object {
         }))
     }
 
-    /// Fails if the file has other instructions now than when it was searched: a breakpoint in the
-    /// middle of one changes what the program does.
+    /// Fails if the file has other instructions now than when it was searched: a breakpoint in the middle of an
+    /// instruction changes what the program does.
     pub(crate) fn expect_unchanged(&self) -> Result<()> {
         for function in &self.functions {
             let now = instruction::code_at(self.file.file(), function.offset as u64)?;
@@ -130,7 +130,7 @@ impl Object {
         Ok(())
     }
 
-    /// The file by its inode; None if that cannot be known.
+    /// Returns the file's inode and name. Returns None if the inode cannot be read.
     pub(crate) fn probed_file(&self) -> Option<ProbedFile> {
         let (_, inode) = self.file.identity().ok()?;
         Some(ProbedFile {
@@ -139,7 +139,7 @@ impl Object {
         })
     }
 
-    /// What was found, in a few words.
+    /// Describes what was found in a few words.
     pub(crate) fn found(&self) -> String {
         let probes = |function: &Function| 1 + usize::from(function.signature.returns());
         let probes: usize = self.functions.iter().map(probes).sum();
@@ -154,14 +154,14 @@ impl Object {
     }
 }
 
-/// Which functions of a file are looked for.
+/// Functions of a file that are looked for.
 struct Wanted<'a> {
     args: &'a Args,
     /// The functions of this file that --alloc and --free name.
     named: Vec<&'a Named>,
-    /// Whether the file's allocator is: with -O, of that file only.
+    /// Whether the file's allocator is looked for. With -O, only the allocator of the file that it names is.
     searched: bool,
-    /// Whether functions that allocate objects of CPython are, too.
+    /// Whether functions that allocate objects of CPython are looked for, too.
     python: bool,
     /// Whether the file is a static program: there the linker can make the functions local, as it does for Rust.
     is_static: bool,
@@ -200,7 +200,7 @@ impl<'a> Wanted<'a> {
         self.by_user(name).is_some() || usable && known
     }
 
-    /// The functions that the user has named.
+    /// Returns the functions that the user has named.
     fn by_user_in<'f>(&self, file: &MappedFile, found: &'f [elf::Function]) -> Vec<Symbol<'f>> {
         let mut by_user: Vec<Symbol<'_>> = found
             .iter()
@@ -212,8 +212,8 @@ impl<'a> Wanted<'a> {
         by_user
     }
 
-    /// The functions of the file's allocator, but those that the user has named; none if there is no
-    /// allocator, which allocates and frees.
+    /// Returns the functions of the file's allocator, except those that the user has named. Returns none without an
+    /// allocator, which has functions that allocate and functions that free.
     fn of_allocator_in<'f>(
         &self,
         file: &MappedFile,
@@ -249,9 +249,8 @@ impl<'a> Wanted<'a> {
     }
 }
 
-/// Leaves out symbols at which there is no instruction, and names one: a symbol at an impossible place,
-/// or in data, must keep neither the file's other functions nor the process's other files from being
-/// probed.
+/// Leaves out symbols that are not at an instruction, and prints one of them. A symbol at an impossible place, or in
+/// data, must keep neither the file's other functions nor the process's other files from being probed.
 fn with_code(file: &MappedFile, found: Vec<elf::Function>) -> Vec<elf::Function> {
     let has_code = |symbol: &elf::Function| {
         let code = instruction::code_at(file.file(), symbol.file_offset);
@@ -269,9 +268,9 @@ fn with_code(file: &MappedFile, found: Vec<elf::Function>) -> Vec<elf::Function>
     usable
 }
 
-/// Leaves out, by name, functions that the user has named in a Go program and that need a return
-/// probe: goroutines move their stacks, where the return address is. C functions, of cgo, are on a
-/// thread's own stack, which stays where it is.
+/// Leaves out functions that the user has named in a Go program and that need a return probe, and prints each. The
+/// return address is on the stack, and Go's runtime moves the stacks of goroutines. C functions, of cgo, are on a
+/// thread's own stack, which stays in its place.
 fn without_returns_to_go(file: &MappedFile, by_user: &mut Vec<Symbol<'_>>) {
     by_user.retain(|(symbol, signature)| {
         if signature.returns() {
@@ -286,8 +285,8 @@ fn without_returns_to_go(file: &MappedFile, by_user: &mut Vec<Symbol<'_>>) {
     });
 }
 
-/// Leaves out what only passes its calls on to another function that is probed, here or in another
-/// file. The rest that may call one that frees is marked.
+/// Leaves out wrappers: functions that only pass their calls on to another probed function, here or in another file.
+/// Other functions that free are marked if they may call one that frees.
 fn without_wrappers<'a>(
     file: &MappedFile,
     symbols: Vec<Symbol<'a>>,
@@ -311,7 +310,7 @@ fn without_wrappers<'a>(
             let passed_on = |other: Signature| {
                 other.given(|argument| given.as_argument(argument)) == Some(signature)
             };
-            // operator new asks for one byte where it is asked for none, which is not followed.
+            // operator new(0) asks for one byte, which is not followed.
             let may_ask_for_more = |other| {
                 signature.allocates() && other == signature && !allocators::rounds_up(&symbol.name)
             };
@@ -345,8 +344,8 @@ fn without_wrappers<'a>(
     Ok(kept)
 }
 
-/// Where to probe each of these functions of a file. Those that cannot be probed without harm to
-/// the target are left out by name.
+/// Chooses where to probe each of these functions of a file. Functions that cannot be probed without harm to the target
+/// are left out, and printed.
 fn place(
     file: &MappedFile,
     symbols: &[(&elf::Function, Signature)],
@@ -398,7 +397,7 @@ fn place(
     Ok(functions)
 }
 
-/// Whether the user means this file: by its path, its name, or as `c` means libc.so.6.
+/// Whether the user means this file by `object`: by its path, by its name, or as `c` means libc.so.6.
 pub(super) fn is_named(file: &MappedFile, object: &Path) -> bool {
     if object.components().count() > 1 {
         return file.name() == object

@@ -1,4 +1,4 @@
-//! Which files of a process are probed.
+//! Files of a process that are probed.
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
@@ -16,14 +16,14 @@ use memtools::process::translator;
 use super::object::{Object, is_named};
 use crate::args::Args;
 
-/// What there is to probe in a process.
+/// Result of searching a process.
 pub(crate) struct Found {
     pub(crate) objects: Vec<Object>,
-    /// The files that were looked through.
+    /// Files that were searched, by device and inode.
     pub(crate) looked_through: HashSet<(u64, u64)>,
 }
 
-/// The allocators of a running process: in every file that it executes code from.
+/// Finds the allocators of a running process, in every file that it executes code from.
 pub(crate) fn of_process(process: &Process, args: &Args) -> Result<Found> {
     let CodeFiles { files, refused } = process.code_files()?;
     expect_no_translator(process, files.iter().map(MappedFile::name))?;
@@ -36,7 +36,7 @@ pub(crate) fn of_process(process: &Process, args: &Args) -> Result<Found> {
     }
 }
 
-/// Fails if a process, which executes code from these files, is run by a translator.
+/// Fails if a process is run by a translator. `files` are the files that the process executes code from.
 pub(crate) fn expect_no_translator<'a>(
     process: &Process,
     files: impl IntoIterator<Item = &'a Path>,
@@ -52,14 +52,14 @@ pub(crate) fn expect_no_translator<'a>(
     Ok(())
 }
 
-/// The allocators that a command will run with.
+/// Finds the allocators that a command will run with.
 pub(crate) fn of_command(program: &Path, args: &Args) -> Result<Found> {
     let open = |path: PathBuf| {
         let failed = || format!("failed to open {}", path.display());
         MappedFile::open_path(&path).with_context(failed)
     };
     let paths = command::code_files(program)?;
-    // Debian's valgrind is a script.
+    // The program itself counts, too: Debian's valgrind is a script.
     let names = [program]
         .into_iter()
         .chain(paths.iter().map(PathBuf::as_path));
@@ -74,7 +74,7 @@ pub(crate) fn of_command(program: &Path, args: &Args) -> Result<Found> {
     choose(files.collect::<Result<_>>()?, args)
 }
 
-/// What there is to probe in a file that a process has loaded by itself.
+/// Searches a file that a process has loaded by itself for functions to probe.
 pub(crate) fn of_loaded(
     file: &MappedFile,
     is_program: bool,
@@ -83,9 +83,9 @@ pub(crate) fn of_loaded(
     Object::new(file, is_program, args)
 }
 
-/// `files` begins with the program itself.
+/// Searches files for functions to probe. `files` begins with the program itself.
 fn choose(mut files: Vec<MappedFile>, args: &Args) -> Result<Found> {
-    // musl's dynamic linker is its libc as well.
+    // A file can be listed twice: musl's dynamic linker is its libc as well.
     let mut looked_through = HashSet::new();
     files.retain(|file| {
         file.identity()
@@ -118,9 +118,9 @@ fn search(files: &[MappedFile], args: &Args) -> Vec<Object> {
         let is_program = file.name() == files[0].name();
         match Object::new(file, is_program, args) {
             Ok(object) => objects.extend(object),
-            // Such as what .NET maps of its assemblies.
+            // Not all files are ELF files, such as the assemblies that .NET maps.
             Err(error) if error.is::<NotElf>() => {}
-            // Its other files have the allocator, as a rule.
+            // The other files of the process have the allocator, as a rule.
             Err(error) => {
                 progress.clear();
                 tell_once(&format!("{} is not searched: {error:#}", file.module()));
@@ -130,7 +130,7 @@ fn search(files: &[MappedFile], args: &Args) -> Vec<Object> {
     objects
 }
 
-/// Tells which of the functions that the user has named are in none of these files.
+/// Prints which of the functions that the user has named are in none of these files.
 fn tell_what_is_not_loaded(files: &[MappedFile], args: &Args) {
     for named in args.named() {
         let there = |file: &MappedFile| {
@@ -148,7 +148,7 @@ fn tell_what_is_not_loaded(files: &[MappedFile], args: &Args) {
     }
 }
 
-/// Why there is nothing to probe in these files. `go`: the program, if it is Go's.
+/// Returns why there is nothing to probe in these files. `go` is the program, if it is a Go program.
 fn why_none(files: &[MappedFile], go: Option<&MappedFile>, args: &Args) -> anyhow::Error {
     let names_of = |files: &[&MappedFile]| {
         let names: Vec<String> = files.iter().map(|file| file.module()).collect();
@@ -181,7 +181,7 @@ fn why_none(files: &[MappedFile], go: Option<&MappedFile>, args: &Args) -> anyho
     )
 }
 
-/// Tells why a file is left out, once for all processes that have it mapped.
+/// Prints why a file is left out, once for all processes that have it mapped.
 pub(crate) fn tell_once(reason: &str) {
     static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! `--max-overhead`: sampling is raised until recording takes no more of the target's CPU time.
+//! `--max-overhead`: the sampling level is raised until recording takes no more than a limit of the target's CPU time.
 
 use anyhow::{Context, Result};
 
@@ -8,23 +8,23 @@ use super::probes::Attached;
 use crate::args::Args;
 use crate::sampling::Sampling;
 
-/// Where fewer hits than this are recorded, leaving out more saves nothing: recording a call costs
-/// about as much as three hits.
+/// Part of the hits that are recorded, below which it saves nothing to record fewer: recording a call costs about as
+/// much as three hits.
 const FEW: f64 = 0.01;
 
-/// The limit, and how far sampling has been raised to keep it. It is not lowered again: what was
-/// too much once will be again, and each change widens the intervals of what is known.
+/// Limit, and the sampling level that was chosen to keep it. The level is not lowered again: a load that was too much
+/// once will be so again, and each change widens the confidence intervals.
 pub(crate) struct Limit<'a> {
     attached: &'a Attached,
     sampling: Sampling,
-    /// The programs' part of the target's CPU time at most, in percent.
+    /// Maximum part of the target's CPU time for the BPF programs, in percent.
     percent: f64,
     level: u32,
     told_of_rest: bool,
 }
 
 impl<'a> Limit<'a> {
-    /// The one that the options set, if they do.
+    /// Returns the limit that the options set, if any.
     pub(crate) fn of(args: &Args, attached: &'a Attached) -> Option<Self> {
         Some(Self {
             attached,
@@ -35,7 +35,7 @@ impl<'a> Limit<'a> {
         })
     }
 
-    /// Raises sampling if the target's share is too much, and says so. Returns whether it did.
+    /// Raises the sampling level if the share is over the limit, and prints that. Returns whether the level was raised.
     pub(crate) fn hold(&mut self, share: Share) -> Result<bool> {
         let Share { percent, .. } = share;
         if percent <= self.percent {
@@ -65,8 +65,8 @@ impl<'a> Limit<'a> {
         Ok(true)
     }
 
-    /// Says so if the whole trace took more than the limit: until sampling was raised, or as it
-    /// cannot be raised any further.
+    /// Prints a message if the whole trace was over the limit: before the level was raised, or because it could not be
+    /// raised any further. Prints one, too, if the share is not known.
     pub(crate) fn tell(&self, percent: Option<f64>) {
         match percent {
             Some(percent) if percent > self.percent => eprintln!(
@@ -84,12 +84,12 @@ impl<'a> Limit<'a> {
     }
 }
 
-/// How many levels to go up where the share is over the limit. With each, half as many calls are
-/// recorded, but for large blocks. No more than leave a few.
+/// Returns by how many levels to raise sampling where the share is over the limit. Each level halves the calls that are
+/// recorded, except those of large blocks. At least a few calls remain recorded.
 fn levels_up(share: Share, limit_percent: f64) -> u32 {
     let wanted = (share.percent / limit_percent).log2().ceil();
     let useful = (share.recorded / FEW).log2().ceil();
-    // Of infinity, and of what is below 0, it makes the nearest number that there is.
+    // The cast to u32 saturates, for infinity and for numbers below 0.
     wanted.min(useful) as u32
 }
 

@@ -70,13 +70,13 @@ impl FromStr for Frees {
         Ok(Self(Named {
             object,
             symbol,
-            // What it calls to give the memory back is its own affair.
+            // The function may call others that are probed to give the memory back.
             signature: Signature::free(block).wrapping(),
         }))
     }
 }
 
-/// What is in parentheses.
+/// Keys and values in the parentheses.
 type Fields<'a> = Vec<(&'a str, &'a str)>;
 
 fn split(text: &str) -> Result<(PathBuf, String, Fields<'_>)> {
@@ -101,7 +101,7 @@ fn split(text: &str) -> Result<(PathBuf, String, Fields<'_>)> {
     Ok((object.into(), symbol.to_owned(), fields))
 }
 
-/// `arg1` to `arg6`: those that are passed in registers.
+/// Parses `arg1` to `arg6`, the arguments that are passed in registers.
 fn argument(text: &str) -> Result<u8> {
     let number = text
         .strip_prefix("arg")

@@ -1,4 +1,4 @@
-//! Places the probes, in the best way that this kernel has.
+//! Attaches the probes, in the best way that this kernel has.
 
 use std::ffi::CString;
 use std::fs;
@@ -26,58 +26,58 @@ use super::stopped::Questions;
 use super::target::Targets;
 use crate::args::Args;
 
-/// The loaded program, for placing its probes.
+/// Loaded BPF object, by which probes are attached.
 pub(crate) struct Attached {
     pub(crate) skel: Loaded,
-    /// The way's name.
+    /// Name of the way to attach.
     pub(crate) how: &'static str,
-    /// How many blocks each map has room for that takes what the table has not.
+    /// Capacity of each overflow map, in blocks. These maps take the blocks for which the table has no space.
     pub(crate) overflow: Vec<u32>,
-    /// What is asked while a command starts.
+    /// Questions about stopped processes, asked while a command starts.
     pub(crate) questions: Questions,
     pub(super) way: Way,
     /// Signatures of the programs entry_0 and so on.
     pub(super) signatures: Vec<Signature>,
 }
 
-/// Runs of the programs.
+/// Counters of the BPF programs' runs.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Hits {
     pub(crate) count: u64,
-    /// How many were entries of calls that are recorded.
+    /// Number of runs that were entries of calls to be recorded.
     pub(crate) recorded: u64,
-    /// The runs that were timed.
+    /// Number of runs that were timed.
     pub(crate) measured: u64,
-    /// What these took, in nanoseconds of CPU time.
+    /// Time that the timed runs took, in nanoseconds of CPU time.
     pub(crate) measured_ns: u64,
 }
 
-/// The attached program, its links, which the probes end with, and what unwinds its stacks.
+/// Attached BPF object, its links (the probes end with these), and the unwinder of its stacks.
 pub(super) type Started = (Attached, Vec<Link>, Unwinder);
 
-/// Whether an address that is freed twice is noticed. It takes the table, and a record of all.
+/// Whether double frees are noticed. That takes the table, and a record of every block.
 pub(crate) fn notices_double_frees(skel: &Loaded, args: &Args) -> bool {
     skel.maps.table.max_entries() > 1 && args.records_all()
 }
 
-/// The file of our own functions.
+/// Path of the file with our own functions.
 const OWN_PROGRAM: &str = "/proc/self/exe";
 
-/// The ways to attach, from the best down.
+/// Ways to attach, from the best down.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Way {
     /// One link for each file, with a cookie for each function.
     Session,
-    /// Two, one for entries and one for returns.
+    /// Two links for each file: one for entries, and one for returns.
     Multi,
     /// A link for each entry and return, with cookies.
     Cookies,
-    /// A link for each entry and return, without cookies: a program for each signature, which goes on
-    /// to the one that they share.
+    /// A link for each entry and return, without cookies. Each signature has a program of its own, which tail-calls the
+    /// program that all share.
     Plain,
 }
 
-/// Loads the program and places the probes, in the best way that this kernel has.
+/// Loads the BPF programs and attaches the probes, in the best way that this kernel has.
 pub(crate) fn attach(target: &Targets, args: &Args) -> Result<Started> {
     wake_uprobes();
     let session = Variant::new("uprobe session", || {
@@ -113,7 +113,7 @@ fn start(way: Way, target: &Targets, args: &Args) -> Result<Started> {
 }
 
 impl Attached {
-    /// How often they have run.
+    /// Returns the counters of all runs.
     pub(crate) fn hits(&self) -> Hits {
         let bss = self.skel.maps.bss_data.as_deref();
         let of_cpus = bss.map_or(&[][..], |bss| &bss.hits);
@@ -125,18 +125,18 @@ impl Attached {
         }
     }
 
-    /// Changes what the programs do from their next run on.
+    /// Changes a setting of the BPF programs, from their next run on.
     pub(crate) fn steer(&self, what: steering, value: u32) -> Result<()> {
         let map = &self.skel.maps.steering;
         map.update(&what.0.to_ne_bytes(), &value.to_ne_bytes(), MapFlags::ANY)
             .context("failed to steer the programs")
     }
 
-    /// Places the probes of one file in one process.
+    /// Attaches the probes of one file in one process.
     ///
-    /// The kernel keeps one reference counter for all probes of an instruction, as USDT has them: while
-    /// another tracer's probe there has one, ours is refused, as it has none. A function that is probed
-    /// behind its entry is probed at the entry then.
+    /// The kernel keeps one reference counter, as USDT uses them, for all probes of an instruction. While another
+    /// tracer's probe at an instruction has a counter, ours is refused, as it has none. If that happens, functions are
+    /// probed at their entries instead of behind them.
     pub(crate) fn probe(&self, pid: i32, object: &Object, args: &Args) -> Result<Vec<Link>> {
         let started = clock::monotonic_ns();
         let mut links = self.place(pid, object);
@@ -157,7 +157,7 @@ impl Attached {
         {
             bail!(NoVariantHelps(format!("{}{why}", failed())));
         }
-        // Multi-uprobes want CAP_PERFMON, and perf's uprobes more on some kernels.
+        // Multi-uprobes take CAP_PERFMON. perf's uprobes take more on some kernels.
         let is_refused = links.as_ref().is_err_and(is_refused);
         let remedy = is_refused.then(|| capabilities::remedy(Capability::CAP_SYS_ADMIN));
         links.with_context(|| failed() + &remedy.unwrap_or_default())
@@ -172,7 +172,7 @@ impl Attached {
         }
     }
 
-    /// Takes the probes away.
+    /// Detaches the probes.
     pub(crate) fn detach(&self, links: Vec<Link>) {
         match self.way {
             Way::Session | Way::Multi => attach::detach(links),
@@ -201,7 +201,7 @@ impl Attached {
             retprobe: true,
             ..places(returning)
         };
-        // Returns first: a call seen at entry must be seen at its return.
+        // Returns are attached first: a call that is seen at entry must be seen at its return.
         [(exit, returns), (entry, entries)]
             .into_iter()
             .filter(|(_, opts)| !opts.offsets.is_empty())
@@ -226,7 +226,7 @@ impl Attached {
                 _ => (&programs.cookie_entry, &programs.cookie_return),
             };
             let returns = signature.returns().then_some((returns, true));
-            // The return probe first: a call seen at entry must be seen at its return.
+            // The return probe is attached first: a call that is seen at entry must be seen at its return.
             for (program, retprobe) in returns.into_iter().chain([(entry, false)]) {
                 let opts = UprobeOpts {
                     retprobe,
@@ -260,7 +260,7 @@ fn is_refused(error: &anyhow::Error) -> bool {
     error.is_some_and(|error| error.kind() == libbpf_rs::ErrorKind::PermissionDenied)
 }
 
-/// What the kernel's log has of another tracer's probes since then, as the end of a sentence.
+/// Returns what the kernel log has on another tracer's probes since `since_ns`, as the end of a sentence.
 fn why_invalid(since_ns: u64) -> Option<String> {
     let message = kernel_log::last_with("ref_ctr_offset mismatch", since_ns)?;
     Some(format!(
@@ -270,7 +270,7 @@ fn why_invalid(since_ns: u64) -> Option<String> {
     ))
 }
 
-/// Where the probes of functions are, with their cookies.
+/// Returns the offsets at which functions are probed, with their cookies.
 fn places<'a>(functions: impl IntoIterator<Item = &'a Function>) -> UprobeMultiOpts {
     let places = functions.into_iter();
     let (offsets, cookies) = places
@@ -283,8 +283,8 @@ fn places<'a>(functions: impl IntoIterator<Item = &'a Function>) -> UprobeMultiO
     }
 }
 
-/// Has the kernel take a first uprobe while the program is loaded. For that it waits for a grace
-/// period, 12 to 30 ms; those that follow within another one need not wait.
+/// Attaches a first uprobe in the background, while the program is loaded. The kernel waits for a grace period for it,
+/// 12 to 30 ms. Uprobes that follow within another grace period need not wait.
 fn wake_uprobes() {
     let probe = || -> Result<Counter> {
         let kind = fs::read_to_string("/sys/bus/event_source/devices/uprobe/type")?;
@@ -297,13 +297,12 @@ fn wake_uprobes() {
         attributes.probe_offset = own_function()?;
         Ok(probe.build()?)
     };
-    // Without it the probes are as live, later.
+    // If that fails, the probes become live all the same, only later.
     thread::spawn(move || probe().ok());
 }
 
-/// Probes a function of our own by a link as for a target, and has another thread call it: on some
-/// kernels before 6.12 such a link sees one thread of the process alone. The link is to be kept, as
-/// to end it takes time.
+/// Probes a function of our own by a link as for a target, and has another thread call the function. On some kernels
+/// before 6.12 such a link sees only one thread of the process. The link is to be kept, as it takes time to detach.
 fn try_with_a_thread(skel: &Loaded) -> Result<Link> {
     let opts = UprobeMultiOpts {
         offsets: vec![own_function()? as usize],
@@ -328,7 +327,7 @@ extern "C" fn called_by_a_thread() {
     std::hint::black_box(());
 }
 
-/// Where it is in [`OWN_PROGRAM`].
+/// Returns the offset in [`OWN_PROGRAM`] of the function that is probed.
 fn own_function() -> Result<u64> {
     let address = called_by_a_thread as extern "C" fn() as usize as u64;
     let mappings = Process::open(std::process::id())?.mappings()?;
@@ -337,7 +336,7 @@ fn own_function() -> Result<u64> {
     Ok(address - code.range.start + code.file_offset)
 }
 
-/// The program that reads calls by this signature.
+/// Returns the program that reads calls by this signature.
 fn entry_with<'skel>(
     skel: &'skel Loaded,
     signatures: &[Signature],

@@ -1,8 +1,9 @@
-//! The functions by which CPython allocates its objects, also small ones, which are in arenas (`--python-objects`).
+//! Functions by which CPython allocates its objects, including small ones, which are in arenas (`--python-objects`).
 //!
-//! `PyObject_Malloc` and its siblings call them through a table of pointers, so probes on them see each object. An
-//! interpreter that was optimized by a profile, as distributions build it, has copies of them where it would call them:
-//! it compares the pointer with what the profile has seen, and goes on with a copy. Those cannot be probed.
+//! `PyObject_Malloc` and its siblings call these functions through a table of pointers, so probes on the functions see
+//! each object. An interpreter that was built with profile-guided optimization, as distributions build it, has copies
+//! of the functions in their callers: a caller compares the pointer with what the profile has seen, and goes on with a
+//! copy. Such copies cannot be probed.
 
 use std::fs::File;
 
@@ -11,7 +12,8 @@ use memtools::code::elf::{self, Function};
 
 use super::signature::Signature;
 
-/// What is local to the interpreter. Each has a context before the arguments that its name stands for.
+/// Local functions of the interpreter that allocate and free objects. Each has a context before the arguments that its
+/// name suggests.
 const FUNCTIONS: [(&str, Signature); 4] = [
     ("_PyObject_Malloc", Signature::allocate(2)),
     ("_PyObject_Calloc", Signature::allocate(3).times(2)),
@@ -19,7 +21,7 @@ const FUNCTIONS: [(&str, Signature); 4] = [
     ("_PyObject_Free", Signature::free(2)),
 ];
 
-/// What calls these through pointers, and is exported.
+/// Exported functions that call the local ones through pointers.
 const CALLERS: [&str; 4] = [
     "PyObject_Malloc",
     "PyObject_Free",
@@ -27,24 +29,24 @@ const CALLERS: [&str; 4] = [
     "PyMem_Free",
 ];
 
-/// How a function of this name is called, if it is one of these.
+/// Returns the signature of a function of this name, if it is one of [`FUNCTIONS`].
 pub(super) fn signature(name: &str) -> Option<Signature> {
     let known = FUNCTIONS.iter().find(|(known, _)| *known == name);
     known.map(|(_, signature)| *signature)
 }
 
-/// The signatures of all of them.
+/// Returns the signatures of all [`FUNCTIONS`].
 pub(super) fn signatures() -> impl Iterator<Item = Signature> {
     FUNCTIONS.iter().map(|&(_, signature)| signature)
 }
 
-/// Whether a function of this name calls these.
+/// Whether a function of this name is one of [`CALLERS`].
 pub(super) fn is_caller(name: &str) -> bool {
     CALLERS.contains(&name)
 }
 
-/// Why the objects of the CPython in a file with these functions cannot be seen one by one. None if they can, or if it
-/// has no CPython.
+/// Returns why the objects of CPython cannot be seen one by one in a file with the functions `found`. Returns None if
+/// they can, or if the file has no CPython.
 ///
 /// # Errors
 /// If the file cannot be read.
@@ -75,7 +77,8 @@ pub(super) fn why_not(file: &File, found: &[Function]) -> Result<Option<&'static
     Ok(None)
 }
 
-/// Whether code at this address has one of these addresses in an instruction, as it is or relative to the next one.
+/// Whether the code at address `at` has one of these addresses in an instruction, either absolute or relative to the
+/// next instruction.
 fn mentions(code: &[u8], at: u64, addresses: &[u64]) -> bool {
     let mut places = code.windows(4).zip(at + 4..);
     places.any(|(bytes, next)| {

@@ -1,32 +1,32 @@
-//! Live mappings. They can be unmapped in part, and one unmap can end several.
+//! Live mappings of processes. A mapping can be unmapped in part, and one unmap can end several mappings.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 
 use crate::sums::Allocation;
 
-/// The part of an mmap(2) that is still mapped, or one of its parts.
+/// Part of an mmap(2) that is still mapped: all of it, or one of the parts that a hole leaves.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Region {
-    /// Addresses; the end is that of the bytes asked for, not of the page.
+    /// Addresses of the region. The end is that of the requested bytes, not of the page.
     pub(crate) range: Range<u64>,
-    /// Which call made it; the parts that a hole leaves share it.
+    /// Number of the call that made the mapping. The parts that a hole leaves share this number.
     pub(crate) call: u64,
     /// CLOCK_MONOTONIC at the call.
     pub(crate) time_ns: u64,
     /// Id of the stack that made the call.
     pub(crate) stack: u64,
-    /// The sampling level at which it was recorded.
+    /// Sampling level at which the call was recorded.
     pub(crate) level: u32,
 }
 
-/// All of a process's mappings that were made while it was traced.
+/// Mappings of a process that were made while it was traced.
 #[derive(Debug)]
 pub(crate) struct Regions {
     page_bytes: u64,
     calls: u64,
     by_start: BTreeMap<u64, Region>,
-    /// By thread: what its last unmap was about to take, as it was before.
+    /// By thread, the regions that its last unmap was about to end, as they were before.
     unmapping: HashMap<u32, Vec<Region>>,
 }
 
@@ -40,7 +40,7 @@ impl Regions {
         }
     }
 
-    /// A call has mapped `size` bytes, in place of whatever was there.
+    /// Adds a mapping of `size` bytes, in place of whatever was mapped there.
     pub(crate) fn map(&mut self, start: u64, size: u64, time_ns: u64, stack: u64, level: u32) {
         self.cut(start, size);
         self.calls += 1;
@@ -57,12 +57,12 @@ impl Regions {
         );
     }
 
-    /// Something that is not to be recorded was mapped there.
+    /// Removes what was mapped there, as a mapping that is not to be recorded has taken its place.
     pub(crate) fn map_ignored(&mut self, start: u64, size: u64) {
         self.cut(start, size);
     }
 
-    /// The thread is about to unmap this. Returns whether it takes anything of ours.
+    /// Removes a range that a thread is about to unmap. Returns whether anything recorded was in the range.
     pub(crate) fn unmap(&mut self, thread: u32, start: u64, size: u64) -> bool {
         let taken = self.cut(start, size);
         let any = !taken.is_empty();
@@ -74,7 +74,7 @@ impl Regions {
         any
     }
 
-    /// The thread's last unmap failed: what it was to take is still there.
+    /// Restores what the thread's last unmap was to end, as it has failed.
     pub(crate) fn unmap_failed(&mut self, thread: u32) {
         for region in self.unmapping.remove(&thread).unwrap_or_default() {
             self.by_start.retain(|_, part| {
@@ -84,12 +84,12 @@ impl Regions {
         }
     }
 
-    /// What is mapped now, in the order of addresses.
+    /// Returns the regions that are mapped now, in the order of addresses.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Region> {
         self.by_start.values()
     }
 
-    /// Take whole pages away. Returns the regions concerned as they were.
+    /// Removes whole pages. Returns the regions concerned as they were.
     fn cut(&mut self, start: u64, size: u64) -> Vec<Region> {
         let end = start.saturating_add(size).next_multiple_of(self.page_bytes);
         let first = self
@@ -129,18 +129,18 @@ fn overlaps(a: &Range<u64>, b: &Range<u64>) -> bool {
     a.start < b.end && b.start < a.end
 }
 
-/// Counts each call once, however many parts of it are left.
+/// Counter of calls that counts each call once, however many parts of its mapping are left.
 #[derive(Debug, Default)]
 pub(crate) struct CallCounter(HashSet<u64>);
 
 impl CallCounter {
-    /// 1 if no other part of the region's call was counted before, else 0.
+    /// Returns 1 if no other part of the region's call was counted before, else 0.
     pub(crate) fn count(&mut self, region: &Region) -> u64 {
         u64::from(self.0.insert(region.call))
     }
 }
 
-/// A process's mappings as allocations.
+/// Returns a process's mappings as allocations.
 pub(crate) fn allocations_of(pid: u32, regions: &Regions) -> Vec<Allocation> {
     let mut counter = CallCounter::default();
     let allocations = regions.iter().map(|region| Allocation {

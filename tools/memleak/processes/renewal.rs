@@ -1,4 +1,4 @@
-//! Renewals of the table of stacks, so that stacks of what is gone make room for others.
+//! Renewals of the stack table, which drop the stacks of freed blocks to make space for new ones.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
@@ -14,26 +14,26 @@ use super::Processes;
 use super::bpf::types::{thread, total_key};
 use super::regions::Regions;
 
-/// What helps where stacks had no room.
+/// Remedy for lost stacks.
 pub(super) const MORE_STACKS: &str =
     "they have room for more with a larger --mem-limit or --stack-storage-size";
 
-/// The table of stacks is left alone for this many times as long as it took to renew it.
+/// Minimum ratio of the time between two renewals to the duration of a renewal.
 const RENEWAL_PART: u32 = 10;
-/// The least time after which a table that is full is looked through again.
+/// Minimum time between two renewals of a table that is full.
 const FULL_PAUSE: Duration = Duration::from_secs(1);
 
-/// What is known of the last renewal.
+/// Last renewal of the stack table.
 #[derive(Debug, Default)]
 pub(super) struct Renewal {
-    /// When it ended, and how long it took.
+    /// End and duration of the renewal.
     last: Option<(Instant, Duration)>,
-    /// Stacks that were lost by then.
+    /// Number of stacks that were lost until then.
     lost_stacks: u64,
 }
 
 impl Processes<'_> {
-    /// Whether the table of stacks is filling; or is full, and may have stacks of blocks that are gone.
+    /// Whether the stack table is to be renewed: it is filling up, or it is full and may have stacks of freed blocks.
     pub(super) fn wants_stacks_renewed(&self) -> Result<bool> {
         let is_due = |least: Duration| {
             let due = |(time, took): (Instant, Duration)| {
@@ -48,12 +48,12 @@ impl Processes<'_> {
             && Losses::counted(self.attached.skel.object())?.stacks > self.renewal.lost_stacks)
     }
 
-    /// Has the table of stacks forget whatever nothing live refers to.
+    /// Renews the stack table, so that it keeps only the stacks that something live refers to.
     pub(super) fn renew_stacks(&mut self, output: &mut Output) -> Result<()> {
         self.stacks.renew()?;
-        // That was mostly waiting.
+        // The renewal until here was mostly waiting.
         let begun = Instant::now();
-        // Events so far can refer to the old table, and from here on only to the new one.
+        // Events so far can refer to the old table, and later ones only to the new table.
         self.take(self.rings.events.drain()?, output)?;
         let referred_to = self.stacks_referred_to()?;
         let count = referred_to.len();
@@ -71,8 +71,8 @@ impl Processes<'_> {
         Ok(())
     }
 
-    /// The stacks of all that a report can show. Blocks are read before the calls in flight, which
-    /// hold the blocks that realloc may put back.
+    /// Returns the stacks of all that a report can show. Blocks are read before the calls in flight: these hold the
+    /// blocks that realloc may put back.
     fn stacks_referred_to(&mut self) -> Result<HashSet<u64>> {
         let maps = &self.attached.skel.maps;
         let mut stacks = HashSet::new();

@@ -1,22 +1,23 @@
-//! How a call of a probed function is read from its registers.
+//! Signature of a probed function: how a call is read from the registers.
 
 use memtools::code::probe_place::ProbePlace;
 
 use super::bpf::types::{function_kind as FunctionKind, signature_shift as Shift};
 
-/// Arguments are numbered from 1, as the processor's calling convention has them; 0 is none.
+/// Signature of a function. Arguments are numbered from 1, as the processor's calling convention has them. 0 is no
+/// argument.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Signature {
     /// What the function does.
     kind: FunctionKind,
-    /// The argument that has the bytes wanted, or the bytes of each of `count`.
+    /// Argument that has the requested bytes, or the bytes of each of `count`.
     size: u8,
     count: u8,
-    /// The block that it frees, resizes or unmaps.
+    /// Argument that has the block to free, resize or unmap.
     address: u8,
-    /// Where it stores the new block's address; it returns an errno then.
+    /// Argument that points to where the function stores the new block's address. Such a function returns an errno.
     result: u8,
-    /// Whether it may free by calling another probed function.
+    /// Whether the function may free by calling another probed function.
     wraps: bool,
 }
 
@@ -32,7 +33,7 @@ impl Signature {
         }
     }
 
-    /// `void *f(..., size_t size, ...)`, as malloc.
+    /// Makes the signature of a function such as malloc: `void *f(..., size_t size, ...)`.
     pub(crate) const fn allocate(size: u8) -> Self {
         Self {
             size,
@@ -40,7 +41,7 @@ impl Signature {
         }
     }
 
-    /// `void f(..., void *block, ...)`, as free.
+    /// Makes the signature of a function such as free: `void f(..., void *block, ...)`.
     pub(crate) const fn free(address: u8) -> Self {
         Self {
             address,
@@ -48,7 +49,7 @@ impl Signature {
         }
     }
 
-    /// mmap(2) and its like, by what the kind says.
+    /// Makes the signature of mmap(2). The BPF program knows its other arguments by the kind.
     pub(crate) const fn map() -> Self {
         Self {
             size: 2,
@@ -71,22 +72,22 @@ impl Signature {
         }
     }
 
-    /// The size is that of each of so many, as calloc's.
+    /// Adds the argument that has the number of items of this size, as calloc's.
     pub(crate) const fn times(self, count: u8) -> Self {
         Self { count, ..self }
     }
 
-    /// The function resizes or replaces the block in this argument, as realloc.
+    /// Adds the argument that has the block to resize or replace, as realloc's.
     pub(crate) const fn replacing(self, address: u8) -> Self {
         Self { address, ..self }
     }
 
-    /// The function stores the new block where this argument points to, as posix_memalign.
+    /// Adds the argument that points to where the function stores the new block, as posix_memalign's.
     pub(crate) const fn storing(self, result: u8) -> Self {
         Self { result, ..self }
     }
 
-    /// This signature with one more argument before the others.
+    /// Returns this signature with one more argument before the others.
     pub(crate) fn one_further(self) -> Self {
         let further = |argument: u8| if argument == 0 { 0 } else { argument + 1 };
         Self {
@@ -98,7 +99,7 @@ impl Signature {
         }
     }
 
-    /// The function may free by calling another one that is probed as well.
+    /// Marks that the function may free by calling another one that is probed as well.
     pub(crate) const fn wrapping(self) -> Self {
         Self {
             wraps: true,
@@ -106,28 +107,28 @@ impl Signature {
         }
     }
 
-    /// Whether its return is of interest.
+    /// Whether the function's return is probed.
     pub(crate) fn returns(self) -> bool {
         self.kind != FunctionKind::FUNCTION_FREE
     }
 
-    /// Whether it makes blocks.
+    /// Whether the function allocates blocks.
     pub(crate) fn allocates(self) -> bool {
         self.kind == FunctionKind::FUNCTION_ALLOCATE
     }
 
-    /// Whether it ends blocks or mappings, and makes none.
+    /// Whether the function frees blocks or unmaps memory, and does nothing else.
     pub(crate) fn only_ends(self) -> bool {
         self.frees() || self.kind == FunctionKind::FUNCTION_UNMAP
     }
 
-    /// Whether it ends blocks.
+    /// Whether the function frees blocks.
     pub(crate) fn frees(self) -> bool {
         self.kind == FunctionKind::FUNCTION_FREE
     }
 
-    /// The signature of a function that calls this one, by which of its own arguments each of this
-    /// one's is. None if one of them is something else.
+    /// Returns the signature of a function that calls this one. `by` returns the number of the caller's argument that
+    /// is passed as an argument of this function. Returns None if one of the arguments is something else.
     pub(crate) fn given(self, by: impl Fn(u8) -> Option<u8>) -> Option<Self> {
         let argument = |number: u8| if number == 0 { Some(0) } else { by(number) };
         Some(Self {
@@ -139,9 +140,9 @@ impl Signature {
         })
     }
 
-    /// The numbers of the arguments that its handler reads.
+    /// Returns the numbers of the arguments that the function's BPF program reads.
     pub(crate) fn arguments(self) -> Vec<u8> {
-        // The kernel half knows where mmap and its like have the rest.
+        // The BPF program knows where mmap and its like have their other arguments.
         let rest: &[u8] = match self.kind {
             FunctionKind::FUNCTION_MAP => &[4],
             FunctionKind::FUNCTION_UNMAP => &[2],
@@ -153,8 +154,8 @@ impl Signature {
         named.chain(rest.iter().copied()).collect()
     }
 
-    /// How it is read at a place in the function where arguments may be in other registers. None
-    /// if it cannot be read there.
+    /// Returns the signature at a place in the function where arguments may be in other registers. Returns None if a
+    /// call cannot be read there.
     pub(crate) fn at(self, place: ProbePlace) -> Option<Self> {
         let moved = Self {
             size: place.register_of(self.size),
@@ -170,7 +171,7 @@ impl Signature {
         (moved == self || !is_mapping).then_some(moved)
     }
 
-    /// The signature as `bpf/memleak.bpf.c` reads it.
+    /// Returns the signature in the form that `bpf/memleak.bpf.c` reads.
     pub(crate) fn packed(self) -> u32 {
         let fields = [
             (Shift::SIGNATURE_KIND, self.kind.0),

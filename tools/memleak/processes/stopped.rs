@@ -1,9 +1,9 @@
-//! The command, and with --children what it starts: whenever one has mapped code, it is stopped until its
-//! unwind tables are made (memtools::stacks::unwind), and until its new allocators are probed.
+//! Stops of the command, and with --children of what it starts: a process that has mapped code is stopped until its
+//! unwind tables are built (memtools::stacks::unwind), and until its new allocators are probed.
 //!
-//! The tables are made on a thread of their own, which asks the main one, where the probes are. A
-//! process that becomes another program (`env`, `sh -c 'exec ...'`, a script), or that brings a
-//! library by LD_PRELOAD, has so allocated nothing yet when it is probed.
+//! The tables are built on a thread of their own. This thread asks the main thread, which attaches the probes. So a
+//! process has allocated nothing yet when it is probed, even if it becomes another program (`env`, `sh -c 'exec ...'`,
+//! a script), or loads a library by LD_PRELOAD.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -15,23 +15,23 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use memtools::stacks::unwind::WhileStopped;
 
-/// How long a process stays stopped for an answer at most: a report may be in the making.
+/// Maximum time for which a process stays stopped for an answer: the main thread may be making a report.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// A question: its number, and the process that is stopped. The answer is its number.
+/// Size of a question: its number, and the pid of the stopped process. The answer is the question's number.
 const QUESTION_BYTES: usize = 8;
 const ANSWER_BYTES: usize = 4;
 
-/// The main thread's end.
+/// Main thread's end of the questions.
 pub(crate) struct Questions {
     stream: UnixStream,
-    /// The number of the question that is waited for; 0 for none.
+    /// Number of the question whose answer is waited for. 0 if there is none.
     waiting: Arc<AtomicU32>,
-    /// The other end, lest its end is waited for once nobody asks any more.
+    /// Copy of the other end, so that the stream does not end once nobody asks any more.
     _other: UnixStream,
 }
 
-/// The two ends of the questions: what asks, and what hears it.
+/// Makes the two ends of the questions: the function that asks, and the main thread's end.
 pub(crate) fn questions() -> Result<(WhileStopped, Questions)> {
     let pair = || {
         let (asker, stream) = UnixStream::pair()?;
@@ -56,7 +56,7 @@ pub(crate) fn questions() -> Result<(WhileStopped, Questions)> {
         let number = number.to_ne_bytes();
         let mut answer = [0; ANSWER_BYTES];
         let mut asked = asker.write_all(&[number, pid.to_ne_bytes()].concat());
-        // What comes first may be the answer to an earlier question, too late for that.
+        // The first answer to arrive may be a late one, to an earlier question.
         while asked.is_ok() && answer != number {
             asked = asker.read_exact(&mut answer);
         }
@@ -66,8 +66,8 @@ pub(crate) fn questions() -> Result<(WhileStopped, Questions)> {
 }
 
 impl Questions {
-    /// Does `work` for each process that it was asked for, and says that it is done. The second
-    /// argument tells whether the process is stopped still.
+    /// Calls `work` for each process that was asked about, and answers that it is done. The second argument of `work`
+    /// tells whether the process is still stopped.
     pub(crate) fn answer(&self, mut work: impl FnMut(u32, &dyn Fn() -> bool)) {
         let mut question = [0; QUESTION_BYTES];
         while (&self.stream).read_exact(&mut question).is_ok() {
@@ -75,7 +75,7 @@ impl Questions {
             let number = u32::from_ne_bytes([a, b, c, d]);
             let is_waiting = || self.waiting.load(Ordering::SeqCst) == number;
             work(u32::from_ne_bytes(pid), &is_waiting);
-            // Whoever asked may have lost patience.
+            // The thread that asked may have timed out.
             let _ = (&self.stream).write_all(&[a, b, c, d]);
         }
     }

@@ -1,4 +1,4 @@
-//! What is traced: processes, and the functions of each to probe.
+//! Target of a trace: processes, and the functions of each to probe.
 
 use std::collections::HashSet;
 
@@ -21,33 +21,33 @@ use super::objects::{self, Found};
 use super::signature::Signature;
 use crate::args::Args;
 
-/// All processes, where libbpf wants one.
+/// Pid by which libbpf means all processes.
 pub(crate) const EVERY_PROCESS: i32 = -1;
 
-/// What perf's uprobes want beside CAP_PERFMON, also those of libraries that are loaded later: multi-uprobes, of
-/// Linux 6.6 and later, do not.
+/// Capability that perf's uprobes take besides CAP_PERFMON, including those in libraries that are loaded later.
+/// Multi-uprobes, of Linux 6.6 and later, do not take it.
 const FOR_UPROBES: [Capability; 1] = [Capability::CAP_SYS_ADMIN];
 
 /// The options' targets, checked and held until they are traced.
 pub(crate) struct Targets {
     pub(crate) processes: Vec<Traced>,
     pub(crate) filter: Filter,
-    /// The command that the process is to become, if we start it.
+    /// Command that the process is to become, if we start it.
     pub(crate) command: Option<HeldCommand>,
-    /// Whether we start it.
+    /// Whether the target is a command that we start.
     pub(crate) is_command: bool,
-    /// Files to probe in every process that maps them, if processes can join later: the filter, in
-    /// the kernel, tells then which are meant.
+    /// Files to probe in every process that maps them, if processes can join later. The BPF programs' filter chooses
+    /// the processes then.
     shared: Option<Vec<Object>>,
-    /// Whether the trace ends with these processes.
+    /// Whether the trace ends when these processes have exited.
     ends_with_them: bool,
 }
 
-/// A process, and the files of it that have functions to probe.
+/// Process, and those of its files that have functions to probe.
 pub(crate) struct Traced {
     pub(crate) process: Process,
     pub(crate) objects: Vec<Object>,
-    /// The files that they were found in, or not.
+    /// Files that were searched for functions, by device and inode.
     pub(crate) looked_through: HashSet<(u64, u64)>,
 }
 
@@ -62,8 +62,8 @@ impl Traced {
 }
 
 impl Targets {
-    /// Finds the processes and their allocators; starts the command, which is then held. From then on this process
-    /// may do no more than tracing takes.
+    /// Finds the processes and their allocators. A command is started, and held. From then on memleak itself may do no
+    /// more than tracing takes.
     pub(crate) fn choose(args: &Args) -> Result<Self> {
         if args.children && args.pid.is_empty() && args.command.is_none() {
             let message =
@@ -127,7 +127,7 @@ impl Targets {
         })
     }
 
-    /// Each file to probe, with the process to probe it in as libbpf wants it.
+    /// Returns each file to probe, with the pid that libbpf takes for the process to probe it in.
     pub(crate) fn objects(&self) -> impl Iterator<Item = (i32, &Object)> {
         let own = self.processes.iter().flat_map(|traced| {
             let pid = traced.process.pid().cast_signed();
@@ -137,17 +137,17 @@ impl Targets {
         own.chain(shared.map(|object| (EVERY_PROCESS, object)))
     }
 
-    /// The files alone.
+    /// Returns the files to probe.
     pub(crate) fn files(&self) -> impl Iterator<Item = &Object> {
         self.objects().map(|(_, object)| object)
     }
 
-    /// The files that are probed for everybody.
+    /// Returns the files that are probed in every process.
     pub(crate) fn shared_files(&self) -> Vec<ProbedFile> {
         probed_files(self.shared.iter().flatten())
     }
 
-    /// The signatures of all functions to probe, each once.
+    /// Returns the signatures of all functions to probe, each once.
     pub(crate) fn signatures(&self) -> Vec<Signature> {
         let mut signatures = Vec::new();
         for function in self.files().flat_map(|object| &object.functions) {
@@ -158,7 +158,7 @@ impl Targets {
         signatures
     }
 
-    /// A symbolizer that knows what is traced. Make it before the probes are live.
+    /// Makes a symbolizer that knows the target. Call it before the probes are live.
     pub(crate) fn symbolizer(&self) -> Result<Symbolizer> {
         let mut symbolizer = match (&self.shared, self.ends_with_them) {
             (None, _) => Symbolizer::new()?,
@@ -182,7 +182,7 @@ impl Targets {
         Ok(symbolizer)
     }
 
-    /// Whose unwind tables are there when the probes are live.
+    /// Returns the processes whose unwind tables are to be built before the probes are live.
     pub(crate) fn whose_tables(&self, args: &Args) -> Whose {
         match (&args.command, &self.command) {
             (Some(line), Some(command)) => Whose::Command {
@@ -197,7 +197,7 @@ impl Targets {
         }
     }
 
-    /// The processes whose end, when it has come for all, is the end of the trace.
+    /// Returns the processes that end the trace once all of them have exited.
     pub(crate) fn watched(&self) -> impl Iterator<Item = &Process> {
         let watched = self.processes.iter().filter(|_| self.ends_with_them);
         watched.map(|traced| &traced.process)
@@ -208,7 +208,7 @@ impl Targets {
         self.watched().any(|process| process.pid() == pid)
     }
 
-    /// The process to probe a file in that this one has loaded, as libbpf wants it.
+    /// Returns the pid that libbpf takes to probe a file that the process `pid` has loaded.
     pub(crate) fn probed_in(&self, pid: u32) -> i32 {
         match self.shared {
             Some(_) => EVERY_PROCESS,
@@ -216,26 +216,27 @@ impl Targets {
         }
     }
 
-    /// Whether a process, of which the symbolizer knows, is traced.
+    /// Whether a process that the symbolizer knows is traced.
     pub(crate) fn has(&self, pid: u32, args: &Args) -> bool {
         let in_cgroup =
             |folder| cgroup::processes_below(folder).is_ok_and(|all| all.contains(&pid));
-        // The symbolizer knows the named ones, and what these start; else all there are.
+        // The symbolizer knows the named processes and those that they start, if the trace ends with them; else all
+        // processes.
         self.ends_with_them
             || (described(pid, args).is_some() && args.cgroup.as_deref().is_none_or(in_cgroup))
     }
 
-    /// Whether all processes are known, as none can join.
+    /// Whether all processes are known from the start, as none can join.
     pub(crate) fn is_fixed(&self) -> bool {
         self.shared.is_none()
     }
 
-    /// Whether rows have to say which process they are of.
+    /// Whether rows have to name their process.
     pub(crate) fn is_several(&self) -> bool {
         self.shared.is_some() || self.processes.len() > 1
     }
 
-    /// Why there can be no event at all.
+    /// Returns a message that says why there may be no event at all.
     pub(crate) fn why_quiet(&self) -> String {
         let modules: Vec<&str> = self.files().map(|object| object.module.as_str()).collect();
         format!(
@@ -246,8 +247,8 @@ impl Targets {
     }
 }
 
-/// The running processes that the options describe. Those without an allocator that can be probed
-/// are left out.
+/// Returns the running processes that the options describe. Processes without an allocator that can be probed are left
+/// out.
 fn matching(args: &Args) -> Result<Vec<Traced>> {
     let pids = match &args.cgroup {
         Some(folder) => cgroup::processes_below(folder)?,
@@ -273,9 +274,9 @@ fn matching(args: &Args) -> Result<Vec<Traced>> {
     Ok(processes)
 }
 
-/// The process, if its name is as wanted and it can be traced.
+/// Opens a process if it has the wanted name and can be traced.
 fn described(pid: u32, args: &Args) -> Option<Process> {
-    // It may be a thread's number of another namespace, or have exited.
+    // The pid may be that of a thread in another namespace, or its process may have exited.
     let process = Process::open(pid).ok()?;
     let named = args.name.as_ref();
     let described = pid != std::process::id()
@@ -284,14 +285,14 @@ fn described(pid: u32, args: &Args) -> Option<Process> {
     described.then_some(process)
 }
 
-/// Says which of these processes is a translator that has one of these files mapped, if one is: probes in a
-/// file are there for whoever maps it, and what the translator runs would end.
+/// Returns a message if one of these processes is a translator that has one of these files mapped. Probes in a file are
+/// in every process that maps it, and would end the program that the translator runs.
 pub(crate) fn read_by_translator(
     files: &[ProbedFile],
     pids: impl IntoIterator<Item = u32>,
 ) -> Option<String> {
     pids.into_iter().find_map(|pid| {
-        // One that has ended meanwhile cannot be harmed.
+        // A process that has exited meanwhile cannot be harmed.
         let process = Process::open(pid).ok()?;
         let mappings = process.mappings().unwrap_or_default();
         let translator = translator::among(mappings.iter().map(|mapping| mapping.path.as_path()))?;
@@ -309,7 +310,7 @@ pub(crate) fn read_by_translator(
     })
 }
 
-/// The files of these objects.
+/// Returns the files of these objects.
 fn probed_files<'a>(objects: impl IntoIterator<Item = &'a Object>) -> Vec<ProbedFile> {
     objects
         .into_iter()
@@ -317,7 +318,7 @@ fn probed_files<'a>(objects: impl IntoIterator<Item = &'a Object>) -> Vec<Probed
         .collect()
 }
 
-/// One of each file's objects.
+/// Returns one object of each file.
 fn each_once(objects: impl Iterator<Item = Object>) -> Vec<Object> {
     let mut seen = HashSet::new();
     let mut first_of_file = |object: &Object| match object.file.identity() {

@@ -1,4 +1,4 @@
-//! Totals by stack, as the programs have added them up.
+//! Totals by stack, as the BPF programs have added them up.
 
 use anyhow::{Context, Result};
 use memtools::bpf::map_batch;
@@ -9,17 +9,17 @@ use super::bpf::types::{peak, total, total_key};
 use super::probes::Attached;
 use crate::sums::{Path, Sum, Totals};
 
-/// How often at most to read the totals, which are those of a peak if no higher one comes meanwhile.
+/// Maximum number of reads of the totals. A read is of the peak unless a higher peak comes meanwhile.
 const PEAK_TRIES: usize = 8;
 
 impl Processes<'_> {
-    /// What the kernel has added up, and what of --mode alloc was mapped.
+    /// Returns the BPF programs' totals, and those of mappings in --mode alloc.
     pub(super) fn read_totals(&self) -> Result<Totals> {
         let mut totals = self.mapped.clone();
         map_batch::read(&self.attached.skel.maps.totals, |key, value| {
             let (key, value): (&total_key, &total) = (types::view(key)?, types::view(value)?);
             let &total_key { pid, stack, execs } = key;
-            // What another program had, before the process called exec, it has no more.
+            // A process does not have any more what it had before it called exec.
             let current = self
                 .execs
                 .get(&pid)
@@ -37,7 +37,7 @@ impl Processes<'_> {
     }
 }
 
-/// What each stack had when most was outstanding.
+/// Returns the totals of each stack at the peak.
 pub(super) fn at_peak(attached: &Attached) -> Result<Totals> {
     let bss = attached.skel.maps.bss_data.as_deref();
     let bss = bss.context("the BPF object has no variables")?;
@@ -71,7 +71,7 @@ fn totals_at(attached: &Attached, peak: &peak) -> Result<Totals> {
         } else {
             (value.bytes, value.count)
         };
-        // All else is of another program, before or after an exec.
+        // Other entries are of other programs that the process has executed, before or after the peak.
         if u64::from(key.execs) == peak.execs {
             let path = Path {
                 pid: key.pid,

@@ -1,5 +1,5 @@
-//! What a trace has to look after while it goes on: files that processes load, what the probes cost,
-//! and whom they would harm.
+//! Upkeep of a running trace: probes in files that processes load, the cost of the probes, and processes that the
+//! probes would harm.
 
 use std::mem;
 use std::time::{Duration, Instant};
@@ -16,23 +16,23 @@ use super::probes::Attached;
 use super::target::Targets;
 use crate::args::Args;
 
-/// How long nothing may happen at all before we say why that can be.
+/// Time without any hit after which memleak says why that can be.
 const QUIET: Duration = Duration::from_secs(2);
 
 pub(super) struct Upkeep<'a> {
     pub(super) attached: &'a Attached,
     pub(super) target: &'a Targets,
     pub(super) args: &'a Args,
-    /// The probes in place since the start; those in files loaded later are in `loaded`.
+    /// Links of the probes attached at the start. Those of files loaded later are in `loaded`.
     links: Vec<Link>,
     loaded: Loaded,
-    /// When the next look at loaded files is due.
+    /// Time at which the next look at loaded files is due.
     look_at: Instant,
     cost: Cost<'a>,
     limit: Option<Limit<'a>>,
-    /// When a trace that has seen nothing says why that can be; None once it is over.
+    /// Time at which a trace without hits says why that can be. None once the time is over.
     quiet_until: Option<Instant>,
-    /// Which translator reads a file that is probed for everybody.
+    /// Message on a translator that reads a file that is probed in every process.
     harm: Option<String>,
 }
 
@@ -58,7 +58,7 @@ impl<'a> Upkeep<'a> {
         })
     }
 
-    /// Looks at the processes that are stopped for a file that they have loaded, and lets them go on.
+    /// Probes the processes that are stopped for a file that they have loaded, and lets them continue.
     pub(super) fn answer(&mut self) -> Result<()> {
         let mut looked = Ok(());
         self.attached.questions.answer(|pid, is_stopped| {
@@ -70,7 +70,7 @@ impl<'a> Upkeep<'a> {
         looked
     }
 
-    /// Has the next look be soon, as a process has become another program.
+    /// Schedules the next look soon, as a process has become another program.
     pub(super) fn look_after_exec(&mut self) {
         self.look_at = self.look_at.min(Instant::now() + loaded::AFTER_EXEC);
     }
@@ -83,7 +83,7 @@ impl<'a> Upkeep<'a> {
         Instant::now() >= self.look_at
     }
 
-    /// Probes what processes have loaded, and looks for whom the probes would harm.
+    /// Probes files that processes have loaded, and looks for processes that the probes would harm.
     pub(super) fn look(&mut self, symbolizer: &Symbolizer) {
         let files = symbolizer.code_files();
         self.loaded
@@ -96,7 +96,7 @@ impl<'a> Upkeep<'a> {
         self.harm.is_some()
     }
 
-    /// Measures what the probes cost, and raises sampling where that is over the limit.
+    /// Measures the cost of the probes, and raises the sampling level if it is over the limit.
     pub(super) fn hold_limit(&mut self) -> Result<()> {
         if let Some(share) = self.cost.look()?
             && let Some(limit) = &mut self.limit
@@ -107,7 +107,7 @@ impl<'a> Upkeep<'a> {
         Ok(())
     }
 
-    /// Says once why nothing has happened, if nothing has.
+    /// Prints once why there may be no hits, if there are none.
     pub(super) fn tell_if_quiet(&mut self) {
         let is_over = |until| Instant::now() >= until;
         if self.quiet_until.is_some_and(is_over) {
@@ -118,20 +118,20 @@ impl<'a> Upkeep<'a> {
         }
     }
 
-    /// Names the allocators of processes that have ended before anybody looked.
+    /// Prints the allocators of processes that have exited before memleak looked at them.
     pub(super) fn tell_missed(&mut self, symbolizer: &Symbolizer) {
         let files = symbolizer.code_files();
         self.loaded.tell_missed(files, self.target, self.args);
     }
 
-    /// Takes all probes away.
+    /// Detaches all probes.
     pub(super) fn detach(&mut self) {
         let mut links = mem::take(&mut self.links);
         links.append(&mut self.loaded.links);
         self.attached.detach(links);
     }
 
-    /// Takes all probes away, and tells what they cost. Returns the harm for which the trace has ended.
+    /// Detaches all probes, and prints what they cost. Returns the harm for which the trace has ended, if any.
     pub(super) fn finish(&mut self, output: &mut Output) -> Result<Option<String>> {
         self.loaded.tell_late(Duration::ZERO);
         self.cost.end_slice();
