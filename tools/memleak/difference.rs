@@ -198,7 +198,7 @@ struct Changed {
     #[serde(flatten)]
     numbers: Numbers,
     comm: String,
-    /// Names of functions, innermost first.
+    /// Names, innermost first.
     functions: Vec<String>,
 }
 

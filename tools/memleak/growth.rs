@@ -73,7 +73,7 @@ struct Study<'a> {
     begin: Instant,
     /// CLOCK_MONOTONIC of the first image.
     begin_ns: u64,
-    /// Contents that tell the program apart from one after an exec: see [`program`].
+    /// Identity of the executed program, which is new after an exec: see [`program`].
     program: Vec<u8>,
     name: ProcessName,
     allocator: String,

@@ -62,10 +62,10 @@ pub(crate) struct Head {
     pub(crate) groups: Groups,
     #[serde(flatten)]
     pub(crate) amount: Amount,
-    /// Frees of what was not recorded, such as what is older than the trace.
+    /// Frees of blocks that were not recorded, such as blocks older than the trace.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) unknown_frees: Option<u64>,
-    /// Frees of what had been freed, and was not allocated since.
+    /// Frees of blocks that had been freed already, and not allocated since.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) double_frees: Option<u64>,
     /// Frees that were not seen: their addresses were allocated again.
@@ -88,7 +88,7 @@ impl Row for Head {
     }
 }
 
-/// What a report groups by, and how many groups it has.
+/// Kind of groups that a report has, and their number.
 #[derive(Debug, Clone, Copy, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Groups {
@@ -106,7 +106,7 @@ impl Groups {
     }
 }
 
-/// Process, as rows name it.
+/// A process as rows name it.
 #[derive(Debug, Clone, Default, Serialize)]
 pub(crate) struct ProcessName {
     pub(crate) pid: u32,

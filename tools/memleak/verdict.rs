@@ -50,7 +50,7 @@ use stacks::{Known, Stacks, Untraced};
 use suppressions::Suppressions;
 use why::{Branch, Why};
 
-/// Exit status with --fail-on unreachable, if there is a leak.
+/// The exit status with --fail-on unreachable, if there is a leak.
 const LEAKS: u8 = 3;
 /// Maximum number of blocks of a chain that are shown.
 const CHAIN: usize = 6;
@@ -135,7 +135,7 @@ pub(crate) fn protected_bytes(image: &Image) -> Result<u64> {
 /// Process to judge, with its image and heap.
 struct Case<'a> {
     process: &'a Process,
-    /// Cgroup that the process was in.
+    /// The cgroup that the process was in.
     home: Home,
     image: Image,
     heap: Heap,
@@ -144,7 +144,7 @@ struct Case<'a> {
     types: Option<types::Names>,
     /// Address and size of the blocks that were lost in the image before.
     before: HashSet<(u64, u64)>,
-    /// How long the process stood still for each image, in microseconds.
+    /// Pauses of the process by image, in microseconds.
     pauses: Vec<u64>,
     /// Blocks whose allocation was traced.
     seen: Seen,

@@ -6,7 +6,7 @@ use memtools::heap::blocks::Block;
 use memtools::print::output::Row;
 use serde::Serialize;
 
-/// Block that the program has.
+/// A block that the program has.
 #[derive(Debug, Serialize)]
 pub(super) struct BlockRow {
     r#type: &'static str,

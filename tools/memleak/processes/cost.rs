@@ -26,7 +26,7 @@ const SLICE: Duration = Duration::from_millis(200);
 /// Number of slices of which one is timed, the first.
 const SLICES: u32 = 10;
 
-/// Minimum CPU time of the target from which the programs' share can be told, in nanoseconds.
+/// Minimum CPU time of the target from which the programs' share can be computed, in nanoseconds.
 const ENOUGH_NS: u64 = 10_000_000;
 
 /// Measurement of the BPF programs' cost.

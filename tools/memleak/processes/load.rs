@@ -192,7 +192,7 @@ fn open<'target>(
 }
 
 /// Returns the signatures of the programs entry_0 and so on: those that are wanted now, then those of functions that
-/// may be loaded later. Only as many as there are such programs are used.
+/// may be loaded later. Signatures beyond the number of programs are not used.
 fn signatures(target: &Targets, args: &Args) -> Vec<Signature> {
     let of_python = python_objects::signatures().filter(|_| args.python_objects);
     let mut signatures = target.signatures();

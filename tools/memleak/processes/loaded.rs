@@ -23,7 +23,7 @@ pub(crate) const PAUSE: Duration = Duration::from_millis(200);
 /// Time from an exec to a look: by then a program has mapped its libraries, as a rule.
 pub(crate) const AFTER_EXEC: Duration = Duration::from_millis(5);
 
-/// Remark on an allocator that is met while its process runs.
+/// Remark on an allocator that is found while its process runs.
 const TOO_LATE: &str = "met when it was loaded already: what it allocated until then is not known";
 /// Time after which an allocator that was just probed is said to have allocated before. Until then, its process may be
 /// about to be stopped for the file, and has not allocated by it yet.

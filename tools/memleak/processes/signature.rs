@@ -8,7 +8,7 @@ use super::bpf::types::{function_kind as FunctionKind, signature_shift as Shift}
 /// argument.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Signature {
-    /// What the function does.
+    /// Kind of the function, which says what it does.
     kind: FunctionKind,
     /// Argument that has the requested bytes, or the bytes of each of `count`.
     size: u8,

@@ -31,7 +31,7 @@ pub(super) struct Verdict {
     pub(super) sums: Sums,
 }
 
-/// Trace before a verdict.
+/// The trace before a verdict.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(super) struct Trace {
     pub(super) traced_ms: u64,

@@ -39,7 +39,7 @@ pub(super) struct Seen {
 struct Made {
     /// Index of the block in the heap's blocks.
     number: usize,
-    /// Bytes that were requested.
+    /// Bytes that were asked for.
     bytes: u64,
     stack: u64,
     time_ns: u64,
