@@ -1,5 +1,5 @@
-//! Profiles of earlier runs, which reports are compared with by the names of functions: these stay what they are
-//! when a program is built anew, or mapped elsewhere.
+//! Profiles of earlier runs, which reports are compared with by the names of functions: names do not change when a
+//! program is rebuilt, or mapped elsewhere.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -19,46 +19,47 @@ use crate::export::profile::{Profile, Value};
 use crate::print::clock;
 use crate::print::text;
 
-/// Bytes that a profile may have when it is unpacked: forty times what 75,000 stacks of a compiler have.
+/// Limit on the size of an unpacked profile, in bytes: forty times the size of 75,000 stacks of a compiler.
 const MOST_BYTES: u64 = 1 << 30;
-/// What a gzip file begins with.
+/// First bytes of a gzip file.
 const GZIP: [u8; 2] = [0x1f, 0x8b];
 
-/// A stack by the names of its functions.
+/// Stack as the names of its functions.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Names {
     /// The name of the process or thread, escaped; empty if the profile has none.
     pub comm: String,
-    /// Innermost first, escaped; of code without names `[FILE]`. The kernel's end in `_[k]`.
+    /// Names of the frames, innermost first, escaped; `[FILE]` for code without names. Names of kernel frames end in
+    /// `_[k]`.
     pub frames: Vec<String>,
 }
 
-/// What a stack had and has.
+/// Numbers of a stack in the earlier profile and in the report.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
     /// The stack.
     pub names: Names,
     /// The earlier profile's numbers, one for each value of the report.
     pub before: Vec<i64>,
-    /// The report's.
+    /// The report's numbers, one for each value of the report.
     pub now: Vec<i64>,
 }
 
-/// A profile that was read from a file.
+/// Profile that was read from a file.
 #[derive(Debug, Clone)]
 pub struct Earlier {
     file: String,
     until: Option<Zoned>,
-    /// Kind and unit.
+    /// Kind and unit of each value.
     values: Vec<(String, String)>,
     stacks: HashMap<Names, Vec<i64>>,
 }
 
 impl Earlier {
-    /// Reads a profile as `--pprof` of the tools writes it, or another program does that has the same values.
+    /// Reads a profile that `--pprof` of the tools wrote, or another program that writes the same values.
     ///
     /// # Errors
-    /// If the file cannot be read, or is no profile.
+    /// If the file cannot be read, or is not a profile.
     pub fn read(path: &Path) -> Result<Self> {
         let file = text::escape_bytes(path.as_os_str().as_encoded_bytes());
         let read = || -> Result<Self> {
@@ -79,13 +80,15 @@ impl Earlier {
         read().with_context(|| format!("failed to read the profile {file}"))
     }
 
+    /// Checks that reports of these values can be compared with the profile.
+    ///
     /// # Errors
-    /// If reports of these values cannot be compared with it.
+    /// If the profile lacks one of these values.
     pub fn expect(&self, values: &[Value]) -> Result<()> {
         self.places(values).map(drop)
     }
 
-    /// Which profile that is: its file, and when it was made.
+    /// Returns the profile's file, and when the profile was made.
     pub fn name(&self) -> String {
         match &self.until {
             Some(until) => format!("{} of {}", self.file, until.strftime("%Y-%m-%d %H:%M:%S")),
@@ -93,13 +96,13 @@ impl Earlier {
         }
     }
 
-    /// The file's name, escaped.
+    /// Returns the file's name, escaped.
     pub fn file(&self) -> &str {
         &self.file
     }
 
-    /// The stacks that have most of one kind of value, the largest first, and the sum over all stacks. None if
-    /// the profile has no such value.
+    /// Returns the stacks that have most of one kind of value, the largest first, and the sum over all stacks. None
+    /// if the profile has no such value.
     pub fn largest(&self, kind: &str, most: usize) -> Option<(Vec<(&Names, i64)>, i64)> {
         let place = self.values.iter().position(|(other, _)| other == kind)?;
         let value = |values: &[i64]| values.get(place).copied().unwrap_or_default();
@@ -117,10 +120,10 @@ impl Earlier {
         Some((stacks, sum))
     }
 
-    /// What each stack that either has had there and has in a report, in no order.
+    /// Returns the numbers before and now of each stack that the profile or the report has, in no order.
     ///
     /// # Errors
-    /// If the profile has not all the values that the report has.
+    /// If the profile lacks a value that the report has.
     pub fn changes(&self, report: &Profile) -> Result<Vec<Change>> {
         let places = self.places(&report.values)?;
         let report = Encoded::of(report);
@@ -143,7 +146,7 @@ impl Earlier {
         Ok(changes)
     }
 
-    /// Where these values are among those of a stack.
+    /// Returns the indexes of these values among those of a stack.
     fn places(&self, values: &[Value]) -> Result<Vec<usize>> {
         let place = |value: &Value| {
             let found = self
@@ -164,7 +167,7 @@ impl Earlier {
     }
 }
 
-/// The bytes of a file, unpacked if they are packed.
+/// Reads a file, and unpacks it if it is gzipped.
 fn unpacked(path: &Path) -> Result<Vec<u8>> {
     let mut file = BufReader::new(File::open(path)?);
     let mut magic = Vec::new();
@@ -191,7 +194,7 @@ fn decode(bytes: &[u8]) -> Result<message::Profile> {
     }
 }
 
-/// The tables of a profile, by the numbers of their entries.
+/// Tables of a profile, with an index of each by the ids of its entries.
 struct Tables<'a> {
     profile: &'a message::Profile,
     locations: HashMap<u64, &'a message::Location>,
@@ -220,7 +223,7 @@ impl<'a> Tables<'a> {
         ))
     }
 
-    /// The sums of each stack, of all processes and addresses.
+    /// Sums up the values of each stack, over all processes and addresses.
     fn stacks(&self) -> Result<HashMap<Names, Vec<i64>>> {
         let mut stacks: HashMap<Names, Vec<i64>> = HashMap::new();
         for sample in &self.profile.sample {
@@ -254,7 +257,7 @@ impl<'a> Tables<'a> {
         Ok(Names { comm, frames })
     }
 
-    /// The functions at a location, of which all but the outermost are inlined.
+    /// Adds the names of the functions at a location to `frames`. All but the last function are inlined.
     fn frames(&self, location: &message::Location, frames: &mut Vec<String>) -> Result<()> {
         let mapping = self.mappings.get(&location.mapping_id).copied();
         let file = mapping.map(|mapping| self.string(mapping.filename));

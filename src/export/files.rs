@@ -1,4 +1,4 @@
-//! The options that write a report into files of other formats as well, and their files.
+//! Options that also write a report into files of other formats, and these files.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ use crate::export::{flame, pprof};
 use crate::print::clock;
 use crate::stacks::symbolize::{SourceArgs, Symbolizer};
 
-/// What writes a profile in one format.
+/// Function that writes a profile in one format.
 type Writer = Box<dyn Fn(&Profile, &mut dyn Write) -> Result<()>>;
 
 /// Options of every tool with stacks: what is told of them, and into which files.
@@ -39,7 +39,7 @@ pub struct ExportArgs {
 }
 
 impl ExportArgs {
-    /// The symbolizer with the source lines that these options ask for.
+    /// Adds to the symbolizer the source lines that these options ask for.
     ///
     /// # Errors
     /// As [`Symbolizer::with_source`].
@@ -52,10 +52,10 @@ impl ExportArgs {
         self.flame.is_some() || self.pprof.is_some()
     }
 
-    /// Checks that the files can be written. `tool` and `target` say what they will be of.
+    /// Checks that the files can be written. `tool` and `target` describe the profiles.
     ///
     /// # Errors
-    /// If one cannot, or if the earlier profile cannot be read.
+    /// If a file cannot be written, or if the earlier profile cannot be read.
     pub fn prepare(&self, tool: &'static str, target: String) -> Result<Exports> {
         let mut files: Vec<(Replaced, Writer)> = Vec::new();
         if let Some(path) = &self.flame {
@@ -92,18 +92,18 @@ pub struct Exports {
     failed: Option<Error>,
 }
 
-/// What the numbers of a report are of.
+/// Description of the numbers of a report.
 #[derive(Debug, Clone)]
 pub struct Subject {
-    /// The subject in words, such as `outstanding allocations`.
+    /// The numbers in words, such as `outstanding allocations`.
     pub name: String,
-    /// What there is a number of for each stack.
+    /// Kinds of the numbers that each stack has.
     pub values: Vec<Value>,
-    /// The value that is shown unless another one is asked for.
+    /// Index of the value that is shown unless another one is asked for.
     pub main: usize,
     /// Whether a stack's name is that of a thread, not of its process.
     pub by_thread: bool,
-    /// What a reader of the numbers has to know, such as that they are estimates.
+    /// Remarks for the reader of the numbers, such as that they are estimates.
     pub remarks: Vec<String>,
 }
 
@@ -122,13 +122,13 @@ impl Exports {
         }
     }
 
-    /// What comes from now on is what the next report is of: the trace has begun, or the last
-    /// report had all that was before.
+    /// Starts the period of the next report now: the trace has begun, or the last report contained all that came
+    /// before.
     pub fn begin(&mut self) {
         self.since = clock::now();
     }
 
-    /// A report's stacks, with what they are of.
+    /// Makes the profile of a report from its stacks and the description of their numbers.
     pub fn profile(&self, subject: Subject, samples: Vec<Sample>) -> Profile {
         Profile {
             tool: self.tool,
@@ -144,14 +144,14 @@ impl Exports {
         }
     }
 
-    /// Writes a report's stacks into the files. Where that fails the trace goes on, and the
-    /// reason is told now and by [`Exports::finish`].
+    /// Writes a report's stacks into the files. After a failure the trace goes on. The reason is printed at once and
+    /// returned by [`Exports::finish`].
     pub fn write(&mut self, subject: Subject, samples: Vec<Sample>) {
         let profile = self.profile(subject, samples);
         self.write_profile(&profile);
     }
 
-    /// [`Exports::write`] of a profile that has been made.
+    /// Writes a profile into the files, as [`Exports::write`] does.
     pub fn write_profile(&mut self, profile: &Profile) {
         let mut failed = None;
         for (file, write) in &self.files {
@@ -162,7 +162,7 @@ impl Exports {
         if let Some(heaps) = &mut self.heaps {
             heaps.write(profile);
         }
-        // A disk that stays full is told of once.
+        // A disk that stays full is reported once.
         if let Some(error) = &failed
             && self.failed.is_none()
         {

@@ -1,4 +1,4 @@
-//! Flame graphs: one SVG that any browser shows, zooms and searches, without a network.
+//! Flame graphs: each is one SVG that any browser shows, zooms and searches, without a network.
 
 use std::io::Write;
 use std::iter;
@@ -14,19 +14,19 @@ use crate::export::profile::Profile;
 use crate::print::{clock, text};
 use crate::stacks::named::NamedStack;
 
-/// What frames of the kernel are coloured in, apart from the program's, which are green.
+/// Colour of kernel frames. Frames of the program are green.
 const KERNEL: Color = Color {
     r: 240,
     g: 170,
     b: 80,
 };
-/// Calls that the compiler has put the function's code in the place of.
+/// Colour of calls that the compiler has inlined.
 const INLINED: Color = Color {
     r: 200,
     g: 170,
     b: 240,
 };
-/// What stands for frames that are not there.
+/// Colour of the placeholders for missing frames.
 const MISSING: Color = Color {
     r: 170,
     g: 170,
@@ -41,20 +41,20 @@ pub fn write(profile: &Profile, out: &mut dyn Write) -> Result<()> {
     Graph::of(profile).draw(out)
 }
 
-/// Draws the main value of the profile, coloured by its difference to an earlier one's.
+/// Writes the flame graph of the profile's main value, coloured by its difference from an earlier profile's.
 ///
 /// # Errors
-/// If they cannot be compared, or `out` cannot be written to.
+/// If the profiles cannot be compared, or `out` cannot be written to.
 pub fn write_difference(base: &Earlier, profile: &Profile, out: &mut dyn Write) -> Result<()> {
     Graph::of_difference(base, profile)?.draw(out)
 }
 
-/// What a flame graph is drawn of: text alone, so that another thread can draw it.
+/// Content of a flame graph: text alone, so that another thread can draw it.
 #[derive(Debug, Clone)]
 pub struct Graph {
     /// Folded stacks, each with its weight.
     lines: Vec<String>,
-    /// Colours by frame, where they are not the program's.
+    /// Colours of the frames that are not the program's own code, by name.
     colors: Vec<(String, Color)>,
     title: String,
     subtitle: String,
@@ -62,7 +62,7 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// The graph of the profile's main value.
+    /// Makes the graph of the profile's main value.
     pub fn of(profile: &Profile) -> Self {
         let mut colors = Vec::new();
         let mut lines = Vec::new();
@@ -87,13 +87,13 @@ impl Graph {
         }
     }
 
-    /// The graph of the profile's main value, with two weights to a line: before, and now.
+    /// Makes the graph of the profile's main value, with two weights on each line: before, and now.
     fn of_difference(base: &Earlier, profile: &Profile) -> Result<Self> {
         let mut lines = Vec::new();
         for change in base.changes(profile)? {
             let [before, now] = [&change.before, &change.now]
                 .map(|values| values.get(profile.main).map_or(0, |value| (*value).max(0)));
-            // What is gone has no width.
+            // A stack without a value now would have no width.
             if now > 0 {
                 let functions = change.names.frames.iter().rev();
                 let frames = iter::once(&change.names.comm).chain(functions);
@@ -115,7 +115,7 @@ impl Graph {
         })
     }
 
-    /// Draws it.
+    /// Draws the graph as an SVG.
     ///
     /// # Errors
     /// If `out` cannot be written to.
@@ -129,7 +129,7 @@ impl Graph {
         }
         let mut options = Options::default();
         options.colors = Palette::Basic(BasicPalette::Mem);
-        // The same function has the same colour in every graph.
+        // A function has the same colour in every graph.
         options.deterministic = true;
         options.palette_map = Some(&mut colors);
         options.title.clone_from(&self.title);
@@ -140,7 +140,7 @@ impl Graph {
             .context("failed to draw the flame graph")
     }
 
-    /// There is no flame graph of nothing.
+    /// Draws the title and the subtitle alone, as a flame graph needs at least one stack.
     fn draw_empty(&self, out: &mut dyn Write) -> Result<()> {
         let xml = |line: &str| {
             let line = line.replace('&', "&amp;").replace('<', "&lt;");
@@ -164,7 +164,7 @@ fn counted(profile: &Profile) -> &'static str {
     main.map_or("", |value| value.counted)
 }
 
-/// `memleak: outstanding allocations of pid 1234 (demo)`.
+/// Returns the title, such as `memleak: outstanding allocations of pid 1234 (demo)`.
 fn title(profile: &Profile) -> String {
     let Profile {
         tool,
@@ -175,7 +175,7 @@ fn title(profile: &Profile) -> String {
     format!("{tool}: {subject} of {target}")
 }
 
-/// Host, time and sum; and what a reader has to know of the numbers.
+/// Returns the subtitle: host, time and sum, and the remarks of the profile.
 fn subtitle(profile: &Profile) -> String {
     let host = unistd::gethostname().unwrap_or_default();
     let host = text::escape_bytes(host.as_encoded_bytes());
@@ -210,7 +210,7 @@ fn color(stack: &NamedStack, colors: &mut Vec<(String, Color)>) {
     }
 }
 
-/// Two characters that UTF-8 has and XML has not; control characters are escaped before.
+/// Replaces the two characters that UTF-8 permits and XML does not. Control characters were escaped before.
 fn valid_xml(line: String) -> String {
     if line.contains(['\u{fffe}', '\u{ffff}']) {
         line.replace(['\u{fffe}', '\u{ffff}'], "\u{fffd}")
@@ -275,7 +275,7 @@ mod tests {
         String::from_utf8(image).expect("UTF-8")
     }
 
-    /// The colour of the box with this title.
+    /// Returns the colour of the box with this title.
     fn color(image: &str, title: &str) -> String {
         let at = image.find(title).unwrap_or_else(|| panic!("no {title}"));
         let fill = image[at..].split("fill=\"").nth(1).expect("a colour");

@@ -1,5 +1,5 @@
-//! Stacks as flame graph tools read them: one line a stack, root first, frames joined by `;`,
-//! a space, and a whole number.
+//! Folded stacks, which flame graph tools read: one line for each stack, root first, frames joined by `;`, then a
+//! space and a whole number.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -7,17 +7,17 @@ use std::io::{self, Write};
 use crate::code::lines::SourceLine;
 use crate::stacks::named::{Frame, NamedStack, Part};
 
-/// What the names of kernel frames end in, for flame graphs to colour them.
+/// Suffix of the names of kernel frames, by which flame graphs colour them.
 pub(super) const KERNEL_MARK: &str = "_[k]";
-/// What the names of inlined calls end in.
+/// Suffix of the names of inlined calls.
 pub(super) const INLINED_MARK: &str = "_[i]";
 
-/// A stack as a line without its weight: `comm;main;f`.
+/// Stack as a line without its weight: `comm;main;f`.
 #[derive(Debug, Clone, Copy)]
 pub struct Folded<'a> {
-    /// The stack. The kernel's part goes on from the user's, after a frame `-`.
+    /// The stack. The kernel part follows the user part, after a frame `-`.
     pub stack: &'a NamedStack,
-    /// Makes the root frame `comm-PID`, so that processes of one name stay apart.
+    /// Whether the root frame is `comm-PID`, so that processes of one name stay apart.
     pub pid: bool,
     /// Whether kernel frames end in `_[k]`, and inlined calls in `_[i]`, which flame graphs show in colours of their own.
     pub annotate: bool,
@@ -34,7 +34,7 @@ impl fmt::Display for Folded<'_> {
 }
 
 impl<'a> Folded<'a> {
-    /// The stack alone, without marks.
+    /// Makes a line of the stack alone, without pid, marks and hidden inlined calls.
     pub fn new(stack: &'a NamedStack) -> Self {
         Self {
             stack,
@@ -44,7 +44,7 @@ impl<'a> Folded<'a> {
         }
     }
 
-    /// Writes the line, with its weight and its newline.
+    /// Writes the line, with its weight and a newline.
     ///
     /// # Errors
     /// If `out` cannot be written to.
@@ -90,23 +90,23 @@ impl<'a> Folded<'a> {
     }
 }
 
-/// The function of an inlined call.
+/// Returns the function of an inlined call.
 pub(super) fn inlined_name(call: &SourceLine) -> String {
     escape(call.function.as_deref().unwrap_or("[unknown]"))
 }
 
-/// The frame's function, or else its module in brackets.
+/// Returns the frame's function, or else its module in brackets.
 pub(super) fn name(frame: &Frame) -> String {
     escape(&frame.function_or_module())
 }
 
-/// A `;` would split the frame.
+/// Replaces each `;`, which would split the frame.
 pub(super) fn escape(name: &str) -> String {
     name.replace(';', ":")
 }
 
-/// A number after a space at the end would be taken for the weight, and the weight for that of a
-/// stack to compare with: flamegraph.pl draws differences.
+/// Replaces the space before a number at the end of the stack by `_`. flamegraph.pl, which draws differences, would
+/// take the number for the first of two weights.
 fn without_number(mut stack: String) -> String {
     let digits = stack.trim_end_matches(|c: char| c.is_ascii_digit() || c == '.');
     let end = digits.len();
@@ -208,7 +208,7 @@ mod tests {
         assert_eq!(text(with_pid, 1), "p-7;do_syscall_64;do_brk_flags 1\n");
     }
 
-    /// Whatever the names are: one stack, one number, and as many frames.
+    /// Flame graph tools find one stack, one number and the right number of frames, whatever the names are.
     #[test]
     fn flame_graph_tools_understand_it() {
         let odd = [
@@ -229,7 +229,7 @@ mod tests {
                 let text = text(Folded::new(&stack(name, user)), 4093);
                 let words: Vec<&str> = text.trim_end().rsplitn(3, char::is_whitespace).collect();
                 assert_eq!(words[0], "4093", "{text}");
-                // The word before it is no number.
+                // The word before the weight is no number.
                 assert!(
                     words.len() < 3 || words[1].parse::<f64>().is_err(),
                     "{text}"

@@ -1,7 +1,7 @@
 //! Sums for Prometheus, in a file that node_exporter's textfile collector reads (text format 0.0.4).
 //!
-//! A tool names its families ([`Family`]), adds to them as it reports, and has the file written whole. Sums are
-//! since the tool's start and never fall, as Prometheus' counters are.
+//! A tool names its families ([`Family`]), adds to them as it reports, and has the whole file written. Sums are since
+//! the tool's start and never fall, as counters of Prometheus do not.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
@@ -14,17 +14,17 @@ use anyhow::{Error, Result};
 use crate::export::replace::Replaced;
 use crate::print::histogram::Histogram;
 
-/// Series of one family at most, but for those of `other`: Prometheus keeps each for weeks. A name that comes when
-/// there are so many is counted as `other` from then on.
+/// Limit on the series of one family, without those of `other`: Prometheus keeps each series for weeks. A name that
+/// comes when the limit is reached is counted as `other` from then on.
 const MOST_SERIES: usize = 100;
-/// What is beyond [`MOST_SERIES`], in the place of the first label.
+/// Value of the first label for everything beyond [`MOST_SERIES`].
 const OTHER: &str = "other";
-/// How often the file is written at most.
+/// Minimum time between two writes of the file.
 const PAUSE: Duration = Duration::from_millis(500);
-/// How often a tool without an interval looks whether there is something to write.
+/// Interval at which a tool without reports at intervals checks for something to write.
 pub const LOOK: Duration = Duration::from_secs(1);
-/// The buckets of durations, as powers of two in nanoseconds: from 1 microsecond to 69 seconds, each four times the
-/// one before.
+/// Upper bounds of the buckets of durations, as exponents of two in nanoseconds: from 1 microsecond to 69 seconds,
+/// each four times the one before.
 const BUCKETS: [usize; 14] = [10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36];
 
 /// The option of the tools that have metrics.
@@ -36,10 +36,10 @@ pub struct MetricsArgs {
 }
 
 impl MetricsArgs {
-    /// Checks that the file can be written.
+    /// Checks that the file can be written, and writes it for the first time.
     ///
     /// # Errors
-    /// If it cannot.
+    /// If the file cannot be written.
     pub fn open(&self, tool: &'static str, families: &[&'static Family]) -> Result<Metrics> {
         let file = self.metrics.as_deref().map(Replaced::at).transpose()?;
         let mut metrics = Metrics {
@@ -57,31 +57,31 @@ impl MetricsArgs {
     }
 }
 
-/// Numbers of one kind.
+/// Metric family: numbers of one kind.
 #[derive(Debug)]
 pub struct Family {
-    /// The name, with its unit and `_total` as Prometheus wants them.
+    /// Name, with its unit and `_total` as Prometheus wants them.
     pub name: &'static str,
-    /// One line.
+    /// Help text of one line.
     pub help: &'static str,
-    /// Names of the labels. Where the values of one are names of others' choice, it is the first.
+    /// Names of the labels. A label with arbitrary values, such as names of tasks, comes first.
     pub labels: &'static [&'static str],
-    /// What the numbers are.
+    /// Kind of the numbers.
     pub kind: Kind,
 }
 
-/// What the numbers of a family are.
+/// Kind of a family's numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// How many, or how many bytes.
+    /// Number of events, pages or bytes.
     Count,
-    /// Nanoseconds, which are written as seconds.
+    /// Sum of nanoseconds, which is written as seconds.
     Seconds,
-    /// Nanoseconds of each, as a histogram of seconds.
+    /// Nanoseconds of each event, as a histogram of seconds.
     Durations,
 }
 
-/// What every tool could not record.
+/// Family of the losses of every tool.
 static LOST: Family = Family {
     name: "memtools_lost_total",
     help: "What a tool could not record, by reason.",
@@ -89,7 +89,7 @@ static LOST: Family = Family {
     kind: Kind::Count,
 };
 
-/// One number, or one histogram.
+/// Value of one series: one number, or one histogram and its sum.
 #[derive(Debug, Clone, Default)]
 struct Amount {
     sum: u64,
@@ -103,12 +103,12 @@ impl Amount {
     }
 }
 
-/// The numbers of one family, by the values of its labels.
+/// Numbers of one family, by the values of its labels.
 #[derive(Debug)]
 struct Kept {
     family: &'static Family,
     series: BTreeMap<Vec<String>, Amount>,
-    /// What has no series yet.
+    /// Amounts of label values that have no series yet.
     new: HashMap<Vec<String>, Amount>,
 }
 
@@ -134,7 +134,7 @@ impl Kept {
         }
     }
 
-    /// Gives the largest of what is new series of their own while there is room.
+    /// Makes series of the new amounts, the largest first, up to the limit. Adds the rest to `other`.
     fn settle(&mut self) {
         let mut new: Vec<_> = self.new.drain().collect();
         new.sort_by(|(a, of_a), (b, of_b)| (Reverse(of_a.sum), a).cmp(&(Reverse(of_b.sum), b)));
@@ -191,7 +191,7 @@ impl Kept {
     }
 }
 
-/// `name="value"`, with what would end the value escaped.
+/// Returns `name="value"`, with the value escaped.
 pub(crate) fn pair(name: &str, value: &str) -> String {
     let value = value
         .replace('\\', r"\\")
@@ -200,7 +200,7 @@ pub(crate) fn pair(name: &str, value: &str) -> String {
     format!("{name}=\"{value}\"")
 }
 
-/// Labels, each a [`pair`], as they stand behind a name.
+/// Joins labels, each a [`pair`], in braces, as they follow a name.
 pub(crate) fn braces(labels: &[String]) -> String {
     if labels.is_empty() {
         String::new()
@@ -209,18 +209,18 @@ pub(crate) fn braces(labels: &[String]) -> String {
     }
 }
 
-/// Nanoseconds as seconds, without rounding.
+/// Formats nanoseconds as seconds, without rounding.
 fn seconds(ns: u64) -> String {
     format!("{}.{:09}", ns / 1_000_000_000, ns % 1_000_000_000)
 }
 
-/// The sums of one run, and their file. Without one nothing is kept.
+/// Sums of one run, and their file. Without a file nothing is kept.
 #[derive(Debug)]
 pub struct Metrics {
     file: Option<Replaced>,
     tool: &'static str,
     kept: BTreeMap<&'static str, Kept>,
-    /// When the file was written last.
+    /// Time of the last write of the file.
     written: Option<Instant>,
     failed: Option<Error>,
 }
@@ -231,7 +231,7 @@ impl Metrics {
         self.file.is_some()
     }
 
-    /// Adds to a sum. `labels` are the values of the family's.
+    /// Adds to a sum. `labels` are the values of the family's labels.
     pub fn add(&mut self, family: &'static Family, labels: &[&str], amount: u64) {
         if self.any() {
             self.of(family).at(labels).sum += amount;
@@ -247,14 +247,14 @@ impl Metrics {
         }
     }
 
-    /// Puts a sum in the place of the last one: the kernel half adds up itself.
+    /// Replaces a sum that the BPF program adds up itself.
     pub fn set(&mut self, family: &'static Family, labels: &[&str], sum: u64) {
         if self.any() {
             self.of(family).at(labels).sum = sum;
         }
     }
 
-    /// Puts a histogram, and the sum of its durations in nanoseconds, in the place of the last one.
+    /// Replaces a histogram, and the sum of its durations in nanoseconds.
     pub fn set_durations(
         &mut self,
         family: &'static Family,
@@ -267,7 +267,7 @@ impl Metrics {
         }
     }
 
-    /// Sets how much was lost for this reason.
+    /// Sets the number of losses of this kind.
     pub fn set_lost(&mut self, what: &str, lost: u64) {
         self.set(&LOST, &[what, self.tool], lost);
     }
@@ -277,8 +277,8 @@ impl Metrics {
         kept.or_insert_with(|| Kept::of(family))
     }
 
-    /// Writes the file, unless that was just now. Where it fails the trace goes on, and the reason is told now and
-    /// by [`Metrics::finish`].
+    /// Writes the file, unless it was written within the last half second. After a failure the trace goes on. The
+    /// reason is printed at once and returned by [`Metrics::finish`].
     pub fn write_if_due(&mut self) {
         if self
             .written
@@ -299,7 +299,7 @@ impl Metrics {
         };
         let failed = file.write(all).err();
         let failed = failed.map(|error| error.context(format!("failed to write {}", file.name())));
-        // A disk that stays full is told of once.
+        // A disk that stays full is reported once.
         if let Some(error) = &failed
             && self.failed.is_none()
         {
@@ -312,7 +312,7 @@ impl Metrics {
     /// Writes the file for the last time.
     ///
     /// # Errors
-    /// If it could not be written.
+    /// If the file could not be written.
     pub fn finish(mut self) -> Result<()> {
         self.write();
         self.failed.map_or(Ok(()), |error| {
@@ -404,7 +404,7 @@ mod tests {
                 metrics.add(&FAULTS, &[&name(number), "minor"], number as u64);
             }
             metrics.write();
-            // Now the smallest are large, and one of the largest goes on.
+            // Now one of the smallest becomes large, and one of the largest goes on.
             metrics.add(&FAULTS, &[&name(1), "minor"], 1_000_000);
             metrics.add(&FAULTS, &[&name(1008), "minor"], 1);
         });

@@ -1,14 +1,14 @@
-//! Room `export`: named stacks, and sums, in the formats that people read and that other programs take in.
+//! Room `export`: named stacks, and sums, in the formats that people and other programs read.
 //!
 //! | module | what it is for |
 //! |---|---|
-//! | [`text`] | stacks below a row, and as stackcount of BCC prints them |
-//! | [`folded`] | stacks as flame graph tools read them |
-//! | [`files`] | the options that write files, and the files of a run |
-//! | [`profile`] | what a report is about, for the formats that are files of their own |
+//! | [`text`] | stacks below a row, and in the format of BCC's stackcount |
+//! | [`folded`] | folded stacks, which flame graph tools read |
+//! | [`files`] | options that write files, and the files of a run |
+//! | [`profile`] | stacks, numbers and subject of a report, which each file format is written from |
 //! | [`flame`] | flame graphs |
 //! | [`earlier`] | profiles of earlier runs, to compare reports with |
-//! | [`pprof`] | profiles as `go tool pprof` and others read them |
+//! | [`pprof`] | profiles in pprof's format |
 //! | [`perfetto`] | timelines, and heap profiles on them, for ui.perfetto.dev |
 //! | [`metrics`] | sums for Prometheus |
 //! | [`replace`] | files that are written whole or not at all |

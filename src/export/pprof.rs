@@ -1,8 +1,8 @@
 //! Profiles in pprof's format, which `go tool pprof`, Pyroscope, Parca, speedscope, Perfetto and
 //! Grafana read: one message of google/pprof's `proto/profile.proto`, compressed.
 //!
-//! Stacks of one program that runs several times, at other addresses each time, share locations: an
-//! address is that of the file's code where it was first seen.
+//! Stacks of one program that runs several times, at other addresses each time, share locations: the address of a
+//! location is the one at which its code was first seen.
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -23,7 +23,7 @@ use crate::process::address_space::MappedCode;
 use crate::process::cgroup;
 use crate::stacks::named::{Frame, NamedStack, Part};
 
-/// The part of the address space that is the kernel's on x86-64 and arm64.
+/// Start of the kernel's half of the address space on x86-64 and arm64.
 const KERNEL_START: u64 = 1 << 63;
 
 /// Writes the profile with all its values.
@@ -34,23 +34,24 @@ pub fn write(profile: &Profile, out: &mut dyn Write) -> Result<()> {
     Encoded::of(profile).write(out)
 }
 
-/// A profile in pprof's terms: text and numbers alone, so that another thread can compress it.
+/// Profile in pprof's format: text and numbers alone, so that another thread can compress it.
 #[derive(Debug, Clone)]
 pub struct Encoded(pub(super) message::Profile);
 
 impl Encoded {
-    /// The profile with all its values.
+    /// Encodes the profile with all its values.
     pub fn of(profile: &Profile) -> Self {
         Self(Builder::build(profile))
     }
 
-    /// What came between an earlier profile of the same run and this one: each stack's numbers less
-    /// the earlier ones, below 0 where it has less. Stacks that have not changed are left out.
+    /// Subtracts an earlier profile of the same run from this one. The numbers of a stack are below 0 where it has
+    /// less than before. Stacks that have not changed are left out.
     pub fn since(&self, earlier: &Self) -> Self {
         Self(difference::of(&earlier.0, &self.0))
     }
 
-    /// Writes it as text, as Go programs do: false if it is not of a heap.
+    /// Writes the profile as text, as Go programs do. Returns false, and writes nothing, if the profile is not of a
+    /// heap.
     ///
     /// # Errors
     /// If `out` cannot be written to.
@@ -58,7 +59,7 @@ impl Encoded {
         pprof_text::write(&self.0, out).context("failed to write")
     }
 
-    /// Writes it, compressed.
+    /// Writes the profile, compressed.
     ///
     /// # Errors
     /// If `out` cannot be written to.
@@ -71,8 +72,7 @@ impl Encoded {
     }
 }
 
-/// The tables of a message, each thing in them once. Numbers of mappings, functions and locations
-/// begin at 1.
+/// Message whose tables have each entry once. Ids of mappings, functions and locations begin at 1.
 #[derive(Default)]
 struct Builder {
     message: message::Profile,
@@ -80,21 +80,21 @@ struct Builder {
     mappings: HashMap<Code, u64>,
     functions: HashMap<(i64, i64), u64>,
     locations: HashMap<LocationKey, u64>,
-    /// Cgroups by process; None of a process that has gone.
+    /// Cgroups by process; None for a process that has exited.
     cgroups: HashMap<u32, Option<String>>,
     /// Whether a stack's name is that of a thread, not of its process.
     by_thread: bool,
 }
 
-/// What is mapped: a part of a file by the file's number and offset, or a module of the kernel.
+/// Identity of a mapping: a part of a file by the file's number and offset, or the kernel or one of its modules.
 #[derive(PartialEq, Eq, Hash)]
 enum Code {
     File { number: u32, offset: u64 },
     Kernel(String),
 }
 
-/// What tells locations apart: generated code has other functions at the same addresses in other
-/// processes, and Python's has no address. The function is the outermost one where calls are inlined.
+/// Identity of a location. An address is not enough: generated code has other functions at the same addresses in
+/// other processes, and Python's frames have no address. The function is the outermost one where calls are inlined.
 #[derive(PartialEq, Eq, Hash)]
 struct LocationKey {
     mapping: u64,
@@ -110,7 +110,7 @@ impl Builder {
             ..Self::default()
         };
         builder.string("");
-        // The first mapping is the program's.
+        // pprof takes the first mapping for the main program.
         if let Some(program) = largest_program(profile) {
             builder.mapping_of(program);
         }
@@ -200,7 +200,7 @@ impl Builder {
         }
     }
 
-    /// The cgroup that a process is in now; None of the kernel's own, and of a process that has gone.
+    /// Returns the cgroup that a process is in now; None for the kernel's own, and for a process that has exited.
     fn cgroup(&mut self, pid: u32) -> Option<String> {
         let of_process = || cgroup::of_process(pid);
         self.cgroups.entry(pid).or_insert_with(of_process).clone()
@@ -228,7 +228,7 @@ impl Builder {
                 let module = frame.module.as_ref().map_or("kernel", |(name, _)| name);
                 (self.kernel_mapping(module), frame.instruction)
             }
-            // Its function and line are all that tells it.
+            // Function and line are all that identifies an interpreted frame.
             None if frame.is_interpreted() => (0, 0),
             None => (0, frame.instruction),
         };
@@ -244,7 +244,7 @@ impl Builder {
         self.location(mapping, address, lines)
     }
 
-    /// The functions that a frame's instruction is in, of which all but the last are inlined.
+    /// Returns the lines of the functions that a frame's instruction is in. All but the last function are inlined.
     fn lines(&mut self, frame: &Frame) -> Vec<message::Line> {
         let mut lines = Vec::new();
         for call in frame.source.inlined() {
@@ -253,7 +253,8 @@ impl Builder {
         }
         let own = frame.source.lines.last();
         let name = frame.symbol.as_ref().map(|(name, _)| name);
-        // Of a frame without a name, whoever reads it may know the file by its build id, and name it.
+        // A frame without a name gets no line: a reader of the profile may know the file by its build id, and
+        // symbolize it.
         if let Some(name) = name.or_else(|| own?.function.as_ref()) {
             lines.push(self.line(name, own));
         }
@@ -371,7 +372,7 @@ fn is_empty(sample: &Sample) -> bool {
     sample.values.iter().all(|&value| value == 0)
 }
 
-/// The program that most of the main value is of.
+/// Returns the program that has the largest sum of the main value.
 fn largest_program(profile: &Profile) -> Option<&MappedCode> {
     let mut sums: HashMap<u32, (u64, &MappedCode)> = HashMap::new();
     for sample in &profile.samples {

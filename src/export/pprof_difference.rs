@@ -1,21 +1,23 @@
-//! The difference of two profiles of one run, in pprof's terms.
+//! Difference of two profiles of one run, in pprof's format.
 //!
-//! Both have tables of their own, so what the earlier one refers to is looked for in the later one's
-//! tables, and added where it is missing.
+//! Each profile has tables of its own. So each entry that the earlier profile refers to is looked up in the tables of
+//! the later one, and added where it is missing.
 
 use std::collections::HashMap;
 use std::hash::Hash;
 
 use crate::export::pprof_message::{Function, Label, Line, Location, Mapping, Profile, Sample};
 
-/// What tells a mapping's file and place: the addresses are those of the process that was seen first.
+/// Identity of a mapping: file name, build id and file offset. Addresses are not part of it: they are those of the
+/// process that was seen first.
 type MappingKey = (i64, i64, u64);
-/// What tells a location: its mapping, the address within, and the function, the outermost where calls are inlined.
+/// Identity of a location: its mapping, the offset in the mapping, and the function, the outermost one where calls
+/// are inlined.
 type LocationKey = (u64, u64, u64);
-/// What tells a sample: its locations and labels.
+/// Identity of a sample: its locations and labels.
 type SampleKey = (Vec<u64>, Vec<(i64, i64, i64)>);
 
-/// The later profile less the earlier one, without what is 0.
+/// Subtracts the earlier profile from the later one. Samples whose values are all 0 are left out.
 pub(super) fn of(earlier: &Profile, later: &Profile) -> Profile {
     let mut sums = Sums::of(later);
     let numbers = Numbers::translated(earlier, &mut sums.tables);
@@ -34,7 +36,7 @@ pub(super) fn of(earlier: &Profile, later: &Profile) -> Profile {
     }
 }
 
-/// Samples, each stack once.
+/// Sums of samples, one for each stack and its labels.
 struct Sums {
     tables: Tables,
     samples: Vec<Sample>,
@@ -67,7 +69,7 @@ impl Sums {
     }
 }
 
-/// The tables of the later profile, with where each thing is in them.
+/// Tables of the later profile, with an index of each by its entries' identity.
 struct Tables {
     profile: Profile,
     strings: HashMap<String, i64>,
@@ -128,7 +130,8 @@ impl Tables {
         )
     }
 
-    /// The location at this place of its mapping, which has these lines.
+    /// Returns the id of the location at this offset in its mapping. Adds a location with these lines if it is
+    /// missing.
     fn location(&mut self, mapping: u64, offset: u64, line: Vec<Line>) -> u64 {
         let address = offset.wrapping_add(start_of(mapping, &self.profile));
         let table = &mut self.profile.location;
@@ -146,7 +149,7 @@ impl Tables {
     }
 }
 
-/// Where the things of the earlier profile are in the later one's tables.
+/// Numbers of the earlier profile's entries in the later profile's tables.
 struct Numbers {
     strings: Vec<i64>,
     locations: HashMap<u64, u64>,
@@ -236,7 +239,7 @@ fn outermost(lines: &[Line]) -> u64 {
     lines.last().map_or(0, |line| line.function_id)
 }
 
-/// Where a mapping begins; 0 of none.
+/// Returns the start address of a mapping; 0 without a mapping.
 fn start_of(mapping: u64, profile: &Profile) -> u64 {
     let place = (mapping as usize).checked_sub(1);
     let mapping = place.and_then(|place| profile.mapping.get(place));
@@ -247,7 +250,7 @@ fn start_of(mapping: u64, profile: &Profile) -> u64 {
 mod tests {
     use super::*;
 
-    /// A profile in which a program, mapped from `start` on, has these stacks of one frame each.
+    /// Makes a profile of a program that is mapped from `start` on, with these stacks of one frame each.
     fn profile(start: u64, time_nanos: i64, stacks: &[(&str, i64)]) -> Profile {
         let mut profile = Profile {
             string_table: vec![String::new(), "/bin/p".into(), "comm".into(), "p".into()],
@@ -299,7 +302,7 @@ mod tests {
             let location = &between.location[sample.location_id[0] as usize - 1];
             let function = &between.function[location.line[0].function_id as usize - 1];
             let name = between.string_table[function.name as usize].as_str();
-            // Addresses are the later profile's.
+            // Addresses are those of the later profile.
             assert_eq!(location.address, 0x9000 + name.len() as u64);
             assert_eq!(between.string_table[sample.label[0].str as usize], "p");
             stacks.push((name, sample.value[0]));

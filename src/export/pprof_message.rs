@@ -1,7 +1,7 @@
-//! The messages of google/pprof's `proto/profile.proto`, as far as they are written here.
+//! Messages of google/pprof's `proto/profile.proto`, with the fields that are used here.
 //!
-//! Most fields are indexes into the table of strings, or numbers of entries in other tables; 0 is
-//! the empty string, or none.
+//! Most fields are indexes into the table of strings, or ids of entries in other tables. 0 is the empty string, or no
+//! entry.
 
 use prost::Message;
 
@@ -19,14 +19,14 @@ pub(super) struct Profile {
     pub(super) function: Vec<Function>,
     #[prost(string, repeated, tag = "6")]
     pub(super) string_table: Vec<String>,
-    /// When it ended, since 1970.
+    /// End of the profile, since 1970.
     #[prost(int64, tag = "9")]
     pub(super) time_nanos: i64,
     #[prost(int64, tag = "10")]
     pub(super) duration_nanos: i64,
     #[prost(message, optional, tag = "11")]
     pub(super) period_type: Option<ValueType>,
-    /// The mean distance between samples; 1 where all was recorded.
+    /// Mean distance between samples; 1 where everything was recorded.
     #[prost(int64, tag = "12")]
     pub(super) period: i64,
     #[prost(int64, repeated, tag = "13")]
@@ -46,7 +46,7 @@ pub(super) struct ValueType {
 
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct Sample {
-    /// Innermost first.
+    /// Locations of the frames, innermost first.
     #[prost(uint64, repeated, tag = "1")]
     pub(super) location_id: Vec<u64>,
     /// One for each sample type.
@@ -60,7 +60,7 @@ pub(super) struct Sample {
 pub(super) struct Label {
     #[prost(int64, tag = "1")]
     pub(super) key: i64,
-    /// Either this or `num`.
+    /// Value of the label as a string; a label has either this or `num`.
     #[prost(int64, tag = "2")]
     pub(super) str: i64,
     #[prost(int64, tag = "3")]
@@ -81,7 +81,7 @@ pub(super) struct Mapping {
     pub(super) filename: i64,
     #[prost(int64, tag = "6")]
     pub(super) build_id: i64,
-    /// Names were looked for: a reader does not have to.
+    /// The code is symbolized already: a reader does not have to do it.
     #[prost(bool, tag = "7")]
     pub(super) has_functions: bool,
     #[prost(bool, tag = "8")]
@@ -100,7 +100,7 @@ pub(super) struct Location {
     pub(super) mapping_id: u64,
     #[prost(uint64, tag = "3")]
     pub(super) address: u64,
-    /// Several where calls were inlined, the innermost first; none if the function has no name.
+    /// Source lines: several where calls were inlined, the innermost first; none if the function has no name.
     #[prost(message, repeated, tag = "4")]
     pub(super) line: Vec<Line>,
 }

@@ -1,5 +1,5 @@
-//! Heap profiles as text, as Go programs answer `/debug/pprof/heap?debug=1`: for people, and for tools that read the
-//! older format.
+//! Heap profiles as text, in the format of Go programs at `/debug/pprof/heap?debug=1`: for people, and for tools that
+//! read the older format.
 //!
 //! ```text
 //! heap profile: 1009: 31279 [1009: 31279] @ heap/2
@@ -9,29 +9,30 @@
 //! #    0x40195e    main    /usr/src/lines/lines.c:4011
 //! ```
 //!
-//! The numbers are those of objects and bytes in use, and in brackets of those allocated. Half of what follows `heap/` is
-//! the mean distance between samples: 1, as all numbers are whole ones or scaled already.
+//! The numbers are the objects and bytes in use, and in brackets the objects and bytes allocated. Half of the number
+//! after `heap/` is the mean distance between samples: 1, as all numbers are complete or scaled already.
 
 use std::cmp::Reverse;
 use std::io::{self, Write};
 
 use crate::export::pprof_message::{Location, Profile, Sample};
 
-/// Where the numbers of a sample are among its values.
+/// Indexes of two numbers among a sample's values.
 #[derive(Debug, Clone, Copy)]
 struct Pair {
     objects: usize,
     bytes: usize,
 }
 
-/// Writes a profile that has numbers of a heap; false of another one.
+/// Writes a profile that has numbers of a heap. Returns false, and writes nothing, for any other profile.
 pub(super) fn write(profile: &Profile, out: &mut dyn Write) -> io::Result<bool> {
     let in_use = pair(profile, "inuse");
     let allocated = pair(profile, "alloc");
     if in_use.or(allocated).is_none() {
         return Ok(false);
     }
-    // What is in use was allocated, and nothing is known to be in use where it was not looked at.
+    // Without numbers of allocations, the numbers in use serve for both: whatever is in use was allocated. Without
+    // numbers in use, these are 0.
     let numbers = |sample: &Sample| [in_use, allocated.or(in_use)].map(|pair| of(pair, sample));
     let line = |[[objects, bytes], [all, all_bytes]]: [[i64; 2]; 2]| {
         format!("{objects}: {bytes} [{all}: {all_bytes}] @")
@@ -68,7 +69,7 @@ pub(super) fn write(profile: &Profile, out: &mut dyn Write) -> io::Result<bool> 
     Ok(true)
 }
 
-/// The functions at a place, of which all but the last are inlined.
+/// Writes a line for each function at a location. All but the last function are inlined.
 fn stack_lines(profile: &Profile, location: &Location, out: &mut dyn Write) -> io::Result<()> {
     let address = location.address;
     if location.line.is_empty() {
@@ -87,7 +88,7 @@ fn stack_lines(profile: &Profile, location: &Location, out: &mut dyn Write) -> i
     Ok(())
 }
 
-/// Where the two values of a kind are, such as `inuse`.
+/// Returns the indexes of the objects and bytes of a kind, such as `inuse`. None if the profile lacks either.
 fn pair(profile: &Profile, kind: &str) -> Option<Pair> {
     let at = |unit: &str| {
         let name = format!("{kind}_{unit}");
@@ -100,7 +101,7 @@ fn pair(profile: &Profile, kind: &str) -> Option<Pair> {
     })
 }
 
-/// The two numbers of a sample; 0 of what it does not have.
+/// Returns the two numbers of a sample; 0 for a missing one.
 fn of(pair: Option<Pair>, sample: &Sample) -> [i64; 2] {
     pair.map_or([0; 2], |pair| {
         [pair.objects, pair.bytes].map(|at| sample.value.get(at).copied().unwrap_or_default())

@@ -1,22 +1,22 @@
-//! What one report is about, for the formats that are files of their own.
+//! Stacks, numbers and subject of one report, which each file format is written from.
 
 use jiff::Zoned;
 
 use crate::stacks::named::{NamedStack, Part};
 
-/// What is counted by stack, and in which unit: the names that pprof's format gives to both.
+/// Kind and unit of the numbers of stacks, by the names that pprof's format gives to both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Value {
     /// The name that the format has for the value, such as `inuse_space`.
     pub kind: &'static str,
     /// The unit, such as `bytes` or `count`.
     pub unit: &'static str,
-    /// What one is called in a flame graph, such as `bytes` or `faults`.
+    /// Name of one unit in a flame graph, such as `bytes` or `faults`.
     pub counted: &'static str,
 }
 
 impl Value {
-    /// A number of something, which has this name.
+    /// Makes a value of unit `count`. `kind` is its name in pprof's format, `counted` its name in a flame graph.
     pub const fn count(kind: &'static str, counted: &'static str) -> Self {
         Self {
             kind,
@@ -25,7 +25,7 @@ impl Value {
         }
     }
 
-    /// A number of bytes.
+    /// Makes a value of unit `bytes`. `kind` is its name in pprof's format.
     pub const fn bytes(kind: &'static str) -> Self {
         Self {
             kind,
@@ -49,23 +49,23 @@ pub struct Sample {
 pub struct Profile {
     /// The tool's name.
     pub tool: &'static str,
-    /// What was traced, such as `pid 1234 (demo)`; escaped.
+    /// Description of the target, such as `pid 1234 (demo)`; escaped.
     pub target: String,
-    /// What the numbers are of, such as `outstanding allocations`.
+    /// Description of the numbers, such as `outstanding allocations`.
     pub subject: String,
-    /// When what the numbers are of began.
+    /// Start of the period that the numbers cover.
     pub since: Zoned,
-    /// When it ended.
+    /// End of the period that the numbers cover.
     pub until: Zoned,
-    /// What there is a number of for each stack.
+    /// Kinds of the numbers that each stack has.
     pub values: Vec<Value>,
-    /// The value that is shown unless another one is asked for.
+    /// Index of the value that is shown unless another one is asked for.
     pub main: usize,
     /// Whether a stack's name is that of a thread, not of its process.
     pub by_thread: bool,
     /// The stacks.
     pub samples: Vec<Sample>,
-    /// What a reader of the numbers has to know, such as that they are estimates.
+    /// Remarks for the reader of the numbers, such as that they are estimates.
     pub remarks: Vec<String>,
 }
 
@@ -81,7 +81,8 @@ impl Profile {
 }
 
 impl Part {
-    /// What stands for frames that are not there: that the whole part was lost, or why it was cut.
+    /// Returns the placeholder for missing frames: `[lost]` if the part has no frames, `[truncated: REASON]` if the
+    /// stack was cut. None if the part is complete.
     pub fn missing(&self) -> Option<String> {
         if self.frames.is_empty() {
             return Some("[lost]".to_owned());

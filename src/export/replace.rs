@@ -1,4 +1,4 @@
-//! Files that are written whole or not at all: beside the old one, which is then replaced.
+//! Files that are written whole or not at all: each is written beside the old file, which is then replaced.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
@@ -12,7 +12,7 @@ use crate::print::text;
 #[derive(Debug)]
 pub struct Replaced {
     path: PathBuf,
-    /// What is written, until it is complete.
+    /// Path of the file that is written, until the content is complete.
     draft: PathBuf,
 }
 
@@ -20,10 +20,10 @@ impl Replaced {
     /// Checks that a file can be written at `path`, before anything is traced.
     ///
     /// # Errors
-    /// If there is something else than a file, such as a device, which would be lost; or if the
-    /// folder cannot be written to.
+    /// If `path` exists and is not a regular file, such as a device, which would be lost; or if the folder cannot be
+    /// written to.
     pub fn at(path: &Path) -> Result<Self> {
-        // Where a symbolic link leads to, not the link, is what is replaced.
+        // The target of a symbolic link is replaced, not the link.
         let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         let shown = text::escape_bytes(path.as_os_str().as_encoded_bytes());
         let name = path
@@ -53,7 +53,7 @@ impl Replaced {
     /// Writes the whole file, and puts it in the place of the old one.
     ///
     /// # Errors
-    /// If that fails, the old one is still there.
+    /// If the file cannot be written. The old file is then unchanged.
     pub fn write(&self, content: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<()> {
         let write = || -> Result<()> {
             let mut out = BufWriter::new(self.create()?);
@@ -62,19 +62,19 @@ impl Replaced {
             Ok(fs::rename(&self.draft, &self.path)?)
         };
         write().inspect_err(|_| {
-            // What failed is told; that the draft stays as well changes nothing.
+            // The write error is reported; an error of the removal would add nothing.
             let _ = fs::remove_file(&self.draft);
         })
     }
 
-    /// Makes the draft as a new file: a link that somebody put at its name is not followed.
+    /// Creates the draft as a new file: a symbolic link that somebody put at its name is not followed.
     fn create(&self) -> io::Result<File> {
         let new = || {
             let mut options = OpenOptions::new();
             options.write(true).create_new(true).open(&self.draft)
         };
         match new() {
-            // An earlier tool with our number left it, which was killed.
+            // An earlier tool with the same pid left the draft when it was killed.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 fs::remove_file(&self.draft)?;
                 new()
@@ -84,7 +84,7 @@ impl Replaced {
     }
 }
 
-/// Fails if there is something else than a file at `path`.
+/// Fails if `path` exists and is not a regular file.
 pub(super) fn expect_file(path: &Path) -> Result<()> {
     if let Ok(there) = fs::metadata(path) {
         ensure!(

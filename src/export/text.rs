@@ -1,4 +1,4 @@
-//! Stacks as text: below the row of an event, and as stackcount of BCC prints them.
+//! Stacks as text: below the row of an event, and in the format of BCC's stackcount.
 
 use std::fmt::Write as _;
 use std::io::{self, Write};
@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use crate::export::folded;
 use crate::stacks::named::{Frame, NamedStack, Part};
 
-/// Writes a stack below its row: the kernel's frames, `--`, the user's, innermost first.
+/// Writes a stack below its row: the kernel frames, `--`, the user frames, innermost first.
 ///
 /// # Errors
 /// If `out` cannot be written to.
@@ -16,7 +16,7 @@ pub fn below_row(stack: &NamedStack, out: &mut dyn Write) -> io::Result<()> {
     part_below_row(stack.user.as_ref(), out)
 }
 
-/// Writes one part of a stack below its row; nothing if there is none.
+/// Writes one part of a stack below its row. Writes nothing if `part` is None.
 ///
 /// # Errors
 /// If `out` cannot be written to.
@@ -34,20 +34,20 @@ pub fn part_below_row(part: Option<&Part>, out: &mut dyn Write) -> io::Result<()
     }
 }
 
-/// What [`block`] adds to the names of functions.
+/// Details that [`block`] adds to the names of functions.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct BlockStyle {
-    /// The process's number.
+    /// Add the pid.
     pub pid: bool,
-    /// A mark for the kernel's frames.
+    /// Mark kernel frames.
     pub annotate: bool,
-    /// The place in each function.
+    /// Add the offset in each function.
     pub offsets: bool,
-    /// The address of each frame.
+    /// Add the address of each frame.
     pub addresses: bool,
 }
 
-/// A stack as stackcount of BCC prints it, up to the count: the kernel's frames, `--`, the user's,
+/// Formats a stack as BCC's stackcount prints it, up to the count: the kernel frames, `--`, the user frames,
 /// innermost first, and the process.
 pub fn block(stack: &NamedStack, style: BlockStyle) -> String {
     let mut block = String::new();
@@ -73,7 +73,7 @@ pub fn block(stack: &NamedStack, style: BlockStyle) -> String {
     block
 }
 
-/// Adds a frame's lines, its inlined calls before it.
+/// Adds the lines of a frame, its inlined calls first.
 fn frame_of_block(frame: &Frame, style: BlockStyle, block: &mut String) {
     let suffix = if frame.is_kernel() && style.annotate {
         folded::KERNEL_MARK
@@ -94,7 +94,8 @@ fn frame_of_block(frame: &Frame, style: BlockStyle, block: &mut String) {
     }
 }
 
-/// The function's name, alone unless the place in it is asked for: that tells apart what belongs together.
+/// Returns the function's name, with the offset only if `offsets` asks for it: offsets would split stacks that belong
+/// together.
 fn name(frame: &Frame, offsets: bool) -> String {
     match (&frame.symbol, &frame.module) {
         (Some((name, offset)), _) if offsets && !frame.is_interpreted() => {

@@ -1,10 +1,10 @@
-//! Reports by stack as heap profiles, of which a viewer draws a flame graph each, and how it grew.
+//! Reports by stack as heap profiles. A viewer draws a flame graph of each, and how the heap grew.
 //!
-//! trace_processor takes the sums of a stack for those since the start as long as the stack has the same
-//! number, forgets all tables at the end of a packet, and finds a packet missing where the index skips
-//! (`profile_packet_sequence_state.cc`). So a stack has one number as long as there is memory of it, and
-//! another one, with sums of its own, if there is again later. A packet has what has changed since the last
-//! one, and all that this refers to.
+//! trace_processor takes a stack's sums to be sums since the start as long as the stack keeps its number. It forgets
+//! all tables at the end of a packet, and reports a missing packet where the index skips
+//! (`profile_packet_sequence_state.cc`). So a stack keeps one number while it has outstanding memory. If it has
+//! memory again later, it gets another number, with sums of its own. A packet contains the stacks that have changed
+//! since the last one, and all the entries that these refer to.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -20,21 +20,21 @@ use crate::export::profile::{Profile, Sample};
 use crate::print::clock;
 use crate::stacks::named::{self, NamedStack, Part};
 
-/// The heap profiles of a run, in a file that grows at each report.
+/// Heap profiles of a run, in a file that grows at each report.
 pub struct Heaps {
     trace: Trace,
     tables: Tables,
-    /// Stacks of which there is memory, by process and frames, the outermost first.
+    /// Stacks with outstanding memory, by process and frames, the outermost first.
     stacks: HashMap<(u32, Vec<u64>), Stack>,
-    /// The number of the last new stack.
+    /// Number of the last new stack.
     last_number: u64,
     /// Processes that have had stacks.
     processes: BTreeSet<u32>,
-    /// Reports before this one.
+    /// Number of reports that were written before.
     index: u64,
 }
 
-/// The sums of a stack.
+/// Sums of a stack.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 struct Stack {
     number: u64,
@@ -42,7 +42,7 @@ struct Stack {
     blocks: Flow,
 }
 
-/// What has come and gone: the format has sums, and a report what is there.
+/// Sums of what was allocated and freed. The format takes these sums, while a report has what is outstanding.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 struct Flow {
     came: u64,
@@ -50,7 +50,8 @@ struct Flow {
 }
 
 impl Flow {
-    /// Adds what must have come or gone at least for so much to be there now. Returns whether that is any.
+    /// Adds the least that must have been allocated or freed for `now` to be outstanding. Returns whether anything
+    /// was added.
     fn reach(&mut self, now: u64) -> bool {
         let before = self.came - self.went;
         self.came += now.saturating_sub(before);
@@ -79,7 +80,8 @@ impl Heaps {
         })
     }
 
-    /// Adds a report of numbers of allocations and of bytes. Of a stack that it lacks, nothing is there.
+    /// Adds a report, with numbers of allocations and of bytes. A stack that the report lacks has no outstanding
+    /// memory.
     pub fn write(&mut self, profile: &Profile) {
         let mut there: HashMap<(u32, Vec<u64>), [u64; 2]> = HashMap::new();
         for Sample { stack, values } in &profile.samples {
@@ -118,7 +120,7 @@ impl Heaps {
         self.index += 1;
     }
 
-    /// What has changed, with all that it refers to.
+    /// Makes the packet of the stacks that have changed, with all the entries that they refer to.
     fn packet(
         &mut self,
         there: &HashMap<(u32, Vec<u64>), [u64; 2]>,
@@ -151,7 +153,7 @@ impl Heaps {
         }
         self.tables.describe(frames, &mut packet);
         let timestamp = clock::monotonic_ns();
-        // A process in which nothing has changed has a point on the timeline, too.
+        // A process without changes gets a point on the timeline, too.
         packet.process_dumps = self
             .processes
             .iter()
@@ -166,16 +168,16 @@ impl Heaps {
         packet
     }
 
-    /// Writes the rest.
+    /// Writes the buffered packets.
     ///
     /// # Errors
-    /// If not all could be written, now or before.
+    /// If a packet could not be written, now or before.
     pub fn finish(&mut self) -> Result<()> {
         self.trace.finish()
     }
 }
 
-/// What stacks are made of. Each has a number, from 1 on, for the whole run.
+/// Strings, mappings and frames of all stacks. Each has a number, from 1 on, for the whole run.
 #[derive(Default)]
 struct Tables {
     strings: Vec<Vec<u8>>,
@@ -186,8 +188,8 @@ struct Tables {
     frame_numbers: HashMap<Frame, u64>,
 }
 
-/// What is mapped: a part of a file by the file's number and where it is, a module of the kernel, or nothing
-/// that is known.
+/// Identity of a mapping: a part of a file by the file's number and start address, the kernel or one of its modules,
+/// or unknown.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Code {
     File { number: u32, start: u64 },
@@ -196,7 +198,7 @@ enum Code {
 }
 
 impl Tables {
-    /// The numbers of a stack's frames, the outermost first.
+    /// Returns the numbers of a stack's frames, the outermost first.
     fn frames_of(&mut self, stack: &NamedStack) -> Vec<u64> {
         let mut frames = Vec::new();
         for part in [&stack.kernel, &stack.user].into_iter().flatten() {
@@ -250,7 +252,7 @@ impl Tables {
             }
             None => {
                 let mapping = self.mapping(Code::Unknown, |_| Mapping::default());
-                // A frame of Python is what its name says.
+                // A frame of interpreted code is identified by its name alone.
                 let native = !frame.is_interpreted();
                 (mapping, if native { frame.instruction } else { 0 })
             }
@@ -264,7 +266,7 @@ impl Tables {
         })
     }
 
-    /// The number of a frame that has none yet.
+    /// Returns the number of a frame that is given without one. Adds the frame if it is new.
     fn number(&mut self, frame: Frame) -> u64 {
         let frames = &mut self.frames;
         *self.frame_numbers.entry(frame).or_insert_with(|| {
@@ -288,7 +290,7 @@ impl Tables {
         self.mappings.len() as u64
     }
 
-    /// The numbers of a path's parts. The reader puts a slash before each.
+    /// Returns the numbers of a path's components. The reader puts a slash before each.
     fn path(&mut self, path: &str) -> Vec<u64> {
         let parts = path.split('/').filter(|part| !part.is_empty());
         parts.map(|part| self.string(part.as_bytes())).collect()
@@ -304,7 +306,7 @@ impl Tables {
         number
     }
 
-    /// Puts these frames into a packet, with what they refer to.
+    /// Puts these frames into a packet, with the mappings and strings that they refer to.
     fn describe(&self, frames: BTreeSet<u64>, packet: &mut ProfilePacket) {
         let at = |number: &u64| *number as usize - 1;
         packet.frames = frames.iter().map(|frame| self.frames[at(frame)]).collect();
@@ -366,7 +368,7 @@ mod tests {
         }
     }
 
-    /// The samples of each packet by function: bytes that came and went, and blocks.
+    /// Reads the samples of each packet by function: bytes allocated and freed, blocks allocated and freed.
     fn read(path: &Path) -> Vec<Vec<(String, [u64; 4])>> {
         let bytes = fs::read(path).expect("a file");
         let packets = Packets::decode(&*bytes).expect("packets").packet;
@@ -421,7 +423,7 @@ mod tests {
                 // Nothing has changed in b.
                 vec![sums("a", [50, 0, 5, 0])],
                 vec![sums("a", [50, 9, 5, 1]), sums("b", [5, 5, 1, 1])],
-                // It is another stack to the reader, who would not take less than before.
+                // To the reader this is another stack: it would not accept sums that fall.
                 vec![sums("b", [3, 0, 2, 0])],
             ]
         );
@@ -441,7 +443,7 @@ mod tests {
         assert_eq!(read(&path), [vec![sums([5, 0, 1, 0]), sums([21, 0, 3, 0])]]);
         let numbers: BTreeSet<u64> = heaps.stacks.values().map(|stack| stack.number).collect();
         assert_eq!(numbers, BTreeSet::from([1, 2]));
-        // What is gone takes no room, and a number is not given again.
+        // A stack without outstanding memory is dropped, and its number is not used again.
         heaps.write(&report(&[]));
         assert!(heaps.stacks.is_empty());
         heaps.write(&report(&[(8, "a", [1, 5])]));

@@ -1,20 +1,20 @@
-//! The messages of Perfetto's `protos/perfetto/trace/perfetto_trace.proto`, as far as they are written here.
+//! Messages of Perfetto's `protos/perfetto/trace/perfetto_trace.proto`, with the fields that are written here.
 //!
-//! Fields in which 0 or false differs from nothing are optional. Repeated numbers are not packed: the
-//! schema is of version 2 of the language, and trace_processor reads them as it says.
+//! A field in which 0 or false means something else than a missing value is optional. Repeated numbers are not
+//! packed, as the schema is proto2 and trace_processor reads them so.
 
 use prost::Message;
 
-/// The value of `timestamp_clock_id`, and of a [`Clock`]: what `date` shows.
+/// Wall clock, which `date` shows, as a value of `timestamp_clock_id` and of [`Clock::clock_id`].
 pub(super) const REALTIME: u32 = 1;
-/// The clock of the kernel half's time stamps.
+/// Clock of the BPF programs' timestamps.
 pub(super) const MONOTONIC: u32 = 3;
-/// The clock that a heap profile's own time is taken to be of.
+/// Clock that trace_processor takes a heap profile's own timestamp to be of.
 pub(super) const MONOTONIC_COARSE: u32 = 5;
-/// The clock of a trace, which goes on while the machine is suspended.
+/// Clock of a trace, which goes on while the machine is suspended.
 pub(super) const BOOTTIME: u32 = 6;
 
-/// The flag of a sequence's first packet: nothing that was written before is referred to.
+/// Flag of a sequence's first packet: later packets refer to nothing before it.
 pub(super) const INCREMENTAL_STATE_CLEARED: u32 = 1;
 
 /// Values of [`TrackEvent::kind`].
@@ -34,7 +34,7 @@ pub(super) struct TracePacket {
     pub(super) clock_snapshot: Option<ClockSnapshot>,
     #[prost(uint64, tag = "8")]
     pub(super) timestamp: u64,
-    /// The field `trusted_packet_sequence_id`: the writer of the packet.
+    /// The field `trusted_packet_sequence_id`, which identifies the writer of the packet.
     #[prost(uint32, tag = "10")]
     pub(super) sequence: u32,
     #[prost(message, optional, tag = "11")]
@@ -122,7 +122,7 @@ pub(super) struct TrackEvent {
     pub(super) counter_value: Option<i64>,
 }
 
-/// An argument of an event: a name and one value of any of these types, or several.
+/// Argument of an event: a name and values of one of these types.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct DebugAnnotation {
     #[prost(bool, optional, tag = "2")]
@@ -143,7 +143,7 @@ pub(super) struct DebugAnnotation {
     pub(super) array_values: Vec<DebugAnnotation>,
 }
 
-/// A heap profile, with the tables that its numbers refer to. Numbers begin at 1.
+/// Heap profile, with the tables that its ids refer to. Ids begin at 1.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct ProfilePacket {
     #[prost(message, repeated, tag = "1")]
@@ -156,7 +156,7 @@ pub(super) struct ProfilePacket {
     pub(super) mappings: Vec<Mapping>,
     #[prost(message, repeated, tag = "5")]
     pub(super) process_dumps: Vec<ProcessHeapSamples>,
-    /// One more with each packet of a sequence.
+    /// Number of the profile packet in its sequence.
     #[prost(uint64, tag = "7")]
     pub(super) index: u64,
 }
@@ -177,7 +177,7 @@ pub(super) struct Frame {
     pub(super) function_name_id: u64,
     #[prost(uint64, tag = "3")]
     pub(super) mapping_id: u64,
-    /// From the start of the mapping.
+    /// Offset of the instruction from the start of the mapping.
     #[prost(uint64, tag = "4")]
     pub(super) rel_pc: u64,
 }
@@ -186,7 +186,7 @@ pub(super) struct Frame {
 pub(super) struct Callstack {
     #[prost(uint64, tag = "1")]
     pub(super) iid: u64,
-    /// The outermost first.
+    /// Frames, the outermost first.
     #[prost(uint64, repeated, packed = "false", tag = "2")]
     pub(super) frame_ids: Vec<u64>,
 }
@@ -195,17 +195,17 @@ pub(super) struct Callstack {
 pub(super) struct Mapping {
     #[prost(uint64, tag = "1")]
     pub(super) iid: u64,
-    /// The string that is the build id, as bytes.
+    /// Id of the string that holds the build id, as bytes.
     #[prost(uint64, tag = "2")]
     pub(super) build_id: u64,
     #[prost(uint64, tag = "4")]
     pub(super) start: u64,
     #[prost(uint64, tag = "5")]
     pub(super) end: u64,
-    /// The parts of the path between its slashes.
+    /// Ids of the path's components.
     #[prost(uint64, repeated, packed = "false", tag = "7")]
     pub(super) path_string_ids: Vec<u64>,
-    /// The byte of the file that is at `start`.
+    /// File offset that is mapped at `start`.
     #[prost(uint64, tag = "8")]
     pub(super) exact_offset: u64,
 }
@@ -224,7 +224,7 @@ pub(super) struct ProcessHeapSamples {
     pub(super) sampling_interval_bytes: u64,
 }
 
-/// The sums of one stack since the start: what is there is what was allocated less what was freed.
+/// Sums of one stack since the start. Outstanding memory is what was allocated less what was freed.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(super) struct HeapSample {
     #[prost(uint64, tag = "1")]

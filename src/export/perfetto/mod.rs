@@ -1,13 +1,13 @@
 //! Traces for ui.perfetto.dev and its trace_processor.
 //!
-//! A trace is a sequence of packets, so that the files of several tools, one behind the other, are one
-//! timeline. Therefore the number of a track is made of what the track is of, the same in every tool; the
-//! number of a sequence of packets is made of the run; and all times are of CLOCK_BOOTTIME.
+//! A trace is a sequence of packets, so that the concatenated files of several tools are one timeline. Therefore the
+//! number of a track is derived from the subject of the track, the same in every tool; the number of a sequence of
+//! packets is derived from the run; and all times are of CLOCK_BOOTTIME.
 //!
 //! | module | what it is for |
 //! |---|---|
 //! | `message` | the packets |
-//! | `tracks` | threads' events and counts as packets |
+//! | `tracks` | events of threads, and counts, as packets |
 //! | `heap` | reports by stack as heap profiles |
 
 mod heap;
@@ -31,31 +31,31 @@ use crate::export::replace::expect_file;
 use crate::print::clock;
 use crate::print::text;
 
-/// Bytes of packets that are kept before they are written.
+/// Bytes of packets that are buffered before they are written.
 const ENOUGH: usize = 1 << 20;
-/// By how much CLOCK_BOOTTIME may seem to run ahead of CLOCK_MONOTONIC, as they cannot be read at once. More
-/// is a time in which the machine was suspended.
+/// Change in the difference of CLOCK_BOOTTIME and CLOCK_MONOTONIC that is ignored, as both cannot be read at once. A
+/// larger change is a time in which the machine was suspended.
 const READ_APART: Duration = Duration::from_millis(1);
 
-/// The file of a trace. Packets are added at its end; it has whole ones only, also where a disk is full.
+/// File of a trace. Packets are appended. The file has whole packets only, even if the disk is full.
 struct Trace {
     file: File,
     /// The path, escaped.
     name: String,
     tool: &'static str,
-    /// The number of this writer.
+    /// Number of this run's sequence of packets.
     sequence: u32,
     /// Encoded packets that are not written yet.
     packets: Vec<u8>,
-    /// Bytes of the packets that are written.
+    /// Size of the packets that are written, in bytes.
     written: u64,
-    /// By how much CLOCK_BOOTTIME is ahead of CLOCK_MONOTONIC.
+    /// Lead of CLOCK_BOOTTIME over CLOCK_MONOTONIC.
     suspended: Duration,
     failed: Option<Error>,
 }
 
 impl Trace {
-    /// Begins a trace in a new file, or one that is emptied.
+    /// Begins a trace in a new file, or truncates an existing one.
     fn create(path: &Path, tool: &'static str) -> Result<Self> {
         let name = text::escape_bytes(path.as_os_str().as_encoded_bytes());
         expect_file(path)?;
@@ -81,20 +81,20 @@ impl Trace {
         Ok(trace)
     }
 
-    /// Adds a packet. Its writer is filled in.
+    /// Adds a packet, and sets its number of the sequence.
     fn push(&mut self, packet: TracePacket) {
         let packet = TracePacket {
             sequence: self.sequence,
             ..packet
         };
-        // The field `packet` of a Trace.
+        // Field 1 of the message `Trace` is `packet`.
         prost::encoding::message::encode(1, &packet, &mut self.packets);
         if self.packets.len() > ENOUGH {
             self.flush();
         }
     }
 
-    /// Adds a packet about a time of CLOCK_BOOTTIME.
+    /// Adds a packet with a timestamp of CLOCK_BOOTTIME.
     fn push_at(&mut self, timestamp: u64, packet: TracePacket) {
         self.push(TracePacket {
             timestamp,
@@ -103,7 +103,7 @@ impl Trace {
         });
     }
 
-    /// A time of CLOCK_MONOTONIC, of a moment ago, as one of CLOCK_BOOTTIME.
+    /// Converts a recent time of CLOCK_MONOTONIC to CLOCK_BOOTTIME.
     fn boottime(&mut self, monotonic_ns: u64) -> u64 {
         let suspended = suspended();
         if suspended.abs_diff(self.suspended) > READ_APART {
@@ -113,7 +113,7 @@ impl Trace {
         monotonic_ns.saturating_add(ahead)
     }
 
-    /// Writes the packets that are there. After a failure there is nothing more to write.
+    /// Writes the buffered packets. After a failure nothing more is written.
     fn flush(&mut self) {
         let packets = mem::take(&mut self.packets);
         if self.failed.is_some() || packets.is_empty() {
@@ -122,7 +122,8 @@ impl Trace {
         match self.file.write_all(&packets) {
             Ok(()) => self.written += packets.len() as u64,
             Err(error) => {
-                // Half a packet would be read as damage. If it stays, the failure is told all the same.
+                // Half a packet would be read as damage, so it is cut off. If that fails, the write error is reported
+                // all the same.
                 let _ = self.file.set_len(self.written);
                 let error = Error::new(error).context(format!("failed to write {}", self.name));
                 eprintln!("{}: {error:#}: the timeline ends here", self.tool);
@@ -137,32 +138,32 @@ impl Trace {
     }
 }
 
-/// A run may end early, as when the reader of its output leaves.
+/// Writes the buffered packets when a run ends early, as when the reader of its output exits.
 impl Drop for Trace {
     fn drop(&mut self) {
         self.flush();
     }
 }
 
-/// A track's number for each kind of track: what it is of below, and the kind in the upper four bits. Every
-/// build of every tool has the same ones for processes and threads.
+/// Kinds of tracks, in the upper four bits of a track's number. The bits below identify the track's subject. Every
+/// build of every tool has the same numbers for processes and threads.
 const PROCESS: u64 = 1 << 60;
 const THREAD: u64 = 2 << 60;
 const OTHER: u64 = 3 << 60;
 
-/// A hash of what this is, the same in every run of this build.
+/// Hashes a value. The hash is the same in every run of this build.
 fn hash(what: &impl Hash) -> u64 {
     let mut hasher = DefaultHasher::new();
     what.hash(&mut hasher);
     hasher.finish()
 }
 
-/// The number of a track that only one tool writes on.
+/// Returns the number of a track that only one tool writes to.
 fn own_number(what: &impl Hash) -> u64 {
     OTHER | hash(what) >> 4
 }
 
-/// The track of a process. Its name may be that of one of its threads.
+/// Describes the track of a process. `name` may be the name of one of its threads.
 fn process_track(pid: u32, name: &str) -> TrackDescriptor {
     TrackDescriptor {
         uuid: PROCESS | u64::from(pid),
@@ -174,7 +175,7 @@ fn process_track(pid: u32, name: &str) -> TrackDescriptor {
     }
 }
 
-/// What says which track is which.
+/// Makes the packet that describes a track.
 fn describing(track: TrackDescriptor) -> TracePacket {
     TracePacket {
         track_descriptor: Some(track),
@@ -190,7 +191,7 @@ fn suspended() -> Duration {
     now(ClockId::CLOCK_BOOTTIME).saturating_sub(now(ClockId::CLOCK_MONOTONIC))
 }
 
-/// The clocks now, by which a viewer shows wall time.
+/// Reads the clocks, from which a viewer computes wall time.
 fn clocks() -> message::ClockSnapshot {
     let clocks = [
         (message::BOOTTIME, ClockId::CLOCK_BOOTTIME),
@@ -203,7 +204,7 @@ fn clocks() -> message::ClockSnapshot {
         timestamp: u64::try_from(now(clock).as_nanos()).unwrap_or(u64::MAX),
     };
     message::ClockSnapshot {
-        // One that is read exactly serves as the coarse one, too, which lags by milliseconds.
+        // CLOCK_MONOTONIC is sent for the coarse clock, too, which lags by milliseconds.
         clocks: clocks.map(read).into(),
         primary_trace_clock: message::BOOTTIME,
     }
@@ -229,7 +230,7 @@ mod tests {
         let mut trace = Trace::create(&path, "faults").expect("room");
         let ahead = trace.boottime(0);
         assert_eq!(trace.boottime(7), ahead + 7);
-        // Not what the clocks say: they are read anew, and differ by too much.
+        // A wrong difference: the clocks are read anew, and differ from it by too much.
         trace.suspended += Duration::from_secs(1);
         assert!(trace.boottime(7).abs_diff(ahead + 7) < READ_APART.as_nanos() as u64);
     }

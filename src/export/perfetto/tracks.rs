@@ -1,4 +1,4 @@
-//! Threads' events as slices, and counts as counters that never fall.
+//! Events of threads as slices, and counts as counters that never fall.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -12,30 +12,30 @@ use super::{THREAD, Trace, describing, hash, own_number, process_track};
 use crate::print::clock::{self, Clock};
 use crate::print::timeline::{Count, Event, Timeline, Unit};
 
-/// Tracks whose descriptions are remembered. Beyond that all are described once more.
+/// Limit on the tracks that are remembered as described. Beyond it all are described once more.
 const MOST_DESCRIBED: usize = 1 << 16;
-/// Counters of processes at most. What comes beyond is added up in one for the others.
+/// Limit on the number of counters. Counts beyond it are added up in one counter for the others of that name.
 const MOST_COUNTERS: usize = 10_000;
-/// What an event's track says already, and what its name does.
+/// Fields of a row that an event's track or its name shows already.
 const ON_TRACK: [&str; 5] = ["type", "time", "pid", "tid", "comm"];
 
-/// The timeline of a tool, in a file that grows at each flush.
+/// Timeline of a tool, in a file that grows at each flush.
 pub struct Tracks {
     trace: Trace,
     clock: Clock,
-    /// When it began, by CLOCK_BOOTTIME.
+    /// Start of the timeline, by CLOCK_BOOTTIME.
     began: u64,
-    /// Numbers of the tracks that are described, each with a hash of what it is called.
+    /// Numbers of the tracks that are described, each with a hash of the track's name.
     described: HashSet<(u64, u64)>,
-    /// By the number of their track.
+    /// Value of each counter, by the number of its track.
     sums: HashMap<u64, u64>,
 }
 
 impl Tracks {
-    /// Begins a timeline. `tool` names the track of what belongs to no process.
+    /// Begins a timeline. `tool` names the track of events that belong to no process.
     ///
     /// # Errors
-    /// If the file cannot be written, or is none.
+    /// If the file cannot be written, or is not a regular file.
     pub fn create(path: &Path, tool: &'static str) -> Result<Self> {
         let mut trace = Trace::create(path, tool)?;
         Ok(Self {
@@ -51,7 +51,7 @@ impl Tracks {
         self.trace.boottime(self.clock.monotonic_ns(time))
     }
 
-    /// Describes a track, unless that is done. Returns its number.
+    /// Describes a track, unless it is described already. Returns its number.
     fn describe(&mut self, track: TrackDescriptor) -> u64 {
         let uuid = track.uuid;
         let called = (&track.name, track.thread.as_ref().map(|it| &it.thread_name));
@@ -65,7 +65,7 @@ impl Tracks {
         uuid
     }
 
-    /// The track of what belongs to no process.
+    /// Returns the track of events that belong to no process.
     fn own_track(&mut self) -> u64 {
         let tool = self.trace.tool;
         self.describe(TrackDescriptor {
@@ -126,7 +126,7 @@ impl Tracks {
         );
     }
 
-    /// Something without a duration, by a row's fields.
+    /// Makes an event without a duration. The row's fields are its arguments.
     fn instant(&self, track_uuid: u64, name: &str, row: &Value) -> TrackEvent {
         TrackEvent {
             kind: message::INSTANT,
@@ -198,7 +198,7 @@ impl Timeline for Tracks {
     }
 }
 
-/// The fields of a row, but for those that its track has.
+/// Converts the fields of a row to arguments, except for the fields in [`ON_TRACK`].
 fn arguments(row: &Value) -> Vec<DebugAnnotation> {
     let fields = row.as_object().into_iter().flatten();
     let own = fields.filter(|(name, _)| !ON_TRACK.contains(&name.as_str()));
@@ -206,7 +206,7 @@ fn arguments(row: &Value) -> Vec<DebugAnnotation> {
         .collect()
 }
 
-/// A field and its value; None of what is not known.
+/// Converts a field to an argument; None if its value is unknown.
 fn argument(name: &str, value: &Value) -> Option<DebugAnnotation> {
     let mut argument = DebugAnnotation {
         name: name.to_owned(),

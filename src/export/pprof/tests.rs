@@ -65,7 +65,7 @@ fn decoded(samples: Vec<Sample>) -> message::Profile {
     message::Profile::decode(&bytes[..]).expect("a message")
 }
 
-/// The names of a sample's functions, innermost first; an address for what has none.
+/// Returns the names of a sample's functions, innermost first; an address where no function is known.
 fn names(profile: &message::Profile, sample: &message::Sample) -> Vec<String> {
     let name = |id: &u64| {
         let location = &profile.location[*id as usize - 1];
@@ -107,7 +107,7 @@ fn stacks_begin_with_the_kernel_and_end_with_what_is_missing() {
     assert_eq!(stacks[2], ["[lost]"]);
     assert_eq!(profile.sample[0].value, [23, 92]);
     assert_eq!(stacks.len(), 3, "one without any number is left out");
-    // What is the same is there once: f, an unknown one, main, the kernel's, and two missing.
+    // Equal entries are stored once: f, an unknown frame, main, the kernel's, and two placeholders.
     assert_eq!((profile.location.len(), profile.function.len()), (6, 5));
 }
 
@@ -116,7 +116,7 @@ fn a_frame_of_python_is_its_function_file_and_line() {
     let at = |word, line| Frame::of_python(word, "load", Some(("/srv/orders.py", line)));
     let stacks = [
         [at(1 << 63 | 1, Some(41)), at(1 << 63 | 9, Some(43))],
-        // The same lines, at other instructions.
+        // Other instructions of the same lines.
         [at(1 << 63 | 2, Some(41)), at(1 << 63 | 8, Some(43))],
     ];
     let samples = stacks.iter().map(|frames| sample(frames, &[], [1, 1]));
@@ -131,7 +131,7 @@ fn a_frame_of_python_is_its_function_file_and_line() {
         .location
         .iter()
         .map(|location| location.line[0].line);
-    // The last is what is missing.
+    // The last location is the placeholder for missing frames.
     assert_eq!(lines.collect::<Vec<_>>(), [41, 43, 0]);
     assert_eq!(profile.sample[0].location_id, profile.sample[1].location_id);
 }
