@@ -1,6 +1,6 @@
 //! faults: page faults, by user stack and process.
 //!
-//! Hook: the kernel's own count of page faults, as a software perf event (`bpf/faults.bpf.c`).
+//! Hook: the kernel's page-fault counter, as a software perf event (`bpf/faults.bpf.c`).
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -175,12 +175,12 @@ fn run(args: Args) -> Result<ExitCode> {
 }
 
 impl Args {
-    /// What is kept for Prometheus.
+    /// Returns the metric family that --metrics writes.
     fn family(&self) -> &'static Family {
         if self.bytes { &BYTES } else { &FAULTS }
     }
 
-    /// Which of the kernel's counts is meant.
+    /// Returns the software event to count: major faults, minor faults or all.
     fn event(&self) -> Software {
         if self.major {
             Software::PAGE_FAULTS_MAJ
@@ -199,7 +199,7 @@ impl Args {
         }
     }
 
-    /// A table of processes is no stacks.
+    /// Returns the output format. The table of --by-process has none of the formats of stacks.
     fn format(&self) -> Format {
         if self.by_process {
             self.common.format()
@@ -229,7 +229,7 @@ fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
     open.load()
 }
 
-/// The table of --by-process.
+/// Prints the table of --by-process.
 fn print_processes<M: MapCore>(
     output: &mut Output,
     counts: &mut StackCounts<'_, M>,
@@ -275,11 +275,11 @@ fn print_processes<M: MapCore>(
     output.flush()
 }
 
-/// What one process did.
+/// Page faults of one process.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "process")]
 struct Faulter<'a> {
-    /// The report's.
+    /// Time of the report.
     #[serde(serialize_with = "clock::serialize")]
     time: &'a Zoned,
     pid: u32,

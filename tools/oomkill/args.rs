@@ -1,4 +1,4 @@
-//! The options of oomkill.
+//! Command line of oomkill.
 
 use clap::Parser;
 use memtools::export::files::ExportArgs;

@@ -1,4 +1,4 @@
-//! The programs of oomkill on the hooks of a kill, in the best way that this kernel has.
+//! BPF programs of oomkill on the hooks of a kill, in the best way that this kernel supports.
 
 use anyhow::{Context, Result, ensure};
 use libbpf_rs::Link;
@@ -11,27 +11,27 @@ use crate::args::Args;
 use crate::bpf;
 use crate::bpf::Loaded;
 
-/// Distinct stacks that there is room for at first. A kill has two, and a machine that is out of memory is
-/// not to be asked for more.
+/// Initial capacity of the stack table, in distinct stacks. A kill has two, and a machine that is out of memory
+/// should not have to provide more.
 const STACKS: u32 = 256;
 
-/// Bytes of the buffer for events: hundreds of kills.
+/// Size of the ring buffer, in bytes: enough for hundreds of kills.
 const EVENT_BYTES: u32 = 1 << 18;
 
-/// Cgroups whose paths the kernel half keeps: victims' of one look at the buffer.
+/// Capacity of the map of cgroup paths: the cgroups of the victims between two reads of the ring buffer.
 const CGROUPS: u32 = 128;
 
-/// The loaded programs, and their links.
+/// Loaded programs, and their links.
 type Started = (Loaded, Vec<Link>);
 
-/// How the kernel can be asked, the best way first.
+/// Ways to attach to a kill, the best first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Rung {
     Fentry,
     Kprobe,
-    /// mark_victim with the task.
+    /// mark_victim alone, with the task as its argument.
     Victim,
-    /// mark_victim with its number.
+    /// mark_victim alone, with the pid as its argument.
     Pid,
 }
 
@@ -46,7 +46,7 @@ impl Rung {
     }
 }
 
-/// Loads and attaches the programs. Returns the way's name, too.
+/// Loads and attaches the programs in the first way that works. Also returns the name of the way.
 pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Started)> {
     let arguments = kernel_support::tracepoint_arguments("mark_victim")?
         .context("this kernel has no tracepoint mark_victim")?;
@@ -65,12 +65,12 @@ pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Start
     attach::first_that_works(args.common.verbose, variants)
 }
 
-/// Whether the way of this name has nothing but mark_victim.
+/// Whether mark_victim is the only hook of the way with this name.
 pub(crate) fn is_mark_victim_alone(way: &str) -> bool {
     [Rung::Victim, Rung::Pid].map(Rung::name).contains(&way)
 }
 
-/// Loads and attaches one rung. `with_task`: what mark_victim comes with.
+/// Loads and attaches the programs of one rung. `with_task`: whether the argument of mark_victim is the task.
 fn try_start(args: &Args, filter: &Filter, rung: Rung, with_task: bool) -> Result<Started> {
     ensure!(
         rung != Rung::Victim || with_task,

@@ -1,4 +1,4 @@
-//! Who could have been killed instead: the tasks that the kernel ranks highest now.
+//! Processes that could have been killed instead: those that the kernel ranks highest now.
 
 use std::fs;
 
@@ -6,22 +6,22 @@ use memtools::print::text;
 use memtools::process::proc;
 use serde::Serialize;
 
-/// How many are shown.
+/// Number of candidates that are shown.
 const TOP: usize = 5;
 
-/// A process with the kernel's opinion of it.
+/// Process with the kernel's OOM score of it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct Candidate {
     pub(crate) pid: u32,
     pub(crate) comm: String,
-    /// `/proc/PID/oom_score`: the highest is killed first.
+    /// Score in `/proc/PID/oom_score`: the process with the highest is killed first.
     pub(crate) oom_score: i64,
     pub(crate) oom_score_adj: i64,
     pub(crate) rss_kb: u64,
 }
 
-/// The highest ranked of all processes, or of those in or below a cgroup. The victim of a moment
-/// ago is left out: it may still be there.
+/// Returns the processes that the kernel ranks highest, of all or of those in or below a cgroup. The victim is left
+/// out, as it may not have exited yet.
 pub(crate) fn now(cgroup: Option<&str>, victim: u32) -> Vec<Candidate> {
     let mut candidates: Vec<Candidate> = proc::all()
         .unwrap_or_default()
@@ -38,7 +38,7 @@ pub(crate) fn now(cgroup: Option<&str>, victim: u32) -> Vec<Candidate> {
 fn look_at(pid: u32) -> Option<Candidate> {
     let read = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).ok();
     let oom_score_adj = read("oom_score_adj")?.trim().parse().ok()?;
-    // The kernel never kills these.
+    // The kernel never kills processes with this value.
     if oom_score_adj == -1000 {
         return None;
     }
@@ -48,7 +48,7 @@ fn look_at(pid: u32) -> Option<Candidate> {
         comm: text::escape(read("comm")?.trim_end_matches('\n')).into_owned(),
         oom_score: read("oom_score")?.trim().parse().ok()?,
         oom_score_adj,
-        // A kernel thread has no memory of its own.
+        // Kernel threads have no VmRSS, as they have no memory of their own.
         rss_kb: rss_kb(&status)?,
     })
 }
@@ -65,7 +65,7 @@ fn is_in(pid: u32, cgroup: &str) -> bool {
     names_cgroup(&groups, cgroup)
 }
 
-/// Whether the line for version 2 names the cgroup or one below it.
+/// Whether the line for cgroup version 2 names this cgroup or one below it.
 fn names_cgroup(groups: &str, cgroup: &str) -> bool {
     let own = groups.lines().find_map(|line| line.strip_prefix("0::"));
     own.and_then(|own| own.strip_prefix(cgroup.trim_end_matches('/')))

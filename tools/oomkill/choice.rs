@@ -1,4 +1,5 @@
-//! Which kills the options ask for: by the victim, where the kernel half has not chosen already.
+//! Filter for the kills that the options ask for, by victim. The BPF program has already checked the task that needed
+//! memory.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -10,11 +11,11 @@ use memtools::run::target::{Target, TargetArgs};
 
 use crate::bpf::types::event;
 
-/// Which victims the options ask for.
+/// Victims that the options ask for.
 pub(crate) struct Choice {
     pids: Vec<u32>,
     name: Option<String>,
-    /// The id of the cgroup.
+    /// Id of the cgroup.
     cgroup: Option<u64>,
 }
 
@@ -23,7 +24,7 @@ impl Choice {
         args.is_some().then(|| Self {
             pids: target.pids(),
             name: args.filter.name.clone(),
-            // It was opened before: what has gone since has no victims.
+            // The cgroup was opened before. If it has been removed since, it has no victims.
             cgroup: args
                 .filter
                 .cgroup
@@ -32,7 +33,7 @@ impl Choice {
         })
     }
 
-    /// Whether the options ask for the task that wanted memory, or for the victim.
+    /// Whether the options ask for the task that needed memory, or for the victim.
     pub(crate) fn wants(
         &self,
         event: &event,
@@ -53,7 +54,7 @@ impl Choice {
     }
 }
 
-/// Whether a path is this folder's, or of something in it.
+/// Whether a path is this folder, or below it.
 fn is_below(path: Option<&str>, folder: &str) -> bool {
     path.and_then(|path| path.strip_prefix(folder.trim_end_matches('/')))
         .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))

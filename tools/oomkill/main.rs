@@ -1,9 +1,9 @@
 //! oomkill: processes that the kernel kills because memory has run out.
 //!
-//! Hooks: `oom_kill_process()` by fentry or by a kprobe, else the tracepoint `mark_victim` alone,
-//! with the victim or with its pid (`bpf/oomkill.bpf.c`, [`mod@attach`]). An event of a victim that the
-//! options ask for ([`choice`]) becomes a row ([`row`], [`printer`]); with --extended what can be read
-//! from /proc at that moment comes with it ([`candidates`]).
+//! Hooks: `oom_kill_process()` by fentry or by a kprobe, else the tracepoint `mark_victim` alone, with the victim's
+//! task or with its pid (`bpf/oomkill.bpf.c`, [`mod@attach`]). An event of a victim that the options ask for
+//! ([`choice`]) becomes a row ([`row`], [`printer`]). With --extended the row includes what /proc shows at that
+//! moment ([`candidates`]).
 
 mod args;
 mod attach;
@@ -54,8 +54,8 @@ fn run(args: Args) -> Result<ExitCode> {
     let unwinder = args
         .wants_stacks()
         .then(|| {
-            // The victim is often who wanted the memory, and its death the first that is seen of it: the
-            // tables of those that are most likely to be killed are made before.
+            // The victim is often the task that needed the memory, and its kill the first event of it. So the unwind
+            // tables of the processes that are most likely to be killed are built before.
             let likely = candidates::now(None, 0).into_iter();
             let likely: Vec<u32> = likely.map(|candidate| candidate.pid).collect();
             target.unwinder_and(args.unwind, memtools::unwind_parts!(skel), &likely)
@@ -64,10 +64,10 @@ fn run(args: Args) -> Result<ExitCode> {
     let events: Events<event> = Events::new(&skel.maps.events)?;
 
     if let Some(symbolizer) = &mut symbolizer {
-        // There may be no memory for them later.
+        // Later there may be no memory for the kernel's symbols.
         symbolizer.read_kernel_names();
     }
-    // What processes execute is remembered: the one whose stack is to be named is often the victim.
+    // Mappings of processes are recorded, as the process whose stack is symbolized is often the victim.
     let names = unwinder.as_ref().and_then(Unwinder::names);
     let mut stacks = EventStacks::new(memtools::stack_maps!(skel), symbolizer)?;
     let mappings = stacks.begin(names)?;

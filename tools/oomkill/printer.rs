@@ -27,7 +27,7 @@ use crate::choice::Choice;
 use crate::row::{AlsoKilled, Kill, Kind, Victim};
 use crate::{candidates, row};
 
-/// Limits from here on are none: PAGE_COUNTER_MAX is LONG_MAX bytes.
+/// Smallest limit in KB that means "no limit": PAGE_COUNTER_MAX is LONG_MAX bytes.
 const NO_LIMIT_KB: u64 = (i64::MAX as u64 >> 10) & !3;
 
 pub(crate) static KILLS: Family = Family {
@@ -37,10 +37,11 @@ pub(crate) static KILLS: Family = Family {
     kind: metrics::Kind::Count,
 };
 
-/// The kind of those that are killed with a victim, as they share its memory or its cgroup is killed whole.
+/// Kind in metrics of processes that are killed with a victim, as they share its memory or its whole cgroup is
+/// killed.
 const ALSO_KILLED: &str = "also_killed";
 
-/// Turns events into rows.
+/// Printer that turns events into rows.
 pub(crate) struct Printer<'a> {
     pub(crate) output: Output,
     clock: Clock,
@@ -48,22 +49,23 @@ pub(crate) struct Printer<'a> {
     homes: Homes<'a>,
     container: bool,
     pub(crate) stacks: EventStacks<'a, MapMut<'static>>,
-    /// What the files show.
+    /// Samples for the files, one for each kill.
     kills: Vec<Sample>,
     pub(crate) exports: Exports,
     pub(crate) metrics: Metrics,
     page_kb: u64,
-    /// Whether there is nothing but mark_victim.
+    /// Whether mark_victim is the only hook.
     alone: bool,
     extended: bool,
-    /// The thread that wanted memory at the last kill, and the victim.
+    /// Tid of the task that needed memory at the last kill, and pid of the victim.
     last: Option<(u32, u32)>,
-    /// None: all.
+    /// Filter for the victims. None if all kills are asked for.
     choice: Option<Choice>,
 }
 
 impl<'a> Printer<'a> {
-    /// `alone` as in [`Printer`]; `choice` is None where all kills are asked for.
+    /// Makes a printer. `alone`: whether mark_victim is the only hook. `choice` is None where all kills are asked
+    /// for.
     #[expect(clippy::too_many_arguments, reason = "each is made by itself in run()")]
     pub(crate) fn new(
         args: &Args,
@@ -191,7 +193,7 @@ impl<'a> Printer<'a> {
         })
     }
 
-    /// The path where the hierarchy is version 2's, else the name alone.
+    /// Returns the cgroup at its limit: its path in a hierarchy of version 2, else its name alone.
     fn limit_cgroup(&mut self, event: &event) -> Option<String> {
         if event.kind != oom_kind::OOM_MEMCG {
             return None;
@@ -205,7 +207,7 @@ impl<'a> Printer<'a> {
 
     fn victim(&mut self, task: &task) -> Victim {
         if task.known == 0 {
-            // It is still dying: perhaps its name is still there.
+            // The victim has not exited yet: its name may still be in /proc.
             let comm = fs::read_to_string(format!("/proc/{}/comm", task.pid)).ok();
             return Victim {
                 pid: task.pid,
@@ -232,7 +234,7 @@ impl<'a> Printer<'a> {
         known(pages).map(|pages| pages.saturating_mul(self.page_kb))
     }
 
-    /// The stacks of the task that wanted memory, with their names, if --extended asks for them.
+    /// Symbolizes the stacks of the task that needed memory. None if stacks are not asked for.
     fn named(&mut self, event: &event) -> Result<Option<Rc<NamedStack>>> {
         let ids = StackIds {
             pid: event.pid,

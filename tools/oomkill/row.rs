@@ -1,4 +1,4 @@
-//! What is printed of a kill.
+//! Rows of a kill, as text and as JSON.
 
 use std::io::{self, Write};
 use std::rc::Rc;
@@ -16,17 +16,17 @@ use serde::Serialize;
 
 use crate::candidates::Candidate;
 
-/// Whose limit was reached.
+/// Kind of the limit that was reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Kind {
     /// The machine's memory is used up.
     Global,
-    /// A memory cgroup's.
+    /// A memory cgroup is at its limit.
     Memcg,
-    /// The nodes' that a cpuset or a memory policy permits.
+    /// The nodes that a cpuset or a memory policy permits are full.
     Cpuset,
-    /// Nobody's: somebody asked for a kill.
+    /// No limit was reached: a kill was requested by SysRq.
     Sysrq,
 }
 
@@ -41,7 +41,7 @@ impl Kind {
     }
 }
 
-/// Who was killed. None is what could not be had.
+/// Process that was killed. Values that could not be read are None.
 #[derive(Debug, Clone, Default, Serialize)]
 pub(crate) struct Victim {
     pub(crate) pid: u32,
@@ -58,43 +58,43 @@ pub(crate) struct Victim {
     pub(crate) home: Home,
 }
 
-/// A process was killed.
+/// Row of a kill.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "kill")]
 pub(crate) struct Kill {
-    /// Who wanted the memory that there was not.
+    /// Task that needed memory.
     #[serde(flatten)]
     pub(crate) origin: Origin,
     pub(crate) victim: Victim,
-    /// What there is in all where it ran out, with swap: the machine's memory, or the limit.
+    /// Total pages where memory ran out, with swap: of the machine, or of the limit.
     pub(crate) total_pages: Option<u64>,
     pub(crate) kind: Option<Kind>,
-    /// The cgroup that is at its limit, its id, which those of version 1 have none of, and the limit.
+    /// Cgroup that is at its limit. The id of the cgroup, which cgroups of version 1 lack, and the limit follow.
     pub(crate) limit_cgroup: Option<String>,
     pub(crate) limit_cgroup_id: Option<u64>,
     pub(crate) limit_kb: Option<u64>,
     pub(crate) order: Option<i32>,
     pub(crate) gfp_flags: Option<Gfp>,
     pub(crate) loadavg: Option<String>,
-    /// Who is ranked highest now that the victim is dead.
+    /// Processes that the kernel ranks highest after the victim.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) candidates: Option<Vec<Candidate>>,
-    /// The stacks of the task that wanted memory.
+    /// Stacks of the task that needed memory.
     #[serde(flatten)]
     pub(crate) stack: Option<Rc<NamedStack>>,
     #[serde(skip)]
     pub(crate) extended: bool,
-    /// Add the victim's container.
+    /// Whether text has the victim's container.
     #[serde(skip)]
     pub(crate) container: bool,
 }
 
-/// A value, or `-` for one that could not be had.
+/// Formats a value, or `-` for a missing one.
 fn dash<T: ToString>(value: Option<T>) -> String {
     value.map_or_else(|| "-".to_owned(), |value| value.to_string())
 }
 
-/// A number of KB as text, or a dash.
+/// Formats a number of KB, or `-` for a missing one.
 fn kilobytes(number: Option<u64>) -> String {
     dash(number.map(|number| format!("{number} KB")))
 }
@@ -115,7 +115,7 @@ impl output::Row for Kill {
         if let Some(loadavg) = &self.loadavg {
             write!(out, ", loadavg: {loadavg}")?;
         }
-        // Spelled as oomkill.bt has it, but behind all of BCC's line, which is thus left as it is.
+        // The cgroup is spelled as in oomkill.bt, but follows BCC's line, which stays unchanged.
         if let Some(cgroup) = &self.limit_cgroup {
             let id = dash(self.limit_cgroup_id);
             write!(out, ", CGROUP {id} (\"{cgroup}\")")?;
@@ -179,14 +179,14 @@ impl Kill {
     }
 }
 
-/// A process that was killed because another one was: with its cgroup (memory.oom.group), or
-/// because it shares the memory.
+/// Row of a process that was killed along with a victim: with its cgroup (memory.oom.group), or because it shares the
+/// victim's memory.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "also_killed")]
 pub(crate) struct AlsoKilled {
     #[serde(serialize_with = "clock::serialize")]
     pub(crate) time: Zoned,
-    /// Who wanted the memory.
+    /// Process that needed memory.
     pub(crate) pid: u32,
     pub(crate) comm: String,
     pub(crate) victim: Victim,

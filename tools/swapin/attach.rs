@@ -1,4 +1,4 @@
-//! The programs of swapin on the functions that move pages, by the names that this kernel has for them.
+//! BPF programs of swapin on the functions that move pages, by the names that these have in this kernel.
 
 use anyhow::{Context, Result};
 use libbpf_rs::Link;
@@ -12,19 +12,19 @@ use crate::args::Args;
 use crate::bpf;
 use crate::bpf::Loaded;
 
-/// Names of the kernel's functions, the newer first.
+/// Kernel functions that read pages from swap, by their names, the newer first.
 const READ: [&str; 2] = ["swap_read_folio", "swap_readpage"];
 
 const WRITE: [&str; 2] = ["swap_writeout", "swap_writepage"];
 
 const ZSWAP: &str = "zswap_load";
 
-/// What waits for pages that are read: of anonymous memory, and of shared memory.
+/// Function that waits for a page of anonymous memory to be read; [`SHARED`] waits for one of shared memory.
 const ANONYMOUS: &str = "do_swap_page";
 
 const SHARED: [&str; 2] = ["shmem_swapin_folio", "shmem_swapin_page"];
 
-/// The forms that the programs are in, and what each needs of the kernel.
+/// Forms of the programs, and the means that each needs from the kernel.
 const KINDS: [(&str, Means); 2] = [("fentry", Means::Fentry), ("kprobe", Means::Kprobes)];
 
 pub(crate) struct Attached {
@@ -32,7 +32,8 @@ pub(crate) struct Attached {
     pub(crate) links: Vec<Link>,
 }
 
-/// How zswap answers, if that is wanted and the kernel has the function by which it is asked.
+/// Finds out how the kernel's function of zswap reports success. None if zswap is not asked for, or the kernel lacks
+/// the function.
 pub(crate) fn zswap(args: &Args) -> Result<Option<Zswap>> {
     if !args.zswap {
         return Ok(None);
@@ -49,11 +50,11 @@ pub(crate) fn zswap(args: &Args) -> Result<Option<Zswap>> {
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Zswap {
-    /// Whether it says "true" of what it has, or 0 as for success.
+    /// Whether the function returns true for a page that it holds, rather than 0.
     says_bool: bool,
 }
 
-/// Loads and attaches the programs. Returns the way's name, too.
+/// Loads and attaches the programs in the first form that works. Also returns the name of the form.
 pub(crate) fn start(
     args: &Args,
     zswap: Option<Zswap>,
@@ -80,7 +81,7 @@ pub(crate) fn start(
     attach::first_that_works(args.common.verbose, attach::exact_first(variants.into()))
 }
 
-/// What this kernel calls the functions that have had several names; None: not wanted, or not to be had.
+/// Functions that have had several names, by their names in this kernel; None if not wanted, or missing.
 #[derive(Debug, Clone, Copy)]
 struct Functions {
     read: &'static str,
@@ -88,7 +89,7 @@ struct Functions {
     shared: Option<&'static str>,
 }
 
-/// The programs on these functions, in the form of this kind, in the order to attach them.
+/// Returns the names of the programs on these functions, in the form of this kind and in the order to attach them.
 fn programs(kind: &str, functions: Functions, latency: bool, zswap: bool) -> Vec<String> {
     let mut programs = Vec::new();
     if latency || zswap {
@@ -112,12 +113,12 @@ fn programs(kind: &str, functions: Functions, latency: bool, zswap: bool) -> Vec
     programs
 }
 
-/// The function that waits for shared memory, if this kernel has it by itself, and kprobes for it.
+/// Returns the function that waits for shared memory, if this kernel has it (not inlined), and kprobes for it.
 fn shared() -> Option<&'static str> {
     kernel_support::name_here(&SHARED).filter(|_| kernel_support::has_kprobes())
 }
 
-/// What this kernel calls the function.
+/// Returns the name of the function in this kernel.
 fn function(names: [&'static str; 2]) -> Result<&'static str> {
     kernel_support::name_here(&names).with_context(|| {
         format!(

@@ -1,8 +1,8 @@
 //! swapin: pages read back from swap, by process.
 //!
-//! Hooks (`bpf/swapin.bpf.c`): the kernel's function that reads pages from swap, by fentry or
-//! kprobe; with -s also the fault that waits for it, with --out the function that writes them
-//! ([`mod@attach`]). What they count is read at each report ([`report`]), and a line of it is a process
+//! Hooks (`bpf/swapin.bpf.c`), by fentry or kprobe: the kernel's function that reads pages from swap; with -s also
+//! the function that handles a fault on a swapped page, with --out the function that writes pages ([`mod@attach`]).
+//! The BPF programs count in maps, which are read at each report ([`report`]). Each row of a report is a process
 //! ([`row`]).
 
 mod args;

@@ -1,4 +1,4 @@
-//! The counts of the kernel half as a report.
+//! Counts of the BPF programs as a report.
 
 use anyhow::{Context, Result};
 use jiff::Zoned;
@@ -16,16 +16,16 @@ use crate::bpf::Loaded;
 use crate::bpf::types::{task_key, total};
 use crate::row::{self, Columns, Row};
 
-/// Reads the counts, and prints what has come since the last time.
+/// Reader of the counts, which prints what has been added since the last report.
 pub(crate) struct Report<'a> {
     counts: Counts<'a, MapMut<'static>, task_key, total>,
     homes: Option<Homes<'a>>,
     skel: &'a Loaded,
     clock: Clock,
     columns: Columns,
-    /// Whether the times of reports are left out.
+    /// Whether the time of each report is left out.
     notime: bool,
-    /// Whether the pages that zswap had are counted apart.
+    /// Whether pages that zswap held are counted separately.
     knows_zswap: bool,
     held_up_ns: u64,
 }
@@ -69,7 +69,7 @@ impl<'a> Report<'a> {
         output.flush()
     }
 
-    /// Prints the histogram of how long tasks were held up, if it is asked for.
+    /// Prints the histogram of the delays of tasks, if it is asked for.
     pub(crate) fn print_latencies(&self, output: &mut Output) -> Result<()> {
         if self.columns.latency {
             output.row(&histogram::Named {
@@ -81,14 +81,14 @@ impl<'a> Report<'a> {
         Ok(())
     }
 
-    /// How long tasks were held up since the start.
+    /// Returns the histogram of the delays of tasks since the start.
     fn latencies(&self) -> Result<Histogram> {
         let bss = self.skel.maps.bss_data.as_deref();
         let slots = bss.context("the BPF object has no data")?.latency_ns.slots;
         Ok(slots.into())
     }
 
-    /// The counts of one interval, who read the most last.
+    /// Returns the counts of one interval; the process that read the most pages comes last.
     fn rows<'t>(&mut self, time: &'t Zoned) -> Result<Vec<Row<'t>>> {
         let (columns, knows_zswap) = (self.columns, self.knows_zswap);
         let counts = self.counts.take()?;

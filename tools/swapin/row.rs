@@ -1,4 +1,4 @@
-//! The pages of one process as a line of text, as JSON and in metrics.
+//! Pages of one process as a line of text, as JSON and in metrics.
 
 use std::io::{self, Write};
 
@@ -37,7 +37,7 @@ pub(crate) static HELD_UP: Family = Family {
     kind: Kind::Durations,
 };
 
-/// Columns that not everybody wants.
+/// Optional columns.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Columns {
     pub(crate) container: bool,
@@ -64,7 +64,7 @@ impl Columns {
     }
 }
 
-/// The pages of one process in one interval.
+/// Pages of one process in one interval.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "process")]
 pub(crate) struct Row<'a> {
@@ -75,9 +75,9 @@ pub(crate) struct Row<'a> {
     #[serde(flatten)]
     pub(crate) home: Option<Home>,
     pub(crate) pages_in: u64,
-    /// How many of the pages came from zswap. None where they are not counted, or cannot be.
+    /// Number of the pages that came from zswap. None if they are not counted, or cannot be.
     pub(crate) pages_zswap: Option<u64>,
-    /// None where they are not counted.
+    /// Number of pages written to swap. None if they are not counted.
     pub(crate) pages_out: Option<u64>,
     pub(crate) held_up_ns: Option<u64>,
     #[serde(skip)]

@@ -1,4 +1,4 @@
-//! The command line.
+//! Command line of vmscan.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use memtools::process::container::ContainerArgs;
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::target::TargetArgs;
 
-/// Rows between headers on a terminal, whose first one scrolls away.
+/// Rows between headers on a terminal, from which the first header scrolls away.
 const TERMINAL_HEADER_EVERY: u64 = 20;
 
 /// Show the time and events of page reclaim, a row a second, and histograms at the end.
@@ -92,7 +92,7 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// Rows between headers; None for only one header.
+    /// Returns the number of rows between headers; None for only one header.
     pub(crate) fn rows_per_header(&self, terminal: bool) -> Option<u64> {
         let default = if terminal { TERMINAL_HEADER_EVERY } else { 0 };
         Some(self.header_every.unwrap_or(default)).filter(|&rows| rows > 0)

@@ -1,4 +1,4 @@
-//! Which tracepoints there are on this kernel, and the programs on them.
+//! Tracepoints that this kernel has, and the BPF programs of vmscan on them.
 
 use std::ffi::OsStr;
 
@@ -17,14 +17,14 @@ use crate::args::Args;
 use crate::bpf::{self, Loaded, Prepared};
 use crate::report::Columns;
 
-/// The programs while they are live.
+/// Loaded programs, and their links.
 pub(crate) struct Attached {
     pub(crate) skel: Loaded,
     pub(crate) links: Vec<Link>,
     pub(crate) has: Has,
 }
 
-/// What this kernel has tracepoints for, or was asked for.
+/// Operations that this kernel has tracepoints for, as far as they are asked for.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Has {
     pub(crate) shrink_slab: bool,
@@ -36,17 +36,17 @@ pub(crate) struct Has {
     pub(crate) compaction: bool,
 }
 
-/// How programs get at tracepoints.
+/// Ways to attach programs to tracepoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
-    /// Programs are attached as perf does it, by the names in tracefs, and run with preemption off.
+    /// By the names in tracefs, through perf events. The programs run with preemption off.
     Tracefs,
-    /// Programs are attached as raw tracepoints.
+    /// As raw tracepoints.
     Raw,
 }
 
 impl Way {
-    /// Gives a program the type that it needs, before it is loaded.
+    /// Sets the type that a program needs in this way, before it is loaded.
     fn prepare(self, program: &mut OpenProgramMut<'_>) {
         if self == Way::Tracefs {
             program.set_prog_type(ProgramType::Tracepoint);
@@ -65,7 +65,8 @@ impl Way {
     }
 }
 
-/// Starts something as raw tracepoints or by tracefs, first in the way that is exact on this kernel and costs less.
+/// Calls `start` for raw tracepoints or for tracefs, until one works. The way that is exact on this kernel comes
+/// first; raw tracepoints cost less.
 fn in_best_way<T>(args: &Args, start: impl Fn(Way) -> Result<T> + Copy) -> Result<T> {
     let by_tracefs = Variant::new("tracepoints", move || {
         kernel_support::preflight_tracepoints()?;
@@ -81,12 +82,13 @@ fn in_best_way<T>(args: &Args, start: impl Fn(Way) -> Result<T> + Copy) -> Resul
     Ok(started)
 }
 
-/// Attaches what there is, on whatever kernel.
+/// Loads the programs, and attaches those whose tracepoints this kernel has.
 pub(crate) fn start(args: &Args, filter: &Filter, columns: Columns) -> Result<Attached> {
     in_best_way(args, |way| try_start(args, filter, columns, way))
 }
 
-/// Attaches what there is. A tracepoint that is missing costs its column, and a line on stderr.
+/// Loads the programs, and attaches those whose tracepoints this kernel has, in one way. A missing tracepoint makes
+/// its column empty, which a line on stderr reports.
 fn try_start(args: &Args, filter: &Filter, columns: Columns, way: Way) -> Result<Attached> {
     let skel = load(args, filter, way)?;
     let mut attaching = Attaching {
@@ -105,7 +107,7 @@ fn try_start(args: &Args, filter: &Filter, columns: Columns, way: Way) -> Result
     Ok(Attached { skel, links, has })
 }
 
-/// Loads the programs that sum up, and none that count or trace.
+/// Loads the programs that sum up operations, and none of --counts or --trace-compaction.
 fn load(args: &Args, filter: &Filter, way: Way) -> Result<Loaded> {
     let mut open = without_events(filter)?;
     if args.by_cgroup {
@@ -129,15 +131,15 @@ fn load(args: &Args, filter: &Filter, way: Way) -> Result<Loaded> {
     open.load()
 }
 
-/// Programs that are being attached to the tracepoints that there are.
+/// Programs that are being attached to the tracepoints of this kernel.
 struct Attaching {
     way: Way,
     links: Vec<Link>,
 }
 
 impl Attaching {
-    /// Attaches both programs of an operation, or none. Returns whether both tracepoints are there. The end
-    /// comes first: an operation seen to begin must be seen to end.
+    /// Attaches both programs of an operation, or none. Returns whether both tracepoints exist. The end is attached
+    /// first: an operation whose begin was seen must be seen to end.
     fn pair(&mut self, end: (&ProgramMut<'_>, &str), begin: (&ProgramMut<'_>, &str)) -> bool {
         let mut both = Vec::new();
         for (program, tracepoint) in [end, begin] {
@@ -150,7 +152,7 @@ impl Attaching {
         there
     }
 
-    /// Attaches a program to the first of these names that is there. Returns whether one is.
+    /// Attaches a program to the first of these tracepoints that exists. Returns whether one does.
     fn one(&mut self, program: &ProgramMut<'_>, names: &[&str]) -> bool {
         let mut links = names.iter().flat_map(|name| self.way.attach(program, name));
         let link = links.next();
@@ -161,7 +163,7 @@ impl Attaching {
 }
 
 impl Has {
-    /// Attaches what there is of what the columns take.
+    /// Attaches the programs that the columns need, as far as this kernel has the tracepoints.
     fn attach(skel: &Loaded, columns: Columns, attaching: &mut Attaching) -> Self {
         let programs = &skel.progs;
         let mut pair = |end, begin| attaching.pair(end, begin);
@@ -202,7 +204,7 @@ impl Has {
             );
         }
         has.kswapd_wakeups = attaching.one(&programs.kswapd_wakeup, &["mm_vmscan_wakeup_kswapd"]);
-        // Renamed when reclaim was taught folios; 5.10 has the old name, 6.1 the new one.
+        // The tracepoint was renamed when reclaim changed to folios: 5.10 has the old name, 6.1 the new one.
         has.pages_written = attaching.one(
             &programs.write_page,
             &["mm_vmscan_write_folio", "mm_vmscan_writepage"],
@@ -210,7 +212,7 @@ impl Has {
         has
     }
 
-    /// Names the columns that this kernel has no tracepoints for.
+    /// Prints the columns that this kernel has no tracepoints for.
     fn tell_missing(&self, columns: Columns) {
         let missing: Vec<&str> = [
             (self.shrink_slab, "S-SLABms"),
@@ -233,13 +235,13 @@ impl Has {
     }
 }
 
-/// The programs of --trace-compaction while they are live.
+/// Loaded programs of --trace-compaction, and their links.
 pub(crate) struct Tracing {
     pub(crate) skel: Loaded,
     pub(crate) links: Vec<Link>,
 }
 
-/// Traces each compaction.
+/// Loads and attaches the programs that trace each compaction.
 pub(crate) fn start_tracing_compaction(args: &Args, filter: &Filter) -> Result<Tracing> {
     let way = Variant::new("raw tracepoints", || {
         try_start_tracing_compaction(args, filter)
@@ -273,16 +275,16 @@ fn try_start_tracing_compaction(args: &Args, filter: &Filter) -> Result<Tracing>
     Ok(Tracing { skel, links })
 }
 
-/// The programs of --counts while they are live.
+/// Loaded programs of --counts, and their links.
 pub(crate) struct Counting {
     pub(crate) skel: Loaded,
     pub(crate) links: Vec<Link>,
-    /// What is counted at each index of the map, as tracefs and perf call it:
+    /// Index in the map and name of each tracepoint that is counted. The name is the one of tracefs and perf:
     /// `vmscan:mm_vmscan_kswapd_wake`.
     pub(crate) tracepoints: Vec<(usize, String)>,
 }
 
-/// Counts each of the tracepoints that this kernel has.
+/// Loads and attaches the programs that count each of the tracepoints that this kernel has.
 pub(crate) fn start_counting(args: &Args, filter: &Filter) -> Result<Counting> {
     in_best_way(args, |way| try_start_counting(filter, way))
 }
@@ -311,7 +313,7 @@ fn try_start_counting(filter: &Filter, way: Way) -> Result<Counting> {
         let Some(number) = number(program.name()) else {
             continue;
         };
-        // What BTF has a type of can still have been left out of the kernel.
+        // A tracepoint that BTF has a type of can still have been left out of the kernel.
         if let Some((group, tracepoint)) = wanted.get(number)
             && let Ok(link) = way.attach(&program, tracepoint)
         {
@@ -333,14 +335,13 @@ fn try_start_counting(filter: &Filter, way: Way) -> Result<Counting> {
     })
 }
 
-/// The number of a program that counts a tracepoint: 10 of `count_12`, which is octal.
+/// Returns the number of a program that counts a tracepoint: 10 for `count_12`, which is octal.
 fn number(program: &OsStr) -> Option<usize> {
     let digits = program.to_str()?.strip_prefix("count_")?;
     usize::from_str_radix(digits, 8).ok()
 }
 
-/// Opens the object with the smallest ring buffer that there is, as nothing is put into it, and without
-/// stacks.
+/// Opens the object without stacks, and with a ring buffer of the smallest size, as no events are sent.
 fn without_events(filter: &Filter) -> Result<Prepared<'_>> {
     let mut open = bpf::prepare(filter, StackRoom::NONE)?;
     let page = kernel_support::page_bytes()? as u32;
@@ -348,7 +349,7 @@ fn without_events(filter: &Filter) -> Result<Prepared<'_>> {
     Ok(open)
 }
 
-/// Sets nothing aside for maps that no program uses that is to be loaded.
+/// Gives one entry to maps that none of the loaded programs uses.
 fn without<const MAPS: usize>(unused: [&mut OpenMapMut<'_>; MAPS]) -> Result<()> {
     for map in unused {
         map_create::size(map, 1)?;
@@ -356,8 +357,8 @@ fn without<const MAPS: usize>(unused: [&mut OpenMapMut<'_>; MAPS]) -> Result<()>
     Ok(())
 }
 
-/// The group that a tracepoint is in, if it is one of ours. BTF does not know groups, but all of
-/// these keep to their prefixes.
+/// Returns the group of a tracepoint, if it is one that vmscan counts. BTF has no groups, but the names of these
+/// tracepoints begin with their group's prefixes.
 fn group(tracepoint: &str) -> Option<&'static str> {
     let groups = [
         ("mm_vmscan_", "vmscan"),

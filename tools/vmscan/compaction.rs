@@ -1,4 +1,4 @@
-//! A line for each compaction: --trace-compaction.
+//! Rows of --trace-compaction, one for each compaction.
 
 use std::io::{self, Write};
 
@@ -27,10 +27,10 @@ use crate::args::Args;
 use crate::attach::Tracing;
 use crate::bpf::types::{compact_result as Status, compaction, fragmentation};
 
-/// What the kernel half says where there is no index.
+/// Value of the BPF program for a missing fragmentation index.
 const FRAGMENTATION_UNKNOWN: i32 = fragmentation::FRAGMENTATION_UNKNOWN.0.cast_signed();
 
-/// Prints them as they end, in the columns of BCC's compactsnoop.
+/// Prints compactions as they end, in the columns of BCC's compactsnoop.
 pub(crate) fn trace(
     args: &Args,
     filter: &Filter,
@@ -65,14 +65,14 @@ pub(crate) fn trace(
     printer.output.finish()
 }
 
-/// Turns events into rows.
+/// Printer that turns events into rows.
 struct Printer<'a> {
     output: Output,
     clock: Clock,
     stacks: Stacks<'a, MapMut<'static>>,
     names: KernelNames,
     homes: Option<Homes<'a>>,
-    /// Whether there is the column CONTAINER.
+    /// Whether the column CONTAINER is printed.
     container: bool,
     with_stacks: bool,
     extended: bool,
@@ -108,7 +108,7 @@ impl Printer<'_> {
     }
 }
 
-/// The compaction of a zone.
+/// Compaction of a zone.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "compaction")]
 struct Compaction {
@@ -119,25 +119,25 @@ struct Compaction {
     container: bool,
     node: i32,
     zone: String,
-    /// The order of the pages that are wanted; -1: all that can be had.
+    /// Order of the pages that are wanted; -1 to compact as much as possible.
     order: i32,
     sync: bool,
     #[serde(flatten)]
     state: ZoneState,
     latency_ns: u64,
-    /// None if it is unknown to us.
+    /// Name of the result. None if this tool does not know the result.
     status: Option<&'static str>,
-    /// The kernel's, with --kernel-stacks.
+    /// Kernel stack, with --kernel-stacks.
     #[serde(flatten)]
     stack: Option<NamedStack>,
     #[serde(skip)]
     extended: bool,
 }
 
-/// The zone before anything in it was moved. What the kernel does not tell is None.
+/// State of the zone before any page was moved. Values that the kernel does not provide are None.
 #[derive(Debug, Serialize)]
 struct ZoneState {
-    /// The index for the order, of 1; None also if there is no one order.
+    /// Fragmentation index for the order, as a fraction of 1. None also if no single order is wanted.
     fragmentation_index: Option<f64>,
     min_pages: Option<u64>,
     low_pages: Option<u64>,
@@ -186,7 +186,7 @@ impl ZoneState {
     }
 }
 
-/// The line of column names.
+/// Returns the line of column names.
 fn header(extended: bool, container: bool) -> String {
     let container = container::header(container);
     let state = if extended {
@@ -222,7 +222,7 @@ impl Compaction {
     }
 }
 
-/// The status as the kernel's own tracepoint prints it.
+/// Returns the status as the kernel's own tracepoint prints it.
 fn name(status: Status) -> Option<&'static str> {
     Some(match status {
         Status::COMPACT_NOT_SUITABLE_ZONE => "not_suitable_zone",

@@ -1,4 +1,4 @@
-//! How often each tracepoint was hit, for --counts.
+//! Hits of each tracepoint, for --counts.
 
 use anyhow::{Context, Result};
 use libbpf_rs::{MapCore, MapFlags, MapMut};
@@ -8,10 +8,10 @@ use memtools::print::output::Output;
 
 use crate::report::Counts;
 
-/// Reads how often tracepoints were hit, and prints what has come since the last time.
+/// Reader of the hits of tracepoints, which prints what has been added since the last report.
 pub(crate) struct CountReports<'a> {
     map: &'a MapMut<'static>,
-    /// By its number in the map, the name of each.
+    /// Index in the map and name of each tracepoint.
     tracepoints: &'a [(usize, String)],
     /// Whether there is more than one report.
     timed: bool,

@@ -1,4 +1,4 @@
-//! The rows of vmscan, one for each interval, as differences of totals.
+//! Rows of vmscan, one for each interval, as differences of totals.
 
 use anyhow::Result;
 use memtools::export::metrics::Metrics;
@@ -13,13 +13,13 @@ use crate::kswapd::Booked;
 use crate::report::{Columns, Interval};
 use crate::totals::Totals;
 
-/// Reads the totals, and prints what has come since the last time.
+/// Reader of the totals, which prints what has been added since the last row.
 pub(crate) struct Intervals<'a> {
     skel: &'a Loaded,
     has: Has,
     columns: Columns,
     clock: Clock,
-    /// The columns' names are printed again after so many rows. None: never.
+    /// Rows after which the header is printed again. None: never.
     rows_per_header: Option<u64>,
     rows: u64,
     before: Totals,
@@ -40,13 +40,14 @@ impl<'a> Intervals<'a> {
         }
     }
 
-    /// Prints the row of an interval that is over.
+    /// Prints the row of an interval that has ended.
     pub(crate) fn print_next(&mut self, output: &mut Output) -> Result<()> {
         let interval = self.next()?;
         self.print(&interval, output)
     }
 
-    /// Prints what came after the last full interval, so that nothing is missing from the rows.
+    /// Prints a row for the time since the last full interval, if anything happened in it, so that the rows are
+    /// complete.
     pub(crate) fn print_last(&mut self, output: &mut Output) -> Result<()> {
         let interval = self.next()?;
         if interval.any() {
@@ -55,12 +56,12 @@ impl<'a> Intervals<'a> {
         Ok(())
     }
 
-    /// Sets the sums for Prometheus to what was read last.
+    /// Sets the sums for Prometheus to the totals that were read last.
     pub(crate) fn measure(&self, metrics: &mut Metrics) {
         self.before.measure(self.has, metrics);
     }
 
-    /// What has come since the last time.
+    /// Reads the totals, and returns what has been added since the last read.
     fn next(&mut self) -> Result<Interval> {
         let maps = &self.skel.maps;
         let (now, kswapd_ns, time_ns) = if self.has.kswapd {

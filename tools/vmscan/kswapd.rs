@@ -1,4 +1,4 @@
-//! kswapd's time, second by second: it can be at one operation for many seconds.
+//! Time of kswapd in each interval: one operation of kswapd can last many seconds.
 
 use anyhow::Result;
 use libbpf_rs::MapMut;
@@ -8,27 +8,28 @@ use memtools::print::clock;
 use crate::bpf::types::{call, operation as Operation};
 use crate::totals::Totals;
 
-/// Looks at the maps until no operation ends between two of them.
+/// Limit on the reads of the maps, which are repeated until no operation ends between two of them.
 const LOOKS: u32 = 4;
 
-/// What was booked of kswapd's time so far, also of an operation that goes on. The sum of all that is
-/// booked is what the operations took in all.
+/// Time of kswapd that was booked so far, also of operations that have not ended. The sum of all bookings is the time
+/// that the operations took.
 #[derive(Debug, Default)]
 pub(crate) struct Booked {
     ns: u64,
 }
 
 impl Booked {
-    /// Books what has come since the last time, and returns that.
+    /// Books the time that was added since the last call, and returns it.
     pub(crate) fn book(&mut self, total_ns: u64) -> u64 {
-        // Less than before: an operation was between its two maps, and comes with the next interval.
+        // The total can be less than before: an operation was in neither of the two maps, and its time comes with the
+        // next interval.
         let more = total_ns.saturating_sub(self.ns);
         self.ns += more;
         more
     }
 }
 
-/// The totals, and all of kswapd's time up to a moment, which comes last.
+/// Returns the totals, the time of kswapd in nanoseconds, and the moment up to which it is counted.
 pub(crate) fn totals_and_time(
     totals: &MapMut<'_>,
     calls: &MapMut<'_>,
@@ -49,7 +50,7 @@ pub(crate) fn totals_and_time(
     }
 }
 
-/// For how long kswapd (there is one for each node) has been at what it has not ended.
+/// Returns how long the current operations of kswapd have taken so far. There is one kswapd for each node.
 fn running_ns(calls: &MapMut<'_>, now_ns: u64) -> Result<u64> {
     let mut sum = 0;
     map_batch::read(calls, |key, value| {

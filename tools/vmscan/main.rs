@@ -1,7 +1,7 @@
 //! vmscan: time and events of page reclaim.
 //!
-//! Hooks: tracepoints of vmscan and compaction (`bpf/vmscan.bpf.c`), whichever this kernel has
-//! ([`mod@attach`]). They add up in a BPF map ([`totals`]); each interval's row is the difference
+//! Hooks: tracepoints of vmscan and compaction (`bpf/vmscan.bpf.c`), those that this kernel has ([`mod@attach`]). The
+//! BPF programs add up in a map ([`totals`]). Each interval's row is the difference of two reads of it
 //! ([`intervals`], [`report`]). Histograms and tables follow at the end ([`tables`]).
 
 mod args;
@@ -77,7 +77,7 @@ fn run(args: Args) -> Result<ExitCode> {
     target.finish()
 }
 
-/// Prints a row each interval, and the rest at the end.
+/// Prints a row each interval, and the histograms and tables at the end.
 fn watch(
     args: &Args,
     filter: &Filter,
@@ -106,7 +106,7 @@ fn watch(
     output.finish()
 }
 
-/// Counts tracepoints; once at the end if there is no interval.
+/// Prints the hits of tracepoints at each interval, or once at the end if there is no interval.
 fn count(
     args: &Args,
     filter: &Filter,
@@ -134,7 +134,7 @@ fn count(
     output.finish()
 }
 
-/// Calls `report` at each interval until it is time to end. Returns whether that came between two.
+/// Calls `report` at each interval until the run ends. Returns whether it ended between two intervals.
 fn each_interval(
     args: &Args,
     poller: &mut Poller<'_>,

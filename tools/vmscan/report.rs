@@ -1,4 +1,4 @@
-//! What is printed: a row each interval, histograms and tables at the end.
+//! Rows of vmscan: intervals, and shrinkers, cgroups and tracepoints.
 
 use std::io::{self, Write};
 
@@ -9,7 +9,7 @@ use memtools::print::timeline::{Count, Moment, Unit};
 use memtools::process::container::{self, Home};
 use serde::{Serialize, Serializer};
 
-/// Which columns there are besides the six of the book.
+/// Optional columns, besides the six of the book's tool.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Columns {
     pub(crate) kswapd: bool,
@@ -17,7 +17,7 @@ pub(crate) struct Columns {
 }
 
 impl Columns {
-    /// The first line, and every few rows on a terminal.
+    /// Returns the header, which is printed first, and again every few rows on a terminal.
     pub(crate) fn header(self) -> String {
         let mut line = format!(
             "{:<10} {:>10} {:>12} {:>12} {:>6} {:>9}",
@@ -43,11 +43,11 @@ pub(crate) struct Timed {
     pub(crate) time_ns: u64,
 }
 
-/// One interval. What this kernel has no tracepoint for is None.
+/// One interval. Fields that this kernel has no tracepoints for are None.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "interval")]
 pub(crate) struct Interval {
-    /// When it ended.
+    /// End of the interval.
     #[serde(serialize_with = "clock::serialize")]
     pub(crate) time: Zoned,
     pub(crate) shrink_slab: Option<Timed>,
@@ -57,7 +57,7 @@ pub(crate) struct Interval {
     pub(crate) kswapd_wakeups: Option<u64>,
     /// Pages (folios) that reclaim began to write out.
     pub(crate) pages_written: Option<u64>,
-    /// What kswapd was at in the interval, with --kswapd, also of operations that go on.
+    /// Time of kswapd in the interval, also of operations that have not ended, with --kswapd.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) kswapd: Option<Timed>,
     /// Compactions, with --compaction.
@@ -78,7 +78,7 @@ impl Interval {
         }
     }
 
-    /// Whether anything ended in it, or kswapd was at work.
+    /// Whether any operation ended in the interval, or kswapd was at work.
     pub(crate) fn any(&self) -> bool {
         let timed = [
             self.shrink_slab,
@@ -150,14 +150,14 @@ fn or_dash(value: Option<u64>) -> String {
     value.map_or_else(|| "-".to_owned(), |value| value.to_string())
 }
 
-/// One line of --by-shrinker.
+/// Row of --by-shrinker.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "type", rename = "shrinker")]
 pub(crate) struct Shrinker {
     /// The shrinker's function that frees objects.
     pub(crate) function: String,
     pub(crate) count: u64,
-    /// Without the time in other shrinkers that it caused.
+    /// Time without the time in other shrinkers that this one caused.
     pub(crate) time_ns: u64,
     pub(crate) objects_freed: u64,
 }
@@ -176,7 +176,7 @@ impl Row for Shrinker {
 }
 
 impl Shrinker {
-    /// Above the lines.
+    /// Returns the header above the rows.
     pub(crate) fn header() -> String {
         format!(
             "{:<40} {:>10} {:>10} {:>12}",
@@ -185,22 +185,22 @@ impl Shrinker {
     }
 }
 
-/// One line of --by-cgroup: what tasks in a cgroup had to do.
+/// Row of --by-cgroup: the reclaim that tasks in a cgroup had to do.
 #[derive(Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(tag = "type", rename = "cgroup")]
 pub(crate) struct Cgroup {
-    /// From the root; None if it had gone, and no path was kept.
+    /// Path from the root; None if the cgroup was removed, and no path was kept.
     pub(crate) path: Option<String>,
-    /// The id of the container whose cgroup it is or is inside of.
+    /// Id of the container that the cgroup belongs to.
     pub(crate) container_id: Option<String>,
-    /// What the column CONTAINER has. None if it is not asked for.
+    /// Content of the column CONTAINER. None if the column is not asked for.
     #[serde(skip)]
     pub(crate) home: Option<Home>,
     pub(crate) id: u64,
-    /// The cgroup whose limit they reclaimed for, the same or one above it; None if for the machine, or if
-    /// it had gone.
+    /// Cgroup whose limit the tasks reclaimed for: their own or one above it. None if they reclaimed for the machine,
+    /// or if the cgroup was removed.
     pub(crate) limited: Option<String>,
-    /// The id of that cgroup. None if they reclaimed for the machine.
+    /// Id of the cgroup whose limit the tasks reclaimed for. None if they reclaimed for the machine.
     pub(crate) limited_id: Option<u64>,
     pub(crate) shrink_slab: Timed,
     pub(crate) direct_reclaim: Timed,
@@ -208,7 +208,7 @@ pub(crate) struct Cgroup {
 }
 
 impl Cgroup {
-    /// Above the lines.
+    /// Returns the header above the rows.
     pub(crate) fn header(container: bool) -> String {
         format!(
             "{:>10} {:>12} {:>12} {}{:<24} LIMITED",
@@ -220,7 +220,7 @@ impl Cgroup {
         )
     }
 
-    /// What the lines are ordered by. Shrinking is part of both kinds of reclaim.
+    /// Returns the time in both kinds of reclaim, by which the rows are sorted. Shrinking is part of both.
     pub(crate) fn reclaim_ns(&self) -> u64 {
         self.direct_reclaim.time_ns + self.memcg_reclaim.time_ns
     }
@@ -250,16 +250,16 @@ impl Row for Cgroup {
     }
 }
 
-/// Tracepoints and how often each was passed: --counts.
+/// Row of --counts: tracepoints and how often each was hit.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "counts")]
 pub(crate) struct Counts {
     #[serde(serialize_with = "clock::serialize")]
     pub(crate) time: Zoned,
-    /// The counts by tracepoint, also those that are 0, which the text leaves out.
+    /// Counts by tracepoint, including those of 0, which the text leaves out.
     #[serde(serialize_with = "as_object")]
     pub(crate) tracepoints: Vec<(String, u64)>,
-    /// Whether the text says when; not needed for a single report at the end.
+    /// Whether the text has the time, which a single report at the end does not need.
     #[serde(skip)]
     pub(crate) timed: bool,
 }

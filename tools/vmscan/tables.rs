@@ -1,4 +1,4 @@
-//! What vmscan prints at the end: histograms, and the tables of shrinkers and cgroups.
+//! Output of vmscan at the end: histograms, and the tables of shrinkers and cgroups.
 
 use anyhow::{Context, Result};
 use libbpf_rs::MapMut;
@@ -47,7 +47,7 @@ pub(crate) fn print(args: &Args, skel: &Loaded, output: &mut Output) -> Result<(
     output.flush()
 }
 
-/// Shrinkers, the one that took longest last.
+/// Reads the shrinkers, the one that took longest last.
 fn read_shrinkers(map: &MapMut<'_>) -> Result<Vec<Shrinker>> {
     let symbols = Kallsyms::read().context("failed to read /proc/kallsyms")?;
     let mut shrinkers = Vec::new();
@@ -66,7 +66,8 @@ fn read_shrinkers(map: &MapMut<'_>) -> Result<Vec<Shrinker>> {
     Ok(shrinkers)
 }
 
-/// `super_cache_scan`, or with its module where that is not the kernel itself.
+/// Returns the function's name, such as `super_cache_scan`. The name of a module is added if the function is not in
+/// the kernel itself.
 fn function_name(symbols: &Kallsyms, address: u64) -> String {
     match symbols.find(address) {
         Some((name, 0, "kernel")) => name.to_owned(),
@@ -75,7 +76,7 @@ fn function_name(symbols: &Kallsyms, address: u64) -> String {
     }
 }
 
-/// Cgroups, the one that reclaimed longest last.
+/// Reads the cgroups, the one that reclaimed longest last.
 fn read_cgroups(map: &MapMut<'_>, homes: &mut Homes<'_>) -> Result<Vec<Cgroup>> {
     let mut limits = Cgroups::of_memory();
     let mut cgroups: Vec<Cgroup> = Vec::new();

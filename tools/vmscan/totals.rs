@@ -1,4 +1,4 @@
-//! The counts of the kernel half, as sums since the start and as what an interval has added.
+//! Counts of the BPF programs, as sums since the start and as the differences of intervals.
 
 use anyhow::{Context, Result};
 use jiff::Zoned;
@@ -11,7 +11,7 @@ use crate::attach::Has;
 use crate::bpf::types::{operation as Operation, total};
 use crate::report::{Columns, Interval, Timed};
 
-/// What --metrics has.
+/// Families that --metrics writes.
 pub(crate) static METRICS: [&Family; 3] = [&OPERATIONS, &WAKEUPS, &WRITTEN];
 
 static OPERATIONS: Family = Family {
@@ -44,7 +44,7 @@ pub(crate) const TIMED: [(&str, Operation); 5] = [
     ("shrink_slab_ns", Operation::OPERATION_SHRINK_SLAB),
 ];
 
-/// The map `totals` at some moment.
+/// Content of the map `totals` at one moment.
 #[derive(Default)]
 pub(crate) struct Totals(Vec<total>);
 
@@ -74,7 +74,7 @@ impl Totals {
         total.map_or_else(Histogram::new, |total| total.latency_ns.slots.into())
     }
 
-    /// Sets the sums for Prometheus, of what this kernel tells.
+    /// Sets the sums for Prometheus of the operations that this kernel has tracepoints for.
     pub(crate) fn measure(&self, has: Has, metrics: &mut Metrics) {
         for (name, operation) in TIMED {
             let told = match operation {
@@ -104,7 +104,7 @@ impl Totals {
         }
     }
 
-    /// What has ended since.
+    /// Subtracts earlier totals. Returns the interval in between, which ended at `time`.
     pub(crate) fn since(&self, before: &Self, has: Has, columns: Columns, time: Zoned) -> Interval {
         let timed = |operation| {
             let (now, before) = (self.of(operation), before.of(operation));
