@@ -62,7 +62,7 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// How it is printed.
+    /// Returns the output format.
     pub(crate) fn format(&self) -> Format {
         if self.events {
             self.common.format()
@@ -72,12 +72,12 @@ impl Args {
         }
     }
 
-    /// Whether there are to be any.
+    /// Whether user stacks are recorded.
     pub(crate) fn user_stacks(&self) -> bool {
         self.user_stacks || !self.kernel_stacks && !self.events
     }
 
-    /// What is below each line of --events.
+    /// Returns the parts of the stack that are printed below each row of --events.
     pub(crate) fn event_stacks(&self) -> Shown {
         Shown {
             user: self.user_stacks,
@@ -85,18 +85,18 @@ impl Args {
         }
     }
 
-    /// Whether only calls that grow the heap are counted, each with the bytes.
+    /// Whether only calls that grow the heap are counted, each with its bytes.
     pub(crate) fn growth_only(&self) -> bool {
         self.growth || self.bytes
     }
 
-    /// Whether it matters what a call has done.
+    /// Whether the result of a call is needed.
     pub(crate) fn with_result(&self) -> bool {
         self.growth_only() || self.events
     }
 
-    /// What is needed to see calls, in the order in which it is to be attached: a call that is seen
-    /// at its entry must be seen at its exit.
+    /// Returns the programs on tracepoints in the order to attach them: a call whose entry was seen must be seen to
+    /// exit.
     pub(crate) fn programs(&self) -> &'static [&'static str] {
         match (self.kernel_stacks, self.with_result()) {
             (false, false) => &["brk_enter"],
@@ -106,7 +106,7 @@ impl Args {
         }
     }
 
-    /// The programs to load where they are on the system call's function.
+    /// Returns the programs to load where they are attached to the system call's function.
     pub(crate) fn programs_on_functions(&self) -> &'static [&'static str] {
         if self.with_result() {
             &["brk_exit_function", "brk_enter_function"]

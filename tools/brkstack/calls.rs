@@ -1,4 +1,4 @@
-//! Each call of brk(2) as a row, with its stack.
+//! Rows of --events: each call of brk(2), with its stack.
 
 use std::io::{self, Write};
 use std::rc::Rc;
@@ -26,13 +26,13 @@ use crate::args::Args;
 use crate::bpf::Loaded;
 use crate::bpf::types::event;
 
-/// What names and unwinds the stacks of --events, if any are asked for.
+/// Symbolizer and unwinder for the stacks of --events, if stacks are asked for.
 pub(crate) struct Names {
     pub(crate) symbolizer: Option<Symbolizer>,
     pub(crate) unwinder: Option<Unwinder>,
 }
 
-/// Which parts of its stack each line has below it.
+/// Parts of the stack that are printed below each row.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Shown {
     pub(crate) user: bool,
@@ -45,7 +45,7 @@ impl Shown {
     }
 }
 
-/// The loop of --events.
+/// Prints calls until the run ends: the loop of --events.
 pub(crate) fn print(
     args: &Args,
     filter: &Filter,
@@ -92,11 +92,11 @@ pub(crate) fn print(
     calls.output.finish()
 }
 
-/// Turns events into lines.
+/// Printer that turns events into rows.
 struct Calls<'a> {
     stacks: EventStacks<'a, MapMut<'static>>,
     homes: Option<Homes<'a>>,
-    /// Whether there is the column CONTAINER.
+    /// Whether the column CONTAINER is printed.
     container: bool,
     shown: Shown,
     clock: Clock,
@@ -118,7 +118,7 @@ impl Calls<'_> {
         self.output.flush()
     }
 
-    /// The parts of the stack that are asked for, with their names.
+    /// Symbolizes the parts of the stack that are asked for.
     fn named(&mut self, event: &event, comm: &str) -> Result<Option<Rc<NamedStack>>> {
         let ids = StackIds {
             pid: event.pid,
@@ -130,20 +130,20 @@ impl Calls<'_> {
     }
 }
 
-/// One call of brk(2).
+/// Row of one call of brk(2).
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "call")]
 struct Call {
     #[serde(flatten)]
     origin: Origin,
-    /// Where the heap was to end; 0 if the call only asked.
+    /// Requested end of the heap; 0 if the call only asked for the current end.
     requested: Hex,
-    /// Where the heap ended before and after.
+    /// End of the heap before the call; `new` is the end after it.
     old: Hex,
     new: Hex,
-    /// Negative if it has shrunk.
+    /// Growth of the heap, negative if it has shrunk.
     growth_bytes: i64,
-    /// The stack of the call, with -U or -K.
+    /// Stack of the call, with -U or -K.
     #[serde(flatten)]
     stack: Option<Rc<NamedStack>>,
     #[serde(skip)]
@@ -154,7 +154,7 @@ struct Call {
 }
 
 impl Call {
-    /// The names of the columns, with CONTAINER if that is asked for.
+    /// Returns the header, with CONTAINER if that column is asked for.
     fn header(container: bool) -> String {
         format!(
             "TIME     PID     COMM             {}OLD                NEW                    GROWTH",

@@ -1,7 +1,7 @@
 //! brkstack: calls of brk(2), by user stack and process.
 //!
-//! Hooks: the tracepoints of the system call, for kernel stacks those of all, or its function
-//! (`bpf/brkstack.bpf.c`). Calls are counted in the kernel; only with --events each comes here.
+//! Hooks: the tracepoints of the system call, those of all system calls for kernel stacks, or its function
+//! (`bpf/brkstack.bpf.c`). Calls are counted in the kernel. Only with --events each call is sent to user space.
 
 mod args;
 mod calls;
@@ -79,7 +79,7 @@ fn run(args: Args) -> Result<ExitCode> {
     target.finish()
 }
 
-/// The loop of everything else.
+/// Counts calls by stack until the run ends: the loop without --events.
 fn count_stacks(
     args: &Args,
     counts: StackCounts<'_, MapMut<'static>>,
@@ -136,7 +136,7 @@ fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
         map_create::size(&mut open.maps.counts_a, 1)?;
         map_create::size(&mut open.maps.counts_b, 1)?;
     } else {
-        // A ring buffer has a page at least.
+        // A ring buffer needs at least one page.
         let page = kernel_support::page_bytes()? as u32;
         map_create::size(&mut open.maps.events, page)?;
     }

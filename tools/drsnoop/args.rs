@@ -1,4 +1,4 @@
-//! The command line.
+//! Command line of drsnoop.
 
 use clap::Parser;
 use memtools::export::files::ExportArgs;
@@ -98,7 +98,7 @@ impl Args {
         self.stack || self.export.any()
     }
 
-    /// What is traced, in words.
+    /// Describes the target in words.
     pub(crate) fn traced(&self) -> String {
         let user = self.uid.map(|uid| format!("user {uid}"));
         match self.tid.map(|tid| format!("thread {tid}")).or(user) {

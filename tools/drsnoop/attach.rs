@@ -1,4 +1,4 @@
-//! The programs of drsnoop on the tracepoints of reclaim, in the best way that this kernel has.
+//! BPF programs of drsnoop on the tracepoints of reclaim, in the best way that this kernel supports.
 
 use anyhow::{Context, Result};
 use libbpf_rs::Link;
@@ -14,15 +14,16 @@ use memtools::stacks::table::FIRST_OF_EVENTS;
 use crate::args::Args;
 use crate::bpf::{self, Loaded};
 
-/// Bytes of the buffer for events: 7,000 in the 10 ms from one look at it to the next.
+/// Size of the ring buffer, in bytes: enough for 7,000 events in the 10 ms between two reads of it.
 const EVENT_BYTES: u32 = 1 << 20;
 
-/// The loaded programs, and their links.
+/// Loaded programs, and their links.
 type Started = (Loaded, Vec<Link>);
 
-/// Loads and attaches the programs. Returns the way's name, too.
+/// Loads and attaches the programs in the first way that works. Also returns the name of the way.
 pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Started)> {
-    // Without memory cgroups (CONFIG_MEMCG) there is no way to the zones, and what takes it does not load.
+    // Without memory cgroups (CONFIG_MEMCG) the programs cannot reach the zones, and a program that reads them does
+    // not load.
     let mut ways = [
         ("tracepoints", "", true),
         ("tracepoints, free memory from /proc/vmstat", "", false),
@@ -42,22 +43,23 @@ pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Start
     attach::first_that_works(args.common.verbose, variants)
 }
 
-/// The programs of this kind, also for memory cgroups if they are wanted, in the order to attach them.
+/// Returns the names of the programs of this kind in the order to attach them, with those for memory cgroups if
+/// `memcg` is set.
 fn programs(memcg: bool, kind: &str) -> Vec<String> {
     let reclaims = if memcg {
         &["direct", "memcg"][..]
     } else {
         &["direct"]
     };
-    // The end first: a reclaim that is seen to begin must be seen to end.
+    // The end is attached first: a reclaim whose beginning was seen must be seen to end.
     reclaims
         .iter()
         .flat_map(|reclaim| ["end", "begin"].map(|moment| format!("{reclaim}_{moment}{kind}")))
         .collect()
 }
 
-/// Loads and attaches the programs of this kind. With `zones` the kernel half adds up the free memory of
-/// these itself.
+/// Loads and attaches the programs of this kind. With `zones` the BPF program adds up the free memory of the zones
+/// itself.
 fn try_start(args: &Args, filter: &Filter, kind: &str, zones: bool) -> Result<Started> {
     let programs = programs(args.memcg, kind);
     let programs: Vec<&str> = programs.iter().map(String::as_str).collect();

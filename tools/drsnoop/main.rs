@@ -1,8 +1,7 @@
-//! drsnoop: tasks that had to reclaim memory themselves before they got any.
+//! drsnoop: tasks that had to reclaim memory themselves before they got any (direct reclaim).
 //!
-//! Hooks: the tracepoints of direct reclaim and, with --memcg, of a cgroup's
-//! (`bpf/drsnoop.bpf.c`, [`mod@attach`]). An event comes at the end of a reclaim, and becomes one row
-//! ([`row`], [`printer`]).
+//! Hooks: the tracepoints of direct reclaim and, with --memcg, of reclaim at a cgroup's limit (`bpf/drsnoop.bpf.c`,
+//! [`mod@attach`]). An event is sent at the end of a reclaim, and becomes one row ([`row`], [`printer`]).
 
 mod args;
 mod attach;

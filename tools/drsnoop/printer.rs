@@ -27,7 +27,7 @@ use crate::bpf::Loaded;
 use crate::bpf::types::{event, reclaim_kind};
 use crate::row::{Columns, Kind, Row};
 
-/// What --metrics has.
+/// Families that --metrics writes.
 pub(crate) static METRICS: [&Family; 3] = [&STALLS, &STALLED, &RECLAIMED];
 
 static STALLS: Family = Family {
@@ -49,19 +49,19 @@ static RECLAIMED: Family = Family {
     kind: Sums::Count,
 };
 
-/// Turns events into rows.
+/// Printer that turns events into rows.
 pub(crate) struct Printer<'a> {
     pub(crate) output: Output,
     clock: Clock,
     homes: Option<Homes<'a>>,
-    /// The cgroups that memory is limited in.
+    /// Cgroups of the hierarchy that limits memory. None if their names are not asked for.
     limited: Option<Cgroups>,
-    /// When the first reclaim ended.
+    /// End of the first reclaim.
     first_ns: Option<u64>,
     latencies: Option<Histogram>,
     stacks: EventStacks<'a, MapMut<'static>>,
     print_stacks: bool,
-    /// What the files show, by process, its name and the ids of its stacks.
+    /// Samples for the files, by process, its name and the ids of its stacks.
     stalls: HashMap<(u32, String, u64, u64), Sample>,
     pub(crate) exports: Exports,
     pub(crate) metrics: Metrics,
@@ -178,7 +178,7 @@ impl<'a> Printer<'a> {
         }
     }
 
-    /// Prints the histogram, if it is asked for, and what names were lost.
+    /// Prints the histogram, if it is asked for, and reports lost names.
     pub(crate) fn print_end(&mut self) -> Result<()> {
         if let Some(buckets) = self.latencies.take() {
             let name = "latency_ns";
@@ -210,7 +210,7 @@ impl<'a> Printer<'a> {
         }
     }
 
-    /// The kernel's and the user's stack with their names, if they are asked for.
+    /// Symbolizes the kernel and user stacks. None if stacks are not asked for.
     fn named(&mut self, event: &event) -> Result<Option<Rc<NamedStack>>> {
         let ids = StackIds {
             pid: event.pid,
@@ -231,7 +231,7 @@ impl Row {
     }
 }
 
-/// The path of a cgroup, if it is wanted and still there.
+/// Returns the path of a cgroup, if paths are asked for and the cgroup still exists.
 fn path_in(cgroups: &mut Option<Cgroups>, id: u64) -> Option<String> {
     let cgroups = cgroups.as_mut().filter(|_| id != 0)?;
     cgroups.path(id).map(str::to_owned)

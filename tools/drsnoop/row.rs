@@ -1,4 +1,4 @@
-//! One line for each reclaim.
+//! Row of a reclaim.
 
 use std::io::{self, Write};
 use std::rc::Rc;
@@ -12,21 +12,21 @@ use memtools::process::origin::Origin;
 use memtools::stacks::named::NamedStack;
 use serde::Serialize;
 
-/// Characters of the name that BCC's column has room for.
+/// Width of BCC's column for the name, in characters.
 const NAME_CHARACTERS: usize = 14;
 
-/// What a line has besides BCC's four columns.
+/// Optional columns, besides BCC's four.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Columns {
     pub(crate) timestamp: bool,
     pub(crate) uid: bool,
-    /// Thread ids in place of process ids.
+    /// Column TID in place of PID.
     pub(crate) tid: bool,
     pub(crate) container: bool,
     pub(crate) free: bool,
     pub(crate) kind: bool,
     pub(crate) extended: bool,
-    /// Whose limit it was for.
+    /// Cgroup whose limit the task reclaimed for.
     pub(crate) limited: bool,
 }
 
@@ -59,7 +59,7 @@ impl Columns {
     }
 }
 
-/// Why memory had to be reclaimed.
+/// Reason of a reclaim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Kind {
@@ -78,7 +78,7 @@ impl Kind {
     }
 }
 
-/// One reclaim.
+/// Row of one reclaim.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "reclaim")]
 pub(crate) struct Row {
@@ -88,20 +88,21 @@ pub(crate) struct Row {
     pub(crate) kind: Kind,
     pub(crate) latency_ns: u64,
     pub(crate) reclaimed_pages: u64,
-    /// Free memory of the machine when it began.
+    /// Free memory of the machine at the beginning of the reclaim; at the moment of printing where the BPF program
+    /// cannot read it.
     pub(crate) free_kb: Option<u64>,
-    /// The logarithm of how many pages together were wanted.
+    /// Order of the wanted allocation: the binary logarithm of its number of pages.
     pub(crate) order: i32,
     pub(crate) gfp_flags: Gfp,
-    /// The cgroup whose limit it was for: the task's or one above it, below the mount of those that memory
-    /// is limited in. None for direct reclaim, or if it has gone.
+    /// Cgroup whose limit the task reclaimed for: its own or one above it, as a path below the mount of the hierarchy
+    /// that limits memory. None for direct reclaim, or if the cgroup was removed.
     pub(crate) limited: Option<String>,
-    /// The id of that cgroup. None for direct reclaim.
+    /// Id of the cgroup whose limit the task reclaimed for. None for direct reclaim.
     pub(crate) limited_id: Option<u64>,
-    /// The stack of the reclaim, with --stack.
+    /// Stack of the reclaim, with --stack.
     #[serde(flatten)]
     pub(crate) stack: Option<Rc<NamedStack>>,
-    /// Since the first event.
+    /// Time since the end of the first reclaim.
     #[serde(skip)]
     pub(crate) microseconds: u64,
     #[serde(skip)]

@@ -81,7 +81,7 @@ pub(crate) enum Hook {
 }
 
 impl Args {
-    /// Whether it matters in which cgroups processes are: the faults on a file are those of all.
+    /// Whether the cgroups of processes are needed: without --by-process a row is for all processes.
     pub(crate) fn wants_cgroups(&self) -> bool {
         self.by_process && self.containers.wanted(self.common.json)
     }

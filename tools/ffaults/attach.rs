@@ -1,4 +1,4 @@
-//! The programs of ffaults on the hooks of a page fault, in the best way that this kernel has.
+//! BPF programs of ffaults on the hooks of a page fault, in the best way that this kernel supports.
 
 use anyhow::{Context, Result};
 use libbpf_rs::Link;
@@ -13,35 +13,36 @@ use crate::bpf;
 use crate::bpf::Loaded;
 use crate::bpf::types::name_record;
 
-/// Files by process that there is room for in an interval; without --by-process it is files alone.
+/// Capacity of the count maps with --by-process, in pairs of file and process for one interval. Without the option
+/// the key is the file alone.
 const COUNTS_BY_PROCESS: u32 = 16384;
 
-/// Live probes, and what they can tell.
+/// Loaded programs and their links, and the details that their hooks provide.
 pub(crate) struct Attached {
     pub(crate) skel: Loaded,
     pub(crate) links: Vec<Link>,
     pub(crate) knows: Knows,
 }
 
-/// What a hook knows of a fault besides the memory.
+/// Details of a fault that a hook provides besides the mapping.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Knows {
-    /// Whether it was major.
+    /// Whether the fault was major.
     pub(crate) major: bool,
-    /// What the access was.
+    /// Kind of the access.
     pub(crate) access: bool,
 }
 
 impl Knows {
-    /// What the function that handles a fault is told.
+    /// Details that the function that handles a fault provides.
     const ALL: Self = Self {
         major: true,
         access: true,
     };
 }
 
-/// Loads and attaches the programs. Returns the way's name, too. A way that misses nothing comes before
-/// others.
+/// Loads and attaches the programs in the first way that works. Also returns the name of the way. A way that misses
+/// no faults comes before the others.
 pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
     let variants = [
         (
@@ -65,7 +66,7 @@ pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Attac
     attach::first_that_works(args.common.verbose, attach::exact_first(wanted.collect()))
 }
 
-/// One program at the return of the function that handles a fault.
+/// Attaches one program to the return of the function that handles a fault, handle_mm_fault.
 fn fexit(args: &Args, filter: &Filter) -> Result<Attached> {
     let skel = load(args, filter, &["fault_fexit"])?;
     let links = attach::all(&[&skel.progs.fault_fexit], "")?;
@@ -76,7 +77,7 @@ fn fexit(args: &Args, filter: &Filter) -> Result<Attached> {
     })
 }
 
-/// Programs at the entry and at the return of that function.
+/// Attaches programs to the entry and the return of handle_mm_fault.
 fn kprobe(args: &Args, filter: &Filter) -> Result<Attached> {
     let skel = load(
         args,
@@ -84,7 +85,7 @@ fn kprobe(args: &Args, filter: &Filter) -> Result<Attached> {
         &["thread_exit", "fault_kprobe", "fault_kretprobe"],
     )?;
     let programs = &skel.progs;
-    // The return first: a fault that is seen at its entry must be seen at its return.
+    // The return is attached first: a fault whose entry was seen must be seen to return.
     let programs = [
         &programs.thread_exit,
         &programs.fault_kretprobe,
@@ -98,8 +99,8 @@ fn kprobe(args: &Args, filter: &Filter) -> Result<Attached> {
     })
 }
 
-/// The kernel's own count. It counts minor and major faults when they are done, and all where they begin:
-/// what is mapped is less often being changed then.
+/// Attaches programs to the kernel's page-fault counters. The counters of minor and of major faults count when a
+/// fault is done, the counter of all faults when it begins: mappings are less often being changed then.
 fn event(args: &Args, filter: &Filter) -> Result<Attached> {
     let knows = Knows {
         major: args.r#type,
@@ -125,7 +126,7 @@ fn event(args: &Args, filter: &Filter) -> Result<Attached> {
     Ok(Attached { skel, links, knows })
 }
 
-/// The skeleton with the options in it, loaded with these programs only.
+/// Sets the options of the skeleton, and loads only these programs.
 fn load(args: &Args, filter: &Filter, programs: &[&str]) -> Result<Loaded> {
     let mut open = bpf::prepare(filter)?;
     let with_cgroups = container::prepare(args.wants_cgroups(), &mut open.maps.cgroup_paths)?;

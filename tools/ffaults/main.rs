@@ -1,8 +1,8 @@
 //! ffaults: page faults, by file.
 //!
-//! Hooks (`bpf/ffaults.bpf.c`): the return of handle_mm_fault, by fexit or by kprobes, or the kernel's own
-//! count of page faults, with bpf_find_vma() ([`mod@attach`]). What they count is read and named at each
-//! report ([`report`]), and a line of it is a file ([`row`]).
+//! Hooks (`bpf/ffaults.bpf.c`): the return of handle_mm_fault, by fexit or by kprobes, or the kernel's page-fault
+//! counter, with bpf_find_vma() ([`mod@attach`]). The BPF programs count in maps. At each report the counts are read,
+//! and files named ([`report`]). Each row is a file ([`row`]).
 
 mod args;
 mod attach;

@@ -1,4 +1,4 @@
-//! The counts of the kernel half, by the names of files, as a report.
+//! Counts of the BPF programs, by the names of files, as a report.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -23,7 +23,7 @@ use crate::bpf::Loaded;
 use crate::bpf::types::{count, count_key, file_record, memory as Memory, name_record};
 use crate::row::{Columns, FileFaults};
 
-/// The width of the column of files: as wide as the widest, within these bounds.
+/// Bounds of the width of the column FILE, which is as wide as its widest entry.
 const FILE_COLUMN: Range<usize> = 24..64;
 
 pub(crate) static FAULTS: Family = Family {
@@ -40,7 +40,7 @@ static MAJOR: Family = Family {
     kind: Kind::Count,
 };
 
-/// What faults are counted by, as it is printed.
+/// Key of the counts, as it is printed.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Key {
     pub(crate) file: String,
@@ -54,11 +54,11 @@ pub(crate) struct Count {
     pub(crate) major: u64,
     pub(crate) write: u64,
     pub(crate) exec: u64,
-    /// The id of the cgroup that the process was in last; 0 if nothing is wanted of cgroups.
+    /// Id of the cgroup that the process was in last; 0 if cgroups are not asked for.
     pub(crate) cgroup: u64,
 }
 
-/// Reads the counts, and prints what has come since the last time.
+/// Reader of the counts, which prints what has been added since the last report.
 pub(crate) struct Report<'a> {
     counts: Counts<'a, MapMut<'static>, count_key, count>,
     homes: Option<Homes<'a>>,
@@ -133,7 +133,7 @@ impl<'a> Report<'a> {
                 pid: key.pid,
                 comm: text::from_c(&key.comm),
             };
-            // Files of one name are one, unless whole paths tell them apart.
+            // Files of the same name are counted together, unless whole paths tell them apart.
             let sum = sums.entry(key).or_default();
             sum.faults += value.faults;
             sum.major += value.major;
@@ -154,8 +154,8 @@ impl<'a> Report<'a> {
     }
 }
 
-/// The name or the path in a `file_record`, whole or as far as the first name; None if it is just being
-/// written, or could not be.
+/// Returns the name or the path in a `file_record`, which may be cut. None if the BPF program is still writing the
+/// record, or could not write it.
 fn name_of(record: &[u8], path: bool) -> Result<Option<String>> {
     let &name_record {
         bytes, complete, ..
@@ -168,7 +168,7 @@ fn name_of(record: &[u8], path: bool) -> Result<Option<String>> {
     if !path {
         return Ok(Some(file_path::name(names)));
     }
-    // As file_path() of bpf/include/file.bpf.h has it.
+    // Values of file_path() in bpf/include/file.bpf.h.
     let reach = match complete {
         1 => Reach::Root,
         2 => Reach::NoFolder,
@@ -177,7 +177,7 @@ fn name_of(record: &[u8], path: bool) -> Result<Option<String>> {
     Ok(Some(file_path::path(names, reach)))
 }
 
-/// A file's id as the key of the map of names.
+/// Encodes a file's id as a key of the map of names.
 fn id_bytes(key: &count_key) -> Vec<u8> {
     let mut bytes = key.file.inode.to_ne_bytes().to_vec();
     bytes.extend(key.file.device.to_ne_bytes());

@@ -1,4 +1,4 @@
-//! The faults on one file as a line of text and as JSON.
+//! Faults on one file as a line of text and as JSON.
 
 use std::fmt::Write as _;
 use std::io::{self, Write};
@@ -13,13 +13,13 @@ use serde::Serialize;
 use crate::attach::Knows;
 use crate::report::{Count, Key};
 
-/// Which columns there are.
+/// Optional columns, and the width of the column FILE.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Columns {
     pub(crate) by_process: bool,
     pub(crate) container: bool,
     pub(crate) types: bool,
-    /// The width of the file's.
+    /// Width of the column FILE.
     pub(crate) file: usize,
 }
 
@@ -43,11 +43,11 @@ impl Columns {
     }
 }
 
-/// The faults on one file.
+/// Faults on one file.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "file")]
 pub(crate) struct FileFaults<'a> {
-    /// The report's.
+    /// Time of the report.
     #[serde(serialize_with = "clock::serialize")]
     time: &'a Zoned,
     file: String,
@@ -58,7 +58,7 @@ pub(crate) struct FileFaults<'a> {
     #[serde(flatten)]
     pub(crate) home: Option<Home>,
     faults: u64,
-    /// What this kernel's hook cannot tell is null.
+    /// Minor faults. Like the counts below, None if the hook does not provide the detail.
     minor: Option<u64>,
     major: Option<u64>,
     write: Option<u64>,

@@ -62,7 +62,7 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// What is counted.
+    /// Returns the name of the counts on a timeline.
     pub(crate) fn subject(&self) -> &'static str {
         match (self.thp, self.madvise) {
             (true, _) => "transparent huge pages",

@@ -1,5 +1,5 @@
-//! The programs of hfaults on the functions that answer faults on huge pages, by the names that this kernel
-//! has for them.
+//! BPF programs of hfaults on the functions that handle faults on huge pages, by the names that these have in this
+//! kernel.
 
 use std::fs;
 
@@ -18,10 +18,10 @@ use crate::args::Args;
 use crate::bpf;
 use crate::bpf::Loaded;
 
-/// The kernel's settings of transparent huge pages.
+/// Folder of the kernel's settings of transparent huge pages.
 const THP: &str = "/sys/kernel/mm/transparent_hugepage";
 
-/// The programs that have one form.
+/// Program for --madvise, which like [`EVENT`] has only one form.
 const MADVISE: &str = "madvise_enter";
 
 const EVENT: &str = "fault_event";
@@ -31,7 +31,8 @@ pub(crate) struct Attached {
     pub(crate) links: Vec<Link>,
 }
 
-/// Starts what is asked for, in the best way that this kernel has.
+/// Loads and attaches the programs that are asked for, in the best way that this kernel supports. Also returns the
+/// name of the way.
 pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Attached)> {
     if args.madvise {
         kernel_support::preflight_tracepoints()?;
@@ -63,18 +64,18 @@ pub(crate) fn start(args: &Args, filter: &Filter) -> Result<(&'static str, Attac
         by_function("fentry").needing(Means::Fentry),
         by_function("kprobe").needing(Means::Kprobes),
     ]);
-    // The last, as it knows no reasons.
+    // The event comes last, as it provides no reasons.
     variants.push(by_event);
     attach::first_that_works(args.common.verbose, variants)
 }
 
-/// The programs for transparent huge pages in one form, by what they are attached to.
+/// Names of the programs for transparent huge pages in one form, by the hooks that they are attached to.
 #[derive(Debug, Clone, Copy)]
 struct ThpForm {
     name: &'static str,
     means: Means,
     always: &'static [&'static str],
-    /// What ends the names of programs on a function's entry, and on its return.
+    /// Suffixes of the names of programs on a function's entry, and on its return.
     entry: &'static str,
     exit: &'static str,
 }
@@ -96,7 +97,7 @@ const THP_FORMS: [ThpForm; 2] = [
     },
 ];
 
-/// What has allocated transparent huge pages of shared memory, the newer first.
+/// Function that allocates transparent huge pages of shared memory, by its names, the newer first.
 const THP_OF_SHARED_MEMORY: [&str; 3] = [
     "shmem_alloc_and_add_folio",
     "shmem_alloc_hugefolio",
@@ -104,7 +105,8 @@ const THP_OF_SHARED_MEMORY: [&str; 3] = [
 ];
 
 impl ThpForm {
-    /// The programs: those for other sizes if they are wanted, and for shared memory that on the function.
+    /// Returns the names of the programs, with one for other sizes if `sizes` is set, and one on the function
+    /// `shared`.
     fn programs(self, sizes: bool, shared: Option<&str>) -> Vec<String> {
         let mut programs: Vec<String> = self.always.iter().map(ToString::to_string).collect();
         if sizes {
@@ -117,7 +119,7 @@ impl ThpForm {
     }
 }
 
-/// Whether there are transparent huge pages of several sizes.
+/// Whether this kernel has transparent huge pages of several sizes.
 fn has_small_thp() -> bool {
     let sizes = fs::read_dir(THP).into_iter().flatten().flatten();
     let sizes = sizes.filter(|entry| {
@@ -129,7 +131,8 @@ fn has_small_thp() -> bool {
     sizes.count() > 1
 }
 
-/// The programs for faults on reserved pages in the form of this kind; those for reasons are on these functions.
+/// Returns the names of the programs for faults on reserved pages, in the form of this kind. `reasons` are the
+/// functions that tell the reasons of faults.
 fn fault_programs(kind: &str, reasons: Option<[&str; 2]>) -> Vec<String> {
     let mut programs = Vec::new();
     if let Some(functions) = reasons {
@@ -141,19 +144,19 @@ fn fault_programs(kind: &str, reasons: Option<[&str; 2]>) -> Vec<String> {
     programs
 }
 
-/// What allocates a page, and what handles a write, the newer first.
+/// Function that allocates a page, by its names, the newer first; [`WRITES`] is the function that handles a write.
 const ALLOCATES: [&str; 2] = ["alloc_hugetlb_folio", "alloc_huge_page"];
 
 const WRITES: [&str; 2] = ["hugetlb_wp", "hugetlb_cow"];
 
-/// The functions that reasons are known by, if this kernel has both.
+/// Returns the functions that tell the reasons of faults, if this kernel has both.
 fn reason_functions() -> Option<[&'static str; 2]> {
     let allocates = kernel_support::name_here(&ALLOCATES)?;
     let writes = kernel_support::name_here(&WRITES)?;
     Some([allocates, writes])
 }
 
-/// Loads these programs and attaches those that are attached by their names.
+/// Loads these programs, and attaches all of them except [`EVENT`].
 fn load(args: &Args, filter: &Filter, programs: &[String]) -> Result<Attached> {
     let programs: Vec<&str> = programs.iter().map(String::as_str).collect();
     let mut open = bpf::prepare(filter)?;

@@ -1,7 +1,7 @@
 //! hfaults: faults on huge pages, by process.
 //!
-//! Hooks (`bpf/hfaults.bpf.c`): the kernel's function for such faults, by fentry or kprobe; where
-//! neither can be had, the page-fault event, with a look at the mapping.
+//! Hooks (`bpf/hfaults.bpf.c`): the kernel's functions that handle such faults, by fentry or kprobe. Where neither
+//! works, the page-fault event, with a lookup of the mapping.
 
 mod args;
 mod attach;
@@ -84,7 +84,7 @@ fn run(args: Args) -> Result<ExitCode> {
     target.finish()
 }
 
-/// Prints what has come since the last report.
+/// Prints the counts that were added since the last report.
 fn print<M: MapCore>(
     counts: &mut Counts<'_, M, fault_key, u64>,
     homes: &mut Option<Homes<'_>>,

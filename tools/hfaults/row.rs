@@ -1,4 +1,4 @@
-//! A row of hfaults' reports.
+//! Row of hfaults' reports.
 
 use std::io::{self, Write};
 
@@ -15,7 +15,7 @@ use serde::Serialize;
 use crate::args::Args;
 use crate::bpf::types::{fault_key, reason as Reason};
 
-/// The faults of one process, or of one kind of it.
+/// Faults of one process, or its faults of one page size and reason.
 #[derive(Serialize)]
 #[serde(tag = "type", rename = "process")]
 pub(crate) struct Row<'a> {
@@ -25,13 +25,13 @@ pub(crate) struct Row<'a> {
     pub(crate) comm: String,
     #[serde(flatten)]
     home: Option<Home>,
-    /// None where it was not asked for, or is not known.
+    /// Size of the pages. None if it was not asked for, or is unknown.
     page_bytes: Option<u64>,
     pub(crate) reason: Option<&'static str>,
     count: u64,
     #[serde(skip)]
     extended: bool,
-    /// What is counted.
+    /// Name of the counts on a timeline.
     #[serde(skip)]
     subject: &'static str,
 }
@@ -68,7 +68,7 @@ impl<'a> Row<'a> {
 }
 
 impl output::Row for Row<'_> {
-    /// `@[pid, comm]: N`, as bpftrace prints a map, and as the book's tool does.
+    /// Writes `@[pid, comm]: N`, as bpftrace prints a map, and as the book's tool does.
     fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         write!(out, "@[{}, {}", self.pid, self.comm)?;
         if let Some(home) = &self.home {

@@ -84,7 +84,7 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// Whether anything is made of stacks.
+    /// Whether any output needs stacks.
     pub(crate) fn with_stacks(&self) -> bool {
         self.stack || self.folded || self.export.any()
     }
@@ -97,13 +97,13 @@ impl Args {
         }
     }
 
-    /// The programs on tracepoints.
+    /// Returns the programs on tracepoints.
     pub(crate) fn programs(&self) -> &'static [&'static str] {
         let all = &["mmap_exit", "munmap_exit", "mremap_exit"];
         if self.munmap { all } else { &all[..1] }
     }
 
-    /// The programs to load where they are on the system calls' functions.
+    /// Returns the programs to load where they are attached to the system calls' functions.
     pub(crate) fn programs_on_functions(&self) -> &'static [&'static str] {
         let all = &[
             "mmap_exit_function",

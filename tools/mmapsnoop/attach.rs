@@ -1,4 +1,4 @@
-//! The programs of mmapsnoop on the system calls.
+//! BPF programs of mmapsnoop on the system calls.
 
 use anyhow::Result;
 use libbpf_rs::Link;
@@ -13,7 +13,7 @@ use crate::args::Args;
 use crate::bpf;
 use crate::bpf::Loaded;
 
-/// The program for 32-bit calls.
+/// Program for 32-bit calls.
 const COMPAT: &str = "compat_exit";
 
 /// Loads the programs that the options ask for.
@@ -36,7 +36,7 @@ pub(crate) fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
     open.load_only(&programs)
 }
 
-/// Attaches them.
+/// Attaches the loaded programs.
 pub(crate) fn start(skel: &mut Loaded, args: &Args) -> Result<Vec<Link>> {
     let object = skel.object_mut();
     let mut links = attach::system_calls(object, args.programs(), args.programs_on_functions())?;

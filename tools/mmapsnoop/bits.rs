@@ -14,7 +14,7 @@ const PROT: [(u64, &str); 6] = [
     (0x0200_0000, "GROWSUP"),
 ];
 
-/// What of the flags is a number: the kind of mapping.
+/// Mask of the flags for the kind of mapping, which is a number.
 const MAP_TYPE: u64 = 0xf;
 const SHARED: u64 = 0x1;
 const PRIVATE: u64 = 0x2;
@@ -47,7 +47,7 @@ const MAP: [(u64, &str); 12] = [
 
 const MREMAP: [(u64, &str); 3] = [(1, "MAYMOVE"), (2, "FIXED"), (4, "DONTUNMAP")];
 
-/// An argument that is made of bits. Printed and serialized by the names of them all.
+/// Argument of flags, which is printed and serialized as the names of all its flags.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Bits {
     /// PROT_* of mmap
@@ -59,7 +59,7 @@ pub(crate) enum Bits {
 }
 
 impl Bits {
-    /// The letters of the column PROT, as `R-E`, or MAP, as `-PFA`; mremap's have no column.
+    /// Returns the letters of the column PROT, such as `R-E`, or MAP, such as `-PFA`. Flags of mremap have no column.
     pub(crate) fn letters(self) -> String {
         match self {
             Self::Prot(prot) => letters(prot, &[(0x1, 'R'), (0x2, 'W'), (0x4, 'E')]),
@@ -76,7 +76,7 @@ impl Bits {
         }
     }
 
-    /// All of them by name; what has none as a number.
+    /// Returns the names of all flags. Bits without a name are returned as a number.
     fn names(self) -> Vec<String> {
         match self {
             Self::Prot(prot) => by_name(prot, &PROT),
@@ -181,7 +181,7 @@ mod tests {
             Bits::Map(0x4_0022 | 21 << 26).to_string(),
             "PRIVATE|HUGETLB:2MB|ANONYMOUS"
         );
-        // Without MAP_HUGETLB they are no size.
+        // Without MAP_HUGETLB these bits are not a size.
         assert_eq!(
             Bits::Map(0x22 | 21 << 26).to_string(),
             "PRIVATE|ANONYMOUS|0x54000000"

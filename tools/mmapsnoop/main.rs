@@ -1,7 +1,7 @@
 //! mmapsnoop: every mmap(2), with its file and its result.
 //!
-//! Hooks: the tracepoints of the system calls' exits (`bpf/mmapsnoop.bpf.c`). An event comes at a call's
-//! exit, and becomes one row ([`row`]).
+//! Hooks: the tracepoints at the exits of the system calls, or the calls' functions (`bpf/mmapsnoop.bpf.c`). An event
+//! is sent at a call's exit, and becomes one row ([`row`]).
 
 mod args;
 mod attach;

@@ -1,4 +1,4 @@
-//! One call, as it comes from the kernel and as it is printed.
+//! One call, as a record of the ring buffer and as a row.
 
 use std::borrow::Cow;
 use std::io::{self, Write};
@@ -20,14 +20,14 @@ use serde::Serialize;
 use crate::bits::{self, Bits};
 use crate::bpf::types::{call_kind as Kind, event, file_kind as FileKind};
 
-/// One record of the ring buffer.
+/// Record of the ring buffer.
 pub(crate) struct Record {
     event: event,
     file: Option<String>,
 }
 
 impl Record {
-    /// An event, and its file's name or names after it.
+    /// Decodes a record: an event, followed by the file's name or the components of its path.
     pub(crate) fn decode(record: &[u8]) -> Option<Self> {
         let event: &event = plain::from_bytes(record).ok()?;
         let names = record.get(size_of::<event>()..)?;
@@ -53,17 +53,17 @@ impl Record {
         text::from_c(&self.event.comm)
     }
 
-    /// The id of the task's cgroup.
+    /// Returns the id of the task's cgroup.
     pub(crate) fn cgroup(&self) -> u64 {
         self.event.cgroup
     }
 
-    /// The id of the caller's stack.
+    /// Returns the id of the caller's stack.
     pub(crate) fn stack(&self) -> u64 {
         self.event.stack
     }
 
-    /// How much it mapped; None if it failed, or is another call.
+    /// Returns the bytes that the call mapped; None if the call failed, or is not mmap(2).
     pub(crate) fn mapped_bytes(&self) -> Option<u64> {
         if self.event.kind != Kind::CALL_MMAP {
             return None;
@@ -73,19 +73,19 @@ impl Record {
     }
 }
 
-/// Columns that not everybody wants.
+/// Optional columns.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Columns {
     pub(crate) time: bool,
     pub(crate) container: bool,
-    /// Which call it is, and its address.
+    /// Columns CALL and ADDRESS.
     pub(crate) call: bool,
     pub(crate) result: bool,
     pub(crate) flags: bool,
 }
 
 impl Columns {
-    /// The line of column names.
+    /// Returns the line of column names.
     pub(crate) fn header(self) -> String {
         let mut header = String::new();
         if self.time {
@@ -110,14 +110,14 @@ impl Columns {
     }
 }
 
-/// One call. What it has no argument for is None.
+/// Row of one call. Fields that the call has no argument for are None.
 #[derive(Serialize)]
 #[serde(tag = "type", rename = "call")]
 pub(crate) struct Row {
     #[serde(flatten)]
     origin: Origin,
     call: &'static str,
-    /// The address that was asked for: where to map, what to unmap or to move.
+    /// Address argument: where to map, what to unmap or to move.
     address: Hex,
     #[serde(skip_serializing_if = "Option::is_none")]
     old_size_bytes: Option<Exact>,
@@ -131,7 +131,7 @@ pub(crate) struct Row {
     #[serde(skip_serializing_if = "Option::is_none")]
     offset_bytes: Option<Exact>,
     file: Option<String>,
-    /// The mapping's address, 0 of munmap; None if the call failed.
+    /// Address of the mapping, or 0 for munmap; None if the call failed.
     result: Option<Hex>,
     error: Option<Cow<'static, str>>,
     #[serde(flatten)]
@@ -192,7 +192,7 @@ impl Row {
         }
     }
 
-    /// The column FILE: what is anonymous says so, and what cannot be known is `-`.
+    /// Returns the content of the column FILE: `[anon]` for anonymous memory, and `-` for an unknown file.
     fn file_column(&self) -> &str {
         match (&self.file, self.call, self.fd) {
             (Some(name), ..) => name,
@@ -202,11 +202,11 @@ impl Row {
     }
 }
 
-/// Digits that the columns in KiB have room for: up to 95 GiB.
+/// Width of the columns in KiB, in digits: enough for 95 GiB.
 const KIB_DIGITS: usize = 8;
 
-/// A number of bytes in KiB. If that is too long for a column, in the first larger unit, which is then
-/// named, that it fits in without a rest; else in KiB all the same.
+/// Formats a number of bytes in KiB. If the number is too long for a column, it is written in the first larger unit
+/// that fits and divides it exactly, with the unit's letter. Otherwise it is written in KiB all the same.
 fn kibibytes(bytes: u64) -> String {
     let kibibytes = bytes / 1024;
     let plain = kibibytes.to_string();

@@ -1,4 +1,4 @@
-//! Events as rows, and as sums for the files of other formats.
+//! Events as rows, and as sums by stack for --folded and for the files of other formats.
 
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -18,22 +18,22 @@ use crate::args::Args;
 use crate::bpf::Loaded;
 use crate::row::{Columns, Record, Row};
 
-/// What calls from one stack have mapped.
+/// Calls from one stack, and the bytes that these have mapped.
 #[derive(Debug, Default, Clone, Copy)]
 struct Mapped {
     calls: u64,
     bytes: u64,
 }
 
-/// The state of the trace.
+/// State of the trace.
 pub(crate) struct Tracer<'a> {
     pub(crate) stacks: EventStacks<'a, MapMut<'static>>,
-    /// Where cgroups are asked for.
+    /// None if cgroups are not asked for.
     homes: Option<Homes<'a>>,
     clock: Clock,
     pub(crate) columns: Columns,
     pub(crate) output: Output,
-    /// By process, its name and stack.
+    /// Sums by process, its name and stack.
     weights: HashMap<(u32, String, u64), Mapped>,
     pub(crate) exports: Exports,
     args: &'a Args,
@@ -66,7 +66,7 @@ impl<'a> Tracer<'a> {
         }
     }
 
-    /// Prints what has come, or adds it up.
+    /// Prints the records, or adds them up by stack.
     pub(crate) fn take(&mut self, records: impl Iterator<Item = Record>) -> Result<()> {
         self.stacks.refresh();
         for record in records {
@@ -89,7 +89,8 @@ impl<'a> Tracer<'a> {
         self.output.flush()
     }
 
-    /// A call that failed mapped nothing. The stack is named at the end, when the table may be another.
+    /// Adds a call to the sums of its stack. A failed call has mapped nothing, and is left out. The stack is
+    /// symbolized at the end, when another stack table may be in use, so it is kept.
     fn add(&mut self, record: &Record) -> Result<()> {
         let Some(bytes) = record.mapped_bytes() else {
             return Ok(());
@@ -102,7 +103,7 @@ impl<'a> Tracer<'a> {
         Ok(())
     }
 
-    /// The stack with its names, if stacks are asked for.
+    /// Symbolizes a stack. None if stacks are not asked for.
     fn named(&mut self, pid: u32, comm: &str, stack: u64) -> Result<Option<Rc<NamedStack>>> {
         let ids = StackIds {
             pid,

@@ -1,7 +1,7 @@
 //! shmsnoop: the system calls of System V shared memory, with their results.
 //!
-//! Hooks: the tracepoints of shmget, shmat, shmdt and shmctl (`bpf/shmsnoop.bpf.c`). An event comes
-//! at a call's exit, and becomes one row ([`row`]).
+//! Hooks: the tracepoints of shmget, shmat, shmdt and shmctl, or the calls' functions (`bpf/shmsnoop.bpf.c`). An
+//! event is sent at a call's exit, and becomes one row ([`row`]).
 
 mod row;
 
@@ -141,10 +141,10 @@ fn start(filter: &Filter, args: &Args) -> Result<(Loaded, Vec<Link>)> {
     Ok((skel, links))
 }
 
-/// The programs on the exits' tracepoints.
+/// Programs on the exit tracepoints.
 const EXITS: &[&str] = &["shmget_exit", "shmat_exit", "shmdt_exit", "shmctl_exit"];
 
-/// The programs on the system calls' functions, those for their returns first.
+/// Programs on the system calls' functions, the ones on returns first.
 const FUNCTIONS: &[&str] = &[
     "shmget_exit_function",
     "shmat_exit_function",

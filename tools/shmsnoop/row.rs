@@ -1,4 +1,4 @@
-//! One call, with its arguments decoded.
+//! Row of one call, with its arguments decoded.
 
 use std::borrow::Cow;
 use std::io::{self, Write};
@@ -33,8 +33,8 @@ const AT_FLAGS: [(u64, &str); 4] = [
     (0o100000, "SHM_EXEC"),
 ];
 
-/// What a 32-bit C library adds to a command, to say that it means the newer structs. The kernel knows
-/// no such command of a 64-bit process, whose call fails with EINVAL.
+/// Flag that a 32-bit C library adds to a command to select the newer structs. The kernel knows no such command of a
+/// 64-bit process, whose call fails with EINVAL.
 const IPC_64: u64 = 0x100;
 
 const COMMANDS: [(u64, &str); 9] = [
@@ -49,11 +49,11 @@ const COMMANDS: [(u64, &str); 9] = [
     (15, "SHM_STAT_ANY"),
 ];
 
-/// Columns that not everybody wants.
+/// Optional columns.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Columns {
     pub(crate) timestamp: bool,
-    /// Threads in place of processes.
+    /// Column TID in place of PID.
     pub(crate) tid: bool,
     pub(crate) container: bool,
     pub(crate) segment: bool,
@@ -61,7 +61,7 @@ pub(crate) struct Columns {
 }
 
 impl Columns {
-    /// The line of column names.
+    /// Returns the line of column names.
     pub(crate) fn header(self) -> String {
         let mut header = String::new();
         if self.timestamp {
@@ -81,7 +81,7 @@ impl Columns {
     }
 }
 
-/// A call with what it was given.
+/// Call with its arguments.
 #[derive(Debug, Serialize)]
 #[serde(tag = "call", rename_all = "snake_case")]
 enum Call {
@@ -147,12 +147,12 @@ fn get_flags(flags: u64) -> Vec<String> {
     if flags & SHM_HUGETLB == 0 {
         return flag_names(flags, &GET_FLAGS, None);
     }
-    // A number of six bits, not bits: 2 MB and 1 GB have some in common.
+    // The size is a number of six bits, not a set of flags: 2 MB and 1 GB have bits in common.
     let size = flags::huge_page_size(flags).map(|size| format!("SHM_HUGE_{size}"));
     flag_names(flags & !flags::HUGE_MASK, &GET_FLAGS, size)
 }
 
-/// The names, and what is left, such as permissions, in octal.
+/// Returns the names of the flags, then `more`, then the bits without a name, such as permissions, in octal.
 fn flag_names(flags: u64, table: &[(u64, &'static str)], more: Option<String>) -> Vec<String> {
     let (names, rest) = flags::names(flags, table);
     let rest = (rest != 0).then(|| format!("0{rest:o}"));
@@ -171,7 +171,7 @@ fn command(cmd: u64) -> Cow<'static, str> {
     }
 }
 
-/// One row.
+/// Row of one call.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "call")]
 pub(crate) struct Row {
@@ -179,17 +179,17 @@ pub(crate) struct Row {
     origin: Origin,
     #[serde(flatten)]
     call: Call,
-    /// An id, an address, or 0; None if the call failed.
+    /// Result: an id, an address, or 0; None if the call failed.
     result: Option<Hex>,
     error: Option<Cow<'static, str>>,
     latency_ns: u64,
-    /// How often the segment is attached; None where it is not known.
+    /// Attach count of the segment; None if it is unknown.
     attached: Option<u64>,
     segment_bytes: Option<u64>,
     creator_pid: Option<u32>,
     #[serde(skip)]
     since_first: Duration,
-    /// shmctl's, as a number.
+    /// Command of shmctl, as a number.
     #[serde(skip)]
     cmd: u64,
     #[serde(skip)]

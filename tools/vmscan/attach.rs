@@ -139,7 +139,7 @@ struct Attaching {
 
 impl Attaching {
     /// Attaches both programs of an operation, or none. Returns whether both tracepoints exist. The end is attached
-    /// first: an operation whose begin was seen must be seen to end.
+    /// first: an operation whose beginning was seen must be seen to end.
     fn pair(&mut self, end: (&ProgramMut<'_>, &str), begin: (&ProgramMut<'_>, &str)) -> bool {
         let mut both = Vec::new();
         for (program, tracepoint) in [end, begin] {
