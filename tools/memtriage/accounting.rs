@@ -1,43 +1,44 @@
-//! Where memory is: parts that add up to a whole, and what is left. The whole machine's are here, those of a process
-//! or a cgroup in [`crate::subject`].
+//! Accounting of memory: parts that add up to a whole, and the unaccounted rest. Accounting of the machine is here,
+//! that of a process or a cgroup in [`crate::subject`].
 //!
-//! Numbers of /proc/meminfo overlap in some places and leave out others. What is known, with the
-//! kernel's file that it is from:
+//! Numbers of /proc/meminfo overlap in some places and leave out others. The known overlaps, each with its source in
+//! the kernel:
 //!
-//! | number | overlaps with | from |
+//! | number | overlap | source |
 //! |---|---|---|
 //! | `Cached` | contains `Shmem` | fs/proc/meminfo.c: NR_FILE_PAGES without swap cache and buffers |
 //! | `SwapCached` | `AnonPages`, where such a page is mapped | mm/swap_state.c: swap cache is counted as a file's pages |
 //! | `VmallocUsed` (pages since 5.3) | contains `KernelStack`, as stacks are mapped by vmalloc | kernel/fork.c, CONFIG_VMAP_STACK |
-//! | `Zswap` | contained in `nr_zspages`, where zsmalloc holds it | mm/zsmalloc.c; zram's pages are there alone |
+//! | `Zswap` | contained in `nr_zspages`, where zsmalloc holds it | mm/zsmalloc.c; pages of zram are in `nr_zspages`
+//! alone |
 //! | `KReclaimable` (4.20) | contains `SReclaimable` | fs/proc/meminfo.c |
 //! | `MemFree` | leaves out pages in lists of CPUs | mm/page_alloc.c; /proc/zoneinfo has them |
 
 use memtools::host::values::{self, Values};
 use serde::Serialize;
 
-/// The name of the part that the kernel's MemFree and MemAvailable leave out.
+/// Name of the part that the kernel's MemFree and MemAvailable leave out.
 pub(crate) const FREE_IN_LISTS: &str = "free, in lists of CPUs";
 
-/// One part of the machine's memory.
+/// One part of the memory of the machine, a process or a cgroup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(crate) struct MemoryPart {
     pub(crate) name: &'static str,
     pub(crate) bytes: u64,
 }
 
-/// All parts, and the difference of their sum to MemTotal.
+/// Parts of a whole, and the size of the whole.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Accounting {
-    /// What the parts are of: the name of the number that they add up to.
+    /// Name of the number that the parts add up to.
     pub(crate) whole: &'static str,
-    /// Bytes of it.
+    /// Size of the whole, in bytes.
     pub(crate) total: u64,
     pub(crate) parts: Vec<MemoryPart>,
 }
 
 impl Accounting {
-    /// The parts, by name, of what has so many bytes in all.
+    /// Makes the accounting of a whole of `total` bytes from the parts and their names.
     pub(crate) fn new(
         whole: &'static str,
         total: u64,
@@ -51,7 +52,7 @@ impl Accounting {
         }
     }
 
-    /// The machine's parts by the kernel's numbers of one moment.
+    /// Accounts for the machine's memory by the kernel's numbers of one moment.
     pub(crate) fn of(memory: &Values, counters: &Values, zoneinfo: &str, page_bytes: u64) -> Self {
         let of = |name| memory.of(name);
         let file = of("Cached") + of("Buffers");
@@ -63,7 +64,7 @@ impl Accounting {
             "Unevictable",
         ];
         let on_lists: u64 = lists.into_iter().map(of).sum();
-        // Pages of the swap cache that no process has mapped are on the lists, and in no other number.
+        // Pages of the swap cache that no process has mapped are on the lists, but not in any other number.
         let unmapped = on_lists.saturating_sub(of("AnonPages") + file);
         let compressed = counters.of("nr_zspages") * page_bytes;
         let parts = [
@@ -97,13 +98,13 @@ impl Accounting {
         Self::new("MemTotal", of("MemTotal"), parts)
     }
 
-    /// Bytes that no part has; below 0 where parts overlap in a way that is not known.
+    /// Returns the bytes that are in no part; below 0 where parts overlap in an unknown way.
     pub(crate) fn unaccounted(&self) -> i64 {
         let sum: u64 = self.parts.iter().map(|part| part.bytes).sum();
         self.total.cast_signed().saturating_sub_unsigned(sum)
     }
 
-    /// Bytes of the part with this name.
+    /// Returns the bytes of the part with this name.
     pub(crate) fn part(&self, name: &str) -> Option<u64> {
         let part = self.parts.iter().find(|part| part.name == name);
         part.map(|part| part.bytes)

@@ -1,4 +1,4 @@
-//! --doctor: each tool is run for a moment, and tells what this kernel and these privileges allow it.
+//! --doctor: runs each tool for a moment, and shows what this kernel and these privileges allow it to do.
 
 use std::io::{self, Write};
 use std::process::{Command, Stdio};
@@ -13,13 +13,13 @@ use serde::Serialize;
 use crate::screen::{WIDTH, wrapped};
 use crate::siblings::beside;
 
-/// The name that tasks have that are traced meanwhile: none has it, so that nothing is recorded.
+/// Name of the tasks that the tools trace: no task has this name, so that nothing is recorded.
 const NOBODY: &str = "memtools-doctor";
 const HEADER: &str = "TOOL        RUNS  HOW";
-/// Where HOW begins.
+/// Column at which HOW begins.
 const INDENT: usize = 18;
 
-/// What is run: as the tool is called in the table, and with these options.
+/// Tools that are run, each with its name in the table and its options.
 const CHECKS: [(&str, &[&str]); 12] = [
     ("memleak", &["0.1", "1", "-c"]),
     ("memleak -k", &["-k", "-v", "-n", NOBODY, "0.1", "1"]),
@@ -35,24 +35,24 @@ const CHECKS: [(&str, &[&str]); 12] = [
     ("oomkill", LOOK),
 ];
 
-/// The options of most tools. (-v of drsnoop is a column, as BCC's.)
+/// Options of most tools. (In drsnoop, -v is a column, as in BCC's.)
 const LOOK: &[&str] = &["-v", "-n", NOBODY, "-d", "0.1"];
 
-/// What a tool has told.
+/// Row of a tool: the result of its run.
 #[derive(Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(tag = "type", rename = "tool")]
 struct Checked {
     command: &'static str,
     works: bool,
-    /// What it traces by; None if it does not say, or does not work.
+    /// Way by which the tool traces; None if the tool does not report one, or does not work.
     how: Option<String>,
-    /// Better ways that are not possible here, with the reason.
+    /// Better ways that are not possible here, each with its reason.
     not_possible: Vec<String>,
-    /// What else it has said, such as what would be better with more privileges.
+    /// Other messages, such as what more privileges would improve.
     remarks: Vec<String>,
 }
 
-/// Runs the tools one after the other, and prints a line or more for each. Returns whether all can run.
+/// Runs the tools one after the other, and prints one or more lines for each. Returns whether all can run.
 ///
 /// # Errors
 /// If nothing can be printed.
@@ -75,10 +75,10 @@ pub(crate) fn check(mut poller: Poller<'_>, output: &mut Output) -> Result<bool>
     Ok(all)
 }
 
-/// Checks that these tools can run, each as the table calls it.
+/// Checks that these tools can run. Each is given by its name in the table.
 ///
 /// # Errors
-/// If one cannot, with what it says.
+/// If a tool cannot run, with its messages.
 pub(crate) fn expect(commands: &[&str]) -> Result<()> {
     for (command, options) in CHECKS {
         if commands.contains(&command) {
@@ -96,7 +96,7 @@ fn run(command: &'static str, options: &[&str]) -> Result<Checked> {
     let mut child = Command::new(&program);
     child.args(options);
     if options.ends_with(&["-c"]) {
-        // A program that is there wherever this one is, with an allocator in it.
+        // memtriage itself is a program that always exists here, and has an allocator.
         let own = std::env::current_exe().context("failed to find memtriage")?;
         child.arg(shell_words::join([&*own.to_string_lossy(), "--version"]));
     }
@@ -116,7 +116,7 @@ fn run(command: &'static str, options: &[&str]) -> Result<Checked> {
 }
 
 impl Checked {
-    /// What the tool's messages tell.
+    /// Parses a tool's messages.
     fn of(command: &'static str, tool: &str, works: bool, messages: &str) -> Self {
         let mut checked = Self {
             command,
@@ -130,7 +130,7 @@ impl Checked {
             }
             let line = text::shown(line);
             if let Some(reason) = line.strip_prefix("  ") {
-                // Those of an error were told before.
+                // An error repeats reasons that were printed before.
                 if !reason.starts_with(' ') && !checked.not_possible.iter().any(|one| one == reason)
                 {
                     checked.not_possible.push(reason.to_owned());

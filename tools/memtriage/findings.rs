@@ -1,5 +1,5 @@
-//! The rules: what is judged, by which numbers, and which tool shows more. Each is a pure function of
-//! what was read; the thresholds are those of the man page.
+//! Rules of memtriage: what each judges, by which numbers, and which tool shows more. Each rule is a pure function of
+//! the data of the looks. The thresholds are those of the man page.
 
 mod cgroup_limits;
 mod evidence;
@@ -17,7 +17,7 @@ use crate::who::Culprit;
 
 pub(crate) use evidence::Evidence;
 
-/// How much a finding matters.
+/// Severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Level {
@@ -36,33 +36,33 @@ impl fmt::Display for Level {
     }
 }
 
-/// What a rule has found.
+/// Result of a rule.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "type", rename = "finding")]
 pub(crate) struct Finding {
     pub(crate) level: Level,
     pub(crate) rule: &'static str,
-    /// The evidence in numbers.
+    /// Evidence in numbers.
     pub(crate) evidence: String,
-    /// The command to run next. None if all is well.
+    /// Command to run next. None if all is well.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) next: Option<String>,
-    /// What --who traces. None if all is well, or no stack would tell more.
+    /// Target that --who traces. None if all is well, or if stacks would not explain the finding.
     #[serde(skip)]
     pub(crate) culprit: Option<Culprit>,
 }
 
-/// A rule's judgement: how much it matters, the evidence, and the command to run next.
+/// Judgement of a rule: the level, the evidence, and the command to run next.
 type Judgement = (Level, String, Next);
 
-/// The command to run next, and what --who traces.
+/// Command to run next, and the target that --who traces.
 struct Next {
     command: String,
     culprit: Option<Culprit>,
 }
 
 impl Next {
-    /// This finding, with what --who traces.
+    /// Sets the target that --who traces.
     fn by(self, culprit: Culprit) -> Self {
         Self {
             culprit: Some(culprit),
@@ -80,10 +80,10 @@ impl<T: Into<String>> From<T> for Next {
     }
 }
 
-/// A pure function of what was read.
+/// Rule, a pure function of the evidence.
 type Rule = fn(&Evidence<'_>) -> Judgement;
 
-/// The rules of the machine, the most important first.
+/// Rules about the machine, the most important first.
 const RULES: [(&str, Rule); 18] = [
     ("oom-kills", scarcity::oom_kills),
     ("running-out", scarcity::running_out),
@@ -105,7 +105,7 @@ const RULES: [(&str, Rule); 18] = [
     ("dying-cgroups", holders::dying_cgroups),
 ];
 
-/// The judgement of each rule: those to act on first, then in the order of the rules.
+/// Returns the finding of each rule: those to act on first, then in the order of the rules.
 pub(crate) fn judge(evidence: &Evidence<'_>) -> Vec<Finding> {
     let machine = RULES
         .into_iter()
@@ -130,8 +130,8 @@ pub(crate) fn judge(evidence: &Evidence<'_>) -> Vec<Finding> {
     findings
 }
 
-/// What --who traces, with the rules that it is for: for the worst finding first, and at last the process that
-/// grows fastest, if it does by 1 MiB a second.
+/// Returns the targets of --who, each with its rule: for the worst finding first, and last the process that grows
+/// fastest, if it grows by at least 1 MiB a second.
 pub(crate) fn culprits(
     findings: Vec<Finding>,
     evidence: &Evidence<'_>,
@@ -147,12 +147,12 @@ pub(crate) fn culprits(
     found.chain(growing).collect()
 }
 
-/// The command for a process that may leak.
+/// Returns the command for a process that may leak.
 fn memleak_of(usage: &Usage) -> Next {
     Next::from(format!("memleak -p {} 10", usage.pid)).by(Culprit::Process(usage.pid))
 }
 
-/// `level` of a number that is worth a look from one threshold on, and needs action from another.
+/// Returns the level of a number that is worth a look from the threshold `look` on, and needs action from `act` on.
 fn above(number: f64, look: f64, act: f64) -> Level {
     if number >= act {
         Level::Act
@@ -163,7 +163,7 @@ fn above(number: f64, look: f64, act: f64) -> Level {
     }
 }
 
-/// A duration with its largest unit.
+/// Formats a duration in its largest unit.
 fn age(age: Duration) -> String {
     match age.as_secs() {
         seconds @ 0..120 => format!("{seconds} s"),
@@ -172,7 +172,7 @@ fn age(age: Duration) -> String {
     }
 }
 
-/// A path as one word of a shell's command line.
+/// Formats a path as one word of a shell's command line.
 pub(crate) fn shell_word(path: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-@:".contains(c);
     if path.chars().all(plain) {

@@ -1,4 +1,4 @@
-//! What grows while memtriage keeps looking: parts of memory and processes, with their last sizes.
+//! Growth of parts of memory and of processes while memtriage keeps looking.
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
@@ -12,34 +12,34 @@ use serde::Serialize;
 use crate::look::Look;
 use crate::screen::{change, size};
 
-/// Looks that are remembered, which is also the width of a sparkline.
+/// Number of looks that are remembered, which is also the width of a sparkline.
 const LOOKS: usize = 30;
-/// What has grown by less is not shown, in bytes.
+/// Growth below which nothing is shown, in bytes.
 const LEAST: u64 = 1 << 20;
-/// Rows at most.
+/// Maximum number of rows.
 const MOST: usize = 5;
-/// The part whose growth is no news.
+/// Name of the part whose growth is not shown.
 const FREE: &str = "free";
-/// Eighths of a line's height.
+/// Bars of a sparkline, in eighths of a line's height.
 const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
-/// What has a size.
+/// Item whose size is remembered.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum What {
     Part(&'static str),
-    /// A process by its number and its start, as the number is given again.
+    /// Process by its pid and its start time, as pids are reused.
     Process(u32, u64),
     Unaccounted,
 }
 
-/// The sizes of everything at the last looks.
+/// Sizes of all items at the last looks.
 #[derive(Debug, Default)]
 pub(crate) struct Growth {
     sizes: HashMap<What, Sizes>,
     looks: VecDeque<Instant>,
 }
 
-/// The sizes of one thing, the newest last, in bytes.
+/// Sizes of one item, the newest last, in bytes.
 #[derive(Debug, Default)]
 struct Sizes {
     name: String,
@@ -47,7 +47,7 @@ struct Sizes {
 }
 
 impl Growth {
-    /// Remembers a look.
+    /// Adds the sizes of a look.
     pub(crate) fn add(&mut self, look: &Look) {
         let parts = look.accounting.parts.iter();
         let parts = parts.filter(|part| part.name != FREE);
@@ -78,7 +78,8 @@ impl Growth {
         self.looks.push_back(at);
     }
 
-    /// What has grown most over the looks that are remembered, the most first; with the column CONTAINER if that is asked for.
+    /// Returns the items that have grown most over the remembered looks, the fastest-growing first; with the column
+    /// CONTAINER if that is asked for.
     pub(crate) fn rows(&self, container: bool) -> Vec<Growing> {
         let row = |(what, sizes): (&What, &Sizes)| {
             let (first, last) = (*sizes.bytes.front()?, *sizes.bytes.back()?);
@@ -114,17 +115,17 @@ impl Growth {
     }
 }
 
-/// Something that has grown.
+/// Row of an item that has grown.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "growing")]
 pub(crate) struct Growing {
-    /// `part` of memory, or `process`.
+    /// Kind of the item: `part` of memory, or `process`.
     what: &'static str,
     name: String,
-    /// The process, whose own memory is meant: anonymous and swapped. None for a part.
+    /// Pid of a process. The sizes are of its anonymous and swapped memory. None for a part.
     #[serde(skip_serializing_if = "Option::is_none")]
     pid: Option<u32>,
-    /// The cgroup that the process is in. None for a part.
+    /// Cgroup of the process. None for a part.
     #[serde(flatten)]
     home: Option<Home>,
     /// Whether text has the column CONTAINER.
@@ -132,15 +133,15 @@ pub(crate) struct Growing {
     pub(crate) container: bool,
     bytes: u64,
     growth_bytes: u64,
-    /// The seconds in which it grew.
+    /// Time in which the item grew, in seconds.
     seconds: f64,
-    /// At each look, in bytes.
+    /// Size at each look, in bytes.
     #[serde(skip)]
     sizes: Vec<u64>,
 }
 
 impl Growing {
-    /// The names of the columns, with CONTAINER if that is asked for.
+    /// Returns the header, with CONTAINER if that column is asked for.
     pub(crate) fn header(container: bool) -> String {
         let container = container::header(container);
         format!("\nGROWING                      {container}    SIZE    GROWTH     IN")
@@ -168,7 +169,7 @@ impl Row for Growing {
     }
 }
 
-/// A bar for each number, from the smallest to the largest of them.
+/// Draws a bar for each number, scaled from the smallest to the largest of them.
 fn sparkline(numbers: &[u64]) -> String {
     let least = numbers.iter().min().copied().unwrap_or(0);
     let range = numbers.iter().max().map_or(0, |most| most - least).max(1);
@@ -204,7 +205,7 @@ mod tests {
                 (What::Part("slab"), "slab", 100 * MB + look * MB),
                 (What::Process(7, 1), "java", 10 * MB + look * 4 * MB),
                 (What::Process(8, 1), "sh", 10 * MB - look),
-                // Another process has its number at each look.
+                // Pid 9 is another process at each look.
                 (What::Process(9, look), "cc1", 10 * MB * (1 + look)),
             ];
             if look < 2 {

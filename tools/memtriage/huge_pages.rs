@@ -1,8 +1,8 @@
-//! Transparent huge pages of a process, and how much of them has only zeros: memory that smaller pages would not
-//! have taken.
+//! Transparent huge pages of a process, and the share of them that has only zeros: memory that smaller pages would
+//! not have taken.
 //!
-//! Some of the huge pages are read, by process_vm_readv(2), which neither stops the process nor changes anything; the
-//! kernel's own search for underused huge pages goes by zeros, too (6.12).
+//! A sample of the huge pages is read by process_vm_readv(2), which neither stops the process nor changes anything.
+//! The kernel's own search for underused huge pages looks for zeros, too (6.12).
 
 use std::fs::File;
 use std::io::{self, IoSliceMut, Write};
@@ -24,41 +24,42 @@ use crate::screen::size;
 const PAGE: usize = 4096;
 const PAGES: usize = 512;
 const HUGE_PAGE: u64 = (PAGE * PAGES) as u64;
-/// Huge pages that are read of a process, at most.
+/// Maximum number of huge pages that are read of a process.
 const SAMPLES: usize = 64;
-/// Places that are looked at for a huge page, at most.
+/// Maximum number of addresses that are checked for a huge page.
 const PLACES: u64 = 8192;
-/// Processes that are asked how much of huge pages they have.
+/// Number of processes whose huge pages are counted.
 const CANDIDATES: usize = 5;
-/// How long huge pages are read: then those that were read are the sample.
+/// Time limit for reading huge pages. Those that were read by then are the sample.
 const READ_TIME: Duration = Duration::from_millis(300);
-/// How long the largest is looked for and read. Whoever has not answered by then is not judged.
+/// Time limit for finding the process with the most huge pages and reading these. Without a result by then, no
+/// process is judged.
 const TIME: Duration = Duration::from_millis(600);
 
-/// The transparent huge pages of a process.
+/// Transparent huge pages of a process.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(tag = "type", rename = "huge_pages")]
 pub(crate) struct HugePages {
     pub(crate) pid: u32,
     pub(crate) bytes: u64,
-    /// Huge pages that were read.
+    /// Number of huge pages that were read.
     pub(crate) samples: usize,
-    /// Bytes in pages of 4 KiB that have only zeros.
+    /// Estimated bytes in pages of 4 KiB that have only zeros.
     pub(crate) zero_bytes: u64,
     /// Two standard errors of `zero_bytes`; 0 if all were read.
     pub(crate) error_bytes: u64,
 }
 
 impl HugePages {
-    /// The huge pages of a process with these mappings. None if there are none, or if they cannot be told from others:
-    /// addresses of physical memory are root's to see.
+    /// Samples the huge pages of a process with these mappings. None if the process has none, or if they cannot be
+    /// identified: only root sees physical addresses.
     pub(crate) fn of(pid: u32, mappings: &[MappedMemory]) -> Option<Self> {
         let bytes: u64 = mappings.iter().map(|one| one.huge).sum();
         let shares = shares_of_zeros(pid, mappings, Instant::now() + READ_TIME).ok()?;
         (!shares.is_empty()).then(|| Self::estimate(pid, bytes, &shares))
     }
 
-    /// What these shares, of huge pages that were chosen with equal chances, say of all.
+    /// Estimates the zeros in all huge pages from the shares of a sample that each was equally likely to be in.
     fn estimate(pid: u32, bytes: u64, shares: &[f64]) -> Self {
         let (count, all) = (shares.len() as f64, bytes as f64 / HUGE_PAGE as f64);
         let mean = shares.iter().sum::<f64>() / count;
@@ -74,7 +75,7 @@ impl HugePages {
         }
     }
 
-    /// `512M in huge pages, of which 98.4 % ± 1 % have only zeros`.
+    /// Describes the result, such as `512M in transparent huge pages, of which 98.4 % ± 1 % have only zeros`.
     pub(crate) fn told(&self) -> String {
         let percent = |bytes: u64| bytes as f64 * 100.0 / self.bytes.max(1) as f64;
         let error = match self.error_bytes {
@@ -89,14 +90,14 @@ impl HugePages {
     }
 }
 
-/// The search for the process that has most huge pages, which has begun.
+/// Running search for the process that has most huge pages.
 pub(crate) struct Search {
     answer: Receiver<Option<HugePages>>,
     until: Instant,
 }
 
 impl Search {
-    /// Looks among the largest of these.
+    /// Begins the search among the largest of these processes.
     pub(crate) fn begin(processes: &[Usage]) -> Self {
         let until = Instant::now() + TIME;
         let mut processes: Vec<(u64, u32)> = processes
@@ -115,13 +116,13 @@ impl Search {
             let found = most
                 .filter(|(bytes, _)| *bytes > 0)
                 .and_then(|(_, pid)| HugePages::of(pid, &smaps::read(pid).ok()?));
-            // Nobody may wait for it any more.
+            // The receiver may not wait any more.
             let _ = sender.send(found);
         });
         Self { answer, until }
     }
 
-    /// What it has found. None if nothing, or nothing in time.
+    /// Returns the result of the search. None if nothing was found, or not in time.
     pub(crate) fn end(self) -> Option<HugePages> {
         let left = self.until.saturating_duration_since(Instant::now());
         self.answer.recv_timeout(left).ok()?
@@ -134,8 +135,8 @@ impl Row for HugePages {
     }
 }
 
-/// The share of zeros of each huge page that is looked at. The places where one can be are visited in an order that
-/// spreads them, each once. None is begun after `deadline`.
+/// Returns the share of zeros of each huge page that is read. The addresses where a huge page can be are visited once
+/// each, in an order that spreads them. No read is begun after `deadline`.
 fn shares_of_zeros(pid: u32, mappings: &[MappedMemory], deadline: Instant) -> io::Result<Vec<f64>> {
     let pagemap = File::open(format!("/proc/{pid}/pagemap"))?;
     let places = Places::of(mappings);
@@ -153,7 +154,7 @@ fn shares_of_zeros(pid: u32, mappings: &[MappedMemory], deadline: Instant) -> io
     Ok(shares)
 }
 
-/// Where huge pages can be: the first address of each run of places, and how many there are.
+/// Places where huge pages can be: the first address of each run of places, and the number of places in it.
 struct Places {
     runs: Vec<(u64, u64)>,
     count: u64,
@@ -174,13 +175,13 @@ impl Places {
         let with_some = mappings.iter().filter(|one| one.huge > 0);
         let runs: Vec<_> = with_some.filter_map(run).collect();
         let count = runs.iter().map(|(_, count)| count).sum();
-        // Near the golden section the steps spread best.
+        // A step near the golden ratio spreads the places best.
         let golden = (count as f64 * 0.618) as u64;
         let step = (golden..).find(|step| gcd(*step, count) == 1).unwrap_or(1);
         Self { runs, count, step }
     }
 
-    /// The place with this number, below `count`.
+    /// Returns the address of the place with this number, below `count`.
     fn address(&self, number: u64) -> u64 {
         let place = u128::from(number) * u128::from(self.step) % u128::from(self.count);
         let mut place = place as u64;
@@ -198,8 +199,8 @@ fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// Whether there is one huge page: 512 present pages of physical memory, one after the other, the first where a
-/// huge page can begin. (Bits of an entry: Documentation/admin-guide/mm/pagemap.rst.)
+/// Whether one huge page is at this address: 512 present pages with consecutive physical addresses, the first at an
+/// address where a huge page can begin. (Bits of an entry: Documentation/admin-guide/mm/pagemap.rst.)
 fn is_huge_page(pagemap: &File, at: u64) -> io::Result<bool> {
     const PRESENT: u64 = 1 << 63;
     const FRAME: u64 = (1 << 55) - 1;
@@ -236,7 +237,7 @@ fn share_of_zeros(memory: &[u8]) -> f64 {
     empty.count() as f64 / PAGES as f64
 }
 
-/// Whether transparent huge pages have a tenth of all memory by /proc/meminfo, so that a process is looked into.
+/// Whether transparent huge pages have a tenth of all memory by /proc/meminfo, which makes a search worthwhile.
 pub(crate) fn are_many(memory: &Values) -> bool {
     memory.of("AnonHugePages") >= memory.of("MemTotal") / 10
 }
@@ -297,7 +298,7 @@ mod tests {
         );
         let some = HugePages::estimate(7, 400 * HUGE_PAGE, &[1.0, 0.5, 0.0, 0.5]);
         assert_eq!(some.zero_bytes, 200 * HUGE_PAGE);
-        // Variance 1/6 of one, 1/24 of the mean.
+        // The variance is 1/6 for one share, and 1/24 for the mean.
         let error = some.error_bytes as f64 / some.bytes as f64;
         assert!(
             (error - 2.0 * (0.99_f64 / 24.0).sqrt()).abs() < 1e-6,

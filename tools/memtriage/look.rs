@@ -1,4 +1,4 @@
-//! Everything that one look at the machine reads.
+//! One look at the machine, with all the data that it reads.
 
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
@@ -21,10 +21,10 @@ use crate::nameless::{self, Nameless};
 use crate::processes::{self, Usage};
 use crate::whose::{By, Holders};
 
-/// Pages that came back from swap, by the counters of /proc/vmstat: from a device, and from zswap.
+/// Counters in /proc/vmstat of pages that were read back from swap: from a device, and from zswap.
 pub(crate) const SWAP_INS: [&str; 2] = ["pswpin", "zswpin"];
 
-/// The machine at one moment.
+/// State of the machine at one moment.
 pub(crate) struct Look {
     pub(crate) at: Instant,
     pub(crate) memory: Values,
@@ -33,16 +33,16 @@ pub(crate) struct Look {
     pub(crate) processes: Vec<Usage>,
     pub(crate) slabs: Slabinfo,
     pub(crate) groups: MemoryCgroups,
-    /// What is asked for by --by, if it is no process.
+    /// Holders that --by asks for, if these are not processes.
     pub(crate) holders: Holders,
 }
 
 impl Look {
-    /// What can be read now.
+    /// Reads the state of the machine now.
     ///
     /// # Errors
-    /// If /proc is not there, or `by` asks for what this kernel does not tell, or only tells root. What else only root
-    /// may read is left out.
+    /// If /proc cannot be read, or `by` asks for numbers that this kernel does not provide, or only to root. Other
+    /// numbers that only root may read are left out.
     pub(crate) fn now(by: By) -> Result<Self> {
         let memory = Values::read("/proc/meminfo")?;
         let counters = Values::read("/proc/vmstat")?;
@@ -66,26 +66,27 @@ impl Look {
     }
 }
 
-/// Shared memory from this part of all memory on is looked into: below, no rule speaks of it.
+/// Divisor of all memory: if shared memory has at least this part of it, its files are looked at. No rule mentions
+/// them below.
 const LARGE_SHARE: u64 = 4;
 
-/// What needs no second look to be judged.
+/// Data that can be judged without a second look.
 pub(crate) struct Surroundings {
     pub(crate) pressure: Option<Pressure>,
     /// None if the kernel's log may not be read.
     pub(crate) kills: Option<Vec<Kill>>,
     /// System V segments that no process has attached.
     pub(crate) orphans: Orphans,
-    /// The tmpfs with most in it.
+    /// Tmpfs that uses the most memory.
     pub(crate) tmpfs: Option<Tmpfs>,
-    /// The file in memory that has most of those without a name. Looked for where shared memory is worth it.
+    /// Largest file in memory without a name. Searched for only if shared memory is large.
     pub(crate) nameless: Option<Nameless>,
-    /// Transparent huge pages of the process that has most. Looked for where they are worth it.
+    /// Transparent huge pages of the process that has most. Searched for only if the machine has many.
     pub(crate) huge_pages: Option<HugePages>,
 }
 
 impl Surroundings {
-    /// What is around at a look.
+    /// Reads the surroundings of a look.
     pub(crate) fn of(look: &Look) -> Self {
         let huge_pages = huge_pages::are_many(&look.memory).then(|| Search::begin(&look.processes));
         let shmem = look.memory.of("Shmem");
@@ -102,7 +103,7 @@ impl Surroundings {
     }
 }
 
-/// A mounted tmpfs.
+/// Mounted tmpfs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Tmpfs {
     pub(crate) mount: String,
@@ -126,28 +127,28 @@ fn fullest_tmpfs(mounts: &Mounts) -> Option<Tmpfs> {
         .max_by_key(|one| one.bytes)
 }
 
-/// Shared memory that nobody has attached, and that stays until somebody removes it.
+/// System V shared memory that no process has attached, and that stays until somebody removes it.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Orphans {
     pub(crate) segments: u64,
-    /// Bytes that are there, in memory or swapped out.
+    /// Size of the segments in memory and swap, in bytes.
     pub(crate) bytes: u64,
     pub(crate) largest: Option<SharedSegment>,
 }
 
-/// One segment of System V shared memory.
+/// Segment of System V shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SharedSegment {
-    /// The number that ipcrm(1) takes it by.
+    /// Id of the segment, which ipcrm(1) takes.
     pub(crate) id: u32,
-    /// The process that made it, which may have gone.
+    /// Pid of the process that created the segment, which may have exited.
     pub(crate) creator: u32,
     pub(crate) bytes: u64,
 }
 
 impl Orphans {
-    /// The lines of /proc/sysvipc/shm: key, id, permissions, size, creator, last user, how many have
-    /// attached it; the last two numbers are bytes in memory and in swap.
+    /// Parses the lines of /proc/sysvipc/shm: key, id, permissions, size, creator, last user, attach count; the last
+    /// two numbers are bytes in memory and in swap.
     fn parse(segments: &str) -> Self {
         let mut orphans = Self::default();
         for line in segments.lines().skip(1) {

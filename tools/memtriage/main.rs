@@ -1,6 +1,7 @@
-//! memtriage: where memory is, what is wrong with it, and which tool shows more.
+//! memtriage: where memory is used, what is wrong with it, and which tool shows more.
 //!
-//! Nothing is traced unless --who or --record asks for it: all is of /proc, cgroup files and the kernel's log, looked at twice for rates.
+//! Nothing is traced unless --who or --record asks for it: the data is from /proc, cgroup files and the kernel's log.
+//! These are read twice for rates.
 
 mod accounting;
 mod doctor;
@@ -39,13 +40,13 @@ use crate::subject::Subject;
 use crate::who::Culprit;
 use crate::whose::By;
 
-/// Time between the two looks, if no interval is given: as short as rates can be told from.
+/// Time between the two looks if no interval is given: the shortest from which rates can be computed.
 const BETWEEN: Duration = Duration::from_millis(500);
 /// Time between two looks of --watch.
 const WATCH: Duration = Duration::from_secs(1);
-/// Has a terminal show what follows from its first line on.
+/// Escape sequence that clears a terminal and moves to its first line.
 const CLEAR: &str = "\x1b[H\x1b[2J";
-/// Exit status if there is something to look at.
+/// Exit status if there are findings.
 const FINDINGS: u8 = 3;
 
 /// Show what is wrong with the machine's memory, where all of it is, and which tool to run next.
@@ -218,9 +219,9 @@ fn run(args: Args) -> Result<ExitCode> {
     })
 }
 
-/// How often the machine, or whoever is asked about, is looked at.
+/// Interval and number of the looks at the machine, or at one process or cgroup.
 struct Schedule {
-    /// None if once, after a moment.
+    /// Time between two looks. None for a single report, after [`BETWEEN`].
     interval: Option<Duration>,
     reports: u64,
 }
@@ -235,8 +236,8 @@ impl Schedule {
         Self { interval, reports }
     }
 
-    /// Waits for the next look, which SIGUSR1 asks for before its time. Whether all ends instead: by a signal, or as
-    /// the process that is looked at has exited.
+    /// Waits for the next look, which SIGUSR1 requests at once. Returns whether to stop instead, because of a signal
+    /// or the exit of the process that is looked at.
     fn wait(&self, poller: &mut Poller<'_>) -> Result<bool> {
         let deadline = Instant::now() + self.interval.unwrap_or(BETWEEN);
         let mut wake = Wake::default();
@@ -247,14 +248,15 @@ impl Schedule {
     }
 }
 
-/// A share such as `85%`, in percent.
+/// Parses a share such as `85%`, in percent.
 fn percent(text: &str) -> Result<f64, String> {
     let number = text.strip_suffix('%').unwrap_or(text).parse::<f64>();
     let number = number.ok().filter(|number| (1.0..=100.0).contains(number));
     number.ok_or_else(|| "not a share from 1% to 100%".to_owned())
 }
 
-/// Prints one screen, and returns the level of its first finding, and what can be traced to explain the findings.
+/// Prints one screen. Returns the level of its first finding, and the culprits that can be traced to explain the
+/// findings.
 fn report(
     args: &Args,
     output: &mut Output,
@@ -287,7 +289,7 @@ fn report(
     Ok((level, findings::culprits(findings, &evidence)))
 }
 
-/// Prints what has grown since the looks that are remembered, if anything has.
+/// Prints the table of what has grown over the remembered looks. Prints no header if nothing has.
 fn print_growth(rows: &[Growing], output: &mut Output) -> Result<()> {
     if let Some(first) = rows.first() {
         output.header(&Growing::header(first.container))?;

@@ -1,5 +1,5 @@
-//! Files in memory that no folder has: those of memfd_create(2), and files of /dev/shm that were removed while a
-//! process has them open. Their pages are in the kernel's Shmem, and in no process's numbers unless they are mapped.
+//! Files in memory without a name: those of memfd_create(2), and files of /dev/shm that were removed while a process
+//! has them open. The kernel counts their pages in Shmem. No process counts them unless they are mapped.
 
 use std::collections::HashMap;
 use std::fs;
@@ -9,24 +9,24 @@ use std::os::unix::fs::MetadataExt;
 use memtools::print::text;
 use memtools::process::proc;
 
-/// A file without a name.
+/// File in memory without a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Nameless {
-    /// What /proc calls it, escaped, such as `memfd:cache` or `/dev/shm/x`.
+    /// Name in /proc, escaped, such as `memfd:cache` or `/dev/shm/x`.
     pub(crate) file: String,
-    /// A process that has it open, the one with the lowest number.
+    /// Pid of a process that has the file open, the lowest of all.
     pub(crate) pid: u32,
-    /// Bytes that it has, in memory or swapped out.
+    /// Size of the file in memory and swap, in bytes.
     pub(crate) bytes: u64,
 }
 
-/// The largest of those that processes have open. Files of other mounts are never looked at, as a server that does
-/// not answer would keep us.
+/// Returns the largest file without a name that a process has open. Files of other mounts are never looked at, as a
+/// server that does not answer would block memtriage.
 pub(crate) fn largest() -> Option<Nameless> {
     let mut found: HashMap<(u64, u64), Nameless> = HashMap::new();
     for pid in proc::all().unwrap_or_default() {
         let open = fs::read_dir(format!("/proc/{pid}/fd"));
-        // Who has gone, or is not ours to look at, has none.
+        // A process that has exited, or that this user may not look at, is skipped.
         for entry in open.into_iter().flatten().flatten() {
             let path = entry.path();
             let target = fs::read_link(&path).unwrap_or_default();
@@ -49,7 +49,7 @@ pub(crate) fn largest() -> Option<Nameless> {
     found.into_values().max_by_key(|nameless| nameless.bytes)
 }
 
-/// The name in a link of /proc/PID/fd that leads to a file in memory without a name.
+/// Returns the name in a link of /proc/PID/fd. None if the link does not lead to a file in memory without a name.
 fn without_name(link: &[u8]) -> Option<String> {
     let file = link.strip_suffix(b" (deleted)")?;
     let is_in_memory = file.starts_with(b"/memfd:") || file.starts_with(b"/dev/shm/");
@@ -92,7 +92,7 @@ mod tests {
         let file = memfd_create("memtools nameless", MFdFlags::MFD_CLOEXEC).expect("a file");
         let mut file = fs::File::from(file);
         file.write_all(&vec![1; 67 << 20]).expect("memory");
-        // Unless another process has a larger one.
+        // Another process may have a larger file.
         let largest = largest().expect("a file");
         assert!(largest.bytes >= 67 << 20, "{largest:?}");
         if largest.bytes == 67 << 20 {

@@ -1,4 +1,4 @@
-//! Processes: what each has of which kind of memory, and who grows.
+//! Processes: how much of each kind of memory each has, and how much each grows.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -14,32 +14,33 @@ use memtools::process::proc;
 
 use crate::whose::By;
 
-/// Candidates of which the proportional share is asked for: that walks all page tables of a process
-/// and holds its mmap_lock.
+/// Number of processes whose proportional share is read: the kernel walks all page tables of a process for it, and
+/// holds its mmap_lock.
 const PSS_CANDIDATES: usize = 20;
-/// How long all of that may take. Who has not answered by then is shown without.
+/// Time limit for reading all proportional shares. A process whose share has not been read by then is shown without
+/// it.
 const PSS_TIME: Duration = Duration::from_millis(250);
 
-/// A process and its memory, in bytes.
+/// Process and its memory, in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
     pub(crate) pid: u32,
     pub(crate) comm: String,
-    /// Clock ticks from the machine's start to the process's: with `pid` it names one process.
+    /// Clock ticks from the boot of the machine to the start of the process: with `pid`, this identifies the process.
     pub(crate) started: u64,
     pub(crate) anon: u64,
     pub(crate) file: u64,
     pub(crate) shmem: u64,
     pub(crate) swap: u64,
-    /// Page faults since its start, without and with a wait for a disk or for swap.
+    /// Minor page faults since the start of the process; `major_faults` waited for a disk or for swap.
     pub(crate) minor_faults: u64,
     pub(crate) major_faults: u64,
-    /// Bytes that a disk read for it since its start. None if it is not ours to look at, or the kernel does not
-    /// count them.
+    /// Bytes that were read from disk for the process since its start. None if this user may not read the number, or
+    /// the kernel does not count it.
     pub(crate) disk_reads: Option<u64>,
-    /// The proportional share: shared pages divided by those who share them.
+    /// Proportional share (PSS): shared pages are divided by the number of processes that share them.
     pub(crate) pss: Option<u64>,
-    /// The cgroup that it is in. None before anybody asked: see [`find_homes`].
+    /// Cgroup of the process. None until [`find_homes`] is called.
     pub(crate) home: Option<Home>,
 }
 
@@ -48,19 +49,20 @@ impl Usage {
         self.anon + self.file + self.shmem
     }
 
-    /// Memory that only the process itself can give back: what grows in a leak, swapped out or not.
+    /// Returns the memory that only the process itself can give back: its anonymous memory, swapped out or not, which
+    /// grows in a leak.
     pub(crate) fn own(&self) -> u64 {
         self.anon + self.swap
     }
 }
 
-/// All processes that run now. One that exits meanwhile is left out; kernel threads have no memory.
+/// Reads all processes. A process that exits meanwhile is left out, and so are kernel threads, which have no memory.
 pub(crate) fn all() -> Vec<Usage> {
     let pids = proc::all().unwrap_or_default();
     pids.into_iter().filter_map(look_at).collect()
 }
 
-/// One process that runs now, with its proportional share as far as the kernel tells it in time.
+/// Reads one process, with its proportional share if the kernel returns it in time.
 pub(crate) fn one(pid: u32) -> Option<Usage> {
     let mut process = [look_at(pid)?];
     add_pss(&mut process);
@@ -76,7 +78,7 @@ fn look_at(pid: u32) -> Option<Usage> {
     let stat = String::from_utf8_lossy(&stat);
     let (_, fields) = stat.rsplit_once(')')?;
     let fields: Vec<&str> = fields.split_ascii_whitespace().collect();
-    // The fields of proc(5) from the third on.
+    // Fields are numbered as in proc(5); these begin with the third.
     let field = |number: usize| fields.get(number - 3)?.parse().ok();
     let comm = read("comm")?;
     status.get("VmRSS")?;
@@ -97,7 +99,7 @@ fn look_at(pid: u32) -> Option<Usage> {
     })
 }
 
-/// Bytes of [`Usage::own`] by which each process has grown or shrunk, by its number.
+/// Returns the bytes of [`Usage::own`] by which each process has grown or shrunk, by its pid.
 pub(crate) fn growth(before: &[Usage], now: &[Usage]) -> HashMap<u32, i64> {
     let before: HashMap<_, _> = before
         .iter()
@@ -111,7 +113,8 @@ pub(crate) fn growth(before: &[Usage], now: &[Usage]) -> HashMap<u32, i64> {
     now.iter().map(|usage| (usage.pid, grown(usage))).collect()
 }
 
-/// The largest by this measure, largest first, with their proportional share as far as the kernel tells it in time.
+/// Returns the largest processes by this measure, the largest first, with their proportional shares if the kernel
+/// returns them in time.
 pub(crate) fn largest(
     mut processes: Vec<Usage>,
     growth: &HashMap<u32, i64>,
@@ -121,7 +124,7 @@ pub(crate) fn largest(
     let weight = |usage: &Usage| match by {
         By::Swap => usage.swap.cast_signed(),
         By::Growth => growth.get(&usage.pid).copied().unwrap_or_default(),
-        // Who has not answered is ranked by what is known.
+        // A process without a known proportional share is ranked by its resident memory.
         _ => (usage.pss.unwrap_or(usage.rss()) + usage.swap).cast_signed(),
     };
     let sort = |processes: &mut Vec<Usage>| {
@@ -136,15 +139,16 @@ pub(crate) fn largest(
     processes
 }
 
-/// Asks in which cgroup each is. The kernel takes a lock of all cgroups for each answer: only those are asked for that
-/// are shown.
+/// Finds the cgroup of each process. The kernel takes a lock of all cgroups for each lookup, so only processes that
+/// are shown are looked up.
 pub(crate) fn find_homes(processes: &mut [Usage]) {
     for usage in processes {
         usage.home = Some(Home::of_process(usage.pid));
     }
 }
 
-/// A thread asks, as a process with many mappings can keep it for seconds; it ends with us.
+/// Reads proportional shares in a thread, as a process with many mappings can keep it for seconds. The thread ends
+/// with memtriage.
 fn add_pss(processes: &mut [Usage]) {
     let pids: Vec<u32> = processes.iter().map(|usage| usage.pid).collect();
     let (sender, answers) = channel();
@@ -184,7 +188,7 @@ mod tests {
         let before = [usage(1, 10, 100), usage(2, 20, 100), usage(3, 30, 7)];
         let now = [usage(1, 10, 150), usage(2, 21, 30)];
         let growth = growth(&before, &now);
-        // Another process has got number 2.
+        // Pid 2 is another process now.
         assert_eq!((growth[&1], growth[&2]), (50, 30));
         assert_eq!(growth.get(&3), None);
     }

@@ -1,5 +1,6 @@
-//! --record: a flight recorder. Nothing is traced until memory is nearly used up somewhere; from then on the
-//! processes that grow there are, and each process that the kernel kills leaves a report.
+//! --record: a flight recorder. Nothing is traced until memory is nearly used up, of the machine or of a cgroup's
+//! limit. From then on the processes that grow there are traced, and a report is written of each process that the
+//! kernel kills.
 
 mod kills;
 mod mark;
@@ -26,28 +27,30 @@ use crate::record::mark::{History, MemoryPlace, Sight};
 use crate::record::report::{KillReport, ReportFolder};
 use crate::record::tracing::Tracing;
 
-/// Least time between two looks.
+/// Minimum time between two looks.
 const LOOK: Duration = Duration::from_secs(1);
-/// Time between two looks while nothing is traced, as a multiple of what one costs: a third of a thousandth of one CPU.
+/// Time between two looks while nothing is traced, as a multiple of the time that a look takes: a third of a
+/// thousandth of one CPU.
 const REST: u32 = 3000;
-/// Most time between two looks.
+/// Maximum time between two looks.
 const MOST_REST: Duration = Duration::from_secs(60);
-/// Pressure that has a look taken at once: a tenth of a window, which without CAP_SYS_RESOURCE has to be of two seconds.
+/// Stall time and window of the memory pressure that triggers a look at once: a tenth of a window, which without
+/// CAP_SYS_RESOURCE has to be two seconds.
 const PRESSURE: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(2));
-/// Tracing ends once this much less than the mark is used, in percent, ...
+/// Distance below the mark, in percent, at which tracing ends, ...
 const BELOW: f64 = 5.0;
-/// ... and has been for so long.
+/// ... once memory has stayed below it for this time.
 const CALM: Duration = Duration::from_secs(10);
 
-/// What --record was told.
+/// Options of --record.
 pub(crate) struct Options<'a> {
-    /// Where the reports go.
+    /// Folder for the reports.
     pub(crate) folder: &'a Path,
     /// The mark from which on processes are traced, in percent.
     pub(crate) above: f64,
-    /// Reports that are kept.
+    /// Number of reports that are kept.
     pub(crate) keep: usize,
-    /// Whether text tells in which container a process is.
+    /// Whether text shows the container of a process.
     pub(crate) container: bool,
 }
 
@@ -65,7 +68,7 @@ pub(crate) fn run(options: &Options<'_>, poller: Poller<'_>, output: &mut Output
         Ok(trigger) => poller.watch_pressure(trigger),
         Err(error) => eprintln!("memtriage: {error:#}; looks are taken by the clock alone"),
     }
-    // What is started from now on is spared, too.
+    // Processes that are started from now on inherit the protection.
     protect::from_lack_of_memory("memtriage");
     eprintln!(
         "memtriage: nothing is traced until {} % of the machine's memory, or of a cgroup's limit, are used; \
@@ -83,18 +86,18 @@ pub(crate) fn run(options: &Options<'_>, poller: Poller<'_>, output: &mut Output
     Ok(recorder.reports.any())
 }
 
-/// What is known from one look to the next.
+/// State from one look to the next.
 struct Recorder {
     /// The mark from which on processes are traced, in percent.
     above: f64,
-    /// Whether text tells in which container a process is.
+    /// Whether text shows the container of a process.
     container: bool,
     reports: ReportFolder,
     history: History,
     /// None while nothing is traced.
     tracing: Option<Tracing>,
     unseen: Unseen,
-    /// Since when much less than the mark is used.
+    /// Time since which much less than the mark has been used.
     calm_since: Option<Instant>,
     before: Option<Sight>,
 }
@@ -113,7 +116,7 @@ impl Recorder {
         })
     }
 
-    /// Looks at the machine, and does what is due. Returns when to look again.
+    /// Looks at the machine, begins or ends tracing, and writes reports. Returns the time until the next look.
     fn look(&mut self, start: Instant, output: &mut Output) -> Result<Duration> {
         let sight = Sight::now()?;
         let cost = start.elapsed();
@@ -132,14 +135,14 @@ impl Recorder {
         }
         let pause = match (&self.tracing, &self.before) {
             (None, Some(before)) => rest(cost, sight.until(self.above, before)),
-            // What grows is not known yet.
+            // The growth is not known yet.
             (None, None) | (Some(_), _) => LOOK,
         };
         self.before = Some(sight);
         Ok(pause)
     }
 
-    /// The mark is passed: begins to trace.
+    /// Begins to trace, as the mark was passed.
     fn arm(&mut self, place: MemoryPlace, percent: f64, output: &mut Output) -> Result<()> {
         match Tracing::start(place) {
             Ok(started) => {
@@ -147,13 +150,13 @@ impl Recorder {
                 self.tracing = Some(started);
                 self.calm_since = None;
             }
-            // What there is no memory for now may work at the next look.
+            // If memory is short now, the next look may succeed.
             Err(error) => eprintln!("memtriage: {error:#}"),
         }
         Ok(())
     }
 
-    /// Writes a report of each kill that was traced, and follows what grows now.
+    /// Writes a report of each kill that was traced, and traces the processes that grow now.
     fn report(&mut self, output: &mut Output) -> Result<()> {
         let Some(tracing) = &mut self.tracing else {
             return Ok(());
@@ -161,7 +164,7 @@ impl Recorder {
         for kill in tracing.kills() {
             self.unseen.told(&kill);
             let report = KillReport::of(kill, self.above, &self.history, tracing);
-            // A disk that is full now may have room for the next.
+            // A disk that is full now may have space for the next report.
             match self.reports.write(&report) {
                 Ok(recorded) => output.row(&recorded)?,
                 Err(error) => eprintln!("memtriage: {error:#}"),
@@ -184,7 +187,7 @@ impl Recorder {
     ) -> Result<()> {
         let is_calm = percent < self.above - BELOW;
         self.calm_since = is_calm.then(|| self.calm_since.unwrap_or(start));
-        // A kill that is told later leaves no report.
+        // A kill that oomkill reports after the tracing leaves no report.
         let wait = if self.unseen.awaits(sight.kills()) {
             tracing::KEPT
         } else {
@@ -199,17 +202,18 @@ impl Recorder {
     }
 }
 
-/// The time between two looks while nothing is traced, of which one costs so much, and which are so far from the mark.
+/// Returns the time between two looks while nothing is traced. `cost` is the time that a look takes, `until` the
+/// predicted time until the mark is passed.
 fn rest(cost: Duration, until: Option<Duration>) -> Duration {
     let rest = (cost * REST).min(MOST_REST);
     let foreseen = until.map_or(rest, |until| until / 2);
     rest.min(foreseen).max(LOOK)
 }
 
-/// The folder for reports, made if it is not there.
+/// Returns the folder for reports, and creates it if it does not exist.
 ///
 /// # Errors
-/// If others may write into it: they could have us write elsewhere, by links.
+/// If others may write into the folder: they could redirect the files by symbolic links.
 fn prepared(folder: &Path) -> Result<PathBuf> {
     let shown = text::escape_bytes(folder.as_os_str().as_encoded_bytes());
     match DirBuilder::new().mode(0o700).create(folder) {
@@ -229,9 +233,10 @@ fn prepared(folder: &Path) -> Result<PathBuf> {
         .with_context(|| format!("failed to find {shown}"))
 }
 
-/// Kills that came while nothing was traced, or before the hook for them was there, or that oomkill has not told yet.
+/// Counter of kills without a report: those that came while nothing was traced or before the hook was attached, or
+/// that oomkill has not reported yet.
 struct Unseen {
-    /// The kernel's count when all were accounted for, and those that were told since.
+    /// The kernel's count when all kills were accounted for, plus the kills that were reported since.
     kills: u64,
 }
 
@@ -241,16 +246,16 @@ impl Unseen {
     }
 
     fn told(&mut self, kill: &kills::Kill) {
-        // One that another one brought along is in the kernel's count, too.
+        // The kernel's count includes processes that were killed along with the victim.
         self.kills += 1 + kill.also_killed;
     }
 
-    /// Whether the kernel has counted kills beyond that, which oomkill may tell yet.
+    /// Whether the kernel has counted more kills, which oomkill may still report.
     fn awaits(&self, kills: u64) -> bool {
         kills > self.kills
     }
 
-    /// What the kernel has counted beyond that, if anything; each kill once.
+    /// Returns the kills that the kernel has counted beyond the accounted ones, if any. Each kill is returned once.
     fn missed(&mut self, kills: u64) -> Option<Missed> {
         let missed = kills.saturating_sub(self.kills);
         self.kills = kills;
@@ -261,7 +266,7 @@ impl Unseen {
     }
 }
 
-/// Tracing begins or ends.
+/// Row that is printed when tracing begins or ends.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 enum Passed<'a> {
@@ -271,7 +276,7 @@ enum Passed<'a> {
     Disarmed(Used<'a>),
 }
 
-/// How much of a place is used.
+/// Share of a place that is used.
 #[derive(Debug, Serialize)]
 struct Used<'a> {
     #[serde(serialize_with = "clock::serialize")]
@@ -306,7 +311,7 @@ impl Row for Passed<'_> {
     }
 }
 
-/// Kills without a report.
+/// Row of the kills without a report.
 #[derive(Debug, PartialEq, Serialize)]
 #[serde(tag = "type", rename = "missed")]
 struct Missed {

@@ -1,4 +1,4 @@
-//! What is printed: one screen as text, or an object for each line of it.
+//! Output of memtriage: one screen as text, or an object for each line of it.
 
 use std::fs;
 use std::io::{self, Write};
@@ -17,14 +17,14 @@ use crate::accounting::{Accounting, MemoryPart};
 use crate::findings::{Finding, Level};
 use crate::processes::Usage;
 
-/// Parts of memory below this share are shown together, without --all.
+/// Share below which parts of memory are shown together, without --all.
 const SMALL_PERCENT: f64 = 0.5;
-/// Columns of a terminal.
+/// Width of a terminal, in columns.
 pub(crate) const WIDTH: usize = 80;
-/// Where a finding's evidence begins.
+/// Column at which a finding's evidence begins.
 const INDENT: usize = 6;
 
-/// Bytes for people: `12.3M`, in powers of 1024.
+/// Formats bytes for people, such as `12.3M`, in powers of 1024.
 pub(crate) fn size(bytes: u64) -> String {
     let mut number = bytes as f64;
     for unit in ["B", "K", "M", "G"] {
@@ -37,13 +37,13 @@ pub(crate) fn size(bytes: u64) -> String {
     format!("{number:.1}T")
 }
 
-/// A change of bytes for people, with its sign.
+/// Formats a change in bytes for people, with its sign.
 pub(crate) fn change(bytes: i64) -> String {
     let sign = if bytes < 0 { "-" } else { "+" };
     format!("{sign}{}", size(bytes.unsigned_abs()))
 }
 
-/// The machine, above all else.
+/// Row of the machine, the first of a screen.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "host")]
 pub(crate) struct Host {
@@ -52,15 +52,15 @@ pub(crate) struct Host {
     pub(crate) release: String,
     pub(crate) cpus: usize,
     pub(crate) memory_bytes: u64,
-    /// What a container may use of it. None if there is no limit of ours.
+    /// Memory limit of the container that memtriage runs in. None without such a limit.
     limit_bytes: Option<u64>,
     pub(crate) swap_bytes: u64,
-    /// Time between the two looks that rates are of.
+    /// Time between the two looks that rates are computed from.
     pub(crate) seconds: f64,
 }
 
 impl Host {
-    /// The machine now, with the numbers of /proc/meminfo, and so long after the look before.
+    /// Describes the machine now. `memory` has the numbers of /proc/meminfo, `since` is the time since the last look.
     pub(crate) fn now(memory: &Values, since: Duration) -> Self {
         let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
         Self {
@@ -106,7 +106,7 @@ impl Row for Finding {
     }
 }
 
-/// The text in lines of at most so many characters, broken at spaces.
+/// Wraps the text at spaces, into lines of at most `width` characters.
 pub(crate) fn wrapped(text: &str, width: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split(' ') {
@@ -121,11 +121,11 @@ pub(crate) fn wrapped(text: &str, width: usize) -> Vec<String> {
     lines
 }
 
-/// Where memory is: the parts, the rest, and how they have changed since the first look.
+/// Table of the parts of memory and the rest, with their changes since the first look.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "accounting")]
 pub(crate) struct Table<'a> {
-    /// The process or the cgroup whose memory this is; neither for the machine.
+    /// Process whose memory this is. Both this and `cgroup` are None for the machine.
     pub(crate) pid: Option<u32>,
     pub(crate) cgroup: Option<String>,
     #[serde(rename = "total_bytes")]
@@ -208,7 +208,7 @@ impl Row for Table<'_> {
     }
 }
 
-/// A process, one of the largest.
+/// Row of a process, one of the largest.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "process")]
 pub(crate) struct ProcessRow<'a> {
@@ -228,7 +228,7 @@ pub(crate) struct ProcessRow<'a> {
 }
 
 impl<'a> ProcessRow<'a> {
-    /// The names of the columns, with CONTAINER if that is asked for.
+    /// Returns the header, with CONTAINER if that column is asked for.
     pub(crate) fn header(container: bool) -> String {
         format!(
             "\nPID     COMM             {}     PSS     ANON     FILE    SHMEM     SWAP   CHANGE",
@@ -273,7 +273,7 @@ impl Row for ProcessRow<'_> {
     }
 }
 
-/// Whether anything is to be looked at.
+/// Whether no finding needs a look or action.
 pub(crate) fn healthy(findings: &[Finding]) -> bool {
     findings
         .iter()

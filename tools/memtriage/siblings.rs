@@ -1,4 +1,4 @@
-//! The other tools, which are installed beside this one, and runs of them that leave a profile.
+//! Other tools, which are installed beside memtriage, and runs of them that leave a profile.
 
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
@@ -21,13 +21,13 @@ use tempfile::TempDir;
 use crate::findings::shell_word;
 use crate::screen::size;
 
-/// What a tool has to end after Ctrl-C.
+/// Time that a tool has to end after Ctrl-C.
 pub(crate) const LAST_CHANCE: Duration = Duration::from_secs(10);
 
-/// The tool of this name that was installed with memtriage, under a name with the same suffix.
+/// Returns the path of the tool that was installed with memtriage under this name, with the same suffix.
 ///
 /// # Errors
-/// If there is none.
+/// If the tool is missing.
 pub(crate) fn beside(tool: &str) -> Result<PathBuf> {
     let own = std::env::current_exe().context("failed to find the other tools")?;
     let name = own.file_name().and_then(|name| name.to_str());
@@ -42,27 +42,27 @@ pub(crate) fn beside(tool: &str) -> Result<PathBuf> {
     Ok(other)
 }
 
-/// A tool's command line, and the number of its stacks.
+/// Command line of a tool, and the value of its profile that is shown.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Question {
     pub(crate) tool: &'static str,
     pub(crate) args: Vec<String>,
-    /// The value of the tool's profile, and what it is.
+    /// Kind of the value in the tool's profile, and its unit.
     pub(crate) value: (&'static str, Unit),
     pub(crate) of: Whose,
 }
 
-/// Whose stacks a tool is asked for, where that is one process, or those of one cgroup.
+/// Target of a tool: one process, or the processes of one cgroup; empty for several.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct Whose {
     pid: Option<u32>,
-    /// As for all others, none is known where they are in several.
+    /// Cgroup of the target; empty if the target is in several.
     #[serde(flatten)]
     home: Home,
 }
 
 impl Whose {
-    /// The process of this number, in the cgroup that it was found in, or is in now if nobody has looked.
+    /// Makes the target of one process. Its cgroup is `home`, or is looked up now without one.
     pub(crate) fn process(pid: u32, home: Option<&Home>) -> Self {
         let home = home.cloned().unwrap_or_else(|| Home::of_process(pid));
         Self {
@@ -71,7 +71,7 @@ impl Whose {
         }
     }
 
-    /// The processes of the cgroup at this path from the root.
+    /// Makes the target of the processes of the cgroup at this path from the root.
     pub(crate) fn cgroup(path: String) -> Self {
         Self {
             pid: None,
@@ -79,14 +79,14 @@ impl Whose {
         }
     }
 
-    /// The cgroup, if it is one.
+    /// Returns the cgroup, if the target is in one.
     pub(crate) fn home(&self) -> Option<&Home> {
         let is_one = self.pid.is_some() || self.home.cgroup.is_some();
         is_one.then_some(&self.home)
     }
 }
 
-/// What a number is of. Its name in JSON is that of pprof's format.
+/// Unit of a number. The names in JSON are those of pprof's format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Unit {
@@ -96,7 +96,7 @@ pub(crate) enum Unit {
 }
 
 impl Question {
-    /// The command as a shell takes it.
+    /// Formats the command line for a shell.
     pub(crate) fn command(&self) -> String {
         let args = self.args.iter().map(|arg| shell_word(arg));
         let words: Vec<String> = std::iter::once(self.tool.to_owned()).chain(args).collect();
@@ -115,10 +115,10 @@ impl Unit {
     }
 }
 
-/// Starts a tool that prints JSON, with pipes for what it prints and for its messages.
+/// Starts a tool that prints JSON, with pipes for its output and its messages.
 ///
 /// # Errors
-/// If it is not installed beside this one, or cannot be run.
+/// If the tool is not installed beside memtriage, or cannot be run.
 pub(crate) fn start(tool: &str, args: &[String], more: &[&OsStr]) -> Result<Child> {
     let program = beside(tool)?;
     Command::new(&program)
@@ -128,7 +128,7 @@ pub(crate) fn start(tool: &str, args: &[String], more: &[&OsStr]) -> Result<Chil
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
-        // The terminal's Ctrl-C reaches them by us, once.
+        // Ctrl-C of the terminal reaches only memtriage, which signals the tools once.
         .process_group(0)
         .spawn()
         .with_context(|| format!("failed to run {}", program.display()))
@@ -139,7 +139,7 @@ pub(crate) fn has_ended(child: &mut Child) -> bool {
     !matches!(child.try_wait(), Ok(None))
 }
 
-/// Waits until a tool has ended, and for [`LAST_CHANCE`] at most. Returns whether it has.
+/// Waits until a tool has ended, but at most for [`LAST_CHANCE`]. Returns whether it has ended.
 pub(crate) fn wait_for(child: &mut Child) -> bool {
     let start = Instant::now();
     while !has_ended(child) {
@@ -151,12 +151,12 @@ pub(crate) fn wait_for(child: &mut Child) -> bool {
     true
 }
 
-/// Sends a signal to a tool that was not reaped: one that has ended waits for that, so that its number is still its own.
+/// Sends a signal to a tool that was not reaped. Until it is reaped, its pid is not reused, even if it has ended.
 pub(crate) fn signal(pid: u32, signal: Signal) {
     let _ = kill(Pid::from_raw(pid.cast_signed()), signal);
 }
 
-/// Ends a tool by Ctrl-C, so that its last report comes.
+/// Ends a tool by SIGINT, so that it writes its last report; by SIGKILL after [`LAST_CHANCE`].
 pub(crate) fn end(child: &mut Child) {
     if !has_ended(child) {
         signal(child.id(), Signal::SIGINT);
@@ -167,7 +167,7 @@ pub(crate) fn end(child: &mut Child) {
     }
 }
 
-/// A tool that runs.
+/// Running tool.
 pub(crate) struct Run {
     tool: &'static str,
     pub(crate) child: Child,
@@ -191,15 +191,15 @@ impl Run {
         })
     }
 
-    /// The profile that a tool which still runs wrote last.
+    /// Reads the last profile of a tool that still runs.
     ///
     /// # Errors
-    /// If it has written none yet.
+    /// If the tool has not written a profile yet.
     pub(crate) fn so_far(&self) -> Result<Earlier> {
         Earlier::read(&self.profile)
     }
 
-    /// The profile of a tool that has ended, with what it has lost.
+    /// Waits for a tool, and returns its profile and its losses. If the tool failed, its last message is the error.
     pub(crate) fn end(mut self) -> Result<(Earlier, Option<Value>)> {
         let status = self.child.wait()?;
         let messages = self.messages.join().unwrap_or_default();
@@ -214,21 +214,22 @@ impl Run {
     }
 }
 
-/// All that a tool says. What cannot be read is not shown: there is no other place for it.
+/// Reads all messages of a tool. Messages that cannot be read are not shown, as they have no other source.
 pub(crate) fn all_of(stderr: Option<ChildStderr>) -> String {
     let mut bytes = Vec::new();
     let _ = stderr.map(|mut stderr| stderr.read_to_end(&mut bytes));
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// The last of a tool's messages, with the lines that belong to it, in one line.
+/// Returns the last message of a tool, with the lines that belong to it, as one line.
 pub(crate) fn last_message(messages: &str, tool: &str) -> Option<String> {
     let (_, last) = messages.rsplit_once(&format!("{tool}: "))?;
     let lines: Vec<_> = last.lines().map(|line| text::shown(line.trim())).collect();
     Some(lines.join("; ").replace(":; ", ": "))
 }
 
-/// The losses among the objects that a tool prints. The others are read, so that it never waits.
+/// Returns the losses among the objects that a tool prints. All objects are read, so that the tool never blocks on a
+/// full pipe.
 fn losses(objects: impl BufRead) -> Option<Value> {
     let mut lost = None;
     for line in objects.split(b'\n').map_while(Result::ok) {

@@ -1,9 +1,11 @@
-//! Where the memory of one process or of one cgroup is.
+//! Accounting of the memory of one process or of one cgroup.
 //!
-//! | number | of | overlaps with |
+//! | number | source | overlaps |
 //! |---|---|---|
-//! | `VmRSS` | /proc/PID/status | without pages of hugetlbfs (`HugetlbPages`), page tables (`VmPTE`), what is swapped out (`VmSwap`) |
-//! | `Swap` of shared memory | /proc/PID/smaps | in no number of the process: others may have mapped it, too |
+//! | `VmRSS` | /proc/PID/status | excludes pages of hugetlbfs (`HugetlbPages`), page tables (`VmPTE`) and swapped-out
+//! pages (`VmSwap`) |
+//! | `Swap` of shared memory | /proc/PID/smaps | in no number of the process: other processes may have mapped the
+//! memory, too |
 //! | `file` | memory.stat, version 2 | contains `shmem` and the swap cache (`swapcached`, from 5.17 on) |
 //! | `anon` | memory.stat, version 2 | contains pages of the swap cache that are mapped |
 //! | `kernel` | memory.stat, version 2, from 5.18 on | contains page tables, stacks, slab, per-CPU data, vmalloc |
@@ -29,23 +31,23 @@ use crate::huge_pages::HugePages;
 use crate::processes::{self, Usage};
 use crate::screen::{Host, ProcessRow, Table};
 
-/// Whose memory is shown.
+/// Process or cgroup whose memory is shown.
 pub(crate) enum Subject {
     Process(Process),
-    /// The folder of a cgroup that has the memory controller, of either version.
+    /// Folder of a cgroup that has the memory controller, of either version.
     Cgroup(PathBuf),
 }
 
-/// A subject at one moment.
+/// State of a subject at one moment.
 struct Seen {
     at: Instant,
     accounting: Accounting,
-    /// What a process has in all, and in each mapping. None of a cgroup.
+    /// Total memory of a process, and the memory of each mapping. None for a cgroup.
     process: Option<(Usage, Vec<MappedMemory>)>,
 }
 
-/// Prints where the subject's memory is, once or as often as is scheduled; until a signal, or the process's end.
-/// `all` shows each small part, `container` the column of that name.
+/// Prints the accounting of the subject's memory once, or as often as is scheduled, until a signal or the exit of the
+/// process. `all` shows each small part, `container` the column of that name.
 pub(crate) fn run<'a>(
     subject: &'a Subject,
     schedule: &Schedule,
@@ -77,7 +79,7 @@ pub(crate) fn run<'a>(
 }
 
 impl Subject {
-    /// The process of this number, or the cgroup of this folder.
+    /// Opens the process with this pid, or the cgroup of this folder. Returns None without either.
     ///
     /// # Errors
     /// If there is no such process, or the cgroup has no memory controller.
@@ -161,7 +163,7 @@ impl Subject {
     }
 }
 
-/// The devices of the tmpfs mounts that a process sees.
+/// Devices of the tmpfs mounts that a process sees.
 struct SharedFiles(Vec<(u32, u32)>);
 
 impl SharedFiles {
@@ -170,7 +172,7 @@ impl SharedFiles {
         Self::parse(&mounts)
     }
 
-    /// The lines of mountinfo: numbers, device, root, mount point, options, `-`, kind of file system.
+    /// Parses the lines of mountinfo: numbers, device, root, mount point, options, `-`, kind of file system.
     fn parse(mounts: &str) -> Self {
         let device = |line: &str| {
             let (mount, kind) = line.split_once(" - ")?;
@@ -190,7 +192,7 @@ impl SharedFiles {
     }
 }
 
-/// The stack pointers of a process's threads, of those that wait.
+/// Returns the stack pointers of those threads of a process that are blocked.
 fn stacks(pid: u32) -> Vec<u64> {
     let threads = fs::read_dir(format!("/proc/{pid}/task"));
     let pointer = |thread: fs::DirEntry| {
@@ -248,7 +250,8 @@ fn of_process(
     )
 }
 
-/// `kernel` has the bytes of the kernel's memory where memory.stat does not tell: of a cgroup of version 1.
+/// Accounts for the memory of a cgroup. `kernel` is the kernel's memory, in bytes, of a cgroup of version 1, whose
+/// memory.stat lacks it.
 fn of_cgroup(current: u64, stat: &Values, kernel: Option<u64>) -> Accounting {
     let of = |name| stat.of(name);
     if let Some(kernel) = kernel {

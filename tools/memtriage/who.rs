@@ -1,4 +1,4 @@
-//! --who: the other tools, run for what was found, and by which call stacks memory went there meanwhile.
+//! --who: runs the other tools to explain the findings, and shows the call stacks that took memory meanwhile.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -16,29 +16,29 @@ use serde_json::Value;
 
 use crate::siblings::{self, LAST_CHANCE, Question, Run, Unit, Whose};
 
-/// Tools that run at once: the machine is in need as it is.
+/// Limit on the tools that run at once: the machine is short of memory already.
 const MOST_TOOLS: usize = 3;
-/// Stacks that are shown of each.
+/// Number of stacks that are shown of each tool.
 const MOST_STACKS: usize = 3;
-/// Frames that text shows of a stack, from the innermost on.
+/// Number of frames of a stack that text shows, from the innermost on.
 const MOST_FRAMES: usize = 16;
 
-/// What can be traced to explain a finding.
+/// Target that can be traced to explain a finding.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Culprit {
-    /// A process that grows, or is large.
+    /// Process that grows, or is large, by its pid.
     Process(u32),
-    /// The processes of a cgroup of version 2, by its folder and its path from the root.
+    /// Processes of a cgroup of version 2, by its folder and its path from the root.
     Cgroup(PathBuf, String),
-    /// The processes that grow, whichever they are.
+    /// All processes that grow.
     Processes,
     /// Tasks that have to reclaim memory themselves.
     Reclaimers,
     /// Tasks that wait until pages are read back.
     Readers,
-    /// Code of the kernel that takes pages.
+    /// Kernel code that allocates pages.
     KernelPages,
-    /// Code of the kernel that takes slab objects.
+    /// Kernel code that allocates slab objects.
     KernelSlabs,
 }
 
@@ -83,11 +83,12 @@ impl Culprit {
     }
 }
 
-/// Runs the tools for the culprits of these rules, the worst first, and prints what each has found, with the
-/// container if that is asked for. Ctrl-C ends them before the time.
+/// Runs the tools for the culprits of these rules, the worst first, and prints the answer of each, with the container
+/// if that is asked for. Ctrl-C ends the tools early.
 ///
 /// # Errors
-/// If nothing can be printed, or there is no folder for the tools' profiles. That a tool cannot run is printed.
+/// If nothing can be printed, or there is no folder for the tools' profiles. If a tool cannot run, the reason is
+/// printed.
 pub(crate) fn ask(
     culprits: Vec<(&'static str, Culprit)>,
     (seconds, container): (Duration, bool),
@@ -138,7 +139,7 @@ pub(crate) fn ask(
     output.flush()
 }
 
-/// Waits until all have ended. A signal that comes to us ends them.
+/// Waits until all tools have ended. A signal to memtriage ends them.
 fn wait_for<'a>(processes: &'a [Process], mut poller: Poller<'a>) -> Result<()> {
     let signal_all = |signal| {
         for process in processes {
@@ -162,26 +163,26 @@ fn wait_for<'a>(processes: &'a [Process], mut poller: Poller<'a>) -> Result<()> 
     Ok(())
 }
 
-/// What a tool has found.
+/// Answer of a tool.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "who")]
 pub(crate) struct Answer<'a> {
-    /// The rules whose findings it is for.
+    /// Rules whose findings the tool was run for.
     rules: &'a [&'static str],
     command: String,
     #[serde(flatten)]
     of: &'a Whose,
-    /// Whether text tells the container.
+    /// Whether text shows the container.
     #[serde(skip)]
     container: bool,
     unit: Unit,
-    /// The number of all stacks.
+    /// Sum of the numbers of all stacks.
     sum: i64,
-    /// The largest, the first of all.
+    /// Largest stacks, the largest first.
     stacks: Vec<Stack<'a>>,
-    /// The counts of the tool's object `lost`, if it has lost anything.
+    /// Counts of the tool's object `lost`, if the tool has lost anything.
     lost: Option<Value>,
-    /// Why there is nothing.
+    /// Reason why there is no profile.
     error: Option<String>,
 }
 
@@ -189,13 +190,13 @@ pub(crate) struct Answer<'a> {
 struct Stack<'a> {
     comm: &'a str,
     value: i64,
-    /// Innermost first.
+    /// Names of the frames, innermost first.
     frames: &'a [String],
 }
 
 impl<'a> Answer<'a> {
-    /// The largest stacks of a tool's profile, which was run for these rules, or why there is none; with the container in
-    /// text if that is asked for.
+    /// Makes the answer of a tool that was run for these rules: the largest stacks of its profile, or the reason why
+    /// there is none. `container`: whether text shows the container.
     pub(crate) fn of(
         rules: &'a [&'static str],
         question: &'a Question,

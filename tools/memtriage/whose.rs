@@ -1,4 +1,4 @@
-//! Whose the memory is: the largest processes, cgroups, slab caches, or lines of the kernel's code.
+//! Holders of memory: the largest processes, cgroups, slab caches, or lines of the kernel's code.
 
 use std::collections::HashMap;
 use std::io::{self, Write};
@@ -33,10 +33,10 @@ pub(crate) enum By {
     Code,
 }
 
-/// What cgroups, slab caches or lines of code hold, by their names.
+/// Memory that cgroups, slab caches or lines of code hold, by their names.
 pub(crate) type Holders = HashMap<String, Held>;
 
-/// Bytes that something holds, in so many objects, if these are known.
+/// Bytes that a holder has, and the number of its objects, if this is known.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Held {
     bytes: u64,
@@ -44,10 +44,10 @@ pub(crate) struct Held {
 }
 
 impl By {
-    /// What there is now of what is not a process.
+    /// Reads the holders now. Empty for processes, which are read by [`processes::all`].
     ///
     /// # Errors
-    /// If the kernel does not tell, or this user may not read it.
+    /// If the kernel does not provide the numbers, or this user may not read them.
     pub(crate) fn holders(self, slabs: &Slabinfo) -> Result<Holders> {
         Ok(match self {
             Self::Process | Self::Swap | Self::Growth => Holders::new(),
@@ -88,10 +88,10 @@ impl By {
         })
     }
 
-    /// Refuses the column CONTAINER of what is in none.
+    /// Refuses the column CONTAINER for holders that are in no container.
     ///
     /// # Errors
-    /// If what is shown is the kernel's.
+    /// If the holders are slab caches or lines of the kernel's code.
     pub(crate) fn expect_containers(self) -> Result<()> {
         let what = match self {
             Self::Process | Self::Swap | Self::Growth | Self::Cgroup => return Ok(()),
@@ -104,8 +104,8 @@ impl By {
         Err(UsageError(message).into())
     }
 
-    /// Prints the `top` largest of what is looked at, or, by growth, of what has grown most; processes and cgroups with the
-    /// column CONTAINER if that is asked for.
+    /// Prints the `top` largest holders, or with --by growth the processes that have grown most. Processes and
+    /// cgroups have the column CONTAINER if that is asked for.
     pub(crate) fn print(
         self,
         before: &Look,
@@ -156,14 +156,14 @@ impl By {
     }
 }
 
-/// A cgroup, a slab cache or a line of code, one of the largest.
+/// Row of a cgroup, a slab cache or a line of code, one of the largest.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "holder")]
 struct HolderRow<'a> {
     /// `cgroup`, `slab` or `code`.
     what: &'static str,
     name: &'a str,
-    /// Where a cgroup is. None of the kernel's own.
+    /// Path and container of a cgroup. None for the kernel's own memory.
     #[serde(flatten)]
     home: Option<Home>,
     /// Whether text has the column CONTAINER.

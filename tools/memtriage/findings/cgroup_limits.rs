@@ -6,11 +6,11 @@ use super::{Evidence, Judgement, Level, Next, above, shell_word};
 use crate::screen::size;
 use crate::who::Culprit;
 
-/// Cgroups near their limit that are shown at most.
+/// Limit on the cgroups near their limit that are shown.
 const MOST_CGROUPS: usize = 3;
 
-/// Look: a cgroup uses nine tenths of its limit. Act: it hit the limit ten times a second, or a process
-/// of it was killed, between the two looks. Each such cgroup is a finding, the worst first.
+/// Judges the cgroups with a limit. Look: a cgroup uses nine tenths of its limit. Act: between the two looks, it hit
+/// the limit ten times a second, or a process of it was killed. Each such cgroup is a finding, the worst first.
 pub(super) fn judge(evidence: &Evidence<'_>) -> Vec<Judgement> {
     let limited = &evidence.now.groups.limited;
     let mut judged: Vec<(f64, Judgement)> = limited
@@ -35,7 +35,7 @@ pub(super) fn judge(evidence: &Evidence<'_>) -> Vec<Judgement> {
 fn cgroup_limit(evidence: &Evidence<'_>, group: &MemoryCgroup) -> Judgement {
     let mut earlier = evidence.before.groups.limited.iter();
     let earlier = earlier.find(|earlier| earlier.folder == group.folder);
-    // One that was not there before is judged by what it holds.
+    // A cgroup that is new since the first look is judged by its usage alone.
     let earlier = earlier.unwrap_or(group);
     let hits = group.hits.saturating_sub(earlier.hits) as f64 / evidence.seconds();
     let kills = group.oom_kills.saturating_sub(earlier.oom_kills);
@@ -54,7 +54,7 @@ fn cgroup_limit(evidence: &Evidence<'_>, group: &MemoryCgroup) -> Judgement {
     let next = if hits >= 10.0 {
         Next::from("drsnoop --memcg -e -d 10").by(Culprit::Reclaimers)
     } else if evidence.now.groups.version_1 {
-        // memleak takes cgroups of version 2.
+        // memleak supports only cgroups of version 2.
         Next::from("faults --by-process -d 10").by(Culprit::Processes)
     } else {
         let folder = group.folder.to_string_lossy();

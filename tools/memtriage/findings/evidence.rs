@@ -1,4 +1,4 @@
-//! What the findings of a look are judged by.
+//! Evidence that the rules judge.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -9,7 +9,7 @@ use crate::processes::Usage;
 use crate::screen::size;
 use crate::who::Culprit;
 
-/// What the rules judge: two looks, and what is around.
+/// Evidence for the rules: two looks, and the surroundings.
 pub(crate) struct Evidence<'a> {
     pub(crate) before: &'a Look,
     pub(crate) now: &'a Look,
@@ -24,40 +24,41 @@ impl Evidence<'_> {
         between.as_secs_f64().max(f64::EPSILON)
     }
 
-    /// How often a second a counter of /proc/vmstat has been raised between the two looks.
+    /// Returns the rate per second of a counter of /proc/vmstat between the two looks.
     pub(super) fn rate(&self, name: &str) -> f64 {
         let (now, before) = (self.now.counters.of(name), self.before.counters.of(name));
         now.saturating_sub(before) as f64 / self.seconds()
     }
 
-    /// Pages a second that came back from swap.
+    /// Returns the pages per second that were read back from swap.
     pub(super) fn swap_ins(&self) -> f64 {
         look::SWAP_INS.into_iter().map(|name| self.rate(name)).sum()
     }
 
-    /// Pages a second that went to swap.
+    /// Returns the pages per second that were written to swap.
     pub(super) fn swap_outs(&self) -> f64 {
         self.rate("pswpout") + self.rate("zswpout")
     }
 
-    /// [`Evidence::rate`] of all counters whose names begin so.
+    /// Returns the sum of [`Evidence::rate`] over all counters whose names have this prefix.
     pub(super) fn rate_of(&self, prefix: &str) -> f64 {
         let sum = |look: &Look| look.counters.sum_of(prefix);
         sum(self.now).saturating_sub(sum(self.before)) as f64 / self.seconds()
     }
 
-    /// Percent of the machine's memory.
+    /// Returns the share of these bytes in the machine's memory, in percent.
     pub(super) fn share(&self, bytes: u64) -> f64 {
         bytes as f64 * 100.0 / self.now.accounting.total.max(1) as f64
     }
 
-    /// The process that most memory would come back from.
+    /// Returns the process with the most memory that only it can give back.
     pub(super) fn largest(&self) -> Option<&Usage> {
         let processes = self.now.processes.iter();
         processes.max_by_key(|usage| (usage.own(), Reverse(usage.pid)))
     }
 
-    /// The process that has grown most, if one but ours has, with the bytes.
+    /// Returns the process that has grown most, other than memtriage itself, with its growth in bytes. None if no
+    /// process has grown.
     pub(super) fn fastest(&self) -> Option<(&Usage, i64)> {
         let processes = self.now.processes.iter();
         let grown = processes.filter_map(|usage| Some((usage, *self.growth.get(&usage.pid)?)));
@@ -67,7 +68,8 @@ impl Evidence<'_> {
             .max_by_key(|(usage, bytes)| (*bytes, Reverse(usage.pid)))
     }
 
-    /// The process but ours of which a number has grown most between the two looks, and by how much a second.
+    /// Returns the process, other than memtriage itself, whose number has grown most between the two looks, and the
+    /// growth per second.
     pub(super) fn most(&self, number: impl Fn(&Usage) -> u64) -> Option<(&Usage, f64)> {
         let before: HashMap<_, _> = self
             .before
@@ -87,8 +89,9 @@ impl Evidence<'_> {
             .map(|(usage, grown)| (usage, grown as f64 / self.seconds()))
     }
 
-    /// Who copies the pages that it shares since a fork(2), if anonymous memory has grown by so many bytes, and no
-    /// process has: until it writes to such a page, each of those who share it has it among its own.
+    /// Returns the process that copies pages that it shares since a fork(2). There is one if anonymous memory has
+    /// grown by `grown` bytes while no process has grown: until the process writes to such a page, the page counts as
+    /// its own for each process that shares it.
     pub(super) fn copier(&self, grown: u64) -> Option<&Usage> {
         let own: i64 = self.growth.values().filter(|bytes| **bytes > 0).sum();
         let (usage, faults) = self.most(|usage| usage.minor_faults)?;
@@ -97,8 +100,8 @@ impl Evidence<'_> {
         (own.unsigned_abs() < grown / 2 && copied >= grown as f64 / 2.0).then_some(usage)
     }
 
-    /// Who has taken most of these bytes between the two looks: a process, or else the part of memory that has
-    /// grown most; and the command that shows more.
+    /// Returns a description of what has taken most of these bytes between the two looks, and the command that shows
+    /// more. It is a process, or else the part of memory that has grown most.
     pub(super) fn taker(&self, taken: u64) -> (String, Next) {
         let per_second = |bytes: u64| size((bytes as f64 / self.seconds()) as u64);
         if let Some((usage, bytes)) = self.fastest()
@@ -141,7 +144,7 @@ impl Evidence<'_> {
         (format!("{part} grows by {}/s", per_second(bytes)), next)
     }
 
-    /// The command for the process that grows, or else is largest.
+    /// Returns the command for the process that grows fastest, or else is largest.
     pub(super) fn memleak_of_suspect(&self) -> Next {
         let suspect = self.fastest().map(|(usage, _)| usage).or(self.largest());
         suspect.map_or_else(

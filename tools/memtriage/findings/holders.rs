@@ -1,11 +1,11 @@
-//! Rules about who holds memory that no process shows: shared memory, huge pages, slab, page tables.
+//! Rules about memory that no process shows as its own: shared memory, huge pages, slab, page tables.
 
 use super::{Evidence, Judgement, Level, Next, above};
 use crate::findings::shell_word;
 use crate::screen::size;
 use crate::who::Culprit;
 
-/// Look: a twentieth of memory is in no number of the kernel's. Act: three twentieths.
+/// Judges unaccounted memory. Look: a twentieth of memory is in none of the kernel's numbers. Act: three twentieths.
 pub(super) fn unaccounted(evidence: &Evidence<'_>) -> Judgement {
     let bytes = u64::try_from(evidence.now.accounting.unaccounted()).unwrap_or_default();
     let share = evidence.share(bytes);
@@ -17,7 +17,7 @@ pub(super) fn unaccounted(evidence: &Evidence<'_>) -> Judgement {
     (above(share, 5.0, 15.0), text, next)
 }
 
-/// Look: slabs that cannot be reclaimed have 15 % of memory. Act: 30 %.
+/// Judges slabs. Look: slabs that cannot be reclaimed have 15 % of memory. Act: 30 %.
 pub(super) fn slab(evidence: &Evidence<'_>) -> Judgement {
     let bytes = evidence.now.memory.of("SUnreclaim");
     let mut text = format!(
@@ -39,7 +39,7 @@ pub(super) fn slab(evidence: &Evidence<'_>) -> Judgement {
     (level, text, next)
 }
 
-/// Look: shared memory and tmpfs have a quarter of memory. Act: half.
+/// Judges shared memory. Look: shared memory and tmpfs have a quarter of memory. Act: half.
 pub(super) fn shmem(evidence: &Evidence<'_>) -> Judgement {
     let bytes = evidence.now.memory.of("Shmem");
     let mut text = format!(
@@ -47,7 +47,7 @@ pub(super) fn shmem(evidence: &Evidence<'_>) -> Judgement {
         size(bytes),
         evidence.share(bytes)
     );
-    // Who has less than a tenth is not the reason.
+    // A holder of less than a tenth is not the cause.
     let tmpfs = evidence.around.tmpfs.as_ref();
     if let Some(tmpfs) = tmpfs.filter(|tmpfs| tmpfs.bytes > bytes / 10) {
         text += &format!("; fullest tmpfs: {}, {}", tmpfs.mount, size(tmpfs.bytes));
@@ -76,7 +76,7 @@ pub(super) fn shmem(evidence: &Evidence<'_>) -> Judgement {
     (level, text, next)
 }
 
-/// Look: a hundredth of memory is in segments that nobody has attached. Act: a tenth.
+/// Judges orphaned segments. Look: a hundredth of memory is in segments that no process has attached. Act: a tenth.
 pub(super) fn orphaned_shm(evidence: &Evidence<'_>) -> Judgement {
     let orphans = evidence.around.orphans;
     let share = evidence.share(orphans.bytes);
@@ -94,7 +94,8 @@ pub(super) fn orphaned_shm(evidence: &Evidence<'_>) -> Judgement {
     (above(share, 1.0, 10.0), text, "shmsnoop -e -d 60".into())
 }
 
-/// Look: a twentieth of memory is in huge pages that nobody has reserved. Act: a fifth.
+/// Judges the huge page pool. Look: a twentieth of memory is in huge pages that are neither used nor reserved. Act: a
+/// fifth.
 pub(super) fn huge_page_pool(evidence: &Evidence<'_>) -> Judgement {
     let of = |name| evidence.now.memory.of(name);
     let idle = of("HugePages_Free").saturating_sub(of("HugePages_Rsvd")) * of("Hugepagesize");
@@ -107,7 +108,8 @@ pub(super) fn huge_page_pool(evidence: &Evidence<'_>) -> Judgement {
     (above(share, 5.0, 20.0), text, "hfaults -e -d 60".into())
 }
 
-/// Look: a twentieth of memory is zeros in huge pages of one process. Act: three twentieths.
+/// Judges zeros in transparent huge pages. Look: a twentieth of memory is zeros in huge pages of one process. Act:
+/// three twentieths.
 pub(super) fn huge_page_zeros(evidence: &Evidence<'_>) -> Judgement {
     let Some(huge) = &evidence.around.huge_pages else {
         let bytes = evidence.now.memory.of("AnonHugePages");
@@ -127,7 +129,7 @@ pub(super) fn huge_page_zeros(evidence: &Evidence<'_>) -> Judgement {
     (above(share, 5.0, 15.0), text, next.into())
 }
 
-/// Look: page tables have a twentieth of memory. Act: three twentieths.
+/// Judges page tables. Look: page tables have a twentieth of memory. Act: three twentieths.
 pub(super) fn page_tables(evidence: &Evidence<'_>) -> Judgement {
     let bytes = evidence.now.memory.of("PageTables");
     let share = evidence.share(bytes);
@@ -136,7 +138,7 @@ pub(super) fn page_tables(evidence: &Evidence<'_>) -> Judgement {
     (above(share, 5.0, 15.0), text, next)
 }
 
-/// Look: the kernel's vmalloc area has a tenth of memory. Act: a quarter.
+/// Judges vmalloc. Look: the kernel's vmalloc area has a tenth of memory. Act: a quarter.
 pub(super) fn vmalloc(evidence: &Evidence<'_>) -> Judgement {
     let bytes = evidence.now.accounting.part("vmalloc").unwrap_or_default();
     let share = evidence.share(bytes);
@@ -145,7 +147,7 @@ pub(super) fn vmalloc(evidence: &Evidence<'_>) -> Judgement {
     (above(share, 10.0, 25.0), text, next)
 }
 
-/// Look: a thousand removed cgroups hold memory. Act: ten thousand.
+/// Judges dying cgroups. Look: a thousand removed cgroups hold memory. Act: ten thousand.
 pub(super) fn dying_cgroups(evidence: &Evidence<'_>) -> Judgement {
     let dying = evidence.now.groups.dying;
     let mut text = format!("{dying} removed cgroups still hold memory");

@@ -1,4 +1,4 @@
-//! Rules about memory that is scarce: kills, pressure, reclaim, swap and refaults.
+//! Rules about scarce memory: kills, pressure, reclaim, swap and refaults.
 
 use std::time::Duration;
 
@@ -10,7 +10,8 @@ use crate::look::Look;
 use crate::screen::size;
 use crate::who::Culprit;
 
-/// Act: a kill in the last hour. Look: kills since the start, and the log does not tell when.
+/// Judges OOM kills. Act: a kill in the last hour. Look: kills since the start, if the log with their times cannot be
+/// read.
 pub(super) fn oom_kills(evidence: &Evidence<'_>) -> Judgement {
     const RECENT: Duration = Duration::from_secs(3600);
     let count = evidence.now.counters.of("oom_kill");
@@ -39,10 +40,10 @@ pub(super) fn oom_kills(evidence: &Evidence<'_>) -> Judgement {
     (Level::Act, text, "oomkill -e".into())
 }
 
-/// Act: at this rate all is used in half a minute. Look: in two minutes. Where nearly all is used, what comes and goes
-/// by less than a hundredth of memory is no trend.
+/// Judges the rate at which available memory shrinks. Act: all is used in half a minute. Look: in two minutes. If
+/// nearly all is used already, changes of less than a hundredth of memory are noise.
 pub(super) fn running_out(evidence: &Evidence<'_>) -> Judgement {
-    // The kernel leaves out the pages in lists of CPUs, which are taken first.
+    // MemAvailable leaves out the pages in lists of CPUs, which are taken first.
     let available = |look: &Look| {
         look.memory.of("MemAvailable") + look.accounting.part(FREE_IN_LISTS).unwrap_or_default()
     };
@@ -68,7 +69,7 @@ pub(super) fn running_out(evidence: &Evidence<'_>) -> Judgement {
     (level, text, next)
 }
 
-/// Look: less than a tenth of memory is available. Act: less than a twentieth.
+/// Judges available memory. Look: less than a tenth of memory is available. Act: less than a twentieth.
 pub(super) fn available(evidence: &Evidence<'_>) -> Judgement {
     let available = evidence.now.memory.of("MemAvailable");
     let share = evidence.share(available);
@@ -88,7 +89,8 @@ pub(super) fn available(evidence: &Evidence<'_>) -> Judgement {
     )
 }
 
-/// Look: in a tenth of the last ten seconds some task waited for memory. Act: in a twentieth all did.
+/// Judges memory pressure. Look: some task waited for memory in a tenth of the last ten seconds. Act: all tasks did
+/// in a twentieth.
 pub(super) fn pressure(evidence: &Evidence<'_>) -> Judgement {
     let Some(pressure) = evidence.around.pressure else {
         let text = "this kernel tells no memory pressure (CONFIG_PSI, psi=1)".into();
@@ -111,7 +113,7 @@ pub(super) fn pressure(evidence: &Evidence<'_>) -> Judgement {
     (level, text, next)
 }
 
-/// Look: a task has to reclaim memory itself, once a second. Act: a hundred times.
+/// Judges direct reclaim. Look: a task has to reclaim memory itself once a second. Act: a hundred times.
 pub(super) fn direct_reclaim(evidence: &Evidence<'_>) -> Judgement {
     let rate = evidence.rate_of("allocstall");
     let text = format!("tasks had to reclaim memory themselves {rate:.0} times a second");
@@ -119,7 +121,7 @@ pub(super) fn direct_reclaim(evidence: &Evidence<'_>) -> Judgement {
     (above(rate, 1.0, 100.0), text, next)
 }
 
-/// Look: a hundred pages a second are read back from swap. Act: a thousand.
+/// Judges reads from swap. Look: a hundred pages a second are read back from swap. Act: a thousand.
 pub(super) fn swap_in(evidence: &Evidence<'_>) -> Judgement {
     let (read, written) = (evidence.swap_ins(), evidence.swap_outs());
     let mut text = format!("{read:.0} pages/s are read back from swap, {written:.0} written");
@@ -133,7 +135,7 @@ pub(super) fn swap_in(evidence: &Evidence<'_>) -> Judgement {
     (above(read, 100.0, 1000.0), text, next)
 }
 
-/// Look: nine tenths of swap are used. Act: all but a fiftieth.
+/// Judges the used swap. Look: nine tenths of swap are used. Act: all but a fiftieth.
 pub(super) fn swap_full(evidence: &Evidence<'_>) -> Judgement {
     let of = |name| evidence.now.memory.of(name);
     let (total, used) = (
@@ -159,13 +161,13 @@ pub(super) fn swap_full(evidence: &Evidence<'_>) -> Judgement {
     (above(share, 90.0, 98.0), text, next)
 }
 
-/// Look: a thousand pages a second are read again that were dropped lately. Act: ten thousand, while less
-/// than a quarter of memory is free.
+/// Judges refaults. Look: a thousand pages a second are read again that were dropped lately. Act: ten thousand, while
+/// less than a quarter of memory is free.
 pub(super) fn refaults(evidence: &Evidence<'_>) -> Judgement {
     const PLENTY: f64 = 25.0;
-    /// Pages that are read for one fault on a file, at most, unless an administrator has said otherwise.
+    /// Maximum number of pages that are read for one fault on a file, with the default read-ahead.
     const READ_AHEAD: f64 = 32.0;
-    // One number for both kinds until 5.9.
+    // Kernels before 5.9 have one number for both kinds.
     let rate = evidence.rate("workingset_refault_file") + evidence.rate("workingset_refault");
     let mut text = format!("{rate:.0} file pages/s are read again soon after they were dropped");
     let mut level = above(rate, 1000.0, 10_000.0);
@@ -177,7 +179,7 @@ pub(super) fn refaults(evidence: &Evidence<'_>) -> Judgement {
         );
         level = Level::Look;
     }
-    // A fault that waits has a few pages read; what read(2) asks for is no fault.
+    // A major fault reads a few pages. Pages that read(2) asks for cause no faults.
     let faults = evidence.rate("pgmajfault");
     if faults * READ_AHEAD >= rate {
         return (
@@ -194,11 +196,11 @@ pub(super) fn refaults(evidence: &Evidence<'_>) -> Judgement {
             size(bytes as u64)
         );
     }
-    // What is read and soon dropped again has no stack that a tool of ours shows.
+    // None of the tools shows the stacks that read pages which are soon dropped again.
     (level, text, "vmscan -k -d 10".into())
 }
 
-/// Look: a task had to move pages for a large one, once a second. Act: a hundred times.
+/// Judges compaction. Look: a task had to compact memory for a large page once a second. Act: a hundred times.
 pub(super) fn compaction(evidence: &Evidence<'_>) -> Judgement {
     let rate = evidence.rate("compact_stall");
     let text = format!("tasks waited for compaction {rate:.0} times a second");

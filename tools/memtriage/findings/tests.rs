@@ -1,4 +1,4 @@
-//! Each rule by numbers that it is made for, and by those of a healthy machine.
+//! Tests of each rule, with numbers that it should report and with those of a healthy machine.
 
 mod holders;
 mod scarcity;
@@ -24,7 +24,7 @@ const GIB: u64 = 1 << 30;
 const HEALTHY: &str = "MemTotal: 1048576 kB\nMemFree: 524288 kB\nMemAvailable: 838860 kB\n\
                        Cached: 314572 kB\nAnonPages: 209716 kB\n";
 
-/// A healthy machine of 1 GiB, looked at twice in a second.
+/// Healthy machine of 1 GiB, with two looks one second apart.
 struct Machine {
     before: Look,
     now: Look,
@@ -86,7 +86,7 @@ impl Machine {
             .collect()
     }
 
-    /// The machine has this finding alone, with this level, evidence and command.
+    /// Asserts that the machine has this finding alone, with this level, evidence and command.
     fn expect(&self, rule: &str, level: Level, evidence: &str, next: &str) {
         let findings = self.findings();
         assert_eq!(findings.len(), 1, "{rule}: {findings:#?}");

@@ -1,4 +1,4 @@
-//! What oomkill tells while it runs beside --record.
+//! Kills that oomkill reports while it runs beside --record.
 
 use std::io::{BufRead, BufReader};
 use std::process::Child;
@@ -10,21 +10,21 @@ use serde_json::Value;
 
 use crate::siblings::{self, all_of, last_message};
 
-/// A process that was killed.
+/// Process that was killed.
 #[derive(Debug, Default, Clone, PartialEq)]
 pub(crate) struct Kill {
     pub(crate) pid: u32,
-    /// The object that `oomkill -e -j` prints.
+    /// Object that `oomkill -e -j` prints.
     pub(crate) object: Value,
-    /// Processes that were killed because this one was.
+    /// Number of processes that were killed along with this one.
     pub(crate) also_killed: u64,
 }
 
-/// A running oomkill.
+/// Running oomkill.
 pub(crate) struct Kills {
     child: Child,
     objects: Receiver<Value>,
-    /// What oomkill says; None once it was told that oomkill has ended.
+    /// Thread that collects oomkill's messages. None once the end of oomkill was reported.
     messages: Option<JoinHandle<String>>,
 }
 
@@ -43,12 +43,12 @@ impl Kills {
         })
     }
 
-    /// The number of oomkill's process.
+    /// Returns the pid of oomkill.
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// The kills since the last call.
+    /// Returns the kills since the last call.
     pub(crate) fn since_last(&mut self) -> Vec<Kill> {
         if siblings::has_ended(&mut self.child)
             && let Some(messages) = self.messages.take()
@@ -69,7 +69,7 @@ impl Drop for Kills {
 
 fn send_objects(lines: impl BufRead, sender: &Sender<Value>) {
     for line in lines.split(b'\n').map_while(Result::ok) {
-        // A line that is no object is none of oomkill's.
+        // oomkill prints only objects, so any other line is skipped.
         let Ok(object) = serde_json::from_slice(&line) else {
             continue;
         };
@@ -79,7 +79,7 @@ fn send_objects(lines: impl BufRead, sender: &Sender<Value>) {
     }
 }
 
-/// The kills among oomkill's objects, each with those that came along.
+/// Collects the kills among oomkill's objects, each with the number of processes that were killed along.
 fn kills(objects: impl Iterator<Item = Value>) -> Vec<Kill> {
     let mut kills: Vec<Kill> = Vec::new();
     for object in objects {

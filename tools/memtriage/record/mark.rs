@@ -1,4 +1,4 @@
-//! Where memory is nearly used up: what --record reads while nothing is traced.
+//! Places where memory can be nearly used up, which --record watches while nothing is traced.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, Write};
@@ -16,13 +16,13 @@ use serde::Serialize;
 
 use crate::look::SWAP_INS;
 
-/// Looks that are kept: a minute, while something is traced.
+/// Number of looks that are kept: a minute's, while something is traced.
 const LOOKS: usize = 60;
 
-/// The machine's memory, or a cgroup's limit, that can be used up.
+/// Place where memory can be used up: the machine, or a cgroup with a limit.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct MemoryPlace {
-    /// The cgroup's path. None for the machine.
+    /// Path of the cgroup. None for the machine.
     pub(crate) cgroup: Option<String>,
     #[serde(skip)]
     pub(crate) folder: Option<PathBuf>,
@@ -41,11 +41,11 @@ impl MemoryPlace {
     }
 }
 
-/// What is read at one moment: no process, as this is read all day.
+/// Data of one look. Processes are not read, as --record looks all day.
 pub(crate) struct Sight {
     at: Instant,
     time: Zoned,
-    /// The part of the machine's memory that is not available, in percent.
+    /// Share of the machine's memory that is not available, in percent.
     machine_percent: f64,
     groups: Vec<MemoryCgroup>,
     counters: Values,
@@ -54,7 +54,7 @@ pub(crate) struct Sight {
 
 impl Sight {
     /// # Errors
-    /// If /proc is not there.
+    /// If /proc cannot be read.
     pub(crate) fn now() -> Result<Self> {
         let memory = Values::read("/proc/meminfo")?;
         Ok(Self {
@@ -67,7 +67,8 @@ impl Sight {
         })
     }
 
-    /// The place of which most is used, and how much, in percent. The machine comes before a cgroup with as much.
+    /// Returns the place with the largest used share, and that share in percent. The machine comes before a cgroup
+    /// with an equal share.
     pub(crate) fn fullest(&self) -> (MemoryPlace, f64) {
         let machine = MemoryPlace {
             cgroup: None,
@@ -80,7 +81,7 @@ impl Sight {
         })
     }
 
-    /// How much of this place is used, in percent; nothing of a cgroup that has gone.
+    /// Returns the used share of this place, in percent; 0 for a cgroup that was removed.
     pub(crate) fn percent(&self, place: &MemoryPlace) -> f64 {
         let Some(folder) = &place.folder else {
             return self.machine_percent;
@@ -89,8 +90,8 @@ impl Sight {
         of(folder).map_or(0.0, MemoryCgroup::percent)
     }
 
-    /// The time until this mark, in percent, is passed somewhere, if all grows on as it has since the look before; None if
-    /// nothing grows. A cgroup that was not there before has grown from nothing.
+    /// Predicts the time until this mark, in percent, is passed at any place, if all places grow on as they have
+    /// since the look before. None if nothing grows. A cgroup that is new since then has grown from 0.
     pub(crate) fn until(&self, above: f64, before: &Self) -> Option<Duration> {
         let seconds = (self.at - before.at).as_secs_f64().max(f64::EPSILON);
         let old = before.groups.iter();
@@ -108,7 +109,7 @@ impl Sight {
         Duration::try_from_secs_f64(soonest).ok()
     }
 
-    /// Processes that were killed since the machine's start because memory ran out.
+    /// Returns the number of OOM kills since the boot of the machine.
     pub(crate) fn kills(&self) -> u64 {
         self.counters.of("oom_kill")
     }
@@ -119,7 +120,7 @@ fn used_percent(memory: &Values) -> f64 {
     total.saturating_sub(memory.of("MemAvailable")) as f64 * 100.0 / total.max(1) as f64
 }
 
-/// The last looks, without what is not shown of them.
+/// Last looks, reduced to the data that reports show.
 #[derive(Default)]
 pub(crate) struct History {
     last: Option<(Instant, Values)>,
@@ -155,19 +156,19 @@ impl History {
             full_percent: sight.pressure.map(|pressure| pressure.full.avg10),
             direct_reclaims: rate(|counters| counters.sum_of("allocstall")),
             swap_ins: rate(|counters| SWAP_INS.into_iter().map(|name| counters.of(name)).sum()),
-            // One number for both kinds until 5.9.
+            // Kernels before 5.9 have one number for both kinds.
             refaults: rate(|counters| counters.sum_of("workingset_refault")),
         });
         self.last = Some((sight.at, sight.counters.clone()));
     }
 
-    /// The last looks, the newest last.
+    /// Returns the last looks, the newest last.
     pub(crate) fn moments(&self) -> impl Iterator<Item = &Moment> {
         self.moments.iter()
     }
 }
 
-/// The machine at one look, with rates a second since the one before.
+/// Row of one look at the machine, with rates per second since the look before.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Moment {
     #[serde(serialize_with = "clock::serialize")]
@@ -175,14 +176,15 @@ pub(crate) struct Moment {
     machine_percent: f64,
     fullest: MemoryPlace,
     fullest_percent: f64,
-    /// Percent of the last ten seconds in which a task waited for memory. None if this kernel does not tell.
+    /// Percent of the last ten seconds in which a task waited for memory. None if this kernel does not provide the
+    /// number.
     some_percent: Option<f64>,
     /// Percent of the last ten seconds in which all tasks waited for memory.
     full_percent: Option<f64>,
     direct_reclaims: f64,
-    /// Pages.
+    /// Pages per second.
     swap_ins: f64,
-    /// Pages.
+    /// Pages per second.
     refaults: f64,
 }
 
@@ -245,7 +247,7 @@ mod tests {
         let (place, percent) = looked.fullest();
         assert_eq!((place.name(), percent), ("/b", 80.0));
         assert_eq!(looked.percent(&place), 80.0);
-        // The cgroup has gone.
+        // The cgroup was removed.
         let (machine, percent) = sight(0, 80.0, &[], "").fullest();
         assert_eq!((machine.cgroup.as_deref(), percent), (None, 80.0));
         assert_eq!(sight(0, 80.0, &groups[..1], "").percent(&place), 0.0);

@@ -1,4 +1,4 @@
-//! The report of one kill, and the files that it goes into.
+//! Report of one kill, and the files that it is written to.
 
 use std::fs;
 use std::io::{self, Write};
@@ -23,12 +23,12 @@ use crate::screen::{ProcessRow, size};
 use crate::siblings::Question;
 use crate::who::Answer;
 
-/// Processes that are shown.
+/// Number of processes that are shown.
 pub(crate) const PROCESSES: usize = 10;
-/// What the stacks in a report are of.
+/// Rules that the stacks in a report are traced for.
 const RULES: &[&str] = &["growing"];
 
-/// Everything that is known of a kill.
+/// Data of a kill.
 pub(crate) struct KillReport {
     time: Zoned,
     kill: Kill,
@@ -40,7 +40,8 @@ pub(crate) struct KillReport {
 }
 
 impl KillReport {
-    /// The report of a kill while this was traced.
+    /// Makes the report of a kill from the history and the traced processes. Takes the victim's profiles from
+    /// `tracing`.
     pub(crate) fn of(kill: Kill, above: f64, history: &History, tracing: &mut Tracing) -> Self {
         Self {
             time: clock::now(),
@@ -53,7 +54,7 @@ impl KillReport {
         }
     }
 
-    /// The cgroup of who was killed, as oomkill tells it.
+    /// Returns the cgroup of the victim, as oomkill reports it.
     fn home(&self) -> Home {
         let cgroup = self.kill.object["victim"]["cgroup"].as_str();
         Home::at(cgroup.map(|path| text::shown(path).to_string()))
@@ -81,18 +82,18 @@ impl KillReport {
     }
 }
 
-/// A report as it is written.
+/// Report in the form in which it is written.
 #[derive(Serialize)]
 #[serde(tag = "type", rename = "report")]
 struct Rows<'a> {
     #[serde(serialize_with = "clock::serialize")]
     time: &'a Zoned,
-    /// The object of `oomkill -e -j`.
+    /// Object of `oomkill -e -j`.
     kill: &'a Value,
-    /// Whose kill it is has it for JSON.
+    /// Cgroup of the victim, for text. In JSON, `kill` has it.
     #[serde(skip)]
     home: Home,
-    /// Whether text tells containers.
+    /// Whether text shows containers.
     #[serde(skip)]
     container: bool,
     mark_percent: f64,
@@ -156,17 +157,18 @@ impl Row for Rows<'_> {
     }
 }
 
-/// The files of reports.
+/// Files of reports.
 pub(crate) struct ReportFolder {
     folder: PathBuf,
     keep: usize,
-    /// Whether their text tells containers.
+    /// Whether the text of reports shows containers.
     container: bool,
     any: bool,
 }
 
 impl ReportFolder {
-    /// Reports in this folder, of which so many are kept; their text tells containers if that is asked for.
+    /// Sets the folder for reports and the number of reports that are kept. `container`: whether their text shows
+    /// containers.
     pub(crate) fn into(folder: PathBuf, keep: usize, container: bool) -> Self {
         Self {
             folder,
@@ -181,10 +183,10 @@ impl ReportFolder {
         self.any
     }
 
-    /// Writes both files of a report, and removes the oldest that are too many.
+    /// Writes both files of a report, and removes the oldest files beyond the limit.
     ///
     /// # Errors
-    /// If one cannot be written.
+    /// If a file cannot be written, or an old one not be removed.
     pub(crate) fn write(&mut self, report: &KillReport) -> Result<Recorded> {
         let stamp = report.time.with_time_zone(TimeZone::UTC);
         let name = format!(
@@ -253,23 +255,23 @@ fn is_report(name: &str) -> bool {
     matches!(times, Some((Some((day, time)), pid)) if [day, time, pid].into_iter().all(digits))
 }
 
-/// A report was written.
+/// Row of a report that was written.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "recorded")]
 pub(crate) struct Recorded {
     #[serde(serialize_with = "clock::serialize")]
     time: Zoned,
-    /// The process that was killed.
+    /// Pid of the victim.
     pid: u32,
     comm: Option<String>,
     #[serde(flatten)]
     home: Home,
-    /// Whether text tells the container.
+    /// Whether text shows the container.
     #[serde(skip)]
     container: bool,
-    /// The report's file as text.
+    /// File of the report as text.
     text: String,
-    /// The report's file as JSON.
+    /// File of the report as JSON.
     json: String,
 }
 

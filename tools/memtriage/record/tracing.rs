@@ -1,4 +1,4 @@
-//! What is traced while memory is nearly used up: the kernel's kills, and the processes that grow.
+//! Tracing while memory is nearly used up: OOM kills, and the processes that grow.
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
@@ -22,14 +22,14 @@ use crate::record::mark::MemoryPlace;
 use crate::record::report::PROCESSES;
 use crate::siblings::{self, Question, Run, Unit, Whose};
 
-/// Processes that are traced at once: the machine is in need as it is.
+/// Limit on the processes that are traced at once: the machine is short of memory already.
 const MOST: usize = 3;
-/// Who grows by less from one look to the next is not traced, in bytes.
+/// Growth from one look to the next, in bytes, below which a process is not traced.
 const LEAST_GROWTH: i64 = 1 << 20;
-/// How far the first two looks are apart.
+/// Time between the first two looks.
 const FIRST: Duration = Duration::from_millis(250);
-/// How long the profile of a process that is gone is kept: on a machine in need oomkill may tell only seconds later
-/// that it was killed.
+/// Time for which the profile of a process that has exited is kept: on a machine short of memory, oomkill may report
+/// the kill only seconds later.
 pub(crate) const KEPT: Duration = Duration::from_secs(60);
 /// Time between two profiles of a process, in seconds.
 const PROFILE: &str = "2";
@@ -39,9 +39,9 @@ pub(crate) struct Tracing {
     place: MemoryPlace,
     kills: Kills,
     traced: Vec<Traced>,
-    /// Traced processes that are gone, each with the time since when.
+    /// Traced processes that have exited, each with the time at which that was seen.
     gone: Vec<(Instant, Traced)>,
-    /// The processes at the last look, ...
+    /// Processes at the last look, ...
     now: Processes,
     /// ... and at the one before.
     before: Processes,
@@ -49,30 +49,30 @@ pub(crate) struct Tracing {
     started: usize,
 }
 
-/// The processes at one look.
+/// Processes at one look.
 #[derive(Default)]
 struct Processes {
-    /// All of them, the largest first.
+    /// All processes, the largest first.
     all: Vec<Usage>,
-    /// Bytes by which each has grown since the look before.
+    /// Bytes by which each process has grown since the look before, by pid.
     growth: HashMap<u32, i64>,
 }
 
-/// A process that is traced.
+/// Process that is traced.
 pub(crate) struct Traced {
-    /// The process when it was largest.
+    /// Usage of the process when it was largest.
     usage: Usage,
     pub(crate) question: Question,
     run: Run,
-    /// Whether what is run is the second choice.
+    /// Whether the tool is the second choice, faults.
     is_fallback: bool,
-    /// The largest processes when this one itself was largest, with their growth: one that is being killed has less and
-    /// less.
+    /// Largest processes at the look at which this one was largest, with their growth: a process that is being killed
+    /// has less and less memory.
     beside: Vec<(Usage, i64)>,
 }
 
 impl Tracing {
-    /// Begins with the kernel's kills.
+    /// Starts oomkill, and takes the first look at the processes.
     ///
     /// # Errors
     /// If oomkill cannot be run, or there is no folder for the tools' profiles.
@@ -97,8 +97,8 @@ impl Tracing {
         &self.place
     }
 
-    /// Looks at the processes once more, drops those that have ended, and has those traced that have grown most.
-    /// Returns what was started.
+    /// Looks at the processes once more, drops the runs that have ended, and starts tracing the processes that have
+    /// grown most. Returns the runs that were started.
     pub(crate) fn follow_growth(&mut self) -> Vec<Started> {
         self.look();
         let mut started = self.drop_ended();
@@ -124,7 +124,7 @@ impl Tracing {
 
     fn look(&mut self) {
         let mut all = processes::all();
-        // A report has no others, and who is killed can be asked no more.
+        // Reports show only these, and a process that was killed cannot be looked up any more.
         all.sort_by_key(|usage| (Reverse(usage.own()), usage.pid));
         let shown = all.len().min(PROCESSES);
         processes::find_homes(&mut all[..shown]);
@@ -141,7 +141,7 @@ impl Tracing {
         }
     }
 
-    /// Takes those that have ended from what is traced. A process that its tool cannot trace is given to another tool.
+    /// Removes the runs that have ended. A process that its tool cannot trace is traced by another tool.
     fn drop_ended(&mut self) -> Vec<Started> {
         let mut again = Vec::new();
         for mut one in std::mem::take(&mut self.traced) {
@@ -191,12 +191,13 @@ impl Tracing {
         Some(started)
     }
 
-    /// The kills since the last call.
+    /// Returns the kills since the last call.
     pub(crate) fn kills(&mut self) -> Vec<Kill> {
         self.kills.since_last()
     }
 
-    /// What was found of the victim, and then of the others that are traced.
+    /// Returns the profiles of the victim, which is not traced any more, and then those of the other traced
+    /// processes.
     pub(crate) fn profiles(&mut self, victim: u32) -> Vec<(Question, Outcome)> {
         let is_victim = |one: &Traced| one.usage.pid == victim;
         let gone = self.gone.extract_if(.., |(_, one)| is_victim(one));
@@ -210,8 +211,8 @@ impl Tracing {
         profiles
     }
 
-    /// The largest processes, with their growth to it, at the look at which the victim was largest if it is traced, else
-    /// at the last one at which it was there.
+    /// Returns the largest processes with their growth. If the victim is traced, they are those of the look at which
+    /// it was largest, else those of the last look at which it existed.
     pub(crate) fn largest(&self, victim: u32) -> Vec<(Usage, i64)> {
         let gone = self.gone.iter().map(|(_, one)| one);
         let mut traced = self.traced.iter().chain(gone);
@@ -235,11 +236,11 @@ impl Drop for Tracing {
     }
 }
 
-/// A tool's profile, with what it has lost, or why there is none.
+/// Profile of a tool, with its losses, or the reason why there is none.
 pub(crate) type Outcome = Result<(Earlier, Option<Value>)>;
 
 impl Traced {
-    /// What was found of a process that was killed. The tool ends with it.
+    /// Returns the profile of a process that was killed. The tool ends with the process.
     fn last_profile(mut self) -> (Question, Outcome) {
         siblings::wait_for(&mut self.run.child);
         siblings::end(&mut self.run.child);
@@ -252,13 +253,13 @@ impl Processes {
         self.growth.get(&usage.pid).copied().unwrap_or_default()
     }
 
-    /// A process of an earlier look, as it is at this one.
+    /// Finds a process of an earlier look in this one.
     fn find(&self, usage: &Usage) -> Option<&Usage> {
         let same = |one: &&Usage| (one.pid, one.started) == (usage.pid, usage.started);
         self.all.iter().find(same)
     }
 
-    /// The processes that have grown most, of those that are wanted, the fastest first.
+    /// Returns the wanted processes that have grown enough to be traced, the fastest first.
     fn fastest(&self, wanted: impl Fn(u32) -> bool) -> Vec<Usage> {
         let growing = self.all.iter();
         let growing = growing.filter(|usage| self.grown(usage) >= LEAST_GROWTH);
@@ -267,7 +268,7 @@ impl Processes {
         growing
     }
 
-    /// The largest processes, with their growth.
+    /// Returns the largest processes, with their growth.
     fn largest(&self) -> Vec<(Usage, i64)> {
         let largest = self.all.iter().take(PROCESSES);
         largest
@@ -276,15 +277,15 @@ impl Processes {
     }
 }
 
-/// memleak, sampled as much as is needed to keep its cost low; or faults, for a process without an allocator that
-/// memleak knows.
+/// Returns the command line for a process: memleak, with as much sampling as keeps its cost low; or faults, for a
+/// process without an allocator that memleak knows.
 fn question(pid: u32, of: Whose, is_fallback: bool) -> Question {
     let pid = pid.to_string();
     let words = |words: &[&str]| words.iter().map(ToString::to_string).collect();
     if is_fallback {
         return Question {
             tool: "faults",
-            // With an interval each profile would be of that one alone.
+            // With an interval, each profile would cover that interval alone.
             args: words(&["--bytes", "-p", &pid]),
             value: ("space", Unit::Bytes),
             of,
@@ -299,7 +300,7 @@ fn question(pid: u32, of: Whose, is_fallback: bool) -> Question {
     }
 }
 
-/// A process is traced from now on.
+/// Row of a process that is traced from now on.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "tracing")]
 pub(crate) struct Started {
@@ -309,7 +310,7 @@ pub(crate) struct Started {
     comm: String,
     #[serde(flatten)]
     home: Option<Home>,
-    /// Whether text tells the container.
+    /// Whether text shows the container.
     #[serde(skip)]
     pub(crate) container: bool,
     command: String,

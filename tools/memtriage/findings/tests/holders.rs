@@ -1,4 +1,4 @@
-//! Rules about who holds memory, and about cgroups near their limits.
+//! Tests of the rules about holders of memory, and about cgroups near their limits.
 
 use super::*;
 
@@ -130,7 +130,7 @@ fn each_cgroup_near_its_limit_is_a_finding() {
     machine.now.groups.limited[0].hits = 5;
     machine.now.groups.limited[0].oom_kills = 1;
     assert_eq!(machine.findings()[0].level, Level::Act);
-    // All that it ever hit is no evidence of now.
+    // Hits before the first look are no evidence of a problem now.
     machine.now.groups.limited.push(group("/new", 10, 100_003));
     assert_eq!(machine.findings().len(), 2);
 }

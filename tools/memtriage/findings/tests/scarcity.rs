@@ -1,4 +1,4 @@
-//! Rules about memory that is scarce.
+//! Tests of the rules about scarce memory.
 
 use super::*;
 
@@ -69,7 +69,7 @@ fn refaults_without_faults_are_of_who_reads_most() {
     let reads = |bytes| Some(bytes);
     machine.before.processes[0].disk_reads = reads(1 << 30);
     machine.now.processes[0].disk_reads = reads((1 << 30) + (40 << 20));
-    // Nobody knows how much it had read before.
+    // A process that is new has no earlier number to compare with.
     machine.now.processes.push(Usage {
         pid: 7,
         disk_reads: reads(1 << 40),
