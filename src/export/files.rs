@@ -42,7 +42,7 @@ impl ExportArgs {
     /// Adds to the symbolizer the source lines that these options ask for.
     ///
     /// # Errors
-    /// As [`Symbolizer::with_source`].
+    /// See [`Symbolizer::with_source`].
     pub fn with_source(&self, symbolizer: Symbolizer) -> Result<Symbolizer> {
         symbolizer.with_source(self.source, self.any())
     }

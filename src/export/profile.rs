@@ -70,7 +70,7 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// The sum of one value over all stacks.
+    /// Returns the sum of one value over all stacks.
     pub fn total(&self, value: usize) -> u64 {
         let values = self
             .samples

@@ -37,13 +37,13 @@ pub fn part_below_row(part: Option<&Part>, out: &mut dyn Write) -> io::Result<()
 /// Details that [`block`] adds to the names of functions.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct BlockStyle {
-    /// Add the pid.
+    /// Whether the pid is added.
     pub pid: bool,
-    /// Mark kernel frames.
+    /// Whether kernel frames are marked.
     pub annotate: bool,
-    /// Add the offset in each function.
+    /// Whether the offset in each function is added.
     pub offsets: bool,
-    /// Add the address of each frame.
+    /// Whether the address of each frame is added.
     pub addresses: bool,
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Hooks (`bpf/ffaults.bpf.c`): the return of handle_mm_fault, by fexit or by kprobes, or the kernel's page-fault
 //! counter, with bpf_find_vma() ([`mod@attach`]). The BPF programs count in maps. At each report the counts are read,
-//! and files named ([`report`]). Each row is a file ([`row`]).
+//! and the files are named ([`report`]). Each row is a file ([`row`]).
 
 mod args;
 mod attach;

@@ -132,7 +132,7 @@ fn has_small_thp() -> bool {
 }
 
 /// Returns the names of the programs for faults on reserved pages, in the form of this kind. `reasons` are the
-/// functions that tell the reasons of faults.
+/// functions that distinguish the reasons of faults.
 fn fault_programs(kind: &str, reasons: Option<[&str; 2]>) -> Vec<String> {
     let mut programs = Vec::new();
     if let Some(functions) = reasons {
@@ -149,7 +149,7 @@ const ALLOCATES: [&str; 2] = ["alloc_hugetlb_folio", "alloc_huge_page"];
 
 const WRITES: [&str; 2] = ["hugetlb_wp", "hugetlb_cow"];
 
-/// Returns the functions that tell the reasons of faults, if this kernel has both.
+/// Returns the functions that distinguish the reasons of faults, if this kernel has both.
 fn reason_functions() -> Option<[&'static str; 2]> {
     let allocates = kernel_support::name_here(&ALLOCATES)?;
     let writes = kernel_support::name_here(&WRITES)?;

@@ -4,13 +4,12 @@
 //! Numbers of /proc/meminfo overlap in some places and leave out others. The known overlaps, each with its source in
 //! the kernel:
 //!
-//! | number | overlap | source |
+//! | number | overlaps with | source |
 //! |---|---|---|
 //! | `Cached` | contains `Shmem` | fs/proc/meminfo.c: NR_FILE_PAGES without swap cache and buffers |
-//! | `SwapCached` | `AnonPages`, where such a page is mapped | mm/swap_state.c: swap cache is counted as a file's pages |
+//! | `SwapCached` | `AnonPages`, if the page is mapped | mm/swap_state.c: swap cache is counted as a file's pages |
 //! | `VmallocUsed` (pages since 5.3) | contains `KernelStack`, as stacks are mapped by vmalloc | kernel/fork.c, CONFIG_VMAP_STACK |
-//! | `Zswap` | contained in `nr_zspages`, where zsmalloc holds it | mm/zsmalloc.c; pages of zram are in `nr_zspages`
-//! alone |
+//! | `Zswap` | contained in `nr_zspages`, where zsmalloc holds it | mm/zsmalloc.c; zram is in `nr_zspages` alone |
 //! | `KReclaimable` (4.20) | contains `SReclaimable` | fs/proc/meminfo.c |
 //! | `MemFree` | leaves out pages in lists of CPUs | mm/page_alloc.c; /proc/zoneinfo has them |
 

@@ -78,7 +78,7 @@ impl Growth {
         self.looks.push_back(at);
     }
 
-    /// Returns the items that have grown most over the remembered looks, the fastest-growing first; with the column
+    /// Returns the items that have grown most over the remembered looks, the largest growth first; with the column
     /// CONTAINER if that is asked for.
     pub(crate) fn rows(&self, container: bool) -> Vec<Growing> {
         let row = |(what, sizes): (&What, &Sizes)| {

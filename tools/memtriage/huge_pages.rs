@@ -59,7 +59,8 @@ impl HugePages {
         (!shares.is_empty()).then(|| Self::estimate(pid, bytes, &shares))
     }
 
-    /// Estimates the zeros in all huge pages from the shares of a sample that each was equally likely to be in.
+    /// Estimates the zeros in all huge pages from the shares of zeros in a sample. Each huge page is equally likely
+    /// to be in the sample.
     fn estimate(pid: u32, bytes: u64, shares: &[f64]) -> Self {
         let (count, all) = (shares.len() as f64, bytes as f64 / HUGE_PAGE as f64);
         let mean = shares.iter().sum::<f64>() / count;
@@ -154,7 +155,7 @@ fn shares_of_zeros(pid: u32, mappings: &[MappedMemory], deadline: Instant) -> io
     Ok(shares)
 }
 
-/// Places where huge pages can be: the first address of each run of places, and the number of places in it.
+/// Places where huge pages can be, in runs: the first address and the number of places of each run.
 struct Places {
     runs: Vec<(u64, u64)>,
     count: u64,

@@ -66,8 +66,8 @@ impl Look {
     }
 }
 
-/// Divisor of all memory: if shared memory has at least this part of it, its files are looked at. No rule mentions
-/// them below.
+/// Inverse of the share of all memory from which on shared memory is searched for files without a name. Below that
+/// share, no rule mentions such files.
 const LARGE_SHARE: u64 = 4;
 
 /// Data that can be judged without a second look.

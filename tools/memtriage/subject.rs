@@ -2,10 +2,8 @@
 //!
 //! | number | source | overlaps |
 //! |---|---|---|
-//! | `VmRSS` | /proc/PID/status | excludes pages of hugetlbfs (`HugetlbPages`), page tables (`VmPTE`) and swapped-out
-//! pages (`VmSwap`) |
-//! | `Swap` of shared memory | /proc/PID/smaps | in no number of the process: other processes may have mapped the
-//! memory, too |
+//! | `VmRSS` | /proc/PID/status | excludes `HugetlbPages` (hugetlbfs), `VmPTE` (page tables), `VmSwap` (swap) |
+//! | `Swap` of shared memory | /proc/PID/smaps | in no number of the process: other processes may map it, too |
 //! | `file` | memory.stat, version 2 | contains `shmem` and the swap cache (`swapcached`, from 5.17 on) |
 //! | `anon` | memory.stat, version 2 | contains pages of the swap cache that are mapped |
 //! | `kernel` | memory.stat, version 2, from 5.18 on | contains page tables, stacks, slab, per-CPU data, vmalloc |

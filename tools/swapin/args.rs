@@ -65,7 +65,7 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// What is kept for Prometheus.
+    /// Returns the metric families that --metrics writes.
     pub(crate) fn families(&self) -> Vec<&'static Family> {
         let asked_for = [
             (true, &PAGES_IN),

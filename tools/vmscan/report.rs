@@ -39,7 +39,7 @@ impl Columns {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Timed {
     pub(crate) count: u64,
-    /// Summed over all CPUs.
+    /// Time of the operations, summed over all CPUs.
     pub(crate) time_ns: u64,
 }
 

@@ -68,7 +68,7 @@ impl Heaps {
     /// Begins a trace.
     ///
     /// # Errors
-    /// If the file cannot be written, or is none.
+    /// If the file cannot be written, or is not a regular file.
     pub fn create(path: &Path, tool: &'static str) -> Result<Self> {
         Ok(Self {
             trace: Trace::create(path, tool)?,

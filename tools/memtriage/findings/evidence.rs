@@ -89,9 +89,9 @@ impl Evidence<'_> {
             .map(|(usage, grown)| (usage, grown as f64 / self.seconds()))
     }
 
-    /// Returns the process that copies pages that it shares since a fork(2). There is one if anonymous memory has
-    /// grown by `grown` bytes while no process has grown: until the process writes to such a page, the page counts as
-    /// its own for each process that shares it.
+    /// Returns the process that copies most pages that it shares since a fork(2), by its minor faults. None unless
+    /// anonymous memory has grown by `grown` bytes, but processes by less than half of that: a shared page counts for
+    /// each process that shares it, until the process writes to the page.
     pub(super) fn copier(&self, grown: u64) -> Option<&Usage> {
         let own: i64 = self.growth.values().filter(|bytes| **bytes > 0).sum();
         let (usage, faults) = self.most(|usage| usage.minor_faults)?;

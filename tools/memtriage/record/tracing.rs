@@ -34,7 +34,7 @@ pub(crate) const KEPT: Duration = Duration::from_secs(60);
 /// Time between two profiles of a process, in seconds.
 const PROFILE: &str = "2";
 
-/// Runs of the tools for one place.
+/// Runs of the tools while one place is nearly used up.
 pub(crate) struct Tracing {
     place: MemoryPlace,
     kills: Kills,

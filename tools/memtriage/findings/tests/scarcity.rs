@@ -167,7 +167,7 @@ fn memory_that_runs_out_names_the_part_that_no_process_has_taken() {
         ),
     ] {
         let mut machine = Machine::new(&taken(part), "");
-        // A process that has grown by less than half of it, and memtriage itself.
+        // The growth of memtriage itself does not count, and that of the other process is less than half of the loss.
         machine.growth.insert(4242, 40 << 20);
         machine.now.processes.push(Usage {
             pid: std::process::id(),
