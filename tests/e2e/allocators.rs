@@ -1,4 +1,4 @@
-//! memleak with each allocator that it knows, and with those that it is told of.
+//! Tests of memleak with each allocator that it knows, and with allocators that its options describe.
 
 mod programs;
 
@@ -14,7 +14,7 @@ use serde_json::Value;
 use crate::harness::{self, Tool, Workload, workload};
 use crate::memleak;
 
-/// Tests of memleak, by allocator.
+/// Returns the tests of memleak's allocators.
 pub(crate) fn tests() -> Vec<Trial> {
     let own = harness::tests! { "memleak":
         jemalloc_is_exact: at_entries,
@@ -34,11 +34,11 @@ pub(crate) fn tests() -> Vec<Trial> {
     [own, programs::tests()].into_iter().flatten().collect()
 }
 
-/// Primes, so that no other sum hits them by accident.
+/// Number of blocks. Count and size are primes, so that no other sum equals theirs by accident.
 const COUNT: u64 = 31;
 const SIZE: u64 = 4093;
 
-/// The forms of `operator new`, by the names of alloc_cxx.cc.
+/// Forms of `operator new`, by their names in alloc_cxx.cc.
 const CXX_FORMS: [&str; 8] = [
     "new",
     "new_array",
@@ -50,7 +50,7 @@ const CXX_FORMS: [&str; 8] = [
     "new_array_aligned_nothrow",
 ];
 
-/// What a report has, and what was said before it.
+/// Report of memleak, and what memleak printed on stderr.
 struct Report {
     head: Value,
     stacks: Vec<Value>,
@@ -58,7 +58,7 @@ struct Report {
 }
 
 impl Report {
-    /// The report of all blocks of all ages, when `tool` is interrupted now.
+    /// Interrupts `tool`, and returns its report of all blocks of all ages.
     fn of(tool: Tool) -> Result<Self> {
         let ended = tool.interrupt()?;
         ensure!(ended.status.success(), "{ended:?}");
@@ -77,7 +77,7 @@ impl Report {
         })
     }
 
-    /// Bytes and allocations outstanding of a function and what it calls.
+    /// Returns the outstanding bytes and allocations of a function and its callees.
     fn of_function(&self, function: &str) -> (u64, u64) {
         let passes = |stack: &&Value| {
             let frames = stack["user_frames"]
@@ -95,7 +95,7 @@ impl Report {
             })
     }
 
-    /// Nothing was freed that was not allocated, no free was missed, and nothing lost.
+    /// Checks that no block was freed that was not allocated, that no free was missed, and that no event was lost.
     fn adds_up(&self) -> Result<()> {
         for key in ["unknown_frees", "double_frees", "unseen_frees"] {
             let told = key != "double_frees" || memleak::has_table();
@@ -128,8 +128,8 @@ fn trace(program: &str, program_args: &[&str], args: &[&str]) -> Result<Report> 
     Ok(report)
 }
 
-/// Each function of a program leaks what it is to leak, and nothing else does. `allocator` is what
-/// memleak finds in it; those of `without` it has not.
+/// Checks that each function of a program leaks exactly its blocks, and that nothing else leaks. `allocator` is
+/// the allocator that memleak must find; the program does not have the functions of `without`.
 fn is_exact(program: &str, allocator: &str, without: &[&str]) -> Result<()> {
     let args = ["mixed", &COUNT.to_string(), &SIZE.to_string()];
     let report = trace(program, &args, &[])?;
@@ -144,7 +144,8 @@ fn is_exact(program: &str, allocator: &str, without: &[&str]) -> Result<()> {
         ("aligned_alloc", SIZE),
         ("memalign", SIZE),
         ("valloc", SIZE),
-        // By contract it rounds up to whole pages; these tell their other functions so.
+        // By contract, pvalloc rounds up to whole pages; these allocators pass the rounded size on to their other
+        // functions.
         ("pvalloc", SIZE.next_multiple_of(4096)),
         ("mmap", SIZE),
         ("mremap", 3 * SIZE),
@@ -171,7 +172,7 @@ fn jemalloc_in_the_program_is_exact() -> Result<()> {
     is_exact("alloc-jemalloc-static", "jemalloc (static), ", &["pvalloc"])
 }
 
-/// With the prefix je_.
+/// The functions of this jemalloc have the prefix je_.
 fn jemalloc_beside_glibc_is_exact() -> Result<()> {
     let without = ["pvalloc", "reallocarray"];
     is_exact("alloc-je", "jemalloc (static), ", &without)
@@ -190,8 +191,8 @@ fn musl_in_the_program_is_exact() -> Result<()> {
     is_exact("alloc-musl-static", "musl (static), ", &without)
 }
 
-/// A large part of memory, for which each allocator asks the kernel. What is listed is what the program asked
-/// the allocator for, once.
+/// Each allocator asks the kernel for large blocks by mmap. memleak lists each block once, as what the program
+/// asked the allocator for.
 fn mappings_of_an_allocator_are_not_listed() -> Result<()> {
     const BLOCKS: u64 = 211;
     const BYTES: u64 = 1_048_583;
@@ -235,7 +236,7 @@ fn thread_storms_leave_nothing() -> Result<()> {
         let report = trace(program, &["threads", "30", count, "0", "97"], &[])?;
         let found = report.of_function("work");
         ensure!(found == (0, 0), "{program}: {found:?}");
-        // The threads' arrays.
+        // The arrays for the threads' blocks are still allocated.
         let array = 8 * count.parse::<u64>()?;
         let found = report.of_function("threads");
         ensure!(
@@ -251,7 +252,8 @@ fn thread_storms_leave_nothing() -> Result<()> {
 
 fn operators_of_cxx_are_exact() -> Result<()> {
     for (program, own_operators) in [
-        // Their operators call malloc, and have no frame pointers: their callers are not in stacks.
+        // The operators of these two programs call malloc and have no frame pointers, so their callers are
+        // missing from stacks.
         ("alloc-cxx", false),
         ("alloc-cxx-static", false),
         ("alloc-cxx-jemalloc", true),
@@ -279,7 +281,7 @@ fn operators_of_cxx_are_exact() -> Result<()> {
     Ok(())
 }
 
-/// Each of glibc's debugging allocators has a free of its own that calls glibc's.
+/// Each of glibc's debugging allocators has a free function of its own that calls glibc's.
 fn a_free_within_a_free_counts_once() -> Result<()> {
     for library in ["libc_malloc_debug.so.0", "libmemusage.so"] {
         let mut workload = Workload::spawn(
@@ -303,7 +305,7 @@ fn a_free_within_a_free_counts_once() -> Result<()> {
     Ok(())
 }
 
-/// A probe of another tracer on an instruction of a workload, with a reference counter as USDT's have it.
+/// Probe of another tracer on an instruction of a workload, with a reference counter as USDT probes have.
 struct CountedProbe;
 
 impl CountedProbe {
@@ -314,14 +316,15 @@ impl CountedProbe {
         let file = fs::File::open(program)?;
         let found = elf::functions(&file, |name, _| name == function)?;
         let at = found.first().context("no such function")?.file_offset + offset;
-        // No mapping that can be written has the counter, so that nothing is ever written.
+        // No writable mapping contains the counter, so the kernel never writes it.
         let event = format!(
             "p:memtools_test/counted {}:{at:#x}(0x10)\n",
             program.display()
         );
         harness::change_events(Self::EVENTS, &event).context("no uprobe of our own")?;
         let probe = Self;
-        // Perf uprobes of a memleak before, which have no counter, go away behind its back.
+        // The kernel removes the perf uprobes of an earlier memleak, which have no counter, only after memleak
+        // has ended.
         harness::eventually("the probe is live", || {
             Ok(fs::write(Self::ENABLE, "1").is_ok())
         })?;
@@ -331,13 +334,13 @@ impl CountedProbe {
 
 impl Drop for CountedProbe {
     fn drop(&mut self) {
-        // What cannot be taken away makes the next run fail.
+        // A probe that cannot be removed makes the next run fail.
         fs::write(Self::ENABLE, "0").ok();
         harness::change_events(Self::EVENTS, "-:memtools_test/counted\n").ok();
     }
 }
 
-/// The kernel takes no probe without a counter on an instruction that has one with.
+/// The kernel refuses a probe without a reference counter on an instruction that already has a probe with one.
 fn a_probe_beside_another_tracers_counter() -> Result<()> {
     const TAKEN: u64 = 1009;
     let pool = [
@@ -345,7 +348,7 @@ fn a_probe_beside_another_tracers_counter() -> Result<()> {
         "--free=pool:pool_give(ptr=arg1)",
     ];
     let program = workload("pool");
-    // pool_give is probed at its jump, so the entry is left.
+    // The other tracer has the jump of pool_give, where memleak places its probe; memleak can still use the entry.
     let other = CountedProbe::at(&program, "pool_give", 3)?;
     let mut process = Workload::start("pool", &[&TAKEN.to_string(), "61"])?;
     let tool = attach(&process, &pool)?;
@@ -357,7 +360,7 @@ fn a_probe_beside_another_tracers_counter() -> Result<()> {
     ensure!(report.stderr.contains(why), "{}", report.stderr);
     drop(other);
 
-    // pool_take has only its entry.
+    // The entry is the only place for a probe in pool_take.
     let _other = CountedProbe::at(&program, "pool_take", 0)?;
     let mut process = Workload::start("pool", &[&TAKEN.to_string(), "61"])?;
     let ended = harness::run("memleak", &[&["-p", &process.pid()], &pool[..]].concat())?;
@@ -372,7 +375,7 @@ fn an_allocator_that_is_loaded_later() -> Result<()> {
     loads_an_allocator(&workload("loaded"), |workload| attach(workload, &[]))
 }
 
-/// The program has a name of its own, as other tests run the same one.
+/// The program has a name of its own, because other tests run the same program.
 fn an_allocator_that_one_of_many_loads_later() -> Result<()> {
     let folder = harness::scratch()?;
     let program = folder.path().join("loads-later");

@@ -1,5 +1,5 @@
-//! memleak's attaching: that probes are where they are meant to be and nowhere else, whatever the
-//! target has mapped.
+//! memleak's attaching: probes must be where they are meant to be and nowhere else, whatever the target process
+//! has mapped.
 
 use std::fs;
 use std::process::Command;
@@ -10,7 +10,7 @@ use libtest_mimic::Trial;
 use crate::harness::{self, Cgroup, Ended, Tool, Workload, workload};
 use crate::memleak::{self, READY};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::attaching":
         a_file_that_is_swapped_takes_no_probes_elsewhere,
@@ -28,17 +28,18 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Opens of the file after which it is swapped: the first few are what memleak does before it attaches.
+/// Numbers of opens of the file after which the file is swapped. memleak opens the file a few times before it attaches.
 const OPENS: std::ops::RangeInclusive<u32> = 1..=5;
 
-/// A process has a library of its own mapped, in which malloc and free are where another library has
-/// the middle of an instruction, and links to that other library as soon as somebody opens it.
+/// A process maps a library of its own, and replaces the file by a link to another library as soon as somebody
+/// opens it. Where the first library has malloc and free, the other one has the middle of an instruction.
 fn a_file_that_is_swapped_takes_no_probes_elsewhere() -> Result<()> {
     let library = workload("libvictim.so");
     let library = library.to_string_lossy();
     let victim_args = ["victim", &library, "1009"];
     let mut attached = 0;
-    // Each number of opens with each of them, or with one in turn where the machine is slow.
+    // Tries each number of opens with each way to select the process, or with one way in turn where the machine
+    // is slow.
     let ways = ["name", "cgroup", "children"];
     let tried = if harness::in_guest() { 1 } else { ways.len() };
     for (opens, first) in OPENS.zip(0..) {
@@ -47,7 +48,7 @@ fn a_file_that_is_swapped_takes_no_probes_elsewhere() -> Result<()> {
             let decoy = folder.path().join("libdecoy.so");
             harness::copy(&workload("libdecoy.so"), &decoy)?;
             let mut victim = Workload::start("swap", &victim_args)?;
-            // Under a name of its own, as the victim is of the same program.
+            // The attacker has a program name of its own, because the victim runs the same program.
             let program = folder.path().join("attacker");
             harness::copy(&workload("swap"), &program)?;
             let (file, count) = (decoy.to_string_lossy(), opens.to_string());
@@ -92,7 +93,7 @@ fn what_is_no_elf_file_is_left_out() -> Result<()> {
         let groups = memleak::last_report(&ended.stdout)?;
         let found = memleak::outstanding(&groups, "leak_odd");
         ensure!(found == (31 * 4093, 31), "{kind}: {found:?} in {groups:#?}");
-        // There is nothing to search in it.
+        // The file has nothing to search, so no message says that it is not searched.
         ensure!(
             !ended.stderr.contains("is not searched"),
             "{kind}: {}",
@@ -103,12 +104,13 @@ fn what_is_no_elf_file_is_left_out() -> Result<()> {
     Ok(())
 }
 
-/// A library says that its malloc and free are behind its end, and the program's others are probed.
+/// A library's symbols place malloc and free where no instruction is: they are left out, and the program's other
+/// functions are probed.
 fn a_symbol_where_no_instruction_is_is_left_out() -> Result<()> {
     let folder = harness::scratch()?;
     let file = folder.path().join("libdecoy.so");
     let mut bytes = fs::read(workload("libdecoy.so"))?;
-    // The code becomes instructions of 32-bit programs alone.
+    // The code becomes instructions that only 32-bit programs have.
     let constant = 0x1122334455667788_u64.to_le_bytes();
     let at = memchr::memmem::find(&bytes, &constant).context("no constant")?;
     bytes[at..at + 8].fill(0x06);
@@ -136,8 +138,8 @@ fn a_symbol_where_no_instruction_is_is_left_out() -> Result<()> {
     Ok(())
 }
 
-/// All of what a program leaks from its first instruction on, with jemalloc and musl, which are not what
-/// the command begins with. With /dev/null as stdin a workload waits for nobody.
+/// Everything that a program leaks from its first instruction on is reported. Its allocators are jemalloc and
+/// musl, which are not those of the command's first program. With /dev/null as stdin a workload waits for nobody.
 fn a_command_that_becomes_another_misses_nothing() -> Result<()> {
     let folder = harness::scratch()?;
     let script = folder.path().join("script");
@@ -157,7 +159,7 @@ fn a_command_that_becomes_another_misses_nothing() -> Result<()> {
     Ok(())
 }
 
-/// Traces a command that leaks 1009 blocks of 4093 bytes, and sees them all.
+/// Checks that memleak reports all 1009 blocks of 4093 bytes that a command leaks.
 fn misses_nothing(command: &str) -> Result<()> {
     let ended = harness::run("memleak", &["-o", "0", "-c", command, "60"])?;
     ensure!(ended.status.success(), "{command}: {ended:?}");
@@ -180,7 +182,8 @@ fn a_command_that_preloads_an_allocator_misses_nothing() -> Result<()> {
     Ok(())
 }
 
-/// What children of this command leak, each 1009 blocks of 4093 bytes, is seen; nothing is said to be missed.
+/// Checks that memleak reports all blocks that the `children` children of a command leak, each 1009 blocks of
+/// 4093 bytes, and does not report any as missed.
 fn children_miss_nothing(children: usize, command: &str) -> Result<Ended> {
     let args = ["--children", "-o", "0", "-T", "1000", "-c", command, "60"];
     let ended = harness::run("memleak", &args)?;
@@ -195,14 +198,15 @@ fn children_miss_nothing(children: usize, command: &str) -> Result<Ended> {
     Ok(ended)
 }
 
-/// How many stops of its children the workload `launch` has seen. One that is over when it looks is not seen.
+/// Returns the number of stops of its children that the workload `launch` has seen. `launch` does not see a stop
+/// that ended before it looked.
 fn stops(ended: &Ended) -> Result<u32> {
     let mut lines = ended.stdout.lines();
     let stops = lines.find_map(|line| line.strip_prefix("stops="));
     Ok(stops.context("no stops")?.parse()?)
 }
 
-/// Each child's allocator is in its program. For a file that was looked at none is stopped any more.
+/// Each child's allocator is in its program. No child is stopped for a file that memleak has already examined.
 fn what_a_command_starts_misses_nothing() -> Result<()> {
     let launch = workload("launch");
     let launch = launch.display();
@@ -228,12 +232,12 @@ fn libraries_of_what_a_command_starts_miss_nothing() -> Result<()> {
         children_miss_nothing(1, &command)?;
     }
     let ended = children_miss_nothing(23, &format!("'{}' children {linked}", launch.display()))?;
-    // One for the program, one for each of its libraries.
+    // The first child is stopped for the program and for each of its libraries.
     ensure!(stops(&ended)? <= 10, "{ended:?}");
     Ok(())
 }
 
-/// A shell would take them for stopped by its user.
+/// A shell would take stopped jobs for jobs that its user has stopped.
 fn jobs_of_a_shell_are_not_stopped() -> Result<()> {
     let [launch, program] = ["launch", "alloc-musl-static"].map(workload);
     let command = format!(
@@ -252,7 +256,7 @@ fn jobs_of_a_shell_are_not_stopped() -> Result<()> {
     Ok(())
 }
 
-/// Without unwind tables a command is not stopped when it maps code, and ends too early.
+/// Without unwind tables, a command is not stopped when it maps code, and ends before it is probed.
 fn what_ended_before_it_was_probed_is_told() -> Result<()> {
     let program = workload("alloc-jemalloc");
     let command = format!("env X=1 {} one malloc 31 4093", program.display());
@@ -291,8 +295,8 @@ fn a_go_program_is_traced_by_its_c_functions() -> Result<()> {
     Ok(())
 }
 
-/// A program of a translator's name, which has a library mapped. It is static: other tests, which run
-/// beside this one, trace whoever has the libc mapped.
+/// A program with the name of a translator maps a library. The program is static: other tests, which run at the
+/// same time, trace every process that maps the libc.
 fn a_translator_is_refused() -> Result<()> {
     let folder = harness::scratch()?;
     let program = folder.path().join("qemu-x86_64");
@@ -318,7 +322,7 @@ fn a_translator_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// As above, but the translator starts when the probes are there for whoever maps the library.
+/// A translator starts when the probes are already attached for every process that maps the library.
 fn a_translator_that_starts_later_ends_the_trace() -> Result<()> {
     let folder = harness::scratch()?;
     let library = folder.path().join("libloaded.so");
@@ -340,7 +344,7 @@ fn a_translator_that_starts_later_ends_the_trace() -> Result<()> {
     ];
     let mut tool = Tool::start("memleak", &args)?;
     tool.wait_for("probes in")?;
-    // A translator that maps none of it is none of ours.
+    // A translator that does not map the library is not affected.
     let mut elsewhere = Command::new(folder.path().join("qemu-arm"));
     harness::copy(&workload("odd-static"), &folder.path().join("qemu-arm"))?;
     let elsewhere = Workload::spawn(elsewhere.args(["zero", "-", "31", "4093"]))?;

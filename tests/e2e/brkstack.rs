@@ -1,5 +1,4 @@
-//! brkstack against a workload that makes known numbers of calls, each kind from a function of
-//! its own.
+//! brkstack against a workload that makes known numbers of calls, each kind of call from a function of its own.
 
 mod options;
 
@@ -14,7 +13,7 @@ use crate::harness::{self, Ended, Tool, Workload, workload};
 
 const LIVE: &str = "tracing brk(2)";
 
-/// Calls of each kind: grow, shrink, query.
+/// Number of calls of each kind: grow, shrink, query.
 const CALLS: [&str; 3] = ["23", "7", "5"];
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -35,7 +34,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     [own, options::tests()].into_iter().flatten().collect()
 }
 
-/// Traces the workload with these options, by its number.
+/// Traces the workload by its PID with these options.
 fn trace(options: &[&str]) -> Result<(Ended, HashMap<String, String>)> {
     let mut program = Workload::start("brk", &CALLS)?;
     let pid = program.pid();
@@ -47,7 +46,7 @@ fn trace(options: &[&str]) -> Result<(Ended, HashMap<String, String>)> {
     Ok((ended, facts))
 }
 
-/// Eight on two CPUs, which preempt one another in our programs, where the kernel lets them.
+/// Eight threads on two CPUs preempt one another in our BPF programs, where the kernel permits that.
 fn threads_at_once_are_all_counted() -> Result<()> {
     for options in [&[][..], &["-K"], &["--events"], &["--events", "-j", "-UK"]] {
         let mut program = Workload::start("contend", &["8", "1009", "brk"])?;
@@ -60,7 +59,7 @@ fn threads_at_once_are_all_counted() -> Result<()> {
         let counted: u64 = if options == ["--events"] {
             ended.stdout.lines().count() as u64 - 1
         } else if options.contains(&"--events") {
-            // Each with a stack that was not lost.
+            // Each call has a stack that was not lost.
             let whole = |line: &&str| is_call(line) && !line.contains("_stack\":[]");
             ended.stdout.lines().filter(whole).count() as u64
         } else {
@@ -75,12 +74,12 @@ fn threads_at_once_are_all_counted() -> Result<()> {
     Ok(())
 }
 
-/// Whether a line of JSON is a call; the last one says how stacks were walked.
+/// Whether a line of JSON is a call. The last line is another object, which says how stacks were walked.
 fn is_call(line: &&str) -> bool {
     line.starts_with(r#"{"type":"call","#)
 }
 
-/// The weight of each folded line, by its frames.
+/// Returns the weight of each folded line, by its frames.
 fn folded(stdout: &str) -> Result<HashMap<Vec<&str>, u64>> {
     let mut weights = HashMap::new();
     for line in stdout.lines() {
@@ -91,7 +90,7 @@ fn folded(stdout: &str) -> Result<HashMap<Vec<&str>, u64>> {
     Ok(weights)
 }
 
-/// The weights by the innermost frame, of a process whose root frame is this.
+/// Returns the weights by innermost frame. Every line must have the root frame `root`.
 fn by_leaf<'a>(stdout: &'a str, root: &str) -> Result<HashMap<&'a str, u64>> {
     let mut leaves = HashMap::new();
     for (stack, weight) in folded(stdout)? {
@@ -165,12 +164,12 @@ fn events_have_a_line_each() -> Result<()> {
     Ok(())
 }
 
-/// Where system calls enter the kernel: the outermost kernel frame of each call. do_syscall_64(), which
-/// is called there, may have jumped on to the function that it ends with.
+/// Function where system calls enter the kernel: the outermost kernel frame of each call. do_syscall_64(), which
+/// is called from this function, may have jumped to the function that it ends with (a tail call).
 const KERNEL_ENTRY: &str = "entry_SYSCALL_64_after_hwframe";
 
-/// The function that each call was made from, in the order of the calls, by what is below its line or in
-/// its object.
+/// Each call's stack names the function that made the call, in the order of the calls: in the lines below the
+/// call's line, or in its JSON object.
 fn each_event_has_its_own_stack() -> Result<()> {
     let calls = [(23, "grow_heap"), (7, "shrink_heap"), (5, "ask_heap")];
     let expected = calls
@@ -227,7 +226,8 @@ fn each_event_has_its_own_stack() -> Result<()> {
     Ok(())
 }
 
-/// Nothing but its name is known of it before it starts, and nothing but the log remembers it.
+/// Before the process starts, only its name is known. After it has exited, only the log of its mappings has its
+/// addresses.
 fn a_process_that_has_exited_has_names() -> Result<()> {
     let folder = harness::scratch()?;
     let path = folder.path().join("brk-that-exits");
@@ -239,7 +239,7 @@ fn a_process_that_has_exited_has_names() -> Result<()> {
     program.finish()?;
     let ended = tool.interrupt()?;
     let leaves = by_leaf(&ended.stdout, "brk-that-exits")?;
-    // libc's start makes calls of its own.
+    // The start-up code of libc makes further calls.
     let calls = ["grow_heap", "shrink_heap", "ask_heap"].map(|leaf| leaves.get(leaf).copied());
     ensure!(calls == [Some(23), Some(7), Some(5)], "{leaves:?}");
     Ok(())
@@ -330,7 +330,7 @@ fn a_command_is_traced_from_its_start() -> Result<()> {
     program.args(["-f", "-c", &command]).stdin(Stdio::null());
     let ended = Tool::spawn(&mut program)?.end()?;
     ensure!(ended.status.success(), "{ended:?}");
-    // The command's own lines are there too.
+    // The command's own lines are also in the output.
     let stacks = ended.stdout.lines().filter(|line| line.contains(';'));
     let stacks = stacks.collect::<Vec<_>>().join("\n");
     let leaves = by_leaf(&stacks, "brk")?;

@@ -1,5 +1,5 @@
-//! memtriage on machines with one trouble each, of which the cause is known: the first finding names it, and --who
-//! the code.
+//! memtriage on machines with one problem each, of which the cause is known. The first finding names the cause,
+//! and --who names the code.
 
 mod read_again;
 
@@ -35,8 +35,8 @@ pub(crate) fn tests() -> Vec<Trial> {
     own.into_iter().chain(read_again::tests()).collect()
 }
 
-/// What is wrong now, the worst first: without what other tests have left, the OOM kills of the last hour and
-/// the pressure of the last ten seconds.
+/// Returns the current findings, worst first. OOM kills of the last hour and pressure of the last ten seconds are
+/// left out, because other tests cause them.
 fn wrong(objects: &[Value]) -> Vec<&Value> {
     let past = |finding: &&Value| {
         ["oom-kills", "pressure"]
@@ -49,20 +49,20 @@ fn wrong(objects: &[Value]) -> Vec<&Value> {
         .collect()
 }
 
-/// The finding of this rule, which is the first, with its evidence.
+/// Returns the first finding, which must be of this rule, and its evidence.
 fn foremost<'a>(objects: &'a [Value], rule: &str) -> Result<(&'a Value, &'a str)> {
     foremost_of(&wrong(objects), rule)
 }
 
-/// The finding of this rule, which is the first of these, with its evidence.
+/// Returns the first of `findings`, which must be of this rule, and its evidence.
 fn foremost_of<'a>(findings: &[&'a Value], rule: &str) -> Result<(&'a Value, &'a str)> {
     let first = *findings.first().context("nothing is found")?;
     ensure!(first["rule"] == rule, "{findings:#?}");
     Ok((first, first["evidence"].as_str().context("no evidence")?))
 }
 
-/// The finding of this rule, which is the first but for one: that of what the test itself has made scarce, which is as
-/// bad on a machine that reads slowly.
+/// Returns the first finding, which must be of the rule `rule`, and its evidence. Findings of the rule `made` are
+/// left out: the test itself causes that shortage, which is as bad on a machine that reads slowly.
 fn foremost_beside<'a>(
     objects: &'a [Value],
     made: &str,
@@ -73,14 +73,14 @@ fn foremost_beside<'a>(
     foremost_of(&others, rule)
 }
 
-/// The finding of this rule, which is the first, and of this level.
+/// Returns the first finding, which must be of this rule and this level.
 fn first<'a>(objects: &'a [Value], rule: &str, level: &str) -> Result<&'a Value> {
     let (first, _) = foremost(objects, rule)?;
     ensure!(first["level"] == level, "{first}");
     Ok(first)
 }
 
-/// 2 % of memory at most are in no part.
+/// Checks that at most 2 % of memory belong to no part of the table.
 fn expect_all_accounted_for(objects: &[Value]) -> Result<()> {
     let table = of_type(objects, "accounting")[0];
     let rest = table["unaccounted_bytes"].as_i64().context("no rest")?;
@@ -92,8 +92,8 @@ fn megabytes(percent: u64) -> Result<u64> {
     Ok((memory_total()? * percent / 100) >> 20)
 }
 
-/// A process that has taken this part of memory and, when it is let go on, takes more of it: a megabyte every
-/// tenth of a second.
+/// Starts a process that takes `percent` of the memory. When the process may go on, it takes a megabyte more
+/// every tenth of a second.
 fn cause(kind: &str, percent: u64, more: &str, file: &[&str]) -> Result<Workload> {
     let first = megabytes(percent)?.to_string();
     let mut workload = Workload::start("cause", &[&[kind, &first, more], file].concat())?;
@@ -108,7 +108,7 @@ fn an_idle_machine_is_healthy() -> Result<()> {
     Ok(())
 }
 
-/// Programs that start and end, files that are read, and memory that comes and goes.
+/// Programs start and end, files are read, and memory is allocated and freed.
 fn a_busy_machine_is_healthy() -> Result<()> {
     let script = "while :; do cat /proc/*/maps | sort | md5sum; done >/dev/null 2>&1";
     let mut busy = Command::new("sh").args(["-c", script]).spawn()?;
@@ -123,7 +123,7 @@ fn a_busy_machine_is_healthy() -> Result<()> {
     looked
 }
 
-/// What --who finds while more is taken: one answer, for all that is found.
+/// Returns the one answer of --who, for all findings, while the workload takes more memory.
 fn who_takes_more(cause: &mut Workload) -> Result<Value> {
     cause.go()?;
     let (objects, _) = triage(&["--who", "3"])?;
@@ -136,7 +136,8 @@ fn who_takes_more(cause: &mut Workload) -> Result<Value> {
     Ok(answers[0].clone())
 }
 
-/// What --who finds of a cause that has this part of memory, after the first finding was worth a look, by this rule.
+/// Returns the answer of --who for a workload that holds `percent` of the memory. Before that, the first finding
+/// must be of this rule, at the level `look`.
 fn found_and_asked(kind: &str, percent: u64, rule: &str) -> Result<Value> {
     let mut cause = cause(kind, percent, "97", &[])?;
     let (objects, _) = triage(&[])?;
@@ -147,7 +148,7 @@ fn found_and_asked(kind: &str, percent: u64, rule: &str) -> Result<Value> {
     who_takes_more(&mut cause)
 }
 
-/// Whether the largest stack has such a frame.
+/// Whether a frame of the largest stack satisfies `is_one`.
 fn has_frame(answer: &Value, is_one: impl Fn(&str) -> bool) -> bool {
     let frames = answer["stacks"][0]["frames"].as_array();
     let mut frames = frames.into_iter().flatten().filter_map(Value::as_str);
@@ -219,7 +220,7 @@ fn a_vmalloc_area_that_grows() -> Result<()> {
 
 fn pages_that_no_counter_has() -> Result<()> {
     let answer = found_and_asked("pipes", 7, "unaccounted")?;
-    // Newer kernels call the function anon_pipe_write.
+    // On newer kernels the function is named anon_pipe_write.
     ensure!(
         has_frame(&answer, |frame| frame.ends_with("pipe_write_[k]")),
         "{answer}"
@@ -227,7 +228,8 @@ fn pages_that_no_counter_has() -> Result<()> {
     Ok(())
 }
 
-/// From "memory runs out" to the function that takes it, by the command of the first finding.
+/// From the finding "memory runs out" to the function that takes the memory, by the command that the first
+/// finding names.
 fn a_process_that_leaks() -> Result<()> {
     let mut grow = Workload::start("grow", &["23", "997"])?;
     grow.go()?;
@@ -249,7 +251,8 @@ fn a_process_that_leaks() -> Result<()> {
 
 fn pages_that_are_copied_after_a_fork() -> Result<()> {
     let mut cause = Workload::start("cause", &["copies", "1", "251"])?;
-    // Room for all the copies; with twice the pages and room, a guest of 7.2 has less than that to begin with.
+    // All the copies fit into the memory that is left. With twice the pages and twice the memory, a guest of 7.2
+    // has less than that to begin with.
     let _balloon = Balloon::leaving(350 << 10)?;
     cause.work()?;
     cause.go()?;
@@ -267,7 +270,7 @@ fn pages_that_are_copied_after_a_fork() -> Result<()> {
     Ok(())
 }
 
-/// System V segments that stay, removed when this is dropped: those that a process has made.
+/// Guard that removes System V segments when it is dropped: those that were created by this process.
 struct Segments(String);
 
 impl Drop for Segments {
@@ -327,11 +330,11 @@ fn a_file_without_a_name_that_grows() -> Result<()> {
     Ok(())
 }
 
-/// Huge pages with a byte each, which the process asks for.
+/// The process asks for huge pages, and writes one byte to each.
 fn huge_pages_of_zeros() -> Result<()> {
     let mut cause = cause("huge", 16, "97", &[])?;
     let pid = cause.pid();
-    // A busy machine may not have read a huge page in time.
+    // memtriage may not have read a huge page in time on a busy machine.
     let mut objects = Vec::new();
     eventually("huge pages are read in time", || {
         (objects, _) = triage(&[])?;
@@ -362,14 +365,14 @@ fn cgroups_that_are_removed_and_stay() -> Result<()> {
     let group = Group::new(NAME, 1 << 30)?;
     group.set("cgroup.subtree_control", "+memory")?;
     let path = group.path();
-    // One more would be removed when it is let go on.
+    // The workload would remove one more cgroup when it is let go on.
     let args = ["cgroups", &COUNT.to_string(), "1", &path];
     let mut cause = Workload::start("cause", &args)?;
     cause.work()?;
     let (objects, _) = triage(&[])?;
     let finding = first(&objects, "dying-cgroups", "look")?;
     let evidence = finding["evidence"].as_str().unwrap_or_default();
-    // Other tests may have left some, too.
+    // Other tests may have left removed cgroups, too.
     let expected =
         format!(" removed cgroups still hold memory; {COUNT} of them were below /{NAME}");
     ensure!(evidence.ends_with(&expected), "{evidence}");
@@ -382,12 +385,13 @@ fn cgroups_that_are_removed_and_stay() -> Result<()> {
     let total = table["total_bytes"].as_u64().context("no total")?;
     ensure!(total >= COUNT * 4096, "{table}");
     if harness::release().starts_with("5.10") {
-        // The kernel adds up 32 pages of a kind, CPU and cgroup at a time: of each cgroup it has not counted its one.
+        // The kernel adds up 32 pages per counter, CPU and cgroup at a time, so it has not yet counted the single
+        // page of each cgroup.
         return Ok(());
     }
     ensure!(part(table, "shmem and tmpfs")? >= COUNT * 4096, "{table}");
     let rest = table["unaccounted_bytes"].as_i64().context("no rest")?;
-    // A CPU keeps charges for 64 pages ahead.
+    // A CPU holds charges for up to 64 pages in advance.
     ensure!(rest.unsigned_abs() <= total / 50 + (2 << 20), "{table}");
     Ok(())
 }

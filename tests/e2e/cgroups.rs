@@ -1,5 +1,5 @@
-//! A cgroup that is named by what runs in it: a systemd unit, the id of a container, the uid of a pod, or what the column
-//! CONTAINER shows; and a name that several go by.
+//! Cgroups that are named by what runs in them: a systemd unit, the id of a container, the uid of a pod, or the
+//! text of the column CONTAINER. Also names that several cgroups share.
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
@@ -15,11 +15,11 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// The id of a container that no other test has.
+/// Id of a container that no other test uses.
 const ID: &str = "9e3779b97f4a7c159e3779b97f4a7c159e3779b97f4a7c159e3779b97f4a7c15";
 const UID: &str = "bf58476d-1ce4-e5b9-94d0-49bb133111eb";
 
-/// Whether `faults --cgroup NAME` counts the process in it, and no other.
+/// Checks that `faults --cgroup NAME` counts the process in that cgroup, and no other.
 fn expect_only(inside: Workload, name: &str) -> Result<()> {
     let mut inside = inside;
     let mut outside = Workload::start("minor", &["29"])?;
@@ -67,7 +67,7 @@ fn each_is_found_by_what_runs_in_it() -> Result<()> {
     Ok(())
 }
 
-/// A name that is wider than the column, as a tool has printed it.
+/// A name that is wider than the column, as a tool has printed it, is accepted.
 fn what_the_column_shows_is_found() -> Result<()> {
     let mut workload = Workload::start("minor", &["23"])?;
     let pid = workload.pid();

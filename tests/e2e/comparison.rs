@@ -23,10 +23,11 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Bytes of each block.
+/// Size of each block, in bytes.
 const SIZE: u64 = 4093;
 
-/// Has a build of the workload, under the same name in a folder of its own, leak so many blocks from each function.
+/// Runs memleak on a build of the workload in which each function leaks `blocks` blocks. Each build has the same
+/// file name, in a folder of its own.
 fn leak(build: &str, blocks: u64, options: &[&str]) -> Result<Ended> {
     let folder = harness::scratch()?;
     let program = folder.path().join("leaks");
@@ -38,7 +39,7 @@ fn leak(build: &str, blocks: u64, options: &[&str]) -> Result<Ended> {
     tool.interrupt()
 }
 
-/// The profile of a run in which each function leaks so many blocks, and what the report had.
+/// Makes the profile of a run in which each function leaks `blocks` blocks. Returns the profile's path, and the report.
 fn earlier(folder: &Path, blocks: u64) -> Result<(String, Value)> {
     let path = folder.join(format!("{blocks}.pb.gz"));
     let path = path.to_str().context("no UTF-8")?.to_owned();
@@ -47,7 +48,7 @@ fn earlier(folder: &Path, blocks: u64) -> Result<(String, Value)> {
     Ok((path, one(&ended, "report")?))
 }
 
-/// The object of a type that there is one of.
+/// Returns the only object of a type.
 fn one(ended: &Ended, kind: &str) -> Result<Value> {
     let objects = ended.objects()?;
     let mut found = objects.into_iter().filter(|object| object["type"] == kind);
@@ -67,7 +68,7 @@ fn builds_are_compared_by_the_names_of_functions() -> Result<()> {
     let (old, before) = earlier(folder.path(), 31)?;
     let new = folder.path().join("new.pb.gz");
     let new = new.to_str().context("no UTF-8")?;
-    // The same source, at other addresses, with another way to call.
+    // The two builds have the same source, but other addresses and another way to call.
     for build in ["alloc", "alloc-nopie"] {
         let ended = leak(build, 53, &["--diff", &old, "--pprof", new, "-T", "1000"])?;
         ensure!(ended.status.success(), "{ended:?}");
@@ -105,7 +106,7 @@ fn builds_are_compared_by_the_names_of_functions() -> Result<()> {
             let of_stacks: i64 = changes.iter().map(|change| number(change, &growth)).sum();
             ensure!(of_stacks == now - then, "{build}: {sums}: {changes:#?}");
         }
-        // What another program makes of both files.
+        // `go tool pprof` compares both files, too.
         let base = format!("-diff_base={old}");
         let shown = export::pprof(new, &["-top", "-sample_index=inuse_space", &base])?;
         let line = format!("{}B", 22 * SIZE);
@@ -137,7 +138,7 @@ fn growth_fails_where_none_is_permitted() -> Result<()> {
         let told = ended.stderr.contains("--fail-on permits");
         ensure!(told == (status == 3), "{blocks}, {permitted}: {ended:?}");
     }
-    // A command that fails has its own status.
+    // A command that fails has its own exit status.
     for (exit, status) in [(0, 3), (7, 7)] {
         let alloc = workload("alloc");
         let script = format!("{} leak 53 4093 </dev/null; exit {exit}", alloc.display());
@@ -175,7 +176,7 @@ fn what_cannot_be_compared_is_refused_before_the_trace() -> Result<()> {
             let svg = path("a.svg")?;
             let mut args = vec!["-c", &touch, option, profile];
             if option == "--flame-base" {
-                // Which values it has is seen when it is drawn.
+                // The values of a profile are checked only when the flame graph is drawn.
                 if profile == &calls {
                     continue;
                 }
@@ -237,7 +238,7 @@ fn a_flame_graph_shows_what_has_grown() -> Result<()> {
     Ok(())
 }
 
-/// Memory of the kernel, compared with the profile of a run just before: the sums are those of both reports.
+/// Memory of the kernel is compared with the profile of a run just before. The sums must be those of both reports.
 fn reports_of_the_kernel_are_compared() -> Result<()> {
     let folder = harness::scratch()?;
     let old = folder.path().join("old.pb.gz");

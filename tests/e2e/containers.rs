@@ -1,5 +1,5 @@
-//! Whose container a task is in: the fields `cgroup` and `container_id`, and the column of `--container`, against cgroups
-//! made as Docker, containerd, CRI-O, Podman and systemd make them.
+//! The container of a task: the fields `cgroup` and `container_id`, and the column of `--container`, against
+//! cgroups made as Docker, containerd, CRI-O, Podman and systemd make them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -34,8 +34,8 @@ pub(crate) const ID: &str = "4c01db0b339c7f2a4c01db0b339c7f2a4c01db0b339c7f2a4c0
 const POD: &str = "0f7b5b8e_1d2c_4b6a_9c1d_2e3f4a5b6c7d";
 const CALLS: usize = 23;
 
-/// Cgroups below one of our own, which are removed when they are dropped. Let those who run in them end before: make it
-/// first.
+/// Cgroups below one that the test makes. Dropping the value removes them. Their processes must have ended by
+/// then, so make the layout before the processes.
 pub(crate) struct Layout {
     top: Cgroup,
     made: Vec<PathBuf>,
@@ -49,7 +49,7 @@ impl Layout {
         })
     }
 
-    /// Makes a cgroup at this path and moves a process into it. Returns its path from the root of the hierarchy.
+    /// Makes a cgroup at `path` and moves a process into it. Returns the cgroup's path from the root of the hierarchy.
     pub(crate) fn put(&mut self, pid: &str, path: &str) -> Result<String> {
         let mut folder = self.top.path().to_owned();
         for part in Path::new(path) {
@@ -67,12 +67,12 @@ impl Layout {
         Ok(own.to_owned())
     }
 
-    /// The folder of the cgroup that all are in.
+    /// Returns the folder of the topmost cgroup.
     pub(crate) fn path(&self) -> String {
         self.top.path().display().to_string()
     }
 
-    /// Removes them, and returns the folder of the one that was made last.
+    /// Removes the cgroups, and returns the folder of the one that was made last.
     pub(crate) fn remove(self) -> Result<PathBuf> {
         self.made.last().cloned().context("no cgroup")
     }
@@ -92,22 +92,22 @@ fn start(tool: &str, args: &[&str]) -> Result<Tool> {
     Ok(tool)
 }
 
-/// Whether a row has this cgroup, as seen from here: where the tests themselves are in a container, the kernel's path of it
-/// begins above their root.
+/// Whether a row names this cgroup, as seen from the tests. Where the tests themselves run in a container, the
+/// kernel's path of a cgroup begins above their root.
 pub(crate) fn is_in(row: &Value, cgroup: &str) -> bool {
     row["cgroup"]
         .as_str()
         .is_some_and(|told| told.ends_with(cgroup))
 }
 
-/// The rows of a process.
+/// Returns the rows of a process.
 pub(crate) fn of_process<'a>(rows: &'a [Value], pid: &str) -> Vec<&'a Value> {
     rows.iter()
         .filter(|row| row["pid"].as_u64() == pid.parse().ok())
         .collect()
 }
 
-/// One program in a cgroup of each layout, all of which map at the same time.
+/// Programs in a cgroup of each layout map memory at the same time.
 fn those_of_every_runtime_are_told() -> Result<()> {
     let kubepods =
         format!("kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{POD}.slice");
@@ -158,7 +158,7 @@ fn those_of_every_runtime_are_told() -> Result<()> {
     Ok(())
 }
 
-/// The tool does not run from before the container's cgroup is made until it is removed.
+/// The tool is stopped from before the container's cgroup is made until after it is removed.
 fn one_that_has_gone_is_told() -> Result<()> {
     let tool = start("mmapsnoop", &["-j", "-n", "mmap"])?;
     tool.signal(Signal::SIGSTOP)?;
@@ -178,12 +178,12 @@ fn one_that_has_gone_is_told() -> Result<()> {
         .iter()
         .filter(|row| is_in(row, &cgroup) && row["container_id"] == ID)
         .count();
-    // Before it was moved, it has mapped its program and libraries.
+    // Before the workload was moved into the cgroup, it had mapped its program and libraries.
     ensure!(told == CALLS, "{told} of {} rows", rows.len());
     Ok(())
 }
 
-/// The short name, in the tools' own columns.
+/// The tables of the tools show the short name of the container.
 fn tables_have_a_column() -> Result<()> {
     for (tool, program, args, columns) in [
         (
@@ -226,7 +226,7 @@ fn tables_have_a_column() -> Result<()> {
     Ok(())
 }
 
-/// Whom faults, ffaults and brkstack count, which has ended, and whose cgroup has gone, before they report.
+/// faults, ffaults and brkstack count a process that has ended, and whose cgroup is removed, before they report.
 fn counts_by_process_have_theirs() -> Result<()> {
     for (tool, args, kind, expected) in [
         ("faults", &["-j"][..], "stack", ""),
@@ -284,7 +284,7 @@ fn counts_by_process_have_theirs() -> Result<()> {
     Ok(())
 }
 
-/// memtriage, which reads it of /proc: of one process that is asked about, and of all.
+/// memtriage reads the container from /proc: for the one process that is asked about, and for all.
 fn the_largest_processes_have_theirs() -> Result<()> {
     let mut workload = Workload::start("mmap", &["anon", "23"])?;
     let pid = workload.pid();
@@ -311,7 +311,7 @@ fn the_largest_processes_have_theirs() -> Result<()> {
     Ok(())
 }
 
-/// memtriage --by cgroup; what is the kernel's own is in no container.
+/// memtriage --by cgroup. The kernel's own memory is in no container.
 fn cgroups_by_size_have_theirs() -> Result<()> {
     let name = format!("docker-{ID}.scope");
     let group = Group::new(&name, 32 << 20)?;
@@ -358,7 +358,8 @@ fn what_grows_has_its_own() -> Result<()> {
         tool.wait_for_output("MemTotal ")?;
     }
     workload.work()?;
-    // Where memory is slow, looks come before all of it is there: what has grown since the first one is shown.
+    // Where memory is slow, memtriage looks before the workload has written all pages. It shows growth since its
+    // first look.
     tool.wait_for_output("M     +156M ")?;
     let ended = tool.interrupt()?;
     let name = format!("minor ({pid})");
@@ -369,7 +370,7 @@ fn what_grows_has_its_own() -> Result<()> {
     Ok(())
 }
 
-/// memtriage --who, of the process that it has traced.
+/// memtriage --who names the container of the process that it has traced.
 fn who_grows_is_told_with_its_own() -> Result<()> {
     let mut layout = Layout::new()?;
     let mut grow = Workload::start("grow", &["23", "499"])?;
@@ -389,7 +390,7 @@ fn who_grows_is_told_with_its_own() -> Result<()> {
     Ok(())
 }
 
-/// vmscan --by-cgroup, of a cgroup that has been removed before the table is printed.
+/// vmscan --by-cgroup, with a cgroup that is removed before the table is printed.
 fn who_reclaimed_is_told_when_it_has_gone() -> Result<()> {
     for json in [true, false] {
         let form = if json { "-j" } else { "--container" };
@@ -398,7 +399,7 @@ fn who_reclaimed_is_told_when_it_has_gone() -> Result<()> {
         let mut writer = Writer::start(&name)?;
         let mut layout = Layout::new()?;
         let mut path = format!("/{name}");
-        // Where memory is limited by version 1.
+        // Where cgroup version 1 limits memory, the container's cgroup is a second one, of version 2.
         if !writer.group.path().starts_with("/sys/fs/cgroup/docker") {
             path = layout.put(&writer.pid(), &name)?;
         }
@@ -426,7 +427,7 @@ fn who_reclaimed_is_told_when_it_has_gone() -> Result<()> {
     Ok(())
 }
 
-/// vmscan --trace-compaction, which does not run from before the container's cgroup is made until it is removed.
+/// vmscan --trace-compaction, stopped from before the container's cgroup is made until after it is removed.
 fn who_compacted_is_told_when_it_has_gone() -> Result<()> {
     for form in ["-j", "--container"] {
         let tool = start("vmscan", &["--trace-compaction", form])?;

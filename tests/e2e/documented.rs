@@ -1,18 +1,17 @@
-//! That what tools print in JSON is in their man pages, type by type and field by field, whichever test has
-//! them print it.
+//! Check that the man pages name every type and field of JSON that a tool prints in any test.
 
 use std::collections::HashSet;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-/// The number of types and fields that the man pages name.
+/// Schema number of the types and fields that the man pages name.
 const SCHEMA: u64 = 1;
 
-/// Fields whose own fields are names that the kernel gives.
+/// Fields whose own fields have names that the kernel gives.
 const NAMED_BY_THE_KERNEL: [&str; 1] = ["tracepoints"];
 
-/// The man page of a tool of ours.
+/// Returns the man page of one of our tools.
 fn man_page(tool: &str) -> Option<&'static str> {
     Some(match tool {
         "brkstack" => include_str!("../../tools/brkstack.8"),
@@ -48,7 +47,7 @@ pub(crate) fn check(tool: &str, stdout: &str) -> Result<()> {
         .split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
         .collect();
     for line in stdout.lines() {
-        // One that is cut was waited for in vain: a test that looks at it says so.
+        // A truncated line was waited for in vain, and the test that reads it reports that.
         let Ok(object) = serde_json::from_str::<Value>(line) else {
             continue;
         };
@@ -66,14 +65,14 @@ pub(crate) fn check(tool: &str, stdout: &str) -> Result<()> {
     Ok(())
 }
 
-/// What to do about a type or field that is missing.
+/// Returns the advice for a type or field that is missing from the man page.
 fn remedy(tool: &str) -> String {
     format!(
         "; name it in the section JSON of tools/{tool}.8, then run: MEMTOOLS_DOCS=docs cargo test --test schema"
     )
 }
 
-/// Fails if a field, at any depth, is not among these words.
+/// Fails if the name of a field, at any depth, is not among `words`.
 fn expect_fields(value: &Value, words: &HashSet<&str>) -> Result<()> {
     match value {
         Value::Object(fields) => {

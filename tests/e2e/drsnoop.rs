@@ -1,4 +1,5 @@
-//! drsnoop against programs that the kernel makes reclaim, and against its own record of that.
+//! drsnoop against programs that the kernel makes reclaim memory, and against the kernel's own record of these
+//! reclaims.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -56,7 +57,7 @@ fn columns_are_bccs() -> Result<()> {
     columns_are_right(&mut writer, tool).map(drop)
 }
 
-/// A kernel without memory cgroups, by which the kernel half gets to the zones, is played here.
+/// Simulates a kernel without memory cgroups, by which the BPF program finds the zones.
 fn free_memory_without_memory_cgroups() -> Result<()> {
     let mut writer = Writer::start("memtools-free")?;
     let args = ["--memcg", "-p", &writer.pid(), "-TUv", "--hist"];
@@ -68,14 +69,14 @@ fn free_memory_without_memory_cgroups() -> Result<()> {
     Ok(())
 }
 
-/// The fewest and the most pages that were free meanwhile.
+/// Returns the lowest and the highest number of free pages while `work` ran.
 fn free_pages_while(work: impl FnOnce() -> Result<()>) -> Result<(u64, u64)> {
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
         let watch = scope.spawn(|| -> Result<(u64, u64)> {
             let (mut low, mut high, mut last) = (u64::MAX, 0, false);
             while !last {
-                // A last look comes after the end.
+                // One more look follows the end of `work`.
                 last = done.load(Ordering::Relaxed);
                 let free = vmstat("nr_free_pages")?;
                 (low, high) = (low.min(free), high.max(free));
@@ -113,7 +114,7 @@ fn columns_are_right(writer: &mut Writer, tool: Tool) -> Result<Ended> {
         );
         last = time;
         rows += 1;
-        // Between two looks other programs can take and give back a quarter.
+        // Between two looks, other programs can take or return a quarter of the free pages.
         let free = fields[5].parse::<u64>()? / 4;
         ensure!(
             free > low - low / 4 && free < high + high / 4,
@@ -163,7 +164,7 @@ fn stacks_show_who_stalled() -> Result<()> {
         let frames = row["kernel_frames"].as_array().context("no kernel stack")?;
         let first = frames.first().map_or("", |frame| symbol(frame));
         ensure!(first == "try_to_free_mem_cgroup_pages", "{row}");
-        // A few are in page faults: the writer's own pages are reclaimed, too.
+        // A few reclaims are in page faults, because the writer's own pages are reclaimed, too.
         let write = |frame| symbol(frame).ends_with("sys_write");
         in_write += u32::from(frames.iter().any(write));
         ensure!(
@@ -182,7 +183,7 @@ fn stacks_show_who_stalled() -> Result<()> {
     Ok(())
 }
 
-/// Each row of a workload is what the kernel recorded of that reclaim, in the same order.
+/// Checks that the rows of a workload equal the kernel's record of the reclaims, in the same order.
 fn equal_the_tracepoints(
     mut workload: Workload,
     (kind, at_least): (&str, usize),
@@ -264,8 +265,8 @@ fn memcg_rows_equal_the_tracepoints() -> Result<()> {
     Ok(())
 }
 
-/// The task is in a cgroup without a limit, below one that has it: both are told, and there are as many
-/// rows as the kernel counted hits of that limit.
+/// The task is in a cgroup without a limit, below one with a limit. drsnoop names both, and prints as many rows
+/// as the kernel counted hits of that limit.
 fn a_limit_is_that_of_the_cgroup_above() -> Result<()> {
     let _swap = Swap::on("128M")?;
     let above = Group::new("memtools-over", 16 << 20)?;
@@ -294,7 +295,7 @@ fn a_limit_is_that_of_the_cgroup_above() -> Result<()> {
     Ok(())
 }
 
-/// Eight at once on two CPUs, which preempt one another in our programs, where the kernel lets them.
+/// Eight processes at once on two CPUs preempt one another in our BPF programs, where the kernel permits that.
 fn threads_at_once_are_all_shown() -> Result<()> {
     let _swap = Swap::on("128M")?;
     let group = Group::new("memtools-stalls", 16 << 20)?;
@@ -322,18 +323,18 @@ fn threads_at_once_are_all_shown() -> Result<()> {
     Ok(())
 }
 
-/// Also what libbpf-tools' drsnoop shows of the same reclaims.
+/// libbpf-tools' drsnoop shows the same reclaims, too.
 fn direct_rows_equal_the_tracepoints_and_a_peer_s() -> Result<()> {
     let _swap = Swap::on("512M")?;
     let hog = Workload::start("hog", &["109", "900"])?;
     let peer = Tool::start_peer("drsnoop", &["-p", &hog.pid()])?;
     let before = vmstat("pgsteal_direct")?;
-    // One reclaim can be of thousands of pages, where the kernel keeps generations of them.
+    // One reclaim can be of thousands of pages, where the kernel keeps generations of pages (MGLRU).
     let rows = equal_the_tracepoints(hog, ("direct", 1), |hog| {
         let _scarcity = Scarcity::for_process(&hog.pid())?;
         hog.work().map(drop)
     })?;
-    // Of all tasks, but most of it is the hog's.
+    // The count includes all tasks, but the hog causes most of it.
     let stolen = vmstat("pgsteal_direct")? - before;
     let pages = rows.iter().map(|row| row["reclaimed_pages"].as_u64());
     let pages: Vec<u64> = pages.collect::<Option<_>>().context("no pages")?;
@@ -342,7 +343,7 @@ fn direct_rows_equal_the_tracepoints_and_a_peer_s() -> Result<()> {
         sum > stolen / 2 && sum < stolen / 10 * 12,
         "{sum} pages, but {stolen} by /proc/vmstat"
     );
-    // TIME COMM TID LAT(ms) PAGES
+    // The peer's columns are TIME COMM TID LAT(ms) PAGES.
     let peer = peer.interrupt()?;
     let theirs = peer.stdout.lines().filter(|line| line.contains(" hog "));
     let theirs: Vec<u64> = theirs

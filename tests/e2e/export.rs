@@ -1,4 +1,4 @@
-//! Flame graphs and profiles, read by programs that are not ours: `go tool pprof` and an XML parser.
+//! Flame graphs and profiles, read by programs of other projects: `go tool pprof` and an XML parser.
 
 mod files;
 
@@ -28,7 +28,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     [own, files::tests()].into_iter().flatten().collect()
 }
 
-/// The files that a tool has written, in a folder of their own.
+/// Folder of the files that a tool writes.
 struct Files(tempfile::TempDir);
 
 impl Files {
@@ -41,13 +41,13 @@ impl Files {
         Ok(path.to_str().context("not UTF-8")?.to_owned())
     }
 
-    /// The options that ask for both.
+    /// Returns the options that ask for a flame graph and a profile.
     fn options(&self) -> Result<[String; 4]> {
         let (flame, pprof) = (self.path("a.svg")?, self.path("a.pb.gz")?);
         Ok(["--flame".into(), flame, "--pprof".into(), pprof])
     }
 
-    /// The flame graph, which another program finds to be well-formed.
+    /// Reads the flame graph, after an XML parser has found it well-formed.
     fn flame(&self) -> Result<String> {
         let path = self.path("a.svg")?;
         let parsed = Command::new("python3")
@@ -70,11 +70,11 @@ impl Files {
     }
 }
 
-/// What `go tool pprof` makes of a profile, in a file or at a URL: each function's own number of this
-/// value, and all.
+/// Parses the output of `go tool pprof -top` for a profile, in a file or at a URL. Returns each function's own
+/// number of this value, and the total.
 pub(crate) fn top(profile: &str, value: &str) -> Result<(HashMap<String, u64>, u64)> {
     let text = pprof(profile, &["-top", &format!("-sample_index={value}")])?;
-    // Showing nodes accounting for 126883B, 100% of 126883B total
+    // Example: Showing nodes accounting for 126883B, 100% of 126883B total
     let number = |text: &str| -> Result<u64> {
         let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
         digits.parse().with_context(|| text.to_owned())
@@ -92,7 +92,7 @@ pub(crate) fn top(profile: &str, value: &str) -> Result<(HashMap<String, u64>, u
     Ok((flat, total))
 }
 
-/// What `go tool pprof` prints of a profile, in a file or at a URL.
+/// Returns the output of `go tool pprof` for a profile, in a file or at a URL.
 pub(crate) fn pprof(profile: &str, options: &[&str]) -> Result<String> {
     let home = harness::scratch()?;
     let shown = Command::new("go")
@@ -113,7 +113,7 @@ pub(crate) fn pprof(profile: &str, options: &[&str]) -> Result<String> {
     Ok(String::from_utf8(shown.stdout)?)
 }
 
-/// Traces a workload to its end, from when the tool says that it is live.
+/// Traces a workload from when the tool says that it is live until the workload's work is done.
 fn trace(
     tool: &str,
     live: &str,
@@ -140,12 +140,12 @@ pub(crate) fn rows(ended: &Ended, kind: &str) -> Result<Vec<Value>> {
     Ok(rows.into_iter().filter(|row| row["type"] == kind).collect())
 }
 
-/// The sum of a number over all rows.
+/// Returns the sum of a field over all rows.
 pub(crate) fn sum(rows: &[Value], field: &str) -> u64 {
     rows.iter().filter_map(|row| row[field].as_u64()).sum()
 }
 
-/// A number by the innermost user frame, as `go tool pprof` names it.
+/// Returns the sums of a field by the innermost user frame, named as `go tool pprof` names it.
 pub(crate) fn by_leaf(rows: &[Value], field: &str) -> Result<HashMap<String, u64>> {
     let mut sums = HashMap::new();
     for row in rows {
@@ -206,7 +206,7 @@ fn a_heap_is_what_was_reported() -> Result<()> {
     Ok(())
 }
 
-/// A profile as text, by protoc.
+/// Decodes a profile into text by protoc.
 fn decoded_by_protoc(path: &str) -> Result<String> {
     const FORMAT: &str = "/usr/share/gocode/src/github.com/google/pprof/proto";
     let message = Command::new("gunzip").args(["-c", path]).output()?;
@@ -232,7 +232,8 @@ fn decoded_by_protoc(path: &str) -> Result<String> {
     Ok(String::from_utf8(decoded.stdout)?)
 }
 
-/// A profile as protoc decodes it, by the format's own description, which Debian has with the format's own reader.
+/// protoc decodes a profile by the description of the format itself, which Debian packages with the format's own
+/// reader.
 fn a_profile_is_as_its_format_is_published() -> Result<()> {
     let files = Files::new()?;
     let group = Cgroup::new()?;
@@ -249,7 +250,7 @@ fn a_profile_is_as_its_format_is_published() -> Result<()> {
     drop(program);
 
     let decoded = decoded_by_protoc(&path)?;
-    // A field that the format does not have is shown by its number.
+    // protoc shows a field that the format does not have by its number.
     let unknown = decoded
         .lines()
         .find(|line| line.trim_start().starts_with(|c: char| c.is_ascii_digit()));
@@ -312,7 +313,7 @@ fn allocations_are_all_since_the_start() -> Result<()> {
     let mut tool = Tool::start("memleak", &[&["-p", &pid], &export[..], &options].concat())?;
     tool.wait_for("probes in")?;
     program.work()?;
-    // All has been reported, and then nothing.
+    // The first report has everything, the later reports have nothing.
     for _ in 0..3 {
         tool.wait_for_output("\"type\":\"report\"")?;
     }
@@ -393,7 +394,7 @@ fn kernel_frames_are_told_apart() -> Result<()> {
     );
     let image = files.flame()?;
     ensure!(image.contains("grow_heap (23 calls, "), "no grow_heap");
-    // Kernel frames have a colour of their own, and no mark in their names.
+    // Kernel frames have a colour of their own, and their names have no mark.
     ensure!(
         image.contains("rgb(240,170,80)") && !image.contains("_[k]"),
         "{image}"
@@ -401,7 +402,7 @@ fn kernel_frames_are_told_apart() -> Result<()> {
     Ok(())
 }
 
-/// Counts of one thread alone, by the profile's label.
+/// Counts of a single thread are selected by the profile's label `thread`.
 fn a_thread_is_told_by_its_name() -> Result<()> {
     let files = Files::new()?;
     let workload = ["threads", "3", "211"];
@@ -416,7 +417,7 @@ fn a_thread_is_told_by_its_name() -> Result<()> {
         let faults = row.split_whitespace().next();
         ensure!(faults == Some("211B"), "{of_thread}");
     }
-    // Stacks of memleak are those of a process.
+    // A stack of memleak belongs to a process, not to a thread.
     let heap = ["alloc", "leak", "31", "4093"];
     trace("memleak", "probes in", &heap, &["-o", "0"], &files)?;
     let tags = files.pprof(&["-tags"])?;

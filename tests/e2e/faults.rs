@@ -1,4 +1,4 @@
-//! faults against workloads whose faults the kernel has counted too, for getrusage(2).
+//! faults against workloads whose faults the kernel has counted, too, for getrusage(2).
 
 use std::collections::HashMap;
 use std::env;
@@ -37,7 +37,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Traces a workload with these options, by its number.
+/// Traces a workload by its PID with these options.
 fn trace(
     program: &str,
     args: &[&str],
@@ -53,7 +53,7 @@ fn trace(
     Ok((ended, facts))
 }
 
-/// The weights of folded lines by the innermost frame, of processes whose root frame is this.
+/// Returns the weights of folded lines by innermost frame. Every line must have the root frame `root`.
 fn by_leaf<'a>(stdout: &'a str, root: &str) -> Result<HashMap<&'a str, u64>> {
     let mut leaves = HashMap::new();
     for line in stdout.lines().filter(|line| !line.is_empty()) {
@@ -112,7 +112,7 @@ fn user_and_kernel_are_told_apart() -> Result<()> {
     }
     let (ended, _) = trace("minor", &[PAGES], &["--kernel-mode"])?;
     ensure!(ended.stdout.is_empty(), "{}", ended.stdout);
-    // As in brkstack, -K only chooses the stack: a fault of user code has none of the kernel.
+    // -K only selects the stack, as in brkstack: a fault of user code has no kernel stack.
     let (ended, _) = trace("minor", &[PAGES], &["-K"])?;
     ensure!(ended.stdout == "minor 1009\n", "{}", ended.stdout);
     let (ended, _) = trace("minor", &[PAGES], &["-UK"])?;
@@ -122,7 +122,7 @@ fn user_and_kernel_are_told_apart() -> Result<()> {
         "{leaves:?}"
     );
 
-    // The kernel writes to a buffer that dd never touched.
+    // In this read the kernel writes to a buffer that dd never touched.
     let dd = "dd if=/dev/zero of=/dev/null bs=1M count=1";
     let mut command = Command::new(harness::tool("faults"));
     command
@@ -191,7 +191,7 @@ fn processes_are_counted_without_stacks() -> Result<()> {
     Ok(())
 }
 
-/// Children that never called exec have their parent's code.
+/// Forked children that never call exec run their parent's code.
 fn forked_children_that_have_exited_have_names() -> Result<()> {
     let mut tool = Tool::start("faults", &["-n", "forktree"])?;
     tool.wait_for(LIVE)?;
@@ -201,7 +201,7 @@ fn forked_children_that_have_exited_have_names() -> Result<()> {
     let ended = tool.interrupt()?;
     let leaves = by_leaf(&ended.stdout, "forktree")?;
     let forks: u64 = facts["forks"].parse()?;
-    // The first process writes to each page once, too.
+    // The first process also writes to each page once.
     ensure!(
         leaves.get("write_pages") == Some(&((forks + 1) * 11)),
         "{leaves:?}"
@@ -234,7 +234,7 @@ fn intervals_add_up() -> Result<()> {
     Ok(())
 }
 
-/// Whether a tool's table of stacks, the last that it has made, is not half full.
+/// Whether the newest of a tool's tables of stacks is less than half full.
 fn has_room_for_stacks(tool: u32) -> Result<bool> {
     let mut tables = Vec::new();
     for info in harness::descriptors(tool)? {
@@ -248,14 +248,14 @@ fn has_room_for_stacks(tool: u32) -> Result<bool> {
     Ok(table.keys().count() < table.max_entries() as usize / 2)
 }
 
-/// Whether the map that a process's faults were counted in last has room for as many again.
+/// Whether the keys of a process fill less than half of each map that counts faults.
 fn has_room(pid: u32) -> bool {
     let pid = pid.to_ne_bytes();
     let maps = MapInfoIter::default().filter_map(|info| MapHandle::from_map_id(info.id).ok());
-    // A larger one in the place of the skeleton's is called "counts".
+    // A larger map that replaces the skeleton's map is named "counts", too.
     let counts = maps.filter(|map| map.name().to_string_lossy().starts_with("counts"));
     let counts = counts.filter(|map| map.map_type() == MapType::Hash && map.key_size() == 40);
-    // The process is in the key after the two stacks.
+    // The PID follows the two stack ids in the key.
     let of_process = |key: &Vec<u8>| key[16..20] == pid;
     let keys = |map: &MapHandle| map.keys().filter(of_process).count();
     counts
@@ -263,7 +263,7 @@ fn has_room(pid: u32) -> bool {
         .all(|map| keys(&map) < map.max_entries() as usize / 2)
 }
 
-/// More than any map has room for; what is counted leaves the kernel as the maps fill.
+/// More stacks are counted than any map has the capacity for: counts leave the kernel as the maps fill.
 fn any_number_of_stacks_is_counted() -> Result<()> {
     const ROUNDS: usize = 11;
     const PAGES: usize = 2003;
@@ -322,7 +322,8 @@ fn a_process_that_exits_ends_it() -> Result<()> {
     Ok(())
 }
 
-/// Another faults, which is there before and after, counts no fewer of the tool's own faults.
+/// Another faults, which starts before the first one and ends after it, counts at least as many faults of the
+/// first one as the first one leaves out.
 fn its_own_faults_are_left_out_and_told() -> Result<()> {
     let mut other = Tool::start("faults", &["--by-process", "-n", "faults"])?;
     other.wait_for(LIVE)?;
@@ -351,13 +352,13 @@ fn its_own_faults_are_left_out_and_told() -> Result<()> {
         "{}",
         ended.stdout
     );
-    // Where the options ask for another process, nothing is left out.
+    // A tool whose options select another process leaves nothing out.
     let (ended, _) = trace("minor", &[PAGES], &["--by-process"])?;
     ensure!(left_out(&ended.stderr).is_none(), "{}", ended.stderr);
     Ok(())
 }
 
-/// What mlock(2) brings in is in getrusage(2)'s count alone.
+/// Only getrusage(2) counts the pages that mlock(2) brings in.
 fn what_the_kernel_brings_in_is_no_fault() -> Result<()> {
     let (ended, facts) = trace("minor", &[PAGES, "lock"], &[])?;
     ensure!(ended.stdout.is_empty(), "{}", ended.stdout);
@@ -365,8 +366,8 @@ fn what_the_kernel_brings_in_is_no_fault() -> Result<()> {
     Ok(())
 }
 
-/// A CPU that was offline when tracing began, and one that has been offline since, as while the machine
-/// slept; of a process that has exited before its code is looked up.
+/// A CPU comes online that was offline when tracing began, or that went offline since then, as while the machine
+/// slept. The process on it exits before its addresses are symbolized.
 fn cpus_that_come_later_are_traced() -> Result<()> {
     const CPU_1: &str = "/sys/devices/system/cpu/cpu1/online";
     const ON_CPU_1: &str = "2";

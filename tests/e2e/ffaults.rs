@@ -34,7 +34,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Traces a workload with these options, by its number.
+/// Traces a workload by its PID with these options.
 fn trace(program: &str, args: &[&str], options: &[&str]) -> Result<Ended> {
     let mut program = Workload::start(program, args)?;
     let pid = program.pid();
@@ -47,7 +47,7 @@ fn trace(program: &str, args: &[&str], options: &[&str]) -> Result<Ended> {
     Ok(ended)
 }
 
-/// The fields of each line but the header.
+/// Returns the fields of each line but the header.
 fn rows(stdout: &str) -> Vec<Vec<&str>> {
     let lines = stdout.lines().skip(1);
     lines
@@ -55,7 +55,7 @@ fn rows(stdout: &str) -> Vec<Vec<&str>> {
         .collect()
 }
 
-/// A path for a file of this test on the disk.
+/// Returns a path on the disk for a file of this test.
 fn on_disk(name: &str) -> Result<PathBuf> {
     Ok(PathBuf::from(env::var_os("MEMTOOLS_DISK").context("no disk")?).join(name))
 }
@@ -112,8 +112,8 @@ fn every_hook_counts_the_same() -> Result<()> {
     Ok(())
 }
 
-/// Twenty on two CPUs, which wait for a disk in more faults than perf's kretprobes can see return, and
-/// preempt one another in our programs, where the kernel lets them.
+/// Twenty threads on two CPUs wait for a disk in more faults at once than perf's kretprobes can follow, and
+/// preempt one another in our BPF programs, where the kernel permits that.
 fn threads_at_once_are_all_counted() -> Result<()> {
     let path = on_disk("contended")?;
     for hook in [None, Some("kprobe")] {
@@ -165,7 +165,7 @@ fn paths_are_whole() -> Result<()> {
     Ok(())
 }
 
-/// The mapped file is that of a layer, whose own mount is in no folder.
+/// The mapped file belongs to a layer of the overlayfs, whose own mount is in no folder.
 fn paths_on_overlayfs_are_those_of_the_container() -> Result<()> {
     let folder = folder_on_disk()?;
     let at = |name: &str| folder.path().join(name).display().to_string();
@@ -190,7 +190,7 @@ fn writes_are_told_apart() -> Result<()> {
         &["--type"],
     )?;
     let rows = rows(&ended.stdout);
-    // A guest has a hook that knows the access.
+    // A guest has a hook that knows the type of access.
     ensure!(
         rows.len() == 1 && rows[0][..2] == ["known-file-d", "101"],
         "{}",
@@ -250,8 +250,8 @@ fn heap_and_stack_have_their_names() -> Result<()> {
 }
 
 fn shared_memory_has_its_names() -> Result<()> {
-    // With paths they are those of /proc/PID/maps. The kernel's name for anonymous memory that is shared is
-    // what it was once mapped from.
+    // With --path, the names are those of /proc/PID/maps. The kernel names shared anonymous memory after the file
+    // that it was once mapped from: /dev/zero.
     for with_path in [false, true] {
         let options = if with_path { &["--path"][..] } else { &[] };
         let mut program = Workload::start("shared", &["23", "31", "41"])?;

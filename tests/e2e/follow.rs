@@ -1,5 +1,5 @@
-//! `-c COMMAND` against commands that start others in every way, beside processes that the command
-//! has not started. The tools share the code; faults and brkstack stand for all.
+//! `-c COMMAND` against commands that start other programs in every way, beside processes that the command has
+//! not started. All tools share this code; faults and brkstack are tested in place of all.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -24,7 +24,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// A tool that traces this command, and ends with it.
+/// Runs a tool that traces a command and ends with it.
 fn trace(tool: &str, options: &[&str], command: &str) -> Result<Ended> {
     let ended = harness::run(tool, &[options, &["-c", command]].concat())?;
     ensure!(ended.status.success(), "{ended:?}");
@@ -32,7 +32,8 @@ fn trace(tool: &str, options: &[&str], command: &str) -> Result<Ended> {
     Ok(ended)
 }
 
-/// The sum of folded lines of this root and innermost frame. The command's own lines are there, too.
+/// Returns the sum of the folded lines with this root and this innermost frame. The output has the command's own
+/// lines, too.
 fn weight(ended: &Ended, root: &str, leaf: &str) -> u64 {
     let lines = ended.stdout.lines();
     lines
@@ -54,7 +55,7 @@ fn children_of_children_are_traced_and_no_others() -> Result<()> {
     let mut counted = BTreeSet::new();
     for line in ended.stdout.lines().filter(|line| line.starts_with('{')) {
         let row: Value = serde_json::from_str(line)?;
-        // Before exec it has our tool's name.
+        // Before exec, the process has our tool's name.
         if row["comm"] == "forktree" {
             ensure!(row["faults"].as_u64() >= Some(11), "{row}");
             counted.insert(row["pid"].to_string());
@@ -81,7 +82,8 @@ fn children_of_children_are_traced_and_no_others() -> Result<()> {
     Ok(())
 }
 
-/// What the kernel knew a process by is given to others, of the same CPU first.
+/// The kernel reuses a task's identity (its task_struct) for other processes, on the same CPU first. Such
+/// processes must not be counted unless the command has started them.
 fn a_process_that_takes_the_place_of_another_is_not() -> Result<()> {
     let _one_cpu = harness::OneCpu::enter()?;
     let minor = workload("minor").display().to_string();
@@ -135,7 +137,7 @@ fn none_is_lost_at_exec() -> Result<()> {
     Ok(())
 }
 
-/// The trace ends with the command, whose status it passes on.
+/// The trace ends with the command, and passes its exit status on.
 fn what_is_left_behind_does_not_keep_it() -> Result<()> {
     let command = "sh -c 'sleep 61 >/dev/null 2>&1 & echo left $!; exit 7'";
     let ended = harness::run("faults", &["-f", "-c", command])?;

@@ -1,4 +1,4 @@
-//! memleak --growth: programs whose memory does what their label says, and what is said of them.
+//! memleak --growth, on programs whose memory behaves as their label says, and its verdicts on them.
 
 use std::collections::HashMap;
 use std::process::Command;
@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::harness::{self, Tool, Workload};
 
-/// What programs do, and what is to be said of them.
+/// Labels of the workload's programs, with the expected verdicts.
 const LABELS: [(&str, &str); 8] = [
     ("leak", "leak"),
     ("unbounded", "unbounded"),
@@ -23,14 +23,14 @@ const LABELS: [(&str, &str); 8] = [
     ("forks", "fork_server"),
     ("idle", "steady"),
 ];
-/// Programs of each label.
+/// Seeds of the programs of each label.
 const SEEDS: [u64; 3] = [3, 101, 20_011];
-/// Programs that are watched at the same time.
+/// Number of programs that are watched at the same time.
 const AT_ONCE: usize = 4;
-/// How many of all programs may be judged wrong: 5 %.
+/// Permitted number of wrong verdicts: 5 % of all programs.
 const WRONG: usize = LABELS.len() * SEEDS.len() / 20;
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::growth":
         labelled_programs_are_told_apart [Once],
@@ -42,7 +42,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// A program, and memleak, which has an image of it; from now on the program works.
+/// Starts a program, and memleak on it. When the function returns, memleak has a first image, and the program works.
 fn watch(label: &str, seed: u64, seconds: u64, args: &[&str]) -> Result<(Workload, Tool)> {
     let milliseconds = (1000 * seconds).to_string();
     let program = [label, &milliseconds, &seed.to_string()];
@@ -55,7 +55,7 @@ fn watch(label: &str, seed: u64, seconds: u64, args: &[&str]) -> Result<(Workloa
     Ok((workload, tool))
 }
 
-/// What a program did until now, and its end.
+/// Ends a program, and returns the facts about its work.
 fn end(mut workload: Workload) -> Result<HashMap<String, String>> {
     workload.go()?;
     let facts = workload.done()?;
@@ -109,7 +109,7 @@ fn types_that_grow_are_told_with_their_rate() -> Result<()> {
         lost["survival_percent"] == 100.0 && lost["held_by"].is_null(),
         "{lost}"
     );
-    // A block of the class is what 216 bytes take, and the last few can still be in a register or on the stack.
+    // A block of the class takes 216 bytes. A register or the stack can still refer to the last few blocks.
     let (blocks, lost_blocks) = (number(lost, "blocks")?, number(lost, "lost_blocks")?);
     ensure!(number(lost, "last")? == blocks * 216.0, "{lost}");
     ensure!(
@@ -159,7 +159,7 @@ fn a_held_type_is_told_with_what_holds_it() -> Result<()> {
 }
 
 fn growth_ends_early_by_a_signal_or_with_the_process() -> Result<()> {
-    // Before there are three images, in vain.
+    // Before memleak has three images, it gives no verdict.
     let (workload, tool) = watch("unbounded", 7, 600, &["-j"])?;
     tool.signal(Signal::SIGINT)?;
     let ended = tool.end()?;
@@ -170,7 +170,7 @@ fn growth_ends_early_by_a_signal_or_with_the_process() -> Result<()> {
             .contains("images tell no growth, which takes 3"),
         "{ended:?}"
     );
-    // After these, by what there is.
+    // With three or more images, the verdict is based on those taken so far.
     end(workload)?;
     let (workload, tool) = watch("unbounded", 7, 12, &["-j"])?;
     thread::sleep(Duration::from_secs(7));

@@ -1,4 +1,4 @@
-//! Starting workloads and tools, and talking to both.
+//! Helpers that start workloads and tools, and communicate with both.
 //!
 //! A workload (tests/workload) is held until the tool under test says that it is ready, does work
 //! of a known size, and is held again until the tool has reported.
@@ -32,11 +32,11 @@ pub(crate) use pythons::Python;
 pub(crate) use tool::{Ended, Tool, descriptors, object, stacks_of_blocks, tool, waits_for_events};
 pub(crate) use workload::{Workload, each_block, sources, workload, workloads};
 
-/// How long anything may take. Software emulation is a hundred times slower than the machine.
+/// Timeout of every wait. Software emulation is a hundred times slower than the machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(180);
 
-/// A tool's tests, each named after its function, with what it needs in brackets. What needs nothing
-/// can run once more, as the function behind its colon says: [`at_entries`].
+/// Makes the list of a tool's tests. Each test is named after its function, with its needs in brackets. A test
+/// without needs may be followed by `: at_entries`, which adds a second run of the test by [`at_entries`].
 macro_rules! tests {
     ($tool:literal: $($name:ident $([$($need:ident),+])? $(: $again:ident)?),+ $(,)?) => {
         vec![$(
@@ -51,7 +51,7 @@ macro_rules! tests {
 }
 pub(crate) use tests;
 
-/// A tool of events that is to see none of them ends after its `--duration`, with its header alone.
+/// Checks that a tool of events that sees none ends after its `--duration`, with only its header printed.
 pub(crate) fn ends_after_duration(tool: &str) -> Result<()> {
     let begin = Instant::now();
     let ended = run(tool, &["-d", "0.3", "-n", "no such name"])?;
@@ -62,8 +62,8 @@ pub(crate) fn ends_after_duration(tool: &str) -> Result<()> {
     Ok(())
 }
 
-/// Has the signals that end a tool end it, also where the tests' caller ignores them: a shell's job in
-/// the background and nohup(1) do, and tools keep to that. To be called before there is a thread.
+/// Resets the signals that end a tool to their default action. The tests' caller may ignore them, as a shell's
+/// background job and nohup(1) do, and tools keep to that. Must be called before any thread is started.
 pub(crate) fn heed_signals() {
     for signal in [
         Signal::SIGINT,
@@ -77,7 +77,7 @@ pub(crate) fn heed_signals() {
     }
 }
 
-/// Builds the workloads, unless they come ready-made, as in a guest.
+/// Builds the workloads, unless they are already built, as in a guest (`MEMTOOLS_WORKLOADS`).
 pub(crate) fn prepare() {
     if env::var_os("MEMTOOLS_WORKLOADS").is_some() {
         return;
@@ -95,7 +95,7 @@ pub(crate) fn prepare() {
     );
 }
 
-/// Waits until `condition` holds; `what` says what that is.
+/// Waits until `condition` holds. `what` describes the condition in the error message.
 pub(crate) fn eventually(what: &str, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
     let deadline = Instant::now() + PATIENCE;
     while !condition()? {
@@ -110,7 +110,7 @@ pub(crate) fn run(name: &str, args: &[&str]) -> Result<Ended> {
     Tool::start(name, args)?.end()
 }
 
-/// Whether a tool refuses these arguments: with the exit status and the remedy, and no output.
+/// Checks that a tool refuses these arguments: with exit status `code`, with `remedy` on stderr, and with no output.
 pub(crate) fn refuses(tool: &str, args: &[&str], code: i32, remedy: &str) -> Result<()> {
     let ended = run(tool, args)?;
     ensure!(ended.status.code() == Some(code), "{args:?}: {ended:?}");
@@ -123,7 +123,7 @@ pub(crate) fn refuses(tool: &str, args: &[&str], code: i32, remedy: &str) -> Res
     Ok(())
 }
 
-/// Has a command run in a mount namespace of its own, with this folder as its root.
+/// Makes a command run in a new mount namespace, with the folder `root` as its root.
 pub(crate) fn in_root(command: &mut Command, root: &Path) {
     let root = root.to_owned();
     // SAFETY: system calls between fork and exec.
@@ -137,8 +137,8 @@ pub(crate) fn in_root(command: &mut Command, root: &Path) {
     }
 }
 
-/// A command that executes what follows it in a PID and a mount namespace of its own: its /tmp has nothing but this
-/// folder.
+/// Returns a command that executes its further arguments in a new PID and mount namespace. The /tmp of that
+/// namespace holds nothing but `folder`.
 pub(crate) fn container(folder: &Path) -> Command {
     const PREPARE: &str = "mount --bind \"$1\" /mnt && mount -t tmpfs none /tmp && mkdir -p \"$1\" && \
                            mount --bind /mnt \"$1\" && shift && exec \"$@\"";
@@ -148,13 +148,14 @@ pub(crate) fn container(folder: &Path) -> Command {
     container
 }
 
-/// A folder for one test, gone when it is dropped.
+/// Makes a temporary folder for one test. The folder is removed when the handle is dropped.
 pub(crate) fn scratch() -> Result<tempfile::TempDir> {
     tempfile::tempdir().context("failed to make a folder")
 }
 
-/// Copies a file and keeps its mode. A process of its own does: the child of a test beside this one would inherit
-/// the descriptor by which we write, and what somebody may write to cannot be executed (ETXTBSY).
+/// Copies a file and keeps its mode. A separate process (cp) does the copying: a child that another test forks at
+/// the same time would inherit our descriptor for writing, and a file that is open for writing cannot be executed
+/// (ETXTBSY).
 pub(crate) fn copy(from: &Path, to: &Path) -> Result<()> {
     if let Some(folder) = to.parent() {
         fs::create_dir_all(folder).context("failed to make a folder")?;
@@ -166,11 +167,11 @@ pub(crate) fn copy(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The number of the capability to have others killed first.
+/// Number of the capability that permits a process to lower its oom_score_adj.
 const CAP_SYS_RESOURCE: u32 = 24;
 
-/// A tool that traces already has its memory locked, and is killed after all others where it may ask
-/// for that, or says that it may not.
+/// Checks that a tool that already traces has its memory locked, and that the OOM killer spares it (oom_score_adj
+/// -1000) where the tool may ask for that. Elsewhere the tool must say that it may not.
 pub(crate) fn outlives_a_lack_of_memory(tool: Tool) -> Result<()> {
     let read = |file: &str| fs::read_to_string(format!("/proc/{}/{file}", tool.pid()));
     let score = read("oom_score_adj")?;
@@ -189,8 +190,8 @@ pub(crate) fn outlives_a_lack_of_memory(tool: Tool) -> Result<()> {
     Ok(())
 }
 
-/// Mappings of /proc/PID/smaps that have pages, and are not locked in memory. Maps of BPF, buffers of
-/// perf events and the vDSO with its data are the kernel's own memory, which is never taken away.
+/// Returns the mappings of /proc/PID/smaps that have resident pages and are not locked. BPF maps, perf event
+/// buffers and the vDSO with its data are left out: they are the kernel's own memory, which is never reclaimed.
 fn unlocked_mappings(smaps: &str) -> Vec<String> {
     let mut unlocked = Vec::new();
     let (mut mapping, mut resident) = ("", false);

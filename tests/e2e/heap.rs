@@ -1,5 +1,4 @@
-//! The heap of a process as memleak finds it in a copy, against what a recorder before malloc has
-//! seen.
+//! The heap of a process as memleak finds it in a copy, against the record of a library that intercepts malloc.
 
 use std::collections::HashMap;
 use std::fs;
@@ -12,7 +11,7 @@ use serde_json::Value;
 
 use crate::harness::{self, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::heap":
         every_block_is_found_and_no_other [Once],
@@ -30,7 +29,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// What `memleak --heap` says in JSON.
+/// Returns the JSON rows that `memleak --heap` prints.
 pub(super) fn look(pid: &str, args: &[&str]) -> Result<Vec<Value>> {
     let args = [&["-p", pid, "--heap", "-j", "--max-pause", "60000"], args].concat();
     harness::run("memleak", &args)?.objects()
@@ -47,7 +46,7 @@ fn address(block: &Value) -> Result<u64> {
     Ok(u64::from_str_radix(address.trim_start_matches("0x"), 16)?)
 }
 
-/// The blocks that the recorder says are live, with the sizes that were asked for.
+/// Returns the blocks that are live by the recorder's file, with the sizes that were requested.
 fn recorded(path: &Path) -> Result<HashMap<u64, u64>> {
     let bytes = fs::read(path)?;
     let (words, _) = bytes.as_chunks::<8>();
@@ -66,14 +65,14 @@ fn recorded(path: &Path) -> Result<HashMap<u64, u64>> {
     Ok(live)
 }
 
-/// Compares every block of a program that stands still. Returns the head of the report.
+/// Compares every block of the workload, while it is held, with the record. Returns the head of the report.
 fn expect_blocks(kind: &str) -> Result<Value> {
     let mut command = Command::new(harness::workload("heap"));
     command.env("LD_PRELOAD", harness::workload("librecord.so"));
     expect_blocks_of(command.args(["7", "20011", kind]))
 }
 
-/// Compares every block of a command that has the recorder before its malloc. Returns the head of the report.
+/// Compares every block of a command that has the recorder in front of its malloc. Returns the head of the report.
 pub(super) fn expect_blocks_of(command: &mut Command) -> Result<Value> {
     let folder = harness::scratch()?;
     let record = folder.path().join("record");
@@ -113,7 +112,7 @@ fn every_block_is_found_and_no_other() -> Result<()> {
     for part in ["mmapped", "bins", "fastbins", "tcaches", "tops"] {
         ensure!(number(&heap[part]["count"])? > 0, "no {part}: {heap}");
     }
-    // All that is resident has a place.
+    // All resident memory is attributed to a place.
     let mut sum = number(&head["heap_resident_bytes"])?;
     for place in ["stacks", "other_private", "shared", "files"] {
         sum += number(&head[place]["resident_bytes"])?;
@@ -137,7 +136,7 @@ fn blocks_are_found_where_others_moved_the_end_of_the_heap() -> Result<()> {
     expect_blocks("foreign").map(drop)
 }
 
-/// The C library of another Debian suite, and its loader.
+/// Fetches the C library of another Debian suite, with its loader. Returns their folder.
 fn fetch_libc(suite: &str) -> Result<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folder = root.join("target/libcs");
@@ -149,7 +148,7 @@ fn fetch_libc(suite: &str) -> Result<PathBuf> {
     Ok(folder.join(suite))
 }
 
-/// Every kind of heap with the C library in a folder, by its own loader.
+/// Compares every kind of heap with the C library in a folder, started by that library's loader.
 fn expect_blocks_with(
     libc: &Path,
     (program, recorder): (&Path, &Path),
@@ -166,13 +165,13 @@ fn expect_blocks_with(
     Ok(())
 }
 
-/// With the programs that the machine's own C library has.
+/// Compares the heaps of the programs that were built for the machine's own C library.
 fn expect_blocks_with_suite(suite: &str, allocator: &str) -> Result<()> {
     let [program, recorder] = ["heap", "librecord.so"].map(harness::workload);
     expect_blocks_with(&fetch_libc(suite)?, (&program, &recorder), allocator)
 }
 
-/// A C library that is older than the machine's runs what is linked against it: 2.31.
+/// Debian 11's C library is older than the machine's, so the programs are linked against it: 2.31.
 fn blocks_are_found_with_the_c_library_of_debian_11() -> Result<()> {
     let libc = fetch_libc("bullseye-security")?;
     let folder = harness::scratch()?;
@@ -212,7 +211,7 @@ fn blocks_are_found_with_the_newest_c_library() -> Result<()> {
     expect_blocks_with_suite("sid", "glibc malloc (2.43 or later)")
 }
 
-/// Beside these there is what the loader has allocated before the recorder was there.
+/// The loader's blocks are found, too, which were allocated before the recorder was loaded.
 fn blocks_of_musl_are_found() -> Result<()> {
     let folder = harness::scratch()?;
     let record = folder.path().join("record");
@@ -245,7 +244,7 @@ fn blocks_of_musl_are_found() -> Result<()> {
     Ok(())
 }
 
-/// No verdict, and the rest of the report.
+/// memleak gives no verdict, but prints the rest of the report.
 fn an_allocator_without_a_walk_is_named() -> Result<()> {
     for (library, name) in [
         ("libtcmalloc_minimal.so.4", "tcmalloc"),
@@ -271,7 +270,7 @@ fn an_allocator_without_a_walk_is_named() -> Result<()> {
     Ok(())
 }
 
-/// No recorder can stand before a static malloc: all that can be said is that it is complete.
+/// No recorder can intercept a static malloc, so the test only expects that the walk is complete.
 fn blocks_of_a_static_program_are_found() -> Result<()> {
     let workload = Workload::start("heap-static", &["3", "5003", "plain"])?;
     let rows = look(&workload.pid(), &[])?;
@@ -302,7 +301,7 @@ fn what_malloc_trim_returns_is_foretold() -> Result<()> {
 
 fn a_heap_in_use_is_whole_within_three_images() -> Result<()> {
     let workload = Workload::start("heap", &["3", "2003", "churn"])?;
-    // Three images in which a thread is in the middle of malloc follow each other once in some 700 looks.
+    // Three images in a row with a thread in the middle of malloc happen once in some 700 looks.
     let mut incomplete = Vec::new();
     for _ in 0..10 {
         let rows = look(&workload.pid(), &[])?;

@@ -1,5 +1,5 @@
-//! memleak on heaps that are not as malloc left them, and on processes that do not stay what they are: it says what is wrong, takes
-//! no more memory than for others, ends, and leaves the process as it was.
+//! memleak on damaged heaps, and on processes that fork, exec or exit while it looks. memleak says what is wrong,
+//! takes no more memory than for other processes, ends, and leaves the process as it was.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
@@ -15,7 +15,7 @@ use nix::unistd::Pid;
 use crate::harness::{self, Ended, Tool, Workload};
 use crate::heap_pause::tracer_and_state;
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::hostile":
         damaged_heaps_are_refused_with_the_place [Once],
@@ -36,12 +36,12 @@ const QUESTIONS: [&[&str]; 4] = [
     &["--types"],
     &["--verdict", "--why", "24"],
 ];
-/// Address space that memleak gets here, in bytes: what it takes for a process of 100 MB is much less.
+/// Address space that memleak gets here, in bytes. For a process of 100 MB it needs much less.
 const ROOM: u64 = 1 << 30;
-/// How long a look at these processes may take at most, also in an emulated guest.
+/// Longest permitted duration of a look at these processes, also in an emulated guest.
 const LONGEST: Duration = Duration::from_secs(60);
 
-/// What memleak says of a process, in bounded room and time.
+/// Runs memleak on a process, with limited address space and time.
 fn look(pid: &str, question: &[&str]) -> Result<Ended> {
     let start = Instant::now();
     let mut command = Command::new(harness::tool("memleak"));
@@ -49,7 +49,7 @@ fn look(pid: &str, question: &[&str]) -> Result<Ended> {
         .args(["-p", pid, "--max-pause", "60000"])
         .args(question)
         .stdin(Stdio::null());
-    // SAFETY: one system call, which a child of many threads may make.
+    // SAFETY: the closure makes one system call, which the forked child of a process with threads may make.
     unsafe {
         command.pre_exec(|| Ok(setrlimit(Resource::RLIMIT_AS, ROOM, ROOM)?));
     }
@@ -58,7 +58,7 @@ fn look(pid: &str, question: &[&str]) -> Result<Ended> {
     Ok(ended)
 }
 
-/// Expects the process to go on to the end by itself. Returns a fact that it states.
+/// Expects the process to run to its end by itself. Returns one of the facts that it prints.
 fn unharmed(mut workload: Workload, fact: &str) -> Result<String> {
     let facts = workload.work()?;
     ensure!(facts["counted"] == "1009", "{facts:?}");
@@ -112,7 +112,8 @@ fn damaged_heaps_are_refused_with_the_place() -> Result<()> {
     Ok(())
 }
 
-/// Words that look like an allocator's where they are not change nothing: lists are not followed, and blocks hold what they hold.
+/// Words that look like an allocator's metadata, in other places, change nothing: memleak does not follow them as
+/// lists, and takes the blocks that contain them for ordinary blocks.
 fn forged_words_change_nothing() -> Result<()> {
     for (kind, blocks) in [
         ("bin", "complete: 1,008 blocks"),
@@ -179,7 +180,7 @@ fn what_forks_or_starts_threads_is_judged() -> Result<()> {
     Ok(())
 }
 
-/// The image is of one program or of the next: either it has a heap, or that is said.
+/// The image shows the program before or after an exec. memleak finds a heap in it, or says that it has none.
 fn what_executes_itself_is_judged_or_refused() -> Result<()> {
     let mut workload = Workload::start("hostile-heap", &["execs"])?;
     workload.go()?;
@@ -201,7 +202,7 @@ fn what_executes_itself_is_judged_or_refused() -> Result<()> {
     Ok(())
 }
 
-/// A process of some size, that is killed as soon as it stands still.
+/// A process of some size is killed as soon as memleak has stopped it.
 fn what_is_killed_has_no_verdict() -> Result<()> {
     let mut met = 0;
     for _ in 0..10 {
@@ -221,7 +222,7 @@ fn what_is_killed_has_no_verdict() -> Result<()> {
         }
         let was_met = met > 0;
         let ended = tool.end()?;
-        // It was killed when the copy was complete already.
+        // The process was killed after the copy was complete.
         if ended.status.success() {
             met = 0;
             continue;
@@ -240,7 +241,7 @@ fn what_is_killed_has_no_verdict() -> Result<()> {
     Ok(())
 }
 
-/// Processes exit, each at another moment of the look at it.
+/// Processes exit, each at another moment of memleak's look at it.
 fn what_exits_has_no_verdict() -> Result<()> {
     let mut gone = 0;
     for round in 0..24 {
@@ -267,7 +268,8 @@ fn what_exits_has_no_verdict() -> Result<()> {
     Ok(())
 }
 
-/// Another user's process is refused with what it takes, and so is a process of root.
+/// The user nobody is refused, for another user's process and a process of root, with a message that names what
+/// is missing.
 fn nobody_may_not_look() -> Result<()> {
     const NOBODY: u32 = 65534;
     let folder = harness::scratch()?;

@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::harness::{self, Workload};
 use crate::heap::{expect_blocks_of, look, number};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::heap":
         blocks_of_jemalloc_are_found [Once],
@@ -21,14 +21,15 @@ pub(crate) fn tests() -> Vec<Trial> {
 
 const JEMALLOC: &str = "libjemalloc.so.2";
 
-/// The workload `heap` on jemalloc, with these options of MALLOC_CONF.
+/// Returns a command for the workload `heap` on jemalloc, with these options of MALLOC_CONF.
 fn heap(conf: &str) -> Command {
     let mut command = Command::new(harness::workload("heap"));
     command.env("LD_PRELOAD", JEMALLOC).env("MALLOC_CONF", conf);
     command
 }
 
-/// Small and large ones, of several arenas, with what threads have set aside, and what those that have ended had.
+/// Small and large blocks of several arenas, beside blocks in the caches of threads, and blocks of threads that
+/// have ended.
 fn blocks_of_jemalloc_are_found() -> Result<()> {
     for conf in [
         "",
@@ -51,7 +52,7 @@ fn blocks_of_jemalloc_are_found() -> Result<()> {
     Ok(())
 }
 
-/// jemalloc with functions of other names, linked statically: seven of them leave blocks.
+/// jemalloc is linked statically, with other function names. Seven of its functions leave blocks.
 fn blocks_of_jemalloc_under_other_names_are_found() -> Result<()> {
     let mut workload = Workload::start("alloc-je", &["leak", "1009", "1000"])?;
     workload.work()?;
@@ -63,8 +64,8 @@ fn blocks_of_jemalloc_under_other_names_are_found() -> Result<()> {
     Ok(())
 }
 
-/// Threads that fill and flush their caches all the time: what is in the middle of that is left in doubt, and told; all
-/// else is judged.
+/// Threads fill and flush their caches all the time. Blocks in the middle of that are left in doubt, and reported
+/// so; all other blocks are judged.
 fn a_heap_of_jemalloc_in_use_has_a_verdict() -> Result<()> {
     let workload = Workload::spawn(heap("").args(["6", "2003", "busy"]))?;
     let pid = workload.pid();
@@ -85,9 +86,10 @@ fn a_heap_of_jemalloc_in_use_has_a_verdict() -> Result<()> {
     Ok(())
 }
 
-/// `stats.resident` is a bound that jemalloc works out, of what can be in memory: pages in use, dirty ones, and its own, to which
-/// the walk counts nothing (`base`, in whole pages, of each block that it has taken for that). What is in memory is less,
-/// and in one of the parts, but for what is beside a large block in its extent, and the lists of caches.
+/// Compares the resident memory with jemalloc's `stats.resident`, an upper bound that jemalloc computes: active
+/// pages, dirty pages, and its own metadata. The walk counts none of the metadata (`base`, in whole pages per
+/// block that jemalloc has taken for it). The actual resident memory is less, and is all in one of the parts,
+/// except for the rest of a large block's extent, and the lists of caches.
 fn expect_resident(head: &Value, resident: u64, base: u64) -> Result<()> {
     const PAGE: u64 = 4096;
     let heap = &head["jemalloc"];
@@ -114,7 +116,7 @@ fn expect_resident(head: &Value, resident: u64, base: u64) -> Result<()> {
     Ok(())
 }
 
-/// What jemalloc's own statistics say, to the byte; by arena and by size it adds up.
+/// Free memory equals jemalloc's own statistics to the byte, and the sums by arena and by size agree.
 fn free_memory_of_jemalloc_is_as_it_says_itself() -> Result<()> {
     for conf in [
         "",

@@ -1,4 +1,5 @@
-//! memleak has a process stand still for a moment: it lives on as if nobody had looked, and what cannot be held is refused.
+//! memleak stops a process for a moment. The process continues as if nobody had looked, and a process that cannot
+//! be stopped is refused.
 
 use std::fs;
 use std::thread;
@@ -15,7 +16,7 @@ use nix::unistd::Pid;
 use crate::harness::{self, Tool, Workload};
 use crate::heap::{look, number};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::heap":
         a_traced_process_is_refused,
@@ -46,7 +47,7 @@ fn a_traced_process_is_refused() -> Result<()> {
     workload.work().map(drop)
 }
 
-/// A process in vfork(2), with its child.
+/// Starts a process that waits in vfork(2). Returns the process, and its child's PID.
 fn in_vfork() -> Result<(Workload, String)> {
     let mut workload = Workload::start("heap", &["0", "0", "vfork"])?;
     let pid = workload.pid();
@@ -59,7 +60,8 @@ fn in_vfork() -> Result<(Workload, String)> {
     Ok((workload, child.trim().to_owned()))
 }
 
-/// The first try fails, as the process sleeps where nothing interrupts it; then it no longer does.
+/// The first attempt fails, because the process sleeps uninterruptibly. Then the sleep ends, and the next attempt
+/// succeeds.
 fn a_thread_that_is_late_is_tried_again() -> Result<()> {
     for question in ["--heap", "--types", "--verdict"] {
         let (mut workload, child) = in_vfork()?;
@@ -137,7 +139,8 @@ fn a_pause_that_is_too_long_is_refused() -> Result<()> {
     workload.work().map(drop)
 }
 
-/// The process that traces a process, one of whose threads does, and the process's state.
+/// Returns the PID of the process that traces a process, and the state of the traced process. The kernel names
+/// the tracing thread, which is mapped to its process.
 pub(super) fn tracer_and_state(pid: &str) -> Result<(String, String)> {
     let field = |pid: &str, name: &str| {
         let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
@@ -178,8 +181,7 @@ fn a_process_runs_on_if_memleak_is_killed_in_the_pause() -> Result<()> {
     workload.work().map(drop)
 }
 
-/// What a process's memory is at one moment, which changes all the time, is in the copy; whatever the marks of written
-/// pages miss.
+/// Expects a copy of constantly changing memory to show one moment, even if the marks of written pages miss writes.
 fn expect_one_moment(pre_copy: bool) -> Result<()> {
     const PLACES: u64 = 499;
     let mut workload = Workload::start("restless", &[&PLACES.to_string()])?;
@@ -234,7 +236,7 @@ fn what_was_copied_before_is_not_copied_again() -> Result<()> {
     for field in ["coverage", "blocks", "block_bytes", "heap", "copied_bytes"] {
         ensure!(rows[0][field] == whole[0][field], "{rows:?}, {whole:?}");
     }
-    // memleak: of 53.0 MB of process 4242, 1.2 MB were copied while it stood still
+    // Example: memleak: of 53.0 MB of process 4242, 1.2 MB were copied while it stood still
     let (all, due) = ended
         .stderr
         .lines()
@@ -250,7 +252,7 @@ fn what_was_copied_before_is_not_copied_again() -> Result<()> {
     workload.work().map(drop)
 }
 
-/// A size as people read it, in bytes.
+/// Parses a size as people read it, and returns bytes.
 fn bytes(text: &str) -> Option<f64> {
     let (value, unit) = text.split_once(' ')?;
     let factor = match unit {

@@ -1,5 +1,4 @@
-//! hfaults against programs that fault a known number of huge pages in, in every way to attach
-//! that the kernel has.
+//! hfaults against programs that fault in a known number of huge pages, by every way to attach that the kernel has.
 
 use std::fs;
 use std::path::Path;
@@ -71,7 +70,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     ]
 }
 
-/// Huge pages of our own, given back when it is dropped.
+/// Huge pages that a test reserves. Dropping the value releases them.
 struct HugePages {
     before: String,
     _one_at_a_time: MutexGuard<'static, ()>,
@@ -104,13 +103,13 @@ impl Drop for HugePages {
     }
 }
 
-/// The ways to attach that this kernel has.
+/// Returns the ways to attach that this kernel has.
 fn ways() -> Vec<&'static str> {
     let kprobes = Path::new("/sys/bus/event_source/devices/kprobe/type").exists();
     let btf = fs::read("/sys/kernel/btf/vmlinux").unwrap_or_default();
     let find_vma = b"\0BPF_FUNC_find_vma\0";
     let lookups = btf.windows(find_vma.len()).any(|window| window == find_vma);
-    // Kernels of ours that have kprobes have fentry too.
+    // Our kernels that have kprobes have fentry, too.
     let mut ways = if kprobes {
         vec!["fentry", "kprobe"]
     } else {
@@ -120,8 +119,8 @@ fn ways() -> Vec<&'static str> {
     ways
 }
 
-/// The ways that tell why a page faulted. 6.1 refuses fentry on hugetlb_wp(), of seven arguments, with
-/// ENOTSUPP; the tool takes kprobes there.
+/// Returns the ways to attach that report why a page faulted. 6.1 refuses fentry on hugetlb_wp(), which has seven
+/// arguments, with ENOTSUPP; the tool takes kprobes there.
 fn ways_with_reasons() -> Vec<&'static str> {
     let refused = harness::release().starts_with("6.1.");
     let ways = ["fentry", "kprobe"].into_iter();
@@ -147,7 +146,7 @@ fn processes_are_counted() -> Result<()> {
         let tool = start(way, &["-n", "huge"])?;
         let facts = workload.work()?;
         let ended = end(tool)?;
-        // Ascending.
+        // Lines are in ascending order.
         let expected = format!(
             "@[{}, huge]: 3\n@[{}, huge]: 7\n\n",
             facts["child"],
@@ -213,7 +212,7 @@ fn reasons_are_told_apart() -> Result<()> {
             "{way}: {ended:?}\nis not\n{expected}"
         );
     }
-    // The fallback knows the size only.
+    // The fallback knows only the page size.
     if ways().contains(&"page-fault event") {
         let mut workload = Workload::start("huge", &["7"])?;
         let tool = start("page-fault event", &["-e", "-j", "-p", &workload.pid()])?;
@@ -232,7 +231,7 @@ fn transparent_pages() -> Result<()> {
         let tool = start(way, &["--thp", "-p", &workload.pid()])?;
         let facts = workload.work()?;
         let ended = end(tool)?;
-        // Each region once before and once after MADV_DONTNEED.
+        // Each region faults once before and once after MADV_DONTNEED.
         ensure!(
             facts["huge_kb"] == "10240",
             "no transparent huge pages: {facts:?}"
@@ -246,7 +245,8 @@ fn transparent_pages() -> Result<()> {
     Ok(())
 }
 
-/// What /proc/vmstat counts: not a region that has no room for a huge page, nor one that is only read.
+/// The counts equal /proc/vmstat's. A region that is too small for a huge page does not count, nor does a region
+/// that is only read.
 fn transparent_pages_are_those_of_vmstat() -> Result<()> {
     for way in ["fexit", "kretprobe"] {
         let mut workload = Workload::start("thp", &["7", "odd"])?;
@@ -269,7 +269,7 @@ fn transparent_pages_are_those_of_vmstat() -> Result<()> {
     Ok(())
 }
 
-/// The kernel's counter of pages of 64 kB has the same.
+/// The kernel's counter of 64 kB pages has the same count.
 fn transparent_pages_of_64_kb() -> Result<()> {
     const OF_SIZE: &str = "/sys/kernel/mm/transparent_hugepage/hugepages-64kB";
     let _large = Setting::change(
@@ -292,7 +292,7 @@ fn transparent_pages_of_64_kb() -> Result<()> {
         workload.work()?;
         let counted = given()? - before;
         let ended = end(tool)?;
-        // Regions of 2 MB.
+        // The regions are of 2 MB.
         ensure!(counted == 7 * 32, "{counted} by the kernel");
         let expected = format!("@[{pid}, thp, 64KB, huge page]: {counted}\n\n");
         ensure!(
@@ -324,7 +324,7 @@ fn transparent_pages_of_shared_memory() -> Result<()> {
     Ok(())
 }
 
-/// What the kernel counts of anonymous pages of this size, given and not to be had; None before 6.10.
+/// Returns the kernel's counters of anonymous pages of this size: allocated pages, and fallbacks. None before 6.10.
 fn of_this_size() -> Result<Option<(u64, u64)>> {
     let stats = Path::new("/sys/kernel/mm/transparent_hugepage/hugepages-2048kB/stats");
     if !stats.exists() {
@@ -338,7 +338,7 @@ fn of_this_size() -> Result<Option<(u64, u64)>> {
     )))
 }
 
-/// Since then it has counted so many.
+/// Compares the increase of the counters since `before` with `expected`.
 fn is_told_by_size(before: Option<(u64, u64)>, expected: (u64, u64)) -> Result<()> {
     let (Some(before), Some(after)) = (before, of_this_size()?) else {
         return Ok(());
@@ -348,7 +348,7 @@ fn is_told_by_size(before: Option<(u64, u64)>, expected: (u64, u64)) -> Result<(
     Ok(())
 }
 
-/// A cgroup's limit permits some; the others are of a small page each, for which there is room.
+/// A cgroup's limit permits some huge pages. The other faults get a small page each, which the limit permits.
 fn transparent_pages_that_cannot_be_had() -> Result<()> {
     let group = Group::new("memtools-hfaults", 10 << 20)?;
     group.forbid_swap()?;
@@ -400,7 +400,7 @@ fn who_asks_for_transparent_pages() -> Result<()> {
     let mut workload = Workload::start("thp", &["3", "dontneed"])?;
     let mut tool = Tool::start("hfaults", &["--madvise", "-p", &workload.pid()])?;
     tool.wait_for("tracing madvise(MADV_HUGEPAGE)")?;
-    // MADV_DONTNEED is no such call.
+    // --madvise does not count MADV_DONTNEED.
     workload.work()?;
     let ended = end(tool)?;
     ensure!(
@@ -415,7 +415,7 @@ fn a_command_is_traced_to_its_end() -> Result<()> {
     let command = format!("'{}' 7", harness::workload("huge").display());
     let ended = harness::run("hfaults", &["-j", "-c", &command])?;
     ensure!(ended.status.success(), "{ended:?}");
-    // Its own output is there too.
+    // The command's own output is there, too.
     let row = ended.stdout.lines().find(|line| line.starts_with('{'));
     let row: Value = serde_json::from_str(row.context("no row")?)?;
     ensure!(row["count"] == 7 && row["comm"] == "huge", "{ended:?}");
@@ -437,7 +437,7 @@ fn reports_come_at_their_interval() -> Result<()> {
     );
     let blocks: Vec<&str> = ended.stdout.split_terminator("\n\n").collect();
     ensure!(ended.status.success() && blocks.len() == 3, "{ended:?}");
-    // Counted once, not again in each report.
+    // Faults are counted once, not again in each report.
     let counted = ended.stdout.lines().filter(|line| line.starts_with("@["));
     let total: u64 = counted
         .filter_map(|line| line.rsplit_once(": ")?.1.parse::<u64>().ok())

@@ -1,5 +1,5 @@
-//! Tools that run as root, on targets of an unprivileged user who has put something hostile where they
-//! look (tests/hostile). What they trace is complete all the same, and they end when they are told to.
+//! Tools that run as root, on targets of an unprivileged user who has put something hostile where the tools look
+//! (tests/hostile). The traces are complete all the same, and the tools end when they are told to.
 
 mod slow_files;
 mod storms;
@@ -24,10 +24,10 @@ use crate::memleak::{self, READY};
 mod elf_file;
 
 const LIVE: &str = "tracing brk(2)";
-/// Who owns what is hostile.
+/// User who owns the hostile files.
 const NOBODY: u32 = 65534;
 const CALLS: &str = "101";
-/// What root alone may read.
+/// Content of a file that only root may read.
 const SECRET: &str = "0 7fffffffffffffff secret_of_root\n";
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -48,7 +48,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         .collect()
 }
 
-/// A folder of the unprivileged user, with a copy of a tool as the library that is mapped.
+/// Makes a folder of the unprivileged user, with a copy of a tool in it: the library that is mapped.
 fn library() -> Result<(TempDir, PathBuf)> {
     let folder = harness::scratch()?;
     let path = folder.path().join("l.so");
@@ -60,7 +60,7 @@ fn library() -> Result<(TempDir, PathBuf)> {
     Ok((folder, path))
 }
 
-/// A file that root alone may read, in a folder that all may see.
+/// Makes a file that only root may read, in a folder that everybody may read.
 fn secret() -> Result<(TempDir, PathBuf)> {
     let folder = harness::scratch()?;
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755))?;
@@ -74,7 +74,7 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap_or_default()
 }
 
-/// Has brkstack count the calls of a workload, with these options.
+/// Runs brkstack with these options on a workload, and checks the count of its calls.
 fn count(mut program: Workload, options: &[&str]) -> Result<Ended> {
     let mut tool = Tool::start("brkstack", options)?;
     tool.wait_for(LIVE)?;
@@ -101,7 +101,7 @@ fn count(mut program: Workload, options: &[&str]) -> Result<Ended> {
     Ok(ended)
 }
 
-/// Whether somebody has opened the file since it is watched. An open of the path alone (O_PATH) is none.
+/// Whether somebody has opened the file since the watch began. Opening the path alone (O_PATH) does not count.
 fn was_opened(watch: &Inotify) -> Result<bool> {
     match watch.read_events() {
         Ok(events) => Ok(!events.is_empty()),
@@ -116,7 +116,7 @@ fn what_is_no_regular_file_is_not_opened() -> Result<()> {
     for action in ["fifo", "link=/dev/ptmx", &link] {
         for all_processes in [false, true] {
             let (folder, file) = library()?;
-            // Under a name of its own, as other tests run the same program.
+            // The program has a name of its own, because other tests run the same program.
             let own = folder.path().join("hostile-irregular");
             harness::copy(&workload("hostile-mapped"), &own)?;
             let args = [action, text(&file), CALLS];
@@ -132,7 +132,7 @@ fn what_is_no_regular_file_is_not_opened() -> Result<()> {
             count(program, options).with_context(|| action.to_owned())?;
             ensure!(!was_opened(&watch)?, "{action}: a link was followed");
         }
-        // memleak looks for functions in all that is mapped.
+        // memleak searches every mapped file for functions.
         let (_folder, file) = library()?;
         let mut program = Workload::start("hostile-mapped", &[action, text(&file), CALLS])?;
         let mut tool = Tool::start("memleak", &["-p", &program.pid(), "60"])?;
@@ -184,7 +184,7 @@ fn a_perf_map_is_read_only_if_it_is_the_users_own() -> Result<()> {
         let ended = count(program, &["-p", &pid]).with_context(|| what.to_owned())?;
         ensure!(!ended.stdout.contains("secret_of_root"), "{ended:?}");
     }
-    // The same line in a file of his own names the code.
+    // The same line in a file that belongs to the process's user names the code.
     let program = Workload::start("hostile-perf_map", &["name=compiled", CALLS])?;
     let pid = program.pid();
     let ended = count(program, &["-p", &pid])?;
@@ -236,8 +236,8 @@ fn code_mapped_for_ever_takes_no_memory() -> Result<()> {
     Ok(())
 }
 
-/// A return probe can be a system call of the target's (6.11 and later), as a probe on a nop can be (6.18 and
-/// later), and its seccomp filter permits neither.
+/// A return probe can execute a system call in the target process (6.11 and later), as can a probe on a nop (6.18
+/// and later). The target's seccomp filter permits neither.
 fn a_sandboxed_target_lives() -> Result<()> {
     let mut program = Workload::start("hostile-sandbox", &["1009", "4093"])?;
     let args = ["-o", "0", "-p", &program.pid(), "60"];
@@ -253,9 +253,9 @@ fn a_sandboxed_target_lives() -> Result<()> {
     Ok(())
 }
 
-/// Two processes map a library, of which one is a user's that has another file at its path.
+/// Two processes map a library. One process belongs to a user who has another file at the library's path.
 fn names_of_a_library_are_not_forged() -> Result<()> {
-    // Of a tmpfs, whose inode numbers are small.
+    // The folder is in a tmpfs, whose inode numbers are small.
     let folder = tempfile::tempdir_in("/dev/shm")?;
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755))?;
     let file = |name: &str| folder.path().join(name);
@@ -287,7 +287,7 @@ fn names_of_a_library_are_not_forged() -> Result<()> {
     Ok(())
 }
 
-/// The calls that brkstack has counted of processes of this name.
+/// Returns the number of calls that brkstack has counted for processes of this name.
 fn counted(ended: &Ended, comm: &str) -> Result<u64> {
     let objects = ended.objects()?;
     let stacks = objects.iter().filter(|object| object["type"] == "stack");

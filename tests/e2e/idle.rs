@@ -1,4 +1,4 @@
-//! Which memory nobody uses, as memleak finds it by page tables, against what a program uses.
+//! memleak --idle: memory that nobody uses, found by page tables, against what a program uses.
 
 use std::fs;
 use std::thread;
@@ -12,7 +12,7 @@ use serde_json::Value;
 use crate::harness::{self, Ended, Tool, Workload};
 use crate::pressure::{self, Group};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::idle":
         what_nobody_uses_is_told_by_block,
@@ -24,9 +24,9 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Blocks that are not used, that are used when told to, and that are used all the time.
+/// Numbers of blocks that are never used, used when told to, and used all the time.
 const BLOCKS: [u64; 3] = [1009, 307, 211];
-/// Bytes of these blocks, as the program asks for them.
+/// Sizes of these blocks in bytes, as the program requests them.
 const BYTES: [u64; 3] = [8000, 9000, 10000];
 
 fn start(pages: &str) -> Result<Workload> {
@@ -34,7 +34,7 @@ fn start(pages: &str) -> Result<Workload> {
     Workload::start("idle", &[&cold, &warm, &hot, pages])
 }
 
-/// Starts a tool that watches the workload for so many seconds, and does now.
+/// Starts memleak on the workload, to watch it for `seconds` seconds. The watch has begun when the function returns.
 fn watch(workload: &Workload, seconds: &str, options: &[&str]) -> Result<Tool> {
     let pid = workload.pid();
     let args = ["-p", &pid, "--verdict", "--idle", seconds, "-T", "1000"];
@@ -44,7 +44,7 @@ fn watch(workload: &Workload, seconds: &str, options: &[&str]) -> Result<Tool> {
     Ok(tool)
 }
 
-/// How many blocks of each size are idle, of those that are held.
+/// Returns the number of idle blocks of each size, among the held blocks.
 fn idle_blocks(rows: &[Value]) -> Result<[u64; 3]> {
     let mut idle = [0; 3];
     for ((idle, bytes), blocks) in idle.iter_mut().zip(BYTES).zip(BLOCKS) {
@@ -62,7 +62,7 @@ fn idle_blocks(rows: &[Value]) -> Result<[u64; 3]> {
     Ok(idle)
 }
 
-/// The rows of a verdict that took two images, for one block is lost.
+/// Returns the rows of a verdict. The verdict must have taken two images, because one block is lost.
 fn rows(ended: &Ended) -> Result<Vec<Value>> {
     let rows = ended.objects()?;
     let verdict = rows.first().context("no verdict")?;
@@ -86,7 +86,7 @@ fn what_nobody_uses_is_told_by_block() -> Result<()> {
     ensure!(of_all["blocks"].as_u64() >= Some(BLOCKS[0]), "{of_all}");
     ensure!(of_all["cpus_not_reached"] == 0, "{of_all}");
 
-    // Used again before this look, and not in it.
+    // The blocks were used again before this look, and not during it.
     let tool = watch(&workload, "1", &[])?;
     let text = tool.end()?.stdout;
     for (blocks, bytes, holder) in [
@@ -108,7 +108,8 @@ fn what_nobody_uses_is_told_by_block() -> Result<()> {
     Ok(())
 }
 
-/// The watch is of the end of a trace: what was used before its last part is idle. It begins anew after a verdict in between.
+/// The watch covers the end of a trace: blocks that were used only before it are idle. After a verdict in
+/// between, the watch begins anew.
 fn what_nobody_uses_is_told_beside_a_trace() -> Result<()> {
     let traced = |workload: &Workload, verdict: &str, idle: &str| -> Result<Tool> {
         let args = ["-jp", &workload.pid(), verdict, "--idle", idle];
@@ -127,7 +128,7 @@ fn what_nobody_uses_is_told_beside_a_trace() -> Result<()> {
     );
     let idle = all.iter().find(|row| row["type"] == "idle");
     let watched = idle.and_then(|row| row["watched_ms"].as_u64());
-    // On a busy machine the images add to that.
+    // On a busy machine, the time for the images is added.
     ensure!(watched >= Some(1000), "{idle:?}");
 
     let mut workload = start("small")?;
@@ -154,8 +155,8 @@ fn what_nobody_uses_is_told_beside_a_trace() -> Result<()> {
     Ok(())
 }
 
-/// The copy of the first image marks huge pages as used: by us. Where others clear marks, as DAMON does on some hosts,
-/// all count as used.
+/// The copy for the first image marks huge pages as used, by memleak. Where other programs clear these marks, as
+/// DAMON does on some hosts, all huge pages count as used.
 fn huge_pages_are_used_as_a_whole() -> Result<()> {
     let mut workload = start("huge")?;
     let tool = watch(&workload, "1", &["-j"])?;
@@ -170,7 +171,7 @@ fn huge_pages_are_used_as_a_whole() -> Result<()> {
     Ok(())
 }
 
-/// Whether a thread of DAMON's looks at memory, and clears marks.
+/// Whether a kernel thread of DAMON runs, which samples memory and clears accessed bits.
 fn damon_runs() -> Result<bool> {
     let names = fs::read_dir("/proc")?
         .flatten()
@@ -179,7 +180,7 @@ fn damon_runs() -> Result<bool> {
     Ok(names.any(|name| name.starts_with("kdamond")))
 }
 
-/// The CPU of the thread that uses the pages remembers where they are, and has to forget.
+/// The CPU of the thread that uses the pages has them in its TLB, which must be flushed.
 fn a_page_that_is_used_all_the_time_is_never_idle() -> Result<()> {
     let workload = start("small")?;
     for _ in 0..11 {
@@ -203,7 +204,7 @@ fn what_ends_meanwhile_has_no_verdict() -> Result<()> {
         ended.status.code() == Some(1) && ended.stderr.contains(&why),
         "{ended:?}"
     );
-    // Whoever does not want to wait has the verdict at once.
+    // A user who does not want to wait gets the verdict at once, by an interrupt.
     let workload = start("small")?;
     let tool = watch(&workload, "600", &["-j"])?;
     thread::sleep(Duration::from_millis(200));
@@ -212,7 +213,7 @@ fn what_ends_meanwhile_has_no_verdict() -> Result<()> {
     Ok(())
 }
 
-/// Reclaim clears the marks of what it looks at, so that less is known.
+/// Reclaim clears the accessed bits of the pages that it scans, so memleak knows less.
 fn reclaim_is_told() -> Result<()> {
     let workload = start("small")?;
     let folder = pressure::folder_on_disk()?;

@@ -1,4 +1,4 @@
-//! Frames of Java in user stacks, against what Java itself says of each block's place (`StackWalker`).
+//! Java frames in user stacks, against Java's own record of where each block was allocated (`StackWalker`).
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -12,7 +12,7 @@ use serde_json::Value;
 use crate::harness::{self, Ended, Tool};
 use crate::java_kits::{BYTES, COUNT, Java, kits};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "java":
         frames_are_those_that_java_has [Host],
@@ -24,10 +24,10 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Pages that are touched.
+/// Number of pages that the workload touches.
 const PAGES: &str = "5003";
 
-/// The method that a frame executes, `Frames.take`; None of native code and stubs.
+/// Returns the method that a frame executes, such as `Frames.take`. None for native code and stubs.
 pub(crate) fn method(frame: &Value) -> Option<&str> {
     let is_native = frame["module"]
         .as_str()
@@ -38,7 +38,7 @@ pub(crate) fn method(frame: &Value) -> Option<&str> {
     method_named(frame["symbol"].as_str()?)
 }
 
-/// The method with this name and types: `Frames$Plain.run` of `void Frames$Plain.run(int, int)`.
+/// Returns the method in a name with types: `Frames$Plain.run` of `void Frames$Plain.run(int, int)`.
 fn method_named(name: &str) -> Option<&str> {
     let (head, _) = name
         .split_once('(')
@@ -47,7 +47,7 @@ fn method_named(name: &str) -> Option<&str> {
     method.contains('.').then_some(method)
 }
 
-/// The methods that are compiled into the one that a frame executes, and this one, as the workload writes them.
+/// Returns the methods that are inlined into a frame's method, and then this method, as the workload writes them.
 fn methods_of_frame(frame: &Value) -> impl Iterator<Item = String> {
     let inlined = frame["inlined"].as_array().into_iter().flatten();
     let inlined = inlined.map(|call| {
@@ -57,7 +57,7 @@ fn methods_of_frame(frame: &Value) -> impl Iterator<Item = String> {
     inlined.chain(method(frame).map(|method| with_line(method, frame)))
 }
 
-/// A method with its line, if that is known: `Frames.take (Frames.java:46)`.
+/// Returns a method with its line, if the line is known: `Frames.take (Frames.java:46)`.
 fn with_line(method: &str, place: &Value) -> String {
     match (place["file"].as_str(), place["line"].as_u64()) {
         (Some(file), Some(line)) => format!("{method} ({file}:{line})"),
@@ -65,7 +65,7 @@ fn with_line(method: &str, place: &Value) -> String {
     }
 }
 
-/// Whether a frame is the one that is expected, of which the line may be any.
+/// Whether a frame is the expected one. An expected frame that ends with `*)` matches any line.
 fn is(found: &str, expected: &str) -> bool {
     match expected.strip_suffix("*)") {
         Some(start) => found.starts_with(start),
@@ -73,22 +73,22 @@ fn is(found: &str, expected: &str) -> bool {
     }
 }
 
-/// Whether the frames are those that are expected.
+/// Whether the frames are the expected ones.
 fn are(found: &[String], expected: &[String]) -> bool {
     found.len() == expected.len() && found.iter().zip(expected).all(|(a, b)| is(a, b))
 }
 
-/// The methods of a stack, innermost first.
+/// Returns the methods of a stack, innermost first.
 fn methods_of(stack: &Value) -> Result<Vec<String>> {
     let frames = stack["user_frames"].as_array().context("no frames")?;
     Ok(frames.iter().flat_map(methods_of_frame).collect())
 }
 
-/// The methods of a complete stack, innermost first.
+/// Returns the methods of a stack, innermost first. Fails if the stack is not complete.
 fn methods(stack: &Value) -> Result<Vec<String>> {
     let frames = stack["user_frames"].as_array().context("no frames")?;
     let outermost = frames.last().context("no frame")?;
-    // Where the C library has no symbols, its start of a thread has no name.
+    // Where the C library has no symbols, its function that starts a thread has no name.
     let starts_thread = match outermost["symbol"].as_str() {
         Some(name) => ["clone3", "__clone3"].contains(&name),
         None => outermost["module"] == "libc.so.6",
@@ -100,7 +100,7 @@ fn methods(stack: &Value) -> Result<Vec<String>> {
     methods_of(stack)
 }
 
-/// Compares every block that the workload noted, frame by frame.
+/// Compares the stack of every block that the workload recorded, frame by frame.
 pub(crate) fn expect_all(ended: &Ended, truth: &HashMap<u64, Vec<String>>) -> Result<()> {
     let objects = ended.objects()?;
     let stacks = harness::stacks_of_blocks(&objects);
@@ -119,14 +119,14 @@ pub(crate) fn expect_all(ended: &Ended, truth: &HashMap<u64, Vec<String>>) -> Re
     Ok(())
 }
 
-/// What is said of all stacks at the end.
+/// Returns the summary of all stacks, which the tool prints at the end.
 fn summary(objects: &[Value]) -> Result<&Value> {
     let mut rows = objects.iter();
     let summary = rows.find(|row| row["type"] == "unwinding");
     summary.context("no summary")
 }
 
-/// Frame by frame: by the interpreter alone, by each compiler, with one code heap and with three.
+/// Frames are compared one by one: with the interpreter alone, with each compiler, with one code heap and with three.
 fn frames_are_those_that_java_has() -> Result<()> {
     for kit in kits()? {
         let java = Java::compile(&kit)?;
@@ -145,7 +145,8 @@ fn frames_are_those_that_java_has() -> Result<()> {
     Ok(())
 }
 
-/// Frame by frame, up to where the others are in Java's heap, which is said; interpreted and compiled.
+/// Frames of virtual threads are compared one by one, interpreted and compiled, up to where their callers are in
+/// Java's heap; memleak says that they are there.
 fn frames_of_virtual_threads_are_those_that_java_has() -> Result<()> {
     let mut kits = kits()?;
     kits.retain(|kit| has_virtual_threads(kit));
@@ -171,8 +172,8 @@ fn has_virtual_threads(kit: &Path) -> bool {
     version.is_some_and(|version| version >= 21)
 }
 
-/// Compares every block that the threads of `Virtual` noted: the first thread's stacks go on to the thread that carries
-/// it, those of the others end where their callers are in Java's heap.
+/// Compares the stack of every block that the threads of `Virtual` recorded. The stacks of the first thread
+/// continue into its carrier thread. The stacks of the other threads end where their callers are in Java's heap.
 fn expect_up_to_heap(ended: &Ended, truth: &HashMap<u64, Vec<String>>) -> Result<()> {
     const IN_HEAP: &str = "a virtual thread's callers are in Java's heap";
     let objects = ended.objects()?;
@@ -188,7 +189,7 @@ fn expect_up_to_heap(ended: &Ended, truth: &HashMap<u64, Vec<String>>) -> Result
             found.get(..expected.len())
         } else {
             ensure!(stack["truncated"] == IN_HEAP, "{stack}");
-            // Frames.take, and who calls it.
+            // The stack has at least Frames.take and its caller.
             ensure!(
                 (5..expected.len()).contains(&found.len()),
                 "{} of {} in {stack}",
@@ -212,7 +213,7 @@ fn expect_up_to_heap(ended: &Ended, truth: &HashMap<u64, Vec<String>>) -> Result
     Ok(())
 }
 
-/// The names of compiled functions that HotSpot itself writes down are those that were read from its memory.
+/// The names of compiled functions in HotSpot's own perf map equal the names that were read from HotSpot's memory.
 fn names_are_those_of_the_perf_map() -> Result<()> {
     for kit in kits()? {
         let java = Java::compile(&kit)?;
@@ -263,14 +264,14 @@ fn names_are_those_of_the_perf_map() -> Result<()> {
     Ok(())
 }
 
-/// Functions that are compiled into their callers are there, in order, by each compiler.
+/// Functions that are inlined into their callers are shown in order, with each compiler.
 fn inlined_functions_are_shown() -> Result<()> {
     for kit in kits()? {
         let java = Java::compile(&kit)?;
         for options in [
             &[][..],
             &["-XX:TieredStopAtLevel=1"],
-            // Code that is discarded leaves its place to none other before the report.
+            // The memory of discarded code is not reused before the report.
             &["-XX:-TieredCompilation", "-Xcomp", "-XX:-MethodFlushing"],
         ] {
             let ended = java.trace(options)?;
@@ -285,8 +286,8 @@ fn inlined_functions_are_shown() -> Result<()> {
     Ok(())
 }
 
-/// Where a fault is taken a frame may be half built: functions reach further down a new thread's stack at
-/// their first instructions. Of two that call each other none may be skipped.
+/// A frame may be half built when a fault happens: the first instructions of functions touch a new thread's stack
+/// further down. Of two functions that call each other, none may be skipped.
 fn stacks_of_page_faults_are_complete() -> Result<()> {
     const RECURSIVE: [&str; 2] = ["Frames.even", "Frames.odd"];
     for kit in kits()? {
@@ -307,7 +308,7 @@ fn stacks_of_page_faults_are_complete() -> Result<()> {
             let unwinding = objects.iter().find(|row| row["type"] == "unwinding");
             let unwinding = unwinding.with_context(context)?;
             let count = |value: &Value| value.as_u64().with_context(context);
-            // Compilers of HotSpot's go deeper. And the interpreter may be about to make a frame.
+            // HotSpot's own compilers have deeper stacks. The interpreter may be about to make a frame.
             let because = &unwinding["truncated_by_reason"];
             let deep = count(&because["depth"])?;
             let odd = count(&because["stack"])? + count(&because["no_code"])?;

@@ -1,4 +1,4 @@
-//! Programs of Java for the tests, and the Javas that run them.
+//! Java programs for the tests, and the JDKs ("kits") that run them.
 
 use std::collections::HashMap;
 use std::fs;
@@ -11,12 +11,13 @@ use tempfile::TempDir;
 
 use crate::harness::{self, Ended, Tool, Workload};
 
-/// The bytes of each block of the workload, which are not Java's own.
+/// Size of each block of the workload, in bytes. Java itself allocates no blocks of this size.
 pub(crate) const BYTES: &str = "1016";
-/// Blocks that each of the workload's three threads allocates.
+/// Number of blocks that each of the workload's three threads allocates.
 pub(crate) const COUNT: usize = 1009;
 
-/// The Javas of the machine, and those that scripts/java has unpacked, as far as that had to: folders, each named once.
+/// Returns the folders of the machine's Javas, and of those that scripts/java has unpacked where the machine
+/// lacks them, each once.
 pub(crate) fn kits() -> Result<Vec<PathBuf>> {
     let unpacked = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/java");
     let folders = [Path::new("/usr/lib/jvm"), &unpacked];
@@ -34,7 +35,7 @@ pub(crate) fn kits() -> Result<Vec<PathBuf>> {
     Ok(kits)
 }
 
-/// The compiler of a kit, or, if it has none, of the first that has.
+/// Returns the compiler of a kit or, if the kit has none, of the first kit that has one.
 fn compiler(kit: &Path) -> Result<PathBuf> {
     let mut compilers = [kit.to_owned()].into_iter().chain(kits()?);
     let compiler = compilers.find_map(|kit| {
@@ -44,7 +45,7 @@ fn compiler(kit: &Path) -> Result<PathBuf> {
     compiler.context("no compiler of Java in /usr/lib/jvm")
 }
 
-/// A workload that was compiled for a kit, and what it has written down.
+/// Workload that was compiled for a kit, and the folder that it writes its record to.
 pub(crate) struct Java {
     kit: PathBuf,
     folder: TempDir,
@@ -56,7 +57,7 @@ impl Java {
         Self::compile_class(kit, "Frames")
     }
 
-    /// Compiles a workload that uses that of [`Java::compile`].
+    /// Compiles a workload that uses the workload of [`Java::compile`].
     pub(crate) fn compile_class(kit: &Path, class: &'static str) -> Result<Self> {
         let folder = harness::scratch()?;
         let sources = harness::sources();
@@ -78,7 +79,7 @@ impl Java {
         self.folder.path().join("truth")
     }
 
-    /// Where the classes are, and what it writes down.
+    /// Returns the folder of the classes, and of the files that the workload writes.
     pub(crate) fn folder(&self) -> &Path {
         self.folder.path()
     }
@@ -87,7 +88,7 @@ impl Java {
         Workload::spawn(&mut self.command(options, arguments))
     }
 
-    /// Starts it as another user and group.
+    /// Starts the workload as another user and group.
     pub(crate) fn start_as(
         &self,
         (user, group): (u32, u32),
@@ -98,7 +99,7 @@ impl Java {
         Workload::spawn(command.uid(user).gid(group))
     }
 
-    /// Starts it by a command that executes what follows its own arguments.
+    /// Starts the workload by a command that executes its further arguments.
     pub(crate) fn start_by(
         &self,
         mut by: Command,
@@ -117,12 +118,12 @@ impl Java {
             .arg(self.class)
             .arg(self.truth_file())
             .args(arguments);
-        // It warns of what the workload uses.
+        // Java warns of functions that the workload uses.
         command.stderr(Stdio::null());
         command
     }
 
-    /// Has memleak follow the workload.
+    /// Traces the workload by memleak.
     pub(crate) fn trace(&self, options: &[&str]) -> Result<Ended> {
         let mut workload = self.start(options, &[&COUNT.to_string()])?;
         let pid = workload.pid();
@@ -133,16 +134,17 @@ impl Java {
         Self::end(tool, workload)
     }
 
-    /// Ends the tool, and then the workload: names are read from its memory.
+    /// Ends the tool before the workload, because the tool reads names from the workload's memory.
     pub(crate) fn end(tool: Tool, workload: Workload) -> Result<Ended> {
         let ended = tool.interrupt()?;
         workload.finish()?;
         Ok(ended)
     }
 
-    /// The frames of each block, by its address, as the workload has noted them, such as `Frames.take (Frames.java:46)`;
-    /// the innermost are those that it calls to allocate one, whose lines it does not know. A kit may have been made
-    /// without the lines of its own classes (jlink --strip-java-debug-attributes).
+    /// Returns the frames of each block, by its address, as the workload has recorded them, such as `Frames.take
+    /// (Frames.java:46)`. The innermost frames are those of the allocation functions that the workload calls,
+    /// whose lines it does not know. A kit may have been made without the lines of its own classes (jlink
+    /// --strip-java-debug-attributes).
     pub(crate) fn truth(&self) -> Result<HashMap<u64, Vec<String>>> {
         let text = fs::read_to_string(self.truth_file())?;
         let place = match text.contains("(Thread.java:") {

@@ -1,4 +1,4 @@
-//! Names of Java from perf maps that HotSpot is asked for (`--java-names`), without a JDK, and without harm.
+//! Java names from perf maps that HotSpot is asked for (`--java-names`), without a JDK and without harm.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, Permissions};
@@ -16,7 +16,7 @@ use crate::harness::{self, Ended, Tool, Workload};
 use crate::java;
 use crate::java_kits::{self, BYTES, COUNT, Java};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "java_names":
         a_perf_map_is_asked_for [Host],
@@ -27,19 +27,19 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// A user and a group that have nothing to do with the tool's.
+/// User and group that have nothing in common with the tool's.
 pub(crate) const NOBODY: (u32, u32) = (65534, 60001);
-/// Options by which all functions are compiled.
+/// Options of Java that compile all functions.
 const COMPILED: [&str; 3] = ["-XX:-Inline", "-XX:-TieredCompilation", "-Xcomp"];
-/// How long the tool may take until it asks again.
+/// Time limit for the tool to ask, or to ask again.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What a process may leave in its /tmp when it is asked.
+/// Files that a process may leave in its /tmp when it is asked for a perf map.
 pub(crate) struct Traces {
     map: PathBuf,
     socket: PathBuf,
     trigger: PathBuf,
-    /// The folder of its open files, and how the map is called there.
+    /// Folder of the process's open descriptors, and the map's path as the process sees it.
     descriptors: PathBuf,
     own_map: PathBuf,
 }
@@ -49,7 +49,7 @@ impl Traces {
         Self::in_root(Path::new("/"), pid, pid)
     }
 
-    /// What a process leaves that has this root and knows itself by this number.
+    /// Returns the files of a process with the root `root`, and with the PID `number` in its own PID namespace.
     fn in_root(root: &Path, pid: &str, number: &str) -> Self {
         let file = |name: &str| root.join("tmp").join(name);
         let map = format!("perf-{number}.map");
@@ -66,7 +66,7 @@ impl Traces {
         self.map.exists()
     }
 
-    /// Waits until there is a map: the tool asks when its probes are live.
+    /// Waits until the map is written. The tool asks for it when its probes are live.
     fn wait_for_map(&self) -> Result<()> {
         let begun = Instant::now();
         while !self.has_map() || !self.is_written()? {
@@ -83,7 +83,7 @@ impl Traces {
         Ok(files.all(|file| file != self.own_map))
     }
 
-    /// Has the process, which listens by now, write its map once more.
+    /// Makes the process, which already listens, write its map once more.
     fn ask_again(&self) -> Result<()> {
         let mut socket = UnixStream::connect(&self.socket)?;
         socket.write_all(b"1\0jcmd\0Compiler.perfmap\0\0\0")?;
@@ -93,8 +93,8 @@ impl Traces {
         Ok(())
     }
 
-    /// Puts another map in the place of that of a process of [`NOBODY`], which cannot write it again: the functions of
-    /// the workload have names there that are nowhere else.
+    /// Replaces the map of a process of [`NOBODY`], which cannot write it again. In the new map, the workload's
+    /// functions have names that are nowhere else.
     fn rename_functions(&self) -> Result<String> {
         let map = fs::read_to_string(&self.map)?;
         let map = map.replace(" Frames", " Renamed");
@@ -119,7 +119,7 @@ impl Drop for Traces {
     }
 }
 
-/// Starts memleak, which shows each block of the workload.
+/// Starts memleak with a list of each block of the workload.
 fn trace(pid: &str, more: &[&str]) -> Result<Tool> {
     let each_block = [
         "-j", "-a", "-o", "0", "-T", "100000", "-z", BYTES, "-Z", BYTES, "-p", pid,
@@ -129,13 +129,13 @@ fn trace(pid: &str, more: &[&str]) -> Result<Tool> {
     Ok(tool)
 }
 
-/// The functions of a map: start, and name.
+/// Returns the functions of a map: start address and name.
 fn functions(map: &str) -> BTreeMap<u64, &str> {
     let lines = map.lines().filter_map(function);
     lines.map(|(start, _, name)| (start, name)).collect()
 }
 
-/// The function in a line of a map: start, bytes, and name.
+/// Parses a line of a map: start address, size in bytes, and name of a function.
 fn function(line: &str) -> Option<(u64, u64, &str)> {
     let (start, rest) = line.split_once(' ')?;
     let (size, name) = rest.split_once(' ')?;
@@ -153,7 +153,7 @@ fn wait_for_later_code(map: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Compares the frames of compiled functions with what a map has there. Returns how many.
+/// Compares the frames of compiled functions with the names in a map. Returns the number of these frames.
 fn compare(ended: &Ended, map: &str) -> Result<usize> {
     let (functions, objects) = (functions(map), ended.objects()?);
     let frames = objects
@@ -174,8 +174,8 @@ fn compare(ended: &Ended, map: &str) -> Result<usize> {
     Ok(compared)
 }
 
-/// A map is written, once the tool is ready, by HotSpot as its own user and not by ours; it is asked for
-/// again, when there is later code; the frames are Java's own, and named as the map has them.
+/// Once the tool is ready, HotSpot writes a map, as its own user and not as ours. The tool asks again when there
+/// is later code. The frames equal Java's own record, with the names of the map.
 fn a_perf_map_is_asked_for() -> Result<()> {
     for kit in java_kits::kits()? {
         let java = Java::compile(&kit)?;
@@ -203,7 +203,7 @@ fn a_perf_map_is_asked_for() -> Result<()> {
         let asked = fs::read_to_string(&traces.map)?;
         let compared = compare(&ended, &asked)?;
         ensure!(compared > 100, "{compared} frames");
-        // HotSpot's own way to be asked, by its own user. It may have compiled a little since.
+        // jcmd is HotSpot's own way to be asked, by its own user. HotSpot may have compiled a few functions since.
         fs::remove_file(&traces.map)?;
         expect_jcmd(&kit, &pid)?;
         let by_jcmd = fs::read_to_string(&traces.map)?;
@@ -224,7 +224,8 @@ fn a_perf_map_is_asked_for() -> Result<()> {
     Ok(())
 }
 
-/// As the map is another one than HotSpot has written, names show whether they come from there or from memory.
+/// The map is replaced by a map that HotSpot has not written. The names show whether they come from the map or
+/// from memory.
 fn names_are_those_of_the_map_that_was_asked_for() -> Result<()> {
     for kit in java_kits::kits()? {
         let java = Java::compile(&kit)?;
@@ -237,7 +238,7 @@ fn names_are_those_of_the_map_that_was_asked_for() -> Result<()> {
     Ok(())
 }
 
-/// By another number than that by which it knows itself, and with a /tmp that only its own mount namespace has.
+/// The virtual machine has another PID in its own namespace than outside, and a /tmp that only its mount namespace has.
 fn a_virtual_machine_in_a_container_is_asked() -> Result<()> {
     for kit in java_kits::kits()? {
         let java = Java::compile(&kit)?;
@@ -257,7 +258,7 @@ fn a_virtual_machine_in_a_container_is_asked() -> Result<()> {
     Ok(())
 }
 
-/// The workload's functions, once a map was asked for, are called as another map has them that is there by then.
+/// Checks that, once a map was asked for, the workload's functions have the names of the map that has replaced it.
 fn expect_renamed(mut workload: Workload, pid: &str, traces: &Traces) -> Result<()> {
     let tool = trace(pid, &["--java-names"])?;
     traces.wait_for_map()?;
@@ -298,8 +299,8 @@ fn expect_jcmd(kit: &Path, pid: &str) -> Result<()> {
     Ok(())
 }
 
-/// What does not want to be attached to would print all its stacks at SIGQUIT: it is left alone, goes on, and is
-/// named from its memory.
+/// A virtual machine that refuses to be attached to would print all its stacks at SIGQUIT. It is left alone, runs
+/// on, and its functions are named from its memory.
 fn a_virtual_machine_that_refuses_is_not_asked() -> Result<()> {
     for kit in java_kits::kits()? {
         let why = "it was started with -XX:+DisableAttachMechanism";
@@ -308,7 +309,8 @@ fn a_virtual_machine_that_refuses_is_not_asked() -> Result<()> {
     Ok(())
 }
 
-/// What SIGQUIT would kill is asked without that, as it listens from its start; if it does not, it is left alone.
+/// A virtual machine that SIGQUIT would kill is asked without the signal, because it listens from its start. If
+/// it does not listen, it is left alone.
 fn a_virtual_machine_that_would_be_killed_gets_no_signal() -> Result<()> {
     for kit in java_kits::kits()? {
         let java = Java::compile(&kit)?;
@@ -328,7 +330,7 @@ fn a_virtual_machine_that_would_be_killed_gets_no_signal() -> Result<()> {
     Ok(())
 }
 
-/// One with this option, and after this preparation, is not asked, for this reason.
+/// Checks that a virtual machine with this option, after this preparation, is not asked, for the reason `why`.
 fn expect_refused(
     kit: &Path,
     option: &str,
@@ -355,7 +357,7 @@ fn expect_refused(
     Ok(())
 }
 
-/// The next that the workload prints is what it says at its end: HotSpot prints stacks to the same place.
+/// Checks that the next line that the workload prints is its last one: HotSpot prints stacks to the same stream.
 fn work_undisturbed(workload: &mut Workload) -> Result<()> {
     workload.work().context("it was disturbed")?;
     Ok(())

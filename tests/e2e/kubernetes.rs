@@ -1,5 +1,5 @@
-//! The containers of packaging/kubernetes: what each file says is what a command is run with here, in a root like a
-//! pod's, and does its work; without any one of its capabilities it says what it lacks.
+//! The containers of packaging/kubernetes. A command that runs as a file says, in a root like a pod's, does its
+//! work; without any one of the file's capabilities, it names the missing capability.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, Permissions};
@@ -41,7 +41,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     )
 }
 
-/// A DaemonSet, as far as ours goes: a name that Kubernetes does not know is no field here.
+/// DaemonSet, with only the fields that ours uses. A name that Kubernetes does not know is not among them.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct DaemonSet {
@@ -138,7 +138,7 @@ struct Limits {
 struct VolumeMount {
     name: String,
     mount_path: PathBuf,
-    /// Below the volume's top.
+    /// Path below the volume's root.
     #[serde(default)]
     sub_path: PathBuf,
     #[serde(default)]
@@ -159,7 +159,7 @@ struct HostPath {
     r#type: String,
 }
 
-/// What `kubectl debug --custom` takes: a part of a container.
+/// Part of a container's specification that `kubectl debug --custom` takes.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct Debug {
@@ -167,7 +167,7 @@ struct Debug {
     volume_mounts: Vec<VolumeMount>,
 }
 
-/// The pod of the DaemonSet, which is one that Kubernetes takes.
+/// Returns the pod of the DaemonSet, after checking what Kubernetes requires.
 fn daemon_set() -> Result<PodSpec> {
     let set: DaemonSet = yaml::from_str(DAEMON_SET)?;
     ensure!(set.api_version == "apps/v1" && set.kind == "DaemonSet");
@@ -189,7 +189,7 @@ fn daemon_set() -> Result<PodSpec> {
     Ok(pod)
 }
 
-/// The file that suffices on this kernel: from 6.6 on there are uprobes without CAP_SYS_ADMIN.
+/// Returns the debug file that suffices on this kernel: from 6.6 on, uprobes do not need CAP_SYS_ADMIN.
 fn debug_file() -> Result<&'static str> {
     let types = fs::read("/sys/kernel/btf/vmlinux")?;
     let name = b"\0bpf_uprobe_multi_link\0";
@@ -197,8 +197,8 @@ fn debug_file() -> Result<&'static str> {
     Ok(if has_multi { DEBUG } else { DEBUG_SYS_ADMIN })
 }
 
-/// A root, and the context, of containers that `kubectl debug` makes. Its volume `host-root` is the node's root, where
-/// systemd has mounted tracefs; here it may not be.
+/// Returns the root and the security context of containers that `kubectl debug` makes. Their volume `host-root`
+/// is the node's root, where systemd has mounted tracefs; here, tracefs may not be mounted.
 fn debug() -> Result<(Root, SecurityContext)> {
     let debug: Debug = yaml::from_str(debug_file()?)?;
     let [tracing] = &debug.volume_mounts[..] else {
@@ -208,7 +208,8 @@ fn debug() -> Result<(Root, SecurityContext)> {
     ensure!(tracing.sub_path == Path::new("sys/kernel/tracing"));
     let mut root = Root::new()?;
     let there = root.inside(&tracing.mount_path)?;
-    // This mount alone is read-only: said at once, it would make tracefs so for everybody before 6.12.
+    // Only this mount becomes read-only. Mounted read-only in one step, tracefs would be read-only for every
+    // process before 6.12.
     root.mounts
         .push((None, there.clone(), Some("tracefs"), MsFlags::empty()));
     root.mounts.push((None, there, None, READ_ONLY));
@@ -216,7 +217,7 @@ fn debug() -> Result<(Root, SecurityContext)> {
 }
 
 impl SecurityContext {
-    /// All that a container has of what it may.
+    /// Returns the capabilities that a container has.
     fn capabilities(&self) -> Result<CapsHashSet> {
         let Capabilities { drop, add } = &self.capabilities;
         ensure!(*drop == ["ALL"], "{drop:?}");
@@ -225,15 +226,15 @@ impl SecurityContext {
     }
 }
 
-/// Makes a mount read-only that is there, and no other mount of the same file system.
+/// Flags that make an existing mount read-only, and no other mount of the same file system.
 const READ_ONLY: MsFlags = MsFlags::MS_BIND
     .union(MsFlags::MS_RDONLY)
     .union(MsFlags::MS_REMOUNT);
 
-/// A root in which there is what a container runtime gives to a pod with `hostPID`, and the tools as /usr/bin.
+/// Root folder with what a container runtime gives to a pod with `hostPID`, and with the tools in /usr/bin.
 struct Root {
     folder: TempDir,
-    /// What is mounted by the command itself, in a namespace of its own: from, to, type, flags.
+    /// Mounts that the command itself makes, in a mount namespace of its own: source, target, type, flags.
     mounts: Vec<(Option<PathBuf>, PathBuf, Option<&'static str>, MsFlags)>,
 }
 
@@ -263,12 +264,12 @@ impl Root {
         Ok(Self { folder, mounts })
     }
 
-    /// The path, outside, of what has this one inside.
+    /// Returns the path outside of the root for a path inside.
     fn inside(&self, path: &Path) -> Result<PathBuf> {
         Ok(self.folder.path().join(path.strip_prefix("/")?))
     }
 
-    /// A command in this root and in a cgroup, by a user and with capabilities as this context says.
+    /// Returns a command in this root and in a cgroup, with the user and the capabilities of this context.
     fn command(
         &self,
         name: &str,
@@ -316,7 +317,7 @@ impl Root {
     }
 }
 
-/// How a container of the DaemonSet ends, run for a second, with this folder of the host for its volume.
+/// Runs a container of the DaemonSet for a second, with the folder `metrics` of the host as its volume.
 fn run(container: &Container, context: &SecurityContext, metrics: &Path) -> Result<Ended> {
     let [mount] = &container.volume_mounts[..] else {
         anyhow::bail!("{} has other volumes", container.name);
@@ -333,7 +334,7 @@ fn run(container: &Container, context: &SecurityContext, metrics: &Path) -> Resu
     Tool::spawn(&mut command)?.end()
 }
 
-/// A quantity in mebibytes.
+/// Parses a quantity in mebibytes, and returns bytes.
 fn bytes(quantity: &str) -> Result<u64> {
     let number = quantity.strip_suffix("Mi").context("not in Mi")?;
     Ok(number.parse::<u64>()? << 20)
@@ -347,7 +348,7 @@ fn containers_of_the_daemon_set_do_their_work() -> Result<()> {
         let metrics = harness::scratch()?;
         let ended = run(container, &container.security_context, metrics.path())?;
         ensure!(ended.status.success(), "{}: {ended:?}", container.name);
-        // Nothing is missing, such as that it is killed last, but what this machine's root has not.
+        // The tool lacks no privilege, such as to be killed last, except those that this machine's root lacks, too.
         let had = caps::read(None, CapSet::Permitted)?;
         let lacks = container.security_context.capabilities()?;
         let lacks = lacks.difference(&had).map(ToString::to_string);
@@ -363,14 +364,15 @@ fn containers_of_the_daemon_set_do_their_work() -> Result<()> {
     Ok(())
 }
 
-/// Without any one of them a container does not run, or tells what it goes on without.
+/// Without any one of its capabilities, a container does not run, or names what it runs without.
 fn each_capability_is_wanted() -> Result<()> {
     let pod = daemon_set()?;
     let had = caps::read(None, CapSet::Permitted)?;
     let vmscan = &pod.containers[0];
     let metrics = harness::scratch()?;
     for without in vmscan.security_context.capabilities()? {
-        // Not every machine's root has all. On 5.10 libbpf lifts the limit of locked memory, with CAP_SYS_RESOURCE.
+        // On some machines root lacks capabilities. On 5.10, libbpf lifts the limit of locked memory by
+        // CAP_SYS_RESOURCE.
         let is_lifted = harness::release().starts_with("5.10.");
         if !had.contains(&without) || is_lifted && without == Capability::CAP_IPC_LOCK {
             continue;
@@ -407,7 +409,7 @@ fn memleak_runs_on_demand() -> Result<()> {
     Ok(())
 }
 
-/// All that can run by root outside of any container, says the doctor.
+/// In the container, the doctor says that every tool can run that root can run outside of it.
 fn every_tool_can_run_on_demand() -> Result<()> {
     let _permits = permit_perf_events()?;
     let (root, context) = debug()?;
@@ -425,8 +427,8 @@ fn every_tool_can_run_on_demand() -> Result<()> {
     Ok(())
 }
 
-/// A perf map of another user's HotSpot: without either of the capabilities that a comment in the file names, memleak says
-/// which it is, and reads names from memory.
+/// Perf map of another user's HotSpot. Without either of the two capabilities that a comment in the file names,
+/// memleak says which one it is, and reads names from memory.
 fn names_of_java_are_asked_for_with_two_capabilities_more() -> Result<()> {
     let _permits = permit_perf_events()?;
     for file in [DEBUG, DEBUG_SYS_ADMIN] {
@@ -469,7 +471,7 @@ fn names_of_java_are_asked_for_with_two_capabilities_more() -> Result<()> {
     Ok(())
 }
 
-/// Has perf events forbidden to nobody with CAP_PERFMON, which debug.yaml asks for.
+/// Lowers perf_event_paranoid to where CAP_PERFMON, which debug.yaml asks for, permits perf events.
 fn permit_perf_events() -> Result<Option<Setting>> {
     let paranoid = "/proc/sys/kernel/perf_event_paranoid";
     let forbids = fs::read_to_string(paranoid)?.trim().parse::<i32>()? > 2;

@@ -1,4 +1,4 @@
-//! Source lines and inlined calls, and symbols that were split from a program, wherever they are put.
+//! Source lines, inlined calls, and symbols that were split from a program, wherever they are stored.
 
 mod damaged;
 mod debuginfod;
@@ -35,7 +35,7 @@ pub(crate) fn tests() -> Vec<Trial> {
 const COUNT: u64 = 1009;
 const SIZE: u64 = 31;
 
-/// What a stack of the workload is told with, if all is known.
+/// Inlined frames of the workload's stack, if all debug information is found.
 const INLINED: [&str; 2] = [
     "inner (inner.h:1009) [inlined]",
     "outer (outer.h:2003) [inlined]",
@@ -46,7 +46,7 @@ fn start(program: &mut Command, function: &str) -> Result<Workload> {
     Workload::spawn(program.args([function, &COUNT.to_string(), &SIZE.to_string()]))
 }
 
-/// Traces a program to its end, from when the tool says that it is live.
+/// Traces a program's work, from when the tool says that it is live.
 fn trace(
     program: &mut Command,
     tool: &str,
@@ -70,7 +70,8 @@ fn trace(
     Ok(ended)
 }
 
-/// The folded stacks of the calls of sbrk, as brkstack tells them; there are as many as were made.
+/// Returns the folded stacks of the calls of sbrk, as brkstack prints them. The counts must add up to the calls
+/// that were made.
 fn folded(
     program: &mut Command,
     options: &[&str],
@@ -92,7 +93,7 @@ fn workload(name: &str) -> Command {
     Command::new(harness::workload(name))
 }
 
-/// Rows of a report, without the addresses of frames and the places in functions.
+/// Returns the rows of a report, without the addresses of frames and the offsets in functions.
 pub(crate) fn rows(report: &str) -> Vec<String> {
     let row = |line: &str| {
         let words = line.split_whitespace();
@@ -155,7 +156,7 @@ fn inlined_calls_have_their_lines() -> Result<()> {
     let is_marked = |stack: &String| stack.contains(";allocate;outer_[i];inner_[i];");
     ensure!(stacks.iter().all(is_marked), "{stacks:#?}");
 
-    // Nothing of it unless it is asked for.
+    // Without --lines, no inlined calls are shown.
     let (stacks, _) = folded(&mut workload("lines"), &[], &[])?;
     ensure!(
         stacks.iter().all(|stack| !stack.contains("inner")),
@@ -171,7 +172,7 @@ fn inlined_calls_have_their_lines() -> Result<()> {
     Ok(())
 }
 
-/// A report shows no lines, and its profile and its flame graph have them.
+/// The report shows no lines, but its profile and its flame graph have them.
 fn profiles_have_lines_unasked() -> Result<()> {
     let folder = harness::scratch()?;
     let path = |name: &str| folder.path().join(name).to_str().map(str::to_owned);
@@ -216,7 +217,7 @@ fn profiles_have_lines_unasked() -> Result<()> {
     Ok(())
 }
 
-/// Programs that were stripped, each with what was split from it in another way.
+/// Stripped programs, whose debug information was split off in a different way each.
 fn what_was_split_is_found() -> Result<()> {
     for name in ["lines-linked", "lines-dwp", "lines-dwz"] {
         let (stacks, ended) = folded(&mut workload(name), &["--lines"], &[])?;
@@ -232,14 +233,14 @@ fn what_was_split_is_found() -> Result<()> {
             ended.stderr
         );
     }
-    // Its symbols alone, also unasked.
+    // lines-mini has symbols alone, which are shown without --lines, too.
     let (stacks, ended) = folded(&mut workload("lines-mini"), &[], &[])?;
     let is_named = |stack: &String| stack.contains(";_start;") && stack.contains(";main;allocate;");
     ensure!(stacks.iter().all(is_named), "{ended:?}");
     Ok(())
 }
 
-/// A program, copied with what was split from it and is found by its name and checksum.
+/// A program is copied with its split debug file, which is found by its name and checksum.
 fn what_was_split_from_another_build_is_not_taken() -> Result<()> {
     let folder = harness::scratch()?;
     let program = folder.path().join("lines-linked");
@@ -255,7 +256,7 @@ fn what_was_split_from_another_build_is_not_taken() -> Result<()> {
         "{ended:?}"
     );
 
-    // The last byte is of no name, and any byte is of the checksum.
+    // The additional byte belongs to no name, but the checksum covers every byte.
     let file = File::options().append(true).open(&debug)?;
     (&file).write_all(b"\0")?;
     let (stacks, ended) = folded(&mut Command::new(&program), &["--lines"], &[])?;
@@ -271,7 +272,8 @@ fn what_was_split_from_another_build_is_not_taken() -> Result<()> {
     Ok(())
 }
 
-/// The path of what was split from a file, below a folder such as /usr/lib/debug.
+/// Returns the path of the debug file that was split from a program, below a folder such as /usr/lib/debug, and
+/// the program's build ID.
 fn by_build_id(folder: &Path, program: &Path) -> Result<(PathBuf, String)> {
     let id = elf::build_id(&File::open(program)?).context("no build id")?;
     let id = text::hex(&id);
@@ -307,7 +309,7 @@ fn files_of_a_container_are_found_in_it() -> Result<()> {
         ended.stderr
     );
 
-    // A link out of that root, to what is there in ours, leads nowhere.
+    // A link out of the container's root, to a file in our root, leads nowhere.
     fs::remove_file(&debug)?;
     let outside = harness::scratch()?;
     let outside = outside.path().join("debug");

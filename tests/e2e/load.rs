@@ -1,8 +1,9 @@
-//! Every program of every tool passes the verifier of this kernel, or this kernel lacks what the
-//! program is for, and is known to; and reads the fields of this kernel.
+//! Every program of every tool passes this kernel's verifier, unless the kernel is known to lack what the program
+//! is for. Every program reads fields at the offsets of this kernel.
 //!
-//! A tool's programs are loaded in one go, and each alone if one of them does not pass, with the options at their defaults
-//! and with all of them on: options are constants to the verifier, which leaves out what they switch off.
+//! A tool's programs are loaded together, and each alone if one of them does not pass. They are loaded with the
+//! options at their defaults and with all options on: to the verifier, options are constants, and it skips the
+//! code that they switch off.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -26,7 +27,7 @@ const ONLY_WITH: [(&str, &str); 8] = [
     ("ffaults/fault_event", "bpf_find_vma"),
     ("ffaults/major_fault_event", "bpf_find_vma"),
     ("hfaults/fault_event", "bpf_find_vma"),
-    // Cookies came with 5.15, after the compare-and-exchange of 5.12.
+    // BPF cookies came with 5.15, after the compare-and-exchange of 5.12.
     ("memleak/cookie_entry", "bpf_perf_link"),
     ("memleak/cookie_return", "bpf_perf_link"),
     ("memleak/session_call", "BPF_TRACE_UPROBE_SESSION"),
@@ -34,49 +35,50 @@ const ONLY_WITH: [(&str, &str); 8] = [
     ("shmsnoop/shmdt_enter_function", "bpf_find_vma"),
 ];
 
-/// Programs of which there are many that differ in one number: the first stands for all.
+/// Name prefixes of programs that differ in one number only. The first program is tested in place of all.
 const COPIES: [(&str, &str); 2] = [("memleak", "entry_"), ("vmscan", "count_")];
 
-/// With more bytes of stack than this, a program attached to a uprobe shares them with whatever
-/// preempts it: x86's private BPF stacks, 6.13 and later, which begin at 64 bytes, rounded up to 16.
+/// Most bytes of stack for a program attached to a uprobe. With more, the program shares its stack with whatever
+/// preempts it: x86's private BPF stacks, 6.13 and later, begin at 64 bytes, rounded up to 16.
 const UPROBE_STACK_BYTES: u32 = 48;
 
-/// How many the verifier may follow for a program, a fraction of a second's work: tools are to start in
-/// milliseconds. 5.10 followed 153,498 for mmapsnoop with all options. The kernel's own limit is a million.
+/// Most instructions that the verifier may process for a program, a fraction of a second's work: tools are to
+/// start in milliseconds. 5.10 processed 153,498 for mmapsnoop with all options. The kernel's own limit is a
+/// million.
 const MOST_INSTRUCTIONS: u64 = 200_000;
 
-/// The verifier's statistics, as `log_level` asks for them.
+/// Log level that asks for the verifier's statistics.
 const BPF_LOG_STATS: u32 = 4;
 
-/// libbpf's messages of the load under way. They cannot be told apart by object.
+/// libbpf's messages about the current load. Messages about several objects cannot be told apart.
 static LOG: Mutex<String> = Mutex::new(String::new());
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// libbpf's messages of a load, for those who ask later; None if it failed.
+/// libbpf's messages about a load, kept for later tests. None if the load failed.
 type Messages = Option<Arc<str>>;
 
-/// A line for each program that has passed.
+/// Lines about the programs that have passed, one each.
 static VERDICTS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
-/// Prints what the verifier said of the programs, once all tests are done: the harness is not to
-/// be interrupted in the middle of its lines.
+/// Prints the verifier's statistics of the programs once all tests are done, so that the harness is not
+/// interrupted in the middle of its lines.
 pub(crate) fn print_verdicts() {
     for verdict in VERDICTS.lock().iter().flat_map(|verdicts| verdicts.iter()) {
         println!("{verdict}");
     }
 }
 
-/// A program of a tool.
+/// BPF program of a tool.
 struct Program {
     tool: &'static str,
     object: &'static [u8],
     name: String,
-    /// The ELF section, which says what the program is attached to.
+    /// ELF section, which says what the program is attached to.
     section: String,
 }
 
 impl Program {
-    /// A tool's programs; of those that differ in one number the first.
+    /// Returns a tool's programs. Of programs that differ in one number only, returns the first.
     fn all_of(tool: &'static str, object: &'static [u8]) -> Vec<Self> {
         let open = ObjectBuilder::default()
             .open_memory(object)
@@ -112,12 +114,13 @@ impl Program {
         ["fentry", "fexit"].contains(&self.kind())
     }
 
-    /// Whether that is so here, and not the verifier refuses this one: that says EACCES or EINVAL.
+    /// Whether the kernel has refused the program for lack of permission. If the verifier refuses a program, the
+    /// error is EACCES or EINVAL.
     fn is_refused(&self, error: &anyhow::Error) -> bool {
         self.may_be_refused() && error.to_string().starts_with("Operation not permitted")
     }
 
-    /// Why this kernel cannot have the program, if it cannot.
+    /// Returns why this kernel cannot have the program, or None if it can.
     fn missing(&self) -> Option<String> {
         let full_name = self.to_string();
         let only_with = ONLY_WITH.iter().find(|(program, _)| *program == full_name);
@@ -140,7 +143,7 @@ impl fmt::Display for Program {
     }
 }
 
-/// One test a program.
+/// Returns a test for each tool's object and for each program.
 pub(crate) fn tests() -> Vec<Trial> {
     libbpf_rs::set_print(Some((PrintLevel::Debug, |_, message| {
         if let Ok(mut log) = LOG.lock() {
@@ -169,8 +172,8 @@ fn trial(name: String, test: impl FnOnce() -> Result<Completion> + Send + 'stati
     })
 }
 
-/// Programs read every field at the place at which they would if libbpf had all of the kernel's
-/// types before it: after relocation their instructions are the same.
+/// Checks that programs read every field at the offset that libbpf finds with all of the kernel's types: after
+/// relocation, their instructions must be the same.
 fn fields_are_those_of_the_whole_btf(object: &[u8]) -> Result<Completion> {
     let whole = ObjectBuilder::default().open_memory(object)?;
     let whole = relocated(&whole).context("with the whole")?;
@@ -201,10 +204,10 @@ fn open(object: &[u8]) -> Result<OpenObject> {
     Ok(open)
 }
 
-/// The programs' instructions as libbpf gives them to the kernel, but for the numbers of maps.
+/// Returns the programs' instructions as libbpf passes them to the kernel, without the descriptors of maps.
 fn relocated(open: &OpenObject) -> Result<Vec<(String, Vec<u64>)>> {
     const LOAD_64_BITS: u8 = 0x18;
-    // SAFETY: the object lives, and has been neither prepared nor loaded.
+    // SAFETY: the object is alive, and has been neither prepared nor loaded.
     let result = unsafe { libbpf_sys::bpf_object__prepare(open.as_libbpf_object().as_ptr()) };
     ensure!(result == 0, "failed to prepare: {result}");
     let programs = open.progs().map(|program| {
@@ -263,7 +266,8 @@ fn passes(program: &Program) -> Result<Completion> {
     Ok(Completion::Completed)
 }
 
-/// But for those whose values say whose they are, and are written and read as a whole.
+/// Returns the per-CPU maps of an object, except for the map whose values name their owner, and are written and
+/// read as a whole.
 fn per_cpu_maps(object: &[u8]) -> Result<Vec<String>> {
     const TELLS_WHOSE: &str = "plain_calls";
     let open = ObjectBuilder::default().open_memory(object)?;
@@ -280,7 +284,8 @@ enum Options {
     AllOn,
 }
 
-/// What the verifier said of a program: with all of the tool's, or alone if one of them does not pass.
+/// Returns the verifier's log of a program, which is loaded with all of the tool's programs, or alone if one of
+/// them does not pass.
 fn log_of(program: &Program, options: Options) -> Result<String> {
     let (tool, object) = (program.tool, program.object);
     let log = match logs_together(tool, object, options) {
@@ -294,8 +299,8 @@ fn log_of(program: &Program, options: Options) -> Result<String> {
     Ok(end.map_or(own, |(own, _)| own).to_owned())
 }
 
-/// What the verifier said of those of a tool's programs that this kernel can have and does not refuse, loaded once for all
-/// tests; None if one did not pass.
+/// Returns the log of those of a tool's programs that this kernel can have and does not refuse, loaded together
+/// once for all tests. None if a program did not pass.
 fn logs_together(tool: &'static str, object: &'static [u8], options: Options) -> Messages {
     static LOGS: Mutex<BTreeMap<(&str, Options), Messages>> = Mutex::new(BTreeMap::new());
     let mut logs = LOGS.lock().ok()?;
@@ -333,7 +338,7 @@ fn load(object: &[u8], programs: &[&str], options: Options) -> Result<String> {
     Ok(log)
 }
 
-/// Sets every option of one byte, which is what flags are.
+/// Sets every option that has one byte: flags have this size.
 fn switch_on(open: &mut OpenObject, object: &[u8]) -> Result<()> {
     let file = tempfile::NamedTempFile::new()?;
     fs::write(file.path(), object)?;
@@ -360,15 +365,15 @@ fn switch_on(open: &mut OpenObject, object: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// What the verifier said of a program.
+/// The verifier's statistics of a program.
 struct Verdict {
     instructions: u64,
-    /// Bytes of each function's frame.
+    /// Size of each function's stack frame, in bytes.
     stacks: Vec<u32>,
 }
 
 impl Verdict {
-    /// Reads `stack depth 8+48` and `processed 1234 insns`.
+    /// Parses `stack depth 8+48` and `processed 1234 insns`.
     fn parse(log: &str) -> Option<Self> {
         let after = |text: &str| {
             let start = log.rfind(text)? + text.len();

@@ -62,7 +62,7 @@ use std::process::ExitCode;
 
 use libtest_mimic::{Arguments, Trial};
 
-/// The tests of all files, in the order in which they begin.
+/// Returns the tests of all files, in the order in which they start.
 fn all() -> impl Iterator<Item = Trial> {
     [
         heap::tests(),

@@ -13,7 +13,7 @@ use memtools::bpf::kernel_support;
 
 use crate::harness::{Ended, Tool, Workload};
 
-/// All end-to-end tests of memleak.
+/// Returns all end-to-end tests of memleak.
 pub(crate) fn tests() -> Vec<Trial> {
     [
         counts::tests(),
@@ -31,16 +31,16 @@ pub(crate) fn tests() -> Vec<Trial> {
 pub(crate) const READY: &str = "probes in";
 const SIZE: u64 = 4093;
 
-/// One stack of a report.
+/// Stack of a report.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Group {
     pub(crate) bytes: u64,
     pub(crate) allocations: u64,
-    /// Innermost first: `name+0xoffset [module]`.
+    /// Frames, innermost first: `name+0xoffset [module]`.
     pub(crate) frames: Vec<String>,
-    /// The process, if there are several.
+    /// Process of the stack, if the report has several.
     pub(crate) pid: Option<String>,
-    /// The line of --extended.
+    /// Line that --extended adds.
     pub(crate) extended: String,
 }
 
@@ -50,7 +50,7 @@ impl Group {
     }
 }
 
-/// Whether blocks are in a table, where double frees are noticed: from 5.15 on, as of cookies.
+/// Whether memleak keeps blocks in a table, where it notices double frees. It does from 5.15 on, like BPF cookies.
 pub(crate) fn has_table() -> bool {
     kernel_support::btf_has_name("bpf_perf_link")
 }
@@ -59,7 +59,7 @@ fn name(frame: &str) -> &str {
     frame.split('+').next().unwrap_or(frame)
 }
 
-/// The groups of the last report of a text output.
+/// Parses the groups of the last report in a text output.
 pub(crate) fn last_report(stdout: &str) -> Result<Vec<Group>> {
     let start = stdout
         .rfind("stacks with outstanding allocations:\n")
@@ -74,7 +74,7 @@ pub(crate) fn last_report(stdout: &str) -> Result<Vec<Group>> {
                 .frames
                 .push(frame.to_owned());
         } else if line.starts_with("\ttotal ") || line.starts_with("\tof these ") {
-            // What all groups have together.
+            // The line is about all groups together.
         } else if line.contains(" bytes in ") {
             let words: Vec<&str> = line.split_whitespace().collect();
             let number = |at: usize| words.get(at).and_then(|word| word.parse().ok());
@@ -101,7 +101,7 @@ pub(crate) fn last_report(stdout: &str) -> Result<Vec<Group>> {
     Ok(groups)
 }
 
-/// What a function, and whatever it calls, has outstanding: bytes and allocations.
+/// Returns what a function and its callees have outstanding: bytes and allocations.
 pub(crate) fn outstanding(groups: &[Group], function: &str) -> (u64, u64) {
     let through: Vec<&Group> = groups
         .iter()
@@ -133,7 +133,7 @@ pub(crate) fn trace(program: &str, program_args: &[&str], args: &[&str]) -> Resu
     Ok(ended)
 }
 
-/// The groups of the last report of [`trace`], of all stacks and all ages.
+/// Returns the groups of the last report of [`trace`], with all stacks and all ages.
 pub(crate) fn trace_all(program: &str, program_args: &[&str]) -> Result<Vec<Group>> {
     last_report(&trace(program, program_args, &["-o", "0", "-T", "1000", "60"])?.stdout)
 }

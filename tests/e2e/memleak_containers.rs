@@ -1,4 +1,5 @@
-//! Whose container the processes are in that memleak reports on: those that run, and those that have gone with their cgroup.
+//! Containers of the processes that memleak reports on: processes that run, and processes that have ended and
+//! whose cgroup is removed.
 
 use anyhow::{Result, ensure};
 use libtest_mimic::Trial;
@@ -20,7 +21,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// The path of the container's cgroup, as systemd has it.
+/// Returns the path of the container's cgroup, as systemd names it.
 fn scope() -> String {
     format!("system.slice/docker-{ID}.scope")
 }
@@ -34,12 +35,12 @@ fn start(args: &[&str]) -> Result<Tool> {
     Ok(tool)
 }
 
-/// A program that leaks 31 blocks when it is let go on.
+/// Starts a program that leaks 31 blocks when it may go on.
 fn leaking() -> Result<Workload> {
     Workload::start("alloc", &["one", "malloc", "31", "4093"])
 }
 
-/// The stacks of a process, of which there is one.
+/// Checks the only stack of a process: its bytes, its cgroup and its container.
 fn expect_stack(rows: &[Value], pid: &str, cgroup: &str, container: &Value) -> Result<()> {
     let rows = of_process(rows, pid);
     let stacks: Vec<_> = rows.iter().filter(|row| row["type"] == "stack").collect();
@@ -53,7 +54,7 @@ fn expect_stack(rows: &[Value], pid: &str, cgroup: &str, container: &Value) -> R
     Ok(())
 }
 
-/// Two processes of --cgroup, in a container and in none; one of them is moved before the report.
+/// Two processes of --cgroup, one in a container and one in none. The second process is moved before the report.
 fn each_of_several_has_its_own() -> Result<()> {
     let mut layout = Layout::new()?;
     let (mut one, mut other) = (leaking()?, leaking()?);
@@ -69,7 +70,8 @@ fn each_of_several_has_its_own() -> Result<()> {
     expect_stack(&rows, &other.pid(), &of_other, &Value::Null)
 }
 
-/// One of two processes of -p, which has exited, and a child of --children; the tool does not run until their cgroups are removed.
+/// One of two processes of -p, which has exited, and a child of --children. The tool is stopped until their
+/// cgroups are removed.
 fn those_that_have_gone_have_theirs() -> Result<()> {
     let (mut one, mut other) = (leaking()?, leaking()?);
     let mut layout = Layout::new()?;
@@ -128,7 +130,7 @@ fn text_tells_them_if_asked() -> Result<()> {
     Ok(())
 }
 
-/// Calls of --trace, a block that is freed twice, and one that is older than the trace.
+/// Calls of --trace, a block that is freed twice, and a block that is older than the trace.
 fn calls_and_frees_have_theirs() -> Result<()> {
     let expect = |rows: &[Value], kind: &str, count: usize, cgroup: &str| {
         let rows: Vec<_> = rows.iter().filter(|row| row["type"] == kind).collect();
@@ -146,7 +148,7 @@ fn calls_and_frees_have_theirs() -> Result<()> {
     let cgroup = layout.put(&workload.pid(), &scope())?;
     let tool = start(&["-jt", "-p", &workload.pid()])?;
     workload.work()?;
-    // What is printed then is of processes that have gone, too.
+    // From here on, memleak prints calls of a process that has ended.
     tool.signal(Signal::SIGSTOP)?;
     workload.finish()?;
     layout.remove()?;
@@ -171,7 +173,7 @@ fn calls_and_frees_have_theirs() -> Result<()> {
     Ok(())
 }
 
-/// What --heap, --types and --verdict tell of a process, without tracing it.
+/// --heap, --types and --verdict name the container of a process without tracing it.
 fn a_heap_and_a_verdict_have_theirs() -> Result<()> {
     let mut layout = Layout::new()?;
     let mut workload = leaking()?;

@@ -1,4 +1,4 @@
-//! memleak's kernel mode against programs that make the kernel allocate a known number of things.
+//! memleak's kernel mode against programs that make the kernel allocate a known number of objects.
 
 mod output;
 
@@ -26,7 +26,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     [own, output::tests()].into_iter().flatten().collect()
 }
 
-/// Starts memleak on what the kernel does for a workload, which is ready.
+/// Starts memleak on what the kernel allocates for a workload that is ready.
 fn attach(workload: &Workload, args: &[&str]) -> Result<Tool> {
     let pid = workload.pid();
     let older = if args.contains(&"-C") {
@@ -37,7 +37,7 @@ fn attach(workload: &Workload, args: &[&str]) -> Result<Tool> {
     start(&[&["-k", "-p", &pid], older, args].concat())
 }
 
-/// With few blocks, whose memory a guest takes seconds to set aside.
+/// Starts memleak with a small table of blocks: a guest takes seconds to allocate the memory of a large one.
 fn start(args: &[&str]) -> Result<Tool> {
     let blocks = if args.contains(&"--max-allocs") {
         &[][..]
@@ -49,14 +49,14 @@ fn start(args: &[&str]) -> Result<Tool> {
     Ok(tool)
 }
 
-/// A report in JSON.
+/// Report in JSON.
 #[derive(Debug, Default)]
 struct Report {
     head: Value,
     groups: Vec<Value>,
 }
 
-/// What of a report is meant.
+/// Sum of some groups of a report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Sum {
     allocations: u64,
@@ -65,7 +65,7 @@ struct Sum {
 }
 
 impl Report {
-    /// All that are complete in an output.
+    /// Parses all complete reports of an output.
     fn all(stdout: &str) -> Result<Vec<Self>> {
         let mut reports: Vec<Self> = Vec::new();
         for line in stdout.lines() {
@@ -105,12 +105,12 @@ impl Report {
         sum
     }
 
-    /// What a cache has outstanding.
+    /// Returns the sum of what is outstanding from a cache.
     fn cache(&self, name: &str) -> Sum {
         Self::sum(self.groups.iter().filter(|group| group["cache"] == name))
     }
 
-    /// What stacks through a function have outstanding.
+    /// Returns the sum of what is outstanding from stacks that contain a function.
     fn through(&self, function: &str) -> Sum {
         let passes = |group: &&Value| {
             let mut frames = group["kernel_frames"].as_array().into_iter().flatten();
@@ -123,20 +123,20 @@ impl Report {
     }
 }
 
-/// Traces all of a workload's work, and stops memleak while the workload still holds it.
+/// Traces all of a workload's work, and interrupts memleak while the workload still holds the memory.
 fn trace(workload: &mut Workload, args: &[&str]) -> Result<Report> {
     let tool = attach(workload, &[args, &["-j", "-T", "100000", "3600"]].concat())?;
     workload.work()?;
     Report::last(&tool.interrupt()?)
 }
 
-/// Traces a workload's work until it has undone it, and nothing of that is left. Returns the reports
-/// before and after.
+/// Traces a workload until it has undone its work, and nothing is outstanding. Returns the reports before and
+/// after the undoing.
 fn trace_to_nothing(workload: &mut Workload, args: &[&str]) -> Result<(Report, Report)> {
     let tool = attach(workload, &[args, &["-j", "-T", "100000", "1"]].concat())?;
     workload.work()?;
     let reports = |stdout: &str| Report::all(stdout).unwrap_or_default();
-    // The first after this was begun after the work was done.
+    // The next report may have begun before the work was done. The report after it has not.
     let seen = reports(&tool.stdout()).len();
     tool.wait_until(|stdout| reports(stdout).len() > seen + 1)?;
     let before = reports(&tool.stdout()).swap_remove(seen + 1);
@@ -183,9 +183,9 @@ fn objects_are_counted_by_cache_until_they_are_freed() -> Result<()> {
     Ok(())
 }
 
-/// The kernel leaves places empty in a batch where all entries of the next bucket do not fit.
+/// The kernel leaves entries of a batch empty if the next bucket does not fit as a whole.
 fn more_than_a_batch_is_read() -> Result<()> {
-    // Three objects a file; where the CPU is emulated, to make so many takes a minute.
+    // Each file has three objects. On an emulated CPU, making that many takes a minute.
     let (files, room) = if harness::in_guest() {
         (20_011, "65536")
     } else {
@@ -201,10 +201,10 @@ fn more_than_a_batch_is_read() -> Result<()> {
     Ok(())
 }
 
-/// A message has a header of 48 bytes and its text; a large pipe 40 bytes for each page.
+/// A message has a header of 48 bytes, and its text. A large pipe has 40 bytes for each page.
 fn sizes_are_what_was_asked_for_and_what_it_takes() -> Result<()> {
     let mut workload = Workload::start("kmem", &["messages", "13", "1009"])?;
-    // Without what the slab allocator allocates for itself on the way.
+    // The minimum size leaves out what the slab allocator allocates for itself.
     let sum = trace(&mut workload, &["-z", "2048"])?.through("load_msg");
     let expected = Sum {
         allocations: 13,
@@ -239,7 +239,7 @@ fn sizes_are_what_was_asked_for_and_what_it_takes() -> Result<()> {
     Ok(())
 }
 
-/// With its objects, the pages of a slab are not counted; without, they are.
+/// Pages of a slab are counted only if its objects are not.
 fn pages_of_objects_count_once() -> Result<()> {
     const FILES: u64 = 3001;
     let slab_pages = |args: &[&str]| -> Result<(Report, Sum)> {
@@ -257,7 +257,7 @@ fn pages_of_objects_count_once() -> Result<()> {
     let (_, alone) = slab_pages(&["--pages"])?;
     let (both, beside) = slab_pages(&[])?;
     ensure!(alone.bytes > FILES * 128, "{alone:?} without objects");
-    // What the allocator has taken ahead, and nothing was made of yet.
+    // The remaining pages were taken in advance by the slab allocator, and have no objects yet.
     ensure!(
         beside.bytes <= 16 * 4096 && beside.bytes < alone.bytes / 4,
         "{beside:?} beside objects, {alone:?} without"
@@ -307,8 +307,7 @@ fn percpu_memory_is_counted_on_all_cpus() -> Result<()> {
     Ok(())
 }
 
-/// The objects of closed files are freed by RCU, thousands at a time, in interrupts that come while
-/// other frees are traced.
+/// RCU frees the objects of closed files, thousands at a time, in interrupts that come while other frees are traced.
 fn frees_in_interrupts_are_seen() -> Result<()> {
     let mut workload = Workload::start("kmem", &["churn", "20011"])?;
     let (before, after) = trace_to_nothing(&mut workload, &["--cache", "filp"])?;
@@ -329,8 +328,8 @@ fn frees_in_bulk_are_seen() -> Result<()> {
     Ok(())
 }
 
-/// Without the programs on functions, what kfree_rcu() frees is not seen; that is said, and counted
-/// when it is noticed.
+/// Without the programs on kernel functions, memleak does not see what kfree_rcu() frees. memleak says so, and
+/// counts such frees when it notices them.
 fn frees_that_are_not_seen_are_told() -> Result<()> {
     let mut workload = Workload::start("kmem", &["members", "13"])?;
     let pid = workload.pid();
@@ -356,7 +355,7 @@ fn frees_that_are_not_seen_are_told() -> Result<()> {
 fn only_what_is_filtered_is_counted() -> Result<()> {
     let cgroup = Cgroup::new()?;
     let path = cgroup.path().to_string_lossy().into_owned();
-    // Under a name of its own, as other tests run the same program.
+    // The program has a name of its own, because other tests run the same program.
     let folder = harness::scratch()?;
     let program = folder.path().join("kmem-filtered");
     harness::copy(&harness::workload("kmem"), &program)?;

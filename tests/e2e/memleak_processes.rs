@@ -8,7 +8,7 @@ use libtest_mimic::Trial;
 use crate::harness::{self, Cgroup, Tool, Workload};
 use crate::memleak::{self, Group, READY};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::processes":
         each_of_two_has_its_own: at_entries,
@@ -30,7 +30,7 @@ pub(crate) fn tests() -> Vec<Trial> {
 
 const ALL: [&str; 5] = ["-o", "0", "-T", "1000", "60"];
 
-/// What a process has outstanding from a function: bytes and allocations.
+/// Returns what a process has outstanding from a function: bytes and allocations.
 fn of(groups: &[Group], pid: &str, function: &str) -> (u64, u64) {
     let groups: Vec<&Group> = groups
         .iter()
@@ -69,7 +69,7 @@ fn each_of_two_has_its_own() -> Result<()> {
     Ok(())
 }
 
-/// A parent leaks, and two children, which inherit its blocks and free them, leak more.
+/// A parent leaks blocks. Its two children, which inherit these blocks and free them, leak more.
 fn children_are_followed() -> Result<()> {
     let mut workload = Workload::start("lives", &["fork", "101", "97"])?;
     let pid = workload.pid();

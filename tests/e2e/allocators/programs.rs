@@ -1,4 +1,4 @@
-//! Whole programs with allocators of their own, traced unharmed.
+//! Whole programs with their own allocators, which memleak traces without harm.
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -10,7 +10,7 @@ use libtest_mimic::Trial;
 use super::{COUNT, Report, SIZE, attach, trace};
 use crate::harness::{self, Tool, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak":
         a_rust_program_with_its_own_allocator: at_entries,
@@ -62,7 +62,7 @@ fn a_pool_of_the_programs_own() -> Result<()> {
     Ok(())
 }
 
-/// Where the kernel makes the nop under a probe a call, forked children die of it.
+/// Where the kernel rewrites the nop under a probe into a call, forked children crash. memleak leaves such probes out.
 fn forked_children_live() -> Result<()> {
     const TAKEN: u64 = 1009;
     let mut workload = Workload::start("nops", &[&TAKEN.to_string(), "61", "23"])?;
@@ -77,7 +77,7 @@ fn forked_children_live() -> Result<()> {
     let report = Report::of(tool)?;
     let found = report.of_function("take_and_give");
     let changes_nops = fs::read_to_string("/proc/kallsyms")?.contains(" arch_uprobe_optimize\n");
-    // Kernels that leave nops as they are can have both.
+    // Kernels that do not rewrite nops can have both probes.
     let spun = if changes_nops { (0, 0) } else { (1, 1) };
     ensure!(
         found == (TAKEN * 61 + spun.0, TAKEN + spun.1),
@@ -91,12 +91,12 @@ fn forked_children_live() -> Result<()> {
     Ok(())
 }
 
-/// A database of 1009 values of 4093 bytes, with jemalloc.
+/// Redis with jemalloc: a database of 1009 values of 4093 bytes.
 fn redis_is_traced_unharmed() -> Result<()> {
     let folder = harness::scratch()?;
     let socket = folder.path().join("socket");
     let log = folder.path().join("log");
-    // The same program, without a service that the system would start.
+    // Redis under another name of its program: the package redis-server would start a service.
     let mut server = Command::new("redis-check-rdb")
         .arg0("redis-server")
         .args(["--port", "0", "--save", ""])
@@ -132,7 +132,7 @@ fn redis_is_traced_unharmed() -> Result<()> {
             report.stderr
         );
         let bytes = report.head["bytes"].as_u64().context("no bytes")?;
-        // Each value has its key and a few bytes of its own beside it.
+        // Each value has a key and a few further bytes.
         let values = 1009 * 4093;
         ensure!((values..2 * values).contains(&bytes), "{}", report.head);
         ensure!(ask(&["dbsize"])? == "1009");
@@ -158,7 +158,7 @@ sys.stdin.readline()
     let facts = workload.work()?;
     let report = Report::of(tool)?;
     let bytes = report.head["bytes"].as_u64().context("no bytes")?;
-    // An object of bytes has a header of 33 bytes.
+    // A bytes object has a header of 33 bytes.
     let kept = 211 * (100_003 + 33);
     ensure!((kept..kept + kept / 10).contains(&bytes), "{}", report.head);
     let sum: u64 = (0..211).map(|i| i % 251 * 100_003).sum();

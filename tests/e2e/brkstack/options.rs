@@ -1,4 +1,4 @@
-//! Forms of output, and options that are as stackcount has them.
+//! brkstack's forms of output, and its options that have the meaning of stackcount's.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::{CALLS, LIVE, by_leaf, trace};
 use crate::harness::{self, Tool, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "brkstack":
         text_is_stackcounts [Once],
@@ -39,7 +39,7 @@ fn text_is_stackcounts() -> Result<()> {
             .ends_with("    23\n\ntotal 35 calls in 3 stacks, shown 1\n"),
         "{top:?}"
     );
-    // Ascending by count.
+    // Stacks are in ascending order of count.
     for (block, (leaf, calls)) in
         blocks
             .iter()
@@ -54,7 +54,7 @@ fn text_is_stackcounts() -> Result<()> {
     Ok(())
 }
 
-/// -s, -i and -D; and the addresses of stackcount's -v.
+/// Options -s, -i and -D, and the addresses of stackcount's -v.
 fn stackcounts_options_mean_the_same() -> Result<()> {
     let (json, _) = trace(&["-j"])?;
     let mut expected = Vec::new();

@@ -1,4 +1,4 @@
-//! What has no room in memory, and is read from disk or swap again and again.
+//! Pages that do not fit into memory, and are read from disk or swap again and again.
 
 use std::fs;
 use std::thread;
@@ -23,8 +23,8 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// A program that reads a file in a cgroup that is too small for it: the limit is the cause, and what was
-/// dropped and is read again is what comes of it.
+/// A program reads a file in a cgroup that is too small for the file. The limit is the cause; pages that were
+/// dropped and are read again are its effect.
 fn a_file_larger_than_its_cache() -> Result<()> {
     const NAME: &str = "memtools-reread";
     let folder = folder_on_disk()?;
@@ -58,7 +58,8 @@ fn a_file_larger_than_its_cache() -> Result<()> {
     Ok(())
 }
 
-/// A program that reads a file for which the machine has not enough memory: nobody faults, as it is by read(2).
+/// A program reads a file that does not fit into the machine's memory. No process faults, because the program
+/// uses read(2).
 fn a_file_larger_than_memory() -> Result<()> {
     let folder = folder_on_disk()?;
     let file = folder.path().join("file").display().to_string();
@@ -75,13 +76,14 @@ fn a_file_larger_than_memory() -> Result<()> {
     expect_all_accounted_for(&objects)
 }
 
-/// Takes memory until a quarter of what this process reads was dropped lately, for three seconds: in a single one it may
-/// have been dropped for the balloon. (What is read again the kernel keeps longer, so that it is not all.)
+/// Takes memory until, for three seconds in a row, a quarter of the pages that this process reads were dropped
+/// recently. In a single second the pages may have been dropped because of the balloon. (The kernel keeps pages
+/// that are read again longer, so not all are dropped.)
 ///
-/// What the kernel calls available is without its reserves, of which it may give a part: on 7.2 a file of 195 MB had
-/// room in 150.
+/// The kernel's count of available memory leaves out its reserves, of which it may give a part: on 7.2 a file of
+/// 195 MB fitted into 150.
 fn leave_no_room(reader: &Workload, balloons: &mut Vec<Balloon>) -> Result<()> {
-    /// Less than this, and the guest does not go on: its programs are files in memory.
+    /// Available memory below which a guest does not go on, because its programs are files in memory.
     const LEAST_KB: u64 = 64 << 10;
     let io = format!("/proc/{}/io", reader.pid());
     let read_pages = || -> Result<u64> {
@@ -94,7 +96,7 @@ fn leave_no_room(reader: &Workload, balloons: &mut Vec<Balloon>) -> Result<()> {
         let (read, refaults) = (read_pages()?, vmstat("workingset_refault_file")?);
         thread::sleep(Duration::from_secs(1));
         let refaults = vmstat("workingset_refault_file")? - refaults;
-        // A machine of which others take the CPUs reads little in a second: the share counts.
+        // On a machine whose CPUs others use, the process reads little in a second, so the share is compared.
         if refaults * 4 > read_pages()? - read && refaults > 1000 {
             seconds += 1;
         } else {
@@ -110,7 +112,7 @@ fn leave_no_room(reader: &Workload, balloons: &mut Vec<Balloon>) -> Result<()> {
     })
 }
 
-/// A storm of swap: a process writes to more pages than it may have in memory, again and again.
+/// Swap storm: a process writes again and again to more pages than its limit permits in memory.
 fn a_process_larger_than_its_memory() -> Result<()> {
     storm_of_swap().map(drop)
 }
@@ -120,14 +122,15 @@ fn a_process_larger_than_its_memory_with_zswap() -> Result<()> {
     let before = vmstat("zswpout")?;
     let objects = storm_of_swap()?;
     let table = of_type(&objects, "accounting")[0];
-    // The pages are nearly empty: of 4096 bytes zswap keeps some 80.
+    // The pages are nearly empty: zswap keeps some 80 of 4096 bytes.
     ensure!(part(table, "zswap and zram")? > 256 << 10, "{table}");
     ensure!(vmstat("zswpout")? - before > 10_007);
     Ok(())
 }
 
-/// What is printed of a machine on which a process's pages go to swap and come back. A cgroup has the limit: where the
-/// whole machine has too little, a guest does not go on, as its programs are files in memory that go to swap, too.
+/// Returns what memtriage prints while a process's pages go to swap and come back. A cgroup has the limit: if the
+/// whole machine had too little memory, a guest would not go on, because its programs are files in memory that go
+/// to swap, too.
 fn storm_of_swap() -> Result<Vec<Value>> {
     let _swap = Swap::on("256M")?;
     let group = Group::new("memtools-storm", 64 << 20)?;

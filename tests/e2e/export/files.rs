@@ -1,4 +1,4 @@
-//! The files themselves: where they cannot be written, and where there is nothing to write.
+//! The files of --flame and --pprof: where they cannot be written, and where there is nothing to write.
 
 use std::fs;
 
@@ -8,7 +8,7 @@ use libtest_mimic::Trial;
 use super::{Files, trace};
 use crate::harness::{self, Mounted, Tool, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "export":
         what_cannot_be_written_is_told_at_the_start [Once],
@@ -84,7 +84,7 @@ fn nothing_at_all_is_a_file_too() -> Result<()> {
         image.contains("calls of brk(2)") && image.contains("0 calls"),
         "{image}"
     );
-    // go tool pprof refuses a profile without samples only where it has no types.
+    // go tool pprof refuses a profile without samples only if the profile has no sample types.
     ensure!(files.pprof(&["-raw"])?.contains("brk_calls/count"));
     Ok(())
 }

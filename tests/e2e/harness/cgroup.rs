@@ -1,4 +1,4 @@
-//! A cgroup of a test's own.
+//! Cgroups that tests make for themselves.
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, ErrorKind, Write};
@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-/// A cgroup (v2) of our own, gone when it is dropped.
+/// Cgroup (v2) that a test makes for itself. Dropping it removes the cgroup.
 pub(crate) struct Cgroup(PathBuf);
 
 impl Cgroup {
-    /// Makes one below the root.
+    /// Makes a cgroup below the root of the hierarchy.
     pub(crate) fn new() -> Result<Self> {
         static MADE: AtomicU32 = AtomicU32::new(0);
         let mounts = fs::read_to_string("/proc/self/mounts")?;
@@ -28,12 +28,12 @@ impl Cgroup {
         Ok(Self(path))
     }
 
-    /// The folder's path.
+    /// Returns the path of the cgroup's folder.
     pub(crate) fn path(&self) -> &Path {
         &self.0
     }
 
-    /// Moves a process into it.
+    /// Moves a process into the cgroup.
     pub(crate) fn add(&self, pid: &str) -> Result<()> {
         fs::write(self.0.join("cgroup.procs"), pid).context("failed to move into the cgroup")
     }
@@ -45,7 +45,8 @@ impl Drop for Cgroup {
     }
 }
 
-/// Removes a cgroup. The kernel takes a process that has been waited for out of it a moment later.
+/// Removes a cgroup. Retries while the cgroup is busy: the kernel takes a process out of its cgroup a moment
+/// after the process has been waited for.
 pub(crate) fn remove_cgroup(folder: &Path) {
     for _ in 0..100 {
         match fs::remove_dir(folder) {
@@ -57,8 +58,8 @@ pub(crate) fn remove_cgroup(folder: &Path) {
     }
 }
 
-/// Adds to, or with `-:` takes from, one of tracefs's lists of probes. To cut such a list short, as
-/// fs::write does, would take away those of others.
+/// Appends a line to one of tracefs's lists of probes: adds a probe or, with `-:`, removes one. The list must not
+/// be truncated, as fs::write does: that would remove the probes of other programs.
 pub(crate) fn change_events(list: &str, line: &str) -> io::Result<()> {
     let mut list = OpenOptions::new().append(true).open(list)?;
     list.write_all(line.as_bytes())

@@ -9,7 +9,7 @@ use nix::mount::{MsFlags, mount, umount};
 pub(crate) struct Mounted<'a>(&'a Path);
 
 impl<'a> Mounted<'a> {
-    /// Mounts a `tmpfs` with room for so much, such as `64k`.
+    /// Mounts a `tmpfs` with the size limit `room`, such as `64k`.
     pub(crate) fn tmpfs(at: &'a Path, room: &str) -> Result<Self> {
         Self::new("tmpfs", at, Some(&format!("size={room}")))
     }

@@ -1,4 +1,4 @@
-//! Tests, what each needs of the kernel and of the machine, and how long each took.
+//! Tests, what each test needs of the kernel and of the machine, and how long each test took.
 
 use std::cell::Cell;
 use std::collections::HashSet;
@@ -16,12 +16,12 @@ use libtest_mimic::{Completion, Failed, Trial};
 
 use crate::harness::{pythons, workload};
 
-/// How many tests are named at the end for the time that they took.
+/// Number of tests whose durations are printed at the end.
 pub(crate) const SLOWEST: usize = 20;
 
 pub(crate) static DURATIONS: Mutex<Vec<(Duration, String)>> = Mutex::new(Vec::new());
 
-/// What a test needs of the kernel.
+/// Requirement of a test on the kernel or the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Need {
     /// Kprobes, which some kernels are built without.
@@ -32,38 +32,38 @@ pub(crate) enum Need {
     Guest,
     /// The programs of a whole system.
     Host,
-    /// To be run once: the kernel has no part in what it shows, and an emulated one much time.
+    /// To be run once, on the host: the result does not depend on the kernel, and an emulated guest takes much time.
     Once,
-    /// 32-bit programs.
+    /// A kernel that runs 32-bit programs.
     Compat,
     /// Tools of other projects, which scripts/test-vm takes from Debian's packages.
     Peers,
     /// Python, which tests/vm/fetch takes from Debian's packages.
     Python,
-    /// Debian 11's Python, from there.
+    /// Debian 11's Python (3.9), which tests/vm/fetch takes from Debian's packages.
     Python39,
     /// Pythons of several versions, which scripts/pythons unpacks.
     Pythons,
-    /// Swap compressed in memory.
+    /// Zswap: swap that is compressed in memory.
     Zswap,
-    /// File systems in layers, as containers have.
+    /// Overlayfs: layered file systems, as containers have.
     Overlay,
     /// Transparent huge pages of several sizes, each with counters.
     SmallThp,
-    /// Huge pages that are made of what a process has, when it asks for that.
+    /// Huge pages that the kernel makes of a process's present memory on request (MADV_COLLAPSE).
     Collapse,
     /// Namespaces of unprivileged users, which some systems forbid.
     UserNamespaces,
-    /// Marks of the pages that a process has written.
+    /// Soft-dirty marks of the pages that a process has written.
     SoftDirty,
-    /// A kernel without them.
+    /// A kernel without soft-dirty marks.
     NoSoftDirty,
-    /// The kernel's memory, counted by cgroup, BPF maps included: 5.18 and later, version 2.
+    /// Accounting of the kernel's memory by cgroup, BPF maps included: Linux 5.18 and later, cgroup version 2.
     KernelMemory,
 }
 
 impl Need {
-    /// Why it is not there, if it is not.
+    /// Returns the reason why the requirement is not met, or None if it is met.
     fn missing(self) -> Option<&'static str> {
         let (there, reason) = match self {
             Need::Kprobes => (
@@ -92,7 +92,7 @@ impl Need {
             ),
             Need::Once => (!in_guest(), "the same on every kernel; runs on the host"),
             Need::UserNamespaces => (
-                // Debian's own setting, where it is there, and the kernel's.
+                // Debian's own setting, where it exists, and the kernel's.
                 fs::read_to_string("/proc/sys/kernel/unprivileged_userns_clone")
                     .map_or(true, |may| may.trim() != "0")
                     && fs::read_to_string("/proc/sys/user/max_user_namespaces")
@@ -122,7 +122,7 @@ impl Need {
     }
 }
 
-/// The version of this kernel, such as `6.1.0-56-cloud-amd64`.
+/// Returns the release of this kernel, such as `6.1.0-56-cloud-amd64`.
 pub(crate) fn release() -> String {
     fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default()
 }
@@ -140,7 +140,7 @@ pub(crate) fn runs_32_bit() -> bool {
         .is_ok()
 }
 
-/// Whether the kernel makes a huge page of memory of ours.
+/// Whether the kernel makes a huge page of this process's memory on request.
 fn makes_huge_pages() -> bool {
     const HUGE_PAGE: usize = 2 << 20;
     let mut memory = vec![1_u8; 2 * HUGE_PAGE];
@@ -150,7 +150,7 @@ fn makes_huge_pages() -> bool {
     unsafe { libc::madvise(start.cast(), HUGE_PAGE, libc::MADV_COLLAPSE) == 0 }
 }
 
-/// Whether a page of ours has the mark of written pages once it was written, and has not before.
+/// Whether the soft-dirty mark of a page is clear before a write to the page, and set after it.
 fn marks_written_pages() -> Result<bool> {
     const PAGE: usize = 4096;
     const MARK: u64 = 1 << 55;
@@ -168,7 +168,7 @@ fn marks_written_pages() -> Result<bool> {
     Ok(!before && is_marked()?)
 }
 
-/// Whether there is such a Python: pyenv has programs of these names that start none.
+/// Whether `program` starts a Python. pyenv has programs of these names that start none.
 fn is_python(program: &str) -> bool {
     let mut command = Command::new(program);
     let ended = command.args(["-c", ""]).stderr(Stdio::null()).status();
@@ -180,12 +180,13 @@ thread_local! {
     pub(super) static AT_ENTRIES: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Has memleak probe functions at their entries (--no-placement) for the rest of this test.
+/// Makes memleak probe functions at their entries (--no-placement) for the rest of this test.
 pub(crate) fn probe_entries() {
     AT_ENTRIES.set(true);
 }
 
-/// A test with memleak's probes at entries: no number may depend on where it places them.
+/// Makes a test in which memleak probes functions at their entries. No number may depend on where memleak places
+/// its probes.
 pub(crate) fn at_entries(tool: &str, name: &str, run: fn() -> Result<()>) -> Trial {
     test(&format!("{tool}::at_entries::{name}"), &[], move || {
         probe_entries();
@@ -193,7 +194,7 @@ pub(crate) fn at_entries(tool: &str, name: &str, run: fn() -> Result<()>) -> Tri
     })
 }
 
-/// A test that runs where the kernel has what it needs, and says so by name where it has not.
+/// Makes a test that runs where its needs are met, and is ignored with the reason elsewhere.
 pub(crate) fn test(
     name: &str,
     needs: &'static [Need],
@@ -221,7 +222,8 @@ pub(crate) fn test(
     })
 }
 
-/// The names of the tests to run, if MEMTOOLS_TESTS names a file that has them, each on a line.
+/// Reads the names of the tests to run, one per line, from the file that MEMTOOLS_TESTS names. Returns None if
+/// the variable is not set.
 pub(crate) fn listed() -> Option<HashSet<String>> {
     let path = env::var_os("MEMTOOLS_TESTS")?;
     let list = fs::read_to_string(&path);
@@ -229,7 +231,7 @@ pub(crate) fn listed() -> Option<HashSet<String>> {
     Some(list.lines().map(str::to_owned).collect())
 }
 
-/// Prints which tests took longest, after the last one.
+/// Prints the tests that took longest. Called after the last test.
 pub(crate) fn print_slowest() {
     let Ok(mut durations) = DURATIONS.lock() else {
         return;
@@ -242,7 +244,7 @@ pub(crate) fn print_slowest() {
     }
 }
 
-/// What becomes of a test that we may not run: in CI it fails, elsewhere it is named. None for root.
+/// Returns the outcome of a test that may not run without root: failed in CI, ignored elsewhere. Returns None for root.
 pub(crate) fn without_root() -> Option<Result<Completion, Failed>> {
     if nix::unistd::geteuid().is_root() {
         None

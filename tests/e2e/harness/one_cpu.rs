@@ -4,7 +4,7 @@ use anyhow::Result;
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
 
-/// This thread, and what it starts, on one CPU as long as it lives.
+/// Guard that keeps this thread, and what the thread starts, on one CPU until it is dropped.
 pub(crate) struct OneCpu(CpuSet);
 
 impl OneCpu {

@@ -1,4 +1,4 @@
-//! The Pythons of the machine, and those that scripts/pythons has unpacked.
+//! The Pythons of the machine, and the Pythons that scripts/pythons has unpacked.
 
 use std::env;
 use std::fmt;
@@ -9,22 +9,22 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-/// The folder to chroot into that scripts/pythons makes.
+/// Returns the folder that scripts/pythons makes; its Pythons run with this folder as their root.
 pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("target/pythons")
 }
 
-/// A Python.
+/// Installed Python interpreter.
 #[derive(Debug)]
 pub(crate) struct Python {
-    /// The program, as it is called within its root.
+    /// Path of the program within its root.
     program: PathBuf,
-    /// What it has as its root, with a C library of its own, if it has one.
+    /// Folder that the program runs in as its root, with a C library of its own. None for a Python of the host.
     root: Option<PathBuf>,
 }
 
 impl Python {
-    /// The Python that is first in PATH, those of pyenv from 3.10 on, and those that were unpacked.
+    /// Returns the Python that is first in PATH, pyenv's Pythons from 3.10 on, and the unpacked Pythons.
     pub(crate) fn all() -> Result<Vec<Self>> {
         let home = env::var_os("HOME").unwrap_or_default();
         let versions = Path::new(&home).join(".pyenv/versions");
@@ -40,7 +40,7 @@ impl Python {
         Ok(installed.chain(Self::unpacked()?).collect())
     }
 
-    /// The Pythons that were unpacked.
+    /// Returns the Pythons that scripts/pythons has unpacked.
     pub(crate) fn unpacked() -> Result<Vec<Self>> {
         let root = root();
         let names = names(&root.join("usr/bin"), "python3.");
@@ -52,7 +52,8 @@ impl Python {
         Ok(unpacked.collect())
     }
 
-    /// This Python with other bytes in its program, which is put into the folder that it will run in.
+    /// Writes this Python's program, changed by `change`, into `folder`, in which it will run. Returns the
+    /// changed Python.
     pub(crate) fn changed(&self, folder: &Path, change: impl FnOnce(&mut [u8])) -> Result<Self> {
         const NAME: &str = "changed";
         let root = self.root.as_deref().context("it has no root")?;
@@ -67,7 +68,7 @@ impl Python {
         })
     }
 
-    /// What runs one of the scripts of tests/workload in this folder.
+    /// Copies a script of tests/workload into `folder`, and returns the command that runs it there.
     pub(crate) fn command(&self, script: &str, folder: &Path) -> Result<Command> {
         let scripts = crate::harness::sources();
         fs::copy(scripts.join(script), folder.join(script)).context("no such script")?;
@@ -76,7 +77,7 @@ impl Python {
         Ok(command)
     }
 
-    /// What runs this Python in this folder.
+    /// Returns a command that runs this Python in `folder`.
     pub(crate) fn in_folder(&self, folder: &Path) -> Command {
         const IN_ROOT: &str = "mount -t proc proc \"$1/proc\" && mount --bind \"$2\" \"$1/mnt\" && \
                                root=$1 && shift 2 && exec unshare --root=\"$root\" --wd=/mnt \"$@\"";
@@ -99,7 +100,7 @@ impl fmt::Display for Python {
     }
 }
 
-/// The names in a folder that begin so.
+/// Returns the names in a folder that begin with `begin`.
 fn names(folder: &Path, begin: &str) -> Vec<String> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let names = entries.filter_map(|entry| entry.file_name().into_string().ok());

@@ -1,4 +1,4 @@
-//! A tool of the suite, run as a user runs it.
+//! Tools of the suite, run as a user runs them.
 
 use std::collections::HashMap;
 use std::env;
@@ -20,7 +20,7 @@ use super::needs::AT_ENTRIES;
 use crate::documented;
 use crate::harness::{PATIENCE, workload};
 
-/// The path of a tool.
+/// Returns the path of a tool.
 pub(crate) fn tool(name: &str) -> PathBuf {
     let folder = env::var_os("MEMTOOLS_BIN").map_or_else(
         || {
@@ -34,7 +34,7 @@ pub(crate) fn tool(name: &str) -> PathBuf {
     folder.join(name)
 }
 
-/// Whether a tool, which has no line to be heard from, waits for events: its probes are live then.
+/// Whether a process waits for events. A tool that prints no ready line is known to have live probes by that.
 ///
 /// # Errors
 /// If there is no such process.
@@ -51,31 +51,31 @@ pub(crate) fn waits_for_events(pid: u32) -> Result<bool> {
     Ok(waits.into_iter().any(|wait| number == Some(wait)))
 }
 
-/// What the kernel tells of each descriptor that a process has open (proc(5), `fdinfo`).
+/// Reads what the kernel tells of each descriptor that a process has open (proc(5), `fdinfo`).
 ///
 /// # Errors
 /// If there is no such process.
 pub(crate) fn descriptors(pid: u32) -> Result<Vec<String>> {
     let entries = fs::read_dir(format!("/proc/{pid}/fdinfo"))?;
-    // One that was closed meanwhile has nothing.
+    // The string of a descriptor that was closed meanwhile is empty.
     let told = entries.map(|entry| Ok(fs::read_to_string(entry?.path()).unwrap_or_default()));
     told.collect()
 }
 
-/// A running tool, its output collected as it comes.
+/// Running tool, whose output is collected as it comes.
 pub(crate) struct Tool {
     child: Child,
     stderr: Receiver<String>,
     said: Vec<String>,
     reader: Option<JoinHandle<()>>,
     stdout: Arc<Mutex<Vec<u8>>>,
-    /// How much of stdout was waited for.
+    /// Number of bytes of stdout up to the end of the last text that was waited for.
     awaited: usize,
-    /// The program's name.
+    /// Name of the program.
     program: String,
 }
 
-/// A tool that has ended.
+/// Output and exit status of a tool that has ended.
 #[derive(Debug)]
 pub(crate) struct Ended {
     /// All of its stdout.
@@ -87,14 +87,15 @@ pub(crate) struct Ended {
 }
 
 impl Ended {
-    /// The JSON objects on stdout, one a line. Each says what it is, and what is of a moment when that was.
+    /// Parses the JSON objects on stdout, one per line. Each object must have a type and, if it describes a
+    /// moment, a time.
     pub(crate) fn objects(&self) -> Result<Vec<Value>> {
         ensure!(self.status.success(), "{self:?}");
         self.stdout.lines().map(object).collect()
     }
 }
 
-/// A line of a tool's JSON.
+/// Parses a line of a tool's JSON. Fails if the object has no type, or no time although its type describes a moment.
 pub(crate) fn object(line: &str) -> Result<Value> {
     const OF_A_MOMENT: [&str; 7] = [
         "call", "file", "interval", "kill", "process", "reclaim", "report",
@@ -110,12 +111,12 @@ pub(crate) fn object(line: &str) -> Result<Value> {
 }
 
 impl Tool {
-    /// Starts it.
+    /// Starts a tool.
     pub(crate) fn start(name: &str, args: &[&str]) -> Result<Self> {
         Self::spawn(Command::new(tool(name)).args(args).stdin(Stdio::null()))
     }
 
-    /// Starts it with only one of its ways to attach, as its ladder names it.
+    /// Starts a tool that may attach by only one way, named as in the tool's ladder.
     pub(crate) fn start_by(way: &str, name: &str, args: &[&str]) -> Result<Self> {
         let mut command = Command::new(tool(name));
         command.args(args).env("MEMTOOLS_ATTACH", way);
@@ -124,8 +125,8 @@ impl Tool {
         Ok(tool)
     }
 
-    /// Starts another project's tool. Such say nothing through a pipe until they end: it is ready
-    /// when it waits for events.
+    /// Starts another project's tool. Such tools print nothing through a pipe until they end. The tool counts as
+    /// ready when it waits for events.
     pub(crate) fn start_peer(name: &str, args: &[&str]) -> Result<Self> {
         let program = workload("peers").join(name);
         let mut peer = Self::spawn(Command::new(program).args(args).stdin(Stdio::null()))?;
@@ -141,7 +142,7 @@ impl Tool {
         }
     }
 
-    /// Starts it in whatever way; stdout and stderr are ours.
+    /// Starts a tool by any command, with its stdout and stderr piped to the test.
     pub(crate) fn spawn(command: &mut Command) -> Result<Self> {
         if AT_ENTRIES.get()
             && command
@@ -163,7 +164,7 @@ impl Tool {
         let sink = Arc::clone(&stdout);
         let reader = thread::spawn(move || {
             let mut bytes = [0; 16 << 10];
-            // What was read before an error is what there is.
+            // After a read error, the output that was read before is kept.
             while let Ok(length @ 1..) = out.read(&mut bytes) {
                 if let Ok(mut all) = sink.lock() {
                     all.extend_from_slice(&bytes[..length]);
@@ -190,12 +191,12 @@ impl Tool {
         })
     }
 
-    /// The tool's number.
+    /// Returns the tool's PID.
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// The most memory that the tool has had, in KiB.
+    /// Returns the peak of the tool's resident memory, in KiB.
     pub(crate) fn peak_kib(&self) -> Result<u64> {
         let status = fs::read_to_string(format!("/proc/{}/status", self.pid()))?;
         let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
@@ -203,12 +204,12 @@ impl Tool {
         kib.parse().context("no number")
     }
 
-    /// Waits until a line on stderr contains `text`, as the line that says that probes are live.
+    /// Waits until a line on stderr contains `text`, such as the line that says that the probes are live.
     pub(crate) fn wait_for(&mut self, text: &str) -> Result<()> {
         self.wait_for_any(&[text])
     }
 
-    /// Waits until a line on stderr contains one of these.
+    /// Waits until a line on stderr contains one of `texts`.
     pub(crate) fn wait_for_any(&mut self, texts: &[&str]) -> Result<()> {
         let deadline = Instant::now() + PATIENCE;
         let wanted = |line: &String| texts.iter().any(|text| line.contains(text));
@@ -225,14 +226,14 @@ impl Tool {
         Ok(())
     }
 
-    /// Waits for a line on stderr that contains `text`.
+    /// Waits for a line on stderr that contains `text`, and returns the line.
     pub(crate) fn wait_for_line(&mut self, text: &str) -> Result<String> {
         self.wait_for(text)?;
         let line = self.said.iter().find(|line| line.contains(text));
         line.cloned().context("no line")
     }
 
-    /// Waits until stdout has `text`, after where it was found the last time.
+    /// Waits until stdout contains `text`, after the text that the last call found.
     pub(crate) fn wait_for_output(&mut self, text: &str) -> Result<()> {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -252,7 +253,7 @@ impl Tool {
         }
     }
 
-    /// The complete lines that it has printed so far.
+    /// Returns the complete lines that the tool has printed so far.
     pub(crate) fn stdout(&self) -> String {
         let stdout = self.stdout.lock().map(|stdout| stdout.clone());
         let mut stdout = String::from_utf8_lossy(&stdout.unwrap_or_default()).into_owned();
@@ -260,7 +261,7 @@ impl Tool {
         stdout
     }
 
-    /// Waits until what it has printed is as wanted.
+    /// Waits until `wanted` accepts the lines that the tool has printed so far.
     pub(crate) fn wait_until(&self, wanted: impl Fn(&str) -> bool) -> Result<()> {
         let deadline = Instant::now() + PATIENCE;
         while !wanted(&self.stdout()) {
@@ -270,25 +271,25 @@ impl Tool {
         Ok(())
     }
 
-    /// Sends it a signal.
+    /// Sends a signal to the tool.
     pub(crate) fn signal(&self, signal: Signal) -> Result<()> {
         let pid = nix::unistd::Pid::from_raw(self.child.id().cast_signed());
         nix::sys::signal::kill(pid, signal).context("failed to signal the tool")
     }
 
-    /// Whether it has ended by itself.
+    /// Whether the tool has ended by itself.
     pub(crate) fn has_ended(&mut self) -> Result<bool> {
         let status = self.child.try_wait();
         Ok(status.context("failed to wait for the tool")?.is_some())
     }
 
-    /// Presses Ctrl-C, and waits for its end.
+    /// Interrupts the tool, as Ctrl-C does, and waits for its end.
     pub(crate) fn interrupt(self) -> Result<Ended> {
         self.signal(Signal::SIGINT)?;
         self.end()
     }
 
-    /// Waits for its end.
+    /// Waits for the tool's end, and compares its JSON with its man page.
     pub(crate) fn end(mut self) -> Result<Ended> {
         let deadline = Instant::now() + PATIENCE;
         let status = loop {
@@ -319,9 +320,9 @@ impl Tool {
     }
 }
 
-/// A report without the runs of programs that the kernel has skipped, where a task can be preempted in
-/// one (from 7.0 on): it counts them for all tasks of the system, so that there can be some although
-/// nothing is missing of what is traced. That nothing is, tests know by its number.
+/// Removes skipped runs of BPF programs from a report, on kernels where a task can be preempted in a program (7.0
+/// and later). The kernel counts skipped runs for all tasks of the system, so a report can have some although no
+/// traced event is missing. Tests notice missing events by the numbers that they compare.
 pub(crate) fn without_skipped_runs(report: &str) -> Result<String> {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").context("no release")?;
     let major = release.split('.').next().unwrap_or_default();
@@ -331,13 +332,13 @@ pub(crate) fn without_skipped_runs(report: &str) -> Result<String> {
         return Ok(report);
     }
     for (pattern, replacement) in [
-        // All that was lost, on stderr, and as an object.
+        // Skipped runs are the only loss, on stderr or in a JSON object.
         (r"(?m)^\w+: lost \d+ program runs, at most \([^)]*\)\n?", ""),
         (
             r#"(?m)^\{"type":"lost","lost":\{(?:"[a-z_]+":0,)*"runs":\d+\},"schema":\d+\}\n"#,
             "",
         ),
-        // Some of it.
+        // Skipped runs are one loss of several.
         (r", \d+ program runs, at most \([^)]*\)", ""),
         (r#""runs":\d+"#, r#""runs":0"#),
     ] {
@@ -354,7 +355,7 @@ impl Drop for Tool {
     }
 }
 
-/// The stack of each block, by the block's address, from the objects that memleak prints with `-a -j`.
+/// Returns the stack of each block by the block's address, from the objects that memleak prints with `-a -j`.
 pub(crate) fn stacks_of_blocks<'a>(
     objects: impl IntoIterator<Item = &'a Value>,
 ) -> HashMap<u64, &'a Value> {

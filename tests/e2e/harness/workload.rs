@@ -1,4 +1,4 @@
-//! Programs of known counts, held until a tool says that it is ready.
+//! Workloads: programs that do known counts of operations, and are held until a tool says that it is ready.
 
 use std::collections::HashMap;
 use std::env;
@@ -16,24 +16,24 @@ pub(crate) fn workloads() -> PathBuf {
     )
 }
 
-/// The path of a workload program.
+/// Returns the path of a workload program.
 pub(crate) fn workload(name: &str) -> PathBuf {
     workloads().join(name)
 }
 
-/// The folder of the workloads' sources.
+/// Returns the folder of the workloads' sources.
 pub(crate) fn sources() -> PathBuf {
     concat!(env!("CARGO_MANIFEST_DIR"), "/tests/workload").into()
 }
 
-/// The arguments by which memleak tells of each block of so many bytes where it was allocated.
+/// Returns the arguments by which memleak lists each block of `bytes` bytes with the stack that allocated it.
 pub(crate) const fn each_block(bytes: &str) -> [&str; 11] {
     [
         "-j", "-a", "-o", "0", "-T", "100000", "-z", bytes, "-Z", bytes, "3600",
     ]
 }
 
-/// A workload that has said that it is ready.
+/// Workload process that has said that it is ready.
 pub(crate) struct Workload {
     child: Child,
     pid: u32,
@@ -47,7 +47,7 @@ impl Workload {
         Self::spawn(Command::new(workload(name)).args(args))
     }
 
-    /// Starts a program that speaks the protocol, in whatever way.
+    /// Starts a program that speaks the workloads' protocol, by any command.
     pub(crate) fn spawn(command: &mut Command) -> Result<Self> {
         let mut child = command
             .stdin(Stdio::piped())
@@ -66,23 +66,24 @@ impl Workload {
         Ok(workload)
     }
 
-    /// Waits until it is ready, at its start or as another program after exec. Returns the number
-    /// that it gives itself.
+    /// Waits until the workload is ready, at its start or as another program after exec. Returns the PID that the
+    /// workload prints.
     pub(crate) fn ready(&mut self) -> Result<u32> {
         let line = self.line()?;
         let pid = line
             .strip_prefix("ready ")
             .with_context(|| format!("it said {line:?}"))?;
-        // In a PID namespace of its own it knows itself by another number.
+        // In a PID namespace of its own, the workload prints its PID in that namespace.
         pid.parse().context("no pid")
     }
 
-    /// The workload's number in our PID namespace.
+    /// Returns the workload's PID in our PID namespace.
     pub(crate) fn pid(&self) -> String {
         self.pid.to_string()
     }
 
-    /// The number in our PID namespace of what unshare(1) has started, which is process 1 of its own.
+    /// Returns the PID, in our PID namespace, of the process that unshare(1) started. That process is number 1 in
+    /// a PID namespace of its own.
     pub(crate) fn pid_in_container(&self) -> Result<String> {
         let unshare = self.pid;
         let children = fs::read_to_string(format!("/proc/{unshare}/task/{unshare}/children"))?;
@@ -92,13 +93,13 @@ impl Workload {
         Ok(pid.to_owned())
     }
 
-    /// Lets it do its work and waits until that is done. Returns the facts that it states.
+    /// Lets the workload do its work, and waits until the work is done. Returns the facts that the workload prints.
     pub(crate) fn work(&mut self) -> Result<HashMap<String, String>> {
         self.go()?;
         self.done()
     }
 
-    /// Lets it do one of its rounds, and waits until it is ready for the next one, or done with the last.
+    /// Lets the workload do one of its rounds. Waits until it is ready for the next round or, after the last one, done.
     pub(crate) fn round(&mut self, is_last: bool) -> Result<()> {
         self.go()?;
         if is_last {
@@ -109,13 +110,13 @@ impl Workload {
         Ok(())
     }
 
-    /// Lets it go on.
+    /// Lets the workload go on.
     pub(crate) fn go(&mut self) -> Result<()> {
         let stdin = self.stdin.as_mut().context("already released")?;
         stdin.write_all(b"\n").context("the workload has gone")
     }
 
-    /// Waits until its work is done. Returns the facts that it states.
+    /// Waits until the workload's work is done. Returns the facts that the workload prints.
     pub(crate) fn done(&mut self) -> Result<HashMap<String, String>> {
         let line = self.line()?;
         let facts = line
@@ -128,12 +129,12 @@ impl Workload {
             .collect())
     }
 
-    /// Waits until it has ended, by whatever end.
+    /// Waits until the workload has ended, in whatever way.
     pub(crate) fn wait(&mut self) -> Result<ExitStatus> {
         self.child.wait().context("failed to wait for the workload")
     }
 
-    /// Lets it exit, and waits until it has.
+    /// Lets the workload exit, and waits until it has.
     pub(crate) fn finish(mut self) -> Result<ExitStatus> {
         self.stdin = None;
         self.child.wait().context("failed to wait for the workload")

@@ -1,4 +1,4 @@
-//! Files that take long to read, while somebody waits.
+//! Files that take long to read, while a user waits.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -16,7 +16,7 @@ use super::text;
 use crate::harness::{self, Tool, Workload, eventually};
 use crate::hostile::elf_file;
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "hostile":
         ctrl_c_is_heard_while_files_are_read [Once],
@@ -24,10 +24,10 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Files that take half a minute to read.
+/// Number of files, which together take half a minute to read.
 const SLOW_FILES: usize = 200;
 
-/// A process that has them mapped.
+/// Starts a process that maps the slow files.
 fn with_slow_files() -> Result<(TempDir, Workload)> {
     let folder = harness::scratch()?;
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755))?;
@@ -73,7 +73,7 @@ fn a_terminal_shows_how_far_a_long_start_is() -> Result<()> {
     let mut shown = String::new();
     let mut bytes = [0; 4096];
     let line = "\rsearching files for allocators: ";
-    // Once nobody has the terminal, its end is an error.
+    // Reading fails with an error once no process has the terminal open.
     while let Ok(length @ 1..) = screen.read(&mut bytes) {
         shown += &String::from_utf8_lossy(&bytes[..length]).replace("\x1b[K", "");
         if shown.matches(line).count() == 2 {

@@ -1,4 +1,4 @@
-//! More processes, mappings and threads than there is time or room for.
+//! More processes, mappings and threads than a tool has time or memory for.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -14,7 +14,7 @@ use super::{CALLS, LIVE, counted, library, text};
 use crate::harness::{self, Ended, Tool, Workload, workload};
 use crate::memleak;
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "hostile":
         more_libraries_than_descriptors_have_names [Once],
@@ -26,14 +26,14 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// By when tables are made of files that were met once.
+/// Time by which the unwind tables of files that were met once are built.
 const TABLES: Duration = Duration::from_secs(2);
 
-/// The calls of brk(2) that the dynamic loader makes when a program is started twice.
+/// Number of brk(2) calls that the dynamic loader makes in two starts of a program.
 const STARTS: u64 = 2;
 
-/// A process that maps eight times as many libraries as a tool may have files open. The functions of its own
-/// program and of those that it had before have their names.
+/// A process maps eight times as many libraries as a tool may have files open. The functions of its program, and
+/// of libraries that were mapped before, have their names.
 fn more_libraries_than_descriptors_have_names() -> Result<()> {
     const DESCRIPTORS: usize = 256;
     const FILES: usize = 8 * DESCRIPTORS;
@@ -75,7 +75,7 @@ fn more_libraries_than_descriptors_have_names() -> Result<()> {
     Ok(())
 }
 
-/// The stacks that brkstack's last object says it has walked, and how many of them are complete.
+/// Returns the numbers of walked stacks and of complete stacks, from brkstack's last object.
 fn walked(ended: &Ended) -> Result<(u64, u64)> {
     let objects = ended.objects()?;
     let last = objects.iter().find(|object| object["type"] == "unwinding");
@@ -84,7 +84,7 @@ fn walked(ended: &Ended) -> Result<(u64, u64)> {
     Ok((number("stacks")?, number("complete")?))
 }
 
-/// The calls that no map had room for, as brkstack says at its end.
+/// Returns the number of calls that were lost because a map was full, as brkstack reports at its end.
 fn lost_entries(objects: &[Value]) -> u64 {
     let lost = objects.iter().find(|object| object["type"] == "lost");
     let lost = lost.and_then(|object| object["lost"]["entries"].as_u64());
@@ -103,12 +103,12 @@ fn more_processes_than_tables_are_complete() -> Result<()> {
         let args = ["processes", &processes.to_string(), &CALLS.to_string()];
         let mut crowd = Workload::spawn(Command::new(&program).args(args))?;
         crowd.work()?;
-        // The first has the tables of its files made, as long as it lives.
+        // While the first process lives, the tool builds the tables of its files.
         thread::sleep(TABLES);
     }
     let ended = tool.interrupt()?;
     let calls = (1 + PROCESSES) * CALLS + STARTS;
-    // So many keys at once may be more than a map has room for.
+    // So many keys at once may exceed a map's capacity.
     let objects = ended.objects()?;
     let lost = lost_entries(&objects);
     let found = counted(&ended, "hostile-many")?;
@@ -140,7 +140,7 @@ fn mappings_that_change_leave_others_complete() -> Result<()> {
         let args = ["none", text(&file), &calls.to_string()];
         let mut victim = Workload::spawn(Command::new(&program).args(args))?;
         victim.work()?;
-        // The first has the tables of its files made, as long as it lives.
+        // While the first process lives, the tool builds the tables of its files.
         thread::sleep(TABLES);
     }
     let ended = tool.interrupt()?;
@@ -161,7 +161,7 @@ fn mappings_that_change_leave_others_complete() -> Result<()> {
     Ok(())
 }
 
-/// Thousands of programs one after the other: as children, and in one process, which stays the same one.
+/// Thousands of programs run one after the other: as children, and by exec in one process.
 fn storms_of_programs_are_counted() -> Result<()> {
     const PROGRAMS: u64 = 5003;
     const CALLS: u64 = 3;
@@ -179,7 +179,7 @@ fn storms_of_programs_are_counted() -> Result<()> {
         ensure!(facts["brk"] == (PROGRAMS * CALLS).to_string(), "{facts:?}");
         let grown = tool.peak_kib()? - before;
         let ended = tool.interrupt()?;
-        // Each program's loader makes one.
+        // The loader of each program makes one call.
         let calls = PROGRAMS * (CALLS + 1);
         let objects = ended.objects()?;
         let lost = lost_entries(&objects);
@@ -207,11 +207,11 @@ fn a_storm_of_threads_is_exact() -> Result<()> {
     Ok(())
 }
 
-/// Code that comes, mostly to go at once, thousands of times in one process, which both tools see whole.
+/// Code is mapped thousands of times in one process, and in most cases unmapped at once. Both tools see all of it.
 fn storms_of_mappings_are_exact() -> Result<()> {
     const CALLS: u64 = 3;
     for (kind, rounds) in [
-        // About half of what a process may have mapped.
+        // Each round leaves a mapping: about half of the mappings that a process may have.
         ("pages", 30_011),
         ("unmapped", 100_003),
         ("written", 10_007),
@@ -242,7 +242,7 @@ fn storms_of_mappings_are_exact() -> Result<()> {
         ensure!(found == rounds * CALLS, "{kind}: {found}: {calls:?}");
         let (walked, complete) = walked(&calls)?;
         ensure!(walked == complete, "{kind}: {complete} of {walked}");
-        // What has too many mappings to remember has names for those that it began with.
+        // For a process with more mappings than are remembered, the names of its first mappings are kept.
         let forgets = calls
             .stderr
             .contains("mappings of processes with thousands");

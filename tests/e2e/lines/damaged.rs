@@ -1,4 +1,4 @@
-//! Debug information that is damaged or has no end, and who reads it.
+//! Damaged or endless debug information, and the processes that read it.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -14,7 +14,7 @@ use object::{Object, ObjectSection};
 use super::{folded, start, workload};
 use crate::harness::{self, Tool};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "lines":
         damaged_debug_information_harms_nobody,
@@ -23,7 +23,7 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// The places of an ELF file's sections of debug information.
+/// Returns the byte ranges of an ELF file's sections of debug information.
 fn debug_sections(elf: &[u8]) -> Result<Vec<std::ops::Range<usize>>> {
     let elf = object::File::parse(elf)?;
     let mut sections = Vec::new();
@@ -56,7 +56,7 @@ fn damaged_debug_information_harms_nobody() -> Result<()> {
         }
         drop(file);
         let (stacks, ended) = folded(&mut Command::new(&program), &["--lines"], &[])?;
-        // Its functions have names of their own, which no debug information takes away.
+        // The functions' names are in the symbol table, which damaged debug information does not affect.
         let is_named = |stack: &String| stack.contains(";main") && stack.contains(";allocate");
         ensure!(stacks.iter().all(is_named), "{seed}: {ended:?}");
         *known
@@ -78,7 +78,7 @@ fn calls_inlined_without_end_harm_nobody() -> Result<()> {
     Ok(())
 }
 
-/// The processes that read source lines for a tool.
+/// Returns the PIDs of the processes that read source lines for a tool.
 fn readers_of(tool: u32) -> Result<Vec<u32>> {
     let children = fs::read_to_string(format!("/proc/{tool}/task/{tool}/children"))?;
     let mut readers = Vec::new();
@@ -109,7 +109,8 @@ fn readers_are_allowed_nothing_and_end_with_the_tool() -> Result<()> {
     ] {
         ensure!(status.contains(line), "no {line} in {status}");
     }
-    // Nothing of what the tool traces with: BPF objects and perf events are such.
+    // The reader has none of the descriptors that the tool traces with: those of BPF objects and perf events are
+    // anonymous inodes.
     for file in fs::read_dir(format!("/proc/{reader}/fd"))? {
         let file = fs::read_link(file?.path())?;
         ensure!(

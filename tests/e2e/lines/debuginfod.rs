@@ -1,4 +1,4 @@
-//! Debug information from a server.
+//! Debug information from a debuginfod server.
 
 use std::fs;
 use std::net::TcpListener;
@@ -13,7 +13,7 @@ use nix::sys::signal::Signal;
 use super::{COUNT, by_build_id, folded, start};
 use crate::harness::{self, Tool};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "lines":
         debuginfod_fetches_what_is_missing [Once],
@@ -21,7 +21,7 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// A real server, of the files in a folder.
+/// Real debuginfod server of the files in a folder.
 struct Server {
     child: Child,
     url: String,
@@ -29,7 +29,7 @@ struct Server {
 
 impl Server {
     fn start(files: &Path) -> Result<Self> {
-        // The port is free now, and nobody takes it so soon.
+        // The port is free now, and other programs are unlikely to take it so soon.
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
         let mut command = Command::new("debuginfod");
         command
@@ -82,10 +82,10 @@ fn debuginfod_fetches_what_is_missing() -> Result<()> {
     let (stacks, ended) = folded(&mut Command::new(&program), &options, &env(&cache[0]))?;
     ensure!(stacks.iter().all(is_whole), "{ended:?}");
     drop(server);
-    // The second time it is in the cache.
+    // The second time, the debug file is in the cache.
     let (stacks, ended) = folded(&mut Command::new(&program), &options, &env(&cache[0]))?;
     ensure!(stacks.iter().all(is_whole), "{ended:?}");
-    // Without either, it is told, and nothing else is missing.
+    // Without server and cache, the tool says so, and nothing else is missing.
     let (stacks, ended) = folded(&mut Command::new(&program), &options, &env(&cache[1]))?;
     ensure!(!stacks.iter().any(is_whole), "{ended:?}");
     let told = "no debug file of lines-stripped from debuginfod: ";
@@ -101,7 +101,7 @@ fn debuginfod_fetches_what_is_missing() -> Result<()> {
     Ok(())
 }
 
-/// A server that takes the question and never answers: the next Ctrl-C ends the waiting.
+/// A server accepts the request and never answers. The next Ctrl-C ends the wait.
 fn a_debuginfod_that_hangs_keeps_nobody() -> Result<()> {
     let folder = harness::scratch()?;
     let stripped = folder.path().join("lines-stripped");
@@ -120,7 +120,7 @@ fn a_debuginfod_that_hangs_keeps_nobody() -> Result<()> {
     let _question = server.accept()?;
     let asked = Instant::now();
     let ended = tool.interrupt()?;
-    // It would wait for a minute.
+    // Uninterrupted, the tool would wait for a minute.
     ensure!(
         asked.elapsed() < Duration::from_secs(40),
         "{:?}",

@@ -1,4 +1,4 @@
-//! Blocks and bytes are what the program has allocated, whichever way it went.
+//! Blocks and bytes equal what the program has allocated, by whichever function.
 
 use anyhow::{Result, ensure};
 use libtest_mimic::Trial;
@@ -6,7 +6,7 @@ use libtest_mimic::Trial;
 use super::{SIZE, last_report, outstanding, trace, trace_all};
 use crate::harness;
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak":
         every_function_is_exact: at_entries,
@@ -25,7 +25,7 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Primes, so that no other sum hits them by accident.
+/// Number of blocks: a prime, so that no other sum equals it by accident.
 const COUNT: u64 = 31;
 
 fn every_function_is_exact() -> Result<()> {
@@ -114,7 +114,7 @@ fn failed_calls_are_no_allocations() -> Result<()> {
     Ok(())
 }
 
-/// Whether a mapping is the allocator's own must be known of a call, too, whose return is not looked at.
+/// memleak must also know of calls whose return it does not trace whether a mapping is the allocator's own.
 fn calls_that_are_not_recorded_are_known_to_go_on() -> Result<()> {
     for unwind in ["auto", "fp"] {
         let args = [
@@ -148,7 +148,7 @@ fn big_blocks_count_once() -> Result<()> {
     Ok(())
 }
 
-/// glibc's free makes an arena where it is a thread's first call: 64 MiB of addresses, which are none of the program's.
+/// As a thread's first call, glibc's free makes an arena: 64 MiB of address space, which the program has not allocated.
 fn what_free_maps_is_no_allocation() -> Result<()> {
     const THREADS: u64 = 7;
     const PAGE: u64 = 4096;
@@ -168,7 +168,7 @@ fn parts_of_mappings_are_unmapped() -> Result<()> {
     for (function, pages, calls) in [
         ("unmap_parts", 98, 1),
         ("unmap_fails", 101, 1),
-        // Two pages of the first mapping are the second one's now.
+        // Two pages of the first mapping belong to the second mapping now.
         ("replaced", 101, 2),
         ("shrunk", 1, 1),
     ] {
@@ -181,8 +181,9 @@ fn parts_of_mappings_are_unmapped() -> Result<()> {
     Ok(())
 }
 
-/// Blocks allocated in one thread and freed in another, all at once. In guests there are fewer:
-/// the emulated machine takes milliseconds for what takes microseconds here.
+/// Returns the arguments for a workload whose blocks are allocated in one thread and freed in another, all at
+/// once. In guests there are fewer blocks: the emulated machine takes milliseconds for what takes microseconds
+/// here.
 fn thread_workload() -> [&'static str; 5] {
     let count = if harness::in_guest() {
         "1009"
@@ -241,7 +242,7 @@ fn a_tenth_is_recorded() -> Result<()> {
     let args = ["-s", "10", "-o", "0", "-T", "1000", "60"];
     let ended = trace("alloc", &["threads", "1", "10007", "10007", "64"], &args)?;
     let (_, allocations) = outstanding(&last_report(&ended.stdout)?, "allocate_in_thread");
-    // Ten standard deviations of a binomial distribution around 1000.7.
+    // The bounds are ten standard deviations of a binomial distribution around 1000.7.
     ensure!((700..1300).contains(&allocations), "{allocations} of 10007");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The target goes on as before, whatever happens to it and to memleak.
+//! The target process runs on as before, whatever happens to it and to memleak.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -19,7 +19,7 @@ use super::{READY, attach, last_report, outstanding};
 use crate::harness::{self, Tool, Workload, eventually};
 use crate::pressure::Setting;
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak":
         what_stops_the_target_changes_no_count [Host],
@@ -30,9 +30,9 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Each block is a system call at which strace(1) stops the target; signals stop it anywhere.
+/// Each block is a system call, at which strace(1) stops the target process. Signals stop the process anywhere.
 fn what_stops_the_target_changes_no_count() -> Result<()> {
-    // More than the largest that glibc takes from its heap: 32 MiB.
+    // Size above the largest block that glibc takes from its heap: 32 MiB.
     const SIZE: u64 = 33_554_467;
     let program = ["big", "1009", &SIZE.to_string()];
     let mut workload = Workload::start("alloc", &program)?;
@@ -64,7 +64,7 @@ fn what_stops_the_target_changes_no_count() -> Result<()> {
     Ok(())
 }
 
-/// gdb stops the target at each call of a function, and then steps through allocator and probes.
+/// gdb stops the target process at each call of a function, and then steps through the allocator and the probes.
 fn a_debugger_changes_no_count() -> Result<()> {
     const CALLS: u64 = 1009;
     let mut workload = Workload::start("alloc", &["hole", &CALLS.to_string()])?;
@@ -75,7 +75,7 @@ fn a_debugger_changes_no_count() -> Result<()> {
     for command in [
         "break hole",
         &all_but_last,
-        // By another program, as gdb keeps what it writes to a pipe.
+        // Another program prints this word, because gdb buffers what it writes to a pipe.
         "shell echo set",
         "continue",
         "info breakpoints",
@@ -86,7 +86,7 @@ fn a_debugger_changes_no_count() -> Result<()> {
     let gdb = gdb.stdin(Stdio::null()).stderr(Stdio::null());
     let mut gdb = gdb.stdout(Stdio::piped()).spawn().context("no gdb")?;
     let mut lines = BufReader::new(gdb.stdout.take().context("no stdout")?).lines();
-    // What the target does before gdb has its breakpoint, gdb does not see.
+    // gdb does not see the calls that the target process makes before the breakpoint is set.
     let set = lines.find(|line| !matches!(line, Ok(line) if line != "set"));
     set.context("gdb has ended")??;
     workload.work()?;
@@ -113,7 +113,7 @@ fn killed_it_leaves_nothing_behind() -> Result<()> {
     tool.signal(Signal::SIGKILL)?;
     let ended = tool.end()?;
     ensure!(!ended.status.success(), "{ended:?}");
-    // Nothing of it is left that could keep a probe: no process, no trace event.
+    // Nothing of memleak is left that could keep a probe: no process, no trace event.
     ensure!(!Path::new(&format!("/proc/{pid}")).exists());
     let events = fs::read_to_string("/sys/kernel/tracing/uprobe_events").unwrap_or_default();
     ensure!(events.is_empty(), "{events}");
@@ -129,7 +129,7 @@ fn killed_it_leaves_nothing_behind() -> Result<()> {
     Ok(())
 }
 
-/// Kernels before 6.1 warn of maps whose entries are made when they are needed; here that would be a panic.
+/// Kernels before 6.1 warn of maps whose entries are allocated on demand. Here, a warning would be a panic.
 fn a_warning_does_not_stop_the_machine() -> Result<()> {
     let _panics = Setting::change("/proc/sys/kernel/panic_on_warn", "1")?;
     let mut workload = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
@@ -152,14 +152,14 @@ fn a_warning_does_not_stop_the_machine() -> Result<()> {
     Ok(())
 }
 
-/// A process of its own waits for that, which ends, too.
+/// A separate process waits until the perf uprobes are removed, and then ends.
 fn perf_uprobes_are_taken_away_behind_its_back() -> Result<()> {
     let mut workload = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
     let args = ["-p", &workload.pid(), "-o", "0", "60"];
     let tool = Tool::start_by("perf uprobes without cookies", "memleak", &args)?;
     let ended = tool.interrupt()?;
     ensure!(ended.status.success(), "{ended:?}");
-    // It is the first of its session, as none that was started by a test.
+    // That process leads its session; no process that a test has started does.
     let is_left = || -> Result<bool> {
         for entry in fs::read_dir("/proc")? {
             let stat = fs::read_to_string(entry?.path().join("stat")).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Frames have the names of their functions, wherever these are to be had.
+//! Frames have the names of their functions, wherever the names are stored.
 
 use std::fs;
 use std::process::Command;
@@ -9,7 +9,7 @@ use libtest_mimic::Trial;
 use super::{Group, attach, last_report, name, outstanding, trace_all};
 use crate::harness::{self, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak":
         builds_of_all_kinds,
@@ -75,7 +75,7 @@ fn rust_names_are_demangled() -> Result<()> {
 }
 
 fn another_libc_in_another_mount_namespace() -> Result<()> {
-    // A root of its own that holds a program and musl, at paths that mean nothing out here.
+    // The process has a root of its own, with a program and musl at paths that mean nothing outside.
     let root = harness::scratch()?;
     let within = |path: &str| root.path().join(path);
     harness::copy(
@@ -92,7 +92,7 @@ fn another_libc_in_another_mount_namespace() -> Result<()> {
     workload.work()?;
     let ended = tool.interrupt()?;
     let groups = last_report(&ended.stdout)?;
-    // musl's own posix_memalign and memalign call aligned_alloc: counted once all the same.
+    // musl's own posix_memalign and memalign call aligned_alloc. Their blocks are counted once all the same.
     for function in [
         "malloc",
         "calloc",
@@ -124,7 +124,7 @@ fn a_deleted_program_still_has_names() -> Result<()> {
     let mut workload =
         Workload::spawn(Command::new(&program).args(["one", "malloc", "31", "4093"]))?;
     fs::remove_file(&program)?;
-    // Another file in its place must not lend it names.
+    // Another file at the program's path must not supply names.
     harness::copy(&harness::workload("alloc-stripped"), &program)?;
     let tool = attach(&workload, &["-o", "0", "60"])?;
     workload.work()?;

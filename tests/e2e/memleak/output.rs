@@ -1,4 +1,4 @@
-//! Reports in each form, and the options that choose from them.
+//! Reports in each format, and the options that select from them.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::{attach, last_report, trace};
 use crate::harness::{self, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak":
         json_agrees_with_text [Once],
@@ -24,7 +24,7 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// The frames in the program itself. The program is at the same addresses each time; libc is not, so its
+/// Returns the frames in the program itself. The program is at the same addresses each time. libc is not, so its
 /// frames are left out.
 fn own_frames(frames: &[String]) -> Vec<String> {
     frames
@@ -34,7 +34,7 @@ fn own_frames(frames: &[String]) -> Vec<String> {
         .collect()
 }
 
-/// The bytes of a stack in JSON, and the frames in the program itself as text has them.
+/// Returns the bytes of a stack in JSON, and its frames in the program itself as text reports print them.
 fn own_frames_of_json(stack: &Value) -> (u64, Vec<String>) {
     let frames = stack["user_frames"].as_array();
     let text = |frame: &Value| {
@@ -159,7 +159,7 @@ fn sort_and_top() -> Result<()> {
         "{}",
         ended.stdout
     );
-    // The line has what is not shown, too.
+    // The total includes stacks that are not shown.
     let all = trace(
         "alloc",
         &["leak", "31", "4093"],
@@ -175,7 +175,7 @@ fn sort_and_top() -> Result<()> {
     let line = line.with_context(|| format!("no total: {}", ended.stdout))?;
     ensure!(groups.len() > 1 && line.contains(&whole), "{line} {whole}");
     ensure!(line.contains("; resident "), "{line}");
-    // The fewest bytes, but by far the most calls.
+    // The stack has the fewest bytes, but by far the most calls.
     let ended = trace(
         "alloc",
         &["threads", "1", "1009", "1009", "1"],

@@ -1,4 +1,4 @@
-//! Stacks are whole, and what there is no room for is counted.
+//! Stacks are complete, and what exceeds a capacity is counted.
 
 use std::collections::HashSet;
 
@@ -11,7 +11,7 @@ use nix::sys::signal::Signal;
 use super::{Group, attach, last_report, name, outstanding, trace, trace_all};
 use crate::harness::{self, Ended, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak":
         stacks_are_complete_with_frame_pointers,
@@ -89,7 +89,7 @@ fn tens_of_thousands_of_stacks() -> Result<()> {
     Ok(())
 }
 
-/// The stacks in the table in use of the tool whose table has this size.
+/// Returns the number of stacks in the newest table of this size, by which the tool's table is recognized.
 fn stacks_in_use(size: u32) -> usize {
     let maps = MapInfoIter::default().filter(|info| info.max_entries == size);
     let newest = maps.map(|info| info.id).max();
@@ -97,11 +97,11 @@ fn stacks_in_use(size: u32) -> usize {
     map.map_or(usize::MAX, |map| map.keys().count())
 }
 
-/// Ten times as many as there is room for, of which few have live blocks.
+/// Ten times as many stacks as the table can hold, of which few have live blocks.
 fn stacks_of_what_is_gone_make_room() -> Result<()> {
     const ROUNDS: usize = 29;
     const STACKS: usize = 1499;
-    // By which the table is known among others.
+    // Size of the table, by which it is recognized among other tables.
     const SIZE: u32 = 4099;
     let (rounds, stacks) = (ROUNDS.to_string(), STACKS.to_string());
     let mut workload = Workload::start("alloc", &["churn", &rounds, &stacks])?;
@@ -119,7 +119,7 @@ fn stacks_of_what_is_gone_make_room() -> Result<()> {
     let tool = attach(&workload, &args)?;
     for round in 1..=ROUNDS {
         workload.round(round == ROUNDS)?;
-        // A program that only allocates is faster than any reader.
+        // The workload waits, because a program that only allocates is faster than any reader.
         let has_room = || stacks_in_use(SIZE) < SIZE as usize - STACKS;
         harness::eventually("there is room", || Ok(has_room()))?;
     }
@@ -146,7 +146,7 @@ fn stacks_that_do_not_fit_are_counted() -> Result<()> {
     let all = trace_all("alloc", &["stacks", "211"])?;
     ensure!(all.len() == 211, "{} stacks", all.len());
 
-    // Before the table is renewed, and when it has been, which has no room for all of them either.
+    // The table is tested before it is renewed and afterwards. The new table cannot hold all stacks either.
     for (interval, count) in [("60", "1"), ("1", "3")] {
         let mut workload = Workload::start("alloc", &["stacks", "211"])?;
         let args = ["-o", "0", "-T", "1000", "--stack-storage-size", "101"];
@@ -200,7 +200,7 @@ fn blocks_that_do_not_fit_are_counted() -> Result<()> {
     Ok(())
 }
 
-/// More mappings than the ring buffer holds, while memleak is kept from reading it.
+/// The workload makes more mappings than the ring buffer holds, while memleak is stopped and does not read it.
 fn events_that_do_not_fit_are_counted() -> Result<()> {
     const MAPPINGS: u64 = 60_013;
     let mut workload = Workload::start("alloc", &["one", "mmap", &MAPPINGS.to_string(), "4096"])?;

@@ -1,4 +1,4 @@
-//! Programs that end, that are started, and that cannot be traced.
+//! Target programs that end, that memleak starts, and that cannot be traced.
 
 use std::fs;
 use std::io::Write;
@@ -12,7 +12,7 @@ use libtest_mimic::Trial;
 use super::{Group, READY, attach, last_report, outstanding};
 use crate::harness::{self, Tool, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak":
         target_exits_first,
@@ -38,7 +38,7 @@ fn target_exits_first() -> Result<()> {
     is_leak_of_main(&groups)
 }
 
-/// `leak_malloc` has leaked 31 blocks, and all stacks have the names of a program that has ended.
+/// Checks that `leak_malloc` has leaked 31 blocks, and that all stacks have the names of a program that has ended.
 fn is_leak_of_main(groups: &[Group]) -> Result<()> {
     ensure!(
         outstanding(groups, "leak_malloc") == (31 * 4093, 31),
@@ -57,7 +57,7 @@ fn a_command_of_a_few_milliseconds() -> Result<()> {
         "'{}' one malloc 31 4093",
         harness::workload("alloc").display()
     );
-    // If it did not notice the end it would take an hour, more than the harness lets it.
+    // If memleak did not notice the end, it would run for an hour, longer than the harness permits.
     let ended = harness::run("memleak", &["-c", &command, "3600"])?;
     ensure!(ended.status.success(), "{ended:?}");
     ensure!(
@@ -76,7 +76,7 @@ fn the_status_of_a_command_is_passed_on() -> Result<()> {
     let ended = harness::run("memleak", &["-c", "sh -c 'kill -KILL $$'"])?;
     ensure!(ended.status.code() == Some(128 + 9), "{ended:?}");
 
-    // What we started ends with us, and that is no failure.
+    // The command that memleak has started ends with memleak, and that is no failure.
     let pid_file = harness::scratch()?;
     let path = pid_file.path().join("pid");
     let command = format!("sh -c 'echo $$ >{}; exec sleep 1000'", path.display());
@@ -92,8 +92,8 @@ fn the_status_of_a_command_is_passed_on() -> Result<()> {
     Ok(())
 }
 
-/// The protocol of the test that BCC has for its memleak: a report, a newline into the command's
-/// stdin, and the first number of the last line with "byte" in it.
+/// The protocol is that of BCC's own test of memleak: a report, a newline into the command's stdin, and the first
+/// number of the last line with "byte" in it.
 fn driven_as_bcc_drives_its_own() -> Result<()> {
     let kinds = [
         "malloc",
@@ -105,7 +105,7 @@ fn driven_as_bcc_drives_its_own() -> Result<()> {
         "pvalloc",
         "aligned_alloc",
     ];
-    // A block has to be half a second old at the second report.
+    // A block must be half a second old at the second report.
     let (kinds, interval) = if harness::in_guest() {
         (&kinds[..1], "4")
     } else {
@@ -161,7 +161,7 @@ fn a_reader_that_leaves_ends_it() -> Result<()> {
         harness::tool("memleak").display(),
         workload.pid()
     );
-    // A shell without PIPESTATUS cannot tell; then the tool writes its status itself.
+    // A shell without PIPESTATUS cannot tell the tool's status, so the tool's side of the pipe writes it into a file.
     let status = harness::scratch()?;
     let file = status.path().join("status");
     let script = script.replace(

@@ -1,4 +1,4 @@
-//! Forms of output, and what there is no room for.
+//! Output formats of kernel mode, and blocks that exceed a capacity.
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
@@ -6,7 +6,7 @@ use libtest_mimic::Trial;
 use super::{Report, Sum, attach, trace, trace_to_nothing};
 use crate::harness::{self, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak_kernel":
         combined_totals_equal_the_blocks,
@@ -33,7 +33,7 @@ fn combined_totals_equal_the_blocks() -> Result<()> {
             "{args:?}: {blocks:?} {totals:?}"
         );
     }
-    // What was freed is taken off again.
+    // Freed blocks are subtracted from the totals.
     let mut workload = Workload::start("kmem", &["pipes", "101"])?;
     trace_to_nothing(&mut workload, &["-C", "--cache", "filp"])?;
     Ok(())
@@ -78,7 +78,7 @@ fn text_has_stacks_and_caches() -> Result<()> {
         fields.len() == 6 && fields[1..4] == ["13", "26624", "13741"] && fields[0].ends_with("2k"),
         "{row}"
     );
-    // Also of others.
+    // The change in slabinfo includes objects of other programs.
     ensure!(
         fields[4].starts_with(['+', '-']),
         "no change in slabinfo: {row}"
