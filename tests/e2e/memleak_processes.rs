@@ -88,7 +88,7 @@ fn children_are_followed() -> Result<()> {
 }
 
 fn children_of_a_command_are_followed() -> Result<()> {
-    // With /dev/null as stdin it does not wait for anybody.
+    // With /dev/null as stdin, the workload waits for nobody.
     let command = format!("'{}' fork 101 97", harness::workload("lives").display());
     let args = ["--children", "--mode", "alloc", "-j", "-T", "1000", "-c"];
     let ended = harness::run("memleak", &[&args[..], &[&command, "60"]].concat())?;
@@ -99,7 +99,7 @@ fn children_of_a_command_are_followed() -> Result<()> {
     Ok(())
 }
 
-/// The calls of each stack with this function, from an output in JSON and between its lines what the command has printed.
+/// Returns the calls of each stack that contains this function. The JSON output has lines of the command in between.
 fn calls_through(stdout: &str, function: &str) -> Vec<u64> {
     let rows = stdout.lines().filter_map(|line| {
         let row: serde_json::Value = serde_json::from_str(line).ok()?;
@@ -109,7 +109,8 @@ fn calls_through(stdout: &str, function: &str) -> Vec<u64> {
     rows.filter_map(|row| row["allocations"].as_u64()).collect()
 }
 
-/// A shell that works for longer than a command needs that maps its code becomes a program with an allocator of its own.
+/// A shell runs for longer than a starting command needs to map its code. Then it becomes a program with an
+/// allocator of its own.
 fn a_command_behind_a_script_is_seen_from_its_first_call() -> Result<()> {
     let program = harness::workload("alloc-musl-static");
     let command = format!(
@@ -134,7 +135,7 @@ fn without_children_only_the_parent_is_traced() -> Result<()> {
     Ok(())
 }
 
-/// Two programs run, of which one is in the cgroup; a third one comes into it later.
+/// Two programs run, one of them in the cgroup. A third one joins the cgroup later.
 fn those_in_a_cgroup_are_traced() -> Result<()> {
     let cgroup = Cgroup::new()?;
     let mut inside = Workload::start("alloc", &["one", "malloc", "31", "4093"])?;
@@ -170,7 +171,7 @@ fn those_of_a_name_are_traced() -> Result<()> {
     Ok(())
 }
 
-/// Each of some children leaks and exits before the first report; two later reports have it.
+/// Each of some children leaks and exits before the first report. Two later reports list what they leaked.
 fn what_children_left_when_they_exited_is_shown() -> Result<()> {
     let mut workload = Workload::start("lives", &["leave", "101", "97", "7"])?;
     let args = [
@@ -203,7 +204,7 @@ fn what_children_left_when_they_exited_is_shown() -> Result<()> {
     Ok(())
 }
 
-/// So many that processes' numbers and the kernel's maps are used again and again.
+/// There are so many children that PIDs and entries of the kernel's maps are used again and again.
 fn thousands_of_children_leave_what_they_leaked() -> Result<()> {
     const CHILDREN: u64 = 5003;
     let mut workload = Workload::start("lives", &["leave", "3", "97", &CHILDREN.to_string()])?;
@@ -233,7 +234,7 @@ fn thousands_of_children_leave_what_they_leaked() -> Result<()> {
 }
 
 fn what_children_left_is_in_totals_and_estimates() -> Result<()> {
-    // Each block is larger than the distance between samples, so estimates are exact.
+    // Each block is larger than the sampling distance, so estimates are exact.
     for args in [&["-C"][..], &["--sample-bytes", "64", "-o", "0"]] {
         let mut workload = Workload::start("lives", &["leave", "101", "97", "7"])?;
         let children = ["--children", "-p", &workload.pid(), "-T", "1000", "60"];
@@ -252,8 +253,8 @@ fn what_children_left_is_in_totals_and_estimates() -> Result<()> {
     Ok(())
 }
 
-/// With --children all is seen that either does with the memory; without, no free is called a
-/// second one that is not.
+/// With --children, memleak sees what parent and child do with the shared memory. Without it, memleak must not
+/// count a first free as a double free.
 fn a_vforked_child_shares_its_parents_blocks() -> Result<()> {
     for children in [&["--children"][..], &[]] {
         let mut workload = Workload::start("lives", &["vfork", "101"])?;
@@ -275,7 +276,7 @@ fn a_vforked_child_shares_its_parents_blocks() -> Result<()> {
     Ok(())
 }
 
-/// A process that leaks, and becomes another program that does.
+/// Traces a process that leaks, and becomes another program that leaks. Returns the groups at the end.
 fn becomes_another(args: &[&str]) -> Result<Vec<Group>> {
     let program = harness::workload("alloc");
     let program = program.to_string_lossy();

@@ -1,5 +1,5 @@
-//! What else memleak shows of blocks than that they are there: their ages, their growth, how many
-//! were allocated, how many were freed soon, and frees that were wrong.
+//! What memleak shows of blocks beside their stacks: ages, growth, numbers of allocations, blocks that were freed
+//! soon, and wrong frees.
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::harness::{self, Ended, Tool, Workload};
 use crate::memleak;
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::views":
         allocations_are_counted_freed_or_not: at_entries,
@@ -33,7 +33,7 @@ fn rows(ended: &Ended) -> Result<Vec<Value>> {
     rows.collect::<Result<_, _>>().context("no JSON")
 }
 
-/// The rows of stacks through a function.
+/// Returns the rows of stacks that contain a function.
 fn stacks<'a>(rows: &'a [Value], function: &str) -> Vec<&'a Value> {
     let through = |row: &&Value| {
         let frames = row["user_frames"].as_array();
@@ -45,7 +45,7 @@ fn stacks<'a>(rows: &'a [Value], function: &str) -> Vec<&'a Value> {
         .collect()
 }
 
-/// One stack through a function, with these sums.
+/// Expects exactly one stack that contains a function, with these sums.
 fn expect(rows: &[Value], function: &str, bytes: u64, allocations: u64) -> Result<()> {
     let stacks = stacks(rows, function);
     ensure!(
@@ -72,7 +72,7 @@ fn what_is_freed_soon_is_counted() -> Result<()> {
     Ok(())
 }
 
-/// Two reports, with 31 blocks before the first and 41 between them.
+/// memleak makes two reports: 31 blocks are allocated before the first, and 41 between the two.
 fn growth_is_from_report_to_report() -> Result<()> {
     let mut workload = Workload::start("lives", &["grow", "97", "31", "41"])?;
     let mut tool = memleak::attach(&workload, &["-e", "-j", "-o", "0", "1"])?;
@@ -107,7 +107,7 @@ fn the_oldest_and_the_median_age_are_shown() -> Result<()> {
     let mut workload = Workload::start("lives", &["grow", "97", "31", "211"])?;
     let mut tool = memleak::attach(&workload, &["-j", "-o", "0", "1"])?;
     workload.work()?;
-    // Of two reports, between which a second goes by, the head and the stack.
+    // The head and the stack of two reports, which are a second apart.
     for _ in 0..4 {
         tool.wait_for_output(r#""allocations":31"#)?;
     }
@@ -119,7 +119,7 @@ fn the_oldest_and_the_median_age_are_shown() -> Result<()> {
             .as_u64()
             .with_context(|| format!("no {key}: {last}"))
     };
-    // The younger ones are the greater part.
+    // Most of the blocks are younger ones.
     ensure!(ms("oldest_age_ms")? >= 1000, "{last}");
     ensure!(ms("median_age_ms")? < ms("oldest_age_ms")?, "{last}");
     Ok(())
@@ -171,8 +171,8 @@ fn unknown_frees_are_counted_with_their_stack() -> Result<()> {
     Ok(())
 }
 
-/// What is below the distance is an estimate, within a few times the interval that is told; what is
-/// above it is exact.
+/// The sum of blocks below the sampling distance is an estimate, within a few times the reported interval. The
+/// sum of larger blocks is exact.
 fn samples_by_bytes_stand_for_all() -> Result<()> {
     let sampled = |size: &str| -> Result<Value> {
         let args = ["--sample-bytes", "8K", "-j", "-o", "0", "60"];
@@ -191,7 +191,7 @@ fn samples_by_bytes_stand_for_all() -> Result<()> {
     let small = sampled("211")?;
     let (bytes, error) = (number(&small, "bytes")?, number(&small, "error_bytes")?);
     let truth = 10007 * 211;
-    // About 258 records: 12 % to both sides.
+    // About 258 blocks are recorded: 12 % to both sides.
     ensure!((truth / 20..truth / 5).contains(&error), "{small}");
     ensure!(bytes.abs_diff(truth) <= 3 * error, "{small}");
     ensure!(bytes != truth, "nothing was left out: {small}");
@@ -203,8 +203,8 @@ fn samples_by_bytes_stand_for_all() -> Result<()> {
     Ok(())
 }
 
-/// A pair of malloc and free is three hits: two entries and a return. What else a process does
-/// between attaching and its end is the same in every run.
+/// A pair of malloc and free is three hits: two entries and a return. All other hits between attaching and the
+/// end are the same in every run.
 fn hits_and_what_they_cost_are_told() -> Result<()> {
     let summary = |pairs: u64| -> Result<Value> {
         let program = ["churn", &pairs.to_string(), "64", "1"];
@@ -225,9 +225,8 @@ fn hits_and_what_they_cost_are_told() -> Result<()> {
     Ok(())
 }
 
-/// A program that does little else than allocate is over any limit. The first blocks are all
-/// recorded, later ones are sampled, and what stands for all of them is within a few times the
-/// interval that is told.
+/// A program that does little else than allocate exceeds any limit. The first blocks are all recorded, later ones
+/// are sampled, and the estimate of all blocks is within a few times the reported interval.
 fn sampling_is_raised_to_keep_a_limit() -> Result<()> {
     let (size, count, steps) = (211, 2003, 7);
     let program = ["outgrow", &size.to_string(), &count.to_string(), "7"];
@@ -257,7 +256,7 @@ fn sampling_is_raised_to_keep_a_limit() -> Result<()> {
     Ok(())
 }
 
-/// nice(1) without arguments prints its own.
+/// nice(1) without arguments prints its own nice value.
 fn memleak_is_raised_and_its_command_is_not() -> Result<()> {
     let ended = harness::run("memleak", &["-j", "-c", "nice", "60"])?;
     ensure!(ended.stdout.lines().any(|line| line == "0"), "{ended:?}");
@@ -265,13 +264,13 @@ fn memleak_is_raised_and_its_command_is_not() -> Result<()> {
     let tool = memleak::attach(&workload, &["-j", "60"])?;
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", tool.pid()))?;
     let fields = stat.rsplit_once(')').context("no name")?.1;
-    // The 19th, counted from the number; behind the name is the third.
+    // The nice value is field 19 of the line. The first field behind the name is field 3.
     let nice = fields.split_whitespace().nth(16).context("no nice value")?;
     ensure!(nice == "-10", "{stat}");
     Ok(())
 }
 
-/// A program that runs for a thirtieth of the time is judged all the same.
+/// memleak applies the limit also to a program that runs for a thirtieth of the time.
 fn a_limit_is_kept_for_a_program_that_is_mostly_idle() -> Result<()> {
     let mut workload = Workload::start("lives", &["bursts", "4001"])?;
     let args = ["--max-overhead", "0.1%", "-j", "60"];
@@ -287,19 +286,19 @@ fn a_limit_is_kept_for_a_program_that_is_mostly_idle() -> Result<()> {
     Ok(())
 }
 
-/// The table has 15,016 places, and from 12,000 blocks on some find both their buckets full.
+/// The table has 15,016 entries. From 12,000 blocks on, some blocks find both their buckets full.
 fn what_the_table_has_no_room_for_is_kept_elsewhere() -> Result<()> {
     let blocks = if memleak::has_table() { 13_009 } else { 10_007 };
     let count = blocks.to_string();
     let args = ["--max-allocs", "10007", "-j", "-o", "0", "60"];
     let ended = memleak::trace("lives", &["grow", "97", &count], &args)?;
     expect(&rows(&ended)?, "grown", blocks * 97, blocks)?;
-    // And they are found there again.
+    // Blocks outside of the table are found when they are freed, too.
     let ended = memleak::trace("lives", &["shrink", "97", &count, "211"], &args)?;
     expect(&rows(&ended)?, "grown", 211 * 97, 211)
 }
 
-/// At the end less is outstanding, and of other stacks.
+/// At the end, fewer blocks are outstanding, and they are from other stacks.
 fn the_peak_is_shown_with_its_stacks() -> Result<()> {
     let args = ["--mode", "peak", "-j", "60"];
     let rows = rows(&memleak::trace("lives", &["climb", "211", "97"], &args)?)?;
@@ -315,11 +314,11 @@ fn the_peak_is_shown_with_its_stacks() -> Result<()> {
     Ok(())
 }
 
-/// Room for 9362 blocks is for 292 in the first map, 2340 in the second, the rest in the third.
+/// A capacity of 9362 blocks is divided: 292 in the first map, 2340 in the second, the rest in the third.
 fn room_is_made_as_it_is_needed() -> Result<()> {
     let program = ["grow", "97", "199", "2003", "7103"];
     let mut workload = Workload::start("lives", &program)?;
-    // Three quarters are for blocks, of which each takes 112 bytes of the kernel and 72 of the tool.
+    // Three quarters of the limit are for blocks. Each takes 112 bytes of the kernel's memory and 72 of the tool's.
     let args = ["--mem-limit", "2296811", "-vj", "-o", "0", "-p"];
     let pid = workload.pid();
     let way = "perf uprobes without cookies";

@@ -1,4 +1,4 @@
-//! How much memory the tools need until they trace: what a machine that is short of it can spare.
+//! Memory that the tools need until they trace: they must run on a machine that is short of memory.
 
 use std::collections::HashMap;
 
@@ -11,14 +11,15 @@ use crate::harness::{self, Tool, Workload, eventually};
 use crate::memleak;
 use crate::pressure::Group;
 
-/// Six sevenths of it are pages of the tool's own file: memleak has 12,500 KiB since it walks heaps, finds idle memory and
-/// names types and functions of Python and Java. Once 12,868 were seen, of a file that had just been written.
+/// Most resident memory of memleak, in KiB. Six sevenths are pages of the tool's own file: memleak has 12,500 KiB
+/// since it walks heaps, finds idle memory and names types and functions of Python and Java. Once 12,868 were
+/// seen, of a file that had just been written.
 const MOST_KIB: u64 = 13_200;
-/// What memleak may need where the kernel's BTF has five megabytes or six and cannot be mapped, as before 6.16: 10988 KiB
-/// were seen on 6.12, of a program of 1 MB less.
+/// Most resident memory of memleak, in KiB, where the kernel's BTF has five or six megabytes and cannot be
+/// mapped, as before 6.16: 10988 KiB were seen on 6.12, of a program of 1 MB less.
 const MOST_KIB_WITH_BTF: u64 = MOST_KIB + 1024;
 
-/// What all tools but memleak say when they trace.
+/// Text that all tools but memleak print when they trace.
 const READY: &str = "Ctrl-C to end";
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -33,15 +34,15 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// What the maps of a tool may have set aside in the kernel before any event, without stacks and with
-/// them. Unwind tables come on top: of the processes that there are.
+/// Most memory of a tool's maps in the kernel before any event, in KiB, without stacks and with them. Unwind
+/// tables of the running processes come on top.
 const MAPS_KIB: [u64; 2] = [5 << 10, 10 << 10];
 
-/// What a tool may have set aside in the kernel in all before any event, without stacks and with them: 11,912 KiB were
+/// Most memory of the kernel for a tool before any event, in KiB, without stacks and with them: 11,912 KiB were
 /// seen, of which 2.1 MiB are for functions of Python.
 const KERNEL_KIB: [u64; 2] = [5 << 10, 13 << 10];
 
-/// Starts a tool until it says that it traces; its peak of resident memory is no more than that.
+/// Starts a tool, and waits until it says that it traces. Its peak of resident memory must not exceed `most_kib`.
 fn needs_no_more(tool: &str, args: &[&str], ready: &str, most_kib: u64) -> Result<()> {
     let mut running = Tool::start(tool, args)?;
     running.wait_for(ready)?;
@@ -112,7 +113,7 @@ fn maps_need_no_more() -> Result<()> {
     Ok(())
 }
 
-/// Bytes of the maps that a process has descriptors of, as the kernel tells.
+/// Returns the bytes of the maps that a process has descriptors of, as the kernel reports them.
 fn maps_of(pid: u32) -> Result<u64> {
     let mut maps = HashMap::new();
     for info in harness::descriptors(pid)? {
@@ -128,7 +129,7 @@ fn maps_of(pid: u32) -> Result<u64> {
     Ok(maps.values().sum())
 }
 
-/// A container may have little memory. The tool's is charged to it, and the kernel's for it.
+/// A container may have little memory. The tool's memory is charged to it, and so is the kernel's memory for the tool.
 fn a_small_cgroup_is_enough() -> Result<()> {
     let group = Group::new("memtools-small", 30 << 20)?;
     group.forbid_swap()?;
@@ -145,8 +146,8 @@ fn a_small_cgroup_is_enough() -> Result<()> {
     Ok(())
 }
 
-/// A process that allocates more blocks than the limit has room for, and one that does so from more stacks: what
-/// memleak and its maps take by the time of a report is the limit and what it takes without any.
+/// One process allocates more blocks than the limit permits, and another one allocates from more stacks. By the
+/// time of a report, memleak and its maps have taken at most the limit beyond what they took at the start.
 fn memleak_keeps_its_limit() -> Result<()> {
     const LIMIT_MIB: u64 = 64;
     let limit = format!("{LIMIT_MIB}M");
@@ -184,8 +185,8 @@ fn memleak_keeps_its_limit() -> Result<()> {
     Ok(())
 }
 
-/// All that a tool has the kernel set aside before any event: maps, programs, page tables and whatever
-/// else, as a memory cgroup is charged for it. Stacks are those of a process that waits.
+/// The kernel's memory for a tool before any event is limited: maps, programs, page tables and all else that a
+/// memory cgroup is charged for. Stacks are those of a process that waits.
 fn the_kernel_needs_no_more() -> Result<()> {
     const STACK: &[&str] = &["--stack"];
     let runs: [(&str, &[&str], usize); 15] = [
@@ -213,7 +214,7 @@ fn the_kernel_needs_no_more() -> Result<()> {
         let args = [&["-p", &pid], args].concat();
         let mut running = Tool::spawn(&mut group.command(&harness::tool(tool), &args))?;
         running.wait_for(READY)?;
-        // The kernel adds up what is charged from time to time.
+        // The kernel adds up charges from time to time.
         let mut kib = 0;
         eventually("something is charged", || {
             kib = group.kernel_bytes()? >> 10;

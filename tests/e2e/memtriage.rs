@@ -1,4 +1,4 @@
-//! memtriage: parts that add up, and findings that the machine is made to have.
+//! memtriage: tables whose parts add up, and findings that the machine is made to have.
 
 pub(crate) mod doctor;
 mod numbers;
@@ -41,12 +41,12 @@ pub(crate) fn tests() -> Vec<Trial> {
         .collect()
 }
 
-/// The objects that it prints, and the end that it has.
+/// Runs memtriage with --all. Returns the objects that it prints, and its output and exit status.
 pub(crate) fn triage(args: &[&str]) -> Result<(Vec<Value>, Ended)> {
     triage_of(&[&["--all"], args].concat())
 }
 
-/// As [`triage`], of a process or a cgroup.
+/// Runs memtriage on a process or a cgroup. Returns the same as [`triage`].
 pub(crate) fn triage_of(args: &[&str]) -> Result<(Vec<Value>, Ended)> {
     let ended = harness::run("memtriage", &[&["-j"], args].concat())?;
     let lines = ended.stdout.lines();
@@ -72,7 +72,7 @@ pub(crate) fn part(accounting: &Value, name: &str) -> Result<u64> {
     bytes.with_context(|| format!("no part {name} in {accounting}"))
 }
 
-/// The findings of a rule, with their evidence.
+/// Returns the findings of a rule.
 fn findings<'a>(objects: &'a [Value], rule: &str) -> Vec<&'a Value> {
     let findings = of_type(objects, "finding").into_iter();
     findings.filter(|finding| finding["rule"] == rule).collect()
@@ -87,7 +87,7 @@ pub(crate) fn memory_total() -> Result<u64> {
     Ok(kilobytes.context("no total")?.parse::<u64>()? << 10)
 }
 
-/// A cgroup that uses most of its limit, which is a finding.
+/// Makes a cgroup that uses most of its limit, which memtriage must find.
 fn full_group(name: &str) -> Result<(Workload, Group)> {
     let group = Group::new(name, 32 << 20)?;
     group.forbid_swap()?;
@@ -109,7 +109,7 @@ fn a_cgroup_near_its_limit_is_found() -> Result<()> {
     Ok(())
 }
 
-/// A process that sees no cgroups but its own and those below, as in a container.
+/// memtriage sees no cgroups but its own and those below, as in a container.
 fn a_container_is_told_its_limit() -> Result<()> {
     let group = Group::new("memtools-triage-container", 64 << 20)?;
     group.forbid_swap()?;
@@ -157,7 +157,7 @@ fn a_kill_is_found() -> Result<()> {
     let kills = findings(&objects, "oom-kills");
     ensure!(kills.len() == 1 && kills[0]["level"] == "act", "{kills:?}");
     ensure!(kills[0]["next"] == "oomkill -e", "{kills:?}");
-    // Another test's hog can be killed after ours.
+    // Another test's hog may be killed after this one.
     let evidence = kills[0]["evidence"].as_str().unwrap_or_default();
     let count = evidence
         .split(' ')
@@ -171,13 +171,13 @@ fn a_kill_is_found() -> Result<()> {
     Ok(())
 }
 
-/// A System V segment, removed when it is dropped.
+/// System V segment that is removed when this is dropped.
 struct Segment(i32);
 
 impl Segment {
-    /// A segment that was written to, and that nobody has attached any more.
+    /// Makes a segment that was written to, and that no process has attached any more.
     fn orphaned(bytes: usize) -> Result<Self> {
-        // SAFETY: a new segment of that size, which no other code knows the address of.
+        // SAFETY: the segment is new and has this size, and no other code knows its address.
         unsafe {
             let id = libc::shmget(libc::IPC_PRIVATE, bytes, libc::IPC_CREAT | 0o600);
             ensure!(id >= 0, "no segment: {}", std::io::Error::last_os_error());
@@ -211,11 +211,11 @@ fn shared_memory_that_nobody_has_is_found() -> Result<()> {
     Ok(())
 }
 
-/// Memory in a file that no folder has and no process has mapped: this one has it open.
+/// The memory belongs to a file that is in no folder, and that no process has mapped. This process has it open.
 fn a_file_without_a_name_is_found() -> Result<()> {
     let file = memfd_create("memtools-cache", MFdFlags::MFD_CLOEXEC).context("no file")?;
     let mut file = fs::File::from(file);
-    // A third of memory, beside what else there is of the kind.
+    // A third of memory, in addition to other memory of the kind.
     let megabytes = memory_total()? / (3 << 20);
     for _ in 0..megabytes {
         file.write_all(&[1; 1 << 20])?;
@@ -254,7 +254,7 @@ fn it_reports_as_often_as_asked() -> Result<()> {
     Ok(())
 }
 
-/// A process that takes memory between two looks, and keeps it.
+/// A process takes memory between two looks, and keeps it.
 fn what_grows_is_shown() -> Result<()> {
     const PAGES: u64 = 20_011;
     let mut workload = Workload::start("minor", &[&PAGES.to_string()])?;
@@ -275,7 +275,7 @@ fn what_grows_is_shown() -> Result<()> {
     let pid: u32 = workload.pid().parse()?;
     let own = growing.filter(|row| row["pid"] == pid);
     let grown = own.filter_map(|row| row["growth_bytes"].as_u64()).max();
-    // The kernel adds a thread's pages up after 64 of them at most.
+    // The kernel adds up a thread's pages after at most 64 of them.
     let apart = grown.context("it did not grow")?.abs_diff(PAGES * 4096);
     ensure!(apart < 2 * 64 * 4096, "{grown:?}: {ended:?}");
     Ok(())
@@ -307,7 +307,7 @@ fn cgroups_are_told_by_size() -> Result<()> {
     let anonymous = part(table, "anonymous")?;
     ensure!((30 << 20..=32 << 20).contains(&anonymous), "{table}");
     let rest = table["unaccounted_bytes"].as_i64().context("no rest")?;
-    // A CPU charges 64 pages ahead.
+    // A CPU charges 64 pages in advance.
     ensure!(rest.unsigned_abs() <= 1 << 20, "{table}");
     Ok(())
 }
@@ -324,7 +324,7 @@ fn code_that_allocates_is_told_where_the_kernel_tells() -> Result<()> {
     Ok(())
 }
 
-/// Has a command run where a file system without files hides each of these.
+/// Makes a command run in a mount namespace in which empty file systems hide these folders.
 fn without(command: &mut Command, hidden: &[&'static str]) {
     let hidden = hidden.to_owned();
     // SAFETY: system calls between fork and exec.

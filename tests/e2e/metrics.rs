@@ -26,7 +26,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// One line: the family's or the histogram's name, the labels, and the number.
+/// Line of the file: name of the family or of the histogram, labels, and number.
 #[derive(Debug, Clone, PartialEq)]
 struct Sample {
     name: String,
@@ -34,7 +34,7 @@ struct Sample {
     value: f64,
 }
 
-/// What a file has; on the host, where it has Python, as Prometheus' client reads it.
+/// Reads a file. On the host, where there is Python, Prometheus' client must read the same.
 fn read(file: &Path) -> Result<Vec<Sample>> {
     let text = fs::read_to_string(file)?;
     let lines = text.lines().filter(|line| !line.starts_with('#'));
@@ -62,7 +62,7 @@ fn read(file: &Path) -> Result<Vec<Sample>> {
     Ok(samples)
 }
 
-/// `name{label="value",...} number`.
+/// Parses `name{label="value",...} number`.
 fn sample(line: &str) -> Result<Sample> {
     let (series, value) = line.rsplit_once(' ').context("no value")?;
     let (name, mut rest) = match series.split_once('{') {
@@ -92,7 +92,7 @@ fn sample(line: &str) -> Result<Sample> {
     })
 }
 
-/// The numbers of one family by the values of one label, each summed over the other labels.
+/// Returns the numbers of one family by the values of one label, each summed over the other labels.
 fn by(samples: &[Sample], family: &str, label: &str) -> BTreeMap<String, u64> {
     let mut sums = BTreeMap::new();
     for sample in samples.iter().filter(|sample| sample.name == family) {
@@ -102,7 +102,7 @@ fn by(samples: &[Sample], family: &str, label: &str) -> BTreeMap<String, u64> {
     sums
 }
 
-/// The numbers of a field, by another one, of what a tool printed.
+/// Returns the sums of a field, by another field, over the rows that a tool printed.
 fn of_rows(rows: &[Value], kind: &str, field: &str, label: &str) -> BTreeMap<String, u64> {
     let mut sums = BTreeMap::new();
     for row in rows.iter().filter(|row| row["type"] == kind) {
@@ -113,14 +113,14 @@ fn of_rows(rows: &[Value], kind: &str, field: &str, label: &str) -> BTreeMap<Str
     sums
 }
 
-/// The objects of a tool that has ended. A command's own lines are there, too.
+/// Returns the objects that a tool has printed until its end. A command's own lines may be in between.
 fn objects(ended: &Ended) -> Result<Vec<Value>> {
     ensure!(ended.status.success(), "{ended:?}");
     let lines = ended.stdout.lines().filter(|line| line.starts_with('{'));
     lines.map(|line| Ok(serde_json::from_str(line)?)).collect()
 }
 
-/// Nothing was lost, and that is a sum, too.
+/// Checks that nothing was lost, and that the file has all eight counters of losses.
 fn nothing_is_lost(samples: &[Sample]) -> Result<()> {
     let lost: Vec<&Sample> = samples
         .iter()
@@ -156,7 +156,7 @@ fn page_faults_by_task() -> Result<()> {
     Ok(())
 }
 
-/// All files, also those that `--top` leaves out.
+/// The file has all faulted files, also those that `--top` leaves out.
 fn page_faults_by_file() -> Result<()> {
     let folder = harness::scratch()?;
     let file = folder.path().join("ffaults.prom");
@@ -201,7 +201,7 @@ fn madvise_by_task() -> Result<()> {
     Ok(())
 }
 
-/// Three tools at once, while a task is killed that has reclaimed before.
+/// Three tools run at once, while a task reclaims memory and is then killed.
 fn reclaim_and_kills_in_a_cgroup() -> Result<()> {
     let folder = harness::scratch()?;
     let group = Group::new("memtools-metrics", 8 << 20)?;
@@ -328,7 +328,7 @@ fn swapped_pages_by_task() -> Result<()> {
     nothing_is_lost(&samples)
 }
 
-/// A name with all that the format gives a meaning.
+/// The program's name has every character that has a meaning in the format.
 fn names_of_others_are_labels() -> Result<()> {
     let folder = harness::scratch()?;
     let program = folder.path().join("a\"b\\c{d}=,\u{e9}");
@@ -402,7 +402,7 @@ fn what_cannot_be_written_is_told() -> Result<()> {
         let ended = harness::run(tool, args)?;
         ensure!(ended.status.code() == Some(2), "{tool}: {ended:?}");
     }
-    // A device would be replaced.
+    // A device would be replaced by a file, so it is refused.
     let ended = harness::run(
         "faults",
         &["--by-process", "-d", "0.1", "--metrics", "/dev/full"],

@@ -45,7 +45,7 @@ fn end(tool: Tool) -> Result<Ended> {
     Ok(ended)
 }
 
-/// Traces one workload. Returns its pid, its facts' `calls` and what the tool printed.
+/// Traces one workload. Returns its PID, the `calls` of its facts, and what the tool printed.
 fn trace(program: &[&str], args: &[&str]) -> Result<(String, Vec<Call>, Ended)> {
     let mut workload = Workload::start("mmap", program)?;
     let pid = workload.pid();
@@ -55,17 +55,17 @@ fn trace(program: &[&str], args: &[&str]) -> Result<(String, Vec<Call>, Ended)> 
     Ok((pid, calls(&facts["calls"])?, ended))
 }
 
-/// A call as the workload made it.
+/// Call that the workload made.
 #[derive(Debug)]
 struct Call {
     args: Vec<u64>,
-    /// In JSON's words: the value, or null.
+    /// Result as JSON has it: the value, or null.
     result: Value,
-    /// The error's name, or null.
+    /// Name of the error, or null.
     error: Value,
 }
 
-/// `0x1:0x2:..:RESULT,...`
+/// Parses `0x1:0x2:..:RESULT,...`
 fn calls(fact: &str) -> Result<Vec<Call>> {
     let call = |text: &str| -> Result<Call> {
         let (args, result) = text.rsplit_once(':').context("no arguments")?;
@@ -95,7 +95,7 @@ fn json_rows(ended: &Ended) -> Result<Vec<Value>> {
     Ok(rows)
 }
 
-/// Where a workload can put a file; crossed by a mount.
+/// Returns a path where a workload can put a file. The path crosses a mount.
 fn file() -> PathBuf {
     let folder = std::env::var_os("MEMTOOLS_DISK").unwrap_or_else(|| "/dev/shm".into());
     Path::new(&folder).join(format!(
@@ -190,7 +190,7 @@ fn folded_stacks() -> Result<()> {
         let mut workload = Workload::start("mmap", &["anon", "101"])?;
         let tool = start(&[&["-p", &workload.pid()], args].concat())?;
         let facts = workload.work()?;
-        // Names are known although it has gone.
+        // Names are known although the process has exited.
         workload.finish()?;
         let ended = end(tool)?;
         let bytes: u64 = calls(&facts["calls"])?
@@ -208,7 +208,7 @@ fn folded_stacks() -> Result<()> {
         ensure!(frames[0] == "mmap" && frames.contains(&"main"), "{line}");
         ensure!(frames.last() == Some(&"mmap"), "{line}");
     }
-    // What failed has mapped nothing.
+    // A call that failed has mapped nothing, so it has no stack.
     let (_, _, ended) = trace(&["noreplace", "3"], &["-f"])?;
     ensure!(ended.stdout.is_empty(), "{ended:?}");
     Ok(())
@@ -220,13 +220,13 @@ fn file_of_first_row(path: &str, args: &[&str]) -> Result<Value> {
 }
 
 fn paths() -> Result<()> {
-    // Through a mount, and with a control character.
+    // The path leads through a mount, and has a control character.
     let path = file().with_extension("\x1b");
     let shown = path.to_string_lossy().replace('\x1b', "\\x1b");
     let found = file_of_first_row(&path.to_string_lossy(), &["--path"])?;
     ensure!(found == shown, "{found} is not {shown}");
 
-    // What is in no folder at all.
+    // The file is in no folder at all.
     let memory = memfd_create("known name", MFdFlags::empty())?;
     let link = format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd());
     let named = [
@@ -238,7 +238,7 @@ fn paths() -> Result<()> {
         ensure!(found == expected, "{found}");
     }
 
-    // As the process itself would name it.
+    // The path is that by which the process itself would name the file.
     let root = harness::scratch()?;
     harness::copy(&harness::workload("mmap"), &root.path().join("mmap"))?;
     let mut command = Command::new("/mmap");
@@ -291,7 +291,7 @@ fn long_paths_are_cut() -> Result<()> {
     Ok(())
 }
 
-/// A shell whose first child is in another PID namespace.
+/// Returns a command for a shell whose first child is in another PID namespace.
 fn sh(script: &str, enter: impl Fn() -> nix::Result<()> + Send + Sync + 'static) -> Command {
     let mut command = Command::new("sh");
     command.args(["-c", &format!("{script}; exit $?")]);

@@ -1,4 +1,4 @@
-//! oomkill against programs that the kernel kills, and against the kernel's log of that.
+//! oomkill against programs that the kernel kills, and against the kernel's log of these kills.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -36,7 +36,7 @@ fn start(args: &[&str]) -> Result<Tool> {
     Ok(tool)
 }
 
-/// Lets the hog write until it is killed.
+/// Lets the hog write until the kernel kills it.
 pub(crate) fn kill(hog: &mut Workload) -> Result<()> {
     hog.go()?;
     ensure!(hog.done().is_err(), "the hog has survived");
@@ -64,7 +64,7 @@ fn it_outlives_a_lack_of_memory() -> Result<()> {
     harness::outlives_a_lack_of_memory(start(&["-e"])?)
 }
 
-/// One that is killed for another's sake.
+/// A process is killed because another one allocates.
 fn victims_are_chosen_too() -> Result<()> {
     let group = Group::new("memtools-victim", 24 << 20)?;
     group.forbid_swap()?;
@@ -85,7 +85,7 @@ fn victims_are_chosen_too() -> Result<()> {
             victim.wait()?.signal() == Some(9),
             "the victim has survived"
         );
-        // It may be killed next, for lack of others.
+        // The other process may be killed next, as the last one that is left.
         let _ = hog.wait()?;
         let ended = tool.interrupt()?;
         let objects = objects(&ended)?;
@@ -99,10 +99,10 @@ fn victims_are_chosen_too() -> Result<()> {
     Ok(())
 }
 
-/// Lets a hog be killed that wants 64 MB where 8 MB are permitted, also where memory may not be used
-/// up, and returns its pid and what the tool printed of it.
+/// Traces a hog that is killed because it wants 64 MB where 8 MB are permitted, also where memory may not be used
+/// up. Returns the hog's PID, and what the tool printed of it.
 fn traced_kill(way: Option<&str>, args: &[&str]) -> Result<(String, Ended)> {
-    // Another test may be at the same.
+    // Another test may do the same at this time, by another way.
     let name = way.unwrap_or("the best way").replace(' ', "-");
     let group = Group::new(&format!("memtools-{name}"), 8 << 20)?;
     group.forbid_swap()?;
@@ -119,7 +119,8 @@ fn traced_kill(way: Option<&str>, args: &[&str]) -> Result<(String, Ended)> {
     Ok((pid, ended))
 }
 
-/// BCC's line of a kill of the hog, for its own sake; the pages as they are known. With them comes the cgroup.
+/// Checks BCC's line about a hog that is killed for its own allocation, with the pages as far as they are known.
+/// If they are known, the cgroup is, too.
 fn is_bccs_line(pid: &str, ended: &Ended, pages: &str) -> Result<()> {
     let cgroup = if pages == "-" {
         ""
@@ -158,14 +159,14 @@ fn by_kprobe_it_is_the_same() -> Result<()> {
     Ok(())
 }
 
-/// BCC's own, of libbpf-tools.
+/// The peer is BCC's own oomkill, of libbpf-tools.
 fn a_peer_sees_the_same() -> Result<()> {
     let peer = Tool::start_peer("oomkill", &[])?;
     let (_, ended) = traced_kill(None, &[])?;
     let peer = peer.interrupt()?;
-    // Kernels of ours that have kprobes have fentry too.
+    // Our kernels that have kprobes have fentry, too.
     ensure!(ended.stderr.contains("(fentry)"), "{ended:?}");
-    // But for the time, which both take when they print.
+    // Lines are compared without the time and the load, which both tools read when they print.
     let lines = |ended: &Ended| -> Vec<String> {
         let lines = ended.stdout.lines().filter_map(|line| {
             let (_, kill) = line.split_once(" Triggered ")?;
@@ -180,7 +181,8 @@ fn a_peer_sees_the_same() -> Result<()> {
     Ok(())
 }
 
-/// What it does not carry is null, whether it comes with the task or, as once, with a number.
+/// Fields that mark_victim does not have are null, both where the tracepoint has the task and where, as in older
+/// kernels, it has only a PID.
 fn what_mark_victim_alone_knows() -> Result<()> {
     let (pid, ended) = traced_kill(Some("mark_victim alone"), &[])?;
     is_bccs_line(&pid, &ended, "-")?;
@@ -214,7 +216,7 @@ fn what_mark_victim_alone_knows() -> Result<()> {
                 "{kill}"
             );
         } else {
-            // Its name is still in /proc, or no longer.
+            // The victim's name is still in /proc, or no longer.
             ensure!(
                 victim["comm"] == "hog" || victim["comm"].is_null(),
                 "{kill}"
@@ -229,7 +231,7 @@ fn what_mark_victim_alone_knows() -> Result<()> {
     Ok(())
 }
 
-/// The fields of the kernel's own line on a victim.
+/// Returns the kernel's own line about a victim.
 fn killed_by_the_log(pid: &str) -> Result<String> {
     let log = shell("dmesg")?;
     let line = log
@@ -254,7 +256,7 @@ fn flags_are_those_of_the_log(kill: &Value) -> Result<()> {
 }
 
 fn memory_is_that_of_the_log(kill: &Value, pid: &str) -> Result<()> {
-    // Exact, or but for what two CPUs have not added up yet: 32 pages each.
+    // Numbers are exact, or differ by what two CPUs have not added up yet: 32 pages each.
     let killed = killed_by_the_log(pid)?;
     for (field, key, off_by) in [
         ("total_vm_kb", "total-vm:", 0),
@@ -274,7 +276,7 @@ fn memory_is_that_of_the_log(kill: &Value, pid: &str) -> Result<()> {
     Ok(())
 }
 
-/// The one kill that is to come, of this hog, as an object.
+/// Kills this hog, and returns the kill as an object. It must be the only one.
 fn only_kill(hog: &mut Workload) -> Result<Value> {
     let before = vmstat("oom_kill")?;
     let tool = start(&["-j"])?;
@@ -324,13 +326,12 @@ fn a_cgroups_kill_is_explained() -> Result<()> {
     let kernel = kill["kernel_frames"].as_array().context("no stack")?;
     let has = |name: &str| kernel.iter().any(|frame| frame["symbol"] == name);
     ensure!(has("oom_kill_process") && has("out_of_memory"), "{kill}");
-    // It was killed for its own sake, and its names are still known.
+    // The victim was killed for its own allocation, and the names of its functions are still known.
     ensure!(kill["user_frames"][0]["symbol"] == "write_pages", "{kill}");
     Ok(())
 }
 
-/// The death of a process is the first that is seen of it, whether it was there before the tool or came
-/// later.
+/// The tool's first event of a victim is its death, whether the victim started before the tool or after it.
 fn stacks_of_victims_are_complete() -> Result<()> {
     const EACH: usize = 3;
     let group = Group::new("memtools-complete", 8 << 20)?;
@@ -342,7 +343,7 @@ fn stacks_of_victims_are_complete() -> Result<()> {
         hogs.push(hog()?);
     }
     for hog in &mut hogs {
-        // Another one of them can have been killed for it.
+        // Another one of the hogs may have been killed in its place.
         let _ = hog.go();
         let _ = hog.done();
         ensure!(hog.wait()?.signal() == Some(9), "a hog has survived");
@@ -353,7 +354,7 @@ fn stacks_of_victims_are_complete() -> Result<()> {
     Ok(())
 }
 
-/// Whether the user stack of a kill is there from the program's start on.
+/// Whether the user stack of a kill is complete, from the program's start on.
 fn is_complete(kill: &Value) -> bool {
     let frames = kill["user_frames"]
         .as_array()
@@ -366,7 +367,7 @@ fn is_complete(kill: &Value) -> bool {
             .is_some_and(|frame| frame["symbol"] == "_start")
 }
 
-/// memory.oom.group: the others of the cgroup die with the victim.
+/// With memory.oom.group, the other processes of the cgroup are killed with the victim.
 fn a_whole_cgroup_is_killed() -> Result<()> {
     const OTHERS: usize = 3;
     let group = Group::new("memtools-oomkill", 16 << 20)?;
@@ -431,7 +432,7 @@ fn the_machines_kill_is_global() -> Result<()> {
     Ok(())
 }
 
-/// The machine has as much left for programs as one of 384 MB, and one after the other takes all of it.
+/// The machine has as much memory left for programs as a machine of 384 MB. One hog after the other takes all of it.
 fn it_outlives_the_kills_on_a_small_machine() -> Result<()> {
     const KILLS: usize = 5;
     let _rest = Balloon::leaving(150 << 10)?;
@@ -440,7 +441,7 @@ fn it_outlives_the_kills_on_a_small_machine() -> Result<()> {
         .collect::<Result<_>>()?;
     let before = vmstat("oom_kill")?;
     let copies = [start(&["-j"])?, start(&["-j"])?];
-    // This process, with the memory of hundreds of tests before, can be larger than a hog becomes.
+    // After hundreds of tests, this process can be larger than a hog becomes.
     let spared = Setting::change("/proc/self/oom_score_adj", "-1000")?;
     for hog in &mut hogs {
         kill(hog)?;

@@ -1,5 +1,4 @@
-//! `--perfetto`: timelines as they are read by the schema that Perfetto publishes, against the rows of the
-//! same run.
+//! `--perfetto`: timelines, decoded by the schema that Perfetto publishes, against the rows of the same run.
 
 mod files;
 
@@ -26,38 +25,38 @@ pub(crate) fn tests() -> Vec<Trial> {
     [own, files::tests()].into_iter().flatten().collect()
 }
 
-/// How far apart times may be that are printed in microseconds, and of clocks that are not read at once.
+/// Permitted difference between times that are printed in microseconds, and of clocks that are not read at once.
 const CLOSE_NS: u64 = 1_000_000;
 
-/// The values of each counter and their times, by the process that it is of and its name.
+/// Times and values of each counter, by the counter's process and name.
 type Counters = BTreeMap<(u64, String), Vec<(u64, u64)>>;
 
-/// A timeline.
+/// Decoded timeline.
 struct Timeline {
     packets: Vec<Value>,
-    /// By their numbers.
+    /// Tracks by their UUIDs.
     tracks: HashMap<u64, Value>,
 }
 
-/// Something on a track.
+/// Slice or instant on a track.
 #[derive(Debug, Clone, PartialEq)]
 struct Happened {
     track: u64,
     name: String,
     begin: u64,
-    /// None for what has no duration.
+    /// End of the slice. None for an instant.
     end: Option<u64>,
     arguments: BTreeMap<String, Value>,
 }
 
-/// A number, which JSON of Protobuf has as a string if it may be large.
+/// Returns a number. Protobuf's JSON has a number as a string if it may be large.
 fn number(value: &Value) -> u64 {
     let text = value.as_str().and_then(|text| text.parse().ok());
     text.or_else(|| value.as_u64()).unwrap_or_default()
 }
 
 impl Timeline {
-    /// Reads files as one.
+    /// Reads several files as one timeline.
     fn read(files: &[&Path]) -> Result<Self> {
         static SCHEMA: Mutex<Option<PathBuf>> = Mutex::new(None);
         let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -85,7 +84,7 @@ impl Timeline {
             if !track.is_null() {
                 tracks.insert(number(&track["uuid"]), track.clone());
             }
-            // trace_processor ignores what comes from nobody.
+            // trace_processor ignores packets without a sequence.
             ensure!(number(&packet["trusted_packet_sequence_id"]) > 0);
         }
         Ok(Self { packets, tracks })
@@ -104,7 +103,8 @@ impl Timeline {
         events.map(|packet| (number(&packet["timestamp"]), &packet["track_event"]))
     }
 
-    /// What happened, in the order in which it was written. Each slice's end comes right behind its beginning.
+    /// Returns the slices and instants in the order in which they were written. The end of each slice directly
+    /// follows its beginning.
     fn happened(&self) -> Result<Vec<Happened>> {
         let mut all: Vec<Happened> = Vec::new();
         for (time, event) in self.events() {
@@ -137,7 +137,7 @@ impl Timeline {
         Ok(all)
     }
 
-    /// The counters' values, which rise from 0 on.
+    /// Returns the counters' values, which must rise from 0 on.
     fn counters(&self) -> Result<Counters> {
         let mut counters = Counters::new();
         for (time, event) in self.events() {
@@ -158,14 +158,14 @@ impl Timeline {
         Ok(counters)
     }
 
-    /// The last value of each counter.
+    /// Returns the last value of each counter.
     fn sums(&self) -> Result<BTreeMap<(u64, String), u64>> {
         let last = |values: Vec<(u64, u64)>| values.last().map_or(0, |(_, sum)| *sum);
         let counters = self.counters()?.into_iter();
         Ok(counters.map(|(of, values)| (of, last(values))).collect())
     }
 
-    /// A wall time of JSON as a time of the trace, by the clocks at its beginning.
+    /// Converts a wall time of JSON into a time of the trace, by the snapshot of clocks at the beginning.
     fn time(&self, wall: &Value) -> Result<u64> {
         let snapshot = self.packets[0]["clock_snapshot"]["clocks"]
             .as_array()
@@ -176,7 +176,7 @@ impl Timeline {
                 .find(|clock| number(&clock["clock_id"]) == id);
             clock.map(|clock| number(&clock["timestamp"]))
         };
-        // trace_processor has a heap profile at a time of the coarse monotonic clock.
+        // trace_processor takes the time of a heap profile from the coarse monotonic clock.
         ensure!(clock(5).is_some(), "{snapshot:?}");
         let (real, boot) = (clock(1).context("no time")?, clock(6).context("no time")?);
         let wall: Timestamp = wall.as_str().context("no time")?.parse()?;
@@ -184,7 +184,7 @@ impl Timeline {
         Ok((wall + boot).saturating_sub(real))
     }
 
-    /// Checks that an event is what a row says.
+    /// Checks that an event agrees with a row.
     fn is_row(&self, event: &Happened, row: &Value, took_ns: Option<u64>) -> Result<()> {
         let thread = &self.tracks[&event.track]["thread"];
         let of_thread = ["pid", "tid"].map(|id| number(&thread[id]) == number(&row[id]));
@@ -241,7 +241,7 @@ fn start(tool: &str, pid: &str, file: &Path, args: &[&str], live: &str) -> Resul
     Ok(tool)
 }
 
-/// The rows of a type.
+/// Returns the rows of a type.
 fn rows(ended: &Ended, kind: &str) -> Result<Vec<Value>> {
     ensure!(ended.status.success(), "{ended:?}");
     let mut rows = ended.objects()?;
@@ -294,7 +294,7 @@ fn calls_last_as_long_as_they_took() -> Result<()> {
     Ok(())
 }
 
-/// A report each tenth of a second, of which the counters have the sums.
+/// Reports come every tenth of a second. The counters have the reports' sums.
 fn page_faults_are_counters() -> Result<()> {
     let folder = harness::scratch()?;
     let file = folder.path().join("faults.pftrace");
@@ -332,8 +332,7 @@ fn page_faults_are_counters() -> Result<()> {
     Ok(())
 }
 
-/// What each report has outstanding, as bytes and blocks, and the functions that the last one's stacks
-/// go through.
+/// Returns what each report has outstanding, as bytes and blocks, and the functions in the stacks of all reports.
 fn heaps(timeline: &Timeline) -> Result<(Vec<[u64; 2]>, BTreeSet<String>)> {
     let mut stacks: HashMap<u64, [u64; 2]> = HashMap::new();
     let (mut sums, mut functions) = (Vec::new(), BTreeSet::new());
@@ -362,7 +361,7 @@ fn heaps(timeline: &Timeline) -> Result<(Vec<[u64; 2]>, BTreeSet<String>)> {
                 let frame_ids = callstacks[&stack]["frame_ids"].as_array();
                 for frame in frame_ids.context("no frames")? {
                     let frame = &frames[&number(frame)];
-                    // All that a packet refers to is in it.
+                    // A packet contains everything that it refers to.
                     let mapping = &mappings[&number(&frame["mapping_id"])];
                     ensure!(strings.contains_key(&number(&mapping["build_id"])));
                     let name = &strings[&number(&frame["function_name_id"])]["str"];
@@ -376,7 +375,7 @@ fn heaps(timeline: &Timeline) -> Result<(Vec<[u64; 2]>, BTreeSet<String>)> {
     Ok((sums, functions))
 }
 
-/// Two processes, with a report after each round of the first one.
+/// Two processes are traced, with a report after each round of the first one.
 fn heaps_are_what_was_reported() -> Result<()> {
     const ROUNDS: usize = 3;
     let folder = harness::scratch()?;
@@ -401,7 +400,7 @@ fn heaps_are_what_was_reported() -> Result<()> {
     let (sums, functions) = heaps(&Timeline::read(&[&file])?)?;
     ensure!(sums == reports, "{sums:?}, not {reports:?}");
     ensure!(sums.len() > ROUNDS && sums[0] != sums[ROUNDS], "{sums:?}");
-    // Strings are bytes to the schema, which are base64 in JSON: "leak_malloc".
+    // In the schema strings are bytes, which JSON has in base64: "leak_malloc".
     ensure!(functions.contains("bGVha19tYWxsb2M="), "{functions:?}");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Making memory short, and what the kernel itself records of that.
+//! Helpers that make memory scarce, and read what the kernel itself records of that.
 
 use std::env;
 use std::fs::{self, File};
@@ -15,16 +15,16 @@ const CGROUP2: &str = "/sys/fs/cgroup";
 const CGROUP1: &str = "/sys/fs/cgroup/memory";
 const TRACEFS: &str = "/sys/kernel/tracing";
 
-/// How long a cgroup of another test may have the name of one that is to be made.
+/// Time to wait while another test's cgroup has the name of one that is to be made.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A memory cgroup with a limit, removed when it is dropped.
+/// Memory cgroup with a limit. Dropping it removes the cgroup.
 pub(crate) struct Group {
     path: PathBuf,
 }
 
 impl Group {
-    /// A cgroup of version 2 where that has the memory controller, else of version 1.
+    /// Makes a cgroup: of version 2 if that has the memory controller, else of version 1.
     pub(crate) fn new(name: &str, limit_bytes: u64) -> Result<Self> {
         let controllers =
             fs::read_to_string(format!("{CGROUP2}/cgroup.controllers")).unwrap_or_default();
@@ -40,7 +40,7 @@ impl Group {
         Ok(group)
     }
 
-    /// A cgroup below it that has the memory controller, and no limit; only with version 2.
+    /// Makes a cgroup below this one, with the memory controller and without a limit. Only with version 2.
     pub(crate) fn child(&self, name: &str) -> Result<Self> {
         self.set("cgroup.subtree_control", "+memory")?;
         let path = self.path.join(name);
@@ -48,26 +48,26 @@ impl Group {
         Ok(Self { path })
     }
 
-    /// How often its own limit was hit, and had its tasks reclaim; only with version 2.
+    /// Returns how often the cgroup's own limit was hit, so that its tasks reclaimed. Only with version 2.
     pub(crate) fn limit_hits(&self) -> Result<u64> {
         let events = fs::read_to_string(self.path.join("memory.events")).context("no events")?;
         let hits = events.lines().find_map(|line| line.strip_prefix("max "));
         Ok(hits.context("no max")?.parse()?)
     }
 
-    /// Bytes of the kernel's memory that it is charged for; only with version 2, from 5.18 on.
+    /// Returns the bytes of kernel memory that the cgroup is charged for. Only with version 2, from 5.18 on.
     pub(crate) fn kernel_bytes(&self) -> Result<u64> {
         let stat = fs::read_to_string(self.path.join("memory.stat")).context("no statistics")?;
         let bytes = stat.lines().find_map(|line| line.strip_prefix("kernel "));
         Ok(bytes.context("no bytes of the kernel")?.parse()?)
     }
 
-    /// Writes one of its files.
+    /// Writes one of the cgroup's files.
     pub(crate) fn set(&self, file: &str, value: &str) -> Result<()> {
         fs::write(self.path.join(file), value).with_context(|| format!("failed to set {file}"))
     }
 
-    /// Permits no swap, where that can be said. (Version 1 counts it only if it was booted so.)
+    /// Permits no swap, where that can be set. (Version 1 counts swap only if the kernel was booted with that option.)
     pub(crate) fn forbid_swap(&self) -> Result<()> {
         if self.path.join("memory.swap.max").exists() {
             self.set("memory.swap.max", "0")?;
@@ -75,12 +75,12 @@ impl Group {
         Ok(())
     }
 
-    /// The cgroup's path in the file system.
+    /// Returns the cgroup's path in the file system.
     pub(crate) fn path(&self) -> String {
         self.path.display().to_string()
     }
 
-    /// A program that runs in it.
+    /// Returns a command that runs a program in the cgroup.
     pub(crate) fn command(&self, program: &Path, args: &[&str]) -> Command {
         let mut command = Command::new("sh");
         command
@@ -92,8 +92,8 @@ impl Group {
     }
 }
 
-/// Makes the folder of a cgroup. While another test has one of the name, which it will remove, this waits; what a test
-/// that was killed has left is taken.
+/// Makes the folder of a cgroup. Waits while another test has a cgroup of this name, which that test will remove.
+/// Takes over a cgroup that a killed test has left.
 fn make_alone(path: &Path) -> io::Result<()> {
     if let Some(parent) = path.parent() {
         fs::create_dir_all(parent)?;
@@ -118,7 +118,7 @@ impl Drop for Group {
     }
 }
 
-/// Swap on compressed memory; only in a guest.
+/// Swap on compressed memory. Only in a guest.
 pub(crate) struct Swap;
 
 impl Swap {
@@ -134,27 +134,25 @@ impl Drop for Swap {
     }
 }
 
-/// Little free memory, and a kswapd that is too slow, so that a process that wants more has to
-/// reclaim, swapping out its own; only in a guest, and with swap for all of it, so that nobody is
-/// killed.
+/// Little free memory, and a kswapd that is too slow, so that a process that wants more memory has to reclaim,
+/// and to swap out its own. Only in a guest, and with swap for all of the process, so that no process is killed.
 pub(crate) struct Scarcity {
     watermark: String,
     kswapd: String,
     _balloon: Option<Balloon>,
 }
 
-/// Memory that is in use by a file until this is dropped, and that nothing reclaims: a ramfs's; only in a
-/// guest.
+/// Memory that a file of a ramfs uses until this is dropped, and that cannot be reclaimed. Only in a guest.
 pub(crate) struct Balloon(tempfile::TempDir);
 
 impl Balloon {
-    /// As much as leaves so many kB that programs can have.
+    /// Makes a balloon that leaves `kb` kB of available memory.
     pub(crate) fn leaving(kb: u64) -> Result<Self> {
         let available = meminfo_kb("MemAvailable")?;
         Self::of(available.checked_sub(kb).context("there is less already")?)
     }
 
-    /// A balloon of so many kB.
+    /// Makes a balloon of `kb` kB.
     pub(crate) fn of(kb: u64) -> Result<Self> {
         let balloon = Self(tempfile::tempdir()?);
         let folder = balloon.0.path().display();
@@ -172,7 +170,7 @@ impl Drop for Balloon {
     }
 }
 
-/// A setting of the kernel that is another until this is dropped; only in a guest.
+/// Setting of the kernel that is changed until this is dropped.
 pub(crate) struct Setting {
     path: &'static str,
     before: String,
@@ -182,13 +180,13 @@ impl Setting {
     pub(crate) fn change(path: &'static str, value: &str) -> Result<Self> {
         let before = fs::read_to_string(path).with_context(|| format!("no {path}"))?;
         fs::write(path, value).with_context(|| format!("failed to set {path}"))?;
-        // Of several that it names, the one in brackets is set.
+        // A file that lists several values has the current one in brackets.
         let chosen = before.split(['[', ']']).nth(1).map(str::to_owned);
         let before = chosen.unwrap_or(before);
         Ok(Self { path, before })
     }
 
-    /// zswap switched on, where the kernel has it.
+    /// Switches zswap on, where the kernel has it.
     pub(crate) fn zswap() -> Result<Self> {
         const ENABLED: &str = "/sys/module/zswap/parameters/enabled";
         let setting = Self::change(ENABLED, "Y")?;
@@ -197,7 +195,7 @@ impl Setting {
         Ok(setting)
     }
 
-    /// A watermark raised to what is free now, so that kswapd has to free half as much again.
+    /// Raises the watermark to the memory that is free now, so that kswapd has to free half as much again.
     pub(crate) fn high_watermark() -> Result<Self> {
         Self::change(WATERMARK, &free_kb()?.to_string())
     }
@@ -221,20 +219,20 @@ impl Scarcity {
         shell("sync && echo 3 >/proc/sys/vm/drop_caches")?;
         let watermark = fs::read_to_string(WATERMARK).context("no watermark")?;
         fs::write(WATERMARK, Self::WATERMARK_KB.to_string()).context("failed to set it")?;
-        // Set aside in huge pages. With a watermark near all memory, kswapd would swap out whatever
-        // there is: it works towards one and a half times as much. Twice, as CPUs keep some of what
-        // was freed, and give it back within a second.
+        // Memory is set aside in huge pages. With a watermark near all memory, kswapd would swap out everything,
+        // because it works towards one and a half times the watermark. Twice, because CPUs keep some of what was
+        // freed, and return it within a second.
         let mut taken = 0;
         for _ in 0..2 {
             taken += free_kb()?.saturating_sub(Self::FREE_KB) / HUGE_PAGE_KB;
             fs::write(HUGE_PAGES, taken.to_string()).context("failed to set memory aside")?;
             thread::sleep(Duration::from_millis(1100));
         }
-        // What is free in pieces smaller than a huge page.
+        // A balloon takes the memory that is free in pieces smaller than a huge page.
         let rest = free_kb()?.saturating_sub(Self::FREE_KB);
         let balloon = (rest >= HUGE_PAGE_KB).then(|| Balloon::of(rest));
         let balloon = balloon.transpose()?;
-        // On the same CPU, the process gets nearly all of its time.
+        // On kswapd's CPU, the process gets nearly all of the CPU's time.
         let kswapd = shell("pidof kswapd0")?.trim_end().to_owned();
         shell(&format!(
             "renice -n 19 -p {kswapd} && renice -n -20 -p {pid} &&
@@ -270,10 +268,9 @@ pub(crate) fn meminfo_kb(key: &str) -> Result<u64> {
     Ok(value.with_context(|| format!("no {key}"))?.parse()?)
 }
 
-/// A program that is held until it may write 96 MB to a disk, in a memory cgroup of 32 MB: it then
-/// has to reclaim, without swap, and without using up this machine's memory. Each megabyte is on
-/// the disk before the next is written, else a slow disk cleans no pages in time, and the writer is
-/// killed.
+/// Program that is held until it may write 96 MB to a disk, in a memory cgroup of 32 MB. It then has to reclaim,
+/// without swap, and without using up this machine's memory. Each megabyte is on the disk before the next is
+/// written: else a slow disk cleans no pages in time, and the writer is killed.
 pub(crate) struct Writer {
     child: Child,
     pub(crate) group: Group,
@@ -308,7 +305,7 @@ impl Writer {
         self.child.id().to_string()
     }
 
-    /// Lets it write, and waits for its end.
+    /// Lets the program write, and waits for its end.
     pub(crate) fn write(&mut self) -> Result<()> {
         let mut stdin = self.child.stdin.take().context("already released")?;
         stdin.write_all(b"\n").context("the writer has gone")?;
@@ -325,20 +322,20 @@ impl Drop for Writer {
     }
 }
 
-/// A folder whose files can be written out: a guest's /tmp is no disk.
+/// Makes a folder whose files can be written to a disk: a guest's /tmp is not on one.
 pub(crate) fn folder_on_disk() -> Result<tempfile::TempDir> {
     let parent = env::var_os("MEMTOOLS_DISK").map_or_else(env::temp_dir, PathBuf::from);
     tempfile::tempdir_in(parent).context("failed to make a folder")
 }
 
-/// Runs commands, which must succeed.
+/// Runs shell commands, which must succeed. Returns their output.
 pub(crate) fn shell(commands: &str) -> Result<String> {
     let output = Command::new("sh").args(["-c", commands]).output()?;
     ensure!(output.status.success(), "{commands}: {output:?}");
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// A counter of /proc/vmstat, or the sum of those that begin with it if it ends in `_`.
+/// Returns a counter of /proc/vmstat. If `name` ends in `_`, returns the sum of the counters that begin with it.
 pub(crate) fn vmstat(name: &str) -> Result<u64> {
     let vmstat = fs::read_to_string("/proc/vmstat").context("no vmstat")?;
     let mut found = false;
@@ -354,25 +351,25 @@ pub(crate) fn vmstat(name: &str) -> Result<u64> {
     Ok(sum)
 }
 
-/// Tracepoints as the kernel records them by itself, for one process, in an own tracefs instance.
+/// Tracepoints as the kernel itself records them, for one process, in a tracefs instance of its own.
 pub(crate) struct Recording {
     instance: PathBuf,
 }
 
-/// One line of a trace.
+/// Line of a trace.
 #[derive(Debug)]
 pub(crate) struct Traced {
-    /// `hog-194`
+    /// Task, such as `hog-194`.
     pub(crate) task: String,
     /// Name of the tracepoint.
     pub(crate) name: String,
     pub(crate) time_ns: u64,
-    /// The rest.
+    /// Rest of the line.
     pub(crate) text: String,
 }
 
 impl Traced {
-    /// What follows `key=` or `key ` in the text, up to the next space.
+    /// Returns what follows `key=` or `key ` in the text, up to the next space.
     pub(crate) fn field(&self, key: &str) -> Result<&str> {
         let (_, rest) = self
             .text
@@ -384,7 +381,7 @@ impl Traced {
 }
 
 impl Recording {
-    /// Records these, `group/name` or `group` for all of a group, of this process (0: of all).
+    /// Records these events, `group/name` or `group` for all of a group, of this process (0: of all processes).
     pub(crate) fn start(name: &str, events: &[&str], pid: u32) -> Result<Self> {
         let instance = Path::new(TRACEFS).join("instances").join(name);
         fs::create_dir(&instance).context("failed to make a tracefs instance")?;
@@ -399,7 +396,7 @@ impl Recording {
         Ok(recording)
     }
 
-    /// All that was recorded so far.
+    /// Returns all events that were recorded so far. Fails if some were lost.
     pub(crate) fn read(&self) -> Result<Vec<Traced>> {
         for cpu in fs::read_dir(self.instance.join("per_cpu"))? {
             let stats = fs::read_to_string(cpu?.path().join("stats"))?;
@@ -426,9 +423,9 @@ impl Drop for Recording {
     }
 }
 
-/// `  hog-194  [001] .....  12.345678: mm_vmscan_direct_reclaim_end: nr_reclaimed=32`
+/// Parses `  hog-194  [001] .....  12.345678: mm_vmscan_direct_reclaim_end: nr_reclaimed=32`.
 fn parse(line: &str) -> Result<Traced> {
-    // A name may have spaces in it, but not this.
+    // A task's name may have spaces, but not this text.
     let Some((task, rest)) = line.split_once(" [0") else {
         bail!("no CPU");
     };

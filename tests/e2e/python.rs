@@ -1,4 +1,4 @@
-//! Frames of Python in user stacks, against what Python itself says of each block's place.
+//! Python frames in user stacks, against Python's own record of where each block was allocated.
 
 mod commands;
 mod extension;
@@ -18,7 +18,7 @@ use serde_json::Value;
 
 use crate::harness::{self, Ended, Tool, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
     let own = harness::tests! { "python":
         frames_in_threads_and_elsewhere_are_those_that_python_has [Python],
@@ -42,10 +42,10 @@ pub(crate) fn tests() -> Vec<Trial> {
         .collect()
 }
 
-/// The bytes of each block of the workload.
+/// Size of each block of the workload, in bytes.
 const BYTES: &str = "1009";
 
-/// The arguments by which memleak tells of each of the workload's blocks where it was allocated.
+/// Arguments by which memleak lists each of the workload's blocks with the stack that allocated it.
 const EACH_BLOCK: [&str; 11] = harness::each_block(BYTES);
 
 fn script() -> PathBuf {
@@ -55,13 +55,13 @@ fn script() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload/frames.py")
 }
 
-/// Frames of Python that stand for others.
+/// Names of marks: Python frames in the place of frames that are missing.
 const MARKS: [&str; 2] = ["[further functions]", "[called by frames that are missing]"];
 
-/// A frame of Python: the function, its file and the line.
+/// Python frame: function, file and line.
 type Place = (String, String, u64);
 
-/// The frames of each block, by its address, as the workload has noted them.
+/// Reads the frames of each block, by its address, as the workload has recorded them.
 fn truth(path: &Path) -> Result<HashMap<u64, Vec<Place>>> {
     let blocks: HashMap<String, Vec<Place>> = serde_json::from_str(&fs::read_to_string(path)?)?;
     let blocks = blocks.into_iter();
@@ -80,15 +80,15 @@ fn is_python(frame: &&Value) -> bool {
     frame["kind"] == "python"
 }
 
-/// Whether a frame stands for others.
+/// Whether a frame is a mark in the place of missing frames.
 fn is_mark(frame: &Value) -> bool {
     let name = frame["symbol"].as_str();
     name.is_some_and(|name| MARKS.contains(&name))
 }
 
-/// Whether the function has come to where Python itself shows it. Before that its variables are made that others share,
-/// which have no line, and a coroutine or generator, for which the collector may run any function; sys._getframe()
-/// leaves out the one that is called.
+/// Whether the function has reached the instruction from which on Python itself shows it. Before that, its cell
+/// variables are made, which have no line, and a coroutine or generator, for which the garbage collector may run
+/// any function; sys._getframe() leaves out a function that has not come so far.
 fn has_begun(frame: &Value) -> bool {
     const FIRST_SHOWN: u64 = 4;
     const UNIT: u64 = (1 << 20) - 1;
@@ -97,20 +97,20 @@ fn has_begun(frame: &Value) -> bool {
     frame["line"].is_u64() && word.is_ok_and(|word| word & UNIT >= FIRST_SHOWN)
 }
 
-/// The frames of Python of a stack, if there is nothing else that is odd about it.
+/// Returns the Python frames of a stack. Fails if any frame is missing.
 fn places(stack: &Value) -> Result<Vec<Place>> {
     expect_whole(stack)?;
     places_of(stack, |_| true)
 }
 
-/// Whether no frame of a stack is missing, of Python or another.
+/// Fails if a frame of a stack is missing, of Python or native.
 fn expect_whole(stack: &Value) -> Result<()> {
     let frames = stack["user_frames"].as_array().context("no frames")?;
     ensure!(
         !frames.iter().any(has_loop),
         "the interpreter's loop is left in {stack}"
     );
-    // A file that is stripped has no name for where it begins.
+    // A stripped file has no name for its entry point.
     let outermost = frames.last().and_then(|frame| frame["symbol"].as_str());
     ensure!(
         stack["truncated"].is_null()
@@ -121,7 +121,7 @@ fn expect_whole(stack: &Value) -> Result<()> {
     Ok(())
 }
 
-/// The frames of Python of a stack that are wanted.
+/// Returns the Python frames of a stack that `wanted` accepts.
 fn places_of(stack: &Value, wanted: impl Fn(&Value) -> bool) -> Result<Vec<Place>> {
     let frames = stack["user_frames"].as_array().context("no frames")?;
     let frames = frames.iter().filter(is_python);
@@ -134,12 +134,13 @@ fn places_of(stack: &Value, wanted: impl Fn(&Value) -> bool) -> Result<Vec<Place
         .with_context(|| format!("a frame without a name: {stack}"))
 }
 
-/// Compares every block that the workload noted.
+/// Compares the stack of every block that the workload recorded.
 fn expect_exact(ended: &Ended, truth: &HashMap<u64, Vec<Place>>) -> Result<()> {
     expect_exact_in(None, &ended.objects()?, truth)
 }
 
-/// Compares every block that a process of the workload noted, by its number if there are several.
+/// Compares the stack of every block that a process of the workload recorded. `pid` selects the process if there
+/// are several.
 fn expect_exact_in(
     pid: Option<u64>,
     objects: &[Value],
@@ -157,7 +158,7 @@ fn expect_exact_in(
     Ok(())
 }
 
-/// Compares the frames of Python of a stack, without marks of others.
+/// Compares the Python frames of a stack, without marks.
 fn expect_places(stack: &Value, frames: &[Place]) -> Result<()> {
     let found = places_of(stack, |frame| !is_mark(frame));
     let is_exact = |found: &Result<Vec<Place>>| found.as_ref().is_ok_and(|found| found == frames);
@@ -174,8 +175,8 @@ fn frames_in_threads_and_elsewhere_are_those_that_python_has() -> Result<()> {
     expect_exact_frames(Command::new("python3").arg(script()).arg(&path), &path)
 }
 
-/// A memleak that follows the process of this number, and has the tables of all its files: an emulated CPU may need more
-/// time for them than memleak's start takes.
+/// Starts memleak on a process, and waits until it has the unwind tables of all the process's files: an emulated
+/// CPU may need more time for them than memleak's start takes.
 fn follow(options: &[&str], pid: &str) -> Result<Tool> {
     let mut tool = Tool::start("memleak", &[options, &["--verbose", "-p", pid]].concat())?;
     tool.wait_for("allocator: ")?;
@@ -183,12 +184,12 @@ fn follow(options: &[&str], pid: &str) -> Result<Tool> {
     Ok(tool)
 }
 
-/// Has memleak follow the process of the workload with this number.
+/// Traces the workload's process with this PID by memleak.
 fn trace(options: &[&str], workload: Workload, pid: &str) -> Result<Ended> {
     Ok(trace_with_facts(options, workload, pid)?.1)
 }
 
-/// What a workload says of its work, and what memleak, which follows its process of this number, says.
+/// Traces the workload's process with this PID by memleak. Returns the workload's facts, and memleak's output.
 fn trace_with_facts(
     options: &[&str],
     mut workload: Workload,
@@ -201,14 +202,14 @@ fn trace_with_facts(
     Ok((facts, ended))
 }
 
-/// What Python prints for expressions about itself.
+/// Returns what Python prints for these expressions.
 fn printed_by_python(expressions: &str) -> Result<String> {
     let program = format!("import sys; print({expressions})");
     let printed = Command::new("python3").args(["-c", &program]).output()?;
     Ok(String::from_utf8(printed.stdout)?.trim_end().to_owned())
 }
 
-/// Frames of a child that has called exec, and of one that has not, whose code objects are where its parent's are.
+/// One child has called exec. The other one has not, and has its code objects at its parent's addresses.
 fn frames_of_children_are_those_that_python_has() -> Result<()> {
     let folder = harness::scratch()?;
     let path = folder.path().join("truth");
@@ -228,13 +229,13 @@ fn frames_of_children_are_those_that_python_has() -> Result<()> {
     Ok(())
 }
 
-/// What a tool has said of Python's processes.
+/// Returns a tool's messages about processes of Python.
 fn said_of_python(ended: &Ended) -> String {
     let lines = ended.stderr.lines();
     lines.filter(|line| line.contains("Python")).collect()
 }
 
-/// By another number than that by which it knows itself, and of files that only its own mount namespace has.
+/// The process has another PID in its own namespace than outside, and files that only its mount namespace has.
 fn frames_in_a_container_are_those_that_python_has() -> Result<()> {
     const CONTAINER: &str = "mount -t tmpfs none /mnt && mkdir /mnt/python && mount --bind \"$1\" /mnt/python && \
                              cp \"$3\" /mnt/frames.py && \
@@ -256,7 +257,7 @@ fn frames_in_a_container_are_those_that_python_has() -> Result<()> {
     expect_exact(&ended, &truth)
 }
 
-/// Has memleak follow the workload that a command starts, and compares every block.
+/// Traces the workload that a command starts by memleak, and compares the stack of every block.
 fn expect_exact_frames(command: &mut Command, truth_file: &Path) -> Result<()> {
     let workload = Workload::spawn(command)?;
     let pid = workload.pid();
@@ -264,8 +265,9 @@ fn expect_exact_frames(command: &mut Command, truth_file: &Path) -> Result<()> {
     expect_exact(&ended, &truth(truth_file)?).with_context(|| said_of_python(&ended))
 }
 
-/// While the kernel makes huge pages of the memory in which Python has the thread's state. Every block is there, and has
-/// the thread's frames, or says that some are missing. On a busy machine it may make none just when they are read.
+/// The kernel makes huge pages of the memory in which Python has the thread's state. Every block is reported, and
+/// has the thread's frames or a mark that some are missing. On a busy machine, the kernel may make no huge page
+/// just when they are read.
 fn frames_that_cannot_be_read_are_said_to_be_missing() -> Result<()> {
     const RUNS: u32 = 5;
     for _ in 0..RUNS {
@@ -276,7 +278,7 @@ fn frames_that_cannot_be_read_are_said_to_be_missing() -> Result<()> {
     bail!("no read has failed in {RUNS} runs");
 }
 
-/// How many blocks were marked, of those that were allocated while the kernel made huge pages.
+/// Returns the number of marked blocks, of those that were allocated while the kernel made huge pages.
 fn expect_whole_or_marked() -> Result<u64> {
     const BLOCKS: u64 = 5003;
     let script = script().with_file_name("collapse.py");
@@ -327,8 +329,8 @@ fn frames_are_in_text_and_in_folded_lines() -> Result<()> {
     Ok(())
 }
 
-/// By page faults, and by calls of brk(2) and mmap(2). Before 6.6 the tools may have no uprobe where the
-/// kernel wants CAP_SYS_ADMIN for one and they have given it up: they say so.
+/// Tools for page faults, and for calls of brk(2) and mmap(2), show Python frames, too. Before 6.6, the kernel
+/// requires CAP_SYS_ADMIN for a uprobe, which the tools may have given up; they say so then.
 fn other_tools_have_them_too() -> Result<()> {
     const PROGRAM: &str = "import mmap, os, sys\n\
                            print('ready', os.getpid(), flush=True)\n\
@@ -372,8 +374,8 @@ fn other_tools_have_them_too() -> Result<()> {
     Ok(())
 }
 
-/// Two lines of a function make blocks: two stacks, or with --python-lines=no one. From 3.15 on the first call of a line
-/// goes through other functions of the interpreter than those after it.
+/// Two lines of a function allocate blocks: two stacks or, with --python-lines=no, one. From 3.15 on, the first
+/// call of a line goes through other functions of the interpreter than later calls.
 fn without_lines_a_function_has_one_stack() -> Result<()> {
     const PROGRAM: &str = "import os, sys\n\
                            kept = [None] * 1202\n\
@@ -400,22 +402,23 @@ fn without_lines_a_function_has_one_stack() -> Result<()> {
     Ok(())
 }
 
-/// Whether the innermost function of Python in a stack has this name.
+/// Whether the innermost Python function of a stack has this name.
 fn is_from(stack: &Value, function: &str) -> bool {
     let frames = stack["user_frames"].as_array();
     let innermost = frames.into_iter().flatten().find(is_python);
     innermost.is_some_and(|frame| frame["symbol"] == function)
 }
 
-/// Python 3.9, of which it is said once.
+/// Python 3.9 is not supported. memleak says so once.
 fn an_older_version_has_native_frames() -> Result<()> {
     let mut command = Command::new("python3.9");
-    // Its smallest package has no modules besides those in the program.
+    // Python's smallest package has no modules besides those in the program.
     command.args(["-I", "-S"]);
     expect_native(&mut command, "a Python of version 3.9")
 }
 
-/// Has memleak follow a Python, of which it says this once, and whose stacks are complete without frames of Python.
+/// Traces a Python by memleak. memleak must print `expected` once, and the stacks must be complete, without
+/// Python frames.
 fn expect_native(python: &mut Command, expected: &str) -> Result<()> {
     const PROGRAM: &str = "import sys\n\
                            kept = [None] * 1009\n\
@@ -425,7 +428,7 @@ fn expect_native(python: &mut Command, expected: &str) -> Result<()> {
                            keep()\n\
                            print('done', flush=True)\n\
                            sys.stdin.readline()\n";
-    // 33 bytes are Python's own.
+    // A bytes object has a header of 33 bytes.
     const BYTES: u64 = 33 + 2003;
     let workload = Workload::spawn(python.args(["-c", PROGRAM]))?;
     let (pid, bytes) = (workload.pid(), BYTES.to_string());

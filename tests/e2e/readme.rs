@@ -1,4 +1,4 @@
-//! Every command of README.md's tables, once: what it promises can be run.
+//! Every command of README.md's tables is run once.
 
 use std::collections::BTreeSet;
 
@@ -9,7 +9,7 @@ use crate::harness::{self, Cgroup, Tool, Workload, workload};
 
 const README: &str = include_str!("../../README.md");
 
-/// What needs a hook that some kernels lack.
+/// Commands that need a hook that some kernels lack.
 const BY_KPROBES: [&str; 2] = ["swapin", "hfaults --thp"];
 
 /// Options by which a tool traces nothing, looks at a process once and ends.
@@ -22,7 +22,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// The commands in code of tables, without what they are piped into; each once.
+/// Returns the commands in the code of tables, each once, without what they are piped into.
 fn commands() -> BTreeSet<&'static str> {
     let tables = README.lines().filter(|line| line.starts_with('|'));
     let code = tables.flat_map(|line| line.split('`').skip(1).step_by(2));
@@ -40,7 +40,7 @@ fn commands() -> BTreeSet<&'static str> {
         .collect()
 }
 
-/// Starts each, and ends it when it traces.
+/// Starts each wanted command, and ends it when it traces. Returns the number of commands.
 fn run(wanted: impl Fn(&str) -> bool) -> Result<usize> {
     let target = Workload::start("alloc", &["hold"])?;
     let other = Workload::start("alloc", &["hold"])?;
@@ -62,7 +62,7 @@ fn run(wanted: impl Fn(&str) -> bool) -> Result<usize> {
             "PID,PID" => format!("{},{}", target.pid(), other.pid()),
             "PATH" => cgroup.path().display().to_string(),
             "COMMAND" => program.clone(),
-            // A port that is free.
+            // 0 selects a free port.
             "6060" => "0".to_owned(),
             "FILE.prom" => folder.path().join("x.prom").display().to_string(),
             "FILE.pftrace" => folder.path().join("x.pftrace").display().to_string(),
@@ -87,7 +87,7 @@ fn run(wanted: impl Fn(&str) -> bool) -> Result<usize> {
                 tool.interrupt()?
             }
         };
-        // The status of memtriage says whether it has found something.
+        // memtriage's exit status says whether it has found something.
         let found = is_triage && ended.status.code() == Some(3);
         ensure!(ended.status.success() || found, "{command}: {ended:?}");
         ran += 1;

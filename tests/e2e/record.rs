@@ -1,4 +1,4 @@
-//! memtriage --record: what it writes down of processes that the kernel kills, and what it costs until then.
+//! memtriage --record: its reports of processes that the kernel kills, and its cost until then.
 
 use std::fs;
 use std::path::Path;
@@ -26,15 +26,15 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Bytes that the processes of a test may use.
+/// Memory limit of the processes of a test, in bytes.
 const LIMIT: u64 = 96 << 20;
 
-/// The mark from which on processes are traced in most tests.
+/// Mark in percent from which on processes are traced, in most tests.
 const HALF: &str = "50";
-/// A mark that is passed in the moment of a kill, if at all.
+/// Mark that is passed in the moment of a kill, if at all.
 const ALL: &str = "100";
 
-/// A recorder that is ready, with this mark in percent.
+/// Starts a recorder with this mark in percent, and waits until it is ready.
 fn record(folder: &Path, above: &str) -> Result<Tool> {
     let folder = folder.to_str().context("a name that is text")?;
     let args = [
@@ -51,7 +51,8 @@ fn record(folder: &Path, above: &str) -> Result<Tool> {
     Ok(recorder)
 }
 
-/// Lets this program grow by 4 MB a second in a cgroup, up to so many: memtriage looks seldom where a look takes long.
+/// Starts a program that grows by 4 MB a second in a cgroup, up to `most`. It grows slowly, because memtriage
+/// looks seldom where a look takes long.
 fn grow(group: &Group, program: &str, most: &str) -> Result<Workload> {
     group.forbid_swap()?;
     let mut grow = Workload::spawn(&mut group.command(&workload(program), &["4", most]))?;
@@ -59,7 +60,7 @@ fn grow(group: &Group, program: &str, most: &str) -> Result<Workload> {
     Ok(grow)
 }
 
-/// The objects of this type that were printed.
+/// Returns the printed objects of this type.
 fn printed(stdout: &str, kind: &str) -> Result<Vec<Value>> {
     let objects = stdout.lines().map(serde_json::from_str::<Value>);
     let objects: Vec<Value> = objects.collect::<Result<_, _>>()?;
@@ -69,8 +70,8 @@ fn printed(stdout: &str, kind: &str) -> Result<Vec<Value>> {
         .collect())
 }
 
-/// Stops a process that grows until a tool of this recorder, which traces it, has attached: on a busy machine the
-/// process would be killed before.
+/// Stops a growing process until a tool of this recorder has attached to it. On a busy machine, the process would
+/// be killed before.
 fn hold_for(tool: &str, recorder: &mut Tool, grow: &Workload) -> Result<()> {
     let pid = Pid::from_raw(grow.pid().parse()?);
     recorder.wait_for_output("\"type\":\"tracing\"")?;
@@ -78,21 +79,21 @@ fn hold_for(tool: &str, recorder: &mut Tool, grow: &Workload) -> Result<()> {
     harness::eventually(&format!("{tool} waits for events"), || {
         let mut started = processes_of(recorder.pid())?.into_iter();
         let tool = started.find(|(_, name)| name == tool);
-        // It may have ended since.
+        // The tool may have ended since.
         Ok(tool.is_some_and(|(pid, _)| harness::waits_for_events(pid).unwrap_or(false)))
     })?;
     kill(pid, Signal::SIGCONT)?;
     Ok(())
 }
 
-/// Stops oomkill until a process that grows has been gone for so long, as on a machine that lacks CPU time.
+/// Stops oomkill until a growing process has been dead for the time `after`, as on a machine that lacks CPU time.
 fn hold_oomkill(recorder: &Tool, grow: &Workload, after: Duration) -> Result<()> {
     let mut started = processes_of(recorder.pid())?.into_iter();
     let oomkill = started.find(|(_, name)| name == "oomkill");
     let oomkill = Pid::from_raw(oomkill.context("no oomkill")?.0.try_into()?);
     kill(oomkill, Signal::SIGSTOP)?;
     harness::eventually("the process is killed", || {
-        // We have not waited for it.
+        // The process is a zombie, because the test has not waited for it.
         let stat = fs::read_to_string(format!("/proc/{}/stat", grow.pid()))?;
         Ok(stat.contains(") Z "))
     })?;
@@ -101,9 +102,10 @@ fn hold_oomkill(recorder: &Tool, grow: &Workload, after: Duration) -> Result<()>
     Ok(())
 }
 
-/// The report of this program, which is killed while this tool traces it, as JSON and as text; the kill is told so late.
+/// Returns the report of a program that is killed while this tool traces it, as JSON and as text. oomkill reports
+/// the kill late by `late`.
 fn report_of(program: &str, tool: &str, late: Option<Duration>) -> Result<(Value, String)> {
-    // One of Docker's, where it is not told to leave cgroups to systemd.
+    // The name is one of Docker's, where Docker is not told to leave cgroups to systemd.
     let container = format!("{:0<64x}", program.len() + usize::from(late.is_some()));
     let group = Group::new(&container, LIMIT)?;
     let above = harness::scratch()?;
@@ -172,13 +174,14 @@ fn report_of(program: &str, tool: &str, late: Option<Duration>) -> Result<(Value
     Ok((report, read("text")?))
 }
 
-/// The largest stack of the first process that was traced, by this command, which has seen some of what grew.
+/// Returns the largest stack of the first traced process. This command must have traced it, and must have seen
+/// some of the growth.
 fn largest<'a>(report: &'a Value, command: &str) -> Result<&'a Value> {
     let traced = &report["traced"][0];
     let run = traced["command"].as_str().unwrap_or_default();
     ensure!(run.starts_with(command), "{report}");
     let sum = traced["sum"].as_u64().context("no sum")?;
-    // What grew before the mark was passed was not seen.
+    // The growth before the mark was passed was not seen.
     ensure!((LIMIT / 20..LIMIT * 6 / 10).contains(&sum), "{report}");
     Ok(&traced["stacks"][0])
 }
@@ -207,7 +210,7 @@ fn a_program_without_an_allocator_is_traced_by_its_faults() -> Result<()> {
     Ok(())
 }
 
-/// Longer than what memtriage waits for after the process has gone if it knows of no kill.
+/// Delay that is longer than memtriage waits after a process's end if it knows of no kill.
 const LATE: Duration = Duration::from_secs(15);
 
 fn a_kill_that_is_told_late_has_its_stacks() -> Result<()> {
@@ -218,7 +221,7 @@ fn a_kill_that_is_told_late_has_its_stacks() -> Result<()> {
     Ok(())
 }
 
-/// A process that takes all in less time than there is between two looks is killed unseen.
+/// A process that takes all memory between two looks is killed unseen.
 fn a_kill_that_came_too_early_is_told() -> Result<()> {
     let above = harness::scratch()?;
     let group = Group::new("memtools-record-early", 8 << 20)?;
@@ -258,7 +261,7 @@ fn tracing_ends_when_there_is_room_again() -> Result<()> {
     Ok(())
 }
 
-/// The names of the processes that this one has started, sorted.
+/// Returns the sorted names of the processes that a process has started.
 fn children(pid: u32) -> Result<Vec<String>> {
     let mut names: Vec<_> = processes_of(pid)?
         .into_iter()
@@ -268,11 +271,11 @@ fn children(pid: u32) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The processes that this one has started, with their names.
+/// Returns the processes that a process has started, with their names.
 fn processes_of(pid: u32) -> Result<Vec<(u32, String)>> {
     let mut processes = Vec::new();
     for task in fs::read_dir(format!("/proc/{pid}/task"))? {
-        // A thread that has ended meanwhile has no children, and a process no name.
+        // A thread that has ended meanwhile has no children, and a process that has ended has no name.
         let list = fs::read_to_string(task?.path().join("children")).unwrap_or_default();
         for child in list.split_whitespace() {
             if let Ok(name) = fs::read_to_string(format!("/proc/{child}/comm")) {
@@ -283,7 +286,8 @@ fn processes_of(pid: u32) -> Result<Vec<(u32, String)>> {
     Ok(processes)
 }
 
-/// No tool runs, no descriptor is a BPF object's or a perf event's, and less than a thousandth of one CPU is taken.
+/// Before the mark, no tool runs, no descriptor belongs to a BPF object or a perf event, and less than a
+/// thousandth of one CPU is used.
 fn nothing_is_traced_before_the_mark() -> Result<()> {
     const WATCHED: Duration = Duration::from_secs(20);
     let above = harness::scratch()?;
@@ -294,7 +298,7 @@ fn nothing_is_traced_before_the_mark() -> Result<()> {
         let nanoseconds = stat.split(' ').next().context("no time")?;
         Ok(nanoseconds.parse()?)
     };
-    // The first look comes right after the line.
+    // The recorder looks first right after it has printed the line.
     thread::sleep(Duration::from_secs(2));
     let (before, start) = (took()?, Instant::now());
     thread::sleep(WATCHED);

@@ -1,4 +1,4 @@
-//! What of the suite can run here, and what is missing where it cannot.
+//! memtriage --doctor: which tools of the suite can run here, and what is missing where they cannot.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -16,7 +16,7 @@ use crate::harness::{self, tool};
 use crate::pressure::Setting;
 use crate::running;
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "memtriage":
         tools_that_can_run_are_told,
@@ -27,7 +27,7 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// The rows of --doctor, by tool, and its end.
+/// Returns the rows of --doctor, one for each tool, and the exit status.
 pub(crate) fn doctor(command: &mut Command) -> Result<(Vec<Value>, ExitStatus)> {
     let output = command.args(["-j", "--doctor"]).output()?;
     let lines = String::from_utf8(output.stdout)?;
@@ -36,7 +36,7 @@ pub(crate) fn doctor(command: &mut Command) -> Result<(Vec<Value>, ExitStatus)> 
     Ok((rows, output.status))
 }
 
-/// Each tool is said to run that does, when it is started by itself.
+/// The doctor says that a tool works if, and only if, it runs when it is started by itself.
 fn tools_that_can_run_are_told() -> Result<()> {
     let (rows, status) = doctor(&mut Command::new(tool("memtriage")))?;
     let program = format!("{} --version", tool("vmscan").display());
@@ -56,7 +56,7 @@ fn tools_that_can_run_are_told() -> Result<()> {
         ensure!(runs || !reasons.is_empty(), "{row}");
         all &= runs;
     }
-    // Where kprobes are not built in, swapin can do nothing, and says by what it could.
+    // swapin cannot run where kprobes are not built in. The doctor says that they are missing.
     let swapin = &rows[9];
     let has_kprobes = fs::exists("/sys/kernel/debug/kprobes")? || harness::in_guest();
     ensure!(
@@ -95,7 +95,7 @@ fn tools_without_privilege_tell_what_is_missing() -> Result<()> {
     Ok(())
 }
 
-/// Nothing can run without BTF, and all that can run does without tracefs.
+/// Nothing can run without BTF. Without tracefs, everything can run that can run with it.
 fn tools_without_btf_or_tracefs_tell_what_is_missing() -> Result<()> {
     let (with_all, _) = doctor(&mut Command::new(tool("memtriage")))?;
     let mut command = Command::new(tool("memtriage"));
@@ -117,8 +117,8 @@ fn tools_without_btf_or_tracefs_tell_what_is_missing() -> Result<()> {
     Ok(())
 }
 
-/// Has a command run where the kernel says that it is locked down so far. What it forbids then is not played: the tools ask
-/// the kernel before they try.
+/// Makes a command run where the kernel reports the lockdown state `state`. What lockdown forbids is not
+/// simulated: the tools ask the kernel before they try.
 fn locked_down(command: &mut Command, state: &str) -> Result<tempfile::TempDir> {
     let folder = harness::scratch()?;
     fs::write(folder.path().join("lockdown"), state)?;
@@ -136,7 +136,7 @@ fn locked_down(command: &mut Command, state: &str) -> Result<tempfile::TempDir> 
     Ok(folder)
 }
 
-/// Nothing can run under "confidentiality", and all that can run does under "integrity".
+/// Nothing can run under "confidentiality". Under "integrity", everything can run that can run without lockdown.
 fn tools_under_lockdown_tell_so() -> Result<()> {
     let (with_all, _) = doctor(&mut Command::new(tool("memtriage")))?;
     let mut command = Command::new(tool("memtriage"));
@@ -158,7 +158,7 @@ fn tools_under_lockdown_tell_so() -> Result<()> {
     Ok(())
 }
 
-/// Debian's and Ubuntu's kernels forbid perf events to whoever is without CAP_SYS_ADMIN, if they are told to.
+/// Debian's and Ubuntu's kernels can be told to forbid perf events to processes without CAP_SYS_ADMIN.
 fn tools_that_may_have_no_perf_events_tell_so() -> Result<()> {
     let _forbids = Setting::change("/proc/sys/kernel/perf_event_paranoid", "4")?;
     let folder = harness::scratch()?;
@@ -168,7 +168,7 @@ fn tools_that_may_have_no_perf_events_tell_so() -> Result<()> {
     }
     let mut capabilities =
         ",+bpf,+perfmon,+ipc_lock,+dac_read_search,+sys_ptrace,+syslog".to_owned();
-    // 5.10 wants one more, which not every machine may give away.
+    // 5.10 requires one more capability, which root cannot grant on every machine.
     if harness::release().starts_with("5.10.") {
         capabilities.push_str(",+sys_resource");
     }
@@ -180,7 +180,7 @@ fn tools_that_may_have_no_perf_events_tell_so() -> Result<()> {
         of("vmscan").context("no row")?,
     );
     let remedy = "sysctl kernel.perf_event_paranoid=2";
-    // A kernel without their change of it takes 4 for 2.
+    // A kernel without the distributions' patch treats 4 as 2.
     let told = faults["remarks"].to_string().contains(remedy);
     ensure!(faults["works"] == true || told, "{faults}");
     ensure!(vmscan["works"] == true, "{vmscan}");

@@ -1,4 +1,4 @@
-//! Numbers are those of free, slabtop, smem and the kernel.
+//! memtriage's numbers equal those of free, slabtop, smem and the kernel.
 
 use std::fs;
 use std::io::Write;
@@ -11,7 +11,7 @@ use super::{accounting, memory_total, of_type, part, triage, triage_of};
 use crate::harness::{self, Workload};
 use crate::pressure::Setting;
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "memtriage":
         parts_and_the_rest_are_all_of_memory,
@@ -42,7 +42,7 @@ fn parts_and_the_rest_are_all_of_memory() -> Result<()> {
     Ok(())
 }
 
-/// Memory of several kinds is in its part, and 2 % at most in none.
+/// Memory of several kinds is in the parts of the table, and at most 2 % are in none.
 fn little_is_unaccounted_for() -> Result<()> {
     const MIB: u64 = 1 << 20;
     let mut hog = Workload::start("hog", &["67"])?;
@@ -63,14 +63,14 @@ fn little_is_unaccounted_for() -> Result<()> {
     let processes = of_type(&objects, "process");
     let hog = processes.iter().find(|row| row["pid"] == pid);
     let hog = hog.with_context(|| format!("no hog in {processes:?}"))?;
-    // The kernel adds a process's pages up now and then: 64 of a thread before 6.2, 32 of a CPU since.
+    // The kernel adds up a process's pages from time to time: after 64 of a thread before 6.2, after 32 of a CPU since.
     let anon = hog["anon_bytes"].as_u64().unwrap_or_default();
     ensure!((66 * MIB..69 * MIB).contains(&anon), "{hog}");
     ensure!(hog["pss_bytes"].as_u64() >= Some(67 * MIB), "{hog}");
     Ok(())
 }
 
-/// What another program prints, which has to succeed.
+/// Returns what another program prints. The program must succeed.
 fn printed(program: &str, args: &[&str]) -> Result<String> {
     let output = Command::new(program).args(args).output();
     let output = output.with_context(|| format!("no {program}"))?;
@@ -78,7 +78,7 @@ fn printed(program: &str, args: &[&str]) -> Result<String> {
     Ok(String::from_utf8(output.stdout)?)
 }
 
-/// Both numbers are the same but for what has changed on this machine meanwhile.
+/// Checks that both numbers are the same, except for what has changed on this machine meanwhile.
 fn expect_near(what: &str, ours: u64, theirs: u64, slack: u64) -> Result<()> {
     let apart = ours.abs_diff(theirs);
     ensure!(apart <= slack, "{what}: {ours}, but {theirs}");
@@ -86,7 +86,7 @@ fn expect_near(what: &str, ours: u64, theirs: u64, slack: u64) -> Result<()> {
 }
 
 fn numbers_are_those_of_free_and_slabtop() -> Result<()> {
-    // Other tests' programs come and go meanwhile.
+    // Programs of other tests start and end meanwhile.
     let slack = memory_total()? / 20;
     let free = printed("free", &["-b", "-w"])?;
     let (objects, _) = triage(&["--by", "slab", "-T", "3"])?;
@@ -137,7 +137,7 @@ fn shares_are_those_of_smem() -> Result<()> {
     let mut processes = of_type(&objects, "process").into_iter();
     let ours = processes.find(|row| row["pid"] == pid);
     let ours = ours.and_then(|row| row["pss_bytes"].as_u64());
-    // Others map and unmap the same libraries.
+    // Other processes map and unmap the same libraries.
     expect_near("share", ours.context("no share")?, theirs, 1 << 20)
 }
 
@@ -155,7 +155,7 @@ fn the_memory_of_a_process_is_in_its_parts() -> Result<()> {
     ensure!(part(table, "files, read only")? > 0, "{table}");
     ensure!(part(table, "page tables")? >= 67 * MIB / 512, "{table}");
     let rest = table["unaccounted_bytes"].as_i64().context("no rest")?;
-    // The kernel adds a process's pages up now and then.
+    // The kernel adds up a process's pages from time to time.
     ensure!(rest.unsigned_abs() <= MIB, "{table}");
     let rows = of_type(&objects, "process");
     ensure!(rows.len() == 1 && rows[0]["comm"] == "hog", "{rows:?}");
@@ -163,8 +163,8 @@ fn the_memory_of_a_process_is_in_its_parts() -> Result<()> {
     Ok(())
 }
 
-/// Checks that this process, which has written to so many megabytes, is among the ten largest. Its share of memory is
-/// missing where the time for that is up.
+/// Checks that this process, which has written to `megabytes` megabytes, is among the ten largest. Its
+/// proportional share of memory is missing if the time for reading it was up.
 fn expect_among_the_largest(process: &Workload, megabytes: u64) -> Result<()> {
     let (objects, ended) = triage(&["--top", "10"])?;
     let pid = process.pid().parse::<u32>()?;

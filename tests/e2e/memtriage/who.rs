@@ -1,4 +1,4 @@
-//! --who: stacks of those that the findings point at.
+//! memtriage --who: stacks of the processes that the findings name.
 
 use std::process::Command;
 
@@ -10,7 +10,7 @@ use super::{full_group, of_type, triage};
 use crate::harness::{self, Tool, Workload, tool, workload};
 use crate::pressure::{Group, Swap};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "memtriage":
         who_grows_is_told_by_its_stacks [Guest],
@@ -20,7 +20,7 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// The answer of --who for a rule.
+/// Returns the answer of --who for a rule.
 pub(crate) fn answer<'a>(objects: &'a [Value], rule: &str) -> Result<&'a Value> {
     let mut answers = of_type(objects, "who").into_iter();
     let is_for = |answer: &&Value| {
@@ -31,7 +31,7 @@ pub(crate) fn answer<'a>(objects: &'a [Value], rule: &str) -> Result<&'a Value> 
     answer.with_context(|| format!("no answer for {rule}: {objects:#?}"))
 }
 
-/// The sum of a tool's stacks, whose largest has this function in it.
+/// Returns the sum of a tool's stacks. The largest stack must contain this function.
 pub(crate) fn sum_by(answer: &Value, function: &str) -> Result<u64> {
     ensure!(answer["error"].is_null(), "{answer}");
     let stacks = answer["stacks"].as_array().context("no stacks")?;
@@ -47,7 +47,7 @@ pub(crate) fn sum_by(answer: &Value, function: &str) -> Result<u64> {
     Ok(sum)
 }
 
-/// From "memory runs out" to the function that takes it, in one command.
+/// From the finding "memory runs out" to the function that takes the memory, in one command.
 fn who_grows_is_told_by_its_stacks() -> Result<()> {
     const MOST: u64 = 499;
     let mut grow = Workload::start("grow", &["23", &MOST.to_string()])?;
@@ -68,7 +68,7 @@ fn who_grows_is_told_by_its_stacks() -> Result<()> {
     Ok(())
 }
 
-/// From "a cgroup is at its limit" to the code that waits for it.
+/// From the finding "a cgroup is at its limit" to the code that waits for memory.
 fn who_reclaims_is_told_by_its_stacks() -> Result<()> {
     let _swap = Swap::on("128M")?;
     let group = Group::new("memtools-triage-who", 16 << 20)?;
@@ -86,7 +86,7 @@ fn who_reclaims_is_told_by_its_stacks() -> Result<()> {
     Ok(())
 }
 
-/// memtriage without the other tools.
+/// memtriage runs without the other tools in its folder.
 fn what_cannot_be_asked_is_told() -> Result<()> {
     let _full = full_group("memtools-triage-alone")?;
     let folder = harness::scratch()?;

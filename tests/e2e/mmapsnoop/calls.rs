@@ -1,4 +1,4 @@
-//! Each call has its arguments and its result, and none is missing.
+//! Each call has its arguments and its result, and no call is missing.
 
 use std::fs;
 use std::process::Command;
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::{end, file, json_rows, start, trace};
 use crate::harness::{self, Tool, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "mmapsnoop":
         every_argument_and_result,
@@ -26,7 +26,7 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// The workload's kinds of mappings, each with its protection and flags.
+/// Returns the workload's kinds of mappings, each with its protection and flags.
 fn kinds_of_mappings() -> [(&'static str, Value, Value); 13] {
     let read_write = json!(["READ", "WRITE"]);
     let read = json!(["READ"]);
@@ -97,7 +97,7 @@ fn every_argument_and_result() -> Result<()> {
                 "pid": pid.parse::<u32>()?,
                 "tid": pid.parse::<u32>()?,
                 "comm": "mmap",
-                // Those of the tests' own, which tests/e2e/containers.rs does not leave to chance.
+                // The cgroup and the container are those of the tests; tests/e2e/containers.rs compares them.
                 "cgroup": row["cgroup"],
                 "container_id": row["container_id"],
                 "call": "mmap",
@@ -147,7 +147,7 @@ fn unmapping_and_moving() -> Result<()> {
                 ensure!(row["size_bytes"] == call.args[1], "{row} {call:?}");
             }
         }
-        // Without the option they are none of ours.
+        // Without the option, such calls are not shown.
         let (_, _, ended) = trace(&[kind, "101"], &["-j"])?;
         ensure!(ended.stdout.is_empty(), "{ended:?}");
     }
@@ -164,7 +164,7 @@ fn only_failures() -> Result<()> {
             row["error"] == call.error && !row["error"].is_null(),
             "{row} {call:?}"
         );
-        // The descriptor is there, except where it is the error.
+        // The row names the descriptor's file, except where the descriptor is the error.
         let known = row["error"] == "EBADF" || row["fd"].is_null();
         ensure!(row["file"].is_null() == known, "{row} {call:?}");
     }
@@ -179,7 +179,7 @@ fn only_failures() -> Result<()> {
     Ok(())
 }
 
-/// i386's calls are in no tracepoint of their own.
+/// i386's calls have no tracepoints of their own.
 fn calls_of_32_bit_programs() -> Result<()> {
     let trace = |args: &[&str]| -> Result<(Vec<Value>, Vec<String>)> {
         let mut workload = Workload::start("compat32", &[])?;
@@ -202,7 +202,7 @@ fn calls_of_32_bit_programs() -> Result<()> {
                 "prot": ["READ", "WRITE"], "flags": ["PRIVATE", "ANONYMOUS"],
                 "offset_bytes": 0, "file": null,
             }),
-            // By mmap2, which counts the offset in pages, and by the old one.
+            // The first call is mmap2, which counts the offset in pages, the second is the old mmap.
             23 | 24 => json!({
                 "call": "mmap", "address": "0x0", "size_bytes": 4096, "prot": ["READ"],
                 "flags": ["PRIVATE"], "offset_bytes": (24 - number) * 4096, "file": "compat32",
@@ -229,7 +229,7 @@ fn calls_of_32_bit_programs() -> Result<()> {
 
 const BURST: u64 = 200_003;
 
-/// Eight on two CPUs, which preempt one another in our programs, where the kernel lets them.
+/// Eight threads on two CPUs preempt one another in our BPF programs, where the kernel permits that.
 fn threads_at_once_are_all_shown() -> Result<()> {
     let mut workload = Workload::start("contend", &["8", "1009", "mmap"])?;
     let mut tool = Tool::start("mmapsnoop", &["-j", "-p", &workload.pid()])?;
@@ -273,7 +273,7 @@ fn a_burst_is_complete() -> Result<()> {
     Ok(())
 }
 
-/// To print a stack takes longer than the call that it is of, so of a burst more waits than the ring buffer has room for.
+/// Printing a stack takes longer than its call, so more events of a burst wait than the ring buffer can hold.
 fn a_burst_with_stacks_loses_nothing() -> Result<()> {
     const CALLS: usize = 60_013;
     let mut workload = Workload::start("burst", &[&CALLS.to_string()])?;
@@ -289,7 +289,7 @@ fn a_burst_with_stacks_loses_nothing() -> Result<()> {
     Ok(())
 }
 
-/// N of "lost N events".
+/// Returns N of "lost N events", or 0.
 fn lost(stderr: &str) -> Result<u64> {
     match stderr
         .lines()
@@ -317,7 +317,7 @@ fn what_a_stopped_tool_loses_is_counted() -> Result<()> {
     Ok(())
 }
 
-/// The header is there before any row, and a row long before the tool ends.
+/// The header is printed before any row, and a row long before the tool ends.
 fn a_row_comes_at_once() -> Result<()> {
     let mut workload = Workload::start("mmap", &["anon", "1"])?;
     let folder = harness::scratch()?;

@@ -1,4 +1,4 @@
-//! Calls of the processes that are asked for, and of no others.
+//! Calls of the selected processes are shown, and no others.
 
 use std::fs::{self, File};
 use std::process::Command;
@@ -12,7 +12,7 @@ use serde_json::Value;
 use super::{Call, calls, end, json_rows, sh, start};
 use crate::harness::{self, Tool, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "mmapsnoop":
         processes_are_filtered,
@@ -23,7 +23,7 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// The rows of a tool that was started with `args`, by pid.
+/// Ends a tool, and returns the PID of each row.
 fn pids(tool: Tool) -> Result<Vec<String>> {
     let rows = json_rows(&end(tool)?)?;
     Ok(rows.iter().map(|row| row["pid"].to_string()).collect())
@@ -52,7 +52,7 @@ fn processes_are_filtered() -> Result<()> {
 fn names_are_filtered() -> Result<()> {
     let folder = harness::scratch()?;
     let mut workloads = Vec::new();
-    // At the start, in the middle, at the end of the 15 bytes that are kept; not at all.
+    // The name is at the start, in the middle, or at the end of the 15 bytes that the kernel keeps, or not in them.
     for name in [
         "q7map",
         "ab q7map cd",
@@ -103,7 +103,7 @@ fn cgroups_are_filtered() -> Result<()> {
     Ok(())
 }
 
-/// Folders as Docker and containerd have them below systemd, two of which have an id that begins alike.
+/// Folders are named as Docker and containerd name them below systemd. Two of them have ids that begin alike.
 fn containers_are_found_by_their_ids() -> Result<()> {
     let cgroup = harness::Cgroup::new()?;
     let digits = format!("{:08x}", std::process::id());
@@ -138,13 +138,13 @@ fn containers_are_found_by_their_ids() -> Result<()> {
     Ok(())
 }
 
-/// The only child of a process.
+/// Returns the only child of a process.
 fn child(shell: u32) -> Result<String> {
     let children = fs::read_to_string(format!("/proc/{shell}/task/{shell}/children"))?;
     Ok(children.trim().to_owned())
 }
 
-/// The number of a descendant of a shell in the namespace below the initial one.
+/// Returns the PID of a shell's descendant in the namespace below the initial one.
 fn inner(shell: u32, levels: usize) -> Result<String> {
     let mut pid = child(shell)?;
     for _ in 1..levels {
@@ -155,7 +155,7 @@ fn inner(shell: u32, levels: usize) -> Result<String> {
         .lines()
         .find_map(|line| line.strip_prefix("NSpid:"))
         .context("no NSpid")?;
-    // As the initial namespace, the tool's and maybe one more have it.
+    // The line has the PIDs in the initial namespace, in the tool's namespace, and maybe in one more.
     Ok(ids
         .split_whitespace()
         .nth(1)
@@ -170,7 +170,7 @@ fn numbers_are_those_of_our_namespace() -> Result<()> {
     let its_shell = tool.pid();
     let namespace = format!("/proc/{}/ns/pid", child(its_shell)?);
 
-    // In the tool's namespace, and in one below it.
+    // One workload runs in the tool's PID namespace, the next one in a namespace below.
     let script = format!("'{}' anon 23", harness::workload("mmap").display());
     let beside = File::open(&namespace)?;
     let mut beside = Workload::spawn(&mut sh(&script, move || {
@@ -196,7 +196,7 @@ fn numbers_are_those_of_our_namespace() -> Result<()> {
     )?;
     let ended = tool.end()?;
     let rows = json_rows(&ended)?;
-    // What a workload maps before it is ready comes before.
+    // The mappings that a workload makes before it is ready come first.
     let ends_with = |pid: &str, calls: &[Call]| {
         let of_pid = rows
             .iter()
@@ -207,7 +207,7 @@ fn numbers_are_those_of_our_namespace() -> Result<()> {
     };
     ensure!(ends_with(&beside_pid, &done[0]), "{beside_pid}: {ended:?}");
     ensure!(ends_with(&below_pid, &done[1]), "{below_pid}: {ended:?}");
-    // In the tool's namespace it has no number.
+    // The process outside has no PID in the tool's namespace.
     let outside = |call: &Call| {
         rows.iter()
             .any(|row| row["pid"] == 0 && row["result"] == call.result)

@@ -1,4 +1,4 @@
-//! The file of a timeline: several in one, a full disk, and a place that cannot be written to.
+//! Files of timelines: several in one, a full disk, and a path that cannot be written to.
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
@@ -10,7 +10,7 @@ use crate::harness::{self, Mounted, Workload, workload};
 use crate::oomkill;
 use crate::pressure::Group;
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "perfetto":
         files_of_several_tools_are_one_timeline [Host],
@@ -55,7 +55,7 @@ fn files_of_several_tools_are_one_timeline() -> Result<()> {
         "{} of {calls}",
         events.len()
     );
-    // One thread is one track, whoever writes of it, and so is one process.
+    // One thread is one track, whichever tool describes it, and so is one process.
     let described = |kind: &str| {
         let packets = timeline
             .packets
@@ -74,7 +74,7 @@ fn files_of_several_tools_are_one_timeline() -> Result<()> {
     Ok(())
 }
 
-/// Three tools at once, while a task is killed that has reclaimed before.
+/// Three tools run at once, while a task reclaims memory and is then killed.
 fn reclaim_and_kills_in_a_cgroup() -> Result<()> {
     let folder = harness::scratch()?;
     let file = |tool: &str| folder.path().join(tool);
@@ -173,7 +173,7 @@ fn a_full_disk_ends_the_timeline_alone() -> Result<()> {
     ensure!(rows == 2 * 1009, "{rows}: {}", ended.stderr);
     let told = ended.stderr.matches("No space left on device").count();
     ensure!(told == 2, "at once and at the end: {}", ended.stderr);
-    // What is there has no half packet.
+    // The file has no incomplete packet.
     let timeline = Timeline::read(&[&file])?;
     let events = timeline.happened()?.len();
     ensure!(events < rows, "{events}");

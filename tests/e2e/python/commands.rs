@@ -1,4 +1,4 @@
-//! A command that runs Python has its frames from the first block on.
+//! A command that runs Python has Python frames from its first block on.
 
 use std::fs;
 use std::process::Command;
@@ -9,7 +9,7 @@ use libtest_mimic::Trial;
 use super::{BYTES, EACH_BLOCK, places, printed_by_python};
 use crate::harness::{self, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "python":
         frames_of_a_command_are_known_from_its_first_block [Python, Once],
@@ -18,12 +18,14 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// An emulated CPU may take longer from one library to the next than memleak waits for those of a command that starts.
+/// An emulated CPU may take longer from one library to the next than memleak waits for the libraries of a
+/// starting command.
 fn frames_of_a_command_are_known_from_its_first_block() -> Result<()> {
     expect_the_only_block("")
 }
 
-/// Behind a shell that works for longer than a command needs that maps its code, as pyenv's `python3` does.
+/// The command is behind a shell that runs for longer than a starting command needs to map its code, as pyenv's
+/// `python3` does.
 fn frames_of_a_command_behind_a_script_are_known() -> Result<()> {
     let folder = harness::scratch()?;
     let script = folder.path().join("script");
@@ -31,7 +33,8 @@ fn frames_of_a_command_behind_a_script_are_known() -> Result<()> {
     expect_the_only_block(&format!("sh {}", script.display()))
 }
 
-/// With twelve others on one CPU it maps no code for longer than a command needs that has a CPU for itself.
+/// With twelve other processes on one CPU, the command maps no code for longer than a command needs that has a
+/// CPU for itself.
 fn frames_of_a_command_that_waits_for_the_cpu_are_known() -> Result<()> {
     const SPIN: &str = "echo ready $$; while :; do :; done";
     let _one = harness::OneCpu::enter()?;
@@ -40,15 +43,15 @@ fn frames_of_a_command_that_waits_for_the_cpu_are_known() -> Result<()> {
     expect_the_only_block("")
 }
 
-/// Has memleak start a program that takes one block and ends, before anybody could have looked at it. The first words of
-/// the command are those of its wrapper, if it has one.
+/// Runs memleak on a program that allocates one block and ends, before anybody could have looked at it. The
+/// command begins with `wrapper`, if there is one.
 fn expect_the_only_block(wrapper: &str) -> Result<()> {
     let folder = harness::scratch()?;
     let script = folder.path().join("one.py");
     let source =
         format!("import ctypes\ndef one():\n    ctypes.CDLL(None).malloc({BYTES})\none()\n");
     fs::write(&script, source)?;
-    // pyenv's `python3` is a script that starts others before it calls exec.
+    // pyenv's `python3` is a script that starts other programs before it calls exec.
     let program = printed_by_python("sys.executable")?;
     let command = format!("{wrapper} {program} {}", script.display());
     let ended = harness::run("memleak", &[&EACH_BLOCK[..], &["-c", &command]].concat())?;

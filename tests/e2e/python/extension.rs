@@ -1,4 +1,4 @@
-//! A leak in a module of Python that is written in C: found by its lines, between those of Python.
+//! A leak in a Python module that is written in C is found by its lines, between Python frames.
 
 use std::path::Path;
 use std::process::Command;
@@ -10,19 +10,19 @@ use serde_json::Value;
 use super::{is_python, trace_with_facts};
 use crate::harness::{self, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "python":
         a_leak_in_a_module_in_c_has_its_line [Host],
     }
 }
 
-/// Comparisons of two names.
+/// Number of comparisons of two names.
 const COUNT: u64 = 1009;
-/// Debian's Python, as its headers are there.
+/// Debian's Python, whose headers are installed.
 const PYTHON: &str = "/usr/bin/python3";
 
-/// The module leaves both copies behind where two names have other lengths, and neither where they have the same.
+/// The module leaks both copies where two names differ in length, and none where their lengths are the same.
 fn a_leak_in_a_module_in_c_has_its_line() -> Result<()> {
     let folder = harness::scratch()?;
     build(folder.path())?;
@@ -41,7 +41,7 @@ fn a_leak_in_a_module_in_c_has_its_line() -> Result<()> {
             Some((stack, compare))
         })
         .collect();
-    // The names' bytes, their length, and the null that ends them.
+    // Each block has the name's bytes, its length, and the terminating null.
     for (line, bytes) in [(32, 18 + 9), (33, 15 + 9)] {
         let of_line = leaks.iter().filter(|(_, compare)| compare["line"] == line);
         let mut blocks = 0;

@@ -1,4 +1,4 @@
-//! CPython's own objects as blocks, against what it counts itself.
+//! CPython's own objects as blocks, against Python's own count of them.
 
 use std::process::Command;
 
@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::{is_python, trace, trace_with_facts};
 use crate::harness::{self, Python, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "python":
         small_objects_are_blocks_where_they_come_from_malloc [Python],
@@ -18,7 +18,7 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Small objects are in arenas, which is said; or each of them is a block.
+/// Small objects are in arenas, which memleak says, or each of them is a block.
 fn small_objects_are_blocks_where_they_come_from_malloc() -> Result<()> {
     const PROGRAM: &str = "import os, sys\n\
                            kept = [None] * 1009\n\
@@ -28,7 +28,7 @@ fn small_objects_are_blocks_where_they_come_from_malloc() -> Result<()> {
                            keep()\n\
                            print('done', flush=True)\n\
                            sys.stdin.readline()\n";
-    // 33 bytes are Python's own.
+    // A bytes object has a header of 33 bytes.
     const BYTES: u64 = 1009 * (33 + 101);
     for (allocator, is_block) in [("pymalloc", false), ("malloc", true)] {
         let mut command = Command::new("python3");
@@ -66,8 +66,9 @@ fn each_object_of_each_version_is_a_block() -> Result<()> {
     Ok(())
 }
 
-/// Has memleak follow a Python, and compares its blocks with those that Python itself counts, of those that live on; or
-/// has it told why not, of an interpreter that was optimized by a profile, as those of distributions are.
+/// Traces a Python by memleak, and compares its blocks with Python's own count of the objects that stay alive. An
+/// interpreter that was optimized by a profile, as those of distributions are, is refused with the reason
+/// instead.
 fn expect_each_object(python: &mut Command) -> Result<()> {
     const PROGRAM: &str = "import array, gc, os, sys, sysconfig\n\
                            class Slots: __slots__ = ('a', 'b')\n\
@@ -127,7 +128,7 @@ fn expect_each_object(python: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// Whether this line of the program is in a stack.
+/// Whether a stack contains this line of the program.
 fn comes_from_line(stack: &Value, line: usize) -> bool {
     let frames = stack["user_frames"].as_array();
     let mut python = frames.into_iter().flatten().filter(is_python);

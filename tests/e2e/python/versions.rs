@@ -1,4 +1,4 @@
-//! Frames of each CPython, with whatever else makes its stacks odd.
+//! Python frames of each CPython version, and of all that makes its stacks unusual.
 
 use std::collections::{BTreeMap, HashMap};
 use std::process::Command;
@@ -14,7 +14,7 @@ use super::{
 };
 use crate::harness::{self, Python, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "python":
         frames_of_each_version_are_those_that_python_has [Pythons],
@@ -26,8 +26,8 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// The Pythons are of 3.10 to 3.15, as far as the machine has them: builds of its own, and Debian's, with their own C
-/// library, in a root of their own.
+/// The Pythons are of 3.10 to 3.15, as far as the machine has them: builds of its own, and Debian's, with their
+/// own C library, in a root of their own.
 fn frames_of_each_version_are_those_that_python_has() -> Result<()> {
     for python in Python::all()? {
         let folder = harness::scratch()?;
@@ -38,8 +38,8 @@ fn frames_of_each_version_are_those_that_python_has() -> Result<()> {
     Ok(())
 }
 
-/// Some of the Pythons have greenlets: Debian's newest. A greenlet has only its own part of the native stack: what
-/// was below it can be another's by now.
+/// Some of the Pythons have greenlets: Debian's newest. A greenlet has only its own part of the native stack: the
+/// part below it may belong to another greenlet by now.
 fn frames_of_greenlets_are_those_that_python_has() -> Result<()> {
     let mut compared = 0;
     for python in Python::all()? {
@@ -63,8 +63,8 @@ fn frames_of_greenlets_are_those_that_python_has() -> Result<()> {
     Ok(())
 }
 
-/// An interpreter tells of itself what it is: `_PyRuntime` begins with a cookie, the version, whether there is no GIL, and
-/// where things are in the interpreter.
+/// An interpreter describes itself: `_PyRuntime` begins with a cookie, the version, a flag for builds without
+/// GIL, and the offsets of fields in the interpreter.
 fn a_build_of_another_kind_has_native_frames() -> Result<()> {
     const COOKIE: &[u8] = b"xdebugpy";
     const MAJOR_VERSION: usize = 11;
@@ -78,7 +78,7 @@ fn a_build_of_another_kind_has_native_frames() -> Result<()> {
             let folder = harness::scratch()?;
             let changed = python.changed(folder.path(), |program| {
                 let found: Vec<usize> = memmem::find_iter(program, COOKIE).collect();
-                // In code it is followed by instructions.
+                // In code, instructions follow the cookie.
                 for place in found {
                     if program[place + MAJOR_VERSION] == 3 {
                         program[place + at] += 1;
@@ -92,8 +92,8 @@ fn a_build_of_another_kind_has_native_frames() -> Result<()> {
     Ok(())
 }
 
-/// CPython compiles functions from 3.14 on, in builds that have its compiler. What that makes has no unwind information: where
-/// it ends the native frames, those of Python are there all the same.
+/// CPython compiles functions from 3.14 on, in builds that have its compiler. The compiled code has no unwind
+/// information. Where it ends the native frames, the Python frames are there all the same.
 fn lines_of_compiled_functions_are_those_that_python_has() -> Result<()> {
     const COUNT: u64 = 10_007;
     let mut compiled = 0;
@@ -124,8 +124,8 @@ fn lines_of_compiled_functions_are_those_that_python_has() -> Result<()> {
     Ok(())
 }
 
-/// The functions of the outer interpreter are not known, which is said where its loop has a symbol. Before 3.12 those of the
-/// inner one are not known, which is said.
+/// The functions of the outer interpreter are not known, which a mark says where its loop has a symbol. Before
+/// 3.12, the functions of the inner interpreter are not known, and a mark says so.
 fn frames_of_an_inner_interpreter_are_those_that_it_has() -> Result<()> {
     const BLOCKS: u64 = 101;
     for python in Python::all()? {
@@ -143,8 +143,8 @@ fn frames_of_an_inner_interpreter_are_those_that_it_has() -> Result<()> {
     Ok(())
 }
 
-/// What the workload that a command starts says of itself, and the stacks of its objects of 2003 bytes, which are 33 larger
-/// for Python.
+/// Returns the facts of the workload that a command starts, and the stacks of its objects of 2003 bytes, which
+/// Python makes 33 bytes larger.
 fn stacks_of_objects(command: &mut Command) -> Result<(HashMap<String, String>, Vec<Value>)> {
     const BYTES: &str = "2036";
     let workload = Workload::spawn(command)?;
@@ -162,7 +162,8 @@ fn calls(stack: &Value) -> Result<u64> {
     stack["allocations"].as_u64().context("no count")
 }
 
-/// Whether a stack has the functions of the inner interpreter, if they can be known, and is marked where some are missing.
+/// Checks that a stack has the functions of the inner interpreter, if they can be known, and a mark where some
+/// are missing.
 fn expect_inner(stack: &Value, is_known: bool) -> Result<()> {
     let frames = stack["user_frames"].as_array().context("no frames")?;
     let python = frames.iter().filter(is_python);
@@ -184,12 +185,13 @@ fn expect_inner(stack: &Value, is_known: bool) -> Result<()> {
     Ok(())
 }
 
-/// musl keeps the values of a thread's keys apart from the thread, and those of the first one elsewhere than others'. The
-/// workload is no Python, but has what one of 3.12 is walked by: Debian has none on musl.
+/// musl keeps the values of a thread's keys apart from the thread, and those of the first thread at another place
+/// than those of other threads. The workload is no Python, but has the data by which a Python 3.12 is walked:
+/// Debian has no Python on musl.
 fn each_thread_on_musl_has_its_frames() -> Result<()> {
     const COUNT: u64 = 1009;
     for (options, kept) in [(&[][..], true), (&["nowhere"], false)] {
-        // A guest has no musl but this.
+        // A guest has no other musl.
         let mut command = Command::new(harness::workload("ld-musl.so.1"));
         command.arg(harness::workload("python-musl"));
         command.arg(COUNT.to_string()).args(options);
