@@ -1,4 +1,4 @@
-//! The command lines of all tools, without root and without BPF.
+//! The command lines of all tools, tested without root and without BPF.
 
 use std::process::{Command, Output};
 
@@ -52,7 +52,7 @@ fn wrong_usage_is_status_2_and_names_the_argument() {
     }
 }
 
-/// Gives every option values that are wrong for some.
+/// Every option is given values that are wrong for some options.
 #[test]
 fn wrong_usage_is_told_in_plain_words() {
     for &(tool, path) in TOOLS {
@@ -66,7 +66,7 @@ fn wrong_usage_is_told_in_plain_words() {
             .filter_map(|(names, _)| names.split("--").nth(1))
             .collect();
         assert!(options.len() > 1, "{tool}: {options:?}");
-        // The interval.
+        // The interval has no option's name.
         options.push("");
         for option in options {
             for value in ["x", "0", "-1", "1e99", "", "4294967296", "inf", "é"] {
@@ -142,7 +142,7 @@ fn names_of_java_are_not_asked_for_where_none_are_shown() {
     }
 }
 
-/// What bash completes of a tool's last word, by the script that the tool prints.
+/// Returns bash's completions of the last word of a tool's command line, by the script that the tool prints.
 fn completed(tool: &str, path: &str, words: &[&str]) -> Vec<String> {
     const COMPLETE: &str = r#"
         tool=$1 PATH=${2%/*}:$PATH; shift 2

@@ -1,6 +1,6 @@
-//! Files of other users, given to all that reads them: hostile ones (tests/hostile), and thousands
-//! that are damaged at random. Each ends in a result or a refusal, within the time and memory that one
-//! file may take.
+//! Files of other users, given to all code that reads such files: hostile ones (tests/hostile), and thousands
+//! that are damaged at random. Each file ends in a result or a refusal, within the time and memory that one file
+//! may take.
 
 #[path = "hostile/elf_file.rs"]
 mod elf_file;
@@ -26,11 +26,11 @@ use memtools::stacks::unwind::rules::Rules;
 use mutate::Random;
 use nix::time::{ClockId, clock_gettime};
 
-/// Files that are damaged at random.
+/// Number of files that are damaged at random.
 const DAMAGED: u64 = 5000;
-/// CPU time that each parser may take for a file, and what it takes to notice that it is over.
+/// CPU time that each parser may take for a file, including the time to notice that the limit is passed.
 const MAX_TIME: Duration = Duration::from_millis(1500);
-/// Memory that a file may take, in KiB, beside what the test itself has.
+/// Memory that a file may take, in KiB, beside the test's own.
 const MAX_MEMORY: u64 = 64 << 10;
 
 const CORPUS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/hostile/corpus");
@@ -40,7 +40,7 @@ fn cpu_time() -> Duration {
     time.expect("the kernel has this clock").into()
 }
 
-/// The most memory that was resident so far, in KiB.
+/// Returns the peak of resident memory so far, in KiB.
 fn peak_memory() -> u64 {
     let status = fs::read_to_string("/proc/self/status").expect("our status");
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
@@ -48,7 +48,7 @@ fn peak_memory() -> u64 {
     number.and_then(|kib| kib.parse().ok()).expect("a number")
 }
 
-/// Runs a parser, whose result is up to it, but not its time.
+/// Runs a parser. Any result is accepted, but the parser must end in time.
 fn timed<T>(what: &str, parse: impl FnOnce() -> T) -> T {
     let start = cpu_time();
     let result = parse();
@@ -57,7 +57,7 @@ fn timed<T>(what: &str, parse: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Everything that is read of files that processes have mapped. Returns whether all could be read.
+/// Reads everything that the tools read of files that processes have mapped. Returns whether all could be read.
 fn read_all(file: &File) -> bool {
     let native = timed("is_native", || elf::is_native(file)).is_ok();
     timed("is_go", || elf::is_go(file));
@@ -76,14 +76,14 @@ fn read_all(file: &File) -> bool {
     }
     if let Ok(functions) = &functions {
         let read: Vec<_> = functions.iter().map(|one| (one, vec![1, 2])).collect();
-        // What cannot be read is probed nowhere.
+        // A function that cannot be read gets no probe.
         let _ = timed("places", || {
             probe_place::places(file, &read, probe_place::Wish::Cheap)
         });
     }
     let rules = timed("rules", || {
         let rules = Rules::of_file(file)?;
-        // All of the index.
+        // The sum is over all of the index.
         anyhow::Ok(rules.pages().map(|rows| u64::from(rows.end)).sum::<u64>())
     });
     let symbols = timed("symbols", || Symbols::of_file(file));
@@ -99,14 +99,14 @@ fn read_all(file: &File) -> bool {
     native && interpreter && functions.is_ok() && calls.is_ok() && rules.is_ok() && symbols.is_ok()
 }
 
-/// What is printed is short, and has nothing that a terminal would obey.
+/// Checks that a printed name is short, and has no character that a terminal would obey.
 fn check_shown(shown: &str) {
     // An escaped character takes up to eight bytes.
     assert!(shown.len() <= 8 * MAX_NAME, "{} bytes", shown.len());
     assert!(!shown.chars().any(char::is_control), "{shown:?}");
 }
 
-/// Damages the file of this seed, and reads it.
+/// Damages a file by this seed, and reads it.
 fn read_damaged(originals: &[Vec<u8>], seed: u64, file: &File) {
     let mut random = Random::new(seed);
     let original = &originals[random.below(originals.len())];
@@ -116,7 +116,7 @@ fn read_damaged(originals: &[Vec<u8>], seed: u64, file: &File) {
     read_all(file);
 }
 
-/// Runs one of the tests below in a process of its own, for its memory, and within some time.
+/// Runs one of the tests below in a process of its own, which has memory of its own, with a time limit.
 fn alone(test: &str, argument: &str) {
     let program = env::current_exe().expect("our program");
     let mut command = Command::new("timeout");
@@ -161,7 +161,7 @@ fn one_hostile_file() {
     let memory = peak_memory() - before;
     assert!(memory <= MAX_MEMORY, "{memory} KiB");
     let name = Path::new(&path).file_name().expect("a name");
-    // These are strange, but not too large.
+    // These files are strange, but not too large.
     let harmless = [
         Kind::EmptySymbols,
         Kind::Functions,
@@ -226,7 +226,7 @@ fn many_damaged_files() {
         let memory = peak_memory() - before;
         assert!(memory <= MAX_MEMORY, "{memory} KiB");
     }
-    // In CI, others each time; MEMTOOLS_FUZZ_SEED repeats what failed there.
+    // CI starts with another seed each time. MEMTOOLS_FUZZ_SEED repeats what failed there.
     let setting = |name| Some(env::var(name).ok()?.parse().expect("a number"));
     let seconds = Duration::from_secs(setting("MEMTOOLS_FUZZ_SECONDS").unwrap_or(0));
     let first = setting("MEMTOOLS_FUZZ_SEED").unwrap_or(u64::from(std::process::id()) << 32);

@@ -1,7 +1,7 @@
-//! Types of blocks in live processes that know the types themselves: C++, stripped or not, and CPython.
+//! Types of blocks in live processes that record the types themselves: C++, stripped or not, and CPython.
 //!
-//! The processes wait while they are read, so that no image is needed that stops them; and they tell
-//! where their blocks are, so that no walk of a heap is, either. So no privileges are needed.
+//! The processes wait while they are read, so that no image is needed that stops them. They write down where
+//! their blocks are, so that no walk of a heap is needed, either. So the tests need no privileges.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -20,15 +20,15 @@ use memtools::heap::page_table::PAGE;
 
 const WORKLOAD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/workload");
 
-/// Objects of each kind: a prime.
+/// Number of objects of each kind: a prime.
 const COUNT: &str = "211";
 
-/// A workload that has done its work, and waits.
+/// Workload that has done its work, and waits.
 struct Waiting {
     child: Child,
-    /// Held open: the program waits for a line.
+    /// Kept open: the program waits for a line.
     _stdin: ChildStdin,
-    /// The lines that it wrote about its blocks.
+    /// Lines that the workload wrote about its blocks.
     truth: String,
 }
 
@@ -56,7 +56,7 @@ impl Waiting {
         }
     }
 
-    /// All of its memory that it may write to.
+    /// Returns an image of all memory that the workload may write to.
     fn image(&self) -> Image {
         let pid = self.child.id();
         let maps = fs::read(format!("/proc/{pid}/maps")).expect("its mappings");
@@ -108,12 +108,12 @@ fn program(folder: &Path, flags: &[&str]) -> PathBuf {
     program
 }
 
-/// A name without what demanglers differ in.
+/// Removes the spaces from a name, in which demanglers differ.
 fn plain(name: &str) -> String {
     name.chars().filter(|character| *character != ' ').collect()
 }
 
-/// Blocks of the C++ workload, by their true type and the name that they have.
+/// Counts the blocks of the C++ workload by their true type and the name that they get.
 fn named(flags: &[&str]) -> HashMap<(String, String), usize> {
     let folder = tempfile::tempdir().expect("a folder");
     let waiting = Waiting::start(&mut Command::new(program(folder.path(), flags)));
@@ -139,7 +139,7 @@ fn named(flags: &[&str]) -> HashMap<(String, String), usize> {
     named
 }
 
-/// Whether a name is right; of what nobody can know, only who holds it may be told.
+/// Whether a name is right. If the type cannot be known, the name may only say what holds the block.
 fn is_right(truth: &str, name: &str) -> bool {
     let (truth, name) = (plain(truth), plain(name));
     match &truth[..] {
@@ -208,7 +208,7 @@ fn objects_of_cpython() {
             continue;
         };
         let of = names.of_block(block).filter(|of| of.kind == Kind::Python);
-        // Types of C have their module's name before their own.
+        // Types that are written in C have the module's name before their own.
         match of.and_then(|of| of.name.rsplit('.').next()) {
             Some(name) if name == truth => right += 1,
             other => wrong.push((truth, other.map(str::to_owned))),
@@ -220,7 +220,7 @@ fn objects_of_cpython() {
         wrong.len(),
         &wrong[..wrong.len().min(20)]
     );
-    // What is larger than 512 bytes is malloc's, and static types are nobody's.
+    // Objects of more than 512 bytes come from malloc, and static types are in no block.
     assert!(
         right > 10_000 && elsewhere < right / 10,
         "{right} right, {elsewhere} elsewhere"

@@ -1,10 +1,10 @@
-//! Where probes are placed, held against real libraries.
+//! Places of probes, checked against real libraries.
 //!
-//! [`probe_place::places`] claims that at the instruction it chooses, what a handler reads is where
-//! it says, as it was at the function's entry, and that no way but the entry leads there. Both are
-//! checked for every function of every allocator, of the C and the C++ library: the first by
-//! running the function up to there, one instruction at a time, with random values in its
-//! registers; the second by what objdump, which is not our decoder, finds in the whole file.
+//! [`probe_place::places`] claims that at the chosen instruction, what a handler reads is where the place says,
+//! as it was at the function's entry, and that only the entry leads to that instruction. Both claims are checked
+//! for every function of every allocator, of the C and the C++ library. The first one is checked by running the
+//! function up to the instruction, step by step, with random values in its registers. The second one is checked
+//! by what objdump, which is not our decoder, finds in the whole file.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -35,18 +35,18 @@ const LIBRARIES: [&str; 6] = [
 
 const FOLDERS: [&str; 2] = ["/usr/lib/x86_64-linux-gnu", "/lib"];
 
-/// The arguments that a function's handler may read.
+/// Numbers of the arguments that a function's handler may read.
 const ARGUMENTS: [&[u8]; 3] = [&[1], &[1, 2], &[1, 2, 3, 4, 5, 6]];
 
-/// How often each function is run.
+/// Number of runs of each function.
 const TRIALS: usize = 3;
 
 const PAGE: usize = 4096;
 
-/// A function with the offset of the instruction to probe.
+/// Function, with the instruction to probe.
 struct Placed {
     name: String,
-    /// The entry's address in the file's own address space.
+    /// Address of the entry in the file's own address space.
     address: u64,
     place: ProbePlace,
 }
@@ -54,7 +54,7 @@ struct Placed {
 struct Library {
     path: String,
     file: File,
-    /// Addresses, and where in the file what is there begins.
+    /// Ranges of addresses, with the ranges of the file that are mapped there.
     segments: Vec<(std::ops::Range<u64>, std::ops::Range<u64>)>,
     functions: Vec<Placed>,
 }
@@ -115,15 +115,15 @@ impl Library {
     }
 }
 
-/// What objdump makes of a library.
+/// Disassembly of a library by objdump.
 struct Disassembly {
-    /// By address.
+    /// Instructions by address.
     lines: BTreeMap<u64, Line>,
-    /// Where jumps and calls lead.
+    /// Targets of jumps and calls.
     targets: BTreeSet<u64>,
 }
 
-/// One instruction, and where it leads if that is written in it.
+/// Instruction, with its target if that is written in it.
 struct Line {
     mnemonic: String,
     operands: String,
@@ -144,7 +144,7 @@ impl Disassembly {
         }
     }
 
-    /// Whether every kernel from 5.10 on emulates what is there.
+    /// Whether every kernel from 5.10 on emulates the instruction at an address.
     fn is_cheap_at(&self, address: u64) -> bool {
         let mut lines = self.lines.range(address..);
         let Some((_, line)) = lines.next().filter(|(at, _)| **at == address) else {
@@ -160,7 +160,7 @@ impl Disassembly {
 }
 
 impl Line {
-    /// `  98ef3:\tje     98fb8 <cfree+0xc8>`
+    /// Parses `  98ef3:\tje     98fb8 <cfree+0xc8>`.
     fn parse(line: &str) -> Option<(u64, Self)> {
         let (address, instruction) = line.trim_start().split_once(":\t")?;
         let address = u64::from_str_radix(address, 16).ok()?;
@@ -246,7 +246,7 @@ fn at_a_probe_all_is_as_at_the_entry() {
     }
 }
 
-/// What a program that does little but allocate calls.
+/// The busiest functions are those that an allocating program calls most.
 #[test]
 fn the_busiest_functions_are_probed_where_it_is_cheap() {
     for name in LIBRARIES {
@@ -269,7 +269,7 @@ fn the_busiest_functions_are_probed_where_it_is_cheap() {
     }
 }
 
-/// A child that has the library mapped, stopped, for us to run its code step by step.
+/// Stopped child that has the library mapped. The test runs the library's code in it, step by step.
 struct Stepper {
     child: Pid,
     idle: Registers,
@@ -286,7 +286,7 @@ impl Stepper {
     fn new(library: &Library) -> Self {
         let base = map(library);
         let arena = room(ARENA);
-        // Whatever is taken for a pointer there is one.
+        // A word of the arena that is taken for a pointer is one.
         let words = arena as *mut u64;
         for index in 0..ARENA / 8 {
             // SAFETY: within the mapping just made.
@@ -306,7 +306,7 @@ impl Stepper {
         assert_eq!(stopped, WaitStatus::Stopped(child, Signal::SIGSTOP));
         ptrace::setoptions(child, ptrace::Options::PTRACE_O_EXITKILL).expect("a tracee");
         let mut idle = ptrace::getregs(child).expect("registers");
-        // No system call is to be started again.
+        // The kernel must not restart a system call.
         idle.orig_rax = u64::MAX;
         Self {
             child,
@@ -318,7 +318,7 @@ impl Stepper {
         }
     }
 
-    /// Xorshift.
+    /// Returns the next number of an xorshift generator.
     fn random(&mut self) -> u64 {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
@@ -326,7 +326,7 @@ impl Stepper {
         self.random
     }
 
-    /// A value for a register: an address in the arena, most often.
+    /// Returns a value for a register: in most cases, an address in the arena.
     fn value(&mut self) -> u64 {
         let random = self.random();
         if random.is_multiple_of(16) {
@@ -336,8 +336,8 @@ impl Stepper {
         (self.arena + middle + random % (ARENA as u64 / 2)) & !15
     }
 
-    /// Runs a function from its entry to its probe. Returns whether it got there; a load through
-    /// an argument that is no pointer does not.
+    /// Runs a function from its entry to its probe. Returns whether it got there: a load through an argument that
+    /// is no pointer ends it before.
     fn check(&mut self, function: &Placed, arguments: &[u8]) -> bool {
         let mut entry = self.idle;
         for register in [
@@ -419,7 +419,7 @@ fn argument_of(registers: &Registers, number: u8) -> u64 {
     }
 }
 
-/// Fresh memory.
+/// Maps new memory, and returns its address.
 fn room(bytes: usize) -> u64 {
     let length = NonZeroUsize::new(bytes).expect("some");
     let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
@@ -428,7 +428,7 @@ fn room(bytes: usize) -> u64 {
     at.expect("memory").as_ptr() as u64
 }
 
-/// Maps a library as a dynamic linker would, but links nothing. Returns where its address 0 is.
+/// Maps a library as a dynamic linker would, without linking it. Returns where the library's address 0 is.
 fn map(library: &Library) -> u64 {
     let end = library
         .segments

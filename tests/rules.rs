@@ -1,5 +1,5 @@
-//! Unwind rules against readelf's interpretation of the same files, and against files that are
-//! damaged in every way.
+//! Unwind rules, compared with readelf's interpretation of the same files, and rules of files that are damaged in
+//! every way.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -11,7 +11,7 @@ use memtools::bpf::types::{unwind_frame_pointer as FramePointer, unwind_kind as 
 use memtools::stacks::unwind::rules::{Rules, address_of};
 use proptest::prelude::*;
 
-/// Where this machine has a library.
+/// Returns the path of a library on this machine.
 fn library(name: &str) -> PathBuf {
     let folders = [
         "/lib/x86_64-linux-gnu",
@@ -26,11 +26,11 @@ fn library(name: &str) -> PathBuf {
     path.unwrap_or_else(|| panic!("{name} is not installed"))
 }
 
-/// A row as it is meant to be read.
+/// Decoded row of unwind rules.
 #[derive(Debug, PartialEq)]
 struct Row {
     kind: Kind,
-    /// In bytes.
+    /// Offset in bytes.
     offset: i64,
     fp: u32,
     fp_offset: i64,
@@ -45,14 +45,13 @@ fn row(row: u64) -> Row {
     }
 }
 
-/// `rsp+16`.
+/// Parses a register with an offset, such as `rsp+16`.
 fn register_and_offset(text: &str) -> Option<(&str, i64)> {
     let at = text.find(['+', '-'])?;
     Some((&text[..at], text[at..].parse().ok()?))
 }
 
-/// Whether the row says what a line of readelf says: `LOC CFA rbx rbp ra`, by the names of its
-/// columns.
+/// Whether a row agrees with a line of readelf, `LOC CFA rbx rbp ra`, by the names of the columns.
 fn agrees(row: &Row, columns: &[&str], fields: &[&str], is_signal: bool) -> bool {
     let field = |name| {
         columns
@@ -91,11 +90,11 @@ fn agrees(row: &Row, columns: &[&str], fields: &[&str], is_signal: bool) -> bool
             _ => row.fp == FramePointer::UNWIND_FP_FORGOTTEN.0,
         },
     };
-    // Offsets that no row holds: frames of 256 KiB and more.
+    // A row of the kind UNWIND_STRANGE may have an offset that no row can hold: frames of 256 KiB and more.
     row.kind == Kind::UNWIND_STRANGE || (cfa_agrees && fp_agrees)
 }
 
-/// The row that is valid at an address, as the kernel half finds it.
+/// Returns the row that is valid at an address, found as the BPF program finds it.
 fn find(rules: &Rules, pages: &[Range<u32>], address: u64) -> Option<u64> {
     let page = (address >> 8).checked_sub(rules.first_page().into())?;
     let rows = pages.get(usize::try_from(page).ok()?)?;
@@ -104,7 +103,7 @@ fn find(rules: &Rules, pages: &[Range<u32>], address: u64) -> Option<u64> {
     rows.get(after.checked_sub(1)?).copied()
 }
 
-/// Compares every row of a file. Returns how many there are, and how many no row of ours can hold.
+/// Compares every row of a file. Returns the number of rows, and the number of rows that our format cannot hold.
 fn compare(path: &Path) -> (usize, usize) {
     let rules = Rules::of_file(&File::open(path).expect("a library")).expect("its rules");
     let pages: Vec<_> = rules.pages().collect();
@@ -142,7 +141,7 @@ fn compare(path: &Path) -> (usize, usize) {
                 let Ok(address) = u64::from_str_radix(location, 16) else {
                     continue;
                 };
-                // A row for no instruction.
+                // The row applies to no instruction.
                 if address >= end {
                     continue;
                 }
@@ -179,7 +178,7 @@ fn rows_are_those_of_readelf() {
     }
 }
 
-/// What must hold of any rules, whatever they were made of.
+/// Checks what must hold of any rules, whatever they were made of.
 fn check(rules: &Rules) {
     assert!(
         rules
@@ -193,7 +192,7 @@ fn check(rules: &Rules) {
     );
     let pages: Vec<_> = rules.pages().collect();
     assert_eq!(pages.len(), rules.pages().len());
-    // The index finds what a search of all rows finds.
+    // The index must find what a search of all rows finds.
     for &row in rules.rows.iter().step_by(97) {
         for address in [
             address_of(row),
@@ -224,7 +223,7 @@ fn an_intact_file_has_rules() {
     check(&rules);
 }
 
-/// Where `.eh_frame` is in the file, and how long, so that damage hits it more often than not.
+/// Returns the range of `.eh_frame` in the file, so that damage hits it more often than not.
 fn eh_frame() -> Range<usize> {
     use object::{Object, ObjectSection};
     let file = object::read::elf::ElfFile64::<object::Endianness>::parse(libgcc()).expect("ELF");

@@ -1,8 +1,8 @@
-//! docs/json.md, the fields of JSON of all tools in one place, is what the man pages say. What the tools print is
-//! compared with the man pages by every end-to-end test (tests/e2e/documented.rs).
+//! docs/json.md, the JSON fields of all tools in one place, must agree with the man pages. Every end-to-end test
+//! compares what the tools print with the man pages (tests/e2e/documented.rs).
 //!
-//! A field that is added: name it in the section JSON of the man page, then
-//! `MEMTOOLS_DOCS=docs cargo test --test schema` writes docs/json.md anew.
+//! To add a field, name it in the section JSON of the man page. Then `MEMTOOLS_DOCS=docs cargo test --test
+//! schema` writes docs/json.md anew.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -24,14 +24,14 @@ This page is made of the man pages, and `tests/e2e` compares each object that a 
 the man page; `MEMTOOLS_DOCS=docs cargo test --test schema` then writes this page anew.
 ";
 
-/// A type of object, or a field of several: its names, and what is told of it.
+/// Type of object, or field or fields of it: names, and description.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Entry {
     names: Vec<String>,
     text: String,
 }
 
-/// The man pages of all tools, by tool.
+/// Returns the man pages of all tools, by tool.
 fn man_pages() -> BTreeMap<String, String> {
     let folder = fs::read_dir(Path::new(ROOT).join("tools")).expect("tools/");
     let pages = folder.filter_map(|entry| {
@@ -42,7 +42,7 @@ fn man_pages() -> BTreeMap<String, String> {
     pages.collect()
 }
 
-/// The entries of the section JSON.
+/// Parses the entries of a man page's section JSON.
 fn entries(tool: &str, page: &str) -> Vec<Entry> {
     let section = page
         .split(".SH ")
@@ -72,7 +72,7 @@ fn entries(tool: &str, page: &str) -> Vec<Entry> {
         .collect()
 }
 
-/// Text without what troff wants.
+/// Returns text without troff's escapes.
 fn plain(text: &str) -> String {
     let text = text.replace("\\-", "-");
     assert!(!text.contains('\\'), "troff that is not known here: {text}");
@@ -94,7 +94,7 @@ fn table(heading: &str, entries: &[(Entry, Option<String>)]) -> String {
     table
 }
 
-/// docs/json.md. What several tools say in the same words is there once.
+/// Returns the text of docs/json.md. An entry that several tools have in the same words is listed once.
 fn document(pages: &BTreeMap<String, String>) -> String {
     let mut by_tool = BTreeMap::new();
     let mut tools_of: BTreeMap<Entry, Vec<&str>> = BTreeMap::new();

@@ -1,5 +1,4 @@
-//! What every tool must come with. Each thing that one lacks is named in a sentence, so that
-//! nobody has to know the list.
+//! What every tool must come with. A sentence names each thing that a tool lacks, so that nobody has to know the list.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -20,7 +19,7 @@ fn every_tool_is_complete() {
     assert!(lacks.is_empty(), "\n{}", lacks.join("\n"));
 }
 
-/// What a tool's --help prints, and its man page; empty if it has none.
+/// Returns what a tool's --help prints, and its man page, which is empty if there is none.
 fn help_and_page(tool: &str) -> (String, String) {
     let help = Command::new(program(tool))
         .arg("--help")
@@ -58,7 +57,7 @@ fn the_man_pages_have_their_sections_and_the_help_s_examples() {
             "EXAMPLES",
             "SEE ALSO",
         ] {
-            // What only looks, and has no program in the kernel, loses nothing.
+            // A tool without a BPF program only reads, and loses nothing.
             let looks_only = !Path::new(&format!("{ROOT}/bpf/{tool}.bpf.c")).exists();
             if looks_only && section == "WHAT CAN BE LOST" {
                 continue;
@@ -76,8 +75,8 @@ fn the_man_pages_have_their_sections_and_the_help_s_examples() {
     assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
 }
 
-/// A folder with the Makefile and what it installs, and a cargo that writes down what it is given; for each tool there is
-/// cat, which prints nothing where it reads nothing.
+/// Folder with the Makefile and what it installs, and with a cargo that writes down its arguments. Each tool is a
+/// copy of cat, which prints nothing if it reads nothing.
 struct Made(tempfile::TempDir);
 
 impl Made {
@@ -160,7 +159,7 @@ fn make_builds_while_a_tool_runs_and_keeps_install_s_variables_from_cargo() {
     running.wait().expect("it has ended");
 }
 
-/// The files in a folder and below it.
+/// Returns the files in a folder and below it.
 fn files_below(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let below = entries.flat_map(|entry| {
@@ -185,20 +184,20 @@ fn make_uninstalls_all_that_it_has_installed() {
     let with = |target| made.make(&[target, &destination, "PREFIX=/usr", "SUFFIX=-mt"]);
     with("install");
     let tools = bins(Path::new(ROOT)).len();
-    // Of each tool itself, a page, three completions and an example; and two files beside these.
+    // Each tool has its program, a man page, three completions and an example. Two files are installed beside these.
     assert_eq!(files_below(&root).len(), 1 + tools * 6 + 2);
     with("uninstall");
     assert_eq!(files_below(&root), [others]);
 }
 
-/// Every name that a BPF source or a `[[bin]]` stanza announces.
+/// Returns every name that a BPF source or a `[[bin]]` stanza announces.
 fn tools() -> BTreeSet<String> {
     let sources = fs::read_dir(format!("{ROOT}/bpf"))
         .expect("bpf/")
         .filter_map(|entry| {
             let name = entry.ok()?.file_name().into_string().ok()?;
             let name = name.strip_suffix(".bpf.c")?;
-            // A tool's second object, such as memleak_kernel.
+            // The source may be a tool's second object, such as memleak_kernel.
             Some(name.split('_').next().unwrap_or(name).to_owned())
         });
     sources.chain(bins(Path::new(ROOT))).collect()
@@ -220,12 +219,12 @@ fn bins(root: &Path) -> Vec<String> {
     stanzas.filter_map(name).collect()
 }
 
-/// The built program, which is beside this test's folder.
+/// Returns the path of a tool's built program.
 fn program(tool: &str) -> PathBuf {
     Path::new(env!("CARGO_BIN_EXE_memleak")).with_file_name(tool)
 }
 
-/// One sentence for everything that the tool lacks.
+/// Returns one sentence for everything that the tool lacks.
 fn lacks(root: &Path, tool: &str) -> Vec<String> {
     let mut lacks = Vec::new();
     let mut need = |there: bool, sentence: String| {
@@ -280,7 +279,7 @@ fn lacks(root: &Path, tool: &str) -> Vec<String> {
     lacks
 }
 
-/// Options that only one of `--help` and the man page knows.
+/// Returns a sentence for each option that only one of `--help` and the man page has.
 fn disagreements(tool: &str, help: &str, page: &str) -> Vec<String> {
     let in_help: BTreeSet<String> = help.lines().flat_map(help_options).collect();
     let in_page: BTreeSet<String> = page.lines().flat_map(page_options).collect();
@@ -293,10 +292,10 @@ fn disagreements(tool: &str, help: &str, page: &str) -> Vec<String> {
     undescribed.chain(unknown).collect()
 }
 
-/// The options of a line of clap's help, such as `  -p, --pid <PID>`.
+/// Returns the options in a line of clap's help, such as `  -p, --pid <PID>`.
 fn help_options(line: &str) -> Vec<String> {
     let text = line.trim_start();
-    // Two spaces are before the description.
+    // Two spaces separate the names from the description.
     let names = text.split("  ").next().unwrap_or(text);
     if line.starts_with("  ") && text.starts_with('-') {
         options(names)
@@ -305,7 +304,7 @@ fn help_options(line: &str) -> Vec<String> {
     }
 }
 
-/// The options of a line of a man page that names them, such as `.BR \-p ", " \-\-pid " " \fIPID\fR`.
+/// Returns the options in a line of a man page that names them, such as `.BR \-p ", " \-\-pid " " \fIPID\fR`.
 fn page_options(line: &str) -> Vec<String> {
     let names_options = [".B \\-", ".BR \\-", ".BI \\-"]
         .iter()
@@ -353,7 +352,7 @@ fn options_are_compared_both_ways() {
     );
 }
 
-/// Rustdoc shows each doc comment alone: one that begins so means whatever stands above it.
+/// Rustdoc shows each doc comment alone. The first word must not refer to a text above it.
 #[test]
 fn doc_comments_stand_alone() {
     let leaning = [
@@ -378,7 +377,7 @@ fn doc_comments_stand_alone() {
     assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
 }
 
-/// All Rust sources that git knows of.
+/// Returns all Rust sources that git tracks.
 fn rust_files() -> Vec<PathBuf> {
     let list = Command::new("git")
         .args(["ls-files", "*.rs"])

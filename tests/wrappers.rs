@@ -1,11 +1,11 @@
-//! Which functions only pass their calls on, held against real libraries.
+//! Functions that only pass their calls on, checked against real libraries.
 
 use std::fs::File;
 
 use memtools::code::elf;
 use memtools::code::wrappers::{Callee, Calls, Passes, Passing};
 
-/// What a library's function does with the calls of another one that it imports.
+/// Returns what a library's function does with the calls of a function that the library imports.
 fn passing(library: &str, function: &str, passes: Passes, other: &str) -> Passing {
     let file = File::open(format!("/usr/lib/x86_64-linux-gnu/{library}"))
         .unwrap_or_else(|error| panic!("{library}: {error}; see TEST_PACKAGES in the Makefile"));
@@ -15,7 +15,7 @@ fn passing(library: &str, function: &str, passes: Passes, other: &str) -> Passin
     };
     let calls = Calls::of(&file).expect("its code");
     calls.passing(function, passes, |callee, given| {
-        // Of a free that is given something else nothing is known.
+        // A free whose argument is not the operator's own does not count.
         let freed = passes == Passes::Result || given.as_argument(1) == Some(1);
         callee == Callee::Import(other) && freed
     })
@@ -46,7 +46,7 @@ fn the_standard_librarys_operators_pass_on() {
             "{operator}"
         );
     }
-    // It has nothing to do with this one.
+    // operator new never calls calloc.
     assert_eq!(
         passing("libstdc++.so.6", "_Znwm", Passes::Result, "calloc"),
         Passing::Never
@@ -64,7 +64,7 @@ fn allocators_own_operators_do_not() {
         passing(tcmalloc, "_ZdlPv", Passes::Arguments, "free"),
         Passing::Never
     );
-    // jemalloc's calls malloc only when memory has run out; its delete is a jump to free.
+    // jemalloc's operator new calls malloc only when memory has run out. Its operator delete is a jump to free.
     let jemalloc = "libjemalloc.so.2";
     assert_eq!(
         passing(jemalloc, "_Znwm", Passes::Result, "malloc"),
@@ -87,7 +87,7 @@ fn allocators_own_operators_do_not() {
 
 #[test]
 fn a_function_that_returns_something_else_passes_nothing_on() {
-    // It returns the pointer to a copy in the block, or NULL.
+    // The function returns a pointer into the block, behind a header.
     let library = "libstdc++.so.6";
     assert_eq!(
         passing(

@@ -1,5 +1,5 @@
-//! How a run begins and ends, whatever becomes of the tool, its command, its target and its reader.
-//! The tools share the code; those that start here stand for all, but where each is named.
+//! How a run begins and ends, whatever happens to the tool, its command, its target and its reader. The tools
+//! share this code: those that start here are tested in place of all, except where each tool is named.
 
 mod commands;
 mod endings;
@@ -49,7 +49,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     .collect()
 }
 
-/// The state of a process, such as `T` for stopped; None if it has gone or waits to be reaped.
+/// Returns the state of a process, such as `T` for stopped. None if the process has ended or is a zombie.
 fn state(pid: u32) -> Option<char> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let state = stat.rsplit(") ").next()?.chars().next()?;
@@ -64,10 +64,10 @@ fn children(pid: u32) -> Vec<u32> {
         .collect()
 }
 
-/// A machine on which nobody has mounted tracefs yet.
+/// As on a machine on which no program has mounted tracefs yet.
 fn every_tool_runs_where_tracefs_is_not_mounted() -> Result<()> {
     let hfaults = ("hfaults", &["--madvise"][..]);
-    // It allocates, and ends as there is nothing on its standard input.
+    // The program allocates, and ends because its standard input is empty.
     let program = format!("{} hold", workload("alloc").display());
     for (name, args) in TOOLS
         .map(|name| (name, &[][..]))
@@ -104,7 +104,7 @@ fn children_of_named_processes_are_traced() -> Result<()> {
         .stdout
         .lines()
         .filter(|line| line.contains("forktree"));
-    // Two children, and two of each.
+    // The first process has two children, and each of these has two.
     ensure!(rows.count() == 7, "{ended:?}");
 
     let ended = harness::run("faults", &["--children"])?;
@@ -113,7 +113,7 @@ fn children_of_named_processes_are_traced() -> Result<()> {
     Ok(())
 }
 
-/// brkstack on a workload of 23 calls that have been made.
+/// Starts brkstack on a workload. When the function returns, the workload has made its 23 calls.
 fn brkstack(args: &[&str]) -> Result<(Workload, Tool)> {
     let mut workload = Workload::start("brk", &["23"])?;
     let pid = workload.pid();
@@ -123,7 +123,7 @@ fn brkstack(args: &[&str]) -> Result<(Workload, Tool)> {
     Ok((workload, tool))
 }
 
-/// The calls of a folded report.
+/// Returns the number of calls in a folded report.
 fn calls(report: &str) -> u64 {
     let lines = report.lines().filter(|line| line.contains("grow_heap"));
     lines
@@ -131,7 +131,7 @@ fn calls(report: &str) -> u64 {
         .sum()
 }
 
-/// More than one of them is counted, and no other process.
+/// Hundreds of processes are selected. The one among them that faults is listed, and no other process.
 fn hundreds_of_processes() -> Result<()> {
     let mut sleepers = Vec::new();
     for _ in 0..211 {
@@ -192,7 +192,7 @@ fn time_is_that_of_the_place() -> Result<()> {
     Ok(())
 }
 
-/// A program that the user nobody runs, with these capabilities.
+/// Returns a command by which the user nobody runs a program with these capabilities.
 pub(crate) fn by_nobody(capabilities: &str, program: &Path) -> Command {
     let mut command = Command::new("setpriv");
     command.args(["--reuid", "65534", "--clear-groups"]);

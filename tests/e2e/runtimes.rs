@@ -1,4 +1,4 @@
-//! Functions of runtimes that compile them as they run, Node.js and .NET, by the names in their perf maps.
+//! Functions of runtimes that compile them at run time, Node.js and .NET, by the names in their perf maps.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,7 +11,7 @@ use tempfile::TempDir;
 
 use crate::harness::{self, Ended, Tool, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "runtimes":
         functions_of_node_are_named [Host],
@@ -21,18 +21,18 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Blocks that a workload allocates, and the bytes of each, which are not the runtime's own.
+/// Number of blocks that a workload allocates. Their size in bytes is one that the runtime itself does not allocate.
 const COUNT: usize = 10007;
 const BYTES: &str = "100003";
-/// Options by which Node.js names all functions.
+/// Options by which Node.js writes the names of all functions into its perf map.
 const NAMED: &[&str] = &["--perf-basic-prof", "--interpreted-frames-native-stack"];
-/// The variable that has .NET Core 3.1 name its functions.
+/// Environment variable that makes .NET Core 3.1 name its functions.
 const DOTNET_NAMED: (&str, &str) = ("COMPlus_PerfMapEnabled", "1");
-/// Functions of the workloads, the innermost first.
+/// Functions of the workloads, innermost first.
 const NODE_FUNCTIONS: [&str; 3] = ["keep", "order", "serve"];
 const DOTNET_FUNCTIONS: [&str; 4] = ["Shop::Keep", "Shop::Order", "Shop::Serve", "Shop::Main"];
 
-/// A workload in a folder of its own.
+/// Workload of a runtime, in a folder of its own.
 struct Runtime {
     folder: TempDir,
     command: Vec<PathBuf>,
@@ -71,11 +71,11 @@ impl Runtime {
         })
     }
 
-    /// The command by which it is started, or what follows another one.
+    /// Returns the command that starts the workload. If `by` is a command, it is to execute the workload.
     fn command(&self, by: Option<Command>) -> Command {
         let (program, arguments) = self.command.split_at(1);
         let mut command = by.unwrap_or_else(|| Command::new("env"));
-        // Node.js leaves a file where it is.
+        // Node.js leaves a file in its current folder.
         command.current_dir(self.folder.path());
         command.args(program).args(arguments);
         command.args([&COUNT.to_string(), BYTES]);
@@ -108,7 +108,7 @@ fn trace(mut workload: Workload, pid: &str) -> Result<Ended> {
     Ok(ended)
 }
 
-/// The functions of each block's stack that are the workload's own, the innermost first.
+/// Returns the workload's own functions in each block's stack, innermost first.
 fn functions_of_blocks(
     ended: &Ended,
     name: impl Fn(&str) -> Option<&str>,
@@ -130,20 +130,20 @@ fn functions_of_blocks(
     functions.collect()
 }
 
-/// `keep` of `JS:^keep /tmp/runtime.js:9:14`, whatever has compiled it.
+/// Returns `keep` of `JS:^keep /tmp/runtime.js:9:14`, whichever compiler has made the code.
 fn node_function(symbol: &str) -> Option<&str> {
     let (function, place) = symbol.strip_prefix("JS:")?.split_once(' ')?;
     let function = function.trim_start_matches(['~', '^', '+', '*']);
     (place.contains("runtime.js") && !function.is_empty()).then_some(function)
 }
 
-/// `Shop::Keep` of `void [runtime] Shop::Keep(uint32)[QuickJitted]`.
+/// Returns `Shop::Keep` of `void [runtime] Shop::Keep(uint32)[QuickJitted]`.
 fn dotnet_function(symbol: &str) -> Option<&str> {
     let function = &symbol[symbol.find("Shop::")?..];
     function.split('(').next()
 }
 
-/// All frames are there, but for those of functions that V8 has compiled into their callers.
+/// Checks that the stacks have all functions, except those that V8 has inlined into their callers.
 fn expect_node_functions(ended: &Ended) -> Result<()> {
     let stacks = functions_of_blocks(ended, node_function)?;
     let kinds: BTreeSet<&[String]> = stacks.iter().map(|stack| &stack[..]).collect();
@@ -174,7 +174,7 @@ fn functions_of_node_are_named() -> Result<()> {
     expect_node_functions(&trace(workload, &pid)?)
 }
 
-/// By the number that it has in its PID namespace, in its own /tmp.
+/// The perf map is named by the PID in the process's PID namespace, and is in the process's own /tmp.
 fn functions_of_node_are_named_in_a_container() -> Result<()> {
     let node = Runtime::node(NAMED)?;
     let container = harness::container(node.folder.path());

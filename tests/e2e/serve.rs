@@ -1,5 +1,4 @@
-//! `memleak --serve`: what other programs fetch, against the report that is printed; and clients that
-//! do what they should not.
+//! `memleak --serve`: what other programs fetch, against the report that is printed, and clients that misbehave.
 
 mod clients;
 
@@ -32,10 +31,10 @@ pub(crate) fn tests() -> Vec<Trial> {
     [own, clients::tests()].into_iter().flatten().collect()
 }
 
-/// All blocks, however young, of all stacks, and no report but the last.
+/// Arguments for all blocks of any age, all stacks, and no report but the last.
 const ALL: [&str; 6] = ["-j", "-o", "0", "-T", "1000", "600"];
 
-/// A tool that serves, and where.
+/// memleak that serves, and its address.
 struct Serving {
     tool: Tool,
     site: Site,
@@ -49,7 +48,7 @@ impl Deref for Serving {
     }
 }
 
-/// Where it is served.
+/// Address of a memleak that serves.
 struct Site {
     address: String,
 }
@@ -87,7 +86,7 @@ impl Site {
         Ok(stream)
     }
 
-    /// The answer to a request, as it was sent.
+    /// Sends a request as it is, and returns the answer.
     fn ask(&self, request: &[u8]) -> Result<Answer> {
         Answer::of(self.connect()?, request)
     }
@@ -97,7 +96,7 @@ impl Site {
         self.ask(request.as_bytes())
     }
 
-    /// What is at a path, and nothing else than that it is there.
+    /// Returns the text at a path. Fails if the path does not exist.
     fn text(&self, path: &str) -> Result<String> {
         let answer = self.get(path)?;
         ensure!(answer.status == 200, "{path}: {answer:?}");
@@ -114,7 +113,7 @@ struct Answer {
 
 impl Answer {
     fn of(mut stream: impl Read + Write, request: &[u8]) -> Result<Self> {
-        // It may be refused before it has been said.
+        // The server may refuse a request before it is completely sent.
         match stream.write_all(request) {
             Err(error) if error.kind() == ErrorKind::BrokenPipe => {}
             written => written?,
@@ -140,7 +139,7 @@ impl Answer {
     }
 }
 
-/// Has a workload done its work under a tool that serves.
+/// Starts memleak with --serve on a workload, and lets the workload do its work.
 fn worked(workload: &[&str], options: &[&str]) -> Result<(Workload, Serving)> {
     let mut program = Workload::start(workload[0], &workload[1..])?;
     let serving = Serving::start(&[&["-p", &program.pid()], options].concat())?;
@@ -148,7 +147,7 @@ fn worked(workload: &[&str], options: &[&str]) -> Result<(Workload, Serving)> {
     Ok((program, serving))
 }
 
-/// The heap as curl stores it under the name that it is told, in a folder.
+/// Downloads the heap by curl, which stores it in a folder under the name that the server gives.
 fn downloaded_by_curl(serving: &Serving) -> Result<(TempDir, String)> {
     let folder = harness::scratch()?;
     let file = folder.path().join("heap");
@@ -171,7 +170,7 @@ fn downloaded_by_curl(serving: &Serving) -> Result<(TempDir, String)> {
     Ok((folder, file))
 }
 
-/// Whether the text form has these sums, and the leaking function's own.
+/// Checks that the text form has these sums, and the sums of the leaking function.
 fn text_form_is_exact(text: &str, blocks: u64, bytes: u64) -> Result<()> {
     let head = format!("heap profile: {blocks}: {bytes} [{blocks}: {bytes}] @ heap/2\n");
     ensure!(text.starts_with(&head), "{text}");
@@ -205,7 +204,7 @@ fn a_heap_is_what_is_reported() -> Result<()> {
     let (_folder, file) = downloaded_by_curl(&serving)?;
     served.push(("curl", "inuse_space", top(&file, "inuse_space")?));
     let image = serving.text("/flame.svg")?;
-    // The text form, read by the parser of what C++ programs wrote before pprof had a format.
+    // pprof reads the text form by its parser for profiles that C++ programs wrote before pprof had its own format.
     let text = serving.get("/debug/pprof/heap?debug=1")?;
     let is_text = text.header("content-type") == "text/plain; charset=utf-8";
     ensure!(text.status == 200 && is_text, "{text:?}");
@@ -246,7 +245,7 @@ fn allocations_are_all_since_the_start() -> Result<()> {
     let url = serving.url("/debug/pprof/allocs");
     let (space, objects) = (top(&url, "alloc_space")?, top(&url, "alloc_objects")?);
     let metrics = serving.text("/metrics")?;
-    // What was served is not taken from the next report.
+    // Serving does not reset the counts of the next report.
     let reports = rows(&serving.interrupt()?, "report")?;
     ensure!(
         space.1 > 0 && space.1 == sum(&reports, "bytes"),
@@ -276,7 +275,7 @@ fn a_difference_is_what_came_meanwhile() -> Result<()> {
     let site = &serving.site;
     let answer = thread::scope(|scope| {
         let asks = scope.spawn(|| site.get("/debug/pprof/heap?seconds=4"));
-        // The first of both reports is made at once, for nobody has asked before.
+        // The first of the two reports is made at once, because no client has asked before.
         thread::sleep(Duration::from_secs(2));
         other.work()?;
         asks.join().map_err(|_| anyhow::anyhow!("it panicked"))?
@@ -355,7 +354,7 @@ fn the_page_shows_what_is_large_and_what_grows() -> Result<()> {
     let policy = nothing.header("content-security-policy");
     ensure!(policy.starts_with("default-src 'none'"), "{policy}");
     program.work()?;
-    // Not the report of before.
+    // The page must not have the earlier report.
     thread::sleep(Duration::from_millis(1500));
     let page = serving.text("/")?;
     for part in [
@@ -366,7 +365,7 @@ fn the_page_shows_what_is_large_and_what_grows() -> Result<()> {
     ] {
         ensure!(page.contains(part), "no {part} in {page}");
     }
-    // In both tables, folded and unfolded.
+    // The function is in both tables, folded and unfolded.
     ensure!(page.matches("leak_malloc+").count() == 4, "{page}");
     for foreign in ["<script", "http://", "https://", "//"] {
         ensure!(!page.contains(foreign), "{foreign} in {page}");

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::harness::{self, Ended, Tool, Workload};
 
-/// Rounds of the workload: each shmget, shmat, shmctl, shmdt, shmctl.
+/// Number of rounds of the workload. The calls of each are shmget, shmat, shmctl, shmdt, shmctl.
 const ROUNDS: u64 = 101;
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -28,7 +28,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     )
 }
 
-/// Traces the workload. Returns its pid, its facts and what the tool printed.
+/// Traces the workload. Returns its PID, its facts, and what the tool printed.
 fn trace(args: &[&str]) -> Result<(String, HashMap<String, String>, Ended)> {
     let mut workload = Workload::start("shm", &[&ROUNDS.to_string()])?;
     let pid = workload.pid();
@@ -41,7 +41,7 @@ fn trace(args: &[&str]) -> Result<(String, HashMap<String, String>, Ended)> {
     Ok((pid, facts, ended))
 }
 
-/// Eight on two CPUs, which preempt one another in our programs, where the kernel lets them.
+/// Eight threads on two CPUs preempt one another in our BPF programs, where the kernel permits that.
 fn threads_at_once_are_all_shown() -> Result<()> {
     let mut workload = Workload::start("contend", &["8", "1009", "shmget"])?;
     let mut tool = Tool::start("shmsnoop", &["-j", "-p", &workload.pid()])?;
@@ -55,7 +55,7 @@ fn threads_at_once_are_all_shown() -> Result<()> {
     Ok(())
 }
 
-/// The calls of a fact, each as its arguments and its result or `-ERROR`.
+/// Parses the calls of a fact: the arguments of each, and its result or `-ERROR`.
 fn calls(fact: &str) -> Result<Vec<(Vec<u64>, &str)>> {
     fact.split(',')
         .map(|call| {
@@ -190,7 +190,7 @@ fn segments() -> Result<()> {
     let rows = ended.objects()?;
     let gets = calls(&facts["get"])?;
     for (round, (args, _)) in gets.iter().take(ROUNDS as usize).enumerate() {
-        // shmget, shmat, IPC_STAT, shmdt, IPC_RMID
+        // The calls of a round are shmget, shmat, IPC_STAT, shmdt, IPC_RMID.
         for (row, attached) in rows[5 * round..].iter().zip([0, 1, 1, 1, 0]) {
             let expected = [json!(attached), json!(args[1]), json!(pid.parse::<u32>()?)];
             ensure!(
@@ -199,7 +199,7 @@ fn segments() -> Result<()> {
             );
         }
     }
-    // The one at an address of its own choice is found; what is at the other is no segment.
+    // The segment at an address that the workload has chosen is found. At the other address, there is no segment.
     let detached = rows
         .iter()
         .filter(|row| row["call"] == "shmdt")
@@ -210,7 +210,7 @@ fn segments() -> Result<()> {
         "{detached:?}"
     );
     ensure!(detached[1..] == [[&Value::Null; 3]], "{detached:?}");
-    // Commands about all segments are of none, although the call names one; an index is not an id.
+    // Commands about all segments have no segment, although the call names one. An index is not taken for an id.
     let of_command = |name: &str| {
         let row = rows.iter().find(|row| row["cmd"] == name);
         row.map(segment).with_context(|| format!("no {name}"))
@@ -232,7 +232,7 @@ fn segments() -> Result<()> {
     Ok(())
 }
 
-/// A container's ids are those of an IPC namespace of its own.
+/// A container's ids are those of its own IPC namespace.
 fn segments_of_a_container() -> Result<()> {
     let shm = harness::workload("shm");
     let mut workload = Workload::spawn(Command::new("unshare").arg("-i").arg(shm).arg("23"))?;
@@ -255,7 +255,7 @@ fn segments_of_a_container() -> Result<()> {
     Ok(())
 }
 
-/// So many that the kernel's tree of them has more than one level.
+/// There are so many segments that the kernel's tree of them has more than one level.
 fn segments_in_large_numbers() -> Result<()> {
     let ids: Vec<i32> = (0..331)
         // SAFETY: makes a segment, which is removed below.
@@ -315,7 +315,7 @@ fn threads_are_filtered() -> Result<()> {
         Workload::start("shm", &["2"])?,
         Workload::start("shm", &["3"])?,
     ];
-    // A thread's number wins over a process's.
+    // The filter by thread takes precedence over the filter by process.
     let (other, wanted) = (workloads[0].pid(), workloads[1].pid());
     let mut tool = Tool::start("shmsnoop", &["-p", &other, "-t", &wanted])?;
     tool.wait_for("tracing shmget(2)")?;

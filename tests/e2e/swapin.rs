@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::harness::{self, Ended, Need, Tool, Workload};
 use crate::pressure::{Setting, Swap, vmstat};
 
-/// Pages of the workload.
+/// Number of the workload's pages.
 const PAGES: u64 = 1999;
 const WAYS: [&str; 2] = ["fentry", "kprobe"];
 
@@ -55,7 +55,7 @@ fn end(tool: Tool) -> Result<Ended> {
     Ok(ended)
 }
 
-/// The sum of a field over the rows of one process, or of all.
+/// Returns the sum of a field over the rows of one process, or of all.
 fn sum(rows: &[Value], field: &str, pid: Option<&str>) -> u64 {
     rows.iter()
         .filter(|row| pid.is_none_or(|pid| row["pid"].as_u64() == pid.parse().ok()))
@@ -139,7 +139,7 @@ fn latency() -> Result<()> {
             !held_up.is_zero() && held_up < took,
             "{way}: {held_up:?} of {took:?}"
         );
-        // No wait is shorter than its bucket.
+        // Each wait is at least as long as its bucket's lower bound.
         let least: u64 = buckets
             .iter()
             .filter_map(|bucket| Some(bucket["min"].as_u64()? * bucket["count"].as_u64()?))
@@ -157,7 +157,7 @@ fn pages_written() -> Result<()> {
     for way in WAYS {
         let before = vmstat("pswpout")?;
         let tool = start(way, &["-j", "--out"])?;
-        // It sends its pages to swap before it is ready.
+        // The workload sends its pages to swap before it is ready.
         let mut workload = Workload::start("pageout", &[&PAGES.to_string()])?;
         let pid = workload.pid();
         workload.work()?;
@@ -197,7 +197,7 @@ fn processes_are_filtered() -> Result<()> {
     Ok(())
 }
 
-/// The shell itself reads nothing back.
+/// The shell itself reads no pages back.
 fn a_command_is_traced() -> Result<()> {
     let _swap = Swap::on("256M")?;
     let program = harness::workload("pageout");
@@ -206,7 +206,7 @@ fn a_command_is_traced() -> Result<()> {
     for way in WAYS {
         let ended = start(way, &["-j", "-c", &command, "60"])?.end()?;
         ensure!(ended.status.code() == Some(7), "{way}: {ended:?}");
-        // The command's own output is there too.
+        // The command's own output is there, too.
         let lines = ended.stdout.lines().filter(|line| line.starts_with('{'));
         let mut pages = lines
             .map(|line| Ok(serde_json::from_str::<Value>(line)?["pages_in"].as_u64()))

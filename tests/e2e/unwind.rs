@@ -1,5 +1,5 @@
-//! Stacks through code without frame pointers, in all ways in which tools take user stacks, against
-//! what the program's own unwinder says.
+//! Stacks through code without frame pointers, in all ways in which tools record user stacks, against the
+//! program's own unwinder.
 
 mod hooks;
 mod moved;
@@ -36,17 +36,17 @@ pub(crate) fn tests() -> Vec<Trial> {
         .collect()
 }
 
-/// Prime, so that no other number of calls is it by accident.
+/// Number of calls: a prime, so that no other number of calls equals it by accident.
 const COUNT: u64 = 23;
 const THREADS: u64 = 16;
 
-/// What a tool said in JSON.
+/// Report of a tool in JSON.
 struct Report {
     stacks: Vec<Entry>,
     unwinding: Value,
 }
 
-/// A stack, innermost frame first.
+/// Stack of a report, innermost frame first.
 #[derive(Debug)]
 struct Entry {
     comm: String,
@@ -76,7 +76,7 @@ impl Report {
         Ok(report)
     }
 
-    /// The only stack that was met so often.
+    /// Returns the only stack of the report, which must have this count.
     fn only(&self, count: u64) -> Result<&Entry> {
         let [entry] = &self.stacks[..] else {
             bail!("not one stack: {:#?}", self.stacks)
@@ -93,7 +93,7 @@ impl Entry {
         let address = |frame: &Value| hex(frame["address"].as_str()?);
         Ok(Self {
             comm: row["comm"].as_str().unwrap_or_default().to_owned(),
-            // An event has none.
+            // An event has no count.
             count: row["count"]
                 .as_u64()
                 .or(row["allocations"].as_u64())
@@ -108,7 +108,7 @@ impl Entry {
         })
     }
 
-    /// Whether it goes on from the frame `leaf` as the program's own unwinder says, to the end.
+    /// Checks that the callers of the frame `leaf` are those of the program's own unwinder, down to the outermost one.
     fn expect(&self, leaf: &str, own: &[u64]) -> Result<()> {
         ensure!(
             self.callers_of(leaf)? == &own[1..] && !self.truncated,
@@ -117,7 +117,7 @@ impl Entry {
         Ok(())
     }
 
-    /// Where the frames beyond `leaf` return to.
+    /// Returns the addresses of all callers of `leaf`, innermost first.
     fn callers_of(&self, leaf: &str) -> Result<&[u64]> {
         let at = self.symbols.iter().position(|symbol| symbol == leaf);
         let at = at.with_context(|| format!("not through {leaf}: {self:?}"))?;
@@ -129,7 +129,7 @@ fn hex(text: &str) -> Option<u64> {
     u64::from_str_radix(text.strip_prefix("0x")?, 16).ok()
 }
 
-/// The fact `stack`: the first is the innermost frame, at another place of the same function.
+/// Returns the fact `stack`. The first address is that of the innermost frame, at another place of the same function.
 fn own_stack(facts: &HashMap<String, String>) -> Result<Vec<u64>> {
     let stack = parse_stack(facts.get("stack").context("no stack")?);
     ensure!(stack.len() > 2, "{stack:x?}");
@@ -138,7 +138,7 @@ fn own_stack(facts: &HashMap<String, String>) -> Result<Vec<u64>> {
 
 fn parse_stack(text: &str) -> Vec<u64> {
     let mut stack: Vec<u64> = text.split(',').filter_map(hex).collect();
-    // Beyond the outermost frame.
+    // Zeros follow the outermost frame.
     while stack.pop_if(|address| *address == 0).is_some() {}
     stack
 }
@@ -151,7 +151,7 @@ fn live(tool: &str) -> &'static str {
     }
 }
 
-/// Traces all of a workload's work. Returns what the tool reports, and the program's own stack.
+/// Traces all of a workload's work. Returns the tool's report, and the program's own stack.
 fn trace(tool: &str, args: &[&str], mode: &str) -> Result<(Report, Vec<u64>)> {
     let program = Workload::start("unwind", &[mode, &COUNT.to_string()])?;
     trace_program(program, tool, args)
@@ -170,7 +170,7 @@ fn trace_program(mut program: Workload, tool: &str, args: &[&str]) -> Result<(Re
 /// memleak's arguments for leaf_malloc's blocks.
 const MALLOC: [&str; 7] = ["-o", "0", "-z", "113", "-Z", "113", "60"];
 
-/// memleak's report, of blocks of any age.
+/// Returns memleak's report of leaf_malloc's blocks, of any age, and the program's own stack.
 fn trace_malloc(mode: &str) -> Result<(Report, Vec<u64>)> {
     trace("memleak", &MALLOC, mode)
 }
@@ -195,14 +195,14 @@ fn the_handler_of_a_signal() -> Result<()> {
     complete(&report, COUNT)
 }
 
-/// What is taken for one thread is not another's, whoever preempts it.
+/// A stack that is recorded for one thread is not mixed with another's, whichever thread preempts it.
 fn threads_have_one_stack() -> Result<()> {
     let (report, own) = trace_malloc("threads")?;
     report.only(THREADS * COUNT)?.expect("leaf_malloc", &own)?;
     complete(&report, THREADS * COUNT)
 }
 
-/// A fiber's first function is to return into code that no call is before, and that has no rules.
+/// A fiber's first function returns to code that has no call before it, and no unwind rules.
 fn a_fiber_ends_where_it_began() -> Result<()> {
     let (report, own) = trace_malloc("fiber")?;
     report.only(COUNT)?.expect("leaf_malloc", &own)?;
@@ -222,7 +222,7 @@ fn frame_pointers_alone_do_not_get_far() -> Result<()> {
     Ok(())
 }
 
-/// What unwind information says is not believed if no code is there.
+/// A caller that unwind information leads to is not shown if no code is there.
 fn a_caller_in_no_code_is_not_shown() -> Result<()> {
     let (report, _) = trace("brkstack", &[], "liar")?;
     let entry = report.only(COUNT)?;
@@ -240,8 +240,8 @@ fn a_caller_in_no_code_is_not_shown() -> Result<()> {
     Ok(())
 }
 
-/// Before and after each push, pop and change of the stack pointer, in the PLT, in libc and in the
-/// program: a signal comes after each instruction, and its handler calls brk(2).
+/// A signal comes after each instruction, and its handler calls brk(2): before and after each push, pop and
+/// change of the stack pointer, in the PLT, in libc and in the program.
 fn every_instruction() -> Result<()> {
     for name in ["unwind-plt", "unwind-plt-sec"] {
         let mut program = Workload::start(name, &["step", "1"])?;
@@ -274,7 +274,7 @@ fn every_instruction() -> Result<()> {
     Ok(())
 }
 
-/// Frame pointers skip frames, but each that they show is one, in its order.
+/// Frame pointers skip frames, but each frame that they lead to is a real one, in the right order.
 fn frame_pointers_alone_invent_nothing() -> Result<()> {
     for (tool, args, mode, leaf) in [
         ("brkstack", &[][..], "brk", "leaf_brk"),
@@ -288,7 +288,7 @@ fn frame_pointers_alone_invent_nothing() -> Result<()> {
             .max_by_key(|entry| entry.count)
             .context("no stack")?;
         ensure!(entry.count == COUNT, "{entry:?}");
-        // Of a frame in libc, the caller with a frame pointer can be beyond the leaf.
+        // From a frame in libc, the next caller with a frame pointer can be beyond the leaf.
         let at = entry.symbols.iter().position(|symbol| symbol == leaf);
         let shown = &entry.addresses[at.unwrap_or(0) + 1..];
         ensure!(
@@ -296,21 +296,21 @@ fn frame_pointers_alone_invent_nothing() -> Result<()> {
             "{entry:x?}\nis not of\n{own:x?}"
         );
     }
-    // Its frame pointer leads to where no code is.
+    // The function's frame pointer leads to an address without code.
     let (report, _) = trace("brkstack", &["--unwind", "fp"], "liar")?;
     let entry = report.only(COUNT)?;
     ensure!(entry.symbols == ["syscall"], "{entry:x?}");
     Ok(())
 }
 
-/// Whether the frames are others' with some left out.
+/// Whether `frames` are some of `all`, in the same order.
 fn is_part_of(frames: &[u64], all: &[u64]) -> bool {
     let mut all = all.iter();
     frames.iter().all(|frame| all.any(|other| other == frame))
 }
 
-/// A library needs more memory for its table than there may be. Its frame pointer is its caller's; so
-/// what is beyond may lack frames, and says so.
+/// The unwind table of a library needs more memory than is permitted. The library has its caller's frame pointer,
+/// so the stack beyond it may lack frames, and says so.
 fn no_room_for_a_table() -> Result<()> {
     let folder = harness::scratch()?;
     let path = folder.path().join("unwind");
@@ -358,7 +358,7 @@ fn no_room_for_a_table() -> Result<()> {
     Ok(())
 }
 
-/// HotSpot's compiled functions have no frame pointers, unless it is told so: a caller is skipped.
+/// HotSpot's compiled functions have no frame pointers without an option for that: a caller is skipped.
 fn hotspot_s_generated_code_ends_a_stack() -> Result<()> {
     let count = COUNT.to_string();
     let traced = |option: &[&str]| {
@@ -408,8 +408,8 @@ fn generated_code_is_walked_by_frame_pointers() -> Result<()> {
     complete(&report, COUNT)
 }
 
-/// By the PLT that all processors have, and by .plt.sec, whose entries begin with endbr64, as do
-/// the program's functions then.
+/// Calls go through the PLT that all processors have, and through .plt.sec, whose entries begin with endbr64, as
+/// do the functions of that program.
 fn calls_that_are_bound_lazily() -> Result<()> {
     for name in ["unwind-plt", "unwind-plt-sec"] {
         let program = Workload::start(name, &["malloc", &COUNT.to_string()])?;
@@ -420,7 +420,7 @@ fn calls_that_are_bound_lazily() -> Result<()> {
     Ok(())
 }
 
-/// The innermost 255 frames are right, and the root says that others are missing.
+/// The innermost 255 frames are right, and the root says that further frames are missing.
 fn deep_recursion_is_cut() -> Result<()> {
     let mut program = Workload::start("unwind", &["deep", &COUNT.to_string()])?;
     let mut tool = Tool::start("brkstack", &["-j", "-p", &program.pid()])?;

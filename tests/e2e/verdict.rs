@@ -1,4 +1,5 @@
-//! Whether memory is lost, as memleak finds it in copies of a process, against what a program has lost and kept.
+//! memleak --verdict: lost memory, as memleak finds it in copies of a process, against what a program has lost
+//! and kept.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
@@ -11,7 +12,7 @@ use serde_json::Value;
 
 use crate::harness::{self, Python, Tool, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::verdict":
         blocks_are_lost_or_held_as_the_program_made_them,
@@ -40,13 +41,15 @@ fn judge(pid: &str, args: &[&str]) -> Result<Vec<Value>> {
     harness::run("memleak", &args)?.objects()
 }
 
-/// Whether a row is of blocks of so many bytes: glibc gives 8 more than some ask for.
+/// Whether a row is about blocks for which `bytes` bytes were requested. For some requests, glibc's blocks have 8
+/// bytes more.
 fn is_of(row: &Value, kind: &str, bytes: u64) -> bool {
     let size = row["size_bytes"].as_u64().unwrap_or_default();
     row["type"] == kind && (bytes..bytes + 24).contains(&size)
 }
 
-/// How many blocks of so many bytes rows of a type have, and how many go with them.
+/// Returns the number of blocks of this size in the rows of a type, and the number of further blocks that are
+/// lost with them.
 fn blocks(rows: &[Value], kind: &str, bytes: u64) -> (u64, u64) {
     let number = |row: &Value, field: &str| row[field].as_u64().unwrap_or_default();
     let rows = rows.iter().filter(|row| is_of(row, kind, bytes));
@@ -104,7 +107,7 @@ fn blocks_are_lost_or_held_as_the_program_made_them() -> Result<()> {
     expect_what_holds_the_cache(&rows)
 }
 
-/// A program has lost what it has lost with the C library's malloc, in jemalloc's sizes.
+/// The program has lost the same blocks as with the C library's malloc, in jemalloc's sizes.
 fn blocks_of_jemalloc_are_judged() -> Result<()> {
     let mut command = Command::new(harness::workload("verdict"));
     let workload = Workload::spawn(command.env("LD_PRELOAD", "libjemalloc.so.2"))?;
@@ -129,7 +132,7 @@ fn blocks_of_jemalloc_are_judged() -> Result<()> {
     expect_what_holds_the_cache(&rows)
 }
 
-/// The blocks in the vector that a global holds, which have a name for that.
+/// Checks the row of the blocks in the vector that a global holds. Their name says so.
 fn expect_what_holds_the_cache(rows: &[Value]) -> Result<()> {
     let cache = "global verdict`(anonymous namespace)::cache";
     let held = rows
@@ -183,7 +186,7 @@ fn what_is_not_known_as_a_whole_is_not_judged() -> Result<()> {
     refused(damaged, "no verdict: the heap of process ").map(drop)
 }
 
-/// A word that CPython has left in memory that it uses again can hide a few, and invents none.
+/// A word that CPython has left in reused memory can hide a few lost objects, but invents none.
 fn objects_of_python_are_judged_by_their_counts() -> Result<()> {
     for python in Python::all()? {
         expect_objects_by_counts(&python).with_context(|| python.to_string())?;
@@ -206,7 +209,7 @@ fn expect_objects_by_counts(python: &Python) -> Result<()> {
     let number = |row: &Value, field: &str| row[field].as_u64().unwrap_or_default();
     let owed = number(lost[0], "blocks");
     ensure!((95..=101).contains(&owed), "{lost:?}");
-    // Their parts, at least.
+    // At least the parts of these objects are lost with them.
     ensure!(number(lost[0], "via_blocks") >= 50, "{lost:?}");
     let cycles = number(&rows[0]["python_cycles"], "blocks");
     ensure!((53..1000).contains(&cycles), "{}", rows[0]);
@@ -220,8 +223,8 @@ fn expect_objects_by_counts(python: &Python) -> Result<()> {
     Ok(())
 }
 
-/// A list of ten million blocks: each is the only holder of the next one. memleak has memory for one copy, though it takes two,
-/// and 96 bytes for each block at most: 77 were measured.
+/// The heap is a list of ten million blocks, each of which is the only holder of the next one. memleak has memory
+/// for one copy, although it takes two, and for at most 96 bytes per block: 77 were measured.
 fn ten_million_blocks_are_judged_in_bounded_memory() -> Result<()> {
     const BLOCKS: u64 = 10_000_019;
     const LOST: u64 = 1009;
@@ -266,22 +269,22 @@ fn ten_million_blocks_are_judged_in_bounded_memory() -> Result<()> {
     Ok(())
 }
 
-/// redis with the C library's malloc rather than jemalloc.
+/// Redis runs with the C library's malloc instead of jemalloc.
 fn a_database_under_load_has_no_leak() -> Result<()> {
     expect_no_leak_of_redis(Some("/lib/x86_64-linux-gnu/libc.so.6"), "glibc malloc")
 }
 
-/// redis as Debian has it.
+/// Redis runs as Debian packages it.
 fn a_database_with_jemalloc_has_no_leak() -> Result<()> {
     expect_no_leak_of_redis(None, "jemalloc (5.3)")
 }
 
-/// redis, while values are set, changed and deleted all the time.
+/// Expects no leak of Redis while values are set, changed and deleted all the time.
 fn expect_no_leak_of_redis(preload: Option<&str>, allocator: &str) -> Result<()> {
     const VERDICTS: usize = 20;
     let folder = harness::scratch()?;
     let socket = folder.path().join("socket");
-    // The same program, without a service that the system would start.
+    // redis-check-rdb is the same program, in a package without a service that the system would start.
     let mut server = Command::new("redis-check-rdb")
         .arg0("redis-server")
         .envs(preload.map(|library| ("LD_PRELOAD", library)))
@@ -322,8 +325,8 @@ fn expect_no_leak_of_redis(preload: Option<&str>, allocator: &str) -> Result<()>
     judged
 }
 
-/// All memory of an allocator without a walk may hold blocks: tcmalloc's is in the middle of glibc's heap. jemalloc's blocks
-/// are judged themselves, with what they hold.
+/// All memory of an allocator without a walk may hold blocks: tcmalloc's memory is in the middle of glibc's heap.
+/// jemalloc's blocks are judged themselves, with what they hold.
 fn blocks_that_another_allocators_hold_are_not_lost() -> Result<()> {
     for (program, args, lost, via) in [
         ("second", &["libmimalloc.so.2", "mi_malloc"][..], 101, 0),

@@ -1,4 +1,4 @@
-//! Verdicts of memleak on a command at its exit, which must live and end as it would alone.
+//! memleak's verdict on a command at its exit. The command must run and end as it would alone.
 
 use std::fs;
 use std::process::{Command, Stdio};
@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::harness::{self, Ended, Tool};
 use crate::verdict_traced::{expect_what_was_made, number, sums};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::verdict_exit":
         all_stacks_are_told_at_the_exit,
@@ -23,7 +23,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Runs the workload under memleak, with these arguments of each.
+/// Runs the workload under memleak, with arguments for each of them.
 fn at_exit(workload: &str, args: &[&str]) -> Result<Ended> {
     let path = harness::workload("forget");
     let command = format!("{} {workload}", path.display());
@@ -31,13 +31,13 @@ fn at_exit(workload: &str, args: &[&str]) -> Result<Ended> {
     harness::run("memleak", &[&options[..], args].concat())
 }
 
-/// What memleak has printed; the command has the same stdout.
+/// Returns the rows that memleak has printed. The command prints to the same stdout.
 fn rows(ended: &Ended) -> Result<Vec<Value>> {
     let lines = ended.stdout.lines().filter(|line| line.starts_with('{'));
     lines.map(harness::object).collect()
 }
 
-/// That the work of the workload, and what it did before, is judged.
+/// Expects that the verdict covers the workload's work, and its blocks from before that.
 fn expect_all(rows: &[Value]) -> Result<()> {
     expect_what_was_made(rows)?;
     for (kind, expected) in [("leak", [7, 6300, 0, 0]), ("held", [11, 11_000, 0, 0])] {
@@ -56,7 +56,7 @@ fn expect_all(rows: &[Value]) -> Result<()> {
     let blocks = classes.map(|class| number(&verdict[class], "blocks"));
     let all: u64 = blocks.iter().sum();
     ensure!(verdict["at_exit"] == true, "{verdict}");
-    // From the very first on.
+    // Blocks are traced from the very first one on.
     ensure!(number(verdict, "traced_blocks") == all, "{verdict}");
     ensure!(blocks[..3] == [101 + 1 + 5 + 7, 18 + 5, 0], "{verdict}");
     Ok(())
@@ -72,7 +72,7 @@ fn a_leak_is_an_exit_status() -> Result<()> {
     let fails = ["--fail-on", "unreachable"];
     for (workload, args, status) in [
         ("", &fails[..], 3),
-        // A command that has failed by itself says more.
+        // The status of a command that has failed by itself takes precedence.
         ("'' 7", &fails[..], 7),
         ("'' 7", &[], 7),
     ] {
@@ -167,7 +167,7 @@ fn threads_hold_what_they_have() -> Result<()> {
     Ok(())
 }
 
-/// The number of the process that traces this one, and the letter of its state; None if it has gone.
+/// Returns the PID of the process that traces a process, and the traced process's state. None if it has ended.
 fn tracer(pid: &str) -> Option<(String, String)> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let field = |name: &str| {
@@ -196,7 +196,7 @@ fn a_command_outlives_memleak() -> Result<()> {
         let state = tracer(&pid).context("it went with memleak")?;
         Ok(state.0 == "0" && state.1.starts_with('S'))
     })?;
-    // It is ours to end: the end of its input.
+    // The test can end the command, by closing its input.
     drop(tool);
     harness::eventually("the command exits", || {
         Ok(tracer(&pid).is_none_or(|(_, state)| state.starts_with('Z')))

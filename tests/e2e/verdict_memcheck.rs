@@ -1,4 +1,4 @@
-//! memleak's verdict in the words of Memcheck, beside valgrind's own on the same program; and valgrind's suppressions.
+//! memleak's verdict in Memcheck's terms, beside valgrind's own on the same program. Also valgrind's suppressions.
 
 use std::fs;
 use std::path::Path;
@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::harness::{self, Ended};
 use crate::verdict_traced::number;
 
-/// Fields of the sums, with what valgrind calls them.
+/// Fields of the sums, with valgrind's names for them.
 const SUMS: [(&str, &str); 5] = [
     ("definitely_lost", "definitely lost:"),
     ("indirectly_lost", "indirectly lost:"),
@@ -20,7 +20,7 @@ const SUMS: [(&str, &str); 5] = [
     ("suppressed", "suppressed:"),
 ];
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::verdict_memcheck":
         sums_are_memchecks [Host],
@@ -50,10 +50,10 @@ fn row(ended: &Ended, kind: &str) -> Result<Value> {
     anyhow::bail!("no {kind}: {ended:?}")
 }
 
-/// Bytes and blocks of each class, as valgrind prints them.
+/// Runs a workload under valgrind. Returns bytes and blocks of each class.
 fn valgrind(workload: &str, args: &[&str]) -> Result<Vec<(u64, u64)>> {
     let mut command = Command::new("valgrind");
-    // Nor does memleak have the C library free what it keeps to the end.
+    // memleak does not make the C library free what it keeps until the end, either.
     command.args(["--run-libc-freeres=no", "--run-cxx-freeres=no"]);
     command.args(["--leak-check=full", "--show-leak-kinds=all"]);
     let output = command
@@ -64,7 +64,7 @@ fn valgrind(workload: &str, args: &[&str]) -> Result<Vec<(u64, u64)>> {
         .context("failed to start valgrind; run: scripts/need valgrind")?;
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     let sum = |name: &str| {
-        // "==12==    definitely lost: 50,820 bytes in 107 blocks"
+        // Example: "==12==    definitely lost: 50,820 bytes in 107 blocks"
         let mut sums = text.lines().filter(|line| line.contains(" bytes in "));
         let (_, sum) = sums.find_map(|line| line.split_once(name))?;
         let digits = |part: &str| {
@@ -96,7 +96,7 @@ fn sums_are_memchecks() -> Result<()> {
     Ok(())
 }
 
-/// LeakSanitizer is linked into a program, and judges it at its exit: the same source is built for it.
+/// LeakSanitizer is linked into a program, and judges it at its exit. The same source is built with it.
 fn losses_are_leak_sanitizers() -> Result<()> {
     let ours = sums(&at_exit("forget", &[])?)?;
     let output = Command::new(harness::workload("forget-lsan"))
@@ -104,7 +104,7 @@ fn losses_are_leak_sanitizers() -> Result<()> {
         .output()?;
     let text = String::from_utf8_lossy(&output.stderr);
     let sum = |kind: &str| {
-        // "Direct leak of 50500 byte(s) in 101 object(s) allocated from:"
+        // Example: "Direct leak of 50500 byte(s) in 101 object(s) allocated from:"
         let leaks = text.lines().filter_map(|line| line.strip_prefix(kind));
         let numbers = leaks.map(|line| {
             let numbers = line.split(' ').filter_map(|word| word.parse().ok());
@@ -127,7 +127,7 @@ fn losses_are_leak_sanitizers() -> Result<()> {
     Ok(())
 }
 
-/// One file for both, and both suppress the same.
+/// Both tools read the same file, and suppress the same leaks.
 fn suppressions_are_valgrinds() -> Result<()> {
     const FILE: &str = "\
 # names as valgrind has them, and as the source has
@@ -184,7 +184,7 @@ fn suppressions_are_valgrinds() -> Result<()> {
     let suppressed = row(&ended, "suppressed")?;
     ensure!(suppressed["name"] == "<forgotten>", "{suppressed}");
     ensure!(number(&suppressed, "blocks") == 101, "{suppressed}");
-    // A leak that is suppressed is none for CI either.
+    // For CI, too, a suppressed leak does not count.
     let all = "{\nall\nMemcheck:Leak\n...\nfun:main\n}\n";
     fs::write(Path::new(file), all)?;
     let args = ["--suppressions", file, "--fail-on", "unreachable"];
@@ -236,7 +236,7 @@ fn a_function_is_asked_for() -> Result<()> {
         "{whys:?}"
     );
     ensure!(number(whys[1], "blocks") == 19, "{whys:?}");
-    // All elements of an array are one.
+    // All elements of an array are shown as one.
     ensure!(number(&whys[0]["tree"][0], "blocks") == 53, "{whys:?}");
     let holder = &whys[1]["tree"][0]["holder"];
     ensure!(*holder == "nothing: unreachable", "{whys:?}");

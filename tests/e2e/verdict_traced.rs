@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::harness::{self, Tool, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(crate) fn tests() -> Vec<Trial> {
     harness::tests! { "memleak::verdict_traced":
         leaks_are_told_by_stack,
@@ -16,7 +16,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     }
 }
 
-/// The rows of a type whose innermost known functions begin with this one, of the workload itself.
+/// Returns the rows of a type whose stacks contain this function of the workload.
 fn of_stack<'a>(rows: &'a [Value], kind: &str, function: &str) -> Vec<&'a Value> {
     let is_by = |row: &&Value| {
         let frames = row["user_frames"].as_array();
@@ -34,14 +34,15 @@ pub(crate) fn number(row: &Value, field: &str) -> u64 {
     row[field].as_u64().unwrap_or_default()
 }
 
-/// Blocks and bytes of all rows of a type by this function, and what was lost with them.
+/// Returns the sums over the rows of a type with this function: blocks and bytes, and blocks and bytes that were
+/// lost with them.
 pub(crate) fn sums(rows: &[Value], kind: &str, function: &str) -> [u64; 4] {
     let fields = ["blocks", "bytes", "via_blocks", "via_bytes"];
     let rows = of_stack(rows, kind, function);
     fields.map(|field| rows.iter().map(|row| number(row, field)).sum())
 }
 
-/// Leaks of known bytes, asked for, and by whom; the same of what is held.
+/// Expects the workload's leaks and held blocks, by function: their number, their bytes, and what was lost with them.
 pub(crate) fn expect_what_was_made(rows: &[Value]) -> Result<()> {
     for (kind, function, expected) in [
         ("leak", "forget()", [101, 50_500, 0, 0]),
@@ -64,7 +65,7 @@ pub(crate) fn expect_what_was_made(rows: &[Value]) -> Result<()> {
     Ok(())
 }
 
-/// Has a workload do its work while memleak traces it, and then asks for a verdict.
+/// Traces a workload's work by memleak, and asks for a verdict. Returns the rows of the last verdict.
 fn judged(args: &[&str]) -> Result<Vec<Value>> {
     let mut workload = Workload::start("forget", &[])?;
     let options = ["-jp", &workload.pid(), "--verdict=1000", "-T", "1000"];
@@ -84,7 +85,7 @@ fn judged(args: &[&str]) -> Result<Vec<Value>> {
         .collect();
     ensure!(verdicts.len() == 2, "{rows:?}");
     let (second, _) = verdicts[1];
-    // Nothing has happened between the one that was asked for and the last one.
+    // Nothing has happened between the requested verdict and the last one.
     for class in ["unreachable", "unreachable_via", "reachable"] {
         ensure!(verdicts[0].1[class] == verdicts[1].1[class], "{verdicts:?}");
     }
@@ -94,7 +95,7 @@ fn judged(args: &[&str]) -> Result<Vec<Value>> {
 fn leaks_are_told_by_stack() -> Result<()> {
     let rows = judged(&[])?;
     expect_what_was_made(&rows)?;
-    // 101 + 19 + 10 + 53 + 1 of them, and no other.
+    // The sum is 101 + 19 + 10 + 53 + 1: all of the workload's blocks, and no others.
     ensure!(rows[0]["traced_blocks"] == 184, "{}", rows[0]);
     ensure!(
         rows[0]["unreachable"]["blocks"] == 101 + 1 + 5 + 7,

@@ -1,4 +1,4 @@
-//! vmscan against programs that make the kernel reclaim, and against its own record of that.
+//! vmscan against programs that make the kernel reclaim memory, and against the kernel's own record of that.
 
 mod compaction;
 mod exact;
@@ -46,7 +46,7 @@ fn of_type<'a>(objects: &'a [Value], kind: &'a str) -> impl Iterator<Item = &'a 
     objects.iter().filter(move |object| object["type"] == kind)
 }
 
-/// The sum over all intervals of what a JSON pointer names.
+/// Returns the sum, over all intervals, of the field that a JSON pointer names.
 fn sum(objects: &[Value], pointer: &str) -> Result<u64> {
     of_type(objects, "interval")
         .map(|interval| {
@@ -56,7 +56,7 @@ fn sum(objects: &[Value], pointer: &str) -> Result<u64> {
         .sum()
 }
 
-/// Values that a histogram counts; 0 if it was empty and not printed.
+/// Returns the number of values in a histogram. An empty histogram is not printed.
 fn in_histogram(objects: &[Value], name: &str) -> u64 {
     of_type(objects, "histogram")
         .filter(|histogram| histogram["name"] == name)
@@ -110,8 +110,8 @@ fn it_outlives_a_lack_of_memory() -> Result<()> {
     Ok(())
 }
 
-/// Everything that is printed of the same operations agrees. This much also works where no memory
-/// may be used up: the cgroup has 8 MB for the page cache of a file of 64 MB.
+/// All numbers about the same operations agree. The test also works where memory may not be used up: the cgroup
+/// has 32 MB for the page cache of a file of 96 MB.
 fn a_small_cgroup_reclaims() -> Result<()> {
     let mut writer = Writer::start("memtools-vmscan")?;
     let pid = writer.pid();
@@ -167,7 +167,7 @@ fn what_a_command_starts_reclaims() -> Result<()> {
     let group = Group::new("memtools-vmscan-c", 32 << 20)?;
     let folder = folder_on_disk()?;
     let script = folder.path().join("script");
-    // Written out piece by piece: dirty pages cannot be reclaimed.
+    // The files are written to the disk piece by piece, because dirty pages cannot be reclaimed.
     let write = format!(
         "echo $$ >{}/cgroup.procs && cd {} || exit
          for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24; do
@@ -187,7 +187,7 @@ fn what_a_command_starts_reclaims() -> Result<()> {
     Ok(())
 }
 
-/// The kernel seldom nests them, so the programs are run by hand, on this thread: one shrinker in
+/// The kernel seldom nests shrinkers, so the test runs the BPF programs itself, on this thread: one shrinker in
 /// another one.
 fn shrinkers_that_nest_keep_their_start_and_recover() -> Result<()> {
     let (_, object) = load::OBJECTS
@@ -199,7 +199,7 @@ fn shrinkers_that_nest_keep_their_start_and_recover() -> Result<()> {
     let object = open.load()?;
     let run = |name: &str, shrinker: u64| -> Result<()> {
         let program = object.progs_mut().find(|program| program.name() == name);
-        // (shrinker, ..., what was freed, ...)
+        // The arguments are the shrinker, ..., the number of freed objects, ...
         let mut arguments = [shrinker, 0, 0, 0, 0, 0, 0].map(u64::to_ne_bytes).concat();
         program.context("no program")?.test_run(ProgramInput {
             context_in: Some(&mut arguments),
@@ -217,7 +217,7 @@ fn shrinkers_that_nest_keep_their_start_and_recover() -> Result<()> {
     run("shrink_slab_end", 2)?;
     busy_until(41);
     run("shrink_slab_end", 1)?;
-    // Ends that are missing do not use up the room for good: the fifth start makes some.
+    // Missing ends do not use up the entries for good: the fifth start frees some.
     for shrinker in [3, 3, 3, 3, 4] {
         run("shrink_slab_start", shrinker)?;
     }
@@ -226,7 +226,7 @@ fn shrinkers_that_nest_keep_their_start_and_recover() -> Result<()> {
     ensure!(lost == 4, "{lost} lost");
     let took = before.elapsed().as_nanos() as u64;
 
-    // The first total is that of shrinking: count, time_ns, and a histogram by bits.
+    // The first total is that of shrinking: count, time_ns, and a histogram by powers of two.
     let totals = object.maps().find(|map| map.name() == "totals");
     let value = totals
         .context("no totals")?

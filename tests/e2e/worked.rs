@@ -1,6 +1,6 @@
-//! The worked example of the README: what each of its steps shows is what the tools show.
+//! The worked example of the README: the README must show what the tools show at each step.
 //!
-//! `MEMTOOLS_PICTURES=FOLDER` has the pictures that it draws kept there: the README's are in docs/.
+//! `MEMTOOLS_PICTURES=FOLDER` keeps the drawn pictures in FOLDER. The README's are in docs/.
 
 use std::env;
 use std::fs;
@@ -26,10 +26,10 @@ pub(crate) fn tests() -> Vec<Trial> {
 
 const README: &str = include_str!("../../README.md");
 
-/// Records of the input, of a page each.
+/// Number of records in the input, of a page each.
 const RECORDS: u64 = 5003;
 const RECORD: u64 = 4096;
-/// What is kept of each.
+/// Bytes that the program keeps of each record.
 const SUMMARY: u64 = 2039;
 
 /// A folder with the program's input.
@@ -49,7 +49,7 @@ impl Example {
         Ok(path.to_str().context("not UTF-8")?.to_owned())
     }
 
-    /// Traces a program until it has read all of its input, and holds it.
+    /// Traces a program until it has read all of its input, while it is still held.
     fn trace(&self, program: &str, tool: &str, options: &[&str]) -> Result<Ended> {
         let mut program = Workload::start(program, &[&self.path("records.txt")?])?;
         let pid = program.pid();
@@ -60,7 +60,7 @@ impl Example {
         tool.interrupt()
     }
 
-    /// Traces the program with its faults, and draws a picture.
+    /// Traces the faulty program, and draws a picture.
     fn draw(&self, name: &str, tool: &str, options: &[&str]) -> Result<(Ended, String)> {
         let file = self.path(name)?;
         let ended = self.trace("loopleak", tool, &[&["--flame", &*file], options].concat())?;
@@ -84,7 +84,7 @@ fn docs() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("docs")
 }
 
-/// The number of all folded lines that go through a function.
+/// Returns the sum of all folded lines that contain a function.
 fn through(ended: &Ended, function: &str) -> u64 {
     let frame = format!(";{function};");
     let lines = ended.stdout.lines().filter(|line| line.contains(&frame));
@@ -97,7 +97,7 @@ fn the_heap_grows_by_summaries() -> Result<()> {
     let (ended, _) = example.draw("brkstack.svg", "brkstack", &["--bytes", "-f"])?;
     let grown = through(&ended, "summarise");
     let kept = RECORDS * SUMMARY;
-    // malloc takes 33 pages at a time, and some of the first are there before.
+    // malloc takes 33 pages at a time, and some of the first pages were taken before.
     let nearly = kept - kept / 50..kept + kept / 50;
     ensure!(nearly.contains(&grown), "{grown}: {ended:?}");
     Ok(())
@@ -126,7 +126,7 @@ fn both_faults_have_their_lines() -> Result<()> {
         .into_iter()
         .filter(|row| row.contains("loopleak.c") || row.contains("allocations from stack"))
         .collect();
-    // Both stacks, each with its number, and the frames with source lines.
+    // Both stacks are printed, each with its numbers, and the frames with source lines.
     ensure!(told.len() == 2 + 3 + 2, "{told:#?}");
     let readme = rows(README);
     for row in &told {
@@ -158,7 +158,7 @@ fn the_mended_program_has_neither() -> Result<()> {
         ended.stdout.contains("total 0 bytes in 0 blocks"),
         "{ended:?}"
     );
-    // And the other way round it is found.
+    // Compared the other way round, the growth is found.
     let after = example.path("after.pb.gz")?;
     example.trace(
         "loopleak-fixed",
@@ -171,7 +171,7 @@ fn the_mended_program_has_neither() -> Result<()> {
     Ok(())
 }
 
-/// What a browser makes of a page, once its scripts have run.
+/// Returns a page as a browser has it once the page's scripts have run.
 fn browsed(url: &str) -> Result<String> {
     let home = harness::scratch()?;
     let browser = Command::new("timeout")
@@ -204,7 +204,7 @@ fn a_browser_shows_and_searches_the_pictures() -> Result<()> {
             );
         }
         ensure!(!shown.contains(FOUND), "{shown}");
-        // As its search does it: slurp and nothing else, which has two thirds of all bytes.
+        // The picture's own search finds slurp and nothing else, with two thirds of all bytes.
         let searched = browsed(&format!("{url}?s=slurp"))?;
         let share = 100.0 * RECORD as f64 / (RECORD + SUMMARY) as f64;
         let matched = format!("Matched: {share:.1}%");

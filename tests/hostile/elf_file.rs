@@ -1,5 +1,5 @@
-//! ELF files that are hostile to whoever reads them: a size, a count or a name in each is as large as
-//! it can be. What is large is a hole, so that they take no room on the disk.
+//! ELF files that are hostile to their readers: a size, a count or a name in each is as large as it can be. Large
+//! parts are holes, so that the files take no space on the disk.
 
 use std::fs::File;
 use std::io;
@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
-/// What is hostile about a file.
+/// Hostile property of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// `.eh_frame` of 64 GiB.
@@ -33,9 +33,9 @@ pub(crate) enum Kind {
     RelocationHole,
     /// More segments than the kernel loads.
     Segments,
-    /// Segments that end behind the last address.
+    /// Segments whose end is beyond the last address.
     Wraps,
-    /// A function whose name has 64 MiB.
+    /// Function whose name has 64 MiB.
     LongName,
 }
 
@@ -55,7 +55,7 @@ pub(crate) const KINDS: [Kind; 13] = [
     Kind::LongName,
 ];
 
-/// Where its code is, in the file and in its own address space: a page.
+/// Place of the code, in the file and in its own address space. The code has one page.
 pub(crate) const TEXT: u64 = 0x1000;
 
 const SHT_PROGBITS: u32 = 1;
@@ -64,7 +64,7 @@ const SHT_STRTAB: u32 = 3;
 const SHT_RELA: u32 = 4;
 const SHT_DYNSYM: u32 = 11;
 
-/// A part of a file.
+/// Part of a file.
 #[derive(Clone, Copy)]
 struct Part {
     at: u64,
@@ -74,9 +74,9 @@ struct Part {
 struct Writer<'a> {
     file: &'a File,
     end: u64,
-    /// Name, type, address, place, and the number of another one.
+    /// Sections: name, type, address, place in the file, and number of the linked section.
     sections: Vec<(&'static str, u32, u64, Part, u32)>,
-    /// Offset, address, size.
+    /// Segments: offset, address, size.
     segments: Vec<(u64, u64, u64)>,
 }
 
@@ -93,13 +93,13 @@ impl Writer<'_> {
         Part { at, size }
     }
 
-    /// Returns its number.
+    /// Adds a section, and returns its number.
     fn section(&mut self, name: &'static str, kind: u32, part: Part, link: u32) -> u32 {
         self.sections.push((name, kind, part.at, part, link));
         self.sections.len() as u32
     }
 
-    /// A table of symbols, each with a name, an address and a size.
+    /// Adds a table of symbols, each with a name, an address and a size.
     fn symbols<'s>(&mut self, list: impl Iterator<Item = (&'s [u8], u64, u64)>) -> io::Result<()> {
         let (mut names, mut table, mut last) = (vec![0], vec![0; 24], (&[][..], 0));
         for (name, address, size) in list {
@@ -109,7 +109,7 @@ impl Writer<'_> {
                 names.push(0);
             }
             table.extend_from_slice(&last.1.to_le_bytes());
-            // A global function of the first section.
+            // The symbol is a global function of the first section.
             table.extend_from_slice(&[0x12, 0, 1, 0]);
             table.extend_from_slice(&address.to_le_bytes());
             table.extend_from_slice(&size.to_le_bytes());
@@ -174,7 +174,7 @@ impl Writer<'_> {
     }
 }
 
-/// Writes such a file.
+/// Writes a hostile file of this kind.
 pub(crate) fn write(kind: Kind, file: &File) -> io::Result<()> {
     let mut writer = Writer {
         file,
@@ -200,7 +200,7 @@ pub(crate) fn write(kind: Kind, file: &File) -> io::Result<()> {
     writer.finish()
 }
 
-/// Unwind information.
+/// Adds unwind information.
 fn write_frames(kind: Kind, writer: &mut Writer<'_>) -> io::Result<()> {
     match kind {
         Kind::Rules => frames(writer, 4096, &[]),
@@ -213,7 +213,7 @@ fn write_frames(kind: Kind, writer: &mut Writer<'_>) -> io::Result<()> {
     }
 }
 
-/// Tables of symbols, of names and of relocations.
+/// Adds tables of symbols, of names and of relocations.
 fn write_tables(kind: Kind, writer: &mut Writer<'_>) -> io::Result<()> {
     match kind {
         Kind::SymbolHole => {
@@ -247,7 +247,7 @@ fn write_tables(kind: Kind, writer: &mut Writer<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Segments of code, and what functions are said to be in them.
+/// Adds segments of code, and symbols of functions in them.
 fn write_code(kind: Kind, writer: &mut Writer<'_>) -> io::Result<()> {
     let malloc: [(&[u8], u64, u64); 2] = [(b"malloc", TEXT, 16), (b"free", TEXT + 16, 16)];
     let many = 2_000_000_u64;
@@ -291,8 +291,8 @@ fn write_code(kind: Kind, writer: &mut Writer<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// `.eh_frame` of 16 MiB: functions of so many bytes, with a rule for each, after one CIE with these
-/// instructions.
+/// Adds an `.eh_frame` of 16 MiB: one CIE with these instructions, and functions of `bytes` bytes, with a rule
+/// for each.
 fn frames(writer: &mut Writer<'_>, bytes: u64, instructions: &[u8]) -> io::Result<()> {
     const CODE: u64 = 0x1000_0000;
     let entry = |mut body: Vec<u8>| {

@@ -1,4 +1,4 @@
-//! Damages to a file where they hurt: in the fields of its headers and tables, by values near limits.
+//! Damages files where it hurts most: fields of headers and tables get values near limits.
 
 /// Values that overflow what is computed from them, or nearly do.
 const STRANGE: [u64; 16] = [
@@ -20,7 +20,7 @@ const STRANGE: [u64; 16] = [
     u64::MAX,
 ];
 
-/// A sequence of numbers that looks random (xorshift), the same for the same seed.
+/// Sequence of pseudo-random numbers (xorshift). The same seed gives the same sequence.
 pub(crate) struct Random(u64);
 
 impl Random {
@@ -48,7 +48,7 @@ fn number(bytes: &[u8], at: usize, length: usize) -> usize {
         .fold(0, |number, &byte| number << 8 | usize::from(byte))
 }
 
-/// The places of an ELF file's sections, by offset and size.
+/// Returns the offset and size of each section of an ELF file.
 fn sections(elf: &[u8]) -> Vec<(usize, usize)> {
     let (table, count) = (number(elf, 40, 8), number(elf, 60, 2));
     let headers = (0..count).map(|index| table + index * 64);
@@ -87,18 +87,18 @@ fn set(bytes: &mut [u8], at: usize, length: usize, random: &mut Random) {
     }
 }
 
-/// An ELF file damaged in some places.
+/// Returns an ELF file that is damaged in some places.
 pub(crate) fn elf(original: &[u8], random: &mut Random) -> Vec<u8> {
     let mut bytes = original.to_vec();
     let parts = sections(original);
     for _ in 0..1 + random.below(5) {
         match random.below(8) {
-            // A field of the file's header.
+            // Damages a field of the file's header.
             0 => {
                 let field = random.pick(&[(32, 8), (40, 8), (54, 2), (56, 2), (60, 2), (62, 2)]);
                 set(&mut bytes, field.0, field.1, random);
             }
-            // A field of a segment's header, or a section's.
+            // Damages a field of a segment's header. The next arm damages a section's.
             1 => {
                 let header = number(original, 32, 8) + 56 * random.below(number(original, 56, 2));
                 let field = random.pick(&[(0, 4), (4, 4), (8, 8), (16, 8), (32, 8), (40, 8)]);
@@ -111,7 +111,7 @@ pub(crate) fn elf(original: &[u8], random: &mut Random) -> Vec<u8> {
                 set(&mut bytes, header + field.0, field.1, random);
             }
             4 if random.below(8) == 0 => bytes.truncate(random.below(original.len())),
-            // What is in a section.
+            // Damages the content of a section.
             _ => {
                 let part = random.pick(&parts);
                 for _ in 0..random.pick(&[1, 3, 10, 100]) {
@@ -125,7 +125,7 @@ pub(crate) fn elf(original: &[u8], random: &mut Random) -> Vec<u8> {
     bytes
 }
 
-/// Text damaged in some places.
+/// Returns a text that is damaged in some places.
 pub(crate) fn text(original: &[u8], random: &mut Random) -> Vec<u8> {
     let mut bytes = original.to_vec();
     for _ in 0..1 + random.below(8) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-2-Clause
 //! alloc-rust COUNT SIZE: boxes leaked by a Rust program, with the protocol of workload.h.
 //!
-//! With `--cfg own_allocator` it has that of alloc_rust_own.rs.
+//! With `--cfg own_allocator`, the program has the allocator of alloc_rust_own.rs.
 
 #[cfg(own_allocator)]
 extern crate alloc_rust_own;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-2-Clause
-//! A Rust program's own allocator, which never calls malloc. In a crate of its own, or the compiler
-//! puts it inline.
+//! A Rust program's own allocator, which never calls malloc. The allocator is a crate of its own, because the
+//! compiler would otherwise inline it.
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::cell::UnsafeCell;
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 const ROOM: usize = 16 << 20;
 
-/// Gives away the room from its start on, and takes nothing back.
+/// Allocator that hands out its memory from the start on, and takes nothing back.
 struct Bump {
     room: UnsafeCell<[u8; ROOM]>,
     used: AtomicUsize,

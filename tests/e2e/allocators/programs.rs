@@ -96,7 +96,7 @@ fn redis_is_traced_unharmed() -> Result<()> {
     let folder = harness::scratch()?;
     let socket = folder.path().join("socket");
     let log = folder.path().join("log");
-    // Redis under another name of its program: the package redis-server would start a service.
+    // redis-check-rdb is the same program, in a package without a service that the system would start.
     let mut server = Command::new("redis-check-rdb")
         .arg0("redis-server")
         .args(["--port", "0", "--save", ""])

@@ -48,7 +48,7 @@ fn damaged_debug_information_harms_nobody() -> Result<()> {
         harness::copy(&harness::workload("lines"), &program)?;
         let file = File::options().write(true).open(&program)?;
         for (number, section) in sections.iter().enumerate() {
-            // In each round, other bytes are damaged: about every seventh of a section.
+            // Damages every (5 + seed)-th byte, from another offset in each round.
             for at in section.clone().skip(seed + number).step_by(5 + seed) {
                 let byte = [0, 0xff, 0x7f, original[at] ^ 0x40, seed as u8][(at + seed) % 5];
                 file.write_all_at(&[byte], at as u64)?;

@@ -1,4 +1,4 @@
-//! A command that a tool starts lives as it would without the tool.
+//! A command that a tool starts behaves as it would without the tool.
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -14,7 +14,7 @@ use nix::unistd::Pid;
 use super::{TOOLS, children, state};
 use crate::harness::{self, PATIENCE, Tool, eventually, tool, workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "running":
         a_command_goes_on_when_the_tool_is_killed [Once],
@@ -32,7 +32,7 @@ fn stopped_child(tool: &Tool) -> Option<u32> {
     children.find(|&child| state(child) == Some('T'))
 }
 
-/// Kills a tool while its command is stopped for it.
+/// The tool is killed while its command is stopped for it.
 fn a_command_goes_on_when_the_tool_is_killed() -> Result<()> {
     for end in [Signal::SIGKILL, Signal::SIGHUP] {
         let mut caught = 0;
@@ -58,7 +58,7 @@ fn a_command_goes_on_when_the_tool_is_killed() -> Result<()> {
     Ok(())
 }
 
-/// As above, while what the command has started is stopped.
+/// The tool is killed while a process that the command has started is stopped.
 fn what_a_command_starts_goes_on_when_the_tool_is_killed() -> Result<()> {
     let [launch, program] = ["launch", "alloc-musl-static"].map(workload);
     let command = format!(
@@ -101,13 +101,13 @@ fn a_command_that_stops_itself_is_left_stopped() -> Result<()> {
     Ok(())
 }
 
-/// Whether a tool has programs at the end of system calls, as while a command of its may map code.
+/// Whether a tool has programs attached to the exits of system calls, as it has while one of its commands may map code.
 fn watches_mmap(pid: u32) -> Result<bool> {
     let told = harness::descriptors(pid)?;
     Ok(told.iter().any(|told| told.contains("tp_name:\tsys_exit")))
 }
 
-/// A tool that is started with a signal blocked, another ignored, and few files that it may open.
+/// Starts a tool with one signal blocked, another one ignored, and a low limit of open files.
 fn with_odd_caller(args: &[&str]) -> Result<Tool> {
     let mut command = Command::new(tool("faults"));
     command.args(args).stdin(Stdio::null());
@@ -131,7 +131,7 @@ fn a_command_inherits_from_the_caller() -> Result<()> {
     ensure!(ended.status.code() == Some(7), "{ended:?}");
     ensure!(ended.stdout.contains("files 67\n"), "{ended:?}");
 
-    // A shell would change some.
+    // The command is no shell, which would change some of the masks.
     let command = "grep ^Sig /proc/self/status";
     let ended = with_odd_caller(&["--by-process", "-c", command])?.end()?;
     let value = |name: &str| {
@@ -152,9 +152,9 @@ fn a_command_inherits_from_the_caller() -> Result<()> {
     Ok(())
 }
 
-/// The signals that this process ignores, as a mask. Some are inherited: glibc's posix_spawn() has
-/// signal 32, which is its own, ignored in the child of a process that cancels threads. SIGPIPE is
-/// ignored by Rust's runtime, and given back to a command.
+/// Returns the signals that this process ignores, as a mask. Some are inherited: glibc's posix_spawn() ignores
+/// signal 32, which is glibc's own, in the child of a process that cancels threads. Rust's runtime ignores
+/// SIGPIPE, and resets it for a command.
 fn ignored_here() -> Result<u64> {
     let status = fs::read_to_string("/proc/self/status")?;
     let mask = status
@@ -179,7 +179,7 @@ fn a_command_that_does_not_end_is_left() -> Result<()> {
     Ok(())
 }
 
-/// The exit status is the command's own, and what it prints is there.
+/// The exit status is the command's own, and the output has what the command prints.
 fn every_tool_runs_a_command() -> Result<()> {
     for name in TOOLS {
         let folder = harness::scratch()?;

@@ -15,7 +15,7 @@ use tempfile::NamedTempFile;
 use super::{TOOLS, brkstack, calls};
 use crate::harness::{self, Tool, Workload, eventually, tool};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "running":
         every_tool_ends_with_its_target,
@@ -97,7 +97,7 @@ fn what_nohup_ignores_is_ignored() -> Result<()> {
     let mut tool = Tool::spawn(&mut command)?;
     tool.wait_for("tracing brk(2)")?;
     workload.work()?;
-    // Of two signals the lower number is taken first.
+    // Of two pending signals, the one with the lower number is delivered first.
     tool.signal(Signal::SIGHUP)?;
     tool.signal(Signal::SIGUSR1)?;
     tool.wait_until(|report| calls(report) == 23)?;
@@ -106,7 +106,7 @@ fn what_nohup_ignores_is_ignored() -> Result<()> {
     Ok(())
 }
 
-/// A pipe that nobody has read and that has no room.
+/// Makes a full pipe, which nobody has read.
 fn full_pipe() -> Result<(PipeReader, PipeWriter)> {
     let (reader, mut writer) = pipe().context("no pipe")?;
     fcntl(&writer, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
@@ -115,8 +115,8 @@ fn full_pipe() -> Result<(PipeReader, PipeWriter)> {
     Ok((reader, writer))
 }
 
-/// Starts vmscan with this argument, printing into a pipe without room, and stderr into a file. Sends a SIGINT when
-/// each of these has been said, which ends it.
+/// Starts vmscan with this option, with a full pipe as stdout and a file as stderr. Sends a SIGINT after each of
+/// these messages; the last one ends vmscan.
 fn ends_unread(option: &str, said: &[&str]) -> Result<()> {
     let (reader, writer) = full_pipe()?;
     let stderr = NamedTempFile::new()?;

@@ -1,4 +1,4 @@
-//! What a tool may, what it gives up, and what it says where it may not.
+//! Privileges of a tool: what it may do, what it gives up, and what it says where a privilege is missing.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -16,7 +16,7 @@ use super::{TOOLS, by_nobody, state};
 use crate::harness::{self, Ended, Tool, Workload, eventually, tool};
 use crate::pressure::Setting;
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "running":
         every_tool_gives_up_what_tracing_does_not_take,
@@ -26,7 +26,7 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// What a status file of /proc says of capabilities, in the order of its lines.
+/// Returns the capabilities in a status file of /proc, in the order of its lines.
 fn privileges(status: &Path) -> Result<Vec<(String, u64)>> {
     let status = fs::read_to_string(status)?;
     let lines = status.lines().filter_map(|line| line.split_once(":\t"));
@@ -36,7 +36,7 @@ fn privileges(status: &Path) -> Result<Vec<(String, u64)>> {
         .collect()
 }
 
-/// Every thread of a tool has what tracing takes alone, and its command what the caller has.
+/// Every thread of a tool has only the capabilities that tracing needs. The tool's command has the caller's.
 fn every_tool_gives_up_what_tracing_does_not_take() -> Result<()> {
     let bpf = Capability::CAP_BPF.bitmask();
     let never = [
@@ -88,7 +88,7 @@ fn who_cannot_be_traced_is_told() -> Result<()> {
         );
     }
     zombie.wait()?;
-    // kthreadd; memory can be short for it, too.
+    // Process 2 is kthreadd. Three tools are left out, because memory can be short for kthreadd, too.
     for name in TOOLS
         .into_iter()
         .filter(|name| !["drsnoop", "oomkill", "vmscan"].contains(name))
@@ -110,7 +110,7 @@ fn who_cannot_be_traced_is_told() -> Result<()> {
     Ok(())
 }
 
-/// How a tool ends that nobody (uid 65534) runs with these capabilities alone.
+/// Runs a tool to its end as the user nobody (uid 65534), with these capabilities alone.
 fn run_by_nobody(capabilities: &str, name: &str, args: &[&str]) -> Result<Ended> {
     let (folder, program) = where_nobody_may_go(name)?;
     let ended = Tool::spawn(by_nobody(capabilities, &program).args(args))?.end();
@@ -118,7 +118,7 @@ fn run_by_nobody(capabilities: &str, name: &str, args: &[&str]) -> Result<Ended>
     ended
 }
 
-/// A tool's copy, in a folder where nobody may go, too.
+/// Copies a tool into a folder that the user nobody may read, too.
 fn where_nobody_may_go(name: &str) -> Result<(TempDir, PathBuf)> {
     let folder = harness::scratch()?;
     let program = folder.path().join(name);
@@ -127,7 +127,7 @@ fn where_nobody_may_go(name: &str) -> Result<(TempDir, PathBuf)> {
     Ok((folder, program))
 }
 
-/// More tools than have room for a log of mappings within what a user may lock.
+/// The tools' logs of mappings together need more memory than one user may lock.
 fn tools_of_one_user_share_locked_memory() -> Result<()> {
     let (folder, oomkill) = where_nobody_may_go("oomkill")?;
     let mut capabilities = ",+bpf,+perfmon,+dac_read_search,+sys_admin,+syslog".to_owned();
@@ -154,7 +154,7 @@ fn tools_of_one_user_share_locked_memory() -> Result<()> {
 fn missing_privilege_is_named() -> Result<()> {
     let workload = Workload::start("alloc", &["hold"])?;
     let pid = workload.pid();
-    // 5.10 wants one more, which not every machine may give away.
+    // 5.10 requires one more capability, which root cannot grant on every machine.
     let (least, more) = if harness::release().starts_with("5.10.") {
         let ended = run_by_nobody(",+bpf,+perfmon", "vmscan", &["0.1", "3"])?;
         ensure!(ended.stderr.contains("wants CAP_SYS_RESOURCE"), "{ended:?}");
@@ -184,7 +184,7 @@ fn missing_privilege_is_named() -> Result<()> {
         ensure!(ended.stderr.contains(told), "{told}: {ended:?}");
         ensure!(ended.stderr.contains("run it as root"), "{ended:?}");
     }
-    // Debian's own kernels refuse perf events, too, and are told not to.
+    // Debian's own kernels refuse perf events, too. The setting is changed so that they do not.
     let paranoid = "/proc/sys/kernel/perf_event_paranoid";
     let refuses = fs::read_to_string(paranoid)?.trim().parse::<i32>()? > 2;
     let _permits = if refuses {
@@ -195,10 +195,10 @@ fn missing_privilege_is_named() -> Result<()> {
     } else {
         None
     };
-    // What a tool can do without, it goes on without.
+    // A tool runs on without a capability that it can do without.
     let mut worse: Vec<(&str, &[&str], &str)> =
         vec![("oomkill", &["-e", "-d", "0.1"], "wants CAP_SYSLOG")];
-    // On 5.10 libbpf has the limit of locked memory lifted.
+    // On 5.10, libbpf lifts the limit of locked memory.
     if more.is_empty() {
         worse.push(("vmscan", &["0.1", "3"], "wants CAP_IPC_LOCK"));
     }
@@ -207,7 +207,7 @@ fn missing_privilege_is_named() -> Result<()> {
         ensure!(ended.status.success(), "{ended:?}");
         ensure!(ended.stderr.contains(told), "{told}: {ended:?}");
     }
-    // Some kernels want more for perf's uprobes.
+    // Some kernels require more for perf's uprobes.
     let capabilities = format!(",+bpf,+perfmon,+sys_ptrace,+ipc_lock{more}");
     let (folder, program) = where_nobody_may_go("memleak")?;
     let mut command = by_nobody(&capabilities, &program);

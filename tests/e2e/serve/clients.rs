@@ -1,4 +1,4 @@
-//! Whoever asks: those that hang, that are many, that are wrong, and that may not.
+//! Clients that hang, that are many, that send wrong requests, and that have no permission.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -18,7 +18,7 @@ use crate::export::{rows, sum};
 use crate::harness::{self, Tool, Workload};
 use crate::serve::other_machines_are_kept_out;
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "serve":
         clients_that_hang_delay_nobody [Once],
@@ -35,7 +35,7 @@ pub(super) fn tests() -> Vec<Trial> {
 fn clients_that_hang_delay_nobody() -> Result<()> {
     let mut program = Workload::start("alloc", &["one", "malloc", "1009", "37"])?;
     let mut serving = Serving::start(&["-p", &program.pid(), "-o", "0", "-j", "0.1"])?;
-    // Some say nothing, some never end, some never read.
+    // Some clients send nothing, some never end their request, and some never read.
     let mut hanging = Vec::new();
     for client in 0..50 {
         let mut stream = serving.connect()?;
@@ -95,7 +95,7 @@ fn a_hundred_clients_are_one_report_a_second() -> Result<()> {
         ensure!(answer.status == 200, "{answer:?}");
     }
     let ended = serving.interrupt()?;
-    // Each look at the blocks says so; the last is the report's at the end.
+    // Each reading of the blocks prints a message. The last one is for the report at the end.
     let looks = ended.stderr.matches(" blocks read in ").count() as u64;
     ensure!(
         (2..=took.as_secs() + 2).contains(&looks),
@@ -142,7 +142,7 @@ fn a_socket_is_for_its_owner_and_goes() -> Result<()> {
         );
         tool.signal(end)?;
         let ended = tool.end()?;
-        // What one that is killed leaves, the next one replaces.
+        // A memleak that is killed leaves its socket, which the next one replaces.
         let killed = end == Signal::SIGKILL;
         ensure!(ended.status.success() != killed, "{ended:?}");
         ensure!(path.exists() == killed, "{end}: there is {}", path.exists());
@@ -200,7 +200,7 @@ fn wrong_requests_are_refused() -> Result<()> {
     }
     let unknown = serving.get("/debug/pprof/goroutine")?;
     ensure!(unknown.header("x-go-pprof") == "1", "{unknown:?}");
-    // One byte at a time, and never the last.
+    // The client sends one byte at a time, and never the last one.
     let mut slow = serving.connect()?;
     let begun = Instant::now();
     for byte in format!("GET / HTTP/1.1\r\n{host}X: {large}").bytes() {
@@ -289,7 +289,7 @@ fn the_end_waits_for_no_client() -> Result<()> {
         begun.elapsed()
     );
     ensure!(!path.exists(), "the socket is left");
-    // Whoever waited is told, or sees the end.
+    // A client that waited gets an answer, or sees the end of the connection.
     let mut answer = Vec::new();
     let _ = waiting.read_to_end(&mut answer);
     let answer = String::from_utf8_lossy(&answer);

@@ -12,7 +12,7 @@ use super::{COUNT, Entry, Report, complete, live, own_stack, trace, trace_malloc
 use crate::harness::{self, Tool, Workload, workload};
 use crate::pressure::{Group, folder_on_disk};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "unwind":
         the_return_of_a_function,
@@ -48,7 +48,7 @@ fn a_page_fault() -> Result<()> {
         .context("no fault")?;
     ensure!(entry.count == COUNT, "{entry:?}");
     entry.expect("leaf_fault", &own)?;
-    // One of the program's others can be where it saves registers to resolve a symbol.
+    // Another fault of the program can be in the dynamic linker, where it saves registers to resolve a symbol.
     let (resolving, others): (Vec<_>, Vec<_>) =
         report.stacks.iter().partition(|entry| entry.truncated);
     let because = "no unwind info: ld-linux-x86-64.so.2";
@@ -66,7 +66,7 @@ fn a_page_fault() -> Result<()> {
     Ok(())
 }
 
-/// By the names of the program's functions: mmapsnoop has no addresses.
+/// mmapsnoop prints no addresses, so the program's functions are compared by name.
 fn a_mapping() -> Result<()> {
     let mut program = Workload::start("unwind", &["mmap", &COUNT.to_string()])?;
     let mut tool = Tool::start("mmapsnoop", &["-j", "--stack", "-p", &program.pid()])?;
@@ -81,7 +81,7 @@ fn a_mapping() -> Result<()> {
         let Some(frames) = row["user_frames"].as_array() else {
             continue;
         };
-        // `chain`, `with_busy_registers.constprop.0`
+        // Symbols are such as `chain` or `with_busy_registers.constprop.0`.
         let names = frames
             .iter()
             .filter_map(|frame| frame["symbol"].as_str()?.split('.').next());
@@ -101,7 +101,7 @@ fn a_mapping() -> Result<()> {
 fn a_stall_in_reclaim() -> Result<()> {
     let group = Group::new("memtools-unwind", 32 << 20)?;
     let folder = folder_on_disk()?;
-    // Each megabyte is on the disk before the next, so that there are clean pages.
+    // Each megabyte is on the disk before the next is written, so that there are clean pages.
     let file = fs::File::options()
         .create_new(true)
         .write(true)
@@ -121,7 +121,7 @@ fn a_stall_in_reclaim() -> Result<()> {
     complete(&report, report.stacks.len() as u64)
 }
 
-/// In a page fault, seen by programs of several kinds.
+/// The kill happens in a page fault, and BPF programs of several kinds see it.
 fn a_kill() -> Result<()> {
     killed(None)?;
     killed(Some("mark_victim alone"))?;
@@ -133,7 +133,7 @@ fn a_kill_by_kprobe_and_fentry() -> Result<()> {
     killed(Some("fentry"))
 }
 
-/// The stack of a victim that is killed for its own allocation.
+/// Checks the stack of a victim that is killed for its own allocation.
 fn killed(way: Option<&str>) -> Result<()> {
     let name = way.unwrap_or("the best way").replace(' ', "-");
     let group = Group::new(&format!("memtools-unwind-{name}"), 8 << 20)?;

@@ -1,4 +1,4 @@
-//! Stacks in memory of which the kernel is making a huge page: nobody can read it then but by waiting.
+//! Stacks in memory of which the kernel is making a huge page: until then, they can be read only by waiting.
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
@@ -6,7 +6,7 @@ use libtest_mimic::Trial;
 use super::Report;
 use crate::harness::{self, Tool, Workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "unwind":
         what_cannot_be_read_is_said_and_nothing_is_invented [Collapse],
@@ -15,10 +15,10 @@ pub(super) fn tests() -> Vec<Trial> {
 
 const BLOCKS: u64 = 20_011;
 const BYTES: &str = "1009";
-/// Functions that call each other, between the thread's first and the one that allocates.
+/// Number of nested calls between the thread's first function and the function that allocates.
 const DEPTH: usize = 41;
 
-/// Every block is there, and each of its stacks is the thread's, or the inner part of that and says so.
+/// Every block is reported. Each stack is the thread's, or the inner part of it, and says so.
 fn what_cannot_be_read_is_said_and_nothing_is_invented() -> Result<()> {
     let mut program = Workload::start("collapse", &[&BLOCKS.to_string()])?;
     let each_block = ["-j", "-o", "0", "-T", "1000", "-z", BYTES, "-Z", BYTES];

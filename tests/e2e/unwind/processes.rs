@@ -1,4 +1,4 @@
-//! Stacks are complete in whatever process, from its first instruction on.
+//! Stacks are complete in every process, from its first instruction on.
 
 use std::collections::HashMap;
 use std::fs;
@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use super::{COUNT, Entry, MALLOC, Report, complete, live, own_stack, trace_program};
 use crate::harness::{self, Tool, Workload, workload};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "unwind":
         a_library_that_is_loaded_later,
@@ -25,8 +25,8 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// The first call comes as soon as the library is there, before its tables are. Its stack is cut or
-/// by frame pointers, and says so; that of the others is complete.
+/// The first call comes as soon as the library is loaded, before its unwind tables are built. The stack of this
+/// call is cut, or walked by frame pointers, and says so. The stacks of later calls are complete.
 fn a_library_that_is_loaded_later() -> Result<()> {
     let mut program = Workload::start("unwind", &["plugin", &COUNT.to_string()])?;
     let pid = program.pid();
@@ -53,8 +53,8 @@ fn a_library_that_is_loaded_later() -> Result<()> {
     Ok(())
 }
 
-/// Starts a workload that nobody knows before, and waits until brkstack, which has met it when its
-/// dynamic linker called brk(2), has its tables. The program is in the folder.
+/// Starts a workload that the tool does not know before, and waits until brkstack has its unwind tables. brkstack
+/// meets the workload when its dynamic linker calls brk(2). The program is in the returned folder.
 fn meet(name: &str, mode: &str) -> Result<(Tool, Workload, TempDir)> {
     let folder = harness::scratch()?;
     let path = folder.path().join(name);
@@ -69,7 +69,7 @@ fn meet(name: &str, mode: &str) -> Result<(Tool, Workload, TempDir)> {
     Ok((tool, program, folder))
 }
 
-/// A file's tables serve the child of a fork and what it executes at once.
+/// The tables of a file are used at once for a forked child, and for the program that the child executes.
 fn children_and_what_they_execute() -> Result<()> {
     let (tool, mut program, _folder) = meet("unwind-child", "fork")?;
     program.go()?;
@@ -92,11 +92,11 @@ fn children_and_what_they_execute() -> Result<()> {
     Ok(())
 }
 
-/// Processes that end before anybody could look at them, which call brk(2) while they start: only
-/// the first one of them is met before there are tables.
+/// Processes call brk(2) while they start, and end before the tool could look at them. Only the first one is met
+/// before there are tables.
 fn processes_that_end_at_once() -> Result<()> {
     const RUNS: u64 = 101;
-    /// Calls of the first, of which four are its dynamic linker's at the most.
+    /// Calls of the first process, of which at most four are its dynamic linker's.
     const OF_THE_FIRST: u64 = 20 + 4;
     let (tool, program, folder) = meet("unwind-short", "brk")?;
     for _ in 0..RUNS {
@@ -153,7 +153,7 @@ fn a_command_from_its_start() -> Result<()> {
     calls[0].expect("leaf_brk", &own)
 }
 
-/// Only the mappings are left of the program and its libraries.
+/// The files of the program and its libraries are deleted. Only their mappings are left.
 fn a_root_of_its_own_whose_files_are_deleted() -> Result<()> {
     let outside = Workload::start("unwind", &["malloc", "1"])?;
     let maps = fs::read_to_string(format!("/proc/{}/maps", outside.pid()))?;
@@ -185,8 +185,8 @@ fn a_root_of_its_own_whose_files_are_deleted() -> Result<()> {
     complete(&report, COUNT)
 }
 
-/// musl's own functions have no unwind information. All of the program's are there; at the one of
-/// musl's that calls main, the stack says that it is cut and why.
+/// musl's own functions have no unwind information. The stack has all of the program's functions. At musl's
+/// function that calls main, the stack says that it is cut and why.
 fn a_static_program_of_another_libc() -> Result<()> {
     let mut program = Workload::start(
         "alloc-musl-static",

@@ -1,4 +1,4 @@
-//! Each compaction as a row, with the state of its zones.
+//! vmscan --trace-compaction: each compaction as a row, with the state of its zone.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -16,7 +16,7 @@ use super::start;
 use crate::harness;
 use crate::pressure::{Recording, Setting, shell};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "vmscan":
         each_compaction_has_a_line [Guest],
@@ -25,7 +25,7 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// Equal to what the kernel recorded, in its order.
+/// The rows equal the compactions that the kernel recorded, in the same order.
 fn each_compaction_has_a_line() -> Result<()> {
     let recording = Recording::start("vmscan", &["compaction"], 0)?;
     let command = "sh -c 'echo 1 >/proc/sys/vm/compact_memory'";
@@ -56,7 +56,7 @@ fn each_compaction_has_a_line() -> Result<()> {
         "{found:?}, not {expected:?}"
     );
     ensure!(time > 0 && time < took, "{time} of {took} ns");
-    // A zone has a name of letters, and digits.
+    // A zone's name has letters and digits.
     let zones = fs::read_to_string("/proc/zoneinfo")?;
     for row in ended.objects()? {
         let zone = format!(
@@ -69,7 +69,7 @@ fn each_compaction_has_a_line() -> Result<()> {
     Ok(())
 }
 
-/// Watermarks and free pages of each zone, in a copy of /proc/zoneinfo.
+/// Returns the watermarks and free pages of each zone, from a copy of /proc/zoneinfo.
 fn zones(path: &Path) -> Result<BTreeMap<String, [u64; 4]>> {
     let text = fs::read_to_string(path)?;
     let mut zones = BTreeMap::new();
@@ -95,12 +95,12 @@ fn zones(path: &Path) -> Result<BTreeMap<String, [u64; 4]>> {
     Ok(zones)
 }
 
-/// Watermarks and free pages are those of /proc/zoneinfo; the latter where compaction has left them as
-/// they were. The stack goes back to the write that asked for it.
+/// Watermarks and free pages equal those of /proc/zoneinfo. Free pages are compared where compaction has not
+/// changed them. The stack leads back to the write that asked for the compaction.
 fn a_compaction_shows_the_zone_and_who_asked() -> Result<()> {
     let folder = harness::scratch()?;
     let [before, after] = ["before", "after"].map(|name| folder.path().join(name));
-    // No watermark is raised meanwhile.
+    // The kernel must not raise a watermark meanwhile.
     let _boost = Setting::change("/proc/sys/vm/watermark_boost_factor", "0")?;
     let command = format!(
         "sh -c 'cat /proc/zoneinfo >{}; echo 1 >/proc/sys/vm/compact_memory; cat /proc/zoneinfo >{}'",
@@ -108,7 +108,7 @@ fn a_compaction_shows_the_zone_and_who_asked() -> Result<()> {
         after.display()
     );
     let mut rows = 0;
-    // In a zone that is in use, its free pages hardly ever stay the same.
+    // In a zone that is in use, the free pages hardly ever stay the same, so this is repeated.
     harness::eventually("a zone is left as it was", || {
         let ended = start(&["--trace-compaction", "-Kj", "-c", &command])?.end()?;
         let objects = ended.objects()?;
@@ -125,8 +125,7 @@ fn a_compaction_shows_the_zone_and_who_asked() -> Result<()> {
     Ok(())
 }
 
-/// Compares rows with the zones before and after. Returns how many are of a zone whose free pages have not
-/// changed.
+/// Compares rows with the zones before and after. Returns the number of rows whose zone's free pages have not changed.
 fn rows_are_of_these_zones(
     rows: &[Value],
     before: &BTreeMap<String, [u64; 4]>,
@@ -172,7 +171,7 @@ fn rows_are_of_these_zones(
     Ok(unchanged)
 }
 
-/// A kretprobe that has what the kernel's own function says, as compactsnoop asks it.
+/// Kretprobe that records the result of the kernel's own function, as compactsnoop uses it.
 struct OwnIndex;
 
 impl OwnIndex {
@@ -223,14 +222,14 @@ impl Drop for Fragmented {
     }
 }
 
-/// Before each compaction for huge pages the kernel computes it too, a moment earlier.
+/// Before each compaction for huge pages, the kernel computes the index, too, a moment earlier.
 fn fragmentation_is_the_kernels_own_index() -> Result<()> {
     let _fragmented = Fragmented::new()?;
     let own = OwnIndex::start()?;
     let events = ["memtools/own_index", "compaction/mm_compaction_begin"];
     let recording = Recording::start("vmscan-index", &events, 0)?;
-    // The kernel stops at the first huge page that it cannot make, and puts the next tries off for longer and longer
-    // if others have failed lately: it is asked as often as it may take.
+    // The kernel stops at the first huge page that it cannot make, and defers further attempts for longer and
+    // longer if earlier ones have failed. So the script asks as often as may be necessary.
     let script = "for i in $(seq 120); do echo 600 >/proc/sys/vm/nr_hugepages; done";
     let command = &format!("sh -c '{script}'");
     let ended = start(&["--trace-compaction", "-j", "-c", command])?.end()?;
@@ -258,7 +257,7 @@ fn fragmentation_is_the_kernels_own_index() -> Result<()> {
         found.len() >= 5 && found.iter().any(|&index| index > 0) && rows[0]["order"] == 9,
         "{found:?}"
     );
-    // In that moment kcompactd can have made a block, and the other CPU may have taken or freed some: once in 61 on
+    // In between, kcompactd can have made a block, and the other CPU may have taken or freed some: once in 61 on
     // 7.2, once in 7 on 6.1.
     let near = |(a, b): &(&i64, &i64)| (*a - *b).abs() <= 1;
     let agree = found.iter().zip(&expected).filter(near).count();

@@ -1,4 +1,4 @@
-//! Counts and times are those of the tracepoints themselves.
+//! Counts and times equal those of the tracepoints themselves.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,7 +11,7 @@ use super::{in_histogram, of_type, start, sum};
 use crate::harness::{self, Workload, workload};
 use crate::pressure::{Group, Recording, Scarcity, Setting, Swap, Traced, shell};
 
-/// All of these tests.
+/// Returns the tests of this module.
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "vmscan":
         memcg_reclaim_equals_the_tracepoints [Guest],
@@ -23,7 +23,7 @@ pub(super) fn tests() -> Vec<Trial> {
     }
 }
 
-/// What vmscan says of a workload equals what the kernel recorded of it.
+/// Checks that vmscan's numbers for a workload equal what the kernel recorded.
 fn equals_the_tracepoints(
     mut workload: Workload,
     work: impl FnOnce(&mut Workload) -> Result<()>,
@@ -59,14 +59,14 @@ fn equals_the_tracepoints(
         );
     }
     let reclaims = sum(&objects, &format!("/{busy}/count"))?;
-    // kswapd does the rest, and it can be nearly all.
+    // kswapd reclaims the rest, which can be nearly all.
     ensure!(reclaims > 0, "no {busy}: {ended:?}");
     ensure!(
         in_histogram(&objects, &format!("{busy}_ns")) == reclaims,
         "{ended:?}"
     );
 
-    // The two take their times at slightly different places.
+    // vmscan and the trace take their times at slightly different places.
     let ours = sum(&objects, &format!("/{busy}/time_ns"))?;
     let (mut theirs, mut begun) = (0, 0);
     for line in &trace {
@@ -91,7 +91,7 @@ fn memcg_reclaim_equals_the_tracepoints() -> Result<()> {
     equals_the_tracepoints(thrash, work, "memcg_reclaim")
 }
 
-/// The task is in a cgroup without a limit, below one that has it: both are told, and how often is what
+/// The task is in a cgroup without a limit, below one with a limit. vmscan names both, with as many reclaims as
 /// the kernel counted for each.
 fn a_limit_is_that_of_the_cgroup_above() -> Result<()> {
     let _swap = Swap::on("128M")?;
@@ -113,7 +113,7 @@ fn a_limit_is_that_of_the_cgroup_above() -> Result<()> {
     );
     for cgroup in of_type(&objects, "cgroup") {
         ensure!(cgroup["path"] == "/memtools-above/below", "{cgroup}");
-        // Nobody reclaims for the machine, but that can have a task do so.
+        // Nothing makes the machine as a whole short of memory, but a task may be made to reclaim for it.
         let memcg = &cgroup["memcg_reclaim"]["count"];
         if cgroup["limited"] == "/memtools-above" {
             ensure!(*memcg == hits, "{hits}: {cgroup}");
@@ -134,8 +134,8 @@ fn direct_reclaim_equals_the_tracepoints() -> Result<()> {
     equals_the_tracepoints(hog, work, "direct_reclaim")
 }
 
-/// What kswapd was at, by the kernel's record: its work from 7.2 on, before from one wake-up to the
-/// next or to sleep.
+/// Returns the durations of kswapd's operations, by the kernel's record: its work from 7.2 on; before that, the
+/// time from one wake-up to the next or to sleep.
 fn operations_of_kswapd(trace: &[Traced]) -> Vec<u64> {
     let exact = trace.iter().any(|line| line.name.contains("balance_pgdat"));
     let (mut operations, mut since) = (Vec::new(), None);
@@ -157,8 +157,8 @@ fn operations_of_kswapd(trace: &[Traced]) -> Vec<u64> {
     operations
 }
 
-/// No interval has more than its own length, though kswapd is at one operation for longer, and the sum
-/// is what the kernel recorded.
+/// No interval has more of kswapd's time than its own length, although one operation takes longer. The sum equals
+/// the kernel's record.
 fn kswapd_is_booked_while_it_works() -> Result<()> {
     const AT_ONCE: u64 = 2_000_000_000;
     let _swap = Swap::on("600M")?;
@@ -176,7 +176,7 @@ fn kswapd_is_booked_while_it_works() -> Result<()> {
     let tool = start(&["-j", "-k"])?;
     let watermark = Setting::high_watermark()?;
     harness::eventually("kswapd has worked, and sleeps", || {
-        // More than the lowest zone has beyond its own watermark: this wakes it up.
+        // The read takes more memory than the lowest zone has above its own watermark. This wakes kswapd up.
         shell("dd if=/dev/zero of=/dev/null bs=33554432 count=1 2>/dev/null")?;
         let trace = recording.read()?;
         let last = trace.iter().rfind(|line| line.name.contains("kswapd_"));
@@ -229,7 +229,7 @@ fn shrinkers_are_named_and_add_up() -> Result<()> {
     slab.work()?;
     let recording = Recording::start("vmscan", &["vmscan"], 0)?;
     let tool = start(&["-j", "-n", "memtools-drop", "--by-shrinker"])?;
-    // The first time they may only be found to have been used lately.
+    // The first pass may only find that the objects were used lately.
     let folder = harness::scratch()?;
     let script = folder.path().join("memtools-drop");
     fs::write(
@@ -249,7 +249,7 @@ fn shrinkers_are_named_and_add_up() -> Result<()> {
     }
     let mut expected: BTreeMap<&str, (u64, u64)> = BTreeMap::new();
     for line in &trace {
-        // `super_cache_scan+0x0/0x1f0 000000001: nid: 0 unused scan count ...`
+        // Example: `super_cache_scan+0x0/0x1f0 000000001: nid: 0 unused scan count ...`
         if line.name == "mm_shrink_slab_end" && line.task.starts_with("memtools-drop-") {
             let function = line.text.split(['+', ' ']).next().unwrap_or_default();
             let freed = line.field("last shrinker return val")?.parse::<u64>()?;
@@ -264,7 +264,7 @@ fn shrinkers_are_named_and_add_up() -> Result<()> {
     let Some((_, freed)) = functions.get("super_cache_scan") else {
         bail!("no inodes were freed: {functions:?}");
     };
-    // An inode and a dentry each.
+    // Each file has an inode and a dentry.
     ensure!(*freed >= 2 * 2003, "{freed} objects freed");
     Ok(())
 }
