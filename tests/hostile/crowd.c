@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
- * crowd KIND NUMBER CALLS [FOLDER]: as an unprivileged user, more of something than
- * a tool may keep at once.
+ * crowd KIND NUMBER CALLS [FOLDER]: as an unprivileged user, uses more of something
+ * than a tool may keep at once.
  *
  * KIND:
- *	files		maps the files 0, 1 ... of FOLDER executable, NUMBER of them,
+ *	files		maps NUMBER files of FOLDER executable, named 0, 1 ...,
  *			and makes CALLS calls of brk(2)
  *	processes	NUMBER processes that live at once, each of which makes
  *			CALLS calls
- *	mappings	has NUMBER mappings of code, which change from "ready" on, one
- *			every 500 us, with CALLS calls between; it ends when it is let go on
+ *	mappings	has NUMBER mappings of code, one of which changes every 500 us
+ *			from "ready" on, with CALLS calls in between; it ends when it
+ *			may go on
  *
  *	programs	NUMBER children one after the other, each of which executes
  *			this program, which makes CALLS calls of brk(2)
@@ -18,12 +19,12 @@
  *	threads		NUMBER threads, eight at a time, each of which allocates CALLS
  *			blocks of 24 bytes and frees all but one
  *
- *	These do something NUMBER times, and after each make CALLS calls of brk(2) and
- *	keep a block of 24 bytes:
+ *	Further kinds do something NUMBER times. Each time, they also make CALLS calls
+ *	of brk(2) and keep a block of 24 bytes:
  *
  *	pages		maps a page that stays, every other one executable
  *	unmapped	maps this program executable, and unmaps it
- *	written		writes a file of FOLDER, maps it executable, and takes both away
+ *	written		writes a file of FOLDER, maps it executable, and unmaps and removes it
  *	loaded		loads the library FOLDER/l.so, and unloads it
  *
  * facts: brk (calls), kept (blocks)
@@ -57,7 +58,8 @@ static void map_files(const char *folder)
 	}
 }
 
-/* Each of them waits until all are there, and lives as long as the program. */
+/* Starts the processes. Each of them waits until all are started, and lives as long as the
+ * program. */
 static void fork_processes(void)
 {
 	int start[2], end[2], finished[2];
@@ -105,7 +107,7 @@ static void *change_mappings(void *unused)
 	return NULL;
 }
 
-/* Becomes this program again, as what is to be done by it with that many left. */
+/* Executes this program again, to do `what` with `left` executions left. */
 static void execute(const char *what, unsigned long left)
 {
 	char left_text[24], calls_text[24];
@@ -116,7 +118,7 @@ static void execute(const char *what, unsigned long left)
 	_exit(1);
 }
 
-/* A child that becomes so many programs, one after the other. */
+/* Starts a child that executes `programs` programs, one after the other. */
 static void run_programs(unsigned long programs)
 {
 	int status;
@@ -128,7 +130,7 @@ static void run_programs(unsigned long programs)
 		die("a program was not run");
 }
 
-/* As the program that was executed: nobody waits for it to be ready. */
+/* Main part of an executed program, which does not wait to be ready. */
 static void go_on(void)
 {
 	call_brk();
@@ -212,7 +214,7 @@ static void load_and_unload(const char *folder)
 		die("cannot load or unload a library: %s", dlerror());
 }
 
-/* Whether there is such a kind. */
+/* Does what `kind` says, NUMBER times. Returns whether the kind is known. */
 static bool map_again_and_again(const char *kind, const char *folder)
 {
 	for (unsigned long i = 0; i < number; i++) {
@@ -245,7 +247,7 @@ int main(int argc, char **argv)
 	if (!strcmp(argv[1], "again"))
 		go_on();
 	drop_root();
-	/* Others have work to do, too. */
+	/* Leaves the CPU to other processes, which have work to do, too. */
 	if (setpriority(PRIO_PROCESS, 0, 19))
 		die("cannot lower the priority: %s", strerror(errno));
 	if (!strcmp(argv[1], "mappings") && pthread_create(&thread, NULL, change_mappings, NULL))

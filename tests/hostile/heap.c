@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * A process whose heap is not as malloc left it, or that does not stay what it is while it is
- *looked at.
+ * A process with a damaged or forged heap, or one that forks, executes itself or starts threads
+ * while a tool looks at it.
  *
  *	hostile-heap KIND
  *
@@ -9,20 +9,20 @@
  *
  *	size	 a chunk has 1 TB; the address of its header is a fact
  *	tcache	 the list of a thread's cache leads back to its first chunk
- *	fastbin	 so does that of a fastbin
+ *	fastbin	 the list of a fastbin leads back to its first chunk
  *	bin	 a chunk in a bin refers to itself
- *	mapped	 64 MB of pages that begin as chunks of 64 TB with mappings of their own do
+ *	mapped	 64 MB of pages that begin like chunks of 64 TB with mappings of their own
  *	ring	 the arenas lead to forged ones, which lead to each other
- *	heaps	 the heaps of a thread's arena are thousands that overlap
- *	noise	 20011 blocks hold addresses of each other, of code and of nothing, and lengths
+ *	heaps	 the heaps of a thread's arena are thousands of overlapping ones
+ *	noise	 20011 blocks contain addresses of each other, of code and of nothing, and lengths
  *	ring-of-blocks	 300007 blocks refer to the next in a ring that nothing refers to
  *	twice	 a second C library has a heap, too
- *	forks	 children are started and end all the time; how many is a fact
- *	execs	 the program starts itself anew all the time; how often is a fact
- *	threads	 threads start and end all the time; how many is a fact
+ *	forks	 children start and end all the time; their number is a fact
+ *	execs	 the program executes itself all the time; the number of executions is a fact
+ *	threads	 threads start and end all the time; their number is a fact
  *
- * malloc is not called any more once a list is damaged. In the end the program counts to 1009 by
- *itself, and that is a fact, too: it was not harmed.
+ * Once a list is damaged, the program does not call malloc any more. In the end, the program counts
+ * to 1009 by itself, and prints that as a fact: it was not harmed.
  */
 #include "../workload/wipe.h"
 #include "hostile.h"
@@ -36,7 +36,7 @@
 
 static char *block[BLOCKS];
 
-/* The last words of a program that is as it was. */
+/* Ends an undamaged program, with its last facts. */
 __attribute__((noreturn)) static void end_well(void)
 {
 	volatile unsigned long counted = 0;
@@ -48,7 +48,7 @@ __attribute__((noreturn)) static void end_well(void)
 	_exit(0);
 }
 
-/* As a program behaves that is asked nothing. */
+/* Waits, and ends without doing anything else. */
 __attribute__((noreturn)) static void wait_and_end(void)
 {
 	ready();
@@ -68,7 +68,7 @@ static void fill(size_t size)
 		block[i] = malloc(size);
 }
 
-/* A link as glibc has it since 2.32. */
+/* Returns a link of a list, encoded as glibc does since 2.32. */
 static uint64_t mangled(void *at, void *to)
 {
 	return (uint64_t)at >> 12 ^ (uint64_t)to;
@@ -79,7 +79,7 @@ static void tcache(void)
 	fill(40);
 	for (int i = 0; i < 3; i++)
 		free(block[i]);
-	/* The first that was freed is the last of the list. */
+	/* The block that was freed first is the last one of the list. */
 	*(uint64_t *)block[0] = mangled(block[0], block[2]);
 }
 
@@ -88,7 +88,7 @@ static void fastbin(void)
 	fill(40);
 	for (int i = 0; i < 10; i++)
 		free(block[i]);
-	/* Seven are in the thread's cache. */
+	/* The first seven freed blocks are in the thread's cache. */
 	*(uint64_t *)block[7] = mangled(block[7], block[9] - 16);
 }
 
@@ -126,7 +126,7 @@ static uint64_t arena, arena_next;
 static void *use_arena(void *unused)
 {
 	(void)unused;
-	/* The thread's own arena, at the start of its heap. */
+	/* The thread's own arena is at the start of its heap. */
 	char *own = malloc(100);
 	uint64_t *heap = (uint64_t *)((uint64_t)own & ~((64UL << 20) - 1));
 
@@ -148,7 +148,8 @@ static void start_arena(void)
 	while (!*(volatile uint64_t *)&arena)
 		usleep(1000);
 	usleep(100000);
-	/* After the top chunk, the last remainder, 127 bins and the map of them. */
+	/* The link to the next arena follows the top chunk, the last remainder, 127 bins and
+	 * their bitmap. */
 	arena_next = arena + 0x70 + 127 * 16 + 16;
 }
 
@@ -168,7 +169,7 @@ static void ring(void)
 	fact("broken", "%p", (void *)(forged + 2 * PAGE + 0x30 + (arena_next - arena)));
 }
 
-/* Each page begins a heap of chunks of 32 bytes, which goes on to a fence that many heaps share. */
+/* Each page begins a heap of chunks of 32 bytes, which extends to a fence that many heaps share. */
 static void heaps(void)
 {
 	const size_t size = 32UL << 20, step = 512UL << 10;

@@ -7,12 +7,12 @@
  *	none	leaves it
  *	fifo	removes it, and makes a FIFO where a tool looks that takes the
  *		text of /proc/PID/maps, "NAME (deleted)", for a path
- *	link=T	the same with a symbolic link to T
- *	shrink	cuts it to a page as soon as somebody opens it: who reads it
- *		through mmap(2) is sent SIGBUS
- *	flip	writes random bytes to it and takes them back, over and over
+ *	link=T	as fifo, but makes a symbolic link to T
+ *	shrink	truncates it to a page as soon as somebody opens it: a process that
+ *		reads it through mmap(2) gets SIGBUS
+ *	flip	writes random bytes to it and restores the old ones, over and over
  *
- * facts: brk (calls), seen (how often the file was opened, of shrink)
+ * facts: brk (calls), seen (number of opens of the file, for shrink)
  */
 #include "hostile.h"
 #include <pthread.h>
@@ -43,7 +43,7 @@ static void *flip(void *size_of_file)
 	if (bytes == MAP_FAILED)
 		die("cannot map %s: %s", file, strerror(errno));
 	for (;;) {
-		/* All but the magic number; the tables are at the end. */
+		/* All of the file but the magic number is changed. The tables are at the end. */
 		size_t at[64];
 		char before[64];
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
  * remap TIMES: as an unprivileged user, makes a page executable and writable in
- * turn, TIMES times, as JIT compilers do that are never both (W^X), and calls
- * brk(2) after each.
+ * turn, TIMES times, as JIT compilers do whose pages are never both (W^X), and calls
+ * brk(2) after each change.
  *
  * facts: brk (calls)
  */

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
- * sandbox BLOCKS BYTES: under a seccomp filter that permits what it needs, and has
- * it killed for any other system call, as sandboxes of browsers have theirs:
- * allocates BLOCKS blocks that it keeps, and as many that it frees.
+ * sandbox BLOCKS BYTES: allocates BLOCKS blocks that it keeps, and as many that it
+ * frees, under a seccomp filter that permits only the system calls for that. Any other
+ * system call kills the process, as in the sandboxes of browsers.
  *
  * facts: kept (blocks)
  */
@@ -52,7 +52,7 @@ int main(int argc, char **argv)
 		usage("BLOCKS BYTES");
 	unsigned long blocks = count(argv[1]), bytes = count(argv[2]);
 
-	/* What the first call takes from the kernel, it has before. */
+	/* The first call takes memory from the kernel, so it comes before the sandbox. */
 	give_back(bytes);
 	enter_sandbox();
 	ready();

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
- * spoof LIBRARY FAKE FOLDER: as an unprivileged user, has a tool that looks for
- * LIBRARY in this process find FAKE: in a mount namespace of its own, over the path
- * of LIBRARY, with the same inode number in another device. The real one is mapped
- * all the time, but each time elsewhere, so that this process is the last that a tool sees
- * map it, and the mapping has gone when the tool looks there.
- * FOLDER is where a file system for that can be mounted.
+ * spoof LIBRARY FAKE FOLDER: as an unprivileged user, makes a tool that looks for
+ * LIBRARY in this process find FAKE. In a mount namespace of the process's own, FAKE is
+ * mounted over the path of LIBRARY, with the same inode number on another device. The
+ * real LIBRARY is mapped again and again, each time elsewhere, so that this process is
+ * the last that a tool sees map it, and the mapping no longer exists when the tool looks there.
+ * FOLDER is where a file system for FAKE can be mounted.
  *
  * facts: none
  */
@@ -16,7 +16,7 @@
 #include <sys/prctl.h>
 #include <sys/stat.h>
 
-/* Where nothing else is mapped. */
+/* Addresses where nothing else is mapped. */
 #define PLACE  0x100000000UL
 #define PLACES (1 << 20)
 
@@ -29,7 +29,7 @@ static void write_file(const char *path, const char *text)
 	close(fd);
 }
 
-/* Root of a user namespace may mount. */
+/* Makes the process root of a user namespace, which may mount. */
 static void become_root_of_namespaces(void)
 {
 	unsigned int uid = getuid(), gid = getgid();
@@ -44,7 +44,8 @@ static void become_root_of_namespaces(void)
 	write_file("/proc/self/gid_map", map);
 }
 
-/* Inode numbers of a tmpfs count up: files are made until one has the wanted number. */
+/* Makes a copy with the wanted inode number. A tmpfs numbers its inodes in ascending order, so
+ * files are made until one has that number. */
 static void copy_as_inode(int from, const char *path, ino_t wanted)
 {
 	char buffer[PAGE];

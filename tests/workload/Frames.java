@@ -14,11 +14,11 @@ import java.util.Set;
 import java.util.stream.IntStream;
 
 /*
- * java Frames FILE COUNT [PAGES]: three threads allocate COUNT blocks each of 1016 bytes that are not
- * Java's own, from chains of calls of many kinds, and write down for each block what StackWalker
- * says of its place: the address, and the frames from the innermost on, between tabs, each a method
- * and, if it is known, its line. Then
- * others have PAGES page faults, or more: in their bodies, in copies, and on their stacks.
+ * java Frames FILE COUNT [PAGES]: three threads allocate COUNT blocks each, from chains of calls of many
+ * kinds. The blocks have 1016 bytes, a size that Java itself does not allocate. FILE gets a line for each
+ * block: its address and the frames that StackWalker finds, from the innermost on, between tabs. Each
+ * frame is a method and, if it is known, its line. Then other threads have PAGES page faults, or more: in
+ * their bodies, in copies, and on their stacks.
  */
 @SuppressWarnings({"removal", "deprecation"})
 public class Frames {
@@ -40,20 +40,20 @@ public class Frames {
 		}
 	}
 
-	/* What a thread has noted. */
+	/* Frames of each block that a thread has allocated, by the block's address. */
 	static final ThreadLocal<Map<Long, List<String>>> NOTES = ThreadLocal.withInitial(HashMap::new);
 
-	/* The line that allocates is the one that is noted. */
+	/* The allocation and the stack walk are on one line, so that their line numbers agree. */
 	static void take() {
 		NOTES.get().put(UNSAFE.allocateMemory(BYTES), frames());
 	}
 
-	/* The caller's frame, and those that it was called from. */
+	/* Returns the caller's frame, and the frames that it was called from. */
 	static List<String> frames() {
 		return WALKER.walk(all -> all.skip(1).map(Frames::text).toList());
 	}
 
-	/* Frames.take (Frames.java:47) */
+	/* Formats a frame: Frames.take (Frames.java:47) */
 	static String text(StackWalker.StackFrame frame) {
 		String method = frame.getClassName() + "." + frame.getMethodName();
 		int line = frame.getLineNumber();
@@ -142,7 +142,7 @@ public class Frames {
 		}
 	}
 
-	/* Two functions with large frames that call each other: none is its own caller. */
+	/* Two functions with large frames that call each other: neither is its own caller. */
 	static long even(int depth, long a, long b) {
 		long c = a * 3, d = b * 5, e = c ^ d, f = c + a, g = d - b, h = e * f, i = f * g, j = g * h;
 		long below = depth == 0 ? a : odd(depth - 1, h, i);

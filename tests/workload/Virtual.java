@@ -5,9 +5,10 @@ import java.util.List;
 import java.util.Map;
 
 /*
- * java Virtual FILE COUNT: three virtual threads allocate COUNT blocks each, and write down the place of each, as Frames
- * does. The first goes on without a break; the second gives way in the innermost function, and allocates when it goes on;
- * the third does so a few callers later. What has given way has its frames in Java's heap, and gets back few at a time.
+ * java Virtual FILE COUNT: three virtual threads allocate COUNT blocks each, and record the frames of each block, as
+ * Frames does. The first thread runs without a break. The second one yields in the innermost function, and allocates
+ * when it goes on. The third one yields there, too, and allocates a few callers later. A thread that has yielded has
+ * its frames in Java's heap, and gets back few at a time.
  */
 public class Virtual {
 	static final int DEPTH = 150, LATER = 140;
@@ -57,7 +58,8 @@ public class Virtual {
 					notes.add(Frames.NOTES.get());
 				}
 			};
-			/* By name: a compiler of JDK 17 does not know it. */
+			/* The method is found by name, because a compiler of JDK 17 does not
+			 * know it. */
 			Object thread = Thread.class.getMethod("startVirtualThread", Runnable.class).invoke(null, body);
 			((Thread) thread).join();
 		}

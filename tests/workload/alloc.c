@@ -5,18 +5,18 @@
  *   alloc leak COUNT SIZE      each function of the allocator leaks COUNT blocks of SIZE bytes,
  *                              from a function of its own: leak_malloc, leak_calloc, ...
  *   alloc one KIND COUNT SIZE  only leak_KIND
- *   alloc balanced COUNT SIZE  the same, and everything is freed again
- *   alloc mixed COUNT SIZE     both of these
- *   alloc realloc COUNT        the corner cases of realloc; realloc_* say what is left
+ *   alloc balanced COUNT SIZE  as leak, and everything is freed again
+ *   alloc mixed COUNT SIZE     both leak and balanced
+ *   alloc realloc COUNT        the corner cases of realloc; comments at realloc_* say what is left
  *   alloc failing COUNT        calls that fail, and leave nothing
  *   alloc big COUNT SIZE       blocks that malloc takes from mmap, COUNT kept and COUNT freed
- *   alloc hole COUNT           mappings of 1 MiB, from below where malloc has just returned: its
- *                              return address is still on the stack
+ *   alloc hole COUNT           mappings of 1 MiB, from below where malloc has just returned; the
+ *                              return address of malloc is still on the stack
  *   alloc munmap PAGES         parts of mappings unmapped, moved and replaced
  *   alloc threads THREADS COUNT KEEP SIZE
  *                              each thread allocates COUNT blocks and frees all but KEEP of its
  *                              neighbour's, while the others do the same
- *   alloc pool COUNT SIZE      the same from a pool of the program's own: pool_take, pool_store
+ *   alloc pool COUNT SIZE      blocks of a pool of the program's own: pool_take, pool_store
  *                              (COUNT blocks of two SIZEs each), pool_resize, and pool_give
  *   alloc deep DEPTH SIZE      one block from DEPTH calls down
  *   alloc stacks COUNT         one block from each of COUNT different stacks
@@ -30,7 +30,8 @@
 #include <malloc.h>
 #include <pthread.h>
 
-/* jemalloc has none: glibc's would be called, and jemalloc's free crash on what it returns. */
+/* jemalloc has no pvalloc: glibc's would be called, and jemalloc's free would crash on its
+ * blocks. */
 #if defined(__GLIBC__) && !defined(JEMALLOC)
 #define PVALLOC
 #endif
@@ -41,11 +42,11 @@
 #endif
 
 #ifdef GO
-/* What tells a program of the Go toolchain from others. */
+/* Section by which programs of the Go toolchain are told from others. */
 __attribute__((section(".go.buildinfo"), used)) static const char go[] = "\xff Go buildinf:";
 #endif
 
-/* What is leaked stays reachable, so that no optimiser drops it. */
+/* Leaked blocks stay reachable, so that no optimiser drops them. */
 static void *volatile kept;
 
 static unsigned long blocks, size;
@@ -158,7 +159,7 @@ STEP static void balanced(void)
 	}
 }
 
-/* Keeps 1000 bytes: grown, in place or not. */
+/* Keeps 1000 bytes: a block that was grown, in place or not. */
 STEP static void realloc_grown(void)
 {
 	kept = realloc(malloc(100), 1000);
@@ -176,7 +177,8 @@ STEP static void realloc_of_nothing(void)
 	kept = realloc(NULL, 70);
 }
 
-/* Keeps nothing with glibc, which frees; elsewhere the smallest block there is. */
+/* Keeps nothing with glibc, which frees the block. With other allocators, keeps the smallest
+ * possible block. */
 STEP static void realloc_to_nothing(void)
 {
 	kept = realloc(malloc(100), 0);
@@ -267,7 +269,7 @@ STEP static void unmap_fails(unsigned long pages)
 		die("an unaligned munmap worked");
 }
 
-/* Keeps two pages less, which replace_with takes the place of. */
+/* Keeps two pages less, which a second mapping replaces. */
 STEP static void replaced(unsigned long pages)
 {
 	char *at = map(pages);
@@ -275,7 +277,7 @@ STEP static void replaced(unsigned long pages)
 	mmap(at, 2 * PAGE, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 }
 
-/* Keeps one page of its pages, shrunk in place. */
+/* Keeps one page of its mapping, which is shrunk in place. */
 STEP static void shrunk(unsigned long pages)
 {
 	mremap(map(pages), pages * PAGE, PAGE, 0);
@@ -300,7 +302,7 @@ static void *work(void *argument)
 	for (unsigned long i = 0; i < worker->count; i++)
 		worker->own[i] = allocate_in_thread();
 	pthread_barrier_wait(worker->barrier);
-	/* Free what another thread allocated, in a mix with allocations of our own. */
+	/* Frees blocks that another thread allocated, mixed with allocations of this thread. */
 	for (unsigned long i = worker->keep; i < worker->count; i++) {
 		free(worker->neighbours[i]);
 		free(allocate_in_thread());
@@ -330,7 +332,7 @@ STEP static void threads(unsigned long number, unsigned long count, unsigned lon
 		pthread_join(ids[i], NULL);
 }
 
-/* Gives its room away from the start on; a block is never given again. */
+/* Pool that hands out its memory from the start on, and never hands out a block again. */
 struct pool {
 	char room[16 << 20];
 	unsigned long used;
@@ -390,7 +392,7 @@ STEP static void leak_resized(void)
 		kept = pool_resize(&pool, pool_take(&pool, 7), size);
 }
 
-/* Not a tail call, or there is only one frame. */
+/* The recursive call is no tail call, or there would be only one frame. */
 STEP static void deep(unsigned long depth)
 {
 	if (depth)
@@ -443,7 +445,7 @@ int main(int argc, char **argv)
 {
 	const char *what = argc > 1 ? argv[1] : "";
 	bool one = !strcmp(what, "one");
-	/* Numbers begin after the kind, if there is one. */
+	/* The numbers follow the kind, if there is one. */
 	char **number = argv + (one ? 3 : 2);
 	int numbers = argc - (one ? 3 : 2);
 

@@ -26,7 +26,7 @@ STEP order::order(unsigned long size) : items(new char[size])
 
 static unsigned long blocks, size;
 
-/* What is leaked stays reachable, so that no optimiser drops it. */
+/* Leaked blocks stay reachable, so that no optimiser drops them. */
 static void *volatile kept;
 
 constexpr std::align_val_t alignment{ 64 };

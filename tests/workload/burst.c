@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
- * COUNT pairs of mmap(2) and munmap(2), of one page each, as fast as they go.
+ * COUNT pairs of mmap(2) and munmap(2), of one page each, as fast as possible.
  *
  * facts: pairs
  */

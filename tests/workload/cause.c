@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
- * A trouble of the machine's memory of which the cause is known: MB megabytes at
- * once and, from the next "go" on, up to MORE, one every tenth of a second. All
- * are held until it is killed.
+ * A memory problem of the machine whose cause is known: takes MB megabytes at
+ * once and, from the next "go" on, up to MORE further ones, one every tenth of a
+ * second. All are held until the program is killed.
  *
- *   slabs   messages of the kernel's, in the buffers of sockets that nobody reads
- *   tables  page tables, for a page in each 2 MB of what nobody has written to
+ *   slabs   messages of the kernel, in the buffers of sockets that nobody reads
+ *   tables  page tables: one page is read in each 2 MB of memory that is not written to
  *   tmpfs   a file in /dev/shm, which is left there: FILE is its name
  *   maps    arrays for BPF programs, which the kernel has in its vmalloc area
- *   pipes   what was written to pipes that nobody reads
- *   shm     System V segments of a megabyte each, which nobody has attached; they are left there
- *   memfd   a file that has no name
- *   huge    transparent huge pages, of which nobody has written to but a byte
+ *   pipes   bytes in pipes that nobody reads
+ *   shm     System V segments of a megabyte each, which nobody has attached; they are left behind
+ *   memfd   a file without a name
+ *   huge    transparent huge pages, with one byte written to each
  *   vmas    mappings of a page each
- *   copies  pages that a child shares, and that are copied as they are written to
- *   cgroups removed cgroups, so many rather than megabytes, in the folder FILE, each with a socket,
- *           which keeps it, and a page of a file in /dev/shm, which has no name
+ *   copies  pages that a child shares, and that are copied when they are written to
+ *   cgroups removed cgroups, one instead of each megabyte, in the folder FILE. Each has a socket,
+ *           which keeps it, and a page of a file in /dev/shm without a name
  *
  * facts: none
  */
@@ -28,12 +28,13 @@
 #include <sys/stat.h>
 #include <time.h>
 
-/* With what the kernel has before and behind it, a message takes 2 KB, and its head 256 bytes. */
+/* A message takes 2 KB, with the kernel's data before and behind it, and its header takes 256
+ * bytes. */
 #define MESSAGE	      1500
 #define MESSAGE_TAKES (2048 + 256)
 #define MEGABYTE      (1UL << 20)
 
-/* A message that fits in the socket's buffer, which is never empty again. */
+/* Sends a message that fits into the socket's buffer, which is never emptied. */
 STEP static int send_message(int socket)
 {
 	static const char message[MESSAGE];
@@ -66,7 +67,7 @@ STEP static void take_tables(void)
 
 static const char *file;
 
-/* A megabyte more at the end of a file. */
+/* Appends a megabyte to a file. */
 STEP static void append(int fd, const char *name)
 {
 	static const char zeros[MEGABYTE];
@@ -104,7 +105,7 @@ STEP static void take_shm(void)
 	shmdt(at);
 }
 
-/* A huge page for every other megabyte. */
+/* Takes a huge page instead of every two megabytes. */
 STEP static void take_huge(void)
 {
 	static char *end;
@@ -124,7 +125,7 @@ STEP static void take_huge(void)
 	end += HUGE_PAGE;
 }
 
-/* Neighbours with the same rights would be one mapping. */
+/* Neighbouring mappings with the same rights would be merged. */
 STEP static void take_vmas(void)
 {
 	char *at = map_pages(MEGABYTE / PAGE);
@@ -139,7 +140,7 @@ STEP static void take_vmas(void)
 
 static char *shared;
 
-/* Pages that a child shares until it is killed, as it is with us. */
+/* Makes pages that a child shares. The child is killed when this process ends. */
 static void share(unsigned long megabytes)
 {
 	const unsigned long pages = megabytes * MEGABYTE / PAGE;
@@ -161,7 +162,7 @@ STEP static void take_copies(void)
 	shared += MEGABYTE;
 }
 
-/* Puts us into a cgroup. */
+/* Moves this process into a cgroup. */
 static void join(const char *cgroup)
 {
 	char procs[512];
@@ -195,7 +196,7 @@ STEP static void take_cgroup(void)
 		die("cannot remove %s: %s", cgroup, strerror(errno));
 }
 
-/* Until 5.10, maps count as locked memory, root's too. */
+/* Up to 5.10, maps count as locked memory, for root, too. */
 static void lock_without_limit(void)
 {
 	const struct rlimit none = {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
- * collapse COUNT: a thread calls malloc() COUNT times, DEPTH functions deep on a stack that is two
- * megabytes of its own, while another has the kernel make one huge page of these, and breaks that
- * up, all the time. Where the kernel is doing so, nobody can read the stack but by waiting.
+ * collapse COUNT: a thread calls malloc() COUNT times, DEPTH functions deep, on a stack of two
+ * megabytes. All the time, another thread makes the kernel collapse this stack into one huge page,
+ * and breaks the page up again. While the kernel does so, reading the stack means waiting.
  *
  * facts: collapses (huge pages that were made)
  */
@@ -15,7 +15,7 @@
 #endif
 #define BYTES 1009
 #define DEPTH 40
-/* Bytes of the stack that each function takes, so that a walk needs many reads. */
+/* Size of each function's frame in bytes, so that a walk of the stack needs many reads. */
 #define FRAME (16 << 10)
 
 static unsigned long blocks;
@@ -52,7 +52,7 @@ static void *allocate(void *unused)
 	return unused;
 }
 
-/* The lowest page of the stack is not in use: without it the huge page is none. */
+/* The lowest page of the stack is not in use. Giving it back breaks the huge page up. */
 static void *collapse(void *unused)
 {
 	while (!over) {

@@ -1,5 +1,5 @@
-# Blocks of malloc() that a thread of Python allocates while the kernel makes huge pages of the memory that has the
-# thread's state, and breaks them up, all the time.
+# Blocks of malloc() that a thread of Python allocates while the kernel makes huge pages of the memory with the thread's
+# state, and breaks them up, all the time.
 #
 #   python3 collapse.py COUNT
 #
@@ -32,14 +32,14 @@ over = False
 collapses = 0
 
 
-# Has the heap reach for so many huge pages further, in blocks that are written to. They are smaller than a thread's
-# state, so that none that was given back is left for one.
+# Extends the heap by `pages` huge pages, in blocks that are written to. The blocks are smaller than a
+# thread's state, so that none that is freed is reused for a state.
 def grow(pages):
     for _ in range(pages * HUGE_PAGE // 272):
         ctypes.memset(malloc(256), 1, 256)
 
 
-# A page of the heap that nobody needs.
+# Returns the address of a page of the heap that is not needed.
 def spare_page():
     block = malloc(2 * PAGE)
     ctypes.memset(block, 1, 2 * PAGE)
@@ -57,7 +57,7 @@ def work(states, begin, count):
         take()
 
 
-# Without the spare page the huge page is none.
+# Giving the spare page back breaks the huge page up.
 def collapse(huge, spare):
     global collapses
     while not over:

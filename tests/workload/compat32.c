@@ -1,18 +1,12 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
  * A 32-bit program, without a C library for it (workload.h has the protocol). Its
- * work is 23 calls of i386's mmap2, each a page longer than the one before; then, of
- * its own file, an mmap2 of the second page and an old mmap of the first; an mremap of
- * what the first call has mapped, to five pages, and a munmap of the second's.
+ * work is 23 calls of i386's mmap2, each a page longer than the one before. Then it maps
+ * its own file: the second page by mmap2, and the first one by the old mmap. In the end,
+ * mremap extends the mapping of the first call to five pages, and munmap unmaps that of
+ * the second call.
  *
  * facts: calls (the results in hexadecimal, in their order)
- */
-/*
- * A 32-bit program, without a C library for it (workload.h has the protocol). Its work is 23 calls
- * of i386's mmap2, each a page longer than the one before; one of its old mmap, of the first page
- * of this program's own file a munmap.
- *
- * facts: calls (each as its result in hexadecimal, in their order)
  */
 
 #define PAGE  4096

@@ -3,12 +3,12 @@
  * Operations from many threads at once, more than there are CPUs: THREADS of them,
  * started before "ready", do COUNT operations each.
  *
- * fault PATH: a major fault each, on pages of a file of their own part, without
- *             read-ahead; PATH as in file.c
+ * fault PATH: a major fault each, on pages of a file, of which each thread has its own
+ *             part, without read-ahead; PATH as in file.c
  * touch:      a minor fault each, on new memory
  * brk:        ask for the end of the heap
- * mmap:       map a page of nothing, which fails (length 0)
- * shmget:     look for a segment that is not there
+ * mmap:       map no bytes (length 0), which fails
+ * shmget:     look for a segment that does not exist
  *
  * facts: operations (= THREADS * COUNT), minor, major
  */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * A small server with a leak, for `make demo`: three call paths that
- * allocate, of which one forgets to free.
+ * A small server with a leak, for `make demo`: three call paths allocate, and
+ * one of them forgets to free.
  *
  *   parse_request    balanced: frees what it allocates
  *   remember_session a growing cache: memory that is still in use

@@ -5,9 +5,9 @@
  * page once, in order. The file is removed in the end.
  *
  * random: MADV_RANDOM, no read-ahead: one major fault a page
- * seq:    read-ahead and fault-around as usual: few faults, how many depends
+ * seq:    read-ahead and fault-around as usual: few faults, in a number that varies
  * write:  as random, but writes to a shared mapping: one major fault a page, and
- *         the file system's page_mkwrite once a page
+ *         one call of the file system's page_mkwrite a page
  *
  * PATH has to be on a disk (in a guest, below /mnt/disk): the pages of a memory
  * file system cannot be dropped.

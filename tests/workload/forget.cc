@@ -2,16 +2,18 @@
 /*
  * Blocks that are lost or kept by functions of known names.
  *
- * Before "ready": 7 of 900 bytes lost, and 11 of 1000 kept, both by early().
- * After the line that follows: 101 of 500 bytes lost by forget(); a list of 19 of 200 by
- * lose_list(), of which one is lost first and 18 are with it; 5 objects of class Session lost by
- * open_session(), each with a text of 40 bytes that only it holds; 53 of 300 bytes kept in an
- * array by remember(); one of 700 bytes kept by its middle alone by point_into(). Then "done".
+ * Before "ready": 7 blocks of 900 bytes are lost, and 11 of 1000 kept, both by early().
+ * After the line that follows: 101 blocks of 500 bytes are lost by forget(). A list of 19 blocks
+ * of 200 bytes is lost by lose_list(): one block is lost itself, and 18 are lost with it. 5 objects
+ * of class Session are lost by open_session(), each with a text of 40 bytes that only the object
+ * refers to. 53 blocks of 300 bytes are kept in an array by remember(). One block of 700 bytes is
+ * kept only by a pointer to its middle by point_into(). Then "done".
  *
- * An argument says how the program ends after that: by a signal of that number, "threads" while
- * three threads of it wait, each with a block of 600 bytes that only its stack (or, of the last,
- * only a register) holds, and one that has ended; "exec" by another run of itself, "fork" after a
- * child has exited that has lost 3 of 1100 bytes. A second argument is the exit status.
+ * An argument says how the program ends after that: by a signal of that number; "threads" while
+ * three of its threads wait, each with a block of 600 bytes that only its stack (or, in the last
+ * thread, only a register) refers to, and a fourth one has ended; "exec" by another run of itself;
+ * "fork" after a child has exited that has lost 3 blocks of 1100 bytes. A second argument is the
+ * exit status.
  */
 #include "wipe.h"
 #include <pthread.h>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
  * A tree of processes: WIDTH children each, DEPTH levels below the first one. Each
- * process but the first writes to PAGES pages that its parent wrote to before,
- * copying them, and stays until all its children are gone.
+ * process but the first writes to PAGES pages that its parent wrote to before, so
+ * that they are copied, and lives until all its children have ended.
  *
  * facts: forks (= WIDTH + WIDTH^2 + ... + WIDTH^DEPTH), pages, addr, pids (of all
  *        processes but the first, in the order in which they started)
@@ -11,7 +11,7 @@
 
 #define MOST 4096
 
-/* Shared by the whole tree. */
+/* State that the whole tree shares. */
 static struct {
 	unsigned int forks;
 	pid_t pid[MOST];

@@ -1,13 +1,13 @@
-# Blocks of malloc() that are allocated at many kinds of places in a program of Python.
+# Blocks of malloc() that are allocated at many kinds of places in a Python program.
 #
 #   python3 frames.py FILE [family]   FILE gets a JSON object: a block's address to its frames, innermost first, each a
 #                                     function's qualified name, its file and the line, as sys._getframe() has them
 #
-# Each place allocates twice: with the GIL held, and released. With "family", so do two children while this process
-# lives: one that is forked, whose frames are in FILE.fork, and one that has called exec, FILE.exec.
+# Each place allocates twice: with the GIL held, and released. With "family", two children do the same while this
+# process lives: one that is forked (its frames are in FILE.fork), and one that has called exec (FILE.exec).
 # The protocol is that of workload.h.
 #
-# facts: blocks, and with "family" fork and exec, the children's numbers
+# facts: blocks, and with "family" fork and exec, the children's PIDs
 import asyncio
 import ctypes
 import functools
@@ -24,7 +24,8 @@ import weakref
 BYTES = 1009
 ROUNDS = 293
 
-# Nobody can read the memory that the kernel is making a huge page of: collapse.py is about that. Children inherit this.
+# Nobody can read memory of which the kernel is making a huge page, so this is disabled here: collapse.py
+# tests that. Children inherit the setting.
 PR_SET_THP_DISABLE = 41
 ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 
@@ -48,7 +49,7 @@ def note(block, frame):
 
 
 def take():
-    # The line that allocates is the one that is noted.
+    # The line that allocates is the line that is recorded.
     note(with_gil(BYTES), sys._getframe())
     note(without_gil(BYTES), sys._getframe())
     return 1
@@ -156,7 +157,7 @@ def größe_函数():
 exec("def %s():\n\n    return take()\n" % ("n" * 211))
 
 
-# Functions that live for one call, so that later ones are where earlier ones were.
+# Functions that live for one call, so that later functions are at the addresses of earlier ones.
 def passing():
     for number in range(ROUNDS):
         names = {"take": take}
@@ -231,7 +232,7 @@ async def tasks():
         take()
 
 
-# Allocates at all places, and writes down where.
+# Allocates at all places, and writes down the frames.
 def work(path):
     places()
     passing()
@@ -263,7 +264,7 @@ def fork(path):
     return pid
 
 
-# Starts this program anew, for FILE alone. It lives until its stdin is closed.
+# Executes this program again, for FILE alone. The child lives until its stdin is closed.
 def execute(path):
     pipe = subprocess.PIPE
     child = subprocess.Popen([sys.executable, __file__, path], stdin=pipe, stdout=pipe, text=True)

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
  * freefirst THREADS: the first call of each thread to the allocator is free(), of a block of the
- * main thread's, for which glibc makes a cache, and maps an arena. Then it maps a page itself, and
- * frees and allocates once more.
+ * main thread. For this call, glibc makes a cache and maps an arena. Then the thread maps a page
+ * itself, and frees and allocates once more.
  *
  * facts: threads
  */
@@ -25,7 +25,7 @@ static void *work(void *block)
 	map_own();
 	free(malloc(113));
 	pthread_barrier_wait(&over);
-	/* What a thread has is given back when it ends. */
+	/* The blocks of a thread are freed when it ends. */
 	pthread_barrier_wait(&over);
 	return NULL;
 }

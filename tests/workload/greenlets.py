@@ -1,7 +1,7 @@
 # Blocks allocated by greenlets that switch to each other in the middle of their functions.
 #
-#   python3 greenlets.py FILE   FILE gets the frames of each block as JSON, as that of frames.py; nothing is allocated
-#                               where there is no module greenlet
+#   python3 greenlets.py FILE   FILE gets the frames of each block as JSON, in the format of frames.py; nothing is
+#                               allocated if there is no module greenlet
 #
 # The protocol is that of workload.h.
 import ctypes
@@ -40,7 +40,7 @@ def take():
 
 def descend(depth, then):
     if depth:
-        # Through a function of C, so that another call of the loop begins.
+        # The call goes through a C function, so that another call of the interpreter's loop begins.
         return sorted([0], key=lambda _: descend(depth - 1, then))
     return then()
 

@@ -1,23 +1,23 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Programs whose memory does what their label says, for as long as they run.
+ * Programs whose memory behaves as their label says, for as long as they run.
  *
  *	growth LABEL MILLISECONDS SEED
  *
  * After the first line they work in rounds of 10 ms, until there is another
- * line; rates and sizes are of SEED. What ends does so within MILLISECONDS.
+ * line. SEED determines rates and sizes. Work that ends does so within MILLISECONDS.
  *
  *	leak	   loses requests, which nothing refers to
  *	unbounded  puts sessions into a map, and never takes one out
- *	lru	   a cache of 3001 items, each of which makes the oldest one go
+ *	lru	   has a cache of 3001 items, in which each new item replaces the oldest one
  *	warm-up	   fills a table in the first quarter of the time
  *	burst	   has blocks for a third of the time, and frees them
- *	arenas	   starts threads, each of which leaves an arena that is all but free
- *	forks	   starts children that allocate, and exit
+ *	arenas	   starts threads, each of which leaves an arena that is nearly all free
+ *	forks	   starts children that allocate and exit
  *	idle	   does nothing
  *
- * The facts are what is lost or held in the end, in blocks, and the milliseconds
- * that it took.
+ * The facts are the number of blocks that are lost or held in the end, and the
+ * milliseconds that the work took.
  */
 #include <deque>
 #include <malloc.h>
@@ -65,7 +65,7 @@ static unsigned long milliseconds()
 	return now.tv_sec * 1000UL + now.tv_nsec / 1000000;
 }
 
-/* A number from low to high, the same in each run with the seed. */
+/* Returns a number from low to high, the same in each run with the seed. */
 static unsigned long between(unsigned long low, unsigned long high)
 {
 	seed = seed * 6364136223846793005UL + 1442695040888963407UL;
@@ -82,7 +82,7 @@ STEP static void lose(unsigned long count)
 	}
 }
 
-/* Overwrites what lost addresses are left in. */
+/* Overwrites memory in which addresses of lost blocks may be left. */
 STEP static void forget()
 {
 	volatile char old[8192];
@@ -120,8 +120,8 @@ STEP static void fill(unsigned long to)
 	blocks = entries.size();
 }
 
-/* Frees all blocks of the thread's arena but the last one, so that nothing goes back to the kernel.
- */
+/* Frees all blocks of the thread's arena but the last one, so that no memory is returned to the
+ * kernel. */
 static void *leave_arena(void *argument)
 {
 	std::vector<char *> freed;
@@ -138,7 +138,7 @@ static void *leave_arena(void *argument)
 	return NULL;
 }
 
-/* Each thread has an arena of its own. */
+/* Starts a thread, which has an arena of its own. */
 STEP static void start_thread(unsigned long count)
 {
 	pthread_t thread;
@@ -166,7 +166,7 @@ STEP static void start_child(unsigned long megabytes)
 	blocks++;
 }
 
-/* Whether the test has said that it is enough; waits for up to 10 ms. */
+/* Whether the test has ended the work. Waits for up to 10 ms. */
 static bool is_enough()
 {
 	struct pollfd input = { 0, POLLIN, 0 };
@@ -186,7 +186,7 @@ int main(int argc, char **argv)
 	unsigned long rate = between(11, 60), size = between(4001, 20011);
 	unsigned long begin_at = between(length / 8, length / 4);
 
-	/* What a program has that has run for a while. */
+	/* Blocks of a program that has run for a while. */
 	fill(between(2003, 8009));
 	unsigned long had = entries.size();
 	replace(3001);

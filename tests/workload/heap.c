@@ -1,25 +1,25 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * A heap with all kinds of chunks, which then stands still.
+ * A heap with all kinds of chunks. Once it is made, the program waits.
  *
  *	heap THREADS STEPS KIND
  *
  * Each thread takes STEPS steps of malloc, calloc, realloc, posix_memalign and
- * free, of sizes from none to a megabyte; one in four ends, the others wait.
- * KIND is what happens beside that:
+ * free, of sizes from none to a megabyte. One thread in four ends, the others wait.
+ * KIND is what happens in addition:
  *
  *	plain	 nothing
  *	brk	 the heap cannot grow by brk(2) from the middle on
- *	foreign	 others move the end of the heap, by sbrk(3)
+ *	foreign	 other code moves the end of the heap, by sbrk(3)
  *	churn	 the threads go on for ever
- *	busy	 so they do, and leak nothing before
+ *	busy	 the threads go on for ever, and leak nothing before
  *	corrupt	 a chunk's header is overwritten; its address is a fact
  *	holes	 STEPS blocks of 1000 bytes, of which one in 97 is left; malloc_trim()
- *		 is the work, and what it returned a fact, in kB
- *	shared	 64 MB of shared memory are mapped, whose pages are only another
- *		 process's; the work is to look how many are ours
+ *		 is the work, and the memory that it returned a fact, in kB
+ *	shared	 64 MB of shared memory are mapped, whose pages only another process
+ *		 has; the work is to count the pages that this process has
  *	vfork	 the work is to wait, in vfork(2), until somebody kills the child
- *	stats	 as plain; the work is to ask jemalloc's own statistics, which are facts
+ *	stats	 as plain; the work is to read jemalloc's own statistics, which are facts
  *	strict	 under seccomp's strict mode, from ready on
  */
 #define _GNU_SOURCE
@@ -111,7 +111,8 @@ STEP static void work(struct worker *worker, unsigned long count)
 	}
 }
 
-/* More of each small size than a thread sets aside: what is freed then goes to fastbins. */
+/* Allocates more blocks of each small size than a thread's cache holds: freed ones then go to
+ * fastbins. */
 STEP static void fill_fastbins(void)
 {
 	void *block[40];
@@ -181,7 +182,7 @@ static void start_threads(void)
 	usleep(100000);
 }
 
-/* A number of /proc/self/status, in kB. */
+/* Returns a number of /proc/self/status, in kB. */
 static long status(const char *name)
 {
 	static char text[8192];
@@ -226,7 +227,7 @@ static void holes(void)
 	fact("returned", "%ld", before - status("RssAnon:"));
 }
 
-/* Pages that are in this process's page table. */
+/* Returns the number of pages that are in this process's page table. */
 static long mapped_pages(const void *memory, size_t size)
 {
 	static uint64_t entries[64 * MEGABYTE / PAGE];
@@ -262,7 +263,7 @@ static void shared(void)
 	fact("shared", "%ld", mapped_pages(memory, size));
 }
 
-/* jemalloc's, if it is there. */
+/* Function of jemalloc, if the program runs with it. */
 __attribute__((weak)) int mallctl(const char *name, void *old, size_t *length, void *new,
 				  size_t new_length);
 
@@ -292,7 +293,7 @@ static void tell_statistics(void)
 	fact("base", "%zu", statistic("stats.arenas.4096.base"));
 }
 
-/* The parent sleeps where no signal reaches it, while the child is there. */
+/* Waits in vfork(2): the parent sleeps uninterruptibly while the child lives. */
 static void wait_in_vfork(void)
 {
 	pid_t child;
@@ -309,8 +310,8 @@ static void wait_in_vfork(void)
 	fact("waited", "%d", 1);
 }
 
-/* ready(), of which only reading and writing is allowed in strict mode, and to end one's own
- * thread. */
+/* Does the work of ready(), in strict mode, which permits only to read, to write, and to end
+ * the calling thread. */
 __attribute__((noreturn)) static void be_strict(void)
 {
 	char text[32];
@@ -341,7 +342,7 @@ int main(int argc, char **argv)
 	} else if (!strcmp(kind, "vfork")) {
 		wait_in_vfork();
 	} else {
-		/* What is larger has a mapping of its own, however often such a block is freed. */
+		/* A larger block has a mapping of its own, however often such a block is freed. */
 #ifdef __GLIBC__
 		mallopt(M_MMAP_THRESHOLD, 128 << 10);
 #endif

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
- * Out of memory: writes to MB megabytes. Ask for more than the cgroup's limit or
- * the machine has (swap included) and the kernel kills it, status 137 in a shell;
- * ask for less and it is plain pressure (direct reclaim, kswapd).
+ * Out of memory: writes to MB megabytes. If that is more than the cgroup's limit or
+ * the machine has (swap included), the kernel kills the program, status 137 in a shell.
+ * If it is less, the program only makes memory scarce (direct reclaim, kswapd).
  *
  * SCORE goes to oom_score_adj, so that no other process is the victim instead.
  * The mapping is not reserved, so vm.overcommit_memory can stay as it is.
  *
- * facts, when it survives: pages, minor, major
+ * facts, if it survives: pages, minor, major
  */
 #include "workload.h"
 

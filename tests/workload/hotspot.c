@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * hotspot COUNT [OPTION]: leaks COUNT blocks of 113 bytes from generated code as
- * HotSpot's compilers make it: of two functions, only the outer one has a frame pointer.
- * What tells HotSpot from others is there, too, but tells nothing of its classes. The option
- * is only to be seen in the list of processes.
+ * hotspot COUNT [OPTION]: leaks COUNT blocks of 113 bytes from generated code like that of
+ * HotSpot's compilers: of two functions, only the outer one has a frame pointer. The program
+ * exports the symbols by which HotSpot is recognized, but they describe none of its classes.
+ * OPTION has no effect but to be in the process's command line.
  */
 #include "workload.h"
 
 static const void *no_entry[16];
 
-/* What HotSpot exports for debuggers. */
+/* Symbols that HotSpot exports for debuggers. */
 #define EXPORTED(name, value) unsigned long gHotSpotVM##name = value
 const void *gHotSpotVMStructs = no_entry, *gHotSpotVMTypes = no_entry;
 EXPORTED(StructEntryTypeNameOffset, 0);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
  * Faults on huge pages (of 2 MB, reserved in vm.nr_hugepages): writes to PAGES
- * private ones, one fault each. With COWS, a child then writes to so many of
+ * private ones, one fault each. With COWS, a child then writes to COWS of
  * them, which copies them: one fault each, by the child. PAGES + COWS huge pages
- * must be free. With "beyond" for COWS, one page more is written to, which is neither
- * reserved nor, if PAGES are all that there are, to be had: SIGBUS.
+ * must be free. With "beyond" for COWS, one more page is written to. It is not reserved
+ * and, if there are only PAGES, not available: SIGBUS.
  *
  * facts: pages, cows, sigbus, addr, child (its pid; 0 without), child_faults (= cows),
  *        minor (of the parent: = pages without COWS; fork adds some)
@@ -20,7 +20,7 @@ static void on_sigbus(int signal)
 	siglongjmp(caught, signal);
 }
 
-/* Writes to a page of another mapping, which nothing is reserved for. */
+/* Writes to a page of another mapping, for which no page is reserved. */
 static bool write_beyond(char *at)
 {
 	signal(SIGBUS, on_sigbus);

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Blocks that are not used any more, beside some that are.
+ * Blocks that are no longer used, beside blocks that are.
  *
  *	idle COLD WARM HOT PAGES
  *
- * COLD blocks of 8000 bytes are written once, WARM ones of 9000 once more when the
- * work is to be done, and HOT ones of 10000 are read all the time by a thread that
- * makes no system call. Blocks of another size are between these, so that they have
- * no page in common; and one of 5000 is lost. PAGES is small or huge.
+ * COLD blocks of 8000 bytes are written once. WARM blocks of 9000 are written once more
+ * when the work is to be done. HOT blocks of 10000 are read all the time by a thread that
+ * makes no system call. Blocks of another size are between them, so that no page has blocks
+ * of two kinds. One block of 5000 is lost. PAGES is small or huge.
  */
 #define _GNU_SOURCE
 #include <malloc.h>
@@ -27,7 +27,7 @@ static char *volatile between[KINDS + 1];
 static void *volatile first;
 static unsigned long counts[KINDS];
 
-/* Has all that is allocated from now on be in huge pages, where there can be some. */
+/* Makes all later allocations use huge pages, where the kernel has some. */
 static void want_huge_pages(void)
 {
 	char *end;

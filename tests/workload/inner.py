@@ -1,7 +1,7 @@
-# Blocks of an interpreter within another one, which has functions of its own on the same stack.
+# Blocks of an interpreter within another one. Both have functions on the same stack.
 #
 #   python3 inner.py COUNT   COUNT objects of 2036 bytes, by keep(), which other() calls, in the inner interpreter; outer()
-#                            calls that. inner=1 where a thread's current interpreter can be told, from 3.12 on
+#                            calls other(). inner=1 where a thread's current interpreter can be found, from 3.12 on
 #
 # The protocol is that of workload.h.
 import os

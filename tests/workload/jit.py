@@ -1,7 +1,7 @@
-# Blocks of functions that the interpreter compiles while they run, where it has a compiler.
+# Blocks of functions that the interpreter compiles while they run, if it has a compiler.
 #
 #   PYTHON_JIT=1 python3 jit.py COUNT   COUNT objects of 2036 bytes by one(), which line `called` of hot() calls, and as
-#                                       many by line `own` of hot(). compiled=N: how many rounds were of compiled code
+#                                       many by line `own` of hot(). compiled=N: number of rounds in compiled code
 #
 # The protocol is that of workload.h.
 import os

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
- * Kmem: makes the kernel allocate, holds that until it is told to go on, and then
- * undoes it:
+ * Kmem: makes the kernel allocate, holds the objects until it may go on, and then
+ * undoes its work:
  *
  *	pipes COUNT          pipes: each two files, an inode and a dentry
  *	sockets COUNT        UNIX sockets: each a file, an inode and a dentry
  *	files COUNT          open files of /dev/null
  *	messages COUNT SIZE  System V messages of SIZE bytes behind their headers
  *	members COUNT        memberships in a multicast group, freed by kfree_rcu()
- *	ring PAGES           a pipe with room for as many pages: one object if large
- *	buffers PAGES        as many pages in pipes, 16 in each
- *	memory PAGES         as many pages of a memory file
+ *	ring PAGES           a pipe with a capacity of PAGES pages: one object if large
+ *	buffers PAGES        PAGES pages in pipes, 16 in each
+ *	memory PAGES         PAGES pages of a memory file
  *	slots COUNT          per-CPU values of 8 bytes, of a BPF map
  *	inodes COUNT         files in a tmpfs of its own, each an inode; undoing does nothing
- *	churn COUNT          opens and closes a file as often; undoing does nothing
+ *	churn COUNT          opens and closes a file COUNT times; undoing does nothing
  *
  * facts: allocated: COUNT or PAGES
  */
@@ -91,7 +91,7 @@ static void set_membership(int fd, int option)
 
 static int make_slots(unsigned long count)
 {
-	/* Kernels before 5.11 charge maps against it. */
+	/* Kernels before 5.11 charge maps against the limit of locked memory. */
 	struct rlimit unlimited = { RLIM_INFINITY, RLIM_INFINITY };
 	union bpf_attr attr = {
 		.map_type = BPF_MAP_TYPE_PERCPU_ARRAY,
@@ -104,10 +104,11 @@ static int make_slots(unsigned long count)
 	return syscall(SYS_bpf, BPF_MAP_CREATE, &attr, sizeof(attr));
 }
 
-/* A file system of our own is the current folder from here on. */
+/* Makes a file system of this program's own the current folder from here on. */
 static void enter_tmpfs(void)
 {
-	/* Not to be found by the tests that run beside this and look for its name. */
+	/* The new name keeps tests that run at the same time and look for the old one from
+	 * finding this program. */
 	prctl(PR_SET_NAME, "inodes");
 	if (unshare(CLONE_NEWNS) || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) ||
 	    mount("kmem", "/tmp", "tmpfs", 0, "nr_inodes=0") || chdir("/tmp"))
@@ -129,7 +130,7 @@ static void write_page(int fd)
 		die("cannot write a page: %s", strerror(errno));
 }
 
-/* Room for all descriptors, so that the table of files does not grow. */
+/* Makes the table of files large enough for all descriptors, so that it does not grow. */
 static void make_room_for_descriptors(void)
 {
 	if (dup2(0, 2 * MAX_FDS - 1) < 0) {
@@ -140,8 +141,8 @@ static void make_room_for_descriptors(void)
 	}
 }
 
-/* The object with this number, of the kind that the command line names; a queue or a file takes
- * some. */
+/* Makes object number `i` of the kind that the command line names. Some kinds use a queue or a
+ * file. */
 static void make_one(const char *what, unsigned long i, int fd, unsigned long size)
 {
 	if (!strcmp(what, "pipes"))

@@ -3,14 +3,14 @@
  * Becomes or starts PROGRAM in a way in which its tracer can lose it, and ends when
  * it does.
  *
- * thread: the program is called by exec(2) in a second thread, which takes over
- *         the process's number
+ * thread: the program is executed by a second thread, which takes over the
+ *         process's PID
  * spawn:  in a child that shares its parent's memory until then
  * orphan: in a grandchild whose parent has exited
  * children: in 23 children, one after the other
- * jobs:   in as many, each a process group of its own, as a shell's jobs are
+ * jobs:   in 23 children, each in a process group of its own, like a shell's jobs
  *
- * facts: of children and jobs, how many stops of theirs were seen; else none.
+ * facts: of children and jobs, how many of their stops were seen; else none.
  */
 #include "workload.h"
 
@@ -28,7 +28,7 @@ static void *become(void *unused)
 	return unused;
 }
 
-/* Runs the program in a child. Returns how often it was stopped meanwhile. */
+/* Runs the program in a child. Returns the number of stops that were seen meanwhile. */
 static int run_child(bool is_job)
 {
 	int status, stops = 0;
@@ -73,7 +73,8 @@ int main(int argc, char **argv)
 			stops += run_child(is_job);
 		printf("stops=%d\n", stops);
 	} else {
-		/* The program has it open for writing, too: it ends with it. */
+		/* The program has the pipe open for writing, too, so the pipe ends with the
+		 * program. */
 		if (pipe(ends))
 			die("no pipe: %s", strerror(errno));
 		child = fork();

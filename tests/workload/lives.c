@@ -10,22 +10,23 @@
  *   lives outgrow SIZE COUNT STEPS  grown() allocates COUNT blocks at each of STEPS lines; then
  *                                   malloc and free for half a second
  *   lives shrink SIZE COUNT KEEP    grown() allocates COUNT blocks; all but the last KEEP are freed
- *   lives climb COUNT SIZE          COUNT blocks of SIZE from in_process(), as many twice as large
- *                                   from on_the_hill(); of these all are freed, and of those the
- *                                   second half; then after_the_hill() allocates for a while
- *   lives fork COUNT SIZE           leaks COUNT blocks, and two children, which inherit them and
- *                                   free them, leak twice and three times as many; in_process()
+ *   lives climb COUNT SIZE          in_process() allocates COUNT blocks of SIZE bytes, and
+ *                                   on_the_hill() as many of twice the size; all of the latter and
+ *                                   half of the former are freed; then after_the_hill() allocates
+ *   lives fork COUNT SIZE           in_process() leaks COUNT blocks; two children, which inherit
+ *                                   and free these, leak twice and three times as many
  *   lives leave COUNT SIZE CHILDREN each of CHILDREN leaks COUNT blocks from in_process() and exits
  *   lives vfork COUNT               COUNT times, a child of vfork() frees a block of the parent's,
  *                                   the parent one of a child's, and both what they have themselves
- *   lives bursts MS                 malloc and free for a ten-thousandth of a second in 1/300, for
- * MS lives exec COUNT SIZE PROGRAM ARGUMENT... leaks COUNT blocks, and becomes another program
+ *   lives bursts MS                 for MS, malloc and free for 1/10000 of a second in each 1/300
+ *   lives exec COUNT SIZE PROGRAM ARGUMENT...
+ *                                   leaks COUNT blocks, and becomes another program
  */
 #include "workload.h"
 
 #include <time.h>
 
-/* What is leaked stays reachable, so that no optimiser drops it. */
+/* Leaked blocks stay reachable, so that no optimiser drops them. */
 static void *volatile kept;
 
 static unsigned long size;
@@ -52,10 +53,11 @@ STEP static void free_twice(void)
 	volatile unsigned long *block = malloc(64);
 
 	free((void *)block);
-	/* The mark by which glibc knows that a block is free. */
+	/* Clears the mark by which glibc knows that a block is free. */
 	block[1] = 0;
 	free((void *)block);
-	/* Two blocks at one address are one too many: take both and forget them. */
+	/* The cache now has one address twice, which is one block too many. Takes both and
+	 * forgets them. */
 	kept = malloc(64);
 	kept = malloc(64);
 }
@@ -97,7 +99,7 @@ STEP static void in_process(void **blocks, unsigned long count)
 		blocks[i] = malloc(size);
 }
 
-/* Frees all of the blocks but some. */
+/* Frees all of the blocks but the first `keep`. */
 static void thin_out(void **blocks, unsigned long count, unsigned long keep)
 {
 	for (unsigned long i = keep; i < count; i++)
@@ -116,7 +118,7 @@ STEP static void after_the_hill(void **blocks, unsigned long count)
 		blocks[i] = malloc(3 * size);
 }
 
-/* At the peak there are `count` blocks of in_process() and as many of on_the_hill(), twice as
+/* At the peak there are `count` blocks of in_process(), and as many of on_the_hill(), twice as
  * large. */
 static void climb(unsigned long count)
 {
@@ -127,7 +129,7 @@ static void climb(unsigned long count)
 	on_the_hill(hill, count);
 	thin_out(hill, count, 0);
 	thin_out(base, count, count / 2);
-	/* Another hill, not as high. */
+	/* Another, lower peak. */
 	after_the_hill(after, count / 2);
 	thin_out(after, count / 2, 1);
 }
@@ -187,7 +189,8 @@ static void leave_behind(unsigned long count, unsigned long children)
 	}
 }
 
-/* A child that uses its parent's memory frees this, and allocates that. */
+/* Runs a child that uses its parent's memory. The child frees `frees`, and stores a new block
+ * in `allocates`. */
 STEP static void borrow(void *frees, void *volatile *allocates)
 {
 	pid_t child = vfork();
@@ -210,7 +213,7 @@ static void share(unsigned long times)
 		void *parents = malloc(97);
 		void *volatile childs = malloc(1009);
 
-		/* So that the child is given an address that was freed before. */
+		/* Frees the block, so that the child gets an address that was freed before. */
 		free(childs);
 		borrow(parents, &childs);
 		free(childs);

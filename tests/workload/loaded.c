@@ -2,8 +2,8 @@
 /*
  * loaded COUNT SIZE: an allocator that is loaded while the program runs.
  *
- * The program loads libloaded.so, which is beside it, and says "done" once; let
- * on, it leaks COUNT blocks of SIZE bytes of that library's je_malloc, frees as
+ * The program loads libloaded.so, which is beside it, and says "done" once. When it
+ * may go on, it leaks COUNT blocks of SIZE bytes of that library's je_malloc, frees as
  * many, and says "done" once more. Built with -DLIBRARY this is the library.
  */
 #include "workload.h"

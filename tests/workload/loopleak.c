@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
- * Adds up the words of a file's records, in the worked example of the README. It
- * has two faults, and frees all that it has before it exits, so that neither is a
- * leak to who looks then:
+ * Adds up the words of a file's records, in the worked example of the README. The
+ * program has two faults. It frees all memory before it exits, so that neither fault
+ * is a leak to a tool that looks then:
  *
- * - slurp() has a buffer as large as the input, of which a record at a time is used
- * - summarise() has a chunk for each record, of which the sum is used, and all are
- *   kept until the end
+ * - slurp() has a buffer as large as the input, of which one record at a time is used
+ * - summarise() has a chunk for each record, of which only the sum is used, and keeps
+ *   all chunks until the end
  *
  * Built with -DFIXED it reads a record at a time, and frees each chunk.
  *
@@ -100,7 +100,7 @@ int main(int argc, char **argv)
 
 	if (argc != 2)
 		usage("INPUT");
-	/* A fault for each page, whatever this machine has set. */
+	/* Forbids huge pages, so that each page has a fault, whatever this machine has set. */
 	prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0);
 	file = open(argv[1], O_RDONLY | O_CLOEXEC);
 	if (file < 0 || fstat(file, &input))

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * many BLOCKS LOST: a list of BLOCKS blocks of 24 bytes less LOST ones, evenly
- * among them, that nothing refers to. The last block is the list's first. The work
- * is to walk the list: the facts are how many blocks are in it, and how many of
- * these do not hold what was written.
+ * many BLOCKS LOST: allocates BLOCKS blocks of 24 bytes. LOST of them, evenly spread,
+ * are referred to by nothing; the others are a list, whose first block is the last one
+ * allocated. The work is to walk the list. The facts are the number of blocks in the
+ * list, and the number of those that do not hold what was written.
  */
 #include "workload.h"
 #include "wipe.h"

@@ -3,9 +3,9 @@
  * Minor faults: touches PAGES anonymous pages.
  *
  * write (default): one fault a page. read: one a page, too, which maps the zero
- * page. both: reads all, then writes all, two faults a page. lock: has the kernel
- * bring in all by mlock(2), which is no fault. stacks ROUNDS: in
- * each round writes PAGES others, each from a stack of its own, and is ready again.
+ * page. both: reads all pages, then writes all, two faults a page. lock: makes the
+ * kernel bring in all pages by mlock(2), which is no fault. stacks ROUNDS: in each
+ * round writes to PAGES further pages, each from a stack of its own, and is ready again.
  *
  * facts: pages, addr, minor (= the faults above), major (= 0)
  */

@@ -32,7 +32,7 @@
 static struct calls calls;
 static unsigned long failed;
 
-/* The i-th call's size: no two alike. */
+/* Returns the size for the i-th call. No two sizes are equal. */
 static unsigned long size_of(unsigned long i)
 {
 	return (i + 1) * PAGE;
@@ -64,7 +64,7 @@ STEP static void remap(char *address, unsigned long old, unsigned long new)
 	failed += result == -1;
 }
 
-/* One of the calls that fail. fd is open for reading only. */
+/* Makes one of the calls that fail. fd is open for reading only. */
 static void map_wrong(unsigned long i, int fd)
 {
 	switch (i % 5) {
@@ -72,7 +72,7 @@ static void map_wrong(unsigned long i, int fd)
 		map(NULL, 0, READ_WRITE, ANONYMOUS, -1, 0);
 		break;
 	case 1:
-		/* libc refuses such an offset by itself: the kernel has to. */
+		/* libc refuses such an offset itself, so the call must reach the kernel. */
 		calls_add(&calls, syscall(SYS_mmap, NULL, PAGE, PROT_READ, MAP_PRIVATE, fd, 1UL), 6,
 			  NULL, PAGE, (unsigned long)PROT_READ, (unsigned long)MAP_PRIVATE,
 			  (unsigned long)fd, 1UL);
@@ -130,7 +130,8 @@ static void one_call(const char *kind, unsigned long i, char *before, int fd)
 		die("no kind '%s'; see the head of mmap.c", kind);
 }
 
-/* Memory for the i-th call, a page apart from the others, so that none merge. */
+/* Returns memory for the i-th call, a page apart from the other memory, so that no mappings are
+ * merged. */
 static char *place(char *all, unsigned long i)
 {
 	return all + i * (i + 1) / 2 * PAGE + i * PAGE;

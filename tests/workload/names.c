@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
-/* A module of Python that compares names, and leaks where their lengths differ. */
+/* A Python module that compares names, and leaks where their lengths differ. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <string.h>

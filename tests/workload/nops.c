@@ -3,10 +3,11 @@
  * A pool whose functions begin with a nop of five bytes, as compilers leave it for
  * tracers (-mfentry, -fpatchable-function-entry), in a program that forks.
  *
- *   nops COUNT SIZE CHILDREN   takes and gives back COUNT blocks and keeps as many; then starts
- *                              CHILDREN that do so with one each; died says how many were killed
+ *   nops COUNT SIZE CHILDREN   takes and gives back COUNT blocks and keeps as many. Then starts
+ *                              CHILDREN children, each of which does so with one block. died is
+ *                              the number of children that were killed
  *
- * nop_take is followed by an instruction that moves the stack pointer, nop_give by a jump;
+ * nop_take continues with an instruction that moves the stack pointer, nop_give with a jump.
  * nop_spin jumps back to just behind its nop, from two places.
  */
 #include "pool.h"

@@ -1,7 +1,7 @@
 # Objects of CPython whose types are known.
 #
-#   python3 objects.py COUNT FILE   COUNT objects of each of some types; FILE gets a line for each object that is known
-#                                   to the garbage collector or made here: its address and its type's name
+#   python3 objects.py COUNT FILE   COUNT objects of each of some types; FILE gets a line for each object that the
+#                                   garbage collector knows or that is made here: its address and its type's name
 #
 # The protocol is that of workload.h.
 import collections
@@ -57,12 +57,12 @@ count, path = int(sys.argv[1]), sys.argv[2]
 print("ready", os.getpid(), flush=True)
 sys.stdin.readline()
 kept = [thing for number in range(count) for thing in make(number)]
-# Blocks that were used and are free again.
+# Blocks that were in use and are free again.
 junk = [[] for _ in range(20000)]
 del junk
 gc.collect()
 with open(path, "w") as file:
-    # Each object is in one of the two; what this loop makes is in neither.
+    # Each object is in one of the two lists. Objects that this loop makes are in neither.
     for thing in kept + [thing for thing in gc.get_objects() if thing is not kept]:
         file.write("%x %s\n" % (id(thing), type(thing).__name__))
 print("done kept=%d" % len(kept), flush=True)

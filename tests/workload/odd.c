@@ -3,10 +3,10 @@
  * odd KIND FILE COUNT SIZE: leaks COUNT blocks of SIZE bytes while something is
  * mapped executable that is no ELF file, as compilers at run time and emulators do:
  *
- *	memfd	mapped twice
- *	sysv	shared memory that is deleted already
- *	file	FILE, whatever is in it
- *	deleted	FILE, which is deleted then
+ *	memfd	a memory file, mapped twice
+ *	sysv	shared memory that is already deleted
+ *	file	FILE, whatever it contains
+ *	deleted	FILE, which is then deleted
  *	zero	/dev/zero
  */
 #include "workload.h"

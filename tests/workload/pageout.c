@@ -13,8 +13,8 @@
 static bool shared;
 
 /*
- * How many of the pages are in swap: bit 62 of their entries in pagemap, which has none
- * of shared ones. Those are not in memory.
+ * Returns how many of the pages are in swap: bit 62 of their entries in pagemap. Shared
+ * pages have no such entries; those that are not in memory are counted.
  */
 static unsigned long in_swap(char *at, unsigned long pages)
 {
@@ -65,7 +65,8 @@ int main(int argc, char **argv)
 	settle();
 	at = shared ? map_memfd(pages) : map_pages(pages);
 	write_pages(at, pages, PAGE);
-	/* A page that somebody else has hold of for a moment stays: ask again. */
+	/* A page that other code holds a reference to for a moment stays in memory, so the call
+	 * is repeated. */
 	for (int tries = 0; swapped < pages && tries < 50; tries++) {
 		if (madvise(at, pages * PAGE, MADV_PAGEOUT))
 			die("MADV_PAGEOUT: %s; it needs Linux 5.4", strerror(errno));
@@ -77,7 +78,7 @@ int main(int argc, char **argv)
 		die("only %lu of %lu pages went to swap; turn on enough of it", swapped, pages);
 	before = faults_now();
 	ready();
-	/* Again: something else may have read them in while we waited. */
+	/* Counts again, because something else may have read pages in during the wait. */
 	swapped = in_swap(at, pages);
 	sum = read_pages(at, pages, PAGE);
 	after = faults_now();

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * A pool whose functions are probed at their entry (pool_take) and behind it (pool_give),
- * where one jumps that was given no block.
+ * A pool whose functions are probed at their entry (pool_take) and behind it (pool_give).
+ * pool_give jumps to its return if it was given no block.
  *
  *   pool COUNT SIZE   takes and gives back COUNT blocks and keeps as many
  */

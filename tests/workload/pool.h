@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * A pool that functions written in assembler, given by FUNCTION, take from and give back to.
+ * Pool for functions that are written in assembler (FUNCTION), which take from it and give back.
  */
 #ifndef POOL_H
 #define POOL_H
@@ -26,7 +26,7 @@ __attribute__((used)) static void give(void *block)
 	__asm__ volatile("" : : "r"(block) : "memory");
 }
 
-/* A function of this name, with unwind information that the code can go on with. */
+/* Defines a function of this name, with unwind information that `code` can continue. */
 #define FUNCTION(name, code)                                                                       \
 	__asm__(".text\n.globl " name "\n.type " name ", @function\n" name                         \
 		":\n.cfi_startproc\n" code ".cfi_endproc\n.size " name ", . - " name "\n")

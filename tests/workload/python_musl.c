@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
  * python-musl COUNT [nowhere]: leaks COUNT blocks of 113 bytes from each of two threads, in
- * functions of Python that are called of_main and of_thread. Of CPython 3.12 there is what its
- * stacks are walked by and nothing else: Debian has no Python on musl. With "nowhere" the threads
- * do not keep their states.
+ * Python functions named of_main and of_thread. The program has the data of CPython 3.12 by which
+ * its stacks are walked, and nothing else: Debian has no Python on musl. With "nowhere", the
+ * threads do not keep their states.
  */
 #include "workload.h"
 #include <pthread.h>
 
 #define WORDS(bytes) ((bytes) / 8)
 
-/* A str of ASCII. */
+/* Python string (str) of ASCII characters. */
 struct text {
 	uint64_t head[2], length, hash, state;
 	char ascii[24];
@@ -47,7 +47,7 @@ static void code_dealloc(void *code)
 	__asm__ volatile("" ::"r"(code));
 }
 
-/* A call of the interpreter's loop. */
+/* Stands for a call of the interpreter's loop. */
 STEP static void loop(struct thread *thread)
 {
 	struct frame entry = { .owner = OWNED_BY_LOOP };

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * The truth about a heap: a library that stands before malloc (LD_PRELOAD), and
- * writes every block and every free into the file that RECORD names, 16 bytes
- * each: an address, and the size that was asked for, or all ones for a free. The
- * file begins with how many there are, in 16 bytes.
+ * The truth about a heap: a library that intercepts malloc (LD_PRELOAD), and
+ * writes every allocation and every free into the file that RECORD names, 16 bytes
+ * each: an address, and the size that was requested, or all ones for a free. The
+ * file begins with the number of entries, in 16 bytes.
  *
  * A free is written before the allocator learns of it, an allocation after, so
- * that of a process that stands still what is live is known.
+ * that the live blocks of a stopped process are known.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -69,7 +69,7 @@ static int ready(void)
 	return next_free != NULL;
 }
 
-/* What dlsym() itself allocates. */
+/* Allocates for dlsym() itself. */
 static void *first(size_t size)
 {
 	void *block = first_bytes + first_used;

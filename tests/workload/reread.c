@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
  * Page cache that is too small: makes PATH with PAGES pages and, until it is
- * killed, reads it from its beginning to its end, over and over. Where there is less
- * memory than that, each page is gone again by the time that it is needed. The
- * file is left there. PATH has to be on a disk.
+ * killed, reads it from its beginning to its end, over and over. If there is less
+ * memory than that, each page has been dropped by the time that it is needed. The
+ * file is left behind. PATH has to be on a disk.
  *
  * facts: none
  */
@@ -34,8 +34,9 @@ int main(int argc, char **argv)
 		die("cannot make %s: %s", argv[1], strerror(errno));
 	fill_file(fd, argv[1], count(argv[2]));
 	/*
-	 * A page that is not on the disk yet cannot be dropped. All are, so that the
-	 * cgroup which this is put into next pays for those that it reads.
+	 * A page that is not on the disk yet cannot be dropped. All pages are dropped, so that
+	 * the cgroup that this process is moved into next is charged for the pages that it
+	 * reads.
 	 */
 	if (fsync(fd) || posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED))
 		die("cannot write %s out: %s", argv[1], strerror(errno));

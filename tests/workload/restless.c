@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Memory that changes without rest, in all ways in which it can.
+ * Memory that changes all the time, in every way in which memory can.
  *
  *	restless PLACES
  *
- * There are PLACES places of 2 MB, each with a page table of its own, with a page that
- * is written once and behind it one with a word. From "go" on a thread goes from one to
- * the next and does to it one of: write the word; write what is there already; give the
- * word's page back and read zeros in its place; map the place anew; swap its memory with
- * the next one's by mremap(2), without a write. What the word of each place is then is in
- * a table.
+ * There are PLACES places of 2 MB, each with a page table of its own. Each place has a page that
+ * is written once, and behind it a page with a word. From "go" on, a thread goes from one place to
+ * the next and does one of the following: it writes the word; it writes the present value again; it
+ * gives the word's page back and reads zeros in its place; it maps the place anew; it swaps the
+ * place's memory with the next one's by mremap(2), without a write. A table has the current word
+ * of each place.
  *
- * facts: words, the first one's address; table; busy, the address of the number of the
- * place that is being changed, with the next one; changes, that of how many there were
+ * facts: words, the address of the first word; table; busy, the address of the number of the place
+ * that is being changed, with the next one; changes, the address of the number of changes
  */
 #define _GNU_SOURCE
 #include <pthread.h>

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Two allocators in one program: glibc's malloc, and one of a library that is loaded for some
- *blocks alone.
+ * Two allocators in one program: glibc's malloc, and that of a library, which only some blocks are
+ * allocated by.
  *
  *	second LIBRARY FUNCTION
  *	second-je
  *
- * FUNCTION of LIBRARY allocates as malloc does, or je_malloc, which is linked statically. In a list
- *that a variable holds are 1009 of its blocks, each of which alone holds one of glibc's. Nothing
- *holds 101 blocks of glibc's; and 103 of the library's, each of which alone holds one of glibc's.
+ * FUNCTION of LIBRARY allocates as malloc does; with second-je, je_malloc does, which is linked
+ * statically. A variable holds a list of 1009 blocks of that allocator, each of which is the only
+ * holder of a block of glibc's. Nothing holds 101 blocks of glibc's, nor 103 blocks of that
+ * allocator, each of which is the only holder of a block of glibc's.
  */
 #include "workload.h"
 #include "wipe.h"
@@ -18,7 +19,7 @@
 #define HELD	1009
 #define LOST	101
 #define BESIDES 103
-/* Sizes that nothing else here has. */
+/* Sizes that no other block of the program has. */
 #define OURS   1777
 #define THEIRS 2999
 
@@ -54,8 +55,7 @@ STEP static void allocate(void *(*other)(size_t))
 		memset(malloc(OURS), 0x5a, OURS);
 	for (int i = 0; i < BESIDES; i++)
 		take(other, NULL);
-	/* What was last is on the way still: in registers, and in what the allocators have in their
-	 * hands. */
+	/* The last blocks are still in use: in registers, and in the allocators' own state. */
 	list = take(other, list);
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
- * Faults on shared memory: writes to each page once of A pages of a memfd named
+ * Faults on shared memory: writes once to each of A pages of a memfd named
  * known-memfd, of B pages of a POSIX shared memory object /known-shm.PID, and of C
  * pages of an anonymous shared mapping. One fault a page.
  *

@@ -3,9 +3,9 @@
  * System V shared memory. A round is five calls that succeed:
  *	shmget shmat shmctl(IPC_STAT) shmdt shmctl(IPC_RMID)
  * with sizes and flags that differ from round to round. After the rounds come,
- * once: a segment with a key, asked for twice (the second time EEXIST), attached
- * at a chosen address, locked, looked at by its index, and removed, between calls
- * that ask about all segments; and one failing call of each kind, two of shmctl.
+ * once: a segment with a key, requested twice (the second time EEXIST), attached
+ * at a chosen address, locked, queried by its index, and removed, in between calls
+ * about all segments. Then one failing call of each kind, two of shmctl.
  *
  * facts: get, at, dt, ctl (the calls, see workload.h), and how many of each:
  *        shmget (= rounds + 3), shmat (= rounds + 2), shmdt (= rounds + 2),
@@ -70,7 +70,7 @@ static bool one_round(unsigned long i)
 	return good;
 }
 
-/* Commands that take no id: what is first in the call is ignored, or an index. */
+/* Commands without an id: the first argument is ignored, or is an index. */
 static bool about_all(int id)
 {
 	struct shminfo limits;
@@ -93,7 +93,7 @@ static bool with_key(key_t key, char *address)
 	if (id < 0)
 		return false;
 	good = get(key, 7 * PAGE, IPC_CREAT | IPC_EXCL | 0640) == -1 && errno == EEXIST;
-	/* One byte too far: SHM_RND rounds down to the page. */
+	/* One byte too far: SHM_RND rounds the address down to the page. */
 	good &= at(id, address + 1, SHM_RND | SHM_REMAP) == address;
 	good &= ctl(id, SHM_LOCK, NULL) == 0;
 	good &= about_all(id);
@@ -111,7 +111,7 @@ static bool failing(key_t key, char *address)
 	good &= at(-1, NULL, 0) == (char *)-1 && errno == EINVAL;
 	good &= dt(address + 1) == -1 && errno == EINVAL;
 	good &= ctl(-1, IPC_STAT, NULL) == -1 && errno == EINVAL;
-	/* With a bit that 64-bit kernels take from 32-bit processes only. */
+	/* The command has a bit that 64-bit kernels accept only from 32-bit processes. */
 	good &= ctl(-1, IPC_STAT | 0x100, NULL) == -1 && errno == EINVAL;
 	return good;
 }
@@ -119,7 +119,7 @@ static bool failing(key_t key, char *address)
 int main(int argc, char **argv)
 {
 	unsigned long rounds;
-	/* Any key that no other program or other run of this one uses. */
+	/* Key that no other program and no other run of this program uses. */
 	key_t key = 0x62700000 | (getpid() & 0xfffff);
 	bool good = true;
 	char *place;

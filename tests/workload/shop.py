@@ -1,4 +1,4 @@
-# Compares the names of two orders COUNT times, by names.c: names of one length, and names of two.
+# Compares the names of two orders COUNT times, by names.c: names of equal lengths, and of different ones.
 #
 #   python3 shop.py COUNT
 #

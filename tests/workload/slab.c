@@ -2,9 +2,9 @@
 /*
  * Slab: makes FILES empty files in DIR (made if it is missing), and with them as
  * many inodes and dentries, which stay in the caches until they are shrunk: write
- * 2 to /proc/sys/vm/drop_caches (twice: the first time may only find them used
- * lately), or press for memory, after "done". DIR has to be on a disk: a memory
- * file system's own cannot be shrunk. The files are removed in the end.
+ * 2 to /proc/sys/vm/drop_caches (twice: the first pass may only find them recently
+ * used), or make memory scarce, after "done". DIR has to be on a disk: the caches of a
+ * memory file system cannot be shrunk. The files are removed in the end.
  *
  * facts: files
  */

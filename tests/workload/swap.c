@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * swap attack FILE VICTIM OPENS: has FILE mapped executable, and puts a symbolic
- * link to VICTIM in its place once it was opened OPENS times by whoever looks at
- * it. Facts: "swapped" 0 or 1.
+ * swap attack FILE VICTIM OPENS: maps FILE executable, and replaces it by a symbolic
+ * link to VICTIM once it was opened OPENS times by a process that looks at it.
+ * Facts: "swapped" 0 or 1.
  *
  * swap victim LIBRARY COUNT: calls work() of LIBRARY COUNT times. Facts: "wrong",
- * how often its result was.
+ * the number of wrong results.
  */
 #include "workload.h"
 

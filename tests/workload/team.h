@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Threads that are all there before "ready", and then work at the same time. Each passes `go`
- * twice, before it works: when it has started, and when the test is ready; and `over` once, when it
- * has worked.
+ * Threads that are all started before "ready", and then work at the same time. Each passes `go`
+ * twice before it works: when it has started, and when the test is ready. It passes `over` once,
+ * when it has worked.
  */
 #ifndef TEAM_H
 #define TEAM_H
@@ -34,7 +34,7 @@ static inline void start_team(unsigned long n, void *(*work)(void *number))
 			die("cannot start thread %lu: %s; see ulimit -u", i, strerror(error));
 	}
 	pthread_barrier_wait(&go);
-	/* Of this thread alone: the others go on running on all CPUs. */
+	/* Settles this thread alone: the other threads continue to run on all CPUs. */
 	settle();
 }
 

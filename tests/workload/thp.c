@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
- * Transparent huge pages: asks for them by MADV_HUGEPAGE on REGIONS regions of
+ * Transparent huge pages: requests them by MADV_HUGEPAGE on REGIONS regions of
  * 2 MB, and writes to each page of these. One fault a region where the kernel
  * gives huge pages, 512 where it does not. With "dontneed", it then gives them
  * all back by MADV_DONTNEED and writes once more. With "odd", it reads one more region,
- * and writes to the half of another that is all of its mapping. With "first", it writes to
- * the first page of each region only. With "shared", it does that to shared memory.
+ * and writes to a mapping of half a region. With "first", it writes to the first page of
+ * each region only. With "shared", it does the same to shared memory.
  *
- * facts: alloc, fallback, file_alloc (of /proc/vmstat, of all processes meanwhile), regions, addr,
- * minor, major, huge_kb (= 2048 * regions; by smaps, in the end), madvise (the calls, see
+ * facts: alloc, fallback, file_alloc (increases in /proc/vmstat, of all processes), regions,
+ * addr, minor, major, huge_kb (= 2048 * regions; by smaps, in the end), madvise (the calls, see
  * workload.h)
  */
 #include "workload.h"
@@ -24,7 +24,7 @@ static void advise(char *at, unsigned long length, int advice)
 		die("madvise: %s; does this kernel have transparent huge pages?", strerror(errno));
 }
 
-/* Reads a file of /proc as text; what does not fit is left out. */
+/* Reads a file of /proc as text. Text that does not fit is left out. */
 static void read_all(const char *path, char *text, size_t bytes)
 {
 	size_t length = 0;
@@ -37,7 +37,7 @@ static void read_all(const char *path, char *text, size_t bytes)
 	text[length] = 0;
 }
 
-/* AnonHugePages of the mapping that begins at the address. */
+/* Returns AnonHugePages of the mapping that begins at the address. */
 static unsigned long huge_kb(const char *at)
 {
 	static char text[1 << 20];
@@ -50,7 +50,7 @@ static unsigned long huge_kb(const char *at)
 	return line ? strtoul(line + strlen("AnonHugePages:"), NULL, 10) : 0;
 }
 
-/* What /proc/vmstat counts under a name. */
+/* Returns a counter of /proc/vmstat. */
 static unsigned long vmstat(const char *name)
 {
 	static char text[64 << 10];
@@ -78,7 +78,7 @@ int main(int argc, char **argv)
 	regions = count(argv[1]);
 	length = regions * HUGE_PAGE;
 	settle();
-	/* Four regions more than needed, cut to where a huge page can be. */
+	/* Maps four regions more than needed, and aligns the start to a huge page. */
 	at = mmap(NULL, length + 4 * HUGE_PAGE, PROT_READ | PROT_WRITE,
 		  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	if (at == MAP_FAILED)
@@ -102,7 +102,7 @@ int main(int argc, char **argv)
 		write_pages(at, length / PAGE, PAGE);
 	}
 	if (odd) {
-		/* A hole on either side makes a mapping of its own. */
+		/* A hole on either side makes the half a mapping of its own. */
 		char *half = at + length + 2 * HUGE_PAGE;
 
 		munmap(at + length + HUGE_PAGE, HUGE_PAGE);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
- * Threads: THREADS of them, named worker-0 and so on, started before "ready", then
- * each touching PAGES pages of its own at the same time as the others.
+ * Threads: starts THREADS threads, named worker-0 and so on, before "ready". Then
+ * each touches PAGES pages of its own at the same time as the others.
  *
  * facts: threads, pages (of each), minor (= threads * pages), major (= 0), tids,
  *        addrs (of the threads' pages, in the order of their names)

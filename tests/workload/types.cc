@@ -3,9 +3,9 @@
  * Blocks whose types are known.
  *
  *   types COUNT FILE   COUNT objects of each kind; FILE gets a line for each block: its address,
- * the bytes that can be used, and its type, or - if nobody can know it
+ *                      the bytes that can be used, and its type, or - if the type cannot be known
  *
- * It answers with the number of blocks of each type that an end-to-end test counts.
+ * The facts are the number of blocks of each type that an end-to-end test counts.
  */
 extern "C" {
 #include "workload.h"
@@ -23,7 +23,7 @@ extern "C" {
 #include <unordered_map>
 #include <vector>
 
-/* What is known of a block. Classes have their mangled name, others a text. */
+/* Block with its true type: a class has its mangled name, any other type a text. */
 struct block {
 	void *address;
 	const std::type_info *of;
@@ -50,7 +50,7 @@ static void forget(void *address)
 	}
 }
 
-/* What a container asks for memory for. */
+/* Purpose of a container's allocation. */
 enum role { TEXT, VECTOR, LIST, TREE, DEQUE, HASH };
 
 static const char *part(role role, bool pointers)
@@ -72,7 +72,8 @@ static const char *part(role role, bool pointers)
 	return "-";
 }
 
-/* Notes what it hands out. It has no members: containers look as with the usual one. */
+/* Allocator that records its blocks. It has no members, so that containers have the usual
+ * layout. */
 template <class T, role R> struct noting {
 	using value_type = T;
 	template <class U> struct rebind {
@@ -116,7 +117,7 @@ struct hash {
 	}
 };
 
-/* One base, several, a virtual one, a template. */
+/* Classes with one base, with several, with a virtual one, and a template. */
 struct shape {
 	virtual ~shape() = default;
 	double x[2] = {};
@@ -144,7 +145,7 @@ struct both : virtual counted, shared {
 template <class T> struct box : shape {
 	T value{};
 };
-/* Without a destructor, an array of it begins with an object. */
+/* The class has no destructor, so an array of it begins with an object. */
 struct plain {
 	virtual void nothing()
 	{
@@ -157,13 +158,13 @@ struct hidden : shape {
 };
 } // namespace
 
-/* Nothing in such a block tells what it is. */
+/* Nothing in a block of this type reveals the type. */
 struct pod {
 	int a, b;
 	long c;
 	void *next;
 };
-/* It begins with a text, and is none. */
+/* The record begins with a text, but is not one. */
 struct record {
 	char tag[16];
 	long values[8];
@@ -176,12 +177,12 @@ template <class T> static T *make()
 {
 	T *object = new T;
 
-	/* The address of the whole object: that of its first base is the same here. */
+	/* The address is that of the whole object: its first base is at the same address. */
 	note(object, &typeid(T), nullptr);
 	return object;
 }
 
-/* Everything is held from here. */
+/* Root that holds everything. */
 static struct {
 	vector<shape *> shapes;
 	vector<plain *> plains;
@@ -233,7 +234,7 @@ static void make_classes(unsigned long count)
 		     "std::_Sp_counted_ptr_inplace");
 	}
 	plain *array = new plain[7];
-	/* Memory that is handed out in parts, of which an object has the first. */
+	/* The memory is handed out in parts. An object has the first part. */
 	void *slab = malloc(4000);
 
 	note(array, nullptr, "shop::plain[]");
@@ -264,7 +265,7 @@ static void make_others(unsigned long count)
 	}
 }
 
-/* The lines of the file, and how many blocks there are of a type. */
+/* Writes the lines of the file, and prints the number of blocks of some types. */
 static void tell(const char *path)
 {
 	FILE *file = fopen(path, "w");

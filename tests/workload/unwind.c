@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Stacks that only unwind information leads through: built without frame
- * pointers, from functions that keep their frames in all the ways that compilers
- * have, and with other people's code in between.
+ * Stacks that can be walked only by unwind information: the program is built without
+ * frame pointers, its functions keep their frames in all the ways that compilers have,
+ * and code of libraries is in between.
  *
  *   unwind malloc COUNT        COUNT blocks, kept
  *   unwind brk COUNT           COUNT calls of brk(2)
@@ -12,19 +12,19 @@
  *                              after "done", as many again
  *   unwind threads COUNT       COUNT blocks by each of 16 threads
  *   unwind nested COUNT        COUNT calls of brk(2), each from malloc
- *   unwind fork COUNT          COUNT calls of brk(2) by a child, and as many once it has called
- *                              exec and was "ready" again
+ *   unwind fork COUNT          COUNT calls of brk(2) by a child, and as many once the child has
+ *                              called exec and was "ready" again
  *   unwind deep COUNT          COUNT calls of brk(2), each below 300 calls of one function
  *   unwind mmap COUNT          COUNT pages mapped
  *   unwind write COUNT         COUNT megabytes written to stderr
- *   unwind grow COUNT          COUNT pages written to after "done", to be killed for
- *   unwind liar COUNT          COUNT calls of brk(2) below a function that returns to where no code
- *                              is, as its unwind information and its frame pointer say
+ *   unwind grow COUNT          COUNT pages written to after "done", until the program is killed
+ *   unwind liar COUNT          COUNT calls of brk(2) below a function that returns to an address
+ *                              without code, by its unwind information and its frame pointer
  *   unwind fiber COUNT         COUNT blocks, on a stack of its own, as boost.context makes them
  *   unwind step COUNT          a call of brk(2) after each instruction, by a signal's handler
  *
- * The fact "stack" is where the frames return to, by libgcc's own unwinder, called
- * from the same place as malloc, brk or the write; of step it is all of them, "stacks".
+ * The fact "stack" has the return addresses of the frames, by libgcc's own unwinder, called
+ * from the same place as malloc, brk or the write. For step, "stacks" has all of the stacks.
  */
 #include "workload.h"
 
@@ -41,10 +41,10 @@
 #define DEEP	300
 #define FRAMES	512
 
-/* Something the optimiser cannot see through, so that no call is the last thing done. */
+/* Hides a pointer's use from the optimiser, so that no call is a tail call. */
 #define KEEP(pointer) __asm__ volatile("" : : "r"(pointer) : "memory")
 
-/* In the flags register: a signal after each instruction. */
+/* Bit of the flags register that raises a signal after each instruction. */
 #define TRAP_FLAG 0x100
 
 static void *volatile kept;
@@ -53,7 +53,7 @@ static void (*leaf)(void);
 
 static unsigned long stack[FRAMES];
 static unsigned frames;
-/* A thread that leaves the stack to another one to note. */
+/* Whether the thread leaves it to another thread to record the stack. */
 static __thread bool silent;
 
 static _Unwind_Reason_Code add_frame(struct _Unwind_Context *context, void *unused)
@@ -64,7 +64,8 @@ static _Unwind_Reason_Code add_frame(struct _Unwind_Context *context, void *unus
 	return _URC_NO_REASON;
 }
 
-/* The first frame is this function's own caller, the last one address 0 or _start. */
+/* Records the stack. The first frame is this function's own caller, the last one address 0 or
+ * _start. */
 STEP static void note_stack(void)
 {
 	if (silent)
@@ -97,7 +98,7 @@ STEP static void leaf_fault(void)
 	KEEP(&kept);
 }
 
-/* Each block more than the heap has left. */
+/* Each block is larger than what the heap has left. */
 STEP static void leaf_nested(void)
 {
 	note_stack();
@@ -122,14 +123,14 @@ STEP static void leaf_write(void)
 	KEEP(&kept);
 }
 
-/* The frames as a fact, or a piece of one. */
+/* Adds the frames as a fact, or as a piece of one. */
 static void add_stack(void)
 {
 	for (unsigned i = 0; i < frames; i++)
 		add("%s0x%lx", i ? "," : "", stack[i]);
 }
 
-/* Its end is to be seen, so it says before where it is. */
+/* Prints the stack in advance, because the program is killed in this function. */
 STEP static void leaf_grow(void)
 {
 	note_stack();
@@ -147,7 +148,7 @@ static int compare(const void *a, const void *b)
 	return *(const int *)a - *(const int *)b;
 }
 
-/* Through libc, which has no frame pointers either. */
+/* Calls through libc, which has no frame pointers either. */
 STEP static void through_qsort(void)
 {
 	int numbers[2] = { 2, 1 };
@@ -176,7 +177,7 @@ STEP static void with_large_frame(unsigned long bytes)
 	KEEP(memory);
 }
 
-/* gcc reaches its caller's frame through %r10 and a word on the stack. */
+/* gcc reaches the caller's frame through %r10 and a word on the stack. */
 STEP static void with_aligned_frame(unsigned long bytes)
 {
 	char memory[64] __attribute__((aligned(64)));
@@ -219,7 +220,7 @@ STEP static void deep(void)
 	KEEP(&kept);
 }
 
-/* Each thread's stack looks the same. */
+/* The stacks of all threads look the same. */
 static void *thread(void *number)
 {
 	silent = number;
@@ -258,7 +259,8 @@ static void leaf_nothing(void)
 	KEEP(&kept);
 }
 
-/* Calls `what`. By its unwind information and by its frame pointer it returns to `address`. */
+/* Calls `what`. By its unwind information and its frame pointer, the function returns to
+ * `address`. */
 void liar(void (*what)(void), const void *address);
 __asm__(".text\n"
 	".type liar, @function\n"
@@ -278,14 +280,14 @@ __asm__(".text\n"
 	".cfi_endproc\n"
 	".size liar, . - liar\n");
 
-/* The program's own code is between them. */
+/* Symbols at the start and the end of the program's own code. */
 extern const char __executable_start, etext;
 
 static volatile bool stepping;
-/* Not only in the program's own code. */
+/* Whether to step through code outside of the program, too. */
 static volatile bool everywhere;
 
-/* What it sets, the processor has when the handler returns. */
+/* Handles a step. The processor takes over the registers that the handler sets. */
 static void on_step(int signal, siginfo_t *info, void *context)
 {
 	greg_t *registers = ((ucontext_t *)context)->uc_mcontext.gregs;
@@ -306,8 +308,8 @@ static void on_step(int signal, siginfo_t *info, void *context)
 }
 
 /*
- * What is bound lazily is bound the first time, by thousands of instructions, of
- * which only the program's own are of interest.
+ * Steps through calls. A lazily bound function is bound at its first call, by thousands of
+ * instructions, of which only the program's own are of interest.
  */
 STEP static void step(void)
 {
@@ -351,8 +353,8 @@ STEP static void repeat(void (*what)(void))
 }
 
 /*
- * There are tables of all its files when a stack of it was asked for after it had mapped
- * them, and that some milliseconds after the last time.
+ * Makes a tool see this process's stacks until the tool has the tables of all its files. The tool
+ * needs a request for a stack after the files were mapped, some milliseconds after the last one.
  */
 STEP static void be_looked_at(void)
 {
@@ -362,7 +364,8 @@ STEP static void be_looked_at(void)
 	}
 }
 
-/* The calling thread goes on with another stack, where it was left as this one is. */
+/* Switches the calling thread to another stack, which was left as this function leaves the
+ * present one. */
 void switch_stacks(void **from, void *to);
 extern const char fiber_end;
 __asm__(".text\n"
@@ -395,7 +398,7 @@ static void run_fiber(void)
 	switch_stacks(&fiber, caller);
 }
 
-/* Prepares a fiber that returns to fiber_end, with any number for a frame pointer. */
+/* Prepares a fiber that returns to fiber_end, with an arbitrary number as its frame pointer. */
 STEP static void switch_to_fiber(void)
 {
 	static unsigned long memory[8192] __attribute__((aligned(16)));
@@ -441,7 +444,7 @@ int main(int argc, char **argv)
 	       : !strcmp(mode, "step")	 ? leaf_nothing
 					 : leaf_malloc;
 	if (!strcmp(mode, "exec")) {
-		/* Else it is called exe. */
+		/* Without this the process would be named exe. */
 		prctl(PR_SET_NAME, basename(argv[0]));
 		be_looked_at();
 		ready();

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * A library for unwind.c as unwind_plugin.c, for whose unwind information 2 MiB are not enough:
- * it has more than 2^18 rules. And %rbp is a frame's, but not that of the function that calls back.
+ * A library for unwind.c like unwind_plugin.c, for whose unwind information 2 MiB are not enough:
+ * it has more than 2^18 rules. %rbp is a frame's, but not that of the function that calls back.
  */
 #include <alloca.h>
 

@@ -1,17 +1,16 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Blocks of known sizes, each size with one way in which blocks are lost, or held. All are there
- * before "ready".
+ * Blocks of known sizes. Blocks of each size are lost or held in one way. All exist before "ready".
  *
  * lost: 11 of 1000 bytes; a list of 19 of 2008 bytes, and a ring of 13 of 2104; 23 of 3200 in
  * frames that have returned; 2 of 6704 by a thread that has ended. held: 997 of 4008 by a vector
  * that a global holds; one each of 6000 by a mapped file, 6104 by shared memory, 6200 by
  * thread-local storage, 6304 by another thread's stack, 6408 only by r12 of a thread in pause(2),
- * and 7000 only by its middle; 7104 by a packed structure, 7200 by a pointer with a tag above its
- * 47 bits, 7304 by what epoll and 7400 by what a timer has of it; 5000 only by a hidden pointer,
- * which looks lost, too.
+ * and 7000 only by a pointer to its middle; 7104 by a packed structure, 7200 by a pointer with a
+ * tag above its 47 bits, 7304 by the data that epoll has, and 7400 by the data of a timer. One of
+ * 5000 is held only by a hidden pointer, so that it looks lost, too.
  *
- * With an argument, one of 5600 besides by a page that the program itself may not read.
+ * With an argument, one of 5600 in addition, by a page that the program itself may not read.
  */
 #include "wipe.h"
 #include <pthread.h>
@@ -168,7 +167,7 @@ void *hold_in_stack(void *)
 void *hold_in_register(void *)
 {
 	wipe();
-	/* In no frame: the address is made after the last call but pause(2). */
+	/* The address is in no frame: the block is made after the last call but pause(2). */
 	pthread_barrier_wait(&started);
 	void *kept = block(6408);
 	asm volatile("mov %0, %%r12\n\tmov $0, %0\n"

@@ -1,8 +1,8 @@
-# Objects of CPython of which is known whether they are lost, in use, or for the garbage collector, which does not run.
+# Objects of CPython that are known to be lost, in use, or left to the garbage collector, which does not run.
 #
-# Of Owed, 101 have a reference that nobody has, as of an extension that has forgotten Py_DECREF, each with a Part. Of
-# Cycle there are 53 pairs that refer to each other, with a Member each. Of Kept, 1009 are in a list; of Sole, 7 each in a
-# variable of a function that waits.
+# 101 objects of Owed have a reference that nobody owns, as from an extension that has forgotten Py_DECREF; each has a
+# Part. 53 pairs of Cycle refer to each other, each object with a Member. 1009 objects of Kept are in a list. 7 objects
+# of Sole are each in a variable of a function that waits.
 #
 # The protocol is that of workload.h.
 import ctypes

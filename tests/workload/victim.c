@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
  * libvictim.so: a function with a constant in its code, where a breakpoint would
- * change the result. Built with -DDECOY it has the same code, and says that in the
- * middle of the constant there are malloc and free.
+ * change the result. Built with -DDECOY the library has the same code, and symbols that
+ * place malloc and free in the middle of the constant.
  */
 __asm__(".text\n"
 	".globl work\n"

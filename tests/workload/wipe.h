@@ -8,8 +8,8 @@
 #include "workload.h"
 
 /*
- * Overwrites what returned frames have left, and registers. A thread has the stack of one that has
- * ended.
+ * Overwrites registers, and the stack of frames that have returned. (A new thread gets the stack of
+ * one that has ended.)
  */
 STEP static void wipe(void)
 {

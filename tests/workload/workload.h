@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * The protocol of the workloads, and what several of them need.
+ * The protocol of the workloads, and helpers that several of them need.
  *
- * A test starts a program with counts of its choice (prime ones, so that no sum
- * of something else hits them by accident) and talks to it over pipes:
+ * A test starts a program with counts of its choice (prime ones, so that no other
+ * sum equals them by accident) and talks to it over pipes:
  *
  *	program:  ready PID          set up; a tool can be attached now
  *	test:     any line
@@ -12,12 +12,12 @@
  *	program:  exits with 0
  *
  * End of file counts as a line, so that a program run by hand with </dev/null
- * goes straight through. What cannot be set up (no swap, no huge pages) is said
- * on stderr, with the remedy, before "ready"; the status is then 1.
+ * does not stop. If something cannot be set up (no swap, no huge pages), the program
+ * says so on stderr, with the remedy, before "ready"; its status is then 1.
  *
  * Between "ready" and "done" a program makes only the system calls and page
- * faults that it is for, and two of the protocol's own (write and read). Hence
- * no stdio and no malloc here, and settle() below.
+ * faults that it is for, and two of the protocol's own (write and read). So there
+ * is no stdio and no malloc here, and settle() below.
  */
 #ifndef WORKLOAD_H
 #define WORKLOAD_H
@@ -44,10 +44,10 @@
 #define PAGE	  4096UL
 #define HUGE_PAGE (2UL << 20)
 
-/* A function of its own in every stack that goes through it. */
+/* Marks a function that is not inlined, so that every stack through it has its frame. */
 #define STEP __attribute__((noinline, unused))
 
-/* Says why on stderr, and ends the program. */
+/* Prints the reason on stderr, and ends the program. */
 __attribute__((noreturn, format(printf, 1, 2))) static inline void die(const char *format, ...)
 {
 	char text[512];
@@ -60,14 +60,14 @@ __attribute__((noreturn, format(printf, 1, 2))) static inline void die(const cha
 	_exit(1);
 }
 
-/* The program's usage line is wrong: show the right one. */
+/* Prints the usage line and ends the program: its arguments are wrong. */
 __attribute__((noreturn)) static inline void usage(const char *arguments)
 {
 	dprintf(2, "usage: %s %s\n", program_invocation_short_name, arguments);
 	_exit(2);
 }
 
-/* A count from the command line. */
+/* Parses a count from the command line. */
 static inline unsigned long count(const char *text)
 {
 	char *end;
@@ -101,10 +101,9 @@ static inline void wait_for_line(void)
 }
 
 /*
- * Makes the rest of the program exact: all that is mapped now is brought in and
- * kept in, so that the only faults from here on are those of memory mapped
- * later; and there is one CPU, as pages waiting in the lists of another one
- * cannot be reclaimed at once.
+ * Makes page faults from here on exact: all present mappings are brought in and
+ * locked, so that only memory mapped later faults. The thread stays on one CPU,
+ * because pages that wait in the lists of another CPU cannot be reclaimed at once.
  */
 static inline void settle(void)
 {
@@ -128,7 +127,7 @@ static inline void ready(void)
 	wait_for_line();
 }
 
-/* The line that done() will print. */
+/* Line that done() will print. */
 static char facts[512 << 10] = "done";
 static size_t facts_length = 4;
 
@@ -148,7 +147,8 @@ __attribute__((format(printf, 1, 2))) static inline void add(const char *format,
 
 #define fact(key, format, ...) add(" " key "=" format, __VA_ARGS__)
 
-/* Prints the facts and waits for leave to go. Clean-up may follow, or more work, and its facts. */
+/* Prints the facts and waits until the program may go on. Clean-up may follow, or more work and
+ * its facts. */
 static inline void done(void)
 {
 	add("\n");
@@ -178,8 +178,8 @@ static inline void fact_faults(struct faults before, struct faults after)
 }
 
 /*
- * System calls with their arguments and result, for tools that print a line for
- * each. As a fact: key=ARG:ARG:..:RESULT,..., arguments in hex (of an int, its 32
+ * System call with its arguments and its result, for tools that print a line for
+ * each call. As a fact: key=ARG:ARG:..:RESULT,..., arguments in hex (of an int, its 32
  * bits), the result in hex or as -ENAME.
  */
 struct call {
@@ -231,19 +231,19 @@ static inline void fact_calls(const char *key, const struct calls *calls)
 #endif
 
 /*
- * Keeps a mapping to small pages: else one fault may bring in 512 of them, and
- * khugepaged (also of a file, on 7.2) may bring in all while the program waits.
+ * Limits a mapping to small pages: otherwise one fault may bring in 512 of them, and
+ * khugepaged (also for a file, on 7.2) may bring in all while the program waits.
  */
 static inline void refuse_huge_pages(char *at, unsigned long length)
 {
-	/* EINVAL: a kernel without huge pages. */
+	/* EINVAL means a kernel without huge pages. */
 	if (madvise(at, length, MADV_NOHUGEPAGE) && errno != EINVAL)
 		die("cannot refuse huge pages: %s", strerror(errno));
 }
 
 /*
- * Anonymous memory whose pages come in one at a time. Map it after settle(),
- * which would bring them in.
+ * Maps anonymous memory whose pages come in one at a time. Must be called after
+ * settle(), which would bring them in.
  */
 static inline char *map_pages(unsigned long pages)
 {
@@ -263,7 +263,7 @@ STEP static void write_pages(char *at, unsigned long pages, unsigned long size)
 		*(volatile unsigned long *)(at + i * size) = i + 1;
 }
 
-/* Reads each page once, and the first word with it. */
+/* Reads each page once, and returns the sum of the first words. */
 STEP static unsigned long read_pages(const char *at, unsigned long pages, unsigned long size)
 {
 	unsigned long sum = 0;
@@ -273,13 +273,13 @@ STEP static unsigned long read_pages(const char *at, unsigned long pages, unsign
 	return sum;
 }
 
-/* What read_pages() returns after write_pages(). */
+/* Returns what read_pages() returns after write_pages(). */
 static inline unsigned long sum_written(unsigned long pages)
 {
 	return pages * (pages + 1) / 2;
 }
 
-/* Gives the file so many pages, of which no two have the same contents. */
+/* Fills a file with `pages` pages, of which no two have the same contents. */
 static inline void fill_file(int fd, const char *path, unsigned long pages)
 {
 	static unsigned long page[PAGE / sizeof(long)];
@@ -295,7 +295,7 @@ static inline void fill_file(int fd, const char *path, unsigned long pages)
 	}
 }
 
-/* How many pages of a mapping are in memory. */
+/* Returns how many pages of a mapping are in memory. */
 static inline unsigned long cached(char *at, unsigned long pages)
 {
 	unsigned long found = 0;
@@ -312,12 +312,13 @@ static inline unsigned long cached(char *at, unsigned long pages)
 	return found;
 }
 
-/* Drops a file, which is mapped whole, from the page cache. */
+/* Drops a file, which is mapped as a whole, from the page cache. */
 static inline void drop_from_cache(int fd, char *at, unsigned long pages, const char *path)
 {
 	unsigned long left = 1;
 
-	/* A page that the kernel is still busy with stays: ask again. */
+	/* A page that the kernel is still busy with stays in the cache, so the request is
+	 * repeated. */
 	for (int tries = 0; left && tries < 50; tries++) {
 		if (fsync(fd) || posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED))
 			die("cannot drop %s from the cache: %s", path, strerror(errno));

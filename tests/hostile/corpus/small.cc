@@ -1,5 +1,5 @@
-// A small library with all that is read of one: symbols and their names, unwind rules, calls of
-// other libraries, notes. small.so is made of it:
+// A small library that has everything that is read of a library: symbols and their names, unwind
+// rules, calls of other libraries, notes. small.so is built from it:
 //
 //	g++ -O2 -g0 -shared -fPIC -Wl,--build-id=none,-z,noseparate-code,--hash-style=gnu -o small.so small.cc
 #include <cstdlib>
