@@ -1,7 +1,8 @@
-# Clean roots of Debian, for the tests of packages. Sourced, from the project's folder; needs `cache`, the folder that
-# roots are kept in, die() and scripts/suites.
+# Functions that make and use clean roots of Debian, for the tests of packages. This file is sourced from the
+# project's folder. It needs `cache` (the folder that roots are kept in), die() and scripts/suites.
 
-# Runs a command in a root, with this kernel's files, for WITHIN_SECONDS (600) at most; the mounts end with it.
+# Runs a command in a root, with this kernel's file systems, for WITHIN_SECONDS (600) at most. The mounts end
+# with the command.
 within() {
 	local root=$1
 	shift
@@ -12,7 +13,8 @@ within() {
 		exec env -i HOME=/root TERM=dumb LC_ALL=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin chroot "$root" "$@"' - "$root" "$@"
 }
 
-# make_root SUITE NAME PACKAGE,PACKAGE: a root of Debian's SUITE with these packages, in roots/NAME.tar of the cache.
+# make_root SUITE NAME PACKAGE,PACKAGE: makes a root of Debian's SUITE with these packages, in roots/NAME.tar
+# of the cache.
 make_root() {
 	local suite=$1 name=$2 packages=$3 mirror
 	mkdir -p "$cache/roots"
@@ -20,7 +22,7 @@ make_root() {
 		mirror=${MEMTOOLS_MIRROR:-$(own_mirror '[a-z]+')}
 		[ -n "$mirror" ] || die "apt of this machine lists no debian; name a mirror in MEMTOOLS_MIRROR"
 		echo "$0: making a root of $suite" >&2
-		# The mirror may be a snapshot, as old as that is.
+		# The mirror may be a snapshot, whose lists are as old as the snapshot.
 		mmdebstrap --quiet --variant=minbase --include="$packages" --aptopt='Acquire::Check-Valid-Until "false"' \
 			"$suite" "$cache/roots/$name.new" "$mirror" --format=tar || die "$suite: cannot make a root"
 		echo "$packages" >"$cache/roots/$name.packages"

@@ -22,7 +22,7 @@ memcg() {
 	done
 }
 
-# incg NAME COMMAND...: run a command in it.
+# incg NAME COMMAND...: run a command in the cgroup NAME.
 incg() {
 	_group=/sys/fs/cgroup/$1
 	shift
