@@ -286,7 +286,7 @@ impl Stepper {
     fn new(library: &Library) -> Self {
         let base = map(library);
         let arena = room(ARENA);
-        // A word of the arena that is taken for a pointer is one.
+        // Every word of the arena is a valid pointer into the arena.
         let words = arena as *mut u64;
         for index in 0..ARENA / 8 {
             // SAFETY: within the mapping just made.

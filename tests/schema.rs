@@ -1,8 +1,8 @@
 //! docs/json.md, the JSON fields of all tools in one place, must agree with the man pages. Every end-to-end test
 //! compares what the tools print with the man pages (tests/e2e/documented.rs).
 //!
-//! To add a field, name it in the section JSON of the man page. Then `MEMTOOLS_DOCS=docs cargo test --test
-//! schema` writes docs/json.md anew.
+//! To add a field, name it in the section JSON of the man page. Then
+//! `MEMTOOLS_DOCS=docs cargo test --test schema` writes docs/json.md anew.
 
 use std::collections::BTreeMap;
 use std::env;

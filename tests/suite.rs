@@ -75,8 +75,8 @@ fn the_man_pages_have_their_sections_and_the_help_s_examples() {
     assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
 }
 
-/// Folder with the Makefile and what it installs, and with a cargo that writes down its arguments. Each tool is a
-/// copy of cat, which prints nothing if it reads nothing.
+/// Folder with the Makefile and what it installs, and with a cargo that writes down its environment. The programs
+/// that this cargo builds are copies of cat, which prints nothing if it reads nothing.
 struct Made(tempfile::TempDir);
 
 impl Made {

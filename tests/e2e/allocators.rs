@@ -218,7 +218,7 @@ fn mappings_of_an_allocator_are_not_listed() -> Result<()> {
     Ok(())
 }
 
-/// Thirty threads that free what their neighbours allocate.
+/// Thirty threads free what their neighbours allocate.
 fn thread_storms_leave_nothing() -> Result<()> {
     let programs = [
         "alloc",

@@ -270,7 +270,7 @@ fn pages_that_are_copied_after_a_fork() -> Result<()> {
     Ok(())
 }
 
-/// Guard that removes System V segments when it is dropped: those that were created by this process.
+/// Guard that removes System V segments when it is dropped: those that the process with this PID has created.
 struct Segments(String);
 
 impl Drop for Segments {

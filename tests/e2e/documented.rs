@@ -1,4 +1,4 @@
-//! Check that the man pages name every type and field of JSON that a tool prints in any test.
+//! Checks that the man pages name every type and field of JSON that a tool prints in any test.
 
 use std::collections::HashSet;
 

@@ -322,8 +322,8 @@ fn a_process_that_exits_ends_it() -> Result<()> {
     Ok(())
 }
 
-/// Another faults, which starts before the first one and ends after it, counts at least as many faults of the
-/// first one as the first one leaves out.
+/// A second instance of faults, which starts before the first one and ends after it, counts at least as many
+/// faults of the first one as the first one leaves out.
 fn its_own_faults_are_left_out_and_told() -> Result<()> {
     let mut other = Tool::start("faults", &["--by-process", "-n", "faults"])?;
     other.wait_for(LIVE)?;

@@ -141,10 +141,10 @@ impl Java {
         Ok(ended)
     }
 
-    /// Returns the frames of each block, by its address, as the workload has recorded them, such as `Frames.take
-    /// (Frames.java:46)`. The innermost frames are those of the allocation functions that the workload calls,
-    /// whose lines it does not know. A kit may have been made without the lines of its own classes (jlink
-    /// --strip-java-debug-attributes).
+    /// Returns the frames of each block, by the block's address, as the workload has recorded them, such as
+    /// `Frames.take (Frames.java:46)`. The innermost frames are those of the allocation functions that the workload
+    /// calls, whose lines it does not know. A kit may have been made without the lines of its own classes
+    /// (jlink --strip-java-debug-attributes).
     pub(crate) fn truth(&self) -> Result<HashMap<u64, Vec<String>>> {
         let text = fs::read_to_string(self.truth_file())?;
         let place = match text.contains("(Thread.java:") {

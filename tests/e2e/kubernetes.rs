@@ -41,7 +41,8 @@ pub(crate) fn tests() -> Vec<Trial> {
     )
 }
 
-/// DaemonSet, with only the fields that ours uses. A name that Kubernetes does not know is not among them.
+/// DaemonSet, with only the fields that ours uses. Any other name in the file, such as one that Kubernetes does
+/// not know, is an error.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct DaemonSet {

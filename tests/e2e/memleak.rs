@@ -122,7 +122,7 @@ pub(crate) fn attach(workload: &Workload, args: &[&str]) -> Result<Tool> {
     Ok(tool)
 }
 
-/// Traces all of a workload's work, and stops memleak while the workload still holds.
+/// Traces all of a workload's work, and interrupts memleak while the workload is still held.
 pub(crate) fn trace(program: &str, program_args: &[&str], args: &[&str]) -> Result<Ended> {
     let mut workload = Workload::start(program, program_args)?;
     let tool = attach(&workload, args)?;

@@ -1,4 +1,4 @@
-//! memleak --types: the types of a process's objects, counted by the process itself, with nothing traced.
+//! memleak --types: the types of a process's objects, against the process's own counts, with nothing traced.
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;

@@ -1,4 +1,4 @@
-//! `--metrics`: the file against the rows of the same run, and as Prometheus' own client reads it.
+//! `--metrics`: the file, compared with the rows of the same run, and as Prometheus' own client reads it.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -102,8 +102,8 @@ fn hold_oomkill(recorder: &Tool, grow: &Workload, after: Duration) -> Result<()>
     Ok(())
 }
 
-/// Returns the report of a program that is killed while this tool traces it, as JSON and as text. oomkill reports
-/// the kill late by `late`.
+/// Returns the report of a program that is killed while this tool traces it, as JSON and as text. With `late`,
+/// oomkill reports the kill with that delay.
 fn report_of(program: &str, tool: &str, late: Option<Duration>) -> Result<(Value, String)> {
     // The name is one of Docker's, where Docker is not told to leave cgroups to systemd.
     let container = format!("{:0<64x}", program.len() + usize::from(late.is_some()));

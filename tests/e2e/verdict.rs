@@ -70,7 +70,7 @@ fn blocks_are_lost_or_held_as_the_program_made_them() -> Result<()> {
         (2104, 1, 12),
         (3200, 23, 0),
         (6704, 2, 0),
-        // The one that is hidden is held: no tool of this kind can know.
+        // A block that only a hidden pointer refers to is held, but no tool of this kind can know that.
         (5000, 1, 0),
     ] {
         let found = blocks(&rows, "leak", bytes);

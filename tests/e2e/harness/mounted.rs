@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::Result;
 use nix::mount::{MsFlags, mount, umount};
 
-/// A file system that is unmounted when this is dropped.
+/// Mounted file system. Dropping the value unmounts it.
 pub(crate) struct Mounted<'a>(&'a Path);
 
 impl<'a> Mounted<'a> {

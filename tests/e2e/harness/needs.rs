@@ -127,7 +127,7 @@ pub(crate) fn release() -> String {
     fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default()
 }
 
-/// Whether this is a guest of tests/vm, which is emulated: a hundred times slower.
+/// Whether this is a guest of tests/vm. A guest is emulated, and a hundred times slower than the machine.
 pub(crate) fn in_guest() -> bool {
     env::var_os("MEMTOOLS_GUEST").is_some()
 }

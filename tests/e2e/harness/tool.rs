@@ -78,9 +78,9 @@ pub(crate) struct Tool {
 /// Output and exit status of a tool that has ended.
 #[derive(Debug)]
 pub(crate) struct Ended {
-    /// All of its stdout.
+    /// The tool's complete stdout.
     pub(crate) stdout: String,
-    /// All of its stderr.
+    /// The tool's complete stderr.
     pub(crate) stderr: String,
     /// The tool's exit status.
     pub(crate) status: ExitStatus,

@@ -147,7 +147,7 @@ fn unmapping_and_moving() -> Result<()> {
                 ensure!(row["size_bytes"] == call.args[1], "{row} {call:?}");
             }
         }
-        // Without the option, such calls are not shown.
+        // Without --munmap, such calls are not shown.
         let (_, _, ended) = trace(&[kind, "101"], &["-j"])?;
         ensure!(ended.stdout.is_empty(), "{ended:?}");
     }

@@ -81,7 +81,7 @@ fn a_mapping() -> Result<()> {
         let Some(frames) = row["user_frames"].as_array() else {
             continue;
         };
-        // Symbols are such as `chain` or `with_busy_registers.constprop.0`.
+        // Examples of symbols: `chain`, `with_busy_registers.constprop.0`.
         let names = frames
             .iter()
             .filter_map(|frame| frame["symbol"].as_str()?.split('.').next());
