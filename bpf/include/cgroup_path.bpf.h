@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * The cgroup (version 2) of a task: its id, and its path, kept by id for user
- * space (src/process/container.rs), which may come when the cgroup has gone.
+ * Cgroup (version 2) of a task: its id, and its path. Paths are stored by id for user space
+ * (src/process/container.rs), which may ask after the cgroup has been removed.
  */
 #ifndef MEMTOOLS_CGROUP_PATH_BPF_H
 #define MEMTOOLS_CGROUP_PATH_BPF_H
@@ -15,16 +15,19 @@
 
 struct cgroup_path {
 	__u32 bytes;
-	__u32 complete; /* the names lead up to the root */
+	__u32 complete; /* 1: the names lead up to the root */
 	char names[CGROUP_PATH_BYTES];
 };
 
 const volatile struct cgroup_path no_cgroup_path;
 
-/* Whether anything is wanted of cgroups; set before load. */
+/* Whether cgroups are recorded; set before load. */
 const volatile __u8 with_cgroups;
 
-/* The paths of cgroups that were met last. What is pushed out comes again with an event. */
+/*
+ * Paths of the cgroups that were seen last. An evicted path is stored again at the next event of
+ * its cgroup.
+ */
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, CGROUP_PATHS);
@@ -32,7 +35,7 @@ struct {
 	__type(value, struct cgroup_path);
 } cgroup_paths SEC(".maps");
 
-/* Until 6.14 the parent is called so, and __parent since. */
+/* Up to 6.14 the field has this name; later it is __parent. */
 struct kernfs_node___parent {
 	struct kernfs_node *parent;
 };
@@ -46,14 +49,14 @@ static __always_inline struct kernfs_node *cgroup_parent(struct kernfs_node *nod
 	return BPF_CORE_READ(node, __parent);
 }
 
-/* A way from a cgroup up to the root. */
+/* State of a walk from a cgroup up to the root. */
 struct cgroup_walk {
 	struct kernfs_node *node;
-	__u32 bytes;	/* written so far */
-	__u32 complete; /* arrived at the root */
+	__u32 bytes;	/* of names, written so far */
+	__u32 complete; /* 1: the root was reached */
 };
 
-/* One step up. Returns 0 at the end. */
+/* Goes one step up. Returns 0 at the end of the walk. */
 static __noinline int cgroup_walk_step(struct cgroup_walk *walk, char *names)
 {
 	struct kernfs_node *node = walk->node, *parent = cgroup_parent(node);
@@ -76,8 +79,8 @@ static __noinline int cgroup_walk_step(struct cgroup_walk *walk, char *names)
 }
 
 /*
- * Keeps a cgroup's path by its id. Global, and its argument a number, so that the
- * verifier follows it once and not again for each caller.
+ * Stores a cgroup's path by its id. Global, with numbers as arguments, so that the verifier follows
+ * the function once and not again for each caller.
  */
 __noinline int cgroup_path_keep(__u64 id, __u64 node)
 {
@@ -95,7 +98,10 @@ __noinline int cgroup_path_keep(__u64 id, __u64 node)
 	return 0;
 }
 
-/* Whether a cgroup's path is kept. One in pieces is too long, or another CPU is about it. */
+/*
+ * Whether a cgroup's complete path is stored. An incomplete path was too long, or another CPU is
+ * still writing it.
+ */
 static __always_inline bool cgroup_path_is_kept(__u64 id)
 {
 	struct cgroup_path *path = bpf_map_lookup_elem(&cgroup_paths, &id);
@@ -108,7 +114,7 @@ static __always_inline struct kernfs_node *cgroup_node(struct task_struct *task)
 	return BPF_CORE_READ(task, cgroups, dfl_cgrp, kn);
 }
 
-/* The id of a task's cgroup, whose path is kept; 0 if nothing is wanted of cgroups. */
+/* Returns the id of a task's cgroup, and stores its path; 0 if cgroups are not recorded. */
 static __always_inline __u64 cgroup_of(struct task_struct *task)
 {
 	struct kernfs_node *node;
@@ -124,8 +130,8 @@ static __always_inline __u64 cgroup_of(struct task_struct *task)
 }
 
 /*
- * As cgroup_of(), of the current task, whose cgroup's id the kernel tells without
- * five reads of its memory.
+ * Returns the id of the current task's cgroup as cgroup_of() does. The kernel has a helper for this
+ * id, which saves five reads of kernel memory.
  */
 static __always_inline __u64 cgroup_of_current(void)
 {

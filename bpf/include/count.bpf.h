@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Counts by key, in two maps: while one is counted in, user space reads the other
- * and empties it (src/bpf/map_counts.rs), so that what has gone takes no room for long.
- * To empty the one that is counted in would lose what is added between the
- * reading of an entry and its removal.
+ * Counts by key, in a pair of maps. While programs count in one of them, user space reads and
+ * empties the other (src/bpf/map_counts.rs), so that keys that no longer occur do not fill a map
+ * for long. Emptying the map that programs count in would lose what is added between the reading of
+ * an entry and its removal.
  *
- * Which of the two it is says the map that holds it; at first, when that is empty,
- * it is `name`_a. The kernel returns from an update of such a map when no program is
- * left that has seen the old one (4.20, 1ae80cf31938): that takes 10 to 30 ms, which
- * a start need not wait for.
+ * A map of maps, `name`, holds the map that programs count in. While `name` is empty, they count in
+ * `name`_a. The kernel returns from an update of `name` when no program that has seen the old map
+ * is running any more (4.20, 1ae80cf31938): that takes 10 to 30 ms, which a start need not wait
+ * for.
  */
 #ifndef MEMTOOLS_COUNT_BPF_H
 #define MEMTOOLS_COUNT_BPF_H
@@ -17,15 +17,21 @@
 
 #define COUNT_KEYS 16384
 
-/* The maps: `name` holds `name`_a or `name`_b, which have values of `value_type` by `key_type`. */
+/*
+ * Defines the maps: `name` holds `name`_a or `name`_b, which map keys of `key_type` to values of
+ * `value_type`.
+ */
 #define COUNTS(name, key_type, value_type, entries)                                                \
 	COUNT_MAPS(name, entries, __type(key, key_type); __type(value, value_type))
 
-/* COUNTS by the sizes of keys and values alone: such maps can be replaced by larger ones. */
+/*
+ * Defines the maps as COUNTS does, but by the sizes of keys and values alone: such maps can be
+ * replaced by larger ones.
+ */
 #define COUNTS_OF_SIZES(name, key_bytes, value_bytes, entries)                                     \
 	COUNT_MAPS(name, entries, __uint(key_size, key_bytes); __uint(value_size, value_bytes))
 
-/* The maps of either, by the members that describe their keys and values. */
+/* Defines the maps of COUNTS and COUNTS_OF_SIZES, by the members that describe keys and values. */
 #define COUNT_MAPS(name, entries, key_and_value)                                                   \
 	struct name##_hash {                                                                       \
 		__uint(type, BPF_MAP_TYPE_HASH);                                                   \
@@ -40,12 +46,12 @@
 	} name SEC(".maps")
 
 /*
- * The key's value in COUNTS(name), at first a copy of `zero`; NULL, which is counted,
- * if there is no room for it.
+ * Returns the value of the key in COUNTS(name). A new key is added with a copy of `zero`; NULL if
+ * the map is full, which is counted as a loss.
  */
 #define count_of(name, key, zero) count_in(&name, &name##_a, key, zero)
 
-/* Add to the key's count in COUNTS(name), where that is a __u64. */
+/* Adds to the value of the key in COUNTS(name), whose values are __u64. */
 #define count_add(name, key, add) count_add_in(&name, &name##_a, key, add)
 
 static __always_inline void *count_in(void *holder, void *first_map, const void *key,

@@ -2,15 +2,15 @@
 /*
  * The ring buffer through which a tool's events reach user space.
  *
- * Waking the reader costs several microseconds, an order of magnitude more than
- * the event. The kernel wakes it only for an event that finds the buffer read
- * to its end, so the reader leaves the buffer alone for some milliseconds after
- * each look (src/run/poll.rs): a single event is seen at once, a burst costs one
- * wake-up per look. The buffer must hold what can happen in between.
+ * Waking the reader costs several microseconds, an order of magnitude more than the event. The
+ * kernel wakes the reader only for an event that finds the buffer read to its end, so the reader
+ * leaves the buffer alone for some milliseconds after each look (src/run/poll.rs): a single event
+ * is seen at once, a burst costs one wake-up per look. The buffer must hold the events of one such
+ * pause.
  *
- * 2 MB are 5,500 of mmapsnoop's events with a file's name: in a pause of 10 ms,
- * half a million a second. The buffer is mapped twice over, so that no record is
- * split, and counts twice as the tool's memory.
+ * 2 MB hold 5,500 of mmapsnoop's events with a file's name: half a million events a second, with a
+ * pause of 10 ms. The buffer is mapped twice, so that no record is split, and counts twice as the
+ * tool's memory.
  */
 #ifndef MEMTOOLS_EVENT_BPF_H
 #define MEMTOOLS_EVENT_BPF_H
@@ -24,7 +24,9 @@ struct {
 	__uint(max_entries, EVENT_BUFFER_BYTES);
 } events SEC(".maps");
 
-/* Room for one event, or NULL and one more lost event. */
+/*
+ * Reserves space for one event. Returns NULL, and counts a lost event, if the ring buffer is full.
+ */
 static __always_inline void *event_reserve(__u64 size)
 {
 	void *event = bpf_ringbuf_reserve(&events, size, 0);

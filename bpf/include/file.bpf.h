@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Files: the one behind a descriptor, its name, its path.
+ * Files: lookup by descriptor, name, path.
  *
- * User space's half is src/print/file_path.rs.
+ * The user space side is src/print/file_path.rs.
  */
 #ifndef MEMTOOLS_FILE_BPF_H
 #define MEMTOOLS_FILE_BPF_H
@@ -13,10 +13,13 @@
 #define FILE_PATH_BYTES 2048 /* of all names of a path, each with its NUL */
 #define FILE_PATH_STEPS 64   /* folders and mounts on the way up */
 
-#define MNT_NS_INTERNAL ((void *)-22) /* the namespace of mounts that are in no folder */
-#define SB_KERNMOUNT	(1 << 22) /* a file system of the kernel's own, as for memfd_create(2) */
+#define MNT_NS_INTERNAL ((void *)-22) /* namespace of mounts that are in no folder */
+#define SB_KERNMOUNT	(1 << 22)     /* a mount of the kernel's own, as for memfd_create(2) */
 
-/* The current task's file with this number, or NULL. It is not held: it can go at any time. */
+/*
+ * Returns the current task's file with this descriptor, or NULL. No reference is taken: the file
+ * can be released at any time.
+ */
 static __always_inline struct file *file_of_fd(int fd)
 {
 	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
@@ -30,7 +33,7 @@ static __always_inline struct file *file_of_fd(int fd)
 	return file;
 }
 
-/* The file's name without its folders. Returns its bytes with the NUL, or 0. */
+/* Copies the file's name without its folders. Returns its length in bytes with the NUL, or 0. */
 static __always_inline __u32 file_name(struct file *file, char name[FILE_NAME_BYTES])
 {
 	const unsigned char *from = BPF_CORE_READ(file, f_path.dentry, d_name.name);
@@ -39,14 +42,14 @@ static __always_inline __u32 file_name(struct file *file, char name[FILE_NAME_BY
 	return bytes < 0 ? 0 : bytes;
 }
 
-/* A way from a file up to the root of its process's files. */
+/* State of a walk from a file up to the root of its process's files. */
 struct file_walk {
 	struct dentry *dentry;
 	struct mount *mount;
 	struct dentry *root; /* as chroot(2) has set it */
 	struct mount *root_mount;
 	__u32 bytes;	/* written so far */
-	__u32 complete; /* 1: arrived at the root, 2: at the end of what is in no folder */
+	__u32 complete; /* 1: the root was reached, 2: the file is in no folder */
 };
 
 static __always_inline struct mount *mount_of(struct vfsmount *mnt)
@@ -55,9 +58,9 @@ static __always_inline struct mount *mount_of(struct vfsmount *mnt)
 }
 
 /*
- * One step up. Returns 0 at the end. A function of its own, with all that
- * changes in memory: 5.10's verifier forgets what a pointer into the ring buffer
- * is when the compiler spills it.
+ * Goes one step up. Returns 0 at the end of the walk. A function of its own that keeps all its
+ * changing state in memory: 5.10's verifier forgets the type of a pointer into the ring buffer when
+ * the compiler spills it.
  */
 static __noinline int file_walk_step(struct file_walk *walk, char *names)
 {
@@ -93,9 +96,9 @@ static __noinline int file_walk_step(struct file_walk *walk, char *names)
 }
 
 /*
- * Whether a file is that of a layer, which overlayfs has mapped in place of its own:
- * it is on a private copy of the layer's mount. FMODE_BACKING says so, too, but is
- * not the same bit on all kernels.
+ * Whether a file is the file of a layer that overlayfs has mapped in place of its own. Such a file
+ * is on a private copy of the layer's mount. FMODE_BACKING marks it, too, but is not the same bit
+ * on all kernels.
  */
 static __always_inline bool is_backing_file(struct file *file)
 {
@@ -106,15 +109,15 @@ static __always_inline bool is_backing_file(struct file *file)
 }
 
 /*
- * The path by which the file of overlayfs was opened. A function of its own: clang
- * computes the offset before the test that there is one.
+ * Returns the path by which the file of overlayfs was opened. A function of its own: inlined, clang
+ * computes the offset before the test that the field exists.
  */
 static __noinline struct path *path_of_user(struct file *backing)
 {
 	return (void *)backing + bpf_core_field_offset(struct backing_file, user_path);
 }
 
-/* Up to 6.6, a layer's file itself has the path by which it was opened. */
+/* Returns the path by which a file was opened. Up to 6.6, a layer's file itself has that path. */
 static __always_inline struct path *path_of(struct file *file)
 {
 	if (bpf_core_field_exists(struct backing_file, user_path) && is_backing_file(file))
@@ -123,9 +126,9 @@ static __always_inline struct path *path_of(struct file *file)
 }
 
 /*
- * The names on the way from the file up to the current task's root, each with
- * its NUL. Returns how many bytes they are; `complete` says whether they lead
- * to the root (1) or the file is in no folder, as of memfd_create(2) (2).
+ * Copies the names on the way from the file up to the current task's root, each with its NUL.
+ * Returns their length in bytes. Sets `complete` to 1 if the names lead to the root, to 2 if the
+ * file is in no folder, as of memfd_create(2), and to 0 if names are missing.
  */
 static __always_inline __u32 file_path(struct file *file, char names[FILE_PATH_BYTES],
 				       __u32 *complete)

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Which tasks are traced, and by what numbers they are known.
+ * Filter of the tasks that are traced, and the PIDs and TIDs by which they are reported.
  *
- * User space (src/process/filter.rs) sets `filter` before load. The kernel's verifier
- * knows the values then, and removes the tests that nobody asked for.
+ * User space (src/process/filter.rs) sets `filter` before load. The kernel's verifier then knows
+ * its values, and removes the tests of options that were not given.
  */
 #ifndef MEMTOOLS_FILTER_BPF_H
 #define MEMTOOLS_FILTER_BPF_H
@@ -19,28 +19,30 @@ enum filter_table {
 #define COMM_BYTES 16
 
 struct filter {
-	/* Processes, if pid_count is not 0; a thread, if tid is not 0, and then whatever its
-	 * process. Each is in one of FILTER_PROBES slots, from that of its hash on; the rest
-	 * are 0. */
+	/*
+	 * Hash table of PIDs, if pid_count is not 0. Each PID is in one of FILTER_PROBES slots,
+	 * from the slot of its hash on; empty slots are 0. If tid is not 0, only that thread is
+	 * traced, whatever its process.
+	 */
 	__u32 pids[FILTER_SLOTS];
 	__u32 pid_factor;
 	__u32 pid_count;
-	__u32 only_pid; /* if pid_count is 1 */
+	__u32 only_pid; /* the PID, if pid_count is 1 */
 	__u32 tid;
-	__u32 own_pid;	     /* the tool, which is never traced: own_events counts it */
-	__u32 pid_namespace; /* inode of the tool's, 0: the initial one */
-	/* What comm is to contain: 0xff in the mask for each byte of it. */
+	__u32 own_pid;	     /* the tool's own PID, never traced: own_events counts it */
+	__u32 pid_namespace; /* inode of the tool's PID namespace, 0: the initial one */
+	/* Text that comm must contain, with 0xff in the mask for each of its bytes. */
 	__u8 name[COMM_BYTES];
 	__u8 name_mask[COMM_BYTES];
 	__u8 by_name;
 	__u8 by_cgroup;
-	__u8 follow; /* also the processes that those in `pids` have started, and these */
+	__u8 follow; /* 1: also trace all descendants of the processes in `pids` */
 	__u8 reserved[5];
 };
 
 const volatile struct filter filter;
 
-/* The cgroup (v2) that tasks must be in or below, if by_cgroup. */
+/* Cgroup (v2) that tasks must be in or below, if by_cgroup. */
 struct {
 	__uint(type, BPF_MAP_TYPE_CGROUP_ARRAY);
 	__uint(max_entries, 1);
@@ -49,24 +51,24 @@ struct {
 } filter_cgroup SEC(".maps");
 
 /*
- * Processes that are followed, by the address of their signal_struct: a process
- * has its own from its fork to its end, whichever of its threads calls exec. Its
- * number can change hands before the last is heard of it. Filled by follow.bpf.c.
+ * Processes that are followed, by the address of their signal_struct. A process has its own
+ * signal_struct from its fork to its end, whichever of its threads calls exec. A PID can be reused
+ * before the last event of its process arrives. Filled by follow.bpf.c.
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 1); /* src/process/follow.rs brings a larger one */
+	__uint(max_entries, 1); /* src/process/follow.rs replaces the map by a larger one */
 	__type(key, __u64);
 	__type(value, __u8);
 } filter_followed SEC(".maps");
 
-/* The numbers of any task in the tool's PID namespace. */
+/* Returns the PID and TID of any task in the tool's PID namespace. */
 static __always_inline struct task_ids ids_of(struct task_struct *task)
 {
 	return task_ids_in(task, filter.pid_namespace);
 }
 
-/* The numbers of the current task. */
+/* Returns the PID and TID of the current task in the tool's PID namespace. */
 static __always_inline struct task_ids ids_of_current(void)
 {
 	__u64 thread = bpf_get_current_pid_tgid();
@@ -94,13 +96,13 @@ static __always_inline bool filter_wants_pid(__u32 pid)
 	return false;
 }
 
-/* The process of a task, as `filter_followed` knows it. */
+/* Returns the key of a task's process in `filter_followed`. */
 static __always_inline __u64 filter_process_of(struct task_struct *task)
 {
 	return (__u64)BPF_CORE_READ(task, signal);
 }
 
-/* Whether a task is of a process that is followed. */
+/* Whether the process of a task is followed. */
 static __always_inline bool filter_follows(struct task_struct *task)
 {
 	__u64 process = filter_process_of(task);
@@ -109,9 +111,9 @@ static __always_inline bool filter_follows(struct task_struct *task)
 }
 
 /*
- * Whether the current task's comm contains the name. All 16 places where it can
- * begin are compared 16 bytes at a time and without a branch, which would
- * double the verifier's work at each.
+ * Whether the current task's comm contains the name. At each of the 16 offsets where the name can
+ * begin, 16 bytes are compared at a time and without a branch: a branch would double the verifier's
+ * work at each offset.
  */
 static __noinline bool filter_wants_name(void)
 {
@@ -133,7 +135,7 @@ static __always_inline bool filter_wants_cgroup(void)
 	return !filter.by_cgroup || bpf_current_task_under_cgroup(&filter_cgroup, 0) == 1;
 }
 
-/* Counts an event of the tool's own if the options would ask for it of anybody else. */
+/* Counts an event of the tool itself if the options would match it for any other process. */
 static __noinline void filter_leave_out_own(void)
 {
 	if (filter.tid || filter.pid_count || (filter.by_name && !filter_wants_name()))
@@ -143,8 +145,8 @@ static __noinline void filter_leave_out_own(void)
 }
 
 /*
- * Whether the options ask for the current task. Its numbers are in `ids` then. The
- * tool itself is left out, and what is left out is counted.
+ * Whether the options match the current task. Sets `ids` to its PID and TID. The tool itself never
+ * matches; its events are counted.
  */
 static __always_inline bool filter_wants(struct task_ids *ids)
 {

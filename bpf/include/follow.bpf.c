@@ -1,19 +1,22 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
- * Fills the map of followed processes (filter.bpf.h), which the object of the
- * tool shares: src/process/follow.rs.
+ * Fills the map of followed processes (filter.bpf.h), which the object of the tool shares:
+ * src/process/follow.rs.
  *
- * Hooks: sched_process_fork, before the child has run, and sched_process_free,
- * when the last thread of a process has gone. Each has programs that do the
- * same, as the kernel skips one that is running on that CPU already, for a task
- * that was preempted in it (from about 7.0 on): the next one then does it. On a
- * busy system one in thirty is skipped, so a fork, which must be seen, has three.
+ * Hooks: sched_process_fork, before the child has run, and sched_process_free, when the last thread
+ * of a process is freed. Each has several programs that do the same. From about 7.0 on the kernel
+ * skips a program that is running on the same CPU already, for a task that was preempted in it; the
+ * next program on the hook then does the work. On a busy system one call in thirty is skipped, so
+ * the fork, which must be seen, has three programs.
  */
 #include "filter.bpf.h"
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
-/* Threads too are made by fork; these are of their maker's process. */
+/*
+ * Adds a child of a traced process. New threads, too, come from fork; they belong to the process
+ * that makes them.
+ */
 static __noinline int forked(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct task_struct *child = (void *)ctx->args[1];
@@ -28,7 +31,10 @@ static __noinline int forked(struct bpf_raw_tracepoint_args *ctx)
 		if (bpf_map_update_elem(&filter_followed, &process, &here, BPF_ANY))
 			count_loss(processes);
 	} else {
-		/* In case that the one that was here before could not be removed. */
+		/*
+		 * The map may still have an earlier process at this address, whose entry could not
+		 * be removed.
+		 */
 		bpf_map_delete_elem(&filter_followed, &process);
 	}
 	return 0;
@@ -52,7 +58,7 @@ int process_fork_again(struct bpf_raw_tracepoint_args *ctx)
 	return forked(ctx);
 }
 
-/* A process's first thread is the last to be freed. */
+/* Removes a process. Its first thread is the last to be freed. */
 static __noinline int freed(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct task_struct *task = (void *)ctx->args[0];

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * A command that we start is stopped by a signal whenever it maps code, until user space
- * (src/stacks/unwind/held.rs) has looked at that and lets it go on. So its very first
- * stacks are complete, and allocators that it brings are probed before their first
- * call. On request what it starts is stopped, too, once for each file.
+ * Stops a command that the tool starts, by a signal, whenever it maps code, until user space
+ * (src/stacks/unwind/held.rs) has looked at the mapped file and lets the command continue. So even
+ * its first stacks are complete, and allocators that it loads are probed before their first call.
+ * On request its descendants are stopped, too, once for each file.
  */
 #ifndef MEMTOOLS_HELD_BPF_H
 #define MEMTOOLS_HELD_BPF_H
@@ -19,8 +19,8 @@
 #define SIGNAL_UNKILLABLE 0x40
 
 enum unwind_held_key {
-	HELD_PROCESS,	  /* the command's number, 0: nothing is held */
-	HELD_DESCENDANTS, /* 1: what it starts, too */
+	HELD_PROCESS,	  /* the command's PID, 0: nothing is held */
+	HELD_DESCENDANTS, /* 1: its descendants, too */
 	HELD_GROUP,	  /* the address of the process group in which the command began */
 	HELD_KEYS,
 };
@@ -32,7 +32,10 @@ struct {
 	__type(value, __u64);
 } unwind_held SEC(".maps");
 
-/* By process, the hash of the file that it is stopped for until it is let go on; 0 just before. */
+/*
+ * Hash of the file that a process is stopped for, by PID, until the process continues; 0 just
+ * before the stop.
+ */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, HELD_AT_A_TIME);
@@ -40,10 +43,10 @@ struct {
 	__type(value, __u64);
 } unwind_stopped SEC(".maps");
 
-/* By hash, files that user space has looked at while a process was stopped for them. */
+/* Files, by hash, that user space has looked at while a process was stopped for them. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 1); /* more where descendants are held */
+	__uint(max_entries, 1); /* enlarged where descendants are held */
 	__type(key, __u64);
 	__type(value, __u8);
 } unwind_looked SEC(".maps");
@@ -56,12 +59,12 @@ static __always_inline __u64 held_value(__u32 key)
 }
 
 /*
- * Whether the current process is to be stopped. The command itself is a child of ours.
- * The parents of what it starts are told of the stop (SIGCHLD), which is nothing to
- * those that do not ask for it. So a job of a shell's is left alone, which is a
- * group of its own: the shell would report it, and the kernel would end it (SIGHUP)
- * if its group were orphaned meanwhile. So is what a debugger traces, and the
- * init of a namespace, which does not heed the signal.
+ * Whether the current process is to be stopped: the command itself, which is a child of the tool,
+ * or a descendant of it. The stop of a descendant sends SIGCHLD to its parent, which only matters
+ * to a parent that asks for stops. So a shell's job, which is a process group of its own, is left
+ * alone: the shell would report the stop, and the kernel would end the job (SIGHUP) if its group
+ * were orphaned meanwhile. Also left alone are processes that a debugger traces, and the init of a
+ * namespace, which ignores the signal.
  */
 static __noinline bool held_is_wanted(__u32 pid)
 {
@@ -84,8 +87,9 @@ static __noinline bool held_is_wanted(__u32 pid)
 }
 
 /*
- * Stop the current process, which has mapped this file, unless that was looked at. One that
- * nobody could be asked to let go on is not stopped.
+ * Stops the current process, which has mapped this file, unless user space has looked at the file
+ * already. The process is stopped only if the request that makes user space continue it can be
+ * sent.
  */
 static __noinline int held_stop(struct file *mapped)
 {
@@ -103,7 +107,7 @@ static __noinline int held_stop(struct file *mapped)
 		return 0;
 	stopped = bpf_map_lookup_elem(&unwind_stopped, &pid);
 	if (stopped && *stopped == hash)
-		return 0; /* by the program that this one is a second to */
+		return 0; /* already stopped by another program on the same hook */
 	if (!stopped && bpf_map_update_elem(&unwind_stopped, &pid, &about, BPF_NOEXIST))
 		return 0;
 	request = bpf_ringbuf_reserve(&unwind_requests, sizeof(*request), 0);
@@ -112,7 +116,10 @@ static __noinline int held_stop(struct file *mapped)
 			bpf_map_delete_elem(&unwind_stopped, &pid);
 		return 0;
 	}
-	/* Sent first: whoever reads the hash can take the signal back by SIGCONT. */
+	/*
+	 * The signal is sent before the hash is stored: whoever reads the hash can undo the signal
+	 * by SIGCONT.
+	 */
 	if (bpf_send_signal(SIGSTOP)) {
 		bpf_ringbuf_discard(request, 0);
 		if (!stopped)
@@ -131,11 +138,17 @@ static __noinline int held_exec(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct linux_binprm *program = (void *)ctx->args[2];
 
-	/* The dynamic linker too is mapped now: it was looked at with the program that names it. */
+	/*
+	 * exec maps the dynamic linker, too: user space looks at it with the program that names it.
+	 */
 	return held_stop(BPF_CORE_READ(program, file));
 }
 
-/* As BTF tracepoints they would take 30 ns less, but the loader a copy of the kernel's BTF. */
+/*
+ * Stops the current process if the system call that returns is an mmap() of a file's code. As BTF
+ * tracepoints these programs would take 30 ns less, but the loader would need a copy of the
+ * kernel's BTF.
+ */
 static __noinline int held_mmap(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct task_struct *task = (void *)bpf_get_current_task();
@@ -155,10 +168,10 @@ static __noinline int held_mmap(struct bpf_raw_tracepoint_args *ctx)
 }
 
 /*
- * All system calls come through the last two: they are attached only until what is held has
- * started, and anew when it calls exec. From about 7.0 on the kernel skips one that is
- * running on that CPU already, for a task that was preempted in it; where nothing may be
- * missed, the next one then does it.
+ * The last two programs run at every system call of the machine: they are attached only until the
+ * held command has started, and again when it calls exec. From about 7.0 on the kernel skips a
+ * program that is running on the same CPU already, for a task that was preempted in it. Where no
+ * event may be missed, the next program on the hook then does the work.
  */
 SEC("raw_tp/sched_process_exec")
 int unwind_exec(struct bpf_raw_tracepoint_args *ctx)

@@ -15,12 +15,12 @@ struct histogram {
 	__u64 slots[HISTOGRAM_SLOTS];
 };
 
-/* How many bits the value takes: its slot. */
+/* Returns the slot of a value: the number of its bits. */
 static __always_inline __u32 histogram_slot(__u64 value)
 {
 	__u32 slot = 0;
 
-	/* BPF has no instruction for it: by halves. */
+	/* BPF has no instruction that counts bits: search for the highest one by halves. */
 	if (value >> 32) {
 		value >>= 32;
 		slot += 32;
@@ -48,12 +48,12 @@ static __always_inline __u32 histogram_slot(__u64 value)
 	return slot + value;
 }
 
-/* Count one value. `histogram` is in a map (or a global), which all CPUs share. */
+/* Counts one value. `histogram` is in a map (or a global), which all CPUs share. */
 static __always_inline void histogram_add(struct histogram *histogram, __u64 value)
 {
 	__u32 slot = histogram_slot(value);
 
-	/* clang knows that it is less than that; the verifier does not. */
+	/* clang knows that `slot` is less than HISTOGRAM_SLOTS; the verifier does not. */
 	barrier_var(slot);
 	if (slot < HISTOGRAM_SLOTS)
 		__sync_fetch_and_add(&histogram->slots[slot], 1);

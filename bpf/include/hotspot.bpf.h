@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * How HotSpot's generated code is unwound, which keeps no frame pointers.
+ * Unwinding of HotSpot's generated code, which keeps no frame pointers.
  *
- * The code is in a few heaps. A heap has a map, with a byte for each segment of it,
- * that leads from any address to the block that it is in. A block begins with a header
- * and the description of its code (CodeBlob), which has the size of the code's frame.
- * So a compiled function's caller is found by its frame's size; that of the interpreter
- * and of stubs, which have no size, by frame pointer.
+ * The code is in a few heaps. Each heap has a map, with one byte for each segment of the heap, that
+ * leads from any address to the block that contains it. A block begins with a header and the
+ * description of its code (CodeBlob), which has the size of the code's frame. So the caller of a
+ * compiled function is found by the size of the frame; the caller of the interpreter and of stubs,
+ * which have no size, by frame pointer.
  *
- * User space (src/interpreters/hotspot) tells where a process has its heaps, and at
- * which offsets all this is, as the virtual machine itself has it for debuggers. All
- * that is read of a process may be anything: it makes one row, as unwind.bpf.h has them.
+ * User space (src/interpreters/hotspot) finds the heaps of a process and the offsets of these
+ * fields, which the virtual machine exports for debuggers. Memory of the process may hold anything:
+ * whatever is read leads to one row, in the format of unwind_row.bpf.h.
  */
 #ifndef MEMTOOLS_HOTSPOT_BPF_H
 #define MEMTOOLS_HOTSPOT_BPF_H
@@ -21,17 +21,18 @@
 enum hotspot_layout {
 	HOTSPOT_HEAPS = 4,
 	/*
-	 * In a word of pc[], of an interpreted function: a bit that says so; whether it has noted
-	 * the bytecode that it calls from; the lower 16 bits of that one's address, of which
-	 * 65,535 bytes are all that a function may have; and below, an eighth of its Method's.
+	 * Layout of a word in pc[] for an interpreted function: a bit that marks the word; a bit
+	 * that is set if the function has noted the bytecode that it calls from; the lower 16 bits
+	 * of that bytecode's address, as a function has at most 65,535 bytes; and below, an eighth
+	 * of the address of its Method.
 	 */
 	HOTSPOT_INTERPRETED_BIT = 62,
 	HOTSPOT_BYTECODE_BIT = 61,
 	HOTSPOT_BYTECODE_SHIFT = 44,
-	/* Steps through the map, in rounds: each is of up to 254 segments of 128 bytes. */
+	/* Steps through the map, in rounds. A step goes back by up to 254 segments of 128 bytes. */
 	HOTSPOT_ROUND_STEPS = 8,
 	HOTSPOT_ROUNDS = 8,
-	HOTSPOT_FREE = 0xff, /* in the map: no block is there */
+	HOTSPOT_FREE = 0xff, /* in the map: the segment is in no block */
 };
 #define HOTSPOT_PROCESSES  256
 #define HOTSPOT_NO_SEGMENT (~0ULL)
@@ -40,28 +41,31 @@ enum hotspot_layout {
 struct hotspot_heap {
 	__u64 start;
 	__u64 end;
-	__u64 map; /* where the byte of the first segment is */
+	__u64 map; /* address of the byte of the first segment */
 	__u32 segment_shift;
 	__u32 reserved;
 };
 
-/* What user space has found out of a process that has called exec. Offsets are in bytes. */
+/*
+ * Layout of HotSpot in a process that has called exec, as user space has found it. Offsets are in
+ * bytes.
+ */
 struct hotspot_process {
 	struct hotspot_heap heaps[HOTSPOT_HEAPS];
 	__u64 interpreter; /* the interpreter's code */
 	__u64 interpreter_end;
-	__u64 continuation; /* stubs that bring frames of a virtual thread to the stack */
+	__u64 continuation; /* stubs that copy frames of a virtual thread to the stack */
 	__u64 continuation_end;
 	__u16 blob;	      /* in a block: the CodeBlob */
-	__u16 frame_size;     /* in a CodeBlob: an int, in words; 0, -1: there is a frame pointer */
+	__u16 frame_size;     /* in a CodeBlob: an int, in words; 0, -1: by frame pointer */
 	__u16 frame_complete; /* bytes of the code until the frame is complete: a short or an int */
-	__u16 code; /* where the code begins: an int, from the CodeBlob on, or a pointer */
+	__u16 code;	      /* start of the code: an int, from the CodeBlob on, or a pointer */
 	__u8 frame_complete_bytes;
 	__u8 code_bytes;
 	__u8 reserved[6];
 };
 
-/* By unwind_space()'s layout. */
+/* Layout of HotSpot in each process, by the `layout` of unwind_space(). */
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, HOTSPOT_PROCESSES);
@@ -69,7 +73,10 @@ struct {
 	__type(value, struct hotspot_process);
 } hotspot_processes SEC(".maps");
 
-/* A number of so many bytes. 0 also if it cannot be read. */
+/*
+ * Reads a signed number of `bytes` bytes of the current process. Returns 0 also if it cannot be
+ * read.
+ */
 static __always_inline __s64 hotspot_number(__u64 at, __u8 bytes)
 {
 	__s64 number = 0;
@@ -82,8 +89,9 @@ static __always_inline __s64 hotspot_number(__u64 at, __u8 bytes)
 }
 
 /*
- * Go back by the heap's map from a segment of a block to an earlier one. Returns that, with
- * HOTSPOT_FIRST if it is the block's first; HOTSPOT_NO_SEGMENT: it is in none.
+ * Goes back in the heap's map from a segment of a block to an earlier one. Returns the earlier
+ * segment, with HOTSPOT_FIRST if it is the block's first; HOTSPOT_NO_SEGMENT if the segment is in
+ * no block.
  */
 __noinline __u64 hotspot_segments_back(__u64 map, __u64 segment)
 {
@@ -101,9 +109,9 @@ __noinline __u64 hotspot_segments_back(__u64 map, __u64 segment)
 }
 
 /*
- * The first segment of the block that a segment is in, by the heap's map;
- * HOTSPOT_NO_SEGMENT: none. Global, so that the verifier follows it once and not
- * again for each heap.
+ * Returns the first segment of the block that contains a segment, by the heap's map;
+ * HOTSPOT_NO_SEGMENT if no block does. Global, so that the verifier follows the function once and
+ * not again for each heap.
  */
 __noinline __u64 hotspot_first_segment(__u64 map, __u64 segment)
 {
@@ -114,7 +122,7 @@ __noinline __u64 hotspot_first_segment(__u64 map, __u64 segment)
 	return segment & ~HOTSPOT_FIRST;
 }
 
-/* The block that an address of a heap is in; 0: none. */
+/* Returns the block that contains an address of a heap; 0: none. */
 static __always_inline __u64 hotspot_block(const struct hotspot_heap *heap, __u64 pc)
 {
 	__u32 shift = heap->segment_shift & 63;
@@ -123,7 +131,7 @@ static __always_inline __u64 hotspot_block(const struct hotspot_heap *heap, __u6
 	return segment == HOTSPOT_NO_SEGMENT ? 0 : heap->start + (segment << shift);
 }
 
-/* The rule for code of a block. `at` is as in unwind_row(). */
+/* Returns the rule for code of a block. `at` is as in unwind_row(). */
 static __always_inline __u64 hotspot_rule(const struct hotspot_process *process, __u64 block,
 					  __u64 at)
 {
@@ -146,9 +154,9 @@ static __always_inline __u64 hotspot_rule(const struct hotspot_process *process,
 }
 
 /*
- * The rule for an address of generated code in the current process, as unwind_row()
- * gives them: UNWIND_NO_RULE if it is not HotSpot's. Global, so that the verifier
- * follows it once.
+ * Returns the rule for an address of generated code in the current process, as unwind_row() does;
+ * UNWIND_NO_RULE if the code is not HotSpot's. Global, so that the verifier follows the function
+ * once.
  */
 __noinline __u64 hotspot_row(__u64 layout, __u64 at)
 {
@@ -160,8 +168,9 @@ __noinline __u64 hotspot_row(__u64 layout, __u64 at)
 	if (address - process->interpreter < process->interpreter_end - process->interpreter)
 		return hotspot_row_by_fp(UNWIND_INTERPRETED);
 	/*
-	 * When a virtual thread goes on, few of its frames come from the heap, and the last of
-	 * these returns to a stub, which brings others: the frame behind is not its caller's.
+	 * When a virtual thread continues, only a few of its frames are copied from the heap. The
+	 * last of these returns to a stub, which copies more: the frame behind it on the stack is
+	 * not its caller's.
 	 */
 	if (address - process->continuation < process->continuation_end - process->continuation)
 		return UNWIND_IN_JAVA_HEAP;
@@ -176,7 +185,7 @@ __noinline __u64 hotspot_row(__u64 layout, __u64 at)
 	return UNWIND_NO_RULE;
 }
 
-/* Ask user space to look for HotSpot in the current process, unless it was asked just now. */
+/* Asks user space to look for HotSpot in the current process, unless it was asked just now. */
 static __noinline int hotspot_ask(__u64 layout)
 {
 	if (!layout || bpf_map_lookup_elem(&hotspot_processes, &layout))

@@ -1,17 +1,16 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Kernel call stacks, in the same table as the user's (stack.bpf.h).
+ * Kernel call stacks, in the same table as user stacks (stack.bpf.h).
  *
- * The kernel unwinds its own code itself, but only into memory of ours, and the
- * id is known only after that.
+ * The kernel unwinds its own stacks, but only into memory that the program provides, and the id is
+ * known only after that.
  */
 #ifndef MEMTOOLS_KERNEL_STACK_BPF_H
 #define MEMTOOLS_KERNEL_STACK_BPF_H
 
 #include "stack_table.bpf.h"
 
-/* What the kernel walks of its own stacks at most, unless kernel.perf_event_max_stack was changed.
- */
+/* Limit of the kernel's walk of its own stacks, unless kernel.perf_event_max_stack was changed. */
 #define STACK_KERNEL_FRAMES 127
 
 static __noinline int stack_hash_all(struct stack_slot *slot)
@@ -24,8 +23,8 @@ static __noinline int stack_hash_all(struct stack_slot *slot)
 }
 
 /*
- * The id of the kernel stack in the slot, whose frames take `bytes` of it.
- * `interrupted` is 1 if the first is no return address.
+ * Stores the kernel stack in the slot, whose frames take `bytes` bytes, and returns its id.
+ * `interrupted` is 1 if the first frame is no return address.
  */
 static __always_inline __u64 stack_id_of_kernel(struct stack_slot *slot, __u64 bytes,
 						__u64 interrupted)
@@ -71,15 +70,18 @@ static __always_inline __u64 stack_of_kernel_from(void *ctx, __u64 interrupted)
 }
 
 /*
- * The kernel stack of what the program is attached to; `ctx` is the program's
- * context. STACK_NONE if that is not in kernel mode: a page fault of user code.
+ * Returns the id of the kernel stack at the program's hook; `ctx` is the program's context.
+ * STACK_NONE if the hook is not in kernel mode: a page fault of user code.
  */
 static __always_inline __u64 stack_of_kernel(void *ctx)
 {
 	return stack_of_kernel_from(ctx, 0);
 }
 
-/* The same in a program of a perf event or a kprobe: it begins with the instruction itself. */
+/*
+ * Returns the kernel stack in a program of a perf event or a kprobe, which begins with the
+ * interrupted instruction itself.
+ */
 static __always_inline __u64 stack_of_kernel_interrupted(void *ctx)
 {
 	return stack_of_kernel_from(ctx, 1);

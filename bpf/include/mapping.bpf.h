@@ -1,46 +1,48 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * What code is at an address of the current process: the mapping, and the file
- * that it is of.
+ * Lookup of the code at an address of the current process: the mapping, and the file that is
+ * mapped.
  *
- * The kernel's own tree of mappings is gone through, without its lock. bpf_find_vma()
- * would take that, or fail while a thread maps memory, and is of 5.17. The tree may
- * change meanwhile: memory is read through helpers that cannot fault, and what was
- * found counts only if it says itself that it is a mapping of this process
- * with this address in it. Else the search begins anew, once.
+ * The kernel's own tree of mappings is walked without its lock. bpf_find_vma() would take the lock,
+ * or fail while a thread maps memory, and exists since 5.17 only. The tree may change meanwhile:
+ * memory is read through helpers that cannot fault, and a result counts only if its own fields say
+ * that it is a mapping of this process that contains this address. Otherwise the search is
+ * repeated, once.
  *
- * Up to 6.0 it is a red-black tree; since then (commit d4af56c5c7c6, "mm: start
- * tracking VMAs with maple tree") a maple tree, whose nodes have up to 16 children.
+ * Up to 6.0 the tree is a red-black tree; since then (commit d4af56c5c7c6, "mm: start tracking VMAs
+ * with maple tree") a maple tree, whose nodes have up to 16 children.
  */
 #ifndef MEMTOOLS_MAPPING_BPF_H
 #define MEMTOOLS_MAPPING_BPF_H
 
 #include "mapping_tree.bpf.h"
 
-/* Which file, and which contents. Of no file: zero; the vdso, where the kernel keeps it, and no
- * device. */
+/*
+ * Identity of a mapped file and of its contents. All zero for memory of no file. For the vdso,
+ * `inode` is the address of the kernel's copy, and `device` is 0.
+ */
 struct mapping_file {
 	__u64 inode;
 	__u64 size;
-	__u64 changed; /* when its contents were last, a mix of seconds and nanoseconds */
+	__u64 changed; /* last change of the contents, a mix of seconds and nanoseconds */
 	__u32 device;
-	__u32 generation; /* of those that have had the inode's number */
+	__u32 generation; /* tells files apart that have had the same inode number */
 };
 
-/* What was found last. */
+/* Mapping that was found last. */
 struct mapping {
 	__u64 start;
 	__u64 end;
-	__u64 base; /* to be subtracted from an address, to have the byte of the file */
+	__u64 base; /* subtracted from an address, gives the offset in the file */
 	__u64 executable;
 	struct mapping_file file;
-	__u64 node[16]; /* a node of the tree, meanwhile */
+	__u64 node[16]; /* scratch: a node of the tree */
 };
 
 /*
- * One for each slot of the stack table, so that nobody else writes to it, and one
- * for user space. Functions are given its number: scalars in and out, so that
- * they can be global and the verifier follows each of them once.
+ * Results of lookups: one for each slot of the stack table, which only the holder of the slot
+ * writes to, and one for user space. Functions take the number of the result: with scalars in and
+ * out they can be global, and the verifier follows each of them once.
  */
 #define MAPPINGS      257
 #define MAPPING_OF_US 256
@@ -52,12 +54,14 @@ struct {
 	__type(value, struct mapping);
 } mappings SEC(".maps");
 
-/* A node has four children or more, that of a balanced tree with eight at least. */
+/*
+ * Levels of the maple tree: a node has at least four children, in a balanced tree at least eight.
+ */
 #define MAPPING_MAPLE_LEVELS 8
 #define MAPPING_EXECUTABLE   4 /* VM_EXEC */
 #define MAPPING_PAGE_SHIFT   12
 
-/* Since 6.7, up to 6.10 (commit 3aa63a569c64); since then in two fields (16a94965324e). */
+/* Since 6.7 (commit 12cd44023651), up to 6.10; since 6.11 in two fields (3aa63a569c64). */
 struct inode___wrapped {
 	struct timespec64 __i_mtime;
 };
@@ -66,7 +70,7 @@ struct inode___plain {
 	struct timespec64 i_mtime;
 };
 
-/* A pointer to a node has its type in the bits that its alignment leaves. */
+/* A pointer to a node has the node's type in the bits that its alignment leaves. */
 #define MAPLE_POINTER_BITS    255ULL
 #define MAPLE_TYPE_SHIFT      3
 #define MAPLE_TYPE_BITS	      15
@@ -75,9 +79,9 @@ struct inode___plain {
 #define MAPLE_RANGE_WITH_GAPS 3
 
 /*
- * One step down the maple tree. A node has the last address of each of its children,
- * but of the last one, and so does the tree of memory: the first that is not
- * less than ours.
+ * Goes one step down the maple tree, to the child for `address`. A node has the last address of
+ * each of its children except the last child. The child is the first whose last address is not less
+ * than `address`.
  */
 __noinline __u64 mapping_maple_step(__u32 index, __u64 entry, __u64 address)
 {
@@ -105,8 +109,9 @@ __noinline __u64 mapping_maple_step(__u32 index, __u64 entry, __u64 address)
 }
 
 /*
- * A function of its own, with a barrier: else clang has where the field is computed
- * before it is asked whether it is there, and programs do not load where it is not.
+ * Returns the root of the maple tree of an mm_struct; 0 if the kernel has none. A function of its
+ * own, with a barrier: otherwise clang computes the field's address before the test that the field
+ * exists, and programs do not load on kernels without it.
  */
 __noinline __u64 mapping_maple_root(__u64 address)
 {
@@ -157,7 +162,10 @@ static __always_inline void mapping_describe_file(struct mapping_file *to, struc
 	to->changed = seconds << 30 ^ nanoseconds;
 }
 
-/* Describe the mapping, if it is one of this process, with this address in it. */
+/*
+ * Describes the mapping that was found. Returns 0 if it is not one of this process that contains
+ * this address.
+ */
 __noinline int mapping_describe(__u32 index, __u64 found, __u64 address)
 {
 	struct mapping *mapping = bpf_map_lookup_elem(&mappings, &index);
@@ -185,7 +193,7 @@ __noinline int mapping_describe(__u32 index, __u64 found, __u64 address)
 	return 1;
 }
 
-/* Find what is at the address. NULL if nothing is. */
+/* Finds the mapping that contains the address. Returns NULL if there is none. */
 static __always_inline struct mapping *mapping_find(__u32 index, __u64 address)
 {
 	struct task_struct *task = (void *)bpf_get_current_task();

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * A process's mappings up to Linux 6.0: a red-black tree. It is gone through without
+ * Lookup of a process's mappings up to Linux 6.0, in a red-black tree. The tree is walked without
  * its lock, so a thread that changes it meanwhile can hide a mapping.
  */
 #ifndef MEMTOOLS_MAPPING_TREE_BPF_H
@@ -9,8 +9,7 @@
 #include "memtools.bpf.h"
 
 /*
- * The depth of a tree of 2^16 mappings, which is what a process may have: twice that of
- * a balanced one.
+ * Maximum depth of a tree of 2^16 mappings, the limit of a process: twice that of a balanced tree.
  */
 #define MAPPING_TREE_LEVELS 34
 
@@ -27,7 +26,10 @@ static __always_inline struct vm_area_struct *mapping_of_node(struct rb_node *no
 	return (void *)node - bpf_core_field_offset(struct vm_area_struct___rb, vm_rb);
 }
 
-/* The mapping with this address in it, a struct vm_area_struct, or 0. Not locked, not held. */
+/*
+ * Returns the mapping that contains this address, a struct vm_area_struct, or 0. No lock or
+ * reference is taken.
+ */
 __noinline __u64 mapping_in_tree(__u64 mm, __u64 address)
 {
 	struct mm_struct___rb *with_tree = (void *)mm;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * What every program of the suite includes first: kernel types, libbpf's
- * helpers, and the counters of what was lost.
+ * Header that every BPF program of the suite includes first: kernel types, libbpf's helpers, and
+ * the counters of losses.
  */
 #ifndef MEMTOOLS_BPF_H
 #define MEMTOOLS_BPF_H
@@ -12,32 +12,32 @@
 #include <bpf/bpf_tracing.h>
 
 /*
- * Has user space know a type: libbpf-cargo generates Rust types for what
- * variables and maps of the object refer to, and for nothing else.
+ * Exports a type to user space: libbpf-cargo generates Rust types only for the types of the
+ * object's variables and maps.
  */
 #define EXPORT_TYPE(type)		EXPORT_TYPE_AS(type, __COUNTER__)
 #define EXPORT_TYPE_AS(type, number)	EXPORT_TYPE_NAMED(type, number)
 #define EXPORT_TYPE_NAMED(type, number) type *exported_type_##number __attribute__((unused))
 
 /*
- * What stands for a number that this kernel does not tell. As src/bpf/types.rs
- * has it: the enums of clang 14 have 32 bits.
+ * Value of a number that this kernel does not report. A macro rather than an enumerator, as the
+ * enums of clang 14 have 32 bits; src/bpf/types.rs defines the same value.
  */
 #define UNKNOWN (~0ULL)
 
 /*
- * A loop of calls that stays a loop. Where clang unrolls it, the verifier looks for each turn at
- * all that is called once more, to find out how deep the stack gets: at millions of instructions
- * for rounds of rounds.
+ * `for` of a loop that calls functions, which clang must not unroll. In an unrolled loop, the
+ * verifier looks once more, for each iteration, at all functions that are called, to find the depth
+ * of the stack: millions of instructions for nested rounds.
  */
 #define CALL_LOOP _Pragma("clang loop unroll(disable)") for
 
-/* Threads that a map has room for, by which it is known what each is in the middle of. */
+/* Capacity of a map of what each thread is in the middle of. */
 #define THREADS 8192
 
 /*
- * A map of what each thread is in the middle of, by pid_tgid as
- * bpf_get_current_pid_tgid() returns it. Its memory is set aside when it is
+ * Defines a map of the call that each thread is in the middle of, by pid_tgid as
+ * bpf_get_current_pid_tgid() returns it. The memory of the map is allocated when the map is
  * created.
  */
 #define BY_THREAD(name_, type_)                                                                    \
@@ -49,21 +49,20 @@
 	} name_ SEC(".maps")
 
 /*
- * Nothing is lost silently: each failure to record something adds one to the
- * counter of its reason, which user space reads and reports (src/run/losses.rs).
- * An array with atomic adds rather than a per-CPU one: losses are rare, and a
- * task may be preempted in the middle of an uprobe's program, which makes a
- * plain add to a per-CPU counter inexact.
+ * Counters of losses. Nothing is lost silently: each failure to record something adds one to the
+ * counter of its reason, which user space reads and reports (src/run/losses.rs). The map is an
+ * array with atomic adds rather than a per-CPU array: losses are rare, and a task may be preempted
+ * in the middle of a uprobe's program, which makes a plain add to a per-CPU counter inexact.
  */
 struct losses {
 	__u64 events;	   /* ring buffer full */
 	__u64 entries;	   /* a map of live objects or totals full */
-	__u64 calls;	   /* calls in flight not followed: map full */
+	__u64 calls;	   /* calls not followed: map full, or return not seen */
 	__u64 stacks;	   /* distinct stacks not stored: table full */
 	__u64 deep_stacks; /* stacks cut at the depth limit */
 	__u64 lookups;	   /* mappings, of page faults or segments, that could not be looked up */
 	__u64 processes;   /* processes not followed: map full */
-	__u64 own_events;  /* no loss: the tool's own, which the options would ask for */
+	__u64 own_events;  /* not a loss: the tool's own events that match the options */
 };
 
 struct {
@@ -84,8 +83,8 @@ struct {
 #define count_loss(reason) count_losses(reason, 1)
 
 /*
- * Notes a call that this thread begins, in a BY_THREAD map. A call that is still
- * there is lost: its return was not seen (too many kretprobes at once).
+ * Records a call that this thread begins, in a BY_THREAD map. An entry that the map still has for
+ * the thread counts as lost: the return of that call was not seen (too many kretprobes at once).
  */
 static __always_inline void begin_call(void *calls, __u64 thread, const void *call)
 {
@@ -95,7 +94,9 @@ static __always_inline void begin_call(void *calls, __u64 thread, const void *ca
 		count_loss(calls);
 }
 
-/* The key's value, at first a copy of `zero`; NULL if the map has no room for it. */
+/*
+ * Returns the value of the key. A new key is added with a copy of `zero`; NULL if the map is full.
+ */
 static __always_inline void *value_of(void *map, const void *key, const void *zero)
 {
 	void *value = bpf_map_lookup_elem(map, key);

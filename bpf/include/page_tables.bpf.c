@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
- * Reads the page tables of a process for src/heap/idle: which pages have been
- * used is in their entries, and no file of /proc tells it page by page.
+ * Reads the page tables of a process for src/heap/idle. Their entries say which pages have been
+ * used; no file of /proc reports that page by page.
  *
- * Hooks: none. User space runs both programs itself (BPF_PROG_TEST_RUN), with
- * arguments in place of a tracepoint's. They only read.
+ * Hooks: none. User space runs both programs itself (BPF_PROG_TEST_RUN), with arguments in place of
+ * a tracepoint's. They only read.
  */
 #include "memtools.bpf.h"
 #include "page_tables.bpf.h"
@@ -30,9 +30,9 @@ static __always_inline struct page_tables *tables(void)
 }
 
 /*
- * Tells the address of the root of a process's page tables, by a file descriptor
- * of ours, args[0], of its pagemap: what the kernel keeps with that open file is the
- * process's mm. Returns 0, or 1 if there is none.
+ * Finds the root of a process's page tables. args[0] is a file descriptor of the tool's, of the
+ * process's pagemap: the kernel keeps the process's mm with that open file. Returns 0, or 1 if
+ * there is none.
  */
 SEC("raw_tp")
 int page_table_root(struct bpf_raw_tracepoint_args *ctx)
@@ -53,8 +53,10 @@ int page_table_root(struct bpf_raw_tracepoint_args *ctx)
 	return !to->root;
 }
 
-/* Copies as many tables, args[0], as there are addresses; one that cannot be read has the address 0
- * then. */
+/*
+ * Copies args[0] page tables, from the addresses in `address`. The address of a table that cannot
+ * be read is set to 0.
+ */
 SEC("raw_tp")
 int page_tables_read(struct bpf_raw_tracepoint_args *ctx)
 {

@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
-/*
- * What user space asks for of page tables, and what it is told: page_tables.bpf.c.
- */
+/* Request and answer of the programs that read page tables: page_tables.bpf.c. */
 #ifndef PAGE_TABLES_BPF_H
 #define PAGE_TABLES_BPF_H
 
@@ -10,7 +8,7 @@ enum page_tables_sizes {
 	PAGE_TABLE_ENTRIES = 512,
 };
 
-/* One that a program and user space take turns with. */
+/* Request of user space and answer of a program, which take turns with this memory. */
 struct page_tables {
 	__u64 root;
 	__u64 address[PAGE_TABLES_AT_ONCE]; /* in the kernel's own address space */

@@ -1,20 +1,18 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
-/*
- * What the current task reclaims memory for.
- */
+/* Cause of the current task's memory reclaim. */
 #ifndef MEMTOOLS_RECLAIM_BPF_H
 #define MEMTOOLS_RECLAIM_BPF_H
 
 #include "memtools.bpf.h"
 
 /*
- * The memory cgroup whose limit the current task reclaims for, by its id; 0 if it
- * reclaims for the machine, or for none. That need not be the task's own: a limit is
- * also for all that is below it.
+ * Returns the id of the memory cgroup whose limit the current task reclaims for; 0 if the task
+ * reclaims for the machine, or not at all. The cgroup need not be the task's own: a limit also
+ * covers all cgroups below.
  *
- * The tracepoints of kernels up to 6.18 do not tell it. But from before that of the
- * beginning until after that of the end the task's reclaim_state points into the
- * scan_control of its reclaim, on all kernels from 5.10 to 7.2.
+ * The tracepoints of kernels up to 6.18 do not report the cgroup. But on all kernels from 5.10 to
+ * 7.2, the task's reclaim_state points into the scan_control of its reclaim, from before the
+ * tracepoint of the beginning until after that of the end.
  */
 static __noinline __u64 reclaim_limited_cgroup(void)
 {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * How full the tables are that user space empties, or replaces by larger ones, while
- * programs add to them (src/bpf/room.rs). Such a table starts small. At a part of its
- * size user space is asked, once, and what is added meanwhile has the rest of it.
+ * Fill levels of the tables that user space empties, or replaces by larger ones, while programs add
+ * to them (src/bpf/room.rs). Such a table starts small. When it is filled to a threshold, user
+ * space is asked once to make space; entries that are added meanwhile use the rest of the table.
  */
 #ifndef MEMTOOLS_ROOM_BPF_H
 #define MEMTOOLS_ROOM_BPF_H
@@ -16,12 +16,12 @@ enum room_of {
 };
 
 struct room {
-	__u64 taken;  /* entries added since user space has set it to 0 */
-	__u64 enough; /* at so many user space is asked; 0: never */
-	__u64 asked;  /* 1 from then until user space has set it to 0 */
+	__u64 taken;  /* entries added since user space last set this to 0 */
+	__u64 enough; /* value of `taken` at which user space is asked; 0: never */
+	__u64 asked;  /* 1 from the request until user space sets this to 0 */
 };
 
-/* User space reads and writes it at any time. */
+/* Fill level of each table, by enum room_of. User space reads and writes the levels at any time. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(map_flags, BPF_F_MMAPABLE);
@@ -30,13 +30,13 @@ struct {
 	__type(value, struct room);
 } rooms SEC(".maps");
 
-/* An enum room_of each, for user space to wait for. */
+/* Requests to user space to make space, each an enum room_of. */
 struct {
 	__uint(type, BPF_MAP_TYPE_RINGBUF);
 	__uint(max_entries, 4096);
 } room_requests SEC(".maps");
 
-/* An entry was added. */
+/* Counts an added entry, and sends the request for space at the threshold. */
 static __noinline int room_take(__u32 which)
 {
 	struct room *room = bpf_map_lookup_elem(&rooms, &which);

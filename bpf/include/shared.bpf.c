@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-2-Clause
 /*
- * No tool: what the headers share with user space, so that the library has
- * one generated definition of it (src/bpf/types.rs) and no copy typed by hand.
+ * Types that the headers share with user space. This object belongs to no tool: the library takes
+ * its one generated definition of each type from here (src/bpf/types.rs), so no copy is typed by
+ * hand.
  */
 #include "cgroup_path.bpf.h"
 #include "filter.bpf.h"

@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
-/*
- * By what numbers tasks are known in a PID namespace.
- */
+/* PIDs and TIDs of tasks in a PID namespace. */
 #ifndef MEMTOOLS_TASK_IDS_BPF_H
 #define MEMTOOLS_TASK_IDS_BPF_H
 
@@ -9,16 +7,16 @@
 
 #define PID_NAMESPACE_LEVELS 33 /* MAX_PID_NS_LEVEL, and the initial one */
 
-/* A task's numbers in a PID namespace; 0 where it has none there. */
+/* PID and TID of a task in a PID namespace; 0 if the task is not in that namespace. */
 struct task_ids {
 	__u32 pid; /* the process */
 	__u32 tid; /* the thread */
 };
 
 /*
- * A number of the kernel's as the PID namespace with this inode has it; 0: the
- * initial one. bpf_get_ns_current_pid_tgid() knows it only of a task whose own
- * namespace that is, not of one in a container below.
+ * Returns the number of a `struct pid` in the PID namespace with this inode; 0 is the inode of the
+ * initial one. bpf_get_ns_current_pid_tgid() knows the number only for a task whose own namespace
+ * this is, not for one in a container below. Returns 0 if the task is not in the namespace.
  */
 static __noinline __u32 number_in_namespace(struct pid *pid, __u32 namespace)
 {
@@ -33,7 +31,7 @@ static __noinline __u32 number_in_namespace(struct pid *pid, __u32 namespace)
 	return 0;
 }
 
-/* The numbers of any task. */
+/* Returns the PID and TID of any task in the PID namespace with this inode. */
 static __always_inline struct task_ids task_ids_in(struct task_struct *task, __u32 namespace)
 {
 	return (struct task_ids){

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * The user stack of the current task, from inside the kernel: a system call, a
- * page fault, an interrupt.
+ * User stack of the current task, taken inside the kernel: in a system call, a page fault, an
+ * interrupt.
  */
 #ifndef MEMTOOLS_TASK_STACK_BPF_H
 #define MEMTOOLS_TASK_STACK_BPF_H
@@ -11,8 +11,8 @@
 #include "stack.bpf.h"
 
 /*
- * The id of the stack. STACK_NONE for kernel threads, and for 32-bit programs, whose
- * frames are laid out otherwise.
+ * Returns the id of the current task's user stack. STACK_NONE for kernel threads, and for 32-bit
+ * programs, whose frames have another layout.
  */
 static __noinline __u64 stack_of_task(void)
 {
