@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Frames of CPython, put into a user stack where they belong.
+ * Walk through the frames of CPython, and their place in a user stack.
  *
- * Before the native walk, the thread's chain of interpreter frames is followed, and
- * a word noted for each (python_word.bpf.h), in groups: one for each call of the
- * interpreter's loop. With each group goes its anchor, an address that is in the C
- * frame of that call: of a local variable of the loop's function. The native walk
- * puts a group behind the frame that its anchor is in. No symbol is needed.
+ * Before the native walk, the thread's chain of interpreter frames is followed, and a word is noted
+ * for each frame (python_word.bpf.h). The words form groups: one for each call of the interpreter's
+ * loop. Each group has an anchor, an address in the C frame of that call: of a local variable of
+ * the loop's function. The native walk adds a group behind the frame that contains the group's
+ * anchor. No symbol is needed.
  *
- * All that is read of a process may be anything: chains end after so many steps, and
- * what is no code object by its type is not taken for one.
+ * Memory of the process may hold anything: a chain is followed for a limited number of steps, and
+ * an object is taken for a code object only if its type says so.
  */
 #ifndef MEMTOOLS_PYTHON_BPF_H
 #define MEMTOOLS_PYTHON_BPF_H
@@ -18,9 +18,9 @@
 #include "arch_registers.bpf.h"
 
 /*
- * Read the frame at `address` into the window, and what is before it in its page:
- * frames of a thread lie together, callers below. Of what is behind it the page may
- * not be there.
+ * Reads the frame at `address` into the window, with the part of its page that precedes it: frames
+ * of a thread lie together, callers below. Nothing behind the frame is read, as the next page may
+ * not be mapped.
  */
 static __noinline int python_fill(struct python_slot *slot, __u64 address)
 {
@@ -43,7 +43,7 @@ static __noinline int python_fill(struct python_slot *slot, __u64 address)
 	return 1;
 }
 
-/* A group is complete. Returns 0 if there is no room for it. */
+/* Ends a group, whose anchor this is. Returns 0 if there are too many groups. */
 static __always_inline int python_end_group(struct python_slot *slot, __u64 anchor)
 {
 	__u64 group = slot->groups;
@@ -57,7 +57,9 @@ static __always_inline int python_end_group(struct python_slot *slot, __u64 anch
 	return 1;
 }
 
-/* Ends a group whose anchor is the current _PyCFrame; the caller's is current then. */
+/*
+ * Ends a group whose anchor is the current _PyCFrame, and goes on to the _PyCFrame of the caller.
+ */
 static __noinline int python_end_cframe(struct python_slot *slot)
 {
 	int room = python_end_group(slot, slot->cframe);
@@ -67,8 +69,9 @@ static __noinline int python_end_cframe(struct python_slot *slot)
 }
 
 /*
- * Whether the frame is one that executes nothing, and begins a call of the loop. What is near is
- * on the C stack: no need to lose the window for it.
+ * Whether the frame is an entry frame, which executes nothing and begins a call of the loop. A
+ * frame near the stack pointer is on the C stack: it is read into `near`, so that the window is
+ * kept.
  */
 static __noinline int python_is_entry(struct python_slot *slot)
 {
@@ -82,13 +85,13 @@ static __noinline int python_is_entry(struct python_slot *slot)
 	return mark < PYTHON_STATE_BYTES && slot->near[mark] == slot->process.mark;
 }
 
-/* Note a frame's word. Returns 0 if its code object is none. */
+/* Notes the word of a frame. Returns 0 if `code` is not a code object. */
 static __always_inline int python_note(struct python_slot *slot, __u64 code, __u64 instruction)
 {
 	__u64 count = slot->words, word;
 
 	barrier_var(count);
-	/* Its group is still to be found. */
+	/* There is no space for the word, but the walk goes on, to the anchor of its group. */
 	if (count >= PYTHON_FRAMES) {
 		slot->cut = 1;
 		return 1;
@@ -98,7 +101,7 @@ static __always_inline int python_note(struct python_slot *slot, __u64 code, __u
 		return 0;
 	if (slot->process.code_bytecode)
 		instruction = (instruction - code - slot->process.code_bytecode) >> 1;
-	/* Without its instruction, a word is the same wherever the function is. */
+	/* Without lines, words have no instruction: a function has the same word wherever it is. */
 	if (python_lines)
 		word |= instruction & PYTHON_NOT_BEGUN;
 	slot->word[count] = word;
@@ -113,9 +116,9 @@ static __always_inline int python_give_up(struct python_slot *slot)
 }
 
 /*
- * One frame. Returns 0 at the end.
+ * Walks one frame. Returns 0 at the end of the chain.
  *
- * Global, so that the verifier follows it once and not again for each frame.
+ * Global, so that the verifier follows the function once and not again for each frame.
  */
 __noinline int python_step(__u32 index)
 {
@@ -160,9 +163,9 @@ __noinline int python_step(__u32 index)
 }
 
 /*
- * A round of frames. Returns 0 at the end.
+ * Walks a round of frames. Returns 0 at the end of the chain.
  *
- * The verifier follows each turn of a loop: in rounds, 48 for 512 frames.
+ * The verifier follows each iteration of a loop: with rounds, 48 iterations for 512 frames.
  */
 __noinline int python_round(__u32 index)
 {
@@ -172,7 +175,7 @@ __noinline int python_round(__u32 index)
 	return 1;
 }
 
-/* The thread's state, whose place follows from a key that the process has made meanwhile. */
+/* Finds the thread's state by a key, if the process has created the key by now. */
 static __noinline int python_find_state(struct python_process *process)
 {
 	__u64 key;
@@ -188,8 +191,8 @@ static __noinline int python_find_state(struct python_process *process)
 }
 
 /*
- * Go to the innermost frame of the thread. Returns 0 if it has none, or if it cannot be read just
- * then, which is a cut: the kernel may be moving the page, to make a huge one.
+ * Goes to the innermost frame of the thread. Returns 0 if there is none, or if memory cannot be
+ * read just now, which cuts the stack: the kernel may be moving the page, to make a huge one.
  */
 static __noinline int python_first_frame(struct python_slot *slot)
 {
@@ -202,7 +205,7 @@ static __noinline int python_first_frame(struct python_slot *slot)
 		if (bpf_probe_read_user(&pointer, sizeof(pointer), (void *)at))
 			return python_give_up(slot);
 	}
-	/* A thread that has not come to Python has no state. */
+	/* A thread that has not run Python has no state. */
 	if (!pointer)
 		return 0;
 	if (bpf_probe_read_user(slot->near, sizeof(slot->near), (void *)pointer))
@@ -222,7 +225,7 @@ static __noinline int python_first_frame(struct python_slot *slot)
 	return 1;
 }
 
-/* Begin a walk through the thread's frames. Returns 0 if there is nothing to walk. */
+/* Begins a walk through the thread's frames. Returns 0 if there is nothing to walk. */
 static __noinline int python_begin(__u32 index, struct stack_walk *walk)
 {
 	struct python_slot *slot = bpf_map_lookup_elem(&python_slots, &index);
@@ -245,8 +248,7 @@ static __noinline int python_begin(__u32 index, struct stack_walk *walk)
 	return python_first_frame(slot) || slot->cut;
 }
 
-/* The walk is over: what is left of a group whose beginning was not reached is without an anchor.
- */
+/* Ends the walk. Words of a group whose beginning was not reached have no anchor. */
 static __noinline int python_walked(__u32 index)
 {
 	struct python_slot *slot = bpf_map_lookup_elem(&python_slots, &index);
@@ -260,7 +262,8 @@ static __noinline int python_walked(__u32 index)
 	return 1;
 }
 
-/* Ask user space to look for the interpreter of the current process, unless it was asked just now.
+/*
+ * Asks user space to look for the interpreter of the current process, unless it was asked just now.
  */
 static __noinline int python_ask(struct stack_walk *walk)
 {

@@ -1,12 +1,10 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Code objects of CPython: which one a frame executes, and what user space is told
- * of it.
+ * Code objects of CPython: the one that a frame executes, and the record that is sent of it.
  *
- * Code objects are freed, and others made at the same address. A probe on the
- * function that frees them (unwind_code_dies) tells the two apart. A code object
- * is sent to user space in the walk that meets it first (python.bpf.h), so nothing
- * is lost when its process ends.
+ * Code objects are freed, and others are made at the same address. A probe on the function that
+ * frees them (unwind_code_dies) tells the two apart. A code object is sent to user space in the
+ * walk that meets it first (python.bpf.h), so nothing is lost when its process ends.
  */
 #ifndef MEMTOOLS_PYTHON_WORD_BPF_H
 #define MEMTOOLS_PYTHON_WORD_BPF_H
@@ -15,42 +13,48 @@
 #include "stack_table.bpf.h"
 #include "unwind.bpf.h"
 
-/* An option, set before load. */
+/* Option, set before load: whether words have the instruction, for line numbers. */
 const volatile __u8 python_lines;
 
 #define PYTHON_PROCESSES 1024
 #define PYTHON_FRAMES	 STACK_MAX_DEPTH
 #define PYTHON_GROUPS	 48
-/* A chain is followed for so many rounds of so many frames, also unnoted ones. */
+/* Limits of a walk along a chain: rounds, and frames in a round, also frames that are not noted. */
 #define PYTHON_ROUND_STEPS  32
 #define PYTHON_ROUNDS	    16
 #define PYTHON_BUCKETS	    4096
 #define PYTHON_WAYS	    7
 #define PYTHON_CODES_BYTES  (512 << 10)
 #define PYTHON_WINDOW_BYTES 2048
-#define PYTHON_STATE_BYTES  192 /* of a thread's state, in which are frame, _PyCFrame and thread */
+#define PYTHON_STATE_BYTES  192 /* of a thread's state, with frame, _PyCFrame and thread */
 #define PYTHON_NEAR_BYTES   80
-#define PYTHON_TEXT_BYTES   512	 /* copied of a text */
-#define PYTHON_LINES_BYTES  2944 /* copied of a line table: 99 of 100 have fewer */
+#define PYTHON_TEXT_BYTES   512	 /* copied of a text, at most */
+#define PYTHON_LINES_BYTES  2944 /* copied of a line table, at most: 99 of 100 have fewer */
 #define PYTHON_RECORD_BYTES                                                                        \
 	(sizeof(struct python_code) + 2 * PYTHON_TEXT_BYTES + PYTHON_LINES_BYTES)
-/* An entry frame is on the C stack, at most so far above the stack pointer. */
+/* Limit of the distance of an entry frame, which is on the C stack, from the stack pointer. */
 #define PYTHON_NEAR (16 << 20)
-/* The thread's key in `struct pthread` of glibc: specific_1stblock[].data. */
+/* Offset of a thread's values by key in glibc's `struct pthread`: specific_1stblock[].data. */
 #define PYTHON_FIRST_KEY 0x318
 #define PYTHON_KEYS	 32
 
-/* How calls of the loop are told from the chain of frames. */
+/*
+ * How the frames of a chain mark the calls of the interpreter's loop. An entry frame executes
+ * nothing.
+ */
 enum python_chain {
-	PYTHON_ENTRY_FRAMES,  /* 3.12: a frame that executes nothing begins each, in the C frame */
-	PYTHON_MARKED_FRAMES, /* 3.11: the first frame of each has a mark; its _PyCFrame is local */
-	PYTHON_SINGLE_FRAMES, /* 3.10: each frame is one; its _PyCFrame is local */
+	PYTHON_ENTRY_FRAMES,  /* 3.12 on: a call begins with an entry frame, in the C frame */
+	PYTHON_MARKED_FRAMES, /* 3.11: a call's first frame has a mark; its _PyCFrame is local */
+	PYTHON_SINGLE_FRAMES, /* 3.10: each frame is a call of its own; its _PyCFrame is local */
 };
 
-/* What user space has found out of a process that has called exec. Offsets are in bytes. */
+/*
+ * Layout of CPython in a process that has called exec, as user space has found it. Offsets are in
+ * bytes.
+ */
 struct python_process {
 	__s64 state_at;	 /* of the thread's state, from the thread pointer; 0: not known yet */
-	__u64 key_at;	 /* 0, or where in the process the key of it will be, from glibc */
+	__u64 key_at;	 /* 0, or address at which glibc's key of the state will be */
 	__u64 code_type; /* address of PyCode_Type */
 	__u16 thread;	 /* in a thread's state: the thread pointer */
 	__u16 frame;	 /* the current frame; 0: it is in the _PyCFrame */
@@ -60,23 +64,23 @@ struct python_process {
 	__u16 frame_code; /* in a frame */
 	__u16 frame_previous;
 	__u16 frame_instruction;
-	__u16 frame_mark;    /* the byte that tells of a call of the loop */
-	__u16 frame_bytes;   /* as many as there are at least */
+	__u16 frame_mark;    /* the byte that marks a call of the loop */
+	__u16 frame_bytes;   /* size of a frame, at least */
 	__u16 code_bytecode; /* in a code object; 0: the instruction is a number */
 	__u16 code_first_line;
 	__u16 code_file;
 	__u16 code_name;
 	__u16 code_lines;
 	__u16 text_ascii; /* in a str: ASCII characters */
-	__u16 text_other; /* others */
+	__u16 text_other; /* in a str: other characters */
 	__u16 bytes;	  /* in a bytes object */
 	__u8 mark;	  /* value of frame_mark */
 	__u8 chain;	  /* enum python_chain */
 	__u8 minor;	  /* of the version, 3.minor */
-	__u8 value;	  /* 0; musl: of what state_at points to, the state's number, from 1 */
+	__u8 value;	  /* 0; musl: number of the state, from 1, in the table at state_at */
 };
 
-/* By unwind_space()'s layout. */
+/* Layout of CPython in each process, by the `layout` of unwind_space(). */
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, PYTHON_PROCESSES);
@@ -85,14 +89,14 @@ struct {
 } python_processes SEC(".maps");
 
 /*
- * The words of code objects that were sent. Where one dies, the bucket's generation
- * goes on, so that what comes to be at the address gets another word; that of others
- * in the bucket stays.
+ * Words of the code objects that were sent. When a code object is freed, the generation of its
+ * bucket is incremented, so that the next code object at the address gets another word. The words
+ * of other code objects in the bucket stay.
  */
 struct python_bucket {
 	__u64 generation;
 	struct {
-		__u64 check; /* the code object's mix, xor the word: half of another's never fits */
+		__u64 check; /* the code object's hash, xor the word: never fits half written */
 		__u64 word;
 	} ways[PYTHON_WAYS];
 };
@@ -109,33 +113,33 @@ struct {
 	__uint(max_entries, PYTHON_CODES_BYTES);
 } python_codes SEC(".maps");
 
-/* A walk through the frames of a thread; it belongs to the holder of the stack slot. */
+/* Walk through the frames of a thread. It belongs to the holder of the stack slot. */
 struct python_slot {
 	struct python_process process;
-	__u64 identity; /* of the process, also of one that has its number later */
+	__u64 identity; /* of the process; a later process with the same PID has another */
 	__u64 sp;
 	__u64 frame;
 	__u64 cframe;
-	__u64 next_anchor; /* of the group whose turn it is; 0: there is none */
+	__u64 next_anchor; /* anchor of the next group to be added; 0: none */
 	__u64 window_at;
 	__u32 window_bytes; /* 0: nothing was read */
 	__u32 words;
 	__u32 groups;
-	__u32 group; /* whose turn it is */
-	__u32 due;   /* number of the word behind those whose turn it is */
-	__u32 done;  /* words that are in the stack */
+	__u32 group; /* number of the next group to be added */
+	__u32 due;   /* end of the words that are due to be added */
+	__u32 done;  /* words that were added to the stack */
 	__u32 cut;   /* 1: there are further frames */
 	__u64 anchors[PYTHON_GROUPS];
-	__u32 ends[PYTHON_GROUPS]; /* number of the word behind each group */
+	__u32 ends[PYTHON_GROUPS]; /* end of the words of each group */
 	__u64 word[PYTHON_FRAMES];
-	__u8 near[PYTHON_STATE_BYTES]; /* what is read beside the window */
+	__u8 near[PYTHON_STATE_BYTES]; /* what is read without changing the window */
 	union {
 		__u8 window[PYTHON_WINDOW_BYTES];
 		__u8 record[PYTHON_RECORD_BYTES];
 	};
 };
 
-/* By the number of the stack slot. */
+/* Python walks, by the number of the stack slot. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, STACK_SLOTS);
@@ -149,7 +153,8 @@ static __always_inline __u64 python_mix(__u64 hash, __u64 value)
 	return hash ^ hash >> 29;
 }
 
-/* A number for the current process between two calls of exec. Numbers of processes are used again.
+/*
+ * Returns a number that identifies the current process from one exec to the next. PIDs are reused.
  */
 static __noinline __u64 python_identity(void)
 {
@@ -160,7 +165,7 @@ static __noinline __u64 python_identity(void)
 	return python_mix(hash, BPF_CORE_READ(task, self_exec_id));
 }
 
-/* A word as it is in what was read at `at` of the window. */
+/* Returns the word at offset `field` of the frame that is at `at` in the window. */
 static __always_inline __u64 python_field(struct python_slot *slot, __u64 at, __u64 field)
 {
 	__u64 offset = at + field;
@@ -171,7 +176,7 @@ static __always_inline __u64 python_field(struct python_slot *slot, __u64 at, __
 	return *(__u64 *)(slot->window + offset);
 }
 
-/* A word of what was read beside the window. */
+/* Returns the word at offset `field` of what was read into `near`. */
 static __always_inline __u64 python_near(struct python_slot *slot, __u64 field)
 {
 	barrier_var(field);
@@ -180,7 +185,7 @@ static __always_inline __u64 python_near(struct python_slot *slot, __u64 field)
 	return *(__u64 *)(slot->near + field);
 }
 
-/* Copy a piece to the record, behind what is in it. Returns how many bytes. */
+/* Appends up to `most` bytes of the process to the record. Returns the number of bytes. */
 static __always_inline __u32 python_copy(struct python_slot *slot, __u64 used, __u64 at,
 					 __u64 length, const __u64 most)
 {
@@ -195,7 +200,10 @@ static __always_inline __u32 python_copy(struct python_slot *slot, __u64 used, _
 	return length;
 }
 
-/* Where the text of a str is, its bytes, and how many a character has. */
+/*
+ * Returns the address of the characters of a str. Sets `length` to their bytes, `character` to the
+ * bytes of each.
+ */
 static __noinline __u64 python_text(struct python_slot *slot, __u64 text, __u32 *length,
 				    __u8 *character)
 {
@@ -222,7 +230,7 @@ static __always_inline __u64 python_pointer(__u64 at)
 	return pointer;
 }
 
-/* Where the pieces of a code object are. */
+/* Fills in the addresses and lengths of the parts of a code object. */
 static __always_inline void python_describe(struct python_slot *slot, __u64 code)
 {
 	struct python_code *record = (void *)slot->record;
@@ -240,7 +248,10 @@ static __always_inline void python_describe(struct python_slot *slot, __u64 code
 	record->minor = process->minor;
 }
 
-/* Send a code object. Returns whether the ring buffer has taken it. The window is lost. */
+/*
+ * Sends a code object. Returns whether the ring buffer has taken it. The record overwrites the
+ * window.
+ */
 static __always_inline int python_send(struct python_slot *slot, __u64 word, __u64 code)
 {
 	struct python_code *record = (void *)slot->record;
@@ -266,7 +277,7 @@ static __always_inline int python_send(struct python_slot *slot, __u64 word, __u
 	return !bpf_ringbuf_output(&python_codes, record, used, 0);
 }
 
-/* Note a code object's word, in an empty way or in the place of another. */
+/* Stores a code object's word, in an empty way or in the place of another. */
 static __always_inline void python_keep(struct python_bucket *bucket, __u64 key, __u64 word)
 {
 	__u64 way = (bpf_ktime_get_ns() >> 4) % PYTHON_WAYS;
@@ -284,8 +295,8 @@ static __always_inline void python_keep(struct python_bucket *bucket, __u64 key,
 }
 
 /*
- * A word for a code object that has none. 0: it is none. One that the ring buffer had
- * no room for is sent the next time.
+ * Makes a word for a code object that has none, and sends the code object. Returns 0 if `code` is
+ * not a code object. If the ring buffer is full, the code object is sent the next time.
  */
 static __noinline __u64 python_introduce(struct python_slot *slot, struct python_bucket *bucket,
 					 __u64 key, __u64 code)
@@ -307,7 +318,9 @@ static __always_inline struct python_bucket *python_bucket_of(__u64 key)
 	return bpf_map_lookup_elem(&python_buckets, &number);
 }
 
-/* The word of a code object, in which the first instruction is. 0: it is none. */
+/*
+ * Returns the word of a code object, with instruction 0. Returns 0 if `code` is not a code object.
+ */
 static __always_inline __u64 python_word(struct python_slot *slot, __u64 code)
 {
 	__u64 key = python_mix(slot->identity, code), word;
@@ -324,8 +337,9 @@ static __always_inline __u64 python_word(struct python_slot *slot, __u64 code)
 }
 
 /*
- * Attached to code_dealloc(): what will be at this address is another code object. Two
- * programs do it, as one is skipped while it is running on that CPU.
+ * Removes the word of a code object that is freed, as the next object at its address is another
+ * one. Attached to code_dealloc() as two programs, as the kernel skips one while it is running on
+ * the same CPU.
  */
 static __noinline int python_forget(__u64 code)
 {

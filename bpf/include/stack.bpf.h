@@ -1,23 +1,23 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * User call stacks. This is for uprobes; task_stack.bpf.h takes the user stack
- * from programs of any other type, and kernel_stack.bpf.h puts the kernel's into
- * the same table.
+ * User call stacks. This is for uprobes; task_stack.bpf.h takes the user stack in programs of any
+ * other type, and kernel_stack.bpf.h puts kernel stacks into the same table.
  *
- * Most code is built without frame pointers. Its callers are found by the rules
- * of unwind.bpf.h, and in Java's by hotspot.bpf.h; where there are none (other generated code, a
- * file that user space has not looked at yet, no room for a file's), by frame pointers. An address
- * that is in no code of the process ends the walk: it is not taken for a frame.
+ * Most code is built without frame pointers. Its callers are found by the rules of unwind.bpf.h,
+ * and callers of Java code by hotspot.bpf.h. Where there are no rules (other generated code, a file
+ * that user space has not looked at yet, a file whose rules did not fit), callers are found by
+ * frame pointers. An address that is in no code of the process ends the walk: it is not taken for a
+ * frame.
  *
- * A walk (stack_walk.bpf.h) goes step by step (stack_step.bpf.h), and where the process
- * has Python's, adds its frames (stack_python.bpf.h).
+ * A walk (stack_walk.bpf.h) goes step by step (stack_step.bpf.h), and adds Python frames if the
+ * process has any (stack_python.bpf.h).
  */
 #ifndef MEMTOOLS_STACK_BPF_H
 #define MEMTOOLS_STACK_BPF_H
 
 #include "stack_step.bpf.h"
 
-/* Count the walk, and store the stack. Returns its id. */
+/* Counts the end of the walk, and stores the stack. Returns its id. */
 static __noinline __u64 stack_finish(struct stack_slot *slot)
 {
 	struct stack_walk *walk = &slot->walk;
@@ -30,15 +30,17 @@ static __noinline __u64 stack_finish(struct stack_slot *slot)
 		slot->ends[end]++;
 	if (walk->process)
 		slot->frame_pointer_steps += slot->stack.frame_pointer_steps;
-	/* Of two that differ in it only, one was walked before its tables were there. */
+	/*
+	 * Of two stacks that differ only in their end, one was walked before its tables were ready.
+	 */
 	stack_hash_add(&walk->id, &walk->check, end);
 	return stack_put(slot, walk->id, walk->check);
 }
 
 /*
- * The id in the table of the user stack whose innermost frame is at `pc`, with
- * these stack and frame pointers. `interrupted` is 1 if the task was interrupted
- * at `pc`, 0 if it returns there.
+ * Returns the id in the table of the user stack whose innermost frame is at `pc`, with these stack
+ * and frame pointers. `interrupted` is 1 if the task was interrupted at `pc`, 0 if `pc` is a return
+ * address.
  */
 __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
 {
@@ -67,14 +69,14 @@ __noinline __u64 stack_id(__u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
 	return id;
 }
 
-/* What a walk to a call has found. */
+/* Result so far of a walk to a call. */
 enum stack_call {
-	STACK_CALL_AHEAD, /* it goes on */
-	STACK_CALL_FOUND, /* the call is there, or nobody can tell */
-	STACK_CALL_PAST,  /* it is not */
+	STACK_CALL_AHEAD, /* not reached yet: the walk goes on */
+	STACK_CALL_FOUND, /* the call is among the callers, or this cannot be known */
+	STACK_CALL_PAST,  /* the call is not among the callers */
 };
 
-/* A round of steps of a walk to the allocator's call whose return address is at `address`. */
+/* Walks a round of steps to the allocator's call whose return address is at `address`. */
 __noinline int stack_round_to(__u32 index, __u64 address)
 {
 	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
@@ -88,7 +90,7 @@ __noinline int stack_round_to(__u32 index, __u64 address)
 		if (slot->walk.sp > address)
 			return slot->stack.frame_pointer_steps ? STACK_CALL_FOUND : STACK_CALL_PAST;
 		more = stack_step(index);
-		/* An allocator's functions are in files, and call none that a program generates. */
+		/* An allocator's functions are in files, and never call generated code. */
 		if (slot->walk.generated_depth)
 			return STACK_CALL_PAST;
 		if (!more)
@@ -99,9 +101,9 @@ __noinline int stack_round_to(__u32 index, __u64 address)
 }
 
 /*
- * Whether the call whose return address is at `address` is among the callers of
- * the frame that stack_id() would begin with. 1 also where nobody can tell: if the
- * walk ends before, or went by frame pointers, which skip frames.
+ * Whether the call whose return address is at `address` is among the callers of the frame that
+ * stack_id() would begin with. Returns 1 also if this cannot be known: if the walk ends before, or
+ * went by frame pointers, which skip frames.
  */
 __noinline int stack_comes_from(__u64 pc, __u64 sp, __u64 fp, __u64 address)
 {
@@ -119,16 +121,16 @@ __noinline int stack_comes_from(__u64 pc, __u64 sp, __u64 fp, __u64 address)
 }
 
 /*
- * The stack of the caller of a function that has just returned. The program
- * counter is then the return address, so the caller is always there, even if
- * neither it nor the function keeps a frame pointer.
+ * Returns the stack of the caller of a function that has just returned. The program counter is then
+ * the return address, so the caller is always in the stack, even if neither it nor the function
+ * keeps a frame pointer.
  */
 static __always_inline __u64 stack_of_caller_at_return(struct pt_regs *ctx)
 {
 	return stack_id(PT_REGS_IP(ctx), PT_REGS_SP(ctx), PT_REGS_FP(ctx), 0);
 }
 
-/* The same at the function's entry. */
+/* Returns the stack of a function's caller at the function's entry. */
 static __always_inline __u64 stack_of_caller_at_entry(struct pt_regs *ctx)
 {
 	return stack_id(stack_return_address(ctx), stack_pointer_after_return(PT_REGS_SP(ctx)),

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Counts by process, user stack and kernel stack, kept in the kernel: what
- * happens too often for an event each. src/run/count_stacks.rs reads them.
+ * Counts by process, user stack and kernel stack, kept in BPF maps: for events that are too
+ * frequent to be sent one by one. src/run/count_stacks.rs reads them.
  */
 #ifndef MEMTOOLS_STACK_COUNT_BPF_H
 #define MEMTOOLS_STACK_COUNT_BPF_H
@@ -26,10 +26,10 @@ struct stack_count_key {
 struct stack_count {
 	__u64 events;
 	__u64 bytes;
-	__u64 cgroup; /* of the last event, as cgroup_of_current() has it */
+	__u64 cgroup; /* of the last event: cgroup_of_current() */
 };
 
-/* The first size of the maps, COUNT_ENTRIES in src/run/count_stacks.rs. */
+/* First size of the maps; user space replaces them by larger ones (src/bpf/map_counts.rs). */
 #define STACK_COUNTS 4096
 
 COUNTS_OF_SIZES(counts, sizeof(struct stack_count_key), sizeof(struct stack_count), STACK_COUNTS);
@@ -71,8 +71,8 @@ static __noinline int stack_count_add(__u64 user, __u64 kernel, __u32 pid, __u64
 }
 
 /*
- * Count one event of the current task, which `ctx` is the program's context of;
- * `interrupted` is 1 in programs of perf events and kprobes.
+ * Counts one event of the current task; `ctx` is the program's context. `interrupted` is 1 in
+ * programs of perf events and kprobes.
  */
 static __always_inline int count_stacks(void *ctx, __u64 interrupted, __u32 pid, __u64 bytes)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * How a walk adds the frames of Python functions behind those of the loop that
+ * Adds the frames of Python functions to a walk, behind the frame of the interpreter's loop that
  * executes them.
  */
 #ifndef MEMTOOLS_STACK_PYTHON_BPF_H
@@ -12,17 +12,17 @@
 enum stack_due {
 	STACK_NONE_DUE,
 	STACK_PUSHED,
-	STACK_NO_ROOM, /* in the stack */
+	STACK_NO_ROOM, /* the stack is full */
 };
 
-/* Make the words of the next group due: the walk has just come through the loop of that group. */
+/* Makes the words of the next group due: the walk has just passed the loop of that group. */
 static __always_inline void stack_next_group(struct stack_walk *walk, struct python_slot *python)
 {
 	__u64 group = python->group, due = python->words;
 
 	/*
-	 * Where in its function the loop calls depends on the instruction, and on how
-	 * often that was executed. It does not make the stack another one.
+	 * The place in the loop's function from which it calls depends on the instruction, and on
+	 * how often that was executed. The hash of the stack must not depend on it.
 	 */
 	walk->id = walk->last_id;
 	walk->check = walk->last_check;
@@ -42,9 +42,9 @@ static __always_inline void stack_next_group(struct stack_walk *walk, struct pyt
 }
 
 /*
- * Add a frame of Python's, if it is the turn of one. Returns enum stack_due.
+ * Adds a Python frame, if one is due. Returns enum stack_due.
  *
- * Global, so that the verifier follows it once and not again for each frame.
+ * Global, so that the verifier follows the function once and not again for each frame.
  */
 __noinline int stack_push_due(__u32 index)
 {
@@ -56,7 +56,7 @@ __noinline int stack_push_due(__u32 index)
 	if (!slot || !python)
 		return STACK_NONE_DUE;
 	walk = &slot->walk;
-	/* What a signal has interrupted may be on another stack. */
+	/* A frame that a signal has interrupted may be on another stack. */
 	if (python->done >= python->due && python->next_anchor && !walk->interrupted &&
 	    python->next_anchor - walk->last_sp < walk->sp - walk->last_sp)
 		stack_next_group(walk, python);
@@ -72,7 +72,7 @@ __noinline int stack_push_due(__u32 index)
 	return STACK_PUSHED;
 }
 
-/* Add a round of the frames whose turn it is. Returns 0 where there are no more, or no room. */
+/* Adds a round of the frames that are due. Returns 0 if none are left, or if the stack is full. */
 __noinline int stack_push_round(__u32 index)
 {
 	CALL_LOOP (long i = 0; i < PYTHON_ROUND_STEPS; i++)
@@ -81,7 +81,7 @@ __noinline int stack_push_round(__u32 index)
 	return 1;
 }
 
-/* Add the frames of Python's whose loops are not among the native frames, marked so. */
+/* Adds a mark and the Python frames whose loops are not among the native frames. */
 __noinline int stack_push_unpaired(__u32 index)
 {
 	struct stack_slot *slot = bpf_map_lookup_elem(&stack_slots, &index);
@@ -103,7 +103,7 @@ __noinline int stack_push_unpaired(__u32 index)
 	return 0;
 }
 
-/* Look for frames of Python first, which the walk is then to add where they belong. */
+/* Walks the Python frames first, for the native walk to add them where they belong. */
 static __always_inline void stack_begin_python(__u32 index, struct stack_slot *slot)
 {
 	if (!python_begin(index, &slot->walk))

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * One step of a walk, from a frame to its caller: by a rule of its code, by what HotSpot
- * tells of generated code, by frame pointers, through a signal's frame, or through the trampoline
- * of a return probe.
+ * One step of a walk, from a frame to its caller: by a rule for its code, by HotSpot's description
+ * of generated code, by frame pointers, through the frame of a signal, or through the trampoline of
+ * a return probe.
  */
 #ifndef MEMTOOLS_STACK_STEP_BPF_H
 #define MEMTOOLS_STACK_STEP_BPF_H
@@ -15,12 +15,12 @@
 #define STACK_MAX_FRAME_BYTES (16 << 20)
 #define NO_FRAME_POINTER      1 /* or any odd number */
 
-/* Steps of a walk, in rounds: a frame may take a second one, for a return probe. */
+/* Steps of a walk, in rounds. A frame may take a second step, for a return probe. */
 #define STACK_ROUND_STEPS 17
 #define STACK_ROUNDS	  17
 _Static_assert(STACK_MAX_DEPTH + 32 < STACK_ROUNDS * STACK_ROUND_STEPS, "too few steps");
 
-/* Rounds of a walk to a call that is going on, from what it has called. */
+/* Rounds of a walk to an outer call, from a function that it has called (stack_comes_from()). */
 #define STACK_CALL_ROUNDS 10
 
 /* Return probes that a thread can be in at once; the kernel allows 64. */
@@ -29,9 +29,9 @@ _Static_assert(STACK_MAX_DEPTH + 32 < STACK_ROUNDS * STACK_ROUND_STEPS, "too few
 #define KERNEL_ADDRESS (1ULL << 63)
 
 /*
- * Ask a pending return probe (uretprobe), a return_instance of the kernel, for the return address
- * that was at `address`. Returns that, which is an address of the process, or the next probe to
- * ask, which is one of the kernel, or 0.
+ * Asks a pending return probe (uretprobe), a return_instance of the kernel, for the return address
+ * that it has replaced at `address`. Returns that address of the process; otherwise the next probe
+ * to ask, an address of the kernel, or 0.
  */
 __noinline __u64 stack_ask_return_probe(__u64 probe, __u64 address)
 {
@@ -43,8 +43,8 @@ __noinline __u64 stack_ask_return_probe(__u64 probe, __u64 address)
 }
 
 /*
- * Where the return address that was at `address` would return to: a pending
- * return probe has put its own there. 0 if there is none.
+ * Returns the original return address at `address`, which a pending return probe has replaced by
+ * its own; 0 if none has.
  */
 __noinline __u64 stack_of_return_probes(__u64 address)
 {
@@ -56,14 +56,14 @@ __noinline __u64 stack_of_return_probes(__u64 address)
 	return found & KERNEL_ADDRESS ? 0 : found;
 }
 
-/* No rule tells where the caller is. */
+/* Ends the walk as no rule leads to the caller, and counts that for the file. */
 static __always_inline int stack_without_rule(struct stack_slot *slot, __u64 row)
 {
 	unwind_count_missing(row_file(row));
 	return stack_end(slot, STACK_END_NO_RULE);
 }
 
-/* To the caller, by what "push %rbp; mov %rsp,%rbp" leaves in memory at %rbp. */
+/* Goes to the caller by what "push %rbp; mov %rsp,%rbp" leaves in memory at %rbp. */
 static __noinline int stack_by_frame_pointer(struct stack_slot *slot, __u64 row)
 {
 	struct stack_walk *walk = &slot->walk;
@@ -74,7 +74,10 @@ static __noinline int stack_by_frame_pointer(struct stack_slot *slot, __u64 row)
 		walk->generated_check = walk->check;
 		walk->generated_depth = slot->stack.depth;
 	}
-	/* As the ABI has it of the outermost frame; but where there are rules, it is any number. */
+	/*
+	 * By the ABI, the outermost frame has frame pointer 0; in code with rules, it is any
+	 * number.
+	 */
 	if (!fp && walk->process && row_kind(row) == UNWIND_NO_RULE)
 		return stack_end(slot, STACK_END_ROOT);
 	if (!walk->process && unwind_mode == UNWIND_MODE_DWARF)
@@ -100,7 +103,7 @@ none:
 	return stack_without_rule(slot, row);
 }
 
-/* To what a signal has interrupted. */
+/* Goes to the frame that a signal has interrupted. */
 static __noinline int stack_by_signal(struct stack_slot *slot)
 {
 	struct stack_walk *walk = &slot->walk;
@@ -114,14 +117,14 @@ static __noinline int stack_by_signal(struct stack_slot *slot)
 	walk->pc = walk->word;
 	if (!stack_word(slot, sp + SIGNAL_SP))
 		return stack_end(slot, STACK_END_UNREADABLE);
-	/* It can be another stack than the handler's (sigaltstack). */
+	/* The interrupted frame can be on another stack than the handler's (sigaltstack). */
 	walk->sp = walk->word;
 	walk->pc_at = 0;
 	walk->interrupted = 1;
 	return 1;
 }
 
-/* The CFA that a rule gives; 0: none. */
+/* Returns the CFA by a rule; 0: none. */
 static __always_inline __u64 stack_cfa(struct stack_slot *slot, __u64 row)
 {
 	struct stack_walk *walk = &slot->walk;
@@ -144,7 +147,7 @@ static __always_inline __u64 stack_cfa(struct stack_slot *slot, __u64 row)
 	return walk->word + row_behind_offset(row) * 8;
 }
 
-/* To the caller, by a rule. Returns 0 if there is none. */
+/* Goes to the caller by a rule. Returns 0 if there is none. */
 static __noinline int stack_by_rule(struct stack_slot *slot, __u64 row)
 {
 	struct stack_walk *walk = &slot->walk;
@@ -174,8 +177,9 @@ static __noinline int stack_by_rule(struct stack_slot *slot, __u64 row)
 }
 
 /*
- * To the caller of a function that HotSpot interprets. Which notes where the caller's stack
- * ended: below it may be room for variables, and of it a method handle may have taken a word.
+ * Goes to the caller of a function that HotSpot interprets. The function's frame notes where the
+ * caller's stack ended: below it there may be space for variables, and a method handle may have
+ * taken a word of it.
  */
 static __noinline int stack_by_interpreter(struct stack_slot *slot, __u64 row)
 {
@@ -194,8 +198,8 @@ static __noinline int stack_by_interpreter(struct stack_slot *slot, __u64 row)
 }
 
 /*
- * Add the frame of a function that HotSpot interprets, by its Method and the bytecode that it
- * calls from: the code is the same for all of them.
+ * Adds the frame of a function that HotSpot interprets, by its Method and the bytecode that it
+ * calls from: the interpreter's code is the same for all functions.
  */
 static __noinline int stack_push_interpreted(struct stack_slot *slot)
 {
@@ -207,8 +211,8 @@ static __noinline int stack_push_interpreted(struct stack_slot *slot)
 		return stack_push_walked(slot);
 	word = 1ULL << HOTSPOT_INTERPRETED_BIT | walk->word >> 3;
 	/*
-	 * Where it was interrupted, the bytecode that is noted is that of an earlier call; a native
-	 * function has none.
+	 * In an interrupted function, the bytecode that is noted is that of an earlier call; a
+	 * native function has none.
 	 */
 	if (!walk->interrupted && stack_word(slot, walk->fp + INTERPRETED_BYTECODE) && walk->word)
 		word |= 1ULL << HOTSPOT_BYTECODE_BIT | (walk->word & 0xffff)
@@ -216,7 +220,10 @@ static __noinline int stack_push_interpreted(struct stack_slot *slot)
 	return stack_push(slot, word, 0);
 }
 
-/* Whether a return probe has put the return address there that the walk has come to. */
+/*
+ * Replaces a return probe's address, if the walk has come to one, by the original return address.
+ * Returns 0 if it has not.
+ */
 static __noinline int stack_return_probed(struct stack_slot *slot)
 {
 	struct stack_walk *walk = &slot->walk;
@@ -229,22 +236,23 @@ static __noinline int stack_return_probed(struct stack_slot *slot)
 	return 1;
 }
 
-/* The walk has come to where no code is. Returns 0 if that is its end. */
+/* Handles an address that is in no code. Returns 0 if the walk ends there. */
 static __always_inline int stack_out_of_code(struct stack_slot *slot)
 {
 	struct stack_walk *walk = &slot->walk;
 
 	if (stack_return_probed(slot))
 		return 1;
-	/* A register's is code, whatever we know. */
+	/* An address from a register is code, even if no mapping of it is known. */
 	if (!walk->pc_at && !stack_push_walked(slot))
 		return 0;
 	return stack_end(slot, STACK_END_NO_CODE);
 }
 
 /*
- * The walk has come through generated code to HotSpot: so that was HotSpot's, and its
- * frame pointers have skipped callers. Cut the stack where they were first followed.
+ * Cuts the stack where frame pointers were first followed through generated code. The walk has come
+ * from generated code to HotSpot: so that code was HotSpot's, and its frame pointers have skipped
+ * callers.
  */
 static __noinline int stack_cut_generated(struct stack_slot *slot)
 {
@@ -257,27 +265,26 @@ static __noinline int stack_cut_generated(struct stack_slot *slot)
 }
 
 /*
- * The walk has come to what is of no file: the page of the return probes, or generated code that
- * is of no HotSpot that is known. Returns 1 if the walk goes on from the return address that a
- * probe has replaced.
+ * Handles an address that is in no file: the page of the return probes, or generated code of no
+ * known HotSpot. Returns 1 if the walk goes on from the return address that a probe has replaced.
  *
- * What is known to be HotSpot's is not asked for probes, which takes twice the time of its row.
+ * For known code of HotSpot, return probes are not checked: that takes twice the time of its row.
  */
 static __always_inline int stack_out_of_files(struct stack_slot *slot)
 {
 	if (stack_return_probed(slot))
 		return 1;
-	/* It may be that of a process whose HotSpot is still to be found. */
+	/* The code may be that of a process whose HotSpot is still to be found. */
 	if (interpreters && hotspot_met)
 		slot->walk.interpreter |= UNWIND_HOTSPOT;
 	return 0;
 }
 
 /*
- * One step: add the frame, and go on to its caller; or add a frame of Python's, where
- * it is the turn of one. Returns 0 at the end.
+ * Walks one step: adds the frame, and goes on to its caller; or adds a Python frame, if one is due.
+ * Returns 0 at the end.
  *
- * Global, so that the verifier follows it once and not again for each frame.
+ * Global, so that the verifier follows the function once and not again for each frame.
  */
 __noinline int stack_step(__u32 index)
 {
@@ -310,17 +317,17 @@ __noinline int stack_step(__u32 index)
 		walk->interpreter |= row_file(row) & (UNWIND_PYTHON | UNWIND_HOTSPOT);
 	}
 	kind = row_kind(row);
-	/* It begins there: it is not what is before. */
+	/* A fiber's end begins at this address: no call lies before it. */
 	if (kind == UNWIND_FIBER_END)
 		walk->interrupted = 1;
 	if (kind == UNWIND_INTERPRETED ? !stack_push_interpreted(slot) : !stack_push_walked(slot))
 		return 0;
 	if (row_is_plain(row))
 		return stack_by_rule(slot, row);
-	/* Here and not where it is found: programs may be eight calls deep. */
+	/* User space is asked here and not in unwind_row(): programs may be eight calls deep. */
 	if (kind == UNWIND_NO_TABLE)
 		unwind_ask(index);
-	/* The frame pointer of such code is any number: from here on it may skip frames. */
+	/* The frame pointer of such code is any number: from here on the walk may skip frames. */
 	if (kind == UNWIND_NO_ROOM || kind == UNWIND_NO_TABLE)
 		walk->process = 0;
 	if (kind == UNWIND_NO_RULE || !walk->process)
@@ -337,10 +344,10 @@ __noinline int stack_step(__u32 index)
 }
 
 /*
- * A round of steps. Returns 0 at the end.
+ * Walks a round of steps. Returns 0 at the end.
  *
- * The verifier follows each turn of a loop, and keeps what it has seen of them in memory of the
- * kernel: in rounds, 34 for 289 steps.
+ * The verifier follows each iteration of a loop, and keeps the states that it has seen in kernel
+ * memory: with rounds, 34 iterations for 289 steps.
  */
 __noinline int stack_round(__u32 index)
 {

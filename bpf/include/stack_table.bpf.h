@@ -1,27 +1,24 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * The table of distinct call stacks, which gives each an id.
+ * Table of distinct call stacks, which gives each stack an id.
  *
- * It is our own rather than BPF_MAP_TYPE_STACK_TRACE. That map drops or
- * replaces a stack when two hash to the same bucket, and takes stacks from the
- * kernel's own walk only. Here the key is a 64-bit hash of the frames, and the
- * entry holds a second, independent one: only if both agree are two stacks the
- * same.
+ * The table is our own rather than BPF_MAP_TYPE_STACK_TRACE. That map drops or replaces a stack
+ * when two hash to the same bucket, and takes stacks from the kernel's own walk only. Here the key
+ * is a 64-bit hash of the frames, and the entry holds a second, independent hash: two stacks are
+ * the same only if both hashes agree.
  *
- * An entry has room for few frames, as most stacks need no more. A deep stack has a
- * second entry for the rest of its frames, to which the first one refers.
+ * An entry holds few frames, as most stacks need no more. A deep stack has a second entry for the
+ * rest of its frames, to which the first one refers.
  *
- * The table starts small. Before it is full, user space puts another one in its
- * place, and has the stacks that are still referred to copied there; the rest is
- * forgotten (src/stacks/table.rs). A program that meets a stack meanwhile stores it
- * once more: the id is the same.
+ * The table starts small. Before it is full, user space replaces it by another one, has the stacks
+ * that are still referred to copied to the new table, and forgets the rest (src/stacks/table.rs). A
+ * program that meets a stack meanwhile stores it once more: the id is the same.
  *
- * A stack is put together in a slot: memory that belongs to whoever holds it,
- * however long it is preempted, and whatever interrupts it. Per-CPU memory would
- * be shared with both: uprobes' programs can be preempted and migrated. Since
- * 6.13 so is the BPF stack itself of any (sub)program that uses more than 48
- * bytes of it (x86's private stacks: 64 bytes and more, after the kernel has
- * rounded up to 16). No (sub)program here does; tests/e2e/load.rs checks it.
+ * A stack is put together in a slot: memory that belongs to its holder, however long the holder is
+ * preempted, and whatever interrupts it. Per-CPU memory would be shared with both, as programs of
+ * uprobes can be preempted and migrated. Since 6.13 the BPF stack is shared, too, of any
+ * (sub)program that uses more than 48 bytes of it (x86's private stacks: 64 bytes and more, after
+ * the kernel has rounded up to 16). No (sub)program here does; tests/e2e/load.rs checks it.
  */
 #ifndef MEMTOOLS_STACK_TABLE_BPF_H
 #define MEMTOOLS_STACK_TABLE_BPF_H
@@ -29,55 +26,55 @@
 #include "room.bpf.h"
 
 enum stack_layout {
-	STACK_ENTRY_FRAMES = 128, /* of one entry: a power of two */
-	STACK_MAX_DEPTH = 255,	  /* of both */
+	STACK_ENTRY_FRAMES = 128, /* frames of one entry: a power of two */
+	STACK_MAX_DEPTH = 255,	  /* frames of both entries */
 };
 #define STACK_WINDOW_BYTES 2048
 
 /* Frames kept of each stack, at most STACK_MAX_DEPTH. */
 const volatile __u32 stack_depth = STACK_MAX_DEPTH;
 
-/* Ids that are not in the table. */
+/* Reserved ids, which are not in the table, and the first id of a stored stack. */
 enum stack_id {
-	STACK_LOST, /* could not be taken or stored; counted */
-	STACK_NONE, /* there is none: a kernel thread's user stack */
-	STACK_SOME, /* the first that is in it */
+	STACK_LOST, /* the stack could not be taken or stored; counted */
+	STACK_NONE, /* there is no stack: a kernel thread's user stack */
+	STACK_SOME, /* the first id in the table */
 };
 
 enum stack_flags {
 	STACK_KERNEL = 1, /* addresses of the kernel */
 };
 
-/* Why there is no further frame. */
+/* Reason why a stack has no further frame. */
 enum stack_end {
-	STACK_END_ROOT,		 /* the last one is the outermost */
-	STACK_END_DEPTH,	 /* there are more than stack_depth */
-	STACK_END_FRAME_POINTER, /* no further frame pointer, and only these were asked for */
-	STACK_END_NO_TABLES,	 /* the same, as there were no tables for the process */
-	STACK_END_NO_RULE,	 /* no unwind information for the last one's code */
-	STACK_END_NO_CODE,	 /* it would be in no code that is known of the process */
+	STACK_END_ROOT,		 /* the last frame is the outermost */
+	STACK_END_DEPTH,	 /* the stack has more than stack_depth frames */
+	STACK_END_FRAME_POINTER, /* no further frame pointer; no tables were asked for */
+	STACK_END_NO_TABLES,	 /* no further frame pointer; no tables for the process */
+	STACK_END_NO_RULE,	 /* no unwind information for the code of the last frame */
+	STACK_END_NO_CODE,	 /* the next address is in no known code of the process */
 	STACK_END_UNREADABLE,	 /* the stack's memory could not be read */
-	STACK_END_BACKWARDS,	 /* it would be farther from the stack's base than the last one */
-	STACK_END_IN_JAVA_HEAP,	 /* it is in Java's heap: a virtual thread's */
+	STACK_END_BACKWARDS,	 /* the next frame is farther from the stack's base */
+	STACK_END_IN_JAVA_HEAP,	 /* the next frame is in Java's heap (virtual thread) */
 	STACK_ENDS,
 };
 
 struct stack {
 	__u64 check; /* second hash of the frames */
-	__u64 rest;  /* id of the entry with further frames, if there are some; STACK_LOST */
-	__u32 depth; /* frames, also those in the other entry */
+	__u64 rest;  /* id of the entry with the rest of the frames; STACK_LOST: none */
+	__u32 depth; /* frames, including those in the other entry */
 	__u8 flags;  /* enum stack_flags */
 	__u8 end;    /* enum stack_end */
 	__u16 frame_pointer_steps;
 	/*
-	 * Bit i: pc[i] is the instruction that was interrupted. The others are
-	 * return addresses, whose call lies before them.
+	 * Bit i: pc[i] is an interrupted instruction. Without the bit, pc[i] is a return address,
+	 * whose call lies before it.
 	 */
 	__u64 interrupted[2];
 	__u64 pc[STACK_ENTRY_FRAMES];
 };
 
-/* The sizes alone, as of `overflow` in memleak/live.bpf.h. */
+/* First table. Sizes of keys and values alone, as of `overflow` in memleak/live.bpf.h. */
 struct stack_map {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 1); /* size() of src/stacks/table.rs says how many */
@@ -85,7 +82,7 @@ struct stack_map {
 	__uint(value_size, sizeof(struct stack));
 } stacks SEC(".maps");
 
-/* The one in use; `stacks` while it is empty. */
+/* Table in use; `stacks` is in use while this map is empty. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
 	__uint(max_entries, 1);
@@ -93,46 +90,45 @@ struct {
 	__array(values, struct stack_map);
 } stack_maps SEC(".maps");
 
-/* A walk up a user stack: the frame that it has come to. */
+/* Walk up a user stack, and the frame that it has reached. */
 struct stack_walk {
 	__u64 pc;
 	__u64 sp;
 	__u64 fp;
-	__u64 pc_at;   /* where on the stack the pc was read; 0: it is a register's */
-	__u64 process; /* what it has mapped, as unwind_space() has it; 0: only frame pointers to go
-			  by */
-	__u64 word;    /* what stack_word() has read */
-	/* What was read of the stack, in one piece. */
+	__u64 pc_at; /* address on the stack that the pc was read from; 0: it is from a register */
+	__u64 process; /* number from unwind_space(); 0: walk by frame pointers only */
+	__u64 word;    /* word that stack_word() has read */
+	/* Part of the stack that was read, in one piece. */
 	__u64 window_at;
-	__u32 window_places; /* at which eight bytes can be read; 0: nothing was read */
+	__u32 window_places; /* offsets at which eight bytes can be read; 0: nothing was read */
 	__u32 interrupted;   /* 1: pc is no return address */
 	__u64 id;	     /* two hashes of the frames so far */
 	__u64 check;
-	/* What these and sp were before the last step. */
+	/* Values of id, check and sp before the last step. */
 	__u64 last_id;
 	__u64 last_check;
 	__u64 last_sp;
-	/* The same where the walk first came to generated code. */
+	/* Values of id, check and depth where the walk first came to generated code. */
 	__u64 generated_id;
 	__u64 generated_check;
 	__u32 generated_depth; /* 0: nowhere yet */
 	__u32 with_python;     /* 1: frames of Python are to be added */
-	__u32 index;	       /* of the slot that it is in */
-	__u32 interpreter;     /* whose code frames are in: UNWIND_PYTHON, UNWIND_HOTSPOT */
-	__u64 layout;	       /* of what is mapped at exec: unwind_space() */
+	__u32 index;	       /* number of the slot of this walk */
+	__u32 interpreter;     /* met in the walk: UNWIND_PYTHON, UNWIND_HOTSPOT */
+	__u64 layout;	       /* `layout` of unwind_space() */
 };
 
 #define STACK_SLOTS 128
 
 struct stack_slot {
-	__u64 holders; /* 1: held; more: others who tried, and will go away */
-	/* User stacks that were put together here, by enum stack_end. */
+	__u64 holders; /* 1: held; more: others try to take it, and will step back */
+	/* User stacks that were put together in this slot, by enum stack_end. */
 	__u64 ends[STACK_ENDS];
-	__u64 frame_pointer_steps; /* of those that are not walked by frame pointers alone */
+	__u64 frame_pointer_steps; /* of stacks that are not walked by frame pointers alone */
 	struct stack_walk walk;
 	union {
 		struct stack stack;
-		struct stack entries[2]; /* it, and the rest of its frames */
+		struct stack entries[2]; /* the stack, and the rest of its frames */
 	};
 	__u8 window[STACK_WINDOW_BYTES];
 };
@@ -144,7 +140,10 @@ struct {
 	__type(value, struct stack_slot);
 } stack_slots SEC(".maps");
 
-/* The thread's own slot, or one beside it. STACK_SLOTS if all these are held. */
+/*
+ * Takes the thread's own slot, or one of the next three. Returns its number; STACK_SLOTS if all
+ * four are held.
+ */
 static __noinline __u32 stack_slot_take(void)
 {
 	__u32 thread = (__u32)bpf_get_current_pid_tgid();
@@ -156,8 +155,8 @@ static __noinline __u32 stack_slot_take(void)
 		if (!slot)
 			break;
 		/*
-		 * 5.10 has no atomic that returns the old value. Of those who add
-		 * at the same time, who reads 1 is alone; the rest step back.
+		 * 5.10 has no atomic operation that returns the old value. Of threads that add at
+		 * the same time, one that reads 1 is alone; all others step back.
 		 */
 		__sync_fetch_and_add(&slot->holders, 1);
 		if (*(volatile __u64 *)&slot->holders == 1) {
@@ -182,7 +181,7 @@ static __always_inline void stack_hash_add(__u64 *id, __u64 *check, __u64 pc)
 	*check ^= *check >> 32;
 }
 
-/* The table that user space has put in the place of `stacks`, if it has. */
+/* Returns the table that user space has put in the place of `stacks`, or NULL. */
 static __always_inline void *stack_map(void)
 {
 	__u32 first = 0;
@@ -191,8 +190,8 @@ static __always_inline void *stack_map(void)
 }
 
 /*
- * The entry with this id. Two calls, each with one kind of map: else the verifier
- * cannot make them direct ones.
+ * Returns the entry with this id. Two calls, each with one kind of map: otherwise the verifier
+ * cannot make them direct calls.
  */
 static __always_inline struct stack *stack_entry(void *map, __u64 *id)
 {
@@ -203,14 +202,14 @@ static __always_inline struct stack *stack_entry(void *map, __u64 *id)
 }
 
 /*
- * Where the stack with these hashes is, or where it is to be stored: `*found`
- * tells which. Returns STACK_LOST if other stacks are in all the places for it.
+ * Returns the id at which the stack with these hashes is stored, or is to be stored: `*found` says
+ * which. Returns STACK_LOST if other stacks have all ids for it.
  */
 static __noinline __u64 stack_find(void *map, __u64 id, __u64 check, __u32 *found)
 {
 	if (id < STACK_SOME)
 		id = STACK_SOME;
-	/* Another stack with the same 64-bit id: the next id. */
+	/* If another stack has the same 64-bit id, the next id is tried. */
 	for (int probe = 0; probe < 2; probe++) {
 		struct stack *stack = stack_entry(map, &id);
 
@@ -222,7 +221,7 @@ static __noinline __u64 stack_find(void *map, __u64 id, __u64 check, __u32 *foun
 	return STACK_LOST;
 }
 
-/* Store a new stack. Returns 0 if there is no room for it. */
+/* Stores a new stack. Returns 0 if the table is full. */
 static __always_inline int stack_store(void *map, struct stack *stack, __u64 id)
 {
 	if (bpf_map_update_elem(map ?: &stacks, &id, stack, BPF_ANY))
@@ -232,8 +231,8 @@ static __always_inline int stack_store(void *map, struct stack *stack, __u64 id)
 }
 
 /*
- * Store the frames of a new stack that its own entry has no room for. It has the id of
- * their entry then, or STACK_LOST, if there is no room for them.
+ * Stores the frames of a new stack that do not fit into its own entry. Sets the stack's `rest` to
+ * the id of the second entry, or to STACK_LOST if that cannot be stored.
  */
 static __noinline int stack_put_rest(void *map, struct stack_slot *slot, __u64 id, __u64 check)
 {
@@ -254,8 +253,8 @@ static __noinline int stack_put_rest(void *map, struct stack_slot *slot, __u64 i
 }
 
 /*
- * The id of the stack that is in the slot, with these hashes; it is stored if it is new, both
- * of its entries in the same table.
+ * Returns the id of the stack in the slot, with these hashes. A new stack is stored, with both of
+ * its entries in the same table.
  */
 static __noinline __u64 stack_put(struct stack_slot *slot, __u64 id, __u64 check)
 {

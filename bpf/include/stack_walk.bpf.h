@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * A walk of the user stack: how it begins, the frames that it adds, and the memory that
- * it reads.
+ * Walk of the user stack: how it begins, the frames that it adds, and the memory that it reads.
  *
- * The stack's memory is read in pieces of 2 KiB, or up to the end of the page: that takes
- * 1.6 times as long as eight bytes do, and serves a dozen frames.
+ * The stack's memory is read in pieces of 2 KiB, or up to the end of the page. Such a read takes
+ * 1.6 times as long as one of eight bytes, and serves a dozen frames.
  */
 #ifndef MEMTOOLS_STACK_WALK_BPF_H
 #define MEMTOOLS_STACK_WALK_BPF_H
@@ -16,12 +15,13 @@
 #define STACK_PAGE_BYTES 4096ULL
 
 /*
- * Read the stack around `address` into the window of the walk in this slot. Returns 0 if it cannot
- * be read. Global, so that the verifier follows it once and not for each word that is read.
+ * Reads the stack around `address` into the window of the walk in this slot. Returns 0 if it cannot
+ * be read. Global, so that the verifier follows the function once and not for each word that is
+ * read.
  *
- * All of a page can be read or nothing, so the window does not cross into another
- * one: the first thread's stack ends, above main() and the environment, with its
- * page, and a read of more is a page fault, which takes 800 ns.
+ * A page can be read as a whole or not at all, so the window does not cross into another page: the
+ * first thread's stack ends, above main() and the environment, with its page, and a read beyond is
+ * a page fault, which takes 800 ns.
  */
 __noinline int stack_fill(__u32 index, __u64 address)
 {
@@ -32,13 +32,16 @@ __noinline int stack_fill(__u32 index, __u64 address)
 	if (!slot)
 		return 0;
 	walk = &slot->walk;
-	/* What is below is of frames that have been walked. */
+	/* Memory below the stack pointer is of frames that have been walked. */
 	if (from < walk->sp || from > address)
 		from = walk->sp > address ? address : walk->sp;
 	if (from < page)
 		from = page;
 	bytes = page + STACK_PAGE_BYTES - from;
-	/* Else clang compares something else, of which 5.10's verifier learns nothing. */
+	/*
+	 * Without the barrier clang compares another value, of which 5.10's verifier learns
+	 * nothing.
+	 */
 	barrier_var(bytes);
 	if (bytes > STACK_WINDOW_BYTES)
 		bytes = STACK_WINDOW_BYTES;
@@ -50,7 +53,7 @@ __noinline int stack_fill(__u32 index, __u64 address)
 	return 1;
 }
 
-/* Read a word of the stack into walk.word. Returns 0 if it cannot be read. */
+/* Reads a word of the stack into walk.word. Returns 0 if it cannot be read. */
 static __always_inline int stack_word(struct stack_slot *slot, __u64 address)
 {
 	struct stack_walk *walk = &slot->walk;
@@ -60,7 +63,7 @@ static __always_inline int stack_word(struct stack_slot *slot, __u64 address)
 		if (!stack_fill(walk->index, address))
 			return 0;
 		offset = address - walk->window_at;
-		/* It crosses into another page, as no word of a stack does. */
+		/* The word crosses into another page, as no word of a stack does. */
 		if (offset >= walk->window_places)
 			return 0;
 	}
@@ -71,14 +74,14 @@ static __always_inline int stack_word(struct stack_slot *slot, __u64 address)
 	return 1;
 }
 
-/* The walk is over. */
+/* Ends the walk, for this reason. */
 static __always_inline int stack_end(struct stack_slot *slot, __u8 end)
 {
 	slot->stack.end = end;
 	return 0;
 }
 
-/* Add a frame. Returns 0 if there is no room for it. */
+/* Adds a frame. Returns 0 if the stack is full. */
 static __noinline int stack_push(struct stack_slot *slot, __u64 pc, __u64 interrupted)
 {
 	struct stack_walk *walk = &slot->walk;
@@ -99,16 +102,17 @@ static __noinline int stack_push(struct stack_slot *slot, __u64 pc, __u64 interr
 	return 1;
 }
 
-/* Add the frame that the walk has come to. */
+/* Adds the frame that the walk has reached. */
 static __always_inline int stack_push_walked(struct stack_slot *slot)
 {
 	return stack_push(slot, slot->walk.pc, slot->walk.interrupted);
 }
 
 /*
- * Begin a walk.
+ * Begins a walk.
  *
- * Global, so that the verifier follows it once: to check that `mm` may be read costs it 4 ms.
+ * Global, so that the verifier follows the function once: the check that `mm` may be read takes 4
+ * ms.
  */
 __noinline int stack_begin(__u32 index, __u64 pc, __u64 sp, __u64 fp, __u64 interrupted)
 {

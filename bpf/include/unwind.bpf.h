@@ -1,17 +1,16 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * How code is unwound: from .eh_frame, for every instruction of every file that
- * is executed, the rule by which its caller is found.
+ * Unwind tables: for every instruction of every file that is executed, the rule by which its caller
+ * is found, from .eh_frame.
  *
- * What is at an address is looked up where the kernel does, among the mappings
- * of the process (mapping.bpf.h); a file's rules are found by its inode. So a file
- * whose rules are there serves every process from its first instruction on,
- * however short its life. User space (src/stacks/unwind) makes the rules of a file
- * once, when it is mapped by a process that was named, or first met here.
+ * An address is looked up as the kernel does, among the mappings of the process (mapping.bpf.h); a
+ * file's rules are found by its inode. So a file whose rules are ready serves every process from
+ * its first instruction on, however short its life. User space (src/stacks/unwind) makes the rules
+ * of a file once, when a process that was named maps it, or when it is first met here.
  *
- * Rules are words of eight bytes, in shards of one size that are added as they
- * are needed. Nothing that a program can reach is ever changed: a file's entry
- * is deleted, and what it leads to is used again after a grace period.
+ * Rules are words of eight bytes, in shards of one size that are added as they are needed. Nothing
+ * that a program can reach is ever changed: a file's entry is deleted, and the words that it refers
+ * to are used again after a grace period.
  */
 #ifndef MEMTOOLS_UNWIND_BPF_H
 #define MEMTOOLS_UNWIND_BPF_H
@@ -25,33 +24,33 @@
 /* Options, set before load. */
 enum unwind_mode {
 	UNWIND_MODE_FP,	   /* by frame pointers alone */
-	UNWIND_MODE_AUTO,  /* by tables, or by frame pointers from code on that has none yet */
-	UNWIND_MODE_DWARF, /* by tables, or not at all */
+	UNWIND_MODE_AUTO,  /* by tables; by frame pointers from the first code without one */
+	UNWIND_MODE_DWARF, /* by tables only */
 };
 const volatile __u8 unwind_mode;
-const volatile __u8 interpreters;      /* 1: their frames are walked */
+const volatile __u8 interpreters;      /* 1: frames of interpreters are walked */
 const volatile __u32 unwind_namespace; /* inode of the tool's PID namespace, 0: the initial one */
 
 enum unwind_layout {
-	UNWIND_PAGE_SHIFT = 8, /* of code, by which rows are found */
+	UNWIND_PAGE_SHIFT = 8, /* of pages of code, by which rows are found */
 	UNWIND_SHARD_WORDS = 1 << 18,
-	UNWIND_TABLE_LEFT_OUT = 1, /* in place of pages: there was no room for them */
-	/* In a file's number: */
-	UNWIND_SKIPS_BIT = 29,	 /* generated code that calls it keeps no frame pointers */
-	UNWIND_PYTHON_BIT = 30,	 /* it holds an interpreter of Python */
-	UNWIND_HOTSPOT_BIT = 31, /* it is HotSpot's */
+	UNWIND_TABLE_LEFT_OUT = 1, /* value of `pages`: the rules did not fit */
+	/* Bits of a file's number: */
+	UNWIND_SKIPS_BIT = 29,	 /* generated code that calls the file keeps no frame pointers */
+	UNWIND_PYTHON_BIT = 30,	 /* the file holds an interpreter of Python */
+	UNWIND_HOTSPOT_BIT = 31, /* the file is HotSpot's */
 };
 
 #define UNWIND_SHARDS	     128
 #define UNWIND_FILES	     4096
 #define UNWIND_CACHED	     16384
 #define UNWIND_REQUEST_BYTES (16 << 10)
-#define UNWIND_ROW_STEPS     10 /* a row for each byte of a page, and more */
-/* How long user space gets for an answer, before it is asked again. */
+#define UNWIND_ROW_STEPS     10 /* binary search: a row for each byte of a page, and more */
+/* Time that user space has for an answer, before it is asked again. */
 #define UNWIND_PATIENCE_NS (20 * 1000000ULL)
 /*
- * What is known of a process is looked at anew after so many jiffies, as a power
- * of two: one second where HZ is 1000, ten where it is 100.
+ * Jiffies after which the mappings of a process get a new number, as a power of two: one second
+ * where HZ is 1000, ten where it is 100.
  */
 #define UNWIND_EPOCH_SHIFT 10
 
@@ -71,13 +70,13 @@ struct {
 } unwind_shards SEC(".maps");
 
 /*
- * A file whose rules user space has looked for. A page's word has the first row
- * (31:0) and number (63:32) of the rows that are valid somewhere in it.
+ * File whose rules user space has looked for. A page's word has the first row (31:0) and the number
+ * of rows (63:32) that are valid somewhere in the page.
  */
 struct unwind_file {
-	__u64 pages;	  /* first word (31:0) and number (63:32); 0: there are no rules */
+	__u64 pages;	  /* first word (31:0) and number of words (63:32); 0: there are no rules */
 	__u32 first_page; /* number of the first of these pages */
-	__u32 number;	  /* of the file, for its name, and what it is; 0: generated code */
+	__u32 number;	  /* of the file, for its name, with the bits above; 0: generated code */
 	__u64 used_ns;	  /* CLOCK_MONOTONIC when a rule was last looked for */
 };
 
@@ -85,7 +84,7 @@ struct unwind_file {
 #define UNWIND_PYTHON  (1U << UNWIND_PYTHON_BIT)
 #define UNWIND_HOTSPOT (1U << UNWIND_HOTSPOT_BIT)
 
-/* Whether there are such files; until then nobody looks for their frames. */
+/* Whether files with Python or HotSpot were met; until then their frames are not looked for. */
 __u32 python_met;
 __u32 hotspot_met;
 
@@ -96,9 +95,9 @@ struct {
 	__type(value, struct unwind_file);
 } unwind_files SEC(".maps");
 
-/* Rules that were looked up, by a mix of what is mapped and the address. */
+/* Rule that was looked up, cached by a hash of the mappings' number and the address. */
 struct unwind_cached {
-	__u64 check; /* the mix, xor the row: half of another's entry never fits */
+	__u64 check; /* the hash, xor the row: never fits while half written */
 	__u64 row;
 };
 
@@ -109,7 +108,7 @@ struct {
 	__type(value, struct unwind_cached);
 } unwind_cache SEC(".maps");
 
-/* What user space is asked to look at. */
+/* Subject of a request to user space. */
 enum unwind_ask {
 	UNWIND_ASK_FILE,    /* the file of a mapping */
 	UNWIND_ASK_PYTHON,  /* the process's Python; `file` is the process's layout */
@@ -117,8 +116,8 @@ enum unwind_ask {
 };
 
 struct unwind_request {
-	__u64 file;	 /* a hash of what identifies it; 0: the process is stopped for held_file */
-	__u64 held_file; /* its hash: look at all that the process has mapped (held.bpf.h) */
+	__u64 file;	 /* hash of its identity; 0: the process is stopped for held_file */
+	__u64 held_file; /* hash of a file: look at all that the process has mapped (held.bpf.h) */
 	__u64 start;	 /* of the mapping */
 	__u64 end;
 	__u32 pid;
@@ -130,7 +129,7 @@ struct {
 	__uint(max_entries, UNWIND_REQUEST_BYTES);
 } unwind_requests SEC(".maps");
 
-/* By hash of the file, CLOCK_MONOTONIC before which it is not to be asked about again. */
+/* Time (CLOCK_MONOTONIC) before which user space is not asked again, by hash of the file. */
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, 4096);
@@ -138,7 +137,7 @@ struct {
 	__type(value, __u64);
 } unwind_asked SEC(".maps");
 
-/* By file, how many stacks have ended in it for want of a rule. */
+/* Number of stacks that have ended in a file for lack of a rule, by the file's number. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 1024);
@@ -155,7 +154,10 @@ static __always_inline __u32 unwind_process_of_current(void)
 	return task_ids_in(task, unwind_namespace).pid;
 }
 
-/* The word with this number. Global, so that the verifier follows it once. */
+/*
+ * Returns the word with this number; 0 if there is none. Global, so that the verifier follows the
+ * function once.
+ */
 __noinline __u64 unwind_read(__u64 number)
 {
 	__u32 shard_number = number / UNWIND_SHARD_WORDS, word_number;
@@ -170,9 +172,9 @@ __noinline __u64 unwind_read(__u64 number)
 }
 
 /*
- * Which of `count` rows from `first` on, ascending, is the last that begins no
- * later than `address`: its number. 0: none. Global, so that the verifier follows
- * it once: scalars in, scalars out.
+ * Returns the number of the last row that begins no later than `address`, among `count` rows from
+ * `first` on, in ascending order. 0: none. Global, so that the verifier follows the function once:
+ * scalars in, scalars out.
  */
 __noinline __u64 unwind_search(__u64 first, __u64 count, __u64 address)
 {
@@ -192,11 +194,11 @@ __noinline __u64 unwind_search(__u64 first, __u64 count, __u64 address)
 }
 
 /*
- * What is known of the file of the mapping that was found last (mapping.bpf.h):
- * callers are often in the same one.
+ * Mapping that was found last (mapping.bpf.h), with the entry of its file: callers are often in the
+ * same mapping.
  */
 struct unwind_place {
-	__u64 space; /* that it is of; 0: none */
+	__u64 space; /* number of the process's mappings, from unwind_space(); 0: none */
 	__u64 start; /* of the mapping */
 	__u64 end;
 	__u64 base;
@@ -210,7 +212,7 @@ struct {
 	__type(value, struct unwind_place);
 } unwind_places SEC(".maps");
 
-/* Whether user space is to be asked of this: it was not asked just now. */
+/* Whether user space may be asked about `hash`: it was not asked just now. Notes the time. */
 static __always_inline int unwind_is_time(__u64 hash)
 {
 	__u64 now = bpf_ktime_get_ns(), *not_before = bpf_map_lookup_elem(&unwind_asked, &hash);
@@ -222,7 +224,7 @@ static __always_inline int unwind_is_time(__u64 hash)
 	return 1;
 }
 
-/* Ask user space to look at the mapping that was found last, unless it was asked just now. */
+/* Asks user space to look at the mapping that was found last, unless it was asked just now. */
 static __noinline int unwind_ask(__u32 index)
 {
 	struct mapping *mapping = bpf_map_lookup_elem(&mappings, &index);
@@ -248,8 +250,8 @@ static __noinline int unwind_ask(__u32 index)
 }
 
 /*
- * Ask user space to look for this interpreter in the current process, of this layout, unless
- * it was asked just now; `hash` tells the requests of each apart.
+ * Asks user space to look for this interpreter in the current process, of this layout, unless it
+ * was asked just now; `hash` tells the requests for each interpreter apart.
  */
 static __always_inline int unwind_ask_interpreter(__u64 layout, __u64 hash, __u32 interpreter)
 {
@@ -269,8 +271,8 @@ static __always_inline int unwind_ask_interpreter(__u64 layout, __u64 hash, __u3
 }
 
 /*
- * Find the mapping that is at `pc`, and what is known of its file. Returns a row
- * that says why not, or 0.
+ * Finds the mapping that contains `pc`, and the entry of its file. Returns 0, or a row that says
+ * why they are missing.
  */
 __noinline __u64 unwind_locate(__u64 space, __u64 pc, __u32 index)
 {
@@ -297,7 +299,7 @@ __noinline __u64 unwind_locate(__u64 space, __u64 pc, __u32 index)
 	return 0;
 }
 
-/* The rule of a file for a byte of it. */
+/* Returns the rule of a file for the byte at `offset`. */
 static __always_inline __u64 unwind_rule(const struct unwind_file *file, __u64 offset)
 {
 	__u64 number = row_of_file(file->number), pages = file->pages;
@@ -312,14 +314,14 @@ static __always_inline __u64 unwind_rule(const struct unwind_file *file, __u64 o
 	return number | (row ? (__u32)unwind_read(row) : UNWIND_NO_RULE);
 }
 
-/* The row, or what the code tells better. */
+/* Returns the row, corrected by the machine code at the address. */
 static __noinline __u64 unwind_by_code(__u64 row, __u64 at)
 {
 	__u64 pc = (at + 1) >> 1;
 
 	if (row_kind(row) == UNWIND_NO_RULE && code_is_sigreturn(pc))
 		row |= UNWIND_SIGNAL;
-	/* Generated code may return in any way. */
+	/* Generated code may return in any way: it is not checked. */
 	if (!(at & 1) && row_file(row) && row_kind(row) != UNWIND_SIGNAL &&
 	    !code_call_returns_to(pc))
 		row = row_of_file(row_file(row)) | UNWIND_FIBER_END;
@@ -343,13 +345,13 @@ static __always_inline __u64 unwind_find(__u64 space, __u64 at, __u32 index)
 }
 
 /*
- * The rule for an address of the current process, and the number of the file that
- * it is of. `at` is twice the address, and one more if it is no return address.
+ * Returns the rule for an address of the current process, and the number of its file. `at` is twice
+ * the address, and one more if the address is no return address.
  */
 __noinline __u64 unwind_row(__u64 space, __u64 at, __u32 index)
 {
 	__u64 key = (at ^ space * 0x9e3779b97f4a7c15ULL) * 0xd6e8feb86659fd93ULL;
-	__u32 number = key >> 50; /* UNWIND_CACHED */
+	__u32 number = key >> 50; /* 14 bits: less than UNWIND_CACHED */
 	volatile struct unwind_cached *cached = bpf_map_lookup_elem(&unwind_cache, &number);
 	__u64 row, kind;
 
@@ -368,11 +370,11 @@ __noinline __u64 unwind_row(__u64 space, __u64 at, __u32 index)
 }
 
 /*
- * A number for what the current process has mapped; 0: nothing, as it is a
- * kernel thread. Another one whenever it has called exec or has more or less code
- * mapped, and from time to time, in case that there is as much of other code.
- * `layout` becomes a number for where exec has put the program: children that have
- * not called exec have the same.
+ * Returns a number for the mappings of the current process; 0 for a kernel thread. The number is
+ * another one whenever the process has called exec or has more or less code mapped. It also changes
+ * from time to time, in case other code of the same size was mapped instead. `layout` becomes a
+ * number for the addresses where exec has put the program: children that have not called exec have
+ * the same.
  */
 static __noinline __u64 unwind_space(__u64 *layout)
 {
@@ -416,9 +418,9 @@ static __noinline int unwind_count_missing(__u32 file)
 }
 
 /*
- * User space has the rules of a file: it has mapped that, runs this program, and
- * says at which address. So the entry is of the file that was read, whatever is
- * where the name of it leads by now. Returns 0; 1 if nothing is there, 2 if there is no room.
+ * Publishes the rules of a file. User space has mapped the file, runs this program, and passes an
+ * address of the mapping. So the entry is for the file that was read, whatever is at its path by
+ * now. Returns 0; 1 if no file is mapped there, 2 if the map is full.
  */
 SEC("raw_tp")
 int unwind_publish(struct bpf_raw_tracepoint_args *ctx)
@@ -435,8 +437,8 @@ int unwind_publish(struct bpf_raw_tracepoint_args *ctx)
 	if (!mapping || !mapping->file.inode)
 		return 1;
 	/*
-	 * It was asked for once more meanwhile. To replace an entry would give its memory to the
-	 * next one, while a program that has found it may still be reading.
+	 * The file was requested once more meanwhile. To replace an entry would give its memory to
+	 * the next one, while a program that has found the entry may still be reading.
 	 */
 	known = bpf_map_lookup_elem(&unwind_files, &mapping->file);
 	if (known && known->pages == file.pages && known->number == file.number)

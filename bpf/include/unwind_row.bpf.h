@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * The rule by which the caller of a frame is found, in a word of eight bytes. User space
- * (src/stacks/unwind/rules.rs) writes them.
+ * Row of an unwind table: the rule by which the caller of a frame is found, in a word of eight
+ * bytes. User space (src/stacks/unwind/rules.rs) writes rows.
  */
 #ifndef MEMTOOLS_UNWIND_ROW_BPF_H
 #define MEMTOOLS_UNWIND_ROW_BPF_H
@@ -9,43 +9,42 @@
 #include "memtools.bpf.h"
 
 /*
- * How to get from a frame to its caller's. CFA is where its stack pointer was
- * before the call; the return address is at CFA - 8.
+ * Rule for a step from a frame to its caller's. The CFA (canonical frame address) is the caller's
+ * stack pointer before the call; the return address is at CFA - 8.
  *
- *	bits 63:32  the byte of the file from which the rule is valid; where a
- *	            rule has been looked up, the number of the file
+ *	bits 63:32  the byte of the file from which the rule is valid; in a row that was
+ *	            looked up, the number of the file
  *	     31:16  offset of CFA in words
  *	     15:8   offset of the saved frame pointer in words
  *	      7:4   enum unwind_frame_pointer
  *	      3:0   enum unwind_kind
  */
 enum unwind_kind {
-	UNWIND_NO_RULE,	    /* code without unwind information: generated, or assembler's */
-	UNWIND_BY_SP,	    /* CFA = sp + offset */
-	UNWIND_BY_FP,	    /* CFA = fp + offset */
-	UNWIND_PLT,	    /* CFA = sp + 8, or + 16 from that byte of the PLT's entry on: offset */
-	UNWIND_SIGNAL,	    /* the kernel's frame of a signal is at sp */
-	UNWIND_ROOT,	    /* there is no caller */
-	UNWIND_THROUGH_FP,  /* CFA = the word at fp + offset's upper byte, + offset's lower byte */
-	UNWIND_THROUGH_SP,  /* the same with sp */
-	UNWIND_STRANGE,	    /* a rule that no row can hold */
-	UNWIND_NO_CODE,	    /* nothing that the process has mapped is there */
-	UNWIND_NO_ROOM,	    /* there are rules, for which there was no room */
-	UNWIND_NO_TABLE,    /* user space has not looked at the file yet */
-	UNWIND_FIBER_END,   /* no call returns there: where a fiber has been told to end */
-	UNWIND_INTERPRETED, /* as UNWIND_BY_FP; the caller's sp is noted beside it:
-			       arch_hotspot.bpf.h */
+	UNWIND_NO_RULE,	     /* code without unwind information: generated, or assembler's */
+	UNWIND_BY_SP,	     /* CFA = sp + offset */
+	UNWIND_BY_FP,	     /* CFA = fp + offset */
+	UNWIND_PLT,	     /* CFA = sp + 8; sp + 16 from byte `offset` of the PLT entry on */
+	UNWIND_SIGNAL,	     /* the kernel's frame of a signal is at sp */
+	UNWIND_ROOT,	     /* there is no caller */
+	UNWIND_THROUGH_FP,   /* CFA = the word at fp + offset's upper byte, + offset's lower byte */
+	UNWIND_THROUGH_SP,   /* CFA = the word at sp + offset's upper byte, + offset's lower byte */
+	UNWIND_STRANGE,	     /* a rule that no row can hold */
+	UNWIND_NO_CODE,	     /* the process has mapped no code there */
+	UNWIND_NO_ROOM,	     /* the file has rules, which did not fit */
+	UNWIND_NO_TABLE,     /* user space has not looked at the file yet */
+	UNWIND_FIBER_END,    /* no call returns there: the end of a fiber */
+	UNWIND_INTERPRETED,  /* as UNWIND_BY_FP; the frame has the caller's sp, too */
 	UNWIND_IN_JAVA_HEAP, /* the callers' frames are in Java's heap: a virtual thread's */
 };
 
 enum unwind_frame_pointer {
-	UNWIND_FP_KEPT,	     /* the caller's is in its register */
+	UNWIND_FP_KEPT,	     /* the caller's frame pointer is in its register */
 	UNWIND_FP_AT_CFA,    /* it is at CFA + offset */
 	UNWIND_FP_AT_FP,     /* it is at fp + offset */
 	UNWIND_FP_FORGOTTEN, /* it is lost */
 };
 
-/* By which of enum unwind_kind the caller is found. */
+/* Returns how the caller is found: enum unwind_kind. */
 static __always_inline __u64 row_kind(__u64 row)
 {
 	return row & 0xf;
@@ -60,45 +59,49 @@ static __always_inline int row_is_plain(__u64 row)
 	return plain >> row_kind(row) & 1;
 }
 
-/* By which of enum unwind_frame_pointer the caller's frame pointer is found. */
+/* Returns how the caller's frame pointer is found: enum unwind_frame_pointer. */
 static __always_inline __u64 row_frame_pointer(__u64 row)
 {
 	return row >> 4 & 0xf;
 }
 
-/* The offset of the saved frame pointer, in words. */
+/* Returns the offset of the saved frame pointer, in words. */
 static __always_inline long row_fp_offset(__u64 row)
 {
 	return (long)(row << 48) >> 56;
 }
 
-/* The offset of the CFA, in words; of UNWIND_PLT, a byte of the entry. */
+/* Returns the offset of the CFA, in words; of UNWIND_PLT, a byte of the entry. */
 static __always_inline long row_cfa_offset(__u64 row)
 {
 	return (long)(row << 32) >> 48;
 }
 
-/* The offset, in words, of the word that leads to the CFA, of UNWIND_THROUGH_FP and
- * UNWIND_THROUGH_SP. */
+/*
+ * Returns the offset, in words, of the word that leads to the CFA, for UNWIND_THROUGH_FP and
+ * UNWIND_THROUGH_SP.
+ */
 static __always_inline long row_through_offset(__u64 row)
 {
 	return row_cfa_offset(row) >> 8;
 }
 
-/* The offset, in words, of the CFA from what that word holds, of UNWIND_THROUGH_FP and
- * UNWIND_THROUGH_SP. */
+/*
+ * Returns the offset, in words, of the CFA from the value of that word, for UNWIND_THROUGH_FP and
+ * UNWIND_THROUGH_SP.
+ */
 static __always_inline long row_behind_offset(__u64 row)
 {
 	return (long)(row << 40) >> 56;
 }
 
-/* The number of the file, where the rule has been looked up. */
+/* Returns the number of the file, in a row that was looked up. */
 static __always_inline __u64 row_file(__u64 row)
 {
 	return row >> 32;
 }
 
-/* A row that has the number of a file, and no rule. */
+/* Returns a row that has the number of a file, and no rule. */
 static __always_inline __u64 row_of_file(__u64 number)
 {
 	return number << 32;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * What the machine code of x86-64 tells where a file's rules do not: the return from
- * a signal's handler, and whether a call returns to an address.
+ * Checks of x86-64 machine code where a file's rules do not suffice: for the return from a signal's
+ * handler, and for a call before a return address.
  */
 #ifndef MEMTOOLS_ARCH_CODE_BPF_H
 #define MEMTOOLS_ARCH_CODE_BPF_H
@@ -9,8 +9,8 @@
 #include "memtools.bpf.h"
 
 /*
- * musl's rt_sigreturn() has no unwind information: mov $15,%rax; syscall. Only
- * its first eight bytes are looked at.
+ * First eight bytes of musl's rt_sigreturn(), which has no unwind information: mov $15,%rax;
+ * syscall.
  */
 #define SIGRETURN_CODE 0x0f0000000fc0c748ULL
 
@@ -23,9 +23,9 @@ static __always_inline int code_is_sigreturn(__u64 pc)
 }
 
 /*
- * Whether a call returns to `pc`: before it are E8 and a distance, or FF /2 and its
- * operand. No call does to where a fiber is told to end, by a return address on its
- * new stack (boost.context). 1 if the code cannot be read.
+ * Whether a call returns to `pc`: E8 and a distance precede it, or FF /2 and its operand. No call
+ * returns to the end of a fiber: its address was put on the fiber's new stack as a return address
+ * (boost.context). Returns 1 if the code cannot be read.
  */
 static __always_inline int code_call_returns_to(__u64 pc)
 {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * How the frames of HotSpot's generated code lie on the stack of x86-64, and what its
- * functions begin with. A page fault between the interpreter's entry to a function and the
- * function's frame is taken for one of its caller, whose frame pointer is there still.
+ * Layout of the frames of HotSpot's generated code on the stack of x86-64, and beginnings of its
+ * functions. A page fault after the interpreter has entered a function, and before the function has
+ * its frame, is taken for one of its caller, whose frame pointer is still in the register.
  */
 #ifndef MEMTOOLS_ARCH_HOTSPOT_BPF_H
 #define MEMTOOLS_ARCH_HOTSPOT_BPF_H
@@ -10,23 +10,25 @@
 #include "unwind_row.bpf.h"
 
 /*
- * Where, from its frame pointer on, an interpreted function's frame has its caller's stack pointer,
- * its Method, and the address of its bytecode, which is noted before each call but those that
- * the interpreter's code makes for itself.
+ * Offsets from the frame pointer of an interpreted function to its caller's stack pointer, its
+ * Method, and the address of its bytecode. The bytecode is noted before each call, except for calls
+ * that the interpreter's code makes for itself.
  */
 #define INTERPRETED_CALLER_SP	 -8
 #define INTERPRETED_METHOD	 -24
 #define INTERPRETED_BYTECODE	 -64
 #define INTERPRETED_ADDRESS_BITS 47
 
-/* In the first so many bytes before an address a function has made room for its frame. */
+/* Bytes before an interrupted instruction that are searched for its frame's allocation. */
 #define HOTSPOT_PROLOGUE_BYTES 32
 
-/* What leads on where the heap is known, and what is in it is not: to an end that is counted. */
+/* Row for unknown code in a known heap: it leads to an end of the walk that is counted. */
 #define HOTSPOT_LOST UNWIND_STRANGE
 
-/* CFA = sp + 8 * words, and the frame pointer is kept or, with all others, below the return
- * address. */
+/*
+ * Returns the row for CFA = sp + 8 * words. The frame pointer is in its register if `kept`;
+ * otherwise it is in the word below the return address.
+ */
 static __always_inline __u64 hotspot_row_by_sp(__u64 words, int kept)
 {
 	__u64 row = UNWIND_BY_SP | words << 16;
@@ -40,13 +42,13 @@ static __always_inline __u64 hotspot_row_by_fp(__u64 kind)
 }
 
 /*
- * Whether "sub $size,%rsp" is among the instructions before `pc`, from `code` on. Returns
- * how many bytes after its beginning `pc` is; 0: it is not there. Global, so that the verifier
- * follows it once.
+ * Returns the distance from the beginning of "sub $size,%rsp" to `pc`, if that instruction is among
+ * those before `pc`, from `code` on; 0 if it is not. Global, so that the verifier follows the
+ * function once.
  */
 __noinline __u64 hotspot_after_sub(__u64 code, __u64 pc, __u64 size)
 {
-	/* A size of one byte, or of four. */
+	/* The size takes one byte, or four. */
 	__u64 instruction = (size < 0x80 ? 0xec8348 : 0xec8148) | size << 24, word;
 	__u64 mask = size < 0x80 ? 0xffffffffULL : 0xffffffffffffffULL;
 
@@ -67,8 +69,8 @@ static __always_inline int hotspot_has_set_fp(__u64 bytes)
 }
 
 /*
- * The rule at an instruction that was interrupted before its function's frame was
- * complete, which is after one of
+ * Returns the rule for an instruction that was interrupted before its function's frame was
+ * complete. The frame is complete after one of
  *
  *	push %rbp; sub $SIZE,%rsp	push %rbp; mov %rsp,%rbp; sub $SIZE,%rsp
  *	sub $SIZE,%rsp; mov %rbp,...(%rsp)
@@ -87,7 +89,7 @@ __noinline __u64 hotspot_prologue(__u64 code, __u64 pc, __u64 words)
 	if (bpf_probe_read_user(&first, 4, (void *)code) ||
 	    bpf_probe_read_user(&last, 4, (void *)(pc - 4)))
 		return HOTSPOT_LOST;
-	/* Of stubs, which save all registers then. */
+	/* Stubs begin so, and then save all registers. */
 	if (hotspot_has_set_fp(first))
 		return hotspot_row_by_fp(UNWIND_BY_FP);
 	/* push %rbp */

@@ -1,30 +1,30 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * The registers with which the current task has last entered the kernel from user
- * mode, on x86-64. They are at the top of its kernel stack.
+ * Registers with which the current task last entered the kernel from user mode, on x86-64. They are
+ * at the top of the task's kernel stack.
  *
- * The helpers know where that is since 5.15 (5.11 for the task). On 5.10 we compute
- * it: later kernels can have padding above (CONFIG_X86_FRED), 5.10 has none on
- * x86-64. The test is a constant after relocation, so the verifier never sees the
- * branch whose helpers are not there.
+ * Helpers return their address since 5.15 (5.11 for the task). On 5.10 the address is computed:
+ * later kernels can have padding above the registers (CONFIG_X86_FRED), 5.10 has none on x86-64.
+ * The test is a constant after relocation, so the verifier never sees a branch whose helpers are
+ * missing.
  *
- * Another architecture has a file of this name in a folder of its own, with the same
- * functions and structs. What is both inline and __noinline is called where it is used,
- * and no warning where it is not.
+ * Another architecture has a file of this name in a folder of its own, with the same functions and
+ * structs. A function that is both inline and __noinline is called where it is used, and causes no
+ * warning where it is not.
  */
 #ifndef MEMTOOLS_ARCH_REGISTERS_BPF_H
 #define MEMTOOLS_ARCH_REGISTERS_BPF_H
 
 #include "current_task.bpf.h"
 
-/* What the kernel's functions of system calls begin with. */
+/* Prefix of the kernel's functions of system calls. */
 #define SYSTEM_CALL "__x64_sys_"
 
 #define THREAD_BYTES	    (16 << 10)
 #define CODE_SEGMENT_RING   3
 #define CODE_SEGMENT_32_BIT 0x23
 
-/* What the task was doing in user mode when it last entered the kernel. */
+/* State of a task in user mode when it last entered the kernel. */
 struct user_registers {
 	__u64 pc;
 	__u64 sp;
@@ -38,13 +38,13 @@ static __always_inline bool has_register_helpers(void)
 	       has_current_task_btf();
 }
 
-/* Where has_register_helpers(): what it points to may be read as it is. */
+/* Returns the registers, which may be read by plain loads, if has_register_helpers(). */
 static __always_inline struct pt_regs *registers_by_helpers(void)
 {
 	return (struct pt_regs *)bpf_task_pt_regs(bpf_get_current_task_btf());
 }
 
-/* Elsewhere. */
+/* Returns the registers on kernels without the helpers. */
 static __always_inline struct pt_regs *registers_on_stack(void)
 {
 	struct task_struct *task = (void *)bpf_get_current_task();
@@ -72,7 +72,7 @@ static inline __noinline int read_user_registers(struct user_registers *register
 	return 0;
 }
 
-/* The arguments of the system call that the task is in. */
+/* Reads the arguments of the system call that the task is in. */
 static inline __noinline int read_system_call_arguments(__u64 args[6])
 {
 	struct pt_regs *regs;
@@ -97,15 +97,20 @@ static inline __noinline int read_system_call_arguments(__u64 args[6])
 	return 0;
 }
 
-/* Whether they are a program's of 64 bits. A kernel worker of a process (io_uring) has never been
- * in user mode. */
+/*
+ * Whether the registers are those of a 64-bit program. A kernel worker of a process (io_uring) has
+ * never been in user mode.
+ */
 static __always_inline bool user_registers_are_64_bit(const struct user_registers *registers)
 {
 	return registers->pc && (registers->cs & 3) == CODE_SEGMENT_RING &&
 	       registers->cs != CODE_SEGMENT_32_BIT;
 }
 
-/* Where the current thread has what is its own (TLS): a register that user mode seldom changes. */
+/*
+ * Returns the base of the current thread's own memory (TLS): a register that user mode seldom
+ * changes.
+ */
 static __always_inline __u64 thread_pointer(void)
 {
 	if (has_current_task_btf())
