@@ -10,11 +10,11 @@
  * can be unmapped in part, which takes an ordered map: they go to user space as
  * events, in order, and are kept there.
  *
- * The handlers are attached in three ways, from the best down; tools/memleak/
- * probes.rs chooses: one uprobe session link for all functions of a file, with
- * their signatures in its cookies (6.13 and later); a perf uprobe for each
- * entry and return, with cookies (5.15); the same with a program for each
- * signature, entry_0 to entry_15, and all blocks in a hash map.
+ * The handlers are attached in one of three ways, from the best down, which
+ * tools/memleak/processes/probes.rs chooses: one uprobe session link for all functions of a file,
+ * with their signatures in its cookies (6.13 and later); a perf uprobe for each entry and return,
+ * with cookies (5.15); perf uprobes without cookies, with a program for each signature, entry_0 to
+ * entry_15, and all blocks in a hash map.
  */
 
 #include "memleak/calls.bpf.h"
@@ -22,9 +22,9 @@
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
 /*
- * At the entry the instruction pointer is at the probe. To there no function
- * returns, as no call is before it. bpf_session_is_return() would tell it too,
- * but to find that takes all of the kernel's BTF, 5 ms of the start.
+ * Whether a session program runs at the function's return. At the entry the instruction pointer is
+ * at the probe. No function returns to the probe, as no call precedes it. bpf_session_is_return()
+ * would tell, too, but looking it up takes all of the kernel's BTF, 5 ms of the start.
  */
 static __always_inline bool is_return(struct pt_regs *ctx)
 {
@@ -46,8 +46,8 @@ int session_call(struct pt_regs *ctx)
 }
 
 /*
- * Calls of a function of memleak's own, which another thread than its first
- * makes: what tells if links for one process see all of its threads.
+ * Calls of a function of memleak's own, made by a thread other than the first. The count shows
+ * whether links for one process see all of its threads.
  */
 __u64 trial_calls;
 
@@ -58,7 +58,10 @@ int trial(struct pt_regs *ctx)
 	return 0;
 }
 
-/* With links of their own for each probe, and as uprobe.multi with one for all. */
+/*
+ * Handles an entry with a cookie: as a uprobe with a link for each probe, and as uprobe.multi with
+ * one link for all.
+ */
 SEC("uprobe")
 int cookie_entry(struct pt_regs *ctx)
 {
@@ -80,9 +83,9 @@ int cookie_return(struct pt_regs *ctx)
 }
 
 /*
- * Without cookies, a program for each signature says which one a call has, and goes on to the one
- * that does the work. They are a few instructions each: to verify the other one sixteen times was
- * most of the start.
+ * Signature of the call that begins on each CPU, for kernels without cookies. A program for each
+ * signature writes it, and goes on to the program that does the work. The programs for signatures
+ * are a few instructions each: verifying the working program sixteen times was most of the start.
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
@@ -91,7 +94,7 @@ struct {
 	__type(value, __u64); /* the signature, and below it the thread whose call has it */
 } plain_calls SEC(".maps");
 
-/* Has plain_entry. */
+/* Program array for the tail call: holds plain_entry. */
 struct {
 	__uint(type, BPF_MAP_TYPE_PROG_ARRAY);
 	__uint(max_entries, 1);
@@ -100,9 +103,9 @@ struct {
 } plain_work SEC(".maps");
 
 /*
- * Kernels without cookies run this on the CPU on which the call was begun, before another one
- * there. On others, which are tried only if cookies fail, a thread can come between: the call is
- * lost then.
+ * Handles an entry whose signature is in `plain_calls`. Kernels without cookies run this program on
+ * the CPU on which the call began, before any other call there. On other kernels, which use it only
+ * if cookies fail, another thread can come in between: the call is lost then.
  */
 SEC("uprobe")
 int plain_entry(struct pt_regs *ctx)
@@ -175,8 +178,8 @@ static __always_inline void forget_call(void)
 }
 
 /*
- * A child of vfork() that is not traced can allocate and free what its parent then
- * frees or allocates.
+ * Notes when a child begins to share the memory of a traced parent. A child of vfork() that is not
+ * traced can allocate and free what its parent then frees or allocates.
  */
 SEC("raw_tp/sched_process_fork")
 int process_shares(struct bpf_raw_tracepoint_args *ctx)
@@ -203,7 +206,10 @@ int process_exec(void *ctx)
 	return 0;
 }
 
-/* A thread that ends inside a call must not leave it to the next one with its id. */
+/*
+ * Forgets the call that an ending thread is in, so that the next thread with its id does not
+ * inherit it.
+ */
 SEC("raw_tp/sched_process_exit")
 int thread_exit(void *ctx)
 {

@@ -3,19 +3,19 @@
  * memleak's kernel mode: memory that the kernel allocated and has not freed, by
  * kernel stack or by slab cache.
  *
- * Hooks: the tracepoints of slab objects (kmalloc, kmem_cache_alloc, kfree,
- * kmem_cache_free), of pages (mm_page_alloc, mm_page_free) and of the per-CPU
- * allocator. All are raw tracepoints: a program on one of perf's is skipped
- * where it interrupts any other, and much is freed in interrupts. Even these are
- * skipped where they interrupt themselves (6.1 and later), so each tracepoint has
- * a second program; see TRACED. mm_page_free_batched follows an mm_page_free of the
- * same page on every kernel from 5.10 to 7.2, so it has no program here.
+ * Hooks: the tracepoints of slab objects (kmalloc, kmem_cache_alloc, kfree, kmem_cache_free), of
+ * pages (mm_page_alloc, mm_page_free) and of the per-CPU allocator. All are raw tracepoints: a
+ * program on a tracepoint of perf is skipped where it interrupts any other, and much memory is
+ * freed in interrupts. Even programs on raw tracepoints are skipped where they interrupt themselves
+ * (6.1 and later), so each tracepoint has a second program; see TRACED. mm_page_free_batched
+ * follows an mm_page_free of the same page on every kernel from 5.10 to 7.2, so it has no program
+ * here.
  *
- * The kernel frees some objects in bulk, which no tracepoint tells. Where it
- * lets us, there are programs on the functions that do so.
+ * The kernel frees some objects in bulk, which no tracepoint reports. Where the kernel permits,
+ * programs are attached to the functions that do so.
  *
- * The maps are preallocated: what fills them must not allocate, for it runs in
- * the middle of an allocation.
+ * The maps are preallocated: adding to them must not allocate, as it happens in the middle of an
+ * allocation.
  */
 #include "memleak_kernel/caches.bpf.h"
 
@@ -41,9 +41,9 @@ static __always_inline int object_allocated(void *ctx, __u64 address, __u64 requ
 	return remember(ctx, address, requested, allocated, cache);
 }
 
-/* On each CPU, a tracepoint's two programs; see TRACED. */
+/* State of a tracepoint's two programs on each CPU; see TRACED. */
 struct program_pair {
-	__u64 key;	      /* for which the first was last called */
+	__u64 key;	      /* block for which the first was last called */
 	__u64 second_runs;    /* 1: the second is running */
 	__u64 harmless_skips; /* calls of the first while the second was running */
 };
@@ -66,22 +66,25 @@ static __always_inline void first_called(__u32 hook, __u64 key)
 	}
 }
 
-/* Whether the tracepoint's first program was not called for this block. */
+/* Whether the tracepoint's first program was skipped for this block. */
 static __always_inline bool skipped(struct program_pair *pair, __u32 hook, __u64 key)
 {
 	if (pair->key == key)
 		return false;
-	/* It was, but an interrupt came after that, in which it was called again. */
+	/*
+	 * If the block is recorded, the first was not skipped, but called again in an interrupt
+	 * after that.
+	 */
 	return hook >= HOOK_FREES || !bpf_map_lookup_elem(&blocks, &key);
 }
 
 /*
- * A tracepoint's two programs, of which the second is called after the first. A
- * program that an interrupt finds running is not called for what happens in that
- * interrupt, and a softirq may free thousands of objects; the second program then
- * does the work of the first. What is lost is what finds both running. The kernel
- * counts how often the second was not called. Where it alone was running that is
- * no loss, and is taken off as far as it can be known: what remains is an upper bound.
+ * Defines the two programs of a tracepoint, of which the second is called after the first. A
+ * program that an interrupt finds running is not called for events in that interrupt, and a softirq
+ * may free thousands of objects; the second program then does the work of the first. Only an event
+ * that finds both running is lost. The kernel counts how often the second was not called. If the
+ * second alone was running, nothing is lost; such calls are subtracted as far as they can be known:
+ * what remains is an upper bound.
  */
 #define TRACED(name, hook, key)                                                                    \
 	SEC("raw_tp")                                                                              \
@@ -105,14 +108,14 @@ static __always_inline bool skipped(struct program_pair *pair, __u32 hook, __u64
 		return 0;                                                                          \
 	}
 
-/* kmalloc, and on 5.10 kmalloc_node. */
+/* Handles kmalloc, and on 5.10 kmalloc_node. */
 static __always_inline int on_kmalloc(struct bpf_raw_tracepoint_args *ctx)
 {
 	return object_allocated(ctx, ctx->args[1], ctx->args[2], ctx->args[3], 0);
 }
 TRACED(kmalloc, HOOK_KMALLOC, ctx->args[1])
 
-/* kmem_cache_alloc, and on 5.10 kmem_cache_alloc_node. */
+/* Handles kmem_cache_alloc, and on 5.10 kmem_cache_alloc_node. */
 static __always_inline int on_cache_alloc(struct bpf_raw_tracepoint_args *ctx)
 {
 	__u64 requested = ctx->args[2], allocated = ctx->args[3], cache = 0;
@@ -167,18 +170,24 @@ static __always_inline int on_page_free(struct bpf_raw_tracepoint_args *ctx)
 }
 TRACED(page_free, HOOK_PAGE_FREE, page_key(ctx->args[0], ctx->args[1] % PAGE_ORDERS))
 
-/* An argument of percpu_alloc_percpu, counted without the call site that newer kernels have. */
+/*
+ * Returns an argument of percpu_alloc_percpu, counted without the call site that newer kernels
+ * have.
+ */
 static __always_inline __u64 percpu_argument(struct bpf_raw_tracepoint_args *ctx, int number)
 {
 	__u64 older = ctx->args[number], newer = ctx->args[number + 1];
 
-	/* Else clang makes one load of it, at an address that the verifier cannot follow. */
+	/*
+	 * Without the barriers clang makes one load of both, at an address that the verifier cannot
+	 * follow.
+	 */
 	barrier_var(older);
 	barrier_var(newer);
 	return tells_percpu_bytes ? newer : older;
 }
 
-/* Where the first copy is. */
+/* Returns the address of the first copy of per-CPU memory. */
 static __always_inline __u64 percpu_key(struct bpf_raw_tracepoint_args *ctx)
 {
 	return percpu_argument(ctx, 4) + (__u32)percpu_argument(ctx, 5);
@@ -202,7 +211,7 @@ static __always_inline int on_percpu_free(struct bpf_raw_tracepoint_args *ctx)
 }
 TRACED(percpu_free, HOOK_PERCPU_FREE, ctx->args[0] + (__u32)ctx->args[1])
 
-/* On mm_page_alloc while page_bias is learned. */
+/* Notes the tool's own pages, on mm_page_alloc while page_bias is learned. */
 SEC("raw_tp")
 int learn_page(struct bpf_raw_tracepoint_args *ctx)
 {
@@ -211,7 +220,10 @@ int learn_page(struct bpf_raw_tracepoint_args *ctx)
 	return 0;
 }
 
-/* Global, so that the verifier follows it once and not again for each object. */
+/*
+ * Removes one object of a bulk free. Global, so that the verifier follows the function once and not
+ * again for each object.
+ */
 __noinline int free_one_of(__u64 objects, __u32 i)
 {
 	__u64 address = 0;
@@ -220,7 +232,7 @@ __noinline int free_one_of(__u64 objects, __u32 i)
 	return block_remove(address);
 }
 
-/* kfree_rcu() collects a page of them. */
+/* Limit of a bulk free: kfree_rcu() collects a page of pointers. */
 #define BULK_MAX 512
 
 static __always_inline int free_each_of(__u64 objects, __u64 count)
@@ -233,7 +245,7 @@ static __always_inline int free_each_of(__u64 objects, __u64 count)
 }
 
 /*
- * Kprobes, as fentry does not accept an array of pointers among the arguments
+ * Handles a bulk free. A kprobe, as fentry does not accept an array of pointers among the arguments
  * (5.10 and 6.1).
  */
 SEC("kprobe/kmem_cache_free_bulk")
@@ -243,8 +255,8 @@ int bulk_free(struct pt_regs *ctx)
 }
 
 /*
- * 6.18 and later: objects of some caches, of all in 7.x, that are given to
- * kfree_rcu() wait in a sheaf, and are told no more.
+ * Handles kfree_rcu() on 6.18 and later: objects of some caches, of all caches in 7.x, then wait in
+ * a sheaf, and no tracepoint reports their free.
  */
 SEC("kprobe/__kfree_rcu_sheaf")
 int rcu_free(struct pt_regs *ctx)

@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
-/* Request and answer of the programs that read page tables: page_tables.bpf.c. */
+/*
+ * Request and answer of the programs that read page tables: page_tables.bpf.c.
+ */
 #ifndef PAGE_TABLES_BPF_H
 #define PAGE_TABLES_BPF_H
 

@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
-/* Cause of the current task's memory reclaim. */
+/*
+ * Cause of the current task's memory reclaim.
+ */
 #ifndef MEMTOOLS_RECLAIM_BPF_H
 #define MEMTOOLS_RECLAIM_BPF_H
 

@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
-/* PIDs and TIDs of tasks in a PID namespace. */
+/*
+ * PIDs and TIDs of tasks in a PID namespace.
+ */
 #ifndef MEMTOOLS_TASK_IDS_BPF_H
 #define MEMTOOLS_TASK_IDS_BPF_H
 

@@ -24,7 +24,7 @@
 /* Options, set before load. */
 enum unwind_mode {
 	UNWIND_MODE_FP,	   /* by frame pointers alone */
-	UNWIND_MODE_AUTO,  /* by tables; by frame pointers from the first code without one */
+	UNWIND_MODE_AUTO,  /* by tables; by frame pointers from the first code without tables */
 	UNWIND_MODE_DWARF, /* by tables only */
 };
 const volatile __u8 unwind_mode;

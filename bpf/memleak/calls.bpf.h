@@ -9,12 +9,15 @@
 #include "sampling.bpf.h"
 #include "totals.bpf.h"
 
-/* calloc's and reallocarray's size. They fail by themselves where it overflows. */
+/*
+ * Returns the bytes that calloc or reallocarray is asked for. These functions fail where the
+ * product overflows; it is saturated here.
+ */
 static __always_inline __u64 product(__u64 count, __u64 size)
 {
 	__u64 limit = count ? ~0ULL / count : ~0ULL;
 
-	/* Else clang makes it a 128-bit multiplication, which BPF has not. */
+	/* Without the barrier clang makes a 128-bit multiplication, which BPF does not have. */
 	barrier_var(limit);
 	return size > limit ? ~0ULL : count * size;
 }
@@ -24,7 +27,10 @@ static __always_inline __u32 field(__u64 signature, __u32 shift)
 	return signature >> shift & 15;
 }
 
-/* The argument with this number. Registers are read at constant offsets, as the verifier wants. */
+/*
+ * Returns the argument with this number. Registers are read at constant offsets, as the verifier
+ * demands.
+ */
 static __noinline __u64 argument_with(struct pt_regs *ctx, __u32 number)
 {
 	__u64 value = 0;
@@ -49,7 +55,7 @@ static __noinline __u64 argument_with(struct pt_regs *ctx, __u32 number)
 	return value;
 }
 
-/* The argument that a signature names by this shift; 0 if the function has none. */
+/* Returns the argument that a signature names by this shift; 0 if the function has none. */
 static __always_inline __u64 argument(struct pt_regs *ctx, __u64 signature, __u32 shift)
 {
 	__u32 number = field(signature, shift);
@@ -57,7 +63,7 @@ static __always_inline __u64 argument(struct pt_regs *ctx, __u64 signature, __u3
 	return number ? argument_with(ctx, number) : 0;
 }
 
-/* A block has left the live ones. */
+/* Updates the sums for a block that is not live any more. */
 static __always_inline void block_freed(const struct live_block *block)
 {
 	if (keep_totals)
@@ -70,7 +76,7 @@ static __always_inline void block_allocated(__u64 address, struct thread *thread
 					    bool use_table)
 {
 	__u64 born, size = thread->size;
-	struct live_block *unfreed = &thread->held; /* it is not needed any more */
+	struct live_block *unfreed = &thread->held; /* `held` is not needed any more */
 
 	if (only_totals) {
 		total_add(stack, size);
@@ -87,10 +93,10 @@ static __always_inline void block_allocated(__u64 address, struct thread *thread
 }
 
 /*
- * Whether a call, which had this stack pointer at its entry, is still going on,
- * although its return is not seen. Then its return address is on the stack, or
- * where a return probe has put it. Both can be true for long after it: of a caller
- * that takes its next frames below (alloca). So the stack is walked up to there.
+ * Whether a call that had this stack pointer at its entry is still going on, although its return is
+ * not seen. Its return address is then on the stack, or a return probe has replaced it. Both can be
+ * true long after the call: if the caller puts its next frames below (alloca). So the stack is
+ * walked up to that address.
  */
 static __always_inline int goes_on(struct pt_regs *ctx, __u64 call_sp, __u64 returns_to)
 {
@@ -105,9 +111,9 @@ static __always_inline int goes_on(struct pt_regs *ctx, __u64 call_sp, __u64 ret
 }
 
 /*
- * A call made by the allocator itself, such as the mmap of a large malloc: its
- * stack pointer is below that of the outer call. A record that is not below
- * was left behind by a call that never returned (longjmp).
+ * Whether a call was made by the allocator itself, such as the mmap of a large malloc: its stack
+ * pointer is below that of the outer call. If it is not below, the record was left behind by a call
+ * that never returned (longjmp).
  */
 static __always_inline bool nested(struct pt_regs *ctx, struct thread *thread, __u64 sp)
 {
@@ -128,7 +134,7 @@ static __noinline struct thread *thread_of_current(void)
 }
 
 /*
- * The current thread has entered a function that allocates or maps. Returns its
+ * Begins a call of a function that allocates or maps, in the current thread. Returns the thread's
  * record, or NULL if the call is not to be followed to its return.
  */
 static __noinline struct thread *begin(struct pt_regs *ctx, __u32 signature)
@@ -136,7 +142,10 @@ static __noinline struct thread *begin(struct pt_regs *ctx, __u32 signature)
 	struct thread *thread = thread_of_current();
 	__u64 sp = PT_REGS_SP(ctx);
 
-	/* Read once: clang would add the offset to the context, which the verifier refuses. */
+	/*
+	 * The barrier makes clang read sp once: clang would add the offset to the context, which
+	 * the verifier refuses.
+	 */
 	barrier_var(sp);
 	if (!thread || nested(ctx, thread, sp))
 		return NULL;
@@ -167,7 +176,7 @@ static __noinline int begin_mapping(struct pt_regs *ctx, struct thread *thread)
 		thread->replaces = !!(flags & MAP_FIXED);
 		return 0;
 	}
-	/* mremap(old, 0, ...) and MREMAP_DONTUNMAP leave the old mapping there. */
+	/* mremap(old, 0, ...) and MREMAP_DONTUNMAP keep the old mapping. */
 	if (!PT_REGS_PARM2(ctx) || (thread->kind == FUNCTION_REMAP && flags & MREMAP_DONTUNMAP))
 		return 0;
 	thread->replaces = 1;
@@ -192,7 +201,7 @@ static __noinline int mapped(struct pt_regs *ctx, struct thread *thread)
 	return 0;
 }
 
-/* What an allocation function returned; 0 if it failed. */
+/* Returns the address that an allocation function has returned; 0 if it failed. */
 static __always_inline __u64 result_of(struct pt_regs *ctx, const struct thread *thread)
 {
 	__u64 address = PT_REGS_RC(ctx);
@@ -236,14 +245,17 @@ static __noinline int called_by_allocator(struct pt_regs *ctx)
 	return stack_return_address(ctx) - ip + BESIDE_FREE < 2 * BESIDE_FREE;
 }
 
-/* Whether the options leave nothing out. Else nothing is known of a free of what is not live. */
+/*
+ * Whether the options leave nothing out. Otherwise a free of a block that is not live means
+ * nothing.
+ */
 static __always_inline bool records_all(void)
 {
 	return sample_rate <= 1 && !sample_bytes && !level_bytes && !min_size && max_size == ~0ULL;
 }
 
 /*
- * Whether a function that frees was called by another one, which counts already:
+ * Whether a function that frees was called by another one, which is counted already:
  * libc_malloc_debug's free() calls glibc's.
  */
 static __always_inline int within_free(struct pt_regs *ctx, struct thread *thread)
@@ -256,11 +268,13 @@ static __always_inline int within_free(struct pt_regs *ctx, struct thread *threa
 		return 0;
 	if (sp < outer_sp)
 		return goes_on(ctx, outer_sp, thread->freeing_returns_to);
-	/* By a jump, as its last call: no other function is called from there. */
+	/*
+	 * The outer function has jumped here as its last call, if the return address is the same.
+	 */
 	return ip != thread->freeing_ip && stack_return_address(ctx) == thread->freeing_returns_to;
 }
 
-/* A function that frees was called, and may call another one. */
+/* Notes a call of a function that frees and may call another one. */
 static __noinline int begin_freeing(struct pt_regs *ctx)
 {
 	struct thread *thread = thread_of_current();
@@ -276,8 +290,8 @@ static __noinline int begin_freeing(struct pt_regs *ctx)
 }
 
 /*
- * Whether a free is the allocator's own, or by a function above that counts already.
- * A function of its own, as the verifier allows eight frames.
+ * Whether a free is the allocator's own, or was called by an outer one that is counted already. A
+ * function of its own, as the verifier allows eight frames.
  */
 static __noinline int nested_free(struct pt_regs *ctx)
 {
@@ -287,10 +301,15 @@ static __noinline int nested_free(struct pt_regs *ctx)
 	       called_by_allocator(ctx);
 }
 
-/* A free of what is not live. `born`: when it was allocated that was freed before; 0: unknown. */
+/*
+ * Handles a free of a block that is not live. `born`: when a block that was freed at this address
+ * had been allocated; 0: unknown.
+ */
 static __noinline int freed_unknown(struct pt_regs *ctx, __u64 address, __u64 born)
 {
-	/* A process that shares the memory can have allocated it again, and not be traced. */
+	/*
+	 * A process that shares the memory, and is not traced, can have allocated the block again.
+	 */
 	if (!born || (born & BORN_TIME) < shared_memory_ns) {
 		__sync_fetch_and_add(&frees.unknown, 1);
 		return count_unknown_frees ? unknown_free_by(stack_of_caller_at_entry(ctx)) : 0;
@@ -318,8 +337,8 @@ static __always_inline void release(struct pt_regs *ctx, __u32 signature, bool u
 }
 
 /*
- * Do without the return of a call if nothing will be recorded of it: half of what
- * such a call costs is its return. Returns 1 if so.
+ * Skips the return of a call of which nothing will be recorded: half of the cost of such a call is
+ * its return. Returns 1 if the return is skipped.
  */
 static __noinline int skip_return(struct pt_regs *ctx, struct thread *thread)
 {
@@ -330,8 +349,10 @@ static __noinline int skip_return(struct pt_regs *ctx, struct thread *thread)
 	return thread->returns_to != 0;
 }
 
-/* A function of its own for the ids, which a program on a uprobe has no room for: 48 bytes are all
- * of its stack. */
+/*
+ * Whether the options match the current task. A function of its own for `ids`, for which a program
+ * on a uprobe has no stack: it has 48 bytes in all.
+ */
 static __noinline int filter_wants_current(void)
 {
 	struct task_ids ids;
@@ -339,7 +360,7 @@ static __noinline int filter_wants_current(void)
 	return filter_wants(&ids);
 }
 
-/* Returns 1 if the function's return is to be seen. */
+/* Handles the entry of a probed function. Returns 1 if the function's return is to be seen. */
 static __always_inline int enter(struct pt_regs *ctx, __u32 signature, bool use_table)
 {
 	struct thread *thread;
@@ -357,9 +378,9 @@ static __always_inline int enter(struct pt_regs *ctx, __u32 signature, bool use_
 	if (thread->kind != FUNCTION_ALLOCATE)
 		begin_mapping(ctx, thread);
 	/*
-	 * realloc takes the old block away before it returns, and another thread may
-	 * be given its address at once. So the block leaves the live ones at entry,
-	 * and comes back if realloc fails.
+	 * realloc frees the old block before it returns, and another thread may be given its
+	 * address at once. So the block is taken out of the live blocks at the entry, and put back
+	 * if realloc fails.
 	 */
 	else if (thread->address && !only_totals)
 		thread->replaces =

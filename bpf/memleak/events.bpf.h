@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Events, for blocks that user space is to know of one by one, and for processes that
- * begin another program or end.
+ * Events for blocks that user space tracks one by one, and for processes that call exec or exit.
  */
 #ifndef MEMTOOLS_MEMLEAK_EVENTS_BPF_H
 #define MEMTOOLS_MEMLEAK_EVENTS_BPF_H
 
 #include "types.bpf.h"
 
-/* Execs and exits are of the child of a vfork() itself. */
+/* Returns the process of an event. Execs and exits are of the child of a vfork() itself. */
 static __noinline __u32 process_of_event(__u32 kind)
 {
 	if (kind == EVENT_EXEC || kind == EVENT_EXIT)
@@ -16,13 +15,13 @@ static __noinline __u32 process_of_event(__u32 kind)
 	return process_of_current();
 }
 
-/* Not inline, for the callers' stacks. */
+/* Not inline, to spare the stacks of the callers. */
 static __noinline __u32 tid_of_current(void)
 {
 	return ids_of_current().tid;
 }
 
-/* As tid_of_current(). */
+/* Not inline, like tid_of_current(). */
 static __noinline __u64 cgroup_of_event(void)
 {
 	return cgroup_of_current();

@@ -2,19 +2,18 @@
 /*
  * memleak's live blocks, by process and address.
  *
- * They are in two maps. `table` is an array that user space maps and reads as
- * one plain copy: at a million blocks that takes milliseconds, where walking a
- * hash map by its keys takes seconds. It costs 50 bytes a block. Each block has
- * two buckets where it can be; what finds neither free goes to hash maps, at
- * about 110 bytes a block. A hash map's buckets are all made at its start, so
- * user space adds larger ones as they are needed: `overflow` is the first, and
- * `more_overflow` has the others in their order. New blocks go to the last one
- * that has room.
+ * Live blocks are in maps of two kinds. `table` is an array that user space maps and reads as one
+ * plain copy: at a million blocks that takes milliseconds, where walking a hash map by its keys
+ * takes seconds. The table costs 50 bytes a block. Each block has two buckets where it can be; if
+ * both are full, it goes to a hash map, at about 110 bytes a block. The buckets of a hash map are
+ * all made when it is created, so user space adds larger maps as they are needed: `overflow` is the
+ * first, and `more_overflow` has the next ones in their order. New blocks go to the last map that
+ * has space.
  *
- * A slot of the table is claimed with a compare-and-exchange. Kernels before
- * 5.12 have none in BPF, and refuse a program that contains one, even where it
- * is never run; so each function here is told by a constant whether its program
- * uses the table, and all is in `overflow` there.
+ * A slot of the table is claimed with a compare-and-exchange. Kernels before 5.12 have none in BPF,
+ * and refuse a program that contains one, even where it is never run. So a constant argument says
+ * to each function here whether its program uses the table; without the table, all blocks are in
+ * the overflow maps.
  */
 #ifndef MEMTOOLS_LIVE_BPF_H
 #define MEMTOOLS_LIVE_BPF_H
@@ -22,9 +21,9 @@
 #include "process.bpf.h"
 
 /*
- * A slot of the table. User addresses have their upper bits clear; they mark
- * what is no live block: 0, never used; SLOT_CLAIMED, being written;
- * SLOT_FREED with an address, a block that was freed.
+ * Slot of the table. User addresses have their upper bits clear. Other values of `address` mark a
+ * slot without a live block: 0, never used; SLOT_CLAIMED, being written; SLOT_FREED with an
+ * address, a block that was freed.
  */
 struct block {
 	__u64 address;
@@ -33,10 +32,12 @@ struct block {
 	__u64 owner; /* bytes asked for << BLOCK_PID_BITS | process */
 };
 
-/* How the words of a slot are laid out, and how many of what there is. */
+/* Layout of the words of a slot, and sizes of the maps. */
 enum live_layout {
 	BLOCK_PID_BITS = 22, /* PID_MAX_LIMIT is 1 << 22 */
-	/* CLOCK_MONOTONIC at allocation, 18 years of it; above it the sampling level then. */
+	/*
+	 * CLOCK_MONOTONIC at allocation, 18 years of it; above it the sampling level at allocation.
+	 */
 	BORN_TIME_BITS = 59,
 	BUCKET_BLOCKS = 8,
 	MORE_OVERFLOW = 2,
@@ -45,12 +46,15 @@ EXPORT_TYPE(enum live_layout);
 
 #define SLOT_CLAIMED (1ULL << 63)
 #define SLOT_FREED   (1ULL << 62)
-/* What has no room in `owner`, such as an overcommitted calloc, goes to `overflow`. */
+/*
+ * Largest size that fits into `owner`; larger blocks, such as an overcommitted calloc, go to
+ * `overflow`.
+ */
 #define BLOCK_MAX_SIZE ((1ULL << (64 - BLOCK_PID_BITS)) - 1)
 #define BORN_TIME      ((1ULL << BORN_TIME_BITS) - 1)
 
 struct block_bucket {
-	__u64 was_full; /* a block that belongs here may be in its second bucket, or overflow */
+	__u64 was_full; /* 1: a block of this bucket may be in its second one, or in overflow */
 	struct block blocks[BUCKET_BLOCKS];
 };
 
@@ -76,8 +80,8 @@ struct {
 } table SEC(".maps");
 
 /*
- * The sizes alone: with types, which maps made later have not, 6.1 does not take
- * one for the other.
+ * First of the overflow maps. Sizes of keys and values alone: 6.1 does not take a map that is made
+ * later, without types, in the place of one with types.
  */
 struct overflow {
 	__uint(type, BPF_MAP_TYPE_HASH);
@@ -96,13 +100,16 @@ struct {
 	__array(values, struct overflow);
 } more_overflow SEC(".maps");
 
-/* Blocks that were put into these maps, less those that were taken out again. */
+/* Blocks that were put into the overflow maps, less those that were taken out again. */
 __u64 overflow_blocks;
-/* At so many, user space is asked for the next map, once; from then on it looks by itself. */
+/*
+ * Number of blocks at which user space is asked for the next map, once; from then on it checks by
+ * itself.
+ */
 const volatile __u64 overflow_crowded = ~0ULL;
 __u8 asked_for_room;
 
-/* Ask for it. */
+/* Asks user space for the next overflow map. */
 static int ask_for_room(void);
 
 static __always_inline struct block_bucket *bucket_of(__u64 address, __u64 pid, __u32 choice)
@@ -117,10 +124,10 @@ static __always_inline struct block_bucket *bucket_of(__u64 address, __u64 pid, 
 }
 
 /*
- * Put a block into a bucket. Returns 0 if that is full.
+ * Puts a block into a bucket. Returns 0 if the bucket is full.
  *
- * This and bucket_take() are global, so that the verifier follows them once and
- * not for each call: that took 7 ms of the start.
+ * This function and bucket_take() are global, so that the verifier follows them once and not for
+ * each call, which took 7 ms of the start.
  */
 __noinline int bucket_put(struct block_bucket *bucket, __u64 address, __u64 owner, __u64 stack,
 			  __u64 born)
@@ -147,8 +154,8 @@ __noinline int bucket_put(struct block_bucket *bucket, __u64 address, __u64 owne
 }
 
 /*
- * Take a block out of a bucket into `taken`. Returns 0 if it is not there; if it was freed
- * already, and not allocated since, taken->born then says when it was allocated.
+ * Takes a block out of a bucket into `taken`. Returns 0 if the block is not there. If it was freed
+ * already, and not allocated since, taken->born is then set to the time of its allocation.
  */
 __noinline int bucket_take(struct block_bucket *bucket, __u64 address, __u64 pid,
 			   struct live_block *taken)
@@ -167,8 +174,7 @@ __noinline int bucket_take(struct block_bucket *bucket, __u64 address, __u64 pid
 			taken->born = block->born;
 			continue;
 		}
-		/* While it was not claimed, it could become another process's at the same address.
-		 */
+		/* Before the claim, the slot could become another process's at the same address. */
 		if (block->owner != owner) {
 			block->address = address;
 			continue;
@@ -207,7 +213,7 @@ static __noinline int overflow_put(__u32 pid, __u64 address, __u64 size, __u64 s
 	return 1;
 }
 
-/* Take a block out of one of these maps into `taken`. Returns 0 if it is not there. */
+/* Takes a block out of an overflow map into `taken`. Returns 0 if the block is not there. */
 static __always_inline int take_from(void *map, const struct live_key *key,
 				     struct live_block *taken)
 {
@@ -268,15 +274,15 @@ static __noinline int table_take(__u64 pid, __u64 address, struct live_block *ta
 }
 
 /*
- * The process whose number is there; NULL: the current one. Read where it is needed: the programs
- * on probes have no room to keep it.
+ * Returns the process number at `pid`; NULL: the current process. The number is read where it is
+ * needed: the programs on probes have no stack to keep it.
  */
 static __always_inline __u32 live_process(const volatile __u32 *pid)
 {
 	return pid ? *pid : process_of_current();
 }
 
-/* Remember a block of a process that was not live before. Returns 0 if it is lost. */
+/* Adds a block that was not live before. Returns 0 if it is lost. */
 static __always_inline int live_put(const volatile __u32 *pid, __u64 address, __u64 size,
 				    __u64 stack, __u64 born, bool use_table)
 {
@@ -285,8 +291,8 @@ static __always_inline int live_put(const volatile __u32 *pid, __u64 address, __
 }
 
 /*
- * Forget a block of a process, which is then in `taken`. Returns 0 if it is not live: if
- * taken->born changes, it was freed before, and that is when it was allocated.
+ * Removes a block from the live ones, into `taken`. Returns 0 if it is not live. If taken->born
+ * changes then, the block was freed before, and taken->born is the time of its allocation.
  */
 static __always_inline int live_take(const volatile __u32 *pid, __u64 address,
 				     struct live_block *taken, bool use_table)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * The process that a block belongs to.
+ * Process that a block belongs to.
  */
 #ifndef MEMTOOLS_MEMLEAK_PROCESS_BPF_H
 #define MEMTOOLS_MEMLEAK_PROCESS_BPF_H
@@ -8,10 +8,10 @@
 #include "current_task.bpf.h"
 #include "task_ids.bpf.h"
 
-/* How many processes that wait for each other's vfork() are looked through. */
+/* Limit of a chain of processes that wait for each other's vfork(). */
 #define VFORKS 4
 
-/* The process whose memory a child of vfork() uses until it calls exec or exits. */
+/* Returns the process whose memory a child of vfork() uses until it calls exec or exits. */
 static __noinline __u32 process_that_vforked(void)
 {
 	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
@@ -35,15 +35,18 @@ static __always_inline bool is_of_vfork(void)
 }
 
 /*
- * The process that a block belongs to, in the tool's PID namespace: the first one
- * with this address space. Not inline, for the callers' stacks; global, so that the
- * verifier follows it once and not again for each caller.
+ * Returns the process that a block belongs to, in the tool's PID namespace: the first process with
+ * this address space. Not inline, to spare the stacks of the callers; global, so that the verifier
+ * follows the function once and not again for each caller.
  */
 __noinline __u32 process_of_current(void)
 {
 	struct task_ids ids = ids_of_current();
 
-	/* To find out takes some 100 ns: only of the first thread of what may be such a child. */
+	/*
+	 * The check takes some 100 ns: it is made only for the first thread of a process that may
+	 * be such a child.
+	 */
 	if (ids.tid == ids.pid && flags_of_current() & PF_FORKNOEXEC && is_of_vfork())
 		return process_that_vforked();
 	return ids.pid;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Which allocations are recorded, and what the programs cost, by which user space raises
- * the level of sampling.
+ * Sampling: which allocations are recorded, and what the programs cost, by which user space raises
+ * the sampling level.
  */
 #ifndef MEMTOOLS_MEMLEAK_SAMPLING_BPF_H
 #define MEMTOOLS_MEMLEAK_SAMPLING_BPF_H
@@ -19,10 +19,10 @@ static __always_inline void count_hit(void)
 }
 
 /*
- * A run that is timed: when it began, and below that how often its task had lost the
- * CPU by then. The kernel's own statistics count the time in which a program is
- * preempted, too: on a busy machine 862 % of the CPU time that the target had. In one
- * number, for the stacks of the programs (tests/e2e/load.rs).
+ * Clock of timed runs: the time, and below it the number of times that the task has lost the CPU.
+ * The kernel's own statistics also count the time in which a program is preempted: on a busy
+ * machine 862 % of the CPU time that the target had. Both are in one number, to spare the programs'
+ * stacks (tests/e2e/load.rs).
  */
 #define SWITCHES_BITS 16
 
@@ -34,7 +34,7 @@ static __always_inline __u64 timing_now(void)
 	return bpf_ktime_get_ns() << SWITCHES_BITS | switches;
 }
 
-/* Returns 0 if this run is not timed. */
+/* Begins a run. Returns the clock of a timed run; 0 if this run is not timed. */
 static __noinline __u64 timing_start(void)
 {
 	__u32 key = STEERING_MEASURES, *measures = bpf_map_lookup_elem(&steering, &key);
@@ -42,7 +42,7 @@ static __noinline __u64 timing_start(void)
 	return measures && *measures ? timing_now() : 0;
 }
 
-/* Add up a run that is timed, and began then. */
+/* Adds up a timed run that began at `start`, unless it has lost the CPU. */
 static __noinline int timing_add(__u64 start)
 {
 	__u64 now = timing_now(), ns = (now - start) >> SWITCHES_BITS;
@@ -54,14 +54,14 @@ static __noinline int timing_add(__u64 start)
 	return 0;
 }
 
-/* The end of a run. */
+/* Ends a run. */
 static __always_inline void timing_end(__u64 start)
 {
 	if (start)
 		timing_add(start);
 }
 
-/* The level at which user space wants to have it sampled now. */
+/* Returns the sampling level that user space has set. */
 static __noinline __u32 current_level(void)
 {
 	__u32 key = STEERING_LEVEL, *level;
@@ -72,7 +72,7 @@ static __noinline __u32 current_level(void)
 	return level ? *level % MAX_LEVELS : 0;
 }
 
-/* The mean distance between records; tools/memleak/sampling.rs has the same. */
+/* Returns the mean distance between records, in bytes; tools/memleak/sampling.rs has the same. */
 static __always_inline __u64 distance(__u32 level)
 {
 	return level ? (__u64)level_bytes << level : sample_bytes;
@@ -84,7 +84,9 @@ static __noinline bool wanted(__u64 size, __u32 level)
 
 	if (size < min_size || size > max_size)
 		return false;
-	/* With a probability in proportion to the size; tools/memleak/sampling.rs counts on it. */
+	/*
+	 * The probability is in proportion to the size; tools/memleak/sampling.rs relies on that.
+	 */
 	if (size < bytes)
 		return bpf_get_prandom_u32() < (size << 32) / bytes;
 	return sample_rate <= 1 || bpf_get_prandom_u32() % sample_rate == 0;

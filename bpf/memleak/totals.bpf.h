@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Sums by stack, with what they were when most was outstanding.
+ * Sums by stack, with their values at the peak of the outstanding bytes.
  */
 #ifndef MEMTOOLS_MEMLEAK_TOTALS_BPF_H
 #define MEMTOOLS_MEMLEAK_TOTALS_BPF_H
@@ -23,7 +23,7 @@ static __always_inline struct total_key total_key_of(__u64 stack)
 	};
 }
 
-/* A total is about to change. */
+/* Saves the values of a total at the last peak, before the total changes. */
 static __always_inline void note_peak(struct total *total)
 {
 	if (!follow_peak || total->peak == peak.number)
@@ -33,7 +33,7 @@ static __always_inline void note_peak(struct total *total)
 	total->peak = peak.number;
 }
 
-/* A total has changed, by so many bytes. */
+/* Adds to the outstanding bytes, and notes a new peak. */
 static __always_inline void outstanding_changes(__u64 bytes)
 {
 	if (!follow_peak)

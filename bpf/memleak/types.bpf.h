@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * What memleak's programs keep: of functions that are probed, of calls that threads are
- * in, and sums.
+ * Types and maps of memleak's programs: signatures of probed functions, calls that threads are in,
+ * events, and sums.
  */
 #ifndef MEMTOOLS_MEMLEAK_TYPES_BPF_H
 #define MEMTOOLS_MEMLEAK_TYPES_BPF_H
@@ -12,7 +12,7 @@
 #include "stack.bpf.h"
 #include "live.bpf.h"
 
-/* What a probed function does. */
+/* Operation of a probed function. */
 enum function_kind {
 	FUNCTION_ALLOCATE,
 	FUNCTION_FREE,
@@ -22,39 +22,42 @@ enum function_kind {
 };
 
 /*
- * How a call of a probed function is read: 4 bits each for its kind, for the
- * number of the argument, from 1, that has what the shift names (0: none), and
- * for flags. tools/memleak/processes/signature.rs packs it.
+ * Layout of a signature, by which a call of a probed function is read. Each field has 4 bits: the
+ * kind of the function, flags, and for each value named here the number of the argument that holds
+ * it, from 1 (0: none). tools/memleak/processes/signature.rs packs signatures.
  */
 enum signature_shift {
 	SIGNATURE_KIND = 0,
 	SIGNATURE_SIZE = 4, /* bytes, or bytes of each of the count */
 	SIGNATURE_COUNT = 8,
-	SIGNATURE_ADDRESS = 12, /* the block that it frees, resizes or unmaps */
-	SIGNATURE_RESULT = 16,	/* where it stores the new block, and returns an errno */
-	SIGNATURE_WRAPS = 20,	/* 1 if it may call another probed function that frees */
+	SIGNATURE_ADDRESS = 12, /* the block that the call frees, resizes or unmaps */
+	SIGNATURE_RESULT = 16,	/* where the call stores the new block, and returns an errno */
+	SIGNATURE_WRAPS = 20,	/* 1 if the function may call another probed function that frees */
 };
 EXPORT_TYPE(enum signature_shift);
 
-/* mmap, munmap and mremap are what they are everywhere. */
+/* Flags of mmap and mremap, whose arguments are the same everywhere. */
 #define MAP_FIXED	 0x10
 #define MREMAP_DONTUNMAP 4
 
 #define SIGNATURES 16
 
-/* Bytes before and behind a function that frees, where only the allocator's own code is. */
+/*
+ * Distance before and behind a function that frees, in bytes, in which only the allocator's own
+ * code is.
+ */
 #define BESIDE_FREE 4096ULL
 
 enum event_kind {
 	EVENT_MAP,	    /* [address, address + size) was mapped by the caller in `stack` */
-	EVENT_MAP_IGNORED,  /* the same, but the options exclude it */
-	EVENT_UNMAP,	    /* it is about to be unmapped */
+	EVENT_MAP_IGNORED,  /* as EVENT_MAP, but the options exclude it */
+	EVENT_UNMAP,	    /* [address, address + size) is about to be unmapped */
 	EVENT_UNMAP_FAILED, /* the last EVENT_UNMAP of this thread did not happen */
-	EVENT_EXEC,	    /* the process is another program; its execs are in `size` */
-	EVENT_EXIT,	    /* it is gone, and so is the process */
+	EVENT_EXEC,	    /* the process has called exec; its number of execs is in `size` */
+	EVENT_EXIT,	    /* the last thread of the process has ended */
 	EVENT_FREED_TWICE,  /* the address was freed and not allocated since */
-	EVENT_CROWDED,	    /* live blocks will want another map soon */
-	EVENT_ALLOC_ENTER,  /* --trace only, as the two below */
+	EVENT_CROWDED,	    /* live blocks need another map soon */
+	EVENT_ALLOC_ENTER,  /* --trace only, as the next two */
 	EVENT_ALLOC_EXIT,
 	EVENT_FREE_ENTER,
 };
@@ -68,43 +71,48 @@ struct event {
 	__u32 pid;
 	__u32 tid;
 	enum event_kind kind;
-	__u32 level; /* of sampling, at which it was recorded */
+	__u32 level; /* sampling level at which it was recorded */
 	char comm[16];
 };
 EXPORT_TYPE(struct event);
 
-/* A thread of the target. Its call is the outermost that allocates or maps. */
+/*
+ * State of a thread of the target: its outermost call that allocates or maps, and its last one that
+ * frees.
+ */
 struct thread {
-	__u64 sp;      /* stack pointer at the call's entry; 0: in none */
+	__u64 sp;      /* stack pointer at the call's entry; 0: in no call */
 	__u64 size;    /* bytes asked for; saturated where the product overflows */
 	__u64 address; /* of the old block (realloc) or mapping */
 	__u64 result;  /* where the new address will be stored (posix_memalign), or 0 */
-	/* The last outermost call of a function that frees and may call another that does. */
+	/* Last outermost call of a function that frees and may call another one that frees. */
 	__u64 freeing_sp;	  /* stack pointer at its entry; 0: none */
-	__u64 freeing_ip;	  /* of the probe */
+	__u64 freeing_ip;	  /* instruction pointer of the probe */
 	__u64 freeing_returns_to; /* its return address */
-	__u64 returns_to;	/* of a call that is not followed to its return: to where; else 0 */
+	__u64 returns_to; /* return address of a call that is not followed to its return; else 0 */
 	struct live_block held; /* the old block, until the outcome is known */
 	enum function_kind kind;
-	__u32 pid;     /* the process that its block belongs to; 0: it has none */
-	__u8 recorded; /* the options want it */
-	__u8 replaces; /* `held` is one; a mapping is being unmapped; MAP_FIXED */
-	__u8 level;    /* of sampling, at which that was decided */
+	__u32 pid;     /* process that its block belongs to; 0: no block */
+	__u8 recorded; /* 1: the options match the call */
+	__u8 replaces; /* 1: `held` is a block; a mapping is being unmapped; MAP_FIXED */
+	__u8 level;    /* sampling level at which that was decided */
 	__u8 reserved[5];
 };
 EXPORT_TYPE(struct thread);
 
-/* By what is added up by stack with --combined-only and --mode, and unknown frees are. */
+/* Key of the sums by stack: totals with --combined-only and --mode, and unknown frees. */
 struct total_key {
 	__u64 stack;
 	__u32 pid;
-	__u32 execs; /* how often its thread or an ancestor of that has called exec */
+	__u32 execs; /* number of execs of its thread and of that thread's ancestors */
 };
 
 struct total {
 	__u64 bytes;
 	__u64 count;
-	/* As they were at the peak with this number; if that is not the last one, they still are.
+	/*
+	 * Values at the peak with the number `peak`. If there was a later peak, `bytes` and `count`
+	 * have not changed since that one, and are its values.
 	 */
 	__u64 bytes_at_peak;
 	__u64 count_at_peak;
@@ -115,21 +123,21 @@ struct total {
 const volatile __u64 min_size;
 const volatile __u64 max_size = ~0ULL;
 const volatile __u32 sample_rate = 1;
-const volatile __u32 sample_bytes; /* mean distance between records, 0: off */
+const volatile __u32 sample_bytes; /* mean distance between records, in bytes; 0: off */
 const volatile __u32 level_bytes;  /* the same at level 0 if levels can be raised, else 0 */
 const volatile __u32 signatures[SIGNATURES]; /* of entry_0 and so on */
-const volatile __u64 churn_ns;		     /* add up what was freed at a lesser age */
+const volatile __u64 churn_ns;		     /* add up what was freed at a younger age */
 const volatile __u8 trace_calls;
-const volatile __u8 skips_returns; /* a program can tell at entry that it does without the return */
-const volatile __u8 keep_totals;   /* add up what is live */
-const volatile __u8 only_totals;   /* add up what is allocated, and keep no block */
+const volatile __u8 skips_returns; /* 1: a program can decide at the entry to skip the return */
+const volatile __u8 keep_totals;   /* add up live blocks */
+const volatile __u8 only_totals;   /* add up allocations, and store no block */
 const volatile __u8 count_unknown_frees; /* by stack */
-const volatile __u8 follow_peak;	 /* keep totals, and what they were when they were most */
+const volatile __u8 follow_peak;	 /* keep totals, and their values at the peak */
 
 /*
- * Runs of the programs on probes. CPUs count beside each other: one word for
- * all would cost each run a cache miss. A CPU that has another one's number
- * modulo HIT_SHARDS shares its word, which is why it is added to atomically.
+ * Runs of the programs on probes, counted by CPU: one word for all CPUs would cost each run a cache
+ * miss. CPUs whose numbers are equal modulo HIT_SHARDS share a word, which is why the words are
+ * added to atomically.
  */
 #define HIT_SHARDS 64
 struct hits {
@@ -140,26 +148,26 @@ struct hits {
 	__u64 rest_of_line[4];
 } hits[HIT_SHARDS] __attribute__((aligned(64)));
 
-/* Calls of free and the like. */
+/* Unusual calls of free() and similar functions. */
 struct {
-	__u64 unknown;	/* of what was not recorded, such as what is older than the trace */
-	__u64 twice;	/* of what was freed before */
+	__u64 unknown;	/* of blocks that were not recorded, such as those older than the trace */
+	__u64 twice;	/* of blocks that were freed before */
 	__u64 replaced; /* that were not seen: the address was allocated again */
 } frees;
 
 /*
- * When most was outstanding, for --mode peak. No stack is looked at then: what it
- * had is noted by whoever changes it next.
+ * Peak of the outstanding bytes, for --mode peak. Totals are not read at the peak: the next change
+ * of a total saves its values first (note_peak()).
  */
 struct peak {
 	__u64 outstanding; /* bytes now */
-	__u64 bytes;	   /* the most so far */
-	__u64 number;	   /* of times that there were more than ever */
-	__u64 time_ns;	   /* of the last one, CLOCK_MONOTONIC */
-	__u64 execs;	   /* then */
+	__u64 bytes;	   /* the maximum so far */
+	__u64 number;	   /* number of new maxima so far */
+	__u64 time_ns;	   /* of the last maximum, CLOCK_MONOTONIC */
+	__u64 execs;	   /* execs_of_current() at the last maximum */
 } peak;
 
-/* By thread, as bpf_get_current_pid_tgid() returns it. */
+/* State of each thread, by pid_tgid as bpf_get_current_pid_tgid() returns it. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
@@ -169,13 +177,13 @@ struct {
 } threads SEC(".maps");
 
 enum steering {
-	STEERING_LEVEL,	   /* of sampling */
+	STEERING_LEVEL,	   /* the sampling level */
 	STEERING_MEASURES, /* 1: runs are timed */
 	STEERINGS,
 };
 EXPORT_TYPE(enum steering);
 
-/* What user space changes while the programs run. */
+/* Settings that user space changes while the programs run, by enum steering. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, STEERINGS);
@@ -183,10 +191,12 @@ struct {
 	__type(value, __u32);
 } steering SEC(".maps");
 
-/* No run takes so long. One that seems to was held up: a hypervisor ran something else. */
+/*
+ * Longest duration of a run. A run that seems longer was held up: a hypervisor ran something else.
+ */
 #define LONGEST_RUN_NS 1000000
 
-/* So many fit above BORN_TIME_BITS. */
+/* Number of sampling levels that fit above BORN_TIME_BITS. */
 #define MAX_LEVELS 32
 
 struct {
@@ -197,7 +207,7 @@ struct {
 	__type(value, struct total);
 } totals SEC(".maps");
 
-/* How often a stack has freed what was not recorded. */
+/* Number of frees of blocks that were not recorded, by stack. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
@@ -206,7 +216,7 @@ struct {
 	__type(value, __u64);
 } unknown_frees SEC(".maps");
 
-/* When a process of the target last made one that shares its memory, CLOCK_MONOTONIC. */
+/* When a process of the target last made a process that shares its memory, CLOCK_MONOTONIC. */
 __u64 shared_memory_ns;
 
 const volatile struct thread no_thread;

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Blocks of the kernel that are live, their sums, and the options by which they are
- * chosen.
+ * Live blocks of the kernel, their sums, and the options that select them.
  */
 #ifndef MEMTOOLS_MEMLEAK_KERNEL_BLOCKS_BPF_H
 #define MEMTOOLS_MEMLEAK_KERNEL_BLOCKS_BPF_H
@@ -12,7 +11,7 @@
 #define ENOENT 2
 #define EEXIST 17
 
-/* What a block is, where it is in no slab cache. */
+/* Kind of a block that is in no slab cache, or in an unknown one. */
 enum kind {
 	KIND_UNKNOWN, /* an object whose cache could not be found */
 	KIND_PAGES,
@@ -22,7 +21,7 @@ enum kind {
 };
 EXPORT_TYPE(enum kind);
 
-/* Tracepoints, those of frees last. */
+/* Tracepoints; those of frees are last. */
 enum hook {
 	HOOK_KMALLOC,
 	HOOK_CACHE_ALLOC,
@@ -37,19 +36,19 @@ enum hook {
 };
 
 /*
- * Memory in use. The key of an object is its address; of per-CPU memory, its
- * first copy's; of pages, page_key().
+ * Live block of kernel memory. The key of an object is its address; of per-CPU memory, the address
+ * of its first copy; of pages, page_key().
  */
 struct block {
 	__u64 stack;
 	__u64 time_ns;	 /* CLOCK_MONOTONIC at allocation */
 	__u64 cache;	 /* its struct kmem_cache, or an enum kind */
-	__u32 allocated; /* bytes taken; of pages that were freed in part, what is left */
+	__u32 allocated; /* bytes taken; of pages that were freed in part, the bytes left */
 	__u32 requested; /* bytes asked for */
 };
 EXPORT_TYPE(struct block);
 
-/* Blocks of one stack or, with by_cache, of one cache. */
+/* Sum of the blocks of one stack or, with by_cache, of one cache. */
 struct total {
 	__u64 allocated;
 	__u64 requested;
@@ -57,7 +56,7 @@ struct total {
 };
 EXPORT_TYPE(struct total);
 
-#define PAGE_ORDERS 12 /* and one more than the largest of any x86-64 kernel */
+#define PAGE_ORDERS 12 /* one more than any x86-64 kernel has */
 
 enum cache_name {
 	CACHE_NAME_BYTES = 32, /* with its NUL */
@@ -81,15 +80,15 @@ const volatile __u32 page_shift = 12;
 const volatile __u32 possible_cpus = 1;
 const volatile __u8 keep_totals;
 const volatile __u8 by_cache;
-const volatile __u8 with_caches; /* each object's cache is to be known */
-const volatile __u8 with_pages;	 /* beside objects */
-const volatile __u8 learns;	 /* page_bias is of use */
+const volatile __u8 with_caches; /* the cache of each object is looked up */
+const volatile __u8 with_pages;	 /* pages are recorded beside objects */
+const volatile __u8 learns;	 /* page_bias is needed */
 const volatile __u8 one_cache;	 /* only objects of the cache called cache_name */
 const volatile char cache_name[CACHE_NAME_BYTES];
 
-/* What this kernel's tracepoints tell, also set before load. */
-const volatile __u8 tells_cache;	/* kmem_cache_alloc: 6.1 and later */
-const volatile __u8 tells_percpu_bytes; /* percpu_alloc_percpu: 5.19 and later */
+/* What this kernel's tracepoints report, also set before load. */
+const volatile __u8 tells_cache;	/* of kmem_cache_alloc: 6.1 and later */
+const volatile __u8 tells_percpu_bytes; /* of percpu_alloc_percpu: 5.19 and later */
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
@@ -98,7 +97,7 @@ struct {
 	__type(value, struct block);
 } blocks SEC(".maps");
 
-/* By stack or, with by_cache, by cache; used with --combined-only. */
+/* Sums by stack or, with by_cache, by cache; used with --combined-only. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 16384);
@@ -109,9 +108,9 @@ struct {
 const volatile struct total no_total;
 
 /*
- * Which of a block's pages were freed, where not all are: a huge page that was
- * split, the end of an alloc_pages_exact(). Who gets these pages next may not be
- * traced, and then gives them back.
+ * Freed pages of a block that was freed in part: a huge page that was split, the end of an
+ * alloc_pages_exact(). The next task that is given these pages may not be traced, and then frees
+ * them once more.
  */
 #define PARTS_WORDS (1 << (PAGE_ORDERS - 1 - 6))
 
@@ -137,28 +136,27 @@ struct {
 } caches SEC(".maps");
 
 /*
- * Where the struct page of an address is: page_bias + the number of its page *
- * the size of struct page. No kernel tells that to BPF programs, and its
- * variables are in kallsyms on some only. So it is learned: user space
- * (tools/memleak/kernel/probes.rs) makes a system call that allocates an object
- * of LEARN_ORDER pages, whose struct page comes with mm_page_alloc and whose
- * address with the kmalloc that follows. 0: not known.
+ * Position of the struct page of an address: page_bias + the number of its page * the size of
+ * struct page. No kernel gives that to BPF programs, and the kernel's variables for it are in
+ * kallsyms on some kernels only. So it is learned: user space (tools/memleak/kernel/probes.rs)
+ * makes a system call that allocates an object of 2^LEARN_ORDER pages, whose struct page comes with
+ * mm_page_alloc and whose address with the kmalloc that follows. 0: not known.
  */
 __u64 page_bias;
 static __u64 learned_page;
 #define LEARN_ORDER 2
-/* Kernel memory maps begin at multiples of more than this, so page_bias is one. */
+/* Kernel memory maps begin at multiples of more than this, so page_bias is a multiple of this. */
 #define BIAS_ALIGNMENT (1 << 20)
 
-/* How many of `blocks` are 2^order pages, so that nobody looks for what cannot be there. */
+/* Number of `blocks` that are 2^order pages, so that orders without blocks are not searched. */
 static __u64 live_pages[PAGE_ORDERS];
 
-/* Kernels before 5.17 have what is struct slab since in struct page. */
+/* Before 5.17 struct page has what struct slab has in later kernels. */
 struct page___slab {
 	struct kmem_cache *slab_cache;
 } __attribute__((preserve_access_index));
 
-/* 7.2 and later */
+/* struct page of 7.2 and later */
 struct page___info {
 	unsigned long compound_info;
 } __attribute__((preserve_access_index));
@@ -183,8 +181,8 @@ static __always_inline __u64 group_of(const struct block *block)
 }
 
 /*
- * Forget the block with this key. Returns 0 if there was none. Nobody else can
- * change it meanwhile: what is told to be freed is not free yet.
+ * Removes the block with this key. Returns 0 if there was none. Nobody else can change the block
+ * meanwhile: memory whose free is reported is not free yet.
  */
 static __noinline int block_remove(__u64 key)
 {
@@ -207,13 +205,13 @@ static __noinline int block_remove(__u64 key)
 	return 1;
 }
 
-/* Returns 0 if it could not be recorded. */
+/* Adds a block. Returns 0 if it could not be recorded. */
 static __noinline int block_insert(__u64 key, const struct block *block)
 {
 	long error = bpf_map_update_elem(&blocks, &key, block, BPF_NOEXIST);
 
 	if (error == -EEXIST) {
-		/* What is allocated was free: we have not seen that. */
+		/* Memory that is allocated was free: its free was not seen. */
 		__sync_fetch_and_add(&unseen_frees, 1);
 		block_remove(key);
 		error = bpf_map_update_elem(&blocks, &key, block, BPF_ANY);
@@ -239,7 +237,10 @@ static __always_inline __u32 saturated(__u64 bytes)
 	return bytes > ~0U ? ~0U : bytes;
 }
 
-/* Remember what the current task, which is wanted, has allocated. Returns 0 if it is not. */
+/*
+ * Records an allocation of the current task, which the options match. Returns 0 if the allocation
+ * is not recorded.
+ */
 static __always_inline int remember(void *ctx, __u64 key, __u64 requested, __u64 allocated,
 				    __u64 cache)
 {

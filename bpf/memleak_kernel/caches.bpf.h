@@ -1,20 +1,23 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Slab caches: which one an object is in, and whether the options ask for that.
+ * Slab caches: the cache that an object is in, and whether the options ask for that cache.
  */
 #ifndef MEMTOOLS_MEMLEAK_KERNEL_CACHES_BPF_H
 #define MEMTOOLS_MEMLEAK_KERNEL_CACHES_BPF_H
 
 #include "pages.bpf.h"
 
-/* The first of the pages that this one was allocated with: they are one slab. */
+/* Returns the head of the pages that this page was allocated with: they are one slab. */
 static __noinline __u64 head_of(__u64 page)
 {
 	__u64 info;
 
 	if (bpf_core_field_exists(struct page___info, compound_info)) {
 		info = BPF_CORE_READ((struct page___info *)page, compound_info);
-		/* A mask of the address's upper bits, where the size of struct page allows it. */
+		/*
+		 * Where the size of struct page allows it, `info` is a mask of the address's upper
+		 * bits.
+		 */
 		if (info & 1 && (__s64)info > -(1LL << 32))
 			return page & info;
 	} else {
@@ -23,7 +26,7 @@ static __noinline __u64 head_of(__u64 page)
 	return info & 1 ? info - 1 : page;
 }
 
-/* The slab cache of an object, or what it is instead. */
+/* Returns the slab cache of an object, or an enum kind. */
 static __noinline __u64 cache_of(__u64 address, __u64 allocated)
 {
 	__u64 head;
@@ -47,7 +50,7 @@ static __noinline int is_the_one(const struct cache *cache)
 	return 1;
 }
 
-/* Whether the options ask for objects of this cache, whose name is known then. */
+/* Whether the options ask for objects of this cache. Notes the cache's name. */
 static __noinline int cache_wanted(__u64 address)
 {
 	struct cache *cache, new = {};
@@ -65,12 +68,12 @@ static __noinline int cache_wanted(__u64 address)
 	return new.wanted;
 }
 
-/* The tool has allocated the pages at this address, and learn_page() has seen them. */
+/* Learns page_bias from the address of the tool's own pages, which learn_page() has seen. */
 static __noinline int learn(__u64 address)
 {
 	__u64 bias = learned_page - (address >> page_shift) * STRUCT_PAGE_BYTES;
 
-	/* Unless an interrupt allocated as many in between. */
+	/* The bias is wrong if an interrupt allocated as many pages in between. */
 	if (learned_page && bias % BIAS_ALIGNMENT == 0 && ids_of_current().pid == filter.own_pid)
 		page_bias = bias;
 	return 0;

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * Blocks of whole pages: which pages an address is in, and blocks of which a part has
- * been freed.
+ * Blocks of whole pages: the pages that an address is in, and blocks that were freed in part.
  */
 #ifndef MEMTOOLS_MEMLEAK_KERNEL_PAGES_BPF_H
 #define MEMTOOLS_MEMLEAK_KERNEL_PAGES_BPF_H
@@ -10,7 +9,10 @@
 
 #define STRUCT_PAGE_BYTES ((__u64)bpf_core_type_size(struct page))
 
-/* struct page is aligned to more than there are orders. */
+/*
+ * Returns the key of the block of 2^order pages that contains this page: struct page is aligned to
+ * more than there are orders.
+ */
 static __always_inline __u64 page_key(__u64 page, __u32 order)
 {
 	return (page & -(STRUCT_PAGE_BYTES << order)) | order;
@@ -21,10 +23,13 @@ static __always_inline __u64 page_of(__u64 address)
 	return page_bias + (address >> page_shift) * STRUCT_PAGE_BYTES;
 }
 
-/* Whether any block is so many pages. */
+/* Whether any block has 2^order pages. */
 static __always_inline bool pages_live(__u32 order)
 {
-	/* Else clang adds to the address what it knows to be bounded, and the verifier does not. */
+	/*
+	 * Without the barrier clang adds `order` to the address where only clang, not the verifier,
+	 * knows its bound.
+	 */
 	barrier_var(order);
 	return order < PAGE_ORDERS && live_pages[order];
 }
@@ -37,10 +42,10 @@ static __always_inline void pages_count(__u32 order, __u64 add)
 }
 
 /*
- * Forget the 2^order pages that this one is of. Returns 0 if they are not there.
+ * Removes the block of 2^order pages that contains this page. Returns 0 if there is none.
  *
- * This and the functions on pages below are global, so that the verifier follows
- * each once and not again for each order: 5.10 and 6.1 would take minutes.
+ * This and the functions on pages below are global, so that the verifier follows each once and not
+ * again for each order, which would take minutes on 5.10 and 6.1.
  */
 __noinline int pages_remove(__u64 page, __u32 order)
 {
@@ -54,7 +59,9 @@ __noinline int pages_remove(__u64 page, __u32 order)
 	return 1;
 }
 
-/* Pages that the slab allocator took count as the objects that are in them. */
+/*
+ * Removes the block of pages that the slab allocator has taken: they count as the objects in them.
+ */
 static __noinline int pages_become_objects(__u64 address)
 {
 	__u64 page = page_of(address);
@@ -65,7 +72,10 @@ static __noinline int pages_become_objects(__u64 address)
 	return 0;
 }
 
-/* Mark 64 of the block's pages, or those of `bits`, as freed. Returns 0 if they were already. */
+/*
+ * Marks those of 64 pages of the block that `bits` names as freed. Returns 0 if one of them was
+ * marked before.
+ */
 __noinline int parts_mark(__u64 key, __u32 word, __u64 bits)
 {
 	struct parts *part = bpf_map_lookup_elem(&parts, &key);
@@ -78,13 +88,13 @@ __noinline int parts_mark(__u64 key, __u32 word, __u64 bits)
 	return 1;
 }
 
-/* Mark 64 of the block's pages as freed, if they are among so many from the first. */
+/* Marks 64 pages of the block as freed, if they are among `pages` pages from `first` on. */
 __noinline int parts_mark_within(__u64 key, __u32 word, __u32 first, __u32 pages)
 {
 	return word * 64 >= first && word * 64 < first + pages ? parts_mark(key, word, ~0ULL) : 0;
 }
 
-/* Mark so many from the first as freed. */
+/* Marks `pages` pages from `first` on as freed. Returns 0 if they were marked before. */
 static __always_inline int parts_mark_all(__u64 key, __u32 first, __u32 pages)
 {
 	int marked = 0;
@@ -97,8 +107,8 @@ static __always_inline int parts_mark_all(__u64 key, __u32 first, __u32 pages)
 }
 
 /*
- * 2^freed pages from this one on are freed, of 2^order that were allocated
- * together. Returns 0 if those are not there.
+ * Frees 2^freed pages from this one on, of a block of 2^order pages. Returns 0 if there is no such
+ * block.
  */
 __noinline int pages_shrink(__u64 page, __u32 order, __u32 freed)
 {
