@@ -2,12 +2,12 @@
 /*
  * brkstack: calls of brk(2), by user stack and process.
  *
- * Hooks: the tracepoints syscalls:sys_enter_brk and, if the result matters,
- * sys_exit_brk. Their programs are told no kernel stack on 5.10 and 6.1; for these
- * the raw tracepoints sys_enter and sys_exit, which cost every other system call
- * 0.1 us as well. From 7.2 on a task can be preempted in a program on any of these,
- * which is skipped for all other tasks on that CPU meanwhile: there, kprobes of the
- * system call's function (src/bpf/attach.rs).
+ * Hooks: the tracepoints syscalls:sys_enter_brk and, if the result matters, sys_exit_brk. On 5.10
+ * and 6.1 their programs get no kernel stack; for kernel stacks these kernels get the raw
+ * tracepoints sys_enter and sys_exit, which cost every other system call 0.1 us as well. From 7.2
+ * on a task can be preempted in a program on any of these, and the program is skipped for all other
+ * tasks on that CPU meanwhile: these kernels get kprobes of the system call's function
+ * (src/bpf/attach.rs).
  */
 #include "arch_registers.bpf.h"
 #include "cgroup_path.bpf.h"
@@ -17,22 +17,22 @@
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
-/* A call, for --events. */
+/* Event of a call, for --events. */
 struct event {
 	__u64 time_ns;	 /* CLOCK_MONOTONIC */
-	__u64 requested; /* where the heap was to end; 0: only asked */
+	__u64 requested; /* where the heap was to end; 0: a query */
 	__u64 old_end;
 	__u64 new_end;
 	__u64 user_stack; /* ids in `stacks`; STACK_NONE also if not asked for */
 	__u64 kernel_stack;
-	__u64 cgroup; /* as cgroup_of_current() has it */
+	__u64 cgroup; /* id, as cgroup_of_current() returns it */
 	__u32 pid;
 	__u32 tid;
 	char comm[16];
 };
 EXPORT_TYPE(struct event);
 
-/* A call that some thread is in. */
+/* Call that a thread is in. */
 struct call {
 	__u64 requested;
 	__u64 old_end;
@@ -86,7 +86,9 @@ static __noinline int emit(const struct call *call, __u64 new_end, __u64 user, _
 	return 0;
 }
 
-/* brk(2) of the kernel returns where the heap ends then, whether it did what it was asked or not.
+/*
+ * Handles the end of a call. The kernel's brk(2) returns the end of the heap, whether it was moved
+ * as asked or not.
  */
 static __always_inline int ends(void *ctx, __u64 new_end)
 {

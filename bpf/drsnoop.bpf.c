@@ -3,13 +3,12 @@
  * drsnoop: tasks that had to reclaim memory themselves before they were given
  * any, and how long that took.
  *
- * Hooks: mm_vmscan_direct_reclaim_begin and _end, with --memcg also
- * mm_vmscan_memcg_reclaim_begin and _end, as raw tracepoints. From 7.0 on a task
- * can be preempted in a program on one of those, and the program is skipped for all
- * other tasks on that CPU meanwhile: there they are those of tracefs, where that is
- * mounted. The arguments of raw tracepoints come by position, and 7.2 swaps
- * the two of begin. User space looks up in the kernel's BTF which of them is the
- * gfp_t (`gfp_first`); the end's first argument is the number of pages on all kernels.
+ * Hooks: mm_vmscan_direct_reclaim_begin and _end, with --memcg also mm_vmscan_memcg_reclaim_begin
+ * and _end, as raw tracepoints. From 7.0 on a task can be preempted in a program on a raw
+ * tracepoint, and the program is skipped for all other tasks on that CPU meanwhile: these kernels
+ * get tracepoints of tracefs instead, where that is mounted. The arguments of raw tracepoints come
+ * by position, and 7.2 swaps the two of begin. User space looks up in the kernel's BTF which of
+ * them is the gfp_t (`gfp_first`); the end's first argument is the number of pages on all kernels.
  */
 #include "cgroup_path.bpf.h"
 #include "event.bpf.h"
@@ -30,8 +29,8 @@ struct event {
 	__u64 latency_ns;
 	__u64 reclaimed_pages;
 	__u64 free_pages; /* of the whole machine, at the beginning */
-	__u64 cgroup;	  /* the task's, as cgroup_of_current() has it */
-	__u64 limited;	  /* whose limit it reclaimed for, or 0 */
+	__u64 cgroup;	  /* the task's, as cgroup_of_current() returns it */
+	__u64 limited;	  /* whose limit the task reclaimed for, or 0 */
 	__u64 kernel_stack;
 	__u64 user_stack;
 	__u32 gfp_flags;
@@ -44,7 +43,7 @@ struct event {
 };
 EXPORT_TYPE(struct event);
 
-/* A reclaim that a thread is in. The two kinds do not nest. */
+/* Reclaim that a thread is in. The two kinds do not nest. */
 struct reclaim {
 	__u64 since_ns;
 	__u64 free_pages;
@@ -61,16 +60,15 @@ const volatile __u8 gfp_first;
 const volatile __u8 want_free_pages;
 const volatile __u8 want_stacks;
 
-/* Zones of the machine: up to 4 on each of its NUMA nodes. */
+/* Limit of the zones of the machine: up to 4 on each of its NUMA nodes. */
 #define MAX_ZONES 256
 
 /*
- * Free pages of the whole machine, NR_FREE_PAGES of /proc/vmstat.
+ * Returns the free pages of the whole machine, NR_FREE_PAGES of /proc/vmstat.
  *
- * The global counter has no BTF, and its address is only in kernels with
- * CONFIG_KALLSYMS_ALL. But it is the sum of the zones' counters; the zones are
- * all in the fallback list of any node; and a node is known to the task's
- * memory cgroup.
+ * The global counter has no BTF, and its address is known only on kernels with CONFIG_KALLSYMS_ALL.
+ * But the counter is the sum of the zones' counters; the zones are all in the fallback list of any
+ * node; and the task's memory cgroup leads to a node.
  */
 static __noinline __u64 free_pages(void)
 {
@@ -102,7 +100,10 @@ static __noinline __u64 free_pages(void)
 		if (!zone)
 			return sum;
 		bpf_core_read(&pages, sizeof(pages), &zone->vm_stat[counter]);
-		/* What a CPU has taken and not yet told can exceed what there is. */
+		/*
+		 * The counter can be negative while CPUs have changes that they have not yet added
+		 * to it.
+		 */
 		if (pages > 0)
 			sum += pages;
 		ref = (void *)ref + bpf_core_type_size(struct zoneref);
@@ -138,7 +139,7 @@ static __always_inline int end(void *ctx, __u64 pages, enum reclaim_kind kind)
 	struct event *event;
 	struct task_ids ids;
 
-	if (!reclaim) /* not wanted, or begun before we came */
+	if (!reclaim) /* does not match the options, or begun before the tool was attached */
 		return 0;
 	if (want_stacks) {
 		kernel_stack = stack_of_kernel(ctx);

@@ -2,8 +2,8 @@
 /*
  * faults: page faults, by user stack and process.
  *
- * Hook: the software perf event page-faults, or page-faults-maj or -min, at each
- * fault, on all CPUs. The kernel counts by them what getrusage(2) tells.
+ * Hook: the software perf event page-faults, or page-faults-maj or -min, at each fault, on all
+ * CPUs. These events count the faults that getrusage(2) reports.
  */
 #include "filter.bpf.h"
 #include "stack_count.bpf.h"
@@ -18,7 +18,7 @@ const volatile __u32 page_bytes = 4096;
 SEC("perf_event")
 int page_fault(struct bpf_perf_event_data *ctx)
 {
-	/* By the address of the code: the kernel's are in the upper half. */
+	/* The mode follows from the address of the code: the kernel's are in the upper half. */
 	bool user_mode = (long)ctx->regs.ip >= 0;
 	struct task_ids ids;
 

@@ -13,26 +13,26 @@
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
-/* What memory a fault is on. */
+/* Memory that a fault is on. */
 enum memory {
 	MEMORY_FILE,
 	MEMORY_ANONYMOUS,
 	MEMORY_HEAP,
 	MEMORY_STACK,
-	MEMORY_UNKNOWN, /* none, or being changed by another thread just then */
+	MEMORY_UNKNOWN, /* no mapping, or one that another thread is changing */
 	MEMORIES,
 };
 
 struct file_id {
 	__u64 inode;
 	__u32 device;
-	__u32 generation; /* inodes are used again */
+	__u32 generation; /* inode numbers are reused */
 };
 
 struct count_key {
 	struct file_id file; /* of MEMORY_FILE */
 	enum memory memory;
-	__u32 pid; /* 0 and empty unless by_process */
+	__u32 pid; /* 0, with an empty comm, unless by_process */
 	char comm[16];
 };
 
@@ -41,17 +41,17 @@ struct count {
 	__u64 major;
 	__u64 write;
 	__u64 exec;
-	__u64 cgroup; /* of the last fault with by_process, as cgroup_of_current() has it */
+	__u64 cgroup; /* of the last fault with by_process; see cgroup_of_current() */
 };
 
-/* A file's name, or the names of its path (file.bpf.h). */
+/* Name of a file, or the names of its path (file.bpf.h). */
 struct file_record {
 	__u32 bytes;
 	__u32 complete;
 	char names[FILE_PATH_BYTES];
 };
 
-/* How far one without a path goes. */
+/* Part of struct file_record that is used without full_path. */
 struct name_record {
 	__u32 bytes;
 	__u32 complete;
@@ -65,13 +65,16 @@ EXPORT_TYPE(struct count_key);
 const volatile __u8 by_process;
 const volatile __u8 full_path;
 
-/* Files whose names there is room for. */
+/* Capacity of the map of names, in files. */
 #define FILES 4096
 
-/* By file alone; tools/ffaults/attach.rs has room for more with by_process. */
+/* Counts by file alone; tools/ffaults/attach.rs makes the maps larger with by_process. */
 COUNTS_OF_SIZES(counts, sizeof(struct count_key), sizeof(struct count), FILES + MEMORIES);
 
-/* The sizes alone: without full_path values are a struct name_record. */
+/*
+ * Names of files. Sizes of keys and values alone: without full_path values are a struct
+ * name_record.
+ */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, FILES);
@@ -82,7 +85,7 @@ struct {
 const volatile struct count no_count;
 const volatile struct file_record no_record;
 
-/* A fault that some thread is in, by pid_tgid; for kretprobes, which know no arguments. */
+/* Fault that a thread is in, by pid_tgid; for kretprobes, which do not have the arguments. */
 struct call {
 	struct vm_area_struct *vma;
 	__u64 flags;
@@ -98,7 +101,7 @@ BY_THREAD(calls, struct call);
 #define RESULT_MAJOR 0x000004
 #define RESULT_RETRY 0x000400
 
-/* Write down what the file is called, when it is seen for the first time. */
+/* Stores the name or the path of a file that is seen for the first time. */
 static __noinline int remember_file(struct file *file, const struct file_id *id)
 {
 	struct file_record *record = bpf_map_lookup_elem(&files, id);
@@ -170,9 +173,9 @@ static __noinline int count_fault(struct vm_area_struct *vma, __u32 pid, __u32 f
 }
 
 /*
- * A fault can take several calls: the first gives up, to wait without the lock,
- * or to go on with a larger one. The last is the one that does not ask for
- * another. It is major if it, or one before it, waited: mm_account_fault().
+ * Handles the return of handle_mm_fault(). A fault can take several calls: the first gives up, to
+ * wait without the lock, or to go on with a larger lock. The last call is the one that does not ask
+ * for another. The fault is major if this call, or one before it, waited: mm_account_fault().
  */
 static __always_inline int finished(struct vm_area_struct *vma, __u32 flags, __u32 result,
 				    __u32 pid)
@@ -218,7 +221,10 @@ int BPF_KRETPROBE(fault_kretprobe, unsigned int result)
 	return finished(call.vma, call.flags, result, ids_of_current().pid);
 }
 
-/* A thread whose return was not seen must not leave its fault to the next one with its number. */
+/*
+ * Forgets the fault of an ending thread whose return was not seen, so that the next thread with its
+ * id does not inherit it.
+ */
 SEC("raw_tp/sched_process_exit")
 int thread_exit(void *ctx)
 {
@@ -239,7 +245,10 @@ static long found_vma(struct task_struct *task, struct vm_area_struct *vma, stru
 	return count_fault(vma, found->pid, 0, found->major);
 }
 
-/* The kernel looks for the memory only if nobody is changing what is mapped: else it is unknown. */
+/*
+ * Counts a fault event. The kernel finds the mapping only if no thread is changing the mappings:
+ * otherwise the memory is unknown.
+ */
 static __always_inline int happened(struct bpf_perf_event_data *ctx, __u32 major)
 {
 	struct found found = { .major = major };

@@ -2,7 +2,7 @@
 /*
  * hfaults: faults on huge pages, by process.
  *
- * Hooks, of which tools/hfaults chooses what is asked for and possible:
+ * Hooks, of which tools/hfaults chooses those that are asked for and possible:
  *   hugetlb_fault                  fentry, else kprobe; with -e also its return
  *   page-faults software event     where neither can be had: 5.17 and later, as
  *                                  the fault's mapping must be looked up
@@ -11,7 +11,7 @@
  *   folio_add_new_anon_rmap        those of other sizes, from 6.8 on
  *   shmem_alloc_and_add_folio and the older shmem_alloc_hugefolio and
  *   shmem_alloc_hugepage           return: those of shared memory
- *   sys_enter_madvise              who asks for these
+ *   sys_enter_madvise              who asks for transparent huge pages
  */
 #include "cgroup_path.bpf.h"
 #include "count.bpf.h"
@@ -30,29 +30,29 @@ char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
 enum reason {
 	REASON_UNKNOWN,
-	REASON_NO_PAGE,	      /* there was none yet */
+	REASON_NO_PAGE,	      /* there was no page yet */
 	REASON_COPY_ON_WRITE, /* written to, and shared with another process */
 	REASON_THP,	      /* transparent, and there was a huge page for it */
 	REASON_THP_FALLBACK,  /* transparent, and small pages had to do */
 	REASON_THP_ZERO,      /* transparent, and only read: the one huge page of zeroes */
 	REASON_THP_SHARED,    /* transparent, of shared memory or a tmpfs */
-	REASON_EXHAUSTED,     /* there was none yet, nor any left in the pool: SIGBUS */
+	REASON_EXHAUSTED,     /* there was no page yet, nor any left in the pool: SIGBUS */
 };
 
 struct fault_key {
-	__u64 cgroup; /* as cgroup_of_current() has it */
+	__u64 cgroup; /* id, as cgroup_of_current() returns it */
 	__u32 pid;
 	enum reason reason;
-	__u32 page_shift; /* binary logarithm of the page's size; 0: not known */
+	__u32 page_shift; /* binary logarithm of the page's size; 0: unknown */
 	__u32 reserved;
 	char comm[COMM_BYTES];
 };
 EXPORT_TYPE(struct fault_key);
 
-/* A fault that some thread is in. */
+/* Fault that a thread is in. */
 struct fault {
 	struct fault_key key;
-	__u32 allocated; /* a page was asked for */
+	__u32 allocated; /* 1: a page was asked for */
 	__u32 reserved;
 };
 
@@ -60,12 +60,12 @@ struct fault {
 const volatile __u8 by_size;
 const volatile __u8 by_reason;
 const volatile __u32 page_shift_base = 12;
-const volatile __u32 huge_page_shift = 21; /* of the largest transparent one */
+const volatile __u32 huge_page_shift = 21; /* of the largest transparent huge page */
 const volatile __u8 uses_zero_page = 1;
 
 COUNTS(counts, struct fault_key, __u64, COUNT_KEYS);
 
-/* With by_reason. */
+/* Faults that are counted at their end, by thread. */
 BY_THREAD(faults, struct fault);
 
 static __always_inline bool begin(struct fault_key *key)
@@ -80,7 +80,10 @@ static __always_inline bool begin(struct fault_key *key)
 	return true;
 }
 
-/* Mappings of huge pages all have a file, on a hugetlbfs that has one size of pages. */
+/*
+ * Returns the page shift of a hugetlb mapping. Such mappings all have a file, on a hugetlbfs that
+ * has one size of pages.
+ */
 static __always_inline __u32 page_shift_of(struct vm_area_struct *vma)
 {
 	struct hugetlbfs_sb_info *info = BPF_CORE_READ(vma, vm_file, f_inode, i_sb, s_fs_info);
@@ -107,7 +110,7 @@ static __always_inline int hugetlb_fault_begins(struct vm_area_struct *vma)
 	return 0;
 }
 
-/* Takes the fault that this thread is in, which ends; 0 if its beginning was not seen. */
+/* Takes the fault that this thread is in, at its end. Returns 0 if its beginning was not seen. */
 static __always_inline int take_fault(struct fault *taken)
 {
 	__u64 thread = bpf_get_current_pid_tgid();
@@ -120,12 +123,12 @@ static __always_inline int take_fault(struct fault *taken)
 	return 1;
 }
 
-/* With by_reason: then it is known. */
+/* Counts a fault at its end, with by_reason: its reason is known then. */
 static __always_inline int hugetlb_fault_ends(__u32 result)
 {
 	struct fault fault;
 
-	/* One that is to be tried again, with another lock, comes again. */
+	/* A fault that is to be retried, with another lock, comes again. */
 	if (!take_fault(&fault) || result & VM_FAULT_RETRY)
 		return 0;
 	if (fault.allocated && result & VM_FAULT_SIGBUS)
@@ -170,9 +173,9 @@ static __always_inline int page_is_allocated(void)
 }
 
 /*
- * The function for write faults is also called for a page that has just been
- * brought in, to spare a second fault. If none has been allocated before, the
- * page was there.
+ * Notes that a fault is for a write-protected page. The function for write faults is also called
+ * for a page that has just been brought in, to spare a second fault. If no page was allocated
+ * before, the page was there.
  */
 static __always_inline int page_is_write_protected(void)
 {
@@ -196,7 +199,10 @@ REASON_PROBES(hugetlb_wp, page_is_write_protected)
 REASON_PROBES(hugetlb_cow, page_is_write_protected)
 /* clang-format on */
 
-/* A thread whose return was not seen must not leave its fault to the next one with its number. */
+/*
+ * Forgets the fault of an ending thread whose return was not seen, so that the next thread with its
+ * id does not inherit it.
+ */
 SEC("?raw_tp/sched_process_exit")
 int thread_exit(void *ctx)
 {
@@ -216,7 +222,9 @@ static long is_huge(struct task_struct *task, struct vm_area_struct *vma, struct
 	return 0;
 }
 
-/* The mapping is not among what the event tells, and is looked up. */
+/*
+ * Counts a fault of the software event. The event does not contain the mapping, which is looked up.
+ */
 SEC("?perf_event")
 int fault_event(struct bpf_perf_event_data *ctx)
 {
@@ -226,7 +234,7 @@ int fault_event(struct bpf_perf_event_data *ctx)
 	if (!begin(&key))
 		return 0;
 	found = bpf_find_vma(bpf_get_current_task_btf(), ctx->addr, is_huge, &key, 0);
-	/* Another thread changes the mappings, or waits to. */
+	/* Another thread is changing the mappings, or waits to. */
 	if (found == -EBUSY)
 		count_loss(lookups);
 	return 0;
@@ -247,9 +255,10 @@ static __always_inline __u32 flags_of(struct vm_fault *vmf)
 }
 
 /*
- * What a fault is counted as if it succeeds. REASON_UNKNOWN: it is not counted, as the
- * mapping has no room for a huge page there; the kernel tries all the same, and tells
- * nobody (thp_fault_fallback of /proc/vmstat is of pages that were not to be had).
+ * Returns the reason under which a fault is counted if it succeeds. REASON_UNKNOWN: the fault is
+ * not counted, as the mapping does not span a huge page at that address. The kernel tries all the
+ * same, and no counter shows it (thp_fault_fallback of /proc/vmstat counts huge pages that could
+ * not be allocated).
  */
 static __always_inline enum reason thp_reason(struct vm_fault *vmf)
 {
@@ -310,8 +319,9 @@ int BPF_KRETPROBE(thp_kretprobe, unsigned int result)
 }
 
 /*
- * The binary logarithm of how many small pages a folio has; from 6.6 on. Its first word is its
- * flags; that of its second page, which was to have flags, has the order in its lowest byte.
+ * Returns the order of a folio: the binary logarithm of its number of small pages; 6.6 and later.
+ * The first word of a folio is its flags. The first word of its second page, in the place of flags,
+ * has the order in its lowest byte.
  */
 static __always_inline __u32 order_of(__u64 flags, void *folio)
 {
@@ -336,8 +346,8 @@ static __always_inline int huge_page_is_given(__u32 page_shift, enum reason reas
 }
 
 /*
- * A new folio is mapped. One as large as a huge page is counted where it faults. One that comes
- * from swap is locked meanwhile.
+ * Counts a new anonymous folio that is mapped. A folio as large as a huge page is counted where it
+ * faults. A folio that comes from swap is locked meanwhile, and is not counted.
  */
 static __always_inline int anonymous_folio_is_mapped(void *folio)
 {
@@ -364,7 +374,7 @@ int BPF_KPROBE(small_thp_kprobe, void *folio)
 	return anonymous_folio_is_mapped(folio);
 }
 
-/* A folio of any size, or an error in its place. */
+/* Counts a folio of shared memory, of any size, or an error in its place. */
 static __always_inline int shared_folio_is_allocated(void *folio)
 {
 	__u64 flags = 0;
@@ -391,7 +401,9 @@ int BPF_KRETPROBE(shmem_alloc_and_add_folio_kretprobe, void *folio)
 	return shared_folio_is_allocated(folio);
 }
 
-/* Before 6.6 it allocates huge pages only; NULL if there is none. */
+/*
+ * Counts a huge page of shared memory, or NULL. Before 6.6 the function allocates huge pages only.
+ */
 static __always_inline int shared_huge_page_is_allocated(void *page)
 {
 	return page ? huge_page_is_given(huge_page_shift, REASON_THP_SHARED) : 0;

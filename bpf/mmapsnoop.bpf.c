@@ -3,16 +3,15 @@
  * mmapsnoop: every mmap(2), with its file and its result; munmap(2) and
  * mremap(2) where asked for.
  *
- * Hooks: the tracepoints of the system calls' exits. The arguments are still there
- * then, in the registers that the task entered the kernel with: nothing has to be
- * kept from the entry, which would double the cost. The file comes from the table of
- * descriptors at that moment, so it does not matter when and by whom it was opened.
- * From 7.2 on a task can be preempted in a program on these tracepoints, which is
- * skipped for all other tasks on that CPU meanwhile: there, kretprobes of the system
- * calls' functions (src/bpf/attach.rs).
+ * Hooks: the tracepoints of the system calls' exits. The arguments are still available there, in
+ * the registers with which the task entered the kernel: nothing has to be stored at the entry,
+ * which would double the cost. The file comes from the table of descriptors at that moment, so it
+ * does not matter when and by whom the file was opened. From 7.2 on a task can be preempted in a
+ * program on these tracepoints, and the program is skipped for all other tasks on that CPU
+ * meanwhile: these kernels get kretprobes of the system calls' functions (src/bpf/attach.rs).
  *
- * The calls of 32-bit programs pass by those (ARCH_TRACE_IGNORE_COMPAT_SYSCALLS);
- * the tracepoint of all system calls has them, at a cost for each of these.
+ * The calls of 32-bit programs do not hit these tracepoints (ARCH_TRACE_IGNORE_COMPAT_SYSCALLS);
+ * the tracepoint of all system calls sees them, at a cost for every system call.
  */
 #include "cgroup_path.bpf.h"
 #include "event.bpf.h"
@@ -26,7 +25,7 @@ char LICENSE[] SEC("license") = "Dual BSD/GPL";
 #define MAP_ANONYMOUS 0x20
 #define MAX_ERRNO     4095
 #define TS_COMPAT     0x2 /* the thread is in a system call of the 32-bit table */
-#define PAGE_SHIFT_32 12  /* of mmap2's offset, whatever a page is */
+#define PAGE_SHIFT_32 12  /* of mmap2's offset, for pages of any size */
 
 enum call_kind {
 	CALL_MMAP,
@@ -34,26 +33,26 @@ enum call_kind {
 	CALL_MREMAP,
 };
 
-/* What follows an event in its record. */
+/* Kind of the data that follows an event in its record. */
 enum file_kind {
 	FILE_NONE,
 	FILE_NAME,		/* the file's name */
 	FILE_PATH,		/* its name and those of its folders up to the root */
-	FILE_PATH_CUT,		/* the same, but folders at the root's end are missing */
-	FILE_PATH_IN_NO_FOLDER, /* the name of what is in no folder */
+	FILE_PATH_CUT,		/* as FILE_PATH, but folders at the root's end are missing */
+	FILE_PATH_IN_NO_FOLDER, /* the name of a file that is in no folder */
 };
 
 struct event {
 	__u64 time_ns; /* CLOCK_MONOTONIC, at exit */
 	__u64 args[6]; /* the system call's, in its order */
 	__u64 stack;   /* of the caller, an id in `stacks`; 0: lost */
-	__u64 cgroup;  /* the task's, as cgroup_of_current() has it */
+	__u64 cgroup;  /* the task's, as cgroup_of_current() returns it */
 	__s64 result;  /* address, 0, or -errno */
 	__u32 pid;
 	__u32 tid;
 	enum call_kind kind;
 	enum file_kind file;
-	__u32 file_bytes; /* of what follows */
+	__u32 file_bytes; /* of the data that follows */
 	__u32 reserved;
 	char comm[COMM_BYTES];
 };
@@ -69,7 +68,7 @@ struct event_with_path {
 	char names[FILE_PATH_BYTES];
 };
 
-/* A call that has returned. */
+/* Call that has returned. */
 struct call {
 	__u64 args[6];
 	__s64 result;
@@ -141,7 +140,7 @@ static __noinline int emit_with_path(const struct call *call)
 	return 0;
 }
 
-/* Whether the options ask for the call; its numbers are in it then. */
+/* Whether the options match the call. Sets its `ids`. */
 static __always_inline bool wanted(struct call *call)
 {
 	if (failed_only && (__u64)call->result < (__u64)-MAX_ERRNO)
@@ -149,13 +148,13 @@ static __always_inline bool wanted(struct call *call)
 	return filter_wants(&call->ids);
 }
 
-/* When the arguments are in the call. */
+/* Sends the event of a call whose arguments are set. */
 static __always_inline int returned(struct call *call)
 {
 	if (with_stack)
 		call->stack = stack_of_task();
 	call->cgroup = cgroup_of_current();
-	/* The kernel does not look at the descriptor of an anonymous mapping either. */
+	/* The kernel ignores the descriptor of an anonymous mapping, too. */
 	if (call->kind == CALL_MMAP && !(call->args[3] & MAP_ANONYMOUS))
 		call->file = file_of_fd(call->args[4]);
 	if (!call->file)

@@ -2,16 +2,15 @@
 /*
  * oomkill: processes that the kernel kills because memory has run out.
  *
- * Hooks: oom_kill_process(), which knows the victim and why; by fentry or else
- * by a kprobe. Beside it the tracepoint mark_victim, as a raw one, for whoever is
- * killed along (memory.oom.group, or tasks that share the victim's memory). Where
- * no function can be hooked, mark_victim is all there is: it comes with each
- * victim, but does not know why.
+ * Hooks: oom_kill_process(), which knows the victim and the reason; by fentry or else by a kprobe.
+ * Also the tracepoint mark_victim, as a raw tracepoint, for tasks that are killed along with the
+ * victim (memory.oom.group, or tasks that share the victim's memory). Where no function can be
+ * hooked, mark_victim is the only hook: it reports each victim, but not the reason.
  *
- * mark_victim's argument was the pid alone; since 6.9 (72ba14deb40a, which stable
- * kernels have too) it is the task. User space looks that up in BTF, and takes the
- * pid from the tracepoint's record if there is no task: the record has it on all
- * kernels, so that this can be tested on all of them.
+ * The argument of mark_victim was the pid alone; since 6.9 (72ba14deb40a, which stable kernels
+ * have, too) it is the task. User space looks that up in BTF. If the argument is no task, another
+ * program takes the pid from the tracepoint's record: the record has the pid on all kernels, so
+ * this can be tested on all of them.
  */
 #include "cgroup_path.bpf.h"
 #include "event.bpf.h"
@@ -30,7 +29,7 @@ enum oom_kind {
 	OOM_GLOBAL,
 	OOM_MEMCG,  /* a memory cgroup is at its limit */
 	OOM_CPUSET, /* the nodes that a cpuset or a memory policy permits are full */
-	OOM_SYSRQ,  /* somebody asked for it */
+	OOM_SYSRQ,  /* somebody asked for the kill by SysRq */
 	OOM_UNKNOWN,
 };
 
@@ -47,15 +46,15 @@ struct task {
 	__u32 pid;
 	__u32 uid;
 	__s32 oom_score_adj;
-	__u32 known; /* 0: only the pid is */
+	__u32 known; /* 0: only the pid is known */
 	char comm[COMM_BYTES];
 };
 
 struct event {
 	__u64 time_ns;	    /* CLOCK_MONOTONIC */
-	__u64 total_pages;  /* that whoever is killed for could have */
+	__u64 total_pages;  /* that the task which wanted memory may use */
 	__u64 limit_pages;  /* of the cgroup at its limit */
-	__u64 limit_cgroup; /* its id, 0: none, or of version 1 */
+	__u64 limit_cgroup; /* id of that cgroup; 0: none, or of version 1 */
 	__u64 kernel_stack; /* of the task that wanted memory */
 	__u64 user_stack;
 	struct task victim;
@@ -65,7 +64,7 @@ struct event {
 	__s32 order;
 	enum event_kind event;
 	enum oom_kind kind;
-	__u32 wanted; /* the options ask for the task; if not, perhaps for the victim */
+	__u32 wanted; /* the options match the task; 0: they may match the victim */
 	__u32 reserved;
 	char comm[COMM_BYTES];
 	char limit_name[CGROUP_NAME_BYTES]; /* the last part of its path */
@@ -74,9 +73,9 @@ EXPORT_TYPE(struct event);
 
 /* Options, set before load. */
 const volatile __u8 want_stacks;
-const volatile __u8 only_victims; /* mark_victim is alone */
+const volatile __u8 only_victims; /* mark_victim is the only hook */
 
-/* Until 6.1; then an array of percpu_counter. */
+/* Type up to 6.1; later kernels have an array of percpu_counter. */
 struct mm_rss_stat___atomic {
 	atomic_long_t count[4];
 };
@@ -93,8 +92,9 @@ enum mm_counter {
 };
 
 /*
- * Pages of one sort, without what CPUs have not told yet. Of a percpu_counter that is
- * up to 32 pages, or twice the number of CPUs, for each CPU.
+ * Returns the number of pages of one kind, without changes that CPUs have not yet added to the
+ * counter. For a percpu_counter these are up to 32 pages, or twice the number of CPUs, for each
+ * CPU.
  */
 static __always_inline __u64 mm_pages(struct mm_struct *mm, enum mm_counter counter)
 {
@@ -119,7 +119,7 @@ static __noinline int describe(struct task *out, struct task_struct *task)
 	out->cgroup = cgroup_of(task);
 	out->known = 1;
 	BPF_CORE_READ_STR_INTO(&out->comm, task, comm);
-	/* Its other threads can have outlived the first one, whose memory is gone then. */
+	/* Other threads can have outlived the first one, whose mm is gone then. */
 	if (!mm) {
 		out->anon_pages = UNKNOWN;
 		out->file_pages = UNKNOWN;
@@ -138,7 +138,7 @@ static __noinline int describe(struct task *out, struct task_struct *task)
 	return 0;
 }
 
-/* Why the kernel kills, and for whom. */
+/* Fills in why the kernel kills, and for whom. */
 static __noinline int explain(struct event *event, struct oom_control *oc)
 {
 	struct mem_cgroup *memcg = BPF_CORE_READ(oc, memcg);
@@ -154,7 +154,7 @@ static __noinline int explain(struct event *event, struct oom_control *oc)
 		event->kind = OOM_MEMCG;
 		event->limit_pages = BPF_CORE_READ(memcg, memory.max);
 		cgroup = BPF_CORE_READ(memcg, css.cgroup);
-		/* Ids of other hierarchies than the default one mean nothing to user space. */
+		/* Ids of hierarchies other than the default one mean nothing to user space. */
 		if (!BPF_CORE_READ(cgroup, root, hierarchy_id))
 			event->limit_cgroup = BPF_CORE_READ(cgroup, kn, id);
 		name = BPF_CORE_READ(cgroup, kn, name);
@@ -167,7 +167,7 @@ static __noinline int explain(struct event *event, struct oom_control *oc)
 	return 0;
 }
 
-/* Adds what is known of the victim, who is asked for if it is a process that is followed. */
+/* Adds what is known of the victim. A victim that is a followed process sets `wanted`. */
 static __always_inline void add_victim(struct event *event, struct task_struct *victim)
 {
 	describe(&event->victim, victim);
@@ -176,8 +176,8 @@ static __always_inline void add_victim(struct event *event, struct task_struct *
 }
 
 /*
- * An event with what is known of the current task. A task that the options do not ask
- * for can have a victim that they do ask for: user space looks at both.
+ * Makes an event with what is known of the current task. If the options do not match that task,
+ * they may still match its victim: user space checks both.
  */
 static __always_inline struct event *event_of_current(void *ctx, enum event_kind kind)
 {
@@ -252,7 +252,7 @@ int mark_victim_pid(struct trace_event_raw_mark_victim *ctx)
 
 	if (!event)
 		return 0;
-	/* It is the initial namespace's number; of the task there is nothing to translate it by. */
+	/* The pid is of the initial namespace. Without the task it cannot be translated. */
 	if (!filter.pid_namespace)
 		event->victim.pid = victim;
 	bpf_ringbuf_submit(event, 0);

@@ -2,11 +2,10 @@
 /*
  * shmsnoop: the system calls of System V shared memory.
  *
- * Hooks: their tracepoints. At entry the arguments are remembered by thread; at
- * exit all goes to user space as one event, with the segment's state if that is
- * asked for. From 7.2 on a task can be preempted in a program on these tracepoints,
- * which is skipped for all other tasks on that CPU meanwhile: there, kprobes of the
- * system calls' functions (src/bpf/attach.rs).
+ * Hooks: their tracepoints. At entry the arguments are stored by thread; at exit a call goes to
+ * user space as one event, with the segment's state if that is asked for. From 7.2 on a task can be
+ * preempted in a program on these tracepoints, and the program is skipped for all other tasks on
+ * that CPU meanwhile: these kernels get kprobes of the system calls' functions (src/bpf/attach.rs).
  */
 #include "arch_registers.bpf.h"
 #include "cgroup_path.bpf.h"
@@ -25,9 +24,9 @@ char LICENSE[] SEC("license") = "Dual BSD/GPL";
 #define EBUSY		   16
 
 /* Commands of shmctl() whose first argument is no id. */
-#define IPC_INFO     3	/* nothing */
+#define IPC_INFO     3	/* the argument is unused */
 #define SHM_STAT     13 /* an index; the call returns the id */
-#define SHM_INFO     14 /* nothing */
+#define SHM_INFO     14 /* the argument is unused */
 #define SHM_STAT_ANY 15 /* an index, as with SHM_STAT */
 
 enum call_kind {
@@ -37,21 +36,21 @@ enum call_kind {
 	CALL_SHMCTL,
 };
 
-/* A segment, as ipcs(1) shows it. */
+/* Segment, as ipcs(1) shows it. */
 struct segment {
 	__u64 size;	/* bytes */
 	__u64 attached; /* how many times */
 	__u32 creator_pid;
-	__u32 known; /* 0: there is none of that id, and nothing above holds */
+	__u32 known; /* 0: no segment has that id, and the fields above are not valid */
 };
 
 struct event {
 	__u64 time_ns;	  /* CLOCK_MONOTONIC, at exit */
 	__u64 latency_ns; /* from entry to exit */
 	__u64 args[3];	  /* the system call's, in its order */
-	__u64 cgroup;	  /* the task's, as cgroup_of_current() has it */
+	__u64 cgroup;	  /* the task's, as cgroup_of_current() returns it */
 	__s64 result;
-	struct segment segment; /* before shmdt and shmctl (an id), after all else */
+	struct segment segment; /* before shmdt and shmctl (an id), after all other calls */
 	__u32 pid;
 	__u32 tid;
 	enum call_kind kind;
@@ -60,7 +59,7 @@ struct event {
 };
 EXPORT_TYPE(struct event);
 
-/* A call that some thread is in. */
+/* Call that a thread is in. */
 struct call {
 	__u64 begin_ns;
 	__u64 args[3];
@@ -73,7 +72,10 @@ const volatile __u8 with_segment;
 
 BY_THREAD(calls, struct call);
 
-/* One step down the tree that the kernel keeps segments in: the entry of a node, by index. */
+/*
+ * Goes one step down the tree in which the kernel keeps segments. Returns the entry of a node for
+ * an index.
+ */
 static __noinline void *tree_step(void *entry, __u32 index)
 {
 	struct xa_node *node = entry - XA_NODE_TAG;
@@ -144,7 +146,7 @@ static __always_inline int end(__u32 kind, long result)
 			segment_of(result, &call->segment);
 		else if (kind == CALL_SHMAT && result >= 0)
 			segment_of(call->args[0], &call->segment);
-		else if (kind == CALL_SHMDT && result < 0) /* it was no segment's */
+		else if (kind == CALL_SHMDT && result < 0) /* the address was no segment's */
 			call->segment.known = 0;
 		else if (kind == CALL_SHMCTL && takes_index(call->args[1]) && result >= 0)
 			segment_of(result, &call->segment);
@@ -168,12 +170,12 @@ static __always_inline int end(__u32 kind, long result)
 	return 0;
 }
 
-/* The arguments that are C ints: what a register holds beside their 32 bits means nothing. */
+/* Argument that is a C int: the upper 32 bits of its register mean nothing. */
 #define INT(argument) ((__u32)(argument))
 
 /*
- * A system call's entry is what `name`_begins makes of its first three arguments, and
- * its exit end(): on its tracepoints, and on its function.
+ * Define the programs of a system call, on its tracepoints and on its function: its entry calls
+ * `name`_begins with its first three arguments, its exit calls end().
  */
 #define ENTRY(name)                                                                                \
 	SEC("tracepoint/syscalls/sys_enter_" #name)                                                \
@@ -227,9 +229,9 @@ ENTRY(shmat)
 EXIT(shmat, CALL_SHMAT)
 
 /*
- * shmdt(2) names no segment, but where one is attached. There, its mapping begins with
- * its first page, and the file's inode has the id for a number. A file of another sort
- * is no matter: the call fails then.
+ * Reads the segment that shmdt(2) detaches, by its mapping, as shmdt(2) has no id. The mapping
+ * begins with the segment's first page, and the inode number of its file is the segment's id. A
+ * file of another kind does no harm: the call fails then.
  */
 static __always_inline void segment_mapped(__u64 pgoff, struct file *file, struct segment *segment)
 {
@@ -250,7 +252,7 @@ static __always_inline int shmdt_begins(__u64 address, __u64 none, __u64 also_no
 
 	if (!filter_wants(&call.ids))
 		return 0;
-	/* It does not wait for a thread that is changing what is mapped. */
+	/* bpf_find_vma() does not wait for a thread that is changing the mappings. */
 	if (with_segment &&
 	    bpf_find_vma(bpf_get_current_task_btf(), call.args[0], found_vma, &call, 0) == -EBUSY)
 		count_loss(lookups);
@@ -269,7 +271,7 @@ static __noinline int segment_in_tree(__u64 address, struct segment *segment)
 	return 0;
 }
 
-/* The entry of shmdt(2) where there is no bpf_find_vma(), before 5.17. */
+/* Handles the entry of shmdt(2) on kernels without bpf_find_vma(), before 5.17. */
 SEC("tracepoint/syscalls/sys_enter_shmdt")
 int shmdt_enter_by_tree(struct syscall_trace_enter *ctx)
 {
@@ -291,7 +293,7 @@ static __always_inline int shmctl_begins(__u64 id, __u64 command, __u64 buffer)
 
 	if (!filter_wants(&call.ids))
 		return 0;
-	/* Afterwards, IPC_RMID may have left nothing to look at. */
+	/* After the call, IPC_RMID may have removed the segment. */
 	if (with_segment && takes_id(call.args[1]))
 		segment_of(call.args[0], &call.segment);
 	return begin(&call);
@@ -299,7 +301,7 @@ static __always_inline int shmctl_begins(__u64 id, __u64 command, __u64 buffer)
 ENTRY(shmctl)
 EXIT(shmctl, CALL_SHMCTL)
 
-/* A thread that is killed inside a call never gets to its exit. */
+/* Forgets the call of a thread that is killed inside it and does not reach its exit. */
 SEC("raw_tp/sched_process_exit")
 int thread_exit(void *ctx)
 {

@@ -3,12 +3,12 @@
  * swapin: pages read back from swap, by process.
  *
  * Hooks, each by fentry or else by kprobe; tools/swapin/attach.rs chooses:
- *   swap_readpage, later swap_read_folio    the reading of pages
- *   zswap_load, return (6.6 and later)   whether zswap had them
+ *   swap_readpage, later swap_read_folio    reads of pages
+ *   zswap_load, return (6.6 and later)      whether zswap had the pages
  *   do_swap_page, entry and return          how long the task was held up; for shared
  *                                           memory shmem_swapin_folio, before 5.18
  *                                           shmem_swapin_page
- *   swap_writepage, later swap_writeout     the writing, with --out
+ *   swap_writepage, later swap_writeout     writes of pages, with --out
  */
 #include "cgroup_path.bpf.h"
 #include "count.bpf.h"
@@ -18,24 +18,24 @@
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
 struct task_key {
-	__u64 cgroup; /* as cgroup_of_current() has it */
+	__u64 cgroup; /* id, as cgroup_of_current() returns it */
 	__u32 pid;
 	__u32 reserved;
 	char comm[COMM_BYTES];
 };
 EXPORT_TYPE(struct task_key);
 
-/* A swap fault that some thread is in. */
+/* Swap fault that a thread is in. */
 struct fault {
 	__u64 begin_ns;
-	__u32 read; /* it came to the reading of a page */
+	__u32 read; /* 1: the fault has read a page */
 	__u32 reserved;
 };
 
-/* What is counted of a process. */
+/* Counts of a process. */
 struct total {
 	__u64 pages_in;
-	__u64 pages_zswap; /* of these */
+	__u64 pages_zswap; /* of pages_in, those that zswap had */
 	__u64 pages_out;
 	__u64 held_up_ns;
 };
@@ -45,21 +45,24 @@ COUNTS(totals, struct task_key, struct total, COUNT_KEYS);
 
 const volatile struct total no_total;
 
-/* The pages that are being read; with_zswap. */
+/* Number of pages that each thread is reading; with_zswap. */
 BY_THREAD(reading, __u64);
 
 BY_THREAD(faults, struct fault);
 
-/* Of the swap faults that came to a reading. */
+/* Latencies of the swap faults that have read a page. */
 struct histogram latency_ns;
 
 /* Options, set before load. */
 const volatile __u8 with_latency;
 const volatile __u8 with_zswap;
-/* Whether zswap says "true" of what it has, or 0 (and an error of what it has not). */
+/*
+ * Whether zswap returns true for pages that it has. Otherwise it returns 0 for them, and an error
+ * for other pages.
+ */
 const volatile __u8 zswap_says_bool;
 
-/* The current process's counts, if they are wanted. */
+/* Returns the counts of the current process, or NULL if the options do not match it. */
 static __noinline struct total *total_of_current(void)
 {
 	struct task_key key = {};
@@ -73,7 +76,7 @@ static __noinline struct total *total_of_current(void)
 	return count_of(totals, &key, (const void *)&no_total);
 }
 
-/* Where kernels keep how many pages a large folio has. */
+/* Fields that hold the number of pages of a large folio, by kernel. */
 struct folio___nr_pages {
 	unsigned int _nr_pages;
 };
@@ -82,18 +85,18 @@ struct folio___folio_nr_pages {
 	unsigned int _folio_nr_pages;
 };
 
-/* 5.10: in the second struct page of a compound one. */
+/* Field of 5.10, in the second struct page of a compound page. */
 struct page___compound_order {
 	unsigned char compound_order;
 };
 
-/* The pages of what begins with this struct page, which a struct folio does too. */
+/* Returns the number of pages of a page or folio, which both begin with this struct page. */
 static __always_inline __u64 pages_of(const void *first)
 {
 	__u64 head = 1ULL << bpf_core_enum_value(enum pageflags, PG_head);
 	__u64 flags = 0;
 
-	/* The flags are the first word, whatever type they are of. */
+	/* The flags are the first word, whatever their type. */
 	bpf_probe_read_kernel(&flags, sizeof(flags), first);
 	if (!(flags & head))
 		return 1;
@@ -129,7 +132,7 @@ static __always_inline int pages_are_read(const void *first)
 	return 0;
 }
 
-/* zswap was asked for the pages that the thread is reading. */
+/* Handles zswap's answer for the pages that the thread is reading. */
 static __always_inline int zswap_answers(__u64 result)
 {
 	__u64 thread = bpf_get_current_pid_tgid();
@@ -225,12 +228,15 @@ int BPF_KRETPROBE(zswap_load_kprobe, __u64 result)
 SEC("?fentry/do_swap_page") int do_swap_page_begin_fentry(void *ctx) { return fault_begins(); }
 SEC("?fexit/do_swap_page") int do_swap_page_end_fentry(void *ctx) { return fault_ends(); }
 HOLDS_UP(do_swap_page)
-/* Seven arguments, and fexit takes no more than six before 6.6. */
+/* These have seven arguments, and fexit takes no more than six before 6.6. */
 HOLDS_UP(shmem_swapin_folio)
 HOLDS_UP(shmem_swapin_page)
 /* clang-format on */
 
-/* A thread whose return was not seen must not leave its fault to the next one with its number. */
+/*
+ * Forgets the calls of an ending thread whose returns were not seen, so that the next thread with
+ * its id does not inherit them.
+ */
 SEC("?raw_tp/sched_process_exit")
 int thread_exit(void *ctx)
 {

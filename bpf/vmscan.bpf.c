@@ -2,20 +2,18 @@
 /*
  * vmscan: time and events of page reclaim.
  *
- * Hooks: tracepoints of the groups vmscan and compaction, as raw tracepoints. From
- * 7.0 on a task can be preempted in a program on one of those, and the program is
- * skipped for all other tasks on that CPU meanwhile: there they are those of tracefs,
- * where that is mounted. The same programs do for both: user space
- * (tools/vmscan/attach.rs) gives them their type, and says by `by_record` which of the
- * two contexts they have. Of raw tracepoints' arguments
- * only such are read as are the same on all kernels from 5.10 to 7.2: the first
- * of mm_shrink_slab_start, the first and the third of mm_shrink_slab_end, the first
- * two of mm_compaction_finished. Those of mm_compaction_end have moved, and it has a
- * program for each order.
+ * Hooks: tracepoints of the groups vmscan and compaction, as raw tracepoints. From 7.0 on a task
+ * can be preempted in a program on a raw tracepoint, and the program is skipped for all other tasks
+ * on that CPU meanwhile: these kernels get tracepoints of tracefs instead, where that is mounted.
+ * The same programs serve both: user space (tools/vmscan/attach.rs) sets their type, and says by
+ * `by_record` which of the two contexts they have. Of the arguments of raw tracepoints, only those
+ * are read that are the same on all kernels from 5.10 to 7.2: the first of mm_shrink_slab_start,
+ * the first and the third of mm_shrink_slab_end, the first two of mm_compaction_finished. The
+ * arguments of mm_compaction_end have moved, and it has a program for each order.
  *
- * What an operation took is added up when it ends. The totals only grow; user
- * space reads them every second and prints the difference. As kswapd can be at it for
- * many seconds, user space adds what its operation took so far, out of `calls`.
+ * The duration of an operation is added up when the operation ends. The totals only grow; user
+ * space reads them every second and prints the difference. As an operation of kswapd can last for
+ * many seconds, user space adds its duration so far, out of `calls`.
  */
 
 #include "vmscan/compaction.bpf.h"
@@ -23,17 +21,17 @@
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
 /*
- * Shrinkers that a thread is in, outermost first. They nest where a shrinker
- * allocates: under drop_caches, for one, that may reclaim again. What reclaims is
- * not made to reclaim once more, so that two are as deep as it gets; the rest is
- * room for ends that did not reach us.
+ * Limit of the shrinkers that a thread is in, outermost first. Shrinkers nest where a shrinker
+ * allocates: under drop_caches, for one, that may reclaim again. A task that reclaims does not
+ * begin to reclaim once more, so that the depth is two at most; the rest is space for ends that
+ * were not seen.
  */
 #define SHRINK_DEPTH 4
 
 struct shrink {
 	__u64 shrinker;
 	__u64 since_ns;
-	__u64 level_ns; /* spent at this depth since the shrinker above was entered */
+	__u64 level_ns; /* time at this depth since the shrinker above began */
 };
 
 struct shrinks {
@@ -45,7 +43,7 @@ const volatile struct shrinks no_shrinks;
 
 BY_THREAD(shrinking, struct shrinks);
 
-/* With --by-shrinker, by the address of its function scan_objects. */
+/* Totals of a shrinker, with --by-shrinker; the key is the address of its function scan_objects. */
 struct shrinker_total {
 	__u64 count;
 	__u64 time_ns; /* without the time in other shrinkers */
@@ -62,7 +60,7 @@ EXPORT_TYPE(struct shrinker_total);
 
 const volatile struct shrinker_total no_shrinker_total;
 
-/* With --counts, by the number of the program: how often it ran. */
+/* Capacity of the map of --counts: how often each program ran, by its number. */
 #define COUNTERS 64
 
 struct {
@@ -108,7 +106,7 @@ int compaction_end(void *ctx)
 	return end(OPERATION_COMPACTION);
 }
 
-/* 7.2 and later: what kswapd does, and nothing else. */
+/* kswapd on 7.2 and later: what kswapd does, and nothing else. */
 SEC("raw_tp/mm_vmscan_balance_pgdat_begin")
 int balance_begin(void *ctx)
 {
@@ -122,8 +120,8 @@ int balance_end(void *ctx)
 }
 
 /*
- * Before that: from one wake-up to the next or to sleep. kswapd naps for up to
- * 0.1 s before it sleeps, and that is in it.
+ * kswapd before 7.2: from one wake-up to the next, or to sleep. kswapd naps for up to 0.1 s before
+ * it sleeps; the nap is included.
  */
 SEC("raw_tp/mm_vmscan_kswapd_wake")
 int kswapd_wake(void *ctx)
@@ -145,7 +143,7 @@ int kswapd_wakeup(void *ctx)
 	return 0;
 }
 
-/* mm_vmscan_writepage or mm_vmscan_write_folio, whichever there is. */
+/* mm_vmscan_writepage or mm_vmscan_write_folio, whichever the kernel has. */
 SEC("raw_tp")
 int write_page(void *ctx)
 {
@@ -169,7 +167,10 @@ int shrink_slab_start(void *ctx)
 		return 0;
 	}
 	depth = shrinks->depth;
-	/* Else clang computes an address from the value before the test, which is not bounded. */
+	/*
+	 * Without the barrier clang computes an address from the value before the test, which is
+	 * not bounded.
+	 */
 	barrier_var(depth);
 	if (depth >= SHRINK_DEPTH) {
 		count_losses(calls, SHRINK_DEPTH);
@@ -226,7 +227,7 @@ int shrink_slab_end(void *ctx)
 		return 0;
 	shrink = &shrinks->at[depth];
 	if (shrink->shrinker != shrinker) {
-		/* A start or an end did not reach us, so nothing in here can be trusted. */
+		/* A start or an end was not seen, so nothing in this record can be trusted. */
 		bpf_map_delete_elem(&shrinking, &thread);
 		count_loss(calls);
 		return 0;
@@ -266,8 +267,8 @@ int trace_compaction_begin(void *ctx)
 }
 
 /*
- * Whether it is to go on: asked at least once in each, first before anything is moved. Here it is
- * told what it is about.
+ * Notes the zone and the order of a compaction. The kernel asks at least once in each compaction
+ * whether it is finished, first before anything is moved.
  */
 SEC("raw_tp/mm_compaction_finished")
 int trace_compaction_zone(struct bpf_raw_tracepoint_args *ctx)
@@ -335,9 +336,9 @@ static __noinline int count_tracepoint(__u32 number)
 }
 
 /*
- * A program cannot ask which raw tracepoint has called it (before 6.10), so each
- * tracepoint of --counts gets one of its own. They are numbered in octal: count_00
- * to count_77.
+ * Defines a counting program. A program cannot ask which raw tracepoint has called it (before
+ * 6.10), so each tracepoint of --counts gets a program of its own. The programs are numbered in
+ * octal: count_00 to count_77.
  */
 #define COUNTER(number)                                                                            \
 	SEC("raw_tp")                                                                              \

@@ -26,7 +26,7 @@ struct stack_count_key {
 struct stack_count {
 	__u64 events;
 	__u64 bytes;
-	__u64 cgroup; /* of the last event: cgroup_of_current() */
+	__u64 cgroup; /* of the last event; see cgroup_of_current() */
 };
 
 /* First size of the maps; user space replaces them by larger ones (src/bpf/map_counts.rs). */

@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * A compaction of one zone of memory, and the state of the zone.
+ * Compaction of one zone of memory, and the state of the zone.
  */
 #ifndef MEMTOOLS_VMSCAN_COMPACTION_BPF_H
 #define MEMTOOLS_VMSCAN_COMPACTION_BPF_H
 
 #include "totals.bpf.h"
 
-/* A zone's index that this kernel does not tell. */
+/* Fragmentation index that this kernel does not report. */
 enum fragmentation {
 	FRAGMENTATION_UNKNOWN = 0x7fffffff,
 };
 EXPORT_TYPE(enum fragmentation);
 
-/* With --trace-compaction: a compaction, of one zone of memory. */
+/* Event of --trace-compaction: a compaction of one zone of memory. */
 struct compaction {
 	__u64 time_ns; /* when it began, CLOCK_MONOTONIC */
 	__u64 latency_ns;
@@ -26,11 +26,11 @@ struct compaction {
 	__u64 cgroup; /* of the task; see cgroup_of_current() */
 	__u32 pid;
 	__u32 tid;
-	__s32 order; /* of the pages that it is for; -1: all that can be had */
+	__s32 order; /* of the pages that are wanted; -1: as large as possible */
 	__s32 node;
 	__s32 fragmentation; /* the zone's index for this order, in thousandths */
 	enum compact_result status;
-	__u32 sync; /* it waits for pages that are being written, and for locks */
+	__u32 sync; /* 1: waits for pages that are being written, and for locks */
 	__u32 reserved;
 	char comm[COMM_BYTES];
 	char zone[16];
@@ -47,13 +47,13 @@ const volatile struct compaction no_compaction = {
 
 BY_THREAD(compacting, struct compaction);
 
-/* Sizes of free blocks that a zone has lists for: 11, or 14 with pages of 64 KiB. */
+/* Limit of the sizes of free blocks that a zone has lists for: 11, or 14 with pages of 64 KiB. */
 #define MAX_ORDERS 32
 
 /*
- * The zone's fragmentation index for an order, as fragmentation_index() of mm/vmstat.c has it, in
- * thousandths: near 0 an allocation fails for lack of memory, near 1000 for fragmentation. -1000:
- * there is a block for it.
+ * Returns the zone's fragmentation index for an order, in thousandths, as fragmentation_index() of
+ * mm/vmstat.c does: near 0 an allocation fails for lack of memory, near 1000 for fragmentation.
+ * -1000: there is a free block for it.
  */
 static __noinline int fragmentation_index(struct zone *zone, int order)
 {
@@ -90,7 +90,9 @@ static __noinline __u64 watermark(struct zone *zone, __u32 which)
 	    !bpf_core_field_exists(zone->watermark_boost))
 		return UNKNOWN;
 	bpf_core_read(&pages, sizeof(pages), &zone->_watermark[which & 3]);
-	/* All of them are raised by it for a while after pages of different mobility were mixed. */
+	/*
+	 * The boost raises all watermarks for a while after pages of different mobility were mixed.
+	 */
 	return pages + BPF_CORE_READ(zone, watermark_boost);
 }
 
@@ -103,7 +105,9 @@ static __noinline int read_zone_state(struct compaction *compaction, struct zone
 	compaction->low_pages = watermark(zone, WMARK_LOW);
 	compaction->high_pages = watermark(zone, WMARK_HIGH);
 	bpf_core_read(&pages, sizeof(pages), &zone->vm_stat[counter]);
-	/* What a CPU has taken and not yet told can exceed what there is. */
+	/*
+	 * The counter can be negative while CPUs have changes that they have not yet added to it.
+	 */
 	compaction->free_pages = pages > 0 ? pages : 0;
 	if (bpf_core_field_exists(zone->free_area))
 		compaction->fragmentation = fragmentation_index(zone, compaction->order);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * How often operations of reclaim ran and how long they took, on the whole and by
- * cgroup, and the options of vmscan.
+ * Counts and durations of the operations of reclaim, in total and by cgroup, and the options of
+ * vmscan.
  */
 #ifndef MEMTOOLS_VMSCAN_TOTALS_BPF_H
 #define MEMTOOLS_VMSCAN_TOTALS_BPF_H
@@ -13,14 +13,14 @@
 #include "kernel_stack.bpf.h"
 #include "reclaim.bpf.h"
 
-/* What is counted; the keys of `totals`. */
+/* Operations that are counted; the keys of `totals`. */
 enum operation {
 	OPERATION_SHRINK_SLAB,
 	OPERATION_DIRECT_RECLAIM,
 	OPERATION_MEMCG_RECLAIM,
 	OPERATION_KSWAPD,
 	OPERATION_COMPACTION,
-	OPERATION_KSWAPD_WAKEUP, /* this one and the next take no time */
+	OPERATION_KSWAPD_WAKEUP, /* this one and the next have no duration */
 	OPERATION_WRITE_PAGE,
 	OPERATIONS,
 };
@@ -40,7 +40,7 @@ struct {
 } totals SEC(".maps");
 EXPORT_TYPE(struct total);
 
-/* An operation that a thread is in. */
+/* Operation that a thread is in. */
 struct call {
 	__u64 thread; /* as bpf_get_current_pid_tgid() returns it */
 	__u32 operation;
@@ -51,14 +51,14 @@ struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, THREADS);
 	__type(key, struct call);
-	__type(value, __u64); /* since when */
+	__type(value, __u64); /* when it began */
 } calls SEC(".maps");
 EXPORT_TYPE(struct call);
 
-/* With --by-cgroup. */
+/* Key of the totals by cgroup, with --by-cgroup. */
 struct cgroup_key {
 	__u64 cgroup;  /* the task's, by its id in the version 2 hierarchy */
-	__u64 limited; /* whose limit it reclaimed for, or 0 */
+	__u64 limited; /* whose limit the task reclaimed for, or 0 */
 	__u32 operation;
 	__u32 reserved;
 };
@@ -124,7 +124,7 @@ static __noinline int add_to_cgroup(__u32 operation, __u64 time_ns)
 	return 0;
 }
 
-/* An operation took `latency_ns`, of which `time_ns` are not counted elsewhere. */
+/* Adds an operation that took `latency_ns`, of which `time_ns` are not counted elsewhere. */
 static __noinline int add(__u32 operation, __u64 latency_ns, __u64 time_ns)
 {
 	struct total *total = total_of(operation);
@@ -152,7 +152,10 @@ static __noinline int begin(__u32 operation)
 	return 0;
 }
 
-/* Not begun: it was not wanted, or began before we did. */
+/*
+ * Ends an operation. One without a beginning did not match the options, or began before the tool
+ * was attached.
+ */
 static __noinline int end(__u32 operation)
 {
 	struct call call = {
