@@ -27,10 +27,10 @@ TARGET ?= $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
 VERSION := $(shell sed -n '/^version = /{s/.*"\(.*\)"/\1/p;q}' Cargo.toml)
 OUT    := target/$(TARGET)/release
 
-# Static binaries: the C library too, and libelf and libz for libbpf. RUSTFLAGS would also reach
-# build scripts and procedural macros, which cannot be static, if there were no --target.
-# The folders that sources are in have fixed names in binaries: the same source is the same binary. A
-# folder with a space cannot be passed on, and keeps its own name.
+# Binaries are static: with the C library, too, and with libelf and libz for libbpf. Without --target, RUSTFLAGS would
+# also reach build scripts and procedural macros, which cannot be static. The folders of sources have fixed names in
+# binaries, so that the same source gives the same binary. A folder with a space cannot be passed on, and keeps its own
+# name.
 remap = $(if $(word 2,$(1)),,--remap-path-prefix=$(1)=$(2))
 CARGO_FOLDER := $(or $(CARGO_HOME),$(HOME)/.cargo)
 export RUSTFLAGS := -C target-feature=+crt-static $(call remap,$(CURDIR),/usr/src/bpf-memtools) \
@@ -40,7 +40,7 @@ export LIBBPF_SYS_EXTRA_CFLAGS := -ffile-prefix-map=$(CARGO_FOLDER)=/usr/src/car
 export LIBBPF_SYS_LIBRARY_PATH = $(dir $(shell $(CC) -print-file-name=libelf.a))
 CARGO = cargo
 
-# Those of `make install`. libbpf's own Makefile, which cargo runs, would install by them.
+# Variables of `make install`. libbpf's own Makefile, which cargo runs, would install by them.
 unexport DESTDIR PREFIX SUFFIX
 MAKEOVERRIDES =
 
@@ -93,7 +93,7 @@ BASH  = $(SHARE)/bash-completion/completions
 ZSH   = $(SHARE)/zsh/site-functions
 FISH  = $(SHARE)/fish/vendor_completions.d
 
-# A tool itself prints the scripts by which shells complete its arguments.
+# Each tool prints its own completion scripts for the shells.
 install: build
 	install -d $(DESTDIR)$(PREFIX)/bin $(SHARE)/man/man8 $(SHARE)/doc/bpf-memtools $(BASH) $(ZSH) $(FISH)
 	for tool in $(TOOLS); do \

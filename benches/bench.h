@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * What the programs of the benchmarks share: a clock, a stack, and the protocol of
- * tests/workload/workload.h, by which they are held until the tool beside them is
- * ready.
+ * Shared code of the benchmark programs: a clock, a stack, and the protocol of
+ * tests/workload/workload.h, which holds a program until the tool beside it is ready.
  *
- * A program defines innermost(), which does `operations` of what is measured.
+ * A program defines innermost(), which runs `operations` of the operations that are measured.
  */
 #ifndef BENCH_H
 #define BENCH_H
@@ -23,7 +22,7 @@ STEP static void innermost(void);
 		__asm__ volatile("");                                                              \
 	}
 
-/* It is eight functions deep. */
+/* The stack is eight functions deep: level1() to level7(), and innermost(). */
 LEVEL(level7, innermost)
 LEVEL(level6, level7)
 LEVEL(level5, level6)
@@ -40,7 +39,9 @@ static inline double now(void)
 	return time.tv_sec * 1e9 + time.tv_nsec;
 }
 
-/* All of main() for a program whose one argument is the number of operations: states the fact ns.
+/*
+ * Runs all of main() for a program whose one argument is the number of operations. States the fact
+ * ns, the nanoseconds of an operation.
  */
 static inline int bench(int argc, char **argv)
 {

@@ -23,7 +23,7 @@ def descend(depth, operations):
 count, deep = map(int, sys.argv[1:])
 print("ready", os.getpid(), flush=True)
 sys.stdin.readline()
-# The first stacks are walked while the interpreter is looked for.
+# The first stacks are walked while memleak still looks for the interpreter.
 descend(deep, 1009)
 time.sleep(0.5)
 print("done ns=%.1f" % (descend(deep, count) / count), flush=True)

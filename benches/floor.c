@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * The least that a tool can cost: probes with a program that does nothing, until
- * it is killed.
+ * Measures the least that a tool can cost: attaches a program that does nothing to probes, until it
+ * is killed.
  *
  * floor PID FILE PLACE...     uprobes in a process. A PLACE is an offset in the
  *                             file, with an r before it for a function's return.
@@ -16,7 +16,7 @@
 #include <stdint.h>
 #include <sys/ioctl.h>
 
-/* Some more than the stacks that a benchmark has. */
+/* Capacity of the stack map: more than the stacks of a benchmark. */
 #define STACKS 1024
 
 static int bpf(int command, union bpf_attr *attributes)
@@ -63,7 +63,7 @@ static int load_stackid(enum bpf_prog_type type)
 		  .dst_reg = BPF_REG_2,
 		  .src_reg = BPF_PSEUDO_MAP_FD,
 		  .imm = bpf(BPF_MAP_CREATE, &map) },
-		{ 0 }, /* of the one before, which takes two */
+		{ 0 }, /* second half of the instruction before */
 		{ .code = BPF_ALU64 | BPF_MOV | BPF_K,
 		  .dst_reg = BPF_REG_3,
 		  .imm = BPF_F_USER_STACK },
@@ -75,7 +75,7 @@ static int load_stackid(enum bpf_prog_type type)
 	return load(type, stackid, sizeof(stackid));
 }
 
-/* The first number in a file of the kernel's. */
+/* Returns the first number in a file of the kernel's. */
 static unsigned int number_in(const char *path)
 {
 	FILE *file = fopen(path, "r");
@@ -88,8 +88,8 @@ static unsigned int number_in(const char *path)
 }
 
 /*
- * To a process, or to all, for which an event on one CPU is enough: the program
- * runs on all. False with errno if it cannot be.
+ * Attaches a program to an event of a process, or of all processes. For all, an event on one CPU is
+ * enough: the program runs on all CPUs. Returns false with errno if it cannot be attached.
  */
 static bool attach(int program, struct perf_event_attr *attributes, pid_t pid)
 {

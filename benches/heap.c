@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * heap BLOCKS BYTES: have so many blocks of so many bytes, each with an address of a random one in
- * each eighth word, and say after each line of input for how long a thread that looks at the clock
- * has not run at most since the line before, and how long a copy of as much memory takes, by a call
- * of memcpy(), and by a thread on each CPU: "gap=NS one=NS copy=NS".
+ * heap BLOCKS BYTES: allocates BLOCKS blocks of BYTES bytes, each with the address of a random
+ * block in every eighth word. After each line of input, prints "gap=NS one=NS copy=NS": the longest
+ * time since the line before in which a thread that watches the clock did not run; and the time of
+ * a copy of as much memory, by one call of memcpy(), and by a thread on each CPU.
  */
 #include "../tests/workload/workload.h"
 #include <pthread.h>
@@ -11,7 +11,7 @@
 
 static volatile unsigned long gap;
 static unsigned long threads;
-/* Global, so that it holds the blocks for as long as the program runs. */
+/* Global, so that the blocks stay reachable for as long as the program runs. */
 static void ***volatile block;
 
 struct part {
@@ -50,7 +50,7 @@ static void *copy(void *argument)
 	return NULL;
 }
 
-/* Nanoseconds that a copy takes between buffers that are there. */
+/* Returns the nanoseconds that the threads take to copy between resident buffers. */
 static unsigned long copied(char *to, char *from, unsigned long bytes)
 {
 	pthread_t thread[threads];
@@ -68,8 +68,10 @@ static unsigned long copied(char *to, char *from, unsigned long bytes)
 	return now() - start;
 }
 
-/* Memory that is there, in huge pages if the kernel has some, as memleak's own buffer is. It is no
- * block. */
+/*
+ * Returns resident memory, in huge pages if the kernel has some, as memleak's own buffer is. The
+ * buffer is no block of the heap.
+ */
 static char *buffer(unsigned long bytes)
 {
 	char *buffer =

@@ -1,7 +1,7 @@
-# For the benchmarks of this folder: . benches/lib.sh
+# Library for the benchmarks of this folder: . benches/lib.sh
 # shellcheck shell=bash disable=SC2154
 #
-# A benchmark sets `rounds` and `variants`, of which "none" is without a tracer, and defines
+# A benchmark sets `rounds` and `variants`, of which "none" has no tracer, and defines
 #	program_of VARIANT     sets `run`, a command that speaks the protocol of tests/workload and
 #	                       states the fact ns
 #	tracer VARIANT PID     becomes the tracer; a variant of `untraced` has none
@@ -16,15 +16,16 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkfifo "$work/in" "$work/out"
 
-# build SOURCE: a program with the frames that a stack is to show.
+# build SOURCE: compiles a program with the frames that a stack is to show.
 build() {
 	${CC:-cc} -O2 -pthread -fno-omit-frame-pointer -fno-shrink-wrap -fno-builtin -o "$work/$(basename "$1" .c)" "$1"
 }
 
-# Variants that are the program itself, or run it in their own way.
+# Variants without a tracer: the program alone, or run by a peer.
 untraced=" none valgrind heaptrack "
 
-# hear WORD: reads the program's line that begins with WORD. What runs it may say something else.
+# hear WORD: reads lines of the program up to one that begins with WORD. A peer that runs the program may print other
+# lines.
 hear() {
 	while read -r line <&4; do
 		[ "${line%% *}" != "$1" ] || return 0
@@ -33,10 +34,11 @@ hear() {
 	return 1
 }
 
-# says TEXT: whether the tracer has said it.
+# says TEXT: whether the tracer has printed TEXT.
 says() { grep -q "$1" "$work/log"; }
 
-# sleeps: whether the tracer does, as one that traces; for those whose output stays in a buffer until they end.
+# sleeps: whether the tracer sleeps, as it does when it traces; for tracers whose output stays in a buffer until they
+# end.
 sleeps() {
 	local clock_nanosleep=230
 	grep -q "^$clock_nanosleep " "/proc/$tracer/syscall"
@@ -73,14 +75,14 @@ measure() {
 	echo "${line%% *}"
 }
 
-# median_of VARIANT: of what compare has measured.
+# median_of VARIANT: prints the median of what compare has measured.
 median_of() { grep "^$1	" "$work/results" | cut -f 2 | median; }
 
-# The median of the numbers on stdin.
+# median: prints the median of the numbers on stdin.
 median() { sort -n | awk '{ value[NR] = $1 } END { print value[int((NR + 1) / 2)] }'; }
 
-# Runs all variants in turn, so that what else the machine does hits all of them: what measure prints of each is a line of
-# "$work/results", after the variant and a tab.
+# Runs all variants in turn, so that other load on the machine hits all of them. Each run writes a line to
+# "$work/results": the variant, a tab, and what measure prints.
 measure_all() {
 	local round variant stated
 	for ((round = 1; round <= rounds; round++)); do

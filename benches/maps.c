@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * maps COUNT WORK: mmap(2) and munmap(2) of one page, COUNT times, and WORK
- * nanoseconds of something else after each. Prints the nanoseconds of it all.
+ * maps COUNT WORK: mmap(2) and munmap(2) of one page, COUNT times, and WORK nanoseconds of
+ * something else after each. Prints the nanoseconds of a pair with its WORK.
  */
 #include "bench.h"
 

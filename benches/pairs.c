@@ -1,15 +1,17 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * pairs COUNT [THREADS]: malloc and free of 64 bytes, COUNT times in each of
- * THREADS threads (1), from eight functions deep. Prints the nanoseconds of a
- * pair. tests/workload/workload.h has the protocol: it is held until the tool
- * beside it is ready.
+ * pairs COUNT [THREADS]: malloc and free of 64 bytes, COUNT times in each of THREADS threads (1),
+ * from eight functions deep. Prints the nanoseconds of a pair. The protocol of
+ * tests/workload/workload.h holds the program until the tool beside it is ready.
  */
 #include "bench.h"
 
 #include <pthread.h>
 
-/* Before it counts, for tools that do more at their start: pairs, and microseconds to wait. */
+/*
+ * Warm-up before the measurement, for tools that do more at their start: pairs, and microseconds to
+ * wait.
+ */
 #define WARM_UP_PAIRS 1009
 #define WARM_UP_US    500000
 

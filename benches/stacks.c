@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stacks COUNT: brk(2), COUNT times, each with a stack of 22 frames. Prints the
- * nanoseconds of a call. What is asked of brk costs nothing.
+ * stacks COUNT: brk(2), COUNT times, each with a stack of 22 frames. Prints the nanoseconds of a
+ * call. brk(0) only returns the end of the heap, which costs little.
  */
 #include "bench.h"
 

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * touch PAGES: writes to that many new pages, as the pages of many programs are
- * touched first. Prints the nanoseconds of a page.
+ * touch PAGES: writes to PAGES new pages, as many programs first touch their pages. Prints the
+ * nanoseconds of a page.
  */
 #include "bench.h"
 
-/* Mapped and unmapped in pieces, so that the program stays small. */
+/* Pages are mapped and unmapped in pieces, so that the program stays small. */
 #define PIECE 4096UL
 
 STEP static void innermost(void)

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: BSD-2-Clause */
 /*
- * walk NAME...: read BPF hash maps as tools do that know no better way, key by
- * key, and say how many entries all maps of these names had, and how many
- * nanoseconds that took.
+ * walk NAME...: reads BPF hash maps key by key, as tools do that know no better way. Prints how
+ * many entries all maps of these names had, and how many nanoseconds that took.
  */
 #include <linux/bpf.h>
 #include <stdio.h>
@@ -16,7 +15,7 @@ static long bpf(int command, union bpf_attr *attr)
 	return syscall(SYS_bpf, command, attr, sizeof(*attr));
 }
 
-/* Whether it is a hash map of this name. */
+/* Whether `map` is a hash map of this name. */
 static int is_wanted(int map, const char *name)
 {
 	struct bpf_map_info info = {};

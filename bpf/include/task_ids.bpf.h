@@ -16,8 +16,8 @@ struct task_ids {
 };
 
 /*
- * Returns the number of a `struct pid` in the PID namespace with this inode; 0 is the inode of the
- * initial one. bpf_get_ns_current_pid_tgid() knows the number only for a task whose own namespace
+ * Returns the number of a `struct pid` in the PID namespace with this inode (0: the initial
+ * namespace). bpf_get_ns_current_pid_tgid() knows the number only for a task whose own namespace
  * this is, not for one in a container below. Returns 0 if the task is not in the namespace.
  */
 static __noinline __u32 number_in_namespace(struct pid *pid, __u32 namespace)

@@ -370,11 +370,11 @@ __noinline __u64 unwind_row(__u64 space, __u64 at, __u32 index)
 }
 
 /*
- * Returns a number for the mappings of the current process; 0 for a kernel thread. The number is
- * another one whenever the process has called exec or has more or less code mapped. It also changes
- * from time to time, in case other code of the same size was mapped instead. `layout` becomes a
- * number for the addresses where exec has put the program: children that have not called exec have
- * the same.
+ * Returns a number for the mappings of the current process; 0 for a kernel thread. The number
+ * changes whenever the process calls exec or has more or less code mapped. It also changes from
+ * time to time, in case other code of the same size was mapped instead. `layout` becomes a number
+ * for the addresses where exec has put the program: children that have not called exec have the
+ * same.
  */
 static __noinline __u64 unwind_space(__u64 *layout)
 {
