@@ -35,7 +35,7 @@ struct {
 	__type(value, struct cgroup_path);
 } cgroup_paths SEC(".maps");
 
-/* Up to 6.14 the field has this name; later it is __parent. */
+/* kernfs_node up to 6.14; later kernels call the field __parent. */
 struct kernfs_node___parent {
 	struct kernfs_node *parent;
 };

@@ -61,7 +61,9 @@ struct {
 #define MAPPING_EXECUTABLE   4 /* VM_EXEC */
 #define MAPPING_PAGE_SHIFT   12
 
-/* Since 6.7 (commit 12cd44023651), up to 6.10; since 6.11 in two fields (3aa63a569c64). */
+/*
+ * inode of 6.7 (commit 12cd44023651) to 6.10. Since 6.11 the time is in two fields (3aa63a569c64).
+ */
 struct inode___wrapped {
 	struct timespec64 __i_mtime;
 };

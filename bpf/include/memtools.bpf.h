@@ -32,7 +32,7 @@
  */
 #define CALL_LOOP _Pragma("clang loop unroll(disable)") for
 
-/* Capacity of a map of what each thread is in the middle of. */
+/* Capacity of a map with an entry for each thread that is in a call. */
 #define THREADS 8192
 
 /*
