@@ -86,7 +86,7 @@ const volatile __u8 learns;	 /* page_bias is needed */
 const volatile __u8 one_cache;	 /* only objects of the cache called cache_name */
 const volatile char cache_name[CACHE_NAME_BYTES];
 
-/* What this kernel's tracepoints report, also set before load. */
+/* Facts that this kernel's tracepoints report, also set before load. */
 const volatile __u8 tells_cache;	/* of kmem_cache_alloc: 6.1 and later */
 const volatile __u8 tells_percpu_bytes; /* of percpu_alloc_percpu: 5.19 and later */
 
