@@ -5,8 +5,7 @@
 //!
 //! - at addresses that are no multiple of 8: in packed structures, such as arrays of `struct epoll_event` (12 bytes each);
 //! - with other data in the bits above the 47 of an address: tagged pointers, values in NaNs;
-//! - as an integer of CPython, in digits of 30 bits: in this form, ctypes and cffi give an address to a Python
-//! program.
+//! - as an integer of CPython, in digits of 30 bits, as ctypes and cffi give an address to a Python program.
 
 use std::ops::Range;
 
