@@ -329,8 +329,14 @@ mod tests {
         use std::process::Command;
 
         assert!(!catches_quit(Running::shell().pid()));
-        let catches = "trap : QUIT; echo ready; read _";
-        let catching = Running::start(Command::new("sh").args(["-c", catches]));
+        // A shell cannot catch a signal that was ignored when it was started, as in a background job.
+        let catches = [
+            "--default-signal=QUIT",
+            "sh",
+            "-c",
+            "trap : QUIT; echo ready; read _",
+        ];
+        let catching = Running::start(Command::new("env").args(catches));
         assert!(catches_quit(catching.pid()));
     }
 }
