@@ -1,4 +1,4 @@
-//! Room `export`: named stacks, and sums, in the formats that people and other programs read.
+//! Symbolized stacks, and sums, in the formats that people and other programs read.
 //!
 //! | module | what it is for |
 //! |---|---|

@@ -1,4 +1,4 @@
-//! Room `heap`: a live process's heap, found in a copy of its memory, with nothing traced.
+//! The heap of a live process, found in a copy of its memory, with nothing traced.
 //!
 //! The process stands still while its memory is copied. Everything else is computed afterwards from that
 //! [`Image`](image::Image), by pure functions. Allocated blocks and free chunks are found by the allocator's

@@ -1,4 +1,4 @@
-//! Room `host`: what the kernel itself reports about memory and the machine, without tracing.
+//! Reports of the kernel itself about memory and the machine, without tracing.
 //!
 //! | module | what it is for |
 //! |---|---|

@@ -1,4 +1,4 @@
-//! Room `interpreters`: functions of interpreted and JIT-compiled languages that the frames of a stack execute.
+//! Functions of interpreted and JIT-compiled languages that the frames of a stack execute.
 //!
 //! | module | what it is for |
 //! |---|---|

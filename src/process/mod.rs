@@ -1,4 +1,4 @@
-//! Room `process`: the processes that are traced, and their mappings.
+//! The traced processes, and their mappings.
 //!
 //! | module | what it is for |
 //! |---|---|
