@@ -62,14 +62,15 @@ impl Rules {
         Self::read(&image)
     }
 
-    /// Whether a function begins at this address, by the file's `.eh_frame`.
+    /// Returns the addresses of the functions in a file's `.eh_frame`, ascending. Each part of a split function is a range of
+    /// its own.
     ///
     /// # Errors
     /// If the file is no ELF file, or its `.eh_frame` is malformed.
-    pub fn has_function_at(file: &File, address: u64) -> Result<bool> {
+    pub fn functions_of(file: &File) -> Result<Vec<Range<u64>>> {
         let elf = Elf::read(file)?.expect_64_bit()?;
         let Some((start, frames)) = eh_frame(&elf)? else {
-            return Ok(false);
+            return Ok(Vec::new());
         };
         let bases = BaseAddresses::default().set_eh_frame(start);
         let code = elf.code()?;
@@ -78,9 +79,17 @@ impl Rules {
             .map(|segment| segment.address..segment.address + segment.size)
             .collect();
         let functions = Functions::new(&frames, &bases).in_order(&code, elf.deadline)?;
-        Ok(functions
-            .iter()
-            .any(|&(start, ..)| u64::from(start) == address))
+        let range = |(start, end, _): (u32, u32, u32)| u64::from(start)..u64::from(end);
+        Ok(functions.into_iter().map(range).collect())
+    }
+
+    /// Whether a function begins at this address, by the file's `.eh_frame`.
+    ///
+    /// # Errors
+    /// If the file is no ELF file, or its `.eh_frame` is malformed.
+    pub fn has_function_at(file: &File, address: u64) -> Result<bool> {
+        let functions = Self::functions_of(file)?;
+        Ok(functions.iter().any(|function| function.start == address))
     }
 
     fn read(source: &dyn Source) -> Result<Self> {
