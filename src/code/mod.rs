@@ -8,6 +8,7 @@
 //! | [`instruction`] | the instruction at a place in a file |
 //! | [`lines`] | source lines of machine code |
 //! | [`limits`] | limits of memory and time for reading one file of another user |
+//! | [`pymalloc`] | where CPython's allocator takes slots of its pools, and gives them back |
 //! | [`probe_place`] | where in a function a uprobe costs least |
 //! | `symbol_copy` | a copy of a file's symbols, which blazesym can read |
 //! | [`registers`] | the machine in ELF files, and its registers in unwind information |
@@ -25,4 +26,4 @@ pub mod probe_place;
 mod symbol_copy;
 pub mod symbols;
 
-pub use arch::{instruction, registers, wrappers};
+pub use arch::{instruction, pymalloc, registers, wrappers};

@@ -109,13 +109,13 @@ fn is_emulated(instruction: &Instruction) -> bool {
             instruction.code() == Code::Push_r64 && instruction.len() == plain
         }
         Mnemonic::Nop => instruction.len() == 1,
-        _ => {
-            matches!(
-                instruction.flow_control(),
-                FlowControl::ConditionalBranch | FlowControl::UnconditionalBranch
-            ) && (instruction.is_jcc_short_or_near() || instruction.is_jmp_short_or_near())
-        }
+        _ => is_emulated_jump(instruction),
     }
+}
+
+/// Whether the instruction is a direct jump, which kernels from 5.10 on emulate.
+pub(crate) fn is_emulated_jump(instruction: &Instruction) -> bool {
+    instruction.is_jcc_short_or_near() || instruction.is_jmp_short_or_near()
 }
 
 /// Whether an instruction is a `nop` that a kernel can turn into a call.

@@ -7,6 +7,7 @@
 //! | `held` | contents of registers while these instructions are executed |
 //! | [`instruction`] | the instruction at a place in a file |
 //! | `jumps` | targets of jumps |
+//! | [`pymalloc`] | where CPython's allocator takes slots of its pools, and gives them back |
 //! | [`registers`] | the machine in ELF files, and its registers in unwind information |
 //! | [`wrappers`] | functions that only pass a call on to another one |
 
@@ -14,5 +15,6 @@ pub(super) mod entry;
 pub(super) mod held;
 pub mod instruction;
 pub(super) mod jumps;
+pub mod pymalloc;
 pub mod registers;
 pub mod wrappers;
