@@ -3,8 +3,8 @@
  * memleak: memory that processes allocated and did not free, by call stack.
  *
  * Hooks: uprobes on the target's functions that allocate and map (entry and
- * return) and that free (entry); sched_process_fork, sched_process_exec and
- * sched_process_exit.
+ * return) and that free (entry), and on copies of CPython's allocator in other
+ * functions; sched_process_fork, sched_process_exec and sched_process_exit.
  *
  * Live blocks are in the maps of memleak/live.bpf.h. Mappings (mmap, munmap, mremap)
  * can be unmapped in part, which takes an ordered map: they go to user space as
@@ -14,10 +14,11 @@
  * tools/memleak/processes/probes.rs chooses: one uprobe session link for all functions of a file,
  * with their signatures in its cookies (6.13 and later); a perf uprobe for each entry and return,
  * with cookies (5.15); perf uprobes without cookies, with a program for each signature, entry_0 to
- * entry_15, and all blocks in a hash map.
+ * entry_59, and all blocks in a hash map.
  */
 
 #include "memleak/calls.bpf.h"
+#include "memleak/slots.bpf.h"
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
@@ -72,6 +73,17 @@ int cookie_entry(struct pt_regs *ctx)
 	return 0;
 }
 
+/* Handles a copy of CPython's allocator. */
+SEC("uprobe")
+int cookie_slot(struct pt_regs *ctx)
+{
+	__u64 start = timing_start();
+
+	move_slot(ctx, bpf_get_attach_cookie(ctx), true);
+	timing_end(start);
+	return 0;
+}
+
 SEC("uretprobe")
 int cookie_return(struct pt_regs *ctx)
 {
@@ -94,31 +106,52 @@ struct {
 	__type(value, __u64); /* the signature, and below it the thread whose call has it */
 } plain_calls SEC(".maps");
 
-/* Program array for the tail call: holds plain_entry. */
+/* Program array for the tail calls: holds plain_entry and plain_slot. */
 struct {
 	__uint(type, BPF_MAP_TYPE_PROG_ARRAY);
-	__uint(max_entries, 1);
+	__uint(max_entries, 2);
 	__type(key, __u32);
 	__type(value, __u32);
 } plain_work SEC(".maps");
 
 /*
- * Handles an entry whose signature is in `plain_calls`. Kernels without cookies run this program on
- * the CPU on which the call began, before any other call there. On other kernels, which use it only
- * if cookies fail, another thread can come in between: the call is lost then.
+ * Returns the signature of the call that the current thread has begun, or 0, which is no signature,
+ * if that is not known. Kernels without cookies run the two programs below on the CPU on which the
+ * call began, before any other call there. On other kernels, which use the programs only if cookies
+ * fail, another thread can come in between: the call is lost then.
  */
-SEC("uprobe")
-int plain_entry(struct pt_regs *ctx)
+static __noinline __u32 begun_call(void)
 {
-	__u64 start = timing_start();
 	__u32 zero = 0, thread = bpf_get_current_pid_tgid();
 	volatile __u64 *call = bpf_map_lookup_elem(&plain_calls, &zero);
 	__u64 begun = call ? *call : 0;
 
 	if ((__u32)begun == thread)
-		enter(ctx, begun >> 32, false);
-	else
-		count_loss(calls);
+		return begun >> 32;
+	count_loss(calls);
+	return 0;
+}
+
+SEC("uprobe")
+int plain_entry(struct pt_regs *ctx)
+{
+	__u64 start = timing_start();
+	__u32 signature = begun_call();
+
+	if (signature)
+		enter(ctx, signature, false);
+	timing_end(start);
+	return 0;
+}
+
+SEC("uprobe")
+int plain_slot(struct pt_regs *ctx)
+{
+	__u64 start = timing_start();
+	__u32 signature = begun_call();
+
+	if (signature)
+		move_slot(ctx, signature, false);
 	timing_end(start);
 	return 0;
 }
@@ -130,7 +163,8 @@ static __always_inline int enter_plain(struct pt_regs *ctx, __u32 signature)
 
 	if (call) {
 		*call = (__u64)signature << 32 | thread;
-		bpf_tail_call(ctx, &plain_work, 0);
+		bpf_tail_call(ctx, &plain_work,
+			      field(signature, SIGNATURE_KIND) >= FUNCTION_TAKE_SLOT);
 	}
 	count_loss(calls);
 	return 0;
@@ -143,22 +177,24 @@ static __always_inline int enter_plain(struct pt_regs *ctx, __u32 signature)
 		return enter_plain(ctx, signatures[number]);                                       \
 	}
 
-ENTRY(0)
-ENTRY(1)
-ENTRY(2)
-ENTRY(3)
-ENTRY(4)
-ENTRY(5)
-ENTRY(6)
-ENTRY(7)
-ENTRY(8)
-ENTRY(9)
-ENTRY(10)
-ENTRY(11)
-ENTRY(12)
-ENTRY(13)
-ENTRY(14)
-ENTRY(15)
+#define ENTRIES(tens)                                                                              \
+	ENTRY(tens##0)                                                                             \
+	ENTRY(tens##1)                                                                             \
+	ENTRY(tens##2)                                                                             \
+	ENTRY(tens##3)                                                                             \
+	ENTRY(tens##4)                                                                             \
+	ENTRY(tens##5)                                                                             \
+	ENTRY(tens##6)                                                                             \
+	ENTRY(tens##7)                                                                             \
+	ENTRY(tens##8)                                                                             \
+	ENTRY(tens##9)
+
+ENTRIES()
+ENTRIES(1)
+ENTRIES(2)
+ENTRIES(3)
+ENTRIES(4)
+ENTRIES(5)
 
 SEC("uretprobe")
 int any_return(struct pt_regs *ctx)

@@ -137,4 +137,10 @@ static __always_inline __u64 stack_of_caller_at_entry(struct pt_regs *ctx)
 			PT_REGS_FP(ctx), 0);
 }
 
+/* Returns the stack whose innermost frame is the function that a probe is in. */
+static __always_inline __u64 stack_of_function(struct pt_regs *ctx)
+{
+	return stack_id(PT_REGS_IP(ctx), PT_REGS_SP(ctx), PT_REGS_FP(ctx), 1);
+}
+
 #endif /* MEMTOOLS_STACK_BPF_H */

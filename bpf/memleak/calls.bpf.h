@@ -157,7 +157,9 @@ static __noinline struct thread *begin(struct pt_regs *ctx, __u32 signature)
 	thread->result = argument(ctx, signature, SIGNATURE_RESULT);
 	thread->kind = field(signature, SIGNATURE_KIND);
 	thread->level = current_level();
-	thread->recorded = thread->kind != FUNCTION_UNMAP && wanted(thread->size, thread->level);
+	/* The size of a pool's slot is known when the pool is there. */
+	thread->recorded = thread->kind != FUNCTION_UNMAP && thread->kind != FUNCTION_NEW_POOL &&
+			   wanted(thread->size, thread->level);
 	thread->pid = thread->recorded || thread->address ? process_of_current() : 0;
 	thread->replaces = 0;
 	thread->returns_to = 0;
@@ -232,6 +234,31 @@ static __always_inline void allocated(struct pt_regs *ctx, struct thread *thread
 		block_allocated(address, thread, stack_of_caller_at_return(ctx), use_table);
 }
 
+/* Fills the record of a thread for a slot that it takes. Returns 1 if the options want the slot. */
+static __noinline int take_slot(struct thread *thread, __u64 slot)
+{
+	__u64 pool = slot & ~(POOL_BYTES - 1);
+	__u32 size_class = 0;
+
+	thread->recorded = 0;
+	thread->replaces = 0;
+	thread->result = 0;
+	if (bpf_probe_read_user(&size_class, sizeof(size_class), (void *)(pool + POOL_SIZE_CLASS)))
+		count_loss(calls);
+	else if (size_class < SIZE_CLASSES) {
+		thread->size = (size_class + 1) * SLOT_STEP;
+		thread->level = current_level();
+		thread->recorded = wanted(thread->size, thread->level);
+	}
+	if (!thread->recorded)
+		return 0;
+	thread->pid = process_of_current();
+	__sync_fetch_and_add(&hits_of_cpu()->recorded, 1);
+	if (trace_calls)
+		emit(EVENT_ALLOC_ENTER, 0, thread->size, 0);
+	return 1;
+}
+
 /*
  * Whether the allocator called its own free. When a thread ends, glibc frees once
  * more what the thread has freed into its cache, from tcache_thread_shutdown(),
@@ -301,21 +328,40 @@ static __noinline int nested_free(struct pt_regs *ctx)
 	       called_by_allocator(ctx);
 }
 
+/* Returns the stack of a free: of the caller of a function that frees, or of the function that a
+ * probe is in. */
+static __always_inline __u64 stack_of_free(struct pt_regs *ctx, bool in_function)
+{
+	return in_function ? stack_of_function(ctx) : stack_of_caller_at_entry(ctx);
+}
+
 /*
  * Handles a free of a block that is not live. `born`: when a block that was freed at this address
  * had been allocated; 0: unknown.
  */
-static __noinline int freed_unknown(struct pt_regs *ctx, __u64 address, __u64 born)
+static __noinline int freed_unknown(struct pt_regs *ctx, __u64 address, __u64 born,
+				    bool in_function)
 {
 	/*
 	 * A process that shares the memory, and is not traced, can have allocated the block again.
 	 */
 	if (!born || (born & BORN_TIME) < shared_memory_ns) {
 		__sync_fetch_and_add(&frees.unknown, 1);
-		return count_unknown_frees ? unknown_free_by(stack_of_caller_at_entry(ctx)) : 0;
+		return count_unknown_frees ? unknown_free_by(stack_of_free(ctx, in_function)) : 0;
 	}
 	__sync_fetch_and_add(&frees.twice, 1);
-	return emit(EVENT_FREED_TWICE, address, 0, stack_of_caller_at_entry(ctx));
+	return emit(EVENT_FREED_TWICE, address, 0, stack_of_free(ctx, in_function));
+}
+
+/* Takes the live block at this address away. Returns false if there is none. */
+static __always_inline bool release_live(__u64 address, struct live_block *block, bool use_table)
+{
+	if (!live_take(NULL, address, block, use_table))
+		return false;
+	block_freed(block);
+	if (trace_calls)
+		emit(EVENT_FREE_ENTER, address, block->size, 0);
+	return true;
 }
 
 static __always_inline void release(struct pt_regs *ctx, __u32 signature, bool use_table)
@@ -325,13 +371,8 @@ static __always_inline void release(struct pt_regs *ctx, __u32 signature, bool u
 
 	if (!address)
 		return;
-	if (live_take(NULL, address, &block, use_table)) {
-		block_freed(&block);
-		if (trace_calls)
-			emit(EVENT_FREE_ENTER, address, block.size, 0);
-	} else if (records_all() && !nested_free(ctx)) {
-		freed_unknown(ctx, address, block.born);
-	}
+	if (!release_live(address, &block, use_table) && records_all() && !nested_free(ctx))
+		freed_unknown(ctx, address, block.born, false);
 	if (records_all() && field(signature, SIGNATURE_WRAPS))
 		begin_freeing(ctx);
 }
@@ -375,6 +416,8 @@ static __always_inline int enter(struct pt_regs *ctx, __u32 signature, bool use_
 	thread = begin(ctx, signature);
 	if (!thread)
 		return 0;
+	if (thread->kind == FUNCTION_NEW_POOL)
+		return 1;
 	if (thread->kind != FUNCTION_ALLOCATE)
 		begin_mapping(ctx, thread);
 	/*
@@ -398,7 +441,9 @@ static __always_inline int leave(struct pt_regs *ctx, bool use_table)
 	if (!thread || PT_REGS_SP(ctx) != stack_pointer_after_return(thread->sp))
 		return 0;
 	thread->sp = 0;
-	if (thread->kind == FUNCTION_ALLOCATE)
+	if (thread->kind == FUNCTION_NEW_POOL && PT_REGS_RC(ctx))
+		take_slot(thread, PT_REGS_RC(ctx));
+	if (thread->kind == FUNCTION_ALLOCATE || thread->kind == FUNCTION_NEW_POOL)
 		allocated(ctx, thread, use_table);
 	else
 		mapped(ctx, thread);

@@ -19,6 +19,10 @@ enum function_kind {
 	FUNCTION_MAP,
 	FUNCTION_UNMAP,
 	FUNCTION_REMAP,
+	FUNCTION_NEW_POOL, /* makes a pool of CPython's, and returns the pool's first slot */
+	/* Not functions, but copies of CPython's allocator in functions: memleak/slots.bpf.h. */
+	FUNCTION_TAKE_SLOT,
+	FUNCTION_GIVE_BACK_SLOT,
 };
 
 /*
@@ -33,6 +37,10 @@ enum signature_shift {
 	SIGNATURE_ADDRESS = 12, /* the block that the call frees, resizes or unmaps */
 	SIGNATURE_RESULT = 16,	/* where the call stores the new block, and returns an errno */
 	SIGNATURE_WRAPS = 20,	/* 1 if the function may call another probed function that frees */
+	/* Registers at a copy of CPython's allocator, by their numbers in instructions. */
+	SIGNATURE_POOL = 12, /* the address of the pool's header */
+	SIGNATURE_SLOT = 16,
+	SIGNATURE_SLOT_HELD = 20, /* 1 if a register has the slot, 0 if the header has */
 };
 EXPORT_TYPE(enum signature_shift);
 
@@ -40,7 +48,14 @@ EXPORT_TYPE(enum signature_shift);
 #define MAP_FIXED	 0x10
 #define MREMAP_DONTUNMAP 4
 
-#define SIGNATURES 16
+#define SIGNATURES 60
+
+/* Size and alignment of CPython's pools since 3.10, and offsets in the header of a pool. */
+#define POOL_BYTES	16384ULL
+#define POOL_FREE_BLOCK 8
+#define POOL_SIZE_CLASS 36 /* bytes of a slot / SLOT_STEP - 1 */
+#define SLOT_STEP	16
+#define SIZE_CLASSES	32
 
 /*
  * Distance before and behind a function that frees, in bytes, in which only the allocator's own

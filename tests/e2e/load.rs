@@ -23,12 +23,13 @@ use crate::harness;
 pub(crate) const OBJECTS: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/objects.rs"));
 
 /// Programs that load only where the kernel's BTF has this name.
-const ONLY_WITH: [(&str, &str); 8] = [
+const ONLY_WITH: [(&str, &str); 9] = [
     ("ffaults/fault_event", "bpf_find_vma"),
     ("ffaults/major_fault_event", "bpf_find_vma"),
     ("hfaults/fault_event", "bpf_find_vma"),
     // BPF cookies came with 5.15, after the compare-and-exchange of 5.12.
     ("memleak/cookie_entry", "bpf_perf_link"),
+    ("memleak/cookie_slot", "bpf_perf_link"),
     ("memleak/cookie_return", "bpf_perf_link"),
     ("memleak/session_call", "BPF_TRACE_UPROBE_SESSION"),
     ("shmsnoop/shmdt_enter", "bpf_find_vma"),

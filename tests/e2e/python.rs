@@ -48,11 +48,14 @@ const BYTES: &str = "1009";
 /// Arguments by which memleak lists each of the workload's blocks with the stack that allocated it.
 const EACH_BLOCK: [&str; 11] = harness::each_block(BYTES);
 
-fn script() -> PathBuf {
+/// The path of a script of tests/workload.
+fn script(name: &str) -> PathBuf {
     if harness::in_guest() {
-        return harness::workload("frames.py");
+        return harness::workload(name);
     }
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/workload/frames.py")
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/workload")
+        .join(name)
 }
 
 /// Names of marks: Python frames in the place of frames that are missing.
@@ -172,7 +175,10 @@ fn expect_places(stack: &Value, frames: &[Place]) -> Result<()> {
 fn frames_in_threads_and_elsewhere_are_those_that_python_has() -> Result<()> {
     let folder = harness::scratch()?;
     let path = folder.path().join("truth");
-    expect_exact_frames(Command::new("python3").arg(script()).arg(&path), &path)
+    expect_exact_frames(
+        Command::new("python3").arg(script("frames.py")).arg(&path),
+        &path,
+    )
 }
 
 /// Starts memleak on a process, and waits until it has the unwind tables of all the process's files: an emulated
@@ -214,7 +220,7 @@ fn frames_of_children_are_those_that_python_has() -> Result<()> {
     let folder = harness::scratch()?;
     let path = folder.path().join("truth");
     let mut command = Command::new("python3");
-    let workload = Workload::spawn(command.arg(script()).arg(&path).arg("family"))?;
+    let workload = Workload::spawn(command.arg(script("frames.py")).arg(&path).arg("family"))?;
     let parent = workload.pid();
     let options = [&EACH_BLOCK[..], &["--children"]].concat();
     let (facts, ended) = trace_with_facts(&options, workload, &parent)?;
@@ -248,7 +254,7 @@ fn frames_in_a_container_are_those_that_python_has() -> Result<()> {
     let mut command = Command::new("unshare");
     command.args(["--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]);
     command.args(["sh", "-c", CONTAINER, "sh", prefix, name]);
-    let workload = Workload::spawn(command.arg(script()).arg(&path))?;
+    let workload = Workload::spawn(command.arg(script("frames.py")).arg(&path))?;
     let pid = workload.pid_in_container()?;
     let ended = trace(&EACH_BLOCK, workload, &pid)?;
     let truth = truth(&path)?;
@@ -281,7 +287,7 @@ fn frames_that_cannot_be_read_are_said_to_be_missing() -> Result<()> {
 /// Returns the number of marked blocks, of those that were allocated while the kernel made huge pages.
 fn expect_whole_or_marked() -> Result<u64> {
     const BLOCKS: u64 = 5003;
-    let script = script().with_file_name("collapse.py");
+    let script = script("frames.py").with_file_name("collapse.py");
     let mut command = Command::new("python3");
     let workload = Workload::spawn(command.arg(script).arg(BLOCKS.to_string()))?;
     let pid = workload.pid();
@@ -320,7 +326,8 @@ fn frames_are_in_text_and_in_folded_lines() -> Result<()> {
         (&[][..], "größe_函数 (frames.py:"),
         (&["--folded"], ";größe_函数 (frames.py:"),
     ] {
-        let workload = Workload::spawn(Command::new("python3").arg(script()).arg(&path))?;
+        let workload =
+            Workload::spawn(Command::new("python3").arg(script("frames.py")).arg(&path))?;
         let pid = workload.pid();
         let options = ["-o", "0", "-T", "100000", "-z", BYTES, "-Z", BYTES];
         let ended = trace(&[&options, folded].concat(), workload, &pid)?;
@@ -453,7 +460,8 @@ fn native_frames_are_left_when_asked_for() -> Result<()> {
     let folder = harness::scratch()?;
     let path = folder.path().join("truth");
     let frames = |option: &str| -> Result<(usize, usize)> {
-        let workload = Workload::spawn(Command::new("python3").arg(script()).arg(&path))?;
+        let workload =
+            Workload::spawn(Command::new("python3").arg(script("frames.py")).arg(&path))?;
         let pid = workload.pid();
         let ended = trace(&[&EACH_BLOCK[..], &[option]].concat(), workload, &pid)?;
         let objects = ended.objects()?;

@@ -163,7 +163,7 @@ pub(crate) struct Args {
     #[arg(help_heading = RECORD, long, value_name = "OBJECT:SYMBOL(ptr=argN)")]
     pub(crate) free: Vec<Frees>,
 
-    /// Also probe the functions by which CPython allocates objects, so that each is a block, however small
+    /// Also probe CPython's allocator of small objects (pymalloc), so that each object is a block
     #[arg(help_heading = RECORD, long)]
     pub(crate) python_objects: bool,
 

@@ -1,6 +1,5 @@
 //! Known allocators: the signatures of their functions by name, and the names of the allocators.
 
-use super::python_objects;
 use super::signature::Signature;
 
 const ALLOCATE: Signature = Signature::allocate(1);
@@ -175,12 +174,6 @@ pub(crate) fn name(functions: &[&str], module: &str) -> &'static str {
         Some(marked) => marked,
         // musl is stripped of its local symbols.
         None if module.contains("musl") => "musl",
-        None if functions
-            .iter()
-            .any(|name| python_objects::signature(name).is_some()) =>
-        {
-            "pymalloc"
-        }
         None if only(of_rust) => "Rust's own",
         None if only(of_cxx) => "operator new",
         None => "malloc",

@@ -14,7 +14,6 @@ use super::allocators;
 use super::block_room::BlockRoom;
 use super::bpf::{self, Loaded, Prepared};
 use super::probes::{Attached, Started, Way};
-use super::python_objects;
 use super::signature::Signature;
 use super::stopped;
 use super::target::Targets;
@@ -46,7 +45,7 @@ pub(super) fn load(way: Way, target: &Targets, args: &Args) -> Result<Started> {
     let early = Early::start(args.unwind, &mut open.maps.unwind_shards, whose.clone())?;
     let skel = open.load()?;
     if way == Way::Plain {
-        share_plain_entry(&skel)?;
+        share_plain_work(&skel)?;
     }
     let progs = &skel.progs;
     let watching = [
@@ -75,19 +74,29 @@ pub(super) fn load(way: Way, target: &Targets, args: &Args) -> Result<Started> {
         overflow: room.overflow,
         questions,
         way,
-        signatures: signatures(target, args),
+        signatures: signatures(target),
     };
     Ok((attached, links, unwinder))
 }
 
 /// Chooses the BPF programs that this way and these options need.
 fn choose_programs(open: &mut Prepared<'_>, way: Way, target: &Targets, args: &Args) {
-    let wanted = programs(way);
+    let signatures = signatures(target).len();
     for mut program in open.open_object_mut().progs_mut() {
-        let load = wanted(&program.name().to_string_lossy());
+        let load = sees_calls(way, signatures, &program.name().to_string_lossy());
         program.set_autoload(load);
     }
     let programs = &mut open.progs;
+    if args.python_objects {
+        match way {
+            Way::Plain => programs.plain_slot.set_autoload(true),
+            _ => programs.cookie_slot.set_autoload(true),
+        }
+        if matches!(way, Way::Session | Way::Multi) {
+            let slot = &mut programs.cookie_slot;
+            slot.set_attach_type(ProgramAttachType::TraceUprobeMulti);
+        }
+    }
     if way == Way::Multi {
         programs.trial.set_autoload(true);
         for program in [&mut programs.cookie_entry, &mut programs.cookie_return] {
@@ -119,13 +128,14 @@ fn choose_programs(open: &mut Prepared<'_>, way: Way, target: &Targets, args: &A
     }
 }
 
-/// Returns which BPF programs see the calls, by their names.
-fn programs(way: Way) -> fn(&str) -> bool {
+/// Whether the BPF program with this name sees calls, of functions with so many signatures.
+fn sees_calls(way: Way, signatures: usize, program: &str) -> bool {
     match way {
-        Way::Session => |program| program == "session_call",
-        Way::Multi | Way::Cookies => |program| program.starts_with("cookie_"),
-        Way::Plain => |program| {
-            program.starts_with("entry_") || ["plain_entry", "any_return"].contains(&program)
+        Way::Session => program == "session_call",
+        Way::Multi | Way::Cookies => ["cookie_entry", "cookie_return"].contains(&program),
+        Way::Plain => match program.strip_prefix("entry_").map(str::parse) {
+            Some(Ok::<usize, _>(number)) => number < signatures,
+            _ => ["plain_entry", "any_return"].contains(&program),
         },
     }
 }
@@ -167,7 +177,7 @@ fn open<'target>(
     if !rest.is_empty() {
         options.overflow_crowded = u64::from(first / 2);
     }
-    for (to, signature) in options.signatures.iter_mut().zip(signatures(target, args)) {
+    for (to, signature) in options.signatures.iter_mut().zip(signatures(target)) {
         *to = signature.packed();
     }
 
@@ -193,10 +203,9 @@ fn open<'target>(
 
 /// Returns the signatures of the programs entry_0 and so on: those that are wanted now, then those of functions that
 /// may be loaded later. Signatures beyond the number of programs are not used.
-fn signatures(target: &Targets, args: &Args) -> Vec<Signature> {
-    let of_python = python_objects::signatures().filter(|_| args.python_objects);
+fn signatures(target: &Targets) -> Vec<Signature> {
     let mut signatures = target.signatures();
-    for signature in allocators::signatures().chain(of_python) {
+    for signature in allocators::signatures() {
         if !signatures.contains(&signature) {
             signatures.push(signature);
         }
@@ -204,10 +213,17 @@ fn signatures(target: &Targets, args: &Args) -> Vec<Signature> {
     signatures
 }
 
-/// Has the programs entry_0 and so on tail-call the program that does their work.
-fn share_plain_entry(skel: &Loaded) -> Result<()> {
-    let program = skel.progs.plain_entry.as_fd().as_raw_fd();
+/// Has the programs entry_0 and so on tail-call the programs that do their work: for calls, and for copies of CPython's
+/// allocator.
+fn share_plain_work(skel: &Loaded) -> Result<()> {
+    let programs = [&skel.progs.plain_entry, &skel.progs.plain_slot];
     let map = &skel.maps.plain_work;
-    map.update(&0u32.to_ne_bytes(), &program.to_ne_bytes(), MapFlags::ANY)
-        .context("failed to have programs share one")
+    for (index, program) in (0u32..).zip(programs) {
+        if program.autoload() {
+            let program = program.as_fd().as_raw_fd();
+            map.update(&index.to_ne_bytes(), &program.to_ne_bytes(), MapFlags::ANY)
+                .context("failed to have programs share one")?;
+        }
+    }
+    Ok(())
 }

@@ -8,12 +8,12 @@ use anyhow::{Context, Result, ensure};
 use memtools::code::elf;
 use memtools::code::instruction::{self, Code};
 use memtools::code::probe_place::{self, ProbePlace, Wish};
+use memtools::code::pymalloc::SlotPlace;
 use memtools::code::wrappers::{Callee, Calls, Given, Passes, Passing};
 use memtools::print::text;
 use memtools::process::mapped_file::MappedFile;
 
 use super::allocators;
-use super::objects::tell_once;
 use super::pool::Named;
 use super::python_objects;
 use super::signature::Signature;
@@ -45,7 +45,7 @@ pub(crate) struct ProbedFile {
 /// Name in place of the allocator's where only --alloc and --free name functions.
 const NAMED: &str = "named functions";
 
-/// A function to probe.
+/// Function to probe, or copy of CPython's allocator in a function.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Function {
     pub(crate) signature: Signature,
@@ -80,41 +80,55 @@ impl Object {
         wish: Wish,
         args: &Args,
     ) -> Result<Option<Self>> {
-        let mut wanted = Wanted::new(file, is_program, args)?;
+        let wanted = Wanted::new(file, is_program, args)?;
         let found = elf::functions(file.file(), |name, local| wanted.has(name, local))
             .context("failed to read its symbols")?;
         let found = with_code(file, found);
-        if wanted.python
-            && let Some(why) = python_objects::why_not(file.file(), &found)?
-        {
-            wanted.python = false;
-            tell_once(&format!(
-                "objects of up to 512 bytes are not seen one by one in {}, as {why}; with PYTHONMALLOC=malloc in its \
-                 environment each object is a block",
-                file.module()
-            ));
-        }
+        let python = match wanted.python {
+            true => python_objects::places(file, &found)?,
+            false => None,
+        };
         let names: Vec<&str> = found.iter().map(|symbol| symbol.name.as_str()).collect();
         let by_user = wanted.by_user_in(file, &found);
         let mut symbols = wanted.of_allocator_in(file, &found, &names, &by_user)?;
         let allocator = match symbols.is_empty() {
+            _ if python.is_some() => "pymalloc",
             true => NAMED,
             false => allocators::name(&names, &file.module()),
         };
         symbols.extend(by_user);
+        if let Some(python) = &python {
+            symbols.push((&python.new_pool, Signature::new_pool()));
+        }
         if symbols.is_empty() {
             return Ok(None);
         }
+        let mut functions = place(file, &symbols, wish, args)?;
+        if let Some(python) = &python {
+            add_slots(file, &python.slots, &mut functions)?;
+        }
         if args.mode == Mode::Alloc {
-            symbols.retain(|(_, signature)| !signature.only_ends());
+            functions.retain(|function| !function.signature.only_ends());
         }
         Ok(Some(Self {
             file: file.clone(),
             module: file.module(),
             allocator,
             is_program,
-            functions: place(file, &symbols, wish, args)?,
+            functions,
         }))
+    }
+
+    /// Iterates over the functions whose calls are probed.
+    pub(crate) fn calls(&self) -> impl Iterator<Item = &Function> {
+        let functions = self.functions.iter();
+        functions.filter(|function| !function.signature.is_of_slot())
+    }
+
+    /// Iterates over the copies of CPython's allocator.
+    pub(crate) fn slots(&self) -> impl Iterator<Item = &Function> {
+        let functions = self.functions.iter();
+        functions.filter(|function| function.signature.is_of_slot())
     }
 
     /// Fails if the file has other instructions now than when it was searched: a breakpoint in the middle of an
@@ -161,7 +175,7 @@ struct Wanted<'a> {
     named: Vec<&'a Named>,
     /// Whether the file's allocator is looked for. With -O, only the allocator of the file that it names is.
     searched: bool,
-    /// Whether functions that allocate objects of CPython are looked for, too.
+    /// Whether copies of CPython's allocator are looked for, too.
     python: bool,
     /// Whether the file is a static program: there the linker can make the functions local, as it does for Rust.
     is_static: bool,
@@ -188,8 +202,7 @@ impl<'a> Wanted<'a> {
 
     fn by_name(&self, name: &str) -> Option<Signature> {
         let known = || allocators::signature(name, &self.args.symbols_prefix);
-        let of_python = || python_objects::signature(name).filter(|_| self.python);
-        self.searched.then(known).flatten().or_else(of_python)
+        self.searched.then(known).flatten()
     }
 
     fn has(&self, name: &str, local: bool) -> bool {
@@ -395,6 +408,27 @@ fn place(
         });
     }
     Ok(functions)
+}
+
+/// Adds the copies of CPython's allocator, unless the function that makes its pools cannot be probed.
+fn add_slots(file: &MappedFile, slots: &[SlotPlace], functions: &mut Vec<Function>) -> Result<()> {
+    let new_pool = Signature::new_pool();
+    if !functions
+        .iter()
+        .any(|function| function.signature == new_pool)
+    {
+        let why = "the function that makes the pools of its allocator cannot be probed";
+        python_objects::tell_unseen(&file.module(), why);
+        return Ok(());
+    }
+    for slot in slots {
+        functions.push(Function {
+            signature: Signature::of_slot(slot),
+            offset: slot.file_offset as usize,
+            code: instruction::code_at(file.file(), slot.file_offset)?,
+        });
+    }
+    Ok(())
 }
 
 /// Whether the user means this file by `object`: by its path, by its name, or as `c` means libc.so.6.

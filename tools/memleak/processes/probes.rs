@@ -21,6 +21,7 @@ use super::bpf::types::steering;
 use super::load;
 use super::object::{Function, Object};
 use super::objects;
+use super::python_objects;
 use super::signature::Signature;
 use super::stopped::Questions;
 use super::target::Targets;
@@ -59,6 +60,9 @@ pub(super) type Started = (Attached, Vec<Link>, Unwinder);
 pub(crate) fn notices_double_frees(skel: &Loaded, args: &Args) -> bool {
     skel.maps.table.max_entries() > 1 && args.records_all()
 }
+
+/// Number of the programs entry_0 and so on; `SIGNATURES` in `bpf/memleak/types.bpf.h`.
+pub(super) const SIGNATURES: usize = 60;
 
 /// Path of the file with our own functions.
 const OWN_PROGRAM: &str = "/proc/self/exe";
@@ -113,6 +117,11 @@ fn start(way: Way, target: &Targets, args: &Args) -> Result<Started> {
 }
 
 impl Attached {
+    /// Returns the signatures that have a program of their own, for kernels without cookies.
+    fn signatures(&self) -> &[Signature] {
+        &self.signatures[..self.signatures.len().min(SIGNATURES)]
+    }
+
     /// Returns the counters of all runs.
     pub(crate) fn hits(&self) -> Hits {
         let bss = self.skel.maps.bss_data.as_deref();
@@ -183,11 +192,11 @@ impl Attached {
     fn session(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
         let opts = UprobeMultiOpts {
             session: true,
-            ..places(&object.functions)
+            ..places(object.calls())
         };
-        let program = &self.skel.progs.session_call;
-        let link = program.attach_uprobe_multi_with_opts(pid, object.file.path(), "", opts)?;
-        Ok(vec![link])
+        // A session may begin a return probe, for which the stack has a return address at a function's entry only.
+        let (call, slot) = (&self.skel.progs.session_call, &self.skel.progs.cookie_slot);
+        multi_links(pid, object, [(call, opts), (slot, places(object.slots()))])
     }
 
     fn multi(&self, pid: i32, object: &Object) -> Result<Vec<Link>> {
@@ -195,34 +204,46 @@ impl Attached {
             &self.skel.progs.cookie_entry,
             &self.skel.progs.cookie_return,
         );
-        let entries = places(&object.functions);
-        let returning = object.functions.iter().filter(|of| of.signature.returns());
+        let returning = object.calls().filter(|of| of.signature.returns());
         let returns = UprobeMultiOpts {
             retprobe: true,
             ..places(returning)
         };
+        let (entries, slots) = (places(object.calls()), places(object.slots()));
+        let slot = &self.skel.progs.cookie_slot;
         // Returns are attached first: a call that is seen at entry must be seen at its return.
-        [(exit, returns), (entry, entries)]
-            .into_iter()
-            .filter(|(_, opts)| !opts.offsets.is_empty())
-            .map(|(program, opts)| {
-                Ok(program.attach_uprobe_multi_with_opts(pid, object.file.path(), "", opts)?)
-            })
-            .collect()
+        multi_links(
+            pid,
+            object,
+            [(exit, returns), (entry, entries), (slot, slots)],
+        )
     }
 
     fn perf(&self, way: Way, pid: i32, object: &Object) -> Result<Vec<Link>> {
         let mut links = Vec::new();
+        let is_known =
+            |of: &Function| way != Way::Plain || self.signatures().contains(&of.signature);
+        let with_slots = object.slots().all(is_known);
+        if !with_slots {
+            python_objects::tell_unseen(
+                &object.module,
+                "this kernel cannot tell so many places of its allocator apart (5.15 and later can)",
+            );
+        }
         for &Function {
             signature, offset, ..
-        } in &object.functions
+        } in object
+            .functions
+            .iter()
+            .filter(|of| with_slots || !of.signature.is_of_pool())
         {
             let programs = &self.skel.progs;
             let (entry, returns) = match way {
                 Way::Plain => (
-                    entry_with(&self.skel, &self.signatures, signature)?,
+                    entry_with(&self.skel, self.signatures(), signature)?,
                     &programs.any_return,
                 ),
+                _ if signature.is_of_slot() => (&programs.cookie_slot, &programs.cookie_return),
                 _ => (&programs.cookie_entry, &programs.cookie_return),
             };
             let returns = signature.returns().then_some((returns, true));
@@ -268,6 +289,22 @@ fn why_invalid(since_ns: u64) -> Option<String> {
          the kernel takes none without; /sys/kernel/tracing/uprobe_events or `bpftool link` may have \
          whose it is (kernel log: {message})"
     ))
+}
+
+/// Attaches each program that has places in a file by one link.
+fn multi_links<const PROGRAMS: usize>(
+    pid: i32,
+    object: &Object,
+    programs: [(&ProgramImpl<'static, libbpf_rs::Mut>, UprobeMultiOpts); PROGRAMS],
+) -> Result<Vec<Link>> {
+    let with_places = programs
+        .into_iter()
+        .filter(|(_, opts)| !opts.offsets.is_empty());
+    with_places
+        .map(|(program, opts)| {
+            Ok(program.attach_uprobe_multi_with_opts(pid, object.file.path(), "", opts)?)
+        })
+        .collect()
 }
 
 /// Returns the offsets at which functions are probed, with their cookies.
@@ -336,6 +373,13 @@ fn own_function() -> Result<u64> {
     Ok(address - code.range.start + code.file_offset)
 }
 
+/// Returns references to the programs with these names.
+macro_rules! programs {
+    ($all:ident: $($name:ident)*) => {
+        [$(&$all.$name),*]
+    };
+}
+
 /// Returns the program that reads calls by this signature.
 fn entry_with<'skel>(
     skel: &'skel Loaded,
@@ -343,26 +387,18 @@ fn entry_with<'skel>(
     signature: Signature,
 ) -> Result<&'skel ProgramImpl<'static, libbpf_rs::Mut>> {
     let programs = &skel.progs;
-    let entries = [
-        &programs.entry_0,
-        &programs.entry_1,
-        &programs.entry_2,
-        &programs.entry_3,
-        &programs.entry_4,
-        &programs.entry_5,
-        &programs.entry_6,
-        &programs.entry_7,
-        &programs.entry_8,
-        &programs.entry_9,
-        &programs.entry_10,
-        &programs.entry_11,
-        &programs.entry_12,
-        &programs.entry_13,
-        &programs.entry_14,
-        &programs.entry_15,
-    ];
+    let entries: [_; SIGNATURES] = programs! { programs:
+        entry_0 entry_1 entry_2 entry_3 entry_4 entry_5 entry_6 entry_7 entry_8 entry_9
+        entry_10 entry_11 entry_12 entry_13 entry_14 entry_15 entry_16 entry_17 entry_18 entry_19
+        entry_20 entry_21 entry_22 entry_23 entry_24 entry_25 entry_26 entry_27 entry_28 entry_29
+        entry_30 entry_31 entry_32 entry_33 entry_34 entry_35 entry_36 entry_37 entry_38 entry_39
+        entry_40 entry_41 entry_42 entry_43 entry_44 entry_45 entry_46 entry_47 entry_48 entry_49
+        entry_50 entry_51 entry_52 entry_53 entry_54 entry_55 entry_56 entry_57 entry_58 entry_59
+    };
     let number = signatures.iter().position(|known| *known == signature);
     number
         .and_then(|number| entries.get(number).copied())
-        .context("this kernel can tell only 16 kinds of functions apart; name fewer with --alloc")
+        .with_context(|| {
+            format!("this kernel can tell only {SIGNATURES} kinds of functions apart; name fewer with --alloc")
+        })
 }

@@ -1,6 +1,7 @@
 //! Signature of a probed function: how a call is read from the registers.
 
 use memtools::code::probe_place::ProbePlace;
+use memtools::code::pymalloc::{Moves, SlotPlace};
 
 use super::bpf::types::{function_kind as FunctionKind, signature_shift as Shift};
 
@@ -72,6 +73,30 @@ impl Signature {
         }
     }
 
+    /// Returns the signature of CPython's function that makes a pool and returns the pool's first slot.
+    pub(crate) const fn new_pool() -> Self {
+        Self::new(FunctionKind::FUNCTION_NEW_POOL)
+    }
+
+    /// Returns the signature of a copy of CPython's allocator. The fields have registers by their numbers.
+    pub(crate) fn of_slot(place: &SlotPlace) -> Self {
+        let kind = match place.moves {
+            Moves::Taken => FunctionKind::FUNCTION_TAKE_SLOT,
+            Moves::GivenBack => FunctionKind::FUNCTION_GIVE_BACK_SLOT,
+        };
+        Self {
+            address: place.pool,
+            result: place.slot.unwrap_or(0),
+            wraps: place.slot.is_some(),
+            ..Self::new(kind)
+        }
+    }
+
+    /// Whether the place belongs to CPython's pools.
+    pub(crate) fn is_of_pool(self) -> bool {
+        self.is_of_slot() || self.kind == FunctionKind::FUNCTION_NEW_POOL
+    }
+
     /// Adds the argument that has the number of items of this size, as calloc's.
     pub(crate) const fn times(self, count: u8) -> Self {
         Self { count, ..self }
@@ -109,7 +134,15 @@ impl Signature {
 
     /// Whether the function's return is probed.
     pub(crate) fn returns(self) -> bool {
-        self.kind != FunctionKind::FUNCTION_FREE
+        !self.frees() && !self.is_of_slot()
+    }
+
+    /// Whether the place is a copy of CPython's allocator, in the middle of a function.
+    pub(crate) fn is_of_slot(self) -> bool {
+        matches!(
+            self.kind,
+            FunctionKind::FUNCTION_TAKE_SLOT | FunctionKind::FUNCTION_GIVE_BACK_SLOT
+        )
     }
 
     /// Whether the function allocates blocks.
@@ -119,7 +152,11 @@ impl Signature {
 
     /// Whether the function frees blocks or unmaps memory, and does nothing else.
     pub(crate) fn only_ends(self) -> bool {
-        self.frees() || self.kind == FunctionKind::FUNCTION_UNMAP
+        self.frees()
+            || matches!(
+                self.kind,
+                FunctionKind::FUNCTION_UNMAP | FunctionKind::FUNCTION_GIVE_BACK_SLOT
+            )
     }
 
     /// Whether the function frees blocks.
@@ -164,9 +201,11 @@ impl Signature {
             result: place.register_of(self.result),
             ..self
         };
-        let is_mapping = !matches!(
+        let is_mapping = matches!(
             self.kind,
-            FunctionKind::FUNCTION_ALLOCATE | FunctionKind::FUNCTION_FREE
+            FunctionKind::FUNCTION_MAP
+                | FunctionKind::FUNCTION_UNMAP
+                | FunctionKind::FUNCTION_REMAP
         );
         (moved == self || !is_mapping).then_some(moved)
     }
