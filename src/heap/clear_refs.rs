@@ -50,9 +50,34 @@ pub(super) fn clear(process: &str, marks: PageMarks) -> Result<()> {
     })
 }
 
+/// Returns the file descriptor by which a process has its own clear_refs open; None if there is none. Such a process may
+/// follow its own writes by the marks: the garbage collector of Boehm, Demers and Weiser does if so configured.
+pub(super) fn open_in(pid: u32) -> Option<String> {
+    let files = fs::read_dir(format!("/proc/{pid}/fd"));
+    let mut files = files.into_iter().flatten().flatten();
+    let file = files
+        .find(|file| fs::read_link(file.path()).is_ok_and(|path| path.ends_with("clear_refs")));
+    file.and_then(|file| file.file_name().into_string().ok())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_has_the_file_open_is_known() {
+        let pid = std::process::id();
+        assert_eq!(open_in(pid), None);
+        let file = fs::File::options()
+            .write(true)
+            .open("/proc/self/clear_refs");
+        let Ok(file) = file else {
+            eprintln!("skipped: this kernel has no /proc/PID/clear_refs");
+            return;
+        };
+        let number = std::os::fd::AsRawFd::as_raw_fd(&file);
+        assert_eq!(open_in(pid), Some(number.to_string()));
+    }
 
     #[test]
     fn a_process_that_has_exited_is_told() {

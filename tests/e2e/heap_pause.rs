@@ -2,6 +2,7 @@
 //! be stopped is refused.
 
 use std::fs;
+use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
@@ -31,6 +32,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         what_was_copied_before_is_not_copied_again [SoftDirty],
         blocks_that_come_and_go_are_not_lost_in_a_copy_made_before [SoftDirty],
         a_kernel_without_marks_copies_nothing_before [NoSoftDirty],
+        a_process_that_follows_its_own_writes_keeps_its_marks,
     }
 }
 
@@ -284,5 +286,17 @@ fn a_kernel_without_marks_copies_nothing_before() -> Result<()> {
         "(CONFIG_MEM_SOFT_DIRTY), so that nothing can be copied before process {pid} stands still: leave out --pre-copy"
     );
     harness::refuses("memleak", &["-p", &pid, "--heap", "--pre-copy"], 1, &remedy)?;
+    workload.work().map(drop)
+}
+
+/// Refuses to clear marks by which a process follows its own writes, as some garbage collectors do.
+fn a_process_that_follows_its_own_writes_keeps_its_marks() -> Result<()> {
+    const PROGRAM: &str =
+        "exec 7>/proc/$$/clear_refs && echo ready $$ && read _ && echo done && read _";
+    let mut workload = Workload::spawn(Command::new("sh").args(["-c", PROGRAM]))?;
+    let pid = workload.pid();
+    let remedy =
+        "open (file descriptor 7): it follows what it writes by the marks that --pre-copy clears";
+    harness::refuses("memleak", &["-p", &pid, "--heap", "--pre-copy"], 1, remedy)?;
     workload.work().map(drop)
 }

@@ -27,6 +27,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 
 use crate::heap::area::Area;
+use crate::heap::clear_refs;
 use crate::heap::idle::Watch;
 use crate::heap::image::{Image, Thread};
 use crate::heap::page_runs::{self, PageRuns};
@@ -87,12 +88,20 @@ impl Request<'_> {
     /// # Errors
     /// If the process is traced already, has memory in swap, would stand still for longer than allowed, is run by a
     /// binary translator, has a thread that never stops in time, or has exited. Also if there is no memory for a
-    /// copy, or if the kernel does not tell which pages are written after a part was copied. In each case the process
-    /// runs on.
+    /// copy, or, for a copy before the stop, if the kernel does not tell which pages are written after that, or if the
+    /// process itself uses what tells it. In each case the process runs on.
     pub fn take(&self, tool: &str) -> Result<Image> {
         let process = self.process;
         let pid = process.pid();
         check(process)?;
+        if self.pre_copy
+            && let Some(number) = clear_refs::open_in(pid)
+        {
+            bail!(
+                "process {pid} has its own clear_refs open (file descriptor {number}): it follows what it writes by the \
+                 marks that --pre-copy clears, and would miss some: leave out --pre-copy"
+            );
+        }
         if self.pre_copy && !soft_dirty::is_there()? {
             bail!(
                 "this kernel does not mark the pages that a process writes (CONFIG_MEM_SOFT_DIRTY), so that nothing can be \
