@@ -340,9 +340,6 @@ pub fn system_calls(
     )
 }
 
-/// End of the error message where the tracepoint of a system call is missing.
-pub const SYSCALLS: &str = "; this needs a kernel with CONFIG_FTRACE_SYSCALLS=y";
-
 /// Attaches programs in the given order. Programs on the exit of something come before those on its entry: what is
 /// seen to begin must be seen to end.
 ///
