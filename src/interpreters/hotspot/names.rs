@@ -42,8 +42,9 @@ struct Known {
 
 /// Cache of values that were read from processes, with bounded memory.
 struct Kept<K, V> {
-    values: HashMap<(u32, K), V>,
-    /// Memory of the values that were added since the cache was last emptied, in bytes.
+    /// Values by process and key, each with the memory that it takes, in bytes.
+    values: HashMap<(u32, K), (V, usize)>,
+    /// Memory of all values, in bytes.
     bytes: usize,
 }
 
@@ -64,7 +65,7 @@ impl<K: Eq + Hash, V> Kept<K, V> {
         K: Copy,
         V: Clone,
     {
-        if let Some(value) = self.values.get(&(pid, what)) {
+        if let Some((value, _)) = self.values.get(&(pid, what)) {
             return Some(value.clone());
         }
         let (value, bytes) = read()?;
@@ -80,11 +81,16 @@ impl<K: Eq + Hash, V> Kept<K, V> {
             self.bytes = 0;
         }
         self.bytes += bytes;
-        self.values.insert((pid, what), value);
+        let replaced = self.values.insert((pid, what), (value, bytes));
+        self.bytes -= replaced.map_or(0, |(_, bytes)| bytes);
     }
 
     fn forget(&mut self, pid: u32) {
-        self.values.retain(|(of, _), _| *of != pid);
+        self.values.retain(|(of, _), (_, bytes)| {
+            let is_kept = *of != pid;
+            self.bytes -= if is_kept { 0 } else { *bytes };
+            is_kept
+        });
     }
 }
 
@@ -209,5 +215,6 @@ mod tests {
         assert!(names.values.len() < 32);
         names.forget(7);
         assert!(names.values.is_empty());
+        assert_eq!(names.bytes, 0);
     }
 }
