@@ -62,8 +62,8 @@ impl Rules {
         Self::read(&image)
     }
 
-    /// Returns the addresses of the functions in a file's `.eh_frame`, ascending. Each part of a split function is a range of
-    /// its own.
+    /// Returns the addresses of the functions in a file's `.eh_frame`, ascending. Each part of a split function is a
+    /// range of its own.
     ///
     /// # Errors
     /// If the file is no ELF file, or its `.eh_frame` is malformed.

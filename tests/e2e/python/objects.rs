@@ -134,8 +134,8 @@ fn comes_from_line(stack: &Value, line: usize) -> bool {
     python.any(|frame| frame["symbol"] == "<module>" && frame["line"] == line)
 }
 
-/// Traces programs from their start to their end, with threads and a forked child, and compares the blocks that are left
-/// with the slots that the interpreter's own pools have in use at that moment.
+/// Traces programs from their start to their end, with threads and a forked child, and compares the blocks that are
+/// left with the slots that the interpreter's own pools have in use at that moment.
 fn objects_in_use_at_the_end_are_those_that_python_has() -> Result<()> {
     let own = printed_by_python("sys.executable")?;
     let of_machine = "/usr/bin/python3";
@@ -185,8 +185,8 @@ fn expect_objects_in_use(program: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Returns the number of slots in use and their bytes, of all pools, from the text of `sys._debugmallocstats()`: a line for each class, with the
-/// class, the bytes of a slot, pools, slots in use and free slots.
+/// Returns the number of slots in use and their bytes, of all pools, from the text of `sys._debugmallocstats()`: a
+/// line for each class, with the class, the bytes of a slot, pools, slots in use and free slots.
 fn slots_in_use(text: &str) -> (u64, u64) {
     let lines = text.lines().filter_map(|line| {
         let numbers: Result<Vec<u64>, _> = line.split_whitespace().map(str::parse).collect();

@@ -2,7 +2,8 @@
 //!
 //! Objects of up to 512 bytes are in slots of pools. Compilers copy the code that takes a slot, or gives one back, to
 //! where an object is allocated or freed. Each copy is probed, and so is the function that makes a pool and takes the
-//! pool's first slot. Slots of the sizes 16 to 512 have no sizes in between: a block is as large as its slot.
+//! pool's first slot. The size of a block is that of its slot, a multiple of 16: at a copy, the requested size is not
+//! known.
 
 use anyhow::Result;
 use memtools::code::elf::Function;
@@ -28,8 +29,8 @@ pub(super) struct Places {
     pub(super) new_pool: Function,
 }
 
-/// Finds the places in a file with these functions. Returns None if the file has no CPython, or if CPython's code is not
-/// as expected, which is told.
+/// Finds the places in a file with these functions. Returns None if the file has no CPython, or if CPython's code is
+/// not as expected, which is told.
 ///
 /// # Errors
 /// If the file cannot be read.

@@ -14,7 +14,7 @@ use crate::code::arch::held::writes;
 
 /// Offset of `freeblock` in a pool's header.
 const FREE_BLOCK: u64 = 8;
-/// Mask that makes the address of a pool of 16 KiB of an address in the pool.
+/// Mask that turns an address in a pool of 16 KiB into the address of the pool.
 const POOL_MASK: i64 = -(16 << 10);
 /// Number of instructions before and behind a change of the count among which the rest of a copy is searched.
 const REACH: usize = 24;
@@ -80,8 +80,8 @@ impl Body {
             .collect()
     }
 
-    /// Returns the register with the address of the 32-bit number that an instruction changes by 1 or -1, and the change. Only
-    /// numbers are considered that may be a pool's count.
+    /// Returns the register with the address of the 32-bit number that an instruction changes by 1 or -1, and the
+    /// change. Only numbers are considered that may be a pool's count.
     fn change_at(&self, at: usize) -> Option<(Register, i64)> {
         let instruction = &self.instructions[at];
         let is_memory = instruction.op0_kind() == OpKind::Memory;
@@ -98,16 +98,16 @@ impl Body {
         (by.abs() == 1).then_some((base, by))
     }
 
-    /// Whether `freeblock` of this pool is stored near an instruction. This is quick, and excludes the counts of references,
-    /// thousands of which change in the same way from CPython 3.12 on.
+    /// Whether `freeblock` of this pool is stored near an instruction. This is quick, and excludes the counts of
+    /// references, thousands of which change in the same way from CPython 3.12 on.
     fn has_free_block_near(&self, at: usize, pool: Register) -> bool {
         let end = (at + 1 + REACH).min(self.instructions.len());
         let mut near = self.instructions[at.saturating_sub(REACH)..end].iter();
         near.any(|one| store(one).is_some_and(|store| store.is_free_block_of(pool)))
     }
 
-    /// Returns the difference between the number that an instruction stores at a register's address, and the number that was
-    /// loaded from there before.
+    /// Returns the difference between the number that an instruction stores at a register's address, and the number
+    /// that was loaded from there before.
     fn change_of_stored(&self, at: usize, base: Register) -> Option<i64> {
         let mut value = self.instructions[at].op1_register().full_register();
         let mut by = 0;
@@ -210,7 +210,8 @@ impl Body {
         })
     }
 
-    /// Whether the loaded address of a free slot is stored elsewhere than in the pool's header: in the slot that is freed.
+    /// Whether the loaded address of a free slot is stored elsewhere than in the pool's header: in the slot that is
+    /// freed.
     fn links(&self, range: Range<usize>, store_at: usize, first: Word) -> bool {
         let mut elsewhere = range.filter(|at| *at != store_at);
         elsewhere.any(|at| {
@@ -218,8 +219,8 @@ impl Body {
         })
     }
 
-    /// Returns the first jump behind a copy's change of the count, if the kernel emulates the jump and the registers keep
-    /// their values until there, and the register with the slot; None where `freeblock` still is the slot.
+    /// Returns the first jump behind a copy's change of the count, if the kernel emulates the jump and the registers
+    /// keep their values until there, and the register with the slot; None where `freeblock` still is the slot.
     pub(super) fn jump_behind(&self, copy: &Copy) -> Option<(usize, Option<Register>)> {
         let slot = load(&self.instructions[copy.load])?.register;
         let keeps = |range: Range<usize>, register| {
@@ -261,8 +262,8 @@ impl Body {
         })
     }
 
-    /// Whether the function sets the count of a pool to 1, and takes the pool's free slot without counting it. `counted` has
-    /// the stores of the copies of pymalloc in the function.
+    /// Whether the function sets the count of a pool to 1, and takes the pool's free slot without counting it.
+    /// `counted` has the stores of the copies of pymalloc in the function.
     pub(super) fn makes_pools(&self, counted: &HashSet<usize>) -> bool {
         let ones = self.instructions.iter().filter(|one| {
             one.mnemonic() == Mnemonic::Mov
