@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use anyhow::{Context, Result, ensure};
@@ -13,7 +14,7 @@ use crate::code::limits::{self, Deadline};
 use crate::code::registers::MACHINE;
 
 /// Bytes of a function's code that are read; no allocator's function has as many.
-const MAX_FUNCTION: u64 = 1 << 20;
+pub(super) const MAX_FUNCTION: u64 = 1 << 20;
 /// Bytes of the names of what a file exports and needs.
 const MAX_DYNAMIC_NAMES: u64 = 16 << 20;
 /// Bytes of symbols' names that are kept in memory at a time.
@@ -180,9 +181,14 @@ pub struct CodeSegment {
 }
 
 impl CodeSegment {
+    /// Returns the addresses of the segment.
+    pub fn range(&self) -> Range<u64> {
+        self.address..self.address + self.size
+    }
+
     /// Whether this address is in the segment.
     pub fn has(&self, address: u64) -> bool {
-        (self.address..self.address + self.size).contains(&address)
+        self.range().contains(&address)
     }
 
     /// Reads the segment in pieces of `length` bytes, which overlap by `overlap`. `each` is given the address of a

@@ -19,6 +19,7 @@ use gimli::{
 };
 
 use crate::bpf::types::{self, unwind_kind as Kind};
+use crate::code::elf::CodeSegment;
 use crate::code::elf_file::{Elf, Source};
 use crate::code::limits::{self, Deadline};
 
@@ -74,10 +75,7 @@ impl Rules {
         };
         let bases = BaseAddresses::default().set_eh_frame(start);
         let code = elf.code()?;
-        let code: Vec<_> = code
-            .iter()
-            .map(|segment| segment.address..segment.address + segment.size)
-            .collect();
+        let code: Vec<_> = code.iter().map(CodeSegment::range).collect();
         let functions = Functions::new(&frames, &bases).in_order(&code, elf.deadline)?;
         let range = |(start, end, _): (u32, u32, u32)| u64::from(start)..u64::from(end);
         Ok(functions.into_iter().map(range).collect())
@@ -112,10 +110,7 @@ impl Rules {
         let bases = BaseAddresses::default()
             .set_eh_frame(address)
             .set_text(text);
-        let addresses: Vec<_> = code
-            .iter()
-            .map(|segment| segment.address..segment.address + segment.size)
-            .collect();
+        let addresses: Vec<_> = code.iter().map(CodeSegment::range).collect();
         let rows = rows(&frames, &bases, &addresses, file.deadline)?;
         Ok(Self { rows, segments })
     }
