@@ -18,6 +18,7 @@ use elf_file::{KINDS, Kind, TEXT};
 use memtools::code::elf;
 use memtools::code::elf_file::NotElf;
 use memtools::code::probe_place;
+use memtools::code::pymalloc;
 use memtools::code::symbols::Symbols;
 use memtools::code::wrappers::{Calls, Passes};
 use memtools::print::demangle::demangle;
@@ -86,6 +87,10 @@ fn read_all(file: &File) -> bool {
         // The sum is over all of the index.
         anyhow::Ok(rules.pages().map(|rows| u64::from(rows.end)).sum::<u64>())
     });
+    if let Ok(functions) = timed("functions_of", || Rules::functions_of(file)) {
+        // A file without copies of pymalloc, or with odd ones, has no places.
+        let _ = timed("pymalloc", || pymalloc::places(file, &functions));
+    }
     let symbols = timed("symbols", || Symbols::of_file(file));
     if let Ok(symbols) = &symbols {
         let length = file.metadata().expect("a length").len();

@@ -24,17 +24,18 @@ mod body;
 use std::collections::HashSet;
 use std::fs::File;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use iced_x86::Register;
 
 use self::body::{Body, Copy, Found};
 use super::jumps;
-use crate::code::elf::{self, CodeSegment};
+use crate::code::elf::{self, MAX_FUNCTION};
+use crate::code::elf_file::read_at;
+use crate::code::limits::Deadline;
 
-/// Largest code segment that is searched, in bytes; an interpreter has 4 to 8 MB.
-const MAX_CODE: u64 = 64 << 20;
+/// Largest amount of code that is searched, in bytes; an interpreter has 4 to 8 MB.
+const MAX_CODE: u64 = 32 << 20;
 
 /// Places of pymalloc in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -46,7 +47,7 @@ pub struct Pymalloc {
 }
 
 /// Direction in which a copy of pymalloc moves a slot.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Moves {
     /// The slot is allocated.
     Taken,
@@ -71,14 +72,32 @@ pub struct SlotPlace {
 /// expected, so that probes would miss some objects.
 ///
 /// # Errors
-/// If the code cannot be read.
+/// If the code cannot be read, or the search takes too long.
 pub fn places(file: &File, functions: &[Range<u64>]) -> Result<Option<Pymalloc>> {
     let segments = elf::code_segments(file)?;
+    let size = |range: &Range<u64>| range.end.saturating_sub(range.start);
+    let all: u64 = segments.iter().map(|segment| segment.size).sum();
+    let searched = functions.iter().map(size).fold(0, u64::saturating_add);
+    // Functions that overlap would have the same code decoded again and again.
+    if all > MAX_CODE || searched > all || functions.iter().any(|one| size(one) > MAX_FUNCTION) {
+        return Ok(None);
+    }
+    let deadline = Deadline::start();
     let mut search = Search::default();
     for segment in &segments {
-        if segment.size > MAX_CODE || !search.add_segment(file, segment, functions)? {
-            return Ok(None);
+        let code = read_at(file, segment.file_offset, segment.size as usize)?;
+        let Range { start, end } = segment.range();
+        let own = functions
+            .iter()
+            .filter(|function| segment.has(function.start) && function.end <= end);
+        let to_offset = |address| segment.file_offset + (address - start);
+        for function in own {
+            let bytes = (function.start - start) as usize..(function.end - start) as usize;
+            if !search.add(&Body::decode(function.clone(), &code[bytes]), to_offset) {
+                return Ok(None);
+            }
         }
+        deadline.check()?;
     }
     let Some(new_pool) = search.new_pool() else {
         return Ok(None);
@@ -159,44 +178,21 @@ struct Search {
 }
 
 impl Search {
-    /// Adds the functions of a segment. Returns false if a copy of pymalloc is in an unknown order.
-    fn add_segment(
-        &mut self,
-        file: &File,
-        segment: &CodeSegment,
-        functions: &[Range<u64>],
-    ) -> Result<bool> {
-        let mut code = vec![0; segment.size as usize];
-        file.read_exact_at(&mut code, segment.file_offset)
-            .context("failed to read code")?;
-        let end = segment.address + segment.size;
-        let own = functions
-            .iter()
-            .filter(|function| segment.has(function.start) && function.end <= end);
-        Ok(own.cloned().all(|function| {
-            let start = (function.start - segment.address) as usize;
-            let bytes = start..start + (function.end - function.start) as usize;
-            let body = Body::decode(function, &code[bytes]);
-            self.add(&body, |address| {
-                address - segment.address + segment.file_offset
-            })
-        }))
-    }
-
     /// Adds a function. Returns false if a copy of pymalloc is in an unknown order.
     fn add(&mut self, body: &Body, file_offset: impl Fn(u64) -> u64) -> bool {
-        let mut counted = HashSet::new();
+        let (mut counted, mut moves) = (HashSet::new(), HashSet::new());
         for found in body.copies() {
             let Found::Copy(copy) = found else {
                 return false;
             };
             counted.insert(copy.store);
-            match copy.moves {
-                Moves::Taken => self.called.extend(body.calls()),
-                Moves::GivenBack => self.masks_pools |= body.masks_pools(),
-            }
+            moves.insert(copy.moves);
             self.probed.push(Probed::new(body, &copy, &file_offset));
         }
+        if moves.contains(&Moves::Taken) {
+            self.called.extend(body.calls());
+        }
+        self.masks_pools |= moves.contains(&Moves::GivenBack) && body.masks_pools();
         if body.makes_pools(&counted) {
             let Range { start, end } = body.range;
             let first = file_offset(start);
