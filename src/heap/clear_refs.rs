@@ -5,6 +5,7 @@ use std::fs;
 use anyhow::{Context, Result};
 
 use crate::host::capabilities::{self, Capability};
+use crate::process::proc;
 
 /// Kind of mark that the kernel has on a page.
 #[derive(Debug, Clone, Copy)]
@@ -52,12 +53,10 @@ pub(super) fn clear(process: &str, marks: PageMarks) -> Result<()> {
 
 /// Returns the file descriptor by which a process has its own clear_refs open; None if there is none. Such a process may
 /// follow its own writes by the marks: the garbage collector of Boehm, Demers and Weiser does if so configured.
-pub(super) fn open_in(pid: u32) -> Option<String> {
-    let files = fs::read_dir(format!("/proc/{pid}/fd"));
-    let mut files = files.into_iter().flatten().flatten();
-    let file = files
-        .find(|file| fs::read_link(file.path()).is_ok_and(|path| path.ends_with("clear_refs")));
-    file.and_then(|file| file.file_name().into_string().ok())
+pub(super) fn open_in(pid: u32) -> Option<u32> {
+    let mut files = proc::open_files(pid);
+    let file = files.find(|(_, path)| path.ends_with("clear_refs"));
+    file.map(|(number, _)| number)
 }
 
 #[cfg(test)]
@@ -70,7 +69,7 @@ mod tests {
     #[test]
     fn who_has_the_file_open_is_known() {
         for (program, expected) in [
-            ("exec 7>/proc/$$/clear_refs; echo; read _", Some("7")),
+            ("exec 7>/proc/$$/clear_refs; echo; read _", Some(7)),
             ("exec 7>/dev/null; echo; read _", None),
         ] {
             let mut shell = Command::new("sh");
@@ -79,7 +78,7 @@ mod tests {
             let mut line = [0];
             let stdout = shell.stdout.as_mut().expect("piped");
             stdout.read_exact(&mut line).expect("a line");
-            assert_eq!(open_in(shell.id()).as_deref(), expected, "{program}");
+            assert_eq!(open_in(shell.id()), expected, "{program}");
             drop(shell.stdin.take());
             shell.wait().expect("its end");
         }

@@ -4,8 +4,10 @@
 //! /proc shows the words of epoll, and those of POSIX timers where the kernel has CONFIG_CHECKPOINT_RESTORE, as
 //! kernels of distributions have. It does not show the words of io_uring, of aio, and of queued signals.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::Read;
+
+use crate::process::proc;
 
 /// Word that the kernel keeps for a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,13 +26,8 @@ const MAX_BYTES: u64 = 64 << 20;
 /// Returns the words that the kernel keeps for a process now. A file that cannot be read yields none.
 pub fn words(pid: u32) -> Vec<Kept> {
     let mut words = timers(&read(&format!("/proc/{pid}/timers")));
-    let files = fs::read_dir(format!("/proc/{pid}/fd"));
-    for file in files.into_iter().flatten().flatten() {
-        let number = file.file_name().to_str().and_then(|name| name.parse().ok());
-        let target = fs::read_link(file.path()).unwrap_or_default();
-        if let Some(number) = number
-            && target.as_os_str() == "anon_inode:[eventpoll]"
-        {
+    for (number, target) in proc::open_files(pid) {
+        if target.as_os_str() == "anon_inode:[eventpoll]" {
             let text = read(&format!("/proc/{pid}/fdinfo/{number}"));
             words.extend(epoll(&text).map(|word| Kept {
                 what: "epoll_event.data of file descriptor",

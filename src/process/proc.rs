@@ -39,6 +39,16 @@ pub fn all() -> Result<Vec<u32>> {
         .collect())
 }
 
+/// Iterates over the open files of a process: the file descriptor, and the target of its link in `/proc/PID/fd`. There
+/// are none if the process has exited, or may not be looked at.
+pub fn open_files(pid: u32) -> impl Iterator<Item = (u32, PathBuf)> {
+    let entries = fs::read_dir(format!("/proc/{pid}/fd"));
+    entries.into_iter().flatten().flatten().filter_map(|entry| {
+        let number = entry.file_name().to_str()?.parse().ok()?;
+        Some((number, fs::read_link(entry.path()).ok()?))
+    })
+}
+
 /// Running process, held by a pidfd so that its PID cannot come to mean another process.
 #[derive(Debug)]
 pub struct Process {

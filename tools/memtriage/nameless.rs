@@ -25,15 +25,11 @@ pub(crate) struct Nameless {
 pub(crate) fn largest() -> Option<Nameless> {
     let mut found: HashMap<(u64, u64), Nameless> = HashMap::new();
     for pid in proc::all().unwrap_or_default() {
-        let open = fs::read_dir(format!("/proc/{pid}/fd"));
-        // A process that has exited, or that this user may not look at, is skipped.
-        for entry in open.into_iter().flatten().flatten() {
-            let path = entry.path();
-            let target = fs::read_link(&path).unwrap_or_default();
+        for (number, target) in proc::open_files(pid) {
             let Some(file) = without_name(target.as_os_str().as_bytes()) else {
                 continue;
             };
-            let Ok(stat) = fs::metadata(&path) else {
+            let Ok(stat) = fs::metadata(format!("/proc/{pid}/fd/{number}")) else {
                 continue;
             };
             let nameless = found
