@@ -39,8 +39,9 @@ pub(super) fn load(way: Way, target: &Targets, args: &Args) -> Result<Started> {
         Way::Plain => BlockRoom::without_table(args),
         _ => BlockRoom::with_table(args)?,
     };
-    let mut open = open(way, &room, target, args)?;
-    choose_programs(&mut open, way, target, args);
+    let signatures = signatures(target);
+    let mut open = open(&signatures, &room, way, target, args)?;
+    choose_programs(&mut open, signatures.len(), way, target, args);
     let whose = target.whose_tables(args);
     let early = Early::start(args.unwind, &mut open.maps.unwind_shards, whose.clone())?;
     let skel = open.load()?;
@@ -74,14 +75,19 @@ pub(super) fn load(way: Way, target: &Targets, args: &Args) -> Result<Started> {
         overflow: room.overflow,
         questions,
         way,
-        signatures: signatures(target),
+        signatures,
     };
     Ok((attached, links, unwinder))
 }
 
 /// Chooses the BPF programs that this way and these options need.
-fn choose_programs(open: &mut Prepared<'_>, way: Way, target: &Targets, args: &Args) {
-    let signatures = signatures(target).len();
+fn choose_programs(
+    open: &mut Prepared<'_>,
+    signatures: usize,
+    way: Way,
+    target: &Targets,
+    args: &Args,
+) {
     for mut program in open.open_object_mut().progs_mut() {
         let load = sees_calls(way, signatures, &program.name().to_string_lossy());
         program.set_autoload(load);
@@ -142,8 +148,9 @@ fn sees_calls(way: Way, signatures: usize, program: &str) -> bool {
 
 /// Opens the skeleton and sets its options, before it is loaded.
 fn open<'target>(
-    way: Way,
+    signatures: &[Signature],
     room: &BlockRoom,
+    way: Way,
     target: &'target Targets,
     args: &Args,
 ) -> Result<Prepared<'target>> {
@@ -177,7 +184,7 @@ fn open<'target>(
     if !rest.is_empty() {
         options.overflow_crowded = u64::from(first / 2);
     }
-    for (to, signature) in options.signatures.iter_mut().zip(signatures(target)) {
+    for (to, signature) in options.signatures.iter_mut().zip(signatures) {
         *to = signature.packed();
     }
 
