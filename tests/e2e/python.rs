@@ -208,10 +208,15 @@ fn trace_with_facts(
     Ok((facts, ended))
 }
 
-/// Returns what Python prints for these expressions.
+/// Returns what the Python in PATH prints for these expressions.
 fn printed_by_python(expressions: &str) -> Result<String> {
+    printed_by(Path::new("python3"), expressions)
+}
+
+/// Returns what a Python prints for these expressions.
+fn printed_by(python: &Path, expressions: &str) -> Result<String> {
     let program = format!("import sys; print({expressions})");
-    let printed = Command::new("python3").args(["-c", &program]).output()?;
+    let printed = Command::new(python).args(["-c", &program]).output()?;
     Ok(String::from_utf8(printed.stdout)?.trim_end().to_owned())
 }
 

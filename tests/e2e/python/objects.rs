@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use super::{is_python, printed_by_python, script, trace, trace_with_facts};
+use super::{is_python, printed_by, printed_by_python, script, trace, trace_with_facts};
 use crate::harness::{self, Python, Workload};
 
 /// Returns the tests of this module.
@@ -158,11 +158,8 @@ fn expect_objects_in_use(program: &Path) -> Result<()> {
     let command = [program, &script, &pools].map(|part| part.display().to_string());
     let command = command.join(" ");
     let library = "next((line.split()[-1] for line in open('/proc/self/maps') if 'libpython' in line), sys.executable)";
-    let asked = Command::new(program)
-        .args(["-c", &format!("import sys; print({library})")])
-        .output()?;
-    let object = String::from_utf8(asked.stdout)?;
-    let args = ["-O", object.trim(), "--python-objects", "-j", "-o", "0"];
+    let object = printed_by(program, library)?;
+    let args = ["-O", &object, "--python-objects", "-j", "-o", "0"];
     let of_command = ["-T", "1", "-c", &command, "3600"];
     let ended = harness::run("memleak", &[&args[..], &of_command].concat())?;
     let rows = ended.objects()?;
