@@ -377,7 +377,7 @@ fn a_whole_cgroup_is_killed() -> Result<()> {
     let mut others: Vec<Workload> = others.collect::<Result<_>>()?;
     let mut hog = Workload::spawn(&mut group.command(&workload("hog"), &["64"]))?;
     let before = vmstat("oom_kill")?;
-    let tool = start(&["-e"])?;
+    let (tool, json) = (start(&["-e"])?, start(&["-j"])?);
     kill(&mut hog)?;
     let mut expected = Vec::new();
     for other in &mut others {
@@ -403,6 +403,18 @@ fn a_whole_cgroup_is_killed() -> Result<()> {
         ended.stdout.matches("Triggered by PID").count() == 1,
         "{ended:?}"
     );
+    // The task that needed memory is the same in all objects: the hog's one thread.
+    let objects = objects(&json.interrupt()?)?;
+    ensure!(objects.len() == 1 + OTHERS, "{objects:?}");
+    let (needed, kind) = (hog.pid(), |object: &Value| object["type"].clone());
+    ensure!(
+        objects.iter().all(|object| object["tid"] == needed),
+        "{objects:?}"
+    );
+    let also = objects
+        .iter()
+        .filter(|object| kind(object) == "also_killed");
+    ensure!(also.count() == OTHERS, "{objects:?}");
     Ok(())
 }
 

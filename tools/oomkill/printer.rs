@@ -110,9 +110,7 @@ impl<'a> Printer<'a> {
                 self.output.row(&kill)?;
             } else if self.last != Some((event.tid, event.victim.pid)) {
                 let row = AlsoKilled {
-                    time: self.clock.local(event.time_ns),
-                    pid: event.pid,
-                    comm: text::from_c(&event.comm),
+                    origin: self.origin(&event),
                     victim: self.victim(&event.victim),
                 };
                 self.measure(&row.victim, ALSO_KILLED);
@@ -167,12 +165,7 @@ impl<'a> Printer<'a> {
             });
         }
         Ok(Kill {
-            origin: Origin::new(
-                self.clock.local(event.time_ns),
-                (event.pid, event.tid),
-                &event.comm,
-                None,
-            ),
+            origin: self.origin(event),
             victim: self.victim(&event.victim),
             total_pages: known(event.total_pages),
             kind,
@@ -191,6 +184,11 @@ impl<'a> Printer<'a> {
             extended: self.extended,
             container: self.container,
         })
+    }
+
+    fn origin(&self, event: &event) -> Origin {
+        let time = self.clock.local(event.time_ns);
+        Origin::new(time, (event.pid, event.tid), &event.comm, None)
     }
 
     /// Returns the cgroup at its limit: its path in a hierarchy of version 2, else its name alone.

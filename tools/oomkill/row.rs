@@ -3,12 +3,11 @@
 use std::io::{self, Write};
 use std::rc::Rc;
 
-use jiff::Zoned;
 use memtools::export::text::below_row;
 use memtools::print::clock;
 use memtools::print::gfp::Gfp;
 use memtools::print::output;
-use memtools::print::timeline::{Event, Moment};
+use memtools::print::timeline::Moment;
 use memtools::process::container::Home;
 use memtools::process::origin::Origin;
 use memtools::stacks::named::NamedStack;
@@ -184,11 +183,9 @@ impl Kill {
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename = "also_killed")]
 pub(crate) struct AlsoKilled {
-    #[serde(serialize_with = "clock::serialize")]
-    pub(crate) time: Zoned,
-    /// Process that needed memory.
-    pub(crate) pid: u32,
-    pub(crate) comm: String,
+    /// Task that needed memory.
+    #[serde(flatten)]
+    pub(crate) origin: Origin,
     pub(crate) victim: Victim,
 }
 
@@ -200,14 +197,7 @@ impl output::Row for AlsoKilled {
     }
 
     fn moment(&self) -> Moment<'_> {
-        Moment::Event(Event {
-            name: "OOM kill of another".into(),
-            pid: self.pid,
-            tid: self.pid,
-            comm: &self.comm,
-            end: &self.time,
-            took_ns: None,
-        })
+        self.origin.moment("OOM kill of another", None)
     }
 }
 
