@@ -44,8 +44,8 @@ struct mapping {
  * writes to, and one for user space. Functions take the number of the result: with scalars in and
  * out they can be global, and the verifier follows each of them once.
  */
-#define MAPPINGS      257
-#define MAPPING_OF_US 256
+#define MAPPING_OF_US 128
+#define MAPPINGS      (MAPPING_OF_US + 1)
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
