@@ -54,10 +54,11 @@ impl Area {
             let range = area.mapping.range.clone();
             let last = found.last_mut().filter(|(file, data)| {
                 let continues = area.name().is_empty() || area.name() == *file;
-                continues && data.end == range.start && range.end - data.start < MOST
+                continues && data.end == range.start
             });
             if let Some((_, data)) = last {
-                data.end = range.end;
+                let most = (range.start - data.start).max(MOST);
+                data.end = range.end.min(data.start.saturating_add(most));
             } else if area.has_file() && area.name().starts_with(b"/") {
                 found.push((area.name(), range));
             }
@@ -105,5 +106,23 @@ mod tests {
         assert!(code.readable && !code.writable && code.mapping.executable && code.has_file());
         assert!(heap.is_private_memory() && heap.writable && !heap.has_file());
         assert!(shared.shared && shared.has_file() && !shared.is_private_memory());
+    }
+
+    #[test]
+    fn data_are_extended_by_the_zeros_behind_them() {
+        let areas = Area::parse_list(
+            b"1000-2000 r--p 00000000 fe:00 7 /bin/cat\n\
+              2000-3000 rw-p 00001000 fe:00 7 /bin/cat\n\
+              3000-5000 rw-p 00000000 00:00 0 \n\
+              6000-7000 rw-p 00000000 00:00 0 \n\
+              10000000-10001000 rw-p 00000000 fe:00 9 /bin/large\n\
+              10001000-20000000 rw-p 00000000 00:00 0 \n\
+              20000000-20001000 rw-s 00000000 fe:00 8 /dev/shm/x\n",
+        );
+        let (small, large) = (0x2000..0x5000, 0x1000_0000..0x1400_0000);
+        assert_eq!(
+            Area::data_of_files(&areas),
+            [(&b"/bin/cat"[..], small), (&b"/bin/large"[..], large)]
+        );
     }
 }
