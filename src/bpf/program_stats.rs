@@ -3,27 +3,37 @@
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd};
 
+use anyhow::{Context, Result};
+
 /// Returns how often the kernel has skipped these programs, as they were already running on that CPU. Kernels before
 /// 5.12 do not count this, but skip no programs on raw tracepoints.
-pub(crate) fn skipped<P: AsFd>(programs: impl IntoIterator<Item = P>) -> u64 {
-    let skipped = |program| fdinfo_of(program).number("recursion_misses");
-    programs.into_iter().filter_map(skipped).sum()
+///
+/// # Errors
+/// If the kernel's counters cannot be read.
+pub(crate) fn skipped<P: AsFd>(programs: impl IntoIterator<Item = P>) -> Result<u64> {
+    let skipped = |program| Ok(fdinfo_of(program)?.number("recursion_misses").unwrap_or(0));
+    programs.into_iter().map(skipped).sum()
 }
 
 /// Returns how often, at most, the kernel has skipped all of these programs for one event. They must be on one hook
 /// and do the same.
-pub(crate) fn skipped_by_all<P: AsFd>(programs: impl IntoIterator<Item = P>) -> u64 {
+///
+/// # Errors
+/// If the kernel's counters cannot be read.
+pub(crate) fn skipped_by_all<P: AsFd>(programs: impl IntoIterator<Item = P>) -> Result<u64> {
     let skipped = programs.into_iter().map(|program| skipped([program]));
-    skipped.min().unwrap_or_default()
+    let skipped: Vec<u64> = skipped.collect::<Result<_>>()?;
+    Ok(skipped.into_iter().min().unwrap_or_default())
 }
 
 /// Text of a program's file in `/proc/self/fdinfo`.
 struct FdInfo(String);
 
-fn fdinfo_of(program: impl AsFd) -> FdInfo {
-    let descriptor = program.as_fd().as_raw_fd();
-    let info = fs::read_to_string(format!("/proc/self/fdinfo/{descriptor}"));
-    FdInfo(info.unwrap_or_default())
+fn fdinfo_of(program: impl AsFd) -> Result<FdInfo> {
+    let path = format!("/proc/self/fdinfo/{}", program.as_fd().as_raw_fd());
+    let info = fs::read_to_string(&path);
+    let info = info.with_context(|| format!("failed to read the counters of a program: {path}"))?;
+    Ok(FdInfo(info))
 }
 
 impl FdInfo {

@@ -205,8 +205,9 @@ impl Filter {
     }
 
     /// Returns how often the kernel has skipped a program of the follower. Each time, a process may not be followed.
-    pub(crate) fn skipped_runs(&self) -> u64 {
-        self.follower.as_ref().map_or(0, Follower::skipped_runs)
+    pub(crate) fn skipped_runs(&self) -> Result<u64> {
+        let follower = self.follower.as_ref();
+        follower.map_or(Ok(0), Follower::skipped_runs)
     }
 
     /// Sets the skeleton's constant `filter`. Its type in that skeleton is generated from the same C struct as ours.

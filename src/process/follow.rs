@@ -59,15 +59,15 @@ impl Follower {
 
     /// Returns an upper limit of how many forks and exits were missed because the kernel skipped all programs of a
     /// hook.
-    pub(crate) fn skipped_runs(&self) -> u64 {
+    pub(crate) fn skipped_runs(&self) -> Result<u64> {
         let programs = &self.skel.progs;
         let forks = [
             &programs.process_fork,
             &programs.process_fork_too,
             &programs.process_fork_again,
         ];
-        program_stats::skipped_by_all(forks)
-            + program_stats::skipped_by_all([&programs.process_free, &programs.process_free_too])
+        let exits = [&programs.process_free, &programs.process_free_too];
+        Ok(program_stats::skipped_by_all(forks)? + program_stats::skipped_by_all(exits)?)
     }
 }
 

@@ -45,15 +45,15 @@ impl Losses {
     /// Programs that keep unwind tables up to date do not count: a stack itself tells what it lacks.
     ///
     /// # Errors
-    /// If the map `losses` cannot be read.
+    /// If the map `losses` or the kernel's counters of the programs cannot be read.
     pub fn of(object: &Object, filter: &Filter) -> Result<Self> {
         let records = |program: &Program<'_>| {
             let name = program.name().as_encoded_bytes();
             let unwinds = name.starts_with(b"unwind_") || name.starts_with(b"held_");
             program.autoload() && !unwinds
         };
-        let lost = Self::counted(object)?.and_runs(object.progs().filter(records));
-        let runs = lost.runs + filter.skipped_runs();
+        let lost = Self::counted(object)?.and_runs(object.progs().filter(records))?;
+        let runs = lost.runs + filter.skipped_runs()?;
         Ok(Self { runs, ..lost })
     }
 
@@ -85,11 +85,14 @@ impl Losses {
     }
 
     /// Returns these losses, with the runs of `programs` that the kernel skipped.
-    pub fn and_runs<P: AsFd>(self, programs: impl IntoIterator<Item = P>) -> Self {
-        Self {
-            runs: program_stats::skipped(programs),
+    ///
+    /// # Errors
+    /// If the kernel's counters of the programs cannot be read.
+    pub fn and_runs<P: AsFd>(self, programs: impl IntoIterator<Item = P>) -> Result<Self> {
+        Ok(Self {
+            runs: program_stats::skipped(programs)?,
             ..self
-        }
+        })
     }
 
     /// Returns these losses, with `runs` more skipped runs.

@@ -315,7 +315,7 @@ impl Source for Processes<'_> {
     fn losses(&self) -> Result<Losses> {
         let skel = &self.attached.skel;
         let lost = Losses::of(skel.object(), &self.target.filter)?;
-        let held = memtools::unwind_holds!(skel).skipped_runs();
+        let held = memtools::unwind_holds!(skel).skipped_runs()?;
         Ok(lost.and_stacks(self.stacks.lost()).and_skipped(held))
     }
 

@@ -266,11 +266,12 @@ impl<'a> Holds<'a> {
     }
 
     /// Returns how often, at most, all programs of a hook were skipped. Each time, a process may not have been stopped.
-    pub fn skipped_runs(&self) -> u64 {
-        self.loaded()
-            .map(program_stats::skipped_by_all)
-            .iter()
-            .sum()
+    ///
+    /// # Errors
+    /// If the kernel's counters of the programs cannot be read.
+    pub fn skipped_runs(&self) -> Result<u64> {
+        let hooks = self.loaded().into_iter();
+        hooks.map(program_stats::skipped_by_all).sum()
     }
 
     fn loaded(&self) -> [impl Iterator<Item = &'a ProgramMut<'static>>; 2] {

@@ -189,7 +189,7 @@ impl Attached {
             program.autoload() && (name.ends_with(SECOND) || name.contains("k_free"))
         };
         let programs = self.skel.object().progs().filter(decides);
-        let losses = Losses::counted(self.skel.object())?.and_runs(programs);
+        let losses = Losses::counted(self.skel.object())?.and_runs(programs)?;
         Ok(Losses {
             runs: losses.runs.saturating_sub(self.harmless_skips()?),
             ..losses
