@@ -86,7 +86,7 @@ impl Row for Verdict {
                 sums.interior_only,
                 "through a middle, or an address in another form",
             ),
-            ("suppressed", sums.suppressed, "of any of these classes"),
+            ("suppressed", sums.suppressed, "of any class above"),
         ];
         let in_doubt = (
             "in doubt",
