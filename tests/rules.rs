@@ -39,9 +39,9 @@ struct Row {
 fn row(row: u64) -> Row {
     Row {
         kind: Kind((row & 0xf) as u32),
-        offset: i64::from((row >> 16) as i16) * 8,
-        fp: (row >> 4 & 0xf) as u32,
-        fp_offset: i64::from((row >> 8) as i8) * 8,
+        offset: i64::from(row as i32 >> 14) * 8,
+        fp: (row >> 4 & 3) as u32,
+        fp_offset: i64::from((row >> 6) as i8) * 8,
     }
 }
 
@@ -77,6 +77,9 @@ fn agrees(row: &Row, columns: &[&str], fields: &[&str], is_signal: bool) -> bool
     let cfa_agrees = match register_and_offset(cfa) {
         Some(("rsp", offset)) => (row.kind, row.offset) == (Kind::UNWIND_BY_SP, offset),
         Some(("rbp", offset)) => (row.kind, row.offset) == (Kind::UNWIND_BY_FP, offset),
+        Some(("rbx" | "r10" | "r11", offset)) => {
+            (row.kind, row.offset) == (Kind::UNWIND_BY_REGISTER, offset)
+        }
         Some(_) => row.kind == Kind::UNWIND_STRANGE,
         None => cfa == "exp" && by_expression.contains(&row.kind),
     };
@@ -90,7 +93,7 @@ fn agrees(row: &Row, columns: &[&str], fields: &[&str], is_signal: bool) -> bool
             _ => row.fp == FramePointer::UNWIND_FP_FORGOTTEN.0,
         },
     };
-    // A row of the kind UNWIND_STRANGE may have an offset that no row can hold: frames of 256 KiB and more.
+    // A row of the kind UNWIND_STRANGE may have an offset that no row can hold: frames of 1 MiB and more.
     row.kind == Kind::UNWIND_STRANGE || (cfa_agrees && fp_agrees)
 }
 

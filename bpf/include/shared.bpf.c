@@ -30,6 +30,7 @@ EXPORT_TYPE(struct stack_count);
 EXPORT_TYPE(enum unwind_kind);
 EXPORT_TYPE(enum unwind_layout);
 EXPORT_TYPE(enum unwind_frame_pointer);
+EXPORT_TYPE(enum unwind_row_layout);
 EXPORT_TYPE(enum unwind_ask);
 EXPORT_TYPE(struct unwind_file);
 EXPORT_TYPE(struct unwind_request);

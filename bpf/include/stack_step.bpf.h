@@ -7,6 +7,7 @@
 #ifndef MEMTOOLS_STACK_STEP_BPF_H
 #define MEMTOOLS_STACK_STEP_BPF_H
 
+#include "arch_registers.bpf.h"
 #include "arch_stack.bpf.h"
 #include "hotspot.bpf.h"
 #include "stack_python.bpf.h"
@@ -177,6 +178,23 @@ static __noinline int stack_by_rule(struct stack_slot *slot, __u64 row)
 }
 
 /*
+ * Goes to the caller of an interrupted function whose rule is by a register other than the stack
+ * and frame pointers: while a function takes a large frame page by page, that is all that leads to
+ * its caller.
+ */
+static __noinline int stack_by_register(struct stack_slot *slot, __u64 row)
+{
+	struct stack_walk *walk = &slot->walk;
+	__u64 base = user_register_at(walk->pc, walk->sp, row_register(row));
+	__u64 words = row_cfa_offset(row);
+
+	if (!base || !walk->interrupted)
+		return stack_without_rule(slot, row);
+	walk->sp = base;
+	return stack_by_rule(slot, row_of_kind(UNWIND_BY_SP, words));
+}
+
+/*
  * Goes to the caller of a function that HotSpot interprets. The function's frame notes where the
  * caller's stack ended: below it there may be space for variables, and a method handle may have
  * taken a word of it.
@@ -340,6 +358,8 @@ __noinline int stack_step(__u32 index)
 		return stack_by_signal(slot);
 	if (kind == UNWIND_INTERPRETED)
 		return stack_by_interpreter(slot, row);
+	if (kind == UNWIND_BY_REGISTER)
+		return stack_by_register(slot, row);
 	return stack_without_rule(slot, row);
 }
 

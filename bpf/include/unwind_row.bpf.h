@@ -14,9 +14,9 @@
  *
  *	bits 63:32  the byte of the file from which the rule is valid; in a row that was
  *	            looked up, the number of the file
- *	     31:16  offset of CFA in words
- *	     15:8   offset of the saved frame pointer in words
- *	      7:4   enum unwind_frame_pointer
+ *	     31:14  offset of CFA in words
+ *	     13:6   offset of the saved frame pointer in words; of UNWIND_BY_REGISTER, the register
+ *	      5:4   enum unwind_frame_pointer
  *	      3:0   enum unwind_kind
  */
 enum unwind_kind {
@@ -26,8 +26,8 @@ enum unwind_kind {
 	UNWIND_PLT,	     /* CFA = sp + 8; sp + 16 from byte `offset` of the PLT entry on */
 	UNWIND_SIGNAL,	     /* the kernel's frame of a signal is at sp */
 	UNWIND_ROOT,	     /* there is no caller */
-	UNWIND_THROUGH_FP,   /* CFA = the word at fp + offset's upper byte, + offset's lower byte */
-	UNWIND_THROUGH_SP,   /* CFA = the word at sp + offset's upper byte, + offset's lower byte */
+	UNWIND_THROUGH_FP,   /* CFA = the word at fp + bits 31:24, + bits 23:16 */
+	UNWIND_THROUGH_SP,   /* CFA = the word at sp + bits 31:24, + bits 23:16 */
 	UNWIND_STRANGE,	     /* a rule that no row can hold */
 	UNWIND_NO_CODE,	     /* the process has mapped no code there */
 	UNWIND_NO_ROOM,	     /* the file has rules, which did not fit */
@@ -35,6 +35,17 @@ enum unwind_kind {
 	UNWIND_FIBER_END,    /* no call returns there: the end of a fiber */
 	UNWIND_INTERPRETED,  /* as UNWIND_BY_FP; the frame has the caller's sp, too */
 	UNWIND_IN_JAVA_HEAP, /* the callers' frames are in Java's heap: a virtual thread's */
+	UNWIND_BY_REGISTER,  /* CFA = another register + offset, in the innermost frame; fp is kept
+			      */
+};
+
+/* First bits of the fields of a row. */
+enum unwind_row_layout {
+	UNWIND_FP_SHIFT = 4,
+	UNWIND_FP_OFFSET_SHIFT = 6,
+	UNWIND_CFA_SHIFT = 14,
+	UNWIND_BEHIND_SHIFT = 16,
+	UNWIND_THROUGH_SHIFT = 24,
 };
 
 enum unwind_frame_pointer {
@@ -62,19 +73,25 @@ static __always_inline int row_is_plain(__u64 row)
 /* Returns how the caller's frame pointer is found: enum unwind_frame_pointer. */
 static __always_inline __u64 row_frame_pointer(__u64 row)
 {
-	return row >> 4 & 0xf;
+	return row >> UNWIND_FP_SHIFT & 3;
 }
 
 /* Returns the offset of the saved frame pointer, in words. */
 static __always_inline long row_fp_offset(__u64 row)
 {
-	return (long)(row << 48) >> 56;
+	return (__s8)(row >> UNWIND_FP_OFFSET_SHIFT);
 }
 
 /* Returns the offset of the CFA, in words; of UNWIND_PLT, a byte of the entry. */
 static __always_inline long row_cfa_offset(__u64 row)
 {
-	return (long)(row << 32) >> 48;
+	return (__s32)row >> UNWIND_CFA_SHIFT;
+}
+
+/* Returns the DWARF number of the register, for UNWIND_BY_REGISTER. */
+static __always_inline __u64 row_register(__u64 row)
+{
+	return row_fp_offset(row);
 }
 
 /*
@@ -83,7 +100,7 @@ static __always_inline long row_cfa_offset(__u64 row)
  */
 static __always_inline long row_through_offset(__u64 row)
 {
-	return row_cfa_offset(row) >> 8;
+	return (__s32)row >> UNWIND_THROUGH_SHIFT;
 }
 
 /*
@@ -92,7 +109,20 @@ static __always_inline long row_through_offset(__u64 row)
  */
 static __always_inline long row_behind_offset(__u64 row)
 {
-	return (long)(row << 40) >> 56;
+	return (__s8)(row >> UNWIND_BEHIND_SHIFT);
+}
+
+/* Returns a row of a kind whose CFA is `words` from its base, and that keeps the frame pointer. */
+static __always_inline __u64 row_of_kind(__u64 kind, __u64 words)
+{
+	return kind | UNWIND_FP_KEPT << UNWIND_FP_SHIFT | words << UNWIND_CFA_SHIFT;
+}
+
+/* Returns such a row with the frame pointer saved below the return address. */
+static __always_inline __u64 row_with_saved_fp(__u64 kind, __u64 words)
+{
+	return row_of_kind(kind, words) | UNWIND_FP_AT_CFA << UNWIND_FP_SHIFT |
+	       (-2 & 0xff) << UNWIND_FP_OFFSET_SHIFT;
 }
 
 /* Returns the number of the file, in a row that was looked up. */

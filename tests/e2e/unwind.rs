@@ -20,6 +20,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         threads_have_one_stack,
         a_fiber_ends_where_it_began,
         every_instruction,
+        a_frame_that_takes_its_pages_one_by_one,
         frame_pointers_alone_do_not_get_far,
         frame_pointers_alone_invent_nothing,
         no_room_for_a_table,
@@ -181,6 +182,40 @@ fn complete(report: &Report, count: u64) -> Result<()> {
         unwinding["stacks"] == count && unwinding["complete"] == count,
         "{unwinding}"
     );
+    Ok(())
+}
+
+/// A function takes a frame of 600 KB: first its caller is known by another register than the stack pointer, and then
+/// by an offset that takes more than 16 bits.
+fn a_frame_that_takes_its_pages_one_by_one() -> Result<()> {
+    const PAGES: u64 = 3;
+    let mut program = Workload::start("frames", &[&COUNT.to_string()])?;
+    let mut tool = Tool::start("faults", &["-j", "-p", &program.pid()])?;
+    tool.wait_for(live("faults"))?;
+    let faults: u64 = program.work()?.get("minor").context("no count")?.parse()?;
+    let report = Report::read(&tool.interrupt()?)?;
+    let through_frame = |entry: &&Entry| entry.callers_of("with_huge_frame").is_ok();
+    let (frame, others): (Vec<_>, Vec<_>) = report.stacks.iter().partition(through_frame);
+    for entry in &frame {
+        let at = entry
+            .symbols
+            .iter()
+            .position(|name| name == "with_huge_frame");
+        let callers = &entry.symbols[at.context("no frame")? + 1..];
+        let expected = callers.first().is_some_and(|name| name == "run")
+            && callers.last().is_some_and(|name| name == "_start");
+        ensure!(expected && !entry.truncated, "{entry:?}");
+    }
+    let sum = |entries: &[&Entry]| entries.iter().map(|entry| entry.count).sum::<u64>();
+    ensure!(
+        sum(&frame) == faults,
+        "{faults} faults: {frame:?} {others:?}"
+    );
+    let in_callee = frame
+        .iter()
+        .filter(|entry| entry.symbols[0] != "with_huge_frame");
+    let in_callee: Vec<&Entry> = in_callee.copied().collect();
+    ensure!(sum(&in_callee) == COUNT * PAGES, "{in_callee:?}");
     Ok(())
 }
 

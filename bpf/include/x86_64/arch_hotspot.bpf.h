@@ -31,14 +31,12 @@
  */
 static __always_inline __u64 hotspot_row_by_sp(__u64 words, int kept)
 {
-	__u64 row = UNWIND_BY_SP | words << 16;
-
-	return kept ? row | UNWIND_FP_KEPT << 4 : row | UNWIND_FP_AT_CFA << 4 | (-2 & 0xff) << 8;
+	return kept ? row_of_kind(UNWIND_BY_SP, words) : row_with_saved_fp(UNWIND_BY_SP, words);
 }
 
 static __always_inline __u64 hotspot_row_by_fp(__u64 kind)
 {
-	return kind | UNWIND_FP_AT_CFA << 4 | (-2 & 0xff) << 8 | 2 << 16;
+	return row_with_saved_fp(kind, 2);
 }
 
 /*

@@ -24,6 +24,11 @@
 #define CODE_SEGMENT_RING   3
 #define CODE_SEGMENT_32_BIT 0x23
 
+/* Registers by the numbers that unwind information has for them. */
+#define DWARF_RBX 3
+#define DWARF_R10 10
+#define DWARF_R11 11
+
 /* State of a task in user mode when it last entered the kernel. */
 struct user_registers {
 	__u64 pc;
@@ -70,6 +75,25 @@ static inline __noinline int read_user_registers(struct user_registers *register
 		registers->cs = BPF_CORE_READ(regs, cs);
 	}
 	return 0;
+}
+
+/*
+ * Returns a register of the task's user mode by its DWARF number: one of those that compilers use
+ * in place of the stack pointer while they change that. 0 for others, or if the task was not at
+ * this instruction with this stack pointer when it entered the kernel.
+ */
+static inline __noinline __u64 user_register_at(__u64 pc, __u64 sp, __u64 number)
+{
+	struct pt_regs *regs =
+	    has_register_helpers() ? registers_by_helpers() : registers_on_stack();
+
+	if (BPF_CORE_READ(regs, ip) != pc || BPF_CORE_READ(regs, sp) != sp)
+		return 0;
+	if (number == DWARF_RBX)
+		return BPF_CORE_READ(regs, bx);
+	if (number == DWARF_R10)
+		return BPF_CORE_READ(regs, r10);
+	return number == DWARF_R11 ? BPF_CORE_READ(regs, r11) : 0;
 }
 
 /* Reads the arguments of the system call that the task is in. */

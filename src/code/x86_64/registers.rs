@@ -12,6 +12,10 @@ pub const STACK_POINTER: Register = X86_64::RSP;
 /// The frame pointer, rbp.
 pub const FRAME_POINTER: Register = X86_64::RBP;
 
+/// Registers that take the place of the stack pointer in the CFA's rule while a function changes the stack pointer:
+/// by the numbers of the BPF side (`user_register_at()` in `bpf/include/x86_64/arch_registers.bpf.h`).
+pub const STAND_INS: [Register; 3] = [X86_64::RBX, X86_64::R10, X86_64::R11];
+
 /// The return address, which unwind information treats as a register.
 pub const RETURN_ADDRESS: Register = X86_64::RA;
 

@@ -3,8 +3,15 @@
 use gimli::{BaseAddresses, CfaRule, EhFrame, Operation, Register, RegisterRule, UnwindContext};
 
 use super::{Expression, Fde, Slice, address_of};
-use crate::bpf::types::{unwind_frame_pointer as FramePointer, unwind_kind as Kind};
-use crate::code::registers::{FRAME_POINTER, RETURN_ADDRESS, RETURN_ADDRESS_AT, STACK_POINTER};
+use crate::bpf::types::{
+    unwind_frame_pointer as FramePointer, unwind_kind as Kind, unwind_row_layout as Layout,
+};
+use crate::code::registers::{
+    FRAME_POINTER, RETURN_ADDRESS, RETURN_ADDRESS_AT, STACK_POINTER, STAND_INS,
+};
+
+/// Rule for the caller's frame pointer: it is still in its register.
+const KEPT: (FramePointer, i8) = (FramePointer::UNWIND_FP_KEPT, 0);
 
 /// Rows that are being built.
 pub(super) struct Builder<'a> {
@@ -83,18 +90,20 @@ impl<'a> Builder<'a> {
         };
         let (kind, offset) = match *cfa {
             CfaRule::RegisterAndOffset {
-                register: register @ (STACK_POINTER | FRAME_POINTER),
+                register: STACK_POINTER,
                 offset,
-            } => {
-                let kind = if register == STACK_POINTER {
-                    Kind::UNWIND_BY_SP
-                } else {
-                    Kind::UNWIND_BY_FP
-                };
-                (
-                    kind,
-                    words(offset).and_then(|words| i16::try_from(words).ok()),
-                )
+            } => (Kind::UNWIND_BY_SP, cfa_words(offset)),
+            CfaRule::RegisterAndOffset {
+                register: FRAME_POINTER,
+                offset,
+            } => (Kind::UNWIND_BY_FP, cfa_words(offset)),
+            CfaRule::RegisterAndOffset { register, offset }
+                if STAND_INS.contains(&register) && fp == KEPT =>
+            {
+                let number = (FramePointer::UNWIND_FP_KEPT, register.0 as i8);
+                return cfa_words(offset).map_or(strange, |offset| {
+                    word(Kind::UNWIND_BY_REGISTER, offset, Some(number))
+                });
             }
             CfaRule::Expression(ref expression) => {
                 match self.cfa_expression(function, expression) {
@@ -116,7 +125,7 @@ impl<'a> Builder<'a> {
         let within = |offset| i8::try_from(words(offset)?).ok();
         Some(match rule {
             // The frame pointer is a register that functions preserve.
-            None | Some(RegisterRule::SameValue) => (FramePointer::UNWIND_FP_KEPT, 0),
+            None | Some(RegisterRule::SameValue) => KEPT,
             Some(&RegisterRule::Offset(offset)) => {
                 (FramePointer::UNWIND_FP_AT_CFA, within(offset)?)
             }
@@ -136,7 +145,7 @@ impl<'a> Builder<'a> {
         &self,
         function: &Fde<'a>,
         expression: &Expression,
-    ) -> Option<(Kind, i16)> {
+    ) -> Option<(Kind, i32)> {
         // The expression of a PLT: rsp + 8 + ((rip & 15) >= byte) * 8, where `byte` is the offset in the entry behind
         // the push.
         if let [
@@ -153,7 +162,7 @@ impl<'a> Builder<'a> {
             0x22,
         ] = *expression.get(&self.section).ok()?.0.slice()
         {
-            return Some((Kind::UNWIND_PLT, i16::from(literal - 0x30)));
+            return Some((Kind::UNWIND_PLT, i32::from(literal - 0x30)));
         }
         let (base, offset, steps) = self.base_and_steps(function, expression)?;
         let Steps::Through(beyond) = steps else {
@@ -165,13 +174,11 @@ impl<'a> Builder<'a> {
             STACK_POINTER => Kind::UNWIND_THROUGH_SP,
             _ => return None,
         };
-        Some((
-            kind,
-            i16::from_be_bytes([
-                within(offset)?.cast_unsigned(),
-                within(beyond)?.cast_unsigned(),
-            ]),
-        ))
+        let (through, behind) = (within(offset)?, within(beyond)?);
+        let [through, behind] = [through, behind].map(|words| u32::from(words.cast_unsigned()));
+        let bits =
+            through << Layout::UNWIND_THROUGH_SHIFT.0 | behind << Layout::UNWIND_BEHIND_SHIFT.0;
+        Some((kind, bits.cast_signed() >> Layout::UNWIND_CFA_SHIFT.0))
     }
 
     /// Decodes an expression that is a register and an offset, or that dereferences this sum.
@@ -224,11 +231,18 @@ pub(super) fn words(bytes: i64) -> Option<i64> {
     (bytes % 8 == 0).then_some(bytes / 8)
 }
 
+/// Converts the offset of a CFA to words. Returns None if a row cannot hold it: beyond 1 MiB.
+fn cfa_words(bytes: i64) -> Option<i32> {
+    let words = i32::try_from(words(bytes)?).ok()?;
+    let fits = words << Layout::UNWIND_CFA_SHIFT.0 >> Layout::UNWIND_CFA_SHIFT.0 == words;
+    fits.then_some(words)
+}
+
 /// Encodes a row without its address.
-pub(super) fn word(kind: Kind, offset: i16, fp: Option<(FramePointer, i8)>) -> u32 {
-    let (fp, fp_offset) = fp.unwrap_or((FramePointer::UNWIND_FP_KEPT, 0));
-    u32::from(offset.cast_unsigned()) << 16
-        | u32::from(fp_offset.cast_unsigned()) << 8
-        | fp.0 << 4
+pub(super) fn word(kind: Kind, offset: i32, fp: Option<(FramePointer, i8)>) -> u32 {
+    let (fp, fp_offset) = fp.unwrap_or(KEPT);
+    offset.cast_unsigned() << Layout::UNWIND_CFA_SHIFT.0
+        | u32::from(fp_offset.cast_unsigned()) << Layout::UNWIND_FP_OFFSET_SHIFT.0
+        | fp.0 << Layout::UNWIND_FP_SHIFT.0
         | kind.0
 }
