@@ -13,6 +13,7 @@ use plain::Plain;
 
 use crate::bpf::attach;
 use crate::run::poll::Poller;
+use crate::run::priority;
 
 /// Events that are passed to a tool at once, at most. Printing this many takes about 10 ms, during which the ring
 /// buffer has space for more.
@@ -108,7 +109,7 @@ impl<'map, T: 'map> Events<'map, T> {
     /// the trace. Then detaches the links, and passes on the events that arrived until the links were detached.
     ///
     /// The ring buffer is read again after each call of `each`. A burst is thus held in user space, which has more
-    /// memory for it.
+    /// memory for it. The thread's priority is raised, so that on a busy machine the buffer is read in time.
     ///
     /// # Errors
     /// If the buffer cannot be read, the kernel does not let us wait, or `each` fails.
@@ -119,6 +120,7 @@ impl<'map, T: 'map> Events<'map, T> {
         links: Vec<Link>,
         mut each: impl FnMut(IntoIter<T>) -> Result<()>,
     ) -> Result<()> {
+        priority::raise();
         poller.watch_events(self);
         loop {
             let wake = if self.is_idle() {

@@ -26,6 +26,7 @@ use memtools::process::filter::Tasks;
 use memtools::run::cli::UsageError;
 use memtools::run::losses::{self, Losses};
 use memtools::run::poll::Wake;
+use memtools::run::priority;
 use memtools::run::privileges;
 use memtools::serve::server::Server;
 use memtools::stacks::named::{NamedStack, StackIds};
@@ -59,6 +60,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     eprintln!("Attaching to kernel allocators, Ctrl+C to quit.");
     let server = listener.map(Server::start).transpose()?;
     server.as_ref().inspect(|server| serve::tell(server));
+    priority::raise();
     let attached = probes::start(args, &filter, args.kernel.kinds())?;
     let room_requests = Events::new(&attached.skel.maps.room_requests)?;
     let kernel = Kernel {
