@@ -188,14 +188,16 @@ impl Output {
         self.out.flush().context("failed to print")
     }
 
-    /// Ends the timeline, if there is one.
+    /// Writes the buffered output, and ends the timeline, if there is one.
     ///
     /// # Errors
-    /// If not all of the timeline could be written.
+    /// If not all of the output or of the timeline could be written.
     pub fn finish(mut self) -> Result<()> {
-        self.timeline
-            .as_mut()
-            .map_or(Ok(()), |timeline| timeline.finish())
+        let printed = self.flush();
+        let timeline = self.timeline.as_mut();
+        let ended = timeline.map_or(Ok(()), |timeline| timeline.finish());
+        // A reader that has left is no failure, and must not hide one.
+        ended.and(printed)
     }
 }
 
@@ -379,6 +381,25 @@ mod tests {
                 "\"18446744073709551615\""
             ]
         );
+    }
+
+    /// Row that is longer or shorter than the buffer.
+    #[derive(Serialize)]
+    struct Line(usize);
+
+    impl Row for Line {
+        fn text(&self, out: &mut dyn Write) -> io::Result<()> {
+            writeln!(out, "{:width$}", "", width = self.0)
+        }
+    }
+
+    #[test]
+    fn rows_that_cannot_be_written_are_an_error_at_the_end() {
+        let mut output = Output::file(Format::Text, Path::new("/dev/full")).expect("it opens");
+        output.row(&Line(1)).expect("the buffer takes it");
+        let error = output.finish().expect_err("the device is full");
+        let cause = error.downcast_ref::<io::Error>().expect("the system's");
+        assert_eq!(cause.raw_os_error(), Some(libc::ENOSPC));
     }
 
     #[test]

@@ -26,7 +26,19 @@ pub(crate) fn tests() -> Vec<Trial> {
         what_malloc_trim_returns_is_foretold [Once],
         a_heap_in_use_is_whole_within_three_images,
         a_damaged_heap_is_refused_with_the_place,
+        a_report_that_does_not_fit_on_the_disk_is_an_error [Once],
     }
+}
+
+fn a_report_that_does_not_fit_on_the_disk_is_an_error() -> Result<()> {
+    let workload = Workload::start("heap", &["0", "2003", "plain"])?;
+    for view in ["--heap", "--types", "--verdict"] {
+        let args = ["-p", &workload.pid(), view, "--output", "/dev/full"];
+        let ended = harness::run("memleak", &args)?;
+        ensure!(ended.status.code() == Some(1), "{view}: {ended:?}");
+        ensure!(ended.stderr.contains("No space left"), "{view}: {ended:?}");
+    }
+    Ok(())
 }
 
 /// Returns the JSON rows that `memleak --heap` prints.
