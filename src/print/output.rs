@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io::{self, BufWriter, Stdout, Write};
+use std::io::{self, BufWriter, IsTerminal, Stdout, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -72,9 +72,11 @@ impl Output {
         stop: SignalFd,
         stopped: Arc<AtomicBool>,
     ) -> Self {
+        let out = io::stdout();
         let pipe = Pipe {
             tool,
-            out: io::stdout(),
+            is_terminal: out.is_terminal(),
+            out,
             stop,
             stopped,
             told: false,
@@ -227,6 +229,7 @@ impl Write for Sink {
 struct Pipe {
     tool: &'static str,
     out: Stdout,
+    is_terminal: bool,
     stop: SignalFd,
     stopped: Arc<AtomicBool>,
     /// Whether the message that the last report waits was printed.
@@ -243,7 +246,7 @@ impl Pipe {
             return Err(io::Error::other(Unread));
         }
         // The write goes to the descriptor: Rust's stdout would keep the bytes after the last newline.
-        nix::unistd::write(&self.out, piece).map_err(io::Error::from)
+        nix::unistd::write(&self.out, piece).map_err(|errno| write_error(errno, self.is_terminal))
     }
 
     /// Waits until stdout is writable, or has an error that the write will meet. Returns false if a signal comes that
@@ -259,6 +262,16 @@ impl Pipe {
             room = wait_for_room(out, stop, None)?;
         }
         Ok(room == Room::Some)
+    }
+}
+
+/// Returns the error of a write. A closed terminal, where writes fail with EIO, has lost its reader like a closed pipe.
+/// EIO of a file is an error of its disk.
+fn write_error(errno: Errno, is_terminal: bool) -> io::Error {
+    if errno == Errno::EIO && is_terminal {
+        io::ErrorKind::BrokenPipe.into()
+    } else {
+        errno.into()
     }
 }
 
@@ -400,6 +413,15 @@ mod tests {
         let error = output.finish().expect_err("the device is full");
         let cause = error.downcast_ref::<io::Error>().expect("the system's");
         assert_eq!(cause.raw_os_error(), Some(libc::ENOSPC));
+    }
+
+    #[test]
+    fn only_a_terminal_s_reader_leaves_by_an_error_of_input_or_output() {
+        let kind = |errno, is_terminal| write_error(errno, is_terminal).kind();
+        assert_eq!(kind(Errno::EIO, true), io::ErrorKind::BrokenPipe);
+        assert_ne!(kind(Errno::EIO, false), io::ErrorKind::BrokenPipe);
+        assert_eq!(kind(Errno::EPIPE, false), io::ErrorKind::BrokenPipe);
+        assert_eq!(kind(Errno::ENOSPC, true), io::ErrorKind::StorageFull);
     }
 
     #[test]
