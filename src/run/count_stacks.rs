@@ -402,10 +402,11 @@ impl<'map, M: MapCore> StackCounts<'map, M> {
             return Ok(());
         }
         let line = self.line(report, key)?;
-        if !self.sums.add_line(line, place, weight, self.most) {
+        let most = key.has_stacks().then_some(self.most);
+        if !self.sums.add_line(line, place, weight, most) {
             self.without_stack += count.events;
             let line = self.line(report, &key.clone().without_stacks())?;
-            self.sums.add_line(line, None, weight, self.most);
+            self.sums.add_line(line, None, weight, None);
         }
         Ok(())
     }

@@ -40,6 +40,13 @@ impl Key {
         }
     }
 
+    /// Whether the key has a stack, which can be left out for lack of room.
+    pub(crate) fn has_stacks(&self) -> bool {
+        [self.user, self.kernel]
+            .iter()
+            .any(|&id| ![NONE, LOST].contains(&id))
+    }
+
     /// Returns the key of this process with its stacks lost.
     pub(crate) fn without_stacks(self) -> Self {
         let lose = |id| if id == NONE { NONE } else { LOST };
@@ -114,7 +121,7 @@ struct Line {
 #[derive(Debug, Default)]
 pub(crate) struct Sums {
     lines: Vec<Line>,
-    /// The number of lines whose stacks are not lost.
+    /// The number of lines that have stacks.
     stacks: u32,
     /// Indexes of lines by their text.
     by_text: HashMap<String, usize>,
@@ -135,22 +142,23 @@ impl Sums {
     }
 
     /// Adds to the line with this text; `place` is the place of its stack, if known. Returns false if the line would
-    /// be new, and there are `most` lines of stacks already.
+    /// be new, and there are `most` lines of stacks already. Without `most`, for a line that has no stack to leave out,
+    /// the function returns true.
     pub(crate) fn add_line(
         &mut self,
         (text, gap): (String, Option<String>),
         place: Option<u128>,
         weight: u64,
-        most: u32,
+        most: Option<u32>,
     ) -> bool {
         let new = self.lines.len();
-        let lost = gap.as_deref() == Some(LOST_STACK);
-        if !lost && self.stacks >= most && !self.by_text.contains_key(&text) {
+        let limit = most.filter(|_| gap.as_deref() != Some(LOST_STACK));
+        if limit.is_some_and(|most| self.stacks >= most) && !self.by_text.contains_key(&text) {
             return false;
         }
         let number = *self.by_text.entry(text.clone()).or_insert(new);
         if number == new {
-            self.stacks += u32::from(!lost);
+            self.stacks += u32::from(limit.is_some());
             self.lines.push(Line { text, sum: 0, gap });
         }
         self.lines[number].sum += weight;
@@ -160,9 +168,9 @@ impl Sums {
         true
     }
 
-    /// Whether the counts can take this key, if they may have `most` keys.
+    /// Whether the counts can take this key, if they may have `most` keys. They always take a key without stacks.
     pub(crate) fn has_room_for(&self, key: &Key, most: u32) -> bool {
-        self.counts.len() < most as usize || self.counts.contains_key(key)
+        self.counts.len() < most as usize || !key.has_stacks() || self.counts.contains_key(key)
     }
 
     /// Adds to the key's count.
@@ -244,15 +252,35 @@ mod tests {
     }
 
     #[test]
+    fn what_has_no_stacks_always_finds_room() {
+        let mut sums = Sums::default();
+        let key = |user, pid| Key {
+            user,
+            kernel: NONE,
+            pid,
+            comm: "kswapd0".into(),
+        };
+        sums.add(key(100, 7), Count::default());
+        assert!(!key(NONE, 8).has_stacks() && key(100, 8).has_stacks());
+        assert!(sums.has_room_for(&key(NONE, 8), 1) && !sums.has_room_for(&key(100, 8), 1));
+
+        let line = |text: &str| (text.to_owned(), None);
+        assert!(sums.add_line(line("p;main"), None, 7, Some(1)));
+        assert!(!sums.add_line(line("kswapd0"), None, 5, Some(1)));
+        assert!(sums.add_line(line("kswapd0"), None, 5, None));
+        assert_eq!(sums.into_lines().map(|(_, sum)| sum).sum::<u64>(), 12);
+    }
+
+    #[test]
     fn gaps_are_told_by_weight() {
         let mut sums = Sums::default();
         let line = |text: &str, gap: Option<&str>| (text.to_owned(), gap.map(str::to_owned));
         let by_fp = Some("[truncated: by frame pointers alone]");
-        assert!(sums.add_line(line("p;[lost]", Some(LOST_STACK)), None, 3, 2));
-        assert!(sums.add_line(line("p;main", None), Some(1), 7, 2));
-        assert!(sums.add_line(line("p;f", by_fp), Some(2), 2, 2));
-        assert!(!sums.add_line(line("p;g", None), Some(3), 2, 2));
-        assert!(sums.add_line(line("p;f", by_fp), Some(4), 2, 2));
+        assert!(sums.add_line(line("p;[lost]", Some(LOST_STACK)), None, 3, Some(2)));
+        assert!(sums.add_line(line("p;main", None), Some(1), 7, Some(2)));
+        assert!(sums.add_line(line("p;f", by_fp), Some(2), 2, Some(2)));
+        assert!(!sums.add_line(line("p;g", None), Some(3), 2, Some(2)));
+        assert!(sums.add_line(line("p;f", by_fp), Some(4), 2, Some(2)));
         assert!(sums.add_at(4, 1) && sums.add_at(1, 1) && !sums.add_at(3, 1));
         let gaps = sums.gaps();
         let gaps: Vec<_> = gaps.iter().map(|(gap, sum)| (gap.as_str(), *sum)).collect();
