@@ -35,6 +35,10 @@ pub fn attach(program: &ProgramMut<'_>, event: Software) -> Result<Vec<Link>> {
                 .context("failed to attach to the perf event")
         })
         .collect::<Result<_>>()?;
+    if let Err(error) = cpus.events() {
+        eprintln!("CPUs that come online later are not traced: no device events: {error}");
+        return Ok(links);
+    }
     let program = program.as_fd().try_clone_to_owned()?;
     let follower = Follower::start(cpus, program, event)?;
     followers().push(follower);

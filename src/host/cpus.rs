@@ -6,6 +6,7 @@ use std::fs;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use anyhow::{Context, Result};
+use nix::errno::Errno;
 use nix::sys::socket::{
     AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, socket,
 };
@@ -19,8 +20,8 @@ const MESSAGE_BYTES: usize = 4096;
 #[derive(Debug)]
 pub struct Cpus {
     online: BTreeSet<usize>,
-    /// None if the socket for device events could not be opened: then the set does not change.
-    events: Option<OwnedFd>,
+    /// The socket for device events, or why it could not be opened: then the set does not change.
+    events: Result<OwnedFd, Errno>,
 }
 
 /// Device event of a CPU that has come online or gone offline.
@@ -37,13 +38,8 @@ impl Cpus {
     /// If `/sys` cannot be read.
     pub fn now() -> Result<Self> {
         // Opened before the list is read: a CPU that comes online in between is in the list, or has an event.
-        let events = open().ok();
-        let list = fs::read_to_string("/sys/devices/system/cpu/online")
-            .context("failed to list the CPUs; is /sys mounted?")?;
-        let online = parse_list(&list)
-            .context("failed to understand /sys/devices/system/cpu/online")?
-            .into_iter()
-            .collect();
+        let events = open();
+        let online = read_list()?;
         Ok(Self { online, events })
     }
 
@@ -53,28 +49,71 @@ impl Cpus {
     }
 
     /// Returns a descriptor that is readable when [`Cpus::came`] may return CPUs.
-    pub fn events(&self) -> Option<BorrowedFd<'_>> {
-        self.events.as_ref().map(AsFd::as_fd)
+    ///
+    /// # Errors
+    /// If the kernel provides no device events here: then [`Cpus::came`] returns no CPUs.
+    pub fn events(&self) -> Result<BorrowedFd<'_>, Errno> {
+        self.events
+            .as_ref()
+            .map(AsFd::as_fd)
+            .map_err(|&errno| errno)
     }
 
     /// Returns the CPUs that have come online since the last call, including CPUs that had been online earlier. Does
-    /// not wait.
+    /// not wait. If the kernel has dropped events, the function reads the list of CPUs again, and prints a message on
+    /// stderr, as that list does not show which CPUs have been offline.
     pub fn came(&mut self) -> Vec<usize> {
-        let mut came = Vec::new();
-        let Some(events) = &self.events else {
-            return came;
+        let Ok(events) = &self.events else {
+            return Vec::new();
         };
-        let mut message = [0; MESSAGE_BYTES];
-        while let Ok(length) = recv(events.as_raw_fd(), &mut message, MsgFlags::MSG_DONTWAIT) {
-            match Event::parse(&message[..length]) {
-                Some(Event::Online(cpu)) if self.online.insert(cpu) => came.push(cpu),
-                Some(Event::Offline(cpu)) => {
-                    self.online.remove(&cpu);
-                }
-                _ => {}
-            }
+        let events = events.as_raw_fd();
+        let receive = |message: &mut [u8]| recv(events, message, MsgFlags::MSG_DONTWAIT);
+        let (came, lost) = self.update(receive, read_list);
+        if let Some(lost) = lost {
+            eprintln!("{lost}");
         }
         came
+    }
+
+    /// Updates the set by the events that `receive` returns, and, if events were lost, by the list that `read` returns.
+    /// Returns the CPUs that have come online, and a message if CPUs may be missing.
+    fn update(
+        &mut self,
+        mut receive: impl FnMut(&mut [u8]) -> nix::Result<usize>,
+        read: impl FnOnce() -> Result<BTreeSet<usize>>,
+    ) -> (Vec<usize>, Option<String>) {
+        let mut came = Vec::new();
+        let mut lost = false;
+        let mut message = [0; MESSAGE_BYTES];
+        loop {
+            match receive(&mut message).map(|length| Event::parse(&message[..length])) {
+                Ok(Some(Event::Online(cpu))) if self.online.insert(cpu) => came.push(cpu),
+                Ok(Some(Event::Offline(cpu))) => {
+                    self.online.remove(&cpu);
+                }
+                Ok(_) | Err(Errno::EINTR) => {}
+                // The socket had no room for more events.
+                Err(Errno::ENOBUFS) => lost = true,
+                Err(_) => break,
+            }
+        }
+        if !lost {
+            return (came, None);
+        }
+        match read() {
+            Ok(online) => {
+                came.extend(online.difference(&self.online));
+                self.online = online;
+                let message = "events of CPUs were lost: a CPU that has gone offline and come back is not traced";
+                (came, Some(message.into()))
+            }
+            Err(error) => {
+                let message = format!(
+                    "events of CPUs were lost, so CPUs that have come online are not traced: {error:#}"
+                );
+                (came, Some(message))
+            }
+        }
     }
 }
 
@@ -104,6 +143,14 @@ impl Event {
     }
 }
 
+/// Reads the list of the CPUs that are online.
+fn read_list() -> Result<BTreeSet<usize>> {
+    let list = fs::read_to_string("/sys/devices/system/cpu/online")
+        .context("failed to list the CPUs; is /sys mounted?")?;
+    let cpus = parse_list(&list).context("failed to understand /sys/devices/system/cpu/online")?;
+    Ok(cpus.into_iter().collect())
+}
+
 /// Parses a list such as `0-3,8`.
 fn parse_list(list: &str) -> Option<Vec<usize>> {
     let mut cpus = Vec::new();
@@ -123,6 +170,32 @@ mod tests {
         assert_eq!(parse_list("0\n"), Some(vec![0]));
         assert_eq!(parse_list("0-2,5,7-8\n"), Some(vec![0, 1, 2, 5, 7, 8]));
         assert_eq!(parse_list("x"), None);
+    }
+
+    #[test]
+    fn lost_events_are_made_up_for_by_the_list() {
+        let mut cpus = Cpus {
+            online: BTreeSet::from([0, 1]),
+            events: Err(Errno::EAFNOSUPPORT),
+        };
+        let mut update = |results: &[nix::Result<&str>], list: &[usize]| {
+            let mut results = results.iter();
+            let receive = |message: &mut [u8]| {
+                let event = results.next().copied().unwrap_or(Err(Errno::EAGAIN))?;
+                message[..event.len()].copy_from_slice(event.as_bytes());
+                Ok(event.len())
+            };
+            let (came, lost) = cpus.update(receive, || Ok(list.iter().copied().collect()));
+            (came, lost.is_some())
+        };
+        let online = |cpu| format!("online@/devices/system/cpu/cpu{cpu}\0");
+        let (second, third) = (online(2), online(3));
+        let offline = "offline@/devices/system/cpu/cpu1\0";
+        assert_eq!(update(&[Ok(&*second), Ok(offline)], &[]), (vec![2], false));
+        let overflow = [Err(Errno::ENOBUFS), Ok(&*third)];
+        assert_eq!(update(&overflow, &[0, 1, 2, 3, 5]), (vec![3, 1, 5], true));
+        assert_eq!(update(&[Ok(&*online(5))], &[]), (vec![], false));
+        assert_eq!(cpus.online, BTreeSet::from([0, 1, 2, 3, 5]));
     }
 
     #[test]

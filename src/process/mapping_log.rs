@@ -73,10 +73,13 @@ impl MappingLog {
         let cpus = Cpus::now()?;
         let filling =
             Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).context("failed to open epoll")?;
-        if let Some(events) = cpus.events() {
-            filling
+        match cpus.events() {
+            Ok(events) => filling
                 .add(events, EpollEvent::new(EpollFlags::EPOLLIN, 0))
-                .context("failed to watch for CPUs")?;
+                .context("failed to watch for CPUs")?,
+            Err(error) => eprintln!(
+                "mappings that are made on CPUs that come online later are not seen: no device events: {error}"
+            ),
         }
         let mut log = Self {
             cpus,
