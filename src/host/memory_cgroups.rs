@@ -143,18 +143,26 @@ pub fn sizes() -> Vec<CgroupSize> {
 }
 
 /// Returns the folder of this cgroup in the hierarchy of the memory controller. This is the same folder if it has the
-/// controller, and otherwise the folder with the same path below a mount that has the controller.
+/// controller, and otherwise the folder with the same path below a mount that has the controller. `folder` can be
+/// below the mount of another hierarchy, or a path below any of them.
 pub fn folder_with_memory(folder: &Path) -> PathBuf {
-    let mut folders = memory_mounts(&Mounts::now()).into_iter().map(|(mount, _)| {
-        let below = folder.to_string_lossy();
-        mount.join(below.trim_start_matches('/'))
-    });
-    match current(folder) {
-        Some(_) => folder.to_owned(),
-        None => folders
-            .find(|folder| current(folder).is_some())
-            .unwrap_or_else(|| folder.to_owned()),
+    folder_with_memory_in(folder, &Mounts::now())
+}
+
+fn folder_with_memory_in(folder: &Path, mounts: &Mounts) -> PathBuf {
+    if current(folder).is_some() {
+        return folder.to_owned();
     }
+    let mut hierarchies = mounts.iter().filter(|mount| mount.is_of_cgroups());
+    let below = hierarchies
+        .find_map(|mount| folder.strip_prefix(&mount.folder).ok())
+        .or(folder.strip_prefix("/").ok())
+        .unwrap_or(folder);
+    let mounts = memory_mounts(mounts).into_iter();
+    let mut folders = mounts.map(|(mount, _)| mount.join(below));
+    folders
+        .find(|folder| current(folder).is_some())
+        .unwrap_or_else(|| folder.to_owned())
 }
 
 /// Returns the bytes that a cgroup uses, including page cache. None if the cgroup does not count memory.
@@ -292,6 +300,28 @@ mod tests {
                 ("/sys/fs/cgroup/memory".into(), "memory.limit_in_bytes"),
             ]
         );
+    }
+
+    #[test]
+    fn a_cgroup_is_found_in_the_hierarchy_that_counts_memory() {
+        let root = tempfile::tempdir().expect("a folder");
+        let [memory, unified] = ["memory", "unified"].map(|name| root.path().join(name));
+        let (counted, named) = (memory.join("a/b"), unified.join("a/b"));
+        for folder in [&counted, &named] {
+            fs::create_dir_all(folder).expect("a folder");
+        }
+        fs::write(counted.join(VERSION_1.current), "4096\n").expect("a file");
+        let mounts = format!(
+            "cgroup {} cgroup rw,memory 0 0\ncgroup2 {} cgroup2 rw 0 0\n",
+            memory.display(),
+            unified.display()
+        );
+        let mounts = Mounts::parse(mounts.as_bytes());
+        for folder in [&*counted, &*named, Path::new("/a/b"), Path::new("a/b")] {
+            assert_eq!(folder_with_memory_in(folder, &mounts), counted);
+        }
+        let other = unified.join("a");
+        assert_eq!(folder_with_memory_in(&other, &mounts), other);
     }
 
     #[test]

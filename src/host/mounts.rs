@@ -21,6 +21,11 @@ impl Mount {
     pub fn has_option(&self, option: &str) -> bool {
         self.options.split(',').any(|one| one == option)
     }
+
+    /// Returns whether the file system is a hierarchy of cgroups, of version 1 or 2.
+    pub fn is_of_cgroups(&self) -> bool {
+        ["cgroup", "cgroup2"].contains(&&*self.kind)
+    }
 }
 
 /// Mounted file systems that this process sees, in the order in which they were mounted.
