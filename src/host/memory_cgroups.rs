@@ -12,8 +12,8 @@ use crate::print::text;
 const NO_LIMIT: u64 = 1 << 62;
 /// Minimum number of removed cgroups for which [`MemoryCgroups::most_dying`] is determined.
 const MANY_DYING: u64 = 1000;
-/// Maximum number of cgroups that are visited: a host of thousands of containers has fewer.
-const MAX_GROUPS: usize = 20_000;
+/// Maximum number of cgroups of each version that are visited: a host of thousands of containers has fewer.
+pub const MAX_GROUPS: usize = 20_000;
 
 /// Cgroup with a limit, at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -40,6 +40,15 @@ impl MemoryCgroup {
         let held = self.current.saturating_sub(self.inactive_file);
         held as f64 * 100.0 / self.limit.max(1) as f64
     }
+}
+
+/// Memory usage of cgroups, in the order of their paths.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct CgroupSizes {
+    /// The cgroups but the roots.
+    pub groups: Vec<CgroupSize>,
+    /// Whether cgroups were left out because there are more than [`MAX_GROUPS`] of one version.
+    pub left_out: bool,
 }
 
 /// Memory that a cgroup and the cgroups below it use.
@@ -121,25 +130,31 @@ impl MemoryCgroups {
     }
 
     fn look_below(&mut self, mount: &Path, files: &Files) {
-        self.left_out |= !visit(mount, |folder, path| {
+        self.left_out |= !visit(mount, MAX_GROUPS, |folder, path| {
             self.limited.extend(look_at(folder, path, files));
         });
     }
 }
 
-/// Returns the memory usage of each memory cgroup but the root, of both versions, in the order of their paths.
-pub fn sizes() -> Vec<CgroupSize> {
-    let mut sizes = Vec::new();
+/// Returns the memory usage of the memory cgroups of both versions.
+pub fn sizes() -> CgroupSizes {
+    let mut sizes = CgroupSizes::default();
     for (mount, files) in memory_mounts(&Mounts::now()) {
-        visit(&mount, |folder, path| {
+        sizes.look_below(&mount, files, MAX_GROUPS);
+    }
+    sizes
+}
+
+impl CgroupSizes {
+    fn look_below(&mut self, mount: &Path, files: &Files, most: usize) {
+        self.left_out |= !visit(mount, most, |folder, path| {
             let current = number(&folder.join(files.current)).filter(|_| path != "/");
-            sizes.extend(current.map(|current| CgroupSize {
+            self.groups.extend(current.map(|current| CgroupSize {
                 path: path.to_owned(),
                 current,
             }));
         });
     }
-    sizes
 }
 
 /// Returns the folder of this cgroup in the hierarchy of the memory controller. This is the same folder if it has the
@@ -191,10 +206,10 @@ pub fn root_limit() -> Option<u64> {
 }
 
 /// Calls `look` with the folders of all cgroups from the mount on and their escaped paths, in the order of the paths,
-/// for at most [`MAX_GROUPS`] cgroups. Returns whether these were all.
-fn visit(mount: &Path, mut look: impl FnMut(&Path, &str)) -> bool {
+/// for at most `most` cgroups. Returns whether these were all.
+fn visit(mount: &Path, most: usize, mut look: impl FnMut(&Path, &str)) -> bool {
     let mut left = vec![(mount.to_owned(), "/".to_owned())];
-    for _ in 0..MAX_GROUPS {
+    for _ in 0..most {
         let Some((folder, path)) = left.pop() else {
             return true;
         };
@@ -353,8 +368,27 @@ mod tests {
             fs::create_dir_all(folder.path().join(path)).expect("a folder");
         }
         let mut seen = Vec::new();
-        assert!(visit(folder.path(), |_, path| seen.push(path.to_owned())));
+        let all = visit(folder.path(), 6, |_, path| seen.push(path.to_owned()));
+        assert!(all);
         assert_eq!(seen, ["/", "/a", "/b", "/b/a", "/b/c", "/b-"]);
+    }
+
+    #[test]
+    fn sizes_tell_that_cgroups_were_left_out() {
+        let folder = tempfile::tempdir().expect("a folder");
+        for (path, current) in [("a", "4096\n"), ("b", "8192\n")] {
+            let path = folder.path().join(path);
+            fs::create_dir(&path).expect("a folder");
+            fs::write(path.join(VERSION_2.current), current).expect("a file");
+        }
+        let sizes = |most| {
+            let mut sizes = CgroupSizes::default();
+            sizes.look_below(folder.path(), &VERSION_2, most);
+            let bytes: Vec<u64> = sizes.groups.iter().map(|group| group.current).collect();
+            (bytes, sizes.left_out)
+        };
+        assert_eq!(sizes(3), (vec![4096, 8192], false));
+        assert_eq!(sizes(2), (vec![4096], true));
     }
 
     #[test]

@@ -2,11 +2,13 @@
 
 use std::collections::HashMap;
 use std::io::{self, Write};
+use std::sync::Once;
 
 use anyhow::{Result, ensure};
 use clap::ValueEnum;
+use memtools::host::allocinfo;
+use memtools::host::memory_cgroups::{self, MAX_GROUPS};
 use memtools::host::slabinfo::Slabinfo;
-use memtools::host::{allocinfo, memory_cgroups};
 use memtools::print::output::{Output, Row};
 use memtools::process::container::{self, Home};
 use memtools::run::cli::UsageError;
@@ -52,12 +54,16 @@ impl By {
         Ok(match self {
             Self::Process | Self::Swap | Self::Growth => Holders::new(),
             Self::Cgroup => {
-                let sizes = memory_cgroups::sizes().into_iter();
+                let sizes = memory_cgroups::sizes();
+                if sizes.left_out {
+                    say_that_cgroups_are_left_out();
+                }
                 let held = |bytes| Held {
                     bytes,
                     objects: None,
                 };
-                sizes
+                let groups = sizes.groups.into_iter();
+                groups
                     .map(|group| (group.path, held(group.current)))
                     .collect()
             }
@@ -154,6 +160,17 @@ impl By {
         ))?;
         rows.iter().try_for_each(|row| output.row(row))
     }
+}
+
+/// Reports on stderr, once in a run, that not all cgroups were read.
+fn say_that_cgroups_are_left_out() {
+    static SAID: Once = Once::new();
+    SAID.call_once(|| {
+        eprintln!(
+            "memtriage: only the first {MAX_GROUPS} cgroups of a version are read, in the order of their paths; see \
+             another one with: memtriage --cgroup CGROUP"
+        );
+    });
 }
 
 /// Row of a cgroup, a slab cache or a line of code, one of the largest.
