@@ -141,16 +141,40 @@ fn script_interpreter(program: &Path) -> Result<Option<PathBuf>> {
         .next()
         .unwrap_or_default()
         .trim_ascii();
-    let mut words = line.split(u8::is_ascii_whitespace);
-    let interpreter = words.next().unwrap_or_default();
-    // With #!/usr/bin/env NAME, env replaces itself by NAME.
-    let run = match words.next() {
-        Some(name) if interpreter.ends_with(b"/env") => {
-            find_program(&String::from_utf8_lossy(name))?
-        }
-        _ => PathBuf::from(OsStr::from_bytes(interpreter)),
+    // The kernel passes everything behind the interpreter as one argument.
+    let end = line.iter().position(u8::is_ascii_whitespace);
+    let (interpreter, argument) = line.split_at(end.unwrap_or(line.len()));
+    let run = if interpreter.ends_with(b"/env") {
+        run_by_env(&String::from_utf8_lossy(argument))?
+    } else {
+        None
     };
-    Ok(Some(run))
+    match run {
+        Some(name) => find_program(&name).map(Some),
+        None => Ok(Some(PathBuf::from(OsStr::from_bytes(interpreter)))),
+    }
+}
+
+/// Returns the name of the program by which `env` replaces itself with this argument of a `#!` line: `NAME`, or
+/// `-S [OPTION...] [VARIABLE=VALUE...] NAME ...`. None if the argument names no program.
+fn run_by_env(argument: &str) -> Result<Option<String>> {
+    const WITH_VALUE: [&str; 4] = ["-u", "--unset", "-C", "--chdir"];
+    let argument = argument.trim_ascii();
+    let split = ["--split-string=", "-S"];
+    let split = split
+        .iter()
+        .find_map(|option| argument.strip_prefix(option));
+    let words = shell_words::split(split.unwrap_or(argument))
+        .context("unbalanced quotes in the first line of the script")?;
+    let mut words = words.into_iter();
+    while let Some(word) = words.next() {
+        if WITH_VALUE.contains(&&*word) {
+            words.next();
+        } else if !word.starts_with('-') && !word.contains('=') {
+            return Ok(Some(word));
+        }
+    }
+    Ok(None)
 }
 
 /// Lists the libraries that the dynamic linker of glibc or musl would load.
@@ -365,11 +389,34 @@ mod tests {
     fn a_script_is_traced_as_its_interpreter() {
         let folder = tempfile::tempdir().expect("a folder");
         let script = folder.path().join("script");
-        std::fs::write(&script, "#!/usr/bin/env sh\necho\n").expect("a script");
-        assert_eq!(
-            code_files(&script).expect("its files")[0],
-            find_program("sh").expect("sh")
-        );
+        let shell = find_program("sh").expect("sh");
+        for line in [
+            "/usr/bin/env sh".to_owned(),
+            "/usr/bin/env  sh ".to_owned(),
+            "/usr/bin/env -S sh -e".to_owned(),
+            format!("{} -e", shell.display()),
+        ] {
+            std::fs::write(&script, format!("#!{line}\necho\n")).expect("a script");
+            assert_eq!(code_files(&script).expect("its files")[0], shell, "{line}");
+        }
+    }
+
+    #[test]
+    fn env_runs_what_follows_its_options() {
+        let run = |argument| run_by_env(argument).expect("balanced quotes");
+        for argument in [
+            " prog",
+            "  prog -x",
+            "-S prog -x",
+            "-Sprog -x",
+            "-S  -i -u HOME A=b prog -x",
+            "--split-string=prog -x",
+            "-vS 'prog' -x",
+        ] {
+            assert_eq!(run(argument).as_deref(), Some("prog"), "{argument}");
+        }
+        assert_eq!((run(""), run("-S A=b")), (None, None));
+        assert!(run_by_env("-S 'prog").is_err());
     }
 
     #[test]
