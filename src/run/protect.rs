@@ -12,24 +12,31 @@ use crate::host::capabilities::{self, Capability};
 /// touched, and the OOM killer kills other processes. Call this when everything has been set up. Failures are printed
 /// on stderr in the name of `tool`. Commands that were started before are not protected.
 pub fn from_lack_of_memory(tool: &str) {
-    if let Err(error) = protect() {
-        eprintln!("{tool}: {error:#}; when memory runs out, this may be killed, or be late");
+    for failure in failures(spare_from_oom_killer(), lock_memory()) {
+        eprintln!("{tool}: {failure}");
     }
 }
 
-/// Spares this process from the OOM killer and locks its memory, as far as permitted. Fails without CAP_IPC_LOCK or
-/// CAP_SYS_RESOURCE.
-fn protect() -> Result<()> {
-    let spared = fs::write("/proc/self/oom_score_adj", "-1000");
-    lock_memory()?;
-    let failed = || {
-        let remedy = capabilities::remedy(Capability::CAP_SYS_RESOURCE);
-        format!("failed to set oom_score_adj{remedy}")
-    };
-    spared.with_context(failed)
+/// Returns a message for each protection that has failed, with its consequence.
+fn failures(spared: Result<()>, locked: Result<()>) -> impl Iterator<Item = String> {
+    let outcomes = [(spared, "killed"), (locked, "late")];
+    outcomes.into_iter().filter_map(|(outcome, consequence)| {
+        let error = outcome.err()?;
+        Some(format!(
+            "{error:#}; when memory runs out, this may be {consequence}"
+        ))
+    })
 }
 
-/// Locks the memory that is mapped, and later mappings as they are touched.
+/// Makes the OOM killer kill other processes. Fails without CAP_SYS_RESOURCE.
+fn spare_from_oom_killer() -> Result<()> {
+    fs::write("/proc/self/oom_score_adj", "-1000").with_context(|| {
+        let remedy = capabilities::remedy(Capability::CAP_SYS_RESOURCE);
+        format!("failed to set oom_score_adj{remedy}")
+    })
+}
+
+/// Locks the memory that is mapped, and later mappings as they are touched. Fails without CAP_IPC_LOCK.
 ///
 /// With a limit (RLIMIT_MEMLOCK) nothing is locked: a thread's stack would count whole against the limit, so that no
 /// thread could be started beyond it.
@@ -48,4 +55,25 @@ fn lock_memory() -> Result<()> {
     mlockall(MlockAllFlags::MCL_CURRENT)
         .and_then(|()| mlockall(MlockAllFlags::MCL_FUTURE | on_fault))
         .with_context(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::anyhow;
+
+    use super::*;
+
+    #[test]
+    fn each_failure_is_told_with_its_consequence() {
+        let told: Vec<String> =
+            failures(Err(anyhow!("no score")), Err(anyhow!("no lock"))).collect();
+        assert_eq!(
+            told,
+            [
+                "no score; when memory runs out, this may be killed",
+                "no lock; when memory runs out, this may be late",
+            ]
+        );
+        assert_eq!(failures(Ok(()), Ok(())).count(), 0);
+    }
 }
