@@ -8,6 +8,7 @@
 use std::any::TypeId;
 use std::collections::BTreeMap;
 use std::env;
+use std::ffi::OsStr;
 use std::fmt;
 use std::fs;
 use std::mem::MaybeUninit;
@@ -242,20 +243,23 @@ fn object_storage() -> &'static mut MaybeUninit<OpenObject> {
 /// Returns the programs of the object that are its tool's own. Programs that unwind stacks, and hold processes
 /// meanwhile, are left out: they are part of every object that takes user stacks.
 pub fn own_programs(object: &mut OpenObject) -> impl Iterator<Item = OpenProgramMut<'_>> {
-    object.progs_mut().filter(|program| !unwinds(program))
+    let programs = object.progs_mut();
+    programs.filter(|program| !unwinds(program.name()))
 }
 
 /// Excludes the programs that unwind stacks from loading, for an object that takes no stacks.
 pub fn load_no_unwinding(object: &mut OpenObject) {
-    for mut program in object.progs_mut().filter(unwinds) {
-        program.set_autoload(false);
+    for mut program in object.progs_mut() {
+        if unwinds(program.name()) {
+            program.set_autoload(false);
+        }
     }
 }
 
-/// Whether a program serves to unwind user stacks, rather than to trace what its tool traces.
-fn unwinds(program: &OpenProgramMut<'_>) -> bool {
-    let name = program.name().to_string_lossy();
-    ["unwind_", "held_"].iter().any(|of| name.starts_with(of))
+/// Whether the program with this name serves to unwind user stacks, rather than to trace what its tool traces.
+pub(crate) fn unwinds(program: &OsStr) -> bool {
+    let name = program.as_encoded_bytes();
+    name.starts_with(b"unwind_") || name.starts_with(b"held_")
 }
 
 /// Selects the tool's own programs with these names, and no other ones, for loading. Programs that unwind stacks keep

@@ -8,8 +8,7 @@ use anyhow::{Context, Result};
 use libbpf_rs::{MapCore, MapFlags, Object, Program};
 use serde::Serialize;
 
-use crate::bpf::program_stats;
-use crate::bpf::types;
+use crate::bpf::{attach, program_stats, types};
 use crate::export::metrics::Metrics;
 use crate::print::output::{Output, Row};
 use crate::print::timeline::Moment;
@@ -47,11 +46,8 @@ impl Losses {
     /// # Errors
     /// If the map `losses` or the kernel's counters of the programs cannot be read.
     pub fn of(object: &Object, filter: &Filter) -> Result<Self> {
-        let records = |program: &Program<'_>| {
-            let name = program.name().as_encoded_bytes();
-            let unwinds = name.starts_with(b"unwind_") || name.starts_with(b"held_");
-            program.autoload() && !unwinds
-        };
+        let records =
+            |program: &Program<'_>| program.autoload() && !attach::unwinds(program.name());
         let lost = Self::counted(object)?.and_runs(object.progs().filter(records))?;
         let runs = lost.runs + filter.skipped_runs()?;
         Ok(Self { runs, ..lost })
