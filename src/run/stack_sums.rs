@@ -10,14 +10,10 @@ use std::mem;
 
 use crate::run::count_stacks::Weight;
 use crate::stacks::named::StackIds;
+use crate::stacks::table::{LOST, NO_STACK};
 
 /// Gap of a line whose stack is lost.
 pub(crate) const LOST_STACK: &str = "[lost]";
-
-/// The id of a stack that could not be stored.
-const LOST: u64 = 0;
-/// The id of no stack: there is none, or none was asked for.
-const NONE: u64 = 1;
 
 /// Key of a count in the kernel: a process with its stacks.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -44,12 +40,12 @@ impl Key {
     pub(crate) fn has_stacks(&self) -> bool {
         [self.user, self.kernel]
             .iter()
-            .any(|&id| ![NONE, LOST].contains(&id))
+            .any(|&id| ![NO_STACK, LOST].contains(&id))
     }
 
     /// Returns the key of this process with its stacks lost.
     pub(crate) fn without_stacks(self) -> Self {
-        let lose = |id| if id == NONE { NONE } else { LOST };
+        let lose = |id| if id == NO_STACK { NO_STACK } else { LOST };
         Self {
             user: lose(self.user),
             kernel: lose(self.kernel),
@@ -231,7 +227,7 @@ mod tests {
         let mut sums = Sums::default();
         let key = |user| Key {
             user,
-            kernel: NONE,
+            kernel: NO_STACK,
             pid: 7,
             comm: "cc1".into(),
         };
@@ -256,13 +252,13 @@ mod tests {
         let mut sums = Sums::default();
         let key = |user, pid| Key {
             user,
-            kernel: NONE,
+            kernel: NO_STACK,
             pid,
             comm: "kswapd0".into(),
         };
         sums.add(key(100, 7), Count::default());
-        assert!(!key(NONE, 8).has_stacks() && key(100, 8).has_stacks());
-        assert!(sums.has_room_for(&key(NONE, 8), 1) && !sums.has_room_for(&key(100, 8), 1));
+        assert!(!key(NO_STACK, 8).has_stacks() && key(100, 8).has_stacks());
+        assert!(sums.has_room_for(&key(NO_STACK, 8), 1) && !sums.has_room_for(&key(100, 8), 1));
 
         let line = |text: &str| (text.to_owned(), None);
         assert!(sums.add_line(line("p;main"), None, 7, Some(1)));

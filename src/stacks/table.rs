@@ -68,10 +68,10 @@ pub fn size<const MAPS: usize>(
 }
 
 /// The id of a stack that could not be recorded or stored.
-const LOST: u64 = types::stack_id::STACK_LOST.0 as u64;
+pub(crate) const LOST: u64 = types::stack_id::STACK_LOST.0 as u64;
 
 /// The id of "no stack": the user stack of a kernel thread, the kernel stack of user code.
-const NO_STACK: u64 = types::stack_id::STACK_NONE.0 as u64;
+pub(crate) const NO_STACK: u64 = types::stack_id::STACK_NONE.0 as u64;
 
 /// The flag of an entry whose addresses are the kernel's.
 const KERNEL: u8 = types::stack_flags::STACK_KERNEL.0 as u8;
