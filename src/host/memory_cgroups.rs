@@ -3,9 +3,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::host::cgroup_tree;
 use crate::host::mounts::Mounts;
 use crate::host::values::Values;
-use crate::print::text;
 
 /// Limit of version 1 that means no limit, and all above it: the kernel reports 2^63 bytes, rounded down to a page of
 /// any size.
@@ -214,24 +214,12 @@ fn visit(mount: &Path, most: usize, mut look: impl FnMut(&Path, &str)) -> bool {
             return true;
         };
         look(&folder, &path);
-        let mut below = children(&folder, &path);
+        let mut below: Vec<_> = cgroup_tree::children(&folder, &path).collect();
         // The last element is taken next.
         below.sort_unstable_by(|a, b| b.cmp(a));
         left.append(&mut below);
     }
     left.is_empty()
-}
-
-/// Returns the folders of the child cgroups, with their escaped paths.
-fn children(folder: &Path, path: &str) -> Vec<(PathBuf, String)> {
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-    let folders = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
-    let child = |entry: fs::DirEntry| {
-        let separator = if path.ends_with('/') { "" } else { "/" };
-        let name = text::escape_bytes(entry.file_name().as_encoded_bytes());
-        (entry.path(), format!("{path}{separator}{name}"))
-    };
-    folders.map(child).collect()
 }
 
 /// Returns the number of removed cgroups below this one that still exist in the kernel.
@@ -250,7 +238,7 @@ fn most_dying(mount: PathBuf, count: u64) -> Dying {
         count,
     };
     loop {
-        let below = children(&most.folder, &most.path).into_iter();
+        let below = cgroup_tree::children(&most.folder, &most.path);
         let below = below.map(|(folder, path)| Dying {
             count: dying_below(&folder),
             folder,

@@ -7,6 +7,7 @@
 //! | [`pressure`] | how long tasks were stalled because memory was short |
 //! | [`slabinfo`] | slab caches and the bytes of their pages |
 //! | [`allocinfo`] | memory by the lines of the kernel's code that allocate it |
+//! | `cgroup_tree` | the tree of cgroups of a hierarchy |
 //! | [`memory_cgroups`] | memory cgroups of both versions: their usage, and their limits |
 //! | [`mounts`] | mounted file systems, and the mount points of cgroups |
 //! | [`cpus`] | CPUs that are online, and that come online later |
@@ -15,6 +16,7 @@
 
 pub mod allocinfo;
 pub mod capabilities;
+pub(crate) mod cgroup_tree;
 pub mod cpus;
 pub mod kernel_log;
 pub mod memory_cgroups;

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
+use crate::host::cgroup_tree;
 use crate::host::mounts::Mounts;
 use crate::print::text;
 
@@ -18,11 +19,9 @@ pub fn processes_below(folder: &Path) -> Result<Vec<u32>> {
     let list = fs::read_to_string(folder.join("cgroup.procs"))
         .with_context(|| format!("{} is no cgroup of version 2", folder.display()))?;
     let mut pids: Vec<u32> = list.lines().filter_map(|line| line.parse().ok()).collect();
-    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+    for child in cgroup_tree::child_folders(folder) {
         // A cgroup that was removed meanwhile has no processes.
-        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            pids.extend(processes_below(&entry.path()).unwrap_or_default());
-        }
+        pids.extend(processes_below(&child).unwrap_or_default());
     }
     Ok(pids)
 }
@@ -56,10 +55,7 @@ pub(crate) fn folders(mount: &Path, most: usize) -> Vec<PathBuf> {
     let mut folders = vec![mount.to_owned()];
     let mut looked_at = 0;
     while looked_at < folders.len() && folders.len() < most {
-        let inside = fs::read_dir(&folders[looked_at]);
-        let inside = inside.into_iter().flatten().flatten();
-        let below = inside.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
-        folders.extend(below.map(|entry| entry.path()));
+        folders.extend(cgroup_tree::child_folders(&folders[looked_at]));
         looked_at += 1;
     }
     folders
@@ -176,18 +172,13 @@ impl Cgroups {
     }
 
     /// Adds the paths of a cgroup and of all cgroups below it. The id of a cgroup is the inode number of its folder.
-    fn look_at(&mut self, folder: &Path, name: &str) {
+    fn look_at(&mut self, folder: &Path, path: &str) {
         let Ok(metadata) = fs::metadata(folder) else {
             return;
         };
-        self.paths.insert(metadata.ino(), Some(name.to_owned()));
-        for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-                let child = entry.file_name();
-                let child = text::escape_bytes(child.as_encoded_bytes());
-                let separator = if name.ends_with('/') { "" } else { "/" };
-                self.look_at(&entry.path(), &format!("{name}{separator}{child}"));
-            }
+        self.paths.insert(metadata.ino(), Some(path.to_owned()));
+        for (child, path) in cgroup_tree::children(folder, path) {
+            self.look_at(&child, &path);
         }
     }
 }
