@@ -1,13 +1,13 @@
 //! Memory of a process that has an interpreter, and the addresses of files and of the program in this memory.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
 use anyhow::{Context, Result, bail};
 
 use crate::code::elf_file::Elf;
-use crate::process::proc::Mapping;
+use crate::process::proc::{Mapping, Stat};
 
 /// Memory of a process. The bytes that are read are untrusted.
 pub(crate) struct Memory(File);
@@ -89,15 +89,8 @@ pub(crate) fn layout(pid: u32) -> Result<u64> {
     const END_CODE: usize = 27;
     const START_STACK: usize = 28;
     const START_DATA: usize = 45;
-    const FIRST: usize = 3;
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // The command's name, before the last parenthesis, is untrusted.
-    let rest = stat.rsplit_once(')').context("no process")?.1;
-    let fields: Vec<&str> = rest.split_whitespace().collect();
-    let field = |number: usize| -> Result<u64> {
-        let field = fields.get(number - FIRST).context("too few fields")?;
-        Ok(field.parse()?)
-    };
+    let stat = Stat::read(format!("/proc/{pid}/stat"))?;
+    let field = |number| stat.field::<u64>(number).context("too few fields");
     let (code, stack, data) = (field(END_CODE)?, field(START_STACK)?, field(START_DATA)?);
     if stack <= 1 {
         bail!("not allowed to read where process {pid} has its program");

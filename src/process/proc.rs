@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 use anyhow::{Context, Result, bail};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -25,6 +26,37 @@ pub(crate) fn field(path: impl AsRef<Path>, name: &str) -> Option<String> {
     let mut lines = text.split(|&byte| byte == b'\n');
     let value = lines.find_map(|line| line.strip_prefix(name.as_bytes()))?;
     Some(str::from_utf8(value).ok()?.trim().to_owned())
+}
+
+/// Fields of `/proc/PID/stat` behind the name of the process or thread. They have the numbers of proc_pid_stat(5).
+#[derive(Debug)]
+pub struct Stat(String);
+
+impl Stat {
+    /// Number of the state, a letter, which is the first field behind the name.
+    pub const STATE: usize = 3;
+
+    /// Reads a file such as `/proc/PID/stat`.
+    ///
+    /// # Errors
+    /// If the process or thread does not exist any more.
+    pub fn read(path: impl AsRef<Path>) -> io::Result<Self> {
+        Ok(Self::parse(&fs::read(path)?))
+    }
+
+    fn parse(stat: &[u8]) -> Self {
+        // The name is in parentheses and can contain any bytes, including parentheses.
+        let name_ends = stat.iter().rposition(|&byte| byte == b')');
+        let fields = name_ends.map_or(&[][..], |end| &stat[end + 1..]);
+        Self(String::from_utf8_lossy(fields).into_owned())
+    }
+
+    /// Returns the field with this number, from [`Stat::STATE`] on. None if there is no such field, or it is of another
+    /// type.
+    pub fn field<T: FromStr>(&self, number: usize) -> Option<T> {
+        let mut fields = self.0.split_ascii_whitespace();
+        fields.nth(number.checked_sub(Self::STATE)?)?.parse().ok()
+    }
 }
 
 /// Returns the PIDs of all processes that run now in our PID namespace.
@@ -166,10 +198,7 @@ impl Process {
 
     /// Returns whether the process is stopped by a signal.
     pub fn is_stopped(&self) -> bool {
-        let stat = fs::read(self.file("stat")).unwrap_or_default();
-        // The name is in parentheses and can contain any bytes, including parentheses.
-        let name_ends = stat.iter().rposition(|&byte| byte == b')').unwrap_or(0);
-        stat.get(name_ends + 2) == Some(&b'T')
+        Stat::read(self.file("stat")).is_ok_and(|stat| stat.field(Stat::STATE) == Some('T'))
     }
 
     /// Returns the present mappings of the process; empty after its exit.
@@ -234,19 +263,11 @@ impl Process {
     /// Returns PF_KTHREAD of the flags in /proc/PID/stat.
     fn is_kernel_thread(&self) -> Result<bool> {
         const PF_KTHREAD: u64 = 0x0020_0000;
-        const FLAGS_AFTER_COMM: usize = 6;
-        let stat = fs::read(self.file("stat"))
+        const FLAGS: usize = 9;
+        let stat = Stat::read(self.file("stat"))
             .with_context(|| format!("process {} has exited", self.pid))?;
-        // The name is in parentheses and can contain any bytes, including parentheses.
-        let after_comm = stat
-            .iter()
-            .rposition(|&byte| byte == b')')
-            .map_or(0, |at| at + 1);
-        let flags = String::from_utf8_lossy(&stat[after_comm..])
-            .split_whitespace()
-            .nth(FLAGS_AFTER_COMM)
-            .and_then(|flags| flags.parse::<u64>().ok())
-            .context("failed to read the flags of the process")?;
+        let flags: Option<u64> = stat.field(FLAGS);
+        let flags = flags.context("failed to read the flags of the process")?;
         Ok(flags & PF_KTHREAD != 0)
     }
 
@@ -373,6 +394,16 @@ mod tests {
         );
         assert_eq!(Mapping::parse(b""), None);
         assert_eq!(Mapping::parse(b"garbage"), None);
+    }
+
+    #[test]
+    fn fields_are_counted_behind_any_name() {
+        let stat = Stat::parse(b"7 (a) R \xff) T 1 2 -3\n");
+        assert_eq!(stat.field(Stat::STATE), Some('T'));
+        assert_eq!((stat.field(4), stat.field(6)), (Some(1), Some(-3)));
+        assert_eq!(stat.field::<u64>(6), None, "it is below 0");
+        assert_eq!((stat.field::<u64>(7), stat.field::<u64>(2)), (None, None));
+        assert_eq!(Stat::parse(b"").field::<char>(Stat::STATE), None);
     }
 
     #[test]

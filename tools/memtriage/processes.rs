@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use memtools::host::values::Values;
 use memtools::print::text;
 use memtools::process::container::Home;
-use memtools::process::proc;
+use memtools::process::proc::{self, Stat};
 
 use crate::whose::By;
 
@@ -74,21 +74,16 @@ pub(crate) fn one(pid: u32) -> Option<Usage> {
 fn look_at(pid: u32) -> Option<Usage> {
     let read = |file: &str| fs::read(format!("/proc/{pid}/{file}")).ok();
     let status = Values::parse(&String::from_utf8_lossy(&read("status")?));
-    let stat = read("stat")?;
-    let stat = String::from_utf8_lossy(&stat);
-    let (_, fields) = stat.rsplit_once(')')?;
-    let fields: Vec<&str> = fields.split_ascii_whitespace().collect();
-    // Fields are numbered as in proc(5); these begin with the third.
-    let field = |number: usize| fields.get(number - 3)?.parse().ok();
+    let stat = Stat::read(format!("/proc/{pid}/stat")).ok()?;
     let comm = read("comm")?;
     status.get("VmRSS")?;
     let io = read("io").unwrap_or_default();
     Some(Usage {
         pid,
         comm: text::escape_bytes(comm.strip_suffix(b"\n").unwrap_or(&comm)),
-        started: field(22)?,
-        minor_faults: field(10)?,
-        major_faults: field(12)?,
+        started: stat.field(22)?,
+        minor_faults: stat.field(10)?,
+        major_faults: stat.field(12)?,
         disk_reads: Values::parse(&String::from_utf8_lossy(&io)).get("read_bytes"),
         anon: status.of("RssAnon"),
         file: status.of("RssFile"),

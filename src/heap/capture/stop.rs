@@ -15,7 +15,7 @@ use anyhow::{Result, bail};
 use crate::heap::image::{GENERAL_REGISTERS, Thread};
 use crate::host::capabilities::{self, Capability};
 use crate::print::text;
-use crate::process::proc;
+use crate::process::proc::{self, Stat};
 
 /// Time that a thread may take to stop, while other threads stand still already. A thread that sleeps in the kernel
 /// where no signal reaches it (state D: a disk, NFS, a vfork) can take for ever.
@@ -59,13 +59,13 @@ impl Late {
         Self {
             pid,
             tid,
-            sleeps: state(pid, tid) == Some(b'D'),
+            sleeps: state(pid, tid) == Some('D'),
         }
     }
 
     /// Whether the thread slept where nothing interrupts it (state D) when it was late, and does so now.
     pub(super) fn sleeps_still(&self) -> bool {
-        self.sleeps && state(self.pid, self.tid) == Some(b'D')
+        self.sleeps && state(self.pid, self.tid) == Some('D')
     }
 
     /// Returns the message about the thread after `tries` tries in `time`.
@@ -277,15 +277,13 @@ pub(super) fn tids(pid: u32) -> Result<Vec<u32>> {
 }
 
 /// Returns the letter that the kernel prints for a thread's state.
-fn state(pid: u32, tid: u32) -> Option<u8> {
-    let stat = fs::read(format!("/proc/{pid}/task/{tid}/stat")).ok()?;
-    // The name is in parentheses and can hold anything, parentheses too.
-    let name_ends = stat.iter().rposition(|&byte| byte == b')')?;
-    stat.get(name_ends + 2).copied()
+fn state(pid: u32, tid: u32) -> Option<char> {
+    let stat = Stat::read(format!("/proc/{pid}/task/{tid}/stat")).ok()?;
+    stat.field(Stat::STATE)
 }
 
 pub(super) fn has_ended(pid: u32, tid: u32) -> bool {
-    matches!(state(pid, tid), None | Some(b'Z' | b'X'))
+    matches!(state(pid, tid), None | Some('Z' | 'X'))
 }
 
 /// Returns the PID of the process that traces a thread.

@@ -4,6 +4,8 @@ use std::collections::HashSet;
 use std::fs;
 use std::time::{Duration, Instant};
 
+use memtools::process::proc::Stat;
+
 /// Minimum time between two looks. The time is longer where a look takes long.
 const BETWEEN: Duration = Duration::from_millis(20);
 /// Minimum ratio of the time between two looks to the duration of a look.
@@ -80,14 +82,12 @@ fn list(pid: u32) -> HashSet<u32> {
     children
 }
 
-/// Returns the minor page faults of children that have been waited for: cminflt, after the name in parentheses.
+/// Returns the minor page faults of children that have been waited for.
 fn faults(pid: u32) -> u64 {
-    const CMINFLT: usize = 8;
-    let stat = fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let stat = String::from_utf8_lossy(&stat);
-    let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
-    let number = fields.split_whitespace().nth(CMINFLT);
-    number.and_then(|number| number.parse().ok()).unwrap_or(0)
+    const CMINFLT: usize = 11;
+    let stat = Stat::read(format!("/proc/{pid}/stat")).ok();
+    stat.and_then(|stat| stat.field(CMINFLT))
+        .unwrap_or_default()
 }
 
 #[cfg(test)]
