@@ -93,23 +93,16 @@ impl<'map, M: MapCore, V: Clone> Recorded<'map, M, V> {
 
 #[cfg(test)]
 mod tests {
-    use libbpf_rs::{MapHandle, MapType, libbpf_sys};
+    use libbpf_rs::{MapHandle, MapType};
 
     use super::*;
+    use crate::bpf::map_create;
 
     /// Creates a map with the numbers below `count` as keys and values. Returns None where the test may not create
     /// maps.
     fn numbers(count: u64) -> Option<MapHandle> {
-        let options = libbpf_sys::bpf_map_create_opts {
-            sz: size_of::<libbpf_sys::bpf_map_create_opts>() as _,
-            ..Default::default()
-        };
-        let map = MapHandle::create(MapType::Hash, Some("numbers"), 8, 8, 16, &options);
-        let map = match map {
-            Ok(map) => map,
-            Err(_) if !nix::unistd::geteuid().is_root() => return None,
-            Err(error) => panic!("{error}"),
-        };
+        let sizes = (size_of::<u64>(), size_of::<u64>());
+        let map = map_create::create_for_test(MapType::Hash, sizes, 16, 0)?;
         for number in (0..count).map(u64::to_ne_bytes) {
             map.update(&number, &number, MapFlags::ANY).expect("room");
         }
