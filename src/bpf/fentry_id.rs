@@ -1,10 +1,10 @@
 //! Loading of programs on the entry and exit of kernel functions (fentry, fexit) without a copy of the kernel's BTF.
 //!
 //! To find the BTF id of a function, libbpf reads the kernel's whole BTF: two copies for a moment, 9 MB, more than
-//! all other memory of a tool. But a tool walks all types anyway ([`kernel_types`]). libbpf needs nothing more if a
+//! all other memory of a tool. But a tool walks all types anyway ([`btf_subset`]). libbpf needs nothing more if a
 //! handler of the program's section tells it the id.
 //!
-//! [`kernel_types`]: crate::bpf::btf_subset
+//! [`btf_subset`]: crate::bpf::btf_subset
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_int, c_long};

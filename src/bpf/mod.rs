@@ -8,7 +8,9 @@
 //! | [`software_event`] | programs on software perf events, on all CPUs |
 //! | `raw_tracepoint` | programs on tracepoints that are attached and detached while a tool runs |
 //! | `kretprobe` | programs on the return of kernel functions that many threads are in at once |
+//! | `btf` | parser and encoder for BTF |
 //! | [`btf_subset`] | the part of the kernel's BTF that a BPF object needs |
+//! | `fentry_id` | loading of fentry and fexit programs without a copy of the kernel's BTF |
 //! | `generated` | the module that includes libbpf-cargo's code for an object |
 //! | [`types`] | structs generated from the BPF headers |
 //! | [`ring`] | typed events from the ring buffer |
