@@ -91,7 +91,10 @@ impl Regions {
 
     /// Removes whole pages. Returns the regions concerned as they were.
     fn cut(&mut self, start: u64, size: u64) -> Vec<Region> {
-        let end = start.saturating_add(size).next_multiple_of(self.page_bytes);
+        // The size can be any number: that of an unmap is what the process has passed, right or wrong.
+        let end = start.saturating_add(size);
+        let end = end.checked_next_multiple_of(self.page_bytes);
+        let end = end.unwrap_or(u64::MAX);
         let first = self
             .by_start
             .range(..start)
@@ -234,6 +237,19 @@ mod tests {
         assert_eq!(ranges(&regions), before);
         regions.unmap_failed(1);
         assert_eq!(ranges(&regions), before);
+    }
+
+    #[test]
+    fn sizes_of_unmaps_can_be_wrong() {
+        for size in [0, PAGE.wrapping_neg(), 0xfff_u64.wrapping_neg(), u64::MAX] {
+            let before = [(0x10000, 0x13000), (0x20000, 0x21000)];
+            let mut regions = regions(&[(0x10000, 3 * PAGE), (0x20000, PAGE)]);
+            for start in [0x11000, u64::MAX] {
+                regions.unmap(1, start, size);
+                regions.unmap_failed(1);
+                assert_eq!(ranges(&regions), before, "{size:#x}");
+            }
+        }
     }
 
     #[test]
