@@ -36,6 +36,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         labelled_programs_are_told_apart [Once],
         types_that_grow_are_told_with_their_rate [Once],
         a_held_type_is_told_with_what_holds_it [Once],
+        what_protected_memory_may_refer_to_is_not_judged [Once],
         growth_ends_early_by_a_signal_or_with_the_process [Once],
         what_becomes_another_program_is_refused [Once],
         the_growth_of_a_process_is_a_table [Once],
@@ -155,6 +156,20 @@ fn a_held_type_is_told_with_what_holds_it() -> Result<()> {
         let holder = held["held_by"].as_str().context("no holder")?;
         ensure!(holder.contains("growth`sessions"), "{held}");
     }
+    Ok(())
+}
+
+fn what_protected_memory_may_refer_to_is_not_judged() -> Result<()> {
+    let (workload, tool) = watch("protected", 7, 4, &["-j", "-T", "1000"])?;
+    let rows = tool.end()?.objects()?;
+    end(workload)?;
+    ensure!(
+        rows[0]["verdict"] == "growing" && rows[0]["lost_new_bytes"].is_null(),
+        "{}",
+        rows[0]
+    );
+    let growing = row(&rows, "shop::request")?;
+    ensure!(growing["lost_blocks"].is_null(), "{growing}");
     Ok(())
 }
 

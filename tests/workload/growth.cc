@@ -14,6 +14,7 @@
  *	burst	   has blocks for a third of the time, and frees them
  *	arenas	   starts threads, each of which leaves an arena that is nearly all free
  *	forks	   starts children that allocate and exit
+ *	protected  loses requests, and has written memory that it may not read
  *	idle	   does nothing
  *
  * The facts are the number of blocks that are lost or held in the end, and the
@@ -166,6 +167,19 @@ STEP static void start_child(unsigned long megabytes)
 	blocks++;
 }
 
+/* Writes a page, and protects it from being read. */
+static void protect_page()
+{
+	size_t bytes = sysconf(_SC_PAGESIZE);
+	void *page = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+	if (page == MAP_FAILED)
+		die("mmap: %s", strerror(errno));
+	memset(page, 1, bytes);
+	if (mprotect(page, bytes, PROT_NONE))
+		die("mprotect: %s", strerror(errno));
+}
+
 /* Whether the test has ended the work. Waits for up to 10 ms. */
 static bool is_enough()
 {
@@ -191,12 +205,14 @@ int main(int argc, char **argv)
 	unsigned long had = entries.size();
 	replace(3001);
 	blocks = 0;
+	if (label == "protected")
+		protect_page();
 	ready();
 	unsigned long start = milliseconds();
 	for (unsigned long round = 0; !is_enough(); round++) {
 		unsigned long now = milliseconds() - start;
 
-		if (label == "leak") {
+		if (label == "leak" || label == "protected") {
 			lose(rate);
 			forget();
 		} else if (label == "unbounded") {

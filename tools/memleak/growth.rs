@@ -227,18 +227,22 @@ impl<'a> Study<'a> {
         let lost = look::lost(&look, &reach)?;
         // The first copy is freed before the second one is taken.
         drop((look, reach));
-        let Some(mut lost) = lost.filter(|lost| !lost.is_empty()) else {
-            self.found.lost = Some(HashSet::new());
-            return Ok(());
+        self.found.lost = match lost {
+            Some(lost) if !lost.is_empty() => self.still_lost(&lost)?,
+            none_or_unknown => none_or_unknown,
         };
-        thread::sleep(BETWEEN);
-        if let Some(again) = self.take_or_tell()? {
-            self.pauses_us.push(again.image.paused.as_micros() as u64);
-            let still = look::lost(&again, &again.reach())?.unwrap_or_default();
-            lost.retain(|place| still.contains(place));
-            self.found.lost = Some(lost);
-        }
         Ok(())
+    }
+
+    /// Returns those of the blocks that are lost in one more image, too. Returns None if that is not known.
+    fn still_lost(&mut self, lost: &HashSet<BlockPlace>) -> Result<Option<HashSet<BlockPlace>>> {
+        thread::sleep(BETWEEN);
+        let Some(again) = self.take_or_tell()? else {
+            return Ok(None);
+        };
+        self.pauses_us.push(again.image.paused.as_micros() as u64);
+        let still = look::lost(&again, &again.reach())?;
+        Ok(still.map(|still| lost & &still))
     }
 
     fn seconds(&self) -> Vec<f64> {

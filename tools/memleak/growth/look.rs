@@ -105,14 +105,13 @@ impl Look {
     }
 }
 
-/// Returns the blocks that nothing refers to. Returns None if the process has memory that is protected from being read,
-/// which may hold references.
+/// Returns the blocks that nothing refers to. Returns None if there are some, and the process has memory that is
+/// protected from being read, which may refer to them.
 ///
 /// # Errors
 /// If the process's mappings cannot be read.
 pub(super) fn lost(look: &Look, reach: &Reach) -> Result<Option<HashSet<BlockPlace>>> {
-    if verdict::protected_bytes(&look.image)? > 0 {
-        return Ok(None);
-    }
-    Ok(Some(verdict::lost_blocks(&look.heap, reach)))
+    let lost = verdict::lost_blocks(&look.heap, reach);
+    let is_known = lost.is_empty() || verdict::protected_bytes(&look.image)? == 0;
+    Ok(is_known.then_some(lost))
 }
