@@ -183,12 +183,10 @@ fn frees(skel: &Loaded, kinds: Kinds) -> Vec<(Pair<'_>, &'static str)> {
 impl Attached {
     /// Returns the counts of what could not be recorded.
     pub(super) fn losses(&self) -> Result<Losses> {
-        // Only the second of a tracepoint's two programs counts: if the first is skipped, the second does its work.
-        let decides = |program: &Program<'_>| {
-            let name = program.name().to_string_lossy();
-            program.autoload() && (name.ends_with(SECOND) || name.contains("k_free"))
+        let loses = |program: &Program<'_>| {
+            program.autoload() && loses_if_skipped(&program.name().to_string_lossy())
         };
-        let programs = self.skel.object().progs().filter(decides);
+        let programs = self.skel.object().progs().filter(loses);
         let losses = Losses::counted(self.skel.object())?.and_runs(programs)?;
         Ok(Losses {
             runs: losses.runs.saturating_sub(self.harmless_skips()?),
@@ -257,6 +255,12 @@ fn blocks(args: &Args) -> Result<u32> {
     Ok(blocks)
 }
 
+/// Whether something is lost if the program with this name is skipped. If the first of a tracepoint's two programs is
+/// skipped, the second does its work. The programs of [`Bulk::Kprobe`] have no second.
+fn loses_if_skipped(program: &str) -> bool {
+    program.ends_with(SECOND) || ["bulk_free", "rcu_free"].contains(&program)
+}
+
 /// Whether the cache of each object has to be known.
 fn with_caches(args: &Args) -> bool {
     args.kernel.by_cache || args.kernel.cache.is_some()
@@ -311,6 +315,16 @@ mod tests {
     use clap::Parser;
 
     use super::*;
+
+    #[test]
+    fn programs_without_a_second_lose_what_they_skip() {
+        for program in ["kfree_nested", "bulk_free", "rcu_free"] {
+            assert!(loses_if_skipped(program), "{program}");
+        }
+        for program in ["kfree", "cache_free", "page_free", "learn_page"] {
+            assert!(!loses_if_skipped(program), "{program}");
+        }
+    }
 
     #[test]
     fn blocks_are_as_many_as_the_limit_allows_unless_they_are_said() {
