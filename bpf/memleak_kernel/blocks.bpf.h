@@ -151,6 +151,8 @@ static __u64 learned_page;
 /* Number of `blocks` that are 2^order pages, so that orders without blocks are not searched. */
 static __u64 live_pages[PAGE_ORDERS];
 
+#define STRUCT_PAGE_BYTES ((__u64)bpf_core_type_size(struct page))
+
 /* Before 5.17 struct page has what struct slab has in later kernels. */
 struct page___slab {
 	struct kmem_cache *slab_cache;
@@ -205,6 +207,21 @@ static __noinline int block_remove(__u64 key)
 	return 1;
 }
 
+static __always_inline void pages_count(__u32 order, __u64 add)
+{
+	barrier_var(order);
+	if (order < PAGE_ORDERS)
+		__sync_fetch_and_add(&live_pages[order], add);
+}
+
+/* Forgets the parts of a block of 2^order pages that was removed. */
+static __always_inline void pages_removed(__u64 key, __u32 order)
+{
+	pages_count(order, -1);
+	if (order)
+		bpf_map_delete_elem(&parts, &key);
+}
+
 /* Adds a block. Returns 0 if it could not be recorded. */
 static __noinline int block_insert(__u64 key, const struct block *block)
 {
@@ -213,7 +230,8 @@ static __noinline int block_insert(__u64 key, const struct block *block)
 	if (error == -EEXIST) {
 		/* Memory that is allocated was free: its free was not seen. */
 		__sync_fetch_and_add(&unseen_frees, 1);
-		block_remove(key);
+		if (block_remove(key) && block->cache == KIND_PAGES)
+			pages_removed(key, key & (STRUCT_PAGE_BYTES - 1)); /* see page_key() */
 		error = bpf_map_update_elem(&blocks, &key, block, BPF_ANY);
 	}
 	if (error) {

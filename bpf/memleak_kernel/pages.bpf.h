@@ -7,8 +7,6 @@
 
 #include "blocks.bpf.h"
 
-#define STRUCT_PAGE_BYTES ((__u64)bpf_core_type_size(struct page))
-
 /*
  * Returns the key of the block of 2^order pages that contains this page: struct page is aligned to
  * more than there are orders.
@@ -34,13 +32,6 @@ static __always_inline bool pages_live(__u32 order)
 	return order < PAGE_ORDERS && live_pages[order];
 }
 
-static __always_inline void pages_count(__u32 order, __u64 add)
-{
-	barrier_var(order);
-	if (order < PAGE_ORDERS)
-		__sync_fetch_and_add(&live_pages[order], add);
-}
-
 /*
  * Removes the block of 2^order pages that contains this page. Returns 0 if there is none.
  *
@@ -53,9 +44,7 @@ __noinline int pages_remove(__u64 page, __u32 order)
 
 	if (!pages_live(order) || !block_remove(key))
 		return 0;
-	pages_count(order, -1);
-	if (order)
-		bpf_map_delete_elem(&parts, &key);
+	pages_removed(key, order);
 	return 1;
 }
 
