@@ -78,7 +78,7 @@ impl VerdictArgs {
             Some(Moment::Now) if names_allocators(args) => {
                 return refuse(&format!(
                     "--verdict without SECONDS traces nothing: leave out {}",
-                    ALLOCATORS.join(", ")
+                    ALLOCATORS.map(option).join(", ")
                 ));
             }
             Some(Moment::After(time)) if self.idle.is_some_and(|idle| idle > time) => {
@@ -111,6 +111,11 @@ impl VerdictArgs {
             _ => Ok(self.verdict == Some(Moment::Now)),
         }
     }
+}
+
+/// Returns the option of a field of [`Args`].
+fn option(field: &str) -> String {
+    format!("--{}", field.replace('_', "-"))
 }
 
 /// Whether options say which allocators to probe.
@@ -175,6 +180,9 @@ mod tests {
         ] {
             assert!(wanted(wrong).is_err(), "{wrong:?}");
         }
+        let error = wanted(&["-p", "1", "--verdict", "-S", "my_"]).expect_err("traces nothing");
+        let options = "leave out --obj, --symbols-prefix, --alloc, --free";
+        assert!(error.ends_with(options), "{error}");
         for wrong in ["--verdict=0", "--verdict=soon", "--verdict=-1"] {
             assert!(
                 Args::try_parse_from(["memleak", "-p", "1", wrong]).is_err(),
