@@ -202,12 +202,7 @@ impl fmt::Display for Freed {
             self.address,
             inside.unwrap_or_default()
         )?;
-        for frame in self.stack.part().into_iter().flat_map(|part| &part.frames) {
-            for row in frame.rows() {
-                writeln!(f, "\t\t0x{:016x}\t{row}", frame.address)?;
-            }
-        }
-        Ok(())
+        StackText::with_addresses(&self.stack).fmt(f)
     }
 }
 
@@ -234,7 +229,7 @@ impl Row for UnknownFrees {
         write!(out, "\t{} frees of unknown blocks from stack", self.frees)?;
         text_of_process(self.process.as_ref(), out)?;
         writeln!(out)?;
-        text_of_stack(&self.stack, true, out)
+        write!(out, "{}", StackText::with_addresses(&self.stack))
     }
 }
 
@@ -246,28 +241,38 @@ fn text_of_process(process: Option<&ProcessName>, out: &mut dyn Write) -> io::Re
     write!(out, " of PID {pid} ({comm}){inside}")
 }
 
-/// Writes the frames of a stack as lines, or why they are missing or incomplete.
-pub(crate) fn text_of_stack(
-    stack: &NamedStack,
+/// Frames of a stack as lines, or why they are missing or incomplete.
+pub(crate) struct StackText<'a> {
+    stack: &'a NamedStack,
     addresses: bool,
-    out: &mut dyn Write,
-) -> io::Result<()> {
-    let frames = stack.part().map_or(&[][..], |part| &part.frames);
-    for frame in frames {
-        for row in frame.rows() {
-            if addresses {
-                writeln!(out, "\t\t0x{:016x}\t{row}", frame.address)?;
-            } else {
-                writeln!(out, "\t\t{row}")?;
+}
+
+impl<'a> StackText<'a> {
+    pub(crate) fn with_addresses(stack: &'a NamedStack) -> Self {
+        let addresses = true;
+        Self { stack, addresses }
+    }
+}
+
+impl fmt::Display for StackText<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let frames = self.stack.part().map_or(&[][..], |part| &part.frames);
+        for frame in frames {
+            for row in frame.rows() {
+                if self.addresses {
+                    writeln!(f, "\t\t0x{:016x}\t{row}", frame.address)?;
+                } else {
+                    writeln!(f, "\t\t{row}")?;
+                }
             }
         }
+        if frames.is_empty() {
+            writeln!(f, "\t\tstack information lost")?;
+        } else if let Some(reason) = self.stack.truncated() {
+            writeln!(f, "\t\t[truncated: {reason}]")?;
+        }
+        Ok(())
     }
-    if frames.is_empty() {
-        writeln!(out, "\t\tstack information lost")?;
-    } else if let Some(reason) = stack.truncated() {
-        writeln!(out, "\t\t[truncated: {reason}]")?;
-    }
-    Ok(())
 }
 
 /// Stack with its allocations.
@@ -337,7 +342,8 @@ impl Row for Group {
         if self.extended {
             self.text_of_age_and_growth(out)?;
         }
-        text_of_stack(&self.stack, self.addresses, out)
+        let (stack, addresses) = (&self.stack, self.addresses);
+        write!(out, "{}", StackText { stack, addresses })
     }
 }
 
@@ -423,6 +429,20 @@ mod tests {
     use memtools::stacks::named::{Frame, Part};
 
     use super::*;
+
+    #[test]
+    fn a_double_free_says_if_its_stack_is_lost() {
+        let freed = Freed {
+            time: clock::now(),
+            process: None,
+            address: 0x7f00,
+            stack: NamedStack::default(),
+        };
+        assert_eq!(
+            freed.to_string(),
+            "memleak: 0x7f00 was freed, and not for the first time, from stack\n\t\tstack information lost\n"
+        );
+    }
 
     #[test]
     fn text_is_bccs() {

@@ -8,7 +8,7 @@ use memtools::run::losses::Losses;
 use memtools::stacks::named::NamedStack;
 use serde::Serialize;
 
-use crate::rows::{self, ProcessName};
+use crate::rows::{self, ProcessName, StackText};
 
 use super::judge::{Group, Kind, Sum, Sums};
 
@@ -241,7 +241,7 @@ fn text_of_origin(origin: Option<&Origin>, is_traced: bool, out: &mut dyn Write)
         format!("{first} to {last}")
     };
     writeln!(out, "; allocated {ages} s ago from stack")?;
-    rows::text_of_stack(&origin.stack, true, out)
+    write!(out, "{}", StackText::with_addresses(&origin.stack))
 }
 
 /// Kind of the blocks of a row.
