@@ -29,6 +29,7 @@ use crate::bpf::kernel_support;
 use crate::bpf::kretprobe;
 use crate::bpf::map_create;
 use crate::bpf::software_event;
+use crate::run::cli::UsageError;
 
 /// Whether --verbose was given.
 static VERBOSE: AtomicBool = AtomicBool::new(false);
@@ -144,8 +145,8 @@ impl std::error::Error for NoVariantHelps {}
 /// Starts the first variant that works, and returns it with its name.
 ///
 /// # Errors
-/// If none works: every variant with its reason, or [`NoVariantHelps`] alone. With `verbose` a reason is also printed when a
-/// later variant works.
+/// If none works: every variant with its reason, or the first [`NoVariantHelps`] or [`UsageError`] alone. With `verbose`
+/// a reason is also printed when a later variant works.
 pub fn first_that_works<'a, T: 'a>(
     verbose: bool,
     variants: impl IntoIterator<Item = Variant<'a, T>>,
@@ -158,7 +159,9 @@ pub fn first_that_works<'a, T: 'a>(
         take_log();
         match needs.map_or(Ok(()), Means::check).and_then(|()| start()) {
             Ok(started) => return Ok((name, started)),
-            Err(error) if error.is::<NoVariantHelps>() => return Err(error),
+            Err(error) if error.is::<NoVariantHelps>() || error.is::<UsageError>() => {
+                return Err(error);
+            }
             Err(error) => {
                 let log = take_log();
                 let lines: Vec<&str> = log.lines().collect();
@@ -442,6 +445,16 @@ mod tests {
         ];
         let (name, value) = first_that_works(false, variants).expect("the second works");
         assert_eq!((name, value), ("second", 2));
+    }
+
+    #[test]
+    fn wrong_options_are_refused_rather_than_tried_otherwise() {
+        let variants = [
+            Variant::new("best", || bail!(UsageError("too large".into()))),
+            Variant::new("second", || panic!("must not be tried")),
+        ];
+        let error = first_that_works::<()>(false, variants).unwrap_err();
+        assert!(error.is::<UsageError>(), "{error}");
     }
 
     #[test]

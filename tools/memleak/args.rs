@@ -310,6 +310,17 @@ impl Args {
         self.mem_limit - self.mem_limit / STACKS_PART
     }
 
+    /// Refuses --max-allocs if so many blocks take more than --mem-limit of the kernel's memory.
+    pub(crate) fn expect_room(&self, blocks: u32, bytes: u64) -> Result<(), UsageError> {
+        if bytes > self.mem_limit {
+            return Err(UsageError(format!(
+                "{blocks} blocks take {bytes} bytes of memory: lower --max-allocs, or raise --mem-limit, which is {}",
+                self.mem_limit
+            )));
+        }
+        Ok(())
+    }
+
     /// Resolves options that are shorthands of others. Refuses options that make no sense together, where that is more
     /// than a conflict of two.
     pub(crate) fn check(mut self) -> Result<Self, UsageError> {

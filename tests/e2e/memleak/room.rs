@@ -20,6 +20,7 @@ pub(super) fn tests() -> Vec<Trial> {
         stacks_of_what_is_gone_make_room,
         stacks_that_do_not_fit_are_counted,
         blocks_that_do_not_fit_are_counted,
+        more_blocks_than_memory_are_refused,
         events_that_do_not_fit_are_counted,
     }
 }
@@ -198,6 +199,11 @@ fn blocks_that_do_not_fit_are_counted() -> Result<()> {
         ended.stderr
     );
     Ok(())
+}
+
+fn more_blocks_than_memory_are_refused() -> Result<()> {
+    let args = ["-c", "true", "--max-allocs", "1000003", "--mem-limit", "1M"];
+    harness::refuses("memleak", &args, 2, "lower --max-allocs")
 }
 
 /// The workload makes more mappings than the ring buffer holds, while memleak is stopped and does not read it.

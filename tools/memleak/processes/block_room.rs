@@ -1,6 +1,5 @@
 //! Sizes of the maps for live blocks.
 
-use anyhow::Result;
 use memtools::run::cli::UsageError;
 
 use super::bpf::types::{block_bucket, live_layout};
@@ -25,7 +24,7 @@ pub(super) struct BlockRoom {
 }
 
 impl BlockRoom {
-    pub(super) fn with_table(args: &Args) -> Result<Self> {
+    pub(super) fn with_table(args: &Args) -> Result<Self, UsageError> {
         let Some(blocks) = args.max_allocs else {
             let bytes = args.bytes_for_blocks();
             let reported = args.reported_block_bytes();
@@ -38,30 +37,25 @@ impl BlockRoom {
             });
         };
         let buckets = buckets_for(blocks);
-        let bytes = table_bytes(buckets);
-        if bytes > args.mem_limit {
-            let message = format!(
-                "--max-allocs {blocks} takes {bytes} bytes of memory: raise --mem-limit, which is {}",
-                args.mem_limit
-            );
-            return Err(UsageError(message).into());
-        }
+        args.expect_room(blocks, table_bytes(buckets))?;
         Ok(Self {
             buckets,
             overflow: vec![(blocks / 16).max(1)],
         })
     }
 
-    pub(super) fn without_table(args: &Args) -> Self {
-        let block_bytes = OVERFLOW_BLOCK_BYTES + args.reported_block_bytes();
-        let within_limit = count_within(args.bytes_for_blocks(), block_bytes);
-        Self {
+    pub(super) fn without_table(args: &Args) -> Result<Self, UsageError> {
+        let overflow = if let Some(blocks) = args.max_allocs {
+            args.expect_room(blocks, u64::from(blocks) * OVERFLOW_BLOCK_BYTES)?;
+            vec![blocks]
+        } else {
+            let block_bytes = OVERFLOW_BLOCK_BYTES + args.reported_block_bytes();
+            steps(count_within(args.bytes_for_blocks(), block_bytes))
+        };
+        Ok(Self {
             buckets: 1,
-            overflow: args.max_allocs.map_or_else(
-                || steps(within_limit),
-                |blocks| vec![blocks.min(within_limit)],
-            ),
-        }
+            overflow,
+        })
     }
 }
 
@@ -87,6 +81,7 @@ fn table_bytes(buckets: u32) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use anyhow::Result;
     use clap::Parser;
     use memtools::stacks::table;
 
@@ -96,7 +91,7 @@ mod tests {
 
     fn room(args: &[&str]) -> Result<BlockRoom> {
         let args = [&["memleak", "-p", "1"], args].concat();
-        BlockRoom::with_table(&Args::try_parse_from(args)?)
+        Ok(BlockRoom::with_table(&Args::try_parse_from(args)?)?)
     }
 
     fn overflow_bytes(room: &BlockRoom) -> u64 {
@@ -141,5 +136,21 @@ mod tests {
         assert_eq!(room(&["--mem-limit", "1"]).expect("rounded up"), smallest);
         let error = room(&["--max-allocs", "1000000", "--mem-limit", "1M"]).unwrap_err();
         assert!(error.to_string().contains("raise --mem-limit"), "{error}");
+    }
+
+    #[test]
+    fn memory_is_limited_without_the_table_too() {
+        let overflow = |options: &[&str]| {
+            let args = [&["memleak", "-p", "1"], options].concat();
+            let room = BlockRoom::without_table(&Args::try_parse_from(args).expect("valid"));
+            room.map(|room| room.overflow)
+        };
+        let of = |blocks| overflow(&["--mem-limit", "1M", "--max-allocs", blocks]);
+        assert_eq!((1 << 20) / OVERFLOW_BLOCK_BYTES, 9362);
+        assert_eq!(of("9362").expect("within the limit"), [9362]);
+        let error = of("9363").unwrap_err();
+        assert!(error.0.contains("raise --mem-limit"), "{error}");
+        let default = overflow(&[]).expect("within the limit");
+        assert_eq!(default.len(), 1 + MORE_OVERFLOW);
     }
 }

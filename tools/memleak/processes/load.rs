@@ -36,7 +36,7 @@ const LOOKED_AT: u32 = 4096;
 /// Loads the BPF programs that are wanted, and attaches those that every way needs.
 pub(super) fn load(way: Way, target: &Targets, args: &Args) -> Result<Started> {
     let room = match way {
-        Way::Plain => BlockRoom::without_table(args),
+        Way::Plain => BlockRoom::without_table(args)?,
         _ => BlockRoom::with_table(args)?,
     };
     let signatures = signatures(target);
