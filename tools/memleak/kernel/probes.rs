@@ -238,20 +238,12 @@ impl Attached {
 }
 
 /// Returns the capacity of the map of blocks.
-fn blocks(args: &Args) -> Result<u32> {
-    let each = BLOCK_BYTES + args.reported_block_bytes();
+fn blocks(args: &Args) -> Result<u32, UsageError> {
     let Some(blocks) = args.max_allocs else {
+        let each = BLOCK_BYTES + args.reported_block_bytes();
         return Ok(DEFAULT_BLOCKS.min(count_within(args.bytes_for_blocks(), each)));
     };
-    let bytes = u64::from(blocks) * each;
-    if bytes > args.mem_limit {
-        let message = format!(
-            "{blocks} blocks take {bytes} bytes of memory: lower --max-allocs, or raise --mem-limit, \
-             which is {}",
-            args.mem_limit
-        );
-        return Err(UsageError(message).into());
-    }
+    args.expect_room(blocks, u64::from(blocks) * BLOCK_BYTES)?;
     Ok(blocks)
 }
 
@@ -338,6 +330,9 @@ mod tests {
         assert!(u64::from(few) * each <= 64 << 20, "{few}");
         assert!(u64::from(few) * each > 32 << 20, "{few}");
         assert_eq!(room(&["--max-allocs", "7"]).expect("room"), 7);
+        // Of the memory for --max-allocs, only the kernel's counts.
+        let fits = room(&["--max-allocs", "599186", "--mem-limit", "64M"]);
+        assert_eq!(fits.expect("room"), 599_186);
         let error = room(&["--max-allocs", "1000000", "--mem-limit", "64M"]).expect_err("too many");
         assert!(error.to_string().contains("lower --max-allocs"), "{error}");
     }
