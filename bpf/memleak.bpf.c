@@ -10,11 +10,12 @@
  * can be unmapped in part, which takes an ordered map: they go to user space as
  * events, in order, and are kept there.
  *
- * The handlers are attached in one of three ways, from the best down, which
+ * The handlers are attached in one of four ways, from the best down, which
  * tools/memleak/processes/probes.rs chooses: one uprobe session link for all functions of a file,
- * with their signatures in its cookies (6.13 and later); a perf uprobe for each entry and return,
- * with cookies (5.15); perf uprobes without cookies, with a program for each signature, entry_0 to
- * entry_59, and all blocks in a hash map.
+ * with their signatures in its cookies (6.13 and later); two links for each file, one for entries
+ * and one for returns, also with cookies (6.6); a perf uprobe for each entry and return, with
+ * cookies (5.15); perf uprobes without cookies, with a program for each signature, entry_0 to
+ * entry_59, and all blocks in hash maps.
  */
 
 #include "memleak/calls.bpf.h"
