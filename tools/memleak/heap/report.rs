@@ -226,7 +226,7 @@ impl HeapRow {
 }
 
 /// Returns how much of the heap was walked, and why not all of it.
-fn told(coverage: &Coverage) -> (&'static str, Option<String>) {
+pub(super) fn told(coverage: &Coverage) -> (&'static str, Option<String>) {
     match coverage {
         Coverage::Complete => ("complete", None),
         Coverage::Incomplete { why, .. } => ("incomplete", Some(why.clone())),

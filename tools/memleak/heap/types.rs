@@ -14,6 +14,7 @@ use memtools::print::output::{Output, Row};
 use memtools::print::text;
 use serde::Serialize;
 
+use super::report;
 use crate::rows::ProcessName;
 
 /// Upper limit of the smallest size class of unnamed blocks, in bytes.
@@ -86,11 +87,7 @@ fn rows(
     top: usize,
 ) -> (TypesRow, Vec<TypeRow>) {
     let mut types = by_type(heap, names);
-    let (coverage, coverage_note) = match &heap.coverage {
-        Coverage::Complete => ("complete", None),
-        Coverage::Incomplete { why, .. } => ("incomplete", Some(why.clone())),
-        Coverage::Unknown { why } => ("unknown", Some(why.clone())),
-    };
+    let (coverage, coverage_note) = report::told(&heap.coverage);
     let named = |sum: fn(&TypeRow) -> u64| {
         let named = types.iter().filter(|row| row.kind != "unnamed");
         named.map(sum).sum()
