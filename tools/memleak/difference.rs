@@ -16,8 +16,8 @@ use serde::Serialize;
 use crate::args::Args;
 use crate::sums::{self, View};
 
-/// The exit status when there is more growth than --fail-on permits.
-const GROWN: u8 = 3;
+/// The exit status when there is what --fail-on forbids.
+const FORBIDDEN: u8 = 3;
 
 /// Options of the comparison.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -126,12 +126,17 @@ impl Difference {
     }
 }
 
-/// Returns the exit status of a run: the command's if the command has failed, else [`GROWN`] if there was too much
-/// growth.
+/// Returns the exit status of a run that is compared with an earlier one, from the command's, if there is a command.
 pub(crate) fn status(difference: Option<Difference>, command: Option<u8>) -> ExitCode {
     let grown = difference.is_some_and(|difference| difference.is_too_much());
+    status_if(grown, command)
+}
+
+/// Returns the exit status of a run: the command's if the command has failed, else [`FORBIDDEN`] if the run has found
+/// what --fail-on forbids.
+pub(crate) fn status_if(is_forbidden: bool, command: Option<u8>) -> ExitCode {
     match command {
-        None | Some(0) if grown => ExitCode::from(GROWN),
+        None | Some(0) if is_forbidden => ExitCode::from(FORBIDDEN),
         command => command.map_or(ExitCode::SUCCESS, ExitCode::from),
     }
 }

@@ -37,7 +37,7 @@ use memtools::process::smaps;
 use memtools::run::privileges;
 
 use crate::args::Args;
-use crate::difference::FailOn;
+use crate::difference::{self, FailOn};
 use crate::rows::ProcessName;
 use args::Question;
 use idle::Idle;
@@ -50,8 +50,6 @@ use stacks::{Known, Stacks, Untraced};
 use suppressions::Suppressions;
 use why::{Branch, Why};
 
-/// The exit status with --fail-on unreachable, if there is a leak.
-const LEAKS: u8 = 3;
 /// Maximum number of blocks of a chain that are shown.
 const CHAIN: usize = 6;
 /// Time between two images, in which a reference that is in transit arrives.
@@ -77,14 +75,10 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     Ok(status(args, leaks, None))
 }
 
-/// Returns the exit status of a run: the command's if the command has failed, else [`LEAKS`] if there is a leak and
-/// --fail-on forbids leaks.
+/// Returns the exit status of a run that has found so many leaks, from the command's, if there is a command.
 pub(crate) fn status(args: &Args, leaks: u64, command: Option<u8>) -> ExitCode {
     let fails = leaks > 0 && args.difference.fail_on == Some(FailOn::Unreachable);
-    match command {
-        None | Some(0) if fails => ExitCode::from(LEAKS),
-        command => command.map_or(ExitCode::SUCCESS, ExitCode::from),
-    }
+    difference::status_if(fails, command)
 }
 
 /// Refuses to judge a heap that is not known as a whole: a missing block or page may hold blocks that look lost. Also
