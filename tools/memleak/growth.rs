@@ -27,6 +27,7 @@ use memtools::run::privileges;
 
 use crate::args::Args;
 use crate::rows::ProcessName;
+use crate::verdict;
 use children::Children;
 use look::{BlockPlace, Look};
 use report::{GrowthRow, TypeRow};
@@ -34,8 +35,6 @@ use schedule::Schedule;
 
 /// Minimum number of points for a slope.
 const LEAST_POINTS: usize = 3;
-/// Time between the last image and the one in which lost blocks are looked for again.
-const BETWEEN: Duration = Duration::from_millis(100);
 
 /// Watches the process for `period`, and prints how it has grown.
 ///
@@ -236,7 +235,7 @@ impl<'a> Study<'a> {
 
     /// Returns those of the blocks that are lost in one more image, too. Returns None if that is not known.
     fn still_lost(&mut self, lost: &HashSet<BlockPlace>) -> Result<Option<HashSet<BlockPlace>>> {
-        thread::sleep(BETWEEN);
+        thread::sleep(verdict::BETWEEN);
         let Some(again) = self.take_or_tell()? else {
             return Ok(None);
         };

@@ -53,7 +53,7 @@ use why::{Branch, Why};
 /// Maximum number of blocks of a chain that are shown.
 const CHAIN: usize = 6;
 /// Time between two images, in which a reference that is in transit arrives.
-const BETWEEN: Duration = Duration::from_millis(100);
+pub(crate) const BETWEEN: Duration = Duration::from_millis(100);
 
 /// Prints which blocks of the process nothing refers to, and what holds the other blocks.
 ///

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use memtools::process::proc::Stat;
 
 /// Minimum time between two looks. The time is longer where a look takes long.
-const BETWEEN: Duration = Duration::from_millis(20);
+const MIN_INTERVAL: Duration = Duration::from_millis(20);
 /// Minimum ratio of the time between two looks to the duration of a look.
 const SPARING: u32 = 50;
 
@@ -33,7 +33,7 @@ impl Children {
             faults: faults(pid),
             started: 0,
             ended: 0,
-            next: Instant::now() + BETWEEN,
+            next: Instant::now() + MIN_INTERVAL,
         }
     }
 
@@ -49,7 +49,7 @@ impl Children {
         let faults = faults(self.pid);
         self.ended += u64::from(faults > self.faults);
         self.faults = faults.max(self.faults);
-        self.next = begin + BETWEEN.max(begin.elapsed() * SPARING);
+        self.next = begin + MIN_INTERVAL.max(begin.elapsed() * SPARING);
     }
 
     /// Adds the children that are in the list now.
