@@ -28,6 +28,11 @@ struct Known {
 }
 
 impl Known {
+    /// Returns the entry of a process, and makes one if there is none.
+    fn of(known: &mut HashMap<u32, Self>, pid: u32) -> &mut Self {
+        known.entry(pid).or_insert_with(|| Self::running(pid))
+    }
+
     /// Makes the entry of a process that was forked and has not called exec.
     fn running(pid: u32) -> Self {
         Self {
@@ -108,7 +113,7 @@ impl<'a> Names<'a> {
 
     /// Returns a process as rows name it.
     pub(super) fn process(&mut self, pid: u32) -> ProcessName {
-        let known = self.known.entry(pid).or_insert_with(|| Known::running(pid));
+        let known = Known::of(&mut self.known, pid);
         if let (None, Some(homes)) = (&known.home, &mut self.homes) {
             known.home = Some(known.find(pid, homes));
         }
@@ -131,6 +136,6 @@ impl<'a> Names<'a> {
     }
 
     fn known(&mut self, pid: u32) -> &Known {
-        self.known.entry(pid).or_insert_with(|| Known::running(pid))
+        Known::of(&mut self.known, pid)
     }
 }
