@@ -112,18 +112,17 @@ impl Jemalloc {
 
     pub(super) fn text(&self, out: &mut dyn Write) -> io::Result<()> {
         let parts = &self.parts;
+        parts.in_use.text(out, "  in use")?;
+        parts.caches.text(out, "  free in threads' caches")?;
+        if parts.in_doubt.count > 0 {
+            parts.in_doubt.text(out, "  in use or in these")?;
+        }
         for (what, part) in [
-            ("  in use", &parts.in_use),
-            ("  free in threads' caches", &parts.caches),
-            ("  in use or in these", &parts.in_doubt),
             ("  free in slabs", &parts.slabs),
             ("  free pages, dirty", &parts.dirty),
             ("  free pages, muzzy", &parts.muzzy),
             ("  free addresses, retained", &parts.retained),
         ] {
-            if what.contains(" or ") && part.count == 0 {
-                continue;
-            }
             part.text(out, what)?;
         }
         Ok(())
