@@ -79,7 +79,7 @@ struct Builder {
     strings: HashMap<String, i64>,
     mappings: HashMap<Code, u64>,
     functions: HashMap<(i64, i64), u64>,
-    locations: HashMap<LocationKey, u64>,
+    locations: HashMap<message::LocationKey, u64>,
     /// Cgroups by process; None for a process that has exited.
     cgroups: HashMap<u32, Option<String>>,
     /// Whether a stack's name is that of a thread, not of its process.
@@ -91,16 +91,6 @@ struct Builder {
 enum Code {
     File { number: u32, offset: u64 },
     Kernel(String),
-}
-
-/// Identity of a location. An address is not enough: generated code has other functions at the same addresses in
-/// other processes, and Python's frames have no address. The function is the outermost one where calls are inlined.
-#[derive(PartialEq, Eq, Hash)]
-struct LocationKey {
-    mapping: u64,
-    address: u64,
-    function: u64,
-    line: i64,
 }
 
 impl Builder {
@@ -271,12 +261,7 @@ impl Builder {
 
     fn location(&mut self, mapping: u64, address: u64, line: Vec<message::Line>) -> u64 {
         let locations = &mut self.message.location;
-        let key = LocationKey {
-            mapping,
-            address,
-            function: line.last().map_or(0, |line| line.function_id),
-            line: line.last().map_or(0, |line| line.line),
-        };
+        let key = message::LocationKey::new(mapping, address, &line);
         *self.locations.entry(key).or_insert_with(|| {
             let id = locations.len() as u64 + 1;
             locations.push(message::Location {

@@ -6,14 +6,13 @@
 use std::collections::HashMap;
 use std::hash::Hash;
 
-use crate::export::pprof_message::{Function, Label, Line, Location, Mapping, Profile, Sample};
+use crate::export::pprof_message::{
+    Function, Label, Line, Location, LocationKey, Mapping, Profile, Sample,
+};
 
 /// Identity of a mapping: file name, build id and file offset. Addresses are not part of it: they are those of the
 /// process that was seen first.
 type MappingKey = (i64, i64, u64);
-/// Identity of a location: its mapping, the offset in the mapping, and the function, the outermost one where calls
-/// are inlined.
-type LocationKey = (u64, u64, u64);
 /// Identity of a sample: its locations and labels.
 type SampleKey = (Vec<u64>, Vec<(i64, i64, i64)>);
 
@@ -75,6 +74,7 @@ struct Tables {
     strings: HashMap<String, i64>,
     mappings: HashMap<MappingKey, u64>,
     functions: HashMap<(i64, i64), u64>,
+    /// Keys have the offset in the mapping: addresses differ between profiles.
     locations: HashMap<LocationKey, u64>,
 }
 
@@ -135,7 +135,7 @@ impl Tables {
     fn location(&mut self, mapping: u64, offset: u64, line: Vec<Line>) -> u64 {
         let address = offset.wrapping_add(start_of(mapping, &self.profile));
         let table = &mut self.profile.location;
-        let key = (mapping, offset, outermost(&line));
+        let key = LocationKey::new(mapping, offset, &line);
         number_of(&mut self.locations, key, || {
             let id = table.len() as u64 + 1;
             table.push(Location {
@@ -181,8 +181,8 @@ impl Numbers {
         }
         let mut locations = HashMap::new();
         for location in &earlier.location {
-            let (mapping, offset, _) = location_key(location, earlier);
-            let mapping = mappings.get(&mapping).copied().unwrap_or_default();
+            let mapping = mappings.get(&location.mapping_id);
+            let mapping = mapping.copied().unwrap_or_default();
             let line = location.line.iter().map(|line| Line {
                 function_id: functions
                     .get(&line.function_id)
@@ -190,6 +190,7 @@ impl Numbers {
                     .unwrap_or_default(),
                 ..*line
             });
+            let offset = offset_of(location, earlier);
             let translated = tables.location(mapping, offset, line.collect());
             locations.insert(location.id, translated);
         }
@@ -227,16 +228,13 @@ fn mapping_key(mapping: &Mapping) -> MappingKey {
 }
 
 fn location_key(location: &Location, profile: &Profile) -> LocationKey {
-    let start = start_of(location.mapping_id, profile);
-    (
-        location.mapping_id,
-        location.address.wrapping_sub(start),
-        outermost(&location.line),
-    )
+    let offset = offset_of(location, profile);
+    LocationKey::new(location.mapping_id, offset, &location.line)
 }
 
-fn outermost(lines: &[Line]) -> u64 {
-    lines.last().map_or(0, |line| line.function_id)
+fn offset_of(location: &Location, profile: &Profile) -> u64 {
+    let start = start_of(location.mapping_id, profile);
+    location.address.wrapping_sub(start)
 }
 
 /// Returns the start address of a mapping; 0 without a mapping.
@@ -318,5 +316,47 @@ mod tests {
         let between = of(&profile, &profile);
         assert!(between.sample.is_empty(), "{between:?}");
         assert_eq!(between.location.len(), 2);
+    }
+    /// Makes a profile of one interpreted function, with stacks of one frame each, by its lines.
+    fn interpreted(lines: &[(i64, i64)]) -> Profile {
+        let mut profile = Profile {
+            string_table: vec![String::new(), "f".into()],
+            function: vec![Function {
+                id: 1,
+                name: 1,
+                ..Function::default()
+            }],
+            ..Profile::default()
+        };
+        for (id, &(line, value)) in (1..).zip(lines) {
+            profile.location.push(Location {
+                id,
+                line: vec![Line {
+                    function_id: 1,
+                    line,
+                }],
+                ..Location::default()
+            });
+            profile.sample.push(Sample {
+                location_id: vec![id],
+                value: vec![value],
+                ..Sample::default()
+            });
+        }
+        profile
+    }
+
+    #[test]
+    fn lines_of_an_interpreted_function_are_told_apart() {
+        let earlier = interpreted(&[(10, 100), (20, 200), (30, 7)]);
+        let later = interpreted(&[(20, 205), (10, 100)]);
+        let between = of(&earlier, &later);
+        let lines = between.sample.iter().map(|sample| {
+            let location = &between.location[sample.location_id[0] as usize - 1];
+            (location.line[0].line, sample.value[0])
+        });
+        let mut lines: Vec<_> = lines.collect();
+        lines.sort_unstable();
+        assert_eq!(lines, [(20, 5), (30, -7)]);
     }
 }

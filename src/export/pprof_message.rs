@@ -113,6 +113,31 @@ pub(super) struct Line {
     pub(super) line: i64,
 }
 
+/// Identity of a location. An address is not enough: generated code has other functions at the same addresses in
+/// other processes, and interpreted frames have no address. Function and line are those of the outermost function
+/// where calls are inlined.
+#[derive(PartialEq, Eq, Hash)]
+pub(super) struct LocationKey {
+    mapping: u64,
+    /// Address, or offset in the mapping to compare profiles that have it at different addresses.
+    address: u64,
+    function: u64,
+    line: i64,
+}
+
+impl LocationKey {
+    /// Makes the identity of the location with these lines, the innermost first.
+    pub(super) fn new(mapping: u64, address: u64, lines: &[Line]) -> Self {
+        let outermost = lines.last();
+        Self {
+            mapping,
+            address,
+            function: outermost.map_or(0, |line| line.function_id),
+            line: outermost.map_or(0, |line| line.line),
+        }
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(super) struct Function {
     #[prost(uint64, tag = "1")]
