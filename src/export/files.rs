@@ -3,13 +3,13 @@
 use std::io::Write;
 use std::path::PathBuf;
 
-use anyhow::{Error, Result};
+use anyhow::{Result, ensure};
 use jiff::Zoned;
 
 use crate::export::earlier::Earlier;
 use crate::export::perfetto::Heaps;
 use crate::export::profile::{Profile, Sample, Value};
-use crate::export::replace::Replaced;
+use crate::export::replace::Refreshed;
 use crate::export::{flame, pprof};
 use crate::print::clock;
 use crate::stacks::symbolize::{SourceArgs, Symbolizer};
@@ -57,7 +57,7 @@ impl ExportArgs {
     /// # Errors
     /// If a file cannot be written, or if the earlier profile cannot be read.
     pub fn prepare(&self, tool: &'static str, target: String) -> Result<Exports> {
-        let mut files: Vec<(Replaced, Writer)> = Vec::new();
+        let mut files: Vec<(Refreshed, Writer)> = Vec::new();
         if let Some(path) = &self.flame {
             let write: Writer = match &self.flame_base {
                 None => Box::new(flame::write),
@@ -66,10 +66,10 @@ impl ExportArgs {
                     Box::new(move |profile, out| flame::write_difference(&base, profile, out))
                 }
             };
-            files.push((Replaced::at(path)?, write));
+            files.push((Refreshed::at(path, tool)?, write));
         }
         if let Some(path) = &self.pprof {
-            files.push((Replaced::at(path)?, Box::new(pprof::write)));
+            files.push((Refreshed::at(path, tool)?, Box::new(pprof::write)));
         }
         Ok(Exports {
             files,
@@ -77,19 +77,17 @@ impl ExportArgs {
             tool,
             target,
             since: clock::now(),
-            failed: None,
         })
     }
 }
 
 /// The files of one run.
 pub struct Exports {
-    files: Vec<(Replaced, Writer)>,
+    files: Vec<(Refreshed, Writer)>,
     heaps: Option<Heaps>,
     tool: &'static str,
     target: String,
     since: Zoned,
-    failed: Option<Error>,
 }
 
 /// Description of the numbers of a report.
@@ -153,22 +151,12 @@ impl Exports {
 
     /// Writes a profile into the files, as [`Exports::write`] does.
     pub fn write_profile(&mut self, profile: &Profile) {
-        let mut failed = None;
-        for (file, write) in &self.files {
-            if let Err(error) = file.write(|out| write(profile, out)) {
-                failed = Some(error.context(format!("failed to write {}", file.name())));
-            }
+        for (file, write) in &mut self.files {
+            file.write(|out| write(profile, out));
         }
         if let Some(heaps) = &mut self.heaps {
             heaps.write(profile);
         }
-        // A disk that stays full is reported once.
-        if let Some(error) = &failed
-            && self.failed.is_none()
-        {
-            eprintln!("{}: {error:#}", self.tool);
-        }
-        self.failed = failed;
     }
 
     /// Ends the run.
@@ -176,11 +164,43 @@ impl Exports {
     /// # Errors
     /// If the last report could not be written.
     pub fn finish(mut self) -> Result<()> {
-        if let Some(heaps) = &mut self.heaps {
-            heaps.finish()?;
-        }
-        self.failed.map_or(Ok(()), |error| {
-            Err(error.context("the last report is not in its file"))
-        })
+        let timeline = self.heaps.as_mut().map_or(Ok(()), Heaps::finish);
+        let files = self.files.into_iter();
+        let failed = files.filter_map(|(file, _)| file.finish().err());
+        let failed: Vec<String> = failed.map(|error| format!("{error:#}")).collect();
+        ensure!(
+            failed.is_empty(),
+            "the last report is not in its file: {}",
+            failed.join("; ")
+        );
+        timeline
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_file_that_cannot_be_written_is_told() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let args = ExportArgs {
+            flame: Some(folder.path().join("a.svg")),
+            pprof: Some(folder.path().join("b.pb.gz")),
+            ..ExportArgs::default()
+        };
+        let mut exports = args.prepare("faults", "pid 7".into()).expect("writable");
+        folder.close().expect("it is ours");
+        let subject = Subject {
+            name: "page faults".into(),
+            values: vec![Value::count("faults", "faults")],
+            main: 0,
+            by_thread: false,
+            remarks: Vec::new(),
+        };
+        exports.write(subject, Vec::new());
+        let error = exports.finish().expect_err("no folder").to_string();
+        assert!(error.contains("a.svg: No such"), "{error}");
+        assert!(error.contains("b.pb.gz: No such"), "{error}");
     }
 }

@@ -9,9 +9,9 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Error, Result};
+use anyhow::{Context, Result};
 
-use crate::export::replace::Replaced;
+use crate::export::replace::Refreshed;
 use crate::print::histogram::Histogram;
 
 /// Limit on the series of one family, without those of `other`: Prometheus keeps each series for weeks. A name that
@@ -41,7 +41,8 @@ impl MetricsArgs {
     /// # Errors
     /// If the file cannot be written.
     pub fn open(&self, tool: &'static str, families: &[&'static Family]) -> Result<Metrics> {
-        let file = self.metrics.as_deref().map(Replaced::at).transpose()?;
+        let path = self.metrics.as_deref();
+        let file = path.map(|path| Refreshed::at(path, tool)).transpose()?;
         let mut metrics = Metrics {
             file,
             tool,
@@ -50,7 +51,6 @@ impl MetricsArgs {
                 .map(|family| (family.name, Kept::of(family)))
                 .collect(),
             written: None,
-            failed: None,
         };
         metrics.write();
         Ok(metrics)
@@ -217,12 +217,11 @@ fn seconds(ns: u64) -> String {
 /// Sums of one run, and their file. Without a file nothing is kept.
 #[derive(Debug)]
 pub struct Metrics {
-    file: Option<Replaced>,
+    file: Option<Refreshed>,
     tool: &'static str,
     kept: BTreeMap<&'static str, Kept>,
     /// Time of the last write of the file.
     written: Option<Instant>,
-    failed: Option<Error>,
 }
 
 impl Metrics {
@@ -289,7 +288,7 @@ impl Metrics {
     }
 
     fn write(&mut self) {
-        let Some(file) = &self.file else { return };
+        let Some(file) = &mut self.file else { return };
         for kept in self.kept.values_mut() {
             kept.settle();
         }
@@ -297,15 +296,7 @@ impl Metrics {
             let mut kept = self.kept.values();
             Ok(kept.try_for_each(|kept| kept.write(out))?)
         };
-        let failed = file.write(all).err();
-        let failed = failed.map(|error| error.context(format!("failed to write {}", file.name())));
-        // A disk that stays full is reported once.
-        if let Some(error) = &failed
-            && self.failed.is_none()
-        {
-            eprintln!("{}: {error:#}", self.tool);
-        }
-        self.failed = failed;
+        file.write(all);
         self.written = Some(Instant::now());
     }
 
@@ -315,9 +306,9 @@ impl Metrics {
     /// If the file could not be written.
     pub fn finish(mut self) -> Result<()> {
         self.write();
-        self.failed.map_or(Ok(()), |error| {
-            Err(error.context("the last sums are not in their file"))
-        })
+        self.file
+            .map_or(Ok(()), Refreshed::finish)
+            .context("the last sums are not in their file")
     }
 }
 

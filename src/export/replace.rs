@@ -4,7 +4,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Error, Result, ensure};
 
 use crate::print::text;
 
@@ -84,6 +84,51 @@ impl Replaced {
     }
 }
 
+/// A file that a tool replaces again and again. After a failure the trace goes on.
+#[derive(Debug)]
+pub(super) struct Refreshed {
+    file: Replaced,
+    tool: &'static str,
+    /// Reason why the file does not have the last content.
+    failed: Option<Error>,
+}
+
+impl Refreshed {
+    /// Checks that a file can be written at `path`.
+    ///
+    /// # Errors
+    /// See [`Replaced::at`].
+    pub(super) fn at(path: &Path, tool: &'static str) -> Result<Self> {
+        Ok(Self {
+            file: Replaced::at(path)?,
+            tool,
+            failed: None,
+        })
+    }
+
+    /// Writes the whole file. The reason of a failure is printed at once and returned by [`Refreshed::finish`].
+    pub(super) fn write(&mut self, content: impl FnOnce(&mut dyn Write) -> Result<()>) {
+        let written = self.file.write(content);
+        let written = written.with_context(|| format!("failed to write {}", self.file.name()));
+        let failed = written.err();
+        // A disk that stays full is reported once.
+        if let Some(error) = &failed
+            && self.failed.is_none()
+        {
+            eprintln!("{}: {error:#}", self.tool);
+        }
+        self.failed = failed;
+    }
+
+    /// Ends the run.
+    ///
+    /// # Errors
+    /// If the last content could not be written.
+    pub(super) fn finish(self) -> Result<()> {
+        self.failed.map_or(Ok(()), Err)
+    }
+}
+
 /// Fails if `path` exists and is not a regular file.
 pub(super) fn expect_file(path: &Path) -> Result<()> {
     if let Ok(there) = fs::metadata(path) {
@@ -158,5 +203,22 @@ mod tests {
             .expect("room");
         assert_eq!(fs::read(&file).expect("a file"), b"new");
         assert!(fs::symlink_metadata(&link).expect("a link").is_symlink());
+    }
+    #[test]
+    fn a_failure_is_forgotten_once_the_file_is_written() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("a.prom");
+        let mut file = Refreshed::at(&path, "x").expect("writable");
+        file.write(|_| bail!("no more"));
+        assert!(file.failed.is_some() && !path.exists());
+        file.write(|out| Ok(out.write_all(b"one")?));
+        file.write(|out| Ok(out.write_all(b"two")?));
+        file.finish().expect("it is written");
+        assert_eq!(fs::read(&path).expect("a file"), b"two");
+        let mut file = Refreshed::at(&path, "x").expect("writable");
+        file.write(|_| bail!("no more"));
+        let error = file.finish().expect_err("it failed");
+        let error = format!("{error:#}");
+        assert!(error.ends_with("a.prom: no more"), "{error}");
     }
 }

@@ -51,16 +51,21 @@ fn a_full_disk_keeps_the_old_file() -> Result<()> {
     fs::write(&path, "as before")?;
     let mut program = Workload::start("brk", &["23", "7", "5"])?;
     let (pid, file) = (program.pid(), path.to_str().context("not UTF-8")?);
-    let mut tool = Tool::start("brkstack", &["-p", &pid, "--flame", file])?;
+    let profile = folder.path().join("b.pb.gz");
+    let profile = profile.to_str().context("not UTF-8")?;
+    let files = ["--flame", file, "--pprof", profile];
+    let mut tool = Tool::start("brkstack", &[&["-p", &pid], &files[..]].concat())?;
     tool.wait_for("tracing brk(2)")?;
     program.work()?;
     let ended = tool.interrupt()?;
     ensure!(ended.status.code() == Some(1), "{ended:?}");
     ensure!(ended.stdout.contains("grow_heap 23"), "{ended:?}");
-    ensure!(
-        ended.stderr.contains("No space left on device"),
-        "{ended:?}"
-    );
+    for name in ["/a.svg", "/b.pb.gz"] {
+        let reasons = ended.stderr.lines();
+        let mut reasons = reasons.filter(|line| line.starts_with("brkstack: failed to write /"));
+        let is_told = |line: &str| line.contains(name) && line.contains("No space left on device");
+        ensure!(reasons.any(is_told), "{name}: {ended:?}");
+    }
     ensure!(fs::read_to_string(&path)? == "as before");
     ensure!(
         fs::read_dir(folder.path())?.count() == 1,
