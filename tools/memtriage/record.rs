@@ -161,8 +161,9 @@ impl Recorder {
         let Some(tracing) = &mut self.tracing else {
             return Ok(());
         };
-        for kill in tracing.kills() {
-            self.unseen.told(&kill);
+        let batch = tracing.kills();
+        self.unseen.told(batch.processes());
+        for kill in batch.kills {
             let report = KillReport::of(kill, self.above, &self.history, tracing);
             // A disk that is full now may have space for the next report.
             match self.reports.write(&report) {
@@ -245,9 +246,9 @@ impl Unseen {
         Self { kills }
     }
 
-    fn told(&mut self, kill: &kills::Kill) {
-        // The kernel's count includes processes that were killed along with the victim.
-        self.kills += 1 + kill.also_killed;
+    /// Accounts for kills that oomkill has reported, with the processes that were killed along.
+    fn told(&mut self, kills: u64) {
+        self.kills += kills;
     }
 
     /// Whether the kernel has counted more kills, which oomkill may still report.
@@ -353,7 +354,7 @@ mod tests {
     fn kills_without_a_report_are_told_once() {
         let mut unseen = Unseen::since(5);
         assert_eq!(unseen.missed(5), None);
-        unseen.told(&kills::Kill::default());
+        unseen.told(1);
         let missed = unseen.missed(9).map(|missed| missed.kills);
         assert_eq!(missed, Some(3));
         assert_eq!(unseen.missed(9), None);
@@ -363,10 +364,7 @@ mod tests {
     fn kills_are_awaited_until_they_are_told() {
         let mut unseen = Unseen::since(5);
         assert!(!unseen.awaits(5) && unseen.awaits(7));
-        unseen.told(&kills::Kill {
-            also_killed: 1,
-            ..kills::Kill::default()
-        });
+        unseen.told(2);
         assert!(!unseen.awaits(7) && unseen.awaits(8));
     }
 

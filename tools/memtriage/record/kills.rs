@@ -11,13 +11,19 @@ use serde_json::Value;
 use crate::siblings::{self, all_of, last_message};
 
 /// Process that was killed.
-#[derive(Debug, Default, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Kill {
     pub(crate) pid: u32,
     /// Object that `oomkill -e -j` prints.
     pub(crate) object: Value,
-    /// Number of processes that were killed along with this one.
-    pub(crate) also_killed: u64,
+}
+
+/// Objects of oomkill since the last look.
+#[derive(Debug, Default, PartialEq)]
+pub(crate) struct Batch {
+    pub(crate) kills: Vec<Kill>,
+    /// Number of processes that were killed along with a victim, which may be of an earlier batch.
+    also_killed: u64,
 }
 
 /// Running oomkill.
@@ -49,7 +55,7 @@ impl Kills {
     }
 
     /// Returns the kills since the last call.
-    pub(crate) fn since_last(&mut self) -> Vec<Kill> {
+    pub(crate) fn since_last(&mut self) -> Batch {
         if siblings::has_ended(&mut self.child)
             && let Some(messages) = self.messages.take()
         {
@@ -57,7 +63,7 @@ impl Kills {
             let reason = last_message(&messages, "oomkill").unwrap_or_default();
             eprintln!("memtriage: kills leave no report any more, as oomkill has ended: {reason}");
         }
-        kills(self.objects.try_iter())
+        Batch::of(self.objects.try_iter())
     }
 }
 
@@ -79,25 +85,27 @@ fn send_objects(lines: impl BufRead, sender: &Sender<Value>) {
     }
 }
 
-/// Collects the kills among oomkill's objects, each with the number of processes that were killed along.
-fn kills(objects: impl Iterator<Item = Value>) -> Vec<Kill> {
-    let mut kills: Vec<Kill> = Vec::new();
-    for object in objects {
-        match object["type"].as_str() {
-            Some("kill") => kills.push(Kill {
-                pid: pid_of(&object["victim"]),
-                object,
-                also_killed: 0,
-            }),
-            Some("also_killed") => {
-                if let Some(last) = kills.last_mut() {
-                    last.also_killed += 1;
-                }
+impl Batch {
+    /// Collects the kills among oomkill's objects.
+    fn of(objects: impl Iterator<Item = Value>) -> Self {
+        let mut batch = Self::default();
+        for object in objects {
+            match object["type"].as_str() {
+                Some("kill") => batch.kills.push(Kill {
+                    pid: pid_of(&object["victim"]),
+                    object,
+                }),
+                Some("also_killed") => batch.also_killed += 1,
+                _ => {}
             }
-            _ => {}
         }
+        batch
     }
-    kills
+
+    /// Returns the number of processes that were killed, as the kernel counts them.
+    pub(crate) fn processes(&self) -> u64 {
+        self.kills.len() as u64 + self.also_killed
+    }
 }
 
 fn pid_of(victim: &Value) -> u32 {
@@ -115,8 +123,16 @@ mod tests {
                       {\"type\":\"also_killed\",\"victim\":{\"pid\":8}}\n{\"type\":\"lost\"}\n";
         let (sender, objects) = channel();
         send_objects(&lines[..], &sender);
-        let kills = kills(objects.try_iter());
-        assert_eq!(kills.len(), 1);
-        assert_eq!((kills[0].pid, kills[0].also_killed), (7, 1));
+        let batch = Batch::of(objects.try_iter());
+        let pids: Vec<u32> = batch.kills.iter().map(|kill| kill.pid).collect();
+        assert_eq!(pids, [7]);
+        assert_eq!(batch.processes(), 2);
+    }
+
+    #[test]
+    fn a_process_counts_that_is_told_later_than_its_kill() {
+        let later = serde_json::json!({"type": "also_killed", "victim": {"pid": 8}});
+        let batch = Batch::of([later].into_iter());
+        assert_eq!((batch.kills.len(), batch.processes()), (0, 1));
     }
 }

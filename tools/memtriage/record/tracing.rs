@@ -17,7 +17,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::processes::{self, Usage};
-use crate::record::kills::{Kill, Kills};
+use crate::record::kills::{Batch, Kills};
 use crate::record::mark::MemoryPlace;
 use crate::record::report::PROCESSES;
 use crate::siblings::{self, Question, Run, Unit, Whose};
@@ -192,7 +192,7 @@ impl Tracing {
     }
 
     /// Returns the kills since the last call.
-    pub(crate) fn kills(&mut self) -> Vec<Kill> {
+    pub(crate) fn kills(&mut self) -> Batch {
         self.kills.since_last()
     }
 
