@@ -167,28 +167,34 @@ pub(crate) fn end(child: &mut Child) {
     }
 }
 
-/// Running tool.
+/// Running tool, which is ended when this is dropped.
 pub(crate) struct Run {
     tool: &'static str,
     pub(crate) child: Child,
     profile: PathBuf,
-    lost: JoinHandle<Option<Value>>,
-    messages: JoinHandle<String>,
+    lost: Option<JoinHandle<Option<Value>>>,
+    messages: Option<JoinHandle<String>>,
 }
 
 impl Run {
     pub(crate) fn start(question: &Question, folder: &TempDir, number: usize) -> Result<Self> {
         let profile = folder.path().join(format!("{number}.pb.gz"));
         let profiled = ["--pprof".as_ref(), profile.as_os_str()];
-        let mut child = start(question.tool, &question.args, &profiled)?;
+        let child = start(question.tool, &question.args, &profiled)?;
+        Ok(Self::of(question.tool, child, profile))
+    }
+
+    /// Makes the run of a started tool, and reads its output from now on.
+    pub(crate) fn of(tool: &'static str, mut child: Child, profile: PathBuf) -> Self {
         let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-        Ok(Self {
-            tool: question.tool,
+        let lost = || stdout.and_then(|stdout| losses(BufReader::new(stdout)));
+        Self {
+            tool,
             child,
             profile,
-            lost: thread::spawn(|| stdout.and_then(|stdout| losses(BufReader::new(stdout)))),
-            messages: thread::spawn(|| all_of(stderr)),
-        })
+            lost: Some(thread::spawn(lost)),
+            messages: Some(thread::spawn(|| all_of(stderr))),
+        }
     }
 
     /// Reads the last profile of a tool that still runs.
@@ -202,16 +208,28 @@ impl Run {
     /// Waits for a tool, and returns its profile and its losses. If the tool failed, its last message is the error.
     pub(crate) fn end(mut self) -> Result<(Earlier, Option<Value>)> {
         let status = self.child.wait()?;
-        let messages = self.messages.join().unwrap_or_default();
+        let messages = joined(self.messages.take());
         if !status.success() {
             match last_message(&messages, self.tool) {
                 Some(reason) => bail!(reason),
                 None => bail!("it ended with {status}"),
             }
         }
-        let lost = self.lost.join().unwrap_or_default();
+        let lost = joined(self.lost.take());
         Ok((Earlier::read(&self.profile)?, lost))
     }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        end(&mut self.child);
+    }
+}
+
+/// Waits until a thread ends, and returns its result. Returns the default without a thread, and for one that panicked.
+fn joined<T: Default>(thread: Option<JoinHandle<T>>) -> T {
+    let read = thread.and_then(|thread| thread.join().ok());
+    read.unwrap_or_default()
 }
 
 /// Reads all messages of a tool. Messages that cannot be read are not shown, as they have no other source.
@@ -263,5 +281,13 @@ mod tests {
         let lost = losses(&objects[..]).expect("losses");
         assert_eq!(lost["events"], 7);
         assert_eq!(losses(&b"{\"type\":\"report\"}\n"[..]), None);
+    }
+    #[test]
+    fn a_run_that_is_dropped_is_ended() {
+        let child = Command::new("sleep").arg("1000").spawn();
+        let child = child.expect("sleep(1)");
+        let pid = Pid::from_raw(child.id().cast_signed());
+        drop(Run::of("faults", child, PathBuf::new()));
+        assert!(kill(pid, None).is_err(), "it runs on");
     }
 }

@@ -228,14 +228,6 @@ impl Tracing {
     }
 }
 
-impl Drop for Tracing {
-    fn drop(&mut self) {
-        for one in &mut self.traced {
-            siblings::end(&mut one.run.child);
-        }
-    }
-}
-
 /// Profile of a tool, with its losses, or the reason why there is none.
 pub(crate) type Outcome = Result<(Earlier, Option<Value>)>;
 
