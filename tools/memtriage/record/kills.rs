@@ -38,15 +38,20 @@ impl Kills {
     /// # Errors
     /// If oomkill cannot be run.
     pub(crate) fn start() -> Result<Self> {
-        let mut child = siblings::start("oomkill", &["-e".into()], &[])?;
+        let child = siblings::start("oomkill", &["-e".into()], &[])?;
+        Ok(Self::of(child))
+    }
+
+    /// Reads the output of a started oomkill from now on.
+    pub(super) fn of(mut child: Child) -> Self {
         let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
         let (sender, objects) = channel();
         thread::spawn(move || stdout.map(|out| send_objects(BufReader::new(out), &sender)));
-        Ok(Self {
+        Self {
             child,
             objects,
             messages: Some(thread::spawn(|| all_of(stderr))),
-        })
+        }
     }
 
     /// Returns the pid of oomkill.

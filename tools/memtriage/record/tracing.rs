@@ -28,7 +28,7 @@ const MOST: usize = 3;
 const LEAST_GROWTH: i64 = 1 << 20;
 /// Time between the first two looks.
 const FIRST: Duration = Duration::from_millis(250);
-/// Time for which the profile of a process that has exited is kept: on a machine short of memory, oomkill may report
+/// Time for which the profile of a process is kept after its exit: on a machine short of memory, oomkill may report
 /// the kill only seconds later.
 pub(crate) const KEPT: Duration = Duration::from_secs(60);
 /// Time between two profiles of a process, in seconds.
@@ -39,8 +39,10 @@ pub(crate) struct Tracing {
     place: MemoryPlace,
     kills: Kills,
     traced: Vec<Traced>,
-    /// Traced processes that have exited, each with the time at which that was seen.
-    gone: Vec<(Instant, Traced)>,
+    /// Runs that have ended, each with the time at which its process was last seen, or the run found ended.
+    ended: Vec<(Instant, Traced)>,
+    /// Processes that memleak cannot trace. faults is started once for each.
+    fallen_back: Vec<Usage>,
     /// Processes at the last look, ...
     now: Processes,
     /// ... and at the one before.
@@ -77,20 +79,24 @@ impl Tracing {
     /// # Errors
     /// If oomkill cannot be run, or there is no folder for the tools' profiles.
     pub(crate) fn start(place: MemoryPlace) -> Result<Self> {
-        let kills = Kills::start()?;
-        let mut tracing = Self {
+        let mut tracing = Self::beside(Kills::start()?, place)?;
+        tracing.look();
+        std::thread::sleep(FIRST);
+        Ok(tracing)
+    }
+
+    fn beside(kills: Kills, place: MemoryPlace) -> Result<Self> {
+        Ok(Self {
+            place,
             kills,
             traced: Vec::new(),
-            gone: Vec::new(),
+            ended: Vec::new(),
+            fallen_back: Vec::new(),
             now: Processes::default(),
             before: Processes::default(),
             folder: tempfile::tempdir().context("failed to make a folder for profiles")?,
             started: 0,
-            place,
-        };
-        tracing.look();
-        std::thread::sleep(FIRST);
-        Ok(tracing)
+        })
     }
 
     pub(crate) fn place(&self) -> &MemoryPlace {
@@ -106,11 +112,7 @@ impl Tracing {
             let pids = cgroup::processes_below(folder).unwrap_or_default();
             pids.into_iter().collect::<HashSet<u32>>()
         });
-        let traced = self.traced.iter();
-        let traced = traced.flat_map(|one| [one.usage.pid, one.run.child.id()]);
-        let left_out: HashSet<u32> = traced
-            .chain([std::process::id(), self.kills.pid()])
-            .collect();
+        let left_out = self.left_out();
         let wanted = |pid: u32| {
             let is_in_place = in_place.as_ref().is_none_or(|pids| pids.contains(&pid));
             is_in_place && !left_out.contains(&pid)
@@ -122,6 +124,15 @@ impl Tracing {
         started
     }
 
+    /// Returns the processes that are not to be traced: those that are traced or cannot be, and the tools.
+    fn left_out(&self) -> HashSet<u32> {
+        let traced = self.traced.iter();
+        let traced = traced.flat_map(|one| [one.usage.pid, one.run.child.id()]);
+        let fallen_back = self.fallen_back.iter().map(|usage| usage.pid);
+        let own = [std::process::id(), self.kills.pid()];
+        traced.chain(fallen_back).chain(own).collect()
+    }
+
     fn look(&mut self) {
         let mut all = processes::all();
         // Reports show only these, and a process that was killed cannot be looked up any more.
@@ -131,7 +142,8 @@ impl Tracing {
         let growth = processes::growth(&self.now.all, &all);
         self.before = std::mem::replace(&mut self.now, Processes { all, growth });
         let largest = self.now.largest();
-        for one in &mut self.traced {
+        let ended = self.ended.iter_mut().map(|(_, one)| one);
+        for one in self.traced.iter_mut().chain(ended) {
             if let Some(usage) = self.now.find(&one.usage)
                 && usage.own() >= one.usage.own()
             {
@@ -141,20 +153,34 @@ impl Tracing {
         }
     }
 
-    /// Removes the runs that have ended. A process that its tool cannot trace is traced by another tool.
+    /// Removes the runs that have ended. A process that memleak cannot trace is traced by faults.
     fn drop_ended(&mut self) -> Vec<Started> {
         let mut again = Vec::new();
         for mut one in std::mem::take(&mut self.traced) {
-            let is_there = self.now.find(&one.usage).is_some();
             if !siblings::has_ended(&mut one.run.child) {
                 self.traced.push(one);
-            } else if is_there && !one.is_fallback {
-                again.push(one.usage);
-            } else if !is_there {
-                self.gone.push((Instant::now(), one));
+                continue;
             }
+            // A tool that has succeeded has seen its process exit, maybe after the look.
+            let has_failed = self.now.find(&one.usage).is_some() && !one.run.has_succeeded();
+            if has_failed && !one.is_fallback {
+                again.push(one.usage);
+                continue;
+            }
+            if has_failed {
+                eprintln!("memtriage: {} has failed", one.question.command());
+            }
+            self.ended.push((Instant::now(), one));
         }
-        self.gone.retain(|(since, _)| since.elapsed() < KEPT);
+        self.ended.retain_mut(|(seen, one)| {
+            if self.now.find(&one.usage).is_some() {
+                *seen = Instant::now();
+            }
+            seen.elapsed() < KEPT
+        });
+        self.fallen_back.extend(again.iter().cloned());
+        self.fallen_back
+            .retain(|usage| self.now.find(usage).is_some());
         again
             .into_iter()
             .filter_map(|usage| self.trace(usage, true))
@@ -200,10 +226,10 @@ impl Tracing {
     /// processes.
     pub(crate) fn profiles(&mut self, victim: u32) -> Vec<(Question, Outcome)> {
         let is_victim = |one: &Traced| one.usage.pid == victim;
-        let gone = self.gone.extract_if(.., |(_, one)| is_victim(one));
-        let gone = gone.map(|(_, one)| one);
+        let ended = self.ended.extract_if(.., |(_, one)| is_victim(one));
+        let ended = ended.map(|(_, one)| one);
         let running = self.traced.extract_if(.., |one| is_victim(one));
-        let mut profiles: Vec<_> = running.chain(gone).map(Traced::last_profile).collect();
+        let mut profiles: Vec<_> = running.chain(ended).map(Traced::last_profile).collect();
         for one in &self.traced {
             let so_far = one.run.so_far().map(|profile| (profile, None));
             profiles.push((one.question.clone(), so_far));
@@ -214,8 +240,8 @@ impl Tracing {
     /// Returns the largest processes with their growth. If the victim is traced, they are those of the look at which
     /// it was largest, else those of the last look at which it existed.
     pub(crate) fn largest(&self, victim: u32) -> Vec<(Usage, i64)> {
-        let gone = self.gone.iter().map(|(_, one)| one);
-        let mut traced = self.traced.iter().chain(gone);
+        let ended = self.ended.iter().map(|(_, one)| one);
+        let mut traced = self.traced.iter().chain(ended);
         if let Some(one) = traced.find(|one| one.usage.pid == victim) {
             return one.beside.clone();
         }
@@ -322,6 +348,8 @@ impl Row for Started {
 
 #[cfg(test)]
 mod tests {
+    use std::process::{Child, Command, Stdio};
+
     use super::*;
 
     #[test]
@@ -337,6 +365,67 @@ mod tests {
         let fastest = processes.fastest(|pid| pid != 4);
         let pids: Vec<u32> = fastest.iter().map(|usage| usage.pid).collect();
         assert_eq!(pids, [2, 1]);
+    }
+
+    fn shell(script: &str) -> Child {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]).stderr(Stdio::piped());
+        command.spawn().expect("a shell")
+    }
+
+    /// Makes the state in which a run for process 7, which still exists, has ended like this script.
+    fn after(script: &str, is_fallback: bool) -> Tracing {
+        let place = MemoryPlace {
+            cgroup: None,
+            folder: None,
+        };
+        let kills = Kills::of(shell("true"));
+        let mut tracing = Tracing::beside(kills, place).expect("a folder");
+        let usage = Usage {
+            pid: 7,
+            ..Usage::default()
+        };
+        let question = question(7, Whose::default(), is_fallback);
+        let profile = tracing.folder.path().join("0.pb.gz");
+        let mut run = Run::of(question.tool, shell(script), profile);
+        run.child.wait().expect("it ends");
+        tracing.now.all.push(usage.clone());
+        tracing.traced.push(Traced {
+            usage,
+            question,
+            run,
+            is_fallback,
+            beside: Vec::new(),
+        });
+        tracing
+    }
+
+    #[test]
+    fn a_process_that_memleak_cannot_trace_is_not_given_to_it_again() {
+        let mut tracing = after("exit 1", false);
+        // faults is not beside the tests.
+        assert!(tracing.drop_ended().is_empty());
+        assert!(tracing.left_out().contains(&7));
+        tracing.now.all.clear();
+        tracing.drop_ended();
+        assert!(!tracing.left_out().contains(&7), "it has exited");
+    }
+
+    #[test]
+    fn the_profile_is_kept_of_a_process_that_lives_on() {
+        for (script, is_fallback, reason) in [
+            ("echo 'faults: no hook' >&2; exit 1", true, "no hook"),
+            ("true", false, "0.pb.gz"),
+        ] {
+            let mut tracing = after(script, is_fallback);
+            assert!(tracing.drop_ended().is_empty() && tracing.traced.is_empty());
+            let profiles = tracing.profiles(7);
+            let [(_, Err(error))] = &profiles[..] else {
+                panic!("{script}: {} profiles", profiles.len());
+            };
+            let error = format!("{error:#}");
+            assert!(error.contains(reason), "{script}: {error}");
+        }
     }
 
     #[test]
