@@ -129,6 +129,12 @@ impl MemoryCgroups {
         groups
     }
 
+    /// Returns a remark on the cgroups that were left out. None if there are none.
+    pub fn remark(&self) -> Option<String> {
+        self.left_out
+            .then(|| format!("cgroups beyond the first {MAX_GROUPS} are not looked at"))
+    }
+
     fn look_below(&mut self, mount: &Path, files: &Files) {
         self.left_out |= !visit(mount, MAX_GROUPS, |folder, path| {
             self.limited.extend(look_at(folder, path, files));

@@ -184,7 +184,7 @@ fn run(args: Args) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let redraws = args.watch && args.output.is_none() && !args.json && io::stdout().is_terminal();
-    let mut before = Look::now(args.by)?;
+    let mut before = first_look(args.by)?;
     let mut growth = Growth::default();
     growth.add(&before);
     let mut worst = Level::Healthy;
@@ -217,6 +217,15 @@ fn run(args: Args) -> Result<ExitCode> {
         Level::Healthy => ExitCode::SUCCESS,
         Level::Look | Level::Act => ExitCode::from(FINDINGS),
     })
+}
+
+/// Reads the state of the machine for the first time, and says what is left out.
+fn first_look(by: By) -> Result<Look> {
+    let look = Look::now(by)?;
+    if let Some(remark) = look.groups.remark() {
+        eprintln!("memtriage: {remark}");
+    }
+    Ok(look)
 }
 
 /// Interval and number of the looks at the machine, or at one process or cgroup.

@@ -120,6 +120,9 @@ impl Recorder {
     fn look(&mut self, start: Instant, output: &mut Output) -> Result<Duration> {
         let sight = Sight::now()?;
         let cost = start.elapsed();
+        if let Some(remark) = sight.new_remark(self.before.as_ref()) {
+            eprintln!("memtriage: {remark}");
+        }
         self.history.add(&sight);
         let (place, percent) = sight.fullest();
         if self.tracing.is_some() {

@@ -12,7 +12,8 @@ const MOST_CGROUPS: usize = 3;
 /// Judges the cgroups with a limit. Look: a cgroup uses nine tenths of its limit. Act: between the two looks, it hit
 /// the limit ten times a second, or a process of it was killed. Each such cgroup is a finding, the worst first.
 pub(super) fn judge(evidence: &Evidence<'_>) -> Vec<Judgement> {
-    let limited = &evidence.now.groups.limited;
+    let groups = &evidence.now.groups;
+    let limited = &groups.limited;
     let mut judged: Vec<(f64, Judgement)> = limited
         .iter()
         .map(|group| (group.percent(), cgroup_limit(evidence, group)))
@@ -23,10 +24,14 @@ pub(super) fn judge(evidence: &Evidence<'_>) -> Vec<Judgement> {
     });
     judged.truncate(MOST_CGROUPS);
     if judged.is_empty() {
-        let text = format!(
+        let mut text = format!(
             "{} cgroups have a limit, and none is near it",
             limited.len()
         );
+        if let Some(remark) = groups.remark() {
+            text += "; ";
+            text += &remark;
+        }
         return vec![(Level::Healthy, text, "".into())];
     }
     judged.into_iter().map(|(_, judgement)| judgement).collect()

@@ -73,13 +73,17 @@ impl Machine {
         }
     }
 
-    fn findings(&self) -> Vec<Finding> {
-        let findings = judge(&Evidence {
+    fn evidence(&self) -> Evidence<'_> {
+        Evidence {
             before: &self.before,
             now: &self.now,
             around: &self.around,
             growth: &self.growth,
-        });
+        }
+    }
+
+    fn findings(&self) -> Vec<Finding> {
+        let findings = judge(&self.evidence());
         let unhealthy = findings.into_iter();
         unhealthy
             .filter(|finding| finding.level > Level::Healthy)
@@ -117,12 +121,7 @@ fn what_is_to_be_acted_on_comes_first() {
 #[test]
 fn culprits_are_those_of_the_findings_and_who_grows() {
     let culprits = |machine: &Machine| {
-        let evidence = Evidence {
-            before: &machine.before,
-            now: &machine.now,
-            around: &machine.around,
-            growth: &machine.growth,
-        };
+        let evidence = machine.evidence();
         super::culprits(judge(&evidence), &evidence)
     };
     let mut machine = Machine::new("", "pswpin 2003\nallocstall_normal 2\ncompact_stall 2\n");

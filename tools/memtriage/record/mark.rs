@@ -48,6 +48,8 @@ pub(crate) struct Sight {
     /// Share of the machine's memory that is not available, in percent.
     machine_percent: f64,
     groups: Vec<MemoryCgroup>,
+    /// Remark on cgroups that are not watched.
+    remark: Option<String>,
     counters: Values,
     pressure: Option<Pressure>,
 }
@@ -57,14 +59,22 @@ impl Sight {
     /// If /proc cannot be read.
     pub(crate) fn now() -> Result<Self> {
         let memory = Values::read("/proc/meminfo")?;
+        let groups = MemoryCgroups::look();
         Ok(Self {
             at: Instant::now(),
             time: clock::now(),
             machine_percent: used_percent(&memory),
-            groups: MemoryCgroups::look().limited,
+            remark: groups.remark(),
+            groups: groups.limited,
             counters: Values::read("/proc/vmstat")?,
             pressure: Pressure::read("/proc/pressure/memory"),
         })
+    }
+
+    /// Returns the remark on cgroups that are not watched, if the look before had none.
+    pub(crate) fn new_remark(&self, before: Option<&Self>) -> Option<&str> {
+        let is_new = before.is_none_or(|before| before.remark.is_none());
+        self.remark.as_deref().filter(|_| is_new)
     }
 
     /// Returns the place with the largest used share, and that share in percent. The machine comes before a cgroup
@@ -235,6 +245,7 @@ mod tests {
             time: clock::now(),
             machine_percent,
             groups: groups.to_vec(),
+            remark: None,
             counters: Values::parse(counters),
             pressure: None,
         }
@@ -273,6 +284,17 @@ mod tests {
         assert_eq!(now.until(80.0, &start).map(|left| left.as_secs()), Some(5));
         now.groups.push(group("d", 900));
         assert_eq!(now.until(80.0, &start).map(|left| left.as_secs()), Some(0));
+    }
+
+    #[test]
+    fn a_remark_is_made_once() {
+        let without = sight(0, 60.0, &[], "");
+        let mut with = sight(1, 60.0, &[], "");
+        with.remark = Some("too many".into());
+        assert_eq!(without.new_remark(None), None);
+        assert_eq!(with.new_remark(None), Some("too many"));
+        assert_eq!(with.new_remark(Some(&without)), Some("too many"));
+        assert_eq!(with.new_remark(Some(&with)), None);
     }
 
     #[test]

@@ -89,6 +89,20 @@ fn parts_of_memory() {
 }
 
 #[test]
+fn cgroups_that_were_left_out_are_told() {
+    let mut machine = Machine::new("", "");
+    machine.now.groups.left_out = true;
+    assert_eq!(machine.findings(), []);
+    let all = judge(&machine.evidence());
+    let limits = all.iter().find(|finding| finding.rule == "cgroup-limit");
+    let limits = limits.expect("it is judged");
+    assert_eq!(
+        limits.evidence,
+        "0 cgroups have a limit, and none is near it; cgroups beyond the first 20000 are not looked at"
+    );
+}
+
+#[test]
 fn each_cgroup_near_its_limit_is_a_finding() {
     let group = |path: &str, current: u64, hits: u64| MemoryCgroup {
         folder: format!("/sys/fs/cgroup{path}").into(),
