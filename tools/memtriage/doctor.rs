@@ -2,7 +2,6 @@
 
 use std::io::{self, Write};
 use std::process::{Command, Stdio};
-use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use memtools::print::output::{Output, Row};
@@ -55,11 +54,16 @@ struct Checked {
 /// Runs the tools one after the other, and prints one or more lines for each. Returns whether all can run.
 ///
 /// # Errors
-/// If nothing can be printed.
+/// If nothing can be printed, or a signal ends the run before all tools were run.
 pub(crate) fn check(mut poller: Poller<'_>, output: &mut Output) -> Result<bool> {
     let mut all = true;
     output.header(HEADER)?;
     for (command, options) in CHECKS {
+        let stop = poller.look(None)?.stop;
+        ensure!(
+            !stop,
+            "ended before {command} and the tools after it were run"
+        );
         let checked = run(command, options).unwrap_or_else(|error| Checked {
             command,
             remarks: vec![format!("{error:#}")],
@@ -68,9 +72,6 @@ pub(crate) fn check(mut poller: Poller<'_>, output: &mut Output) -> Result<bool>
         all &= checked.works;
         output.row(&checked)?;
         output.flush()?;
-        if poller.wait(Some(Instant::now()))?.stop {
-            break;
-        }
     }
     Ok(all)
 }

@@ -12,7 +12,7 @@ use nix::sched::{CloneFlags, unshare};
 use serde_json::Value;
 
 use super::without;
-use crate::harness::{self, tool};
+use crate::harness::{self, Tool, tool};
 use crate::pressure::Setting;
 use crate::running;
 
@@ -20,6 +20,7 @@ use crate::running;
 pub(super) fn tests() -> Vec<Trial> {
     harness::tests! { "memtriage":
         tools_that_can_run_are_told,
+        tools_that_were_not_run_are_an_error [Once],
         tools_without_privilege_tell_what_is_missing [Once],
         tools_without_btf_or_tracefs_tell_what_is_missing [Once],
         tools_under_lockdown_tell_so [Once],
@@ -68,6 +69,16 @@ fn tools_that_can_run_are_told() -> Result<()> {
         ensure!(swapin["not_possible"][0] == reason, "{swapin}");
     }
     ensure!(status.code() == Some(if all { 0 } else { 3 }), "{status}");
+    Ok(())
+}
+
+fn tools_that_were_not_run_are_an_error() -> Result<()> {
+    let mut doctor = Tool::start("memtriage", &["-j", "--doctor"])?;
+    doctor.wait_for_output("\"memleak\"")?;
+    let ended = doctor.interrupt()?;
+    ensure!(ended.status.code() == Some(1), "{ended:?}");
+    let reason = "and the tools after it were run";
+    ensure!(ended.stderr.contains(reason), "{ended:?}");
     Ok(())
 }
 
