@@ -119,7 +119,7 @@ impl Exchange {
 
     /// Makes a report for the clients that wait for one.
     pub(super) fn answer(&self, make: impl FnOnce() -> Result<ServedReport>) -> Result<()> {
-        // Requests from here on are for another report.
+        // A client that asks while the report is made gets this one: `asked` stays true until it is made.
         let _ = self.asked.read();
         let begun = Instant::now();
         let report = Arc::new(make()?);

@@ -143,7 +143,7 @@ pub(crate) fn find_homes(processes: &mut [Usage]) {
 }
 
 /// Reads proportional shares in a thread, as a process with many mappings can keep it for seconds. The thread ends
-/// with memtriage.
+/// once it has read all shares, or the first one after [`PSS_TIME`].
 fn add_pss(processes: &mut [Usage]) {
     let pids: Vec<u32> = processes.iter().map(|usage| usage.pid).collect();
     let (sender, answers) = channel();
