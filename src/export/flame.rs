@@ -81,7 +81,7 @@ impl Graph {
         Self {
             lines,
             colors,
-            title: valid_xml(title(profile)),
+            title: valid_xml(profile.title()),
             subtitle: valid_xml(subtitle(profile)),
             counted: counted(profile),
         }
@@ -109,7 +109,7 @@ impl Graph {
         Ok(Self {
             lines,
             colors: Vec::new(),
-            title: valid_xml(title(profile)),
+            title: valid_xml(profile.title()),
             subtitle: valid_xml(subtitle),
             counted: counted(profile),
         })
@@ -162,17 +162,6 @@ impl Graph {
 fn counted(profile: &Profile) -> &'static str {
     let main = profile.values.get(profile.main);
     main.map_or("", |value| value.counted)
-}
-
-/// Returns the title, such as `memleak: outstanding allocations of pid 1234 (demo)`.
-fn title(profile: &Profile) -> String {
-    let Profile {
-        tool,
-        subject,
-        target,
-        ..
-    } = profile;
-    format!("{tool}: {subject} of {target}")
 }
 
 /// Returns the subtitle: host, time and sum, and the remarks of the profile.

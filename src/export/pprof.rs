@@ -128,11 +128,10 @@ impl Builder {
         self.message.time_nanos = i64::try_from(until).unwrap_or_default();
         self.message.duration_nanos = i64::try_from(until - since).unwrap_or_default();
         let what = format!(
-            "{} {}: {} of {}",
+            "{} {}: {}",
             profile.tool,
             env!("CARGO_PKG_VERSION"),
-            profile.subject,
-            profile.target
+            profile.contents()
         );
         let comments = std::iter::once(&what).chain(&profile.remarks);
         self.message.comment = comments.map(|comment| self.string(comment)).collect();

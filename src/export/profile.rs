@@ -70,6 +70,16 @@ pub struct Profile {
 }
 
 impl Profile {
+    /// Returns the title, such as `memleak: outstanding allocations of pid 1234 (demo)`.
+    pub fn title(&self) -> String {
+        format!("{}: {}", self.tool, self.contents())
+    }
+
+    /// Describes the numbers and the target, such as `outstanding allocations of pid 1234 (demo)`.
+    pub fn contents(&self) -> String {
+        format!("{} of {}", self.subject, self.target)
+    }
+
     /// Returns the sum of one value over all stacks.
     pub fn total(&self, value: usize) -> u64 {
         let values = self

@@ -117,14 +117,7 @@ struct Stack<'a> {
 
 impl Page {
     fn of(profile: &Profile, keys: &[Key], trends: &Trends, lost: Option<String>) -> Self {
-        let Profile {
-            tool,
-            subject,
-            target,
-            values,
-            main,
-            ..
-        } = profile;
+        let Profile { values, main, .. } = profile;
         let sums = values.iter().enumerate();
         let sums: Vec<String> = sums
             .map(|(at, value)| number(profile.total(at), value.unit, value.counted))
@@ -162,7 +155,7 @@ impl Page {
         stacks.sort_by(|one, other| growth(other).total_cmp(&growth(one)));
         let growing = stacks.iter().take(TOP).map(row).collect();
         Self {
-            title: format!("{tool}: {subject} of {target}"),
+            title: profile.title(),
             facts,
             columns: values.iter().map(|value| value.counted).collect(),
             largest,
