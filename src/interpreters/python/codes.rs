@@ -5,6 +5,7 @@
 //! stay until the code object is freed. A lookup of an unknown code object waits until all records that were sent
 //! before are read ([`Codes::get`]).
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::Read;
@@ -48,10 +49,34 @@ pub enum Known {
     Nothing,
 }
 
+impl Known {
+    /// Adds another record with the same word.
+    fn merge(&mut self, code: Code) {
+        match self {
+            Self::Code(known) if is_same(known, &code) => {
+                if known.lines.is_none() && code.lines.is_some() {
+                    *known = Arc::new(code);
+                }
+            }
+            _ => *self = Self::Ambiguous,
+        }
+    }
+
+    /// Returns the approximate size of an entry of the table with this result, in bytes.
+    fn size(&self) -> usize {
+        let code = match self {
+            Self::Code(code) => code.size(),
+            Self::Ambiguous | Self::Nothing => 0,
+        };
+        size_of::<(u64, Self)>() + code
+    }
+}
+
 /// Table of code objects, with bounded memory.
 #[derive(Debug, Default)]
 struct Table {
     by_word: HashMap<u64, Known>,
+    /// Size of all entries.
     bytes: usize,
     /// Number of code objects that were dropped because the table was full.
     dropped: u64,
@@ -59,20 +84,18 @@ struct Table {
 
 impl Table {
     fn add(&mut self, word: u64, code: Code) {
-        let word = word & CODE_BITS;
-        match self.by_word.get_mut(&word) {
-            None if self.bytes >= MOST => self.dropped += 1,
-            None => {
-                self.bytes += code.size();
-                self.by_word.insert(word, Known::Code(Arc::new(code)));
+        match self.by_word.entry(word & CODE_BITS) {
+            Entry::Vacant(_) if self.bytes >= MOST => self.dropped += 1,
+            Entry::Vacant(entry) => {
+                let known = entry.insert(Known::Code(Arc::new(code)));
+                self.bytes += known.size();
             }
-            Some(Known::Code(known)) if is_same(known, &code) => {
-                if known.lines.is_none() && code.lines.is_some() {
-                    self.bytes += code.size();
-                    *known = Arc::new(code);
-                }
+            Entry::Occupied(mut entry) => {
+                let known = entry.get_mut();
+                self.bytes -= known.size();
+                known.merge(code);
+                self.bytes += known.size();
             }
-            Some(known) => *known = Known::Ambiguous,
         }
     }
 
@@ -422,6 +445,30 @@ mod tests {
         table.add(header().word, of(&[1]));
         table.add(header().word, of(&[]));
         assert_eq!(table.get(header().word), Known::Code(Arc::new(of(&[1]))));
+    }
+
+    #[test]
+    fn the_size_of_the_table_is_that_of_its_entries() {
+        let mut table = Table::default();
+        let bare = Code {
+            lines: None,
+            ..code(&header(), b"orders.pyload\xe8\x04", &[]).expect("a code object")
+        };
+        let whole = Code {
+            lines: Some([0; 100].into()),
+            ..bare.clone()
+        };
+        let other = Code {
+            first_line: 7,
+            ..bare.clone()
+        };
+        let entries = |table: &Table| table.by_word.values().map(Known::size).sum::<usize>();
+        for code in [bare, whole, other.clone(), other] {
+            table.add(header().word, code);
+            assert_eq!(table.bytes, entries(&table), "{table:?}");
+        }
+        assert_eq!(table.get(header().word), Known::Ambiguous);
+        assert!(table.bytes < 100, "{table:?}");
     }
 
     proptest! {
