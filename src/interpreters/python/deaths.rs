@@ -20,7 +20,7 @@ use perf_event_open_sys::bindings::perf_event_attr;
 use crate::process::mapped_file::MappedFile;
 
 /// BPF programs that forget a code object: the skeleton's `unwind_code_dies` and `unwind_code_dies_too`.
-pub(super) struct Programs([OwnedFd; 2]);
+pub(super) struct Programs(pub(super) [OwnedFd; 2]);
 
 /// Probes on one file, which stay attached until the value is dropped.
 pub(super) enum Deaths {

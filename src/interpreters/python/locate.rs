@@ -376,18 +376,23 @@ fn has_glibc(mappings: &[Mapping]) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::process::Command;
 
     use super::*;
     use crate::interpreters::search::tests::Running;
 
-    #[test]
-    fn the_interpreter_of_a_process_is_found_where_its_threads_agree() {
+    /// Starts a Python with several threads.
+    pub(in crate::interpreters::python) fn python() -> Running {
         let code = "import threading, sys\n\
                     for _ in range(3): threading.Thread(target=sys.stdin.read, daemon=True).start()\n\
                     print('ready', flush=True); threading.Event().wait()";
-        let python = Running::start(Command::new("python3").args(["-c", code]));
+        Running::start(Command::new("python3").args(["-c", code]))
+    }
+
+    #[test]
+    fn the_interpreter_of_a_process_is_found_where_its_threads_agree() {
+        let python = python();
         let found = locate(python.pid(), &mut Files::default()).expect("a process of ours");
         let Located::Found(found) = found else {
             panic!("{found:?}");

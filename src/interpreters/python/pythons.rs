@@ -16,7 +16,7 @@ use crate::interpreters::told::Told;
 const FILES: usize = 64;
 
 /// Reason why freed code objects are not noticed if attaching has failed with [`Refused`].
-const REFUSED: &str = ", as the kernel wants CAP_SYS_ADMIN for uprobes, which is given up here";
+const REFUSED: &str = "the kernel wants CAP_SYS_ADMIN for uprobes, which is given up here";
 
 /// Finder of CPython, which keeps the BPF side up to date.
 pub(crate) struct Pythons {
@@ -84,7 +84,7 @@ impl Pythons {
         };
         if let Some(why) = self.probe(&python)? {
             return Ok(Outcome::Unknown(format!(
-                "whose code objects die unseen{why}"
+                "whose code objects die unseen, as {why}"
             )));
         }
         let process = types::bytes_of(&python.process);
@@ -102,18 +102,22 @@ impl Pythons {
 
     /// Attaches probes to the function that frees code objects of this interpreter. If they cannot be attached,
     /// returns why.
-    fn probe(&mut self, python: &Python) -> Result<Option<&'static str>> {
+    fn probe(&mut self, python: &Python) -> Result<Option<String>> {
         let identity = python.file.identity()?;
         if self.probes.contains_key(&identity) {
             return Ok(None);
         }
         let Some(place) = python.deaths()? else {
-            return Ok(Some(", as no function is where they end"));
+            return Ok(Some("no function is where they end".to_owned()));
         };
-        anyhow::ensure!(self.probes.len() < FILES, "there are too many other ones");
+        if self.probes.len() >= FILES {
+            return Ok(Some(format!(
+                "{FILES} other files with a Python are probed, the most in one run"
+            )));
+        }
         match self.programs.attach(&python.file, place)? {
             Ok(deaths) => self.probes.insert(identity, deaths),
-            Err(Refused) => return Ok(Some(REFUSED)),
+            Err(Refused) => return Ok(Some(REFUSED.to_owned())),
         };
         Ok(None)
     }
@@ -124,4 +128,38 @@ enum Outcome {
     Found,
     None,
     Unknown(String),
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::OwnedFd;
+
+    use libbpf_rs::MapType;
+
+    use super::*;
+    use crate::bpf::map_create;
+    use crate::interpreters::python::locate::tests::python;
+
+    #[test]
+    fn a_python_too_many_is_reported() {
+        let sizes = (size_of::<u64>(), size_of::<types::python_process>());
+        let Some(processes) = map_create::create_for_test(MapType::Hash, sizes, 1, 0) else {
+            return;
+        };
+        let any = || OwnedFd::from(File::open("/dev/null").expect("a device"));
+        let others = (0..FILES as u64).map(|inode| ((0, inode), Deaths::Link(any())));
+        let mut pythons = Pythons {
+            told: Told::new(processes),
+            programs: Programs([any(), any()]),
+            probes: others.collect(),
+            note: None,
+        };
+        let python = python();
+        let outcome = pythons.try_to(python.pid(), None, &mut Files::default());
+        let Ok(Outcome::Unknown(why)) = outcome else {
+            panic!("no reason");
+        };
+        assert!(why.contains("64 other files"), "{why}");
+    }
 }
