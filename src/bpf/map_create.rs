@@ -1,4 +1,4 @@
-//! BPF maps that are created while a tool runs, beside those that a skeleton creates at load.
+//! BPF maps that are created while a tool runs, beside those that a skeleton creates at load; and second handles.
 
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd};
@@ -132,6 +132,17 @@ pub fn create_array_of(like: &MapHandle, name: &str, entries: u32) -> Result<Map
     };
     let sizes = (size_of::<u32>(), size_of::<u32>());
     create_with(MapType::ArrayOfMaps, name, sizes, entries, options)
+}
+
+/// Opens a map a second time, for a thread or a value that outlives the first handle.
+///
+/// # Errors
+/// If the kernel has no room for another file descriptor.
+pub(crate) fn reopen<'a, Map>(map: &'a Map) -> Result<MapHandle>
+where
+    MapHandle: TryFrom<&'a Map, Error = libbpf_rs::Error>,
+{
+    MapHandle::try_from(map).context("failed to open a map a second time")
 }
 
 fn create_with(

@@ -14,7 +14,7 @@
 //! | `generated` | the module that includes libbpf-cargo's code for an object |
 //! | [`types`] | structs generated from the BPF headers |
 //! | [`ring`] | typed events from the ring buffer |
-//! | [`map_create`] | maps that user space creates, sizes or replaces |
+//! | [`map_create`] | maps that user space creates, sizes, replaces or opens again |
 //! | [`map_batch`] | reading of all entries of a map, in batches |
 //! | [`map_counts`] | counts by key since the last read |
 //! | [`map_cache`] | cache of map entries that BPF programs write once and refer to by key, such as names |

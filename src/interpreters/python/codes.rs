@@ -21,6 +21,7 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::unistd;
 
+use crate::bpf::map_create::reopen;
 use crate::bpf::ring::Events;
 use crate::bpf::types::python_code as Header;
 use crate::interpreters::python::code::{Characters, Code};
@@ -212,7 +213,7 @@ impl Codes {
     /// # Errors
     /// If the map cannot be opened a second time, or the pipe or the thread cannot be created.
     pub fn start(ring: &MapMut<'_>) -> Result<Self> {
-        let ring = MapHandle::try_from(ring).context("failed to open a map a second time")?;
+        let ring = reopen(ring)?;
         let (questions, ask) = unistd::pipe().context("failed to open a pipe")?;
         let (answer, answers) = mpsc::channel();
         let table: Arc<Mutex<Table>> = Arc::default();

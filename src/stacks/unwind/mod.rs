@@ -35,6 +35,7 @@ use self::store::Store;
 pub use self::summary::Summary;
 use self::tables::Tables;
 use self::worker::{Queue, Worker};
+use crate::bpf::map_create::reopen;
 use crate::bpf::program_stats;
 use crate::bpf::raw_tracepoint::RawTracepoint;
 use crate::interpreters::finders::Finders;
@@ -117,10 +118,10 @@ impl Whose {
         if args.interpreters() == 0 {
             return Ok(None);
         }
-        let hotspots = Hotspots::new(handle(parts.hotspots)?, args.interpreters.java_names);
+        let hotspots = Hotspots::new(reopen(parts.hotspots)?, args.interpreters.java_names);
         let java = hotspots.names();
         let pythons = Pythons::new(
-            handle(parts.pythons)?,
+            reopen(parts.pythons)?,
             parts.python_deaths,
             parts.python_note,
         )?;
@@ -334,8 +335,8 @@ impl Unwinder {
         let whose = whose.into();
         let mut unwinder = Self {
             mode: args.mode,
-            slots: handle(parts.slots)?,
-            missing: handle(parts.missing)?,
+            slots: reopen(parts.slots)?,
+            missing: reopen(parts.missing)?,
             worker: None,
             names: None,
         };
@@ -344,10 +345,10 @@ impl Unwinder {
         }
         let mut begun = match parts.early.take() {
             Some(Early(thread)) => join(thread)?,
-            None => whose.begin(Store::new(handle(parts.shards)?, args.memory << 20))?,
+            None => whose.begin(Store::new(reopen(parts.shards)?, args.memory << 20))?,
         };
         let publisher = Publisher::new(parts.publish)?;
-        begun.tables.publish_by(publisher, handle(parts.files)?)?;
+        begun.tables.publish_by(publisher, reopen(parts.files)?)?;
         // The first table waits for an RCU grace period. Where no process is to have tables from the start, the worker
         // waits instead.
         if !whose.is_nobody() {
@@ -362,9 +363,9 @@ impl Unwinder {
                 let stops = parts.holds.attach();
                 let stops = stops.context("failed to watch the command")?;
                 let maps = HeldMaps {
-                    held: handle(parts.held)?,
-                    stopped: handle(parts.stopped)?,
-                    looked: handle(parts.looked)?,
+                    held: reopen(parts.held)?,
+                    stopped: reopen(parts.stopped)?,
+                    looked: reopen(parts.looked)?,
                 };
                 Some(Held::hold(pid, descendants, maps, stops)?)
             }
@@ -399,8 +400,4 @@ fn tell(tables: &Tables, pid: u32, took: Duration) {
         words / 128,
         took.as_secs_f64() * 1e3
     ));
-}
-
-fn handle(map: &MapMut<'_>) -> Result<MapHandle> {
-    MapHandle::try_from(map).context("failed to open a map a second time")
 }

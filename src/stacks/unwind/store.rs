@@ -135,7 +135,7 @@ impl Store {
         let number = self.shards.len();
         // The shard can be written to at once. Putting it into the map of maps takes a grace period, as long as making
         // a table does.
-        let handles = (copy(&self.map)?, copy(&shard)?);
+        let handles = (map_create::reopen(&self.map)?, map_create::reopen(&shard)?);
         let set = move || set(&handles.0, number, &handles.1);
         self.adding.push(thread::spawn(set));
         self.shards.push(shard);
@@ -144,10 +144,6 @@ impl Store {
         self.free.give(start..(number + 1) * SHARD_WORDS);
         Ok(())
     }
-}
-
-fn copy(map: &MapHandle) -> Result<MapHandle> {
-    MapHandle::try_from(map).context("failed to open a map again")
 }
 
 fn set(map: &MapHandle, number: usize, shard: &MapHandle) -> Result<()> {

@@ -14,7 +14,8 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::held::Held;
 use super::tables::{Looked, Tables, is_code};
-use super::{Begun, UnwindParts, WhileStopped, handle, join, tell};
+use super::{Begun, UnwindParts, WhileStopped, join, tell};
+use crate::bpf::map_create::reopen;
 use crate::bpf::ring::Events;
 use crate::bpf::types::{unwind_ask as Ask, unwind_request as Request};
 use crate::interpreters::finders::Finders;
@@ -109,7 +110,7 @@ impl Worker {
         held: Option<Held>,
         finders: Option<Finders>,
     ) -> Result<Self> {
-        let (requests, asked) = (handle(parts.requests)?, handle(parts.asked)?);
+        let (requests, asked) = (reopen(parts.requests)?, reopen(parts.asked)?);
         let (stopped, stop) = pipe().context("failed to open a pipe")?;
         let mut answers = Answers {
             tables: begun.tables,
