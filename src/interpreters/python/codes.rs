@@ -10,7 +10,6 @@ use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
@@ -24,6 +23,7 @@ use nix::unistd;
 use crate::bpf::map_create::reopen;
 use crate::bpf::ring::Events;
 use crate::bpf::types::python_code as Header;
+use crate::interpreters::memory::Memory;
 use crate::interpreters::python::code::{Characters, Code};
 use crate::print::text;
 
@@ -180,9 +180,9 @@ impl Record {
 
 /// Reads bytes of a process's memory. None if they cannot be read.
 fn read_memory(pid: u32, address: u64, length: usize) -> Option<Vec<u8>> {
-    let memory = File::open(format!("/proc/{pid}/mem")).ok()?;
+    let memory = Memory::open(pid).ok()?;
     let mut bytes = vec![0; length];
-    memory.read_exact_at(&mut bytes, address).ok()?;
+    memory.read_exact(&mut bytes, address).ok()?;
     Some(bytes)
 }
 
