@@ -141,15 +141,17 @@ impl Whose {
             return Ok((queue, HashMap::new()));
         };
         let begun = Instant::now();
-        for &pid in pids {
-            queue.add(tables, pid);
+        let mut waits = true;
+        while waits && begun.elapsed() < START_WITHIN {
+            let waiting = pids.iter().filter(|&&pid| queue.add(tables, pid));
+            waits = waiting.count() > 0;
+            while begun.elapsed() < START_WITHIN
+                && let Some(waiting) = queue.pop()
+            {
+                tables.look_at(waiting, false)?;
+            }
         }
-        while begun.elapsed() < START_WITHIN
-            && let Some(waiting) = queue.pop()
-        {
-            tables.look_at(waiting, false)?;
-        }
-        if queue.is_empty() {
+        if !waits {
             for &pid in pids {
                 tell(tables, pid, begun.elapsed());
             }

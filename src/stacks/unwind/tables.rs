@@ -438,4 +438,4 @@ fn read_own(range: &Range<u64>) -> Result<Vec<u8>> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -34,7 +34,7 @@ const MIN_PATIENCE: u32 = 4;
 const MILLISECOND: u64 = 1_000_000;
 /// Maximum number of files that are remembered as looked at in vain.
 const MAX_IN_VAIN: usize = 4096;
-/// Maximum number of waiting files, each held open. BPF programs request the files beyond that.
+/// Maximum number of waiting files, each held open.
 const MAX_QUEUE: usize = 256;
 /// Nice value of the thread: the process whose file is to be opened may end soon.
 const NICE: i32 = -10;
@@ -58,24 +58,28 @@ pub(super) struct Queue(VecDeque<Waiting>);
 
 impl Queue {
     /// Adds the files that a process has mapped and that nobody has looked at yet. The files are opened at once: the
-    /// process may end sooner than one of them is read.
-    pub(super) fn add(&mut self, tables: &Tables, pid: u32) {
-        // A process that has exited has no mappings to look at.
-        let mappings = Process::open(pid).and_then(|process| process.mappings());
-        self.add_mappings(tables, pid, mappings.unwrap_or_default());
+    /// process may end sooner than one of them is read. Returns whether files of the process wait, in the queue or for
+    /// room in it. Then the process is to be added again later.
+    pub(super) fn add(&mut self, tables: &Tables, pid: u32) -> bool {
+        self.add_mappings(tables, pid, mappings_of(pid))
     }
 
-    fn add_mappings(&mut self, tables: &Tables, pid: u32, mappings: Vec<Mapping>) {
+    fn add_mappings(&mut self, tables: &Tables, pid: u32, mappings: Vec<Mapping>) -> bool {
+        let mut waits = false;
         for mapping in mappings {
-            let wanted = is_code(&mapping) && mapping.inode != 0 && !tables.has_seen(&mapping);
-            if wanted
-                && self.0.len() < MAX_QUEUE
-                && !self.has(&mapping)
-                && let Ok(file) = MappedFile::open(pid, &mapping)
-            {
+            if !is_wanted(tables, &mapping) {
+                continue;
+            }
+            if self.has(&mapping) {
+                waits = true;
+            } else if self.0.len() >= MAX_QUEUE {
+                return true;
+            } else if let Ok(file) = MappedFile::open(pid, &mapping) {
                 self.0.push_back(Waiting { mapping, file });
+                waits = true;
             }
         }
+        waits
     }
 
     fn has(&self, mapping: &Mapping) -> bool {
@@ -90,10 +94,17 @@ impl Queue {
     pub(super) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
+}
 
-    fn len(&self) -> usize {
-        self.0.len()
-    }
+/// Returns the mappings of a process. A process that has exited has none.
+fn mappings_of(pid: u32) -> Vec<Mapping> {
+    let mappings = Process::open(pid).and_then(|process| process.mappings());
+    mappings.unwrap_or_default()
+}
+
+/// Returns whether a mapping is of a file of code that nobody has looked at yet.
+fn is_wanted(tables: &Tables, mapping: &Mapping) -> bool {
+    is_code(mapping) && mapping.inode != 0 && !tables.has_seen(mapping)
 }
 
 /// The thread that makes tables.
@@ -215,9 +226,7 @@ impl Answers {
             self.tables.look_at(waiting, false)?;
         } else if !self.busy.is_empty() {
             for (pid, since) in std::mem::take(&mut self.busy) {
-                let before = self.queue.len();
-                self.queue.add(&self.tables, pid);
-                if self.queue.len() > before {
+                if self.queue.add(&self.tables, pid) {
                     self.busy.insert(pid, since);
                 } else {
                     tell(&self.tables, pid, since.elapsed());
@@ -242,10 +251,13 @@ impl Answers {
             work(pid);
         }
         let begun = Instant::now();
-        let mut queue = Queue::default();
-        queue.add(&self.tables, pid);
-        while let Some(waiting) = queue.pop() {
-            self.tables.look_at(waiting, false)?;
+        // A process that is stopped keeps its files, so that none has to wait in the queue, whose room is limited.
+        for mapping in mappings_of(pid) {
+            if is_wanted(&self.tables, &mapping)
+                && let Ok(file) = MappedFile::open(pid, &mapping)
+            {
+                self.tables.look_at(Waiting { mapping, file }, false)?;
+            }
         }
         // An interpreter is found before the process's first instruction that allocates.
         if let Some(finders) = &mut self.finders {
@@ -263,8 +275,7 @@ impl Answers {
     /// Looks at a file that a BPF program has met.
     fn asked(&mut self, request: &Request) -> Result<()> {
         let pid = request.pid;
-        let mappings = Process::open(pid).and_then(|process| process.mappings());
-        let mut mappings = mappings.unwrap_or_default();
+        let mut mappings = mappings_of(pid);
         let is_asked =
             |mapping: &Mapping| is_code(mapping) && mapping.range.contains(&request.start);
         let at = mappings.iter().position(is_asked);
@@ -273,16 +284,18 @@ impl Answers {
             let file = MappedFile::open(pid, &mapping).ok()?;
             Some(Waiting { mapping, file })
         });
-        self.queue.add_mappings(&self.tables, pid, mappings);
+        let waits = self.queue.add_mappings(&self.tables, pid, mappings);
         let looked = match asked {
             Some(waiting) => self.tables.look_at(waiting, true)?,
             None => Looked::Vain,
         };
+        if looked != Looked::Vain || waits {
+            self.busy.entry(pid).or_insert_with(Instant::now);
+        }
         if looked == Looked::Vain {
             return self.put_off(request.file, MAX_PATIENCE);
         }
         self.in_vain.remove(&request.file);
-        self.busy.entry(pid).or_insert_with(Instant::now);
         Ok(())
     }
 
@@ -323,5 +336,36 @@ impl Answers {
                 MapFlags::ANY,
             )
             .context("failed to put off a request")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::stacks::unwind::tables;
+
+    #[test]
+    fn a_process_waits_for_room_for_its_files() {
+        let Some((tables, _)) = tables::tests::tables() else {
+            return;
+        };
+        let (pid, mut queue) = (std::process::id(), Queue::default());
+        assert!(queue.add(&tables, pid), "our files wait");
+        let files = queue.0.len();
+        let own = queue.pop().expect("our program");
+        let fill = (files..=MAX_QUEUE).map(|_| Waiting {
+            mapping: Mapping {
+                inode: 0,
+                ..own.mapping.clone()
+            },
+            file: own.file.clone(),
+        });
+        queue.0.extend(fill);
+        assert!(queue.add(&tables, pid), "our program waits");
+        assert!(!queue.has(&own.mapping), "no room");
+        assert_eq!(queue.0.len(), MAX_QUEUE);
+        queue.0.truncate(files);
+        assert!(queue.add(&tables, pid));
+        assert!(queue.has(&own.mapping), "room again");
     }
 }

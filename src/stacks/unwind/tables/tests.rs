@@ -9,7 +9,7 @@ use super::*;
 use crate::bpf::map_create;
 
 /// Creates tables with memory for the words of one shard, and the map of published entries.
-fn tables() -> Option<(Tables, MapHandle)> {
+pub(in crate::stacks::unwind) fn tables() -> Option<(Tables, MapHandle)> {
     let like = map_create::create_for_test(
         MapType::Array,
         (4, 8),
