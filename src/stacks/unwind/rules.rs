@@ -67,7 +67,7 @@ impl Rules {
     /// range of its own.
     ///
     /// # Errors
-    /// If the file is no ELF file, or its `.eh_frame` is malformed.
+    /// If the file is no ELF file, its `.eh_frame` is malformed, or its code is beyond 4 GiB.
     pub fn functions_of(file: &File) -> Result<Vec<Range<u64>>> {
         let elf = Elf::read(file)?.expect_64_bit()?;
         let Some((start, frames)) = eh_frame(&elf)? else {
@@ -77,14 +77,14 @@ impl Rules {
         let code = elf.code()?;
         let code: Vec<_> = code.iter().map(CodeSegment::range).collect();
         let functions = Functions::new(&frames, &bases).in_order(&code, elf.deadline)?;
-        let range = |(start, end, _): (u32, u32, u32)| u64::from(start)..u64::from(end);
+        let range = |(first, last, _): (u32, u32, u32)| u64::from(first)..u64::from(last) + 1;
         Ok(functions.into_iter().map(range).collect())
     }
 
     /// Whether a function begins at this address, by the file's `.eh_frame`.
     ///
     /// # Errors
-    /// If the file is no ELF file, or its `.eh_frame` is malformed.
+    /// If the file is no ELF file, its `.eh_frame` is malformed, or its code is beyond 4 GiB.
     pub fn has_function_at(file: &File, address: u64) -> Result<bool> {
         let functions = Self::functions_of(file)?;
         Ok(functions.iter().any(|function| function.start == address))

@@ -45,12 +45,14 @@ impl<'a> Functions<'a> {
         }
     }
 
-    /// Returns the functions of this code, ascending: start, end, and offset in the section.
+    /// Returns the functions of this code, ascending: the addresses of the first and the last byte, and the offset in
+    /// the section.
     pub(super) fn in_order(
         &mut self,
         code: &[Range<u64>],
         deadline: Deadline,
     ) -> Result<Vec<(u32, u32, u32)>> {
+        let to_u32 = |address| u32::try_from(address).context("its code is beyond 4 GiB");
         let mut functions = Vec::with_capacity(self.bytes / 64);
         let mut runs = 0;
         let mut entries = self.section.entries(self.bases);
@@ -73,7 +75,7 @@ impl<'a> Functions<'a> {
             // Functions that the linker has left out are at address 0, or anywhere.
             let inside = |segment: &Range<u64>| segment.start <= start && end <= segment.end;
             if start < end && code.iter().any(inside) {
-                functions.push((start as u32, end as u32, offset));
+                functions.push((to_u32(start)?, to_u32(end - 1)?, offset));
             }
         }
         functions.sort_unstable();
@@ -159,4 +161,38 @@ pub(super) fn eh_frame(file: &Elf<'_>) -> Result<Option<(u64, Vec<u8>)>> {
         .bytes(offset, length.min(limits::MAX_EH_FRAME) as usize)
         .context("failed to read .eh_frame")?;
     Ok(Some((address, frames)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::slice;
+
+    use super::*;
+
+    /// Returns the functions in an `.eh_frame` with one function.
+    fn functions(start: u64, length: u64) -> Result<Vec<(u32, u32, u32)>> {
+        const CIE: [u8; 20] = [
+            16, 0, 0, 0, // length
+            0, 0, 0, 0, // a CIE
+            1, b'z', b'R', 0, 1, 0x78, 16,
+            1, // version, augmentation, alignments, return address
+            0, 0, 0, 0, // absolute addresses
+        ];
+        let fde = [24u32, 24].map(u32::to_le_bytes).concat();
+        let range = [start, length, 0].map(u64::to_le_bytes).concat();
+        let frames = [&CIE[..], &fde, &range[..20]].concat();
+        let bases = BaseAddresses::default();
+        let code = 0..u64::MAX;
+        Functions::new(&frames, &bases).in_order(slice::from_ref(&code), Deadline::start())
+    }
+
+    #[test]
+    fn a_function_ends_at_4_gib_at_most() {
+        let last = functions(0xffff_f000, 0x1000).expect("a function");
+        assert_eq!(last, [(0xffff_f000, 0xffff_ffff, 20)]);
+        for start in [0xffff_f001, 0x1_0000_1000] {
+            let error = functions(start, 0x1000).expect_err("an address of more than 32 bits");
+            assert_eq!(error.to_string(), "its code is beyond 4 GiB");
+        }
+    }
 }
