@@ -1,7 +1,7 @@
 //! Names and source lines of the code in files that processes have mapped, within bounded memory.
 
 use std::cmp::Reverse;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
@@ -26,6 +26,8 @@ const MAX_NAMES: usize = 16 << 20;
 const MAX_TOLD: u32 = 16;
 /// Maximum number of files without symbols that are remembered for the report about places without names.
 const MAX_STRIPPED: usize = 1024;
+/// Maximum number of places without names that are remembered for that report.
+const MAX_UNNAMED: usize = 1 << 16;
 /// Overhead of a cached name beside its text, in bytes.
 const OVERHEAD: usize = 64;
 
@@ -55,9 +57,13 @@ pub(crate) struct FileNames {
     lines: SourceLines,
     /// Stripped files by their numbers.
     stripped: HashMap<u32, Places>,
+    /// Number of places without names in all stripped files.
+    unnamed: usize,
+    /// Whether there are further places without names.
+    has_more_unnamed: bool,
 }
 
-/// A stripped file, with the number of its places without names.
+/// A stripped file, with its places without names.
 #[derive(Debug)]
 struct Places {
     /// The file's name without folders, escaped.
@@ -66,8 +72,8 @@ struct Places {
     path: PathBuf,
     /// The file's build id, in hexadecimal digits.
     build_id: Option<String>,
-    /// Number of places in the file that have no names.
-    unnamed: u64,
+    /// Offsets in the file of the places that have no names.
+    unnamed: HashSet<u64>,
 }
 
 impl Places {
@@ -76,7 +82,7 @@ impl Places {
             module: file.module(),
             path: file.raw_path().to_owned(),
             build_id: file.build_id().map(text::hex),
-            unnamed: 0,
+            unnamed: HashSet::new(),
         }
     }
 }
@@ -95,10 +101,8 @@ impl FileNames {
             return known.clone();
         }
         let name = self.look_up(file, offset);
-        if name.is_none()
-            && let Some(places) = self.stripped.get_mut(&file.number)
-        {
-            places.unnamed += 1;
+        if name.is_none() {
+            self.note_unnamed(file.number, offset);
         }
         let bytes_of =
             |name: &Named| name.shown.len() + name.mangled.as_ref().map_or(0, |name| name.len());
@@ -110,6 +114,18 @@ impl FileNames {
         self.name_bytes += bytes;
         self.names.insert(key, name.clone());
         name
+    }
+
+    /// Counts a place without a name for the report, if the file is stripped and the place was not counted before.
+    fn note_unnamed(&mut self, number: u32, offset: u64) {
+        let Some(places) = self.stripped.get_mut(&number) else {
+            return;
+        };
+        if self.unnamed < MAX_UNNAMED {
+            self.unnamed += usize::from(places.unnamed.insert(offset));
+        } else {
+            self.has_more_unnamed |= !places.unnamed.contains(&offset);
+        }
     }
 
     fn look_up(&mut self, file: &CodeFile, offset: u64) -> Option<Named> {
@@ -156,8 +172,8 @@ impl FileNames {
     /// Returns the stripped files that have places without names, those with the most places first.
     fn stripped(&self) -> Vec<&Places> {
         let mut stripped: Vec<_> = self.stripped.values().collect();
-        stripped.retain(|places| places.unnamed > 0);
-        stripped.sort_by_key(|places| (Reverse(places.unnamed), &places.path));
+        stripped.retain(|places| !places.unnamed.is_empty());
+        stripped.sort_by_key(|places| (Reverse(places.unnamed.len()), &places.path));
         stripped
     }
 
@@ -168,7 +184,6 @@ impl FileNames {
         if stripped.is_empty() {
             return;
         }
-        let places: u64 = stripped.iter().map(|file| file.unnamed).sum();
         let first = &stripped[..stripped.len().min(MOST)];
         let paths: Vec<&Path> = first.iter().map(|file| &*file.path).collect();
         let mut named: Vec<String> = Vec::new();
@@ -180,7 +195,7 @@ impl FileNames {
                 true => String::new(),
                 false => format!(" ({})", known.join(", ")),
             };
-            named.push(format!("{} in {}{known}", file.unnamed, file.module));
+            named.push(format!("{} in {}{known}", file.unnamed.len(), file.module));
         }
         if stripped.len() > MOST {
             let more = text::counted((stripped.len() - MOST) as u64, "other file");
@@ -190,9 +205,13 @@ impl FileNames {
             Some(_) => "install their debug symbols",
             None => "install their debug symbols, or fetch them with --debuginfod",
         };
-        let places = text::counted(places, "place");
+        let at_least = match self.has_more_unnamed {
+            true => "at least ",
+            false => "",
+        };
+        let places = text::counted(self.unnamed as u64, "place");
         eprintln!(
-            "{tool}: {places} in code without symbols: {}; for names {way}",
+            "{tool}: {at_least}{places} in code without symbols: {}; for names {way}",
             named.join(", ")
         );
     }
@@ -238,5 +257,39 @@ impl FileNames {
             .filter(|(_, table)| table.symbols.bytes() > 0);
         let oldest = with_bytes.min_by_key(|(_, table)| table.used);
         oldest.map(|(&number, _)| number)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::process::address_space::{AddressSpaces, Wanted};
+    use crate::process::proc::Process;
+
+    #[test]
+    fn a_place_without_a_name_counts_once() {
+        let pid = std::process::id();
+        let mut spaces = AddressSpaces::of(Wanted::Chosen);
+        let process = Process::open(pid).expect("we run");
+        spaces.look_at(&process).expect("our mappings");
+        let image = spaces.newest_image(pid).expect("our image");
+        let file = &*image.program().expect("our program").file;
+
+        let mut names = FileNames::default();
+        names.keep(file.number, Symbols::default());
+        names.stripped.insert(file.number, Places::of(file));
+        for offset in [1, 2, 1] {
+            assert!(names.find(file, offset).is_none());
+            // Other names have taken the room.
+            names.names.clear();
+        }
+        assert_eq!(names.stripped()[0].unnamed.len(), 2);
+        assert_eq!((names.unnamed, names.has_more_unnamed), (2, false));
+
+        names.unnamed = MAX_UNNAMED;
+        names.note_unnamed(file.number, 1);
+        assert!(!names.has_more_unnamed, "a known place");
+        names.note_unnamed(file.number, 3);
+        assert!(names.has_more_unnamed);
     }
 }
