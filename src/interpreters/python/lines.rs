@@ -105,12 +105,12 @@ impl Locations<'_> {
     /// Reads an unsigned number: six bits per byte, the lowest first; bit 6 is set if another byte follows. None if
     /// the number has more than 32 bits, or the table ends.
     fn unsigned(&mut self) -> Option<u32> {
-        let mut number = 0;
+        let mut number = 0u64;
         for shift in (0..u32::BITS).step_by(6) {
             let byte = self.byte()?;
-            number |= u32::from(byte & 63) << shift;
+            number |= u64::from(byte & 63) << shift;
             if byte & 64 == 0 {
-                return Some(number);
+                return u32::try_from(number).ok();
             }
         }
         None
@@ -342,6 +342,16 @@ mod tests {
         assert_eq!(runs(10, &pairs, 7, 4), [(0, 8), (2, 0), (3, 9)]);
         let locations = [0x80 | 11 << 3 | 1, 0, 0, 0x80 | 15 << 3, 0x80 | 13 << 3, 2];
         assert_eq!(runs(11, &locations, 7, 4), [(0, 8), (2, 0), (3, 9)]);
+    }
+
+    #[test]
+    fn numbers_have_at_most_32_bits() {
+        let line_of = |sixth: u8| {
+            let table = [0x80 | 13 << 3, 64, 64, 64, 64, 64, sixth];
+            line(11, &table, 7, Instruction::At(0))
+        };
+        assert_eq!(line_of(2), Some(7 + (1 << 30)));
+        assert_eq!(line_of(4), None);
     }
 
     /// Code of two megabytes would get wrong lines, because a word has 20 bits for the instruction.
