@@ -7,6 +7,7 @@
 
 use std::collections::HashSet;
 use std::hash::{Hash, Hasher};
+use std::mem::discriminant;
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
 
@@ -360,28 +361,7 @@ impl Symbolizer {
     pub fn hash_places(&mut self, pid: u32, stack: &Stack, hasher: &mut impl Hasher) -> bool {
         let code: Vec<u64> = stack.instructions().collect();
         let image = self.spaces.image_with(pid, &code).unwrap_or_default();
-        for (frame, &place) in stack.places.iter().enumerate() {
-            // The same word is another function in another process.
-            if matches!(place, Place::Java { .. }) {
-                return false;
-            }
-            let Some(address) = place.instruction() else {
-                place.hash(hasher);
-                continue;
-            };
-            match image.find(address) {
-                Some(code) if code.file.is_generated() => return false,
-                Some(code) => {
-                    let offset = address - code.range.start + code.file_offset;
-                    (code.file.number, offset).hash(hasher);
-                }
-                // user_frames() ends the stack here, too.
-                None if frame > 0 && !stack.checked && !image.is_empty() => break,
-                None => return false,
-            }
-        }
-        stack.end.hash(hasher);
-        true
+        hash_places_in(&image, stack, hasher)
     }
 
     /// Symbolizes a frame of native code or of interpreted Java. Returns None for other places.
@@ -454,6 +434,33 @@ impl Symbolizer {
     }
 }
 
+/// Hashes the places of a user stack in an image, as [`Symbolizer::hash_places`] does.
+fn hash_places_in(image: &Image, stack: &Stack, hasher: &mut impl Hasher) -> bool {
+    for (frame, &place) in stack.places.iter().enumerate() {
+        // The same word is another function in another process.
+        if matches!(place, Place::Java { .. }) {
+            return false;
+        }
+        let Some(address) = place.instruction() else {
+            place.hash(hasher);
+            continue;
+        };
+        match image.find(address) {
+            Some(code) if code.file.is_generated() => return false,
+            Some(code) => {
+                let offset = address - code.range.start + code.file_offset;
+                // A return address and an interrupted instruction before it have different offsets in a symbol.
+                (code.file.number, offset, discriminant(&place)).hash(hasher);
+            }
+            // user_frames() ends the stack here, too.
+            None if frame > 0 && !stack.checked && !image.is_empty() => break,
+            None => return false,
+        }
+    }
+    stack.end.hash(hasher);
+    true
+}
+
 impl Names for Symbolizer {
     fn part(&mut self, pid: u32, stack: &Stack) -> Part {
         if stack.side == Side::Kernel {
@@ -470,3 +477,6 @@ impl Names for Symbolizer {
         self.spaces.newest_image(pid)?.program().cloned()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,30 @@
+use std::hash::DefaultHasher;
+
+use super::*;
+use crate::stacks::table::End;
+
+#[test]
+fn hashes_differ_where_offsets_do() {
+    let pid = std::process::id();
+    let mut spaces = AddressSpaces::of(Wanted::Chosen);
+    let process = Process::open(pid).expect("we run");
+    spaces.look_at(&process).expect("our mappings");
+    let image = spaces.newest_image(pid).expect("our image");
+    let address = image.program().expect("our program").range.start + 16;
+    let hash = |place| {
+        let stack = Stack {
+            side: Side::User,
+            places: vec![place],
+            end: End::Root,
+            checked: true,
+        };
+        let mut hasher = DefaultHasher::new();
+        let is_all = hash_places_in(image, &stack, &mut hasher);
+        (is_all, hasher.finish())
+    };
+    let returns = hash(Place::Return(address));
+    assert_eq!(hash(Place::Return(address)), returns);
+    // The same instruction, but another offset.
+    assert_ne!(hash(Place::Interrupted(address - 1)), returns);
+    assert!(returns.0);
+}
