@@ -117,7 +117,7 @@ fn led_into(
     entries: &[Option<u64>],
     places: &[Option<ProbePlace>],
 ) -> Result<Vec<usize>> {
-    let mut windows: Vec<(Range<u64>, usize)> = places
+    let windows: Vec<(Range<u64>, usize)> = places
         .iter()
         .zip(entries)
         .enumerate()
@@ -126,8 +126,7 @@ fn led_into(
             (offset > 0).then_some((entry + 1..entry + offset + 1, index))
         })
         .collect();
-    windows.sort_by_key(|(window, _)| window.start);
-    jumps::lead_into(file, segments, &windows)
+    jumps::lead_into(file, segments, windows)
 }
 
 #[cfg(test)]

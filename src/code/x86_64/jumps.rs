@@ -31,16 +31,18 @@ pub(crate) fn lead_anywhere(code: &[u8]) -> bool {
 
 /// Returns the indexes of the `windows` that a direct jump leads into, from anywhere in the file: a function's cold
 /// part is elsewhere and jumps back, and functions written by hand share their ends. Each index is returned once,
-/// however many jumps lead into its window.
+/// however many jumps lead into its window. No window is longer than [`MAX_OFFSET`] bytes.
 pub(crate) fn lead_into(
     file: &File,
     segments: &[CodeSegment],
-    windows: &[(Range<u64>, usize)],
+    mut windows: Vec<(Range<u64>, usize)>,
 ) -> Result<Vec<usize>> {
-    let (Some((first, _)), Some((last, _))) = (windows.first(), windows.last()) else {
+    windows.sort_by_key(|(window, _)| window.start);
+    let Some((first, _)) = windows.first() else {
         return Ok(Vec::new());
     };
-    let all = first.start..last.end;
+    let end = windows.iter().map(|(window, _)| window.end).max();
+    let all = first.start..end.unwrap_or_default();
     let mut hit = Vec::new();
     let mut mark = |target: u64| {
         if all.contains(&target) {
@@ -57,7 +59,7 @@ pub(crate) fn lead_into(
         segment.read(file, PIECE, |address, bytes| {
             far_targets(address, bytes, &mut mark);
         })?;
-        for (window, _) in windows {
+        for (window, _) in &windows {
             let from = window
                 .start
                 .saturating_sub(SHORT_REACH)
@@ -110,10 +112,24 @@ fn short_targets(address: u64, bytes: &[u8], mark: &mut impl FnMut(u64)) {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
     use super::*;
 
     const TEST_RDI: &[u8] = &[0x48, 0x85, 0xff];
     const JE_2: &[u8] = &[0x74, 0x02];
+
+    /// Returns a file with this code, and its segment.
+    fn file_of(code: &[u8]) -> (File, CodeSegment) {
+        let mut file = tempfile::tempfile().expect("a file");
+        file.write_all(code).expect("room");
+        let segment = CodeSegment {
+            address: 0x1000,
+            file_offset: 0,
+            size: code.len() as u64,
+        };
+        (file, segment)
+    }
 
     #[test]
     fn jumps_without_a_target_could_lead_anywhere() {
@@ -152,18 +168,22 @@ mod tests {
 
     #[test]
     fn many_jumps_into_a_function_lead_into_it_once() {
-        use std::io::Write;
-
         // jmp to the second byte, three times.
-        let code = [0xeb, 0xff, 0xeb, 0xfd, 0xeb, 0xfb];
-        let mut file = tempfile::tempfile().expect("a file");
-        file.write_all(&code).expect("room");
-        let segment = CodeSegment {
-            address: 0x1000,
-            file_offset: 0,
-            size: code.len() as u64,
-        };
-        let hit = lead_into(&file, &[segment], &[(0x1001..0x1003, 7)]);
+        let (file, segment) = file_of(&[0xeb, 0xff, 0xeb, 0xfd, 0xeb, 0xfb]);
+        let hit = lead_into(&file, &[segment], vec![(0x1001..0x1003, 7)]);
         assert_eq!(hit.expect("a read"), [7]);
+    }
+
+    #[test]
+    fn windows_are_in_any_order() {
+        // jmp to the second byte, to the last one, and to the next instruction.
+        let (file, segment) = file_of(&[0xeb, 0xff, 0xeb, 0x03, 0xeb, 0x00, 0x90, 0x90]);
+        let windows = [
+            (0x1007..0x1008, 3),
+            (0x1001..0x1002, 8),
+            (0x1003..0x1005, 5),
+        ];
+        let hit = lead_into(&file, &[segment], windows.to_vec());
+        assert_eq!(hit.expect("a read"), [3, 8]);
     }
 }

@@ -109,7 +109,7 @@ pub fn places(file: &File, functions: &[Range<u64>]) -> Result<Option<Pymalloc>>
             Some((probed.change.address + 1..jump.address + 1, index))
         })
         .collect();
-    for index in jumps::lead_into(file, &segments, &windows)? {
+    for index in jumps::lead_into(file, &segments, windows)? {
         search.probed[index].jump = None;
     }
     let mut slots: Vec<SlotPlace> = search.probed.iter().map(Probed::place).collect();
