@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use iced_x86::{Decoder, DecoderOptions};
 
 /// Bytes of the longest instruction of x86-64.
-const LONGEST: usize = 15;
+pub(super) const LONGEST: usize = 15;
 
 /// Bytes of a file from an offset on, enough for one instruction; zero behind the file's end.
 pub type Code = [u8; LONGEST];

@@ -9,6 +9,7 @@ use iced_x86::{Decoder, DecoderOptions, FlowControl, OpKind, Register};
 use memchr::memchr3_iter;
 
 use super::entry::MAX_OFFSET;
+use super::instruction::LONGEST;
 use crate::code::elf::CodeSegment;
 
 /// Distance that a jump of two bytes reaches, before and behind it.
@@ -98,7 +99,6 @@ fn far_targets(address: u64, bytes: &[u8], mark: &mut impl FnMut(u64)) {
 /// Calls `mark` with the targets of the jumps with one byte of distance. Outside of a function it is not known where
 /// instructions begin, so all beginnings are tried: after a few instructions they agree.
 fn short_targets(address: u64, bytes: &[u8], mark: &mut impl FnMut(u64)) {
-    const LONGEST: usize = 15;
     for start in 0..LONGEST.min(bytes.len()) {
         let from = address + start as u64;
         let decoder = Decoder::with_ip(64, &bytes[start..], from, DecoderOptions::NONE);

@@ -18,13 +18,12 @@ use iced_x86::{
 use rustc_hash::FxHashSet;
 
 use super::held::{Held, writes};
+use super::instruction::LONGEST;
 use crate::code::elf::{self, CodeSegment, Function};
 use crate::code::elf_file::Elf;
 
 /// Instructions at most that are followed in one function. A function that only passes a call on is short.
 const MAX_INSTRUCTIONS: usize = 512;
-/// Bytes of the longest instruction.
-const LONGEST: u64 = 15;
 /// Bytes of a file that are read at a time.
 const PAGE: u64 = 4096;
 
@@ -243,7 +242,7 @@ impl Calls {
         let segment = self.segments.iter().find(|segment| segment.has(address))?;
         let within = address - segment.address;
         let start = segment.file_offset + within;
-        let length = (segment.size - within).min(LONGEST);
+        let length = (segment.size - within).min(LONGEST as u64);
         let mut pages = self.pages.borrow_mut();
         let page = pages
             .entry(start / PAGE)
@@ -257,7 +256,7 @@ impl Calls {
     /// Reads a page of the file, with the bytes behind it of an instruction that begins in it, as far as the file
     /// goes.
     fn page(&self, number: u64) -> Vec<u8> {
-        let mut page = vec![0; (PAGE + LONGEST) as usize];
+        let mut page = vec![0; PAGE as usize + LONGEST];
         let length = self.file.read_at(&mut page, number * PAGE).unwrap_or(0);
         page.truncate(length);
         page
