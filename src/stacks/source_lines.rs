@@ -22,7 +22,7 @@ use nix::sys::prctl;
 use nix::sys::resource::{Resource, setrlimit};
 use nix::unistd::dup;
 
-use crate::code::elf::CodeSegment;
+use crate::code::elf::{self, CodeSegment};
 use crate::code::limits;
 use crate::code::lines::{FileLines, SourceLine};
 use crate::print::demangle::demangle;
@@ -151,14 +151,6 @@ impl SourceLines {
     }
 }
 
-/// Converts an offset in a file to an address in the file's own address space.
-fn address_of(code: &[CodeSegment], offset: u64) -> Option<u64> {
-    code.iter().find_map(|segment| {
-        let within = offset.checked_sub(segment.file_offset)?;
-        (within < segment.size).then_some(segment.address + within)
-    })
-}
-
 /// Returns a line as it is printed: its function demangled, and all that the file's owner has written escaped.
 fn shown(line: SourceLine) -> SourceLine {
     let name = |name: String| text::shown(&demangle(&name));
@@ -216,7 +208,7 @@ impl Reader {
     fn ask(&mut self, offset: u64) -> Result<Result<Vec<SourceLine>, String>> {
         const ENDED: &str =
             "the process that reads them has ended: its debug information is damaged, or too large";
-        let Some(address) = address_of(&self.code, offset) else {
+        let Some(address) = elf::address(&self.code, offset) else {
             return Ok(Ok(Vec::new()));
         };
         writeln!(self.questions, "{address:x}").context(ENDED)?;
