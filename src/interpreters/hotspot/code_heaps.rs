@@ -35,7 +35,6 @@ pub(super) fn find(memory: &Memory, structs: &VmStructs) -> Result<Option<hotspo
     };
     describe_code(structs, &mut process)?;
     let heaps = heaps(memory, structs)?;
-    ensure!(heaps.len() <= HEAPS, "with {} code heaps", heaps.len());
     for (place, heap) in process.heaps.iter_mut().zip(&heaps) {
         *place = *heap;
     }
@@ -72,7 +71,7 @@ fn describe_code(structs: &VmStructs, process: &mut hotspot_process) -> Result<(
     Ok(())
 }
 
-/// Reads the heaps of code. Empty before the virtual machine has created them.
+/// Reads the heaps of code, at most [`HEAPS`] ones. Empty before the virtual machine has created them.
 fn heaps(memory: &Memory, structs: &VmStructs) -> Result<Vec<hotspot_heap>> {
     let heaps = memory.word(structs.at("CodeCache", "_heaps")?)?;
     if heaps == 0 {
