@@ -14,6 +14,7 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::process;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -34,6 +35,9 @@ const TRIES: u32 = 10;
 /// Definitions that this process has made.
 static DEFINED: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
+/// Whether this process has attached any program to a return, or has tried to.
+static ATTACHED: AtomicBool = AtomicBool::new(false);
+
 /// Returns the function whose return a program of this section attaches to; None if the section is no kretprobe.
 pub(crate) fn target(section: &OsStr) -> Option<&str> {
     section.to_str()?.strip_prefix("kretprobe/")
@@ -45,6 +49,7 @@ pub(crate) fn target(section: &OsStr) -> Option<&str> {
 /// # Errors
 /// If the kernel has no kprobe for the function.
 pub(crate) fn attach(program: &ProgramMut<'_>, function: &str) -> Result<Link> {
+    ATTACHED.store(true, Ordering::Relaxed);
     match define(function).and_then(|name| {
         let group = TracepointCategory::Custom(GROUP.into());
         Ok(program.attach_tracepoint(group, name)?)
@@ -77,9 +82,9 @@ fn define(function: &str) -> Result<String> {
     Ok(name)
 }
 
-/// Whether this process has defined any kretprobe.
+/// Whether this process has attached any program to a return, or has tried to.
 pub(crate) fn any() -> bool {
-    DEFINED.lock().is_ok_and(|defined| !defined.is_empty())
+    ATTACHED.load(Ordering::Relaxed)
 }
 
 /// Removes the kretprobes that this process has defined, once their links are closed.
