@@ -6,11 +6,14 @@
  * can be preempted in a program on a raw tracepoint, and the program is skipped for all other tasks
  * on that CPU meanwhile: these kernels get tracepoints of tracefs instead, where that is mounted.
  * Each program serves both kinds: user space (tools/vmscan/attach.rs) sets the program's type, and
- * says by `by_record` which of the two contexts the program has. Of the arguments of raw
- * tracepoints, only those are read that are the same on all kernels from 5.10 to 7.2: the first of
- * mm_shrink_slab_start, the first and the third of mm_shrink_slab_end, the first two of
- * mm_compaction_finished. The arguments of mm_compaction_end have moved, and it has a program for
- * each order.
+ * says by `by_record` which of the two contexts the program has. Only the programs of
+ * --trace-compaction are on raw tracepoints on all kernels, so that runs of them can be skipped
+ * from 7.0 on: the record of mm_compaction_finished in tracefs lacks the pointer to the zone.
+ *
+ * Of the arguments of raw tracepoints, only those are read that are the same on all kernels from
+ * 5.10 to 7.2: the first of mm_shrink_slab_start, the first and the third of mm_shrink_slab_end,
+ * the first two of mm_compaction_finished. The arguments of mm_compaction_end have moved, and it
+ * has a program for each order.
  *
  * The duration of an operation is added up when the operation ends. The totals only grow; user
  * space reads them every second and prints the difference. As an operation of kswapd can last for
