@@ -5,8 +5,8 @@
  * Hooks: the tracepoints syscalls:sys_enter_brk and, if the result matters, sys_exit_brk. On 5.10
  * and 6.1 their programs get no kernel stack; for kernel stacks these kernels get the raw
  * tracepoints sys_enter and sys_exit, which cost every other system call 0.1 us as well. From 7.2
- * on a task can be preempted in a program on any of these, and the program is skipped for all other
- * tasks on that CPU meanwhile: these kernels get kprobes of the system call's function
+ * on a task can be preempted in a program on any of these, and the program is skipped for all
+ * other tasks on that CPU meanwhile: these kernels get kprobes of the system call's function
  * (src/bpf/attach.rs).
  */
 #include "arch_registers.bpf.h"
@@ -59,8 +59,7 @@ static __always_inline int begins(void *ctx, __u64 interrupted, __u64 requested)
 		return count_stacks(ctx, interrupted, ids.pid, 0);
 	call.requested = requested;
 	call.old_end = BPF_CORE_READ(task, mm, brk);
-	if (bpf_map_update_elem(&calls, &thread, &call, BPF_ANY))
-		count_loss(calls);
+	begin_call(&calls, thread, &call);
 	return 0;
 }
 
@@ -135,6 +134,13 @@ SEC("?kretprobe/" SYSTEM_CALL "brk")
 int brk_exit_function(struct pt_regs *ctx)
 {
 	return ends(ctx, PT_REGS_RC(ctx));
+}
+
+SEC("?raw_tp/sched_process_exit")
+int thread_exit(void *ctx)
+{
+	lose_call(&calls);
+	return 0;
 }
 
 #define TS_COMPAT 0x2 /* the system call is a 32-bit one, which has another number */

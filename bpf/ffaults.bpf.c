@@ -221,17 +221,10 @@ int BPF_KRETPROBE(fault_kretprobe, unsigned int result)
 	return finished(call.vma, call.flags, result, ids_of_current().pid);
 }
 
-/*
- * Forgets the fault of an ending thread whose return was not seen, so that the next thread with its
- * id does not inherit it.
- */
 SEC("raw_tp/sched_process_exit")
 int thread_exit(void *ctx)
 {
-	__u64 thread = bpf_get_current_pid_tgid();
-
-	if (!bpf_map_delete_elem(&calls, &thread))
-		count_loss(calls);
+	lose_call(&calls);
 	return 0;
 }
 

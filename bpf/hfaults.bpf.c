@@ -105,8 +105,7 @@ static __always_inline int hugetlb_fault_begins(struct vm_area_struct *vma)
 		return 0;
 	}
 	fault.key.reason = REASON_NO_PAGE;
-	if (bpf_map_update_elem(&faults, &thread, &fault, BPF_ANY))
-		count_loss(calls);
+	begin_call(&faults, thread, &fault);
 	return 0;
 }
 
@@ -199,16 +198,10 @@ REASON_PROBES(hugetlb_wp, page_is_write_protected)
 REASON_PROBES(hugetlb_cow, page_is_write_protected)
 /* clang-format on */
 
-/*
- * Forgets the fault of an ending thread whose return was not seen, so that the next thread with its
- * id does not inherit it.
- */
 SEC("?raw_tp/sched_process_exit")
 int thread_exit(void *ctx)
 {
-	__u64 thread = bpf_get_current_pid_tgid();
-
-	bpf_map_delete_elem(&faults, &thread);
+	lose_call(&faults);
 	return 0;
 }
 
@@ -303,8 +296,7 @@ int BPF_KPROBE(thp_kprobe, struct vm_fault *vmf)
 	if (!begin(&fault.key))
 		return 0;
 	fault.key.reason = thp_reason(vmf);
-	if (bpf_map_update_elem(&faults, &thread, &fault, BPF_ANY))
-		count_loss(calls);
+	begin_call(&faults, thread, &fault);
 	return 0;
 }
 

@@ -128,8 +128,7 @@ static __always_inline int begin(struct call *call)
 	__u64 thread = bpf_get_current_pid_tgid();
 
 	call->begin_ns = bpf_ktime_get_ns();
-	if (bpf_map_update_elem(&calls, &thread, call, BPF_ANY))
-		count_loss(calls);
+	begin_call(&calls, thread, call);
 	return 0;
 }
 
@@ -301,12 +300,9 @@ static __always_inline int shmctl_begins(__u64 id, __u64 command, __u64 buffer)
 ENTRY(shmctl)
 EXIT(shmctl, CALL_SHMCTL)
 
-/* Forgets the call of a thread that is killed inside it and does not reach its exit. */
 SEC("raw_tp/sched_process_exit")
 int thread_exit(void *ctx)
 {
-	__u64 thread = bpf_get_current_pid_tgid();
-
-	bpf_map_delete_elem(&calls, &thread);
+	lose_call(&calls);
 	return 0;
 }

@@ -83,14 +83,34 @@ struct {
 #define count_loss(reason) count_losses(reason, 1)
 
 /*
- * Records a call that this thread begins, in a BY_THREAD map. An entry that the map still has for
- * the thread counts as lost: the return of that call was not seen (too many kretprobes at once).
+ * Whether any of the programs is on a kretprobe. src/run/skeleton.rs sets this before load. The
+ * kernel misses returns if too many threads are in a function, and tells nobody. The runs of other
+ * programs that the kernel skips are counted by the kernel.
+ */
+const volatile __u8 with_kretprobes;
+
+/*
+ * Records a call that this thread begins, in a BY_THREAD map. With kretprobes, an entry that the
+ * map still has for the thread counts as lost: the return of that call was not seen. Without them,
+ * programs are detached all at once, and calls that begin meanwhile may not be seen to return.
  */
 static __always_inline void begin_call(void *calls, __u64 thread, const void *call)
 {
-	if (bpf_map_lookup_elem(calls, &thread))
+	if (with_kretprobes && bpf_map_lookup_elem(calls, &thread))
 		count_loss(calls);
 	if (bpf_map_update_elem(calls, &thread, call, BPF_ANY))
+		count_loss(calls);
+}
+
+/*
+ * Removes the call of an ending thread whose return was not seen from a BY_THREAD map, so that the
+ * next thread with its id does not inherit the call. Calls are counted as lost as in begin_call().
+ */
+static __always_inline void lose_call(void *calls)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+
+	if (!bpf_map_delete_elem(calls, &thread) && with_kretprobes)
 		count_loss(calls);
 }
 

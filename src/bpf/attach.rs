@@ -286,6 +286,12 @@ pub fn load_only(object: &mut OpenObject, names: &[&str]) -> Result<()> {
     Ok(())
 }
 
+/// Whether any of the programs to be loaded is on the return of a kernel function.
+pub fn has_kretprobes(object: &mut OpenObject) -> bool {
+    let mut programs = object.progs_mut().filter(|program| program.autoload());
+    programs.any(|program| kretprobe::target(program.section()).is_some())
+}
+
 /// Attaches the programs with these names, in this order. A program that sees the end of something belongs before the
 /// program that sees its beginning.
 ///

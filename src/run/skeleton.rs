@@ -131,7 +131,10 @@ macro_rules! skeleton {
                 }
 
                 /// Loads the object.
-                pub(crate) fn load(self) -> anyhow::Result<Loaded> {
+                pub(crate) fn load(mut self) -> anyhow::Result<Loaded> {
+                    let object = self.open.open_object_mut();
+                    let with_kretprobes = $crate::bpf::attach::has_kretprobes(object);
+                    self.options()?.with_kretprobes = with_kretprobes.into();
                     let loaded = self.open.load().context("failed to load")?;
                     self.filter.set_cgroup(&loaded.maps.filter_cgroup)?;
                     Ok(loaded)

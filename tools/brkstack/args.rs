@@ -106,6 +106,15 @@ impl Args {
         }
     }
 
+    /// Returns the programs on the exit of threads: one, if calls are remembered until they return.
+    pub(crate) fn programs_on_threads(&self) -> &'static [&'static str] {
+        if self.with_result() {
+            &["thread_exit"]
+        } else {
+            &[]
+        }
+    }
+
     /// Returns the programs to load where they are attached to the system call's function.
     pub(crate) fn programs_on_functions(&self) -> &'static [&'static str] {
         if self.with_result() {
@@ -118,11 +127,13 @@ impl Args {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
     use std::time::Duration;
 
     use memtools::run::cli;
 
     use super::*;
+    use crate::bpf;
 
     #[test]
     fn wrong_usage_is_refused() {
@@ -151,5 +162,18 @@ mod tests {
             let args = Args::try_parse_from(args).expect("valid");
             assert_eq!((args.user_stacks(), args.kernel_stacks), (user, kernel));
         }
+    }
+
+    #[test]
+    fn each_program_has_a_name_that_is_asked_for() {
+        let mut asked_for = BTreeSet::new();
+        for line in ["-U", "-K", "--growth", "-K --growth"] {
+            let args = Args::try_parse_from(["brkstack"].into_iter().chain(line.split(' ')));
+            let args = args.expect("valid");
+            asked_for.extend([args.programs(), args.programs_on_functions()].concat());
+            asked_for.extend(args.programs_on_threads());
+        }
+        let asked_for: BTreeSet<String> = asked_for.into_iter().map(str::to_owned).collect();
+        assert_eq!(asked_for, bpf::program_names());
     }
 }

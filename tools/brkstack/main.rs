@@ -48,11 +48,10 @@ fn run(args: Args) -> Result<ExitCode> {
         .user_stacks()
         .then(|| target.unwinder(args.stacks.unwind, memtools::unwind_parts!(skel)))
         .transpose()?;
-    let links = attach::system_calls(
-        skel.object_mut(),
-        args.programs(),
-        args.programs_on_functions(),
-    )?;
+    let object = skel.object_mut();
+    let mut links = attach::by_name(object, args.programs_on_threads())?;
+    let functions = args.programs_on_functions();
+    links.extend(attach::system_calls(object, args.programs(), functions)?);
     eprintln!("brkstack: tracing brk(2)... Ctrl-C to end");
     target.release()?;
 
@@ -140,6 +139,7 @@ fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
         let page = kernel_support::page_bytes()? as u32;
         map_create::size(&mut open.maps.events, page)?;
     }
-    let programs = attach::programs_on_system_calls(args.programs(), args.programs_on_functions());
-    open.load_only(&programs)
+    let functions = args.programs_on_functions();
+    let programs = attach::programs_on_system_calls(args.programs(), functions);
+    open.load_only(&[&programs[..], args.programs_on_threads()].concat())
 }
