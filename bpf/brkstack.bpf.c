@@ -2,10 +2,10 @@
 /*
  * brkstack: calls of brk(2), by user stack and process.
  *
- * Hooks: the tracepoints syscalls:sys_enter_brk and, if the result matters, sys_exit_brk. On 5.10
- * and 6.1 their programs get no kernel stack; for kernel stacks these kernels get the raw
- * tracepoints sys_enter and sys_exit, which cost every other system call 0.1 us as well. From 7.2
- * on a task can be preempted in a program on any of these, and the program is skipped for all
+ * Hooks: the tracepoints syscalls:sys_enter_brk and, if the result matters, sys_exit_brk. Before
+ * 6.12 their programs get no kernel stack (376bd59e2a04); for kernel stacks these kernels get the
+ * raw tracepoints sys_enter and sys_exit, which cost every other system call 0.1 us as well. From
+ * 7.2 on a task can be preempted in a program on any of these, and the program is skipped for all
  * other tasks on that CPU meanwhile: these kernels get kprobes of the system call's function
  * (src/bpf/attach.rs).
  */

@@ -120,6 +120,12 @@ pub fn preempts_system_call_programs() -> bool {
     has_kprobes() && btf_has_name("trace_call_bpf_faultable")
 }
 
+/// Whether a program on the tracepoint of a system call gets no kernel stack: before 6.12. It is given the registers
+/// of the user's code.
+pub fn system_call_programs_lack_kernel_stacks() -> bool {
+    is_before(6, 12)
+}
+
 /// Whether a program on a raw tracepoint can be preempted, and is then skipped for all other tasks on its CPU: from
 /// 7.0 on. Before 7.0, tracepoints are called with preemption off. A raw tracepoint costs less than a tracepoint of
 /// tracefs, most of all when it is detached: 4 ms for vmscan, not 330.

@@ -96,9 +96,9 @@ impl Args {
     }
 
     /// Returns the programs on tracepoints in the order to attach them: a call whose entry was seen must be seen to
-    /// exit.
-    pub(crate) fn programs(&self) -> &'static [&'static str] {
-        match (self.kernel_stacks, self.with_result()) {
+    /// exit. If those of one system call lack kernel stacks, programs on all system calls provide them.
+    pub(crate) fn programs(&self, lack_kernel_stacks: bool) -> &'static [&'static str] {
+        match (self.kernel_stacks && lack_kernel_stacks, self.with_result()) {
             (false, false) => &["brk_enter"],
             (false, true) => &["brk_exit", "brk_enter"],
             (true, false) => &["any_enter"],
@@ -165,12 +165,26 @@ mod tests {
     }
 
     #[test]
+    fn all_system_calls_are_traced_only_for_kernel_stacks_that_are_lacking() {
+        for (line, lack, expected) in [
+            ("-U", true, &["brk_enter"][..]),
+            ("-K", false, &["brk_enter"]),
+            ("-K", true, &["any_enter"]),
+            ("-K --events", false, &["brk_exit", "brk_enter"]),
+            ("-K --growth", true, &["any_exit", "any_enter"]),
+        ] {
+            let args = Args::try_parse_from(["brkstack"].into_iter().chain(line.split(' ')));
+            assert_eq!(args.expect("valid").programs(lack), expected, "{line}");
+        }
+    }
+
+    #[test]
     fn each_program_has_a_name_that_is_asked_for() {
         let mut asked_for = BTreeSet::new();
         for line in ["-U", "-K", "--growth", "-K --growth"] {
             let args = Args::try_parse_from(["brkstack"].into_iter().chain(line.split(' ')));
             let args = args.expect("valid");
-            asked_for.extend([args.programs(), args.programs_on_functions()].concat());
+            asked_for.extend([args.programs(true), args.programs_on_functions()].concat());
             asked_for.extend(args.programs_on_threads());
         }
         let asked_for: BTreeSet<String> = asked_for.into_iter().map(str::to_owned).collect();

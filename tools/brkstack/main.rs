@@ -1,7 +1,8 @@
 //! brkstack: calls of brk(2), by user stack and process.
 //!
-//! Hooks: the tracepoints of the system call, those of all system calls for kernel stacks, or its function
-//! (`bpf/brkstack.bpf.c`). Calls are counted in the kernel. Only with --events each call is sent to user space.
+//! Hooks: the tracepoints of the system call, its function, or, for kernel stacks before 6.12, the tracepoints of all
+//! system calls (`bpf/brkstack.bpf.c`). Calls are counted in the kernel. Only with --events each call is sent to user
+//! space.
 
 mod args;
 mod calls;
@@ -42,7 +43,8 @@ fn run(args: Args) -> Result<ExitCode> {
     let (mut poller, output) = args.common.start_as("brkstack", args.format())?;
     let mut target = Target::choose(&args.target, Tasks::Programs)?;
     target::doubt_interval("brkstack", args.stacks.interval(), &args.target.filter.pid);
-    let mut skel = load(&args, target.filter())?;
+    let tracepoints = args.programs(kernel_support::system_call_programs_lack_kernel_stacks());
+    let mut skel = load(&args, target.filter(), tracepoints)?;
     let symbolizer = target.symbolizer(&args.stacks.export)?;
     let unwinder = args
         .user_stacks()
@@ -51,7 +53,7 @@ fn run(args: Args) -> Result<ExitCode> {
     let object = skel.object_mut();
     let mut links = attach::by_name(object, args.programs_on_threads())?;
     let functions = args.programs_on_functions();
-    links.extend(attach::system_calls(object, args.programs(), functions)?);
+    links.extend(attach::system_calls(object, tracepoints, functions)?);
     eprintln!("brkstack: tracing brk(2)... Ctrl-C to end");
     target.release()?;
 
@@ -114,7 +116,8 @@ fn count_stacks(
     )
 }
 
-fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
+/// Loads the programs on these tracepoints, and those that the options ask for besides.
+fn load(args: &Args, filter: &Filter, tracepoints: &[&str]) -> Result<Loaded> {
     let with_stacks = !args.events || args.event_stacks().any();
     let stacks = args.stacks.room().if_wanted(with_stacks);
     let mut open = bpf::prepare(filter, stacks, args.stacks.unwind)?;
@@ -140,6 +143,6 @@ fn load(args: &Args, filter: &Filter) -> Result<Loaded> {
         map_create::size(&mut open.maps.events, page)?;
     }
     let functions = args.programs_on_functions();
-    let programs = attach::programs_on_system_calls(args.programs(), functions);
+    let programs = attach::programs_on_system_calls(tracepoints, functions);
     open.load_only(&[&programs[..], args.programs_on_threads()].concat())
 }
