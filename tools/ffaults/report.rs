@@ -97,14 +97,12 @@ impl<'a> Report<'a> {
         if self.args.timestamp {
             output.header(&clock::time_of_day(&time))?;
         }
-        let widest = rows.iter().skip(skip).map(|(key, _)| key.file.len()).max();
+        let files = rows.iter().skip(skip).map(|(key, _)| &*key.file);
         let columns = Columns {
             by_process: self.args.by_process,
             container: self.args.containers.container,
             types: self.args.r#type,
-            file: widest
-                .unwrap_or(0)
-                .clamp(FILE_COLUMN.start, FILE_COLUMN.end),
+            file: file_width(files),
         };
         output.header(&columns.header())?;
         for (key, count) in rows.into_iter().skip(skip) {
@@ -154,6 +152,14 @@ impl<'a> Report<'a> {
     }
 }
 
+/// Returns the width of the column FILE for these entries, in characters.
+fn file_width<'a>(files: impl Iterator<Item = &'a str>) -> usize {
+    let widest = files.map(|file| file.chars().count()).max();
+    widest
+        .unwrap_or(0)
+        .clamp(FILE_COLUMN.start, FILE_COLUMN.end)
+}
+
 /// Returns the name or the path in a `file_record`, which may be cut. None if the BPF program is still writing the
 /// record, or could not write it.
 fn name_of(record: &[u8], path: bool) -> Result<Option<String>> {
@@ -183,4 +189,18 @@ fn id_bytes(key: &count_key) -> Vec<u8> {
     bytes.extend(key.file.device.to_ne_bytes());
     bytes.extend(key.file.generation.to_ne_bytes());
     bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_column_is_as_wide_as_its_widest_entry_in_characters() {
+        let name = "\u{e9}".repeat(30);
+        assert_eq!(file_width(["a", &name].into_iter()), 30);
+        assert_eq!(file_width(["a"].into_iter()), FILE_COLUMN.start);
+        let longest = "a".repeat(99);
+        assert_eq!(file_width([&*longest].into_iter()), FILE_COLUMN.end);
+    }
 }
