@@ -3,10 +3,12 @@
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
-use memtools::export::metrics::MetricsArgs;
+use memtools::export::metrics::{Family, MetricsArgs};
 use memtools::process::container::ContainerArgs;
 use memtools::run::cli::{self, CommonArgs};
 use memtools::run::target::TargetArgs;
+
+use crate::report::{FAULTS, MAJOR};
 
 /// Count page faults by file.
 #[derive(Debug, Parser)]
@@ -85,6 +87,15 @@ impl Args {
     pub(crate) fn wants_cgroups(&self) -> bool {
         self.by_process && self.containers.wanted(self.common.json)
     }
+
+    /// Returns the metric families that --metrics writes. Only the event without --type never knows major faults.
+    pub(crate) fn families(&self) -> Vec<&'static Family> {
+        if self.hook == Some(Hook::Event) && !self.r#type {
+            vec![&FAULTS]
+        } else {
+            vec![&FAULTS, &MAJOR]
+        }
+    }
 }
 
 #[cfg(test)]
@@ -94,5 +105,18 @@ mod tests {
     #[test]
     fn wrong_usage_is_refused() {
         cli::assert_refuses::<Args>(&["0", "1 0", "-p 0"]);
+    }
+
+    #[test]
+    fn major_faults_are_a_family_if_a_hook_may_know_them() {
+        for (line, families) in [
+            ("ffaults", 2),
+            ("ffaults --hook kprobe", 2),
+            ("ffaults --hook event --type", 2),
+            ("ffaults --hook event", 1),
+        ] {
+            let args = Args::try_parse_from(line.split(' ')).expect("valid");
+            assert_eq!(args.families().len(), families, "{line}");
+        }
     }
 }

@@ -34,7 +34,7 @@ fn main() -> ExitCode {
 fn run(args: Args) -> Result<ExitCode> {
     kernel_support::preflight()?;
     capture_log(args.common.verbose);
-    let mut metrics = args.metrics.open("ffaults", &[&report::FAULTS])?;
+    let mut metrics = args.metrics.open("ffaults", &args.families())?;
     let (mut poller, mut output) = args.common.start("ffaults")?;
     let mut target = Target::choose(&args.target, Tasks::Programs)?;
     target::doubt_interval("ffaults", args.interval, &args.target.filter.pid);

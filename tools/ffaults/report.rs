@@ -33,7 +33,7 @@ pub(crate) static FAULTS: Family = Family {
     kind: Kind::Count,
 };
 
-static MAJOR: Family = Family {
+pub(crate) static MAJOR: Family = Family {
     name: "memtools_file_major_page_faults_total",
     help: "Page faults that waited for a disk or for swap, by file.",
     labels: &["file"],
