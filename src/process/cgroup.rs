@@ -26,6 +26,12 @@ pub fn processes_below(folder: &Path) -> Result<Vec<u32>> {
     Ok(pids)
 }
 
+/// Whether a cgroup is `folder` or below it; both are paths from the root of the hierarchy.
+pub fn is_in(cgroup: &str, folder: &str) -> bool {
+    let rest = cgroup.strip_prefix(folder.trim_end_matches('/'));
+    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+}
+
 /// Maximum number of cgroups in a search by name: a host in normal operation has fewer.
 const MAX_SEARCHED: usize = 100_000;
 /// Minimum number of digits that are taken for the beginning of a container's id or of a pod's uid; fewer may be a
@@ -265,6 +271,21 @@ mod tests {
             ("session-12345678.scope".to_owned(), "12345678"),
         ] {
             assert!(!is_called(&folder, name), "{folder}: {name}");
+        }
+    }
+
+    #[test]
+    fn a_cgroup_contains_itself_and_what_is_below() {
+        for (folder, expected) in [
+            ("/a", true),
+            ("/a/b", true),
+            ("/a/b/", true),
+            ("/", true),
+            ("/a/bc", false),
+            ("/a/b/c", false),
+            ("/b", false),
+        ] {
+            assert_eq!(is_in("/a/b", folder), expected, "{folder}");
         }
     }
 

@@ -5,7 +5,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 
 use memtools::print::text;
-use memtools::process::cgroup::Cgroups;
+use memtools::process::cgroup::{self, Cgroups};
 use memtools::process::container::Homes;
 use memtools::run::target::{Target, TargetArgs};
 
@@ -47,15 +47,10 @@ impl Choice {
             let folder = cgroups.path(folder).map(str::to_owned);
             let there = cgroups.path(victim.cgroup).map(str::to_owned);
             let victim = there.or_else(|| homes.of(victim.cgroup).cgroup);
-            folder.is_some_and(|folder| is_below(victim.as_deref(), &folder))
+            let both = victim.zip(folder);
+            both.is_some_and(|(victim, folder)| cgroup::is_in(&victim, &folder))
         };
         event.wanted != 0
             || by_pid && self.name.as_ref().is_none_or(by_name) && self.cgroup.is_none_or(by_cgroup)
     }
-}
-
-/// Whether a path is this folder, or below it.
-fn is_below(path: Option<&str>, folder: &str) -> bool {
-    path.and_then(|path| path.strip_prefix(folder.trim_end_matches('/')))
-        .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
