@@ -98,6 +98,21 @@ fn base_name(file: &str) -> &str {
 }
 
 impl Frame {
+    /// Creates a frame for the unit tests of tools: in a function, at an offset that is also taken for the one in the
+    /// module. The module `kernel` is the kernel's code.
+    pub fn of_test(name: &str, offset: u64, module: &str) -> Self {
+        Self {
+            address: 0x1000 + offset,
+            symbol: Some((name.into(), offset)),
+            module: Some((module.into(), offset)),
+            kind: match module {
+                "kernel" => FrameKind::Kernel,
+                _ => FrameKind::Native,
+            },
+            ..Self::default()
+        }
+    }
+
     /// Creates a frame of Python from its word, the function's name, and the file and line of the place. Name and file
     /// are escaped already.
     pub fn of_python(word: u64, name: &str, place: Option<(&str, Option<u32>)>) -> Self {

@@ -167,7 +167,7 @@ impl output::Row for Row {
 mod tests {
     use memtools::print::output::Row as _;
     use memtools::process::container::Home;
-    use memtools::stacks::named::{Frame, FrameKind, Part};
+    use memtools::stacks::named::{Frame, Part};
 
     use super::*;
 
@@ -192,19 +192,6 @@ mod tests {
             stack: None,
             microseconds: 1_204_567,
             columns,
-        }
-    }
-
-    fn frame(name: &str, offset: u64, module: &str) -> Frame {
-        Frame {
-            address: 0x1000 + offset,
-            symbol: Some((name.into(), offset)),
-            module: Some((module.into(), offset)),
-            kind: match module {
-                "kernel" => FrameKind::Kernel,
-                _ => FrameKind::Native,
-            },
-            ..Frame::default()
         }
     }
 
@@ -282,8 +269,8 @@ mod tests {
             truncated: None,
         };
         row.stack = Some(Rc::new(NamedStack {
-            kernel: Some(part(frame("try_to_free_pages", 0x1, "kernel"))),
-            user: Some(part(frame("main", 0x2, "app"))),
+            kernel: Some(part(Frame::of_test("try_to_free_pages", 0x1, "kernel"))),
+            user: Some(part(Frame::of_test("main", 0x2, "app"))),
             ..NamedStack::default()
         }));
         assert!(

@@ -204,7 +204,7 @@ impl output::Row for AlsoKilled {
 #[cfg(test)]
 mod tests {
     use memtools::print::output::Row;
-    use memtools::stacks::named::{Frame, FrameKind, Part};
+    use memtools::stacks::named::{Frame, Part};
 
     use super::*;
 
@@ -234,19 +234,6 @@ mod tests {
             stack: None,
             extended: false,
             container: false,
-        }
-    }
-
-    fn frame(name: &str, offset: u64, module: &str) -> Frame {
-        Frame {
-            address: 0x1000 + offset,
-            symbol: Some((name.into(), offset)),
-            module: Some((module.into(), offset)),
-            kind: match module {
-                "kernel" => FrameKind::Kernel,
-                _ => FrameKind::Native,
-            },
-            ..Frame::default()
         }
     }
 
@@ -321,8 +308,8 @@ mod tests {
                 rss_kb: 900,
             }]),
             stack: Some(Rc::new(NamedStack {
-                kernel: Some(part(frame("oom_kill_process", 0x1, "kernel"))),
-                user: Some(part(frame("main", 0x2, "ntpd"))),
+                kernel: Some(part(Frame::of_test("oom_kill_process", 0x1, "kernel"))),
+                user: Some(part(Frame::of_test("main", 0x2, "ntpd"))),
                 ..NamedStack::default()
             })),
             extended: true,
