@@ -364,7 +364,7 @@ fn other_tools_have_them_too() -> Result<()> {
         let mut workload = Workload::spawn(Command::new("python3").args(["-c", PROGRAM]))?;
         let pid = workload.pid();
         let mut tool = Tool::start(name, &[args, &["-p", &pid]].concat())?;
-        tool.wait_for("racing")?;
+        tool.wait_for("tracing ")?;
         workload.work()?;
         let ended = tool.interrupt()?;
         workload.finish()?;
