@@ -79,27 +79,18 @@ fn is_call(line: &&str) -> bool {
     line.starts_with(r#"{"type":"call","#)
 }
 
-/// Returns the weight of each folded line, by its frames.
+/// Returns the weight of each folded line, by its frames. No stack may be there twice.
 fn folded(stdout: &str) -> Result<HashMap<Vec<&str>, u64>> {
-    let mut weights = HashMap::new();
-    for line in stdout.lines() {
-        let (stack, weight) = line.rsplit_once(' ').with_context(|| line.to_owned())?;
-        let old = weights.insert(stack.split(';').collect(), weight.parse::<u64>()?);
-        ensure!(old.is_none(), "twice: {line}");
-    }
+    let stacks = harness::folded(stdout)?;
+    let lines = stacks.len();
+    let weights: HashMap<_, _> = stacks.into_iter().collect();
+    ensure!(weights.len() == lines, "twice: {stdout}");
     Ok(weights)
 }
 
 /// Returns the weights by innermost frame. Every line must have the root frame `root`.
 fn by_leaf<'a>(stdout: &'a str, root: &str) -> Result<HashMap<&'a str, u64>> {
-    let mut leaves = HashMap::new();
-    for (stack, weight) in folded(stdout)? {
-        ensure!(stack[0] == root, "{stack:?}");
-        *leaves
-            .entry(*stack.last().context("no frames")?)
-            .or_insert(0) += weight;
-    }
-    Ok(leaves)
+    harness::by_leaf(folded(stdout)?, root)
 }
 
 fn every_call_is_counted_by_stack() -> Result<()> {

@@ -55,14 +55,7 @@ fn trace(
 
 /// Returns the weights of folded lines by innermost frame. Every line must have the root frame `root`.
 fn by_leaf<'a>(stdout: &'a str, root: &str) -> Result<HashMap<&'a str, u64>> {
-    let mut leaves = HashMap::new();
-    for line in stdout.lines().filter(|line| !line.is_empty()) {
-        let (stack, weight) = line.rsplit_once(' ').with_context(|| line.to_owned())?;
-        let frames: Vec<&str> = stack.split(';').collect();
-        ensure!(frames[0] == root, "{line}");
-        *leaves.entry(frames[frames.len() - 1]).or_insert(0) += weight.parse::<u64>()?;
-    }
-    Ok(leaves)
+    harness::by_leaf(harness::folded(stdout)?, root)
 }
 
 fn counts_are_those_of_getrusage() -> Result<()> {

@@ -4,6 +4,7 @@
 //! of a known size, and is held again until the tool has reported.
 
 mod cgroup;
+mod folded;
 mod mounted;
 mod needs;
 mod one_cpu;
@@ -23,6 +24,7 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{SigHandler, Signal};
 
 pub(crate) use cgroup::{Cgroup, change_events, remove_cgroup};
+pub(crate) use folded::{by_leaf, folded};
 pub(crate) use mounted::Mounted;
 pub(crate) use needs::{
     Need, at_entries, in_guest, listed, print_slowest, probe_entries, release, test, without_root,
