@@ -9,6 +9,7 @@ mod mounted;
 mod needs;
 mod one_cpu;
 mod pythons;
+mod redis;
 mod tool;
 mod workload;
 
@@ -31,6 +32,7 @@ pub(crate) use needs::{
 };
 pub(crate) use one_cpu::OneCpu;
 pub(crate) use pythons::Python;
+pub(crate) use redis::start_redis;
 pub(crate) use tool::{Ended, Tool, descriptors, object, stacks_of_blocks, tool, waits_for_events};
 pub(crate) use workload::{Workload, each_block, sources, workload, workloads};
 

@@ -1,7 +1,7 @@
 //! memleak --verdict: lost memory, as memleak finds it in copies of a process, against what a program has lost
 //! and kept.
 
-use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
@@ -284,16 +284,7 @@ fn expect_no_leak_of_redis(preload: Option<&str>, allocator: &str) -> Result<()>
     const VERDICTS: usize = 20;
     let folder = harness::scratch()?;
     let socket = folder.path().join("socket");
-    // redis-check-rdb is the same program, in a package without a service that the system would start.
-    let mut server = Command::new("redis-check-rdb")
-        .arg0("redis-server")
-        .envs(preload.map(|library| ("LD_PRELOAD", library)))
-        .args(["--port", "0", "--save", "", "--logfile", "/dev/null"])
-        .arg("--unixsocket")
-        .arg(&socket)
-        .stdout(Stdio::null())
-        .spawn()
-        .context("failed to start redis; run: scripts/need redis-tools")?;
+    let mut server = harness::start_redis(&socket, Path::new("/dev/null"), preload)?;
     let listens = harness::eventually("redis listens", || Ok(socket.exists()));
     let mut load = Command::new("redis-benchmark")
         .arg("-s")

@@ -1,8 +1,7 @@
 //! Whole programs with their own allocators, which memleak traces without harm.
 
 use std::fs;
-use std::os::unix::process::CommandExt;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
@@ -96,17 +95,7 @@ fn redis_is_traced_unharmed() -> Result<()> {
     let folder = harness::scratch()?;
     let socket = folder.path().join("socket");
     let log = folder.path().join("log");
-    // redis-check-rdb is the same program, in a package without a service that the system would start.
-    let mut server = Command::new("redis-check-rdb")
-        .arg0("redis-server")
-        .args(["--port", "0", "--save", ""])
-        .arg("--unixsocket")
-        .arg(&socket)
-        .arg("--logfile")
-        .arg(&log)
-        .stdout(Stdio::null())
-        .spawn()
-        .context("failed to start redis; run: scripts/need redis-tools")?;
+    let mut server = harness::start_redis(&socket, &log, None)?;
     let ask = |words: &[&str]| -> Result<String> {
         let output = Command::new("redis-cli")
             .arg("-s")
