@@ -36,9 +36,7 @@ fn start(args: &[&str]) -> Result<Tool> {
 }
 
 fn rows(ended: &Ended) -> Result<Vec<Value>> {
-    ensure!(ended.status.success(), "{ended:?}");
-    let objects = ended.stdout.lines().map(serde_json::from_str::<Value>);
-    let mut objects: Vec<Value> = objects.collect::<Result<_, _>>().context("no JSON")?;
+    let mut objects = ended.objects()?;
     objects.retain(|object| object["type"] != "unwinding");
     ensure!(
         objects.iter().all(|object| object["type"] == "reclaim"),

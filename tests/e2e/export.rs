@@ -135,9 +135,9 @@ fn trace(
 }
 
 pub(crate) fn rows(ended: &Ended, kind: &str) -> Result<Vec<Value>> {
-    let rows = ended.stdout.lines().map(serde_json::from_str::<Value>);
-    let rows: Vec<Value> = rows.collect::<Result<_, _>>()?;
-    Ok(rows.into_iter().filter(|row| row["type"] == kind).collect())
+    let mut rows = ended.objects()?;
+    rows.retain(|row| row["type"] == kind);
+    Ok(rows)
 }
 
 /// Returns the sum of a field over all rows.

@@ -5,7 +5,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::harness::{self, Ended, Tool, Workload};
+use crate::harness::{self, Tool, Workload};
 use crate::memleak;
 
 /// Returns the tests of this module.
@@ -26,11 +26,6 @@ pub(crate) fn tests() -> Vec<Trial> {
         what_the_table_has_no_room_for_is_kept_elsewhere,
         room_is_made_as_it_is_needed,
     }
-}
-
-fn rows(ended: &Ended) -> Result<Vec<Value>> {
-    let rows = ended.stdout.lines().map(serde_json::from_str);
-    rows.collect::<Result<_, _>>().context("no JSON")
 }
 
 /// Returns the rows of stacks that contain a function.
@@ -58,7 +53,7 @@ fn expect(rows: &[Value], function: &str, bytes: u64, allocations: u64) -> Resul
 fn allocations_are_counted_freed_or_not() -> Result<()> {
     let program = ["churn", "10007", "89", "211"];
     let args = ["--mode", "alloc", "-j", "-T", "1000", "60"];
-    let rows = rows(&memleak::trace("lives", &program, &args)?)?;
+    let rows = memleak::trace("lives", &program, &args)?.objects()?;
     expect(&rows, "churned", 10007 * 89, 10007)?;
     expect(&rows, "kept_on", 211 * 89, 211)
 }
@@ -66,7 +61,7 @@ fn allocations_are_counted_freed_or_not() -> Result<()> {
 fn what_is_freed_soon_is_counted() -> Result<()> {
     let program = ["churn", "10007", "89", "211"];
     let args = ["--mode", "churn", "-j", "-T", "1000", "3600"];
-    let rows = rows(&memleak::trace("lives", &program, &args)?)?;
+    let rows = memleak::trace("lives", &program, &args)?.objects()?;
     expect(&rows, "churned", 10007 * 89, 10007)?;
     ensure!(stacks(&rows, "kept_on").is_empty(), "{rows:?}");
     Ok(())
@@ -80,7 +75,7 @@ fn growth_is_from_report_to_report() -> Result<()> {
     tool.wait_for_output(r#""allocations":31"#)?;
     workload.work()?;
     tool.wait_for_output(r#""allocations":72"#)?;
-    let rows = rows(&tool.interrupt()?)?;
+    let rows = tool.interrupt()?.objects()?;
     let grown = stacks(&rows, "grown");
     let first = grown
         .iter()
@@ -112,7 +107,7 @@ fn the_oldest_and_the_median_age_are_shown() -> Result<()> {
         tool.wait_for_output(r#""allocations":31"#)?;
     }
     workload.work()?;
-    let rows = rows(&tool.interrupt()?)?;
+    let rows = tool.interrupt()?.objects()?;
     let last = *stacks(&rows, "grown").last().context("no stack")?;
     let ms = |key: &str| {
         last[key]
@@ -127,7 +122,7 @@ fn the_oldest_and_the_median_age_are_shown() -> Result<()> {
 
 fn double_frees_are_counted_with_their_stack() -> Result<()> {
     let ended = memleak::trace("lives", &["twice", "53"], &["-j", "-o", "0", "60"])?;
-    let rows = rows(&ended)?;
+    let rows = ended.objects()?;
     let head = rows
         .iter()
         .find(|row| row["type"] == "report")
@@ -151,7 +146,7 @@ fn double_frees_are_counted_with_their_stack() -> Result<()> {
 
 fn unknown_frees_are_counted_with_their_stack() -> Result<()> {
     let ended = memleak::trace("lives", &["unknown", "101"], &["-ej", "-o", "0", "60"])?;
-    let rows = rows(&ended)?;
+    let rows = ended.objects()?;
     let head = rows
         .iter()
         .find(|row| row["type"] == "report")
@@ -177,7 +172,7 @@ fn samples_by_bytes_stand_for_all() -> Result<()> {
     let sampled = |size: &str| -> Result<Value> {
         let args = ["--sample-bytes", "8K", "-j", "-o", "0", "60"];
         let ended = memleak::trace("lives", &["grow", size, "10007"], &args)?;
-        let rows = rows(&ended)?;
+        let rows = ended.objects()?;
         let stacks = stacks(&rows, "grown");
         ensure!(stacks.len() == 1, "{rows:?}");
         Ok(stacks[0].clone())
@@ -211,7 +206,7 @@ fn hits_and_what_they_cost_are_told() -> Result<()> {
         let ended = memleak::trace("lives", &program, &["-j", "60"])?;
         let line = ended.stderr.lines().find(|line| line.contains(" hits; "));
         line.with_context(|| format!("no hits in {}", ended.stderr))?;
-        let rows = rows(&ended)?;
+        let rows = ended.objects()?;
         let probes = rows.into_iter().find(|row| row["type"] == "probes");
         probes.context("no row of the probes")
     };
@@ -241,7 +236,7 @@ fn sampling_is_raised_to_keep_a_limit() -> Result<()> {
         workload.work()?;
     }
     let ended = tool.interrupt()?;
-    let rows = rows(&ended)?;
+    let rows = ended.objects()?;
     let stacks = stacks(&rows, "grown");
     ensure!(stacks.len() == 1, "{rows:?}");
     let number = |key: &str| stacks[0][key].as_u64().context("no number");
@@ -292,16 +287,16 @@ fn what_the_table_has_no_room_for_is_kept_elsewhere() -> Result<()> {
     let count = blocks.to_string();
     let args = ["--max-allocs", "10007", "-j", "-o", "0", "60"];
     let ended = memleak::trace("lives", &["grow", "97", &count], &args)?;
-    expect(&rows(&ended)?, "grown", blocks * 97, blocks)?;
+    expect(&ended.objects()?, "grown", blocks * 97, blocks)?;
     // Blocks outside of the table are found when they are freed, too.
     let ended = memleak::trace("lives", &["shrink", "97", &count, "211"], &args)?;
-    expect(&rows(&ended)?, "grown", 211 * 97, 211)
+    expect(&ended.objects()?, "grown", 211 * 97, 211)
 }
 
 /// At the end, fewer blocks are outstanding, and they are from other stacks.
 fn the_peak_is_shown_with_its_stacks() -> Result<()> {
     let args = ["--mode", "peak", "-j", "60"];
-    let rows = rows(&memleak::trace("lives", &["climb", "211", "97"], &args)?)?;
+    let rows = memleak::trace("lives", &["climb", "211", "97"], &args)?.objects()?;
     let head = rows.iter().find(|row| row["type"] == "report");
     let head = head.context("no report")?;
     let bases = 3 * 211 * 8;
@@ -332,5 +327,5 @@ fn room_is_made_as_it_is_needed() -> Result<()> {
     let blocks = 199 + 2003 + 7103;
     let ended = tool.interrupt()?;
     ensure!(!ended.stderr.contains("lost"), "{}", ended.stderr);
-    expect(&rows(&ended)?, "grown", blocks * 97, blocks)
+    expect(&ended.objects()?, "grown", blocks * 97, blocks)
 }

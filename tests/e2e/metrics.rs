@@ -116,8 +116,7 @@ fn of_rows(rows: &[Value], kind: &str, field: &str, label: &str) -> BTreeMap<Str
 /// Returns the objects that a tool has printed until its end. A command's own lines may be in between.
 fn objects(ended: &Ended) -> Result<Vec<Value>> {
     ensure!(ended.status.success(), "{ended:?}");
-    let lines = ended.stdout.lines().filter(|line| line.starts_with('{'));
-    lines.map(|line| Ok(serde_json::from_str(line)?)).collect()
+    ended.objects_among_lines()
 }
 
 /// Checks that nothing was lost, and that the file has all eight counters of losses.

@@ -31,12 +31,6 @@ fn at_exit(workload: &str, args: &[&str]) -> Result<Ended> {
     harness::run("memleak", &[&options[..], args].concat())
 }
 
-/// Returns the rows that memleak has printed. The command prints to the same stdout.
-fn rows(ended: &Ended) -> Result<Vec<Value>> {
-    let lines = ended.stdout.lines().filter(|line| line.starts_with('{'));
-    lines.map(harness::object).collect()
-}
-
 /// Expects that the verdict covers the workload's work, and its blocks from before that.
 fn expect_all(rows: &[Value]) -> Result<()> {
     expect_what_was_made(rows)?;
@@ -65,7 +59,7 @@ fn expect_all(rows: &[Value]) -> Result<()> {
 fn all_stacks_are_told_at_the_exit() -> Result<()> {
     let ended = at_exit("", &[])?;
     ensure!(ended.status.code() == Some(0), "{ended:?}");
-    expect_all(&rows(&ended)?)
+    expect_all(&ended.objects_among_lines()?)
 }
 
 fn a_leak_is_an_exit_status() -> Result<()> {
@@ -92,7 +86,7 @@ fn a_command_ends_as_it_would_alone() -> Result<()> {
     ] {
         let ended = at_exit(workload, &[])?;
         ensure!(ended.status.code() == Some(status), "{workload}: {ended:?}");
-        expect_all(&rows(&ended)?).with_context(|| workload.to_owned())?;
+        expect_all(&ended.objects_among_lines()?).with_context(|| workload.to_owned())?;
     }
     let ended = at_exit("9", &[])?;
     ensure!(ended.status.code() == Some(1), "{ended:?}");
@@ -144,7 +138,7 @@ fn a_shell_gets_its_signals() -> Result<()> {
 fn threads_hold_what_they_have() -> Result<()> {
     let ended = at_exit("threads", &[])?;
     ensure!(ended.status.code() == Some(0), "{ended:?}");
-    let rows = rows(&ended)?;
+    let rows = ended.objects_among_lines()?;
     expect_all(&rows)?;
     let is_it = |row: &&Value| number(row, "size_bytes") == 600;
     let held: Vec<_> = rows.iter().filter(is_it).collect();

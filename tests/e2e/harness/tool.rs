@@ -93,6 +93,13 @@ impl Ended {
         ensure!(self.status.success(), "{self:?}");
         self.stdout.lines().map(object).collect()
     }
+
+    /// Parses the JSON objects on stdout as [`Ended::objects`] does, whatever the exit status. The lines of a command
+    /// may be in between; they do not begin with `{`.
+    pub(crate) fn objects_among_lines(&self) -> Result<Vec<Value>> {
+        let lines = self.stdout.lines().filter(|line| line.starts_with('{'));
+        lines.map(object).collect()
+    }
 }
 
 /// Parses a line of a tool's JSON. Fails if the object has no type, or no time although its type describes a moment.
