@@ -1,6 +1,5 @@
 //! memleak's verdict on a command at its exit. The command must run and end as it would alone.
 
-use std::fs;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
@@ -9,6 +8,7 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::harness::{self, Ended, Tool};
+use crate::heap_pause::tracer_and_state;
 use crate::verdict_traced::{expect_what_was_made, number, sums};
 
 /// Returns the tests of this module.
@@ -161,16 +161,6 @@ fn threads_hold_what_they_have() -> Result<()> {
     Ok(())
 }
 
-/// Returns the PID of the process that traces a process, and the traced process's state. None if it has ended.
-fn tracer(pid: &str) -> Option<(String, String)> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let field = |name: &str| {
-        let line = status.lines().find_map(|line| line.strip_prefix(name));
-        line.map(|value| value.trim().to_owned())
-    };
-    Some((field("TracerPid:")?, field("State:")?))
-}
-
 fn a_command_outlives_memleak() -> Result<()> {
     let path = harness::workload("forget");
     let command = path.display().to_string();
@@ -183,16 +173,17 @@ fn a_command_outlives_memleak() -> Result<()> {
     let stdout = tool.stdout();
     let pid = stdout.lines().find_map(|line| line.strip_prefix("ready "));
     let pid = pid.context("not ready")?.trim().to_owned();
-    let (before, _) = tracer(&pid).context("it has gone")?;
+    let (before, _) = tracer_and_state(&pid).context("it has gone")?;
     ensure!(before != "0", "nobody traces it");
     tool.signal(Signal::SIGKILL)?;
     harness::eventually("the command lives on", || {
-        let state = tracer(&pid).context("it went with memleak")?;
-        Ok(state.0 == "0" && state.1.starts_with('S'))
+        let (tracer, state) = tracer_and_state(&pid).context("it went with memleak")?;
+        Ok(tracer == "0" && state.starts_with('S'))
     })?;
     // The test can end the command, by closing its input.
     drop(tool);
     harness::eventually("the command exits", || {
-        Ok(tracer(&pid).is_none_or(|(_, state)| state.starts_with('Z')))
+        let now = tracer_and_state(&pid);
+        Ok(now.ok().is_none_or(|(_, state)| state.starts_with('Z')))
     })
 }
