@@ -121,10 +121,10 @@ impl Drop for Traces {
 
 /// Starts memleak with a list of each block of the workload.
 fn trace(pid: &str, more: &[&str]) -> Result<Tool> {
-    let each_block = [
-        "-j", "-a", "-o", "0", "-T", "100000", "-z", BYTES, "-Z", BYTES, "-p", pid,
-    ];
-    let mut tool = Tool::start("memleak", &[&each_block[..], more].concat())?;
+    // The interval comes last, and is left to the caller.
+    let each_block = harness::each_block(BYTES);
+    let (_interval, options) = each_block.split_last().context("no options")?;
+    let mut tool = Tool::start("memleak", &[options, &["-p", pid], more].concat())?;
     tool.wait_for("allocator: ")?;
     Ok(tool)
 }
